@@ -1,0 +1,70 @@
+"""Edit notebooks as text, safely, from a terminal.
+
+    python tools/nb.py open 03_rollout       # nbs/03_rollout.ipynb -> nbs_py/03_rollout.py (git-ignored)
+    python tools/nb.py save 03_rollout       # text -> notebook; outputs and ids of unchanged cells stay; cleans and exports
+    python tools/nb.py new 09_genrm          # an empty notebook, opened as text
+
+`save` refuses when the notebook changed since it was opened. The text stays open for the next edit; outputs are stored by tools/execute_nbs.py.
+"""
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+from nbdev.clean import nbdev_clean
+from nbdev.config import get_config
+from nbdev.export import nb_export
+
+cfg = get_config()
+NBS, TEXT = cfg.nbs_path, cfg.config_path/'nbs_py'
+
+
+def paths(name):
+    "Notebook, its text, and the file that remembers the notebook's hash"
+    name = Path(name).stem
+    return NBS/f'{name}.ipynb', TEXT/f'{name}.py', TEXT/f'.{name}.sha'
+
+
+def cells_hash(nb):
+    "Hash of the sources alone, so that storing outputs does not count as a change"
+    src = '\0'.join(f'{c.cell_type}:{c.source}' for c in nbformat.read(nb, 4).cells)
+    return hashlib.sha256(src.encode()).hexdigest()
+
+
+def jupytext(*args): subprocess.run([sys.executable, '-m', 'jupytext', '--quiet', *map(str, args)], check=True)
+
+
+def open_(name):
+    nb, py, sha = paths(name)
+    if py.exists() and sha.exists() and '--force' not in sys.argv: sys.exit(f'{py} is open already: save it, or --force to rewrite it')
+    py.parent.mkdir(parents=True, exist_ok=True)
+    jupytext('--to', 'py:percent', '--output', py, nb)
+    sha.write_text(cells_hash(nb))
+    print(py)
+
+
+def save(name):
+    nb, py, sha = paths(name)
+    if not py.exists(): sys.exit(f'{py} does not exist: open the notebook first')
+    if not sha.exists() or sha.read_text() != cells_hash(nb): sys.exit(f'{nb} changed since {py} was opened: merge by hand, then open --force')
+    jupytext('--update', '--to', 'ipynb', '--output', nb, py)
+    nbdev_clean.__wrapped__(fname=str(nb))
+    nb_export(nb, lib_path=cfg.lib_path)
+    sha.write_text(cells_hash(nb))
+    print(nb)
+
+
+def new(name):
+    nb, _, _ = paths(name)
+    if nb.exists(): sys.exit(f'{nb} exists')
+    first = [nbformat.v4.new_markdown_cell(f'# {nb.stem}\n\n> One line about it.'),
+             nbformat.v4.new_code_cell(f'#| default_exp {nb.stem.split("_", 1)[-1]}')]
+    nbformat.write(nbformat.v4.new_notebook(metadata=dict(kernelspec=dict(name='python3', display_name='python3', language='python')), cells=first), nb)
+    nbdev_clean.__wrapped__(fname=str(nb))
+    open_(name)
+
+
+if __name__ == '__main__':
+    if len(sys.argv) < 3 or sys.argv[1] not in ('open', 'save', 'new'): sys.exit(__doc__)
+    {'open': open_, 'save': save, 'new': new}[sys.argv[1]](sys.argv[2])
