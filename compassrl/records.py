@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['Metrics', 'LossFn', 'Prompt', 'Verdict', 'SamplingParams', 'Request', 'derive_seed', 'Sample', 'Batch', 'select',
-           'micro_batches', 'collate', 'RolloutEngine', 'TrainEngine']
+__all__ = ['Metrics', 'LossFn', 'Prompt', 'Verdict', 'SamplingParams', 'Request', 'derive_seed', 'Sample', 'Batch', 'collate',
+           'select', 'micro_batches', 'RolloutEngine', 'TrainEngine']
 
 # %% ../nbs/00_records.ipynb #837da68b
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class Batch:
     advantages:Tensor|None=None           # [B, T] fp32, 0 outside the response
     old_log_probs:Tensor|None=None        # [B, T] fp32: the train engine's own, before the update
     ref_log_probs:Tensor|None=None        # [B, T] fp32: only if kl_coef > 0
+    log_probs:Tensor|None=None            # [B, T] fp32: what the last update saw, without gradient
     entropy:Tensor|None=None              # [B, T] fp32, nats, of the old policy
     routed_experts:Tensor|None=None       # [B, T, L, K] uint8
     routes_valid:Tensor|None=None         # [B, T] bool: False = use the live router
@@ -115,16 +116,52 @@ class Batch:
     def to(self, device)->Batch: return self.map(lambda t: t.to(device))
 
 # %% ../nbs/00_records.ipynb #cfada60a
+def _check(s): # what an engine may have got wrong
+    Tp,Tr,name = len(s.prompt_ids), len(s.response_ids), f'sample {s.prompt_id}/{s.index}'
+    if not Tp: raise ValueError(f'{name} has no prompt: nothing is there to predict its first token from')
+    for key,want in dict(rollout_log_probs=Tr, routed_experts=Tp+Tr-1, routes_valid=Tp+Tr-1).items():
+        v = getattr(s, key)
+        if v is not None and len(v)!=want:
+            raise ValueError(f'{name}: {key} has {len(v)} rows; with {Tp} prompt and {Tr} response tokens it needs {want}')
+
+def _pad(rows, T, dtype, starts=None): # rows of different lengths, placed at `starts[i]` or 0, into one [B, T, ...] tensor
+    out = torch.zeros(len(rows), T, *rows[0].shape[1:], dtype=dtype)
+    for i,r in enumerate(rows): s = starts[i] if starts else 0; out[i, s:s+len(r)] = r
+    return out
+
+# %% ../nbs/00_records.ipynb #8cfbeb76
+def collate(
+    samples:list[Sample]   # of any lengths
+)->Batch:                  # rows in the order given; `group` numbers the prompts by first appearance
+    "Samples to one right-padded batch; raises ValueError for a tensor that does not fit its tokens"
+    if not samples: raise ValueError('no samples: a batch needs at least one')
+    for s in samples: _check(s)
+    ids = [torch.tensor(s.prompt_ids+s.response_ids) for s in samples]
+    starts = [len(s.prompt_ids) for s in samples]
+    T = max(map(len, ids))
+    groups = {}
+    group = torch.tensor([groups.setdefault(s.prompt_id, len(groups)) for s in samples])
+    routes = valid = None
+    if some := [s.routed_experts for s in samples if s.routed_experts is not None]: # a sample without routes: none is valid
+        routes = _pad([some[0][:0] if s.routed_experts is None else s.routed_experts for s in samples], T, some[0].dtype)
+        valid = _pad([torch.zeros(0) if s.routes_valid is None else s.routes_valid for s in samples], T, torch.bool)
+    return Batch(token_ids=_pad(ids, T, torch.long), token_mask=_pad([torch.ones(len(i)) for i in ids], T, torch.bool),
+        response_mask=_pad([torch.ones(len(s.response_ids)) for s in samples], T, torch.bool, starts),
+        rollout_log_probs=_pad([s.rollout_log_probs for s in samples], T, torch.float, starts),
+        group=group, rewards=torch.tensor([s.reward for s in samples], dtype=torch.float), routed_experts=routes, routes_valid=valid)
+
+# %% ../nbs/00_records.ipynb #99077c04
 def select(
     batch:Batch,
-    rows:Tensor|list[int]  # which samples, in which order
+    rows:Tensor|list[int]  # which samples, in which order; or a bool mask [B]
 )->Batch:                  # padding that no selected row needs is gone
     "Some rows of a batch"
-    rows = torch.as_tensor(rows, dtype=torch.long, device=batch.token_ids.device)
+    rows = torch.as_tensor(rows, device=batch.token_ids.device)
+    rows = rows.nonzero()[:,0] if rows.dtype==torch.bool else rows.long()
     T = int(batch.lengths[rows].max()) if len(rows) else 0
     return batch.map(lambda t: t[rows] if t.dim()==1 else t[rows, :T])
 
-# %% ../nbs/00_records.ipynb #8cfbeb76
+# %% ../nbs/00_records.ipynb #31e6f1f7
 def micro_batches(
     batch:Batch,
     max_tokens:int  # B*T of a micro-batch, padding included; a longer single row stands alone
@@ -132,36 +169,12 @@ def micro_batches(
     "Rows sorted by length and cut where the padded size would exceed `max_tokens`"
     lengths = batch.lengths
     order = torch.argsort(lengths, descending=True, stable=True).tolist()
-    out,cur,width = [],[],0
+    lengths = lengths.tolist()
+    out,cur = [],[]
     for i in order:
-        width = max(width, int(lengths[i]))
-        if cur and width*(len(cur)+1)>max_tokens: out.append(torch.tensor(cur)); cur,width = [],int(lengths[i])
+        if cur and lengths[cur[0]]*(len(cur)+1)>max_tokens: out.append(torch.tensor(cur)); cur = [] # the first is the longest
         cur.append(i)
     return out+[torch.tensor(cur)] if cur else out
-
-# %% ../nbs/00_records.ipynb #b97df012
-def _pad(rows, T, dtype, offset=0): # rows of different lengths, placed at `offset[i]`, into one [B, T, ...] tensor
-    out = torch.zeros(len(rows), T, *rows[0].shape[1:], dtype=dtype)
-    for i,r in enumerate(rows): s = offset[i] if offset else 0; out[i, s:s+len(r)] = r
-    return out
-
-def collate(
-    samples:list[Sample]   # of any lengths
-)->Batch:                  # rows in the order given; `group` numbers the prompts by first appearance
-    "Samples to one right-padded batch"
-    ids = [torch.tensor(s.prompt_ids+s.response_ids) for s in samples]
-    starts = [len(s.prompt_ids) for s in samples]
-    T = max(map(len, ids))
-    groups = {}
-    group = torch.tensor([groups.setdefault(s.prompt_id, len(groups)) for s in samples])
-    routes = all(s.routed_experts is not None for s in samples)
-    return Batch(token_ids=_pad(ids, T, torch.long),
-        token_mask=_pad([torch.ones(len(i)) for i in ids], T, torch.bool),
-        response_mask=_pad([torch.ones(len(s.response_ids)) for s in samples], T, torch.bool, starts),
-        rollout_log_probs=_pad([s.rollout_log_probs for s in samples], T, torch.float, starts),
-        group=group, rewards=torch.tensor([s.reward for s in samples], dtype=torch.float),
-        routed_experts=_pad([s.routed_experts for s in samples], T, samples[0].routed_experts.dtype) if routes else None,
-        routes_valid=_pad([s.routes_valid for s in samples], T, torch.bool) if routes else None)
 
 # %% ../nbs/00_records.ipynb #a2d576eb
 class RolloutEngine(Protocol):
@@ -175,14 +188,14 @@ class RolloutEngine(Protocol):
 
 # %% ../nbs/00_records.ipynb #25c06f2d
 Metrics = dict[str,float]
-LossFn = Callable[..., tuple[Tensor,Metrics]] # (log_probs [B,T], batch, num_tokens, num_samples) -> scalar loss, sums to be averaged
+LossFn = Callable[..., tuple[Tensor,Metrics]] # (log_probs [B,T], batch, num_tokens, num_samples) -> loss, further sums
 
 class TrainEngine(Protocol):
     "Owns the policy that learns"
     def log_probs(self, batch:Batch)->tuple[Tensor,Tensor]:
         "`[B, T]` log-probabilities and entropies of the present weights, routes replayed"
         ...
-    def update(self, batch:Batch, loss:LossFn)->Metrics:
+    def update(self, batch:Batch, loss:LossFn, lr:float|None=None)->Metrics:
         "Mini-batches of optimiser steps; the result does not depend on the split into micro-batches"
         ...
     def weights(self)->Iterator[tuple[str,Tensor]]:

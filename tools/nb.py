@@ -3,6 +3,7 @@
     python tools/nb.py open 03_rollout       # nbs/03_rollout.ipynb -> nbs_py/03_rollout.py (git-ignored)
     python tools/nb.py save 03_rollout       # text -> notebook; outputs and ids of unchanged cells stay; cleans and exports
     python tools/nb.py new 09_genrm          # an empty notebook, opened as text
+    python tools/nb.py sync                  # all that is generated: clean notebooks, modules, sidebar, README
 
 `save` refuses when the notebook changed since it was opened. The text stays open for the next edit; outputs are stored by tools/execute_nbs.py.
 """
@@ -14,7 +15,10 @@ from pathlib import Path
 import nbformat
 from nbdev.clean import nbdev_clean
 from nbdev.config import get_config
-from nbdev.export import nb_export
+from nbdev.doclinks import nbdev_export
+from nbdev.quarto import nbdev_sidebar, refresh_quarto_yml
+
+import readme
 
 cfg = get_config()
 NBS, TEXT = cfg.nbs_path, cfg.config_path/'nbs_py'
@@ -35,6 +39,19 @@ def cells_hash(nb):
 def jupytext(*args): subprocess.run([sys.executable, '-m', 'jupytext', '--quiet', *map(str, args)], check=True)
 
 
+def export():
+    "Modules, their index and the sidebar"
+    nbdev_export.__wrapped__()
+    refresh_quarto_yml()
+    nbdev_sidebar.__wrapped__()
+
+
+def sync():
+    nbdev_clean.__wrapped__()
+    export()
+    readme.main([])
+
+
 def open_(name):
     nb, py, sha = paths(name)
     if py.exists() and sha.exists() and '--force' not in sys.argv: sys.exit(f'{py} is open already: save it, or --force to rewrite it')
@@ -50,7 +67,7 @@ def save(name):
     if not sha.exists() or sha.read_text() != cells_hash(nb): sys.exit(f'{nb} changed since {py} was opened: merge by hand, then open --force')
     jupytext('--update', '--to', 'ipynb', '--output', nb, py)
     nbdev_clean.__wrapped__(fname=str(nb))
-    nb_export(nb, lib_path=cfg.lib_path)
+    export()
     sha.write_text(cells_hash(nb))
     print(nb)
 
@@ -66,5 +83,6 @@ def new(name):
 
 
 if __name__ == '__main__':
+    if sys.argv[1:] == ['sync']: sys.exit(sync())
     if len(sys.argv) < 3 or sys.argv[1] not in ('open', 'save', 'new'): sys.exit(__doc__)
     {'open': open_, 'save': save, 'new': new}[sys.argv[1]](sys.argv[2])

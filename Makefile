@@ -1,0 +1,49 @@
+# Every target makes the environment it needs in .venv; `make` alone lists the targets.
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+.PHONY: help train test lab docs bench notebooks sync check clean clean-env
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@echo 'CompassRL: make TARGET [PYTHON=python3.12]'; awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# One environment; a stamp per extra says what is in it and goes stale when the dependencies change.
+.venv/.core: pyproject.toml tools/setup_env.py
+	@$(PYTHON) tools/setup_env.py && touch $@
+.venv/.dev: .venv/.core
+	@$(PYTHON) tools/setup_env.py dev && touch $@
+.venv/.docs: .venv/.dev
+	@$(PYTHON) tools/setup_env.py docs && touch $@
+
+train: .venv/.core ## a tiny mixture of experts learns by RL on two CPU cores: make train [ARGS="--seed 3"]
+	@$(BIN)/compassrl train tiny-cpu $(ARGS)
+
+test: .venv/.dev ## everything: the suite and every notebook, each in a process of its own: make test [ARGS="-k losses"]
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+lab: .venv/.dev ## JupyterLab on the notebooks
+	@MATPLOTLIBRC=$(CURDIR)/tools/matplotlibrc $(BIN)/jupyter lab --notebook-dir=nbs $(ARGS)
+
+docs: .venv/.docs ## the site, into _site/
+	@$(BIN)/python tools/build_docs.py --out _site
+
+bench: .venv/.dev ## every benchmark, into benchmarks/results/
+	@$(BIN)/python tools/run_benchmarks.py $(ARGS)
+
+notebooks: .venv/.dev ## run every notebook and store its outputs
+	@$(BIN)/python tools/execute_nbs.py $(ARGS)
+
+sync: .venv/.dev ## all that is generated from the notebooks: modules, sidebar, README
+	@$(BIN)/python tools/nb.py sync
+
+check: .venv/.dev ## exports in sync, notebooks clean and executed, README generated (seconds)
+	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_repository.py
+
+clean: ## what was built: site, caches, exported copies
+	rm -rf _site _proc _docs build dist .pytest_cache .hypothesis compassrl.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+clean-env: ## the environment, too
+	rm -rf .venv

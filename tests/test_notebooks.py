@@ -1,0 +1,20 @@
+"Every notebook runs from top to bottom, in a process of its own"
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLAGS = os.environ.get('NB_FLAGS', '')  # e.g. NB_FLAGS="slow gpu"
+
+
+def notebooks(): return sorted(p for p in (ROOT/'nbs').rglob('*.ipynb') if not any(n.startswith(('.', '_')) for n in p.relative_to(ROOT).parts))
+
+
+@pytest.mark.parametrize('path', notebooks(), ids=lambda p: p.stem)
+def test_notebook_runs(path):
+    env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'}
+    r = subprocess.run([Path(sys.executable).parent/'nbdev-test', '--flags', FLAGS, path], cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
+    assert r.returncode == 0, f'{r.stdout[-3000:]}\n{r.stderr[-6000:]}'
