@@ -7,7 +7,8 @@ BIN := .venv/bin
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@echo 'CompassRL: make TARGET [PYTHON=python3.12]'; awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo 'CompassRL: make TARGET [PYTHON=python3.12]'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # One environment; a stamp per extra says what is in it and goes stale when the dependencies change.
 .venv/.core: pyproject.toml tools/setup_env.py

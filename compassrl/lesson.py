@@ -12,48 +12,59 @@ from html import escape
 from collections.abc import Sequence
 
 # %% ../nbs/00_lesson.ipynb #bcb9b4b8
-stages = dict(tasks='01', policy='02', rollout='03', advantages='05', losses='07', sft='14', train_engine='16', trainer='16',
-    checkpoint='17', evaluate='20', launch='40')
+stages = dict( # stage -> number of its notebook, what its box says; the loop first, then what is around it
+    tasks=('01','prompts'), rollout=('03','rollout'), rewards=('01','verdicts'), advantages=('05','advantages'),
+    losses=('07','loss'), train_engine=('04','train engine'),
+    policy=('02','policy'), sft=('14','cold start'), trainer=('16','the loop'), checkpoint=('17','checkpoint'),
+    evaluate=('20','evaluate'), launch=('40','launch'))
 
-_boxes = [ # stage, label, x, y: the RL loop in the upper row and back in the lower one
-    ('tasks', 'prompts', 0, 0), ('rollout', 'rollout', 1, 0), ('rewards', 'verdicts', 2, 0), ('advantages', 'advantages', 3, 0),
-    ('losses', 'loss', 4, 0), ('train_engine', 'train engine', 5, 0),
-    ('sft', 'cold start', 0, 1), ('policy', 'policy', 1, 1), ('evaluate', 'evaluate', 2, 1), ('trainer', 'loop', 3, 1),
-    ('checkpoint', 'checkpoint', 4, 1), ('launch', 'launch', 5, 1)]
+_also = dict(problems='tasks', pretrained='policy', report='evaluate', trace='evaluate', run='launch', train='launch')
 
 # %% ../nbs/00_lesson.ipynb #21cabeac
-def pipeline(
-    stage:str|None=None # the box to highlight, one of `stages` (None: none)
-):                      # an SVG that Jupyter and the site both show
-    "The map of the series with one stage highlighted"
-    from IPython.display import SVG
-    names = [b[0] for b in _boxes]
-    if stage is not None and stage not in names: raise ValueError(f'stage={stage!r}: use one of {names}')
-    w,h,gx,gy = 104,34,26,46
-    def box(key, label, x, y):
-        px,py,on = 8+x*(w+gx), 8+y*(h+gy), key==stage
-        fill,ink,line = ('#c2410c','#ffffff','#c2410c') if on else ('#f5f5f4','#44403c','#a8a29e')
-        return (f'<rect x="{px}" y="{py}" width="{w}" height="{h}" rx="6" fill="{fill}" stroke="{line}"/>'
-                f'<text x="{px+w/2}" y="{py+h/2+4.5}" text-anchor="middle" fill="{ink}">{label}</text>')
-    mid = 8+h/2
-    arrows = ''.join(f'<path d="M{8+w+i*(w+gx)+2} {mid}h{gx-7}" marker-end="url(#a)"/>' for i in range(5))
-    last,first = 8+5*(w+gx)+w/2, 8+(w+gx)+w/2
-    back = f'<path d="M{last} {8+h+2}v20H{first}v-15" marker-end="url(#a)"/>'
-    note = f'<text x="{(last+first)/2}" y="{8+h+18}" text-anchor="middle" fill="#78716c" font-size="11">new weights</text>'
-    return SVG(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {16+6*w+5*gx} {16+2*h+gy}" width="{16+6*w+5*gx}" '
-        'style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="13"><defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" '
-        'markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#78716c" stroke="none"/></marker></defs>'
-        f'<g stroke="#78716c" fill="none">{arrows}{back}</g>{note}{"".join(box(*b) for b in _boxes)}</svg>')
+_w,_h,_gx,_gy = 112,34,24,46 # boxes and the gaps between them
 
-# %% ../nbs/00_lesson.ipynb #b937b4c5
+def _box(i, stage, on): # the i-th box, six in a row
+    x,y = 8+i%6*(_w+_gx), 8+i//6*(_h+_gy)
+    number,label = stages[stage]
+    fill,ink,faint,line = ('#c2410c','#ffffff','#fed7aa','#c2410c') if on else ('#f5f5f4','#44403c','#78716c','#a8a29e')
+    return (f'<rect x="{x}" y="{y}" width="{_w}" height="{_h}" rx="6" fill="{fill}" stroke="{line}"/>'
+        f'<text x="{x+7}" y="{y+_h/2+4}" fill="{faint}" font-size="10">{number}</text>'
+        f'<text x="{x+_w/2+8}" y="{y+_h/2+4.5}" text-anchor="middle" fill="{ink}">{label}</text>')
+
+def _arrows(color): # along the first row, and from its last box back to the second
+    along = ''.join(f'M{8+_w+i*(_w+_gx)+2} {8+_h/2}h{_gx-5}' for i in range(5))
+    last,first,y = 8+5*(_w+_gx)+_w/2, 8+_w+_gx+_w/2, 8+_h
+    paths = ''.join(f'<path d="M{p}" marker-end="url(#arrow-{color[1:]})"/>'
+        for p in [*along.split('M')[1:], f'{last} {y+2}v22H{first}v-19'])
+    return (f'<defs><marker id="arrow-{color[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        f'<path d="M0 0L8 4L0 8z" fill="{color}"/></marker></defs><g stroke="{color}" fill="none">{paths}</g>'
+        f'<text x="{(last+first)/2}" y="{y+18}" text-anchor="middle" fill="{color}" font-size="11">new weights</text>')
+
+# %% ../nbs/00_lesson.ipynb #20f971c5
+def pipeline(
+    stage:str|None=None # the box to highlight: a key of `stages` or the module of a notebook; 'records' = the arrows; None = nothing
+):                      # an SVG that Jupyter and the site both show
+    "The map of the series with one stage highlighted. Raises ValueError for an unknown stage"
+    from IPython.display import SVG
+    here = _also.get(stage, stage)
+    if here not in (None, 'records', *stages): raise ValueError(f'stage={stage!r}: use one of {[*stages, *_also, "records"]}')
+    width,height = 16+6*_w+5*_gx, 16+2*_h+_gy
+    boxes = ''.join(_box(i, s, s==here) for i,s in enumerate(stages))
+    return SVG(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        'style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="13">'
+        f'{_arrows("#c2410c" if here=="records" else "#78716c")}{boxes}</svg>')
+
+# %% ../nbs/00_lesson.ipynb #84b60fb2
 def predict(
     question:str,          # one question
     options:Sequence[str], # what to choose from
     answer:int,            # index of the right one, computed by the caller
     why:str=''             # one sentence
 ):                         # HTML with the answer folded away
-    "A question whose answer opens on a click"
+    "A question whose answer opens on a click. Raises ValueError if `answer` is no option"
     from IPython.display import HTML
+    if not 0<=answer<len(options): raise ValueError(f'answer={answer}: use the index of one of the {len(options)} options')
     items = ''.join(f'<li>{escape(o)}</li>' for o in options)
-    return HTML(f'<div style="border-left:4px solid #c2410c;padding:.4em 1em"><b>Predict.</b> {escape(question)}<ol type="a">{items}</ol>'
-        f'<details><summary>Answer</summary><b>{"abcdefgh"[answer]}</b> {escape(options[answer])}. {escape(why)}</details></div>')
+    return HTML('<div style="border-left:4px solid #c2410c;padding:.4em 1em"><b>Predict.</b> '
+        f'{escape(question)}<ol type="a">{items}</ol><details><summary>Answer</summary>'
+        f'<b>{"abcdefgh"[answer]}</b> {escape(options[answer])}. {escape(why)}</details></div>')

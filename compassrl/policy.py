@@ -17,10 +17,10 @@ from torch import Tensor, nn
 __all__ = ['Attend', 'PolicyConfig', 'rope_table', 'rotate', 'grouped_linear', 'MoE', 'DenseMLP', 'Block', 'causal_attention',
            'Policy', 'route_dtype', 'stack_routes']
 
-# %% ../nbs/02_policy.ipynb #686f6913
+# %% ../nbs/02_policy.ipynb #97f67453
 @dataclass(frozen=True)
 class PolicyConfig:
-    "Shape of a Qwen3-MoE"
+    "Shape of a Qwen3-MoE. Raises ValueError for one that cannot be built"
     vocab_size:int=99
     hidden_size:int=64
     num_hidden_layers:int=2
@@ -42,13 +42,15 @@ class PolicyConfig:
     eos_token_id:int=1
 
     def __post_init__(self):
+        counts = 'vocab','hidden','num','head','intermediate','moe','max','decoder'
         for k,v in asdict(self).items():
-            if k.startswith(('vocab','hidden','num','head','intermediate','moe','max','decoder')) and (type(v) is not int or v<1):
+            if k.startswith(counts) and (type(v) is not int or v<1):
                 raise ValueError(f'{k}={v!r}: use a whole number of at least 1')
         for k in ('rms_norm_eps','rope_theta'):
             if not 0<getattr(self, k)<inf: raise ValueError(f'{k}={getattr(self, k)}: use a positive number')
         if self.num_attention_heads%self.num_key_value_heads:
-            raise ValueError(f'num_attention_heads={self.num_attention_heads} is not a multiple of num_key_value_heads={self.num_key_value_heads}')
+            raise ValueError(f'num_attention_heads={self.num_attention_heads} is not a multiple of '
+                f'num_key_value_heads={self.num_key_value_heads}')
         if self.num_experts_per_tok>self.num_experts:
             raise ValueError(f'num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}')
         if self.head_dim%2: raise ValueError(f'head_dim={self.head_dim} is odd: rotary embeddings turn pairs')
@@ -57,14 +59,14 @@ class PolicyConfig:
         "Is this layer a mixture of experts?"
         return layer not in self.mlp_only_layers and (layer+1)%self.decoder_sparse_step==0
 
-# %% ../nbs/02_policy.ipynb #4451314f
+# %% ../nbs/02_policy.ipynb #dfd9806a
 def rope_table(
     head_dim:int,
     length:int,      # positions
     theta:float
 )->tuple[Tensor,Tensor]: # cos and signed sin [length, head_dim] fp32: each angle once per half, the first sin negative
     "Angles `position * theta^(-2i/d)` (RoFormer, section 3.2.2)"
-    freqs = 1/theta**(torch.arange(0, head_dim, 2).float()/head_dim) # rounded as the reference does: one bit is milliradians at place 40,000
+    freqs = 1/theta**(torch.arange(0, head_dim, 2).float()/head_dim) # this order of rounding is the checkpoints' own
     angles = torch.arange(length).float()[:,None]*freqs
     cos,sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
@@ -77,7 +79,7 @@ def rotate(
     "Turn each pair `(x[i], x[i+d/2])` by its angle; rolling by half a head brings each element its partner"
     return torch.addcmul(x*cos, x.roll(x.shape[-1]//2, -1), sin)
 
-# %% ../nbs/02_policy.ipynb #01c09119
+# %% ../nbs/02_policy.ipynb #26171427
 class _Dispatch(torch.autograd.Function):
     "Row `i` of the result is token `order[i]//K`; the gradient gathers by the inverse instead of scattering"
     @staticmethod
@@ -104,10 +106,10 @@ def grouped_linear(
     offsets:Tensor# [E] int32: where each expert's rows end
 )->Tensor:        # [M, O]
     "Each block of rows times its own expert's weight"
-    if x.dtype==torch.float64 or any(n*x.element_size()%16 for n in weight.shape[1:]): # the fused kernel has no fp64 and wants whole 16 bytes
-        ends = offsets.tolist()
-        return torch.cat([x[a:b]@w.T for a,b,w in zip([0]+ends, ends, weight)])
-    return F.grouped_mm(x, weight.transpose(-1, -2), offs=offsets)
+    fits = all(n*x.element_size()%16==0 for n in weight.shape[1:]) # the fused kernel wants rows of whole 16 bytes
+    if fits and x.dtype!=torch.float64: return F.grouped_mm(x, weight.transpose(-1, -2), offs=offsets)
+    ends = offsets.tolist()
+    return torch.cat([x[a:b]@w.T for a,b,w in zip([0]+ends, ends, weight)])
 
 # %% ../nbs/02_policy.ipynb #00650a51
 class MoE(nn.Module):
@@ -183,13 +185,14 @@ class Block(nn.Module):
 def causal_attention(
     token_mask:Tensor # [B, T] bool, right-padded rows
 )->Attend:
-    "Attention within each row; tokens travel packed, and are padded for the attention kernel alone"
+    "Attention within each row; packed tokens are padded for the kernel alone. Raises ValueError for left padding"
     B,T = token_mask.shape
     full = bool(token_mask.all())
     if not full and bool((token_mask[:,1:] & ~token_mask[:,:-1]).any()):
         raise ValueError('token_mask has a token after padding: pad rows on the right')
     rows,cols = token_mask.nonzero(as_tuple=True)
-    def pad(t): return t.view(B, T, *t.shape[1:]) if full else t.new_zeros(B, T, *t.shape[1:]).index_put((rows, cols), t)
+    def pad(t):
+        return t.view(B, T, *t.shape[1:]) if full else t.new_zeros(B, T, *t.shape[1:]).index_put((rows, cols), t)
     def attend(layer, q, k, v):
         q,k,v = (pad(t).transpose(1, 2) for t in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1]!=k.shape[1]).transpose(1, 2)
@@ -230,29 +233,31 @@ class Policy(nn.Module):
 
     def logits(self, hidden:Tensor)->Tensor: return F.linear(hidden, self.head)
 
-    def check(self, token_ids, routed_experts, routes_valid): # shapes alone: no tensor is read
-        c,(B,T) = self.config, token_ids.shape
-        if T>c.max_position_embeddings:
-            raise ValueError(f'{T} tokens exceed max_position_embeddings={c.max_position_embeddings}: shorten the rows or raise it in the config')
-        if routed_experts is None: return
-        if routes_valid is None: raise ValueError('routed_experts without routes_valid: say which tokens have a route (the last of a response has none)')
-        want = [B, T, c.num_hidden_layers, c.num_experts_per_tok]
-        if [list(routed_experts.shape), list(routes_valid.shape)]!=[want, want[:2]]:
-            raise ValueError(f'routed_experts {list(routed_experts.shape)} and routes_valid {list(routes_valid.shape)}: this policy needs {want} and {want[:2]}')
-
     def forward(self,
         token_ids:Tensor,                # [B, T] right-padded
         token_mask:Tensor|None=None,     # [B, T] bool; None = no padding
         routed_experts:Tensor|None=None, # [B, T, L, K]
         routes_valid:Tensor|None=None    # [B, T] bool
     )->tuple[Tensor,Tensor]:             # hidden states [N, D] and routes [N, L, K] of the real tokens, row by row
-        "Padded rows in, packed tokens out"
+        "Padded rows in, packed tokens out. Raises ValueError for rows that are too long and routes of another shape"
+        _check_rows(self.config, token_ids, routed_experts, routes_valid)
         if token_mask is None: token_mask = torch.ones_like(token_ids, dtype=torch.bool)
-        self.check(token_ids, routed_experts, routes_valid)
         positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)[token_mask]
         pick = lambda t: None if t is None else t[token_mask]
-        hidden,routes = self.trunk(token_ids[token_mask], positions, causal_attention(token_mask), pick(routed_experts), pick(routes_valid))
+        attend = causal_attention(token_mask)
+        hidden,routes = self.trunk(token_ids[token_mask], positions, attend, pick(routed_experts), pick(routes_valid))
         return hidden, stack_routes(routes, len(hidden), self.config.num_experts_per_tok)
+
+def _check_rows(c, token_ids, routed_experts, routes_valid): # shapes alone: reads no tensor
+    B,T = token_ids.shape
+    if T>c.max_position_embeddings:
+        raise ValueError(f'rows of {T} tokens exceed max_position_embeddings={c.max_position_embeddings}: shorten them')
+    if routed_experts is None: return
+    if routes_valid is None: raise ValueError('routed_experts without routes_valid: say which tokens have a route')
+    want = [B, T, c.num_hidden_layers, c.num_experts_per_tok]
+    if list(routed_experts.shape)!=want or list(routes_valid.shape)!=want[:2]:
+        raise ValueError(f'routed_experts {list(routed_experts.shape)}, routes_valid {list(routes_valid.shape)}: '
+            f'this policy needs {want}, {want[:2]}')
 
 # %% ../nbs/02_policy.ipynb #605e9f7a
 def route_dtype(num_experts:int)->torch.dtype: return torch.uint8 if num_experts<=256 else torch.int16

@@ -1,4 +1,4 @@
-"""One line about it.
+"""One page that says what a run achieved, how sure that is, and where the time went.
 
 Docs: https://compassrl.github.io/compassrl/report.html.md"""
 
@@ -9,167 +9,22 @@ from __future__ import annotations
 import json, math, platform, re, statistics
 from pathlib import Path
 import torch
-from matplotlib.figure import Figure
+from .curves import column, phase_seconds, phases, plot_curves, read_metrics, read_rows, step_seconds
+from .evaluate import mean_stderr
 
 # %% auto #0
-__all__ = ['read_metrics', 'column', 'running_mean', 'plot_curves', 'machine_info', 'pick_samples', 'run_facts',
-           'report_markdown', 'write_report']
+__all__ = ['pick_samples', 'machine_info', 'run_facts', 'report_markdown', 'write_report']
 
 # %% ../nbs/21_report.ipynb #dd5bdd53
-def read_metrics(
-    run_dir:str|Path  # holds metrics.jsonl, possibly still being written
-)->list[dict]:        # one row per step, in order; [] before the first; a row that begins again after a kill has `resumed_from`
-    "The metrics of a run, finished or live; raises ValueError naming a damaged line"
-    run_dir = Path(run_dir)
-    if not run_dir.is_dir(): raise ValueError(f'{run_dir}: no such run directory: check the path')
-    path,rows = run_dir/'metrics.jsonl', []
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    while lines and not lines[-1].strip(): lines.pop()
-    for i,line in enumerate(lines, 1):
-        try: row = json.loads(line); step = int(row['step'])
-        except (ValueError, TypeError, KeyError):
-            if i==len(lines): break   # half-written: the run is live, or was killed here
-            raise ValueError(f'{path.name} line {i}: {line[:40]!r} is not a row with a step: remove that line') from None
-        if rows and step<=rows[-1]['step']:
-            rows = [r for r in rows if r['step']<step]
-            row.setdefault('resumed_from', step-1)
-        rows.append(row)
-    return rows
-
-# %% ../nbs/21_report.ipynb #6351a3e0
-def column(
-    metrics:list[dict],        # rows
-    key:str                    # which number
-)->tuple[list,list[float]]:    # steps, values: only where the row has a finite number
-    "One metric against its steps"
-    ok = [(r['step'], float(r[key])) for r in metrics
-          if isinstance(r.get(key), (int, float)) and math.isfinite(r[key])]
-    return [s for s,_ in ok], [v for _,v in ok]
-
-def running_mean(
-    values:list[float],  # [N]
-    window:int           # odd; cut off at both ends
-)->list[float]:          # [N]
-    "Centred running mean, so that the smooth curve does not lag"
-    h = window//2
-    return [statistics.fmean(values[max(0, i-h):i+h+1]) for i in range(len(values))]
-
-# %% ../nbs/21_report.ipynb #4deeb004
-_phases = ['rollout', 'reward', 'log_probs', 'update', 'sync', 'checkpoint'] # time_<phase>_s, in the order of a step
-_panels = [ # title, metric -> label, log scale?
-    ('held-out answers', dict(eval_avg='average', eval_pass='any of k'), False),
-    ('training answers', dict(reward_mean='reward', correct_frac='correct'), False),
-    ('share of groups, of responses', dict(zero_variance_frac='zero variance', truncated_frac='truncated'), False),
-    ('response length, tokens', dict(response_tokens_mean='mean'), False),
-    ('entropy, nats per token', dict(entropy='entropy'), False),
-    ('gradient norm', dict(grad_norm='norm'), True),
-    ('how far the policy moves', dict(approx_kl='KL', clip_frac='clipped', rollout_train_gap='rollout / train gap'), True)]
-_ink = ['#c2410c', '#0f766e', '#4338ca', '#b45309', '#78716c', '#be185d']
-
-# %% ../nbs/21_report.ipynb #b6c86d9b
-def _lines(ax, metrics, keys, log): # raw points light, their running mean over them
-    for (key,label),ink in zip(keys.items(), _ink):
-        xs,ys = column(metrics, key)
-        if log and ys and not any(y>0 for y in ys): ax.plot([], [], color=ink, label=f'{label} (0 throughout)'); continue
-        if log: xs,ys = [x for x,y in zip(xs, ys) if y>0], [y for y in ys if y>0]
-        if not ys: continue
-        if key.startswith('eval_'):
-            errors = [r.get('eval_avg_stderr') or 0 for r in metrics if r['step'] in set(xs)] if key=='eval_avg' else None
-            ax.errorbar(xs, ys, errors, color=ink, marker='o', ms=3.5, lw=1.5, capsize=2, label=label, ls='-' if errors else '--')
-            continue
-        window = max(1, len(ys)//12)|1
-        ax.plot(xs, ys, '.' if window>1 else '.-', color=ink, alpha=.25 if window>1 else 1, ms=4, mew=0)
-        if window>1: ax.plot(xs, running_mean(ys, window), color=ink, lw=1.8)
-        ax.plot([], [], color=ink, label=label)
-    if log and ax.has_data() and any(l.get_xdata().size for l in ax.lines): ax.set_yscale('log')
-
-def _times(ax, metrics): # seconds of each step, phases stacked
-    rows = [r for r in metrics if isinstance(r.get('time_step_s'), (int, float))]
-    num = lambda r, p: max(0., float(r.get(f'time_{p}_s') or 0))
-    shown = [p for p in _phases if any(num(r, p) for r in rows)]
-    if not rows: return
-    ax.stackplot([r['step'] for r in rows], *[[num(r, p) for r in rows] for p in shown], labels=[p.replace('_', ' ') for p in shown],
-        colors=_ink, alpha=.75, lw=0)
-    ax.plot([r['step'] for r in rows], [r['time_step_s'] for r in rows], color='#1c1917', lw=.8, label='whole step')
-
-# %% ../nbs/21_report.ipynb #cb22e9f9
-def plot_curves(
-    metrics:list[dict],  # rows of `read_metrics`; missing metrics leave their panel empty
-    title:str=''
-)->Figure:               # needs no display
-    "The curves of a run: eight panels over steps"
-    fig = Figure(figsize=(15, 6.4), layout='constrained', facecolor='white')
-    axes = fig.subplots(2, 4).flat
-    for ax,(name,keys,log) in zip(axes, _panels): ax.set_title(name, fontsize=11); _lines(ax, metrics, keys, log)
-    ax = fig.axes[-1]; ax.set_title('seconds per step', fontsize=11); _times(ax, metrics)
-    resumed = [r['step'] for r in metrics if 'resumed_from' in r]
-    for ax in fig.axes:
-        ax.spines[['top', 'right']].set_visible(False); ax.grid(alpha=.25); ax.tick_params(labelsize=8.5)
-        if not ax.get_legend_handles_labels()[1]:
-            ax.text(.5, .5, 'not logged yet', ha='center', va='center', color='#78716c', transform=ax.transAxes); continue
-        for s in resumed: ax.axvline(s-.5, color='#78716c', lw=.8, ls=':')
-        if metrics: ax.set_xlim(metrics[0]['step']-.5, metrics[-1]['step']+.5)
-        ax.legend(fontsize=8.5, frameon=False)
-    for ax in fig.axes[4:]: ax.set_xlabel('step')
-    if title: fig.suptitle(title)
-    return fig
-
-# %% ../nbs/21_report.ipynb #9db56e1a
-def machine_info()->dict:
-    "What a number of this run depends on: processor, threads, versions; no paths"
-    from compassrl import __version__
-    cpuinfo = Path('/proc/cpuinfo')
-    model = re.search(r'model name\s*:\s*(.+)', cpuinfo.read_text()) if cpuinfo.exists() else None
-    info = dict(cpu=model[1].strip() if model else platform.processor() or platform.machine(), threads=torch.get_num_threads(),
-        system=f'{platform.system()} {platform.machine()}', python=platform.python_version(), torch=torch.__version__, compassrl=__version__)
-    return info | dict(gpu=torch.cuda.get_device_name(0)) if torch.cuda.is_available() else info
-
-# %% ../nbs/21_report.ipynb #e442e344
-def _read_json(path): # None if it is not there
-    if not path.exists(): return None
-    try: return json.loads(path.read_text())
-    except ValueError as e: raise ValueError(f'{path.name}: not JSON ({e}): write it again or remove it') from None
-
-def _flat(d, at=''): # nested config -> {'rollout.temperature': 1.0}
-    return {k: v for key,x in d.items() for k,v in (_flat(x, f'{at}{key}.') if isinstance(x, dict) else {at+key: x}).items()}
-
-def _no_paths(x): # a machine's folders are nobody's business
-    return re.sub(r'(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\\'"]+[/\\])+', '', x) if isinstance(x, str) else x
-
-def _setting(flat, name): # the outermost setting of that name
-    found = sorted((k for k in flat if k.split('.')[-1]==name), key=lambda k: k.count('.'))
-    return flat[found[0]] if found else None
-
-# %% ../nbs/21_report.ipynb #5d3130ea
-def _held_out(before, after): # two evaluations -> averages, gains in points, by domain
-    if not before or not after: return None
-    def pair(b, a):
-        gain = 100*(a['avg']-b['avg'])
-        err = [100*x['avg_stderr'] if x.get('avg_stderr') is not None else None for x in (b, a)]
-        return dict(before=b['avg'], after=a['avg'], stderr_before=b.get('avg_stderr'), stderr_after=a.get('avg_stderr'), gain_points=gain,
-            gain_stderr_points=math.hypot(*err) if None not in err else None)
-    keys = ['pass_at_k', 'response_tokens_mean', 'truncated_frac']
-    as_dict = lambda x: x if isinstance(x, dict) else dict(avg=x)
-    domains = {d: pair(as_dict(x), as_dict(after['by_domain'][d])) for d,x in (before.get('by_domain') or {}).items()
-               if d in (after.get('by_domain') or {})}
-    return dict(k=after.get('k'), **pair(before, after), by_domain=domains,
-        **{key: dict(before=before[key], after=after[key]) for key in keys if key in before and key in after})
-
-def _first_last(values): # mean, and the means of the first and the last quarter of the steps
-    q = max(1, len(values)//4)
-    return dict(mean=statistics.fmean(values), first=statistics.fmean(values[:q]), last=statistics.fmean(values[-q:])) if values else None
-
-# %% ../nbs/21_report.ipynb #300c015d
 def pick_samples(
-    before:list[dict],  # samples of an evaluation: prompt_id, prompt, response, answer, correct
-    after:list[dict],   # of a later one
+    before:list[dict], # samples of an evaluation: prompt_id, prompt, response, answer, correct
+    after:list[dict],  # of a later one
     fixed:int=3, still_wrong:int=2, broke:int=2, kept:int=1 # how many of each to show
-)->tuple[list[dict],dict]: # chosen pairs, evenly spread in the order of the prompts; how many prompts are of each kind
-    "The same prompts before and after: the first response of each"
-    first = lambda samples: {s['prompt_id']: s for s in reversed(samples)}
-    b,a = first(before), first(after)
-    kinds = {k: [] for k in ('fixed', 'still wrong', 'broke', 'kept')}
-    for p in [p for p in dict.fromkeys(s['prompt_id'] for s in before) if p in a]:
+)->tuple[list[dict],dict[str,int]]: # pairs, evenly spread in the order of the prompts; number of prompts of each kind
+    "The same prompts before and after: the first response to each"
+    b,a = ({s['prompt_id']: s for s in reversed(samples)} for samples in (before, after))
+    kinds = {'fixed': [], 'still wrong': [], 'broke': [], 'kept': []}
+    for p in dict.fromkeys(s['prompt_id'] for s in before if s['prompt_id'] in a):
         kind = [['still wrong', 'fixed'], ['broke', 'kept']][bool(b[p]['correct'])][bool(a[p]['correct'])]
         kinds[kind].append(dict(kind=kind, prompt_id=p, prompt=b[p]['prompt'], answer=b[p]['answer'],
             before=b[p]['response'], after=a[p]['response']))
@@ -179,102 +34,168 @@ def pick_samples(
         picked += [found[i*len(found)//n] for i in range(n)]
     return picked, {k: len(v) for k,v in kinds.items()}
 
-# %% ../nbs/21_report.ipynb #6c0892f5
-def _times_table(metrics): # phase -> seconds, seconds per step, share of the time of the steps
-    total = sum(column(metrics, 'time_step_s')[1])
-    seconds = {p: sum(column(metrics, f'time_{p}_s')[1]) for p in _phases}
-    seconds['other'] = total-sum(seconds.values())
-    if seconds['other']<0: del seconds['other']    # phases overlap
-    return {p: dict(seconds=s, per_step_s=s/len(metrics), share=s/total) for p,s in seconds.items()} if total else {}
+# %% ../nbs/21_report.ipynb #6351a3e0
+def machine_info()->dict[str,object]:
+    "What the numbers of a run depend on: processor, threads, versions; no names, no paths"
+    from compassrl import __version__
+    cpuinfo = Path('/proc/cpuinfo')
+    model = re.search(r'model name\s*:\s*(.+)', cpuinfo.read_text()) if cpuinfo.exists() else None
+    cpu = model[1].strip() if model else platform.processor() or platform.machine()
+    info = dict(cpu=cpu, threads=torch.get_num_threads(), system=f'{platform.system()} {platform.machine()}',
+        python=platform.python_version(), torch=torch.__version__, compassrl=__version__)
+    return info | dict(gpu=torch.cuda.get_device_name(0)) if torch.cuda.is_available() else info
+
+def _read_json(path): # None if it is not there
+    if not path.exists(): return None
+    try: return json.loads(path.read_text())
+    except ValueError as e: raise ValueError(f'{path.name}: not JSON ({e}): write it again or remove it') from None
+
+def _flat(d, at=''): # nested config -> {'rollout.temperature': 1.0}; no folders of this machine
+    if isinstance(d, dict): return {k: v for key,x in d.items() for k,v in _flat(x, f'{at}.{key}'.strip('.')).items()}
+    return {at: re.sub(r'(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+', '', d) if isinstance(d, str) else d}
+
+# %% ../nbs/21_report.ipynb #4deeb004
+def _rates(result, domain): # prompt -> share of its responses that are right
+    right = {}
+    for s in result.get('samples') or []:
+        if domain in (None, s.get('domain')): right.setdefault(s['prompt_id'], []).append(bool(s['correct']))
+    return {p: statistics.fmean(v) for p,v in right.items()}
+
+def _gain_of(before, after, domain=None): # averages in [0, 1], gain in points; errors paired if all samples are there
+    b,a = (x if domain is None else x['by_domain'][domain] for x in (before, after))
+    rates = rb,ra = [_rates(x, domain) for x in (before, after)]
+    err = [x.get('avg_stderr') for x in (b, a)]
+    whole = rb.keys()==ra.keys() and all(r and abs(statistics.fmean(r.values())-x['avg'])<1e-6 for r,x in zip(rates, (b, a)))
+    gain_err = 100*mean_stderr([ra[p]-rb[p] for p in rb])[1] if whole else None if None in err else 100*math.hypot(*err)
+    return dict(before=b['avg'], after=a['avg'], stderr_before=err[0], stderr_after=err[1],
+        gain_points=100*(a['avg']-b['avg']), gain_stderr_points=gain_err)
+
+def _held_out(before, after):
+    if not before or not after: return None
+    domains = [d for d in before.get('by_domain') or {} if d in (after.get('by_domain') or {})]
+    both = lambda k: {k: dict(before=before[k], after=after[k])} if k in before and k in after else {}
+    return dict(k=after.get('k'), num_prompts=after.get('num_prompts'), **_gain_of(before, after),
+        by_domain={d: _gain_of(before, after, d) for d in domains},
+        **both('pass_at_k'), **both('truncated_frac'), **both('response_tokens_mean'))
+
+# %% ../nbs/21_report.ipynb #0699b077
+def _first_last(values): # means of all steps, of the first and of the last quarter
+    q = max(1, len(values)//4)
+    parts = dict(mean=values, first=values[:q], last=values[-q:]) if values else {}
+    return {k: statistics.fmean(v) for k,v in parts.items()}
+
+def _phase_table(metrics): # phase -> seconds, seconds per step, share
+    total = sum(map(step_seconds, metrics))
+    seconds = {p: sum(phase_seconds(r, p) for r in metrics) for p in phases}
+    seconds['other'] = max(0., total-sum(seconds.values()))  # 0 where phases overlap
+    return {p: dict(seconds=s, per_step_s=s/len(metrics), share=s/total) for p,s in seconds.items() if s}
+
+_averaged = ['reward_mean', 'correct_frac', 'zero_variance_frac', 'response_tokens_mean', 'truncated_frac', 'entropy',
+    'grad_norm', 'clip_frac', 'approx_kl', 'rollout_train_gap']
 
 def run_facts(
-    run_dir:str|Path  # of a run, finished or not
-)->dict:              # everything that report.md says; what the run has not written is None or empty
+    run_dir:str|Path # of a run, finished or not
+)->dict:             # all that report.md says; what the run has not written is None or empty
     "The numbers of a run"
     run_dir = Path(run_dir)
-    metrics = read_metrics(run_dir)
+    metrics,config = read_metrics(run_dir), _read_json(run_dir/'config.json')
+    if not metrics and config is None:
+        raise ValueError(f'{run_dir}: neither config.json nor metrics.jsonl is there: give a run directory')
     before,after = _read_json(run_dir/'eval_before.json'), _read_json(run_dir/'eval_after.json')
-    flat = _flat(_read_json(run_dir/'config.json') or {})
-    planned,done = _setting(flat, 'steps'), metrics[-1]['step'] if metrics else 0
-    tokens,rate = sum(column(metrics, 'tokens')[1]), lambda s: tokens/s if s and tokens else None
-    chosen,counts = pick_samples((before or {}).get('samples') or [], (after or {}).get('samples') or [])
-    evals = column(metrics, 'eval_avg')
-    return dict(run=run_dir.resolve().name, finished=after is not None and (planned is None or done>=planned), steps=done, steps_planned=planned,
-        resumed_from=[r['resumed_from'] for r in metrics if 'resumed_from' in r], held_out=_held_out(before, after),
-        eval_before=before and before['avg'], last_eval=dict(step=evals[0][-1], avg=evals[1][-1]) if evals[0] else None,
-        phases=_times_table(metrics), seconds=sum(column(metrics, 'time_step_s')[1]), tokens=tokens,
-        tokens_per_s=dict(rollout=rate(sum(column(metrics, 'time_rollout_s')[1])), end_to_end=rate(sum(column(metrics, 'time_step_s')[1]))),
-        training={k: _first_last(column(metrics, k)[1]) for k in ('reward_mean', 'correct_frac', 'zero_variance_frac', 'response_tokens_mean',
-            'truncated_frac', 'entropy', 'grad_norm', 'clip_frac', 'approx_kl', 'rollout_train_gap')},
-        samples=chosen, sample_counts=counts, config={k: _no_paths(v) for k,v in flat.items()},
-        machine=_read_json(run_dir/'machine.json') or machine_info())
+    cold = read_rows(run_dir/'cold_start.jsonl')
+    planned,done = (config or {}).get('steps'), metrics[-1]['step'] if metrics else 0
+    samples,counts = pick_samples(*((x or {}).get('samples') or [] for x in (before, after)))
+    evals,total = column(metrics, 'eval_avg'), lambda rows, key: sum(column(rows, key)[1])
+    tokens,seconds = total(metrics, 'tokens'), sum(map(step_seconds, metrics))
+    rate = lambda s: tokens/s if s and tokens else None
+    return dict(run=run_dir.resolve().name, steps=done, steps_planned=planned,
+        finished=after is not None and done>=(planned or 0),
+        resumed_from=[r['resumed_from'] for r in metrics if 'resumed_from' in r],
+        held_out=_held_out(before, after), eval_before=before and before['avg'],
+        last_eval=dict(step=evals[0][-1], avg=evals[1][-1]) if evals[0] else None,
+        cold_start=dict(steps=len(cold), tokens=total(cold, 'tokens'), loss=_first_last(column(cold, 'loss')[1])),
+        phases=_phase_table(metrics), seconds=seconds, tokens=tokens,
+        tokens_per_s=dict(rollout=rate(sum(phase_seconds(r, 'rollout') for r in metrics)), end_to_end=rate(seconds)),
+        training={k: _first_last(column(metrics, k)[1]) for k in _averaged}, samples=samples, sample_counts=counts,
+        config=_flat(config or {}), machine=_read_json(run_dir/'machine.json') or machine_info())
 
-# %% ../nbs/21_report.ipynb #2f1d6c61
-def _code(text, longest=300): # one table cell: code spans, one per line, whatever the text holds
+# %% ../nbs/21_report.ipynb #300c015d
+def _code(text, longest=300): # one table cell: a code span per line, whatever the text holds
     text = str(text)
     if len(text)>longest: text = text[:longest]+f' … {len(text)-longest} more characters'
     def span(line):
         line = ''.join(c if c.isprintable() else '\N{MIDDLE DOT}' for c in line).replace('|', '\\|')
         fence = '`'*(max(map(len, re.findall('`+', line)), default=0)+1)
-        pad = ' ' if line.startswith('`') or line.endswith('`') else ''
+        pad = ' ' if line[:1]=='`' or line[-1:]=='`' else ''
         return f'{fence}{pad}{line}{pad}{fence}' if line.strip() else ''
     return '<br>'.join(map(span, text.split('\n'))) or '(empty)'
 
-def _table(head, rows, right=1): # markdown; columns from `right` on are numbers
+def _table(head, rows, right=1): # markdown; columns from `right` on hold numbers
     marks = ['---' if i<right else '---:' for i in range(len(head))]
     return '\n'.join(f'| {" | ".join(map(str, r))} |' for r in [head, marks, *rows])
 
-def _pm(x, err, scale=100): return f'{scale*x:.1f}'+(f' ± {scale*err:.1f}' if err is not None else '')
+def _pm(x, err, scale=100, sign=''): return f'{scale*x:{sign}.1f}'+(f' ± {scale*err:.1f}' if err is not None else '')
 
-# %% ../nbs/21_report.ipynb #77d2f96f
+def _gain(x): return _pm(x['gain_points'], x['gain_stderr_points'], 1, '+')
+
+# %% ../nbs/21_report.ipynb #6c0892f5
 def _headline(f):
-    h,out = f['held_out'], []
+    h,last,out = f['held_out'], f['last_eval'], []
     if h:
-        out.append(f"Held-out avg@{h['k']}: **{_pm(h['before'], h['stderr_before'])} % → {_pm(h['after'], h['stderr_after'])} %**, "
-                   f"a gain of **{'+'*(h['gain_points']>=0)}{_pm(h['gain_points'], h['gain_stderr_points'], 1)} points** (± one standard error).")
+        b,a = _pm(h['before'], h['stderr_before']), _pm(h['after'], h['stderr_after'])
+        on = f" on {h['num_prompts']} prompts" if h['num_prompts'] else ''
+        out.append(f"Held-out avg@{h['k']}{on}: **{b} % → {a} %**, a gain of **{_gain(h)} points** "
+                   '(± one standard error).')
     elif f['eval_before'] is not None:
-        last = f['last_eval']
-        out.append(f"Held-out average: **{100*f['eval_before']:.1f} %** before"+(f", {100*last['avg']:.1f} % at step {last['step']}" if last else '')+'.')
-    of = f" of {f['steps_planned']}" if f['steps_planned'] is not None else ''
+        now = f" → **{100*last['avg']:.1f} %** at step {last['step']}" if last else ' before'
+        out.append(f"Held-out average: **{100*f['eval_before']:.1f} %**{now}.")
+    of = '' if f['steps_planned'] is None else f" of {f['steps_planned']}"
     if not f['finished']: out.append(f"**This run is not finished**: step {f['steps']}{of}.")
-    if f['resumed_from']: out.append(f"The run was resumed from step {', '.join(map(str, f['resumed_from']))}.")
+    if f['resumed_from']: out.append(f"It was resumed from step {', '.join(map(str, f['resumed_from']))}.")
     return '\n\n'.join(out)
 
 def _before_after(h): # table of the evaluation, whole and by domain
-    row = lambda name, x: [name, _pm(x['before'], x['stderr_before']), _pm(x['after'], x['stderr_after']),
-        '+'*(x['gain_points']>=0)+_pm(x['gain_points'], x['gain_stderr_points'], 1)]
+    def row(name, x): return [name, _pm(x['before'], x.get('stderr_before')), _pm(x['after'], x.get('stderr_after')),
+                              _gain(x) if 'gain_points' in x else f"{100*(x['after']-x['before']):+.1f}"]
     rows = [row(f"avg@{h['k']}, %", h)]+[row(f'{d}, %', x) for d,x in h['by_domain'].items()]
-    for key,name,scale in [('pass_at_k', f"pass@{h['k']}, %", 100), ('truncated_frac', 'truncated, %', 100), ('response_tokens_mean', 'tokens per response', 1)]:
-        if key in h: b,a = (scale*h[key][w] for w in ('before', 'after')); rows.append([name, f'{b:.1f}', f'{a:.1f}', f'{a-b:+.1f}'])
+    names = dict(pass_at_k=f"pass@{h['k']}, %", truncated_frac='truncated, %')
+    rows += [row(name, h[k]) for k,name in names.items() if k in h]
+    if 'response_tokens_mean' in h:
+        b,a = h['response_tokens_mean'].values()
+        rows.append(['tokens per response', f'{b:.1f}', f'{a:.1f}', f'{a-b:+.1f}'])
     return _table(['', 'before', 'after', 'gain'], rows)
 
-# %% ../nbs/21_report.ipynb #8f98f945
 def _timing(f):
-    rows = [[p.replace('_', ' '), f"{x['seconds']:.1f}", f"{x['per_step_s']:.3f}", f"{100*x['share']:.1f} %"] for p,x in f['phases'].items()]
-    rate = lambda x: 'unknown' if x is None else f'{x:,.0f}'
-    return _table(['phase', 'seconds', 'per step', 'share'], rows)+(f"\n\n{f['tokens']:,.0f} response tokens in {f['seconds']:,.1f} s of steps: "
-        f"{rate(f['tokens_per_s']['rollout'])} tokens/s in the rollout, {rate(f['tokens_per_s']['end_to_end'])} end to end.")
+    rows = [[p.replace('_', ' '), f"{x['seconds']:.1f}", f"{x['per_step_s']:.3f}", f"{100*x['share']:.1f} %"]
+            for p,x in f['phases'].items()]
+    rollout,whole = ('unknown' if x is None else f'{x:,.0f}' for x in f['tokens_per_s'].values())
+    return (_table(['phase', 'seconds', 'per step', 'share'], rows)+f"\n\n{f['tokens']:,.0f} response tokens in "
+        f"{f['seconds']:,.1f} s, evaluations not counted: {rollout} tokens/s in the rollout, {whole} end to end.")
 
 def _training(f):
-    rows = [[k.replace('_', ' '), *(f'{x[w]:.4g}' for w in ('mean', 'first', 'last'))] for k,x in f['training'].items() if x]
-    return _table(['', 'mean', 'first quarter', 'last quarter'], rows)
+    rows = [[k.replace('_', ' '), *(f'{v:.4g}' for v in x.values())] for k,x in f['training'].items() if x]
+    cold,loss = f['cold_start'], f['cold_start']['loss']
+    note = f"\n\nCold start: {cold['steps']} steps, {cold['tokens']:,.0f} tokens" if cold['steps'] else ''
+    if loss: note += f", loss {loss['first']:.3f} in the first quarter, {loss['last']:.3f} in the last"
+    return _table(['', 'mean', 'first quarter', 'last quarter'], rows)+note+'.'*bool(note)
 
 def _samples(f):
     counts = ', '.join(f'{n} {k}' for k,n in f['sample_counts'].items())
-    rows = [[s['kind'], _code(s['prompt']), _code(s['answer']), _code(s['before']), _code(s['after'])] for s in f['samples']]
-    return f'The first response to each held-out prompt: {counts}.\n\n'+_table(['', 'prompt', 'answer', 'before', 'after'], rows, right=5)
+    rows = [[s['kind'], *(_code(s[k]) for k in ('prompt', 'answer', 'before', 'after'))] for s in f['samples']]
+    head = ['', 'prompt', 'answer', 'before', 'after']
+    return f'The first response to each held-out prompt: {counts}.\n\n'+_table(head, rows, right=5)
 
-def _command(f):
-    if (given := f['config'].get('command')): return given
-    preset,seed = (_setting(f['config'], k) for k in ('preset', 'seed'))
-    parts = ['compassrl train', str(preset).replace('_', '-') if preset else '', f"--steps {f['steps_planned']}" if f['steps_planned'] else '',
-        f'--seed {seed}' if seed is not None else '']
-    return ' '.join(p for p in parts if p)
+def _settings(config): # one row per section
+    rows = {}
+    for k,v in config.items():
+        section,_,name = k.rpartition('.')
+        if v not in (None, ''): rows.setdefault(section or 'run', []).append(f'{name}={v}')
+    return _table(['section', 'settings'], [[k, ' '.join(map(_code, vs))] for k,vs in rows.items()], right=2)
 
-# %% ../nbs/21_report.ipynb #1c53d324
+# %% ../nbs/21_report.ipynb #2f1d6c61
 def report_markdown(
-    facts:dict  # of `run_facts`
-)->str:         # report.md
+    facts:dict # of `run_facts`
+)->str:        # report.md
     "The report of a run as a page"
     f,parts = facts, [f"# Run {facts['run']}", _headline(facts)]
     if f['steps']: parts.append('![curves](curves.png)')
@@ -282,25 +203,24 @@ def report_markdown(
     if f['phases']: parts += ['## Time', _timing(f)]
     if any(f['training'].values()): parts += ['## Training', _training(f)]
     if f['samples']: parts += ['## Samples', _samples(f)]
-    if f['config']:
-        rows = [[f'`{k}`', _code(v if isinstance(v, str) else json.dumps(v))] for k,v in f['config'].items() if v is not None]
-        parts += ['## Settings', _table(['setting', 'value'], rows, right=2)]
+    if f['config']: parts += ['## Settings', _settings(f['config'])]
     machine = ', '.join(f'{k} {v}' for k,v in f['machine'].items())
-    return '\n\n'.join(p for p in parts+['## Reproduce', f'```\n{_command(f)}\n```', f'Machine: {machine}.'] if p)+'\n'
+    command = '```\ncompassrl train config.json --run-dir again\n```'
+    parts += ['## Reproduce', "With this folder's `config.json`:", command, f'Machine: {machine}.']
+    return '\n\n'.join(p for p in parts if p)+'\n'
 
-# %% ../nbs/21_report.ipynb #61fe2895
 def _finite(x): # JSON has no NaN
     if isinstance(x, dict): return {k: _finite(v) for k,v in x.items()}
     if isinstance(x, (list, tuple)): return [_finite(v) for v in x]
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 def write_report(
-    run_dir:str|Path  # of a run, finished or not; a second call replaces the files
-)->dict:              # the facts, as in report.json
+    run_dir:str|Path # of a run, finished or not; a second call replaces the files
+)->dict:             # the facts, as in report.json
     "Writes curves.png, report.json and report.md into a run directory"
     run_dir = Path(run_dir)
     facts = _finite(run_facts(run_dir))
-    plot_curves(read_metrics(run_dir), facts['run']).savefig(run_dir/'curves.png', dpi=100)
-    (run_dir/'report.json').write_text(json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)+'\n')
-    (run_dir/'report.md').write_text(report_markdown(facts))
+    if facts['steps']: plot_curves(read_metrics(run_dir), facts['run']).savefig(run_dir/'curves.png', dpi=100)
+    (run_dir/'report.json').write_text(json.dumps(facts, indent=1, allow_nan=False)+'\n')
+    (run_dir/'report.md').write_text(report_markdown(facts), encoding='utf-8')
     return facts

@@ -8,28 +8,25 @@ Docs: https://compassrl.github.io/compassrl/run.html.md"""
 from __future__ import annotations
 import dataclasses
 import json
-import random
 import signal
 import time
-import types
 import typing
-from collections.abc import Iterable
 from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from .checkpoint import CheckpointError, check_shapes, latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import check_shapes, latest_checkpoint, load_checkpoint, save_checkpoint
 from .evaluate import evaluate
 from .policy import Policy
-from .pretrained import from_pretrained, hf_weights, read_config, save_pretrained
-from .records import Batch, Metrics, Prompt, Sample, derive_seed
+from .pretrained import from_pretrained, read_config, save_pretrained
+from .records import Batch, Metrics, Prompt, Sample
 from .report import write_report
 from .rollout import TorchRollout
 from .sft import cold_start
 from .tasks import build_tokenizer, load_data, load_tokenizer, save_tokenizer
 from .trace import trace_rows
-from .train_engine import OptimConfig, TorchTrain
+from .train_engine import TorchTrain
 from .trainer import TrainConfig, fit
 
 # %% auto #0
@@ -219,9 +216,11 @@ def _train(run, start):
     run.open(start)
     try: fit(run.cfg, p.train, p.rollout, p.engine, p.tokenizer, run, p.eos_id, start, p.reference)
     finally: run.close()
-    _write_json(run.folder/'eval_after.json', run.evaluate())
+    before,after = json.loads((run.folder/'eval_before.json').read_text()), run.evaluate()
+    _write_json(run.folder/'eval_after.json', after)
     save_model(p, run.folder/'model')
     write_report(run.folder)
+    print(f"held-out avg@{after['k']}: {100*before['avg']:.1f} % before RL, {100*after['avg']:.1f} % after; see {run.folder/'report.md'} and curves.png")
     return run.folder
 
 # %% ../nbs/22_run.ipynb #46da9c56

@@ -7,7 +7,7 @@ Docs: https://compassrl.github.io/compassrl/sft.html.md"""
 # %% ../nbs/14_sft.ipynb #bdcaf583
 from __future__ import annotations
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -15,7 +15,7 @@ from .records import Batch, Metrics, Prompt, Sample, TrainEngine, collate, deriv
 from .tasks import EOS_ID, encode
 
 # %% auto #0
-__all__ = ['SFTConfig', 'solution_batch', 'sft_loss', 'cosine_lr', 'cold_start']
+__all__ = ['SFTConfig', 'solution_batch', 'sft_loss', 'without_working', 'cosine_lr', 'cold_start']
 
 # %% ../nbs/14_sft.ipynb #829e3ef5
 @dataclass(frozen=True)
@@ -26,11 +26,13 @@ class SFTConfig:
     lr:float=3e-3           # peak of a linear warm-up and a cosine decay to a tenth
     warmup_steps:int=20
     num_solutions:int=2048  # distinct training prompts whose solution is shown
+    hasty_frac:float=0.     # share of them shown without their working, as distilled data also are
 
     def __post_init__(self):
         if self.steps<0: raise ValueError(f'steps={self.steps}: use 0 (no cold start) or more')
         if not self.lr>0: raise ValueError(f'lr={self.lr}: use a positive learning rate')
         if self.warmup_steps<0: raise ValueError(f'warmup_steps={self.warmup_steps}: use 0 or more')
+        if not 0<=self.hasty_frac<=1: raise ValueError(f'hasty_frac={self.hasty_frac}: use a share from 0 to 1')
         for k in ('batch_size', 'num_solutions'):
             if getattr(self, k)<1: raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
 
@@ -57,6 +59,14 @@ def sft_loss(
     return -(log_probs*batch.response_mask).sum()/num_tokens, {}
 
 # %% ../nbs/14_sft.ipynb #c5bce92c
+def without_working(
+    prompt:Prompt # whose solution is `working #answer`; any other stays as it is
+)->Prompt:
+    "The same prompt with the answer alone as its solution"
+    _,mark,answer = prompt.solution.partition('#')
+    return replace(prompt, solution=mark+answer) if mark else prompt
+
+# %% ../nbs/14_sft.ipynb #549958de
 def cosine_lr(step:int, cfg:SFTConfig)->float:
     "Linear warm-up, then a cosine down to a tenth"
     if step<cfg.warmup_steps: return cfg.lr*(step+1)/cfg.warmup_steps
@@ -71,7 +81,8 @@ def cold_start(
     seed:int=0
 )->Iterator[Metrics]:     # step, loss, tokens and grad_norm of every step
     "Supervised fine-tuning on the first `num_solutions` prompts, reshuffled every epoch"
-    pool = prompts[:cfg.num_solutions]
+    hasty = lambda p: derive_seed(seed, 'hasty', p.id)<cfg.hasty_frac*2**63
+    pool = [without_working(p) if hasty(p) else p for p in prompts[:cfg.num_solutions]]
     full = solution_batch(pool, tokenizer) # also refuses a prompt without a solution before any work
     order:list[int] = []
     for step in range(cfg.steps):

@@ -14,7 +14,7 @@ from .losses import LossConfig
 from .policy import PolicyConfig
 from .report import write_report
 from .rollout import RolloutConfig
-from .run import Stop, read_run_config, resume_run, start_run
+from .run import read_run_config, resume_run, start_run
 from .sft import SFTConfig
 from .tasks import DataConfig
 from .train_engine import OptimConfig
@@ -34,7 +34,7 @@ def tiny_cpu()->TrainConfig:
 def smoke_cpu()->TrainConfig:
     "The same pipeline in seconds: does everything run here?"
     return replace(tiny_cpu(), steps=4, prompts_per_step=8, group_size=4, eval_every=2, eval_k=2, save_every=2, trace_every=2,
-        data=DataConfig(difficulty=0., num_train=60, num_heldout=8), cold_start=SFTConfig(steps=20, num_solutions=60))
+        data=DataConfig(difficulty=0., num_train=60, num_heldout=8), cold_start=SFTConfig(steps=80, num_solutions=60))
 
 def one_gpu()->TrainConfig:
     "A Hugging Face Qwen3-MoE on one GPU: set --init-from and --data.path (not run on GPU)"

@@ -92,11 +92,14 @@ class TorchTrain:
         loss:LossFn,
         lr:float|None=None # of this update; None = the configured one after its warm-up
     )->Metrics:
-        "One optimiser step per mini-batch; metrics are means over the mini-batches"
+        "One optimiser step per mini-batch; metrics are means over the mini-batches; `batch.log_probs` keeps what the loss saw"
         total:Metrics = {}
+        batch.log_probs = torch.zeros_like(batch.rollout_log_probs)
         parts = [r for r in torch.arange(len(batch)).chunk(self.config.num_mini_batches) if batch.response_mask[r].any()]
         for rows in parts:
-            for k,v in self._mini_batch(select(batch, rows), loss, lr).items(): total[k] = total.get(k, 0.)+float(v)/len(parts)
+            mini = select(batch, rows)
+            for k,v in self._mini_batch(mini, loss, lr).items(): total[k] = total.get(k, 0.)+float(v)/len(parts)
+            batch.log_probs[rows,:mini.log_probs.shape[1]] = mini.log_probs
         return total
 
     def _mini_batch(self, batch, loss, lr):
@@ -108,6 +111,7 @@ class TorchTrain:
             log_probs,_ = response_log_probs(self.policy, part, self.temperature, self.replay)
             value,extra = loss(log_probs, part, num_tokens, num_samples)
             value.backward()
+            batch.log_probs[rows,:log_probs.shape[1]] = log_probs.detach().to(batch.log_probs)
             for k,v in ({'loss':value.detach()} | extra).items(): metrics[k] = metrics.get(k, 0)+v
         return metrics | self._optimizer_step(lr)
 

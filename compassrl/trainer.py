@@ -30,7 +30,7 @@ __all__ = ['TrainConfig', 'prompts_of_step', 'requests_of', 'judge_sample', 'ass
 @dataclass(frozen=True)
 class TrainConfig:
     "A whole run"
-    seed:int=0
+    seed:int=0                  # of data, weights, cold start and every sampled token
     steps:int=60                # RL steps
     prompts_per_step:int=32     # prompts in one batch
     group_size:int=8            # responses per prompt
@@ -38,7 +38,7 @@ class TrainConfig:
     trace_every:int=20          # RL steps between batches written whole to trace.jsonl; 0 = never
     eval_k:int=8                # responses per held-out prompt
     save_every:int=20           # RL steps between checkpoints; there is always one at the end
-    keep_checkpoints:int=2
+    keep_checkpoints:int=2      # newest ones kept
     device:str='cpu'            # 'cpu' or 'cuda'
     num_threads:int=1           # of torch on the CPU; for small models more is slower
     init_from:str=''            # folder of a Hugging Face Qwen3-MoE to start from; empty = a new policy

@@ -10,11 +10,15 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAGS = os.environ.get('NB_FLAGS', '')  # e.g. NB_FLAGS="slow gpu"
 
 
-def notebooks(): return sorted(p for p in (ROOT/'nbs').rglob('*.ipynb') if not any(n.startswith(('.', '_')) for n in p.relative_to(ROOT).parts))
+def notebooks():
+    "In reading order, without checkpoints and hidden files"
+    def hidden(p): return any(n.startswith(('.', '_')) for n in p.relative_to(ROOT).parts)
+    return sorted(p for p in (ROOT/'nbs').rglob('*.ipynb') if not hidden(p))
 
 
 @pytest.mark.parametrize('path', notebooks(), ids=lambda p: p.stem)
 def test_notebook_runs(path):
     env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'}
-    r = subprocess.run([Path(sys.executable).parent/'nbdev-test', '--flags', FLAGS, path], cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
+    command = [Path(sys.executable).parent/'nbdev-test', '--flags', FLAGS, path]
+    r = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
     assert r.returncode == 0, f'{r.stdout[-3000:]}\n{r.stderr[-6000:]}'

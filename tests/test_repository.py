@@ -1,4 +1,4 @@
-"What holds of the repository as a whole: two settings files, exports, stored outputs, README, reading order, no trace of a machine"
+"What holds of the repository as a whole: settings, exports, stored outputs, README, reading order, no trace of a machine"
 import ast
 import configparser
 import importlib
@@ -42,21 +42,24 @@ def tree(cell):
 def tracked():
     "Every file that is or would be committed"
     if not (ROOT/'.git').exists(): pytest.skip('not a git checkout')
-    names = subprocess.run(['git', 'ls-files', '-co', '--exclude-standard', '-z'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [ROOT/n for n in names.split('\0') if n and (ROOT/n).is_file() and not (ROOT/n).is_symlink()]
+    command = ['git', 'ls-files', '-co', '--exclude-standard', '-z']
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split('\0')
+    return [ROOT/n for n in names if n and (ROOT/n).is_file() and not (ROOT/n).is_symlink()]
 
 
 def test_settings_agree():
     "settings.ini (nbdev 2) says what pyproject.toml (nbdev 3) says"
-    want = dict(lib_name=PROJECT['name'], version=VERSION, description=PROJECT['description'], author=PROJECT['authors'][0]['name'],
-        keywords=' '.join(k.replace(' ', '-') for k in PROJECT['keywords']), min_python=PROJECT['requires-python'].removeprefix('>='),
-        requirements=' '.join(PROJECT['dependencies']), dev_requirements=' '.join(PROJECT['optional-dependencies']['dev']),
-        console_scripts=' '.join(f'{k}={v}' for k, v in PROJECT['scripts'].items()), git_url=PROJECT['urls']['Repository'],
+    want = dict(lib_name=PROJECT['name'], version=VERSION, description=PROJECT['description'],
+        author=PROJECT['authors'][0]['name'], keywords=' '.join(k.replace(' ', '-') for k in PROJECT['keywords']),
+        min_python=PROJECT['requires-python'].removeprefix('>='), requirements=' '.join(PROJECT['dependencies']),
+        dev_requirements=' '.join(PROJECT['optional-dependencies']['dev']), git_url=PROJECT['urls']['Repository'],
+        console_scripts=' '.join(f'{k}={v}' for k, v in PROJECT['scripts'].items()),
         license={'Apache-2.0': 'apache2'}[PROJECT['license']], **{k: str(v) for k, v in NBDEV.items()})
     got = {k: SETTINGS.get(k) for k in want}
     assert got == want
     assert SETTINGS['doc_host']+SETTINGS['doc_baseurl'] == PROJECT['urls']['Documentation']
-    assert PROJECT['dynamic'] == ['version'] and PYPROJECT['tool']['setuptools']['dynamic']['version'] == {'attr': 'compassrl.__version__'}
+    assert PROJECT['dynamic'] == ['version']
+    assert PYPROJECT['tool']['setuptools']['dynamic']['version'] == {'attr': 'compassrl.__version__'}
 
 
 def test_same_pin_in_every_extra():
@@ -73,7 +76,8 @@ def fresh(tmp_path_factory):
     "The notebooks cleaned and exported from scratch in another folder"
     new = tmp_path_factory.mktemp('fresh')/'p'
     (new/'compassrl').mkdir(parents=True)
-    for name in ('pyproject.toml', 'settings.ini', '_quarto.yml', 'compassrl/__init__.py'): shutil.copy2(ROOT/name, new/name)
+    for name in ('pyproject.toml', 'settings.ini', '_quarto.yml', 'CONTRIBUTING.md', 'compassrl/__init__.py'):
+        shutil.copy2(ROOT/name, new/name)
     for p in notebooks():
         to = new/p.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -86,10 +90,10 @@ def fresh(tmp_path_factory):
 
 
 def test_generated_files_match_notebooks(fresh):
-    "Nothing was edited by hand, no notebook was forgotten, no module is left of a notebook that is gone; the same of sidebar and README"
+    "Nothing was edited by hand, forgotten, or left of a notebook that is gone: modules, sidebar, README and its figures"
     def generated(root):
-        files = [*root.glob('compassrl/**/*.py'), *root.glob('nbs/*.yml'), *root.glob('README.md'), *root.glob('index_files/*')]
-        return {p.relative_to(root).as_posix(): p.read_bytes() for p in files}
+        patterns = ('compassrl/**/*.py', 'nbs/*.yml', 'README.md', 'index_files/*')
+        return {p.relative_to(root).as_posix(): p.read_bytes() for pattern in patterns for p in root.glob(pattern)}
     want, got = generated(fresh), generated(ROOT)
     assert sorted(k for k in want.keys() | got.keys() if want.get(k) != got.get(k)) == [], 'run `make sync`'
 
@@ -106,23 +110,24 @@ def shows(cell):
     def name(e): return ast.unparse(e.func) if isinstance(e, ast.Call) else ''
     calls = {name(s.value) for s in parsed.body if isinstance(s, ast.Expr)}
     last = parsed.body[-1]
-    value = isinstance(last, ast.Expr) and not isinstance(last.value, (ast.Call, ast.Constant, ast.Await)) and not code(cell).rstrip().endswith(';')
-    return value or bool(calls & {'print', 'display', 'plt.show', 'pipeline', 'predict', 'lesson.pipeline', 'lesson.predict', 'interact'})
+    value = isinstance(last, ast.Expr) and not isinstance(last.value, (ast.Call, ast.Constant, ast.Await))
+    known = {'print', 'display', 'plt.show', 'pipeline', 'predict', 'lesson.pipeline', 'lesson.predict', 'interact'}
+    return value and not code(cell).rstrip().endswith(';') or bool(calls & known)
 
 
 @each_notebook
 def test_outputs_are_stored(path):
     "Executed from top to bottom without an error; what a reader should see is in the file"
-    skip = r'^#\|\s*(eval\s*:\s*false|slow|gpu)\b'
-    missing = [code(c)[:80] for c in cells(path, 'code') if shows(c) and not c['outputs'] and not re.search(skip, code(c), flags=re.M)]
+    def skipped(c): return re.search(r'^#\|\s*(eval\s*:\s*false|slow|gpu)\b', code(c), flags=re.M)
+    missing = [code(c)[:80] for c in cells(path, 'code') if shows(c) and not c['outputs'] and not skipped(c)]
     assert missing == [], f'run `python tools/execute_nbs.py {path.relative_to(ROOT)}`'
     assert [o.get('evalue') for c in cells(path, 'code') for o in c['outputs'] if o['output_type'] == 'error'] == []
 
 
 def module_of(path):
     "Module name that a notebook exports to, '' if none"
-    found = [m[1] for c in cells(path, 'code') if (m := re.search(r'^#\|\s*default_exp:?\s+(\S+)', code(c), flags=re.M))]
-    return found[0] if found else ''
+    found = re.search(r'^#\|\s*default_exp:?\s+(\S+)', '\n'.join(map(code, cells(path, 'code'))), flags=re.M)
+    return found[1] if found else ''
 
 
 def imported(cell):
@@ -130,7 +135,8 @@ def imported(cell):
     found = set()
     for node in ast.walk(tree(cell) or ast.Module([], [])):
         if isinstance(node, ast.Import): found |= {a.name for a in node.names}
-        if isinstance(node, ast.ImportFrom) and node.level == 0: found |= {node.module, *(f'{node.module}.{a.name}' for a in node.names)}
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {node.module, *(f'{node.module}.{a.name}' for a in node.names)}
     return {n.removeprefix('compassrl.') for n in found if n.startswith('compassrl.')}
 
 
@@ -151,25 +157,28 @@ def test_one_notebook_per_module():
 
 @each_notebook
 def test_exported_lines_are_short(path):
-    long = [line for c in cells(path, 'code') if re.search(r'^#\|\s*export', code(c), flags=re.M) for line in code(c).splitlines() if len(line) > 120]
-    assert long == []
+    exported = [code(c) for c in cells(path, 'code') if re.search(r'^#\|\s*export', code(c), flags=re.M)]
+    assert [line for source in exported for line in source.splitlines() if len(line) > 120] == []
 
 
-MACHINE = r'/(?:root|work|home/\w+|Users/\w+|opt/\w+)/|/tmp/\w+/|site-[p]ackages|(?:download|test)\.pytorch\.org|pypi\.org|pythonhosted\.org|registry\.npmjs'
+MACHINE = (r'/(?:root|work|home/\w+|Users/\w+|opt/\w+)/|/tmp/\w+/|site-[p]ackages|'
+    r'(?:download|test)\.pytorch\.org|pypi\.org|pythonhosted\.org|registry\.npmjs')
 
 
 def readable(path):
     "The text of a file that a person reads: of a notebook the sources and the text outputs, not the pictures"
     if path.suffix != '.ipynb': return path.read_text(errors='ignore')
-    return '\n'.join(code(c)+json.dumps([o.get('text', '') or {k: v for k, v in o.get('data', {}).items() if k.startswith('text')} for o in c.get('outputs', [])])
-        for kind in ('code', 'markdown') for c in cells(path, kind))
+    def text(o): return o.get('text', '') or {k: v for k, v in o.get('data', {}).items() if k.startswith('text')}
+    both = cells(path, 'markdown')+cells(path, 'code')
+    return '\n'.join(code(c)+'\n'+json.dumps([text(o) for o in c.get('outputs', [])]) for c in both)
 
 
 def test_no_trace_of_a_machine():
     "No absolute path of a machine and no package index in any tracked file"
-    own = [re.escape(v) for k in ('PIP_INDEX_URL', 'PIP_FIND_LINKS', 'UV_INDEX_URL') for v in os.environ.get(k, '').split()] + [re.escape(str(ROOT))]
-    hits = {str(p.relative_to(ROOT)): sorted(set(re.findall('|'.join([MACHINE, *own]), readable(p)))) for p in tracked() if p.suffix not in ('.png', '.pt', '.safetensors')}
-    assert {k: v for k, v in hits.items() if v} == {}
+    own = [v for k in ('PIP_INDEX_URL', 'PIP_FIND_LINKS', 'UV_INDEX_URL') for v in os.environ.get(k, '').split()]+[str(ROOT)]
+    pattern = '|'.join([MACHINE, *map(re.escape, own)])
+    texts = {str(p.relative_to(ROOT)): readable(p) for p in tracked() if p.suffix not in ('.png', '.pt', '.safetensors')}
+    assert {name: sorted(set(hits)) for name, text in texts.items() if (hits := re.findall(pattern, text))} == {}
 
 
 @pytest.mark.parametrize('script', PROJECT['scripts'])
@@ -183,13 +192,13 @@ def test_named_make_targets_exist():
     "Every `make TARGET` of the texts is in the Makefile and in its help"
     listed = set(re.findall(r'^([a-z-]+):.*## ', (ROOT/'Makefile').read_text(), flags=re.M))
     texts = [ROOT/'README.md', ROOT/'CONTRIBUTING.md', *notebooks()]
-    used = {t for p in texts for t in re.findall(r'(?:`|^|\n)make ([a-z-]+)', readable(p))}
+    used = {t for p in texts for t in re.findall(r'(?:`|^)make ([a-z-]+)(?=`| +#| ARGS|$)', readable(p), flags=re.M)}
     assert used-listed == set() and {'train', 'test', 'lab', 'docs', 'bench', 'check', 'clean'} <= listed
 
 
 def test_files_that_belong_together():
-    "Changelog and package agree on the version; the licence is whole; CI runs what a person runs; the site has one configuration"
+    "Changelog and package agree on the version; the licence is whole; CI runs what a person runs; one site configuration"
     assert re.search(r'^## \[(\d\S*)\]', (ROOT/'CHANGELOG.md').read_text(), flags=re.M)[1] == VERSION
-    assert 'Apache License' in (ROOT/'LICENSE').read_text() and 'END OF TERMS AND CONDITIONS' in (ROOT/'LICENSE').read_text()
+    assert all(part in (ROOT/'LICENSE').read_text() for part in ('Apache License', 'END OF TERMS AND CONDITIONS'))
     assert os.access(ROOT/'.ci'/'run', os.X_OK) and 'make test' in (ROOT/'.ci'/'run').read_text()
     assert (ROOT/'nbs'/'_quarto.yml').is_symlink() and (ROOT/'nbs'/'_quarto.yml').resolve() == ROOT/'_quarto.yml'

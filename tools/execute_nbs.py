@@ -3,8 +3,8 @@
     python tools/execute_nbs.py [--flags "slow gpu"] [--check] [nbs/05_advantages.ipynb ...]   # no names = all of them
 
 Cells that nbdev-test would skip (`#| slow`, `#| gpu`, `#| eval: false`) are not run and keep their stored outputs.
-Progress bars and Python warnings go to this terminal, never into the notebook; ids are stable, so a second run of a deterministic notebook is
-byte-identical. `--check` runs and writes nothing. A notebook that fails, or whose source changed while it ran, is not written.
+Progress bars and Python warnings never go into the notebook; ids are stable, so a second run of a deterministic notebook
+is byte-identical. A notebook that fails, or whose source changed while it ran, is not written.
 """
 import argparse
 import json
@@ -26,14 +26,18 @@ from nbdev.config import get_config
 from nbdev.test import nb_test_cells
 
 TOOLS = Path(__file__).resolve().parent
-KERNEL_ENV = dict(OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', OPENBLAS_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', PYTHONHASHSEED='0',
+KERNEL_ENV = dict(
+    OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', OPENBLAS_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', PYTHONHASHSEED='0',
     TQDM_DISABLE='1', HF_HUB_OFFLINE='1', HF_DATASETS_DISABLE_PROGRESS_BARS='1', MATPLOTLIBRC=str(TOOLS/'matplotlibrc'),
     MPLBACKEND='module://matplotlib_inline.backend_inline')
 VIEW, STATE = 'application/vnd.jupyter.widget-view+json', 'application/vnd.jupyter.widget-state+json'
 HEX = r'[0-9a-f]{32}'
 
 
-def notebooks(folder): return sorted(f for f in folder.rglob('*.ipynb') if not any(p.startswith(('.', '_')) for p in f.relative_to(folder).parts))
+def notebooks(folder):
+    "In reading order, without checkpoints and hidden files"
+    def hidden(f): return any(p.startswith(('.', '_')) for p in f.relative_to(folder).parts)
+    return sorted(f for f in folder.rglob('*.ipynb') if not hidden(f))
 
 
 def execute(path, flags=(), timeout=600):
@@ -45,7 +49,8 @@ def execute(path, flags=(), timeout=600):
     skipped = [c for c in nb.cells if c.cell_type == 'code' and c.id not in run]
     for c in skipped: c.metadata['tags'] = [*c.metadata.get('tags', []), 'skip-execution']
     with tempfile.TemporaryDirectory() as home:  # no start-up files of the user's own
-        client = NotebookClient(nb, km=AsyncKernelManager(kernel_name='python3', transport='ipc', ip=f'{home}/kernel'), timeout=timeout,
+        kernel = AsyncKernelManager(kernel_name='python3', transport='ipc', ip=f'{home}/kernel')
+        client = NotebookClient(nb, km=kernel, timeout=timeout,
             resources=dict(metadata=dict(path=str(path.parent))), skip_cells_with_tag='skip-execution')
         client.execute(cleanup_kc=True, env={**os.environ, **KERNEL_ENV, 'IPYTHONDIR': home})
     for c in skipped: c.metadata.tags.remove('skip-execution')
@@ -95,7 +100,8 @@ def tidy_streams(nb):
         if c.cell_type != 'code': continue
         out = []
         for o in c.outputs:
-            if o.output_type == 'stream' and out and out[-1].output_type == 'stream' and out[-1].name == o.name: out[-1].text += o.text
+            same = out and o.output_type == out[-1].output_type == 'stream' and o.name == out[-1].name
+            if same: out[-1].text += o.text
             else: out.append(o)
         for o in out:
             if o.output_type != 'stream': continue
@@ -106,7 +112,7 @@ def tidy_streams(nb):
 
 
 def stable_ids(nb, name):
-    "Replace the random ids of widgets and of matplotlib animations by ids derived from `name` and their order of appearance"
+    "Ids of widgets and of matplotlib animations, random till now, follow from `name` and the order of appearance"
     state = nb.metadata.get('widgets', {}).get(STATE, {}).get('state', {})
     text = {k: json.dumps(v, sort_keys=True) for k, v in state.items()}
     order = {}
@@ -150,7 +156,8 @@ def run_one(path, flags, check):
         return False
     drop_bars(nb)
     dropped = tidy_streams(nb)
-    took, figures = time.time()-start, sum('image/' in str(list(o.get('data', {}))) for c in nb.cells for o in c.get('outputs', []))
+    took = time.time()-start
+    figures = sum('image/' in str(list(o.get('data', {}))) for c in nb.cells for o in c.get('outputs', []))
     for w in dict.fromkeys(dropped): print(f'  not stored: {w.splitlines()[0]}')
     if not check:
         if sources(path) != before:
@@ -167,7 +174,8 @@ def main():
     p.add_argument('--check', action='store_true', help='run and write nothing')
     p.add_argument('files', nargs='*', type=Path)
     a = p.parse_args()
-    ok = [run_one(f, a.flags.split(), a.check) for f in a.files or notebooks(Path(os.path.relpath(get_config().nbs_path)))]
+    files = a.files or notebooks(Path(os.path.relpath(get_config().nbs_path)))
+    ok = [run_one(f, a.flags.split(), a.check) for f in files]
     sys.exit(0 if all(ok) else 1)
 
 

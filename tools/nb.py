@@ -1,11 +1,12 @@
 """Edit notebooks as text, safely, from a terminal.
 
     python tools/nb.py open 03_rollout       # nbs/03_rollout.ipynb -> nbs_py/03_rollout.py (git-ignored)
-    python tools/nb.py save 03_rollout       # text -> notebook; outputs and ids of unchanged cells stay; cleans and exports
+    python tools/nb.py save 03_rollout       # text -> notebook; unchanged cells keep outputs and ids; cleans and exports
     python tools/nb.py new 09_genrm          # an empty notebook, opened as text
     python tools/nb.py sync                  # all that is generated: clean notebooks, modules, sidebar, README
 
-`save` refuses when the notebook changed since it was opened. The text stays open for the next edit; outputs are stored by tools/execute_nbs.py.
+`save` refuses when the notebook changed since it was opened. The text stays open for the next edit; outputs are stored by
+tools/execute_nbs.py.
 """
 import hashlib
 import subprocess
@@ -54,7 +55,8 @@ def sync():
 
 def open_(name):
     nb, py, sha = paths(name)
-    if py.exists() and sha.exists() and '--force' not in sys.argv: sys.exit(f'{py} is open already: save it, or --force to rewrite it')
+    if py.exists() and sha.exists() and '--force' not in sys.argv:
+        sys.exit(f'{py} is open already: save it, or --force to rewrite it')
     py.parent.mkdir(parents=True, exist_ok=True)
     jupytext('--to', 'py:percent', '--output', py, nb)
     sha.write_text(cells_hash(nb))
@@ -64,7 +66,8 @@ def open_(name):
 def save(name):
     nb, py, sha = paths(name)
     if not py.exists(): sys.exit(f'{py} does not exist: open the notebook first')
-    if not sha.exists() or sha.read_text() != cells_hash(nb): sys.exit(f'{nb} changed since {py} was opened: merge by hand, then open --force')
+    if not sha.exists() or sha.read_text() != cells_hash(nb):
+        sys.exit(f'{nb} changed since {py} was opened: merge by hand, then open --force')
     jupytext('--update', '--to', 'ipynb', '--output', nb, py)
     nbdev_clean.__wrapped__(fname=str(nb))
     export()
@@ -77,7 +80,8 @@ def new(name):
     if nb.exists(): sys.exit(f'{nb} exists')
     first = [nbformat.v4.new_markdown_cell(f'# {nb.stem}\n\n> One line about it.'),
              nbformat.v4.new_code_cell(f'#| default_exp {nb.stem.split("_", 1)[-1]}')]
-    nbformat.write(nbformat.v4.new_notebook(metadata=dict(kernelspec=dict(name='python3', display_name='python3', language='python')), cells=first), nb)
+    kernel = dict(name='python3', display_name='python3', language='python')
+    nbformat.write(nbformat.v4.new_notebook(metadata=dict(kernelspec=kernel), cells=first), nb)
     nbdev_clean.__wrapped__(fname=str(nb))
     open_(name)
 

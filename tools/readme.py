@@ -23,7 +23,10 @@ def directives(source):
 
 def relink(text):
     "Links beside the notebook become links beside the README"
-    return re.sub(r'(?<=\]\()(?!\w+:|#|/)([^)\s]+)', lambda m: f'nbs/{m[1]}' if (ROOT/'nbs'/m[1].split('#')[0]).exists() else m[1], text)
+    def move(m):
+        if not (ROOT/'nbs'/m[1].split('#')[0]).exists(): return m[1]
+        return m[1].removeprefix('../') if m[1].startswith('../') else f'nbs/{m[1]}'
+    return re.sub(r'(?<=\]\()(?!\w+:|#|/)([^)\s]+)', move, text)
 
 
 def output(o, figures):
@@ -60,7 +63,8 @@ def main(args):
     files = readme()
     stale = [n for n, b in files.items() if not (ROOT/n).exists() or (ROOT/n).read_bytes() != b]
     extra = [f for f in (ROOT/FIGURES).glob('*') if f'{FIGURES}/{f.name}' not in files]
-    if '--check' in args: sys.exit(f'out of date: {", ".join(stale+[str(f) for f in extra])}: run `make sync`' if stale or extra else 0)
+    if '--check' in args:
+        sys.exit(f'out of date: {", ".join(stale+[f.name for f in extra])}: run `make sync`' if stale or extra else 0)
     for f in extra: f.unlink()
     for name in stale:
         (ROOT/name).parent.mkdir(exist_ok=True)

@@ -1,7 +1,9 @@
-"""Make or complete the project's environment: python tools/setup_env.py [extra ...], e.g. none for the package alone, or `dev docs`.
+"""Make or complete the project's environment, .venv.
 
-Standard library only. uv does the installing; where uv cannot (no access to an index that pip is configured for) pip does. On Linux without a GPU
-the CPU build of torch is wanted, 0.2 GB instead of several: uv knows where it lives.
+    python tools/setup_env.py [extra ...]     # no extra = the package alone; else e.g. dev docs
+
+Standard library only. uv does the installing; where uv cannot (no access to an index that pip is configured for) pip does.
+On Linux without a GPU the CPU build of torch is wanted, 0.2 GB instead of several: uv knows where it lives.
 """
 import os
 import shutil
@@ -14,15 +16,17 @@ VENV = ROOT/'.venv'
 PYTHON = VENV/'bin'/'python'
 TORCH = 'torch==2.13.0'
 UV = 'uv==0.13.8'
-if sys.version_info < (3, 11): sys.exit(f'{sys.executable} is Python {sys.version.split()[0]}: CompassRL needs 3.11 or newer, e.g. make train PYTHON=python3.12')
+if sys.version_info < (3, 11):
+    sys.exit(f'{sys.executable} is Python {sys.version.split()[0]}: CompassRL needs 3.11 or newer, e.g. PYTHON=python3.12')
 
 
 def run(*cmd, quiet=False, **env):
-    return subprocess.run([str(c) for c in cmd], cwd=ROOT, env={**os.environ, **env}, capture_output=quiet).returncode == 0
+    cmd = [str(c) for c in cmd]
+    return subprocess.run(cmd, cwd=ROOT, env={**os.environ, **env}, capture_output=quiet).returncode == 0
 
 
 def must(ok, what):
-    if not ok: sys.exit(f'{what} failed: see the messages above. To start afresh: make clean-env, then the same command again')
+    if not ok: sys.exit(f'{what} failed: see the messages above. To start afresh: make clean-env, then again')
 
 
 def python(code, **kw): return run(PYTHON, '-c', 'import importlib.util, sys; sys.exit(not (' + code + '))', **kw)
@@ -31,7 +35,7 @@ def python(code, **kw): return run(PYTHON, '-c', 'import importlib.util, sys; sy
 def has(module): return python(f'importlib.util.find_spec({module!r})')
 
 
-def has_gpu(): return bool(shutil.which('nvidia-smi')) and subprocess.run(['nvidia-smi', '-L'], capture_output=True).returncode == 0
+def has_gpu(): return bool(shutil.which('nvidia-smi')) and run('nvidia-smi', '-L', quiet=True)
 
 
 def say(what): print(f'setup: {what}', flush=True)
@@ -39,9 +43,10 @@ def say(what): print(f'setup: {what}', flush=True)
 
 def make_venv():
     "An environment whose Python is new enough and has pip and uv"
-    if not PYTHON.exists(): must(run(sys.executable, '-m', 'venv', VENV), f'{sys.executable} -m venv (Debian and Ubuntu: apt install python3-venv)')
-    if not python('sys.version_info >= (3, 11)'): sys.exit(f'{VENV} was made with an older Python: make clean-env, then the same command again')
-    if not has('uv'): must(run(PYTHON, '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check', UV), f'pip install {UV}')
+    if not PYTHON.exists():
+        must(run(sys.executable, '-m', 'venv', VENV), f'{sys.executable} -m venv (Debian and Ubuntu: apt install python3-venv)')
+    if not python('sys.version_info >= (3, 11)'): sys.exit(f'{VENV} was made with an older Python: make clean-env, then again')
+    if not has('uv'): must(pip(UV), f'pip install {UV}')
 
 
 def uv(*args, **kw): return run(PYTHON, '-m', 'uv', '--quiet', 'pip', 'install', '--python', PYTHON, *args, **kw)
@@ -65,7 +70,8 @@ def main(extras):
     install_torch()
     package = '.' + (f'[{",".join(extras)}]' if extras else '')
     without_cuda = ['--override', ROOT/'tools'/'overrides-cpu.txt'] if 'engines-cpu' in extras else []
-    must(uv(*without_cuda, '--editable', package) or (not without_cuda and pip('--editable', package)), f'installing {package}')
+    ok = uv(*without_cuda, '--editable', package) or (not without_cuda and pip('--editable', package))
+    must(ok, f'installing {package}')
 
 
 if __name__ == '__main__': main(sys.argv[1:])
