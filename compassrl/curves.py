@@ -9,6 +9,7 @@ from __future__ import annotations
 import json, math, statistics
 from pathlib import Path
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 # %% auto #0
 __all__ = ['phases', 'read_rows', 'read_metrics', 'column', 'running_mean', 'phase_seconds', 'step_seconds', 'plot_curves']
@@ -100,15 +101,19 @@ def _panel(ax, metrics, keys, log):
     for (k,label),ink in zip(keys.items(), _ink):
         if k in drawn: _line(ax, metrics, k, label if any(drawn[k]) else f'{label}: 0', ink)
 
+# %% ../nbs/21_curves.ipynb #b8138203
 def _times(ax, metrics): # seconds of each step, phases stacked
+    metrics = [r for r in metrics if step_seconds(r)]
     seconds = {p.replace('_', ' '): y for p in phases if any(y := [phase_seconds(r, p) for r in metrics])}
     if not seconds: return
     steps,whole = [r['step'] for r in metrics], [*map(step_seconds, metrics)]
-    ax.stackplot(steps, *seconds.values(), labels=seconds, colors=_ink, lw=0)
-    ax.plot(steps, whole, color='#1c1917', lw=.9, label='whole step')
+    wide = lambda ys: ys*2 if len(metrics)==1 else ys   # a single step is drawn as wide as it is
+    xs = [steps[0]-.5, steps[0]+.5] if len(metrics)==1 else steps
+    ax.stackplot(xs, *map(wide, seconds.values()), labels=seconds, colors=_ink, lw=0)
+    ax.plot(xs, wide(whole), color='#1c1917', lw=.9, label='whole step')
     ax.set_ylim(0, 1.5*max(whole) or 1)
 
-# %% ../nbs/21_curves.ipynb #b8138203
+# %% ../nbs/21_curves.ipynb #a87091a6
 def plot_curves(
     metrics:list[dict], # rows of `read_metrics`, finished or not; what is missing leaves its panel empty
     title:str=''
@@ -127,6 +132,7 @@ def plot_curves(
         for r in metrics:
             if 'resumed_from' in r: ax.axvline(r['step']-.5, color='#57534e', lw=1, ls=':')
         ax.set_xlim(metrics[0]['step']-.5, metrics[-1]['step']+.5)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.legend(fontsize=8.5, frameon=False, ncols=3 if ax is axes[7] else 1, columnspacing=1.2)
     for ax in axes[4:]: ax.set_xlabel('step')
     if title: fig.suptitle(title)

@@ -81,8 +81,8 @@ def _judge(sample, prompt, params, tokenizer): # Sample to EvalSample
     ids = sample.response_ids
     text = response_text(tokenizer, ids, ids[-1] if ids and ids[-1] in params.stop_ids else -1)
     v = verify(prompt, text)
-    return EvalSample(prompt.id, prompt.domain, sample.index, prompt.text, prompt.answer, text, v.correct, v.status, v.evidence,
-        sample.finish_reason, len(ids))
+    return EvalSample(prompt.id, prompt.domain, sample.index, prompt.text, prompt.answer, text,
+        v.correct, v.status, v.evidence, sample.finish_reason, len(ids))
 
 def _scores(rows, k): # rows: per prompt, its k samples
     right = [sum(s.correct for s in row) for row in rows]
@@ -90,6 +90,7 @@ def _scores(rows, k): # rows: per prompt, its k samples
     js = sorted({2**i for i in range(k.bit_length()) if 2**i<=k} | {k})
     return avg,err,{j:statistics.fmean(pass_at_k(k, c, j) for c in right) for j in js}
 
+# %% ../nbs/20_evaluate.ipynb #dcfb7a37
 def evaluate(
     engine:RolloutEngine,
     prompts:Sequence[Prompt],  # held out
@@ -98,24 +99,28 @@ def evaluate(
     tokenizer:Tokenizer,
     seed:int
 )->EvalResult:
-    "Draw k responses to every prompt and judge them; Raises: ValueError, and RuntimeError if the engine loses or doubles a response"
+    "Draw k responses to every prompt and judge them; Raises: ValueError; RuntimeError if the engine loses a response"
     if k<1: raise ValueError(f'k={k}: use at least 1 response per prompt')
     known = {p.id:p for p in prompts}
-    if not known or len(known)<len(prompts): raise ValueError(f'{len(prompts)} prompts with {len(known)} distinct ids: give at least one, each once')
-    requests = [Request(p.id, tuple(p.token_ids), i, derive_seed(seed, 'eval', p.id, i), params) for p in prompts for i in range(k)]
+    if not known or len(known)<len(prompts):
+        raise ValueError(f'{len(prompts)} prompts with {len(known)} distinct ids: give at least one, each once')
+    requests = [Request(p.id, tuple(p.token_ids), i, derive_seed(seed, 'eval', p.id, i), params)
+        for p in prompts for i in range(k)]
     found = {}
     for s in engine.generate(requests):
-        if (s.prompt_id, s.index) in found: raise RuntimeError(f'the engine returned response {s.index} to {s.prompt_id} twice')
-        found[s.prompt_id, s.index] = _judge(s, known[s.prompt_id], params, tokenizer)
+        key = s.prompt_id, s.index
+        if key in found: raise RuntimeError(f'the engine returned response {s.index} to {s.prompt_id} twice')
+        found[key] = _judge(s, known[s.prompt_id], params, tokenizer)
     if len(found)!=len(requests): raise RuntimeError(f'the engine returned {len(found)} of {len(requests)} responses')
     rows = [[found[p.id, i] for i in range(k)] for p in prompts]
-    samples,domains = sum(rows, []),{}
+    samples,domains = [s for row in rows for s in row],{}
     for d in dict.fromkeys(p.domain for p in prompts):
         avg,err,passed = _scores([r for r in rows if r[0].domain==d], k)
         domains[d] = dict(num_prompts=sum(p.domain==d for p in prompts), avg=avg, avg_stderr=err, pass_at_k=passed[k])
     share = lambda counts: {key:n/len(samples) for key,n in sorted(counts.items())}
     return EvalResult(k, len(rows), *_scores(rows, k), domains, statistics.fmean(s.num_tokens for s in samples),
-        share(Counter(s.finish_reason for s in samples)), statistics.fmean(s.status in ('failed', 'timeout') for s in samples), samples)
+        share(Counter(s.finish_reason for s in samples)),
+        statistics.fmean(s.status in ('failed', 'timeout') for s in samples), samples)
 
 # %% ../nbs/20_evaluate.ipynb #05f4553a
 def gain(
@@ -128,5 +133,6 @@ def gain(
         for s in result.samples: out.setdefault(s.prompt_id, []).append(s.correct)
         return {p:statistics.fmean(v) for p,v in out.items()}
     b,a = rates(before),rates(after)
-    if set(b)!=set(a): raise ValueError(f'{len(set(b)^set(a))} prompts are in one evaluation only: compare the same prompts')
+    if alone := set(b)^set(a):
+        raise ValueError(f'{len(alone)} prompts are in one evaluation only: compare the same prompts')
     return mean_stderr([a[p]-b[p] for p in b])

@@ -19,28 +19,44 @@ from .policy import Policy, PolicyConfig
 # %% auto #0
 __all__ = ['read_config', 'write_config', 'hf_slices', 'hf_weights', 'load_hf_weights', 'save_pretrained', 'from_pretrained']
 
-# %% ../nbs/02_pretrained.ipynb #bf8cb327
+# %% ../nbs/02_pretrained.ipynb #19bb8d69
 _fixed = dict(hidden_act='silu', attention_bias=False, attention_dropout=0.0, use_sliding_window=False)
+_assumed = dict(norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=(), rms_norm_eps=1e-6, rope_theta=10_000.,
+    tie_word_embeddings=False, pad_token_id=0, eos_token_id=1) # what a config.json may leave out; sizes must be there
 
 def read_config(
     folder:str|Path # holds a config.json of a Qwen3-MoE
 )->PolicyConfig:    # raises ValueError for what this policy does not compute
     "The shape of a Hugging Face checkpoint"
     path = Path(folder)/'config.json'
-    if not path.exists(): raise ValueError(f'{path} does not exist: give a folder with a Hugging Face checkpoint')
-    d = json.loads(path.read_text())
-    if d.get('model_type')!='qwen3_moe': raise ValueError(f"{path}: model_type={d.get('model_type')!r}, only 'qwen3_moe' is supported")
+    d = _read_json(path)
+    model = d.get('model_type')
+    if model!='qwen3_moe': raise ValueError(f"{path}: model_type={model!r}, only 'qwen3_moe' is supported")
     rope = d.get('rope_parameters') or d.get('rope_scaling') or {}
-    if rope.get('rope_type', 'default')!='default': raise ValueError(f'{path}: rope_type={rope["rope_type"]!r}, only plain rotary embeddings are supported')
-    for k,v in _fixed.items():
+    kind = rope.get('rope_type', rope.get('type', 'default'))
+    if kind!='default': raise ValueError(f'{path}: rope_type={kind!r}, only plain rotary embeddings are supported')
+    for k,v in (_fixed | dict(quantization_config=None)).items():
         if d.get(k, v)!=v: raise ValueError(f'{path}: {k}={d[k]!r}, only {v!r} is supported')
-    d['rope_theta'] = rope.get('rope_theta', d.get('rope_theta', 10_000.))
-    d['mlp_only_layers'] = tuple(d.get('mlp_only_layers') or ())
+    d = _assumed | {k:v for k,v in d.items() if v is not None}
+    if 'num_local_experts' in d: d.setdefault('num_experts', d['num_local_experts']) # as transformers 5 writes it
+    if 'rope_theta' in rope: d['rope_theta'] = rope['rope_theta']
+    for k in PolicyConfig.__dataclass_fields__:
+        if k=='head_dim': d.setdefault(k, d['hidden_size']//d['num_attention_heads'])
+        if k not in d: raise ValueError(f'{path} has no {k!r}: is it complete?')
     for k in ('pad_token_id', 'eos_token_id'):
-        if isinstance(d.get(k), list): d[k] = d[k][0]
-    return PolicyConfig(**{k:d[k] for k in PolicyConfig.__dataclass_fields__ if d.get(k) is not None})
+        if isinstance(d[k], list): d[k] = d[k][0]
+    d['mlp_only_layers'] = tuple(d['mlp_only_layers'])
+    try: return PolicyConfig(**{k:d[k] for k in PolicyConfig.__dataclass_fields__})
+    except ValueError as e: raise ValueError(f'{path}: {e}') from None
 
-# %% ../nbs/02_pretrained.ipynb #fb5fba42
+def _read_json(path): # an object, or a ValueError that names the file
+    if not path.exists(): raise ValueError(f'{path} does not exist: give a folder with a Hugging Face checkpoint')
+    try: d = json.loads(path.read_text())
+    except ValueError as e: raise ValueError(f'{path} is not JSON ({e}): the file is torn, copy it again') from None
+    if not isinstance(d, dict): raise ValueError(f'{path} holds {type(d).__name__}, not an object')
+    return d
+
+# %% ../nbs/02_pretrained.ipynb #13a91065
 def write_config(
     config:PolicyConfig,
     folder:str|Path,
@@ -48,9 +64,9 @@ def write_config(
 ):
     "`config.json` as transformers and vLLM expect it"
     rope = dict(rope_theta=config.rope_theta, rope_type='default')
-    d = asdict(config) | _fixed | dict(architectures=['Qwen3MoeForCausalLM'], model_type='qwen3_moe', rope_parameters=rope,
-        rope_scaling=None, sliding_window=None, output_router_logits=False, router_aux_loss_coef=0.0,
-        bos_token_id=None, dtype=str(dtype).removeprefix('torch.'))
+    d = asdict(config) | _fixed | dict(architectures=['Qwen3MoeForCausalLM'], model_type='qwen3_moe',
+        rope_parameters=rope, rope_scaling=None, sliding_window=None, bos_token_id=None, output_router_logits=False,
+        router_aux_loss_coef=0.0, dtype=str(dtype).removeprefix('torch.'))
     Path(folder, 'config.json').write_text(json.dumps(d, indent=2, default=list)+'\n')
 
 # %% ../nbs/02_pretrained.ipynb #46ace6c3
@@ -64,7 +80,8 @@ def hf_slices(
     for i,b in enumerate(policy.blocks):
         p = f'model.layers.{i}.'
         yield p+'input_layernorm.weight', b.attn_norm, everything
-        for n,(s,e) in dict(q=(0, H), k=(H, H+KV), v=(H+KV, H+2*KV)).items(): yield p+f'self_attn.{n}_proj.weight', b.qkv, (slice(s, e),)
+        for n,(s,e) in dict(q=(0, H), k=(H, H+KV), v=(H+KV, H+2*KV)).items():
+            yield p+f'self_attn.{n}_proj.weight', b.qkv, (slice(s, e),)
         yield p+'self_attn.o_proj.weight', b.out, everything
         yield p+'self_attn.q_norm.weight', b.q_norm, everything
         yield p+'self_attn.k_norm.weight', b.k_norm, everything
@@ -84,48 +101,65 @@ def hf_weights(
     policy:Policy,
     grad:bool=False # the gradients instead?
 )->Iterator[tuple[str,Tensor]]: # views, not copies
-    "Weights by their Hugging Face names"
-    for name,p,at in hf_slices(policy): yield name, (p.grad if grad else p.detach())[at]
+    "Weights by their Hugging Face names. Raises ValueError for a gradient that does not exist"
+    for name,p,at in hf_slices(policy):
+        if grad and p.grad is None: raise ValueError(f'{name} has no gradient: call backward first')
+        yield name, (p.grad if grad else p.detach())[at]
 
 def load_hf_weights(
     policy:Policy,
-    weights:Iterable[tuple[str,Tensor]], # every name exactly once
+    weights:Iterable[tuple[str,Tensor]], # every name exactly once, in any order
     strict:bool=True                     # raise ValueError if a name is missing?
 ):
-    "Copy weights in by their Hugging Face names"
+    "Copy weights in by their Hugging Face names. Raises ValueError for a name or a shape that does not fit"
     where = {n:(p, at) for n,p,at in hf_slices(policy)}
+    known = set(where)
     for name,t in weights:
         if name=='lm_head.weight' and policy.config.tie_word_embeddings: continue
-        if name not in where: raise ValueError(f'{name} is not a weight of this policy (or came twice): is it another architecture?')
+        if name not in known: raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
+        if name not in where: raise ValueError(f'{name} came twice: give every weight once')
         p,at = where.pop(name)
-        if p.detach()[at].shape!=t.shape:
-            raise ValueError(f'{name} has shape {list(t.shape)}, this policy needs {list(p.detach()[at].shape)}: is it a checkpoint of another size?')
-        with torch.no_grad(): p[at].copy_(t)
-    if strict and where: raise ValueError(f'{len(where)} weights are missing, first {next(iter(where))}')
+        here,given = p.detach()[at], list(t.shape)
+        if list(here.shape)!=given:
+            raise ValueError(f'{name} has shape {given}, this policy needs {list(here.shape)}: is it of another size?')
+        here.copy_(t)
+    if strict and where:
+        raise ValueError(f'{len(where)} weights are missing, first {next(iter(where))}: is the checkpoint complete?')
 
-# %% ../nbs/02_pretrained.ipynb #810baaab
+# %% ../nbs/02_pretrained.ipynb #083fafc7
 def save_pretrained(
     policy:Policy,
-    folder:str|Path,
-    max_shard_bytes:int=4<<30
+    folder:str|Path,            # made if it does not exist
+    max_shard_bytes:int=4<<30   # a shard has at least one tensor
 ):
     "Sharded safetensors and `config.json`; transformers opens the folder unchanged"
+    if max_shard_bytes<1: raise ValueError(f'max_shard_bytes={max_shard_bytes}: use at least 1')
     folder = Path(folder); folder.mkdir(parents=True, exist_ok=True)
     shards,size = [{}],0
     for name,t in hf_weights(policy):
         if size+t.nbytes>max_shard_bytes and shards[-1]: shards.append({}); size = 0
         shards[-1][name] = t.cpu().contiguous(); size += t.nbytes
-    names = ['model.safetensors'] if len(shards)==1 else [f'model-{i+1:05d}-of-{len(shards):05d}.safetensors' for i in range(len(shards))]
-    for n,s in zip(names, shards): save_file(s, folder/n, metadata=dict(format='pt'))
-    if len(shards)>1:
-        index = dict(metadata=dict(total_size=sum(t.nbytes for s in shards for t in s.values())), weight_map={k:n for n,s in zip(names, shards) for k in s})
-        (folder/'model.safetensors.index.json').write_text(json.dumps(index, indent=2)+'\n')
+    n = len(shards)
+    names = ['model.safetensors'] if n==1 else [f'model-{i+1:05d}-of-{n:05d}.safetensors' for i in range(n)]
+    for f,s in zip(names, shards): save_file(s, folder/f, metadata=dict(format='pt'))
+    if n>1:
+        sizes = sum(t.nbytes for s in shards for t in s.values())
+        index = dict(metadata=dict(total_size=sizes), weight_map={k:f for f,s in zip(names, shards) for k in s})
+        (folder/_index).write_text(json.dumps(index, indent=2)+'\n')
+    _remove_others(folder, [*names, _index] if n>1 else names)
     write_config(policy.config, folder, policy.embed.dtype)
 
-# %% ../nbs/02_pretrained.ipynb #e513da5c
+_index = 'model.safetensors.index.json'
+
+def _remove_others(folder, keep): # weights of an older checkpoint
+    for old in [folder/'model.safetensors', folder/_index, *folder.glob('model-*-of-*.safetensors')]:
+        if old.name not in keep: old.unlink(missing_ok=True)
+
+# %% ../nbs/02_pretrained.ipynb #ec52e1a7
 def _read_shards(folder):
-    index = folder/'model.safetensors.index.json'
-    files = sorted(set(json.loads(index.read_text())['weight_map'].values())) if index.exists() else ['model.safetensors']
+    files = ['model.safetensors'] # first, as in transformers
+    if not (folder/files[0]).exists() and (folder/_index).exists():
+        files = sorted(set(_read_json(folder/_index).get('weight_map', {}).values()))
     for f in files:
         if not (folder/f).exists(): raise ValueError(f'{folder/f} does not exist: the checkpoint is incomplete')
         try:
@@ -137,7 +171,7 @@ def _read_shards(folder):
 def from_pretrained(
     folder:str|Path,
     dtype:torch.dtype=torch.float32
-)->Policy:
+)->Policy: # raises ValueError for a folder that is incomplete, torn or another architecture
     "A policy from a Hugging Face Qwen3-MoE checkpoint"
     policy = Policy(read_config(folder)).to(dtype)
     load_hf_weights(policy, _read_shards(Path(folder)))

@@ -43,7 +43,8 @@ def save_tokenizer(
     dir.mkdir(parents=True, exist_ok=True)
     tok.save(str(dir/'tokenizer.json'))
     names = {k:t for k,t in zip(('pad_token', 'eos_token', 'unk_token'), _specials) if tok.token_to_id(t) is not None}
-    config = dict(tokenizer_class='PreTrainedTokenizerFast', clean_up_tokenization_spaces=False, split_special_tokens=tok.encode_special_tokens)|names
+    config = dict(tokenizer_class='PreTrainedTokenizerFast', clean_up_tokenization_spaces=False,
+        split_special_tokens=tok.encode_special_tokens)|names
     (dir/'tokenizer_config.json').write_text(json.dumps(config, indent=2)+'\n')
 
 def load_tokenizer(
@@ -51,10 +52,10 @@ def load_tokenizer(
 )->Tokenizer:
     "The tokenizer of a checkpoint, ours or another"
     file,config = Path(dir)/'tokenizer.json', Path(dir)/'tokenizer_config.json'
-    if not file.is_file(): raise ValueError(f'{file} does not exist: give the folder of a checkpoint with a tokenizer.json')
+    if not file.is_file(): raise ValueError(f'{file} does not exist: give a folder with a tokenizer.json')
     try: tok = Tokenizer.from_file(str(file))
     except Exception as e: raise ValueError(f'{file} is no tokenizer ({e}): write it again with save_tokenizer') from e
-    if config.is_file(): tok.encode_special_tokens = bool(json.loads(config.read_text()).get('split_special_tokens', False))
+    if config.is_file(): tok.encode_special_tokens = bool(json.loads(config.read_text()).get('split_special_tokens'))
     return tok
 
 # %% ../nbs/01_problems.ipynb #f48cf478
@@ -66,7 +67,7 @@ def response_text(
     tok:Tokenizer,
     ids:list[int],       # [Tr] as sampled
     eos_id:int=EOS_ID
-)->str:                  # one final `eos_id` is dropped; any other special stays visible, so it cannot hide a wrong answer
+)->str:                  # without one final `eos_id`; any other special stays visible and cannot hide a wrong answer
     "What a verifier reads"
     ids = list(ids)
     return tok.decode(ids[:-1] if ids and ids[-1]==eos_id else ids, skip_special_tokens=False)
@@ -90,7 +91,7 @@ class Choices:
 task_families:dict[str,Callable[[int,Choices],Problem|None]] = {}
 
 def task_family(fn):
-    "Registers a family by its name; it must ask for the same sizes whatever was chosen, and may return None for a bad combination"
+    "Registers a family by its name; it asks for the same sizes whatever was chosen, and may return None"
     task_families[fn.__name__] = fn
     return fn
 
@@ -206,7 +207,8 @@ def countdown_expression(text:str, answer:str)->Verdict:
     given,target = answer.split(' to ')
     given,target = Counter(map(int, given.split())),int(target)
     expr = text.partition('#')[2]
-    if not re.fullmatch(r'[0-9+*()-]{1,200}', expr): return judge(False, f'{expr!r} is no expression of numbers, + - * and brackets')
+    if not re.fullmatch(r'[0-9+*()-]{1,200}', expr):
+        return judge(False, f'{expr!r} is no expression of numbers, + - * and brackets')
     try: value,used = _evaluate(ast.parse(expr, mode='eval').body)
     except SyntaxError as e: return judge(False, f'{expr!r}: {e.msg}')
     if used-given: return judge(False, f'{expr!r} uses {sorted((used-given).elements())}, not given that often')
@@ -216,8 +218,9 @@ def countdown_expression(text:str, answer:str)->Verdict:
 def verify(prompt:Prompt, text:str)->Verdict: # status 'failed' and reward 0 where the verifier could not judge
     "The verdict on one response; never raises"
     try:
-        if prompt.verifier not in verifiers: raise KeyError(f'no verifier {prompt.verifier!r}, only {sorted(verifiers)}')
+        if prompt.verifier not in verifiers: raise KeyError(f'{prompt.verifier!r} is none of {sorted(verifiers)}')
         verdict = verifiers[prompt.verifier](text, prompt.answer)
-        if not (isinstance(verdict, Verdict) and 0<=verdict.reward<=1): raise TypeError(f'{prompt.verifier} returned {verdict!r}')
+        if not (isinstance(verdict, Verdict) and 0<=verdict.reward<=1):
+            raise TypeError(f'{prompt.verifier} returned {verdict!r}')
         return verdict
     except Exception as e: return Verdict(0., False, 'failed', _line(f'{type(e).__name__}: {e}'))

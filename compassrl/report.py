@@ -13,7 +13,7 @@ from .curves import column, phase_seconds, phases, plot_curves, read_metrics, re
 from .evaluate import mean_stderr
 
 # %% auto #0
-__all__ = ['pick_samples', 'machine_info', 'run_facts', 'report_markdown', 'write_report']
+__all__ = ['pick_samples', 'machine_info', 'read_curves', 'run_facts', 'report_markdown', 'write_report']
 
 # %% ../nbs/21_report.ipynb #dd5bdd53
 def pick_samples(
@@ -50,6 +50,22 @@ def _read_json(path): # None if it is not there
     try: return json.loads(path.read_text())
     except ValueError as e: raise ValueError(f'{path.name}: not JSON ({e}): write it again or remove it') from None
 
+def _evaluations(run_dir, metrics): # before, after; one of an earlier end, from which the run went on, does not count
+    before,after,config = (_read_json(run_dir/f'{n}.json') for n in ('eval_before', 'eval_after', 'config'))
+    done = metrics[-1]['step'] if metrics else 0
+    return before, after if done>=((config or {}).get('steps') or 0) else None
+
+def read_curves(
+    run_dir:str|Path # of a run, finished or live
+)->list[dict]:       # for `plot_curves`
+    "The metrics of a run, with the evaluations before and after as the ends of the held-out curve"
+    run_dir = Path(run_dir)
+    rows = read_metrics(run_dir)
+    before,after = _evaluations(run_dir, rows)
+    point = lambda e: dict(eval_avg=e['avg'], eval_avg_stderr=e.get('avg_stderr'), eval_pass=e.get('pass_at_k'))
+    if after and rows: rows[-1] |= point(after)
+    return [dict(step=0, **point(before)), *rows] if before else rows
+
 def _flat(d, at=''): # nested config -> {'rollout.temperature': 1.0}; no folders of this machine
     if isinstance(d, dict): return {k: v for key,x in d.items() for k,v in _flat(x, f'{at}.{key}'.strip('.')).items()}
     return {at: re.sub(r'(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+', '', d) if isinstance(d, str) else d}
@@ -65,7 +81,8 @@ def _gain_of(before, after, domain=None): # averages in [0, 1], gain in points; 
     b,a = (x if domain is None else x['by_domain'][domain] for x in (before, after))
     rates = rb,ra = [_rates(x, domain) for x in (before, after)]
     err = [x.get('avg_stderr') for x in (b, a)]
-    whole = rb.keys()==ra.keys() and all(r and abs(statistics.fmean(r.values())-x['avg'])<1e-6 for r,x in zip(rates, (b, a)))
+    whole = rb.keys()==ra.keys() and all(r and abs(statistics.fmean(r.values())-x['avg'])<1e-6
+                                         for r,x in zip(rates, (b, a)))
     gain_err = 100*mean_stderr([ra[p]-rb[p] for p in rb])[1] if whole else None if None in err else 100*math.hypot(*err)
     return dict(before=b['avg'], after=a['avg'], stderr_before=err[0], stderr_after=err[1],
         gain_points=100*(a['avg']-b['avg']), gain_stderr_points=gain_err)
@@ -101,7 +118,7 @@ def run_facts(
     metrics,config = read_metrics(run_dir), _read_json(run_dir/'config.json')
     if not metrics and config is None:
         raise ValueError(f'{run_dir}: neither config.json nor metrics.jsonl is there: give a run directory')
-    before,after = _read_json(run_dir/'eval_before.json'), _read_json(run_dir/'eval_after.json')
+    before,after = _evaluations(run_dir, metrics)
     cold = read_rows(run_dir/'cold_start.jsonl')
     planned,done = (config or {}).get('steps'), metrics[-1]['step'] if metrics else 0
     samples,counts = pick_samples(*((x or {}).get('samples') or [] for x in (before, after)))
@@ -109,7 +126,7 @@ def run_facts(
     tokens,seconds = total(metrics, 'tokens'), sum(map(step_seconds, metrics))
     rate = lambda s: tokens/s if s and tokens else None
     return dict(run=run_dir.resolve().name, steps=done, steps_planned=planned,
-        finished=after is not None and done>=(planned or 0),
+        finished=after is not None,
         resumed_from=[r['resumed_from'] for r in metrics if 'resumed_from' in r],
         held_out=_held_out(before, after), eval_before=before and before['avg'],
         last_eval=dict(step=evals[0][-1], avg=evals[1][-1]) if evals[0] else None,
@@ -165,6 +182,7 @@ def _before_after(h): # table of the evaluation, whole and by domain
         rows.append(['tokens per response', f'{b:.1f}', f'{a:.1f}', f'{a-b:+.1f}'])
     return _table(['', 'before', 'after', 'gain'], rows)
 
+# %% ../nbs/21_report.ipynb #461b49c7
 def _timing(f):
     rows = [[p.replace('_', ' '), f"{x['seconds']:.1f}", f"{x['per_step_s']:.3f}", f"{100*x['share']:.1f} %"]
             for p,x in f['phases'].items()]
@@ -220,7 +238,7 @@ def write_report(
     "Writes curves.png, report.json and report.md into a run directory"
     run_dir = Path(run_dir)
     facts = _finite(run_facts(run_dir))
-    if facts['steps']: plot_curves(read_metrics(run_dir), facts['run']).savefig(run_dir/'curves.png', dpi=100)
+    if facts['steps']: plot_curves(read_curves(run_dir), facts['run']).savefig(run_dir/'curves.png', dpi=100)
     (run_dir/'report.json').write_text(json.dumps(facts, indent=1, allow_nan=False)+'\n')
     (run_dir/'report.md').write_text(report_markdown(facts), encoding='utf-8')
     return facts

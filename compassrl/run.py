@@ -8,10 +8,14 @@ Docs: https://compassrl.github.io/compassrl/run.html.md"""
 from __future__ import annotations
 import dataclasses
 import json
+import os
 import signal
 import time
 import typing
+from contextlib import contextmanager
 from pathlib import Path
+try: import fcntl
+except ImportError: fcntl = None # Windows
 import torch
 from tokenizers import Tokenizer
 from torch.utils.tensorboard import SummaryWriter
@@ -21,7 +25,7 @@ from .evaluate import evaluate
 from .policy import Policy
 from .pretrained import from_pretrained, read_config, save_pretrained
 from .records import Batch, Metrics, Prompt, Sample
-from .report import write_report
+from .report import machine_info, write_report
 from .rollout import TorchRollout
 from .sft import cold_start
 from .tasks import build_tokenizer, load_data, load_tokenizer, save_tokenizer
@@ -30,8 +34,8 @@ from .train_engine import TorchTrain
 from .trainer import TrainConfig, fit
 
 # %% auto #0
-__all__ = ['config_from_dict', 'read_run_config', 'Parts', 'build', 'Stop', 'Run', 'keep_until', 'start_run', 'resume_run',
-           'save_model', 'stoppable']
+__all__ = ['config_from_dict', 'read_run_config', 'Parts', 'build', 'Stop', 'Run', 'keep_until', 'replace_text', 'write_json',
+           'new_folder', 'locked', 'start_run', 'resume_run', 'save_model', 'stoppable']
 
 # %% ../nbs/22_run.ipynb #423ac6ba
 def config_from_dict(
@@ -48,13 +52,13 @@ def config_from_dict(
 
 def _value(hint, v, at): # JSON knows neither tuples nor which number is a float
     if dataclasses.is_dataclass(hint): return config_from_dict(hint, v, at+'.')
-    kind = typing.get_origin(hint) or hint
-    if kind is typing.Literal: ok = v in typing.get_args(hint)
-    elif kind is tuple: v,ok = (tuple(v), True) if isinstance(v, (list, tuple)) else (v, False)
-    elif kind is float: v,ok = (float(v), True) if isinstance(v, (int, float)) and not isinstance(v, bool) else (v, False)
-    else: ok = isinstance(v, kind) and (kind is bool or not isinstance(v, bool))
-    if not ok: raise ValueError(f'{at}={v!r}: use {getattr(hint, "__name__", None) if kind is hint else hint}')
-    return v
+    kind,args = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is tuple and isinstance(v, (list, tuple)) and (args[-1] is ... or len(args)==len(v)):
+        hints = args[:1]*len(v) if args[-1] is ... else args
+        return tuple(_value(h, x, f'{at}[{i}]') for i,(h,x) in enumerate(zip(hints, v)))
+    if kind is float and type(v) in (int, float): return float(v)
+    if v in args if kind is typing.Literal else type(v) is kind: return v
+    raise ValueError(f'{at}={v!r}: use '+(f'one of {list(args)}' if kind is typing.Literal else hint.__name__ if kind is hint else str(hint)))
 
 # %% ../nbs/22_run.ipynb #3da88f36
 def read_run_config(
@@ -114,13 +118,13 @@ class Run:
     "Files, progress and checkpoints of one run (implements `RunHooks`)"
     def __init__(self, cfg:TrainConfig, folder:Path, parts:Parts):
         self.cfg,self.folder,self.parts,self.asked_to_stop = cfg, folder, parts, False
-        self.saved = self.step = -1
 
     def open(self,
         start:int # steps already done; whatever the files hold beyond is dropped
     ):
         for name in ('metrics.jsonl', 'trace.jsonl'): keep_until(self.folder/name, start)
-        self.metrics,self.trace = (open(self.folder/n, 'a') for n in ('metrics.jsonl', 'trace.jsonl'))
+        self.metrics,self.trace = (open(self.folder/n, 'r+') for n in ('metrics.jsonl', 'trace.jsonl'))
+        for f in (self.metrics, self.trace): f.seek(0, os.SEEK_END)
         self.board = SummaryWriter(self.folder/'tensorboard', purge_step=start+1 if start else None)
         self.bar = tqdm(total=self.cfg.steps, initial=start, desc='RL', unit='step', dynamic_ncols=True)
         return self
@@ -130,28 +134,32 @@ class Run:
 
     def on_step(self, step:int, metrics:Metrics, samples:list[Sample], batch:Batch):
         c,last = self.cfg, step==self.cfg.steps
-        self.step = step
         if c.eval_every and step%c.eval_every==0 and not last:
             r = self.evaluate()
             metrics |= dict(eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k'])
         if c.trace_every and (step%c.trace_every==0 or step==1):
             for row in trace_rows(step, metrics, samples, batch, c.optim.num_mini_batches): self.trace.write(json.dumps(row)+'\n')
             self.trace.flush()
-        save = last or self.asked_to_stop or c.save_every and step%c.save_every==0
-        if save:
-            t = time.perf_counter(); self.save(step); metrics['time_checkpoint_s'] = time.perf_counter()-t
-        self.metrics.write(json.dumps(metrics)+'\n'); self.metrics.flush()
-        for k,v in metrics.items():
-            if k!='step': self.board.add_scalar(k.replace('time_', 'time/', 1), v, step)
+        at = self._log(step, metrics) # before its checkpoint: resume can drop a row too many, but not bring back a lost one
+        if last or self.asked_to_stop or c.save_every and step%c.save_every==0:
+            t = time.perf_counter(); self.save(step)
+            self._log(step, metrics | dict(time_checkpoint_s=time.perf_counter()-t), at)
         self.bar.update()
         self.bar.set_postfix_str(f"reward {metrics['reward_mean']:.2f}, zero variance {metrics['zero_variance_frac']:.2f}, "
             f"entropy {metrics['entropy']:.2f}, {metrics['tokens']/metrics['time_step_s']:,.0f} tok/s")
         if self.asked_to_stop: raise Stop
 
+    def _log(self, step, metrics, over=None): # a new row, or the row that begins at `over` again -> where it begins
+        at = self.metrics.seek(0, os.SEEK_END) if over is None else self.metrics.seek(over)
+        self.metrics.write(json.dumps(metrics)+'\n'); self.metrics.flush()
+        for k,v in metrics.items():
+            if k!='step' and (over is None or k=='time_checkpoint_s'): self.board.add_scalar(k.replace('time_', 'time/', 1), v, step)
+        self.board.flush()
+        return at
+
     def save(self, step:int):
         "A checkpoint of everything that a resume needs"
         save_checkpoint(self.folder/'checkpoints', step, self.parts.engine.state_dict(), self.cfg.keep_checkpoints)
-        self.saved = step
 
     def evaluate(self)->dict:
         "The held-out prompts with the rollout engine's present weights"
@@ -163,31 +171,59 @@ def keep_until(
     path:Path, # JSONL with a `step` in each row
     step:int
 ):
-    "Drop rows of later steps and a torn last line, which a killed run may have left behind"
-    if not path.exists(): return
+    "Drop rows of later steps and a torn last line, which a killed run may have left behind; makes the file if there is none"
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         try:
             if line.endswith('\n') and json.loads(line)['step']<=step: kept.append(line)
         except json.JSONDecodeError: pass
-    path.write_text(''.join(kept))
+    replace_text(path, ''.join(kept))
+
+def replace_text(path:Path, text:str):
+    "Write a file whole or not at all, whenever the process is killed"
+    new = path.with_name(f'.{path.name}.tmp')
+    new.write_text(text)
+    os.replace(new, path)
+
+def write_json(path:Path, d): replace_text(path, json.dumps(d, indent=2)+'\n')
 
 # %% ../nbs/22_run.ipynb #68bb232d
+def new_folder(
+    cfg:TrainConfig
+)->Path:
+    "Where a new run goes; raises ValueError if something is there already"
+    folder = Path(cfg.run_dir or f'runs/{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}')
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f'run_dir={str(folder)!r} is not empty: choose another, or resume it with `compassrl resume {folder}`')
+    return folder
+
+@contextmanager
+def locked(
+    folder:Path # of a run
+):
+    "One process per run: a second one would write into the same files. The system frees the lock of a process that is killed"
+    with open(folder/'.lock', 'w') as f:
+        if fcntl:
+            try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+            except BlockingIOError: raise ValueError(f'{folder} is in use by another process: wait for it, or stop it first') from None
+        yield
+
+# %% ../nbs/22_run.ipynb #46da9c56
 def start_run(
     cfg:TrainConfig
 )->Path: # the run directory
     "Cold start, evaluation, RL, evaluation, report"
     parts = build(cfg)
-    folder = Path(cfg.run_dir or f'runs/{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}')
-    if folder.exists() and any(folder.iterdir()): raise ValueError(f'run_dir={str(folder)!r} is not empty: choose another, or resume it with `compassrl resume {folder}`')
+    folder = new_folder(cfg)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder/'config.json').write_text(json.dumps(dataclasses.asdict(cfg), indent=2)+'\n')
     run = Run(cfg, folder, parts)
-    with stoppable(run):
+    with locked(folder), stoppable(run):
+        write_json(folder/'config.json', dataclasses.asdict(cfg))
+        write_json(folder/'machine.json', machine_info())
         if not cfg.init_from: _cold_start(run)
         save_model(parts, folder/'start')
         parts.rollout.load_weights(parts.engine.weights(), 0)
-        _write_json(folder/'eval_before.json', run.evaluate())
+        write_json(folder/'eval_before.json', run.evaluate())
         run.save(0)
         return _train(run, 0)
 
@@ -199,16 +235,17 @@ def resume_run(
     folder = Path(folder)
     cfg = read_run_config(folder)
     if steps is not None: cfg = dataclasses.replace(cfg, steps=steps)
-    parts = build(cfg)
-    step,state = load_checkpoint(latest_checkpoint(folder/'checkpoints', required=True))
-    if steps is not None and steps<step: raise ValueError(f'steps={steps}: the run has done {step} already')
-    check_shapes(parts.engine.state_dict()['policy'], state['policy'])
-    parts.engine.load_state_dict(state)
-    parts.rollout.load_weights(parts.engine.weights(), step)
-    (folder/'config.json').write_text(json.dumps(dataclasses.asdict(cfg), indent=2)+'\n')
-    run = Run(cfg, folder, parts)
-    print(f'resuming {folder} after step {step}')
-    with stoppable(run): return _train(run, step)
+    with locked(folder):
+        parts = build(cfg)
+        step,state = load_checkpoint(latest_checkpoint(folder/'checkpoints', required=True))
+        if cfg.steps<step: raise ValueError(f'steps={cfg.steps}: the run has done {step} already, use at least that many')
+        check_shapes(parts.engine.state_dict()['policy'], state['policy'])
+        parts.engine.load_state_dict(state)
+        parts.rollout.load_weights(parts.engine.weights(), step)
+        write_json(folder/'config.json', dataclasses.asdict(cfg))
+        run = Run(cfg, folder, parts)
+        print(f'resuming {folder} after step {step}')
+        with stoppable(run): return _train(run, step)
 
 def _train(run, start):
     p = run.parts
@@ -217,17 +254,17 @@ def _train(run, start):
     try: fit(run.cfg, p.train, p.rollout, p.engine, p.tokenizer, run, p.eos_id, start, p.reference)
     finally: run.close()
     before,after = json.loads((run.folder/'eval_before.json').read_text()), run.evaluate()
-    _write_json(run.folder/'eval_after.json', after)
+    write_json(run.folder/'eval_after.json', after)
     save_model(p, run.folder/'model')
     write_report(run.folder)
     print(f"held-out avg@{after['k']}: {100*before['avg']:.1f} % before RL, {100*after['avg']:.1f} % after; see {run.folder/'report.md'} and curves.png")
     return run.folder
 
-# %% ../nbs/22_run.ipynb #46da9c56
+# %% ../nbs/22_run.ipynb #566690e0
 def _cold_start(run):
     c,p = run.cfg, run.parts
     engine = TorchTrain(p.policy, dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1), replay=False)
-    with open(run.folder/'cold_start.jsonl', 'w') as f, tqdm(total=c.cold_start.steps, desc='cold start', unit='step', dynamic_ncols=True) as bar:
+    with open(run.folder/'cold_start.jsonl', 'w', buffering=1) as f, tqdm(total=c.cold_start.steps, desc='cold start', unit='step', dynamic_ncols=True) as bar:
         for m in cold_start(engine, p.train, c.cold_start, p.tokenizer, c.seed):
             f.write(json.dumps(m)+'\n'); bar.update(); bar.set_postfix_str(f"loss {m['loss']:.3f}")
             if run.asked_to_stop: raise Stop
@@ -239,8 +276,6 @@ def save_model(
     "A Hugging Face checkpoint with its tokenizer"
     save_pretrained(parts.policy, folder)
     save_tokenizer(parts.tokenizer, folder)
-
-def _write_json(path, d): path.write_text(json.dumps(d, indent=2)+'\n')
 
 # %% ../nbs/22_run.ipynb #85d4e776
 class stoppable:

@@ -1,4 +1,4 @@
-"""Which prompts are trained on and which are only asked: decided once, by a hash, for every seed, machine and difficulty.
+"""Which prompts are trained on and which are only asked: decided once, by a hash, for every seed and machine.
 
 Docs: https://compassrl.github.io/compassrl/tasks.html.md"""
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 from tokenizers import Tokenizer
-from .problems import (EOS_ID, PAD_ID, UNK_ID, Choices, Problem, build_tokenizer, encode, judge, load_tokenizer, num_problems,
+from .problems import (
+    EOS_ID, PAD_ID, UNK_ID, Choices, Problem, build_tokenizer, encode, judge, load_tokenizer, num_problems,
     problem, response_text, save_tokenizer, task_families, task_family, verifier, verifiers, verify)
 from .records import Prompt, derive_seed
 
@@ -23,8 +24,10 @@ __all__ = ['split_of', 'prompt_id', 'levels_of', 'make_prompts', 'load_prompts',
            'verify']
 
 # %% ../nbs/01_tasks.ipynb #7f8d2e37
-_all_ = ['EOS_ID', 'PAD_ID', 'UNK_ID', 'Choices', 'Problem', 'build_tokenizer', 'encode', 'judge', 'load_tokenizer', 'num_problems',
-    'problem', 'response_text', 'save_tokenizer', 'task_families', 'task_family', 'verifier', 'verifiers', 'verify']
+_all_ = [
+    'EOS_ID', 'PAD_ID', 'UNK_ID', 'Choices', 'Problem', 'build_tokenizer', 'encode', 'judge', 'load_tokenizer',
+    'num_problems', 'problem', 'response_text', 'save_tokenizer', 'task_families', 'task_family', 'verifier',
+    'verifiers', 'verify']
 
 # %% ../nbs/01_tasks.ipynb #0b38807c
 def split_of(
@@ -39,7 +42,7 @@ def prompt_id(domain:str, text:str)->str: # equal questions have equal ids
     return f"{domain}-{derive_seed('id', domain, text):016x}"
 
 # %% ../nbs/01_tasks.ipynb #f15f28db
-def _problems(domain, level, seed, num): # distinct problems of one level in random order; all there are if the list is short
+def _problems(domain, level, seed, num): # distinct ones in random order; all of them if the list is short
     size,key = num_problems(domain, level),(seed, domain, level)
     if size<=max(2**16, 50*num): numbers = sorted(range(size), key=lambda i: derive_seed(*key, i))
     else: numbers = (derive_seed(*key, i)%size for i in range(size))
@@ -47,6 +50,10 @@ def _problems(domain, level, seed, num): # distinct problems of one level in ran
     for number in numbers:
         p = problem(domain, level, number)
         if p and p.text not in seen: seen.add(p.text); yield p
+
+def _prompt(domain, p, tokenizer): # Problem to Prompt
+    ids = encode(tokenizer, p.text)
+    return Prompt(prompt_id(domain, p.text), domain, p.text, ids, p.answer, p.verifier, p.solution)
 
 def levels_of(difficulty:float, num:int)->list[tuple[int,int]]: # (level, how many), nothing twice
     "How many prompts of which level: difficulty 1.25 is three of level 1 to one of level 2"
@@ -65,7 +72,8 @@ def make_prompts(
 )->list[Prompt]:        # [num] in random order, the same on every machine
     "Generated prompts with verifiable answers"
     if domain not in task_families: raise ValueError(f'domain={domain!r}: use one of {sorted(task_families)}')
-    if not (isinstance(difficulty, (int, float)) and 0<=difficulty<=20): raise ValueError(f'difficulty={difficulty!r}: use 0 to 20')
+    if not (isinstance(difficulty, (int, float)) and 0<=difficulty<=20):
+        raise ValueError(f'difficulty={difficulty!r}: use 0 to 20')
     if split not in ('train', 'heldout'): raise ValueError(f"split={split!r}: use 'train' or 'heldout'")
     if not (isinstance(num, int) and num>=0): raise ValueError(f'num={num!r}: use a whole number, 0 or more')
     out = []
@@ -76,7 +84,7 @@ def make_prompts(
             if len(found)==n: break
         else: raise ValueError(f'num={num}: level {level} of {domain} holds only {len(found)} {split} prompts, '
             f'and difficulty={difficulty} needs {n} of them: ask for fewer or change the difficulty')
-        out += [Prompt(prompt_id(domain, p.text), domain, p.text, encode(tokenizer, p.text), p.answer, p.verifier, p.solution) for p in found]
+        out += [_prompt(domain, p, tokenizer) for p in found]
     return sorted(out, key=lambda p: derive_seed(seed, 'order', p.id))
 
 # %% ../nbs/01_tasks.ipynb #6657f3c2
@@ -93,7 +101,7 @@ def _jsonl(path): # place, row or the reason why there is none
 
 def _table(source): # rows that need the optional package
     try: import datasets, pyarrow.parquet as parquet
-    except ImportError: raise ValueError(f'{source} needs the `datasets` package: pip install compassrl[data]') from None
+    except ImportError: raise ValueError(f'{source} needs `datasets`: pip install compassrl[data]') from None
     try:
         if source.endswith('.parquet'): return parquet.read_table(source).to_pylist()
         if not source.startswith('hf:'): data = datasets.load_from_disk(source)
@@ -101,15 +109,17 @@ def _table(source): # rows that need the optional package
             name,*rest = source[3:].split(':')
             data = datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else 'train')
     except Exception as e: raise ValueError(f'{source} cannot be read ({type(e).__name__}: {e})') from e
-    if isinstance(data, dict): raise ValueError(f'{source} holds several splits: give one of {[f"{source}/{s}" for s in data]}')
+    if isinstance(data, dict):
+        raise ValueError(f'{source} holds several splits: give {" or ".join(f"{source}/{s}" for s in data)}')
     return data
 
 def _rows(source): # place, row: the same for every kind of source
     path = Path(source)
     if not (source.startswith('hf:') or path.exists()):
-        raise ValueError(f'{source} does not exist: give a .jsonl or .parquet file, the folder of a saved dataset, or hf:NAME')
+        raise ValueError(f'{source} does not exist: give a .jsonl or .parquet file, a saved dataset, or hf:NAME')
     if path.suffix=='.jsonl' and path.is_file(): return _jsonl(path)
-    if path.is_file() and path.suffix!='.parquet': raise ValueError(f'{source}: unknown kind {path.suffix!r}, use .jsonl or .parquet')
+    if path.is_file() and path.suffix!='.parquet':
+        raise ValueError(f'{source}: unknown kind {path.suffix!r}, use .jsonl or .parquet')
     return ((f'{source}: row {i}', row) for i,row in enumerate(_table(source), 1))
 
 # %% ../nbs/01_tasks.ipynb #3d884008
@@ -126,18 +136,19 @@ def _fault(row, names, asked, tokenizer, verifier, max_prompt_tokens): # why a r
     name = row.get(names['verifier']) or verifier
     if name not in verifiers: return f'verifier {name!r} does not exist, only {sorted(verifiers)}'
     n = len(encode(tokenizer, row[names['prompt']]))
-    if max_prompt_tokens and n>max_prompt_tokens: return f'the prompt has {n} tokens, more than max_prompt_tokens={max_prompt_tokens}'
+    if 0<max_prompt_tokens<n: return f'the prompt has {n} tokens, more than max_prompt_tokens={max_prompt_tokens}'
 
 # %% ../nbs/01_tasks.ipynb #8553bb26
 def _check_loading(columns, verifier, on_bad_row): # what can be wrong before a row is read
-    if unknown := set(columns)-set(_fields): raise ValueError(f'columns: {sorted(unknown)[0]!r} is no field, use {list(_fields)}')
+    for f in columns:
+        if f not in _fields: raise ValueError(f'columns: {f!r} is no field, use {list(_fields)}')
     if verifier not in verifiers: raise ValueError(f'verifier={verifier!r}: use one of {sorted(verifiers)}')
     if on_bad_row not in ('raise', 'skip'): raise ValueError(f"on_bad_row={on_bad_row!r}: use 'raise' or 'skip'")
 
 def load_prompts(
-    source:str,                       # .jsonl or .parquet file, folder of a saved dataset, or hf:NAME, hf:NAME:SPLIT, hf:NAME:CONFIG:SPLIT
+    source:str,                       # .jsonl, .parquet, a saved dataset, hf:NAME, hf:NAME:SPLIT, hf:NAME:CONFIG:SPLIT
     tokenizer:Tokenizer,
-    columns:dict[str,str]|None=None,  # our field -> column; fields are prompt answer solution id domain verifier
+    columns:dict[str,str]|None=None,  # our field (prompt answer solution id domain verifier) -> column
     verifier:str='exact',             # for rows that name none
     on_bad_row:str='raise',           # or 'skip'
     max_prompt_tokens:int=0           # 0 = any length
@@ -181,8 +192,9 @@ class DataConfig:
     max_prompt_tokens:int=64                     # a longer prompt is an error
 
     def __post_init__(self):
-        for name in ('domains', 'weights'): object.__setattr__(self, name, tuple(getattr(self, name))) # a list from a file is fine
-        if not self.domains or len(set(self.domains))<len(self.domains): raise ValueError(f'domains={self.domains}: name at least one, each once')
+        for name in ('domains', 'weights'): object.__setattr__(self, name, tuple(getattr(self, name))) # a list is fine
+        if not self.domains or len(set(self.domains))<len(self.domains):
+            raise ValueError(f'domains={self.domains}: name at least one, each once')
         for d in self.domains:
             if d not in task_families: raise ValueError(f'domains: {d!r} does not exist, use {sorted(task_families)}')
         if self.weights and (len(self.weights)!=len(self.domains) or not all(0<w<math.inf for w in self.weights)):
@@ -197,7 +209,8 @@ class DataConfig:
 def _generate(cfg, tokenizer, seed, num, split): # prompts of all domains, mixed
     weights = cfg.weights or (1.,)*len(cfg.domains)
     ends = [round(num*sum(weights[:i])/sum(weights)) for i in range(len(weights)+1)]
-    out = [p for d,a,b in zip(cfg.domains, ends, ends[1:]) for p in make_prompts(d, b-a, cfg.difficulty, seed, split, tokenizer)]
+    parts = zip(cfg.domains, ends, ends[1:])
+    out = [p for d,a,b in parts for p in make_prompts(d, b-a, cfg.difficulty, seed, split, tokenizer)]
     longest = max(out, key=lambda p: len(p.token_ids))
     if len(longest.token_ids)>cfg.max_prompt_tokens: raise ValueError(f'max_prompt_tokens={cfg.max_prompt_tokens}: '
         f'{longest.text!r} has {len(longest.token_ids)} tokens: raise it, or lower difficulty={cfg.difficulty}')
@@ -209,9 +222,11 @@ def load_data(
     seed:int             # of generated prompts
 )->tuple[list[Prompt],list[Prompt]]: # train and held out: no text is in both
     "The prompts of a run, generated or loaded"
-    if not cfg.path: return tuple(_generate(cfg, tokenizer, seed, n, s) for n,s in ((cfg.num_train, 'train'), (cfg.num_heldout, 'heldout')))
+    if not cfg.path:
+        sizes = dict(train=cfg.num_train, heldout=cfg.num_heldout)
+        return tuple(_generate(cfg, tokenizer, seed, n, split) for split,n in sizes.items())
     prompts,_ = load_prompts(cfg.path, tokenizer, cfg.columns, cfg.verifier, cfg.on_bad_row, cfg.max_prompt_tokens)
     sides = tuple([p for p in prompts if split_of(p.text, cfg.heldout_frac)==s] for s in ('train', 'heldout'))
-    if not all(sides): raise ValueError(f'{cfg.path}: {len(prompts)} rows give {len(sides[0])} training and {len(sides[1])} held-out prompts '
-        f'at heldout_frac={cfg.heldout_frac}: change it, or add rows')
+    if not all(sides): raise ValueError(f'{cfg.path}: {len(prompts)} rows give {len(sides[0])} training and '
+        f'{len(sides[1])} held-out prompts at heldout_frac={cfg.heldout_frac}: change it, or add rows')
     return sides

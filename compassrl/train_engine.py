@@ -7,18 +7,20 @@ Docs: https://compassrl.github.io/compassrl/train_engine.html.md"""
 # %% ../nbs/04_train_engine.ipynb #41b442ab
 from __future__ import annotations
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import AdamW, Optimizer
 from .policy import Policy
 from .pretrained import hf_weights, load_hf_weights
 from .records import Batch, LossFn, Metrics, micro_batches, select
 
 # %% auto #0
-__all__ = ['OptimConfig', 'response_log_probs', 'TorchTrain']
+__all__ = ['OptimConfig', 'response_log_probs', 'accumulate_grads', 'adamw', 'clip_and_step', 'TorchTrain', 'update']
 
-# %% ../nbs/04_train_engine.ipynb #71f830fd
+# %% ../nbs/04_train_engine.ipynb #9ccbaae1
 @dataclass(frozen=True)
 class OptimConfig:
     "AdamW and how a batch is cut for it"
@@ -39,7 +41,11 @@ class OptimConfig:
         for k in ('warmup_steps', 'grad_clip', 'weight_decay', 'adam_eps'):
             if not getattr(self, k)>=0: raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
 
-# %% ../nbs/04_train_engine.ipynb #dc10e6f0
+    def lr_at(self, step:int)->float: # of optimiser step `step`, the first is 0
+        "Linear warm-up, then constant"
+        return self.lr*min(1., (step+1)/(self.warmup_steps+1))
+
+# %% ../nbs/04_train_engine.ipynb #b0075760
 def response_log_probs(
     policy:Policy,
     batch:Batch,
@@ -48,92 +54,118 @@ def response_log_probs(
 )->tuple[Tensor,Tensor]:    # log-probs and entropies [B, T] in nats, 0 outside the response
     "Log-probability of each response token given what came before it, and the entropy of the choice"
     mask = batch.token_mask
+    if batch.response_mask[:,:1].any(): raise ValueError('a response starts in column 0: give every sample a prompt')
     routes = (batch.routed_experts, batch.routes_valid) if replay and batch.routed_experts is not None else (None, None)
     hidden,_ = policy(batch.token_ids, mask, *routes)
     at = batch.response_mask[mask].nonzero()[:,0] # packed places of response tokens; the one before predicts
     logits = policy.logits(hidden[at-1])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature!=1: logits = logits/temperature
-    all_log_probs = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    all_log_probs = F.log_softmax(logits, -1)
     chosen = all_log_probs.gather(-1, batch.token_ids[batch.response_mask][:,None])[:,0]
     with torch.no_grad(): entropy = -(all_log_probs.exp()*all_log_probs).sum(-1)
     spread = lambda v: v.new_zeros(mask.shape).masked_scatter(batch.response_mask, v)
     return spread(chosen), spread(entropy)
 
-# %% ../nbs/04_train_engine.ipynb #9dd001fc
+# %% ../nbs/04_train_engine.ipynb #18a8dd23
+def accumulate_grads(
+    policy:Policy,        # its gradients are replaced
+    batch:Batch,          # one mini-batch; `log_probs` [B, T] is set to what the loss saw
+    loss:LossFn,
+    max_tokens:int,       # padded tokens per forward pass
+    temperature:float=1.0,
+    replay:bool=True
+)->Metrics:               # 0-dim tensors: the loss and what it reports, for the mini-batch
+    "The gradient of one mini-batch, summed over micro-batches that divide by the counts of the whole"
+    metrics:dict = {}
+    num_tokens,num_samples = int(batch.response_mask.sum()), len(batch)
+    batch.log_probs = torch.zeros_like(batch.rollout_log_probs)
+    policy.zero_grad(set_to_none=True)
+    for rows in micro_batches(batch, max_tokens):
+        part = select(batch, rows).to(policy.embed.device)
+        log_probs,_ = response_log_probs(policy, part, temperature, replay)
+        value,extra = loss(log_probs, part, num_tokens, num_samples)
+        value.backward()
+        batch.log_probs[rows,:log_probs.shape[1]] = log_probs.detach().to(batch.log_probs)
+        for k,v in ({'loss':value.detach()} | extra).items(): metrics[k] = metrics.get(k, 0)+v
+    return metrics
+
+# %% ../nbs/04_train_engine.ipynb #780a7f8d
+def adamw(policy:Policy, config:OptimConfig)->AdamW:
+    "AdamW (Loshchilov and Hutter, 2019) with weight decay on matrices alone"
+    matrices,norms = ([p for p in policy.parameters() if (p.dim()>1)==m] for m in (True, False))
+    groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=norms, weight_decay=0.)]
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.adam_eps, fused=True)
+
+def clip_and_step(
+    policy:Policy,
+    optimizer:Optimizer,
+    lr:float,
+    grad_clip:float=0.  # largest global norm; 0 = no clipping
+)->Metrics:             # grad_norm before clipping (0 if skipped), skipped_frac, lr
+    "One optimiser step; none if a gradient is not finite"
+    for p in policy.parameters(): # what no token used still belongs to the norm and the moments
+        if p.grad is None: p.grad = torch.zeros_like(p)
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or torch.inf)
+    for g in optimizer.param_groups: g['lr'] = lr
+    finite = bool(norm.isfinite())
+    if finite: optimizer.step()
+    return dict(grad_norm=float(norm) if finite else 0., skipped_frac=float(not finite), lr=lr)
+
+# %% ../nbs/04_train_engine.ipynb #451daebd
 class TorchTrain:
-    "The embedded train engine (implements `TrainEngine`)"
+    "The embedded train engine (implements `TrainEngine`). Raises ValueError for a temperature of 0"
     def __init__(self,
         policy:Policy,
         config:OptimConfig,
         temperature:float=1.0, # the one that the rollout samples with
         replay:bool=True       # replay the rollout's routes?
     ):
+        if not temperature>0: raise ValueError(f'temperature={temperature}: use more than 0 (a greedy choice has no gradient)')
         self.policy,self.config,self.temperature,self.replay = policy, config, temperature, replay
-        decay = [p for p in policy.parameters() if p.dim()>1]
-        rest = [p for p in policy.parameters() if p.dim()==1]
-        self.optimizer = torch.optim.AdamW([dict(params=decay, weight_decay=config.weight_decay), dict(params=rest, weight_decay=0.)],
-            lr=config.lr, betas=config.betas, eps=config.adam_eps, fused=True)
-        self.num_steps = 0
-
-    @property
-    def device(self): return self.policy.embed.device
+        self.optimizer,self.num_steps = adamw(policy, config), 0
 
     @torch.no_grad()
     def log_probs(self, batch:Batch)->tuple[Tensor,Tensor]:
         "`[B, T]` log-probs and entropies of the present weights"
         out = torch.zeros_like(batch.rollout_log_probs), torch.zeros_like(batch.rollout_log_probs)
         for rows in micro_batches(batch, self.config.micro_batch_tokens):
-            part = select(batch, rows).to(self.device)
-            for o,v in zip(out, response_log_probs(self.policy, part, self.temperature, self.replay)): o[rows,:v.shape[1]] = v.to(o)
+            part = select(batch, rows).to(self.policy.embed.device)
+            values = response_log_probs(self.policy, part, self.temperature, self.replay)
+            for o,v in zip(out, values): o[rows,:v.shape[1]] = v.to(o)
         return out
-
-    def update(self,
-        batch:Batch,
-        loss:LossFn,
-        lr:float|None=None # of this update; None = the configured one after its warm-up
-    )->Metrics:
-        "One optimiser step per mini-batch; metrics are means over the mini-batches; `batch.log_probs` keeps what the loss saw"
-        total:Metrics = {}
-        batch.log_probs = torch.zeros_like(batch.rollout_log_probs)
-        parts = [r for r in torch.arange(len(batch)).chunk(self.config.num_mini_batches) if batch.response_mask[r].any()]
-        for rows in parts:
-            mini = select(batch, rows)
-            for k,v in self._mini_batch(mini, loss, lr).items(): total[k] = total.get(k, 0.)+float(v)/len(parts)
-            batch.log_probs[rows,:mini.log_probs.shape[1]] = mini.log_probs
-        return total
-
-    def _mini_batch(self, batch, loss, lr):
-        metrics:dict = {}
-        num_tokens,num_samples = int(batch.response_mask.sum()), len(batch)
-        self.optimizer.zero_grad(set_to_none=True)
-        for rows in micro_batches(batch, self.config.micro_batch_tokens):
-            part = select(batch, rows).to(self.device)
-            log_probs,_ = response_log_probs(self.policy, part, self.temperature, self.replay)
-            value,extra = loss(log_probs, part, num_tokens, num_samples)
-            value.backward()
-            batch.log_probs[rows,:log_probs.shape[1]] = log_probs.detach().to(batch.log_probs)
-            for k,v in ({'loss':value.detach()} | extra).items(): metrics[k] = metrics.get(k, 0)+v
-        return metrics | self._optimizer_step(lr)
-
-    def _optimizer_step(self, lr):
-        c = self.config
-        for p in self.policy.parameters(): # an expert that no token chose still belongs to the norm and the moments
-            if p.grad is None: p.grad = torch.zeros_like(p)
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), c.grad_clip or torch.inf)
-        if lr is None: lr = c.lr*min(1., (self.num_steps+1)/(c.warmup_steps+1))
-        for g in self.optimizer.param_groups: g['lr'] = lr
-        finite = bool(norm.isfinite())
-        if finite: self.optimizer.step()
-        self.num_steps += 1
-        return dict(grad_norm=float(norm) if finite else 0., skipped_frac=float(not finite), lr=lr)
 
     def weights(self)->Iterator[tuple[str,Tensor]]: return hf_weights(self.policy)
 
     def state_dict(self)->dict:
-        "Everything that a resume needs: it draws no random numbers"
-        return dict(policy=dict(hf_weights(self.policy)), optimizer=self.optimizer.state_dict(), num_steps=self.num_steps)
+        "Everything that a resume needs: it draws no random numbers. Live tensors: write or copy them before the next update"
+        policy,optimizer = dict(hf_weights(self.policy)), self.optimizer.state_dict()
+        return dict(policy=policy, optimizer=optimizer, num_steps=self.num_steps)
 
     def load_state_dict(self, state:dict):
+        "Copies, so that `state` and the engine it came from stay as they are"
         load_hf_weights(self.policy, state['policy'].items())
-        self.optimizer.load_state_dict(state['optimizer'])
+        self.optimizer.load_state_dict(deepcopy(state['optimizer']))
         self.num_steps = state['num_steps']
+
+# %% ../nbs/04_train_engine.ipynb #e0f5236e
+def update(self:TorchTrain,
+    batch:Batch,
+    loss:LossFn,
+    lr:float|None=None # of this update; None = the configured one after its warm-up
+)->Metrics:
+    "One optimiser step per mini-batch, whose metrics are averaged; `batch.log_probs` keeps what the loss saw"
+    c,total = self.config,{}
+    batch.log_probs = torch.zeros_like(batch.rollout_log_probs)
+    parts = [r for r in torch.arange(len(batch)).tensor_split(c.num_mini_batches) if batch.response_mask[r].any()]
+    for rows in parts:
+        mini = select(batch, rows)
+        metrics = accumulate_grads(self.policy, mini, loss, c.micro_batch_tokens, self.temperature, self.replay)
+        step_lr = c.lr_at(self.num_steps) if lr is None else lr
+        metrics |= clip_and_step(self.policy, self.optimizer, step_lr, c.grad_clip)
+        self.num_steps += 1
+        batch.log_probs[rows,:mini.log_probs.shape[1]] = mini.log_probs
+        for k,v in metrics.items(): total[k] = total.get(k, 0.)+float(v)/len(parts)
+    return total
+
+TorchTrain.update = update

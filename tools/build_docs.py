@@ -30,7 +30,7 @@ NO_KERNEL = ('<div class="no-kernel">A widget stands here. It recomputes the rea
 TAGS = {('code-fold', 'true'): 'hide-input', ('echo', 'false'): 'remove-input', ('output', 'false'): 'remove-output'}
 PLAYER = {'minus': '−', 'fast-backward': '⏮', 'step-backward': '⏪', 'play': '▶',
     'fa-flip-horizontal': '◀', 'pause': '⏸', 'step-forward': '⏩', 'fast-forward': '⏭', 'plus': '+'}
-SIDEBAR = '<nav class="bd-links" aria-label="Notebooks">{{ toctree(maxdepth=1, collapse=False, includehidden=True) }}</nav>'
+SIDEBAR = '<nav class="bd-links" aria-label="Notebooks">{{ toctree(maxdepth=1, includehidden=True) }}</nav>'
 
 
 def page(path): return re.sub(r'^\d+_', '', path.stem)

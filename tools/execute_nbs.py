@@ -3,8 +3,8 @@
     python tools/execute_nbs.py [--flags "slow gpu"] [--check] [nbs/05_advantages.ipynb ...]   # no names = all of them
 
 Cells that nbdev-test would skip (`#| slow`, `#| gpu`, `#| eval: false`) are not run and keep their stored outputs.
-Progress bars and Python warnings never go into the notebook; ids are stable, so a second run of a deterministic notebook
-is byte-identical. A notebook that fails, or whose source changed while it ran, is not written.
+Progress bars and Python warnings never go into the notebook; ids are stable, so a second run of a deterministic
+notebook is byte-identical. A notebook that fails, or whose source changed while it ran, is not written.
 """
 import argparse
 import json
@@ -27,9 +27,9 @@ from nbdev.test import nb_test_cells
 
 TOOLS = Path(__file__).resolve().parent
 KERNEL_ENV = dict(
-    OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', OPENBLAS_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', PYTHONHASHSEED='0',
-    TQDM_DISABLE='1', HF_HUB_OFFLINE='1', HF_DATASETS_DISABLE_PROGRESS_BARS='1', MATPLOTLIBRC=str(TOOLS/'matplotlibrc'),
-    MPLBACKEND='module://matplotlib_inline.backend_inline')
+    OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', OPENBLAS_NUM_THREADS='1', PYTHONHASHSEED='0',
+    TOKENIZERS_PARALLELISM='false', TQDM_DISABLE='1', HF_HUB_OFFLINE='1', HF_DATASETS_DISABLE_PROGRESS_BARS='1',
+    MATPLOTLIBRC=str(TOOLS/'matplotlibrc'), MPLBACKEND='module://matplotlib_inline.backend_inline')
 VIEW, STATE = 'application/vnd.jupyter.widget-view+json', 'application/vnd.jupyter.widget-state+json'
 HEX = r'[0-9a-f]{32}'
 

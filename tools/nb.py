@@ -1,12 +1,12 @@
 """Edit notebooks as text, safely, from a terminal.
 
     python tools/nb.py open 03_rollout       # nbs/03_rollout.ipynb -> nbs_py/03_rollout.py (git-ignored)
-    python tools/nb.py save 03_rollout       # text -> notebook; unchanged cells keep outputs and ids; cleans and exports
+    python tools/nb.py save 03_rollout       # text -> notebook; cleans and exports; outputs of unchanged cells stay
     python tools/nb.py new 09_genrm          # an empty notebook, opened as text
     python tools/nb.py sync                  # all that is generated: clean notebooks, modules, sidebar, README
 
-`save` refuses when the notebook changed since it was opened. The text stays open for the next edit; outputs are stored by
-tools/execute_nbs.py.
+`save` refuses when the notebook changed since it was opened. The text stays open for the next edit. Fresh outputs are
+stored by tools/execute_nbs.py.
 """
 import hashlib
 import subprocess

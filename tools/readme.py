@@ -24,8 +24,8 @@ def directives(source):
 def relink(text):
     "Links beside the notebook become links beside the README"
     def move(m):
-        if not (ROOT/'nbs'/m[1].split('#')[0]).exists(): return m[1]
-        return m[1].removeprefix('../') if m[1].startswith('../') else f'nbs/{m[1]}'
+        if m[1].startswith('../'): return m[1].removeprefix('../')
+        return f'nbs/{m[1]}' if (ROOT/'nbs'/m[1].split('#')[0]).exists() else m[1]
     return re.sub(r'(?<=\]\()(?!\w+:|#|/)([^)\s]+)', move, text)
 
 

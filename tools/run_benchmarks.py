@@ -27,7 +27,8 @@ def run(script):
 
 def main(names):
     known = {p.stem: p for p in sorted(FOLDER.glob('[!_]*.py'))}
-    if unknown := sorted(set(names)-known.keys()): sys.exit(f'no benchmark {", ".join(unknown)}: use some of {", ".join(known)}')
+    unknown = sorted(set(names)-known.keys())
+    if unknown: sys.exit(f'no benchmark {", ".join(unknown)}: use some of {", ".join(known)}')
     (FOLDER/'results').mkdir(exist_ok=True)
     failed = []
     for name in names or known:

@@ -2,8 +2,8 @@
 
     python tools/setup_env.py [extra ...]     # no extra = the package alone; else e.g. dev docs
 
-Standard library only. uv does the installing; where uv cannot (no access to an index that pip is configured for) pip does.
-On Linux without a GPU the CPU build of torch is wanted, 0.2 GB instead of several: uv knows where it lives.
+Standard library only. uv does the installing; where uv cannot (no access to an index that pip is configured
+for) pip does. On Linux without a GPU the CPU build of torch is wanted, 0.2 GB instead of several; uv knows where it is.
 """
 import os
 import shutil
@@ -17,7 +17,8 @@ PYTHON = VENV/'bin'/'python'
 TORCH = 'torch==2.13.0'
 UV = 'uv==0.13.8'
 if sys.version_info < (3, 11):
-    sys.exit(f'{sys.executable} is Python {sys.version.split()[0]}: CompassRL needs 3.11 or newer, e.g. PYTHON=python3.12')
+    version = sys.version.split()[0]
+    sys.exit(f'{sys.executable} is Python {version}: CompassRL needs 3.11 or newer, e.g. make train PYTHON=python3.12')
 
 
 def run(*cmd, quiet=False, **env):
@@ -44,8 +45,9 @@ def say(what): print(f'setup: {what}', flush=True)
 def make_venv():
     "An environment whose Python is new enough and has pip and uv"
     if not PYTHON.exists():
-        must(run(sys.executable, '-m', 'venv', VENV), f'{sys.executable} -m venv (Debian and Ubuntu: apt install python3-venv)')
-    if not python('sys.version_info >= (3, 11)'): sys.exit(f'{VENV} was made with an older Python: make clean-env, then again')
+        must(run(sys.executable, '-m', 'venv', VENV), 'python -m venv (Debian and Ubuntu: apt install python3-venv)')
+    if not python('sys.version_info >= (3, 11)'):
+        sys.exit(f'{VENV} was made with an older Python: make clean-env, then again')
     if not has('uv'): must(pip(UV), f'pip install {UV}')
 
 
