@@ -62,7 +62,8 @@ phases = ['rollout', 'reward', 'log_probs', 'ref_log_probs', 'update', 'sync', '
 
 def phase_seconds(row:dict, phase:str)->float:
     "Seconds that a step spent in a phase; 0 if it was not logged"
-    return max(0., float(row.get(f'time_{phase}_s') or 0))
+    x = row.get(f'time_{phase}_s')
+    return max(0., float(x)) if isinstance(x, (int, float)) and math.isfinite(x) else 0.
 
 def step_seconds(row:dict)->float:
     "Seconds of a step and of the checkpoint after it; evaluations are not counted"
@@ -85,8 +86,8 @@ def _line(ax, metrics, key, label, ink): # raw points light, running mean on top
     xs,ys = column(metrics, key)
     if key.startswith('eval_'):
         err = dict(zip(*column(metrics, 'eval_avg_stderr'))) if key=='eval_avg' else {}
-        style = '-' if key=='eval_avg' else '--'
-        ax.errorbar(xs, ys, [err.get(x, 0) for x in xs], color=ink, fmt='o'+style, ms=4, capsize=2, label=label)
+        fmt = 'o-' if key=='eval_avg' else 'o--'
+        ax.errorbar(xs, ys, [max(0., err.get(x, 0.)) for x in xs], color=ink, fmt=fmt, ms=4, capsize=2, label=label)
         return
     window = max(1, len(ys)//12)|1
     shown = lambda ys: [y if y>0 or ax.get_yscale()=='linear' else math.nan for y in ys]

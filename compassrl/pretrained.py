@@ -8,7 +8,7 @@ Docs: https://compassrl.github.io/compassrl/pretrained.html.md"""
 from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,16 +37,16 @@ def read_config(
     if kind!='default': raise ValueError(f'{path}: rope_type={kind!r}, only plain rotary embeddings are supported')
     for k,v in (_fixed | dict(quantization_config=None)).items():
         if d.get(k, v)!=v: raise ValueError(f'{path}: {k}={d[k]!r}, only {v!r} is supported')
-    d = _assumed | {k:v for k,v in d.items() if v is not None}
+    d = _assumed | {k:v for k,v in d.items() if v is not None and v!=[]}
     if 'num_local_experts' in d: d.setdefault('num_experts', d['num_local_experts']) # as transformers 5 writes it
     if 'rope_theta' in rope: d['rope_theta'] = rope['rope_theta']
-    for k in PolicyConfig.__dataclass_fields__:
-        if k=='head_dim': d.setdefault(k, d['hidden_size']//d['num_attention_heads'])
+    wanted = [k for k in PolicyConfig.__dataclass_fields__ if k in d or k!='head_dim']
+    for k in wanted:
         if k not in d: raise ValueError(f'{path} has no {k!r}: is it complete?')
-    for k in ('pad_token_id', 'eos_token_id'):
-        if isinstance(d[k], list): d[k] = d[k][0]
-    d['mlp_only_layers'] = tuple(d['mlp_only_layers'])
-    try: return PolicyConfig(**{k:d[k] for k in PolicyConfig.__dataclass_fields__})
+        if isinstance(d[k], list): d[k] = tuple(d[k]) if k=='mlp_only_layers' else d[k][0] # several eos ids: the first
+    try:
+        c = PolicyConfig(**{k:d[k] for k in wanted})
+        return c if 'head_dim' in d else replace(c, head_dim=c.hidden_size//c.num_attention_heads)
     except ValueError as e: raise ValueError(f'{path}: {e}') from None
 
 def _read_json(path): # an object, or a ValueError that names the file

@@ -174,7 +174,8 @@ def _headline(f):
 def _before_after(h): # table of the evaluation, whole and by domain
     def row(name, x): return [name, _pm(x['before'], x.get('stderr_before')), _pm(x['after'], x.get('stderr_after')),
                               _gain(x) if 'gain_points' in x else f"{100*(x['after']-x['before']):+.1f}"]
-    rows = [row(f"avg@{h['k']}, %", h)]+[row(f'{d}, %', x) for d,x in h['by_domain'].items()]
+    rows = [row(f"avg@{h['k']}, %", h)]
+    if len(h['by_domain'])>1: rows += [row(f'{d}, %', x) for d,x in h['by_domain'].items()]
     names = dict(pass_at_k=f"pass@{h['k']}, %", truncated_frac='truncated, %')
     rows += [row(name, h[k]) for k,name in names.items() if k in h]
     if 'response_tokens_mean' in h:
@@ -184,7 +185,7 @@ def _before_after(h): # table of the evaluation, whole and by domain
 
 # %% ../nbs/21_report.ipynb #461b49c7
 def _timing(f):
-    rows = [[p.replace('_', ' '), f"{x['seconds']:.1f}", f"{x['per_step_s']:.3f}", f"{100*x['share']:.1f} %"]
+    rows = [[p.replace('_', ' '), f"{x['seconds']:.2f}", f"{x['per_step_s']:.3f}", f"{100*x['share']:.1f} %"]
             for p,x in f['phases'].items()]
     rollout,whole = ('unknown' if x is None else f'{x:,.0f}' for x in f['tokens_per_s'].values())
     return (_table(['phase', 'seconds', 'per step', 'share'], rows)+f"\n\n{f['tokens']:,.0f} response tokens in "

@@ -44,7 +44,7 @@ def config_from_dict(
     at:str=''  # where in the whole config, for messages
 ):
     "A checked config; raises ValueError that names a key that does not exist or a value of the wrong type"
-    if not isinstance(d, dict): raise ValueError(f'{at or "config"} is {d!r}: use an object with keys')
+    if not isinstance(d, dict): raise ValueError(f'{at[:-1] or "config"}={d!r}: use an object with keys')
     hints,names = typing.get_type_hints(cls), [f.name for f in dataclasses.fields(cls)]
     unknown = sorted(set(d)-set(names))
     if unknown: raise ValueError(f'config key {at+unknown[0]!r} does not exist: use one of {names}')
@@ -215,7 +215,8 @@ def start_run(
     "Cold start, evaluation, RL, evaluation, report"
     parts = build(cfg)
     folder = new_folder(cfg)
-    folder.mkdir(parents=True, exist_ok=True)
+    try: folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e: raise ValueError(f'run_dir={str(folder)!r} cannot be made ({e.strerror}): choose another') from e
     run = Run(cfg, folder, parts)
     with locked(folder), stoppable(run):
         write_json(folder/'config.json', dataclasses.asdict(cfg))

@@ -6,9 +6,14 @@ Docs: https://compassrl.github.io/compassrl/train.html.md"""
 
 # %% ../nbs/23_train.ipynb #1d3b8578
 from __future__ import annotations
+import io
+import os
+import re
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
+from unittest.mock import patch
 import tyro
 from .losses import LossConfig
 from .policy import PolicyConfig
@@ -56,6 +61,19 @@ usage = """compassrl: RL for mixture-of-experts language models
 presets:
 """+'\n'.join(f'  {n:10} {f.__doc__}' for n,f in presets.items())
 
+def _parse(f, args, **kw): # tyro explains a refusal in a box; here it becomes an error of one line
+    if {'-h', '--help'} & set(args): return tyro.cli(f, args=args, **kw) # prints and exits
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said), patch.dict(os.environ, COLUMNS='9999'): return tyro.cli(f, args=args, **kw)
+    except SystemExit:
+        box = re.sub(r'\x1b\[[\d;]*m', '', said.getvalue()).splitlines()
+        rows = [l.strip('│| ') for l in box if l[:1] in ('│', '|')] or ['not understood']
+        rules = [i for i,l in enumerate(rows) if not l.strip('─-')]+[len(rows)]
+        meant = [l.split()[0] for l in rows[rules[0]:] if l.startswith('--')] if 'Perhaps you meant:' in rows else []
+        what = ' '.join(rows[:rules[0]]).rstrip('.')+f'; did you mean {" or ".join(meant)}?'*bool(meant)
+        raise ValueError(f'{what} (see {kw["prog"]} --help)') from None
+
 def parse_train(
     args:list[str] # what follows `compassrl train`
 )->TrainConfig:
@@ -65,13 +83,13 @@ def parse_train(
     if name.endswith('.json'): default = read_run_config(name)
     elif name.replace('_', '-') in presets: default = presets[name.replace('_', '-')]()
     else: raise ValueError(f'unknown preset {name!r}: use one of {", ".join(presets)}, or a config.json')
-    return tyro.cli(TrainConfig, prog=f'compassrl train {name}', description='Settings of the run; paper sections in brackets.', default=default, args=flags)
+    return _parse(TrainConfig, flags, prog=f'compassrl train {name}', description='Settings of the run; paper sections in brackets.', default=default)
 
 def parse_resume(args:list[str]):
     "The run directory and the new total of steps"
     if not args: raise ValueError('resume needs a run directory: compassrl resume RUN_DIR')
     def resume(run_dir:tyro.conf.Positional[str], steps:int|None=None): return run_dir, steps
-    return tyro.cli(resume, prog='compassrl resume', args=args)
+    return _parse(resume, args, prog='compassrl resume')
 
 # %% ../nbs/23_train.ipynb #ccec4b58
 def main(

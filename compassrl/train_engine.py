@@ -121,7 +121,7 @@ class TorchTrain:
         temperature:float=1.0, # the one that the rollout samples with
         replay:bool=True       # replay the rollout's routes?
     ):
-        if not temperature>0: raise ValueError(f'temperature={temperature}: use more than 0 (a greedy choice has no gradient)')
+        if not temperature>0: raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
         self.policy,self.config,self.temperature,self.replay = policy, config, temperature, replay
         self.optimizer,self.num_steps = adamw(policy, config), 0
 
@@ -138,7 +138,7 @@ class TorchTrain:
     def weights(self)->Iterator[tuple[str,Tensor]]: return hf_weights(self.policy)
 
     def state_dict(self)->dict:
-        "Everything that a resume needs: it draws no random numbers. Live tensors: write or copy them before the next update"
+        "Everything that a resume needs (no random numbers are drawn). Live tensors: write or copy them before an update"
         policy,optimizer = dict(hf_weights(self.policy)), self.optimizer.state_dict()
         return dict(policy=policy, optimizer=optimizer, num_steps=self.num_steps)
 

@@ -8,7 +8,6 @@ Docs: https://compassrl.github.io/compassrl/trainer.html.md"""
 from __future__ import annotations
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,7 +16,8 @@ from tokenizers import Tokenizer
 from .advantages import AdvantageConfig, group_advantages, spread, zero_variance
 from .losses import LossConfig, PolicyLoss
 from .policy import PolicyConfig
-from .records import Batch, Metrics, Prompt, Request, RolloutEngine, Sample, TrainEngine, collate, derive_seed
+from compassrl.records import (Batch, Metrics, Prompt, Request, RolloutEngine, Sample, TrainEngine, collate,
+    derive_seed)
 from .rollout import RolloutConfig
 from .sft import SFTConfig
 from .tasks import DataConfig, response_text, verify
@@ -26,11 +26,11 @@ from .train_engine import OptimConfig
 # %% auto #0
 __all__ = ['TrainConfig', 'prompts_of_step', 'requests_of', 'judge_sample', 'assemble', 'rollout_gap', 'RunHooks', 'timed', 'fit']
 
-# %% ../nbs/16_trainer.ipynb #e2c3ee7b
+# %% ../nbs/16_trainer.ipynb #e7dab8ae
 @dataclass(frozen=True)
 class TrainConfig:
-    "A whole run"
-    seed:int=0                  # of data, weights, cold start and every sampled token
+    "A whole run. Raises ValueError for values outside their range and for parts that do not fit together"
+    seed:int=0
     steps:int=60                # RL steps
     prompts_per_step:int=32     # prompts in one batch
     group_size:int=8            # responses per prompt
@@ -38,7 +38,7 @@ class TrainConfig:
     trace_every:int=20          # RL steps between batches written whole to trace.jsonl; 0 = never
     eval_k:int=8                # responses per held-out prompt
     save_every:int=20           # RL steps between checkpoints; there is always one at the end
-    keep_checkpoints:int=2      # newest ones kept
+    keep_checkpoints:int=2
     device:str='cpu'            # 'cpu' or 'cuda'
     num_threads:int=1           # of torch on the CPU; for small models more is slower
     init_from:str=''            # folder of a Hugging Face Qwen3-MoE to start from; empty = a new policy
@@ -57,15 +57,19 @@ class TrainConfig:
             if getattr(self, k)<1: raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
         for k in ('steps', 'eval_every', 'trace_every', 'save_every', 'seed'):
             if getattr(self, k)<0: raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
-        if self.group_size<2: raise ValueError(f'group_size={self.group_size}: an advantage compares responses to one prompt, use at least 2')
+        if self.group_size<2:
+            raise ValueError(f'group_size={self.group_size}: responses to a prompt are compared, use at least 2')
         if self.device not in ('cpu', 'cuda'): raise ValueError(f"device={self.device!r}: use 'cpu' or 'cuda'")
-        if self.rollout.temperature<=0: raise ValueError(f'rollout.temperature={self.rollout.temperature}: greedy responses of a group are all equal, use more than 0')
+        if self.rollout.temperature<=0:
+            raise ValueError(f'rollout.temperature={self.rollout.temperature}: greedy responses of a group are all '
+                'equal, use more than 0')
         longest = self.data.max_prompt_tokens+self.rollout.max_tokens
         if not self.init_from and longest>self.policy.max_position_embeddings:
-            raise ValueError(f'data.max_prompt_tokens={self.data.max_prompt_tokens} + rollout.max_tokens={self.rollout.max_tokens} = {longest} exceeds '
-                f'policy.max_position_embeddings={self.policy.max_position_embeddings}: shorten the first two or raise the last')
+            raise ValueError(f'data.max_prompt_tokens={self.data.max_prompt_tokens} + rollout.max_tokens='
+                f'{self.rollout.max_tokens} = {longest} exceeds policy.max_position_embeddings='
+                f'{self.policy.max_position_embeddings}: shorten the first two or raise the last')
 
-# %% ../nbs/16_trainer.ipynb #afba1444
+# %% ../nbs/16_trainer.ipynb #832c647d
 def prompts_of_step(
     prompts:list[Prompt],
     step:int,             # 0-based
@@ -76,10 +80,13 @@ def prompts_of_step(
     out = []
     for i in range(step*num, (step+1)*num):
         epoch,place = divmod(i, len(prompts))
-        if not out or not place: order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(derive_seed(seed, 'epoch', epoch)))
+        if not out or not place:
+            gen = torch.Generator().manual_seed(derive_seed(seed, 'epoch', epoch))
+            order = torch.randperm(len(prompts), generator=gen)
         out.append(prompts[order[place]])
     return out
 
+# %% ../nbs/16_trainer.ipynb #ca166151
 def requests_of(
     prompts:list[Prompt],
     step:int,
@@ -89,7 +96,9 @@ def requests_of(
     "What the step asks of the rollout engine; a prompt that comes twice gets one group of twice the size"
     params,seen,out = cfg.rollout.params(eos_id), Counter(), []
     for i,p in enumerate(prompts):
-        out += [Request(p.id, tuple(p.token_ids), seen[p.id]+k, derive_seed(cfg.seed, 'rollout', step, i, k), params) for k in range(cfg.group_size)]
+        for k in range(cfg.group_size):
+            seed = derive_seed(cfg.seed, 'rollout', step, i, k)
+            out.append(Request(p.id, tuple(p.token_ids), seen[p.id]+k, seed, params))
         seen[p.id] += cfg.group_size
     return out
 
@@ -107,6 +116,7 @@ def judge_sample(
     sample.timings['reward'] = time.perf_counter()-t
     return sample
 
+# %% ../nbs/16_trainer.ipynb #c4b3e50e
 def assemble(
     samples:list[Sample], # judged, in any order; sorted in place
     requests:list[Request],
@@ -114,26 +124,35 @@ def assemble(
 )->tuple[Batch,Metrics]:  # rows in the order of the requests, whatever finished first; advantages are set
     "Samples to a batch with advantages"
     place = {(r.prompt_id, r.index):i for i,r in enumerate(requests)}
+    came = Counter((s.prompt_id, s.index) for s in samples)
+    odd = [k for k in place.keys()|came.keys() if (k in place)!=came[k]]
+    assert not odd, f'{len(requests)} responses asked for, {len(samples)} came; lost, repeated or not asked for: {odd[:3]}'
     samples.sort(key=lambda s: place[s.prompt_id, s.index])
-    assert len(samples)==len(requests), f'{len(requests)} responses asked for, {len(samples)} came'
     batch = collate(samples)
     valid = torch.tensor([s.verdict.status not in ('failed', 'timeout') for s in samples])
     c = cfg.advantages
-    batch.advantages = spread(group_advantages(batch.rewards, batch.group, valid, c.norm_std, c.eps, c.tol), batch.response_mask)
+    advantages = group_advantages(batch.rewards, batch.group, valid, c.norm_std, c.eps, c.tol)
+    batch.advantages = spread(advantages, batch.response_mask)
     lengths = batch.response_mask.sum(1).float()
-    return batch, dict(reward_mean=float(batch.rewards.mean()), correct_frac=sum(s.verdict.correct for s in samples)/len(samples),
-        failed_frac=float((~valid).float().mean()), zero_variance_frac=float(zero_variance(batch.rewards, batch.group, valid, c.tol).float().mean()),
-        response_tokens_mean=float(lengths.mean()), truncated_frac=sum(s.finish_reason=='length' for s in samples)/len(samples), tokens=float(lengths.sum()))
+    return batch, dict(reward_mean=float(batch.rewards.mean()), failed_frac=float((~valid).float().mean()),
+        correct_frac=sum(s.verdict.correct for s in samples)/len(samples),
+        zero_variance_frac=float(zero_variance(batch.rewards, batch.group, valid, c.tol).float().mean()),
+        response_tokens_mean=float(lengths.mean()), tokens=float(lengths.sum()),
+        truncated_frac=sum(s.finish_reason=='length' for s in samples)/len(samples))
 
+# %% ../nbs/16_trainer.ipynb #1cdbfb7b
 def rollout_gap(batch:Batch)->Metrics:
-    "Mean and largest |log-prob difference| between the engine that sampled and the one that trains (paper section 2.4.4)"
+    "Mean and largest |log-prob difference| of the engines that sample and train (paper section 2.4.4), and entropy"
     gap = (batch.old_log_probs-batch.rollout_log_probs)[batch.response_mask].abs()
-    return dict(rollout_train_gap=float(gap.mean()), rollout_train_gap_max=float(gap.max()), entropy=float(batch.entropy[batch.response_mask].mean()))
+    entropy = batch.entropy[batch.response_mask]
+    return dict(rollout_train_gap=float(gap.mean()), rollout_train_gap_max=float(gap.max()), entropy=float(entropy.mean()))
 
 # %% ../nbs/16_trainer.ipynb #3650f67c
 class RunHooks(Protocol):
     "What the loop tells the run"
-    def on_step(self, step:int, metrics:Metrics, samples:list[Sample], batch:Batch): ... # after `step` steps; samples in batch order
+    def on_step(self, step:int, metrics:Metrics, samples:list[Sample], batch:Batch):
+        "After `step` steps; samples in the order of the batch's rows"
+        ...
 
 @contextmanager
 def timed(metrics:Metrics, phase:str):
@@ -154,15 +173,18 @@ def fit(
     start:int=0,           # steps already done
     reference:TrainEngine|None=None # holds the starting weights; needed if loss.kl_coef > 0
 )->None:
-    "Group-relative policy optimisation over any two engines"
+    "Group-relative policy optimisation over any two engines. Raises ValueError for a KL penalty without a reference"
+    if cfg.loss.kl_coef and reference is None:
+        raise ValueError(f'loss.kl_coef={cfg.loss.kl_coef}: pass an engine with the starting weights as `reference`')
     loss,by_id = PolicyLoss(cfg.loss), {p.id:p for p in prompts}
     for step in range(start, cfg.steps):
         metrics:Metrics = dict(step=step+1)
         with timed(metrics, 'step'):
-            requests = requests_of(prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed), step, cfg, eos_id)
-            samples = []
+            chosen = prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)
+            requests,samples = requests_of(chosen, step, cfg, eos_id), []
             with timed(metrics, 'rollout'):
-                for s in rollout.generate(requests): samples.append(judge_sample(s, by_id[s.prompt_id], tokenizer, eos_id))
+                for s in rollout.generate(requests):
+                    samples.append(judge_sample(s, by_id[s.prompt_id], tokenizer, eos_id))
             metrics['time_reward_s'] = sum(s.timings['reward'] for s in samples)
             metrics['time_rollout_s'] -= metrics['time_reward_s']
             batch,measured = assemble(samples, requests, cfg)
@@ -173,5 +195,5 @@ def fit(
             if batch.advantages.any() or cfg.loss.kl_coef:
                 with timed(metrics, 'update'): metrics |= engine.update(batch, loss)
                 with timed(metrics, 'sync'): rollout.load_weights(engine.weights(), step+1)
-            metrics['skipped_frac'] = metrics.get('skipped_frac', 1.) # nothing to learn from: the step is counted, not hidden
+            metrics.setdefault('skipped_frac', 1.) # nothing to learn from: the step is counted, not hidden
         hooks.on_step(step+1, metrics, samples, batch)
