@@ -145,7 +145,8 @@ def _code(text, longest=300): # one table cell: a code span per line, whatever t
         fence = '`'*(max(map(len, re.findall('`+', line)), default=0)+1)
         pad = ' ' if line[:1]=='`' or line[-1:]=='`' else ''
         return f'{fence}{pad}{line}{pad}{fence}' if line.strip() else ''
-    return '<br>'.join(map(span, text.split('\n'))) or '(empty)'
+    spans = [span(line) for line in text.split('\n')]
+    return '<br>'.join(spans) if any(spans) else '(empty)'
 
 def _table(head, rows, right=1): # markdown; columns from `right` on hold numbers
     marks = ['---' if i<right else '---:' for i in range(len(head))]

@@ -138,7 +138,7 @@ class TorchTrain:
     def weights(self)->Iterator[tuple[str,Tensor]]: return hf_weights(self.policy)
 
     def state_dict(self)->dict:
-        "Everything that a resume needs (no random numbers are drawn). Live tensors: write or copy them before an update"
+        "Everything that a resume needs (it draws no random numbers). Live tensors: write or copy them before an update"
         policy,optimizer = dict(hf_weights(self.policy)), self.optimizer.state_dict()
         return dict(policy=policy, optimizer=optimizer, num_steps=self.num_steps)
 

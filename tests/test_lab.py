@@ -107,26 +107,26 @@ def test_panel(page, lab):
     said(page, 'group_size=1: .* use at least 2')
     shot(page, '2_refused')
     field(page, 'group_size').fill('4'); field(page, 'group_size').press('Tab')
-    field(page, 'steps').fill('14'); field(page, 'steps').press('Tab')
+    field(page, 'steps').fill('60'); field(page, 'steps').press('Tab')
     said(page, 'ready')
     page.locator('summary:text-is("On a cluster")').click()
     assert 'not run: the Megatron-Core engine is not part of this release' in page.locator('details pre').inner_text()
     page.locator('summary:text-is("On a cluster")').click()
     button(page, 'launch').click()
-    said(page, r'step [2-9] of 14')
+    said(page, r'step \d+ of 60')
     picture = page.locator('.jp-OutputArea-output img').first
     first = picture.get_attribute('src')
     shot(page, '3_live')
     button(page, 'stop').click()
-    done = int(re.search(r'stopped: step (\d+) of 14', said(page, r'stopped: step \d+ of 14'))[1])
-    assert done < 14 and picture.get_attribute('src') != first, 'the curves are live'
+    done = int(re.search(r'stopped: step (\d+) of 60', said(page, r'stopped: step \d+ of 60'))[1])
+    assert done < 60 and picture.get_attribute('src') != first, 'the curves are live'
     shot(page, '4_stopped')
     playwright.expect(button(page, 'launch')).to_be_enabled()
     button(page, 'resume').click()
-    said(page, 'finished: step 14 of 14')
+    said(page, 'finished: step 60 of 60')
     page.wait_for_selector('.jp-OutputArea-output h2:has-text("Before and after")')
     page.locator('.jp-OutputArea-output h2:has-text("Before and after")').scroll_into_view_if_needed()
     shot(page, '5_report')
     run, = [p for p in (lab[1]/'runs').iterdir() if p.is_dir()]
     steps = [json.loads(line)['step'] for line in (run/'metrics.jsonl').read_text().splitlines()]
-    assert steps == list(range(1, 15)), 'stopped and resumed, each step once'
+    assert steps == list(range(1, 61)), 'stopped and resumed, each step once'

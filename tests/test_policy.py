@@ -1,4 +1,4 @@
-"The policy against transformers' Qwen3-MoE: logits, router choices, every gradient, greedy text, and checkpoints in both directions"
+"The policy against transformers' Qwen3-MoE: logits, router choices, gradients, greedy text, checkpoints"
 import json
 import random
 import re
@@ -10,8 +10,9 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
-from compassrl.policy import MoE, Policy, PolicyConfig, causal_attention, grouped_linear, rope_table, route_dtype
-from compassrl.pretrained import from_pretrained, hf_slices, hf_weights, load_hf_weights, read_config, save_pretrained, write_config
+from compassrl.policy import MoE, Policy, PolicyConfig, grouped_linear, rope_table, route_dtype
+from compassrl.pretrained import (
+    from_pretrained, hf_slices, hf_weights, load_hf_weights, read_config, save_pretrained, write_config)
 from compassrl.records import Request, SamplingParams
 from compassrl.rollout import TorchRollout
 from compassrl.tasks import build_tokenizer, save_tokenizer
@@ -22,13 +23,15 @@ transformers.utils.logging.set_verbosity_error()
 
 def random_config(seed):
     "A different mix of everything that a config can say"
-    r = random.Random(seed)
+    r, turn = random.Random(seed), lambda *options, every=1: options[seed//every % len(options)]
     kv = r.choice([1, 2])
-    experts = r.choice([3, 4, 8])
-    return PolicyConfig(vocab_size=r.choice([50, 99]), hidden_size=r.choice([32, 48]), num_hidden_layers=r.choice([2, 3]), num_attention_heads=kv*r.choice([1, 2, 3]),
-        num_key_value_heads=kv, head_dim=r.choice([8, 16]), intermediate_size=r.choice([24, 40]), moe_intermediate_size=r.choice([16, 20]), num_experts=experts,
-        num_experts_per_tok=1+seed % 3, norm_topk_prob=seed % 2 == 0, decoder_sparse_step=[1, 1, 2][seed % 3], mlp_only_layers=[(), (0,), (), (1,)][seed % 4],
-        rms_norm_eps=r.choice([1e-6, 1e-5]), rope_theta=[10_000., 500., 1e6][seed//2 % 3], tie_word_embeddings=seed//2 % 2 == 1)
+    return PolicyConfig(
+        vocab_size=r.choice([50, 99]), hidden_size=r.choice([32, 48]), num_hidden_layers=r.choice([2, 3]),
+        num_attention_heads=kv*r.choice([1, 2, 3]), num_key_value_heads=kv, head_dim=r.choice([8, 16]),
+        intermediate_size=r.choice([24, 40]), moe_intermediate_size=r.choice([16, 20]),
+        num_experts=r.choice([3, 4, 8]), num_experts_per_tok=turn(1, 2, 3), norm_topk_prob=turn(True, False),
+        decoder_sparse_step=turn(1, 1, 2), mlp_only_layers=turn((), (0,), (), (1,)),
+        rms_norm_eps=r.choice([1e-6, 1e-5]), rope_theta=turn(1e4, 500., 1e6, every=2), tie_word_embeddings=turn(False, True, every=2))
 
 
 def lively(config, seed=0):
@@ -41,7 +44,8 @@ def lively(config, seed=0):
 
 def opened(folder, dtype=torch.float32):
     "The checkpoint as transformers sees it; every name must be found and none left over"
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation='eager', output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, experts_implementation='eager', output_loading_info=True)
     assert not info['missing_keys'] and not info['unexpected_keys'] and not info['mismatched_keys']
     return model
 
@@ -53,10 +57,17 @@ def their_gradients(model):
         g = torch.zeros_like(p) if p.grad is None else p.grad
         for e in range(len(g) if '.experts.' in name else 0):
             if 'gate_up' in name:
-                for half, part in zip(('gate', 'up'), g[e].chunk(2)): out[name.replace('gate_up_proj', f'{e}.{half}_proj.weight')] = part
+                for half, part in zip(('gate', 'up'), g[e].chunk(2)):
+                    out[name.replace('gate_up_proj', f'{e}.{half}_proj.weight')] = part
             else: out[name.replace('down_proj', f'{e}.down_proj.weight')] = g[e]
         if '.experts.' not in name: out[name] = g
     return out
+
+
+def chosen(scores, config): return scores.float().softmax(-1).topk(config.num_experts_per_tok).indices
+
+
+def sparse_layers(config): return [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
 
 
 def relative(a, b): return ((a-b).norm()/b.norm()).item() if b.norm() > 0 else a.norm().item()
@@ -68,7 +79,7 @@ def same(p, q):
     return all(n == m and a.dtype == b.dtype and torch.equal(a, b) for (n, a), (m, b) in pairs)
 
 
-# ---- parity ----------------------------------------------------------------------------------------------------------------------------------------------
+# ---- parity ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('seed', range(12))
 def test_parity(seed, tmp_path):
@@ -77,13 +88,13 @@ def test_parity(seed, tmp_path):
     save_pretrained(policy, tmp_path)
     model = opened(tmp_path)
     gen = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, config.vocab_size, (3, 17), generator=gen)  # transformers gives the embedding of the padding id no gradient
+    ids = torch.randint(1, config.vocab_size, (3, 17), generator=gen)  # its padding id 0 gets no gradient there
     mask = torch.ones(3, 17, dtype=torch.bool)
     mask[1, 12:] = False
 
     hidden, routes = policy(ids, mask)
     logits = policy.logits(hidden)
-    sparse = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
+    sparse = sparse_layers(config)
     out = model(ids, attention_mask=mask.long(), output_router_logits=bool(sparse))  # transformers cannot say "none"
     theirs = out.logits[mask]
     assert relative(logits, theirs) < 1e-5
@@ -91,7 +102,7 @@ def test_parity(seed, tmp_path):
     scores = out.router_logits if sparse else ()
     assert len(sparse) == len(scores)
     for i, scores in zip(sparse, scores):
-        assert torch.equal(scores[mask.flatten()].float().softmax(-1).topk(config.num_experts_per_tok).indices, routes[:, i]), f'layer {i}'
+        assert torch.equal(chosen(scores[mask.flatten()], config), routes[:, i]), f'layer {i}'
     assert not routes[:, [i for i in range(config.num_hidden_layers) if i not in sparse]].any()
 
     w = torch.randn(logits.shape, generator=gen)
@@ -106,19 +117,21 @@ def test_parity(seed, tmp_path):
 
 def test_the_configs_cover_everything():
     configs = [random_config(s) for s in range(12)]
-    for values in ([c.tie_word_embeddings for c in configs], [c.norm_topk_prob for c in configs]): assert set(values) == {True, False}
-    assert {c.num_experts_per_tok for c in configs} == {1, 2, 3} and {c.decoder_sparse_step for c in configs} == {1, 2}
-    assert len({c.num_attention_heads//c.num_key_value_heads for c in configs}) == 3 and len({c.rope_theta for c in configs}) == 3
-    kinds = {tuple(c.is_sparse(i) for i in range(c.num_hidden_layers)) for c in configs}
-    assert {True, False} in map(set, kinds) and any(all(k) for k in kinds)
+    values = lambda field: {getattr(c, field) for c in configs}
+    assert values('tie_word_embeddings') == values('norm_topk_prob') == {True, False}
+    assert values('num_experts_per_tok') == {1, 2, 3} and values('decoder_sparse_step') == {1, 2}
+    assert len(values('rope_theta')) == len({c.num_attention_heads//c.num_key_value_heads for c in configs}) == 3
+    mixtures = [len(sparse_layers(c))/c.num_hidden_layers for c in configs]
+    assert 0 in mixtures and 1 in mixtures and len(set(mixtures)) > 2
 
 
 @pytest.mark.parametrize('dim, theta', [(16, 10_000.), (128, 1_000_000.), (64, 5000.)])
 def test_rotary_table_is_the_reference_to_the_bit(dim, theta):
-    model = Qwen3MoeRotaryEmbedding(Qwen3MoeConfig(head_dim=dim, rope_parameters=dict(rope_type='default', rope_theta=theta)))
-    cos, sin = model(torch.zeros(1), torch.arange(40_960)[None])
+    config = Qwen3MoeConfig(head_dim=dim, rope_parameters=dict(rope_type='default', rope_theta=theta))
+    cos, sin = Qwen3MoeRotaryEmbedding(config)(torch.zeros(1), torch.arange(40_960)[None])
     ours_cos, ours_sin = rope_table(dim, 40_960, theta)
-    assert torch.equal(ours_cos, cos[0]) and torch.equal(ours_sin[:, dim//2:], sin[0, :, dim//2:]) and torch.equal(-ours_sin[:, :dim//2], sin[0, :, :dim//2])
+    assert torch.equal(ours_cos, cos[0])
+    assert torch.equal(torch.cat([-ours_sin[:, :dim//2], ours_sin[:, dim//2:]], 1), sin[0])
 
 
 def test_bf16_parity(tmp_path):
@@ -144,30 +157,32 @@ def test_greedy_text(seed, tmp_path):
     prompts = [torch.randint(2, config.vocab_size, (n,), generator=gen) for n in (1, 4, 9)]
     engine = TorchRollout(config, num_slots=2)
     engine.load_weights(hf_weights(policy), version=0)
-    requests = [Request(str(i), tuple(p.tolist()), params=SamplingParams(max_tokens=20, temperature=0)) for i, p in enumerate(prompts)]
+    greedy = SamplingParams(max_tokens=20, temperature=0)
+    requests = [Request(str(i), tuple(p.tolist()), params=greedy) for i, p in enumerate(prompts)]
     samples = {int(s.prompt_id): s for s in engine.generate(requests)}
     for i, prompt in enumerate(prompts):
-        want = model.generate(prompt[None], attention_mask=torch.ones(1, len(prompt)), max_new_tokens=20, do_sample=False, eos_token_id=[])[0]
+        seen = torch.ones(1, len(prompt), dtype=torch.long)
+        want = model.generate(prompt[None], attention_mask=seen, max_new_tokens=20, do_sample=False, eos_token_id=[])[0]
         text = prompt
         for _ in range(20): text = torch.cat([text, policy.logits(policy(text[None])[0])[-1:].argmax(-1)])
         assert torch.equal(text, want)
         assert samples[i].prompt_ids+samples[i].response_ids == want.tolist()
-        scores = model(want[None], output_router_logits=True).router_logits or ()
-        for layer, s in zip([j for j in range(config.num_hidden_layers) if config.is_sparse(j)], scores):
-            assert torch.equal(s[:-1].softmax(-1).topk(config.num_experts_per_tok).indices, samples[i].routed_experts[:, layer].long())
+        scores = model(want[None], output_router_logits=True).router_logits
+        for layer, s in zip(sparse_layers(config), scores, strict=True):
+            assert torch.equal(chosen(s[:-1], config), samples[i].routed_experts[:, layer].long())
 
 
-# ---- laws ------------------------------------------------------------------------------------------------------------------------------------------------
+# ---- laws ------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize('D, O', [(16, 8), (5, 7), (16, 3), (2, 8)])
 def test_grouped_linear_takes_any_width_and_empty_experts(dtype, D, O):
     gen = torch.Generator().manual_seed(0)
-    x, w = torch.randn(9, D, generator=gen).to(dtype).requires_grad_(), torch.randn(4, O, D, generator=gen).to(dtype).requires_grad_()
+    x, w = (torch.randn(shape, generator=gen).to(dtype).requires_grad_() for shape in ((9, D), (4, O, D)))
     y = grouped_linear(x, w, torch.tensor([0, 5, 5, 9], dtype=torch.int32))
     want = torch.cat([x[:5]@w[1].T, x[5:]@w[3].T])
     torch.testing.assert_close(y, want)
-    for g, h in zip(torch.autograd.grad(y.square().sum(), (x, w)), torch.autograd.grad(want.square().sum(), (x, w))): torch.testing.assert_close(g, h)
+    torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), (x, w)) for o in (y, want)))
 
 
 @pytest.mark.parametrize('seed', range(4))
@@ -190,7 +205,8 @@ def test_replaying_own_routes_changes_nothing(seed):
     policy, gen = lively(config, seed), torch.Generator().manual_seed(seed)
     ids, mask = torch.randint(0, 50, (2, 9), generator=gen), torch.arange(9) < torch.tensor([[9], [6]])
     hidden, routes = policy(ids, mask)
-    stored = torch.randint(0, config.num_experts, (2, 9, *routes.shape[1:]), generator=gen).to(route_dtype(config.num_experts))
+    stored = torch.randint(0, config.num_experts, (2, 9, *routes.shape[1:]), generator=gen)
+    stored = stored.to(route_dtype(config.num_experts))
     valid = mask & (torch.rand(2, 9, generator=gen) < .7)
     stored[valid] = routes[valid[mask]].to(stored.dtype)
     again, chosen = policy(ids, mask, stored, valid)
@@ -209,7 +225,7 @@ def test_foreign_routes_are_obeyed_and_the_router_learns():
     hidden.square().sum().backward()
     for b in policy.blocks:
         assert (b.mlp.down.grad.abs().sum((1, 2)) > 0).tolist() == [True, False, False, True]
-        scores = b.mlp.router.grad.norm(dim=1)  # gates sum to 1 over the replayed two, so the others' scores do not matter
+        scores = b.mlp.router.grad.norm(dim=1)  # gates sum to 1 over the replayed two
         assert (scores > 1e-3*scores.max()).tolist() == [True, False, False, True]
 
 
@@ -225,8 +241,8 @@ def test_gates_of_the_paper():
 
 
 def test_gradients_against_finite_differences():
-    config = PolicyConfig(vocab_size=5, hidden_size=4, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=2, num_experts=3,
-        intermediate_size=3, moe_intermediate_size=3, mlp_only_layers=(0,))
+    config = PolicyConfig(vocab_size=5, hidden_size=4, num_attention_heads=2, num_key_value_heads=1, head_dim=2,
+        num_experts=3, intermediate_size=3, moe_intermediate_size=3, mlp_only_layers=(0,))
     policy = lively(config, 1).double()
     names, params = zip(*policy.named_parameters())
     ids = torch.tensor([[1, 2, 3], [4, 0, 0]])
@@ -235,7 +251,7 @@ def test_gradients_against_finite_differences():
     assert torch.autograd.gradcheck(run, tuple(p.detach().requires_grad_() for p in params), check_undefined_grad=False)
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------------------------------------------
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('limit', [1, 30_000, 1 << 30])
@@ -253,8 +269,9 @@ def test_round_trip_is_exact(dtype, limit, tmp_path):
 def test_transformers_writes_and_we_read(seed, shards, dtype, tmp_path):
     c = random_config(seed)
     torch.manual_seed(seed)
-    names = [f for f in PolicyConfig.__dataclass_fields__ if f not in ('rope_theta', 'mlp_only_layers', 'eos_token_id', 'pad_token_id')]
-    hf = Qwen3MoeConfig(**{f: getattr(c, f) for f in names}, mlp_only_layers=list(c.mlp_only_layers), eos_token_id=[7, 8],
+    apart = 'rope_theta', 'mlp_only_layers', 'eos_token_id', 'pad_token_id'
+    known = {k: v for k, v in vars(c).items() if k not in apart}
+    hf = Qwen3MoeConfig(**known, mlp_only_layers=list(c.mlp_only_layers), eos_token_id=[7, 8],
         rope_parameters=dict(rope_type='default', rope_theta=c.rope_theta))
     model = Qwen3MoeForCausalLM(hf).to(dtype)
     model.save_pretrained(tmp_path, max_shard_size='20KB' if shards else '1GB')
@@ -318,29 +335,33 @@ def test_weights_are_views():
 def test_load_refuses_what_does_not_fit():
     policy = Policy(PolicyConfig())
     good = list(hf_weights(Policy(PolicyConfig(), seed=1)))
-    with pytest.raises(ValueError, match='1 weights are missing, first lm_head'): load_hf_weights(policy, good[:-1])
+    for weights, message in ((good[:-1], '1 weights are missing, first lm_head'),
+                             ([*good, ('model.norm.weight', policy.norm)], 'model.norm.weight came twice'),
+                             ([*good, ('visual.weight', policy.norm)], 'visual.weight is not a weight of this policy'),
+                             ([('model.norm.weight', torch.ones(63))], r'has shape \[63\].* needs \[64\]')):
+        with pytest.raises(ValueError, match=message): load_hf_weights(policy, weights)
     load_hf_weights(policy, good[:-1], strict=False)
-    with pytest.raises(ValueError, match='model.norm.weight came twice'): load_hf_weights(policy, [*good, ('model.norm.weight', policy.norm)])
-    with pytest.raises(ValueError, match='visual.weight is not a weight of this policy'): load_hf_weights(policy, [*good, ('visual.weight', policy.norm)])
-    with pytest.raises(ValueError, match=r'needs \[64\]'): load_hf_weights(policy, [('model.norm.weight', torch.ones(63))])
 
 
 def test_what_a_config_may_leave_out(tmp_path):
     "Missing keys mean what they mean to transformers, not our own defaults"
     write_config(PolicyConfig(hidden_size=48, num_attention_heads=4, head_dim=12), tmp_path)
     d = json.loads((tmp_path/'config.json').read_text())
-    for key in ('head_dim', 'norm_topk_prob', 'decoder_sparse_step', 'mlp_only_layers', 'rms_norm_eps', 'tie_word_embeddings', 'rope_parameters'): del d[key]
+    plain = 'norm_topk_prob', 'decoder_sparse_step', 'rms_norm_eps', 'tie_word_embeddings'
+    for key in (*plain, 'head_dim', 'mlp_only_layers', 'rope_parameters', 'rope_theta'): del d[key]
     d['num_local_experts'] = d.pop('num_experts')
     (tmp_path/'config.json').write_text(json.dumps(d))
     ours, theirs = read_config(tmp_path), Qwen3MoeConfig.from_pretrained(tmp_path)
-    for key in ('norm_topk_prob', 'decoder_sparse_step', 'rms_norm_eps', 'tie_word_embeddings', 'num_experts'): assert getattr(ours, key) == getattr(theirs, key), key
-    assert ours.mlp_only_layers == tuple(theirs.mlp_only_layers) and ours.rope_theta == theirs.rope_parameters['rope_theta'] and ours.head_dim == 12
-    d['rope_theta'] = 777.
+    for key in (*plain, 'num_experts'): assert getattr(ours, key) == getattr(theirs, key), key
+    assert ours.mlp_only_layers == tuple(theirs.mlp_only_layers) and ours.head_dim == 12
+    assert ours.rope_theta == theirs.rope_parameters['rope_theta']
+    d['rope_theta'] = 777.  # where older files have it
     (tmp_path/'config.json').write_text(json.dumps(d))
-    assert read_config(tmp_path).rope_theta == 777 == Qwen3MoeConfig.from_pretrained(tmp_path).rope_parameters['rope_theta']
+    theirs = Qwen3MoeConfig.from_pretrained(tmp_path)
+    assert read_config(tmp_path).rope_theta == 777 == theirs.rope_parameters['rope_theta']
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------------------------------------------
+# ---- bad input -------------------------------------------------------------------------------------------------------
 
 def edit(**changes):
     def fn(folder):
@@ -363,20 +384,25 @@ def without(name): return lambda folder: next(folder.glob(name)).unlink()
     (without('config.json'), 'config.json does not exist'),
     (without('*00002-of*'), '00002-of-.* does not exist: the checkpoint is incomplete'),
     (without('*.index.json'), 'model.safetensors does not exist'),
-    (cut('*00001-of*', -1), '00001-of-.* cannot be read .*torn'), (cut('*00001-of*', 0), 'torn'), (cut('*00001-of*', 20), 'torn'),
+    (cut('*00001-of*', -1), '00001-of-.* cannot be read .*torn'), (cut('*00001-of*', 0), 'torn'),
+    (cut('*00001-of*', 20), 'torn'),
     (cut('config.json', 40), 'config.json is not JSON'), (cut('*.index.json', 40), 'index.json is not JSON'),
     (lambda f: (f/'config.json').write_text('[]'), 'holds list, not an object'),
     (lambda f: (f/'config.json').write_bytes(b'\xff\xfe{'), 'config.json is not JSON'),
-    (lambda f: (f/'model.safetensors.index.json').write_text('{"weight_map": {}}'), 'weights are missing, first model.embed_tokens'),
+    (lambda f: next(f.glob('*.index.json')).write_text('{"weight_map": {}}'), 'missing, first model.embed_tokens'),
     (edit(model_type='llama'), "model_type='llama', only 'qwen3_moe'"), (edit(model_type=None), 'model_type=None'),
     (edit(hidden_size=16), r'model.embed_tokens.weight has shape \[99, 64\], this policy needs \[99, 16\]'),
-    (edit(num_hidden_layers=3), 'weights are missing, first model.layers.2'), (edit(num_hidden_layers=1), 'model.layers.1.* is not a weight of this policy'),
+    (edit(num_hidden_layers=3), 'weights are missing, first model.layers.2'),
+    (edit(num_hidden_layers=1), 'model.layers.1.* is not a weight of this policy'),
     (edit(num_experts=None), "has no 'num_experts'"), (edit(vocab_size=None), "has no 'vocab_size'"),
-    (edit(hidden_size='64'), "hidden_size='64': use a whole number"), (edit(num_experts_per_tok=9), 'config.json: num_experts_per_tok=9 exceeds'),
+    (edit(hidden_size='64'), "hidden_size='64': use a whole number"),
+    (edit(num_experts_per_tok=9), 'config.json: num_experts_per_tok=9 exceeds'),
     (edit(rope_parameters=dict(rope_type='yarn', factor=4., rope_theta=1e4)), "rope_type='yarn'"),
     (edit(rope_parameters=None, rope_scaling=dict(type='linear', factor=2.)), "rope_type='linear'"),
-    (edit(attention_bias=True), 'attention_bias=True, only False is supported'), (edit(hidden_act='gelu'), "hidden_act='gelu', only 'silu'"),
-    (edit(use_sliding_window=True), 'use_sliding_window=True'), (edit(quantization_config=dict(quant_method='fp8')), 'quantization_config=')])
+    (edit(attention_bias=True), 'attention_bias=True, only False is supported'),
+    (edit(hidden_act='gelu'), "hidden_act='gelu', only 'silu'"),
+    (edit(use_sliding_window=True), 'use_sliding_window=True'),
+    (edit(quantization_config=dict(quant_method='fp8')), 'quantization_config=')])
 def test_bad_checkpoint(fault, message, tmp_path):
     save_pretrained(Policy(PolicyConfig()), tmp_path, 100_000)
     fault(tmp_path)
@@ -385,9 +411,11 @@ def test_bad_checkpoint(fault, message, tmp_path):
 
 
 @pytest.mark.parametrize('kw, message', [
-    (dict(hidden_size=0), 'hidden_size=0: use a whole number of at least 1'), (dict(moe_intermediate_size=-4), 'moe_intermediate_size=-4'),
-    (dict(intermediate_size=0), 'intermediate_size=0'), (dict(num_hidden_layers=2.5), 'num_hidden_layers=2.5'), (dict(num_experts=True), 'num_experts=True'),
-    (dict(num_attention_heads=3), 'not a multiple of num_key_value_heads=2'), (dict(num_experts_per_tok=9), 'exceeds num_experts=8'), (dict(head_dim=7), 'head_dim=7 is odd'),
+    (dict(hidden_size=0), 'hidden_size=0: use a whole number of at least 1'),
+    (dict(moe_intermediate_size=-4), 'moe_intermediate_size=-4'), (dict(intermediate_size=0), 'intermediate_size=0'),
+    (dict(num_hidden_layers=2.5), 'num_hidden_layers=2.5'), (dict(num_experts=True), 'num_experts=True'),
+    (dict(num_attention_heads=3), 'not a multiple of num_key_value_heads=2'),
+    (dict(num_experts_per_tok=9), 'exceeds num_experts=8'), (dict(head_dim=7), 'head_dim=7 is odd'),
     (dict(rope_theta=0.), 'rope_theta=0'), (dict(rms_norm_eps=float('nan')), 'rms_norm_eps=nan')])
 def test_bad_config(kw, message):
     with pytest.raises(ValueError, match=message): PolicyConfig(**kw)
@@ -397,8 +425,10 @@ def test_bad_rows():
     policy = Policy(PolicyConfig(max_position_embeddings=8))
     ids, mask = torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.bool)
     routes = torch.zeros(2, 4, 2, 2, dtype=torch.uint8)
-    with pytest.raises(ValueError, match='rows of 9 tokens exceed max_position_embeddings=8'): policy(torch.zeros(1, 9, dtype=torch.long))
-    with pytest.raises(ValueError, match='without routes_valid'): policy(ids, mask, routes)
-    with pytest.raises(ValueError, match=r'this policy needs \[2, 4, 2, 2\]'): policy(ids, mask, routes[..., :1], mask)
-    with pytest.raises(ValueError, match='pad rows on the right'): causal_attention(torch.tensor([[False, True], [True, True]]))
+    for args, message in (((torch.zeros(1, 9, dtype=torch.long),), 'rows of 9 tokens exceed max_position_embeddings=8'),
+                          ((ids, mask, routes), 'without routes_valid'),
+                          ((ids, mask, routes[..., :1], mask), r'this policy needs \[2, 4, 2, 2\]'),
+                          ((ids, mask, routes, mask[:, 1:]), r'routes_valid \[2, 3\]'),
+                          ((ids, mask.triu()), 'pad rows on the right')):
+        with pytest.raises(ValueError, match=message): policy(*args)
     with pytest.raises(ValueError, match='max_shard_bytes=0'): save_pretrained(policy, 'nowhere', 0)
