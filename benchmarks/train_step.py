@@ -20,6 +20,7 @@ Last line: one JSON object. `ratio` is the time of TRL's fastest over ours (goal
 """
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -102,7 +103,6 @@ class Trl:
         path = folder/f'{name}.json'
         path.write_text(json.dumps(spec))
         threads = dict(OMP_NUM_THREADS=str(a.threads), MKL_NUM_THREADS=str(a.threads))
-        import os
         self.log = open(folder/f'{name}.log', 'w+')
         self.process = subprocess.Popen([VENV/'bin'/'python', Path(__file__).parent/'trl_side'/'step.py', path], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=self.log, text=True, env=os.environ|threads)
@@ -137,8 +137,7 @@ def fastest_settings(a, ids, folder):
     best, best_s = dict(experts='grouped_mm', attention='sdpa', cache=None, micro_batch=rows), float('inf')
     def arguments(c):
         grpo = dict(bf16=False, gradient_checkpointing=False, logging_strategy='no', per_device_train_batch_size=c['micro_batch'],
-            gradient_accumulation_steps=rows//c['micro_batch'], steps_per_generation=UPDATES*rows//c['micro_batch'], cache_implementation=c['cache'])
-        grpo.pop('steps_per_generation')  # follows from the generation batch
+            gradient_accumulation_steps=rows//c['micro_batch'], cache_implementation=c['cache'])
         return dict(experts_implementation=c['experts'], attn_implementation=c['attention']), grpo
     for key, values in dict(experts=('grouped_mm', 'batched_mm', 'eager'), micro_batch=(rows//2, rows//4), attention=('eager',), cache=('static',)).items():
         for value in values:

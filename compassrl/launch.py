@@ -1,4 +1,4 @@
-"""Configure a run, launch it, watch it live, read its report.
+"""Configure a run, start it in a process of its own, watch its curves grow, stop it, go on, read its report.
 
 Docs: https://compassrl.github.io/compassrl/launch.html.md"""
 
@@ -102,11 +102,11 @@ def status(run:Launched)->str:
         r = rows[-1]
         where = f"step {r['step']} of {run.cfg.steps}, reward {r['reward_mean']:.2f}, {r['tokens']/r['time_step_s']:,.0f} tokens/s"
     elif cold: where = f"cold start, step {cold[-1]['step']} of {run.cfg.cold_start.steps}, loss {cold[-1]['loss']:.2f}"
-    else: where = 'no step yet'
+    else: where = 'starting'
     if code is None: return where
     return f"{'finished' if code==0 else 'stopped' if run.was_stopped() else f'failed with exit code {code}'}: {where}"
 
-# %% ../nbs/40_launch.ipynb #1eebfbfb
+# %% ../nbs/40_launch.ipynb #ac5538a4
 def follow(
     run:Launched,
     every:float=1.                  # seconds between two looks
@@ -116,7 +116,7 @@ def follow(
     while code is None:
         code,rows = run.poll(), run.metrics()
         png = io.BytesIO()
-        if rows!=seen: plot_curves(rows, run.run_dir.name).savefig(png, format='png', dpi=60)
+        if rows!=seen: plot_curves(rows, run.run_dir.name).savefig(png, format='png', dpi=72)
         yield status(run), png.getvalue() or None
         seen = rows
         if code is None: time.sleep(every)
@@ -195,7 +195,7 @@ class Form:
         for k,f in self.fields.items(): cfg = with_value(cfg, k, f.value)
         return cfg
 
-# %% ../nbs/40_launch.ipynb #1bfbe221
+# %% ../nbs/40_launch.ipynb #64554725
 class Panel:
     "A form, the run that it launched, its live curves and its report"
     def __init__(self, keys:Sequence[str], preset:str, folder:str|Path):
@@ -244,8 +244,9 @@ class Panel:
                 self._say(f'{run.run_dir}: {line}')
                 if png: self.curves.value,self.curves.layout.display = png, ''
             run.wait()
-            if run.poll()==0: 
+            if run.poll()==0:
                 for part in report_parts(run.run_dir): self.report.append_display_data(part)
+                self.curves.layout.display = 'none' # the report shows them
         except (ValueError, OSError, RuntimeError) as e: self._say(e, 'b91c1c')
         finally: self._enable('launch', *['resume']*(run.poll()!=0 and (run.run_dir/'checkpoints').is_dir()))
 

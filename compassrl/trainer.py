@@ -24,7 +24,7 @@ from .tasks import DataConfig, response_text, verify
 from .train_engine import OptimConfig
 
 # %% auto #0
-__all__ = ['TrainConfig', 'prompts_of_step', 'requests_of', 'judge_sample', 'assemble', 'rollout_gap', 'RunHooks', 'timed', 'fit']
+__all__ = ['TrainConfig', 'prompts_of_step', 'requests_of', 'judge_sample', 'rollout_gap', 'assemble', 'RunHooks', 'timed', 'fit']
 
 # %% ../nbs/16_trainer.ipynb #e7dab8ae
 @dataclass(frozen=True)
@@ -116,6 +116,12 @@ def judge_sample(
     sample.timings['reward'] = time.perf_counter()-t
     return sample
 
+def rollout_gap(batch:Batch)->Metrics:
+    "Mean and largest |log-prob difference| of the engines that sample and train (paper section 2.4.4), and entropy"
+    gap = (batch.old_log_probs-batch.rollout_log_probs)[batch.response_mask].abs()
+    entropy = batch.entropy[batch.response_mask]
+    return dict(rollout_train_gap=float(gap.mean()), rollout_train_gap_max=float(gap.max()), entropy=float(entropy.mean()))
+
 # %% ../nbs/16_trainer.ipynb #c4b3e50e
 def assemble(
     samples:list[Sample], # judged, in any order; sorted in place
@@ -139,13 +145,6 @@ def assemble(
         zero_variance_frac=float(zero_variance(batch.rewards, batch.group, valid, c.tol).float().mean()),
         response_tokens_mean=float(lengths.mean()), tokens=float(lengths.sum()),
         truncated_frac=sum(s.finish_reason=='length' for s in samples)/len(samples))
-
-# %% ../nbs/16_trainer.ipynb #1cdbfb7b
-def rollout_gap(batch:Batch)->Metrics:
-    "Mean and largest |log-prob difference| of the engines that sample and train (paper section 2.4.4), and entropy"
-    gap = (batch.old_log_probs-batch.rollout_log_probs)[batch.response_mask].abs()
-    entropy = batch.entropy[batch.response_mask]
-    return dict(rollout_train_gap=float(gap.mean()), rollout_train_gap_max=float(gap.max()), entropy=float(entropy.mean()))
 
 # %% ../nbs/16_trainer.ipynb #3650f67c
 class RunHooks(Protocol):

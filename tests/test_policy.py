@@ -31,7 +31,8 @@ def random_config(seed):
         intermediate_size=r.choice([24, 40]), moe_intermediate_size=r.choice([16, 20]),
         num_experts=r.choice([3, 4, 8]), num_experts_per_tok=turn(1, 2, 3), norm_topk_prob=turn(True, False),
         decoder_sparse_step=turn(1, 1, 2), mlp_only_layers=turn((), (0,), (), (1,)),
-        rms_norm_eps=r.choice([1e-6, 1e-5]), rope_theta=turn(1e4, 500., 1e6, every=2), tie_word_embeddings=turn(False, True, every=2))
+        rms_norm_eps=r.choice([1e-6, 1e-5]), rope_theta=turn(1e4, 500., 1e6, every=2),
+        tie_word_embeddings=turn(False, True, every=2))
 
 
 def lively(config, seed=0):

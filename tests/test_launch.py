@@ -1,0 +1,207 @@
+"Runs launched from a notebook: real processes that are watched, stopped, resumed, and that fail"
+import base64
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+import pytest
+
+from compassrl.launch import follow, launch, panel, report_parts, resume, status, torchrun_command, watch, with_value
+from compassrl.run import read_run_config
+from compassrl.train import parse_train, presets, smoke_cpu
+
+SMOKE = replace(smoke_cpu(), steps=6, save_every=0)
+
+
+def until(condition, seconds=90, every=.02):
+    deadline = time.monotonic()+seconds
+    while not condition():
+        assert time.monotonic() < deadline, 'waited too long'
+        time.sleep(every)
+
+
+def weights(folder): return (folder/'model'/'model.safetensors').read_bytes()
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    "One run that nobody disturbed, looked at from start to end"
+    run = launch(SMOKE, tmp_path_factory.mktemp('runs')/'whole run')  # a blank in the name
+    seen = list(follow(run, .05))
+    assert run.wait() == run.run_dir
+    return run, seen
+
+
+def test_a_launched_run_is_the_command(whole):
+    "The config arrives whole, the run leaves what `compassrl train` leaves, what it printed is kept beside it"
+    run, _ = whole
+    assert read_run_config(run.run_dir) == replace(SMOKE, run_dir=str(run.run_dir))
+    assert [m['step'] for m in run.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert (run.run_dir/'report.md').exists() and weights(run.run_dir)
+    assert run.log.parent == run.run_dir.parent and run.log_tail(1) == str(run.run_dir), 'the last line is the run directory'
+
+
+def test_it_was_live(whole):
+    "Status and curves changed while it ran, and a picture came only with new rows"
+    run, seen = whole
+    lines, pictures = [line for line, _ in seen], [png for _, png in seen if png]
+    assert lines[0] == 'starting' and lines[-1].startswith('finished: step 6 of 6')
+    assert any(line.startswith('cold start, step') for line in lines)
+    assert 1 <= len(pictures) <= 12 and all(png.startswith(b'\x89PNG') for png in pictures), 'a row is written again with the time of its checkpoint'
+    assert len(pictures) < len(seen)
+
+
+def test_report_is_shown_whole(whole):
+    image, text = report_parts(whole[0].run_dir)
+    assert image.data.startswith(b'\x89PNG') and 'curves.png' not in text.data
+    for words in ('Before and after', 'Samples', 'Settings'): assert words in text.data
+
+
+def test_stop_and_resume(whole, tmp_path):
+    "Stopped after its first step and resumed by another process: the weights and rows of the run that was left alone"
+    run = launch(SMOKE, tmp_path/'stopped')
+    until(lambda: run.metrics())
+    run.stop(); run.stop()  # a second click changes nothing: the first has not been answered yet
+    run.wait(60)
+    assert run.was_stopped() and re.match(r'stopped: step [1-5] of 6', status(run)), run.log_tail()
+    assert 'compassrl resume' in run.log_tail()
+    again = resume(run.run_dir)
+    again.wait(60)
+    assert status(again).startswith('finished: step 6 of 6')
+    assert weights(run.run_dir) == weights(whole[0].run_dir)
+    assert [m['reward_mean'] for m in again.metrics()] == [m['reward_mean'] for m in whole[0].metrics()]
+    more = resume(run.run_dir, steps=7)
+    more.wait(60)
+    assert more.metrics()[-1]['step'] == 7 and read_run_config(run.run_dir).steps == 7
+
+
+def test_stop_at_once(tmp_path):
+    "Before the run has done anything"
+    run = launch(SMOKE, tmp_path/'early')
+    run.stop()
+    assert run.wait(60) == run.run_dir and run.was_stopped() and status(run).startswith('stopped')
+
+
+def test_a_failure_shows_its_last_words(tmp_path):
+    run = launch(replace(SMOKE, init_from='nowhere'), tmp_path/'lost')
+    with pytest.raises(RuntimeError, match=r'lost ended with exit code 1:\n.*nowhere.*give a folder'): run.wait(60)
+    assert status(run) == 'failed with exit code 1: starting'
+    assert not run.was_stopped() and not run.run_dir.exists()
+    with pytest.raises(RuntimeError, match='exit code 1'): watch(run)
+
+
+def test_a_killed_run_is_a_failure(tmp_path):
+    run = launch(SMOKE, tmp_path/'killed')
+    until(lambda: (run.run_dir/'cold_start.jsonl').exists())
+    os.kill(run.process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match='exit code -9'): run.wait(60)
+
+
+def test_one_process_per_run(whole, tmp_path):
+    "A second process that wants the same folder is refused while the first is at work"
+    run = launch(replace(SMOKE, steps=400), tmp_path/'busy')
+    try:
+        until(lambda: run.metrics())
+        second = resume(run.run_dir)
+        with pytest.raises(RuntimeError, match='in use by another process'): second.wait(60)
+    finally: run.stop(); run.wait(60)
+    with pytest.raises(ValueError, match='is not empty'): launch(SMOKE, whole[0].run_dir)
+
+
+def test_it_outlives_its_notebook(tmp_path):
+    "The process group of the notebook is killed, as when a kernel restarts; the run goes on to its end"
+    code = f'''import sys, time
+from dataclasses import replace
+from compassrl.launch import launch
+from compassrl.train import smoke_cpu
+launch(replace(smoke_cpu(), steps=1, eval_every=0), {str(tmp_path/"orphan")!r})
+print('started', flush=True); time.sleep(60)'''
+    notebook = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert notebook.stdout.readline() == 'started\n'
+    os.killpg(notebook.pid, signal.SIGKILL); notebook.wait(); notebook.stdout.close()
+    until(lambda: (tmp_path/'orphan'/'report.json').exists(), 120)
+
+
+def test_log_tail(tmp_path):
+    "A bar that was drawn again and again is one line"
+    run = launch(SMOKE, tmp_path/'log')
+    run.stop(); run.wait(60)
+    run.log.write_bytes(b'one\n\nRL: 0%\rRL: 50%\rRL: 100%\ntwo \xff\n')
+    assert run.log_tail() == 'one\nRL: 100%\ntwo \N{REPLACEMENT CHARACTER}' and run.log_tail(1) == 'two \N{REPLACEMENT CHARACTER}'
+
+
+def test_torchrun_command(tmp_path, monkeypatch):
+    "It says that it was not run, the shell reads it as meant, and its settings are those of the config"
+    monkeypatch.chdir(tmp_path)
+    cfg = replace(smoke_cpu(), run_dir='my runs/a')
+    (tmp_path/'my config.json').write_text(json.dumps(asdict(cfg)))
+    comment, command = torchrun_command(cfg, 2, 8, 'my config.json').split('\n', 1)
+    assert comment == '# not run: the Megatron-Core engine is not part of this release'
+    words = shlex.split(command)
+    assert words[:5] == ['torchrun', '--nnodes=2', '--nproc-per-node=8', '--rdzv-backend=c10d', '--rdzv-endpoint=$HEAD:29500']
+    assert words[5:7] == ['-m', 'compassrl.train'] and parse_train(words[7:]) == cfg
+    for kw, said in ((dict(nodes=0), 'nodes=0'), (dict(gpus_per_node=0), 'gpus_per_node=0'), (dict(nodes=99), '32 responses')):
+        with pytest.raises(ValueError, match=said): torchrun_command(cfg, **kw)
+
+
+def test_with_value():
+    cfg = smoke_cpu()
+    assert with_value(cfg, 'optim.lr', .5) == replace(cfg, optim=replace(cfg.optim, lr=.5)) and cfg == smoke_cpu()
+    with pytest.raises(ValueError, match='group_size=1'): with_value(cfg, 'group_size', 1)
+    with pytest.raises((TypeError, AttributeError)): with_value(cfg, 'optim.speed', 1)
+
+
+@pytest.mark.parametrize('name', presets)
+def test_form_says_the_preset(name):
+    p = panel(preset=name)
+    assert p.form.config() == presets[name]()
+    assert p.form.preset.value == name and not p.buttons['launch'].disabled and p.buttons['stop'].disabled and p.buttons['resume'].disabled
+
+
+def test_form():
+    "Choosing a preset fills the fields; a bad value is said, and nothing is launched"
+    p = panel()
+    assert p.form.preset.value == 'tiny-cpu'
+    p.form.preset.value = 'smoke-cpu'
+    assert p.form.config() == smoke_cpu() and p.form.fields['steps'].value == 4
+    p.form.fields['optim.lr'].value = 1e-3
+    assert p.form.config() == with_value(smoke_cpu(), 'optim.lr', 1e-3)
+    p.form.fields['group_size'].value = 1
+    assert 'group_size=1' in p.status.value
+    p.buttons['launch'].click()
+    assert p.run is None and 'group_size=1' in p.status.value
+    p.form.fields['group_size'].value = 4
+    assert 'ready' in p.status.value and 'not run: the Megatron-Core engine' in p.cluster.value
+
+
+def test_panel_launches_stops_and_resumes(tmp_path):
+    "The buttons, without a browser"
+    p = panel(preset='smoke-cpu', folder=tmp_path/'runs')
+    p.form.fields['steps'].value = 8
+    p.buttons['launch'].click()
+    assert p.buttons['launch'].disabled and not p.buttons['stop'].disabled
+    until(lambda: p.run.metrics())
+    p.buttons['stop'].click()
+    p.thread.join(60)
+    assert p.run.was_stopped() and 'stopped' in p.status.value and not p.buttons['resume'].disabled
+    first = p.run.run_dir
+    p.buttons['resume'].click()
+    p.thread.join(60)
+    assert p.run.run_dir == first and 'finished: step 8 of 8' in p.status.value
+    assert [o['output_type'] for o in p.report.outputs] == ['display_data']*2
+    assert base64.b64decode(p.report.outputs[0]['data']['image/png']).startswith(b'\x89PNG')
+    assert p.buttons['resume'].disabled and not p.buttons['launch'].disabled
+
+
+def test_panel_says_why_a_run_failed(tmp_path):
+    p = panel(keys=['init_from'], preset='smoke-cpu', folder=tmp_path)
+    p.form.fields['init_from'].value = 'nowhere'
+    p.buttons['launch'].click()
+    p.thread.join(60)
+    assert 'nowhere' in p.status.value and 'exit code 1' in p.status.value and not p.buttons['launch'].disabled
