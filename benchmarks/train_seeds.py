@@ -1,7 +1,7 @@
 """Does the default run learn? `compassrl train tiny-cpu` for seeds 0, 1 and 2, as a user runs it.
 
 Prints held-out avg@8 before and after, minutes and peak memory of each seed, and ends with one JSON line whose ratio is the smallest gain
-over the 30 points that we promise.  usage: python benchmarks/train_seeds.py [--seeds 0 1 2] [--preset tiny-cpu]
+over the 30 points that we promise.  usage: python benchmarks/train_seeds.py [--seeds 0 1 2] [--preset tiny-cpu] [--quick]
 """
 import argparse
 import json
@@ -29,7 +29,9 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
     p.add_argument('--preset', default='tiny-cpu')
+    p.add_argument('--quick', action='store_true', help='one short run, to see that it works: --preset smoke-cpu --seeds 0')
     a = p.parse_args()
+    if a.quick: a.preset, a.seeds = 'smoke-cpu', [0]
     rows = []
     with tempfile.TemporaryDirectory() as tmp:
         for seed in a.seeds:

@@ -69,7 +69,7 @@ class Launched:
 
     def log_tail(self, num_lines:int=8)->str:
         "The end of what was printed, as a terminal shows it: of a bar that is drawn again and again, the last"
-        lines = [line.rstrip('\r').split('\r')[-1] for line in self.log.read_text(errors='replace').split('\n')]
+        lines = [line.rstrip('\r').split('\r')[-1] for line in self.log.read_bytes().decode(errors='replace').split('\n')]
         return '\n'.join([line for line in lines if line.strip()][-num_lines:])
 
 # %% ../nbs/40_launch.ipynb #00603de9
@@ -126,13 +126,14 @@ def watch(
     every:float=1. # seconds between two looks
 )->Path:           # the run directory
     "Live status and curves in this cell; raises RuntimeError if the run fails. Interrupting the cell leaves the run alone"
-    from IPython.display import Image, display
-    text,picture = display({'text/plain': 'starting'}, raw=True, display_id=True), None
+    from IPython.display import DisplayHandle, Image
+    text,picture = DisplayHandle(), None
+    text.display({'text/plain': 'starting'}, raw=True)
     try:
         for line,png in follow(run, every):
             text.update({'text/plain': line}, raw=True)
             if png and picture: picture.update(Image(png))
-            elif png: picture = display(Image(png), display_id=True)
+            elif png: picture = DisplayHandle(); picture.display(Image(png))
         return run.wait()
     except KeyboardInterrupt: print('no longer watched; the run goes on until stop()')
     return run.run_dir

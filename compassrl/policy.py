@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['Attend', 'PolicyConfig', 'rope_table', 'rotate', 'grouped_linear', 'MoE', 'DenseMLP', 'Block', 'causal_attention',
-           'Policy', 'route_dtype', 'stack_routes']
+__all__ = ['Attend', 'PolicyConfig', 'rms_norm', 'rope_table', 'rotate', 'grouped_linear', 'MoE', 'DenseMLP', 'Block',
+           'causal_attention', 'Policy', 'route_dtype', 'stack_routes']
 
 # %% ../nbs/02_policy.ipynb #97f67453
 @dataclass(frozen=True)
@@ -58,6 +58,30 @@ class PolicyConfig:
     def is_sparse(self, layer:int)->bool:
         "Is this layer a mixture of experts?"
         return layer not in self.mlp_only_layers and (layer+1)%self.decoder_sparse_step==0
+
+# %% ../nbs/02_policy.ipynb #ac5fb249
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = (torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square()/x.shape[-1]+eps).rsqrt()
+        y = (x*scale).to(x.dtype)
+        ctx.save_for_backward(y, scale, weight)
+        return y*weight
+    @staticmethod
+    def backward(ctx, dy):
+        y,scale,weight = ctx.saved_tensors
+        g = dy*weight
+        return g.addcmul_(y, (g*y).mean(-1, keepdim=True), value=-1).mul_(scale), (dy*y).sum(0), None
+
+def rms_norm(
+    x:Tensor,      # [N, D] or [N, H, d]
+    weight:Tensor, # [D] or [H, d]
+    eps:float
+)->Tensor:
+    "Divides each vector by its root mean square (Zhang and Sennrich, 2019, section 3), then scales its elements"
+    if x.device.type!='cpu': return F.rms_norm(x, x.shape[-1:], eps=eps)*weight # one fused kernel
+    return _RmsNorm.apply(x, weight, eps)
 
 # %% ../nbs/02_policy.ipynb #dfd9806a
 def rope_table(
@@ -173,12 +197,12 @@ class Block(nn.Module):
         self.mlp = MoE(c) if c.is_sparse(layer) else DenseMLP(c)
 
     def forward(self, x, cos, sin, attend:Attend, replay=None, valid=None):
-        qkv = F.linear(F.rms_norm(x, x.shape[-1:], self.attn_norm, self.eps), self.qkv).view(len(x), -1, self.d)
+        qkv = F.linear(rms_norm(x, self.attn_norm, self.eps), self.qkv).view(len(x), -1, self.d)
         qk,v = qkv.split([self.H+self.KV, self.KV], 1)
         scale = torch.cat([self.q_norm.expand(self.H, -1), self.k_norm.expand(self.KV, -1)])
-        q,k = rotate(F.rms_norm(qk, (self.d,), eps=self.eps)*scale, cos, sin).split([self.H, self.KV], 1)
+        q,k = rotate(rms_norm(qk, scale, self.eps), cos, sin).split([self.H, self.KV], 1)
         x = x+F.linear(attend(self.layer, q, k, v).flatten(1), self.out)
-        y,idx = self.mlp(F.rms_norm(x, x.shape[-1:], self.mlp_norm, self.eps), replay, valid)
+        y,idx = self.mlp(rms_norm(x, self.mlp_norm, self.eps), replay, valid)
         return x+y, idx
 
 # %% ../nbs/02_policy.ipynb #c7207a1a
@@ -229,7 +253,7 @@ class Policy(nn.Module):
         for i,block in enumerate(self.blocks):
             x,idx = block(x, cos, sin, attend, None if routed_experts is None else routed_experts[:,i], routes_valid)
             routes.append(idx)
-        return F.rms_norm(x, x.shape[-1:], self.norm, self.config.rms_norm_eps), routes
+        return rms_norm(x, self.norm, self.config.rms_norm_eps), routes
 
     def logits(self, hidden:Tensor)->Tensor: return F.linear(hidden, self.head)
 

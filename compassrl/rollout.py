@@ -1,4 +1,4 @@
-"""A rollout engine in 200 lines: one prefill per prompt, a key-value cache, continuous batching, seeds per request, log-probs and expert routes of every token.
+"""A rollout engine to read in one sitting: KV cache, continuous batching, seeds per request, log-probs and expert routes.
 
 Docs: https://compassrl.github.io/compassrl/rollout.html.md"""
 
@@ -10,17 +10,20 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby, islice
+from types import SimpleNamespace
 from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from .policy import Policy, PolicyConfig, causal_attention, route_dtype, stack_routes
+from compassrl.policy import (Block, MoE, Policy, PolicyConfig, causal_attention, grouped_linear, route_dtype,
+    stack_routes)
 from .pretrained import load_hf_weights
 from .records import Request, Sample, SamplingParams
 
 # %% auto #0
-__all__ = ['uniforms', 'sample_tokens', 'Slots', 'RolloutConfig', 'TorchRollout', 'prefill', 'admit', 'step', 'harvest',
-           'generate']
+__all__ = ['uniforms', 'sample_tokens', 'Slots', 'fold_norms', 'unit', 'mix', 'RolloutConfig', 'TorchRollout', 'prefill', 'admit',
+           'draw', 'step', 'harvest', 'generate']
 
 # %% ../nbs/03_rollout.ipynb #4f720701
 def _signed(x): return x-(1<<64) if x>=1<<63 else x # 64-bit constants for torch, which has no unsigned shifts
@@ -40,61 +43,53 @@ def uniforms(
 def sample_tokens(
     logits:Tensor,      # [B, V]
     u:Tensor,           # [B] fp64 in [0, 1)
-    temperature:Tensor, # [B]; 0 = greedy
-    top_p:Tensor|None=None # [B]; None = no truncation anywhere
+    temperature:Tensor, # [B] fp64; 0 = greedy
+    top_p:Tensor|None=None # [B] fp64; None = no truncation anywhere
 )->tuple[Tensor,Tensor]:# tokens [B], log-probs [B] fp32 of the distribution that was drawn from
     "Inverse of the cumulative distribution at `u`, after temperature and nucleus truncation (Holtzman et al., 2020)"
     greedy = temperature==0
-    probs = (logits.double()/temperature.masked_fill(greedy, 1)[:,None]).softmax(-1)
+    probs = (logits/temperature.masked_fill(greedy, 1)[:,None]).softmax(-1) # fp64, as temperature is
     if top_p is not None:
-        p,order = probs.sort(-1, descending=True, stable=True)
+        p,order = probs.sort(dim=-1, descending=True, stable=True)
         p = p.masked_fill(p.cumsum(-1)-p>=top_p[:,None], 0)
-        probs = torch.zeros_like(probs).scatter_(-1, order, p)
-        probs /= probs.sum(-1, keepdim=True)
+        kept = torch.zeros_like(probs).scatter_(-1, order, p)
+        probs = torch.where(top_p[:,None]<1, kept/kept.sum(-1, keepdim=True), probs)
     cdf = probs.cumsum(-1)
-    tokens = torch.searchsorted(cdf, (u*cdf[:,-1])[:,None], right=True)[:,0].clamp_(max=logits.shape[-1]-1)
-    if not greedy.any(): return tokens, probs.gather(-1, tokens[:,None])[:,0].log().float()
-    tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    return tokens, probs.gather(-1, tokens[:,None])[:,0].log().masked_fill(greedy, 0).float() # greedy is certain
+    tokens = torch.searchsorted(cdf, (u*cdf[:,-1])[:,None], right=True).clamp_(max=logits.shape[-1]-1)
+    if greedy.any(): tokens = torch.where(greedy[:,None], logits.argmax(-1, keepdim=True), tokens)
+    log_probs = probs.gather(-1, tokens).log().masked_fill_(greedy[:,None], 0) # greedy is certain
+    return tokens[:,0], log_probs[:,0].float()
 
 # %% ../nbs/03_rollout.ipynb #339b403c
 class Slots:
-    "Static tensors, one row per running request"
-    def __init__(self, c:PolicyConfig, num_slots:int, dtype, device):
-        self.c,self.num,self.n,self.dtype,self.device = c, num_slots, 0, dtype, device
+    "Static tensors, one row per running request, aligned with tokens"
+    def __init__(self, c:PolicyConfig, num:int, dtype:torch.dtype, device:str):
+        self.c,self.num,self.n,self.capacity,self.dtype,self.device = c, num, 0, 0, dtype, device
         self.requests:list[Request] = []
         self.started:list[float] = []
-        full = lambda *shape, dtype=torch.long: torch.zeros(num_slots, *shape, dtype=dtype, device=device)
-        self.length,self.prompt_length,self.budget = full(), full(), full()
+        full = lambda *shape, dtype=torch.long: torch.zeros(num, *shape, dtype=dtype, device=device)
+        self.length,self.limit,self.stop = full(), full(), full(1) # tokens so far, tokens at most, ids that end it
         self.temperature,self.top_p = full(dtype=torch.float64), full(dtype=torch.float64)
-        self.stop = full(1)
-        self.capacity = 0
 
     def reserve(self,
         T:int,       # longest sequence
         num_stop:int # longest list of stop ids
     ):
         "Make room; what is running stays"
-        c = self.c
         if num_stop>self.stop.shape[1]: self.stop = F.pad(self.stop, (0, num_stop-self.stop.shape[1]), value=-1)
         if T<=self.capacity: return
-        T = min(max(T, 2*self.capacity), c.max_position_embeddings)
-        def grow(old, *shape, dtype, axis):
-            new = torch.zeros(self.num, *shape, dtype=dtype, device=self.device)
-            if self.capacity: new.narrow(axis, 0, self.capacity).copy_(old)
-            return new
-        L,KV,d,empty = c.num_hidden_layers, c.num_key_value_heads, c.head_dim, [None]*c.num_hidden_layers
-        self.keys = [grow(o, KV, d, T, dtype=self.dtype, axis=3) for o in getattr(self, 'keys', empty)] # transposed: faster products
-        self.values = [grow(o, KV, T, d, dtype=self.dtype, axis=2) for o in getattr(self, 'values', empty)]
-        self.tokens = grow(getattr(self, 'tokens', None), T, dtype=torch.long, axis=1)
-        self.u = grow(getattr(self, 'u', None), T, dtype=torch.float64, axis=1)
-        self.log_probs = grow(getattr(self, 'log_probs', None), T, dtype=torch.float32, axis=1)
-        self.routes = grow(getattr(self, 'routes', None), T, L, c.num_experts_per_tok, dtype=route_dtype(c.num_experts), axis=1)
+        c,T = self.c, min(max(T, 2*self.capacity), self.c.max_position_embeddings)
+        def grow(name, before, after=(), dtype=torch.long):
+            new = torch.zeros(*before, T, *after, dtype=dtype, device=self.device)
+            if self.capacity: new.narrow(len(before), 0, self.capacity).copy_(getattr(self, name))
+            setattr(self, name, new)
+        L,KV,d = c.num_hidden_layers, c.num_key_value_heads, c.head_dim
+        grow('cache', (L, 2, self.num, KV), (d,), self.dtype) # keys and values
+        grow('tokens', (self.num,))
+        grow('u', (self.num,), dtype=torch.float64) # the number that draws the token
+        grow('log_probs', (self.num,), dtype=torch.float32)
+        grow('routes', (self.num,), (L, c.num_experts_per_tok), route_dtype(c.num_experts))
         self.capacity = T
-
-    def tensors(self): # everything that moves when a slot moves
-        return (*self.keys, *self.values, self.tokens, self.u, self.log_probs, self.routes, self.length, self.prompt_length,
-            self.budget, self.temperature, self.top_p, self.stop)
 
     @torch.inference_mode()
     def remove(self,
@@ -105,10 +100,52 @@ class Slots:
         holes = [i for i in finished if i<n]
         movers = sorted(set(range(n, self.n))-set(finished))
         if holes:
-            for t in self.tensors(): t[holes] = t[movers]
+            self.cache[:,:,holes] = self.cache[:,:,movers]
+            for t in (self.tokens, self.u, self.log_probs, self.routes, self.length, self.limit, self.stop,
+                self.temperature, self.top_p): t[holes] = t[movers]
         for h,m in zip(holes, movers): self.requests[h],self.started[h] = self.requests[m],self.started[m]
         del self.requests[n:], self.started[n:]
         self.n = n
+
+# %% ../nbs/03_rollout.ipynb #2baad450
+def fold_norms(
+    b:Block         # its weights change, what it computes does not
+)->SimpleNamespace: # what decoding needs, as views
+    "Multiply each norm's weight, and the sqrt(D) of its mean, into the products that follow"
+    D,m,sparse = b.attn_norm.shape[0], b.mlp, isinstance(b.mlp, MoE)
+    for norm,products in ((b.attn_norm, [b.qkv]), (b.mlp_norm, [m.gate_up, m.router] if sparse else [m.gate_up])):
+        for w in products: w.mul_(norm*D**.5)
+        norm.fill_(D**-.5)
+    scale = torch.cat([b.q_norm]*b.H+[b.k_norm]*b.KV).view(-1, b.d)*b.d**.5
+    l = SimpleNamespace(qkv=b.qkv.mT, out=b.out.mT, scale=scale, mlp=m, sparse=sparse)
+    if sparse: l.router,l.gate_up,l.down,l.K,l.norm = m.router.mT, m.gate_up, m.down, m.K, m.norm
+    return l
+
+def unit(
+    x:Tensor,    # [..., D]
+    small:Tensor # sqrt(D eps) of the RMS norm
+)->Tensor:       # x / sqrt(|x|^2 + D eps): the RMS norm but for its weight and sqrt(D)
+    "Three small kernels where `F.rms_norm` takes six"
+    wide = x.float() if x.element_size()<4 else x
+    return (wide/torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), small)).to(x.dtype)
+
+def mix(
+    x:Tensor, # [n, D] residual stream: the experts' outputs are added in place
+    y:Tensor, # [n, D] its norm
+    l:SimpleNamespace
+)->Tensor:    # expert ids [n, K]
+    "`MoE.forward` without a way back: gates enter in the narrow middle, outputs are added where they belong"
+    logits = y@l.router
+    if x.element_size()<4: logits = logits.float()
+    chosen,idx = logits.topk(l.K, -1)
+    gates = chosen.softmax(-1) if l.norm else (chosen-logits.logsumexp(-1, keepdim=True)).exp()
+    experts,order = idx.flatten().sort(stable=True)
+    token = order//l.K
+    ends = torch.searchsorted(experts, torch.arange(logits.shape[1], device=x.device), right=True, out_int32=True)
+    gate,up = grouped_linear(y.index_select(0, token), l.gate_up, ends).chunk(2, -1)
+    h = F.silu(gate).mul_(up).mul_(gates.to(x.dtype).flatten().index_select(0, order)[:,None])
+    x.index_add_(0, token, grouped_linear(h, l.down, ends))
+    return idx
 
 # %% ../nbs/03_rollout.ipynb #11a8d5a9
 @dataclass(frozen=True)
@@ -118,13 +155,14 @@ class RolloutConfig:
     top_p:float=1.0              # below 1 the train engine cannot follow the truncation
     max_tokens:int=64            # response tokens, the stop token included
     num_slots:int=128            # responses that run at the same time
-    dtype:Literal['float32','float64','bfloat16']='float32' # of weights and cache; float64 makes results independent of the batch
+    dtype:Literal['float32','float64','bfloat16']='float32' # float64: tokens do not depend on the batch
 
     def __post_init__(self):
         if self.num_slots<1: raise ValueError(f'num_slots={self.num_slots}: use at least 1')
         self.params() # checks the rest
 
-    def params(self, *stop_ids:int)->SamplingParams: return SamplingParams(self.max_tokens, self.temperature, self.top_p, stop_ids)
+    def params(self, *stop_ids:int)->SamplingParams:
+        return SamplingParams(self.max_tokens, self.temperature, self.top_p, stop_ids)
 
 # %% ../nbs/03_rollout.ipynb #1e7d4e67
 class TorchRollout:
@@ -139,118 +177,141 @@ class TorchRollout:
         if num_slots<1: raise ValueError(f'num_slots={num_slots}: use at least 1')
         self.config,self.return_routes,self.device = config, return_routes, device
         self.policy = Policy(config).to(device, dtype).requires_grad_(False)
+        for p in self.policy.blocks.parameters(): # stored input by output: products of few rows read them faster so
+            if p.dim()>1: p.data = p.mT.contiguous().mT
         self.slots = Slots(config, num_slots, dtype, device)
         self.prefixes:OrderedDict[tuple[int,...],tuple] = OrderedDict()
-        self.version = -1
+        self.version:int|None = None
 
+    @torch.inference_mode()
     def load_weights(self, weights:Iterable[tuple[str,Tensor]], version:int):
-        "New weights; every cache of the old ones is dropped"
-        if self.slots.n: raise RuntimeError(f'{self.slots.n} requests are running: finish or close `generate` before loading weights')
-        load_hf_weights(self.policy, weights)
+        "New weights; every cache of the old ones is dropped. Raises RuntimeError while requests run"
+        s = self.slots
+        if s.n: raise RuntimeError(f'{s.n} requests are running: finish or close `generate` before loading weights')
+        self.version = None # until all have arrived
         self.prefixes.clear()
+        if s.capacity: s.cache.zero_() # masked places count 0 times what they hold, which must be finite
+        load_hf_weights(self.policy, weights)
+        self.layers = [fold_norms(b) for b in self.policy.blocks]
         self.version = version
 
     def check(self, r:Request):
-        "Refuse a request that cannot be served"
-        c,T = self.config, len(r.prompt_ids)
-        if not T: raise ValueError(f'prompt {r.prompt_id!r} is empty')
+        "Raises ValueError for a request that cannot be served"
+        c,T,who = self.config, len(r.prompt_ids), f'prompt {r.prompt_id!r}'
+        if not T: raise ValueError(f'{who} is empty: give it at least one token')
         if T+r.params.max_tokens>c.max_position_embeddings:
-            raise ValueError(f'prompt {r.prompt_id!r} has {T} tokens; with max_tokens={r.params.max_tokens} it exceeds the context of '
+            raise ValueError(f'{who}: its {T} tokens and max_tokens={r.params.max_tokens} exceed the context of '
                 f'{c.max_position_embeddings}: shorten one of them')
-        if not 0<=min(r.prompt_ids)<=max(r.prompt_ids)<c.vocab_size:
-            raise ValueError(f'prompt {r.prompt_id!r} has a token id outside 0..{c.vocab_size-1}: was it made by another tokenizer?')
+        bad = [i for i in (*r.prompt_ids, *r.params.stop_ids) if not 0<=i<c.vocab_size]
+        if bad: raise ValueError(f'{who}: token id {bad[0]} is outside 0..{c.vocab_size-1}: another tokenizer?')
+        if not -1<<63<=r.seed<1<<63: raise ValueError(f'{who}: seed={r.seed} exceeds 64 bits: use `derive_seed`')
 
 # %% ../nbs/03_rollout.ipynb #4e7c7da8
 @torch.inference_mode()
 def prefill(self:TorchRollout,
     prompts:list[tuple[int,...]] # not in the cache yet
 ):
-    "Keys, values and routes of all prompt tokens but the last, which is decoded with the response"
-    heads = [p[:-1] for p in prompts]
-    T = max(map(len, heads))
-    mask = torch.tensor([[t<len(h) for t in range(T)] for h in heads], device=self.device)
-    ids = torch.tensor([list(h)+[0]*(T-len(h)) for h in heads], device=self.device)
+    "Keys, values and routes of all prompt tokens, and the logits of the first response token"
+    mask = torch.tensor([[t<len(p) for t in range(max(map(len, prompts)))] for p in prompts], device=self.device)
     causal,kept = causal_attention(mask), []
     def attend(layer, q, k, v):
-        kept.append((k, v))
+        kept.append(torch.stack([k, v]))
         return causal(layer, q, k, v)
-    positions = torch.arange(T, device=self.device).expand_as(ids)[mask]
-    _,routes = self.policy.trunk(ids[mask], positions, attend)
-    routes = stack_routes(routes, len(positions), self.config.num_experts_per_tok)
-    start = 0
-    for p,h in zip(prompts, heads):
-        at = slice(start, start+len(h)); start += len(h)
-        self.prefixes[p] = [(k[at].permute(1, 2, 0), v[at].transpose(0, 1)) for k,v in kept], routes[at]
+    ids = torch.tensor([i for p in prompts for i in p], device=self.device)
+    hidden,routes = self.policy.trunk(ids, mask.cumsum(1)[mask]-1, attend)
+    kv,routes = torch.stack(kept), stack_routes(routes, len(ids), self.config.num_experts_per_tok) # [L, 2, N, KV, d]
+    ends = mask.sum(1).cumsum(0)
+    for p,end,logits in zip(prompts, ends.tolist(), self.policy.logits(hidden[ends-1])):
+        at = slice(end-len(p), end)
+        self.prefixes[p] = kv[:,:,at].transpose(2, 3).clone(), routes[at].clone(), logits
 
 # %% ../nbs/03_rollout.ipynb #70d5fcd7
 @torch.inference_mode()
 def admit(self:TorchRollout,
     requests:list[Request] # no more than there are free slots
-):
-    "Put requests into free slots"
-    s,now = self.slots, time.perf_counter()
+)->list[int]:              # slots that finished with their first token
+    "Fill free slots and draw the first tokens from their prompts' logits"
+    s,now,params = self.slots, time.perf_counter(), [r.params for r in requests]
     for r in requests: self.check(r)
-    missing = list(dict.fromkeys(p for r in requests if len(p := tuple(r.prompt_ids))>1 and p not in self.prefixes))
+    missing = list(dict.fromkeys(p for r in requests if (p := tuple(r.prompt_ids)) not in self.prefixes))
     if missing: prefill(self, missing)
-    s.reserve(max(len(r.prompt_ids)+r.params.max_tokens for r in requests), max(len(r.params.stop_ids) for r in requests))
-    rows = torch.arange(s.n, s.n+len(requests), device=self.device)
-    column = lambda values, t: t.new_tensor(values)
-    for name,values in dict(length=[len(r.prompt_ids)-1 for r in requests], prompt_length=[len(r.prompt_ids) for r in requests],
-            budget=[r.params.max_tokens for r in requests], temperature=[r.params.temperature for r in requests],
-            top_p=[r.params.top_p for r in requests]).items():
-        t = getattr(s, name); t[rows] = column(values, t)
-    width = s.stop.shape[1]
-    s.stop[rows] = column([list(r.params.stop_ids)+[-1]*(width-len(r.params.stop_ids)) for r in requests], s.stop)
-    steps = torch.arange(max(r.params.max_tokens for r in requests), device=self.device)
-    s.u[rows,:len(steps)] = uniforms(column([r.seed for r in requests], s.length), steps)
-    for i,r in enumerate(requests, s.n):
-        ids = tuple(r.prompt_ids); T = len(ids)
-        s.tokens[i,:T] = torch.tensor(ids, device=self.device)
-        if T>1:
-            kv,routes = self.prefixes[ids]; self.prefixes.move_to_end(ids)
-            for layer,(k,v) in enumerate(kv): s.keys[layer][i,:,:,:T-1] = k; s.values[layer][i,:,:T-1] = v
-            s.routes[i,:T-1] = routes
-    s.requests += requests; s.started += [now]*len(requests); s.n += len(requests)
+    limits = [len(r.prompt_ids)+r.params.max_tokens for r in requests]
+    num_stop = max(s.stop.shape[1], *(len(p.stop_ids) for p in params))
+    s.reserve(max(limits), num_stop)
+    new = slice(s.n, s.n+len(requests))
+    for t,values in ((s.length, [len(r.prompt_ids) for r in requests]), (s.limit, limits),
+            (s.temperature, [p.temperature for p in params]), (s.top_p, [p.top_p for p in params]),
+            (s.stop, [[*p.stop_ids]+[-1]*(num_stop-len(p.stop_ids)) for p in params])): t[new] = t.new_tensor(values)
+    steps = torch.arange(max(p.max_tokens for p in params), device=self.device)
+    u,logits,start = uniforms(s.length.new_tensor([r.seed for r in requests]), steps), [], s.n
+    for ids,group in groupby(requests, key=lambda r: tuple(r.prompt_ids)): # neighbours share one copy
+        at,T = slice(start, start+len(list(group))), len(ids)
+        kv,routes,first = self.prefixes[ids]; self.prefixes.move_to_end(ids)
+        s.cache[:,:,at,:,:T],s.routes[at,:T],s.tokens[at,:T] = kv[:,:,None], routes, s.tokens.new_tensor(ids)
+        s.u[at,T:T+len(steps)] = u[start-s.n:at.stop-s.n,:s.capacity-T]
+        logits.append(first.expand(at.stop-start, -1)); start = at.stop
+    s.requests += requests; s.started += [now]*len(requests); s.n = start
     while len(self.prefixes)>s.num: self.prefixes.popitem(last=False)
+    return draw(self, new, torch.cat(logits))
 
 # %% ../nbs/03_rollout.ipynb #5430ba74
 @torch.inference_mode()
-def step(self:TorchRollout
-)->list[int]: # slots that finished
-    "One token for every busy slot"
-    s,c,n = self.slots, self.config, self.slots.n
-    rows,pos = torch.arange(n, device=self.device), s.length[:n]
-    T = int(pos.max())+1
-    groups = c.num_attention_heads//c.num_key_value_heads
-    future = torch.arange(T, device=self.device)>pos[:,None]
-    bias = torch.zeros(n, 1, 1, T, dtype=s.dtype, device=self.device).masked_fill_(future[:,None,None], -torch.inf)
-    def attend(layer, q, k, v):
-        K,V = s.keys[layer], s.values[layer]
-        K[rows,:,:,pos] = k; V[rows,:,pos] = v
-        q = q.view(n, c.num_key_value_heads, groups, c.head_dim)*c.head_dim**-.5
-        scores = (q@K[:n,:,:,:T]).add_(bias)
-        return (scores.softmax(-1)@V[:n,:,:T]).view(n, -1, c.head_dim)
-    hidden,routes = self.policy.trunk(s.tokens[rows,pos], pos, attend)
-    done = pos-s.prompt_length[:n]+1 # response tokens so far
-    top_p = s.top_p[:n] if bool((s.top_p[:n]<1).any()) else None
-    tokens,log_probs = sample_tokens(self.policy.logits(hidden), s.u[rows,done], s.temperature[:n], top_p)
-    if self.return_routes: s.routes[rows,pos] = stack_routes(routes, n, c.num_experts_per_tok).to(s.routes.dtype)
-    s.log_probs[rows,done] = log_probs
-    s.tokens[rows,pos+1] = tokens
-    last = done+1>=s.budget[:n]
-    s.length[:n] += 1 # `pos` is a view of it, so this comes last
-    return (last | (tokens[:,None]==s.stop[:n]).any(-1)).nonzero()[:,0].tolist()
+def draw(self:TorchRollout,
+    at:slice,     # which slots
+    logits:Tensor # [n, V] theirs
+)->list[int]:     # those that finished
+    "Append one token to each"
+    s = self.slots
+    end = s.length[at,None]
+    top_p = s.top_p[at] if any(r.params.top_p<1 for r in s.requests[at]) else None
+    tokens,log_probs = sample_tokens(logits, s.u[at].gather(1, end)[:,0], s.temperature[at], top_p)
+    s.tokens[at].scatter_(1, end, tokens[:,None])
+    s.log_probs[at].scatter_(1, end, log_probs[:,None])
+    s.length[at] += 1
+    done = (s.length[at]>=s.limit[at]) | (tokens[:,None]==s.stop[at]).any(-1)
+    return (done.nonzero()[:,0]+at.start).tolist()
 
 # %% ../nbs/03_rollout.ipynb #98c2f2ea
+@torch.inference_mode()
+def step(self:TorchRollout
+)->list[int]: # slots that finished
+    "Feed the newest token of every busy slot and draw the next"
+    s,c,n,device = self.slots, self.config, self.slots.n, self.device
+    H,KV,D,d,place = c.num_attention_heads, c.num_key_value_heads, c.hidden_size, c.head_dim, s.length[:n]-1
+    T = int(place.max())+1
+    future = torch.arange(T, device=device)>place[:,None]
+    bias = torch.zeros(n, KV, 1, T, dtype=s.dtype, device=device).masked_fill_(future[:,None,None], -torch.inf)
+    rows = torch.arange(2*s.num*KV, device=device).view(2, s.num, KV)[:,:n].movedim(0, 1)
+    rows = (rows*s.capacity+place[:,None,None]).flatten() # new ones in a layer's cache seen as rows of d
+    cos,sin = (t.index_select(0, place)[:,None] for t in (self.policy.cos, self.policy.sin))
+    small,small_d = (torch.tensor((k*c.rms_norm_eps)**.5) for k in (D, d))
+    x,routes = F.embedding(s.tokens[:n].gather(1, place[:,None])[:,0], self.policy.embed), []
+    for l,cache in zip(self.layers, s.cache.unbind()):
+        qkv = (unit(x, small)@l.qkv).view(n, -1, d)
+        qk = qkv[:,:H+KV]
+        t = unit(qk, small_d).mul_(l.scale)
+        torch.addcmul(t*cos, t.roll(d//2, -1), sin, out=qk) # `rotate`, in place
+        cache.view(-1, d).index_copy_(0, rows, qkv[:,H:].reshape(-1, d))
+        past = cache.view(2, -1, s.capacity, d)[:,:n*KV,:T]
+        scores = torch.baddbmm(bias.view(-1, 1, T), qkv[:,:H].reshape(n*KV, -1, d), past[0].mT, alpha=d**-.5)
+        x = torch.addmm(x, torch.bmm(scores.softmax(-1), past[1]).view(n, -1), l.out)
+        y = unit(x, small)
+        if l.sparse: routes.append(mix(x, y, l))
+        else: x += l.mlp(y)[0]; routes.append(None)
+    if self.return_routes:
+        at = torch.arange(n, device=device)*s.capacity+place
+        s.routes.flatten(0, 1).index_copy_(0, at, stack_routes(routes, n, c.num_experts_per_tok).to(s.routes.dtype))
+    return draw(self, slice(0, n), self.policy.logits(unit(x, small)*(self.policy.norm*D**.5)))
+
+# %% ../nbs/03_rollout.ipynb #eb1d4177
 def harvest(self:TorchRollout,
     slot:int
 )->Sample:
     "The sample that a finished slot holds"
     s,r = self.slots, self.slots.requests[slot]
-    end,Tp = int(s.length[slot])+1, len(r.prompt_ids)
-    ids = s.tokens[slot,Tp:end].tolist()
-    copy = lambda t: t.clone().cpu()
-    return Sample(r.prompt_id, r.index, list(r.prompt_ids), ids, rollout_log_probs=copy(s.log_probs[slot,:end-Tp]),
+    end,Tp = int(s.length[slot]), len(r.prompt_ids)
+    ids,copy = s.tokens[slot,Tp:end].tolist(), lambda t: t.cpu().clone()
+    return Sample(r.prompt_id, r.index, list(r.prompt_ids), ids, rollout_log_probs=copy(s.log_probs[slot,Tp:end]),
         routed_experts=copy(s.routes[slot,:end-1]) if self.return_routes else None,
         routes_valid=torch.ones(end-1, dtype=torch.bool) if self.return_routes else None,
         finish_reason='stop' if ids[-1] in r.params.stop_ids else 'length', weight_version=self.version,
@@ -259,18 +320,14 @@ def harvest(self:TorchRollout,
 def generate(self:TorchRollout, requests:Iterable[Request])->Iterator[Sample]:
     "Yields each sample as it finishes; its slot is refilled at once"
     s,waiting = self.slots, iter(requests)
+    if self.version is None: raise RuntimeError('this engine has no weights: call `load_weights` first')
     if s.n: raise RuntimeError(f'{s.n} requests are running: one `generate` at a time')
     try:
-        more = True
-        while more or s.n:
-            new = []
-            while more and s.n+len(new)<s.num:
-                r = next(waiting, None)
-                if r is None: more = False
-                else: new.append(r)
-            if new: admit(self, new)
-            if not s.n: break
-            finished = step(self)
+        while True:
+            new = list(islice(waiting, s.num-s.n))
+            if new: finished = admit(self, new)
+            elif s.n: finished = step(self)
+            else: break
             samples = [harvest(self, i) for i in finished]
             if finished: s.remove(finished)
             yield from samples

@@ -1,4 +1,4 @@
-"""One folder holds everything about a run: what was asked, what happened, where to resume, what came out.
+"""One folder holds everything about a run: what was asked, what happened, where to go on, what came out.
 
 Docs: https://compassrl.github.io/compassrl/run.html.md"""
 
@@ -34,10 +34,10 @@ from .train_engine import TorchTrain
 from .trainer import TrainConfig, fit
 
 # %% auto #0
-__all__ = ['config_from_dict', 'read_run_config', 'Parts', 'build', 'Stop', 'Run', 'keep_until', 'replace_text', 'write_json',
-           'new_folder', 'locked', 'start_run', 'resume_run', 'save_model', 'stoppable']
+__all__ = ['config_from_dict', 'read_run_config', 'Parts', 'build', 'replace_text', 'write_json', 'keep_until', 'Log', 'Stop',
+           'Run', 'stoppable', 'locked', 'new_folder', 'start_run', 'resume_run', 'save_model']
 
-# %% ../nbs/22_run.ipynb #423ac6ba
+# %% ../nbs/22_run.ipynb #bade0c68
 def config_from_dict(
     cls:type,  # a config dataclass
     d:dict,    # as in config.json; what is missing takes its default
@@ -58,7 +58,8 @@ def _value(hint, v, at): # JSON knows neither tuples nor which number is a float
         return tuple(_value(h, x, f'{at}[{i}]') for i,(h,x) in enumerate(zip(hints, v)))
     if kind is float and type(v) in (int, float): return float(v)
     if v in args if kind is typing.Literal else type(v) is kind: return v
-    raise ValueError(f'{at}={v!r}: use '+(f'one of {list(args)}' if kind is typing.Literal else hint.__name__ if kind is hint else str(hint)))
+    use = f'one of {list(args)}' if kind is typing.Literal else hint.__name__ if kind is hint else hint
+    raise ValueError(f'{at}={v!r}: use {use}')
 
 # %% ../nbs/22_run.ipynb #3da88f36
 def read_run_config(
@@ -71,7 +72,7 @@ def read_run_config(
     except json.JSONDecodeError as e: raise ValueError(f'{path} is not JSON ({e})') from e
     return config_from_dict(TrainConfig, d)
 
-# %% ../nbs/22_run.ipynb #c7f2a155
+# %% ../nbs/22_run.ipynb #0944d76e
 @dataclasses.dataclass
 class Parts:
     "What a run is made of"
@@ -85,77 +86,113 @@ class Parts:
     reference:TorchTrain|None # the starting weights, for the KL penalty
 
 def build(cfg:TrainConfig)->Parts:
-    "Data, policy and engines; every bad input is refused here"
-    if cfg.device=='cuda' and not torch.cuda.is_available(): raise ValueError("device='cuda': no CUDA device was found, use 'cpu'")
+    "Data, policy and engines; every bad input is refused here. Raises ValueError"
+    if cfg.device=='cuda' and not torch.cuda.is_available():
+        raise ValueError("device='cuda': no CUDA device was found, use 'cpu'")
     torch.set_num_threads(cfg.num_threads)
     tokenizer = load_tokenizer(cfg.init_from) if cfg.init_from else build_tokenizer()
-    shape = read_config(cfg.init_from) if cfg.init_from else cfg.policy
-    if tokenizer.get_vocab_size()>shape.vocab_size:
-        raise ValueError(f'policy.vocab_size={shape.vocab_size}: the tokenizer has {tokenizer.get_vocab_size()} tokens, use at least that many')
+    shape,num_tokens = read_config(cfg.init_from) if cfg.init_from else cfg.policy, tokenizer.get_vocab_size()
+    if num_tokens>shape.vocab_size:
+        raise ValueError(f'policy.vocab_size={shape.vocab_size}: the tokenizer has {num_tokens} tokens, use at least that many')
     train,heldout = load_data(cfg.data, tokenizer, cfg.seed)
     _check_data(cfg, shape, train, heldout)
     policy = (from_pretrained(cfg.init_from) if cfg.init_from else Policy(shape, cfg.seed)).to(cfg.device)
     dtype = getattr(torch, cfg.rollout.dtype)
     rollout = TorchRollout(shape, cfg.rollout.num_slots, dtype, cfg.device, return_routes=cfg.router_replay)
-    engine = TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
-    reference = TorchTrain(Policy(shape).to(cfg.device), cfg.optim, cfg.rollout.temperature, cfg.router_replay) if cfg.loss.kl_coef else None
-    return Parts(tokenizer, shape.eos_token_id, train, heldout, policy, rollout, engine, reference)
+    def engine(policy): return TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
+    reference = engine(Policy(shape).to(cfg.device)) if cfg.loss.kl_coef else None
+    return Parts(tokenizer, shape.eos_token_id, train, heldout, policy, rollout, engine(policy), reference)
 
+# %% ../nbs/22_run.ipynb #2d39c50b
 def _check_data(cfg, shape, train, heldout):
     for p in train+heldout:
         if len(p.token_ids)+cfg.rollout.max_tokens>shape.max_position_embeddings:
-            raise ValueError(f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens={cfg.rollout.max_tokens} it exceeds the context of '
-                f'{shape.max_position_embeddings}: lower data.max_prompt_tokens or rollout.max_tokens')
-    if len(train)<cfg.prompts_per_step: raise ValueError(f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts')
+            raise ValueError(f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens={cfg.rollout.max_tokens} it exceeds '
+                f'the context of {shape.max_position_embeddings}: lower data.max_prompt_tokens or rollout.max_tokens')
+    if len(train)<cfg.prompts_per_step:
+        raise ValueError(f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts')
     if cfg.cold_start.steps and not cfg.init_from:
         bare = next((p.id for p in train[:cfg.cold_start.num_solutions] if not p.solution), None)
-        if bare: raise ValueError(f'prompt {bare} has no solution: the cold start needs them; set cold_start.steps to 0, or start from a checkpoint with init_from')
+        if bare: raise ValueError(f'prompt {bare} has no solution, which the cold start needs: '
+            'set cold_start.steps to 0, or start from a checkpoint with init_from')
 
-# %% ../nbs/22_run.ipynb #0944d76e
-class Stop(KeyboardInterrupt): "A run that was asked to stop, after it saved"
+# %% ../nbs/22_run.ipynb #82695793
+def replace_text(path:Path, text:str):
+    "Write a file whole or not at all, whenever the process is killed"
+    new = path.with_name(f'.{path.name}.tmp')
+    new.write_text(text)
+    os.replace(new, path)
 
-class Run:
-    "Files, progress and checkpoints of one run (implements `RunHooks`)"
-    def __init__(self, cfg:TrainConfig, folder:Path, parts:Parts):
-        self.cfg,self.folder,self.parts,self.asked_to_stop = cfg, folder, parts, False
+def write_json(path:Path, d): replace_text(path, json.dumps(d, indent=2)+'\n')
 
-    def open(self,
-        start:int # steps already done; whatever the files hold beyond is dropped
+def keep_until(
+    path:Path, # JSONL with a `step` in each row; made if it does not exist
+    step:int
+):
+    "Drop rows of later steps and a torn last line, which a killed run may have left behind"
+    kept = []
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        try:
+            if line.endswith('\n') and json.loads(line)['step']<=step: kept.append(line)
+        except json.JSONDecodeError: pass
+    replace_text(path, ''.join(kept))
+
+# %% ../nbs/22_run.ipynb #c3629474
+class Log:
+    "The growing files of a run, and its progress bar"
+    def __init__(self,
+        folder:Path,
+        start:int,   # steps already done; whatever the files hold beyond is dropped
+        steps:int
     ):
-        for name in ('metrics.jsonl', 'trace.jsonl'): keep_until(self.folder/name, start)
-        self.metrics,self.trace = (open(self.folder/n, 'r+') for n in ('metrics.jsonl', 'trace.jsonl'))
-        for f in (self.metrics, self.trace): f.seek(0, os.SEEK_END)
-        self.board = SummaryWriter(self.folder/'tensorboard', purge_step=start+1 if start else None)
-        self.bar = tqdm(total=self.cfg.steps, initial=start, desc='RL', unit='step', dynamic_ncols=True)
-        return self
+        for name in ('metrics', 'trace'): keep_until(folder/f'{name}.jsonl', start)
+        self.metrics,self.trace = (open(folder/f'{name}.jsonl', 'r+') for name in ('metrics', 'trace'))
+        self.trace.seek(0, os.SEEK_END)
+        self.board = SummaryWriter(folder/'tensorboard', purge_step=start+1 if start else None)
+        self.bar = tqdm(total=steps, initial=start, desc='RL', unit='step', dynamic_ncols=True)
+
+    def row(self,
+        metrics:Metrics,
+        over:int|None=None # where the row begins that is written again; None = a new one
+    )->int:                # where it begins
+        "One step in metrics.jsonl and for TensorBoard"
+        at = self.metrics.seek(0, os.SEEK_END) if over is None else self.metrics.seek(over)
+        self.metrics.write(json.dumps(metrics)+'\n'); self.metrics.flush()
+        for k in metrics if over is None else ['time_checkpoint_s']:
+            if k!='step': self.board.add_scalar(k.replace('time_', 'time/', 1), metrics[k], metrics['step'])
+        self.board.flush()
+        return at
+
+    def batch(self, rows): # of a step, for trace.jsonl
+        for row in rows: self.trace.write(json.dumps(row)+'\n')
+        self.trace.flush()
 
     def close(self):
         for f in (self.metrics, self.trace, self.board, self.bar): f.close()
 
+# %% ../nbs/22_run.ipynb #913468ab
+class Stop(KeyboardInterrupt): "A run that was asked to stop, after it saved"
+
+class Run:
+    "One run and its folder (implements `RunHooks`)"
+    def __init__(self, cfg:TrainConfig, folder:Path, parts:Parts):
+        self.cfg,self.folder,self.parts,self.asked_to_stop = cfg, folder, parts, False
+
     def on_step(self, step:int, metrics:Metrics, samples:list[Sample], batch:Batch):
-        c,last = self.cfg, step==self.cfg.steps
+        c,m,last = self.cfg, metrics, step==self.cfg.steps
         if c.eval_every and step%c.eval_every==0 and not last:
             r = self.evaluate()
-            metrics |= dict(eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k'])
+            m |= dict(eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k'])
         if c.trace_every and (step%c.trace_every==0 or step==1):
-            for row in trace_rows(step, metrics, samples, batch, c.optim.num_mini_batches): self.trace.write(json.dumps(row)+'\n')
-            self.trace.flush()
-        at = self._log(step, metrics) # before its checkpoint: resume can drop a row too many, but not bring back a lost one
+            self.log.batch(trace_rows(step, m, samples, batch, c.optim.num_mini_batches))
+        at = self.log.row(m) # before its checkpoint: a row too many can be dropped, a lost one does not come back
         if last or self.asked_to_stop or c.save_every and step%c.save_every==0:
             t = time.perf_counter(); self.save(step)
-            self._log(step, metrics | dict(time_checkpoint_s=time.perf_counter()-t), at)
-        self.bar.update()
-        self.bar.set_postfix_str(f"reward {metrics['reward_mean']:.2f}, zero variance {metrics['zero_variance_frac']:.2f}, "
-            f"entropy {metrics['entropy']:.2f}, {metrics['tokens']/metrics['time_step_s']:,.0f} tok/s")
+            self.log.row(m | dict(time_checkpoint_s=time.perf_counter()-t), at)
+        self.log.bar.update()
+        self.log.bar.set_postfix_str(f"reward {m['reward_mean']:.2f}, zero variance {m['zero_variance_frac']:.2f}, "
+            f"entropy {m['entropy']:.2f}, {m['tokens']/m['time_step_s']:,.0f} tok/s")
         if self.asked_to_stop: raise Stop
-
-    def _log(self, step, metrics, over=None): # a new row, or the row that begins at `over` again -> where it begins
-        at = self.metrics.seek(0, os.SEEK_END) if over is None else self.metrics.seek(over)
-        self.metrics.write(json.dumps(metrics)+'\n'); self.metrics.flush()
-        for k,v in metrics.items():
-            if k!='step' and (over is None or k=='time_checkpoint_s'): self.board.add_scalar(k.replace('time_', 'time/', 1), v, step)
-        self.board.flush()
-        return at
 
     def save(self, step:int):
         "A checkpoint of everything that a resume needs"
@@ -166,55 +203,50 @@ class Run:
         p,c = self.parts, self.cfg
         return evaluate(p.rollout, p.heldout, c.eval_k, c.rollout.params(p.eos_id), p.tokenizer, c.seed).as_dict()
 
-# %% ../nbs/22_run.ipynb #2d39c50b
-def keep_until(
-    path:Path, # JSONL with a `step` in each row
-    step:int
+# %% ../nbs/22_run.ipynb #abe09fbe
+class stoppable:
+    "Ctrl-C (or SIGTERM) finishes the step, saves and stops; a second one stops at once"
+    def __init__(self, run:Run): self.run = run
+    def _ask(self, signum, frame):
+        if self.run.asked_to_stop: raise KeyboardInterrupt
+        self.run.asked_to_stop = True
+        print('\nstopping after this step (once more: at once)', flush=True)
+    def __enter__(self): self.old = {s:signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    def __exit__(self, kind, error, tb):
+        for s,h in self.old.items(): signal.signal(s, h)
+        if kind and issubclass(kind, KeyboardInterrupt):
+            folder = self.run.folder
+            if latest_checkpoint(folder/'checkpoints'): print(f'stopped; go on with: compassrl resume {folder}')
+            else: print(f'stopped before the first checkpoint: nothing to resume in {folder}')
+
+# %% ../nbs/22_run.ipynb #d01d4608
+@contextmanager
+def locked(
+    folder:Path # of a run
 ):
-    "Drop rows of later steps and a torn last line, which a killed run may have left behind; makes the file if there is none"
-    kept = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+    "One process per run; raises ValueError if there is one already. The lock of a process that is killed is free at once"
+    with open(folder/'.lock', 'w') as f:
         try:
-            if line.endswith('\n') and json.loads(line)['step']<=step: kept.append(line)
-        except json.JSONDecodeError: pass
-    replace_text(path, ''.join(kept))
+            if fcntl: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f'{folder} is in use by another process: wait for it, or stop it first') from None
+        yield
 
-def replace_text(path:Path, text:str):
-    "Write a file whole or not at all, whenever the process is killed"
-    new = path.with_name(f'.{path.name}.tmp')
-    new.write_text(text)
-    os.replace(new, path)
-
-def write_json(path:Path, d): replace_text(path, json.dumps(d, indent=2)+'\n')
-
-# %% ../nbs/22_run.ipynb #68bb232d
 def new_folder(
     cfg:TrainConfig
 )->Path:
     "Where a new run goes; raises ValueError if something is there already"
     folder = Path(cfg.run_dir or f'runs/{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}')
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f'run_dir={str(folder)!r} is not empty: choose another, or resume it with `compassrl resume {folder}`')
+        raise ValueError(f'run_dir={str(folder)!r} is not empty: choose another, or go on with `compassrl resume {folder}`')
     return folder
 
-@contextmanager
-def locked(
-    folder:Path # of a run
-):
-    "One process per run: a second one would write into the same files. The system frees the lock of a process that is killed"
-    with open(folder/'.lock', 'w') as f:
-        if fcntl:
-            try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
-            except BlockingIOError: raise ValueError(f'{folder} is in use by another process: wait for it, or stop it first') from None
-        yield
-
-# %% ../nbs/22_run.ipynb #46da9c56
+# %% ../nbs/22_run.ipynb #68bb232d
 def start_run(
     cfg:TrainConfig
 )->Path: # the run directory
-    "Cold start, evaluation, RL, evaluation, report"
-    parts = build(cfg)
-    folder = new_folder(cfg)
+    "Cold start, evaluation, RL, evaluation, report. Raises ValueError before anything is written"
+    parts,folder = build(cfg), new_folder(cfg)
     try: folder.mkdir(parents=True, exist_ok=True)
     except OSError as e: raise ValueError(f'run_dir={str(folder)!r} cannot be made ({e.strerror}): choose another') from e
     run = Run(cfg, folder, parts)
@@ -228,18 +260,28 @@ def start_run(
         run.save(0)
         return _train(run, 0)
 
+def _cold_start(run):
+    c,p = run.cfg, run.parts
+    engine = TorchTrain(p.policy, dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1), replay=False)
+    bar = tqdm(total=c.cold_start.steps, desc='cold start', unit='step', dynamic_ncols=True)
+    with open(run.folder/'cold_start.jsonl', 'w', buffering=1) as f, bar:
+        for m in cold_start(engine, p.train, c.cold_start, p.tokenizer, c.seed):
+            f.write(json.dumps(m)+'\n'); bar.update(); bar.set_postfix_str(f"loss {m['loss']:.3f}")
+            if run.asked_to_stop: raise Stop
+
+# %% ../nbs/22_run.ipynb #46da9c56
 def resume_run(
     folder:str|Path,
     steps:int|None=None # a new total; None = as configured
 )->Path:
-    "Go on from the newest whole checkpoint; the result is the one that an uninterrupted run would have had"
+    "Go on from the newest whole checkpoint: the result is that of a run without a break. Raises ValueError"
     folder = Path(folder)
     cfg = read_run_config(folder)
     if steps is not None: cfg = dataclasses.replace(cfg, steps=steps)
     with locked(folder):
         parts = build(cfg)
         step,state = load_checkpoint(latest_checkpoint(folder/'checkpoints', required=True))
-        if cfg.steps<step: raise ValueError(f'steps={cfg.steps}: the run has done {step} already, use at least that many')
+        if cfg.steps<step: raise ValueError(f'steps={cfg.steps}: the run has done {step}, use at least that many')
         check_shapes(parts.engine.state_dict()['policy'], state['policy'])
         parts.engine.load_state_dict(state)
         parts.rollout.load_weights(parts.engine.weights(), step)
@@ -248,27 +290,20 @@ def resume_run(
         print(f'resuming {folder} after step {step}')
         with stoppable(run): return _train(run, step)
 
-def _train(run, start):
-    p = run.parts
-    if p.reference: p.reference.policy.load_state_dict(from_pretrained(run.folder/'start').state_dict())
-    run.open(start)
-    try: fit(run.cfg, p.train, p.rollout, p.engine, p.tokenizer, run, p.eos_id, start, p.reference)
-    finally: run.close()
-    before,after = json.loads((run.folder/'eval_before.json').read_text()), run.evaluate()
-    write_json(run.folder/'eval_after.json', after)
-    save_model(p, run.folder/'model')
-    write_report(run.folder)
-    print(f"held-out avg@{after['k']}: {100*before['avg']:.1f} % before RL, {100*after['avg']:.1f} % after; see {run.folder/'report.md'} and curves.png")
-    return run.folder
-
 # %% ../nbs/22_run.ipynb #566690e0
-def _cold_start(run):
-    c,p = run.cfg, run.parts
-    engine = TorchTrain(p.policy, dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1), replay=False)
-    with open(run.folder/'cold_start.jsonl', 'w', buffering=1) as f, tqdm(total=c.cold_start.steps, desc='cold start', unit='step', dynamic_ncols=True) as bar:
-        for m in cold_start(engine, p.train, c.cold_start, p.tokenizer, c.seed):
-            f.write(json.dumps(m)+'\n'); bar.update(); bar.set_postfix_str(f"loss {m['loss']:.3f}")
-            if run.asked_to_stop: raise Stop
+def _train(run, start): # the loop and what comes after it
+    p,folder = run.parts, run.folder
+    if p.reference: p.reference.policy.load_state_dict(from_pretrained(folder/'start').state_dict())
+    run.log = Log(folder, start, run.cfg.steps)
+    try: fit(run.cfg, p.train, p.rollout, p.engine, p.tokenizer, run, p.eos_id, start, p.reference)
+    finally: run.log.close()
+    before,after = json.loads((folder/'eval_before.json').read_text()), run.evaluate()
+    write_json(folder/'eval_after.json', after)
+    save_model(p, folder/'model')
+    write_report(folder)
+    print(f"held-out avg@{after['k']}: {100*before['avg']:.1f} % before RL, {100*after['avg']:.1f} % after; "
+        f"see {folder/'report.md'} and curves.png")
+    return folder
 
 def save_model(
     parts:Parts,
@@ -277,18 +312,3 @@ def save_model(
     "A Hugging Face checkpoint with its tokenizer"
     save_pretrained(parts.policy, folder)
     save_tokenizer(parts.tokenizer, folder)
-
-# %% ../nbs/22_run.ipynb #85d4e776
-class stoppable:
-    "Ctrl-C (or SIGTERM) finishes the step, saves and stops; a second one stops at once"
-    def __init__(self, run:Run): self.run = run
-    def _ask(self, signum, frame):
-        if self.run.asked_to_stop: raise KeyboardInterrupt
-        self.run.asked_to_stop = True
-        print('\nstopping after this step (once more: at once)', flush=True)
-    def __enter__(self): self.old = {s:signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    def __exit__(self, kind, error, tb):
-        for s,h in self.old.items(): signal.signal(s, h)
-        if kind and issubclass(kind, KeyboardInterrupt):
-            if latest_checkpoint(self.run.folder/'checkpoints'): print(f'stopped; go on with: compassrl resume {self.run.folder}')
-            else: print(f'stopped before the first checkpoint: nothing to resume in {self.run.folder}')

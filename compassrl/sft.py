@@ -6,7 +6,7 @@ Docs: https://compassrl.github.io/compassrl/sft.html.md"""
 
 # %% ../nbs/14_sft.ipynb #bdcaf583
 from __future__ import annotations
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 import torch
 from tokenizers import Tokenizer
@@ -42,9 +42,10 @@ def solution_batch(
     tokenizer:Tokenizer,
     eos_id:int=EOS_ID
 )->Batch:                 # the solution and the stop token are the response
-    "Written-out solutions as if a rollout had sampled them"
+    "Written-out solutions as if a rollout had sampled them; raises ValueError where there is none"
     def sample(p):
-        if not p.solution: raise ValueError(f'prompt {p.id} has no solution: the cold start needs written-out solutions (set cold_start.steps to 0 to go without)')
+        if not p.solution:
+            raise ValueError(f'prompt {p.id} has no solution: the cold start needs one written out; set its steps to 0')
         ids = encode(tokenizer, p.solution)+[eos_id]
         return Sample(p.id, 0, p.token_ids, ids, torch.zeros(len(ids)), None, None, 'stop', -1)
     return collate([sample(p) for p in prompts])
@@ -66,7 +67,7 @@ def without_working(
     _,mark,answer = prompt.solution.partition('#')
     return replace(prompt, solution=mark+answer) if mark else prompt
 
-# %% ../nbs/14_sft.ipynb #549958de
+# %% ../nbs/14_sft.ipynb #2276c406
 def cosine_lr(step:int, cfg:SFTConfig)->float:
     "Linear warm-up, then a cosine down to a tenth"
     if step<cfg.warmup_steps: return cfg.lr*(step+1)/cfg.warmup_steps
@@ -81,7 +82,9 @@ def cold_start(
     seed:int=0
 )->Iterator[Metrics]:     # step, loss, tokens and grad_norm of every step
     "Supervised fine-tuning on the first `num_solutions` prompts, reshuffled every epoch"
-    hasty = lambda p: derive_seed(seed, 'hasty', p.id)<cfg.hasty_frac*2**63
+    if not cfg.steps: return
+    if not prompts: raise ValueError('no prompts: the cold start needs some with a solution; set its steps to 0')
+    def hasty(p): return derive_seed(seed, 'hasty', p.id)<cfg.hasty_frac*2**63
     pool = [without_working(p) if hasty(p) else p for p in prompts[:cfg.num_solutions]]
     full = solution_batch(pool, tokenizer) # also refuses a prompt without a solution before any work
     order:list[int] = []
@@ -90,4 +93,5 @@ def cold_start(
             gen = torch.Generator().manual_seed(derive_seed(seed, 'sft', step, len(order)))
             order += torch.randperm(len(pool), generator=gen).tolist()
         rows,order = order[:cfg.batch_size], order[cfg.batch_size:]
-        yield dict(step=step+1, tokens=float(full.response_mask[rows].sum()), **engine.update(select(full, rows), sft_loss, lr=cosine_lr(step, cfg)))
+        metrics = engine.update(select(full, rows), sft_loss, lr=cosine_lr(step, cfg))
+        yield dict(step=step+1, tokens=float(full.response_mask[rows].sum()), **metrics)

@@ -3,7 +3,6 @@ import base64
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -143,9 +142,10 @@ def test_torchrun_command(tmp_path, monkeypatch):
     (tmp_path/'my config.json').write_text(json.dumps(asdict(cfg)))
     comment, command = torchrun_command(cfg, 2, 8, 'my config.json').split('\n', 1)
     assert comment == '# not run: the Megatron-Core engine is not part of this release'
-    words = shlex.split(command)
-    assert words[:5] == ['torchrun', '--nnodes=2', '--nproc-per-node=8', '--rdzv-backend=c10d', '--rdzv-endpoint=$HEAD:29500']
-    assert words[5:7] == ['-m', 'compassrl.train'] and parse_train(words[7:]) == cfg
+    shell = 'torchrun() { printf "%s\\n" "$@"; }; '
+    words = subprocess.run(['sh', '-c', shell+command], env=dict(os.environ, HEAD='node0'), capture_output=True, text=True, check=True).stdout.splitlines()
+    assert words[:6] == ['--nnodes=2', '--nproc-per-node=8', '--rdzv-backend=c10d', '--rdzv-endpoint=node0:29500', '-m', 'compassrl.train']
+    assert parse_train(words[6:]) == cfg
     for kw, said in ((dict(nodes=0), 'nodes=0'), (dict(gpus_per_node=0), 'gpus_per_node=0'), (dict(nodes=99), '32 responses')):
         with pytest.raises(ValueError, match=said): torchrun_command(cfg, **kw)
 

@@ -39,11 +39,11 @@ class Commands(TrainerCallback):
         if state.global_step%self.updates: return
         if not sys.stdin.readline(): sys.stdout.flush(); os._exit(0)
         self.work = dict(generations=0, log_prob_rows=0, grad_rows=0, response_tokens=0)
-        self.start = time.perf_counter()
+        self.start = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args, state, control, **_):
         if state.global_step%self.updates: return
-        print(json.dumps(dict(seconds=time.perf_counter()-self.start, **self.work)), flush=True)
+        print(json.dumps(dict(seconds=time.perf_counter()-self.start[0], cpu_seconds=time.process_time()-self.start[1], **self.work)), flush=True)
 
 
 class Counted(GRPOTrainer):
