@@ -18,7 +18,9 @@ stages = dict( # stage -> number of its notebook, what its box says; the loop fi
     policy=('02','policy'), sft=('14','cold start'), trainer=('16','the loop'), checkpoint=('17','checkpoint'),
     evaluate=('20','evaluate'), launch=('40','launch'))
 
-_also = dict(problems='tasks', pretrained='policy', report='evaluate', trace='evaluate', run='launch', train='launch')
+_also = dict( # modules beside a stage
+    problems='tasks', pretrained='policy', curves='evaluate', report='evaluate', trace='evaluate',
+    run='launch', train='launch')
 
 # %% ../nbs/00_lesson.ipynb #21cabeac
 _w,_h,_gx,_gy = 112,34,24,46 # boxes and the gaps between them
@@ -36,18 +38,20 @@ def _arrows(color): # along the first row, and from its last box back to the sec
     last,first,y = 8+5*(_w+_gx)+_w/2, 8+_w+_gx+_w/2, 8+_h
     paths = ''.join(f'<path d="M{p}" marker-end="url(#arrow-{color[1:]})"/>'
         for p in [*along.split('M')[1:], f'{last} {y+2}v22H{first}v-19'])
-    return (f'<defs><marker id="arrow-{color[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        f'<path d="M0 0L8 4L0 8z" fill="{color}"/></marker></defs><g stroke="{color}" fill="none">{paths}</g>'
+    head = (f'<marker id="arrow-{color[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{color}"/></marker>')
+    return (f'<defs>{head}</defs><g stroke="{color}" fill="none">{paths}</g>'
         f'<text x="{(last+first)/2}" y="{y+18}" text-anchor="middle" fill="{color}" font-size="11">new weights</text>')
 
 # %% ../nbs/00_lesson.ipynb #20f971c5
 def pipeline(
-    stage:str|None=None # the box to highlight: a key of `stages` or the module of a notebook; 'records' = the arrows; None = nothing
+    stage:str|None=None # a key of `stages` or a notebook's module; 'records' = the arrows; None = highlight nothing
 ):                      # an SVG that Jupyter and the site both show
     "The map of the series with one stage highlighted. Raises ValueError for an unknown stage"
     from IPython.display import SVG
     here = _also.get(stage, stage)
-    if here not in (None, 'records', *stages): raise ValueError(f'stage={stage!r}: use one of {[*stages, *_also, "records"]}')
+    known = [*stages, *_also, 'records']
+    if not (stage is None or stage in known): raise ValueError(f'stage={stage!r}: use one of {known}')
     width,height = 16+6*_w+5*_gx, 16+2*_h+_gy
     boxes = ''.join(_box(i, s, s==here) for i,s in enumerate(stages))
     return SVG(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
@@ -63,7 +67,7 @@ def predict(
 ):                         # HTML with the answer folded away
     "A question whose answer opens on a click. Raises ValueError if `answer` is no option"
     from IPython.display import HTML
-    if not 0<=answer<len(options): raise ValueError(f'answer={answer}: use the index of one of the {len(options)} options')
+    if not 0<=answer<len(options): raise ValueError(f'answer={answer}: use the index of one of {len(options)} options')
     items = ''.join(f'<li>{escape(o)}</li>' for o in options)
     return HTML('<div style="border-left:4px solid #c2410c;padding:.4em 1em"><b>Predict.</b> '
         f'{escape(question)}<ol type="a">{items}</ol><details><summary>Answer</summary>'

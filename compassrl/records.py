@@ -122,9 +122,9 @@ def _check(s): # what an engine may have got wrong
     for key,want in dict(rollout_log_probs=Tr, routed_experts=Tp+Tr-1, routes_valid=Tp+Tr-1).items():
         v = getattr(s, key)
         if v is not None and len(v)!=want:
-            raise ValueError(f'{name}: {key} has {len(v)} rows; with {Tp} prompt and {Tr} response tokens it needs {want}')
+            raise ValueError(f'{name}: {key} has {len(v)} rows; {Tp} prompt and {Tr} response tokens need {want}')
 
-def _pad(rows, T, dtype, starts=None): # rows of different lengths, placed at `starts[i]` or 0, into one [B, T, ...] tensor
+def _pad(rows, T, dtype, starts=None): # rows of different lengths, placed at `starts[i]` or 0: one [B, T, ...] tensor
     out = torch.zeros(len(rows), T, *rows[0].shape[1:], dtype=dtype)
     for i,r in enumerate(rows): s = starts[i] if starts else 0; out[i, s:s+len(r)] = r
     return out
@@ -142,13 +142,16 @@ def collate(
     groups = {}
     group = torch.tensor([groups.setdefault(s.prompt_id, len(groups)) for s in samples])
     routes = valid = None
-    if some := [s.routed_experts for s in samples if s.routed_experts is not None]: # a sample without routes: none is valid
-        routes = _pad([some[0][:0] if s.routed_experts is None else s.routed_experts for s in samples], T, some[0].dtype)
+    known = [s.routed_experts for s in samples if s.routed_experts is not None]
+    if known: # no route of a sample without routes is valid
+        none = known[0][:0]
+        routes = _pad([none if s.routed_experts is None else s.routed_experts for s in samples], T, none.dtype)
         valid = _pad([torch.zeros(0) if s.routes_valid is None else s.routes_valid for s in samples], T, torch.bool)
     return Batch(token_ids=_pad(ids, T, torch.long), token_mask=_pad([torch.ones(len(i)) for i in ids], T, torch.bool),
         response_mask=_pad([torch.ones(len(s.response_ids)) for s in samples], T, torch.bool, starts),
         rollout_log_probs=_pad([s.rollout_log_probs for s in samples], T, torch.float, starts),
-        group=group, rewards=torch.tensor([s.reward for s in samples], dtype=torch.float), routed_experts=routes, routes_valid=valid)
+        group=group, rewards=torch.tensor([s.reward for s in samples], dtype=torch.float),
+        routed_experts=routes, routes_valid=valid)
 
 # %% ../nbs/00_records.ipynb #99077c04
 def select(
@@ -172,7 +175,8 @@ def micro_batches(
     lengths = lengths.tolist()
     out,cur = [],[]
     for i in order:
-        if cur and lengths[cur[0]]*(len(cur)+1)>max_tokens: out.append(torch.tensor(cur)); cur = [] # the first is the longest
+        if cur and lengths[cur[0]]*(len(cur)+1)>max_tokens: # the first is the longest
+            out.append(torch.tensor(cur)); cur = []
         cur.append(i)
     return out+[torch.tensor(cur)] if cur else out
 

@@ -22,8 +22,8 @@ from .pretrained import load_hf_weights
 from .records import Request, Sample, SamplingParams
 
 # %% auto #0
-__all__ = ['uniforms', 'sample_tokens', 'Slots', 'fold_norms', 'unit', 'mix', 'RolloutConfig', 'TorchRollout', 'prefill', 'admit',
-           'draw', 'step', 'harvest', 'generate']
+__all__ = ['uniforms', 'sample_tokens', 'Slots', 'fold_norms', 'unit', 'mix', 'RolloutConfig', 'TorchRollout', 'prefill', 'draw',
+           'admit', 'step', 'harvest', 'generate']
 
 # %% ../nbs/03_rollout.ipynb #4f720701
 def _signed(x): return x-(1<<64) if x>=1<<63 else x # 64-bit constants for torch, which has no unsigned shifts
@@ -206,13 +206,14 @@ class TorchRollout:
         if bad: raise ValueError(f'{who}: token id {bad[0]} is outside 0..{c.vocab_size-1}: another tokenizer?')
         if not -1<<63<=r.seed<1<<63: raise ValueError(f'{who}: seed={r.seed} exceeds 64 bits: use `derive_seed`')
 
-# %% ../nbs/03_rollout.ipynb #4e7c7da8
+# %% ../nbs/03_rollout.ipynb #242fe0c1
 @torch.inference_mode()
 def prefill(self:TorchRollout,
     prompts:list[tuple[int,...]] # not in the cache yet
 ):
     "Keys, values and routes of all prompt tokens, and the logits of the first response token"
-    mask = torch.tensor([[t<len(p) for t in range(max(map(len, prompts)))] for p in prompts], device=self.device)
+    lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+    mask = torch.arange(int(lengths.max()), device=self.device)<lengths[:,None]
     causal,kept = causal_attention(mask), []
     def attend(layer, q, k, v):
         kept.append(torch.stack([k, v]))
@@ -220,10 +221,27 @@ def prefill(self:TorchRollout,
     ids = torch.tensor([i for p in prompts for i in p], device=self.device)
     hidden,routes = self.policy.trunk(ids, mask.cumsum(1)[mask]-1, attend)
     kv,routes = torch.stack(kept), stack_routes(routes, len(ids), self.config.num_experts_per_tok) # [L, 2, N, KV, d]
-    ends = mask.sum(1).cumsum(0)
+    ends = lengths.cumsum(0)
     for p,end,logits in zip(prompts, ends.tolist(), self.policy.logits(hidden[ends-1])):
         at = slice(end-len(p), end)
         self.prefixes[p] = kv[:,:,at].transpose(2, 3).clone(), routes[at].clone(), logits
+
+# %% ../nbs/03_rollout.ipynb #5430ba74
+@torch.inference_mode()
+def draw(self:TorchRollout,
+    at:slice,     # which slots
+    logits:Tensor # [n, V] theirs
+)->list[int]:     # those that finished
+    "Append one token to each"
+    s = self.slots
+    end = s.length[at,None]
+    top_p = s.top_p[at] if any(r.params.top_p<1 for r in s.requests[at]) else None
+    tokens,log_probs = sample_tokens(logits, s.u[at].gather(1, end)[:,0], s.temperature[at], top_p)
+    s.tokens[at].scatter_(1, end, tokens[:,None])
+    s.log_probs[at].scatter_(1, end, log_probs[:,None])
+    s.length[at] += 1
+    done = (s.length[at]>=s.limit[at]) | (tokens[:,None]==s.stop[at]).any(-1)
+    return (done.nonzero()[:,0]+at.start).tolist()
 
 # %% ../nbs/03_rollout.ipynb #70d5fcd7
 @torch.inference_mode()
@@ -254,24 +272,7 @@ def admit(self:TorchRollout,
     while len(self.prefixes)>s.num: self.prefixes.popitem(last=False)
     return draw(self, new, torch.cat(logits))
 
-# %% ../nbs/03_rollout.ipynb #5430ba74
-@torch.inference_mode()
-def draw(self:TorchRollout,
-    at:slice,     # which slots
-    logits:Tensor # [n, V] theirs
-)->list[int]:     # those that finished
-    "Append one token to each"
-    s = self.slots
-    end = s.length[at,None]
-    top_p = s.top_p[at] if any(r.params.top_p<1 for r in s.requests[at]) else None
-    tokens,log_probs = sample_tokens(logits, s.u[at].gather(1, end)[:,0], s.temperature[at], top_p)
-    s.tokens[at].scatter_(1, end, tokens[:,None])
-    s.log_probs[at].scatter_(1, end, log_probs[:,None])
-    s.length[at] += 1
-    done = (s.length[at]>=s.limit[at]) | (tokens[:,None]==s.stop[at]).any(-1)
-    return (done.nonzero()[:,0]+at.start).tolist()
-
-# %% ../nbs/03_rollout.ipynb #98c2f2ea
+# %% ../nbs/03_rollout.ipynb #b43a23cc
 @torch.inference_mode()
 def step(self:TorchRollout
 )->list[int]: # slots that finished
@@ -300,7 +301,7 @@ def step(self:TorchRollout
         else: x += l.mlp(y)[0]; routes.append(None)
     if self.return_routes:
         at = torch.arange(n, device=device)*s.capacity+place
-        s.routes.flatten(0, 1).index_copy_(0, at, stack_routes(routes, n, c.num_experts_per_tok).to(s.routes.dtype))
+        s.routes.flatten(0, 1).index_copy_(0, at, stack_routes(routes, n, c.num_experts_per_tok).to(s.routes))
     return draw(self, slice(0, n), self.policy.logits(unit(x, small)*(self.policy.norm*D**.5)))
 
 # %% ../nbs/03_rollout.ipynb #eb1d4177

@@ -8,15 +8,17 @@ Docs: https://compassrl.github.io/compassrl/trace.html.md"""
 from __future__ import annotations
 import json
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 import torch
+from tokenizers import Tokenizer
 from .losses import LossConfig, PolicyLoss
 from .records import Batch, Metrics, Sample
 
 # %% auto #0
-__all__ = ['TRACE_VERSION', 'trace_rows', 'read_trace', 'recompute_loss']
+__all__ = ['TRACE_VERSION', 'trace_rows', 'read_trace', 'recompute_loss', 'microscope']
 
-# %% ../nbs/21_trace.ipynb #92b50efe
+# %% ../nbs/21_trace.ipynb #5615397e
 TRACE_VERSION = 1
 _per_token = ('rollout_log_probs', 'old_log_probs', 'log_probs', 'ref_log_probs', 'entropy', 'advantages')
 
@@ -28,41 +30,64 @@ def trace_rows(
     num_mini_batches:int   # into which the update cut the rows
 )->Iterator[dict]:         # one row for the step, then one per sample
     "A step as JSON objects; per-token lists cover the response"
-    yield dict(version=TRACE_VERSION, kind='step', step=step, num_samples=len(batch), num_mini_batches=num_mini_batches, metrics=metrics)
+    yield dict(version=TRACE_VERSION, kind='step', step=step, num_samples=len(batch),
+        num_mini_batches=num_mini_batches, metrics=metrics)
     for i,s in enumerate(samples):
         mask = batch.response_mask[i]
         tokens = {k:v[i][mask].tolist() for k in _per_token if (v := getattr(batch, k)) is not None}
-        routes = dict(routed_experts=s.routed_experts.tolist(), routes_valid=s.routes_valid.int().tolist()) if s.routed_experts is not None else {}
-        yield dict(version=TRACE_VERSION, kind='sample', step=step, prompt_id=s.prompt_id, index=s.index, group=int(batch.group[i]),
-            prompt_ids=s.prompt_ids, response_ids=s.response_ids, reward=s.reward, correct=s.verdict.correct, status=s.verdict.status,
-            evidence=s.verdict.evidence, finish_reason=s.finish_reason, weight_version=s.weight_version, timings=s.timings, **tokens, **routes)
+        routes = {} if s.routed_experts is None else dict(routed_experts=s.routed_experts.tolist(),
+            routes_valid=s.routes_valid.int().tolist())
+        yield dict(version=TRACE_VERSION, kind='sample', step=step, prompt_id=s.prompt_id, index=s.index,
+            group=int(batch.group[i]), prompt_ids=s.prompt_ids, response_ids=s.response_ids, reward=s.reward,
+            correct=s.verdict.correct, status=s.verdict.status, evidence=s.verdict.evidence,
+            finish_reason=s.finish_reason, weight_version=s.weight_version, timings=s.timings, **tokens, **routes)
+
+# %% ../nbs/21_trace.ipynb #ae01893d
+_needed = dict(step={'step', 'num_samples', 'num_mini_batches', 'metrics'},
+    sample={'step', 'group', 'reward', 'prompt_ids', 'response_ids'})
+
+def _row(where, line): # one checked line
+    try: row = json.loads(line)
+    except ValueError as e: raise ValueError(f'{where} is not JSON ({e}): the file is damaged') from e
+    if not isinstance(row, dict) or 'version' not in row: raise ValueError(f'{where} is no row of a trace')
+    if row['version']!=TRACE_VERSION:
+        raise ValueError(f'{where} has version {row["version"]!r}, this program reads {TRACE_VERSION}')
+    if row.get('kind') not in ('step', 'sample'): raise ValueError(f'{where} is of kind {row.get("kind")!r}')
+    if missing := _needed[row['kind']]-row.keys(): raise ValueError(f'{where} has no {sorted(missing)}')
+    return row
 
 def read_trace(
     path:str|Path # trace.jsonl
 )->Iterator[tuple[dict,list[dict]]]: # each traced step with its samples
-    "Raises ValueError that names the line of a damaged or foreign trace; a last line cut short by a kill is left out"
-    lines = Path(path).read_text().splitlines(keepends=True)
+    "Raises ValueError that names the line of a damaged or foreign trace; what a kill cut short at the end is left out"
     head,rows = None,[]
-    for n,line in enumerate(lines, 1):
-        if n==len(lines) and not line.endswith('\n'): break
-        try: d = json.loads(line)
-        except json.JSONDecodeError as e: raise ValueError(f'{path} line {n} is not JSON ({e}): the file is damaged') from e
-        if d.get('version')!=TRACE_VERSION: raise ValueError(f'{path} line {n} has version {d.get("version")!r}, this program reads {TRACE_VERSION}')
-        if d['kind']=='step':
-            if head and len(rows)==head['num_samples']: yield head,rows
-            head,rows = d,[]
-        else: rows.append(d)
+    with open(path, 'rb') as f:
+        for n,line in enumerate(f, 1):
+            if not line.endswith(b'\n'): break
+            where = f'{path} line {n}'
+            row = _row(where, line)
+            whole = head is None or len(rows)==head['num_samples']
+            if row['kind']=='step':
+                if not whole: raise ValueError(f'{where}: step {head["step"]} has {len(rows)} of {head["num_samples"]} samples')
+                if head: yield head,rows
+                head,rows = row,[]
+            elif head is None or whole or row['step']!=head['step']:
+                raise ValueError(f'{where}: a sample of step {row["step"]} that no step announced')
+            else: rows.append(row)
     if head and len(rows)==head['num_samples']: yield head,rows
 
-# %% ../nbs/21_trace.ipynb #170eb069
+# %% ../nbs/21_trace.ipynb #fb02184c
 def recompute_loss(
     head:dict,         # a step of `read_trace`
     rows:list[dict],   # its samples
     cfg:LossConfig     # of the run
 )->float:              # mean over the step's mini-batches, as logged
-    "The logged loss from the trace alone"
-    T = max(len(r['response_ids']) for r in rows)+1 # one column for the prompt: entry t speaks of token t, and column 0 is never used
-    def table(key): return torch.stack([torch.tensor([0.]+r[key]+[0.]*(T-1-len(r[key])), dtype=torch.float64) for r in rows])
+    "The logged loss from the trace alone. Raises ValueError where the step was skipped or a tensor is missing"
+    if 'log_probs' not in rows[0]: raise ValueError(f'step {head["step"]} has no log_probs: no update was made of it')
+    T = max(len(r['response_ids']) for r in rows)+1 # entry t speaks of token t; column 0 stands for the prompt
+    def table(key):
+        padded = [[0.]+r[key]+[0.]*(T-1-len(r[key])) for r in rows]
+        return torch.tensor(padded, dtype=torch.float64)
     lengths = torch.tensor([len(r['response_ids']) for r in rows])
     mask = (torch.arange(T)>0)&(torch.arange(T)<=lengths[:,None])
     batch = Batch(token_ids=torch.zeros(len(rows), T, dtype=torch.long), token_mask=mask, response_mask=mask,
@@ -74,3 +99,25 @@ def recompute_loss(
         part = batch.map(lambda t: t[p])
         total += float(PolicyLoss(cfg)(log_probs[p], part, int(part.response_mask.sum()), len(p))[0])/len(parts)
     return total
+
+# %% ../nbs/21_trace.ipynb #5fa775b7
+def microscope(
+    rows:list[dict],      # samples of `read_trace`
+    tokenizer:Tokenizer,
+    color:str='entropy'   # or 'advantages', or any other list of the rows
+)->str:                   # HTML, no scripts
+    "Responses with coloured tokens; each token's log-probs show on hovering. Raises ValueError for an unknown colour"
+    if color not in rows[0]: raise ValueError(f'color={color!r}: use one of {[k for k in _per_token if k in rows[0]]}')
+    top = max((abs(x) for r in rows for x in r[color]), default=0.) or 1.
+    def token(r, t):
+        x,text = r[color][t], tokenizer.decode([r['response_ids'][t]], skip_special_tokens=False)
+        rgb = '15,118,110' if color=='advantages' and x>0 else '194,65,12'
+        title = '\n'.join(f'{k} {r[k][t]:+.4f}' for k in _per_token if k in r)
+        return (f'<span title="{escape(title)}" style="background:rgba({rgb},{.75*abs(x)/top:.3f});color:#1c1917;'
+            f'border:1px solid #e7e5e4;padding:0 2px">{escape(text) if text.strip() else repr(text)[1:-1] or "∅"}</span>')
+    def line(r):
+        prompt = escape(tokenizer.decode(r['prompt_ids'], skip_special_tokens=False))
+        tokens = ''.join(token(r, t) for t in range(len(r['response_ids'])))
+        return f'<div><span style="color:#78716c">{r["reward"]:.0f} {prompt}</span> {tokens}</div>'
+    return ('<div style="font-family:ui-monospace,monospace;line-height:1.7;background:#fff;padding:.3em .6em">'
+        +''.join(map(line, rows))+'</div>')

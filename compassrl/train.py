@@ -1,4 +1,4 @@
-"""`compassrl train tiny-cpu`: presets, command line, and what happens when an input is wrong.
+"""`compassrl train tiny-cpu`: presets, the command line, and one clear line when an input is wrong.
 
 Docs: https://compassrl.github.io/compassrl/train.html.md"""
 
@@ -11,11 +11,11 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from difflib import get_close_matches
 from unittest.mock import patch
 import tyro
-from .losses import LossConfig
 from .policy import PolicyConfig
 from .report import write_report
 from .rollout import RolloutConfig
@@ -38,14 +38,14 @@ def tiny_cpu()->TrainConfig:
 
 def smoke_cpu()->TrainConfig:
     "The same pipeline in seconds: does everything run here?"
-    return replace(tiny_cpu(), steps=4, prompts_per_step=8, group_size=4, eval_every=2, eval_k=2, save_every=2, trace_every=2,
-        data=DataConfig(difficulty=0., num_train=60, num_heldout=8), cold_start=SFTConfig(steps=80, num_solutions=60))
+    return replace(tiny_cpu(), steps=4, prompts_per_step=8, group_size=4, eval_every=2, eval_k=2, save_every=2,
+        trace_every=2, data=DataConfig(difficulty=0., num_train=60, num_heldout=8), cold_start=SFTConfig(steps=80, num_solutions=60))
 
 def one_gpu()->TrainConfig:
     "A Hugging Face Qwen3-MoE on one GPU: set --init-from and --data.path (not run on GPU)"
     return TrainConfig(steps=200, prompts_per_step=128, group_size=8, eval_every=20, device='cuda', num_threads=8,
-        data=DataConfig(max_prompt_tokens=1024), cold_start=SFTConfig(steps=0), policy=PolicyConfig(max_position_embeddings=4096),
-        rollout=RolloutConfig(max_tokens=3072, num_slots=256, dtype='bfloat16'),
+        data=DataConfig(max_prompt_tokens=1024), cold_start=SFTConfig(steps=0),
+        policy=PolicyConfig(max_position_embeddings=4096), rollout=RolloutConfig(max_tokens=3072, num_slots=256, dtype='bfloat16'),
         optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=32_768))
 
 presets:dict[str,Callable[[],TrainConfig]] = {f.__name__.replace('_', '-'):f for f in (tiny_cpu, smoke_cpu, one_gpu)}
@@ -61,19 +61,21 @@ usage = """compassrl: RL for mixture-of-experts language models
 presets:
 """+'\n'.join(f'  {n:10} {f.__doc__}' for n,f in presets.items())
 
+# %% ../nbs/23_train.ipynb #b51d5f89
 def _parse(f, args, **kw): # tyro explains a refusal in a box; here it becomes an error of one line
     if {'-h', '--help'} & set(args): return tyro.cli(f, args=args, **kw) # prints and exits
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said), patch.dict(os.environ, COLUMNS='9999'): return tyro.cli(f, args=args, **kw)
+    box = io.StringIO()
+    try: # to a file that is no terminal tyro writes plain text: title, rule, what is wrong, rule, what may have been meant
+        with redirect_stderr(box), redirect_stdout(io.StringIO()), patch.dict(os.environ, COLUMNS='9999'):
+            return tyro.cli(f, args=args, **kw)
     except SystemExit:
-        box = re.sub(r'\x1b\[[\d;]*m', '', said.getvalue()).splitlines()
-        rows = [l.strip('│| ') for l in box if l[:1] in ('│', '|')] or ['not understood']
-        rules = [i for i,l in enumerate(rows) if not l.strip('─-')]+[len(rows)]
-        meant = [l.split()[0] for l in rows[rules[0]:] if l.startswith('--')] if 'Perhaps you meant:' in rows else []
-        what = ' '.join(rows[:rules[0]]).rstrip('.')+f'; did you mean {" or ".join(meant)}?'*bool(meant)
-        raise ValueError(f'{what} (see {kw["prog"]} --help)') from None
+        blocks = re.split(r'\n-+\n', '\n'.join(line.strip() for line in box.getvalue().strip().splitlines()))
+        what,more = ' '.join(blocks[1 if len(blocks)>1 else 0].split()).rstrip('.'), ''
+        flags,wrong = re.findall(r'^--\S+', '\n'.join(blocks[2:]), flags=re.M), re.search(r'--[^\s,]+', what)
+        if 'Perhaps' in blocks[-2] and wrong: more = f'; did you mean {" or ".join(get_close_matches(wrong[0], flags, 2, 0))}?'
+        raise ValueError(f'{what}{more} (see {kw["prog"]} --help)') from None
 
+# %% ../nbs/23_train.ipynb #08e8d76f
 def parse_train(
     args:list[str] # what follows `compassrl train`
 )->TrainConfig:
@@ -83,7 +85,8 @@ def parse_train(
     if name.endswith('.json'): default = read_run_config(name)
     elif name.replace('_', '-') in presets: default = presets[name.replace('_', '-')]()
     else: raise ValueError(f'unknown preset {name!r}: use one of {", ".join(presets)}, or a config.json')
-    return _parse(TrainConfig, flags, prog=f'compassrl train {name}', description='Settings of the run; paper sections in brackets.', default=default)
+    about = 'Settings of the run; paper sections in brackets.'
+    return _parse(TrainConfig, flags, prog=f'compassrl train {name}', description=about, default=default)
 
 def parse_resume(args:list[str]):
     "The run directory and the new total of steps"

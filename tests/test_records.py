@@ -180,8 +180,8 @@ def test_the_tags_see_a_shift_by_one(field):
 # ---- errors, seeds -----------------------------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('change, message', [
-    (dict(rollout_log_probs=torch.zeros(2)), 'rollout_log_probs has 2 rows; .* it needs 3'),
-    (dict(routed_experts=torch.zeros(5, 1, 1)), 'routed_experts has 5 rows; .* it needs 4'),
+    (dict(rollout_log_probs=torch.zeros(2)), 'rollout_log_probs has 2 rows; .* need 3'),
+    (dict(routed_experts=torch.zeros(5, 1, 1)), 'routed_experts has 5 rows; .* need 4'),
     (dict(routes_valid=torch.ones(3, dtype=torch.bool)), 'routes_valid has 3 rows'),
     (dict(prompt_ids=[]), 'has no prompt')])
 def test_a_sample_that_does_not_fit(change, message):
