@@ -60,7 +60,8 @@ class Launched:
     )->Path:                    # the run directory
         "Until the run ends. Raises RuntimeError with what a failed run said last"
         code = self.process.wait(timeout)
-        if code and not self.was_stopped(): raise RuntimeError(f'{self.run_dir.name} ended with exit code {code}:\n{self.log_tail()}')
+        if code and not self.was_stopped():
+            raise RuntimeError(f'{self.run_dir.name} ended with exit code {code}:\n{self.log_tail()}')
         return self.run_dir
 
     def metrics(self)->list[dict]:
@@ -69,7 +70,8 @@ class Launched:
 
     def log_tail(self, num_lines:int=8)->str:
         "The end of what was printed, as a terminal shows it: of a bar that is drawn again and again, the last"
-        lines = [line.rstrip('\r').split('\r')[-1] for line in self.log.read_bytes().decode(errors='replace').split('\n')]
+        text = self.log.read_bytes().decode(errors='replace')
+        lines = [line.rstrip('\r').split('\r')[-1] for line in text.split('\n')]
         return '\n'.join([line for line in lines if line.strip()][-num_lines:])
 
 # %% ../nbs/40_launch.ipynb #00603de9
@@ -100,7 +102,8 @@ def status(run:Launched)->str:
     code,rows,cold = run.poll(), run.metrics(), read_rows(run.run_dir/'cold_start.jsonl')
     if rows:
         r = rows[-1]
-        where = f"step {r['step']} of {run.cfg.steps}, reward {r['reward_mean']:.2f}, {r['tokens']/r['time_step_s']:,.0f} tokens/s"
+        where = f"step {r['step']} of {run.cfg.steps}, reward {r['reward_mean']:.2f}"
+        where += f", {r['tokens']/r['time_step_s']:,.0f} tokens/s"
     elif cold: where = f"cold start, step {cold[-1]['step']} of {run.cfg.cold_start.steps}, loss {cold[-1]['loss']:.2f}"
     else: where = 'starting'
     if code is None: return where
@@ -125,7 +128,7 @@ def watch(
     run:Launched,
     every:float=1. # seconds between two looks
 )->Path:           # the run directory
-    "Live status and curves in this cell; raises RuntimeError if the run fails. Interrupting the cell leaves the run alone"
+    "Live status and curves; raises RuntimeError if the run fails. Interrupting the cell leaves the run alone"
     from IPython.display import DisplayHandle, Image
     text,picture = DisplayHandle(), None
     text.display({'text/plain': 'starting'}, raw=True)
@@ -159,9 +162,12 @@ def torchrun_command(
     for k,v in dict(nodes=nodes, gpus_per_node=gpus_per_node).items():
         if v<1: raise ValueError(f'{k}={v}: use at least 1')
     batch = cfg.prompts_per_step*cfg.group_size
-    if nodes*gpus_per_node>batch: raise ValueError(f'{nodes} x {gpus_per_node} GPUs: a step has {batch} responses, use fewer GPUs or raise prompts_per_step')
+    if nodes*gpus_per_node>batch:
+        raise ValueError(f'{nodes} x {gpus_per_node} GPUs: a step has {batch} responses, '
+            'use fewer GPUs or raise prompts_per_step')
     return '# not run: the Megatron-Core engine is not part of this release\n'+' \\\n    '.join([
-        f'torchrun --nnodes={nodes} --nproc-per-node={gpus_per_node}', '--rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500',
+        f'torchrun --nnodes={nodes} --nproc-per-node={gpus_per_node}',
+        '--rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500',
         f"-m compassrl.train {shlex.quote(config)} --run-dir {shlex.quote(cfg.run_dir or 'runs/cluster')}"])
 
 # %% ../nbs/40_launch.ipynb #a8ea17c8
@@ -202,10 +208,12 @@ class Panel:
     def __init__(self, keys:Sequence[str], preset:str, folder:str|Path):
         import ipywidgets as w
         self.run,self.folder,self.form = None, Path(folder), Form(keys, preset, lambda: self._try(self._check))
-        self.buttons = {k: w.Button(description=k, button_style=s) for k,s in dict(launch='success', stop='danger', resume='info').items()}
+        styles = dict(launch='success', stop='danger', resume='info')
+        self.buttons = {k: w.Button(description=k, button_style=s) for k,s in styles.items()}
         for k,b in self.buttons.items(): b.on_click(lambda _, k=k: self._try(getattr(self, k)))
         self.status,self.curves,self.report,self.cluster = w.HTML(), w.Image(format='png'), w.Output(), w.HTML()
-        self.view = w.VBox([self.form.view, w.HBox([*self.buttons.values()]), self.status, self.cluster, self.curves, self.report])
+        self.view = w.VBox([self.form.view, w.HBox([*self.buttons.values()]),
+            self.status, self.cluster, self.curves, self.report])
         self.curves.layout.display = 'none'
         self._enable('launch'); self._check()
 
@@ -223,7 +231,8 @@ class Panel:
         try: action()
         except (ValueError, OSError) as e: self._say(e, 'b91c1c')
 
-    def _say(self, text, color='44403c'): self.status.value = f'<pre style="white-space:pre-wrap;color:#{color}">{escape(str(text))}</pre>'
+    def _say(self, text, color='44403c'):
+        self.status.value = f'<pre style="white-space:pre-wrap;color:#{color}">{escape(str(text))}</pre>'
 
     def _enable(self, *names):
         for k,b in self.buttons.items(): b.disabled = k not in names
@@ -253,8 +262,8 @@ class Panel:
 
 # %% ../nbs/40_launch.ipynb #a8c9dc51
 def panel(
-    keys:Sequence[str]=('seed', 'steps', 'group_size', 'prompts_per_step', 'optim.lr', 'data.difficulty'), # settings to show
-    preset:str='tiny-cpu',
+    keys:Sequence[str]=('seed', 'steps', 'group_size', 'prompts_per_step', 'optim.lr', 'data.difficulty'),
+    preset:str='tiny-cpu', # fills the form; `keys` say what it shows
     folder:str|Path='runs' # where the runs go, each in a folder of its own
 )->Panel:
     "Configure, launch, watch, stop and resume by mouse"

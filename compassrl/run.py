@@ -14,6 +14,7 @@ import time
 import typing
 from contextlib import contextmanager
 from pathlib import Path
+from threading import current_thread, main_thread
 try: import fcntl
 except ImportError: fcntl = None # Windows
 import torch
@@ -93,7 +94,7 @@ def build(cfg:TrainConfig)->Parts:
     tokenizer = load_tokenizer(cfg.init_from) if cfg.init_from else build_tokenizer()
     shape,num_tokens = read_config(cfg.init_from) if cfg.init_from else cfg.policy, tokenizer.get_vocab_size()
     if num_tokens>shape.vocab_size:
-        raise ValueError(f'policy.vocab_size={shape.vocab_size}: the tokenizer has {num_tokens} tokens, use at least that many')
+        raise ValueError(f'policy.vocab_size={shape.vocab_size}: use at least the {num_tokens} tokens of the tokenizer')
     train,heldout = load_data(cfg.data, tokenizer, cfg.seed)
     _check_data(cfg, shape, train, heldout)
     policy = (from_pretrained(cfg.init_from) if cfg.init_from else Policy(shape, cfg.seed)).to(cfg.device)
@@ -107,8 +108,8 @@ def build(cfg:TrainConfig)->Parts:
 def _check_data(cfg, shape, train, heldout):
     for p in train+heldout:
         if len(p.token_ids)+cfg.rollout.max_tokens>shape.max_position_embeddings:
-            raise ValueError(f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens={cfg.rollout.max_tokens} it exceeds '
-                f'the context of {shape.max_position_embeddings}: lower data.max_prompt_tokens or rollout.max_tokens')
+            raise ValueError(f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens='
+                f'{cfg.rollout.max_tokens} it exceeds the context of {shape.max_position_embeddings}: lower rollout.max_tokens or leave it out')
     if len(train)<cfg.prompts_per_step:
         raise ValueError(f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts')
     if cfg.cold_start.steps and not cfg.init_from:
@@ -205,13 +206,15 @@ class Run:
 
 # %% ../nbs/22_run.ipynb #abe09fbe
 class stoppable:
-    "Ctrl-C (or SIGTERM) finishes the step, saves and stops; a second one stops at once"
+    "Ctrl-C (or SIGTERM) finishes the step, saves and stops; a second one stops at once. Threads get no signals"
     def __init__(self, run:Run): self.run = run
     def _ask(self, signum, frame):
         if self.run.asked_to_stop: raise KeyboardInterrupt
         self.run.asked_to_stop = True
         print('\nstopping after this step (once more: at once)', flush=True)
-    def __enter__(self): self.old = {s:signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    def __enter__(self):
+        heard = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
+        self.old = {s:signal.signal(s, self._ask) for s in heard}
     def __exit__(self, kind, error, tb):
         for s,h in self.old.items(): signal.signal(s, h)
         if kind and issubclass(kind, KeyboardInterrupt):
@@ -224,7 +227,7 @@ class stoppable:
 def locked(
     folder:Path # of a run
 ):
-    "One process per run; raises ValueError if there is one already. The lock of a process that is killed is free at once"
+    "One process per run; raises ValueError if there is one already. Killing a process frees its lock"
     with open(folder/'.lock', 'w') as f:
         try:
             if fcntl: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
@@ -238,7 +241,7 @@ def new_folder(
     "Where a new run goes; raises ValueError if something is there already"
     folder = Path(cfg.run_dir or f'runs/{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}')
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f'run_dir={str(folder)!r} is not empty: choose another, or go on with `compassrl resume {folder}`')
+        raise ValueError(f'run_dir={str(folder)!r} is not empty: choose another, or use `compassrl resume {folder}`')
     return folder
 
 # %% ../nbs/22_run.ipynb #68bb232d
@@ -248,7 +251,7 @@ def start_run(
     "Cold start, evaluation, RL, evaluation, report. Raises ValueError before anything is written"
     parts,folder = build(cfg), new_folder(cfg)
     try: folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e: raise ValueError(f'run_dir={str(folder)!r} cannot be made ({e.strerror}): choose another') from e
+    except OSError as e: raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
     run = Run(cfg, folder, parts)
     with locked(folder), stoppable(run):
         write_json(folder/'config.json', dataclasses.asdict(cfg))

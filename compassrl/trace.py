@@ -94,7 +94,7 @@ def recompute_loss(
         group=torch.tensor([r['group'] for r in rows]), rewards=torch.tensor([r['reward'] for r in rows]),
         **{k:table(k) for k in _per_token if k in rows[0] and k!='log_probs'})
     log_probs,total = table('log_probs'), 0.
-    parts = torch.arange(len(rows)).chunk(head['num_mini_batches'])
+    parts = [p for p in torch.arange(len(rows)).tensor_split(head['num_mini_batches']) if len(p)] # as the engine does
     for p in parts:
         part = batch.map(lambda t: t[p])
         total += float(PolicyLoss(cfg)(log_probs[p], part, int(part.response_mask.sum()), len(p))[0])/len(parts)

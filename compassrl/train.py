@@ -39,13 +39,15 @@ def tiny_cpu()->TrainConfig:
 def smoke_cpu()->TrainConfig:
     "The same pipeline in seconds: does everything run here?"
     return replace(tiny_cpu(), steps=4, prompts_per_step=8, group_size=4, eval_every=2, eval_k=2, save_every=2,
-        trace_every=2, data=DataConfig(difficulty=0., num_train=60, num_heldout=8), cold_start=SFTConfig(steps=80, num_solutions=60))
+        trace_every=2, data=DataConfig(difficulty=0., num_train=60, num_heldout=8),
+        cold_start=SFTConfig(steps=80, num_solutions=60))
 
 def one_gpu()->TrainConfig:
     "A Hugging Face Qwen3-MoE on one GPU: set --init-from and --data.path (not run on GPU)"
     return TrainConfig(steps=200, prompts_per_step=128, group_size=8, eval_every=20, device='cuda', num_threads=8,
         data=DataConfig(max_prompt_tokens=1024), cold_start=SFTConfig(steps=0),
-        policy=PolicyConfig(max_position_embeddings=4096), rollout=RolloutConfig(max_tokens=3072, num_slots=256, dtype='bfloat16'),
+        policy=PolicyConfig(max_position_embeddings=4096),
+        rollout=RolloutConfig(max_tokens=3072, num_slots=256, dtype='bfloat16'),
         optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=32_768))
 
 presets:dict[str,Callable[[],TrainConfig]] = {f.__name__.replace('_', '-'):f for f in (tiny_cpu, smoke_cpu, one_gpu)}
@@ -65,14 +67,15 @@ presets:
 def _parse(f, args, **kw): # tyro explains a refusal in a box; here it becomes an error of one line
     if {'-h', '--help'} & set(args): return tyro.cli(f, args=args, **kw) # prints and exits
     box = io.StringIO()
-    try: # to a file that is no terminal tyro writes plain text: title, rule, what is wrong, rule, what may have been meant
+    try: # where there is no terminal tyro writes plain text: title, rule, what is wrong, rule, what may have been meant
         with redirect_stderr(box), redirect_stdout(io.StringIO()), patch.dict(os.environ, COLUMNS='9999'):
             return tyro.cli(f, args=args, **kw)
     except SystemExit:
         blocks = re.split(r'\n-+\n', '\n'.join(line.strip() for line in box.getvalue().strip().splitlines()))
         what,more = ' '.join(blocks[1 if len(blocks)>1 else 0].split()).rstrip('.'), ''
         flags,wrong = re.findall(r'^--\S+', '\n'.join(blocks[2:]), flags=re.M), re.search(r'--[^\s,]+', what)
-        if 'Perhaps' in blocks[-2] and wrong: more = f'; did you mean {" or ".join(get_close_matches(wrong[0], flags, 2, 0))}?'
+        if flags and wrong and 'Perhaps' in blocks[2]:
+            more = f'; did you mean {" or ".join(get_close_matches(wrong[0], flags, 2, 0))}?'
         raise ValueError(f'{what}{more} (see {kw["prog"]} --help)') from None
 
 # %% ../nbs/23_train.ipynb #08e8d76f

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from compassrl.advantages import AdvantageConfig
-from compassrl.losses import LossConfig
+from compassrl.losses import LossConfig, policy_losses
 from compassrl.policy import Policy, PolicyConfig
 from compassrl.records import Prompt, Verdict
 from compassrl.rollout import RolloutConfig, TorchRollout
@@ -59,7 +59,7 @@ def path(kept, tmp_path): return write(tmp_path/'trace.jsonl', kept)
 
 # ---- the loss
 
-@pytest.mark.parametrize('num', [1, 2, 3, 4, 5, 12])
+@pytest.mark.parametrize('num', [1, 2, 3, 4, 5, 12, 20])
 def test_the_logged_loss(tmp_path, num):
     kept = run(replace(CFG, optim=OptimConfig(lr=3e-3, num_mini_batches=num)))
     steps = list(read_trace(write(tmp_path/'t', kept, num)))
@@ -79,6 +79,16 @@ def test_the_logged_loss_of_every_kind(tmp_path, loss):
         other = replace(loss, aggregation='seq-mean-token-mean' if loss.aggregation != 'seq-mean-token-mean' else 'token-mean')
         assert ('ref_log_probs' in rows[0]) == (loss.kl_coef > 0)
     assert abs(recompute_loss(head, rows, other)-head['metrics']['loss']) > 1e-6, 'another config is found out'
+
+
+def test_a_loss_that_needs_more_than_log_probs(tmp_path, monkeypatch):
+    "Entropy, say: whatever a registered loss asks for and the trace has"
+    def by_entropy(log_probs, old_log_probs, advantages, mask, cfg, entropy): return -advantages*entropy*(log_probs-old_log_probs).exp(), {}
+    by_entropy.needs = ('entropy',)
+    monkeypatch.setitem(policy_losses, 'by_entropy', by_entropy)
+    loss = LossConfig(name='by_entropy')
+    for head, rows in read_trace(write(tmp_path/'t', run(replace(CFG, loss=loss)))):
+        assert recompute_loss(head, rows, loss) == pytest.approx(head['metrics']['loss'], abs=1e-6)
 
 
 def test_the_loss_needs_what_the_update_saw(path):
@@ -225,7 +235,8 @@ def test_microscope_escapes_what_it_shows():
     evil = encode(TOKENIZER, '<script>"&\n')
     row = dict(prompt_ids=evil, response_ids=evil, reward=1., entropy=[0.]*len(evil))
     page = microscope([row], TOKENIZER)
-    assert '<script' not in page and '&lt;' in page and '&amp;' in page and '\\n' in page and 'nan' not in page
+    assert '<script' not in page and page.count('&lt;') == page.count('&gt;') == page.count('&amp;') == 2, 'in the prompt and in the tokens'
+    assert '\\n' in page and 'nan' not in page
 
 
 def test_microscope_colours_by_sign():
