@@ -7,11 +7,14 @@ experts of every fed token. `generate` has no output for routes, so a hook on ea
 of its expert and attention implementations and caches is found first; then all contenders take turns in one process. Times are medians; a ratio is
 the median over the rounds of that round's ratio, so that a slow minute of the machine slows both sides.
 
-The floor is the time of the products that nobody can avoid, by the fastest torch kernel found for each: projections, router, experts at the sizes
-that our samples' routes gave them, scores, softmax and values over caches that grow in all layers, and the head. One prefill per prompt, as we do.
-No norms, rotations, gates, sorting, sampling or bookkeeping: no engine reaches it.
+The floor is the time of the products that nobody can avoid: projections, router, experts at the sizes that our samples' routes gave them, scores,
+softmax and values over caches that grow in all layers, and the head. One prefill per prompt, as we do. No norms, rotations, gates, sorting, cache
+writes, sampling or bookkeeping. Two versions: `plain` makes the textbook call for each product (linear with the checkpoint's layout, a loop over
+experts, keys as they come); `floor` takes for each the fastest kernel and layout found, weights transposed beforehand and keys kept transposed for free.
+No engine reaches the second.
 
-Last line: one JSON object. `ratio` is our tokens/s over generate's (goal: 2 or more), `floor_ratio` our time over the floor's (goal: 1.6 or less).
+Last line: one JSON object. `ratio` is our tokens/s over generate's (goal: 2 or more), `floor_ratio` our time over the floor's (goal: 1.6 or less),
+`plain_floor_ratio` the same for the textbook calls.
 """
 import argparse
 import itertools
@@ -99,15 +102,15 @@ def fastest_hf(folder, a, ids):
 
 # the floor ----------------------------------------------------------------------------------------------------------------------------------
 class Floor:
-    "Bare products of the same work; of several kernels for one product the fastest is taken"
-    def __init__(self, c, a, samples):
-        P, B, self.c, self.a = a.prompts, a.prompts*a.samples, c, a
+    "Bare products of the same work; of several kernels for one product the fastest is taken, or the first if `plain`"
+    def __init__(self, c, a, samples, plain=False):
+        P, B, self.c, self.a, self.plain = a.prompts, a.prompts*a.samples, c, a, plain
         H, KV, d, D, I, E, L = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size, c.moe_intermediate_size, c.num_experts, c.num_hidden_layers
         T, r = a.prompt_tokens+a.new_tokens, torch.randn
         self.qkv, self.out, self.router = r((H+2*KV)*d, D), r(D, H*d), r(E, D)
         self.gate_up, self.down, self.head = r(E, 2*I, D), r(E, D, I), r(c.vocab_size, D)
         self.by_input = {w:w.mT.contiguous() for w in (self.qkv, self.out, self.router, self.gate_up, self.down, self.head)}  # the other layout of each
-        self.keys, self.values = [r(B, KV, d, T) for _ in range(L)], [r(B, KV, T, d) for _ in range(L)]
+        self.keys, self.values, self.turned_keys = ([r(B, KV, *s) for _ in range(L)] for s in ((T, d), (T, d), (d, T)))
         self.q = r(B, KV, H//KV, d)
         self.x = {n:r(n, D) for n in (B, P*a.prompt_tokens)}
         self.xe = {n*c.num_experts_per_tok:(r(n*c.num_experts_per_tok, D), r(n*c.num_experts_per_tok, I)) for n in self.x}
@@ -120,6 +123,7 @@ class Floor:
 
     def best(self, name, *candidates):
         "The fastest of several ways to one product, chosen once per name as it runs among the others: with cold caches"
+        if self.plain: return candidates[0]()
         if name not in self.kernels:
             def cost(f): return statistics.median((self.values[0].sum(), timed(f)[0])[1] for _ in range(9))
             self.kernels[name] = min(range(len(candidates)), key=lambda i: cost(candidates[i]))
@@ -127,14 +131,14 @@ class Floor:
 
     def linear(self, x, w):
         wt = self.by_input[w]
-        return self.best(('linear', len(x), w.shape), lambda: torch.mm(x, wt), lambda: F.linear(x, w))
+        return self.best(('linear', len(x), w.shape), lambda: F.linear(x, w), lambda: torch.mm(x, wt))
 
     def grouped(self, x, w, ends):
         wt = self.by_input[w]
-        def loop():
+        def loop(w):
             e = ends.tolist()
-            return [torch.mm(x[s:t], wt[i]) for i, (s, t) in enumerate(zip([0]+e, e))]
-        return self.best(('grouped', len(x), w.shape), lambda: F.grouped_mm(x, wt, offs=ends), lambda: F.grouped_mm(x, w.mT, offs=ends), loop)
+            return [torch.mm(x[s:t], w[i]) for i, (s, t) in enumerate(zip([0]+e, e))]
+        return self.best(('grouped', len(x), w.shape), lambda: loop(w.mT), lambda: loop(wt), lambda: F.grouped_mm(x, w.mT, offs=ends), lambda: F.grouped_mm(x, wt, offs=ends))
 
     def layer(self, x, ends, attention):
         self.linear(x, self.qkv); attention(); self.linear(x, self.out); self.linear(x, self.router)
@@ -148,9 +152,8 @@ class Floor:
 
     def decode(self, l, T):
         "One query per sequence over `T` cached tokens"
-        k, v, q = self.keys[l][..., :T], self.values[l][:, :, :T], self.q
-        self.best(('decode', T//16), lambda: (q@k).softmax(-1)@v,
-            lambda: F.scaled_dot_product_attention(q, k.transpose(2, 3), v))
+        k, kt, v, q = self.keys[l][:, :, :T], self.turned_keys[l][..., :T], self.values[l][:, :, :T], self.q
+        self.best(('decode', T//16), lambda: (q@k.mT).softmax(-1)@v, lambda: (q@kt).softmax(-1)@v, lambda: F.scaled_dot_product_attention(q, k, v))
 
     @torch.inference_mode()
     def __call__(self):
@@ -199,21 +202,22 @@ def main():
         assert gap<1e-4
         print('transformers.generate, by implementation')
         hf = fastest_hf(folder, a, ids)
-    floor = Floor(policy.config, a, samples)
-    floor()  # chooses the kernels
-    contenders = dict(ours=lambda: ours(engine, weights, requests), generate=lambda: lambda: hf(ids), floor=lambda: floor)
+    floor, plain = Floor(policy.config, a, samples), Floor(policy.config, a, samples, plain=True)
+    floor(), plain()  # chooses the kernels
+    contenders = dict(ours=lambda: ours(engine, weights, requests), generate=lambda: lambda: hf(ids), floor=lambda: floor, plain=lambda: plain)
     times = {k:[] for k in contenders}
     for _ in range(a.repeats):
         for k, make in contenders.items(): times[k].append(timed(make())[0])
     t = {k:statistics.median(v) for k, v in times.items()}
     print(f'medians of {a.repeats} interleaved runs, {a.threads} thread(s), log-probs and routes captured')
     for k, v in t.items(): print(f'  {k:9} {1000*v:8.1f} ms {a.tokens/v:9,.0f} tok/s   fastest run {a.tokens/min(times[k]):9,.0f} tok/s')
-    ratio, floor_ratio = (statistics.median(x/y for x, y in zip(times[i], times[j])) for i, j in (('generate', 'ours'), ('ours', 'floor')))
-    print(f'ours is {ratio:.2f} times as fast as generate (goal 2) and takes {floor_ratio:.2f} times the floor (goal 1.6)')
-    print(json.dumps(dict(name='rollout', ratio=round(ratio, 3), units='tokens/s of ours / tokens/s of transformers.generate', floor_ratio=round(floor_ratio, 3),
+    def median_ratio(i, j): return statistics.median(x/y for x, y in zip(times[i], times[j]))
+    ratio, floor_ratio, plain_ratio = median_ratio('generate', 'ours'), median_ratio('ours', 'floor'), median_ratio('ours', 'plain')
+    print(f'ours is {ratio:.2f} times as fast as generate (goal 2) and takes {floor_ratio:.2f} times the floor (goal 1.6), {plain_ratio:.2f} times the plain calls')
+    print(json.dumps(dict(name='rollout', ratio=round(ratio, 3), units='tokens/s of ours / tokens/s of transformers.generate', floor_ratio=round(floor_ratio, 3), plain_floor_ratio=round(plain_ratio, 3),
         tokens_per_s={k:round(a.tokens/v) for k, v in t.items()}, repeats=a.repeats,
         settings=dict(prompts=a.prompts, prompt_tokens=a.prompt_tokens, samples=a.samples, new_tokens=a.new_tokens, dtype='float32', generate=hf.name, quick=a.quick),
-        machine=dict(cpu=cpu_model(), cores=os.cpu_count(), threads=a.threads, torch=torch.__version__))))
+        machine=dict(cpu=cpu_model(), cores=os.cpu_count(), threads=a.threads, torch=torch.__version__, load=round(os.getloadavg()[0], 1)))))
 
 
 if __name__=='__main__': main()

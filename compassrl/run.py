@@ -109,7 +109,7 @@ def _check_data(cfg, shape, train, heldout):
     for p in train+heldout:
         if len(p.token_ids)+cfg.rollout.max_tokens>shape.max_position_embeddings:
             raise ValueError(f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens='
-                f'{cfg.rollout.max_tokens} it exceeds the context of {shape.max_position_embeddings}: lower rollout.max_tokens or leave it out')
+                f'{cfg.rollout.max_tokens} it exceeds the context of {shape.max_position_embeddings}: lower that')
     if len(train)<cfg.prompts_per_step:
         raise ValueError(f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts')
     if cfg.cold_start.steps and not cfg.init_from:

@@ -68,7 +68,8 @@ def read_trace(
             row = _row(where, line)
             whole = head is None or len(rows)==head['num_samples']
             if row['kind']=='step':
-                if not whole: raise ValueError(f'{where}: step {head["step"]} has {len(rows)} of {head["num_samples"]} samples')
+                if not whole:
+                    raise ValueError(f'{where}: step {head["step"]} has {len(rows)} of {head["num_samples"]} samples')
                 if head: yield head,rows
                 head,rows = row,[]
             elif head is None or whole or row['step']!=head['step']:
@@ -111,10 +112,11 @@ def microscope(
     top = max((abs(x) for r in rows for x in r[color]), default=0.) or 1.
     def token(r, t):
         x,text = r[color][t], tokenizer.decode([r['response_ids'][t]], skip_special_tokens=False)
+        text = escape(text) if text.strip() else repr(text)[1:-1] or '∅'
         rgb = '15,118,110' if color=='advantages' and x>0 else '194,65,12'
         title = '\n'.join(f'{k} {r[k][t]:+.4f}' for k in _per_token if k in r)
         return (f'<span title="{escape(title)}" style="background:rgba({rgb},{.75*abs(x)/top:.3f});color:#1c1917;'
-            f'border:1px solid #e7e5e4;padding:0 2px">{escape(text) if text.strip() else repr(text)[1:-1] or "∅"}</span>')
+            f'border:1px solid #e7e5e4;padding:0 2px">{text}</span>')
     def line(r):
         prompt = escape(tokenizer.decode(r['prompt_ids'], skip_special_tokens=False))
         tokens = ''.join(token(r, t) for t in range(len(r['response_ids'])))

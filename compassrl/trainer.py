@@ -120,7 +120,8 @@ def rollout_gap(batch:Batch)->Metrics:
     "Mean and largest |log-prob difference| of the engines that sample and train (paper section 2.4.4), and entropy"
     gap = (batch.old_log_probs-batch.rollout_log_probs)[batch.response_mask].abs()
     entropy = batch.entropy[batch.response_mask]
-    return dict(rollout_train_gap=float(gap.mean()), rollout_train_gap_max=float(gap.max()), entropy=float(entropy.mean()))
+    return dict(rollout_train_gap=float(gap.mean()), rollout_train_gap_max=float(gap.max()),
+        entropy=float(entropy.mean()))
 
 # %% ../nbs/16_trainer.ipynb #c4b3e50e
 def assemble(
@@ -132,7 +133,7 @@ def assemble(
     place = {(r.prompt_id, r.index):i for i,r in enumerate(requests)}
     came = Counter((s.prompt_id, s.index) for s in samples)
     odd = [k for k in place.keys()|came.keys() if (k in place)!=came[k]]
-    assert not odd, f'{len(requests)} responses asked for, {len(samples)} came; lost, repeated or not asked for: {odd[:3]}'
+    assert not odd, f'{len(requests)} asked for, {len(samples)} came; lost, repeated or not asked for: {odd[:3]}'
     samples.sort(key=lambda s: place[s.prompt_id, s.index])
     batch = collate(samples)
     valid = torch.tensor([s.verdict.status not in ('failed', 'timeout') for s in samples])
