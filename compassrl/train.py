@@ -33,7 +33,8 @@ def tiny_cpu()->TrainConfig:
     "A 0.2 M mixture of experts learns column arithmetic: minutes on two CPU cores"
     return TrainConfig(steps=180, prompts_per_step=64, group_size=8, eval_every=25, save_every=25, trace_every=50,
         policy=PolicyConfig(max_position_embeddings=128), data=DataConfig(difficulty=1.),
-        cold_start=SFTConfig(steps=700, lr=5e-3, num_solutions=4096, hasty_frac=.7), rollout=RolloutConfig(max_tokens=48, num_slots=256),
+        cold_start=SFTConfig(steps=700, lr=5e-3, num_solutions=4096, hasty_frac=.7),
+        rollout=RolloutConfig(max_tokens=48, num_slots=256),
         optim=OptimConfig(lr=1e-4, warmup_steps=10, num_mini_batches=2))
 
 def smoke_cpu()->TrainConfig:
@@ -88,7 +89,7 @@ def parse_train(
     if name.endswith('.json'): default = read_run_config(name)
     elif name.replace('_', '-') in presets: default = presets[name.replace('_', '-')]()
     else: raise ValueError(f'unknown preset {name!r}: use one of {", ".join(presets)}, or a config.json')
-    about = 'Settings of the run; paper sections in brackets.'
+    about = 'Settings of the run.'
     return _parse(TrainConfig, flags, prog=f'compassrl train {name}', description=about, default=default)
 
 def parse_resume(args:list[str]):
