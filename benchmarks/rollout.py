@@ -2,20 +2,21 @@
 
     python benchmarks/rollout.py [--quick] [--repeats 9] [--threads 1]
 
-Both sample 8 responses of 64 tokens to each of 16 prompts of 16 tokens, in fp32, and both hand back the log-prob of every
-sampled token and the experts of every fed token. `generate` has no output for routes, so a hook on each router records them.
-The fastest of its expert and attention implementations and caches is found first; then all contenders take turns in one
-process. Times are medians; a ratio is the median over the rounds of that round's ratio, so that a slow minute of the machine
-slows both sides.
+Both sample 8 responses of 64 tokens to each of 16 prompts of 16 tokens, in fp32, and both hand back the log-prob of
+every sampled token and the experts of every fed token. `generate` has no output for routes, so a hook on each router
+records them. The fastest of its expert and attention implementations and caches is found first; then all contenders
+take turns in one process. Times are medians; a ratio is the median over the rounds of that round's ratio, so that a
+slow minute of the machine slows both sides.
 
-The floor is the time of the products that nobody can avoid: projections, router, experts at the sizes that our samples' routes
-gave them, scores, softmax and values over caches that grow in all layers, and the head. One prefill per prompt, as we do. No
-norms, rotations, gates, sorting, cache writes, sampling or bookkeeping. Two versions: `plain` makes the textbook call for each
-product (linear with the checkpoint's layout, a loop over experts, keys as they come); `floor` takes for each the fastest
-kernel and layout found, weights transposed beforehand and keys kept transposed for free. No engine reaches the second.
+The floor is the time of the products that nobody can avoid: projections, router, experts at the sizes that our
+samples' routes gave them, scores, softmax and values over caches that grow in all layers, and the head. One prefill
+per prompt, as we do. No norms, rotations, gates, sorting, cache writes, sampling or bookkeeping. Two versions:
+`plain` makes the textbook call for each product (linear with the checkpoint's layout, a loop over experts, keys as
+they come); `floor` takes for each the fastest kernel and layout found, weights transposed beforehand and keys kept
+transposed for free. No engine reaches the second.
 
-Last line: one JSON object. `ratio` is our tokens/s over generate's (goal: 2 or more), `floor_ratio` our time over the floor's
-(goal: 1.6 or less), `plain_floor_ratio` our time over that of the textbook calls.
+Last line: one JSON object. `ratio` is our tokens/s over generate's (goal: 2 or more), `floor_ratio` our time over the
+floor's (goal: 1.6 or less), `plain_floor_ratio` our time over that of the textbook calls.
 """
 import argparse
 import itertools
@@ -47,7 +48,7 @@ def timed(fn):
     return time.perf_counter()-t, out
 
 
-# --------------------------------------------------------------------------------------------------------------------- ours
+# ---------------------------------------------------------------------------------------------------------------- ours
 def make_policy(a):
     c = PolicyConfig(vocab_size=64, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, intermediate_size=256,
@@ -69,7 +70,7 @@ def ours(engine, weights, requests):
     return lambda: list(engine.generate(requests))
 
 
-# ------------------------------------------------------------------------------------------------------------- transformers
+# -------------------------------------------------------------------------------------------------------- transformers
 class Hf:
     "transformers.generate with log-probs and routes"
     def __init__(self, folder, a, experts, attention, cache):
@@ -77,8 +78,8 @@ class Hf:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation=experts,
             attn_implementation=attention).eval()
         self.name, self.routes = f'experts={experts} attention={attention} cache={cache}', []
-        self.kwargs = dict(do_sample=True, temperature=1., top_k=0, top_p=1., max_new_tokens=a.new_tokens, pad_token_id=0,
-            eos_token_id=None, num_return_sequences=a.samples, return_dict_in_generate=True, output_scores=True,
+        self.kwargs = dict(do_sample=True, temperature=1., top_k=0, top_p=1., max_new_tokens=a.new_tokens,
+            pad_token_id=0, eos_token_id=None, num_return_sequences=a.samples, return_dict_in_generate=True, output_scores=True,
             cache_implementation=cache, disable_compile=True)
         def record(module, args, out): self.routes.append(out[2])
         for layer in self.model.model.layers: layer.mlp.gate.register_forward_hook(record)
@@ -98,7 +99,8 @@ class Hf:
 def fastest_hf(folder, a, ids):
     "Try what transformers offers: one run of each, then three rounds of those within twice the fastest"
     kinds = itertools.product(('grouped_mm', 'batched_mm', 'eager'), ('sdpa', 'eager'), ('dynamic', 'static'))
-    found = {hf: timed(lambda: hf(ids))[0] for hf in [Hf(folder, a, *k) for k in kinds if not a.quick or k[1:] == ('sdpa', 'dynamic')]}
+    engines = [Hf(folder, a, *k) for k in kinds if not a.quick or k[1:] == ('sdpa', 'dynamic')]
+    found = {hf: timed(lambda: hf(ids))[0] for hf in engines}
     finalists = [hf for hf, t in found.items() if t < 2*min(found.values())]
     for _ in range(3):
         for hf in finalists: found[hf] = min(found[hf], timed(lambda: hf(ids))[0])
@@ -106,13 +108,14 @@ def fastest_hf(folder, a, ids):
     return min(found, key=found.get)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the floor
+# ----------------------------------------------------------------------------------------------------------- the floor
 class Floor:
     "Bare products of the same work; of several ways to one product the fastest is taken, or the first if `plain`"
     def __init__(self, c, a, samples, plain=False):
         P, B, self.c, self.a, self.plain = a.prompts, a.prompts*a.samples, c, a, plain
         H, KV, d, D, L = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size, c.num_hidden_layers
-        I, E, K, T, r = c.moe_intermediate_size, c.num_experts, c.num_experts_per_tok, a.prompt_tokens+a.new_tokens, torch.randn
+        I, E, K, r = c.moe_intermediate_size, c.num_experts, c.num_experts_per_tok, torch.randn
+        T = a.prompt_tokens+a.new_tokens
         self.qkv, self.out, self.router = r((H+2*KV)*d, D), r(D, H*d), r(E, D)
         self.gate_up, self.down, self.head = r(E, 2*I, D), r(E, D, I), r(c.vocab_size, D)
         weights = (self.qkv, self.out, self.router, self.gate_up, self.down, self.head)
@@ -175,7 +178,7 @@ class Floor:
             self.linear(x, self.head)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 def largest_gap(folder, samples):
     "Largest |log-prob difference| between our samples and a plain forward pass of transformers"
     from transformers import AutoModelForCausalLM
@@ -213,8 +216,8 @@ def main():
         hf = fastest_hf(folder, a, ids)
     floor, plain = Floor(policy.config, a, samples), Floor(policy.config, a, samples, plain=True)
     floor(), plain()  # chooses the kernels
-    contenders = dict(ours=lambda: ours(engine, weights, requests), generate=lambda: lambda: hf(ids), floor=lambda: floor,
-        plain=lambda: plain)
+    contenders = dict(ours=lambda: ours(engine, weights, requests), generate=lambda: lambda: hf(ids),
+        floor=lambda: floor, plain=lambda: plain)
     times = {k: [] for k in contenders}
     for _ in range(a.repeats):
         for k, make in contenders.items(): times[k].append(timed(make())[0])
@@ -223,15 +226,15 @@ def main():
     for k, v in t.items():
         print(f'  {k:9} {1000*v:8.1f} ms {a.tokens/v:9,.0f} tok/s   fastest run {a.tokens/min(times[k]):9,.0f} tok/s')
     def ratio(i, j): return round(statistics.median(x/y for x, y in zip(times[i], times[j])), 3)
-    result = dict(name='rollout', ratio=ratio('generate', 'ours'), units='tokens/s of ours / tokens/s of transformers.generate',
-        floor_ratio=ratio('ours', 'floor'), plain_floor_ratio=ratio('ours', 'plain'),
+    result = dict(name='rollout', ratio=ratio('generate', 'ours'),
+        units='tokens/s of ours / tokens/s of transformers.generate', floor_ratio=ratio('ours', 'floor'), plain_floor_ratio=ratio('ours', 'plain'),
         tokens_per_s={k: round(a.tokens/v) for k, v in t.items()}, repeats=a.repeats,
         settings=dict(prompts=a.prompts, prompt_tokens=a.prompt_tokens, samples=a.samples, new_tokens=a.new_tokens,
             dtype='float32', generate=hf.name, quick=a.quick),
         machine=dict(cpu=cpu_model(), cores=os.cpu_count(), threads=a.threads, torch=torch.__version__,
             load=round(os.getloadavg()[0], 1)))
-    print(f'ours is {result["ratio"]:.2f} times as fast as generate (goal 2) and takes {result["floor_ratio"]:.2f} times the '
-        f'floor (goal 1.6), {result["plain_floor_ratio"]:.2f} times the textbook calls')
+    print(f'ours is {result["ratio"]:.2f} times as fast as generate (goal 2) and takes {result["floor_ratio"]:.2f} times '
+        f'the floor (goal 1.6), {result["plain_floor_ratio"]:.2f} times the textbook calls')
     print(json.dumps(result))
 
 

@@ -48,7 +48,9 @@ def sample_tokens(
 )->tuple[Tensor,Tensor]:# tokens [B], log-probs [B] fp32 of the distribution that was drawn from
     "Inverse of the cumulative distribution at `u`, after temperature and nucleus truncation (Holtzman et al., 2020)"
     greedy = temperature==0
-    probs = (logits/temperature.masked_fill(greedy, 1)[:,None]).softmax(-1) # fp64, as temperature is
+    some = bool(greedy.any())
+    if some: temperature = temperature.masked_fill(greedy, 1)
+    probs = (logits/temperature[:,None]).softmax(-1) # fp64, as temperature is
     if top_p is not None:
         p,order = probs.sort(dim=-1, descending=True, stable=True)
         p = p.masked_fill(p.cumsum(-1)-p>=top_p[:,None], 0)
@@ -56,8 +58,9 @@ def sample_tokens(
         probs = torch.where(top_p[:,None]<1, kept/kept.sum(-1, keepdim=True), probs)
     cdf = probs.cumsum(-1)
     tokens = torch.searchsorted(cdf, (u*cdf[:,-1])[:,None], right=True).clamp_(max=logits.shape[-1]-1)
-    if greedy.any(): tokens = torch.where(greedy[:,None], logits.argmax(-1, keepdim=True), tokens)
-    log_probs = probs.gather(-1, tokens).log().masked_fill_(greedy[:,None], 0) # greedy is certain
+    if some: tokens = torch.where(greedy[:,None], logits.argmax(-1, keepdim=True), tokens)
+    log_probs = probs.gather(-1, tokens).log()
+    if some: log_probs.masked_fill_(greedy[:,None], 0) # greedy is certain
     return tokens[:,0], log_probs[:,0].float()
 
 # %% ../nbs/03_rollout.ipynb #339b403c
@@ -70,6 +73,7 @@ class Slots:
         full = lambda *shape, dtype=torch.long: torch.zeros(num, *shape, dtype=dtype, device=device)
         self.length,self.limit,self.stop = full(), full(), full(1) # tokens so far, tokens at most, ids that end it
         self.temperature,self.top_p = full(dtype=torch.float64), full(dtype=torch.float64)
+        self.truncates = False # may any request have top_p below 1?
 
     def reserve(self,
         T:int,       # longest sequence
@@ -90,6 +94,10 @@ class Slots:
         grow('log_probs', (self.num,), dtype=torch.float32)
         grow('routes', (self.num,), (L, c.num_experts_per_tok), route_dtype(c.num_experts))
         self.capacity = T
+        # rows of d numbers, keys, values of each layer; where each head and each slot begins in tables seen as rows
+        self.views = [(layer.view(-1, d), *layer.view(2, -1, T, d).unbind()) for layer in self.cache.unbind()]
+        self.heads = torch.arange(2*self.num*KV, device=self.device).view(2, -1, KV).movedim(0, 1).contiguous()*T
+        self.first = torch.arange(self.num, device=self.device)*T
 
     @torch.inference_mode()
     def remove(self,
@@ -119,6 +127,7 @@ def fold_norms(
     scale = torch.cat([b.q_norm]*b.H+[b.k_norm]*b.KV).view(-1, b.d)*b.d**.5
     l = SimpleNamespace(qkv=b.qkv.mT, out=b.out.mT, scale=scale, mlp=m, sparse=sparse)
     if sparse: l.router,l.gate_up,l.down,l.K,l.norm = m.router.mT, m.gate_up, m.down, m.K, m.norm
+    if sparse: l.ids = torch.arange(len(m.router), device=m.router.device)
     return l
 
 def unit(
@@ -126,8 +135,8 @@ def unit(
     small:Tensor # sqrt(D eps) of the RMS norm
 )->Tensor:       # x / sqrt(|x|^2 + D eps): the RMS norm but for its weight and sqrt(D)
     "Three small kernels where `F.rms_norm` takes six"
-    wide = x.float() if x.element_size()<4 else x
-    return (wide/torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), small)).to(x.dtype)
+    if x.element_size()<4: return unit(x.float(), small).to(x.dtype)
+    return x/torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), small)
 
 def mix(
     x:Tensor, # [n, D] residual stream: the experts' outputs are added in place
@@ -139,11 +148,11 @@ def mix(
     if x.element_size()<4: logits = logits.float()
     chosen,idx = logits.topk(l.K, -1)
     gates = chosen.softmax(-1) if l.norm else (chosen-logits.logsumexp(-1, keepdim=True)).exp()
-    experts,order = idx.flatten().sort(stable=True)
+    experts,order = idx.view(-1).sort(stable=True)
     token = order//l.K
-    ends = torch.searchsorted(experts, torch.arange(logits.shape[1], device=x.device), right=True, out_int32=True)
+    ends = torch.searchsorted(experts, l.ids, right=True, out_int32=True)
     gate,up = grouped_linear(y.index_select(0, token), l.gate_up, ends).chunk(2, -1)
-    h = F.silu(gate).mul_(up).mul_(gates.to(x.dtype).flatten().index_select(0, order)[:,None])
+    h = F.silu(gate).mul_(up).mul_(gates.view(-1).index_select(0, order)[:,None])
     x.index_add_(0, token, grouped_linear(h, l.down, ends))
     return idx
 
@@ -182,6 +191,8 @@ class TorchRollout:
         self.slots = Slots(config, num_slots, dtype, device)
         self.prefixes:OrderedDict[tuple[int,...],tuple] = OrderedDict()
         self.version:int|None = None
+        widths = config.hidden_size, config.head_dim
+        self.small = [torch.tensor((w*config.rms_norm_eps)**.5) for w in widths] # see `unit`
 
     @torch.inference_mode()
     def load_weights(self, weights:Iterable[tuple[str,Tensor]], version:int):
@@ -235,8 +246,8 @@ def draw(self:TorchRollout,
     "Append one token to each"
     s = self.slots
     end = s.length[at,None]
-    top_p = s.top_p[at] if any(r.params.top_p<1 for r in s.requests[at]) else None
-    tokens,log_probs = sample_tokens(logits, s.u[at].gather(1, end)[:,0], s.temperature[at], top_p)
+    u,top_p = s.u[at].gather(1, end)[:,0], s.top_p[at] if s.truncates else None
+    tokens,log_probs = sample_tokens(logits, u, s.temperature[at], top_p)
     s.tokens[at].scatter_(1, end, tokens[:,None])
     s.log_probs[at].scatter_(1, end, log_probs[:,None])
     s.length[at] += 1
@@ -269,6 +280,7 @@ def admit(self:TorchRollout,
         s.u[at,T:T+len(steps)] = u[start-s.n:at.stop-s.n,:s.capacity-T]
         logits.append(first.expand(at.stop-start, -1)); start = at.stop
     s.requests += requests; s.started += [now]*len(requests); s.n = start
+    s.truncates = any(r.params.top_p<1 for r in s.requests)
     while len(self.prefixes)>s.num: self.prefixes.popitem(last=False)
     return draw(self, new, torch.cat(logits))
 
@@ -282,26 +294,24 @@ def step(self:TorchRollout
     T = int(place.max())+1
     future = torch.arange(T, device=device)>place[:,None]
     bias = torch.zeros(n, KV, 1, T, dtype=s.dtype, device=device).masked_fill_(future[:,None,None], -torch.inf)
-    rows = torch.arange(2*s.num*KV, device=device).view(2, s.num, KV)[:,:n].movedim(0, 1)
-    rows = (rows*s.capacity+place[:,None,None]).flatten() # new ones in a layer's cache seen as rows of d
+    bias,rows = bias.view(-1, 1, T), (s.heads[:n]+place[:,None,None]).view(-1) # where new keys and values go
     cos,sin = (t.index_select(0, place)[:,None] for t in (self.policy.cos, self.policy.sin))
-    small,small_d = (torch.tensor((k*c.rms_norm_eps)**.5) for k in (D, d))
+    small,small_d = self.small
     x,routes = F.embedding(s.tokens[:n].gather(1, place[:,None])[:,0], self.policy.embed), []
-    for l,cache in zip(self.layers, s.cache.unbind()):
+    for l,(cache,keys,values) in zip(self.layers, s.views):
         qkv = (unit(x, small)@l.qkv).view(n, -1, d)
         qk = qkv[:,:H+KV]
         t = unit(qk, small_d).mul_(l.scale)
         torch.addcmul(t*cos, t.roll(d//2, -1), sin, out=qk) # `rotate`, in place
-        cache.view(-1, d).index_copy_(0, rows, qkv[:,H:].reshape(-1, d))
-        past = cache.view(2, -1, s.capacity, d)[:,:n*KV,:T]
-        scores = torch.baddbmm(bias.view(-1, 1, T), qkv[:,:H].reshape(n*KV, -1, d), past[0].mT, alpha=d**-.5)
-        x = torch.addmm(x, torch.bmm(scores.softmax(-1), past[1]).view(n, -1), l.out)
+        cache.index_copy_(0, rows, qkv[:,H:].reshape(-1, d))
+        scores = torch.baddbmm(bias, qkv[:,:H].reshape(n*KV, -1, d), keys[:n*KV,:T].mT, alpha=d**-.5)
+        x = torch.addmm(x, torch.bmm(scores.softmax(-1), values[:n*KV,:T]).view(n, -1), l.out)
         y = unit(x, small)
         if l.sparse: routes.append(mix(x, y, l))
         else: x += l.mlp(y)[0]; routes.append(None)
     if self.return_routes:
-        at = torch.arange(n, device=device)*s.capacity+place
-        s.routes.flatten(0, 1).index_copy_(0, at, stack_routes(routes, n, c.num_experts_per_tok).to(s.routes))
+        routes = stack_routes(routes, n, c.num_experts_per_tok).to(s.routes)
+        s.routes.flatten(0, 1).index_copy_(0, s.first[:n]+place, routes)
     return draw(self, slice(0, n), self.policy.logits(unit(x, small)*(self.policy.norm*D**.5)))
 
 # %% ../nbs/03_rollout.ipynb #eb1d4177

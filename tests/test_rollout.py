@@ -1,4 +1,4 @@
-"Rollout engine: seeds, log-probs and routes against full forward passes, frequencies, slots, caches, bad input, mutants"
+"Rollout engine: seeds, log-probs and routes against full passes, frequencies, slots, caches, bad input, mutants"
 import gc
 import json
 import random
@@ -19,7 +19,8 @@ from compassrl.records import Request, SamplingParams, derive_seed
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)
 TINY = dict(vocab_size=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=8, intermediate_size=48, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, max_position_embeddings=64)
+    head_dim=8, intermediate_size=48, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
+    max_position_embeddings=64)
 
 
 def make_policy(seed=0, scale=4., head=1., **changes):
@@ -499,7 +500,7 @@ MUTANTS = {log_probs_and_routes_hold: dict(
         gates_unnormalised=('chosen.softmax(-1) if l.norm', 'logits.softmax(-1).gather(-1, idx) if l.norm'),
         keys_stay_when_slots_move=('self.cache[:,:,holes] = self.cache[:,:,movers]', 'pass'),
         requests_stay_when_slots_move=('self.requests[h],self.started[h] = self.requests[m],self.started[m]', 'pass'),
-        routes_one_late=('*s.capacity+place\n', '*s.capacity+place+1\n'),
+        routes_one_late=('s.first[:n]+place', 's.first[:n]+place+1'),
         stop_ids_ignored=('| (tokens[:,None]==s.stop[at]).any(-1)', ''),
         budget_one_long=('s.length[at]>=s.limit[at]', 's.length[at]>s.limit[at]'),
         norm_folded_twice=('norm.fill_(D**-.5)', 'pass')),
@@ -513,7 +514,7 @@ MUTANTS = {log_probs_and_routes_hold: dict(
         refill_in_waves=('islice(waiting, s.num-s.n)', 'islice(waiting, s.num if not s.n else 0)'),
         intake_of_everything=('waiting = self.slots, iter(requests)', 'waiting = self.slots, iter(list(requests))')),
     frequencies_hold: dict(other_distribution=('cdf = probs.cumsum(-1)', 'cdf = probs.square().cumsum(-1)')),
-    cool_frequencies_hold: dict(temperature_ignored=('/temperature.masked_fill(greedy, 1)[:,None]', ''))}
+    cool_frequencies_hold: dict(temperature_ignored=('/temperature[:,None]', ''))}
 CASES = {name: (law, *change) for law, changes in MUTANTS.items() for name, change in changes.items()}
 
 
