@@ -8,24 +8,30 @@ Docs: https://compassrl.github.io/compassrl/advantages.html.md"""
 from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['AdvantageConfig', 'GroupStats', 'group_stats', 'group_advantages', 'zero_variance', 'spread']
+__all__ = ['Estimator', 'AdvantageConfig', 'GroupStats', 'group_stats', 'group_advantages', 'zero_variance', 'spread']
 
 # %% ../nbs/05_advantages.ipynb #7e8bd490
+Estimator = Literal['grpo', 'dr_grpo', 'rloo']
+
 @dataclass(frozen=True)
 class AdvantageConfig:
     "How rewards become advantages. Raises ValueError for values outside their range"
-    norm_std:bool=True # divide by the group's std (GRPO); False = Dr.GRPO
-    eps:float=1e-6     # added to the std
-    tol:float=1e-6     # rewards of a group that differ by no more are equal
+    estimator:Estimator='grpo' # see `group_advantages`
+    eps:float=1e-6             # added to the std
+    tol:float=1e-6             # rewards of a group that differ by no more are equal
     def __post_init__(self):
+        _check_estimator(self.estimator)
         for key in ('eps','tol'):
             value = getattr(self, key)
             if not 0<=value<inf: raise ValueError(f'{key}={value}: use a small number of 0 or more, such as 1e-6')
+
+def _check_estimator(name):
+    if name not in get_args(Estimator): raise ValueError(f'estimator={name!r}: use one of {get_args(Estimator)}')
 
 # %% ../nbs/05_advantages.ipynb #0f02f804
 class GroupStats(NamedTuple):
@@ -74,19 +80,30 @@ def _check(rewards, group, valid): # the [B] bool mask of valid samples
 
 # %% ../nbs/05_advantages.ipynb #5969280c
 def group_advantages(
-    rewards:Tensor,           # [B]
-    group:Tensor,             # [B] integers; samples with equal ids compete
-    valid:Tensor|None=None,   # [B] bool: the verifier gave a verdict (None: all)
-    norm_std:bool=True,       # divide by the group's unbiased std? (False = Dr.GRPO)
-    eps:float=1e-6,           # added to the std
-    tol:float=1e-6            # rewards of a group that differ by no more are equal
-)->Tensor:                    # [B] zero mean per group; exactly 0 in a flat group and for samples that are not valid
-    "Rewards relative to their group (DeepSeekMath section 4.1; `norm_std=False`: Dr.GRPO). Raises as `group_stats`"
+    rewards:Tensor,             # [B]
+    group:Tensor,               # [B] integers; samples with equal ids compete
+    valid:Tensor|None=None,     # [B] bool: the verifier gave a verdict (None: all)
+    estimator:Estimator='grpo', # 'grpo': z-score; 'dr_grpo': not divided by the std; 'rloo': minus the others' mean
+    eps:float=1e-6,             # added to the std
+    tol:float=1e-6,             # rewards of a group that differ by no more are equal
+    std_floor:float|Tensor=0.   # 'grpo': the std counts as at least this; one number, or [P] in ascending order of id
+)->Tensor:                      # [B] zero mean per group; exactly 0 in a flat group and for samples that are not valid
+    "Rewards relative to their group: DeepSeekMath section 4.1, Dr.GRPO, or leave-one-out (RLOO). Raises ValueError"
+    _check_estimator(estimator)
     s = group_stats(rewards, group, valid, tol)
-    adv = rewards.double()-s.mean[s.index]
-    if norm_std: adv = adv/(s.std[s.index]+eps)
+    floor = _check_floor(std_floor, s.std)
+    scale = dict(grpo=1/(torch.maximum(s.std, floor)+eps), dr_grpo=torch.ones_like(s.num),
+        rloo=s.num/(s.num-1).clamp(min=1))[estimator]
+    adv = (rewards.double()-s.mean[s.index])*scale[s.index]
     skip = s.flat[s.index] if valid is None else s.flat[s.index] | ~valid
     return adv.masked_fill(skip, 0.).to(torch.promote_types(rewards.dtype, torch.float))
+
+def _check_floor(floor, std): # as fp64, one number or one per group
+    floor = torch.as_tensor(floor, dtype=std.dtype, device=std.device)
+    if floor.dim() and floor.shape!=std.shape:
+        raise ValueError(f'std_floor {list(floor.shape)}: use one number, or one per group, {list(std.shape)}')
+    if not ((floor>=0) & (floor<inf)).all(): raise ValueError(f'std_floor={floor.tolist()}: use 0 or more')
+    return floor
 
 # %% ../nbs/05_advantages.ipynb #2b2112c4
 def zero_variance(

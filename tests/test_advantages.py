@@ -4,22 +4,25 @@ from math import comb
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 
 from compassrl.advantages import AdvantageConfig, group_advantages, group_stats, spread, zero_variance
 
-random = settings(deadline=None, max_examples=60, derandomize=True, report_multiple_bugs=False)
+random = settings(deadline=None, max_examples=60, derandomize=True, report_multiple_bugs=False,
+    phases=[Phase.explicit, Phase.generate])  # examples are small; shrinking them would cost minutes on the mutants
 
 
-def oracle(rewards, group, valid=None, norm_std=True, eps=1e-6):
-    "Python floats and loops; rewards must be multiples of 1/8 so that equality is exact"
+def oracle(rewards, group, valid=None, estimator='grpo', eps=1e-6, floor=None):
+    "Python floats and loops; rewards must be multiples of 1/8 so that equality is exact; `floor` maps ids to numbers"
     rewards, group = rewards.tolist(), group.tolist()
     valid = [True]*len(group) if valid is None else valid.tolist()
     out = []
     for r, g, ok in zip(rewards, group, valid):
         mine = [x for x, h, o in zip(rewards, group, valid) if h == g and o]
         if not ok or len(mine) < 2 or len(set(mine)) == 1: out.append(0.)
-        else: out.append((r-statistics.fmean(mine))/(statistics.stdev(mine)+eps if norm_std else 1.))
+        elif estimator == 'rloo': out.append(r-(sum(mine)-r)/(len(mine)-1))
+        elif estimator == 'dr_grpo': out.append(r-statistics.fmean(mine))
+        else: out.append((r-statistics.fmean(mine))/(max(statistics.stdev(mine), (floor or {}).get(g, 0.))+eps))
     return torch.tensor(out)
 
 
@@ -48,14 +51,32 @@ def law_oracle(fn):
     check()
 
 
+def law_estimators(fn):
+    @random
+    @given(groups(), st.sampled_from(['dr_grpo', 'rloo']))
+    def check(data, name): close(fn(*data, estimator=name), oracle(*data, estimator=name))
+    check()
+
+
+def law_floor(fn):
+    "One number for all, or one per group in ascending order of id; the std where it is larger"
+    @random
+    @given(groups(), st.lists(st.sampled_from([0., .1, .4, 1.]), min_size=5, max_size=5))
+    def check(data, floors):
+        ids = data[1].unique().tolist()
+        close(fn(*data, std_floor=.4), oracle(*data, floor=dict.fromkeys(ids, .4)))
+        close(fn(*data, std_floor=torch.tensor(floors[:len(ids)])), oracle(*data, floor=dict(zip(ids, floors))))
+    check()
+
+
 def law_order(fn):
     @random
-    @given(groups(), st.randoms(use_true_random=False))
-    def check(data, rnd):
+    @given(groups(), st.randoms(use_true_random=False), st.sampled_from(['grpo', 'dr_grpo', 'rloo']))
+    def check(data, rnd, name):
         r, g, v = data
         perm = list(range(len(r)))
         rnd.shuffle(perm)
-        close(fn(r[perm], g[perm], v[perm]), fn(r, g, v)[perm])
+        close(fn(r[perm], g[perm], v[perm], estimator=name), fn(r, g, v, estimator=name)[perm])
     check()
 
 
@@ -105,7 +126,7 @@ def law_flat(fn):
     check()
 
 
-LAWS = [law_oracle, law_order, law_moments, law_affine, law_failed, law_flat]
+LAWS = [law_oracle, law_estimators, law_floor, law_order, law_moments, law_affine, law_failed, law_flat]
 
 
 @pytest.mark.parametrize('law', LAWS, ids=lambda f: f.__name__)
@@ -115,9 +136,9 @@ def test_law(law): law(group_advantages)
 # ---- mutants -----------------------------------------------------------------------------------------------
 
 def mutant(change=lambda r, g, v: (r, g, v), after=lambda a, r, g, v: a, **kw):
-    def fn(r, g, v=None):
+    def fn(r, g, v=None, **more):
         v = torch.ones(len(g), dtype=torch.bool) if v is None else v
-        return after(group_advantages(*change(r, g, v), **kw), r, g, v)
+        return after(group_advantages(*change(r, g, v), **more | kw), r, g, v)
     return fn
 
 
@@ -140,14 +161,21 @@ MUTANTS = dict(
     failed_as_wrong=mutant(lambda r, g, v: (r.masked_fill(~v, 0.), g, torch.ones_like(v)), lambda a, r, g, v: a*v),
     failed_not_zeroed=mutant(after=lambda a, r, g, v: a.masked_fill(~v, -1.)),
     no_tolerance=mutant(tol=0., eps=0.),
-    no_std=mutant(norm_std=False))
+    no_std=mutant(estimator='dr_grpo'),
+    floor_missing=mutant(std_floor=0.),
+    rloo_counts_itself=lambda *a, estimator='grpo', **kw: group_advantages(*a, **kw,
+        estimator='dr_grpo' if estimator == 'rloo' else estimator),
+    floor_by_appearance=lambda r, g, v=None, std_floor=0., **kw: group_advantages(r, g, v, **kw,
+        std_floor=std_floor.flip(0) if torch.is_tensor(std_floor) else std_floor),
+    floor_added=lambda r, g, v=None, std_floor=0., **kw: group_advantages(r, g, v, **kw,
+        eps=1e-6+float(torch.as_tensor(std_floor).max())))
 
 
 @pytest.mark.parametrize('name', MUTANTS)
 def test_some_law_kills_the_mutant(name):
     def broken(law):
         try: law(MUTANTS[name])
-        except AssertionError: return True
+        except (AssertionError, ValueError): return True
         return False
     assert any(broken(law) for law in LAWS)
 
@@ -158,21 +186,27 @@ def test_worked_example():
     "Two right of eight: +1.62018 and -0.54006 with the unbiased std"
     r, g = torch.tensor([1., 1, 0, 0, 0, 0, 0, 0]), torch.zeros(8, dtype=torch.long)
     close(group_advantages(r, g), torch.tensor([1.62018]*2+[-.54006]*6), 1e-5)
-    close(group_advantages(r, g, norm_std=False), torch.tensor([.75]*2+[-.25]*6), 1e-7)
+    close(group_advantages(r, g, estimator='dr_grpo'), torch.tensor([.75]*2+[-.25]*6), 1e-7)
     by_n = population(group_advantages(r, g), r, g, torch.ones(8, dtype=torch.bool))
     close(by_n, torch.tensor([1.73205]*2+[-.57735]*6), 1e-5)
 
 
 def test_near_ties_reach_order_one():
-    "Rewards {.49 .. .51}: std .01, |advantage| above 1: why near ties must be made equal before this stage"
-    a = group_advantages(torch.tensor([.50, .51, .49, .50, .50, .48, .51, .50]), torch.zeros(8, dtype=torch.long))
-    assert 1. < a.abs().max() < 2.5
+    "Rewards {.48 .. .51}: std .01, |advantage| above 1: near ties must be made equal, or divided by a floor"
+    r, g = torch.tensor([.50, .51, .49, .50, .50, .48, .51, .50]), torch.zeros(8, dtype=torch.long)
+    assert 1. < group_advantages(r, g).abs().max() < 2.5
+    assert group_advantages(r, g, std_floor=.1).abs().max() < .2
+
+
+def test_floor_of_a_flat_group_is_still_zero():
+    r, g = torch.ones(8), torch.arange(8) % 2
+    for floor in (.1, torch.tensor([0., .5])): assert (group_advantages(r, g, eps=0., std_floor=floor) == 0).all()
 
 
 @random
 @given(groups())
 def test_dr_grpo_is_unnormalised(data):
-    close(group_advantages(*data, norm_std=False), oracle(*data, norm_std=False))
+    close(group_advantages(*data, estimator='dr_grpo'), oracle(*data, estimator='dr_grpo'))
 
 
 @pytest.mark.parametrize('p, row', [(.5, (.125, .0078, 0, 0)), (.8, (.411, .168, .028, .001)),
@@ -187,15 +221,17 @@ def test_zero_variance_rate_by_enumeration(p, row):
         assert p**N+(1-p)**N == pytest.approx(want, abs=1e-3)
 
 
-def test_expected_gradient_of_dr_grpo():
-    "Bernoulli policy, every outcome enumerated: (1 - 1/N) of the true gradient, for every pass rate"
+@pytest.mark.parametrize('name', ['dr_grpo', 'rloo'])
+def test_expected_gradient(name):
+    "Bernoulli policy, every outcome enumerated: Dr.GRPO (1 - 1/N) of the true gradient, leave-one-out all of it"
     p = torch.linspace(.01, .99, 21).double()
     for N in (2, 3, 8):
         correct = (torch.arange(N) < torch.arange(N+1)[:, None]).double()
         group = torch.arange(N+1).repeat_interleave(N)
-        adv = group_advantages(correct.flatten(), group, norm_std=False).view(N+1, N, 1)
+        adv = group_advantages(correct.flatten(), group, estimator=name).view(N+1, N, 1)
         prob = torch.stack([comb(N, k)*p**k*(1-p)**(N-k) for k in range(N+1)])
-        close((prob*(adv*(correct[..., None]-p)).mean(1)).sum(0), (1-1/N)*p*(1-p), 1e-12)
+        share = dict(dr_grpo=1-1/N, rloo=1)[name]
+        close((prob*(adv*(correct[..., None]-p)).mean(1)).sum(0), share*p*(1-p), 1e-12)
 
 
 # ---- zero_variance, spread, errors -------------------------------------------------------------------------
@@ -244,7 +280,11 @@ def test_dtypes(dtype, out):
     ((torch.ones(4), torch.ones(4)), 'integer ids'),
     ((torch.ones(4), torch.ones(4, dtype=torch.long), torch.ones(4)), 'bool mask'),
     ((torch.ones(4), torch.ones(4, dtype=torch.long), torch.ones(3, dtype=torch.bool)), 'bool mask'),
-    ((torch.tensor([1., float('nan')]), torch.tensor([0, 0])), r'rewards\[1\] = nan')])
+    ((torch.tensor([1., float('nan')]), torch.tensor([0, 0])), r'rewards\[1\] = nan'),
+    ((torch.ones(2), torch.arange(2), None, 'grppo'), "estimator='grppo': use one of"),
+    ((torch.ones(2), torch.arange(2), None, 'grpo', 0., 0., torch.ones(3)), r'std_floor \[3\]: .* \[2\]'),
+    ((torch.ones(2), torch.arange(2), None, 'grpo', 0., 0., -.1), r'std_floor=-0.1: use 0 or more'),
+    ((torch.ones(2), torch.arange(2), None, 'grpo', 0., 0., float('nan')), r'std_floor=nan')])
 def test_bad_input(args, message):
     with pytest.raises(ValueError, match=message): group_advantages(*args)
 
@@ -252,3 +292,7 @@ def test_bad_input(args, message):
 @pytest.mark.parametrize('kw', [dict(eps=-1.), dict(tol=float('nan')), dict(tol=float('inf'))])
 def test_bad_config(kw):
     with pytest.raises(ValueError, match='='.join(map(str, *kw.items()))): AdvantageConfig(**kw)
+
+
+def test_unknown_estimator_in_the_config():
+    with pytest.raises(ValueError, match="estimator='z': use one of .'grpo', 'dr_grpo', 'rloo'"): AdvantageConfig('z')
