@@ -8,7 +8,7 @@ Docs: https://compassrl.github.io/compassrl/rollout.html.md"""
 from __future__ import annotations
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from types import SimpleNamespace
@@ -22,8 +22,8 @@ from .pretrained import load_hf_weights
 from .records import Request, Sample, SamplingParams
 
 # %% auto #0
-__all__ = ['uniforms', 'sample_tokens', 'Slots', 'fold_norms', 'unit', 'mix', 'RolloutConfig', 'TorchRollout', 'prefill', 'draw',
-           'admit', 'step', 'harvest', 'generate']
+__all__ = ['uniforms', 'sample_tokens', 'Slots', 'fold_norms', 'unit', 'mix', 'RolloutConfig', 'TorchRollout', 'forward',
+           'prefill', 'draw', 'admit', 'step', 'harvest', 'generate']
 
 # %% ../nbs/03_rollout.ipynb #4f720701
 def _signed(x): return x-(1<<64) if x>=1<<63 else x # 64-bit constants for torch, which has no unsigned shifts
@@ -88,15 +88,15 @@ class Slots:
             if self.capacity: new.narrow(len(before), 0, self.capacity).copy_(getattr(self, name))
             setattr(self, name, new)
         L,KV,d = c.num_hidden_layers, c.num_key_value_heads, c.head_dim
-        grow('cache', (L, 2, self.num, KV), (d,), self.dtype) # keys and values
+        grow('keys', (L, self.num, KV, d), (), self.dtype) # transposed: their product reads them faster
+        grow('values', (L, self.num, KV), (d,), self.dtype)
         grow('tokens', (self.num,))
         grow('u', (self.num,), dtype=torch.float64) # the number that draws the token
         grow('log_probs', (self.num,), dtype=torch.float32)
         grow('routes', (self.num,), (L, c.num_experts_per_tok), route_dtype(c.num_experts))
         self.capacity = T
-        # rows of d numbers, keys, values of each layer; where each head and each slot begins in tables seen as rows
-        self.views = [(layer.view(-1, d), *layer.view(2, -1, T, d).unbind()) for layer in self.cache.unbind()]
-        self.heads = torch.arange(2*self.num*KV, device=self.device).view(2, -1, KV).movedim(0, 1).contiguous()*T
+        # where each head begins in a list of values, and each slot in a list of tokens
+        self.rows = torch.arange(self.num*KV, device=self.device).view(-1, KV)*T
         self.first = torch.arange(self.num, device=self.device)*T
 
     @torch.inference_mode()
@@ -108,7 +108,7 @@ class Slots:
         holes = [i for i in finished if i<n]
         movers = sorted(set(range(n, self.n))-set(finished))
         if holes:
-            self.cache[:,:,holes] = self.cache[:,:,movers]
+            for t in (self.keys, self.values): t[:,holes] = t[:,movers]
             for t in (self.tokens, self.u, self.log_probs, self.routes, self.length, self.limit, self.stop,
                 self.temperature, self.top_p): t[holes] = t[movers]
         for h,m in zip(holes, movers): self.requests[h],self.started[h] = self.requests[m],self.started[m]
@@ -141,15 +141,16 @@ def unit(
 def mix(
     x:Tensor, # [n, D] residual stream: the experts' outputs are added in place
     y:Tensor, # [n, D] its norm
-    l:SimpleNamespace
+    l:SimpleNamespace,
+    owner:Tensor # [n*K] the row that each choice belongs to
 )->Tensor:    # expert ids [n, K]
     "`MoE.forward` without a way back: gates enter in the narrow middle, outputs are added where they belong"
-    logits = y@l.router
+    logits = torch.mm(y, l.router)
     if x.element_size()<4: logits = logits.float()
     chosen,idx = logits.topk(l.K, -1)
     gates = chosen.softmax(-1) if l.norm else (chosen-logits.logsumexp(-1, keepdim=True)).exp()
     experts,order = idx.view(-1).sort(stable=True)
-    token = order//l.K
+    token = owner.index_select(0, order)
     ends = torch.searchsorted(experts, l.ids, right=True, out_int32=True)
     gate,up = grouped_linear(y.index_select(0, token), l.gate_up, ends).chunk(2, -1)
     h = F.silu(gate).mul_(up).mul_(gates.view(-1).index_select(0, order)[:,None])
@@ -191,8 +192,8 @@ class TorchRollout:
         self.slots = Slots(config, num_slots, dtype, device)
         self.prefixes:OrderedDict[tuple[int,...],tuple] = OrderedDict()
         self.version:int|None = None
-        widths = config.hidden_size, config.head_dim
-        self.small = [torch.tensor((w*config.rms_norm_eps)**.5) for w in widths] # see `unit`
+        def small(width): return torch.tensor((width*config.rms_norm_eps)**.5) # for `unit`
+        self.small,self.small_head = small(config.hidden_size), small(config.head_dim)
 
     @torch.inference_mode()
     def load_weights(self, weights:Iterable[tuple[str,Tensor]], version:int):
@@ -201,7 +202,7 @@ class TorchRollout:
         if s.n: raise RuntimeError(f'{s.n} requests are running: finish or close `generate` before loading weights')
         self.version = None # until all have arrived
         self.prefixes.clear()
-        if s.capacity: s.cache.zero_() # masked places count 0 times what they hold, which must be finite
+        if s.capacity: s.keys.zero_(); s.values.zero_() # masked places count 0 times a number, which must be finite
         load_hf_weights(self.policy, weights)
         self.layers = [fold_norms(b) for b in self.policy.blocks]
         self.version = version
@@ -217,6 +218,29 @@ class TorchRollout:
         if bad: raise ValueError(f'{who}: token id {bad[0]} is outside 0..{c.vocab_size-1}: another tokenizer?')
         if not -1<<63<=r.seed<1<<63: raise ValueError(f'{who}: seed={r.seed} exceeds 64 bits: use `derive_seed`')
 
+# %% ../nbs/03_rollout.ipynb #cd48956b
+@torch.inference_mode()
+def forward(self:TorchRollout,
+    ids:Tensor,    # [N] packed
+    place:Tensor,  # [N] of each token in its own sequence
+    attend:Callable[[int,Tensor],Tensor] # layer, rotated queries and keys, values [N, H+2KV, d] -> [N, H*d]
+)->tuple[Tensor,Tensor]: # hidden states [N, D], routes [N, L, K]
+    "What `Policy.trunk` computes"
+    c,x,routes = self.config, F.embedding(ids, self.policy.embed), []
+    cos,sin = (t.index_select(0, place)[:,None] for t in (self.policy.cos, self.policy.sin))
+    heads,d,K = c.num_attention_heads+c.num_key_value_heads, c.head_dim, c.num_experts_per_tok
+    owner = torch.arange(len(ids)*K, device=self.device)//K
+    for i,l in enumerate(self.layers):
+        qkv = torch.mm(unit(x, self.small), l.qkv).view(len(ids), -1, d)
+        qk = qkv[:,:heads]
+        t = unit(qk, self.small_head).mul_(l.scale)
+        torch.addcmul(t*cos, t.roll(d//2, -1), sin, out=qk) # `rotate`, in place
+        x.addmm_(attend(i, qkv), l.out)
+        y = unit(x, self.small)
+        if l.sparse: routes.append(mix(x, y, l, owner))
+        else: x += l.mlp(y)[0]; routes.append(None)
+    return unit(x, self.small)*(self.policy.norm*c.hidden_size**.5), stack_routes(routes, len(ids), K)
+
 # %% ../nbs/03_rollout.ipynb #242fe0c1
 @torch.inference_mode()
 def prefill(self:TorchRollout,
@@ -225,17 +249,17 @@ def prefill(self:TorchRollout,
     "Keys, values and routes of all prompt tokens, and the logits of the first response token"
     lengths = torch.tensor([len(p) for p in prompts], device=self.device)
     mask = torch.arange(int(lengths.max()), device=self.device)<lengths[:,None]
-    causal,kept = causal_attention(mask), []
-    def attend(layer, q, k, v):
-        kept.append(torch.stack([k, v]))
-        return causal(layer, q, k, v)
+    causal,kept,H,KV = causal_attention(mask), [], self.config.num_attention_heads, self.config.num_key_value_heads
+    def attend(layer, qkv):
+        kept.append(qkv[:,H:])
+        return causal(layer, *qkv.split([H, KV, KV], 1)).flatten(1)
     ids = torch.tensor([i for p in prompts for i in p], device=self.device)
-    hidden,routes = self.policy.trunk(ids, mask.cumsum(1)[mask]-1, attend)
-    kv,routes = torch.stack(kept), stack_routes(routes, len(ids), self.config.num_experts_per_tok) # [L, 2, N, KV, d]
+    hidden,routes = forward(self, ids, mask.cumsum(1)[mask]-1, attend)
+    kv = torch.stack(kept).unflatten(2, (2, KV)).movedim(1, 3) # [L, 2, KV, N, d]
     ends = lengths.cumsum(0)
     for p,end,logits in zip(prompts, ends.tolist(), self.policy.logits(hidden[ends-1])):
         at = slice(end-len(p), end)
-        self.prefixes[p] = kv[:,:,at].transpose(2, 3).clone(), routes[at].clone(), logits
+        self.prefixes[p] = kv[:,:,:,at].clone(), routes[at].clone(), logits
 
 # %% ../nbs/03_rollout.ipynb #5430ba74
 @torch.inference_mode()
@@ -276,7 +300,8 @@ def admit(self:TorchRollout,
     for ids,group in groupby(requests, key=lambda r: tuple(r.prompt_ids)): # neighbours share one copy
         at,T = slice(start, start+len(list(group))), len(ids)
         kv,routes,first = self.prefixes[ids]; self.prefixes.move_to_end(ids)
-        s.cache[:,:,at,:,:T],s.routes[at,:T],s.tokens[at,:T] = kv[:,:,None], routes, s.tokens.new_tensor(ids)
+        s.keys[:,at,:,:,:T],s.values[:,at,:,:T] = kv[:,0,None].mT, kv[:,1,None]
+        s.routes[at,:T],s.tokens[at,:T] = routes, s.tokens.new_tensor(ids)
         s.u[at,T:T+len(steps)] = u[start-s.n:at.stop-s.n,:s.capacity-T]
         logits.append(first.expand(at.stop-start, -1)); start = at.stop
     s.requests += requests; s.started += [now]*len(requests); s.n = start
@@ -289,30 +314,21 @@ def admit(self:TorchRollout,
 def step(self:TorchRollout
 )->list[int]: # slots that finished
     "Feed the newest token of every busy slot and draw the next"
-    s,c,n,device = self.slots, self.config, self.slots.n, self.device
-    H,KV,D,d,place = c.num_attention_heads, c.num_key_value_heads, c.hidden_size, c.head_dim, s.length[:n]-1
-    T = int(place.max())+1
-    future = torch.arange(T, device=device)>place[:,None]
-    bias = torch.zeros(n, KV, 1, T, dtype=s.dtype, device=device).masked_fill_(future[:,None,None], -torch.inf)
-    bias,rows = bias.view(-1, 1, T), (s.heads[:n]+place[:,None,None]).view(-1) # where new keys and values go
-    cos,sin = (t.index_select(0, place)[:,None] for t in (self.policy.cos, self.policy.sin))
-    small,small_d = self.small
-    x,routes = F.embedding(s.tokens[:n].gather(1, place[:,None])[:,0], self.policy.embed), []
-    for l,(cache,keys,values) in zip(self.layers, s.views):
-        qkv = (unit(x, small)@l.qkv).view(n, -1, d)
-        qk = qkv[:,:H+KV]
-        t = unit(qk, small_d).mul_(l.scale)
-        torch.addcmul(t*cos, t.roll(d//2, -1), sin, out=qk) # `rotate`, in place
-        cache.index_copy_(0, rows, qkv[:,H:].reshape(-1, d))
-        scores = torch.baddbmm(bias, qkv[:,:H].reshape(n*KV, -1, d), keys[:n*KV,:T].mT, alpha=d**-.5)
-        x = torch.addmm(x, torch.bmm(scores.softmax(-1), values[:n*KV,:T]).view(n, -1), l.out)
-        y = unit(x, small)
-        if l.sparse: routes.append(mix(x, y, l))
-        else: x += l.mlp(y)[0]; routes.append(None)
-    if self.return_routes:
-        routes = stack_routes(routes, n, c.num_experts_per_tok).to(s.routes)
-        s.routes.flatten(0, 1).index_copy_(0, s.first[:n]+place, routes)
-    return draw(self, slice(0, n), self.policy.logits(unit(x, small)*(self.policy.norm*D**.5)))
+    s,c,n,place = self.slots, self.config, self.slots.n, self.slots.length[:self.slots.n]-1
+    H,KV,d,T = c.num_attention_heads, c.num_key_value_heads, c.head_dim, int(place.max())+1
+    future = torch.arange(T, device=self.device)>place[:,None]
+    bias = torch.zeros(n, KV, 1, T, dtype=s.dtype, device=self.device).masked_fill_(future[:,None,None], -torch.inf)
+    bias,column = bias.view(-1, 1, T), place[:,None,None,None].expand(n, KV, d, 1)
+    rows = (s.rows[:n]+place[:,None]).view(-1)
+    def attend(layer, qkv):
+        keys,values = s.keys[layer], s.values[layer]
+        keys[:n].scatter_(3, column, qkv[:,H:H+KV,:,None])
+        values.view(-1, d).index_copy_(0, rows, qkv[:,H+KV:].reshape(-1, d))
+        scores = torch.baddbmm(bias, qkv[:,:H].reshape(n*KV, -1, d), keys[:n].flatten(0, 1)[...,:T], alpha=d**-.5)
+        return torch.bmm(scores.softmax(-1), values[:n].flatten(0, 1)[:,:T]).view(n, -1)
+    hidden,routes = forward(self, s.tokens[:n].gather(1, place[:,None])[:,0], place, attend)
+    if self.return_routes: s.routes.flatten(0, 1).index_copy_(0, s.first[:n]+place, routes.to(s.routes))
+    return draw(self, slice(0, n), self.policy.logits(hidden))
 
 # %% ../nbs/03_rollout.ipynb #eb1d4177
 def harvest(self:TorchRollout,

@@ -226,6 +226,16 @@ def weights_are_fresh(R):
     assert any(s.response_ids != first[k].response_ids for k, s in again.items())
 
 
+def folding_keeps_the_policy(R):
+    "The engine's own policy stays the function that was loaded, however often"
+    policy, ids = make_policy(**VARIANTS['dense_first']), torch.arange(24).view(2, 12)
+    e = make_engine(policy, R=R)
+    for version in range(3):
+        e.load_weights(hf_weights(policy), version)
+        got, want = (p.logits(p(ids)[0]) for p in (e.policy, policy))
+        assert (got-want).abs().max() < 1e-5*want.abs().max()
+
+
 def slots_are_refilled_at_once(R):
     "A free slot never waits while there are requests, and no request is taken before there is a slot for it"
     policy, taken, running = make_policy(), [], []
@@ -302,6 +312,9 @@ def test_frequencies(params): frequencies_hold(rollout, **params)
 def test_new_weights_drop_every_cache(): weights_are_fresh(rollout)
 
 
+def test_folding_keeps_the_policy(): folding_keeps_the_policy(rollout)
+
+
 def test_a_finished_slot_is_refilled_at_once(): slots_are_refilled_at_once(rollout)
 
 
@@ -327,12 +340,10 @@ def test_greedy_is_the_argmax_loop():
     assert checked > 10
 
 
-def test_a_group_is_prefilled_once_and_the_last_prompt_token_is_not_decoded():
-    policy, calls = make_policy(), []
-    e = make_engine(policy, 32)
-    trunk = e.policy.trunk
-    e.policy.trunk = lambda ids, *a: (calls.append(len(ids)), trunk(ids, *a))[1]
-    requests = make_requests(32, max_tokens=(1, 1), group=8)
+def test_a_group_is_prefilled_once_and_the_last_prompt_token_is_not_decoded(monkeypatch):
+    policy, calls, forward = make_policy(), [], rollout.forward
+    monkeypatch.setattr(rollout, 'forward', lambda e, ids, *a: (calls.append(len(ids)), forward(e, ids, *a))[1])
+    e, requests = make_engine(policy, 32), make_requests(32, max_tokens=(1, 1), group=8)
     assert {len(s.response_ids) for s in e.generate(requests)} == {1}
     assert calls == [sum(len(i) for i in {r.prompt_id: r.prompt_ids for r in requests}.values())]
     list(e.generate(requests))
@@ -492,18 +503,18 @@ def test_bad_slots():
 # -------------------------------------------------------------------------------------------------- tests of the tests
 MUTANTS = {log_probs_and_routes_hold: dict(
         no_mask=('.masked_fill_(future[:,None,None], -torch.inf)', ''),
-        mask_one_short=('arange(T, device=device)>place', 'arange(T, device=device)>=place'),
-        wrong_position=('t.index_select(0, place)', 't.index_select(0, place-1)'),
+        mask_one_short=('arange(T, device=self.device)>place', 'arange(T, device=self.device)>=place'),
+        wrong_position=('t.index_select(0, place)', 't.index_select(0, place.clamp(max=6))'),
         log_prob_before_temperature=('log_probs = probs.gather', 'log_probs = logits.double().softmax(-1).gather'),
         log_prob_before_top_p=('torch.where(top_p[:,None]<1, kept/kept.sum(-1, keepdim=True), probs)', 'kept'),
         top_p_ignored=('.masked_fill(p.cumsum(-1)-p>=top_p[:,None], 0)', ''),
         gates_unnormalised=('chosen.softmax(-1) if l.norm', 'logits.softmax(-1).gather(-1, idx) if l.norm'),
-        keys_stay_when_slots_move=('self.cache[:,:,holes] = self.cache[:,:,movers]', 'pass'),
+        keys_stay_when_slots_move=('for t in (self.keys, self.values): t[:,holes] = t[:,movers]', 'pass'),
         requests_stay_when_slots_move=('self.requests[h],self.started[h] = self.requests[m],self.started[m]', 'pass'),
         routes_one_late=('s.first[:n]+place', 's.first[:n]+place+1'),
         stop_ids_ignored=('| (tokens[:,None]==s.stop[at]).any(-1)', ''),
-        budget_one_long=('s.length[at]>=s.limit[at]', 's.length[at]>s.limit[at]'),
-        norm_folded_twice=('norm.fill_(D**-.5)', 'pass')),
+        budget_one_long=('s.length[at]>=s.limit[at]', 's.length[at]>s.limit[at]')),
+    folding_keeps_the_policy: dict(norm_folded_twice=('norm.fill_(D**-.5)', 'pass')),
     seeds_hold: dict(
         shared_generator=('uniforms(s.length.new_tensor([r.seed for r in requests]), steps)',
             'torch.rand(len(requests), len(steps), dtype=torch.float64)'),
