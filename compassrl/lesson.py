@@ -12,11 +12,13 @@ from html import escape
 from collections.abc import Sequence
 
 # %% ../nbs/00_lesson.ipynb #bcb9b4b8
-stages = dict( # stage -> number of its notebook, what its box says; the loop first, then what is around it
+stages = dict( # stage -> number of its notebook, what its box says; six in a row
     tasks=('01','prompts'), rollout=('03','rollout'), rewards=('01','verdicts'), advantages=('05','advantages'),
-    losses=('07','loss'), train_engine=('04','train engine'),
-    policy=('02','policy'), sft=('14','cold start'), trainer=('16','the loop'), checkpoint=('17','checkpoint'),
-    evaluate=('20','evaluate'), launch=('40','launch'))
+    losses=('07','loss'), train_engine=('04','train engine'), # the loop
+    policy=('02','policy'), router_replay=('10','replay'), genrm=('09','GenRM'), zero_variance=('06','variance 0'),
+    espo=('08','ESPO'), log_probs=('04','log-probs'),         # each below the stage that it belongs to
+    sft=('14','cold start'), trainer=('16','the loop'), checkpoint=('17','checkpoint'), evaluate=('20','evaluate'),
+    launch=('40','launch'))                                   # around the loop
 
 _also = dict( # modules beside a stage
     problems='tasks', pretrained='policy', curves='evaluate', report='evaluate', trace='evaluate',
@@ -26,7 +28,8 @@ _also = dict( # modules beside a stage
 _w,_h,_gx,_gy = 112,34,24,46 # boxes and the gaps between them
 
 def _box(i, stage, on): # the i-th box, six in a row
-    x,y = 8+i%6*(_w+_gx), 8+i//6*(_h+_gy)
+    row,col = divmod(i, 6)
+    x,y = 8+col*(_w+_gx), 8+row*(_h+_gy)-max(0, row-1)*_gy*2//3 # the arrow back needs room below the first row
     number,label = stages[stage]
     fill,ink,faint,line = ('#c2410c','#ffffff','#fed7aa','#c2410c') if on else ('#f5f5f4','#44403c','#78716c','#a8a29e')
     return (f'<rect x="{x}" y="{y}" width="{_w}" height="{_h}" rx="6" fill="{fill}" stroke="{line}"/>'
@@ -52,7 +55,7 @@ def pipeline(
     here = _also.get(stage, stage)
     known = [*stages, *_also, 'records']
     if not (stage is None or stage in known): raise ValueError(f'stage={stage!r}: use one of {known}')
-    width,height = 16+6*_w+5*_gx, 16+2*_h+_gy
+    width,height = 16+6*_w+5*_gx, 16+3*_h+_gy+_gy//3+1
     boxes = ''.join(_box(i, s, s==here) for i,s in enumerate(stages))
     return SVG(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         'style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="13">'

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-import typing
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -22,7 +22,9 @@ from tokenizers import Tokenizer
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from .checkpoint import check_shapes, latest_checkpoint, load_checkpoint, save_checkpoint
+from .config import TrainConfig, read_run_config
 from .evaluate import evaluate
+from .experience import judge_sample, requests_of, table
 from .policy import Policy
 from .pretrained import from_pretrained, read_config, save_pretrained
 from .records import Batch, Metrics, Prompt, Sample
@@ -32,46 +34,12 @@ from .sft import cold_start
 from .tasks import build_tokenizer, load_data, load_tokenizer, save_tokenizer
 from .trace import trace_rows
 from .train_engine import TorchTrain
-from .trainer import TrainConfig, fit
+from .trainer import fit
+from .zero_variance import screen
 
 # %% auto #0
-__all__ = ['config_from_dict', 'read_run_config', 'Parts', 'build', 'replace_text', 'write_json', 'keep_until', 'Log', 'Stop',
-           'Run', 'stoppable', 'locked', 'new_folder', 'start_run', 'resume_run', 'save_model']
-
-# %% ../nbs/22_run.ipynb #bade0c68
-def config_from_dict(
-    cls:type,  # a config dataclass
-    d:dict,    # as in config.json; what is missing takes its default
-    at:str=''  # where in the whole config, for messages
-):
-    "A checked config; raises ValueError that names a key that does not exist or a value of the wrong type"
-    if not isinstance(d, dict): raise ValueError(f'{at[:-1] or "config"}={d!r}: use an object with keys')
-    hints,names = typing.get_type_hints(cls), [f.name for f in dataclasses.fields(cls)]
-    unknown = sorted(set(d)-set(names))
-    if unknown: raise ValueError(f'config key {at+unknown[0]!r} does not exist: use one of {names}')
-    return cls(**{k:_value(hints[k], v, at+k) for k,v in d.items()})
-
-def _value(hint, v, at): # JSON knows neither tuples nor which number is a float
-    if dataclasses.is_dataclass(hint): return config_from_dict(hint, v, at+'.')
-    kind,args = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if kind is tuple and isinstance(v, (list, tuple)) and (args[-1] is ... or len(args)==len(v)):
-        hints = args[:1]*len(v) if args[-1] is ... else args
-        return tuple(_value(h, x, f'{at}[{i}]') for i,(h,x) in enumerate(zip(hints, v)))
-    if kind is float and type(v) in (int, float): return float(v)
-    if v in args if kind is typing.Literal else type(v) is kind: return v
-    use = f'one of {list(args)}' if kind is typing.Literal else hint.__name__ if kind is hint else hint
-    raise ValueError(f'{at}={v!r}: use {use}')
-
-# %% ../nbs/22_run.ipynb #3da88f36
-def read_run_config(
-    path:str|Path # a config.json, or a run directory that holds one
-)->TrainConfig:
-    "The config of a run"
-    path = Path(path)/'config.json' if Path(path).is_dir() else Path(path)
-    if not path.is_file(): raise ValueError(f'{path} does not exist: give a run directory or a config.json')
-    try: d = json.loads(path.read_text())
-    except json.JSONDecodeError as e: raise ValueError(f'{path} is not JSON ({e})') from e
-    return config_from_dict(TrainConfig, d)
+__all__ = ['Parts', 'resolve', 'build', 'replace_text', 'write_json', 'keep_until', 'Log', 'Stop', 'Run', 'stoppable', 'locked',
+           'new_folder', 'start_run', 'resume_run', 'save_model']
 
 # %% ../nbs/22_run.ipynb #0944d76e
 @dataclasses.dataclass
@@ -86,20 +54,24 @@ class Parts:
     engine:TorchTrain
     reference:TorchTrain|None # the starting weights, for the KL penalty
 
+def resolve(cfg:TrainConfig)->TrainConfig:
+    "With the shape of the checkpoint that the run starts from"
+    return dataclasses.replace(cfg, policy=read_config(cfg.init_from)) if cfg.init_from else cfg
+
 def build(cfg:TrainConfig)->Parts:
     "Data, policy and engines; every bad input is refused here. Raises ValueError"
     if cfg.device=='cuda' and not torch.cuda.is_available():
         raise ValueError("device='cuda': no CUDA device was found, use 'cpu'")
     torch.set_num_threads(cfg.num_threads)
     tokenizer = load_tokenizer(cfg.init_from) if cfg.init_from else build_tokenizer()
-    shape,num_tokens = read_config(cfg.init_from) if cfg.init_from else cfg.policy, tokenizer.get_vocab_size()
+    shape,num_tokens = cfg.policy, tokenizer.get_vocab_size()
     if num_tokens>shape.vocab_size:
         raise ValueError(f'policy.vocab_size={shape.vocab_size}: use at least the {num_tokens} tokens of the tokenizer')
     train,heldout = load_data(cfg.data, tokenizer, cfg.seed)
     _check_data(cfg, shape, train, heldout)
     policy = (from_pretrained(cfg.init_from) if cfg.init_from else Policy(shape, cfg.seed)).to(cfg.device)
     dtype = getattr(torch, cfg.rollout.dtype)
-    rollout = TorchRollout(shape, cfg.rollout.num_slots, dtype, cfg.device, return_routes=cfg.router_replay)
+    rollout = TorchRollout(shape, cfg.rollout.num_slots, dtype, cfg.device, return_routes=cfg.router_replay=='R3')
     def engine(policy): return TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
     reference = engine(Policy(shape).to(cfg.device)) if cfg.loss.kl_coef else None
     return Parts(tokenizer, shape.eos_token_id, train, heldout, policy, rollout, engine(policy), reference)
@@ -249,6 +221,7 @@ def start_run(
     cfg:TrainConfig
 )->Path: # the run directory
     "Cold start, evaluation, RL, evaluation, report. Raises ValueError before anything is written"
+    cfg = resolve(cfg)
     parts,folder = build(cfg), new_folder(cfg)
     try: folder.mkdir(parents=True, exist_ok=True)
     except OSError as e: raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
@@ -260,17 +233,33 @@ def start_run(
         save_model(parts, folder/'start')
         parts.rollout.load_weights(parts.engine.weights(), 0)
         write_json(folder/'eval_before.json', run.evaluate())
+        if cfg.zero_variance.screen_samples: write_json(folder/'screen.json', _screen(run))
         run.save(0)
         return _train(run, 0)
 
 def _cold_start(run):
     c,p = run.cfg, run.parts
-    engine = TorchTrain(p.policy, dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1), replay=False)
+    engine = TorchTrain(p.policy, dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1), replay='off')
     bar = tqdm(total=c.cold_start.steps, desc='cold start', unit='step', dynamic_ncols=True)
     with open(run.folder/'cold_start.jsonl', 'w', buffering=1) as f, bar:
         for m in cold_start(engine, p.train, c.cold_start, p.tokenizer, c.seed):
             f.write(json.dumps(m)+'\n'); bar.update(); bar.set_postfix_str(f"loss {m['loss']:.3f}")
             if run.asked_to_stop: raise Stop
+
+# %% ../nbs/22_run.ipynb #260d7376
+def _screen(run): # ids of the prompts that are worth asking (paper section 2.4.1; off by default: each prompt matters)
+    c,p,num = run.cfg, run.parts, run.cfg.zero_variance.screen_samples
+    by_id,asked = {q.id:q for q in p.train}, Counter()
+    requests = requests_of(p.train, [num]*len(p.train), asked, c.rollout.params(p.eos_id), c.seed, 'screen')
+    samples = [judge_sample(s, by_id[s.prompt_id], p.tokenizer, p.eos_id)
+        for s in tqdm(p.rollout.generate(requests), 'screen', len(requests), dynamic_ncols=True)]
+    rewards,group,valid,_ = table(samples, asked)
+    kept = [id for id,k in zip(asked, screen(rewards, group, valid).tolist()) if k]
+    print(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
+    if len(kept)<c.prompts_per_step:
+        raise ValueError(f'zero_variance.screen_samples={num} leaves {len(kept)} prompts for prompts_per_step='
+            f'{c.prompts_per_step}: lower that, give more prompts, or screen with more samples')
+    return kept
 
 # %% ../nbs/22_run.ipynb #46da9c56
 def resume_run(
@@ -298,7 +287,9 @@ def _train(run, start): # the loop and what comes after it
     p,folder = run.parts, run.folder
     if p.reference: p.reference.policy.load_state_dict(from_pretrained(folder/'start').state_dict())
     run.log = Log(folder, start, run.cfg.steps)
-    try: fit(run.cfg, p.train, p.rollout, p.engine, p.tokenizer, run, p.eos_id, start, p.reference)
+    kept = set(json.loads((folder/'screen.json').read_text())) if run.cfg.zero_variance.screen_samples else None
+    prompts = p.train if kept is None else [q for q in p.train if q.id in kept]
+    try: fit(run.cfg, prompts, p.rollout, p.engine, p.tokenizer, run, p.eos_id, start, p.reference)
     finally: run.log.close()
     before,after = json.loads((folder/'eval_before.json').read_text()), run.evaluate()
     write_json(folder/'eval_after.json', after)

@@ -12,8 +12,9 @@ from html import escape
 from pathlib import Path
 import torch
 from tokenizers import Tokenizer
-from .losses import LossConfig, PolicyLoss
+from .config import TrainConfig
 from .records import Batch, Metrics, Sample
+from .trainer import loss_of
 
 # %% auto #0
 __all__ = ['TRACE_VERSION', 'trace_rows', 'read_trace', 'recompute_loss', 'microscope']
@@ -39,7 +40,7 @@ def trace_rows(
             routes_valid=s.routes_valid.int().tolist())
         yield dict(version=TRACE_VERSION, kind='sample', step=step, prompt_id=s.prompt_id, index=s.index,
             group=int(batch.group[i]), prompt_ids=s.prompt_ids, response_ids=s.response_ids, reward=s.reward,
-            correct=s.verdict.correct, status=s.verdict.status, evidence=s.verdict.evidence,
+            task_reward=s.verdict.reward, correct=s.verdict.correct, status=s.verdict.status, evidence=s.verdict.evidence,
             finish_reason=s.finish_reason, weight_version=s.weight_version, timings=s.timings, **tokens, **routes)
 
 # %% ../nbs/21_trace.ipynb #ae01893d
@@ -81,7 +82,7 @@ def read_trace(
 def recompute_loss(
     head:dict,         # a step of `read_trace`
     rows:list[dict],   # its samples
-    cfg:LossConfig     # of the run
+    cfg:TrainConfig    # of the run
 )->float:              # mean over the step's mini-batches, as logged
     "The logged loss from the trace alone. Raises ValueError where the step was skipped or a tensor is missing"
     if 'log_probs' not in rows[0]: raise ValueError(f'step {head["step"]} has no log_probs: no update was made of it')
@@ -94,11 +95,11 @@ def recompute_loss(
     batch = Batch(token_ids=torch.zeros(len(rows), T, dtype=torch.long), token_mask=mask, response_mask=mask,
         group=torch.tensor([r['group'] for r in rows]), rewards=torch.tensor([r['reward'] for r in rows]),
         **{k:table(k) for k in _per_token if k in rows[0] and k!='log_probs'})
-    log_probs,total = table('log_probs'), 0.
+    log_probs,loss,total = table('log_probs'), loss_of(cfg, batch), 0.
     parts = [p for p in torch.arange(len(rows)).tensor_split(head['num_mini_batches']) if len(p)] # as the engine does
     for p in parts:
         part = batch.map(lambda t: t[p])
-        total += float(PolicyLoss(cfg)(log_probs[p], part, int(part.response_mask.sum()), len(p))[0])/len(parts)
+        total += float(loss(log_probs[p], part, int(part.response_mask.sum()), len(p))[0])/len(parts)
     return total
 
 # %% ../nbs/21_trace.ipynb #5fa775b7

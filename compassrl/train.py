@@ -16,14 +16,14 @@ from dataclasses import replace
 from difflib import get_close_matches
 from unittest.mock import patch
 import tyro
+from .config import TrainConfig, read_run_config
 from .policy import PolicyConfig
 from .report import write_report
 from .rollout import RolloutConfig
-from .run import read_run_config, resume_run, start_run
+from .run import resume_run, start_run
 from .sft import SFTConfig
 from .tasks import DataConfig
 from .train_engine import OptimConfig
-from .trainer import TrainConfig
 
 # %% auto #0
 __all__ = ['presets', 'usage', 'tiny_cpu', 'smoke_cpu', 'one_gpu', 'parse_train', 'parse_resume', 'main']

@@ -7,145 +7,18 @@ Docs: https://compassrl.github.io/compassrl/trainer.html.md"""
 # %% ../nbs/16_trainer.ipynb #a23959a8
 from __future__ import annotations
 import time
-from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
-import torch
 from tokenizers import Tokenizer
-from .advantages import AdvantageConfig, group_advantages, spread, zero_variance
-from .losses import LossConfig, PolicyLoss
-from .policy import PolicyConfig
-from compassrl.records import (Batch, Metrics, Prompt, Request, RolloutEngine, Sample, TrainEngine, collate,
-    derive_seed)
-from .rollout import RolloutConfig
-from .sft import SFTConfig
-from .tasks import DataConfig, response_text, verify
-from .train_engine import OptimConfig
+from .config import TrainConfig
+from .experience import assemble, collect, judge_sample
+from .losses import PolicyLoss
+from .records import Batch, Metrics, Prompt, RolloutEngine, Sample, TrainEngine
+from .router_replay import discrepancy
+from .zero_variance import token_advantages
 
 # %% auto #0
-__all__ = ['TrainConfig', 'prompts_of_step', 'requests_of', 'judge_sample', 'rollout_gap', 'assemble', 'RunHooks', 'timed', 'fit']
-
-# %% ../nbs/16_trainer.ipynb #e7dab8ae
-@dataclass(frozen=True)
-class TrainConfig:
-    "A whole run. Raises ValueError for values outside their range and for parts that do not fit together"
-    seed:int=0
-    steps:int=60                # RL steps
-    prompts_per_step:int=32     # prompts in one batch
-    group_size:int=8            # responses per prompt
-    eval_every:int=0            # RL steps between evaluations; 0 = before and after only
-    trace_every:int=20          # RL steps between batches written whole to trace.jsonl; 0 = never
-    eval_k:int=8                # responses per held-out prompt
-    save_every:int=20           # RL steps between checkpoints; there is always one at the end
-    keep_checkpoints:int=2
-    device:str='cpu'            # 'cpu' or 'cuda'
-    num_threads:int=1           # of torch on the CPU; for small models more is slower
-    init_from:str=''            # folder of a Hugging Face Qwen3-MoE to start from; empty = a new policy
-    run_dir:str=''              # where results go; empty = runs/DATE-TIME
-    router_replay:bool=True     # train with the experts that the rollout chose (R3, paper section 2.4.4)
-    data:DataConfig=field(default_factory=DataConfig)
-    policy:PolicyConfig=field(default_factory=PolicyConfig)
-    cold_start:SFTConfig=field(default_factory=SFTConfig)
-    rollout:RolloutConfig=field(default_factory=RolloutConfig)
-    advantages:AdvantageConfig=field(default_factory=AdvantageConfig)
-    loss:LossConfig=field(default_factory=LossConfig)
-    optim:OptimConfig=field(default_factory=OptimConfig)
-
-    def __post_init__(self):
-        for k in ('prompts_per_step', 'eval_k', 'keep_checkpoints', 'num_threads'):
-            if getattr(self, k)<1: raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
-        for k in ('steps', 'eval_every', 'trace_every', 'save_every', 'seed'):
-            if getattr(self, k)<0: raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
-        if self.group_size<2:
-            raise ValueError(f'group_size={self.group_size}: responses to a prompt are compared, use at least 2')
-        if self.device not in ('cpu', 'cuda'): raise ValueError(f"device={self.device!r}: use 'cpu' or 'cuda'")
-        if self.rollout.temperature<=0:
-            raise ValueError(f'rollout.temperature={self.rollout.temperature}: greedy responses of a group are all '
-                'equal, use more than 0')
-        longest = self.data.max_prompt_tokens+self.rollout.max_tokens
-        if not self.init_from and longest>self.policy.max_position_embeddings:
-            raise ValueError(f'data.max_prompt_tokens={self.data.max_prompt_tokens} + rollout.max_tokens='
-                f'{self.rollout.max_tokens} = {longest} exceeds policy.max_position_embeddings='
-                f'{self.policy.max_position_embeddings}: shorten the first two or raise the last')
-
-# %% ../nbs/16_trainer.ipynb #832c647d
-def prompts_of_step(
-    prompts:list[Prompt],
-    step:int,             # 0-based
-    num:int,              # prompts per step
-    seed:int
-)->list[Prompt]:          # [num]; the end of one epoch and the start of the next may share a step
-    "The prompts of one step"
-    out = []
-    for i in range(step*num, (step+1)*num):
-        epoch,place = divmod(i, len(prompts))
-        if not out or not place:
-            gen = torch.Generator().manual_seed(derive_seed(seed, 'epoch', epoch))
-            order = torch.randperm(len(prompts), generator=gen)
-        out.append(prompts[order[place]])
-    return out
-
-# %% ../nbs/16_trainer.ipynb #ca166151
-def requests_of(
-    prompts:list[Prompt],
-    step:int,
-    cfg:TrainConfig,
-    eos_id:int
-)->list[Request]:     # [num * group_size], a group's requests side by side so that they share one prefill
-    "What the step asks of the rollout engine; a prompt that comes twice gets one group of twice the size"
-    params,seen,out = cfg.rollout.params(eos_id), Counter(), []
-    for i,p in enumerate(prompts):
-        for k in range(cfg.group_size):
-            seed = derive_seed(cfg.seed, 'rollout', step, i, k)
-            out.append(Request(p.id, tuple(p.token_ids), seen[p.id]+k, seed, params))
-        seen[p.id] += cfg.group_size
-    return out
-
-# %% ../nbs/16_trainer.ipynb #f0a14075
-def judge_sample(
-    sample:Sample, # gets its verdict and reward
-    prompt:Prompt,
-    tokenizer:Tokenizer,
-    eos_id:int
-)->Sample:
-    "Verify one response"
-    t = time.perf_counter()
-    sample.verdict = verify(prompt, response_text(tokenizer, sample.response_ids, eos_id))
-    sample.reward = sample.verdict.reward
-    sample.timings['reward'] = time.perf_counter()-t
-    return sample
-
-def rollout_gap(batch:Batch)->Metrics:
-    "Mean and largest |log-prob difference| of the engines that sample and train (paper section 2.4.4), and entropy"
-    gap = (batch.old_log_probs-batch.rollout_log_probs)[batch.response_mask].abs()
-    entropy = batch.entropy[batch.response_mask]
-    return dict(rollout_train_gap=float(gap.mean()), rollout_train_gap_max=float(gap.max()),
-        entropy=float(entropy.mean()))
-
-# %% ../nbs/16_trainer.ipynb #c4b3e50e
-def assemble(
-    samples:list[Sample], # judged, in any order; sorted in place
-    requests:list[Request],
-    cfg:TrainConfig
-)->tuple[Batch,Metrics]:  # rows in the order of the requests, whatever finished first; advantages are set
-    "Samples to a batch with advantages"
-    place = {(r.prompt_id, r.index):i for i,r in enumerate(requests)}
-    came = Counter((s.prompt_id, s.index) for s in samples)
-    odd = [k for k in place.keys()|came.keys() if (k in place)!=came[k]]
-    assert not odd, f'{len(requests)} asked for, {len(samples)} came; lost, repeated or not asked for: {odd[:3]}'
-    samples.sort(key=lambda s: place[s.prompt_id, s.index])
-    batch = collate(samples)
-    valid = torch.tensor([s.verdict.status not in ('failed', 'timeout') for s in samples])
-    c = cfg.advantages
-    advantages = group_advantages(batch.rewards, batch.group, valid, c.norm_std, c.eps, c.tol)
-    batch.advantages = spread(advantages, batch.response_mask)
-    lengths = batch.response_mask.sum(1).float()
-    return batch, dict(reward_mean=float(batch.rewards.mean()), failed_frac=float((~valid).float().mean()),
-        correct_frac=sum(s.verdict.correct for s in samples)/len(samples),
-        zero_variance_frac=float(zero_variance(batch.rewards, batch.group, valid, c.tol).float().mean()),
-        response_tokens_mean=float(lengths.mean()), tokens=float(lengths.sum()),
-        truncated_frac=sum(s.finish_reason=='length' for s in samples)/len(samples))
+__all__ = ['RunHooks', 'timed', 'loss_of', 'fit']
 
 # %% ../nbs/16_trainer.ipynb #3650f67c
 class RunHooks(Protocol):
@@ -162,6 +35,14 @@ def timed(metrics:Metrics, phase:str):
     metrics[f'time_{phase}_s'] = metrics.get(f'time_{phase}_s', 0.)+time.perf_counter()-t
 
 # %% ../nbs/16_trainer.ipynb #3354a225
+def loss_of(
+    cfg:TrainConfig,
+    batch:Batch      # a whole step, before it is cut into mini-batches
+)->PolicyLoss:
+    "The configured loss, with what it needs to know of the step"
+    return PolicyLoss(cfg.loss, cfg.espo.for_batch(batch, cfg.policy.vocab_size))
+
+# %% ../nbs/16_trainer.ipynb #f22472b0
 def fit(
     cfg:TrainConfig,
     prompts:list[Prompt],
@@ -176,24 +57,22 @@ def fit(
     "Group-relative policy optimisation over any two engines. Raises ValueError for a KL penalty without a reference"
     if cfg.loss.kl_coef and reference is None:
         raise ValueError(f'loss.kl_coef={cfg.loss.kl_coef}: pass an engine with the starting weights as `reference`')
-    loss,by_id = PolicyLoss(cfg.loss), {p.id:p for p in prompts}
+    by_id = {p.id:p for p in prompts}
+    def judge(s): return judge_sample(s, by_id[s.prompt_id], tokenizer, eos_id)
     for step in range(start, cfg.steps):
         metrics:Metrics = dict(step=step+1)
         with timed(metrics, 'step'):
-            chosen = prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)
-            requests,samples = requests_of(chosen, step, cfg, eos_id), []
-            with timed(metrics, 'rollout'):
-                for s in rollout.generate(requests):
-                    samples.append(judge_sample(s, by_id[s.prompt_id], tokenizer, eos_id))
-            metrics['time_reward_s'] = sum(s.timings['reward'] for s in samples)
-            metrics['time_rollout_s'] -= metrics['time_reward_s']
-            batch,measured = assemble(samples, requests, cfg)
+            with timed(metrics, 'rollout'): requests,samples,found = collect(rollout, prompts, step, cfg, judge, eos_id)
+            metrics['time_rollout_s'] -= found['time_reward_s']
+            batch,task,valid,measured = assemble(requests, samples, cfg)
             with timed(metrics, 'log_probs'): batch.old_log_probs,batch.entropy = engine.log_probs(batch)
             if cfg.loss.kl_coef:
                 with timed(metrics, 'ref_log_probs'): batch.ref_log_probs,_ = reference.log_probs(batch)
-            metrics |= measured | rollout_gap(batch)
+            batch.advantages,spared = token_advantages(batch, task, valid, cfg.advantages, cfg.zero_variance)
+            metrics |= found | measured | spared | discrepancy(batch)
+            metrics['entropy'] = float(batch.entropy[batch.response_mask].mean())
             if batch.advantages.any() or cfg.loss.kl_coef:
-                with timed(metrics, 'update'): metrics |= engine.update(batch, loss)
+                with timed(metrics, 'update'): metrics |= engine.update(batch, loss_of(cfg, batch))
                 with timed(metrics, 'sync'): rollout.load_weights(engine.weights(), step+1)
             metrics.setdefault('skipped_frac', 1.) # nothing to learn from: the step is counted, not hidden
         hooks.on_step(step+1, metrics, samples, batch)

@@ -7,20 +7,23 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from compassrl.advantages import AdvantageConfig
-from compassrl.losses import LossConfig, policy_losses
+from compassrl.config import TrainConfig
+from compassrl.losses import LossConfig, policy_loss, policy_losses
 from compassrl.policy import Policy, PolicyConfig
 from compassrl.records import Prompt, Verdict
 from compassrl.rollout import RolloutConfig, TorchRollout
 from compassrl.tasks import EOS_ID, DataConfig, build_tokenizer, encode, verifiers
 from compassrl.trace import TRACE_VERSION, microscope, read_trace, recompute_loss, trace_rows
 from compassrl.train_engine import OptimConfig, TorchTrain
-from compassrl.trainer import TrainConfig, fit
+from compassrl.trainer import fit
+from compassrl.zero_variance import ZeroVarianceConfig
 
 torch.set_num_threads(1)
 TOKENIZER = build_tokenizer()
 SHAPE = PolicyConfig(hidden_size=32, head_dim=8, moe_intermediate_size=32, max_position_embeddings=32)
 CFG = TrainConfig(steps=3, prompts_per_step=3, group_size=4, policy=SHAPE, data=DataConfig(max_prompt_tokens=16), rollout=RolloutConfig(max_tokens=5),
-    optim=OptimConfig(lr=3e-3, num_mini_batches=2))
+    optim=OptimConfig(lr=3e-3, num_mini_batches=2), loss=LossConfig('grpo'),
+    zero_variance=ZeroVarianceConfig('uniform', length_weight=0, repetition_weight=0, zvp_alpha=0))
 
 
 def even(text, answer):
@@ -34,7 +37,7 @@ class Keep(list):
 
 
 def run(cfg=CFG, routes=True, verifier='even', answer=''):
-    def engine(): return TorchTrain(Policy(SHAPE, seed=1), cfg.optim, replay=routes)
+    def engine(): return TorchTrain(Policy(SHAPE, seed=1), cfg.optim, replay='R3' if routes else 'off')
     prompts = [Prompt(f'p{i}', 'test', f'{i}+1=', encode(TOKENIZER, f'{i}+1='), answer, verifier) for i in range(6)]
     rollout, trainer, kept = TorchRollout(SHAPE, 32, return_routes=routes), engine(), Keep()
     rollout.load_weights(trainer.weights(), 0)
@@ -64,60 +67,59 @@ def test_the_logged_loss(tmp_path, num):
     kept = run(replace(CFG, optim=OptimConfig(lr=3e-3, num_mini_batches=num)))
     steps = list(read_trace(write(tmp_path/'t', kept, num)))
     assert [h['step'] for h, _ in steps] == [1, 2, 3]
-    for head, rows in steps: assert recompute_loss(head, rows, LossConfig()) == pytest.approx(head['metrics']['loss'], abs=1e-6)
+    for head, rows in steps: assert recompute_loss(head, rows, CFG) == pytest.approx(head['metrics']['loss'], abs=1e-6)
 
 
-LOSSES = [LossConfig(aggregation='token-mean', clip_eps_high=.28), LossConfig(aggregation='seq-mean-token-sum-norm', max_response_tokens=5),
-    *(LossConfig(kl_coef=.5, kl_estimator=k) for k in ('k1', 'k2', 'k3'))]
+LOSSES = [LossConfig('espo'), LossConfig('gspo'), LossConfig('cispo'), LossConfig('grpo', tis='mask'), LossConfig('grpo', aggregation='token-mean', clip_eps_high=.28), LossConfig('grpo', aggregation='seq-mean-token-sum-norm', max_response_tokens=5),
+    *(LossConfig('grpo', kl_coef=.5, kl_estimator=k) for k in ('k1', 'k2', 'k3'))]
 
 
 @pytest.mark.parametrize('loss', LOSSES, ids=str)
 def test_the_logged_loss_of_every_kind(tmp_path, loss):
-    kept = run(replace(CFG, loss=loss, advantages=AdvantageConfig(norm_std=False)))
+    kept = run(replace(CFG, loss=loss, advantages=AdvantageConfig('dr_grpo')))
     for head, rows in read_trace(write(tmp_path/'t', kept)):
-        assert recompute_loss(head, rows, loss) == pytest.approx(head['metrics']['loss'], abs=1e-6)
-        other = replace(loss, aggregation='seq-mean-token-mean' if loss.aggregation != 'seq-mean-token-mean' else 'token-mean')
+        assert recompute_loss(head, rows, replace(CFG, loss=loss)) == pytest.approx(head['metrics']['loss'], abs=1e-6)
+        other = LossConfig('grpo', aggregation='seq-mean-token-sum-norm', max_response_tokens=50, kl_coef=loss.kl_coef)
         assert ('ref_log_probs' in rows[0]) == (loss.kl_coef > 0)
-    assert abs(recompute_loss(head, rows, other)-head['metrics']['loss']) > 1e-6, 'another config is found out'
+    assert abs(recompute_loss(head, rows, replace(CFG, loss=other))-head['metrics']['loss']) > 1e-6, 'another config is found out'
 
 
 def test_a_loss_that_needs_more_than_log_probs(tmp_path, monkeypatch):
     "Entropy, say: whatever a registered loss asks for and the trace has"
     def by_entropy(log_probs, old_log_probs, advantages, mask, cfg, entropy): return -advantages*entropy*(log_probs-old_log_probs).exp(), {}
-    by_entropy.needs = ('entropy',)
-    monkeypatch.setitem(policy_losses, 'by_entropy', by_entropy)
+    monkeypatch.setitem(policy_losses, 'by_entropy', policy_loss('entropy')(by_entropy))
     loss = LossConfig(name='by_entropy')
     for head, rows in read_trace(write(tmp_path/'t', run(replace(CFG, loss=loss)))):
-        assert recompute_loss(head, rows, loss) == pytest.approx(head['metrics']['loss'], abs=1e-6)
+        assert recompute_loss(head, rows, replace(CFG, loss=loss)) == pytest.approx(head['metrics']['loss'], abs=1e-6)
 
 
 def test_the_loss_needs_what_the_update_saw(path):
     "With two mini-batches the log-probs during the update are not the ones before it"
-    far = [abs(recompute_loss(h, [r | dict(log_probs=r['old_log_probs']) for r in rows], LossConfig())-h['metrics']['loss']) for h, rows in read_trace(path)]
+    far = [abs(recompute_loss(h, [r | dict(log_probs=r['old_log_probs']) for r in rows], CFG)-h['metrics']['loss']) for h, rows in read_trace(path)]
     assert max(far) > 1e-4
 
 
 def test_without_routes(tmp_path):
     for head, rows in read_trace(write(tmp_path/'t', run(routes=False))):
         assert 'routed_experts' not in rows[0]
-        assert recompute_loss(head, rows, LossConfig()) == pytest.approx(head['metrics']['loss'], abs=1e-6)
+        assert recompute_loss(head, rows, CFG) == pytest.approx(head['metrics']['loss'], abs=1e-6)
 
 
 def test_a_skipped_step_has_no_loss(tmp_path):
     kept = run(verifier='exact', answer='never')
     for head, rows in read_trace(write(tmp_path/'t', kept)):
         assert head['metrics']['skipped_frac'] == 1 and 'old_log_probs' in rows[0]
-        with pytest.raises(ValueError, match=f'step {head["step"]} has no log_probs: no update'): recompute_loss(head, rows, LossConfig())
+        with pytest.raises(ValueError, match=f'step {head["step"]} has no log_probs: no update'): recompute_loss(head, rows, CFG)
 
 
 def test_kl_without_its_reference_is_refused(path):
     head, rows = next(read_trace(path))
-    with pytest.raises(ValueError, match='ref_log_probs is None'): recompute_loss(head, rows, LossConfig(kl_coef=.1))
+    with pytest.raises(ValueError, match='ref_log_probs is None'): recompute_loss(head, rows, replace(CFG, loss=LossConfig('grpo', kl_coef=.1)))
 
 
 # ---- what is in it
 
-SAMPLE = {'version', 'kind', 'step', 'prompt_id', 'index', 'group', 'prompt_ids', 'response_ids', 'reward', 'correct', 'status', 'evidence', 'finish_reason',
+SAMPLE = {'version', 'kind', 'step', 'prompt_id', 'index', 'group', 'prompt_ids', 'response_ids', 'reward', 'task_reward', 'correct', 'status', 'evidence', 'finish_reason',
     'weight_version', 'timings', 'rollout_log_probs', 'old_log_probs', 'log_probs', 'entropy', 'advantages', 'routed_experts', 'routes_valid'}
 
 
