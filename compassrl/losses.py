@@ -7,7 +7,7 @@ Docs: https://compassrl.github.io/compassrl/losses.html.md"""
 # %% ../nbs/07_losses.ipynb #663bf7c9
 from __future__ import annotations
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, get_args
 import torch
@@ -15,20 +15,25 @@ from torch import Tensor
 from .records import Batch
 
 # %% auto #0
-__all__ = ['Aggregation', 'KlEstimator', 'policy_losses', 'policy_loss', 'log_ratio', 'ratio_sums', 'LossConfig', 'grpo',
-           'token_weights', 'aggregate', 'kl_estimate', 'PolicyLoss']
+__all__ = ['Aggregation', 'KlEstimator', 'Tis', 'policy_losses', 'policy_loss', 'log_ratio', 'ratio_sums', 'LossConfig',
+           'clipped_surrogate', 'grpo', 'token_weights', 'aggregate', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'kl_estimate',
+           'tis_weights', 'PolicyLoss']
 
 # %% ../nbs/07_losses.ipynb #612270b5
-Aggregation = Literal['seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum-norm']
+Aggregation = Literal['seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum-norm', 'seq-mean-token-sum']
 KlEstimator = Literal['k1', 'k2', 'k3']
-policy_losses:dict[str,Callable] = {} # (log_probs, old_log_probs, advantages, mask, cfg) -> per-token loss, metric sums
+Tis = Literal['off', 'truncate', 'mask']
+policy_losses:dict[str,Callable] = {} # (log_probs, old_log_probs, advantages, mask, cfg[, own]) -> loss per token, sums
 
 def policy_loss(
-    *needs:str # further tensors of the batch, passed by keyword
+    *needs:str,                                    # further tensors of the batch, passed by keyword
+    aggregation:Aggregation='seq-mean-token-mean', # how its paper averages tokens
+    clip:tuple[float,float]=(.2,.2),               # its paper's clip_eps_low and clip_eps_high
+    config:type|None=None                          # dataclass of settings that are its own: the last argument
 ):
     "Decorator: enters a loss into `policy_losses` under its own name"
     def add(fn):
-        fn.needs = needs
+        fn.needs,fn.aggregation,fn.clip,fn.config = needs,aggregation,clip,config
         policy_losses[fn.__name__] = fn
         return fn
     return add
@@ -59,40 +64,64 @@ def ratio_sums(
 # %% ../nbs/07_losses.ipynb #f7738c41
 @dataclass(frozen=True)
 class LossConfig:
-    "What the policy minimises. Raises ValueError for unknown names and values outside their range"
-    name:str='grpo'                                # a key of `policy_losses`
-    clip_eps_low:float=.2                          # an unwanted token gets no gradient once its ratio is below 1 - this
-    clip_eps_high:float=.2                         # a wanted token gets no gradient once its ratio is above 1 + this
-    aggregation:Aggregation='seq-mean-token-mean'  # how tokens are averaged
-    max_response_tokens:int=0                      # the constant of 'seq-mean-token-sum-norm'
-    kl_coef:float=0.                               # weight of KL(policy || reference); 0 needs no reference
-    kl_estimator:KlEstimator='k3'                  # see `kl_estimate`
+    "What the policy minimises. None = what the loss's own paper does. Raises ValueError for values that cannot be"
+    name:str='grpo'                    # a key of `policy_losses`
+    clip_eps_low:float|None=None       # an unwanted token gets no gradient once its ratio is below 1 - this
+    clip_eps_high:float|None=None      # a wanted token gets no gradient once its ratio is above 1 + this
+    aggregation:Aggregation|None=None  # how tokens are averaged
+    max_response_tokens:int=0          # the constant of 'seq-mean-token-sum-norm'
+    kl_coef:float=0.                   # weight of KL(policy || reference); 0 needs no reference
+    kl_estimator:KlEstimator='k3'      # see `kl_estimate`
+    tis:Tis='truncate'                 # how tokens are reweighed to the engine that sampled them; see `tis_weights`
+    tis_cap:float=2.                   # largest weight (truncate), or largest that is not dropped (mask)
+    tis_low:float=.5                   # smallest weight that is not dropped (mask)
 
     def __post_init__(self):
-        known = dict(name=policy_losses, aggregation=get_args(Aggregation), kl_estimator=get_args(KlEstimator))
+        known = dict(name=policy_losses, aggregation=(None, *get_args(Aggregation)),
+            kl_estimator=get_args(KlEstimator), tis=get_args(Tis))
         for key,names in known.items():
-            if (v := getattr(self, key)) not in names: raise ValueError(f'{key}={v!r}: use one of {sorted(names)}')
-        for key,top in dict(clip_eps_low=1, clip_eps_high=inf, kl_coef=inf, max_response_tokens=inf).items():
+            if (v := getattr(self, key)) not in names: raise ValueError(f'{key}={v!r}: use one of {[*names]}')
+        tops = dict(clip_eps_low=1, clip_eps_high=inf, kl_coef=inf, max_response_tokens=inf, tis_low=1, tis_cap=inf)
+        for key,top in tops.items():
             v = getattr(self, key)
-            if not (0<=v<=top and v<inf): raise ValueError(f'{key}={v}: use a finite value from 0 to {top}')
-        if self.aggregation=='seq-mean-token-sum-norm' and not self.max_response_tokens:
-            raise ValueError(f'max_response_tokens=0: {self.aggregation} divides by it; use the budget of a response')
+            if v is not None and not (0<=v<=top and v<inf):
+                raise ValueError(f'{key}={v}: use a finite value from 0 to {top}')
+        if self.tis_cap<1: raise ValueError(f'tis_cap={self.tis_cap}: use at least 1, the weight where engines agree')
+        mode = self.aggregation or policy_losses[self.name].aggregation
+        if mode=='seq-mean-token-sum-norm' and not self.max_response_tokens:
+            raise ValueError(f'max_response_tokens=0: {mode} divides by it; use the budget of a response')
+
+    def resolve(self)->LossConfig: # without None
+        "The same with the choices of the loss's own paper filled in"
+        fn = policy_losses[self.name]
+        own = dict(aggregation=fn.aggregation, clip_eps_low=fn.clip[0], clip_eps_high=fn.clip[1])
+        return replace(self, **{k:v for k,v in own.items() if getattr(self, k) is None})
 
 # %% ../nbs/07_losses.ipynb #f42f6502
+def clipped_surrogate(
+    ratio:Tensor,             # [B, T] new/old, by whatever definition
+    advantages:Tensor,        # [B, T]
+    mask:Tensor,              # [B, T] bool
+    eps_low:float|Tensor,     # or one per token
+    eps_high:float|Tensor
+)->tuple[Tensor,Tensor,Tensor]: # [B, T] loss, 0 outside the mask; [B, T] bool: no gradient on the low side, on the high
+    "max(-ratio A, -clip(ratio) A): PPO's pessimistic choice (Schulman et al., 2017)"
+    low,high,adv = 1-eps_low, 1+eps_high, _wide(advantages).detach().masked_fill(~mask, 0.)
+    loss = -torch.minimum(ratio*adv, ratio.clamp(low, high)*adv)
+    return loss, (adv<0)&(ratio<low), (adv>0)&(ratio>high)
+
 @policy_loss()
 def grpo(
     log_probs:Tensor,     # [B, T] of the policy that learns
     old_log_probs:Tensor, # [B, T] of the policy before the update
     advantages:Tensor,    # [B, T]
     mask:Tensor,          # [B, T] bool
-    cfg:LossConfig        # clip_eps_low, clip_eps_high
+    cfg:LossConfig        # clip_eps_low, clip_eps_high; resolved
 )->tuple[Tensor,dict[str,Tensor]]: # [B, T] loss per token; metric sums
-    "The clipped surrogate with a ratio per token (DeepSeekMath, section 4.1)"
+    "A ratio per token, the mean of each response (DeepSeekMath, section 4.1)"
     delta = log_ratio(log_probs, old_log_probs, mask)
-    ratio,adv = delta.exp(), _wide(advantages).detach().masked_fill(~mask, 0.)
-    low,high = 1-cfg.clip_eps_low, 1+cfg.clip_eps_high
-    loss = -torch.minimum(ratio*adv, ratio.clamp(low, high)*adv)
-    return loss, ratio_sums(delta.detach(), mask, (adv<0)&(ratio<low), (adv>0)&(ratio>high))
+    loss,*clipped = clipped_surrogate(delta.exp(), advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high)
+    return loss, ratio_sums(delta.detach(), mask, *clipped)
 
 # %% ../nbs/07_losses.ipynb #f42ef9c1
 def token_weights(
@@ -108,11 +137,11 @@ def token_weights(
     if num_tokens<1 or num_samples<1:
         raise ValueError(f'{num_tokens=}, {num_samples=}: pass the counts of the whole mini-batch, at least 1')
     if mode=='token-mean': return mask.to(dtype)/num_tokens
+    if mode=='seq-mean-token-sum': return mask.to(dtype)/num_samples
     if mode=='seq-mean-token-mean': return mask.to(dtype)/(mask.sum(-1, keepdim=True).clamp(min=1)*num_samples)
     if max_tokens<1: raise ValueError(f'{max_tokens=}: {mode} divides by it; use the budget of a response')
     return mask.to(dtype)/(max_tokens*num_samples)
 
-# %% ../nbs/07_losses.ipynb #d5da6621
 def aggregate(
     values:Tensor,     # [B, T]
     mask:Tensor,       # [B, T] bool
@@ -124,6 +153,36 @@ def aggregate(
     "The one place where tokens become a number"
     values = _wide(values).masked_fill(~mask, 0.)
     return (values*token_weights(mask, mode, num_tokens, num_samples, max_tokens, values.dtype)).sum()
+
+# %% ../nbs/07_losses.ipynb #08f52b9a
+@policy_loss(aggregation='seq-mean-token-sum-norm')
+def dr_grpo(log_probs, old_log_probs, advantages, mask, cfg)->tuple[Tensor,dict[str,Tensor]]:
+    "GRPO's surrogate; the sum of each response over a constant (Dr.GRPO, 2503.20783), advantages without the std"
+    return grpo(log_probs, old_log_probs, advantages, mask, cfg)
+
+@policy_loss(aggregation='token-mean', clip=(.2,.28))
+def dapo(log_probs, old_log_probs, advantages, mask, cfg)->tuple[Tensor,dict[str,Tensor]]:
+    "GRPO's surrogate; all tokens alike, and more room above than below (DAPO, 2503.14476)"
+    return grpo(log_probs, old_log_probs, advantages, mask, cfg)
+
+# %% ../nbs/07_losses.ipynb #5f4e202c
+@policy_loss(clip=(3e-4,4e-4))
+def gspo(log_probs, old_log_probs, advantages, mask, cfg)->tuple[Tensor,dict[str,Tensor]]:
+    "One ratio per response, the geometric mean over its tokens, in the form of GSPO-token (2507.18071)"
+    delta = log_ratio(log_probs, old_log_probs, mask)
+    mean = delta.detach().sum(-1, keepdim=True)/mask.sum(-1, keepdim=True).clamp(min=1)
+    ratio = (mean+(delta-delta.detach())).exp() # the response's value, each token's own gradient
+    loss,*clipped = clipped_surrogate(ratio, advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high)
+    return loss, ratio_sums(delta.detach(), mask, *clipped)
+
+# %% ../nbs/07_losses.ipynb #ae339310
+@policy_loss(aggregation='token-mean', clip=(1.,4.))
+def cispo(log_probs, old_log_probs, advantages, mask, cfg)->tuple[Tensor,dict[str,Tensor]]:
+    "REINFORCE with a clipped weight: no token loses its gradient (MiniMax-M1, 2506.13585)"
+    delta = log_ratio(log_probs, old_log_probs, mask).detach()
+    ratio,low,high = delta.exp(), 1-cfg.clip_eps_low, 1+cfg.clip_eps_high
+    new,adv = (_wide(x).masked_fill(~mask, 0.) for x in (log_probs, advantages.detach()))
+    return -ratio.clamp(low, high)*adv*new, ratio_sums(delta, mask, ratio<low, ratio>high)
 
 # %% ../nbs/07_losses.ipynb #a528e3a6
 def kl_estimate(
@@ -139,10 +198,30 @@ def kl_estimate(
     d = d.clamp(-20., 20.) # as in `log_ratio`
     return torch.expm1(-d)+d
 
+# %% ../nbs/07_losses.ipynb #e8457689
+def tis_weights(
+    old_log_probs:Tensor,     # [B, T] of the engine that trains
+    rollout_log_probs:Tensor, # [B, T] of the engine that sampled
+    mask:Tensor,              # [B, T] bool
+    kind:Tis='truncate',      # 'mask': a weight outside [low, cap] becomes 0; 'off': all weights are 1
+    cap:float=2.,
+    low:float=.5
+)->tuple[Tensor,Tensor]:      # [B, T] weights without gradient, 1 outside the mask; [B, T] bool: truncated or dropped
+    "pi_train/pi_rollout per token, truncated (TIS, Yao et al., 2025) or masked (MIS, IcePop). Raises ValueError"
+    if kind not in get_args(Tis): raise ValueError(f'kind={kind!r}: use one of {get_args(Tis)}')
+    rho = log_ratio(old_log_probs.detach(), rollout_log_probs, mask).exp()
+    if kind=='off': return torch.ones_like(rho), torch.zeros_like(mask)
+    if kind=='truncate': return rho.clamp(max=cap), rho>cap
+    dropped = (rho<low)|(rho>cap)
+    return rho.masked_fill(dropped, 0.), dropped
+
 # %% ../nbs/07_losses.ipynb #ae0cb0d5
 class PolicyLoss:
     "A `records.LossFn`: the policy loss plus KL, averaged by global counts"
-    def __init__(self, cfg:LossConfig=LossConfig()): self.cfg,self.fn = cfg,policy_losses[cfg.name]
+    def __init__(self, cfg:LossConfig=LossConfig(), *own): # own: settings of losses, for the one that asks
+        self.cfg,self.fn = cfg.resolve(),policy_losses[cfg.name]
+        kind = self.fn.config
+        self.own = [] if kind is None else [next((o for o in own if isinstance(o, kind)), None) or kind()]
 
     def __call__(self,
         log_probs:Tensor, # [B, T] with gradient; column t belongs to token t
@@ -151,11 +230,13 @@ class PolicyLoss:
         num_samples:int   # responses of the same
     )->tuple[Tensor,dict[str,Tensor]]: # scalar for `backward`; 0-dim metrics. Both add up over micro-batches and ranks
         "Raises ValueError where a tensor is missing or not aligned with tokens"
-        cfg,mask = self.cfg,batch.response_mask
-        extra = self._check(log_probs, batch)
+        cfg,mask,extra = self.cfg,batch.response_mask,self._check(log_probs, batch)
         def mean(x): return aggregate(x, mask, cfg.aggregation, num_tokens, num_samples, cfg.max_response_tokens)
-        per_token,sums = self.fn(log_probs, batch.old_log_probs, batch.advantages, mask, cfg, **extra)
-        loss = mean(per_token)
+        values,sums = self.fn(log_probs, batch.old_log_probs, batch.advantages, mask, cfg, *self.own, **extra)
+        if cfg.tis!='off':
+            w,hit = tis_weights(batch.old_log_probs, batch.rollout_log_probs, mask, cfg.tis, cfg.tis_cap, cfg.tis_low)
+            values,sums = values*w, sums|dict(tis_mean=w.masked_fill(~mask, 0.).sum(), tis_clip_frac=hit.sum())
+        loss = mean(values)
         metrics = {'policy_loss':loss.detach(), **{k:v.detach()/num_tokens for k,v in sums.items()}}
         if cfg.kl_coef:
             new,ref = (x.masked_fill(~mask, 0.) for x in (log_probs, batch.ref_log_probs))
@@ -165,12 +246,11 @@ class PolicyLoss:
         return loss, {'loss':loss.detach(), **metrics}
 
     def _check(self, log_probs, batch): # returns what the loss asked for beyond the usual
-        extra = {k:getattr(batch, k) for k in self.fn.needs}
-        needed = {k:getattr(batch, k) for k in ('old_log_probs', 'advantages')} | extra | {'log_probs':log_probs}
-        if self.cfg.kl_coef: needed['ref_log_probs'] = batch.ref_log_probs
-        for k,v in needed.items():
+        used = dict(ref_log_probs=self.cfg.kl_coef, rollout_log_probs=self.cfg.tis!='off')
+        keys = ['old_log_probs', 'advantages', *self.fn.needs, *(k for k,v in used.items() if v)]
+        for k,v in [('log_probs', log_probs), *((k, getattr(batch, k)) for k in keys)]:
             if v is None: raise ValueError(f'{k} is None: {self.cfg} needs it; set it before the update')
             if v.shape!=batch.response_mask.shape:
                 raise ValueError(f'{k} {list(v.shape)} is not aligned with response_mask '
                     f'{list(batch.response_mask.shape)}: column t belongs to token t, column 0 is unused')
-        return extra
+        return {k:getattr(batch, k) for k in self.fn.needs}
