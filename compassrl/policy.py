@@ -130,7 +130,8 @@ def grouped_linear(
     offsets:Tensor# [E] int32: where each expert's rows end
 )->Tensor:        # [M, O]
     "Each block of rows times its own expert's weight"
-    fits = all(n*x.element_size()%16==0 for n in weight.shape[1:]) # the fused kernel wants rows of whole 16 bytes
+    size = x.element_size() # the fused kernel wants rows of whole 16 bytes
+    fits = not (weight.shape[1]*size%16 or weight.shape[2]*size%16)
     if fits and x.dtype!=torch.float64: return F.grouped_mm(x, weight.transpose(-1, -2), offs=offsets)
     ends = offsets.tolist()
     return torch.cat([x[a:b]@w.T for a,b,w in zip([0]+ends, ends, weight)])
@@ -147,20 +148,20 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(E, D, I))
 
     def route(self, x, replay=None, valid=None):
-        "`[N, K]` gates and expert ids; ids come from `replay` where `valid`, gates always from the live router"
-        probs = F.linear(x, self.router).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        idx = probs.topk(self.K, -1).indices
-        if replay is not None: idx = torch.where(valid[:,None], replay.long(), idx)
-        gates = probs.gather(-1, idx)
-        if self.norm: gates = gates/gates.sum(-1, keepdim=True)
-        return gates.to(x.dtype), idx
+        "`[N, K]` gates, the ids that they are for (`replay` where `valid`) and the router's own; gates are always live"
+        scores = F.linear(x, self.router).to(torch.promote_types(x.dtype, torch.float32))
+        own = scores.topk(self.K, -1).indices
+        idx = own if replay is None else torch.where(valid[:,None], replay.long(), own)
+        chosen = scores.gather(-1, idx) # their softmax sums to 1, and is finite for the least likely experts too
+        gates = chosen.softmax(-1) if self.norm else (chosen-scores.logsumexp(-1, keepdim=True)).exp()
+        return gates.to(x.dtype), idx, own
 
     def forward(self,
         x:Tensor,                 # [N, D]
         replay:Tensor|None=None,  # [N, K] expert ids to use instead of the router's own
         valid:Tensor|None=None    # [N] bool: where to use them
-    )->tuple[Tensor,Tensor]:      # [N, D], expert ids [N, K]
-        gates,idx = self.route(x, replay, valid)
+    )->tuple[Tensor,Tensor]:      # [N, D], the router's own choice [N, K], replayed or not
+        gates,idx,own = self.route(x, replay, valid)
         flat = idx.flatten()
         order = flat.argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
@@ -168,7 +169,7 @@ class MoE(nn.Module):
         h = grouped_linear(_Dispatch.apply(x, order, inverse, self.K), self.gate_up, offsets)
         gate,up = h.chunk(2, -1)
         y = _Combine.apply(grouped_linear(F.silu(gate)*up, self.down, offsets), order, inverse)
-        return (y.view(-1, self.K, x.shape[-1])*gates[...,None]).sum(1), idx
+        return (y.view(-1, self.K, x.shape[-1])*gates[...,None]).sum(1), own
 
 # %% ../nbs/02_policy.ipynb #ea2e6d7a
 class DenseMLP(nn.Module):
@@ -202,8 +203,8 @@ class Block(nn.Module):
         scale = torch.cat([self.q_norm.expand(self.H, -1), self.k_norm.expand(self.KV, -1)])
         q,k = rotate(rms_norm(qk, scale, self.eps), cos, sin).split([self.H, self.KV], 1)
         x = x+F.linear(attend(self.layer, q, k, v).flatten(1), self.out)
-        y,idx = self.mlp(rms_norm(x, self.mlp_norm, self.eps), replay, valid)
-        return x+y, idx
+        y,own = self.mlp(rms_norm(x, self.mlp_norm, self.eps), replay, valid)
+        return x+y, own
 
 # %% ../nbs/02_policy.ipynb #c7207a1a
 def causal_attention(
@@ -245,14 +246,14 @@ class Policy(nn.Module):
         attend:Attend,
         routed_experts:Tensor|None=None,    # [N, L, K] routes to replay
         routes_valid:Tensor|None=None       # [N] bool
-    )->tuple[Tensor,list[Tensor|None]]:     # final hidden states [N, D], expert ids [N, K] per layer (None if dense)
+    )->tuple[Tensor,list[Tensor|None]]:     # hidden states [N, D], routers' own choices [N, K] by layer (None if dense)
         "All blocks and the last norm"
         x = F.embedding(token_ids, self.embed)
         cos,sin = self.cos[positions][:,None].to(x.dtype), self.sin[positions][:,None].to(x.dtype)
         routes = []
         for i,block in enumerate(self.blocks):
-            x,idx = block(x, cos, sin, attend, None if routed_experts is None else routed_experts[:,i], routes_valid)
-            routes.append(idx)
+            x,own = block(x, cos, sin, attend, None if routed_experts is None else routed_experts[:,i], routes_valid)
+            routes.append(own)
         return rms_norm(x, self.norm, self.config.rms_norm_eps), routes
 
     def logits(self, hidden:Tensor)->Tensor: return F.linear(hidden, self.head)
@@ -262,7 +263,7 @@ class Policy(nn.Module):
         token_mask:Tensor|None=None,     # [B, T] bool; None = no padding
         routed_experts:Tensor|None=None, # [B, T, L, K]
         routes_valid:Tensor|None=None    # [B, T] bool
-    )->tuple[Tensor,Tensor]:             # hidden states [N, D] and routes [N, L, K] of the real tokens, row by row
+    )->tuple[Tensor,Tensor]:             # hidden states [N, D] and routers' own choices [N, L, K] of the real tokens
         "Padded rows in, packed tokens out. Raises ValueError for rows that are too long and routes of another shape"
         _check_rows(self.config, token_ids, routed_experts, routes_valid)
         if token_mask is None: token_mask = torch.ones_like(token_ids, dtype=torch.bool)

@@ -102,10 +102,14 @@ class Batch:
     entropy:Tensor|None=None              # [B, T] fp32, nats, of the old policy
     routed_experts:Tensor|None=None       # [B, T, L, K] uint8
     routes_valid:Tensor|None=None         # [B, T] bool: False = use the live router
+    routes_agree:Tensor|None=None         # [B, T] fp32: share of mixture layers whose live router agrees with the route
 
     def __len__(self): return len(self.token_ids)
     @property
     def lengths(self): return self.token_mask.sum(1)
+    @property
+    def fed_mask(self): # [B, T] all tokens but each sample's last: a rollout fed them back and knows their routes
+        return torch.nn.functional.pad(self.token_mask[:,1:], (0, 1))
 
     def map(self,
         fn:Callable[[Tensor],Tensor] # applied to every tensor
@@ -123,6 +127,8 @@ def _check(s): # what an engine may have got wrong
         v = getattr(s, key)
         if v is not None and len(v)!=want:
             raise ValueError(f'{name}: {key} has {len(v)} rows; {Tp} prompt and {Tr} response tokens need {want}')
+    if s.routed_experts is not None and s.routes_valid is None:
+        raise ValueError(f'{name} has routed_experts and no routes_valid: say which rows hold a route')
 
 def _pad(rows, T, dtype, starts=None): # rows of different lengths, placed at `starts[i]` or 0: one [B, T, ...] tensor
     out = torch.zeros(len(rows), T, *rows[0].shape[1:], dtype=dtype)
@@ -145,6 +151,8 @@ def collate(
     known = [s.routed_experts for s in samples if s.routed_experts is not None]
     if known: # no route of a sample without routes is valid
         none = known[0][:0]
+        if len(shapes := {r.shape[1:] for r in known})>1:
+            raise ValueError(f'routes of layers x experts {sorted(map(list, shapes))}: use samples of one policy')
         routes = _pad([none if s.routed_experts is None else s.routed_experts for s in samples], T, none.dtype)
         valid = _pad([torch.zeros(0) if s.routes_valid is None else s.routes_valid for s in samples], T, torch.bool)
     return Batch(token_ids=_pad(ids, T, torch.long), token_mask=_pad([torch.ones(len(i)) for i in ids], T, torch.bool),

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Literal, get_args
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
-from .policy import Policy
+from .log_probs import token_log_probs
+from .policy import Policy, PolicyConfig, route_dtype
 from .pretrained import hf_weights, load_hf_weights
-from .records import Batch, LossFn, Metrics, micro_batches, select
+from .records import Batch, LossFn, Metrics, Sample, collate, micro_batches, select
 
 # %% auto #0
-__all__ = ['OptimConfig', 'response_log_probs', 'accumulate_grads', 'adamw', 'clip_and_step', 'TorchTrain', 'update']
+__all__ = ['ReplayMode', 'OptimConfig', 'packed_states', 'score_response', 'response_log_probs', 'accumulate_grads', 'adamw',
+           'clip_and_step', 'validate_routes', 'routes_agreement', 'route_records', 'TorchTrain', 'update']
 
 # %% ../nbs/04_train_engine.ipynb #9ccbaae1
 @dataclass(frozen=True)
@@ -46,26 +48,30 @@ class OptimConfig:
         return self.lr*min(1., (step+1)/(self.warmup_steps+1))
 
 # %% ../nbs/04_train_engine.ipynb #b0075760
-def response_log_probs(
+def packed_states(
     policy:Policy,
     batch:Batch,
-    temperature:float=1.0,  # the one that the rollout sampled with
-    replay:bool=True        # use the batch's routes where they are valid?
+    replay:bool=True     # use the batch's routes where they are valid?
+)->tuple[Tensor,Tensor]: # [N, D] hidden states and [N, L, K] the routers' own choices, of the real tokens
+    "One forward pass. Raises ValueError for a response without a prompt"
+    if batch.response_mask[:,:1].any(): raise ValueError('a response starts in column 0: give every sample a prompt')
+    routes = (batch.routed_experts, batch.routes_valid) if replay and batch.routed_experts is not None else ()
+    return policy(batch.token_ids, batch.token_mask, *routes)
+
+def score_response(
+    policy:Policy,
+    hidden:Tensor,          # [N, D] of the real tokens
+    batch:Batch,
+    temperature:float=1.0   # the one that the rollout sampled with
 )->tuple[Tensor,Tensor]:    # log-probs and entropies [B, T] in nats, 0 outside the response
     "Log-probability of each response token given what came before it, and the entropy of the choice"
-    mask = batch.token_mask
-    if batch.response_mask[:,:1].any(): raise ValueError('a response starts in column 0: give every sample a prompt')
-    routes = (batch.routed_experts, batch.routes_valid) if replay and batch.routed_experts is not None else (None, None)
-    hidden,_ = policy(batch.token_ids, mask, *routes)
-    at = batch.response_mask[mask].nonzero()[:,0] # packed places of response tokens; the one before predicts
-    logits = policy.logits(hidden[at-1])
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature!=1: logits = logits/temperature
-    all_log_probs = F.log_softmax(logits, -1)
-    chosen = all_log_probs.gather(-1, batch.token_ids[batch.response_mask][:,None])[:,0]
-    with torch.no_grad(): entropy = -(all_log_probs.exp()*all_log_probs).sum(-1)
-    spread = lambda v: v.new_zeros(mask.shape).masked_scatter(batch.response_mask, v)
-    return spread(chosen), spread(entropy)
+    at = batch.response_mask[batch.token_mask].nonzero()[:,0] # packed places of response tokens, predicted one before
+    values = token_log_probs(hidden[at-1], policy.head, batch.token_ids[batch.response_mask], temperature)
+    return tuple(v.new_zeros(batch.token_ids.shape).masked_scatter(batch.response_mask, v) for v in values)
+
+def response_log_probs(policy:Policy, batch:Batch, temperature:float=1.0, replay:bool=True)->tuple[Tensor,Tensor]:
+    "`score_response` of `packed_states`"
+    return score_response(policy, packed_states(policy, batch, replay)[0], batch, temperature)
 
 # %% ../nbs/04_train_engine.ipynb #18a8dd23
 def accumulate_grads(
@@ -112,28 +118,99 @@ def clip_and_step(
     if finite: optimizer.step()
     return dict(grad_norm=float(norm) if finite else 0., skipped_frac=float(not finite), lr=lr)
 
+# %% ../nbs/04_train_engine.ipynb #39642a12
+ReplayMode = Literal['off','R2','R3'] # live routers; routes of the trainer's own `log_probs`; routes of the rollout
+
+def _check_format(batch, config): # shapes and places of routes, not their values
+    c,ids,valid = config, batch.routed_experts, batch.routes_valid
+    want = [*batch.token_ids.shape, c.num_hidden_layers, c.num_experts_per_tok]
+    if list(ids.shape)!=want or ids.is_floating_point():
+        raise ValueError(f'routed_experts {list(ids.shape)} {ids.dtype}: this policy needs whole numbers {want}, '
+            'one row for each layer, the dense ones too')
+    if valid is None or list(valid.shape)!=want[:2] or valid.dtype!=torch.bool:
+        raise ValueError(f'routes_valid: set a bool tensor {want[:2]} that says which tokens have a route')
+    if (valid & ~batch.fed_mask).any():
+        raise ValueError('routes_valid marks padding, or the last token of a sample, which was never fed: '
+            'give Tp+Tr-1 routes per sample, the first for its first token')
+
+def validate_routes(batch:Batch|Sample, config:PolicyConfig)->None:
+    "Refuse routes that no rollout of this policy can have recorded; none at all pass. Raises ValueError"
+    if isinstance(batch, Sample): batch = collate([batch])
+    if batch.routed_experts is None: return
+    _check_format(batch, config)
+    ids,valid,E,K = batch.routed_experts, batch.routes_valid, config.num_experts, config.num_experts_per_tok
+    at,rows = valid.nonzero(), ids[valid] # [n, 2], [n, L, K]
+    sparse = torch.tensor([config.is_sparse(l) for l in range(config.num_hidden_layers)], device=ids.device)
+    def refuse(bad, why): # bad [n, L]
+        if not bad.any(): return
+        r,l = bad.nonzero()[0].tolist(); i,t = at[r].tolist()
+        raise ValueError(f'routed_experts of row {i}, token {t}, layer {l} is {ids[i,t,l].tolist()}: {why}')
+    varied = E>K and len(batch.token_ids[valid].unique())>=8 # so many different tokens do not all take one way
+    blank = (rows==0).all(-1).all(0) & sparse & (varied or K>1)
+    refuse(blank.expand(len(rows), -1), 'as in all rows of this layer: the rollout recorded nothing there')
+    refuse((rows!=0).any(-1) & ~sparse, 'a dense layer has 0; are the layers shifted?')
+    refuse(((rows<0) | (rows>=E)).any(-1) & sparse, f'use 0 to {E-1}, and routes_valid=False where there is no route')
+    refuse((rows.sort(-1)[0].diff(dim=-1)==0).any(-1) & sparse, f'name {K} different experts')
+    if varied and sparse.any() and (rows[:,sparse]==rows[:1,sparse]).all():
+        raise ValueError(f'routed_experts is the same for all {len(rows)} tokens: was padding marked as valid?')
+
+# %% ../nbs/04_train_engine.ipynb #0224fe1e
+def routes_agreement(
+    own:Tensor,     # [N, L, K] ids that the routers chose
+    routes:Tensor,  # [N, L, K] ids that were recorded
+    config:PolicyConfig
+)->Tensor:          # [N] fp32 share of the mixture layers in which both name the same experts, in any order
+    "How far two engines send a token the same way"
+    layers = [l for l in range(config.num_hidden_layers) if config.is_sparse(l)]
+    other = ~(own[:,layers,:,None]==routes[:,layers,None]).any(-1).all(-1)
+    return 1-other.float().sum(-1)/max(len(layers), 1)
+
+def route_records(
+    own:Tensor,     # [N, L, K] what the routers chose
+    batch:Batch,    # whose tokens they were
+    config:PolicyConfig,
+    record:bool     # are these the routes to replay?
+)->dict[str,Tensor]:# `Batch` fields [B, T, ...]
+    "What a forward pass says about routes"
+    out,mask = {}, batch.token_mask
+    def unpack(v): return v.new_zeros(*mask.shape, *v.shape[1:]).index_put(mask.nonzero(as_tuple=True), v)
+    if batch.routed_experts is not None:
+        agree = routes_agreement(own, batch.routed_experts[mask], config)
+        out['routes_agree'] = unpack(agree)*batch.routes_valid
+    if record:
+        out |= dict(routed_experts=unpack(own.to(route_dtype(config.num_experts))), routes_valid=batch.fed_mask)
+    return out
+
 # %% ../nbs/04_train_engine.ipynb #451daebd
 class TorchTrain:
     "The embedded train engine (implements `TrainEngine`). Raises ValueError for a temperature of 0"
     def __init__(self,
         policy:Policy,
         config:OptimConfig,
-        temperature:float=1.0, # the one that the rollout samples with
-        replay:bool=True       # replay the rollout's routes?
+        temperature:float=1.0,  # the one that the rollout samples with
+        replay:ReplayMode='R3'  # whose routes
     ):
         if not temperature>0: raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
+        if replay not in get_args(ReplayMode): raise ValueError(f'{replay=}: use one of {get_args(ReplayMode)}')
         self.policy,self.config,self.temperature,self.replay = policy, config, temperature, replay
         self.optimizer,self.num_steps = adamw(policy, config), 0
 
     @torch.no_grad()
     def log_probs(self, batch:Batch)->tuple[Tensor,Tensor]:
-        "`[B, T]` log-probs and entropies of the present weights"
-        out = torch.zeros_like(batch.rollout_log_probs), torch.zeros_like(batch.rollout_log_probs)
+        "`[B, T]` log-probs and entropies of the present weights; unless 'off', notes in `batch` what the routers chose"
+        c,mode,B,T = self.policy.config, self.replay, *batch.token_ids.shape
+        whole = {k:torch.zeros_like(batch.rollout_log_probs) for k in ('log_probs', 'entropy')}
+        if mode!='off': validate_routes(batch, c)
         for rows in micro_batches(batch, self.config.micro_batch_tokens):
             part = select(batch, rows).to(self.policy.embed.device)
-            values = response_log_probs(self.policy, part, self.temperature, self.replay)
-            for o,v in zip(out, values): o[rows,:v.shape[1]] = v.to(o)
-        return out
+            hidden,own = packed_states(self.policy, part, mode=='R3')
+            new = dict(zip(('log_probs', 'entropy'), score_response(self.policy, hidden, part, self.temperature)))
+            if mode!='off': new |= route_records(own, part, c, mode=='R2')
+            for k,v in new.items():
+                if k not in whole: whole[k] = v.new_zeros(B, T, *v.shape[2:]).to(batch.token_ids.device)
+                whole[k][rows,:v.shape[1]] = v.to(whole[k])
+        for k in whole.keys()-{'log_probs', 'entropy'}: setattr(batch, k, whole[k])
+        return whole['log_probs'], whole['entropy']
 
     def weights(self)->Iterator[tuple[str,Tensor]]: return hf_weights(self.policy)
 
@@ -156,11 +233,15 @@ def update(self:TorchTrain,
 )->Metrics:
     "One optimiser step per mini-batch, whose metrics are averaged; `batch.log_probs` keeps what the loss saw"
     c,total = self.config,{}
+    if self.replay=='R2' and batch.routed_experts is None:
+        raise ValueError("no routes: replay='R2' repeats those of `log_probs(batch)`, call that first")
+    if self.replay!='off': validate_routes(batch, self.policy.config)
     batch.log_probs = torch.zeros_like(batch.rollout_log_probs)
     parts = [r for r in torch.arange(len(batch)).tensor_split(c.num_mini_batches) if batch.response_mask[r].any()]
     for rows in parts:
         mini = select(batch, rows)
-        metrics = accumulate_grads(self.policy, mini, loss, c.micro_batch_tokens, self.temperature, self.replay)
+        metrics = accumulate_grads(self.policy, mini, loss, c.micro_batch_tokens, self.temperature,
+            self.replay!='off')
         step_lr = c.lr_at(self.num_steps) if lr is None else lr
         metrics |= clip_and_step(self.policy, self.optimizer, step_lr, c.grad_clip)
         self.num_steps += 1

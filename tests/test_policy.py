@@ -221,8 +221,8 @@ def test_foreign_routes_are_obeyed_and_the_router_learns():
     policy = lively(config)
     ids = torch.randint(0, 50, (1, 6))
     routes = torch.tensor([3, 0]).expand(1, 6, config.num_hidden_layers, 2)
-    hidden, chosen = policy(ids, None, routes.to(torch.uint8), torch.ones(1, 6, dtype=torch.bool))
-    assert torch.equal(chosen, routes[0])
+    hidden, own = policy(ids, None, routes.to(torch.uint8), torch.ones(1, 6, dtype=torch.bool))
+    assert torch.equal(own[:, 0], policy(ids)[1][:, 0]), 'what the first router would have chosen is still reported'
     hidden.square().sum().backward()
     for b in policy.blocks:
         assert (b.mlp.down.grad.abs().sum((1, 2)) > 0).tolist() == [True, False, False, True]
@@ -234,10 +234,10 @@ def test_gates_of_the_paper():
     "R3: scores 1, 2, .5, -1; the replayed experts 0 and 2 get .622459 and .377541, the own choice .731059 and .268941"
     moe = MoE(PolicyConfig(hidden_size=1, num_experts=4))
     with torch.no_grad(): moe.router.copy_(torch.tensor([[1.], [2.], [.5], [-1.]]))
-    gates, _ = moe.route(torch.ones(1, 1), torch.tensor([[0, 2]]), torch.tensor([True]))
+    gates, *_ = moe.route(torch.ones(1, 1), torch.tensor([[0, 2]]), torch.tensor([True]))
     torch.testing.assert_close(gates[0], torch.tensor([.622459, .377541]), atol=1e-6, rtol=0)
-    gates, ids = moe.route(torch.ones(1, 1), torch.tensor([[0, 2]]), torch.tensor([False]))
-    assert ids.tolist() == [[1, 0]]
+    gates, ids, own = moe.route(torch.ones(1, 1), torch.tensor([[0, 2]]), torch.tensor([False]))
+    assert ids.tolist() == own.tolist() == [[1, 0]]
     torch.testing.assert_close(gates[0], torch.tensor([.731059, .268941]), atol=1e-6, rtol=0)
 
 

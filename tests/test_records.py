@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from compassrl.records import Batch, Sample, SamplingParams, collate, derive_seed, micro_batches, select
 
 random = settings(deadline=None, max_examples=80, derandomize=True)
-TAGS = ('advantages', 'old_log_probs', 'ref_log_probs', 'log_probs', 'entropy')  # fp32 [B, T] tensors that later stages add
+TAGS = ('advantages', 'old_log_probs', 'ref_log_probs', 'log_probs', 'entropy', 'routes_agree')  # fp32 [B, T] tensors that later stages add
 
 
 def sample(number, Tp, Tr, prompt='p', routes=True):
@@ -183,9 +183,17 @@ def test_the_tags_see_a_shift_by_one(field):
     (dict(rollout_log_probs=torch.zeros(2)), 'rollout_log_probs has 2 rows; .* need 3'),
     (dict(routed_experts=torch.zeros(5, 1, 1)), 'routed_experts has 5 rows; .* need 4'),
     (dict(routes_valid=torch.ones(3, dtype=torch.bool)), 'routes_valid has 3 rows'),
+    (dict(routed_experts=torch.zeros(4, 1, 3)), r'\[1, 3\], \[2, 2\].*one policy'),
+    (dict(routes_valid=None), 'no routes_valid'),
     (dict(prompt_ids=[]), 'has no prompt')])
 def test_a_sample_that_does_not_fit(change, message):
     with pytest.raises(ValueError, match=message): collate([sample(1, 2, 3), replace(sample(2, 2, 3), **change)])
+
+
+def test_fed_mask():
+    "All tokens but the last of each sample, also where a row fills the batch"
+    b = collate([sample(1, 2, 3), sample(2, 1, 1)])
+    assert b.fed_mask.tolist() == [[True]*4+[False], [True]+[False]*4]
 
 
 def test_no_samples():
