@@ -21,7 +21,7 @@ Estimator = Literal['grpo', 'dr_grpo', 'rloo']
 @dataclass(frozen=True)
 class AdvantageConfig:
     "How rewards become advantages. Raises ValueError for values outside their range"
-    estimator:Estimator='grpo' # see `group_advantages`
+    estimator:Estimator='grpo' # over the std, the bare difference, or against the mean of the others
     eps:float=1e-6             # added to the std
     tol:float=1e-6             # rewards of a group that differ by no more are equal
     def __post_init__(self):

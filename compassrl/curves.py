@@ -1,4 +1,4 @@
-"""What a run's numbers look like while it runs and after: eight panels that read a file which may still be growing.
+"""What a run's numbers look like while it runs and after: twelve panels that read a file which may still be growing.
 
 Docs: https://compassrl.github.io/compassrl/curves.html.md"""
 
@@ -73,13 +73,20 @@ def step_seconds(row:dict)->float:
 # %% ../nbs/21_curves.ipynb #4fdb2d04
 _panels = [ # title, metric -> label, may the axis be logarithmic?
     ('held-out answers, correct', dict(eval_avg='average', eval_pass='any of k'), False),
-    ('training answers', dict(reward_mean='mean reward', correct_frac='correct'), False),
-    ('share of groups / of responses', dict(zero_variance_frac='zero variance', truncated_frac='truncated'), False),
+    ('training answers', dict(reward_mean='mean reward', correct_frac='correct', penalty_mean='penalty'), False),
+    ('groups with equal rewards', dict(zero_variance_first_frac='first wave', zero_variance_raw_frac='grown',
+        zero_variance_frac='after penalties', zero_variance_residual_frac='no gradient at all'), False),
+    ('share of tokens, of responses', dict(gradient_token_frac='tokens with gradient', truncated_frac='truncated'), False),
     ('tokens per response', dict(response_tokens_mean='mean'), False),
+    ('responses per group', dict(group_size_mean='mean', waves='waves'), False),
     ('entropy, nats per token', dict(entropy='mean'), False),
     ('gradient norm', dict(grad_norm='before clipping'), True),
-    ('how far log-probs move', dict(approx_kl='KL to the old policy', clip_frac='share clipped',
-        rollout_train_gap='rollout / train gap'), True)]
+    ('share of tokens clipped', dict(clip_frac='by the loss', clip_frac_literal='ESPO, literal eq. 9',
+        tis_clip_frac='by TIS'), False),
+    ('how far log-probs move', dict(approx_kl='KL to the old policy', rollout_train_gap='rollout / train gap',
+        rollout_train_k3='rollout / train k3'), True),
+    ('routes of rollout and trainer', dict(routes_agree_frac='same in a layer', tokens_agree_frac='same in all layers'),
+        False)]
 _ink = ['#c2410c', '#0f766e', '#4338ca', '#b45309', '#78716c', '#be185d', '#94a3b8']
 
 def _line(ax, metrics, key, label, ink): # raw points light, running mean on top; evaluations with error bars
@@ -118,12 +125,12 @@ def _times(ax, metrics): # seconds of each step, phases stacked
 def plot_curves(
     metrics:list[dict], # rows of `read_metrics`, finished or not; what is missing leaves its panel empty
     title:str=''
-)->Figure:              # 2 x 4 panels; needs no display
+)->Figure:              # 3 x 4 panels; needs no display
     "The curves of a run: raw points light, running means on top, dotted lines where it was resumed"
-    fig = Figure(figsize=(15, 6.6), layout='constrained', facecolor='white')
-    axes = list(fig.subplots(2, 4).flat)
+    fig = Figure(figsize=(15, 9.6), layout='constrained', facecolor='white')
+    axes = list(fig.subplots(3, 4).flat)
     for ax,(name,keys,log) in zip(axes, _panels): ax.set_title(name, fontsize=11); _panel(ax, metrics, keys, log)
-    axes[7].set_title('seconds per step', fontsize=11); _times(axes[7], metrics)
+    axes[-1].set_title('seconds per step', fontsize=11); _times(axes[-1], metrics)
     for ax in axes:
         ax.spines[['top', 'right']].set_visible(False); ax.grid(alpha=.25); ax.tick_params(labelsize=8.5)
         if not ax.get_legend_handles_labels()[1]:
@@ -134,7 +141,7 @@ def plot_curves(
             if 'resumed_from' in r: ax.axvline(r['step']-.5, color='#57534e', lw=1, ls=':')
         ax.set_xlim(metrics[0]['step']-.5, metrics[-1]['step']+.5)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.legend(fontsize=8.5, frameon=False, ncols=3 if ax is axes[7] else 1, columnspacing=1.2)
-    for ax in axes[4:]: ax.set_xlabel('step')
+        ax.legend(fontsize=8.5, frameon=False, ncols=3 if ax is axes[-1] else 1, columnspacing=1.2)
+    for ax in axes[8:]: ax.set_xlabel('step')
     if title: fig.suptitle(title)
     return fig

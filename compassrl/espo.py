@@ -8,9 +8,10 @@ Docs: https://compassrl.github.io/compassrl/espo.html.md"""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf, log
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 import torch
 from torch import Tensor
+from tyro.conf import Suppress
 from .losses import LossConfig, clipped_surrogate, log_ratio, policy_loss, ratio_sums
 from .records import Batch
 
@@ -32,8 +33,8 @@ class EspoConfig:
     num_bins:int=4                 # groups of a response, for 'bins'
     low_entropy_weight:float=1.    # of all groups but the most uncertain; 0 = that one alone (80/20, 2506.01939)
     ratio:GroupRatio='gspo_token'  # a token's value is its group's ratio, or that times its own ('literal', eq. 9)
-    vocab_size:int=0               # its log is the largest possible entropy; filled in by `for_batch`
-    threshold:float|None=None      # lowest entropy of the high group, for 'batch_quantile'; filled in by `for_batch`
+    vocab_size:Annotated[int,Suppress]=0 # its log is the largest possible entropy; filled in by `for_batch`
+    threshold:Annotated[float|None,Suppress]=None # lowest entropy of the high group, for 'batch_quantile'; as above
 
     def __post_init__(self):
         for key,names in dict(groups=get_args(Groups), ratio=get_args(GroupRatio)).items():

@@ -133,8 +133,8 @@ def collect(
         flat = zero_variance(*table(samples, asked)[:3], cfg.advantages.tol)
         if len(spent)==1: first = float(flat.float().mean())
         wave = next_wave(samples, asked, spent, prompts, step, cfg)
-    metrics = dict(tokens=float(sum(spent)), waves=float(len(spent)), zero_variance_first_frac=first,
-        time_reward_s=sum(s.timings['reward'] for s in samples))
+    metrics = dict(tokens=float(sum(spent)), waves=float(len(spent)), prompts=float(len(asked)),
+        zero_variance_first_frac=first, time_reward_s=sum(s.timings['reward'] for s in samples))
     if cfg.zero_variance.sampling=='refill': # what is silent is thrown away, unless everything is
         kept = {id for id,f in zip(asked, flat.tolist()) if not f} or set(asked)
         requests,samples = ([x for x in xs if x.prompt_id in kept] for xs in (requests, samples))

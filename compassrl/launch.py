@@ -21,9 +21,9 @@ from html import escape
 from operator import attrgetter
 from pathlib import Path
 from .curves import plot_curves, read_metrics, read_rows
-from .run import new_folder, read_run_config, write_json
+from .run import new_folder, write_json
 from .train import presets
-from .trainer import TrainConfig
+from .config import TrainConfig, read_run_config
 
 # %% auto #0
 __all__ = ['Launched', 'launch', 'resume', 'status', 'follow', 'watch', 'report_parts', 'torchrun_command', 'with_value', 'Form',

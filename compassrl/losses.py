@@ -65,7 +65,7 @@ def ratio_sums(
 @dataclass(frozen=True)
 class LossConfig:
     "What the policy minimises. None = what the loss's own paper does. Raises ValueError for values that cannot be"
-    name:str='grpo'                    # a key of `policy_losses`
+    name:str='grpo'                    # grpo, dr_grpo, dapo, gspo, cispo, or espo (paper section 2.4.2)
     clip_eps_low:float|None=None       # an unwanted token gets no gradient once its ratio is below 1 - this
     clip_eps_high:float|None=None      # a wanted token gets no gradient once its ratio is above 1 + this
     aggregation:Aggregation|None=None  # how tokens are averaged

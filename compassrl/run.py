@@ -72,9 +72,11 @@ def build(cfg:TrainConfig)->Parts:
     policy = (from_pretrained(cfg.init_from) if cfg.init_from else Policy(shape, cfg.seed)).to(cfg.device)
     dtype = getattr(torch, cfg.rollout.dtype)
     rollout = TorchRollout(shape, cfg.rollout.num_slots, dtype, cfg.device, return_routes=cfg.router_replay=='R3')
-    def engine(policy): return TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
-    reference = engine(Policy(shape).to(cfg.device)) if cfg.loss.kl_coef else None
-    return Parts(tokenizer, shape.eos_token_id, train, heldout, policy, rollout, engine(policy), reference)
+    def engine(policy, replay): return TorchTrain(policy, cfg.optim, cfg.rollout.temperature, replay)
+    # the reference chooses its own experts: replay would tie it to a policy that has moved on
+    reference = engine(Policy(shape).to(cfg.device), 'off') if cfg.loss.kl_coef else None
+    return Parts(tokenizer, shape.eos_token_id, train, heldout, policy, rollout, engine(policy, cfg.router_replay),
+        reference)
 
 # %% ../nbs/22_run.ipynb #2d39c50b
 def _check_data(cfg, shape, train, heldout):

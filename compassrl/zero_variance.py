@@ -33,7 +33,7 @@ class ZeroVarianceConfig:
     overlong_frac:float=.2       # the last part of a response's budget, where that penalty grows (DAPO: 4096/20480)
     repetition_weight:float=.1   # of the penalty for repeated n-grams; 0 = off
     ngram:int=3                  # tokens that make one n-gram
-    std_floor:float=.1           # the std counts as at least this where only penalties differ; 0 = off
+    std_floor:float=.35          # the std counts as at least this where only penalties differ; 0 = off
     zvp_alpha:float=.1           # RL-ZVP: advantage per nat of entropy in groups that are still flat; 0 = off
     screen_samples:int=0         # before training, drop prompts that are always or never solved in so many; 0 = off
 

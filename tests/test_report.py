@@ -42,7 +42,7 @@ def evaluation(seed, skill=0., num_prompts=12, k=4):
 
 
 def row(i):
-    return dict(step=i, reward_mean=.5, correct_frac=.4, zero_variance_frac=i/100, response_tokens_mean=20., truncated_frac=.1, loss=0., grad_norm=1/i,
+    return dict(step=i, reward_mean=.5, correct_frac=.4, zero_variance_frac=i/100, zero_variance_first_frac=i/50, group_size_mean=9., routes_agree_frac=1., response_tokens_mean=20., truncated_frac=.1, loss=0., grad_norm=1/i,
         clip_frac=0., approx_kl=1e-3, entropy=1., rollout_train_gap=1e-7, lr=1e-3, tokens=1000, time_rollout_s=1., time_reward_s=.1, time_log_probs_s=.2,
         time_update_s=.5, time_sync_s=.1, time_step_s=2., **(dict(eval_avg=.3, eval_avg_stderr=.02, eval_pass=.5, time_checkpoint_s=.5) if i%5==0 else {}))
 
@@ -291,15 +291,15 @@ def test_a_damaged_file_is_named(run, name):
 def test_panels():
     fig = plot_curves([row(i) for i in range(1, 31)], 'name')
     titles = [ax.get_title() for ax in fig.axes]
-    assert len(titles)==8 and fig.get_suptitle()=='name' and not any('not logged' in t.get_text() for ax in fig.axes for t in ax.texts)
+    assert len(titles)==12 and fig.get_suptitle()=='name' and not any('not logged' in t.get_text() for ax in fig.axes for t in ax.texts)
     labels = [t.get_text() for ax in fig.axes for t in ax.get_legend().get_texts()]
-    for l in ('average', 'any of k', 'mean reward', 'correct', 'zero variance', 'truncated', 'share clipped: 0', 'rollout / train gap', 'rollout', 'checkpoint', 'whole step'):
+    for l in ('average', 'any of k', 'mean reward', 'correct', 'first wave', 'truncated', 'by the loss: 0', 'rollout / train gap', 'rollout', 'checkpoint', 'whole step'):
         assert l in labels
-    assert fig.axes[6].get_yscale()=='log' and fig.axes[2].get_yscale()=='linear'
+    assert fig.axes[9].get_yscale()=='log' and fig.axes[2].get_yscale()=='linear'
     empty = plot_curves([])
-    assert sum('not logged' in t.get_text() for ax in empty.axes for t in ax.texts)==8
+    assert sum('not logged' in t.get_text() for ax in empty.axes for t in ax.texts)==12
     resumed = plot_curves([row(1), row(2) | dict(resumed_from=1)])
-    assert sum(line.get_linestyle()==':' for ax in resumed.axes for line in ax.lines)==7      # there is no evaluation yet
+    assert sum(line.get_linestyle()==':' for ax in resumed.axes for line in ax.lines)==11     # there is no evaluation yet
 
 
 def test_no_display_and_no_pyplot_state(run):
