@@ -64,6 +64,10 @@ class TrainConfig:
         if self.rollout.temperature<=0:
             raise ValueError(f'rollout.temperature={self.rollout.temperature}: greedy responses of a group are all '
                 'equal, use more than 0')
+        own = [k for k in ('clip_eps_low', 'clip_eps_high', 'aggregation') if getattr(self.loss, k) is not None]
+        if self.loss.name=='espo' and own:
+            raise ValueError(f'loss.{own[0]}={getattr(self.loss, own[0])!r}: espo clips and averages in its own way, '
+                'use espo.alpha and espo.eps_min, or another loss.name')
         longest = self.data.max_prompt_tokens+self.rollout.max_tokens
         if not self.init_from and longest>self.policy.max_position_embeddings:
             raise ValueError(f'data.max_prompt_tokens={self.data.max_prompt_tokens} + rollout.max_tokens='

@@ -19,6 +19,8 @@ from compassrl.train import presets
     (dict(steps=-1), ['steps=-1', '0 or more']), (dict(eval_every=-1), ['eval_every=-1']), (dict(trace_every=-1), ['trace_every=-1']),
     (dict(save_every=-1), ['save_every=-1']), (dict(seed=-1), ['seed=-1']),
     (dict(device='tpu'), ["device='tpu'", "'cpu' or 'cuda'"]),
+    (dict(loss=LossConfig('espo', clip_eps_high=.3)), ['loss.clip_eps_high=0.3', 'espo.alpha']),
+    (dict(loss=LossConfig('espo', aggregation='token-mean')), ["loss.aggregation='token-mean'"]),
     (dict(rollout=RolloutConfig(temperature=0)), ['temperature=0', 'more than 0']),
     (dict(policy=PolicyConfig(max_position_embeddings=127)), ['= 128', 'max_position_embeddings=127', 'shorten']),
 ])

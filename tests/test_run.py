@@ -61,12 +61,12 @@ def test_the_model_opens_in_transformers(whole):
 
 
 def test_the_trace_recomputes_the_logged_loss(whole):
-    from compassrl.run import read_run_config
+    from compassrl.config import read_run_config
     from compassrl.trace import read_trace, recompute_loss
     cfg, seen = read_run_config(whole), 0
     for head, samples in read_trace(whole/'trace.jsonl'):
         if 'loss' not in head['metrics']: continue
-        assert recompute_loss(head, samples, cfg.loss) == pytest.approx(head['metrics']['loss'], abs=1e-6)
+        assert recompute_loss(head, samples, cfg) == pytest.approx(head['metrics']['loss'], abs=1e-6)
         seen += 1
     assert seen
 
@@ -134,6 +134,11 @@ def one_line(r, *words):
     (['train', 'tiny-cpu', '--init-from', 'nowhere'], ['nowhere']),
     (['train', 'tiny-cpu', '--policy.vocab-size', '7'], ['vocab_size=7', '99']),
     (['train', 'tiny-cpu', '--rollout.max-tokens', '100', '--data.max-prompt-tokens', '64'], ['max_position_embeddings=128']),
+    (['train', 'tiny-cpu', '--loss.name', 'gpso'], ["name='gpso'", 'gspo']),
+    (['train', 'tiny-cpu', '--loss.clip-eps-high', '0.3'], ['loss.clip_eps_high=0.3', 'espo.alpha']),
+    (['train', 'tiny-cpu', '--zero-variance.length-weight', '0.6'], ['length_weight=0.6']),
+    (['train', 'tiny-cpu', '--espo.top-frac', '0'], ['top_frac=0']),
+    (['train', 'tiny-cpu', '--router-replay', 'R4'], ['R4', 'R3']),
     (['train', 'nowhere.json'], ['nowhere.json']),
     (['resume', 'nowhere'], ['nowhere']),
     (['fly'], ['fly']),
@@ -170,3 +175,18 @@ def test_bad_checkpoints(whole, tmp_path):
     one_line(cli('resume', folder), 'another shape')
     shutil.rmtree(folder/'checkpoints')
     one_line(cli('resume', folder), 'checkpoints')
+
+
+def test_the_screen_drops_prompts_and_a_resume_remembers(tmp_path):
+    "Before RL: prompts that are always or never solved in so many samples; the rest is what is asked"
+    folder = tmp_path/'screened'
+    args = ['smoke-cpu', '--steps', '2', '--save-every', '1', '--trace-every', '1', '--zero-variance.screen-samples', '8', '--prompts-per-step', '4', '--run-dir', folder]
+    r = cli('train', *args)
+    assert r.returncode == 0, r.stderr
+    kept = json.loads((folder/'screen.json').read_text())
+    assert f'{len(kept)} of ' in r.stdout and 4 <= len(kept) == len(set(kept))
+    assert cli('resume', folder, '--steps', '4').returncode == 0
+    asked = {t['prompt_id'] for t in rows(folder, 'trace.jsonl') if t['kind'] == 'sample'}
+    assert asked <= set(kept) and [m['step'] for m in rows(folder, 'metrics.jsonl')] == [1, 2, 3, 4]
+    r = cli('train', *args[:-1], tmp_path/'strict', '--prompts-per-step', '60')
+    one_line(r, 'screen_samples=8', 'prompts_per_step=60')

@@ -421,6 +421,15 @@ def test_order_and_resume_hold_for_the_recipe(tmp_path, sampling):
     assert same(engine, again) and no_clock(rest[0][1]) == no_clock(log[2][1])
 
 
+@pytest.mark.parametrize('loss', [LossConfig('dr_grpo', max_response_tokens=6), *map(LossConfig, ('dapo', 'gspo', 'cispo', 'espo')),
+    LossConfig('espo', tis='mask')], ids=lambda c: f'{c.name}-{c.tis}')
+@pytest.mark.parametrize('replay', ['off', 'R2', 'R3'])
+def test_every_loss_trains_with_every_kind_of_replay(loss, replay):
+    start, (engine, log) = engines()[1], run(replace(RECIPE, steps=1, loss=loss, router_replay=replay))
+    assert not same(engine, start) and all(math.isfinite(v) for v in log[0][1].values())
+    assert log.routes_valid_frac == [float(replay != 'off' or log[0][3].routed_experts is not None)]
+
+
 def test_every_part_can_be_switched_off_alone():
     "Each switch changes the weights, so none is dead"
     base = replace(RECIPE, steps=2, prompts_per_step=6)
