@@ -46,5 +46,5 @@ clean: ## what was built: site, caches, exported copies
 	rm -rf _site _proc _docs build dist .pytest_cache .hypothesis compassrl.egg-info
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-clean-env: ## the environment, too
-	rm -rf .venv
+clean-env: ## the environments, that of the TRL benchmark too
+	rm -rf .venv .venv-*

@@ -31,11 +31,11 @@ __all__ = ['presets', 'usage', 'tiny_cpu', 'smoke_cpu', 'one_gpu', 'parse_train'
 # %% ../nbs/23_train.ipynb #4e46cb90
 def tiny_cpu()->TrainConfig:
     "A 0.2 M mixture of experts learns column arithmetic: minutes on two CPU cores"
-    return TrainConfig(steps=120, prompts_per_step=64, group_size=8, eval_every=20, save_every=20, trace_every=40,
-        policy=PolicyConfig(max_position_embeddings=128), data=DataConfig(difficulty=1.),
-        cold_start=SFTConfig(steps=1000, lr=5e-3, num_solutions=4096, hasty_frac=.7),
+    return TrainConfig(steps=130, prompts_per_step=64, group_size=8, eval_every=20, save_every=20, trace_every=40,
+        policy=PolicyConfig(max_position_embeddings=128), data=DataConfig(difficulty=1.25),
+        cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=.7),
         rollout=RolloutConfig(max_tokens=48, num_slots=256),
-        optim=OptimConfig(lr=1e-4, warmup_steps=10, num_mini_batches=2))
+        optim=OptimConfig(lr=2e-4, warmup_steps=10, num_mini_batches=2))
 
 def smoke_cpu()->TrainConfig:
     "The same pipeline in seconds: does everything run here?"
