@@ -108,8 +108,8 @@ def _phase_table(metrics): # phase -> seconds, seconds per step, share
     return {p: dict(seconds=s, per_step_s=s/len(metrics), share=s/total) for p,s in seconds.items() if s}
 
 _averaged = ['reward_mean', 'penalty_mean', 'correct_frac', 'zero_variance_first_frac', 'zero_variance_raw_frac',
-    'zero_variance_frac', 'zero_variance_residual_frac', 'gradient_token_frac', 'group_size_mean', 'response_tokens_mean',
-    'truncated_frac', 'entropy', 'grad_norm', 'clip_frac', 'approx_kl', 'rollout_train_gap', 'rollout_train_k3',
+    'zero_variance_frac', 'zero_variance_residual_frac', 'gradient_token_frac', 'group_size_mean',
+    'response_tokens_mean', 'truncated_frac', 'entropy', 'grad_norm', 'clip_frac', 'approx_kl', 'rollout_train_gap', 'rollout_train_k3',
     'routes_agree_frac']
 
 def run_facts(
