@@ -6,7 +6,7 @@ stages  the paper's three: silent groups grow, penalties tell equals apart, RL-Z
 
 All use the GRPO loss and R3. Prompts are a mix of easy, medium and hard ones for which about half of plain GRPO's groups are silent. A run ends when
 its budget of response tokens is spent. Last line: one JSON object; `ratio` is the mean gain of `stages` over that of `grpo`.
-usage: python benchmarks/zero_variance.py [--seeds 0 1 2] [--budget 300000] [--quick]
+usage: python benchmarks/zero_variance.py [--seeds 0 1 2] [--budget 900000] [--quick]
 """
 import argparse
 import json
@@ -45,7 +45,7 @@ def prompts_of(num, seed, split, tokenizer):
 def base(a, seed):
     return TrainConfig(seed=seed, steps=10_000, prompts_per_step=a.prompts, group_size=8, eval_k=8, policy=PolicyConfig(max_position_embeddings=128),
         rollout=RolloutConfig(max_tokens=64, num_slots=256), loss=LossConfig('grpo'),
-        cold_start=SFTConfig(steps=a.cold_steps, lr=5e-3, num_solutions=4096, hasty_frac=.5), optim=OptimConfig(lr=1e-4, warmup_steps=10, num_mini_batches=2))
+        cold_start=SFTConfig(steps=a.cold_steps, lr=5e-3, num_solutions=4096, hasty_frac=.5), optim=OptimConfig(lr=2e-4, warmup_steps=10, num_mini_batches=2))
 
 
 def prepare(a, seed):
@@ -114,7 +114,7 @@ def table(rows):
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-    p.add_argument('--budget', type=int, default=300_000, help='response tokens of a run')
+    p.add_argument('--budget', type=int, default=900_000, help='response tokens of a run')
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
     a = p.parse_args()
     a.prompts, a.cold_steps, a.train, a.heldout, a.marks = (8, 20, 400, 20, 2) if a.quick else (48, 700, 4096, 160, 6)

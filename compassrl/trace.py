@@ -41,7 +41,8 @@ def trace_rows(
         yield dict(version=TRACE_VERSION, kind='sample', step=step, prompt_id=s.prompt_id, index=s.index,
             group=int(batch.group[i]), prompt_ids=s.prompt_ids, response_ids=s.response_ids, reward=s.reward,
             task_reward=s.verdict.reward, correct=s.verdict.correct, status=s.verdict.status,
-            evidence=s.verdict.evidence, finish_reason=s.finish_reason, weight_version=s.weight_version, timings=s.timings, **tokens, **routes)
+            evidence=s.verdict.evidence, finish_reason=s.finish_reason, weight_version=s.weight_version,
+            timings=s.timings, **tokens, **routes)
 
 # %% ../nbs/21_trace.ipynb #ae01893d
 _needed = dict(step={'step', 'num_samples', 'num_mini_batches', 'metrics'},

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from compassrl.launch import follow, launch, panel, report_parts, resume, status, torchrun_command, watch, with_value
-from compassrl.run import read_run_config
+from compassrl.config import read_run_config
 from compassrl.train import parse_train, presets, smoke_cpu
 
 SMOKE = replace(smoke_cpu(), steps=6, save_every=0)
