@@ -109,8 +109,8 @@ def _phase_table(metrics): # phase -> seconds, seconds per step, share
 
 _averaged = ['reward_mean', 'penalty_mean', 'correct_frac', 'zero_variance_first_frac', 'zero_variance_raw_frac',
     'zero_variance_frac', 'zero_variance_residual_frac', 'gradient_token_frac', 'group_size_mean',
-    'response_tokens_mean', 'truncated_frac', 'entropy', 'grad_norm', 'clip_frac', 'approx_kl', 'rollout_train_gap', 'rollout_train_k3',
-    'routes_agree_frac']
+    'response_tokens_mean', 'truncated_frac', 'entropy', 'grad_norm', 'clip_frac', 'approx_kl',
+    'rollout_train_gap', 'rollout_train_k3', 'routes_agree_frac']
 
 def run_facts(
     run_dir:str|Path # of a run, finished or not
