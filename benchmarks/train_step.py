@@ -3,8 +3,8 @@
     python benchmarks/train_step.py [--quick] [--repeats 7] [--threads 1]
 
 One step: 8 responses of 64 tokens to each of 16 prompts of 16 tokens, one pass for the old log-probs, two mini-batches of 64 responses with an
-optimiser step each; fp32, no early stops. Ours is `trainer.fit` with the embedded engines, verification, advantages, entropies, router replay and
-weight sync included. TRL is pinned in an environment of its own, .venv-trl, which this script makes; its side is trl_side/step.py, which counts
+optimiser step each; fp32, no early stops. Ours is `trainer.fit` with the embedded engines and its whole default recipe (verification, penalties, ESPO
+with its entropies, router replay) and weight sync; rewards differ within every group, so none grows. TRL's loss is GRPO's. TRL is pinned in an environment of its own, .venv-trl, which this script makes; its side is trl_side/step.py, which counts
 what it does so that equal work is checked, not assumed. Three settings of it:
 
 - fastest: fp32, no gradient checkpointing, no logging; experts, attention, cache and micro-batch are searched one after the other;
