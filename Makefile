@@ -15,25 +15,27 @@ help: ## this list
 	@$(PYTHON) tools/setup_env.py && touch $@
 .venv/.dev: .venv/.core
 	@$(PYTHON) tools/setup_env.py dev && touch $@
-.venv/.docs: .venv/.dev
+.venv/.engines: .venv/.dev
+	@$(PYTHON) tools/setup_env.py dev engines-cpu && touch $@
+.venv/.docs: .venv/.engines
 	@$(PYTHON) tools/setup_env.py docs && touch $@
 
 train: .venv/.core ## a tiny mixture of experts learns by RL on two CPU cores: make train [ARGS="--seed 3"]
 	@$(BIN)/compassrl train tiny-cpu $(ARGS)
 
-test: .venv/.dev ## everything: the suite and every notebook, each in a process of its own: make test [ARGS="-k losses"]
+test: .venv/.engines ## everything, with the real vLLM and Megatron-Core: the suite and every notebook: make test [ARGS="-k losses"]
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-lab: .venv/.dev ## JupyterLab on the notebooks
+lab: .venv/.engines ## JupyterLab on the notebooks
 	@MATPLOTLIBRC=$(CURDIR)/tools/matplotlibrc $(BIN)/jupyter lab --notebook-dir=nbs $(ARGS)
 
 docs: .venv/.docs ## the site, into _site/
 	@$(BIN)/python tools/build_docs.py --out _site
 
-bench: .venv/.dev ## every benchmark, into benchmarks/results/
+bench: .venv/.engines ## every benchmark, into benchmarks/results/
 	@$(BIN)/python tools/run_benchmarks.py $(ARGS)
 
-notebooks: .venv/.dev ## run every notebook and store its outputs
+notebooks: .venv/.engines ## run every notebook and store its outputs
 	@$(BIN)/python tools/execute_nbs.py $(ARGS)
 
 sync: .venv/.dev ## all that is generated from the notebooks: modules, sidebar, README

@@ -15,12 +15,12 @@ import time
 from dataclasses import replace
 
 from compassrl.config import TrainConfig
+from compassrl.factory import load
 from compassrl.losses import LossConfig
-from compassrl.policy import PolicyConfig
+from compassrl.policy import Policy, PolicyConfig
 from compassrl.records import derive_seed
 from compassrl.report import machine_info
-from compassrl.rollout import RolloutConfig
-from compassrl.run import build
+from compassrl.rollout import RolloutConfig, TorchRollout
 from compassrl.sft import SFTConfig, cold_start
 from compassrl.tasks import make_prompts
 from compassrl.train_engine import OptimConfig, TorchTrain
@@ -51,7 +51,8 @@ def base(a, seed):
 def prepare(a, seed):
     "Parts of a run whose policy has been cold-started on the mix"
     cfg = base(a, seed)
-    parts = build(cfg)
+    parts = load(cfg)
+    parts.policy, parts.rollout = Policy(cfg.policy, cfg.seed), TorchRollout(cfg.policy, cfg.rollout.num_slots)
     parts.train, parts.heldout = (prompts_of(n, seed, split, parts.tokenizer) for n, split in ((a.train, 'train'), (a.heldout, 'heldout')))
     engine = TorchTrain(parts.policy, replace(cfg.optim, lr=cfg.cold_start.lr, num_mini_batches=1), replay='off')
     for _ in cold_start(engine, parts.train, cfg.cold_start, parts.tokenizer, seed): pass

@@ -12,9 +12,11 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 from .advantages import AdvantageConfig
 from .espo import EspoConfig
 from .losses import LossConfig
+from .parallel import ParallelConfig, VllmConfig
 from .policy import PolicyConfig
 from .rollout import RolloutConfig
 from .sft import SFTConfig
@@ -23,9 +25,12 @@ from .train_engine import OptimConfig, ReplayMode
 from .zero_variance import ZeroVarianceConfig
 
 # %% auto #0
-__all__ = ['TrainConfig', 'config_from_dict', 'read_run_config']
+__all__ = ['RolloutEngineName', 'TrainEngineName', 'TrainConfig', 'config_from_dict', 'read_run_config']
 
 # %% ../nbs/16_config.ipynb #6caa93f2
+RolloutEngineName = Literal['torch','vllm','pool']
+TrainEngineName = Literal['torch','megatron']
+
 @dataclass(frozen=True)
 class TrainConfig:
     "A whole run. Raises ValueError for values outside their range and for parts that do not fit together"
@@ -42,6 +47,8 @@ class TrainConfig:
     num_threads:int=1           # of torch on the CPU; for small models more is slower
     init_from:str=''            # folder of a Hugging Face Qwen3-MoE to start from; empty = a new policy
     run_dir:str=''              # where results go; empty = runs/DATE-TIME
+    rollout_engine:RolloutEngineName='torch' # embedded, vLLM in this process, or a pool of vLLM servers
+    train_engine:TrainEngineName='torch'     # embedded, or Megatron-Core under torchrun
     router_replay:ReplayMode='R3' # train with the rollout's experts (R3, paper section 2.4.4) or the trainer's own (R2)
     data:DataConfig=field(default_factory=DataConfig)
     policy:PolicyConfig=field(default_factory=PolicyConfig)
@@ -52,6 +59,8 @@ class TrainConfig:
     loss:LossConfig=field(default_factory=lambda: LossConfig('espo'))
     espo:EspoConfig=field(default_factory=EspoConfig)
     optim:OptimConfig=field(default_factory=OptimConfig)
+    parallel:ParallelConfig=field(default_factory=ParallelConfig) # of train_engine 'megatron'
+    vllm:VllmConfig=field(default_factory=VllmConfig)             # of rollout_engine 'vllm' and 'pool'
 
     def __post_init__(self):
         for k in ('prompts_per_step', 'eval_k', 'keep_checkpoints', 'num_threads'):
@@ -60,6 +69,12 @@ class TrainConfig:
             if getattr(self, k)<0: raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
         if self.group_size<2:
             raise ValueError(f'group_size={self.group_size}: responses to a prompt are compared, use at least 2')
+        for k,kind in (('rollout_engine', RolloutEngineName), ('train_engine', TrainEngineName)):
+            if getattr(self, k) not in get_args(kind):
+                raise ValueError(f'{k}={getattr(self, k)!r}: use one of {get_args(kind)}')
+        if self.train_engine=='megatron' and self.loss.kl_coef:
+            raise ValueError(f"loss.kl_coef={self.loss.kl_coef}: train_engine='megatron' holds no reference weights, "
+                "use 0 (the paper's choice) or train_engine='torch'")
         if self.device not in ('cpu', 'cuda'): raise ValueError(f"device={self.device!r}: use 'cpu' or 'cuda'")
         if self.rollout.temperature<=0:
             raise ValueError(f'rollout.temperature={self.rollout.temperature}: greedy responses of a group are all '

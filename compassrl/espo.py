@@ -6,18 +6,17 @@ Docs: https://compassrl.github.io/compassrl/espo.html.md"""
 
 # %% ../nbs/08_espo.ipynb #8e774bf7
 from __future__ import annotations
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from math import inf, log
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 import torch
 from torch import Tensor
-from tyro.conf import Suppress
 from .losses import LossConfig, clipped_surrogate, log_ratio, policy_loss, ratio_sums
 from .records import Batch
 
 # %% auto #0
-__all__ = ['Groups', 'GroupRatio', 'EspoConfig', 'entropy_groups', 'group_sums', 'group_mean', 'group_ratio', 'adaptive_clip',
-           'group_weights', 'espo']
+__all__ = ['Groups', 'GroupRatio', 'EspoConfig', 'EspoStep', 'entropy_groups', 'group_sums', 'group_mean', 'group_ratio',
+           'adaptive_clip', 'group_weights', 'espo']
 
 # %% ../nbs/08_espo.ipynb #11cd2259
 Groups = Literal['top_frac', 'batch_quantile', 'bins']
@@ -33,8 +32,7 @@ class EspoConfig:
     num_bins:int=4                 # groups of a response, for 'bins'
     low_entropy_weight:float=1.    # of all groups but the most uncertain; 0 = that one alone (80/20, 2506.01939)
     ratio:GroupRatio='gspo_token'  # a token's value is its group's ratio, or that times its own ('literal', eq. 9)
-    vocab_size:Annotated[int,Suppress]=0 # its log is the largest possible entropy; filled in by `for_batch`
-    threshold:Annotated[float|None,Suppress]=None # lowest entropy of the high group, for 'batch_quantile'; as above
+    vocab_size,threshold = 0,None  # not settings: what only a step knows, see `EspoStep`
 
     def __post_init__(self):
         for key,names in dict(groups=get_args(Groups), ratio=get_args(GroupRatio)).items():
@@ -48,12 +46,18 @@ class EspoConfig:
     def for_batch(self,
         batch:Batch,     # the whole step, before it is cut into mini-batches or ranks; `entropy` is set
         vocab_size:int
-    )->EspoConfig:
-        "With what only the step knows: the vocabulary, and for 'batch_quantile' the entropy of the high group"
-        if self.groups!='batch_quantile': return replace(self, vocab_size=vocab_size)
+    )->EspoStep:
+        "With what only the step knows: the vocabulary and, for 'batch_quantile', from which entropy a token is high"
+        if self.groups!='batch_quantile': return EspoStep(**asdict(self), vocab_size=vocab_size)
         values = batch.entropy[batch.response_mask]
         k = int(_share(torch.tensor(len(values)), self.top_frac))
-        return replace(self, vocab_size=vocab_size, threshold=float(values.topk(k).values[-1]))
+        return EspoStep(**asdict(self), vocab_size=vocab_size, threshold=float(values.topk(k).values[-1]))
+
+@dataclass(frozen=True)
+class EspoStep(EspoConfig):
+    "`EspoConfig` for one step"
+    vocab_size:int=0            # its log is the largest possible entropy
+    threshold:float|None=None   # lowest entropy of the high group, for 'batch_quantile'
 
 # %% ../nbs/08_espo.ipynb #32eded08
 def _share(n, frac): return (n.double()*frac-1e-9).ceil().long() # ceil(frac*n), where fp64 makes .28*25 more than 7
@@ -127,7 +131,7 @@ def espo(
     advantages:Tensor,    # [B, T] one per token: the clip looks at its sign
     mask:Tensor,          # [B, T] bool
     cfg:LossConfig,       # its clip and aggregation stay as they are registered
-    own:EspoConfig,       # filled in by `for_batch`
+    own:EspoStep,         # from `EspoConfig.for_batch`
     entropy:Tensor        # [B, T] nats, of the policy before the update
 )->tuple[Tensor,dict[str,Tensor]]: # [B, T] loss per token, weighted within its response; metric sums
     "Entropy groups share a ratio and a clip range (arXiv 2512.00499, eq. 5 to 10). Raises ValueError"

@@ -10,7 +10,6 @@ import dataclasses
 import io
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,28 +19,34 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from operator import attrgetter
 from pathlib import Path
+from .cluster import machines, node_script, num_gpus, plan
 from .curves import plot_curves, read_metrics, read_rows
 from .run import new_folder, write_json
 from .train import presets
 from .config import TrainConfig, read_run_config
 
 # %% auto #0
-__all__ = ['Launched', 'launch', 'resume', 'status', 'follow', 'watch', 'report_parts', 'torchrun_command', 'with_value', 'Form',
-           'Panel', 'panel']
+__all__ = ['Launched', 'launch', 'resume', 'status', 'follow', 'watch', 'report_parts', 'with_value', 'Form', 'Panel', 'panel']
 
 # %% ../nbs/40_launch.ipynb #47826f3c
+_patient = dict(PYTHONUNBUFFERED='1', TORCH_ELASTIC_SHUTDOWN_TIMEOUT='600') # torchrun waits for a step's end
+
 class Launched:
     "A run in a process of its own, which outlives the notebook; what it prints goes to a file beside the run directory"
     def __init__(self,
         args:list,        # what follows `compassrl`
         cfg:TrainConfig,
-        run_dir:Path
+        run_dir:Path,
+        num_ranks:int=1   # processes that train; several are started by torchrun
     ):
         self.cfg,self.run_dir,self.log,self.asked_to_stop = cfg, run_dir, run_dir.with_name(run_dir.name+'.log'), False
+        self.num_ranks = num_ranks
         command = [sys.executable, '-c', 'from compassrl.train import main; main()', *map(str, args)]
+        if num_ranks>1: command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--max-restarts=0',
+            f'--nproc-per-node={num_ranks}', '--no-python', *command]
         with open(self.log, 'ab') as f:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT,
-                start_new_session=True, env={**os.environ, 'PYTHONUNBUFFERED': '1'})
+                start_new_session=True, env=os.environ | _patient)
 
     def poll(self)->int|None:
         "Exit code; None while it runs"
@@ -53,7 +58,7 @@ class Launched:
 
     def was_stopped(self)->bool:
         "Did it end because it was asked to?"
-        return self.asked_to_stop and self.poll() in (130, -signal.SIGTERM)
+        return self.asked_to_stop and self.poll() in (130, -signal.SIGTERM, *[1]*(self.num_ranks>1)) # torchrun says 1
 
     def wait(self,
         timeout:float|None=None # seconds; None = as long as it takes
@@ -77,24 +82,28 @@ class Launched:
 # %% ../nbs/40_launch.ipynb #00603de9
 def launch(
     cfg:TrainConfig,
-    run_dir:str|Path='' # a new folder; empty = as the config says
+    run_dir:str|Path='', # a new folder; empty = as the config says
+    num_ranks:int=0      # processes that train, on this machine; 0 = as few as `cfg.parallel` can have
 )->Launched:
-    "Start `compassrl train` in a process of its own; raises ValueError if the folder is taken"
+    "Start `compassrl train`, under torchrun where several ranks train. Raises ValueError before anything starts"
     cfg = dataclasses.replace(cfg, run_dir=str(run_dir or cfg.run_dir))
-    folder = new_folder(cfg)
+    folder,ranks = new_folder(cfg), _ranks(cfg, num_ranks)
     folder.parent.mkdir(parents=True, exist_ok=True)
     config = folder.with_name(folder.name+'.json')
     write_json(config, dataclasses.asdict(cfg))
-    return Launched(['train', config, '--run-dir', folder], cfg, folder)
+    return Launched(['train', config, '--run-dir', folder], cfg, folder, ranks)
 
 def resume(
     run_dir:str|Path,
-    steps:int|None=None # a new total; None = as configured
+    steps:int|None=None, # a new total; None = as configured
+    num_ranks:int=0      # as for `launch`
 )->Launched:
     "Start `compassrl resume`; raises ValueError if this is no run directory"
     cfg,more = read_run_config(run_dir), []
     if steps is not None: cfg,more = dataclasses.replace(cfg, steps=steps), ['--steps', steps]
-    return Launched(['resume', run_dir, *more], cfg, Path(run_dir))
+    return Launched(['resume', run_dir, *more], cfg, Path(run_dir), _ranks(cfg, num_ranks))
+
+def _ranks(cfg, num): return machines(cfg, 1, num and num+num_gpus(cfg)).world_size
 
 # %% ../nbs/40_launch.ipynb #3b28b9d4
 def status(run:Launched)->str:
@@ -151,25 +160,6 @@ def report_parts(
     text = re.sub(r'!\[.*?\]\(curves\.png\)\n*', '', (run_dir/'report.md').read_text())
     return [Image((run_dir/'curves.png').read_bytes()), Markdown(text)]
 
-# %% ../nbs/40_launch.ipynb #66433106
-def torchrun_command(
-    cfg:TrainConfig,
-    nodes:int=2,
-    gpus_per_node:int=8,
-    config:str='config.json' # `cfg` as a file that every node can read
-)->str:
-    "What every node of a cluster would run; raises ValueError for a cluster that the batch cannot fill"
-    for k,v in dict(nodes=nodes, gpus_per_node=gpus_per_node).items():
-        if v<1: raise ValueError(f'{k}={v}: use at least 1')
-    batch = cfg.prompts_per_step*cfg.group_size
-    if nodes*gpus_per_node>batch:
-        raise ValueError(f'{nodes} x {gpus_per_node} GPUs: a step has {batch} responses, '
-            'use fewer GPUs or raise prompts_per_step')
-    return '# not run: the Megatron-Core engine is not part of this release\n'+' \\\n    '.join([
-        f'torchrun --nnodes={nodes} --nproc-per-node={gpus_per_node}',
-        '--rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500',
-        f"-m compassrl.train {shlex.quote(config)} --run-dir {shlex.quote(cfg.run_dir or 'runs/cluster')}"])
-
 # %% ../nbs/40_launch.ipynb #a8ea17c8
 def with_value(
     cfg,      # a config dataclass
@@ -215,7 +205,7 @@ class Panel:
         self.view = w.VBox([self.form.view, w.HBox([*self.buttons.values()]),
             self.status, self.cluster, self.curves, self.report])
         self.curves.layout.display = 'none'
-        self._enable('launch'); self._check()
+        self._enable('launch'); self._try(self._check)
 
     def _repr_mimebundle_(self, **kw): return self.view._repr_mimebundle_(**kw)
 
@@ -238,8 +228,10 @@ class Panel:
         for k,b in self.buttons.items(): b.disabled = k not in names
 
     def _check(self): # called at every change
-        command = torchrun_command(self.form.config())
-        self.cluster.value = f'<details><summary>On a cluster</summary><pre>{escape(command)}</pre></details>'
+        p = plan(self.form.config())
+        parts = {'What it will take': p.estimate.table(), 'As a script': node_script(p.cfg)}
+        self.cluster.value = ''.join(f'<details><summary>{k}</summary><pre>{escape(v)}</pre></details>'
+            for k,v in parts.items())
         if self.run is None or self.run.poll() is not None: self._say('ready')
 
     def _follow(self, run):

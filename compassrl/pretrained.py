@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from .policy import Policy, PolicyConfig
 
 # %% auto #0
-__all__ = ['read_config', 'write_config', 'hf_slices', 'hf_weights', 'load_hf_weights', 'save_pretrained', 'from_pretrained']
+__all__ = ['read_config', 'write_config', 'hf_slices', 'hf_weights', 'load_hf_weights', 'write_pretrained', 'save_pretrained',
+           'from_pretrained']
 
 # %% ../nbs/02_pretrained.ipynb #19bb8d69
 _fixed = dict(hidden_act='silu', attention_bias=False, attention_dropout=0.0, use_sliding_window=False)
@@ -25,13 +26,15 @@ _assumed = dict(norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=(),
     tie_word_embeddings=False, pad_token_id=0, eos_token_id=1) # what a config.json may leave out; sizes must be there
 
 def read_config(
-    folder:str|Path # holds a config.json of a Qwen3-MoE
+    folder:str|Path # holds a config.json of a Qwen3-MoE, or of a dense Qwen3
 )->PolicyConfig:    # raises ValueError for what this policy does not compute
     "The shape of a Hugging Face checkpoint"
     path = Path(folder)/'config.json'
     d = _read_json(path)
     model = d.get('model_type')
-    if model!='qwen3_moe': raise ValueError(f"{path}: model_type={model!r}, only 'qwen3_moe' is supported")
+    if model not in ('qwen3_moe', 'qwen3'):
+        raise ValueError(f"{path}: model_type={model!r}, only 'qwen3_moe' and 'qwen3' are supported")
+    if model=='qwen3': d = _as_dense(d)
     rope = d.get('rope_parameters') or d.get('rope_scaling') or {}
     kind = rope.get('rope_type', rope.get('type', 'default'))
     if kind!='default': raise ValueError(f'{path}: rope_type={kind!r}, only plain rotary embeddings are supported')
@@ -49,6 +52,11 @@ def read_config(
         return c if 'head_dim' in d else replace(c, head_dim=c.hidden_size//c.num_attention_heads)
     except ValueError as e: raise ValueError(f'{path}: {e}') from None
 
+def _as_dense(d): # a Qwen3 is a Qwen3-MoE whose layers are all dense; its experts exist on paper alone
+    layers = list(range(d.get('num_hidden_layers') or 0))
+    experts = dict(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=d.get('intermediate_size'))
+    return experts | d | dict(mlp_only_layers=layers)
+
 def _read_json(path): # an object, or a ValueError that names the file
     if not path.exists(): raise ValueError(f'{path} does not exist: give a folder with a Hugging Face checkpoint')
     try: d = json.loads(path.read_text())
@@ -64,7 +72,9 @@ def write_config(
 ):
     "`config.json` as transformers and vLLM expect it"
     rope = dict(rope_theta=config.rope_theta, rope_type='default')
-    d = asdict(config) | _fixed | dict(architectures=['Qwen3MoeForCausalLM'], model_type='qwen3_moe',
+    sparse = any(map(config.is_sparse, range(config.num_hidden_layers)))
+    name,kind = ('Qwen3MoeForCausalLM', 'qwen3_moe') if sparse else ('Qwen3ForCausalLM', 'qwen3')
+    d = asdict(config) | _fixed | dict(architectures=[name], model_type=kind,
         rope_parameters=rope, rope_scaling=None, sliding_window=None, bos_token_id=None, output_router_logits=False,
         router_aux_loss_coef=0.0, dtype=str(dtype).removeprefix('torch.'))
     Path(folder, 'config.json').write_text(json.dumps(d, indent=2, default=list)+'\n')
@@ -127,27 +137,36 @@ def load_hf_weights(
         raise ValueError(f'{len(where)} weights are missing, first {next(iter(where))}: is the checkpoint complete?')
 
 # %% ../nbs/02_pretrained.ipynb #083fafc7
-def save_pretrained(
-    policy:Policy,
-    folder:str|Path,            # made if it does not exist
-    max_shard_bytes:int=4<<30   # a shard has at least one tensor
+def write_pretrained(
+    config:PolicyConfig,
+    weights:Iterable[tuple[str,Tensor]], # by their Hugging Face names
+    folder:str|Path,                     # made if it does not exist
+    max_shard_bytes:int=4<<30            # a shard has at least one tensor; one shard at a time is in memory
 ):
     "Sharded safetensors and `config.json`; transformers opens the folder unchanged"
     if max_shard_bytes<1: raise ValueError(f'max_shard_bytes={max_shard_bytes}: use at least 1')
     folder = Path(folder); folder.mkdir(parents=True, exist_ok=True)
-    shards,size = [{}],0
-    for name,t in hf_weights(policy):
-        if size+t.nbytes>max_shard_bytes and shards[-1]: shards.append({}); size = 0
-        shards[-1][name] = t.cpu().contiguous(); size += t.nbytes
-    n = len(shards)
+    shard,size,sizes,dtype = {},0,[],torch.float32 # sizes: bytes by name, of each shard written
+    def flush():
+        save_file(shard, folder/f'.new-{len(sizes)}', metadata=dict(format='pt'))
+        sizes.append({k:t.nbytes for k,t in shard.items()}); shard.clear()
+    for name,t in weights:
+        if shard and size+t.nbytes>max_shard_bytes: flush(); size = 0
+        shard[name],dtype = t.cpu().contiguous(), t.dtype
+        size += t.nbytes
+    flush()
+    n = len(sizes)
     names = ['model.safetensors'] if n==1 else [f'model-{i+1:05d}-of-{n:05d}.safetensors' for i in range(n)]
-    for f,s in zip(names, shards): save_file(s, folder/f, metadata=dict(format='pt'))
+    for i,f in enumerate(names): (folder/f'.new-{i}').replace(folder/f)
     if n>1:
-        sizes = sum(t.nbytes for s in shards for t in s.values())
-        index = dict(metadata=dict(total_size=sizes), weight_map={k:f for f,s in zip(names, shards) for k in s})
-        (folder/_index).write_text(json.dumps(index, indent=2)+'\n')
+        total,where = sum(sum(s.values()) for s in sizes), {k:f for f,s in zip(names, sizes) for k in s}
+        (folder/_index).write_text(json.dumps(dict(metadata=dict(total_size=total), weight_map=where), indent=2)+'\n')
     _remove_others(folder, [*names, _index] if n>1 else names)
-    write_config(policy.config, folder, policy.embed.dtype)
+    write_config(config, folder, dtype)
+
+def save_pretrained(policy:Policy, folder:str|Path, max_shard_bytes:int=4<<30):
+    "`write_pretrained` of a policy's weights"
+    write_pretrained(policy.config, hf_weights(policy), folder, max_shard_bytes)
 
 _index = 'model.safetensors.index.json'
 

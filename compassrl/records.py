@@ -15,7 +15,7 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['Metrics', 'LossFn', 'Prompt', 'Verdict', 'SamplingParams', 'Request', 'derive_seed', 'Sample', 'Batch', 'collate',
-           'select', 'micro_batches', 'RolloutEngine', 'TrainEngine']
+           'select', 'micro_batches', 'mini_batches', 'RolloutEngine', 'TrainEngine']
 
 # %% ../nbs/00_records.ipynb #837da68b
 @dataclass(frozen=True)
@@ -187,6 +187,14 @@ def micro_batches(
             out.append(torch.tensor(cur)); cur = []
         cur.append(i)
     return out+[torch.tensor(cur)] if cur else out
+
+# %% ../nbs/00_records.ipynb #37105267
+def mini_batches(
+    num_rows:int,   # of the batch
+    num:int         # optimiser steps
+)->list[Tensor]:    # row indices of each, neighbours together; none is empty
+    "The rows of each optimiser step"
+    return [r for r in torch.arange(num_rows).tensor_split(num) if len(r)]
 
 # %% ../nbs/00_records.ipynb #a2d576eb
 class RolloutEngine(Protocol):

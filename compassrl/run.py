@@ -17,79 +17,26 @@ from pathlib import Path
 from threading import current_thread, main_thread
 try: import fcntl
 except ImportError: fcntl = None # Windows
-import torch
-from tokenizers import Tokenizer
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from .checkpoint import check_shapes, latest_checkpoint, load_checkpoint, save_checkpoint
 from .config import TrainConfig, read_run_config
 from .evaluate import evaluate
 from .experience import judge_sample, requests_of, table
+from .factory import Data, Engines, engines, load, newest_checkpoint, prepare, resolve, world
 from .policy import Policy
-from .pretrained import from_pretrained, read_config, save_pretrained
-from .records import Batch, Metrics, Prompt, Sample
+from .pretrained import save_pretrained, write_pretrained
+from .records import Batch, Metrics, Sample
 from .report import machine_info, write_report
-from .rollout import TorchRollout
 from .sft import cold_start
-from .tasks import build_tokenizer, load_data, load_tokenizer, save_tokenizer
+from .tasks import save_tokenizer
 from .trace import trace_rows
 from .train_engine import TorchTrain
-from .trainer import fit
+from .trainer import Stop, fit
 from .zero_variance import screen
 
 # %% auto #0
-__all__ = ['Parts', 'resolve', 'build', 'replace_text', 'write_json', 'keep_until', 'Log', 'Stop', 'Run', 'stoppable', 'locked',
-           'new_folder', 'start_run', 'resume_run', 'save_model']
-
-# %% ../nbs/22_run.ipynb #0944d76e
-@dataclasses.dataclass
-class Parts:
-    "What a run is made of"
-    tokenizer:Tokenizer
-    eos_id:int
-    train:list[Prompt]
-    heldout:list[Prompt]
-    policy:Policy
-    rollout:TorchRollout
-    engine:TorchTrain
-    reference:TorchTrain|None # the starting weights, for the KL penalty
-
-def resolve(cfg:TrainConfig)->TrainConfig:
-    "With the shape of the checkpoint that the run starts from"
-    return dataclasses.replace(cfg, policy=read_config(cfg.init_from)) if cfg.init_from else cfg
-
-def build(cfg:TrainConfig)->Parts:
-    "Data, policy and engines; every bad input is refused here. Raises ValueError"
-    if cfg.device=='cuda' and not torch.cuda.is_available():
-        raise ValueError("device='cuda': no CUDA device was found, use 'cpu'")
-    torch.set_num_threads(cfg.num_threads)
-    tokenizer = load_tokenizer(cfg.init_from) if cfg.init_from else build_tokenizer()
-    shape,num_tokens = cfg.policy, tokenizer.get_vocab_size()
-    if num_tokens>shape.vocab_size:
-        raise ValueError(f'policy.vocab_size={shape.vocab_size}: use at least the {num_tokens} tokens of the tokenizer')
-    train,heldout = load_data(cfg.data, tokenizer, cfg.seed)
-    _check_data(cfg, shape, train, heldout)
-    policy = (from_pretrained(cfg.init_from) if cfg.init_from else Policy(shape, cfg.seed)).to(cfg.device)
-    dtype = getattr(torch, cfg.rollout.dtype)
-    rollout = TorchRollout(shape, cfg.rollout.num_slots, dtype, cfg.device, return_routes=cfg.router_replay=='R3')
-    def engine(policy, replay): return TorchTrain(policy, cfg.optim, cfg.rollout.temperature, replay)
-    # the reference chooses its own experts: replay would tie it to a policy that has moved on
-    reference = engine(Policy(shape).to(cfg.device), 'off') if cfg.loss.kl_coef else None
-    return Parts(tokenizer, shape.eos_token_id, train, heldout, policy, rollout, engine(policy, cfg.router_replay),
-        reference)
-
-# %% ../nbs/22_run.ipynb #2d39c50b
-def _check_data(cfg, shape, train, heldout):
-    for p in train+heldout:
-        if len(p.token_ids)+cfg.rollout.max_tokens>shape.max_position_embeddings:
-            raise ValueError(f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens='
-                f'{cfg.rollout.max_tokens} it exceeds the context of {shape.max_position_embeddings}: lower that')
-    if len(train)<cfg.prompts_per_step:
-        raise ValueError(f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts')
-    if cfg.cold_start.steps and not cfg.init_from:
-        bare = next((p.id for p in train[:cfg.cold_start.num_solutions] if not p.solution), None)
-        if bare: raise ValueError(f'prompt {bare} has no solution, which the cold start needs: '
-            'set cold_start.steps to 0, or start from a checkpoint with init_from')
+__all__ = ['replace_text', 'write_json', 'keep_until', 'Log', 'Run', 'launcher', 'stoppable', 'locked', 'new_folder', 'start_run',
+           'resume_run']
 
 # %% ../nbs/22_run.ipynb #82695793
 def replace_text(path:Path, text:str):
@@ -146,12 +93,15 @@ class Log:
         for f in (self.metrics, self.trace, self.board, self.bar): f.close()
 
 # %% ../nbs/22_run.ipynb #913468ab
-class Stop(KeyboardInterrupt): "A run that was asked to stop, after it saved"
-
 class Run:
     "One run and its folder (implements `RunHooks`)"
-    def __init__(self, cfg:TrainConfig, folder:Path, parts:Parts):
-        self.cfg,self.folder,self.parts,self.asked_to_stop = cfg, folder, parts, False
+    engines:Engines # while they live
+    def __init__(self, cfg:TrainConfig, folder:Path, data:Data):
+        self.cfg,self.folder,self.data,self.asked_to_stop = cfg, folder, data, False
+
+    @property
+    def source(self)->Path: # Hugging Face checkpoint of the policy before RL
+        return Path(self.cfg.init_from or self.folder/'start')
 
     def on_step(self, step:int, metrics:Metrics, samples:list[Sample], batch:Batch):
         c,m,last = self.cfg, metrics, step==self.cfg.steps
@@ -162,23 +112,27 @@ class Run:
             self.log.batch(trace_rows(step, m, samples, batch, c.optim.num_mini_batches))
         at = self.log.row(m) # before its checkpoint: a row too many can be dropped, a lost one does not come back
         if last or self.asked_to_stop or c.save_every and step%c.save_every==0:
-            t = time.perf_counter(); self.save(step)
+            t = time.perf_counter(); self.engines.checkpoints.save(step)
             self.log.row(m | dict(time_checkpoint_s=time.perf_counter()-t), at)
         self.log.bar.update()
         self.log.bar.set_postfix_str(f"reward {m['reward_mean']:.2f}, zero variance {m['zero_variance_frac']:.2f}, "
             f"entropy {m['entropy']:.2f}, {m['tokens']/m['time_step_s']:,.0f} tok/s")
-        if self.asked_to_stop: raise Stop
-
-    def save(self, step:int):
-        "A checkpoint of everything that a resume needs"
-        save_checkpoint(self.folder/'checkpoints', step, self.parts.engine.state_dict(), self.cfg.keep_checkpoints)
+        if self.asked_to_stop:
+            self.engines.checkpoints.wait()
+            raise Stop
 
     def evaluate(self)->dict:
         "The held-out prompts with the rollout engine's present weights"
-        p,c = self.parts, self.cfg
-        return evaluate(p.rollout, p.heldout, c.eval_k, c.rollout.params(p.eos_id), p.tokenizer, c.seed).as_dict()
+        d,c = self.data, self.cfg
+        params = c.rollout.params(d.eos_id)
+        return evaluate(self.engines.rollout, d.heldout, c.eval_k, params, d.tokenizer, c.seed).as_dict()
 
 # %% ../nbs/22_run.ipynb #abe09fbe
+def launcher()->str:
+    "How this process was started"
+    local = os.environ.get('LOCAL_WORLD_SIZE')
+    return f'torchrun --nproc-per-node {local} -m compassrl.train' if world()[1]>1 else 'compassrl'
+
 class stoppable:
     "Ctrl-C (or SIGTERM) finishes the step, saves and stops; a second one stops at once. Threads get no signals"
     def __init__(self, run:Run): self.run = run
@@ -193,7 +147,8 @@ class stoppable:
         for s,h in self.old.items(): signal.signal(s, h)
         if kind and issubclass(kind, KeyboardInterrupt):
             folder = self.run.folder
-            if latest_checkpoint(folder/'checkpoints'): print(f'stopped; go on with: compassrl resume {folder}')
+            if newest_checkpoint(self.run.cfg.train_engine, folder/'checkpoints'):
+                print(f'stopped; go on with: {launcher()} resume {folder}')
             else: print(f'stopped before the first checkpoint: nothing to resume in {folder}')
 
 # %% ../nbs/22_run.ipynb #d01d4608
@@ -202,11 +157,12 @@ def locked(
     folder:Path # of a run
 ):
     "One process per run; raises ValueError if there is one already. Killing a process frees its lock"
-    with open(folder/'.lock', 'w') as f:
+    with open(folder/'.lock', 'a') as f:
         try:
             if fcntl: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f'{folder} is in use by another process: wait for it, or stop it first') from None
+        f.truncate(0); f.write(f'{os.getpid()}\n'); f.flush() # whom to ask to stop
         yield
 
 def new_folder(
@@ -224,43 +180,48 @@ def start_run(
 )->Path: # the run directory
     "Cold start, evaluation, RL, evaluation, report. Raises ValueError before anything is written"
     cfg = resolve(cfg)
-    parts,folder = build(cfg), new_folder(cfg)
+    control = prepare(cfg)
+    run = Run(cfg, new_folder(cfg), load(cfg))
+    folder = run.folder
     try: folder.mkdir(parents=True, exist_ok=True)
     except OSError as e: raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
-    run = Run(cfg, folder, parts)
     with locked(folder), stoppable(run):
         write_json(folder/'config.json', dataclasses.asdict(cfg))
         write_json(folder/'machine.json', machine_info())
         if not cfg.init_from: _cold_start(run)
-        save_model(parts, folder/'start')
-        parts.rollout.load_weights(parts.engine.weights(), 0)
-        write_json(folder/'eval_before.json', run.evaluate())
-        if cfg.zero_variance.screen_samples: write_json(folder/'screen.json', _screen(run))
-        run.save(0)
-        return _train(run, 0)
+        with engines(cfg, run.source, folder, control) as run.engines:
+            run.engines.rollout.load_weights(run.engines.train.weights(), 0)
+            write_json(folder/'eval_before.json', run.evaluate())
+            if cfg.zero_variance.screen_samples: write_json(folder/'screen.json', _screen(run))
+            run.engines.checkpoints.save(0)
+            return _train(run, 0)
 
-def _cold_start(run):
-    c,p = run.cfg, run.parts
-    engine = TorchTrain(p.policy, dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1), replay='off')
+def _cold_start(run): # a new policy, trained by the embedded engine, whatever trains it later
+    c,d = run.cfg, run.data
+    policy = Policy(c.policy, c.seed).to(c.device)
+    engine = TorchTrain(policy, dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1), replay='off')
     bar = tqdm(total=c.cold_start.steps, desc='cold start', unit='step', dynamic_ncols=True)
     with open(run.folder/'cold_start.jsonl', 'w', buffering=1) as f, bar:
-        for m in cold_start(engine, p.train, c.cold_start, p.tokenizer, c.seed):
+        for m in cold_start(engine, d.train, c.cold_start, d.tokenizer, c.seed):
             f.write(json.dumps(m)+'\n'); bar.update(); bar.set_postfix_str(f"loss {m['loss']:.3f}")
             if run.asked_to_stop: raise Stop
+    save_pretrained(policy, run.source)
+    save_tokenizer(d.tokenizer, run.source)
 
 # %% ../nbs/22_run.ipynb #260d7376
 def _screen(run): # ids of the prompts that are worth asking (paper section 2.4.1; off by default: each prompt matters)
-    c,p,num = run.cfg, run.parts, run.cfg.zero_variance.screen_samples
-    by_id,asked = {q.id:q for q in p.train}, Counter()
-    requests = requests_of(p.train, [num]*len(p.train), asked, c.rollout.params(p.eos_id), c.seed, 'screen')
-    samples = [judge_sample(s, by_id[s.prompt_id], p.tokenizer, p.eos_id)
-        for s in tqdm(p.rollout.generate(requests), 'screen', len(requests), dynamic_ncols=True)]
+    c,d,num = run.cfg, run.data, run.cfg.zero_variance.screen_samples
+    by_id,asked = {p.id:p for p in d.train}, Counter()
+    requests = requests_of(d.train, [num]*len(d.train), asked, c.rollout.params(d.eos_id), c.seed, 'screen')
+    samples = [judge_sample(s, by_id[s.prompt_id], d.tokenizer, d.eos_id)
+        for s in tqdm(run.engines.rollout.generate(requests), 'screen', len(requests), dynamic_ncols=True)]
     rewards,group,valid,_ = table(samples, asked)
     kept = [id for id,k in zip(asked, screen(rewards, group, valid).tolist()) if k]
     print(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
     if len(kept)<c.prompts_per_step:
         raise ValueError(f'zero_variance.screen_samples={num} leaves {len(kept)} prompts for prompts_per_step='
-            f'{c.prompts_per_step}: lower that, give more prompts, or screen with more samples')
+            f'{c.prompts_per_step}: lower that, give more prompts, or screen with more samples; '
+            f'the cold start is kept, go on from it with init_from={run.source}')
     return kept
 
 # %% ../nbs/22_run.ipynb #46da9c56
@@ -272,39 +233,32 @@ def resume_run(
     folder = Path(folder)
     cfg = read_run_config(folder)
     if steps is not None: cfg = dataclasses.replace(cfg, steps=steps)
+    control = prepare(cfg)
     with locked(folder):
-        parts = build(cfg)
-        step,state = load_checkpoint(latest_checkpoint(folder/'checkpoints', required=True))
-        if cfg.steps<step: raise ValueError(f'steps={cfg.steps}: the run has done {step}, use at least that many')
-        check_shapes(parts.engine.state_dict()['policy'], state['policy'])
-        parts.engine.load_state_dict(state)
-        parts.rollout.load_weights(parts.engine.weights(), step)
-        write_json(folder/'config.json', dataclasses.asdict(cfg))
-        run = Run(cfg, folder, parts)
-        print(f'resuming {folder} after step {step}')
-        with stoppable(run): return _train(run, step)
+        run = Run(cfg, folder, load(cfg))
+        newest_checkpoint(cfg.train_engine, folder/'checkpoints', required=True) # refused before engines start
+        with stoppable(run), engines(cfg, run.source, folder, control) as run.engines:
+            step = run.engines.checkpoints.load()
+            if cfg.steps<step: raise ValueError(f'steps={cfg.steps}: the run has done {step}, use at least that many')
+            run.engines.rollout.load_weights(run.engines.train.weights(), step)
+            write_json(folder/'config.json', dataclasses.asdict(cfg))
+            print(f'resuming {folder} after step {step}')
+            return _train(run, step)
 
 # %% ../nbs/22_run.ipynb #566690e0
 def _train(run, start): # the loop and what comes after it
-    p,folder = run.parts, run.folder
-    if p.reference: p.reference.policy.load_state_dict(from_pretrained(folder/'start').state_dict())
-    run.log = Log(folder, start, run.cfg.steps)
-    kept = set(json.loads((folder/'screen.json').read_text())) if run.cfg.zero_variance.screen_samples else None
-    prompts = p.train if kept is None else [q for q in p.train if q.id in kept]
-    try: fit(run.cfg, prompts, p.rollout, p.engine, p.tokenizer, run, p.eos_id, start, p.reference)
+    c,d,e,folder = run.cfg, run.data, run.engines, run.folder
+    run.log = Log(folder, start, c.steps)
+    kept = set(json.loads((folder/'screen.json').read_text())) if c.zero_variance.screen_samples else None
+    prompts = d.train if kept is None else [p for p in d.train if p.id in kept]
+    try: fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, start, e.reference)
     finally: run.log.close()
     before,after = json.loads((folder/'eval_before.json').read_text()), run.evaluate()
     write_json(folder/'eval_after.json', after)
-    save_model(p, folder/'model')
+    write_pretrained(c.policy, e.train.weights(), folder/'model')
+    save_tokenizer(d.tokenizer, folder/'model')
+    e.checkpoints.wait()
     write_report(folder)
     print(f"held-out avg@{after['k']}: {100*before['avg']:.1f} % before RL, {100*after['avg']:.1f} % after; "
         f"see {folder/'report.md'} and curves.png")
     return folder
-
-def save_model(
-    parts:Parts,
-    folder:Path # made if it does not exist
-):
-    "A Hugging Face checkpoint with its tokenizer"
-    save_pretrained(parts.policy, folder)
-    save_tokenizer(parts.tokenizer, folder)

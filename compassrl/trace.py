@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from .config import TrainConfig
-from .records import Batch, Metrics, Sample
+from .records import Batch, Metrics, Sample, mini_batches
 from .trainer import loss_of
 
 # %% auto #0
@@ -97,7 +97,7 @@ def recompute_loss(
         group=torch.tensor([r['group'] for r in rows]), rewards=torch.tensor([r['reward'] for r in rows]),
         **{k:table(k) for k in _per_token if k in rows[0] and k!='log_probs'})
     log_probs,loss,total = table('log_probs'), loss_of(cfg, batch), 0.
-    parts = [p for p in torch.arange(len(rows)).tensor_split(head['num_mini_batches']) if len(p)] # as the engine does
+    parts = mini_batches(len(rows), head['num_mini_batches'])
     for p in parts:
         part = batch.map(lambda t: t[p])
         total += float(loss(log_probs[p], part, int(part.response_mask.sum()), len(p))[0])/len(parts)

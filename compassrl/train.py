@@ -10,6 +10,7 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -17,6 +18,8 @@ from difflib import get_close_matches
 from unittest.mock import patch
 import tyro
 from .config import TrainConfig, read_run_config
+from .factory import follow, world
+from .parallel import ParallelConfig, VllmConfig
 from .policy import PolicyConfig
 from .report import write_report
 from .rollout import RolloutConfig
@@ -26,7 +29,8 @@ from .tasks import DataConfig
 from .train_engine import OptimConfig
 
 # %% auto #0
-__all__ = ['presets', 'usage', 'tiny_cpu', 'smoke_cpu', 'one_gpu', 'parse_train', 'parse_resume', 'main']
+__all__ = ['presets', 'usage', 'tiny_cpu', 'smoke_cpu', 'engines_cpu', 'one_gpu', 'one_node', 'multi_node', 'parse_train',
+           'parse_resume', 'main']
 
 # %% ../nbs/23_train.ipynb #4e46cb90
 def tiny_cpu()->TrainConfig:
@@ -43,6 +47,13 @@ def smoke_cpu()->TrainConfig:
         trace_every=2, data=DataConfig(difficulty=0., num_train=60, num_heldout=8),
         cold_start=SFTConfig(steps=80, num_solutions=60))
 
+def engines_cpu()->TrainConfig:
+    "vLLM and Megatron-Core on two CPU cores: torchrun --nproc-per-node 2 -m compassrl.train engines-cpu"
+    return replace(tiny_cpu(), steps=40, prompts_per_step=32, eval_every=0, data=DataConfig(num_heldout=64),
+        policy=PolicyConfig(head_dim=32, max_position_embeddings=128),
+        cold_start=SFTConfig(steps=500, lr=5e-3, num_solutions=4096, hasty_frac=.5),
+        rollout_engine='pool', vllm=VllmConfig(num_replicas=2), train_engine='megatron', parallel=ParallelConfig(ep=2))
+
 def one_gpu()->TrainConfig:
     "A Hugging Face Qwen3-MoE on one GPU: set --init-from and --data.path (not run on GPU)"
     return TrainConfig(steps=200, prompts_per_step=128, group_size=8, eval_every=20, device='cuda', num_threads=8,
@@ -51,7 +62,20 @@ def one_gpu()->TrainConfig:
         rollout=RolloutConfig(max_tokens=3072, num_slots=256, dtype='bfloat16'),
         optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=32_768))
 
-presets:dict[str,Callable[[],TrainConfig]] = {f.__name__.replace('_', '-'):f for f in (tiny_cpu, smoke_cpu, one_gpu)}
+def one_node()->TrainConfig:
+    "Eight GPUs: four train, two servers take two each; set --init-from and --data.path (not run on GPU)"
+    return replace(one_gpu(), rollout_engine='pool', vllm=VllmConfig(num_replicas=2, tensor_parallel=2, timeout_s=600.),
+        train_engine='megatron', parallel=ParallelConfig(tp=2, ep=4, etp=1, dtype='bfloat16', recompute='full'),
+        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=8192))
+
+def multi_node()->TrainConfig:
+    "Four machines of eight GPUs: two train, two serve; see compassrl.cluster.slurm_script (not run on GPU)"
+    return replace(one_node(), prompts_per_step=256, vllm=VllmConfig(num_replicas=4, tensor_parallel=4, timeout_s=600.),
+        parallel=ParallelConfig(tp=4, ep=8, etp=1, dtype='bfloat16', recompute='full'),
+        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=16_384))
+
+presets:dict[str,Callable[[],TrainConfig]] = {f.__name__.replace('_', '-'):f for f in
+    (tiny_cpu, smoke_cpu, engines_cpu, one_gpu, one_node, multi_node)}
 
 # %% ../nbs/23_train.ipynb #75e4f864
 usage = """compassrl: RL for mixture-of-experts language models
@@ -62,7 +86,7 @@ usage = """compassrl: RL for mixture-of-experts language models
   compassrl report RUN_DIR                           write curves.png, report.md and report.json again
 
 presets:
-"""+'\n'.join(f'  {n:10} {f.__doc__}' for n,f in presets.items())
+"""+'\n'.join(f'  {n:11} {f.__doc__}' for n,f in presets.items())
 
 # %% ../nbs/23_train.ipynb #b51d5f89
 def _parse(f, args, **kw): # tyro explains a refusal in a box; here it becomes an error of one line
@@ -99,19 +123,29 @@ def parse_resume(args:list[str]):
     return _parse(resume, args, prog='compassrl resume')
 
 # %% ../nbs/23_train.ipynb #ccec4b58
+def _train(cfg):
+    if world()[0]: follow(cfg)
+    else: print(start_run(cfg))
+
+def _resume(folder, steps):
+    if world()[0]: follow(read_run_config(folder))
+    else: print(resume_run(folder, steps))
+
 def main(
     args:list[str]|None=None # None = the command line
 ):
     "The `compassrl` command; its last line is the run directory"
     args = sys.argv[1:] if args is None else args
     try:
-        if args[:1]==['train']: print(start_run(parse_train(args[1:])))
-        elif args[:1]==['resume']: print(resume_run(*parse_resume(args[1:])))
+        if args[:1]==['train']: _train(parse_train(args[1:]))
+        elif args[:1]==['resume']: _resume(*parse_resume(args[1:]))
         elif args[:1]==['report'] and len(args)==2: write_report(args[1]); print(args[1])
         elif not args or args[0] in ('-h', '--help'): print(usage)
         else: raise ValueError(f'unknown command {" ".join(args)!r}: use train, resume or report')
-    except ValueError as e: sys.exit(f'compassrl: {e}')
+    except ValueError as e:
+        if world()[0]: time.sleep(20) # rank 0 has found the same, and says so
+        sys.exit(f'compassrl: {e}')
     except KeyboardInterrupt: sys.exit(130)
 
 # %% ../nbs/23_train.ipynb #0f0b6a98
-if __name__=='__main__': main(['train']+sys.argv[1:])
+if __name__=='__main__': main(sys.argv[1:] if sys.argv[1:2]==['resume'] else ['train']+sys.argv[1:])

@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 from .log_probs import token_log_probs
 from .policy import Policy, PolicyConfig, route_dtype
 from .pretrained import hf_weights, load_hf_weights
-from .records import Batch, LossFn, Metrics, Sample, collate, micro_batches, select
+from .records import Batch, LossFn, Metrics, Sample, collate, micro_batches, mini_batches, select
 
 # %% auto #0
 __all__ = ['ReplayMode', 'OptimConfig', 'packed_states', 'score_response', 'response_log_probs', 'accumulate_grads', 'adamw',
@@ -237,7 +237,7 @@ def update(self:TorchTrain,
         raise ValueError("no routes: replay='R2' repeats those of `log_probs(batch)`, call that first")
     if self.replay!='off': validate_routes(batch, self.policy.config)
     batch.log_probs = torch.zeros_like(batch.rollout_log_probs)
-    parts = [r for r in torch.arange(len(batch)).tensor_split(c.num_mini_batches) if batch.response_mask[r].any()]
+    parts = [r for r in mini_batches(len(batch), c.num_mini_batches) if batch.response_mask[r].any()]
     for rows in parts:
         mini = select(batch, rows)
         metrics = accumulate_grads(self.policy, mini, loss, c.micro_batch_tokens, self.temperature,

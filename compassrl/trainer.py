@@ -7,9 +7,11 @@ Docs: https://compassrl.github.io/compassrl/trainer.html.md"""
 # %% ../nbs/16_trainer.ipynb #a23959a8
 from __future__ import annotations
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 from tokenizers import Tokenizer
+from torch import Tensor
 from .config import TrainConfig
 from .experience import assemble, collect, judge_sample
 from .losses import PolicyLoss
@@ -18,13 +20,15 @@ from .router_replay import discrepancy
 from .zero_variance import token_advantages
 
 # %% auto #0
-__all__ = ['RunHooks', 'timed', 'loss_of', 'fit']
+__all__ = ['Stop', 'RunHooks', 'timed', 'counted', 'loss_of', 'fit']
 
 # %% ../nbs/16_trainer.ipynb #3650f67c
+class Stop(KeyboardInterrupt): "The run ends here, between two steps"
+
 class RunHooks(Protocol):
     "What the loop tells the run"
     def on_step(self, step:int, metrics:Metrics, samples:list[Sample], batch:Batch):
-        "After `step` steps; samples in the order of the batch's rows"
+        "After `step` steps; samples in the order of the batch's rows. May raise Stop"
         ...
 
 @contextmanager
@@ -33,6 +37,12 @@ def timed(metrics:Metrics, phase:str):
     t = time.perf_counter()
     yield
     metrics[f'time_{phase}_s'] = metrics.get(f'time_{phase}_s', 0.)+time.perf_counter()-t
+
+def counted(weights:Iterable[tuple[str,Tensor]], metrics:Metrics)->Iterator[tuple[str,Tensor]]:
+    "Passes weights on and adds their size to `sync_bytes`"
+    for name,t in weights:
+        metrics['sync_bytes'] = metrics.get('sync_bytes', 0.)+t.nbytes
+        yield name,t
 
 # %% ../nbs/16_trainer.ipynb #3354a225
 def loss_of(
@@ -73,6 +83,6 @@ def fit(
             metrics['entropy'] = float(batch.entropy[batch.response_mask].mean())
             if batch.advantages.any() or cfg.loss.kl_coef:
                 with timed(metrics, 'update'): metrics |= engine.update(batch, loss_of(cfg, batch))
-                with timed(metrics, 'sync'): rollout.load_weights(engine.weights(), step+1)
+                with timed(metrics, 'sync'): rollout.load_weights(counted(engine.weights(), metrics), step+1)
             metrics.setdefault('skipped_frac', 1.) # nothing to learn from: the step is counted, not hidden
         hooks.on_step(step+1, metrics, samples, batch)

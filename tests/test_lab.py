@@ -109,9 +109,9 @@ def test_panel(page, lab):
     field(page, 'group_size').fill('4'); field(page, 'group_size').press('Tab')
     field(page, 'steps').fill('60'); field(page, 'steps').press('Tab')
     said(page, 'ready')
-    page.locator('summary:text-is("On a cluster")').click()
-    assert 'not run: the Megatron-Core engine is not part of this release' in page.locator('details pre').inner_text()
-    page.locator('summary:text-is("On a cluster")').click()
+    page.locator('summary:text-is("As a script")').click()
+    assert 'python -m compassrl.train' in page.locator('details pre').last.inner_text()
+    page.locator('summary:text-is("As a script")').click()
     button(page, 'launch').click()
     said(page, r'step \d+ of 60')
     picture = page.locator('.jp-OutputArea-output img').first

@@ -1,19 +1,20 @@
 "Runs launched from a notebook: real processes that are watched, stopped, resumed, and that fail"
 import base64
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from compassrl.launch import follow, launch, panel, report_parts, resume, status, torchrun_command, watch, with_value
+from compassrl.launch import follow, launch, panel, report_parts, resume, status, watch, with_value
 from compassrl.config import read_run_config
-from compassrl.train import parse_train, presets, smoke_cpu
+from compassrl.parallel import ParallelConfig
+from compassrl.train import presets, smoke_cpu
 
 SMOKE = replace(smoke_cpu(), steps=6, save_every=0)
 
@@ -135,19 +136,38 @@ def test_log_tail(tmp_path):
     assert run.log_tail() == 'one\nRL: 100%\ntwo \N{REPLACEMENT CHARACTER}' and run.log_tail(1) == 'two \N{REPLACEMENT CHARACTER}'
 
 
-def test_torchrun_command(tmp_path, monkeypatch):
-    "It says that it was not run, the shell reads it as meant, and its settings are those of the config"
-    monkeypatch.chdir(tmp_path)
-    cfg = replace(smoke_cpu(), run_dir='my runs/a')
-    (tmp_path/'my config.json').write_text(json.dumps(asdict(cfg)))
-    comment, command = torchrun_command(cfg, 2, 8, 'my config.json').split('\n', 1)
-    assert comment == '# not run: the Megatron-Core engine is not part of this release'
-    shell = 'torchrun() { printf "%s\\n" "$@"; }; '
-    words = subprocess.run(['sh', '-c', shell+command], env=dict(os.environ, HEAD='node0'), capture_output=True, text=True, check=True).stdout.splitlines()
-    assert words[:6] == ['--nnodes=2', '--nproc-per-node=8', '--rdzv-backend=c10d', '--rdzv-endpoint=node0:29500', '-m', 'compassrl.train']
-    assert parse_train(words[6:]) == cfg
-    for kw, said in ((dict(nodes=0), 'nodes=0'), (dict(gpus_per_node=0), 'gpus_per_node=0'), (dict(nodes=99), '32 responses')):
-        with pytest.raises(ValueError, match=said): torchrun_command(cfg, **kw)
+def test_several_ranks_stop_and_go_on(tmp_path):
+    "Two ranks of Megatron-Core under torchrun: stopped between two steps, resumed, and the run is whole"
+    cfg = replace(SMOKE, steps=4, eval_every=0, train_engine='megatron', parallel=ParallelConfig(ep=2))
+    run = launch(cfg, tmp_path/'two')
+    assert run.num_ranks == 2
+    until(lambda: run.metrics() or run.poll() is not None, 300)
+    run.stop()
+    run.wait(300)
+    assert run.was_stopped() and re.match('stopped: step [1-3] of 4', status(run)), run.log_tail(30)
+    again = resume(run.run_dir)
+    again.wait(300)
+    assert again.num_ranks == 2 and status(again).startswith('finished: step 4 of 4')
+    assert [m['step'] for m in again.metrics()] == [1, 2, 3, 4]
+    assert (run.run_dir/'model'/'model.safetensors').exists()
+
+
+def test_a_rank_that_dies_ends_the_run(tmp_path):
+    "kill -9 of one of two ranks: the run ends, and says which"
+    cfg = replace(SMOKE, steps=400, eval_every=0, train_engine='megatron', parallel=ParallelConfig(ep=2))
+    run = launch(cfg, tmp_path/'dies')
+    until(lambda: run.metrics() or run.poll() is not None, 300)
+    for pid in Path(f'/proc/{run.process.pid}/task/{run.process.pid}/children').read_text().split():
+        if b'RANK=1\0' in Path(f'/proc/{pid}/environ').read_bytes().replace(b'LOCAL_RANK', b'').replace(b'GROUP_RANK', b''):
+            os.kill(int(pid), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match='dies ended with exit code 1'): run.wait(300)
+    assert 'rank 1' in run.log_tail(200) and status(run).startswith('failed')
+
+
+def test_too_many_ranks(tmp_path):
+    "Refused before a process or a file exists"
+    with pytest.raises(ValueError, match="2 ranks: train_engine='torch' is one"): launch(SMOKE, tmp_path/'a', num_ranks=2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_with_value():
@@ -161,6 +181,8 @@ def test_with_value():
 def test_form_says_the_preset(name):
     p = panel(preset=name)
     assert p.form.config() == presets[name]()
+    # it cuts 4 key-value heads, those of the checkpoint that `init_from` gives
+    assert ('ready' in p.status.value) == (name != 'multi-node'), p.status.value
     assert p.form.preset.value == name and not p.buttons['launch'].disabled and p.buttons['stop'].disabled and p.buttons['resume'].disabled
 
 
@@ -177,7 +199,8 @@ def test_form():
     p.buttons['launch'].click()
     assert p.run is None and 'group_size=1' in p.status.value
     p.form.fields['group_size'].value = 4
-    assert 'ready' in p.status.value and 'not run: the Megatron-Core engine' in p.cluster.value
+    assert 'ready' in p.status.value
+    for words in ('estimate for 1 x CPU', 'python -m compassrl.train'): assert words in p.cluster.value
 
 
 def test_panel_launches_stops_and_resumes(tmp_path):

@@ -1,7 +1,4 @@
 "Log-probs in chunks: the whole table of logits as oracle, laws over random shapes, memory, wrong versions to catch"
-import types
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import Phase, given, settings, strategies as st
@@ -10,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compassrl import log_probs as module
 from compassrl.log_probs import dense_log_probs, token_log_probs
+from laws import noticed, planted
 
 random = settings(deadline=None, max_examples=40, derandomize=True, phases=[Phase.generate])
 
@@ -116,15 +114,6 @@ def test_law_of_the_dense_version(law): law(lambda *a, max_logits=None, **kw: de
 
 # ---- mutants: a line of the module replaced ------------------------------------------------------------------
 
-def mutant(old, new):
-    "`token_log_probs` of a copy of the module in which `old` reads `new`"
-    source = Path(module.__file__).read_text()
-    assert source.count(old) == 1, old
-    copy = types.ModuleType('mutant')
-    exec(compile(source.replace(old, new), 'mutant', 'exec'), vars(copy))
-    return copy.token_log_probs
-
-
 MUTANTS = dict(
     sign_of_the_gradient=('.exp_().mul_(-g)', '.exp_().mul_(g)'),
     forgotten_target=('d = d.scatter_add_(1, targets[at,None], g).to(h.dtype)', 'd = d.to(h.dtype)'),
@@ -140,12 +129,7 @@ MUTANTS = dict(
 
 @pytest.mark.parametrize('name', MUTANTS)
 def test_some_law_kills_the_mutant(name):
-    fn = mutant(*MUTANTS[name])
-    def broken(law):
-        try: law(fn)
-        except (AssertionError, RuntimeError): return True
-        return False
-    assert any(broken(law) for law in LAWS)
+    assert noticed(LAWS, planted(module, *MUTANTS[name]).token_log_probs, RuntimeError)
 
 
 # ---- memory --------------------------------------------------------------------------------------------------
@@ -177,7 +161,7 @@ def test_a_chunk_holds_at_least_one_token(): assert largest(lambda *a: token_log
 
 
 def test_a_chunk_too_large_is_found_out():
-    greedy = mutant('rows = max(max_logits//V, 1)', 'rows = max(max_logits//V, 2)')
+    greedy = planted(module, 'rows = max(max_logits//V, 1)', 'rows = max(max_logits//V, 2)').token_log_probs
     assert largest(lambda *a: greedy(*a, max_logits=300)) == 600
 
 

@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings, strategies as st
 from compassrl.losses import LossConfig, PolicyLoss
 from compassrl.policy import MoE, Policy, PolicyConfig, route_dtype
 from compassrl.pretrained import hf_weights
-from compassrl.records import Batch, Request, Sample, SamplingParams, collate, derive_seed, micro_batches, select
+from compassrl.records import Batch, Request, SamplingParams, collate, derive_seed, micro_batches, select
 from compassrl.rollout import TorchRollout
 from compassrl.router_replay import discrepancy, replay_gates
 from compassrl.train_engine import (OptimConfig, TorchTrain, accumulate_grads, packed_states, response_log_probs,

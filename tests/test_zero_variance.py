@@ -2,10 +2,8 @@
 import math
 import random as rnd
 import statistics
-import types
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from compassrl.advantages import AdvantageConfig, group_advantages, group_stats
 from compassrl.records import Batch, Sample, Verdict, collate
 from compassrl.zero_variance import ZeroVarianceConfig, growth, length_penalty, repetition_penalty, screen, \
     shape_rewards, token_advantages, zero_variance_rate, zvp_advantages, zvp_sign
+from laws import planted
 
 random = settings(deadline=None, max_examples=40, derandomize=True, report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate])  # examples come from a seed: nothing to shrink
@@ -255,19 +254,6 @@ def test_law(law): law(real)
 
 # ---- mutants: one line of the module's source replaced -------------------------------------------------------
 
-SOURCE = Path(real.__file__).read_text()
-
-
-def planted(old, new, names=None):
-    "The module with a fault: `old`, which occurs once in its source, is `new`; or some of its names are others"
-    assert names or SOURCE.count(old) == 1, f'{SOURCE.count(old)} times: {old}'
-    z = types.ModuleType(real.__name__)
-    z.__package__ = real.__package__
-    exec(compile(SOURCE.replace(old, new) if old else SOURCE, f'<{old} -> {new}>', 'exec'), vars(z))
-    vars(z).update(names or {})
-    return z
-
-
 def population(rewards, group, valid, estimator, eps, tol, floor):
     s = group_stats(rewards, group, valid, tol)
     n = s.num.clamp(min=2)
@@ -304,7 +290,8 @@ MUTANTS = { # the law that must notice -> what is replaced by what
         floor_missing=('cfg.std_floor*raw.flat.double()', '0.'),
         floor_everywhere=('cfg.std_floor*raw.flat.double()', 'cfg.std_floor'),
         floor_where_shaped_is_flat=('cfg.std_floor*raw.flat.double()', 'cfg.std_floor*shaped.flat.double()'),
-        biased_std=('', '', dict(group_advantages=population)),
+        biased_std=('group_advantages, group_stats, spread\n',
+            'group_stats, spread\nfrom test_zero_variance import population as group_advantages\n'),
         alive_means_all=('(adv!=0).any(1)', '(adv!=0).all(1)'),
         raw_counter_of_shaped=('_frac(raw.flat)', '_frac(shaped.flat)')),
     law_shape: dict(
@@ -327,7 +314,7 @@ MUTANTS = { # the law that must notice -> what is replaced by what
 @pytest.mark.parametrize('law, name', [(law, name) for law, faults in MUTANTS.items() for name in faults],
     ids=lambda x: getattr(x, '__name__', x))
 def test_law_kills_the_mutant(law, name):
-    with pytest.raises((AssertionError, ValueError)): law(planted(*MUTANTS[law][name]))
+    with pytest.raises((AssertionError, ValueError)): law(planted(real, *MUTANTS[law][name]))
 
 
 # ---- numbers of the papers -------------------------------------------------------------------------------------

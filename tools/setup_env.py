@@ -1,11 +1,12 @@
 """Make or complete the project's environment, .venv.
 
-    python tools/setup_env.py [extra ...]     # no extra = the package alone; else e.g. dev docs
+    python tools/setup_env.py [extra ...]     # no extra = the package alone; else e.g. dev engines-cpu
 
 Standard library only. uv does the installing; where uv cannot (no access to an index that pip is configured
 for) pip does. On Linux without a GPU the CPU build of torch is wanted, 0.2 GB instead of several; uv knows where it is.
 """
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -66,7 +67,14 @@ def install_torch():
     must(pip(TORCH), f'pip install {TORCH}')
 
 
+def runs_engines():
+    "Are there builds of the engines for this machine?"
+    if sys.platform == 'linux' and platform.machine() == 'x86_64' and not has_gpu(): return True
+    say('engines-cpu is for Linux on x86-64 without a GPU: left out, tests and notebooks that need it are skipped')
+
+
 def main(extras):
+    if 'engines-cpu' in extras and not runs_engines(): extras = [e for e in extras if e != 'engines-cpu']
     say(f'{VENV} for the package' + (f' and {", ".join(extras)}' if extras else ''))
     make_venv()
     install_torch()

@@ -1,0 +1,141 @@
+"Any rollout engine with any train engine: three steps on the same samples from the same checkpoint end in the same place"
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compassrl.engines.megatron import MegatronTrain
+from compassrl.engines.megatron_weights import hf_weights
+from compassrl.losses import LossConfig, PolicyLoss
+from compassrl.parallel import ParallelConfig
+from compassrl.policy import PolicyConfig
+from compassrl.pretrained import from_pretrained, hf_weights as policy_weights, save_pretrained
+from compassrl.records import Request, SamplingParams, collate, derive_seed
+from compassrl.rollout import TorchRollout
+from compassrl.router_replay import discrepancy
+from compassrl.train_engine import OptimConfig, TorchTrain
+from ranks import lively, name, run_ranks
+from test_megatron import TP_EP, whole_gradients, worst
+
+HERE = Path(__file__).resolve()
+POLICY = PolicyConfig(vocab_size=70, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    intermediate_size=96, moe_intermediate_size=32, mlp_only_layers=(0,), max_position_embeddings=96)  # what vLLM computes on a CPU
+OPTIM, LOSS, STEPS = OptimConfig(lr=2e-4, weight_decay=.1, micro_batch_tokens=150), PolicyLoss(LossConfig()), 3
+LAYOUTS = [(1, {}), (2, {}), TP_EP, (2, dict(pp=2)), (2, dict(ep=2)), (4, dict(tp=2, pp=2, ep=2, etp=1))]
+ROLLOUTS = ['torch', 'vllm', 'pool']
+
+
+def sample(kind, folder):
+    "Two responses to each of six prompts"
+    if kind == 'torch': engine = TorchRollout(POLICY, 8, torch.float)
+    elif kind == 'vllm':
+        from compassrl.engines.vllm import VllmRollout
+        engine = VllmRollout(folder, num_slots=8)
+    else:
+        from compassrl.engines.vllm_pool import VllmPool
+        from compassrl.parallel import VllmConfig
+        engine = VllmPool(folder, VllmConfig(num_replicas=2), num_slots=4)
+    try:
+        engine.load_weights(policy_weights(from_pretrained(folder)), 0)
+        requests = [Request(f'p{i//2}', (5+i//2, 6, 7)[:1+i//2 % 3], i % 2, derive_seed(i), SamplingParams(6+i, .8, stop_ids=(1,)))
+            for i in range(12)]
+        return sorted(engine.generate(requests), key=lambda s: (s.prompt_id, s.index))
+    finally: getattr(engine, 'close', lambda: None)()
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('checkpoint')
+    save_pretrained(lively(POLICY), folder)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def batches(folder):
+    "By rollout engine; vLLM in processes of its own, since ranks are forked from this one"
+    def run(kind):
+        code = f'import sys; sys.path.insert(0, {str(HERE.parent)!r})\nimport pickle, test_engine_matrix as m\n' \
+            f'if __name__ == "__main__": pickle.dump(m.sample({kind!r}, {str(folder)!r}), open({str(folder/kind)!r}, "wb"))'
+        subprocess.run([sys.executable, '-c', code], check=True, timeout=600, env=os.environ | dict(VLLM_LOGGING_LEVEL='ERROR'))
+        return pickle.loads((folder/kind).read_bytes())
+    out = {}
+    for kind in ROLLOUTS:
+        b = collate(sample(kind, folder) if kind == 'torch' else run(kind))
+        out[kind] = replace(b, advantages=b.response_mask*torch.linspace(-1, 1, len(b))[:, None])
+    return out
+
+
+def three_steps(engine, batch, grads_of, leads=True):
+    "Log-probs, then losses, log-probs seen, gradients of each step, and the weights in the end"
+    if leads: batch = replace(batch)
+    out = engine.log_probs(batch if leads else None)
+    if leads: batch.old_log_probs, batch.entropy = out
+    steps = []
+    for _ in range(STEPS):
+        m = engine.update(batch, LOSS) if leads else engine.update()
+        steps.append((m, batch.log_probs.clone() if leads else None))
+    return batch, steps, grads_of(), {k: v.clone() for k, v in engine.weights()}
+
+
+def recorded(engine, policy): # gradients of every step, taken before the optimiser clips them
+    grads, step = [], engine._step
+    def stepping(lr):
+        grads.append({k: v.clone() for k, v in hf_weights(engine.chunks, policy, lambda p: p.main_grad)})
+        return step(lr)
+    engine._step = stepping
+    return lambda: grads
+
+
+def megatron_steps(parallel, folder, batches):
+    whole_gradients()
+    leads, out = dist.get_rank() == 0, {}
+    for kind, batch in batches.items():
+        e = MegatronTrain(POLICY, folder, OPTIM, parallel, .8, 'R3')
+        out[kind] = three_steps(e, batch, recorded(e, POLICY), leads)
+    return out if leads else None
+
+
+def torch_steps(folder, batch):
+    import compassrl.train_engine as te
+    e, grads, clip = TorchTrain(from_pretrained(folder), OPTIM, .8, 'R3'), [], te.clip_and_step
+    def stepping(policy, *args):
+        grads.append({k: v.clone() for k, v in policy_weights(policy, grad=True)})
+        return clip(policy, *args)
+    te.clip_and_step = stepping
+    try: return three_steps(e, batch, lambda: grads)
+    finally: te.clip_and_step = clip
+
+
+@pytest.fixture(scope='module')
+def embedded(folder, batches): return {k: torch_steps(folder, b) for k, b in batches.items()}
+
+
+@pytest.mark.parametrize('kind', ROLLOUTS)
+def test_rollout_and_training_agree_on_log_probs_and_routes(embedded, kind):
+    batch = embedded[kind][0]
+    found = discrepancy(batch)
+    assert found['rollout_train_gap'] < 1e-5 and found['routes_valid_frac'] == 1 and found['routes_agree_frac'] > .99
+    assert batch.response_mask.sum() > 100
+
+
+@pytest.mark.parametrize('layout', LAYOUTS, ids=name)
+def test_three_steps(folder, batches, embedded, layout):
+    n, how = layout
+    results = run_ranks(n, megatron_steps, ParallelConfig(**how), folder, batches)[0]
+    for kind in ROLLOUTS:
+        (batch, steps, grads, weights), (wbatch, wsteps, wgrads, wweights) = results[kind], embedded[kind]
+        for k in ('old_log_probs', 'entropy', 'routes_agree'):
+            torch.testing.assert_close(getattr(batch, k), getattr(wbatch, k), rtol=0, atol=1e-5)
+        for i in range(STEPS):
+            assert steps[i][0]['loss'] == pytest.approx(wsteps[i][0]['loss'], abs=1e-5)
+            assert worst(grads[i], wgrads[i]) < 1e-5*max(1, max(v.abs().max() for v in wgrads[i].values())), (kind, i)
+        torch.testing.assert_close(steps[0][1], wsteps[0][1], rtol=0, atol=1e-5)
+        assert worst(weights, wweights) < 1e-4
+        moved = worst(wweights, dict(policy_weights(from_pretrained(folder))))
+        assert moved > 4e-4 and len(grads) == STEPS

@@ -1,0 +1,375 @@
+"Real vLLM servers: exact after every sync, on every replica; killed and hanging ones cost no sample and count none twice"
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from compassrl.engines import vllm_pool
+from compassrl.engines.vllm_nccl import Everyone, HfSource
+from compassrl.engines.vllm_pool import VllmPool, from_body
+from compassrl.engines.vllm_server import Server, flags, server_env
+from compassrl.engines.vllm_transfer import shared_folder
+from compassrl.parallel import VllmConfig
+from compassrl.policy import Policy, PolicyConfig
+from compassrl.pretrained import hf_weights, save_pretrained
+from compassrl.records import Request, SamplingParams, collate, derive_seed
+
+CONFIG = PolicyConfig(vocab_size=99, num_attention_heads=2, num_key_value_heads=1, head_dim=32, moe_intermediate_size=32,
+    mlp_only_layers=(0,), num_hidden_layers=3, max_position_embeddings=128)
+
+def lively(seed):
+    p = Policy(CONFIG, seed)
+    with torch.no_grad():
+        for w in p.parameters(): w.mul_(8 if w.dim() > 1 else 1)
+    return p
+
+
+POLICIES = [lively(0), lively(1)]
+
+
+def requests(num, tokens=24, temperature=.8, salt=0):
+    params = SamplingParams(tokens, temperature, stop_ids=(1,))
+    return [Request(f'p{i//4}', (5+i//4, 6, 7), i % 4, derive_seed(salt, i), params) for i in range(num)]
+
+
+def key(s): return s.prompt_id, s.index
+
+
+def tokens(samples): return {key(s): s.response_ids for s in samples}
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('model')
+    save_pretrained(POLICIES[0], folder)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def pool(model):
+    pool = VllmPool(model, VllmConfig(num_replicas=2), num_slots=8)
+    pool.load_weights(hf_weights(POLICIES[0]), 0)
+    yield pool
+    pool.close()
+    assert all(not r.server.alive for r in pool.replicas.values())
+    assert not [p for p in shared_folder().glob(f'compassrl-*-{os.getpid()}-*')]
+
+
+@pytest.fixture(scope='module')
+def reference(pool): return tokens(pool.generate(requests(48)))
+
+
+def agrees(samples, policy, temperature=.8):
+    "Log-probs of the sampled tokens, and every route, are those of this policy"
+    b = collate(samples)
+    logits = torch.zeros(*b.token_ids.shape, CONFIG.vocab_size)
+    with torch.no_grad():
+        hidden, routes = policy(b.token_ids, b.token_mask)
+        logits[b.token_mask] = policy.logits(hidden)
+    own = (logits/temperature).log_softmax(-1)[:, :-1].gather(-1, b.token_ids[:, 1:, None])[..., 0]
+    gap = (own-b.rollout_log_probs[:, 1:])[b.response_mask[:, 1:]].abs()
+    full = torch.zeros(*b.token_ids.shape, *routes.shape[1:], dtype=torch.long)
+    full[b.token_mask] = routes
+    same = (full.sort(-1)[0] == b.routed_experts.long().sort(-1)[0]).all(-1).all(-1)[b.fed_mask]
+    return float(gap.max()) < 1e-4 and float(gap.mean()) < 2e-6 and float(same.float().mean()) > .99 and bool(
+        b.routes_valid[b.fed_mask].all())
+
+
+def each_replica(pool, rs):
+    "The samples of every replica alone"
+    out = {}
+    for name in pool.replicas:
+        others = [r for n, r in pool.replicas.items() if n != name]
+        for r in others: r.up = False
+        out[name] = list(pool.generate(rs))
+        assert {s.replica for s in pool.spans} == {name}
+        for r in others: r.up = True
+    return out
+
+
+# ---- what it computes
+
+def test_log_probs_of_transformers(pool, model):
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for s in pool.generate(requests(8, temperature=.7)):
+        with torch.no_grad(): logits = hf(torch.tensor([s.prompt_ids+s.response_ids])).logits[0]
+        own = (logits/.7).log_softmax(-1)[len(s.prompt_ids)-1:-1]
+        own = own[torch.arange(len(s.response_ids)), s.response_ids]
+        torch.testing.assert_close(s.rollout_log_probs, own, rtol=0, atol=1e-4)
+
+
+def test_samples_are_complete(pool):
+    "Both replicas work; stop tokens stay, routes of dense layers are 0, greedy is certain"
+    rs = requests(24)
+    out = list(pool.generate(rs))
+    assert agrees(out, POLICIES[0]) and Counter(map(key, out)) == Counter(map(key, rs))
+    assert {s.replica for s in pool.spans} == {'replica 0', 'replica 1'} and pool.turns == []
+    assert {s.index for s in pool.spans} == set(range(24)) and {s.outcome for s in pool.spans} == {'done'}
+    for s in out:
+        assert s.weight_version == 0 and s.finish_reason == ('stop' if s.response_ids[-1] == 1 else 'length')
+        assert s.routed_experts.dtype == torch.uint8 and not s.routed_experts[:, 0].any()
+        assert s.timings['rollout_start'] < s.timings['rollout_end']
+    greedy = list(pool.generate(requests(4, temperature=0)))
+    assert all(not s.rollout_log_probs.any() for s in greedy) and len({tuple(s.response_ids) for s in greedy}) == 1
+
+
+def test_seeds(pool, reference):
+    "Equal seeds give equal tokens on either replica, in any order, alone or in company"
+    rs = requests(48)
+    for out in each_replica(pool, rs[:12]).values(): assert tokens(out).items() <= reference.items()
+    assert tokens(pool.generate(rs[::-1])) == reference
+    assert tokens(pool.generate(rs[5:6])).items() <= reference.items()
+    assert tokens(pool.generate(requests(48, salt=1))) != reference
+
+
+def test_yields_as_they_finish(pool):
+    "A short response does not wait for a long one that began before it"
+    long, short = requests(1, 120)[0], requests(8, 2)[4:]
+    long = replace(long, params=replace(long.params, stop_ids=()))
+    assert key(list(pool.generate([long, *short]))[-1]) == key(long)
+
+
+def test_order(model, pool):
+    rs = requests(40, 4)
+    pool.order = lambda r: -int(r.prompt_id[1:])
+    try: list(pool.generate(rs))
+    finally: pool.order = None
+    began = sorted(pool.spans, key=lambda s: s.start)
+    assert {s.index for s in began[:16]} == set(range(16))  # of the queue: what comes first in order began first
+    assert sum(s.replica == 'replica 0' for s in began[:16]) == 8
+
+
+def test_routes_that_get_lost_on_the_way(pool, reference, monkeypatch):
+    "A gateway that strips them is named; the pool goes on to work"
+    def stripped(*args):
+        s = from_body(*args)
+        s.routed_experts = s.routes_valid = None
+        return s
+    with monkeypatch.context() as m:
+        m.setattr(vllm_pool, 'from_body', stripped)
+        with pytest.raises(ValueError, match='sent no routes'): list(pool.generate(requests(4)))
+    assert tokens(pool.generate(requests(48))) == reference
+
+
+def test_leaving_early(pool, reference):
+    "Whoever closes the generator can load weights and go on"
+    stream = pool.generate(requests(48))
+    next(stream)
+    with pytest.raises(RuntimeError, match='one `generate` at a time'): next(pool.generate(requests(1)))
+    with pytest.raises(RuntimeError, match='before loading weights'): pool.load_weights([], 1)
+    stream.close()
+    pool.load_weights(hf_weights(POLICIES[0]), 0)
+    assert tokens(pool.generate(requests(48))) == reference
+
+
+@pytest.mark.parametrize('bad, says', [
+    (dict(prompt_ids=(5, 99)), 'token id 99 is outside 0..98'), (dict(prompt_ids=()), 'empty'),
+    (dict(prompt_ids=(5,)*120), 'exceed the context of 128')])
+def test_bad_requests_reach_no_server(pool, bad, says):
+    with pytest.raises(ValueError, match=says): list(pool.generate([*requests(3), replace(requests(1)[0], **bad)]))
+    assert all(r.up for r in pool.replicas.values())
+
+
+# ---- weights
+
+def test_sync_is_exact_on_every_replica(pool):
+    "New weights, several parts, the same prompts, long enough for the prefix cache: nothing of the old ones is left"
+    rs = [replace(r, prompt_ids=r.prompt_ids+tuple(range(8, 72))) for r in requests(8)]
+    for version in (1, 2, 3):
+        policy = POLICIES[version % 2]
+        small = functools.partial(vllm_pool.file_parts, max_bytes=100_000)
+        with patch.object(vllm_pool, 'file_parts', small): pool.load_weights(hf_weights(policy), version)
+        for out in each_replica(pool, rs).values():
+            assert agrees(out, policy) and not agrees(out, POLICIES[1-version % 2])
+            assert {s.weight_version for s in out} == {version}
+        assert pool.last_sync['sync_parts'] == len(pool.parts) > 3 and pool.last_sync['sync_s'] > 0
+        assert pool.last_sync['sync_bytes'] > sum(w.nbytes for _, w in hf_weights(policy))
+        assert sorted(shared_folder().glob(f'compassrl-*-{os.getpid()}-*')) == sorted(pool.parts)
+
+
+def test_a_sync_that_breaks_off(pool, reference):
+    weights = list(hf_weights(POLICIES[1]))
+    small = functools.partial(vllm_pool.file_parts, max_bytes=100_000)
+    with patch.object(vllm_pool, 'file_parts', small), pytest.raises(ValueError, match='1 weights are missing'):
+        pool.load_weights(weights[:-1], 4)
+    with pytest.raises(RuntimeError, match='no weights: call `load_weights` first'): next(pool.generate(requests(1)))
+    pool.load_weights(hf_weights(POLICIES[0]), 5)
+    assert tokens(pool.generate(requests(48))) == reference
+    assert all(agrees(out, POLICIES[0]) for out in each_replica(pool, requests(8)).values())
+
+
+# ---- replicas that fail; the order of these tests matters: what one breaks, the next finds coming back
+
+def hurt(pool, name, sig): os.killpg(pool.replicas[name].server.process.pid, sig)
+
+
+def test_killed_in_mid_generation(pool, reference):
+    "All samples arrive exactly once, with the tokens that they would have had"
+    out = []
+    for s in pool.generate(requests(48)):
+        out.append(s)
+        if len(out) == 5: hurt(pool, 'replica 0', signal.SIGKILL)
+    assert len(out) == 48 and tokens(out) == reference and agrees(out, POLICIES[0])
+    assert Counter(s.index for s in pool.spans if s.outcome == 'done') == Counter(range(48))
+    assert {s.replica for s in pool.spans if s.outcome == 'lost'} == {'replica 0'}
+    assert [(n, what) for _, n, what in pool.turns][:1] == [('replica 0', 'lost')]
+
+
+def test_hangs_in_mid_generation(pool, reference):
+    "The other one hangs before the first is back: the queue waits, and again nothing is lost or doubled"
+    out, before = [], pool.vllm
+    pool.vllm = replace(before, timeout_s=30.)
+    try:
+        for s in pool.generate(requests(48)):
+            out.append(s)
+            if len(out) == 5: hurt(pool, 'replica 1', signal.SIGSTOP)
+    finally: pool.vllm = before
+    assert len(out) == 48 and tokens(out) == reference and agrees(out, POLICIES[0])
+    assert {s.replica for s in pool.spans if s.outcome == 'lost'} >= {'replica 1'}
+    assert 'gave nothing for 30 s' in pool.replicas['replica 1'].why
+
+
+def test_back_with_the_present_weights(pool):
+    pool.submit(vllm_pool._settle(pool)).result()
+    assert all(r.up and r.server.alive and r.losses == 1 for r in pool.replicas.values())
+    assert all(agrees(out, POLICIES[0]) for out in each_replica(pool, requests(8)).values())
+    pool.load_weights(hf_weights(POLICIES[1]), 6)
+    assert all(agrees(out, POLICIES[1]) for out in each_replica(pool, requests(8)).values())
+
+
+def test_servers_by_url(pool, model, capsys):
+    "Servers that somebody else started: synced again when they changed behind our back, dropped when they stay away"
+    urls = tuple(r.url for r in pool.replicas.values())
+    other = VllmPool(model, VllmConfig(urls=urls), num_slots=4)
+    try:
+        other.load_weights(hf_weights(POLICIES[0]), 7)
+        good = tokens(other.generate(requests(16)))
+        pool.load_weights(hf_weights(POLICIES[1]), 8)  # behind the back of the other pool
+        out = list(other.generate(requests(16)))
+        assert tokens(out) == good and agrees(out, POLICIES[0])
+        assert Counter((n, what) for _, n, what in other.turns) == Counter((u, w) for u in urls for w in ('lost', 'up'))
+        assert all("has weights '8' instead of '7'" in r.why for r in other.replicas.values())
+        other.vllm = replace(other.vllm, timeout_s=20.)
+        n = 0
+        for s in other.generate(requests(16)):
+            n += 1
+            if n == 2: hurt(pool, 'replica 0', signal.SIGKILL)
+        assert n == 16 and other.replicas[urls[1]].up
+        other.submit(vllm_pool._settle(other)).result()
+        assert other.replicas[urls[0]].gone and f'{urls[0]} is dropped: ' in capsys.readouterr().out
+        other.load_weights(hf_weights(POLICIES[1]), 9)
+        assert agrees(list(other.generate(requests(4))), POLICIES[1])
+        hurt(pool, 'replica 1', signal.SIGKILL)
+        with pytest.raises(RuntimeError, match='no vLLM server is left: http'): list(other.generate(requests(4)))
+    finally: other.close()
+
+
+def test_restarts_are_bounded(pool):
+    "A server that cannot be kept alive ends the run, by name, with its log"
+    pool.vllm = replace(pool.vllm, max_restarts=1)  # each was lost once, and is dead again
+    with pytest.raises(RuntimeError, match=r'replica \d was lost 2 times, more than max_restarts=1. The last time: .*\n'):
+        list(pool.generate(requests(4)))
+    with pytest.raises(RuntimeError, match='more than max_restarts=1'): pool.load_weights(hf_weights(POLICIES[0]), 9)
+
+
+# ---- before anything runs
+
+def test_refusals(model, tmp_path):
+    with pytest.raises(ValueError, match='node7:8000 is on another machine.*give sync_dir'):
+        VllmPool(model, VllmConfig(urls=('http://node7:8000',)))
+    with pytest.raises(ValueError, match="sync='nccl' on a CPU"): VllmPool(model, sync='nccl')
+    with pytest.raises(ValueError, match="sync='disk': use 'file' or 'nccl'"): VllmPool(model, sync='disk')
+    with pytest.raises(ValueError, match='float64'): VllmPool(model, dtype=torch.float64)
+    with pytest.raises(ValueError, match='config.json does not exist'): VllmPool(tmp_path)
+    with pytest.raises(RuntimeError, match=r'127.0.0.1:9 was not ready after 1 s \(/health: ClientConnectorError'):
+        VllmPool(model, VllmConfig(urls=('http://127.0.0.1:9',), timeout_s=1.))
+
+
+def test_a_server_that_does_not_start(model, tmp_path):
+    "The error shows the end of its log"
+    def start(options, device, log, gpus):
+        return Server([sys.executable, '-c', 'exit("no room")'], server_env(device), log), 'http://127.0.0.1:9'
+    says = r'replica \d ended while it started:\nno room'
+    with patch.object(vllm_pool, 'start_server', start), pytest.raises(RuntimeError, match=says):
+        VllmPool(model, VllmConfig(num_replicas=2), log_dir=tmp_path)
+
+
+# ---- from GPU to GPU: what needs no GPU
+
+def test_everyone_has_a_number():
+    "Rank offsets of servers with several GPUs; pausing and versions stay with the pool"
+    said = []
+    e = Everyone(lambda path, bodies: said.append((path, bodies)), 3, 2)
+    e.init_weight_transfer_engine(dict(rank_offset=1, world_size=7)), e.start_weight_update()
+    e.update_weights(dict(names=['a'])), e.finish_weight_update('3')
+    (init, bodies), (update, infos) = said
+    assert (init, update) == ('/init_weight_transfer_engine', '/update_weights')
+    assert [b['init_info'] for b in bodies] == [dict(rank_offset=o, world_size=7) for o in (1, 3, 5)]
+    assert infos == [dict(update_info=dict(names=['a']))]*3
+
+
+def test_weights_come_as_announced():
+    s = HfSource(CONFIG, torch.bfloat16, 'cpu')
+    s.weights = hf_weights(POLICIES[0])
+    want = [(n, tuple(w.shape)) for n, w in hf_weights(POLICIES[0])]
+    assert [(m.name, m.shape) for m in s.metadata()] == want == [(n, tuple(t.shape)) for n, t in s]
+    s.weights = list(hf_weights(POLICIES[0]))[1:]
+    with pytest.raises(ValueError, match='1 weights are missing'): list(s)
+
+
+# ---- the process
+
+def gone(pid):
+    "Has it ended within a minute?"
+    for _ in range(600):
+        try:
+            if Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'Z': return True
+        except OSError: return True
+        time.sleep(.1)
+
+
+CHILD = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); " \
+    "print(p.pid, flush=True); time.sleep(600)"
+
+
+def grandchild(server):
+    while not (text := server.log.read_text()): time.sleep(.05)
+    return int(text)
+
+
+def test_kill_takes_the_whole_group(tmp_path):
+    s = Server([sys.executable, '-c', CHILD], dict(os.environ), tmp_path/'log')
+    pid = grandchild(s)
+    s.kill()
+    assert gone(pid) and not s.alive
+
+
+def test_no_server_outlives_its_owner(tmp_path):
+    "Killed without a chance to clean up"
+    code = f"import os, sys, time; from compassrl.engines.vllm_server import Server; " \
+        f"s = Server([sys.executable, '-c', {CHILD!r}], dict(os.environ), {str(tmp_path/'log')!r}); time.sleep(600)"
+    owner = subprocess.Popen([sys.executable, '-c', code])
+    while not (tmp_path/'log').exists() or not (tmp_path/'log').read_text(): time.sleep(.05)
+    pid = int((tmp_path/'log').read_text())
+    owner.kill()
+    owner.wait()
+    assert gone(pid)
+
+
+def test_flags():
+    assert flags(dict(max_len=3, eager=True, prefix_cache=False, quantization=None, transfer=dict(a=1))) == [
+        '--max-len', '3', '--eager', '--no-prefix-cache', '--transfer', '{"a": 1}']
+    with patch.dict(os.environ, RANK='0', MASTER_ADDR='here', LOCAL_RANK='1', OTHER='1'):
+        env = server_env('cpu')
+    assert env['OTHER'] == '1' and not {'RANK', 'MASTER_ADDR', 'LOCAL_RANK'} & env.keys()
+    assert server_env('cuda', '2,3')['CUDA_VISIBLE_DEVICES'] == '2,3'
