@@ -6,7 +6,7 @@ Docs: https://compassrl.github.io/compassrl/megatron_checkpoint.html.md"""
 
 # %% ../../nbs/19_megatron_checkpoint.ipynb #7e22f1b4
 from __future__ import annotations
-import hashlib, json, os, pickle, queue, re, shutil, tempfile, uuid
+import gc, hashlib, json, os, pickle, queue, re, shutil, tempfile, uuid
 from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
@@ -99,6 +99,8 @@ def latest_sharded(
     return None
 
 # %% ../../nbs/19_megatron_checkpoint.ipynb #2d1a8fa5
+os.register_at_fork(after_in_child=gc.freeze) # a dead process group, collected in a fork, waits for threads it has not
+
 class _Results: # of the writer, for this process; upstream starts a server for it, which imports everything again
     def __init__(self): self.file = tempfile.TemporaryFile() # both have it open
     def put(self, x):

@@ -6,7 +6,7 @@ Docs: https://compassrl.github.io/compassrl/forked_ranks.html.md"""
 
 # %% ../../nbs/19_forked_ranks.ipynb #38c6e9fb
 from __future__ import annotations
-import os, pickle, signal, sys, tempfile, time, traceback
+import gc, os, pickle, signal, sys, tempfile, time, traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ class RankError(RuntimeError):
     "A rank that failed, died or did not come to an end; the message names it"
 
 def _child(rank, n, folder, timeout_s, fn, args): # never returns
+    gc.freeze() # the parent's garbage stays: a dead process group, collected here, waits for threads that no fork has
     try:
         fd = os.open(folder/f'{rank}.log', os.O_WRONLY | os.O_CREAT)
         for out in (1, 2): os.dup2(fd, out)
