@@ -119,23 +119,20 @@ def plan(
 # %% ../nbs/24_cluster.ipynb #c2662023
 def torchrun_args(
     world:Machines,
-    config:str,
-    run_dir:str,
-    head:str='',        # host of the first node; empty = there is one node
-    more:Sequence=()    # further flags of `compassrl train`
+    what:str,           # to run: words of `python -m compassrl.train`, quoted already
+    head:str=''         # host of the first node; empty = there is one node
 )->list[str]:
     "What follows `torchrun`, the same on every node"
     meet = ['--standalone'] if not head else ['--rdzv-backend=c10d', f'--rdzv-endpoint={head}:29500',
         '--rdzv-id=${SLURM_JOB_ID:-compassrl}']
     return [f'--nnodes={world.train_nodes}', f'--nproc-per-node={world.ranks_per_node}', '--max-restarts=0', *meet,
-        '-m', 'compassrl.train', config, '--run-dir', run_dir, *more]
+        '-m', 'compassrl.train', what]
 
-def train_command(world:Machines, config:str, run_dir:str, head:str='', more:Sequence=())->str:
-    "One shell command over several lines; the words are quoted already"
-    if world.world_size==1: return ' '.join(['python -m compassrl.train', config, '--run-dir', run_dir, *more])
-    words = torchrun_args(world, config, run_dir, head, more)
-    at = words.index('-m')
-    return ' \\\n    '.join(['torchrun '+' '.join(words[:at]), ' '.join(words[at:])])
+def train_command(world:Machines, what:str, head:str='')->str:
+    "One shell command over several lines"
+    if world.world_size==1: return f'python -m compassrl.train {what}'
+    *words,m,module,what = torchrun_args(world, what, head)
+    return f"torchrun {' '.join(words)} \\\n    {m} {module} {what}"
 
 # %% ../nbs/24_cluster.ipynb #19200cc3
 def serve(
@@ -171,6 +168,7 @@ _slurm = """#!/bin/bash
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={per_node}
 #SBATCH --exclusive
+#SBATCH --requeue
 {bash}mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 """
 
@@ -193,10 +191,17 @@ def _serving(p, on): # shell lines that start the servers, on the nodes after th
     ask = 'curl -sf "$url/health" > /dev/null && break'
     return lines+['for url in "${urls[@]}"; do', f'    for _ in {{1..900}}; do {ask}; sleep 1; done', 'done']
 
-def _training(p, many): # the words that start the ranks of one node
-    m = p.machines
-    more = ['--vllm.urls', '"${urls[@]}"', '--vllm.sync-dir', '"$run.sync"'] if m.server_nodes else []
-    return train_command(m, '"$config"', '"$run"', '"${hosts[0]}"' if many else '', more)
+_what = """if compgen -G "$run/checkpoints/step-*" > /dev/null
+then what=(resume "$run"{urls})
+else what=("$config" --run-dir "$run"{urls}{sync}); fi
+"""
+
+def _training(p, many, start=''): # a job that is started again goes on; `start` begins the ranks of all nodes
+    served = bool(p.machines.server_nodes)
+    what = _what.format(urls=' --vllm.urls "${urls[@]}"'*served, sync=' --vllm.sync-dir "$run.sync"'*served)
+    return what+start+train_command(p.machines, '"${what[@]}"', '"${hosts[0]}"'*many)
+
+
 
 # %% ../nbs/24_cluster.ipynb #dc96a650
 def slurm_script(
@@ -211,7 +216,7 @@ def slurm_script(
     n,bash = p.machines.train_nodes, _settings(cfg, config)
     train = f'"$(IFS=,; echo "${{hosts[*]:0:{n}}}")"'
     lines = _serving(p, 'srun --overlap --nodes=1 --ntasks=1 --nodelist') if p.machines.server_nodes else []
-    lines += [f'srun --overlap --nodes={n} --ntasks={n} --nodelist {train} \\', '    '+_training(p, n>1), '']
+    lines += [_training(p, n>1, f'srun --overlap --nodes={n} --ntasks={n} --nodelist {train} \\\n    '), '']
     return _slurm.format(nodes=nodes, per_node=gpus_per_node, bash=bash)+'\n'.join(lines)
 
 def node_script(

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
-from .checkpoint import CheckpointError, check_shapes, latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import check_shapes, latest_checkpoint, load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .parallel import check_parallel
 from .pretrained import from_pretrained, read_config
@@ -76,6 +76,13 @@ def _need(module, package, why):
     if not find_spec(module):
         raise ValueError(f'{why}: {package} is not installed, see the extras engines-cpu and gpu')
 
+def _check_rollout(cfg): # what vLLM would say after the cold start, or not at all
+    _need('vllm', 'vllm', f'rollout_engine={cfg.rollout_engine!r}')
+    if world()[0]: return # rank 0 talks to the servers
+    from compassrl.engines.vllm import check_vllm
+    check_vllm(cfg.policy, cfg.vllm, getattr(torch, cfg.rollout.dtype), cfg.device, cfg.router_replay=='R3',
+        one_process=cfg.rollout_engine=='vllm')
+
 def prepare(
     cfg:TrainConfig
 ): # what rank 0 hands out work with; None for one process
@@ -87,7 +94,7 @@ def prepare(
         raise ValueError(f"{size} processes: train_engine='torch' is one, start it without torchrun, or use 'megatron'")
     if cfg.rollout_engine=='vllm' and size>1:
         raise ValueError(f"{size} processes: vLLM does not start inside one of them, use rollout_engine='pool'")
-    if cfg.rollout_engine!='torch': _need('vllm', 'vllm', f'rollout_engine={cfg.rollout_engine!r}')
+    if cfg.rollout_engine!='torch': _check_rollout(cfg)
     torch.set_num_threads(cfg.num_threads)
     if cfg.train_engine=='torch': return None
     _need('megatron', 'megatron-core', "train_engine='megatron'")
@@ -105,11 +112,12 @@ def prepare(
 # %% ../nbs/21_factory.ipynb #d781d8a4
 class StateCheckpoints:
     "Checkpoints of an engine whose whole state is in this process"
+    newest = staticmethod(latest_checkpoint)
     def __init__(self, engine:TrainEngine, root:Path, keep:int): self.engine,self.root,self.keep = engine, root, keep
     def save(self, step:int): save_checkpoint(self.root, step, self.engine.state_dict(), self.keep)
     def load(self)->int:
         "The newest whole one into the engine; returns its step. Raises ValueError if there is none that fits"
-        step,state = load_checkpoint(newest_checkpoint('torch', self.root, required=True))
+        step,state = load_checkpoint(self.newest(self.root, required=True))
         check_shapes(self.engine.state_dict()['policy'], state['policy'])
         self.engine.load_state_dict(state)
         return step
@@ -117,6 +125,10 @@ class StateCheckpoints:
 
 class ShardedCheckpoints:
     "Checkpoints that every rank writes its part of, while training goes on"
+    @staticmethod
+    def newest(root:Path, required:bool=False)->Path|None:
+        from compassrl.engines.megatron_checkpoint import latest_sharded
+        return latest_sharded(root, required)
     def __init__(self, leader, root:Path, keep:int): self.leader,self.root,self.keep = leader, root, keep
     def save(self, step:int):
         "Begins to write, when the save before it is done"
@@ -125,7 +137,7 @@ class ShardedCheckpoints:
     def load(self)->int:
         "As of `StateCheckpoints`; the layout may be another"
         from compassrl.engines.megatron_checkpoint import load_sharded
-        return self.leader.everywhere(load_sharded, newest_checkpoint('megatron', self.root, required=True))
+        return self.leader.everywhere(load_sharded, self.newest(self.root, required=True))
     def wait(self):
         "Until all is on the disk"
         from compassrl.engines.megatron_checkpoint import finish_save
@@ -137,12 +149,7 @@ def newest_checkpoint(
     required:bool=False   # raise CheckpointError instead of returning None?
 )->Path|None:
     "The newest that is whole; torn ones are named in a printed line"
-    if train_engine=='torch': return latest_checkpoint(root, required)
-    from compassrl.engines.megatron_checkpoint import latest_sharded
-    found = latest_sharded(root)
-    if required and not found:
-        raise CheckpointError(f'{root}: no whole checkpoint: check the path, or start without resuming')
-    return found
+    return train_engines[train_engine][1].newest(root, required)
 
 # %% ../nbs/21_factory.ipynb #25d70086
 @dataclass

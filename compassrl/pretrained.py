@@ -55,7 +55,7 @@ def read_config(
 def _as_dense(d): # a Qwen3 is a Qwen3-MoE whose layers are all dense; its experts exist on paper alone
     layers = list(range(d.get('num_hidden_layers') or 0))
     experts = dict(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=d.get('intermediate_size'))
-    return experts | d | dict(mlp_only_layers=layers)
+    return experts | dict(mlp_only_layers=layers) | d
 
 def _read_json(path): # an object, or a ValueError that names the file
     if not path.exists(): raise ValueError(f'{path} does not exist: give a folder with a Hugging Face checkpoint')

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -227,12 +228,14 @@ def _screen(run): # ids of the prompts that are worth asking (paper section 2.4.
 # %% ../nbs/22_run.ipynb #46da9c56
 def resume_run(
     folder:str|Path,
-    steps:int|None=None # a new total; None = as configured
+    steps:int|None=None,  # a new total; None = as configured
+    urls:Sequence[str]=() # where the rollout servers are now; empty = as configured
 )->Path:
     "Go on from the newest whole checkpoint: the result is that of a run without a break. Raises ValueError"
     folder = Path(folder)
     cfg = read_run_config(folder)
     if steps is not None: cfg = dataclasses.replace(cfg, steps=steps)
+    if urls: cfg = dataclasses.replace(cfg, vllm=dataclasses.replace(cfg.vllm, urls=tuple(urls)))
     control = prepare(cfg)
     with locked(folder):
         run = Run(cfg, folder, load(cfg))

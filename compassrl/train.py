@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from difflib import get_close_matches
+from typing import Annotated
 from unittest.mock import patch
 import tyro
 from .config import TrainConfig, read_run_config
@@ -82,7 +83,7 @@ usage = """compassrl: RL for mixture-of-experts language models
 
   compassrl train PRESET [--steps 20 --seed 3 ...]   train; PRESET or a config.json
   compassrl train PRESET --help                      every setting with its default
-  compassrl resume RUN_DIR [--steps N]               go on from the newest checkpoint
+  compassrl resume RUN_DIR [--steps N]               go on from the newest checkpoint; --vllm.urls where servers moved
   compassrl report RUN_DIR                           write curves.png, report.md and report.json again
 
 presets:
@@ -116,10 +117,12 @@ def parse_train(
     about = 'Settings of the run.'
     return _parse(TrainConfig, flags, prog=f'compassrl train {name}', description=about, default=default)
 
+_Urls = Annotated[tuple[str,...],tyro.conf.arg(name='vllm.urls')]
+
 def parse_resume(args:list[str]):
-    "The run directory and the new total of steps"
+    "The run directory, the new total of steps, where the rollout servers are now"
     if not args: raise ValueError('resume needs a run directory: compassrl resume RUN_DIR')
-    def resume(run_dir:tyro.conf.Positional[str], steps:int|None=None): return run_dir, steps
+    def resume(run_dir:tyro.conf.Positional[str], steps:int|None=None, urls:_Urls=()): return run_dir, steps, urls
     return _parse(resume, args, prog='compassrl resume')
 
 # %% ../nbs/23_train.ipynb #ccec4b58
@@ -127,9 +130,9 @@ def _train(cfg):
     if world()[0]: follow(cfg)
     else: print(start_run(cfg))
 
-def _resume(folder, steps):
+def _resume(folder, steps, urls):
     if world()[0]: follow(read_run_config(folder))
-    else: print(resume_run(folder, steps))
+    else: print(resume_run(folder, steps, urls))
 
 def main(
     args:list[str]|None=None # None = the command line

@@ -17,7 +17,7 @@ from compassrl.config import read_run_config
 from compassrl.engines.vllm_server import free_port
 from compassrl.parallel import ParallelConfig, VllmConfig
 from compassrl.policy import PolicyConfig
-from compassrl.train import one_gpu, parse_train, presets, smoke_cpu
+from compassrl.train import one_gpu, parse_resume, parse_train, presets, smoke_cpu
 from laws import noticed, planted
 
 BIN = Path(sys.executable).parent
@@ -170,6 +170,15 @@ def test_node_script(host, tmp_path, config):
     assert len(trained) == (host in ('n0', 'n3'))
     if trained: check_training(trained[0], config)
     with pytest.raises(subprocess.CalledProcessError): run_script(node_script(BIG, 6, 8, gpu='H200'), tmp_path, 'n0', host=host)
+
+
+@pytest.mark.parametrize('script', [slurm_script, node_script])
+def test_a_job_that_is_started_again_goes_on(script, tmp_path, config):
+    (tmp_path/'my runs/a/checkpoints/step-000020').mkdir(parents=True)
+    calls = run_script(script(BIG, 6, 8, 'my config.json', 'H200'), tmp_path, *(f'n{i}' for i in range(6*(script is node_script))))
+    words = next(c for c in calls if c[0] == 'torchrun')
+    assert words[words.index('compassrl.train')+1:] == ['resume', 'my runs/a', '--vllm.urls', *URLS]
+    assert parse_resume(words[words.index('resume')+1:]) == ('my runs/a', None, tuple(URLS))
 
 
 def test_one_process_needs_no_torchrun(tmp_path):

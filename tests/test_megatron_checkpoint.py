@@ -1,4 +1,5 @@
 "A run that ends at any moment goes on from a checkpoint that is whole, to the last bit, or on another number of ranks"
+import gc
 import json
 import os
 import shutil
@@ -270,6 +271,29 @@ def test_a_torn_checkpoint_is_skipped(tear, saved, tmp_path, capsys):
     def load():
         with pytest.raises(TornCheckpoint): load_sharded(begin(ParallelConfig()), tmp_path/'step-000002')
     run_ranks(1, load)
+
+
+def dead_group():
+    "A process group that is garbage, to be found by the next collection: its end joins threads that no fork has"
+    from torch.distributed import HashStore, ProcessGroupGloo
+    gc.collect()
+    cycle = [ProcessGroupGloo(HashStore(), 0, 1)]
+    cycle.append(cycle)
+
+
+def collect_in_a_rank_and_in_its_writer():
+    gc.collect()
+    pid = os.fork()
+    if not pid: gc.collect(); os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_fork_leaves_the_garbage_of_its_parent_alone():
+    gc.disable()
+    try:
+        dead_group()
+        assert run_ranks(1, collect_in_a_rank_and_in_its_writer, timeout_s=30) == [0]
+    finally: gc.enable()
 
 
 def test_no_checkpoint_at_all(tmp_path): assert latest_sharded(tmp_path/'nowhere') is None

@@ -362,6 +362,13 @@ def test_what_a_config_may_leave_out(tmp_path):
     assert read_config(tmp_path).rope_theta == 777 == theirs.rope_parameters['rope_theta']
 
 
+@pytest.mark.parametrize('dense', [dict(mlp_only_layers=(0, 1)), dict(decoder_sparse_step=5)], ids=str)
+def test_a_dense_config_comes_back_as_it_was(dense, tmp_path):
+    config = PolicyConfig(num_hidden_layers=2, **dense)
+    write_config(config, tmp_path)
+    assert read_config(tmp_path) == config and json.loads((tmp_path/'config.json').read_text())['model_type'] == 'qwen3'
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 def edit(**changes):

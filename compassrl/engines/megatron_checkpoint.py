@@ -90,12 +90,14 @@ def _found(root): # newest first
     return [steps[s] for s in sorted(steps, reverse=True)]
 
 def latest_sharded(
-    root:str|Path
-)->Path|None:     # the newest checkpoint that is whole
+    root:str|Path,
+    required:bool=False # raise CheckpointError instead of returning None?
+)->Path|None:           # the newest checkpoint that is whole
     "Where to resume; a torn one is named in a printed line, and the one before is tried"
     for p in _found(root):
         try: read_manifest(p); return p
         except TornCheckpoint as e: print(f'skipped a torn checkpoint: {e}')
+    if required: raise CheckpointError(f'{root}: no whole checkpoint: check the path, or start without resuming')
     return None
 
 # %% ../../nbs/19_megatron_checkpoint.ipynb #2d1a8fa5
