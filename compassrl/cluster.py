@@ -105,6 +105,8 @@ def plan(
     "Layout and estimate of a run. Raises ValueError for what cannot be built, or does not fit"
     if gpu and gpu not in gpus: raise ValueError(f'gpu={gpu!r}: use one of {list(gpus)}')
     if cfg.init_from: cfg = replace(cfg, policy=read_config(cfg.init_from))
+    if cfg.vllm.colocated and cfg.rollout_engine=='pool':
+        raise ValueError('vllm.colocated of a pool: the layout gives servers GPUs of their own, use False')
     m,policy = machines(cfg, nodes, per_node), cfg.policy
     parallel = cfg.parallel if cfg.train_engine=='megatron' else ParallelConfig()
     check_parallel(parallel, policy, m.world_size, device=cfg.device)

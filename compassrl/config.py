@@ -16,9 +16,11 @@ from typing import Literal, get_args
 from .advantages import AdvantageConfig
 from .espo import EspoConfig
 from .losses import LossConfig
+from .overlap import RewardConfig
 from .parallel import ParallelConfig, VllmConfig
 from .policy import PolicyConfig
 from .rollout import RolloutConfig
+from .scheduling import ScheduleConfig
 from .sft import SFTConfig
 from .tasks import DataConfig
 from .train_engine import OptimConfig, ReplayMode
@@ -54,6 +56,8 @@ class TrainConfig:
     policy:PolicyConfig=field(default_factory=PolicyConfig)
     cold_start:SFTConfig=field(default_factory=SFTConfig)
     rollout:RolloutConfig=field(default_factory=RolloutConfig)
+    schedule:ScheduleConfig=field(default_factory=ScheduleConfig) # of rollout_engine 'pool'
+    rewards:RewardConfig=field(default_factory=RewardConfig)
     zero_variance:ZeroVarianceConfig=field(default_factory=ZeroVarianceConfig)
     advantages:AdvantageConfig=field(default_factory=AdvantageConfig)
     loss:LossConfig=field(default_factory=lambda: LossConfig('espo'))
@@ -79,6 +83,12 @@ class TrainConfig:
         if self.rollout.temperature<=0:
             raise ValueError(f'rollout.temperature={self.rollout.temperature}: greedy responses of a group are all '
                 'equal, use more than 0')
+        if self.rollout_engine!='torch' and (self.rollout.quantization or self.rollout.kv_cache_dtype!='auto'):
+            raise ValueError('rollout.quantization and rollout.kv_cache_dtype are of the embedded engine: with '
+                f'rollout_engine={self.rollout_engine!r} use vllm.quantization and vllm.kv_cache_dtype')
+        if self.schedule.over_provision and self.rollout_engine!='pool':
+            raise ValueError(f'schedule.over_provision={self.schedule.over_provision}: only a pool can abort what is '
+                "running, use rollout_engine='pool', or 0")
         own = [k for k in ('clip_eps_low', 'clip_eps_high', 'aggregation') if getattr(self.loss, k) is not None]
         if self.loss.name=='espo' and own:
             raise ValueError(f'loss.{own[0]}={getattr(self.loss, own[0])!r}: espo clips and averages in its own way, '

@@ -8,19 +8,18 @@ Docs: https://compassrl.github.io/compassrl/experience.html.md"""
 from __future__ import annotations
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from .advantages import zero_variance
 from .config import TrainConfig
+from .overlap import Judge, judge_sample
 from compassrl.records import (Batch, Metrics, Prompt, Request, RolloutEngine, Sample, SamplingParams, collate,
     derive_seed)
-from .tasks import response_text, verify
 from .zero_variance import growth, shape_rewards
 
 # %% auto #0
-__all__ = ['prompts_of_step', 'requests_of', 'judge_sample', 'task_rewards', 'table', 'next_wave', 'collect', 'assemble']
+__all__ = ['prompts_of_step', 'requests_of', 'task_rewards', 'table', 'next_wave', 'collect', 'assemble', 'grade']
 
 # %% ../nbs/16_experience.ipynb #b790f76f
 def prompts_of_step(
@@ -54,20 +53,6 @@ def requests_of(
             out.append(Request(p.id, tuple(p.token_ids), k, derive_seed('rollout', *seed, p.id, k), params))
         asked[p.id] += n
     return out
-
-# %% ../nbs/16_experience.ipynb #54145f8a
-def judge_sample(
-    sample:Sample, # gets its verdict and reward
-    prompt:Prompt,
-    tokenizer:Tokenizer,
-    eos_id:int
-)->Sample:
-    "Verify one response"
-    t = time.perf_counter()
-    sample.verdict = verify(prompt, response_text(tokenizer, sample.response_ids, eos_id))
-    sample.reward = sample.verdict.reward
-    sample.timings['reward'] = time.perf_counter()-t
-    return sample
 
 # %% ../nbs/16_experience.ipynb #940afe01
 def task_rewards(
@@ -117,24 +102,28 @@ def collect(
     prompts:list[Prompt],  # all that there are
     step:int,              # 0-based
     cfg:TrainConfig,
-    judge:Callable[[Sample],Sample],
+    judge:Judge,           # begins with each sample as it comes
     eos_id:int
 )->tuple[list[Request],list[Sample],Metrics]: # the requests and samples that train; tokens counts the others, too
-    "The waves of one step"
+    "The waves of one step; settled only where the next wave depends on the rewards"
     params,by_id = cfg.rollout.params(eos_id), {p.id:p for p in prompts}
-    asked,requests,samples,spent = Counter(), [], [], []
+    asked,requests,samples,spent,waited,first = Counter(), [], [], [], 0., {}
     wave = [(p.id, cfg.group_size) for p in prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)]
     while wave:
         ids,num = zip(*wave)
         new = requests_of([by_id[i] for i in ids], num, asked, params, cfg.seed, step)
         requests += new
-        samples += [judge(s) for s in rollout.generate(new)]
+        for s in rollout.generate(new): judge.start(s); samples.append(s)
         spent.append(sum(len(s.response_ids) for s in samples)-sum(spent))
+        if cfg.zero_variance.sampling=='uniform': break
+        t = time.perf_counter()
+        judge.settle(samples)
+        waited += time.perf_counter()-t
         flat = zero_variance(*table(samples, asked)[:3], cfg.advantages.tol)
-        if len(spent)==1: first = float(flat.float().mean())
+        if not first: first = dict(zero_variance_first_frac=float(flat.float().mean()))
         wave = next_wave(samples, asked, spent, prompts, step, cfg)
     metrics = dict(tokens=float(sum(spent)), waves=float(len(spent)), prompts=float(len(asked)),
-        zero_variance_first_frac=first, time_reward_s=sum(s.timings['reward'] for s in samples))
+        time_reward_s=waited, **first)
     if cfg.zero_variance.sampling=='refill': # what is silent is thrown away, unless everything is
         kept = {id for id,f in zip(asked, flat.tolist()) if not f} or set(asked)
         requests,samples = ([x for x in xs if x.prompt_id in kept] for xs in (requests, samples))
@@ -143,22 +132,30 @@ def collect(
 # %% ../nbs/16_experience.ipynb #77ae6067
 def assemble(
     requests:list[Request],
-    samples:list[Sample],  # judged, in any order; sorted in place, their rewards shaped
-    cfg:TrainConfig
-)->tuple[Batch,Tensor,Tensor,Metrics]: # a group's rows side by side; task rewards [B] and validity [B]
-    "Samples to a batch: penalties are added to the rewards (paper section 2.4.1, reward stage)"
+    samples:list[Sample]   # in any order, judged or not; sorted in place
+)->Batch:                  # a group's rows side by side
+    "Samples to a batch whose rewards are not known yet"
     first = {id:i for i,id in enumerate(dict.fromkeys(r.prompt_id for r in requests))}
     asked = Counter((r.prompt_id, r.index) for r in requests)
     came = Counter((s.prompt_id, s.index) for s in samples)
     odd = [k for k in asked.keys()|came.keys() if asked[k]!=came[k]]
     assert not odd, f'{len(requests)} asked for, {len(samples)} came; lost, repeated or not asked for: {odd[:3]}'
     samples.sort(key=lambda s: (first[s.prompt_id], s.index))
+    return collate(samples)
+
+def grade(
+    batch:Batch,           # gets the shaped rewards
+    samples:list[Sample],  # judged, in the order of its rows; they get them, too
+    cfg:TrainConfig
+)->tuple[Tensor,Tensor,Metrics]: # task rewards [B], validity [B]
+    "Verdicts to rewards: penalties are added (paper section 2.4.1, reward stage)"
     task,valid = task_rewards(samples)
     for s,r in zip(samples, shape_rewards(samples, cfg.rollout.max_tokens, cfg.zero_variance).tolist()): s.reward = r
-    batch = collate(samples)
+    batch.rewards = torch.tensor([s.reward for s in samples], dtype=torch.float)
     lengths = batch.response_mask.sum(1).float()
-    return batch, task, valid, dict(reward_mean=float(task.mean()), penalty_mean=float((task-batch.rewards).mean()),
+    return task, valid, dict(reward_mean=float(task.mean()), penalty_mean=float((task-batch.rewards).mean()),
         correct_frac=sum(s.verdict.correct for s in samples)/len(samples),
         failed_frac=float((~valid).float().mean()), samples=float(len(samples)),
-        group_size_mean=len(samples)/len(first), response_tokens_mean=float(lengths.mean()),
+        group_size_mean=len(samples)/len({s.prompt_id for s in samples}), response_tokens_mean=float(lengths.mean()),
+        time_reward_busy_s=sum(s.timings['reward_end']-s.timings['reward_start'] for s in samples),
         truncated_frac=sum(s.finish_reason=='length' for s in samples)/len(samples))

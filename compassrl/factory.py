@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from .checkpoint import check_shapes, latest_checkpoint, load_checkpoint, save_checkpoint
 from .config import TrainConfig
+from .fp8 import Fp8Rollout
 from .parallel import check_parallel
 from .pretrained import from_pretrained, read_config
 from .records import Prompt, RolloutEngine, TrainEngine
@@ -160,9 +161,21 @@ class Engines:
     reference:TrainEngine|None # the starting weights, for the KL penalty
     checkpoints:StateCheckpoints|ShardedCheckpoints
 
+    @contextmanager
+    def whole_groups(self)->Iterator[RolloutEngine]:
+        "The rollout engine for an evaluation: no sample is dropped for being long (`schedule.over_provision`)"
+        schedule = getattr(self.rollout, 'schedule', None)
+        if schedule: self.rollout.schedule = replace(schedule, over_provision=0.)
+        try: yield self.rollout
+        finally:
+            if schedule: self.rollout.schedule = schedule
+
 def _torch_rollout(cfg, source):
     dtype = getattr(torch, cfg.rollout.dtype)
-    return TorchRollout(cfg.policy, cfg.rollout.num_slots, dtype, cfg.device, return_routes=cfg.router_replay=='R3')
+    r,common = cfg.rollout, (cfg.policy, cfg.rollout.num_slots, dtype, cfg.device, cfg.router_replay=='R3')
+    if not r.quantization and r.kv_cache_dtype=='auto': return TorchRollout(*common)
+    quantised = bool(r.quantization)
+    return Fp8Rollout(*common, weights=quantised, activations=quantised, kv_cache=r.kv_cache_dtype=='fp8')
 
 def _vllm(cfg, source):
     from compassrl.engines.vllm import VllmRollout
@@ -171,9 +184,11 @@ def _vllm(cfg, source):
 
 def _pool(cfg, source):
     from compassrl.engines.vllm_pool import VllmPool
-    return VllmPool(source, cfg.vllm, getattr(torch, cfg.rollout.dtype), num_slots=cfg.rollout.num_slots,
-        return_routes=cfg.router_replay=='R3', sync_dir=cfg.vllm.sync_dir or None,
-        first_gpu=int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
+    v = cfg.vllm
+    alone = v.colocated and not v.urls and v.num_replicas*v.tensor_parallel==world()[1]==1
+    return VllmPool(source, v, getattr(torch, cfg.rollout.dtype), num_slots=cfg.rollout.num_slots,
+        return_routes=cfg.router_replay=='R3', schedule=cfg.schedule, sync_dir=cfg.vllm.sync_dir or None,
+        first_gpu=0 if v.colocated else int(os.environ.get('LOCAL_WORLD_SIZE', 1)), sync='ipc' if alone else 'file')
 
 rollout_engines = dict(torch=_torch_rollout, vllm=_vllm, pool=_pool)
 

@@ -69,8 +69,9 @@ class VllmConfig:
     tensor_parallel:int=1           # GPUs (on a CPU: processes) of one server
     expert_parallel:bool=False      # spread whole experts, not their rows, over the GPUs of a server
     kv_cache_dtype:Literal['auto','fp8']='auto'
-    quantization:Literal['','fp8']='' # of the weights, again at every sync; needs a GPU
+    quantization:Literal['','fp8']='' # of the weights, again at every sync; emulated on a CPU
     gpu_memory_utilization:float=.85  # of a GPU's memory, weights and KV cache together
+    colocated:bool=False            # on the trainer's GPUs: vLLM sleeps while that works (not run on GPU)
     prefix_caching:bool=True        # prompts of one group are read once
     max_restarts:int=3              # of one server, before the run gives up
     timeout_s:float=120.            # a server that gives nothing for so long is dead

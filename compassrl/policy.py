@@ -12,6 +12,7 @@ from math import inf
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 # %% auto #0
 __all__ = ['Attend', 'PolicyConfig', 'rms_norm', 'rope_table', 'rotate', 'grouped_linear', 'MoE', 'DenseMLP', 'Block',
@@ -95,13 +96,23 @@ def rope_table(
     cos,sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
+def _turn(x, cos, sin, way): return torch.addcmul(x*cos, x.roll(x.shape[-1]//2, -1), sin, value=way)
+
+class _Rotate(torch.autograd.Function): # the gradient turns back
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+    @staticmethod
+    def backward(ctx, dy): return _turn(dy, *ctx.saved_tensors, -1), None, None
+
 def rotate(
     x:Tensor,   # [N, H, d]
     cos:Tensor, # [N, 1, d]
     sin:Tensor  # [N, 1, d] signed
 )->Tensor:
     "Turn each pair `(x[i], x[i+d/2])` by its angle; rolling by half a head brings each element its partner"
-    return torch.addcmul(x*cos, x.roll(x.shape[-1]//2, -1), sin)
+    return _Rotate.apply(x, cos, sin)
 
 # %% ../nbs/02_policy.ipynb #26171427
 class _Dispatch(torch.autograd.Function):
@@ -116,13 +127,31 @@ class _Dispatch(torch.autograd.Function):
         return dy.index_select(0, inverse).view(-1, ctx.K, dy.shape[-1]).sum(1), None, None, None
 
 class _Combine(torch.autograd.Function):
-    "The inverse of the sort"
+    "Adds up each token's `K` rows; the gradient is what `_Dispatch` does forward"
     @staticmethod
-    def forward(ctx, y, order, inverse):
-        ctx.save_for_backward(order)
-        return y.index_select(0, inverse)
+    def forward(ctx, y, order, inverse, K):
+        ctx.save_for_backward(order); ctx.K = K
+        return y.index_select(0, inverse).view(-1, K, y.shape[-1]).sum(1)
     @staticmethod
-    def backward(ctx, dy): return dy.index_select(0, ctx.saved_tensors[0]), None, None
+    def backward(ctx, dy): return dy.index_select(0, ctx.saved_tensors[0]//ctx.K), None, None, None
+
+class _GatedSwiGLU(torch.autograd.Function):
+    "`silu(gate)*up*g`, with both halves of the gradient written where they belong"
+    @staticmethod
+    def forward(ctx, h, g): # [M, 2I], [M]
+        ctx.save_for_backward(h, g)
+        gate,up = h.chunk(2, -1)
+        return F.silu(gate).mul_(up).mul_(g[:,None])
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        h,g = ctx.saved_tensors
+        dh = torch.empty_like(h)
+        (gate,up),(dgate,dup) = h.chunk(2, -1), dh.chunk(2, -1)
+        silu,d = F.silu(gate), dy*g[:,None]
+        torch.mul(d, silu, out=dup)
+        torch.ops.aten.silu_backward.grad_input(d.mul_(up), gate, grad_input=dgate)
+        return dh, torch.linalg.vecdot(dy, silu.mul_(up))
 
 def grouped_linear(
     x:Tensor,     # [M, D] rows sorted by expert
@@ -167,9 +196,8 @@ class MoE(nn.Module):
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         offsets = flat.bincount(minlength=len(self.router)).cumsum(0).int()
         h = grouped_linear(_Dispatch.apply(x, order, inverse, self.K), self.gate_up, offsets)
-        gate,up = h.chunk(2, -1)
-        y = _Combine.apply(grouped_linear(F.silu(gate)*up, self.down, offsets), order, inverse)
-        return (y.view(-1, self.K, x.shape[-1])*gates[...,None]).sum(1), own
+        h = _GatedSwiGLU.apply(h, gates.flatten().index_select(0, order))
+        return _Combine.apply(grouped_linear(h, self.down, offsets), order, inverse, self.K), own
 
 # %% ../nbs/02_policy.ipynb #ea2e6d7a
 class DenseMLP(nn.Module):

@@ -65,14 +65,19 @@ def sample_tokens(
 
 # %% ../nbs/03_rollout.ipynb #339b403c
 class Slots:
-    "Static tensors, one row per running request, aligned with tokens"
+    "Static tensors, a row per running request, a column per tick of one clock: all newest tokens are in column `now`"
     def __init__(self, c:PolicyConfig, num:int, dtype:torch.dtype, device:str):
-        self.c,self.num,self.n,self.capacity,self.dtype,self.device = c, num, 0, 0, dtype, device
+        self.num,self.KV,L = num, c.num_key_value_heads, c.num_hidden_layers
+        self.n = self.now = self.low = self.longest = 0 # busy rows, newest and oldest column in use, room per request
         self.requests:list[Request] = []
         self.started:list[float] = []
-        full = lambda *shape, dtype=torch.long: torch.zeros(num, *shape, dtype=dtype, device=device)
-        self.length,self.limit,self.stop = full(), full(), full(1) # tokens so far, tokens at most, ids that end it
-        self.temperature,self.top_p = full(dtype=torch.float64), full(dtype=torch.float64)
+        def zeros(*shape, dtype=torch.long): return torch.zeros(*shape, dtype=dtype, device=device)
+        self.kv = zeros(L, 2, num, self.KV, 0, c.head_dim, dtype=dtype)
+        self.tokens,self.log_probs = zeros(num, 0), zeros(num, 0, dtype=torch.float32)
+        self.routes = zeros(num, 0, L, c.num_experts_per_tok, dtype=route_dtype(c.num_experts))
+        self.u = zeros(num, 0, dtype=torch.float64) # the number that draws the token at each place of a sequence
+        self.first,self.last,self.stop = zeros(num), zeros(num), zeros(num, 1) # columns: of the prompt, at most; ids
+        self.temperature,self.top_p = zeros(num, dtype=torch.float64), zeros(num, dtype=torch.float64)
         self.truncates = False # may any request have top_p below 1?
 
     def reserve(self,
@@ -81,23 +86,36 @@ class Slots:
     ):
         "Make room; what is running stays"
         if num_stop>self.stop.shape[1]: self.stop = F.pad(self.stop, (0, num_stop-self.stop.shape[1]), value=-1)
-        if T<=self.capacity: return
-        c,T = self.c, min(max(T, 2*self.capacity), self.c.max_position_embeddings)
-        def grow(name, before, after=(), dtype=torch.long):
-            new = torch.zeros(*before, T, *after, dtype=dtype, device=self.device)
-            if self.capacity: new.narrow(len(before), 0, self.capacity).copy_(getattr(self, name))
-            setattr(self, name, new)
-        L,KV,d = c.num_hidden_layers, c.num_key_value_heads, c.head_dim
-        grow('keys', (L, self.num, KV, d), (), self.dtype) # transposed: their product reads them faster
-        grow('values', (L, self.num, KV), (d,), self.dtype)
-        grow('tokens', (self.num,))
-        grow('u', (self.num,), dtype=torch.float64) # the number that draws the token
-        grow('log_probs', (self.num,), dtype=torch.float32)
-        grow('routes', (self.num,), (L, c.num_experts_per_tok), route_dtype(c.num_experts))
-        self.capacity = T
-        # where each head begins in a list of values, and each slot in a list of tokens
-        self.rows = torch.arange(self.num*KV, device=self.device).view(-1, KV)*T
-        self.first = torch.arange(self.num, device=self.device)*T
+        if T<=self.longest: return
+        self.longest = max(T, self.longest*5//4)
+        self.u = F.pad(self.u, (0, self.longest-self.u.shape[1]))
+        self.widen(max(self.longest, self.tokens.shape[1]))
+
+    def widen(self, C:int):
+        "To `C` columns"
+        for name,after in (('kv', 1), ('tokens', 0), ('log_probs', 0), ('routes', 2)):
+            t = getattr(self, name)
+            setattr(self, name, F.pad(t, [0, 0]*after+[0, C-t.shape[-1-after]]))
+        if self.n: self.changed()
+
+    @torch.inference_mode()
+    def changed(self):
+        "Who runs has changed: where the window begins, and minus infinity before each first token"
+        first,columns = self.first[:self.n], torch.arange(self.tokens.shape[1], device=self.first.device)
+        self.low = int(first.min())
+        masked = (columns<first.repeat_interleave(self.KV)[:,None])[:,None] # [n*KV, 1, C]
+        self.bias = self.kv.new_zeros(masked.shape).masked_fill_(masked, -torch.inf)
+
+    @torch.inference_mode()
+    def slide(self,
+        now:int # the newest column's new place
+    ):
+        "Move the columns in use"
+        by,T = now-self.now, self.now+1-self.low
+        for t,dim in ((self.kv, 4), (self.tokens, 1), (self.log_probs, 1), (self.routes, 1)):
+            t.narrow(dim, self.low+by, T).copy_(t.narrow(dim, self.low, T).clone())
+        self.now = now; self.first += by; self.last += by
+        self.changed()
 
     @torch.inference_mode()
     def remove(self,
@@ -108,12 +126,13 @@ class Slots:
         holes = [i for i in finished if i<n]
         movers = sorted(set(range(n, self.n))-set(finished))
         if holes:
-            for t in (self.keys, self.values): t[:,holes] = t[:,movers]
-            for t in (self.tokens, self.u, self.log_probs, self.routes, self.length, self.limit, self.stop,
+            self.kv[:,:,holes] = self.kv[:,:,movers]
+            for t in (self.tokens, self.u, self.log_probs, self.routes, self.first, self.last, self.stop,
                 self.temperature, self.top_p): t[holes] = t[movers]
         for h,m in zip(holes, movers): self.requests[h],self.started[h] = self.requests[m],self.started[m]
         del self.requests[n:], self.started[n:]
         self.n = n
+        if n: self.changed()
 
 # %% ../nbs/03_rollout.ipynb #2baad450
 def fold_norms(
@@ -125,8 +144,9 @@ def fold_norms(
         for w in products: w.mul_(norm*D**.5)
         norm.fill_(D**-.5)
     scale = torch.cat([b.q_norm]*b.H+[b.k_norm]*b.KV).view(-1, b.d)*b.d**.5
-    l = SimpleNamespace(qkv=b.qkv.mT, out=b.out.mT, scale=scale, mlp=m, sparse=sparse)
-    if sparse: l.router,l.gate_up,l.down,l.K,l.norm = m.router.mT, m.gate_up, m.down, m.K, m.norm
+    l = SimpleNamespace(qkv=b.qkv.mT, out=b.out.mT, scale=scale, sparse=sparse, gate_up=m.gate_up, down=m.down)
+    if not sparse: l.gate_up,l.down = m.gate_up.mT, m.down.mT
+    if sparse: l.router,l.K,l.norm = m.router.mT, m.K, m.norm
     if sparse: l.ids = torch.arange(len(m.router), device=m.router.device)
     return l
 
@@ -142,7 +162,8 @@ def mix(
     x:Tensor, # [n, D] residual stream: the experts' outputs are added in place
     y:Tensor, # [n, D] its norm
     l:SimpleNamespace,
-    owner:Tensor # [n*K] the row that each choice belongs to
+    owner:Tensor,# [n*K] the row that each choice belongs to
+    product:Callable[[Tensor,Tensor,Tensor],Tensor]=grouped_linear
 )->Tensor:    # expert ids [n, K]
     "`MoE.forward` without a way back: gates enter in the narrow middle, outputs are added where they belong"
     logits = torch.mm(y, l.router)
@@ -152,9 +173,9 @@ def mix(
     experts,order = idx.view(-1).sort(stable=True)
     token = owner.index_select(0, order)
     ends = torch.searchsorted(experts, l.ids, right=True, out_int32=True)
-    gate,up = grouped_linear(y.index_select(0, token), l.gate_up, ends).chunk(2, -1)
+    gate,up = product(y.index_select(0, token), l.gate_up, ends).chunk(2, -1)
     h = F.silu(gate).mul_(up).mul_(gates.view(-1).index_select(0, order)[:,None])
-    x.index_add_(0, token, grouped_linear(h, l.down, ends))
+    x.index_add_(0, token, product(h, l.down, ends))
     return idx
 
 # %% ../nbs/03_rollout.ipynb #11a8d5a9
@@ -166,9 +187,13 @@ class RolloutConfig:
     max_tokens:int=64            # response tokens, the stop token included
     num_slots:int=128            # responses that run at the same time
     dtype:Literal['float32','float64','bfloat16']='float32' # float64: tokens do not depend on the batch
+    quantization:Literal['','fp8']='' # of products with weights, of the embedded engine; emulated on a CPU
+    kv_cache_dtype:Literal['auto','fp8']='auto' # keys and values of the embedded engine; emulated on a CPU
 
     def __post_init__(self):
         if self.num_slots<1: raise ValueError(f'num_slots={self.num_slots}: use at least 1')
+        for k,known in (('quantization', ('', 'fp8')), ('kv_cache_dtype', ('auto', 'fp8'))):
+            if getattr(self, k) not in known: raise ValueError(f'{k}={getattr(self, k)!r}: use one of {known}')
         self.params() # checks the rest
 
     def params(self, *stop_ids:int)->SamplingParams:
@@ -202,10 +227,15 @@ class TorchRollout:
         if s.n: raise RuntimeError(f'{s.n} requests are running: finish or close `generate` before loading weights')
         self.version = None # until all have arrived
         self.prefixes.clear()
-        if s.capacity: s.keys.zero_(); s.values.zero_() # masked places count 0 times a number, which must be finite
+        s.kv.zero_() # masked places count 0 times a number, which must be finite
         load_hf_weights(self.policy, weights)
         self.layers = [fold_norms(b) for b in self.policy.blocks]
         self.version = version
+
+    # What another precision changes: the products of projections and experts, and what the cache keeps
+    def product(self, x, w): return torch.mm(x, w)                              # [n, in] @ [in, out]
+    def expert_product(self, x, w, ends): return grouped_linear(x, w, ends)     # as there
+    def cached(self, kv): return kv                                             # [N, 2KV, d] keys, then values
 
     def check(self, r:Request):
         "Raises ValueError for a request that cannot be served"
@@ -231,14 +261,15 @@ def forward(self:TorchRollout,
     heads,d,K = c.num_attention_heads+c.num_key_value_heads, c.head_dim, c.num_experts_per_tok
     owner = torch.arange(len(ids)*K, device=self.device)//K
     for i,l in enumerate(self.layers):
-        qkv = torch.mm(unit(x, self.small), l.qkv).view(len(ids), -1, d)
+        qkv = self.product(unit(x, self.small), l.qkv).view(len(ids), -1, d)
         qk = qkv[:,:heads]
         t = unit(qk, self.small_head).mul_(l.scale)
         torch.addcmul(t*cos, t.roll(d//2, -1), sin, out=qk) # `rotate`, in place
-        x.addmm_(attend(i, qkv), l.out)
+        x += self.product(attend(i, qkv), l.out)
         y = unit(x, self.small)
-        if l.sparse: routes.append(mix(x, y, l, owner))
-        else: x += l.mlp(y)[0]; routes.append(None)
+        if l.sparse: routes.append(mix(x, y, l, owner, self.expert_product)); continue
+        gate,up = self.product(y, l.gate_up).chunk(2, -1)
+        x += self.product(F.silu(gate)*up, l.down); routes.append(None)
     return unit(x, self.small)*(self.policy.norm*c.hidden_size**.5), stack_routes(routes, len(ids), K)
 
 # %% ../nbs/03_rollout.ipynb #242fe0c1
@@ -251,8 +282,8 @@ def prefill(self:TorchRollout,
     mask = torch.arange(int(lengths.max()), device=self.device)<lengths[:,None]
     causal,kept,H,KV = causal_attention(mask), [], self.config.num_attention_heads, self.config.num_key_value_heads
     def attend(layer, qkv):
-        kept.append(qkv[:,H:])
-        return causal(layer, *qkv.split([H, KV, KV], 1)).flatten(1)
+        kept.append(kv := self.cached(qkv[:,H:]))
+        return causal(layer, qkv[:,:H], *kv.chunk(2, 1)).flatten(1)
     ids = torch.tensor([i for p in prompts for i in p], device=self.device)
     hidden,routes = forward(self, ids, mask.cumsum(1)[mask]-1, attend)
     kv = torch.stack(kept).unflatten(2, (2, KV)).movedim(1, 3) # [L, 2, KV, N, d]
@@ -268,14 +299,11 @@ def draw(self:TorchRollout,
     logits:Tensor # [n, V] theirs
 )->list[int]:     # those that finished
     "Append one token to each"
-    s = self.slots
-    end = s.length[at,None]
-    u,top_p = s.u[at].gather(1, end)[:,0], s.top_p[at] if s.truncates else None
-    tokens,log_probs = sample_tokens(logits, u, s.temperature[at], top_p)
-    s.tokens[at].scatter_(1, end, tokens[:,None])
-    s.log_probs[at].scatter_(1, end, log_probs[:,None])
-    s.length[at] += 1
-    done = (s.length[at]>=s.limit[at]) | (tokens[:,None]==s.stop[at]).any(-1)
+    s,now = self.slots, self.slots.now
+    u = s.u[at].gather(1, now-s.first[at,None])[:,0]
+    tokens,log_probs = sample_tokens(logits, u, s.temperature[at], s.top_p[at] if s.truncates else None)
+    s.tokens[at,now],s.log_probs[at,now] = tokens, log_probs
+    done = (s.last[at]<=now) | (tokens[:,None]==s.stop[at]).any(-1)
     return (done.nonzero()[:,0]+at.start).tolist()
 
 # %% ../nbs/03_rollout.ipynb #70d5fcd7
@@ -288,23 +316,28 @@ def admit(self:TorchRollout,
     for r in requests: self.check(r)
     missing = list(dict.fromkeys(p for r in requests if (p := tuple(r.prompt_ids)) not in self.prefixes))
     if missing: prefill(self, missing)
-    limits = [len(r.prompt_ids)+r.params.max_tokens for r in requests]
+    lengths = [len(r.prompt_ids) for r in requests]
+    limits = [T+p.max_tokens for T,p in zip(lengths, params)]
     num_stop = max(s.stop.shape[1], *(len(p.stop_ids) for p in params))
     s.reserve(max(limits), num_stop)
+    if not s.n: s.now = max(lengths)
+    elif s.now<max(lengths): s.slide(max(lengths)) # room for the longest prompt before the newest token
     new = slice(s.n, s.n+len(requests))
-    for t,values in ((s.length, [len(r.prompt_ids) for r in requests]), (s.limit, limits),
+    for t,values in ((s.first, [s.now-T for T in lengths]),
+            (s.last, [s.now-T+limit-1 for T,limit in zip(lengths, limits)]),
             (s.temperature, [p.temperature for p in params]), (s.top_p, [p.top_p for p in params]),
             (s.stop, [[*p.stop_ids]+[-1]*(num_stop-len(p.stop_ids)) for p in params])): t[new] = t.new_tensor(values)
     steps = torch.arange(max(p.max_tokens for p in params), device=self.device)
-    u,logits,start = uniforms(s.length.new_tensor([r.seed for r in requests]), steps), [], s.n
+    u,logits,start = uniforms(s.first.new_tensor([r.seed for r in requests]), steps), [], s.n
     for ids,group in groupby(requests, key=lambda r: tuple(r.prompt_ids)): # neighbours share one copy
-        at,T = slice(start, start+len(list(group))), len(ids)
+        at,T,columns = slice(start, start+len(list(group))), len(ids), slice(s.now-len(ids), s.now)
         kv,routes,first = self.prefixes[ids]; self.prefixes.move_to_end(ids)
-        s.keys[:,at,:,:,:T],s.values[:,at,:,:T] = kv[:,0,None].mT, kv[:,1,None]
-        s.routes[at,:T],s.tokens[at,:T] = routes, s.tokens.new_tensor(ids)
-        s.u[at,T:T+len(steps)] = u[start-s.n:at.stop-s.n,:s.capacity-T]
+        s.kv[:,:,at,:,columns] = kv[:,:,None]
+        s.routes[at,columns],s.tokens[at,columns] = routes, s.tokens.new_tensor(ids)
+        s.u[at,T:T+len(steps)] = u[start-s.n:at.stop-s.n,:s.longest-T]
         logits.append(first.expand(at.stop-start, -1)); start = at.stop
     s.requests += requests; s.started += [now]*len(requests); s.n = start
+    s.changed()
     s.truncates = any(r.params.top_p<1 for r in s.requests)
     while len(self.prefixes)>s.num: self.prefixes.popitem(last=False)
     return draw(self, new, torch.cat(logits))
@@ -314,20 +347,20 @@ def admit(self:TorchRollout,
 def step(self:TorchRollout
 )->list[int]: # slots that finished
     "Feed the newest token of every busy slot and draw the next"
-    s,c,n,place = self.slots, self.config, self.slots.n, self.slots.length[:self.slots.n]-1
-    H,KV,d,T = c.num_attention_heads, c.num_key_value_heads, c.head_dim, int(place.max())+1
-    future = torch.arange(T, device=self.device)>place[:,None]
-    bias = torch.zeros(n, KV, 1, T, dtype=s.dtype, device=self.device).masked_fill_(future[:,None,None], -torch.inf)
-    bias,column = bias.view(-1, 1, T), place[:,None,None,None].expand(n, KV, d, 1)
-    rows = (s.rows[:n]+place[:,None]).view(-1)
+    s,c = self.slots, self.config
+    if s.now+1==s.tokens.shape[1]: # the last column
+        if s.low<s.longest//4: s.widen(s.longest*3//2+1)
+        else: s.slide(s.now-s.low)
+    n,now,window,H,KV,d = s.n, s.now, slice(s.low, s.now+1), c.num_attention_heads, s.KV, c.head_dim
+    newest,bias = s.kv[:,:,:n,:,now].transpose(1, 2).unbind(), s.bias[:,:,window]
+    keys,values = (t.unbind() for t in s.kv[:,:,:n,:,window].flatten(2, 3).unbind(1)) # layers of [n*KV, T, d]
     def attend(layer, qkv):
-        keys,values = s.keys[layer], s.values[layer]
-        keys[:n].scatter_(3, column, qkv[:,H:H+KV,:,None])
-        values.view(-1, d).index_copy_(0, rows, qkv[:,H+KV:].reshape(-1, d))
-        scores = torch.baddbmm(bias, qkv[:,:H].reshape(n*KV, -1, d), keys[:n].flatten(0, 1)[...,:T], alpha=d**-.5)
-        return torch.bmm(scores.softmax(-1), values[:n].flatten(0, 1)[:,:T]).view(n, -1)
-    hidden,routes = forward(self, s.tokens[:n].gather(1, place[:,None])[:,0], place, attend)
-    if self.return_routes: s.routes.flatten(0, 1).index_copy_(0, s.first[:n]+place, routes.to(s.routes))
+        newest[layer].copy_(self.cached(qkv[:,H:]).view(n, 2, KV, d))
+        scores = torch.baddbmm(bias, qkv[:,:H].reshape(n*KV, -1, d), keys[layer].mT, alpha=d**-.5)
+        return torch.bmm(scores.softmax(-1), values[layer]).view(n, -1)
+    hidden,routes = forward(self, s.tokens[:n,now], now-s.first[:n], attend)
+    if self.return_routes: s.routes[:n,now] = routes.to(s.routes)
+    s.now += 1
     return draw(self, slice(0, n), self.policy.logits(hidden))
 
 # %% ../nbs/03_rollout.ipynb #eb1d4177
@@ -336,11 +369,12 @@ def harvest(self:TorchRollout,
 )->Sample:
     "The sample that a finished slot holds"
     s,r = self.slots, self.slots.requests[slot]
-    end,Tp = int(s.length[slot]), len(r.prompt_ids)
-    ids,copy = s.tokens[slot,Tp:end].tolist(), lambda t: t.cpu().clone()
-    return Sample(r.prompt_id, r.index, list(r.prompt_ids), ids, rollout_log_probs=copy(s.log_probs[slot,Tp:end]),
-        routed_experts=copy(s.routes[slot,:end-1]) if self.return_routes else None,
-        routes_valid=torch.ones(end-1, dtype=torch.bool) if self.return_routes else None,
+    first,now,copy = int(s.first[slot]), s.now, lambda t: t.cpu().clone()
+    response = slice(first+len(r.prompt_ids), now+1)
+    ids = s.tokens[slot,response].tolist()
+    return Sample(r.prompt_id, r.index, list(r.prompt_ids), ids, rollout_log_probs=copy(s.log_probs[slot,response]),
+        routed_experts=copy(s.routes[slot,first:now]) if self.return_routes else None,
+        routes_valid=torch.ones(now-first, dtype=torch.bool) if self.return_routes else None,
         finish_reason='stop' if ids[-1] in r.params.stop_ids else 'length', weight_version=self.version,
         timings=dict(rollout_start=s.started[slot], rollout_end=time.perf_counter()))
 

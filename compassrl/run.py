@@ -22,8 +22,9 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from .config import TrainConfig, read_run_config
 from .evaluate import evaluate
-from .experience import judge_sample, requests_of, table
+from .experience import requests_of, table
 from .factory import Data, Engines, engines, load, newest_checkpoint, prepare, resolve, world
+from .overlap import make_judge
 from .policy import Policy
 from .pretrained import save_pretrained, write_pretrained
 from .records import Batch, Metrics, Sample
@@ -82,7 +83,8 @@ class Log:
         at = self.metrics.seek(0, os.SEEK_END) if over is None else self.metrics.seek(over)
         self.metrics.write(json.dumps(metrics)+'\n'); self.metrics.flush()
         for k in metrics if over is None else ['time_checkpoint_s']:
-            if k!='step': self.board.add_scalar(k.replace('time_', 'time/', 1), metrics[k], metrics['step'])
+            if k=='step' or k.endswith('_at'): continue # when a phase began: for the trace
+            self.board.add_scalar(k.replace('time_', 'time/', 1), metrics[k], metrics['step'])
         self.board.flush()
         return at
 
@@ -122,11 +124,20 @@ class Run:
             self.engines.checkpoints.wait()
             raise Stop
 
+    @contextmanager
+    def judging(self):
+        "Workers that judge, if the config asks for them; they start beside the engines"
+        d = self.data
+        self.judge = make_judge(d.train, d.tokenizer, d.eos_id, self.cfg.rewards)
+        try: yield
+        finally: self.judge.close()
+
     def evaluate(self)->dict:
         "The held-out prompts with the rollout engine's present weights"
         d,c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)
-        return evaluate(self.engines.rollout, d.heldout, c.eval_k, params, d.tokenizer, c.seed).as_dict()
+        with self.engines.whole_groups() as rollout:
+            return evaluate(rollout, d.heldout, c.eval_k, params, d.tokenizer, c.seed).as_dict()
 
 # %% ../nbs/22_run.ipynb #abe09fbe
 def launcher()->str:
@@ -190,7 +201,7 @@ def start_run(
         write_json(folder/'config.json', dataclasses.asdict(cfg))
         write_json(folder/'machine.json', machine_info())
         if not cfg.init_from: _cold_start(run)
-        with engines(cfg, run.source, folder, control) as run.engines:
+        with run.judging(), engines(cfg, run.source, folder, control) as run.engines:
             run.engines.rollout.load_weights(run.engines.train.weights(), 0)
             write_json(folder/'eval_before.json', run.evaluate())
             if cfg.zero_variance.screen_samples: write_json(folder/'screen.json', _screen(run))
@@ -212,10 +223,12 @@ def _cold_start(run): # a new policy, trained by the embedded engine, whatever t
 # %% ../nbs/22_run.ipynb #260d7376
 def _screen(run): # ids of the prompts that are worth asking (paper section 2.4.1; off by default: each prompt matters)
     c,d,num = run.cfg, run.data, run.cfg.zero_variance.screen_samples
-    by_id,asked = {p.id:p for p in d.train}, Counter()
+    asked,samples = Counter(), []
     requests = requests_of(d.train, [num]*len(d.train), asked, c.rollout.params(d.eos_id), c.seed, 'screen')
-    samples = [judge_sample(s, by_id[s.prompt_id], d.tokenizer, d.eos_id)
-        for s in tqdm(run.engines.rollout.generate(requests), 'screen', len(requests), dynamic_ncols=True)]
+    with run.engines.whole_groups() as rollout:
+        for s in tqdm(rollout.generate(requests), 'screen', len(requests), dynamic_ncols=True):
+            run.judge.start(s); samples.append(s)
+    run.judge.settle(samples)
     rewards,group,valid,_ = table(samples, asked)
     kept = [id for id,k in zip(asked, screen(rewards, group, valid).tolist()) if k]
     print(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
@@ -240,7 +253,7 @@ def resume_run(
     with locked(folder):
         run = Run(cfg, folder, load(cfg))
         newest_checkpoint(cfg.train_engine, folder/'checkpoints', required=True) # refused before engines start
-        with stoppable(run), engines(cfg, run.source, folder, control) as run.engines:
+        with stoppable(run), run.judging(), engines(cfg, run.source, folder, control) as run.engines:
             step = run.engines.checkpoints.load()
             if cfg.steps<step: raise ValueError(f'steps={cfg.steps}: the run has done {step}, use at least that many')
             run.engines.rollout.load_weights(run.engines.train.weights(), step)
@@ -254,7 +267,7 @@ def _train(run, start): # the loop and what comes after it
     run.log = Log(folder, start, c.steps)
     kept = set(json.loads((folder/'screen.json').read_text())) if c.zero_variance.screen_samples else None
     prompts = d.train if kept is None else [p for p in d.train if p.id in kept]
-    try: fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, start, e.reference)
+    try: fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, start, e.reference, run.judge)
     finally: run.log.close()
     before,after = json.loads((folder/'eval_before.json').read_text()), run.evaluate()
     write_json(folder/'eval_after.json', after)

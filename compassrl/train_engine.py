@@ -33,7 +33,7 @@ class OptimConfig:
     weight_decay:float=0.0         # on matrices, not on norms
     grad_clip:float=1.0            # largest global gradient norm; 0 = no clipping
     num_mini_batches:int=1         # optimiser steps per batch
-    micro_batch_tokens:int=8192    # padded tokens per forward pass: memory, never the result
+    micro_batch_tokens:int=2048    # padded tokens per forward pass: speed and memory, never the result
 
     def __post_init__(self):
         if not self.lr>0: raise ValueError(f'lr={self.lr}: use a positive learning rate')
@@ -66,7 +66,8 @@ def score_response(
 )->tuple[Tensor,Tensor]:    # log-probs and entropies [B, T] in nats, 0 outside the response
     "Log-probability of each response token given what came before it, and the entropy of the choice"
     at = batch.response_mask[batch.token_mask].nonzero()[:,0] # packed places of response tokens, predicted one before
-    values = token_log_probs(hidden[at-1], policy.head, batch.token_ids[batch.response_mask], temperature)
+    targets = batch.token_ids[batch.response_mask]
+    values = token_log_probs(hidden.index_select(0, at-1), policy.head, targets, temperature)
     return tuple(v.new_zeros(batch.token_ids.shape).masked_scatter(batch.response_mask, v) for v in values)
 
 def response_log_probs(policy:Policy, batch:Batch, temperature:float=1.0, replay:bool=True)->tuple[Tensor,Tensor]:

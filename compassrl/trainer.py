@@ -13,8 +13,9 @@ from typing import Protocol
 from tokenizers import Tokenizer
 from torch import Tensor
 from .config import TrainConfig
-from .experience import assemble, collect, judge_sample
+from .experience import assemble, collect, grade
 from .losses import PolicyLoss
+from .overlap import Judge, SerialJudge
 from .records import Batch, Metrics, Prompt, RolloutEngine, Sample, TrainEngine
 from .router_replay import discrepancy
 from .zero_variance import token_advantages
@@ -33,8 +34,9 @@ class RunHooks(Protocol):
 
 @contextmanager
 def timed(metrics:Metrics, phase:str):
-    "Adds the seconds spent inside to `time_{phase}_s`"
+    "Adds the seconds spent inside to `time_{phase}_s`; `time_{phase}_at` is the clock when it began"
     t = time.perf_counter()
+    metrics.setdefault(f'time_{phase}_at', t)
     yield
     metrics[f'time_{phase}_s'] = metrics.get(f'time_{phase}_s', 0.)+time.perf_counter()-t
 
@@ -62,24 +64,28 @@ def fit(
     hooks:RunHooks,
     eos_id:int,
     start:int=0,           # steps already done
-    reference:TrainEngine|None=None # holds the starting weights; needed if loss.kl_coef > 0
+    reference:TrainEngine|None=None, # holds the starting weights; needed if loss.kl_coef > 0
+    judge:Judge|None=None  # None: verdicts here, one after another
 )->None:
     "Group-relative policy optimisation over any two engines. Raises ValueError for a KL penalty without a reference"
     if cfg.loss.kl_coef and reference is None:
         raise ValueError(f'loss.kl_coef={cfg.loss.kl_coef}: pass an engine with the starting weights as `reference`')
-    by_id = {p.id:p for p in prompts}
-    def judge(s): return judge_sample(s, by_id[s.prompt_id], tokenizer, eos_id)
+    judge = judge or SerialJudge(prompts, tokenizer, eos_id)
     for step in range(start, cfg.steps):
         metrics:Metrics = dict(step=step+1)
         with timed(metrics, 'step'):
             with timed(metrics, 'rollout'): requests,samples,found = collect(rollout, prompts, step, cfg, judge, eos_id)
             metrics['time_rollout_s'] -= found['time_reward_s']
-            batch,task,valid,measured = assemble(requests, samples, cfg)
+            metrics |= found
+            batch = assemble(requests, samples)
             with timed(metrics, 'log_probs'): batch.old_log_probs,batch.entropy = engine.log_probs(batch)
             if cfg.loss.kl_coef:
                 with timed(metrics, 'ref_log_probs'): batch.ref_log_probs,_ = reference.log_probs(batch)
+            with timed(metrics, 'reward'): judge.settle(samples) # not earlier: nothing so far needed a reward
+            task,valid,measured = grade(batch, samples, cfg)
             batch.advantages,spared = token_advantages(batch, task, valid, cfg.advantages, cfg.zero_variance)
-            metrics |= found | measured | spared | discrepancy(batch)
+            metrics |= measured | spared | discrepancy(batch)
+            metrics.setdefault('zero_variance_first_frac', metrics['zero_variance_raw_frac']) # there was one wave
             metrics['entropy'] = float(batch.entropy[batch.response_mask].mean())
             if batch.advantages.any() or cfg.loss.kl_coef:
                 with timed(metrics, 'update'): metrics |= engine.update(batch, loss_of(cfg, batch))

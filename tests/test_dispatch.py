@@ -24,10 +24,12 @@ def handed(d, now=0.):
 def once(m):
     "Replicas join, leave, answer, answer twice, answer late, in any order: each request counts once, none is lost"
     @random
-    @given(st.integers(1, 12), st.integers(1, 3),
+    @given(st.integers(1, 12), st.integers(1, 3), st.booleans(),
         st.lists(st.tuples(st.sampled_from('jlaappp'), st.integers(0, 40)), max_size=60))
-    def check(num, slots, events):
-        d, given_out, counted = m.Dispatcher(requests(num, 3), slots), [], Counter()
+    def check(num, slots, restless, events):
+        asked = itertools.count()
+        def order(r): return next(asked)*7919 % 5 if restless else 0  # another answer every time
+        d, given_out, counted = m.Dispatcher(requests(num, 3), slots, order), [], Counter()
         def answer(ticket, request):
             if d.finish(ticket, 0): counted[request.prompt_id, request.index] += 1
         for what, k in events:
@@ -131,6 +133,46 @@ def ordered(m):
     assert [(r.prompt_id, r.index) for _, _, r in handed(d)] == [(f'p{k}', i) for k in (2, 1, 0) for i in range(4)]
 
 
+def ordered_within(m):
+    "Also among the requests of one prompt"
+    d = m.Dispatcher(requests(4), 4, order=lambda r: -r.index)
+    d.join('a', 0)
+    assert [r.index for _, _, r in handed(d)] == [3, 2, 1, 0]
+
+
+def learns(m):
+    "The order is asked again when an answer has come, and when a request was handed out"
+    known = {}
+    d = m.Dispatcher(requests(6, 2), 1, order=lambda r: known.get(r.prompt_id, 0))
+    d.join('a', 0)
+    first = d.pull(0)
+    known['p0'] = 1
+    d.finish(first[0], 1)
+    told = []
+    while got := d.pull(1):
+        told.append((got[2].prompt_id, got[2].index))
+        if told == [('p1', 0)]: known['p1'] = 2
+        d.finish(got[0], 1)
+    assert told == [('p1', 0), ('p2', 0), ('p2', 1), ('p0', 1), ('p1', 1)]
+
+
+def stays_read(m):
+    "Of what ties, a replica takes a prompt that it has read, even if it has read another since"
+    d = m.Dispatcher(requests(8, 2), 9, order=lambda r: r.index)  # one of each prompt, then the rest
+    d.join('a', 0), d.join('b', 0)
+    where = Counter((r.prompt_id, replica) for _, replica, r in handed(d))
+    assert set(where.values()) == {2} and len(where) == 4
+
+
+def drops(m):
+    "What is dropped is neither waited for nor counted, and its slots are free"
+    d = m.Dispatcher(requests(8), 2)
+    d.join('a', 0)
+    (t, _, r), (other, _, _) = handed(d)
+    assert d.finish(t, 0) and d.drop(r) == [other] and d.left == 4 and not d.finish(other, 1)
+    assert [r.prompt_id for _, _, r in handed(d)] == ['p1']*2 and d.drop(r) == [] and d.left == 4
+
+
 def counts_losses(m):
     "Who was there when replicas were lost"
     d = m.Dispatcher(requests(2), 2)
@@ -148,7 +190,8 @@ def hangs(m):
     assert [(s.replica, s.outcome) for s in slow] == [('b', 'done'), ('a', 'lost'), ('b', 'done')]
 
 
-LAWS = [once, bounded, hangs, front, stale, groups, spread, silence, ordered, counts_losses]
+LAWS = [once, bounded, hangs, front, stale, groups, spread, silence, ordered, ordered_within, learns, stays_read, drops,
+    counts_losses]
 
 
 @pytest.mark.parametrize('law', LAWS, ids=lambda law: law.__name__)
@@ -158,15 +201,21 @@ def test_law(law): law(dispatch)
 @pytest.mark.parametrize('old, new', [
     ('if ticket not in self.out: return False', 'if False: return False'),                # a second answer counts
     ('self.out.pop(t)[1] for t in sorted', 'self.out[t][1] for t in sorted'),             # a late answer counts
-    ('        self.waiting = front | self.waiting\n', ''),                                # lost requests stay lost
-    ('self.waiting = front | self.waiting', 'self.waiting = self.waiting | front'),       # they queue at the end
-    ('if len(self.busy[r])<self.slots]', ']'),                                            # no bound in flight
-    ('key=lambda r: len(self.busy[r]), default', 'key=lambda r: 0, default'),             # the first takes all
-    ('mine if mine in self.waiting else next', 'next'),                                   # prompts are scattered
+    ('        for i in reversed(lost): self.waiting.setdefault(self.group[i], deque()).appendleft(i)\n', ''), # stay lost
+    ('(0, 0) if self.lost[q[0]] else', '(0, 0) if False else'),                            # they queue at the end
+    ('for i in reversed(lost)', 'for i in lost'),                                          # the last comes first
+    (')<self.slots: heapq', ')<99: heapq'),                                                # no bound in flight
+    ('len(self.busy[replica])==load', 'True'),                                             # old loads count
+    ('replica if replica in homes else None if', 'None if'),                               # prompts are scattered
+    ('None if None in homes else next(iter(homes))', 'next(reversed(homes))'),             # all work on one prompt
+    ('        if self.group[i] in self.waiting: self._file(self.group[i]) # `order` may know more now\n', ''),
+    ('key=lambda i: order(self.requests[i])', 'key=lambda i: 0'),
+    ('(1, self.order(self.requests[q[0]]))', '(1, 0)'),                                     # no order among prompts
+    ('        self.left -= len(running)\n', ''),                                           # the dropped are waited for
+    ('            self.busy[replica].remove(t)\n', ''),                                    # they keep their slots
     ('if tickets and now-self.seen', 'if now-self.seen'),                                 # an idle one is silent
     ('        if not self.busy[replica]: self.seen[replica] = now\n', ''),                # idle time counts as silence
     ('self.seen[replica] = now\n        self.left', 'self.left'),                         # an answer is no sign of life
-    ('sorted(requests, key=order) if order else list(requests)', 'list(requests)'),
     ('        self.lost.update(lost)\n', ''),
     ('            self.lose(r, now, f.back if f else 0)\n', '            pass\n'),             # a hang is not noticed
     ('self.gone |= self.d.busy[f.replica]', 'self.gone |= set()'),                                # the dead answer

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from compassrl.config import TrainConfig
-from compassrl.experience import assemble, collect, judge_sample, next_wave, prompts_of_step, requests_of, table, task_rewards
+from compassrl.experience import assemble, collect, grade, next_wave, prompts_of_step, requests_of, table, task_rewards
+from compassrl.overlap import SerialJudge, judge_sample
 from compassrl.records import Prompt, Sample, SamplingParams, Verdict
 from compassrl.tasks import EOS_ID, build_tokenizer, encode
 from compassrl.zero_variance import ZeroVarianceConfig
@@ -39,8 +40,9 @@ def config(sampling='adaptive', prompts=12, **kw):
 
 def take(cfg, engine=None, prompts=None, step=0):
     prompts, engine = prompts or questions(72), engine or Coin()
-    by_id = {p.id: p for p in prompts}
-    found = collect(engine, prompts, step, cfg, lambda s: judge_sample(s, by_id[s.prompt_id], TOKENIZER, EOS_ID), EOS_ID)
+    judge = SerialJudge(prompts, TOKENIZER, EOS_ID)
+    found = collect(engine, prompts, step, cfg, judge, EOS_ID)
+    judge.settle(found[1])
     return engine, *found
 
 
@@ -125,7 +127,7 @@ def test_adaptive_grows_silent_groups_in_blocks(step):
     assert all(not silent(r) or len(r) == 16 for r in rewards_by_prompt(samples).values())
     assert max(seen.values()) <= 16 and len(samples) == len(requests) == sum(seen.values())
     first = rewards_by_prompt([s for s in samples if s.index < 4])
-    assert m['zero_variance_first_frac'] == pytest.approx(sum(map(silent, first.values()))/12)
+    assert m['time_reward_s'] > 0 and m['zero_variance_first_frac'] == pytest.approx(sum(map(silent, first.values()))/12)
 
 
 @pytest.mark.parametrize('budget', [0., .3, 1.])
@@ -173,11 +175,14 @@ def test_failed_verifiers_do_not_wake_a_group():
 def test_a_batch_by_hand():
     s = Sample('p0', 0, [5], encode(TOKENIZER, '1')+[EOS_ID], torch.zeros(2), None, None, 'stop', 0)
     other = replace(s, index=1, response_ids=encode(TOKENIZER, '000')+[EOS_ID], rollout_log_probs=torch.zeros(4), timings={})
-    for x in (s, other): assert judge_sample(x, questions(1)[0], TOKENIZER, EOS_ID) is x and x.timings['reward'] >= 0
+    for x in (s, other): assert judge_sample(x, questions(1)[0], TOKENIZER, EOS_ID) is x and x.timings['reward_end'] >= x.timings['reward_start']
     requests = requests_of(questions(1), [2], Counter(), PARAMS)
     cfg = config(length_weight=.2, overlong_frac=1., repetition_weight=0.)
     cfg = replace(cfg, rollout=replace(cfg.rollout, max_tokens=8))
-    batch, task, valid, m = assemble(requests, [other, s], cfg)
+    samples = [other, s]
+    batch = assemble(requests, samples)
+    assert samples == [s, other] and batch.token_ids[0, 1] == ONE, 'in the order of the requests'
+    task, valid, m = grade(batch, samples, cfg)
     assert task.tolist() == [1., 0.] and valid.tolist() == [True, True] and batch.group.tolist() == [0, 0]
     assert batch.rewards.tolist() == pytest.approx([1-.2*2/8, -.2*4/8])
     assert m['reward_mean'] == .5 == m['correct_frac'] and m['penalty_mean'] == pytest.approx(.2*6/16)
@@ -188,7 +193,7 @@ def test_rows_of_a_group_stand_side_by_side_whatever_wave_they_came_from():
     _, requests, samples, _ = take(config(token_budget=100.))
     assert [r.prompt_id for r in requests] != sorted((r.prompt_id for r in requests), key=list(dict.fromkeys(r.prompt_id for r in requests)).index)
     random.Random(0).shuffle(samples)
-    batch, *_ = assemble(requests, samples, config())
+    batch = assemble(requests, samples)
     assert batch.group.tolist() == sorted(batch.group.tolist())
     assert [(s.prompt_id, s.index) for s in samples] == [(id, i) for id, n in Counter(r.prompt_id for r in requests).items() for i in range(n)]
     rewards, group, _, tokens = table(samples, dict.fromkeys(r.prompt_id for r in requests))
@@ -202,4 +207,23 @@ def test_nothing_may_be_lost_or_repeated(harm):
     if harm == 'repeat': samples.append(samples[0])
     if harm == 'swap': samples[-1] = samples[0]
     if harm == 'foreign': samples[-1].index = 77
-    with pytest.raises(AssertionError, match='lost, repeated or not asked for'): assemble(requests, samples, config())
+    with pytest.raises(AssertionError, match='lost, repeated or not asked for'): assemble(requests, samples)
+
+
+class Patient:
+    "A judge that notes what it is asked"
+    def __init__(self, prompts): self.judge, self.calls = SerialJudge(prompts, TOKENIZER, EOS_ID), []
+    def start(self, sample): self.calls.append(('start', sample.prompt_id, sample.index))
+    def settle(self, samples): self.calls.append(('settle', len(samples))); self.judge.settle(samples)
+
+
+@pytest.mark.parametrize('sampling', ['uniform', 'adaptive', 'refill'])
+def test_each_sample_is_started_once_and_settled_only_if_the_next_wave_needs_it(sampling):
+    prompts, engine = questions(72), Coin()
+    judge = Patient(prompts)
+    requests, samples, m = collect(engine, prompts, 0, config(sampling), judge, EOS_ID)
+    started = [c[1:] for c in judge.calls if c[0] == 'start']
+    assert sorted(started) == sorted((r.prompt_id, r.index) for w in engine.waves for r in w)
+    settled = [c[1] for c in judge.calls if c[0] == 'settle']
+    if sampling == 'uniform': assert not settled and m['time_reward_s'] == 0 and all(s.verdict is None for s in samples) and 'zero_variance_first_frac' not in m
+    else: assert settled == list(itertools.accumulate(map(len, engine.waves))) and len(settled) > 1

@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
+from compassrl import policy as policy_module
 from compassrl.policy import MoE, Policy, PolicyConfig, grouped_linear, rope_table, route_dtype
 from compassrl.pretrained import (
     from_pretrained, hf_slices, hf_weights, load_hf_weights, read_config, save_pretrained, write_config)
@@ -239,6 +240,23 @@ def test_gates_of_the_paper():
     gates, ids, own = moe.route(torch.ones(1, 1), torch.tensor([[0, 2]]), torch.tensor([False]))
     assert ids.tolist() == own.tolist() == [[1, 0]]
     torch.testing.assert_close(gates[0], torch.tensor([.731059, .268941]), atol=1e-6, rtol=0)
+
+
+def test_hand_written_gradients_against_finite_differences():
+    g = torch.Generator().manual_seed(0)
+    def leaf(*shape): return torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True)
+    cos, sin = (t[:5, None].double() for t in rope_table(8, 5, 100.))
+    order = torch.randperm(10, generator=g)
+    check, inverse = torch.autograd.gradcheck, order.argsort()
+    assert check(lambda x: policy_module.rotate(x, cos, sin), leaf(5, 3, 8))
+    assert check(policy_module._GatedSwiGLU.apply, (leaf(6, 8), leaf(6)))
+    assert check(lambda x: policy_module._Dispatch.apply(x, order, inverse, 2), leaf(5, 4))
+    assert check(lambda y: policy_module._Combine.apply(y, order, inverse, 2), leaf(10, 4))
+    assert check(lambda x, w: policy_module.rms_norm(x, w, 1e-6), (leaf(5, 3, 8), leaf(3, 8)))
+    # adding up and spreading are each other's transpose
+    x, y = leaf(5, 4), leaf(10, 4)
+    spread, summed = policy_module._Dispatch.apply(x, order, inverse, 2), policy_module._Combine.apply(y, order, inverse, 2)
+    torch.testing.assert_close((spread*y).sum(), (x*summed).sum())
 
 
 def test_gradients_against_finite_differences():

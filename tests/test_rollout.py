@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compassrl import rollout
-from compassrl.policy import Policy, PolicyConfig
+from compassrl.policy import Policy, PolicyConfig, causal_attention
 from compassrl.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
 from laws import planted
@@ -394,6 +394,59 @@ def test_bfloat16_runs_and_stays_near():
         assert (s.rollout_log_probs-want).abs().max() < .1
 
 
+# --------------------------------------------------------------------------------------------------- another precision
+def coarse(t): return (t*16).round()/16
+
+
+def other_precision_holds(R):
+    "A subclass's keys and values are what prefill and decoding look at: a full forward pass with the same rounding agrees"
+    class Coarse(R.TorchRollout):
+        def cached(self, kv): return coarse(kv)
+    policy = make_policy(scale=2.)
+    e = Coarse(policy.config, 5)
+    e.load_weights(hf_weights(policy), 0)
+    for s in e.generate(requests := make_requests(20)):
+        ids = torch.tensor(s.prompt_ids+s.response_ids)
+        inner = causal_attention(torch.ones(1, len(ids), dtype=torch.bool))
+        with torch.no_grad():
+            def attend(layer, q, k, v): return inner(layer, q, coarse(k), coarse(v))
+            hidden, _ = policy.trunk(ids, torch.arange(len(ids)), attend)
+            want = policy.logits(hidden)[len(s.prompt_ids)-1:-1].log_softmax(-1)
+        want = want.gather(-1, torch.tensor(s.response_ids)[:, None])[:, 0]
+        gap = (s.rollout_log_probs-want).abs()  # a rare value on the edge between two steps may round the other way
+        assert gap.median() < 1e-4 and gap.max() < .2
+
+
+def test_keys_and_values_of_another_precision(): other_precision_holds(rollout)
+
+
+@pytest.mark.parametrize('variant', ['plain', 'dense_first'])
+def test_every_product_with_a_weight_can_be_replaced(variant):
+    "By fp64 ones here: the samples stay, and the number of calls is that of the layers' products"
+    calls = dict.fromkeys(('product', 'expert_product', 'cached'), 0)
+    class Wide(rollout.TorchRollout):
+        def product(self, x, w):
+            calls['product'] += 1
+            return (x.double()@w.double()).float()
+        def expert_product(self, x, w, ends):
+            calls['expert_product'] += 1
+            return rollout.grouped_linear(x.double(), w.double(), ends).float()
+        def cached(self, kv):
+            calls['cached'] += 1
+            assert kv.shape[1:] == (2*self.config.num_key_value_heads, self.config.head_dim)
+            return kv
+    policy = make_policy(**VARIANTS[variant])
+    e, request = Wide(policy.config, 4), Request('p', (1, 2, 3), 0, 1, SamplingParams(6))
+    e.load_weights(hf_weights(policy), 0)
+    wide, = e.generate([request])
+    plain, = make_engine(policy, 4).generate([request])
+    assert wide.response_ids == plain.response_ids
+    assert 0 < (wide.rollout_log_probs-plain.rollout_log_probs).abs().max() < 1e-5
+    sparse, L, passes = sum(map(policy.config.is_sparse, range(2))), 2, 6  # one prefill, five steps
+    want = dict(product=passes*(2*L+2*(L-sparse)), expert_product=passes*2*sparse, cached=passes*L)
+    assert calls == want
+
+
 # --------------------------------------------------------------------------------------------------- life of an engine
 def test_weights_first():
     e = rollout.TorchRollout(PolicyConfig(**TINY))
@@ -491,9 +544,9 @@ def test_bad_requests(bad):
 
 
 @pytest.mark.parametrize('name, value', [('num_slots', 0), ('temperature', -1.), ('temperature', float('nan')),
-    ('top_p', 0.), ('top_p', 1.5), ('max_tokens', 0)])
+    ('top_p', 0.), ('top_p', 1.5), ('max_tokens', 0), ('quantization', 'int4'), ('kv_cache_dtype', 'fp4')])
 def test_bad_config(name, value):
-    with pytest.raises(ValueError, match=f'{name}={value}'): rollout.RolloutConfig(**{name: value})
+    with pytest.raises(ValueError, match=f'{name}={value!r}'): rollout.RolloutConfig(**{name: value})
 
 
 def test_bad_slots():
@@ -502,24 +555,28 @@ def test_bad_slots():
 
 # -------------------------------------------------------------------------------------------------- tests of the tests
 MUTANTS = {log_probs_and_routes_hold: dict(
-        no_mask=('.masked_fill_(future[:,None,None], -torch.inf)', ''),
-        mask_one_short=('arange(T, device=self.device)>place', 'arange(T, device=self.device)>=place'),
+        no_mask=('.masked_fill_(masked, -torch.inf)', ''),
+        mask_one_short=('columns<first', 'columns<=first'),
         wrong_position=('t.index_select(0, place)', 't.index_select(0, place.clamp(max=6))'),
         log_prob_before_temperature=('log_probs = probs.gather', 'log_probs = logits.double().softmax(-1).gather'),
         log_prob_before_top_p=('torch.where(top_p[:,None]<1, kept/kept.sum(-1, keepdim=True), probs)', 'kept'),
         top_p_ignored=('.masked_fill(p.cumsum(-1)-p>=top_p[:,None], 0)', ''),
         gates_unnormalised=('chosen.softmax(-1) if l.norm', 'logits.softmax(-1).gather(-1, idx) if l.norm'),
-        keys_stay_when_slots_move=('for t in (self.keys, self.values): t[:,holes] = t[:,movers]', 'pass'),
+        keys_stay_when_slots_move=('self.kv[:,:,holes] = self.kv[:,:,movers]', 'pass'),
+        mask_stays_when_columns_slide=('self.first += by', 'pass'),
+        keys_stay_when_columns_slide=('for t,dim in ((self.kv, 4), ', 'for t,dim in ('),
         requests_stay_when_slots_move=('self.requests[h],self.started[h] = self.requests[m],self.started[m]', 'pass'),
-        routes_one_late=('s.first[:n]+place', 's.first[:n]+place+1'),
+        routes_one_late=('s.routes[:n,now] =', 's.routes[:n,now+1] ='),
         stop_ids_ignored=('| (tokens[:,None]==s.stop[at]).any(-1)', ''),
-        budget_one_long=('s.length[at]>=s.limit[at]', 's.length[at]>s.limit[at]')),
+        budget_one_long=('s.last[at]<=now', 's.last[at]<now')),
     folding_keeps_the_policy: dict(norm_folded_twice=('norm.fill_(D**-.5)', 'pass')),
     seeds_hold: dict(
-        shared_generator=('uniforms(s.length.new_tensor([r.seed for r in requests]), steps)',
+        shared_generator=('uniforms(s.first.new_tensor([r.seed for r in requests]), steps)',
             'torch.rand(len(requests), len(steps), dtype=torch.float64)'),
         seed_of_the_slot=('[r.seed for r in requests]', '[r.seed+s.n+i for i,r in enumerate(requests)]'),
-        step_of_the_engine=('s.u[at].gather(1, end)', 's.u[at].gather(1, end*0+int(end.max()))')),
+        step_of_the_engine=('gather(1, now-s.first[at,None])', 'gather(1, now-s.first[at,None]*0-s.low)')),
+    other_precision_holds: dict(prefill_looks_at_exact_ones=('causal(layer, qkv[:,:H], *kv.chunk(2, 1))', 'causal(layer, qkv[:,:H], *qkv[:,H:].chunk(2, 1))'),
+        steps_cache_exact_ones=('newest[layer].copy_(self.cached(qkv[:,H:]).view(n, 2, KV, d))', 'newest[layer].copy_(qkv[:,H:].view(n, 2, KV, d))')),
     weights_are_fresh: dict(stale_prefix=('self.prefixes.clear()', 'pass')),
     slots_are_refilled_at_once: dict(
         refill_in_waves=('islice(waiting, s.num-s.n)', 'islice(waiting, s.num if not s.n else 0)'),

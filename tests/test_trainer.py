@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compassrl import trainer
+import odd_verifiers
+from compassrl import overlap, trainer
 from compassrl.advantages import AdvantageConfig
 from compassrl.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from compassrl.config import TrainConfig
 from compassrl.experience import prompts_of_step
 from compassrl.losses import LossConfig
+from compassrl.overlap import RewardConfig, RewardPool, SerialJudge
 from compassrl.policy import Policy, PolicyConfig
 from compassrl.records import Prompt, Sample, Verdict
 from compassrl.rollout import RolloutConfig, TorchRollout
@@ -71,13 +73,13 @@ def engines(cfg=CFG):
     return rollout, engine
 
 
-def run(cfg=CFG, prompts=PROMPTS, start=0, state=None, wrap=lambda r: r, reference=None):
+def run(cfg=CFG, prompts=PROMPTS, start=0, state=None, wrap=lambda r: r, reference=None, judge=None):
     rollout, engine = engines(cfg)
     if state is not None:
         engine.load_state_dict(state)
         rollout.load_weights(engine.weights(), start)
     log = Log()
-    fit(cfg, prompts, wrap(rollout), engine, TOKENIZER, log, EOS_ID, start, reference)
+    fit(cfg, prompts, wrap(rollout), engine, TOKENIZER, log, EOS_ID, start, reference, judge)
     return engine, log
 
 
@@ -143,8 +145,51 @@ def test_judging_is_not_counted_as_rollout(monkeypatch):
     def thoughtful(text, answer): time.sleep(.004); return even(text, answer)
     monkeypatch.setitem(verifiers, 'thoughtful', thoughtful)
     _, log = run(replace(CFG, steps=1, prompts_per_step=8, group_size=8), questions(10, 'thoughtful'))
-    assert log.time_reward_s[0] > 64*.004 and log.time_rollout_s[0] < log.time_reward_s[0]
+    assert log.time_reward_s[0] > 64*.004 and log.time_reward_busy_s[0] > 64*.004
+    assert all(s.timings['reward_start'] >= log.time_reward_at[0] for s in log[0][2])
     assert log.time_rollout_s[0]+log.time_reward_s[0] < log.time_step_s[0]
+
+
+# ---- judges
+
+@pytest.fixture(scope='module')
+def pool():
+    verifiers['even'] = odd_verifiers.even  # the same function, in a module that workers can import
+    try: pool = RewardPool(PROMPTS, TOKENIZER, EOS_ID, RewardConfig(workers=2))
+    finally: del verifiers['even']
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize('zv', [NOTHING, ZeroVarianceConfig(), ZeroVarianceConfig('refill')], ids=['uniform', 'adaptive', 'refill'])
+def test_overlapped_rewards_change_nothing(pool, zv):
+    "Samples, verdicts, metrics, weights: to the last bit"
+    cfg = replace(CFG, steps=3, zero_variance=zv)
+    (a, serial), (b, beside) = run(cfg, judge=SerialJudge(PROMPTS, TOKENIZER, EOS_ID)), run(cfg, judge=pool)
+    assert same(a, b) and [no_clock(m) for _, m, _, _ in serial] == [no_clock(m) for _, m, _, _ in beside]
+    for (_, _, x, p), (_, _, y, q) in zip(serial, beside):
+        assert [(s.prompt_id, s.index, s.response_ids, s.verdict, s.reward) for s in x] == [(s.prompt_id, s.index, s.response_ids, s.verdict, s.reward) for s in y]
+        assert torch.equal(p.advantages, q.advantages) and torch.equal(p.rewards, q.rewards)
+    assert {s.timings['worker'] for _, _, samples, _ in beside for s in samples} <= {1, 2} and min(beside.time_reward_busy_s) > 0
+
+
+def test_the_log_probs_come_before_the_verdicts():
+    "Nothing waits for a reward that it does not need"
+    order = []
+    class Noting(SerialJudge):
+        def start(self, sample): order.append('start')
+        def settle(self, samples): order.append('settle'); super().settle(samples)
+    rollout, engine = engines()
+    def note(name, fn):
+        def call(*args): order.append(name); return fn(*args)
+        return call
+    engine.log_probs, engine.update = note('log_probs', engine.log_probs), note('update', engine.update)
+    log = Log()
+    fit(replace(CFG, steps=1), PROMPTS, rollout, engine, TOKENIZER, log, EOS_ID, judge=Noting(PROMPTS, TOKENIZER, EOS_ID))
+    assert order == ['start']*16+['log_probs', 'settle', 'update']
+    m = log[0][1]
+    at = [m[f'time_{p}_at'] for p in ('step', 'rollout', 'log_probs', 'reward', 'update', 'sync')]
+    assert at == sorted(at) and m['time_sync_at']+m['time_sync_s'] <= m['time_step_at']+m['time_step_s']
 
 
 def test_first_loss_is_zero_and_its_gradient_is_not():
@@ -228,7 +273,7 @@ def test_a_crash_in_the_middle_of_a_rollout_leaves_an_engine_that_works(whole, m
     def broken(*args): raise MemoryError
     rollout, engine = engines()
     with monkeypatch.context() as m:
-        m.setattr(trainer, 'judge_sample', broken)
+        m.setattr(overlap, 'verify', broken)
         with pytest.raises(MemoryError): fit(CFG, PROMPTS, rollout, engine, TOKENIZER, Log(), EOS_ID)
     fit(CFG, PROMPTS, rollout, engine, TOKENIZER, Log(), EOS_ID)
     assert same(engine, whole[0])

@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 from compassrl.engines import vllm, vllm_transfer
 from compassrl.engines.vllm import VllmRollout, check_vllm, read_routes, to_sample
 from compassrl.engines.vllm_transfer import complete, file_parts, shared_folder, sweep, weight_parts
-from compassrl.losses import LossConfig, PolicyLoss
+from compassrl.fp8 import fp8_weights
+from compassrl.losses import LossConfig, PolicyLoss, tis_weights
 from compassrl.parallel import VllmConfig
 from compassrl.policy import Policy, PolicyConfig
-from compassrl.pretrained import hf_weights, save_pretrained, write_config
+from compassrl.pretrained import hf_weights, load_hf_weights, save_pretrained, write_config
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout import TorchRollout
 from compassrl.router_replay import discrepancy
@@ -480,12 +481,16 @@ def test_without_routes(tmp_path):
     finally: e.close()
 
 
-@pytest.mark.parametrize('kv', ['auto', 'fp8'])
-def test_replay_closes_the_gap(tmp_path, kv):
-    "Rollout in bfloat16, with an FP8 KV cache too; training in fp32 with live routers and with replay"
+ROUNDED = dict(bfloat16={}, weights=dict(quantization='fp8'), fp8=dict(kv_cache_dtype='fp8'))
+
+
+@pytest.mark.parametrize('case', ROUNDED)
+def test_replay_closes_the_gap(tmp_path, case):
+    "Rollout in bfloat16, with FP8 weights, with an FP8 KV cache; training in fp32 with live routers and with replay"
+    if case == 'fp8' and not vllm.can_cache_fp8(): pytest.skip('FP8 KV cache: this CPU has neither AVX-512 nor AMX')
     policy = lively()
     write_config(CONFIG, tmp_path)
-    e = VllmRollout(tmp_path, VllmConfig(kv_cache_dtype=kv), torch.bfloat16, num_slots=64)
+    e = VllmRollout(tmp_path, VllmConfig(**ROUNDED[case]), torch.bfloat16, num_slots=64)
     e.load_weights(hf_weights(policy), 0)
     try: samples = list(e.generate(requests(64, 4, max_tokens=40)))
     finally: e.close()
@@ -494,10 +499,29 @@ def test_replay_closes_the_gap(tmp_path, kv):
         b = collate(samples)
         b.old_log_probs, _ = TorchTrain(policy, OptimConfig(), replay=mode).log_probs(b)
         gap[mode] = discrepancy(b)
+        weights, _ = tis_weights(b.old_log_probs, b.rollout_log_probs, b.response_mask, cap=2.)
+        assert weights.max() <= 2 and abs(weights[b.response_mask].mean()-1) < .05
     assert 1e-4 < gap['R3']['rollout_train_gap'] < gap['off']['rollout_train_gap']
     assert gap['R3']['rollout_train_k3'] < gap['off']['rollout_train_k3']
     assert .5 < gap['R3']['tokens_agree_frac'] < 1 and gap['R3']['routes_valid_frac'] == 1
-    assert (gap['R3']['rollout_train_gap'] > .02) == (kv == 'fp8')
+    assert (gap['R3']['rollout_train_gap'] > .02) == (case != 'bfloat16')
+
+
+def test_fp8_on_a_cpu_is_a_sync_of_rounded_weights(tmp_path):
+    "In fp32 vLLM with quantization='fp8' is exactly the policy whose matrices were quantised, again at every sync"
+    write_config(CONFIG, tmp_path)
+    e = VllmRollout(tmp_path, VllmConfig(quantization='fp8'), num_slots=16)
+    try:
+        for version in range(2):
+            policy, rounded = lively(version), lively()
+            e.load_weights(hf_weights(policy), version)
+            load_hf_weights(rounded, fp8_weights(hf_weights(policy)))
+            samples = list(e.generate(requests()))
+            assert gaps(rounded, samples).mean() < CLOSE and gaps(policy, samples).mean() > .005
+        bad = [(n, w*np.inf if n.endswith('o_proj.weight') else w) for n, w in hf_weights(policy)]
+        with pytest.raises(ValueError, match='o_proj.weight has values that are not finite'): e.load_weights(bad, 2)
+        with pytest.raises(RuntimeError, match='has no weights'): next(e.generate(requests()))
+    finally: e.close()
 
 
 def test_three_steps_with_either_engine(fresh):
@@ -526,7 +550,6 @@ BF, FP = torch.bfloat16, torch.float32
     (dict(moe_intermediate_size=48), {}, FP, 'cpu', False, 'moe_intermediate_size=48'),
     ({}, {}, torch.float64, 'cpu', True, "use 'float32'"),
     (dict(mlp_only_layers=(0, 1, 2)), {}, BF, 'cuda', True, "router_replay='off'"),
-    ({}, dict(quantization='fp8'), BF, 'cpu', True, 'its kernels need a GPU'),
     ({}, dict(quantization='fp8'), FP, 'cuda', True, "from 'bfloat16'"),
     ({}, dict(tensor_parallel=2), FP, 'cpu', True, 'use a pool of servers')])
 def test_refused(changes, vllm_config, dtype, device, routes, message):
@@ -534,17 +557,29 @@ def test_refused(changes, vllm_config, dtype, device, routes, message):
         check_vllm(replace(CONFIG, **changes), VllmConfig(**vllm_config), dtype, device, routes, True)
 
 
+@pytest.mark.parametrize('avx512,amx', [(False, False), (True, False), (False, True)])
+def test_fp8_kv_cache_of_a_cpu(avx512, amx):
+    "Refused before vLLM starts, where vLLM would die of it; servers elsewhere have CPUs of their own"
+    def check(**kw): check_vllm(CONFIG, VllmConfig(kv_cache_dtype='fp8', **kw), BF, 'cpu', True, False)
+    with (patch.object(torch.cpu, '_is_avx512_supported', lambda: avx512),
+            patch.object(torch.cpu, '_is_amx_tile_supported', lambda: amx)):
+        if avx512 or amx: return check()
+        with pytest.raises(ValueError, match="kv_cache_dtype='fp8' on this CPU: vLLM needs AVX-512 or AMX"): check()
+        check(urls=('http://other:8000',))
+
+
 def test_accepted():
     big = VllmConfig(tensor_parallel=8, quantization='fp8')
     check_vllm(replace(CONFIG, head_dim=16, hidden_size=72), big, BF, 'cuda', True, True)
     check_vllm(replace(CONFIG, mlp_only_layers=(0, 1, 2), hidden_size=72), VllmConfig(), FP, 'cpu', False, True)
     check_vllm(CONFIG, VllmConfig(tensor_parallel=2), FP, 'cpu', True, one_process=False)
+    for dtype in (FP, BF): check_vllm(CONFIG, VllmConfig(quantization='fp8'), dtype, 'cpu', True, True)
 
 
 def test_sleep_needs_a_gpu(engine, tmp_path):
     with pytest.raises(RuntimeError, match='sleep on a CPU'): engine.sleep()
     write_config(CONFIG, tmp_path)
-    with pytest.raises(ValueError, match='colocated=False'): VllmRollout(tmp_path, colocated=True)
+    with pytest.raises(ValueError, match='colocated=True on a CPU'): VllmRollout(tmp_path, VllmConfig(colocated=True))
 
 
 def test_gpu_arguments():
@@ -598,3 +633,14 @@ def test_in_a_process_of_its_own(tmp_path):
         print('all', x.sum().item())'''
     r = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert r.returncode == 0 and r.stdout.split()[-2:] == ['all', '2.0'], r.stdout[-500:]+r.stderr[-2000:]
+
+
+def test_a_colocated_engine_sleeps_when_it_has_nothing_to_do(fresh):
+    calls = []
+    with patch.multiple(fresh.engine, sleep=lambda level: calls.append(f'sleep {level}'), wake_up=lambda: calls.append('wake')), \
+            patch.object(fresh, 'colocated', True):
+        one = ordered(fresh.generate(requests()))
+        again = ordered(fresh.generate(requests()))
+        fresh.load_weights(hf_weights(lively(1)), 1)
+        assert not fresh.is_asleep
+    assert calls == ['sleep 1', 'wake', 'sleep 1', 'wake'] and [s.response_ids for s in one] == [s.response_ids for s in again]

@@ -15,14 +15,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compassrl.engines import vllm_pool
-from compassrl.engines.vllm_nccl import Everyone, HfSource
+from compassrl.engines.vllm_gpu import Everyone, HfSource
 from compassrl.engines.vllm_pool import VllmPool, from_body
 from compassrl.engines.vllm_server import Server, flags, server_env
 from compassrl.engines.vllm_transfer import shared_folder
+from compassrl.fp8 import fp8_weights
 from compassrl.parallel import VllmConfig
 from compassrl.policy import Policy, PolicyConfig
-from compassrl.pretrained import hf_weights, save_pretrained
+from compassrl.pretrained import hf_weights, load_hf_weights, save_pretrained
 from compassrl.records import Request, SamplingParams, collate, derive_seed
+from compassrl.scheduling import LengthPredictor, ScheduleConfig
 
 CONFIG = PolicyConfig(vocab_size=99, num_attention_heads=2, num_key_value_heads=1, head_dim=32, moe_intermediate_size=32,
     mlp_only_layers=(0,), num_hidden_layers=3, max_position_embeddings=128)
@@ -139,14 +141,54 @@ def test_yields_as_they_finish(pool):
     assert key(list(pool.generate([long, *short]))[-1]) == key(long)
 
 
-def test_order(model, pool):
-    rs = requests(40, 4)
-    pool.order = lambda r: -int(r.prompt_id[1:])
-    try: list(pool.generate(rs))
-    finally: pool.order = None
-    began = sorted(pool.spans, key=lambda s: s.start)
-    assert {s.index for s in began[:16]} == set(range(16))  # of the queue: what comes first in order began first
-    assert sum(s.replica == 'replica 0' for s in began[:16]) == 8
+def test_order(pool):
+    "The longest by prediction begin first, on both; the predictor learns from every answer"
+    class Known(LengthPredictor):
+        def link(self, prompt_id, num_tokens): return 'own', 24*.7**(9-int(prompt_id[1:]))
+    rs, before = requests(40), pool.predictor
+    pool.predictor = Known()
+    try:
+        out = list(pool.generate(rs))
+        began = sorted(pool.spans, key=lambda s: s.start)
+        assert {s.index for s in began[:16]} == set(range(24, 40))
+        assert sum(s.replica == 'replica 0' for s in began[:16]) == 8
+        lengths = {p: sorted(len(s.response_ids) for s in out if s.prompt_id == p) for p in {s.prompt_id for s in out}}
+        assert {p: sorted(n) for p, n in pool.predictor.group.items()} == lengths and len(pool.predictor.pairs) == 40
+    finally: pool.predictor = before
+
+
+def test_sixteen_tokens_are_sixteen(pool):
+    "vLLM's default for max_tokens, which it leaves out of a request: the server must not make no limit of it"
+    out = list(pool.generate([replace(r, params=SamplingParams(16)) for r in requests(4)]))
+    assert [len(s.response_ids) for s in out] == [16]*4
+
+
+def test_over_provision(pool):
+    "Groups are whole, under their own indices; what was not needed is aborted, and short ones win"
+    rs, before = requests(16), pool.schedule
+    pool.schedule = ScheduleConfig('fifo', over_provision=1.)
+    try: out = list(pool.generate(rs))
+    finally: pool.schedule = before
+    assert Counter(map(key, out)) == Counter(map(key, rs)) and agrees(out, POLICIES[0])
+    assert Counter(s.outcome for s in pool.spans)['done'] == 16
+    plain = list(pool.generate(rs))
+    assert sum(len(s.response_ids) for s in out) < sum(len(s.response_ids) for s in plain)
+
+
+def test_fp8_weights_without_kernels(pool, reference):
+    "On a CPU the weights that are synced are those of FP8, and nothing else changes"
+    fp8 = Policy(CONFIG, 0)
+    load_hf_weights(fp8, fp8_weights(hf_weights(POLICIES[0])))
+    before = pool.vllm
+    pool.vllm = replace(before, quantization='fp8')
+    try:
+        pool.load_weights(hf_weights(POLICIES[0]), 0)
+        out = list(pool.generate(requests(8)))
+        assert agrees(out, fp8) and not agrees(out, POLICIES[0])
+    finally:
+        pool.vllm = before
+        pool.load_weights(hf_weights(POLICIES[0]), 0)
+    assert tokens(pool.generate(requests(8))).items() <= reference.items()
 
 
 def test_routes_that_get_lost_on_the_way(pool, reference, monkeypatch):
@@ -287,8 +329,14 @@ def test_restarts_are_bounded(pool):
 def test_refusals(model, tmp_path):
     with pytest.raises(ValueError, match='node7:8000 is on another machine.*give sync_dir'):
         VllmPool(model, VllmConfig(urls=('http://node7:8000',)))
-    with pytest.raises(ValueError, match="sync='nccl' on a CPU"): VllmPool(model, sync='nccl')
-    with pytest.raises(ValueError, match="sync='disk': use 'file' or 'nccl'"): VllmPool(model, sync='disk')
+    for sync in ('nccl', 'ipc'):
+        with pytest.raises(ValueError, match=f"sync='{sync}' on a CPU"): VllmPool(model, sync=sync)
+    shared = replace(VllmConfig(), colocated=True)
+    for config, sync, says in ((shared, 'nccl', 'one process per GPU'), (VllmConfig(), 'ipc', 'one colocated server'),
+                               (replace(shared, num_replicas=2), 'ipc', 'one colocated server')):
+        with pytest.raises(ValueError, match=says): vllm_pool._check_sync(config, sync, None, 'cuda')
+    vllm_pool._check_sync(shared, 'ipc', None, 'cuda')
+    with pytest.raises(ValueError, match="sync='disk': use 'file', 'nccl' or 'ipc'"): VllmPool(model, sync='disk')
     with pytest.raises(ValueError, match='float64'): VllmPool(model, dtype=torch.float64)
     with pytest.raises(ValueError, match='config.json does not exist'): VllmPool(tmp_path)
     with pytest.raises(RuntimeError, match=r'127.0.0.1:9 was not ready after 1 s \(/health: ClientConnectorError'):
@@ -373,3 +421,16 @@ def test_flags():
         env = server_env('cpu')
     assert env['OTHER'] == '1' and not {'RANK', 'MASTER_ADDR', 'LOCAL_RANK'} & env.keys()
     assert server_env('cuda', '2,3')['CUDA_VISIBLE_DEVICES'] == '2,3'
+
+
+def test_a_colocated_pool_sleeps_when_it_has_nothing_to_do(pool):
+    calls = []
+    def note(what):
+        async def step(r): calls.append(what)
+        return step
+    shared = replace(pool.vllm, colocated=True)
+    with patch.multiple(vllm_pool, sleep=note('sleep'), wake=note('wake')), patch.object(pool, 'vllm', shared):
+        assert len(list(pool.generate(requests(8)))) == 8
+        assert calls == ['wake']*2+['sleep']*2
+        pool.load_weights(hf_weights(POLICIES[0]), 0)
+    assert calls[4:] == ['wake']*2

@@ -6,7 +6,7 @@ Docs: https://compassrl.github.io/compassrl/local_batch.html.md"""
 
 # %% ../../nbs/19_local_batch.ipynb #93ae1b60
 from __future__ import annotations
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 import torch
@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from ..records import Batch, micro_batches, select
+from ..scheduling import balance
 
 # %% auto #0
 __all__ = ['Part', 'Work', 'share_rows', 'plan', 'zigzag', 'Packed', 'vocab_log_probs', 'response_values', 'Tap', 'tap_routers']
@@ -38,14 +39,11 @@ class Work:
 # %% ../../nbs/19_local_batch.ipynb #dda867d6
 def share_rows(
     lengths:Tensor, # [B] tokens
-    num_ranks:int
+    num_ranks:int,
+    cost:Callable[[list[int]],Sequence[float]]=list # of rows of these lengths; as it is, their tokens
 )->list[list[int]]: # rows of each rank, longest first
-    "Each row, the longest first, goes to the rank with the fewest tokens"
-    loads,out = [0]*num_ranks, [[] for _ in range(num_ranks)]
-    for i in lengths.argsort(descending=True, stable=True).tolist():
-        r = loads.index(min(loads))
-        out[r].append(i); loads[r] += int(lengths[i])
-    return out
+    "Ranks cost the same, as nearly as `scheduling.balance` can have it"
+    return [sorted(rows, key=lambda i: (-lengths[i], i)) for rows in balance(cost(lengths.tolist()), num_ranks)]
 
 def _idle(batch): # two tokens that nobody asked about: they cost little, and gradients pass through them as zeros
     one = select(batch, [0]).map(lambda t: t[:,:2] if t.dim()>1 else t)
@@ -56,11 +54,12 @@ def plan(
     rows:Tensor,        # [n] the rows of one mini-batch
     num_ranks:int,      # data-parallel ranks
     max_tokens:int,     # padded tokens of a micro-batch
-    multiple:int=1      # the number of parts is a multiple of this
+    multiple:int=1,     # the number of parts is a multiple of this
+    cost:Callable[[list[int]],Sequence[float]]=list # as in `share_rows`
 )->list[Work]:          # one per rank, all with equally many parts
     "The one function that deals a mini-batch out: every tensor of a row goes with its row"
     num = int(batch.response_mask[rows].sum()), len(rows)
-    shares = [rows[torch.tensor(s, dtype=torch.long)] for s in share_rows(batch.lengths[rows], num_ranks)]
+    shares = [rows[torch.tensor(s, dtype=torch.long)] for s in share_rows(batch.lengths[rows], num_ranks, cost)]
     cut = [[s[m] for m in micro_batches(select(batch, s), max_tokens)] if len(s) else [] for s in shares]
     most = max(map(len, cut))
     most += -most%multiple

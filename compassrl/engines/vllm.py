@@ -31,6 +31,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 from .vllm_transfer import backend, transfer
+from ..fp8 import fp8_weights
 from ..parallel import VllmConfig
 from ..policy import PolicyConfig, route_dtype
 from ..pretrained import read_config
@@ -38,10 +39,14 @@ from ..records import Request, Sample
 from ..rollout import TorchRollout
 
 # %% auto #0
-__all__ = ['block', 'check_vllm', 'cache_bytes', 'engine_args', 'sampling_params', 'read_routes', 'to_sample', 'kept_globals',
-           'VllmRollout']
+__all__ = ['block', 'can_cache_fp8', 'check_vllm', 'cache_bytes', 'engine_args', 'sampling_params', 'read_routes', 'to_sample',
+           'kept_globals', 'VllmRollout']
 
 # %% ../../nbs/18_vllm.ipynb #c2ee8787
+def can_cache_fp8()->bool:
+    "Has this CPU what vLLM's FP8 KV cache needs?"
+    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+
 def check_vllm(
     policy:PolicyConfig,
     config:VllmConfig,
@@ -56,13 +61,15 @@ def check_vllm(
     if dtype==torch.float64: raise ValueError("dtype float64: vLLM has none, use 'float32'")
     if return_routes and not sparse:
         raise ValueError("routes of a policy without experts: vLLM fails after loading it, use router_replay='off'")
-    if config.quantization and cpu:
-        raise ValueError(f"quantization={config.quantization!r} on a CPU: its kernels need a GPU, use ''")
-    if config.quantization and dtype!=torch.bfloat16:
+    if config.quantization and not cpu and dtype!=torch.bfloat16:
         raise ValueError(f"quantization={config.quantization!r} of {dtype}: vLLM quantises from 'bfloat16'")
+    if config.colocated and cpu:
+        raise ValueError('colocated=True on a CPU: vLLM cannot give memory back there, use False')
     if not cpu: return
     if config.tensor_parallel>1 and one_process:
         raise ValueError(f'tensor_parallel={config.tensor_parallel} in one process on a CPU: use a pool of servers')
+    if config.kv_cache_dtype=='fp8' and not config.urls and not can_cache_fp8():
+        raise ValueError("kv_cache_dtype='fp8' on this CPU: vLLM needs AVX-512 or AMX for it, use 'auto'")
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if c.head_dim not in sizes: raise ValueError(f'head_dim={c.head_dim}: attention on a CPU needs one of {sizes}')
     for k in ('hidden_size', 'moe_intermediate_size'):
@@ -169,25 +176,24 @@ class VllmRollout:
         dtype:torch.dtype=torch.float32,
         max_len:int|None=None,             # longest sequence; None = the policy's context
         num_slots:int=128,                 # responses that run at the same time
-        return_routes:bool=True,           # record the experts of every token
-        colocated:bool=False               # free the GPU while training? (not run on GPU)
+        return_routes:bool=True            # record the experts of every token
     ):
         c,self.device = read_config(model), current_platform.device_type
         self.config = replace(c, max_position_embeddings=min(max_len or math.inf, c.max_position_embeddings))
         check_vllm(c, config, dtype, self.device, return_routes, one_process=True)
-        if colocated and self.device=='cpu':
-            raise ValueError('colocated on a CPU: vLLM cannot give memory back there, use colocated=False')
         args = engine_args(model, c, config, dtype, self.config.max_position_embeddings, num_slots, return_routes,
             self.device)
         world = os.environ.get('WORLD_SIZE', '1') # set by torchrun
         if int(world)>1: raise RuntimeError(f'one of {world} processes: vLLM waits there for the others, use a pool')
         if not self.live: VllmRollout.owns_groups = not torch.distributed.is_initialized()
         self.live.add(self)
-        args |= dict(disable_log_stats=True, enable_sleep_mode=colocated,
+        args |= dict(disable_log_stats=True, enable_sleep_mode=config.colocated,
             weight_transfer_config=WeightTransferConfig(backend=backend))
         with kept_globals(): self.engine = LLMEngine.from_engine_args(EngineArgs(**args))
         self.engine.collective_rpc('init_weight_transfer_engine', kwargs=dict(init_info={}))
         self.num_slots,self.as_files,self.is_asleep,self.names = num_slots, config.tensor_parallel>1, False, count()
+        self.colocated = config.colocated
+        self.emulates_fp8 = bool(config.quantization) and self.device=='cpu' # no kernels there
         self.version:int|None = None
         self.running:dict[str,tuple[Request,float]] = {}
         self.last_sync:dict[str,float] = {}
@@ -200,10 +206,10 @@ class VllmRollout:
             raise RuntimeError(f'{len(self.running)} requests are running: finish or close `generate` before loading '
                 'weights')
         self.version = None # until all have arrived
-        if self.is_asleep: self.engine.wake_up(['weights'])
+        self.wake()
         def call(method, **kwargs): self.engine.collective_rpc(method, kwargs=kwargs)
+        if self.emulates_fp8: weights = fp8_weights(weights)
         self.last_sync = transfer(call, weights, self.config, self.as_files)
-        if self.is_asleep: self.engine.wake_up(['kv_cache']); self.is_asleep = False
         if not self.engine.reset_prefix_cache(): raise RuntimeError('vLLM did not drop its prefix cache')
         self.version = version
 
@@ -211,13 +217,16 @@ class VllmRollout:
         "Yields each sample as it finishes; its slot is refilled at once"
         if self.version is None: raise RuntimeError('this engine has no weights: call `load_weights` first')
         if self.running: raise RuntimeError(f'{len(self.running)} requests are running: one `generate` at a time')
+        self.wake()
         waiting = iter(requests)
         try:
             while True:
                 for r in islice(waiting, self.num_slots-len(self.running)): self.submit(r)
                 if not self.running: break
                 yield from [self.harvest(o) for o in self.engine.step() if o.finished]
-        finally: self.engine.abort_request(list(self.running)); self.running.clear()
+        finally:
+            self.engine.abort_request(list(self.running)); self.running.clear()
+            if self.colocated: self.sleep()
 
     def submit(self, r:Request):
         "Hand one request to vLLM"
@@ -233,10 +242,11 @@ class VllmRollout:
             out.routed_experts, self.config, self.version, started)
 
     def sleep(self):
-        "Give the GPU back until the next `load_weights` (not run on GPU)"
-        if self.device=='cpu': raise RuntimeError('sleep on a CPU: vLLM cannot give memory back there')
-        self.version,self.is_asleep = None, True
-        self.engine.sleep(level=2)
+        "The GPU is the trainer's: weights go to the host's memory, caches are dropped (not run on GPU)"
+        self.engine.sleep(level=1); self.is_asleep = True
+
+    def wake(self):
+        if self.is_asleep: self.engine.wake_up(); self.is_asleep = False
 
     def close(self):
         "Free its memory; the last engine of the process takes vLLM's process groups with it, but no others"

@@ -31,9 +31,11 @@ from ..pretrained import read_config
 from ..records import Request, Sample
 from ..rollout import TorchRollout
 from ..dispatch import Dispatcher, Span
+from ..fp8 import fp8_weights
+from ..scheduling import LengthPredictor, Schedule, ScheduleConfig
 from .vllm import check_vllm, engine_args, sampling_params, to_sample
-from .vllm_nccl import Everyone, NcclGroup
-from .vllm_server import Client, Lost, begin, end, send, start_server, verify
+from .vllm_gpu import Everyone, NcclGroup, SharedGpu
+from .vllm_server import Client, Lost, begin, end, send, sleep, start_server, verify, wake
 from .vllm_transfer import complete, file_parts
 
 # %% auto #0
@@ -54,7 +56,8 @@ class Replica(Client):
 def to_body(
     r:Request
 )->dict: # JSON of `/inference/v1/generate`
-    return dict(token_ids=list(r.prompt_ids), sampling_params=msgspec.to_builtins(sampling_params(r)))
+    p = sampling_params(r) # what has its default value is left out: of max_tokens (16) the server makes "no limit"
+    return dict(token_ids=list(r.prompt_ids), sampling_params=msgspec.to_builtins(p) | dict(max_tokens=p.max_tokens))
 
 def from_body(
     r:Request,
@@ -80,8 +83,8 @@ class VllmPool:
         max_len:int|None=None,             # longest sequence; None = the policy's context
         num_slots:int=64,                  # responses that run at the same time, on each server
         return_routes:bool=True,           # record the experts of every token
-        order:Callable[[Request],float]|None=None, # which request first; None = as they come
-        sync:Literal['file','nccl']='file',# how weights travel (nccl: not run on GPU)
+        schedule:ScheduleConfig=ScheduleConfig(), # which request first
+        sync:Literal['file','nccl','ipc']='file', # how weights travel (nccl and ipc: not run on GPU)
         sync_dir:str|Path|None=None,       # files pass through it; None = shared memory
         log_dir:str|Path|None=None,        # logs of the servers; None = a temporary folder
         start_timeout_s:float=600.,        # a server that is not ready by then has failed
@@ -90,14 +93,16 @@ class VllmPool:
         c = read_config(model)
         T = min(max_len or c.max_position_embeddings, c.max_position_embeddings)
         self.config = replace(c, max_position_embeddings=T)
-        self.vllm,self.num_slots,self.order,self.sync_dir = config, num_slots, order, sync_dir
+        self.vllm,self.num_slots,self.schedule,self.sync_dir = config, num_slots, schedule, sync_dir
+        self.predictor = LengthPredictor()
         self.start_timeout_s,self.first_gpu = start_timeout_s, first_gpu
         self.device = 'cuda' if torch.cuda.is_available() else 'cpu'
         check_vllm(c, config, dtype, self.device, return_routes, one_process=False)
-        _check_sync(config.urls, sync, sync_dir, self.device)
+        _check_sync(config, sync, sync_dir, self.device)
         if self.device=='cuda' and not config.urls: _check_gpus(first_gpu, config)
         self.options = engine_args(model, c, config, dtype, T, num_slots, return_routes, self.device)
-        if sync=='nccl': self.options['weight_transfer_config'] = dict(backend='nccl')
+        if sync!='file': self.options['weight_transfer_config'] = dict(backend=sync)
+        if config.colocated: self.options['enable_sleep_mode'] = True
         self.sync,self.dtype,self.group = sync, dtype, (None, None) # members, the group that they are
         self.log_dir = Path(log_dir or tempfile.mkdtemp(prefix='compassrl-vllm-'))
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -123,10 +128,14 @@ def _check_gpus(first, config):
     if there<need: raise ValueError(f"num_replicas={n} with tensor_parallel={tp} after "
         f'the first {first} GPUs need {need}, there are {there}: use fewer, or servers on other machines by urls')
 
-def _check_sync(urls, sync, sync_dir, device):
-    if sync not in ('file', 'nccl'): raise ValueError(f"sync={sync!r}: use 'file' or 'nccl'")
-    if sync=='nccl' and device=='cpu': raise ValueError("sync='nccl' on a CPU: it needs GPUs, use 'file'")
-    far = [u for u in urls if urlsplit(u).hostname not in ('localhost', '127.0.0.1', '::1')]
+def _check_sync(config, sync, sync_dir, device):
+    if sync not in ('file', 'nccl', 'ipc'): raise ValueError(f"sync={sync!r}: use 'file', 'nccl' or 'ipc'")
+    if sync!='file' and device=='cpu': raise ValueError(f"sync={sync!r} on a CPU: it needs GPUs, use 'file'")
+    if sync=='nccl' and config.colocated: raise ValueError("sync='nccl' with colocated: NCCL has one process per GPU, "
+        "use 'ipc' for one server on one GPU, or 'file'")
+    one = config.colocated and not config.urls and config.num_replicas*config.tensor_parallel==1
+    if sync=='ipc' and not one: raise ValueError("sync='ipc': it needs one colocated server on one GPU, use 'file'")
+    far = [u for u in config.urls if urlsplit(u).hostname not in ('localhost', '127.0.0.1', '::1')]
     if far and sync=='file' and sync_dir is None:
         raise ValueError(f'{far[0]} is on another machine, which does not see the shared memory of this one: '
             "give sync_dir, a folder that both see, or use sync='nccl' on GPUs")
@@ -166,6 +175,7 @@ async def _each(replicas:list[Replica], step:Callable, *args):
 def load_weights(self:VllmPool, weights:Iterable[tuple[str,Tensor]], version:int):
     "New weights on every server, exactly; caches of the old ones are dropped. Raises RuntimeError while requests run"
     if self.job: raise RuntimeError('requests are running: finish or close `generate` before loading weights')
+    if self.vllm.quantization and self.device=='cpu': weights = fp8_weights(weights) # no kernels there: values alone
     start = time.perf_counter()
     self.submit(_settle(self)).result()
     _forget_weights(self)
@@ -173,8 +183,9 @@ def load_weights(self:VllmPool, weights:Iterable[tuple[str,Tensor]], version:int
     there = [r for r in self.replicas.values() if r.up]
     def tell(step, *args): return self.submit(_each(there, step, *args))
     try:
+        if self.vllm.colocated: tell(wake).result()
         tell(begin).result()
-        size = _by_nccl(self, there, weights) if self.sync=='nccl' else _by_file(self, tell, weights)
+        size = _by_file(self, tell, weights) if self.sync=='file' else _by_gpu(self, there, weights)
         tell(end, version).result()
         self.version = version
     except BaseException:
@@ -195,13 +206,14 @@ def _by_file(self:VllmPool, tell:Callable, weights)->int: # bytes
     sending.result()
     return size
 
-def _by_nccl(self:VllmPool, there:list[Replica], weights)->int: # not run on GPU
+def _by_gpu(self:VllmPool, there:list[Replica], weights)->int: # not run on GPU
     members = [(r.name, r.losses) for r in there if r.up]
     if self.group[0]!=members: # a server that was restarted is another one
         async def post(path, bodies):
             await asyncio.gather(*(self.replicas[n].post(path, **b) for (n,_),b in zip(members, bodies)))
         everyone = Everyone(lambda *a: self.submit(post(*a)).result(), len(members), self.vllm.tensor_parallel)
-        self.group = members, NcclGroup(everyone, self.config, self.dtype, self.vllm.timeout_s)
+        of = everyone, self.config, self.dtype
+        self.group = members, NcclGroup(*of, self.vllm.timeout_s) if self.sync=='nccl' else SharedGpu(*of)
     return self.group[1].send(weights)
 
 def _forget_weights(self:VllmPool):
@@ -231,7 +243,7 @@ async def _revive(self:VllmPool, r:Replica):
             _start(self, r)
             try:
                 await r.ready(_patience(self, r))
-                if self.sync=='nccl' and self.version is not None: r.waits = True; break # nothing is kept for it
+                if self.sync!='file' and self.version is not None: r.waits = True; break # nothing is kept for it
                 if self.version is not None: await _load(self, r)
                 r.up = True
                 self.turns.append((time.perf_counter(), r.name, 'up'))
@@ -264,18 +276,21 @@ def generate(self:VllmPool, requests:Iterable[Request])->Iterator[Sample]:
     if self.job: raise RuntimeError('requests are running: one `generate` at a time')
     requests = list(requests)
     for r in requests: self.check(r) # a token outside the vocabulary would take one server after another with it
-    out = queue.SimpleQueue()
-    self.job = self.submit(_serve(self, Dispatcher(requests, self.num_slots, self.order), out))
+    out,plan = queue.SimpleQueue(), Schedule(requests, self.schedule, self.predictor)
+    self.job = self.submit(_serve(self, Dispatcher(plan.requests, self.num_slots, plan.order), plan, out))
     self.job.add_done_callback(lambda _: out.put(None))
     try:
         while s := out.get(): yield s
         self.job.result()
-    finally: self.job.cancel(); self.job = None
+    finally:
+        self.job.cancel(); self.job = None
+        if self.vllm.colocated: self.submit(_each(list(self.replicas.values()), sleep)).result()
 
-async def _serve(self:VllmPool, d:Dispatcher, out:queue.SimpleQueue):
+async def _serve(self:VllmPool, d:Dispatcher, plan:Schedule, out:queue.SimpleQueue):
     self.events,self.spans,tasks = asyncio.Queue(), [], {}
     _raise_errors(self)
     there = [r for r in self.replicas.values() if r.up]
+    if self.vllm.colocated: await _each(there, wake)
     await _each(there, verify, self.version) # a server may have been restarted behind our back
     for r in there:
         if not r.up: _lose(self, r, r.why)
@@ -288,7 +303,7 @@ async def _serve(self:VllmPool, d:Dispatcher, out:queue.SimpleQueue):
                 task = self.loop.create_task(_ask(self, ticket, self.replicas[name], request))
                 tasks[ticket] = task,d.out[ticket][1],time.perf_counter()
             _raise_errors(self, _suspect(self, d))
-            await _take(self, d, tasks, out)
+            await _take(self, d, plan, tasks, out)
             _listen(self, d, tasks)
     finally:
         for task,*_ in tasks.values(): task.cancel()
@@ -318,7 +333,7 @@ async def _ask(self:VllmPool, ticket:int, r:Replica, request:Request):
     except Exception as e: answer = e
     self.events.put_nowait((ticket, r, answer))
 
-async def _take(self:VllmPool, d:Dispatcher, tasks:dict, out:queue.SimpleQueue):
+async def _take(self:VllmPool, d:Dispatcher, plan:Schedule, tasks:dict, out:queue.SimpleQueue):
     "What happens next: an answer, a replica that is back, or nothing for a while"
     try:
         async with asyncio.timeout(min(1, self.vllm.timeout_s/8)): event = await self.events.get()
@@ -330,8 +345,15 @@ async def _take(self:VllmPool, d:Dispatcher, tasks:dict, out:queue.SimpleQueue):
     if isinstance(answer, Exception): raise answer
     _,i,start = tasks.pop(ticket)
     if ticket==r.name: return d.alive(r.name, time.perf_counter())
-    self.spans.append(Span(r.name, i, start, time.perf_counter(), 'done'))
-    if d.finish(ticket, time.perf_counter()): out.put(answer)
+    now = time.perf_counter()
+    self.spans.append(Span(r.name, i, start, now, 'done'))
+    plan.observe(answer) # before the queue moves on: its order may be another now
+    if d.finish(ticket, now): out.put(plan.label(answer))
+    if not plan.full(answer): return
+    for t in d.drop(d.requests[i]): # the last to end of a group that asked for more than it needs
+        task,i,start = tasks.pop(t)
+        task.cancel()
+        self.spans.append(Span(r.name, i, start, now, 'dropped'))
 
 def _drop(self:VllmPool, d:Dispatcher, tasks:dict, r:Replica, why:str):
     "Its requests go back, its answers do not count any more, and it is brought back"

@@ -22,7 +22,7 @@ import msgspec
 
 # %% auto #0
 __all__ = ['flags', 'server_env', 'Server', 'free_port', 'server_command', 'start_server', 'Lost', 'Client', 'begin', 'send',
-           'end', 'verify']
+           'end', 'sleep', 'wake', 'verify']
 
 # %% ../../nbs/18_server.ipynb #a9e67b5a
 def flags(
@@ -121,8 +121,9 @@ def start_server(
     gpus:str=''           # which it may use
 )->tuple[Server,str]:     # and its URL, which answers when vLLM has loaded
     "A server on a free port of this machine"
-    port = free_port()
-    return Server(server_command(options, device, port), server_env(device, gpus), log), f'http://127.0.0.1:{port}'
+    port,env = free_port(), server_env(device, gpus)
+    if options.get('weight_transfer_config')==dict(backend='ipc'): env['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'
+    return Server(server_command(options, device, port), env, log), f'http://127.0.0.1:{port}'
 
 # %% ../../nbs/18_server.ipynb #f4e24aa0
 class Lost(Exception): "A server that does not do its work: gone, silent, broken, or with other weights"
@@ -179,6 +180,12 @@ async def end(self:Client, version:int):
     if not (await self.post('/reset_prefix_cache'))['success']: raise Lost(f'{self.name} did not drop its prefix cache')
     await verify(self, version)
     await self.post('/resume')
+
+async def sleep(self:Client):
+    "Its GPU is the trainer's now: weights go to the host's memory, caches are dropped (not run on GPU)"
+    await self.post('/sleep?level=1')
+
+async def wake(self:Client): await self.post('/wake_up')
 
 async def verify(self:Client, version:int):
     "A server may have been restarted behind our back"
