@@ -1,11 +1,7 @@
 "Rollout engine: seeds, log-probs and routes against full passes, frequencies, slots, caches, bad input, mutants"
 import gc
-import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from compassrl.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
 from laws import planted
 
-ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)
 TINY = dict(vocab_size=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=8, intermediate_size=48, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
@@ -299,7 +294,7 @@ def test_log_probs_and_routes_in_float64():
 
 
 @pytest.mark.parametrize('head', [1., 6.], ids=['flat', 'peaked'])
-def test_seeds_fp32(head): seeds_hold(rollout, 1000, needed=.999, head=head)
+def test_seeds_fp32(head): seeds_hold(rollout, 1000, needed=.999, head=head, tol=1e-5*head) # logits `head` times as large
 
 
 def test_seeds_float64(): seeds_hold(rollout, 300, torch.float64, needed=1., tol=1e-6, head=3.)
@@ -590,13 +585,3 @@ CASES = {name: (law, *change) for law, changes in MUTANTS.items() for name, chan
 def test_mutants_are_caught(name):
     law, old, new = CASES[name]
     with pytest.raises((AssertionError, IndexError, RuntimeError)): law(planted(rollout, old, new))  # or an index out of range
-
-
-# ----------------------------------------------------------------------------------------------------------- benchmark
-def test_the_benchmark_runs():
-    command = [sys.executable, ROOT/'benchmarks/rollout.py', '--quick']
-    r = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert r.returncode == 0, r.stderr[-3000:]
-    d = json.loads(r.stdout.splitlines()[-1])
-    assert d['name'] == 'rollout' and d['ratio'] > 0 and d['floor_ratio'] > 1
-    assert {'units', 'settings', 'machine'} <= set(d)

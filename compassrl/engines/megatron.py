@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import get_args
@@ -23,6 +24,7 @@ from torch import Tensor
 from ..parallel import ParallelConfig
 from ..policy import PolicyConfig
 from ..records import Batch, LossFn, Metrics, mini_batches
+from ..scheduling import train_flops
 from ..train_engine import OptimConfig, ReplayMode, route_records, validate_routes
 from .megatron_batch import Packed, plan, response_values, tap_routers, vocab_log_probs
 from .megatron_model import build_model, init_parallel
@@ -123,7 +125,8 @@ def _check(self, batch): # on rank 0, before anybody computes
 
 def _deal(self, batch, parts): # one list of Work per rank
     multiple = self.parallel.pp if self.parallel.vpp>1 else 1
-    plans = [plan(batch, r, self.num_dp, self.config.micro_batch_tokens, multiple) for r in parts]
+    cost,most = partial(train_flops, c=self.policy), self.config.micro_batch_tokens
+    plans = [plan(batch, r, self.num_dp, most, multiple, cost) for r in parts]
     return [[works[d] for works in plans] for d in self.dp_of]
 
 MegatronTrain._check,MegatronTrain._deal = _check,_deal
