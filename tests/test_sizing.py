@@ -154,7 +154,7 @@ def test_megatron_takes_that_much(p, n, policy):
 
 
 def test_the_embedded_engine_keeps_more():
-    "What the policy itself keeps per token and layer, fp32: 1.4 times the estimate, which assumes fused kernels"
+    "What the policy itself keeps per token and layer, fp32: 1.1 to 1.4 times the estimate, which assumes fused kernels"
     def per_token(layers, dense):
         c = replace(SMALL, num_hidden_layers=layers, mlp_only_layers=tuple(range(layers)) if dense else ())
         policy = Policy(c)
@@ -164,7 +164,7 @@ def test_the_embedded_engine_keeps_more():
     for dense in (False, True):
         layer = per_token(3, dense)-per_token(2, dense)
         c = replace(SMALL, mlp_only_layers=(0, 1, 2, 3) if dense else ())
-        assert 1.2 < layer/(4*kept_elements(c, 2)) < 1.5
+        assert 1.05 < layer/(4*kept_elements(c, 2)) < 1.5
 
 
 # ---- servers

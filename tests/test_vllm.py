@@ -576,8 +576,7 @@ def test_accepted():
     for dtype in (FP, BF): check_vllm(CONFIG, VllmConfig(quantization='fp8'), dtype, 'cpu', True, True)
 
 
-def test_sleep_needs_a_gpu(engine, tmp_path):
-    with pytest.raises(RuntimeError, match='sleep on a CPU'): engine.sleep()
+def test_sleep_needs_a_gpu(tmp_path):
     write_config(CONFIG, tmp_path)
     with pytest.raises(ValueError, match='colocated=True on a CPU'): VllmRollout(tmp_path, VllmConfig(colocated=True))
 

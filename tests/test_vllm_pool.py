@@ -250,6 +250,19 @@ def test_a_sync_that_breaks_off(pool, reference):
     assert all(agrees(out, POLICIES[0]) for out in each_replica(pool, requests(8)).values())
 
 
+def test_a_colocated_pool_sleeps_when_it_has_nothing_to_do(pool):
+    calls = []
+    def note(what):
+        async def step(r): calls.append(what)
+        return step
+    shared = replace(pool.vllm, colocated=True)
+    with patch.multiple(vllm_pool, sleep=note('sleep'), wake=note('wake')), patch.object(pool, 'vllm', shared):
+        assert len(list(pool.generate(requests(8)))) == 8
+        assert calls == ['wake']*2+['sleep']*2
+        pool.load_weights(hf_weights(POLICIES[0]), 0)
+    assert calls[4:] == ['wake']*2
+
+
 # ---- replicas that fail; the order of these tests matters: what one breaks, the next finds coming back
 
 def hurt(pool, name, sig): os.killpg(pool.replicas[name].server.process.pid, sig)
@@ -421,16 +434,3 @@ def test_flags():
         env = server_env('cpu')
     assert env['OTHER'] == '1' and not {'RANK', 'MASTER_ADDR', 'LOCAL_RANK'} & env.keys()
     assert server_env('cuda', '2,3')['CUDA_VISIBLE_DEVICES'] == '2,3'
-
-
-def test_a_colocated_pool_sleeps_when_it_has_nothing_to_do(pool):
-    calls = []
-    def note(what):
-        async def step(r): calls.append(what)
-        return step
-    shared = replace(pool.vllm, colocated=True)
-    with patch.multiple(vllm_pool, sleep=note('sleep'), wake=note('wake')), patch.object(pool, 'vllm', shared):
-        assert len(list(pool.generate(requests(8)))) == 8
-        assert calls == ['wake']*2+['sleep']*2
-        pool.load_weights(hf_weights(POLICIES[0]), 0)
-    assert calls[4:] == ['wake']*2
