@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 # %% ../nbs/00_lesson.ipynb #bcb9b4b8
 stages = dict( # stage -> number of its notebook, what its box says; six in a row
-    tasks=('01','prompts'), rollout=('03','rollout'), rewards=('01','verdicts'), advantages=('05','advantages'),
+    tasks=('01','prompts'), rollout=('03','rollout'), rewards=('04','verdicts'), advantages=('05','advantages'),
     losses=('07','loss'), train_engine=('04','train engine'), # the loop
     policy=('02','policy'), router_replay=('10','replay'), genrm=('09','GenRM'), zero_variance=('06','variance 0'),
     espo=('08','ESPO'), log_probs=('04','log-probs'),         # each below the stage that it belongs to

@@ -50,6 +50,7 @@ def prompts(tmp_path_factory):
 @pytest.fixture(scope='module')
 def pool(prompts):
     pool = RewardPool(prompts, BYTES, EOS, CFG)
+    pool.settle(moody('awake')) # its copies in `Shared` must not each wait for the broker's first word
     yield pool
     pool.close()
     assert pool.broker.returncode is not None
