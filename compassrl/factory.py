@@ -170,24 +170,25 @@ class Engines:
         finally:
             if schedule: self.rollout.schedule = schedule
 
-def _torch_rollout(cfg, source):
+def _torch_rollout(cfg, source, folder):
     dtype = getattr(torch, cfg.rollout.dtype)
     r,common = cfg.rollout, (cfg.policy, cfg.rollout.num_slots, dtype, cfg.device, cfg.router_replay=='R3')
     if not r.quantization and r.kv_cache_dtype=='auto': return TorchRollout(*common)
     quantised = bool(r.quantization)
     return Fp8Rollout(*common, weights=quantised, activations=quantised, kv_cache=r.kv_cache_dtype=='fp8')
 
-def _vllm(cfg, source):
+def _vllm(cfg, source, folder):
     from compassrl.engines.vllm import VllmRollout
     return VllmRollout(source, cfg.vllm, getattr(torch, cfg.rollout.dtype), num_slots=cfg.rollout.num_slots,
         return_routes=cfg.router_replay=='R3')
 
-def _pool(cfg, source):
+def _pool(cfg, source, folder):
     from compassrl.engines.vllm_pool import VllmPool
     v = cfg.vllm
     alone = v.colocated and not v.urls and v.num_replicas*v.tensor_parallel==world()[1]==1
     return VllmPool(source, v, getattr(torch, cfg.rollout.dtype), num_slots=cfg.rollout.num_slots,
-        return_routes=cfg.router_replay=='R3', schedule=cfg.schedule, sync_dir=cfg.vllm.sync_dir or None,
+        return_routes=cfg.router_replay=='R3', schedule=cfg.schedule,
+        sync_dir=cfg.vllm.sync_dir or None, log_dir=folder/'servers',
         first_gpu=0 if v.colocated else int(os.environ.get('LOCAL_WORLD_SIZE', 1)), sync='ipc' if alone else 'file')
 
 rollout_engines = dict(torch=_torch_rollout, vllm=_vllm, pool=_pool)
@@ -235,7 +236,7 @@ def engines(
 )->Iterator[Engines]:
     "The engines that a config names; what they started ends with them"
     with ExitStack() as stack:
-        rollout = rollout_engines[cfg.rollout_engine](cfg, source)
+        rollout = rollout_engines[cfg.rollout_engine](cfg, source, folder)
         if hasattr(rollout, 'close'): stack.callback(rollout.close)
         start,checkpoints = train_engines[cfg.train_engine]
         train = stack.enter_context(start(cfg, source, control))

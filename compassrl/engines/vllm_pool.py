@@ -233,6 +233,7 @@ def _lose(self:VllmPool, r:Replica, why:str):
     r.up,r.why = False, why
     r.losses += 1
     self.turns.append((time.perf_counter(), r.name, 'lost'))
+    print(f'{r.name} is lost, and starts again: {why.splitlines()[0]}' if r.server else f'{r.name} is lost: {why}')
     r.task = self.loop.create_task(_revive(self, r))
 
 async def _revive(self:VllmPool, r:Replica):
@@ -247,6 +248,7 @@ async def _revive(self:VllmPool, r:Replica):
                 if self.version is not None: await _load(self, r)
                 r.up = True
                 self.turns.append((time.perf_counter(), r.name, 'up'))
+                print(f'{r.name} is back')
             except Lost as e: r.why,r.losses,r.gone = str(e), r.losses+1, not r.server # a URL that stays away is gone
             if r.gone: break
         if r.gone and not r.server: print(f'{r.name} is dropped: {r.why}')
