@@ -142,7 +142,7 @@ def serve(
     port:int
 ):
     "Become one rollout server of a run, with the flags that its pool expects; never returns"
-    from compassrl.engines.vllm import check_vllm, engine_args
+    from compassrl.engines.messages import check_vllm, engine_args
     from compassrl.engines.vllm_server import flags, server_env
     import torch
     cfg = read_run_config(config)

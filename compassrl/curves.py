@@ -8,8 +8,6 @@ Docs: https://compassrl.github.io/compassrl/curves.html.md"""
 from __future__ import annotations
 import json, math, statistics
 from pathlib import Path
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 # %% auto #0
 __all__ = ['phases', 'read_rows', 'read_metrics', 'column', 'running_mean', 'phase_seconds', 'step_seconds', 'plot_curves']
@@ -126,8 +124,10 @@ def _times(ax, metrics): # seconds of each step, phases stacked
 def plot_curves(
     metrics:list[dict], # rows of `read_metrics`, finished or not; what is missing leaves its panel empty
     title:str=''
-)->Figure:              # 3 x 4 panels; needs no display
+):                      # a matplotlib `Figure` of 3 x 4 panels; needs no display
     "The curves of a run: raw points light, running means on top, dotted lines where it was resumed"
+    from matplotlib.figure import Figure # costs two seconds: not before there is something to draw
+    from matplotlib.ticker import MaxNLocator
     fig = Figure(figsize=(15, 9.6), layout='constrained', facecolor='white')
     axes = list(fig.subplots(3, 4).flat)
     for ax,(name,keys,log) in zip(axes, _panels): ax.set_title(name, fontsize=11); _panel(ax, metrics, keys, log)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from .checkpoint import check_shapes, latest_checkpoint, load_checkpoint, save_checkpoint
 from .config import TrainConfig
+from .engines.messages import check_vllm
 from .fp8 import Fp8Rollout
 from .parallel import check_parallel
 from .pretrained import from_pretrained, read_config
@@ -80,7 +81,6 @@ def _need(module, package, why):
 def _check_rollout(cfg): # what vLLM would say after the cold start, or not at all
     _need('vllm', 'vllm', f'rollout_engine={cfg.rollout_engine!r}')
     if world()[0]: return # rank 0 talks to the servers
-    from compassrl.engines.vllm import check_vllm
     check_vllm(cfg.policy, cfg.vllm, getattr(torch, cfg.rollout.dtype), cfg.device, cfg.router_replay=='R3',
         one_process=cfg.rollout_engine=='vllm')
 

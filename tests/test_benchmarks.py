@@ -1,19 +1,26 @@
 "Every benchmark runs, in a small case, and ends with one JSON line that `make bench` can keep"
 import json
 import math
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((ROOT/'benchmarks').glob('[!_]*.py'))
 
 
+def quick(script): # `python SCRIPT --quick`
+    sys.argv = [str(script), '--quick']
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name='__main__')
+
+
 @pytest.mark.parametrize('script', SCRIPTS, ids=lambda p: p.stem)
-def test_quick(script):
-    r = subprocess.run([sys.executable, script, '--quick'], cwd=ROOT, capture_output=True, text=True, timeout=300)
+def test_quick(script, tmp_path):
+    r = forked.run(tmp_path/'log', quick, script, timeout=300)
     assert r.returncode == 0, r.stderr[-2000:]
     result = json.loads(r.stdout.splitlines()[-1])
     assert {'name', 'ratio', 'units', 'settings', 'machine'} <= result.keys()

@@ -1,11 +1,10 @@
 "Every notebook runs from top to bottom, in a process of its own"
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,10 +23,14 @@ def missing(path):
         if not find_spec({'compassrl.engines.vllm': 'vllm', 'compassrl.engines.megatron': 'megatron'}.get(m, m))}
 
 
+def run_cells(path): # `nbdev-test PATH`
+    from nbdev.test import nbdev_test
+    nbdev_test(str(path), flags=FLAGS)
+
+
 @pytest.mark.parametrize('path', notebooks(), ids=lambda p: p.stem)
-def test_notebook_runs(path):
+def test_notebook_runs(path, tmp_path):
     if missing(path): pytest.skip(f'needs {missing(path)}: python tools/setup_env.py dev engines-cpu')
     env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'}
-    command = [Path(sys.executable).parent/'nbdev-test', '--flags', FLAGS, path]
-    r = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
-    assert r.returncode == 0, f'{r.stdout[-3000:]}\n{r.stderr[-6000:]}'
+    r = forked.run(tmp_path/'log', run_cells, path, env=env, timeout=800)
+    assert r.returncode == 0 and 'Success.' in r.stdout, f'{r.stdout[-3000:]}\n{r.stderr[-6000:]}'

@@ -16,7 +16,8 @@ from torch import nn
 from compassrl.engines.megatron import MegatronTrain
 from compassrl.engines.megatron_batch import Packed, Tap, plan, tap_routers
 from compassrl.engines.megatron_model import build_model, init_parallel, transformer_config
-from compassrl.parallel import ParallelConfig
+from compassrl.engines.messages import engine_args, read_routes, to_sample
+from compassrl.parallel import ParallelConfig, VllmConfig
 from compassrl.pretrained import hf_weights as policy_weights
 from compassrl.records import Batch, Request, SamplingParams, collate
 from compassrl.rollout import TorchRollout
@@ -29,11 +30,6 @@ VPP = (2, dict(pp=2, vpp=2))
 REQUEST = Request('p', (5, 6, 7), 0, 0, SamplingParams(9, stop_ids=(1,)))
 
 
-def vllm(): # imported where it is needed: it takes seconds
-    import compassrl.engines.vllm as v
-    return v
-
-
 def captured(b, i): # [Tp+Tr-1, L, K] of a sample, as vLLM gives them
     return b.routed_experts[i][b.fed_mask[i]].numpy().astype(np.int32)
 
@@ -41,19 +37,18 @@ def captured(b, i): # [Tp+Tr-1, L, K] of a sample, as vLLM gives them
 # ---- 1, 2: what the rollout recorded
 
 def test_bug_1_all_zero_capture_of_a_fused_kernel():
-    v = vllm()
     for zeros in (captured(BATCH, 12)*0, captured(BATCH, 0)*0):
-        with pytest.raises(ValueError, match='moe_backend'): v.read_routes(zeros, POLICY)
+        with pytest.raises(ValueError, match='moe_backend'): read_routes(zeros, POLICY)
     with pytest.raises(ValueError, match='recorded nothing'): validate_routes(replace(BATCH, routed_experts=BATCH.routed_experts*0), POLICY)
-    args = [v.engine_args('m', POLICY, v.VllmConfig(), torch.bfloat16, 64, 8, routes, 'cuda') for routes in (True, False)]
+    args = [engine_args('m', POLICY, VllmConfig(), torch.bfloat16, 64, 8, routes, 'cuda') for routes in (True, False)]
     assert args[0]['moe_backend'] == 'triton' and 'moe_backend' not in args[1]  # the backend that records, where it matters
 
 
 def test_bug_2_prompt_rows_without_a_capture_are_marked_and_live():
-    b, v = fresh(BATCH), vllm()
+    b = fresh(BATCH)
     routes, valid = captured(b, 12), None
     routes[:3] = 0
-    ids, valid = v.read_routes(routes, POLICY)
+    ids, valid = read_routes(routes, POLICY)
     assert valid.tolist() == [False]*3+[True]*(len(routes)-3) and ids.dtype == torch.uint8
     prompt = b.token_mask & ~b.response_mask & b.fed_mask
     b = replace(b, routed_experts=b.routed_experts.masked_fill(prompt[..., None, None], 0), routes_valid=b.routes_valid & ~prompt)
@@ -247,8 +242,7 @@ def test_bug_12_no_path_drops_a_tensor():
 
 
 def test_bug_13_a_rollout_that_sends_no_routes_is_seen():
-    v = vllm()
-    s = v.to_sample(REQUEST, [8, 9], [-.1, -.2], None, POLICY, 0, 0.)
+    s = to_sample(REQUEST, [8, 9], [-.1, -.2], None, POLICY, 0, 0.)
     b = collate([s])
     b.old_log_probs = b.rollout_log_probs
     assert b.routed_experts is None and discrepancy(b)['routes_valid_frac'] == 0
@@ -290,10 +284,10 @@ def test_bugs_14_and_15_every_row_of_a_shared_prefix_and_of_a_stream_has_its_rou
 
 
 def test_bugs_14_and_15_settings():
-    v = vllm()
-    args = v.engine_args('m', POLICY, v.VllmConfig(), torch.float32, 64, 8, True, 'cpu')
+    args = engine_args('m', POLICY, VllmConfig(), torch.float32, 64, 8, True, 'cpu')
     assert args['enable_chunked_prefill'] is False and args['max_num_batched_tokens'] >= 64
-    assert v.sampling_params(REQUEST).output_kind.name == 'FINAL_ONLY'  # pieces of a stream lose their routes
+    from compassrl.engines.vllm import sampling_params  # imported here: it takes seconds
+    assert sampling_params(REQUEST).output_kind.name == 'FINAL_ONLY'  # pieces of a stream lose their routes
 
 
 # ---- 16, 17, 18

@@ -1,4 +1,5 @@
 "vLLM in this process: log-probs and routes against transformers, exact syncs, seeds, frequencies, refusals, mutants"
+import json
 import os
 import random
 import socket
@@ -15,9 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compassrl.engines import vllm, vllm_transfer
-from compassrl.engines.vllm import VllmRollout, check_vllm, read_routes, to_sample
-from compassrl.engines.vllm_transfer import complete, file_parts, shared_folder, sweep, weight_parts
+from compassrl.engines import messages, vllm, vllm_transfer
+from compassrl.engines.messages import (can_cache_fp8, check_vllm, complete, engine_args, file_parts, head_sizes, read_routes,
+    shared_folder, sweep, to_sample, weight_parts)
+from compassrl.engines.vllm import VllmRollout
 from compassrl.fp8 import fp8_weights
 from compassrl.losses import LossConfig, PolicyLoss, tis_weights
 from compassrl.parallel import VllmConfig
@@ -44,9 +46,9 @@ def lively(seed=0, config=CONFIG, scale=4.):
     return p
 
 
-def rollout(folder, config=CONFIG, policy=None, module=vllm, **kw):
+def rollout(folder, config=CONFIG, policy=None, **kw):
     write_config(config, folder)
-    e = module.VllmRollout(folder, **dict(num_slots=16) | kw)
+    e = VllmRollout(folder, **dict(num_slots=16) | kw)
     e.load_weights(hf_weights(policy or lively(config=config)), 0)
     return e
 
@@ -297,7 +299,8 @@ def test_log_probs_are_of_what_was_drawn(fresh, temperature, top_p):
 
 def test_raw_log_probs_would_show(tmp_path):
     "vLLM's default forgets the temperature"
-    e = rollout(tmp_path, module=planted(vllm, "'processed_logprobs'", "'raw_logprobs'"))
+    mutant = planted(messages, "'processed_logprobs'", "'raw_logprobs'")
+    with patch.object(vllm, 'engine_args', mutant.engine_args): e = rollout(tmp_path)
     try:
         assert gaps(lively(), list(e.generate(requests())), 1.).mean() < CLOSE
         assert gaps(lively(), list(e.generate(requests(temperature=.7))), .7).mean() > .1
@@ -487,7 +490,7 @@ ROUNDED = dict(bfloat16={}, weights=dict(quantization='fp8'), fp8=dict(kv_cache_
 @pytest.mark.parametrize('case', ROUNDED)
 def test_replay_closes_the_gap(tmp_path, case):
     "Rollout in bfloat16, with FP8 weights, with an FP8 KV cache; training in fp32 with live routers and with replay"
-    if case == 'fp8' and not vllm.can_cache_fp8(): pytest.skip('FP8 KV cache: this CPU has neither AVX-512 nor AMX')
+    if case == 'fp8' and not can_cache_fp8(): pytest.skip('FP8 KV cache: this CPU has neither AVX-512 nor AMX')
     policy = lively()
     write_config(CONFIG, tmp_path)
     e = VllmRollout(tmp_path, VllmConfig(**ROUNDED[case]), torch.bfloat16, num_slots=64)
@@ -545,7 +548,7 @@ BF, FP = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize('changes,vllm_config,dtype,device,routes,message', [
-    (dict(head_dim=16), {}, FP, 'cpu', True, r'head_dim=16: attention on a CPU needs one of \[32, 64'),
+    (dict(head_dim=16), {}, FP, 'cpu', True, r'head_dim=16: attention on a CPU needs one of \(32, 64'),
     (dict(hidden_size=72), {}, FP, 'cpu', True, 'hidden_size=72: experts on a CPU need a multiple of 32'),
     (dict(moe_intermediate_size=48), {}, FP, 'cpu', False, 'moe_intermediate_size=48'),
     ({}, {}, torch.float64, 'cpu', True, "use 'float32'"),
@@ -576,6 +579,25 @@ def test_accepted():
     for dtype in (FP, BF): check_vllm(CONFIG, VllmConfig(quantization='fp8'), dtype, 'cpu', True, True)
 
 
+def test_heads_are_those_of_vllm():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    assert list(head_sizes) == CPUAttentionBackend.get_supported_head_sizes()
+
+
+def test_a_server_hears_what_an_engine_hears():
+    "The same parameters from JSON; without a stream the server asks for whole outputs by itself"
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+    from vllm.sampling_params import RequestOutputKind
+
+    from compassrl.engines.vllm_pool import to_body
+    for kw in (dict(temperature=0.), dict(temperature=.7, top_p=.9, stop_ids=(1, 2)), dict(max_tokens=16)):
+        r = replace(requests(1, 1, **kw)[0], seed=-1)
+        heard = GenerateRequest.model_validate(json.loads(json.dumps(to_body(r))))
+        assert heard.is_sampling_param_provided('max_tokens') and not heard.stream and heard.token_ids == list(r.prompt_ids)
+        heard.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
+        assert heard.sampling_params == vllm.sampling_params(r)
+
+
 def test_sleep_needs_a_gpu(tmp_path):
     write_config(CONFIG, tmp_path)
     with pytest.raises(ValueError, match='colocated=True on a CPU'): VllmRollout(tmp_path, VllmConfig(colocated=True))
@@ -583,7 +605,7 @@ def test_sleep_needs_a_gpu(tmp_path):
 
 def test_gpu_arguments():
     "What a server or an engine on a GPU is given (not run there)"
-    def args(**kw): return vllm.engine_args('m', CONFIG, VllmConfig(**kw), BF, 160, 16, True, 'cuda')
+    def args(**kw): return engine_args('m', CONFIG, VllmConfig(**kw), BF, 160, 16, True, 'cuda')
     assert args()['moe_backend'] == 'triton' and 'quantization' not in args() and 'enforce_eager' not in args()
     fp8 = args(quantization='fp8', expert_parallel=True, tensor_parallel=4)
     assert fp8['quantization'] == 'fp8_per_block' and fp8['quantization_config'] == dict(ignore=['*.mlp.gate'])

@@ -9,16 +9,17 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from compassrl.engines import vllm_pool
-from compassrl.engines.vllm_gpu import Everyone, HfSource
+from compassrl.engines.messages import shared_folder
 from compassrl.engines.vllm_pool import VllmPool, from_body
-from compassrl.engines.vllm_server import Server, flags, server_env
-from compassrl.engines.vllm_transfer import shared_folder
+from compassrl.engines.vllm_server import Nursery, Server, flags, nursery, server_env
 from compassrl.fp8 import fp8_weights
 from compassrl.parallel import VllmConfig
 from compassrl.policy import Policy, PolicyConfig
@@ -97,6 +98,14 @@ def each_replica(pool, rs):
         assert {s.replica for s in pool.spans} == {name}
         for r in others: r.up = True
     return out
+
+
+# ---- what it needs
+
+def test_a_pool_needs_no_vllm():
+    "Only its servers do: importing vLLM takes many seconds"
+    code = 'import sys, compassrl.engines.vllm_pool, compassrl.factory; assert "vllm" not in sys.modules'
+    subprocess.run([sys.executable, '-c', code], check=True)
 
 
 # ---- what it computes
@@ -214,6 +223,17 @@ def test_leaving_early(pool, reference):
     assert tokens(pool.generate(requests(48))) == reference
 
 
+def test_no_connection_is_left_idle(pool):
+    "A server closes it when it likes: a request on its way there looked like a server that was lost"
+    list(pool.generate(requests(8)))
+    ports = {urlsplit(r.url).port for r in pool.replicas.values()}
+    def idle(): return [c for c in psutil.Process().net_connections('tcp') if c.raddr and c.raddr.port in ports and c.status == 'ESTABLISHED']
+    for _ in range(100):
+        if not idle(): return
+        time.sleep(.1)
+    assert not idle()
+
+
 @pytest.mark.parametrize('bad, says', [
     (dict(prompt_ids=(5, 99)), 'token id 99 is outside 0..98'), (dict(prompt_ids=()), 'empty'),
     (dict(prompt_ids=(5,)*120), 'exceed the context of 128')])
@@ -265,7 +285,7 @@ def test_a_colocated_pool_sleeps_when_it_has_nothing_to_do(pool):
 
 # ---- replicas that fail; the order of these tests matters: what one breaks, the next finds coming back
 
-def hurt(pool, name, sig): os.killpg(pool.replicas[name].server.process.pid, sig)
+def hurt(pool, name, sig): pool.replicas[name].server.signal(sig)
 
 
 def test_killed_in_mid_generation(pool, reference):
@@ -369,6 +389,7 @@ def test_a_server_that_does_not_start(model, tmp_path):
 
 def test_everyone_has_a_number():
     "Rank offsets of servers with several GPUs; pausing and versions stay with the pool"
+    from compassrl.engines.vllm_gpu import Everyone # it imports vLLM
     said = []
     e = Everyone(lambda path, bodies: said.append((path, bodies)), 3, 2)
     e.init_weight_transfer_engine(dict(rank_offset=1, world_size=7)), e.start_weight_update()
@@ -380,6 +401,7 @@ def test_everyone_has_a_number():
 
 
 def test_weights_come_as_announced():
+    from compassrl.engines.vllm_gpu import HfSource
     s = HfSource(CONFIG, torch.bfloat16, 'cpu')
     s.weights = hf_weights(POLICIES[0])
     want = [(n, tuple(w.shape)) for n, w in hf_weights(POLICIES[0])]
@@ -390,12 +412,15 @@ def test_weights_come_as_announced():
 
 # ---- the process
 
+def gone_now(pid):
+    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'Z'
+    except OSError: return True
+
+
 def gone(pid):
     "Has it ended within a minute?"
     for _ in range(600):
-        try:
-            if Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'Z': return True
-        except OSError: return True
+        if gone_now(pid): return True
         time.sleep(.1)
 
 
@@ -415,16 +440,78 @@ def test_kill_takes_the_whole_group(tmp_path):
     assert gone(pid) and not s.alive
 
 
-def test_no_server_outlives_its_owner(tmp_path):
-    "Killed without a chance to clean up"
-    code = f"import os, sys, time; from compassrl.engines.vllm_server import Server; " \
-        f"s = Server([sys.executable, '-c', {CHILD!r}], dict(os.environ), {str(tmp_path/'log')!r}); time.sleep(600)"
-    owner = subprocess.Popen([sys.executable, '-c', code])
-    while not (tmp_path/'log').exists() or not (tmp_path/'log').read_text(): time.sleep(.05)
-    pid = int((tmp_path/'log').read_text())
-    owner.kill()
-    owner.wait()
-    assert gone(pid)
+OWNER = "import os, sys, time; from compassrl.engines.vllm_server import *; {start}\n" \
+    "while not s.pid or not s.log.read_text(): time.sleep(.05)\n" \
+    "print(s.pid, *more(), flush=True); time.sleep(600)"
+
+
+def parent(pid): return int(Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[1])
+
+
+def owner(start):
+    "Another owner of a server, and the pids that it prints"
+    p = subprocess.Popen([sys.executable, '-c', OWNER.format(start=start)], stdout=subprocess.PIPE, text=True)
+    return p, list(map(int, p.stdout.readline().split()))
+
+
+@pytest.mark.parametrize('sig', [signal.SIGCONT, signal.SIGSTOP])
+def test_no_server_outlives_its_owner(tmp_path, sig):
+    "Killed without a chance to clean up, also if the server is stopped"
+    p, (pid, child) = owner(f"s = Server([sys.executable, '-c', {CHILD!r}], dict(os.environ), "
+        f"{str(tmp_path/'log')!r}); more = lambda: s.log.read_text().split()")
+    os.killpg(pid, sig)
+    p.kill()
+    p.wait()
+    assert gone(pid) and gone(child)
+
+
+# another module in place of vLLM's server
+def forked(log, *argv): return Server(['', '', *(argv or ('http.server', '0', '--bind', '127.0.0.1'))],
+    server_env('cpu'), log, fork=True)
+
+
+def born(server):
+    while not server.pid and server.alive: time.sleep(.05)
+    return server.pid
+
+
+def test_one_import_for_all(tmp_path):
+    "Servers, and their environments, come from one nursery; one that was killed is replaced, and harms none of its own"
+    servers = [forked(tmp_path/f'log{i}') for i in range(2)]
+    first = Nursery.one.process
+    pids = list(map(born, servers))
+    assert {parent(parent(p)) for p in pids} == {first.pid} and len({os.getpgid(p) for p in pids}) == 2
+    assert all(os.readlink(f'/proc/{p}/fd/0') == '/dev/null' for p in pids)
+    servers[0].signal(signal.SIGKILL)
+    assert servers[0].ended(10) and gone(pids[0]) and servers[1].alive
+    first.kill()
+    first.wait()
+    assert not gone_now(pids[1]) and servers[1].alive
+    early = forked(tmp_path/'log2')
+    assert Nursery.one.process.pid != first.pid and early.alive and not early.pid
+    early.kill(5.)  # before it was born
+    assert not early.alive
+    failing = forked(tmp_path/'log3', 'compassrl.engines.no_such')
+    assert failing.ended(120) and 'No module named compassrl.engines.no_such' in failing.tail(), failing.tail()
+    servers[1].kill(5.)
+    assert gone(pids[1])
+    with patch.dict(os.environ, OTHER='1'): env = server_env('cpu')
+    with patch('compassrl.engines.vllm_server.Nursery.one', Nursery.one), open(os.devnull, 'wb') as f:
+        assert nursery(server_env('cpu'), f).process.pid == (now := Nursery.one.process.pid)
+        other = nursery(env, f).process
+        assert other.pid != now
+        other.kill()
+        other.wait()
+
+
+def test_a_nursery_ends_with_its_owner(tmp_path):
+    "And so do its servers, also those that are stopped"
+    p, (pid, of) = owner("s = Server(['', '', 'http.server', '0'], server_env('cpu'), "
+        f"{str(tmp_path/'log')!r}, fork=True); s.log.write_text('it is there'); more = lambda: [Nursery.one.process.pid]")
+    os.killpg(pid, signal.SIGSTOP)
+    p.kill()
+    p.wait()
+    assert gone(of) and gone(pid)
 
 
 def test_flags():

@@ -28,133 +28,24 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
-from .vllm_transfer import backend, transfer
+from .messages import backend, check_vllm, engine_args, sampling_args, to_sample
+from .vllm_transfer import transfer
 from ..fp8 import fp8_weights
 from ..parallel import VllmConfig
-from ..policy import PolicyConfig, route_dtype
 from ..pretrained import read_config
 from ..records import Request, Sample
 from ..rollout import TorchRollout
 
 # %% auto #0
-__all__ = ['block', 'can_cache_fp8', 'check_vllm', 'cache_bytes', 'engine_args', 'sampling_params', 'read_routes', 'to_sample',
-           'kept_globals', 'VllmRollout']
+__all__ = ['sampling_params', 'kept_globals', 'VllmRollout']
 
 # %% ../../nbs/18_vllm.ipynb #c2ee8787
-def can_cache_fp8()->bool:
-    "Has this CPU what vLLM's FP8 KV cache needs?"
-    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
-
-def check_vllm(
-    policy:PolicyConfig,
-    config:VllmConfig,
-    dtype:torch.dtype,
-    device:str,         # 'cpu' or 'cuda'
-    return_routes:bool,
-    one_process:bool    # no server?
-):
-    "Raises ValueError for what vLLM 0.30 cannot compute, or gets wrong in silence"
-    c,cpu = policy, device=='cpu'
-    sparse = any(map(c.is_sparse, range(c.num_hidden_layers)))
-    if dtype==torch.float64: raise ValueError("dtype float64: vLLM has none, use 'float32'")
-    if return_routes and not sparse:
-        raise ValueError("routes of a policy without experts: vLLM fails after loading it, use router_replay='off'")
-    if config.quantization and not cpu and dtype!=torch.bfloat16:
-        raise ValueError(f"quantization={config.quantization!r} of {dtype}: vLLM quantises from 'bfloat16'")
-    if config.colocated and cpu:
-        raise ValueError('colocated=True on a CPU: vLLM cannot give memory back there, use False')
-    if not cpu: return
-    if config.tensor_parallel>1 and one_process:
-        raise ValueError(f'tensor_parallel={config.tensor_parallel} in one process on a CPU: use a pool of servers')
-    if config.kv_cache_dtype=='fp8' and not config.urls and not can_cache_fp8():
-        raise ValueError("kv_cache_dtype='fp8' on this CPU: vLLM needs AVX-512 or AMX for it, use 'auto'")
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if c.head_dim not in sizes: raise ValueError(f'head_dim={c.head_dim}: attention on a CPU needs one of {sizes}')
-    for k in ('hidden_size', 'moe_intermediate_size'):
-        if sparse and getattr(c, k)%32:
-            raise ValueError(f'{k}={getattr(c, k)}: experts on a CPU need a multiple of 32')
-
-# %% ../../nbs/18_vllm.ipynb #11608c22
-block = 32 # tokens: what the prefix cache shares
-
-def cache_bytes(
-    c:PolicyConfig,
-    num_slots:int,
-    max_len:int,
-    dtype:torch.dtype
-)->int: # of keys and values, for every slot to be filled: nothing is ever recomputed
-    tokens = (num_slots*math.ceil(max_len/block)+2)*block
-    return tokens*c.num_hidden_layers*2*c.num_key_value_heads*c.head_dim*dtype.itemsize
-
-def engine_args(
-    model:str|Path,          # a folder with a `config.json`; weights come later
-    policy:PolicyConfig,
-    config:VllmConfig,
-    dtype:torch.dtype,
-    max_len:int,             # longest sequence, prompt and response together
-    num_slots:int,           # responses that run at the same time
-    return_routes:bool,
-    device:str
-)->dict:                     # for `EngineArgs`, or the flags of a server
-    "What a rollout for training needs, and vLLM does not do by itself"
-    d = dict(model=str(model), load_format='dummy', dtype=str(dtype).removeprefix('torch.'), max_model_len=max_len,
-        max_num_seqs=num_slots, max_num_batched_tokens=max(max_len, 8192), skip_tokenizer_init=True, seed=0,
-        logprobs_mode='processed_logprobs', enable_return_routed_experts=return_routes, generation_config='vllm',
-        enable_prefix_caching=config.prefix_caching, kv_cache_dtype=config.kv_cache_dtype,
-        tensor_parallel_size=config.tensor_parallel, enable_expert_parallel=config.expert_parallel)
-    if not any(map(policy.is_sparse, range(policy.num_hidden_layers))): # vLLM's Qwen3-MoE insists on a mixture
-        d['hf_overrides'] = dict(architectures=['Qwen3ForCausalLM'])
-    if device=='cpu': return d | dict(enforce_eager=True, enable_chunked_prefill=False, block_size=block,
-        kv_cache_memory_bytes=cache_bytes(policy, num_slots, max_len, dtype))
-    if return_routes: d['moe_backend'] = 'triton' # fused kernels route inside and report zeros
-    if config.quantization: # 128x128 blocks; the routers stay as they are
-        d |= dict(quantization='fp8_per_block', quantization_config=dict(ignore=['*.mlp.gate']))
-    return d | dict(gpu_memory_utilization=config.gpu_memory_utilization)
-
-# %% ../../nbs/18_vllm.ipynb #5ff2c769
 def sampling_params(
     r:Request
 )->vllm.SamplingParams:
     "What vLLM calls it. Raises ValueError for a temperature that vLLM would raise in silence"
-    p = r.params
-    if 0<p.temperature<.01: raise ValueError(f'temperature={p.temperature}: vLLM takes 0.01 instead, use that or 0')
-    return vllm.SamplingParams(temperature=p.temperature, top_p=p.top_p, max_tokens=p.max_tokens, seed=r.seed%(1<<64),
-        stop_token_ids=list(p.stop_ids), ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY)
-
-# %% ../../nbs/18_vllm.ipynb #505231e2
-def read_routes(
-    experts:np.ndarray,      # [Tp+Tr-1, L, K] as vLLM reports them
-    c:PolicyConfig
-)->tuple[Tensor,Tensor]:     # ids in the dtype of `Sample.routed_experts`, and [Tp+Tr-1] which rows hold a route
-    "A row in which a mixture names an expert twice was not captured. Raises ValueError if none was"
-    routes = torch.from_numpy(experts.astype(np.int16)).to(route_dtype(c.num_experts))
-    sparse = [l for l in range(c.num_hidden_layers) if c.is_sparse(l)]
-    valid = (routes[:,sparse].int().sort(-1)[0].diff(dim=-1)!=0).all(-1).all(-1)
-    blank = c.num_experts>c.num_experts_per_tok==1 and len(routes)>=8 and not routes.any()
-    if len(routes) and (not valid.any() or blank):
-        raise ValueError("vLLM reports expert 0 for everything: its kernel routes where nothing is recorded, "
-            "use moe_backend='triton'")
-    return routes, valid
-
-def to_sample(
-    r:Request,
-    response_ids:list[int],
-    log_probs:Iterable[float],   # [Tr]
-    experts:np.ndarray|None,     # [Tp+Tr-1, L, K]
-    c:PolicyConfig,
-    version:int,                 # of the weights
-    started:float                # when vLLM got the request, seconds of `time.perf_counter`
-)->Sample:
-    "What vLLM gave, as `TorchRollout` would"
-    routes,valid = (None, None) if experts is None else read_routes(experts, c)
-    log_probs = torch.tensor(list(log_probs), dtype=torch.float)
-    if r.params.temperature==0: log_probs.zero_() # greedy is certain
-    return Sample(r.prompt_id, r.index, list(r.prompt_ids), response_ids, log_probs, routes, valid,
-        finish_reason='stop' if response_ids[-1] in r.params.stop_ids else 'length', weight_version=version,
-        timings=dict(rollout_start=started, rollout_end=time.perf_counter()))
+    return vllm.SamplingParams(**sampling_args(r), output_kind=RequestOutputKind.FINAL_ONLY)
 
 # %% ../../nbs/18_vllm.ipynb #f90485a9
 @contextmanager

@@ -16,8 +16,8 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 from vllm.utils.network_utils import get_ip
+from .messages import complete
 from .vllm_server import free_port
-from .vllm_transfer import complete
 from ..policy import Policy, PolicyConfig
 from ..pretrained import hf_slices, hf_weights
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 import aiohttp
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,10 +32,8 @@ from ..rollout import TorchRollout
 from ..dispatch import Dispatcher, Span
 from ..fp8 import fp8_weights
 from ..scheduling import LengthPredictor, Schedule, ScheduleConfig
-from .vllm import check_vllm, engine_args, sampling_params, to_sample
-from .vllm_gpu import Everyone, NcclGroup, SharedGpu
+from .messages import check_vllm, complete, engine_args, file_parts, sampling_args, to_sample
 from .vllm_server import Client, Lost, begin, end, send, sleep, start_server, verify, wake
-from .vllm_transfer import complete, file_parts
 
 # %% auto #0
 __all__ = ['Replica', 'to_body', 'from_body', 'VllmPool', 'load_weights', 'generate', 'close']
@@ -56,8 +53,7 @@ class Replica(Client):
 def to_body(
     r:Request
 )->dict: # JSON of `/inference/v1/generate`
-    p = sampling_params(r) # what has its default value is left out: of max_tokens (16) the server makes "no limit"
-    return dict(token_ids=list(r.prompt_ids), sampling_params=msgspec.to_builtins(p) | dict(max_tokens=p.max_tokens))
+    return dict(token_ids=list(r.prompt_ids), sampling_params=sampling_args(r))
 
 def from_body(
     r:Request,
@@ -142,7 +138,9 @@ def _check_sync(config, sync, sync_dir, device):
 
 # %% ../../nbs/18_vllm_pool.ipynb #fd44bc95
 async def _open(self:VllmPool): # all servers at once
-    self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+    # each request on a connection of its own: a server closes an idle one at a moment of its choice, and a request
+    # that was on its way there would look like a server that is gone
+    self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
     names = self.vllm.urls or [f'replica {i}' for i in range(self.vllm.num_replicas)]
     for n in names:
         url = n.rstrip('/') if self.vllm.urls else ''
@@ -207,6 +205,7 @@ def _by_file(self:VllmPool, tell:Callable, weights)->int: # bytes
     return size
 
 def _by_gpu(self:VllmPool, there:list[Replica], weights)->int: # not run on GPU
+    from compassrl.engines.vllm_gpu import Everyone, NcclGroup, SharedGpu # these import vLLM; nothing else here does
     members = [(r.name, r.losses) for r in there if r.up]
     if self.group[0]!=members: # a server that was restarted is another one
         async def post(path, bodies):

@@ -10,10 +10,12 @@ import asyncio
 import json
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +23,8 @@ import aiohttp
 import msgspec
 
 # %% auto #0
-__all__ = ['flags', 'server_env', 'Server', 'free_port', 'server_command', 'start_server', 'Lost', 'Client', 'begin', 'send',
-           'end', 'sleep', 'wake', 'verify']
+__all__ = ['flags', 'server_env', 'Server', 'Nursery', 'nursery', 'free_port', 'server_command', 'start_server', 'Lost', 'Client',
+           'begin', 'send', 'end', 'sleep', 'wake', 'verify']
 
 # %% ../../nbs/18_server.ipynb #a9e67b5a
 def flags(
@@ -43,8 +45,8 @@ def server_env(
     device:str,
     gpus:str=''  # which it may use, as in CUDA_VISIBLE_DEVICES
 )->dict[str,str]:
-    "The environment of a server: ours, without what torchrun tells its ranks"
-    env = {k:v for k,v in os.environ.items() if not k.startswith(_of_torchrun)}
+    "The environment of a server: ours, without what torchrun tells its ranks, and pytest each test"
+    env = {k:v for k,v in os.environ.items() if not k.startswith((*_of_torchrun, 'PYTEST_'))}
     env |= dict(VLLM_SERVER_DEV_MODE='1', VLLM_NO_USAGE_STATS='1', VLLM_DO_NOT_TRACK='1', HF_HUB_OFFLINE='1',
         PYTHONUNBUFFERED='1')
     env.setdefault('VLLM_LOGGING_LEVEL', 'WARNING')
@@ -53,45 +55,113 @@ def server_env(
     return env
 
 # %% ../../nbs/18_server.ipynb #a8c90caf
-_guard = """import os, signal, subprocess, sys, threading
-signal.signal(signal.SIGTERM, lambda *_: None) # the server ends by itself, then we do
-server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-def watch(): # a pipe ends when whoever holds its other end is gone
-    sys.stdin.buffer.read()
-    os.killpg(0, signal.SIGKILL)
-threading.Thread(target=watch, daemon=True).start()
-server.wait()
-os.killpg(0, signal.SIGKILL)"""
+_guard = """import os, select, signal, subprocess, sys
+from contextlib import suppress
+def guard(server): # our input is the connection to the owner: it hangs up when either of us ends
+    with suppress(OSError): os.write(0, b'%d' % server)
+    p = select.poll()
+    p.register(0, 0) # 0 = tell of nothing but the end
+    p.register(os.pidfd_open(server), select.POLLIN)
+    p.poll()
+    os.killpg(server, signal.SIGKILL)
+    os.waitpid(server, 0)
+"""
+_plain = _guard+'guard(subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, process_group=0).pid)'
 
 class Server:
     "A process group that lives no longer than we do"
     def __init__(self,
         command:list[str],
         env:dict[str,str],
-        log:str|Path       # a file for its output
+        log:str|Path,      # a file for its output
+        fork:bool=False    # from the nursery? The command is then `python -m` something that it has imported
     ):
-        self.log = Path(log)
-        with self.log.open('ab') as f:
-            self.process = subprocess.Popen([sys.executable, '-c', _guard, *command], env=env, stdin=subprocess.PIPE,
+        self.log,self.guard = Path(log), None
+        self.link,theirs = socket.socketpair()
+        with self.log.open('ab') as f, theirs:
+            if fork: nursery(env, f).start(command[2:], self.link, theirs, f)
+            else: self.guard = subprocess.Popen([sys.executable, '-c', _plain, *command], env=env, stdin=theirs,
                 stdout=f, stderr=subprocess.STDOUT, start_new_session=True)
     @property
-    def alive(self)->bool: return self.process.poll() is None
+    def pid(self)->int: # of the server and its process group; 0 = not yet, or no more
+        try: return int(self.link.recv(16, socket.MSG_PEEK|socket.MSG_DONTWAIT) or 0)
+        except OSError: return 0
+    def ended(self, limit_s:float|None=None)->bool: # by then
+        if self.link.fileno()<0: return True
+        p = select.poll()
+        p.register(self.link, 0)
+        return bool(p.poll(None if limit_s is None else limit_s*1000))
+    @property
+    def alive(self)->bool: return not self.ended(0)
     def signal(self, sig:int):
-        "To the server, its workers and its guard"
-        with suppress(ProcessLookupError): os.killpg(self.process.pid, sig)
+        "To the server and its workers"
+        with suppress(ProcessLookupError):
+            if pid := self.pid: os.killpg(pid, sig)
     def kill(self,
         grace_s:float=0. # time to clean up; what is killed leaves shared memory behind
     ):
         "End it"
-        if grace_s:
-            self.signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired): self.process.wait(grace_s)
-        self.signal(signal.SIGKILL)
-        self.process.wait()
-        self.process.stdin.close()
+        if self.pid:
+            if grace_s: self.signal(signal.SIGTERM); self.ended(grace_s)
+            self.signal(signal.SIGKILL)
+            self.ended()
+        self.link.close() # ends one that is not there yet
+        if self.guard: self.guard.wait()
     def tail(self, lines:int=12)->str:
         "The last lines of its log"
         return '\n'.join(self.log.read_text(errors='replace').splitlines()[-lines:])
+
+# %% ../../nbs/18_server.ipynb #9601ed80
+_nursery = _guard+"""
+import gc, importlib, json, multiprocessing, runpy, socket
+for m in ('entrypoints.openai.api_server', 'v1.engine.async_llm', 'v1.engine.core', 'v1.executor.uniproc_executor',
+          'v1.worker.cpu_worker', 'model_executor.models.qwen3_moe'): importlib.import_module('vllm.'+m)
+import compassrl.engines.vllm_transfer, vllm.v1.engine.utils
+vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context('fork') # of the engine
+gc.freeze()
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1)) # asyncio's: a signal to us alone
+signal.signal(signal.SIGCHLD, signal.SIG_IGN) # guards that end leave nothing to collect
+owner = socket.socket(fileno=0)
+while (got := socket.recv_fds(owner, 1, 2))[0]:
+    if not os.fork(): break
+    for f in got[1]: os.close(f)
+else: os._exit(0) # the owner has ended
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+os.setsid()
+link,log = got[1]
+for f,to in ((link, owner.detach()), (log, 1), (log, 2)): os.dup2(f, to)
+for f in got[1]: os.close(f)
+cwd,sys.argv = json.loads(sys.stdin.readline())
+os.chdir(cwd)
+if server := os.fork():
+    os.setpgid(server, server)
+    guard(server)
+    os._exit(0)
+os.setpgid(0, 0)
+os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+sys.modules.pop(sys.argv[0], None) # it runs as __main__ now
+runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
+"""
+
+class Nursery:
+    "A process that has imported vLLM; servers are copies of it"
+    one,lock = None, threading.Lock()
+    def __init__(self, env:dict[str,str], log):
+        self.env = env
+        self.owner,theirs = socket.socketpair()
+        with theirs: self.process = subprocess.Popen([sys.executable, '-c', _nursery], env=env, stdin=theirs,
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    def start(self, argv:list[str], link:socket.socket, theirs:socket.socket, log):
+        "Returns at once; whoever holds `link` sees the guard's answer"
+        link.sendall(json.dumps([os.getcwd(), argv]).encode()+b'\n')
+        with suppress(BrokenPipeError): socket.send_fds(self.owner, [b'.'], [theirs.fileno(), log.fileno()])
+
+def nursery(env:dict[str,str], log)->Nursery:
+    "The one of this process, made anew for another environment or if it has ended"
+    with Nursery.lock:
+        n = Nursery.one
+        if not n or n.process.poll() is not None or n.env!=env: Nursery.one = Nursery(env, log)
+        return Nursery.one
 
 # %% ../../nbs/18_server.ipynb #9c13513c
 def free_port()->int: # below those of outgoing connections, which might take it while a server is still loading
@@ -123,7 +193,7 @@ def start_server(
     "A server on a free port of this machine"
     port,env = free_port(), server_env(device, gpus)
     if options.get('weight_transfer_config')==dict(backend='ipc'): env['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'
-    return Server(server_command(options, device, port), env, log), f'http://127.0.0.1:{port}'
+    return Server(server_command(options, device, port), env, log, fork=device=='cpu'), f'http://127.0.0.1:{port}'
 
 # %% ../../nbs/18_server.ipynb #f4e24aa0
 class Lost(Exception): "A server that does not do its work: gone, silent, broken, or with other weights"

@@ -6,17 +6,11 @@ Docs: https://compassrl.github.io/compassrl/transfer.html.md"""
 
 # %% ../../nbs/18_transfer.ipynb #6a3f1fb6
 from __future__ import annotations
-import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
-from pathlib import Path
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (WeightTransferEngine, WeightTransferInitInfo,
     WeightTransferUpdateInfo)
@@ -25,77 +19,11 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from ..policy import Policy, PolicyConfig
-from ..pretrained import hf_slices
+from .messages import backend, complete, file_parts, weight_parts
+from ..policy import PolicyConfig
 
 # %% auto #0
-__all__ = ['backend', 'complete', 'weight_parts', 'shared_folder', 'sweep', 'file_parts', 'NoInit', 'Part', 'read_part',
-           'PartTransfer', 'transfer', 'register']
-
-# %% ../../nbs/18_transfer.ipynb #ce19b3fe
-backend = 'compassrl' # of `WeightTransferConfig`
-
-def complete(
-    weights:Iterable[tuple[str,Tensor]],
-    config:PolicyConfig
-)->Iterator[tuple[str,Tensor]]: # the same
-    "Every weight of the policy once and in its shape: vLLM keeps silent about what is missing. Raises ValueError"
-    with torch.device('meta'): wanted = {n:list(p[at].shape) for n,p,at in hf_slices(Policy(config))}
-    known = set(wanted)
-    for name,t in weights:
-        if name=='lm_head.weight' and config.tie_word_embeddings: continue
-        if name not in known: raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
-        if name not in wanted: raise ValueError(f'{name} came twice: give every weight once')
-        shape,given = wanted.pop(name), list(t.shape)
-        if shape!=given:
-            raise ValueError(f'{name} has shape {given}, this policy needs {shape}: is it of another size?')
-        yield name, t.detach()
-    if wanted:
-        raise ValueError(f'{len(wanted)} weights are missing, first {next(iter(wanted))}: is the checkpoint complete?')
-
-# %% ../../nbs/18_transfer.ipynb #b5531a8f
-def weight_parts(
-    weights:Iterable[tuple[str,Tensor]],
-    max_bytes:int=256<<20  # of a part; a part has at least one tensor
-)->Iterator[list[tuple[str,Tensor]]]:
-    "Weights in parts, so that no copy of the whole model exists"
-    part,size = [],0
-    for name,t in weights:
-        if part and size+t.nbytes>max_bytes: yield part; part,size = [],0
-        part.append((name, t)); size += t.nbytes
-    if part: yield part
-
-# %% ../../nbs/18_transfer.ipynb #e684d52d
-_numbers = count() # of this process's files: several senders may be at work
-
-def shared_folder()->Path: return Path('/dev/shm' if os.path.isdir('/dev/shm') else '/tmp')
-
-def sweep(
-    folder:Path
-)->list[Path]: # what was removed
-    "Remove the parts of this machine's processes that died before they could"
-    mine = f'compassrl-{socket.gethostname()}-'
-    dead = [p for p in folder.glob(mine+'*') if not os.path.exists(f"/proc/{p.name.removeprefix(mine).split('-')[0]}")]
-    for p in dead: p.unlink(missing_ok=True)
-    return dead
-
-def file_parts(
-    weights:Iterable[tuple[str,Tensor]],
-    folder:str|Path|None=None, # None = shared memory; for servers on other machines a folder that they see too
-    max_bytes:int=256<<20
-)->Iterator[Path]:             # safetensors; each is gone as soon as the next is asked for
-    "Weights as one file after another: written under another name, renamed when complete"
-    folder = shared_folder() if folder is None else Path(folder)
-    sweep(folder)
-    for part in weight_parts(weights, max_bytes):
-        path = folder/f'compassrl-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}.safetensors'
-        new = path.with_suffix('.tmp')
-        try:
-            save_file({n:t.cpu().contiguous() for n,t in part}, new)
-            os.replace(new, path)
-            yield path
-        finally:
-            for p in (path, new): p.unlink(missing_ok=True)
+__all__ = ['NoInit', 'Part', 'read_part', 'PartTransfer', 'transfer', 'register']
 
 # %% ../../nbs/18_transfer.ipynb #daedcb11
 @dataclass
