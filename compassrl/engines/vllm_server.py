@@ -50,7 +50,9 @@ def server_env(
     env |= dict(VLLM_SERVER_DEV_MODE='1', VLLM_NO_USAGE_STATS='1', VLLM_DO_NOT_TRACK='1', HF_HUB_OFFLINE='1',
         PYTHONUNBUFFERED='1')
     env.setdefault('VLLM_LOGGING_LEVEL', 'WARNING')
-    if device=='cpu': env |= dict(VLLM_CPU_OMP_THREADS_BIND='nobind', VLLM_ENABLE_V1_MULTIPROCESSING='0')
+    if device=='cpu':
+        env.setdefault('OMP_NUM_THREADS', '1') # threads that wait for a core cost more than they bring
+        env |= dict(VLLM_CPU_OMP_THREADS_BIND='nobind', VLLM_ENABLE_V1_MULTIPROCESSING='0')
     elif gpus: env['CUDA_VISIBLE_DEVICES'] = gpus
     return env
 
