@@ -2,9 +2,12 @@
 import multiprocessing
 import os
 import subprocess
-from importlib.util import find_spec
+from multiprocessing import forkserver
+from multiprocessing.forkserver import ForkServer
+from unittest.mock import patch
 
-IMPORTS = ['matplotlib.pyplot', 'nbdev.test', 'transformers', 'compassrl.train']  # engines have state: not they
+_server = ForkServer()  # of our own: to fork it takes longer than the one that others use
+_server.set_forkserver_preload(['matplotlib.pyplot', 'nbdev.test', 'transformers', 'compassrl.train'])  # engines have state
 
 
 def _child(log, env, fn, args):
@@ -18,10 +21,8 @@ def _child(log, env, fn, args):
 
 def run(log, fn, *args, env=os.environ, timeout):
     "Its exit code, standard output and errors, which pass through files beside `log`. Raises TimeoutExpired"
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload([m for m in IMPORTS if find_spec(m.partition('.')[0])])
-    p = context.Process(target=_child, args=(log, dict(env), fn, args))
-    p.start()
+    p = multiprocessing.get_context('forkserver').Process(target=_child, args=(log, dict(env), fn, args))
+    with patch.object(forkserver, 'connect_to_new_process', _server.connect_to_new_process): p.start()
     p.join(timeout)
     out, err = log.read_text(), log.with_suffix('.err').read_text()
     if p.exitcode is None:

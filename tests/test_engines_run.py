@@ -42,11 +42,13 @@ def until(what, p, log, seconds=600):
 
 
 def servers(p):
-    "The API servers among the descendants of a process"
-    def is_server(c):
-        try: return 'vllm.entrypoints.openai.api_server' in ' '.join(c.cmdline()) and c.cmdline()[1] == '-m'
+    "Copies of the nursery: it forks guards, and these fork the servers"
+    def is_copy(c):
+        try: return 'recv_fds' in ' '.join(c.cmdline())
         except psutil.Error: return False
-    return [c for c in psutil.Process(p.pid).children(recursive=True) if is_server(c)]
+    parent = {c.pid: c.ppid() for c in family(p) if is_copy(c)}
+    def depth(pid): return 1+depth(parent[pid]) if pid in parent else 0
+    return [psutil.Process(pid) for pid in parent if depth(pid) == 3]
 
 
 def family(p): return psutil.Process(p.pid).children(recursive=True)

@@ -10,6 +10,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -61,10 +62,14 @@ def fails(how):
     dist.all_reduce(torch.ones(1))
 
 
+def children(): return {c.pid for c in psutil.Process().children()}  # zombies too
+
+
 @pytest.mark.parametrize('how,says', [('raises', 'ValueError: the reason'), ('killed', 'killed by signal 9'), ('exits', 'left without')])
 def test_the_rank_with_which_it_began_is_named(how, says):
+    before = children()
     with pytest.raises(RankError, match=f'rank 1 of 3: .*{says}'): run_ranks(3, fails, how)
-    with pytest.raises(ChildProcessError): os.waitpid(-1, os.WNOHANG)  # nobody is left
+    assert children() <= before  # nobody is left
 
 
 def test_of_several_failures_the_first_is_told(tmp_path):
@@ -79,9 +84,10 @@ def test_of_several_failures_the_first_is_told(tmp_path):
 
 
 def test_ranks_that_hang_are_ended():
+    before = children()
     with pytest.raises(RankError, match=r'ranks \[1\] of 2 did not'):
         run_ranks(2, lambda: time.sleep(600*dist.get_rank()), timeout_s=2)
-    with pytest.raises(ChildProcessError): os.waitpid(-1, os.WNOHANG)
+    assert children() <= before
 
 
 # ---- the stand-ins for CUDA

@@ -28,7 +28,7 @@ BYTES = Tokenizer(models.BPE({c: i for i, c in enumerate(ALPHABET)} | {'<eos>': 
 BYTES.pre_tokenizer, BYTES.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
 BYTES.add_special_tokens(['<eos>', '<odd>'])
 EOS = 256
-CFG = RewardConfig(workers=4, wall_s=1.5, cpu_s=.3, memory_mb=600, retries=1)
+CFG = RewardConfig(workers=4, wall_s=4., cpu_s=1., memory_mb=600, retries=1)  # a crash under load takes .3 s of CPU
 NAMES = ('moody', 'digest', 'once', 'even')
 FOLDER = 'set below'
 

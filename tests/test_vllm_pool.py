@@ -495,9 +495,9 @@ def test_one_import_for_all(tmp_path):
     assert failing.ended(120) and 'No module named compassrl.engines.no_such' in failing.tail(), failing.tail()
     servers[1].kill(5.)
     assert gone(pids[1])
-    with patch.dict(os.environ, OTHER='1'): env = server_env('cpu')
+    with patch.dict(os.environ, OMP_NUM_THREADS='3', OTHER='1'): env = server_env('cpu')
     with patch('compassrl.engines.vllm_server.Nursery.one', Nursery.one), open(os.devnull, 'wb') as f:
-        assert nursery(server_env('cpu'), f).process.pid == (now := Nursery.one.process.pid)
+        assert nursery(server_env('cpu') | dict(OTHER='1'), f).process.pid == (now := Nursery.one.process.pid)
         other = nursery(env, f).process
         assert other.pid != now
         other.kill()

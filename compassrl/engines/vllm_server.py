@@ -81,7 +81,7 @@ class Server:
         self.log,self.guard = Path(log), None
         self.link,theirs = socket.socketpair()
         with self.log.open('ab') as f, theirs:
-            if fork: nursery(env, f).start(command[2:], self.link, theirs, f)
+            if fork: nursery(env, f).start(command[2:], env, self.link, theirs, f)
             else: self.guard = subprocess.Popen([sys.executable, '-c', _plain, *command], env=env, stdin=theirs,
                 stdout=f, stderr=subprocess.STDOUT, start_new_session=True)
     @property
@@ -133,8 +133,9 @@ os.setsid()
 link,log = got[1]
 for f,to in ((link, owner.detach()), (log, 1), (log, 2)): os.dup2(f, to)
 for f in got[1]: os.close(f)
-cwd,sys.argv = json.loads(sys.stdin.readline())
+cwd,sys.argv,env = json.loads(sys.stdin.readline())
 os.chdir(cwd)
+os.environ.clear(); os.environ.update(env)
 if server := os.fork():
     os.setpgid(server, server)
     guard(server)
@@ -145,24 +146,27 @@ sys.modules.pop(sys.argv[0], None) # it runs as __main__ now
 runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
 """
 
+def _read_early(env): # while vLLM and torch are imported; any other variable may differ from server to server
+    return {k:v for k,v in env.items() if k.startswith(('VLLM_', 'OMP_', 'MKL_', 'KMP_', 'TORCH', 'HF_', 'LD_'))}
+
 class Nursery:
     "A process that has imported vLLM; servers are copies of it"
     one,lock = None, threading.Lock()
     def __init__(self, env:dict[str,str], log):
-        self.env = env
+        self.env = _read_early(env)
         self.owner,theirs = socket.socketpair()
         with theirs: self.process = subprocess.Popen([sys.executable, '-c', _nursery], env=env, stdin=theirs,
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    def start(self, argv:list[str], link:socket.socket, theirs:socket.socket, log):
+    def start(self, argv:list[str], env:dict[str,str], link:socket.socket, theirs:socket.socket, log):
         "Returns at once; whoever holds `link` sees the guard's answer"
-        link.sendall(json.dumps([os.getcwd(), argv]).encode()+b'\n')
+        link.sendall(json.dumps([os.getcwd(), argv, env]).encode()+b'\n')
         with suppress(BrokenPipeError): socket.send_fds(self.owner, [b'.'], [theirs.fileno(), log.fileno()])
 
 def nursery(env:dict[str,str], log)->Nursery:
-    "The one of this process, made anew for another environment or if it has ended"
+    "The one of this process, made anew if it has ended, or for variables that it has read otherwise"
     with Nursery.lock:
         n = Nursery.one
-        if not n or n.process.poll() is not None or n.env!=env: Nursery.one = Nursery(env, log)
+        if not n or n.process.poll() is not None or n.env!=_read_early(env): Nursery.one = Nursery(env, log)
         return Nursery.one
 
 # %% ../../nbs/18_server.ipynb #9c13513c
