@@ -137,7 +137,8 @@ def outcome_of(
     "What an end means"
     if raw is None: return 'timeout', f'still running after {limits.wall_s:g} s'
     if os.WIFSIGNALED(raw):
-        late = os.WTERMSIG(raw) in (signal.SIGPROF, signal.SIGXCPU) or cpu_s>limits.cpu_s
+        by = os.WTERMSIG(raw) # who ignores SIGPROF gets SIGKILL; dying of a fault may cost time, too
+        late = by in (signal.SIGPROF, signal.SIGXCPU) or by==signal.SIGKILL and cpu_s>limits.cpu_s
         return ('cpu', f'computed for more than {limits.cpu_s:g} s') if late else ('killed', how_it_ended(raw))
     last = (stderr.strip().splitlines() or [how_it_ended(raw)])[-1][:160]
     return ('ok', '') if not raw else ('memory' if last.startswith('MemoryError') else 'failed', last)
