@@ -97,7 +97,7 @@ def test_every_preset_has_a_script(name):
 # ---- scripts, run with commands that only say how they were called
 
 STUB = '''#!/bin/bash
-printf '%s\\0' "$(basename "$0")" "CUDA=${CUDA_VISIBLE_DEVICES:-}" "$@" $'\\n' >> "$CALLS"  # one write: servers start side by side
+printf '%s\\0' "$(basename "$0")" "CUDA=${CUDA_VISIBLE_DEVICES:-}" "$@" END >> "$CALLS"  # one write: servers start side by side
 case $(basename "$0") in
     scontrol) printf 'n%s\\n' 0 1 2 3 4 5;;
     hostname) echo "$HOST";;
@@ -121,7 +121,7 @@ def run_script(text, tmp_path, *args, host='n0'):
     (tmp_path/'script').write_text(text)
     env = dict(os.environ, PATH=f'{folder}:{os.environ["PATH"]}', CALLS=str(calls), SLURM_JOB_NODELIST='n[0-5]', HOST=host)
     subprocess.run(['bash', tmp_path/'script', *args], cwd=tmp_path, env=env, check=True, timeout=60, capture_output=True)
-    return [call.split('\0')[:-1] for call in calls.read_text().split('\n\0') if call]
+    return [call.split('\0')[:-1] for call in calls.read_text().split('END\0') if call]
 
 
 URLS = ['http://n4:8100', 'http://n4:8101', 'http://n5:8100']

@@ -129,7 +129,7 @@ def test_from_a_thread():
 
 def test_a_sandbox_within_a_sandbox_gets_no_more():
     size = address_space()+4*10**8
-    maps = f'import mmap\ntry: mmap.mmap(-1, {size}, flags=mmap.MAP_PRIVATE | mmap.MAP_NORESERVE)\nexcept OSError: raise MemoryError'
+    maps = f'import mmap\ntry: mmap.mmap(-1, {size}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\nexcept OSError: raise MemoryError'
     program = lambda: run_program([*PYTHON, maps], limits=Limits(memory_mb=size//10**6+4000)).status
     assert program() == 'ok'
     o = run_function(program, limits=Limits(memory_mb=200))
