@@ -112,13 +112,14 @@ def one_step(rung, step, cfg, prompts, pool, engine, tokenizer, judges):
 
 
 def main():
+    global LIMIT
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--rounds', type=int, default=5, help='in each of which every rung runs the same step')
     p.add_argument('--slots', type=int, default=4, help='requests that one server runs at a time')
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
     a = p.parse_args()
-    num_prompts, group = (4, 2) if a.quick else (32, 4)
-    if a.quick: a.rounds = 1
+    num_prompts, group, workers = (4, 2, 1) if a.quick else (32, 4, 2)
+    if a.quick: a.rounds, LIMIT = 1, 64
     torch.set_num_threads(1)
     tokenizer = build_tokenizer()
     policy = PolicyConfig(vocab_size=99, num_attention_heads=2, num_key_value_heads=1, head_dim=32, moe_intermediate_size=32,
@@ -128,8 +129,8 @@ def main():
     texts = [f'{i:03}' for i in range(num_prompts)]
     prompts = [Prompt(f'bench-{t}', 'bench', t, encode(tokenizer, t), '', 'sandbox') for t in texts]
     engine, of = TorchTrain(Policy(policy, seed=0), TrainConfig(**cfg).optim), (prompts, tokenizer, policy.eos_token_id)
-    judges = dict(serial=SerialJudge(*of), parallel=Late(*of, RewardConfig(workers=2)))
-    judges['overlap'] = judges['scheduling'] = RewardPool(*of, RewardConfig(workers=2))
+    judges = dict(serial=SerialJudge(*of), parallel=Late(*of, RewardConfig(workers=workers)))
+    judges['overlap'] = judges['scheduling'] = RewardPool(*of, RewardConfig(workers=workers))
     rows = {r: [] for r in judges}
     with tempfile.TemporaryDirectory() as folder:
         write_config(policy, folder)
@@ -157,7 +158,7 @@ def main():
     table['FP8'] = dict(cumulative=None, paper=PAPER['FP8'], why='not run: it needs a GPU')
     result = dict(name='ladder', ratio=table['scheduling']['cumulative'], units='time of a serial step / with all rungs but FP8',
         rungs=table, rounds=a.rounds, settings=dict(servers=2, slots=a.slots, prompts=num_prompts, samples=group, limit=LIMIT,
-            reward_workers=2, waits_frac=.1, quick=a.quick),
+            reward_workers=workers, waits_frac=.1, quick=a.quick),
         machine=dict(cpu=cpu_model(), cores=os.cpu_count(), threads=1, torch=torch.__version__,
             load=round(os.getloadavg()[0], 1)))
     print(f'all rungs but FP8: {result["ratio"]:.2f} x (goal 1.28)')

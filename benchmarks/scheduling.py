@@ -128,6 +128,7 @@ def measure(pool, a):
 
 
 def main():
+    global LIMIT
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--repeats', type=int, default=5, help='rounds, in each of which every way runs once')
     p.add_argument('--slots', type=int, default=4, help='requests that one server runs at a time')
@@ -135,7 +136,7 @@ def main():
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
     a = p.parse_args()
     a.prompts, a.samples = (6, 4) if a.quick else (32, 4)
-    if a.quick: a.repeats = 1
+    if a.quick: a.repeats, LIMIT = 1, 64
     torch.set_num_threads(1)
     config = PolicyConfig(vocab_size=99, num_attention_heads=2, num_key_value_heads=1, head_dim=32, moe_intermediate_size=32,
         max_position_embeddings=1024)

@@ -16,10 +16,10 @@ from compassrl.report import machine_info
 PROMISED_POINTS = 30
 
 
-def train(preset, seed, folder):
+def train(preset, seed, folder, *flags):
     "One run in a process of its own: seconds, peak memory in MB"
     t = time.perf_counter()
-    pid = os.posix_spawn(sys.executable, [sys.executable, '-m', 'compassrl.train', preset, '--seed', str(seed), '--run-dir', str(folder)], os.environ)
+    pid = os.posix_spawn(sys.executable, [sys.executable, '-m', 'compassrl.train', preset, '--seed', str(seed), '--run-dir', str(folder), *flags], os.environ)
     _, status, usage = os.wait4(pid, 0)
     if status: sys.exit(f'seed {seed} failed: see the messages above')
     return time.perf_counter()-t, usage.ru_maxrss/(1024 if sys.platform == 'linux' else 1024**2)
@@ -29,14 +29,15 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
     p.add_argument('--preset', default='tiny-cpu')
-    p.add_argument('--quick', action='store_true', help='one short run, to see that it works: --preset smoke-cpu --seeds 0')
+    p.add_argument('--quick', action='store_true', help='one short run, to see that it works: --preset smoke-cpu --seeds 0, cut short')
     a = p.parse_args()
-    if a.quick: a.preset, a.seeds = 'smoke-cpu', [0]
+    flags = []
+    if a.quick: a.preset, a.seeds, flags = 'smoke-cpu', [0], ['--steps', '1', '--eval-every', '0', '--cold-start.steps', '10', '--rollout.max-tokens', '16']
     rows = []
     with tempfile.TemporaryDirectory() as tmp:
         for seed in a.seeds:
             folder = Path(tmp)/f'seed{seed}'
-            seconds, peak = train(a.preset, seed, folder)
+            seconds, peak = train(a.preset, seed, folder, *flags)
             before, after = (json.loads((folder/f'eval_{w}.json').read_text()) for w in ('before', 'after'))
             config = json.loads((folder/'config.json').read_text())
             row = dict(seed=seed, before=before['avg'], after=after['avg'], stderr_before=before['avg_stderr'], stderr_after=after['avg_stderr'],

@@ -56,7 +56,7 @@ class TrainConfig:
     policy:PolicyConfig=field(default_factory=PolicyConfig)
     cold_start:SFTConfig=field(default_factory=SFTConfig)
     rollout:RolloutConfig=field(default_factory=RolloutConfig)
-    schedule:ScheduleConfig=field(default_factory=ScheduleConfig) # of rollout_engine 'pool'
+    schedule:ScheduleConfig=field(default_factory=ScheduleConfig) # all but partial_tokens: of rollout_engine 'pool'
     rewards:RewardConfig=field(default_factory=RewardConfig)
     zero_variance:ZeroVarianceConfig=field(default_factory=ZeroVarianceConfig)
     advantages:AdvantageConfig=field(default_factory=AdvantageConfig)
@@ -89,6 +89,13 @@ class TrainConfig:
         if self.schedule.over_provision and self.rollout_engine!='pool':
             raise ValueError(f'schedule.over_provision={self.schedule.over_provision}: only a pool can abort what is '
                 "running, use rollout_engine='pool', or 0")
+        if part := self.schedule.partial_tokens:
+            if self.zero_variance.sampling!='uniform':
+                raise ValueError(f'schedule.partial_tokens={part}: zero_variance.sampling='
+                    f"{self.zero_variance.sampling!r} asks for more by the verdicts of whole groups, use 'uniform'")
+            if part>=self.rollout.max_tokens:
+                raise ValueError(f'schedule.partial_tokens={part}: every response is whole with rollout.max_tokens='
+                    f'{self.rollout.max_tokens}, use less, or 0')
         own = [k for k in ('clip_eps_low', 'clip_eps_high', 'aggregation') if getattr(self.loss, k) is not None]
         if self.loss.name=='espo' and own:
             raise ValueError(f'loss.{own[0]}={getattr(self.loss, own[0])!r}: espo clips and averages in its own way, '

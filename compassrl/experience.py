@@ -14,12 +14,14 @@ from torch import Tensor
 from .advantages import zero_variance
 from .config import TrainConfig
 from .overlap import Judge, judge_sample
+from .partial_rollout import UnderWay
 from compassrl.records import (Batch, Metrics, Prompt, Request, RolloutEngine, Sample, SamplingParams, collate,
     derive_seed)
 from .zero_variance import growth, shape_rewards
 
 # %% auto #0
-__all__ = ['prompts_of_step', 'requests_of', 'task_rewards', 'table', 'next_wave', 'collect', 'assemble', 'grade']
+__all__ = ['prompts_of_step', 'requests_of', 'task_rewards', 'table', 'next_wave', 'collect_parts', 'collect', 'assemble',
+           'grade']
 
 # %% ../nbs/16_experience.ipynb #b790f76f
 def prompts_of_step(
@@ -96,6 +98,27 @@ def next_wave(
     order = torch.randperm(len(fresh), generator=gen)[:max(0, missing)]
     return [(fresh[i], cfg.group_size) for i in order.tolist()]
 
+# %% ../nbs/16_experience.ipynb #05377102
+def collect_parts(
+    rollout:RolloutEngine,
+    new:list[Request],    # of this step
+    under_way:UnderWay,   # what earlier steps have begun; changes
+    judge:Judge
+)->tuple[list[Request],list[Sample],Metrics]: # groups that have ended; tokens counts all that was drawn
+    "One part of each response, or more until a group is whole"
+    under_way.begin(new)
+    tokens,waves,samples = 0, 0, []
+    while not samples:
+        for s in rollout.generate(under_way.parts()):
+            tokens,newest = tokens+len(s.response_ids), s.weight_version
+            if whole := under_way.take(s): judge.start(whole)
+        waves += 1
+        requests,samples = under_way.whole_groups()
+    stale = torch.cat([s.token_versions for s in samples])<newest
+    return requests, samples, dict(tokens=float(tokens), waves=float(waves), time_reward_s=0.,
+        prompts=float(len({r.prompt_id for r in requests})), stale_frac=float(stale.float().mean()),
+        under_way=float(len(under_way.running)))
+
 # %% ../nbs/16_experience.ipynb #c479526c
 def collect(
     rollout:RolloutEngine,
@@ -103,12 +126,17 @@ def collect(
     step:int,              # 0-based
     cfg:TrainConfig,
     judge:Judge,           # begins with each sample as it comes
-    eos_id:int
+    eos_id:int,
+    under_way:UnderWay|None=None # responses that take several steps
 )->tuple[list[Request],list[Sample],Metrics]: # the requests and samples that train; tokens counts the others, too
     "The waves of one step; settled only where the next wave depends on the rewards"
     params,by_id = cfg.rollout.params(eos_id), {p.id:p for p in prompts}
     asked,requests,samples,spent,waited,first = Counter(), [], [], [], 0., {}
     wave = [(p.id, cfg.group_size) for p in prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)]
+    if under_way: # a prompt whose last group has not ended waits for its next turn
+        ids = [id for id,_ in wave if id not in under_way.groups]
+        new = requests_of([by_id[i] for i in ids], [cfg.group_size]*len(ids), asked, params, cfg.seed, step)
+        return collect_parts(rollout, new, under_way, judge)
     while wave:
         ids,num = zip(*wave)
         new = requests_of([by_id[i] for i in ids], num, asked, params, cfg.seed, step)

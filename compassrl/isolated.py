@@ -6,7 +6,7 @@ Docs: https://compassrl.github.io/compassrl/isolated.html.md"""
 
 # %% ../nbs/04_isolated.ipynb #0997dfcf
 from __future__ import annotations
-import ctypes, gc, json, os, pickle, select, signal, sys, tempfile, time
+import ctypes, faulthandler, gc, json, os, pickle, select, signal, sys, tempfile, time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
@@ -69,6 +69,7 @@ def _work(folder, limits, base, fn): # the process of the foreign code; never re
             os.dup2(os.open(folder/name, os.O_RDWR|os.O_CREAT, 0o600), fd)
         sys.stdout,sys.stderr = (os.fdopen(fd, 'w', 1, closefd=False) for fd in (1, 2)) # a kernel has its own
         os.chdir(folder/'home')
+        faulthandler.disable() # its report would be this program's, and takes seconds where there are many modules
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_NOFILE, 256)
         _limit(resource.RLIMIT_FSIZE, limits.output_kb*1024)

@@ -80,10 +80,11 @@ class Sample:
     routed_experts:Tensor|None         # [Tp+Tr-1, L, K] uint8 (int16 above 256 experts); dense layers are 0
     routes_valid:Tensor|None           # [Tp+Tr-1] bool; the last token was never fed, so it has no row
     finish_reason:str                  # 'stop' or 'length'
-    weight_version:int                 # of the weights that sampled it
+    weight_version:int                 # of the weights that sampled it, or its last part
     reward:float=0.
     verdict:Verdict|None=None
     timings:dict[str,float]=field(default_factory=dict)  # seconds, by phase
+    token_versions:Tensor|None=None    # [Tr] int64, of a response drawn in parts; None = all `weight_version`
 
 # %% ../nbs/00_records.ipynb #a0b8e108
 @dataclass
@@ -123,7 +124,7 @@ class Batch:
 def _check(s): # what an engine may have got wrong
     Tp,Tr,name = len(s.prompt_ids), len(s.response_ids), f'sample {s.prompt_id}/{s.index}'
     if not Tp: raise ValueError(f'{name} has no prompt: nothing is there to predict its first token from')
-    for key,want in dict(rollout_log_probs=Tr, routed_experts=Tp+Tr-1, routes_valid=Tp+Tr-1).items():
+    for key,want in dict(rollout_log_probs=Tr, token_versions=Tr, routed_experts=Tp+Tr-1, routes_valid=Tp+Tr-1).items():
         v = getattr(s, key)
         if v is not None and len(v)!=want:
             raise ValueError(f'{name}: {key} has {len(v)} rows; {Tp} prompt and {Tr} response tokens need {want}')

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -20,11 +21,13 @@ try: import fcntl
 except ImportError: fcntl = None # Windows
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+from .checkpoint import load_checkpoint, save_checkpoint
 from .config import TrainConfig, read_run_config
 from .evaluate import evaluate
 from .experience import requests_of, table
 from .factory import Data, Engines, engines, load, newest_checkpoint, prepare, resolve, world
 from .overlap import make_judge
+from .partial_rollout import UnderWay
 from .policy import Policy
 from .pretrained import save_pretrained, write_pretrained
 from .records import Batch, Metrics, Sample
@@ -101,6 +104,7 @@ class Run:
     engines:Engines # while they live
     def __init__(self, cfg:TrainConfig, folder:Path, data:Data):
         self.cfg,self.folder,self.data,self.asked_to_stop = cfg, folder, data, False
+        self.under_way = UnderWay(n) if (n := cfg.schedule.partial_tokens) else None
 
     @property
     def source(self)->Path: # Hugging Face checkpoint of the policy before RL
@@ -115,7 +119,7 @@ class Run:
             self.log.batch(trace_rows(step, m, samples, batch, c.optim.num_mini_batches))
         at = self.log.row(m) # before its checkpoint: a row too many can be dropped, a lost one does not come back
         if last or self.asked_to_stop or c.save_every and step%c.save_every==0:
-            t = time.perf_counter(); self.engines.checkpoints.save(step)
+            t = time.perf_counter(); self.save(step)
             self.log.row(m | dict(time_checkpoint_s=time.perf_counter()-t), at)
         self.log.bar.update()
         self.log.bar.set_postfix_str(f"reward {m['reward_mean']:.2f}, zero variance {m['zero_variance_frac']:.2f}, "
@@ -123,6 +127,20 @@ class Run:
         if self.asked_to_stop:
             self.engines.checkpoints.wait()
             raise Stop
+
+    def save(self, step:int):
+        "What is under way first: an engine's checkpoint without it could not be resumed"
+        if self.under_way: # two more: a checkpoint that is still being written may never be whole
+            save_checkpoint(self.folder/'under_way', step, self.under_way.state_dict(), self.cfg.keep_checkpoints+2)
+        self.engines.checkpoints.save(step)
+
+    def load(self)->int: # the step after which it goes on
+        step,root = self.engines.checkpoints.load(), self.folder/'under_way'
+        if self.under_way:
+            self.under_way.load_state_dict(load_checkpoint(root/f'step-{step:06}')[1])
+            for p in root.glob('step-*'): # of steps that are done again
+                if p.name>f'step-{step:06}': shutil.rmtree(p)
+        return step
 
     @contextmanager
     def judging(self):
@@ -205,7 +223,7 @@ def start_run(
             run.engines.rollout.load_weights(run.engines.train.weights(), 0)
             write_json(folder/'eval_before.json', run.evaluate())
             if cfg.zero_variance.screen_samples: write_json(folder/'screen.json', _screen(run))
-            run.engines.checkpoints.save(0)
+            run.save(0)
             return _train(run, 0)
 
 def _cold_start(run): # a new policy, trained by the embedded engine, whatever trains it later
@@ -254,7 +272,7 @@ def resume_run(
         run = Run(cfg, folder, load(cfg))
         newest_checkpoint(cfg.train_engine, folder/'checkpoints', required=True) # refused before engines start
         with stoppable(run), run.judging(), engines(cfg, run.source, folder, control) as run.engines:
-            step = run.engines.checkpoints.load()
+            step = run.load()
             if cfg.steps<step: raise ValueError(f'steps={cfg.steps}: the run has done {step}, use at least that many')
             run.engines.rollout.load_weights(run.engines.train.weights(), step)
             write_json(folder/'config.json', dataclasses.asdict(cfg))
@@ -267,7 +285,7 @@ def _train(run, start): # the loop and what comes after it
     run.log = Log(folder, start, c.steps)
     kept = set(json.loads((folder/'screen.json').read_text())) if c.zero_variance.screen_samples else None
     prompts = d.train if kept is None else [p for p in d.train if p.id in kept]
-    try: fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, start, e.reference, run.judge)
+    try: fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, start, e.reference, run.judge, run.under_way)
     finally: run.log.close()
     before,after = json.loads((folder/'eval_before.json').read_text()), run.evaluate()
     write_json(folder/'eval_after.json', after)

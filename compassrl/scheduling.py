@@ -29,10 +29,16 @@ class ScheduleConfig:
     order:Literal['longest','fifo']='longest' # by predicted length, or as they come
     probe:bool=True           # of a prompt that nobody knows, one sample goes before all others: it tells the length
     over_provision:float=0.   # share of samples asked beyond each group; the last to end are dropped: short ones win
+    partial_tokens:int=0      # most of a response in a step, the rest in the next: stale tokens, see loss.tis; 0 = all
 
     def __post_init__(self):
         if self.order not in ('longest', 'fifo'): raise ValueError(f"order={self.order!r}: use 'longest' or 'fifo'")
         if not 0<=self.over_provision<=4: raise ValueError(f'over_provision={self.over_provision}: use 0 to 4')
+        if self.partial_tokens<0:
+            raise ValueError(f'partial_tokens={self.partial_tokens}: use 0 (whole responses) or more')
+        if self.partial_tokens and self.over_provision:
+            raise ValueError(f'over_provision={self.over_provision} drops what partial_tokens={self.partial_tokens} '
+                'would go on with: use one of them')
 
 # %% ../nbs/13_scheduling.ipynb #91351e1b
 class LengthPredictor:

@@ -38,11 +38,12 @@ def trace_rows(
         tokens = {k:v[i][mask].tolist() for k in _per_token if (v := getattr(batch, k)) is not None}
         routes = {} if s.routed_experts is None else dict(routed_experts=s.routed_experts.tolist(),
             routes_valid=s.routes_valid.int().tolist())
+        versions = {} if s.token_versions is None else dict(token_versions=s.token_versions.tolist())
         yield dict(version=TRACE_VERSION, kind='sample', step=step, prompt_id=s.prompt_id, index=s.index,
             group=int(batch.group[i]), prompt_ids=s.prompt_ids, response_ids=s.response_ids, reward=s.reward,
             task_reward=s.verdict.reward, correct=s.verdict.correct, status=s.verdict.status,
             evidence=s.verdict.evidence, finish_reason=s.finish_reason, weight_version=s.weight_version,
-            timings=s.timings, **tokens, **routes)
+            timings=s.timings, **tokens, **routes, **versions)
 
 # %% ../nbs/21_trace.ipynb #ae01893d
 _needed = dict(step={'step', 'num_samples', 'num_mini_batches', 'metrics'},

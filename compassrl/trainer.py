@@ -16,6 +16,7 @@ from .config import TrainConfig
 from .experience import assemble, collect, grade
 from .losses import PolicyLoss
 from .overlap import Judge, SerialJudge
+from .partial_rollout import UnderWay
 from .records import Batch, Metrics, Prompt, RolloutEngine, Sample, TrainEngine
 from .router_replay import discrepancy
 from .zero_variance import token_advantages
@@ -65,16 +66,19 @@ def fit(
     eos_id:int,
     start:int=0,           # steps already done
     reference:TrainEngine|None=None, # holds the starting weights; needed if loss.kl_coef > 0
-    judge:Judge|None=None  # None: verdicts here, one after another
+    judge:Judge|None=None, # None: verdicts here, one after another
+    under_way:UnderWay|None=None # what earlier steps have begun; for schedule.partial_tokens
 )->None:
     "Group-relative policy optimisation over any two engines. Raises ValueError for a KL penalty without a reference"
     if cfg.loss.kl_coef and reference is None:
         raise ValueError(f'loss.kl_coef={cfg.loss.kl_coef}: pass an engine with the starting weights as `reference`')
     judge = judge or SerialJudge(prompts, tokenizer, eos_id)
+    if cfg.schedule.partial_tokens: under_way = under_way or UnderWay(cfg.schedule.partial_tokens)
     for step in range(start, cfg.steps):
         metrics:Metrics = dict(step=step+1)
         with timed(metrics, 'step'):
-            with timed(metrics, 'rollout'): requests,samples,found = collect(rollout, prompts, step, cfg, judge, eos_id)
+            with timed(metrics, 'rollout'):
+                requests,samples,found = collect(rollout, prompts, step, cfg, judge, eos_id, under_way)
             metrics['time_rollout_s'] -= found['time_reward_s']
             metrics |= found
             batch = assemble(requests, samples)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import forked
+import nursed
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +21,8 @@ def quick(script): # `python SCRIPT --quick`
 
 @pytest.mark.parametrize('script', SCRIPTS, ids=lambda p: p.stem)
 def test_quick(script, tmp_path):
-    r = forked.run(tmp_path/'log', quick, script, timeout=300)
+    run = nursed.run if 'compassrl.engines.vllm' in script.read_text() else forked.run
+    r = run(tmp_path/'log', quick, script, timeout=300)
     assert r.returncode == 0, r.stderr[-2000:]
     result = json.loads(r.stdout.splitlines()[-1])
     assert {'name', 'ratio', 'units', 'settings', 'machine'} <= result.keys()

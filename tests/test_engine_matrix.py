@@ -1,11 +1,8 @@
 "Any rollout engine with any train engine: three steps on the same samples from the same checkpoint end in the same place"
-import os
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import nursed
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,39 +11,17 @@ from compassrl.engines.megatron import MegatronTrain
 from compassrl.engines.megatron_weights import hf_weights
 from compassrl.losses import LossConfig, PolicyLoss
 from compassrl.parallel import ParallelConfig
-from compassrl.policy import PolicyConfig
 from compassrl.pretrained import from_pretrained, hf_weights as policy_weights, save_pretrained
-from compassrl.records import Request, SamplingParams, collate, derive_seed
-from compassrl.rollout import TorchRollout
+from compassrl.records import collate
 from compassrl.router_replay import discrepancy
 from compassrl.train_engine import OptimConfig, TorchTrain
 from ranks import lively, name, run_ranks
+from rollouts import POLICY, sample, write_samples
 from test_megatron import TP_EP, whole_gradients, worst
 
-HERE = Path(__file__).resolve()
-POLICY = PolicyConfig(vocab_size=70, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    intermediate_size=96, moe_intermediate_size=32, mlp_only_layers=(0,), max_position_embeddings=96)  # what vLLM computes on a CPU
 OPTIM, LOSS, STEPS = OptimConfig(lr=2e-4, weight_decay=.1, micro_batch_tokens=150), PolicyLoss(LossConfig()), 3
 LAYOUTS = [(1, {}), (2, {}), TP_EP, (2, dict(pp=2)), (2, dict(ep=2)), (4, dict(tp=2, pp=2, ep=2, etp=1))]
 ROLLOUTS = ['torch', 'vllm', 'pool']
-
-
-def sample(kind, folder):
-    "Two responses to each of six prompts"
-    if kind == 'torch': engine = TorchRollout(POLICY, 8, torch.float)
-    elif kind == 'vllm':
-        from compassrl.engines.vllm import VllmRollout
-        engine = VllmRollout(folder, num_slots=8)
-    else:
-        from compassrl.engines.vllm_pool import VllmPool
-        from compassrl.parallel import VllmConfig
-        engine = VllmPool(folder, VllmConfig(num_replicas=2), num_slots=4)
-    try:
-        engine.load_weights(policy_weights(from_pretrained(folder)), 0)
-        requests = [Request(f'p{i//2}', (5+i//2, 6, 7)[:1+i//2 % 3], i % 2, derive_seed(i), SamplingParams(6+i, .8, stop_ids=(1,)))
-            for i in range(12)]
-        return sorted(engine.generate(requests), key=lambda s: (s.prompt_id, s.index))
-    finally: getattr(engine, 'close', lambda: None)()
 
 
 @pytest.fixture(scope='module')
@@ -58,15 +33,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def batches(folder):
-    "By rollout engine; vLLM in processes of its own, since ranks are forked from this one"
-    def run(kind):
-        code = f'import sys; sys.path.insert(0, {str(HERE.parent)!r})\nimport pickle, test_engine_matrix as m\n' \
-            f'if __name__ == "__main__": pickle.dump(m.sample({kind!r}, {str(folder)!r}), open({str(folder/kind)!r}, "wb"))'
-        subprocess.run([sys.executable, '-c', code], check=True, timeout=600, env=os.environ | dict(VLLM_LOGGING_LEVEL='ERROR'))
-        return pickle.loads((folder/kind).read_bytes())
+    "By rollout engine; vLLM in a process of its own, since ranks are forked from this one"
+    r = nursed.run(folder/'log', write_samples, ['pool', 'vllm'], folder, timeout=600)  # the engine changes its environment
+    assert r.returncode == 0, r.stderr[-3000:]
     out = {}
     for kind in ROLLOUTS:
-        b = collate(sample(kind, folder) if kind == 'torch' else run(kind))
+        b = collate(sample(kind, folder) if kind == 'torch' else pickle.loads((folder/kind).read_bytes()))
         out[kind] = replace(b, advantages=b.response_mask*torch.linspace(-1, 1, len(b))[:, None])
     return out
 

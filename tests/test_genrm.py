@@ -1,10 +1,7 @@
 "Labels, both orders, references, verdicts: laws and the faults they catch; the client against a server that misbehaves"
 import json
-import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -538,6 +535,8 @@ def test_a_judge_that_loses_replies_is_a_bug():
 def vllm_server(tmp_path):
     "A tiny generative judge of digits, trained in seconds and served by vLLM on the CPU"
     pytest.importorskip('vllm')
+    import nursed
+    from compassrl.engines.vllm_server import Server, flags, free_port, server_env
     from compassrl.policy import Policy, PolicyConfig
     from compassrl.pretrained import save_pretrained
     from compassrl.problems import build_tokenizer, encode, save_tokenizer
@@ -555,37 +554,29 @@ def vllm_server(tmp_path):
     save_tokenizer(tok, tmp_path)
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     (tmp_path/'prompt').write_text('{prompt}{first}|{second}=')
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
+    port = free_port()
     args = dict(model=tmp_path, host='127.0.0.1', port=port, max_model_len=128, max_num_seqs=16, dtype='float32',
-        served_model_name='judge', chat_template=template)
-    command = [sys.executable, '-m', 'vllm.entrypoints.openai.api_server', '--enforce-eager']
-    command += [x for k, v in args.items() for x in (f'--{k.replace("_", "-")}', str(v))]
-    env = dict(VLLM_CPU_KVCACHE_SPACE='1', VLLM_CPU_OMP_THREADS_BIND='nobind', HF_HUB_OFFLINE='1', VLLM_NO_USAGE_STATS='1')
-    server = subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        start_new_session=True)
-    def stop(): os.killpg(server.pid, signal.SIGKILL)
+        served_model_name='judge', chat_template=template, enforce_eager=True, kv_cache_memory_bytes=1 << 30)
+    command = [sys.executable, '-m', 'vllm.entrypoints.openai.api_server', *flags(args)]
+    nursed.adopt(tmp_path/'nursery.log')
+    server = Server(command, server_env('cpu'), tmp_path/'server.log', fork=True)
     cfg = dict(model='judge', base_url=f'http://127.0.0.1:{port}/v1', prompt_file=str(tmp_path/'prompt'), max_tokens=48)
-    try: yield GenRM(GenRMConfig(**cfg, concurrency=16, timeout_s=20., max_retries=1)), server, stop
-    finally:
-        try: stop()
-        except ProcessLookupError: pass
-        server.wait()
+    try: yield GenRM(GenRMConfig(**cfg, concurrency=16, timeout_s=20., max_retries=1)), server
+    finally: server.kill()
 
 
 def test_a_vllm_server_judges_and_dies(vllm_server):
-    judge, server, stop = vllm_server
+    judge, server = vllm_server
     for _ in range(150):
         try: judge.check()
         except ValueError as e:
-            assert server.poll() is None, e
+            assert server.alive, server.tail()
             time.sleep(1)
         else: break
     asked = [Question('', str(a), str(b)) for a in range(10) for b in range(10)]
     replies = judge(asked)
     right = [parse_label(r.text) == opinion(q.first, q.second) for q, r in zip(asked, replies)]
     assert sum(right) > 90 and all(r.num_tokens > 20 for r in replies)
-    stop()
+    server.kill()
     start, after = time.perf_counter(), judge(asked*50)
     assert {r.status for r in after} == {'failed'} and time.perf_counter()-start < 60

@@ -14,9 +14,11 @@ import pytest
 from compassrl.launch import follow, launch, panel, report_parts, resume, status, watch, with_value
 from compassrl.config import read_run_config
 from compassrl.parallel import ParallelConfig
+from compassrl.sft import SFTConfig
 from compassrl.train import presets, smoke_cpu
 
-SMOKE = replace(smoke_cpu(), steps=6, save_every=0)
+SMOKE = replace(smoke_cpu(), steps=6, save_every=0, cold_start=SFTConfig(steps=45, lr=5e-3, num_solutions=60))
+TWO = replace(SMOKE, steps=4, eval_every=0, train_engine='megatron', parallel=ParallelConfig(ep=2), cold_start=SFTConfig(steps=10, num_solutions=60))
 
 
 def until(condition, seconds=90, every=.02):
@@ -119,8 +121,9 @@ def test_it_outlives_its_notebook(tmp_path):
     code = f'''import sys, time
 from dataclasses import replace
 from compassrl.launch import launch
+from compassrl.sft import SFTConfig
 from compassrl.train import smoke_cpu
-launch(replace(smoke_cpu(), steps=1, eval_every=0), {str(tmp_path/"orphan")!r})
+launch(replace(smoke_cpu(), steps=1, eval_every=0, cold_start=SFTConfig(steps=10, num_solutions=60)), {str(tmp_path/"orphan")!r})
 print('started', flush=True); time.sleep(60)'''
     notebook = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert notebook.stdout.readline() == 'started\n'
@@ -138,8 +141,7 @@ def test_log_tail(tmp_path):
 
 def test_several_ranks_stop_and_go_on(tmp_path):
     "Two ranks of Megatron-Core under torchrun: stopped between two steps, resumed, and the run is whole"
-    cfg = replace(SMOKE, steps=4, eval_every=0, train_engine='megatron', parallel=ParallelConfig(ep=2))
-    run = launch(cfg, tmp_path/'two')
+    run = launch(TWO, tmp_path/'two')
     assert run.num_ranks == 2
     until(lambda: run.metrics() or run.poll() is not None, 300)
     run.stop()
@@ -154,8 +156,7 @@ def test_several_ranks_stop_and_go_on(tmp_path):
 
 def test_a_rank_that_dies_ends_the_run(tmp_path):
     "kill -9 of one of two ranks: the run ends, and says which"
-    cfg = replace(SMOKE, steps=400, eval_every=0, train_engine='megatron', parallel=ParallelConfig(ep=2))
-    run = launch(cfg, tmp_path/'dies')
+    run = launch(replace(TWO, steps=400), tmp_path/'dies')
     until(lambda: run.metrics() or run.poll() is not None, 300)
     for pid in Path(f'/proc/{run.process.pid}/task/{run.process.pid}/children').read_text().split():
         if b'RANK=1\0' in Path(f'/proc/{pid}/environ').read_bytes().replace(b'LOCAL_RANK', b'').replace(b'GROUP_RANK', b''):

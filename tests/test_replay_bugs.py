@@ -1,12 +1,9 @@
 "The known router-replay bugs of other systems, by number: each is tested on the real engines, or refused"
-import os
-import subprocess
-import sys
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
+import nursed
 import numpy as np
 import pytest
 import torch
@@ -18,12 +15,13 @@ from compassrl.engines.megatron_batch import Packed, Tap, plan, tap_routers
 from compassrl.engines.megatron_model import build_model, init_parallel, transformer_config
 from compassrl.engines.messages import engine_args, read_routes, to_sample
 from compassrl.parallel import ParallelConfig, VllmConfig
-from compassrl.pretrained import hf_weights as policy_weights
+from compassrl.pretrained import hf_weights as policy_weights, save_pretrained
 from compassrl.records import Batch, Request, SamplingParams, collate
 from compassrl.rollout import TorchRollout
 from compassrl.router_replay import discrepancy
 from compassrl.train_engine import TorchTrain, validate_routes
 from ranks import RankError, lively, name, run_ranks
+from rollouts import POLICY as ROLLED_OUT, shared_prefixes
 from test_megatron import BATCH, DP, LOSS, MIX, ONE, OPTIM, POLICY, PP, TP_EP, agrees, fresh, holes, job, one_process, sampled, worst
 
 VPP = (2, dict(pp=2, vpp=2))
@@ -251,35 +249,9 @@ def test_bug_13_a_rollout_that_sends_no_routes_is_seen():
 
 # ---- 14, 15: prefix cache and streams, with vLLM itself
 
-REAL = '''
-import sys, torch
-sys.path.insert(0, {tests!r})
-from test_engine_matrix import POLICY as C
-from ranks import lively
-from compassrl.engines.vllm import VllmRollout
-from compassrl.pretrained import hf_weights, write_config
-from compassrl.records import Request, SamplingParams
-policy = lively(C)
-write_config(C, {folder!r})
-e = VllmRollout({folder!r}, num_slots=4)
-e.load_weights(hf_weights(policy), 0)
-prefix = tuple(int(x) for x in torch.randint(2, C.vocab_size, (70,), generator=torch.Generator().manual_seed(0))) # two blocks of the cache and more
-requests = [Request(f'p{{i%2}}', prefix+(3+i%2,), i, i, SamplingParams(8)) for i in range(10)]
-samples = list(e.generate(requests))
-assert len(samples)==10 and len({{s.index for s in samples[:5]}})==5
-for s in samples:
-    assert len(s.routed_experts)==len(s.prompt_ids)+len(s.response_ids)-1 and s.routes_valid.all()
-    _,own = policy(torch.tensor([s.prompt_ids+s.response_ids]))
-    same = (own[:-1,1:].sort(-1)[0]==s.routed_experts[:,1:].long().sort(-1)[0]).all(-1)
-    assert same.float().mean()>.99, same.float().mean()
-e.close()
-print('all routes are there')
-'''
-
-
 def test_bugs_14_and_15_every_row_of_a_shared_prefix_and_of_a_stream_has_its_route(tmp_path):
-    code = REAL.format(tests=str(Path(__file__).resolve().parent), folder=str(tmp_path))
-    out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=500, env=os.environ | dict(VLLM_LOGGING_LEVEL='ERROR'))
+    save_pretrained(lively(ROLLED_OUT), tmp_path)
+    out = nursed.run(tmp_path/'log', shared_prefixes, tmp_path, timeout=500)
     assert out.returncode == 0 and 'all routes are there' in out.stdout, out.stderr[-3000:]
 
 

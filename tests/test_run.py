@@ -93,11 +93,23 @@ def test_resume_equals_an_uninterrupted_run(whole, tmp_path):
     assert [m['step'] for m in rows(folder, 'metrics.jsonl')] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize('seed', range(2))
-def test_kill_at_any_point(whole, tmp_path, seed):
+PARTS = ['--schedule.partial-tokens', '5', '--zero-variance.sampling', 'uniform']
+
+
+@pytest.fixture(scope='module')
+def in_parts(tmp_path_factory):
+    "One run of partial rollouts"
+    folder = tmp_path_factory.mktemp('runs')/'parts'
+    assert cli('train', *SMOKE, *PARTS, '--run-dir', folder).returncode == 0
+    assert any(m['stale_frac'] > 0 for m in rows(folder, 'metrics.jsonl')), 'some responses take two steps'
+    return folder
+
+
+@pytest.mark.parametrize('seed, flags', [(0, []), (1, PARTS)], ids=['whole', 'in_parts'])
+def test_kill_at_any_point(tmp_path, seed, flags, request):
     "SIGKILL at a random moment after the first checkpoint, mid-save included, again and again; then the same result"
-    folder, rng = tmp_path/'killed', random.Random(seed)
-    p = start('train', *SMOKE, '--save-every', '1', '--run-dir', folder)
+    folder, rng, whole = tmp_path/'killed', random.Random(seed), request.getfixturevalue('in_parts' if flags else 'whole')
+    p = start('train', *SMOKE, *flags, '--save-every', '1', '--run-dir', folder)
     for _ in range(3):
         deadline = time.monotonic()+60
         while p.poll() is None and not list(folder.glob('checkpoints/step-*')) and time.monotonic() < deadline: time.sleep(.01)
@@ -108,8 +120,17 @@ def test_kill_at_any_point(whole, tmp_path, seed):
     out, err = p.communicate(timeout=120)
     assert p.returncode == 0, err
     assert same_model(whole, folder)
-    clean = [[m for m in rows(f, 'metrics.jsonl')] for f in (whole, folder)]
-    assert clean[0] == clean[1]
+    assert rows(whole, 'metrics.jsonl') == rows(folder, 'metrics.jsonl')
+
+
+def test_resume_from_an_older_checkpoint_in_parts(in_parts, tmp_path):
+    "The newest checkpoint is lost: what was under way goes back with the weights"
+    folder = shutil.copytree(in_parts, tmp_path/'run')
+    shutil.rmtree(folder/'checkpoints/step-000006')
+    r = cli('resume', folder)
+    assert r.returncode == 0 and 'after step 4' in r.stdout, r.stderr
+    assert same_model(in_parts, folder) and rows(in_parts, 'metrics.jsonl') == rows(folder, 'metrics.jsonl')
+    assert sorted(p.name for p in (folder/'under_way').glob('step-*'))[-1] == 'step-000006'
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(whole, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
+import nursed
 import psutil
 import pytest
 import torch
@@ -22,6 +23,7 @@ from compassrl.engines.vllm_pool import VllmPool, from_body
 from compassrl.engines.vllm_server import Nursery, Server, flags, nursery, server_env
 from compassrl.fp8 import fp8_weights
 from compassrl.parallel import VllmConfig
+from compassrl.partial_rollout import UnderWay
 from compassrl.policy import Policy, PolicyConfig
 from compassrl.pretrained import hf_weights, load_hf_weights, save_pretrained
 from compassrl.records import Request, SamplingParams, collate, derive_seed
@@ -60,6 +62,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def pool(model):
+    nursed.adopt(model/'nursery.log')
     pool = VllmPool(model, VllmConfig(num_replicas=2), num_slots=8)
     pool.load_weights(hf_weights(POLICIES[0]), 0)
     yield pool
@@ -141,6 +144,17 @@ def test_seeds(pool, reference):
     assert tokens(pool.generate(rs[::-1])) == reference
     assert tokens(pool.generate(rs[5:6])).items() <= reference.items()
     assert tokens(pool.generate(requests(48, salt=1))) != reference
+
+
+def test_responses_in_parts(pool):
+    "A server goes on with what was drawn: log-probs and routes are those of one pass over the whole, none is missing"
+    under_way = UnderWay(7)
+    under_way.begin(requests(24))
+    while under_way.running:
+        for s in pool.generate(under_way.parts()): under_way.take(s)
+    _, out = under_way.whole_groups()
+    assert agrees(out, POLICIES[0]) and Counter(map(key, out)) == Counter(map(key, requests(24)))
+    assert max(len(s.response_ids) for s in out) == 24
 
 
 def test_yields_as_they_finish(pool):
@@ -475,9 +489,9 @@ def born(server):
     return server.pid
 
 
-def test_one_import_for_all(tmp_path):
-    "Servers, and their environments, come from one nursery; one that was killed is replaced, and harms none of its own"
-    servers = [forked(tmp_path/f'log{i}') for i in range(2)]
+def nurseries(folder):
+    "An owner that was given its first nursery makes the second; it kills itself beside a server that is stopped"
+    servers = [forked(folder/f'log{i}') for i in range(2)]
     first = Nursery.one.process
     pids = list(map(born, servers))
     assert {parent(parent(p)) for p in pids} == {first.pid} and len({os.getpgid(p) for p in pids}) == 2
@@ -487,11 +501,11 @@ def test_one_import_for_all(tmp_path):
     first.kill()
     first.wait()
     assert not gone_now(pids[1]) and servers[1].alive
-    early = forked(tmp_path/'log2')
+    early = forked(folder/'log2')
     assert Nursery.one.process.pid != first.pid and early.alive and not early.pid
     early.kill(5.)  # before it was born
     assert not early.alive
-    failing = forked(tmp_path/'log3', 'compassrl.engines.no_such')
+    failing = forked(folder/'log3', 'compassrl.engines.no_such')
     assert failing.ended(120) and 'No module named compassrl.engines.no_such' in failing.tail(), failing.tail()
     servers[1].kill(5.)
     assert gone(pids[1])
@@ -502,16 +516,19 @@ def test_one_import_for_all(tmp_path):
         assert other.pid != now
         other.kill()
         other.wait()
-
-
-def test_a_nursery_ends_with_its_owner(tmp_path):
-    "And so do its servers, also those that are stopped"
-    p, (pid, of) = owner("s = Server(['', '', 'http.server', '0'], server_env('cpu'), "
-        f"{str(tmp_path/'log')!r}, fork=True); s.log.write_text('it is there'); more = lambda: [Nursery.one.process.pid]")
+    last = forked(folder/'log4')
+    pid = born(last)
+    assert parent(parent(pid)) == now
+    (folder/'pids').write_text(f'{now} {pid}')
     os.killpg(pid, signal.SIGSTOP)
-    p.kill()
-    p.wait()
-    assert gone(of) and gone(pid)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_one_import_for_all(tmp_path):
+    "Servers, and their environments, come from one nursery; one that was killed is replaced, and harms none of its own. It ends with its owner, and so do its servers, also those that are stopped"
+    r = nursed.run(tmp_path/'log', nurseries, tmp_path, timeout=400)
+    assert r.returncode == -signal.SIGKILL, r.stderr[-3000:]
+    assert all(gone(int(pid)) for pid in (tmp_path/'pids').read_text().split())
 
 
 def test_flags():
