@@ -7,7 +7,7 @@ from multiprocessing.forkserver import ForkServer
 from unittest.mock import patch
 
 _server = ForkServer()  # of our own: to fork it takes longer than the one that others use
-_server.set_forkserver_preload(['matplotlib.pyplot', 'nbdev.test', 'transformers', 'compassrl.train'])  # engines have state
+_server.set_forkserver_preload(['matplotlib.pyplot', 'ipywidgets', 'nbdev.test', 'torch._dynamo', 'transformers', 'compassrl.train'])  # engines have state
 
 
 def _child(log, env, fn, args):

@@ -5,7 +5,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 from multiprocessing import forkserver
 from multiprocessing.forkserver import ForkServer
 from unittest.mock import patch
@@ -13,11 +12,10 @@ from unittest.mock import patch
 import forked
 
 # what a nursery imports, and what `forked` has; not compassrl.engines.vllm, which sets the environment of its process
-IMPORTS = ['matplotlib.pyplot', 'nbdev.test', 'transformers', 'compassrl.train', 'compassrl.engines.vllm_transfer',
-    *('vllm.'+m for m in ('entrypoints.openai.api_server', 'v1.engine.async_llm', 'v1.engine.core', 'v1.engine.utils',
+IMPORTS = ['matplotlib.pyplot', 'ipywidgets', 'nbdev.test', 'torch._dynamo', 'transformers', 'compassrl.train',
+    'compassrl.engines.vllm_transfer', *('vllm.'+m for m in ('entrypoints.openai.api_server', 'v1.engine.async_llm', 'v1.engine.core', 'v1.engine.utils',
         'v1.executor.uniproc_executor', 'v1.worker.cpu_worker', 'model_executor.models.qwen3_moe'))]
 _server, _env = ForkServer(), {}
-os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', tempfile.gettempdir()+'/torchinductor')  # torch would set it some time later: an owner gives up a nursery of another environment
 
 
 def _ready():

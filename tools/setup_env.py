@@ -52,7 +52,7 @@ def make_venv():
     if not has('uv'): must(pip(UV), f'pip install {UV}')
 
 
-def uv(*args, **kw): return run(PYTHON, '-m', 'uv', '--quiet', 'pip', 'install', '--python', PYTHON, *args, **kw)
+def uv(*args, **kw): return run(PYTHON, '-m', 'uv', '--quiet', 'pip', 'install', '--compile-bytecode', '--python', PYTHON, *args, **kw)
 
 
 def pip(*args): return run(PYTHON, '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check', *args)

@@ -147,7 +147,8 @@ runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
 """
 
 def _read_early(env): # while vLLM and torch are imported; any other variable may differ from server to server
-    return {k:v for k,v in env.items() if k.startswith(('VLLM_', 'OMP_', 'MKL_', 'KMP_', 'TORCH', 'HF_', 'LD_'))}
+    early,late = ('VLLM_', 'OMP_', 'MKL_', 'KMP_', 'TORCH', 'HF_', 'LD_'), 'TORCHINDUCTOR_CACHE_DIR' # torch's own
+    return {k:v for k,v in env.items() if k.startswith(early) and k!=late}
 
 class Nursery:
     "A process that has imported vLLM; servers are copies of it"
