@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import ceil, lcm
 from pathlib import Path
 from .config import TrainConfig, read_run_config
+from .engines.messages import check_vllm, engine_args, transfer_config, weight_sync
 from .parallel import Layout, ParallelConfig, check_parallel, layout, plot_layout
 from .pretrained import read_config, write_config
 from .sizing import Workload, gpus
@@ -92,7 +93,11 @@ class Plan:
 
     def show(self):
         "The picture, and the table of what it will take"
-        plot_layout(self.layout)
+        from IPython.display import display
+        import matplotlib.pyplot as plt
+        picture = plot_layout(self.layout).figure
+        display(picture) # now: what follows in the cell may take hours
+        plt.close(picture)
         print(self.estimate.table())
 
 def plan(
@@ -142,7 +147,6 @@ def serve(
     port:int
 ):
     "Become one rollout server of a run, with the flags that its pool expects; never returns"
-    from compassrl.engines.messages import check_vllm, engine_args
     from compassrl.engines.vllm_server import flags, server_env
     import torch
     cfg = read_run_config(config)
@@ -153,7 +157,8 @@ def serve(
     check_vllm(policy, cfg.vllm, dtype, cfg.device, routes, one_process=False)
     options = engine_args(model, policy, cfg.vllm, dtype, policy.max_position_embeddings, cfg.rollout.num_slots, routes,
         cfg.device) | dict(host='0.0.0.0', port=port, served_model_name='policy', enable_scale_out=True,
-        disable_log_stats=True, disable_uvicorn_access_log=True, weight_transfer_config=dict(backend='compassrl'))
+        disable_log_stats=True, disable_uvicorn_access_log=True,
+        weight_transfer_config=transfer_config(weight_sync(cfg.vllm, cfg.device)))
     command = [sys.executable, '-m', 'vllm.entrypoints.openai.api_server', *flags(options)]
     os.execve(command[0], command, server_env(cfg.device, os.environ.get('CUDA_VISIBLE_DEVICES', '')))
 
@@ -181,9 +186,11 @@ _plain = """#!/bin/bash
 on() {{ local host=$1; shift; [ "$host" != "$(hostname)" ] || "$@"; }} # only there
 """
 
+def _by_file(p): return weight_sync(p.cfg.vllm, p.cfg.device, p.machines.world_size)=='file'
+
 def _serving(p, on): # shell lines that start the servers, on the nodes after those that train
     m,tp = p.machines, p.cfg.vllm.tensor_parallel
-    lines = ['trap \'kill $(jobs -p) 2>/dev/null || true\' EXIT', 'urls=()', 'mkdir -p "$run.sync"']
+    lines = ['trap \'kill $(jobs -p) 2>/dev/null || true\' EXIT', 'urls=()', *['mkdir -p "$run.sync"']*_by_file(p)]
     for i in range(p.cfg.vllm.num_replicas):
         node,k = divmod(i, m.servers_per_node)
         host,used = f'${{hosts[{m.train_nodes+node}]}}', ','.join(map(str, range(k*tp, (k+1)*tp)))
@@ -200,7 +207,8 @@ else what=("$config" --run-dir "$run"{urls}{sync}); fi
 
 def _training(p, many, start=''): # a job that is started again goes on; `start` begins the ranks of all nodes
     served = bool(p.machines.server_nodes)
-    what = _what.format(urls=' --vllm.urls "${urls[@]}"'*served, sync=' --vllm.sync-dir "$run.sync"'*served)
+    what = _what.format(urls=' --vllm.urls "${urls[@]}"'*served, 
+        sync=' --vllm.sync-dir "$run.sync"'*(served and _by_file(p)))
     return what+start+train_command(p.machines, '"${what[@]}"', '"${hosts[0]}"'*many)
 
 
@@ -218,7 +226,8 @@ def slurm_script(
     n,bash = p.machines.train_nodes, _settings(cfg, config)
     train = f'"$(IFS=,; echo "${{hosts[*]:0:{n}}}")"'
     lines = _serving(p, 'srun --overlap --nodes=1 --ntasks=1 --nodelist') if p.machines.server_nodes else []
-    lines += [_training(p, n>1, f'srun --overlap --nodes={n} --ntasks={n} --nodelist {train} \\\n    '), '']
+    srun = f'srun --overlap --kill-on-bad-exit=1 --nodes={n} --ntasks={n} --nodelist {train} \\\n    '
+    lines += [_training(p, n>1, srun), '']
     return _slurm.format(nodes=nodes, per_node=gpus_per_node, bash=bash)+'\n'.join(lines)
 
 def node_script(
@@ -230,7 +239,8 @@ def node_script(
 )->str:
     "Plain torchrun, with the rollout servers on the last nodes; these serve until they are stopped. Raises ValueError"
     p = plan(cfg, nodes, per_node, gpu)
-    if nodes==1: return f'#!/bin/bash\n{_settings(cfg, config)}{_training(p, False)}\n'
+    gpus = '# (not run on GPU)\n' if cfg.device=='cuda' else ''
+    if nodes==1: return f'#!/bin/bash\n{gpus}{_settings(cfg, config)}{_training(p, False)}\n'
     lines = [_plain.format(nodes=nodes, bash=_settings(cfg, config))]
     if p.machines.server_nodes: lines += [*_serving(p, 'on'), 'for host in "${hosts[@]:'
         f'{p.machines.train_nodes}}}"; do on "$host" eval "wait; exit"; done']

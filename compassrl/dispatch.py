@@ -154,7 +154,7 @@ class Span:
     index:int           # of the request
     start:float
     end:float
-    outcome:str         # 'done', 'lost' or 'late'
+    outcome:str         # 'done', 'lost', 'late' or 'dropped'
 
 # %% ../nbs/13_dispatch.ipynb #dbb67518
 class Simulation:

@@ -27,7 +27,7 @@ class ParallelConfig:
     pp:int=1                        # pipeline parallel: layers
     ep:int=1                        # expert parallel: whole experts
     etp:int=0                       # expert tensor parallel: rows inside each expert; 0 = as tp
-    cp:int=1                        # context parallel: tokens of one sequence (Transformer Engine)
+    cp:int=1                        # context parallel: tokens of one sequence (Transformer Engine, not run on GPU)
     vpp:int=1                       # pieces of the model per pipeline rank, interleaved
     recompute:Recompute='none'      # 'moe' = experts, 'full' = every layer
     dtype:Literal['float32','bfloat16']='float32' # of the forward and backward pass; master weights stay fp32
@@ -61,21 +61,24 @@ class ParallelConfig:
         return world_size//(self.expert_tp*self.ep*self.pp)
 
 # %% ../nbs/15_parallel.ipynb #1da98672
+_ways = 'auto', 'file', 'nccl', 'ipc'
+
 @dataclass(frozen=True)
 class VllmConfig:
     "vLLM as rollout engine, in this process or as a pool of servers. Raises ValueError"
     num_replicas:int=1              # servers that the run starts itself
     urls:tuple[str,...]=()          # servers reached by URL instead
-    tensor_parallel:int=1           # GPUs (on a CPU: processes) of one server
-    expert_parallel:bool=False      # spread whole experts, not their rows, over the GPUs of a server
-    kv_cache_dtype:Literal['auto','fp8']='auto'
-    quantization:Literal['','fp8']='' # of the weights, again at every sync; emulated on a CPU
-    gpu_memory_utilization:float=.85  # of a GPU's memory, weights and KV cache together
+    tensor_parallel:int=1           # GPUs (on a CPU: processes) of one server (not run on GPU)
+    expert_parallel:bool=False      # whole experts, not their rows, over the GPUs of a server (not run on GPU)
+    kv_cache_dtype:Literal['auto','fp8']='auto' # of keys and values (fp8: not run on GPU)
+    quantization:Literal['','fp8']='' # of the weights, again at every sync; emulated on a CPU (not run on GPU)
+    gpu_memory_utilization:float=.85  # of a GPU's memory, weights and KV cache together (not run on GPU)
     colocated:bool=False            # on the trainer's GPUs: vLLM sleeps while that works (not run on GPU)
     prefix_caching:bool=True        # prompts of one group are read once
     max_restarts:int=3              # of one server, before the run gives up
     timeout_s:float=120.            # a server that gives nothing for so long is dead
-    sync_dir:str=''                 # weights pass through this folder; empty = shared memory, on one machine
+    sync:Literal['auto','file','nccl','ipc']='auto' # of weights; auto: the fastest way (nccl, ipc: not run on GPU)
+    sync_dir:str=''                 # files pass through this folder; empty = shared memory, on one machine
 
     def __post_init__(self):
         for k in ('num_replicas', 'tensor_parallel'):
@@ -85,7 +88,7 @@ class VllmConfig:
         if not 0<self.gpu_memory_utilization<=1:
             raise ValueError(f'gpu_memory_utilization={self.gpu_memory_utilization}: use a fraction, '
                 'above 0 and at most 1')
-        for k,kinds in (('kv_cache_dtype', ('auto', 'fp8')), ('quantization', ('', 'fp8'))):
+        for k,kinds in (('kv_cache_dtype', ('auto', 'fp8')), ('quantization', ('', 'fp8')), ('sync', _ways)):
             if getattr(self, k) not in kinds: raise ValueError(f'{k}={getattr(self, k)!r}: use one of {kinds}')
         for url in self.urls:
             if not url.startswith(('http://', 'https://')):
@@ -124,7 +127,7 @@ def check_parallel(
     _check_shape(p, policy)
     for k,off in (('cp', 1), ('fp8_recipe', '')):
         if device=='cpu' and getattr(p, k)!=off:
-            raise ValueError(f'{k}={getattr(p, k)!r} on a CPU: it needs Transformer Engine, which needs a GPU')
+            raise ValueError(f'{k}={getattr(p, k)!r}: it needs a GPU and Transformer Engine, use {off!r}')
 
 # %% ../nbs/15_parallel.ipynb #045d95f3
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import time
 import urllib.request
 from dataclasses import asdict, replace
 from pathlib import Path
+from shutil import copytree
+from unittest.mock import patch
 
 import pytest
 
@@ -127,13 +129,13 @@ def run_script(text, tmp_path, *args, host='n0'):
 URLS = ['http://n4:8100', 'http://n4:8101', 'http://n5:8100']
 
 
-def check_training(words, config):
+def check_training(words, config, cfg=BIG, sync_dir=''):
     "What torchrun got: 4 nodes meet on the first, the config as meant, the servers by URL"
     at = words.index('-m')
     assert words[2:at] == ['--nnodes=4', '--nproc-per-node=8', '--max-restarts=0', '--rdzv-backend=c10d',
         '--rdzv-endpoint=n0:29500', '--rdzv-id=compassrl']
     assert words[at+1] == 'compassrl.train'
-    want = replace(BIG, vllm=replace(BIG.vllm, urls=tuple(URLS), sync_dir='my runs/a.sync'))
+    want = replace(cfg, vllm=replace(cfg.vllm, urls=tuple(URLS), sync_dir=sync_dir))
     assert parse_train([config, *words[at+3:]]) == want and words[at+2] == 'my config.json'
 
 
@@ -156,7 +158,24 @@ def test_slurm_script(tmp_path, config):
         for g, port in (('0,1,2,3', '8100'), ('4,5,6,7', '8101'), ('0,1,2,3', '8100')))
     assert [c[-1] for c in calls if c[0] == 'curl'] == [f'{u}/health' for u in URLS]
     check_training(next(c for c in calls if c[0] == 'torchrun'), config)
+    assert [p.name for p in (tmp_path/'my runs').iterdir()] == ['a.logs']  # NCCL needs no folder
+
+
+def test_weights_by_file_go_through_a_folder_beside_the_run(tmp_path, config):
+    cfg = replace(BIG, vllm=replace(BIG.vllm, sync='file'))
+    Path(config).write_text(json.dumps(asdict(cfg)))
+    calls = run_script(slurm_script(cfg, 6, 8, 'my config.json', 'H200'), tmp_path)
+    check_training(next(c for c in calls if c[0] == 'torchrun'), config, cfg, 'my runs/a.sync')
     assert sorted(p.name for p in (tmp_path/'my runs').iterdir()) == ['a.logs', 'a.sync']
+
+
+@pytest.mark.parametrize('device, sync, backend', [('cuda', 'auto', 'nccl'), ('cuda', 'file', 'compassrl'), ('cpu', 'auto', 'compassrl')])
+def test_a_server_expects_the_weights_as_they_will_come(tmp_path, device, sync, backend):
+    cfg = replace(BIG, device=device, vllm=VllmConfig(2, sync=sync), rollout=replace(BIG.rollout, dtype='bfloat16'))
+    (tmp_path/'config.json').write_text(json.dumps(asdict(cfg)))
+    with patch.object(os, 'execve') as became: cluster.serve(tmp_path/'config.json', 8100)
+    command = became.call_args[0][1]
+    assert json.loads(command[command.index('--weight-transfer-config')+1]) == dict(backend=backend)
 
 
 @pytest.mark.parametrize('host', ['n0', 'n3', 'n4', 'n5'])
@@ -173,12 +192,15 @@ def test_node_script(host, tmp_path, config):
 
 
 @pytest.mark.parametrize('script', [slurm_script, node_script])
-def test_a_job_that_is_started_again_goes_on(script, tmp_path, config):
+def test_a_job_that_is_started_again_goes_on(script, tmp_path, config, monkeypatch):
     (tmp_path/'my runs/a/checkpoints/step-000020').mkdir(parents=True)
     calls = run_script(script(BIG, 6, 8, 'my config.json', 'H200'), tmp_path, *(f'n{i}' for i in range(6*(script is node_script))))
     words = next(c for c in calls if c[0] == 'torchrun')
     assert words[words.index('compassrl.train')+1:] == ['resume', 'my runs/a', '--vllm.urls', *URLS]
-    assert parse_resume(words[words.index('resume')+1:]) == ('my runs/a', None, tuple(URLS))
+    (tmp_path/'my runs/a/config.json').write_text(json.dumps(asdict(BIG)))
+    monkeypatch.chdir(tmp_path)
+    run, cfg = parse_resume(words[words.index('resume')+1:])
+    assert run == 'my runs/a' and cfg == replace(BIG, vllm=replace(BIG.vllm, urls=tuple(URLS)))
 
 
 def test_one_process_needs_no_torchrun(tmp_path):
@@ -197,7 +219,18 @@ def test_two_ranks_by_script(tmp_path):
     assert r.returncode == 0, r.stderr[-3000:]
     assert r.stdout.splitlines()[-1] == 'run' and (tmp_path/'run'/'model'/'model.safetensors').exists()
     assert read_run_config(tmp_path/'run').parallel == TWO.parallel
-    assert len((tmp_path/'run'/'metrics.jsonl').read_text().splitlines()) == 2
+    def rows(run): return [json.loads(line) for line in (tmp_path/run/'metrics.jsonl').read_text().splitlines()]
+    assert len(rows('run')) == 2
+    copytree(tmp_path/'run', tmp_path/'other')
+    def go_on(run, words, *more):
+        r = subprocess.run([*words, '-m', 'compassrl.train', 'resume', run, '--steps', '3', *more],
+            cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+        assert r.returncode == 0, r.stderr[-3000:]
+        return rows(run)[-1]
+    same = go_on('run', ['torchrun', '--standalone', '--nproc-per-node=2'])
+    alone = go_on('other', [sys.executable], '--parallel.ep', '1')
+    assert read_run_config(tmp_path/'other').parallel == ParallelConfig()
+    for k in ('loss', 'grad_norm', 'reward_mean', 'entropy'): assert same[k] == pytest.approx(alone[k], rel=1e-3), k
 
 
 def test_a_server_of_a_script(tmp_path):

@@ -1,17 +1,21 @@
 "Layouts: Megatron-Core's own rank order, every weight held somewhere, clear refusals, a picture of any size"
 from collections import Counter
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import chain, product
 
 import matplotlib
 import pytest
+import torch
 from megatron.core.parallel_state import RankGenerator
 
 from compassrl import parallel
+from compassrl.config import TrainConfig
 from compassrl.engines.megatron import build_model
 from compassrl.engines.megatron_model import init_parallel
 from compassrl.engines.megatron_weights import cuts
 from compassrl.engines.ranks import run_ranks
+from compassrl.factory import prepare
 from compassrl.parallel import ParallelConfig, VllmConfig, check_parallel, layout, padded_vocab, plot_layout, span
 from compassrl.policy import PolicyConfig
 from laws import noticed, planted
@@ -163,8 +167,16 @@ def test_refusals():
     refuse(r'tp=2 does not divide intermediate_size=33', parallel=P(tp=2),
         policy=replace(TINY, mlp_only_layers=(1,), intermediate_size=33))
     refuse(r'ep=2: this policy has no experts', parallel=P(ep=2), policy=replace(TINY, mlp_only_layers=(0, 1, 2, 3)))
-    refuse(r'cp=2 on a CPU', parallel=P(cp=2), device='cpu')
-    refuse(r"fp8_recipe='blockwise' on a CPU", parallel=P(fp8_recipe='blockwise'), device='cpu')
+    refuse(r'cp=2: it needs a GPU and Transformer Engine, use 1', parallel=P(cp=2), device='cpu')
+    refuse(r"fp8_recipe='blockwise': it needs a GPU and Transformer Engine, use ''", parallel=P(fp8_recipe='blockwise'), device='cpu')
+
+
+@pytest.mark.skipif(bool(find_spec('transformer_engine')), reason='Transformer Engine is installed')
+def test_a_gpu_without_transformer_engine(monkeypatch):
+    "Refused when a run is prepared, not after its cold start"
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    cfg = TrainConfig(device='cuda', train_engine='megatron', parallel=ParallelConfig(fp8_recipe='blockwise'))
+    with pytest.raises(ValueError, match="fp8_recipe='blockwise': it needs a GPU and Transformer Engine"): prepare(cfg)
 
 
 def test_what_is_allowed():

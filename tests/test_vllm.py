@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from compassrl.engines import messages, vllm, vllm_transfer
 from compassrl.engines.messages import (can_cache_fp8, check_vllm, complete, engine_args, file_parts, head_sizes, read_routes,
-    shared_folder, sweep, to_sample, weight_parts)
+    shared_folder, sweep, to_sample, weight_parts, weight_sync)
 from compassrl.engines.vllm import VllmRollout
 from compassrl.fp8 import fp8_weights
 from compassrl.losses import LossConfig, PolicyLoss, tis_weights
@@ -554,10 +554,37 @@ BF, FP = torch.bfloat16, torch.float32
     ({}, {}, torch.float64, 'cpu', True, "use 'float32'"),
     (dict(mlp_only_layers=(0, 1, 2)), {}, BF, 'cuda', True, "router_replay='off'"),
     ({}, dict(quantization='fp8'), FP, 'cuda', True, "from 'bfloat16'"),
-    ({}, dict(tensor_parallel=2), FP, 'cpu', True, 'use a pool of servers')])
+    ({}, dict(tensor_parallel=2), FP, 'cpu', True, 'use a pool of servers'),
+    ({}, dict(tensor_parallel=2, expert_parallel=True), FP, 'cpu', True, 'expert_parallel=True on a CPU')])
 def test_refused(changes, vllm_config, dtype, device, routes, message):
+    alone = 'expert_parallel' not in vllm_config
     with pytest.raises(ValueError, match=message):
-        check_vllm(replace(CONFIG, **changes), VllmConfig(**vllm_config), dtype, device, routes, True)
+        check_vllm(replace(CONFIG, **changes), VllmConfig(**vllm_config), dtype, device, routes, alone)
+
+
+WAYS = [({}, 'cpu', 1, 'file'), ({}, 'cuda', 1, 'nccl'), ({}, 'cuda', 8, 'nccl'), (dict(sync_dir='here'), 'cuda', 8, 'file'),
+    (dict(sync='file'), 'cuda', 8, 'file'), (dict(colocated=True), 'cuda', 1, 'ipc'), (dict(colocated=True), 'cuda', 2, 'file'),
+    (dict(colocated=True, num_replicas=2), 'cuda', 2, 'file'), (dict(colocated=True, sync='file'), 'cuda', 1, 'file'),
+    (dict(urls=('http://node7:8000',)), 'cuda', 8, 'nccl'), (dict(urls=('http://localhost:8000',)), 'cpu', 1, 'file'),
+    (dict(urls=('http://node7:8000',), sync_dir='here'), 'cpu', 1, 'file')]
+
+
+@pytest.mark.parametrize('config,device,num_ranks,way', WAYS)
+def test_how_weights_travel(config, device, num_ranks, way):
+    "The fastest that can be had; what was chosen is a choice that stands"
+    assert weight_sync(VllmConfig(**config), device, num_ranks) == way
+    assert weight_sync(VllmConfig(**config | dict(sync=way)), device, num_ranks) == way
+
+
+@pytest.mark.parametrize('config,device,num_ranks,says', [
+    (dict(sync='nccl'), 'cpu', 1, "vllm.sync='nccl' on a CPU"), (dict(sync='ipc'), 'cpu', 1, "vllm.sync='ipc' on a CPU"),
+    (dict(sync='nccl', colocated=True), 'cuda', 1, 'one process per GPU'), (dict(sync='ipc'), 'cuda', 1, 'one colocated server'),
+    (dict(sync='ipc', colocated=True, num_replicas=2), 'cuda', 2, 'one colocated server'),
+    (dict(sync='ipc', colocated=True), 'cuda', 2, 'the one GPU that trains'),
+    (dict(urls=('http://node7:8000',)), 'cpu', 1, 'node7:8000 is on another machine.*give vllm.sync_dir'),
+    (dict(urls=('http://node7:8000',), sync='file'), 'cuda', 1, 'give vllm.sync_dir')])
+def test_ways_that_cannot_be_had(config, device, num_ranks, says):
+    with pytest.raises(ValueError, match=says): weight_sync(VllmConfig(**config), device, num_ranks)
 
 
 @pytest.mark.parametrize('avx512,amx', [(False, False), (True, False), (False, True)])

@@ -27,7 +27,7 @@ from compassrl.partial_rollout import UnderWay
 from compassrl.policy import Policy, PolicyConfig
 from compassrl.pretrained import hf_weights, load_hf_weights, save_pretrained
 from compassrl.records import Request, SamplingParams, collate, derive_seed
-from compassrl.scheduling import LengthPredictor, ScheduleConfig
+from compassrl.scheduling import LengthPredictor, ScheduleConfig, prediction_error
 
 CONFIG = PolicyConfig(vocab_size=99, num_attention_heads=2, num_key_value_heads=1, head_dim=32, moe_intermediate_size=32,
     mlp_only_layers=(0,), num_hidden_layers=3, max_position_embeddings=128)
@@ -177,6 +177,11 @@ def test_order(pool):
         assert sum(s.replica == 'replica 0' for s in began[:16]) == 8
         lengths = {p: sorted(len(s.response_ids) for s in out if s.prompt_id == p) for p in {s.prompt_id for s in out}}
         assert {p: sorted(n) for p, n in pool.predictor.group.items()} == lengths and len(pool.predictor.pairs) == 40
+        assert {s.timings['replica'] for s in out} == {0., 1.} and sum(s.timings['replica'] == 0 for s in out) > 8
+        said = pool.measured()
+        assert said['replicas_lost'] == sum(r.losses for r in pool.replicas.values())
+        error = prediction_error(*zip(*pool.predictor.pairs))
+        assert (said['length_log_error'], said['length_spearman']) == (error['log_error'], error['spearman'])
     finally: pool.predictor = before
 
 
@@ -188,14 +193,15 @@ def test_sixteen_tokens_are_sixteen(pool):
 
 def test_over_provision(pool):
     "Groups are whole, under their own indices; what was not needed is aborted, and short ones win"
-    rs, before = requests(16), pool.schedule
-    pool.schedule = ScheduleConfig('fifo', over_provision=1.)
-    try: out = list(pool.generate(rs))
+    long, short = SamplingParams(120, .8), SamplingParams(2, .8)
+    rs = [Request(f'p{i//2}', (5+i//2, 6, 7), i % 2, derive_seed(0, i), (long, short)[i % 2]) for i in range(8)]
+    before, pool.schedule = pool.schedule, ScheduleConfig('fifo', over_provision=1.)
+    try: out = list(pool.generate(rs))  # all 16 begin at once
     finally: pool.schedule = before
     assert Counter(map(key, out)) == Counter(map(key, rs)) and agrees(out, POLICIES[0])
-    assert Counter(s.outcome for s in pool.spans)['done'] == 16
-    plain = list(pool.generate(rs))
-    assert sum(len(s.response_ids) for s in out) < sum(len(s.response_ids) for s in plain)
+    assert {len(s.response_ids) for s in out} == {2} # each group took its two short ones
+    assert Counter(s.outcome for s in pool.spans) == dict(done=8, dropped=8)
+    assert sorted(len(s.response_ids) for s in pool.generate(rs)) == [2]*4+[120]*4
 
 
 def test_fp8_weights_without_kernels(pool, reference):
@@ -371,19 +377,23 @@ def test_restarts_are_bounded(pool):
     with pytest.raises(RuntimeError, match='more than max_restarts=1'): pool.load_weights(hf_weights(POLICIES[0]), 9)
 
 
+def test_a_server_of_two_workers(model):
+    "Tensor parallel inside a server: every worker takes its part of the weights, at every sync"
+    pool = VllmPool(model, VllmConfig(num_replicas=1, tensor_parallel=2), num_slots=8)
+    try:
+        for version, policy in enumerate(POLICIES):
+            pool.load_weights(hf_weights(policy), version)
+            out = list(pool.generate(requests(12)))
+            assert agrees(out, policy) and {s.weight_version for s in out} == {version}
+    finally: pool.close()
+
+
 # ---- before anything runs
 
 def test_refusals(model, tmp_path):
-    with pytest.raises(ValueError, match='node7:8000 is on another machine.*give sync_dir'):
+    with pytest.raises(ValueError, match='node7:8000 is on another machine.*give vllm.sync_dir'):
         VllmPool(model, VllmConfig(urls=('http://node7:8000',)))
-    for sync in ('nccl', 'ipc'):
-        with pytest.raises(ValueError, match=f"sync='{sync}' on a CPU"): VllmPool(model, sync=sync)
-    shared = replace(VllmConfig(), colocated=True)
-    for config, sync, says in ((shared, 'nccl', 'one process per GPU'), (VllmConfig(), 'ipc', 'one colocated server'),
-                               (replace(shared, num_replicas=2), 'ipc', 'one colocated server')):
-        with pytest.raises(ValueError, match=says): vllm_pool._check_sync(config, sync, None, 'cuda')
-    vllm_pool._check_sync(shared, 'ipc', None, 'cuda')
-    with pytest.raises(ValueError, match="sync='disk': use 'file', 'nccl' or 'ipc'"): VllmPool(model, sync='disk')
+    with pytest.raises(ValueError, match="vllm.sync='nccl' on a CPU"): VllmPool(model, VllmConfig(sync='nccl'))
     with pytest.raises(ValueError, match='float64'): VllmPool(model, dtype=torch.float64)
     with pytest.raises(ValueError, match='config.json does not exist'): VllmPool(tmp_path)
     with pytest.raises(RuntimeError, match=r'127.0.0.1:9 was not ready after 1 s \(/health: ClientConnectorError'):

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
 import numpy as np
 import torch
 from safetensors.torch import save_file
@@ -23,8 +25,9 @@ from ..pretrained import hf_slices
 from ..records import Request, Sample
 
 # %% auto #0
-__all__ = ['head_sizes', 'block', 'backend', 'can_cache_fp8', 'check_vllm', 'cache_bytes', 'engine_args', 'sampling_args',
-           'read_routes', 'to_sample', 'complete', 'weight_parts', 'shared_folder', 'sweep', 'file_parts']
+__all__ = ['head_sizes', 'block', 'backend', 'can_cache_fp8', 'check_vllm', 'weight_sync', 'cache_bytes', 'engine_args',
+           'sampling_args', 'read_routes', 'to_sample', 'transfer_config', 'complete', 'weight_parts', 'shared_folder',
+           'sweep', 'file_parts']
 
 # %% ../../nbs/18_messages.ipynb #d5d9d5aa
 head_sizes = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512 # of attention on a CPU
@@ -54,6 +57,8 @@ def check_vllm(
     if not cpu: return
     if config.tensor_parallel>1 and one_process:
         raise ValueError(f'tensor_parallel={config.tensor_parallel} in one process on a CPU: use a pool of servers')
+    if config.expert_parallel and config.tensor_parallel>1 and sparse and not config.urls:
+        raise ValueError('expert_parallel=True on a CPU: workers of vLLM 0.30 crash in their expert kernel, use False')
     if config.kv_cache_dtype=='fp8' and not config.urls and not can_cache_fp8():
         raise ValueError("kv_cache_dtype='fp8' on this CPU: vLLM needs AVX-512 or AMX for it, use 'auto'")
     if c.head_dim not in head_sizes:
@@ -61,6 +66,29 @@ def check_vllm(
     for k in ('hidden_size', 'moe_intermediate_size'):
         if sparse and getattr(c, k)%32:
             raise ValueError(f'{k}={getattr(c, k)}: experts on a CPU need a multiple of 32')
+
+# %% ../../nbs/18_messages.ipynb #29ca4ac3
+def weight_sync(
+    config:VllmConfig,
+    device:str,        # 'cpu' or 'cuda'
+    num_ranks:int=1    # that train
+)->Literal['file','nccl','ipc']:
+    "How weights travel to the servers of a pool. Raises ValueError for a way that cannot be had"
+    c,way,gpus = config, config.sync, config.num_replicas*config.tensor_parallel
+    alone = c.colocated and not c.urls and gpus==num_ranks==1
+    if way=='auto':
+        by_file = device=='cpu' or c.sync_dir or c.colocated and not alone
+        way = 'file' if by_file else 'ipc' if alone else 'nccl'
+    if way!='file' and device=='cpu': raise ValueError(f"vllm.sync={way!r} on a CPU: it needs GPUs, use 'file'")
+    if way=='nccl' and c.colocated: raise ValueError("vllm.sync='nccl' with vllm.colocated: NCCL has one process per "
+        "GPU, use 'ipc' for one server on one GPU, or 'file'")
+    if way=='ipc' and not alone:
+        raise ValueError("vllm.sync='ipc': it needs one colocated server on the one GPU that trains, use 'file'")
+    far = [u for u in c.urls if urlsplit(u).hostname not in ('localhost', '127.0.0.1', '::1')]
+    if far and way=='file' and not c.sync_dir:
+        raise ValueError(f'{far[0]} is on another machine, which does not see the shared memory of this one: '
+            "give vllm.sync_dir, a folder that both see, or use vllm.sync='nccl' on GPUs")
+    return way
 
 # %% ../../nbs/18_messages.ipynb #9c029d1a
 block = 32 # tokens: what the prefix cache shares
@@ -142,7 +170,12 @@ def to_sample(
         timings=dict(rollout_start=started, rollout_end=time.perf_counter()))
 
 # %% ../../nbs/18_messages.ipynb #f4a80b04
-backend = 'compassrl' # of `WeightTransferConfig`
+backend = 'compassrl' # of `WeightTransferConfig`, for files
+
+def transfer_config(
+    way:Literal['file','nccl','ipc']
+)->dict: # of a server
+    return dict(backend=backend if way=='file' else way)
 
 def complete(
     weights:Iterable[tuple[str,Tensor]],

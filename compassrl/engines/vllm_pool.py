@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
-from urllib.parse import urlsplit
 import aiohttp
 import numpy as np
 import torch
@@ -27,12 +25,13 @@ from torch import Tensor
 from ..parallel import VllmConfig
 from ..policy import PolicyConfig
 from ..pretrained import read_config
-from ..records import Request, Sample
+from ..records import Metrics, Request, Sample
 from ..rollout import TorchRollout
 from ..dispatch import Dispatcher, Span
 from ..fp8 import fp8_weights
-from ..scheduling import LengthPredictor, Schedule, ScheduleConfig
-from .messages import check_vllm, complete, engine_args, file_parts, sampling_args, to_sample
+from ..scheduling import LengthPredictor, Schedule, ScheduleConfig, prediction_error
+from .messages import (check_vllm, complete, engine_args, file_parts, sampling_args, to_sample,
+    transfer_config, weight_sync)
 from .vllm_server import Client, Lost, begin, end, send, sleep, start_server, verify, wake
 
 # %% auto #0
@@ -80,8 +79,6 @@ class VllmPool:
         num_slots:int=64,                  # responses that run at the same time, on each server
         return_routes:bool=True,           # record the experts of every token
         schedule:ScheduleConfig=ScheduleConfig(), # which request first
-        sync:Literal['file','nccl','ipc']='file', # how weights travel (nccl and ipc: not run on GPU)
-        sync_dir:str|Path|None=None,       # files pass through it; None = shared memory
         log_dir:str|Path|None=None,        # logs of the servers; None = a temporary folder
         start_timeout_s:float=600.,        # a server that is not ready by then has failed
         first_gpu:int=0                    # of the servers; they take neighbours (not run on GPU)
@@ -89,17 +86,17 @@ class VllmPool:
         c = read_config(model)
         T = min(max_len or c.max_position_embeddings, c.max_position_embeddings)
         self.config = replace(c, max_position_embeddings=T)
-        self.vllm,self.num_slots,self.schedule,self.sync_dir = config, num_slots, schedule, sync_dir
+        self.vllm,self.num_slots,self.schedule = config, num_slots, schedule
         self.predictor = LengthPredictor()
         self.start_timeout_s,self.first_gpu = start_timeout_s, first_gpu
         self.device = 'cuda' if torch.cuda.is_available() else 'cpu'
         check_vllm(c, config, dtype, self.device, return_routes, one_process=False)
-        _check_sync(config, sync, sync_dir, self.device)
+        self.sync = weight_sync(config, self.device)
         if self.device=='cuda' and not config.urls: _check_gpus(first_gpu, config)
         self.options = engine_args(model, c, config, dtype, T, num_slots, return_routes, self.device)
-        if sync!='file': self.options['weight_transfer_config'] = dict(backend=sync)
+        self.options['weight_transfer_config'] = transfer_config(self.sync)
         if config.colocated: self.options['enable_sleep_mode'] = True
-        self.sync,self.dtype,self.group = sync, dtype, (None, None) # members, the group that they are
+        self.dtype,self.group = dtype, (None, None) # members, the group that they are
         self.log_dir = Path(log_dir or tempfile.mkdtemp(prefix='compassrl-vllm-'))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.replicas:dict[str,Replica] = {}
@@ -116,6 +113,12 @@ class VllmPool:
         except BaseException: self.close(); raise
 
     check = TorchRollout.check
+    def measured(self)->Metrics:
+        "How well lengths were predicted in the last `generate`, and how often servers were lost so far"
+        pairs = self.predictor.pairs
+        error = prediction_error(*zip(*pairs)) if len(pairs)>1 else {}
+        lost = sum(r.losses for r in self.replicas.values())
+        return {f'length_{k}':v for k,v in error.items()} | dict(replicas_lost=float(lost))
     def submit(self, coroutine): return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
 def _check_gpus(first, config):
@@ -123,18 +126,6 @@ def _check_gpus(first, config):
     n,tp = config.num_replicas, config.tensor_parallel
     if there<need: raise ValueError(f"num_replicas={n} with tensor_parallel={tp} after "
         f'the first {first} GPUs need {need}, there are {there}: use fewer, or servers on other machines by urls')
-
-def _check_sync(config, sync, sync_dir, device):
-    if sync not in ('file', 'nccl', 'ipc'): raise ValueError(f"sync={sync!r}: use 'file', 'nccl' or 'ipc'")
-    if sync!='file' and device=='cpu': raise ValueError(f"sync={sync!r} on a CPU: it needs GPUs, use 'file'")
-    if sync=='nccl' and config.colocated: raise ValueError("sync='nccl' with colocated: NCCL has one process per GPU, "
-        "use 'ipc' for one server on one GPU, or 'file'")
-    one = config.colocated and not config.urls and config.num_replicas*config.tensor_parallel==1
-    if sync=='ipc' and not one: raise ValueError("sync='ipc': it needs one colocated server on one GPU, use 'file'")
-    far = [u for u in config.urls if urlsplit(u).hostname not in ('localhost', '127.0.0.1', '::1')]
-    if far and sync=='file' and sync_dir is None:
-        raise ValueError(f'{far[0]} is on another machine, which does not see the shared memory of this one: '
-            "give sync_dir, a folder that both see, or use sync='nccl' on GPUs")
 
 # %% ../../nbs/18_vllm_pool.ipynb #fd44bc95
 async def _open(self:VllmPool): # all servers at once
@@ -146,7 +137,8 @@ async def _open(self:VllmPool): # all servers at once
         url = n.rstrip('/') if self.vllm.urls else ''
         self.replicas[n] = Replica(n, self.http, self.vllm.timeout_s, url, by_file=self.sync=='file')
     for r in self.replicas.values(): _start(self, r)
-    print(f'{len(names)} vLLM server{"s"*(len(names)>1)}: loading', end='', flush=True)
+    how = '' if self.sync=='file' else f" get weights by {self.sync} (not run on GPU; the tests run vllm.sync='file')"
+    print(f'{len(names)} vLLM server{"s"*(len(names)>1)}{how}: loading', end='', flush=True)
     start = time.perf_counter()
     try: await asyncio.gather(*(r.ready(_patience(self, r)) for r in self.replicas.values()))
     except Lost as e: print(); raise RuntimeError(str(e)) from None
@@ -196,7 +188,7 @@ def load_weights(self:VllmPool, weights:Iterable[tuple[str,Tensor]], version:int
 
 def _by_file(self:VllmPool, tell:Callable, weights)->int: # bytes
     size,sending = 0, None
-    for path in file_parts(complete(weights, self.config), self.sync_dir):
+    for path in file_parts(complete(weights, self.config), self.vllm.sync_dir or None):
         kept = path.with_name(f'{path.stem}-{id(self)}{path.suffix}')
         os.link(path, kept); self.parts.append(kept); size += kept.stat().st_size
         if sending: sending.result() # the next part was written while this one was read
@@ -347,6 +339,7 @@ async def _take(self:VllmPool, d:Dispatcher, plan:Schedule, tasks:dict, out:queu
     _,i,start = tasks.pop(ticket)
     if ticket==r.name: return d.alive(r.name, time.perf_counter())
     now = time.perf_counter()
+    answer.timings['replica'] = float(list(self.replicas).index(r.name))
     self.spans.append(Span(r.name, i, start, now, 'done'))
     plan.observe(answer) # before the queue moves on: its order may be another now
     if d.finish(ticket, now): out.put(plan.label(answer))
