@@ -7,14 +7,18 @@ import time
 import traceback
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from compassrl import factory
 from compassrl.config import TrainConfig
-from compassrl.engines.leader import Leader, serve
+from compassrl.engines import leader
+from compassrl.engines.leader import Leader, Watch, serve
 from compassrl.engines.megatron import MegatronTrain
 from compassrl.parallel import ParallelConfig
 from compassrl.pretrained import hf_weights
@@ -29,8 +33,9 @@ from test_megatron import BATCH, DP, LOSS, MIX, OPTIM, POLICY, PP, TP_EP, fresh
 def job(lead, parallel=ParallelConfig(), timeout_s=60., config=POLICY, optim=OPTIM, temperature=1.):
     "`lead(leader)` on rank 0, `serve` on the others"
     e = MegatronTrain(config, hf_weights(lively(config)), optim, parallel, temperature)
-    if dist.get_rank(): return serve(e, timeout_s)
-    with Leader(e, timeout_s) as leader: return lead(leader)
+    watch = Watch(e.control, timeout_s)
+    if dist.get_rank(): return serve(e, watch)
+    with Leader(e, watch) as leader: return lead(leader)
 
 
 def scored(leader):
@@ -72,6 +77,8 @@ def test_one_rank_leads_and_the_others_follow(layout):
 
 
 SMALL = TrainConfig(steps=2, prompts_per_step=4, group_size=4, optim=replace(OPTIM, num_mini_batches=1, micro_batch_tokens=500))
+
+TWO = replace(SMALL, train_engine='megatron', parallel=ParallelConfig(ep=2))
 
 
 class Notes:
@@ -167,3 +174,35 @@ def test_an_error_in_the_loss_names_a_rank():
     ends = survivors(2, lambda: job(lead, ParallelConfig(pp=2), 6.))
     assert all(status not in (None, 0) for status, _ in ends.values())
     assert 'rank 1: ZeroDivisionError: of this loss' in ends[0][1]
+
+
+# ---- before there is an engine
+
+def cold_start(how):
+    "Ranks as `compassrl.train` prepares them; rank 0 works alone while rank 1 goes"
+    def run():
+        rank = dist.get_rank()
+        alone = dict(RANK=str(rank), WORLD_SIZE='2')
+        with patch.dict(os.environ, alone), patch.object(leader, 'Watch', partial(Watch, timeout_s=3., every_s=.2)):
+            watch = factory.prepare(TWO)
+        assert watch.is_alive()
+        if rank: os.kill(os.getpid(), how)
+        time.sleep(60)
+    return run
+
+
+@pytest.mark.parametrize('how', [signal.SIGKILL, signal.SIGSTOP], ids=['killed', 'hangs'])
+def test_a_rank_that_is_gone_during_the_cold_start_is_named(how):
+    start = time.monotonic()
+    status, said = survivors(2, cold_start(how), but=(1,))[0]
+    assert status not in (None, 0) and 'rank 0 ends: rank 1 was killed or hangs' in said, said
+    assert time.monotonic()-start < 40
+
+
+def test_one_process_is_not_watched():
+    def alone():
+        watch = factory.prepare(replace(TWO, parallel=ParallelConfig()))
+        assert not watch.is_alive()
+        with pytest.raises(KeyError), watch.guard(): explode()
+        watch.stop()
+    run_ranks(1, alone)

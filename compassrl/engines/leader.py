@@ -30,8 +30,10 @@ class Watch(Thread):
         every_s:float=1.
     ):
         super().__init__(daemon=True)
-        self.rank,self.size,self.timeout_s,self.every_s = control.rank,control.size,timeout_s,every_s
+        self.control,self.rank,self.size = control,control.rank,control.size
+        self.timeout_s,self.every_s = timeout_s,every_s
         self.stopped,self.cause,self.beats = Event(), '', 0
+        if self.size==1: return # nobody to watch
         host,wait = os.environ.get('MASTER_ADDR', '127.0.0.1'), timedelta(seconds=timeout_s)
         mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if self.rank==0 else None
         port = control.scatter(lambda: [mine.port]*self.size)
@@ -76,17 +78,18 @@ def guard(self:Watch):
     try: yield
     except (Refused, LostRank): raise
     except Exception as e:
+        if self.size==1: raise
         if not _second_hand(e):
             self.store.set('failed', f'rank {self.rank}: {type(e).__name__}: {e}')
-            time.sleep(2*self.every_s) # the store of rank 0 is still needed
             self.stopped.set()
+            time.sleep(2*self.every_s) # the store of rank 0 is still needed
             raise
         try: self.store.set('suspect', '')
         except RuntimeError: self.cause = 'rank 0 is gone'
         until = time.monotonic()+self.timeout_s+10*self.every_s
         while not self.cause and time.monotonic()<until: time.sleep(self.every_s/10)
-        if self.rank==0: time.sleep(2*self.every_s)
         self.stopped.set()
+        if self.rank==0: time.sleep(2*self.every_s)
         raise LostRank(self.cause or f'rank {self.rank}: {e}') from e
 
 Watch.guard = guard
@@ -94,9 +97,8 @@ Watch.guard = guard
 # %% ../../nbs/19_megatron_leader.ipynb #24ea6a10
 class Leader:
     "Rank 0's `TrainEngine`: each call is made by all ranks, which meanwhile run `serve`"
-    def __init__(self, engine:MegatronTrain, timeout_s:float=60.): # silence after which a rank counts as dead
-        self.engine,self.control,self.walking = engine, engine.control, False
-        self.watch = Watch(self.control, timeout_s)
+    def __init__(self, engine:MegatronTrain, watch:Watch):
+        self.engine,self.control,self.watch,self.walking = engine, engine.control, watch, False
 
     @contextmanager
     def _all(self, name, *args): # every rank calls the method `name` with `args`
@@ -136,31 +138,27 @@ class Leader:
 
     def stop(self):
         "All ranks leave `serve`"
-        with self._all('stop'): self.watch.stop(self.control)
+        with self._all('stop'): self.watch.stop()
 
     def __enter__(self): return self
     def __exit__(self, kind, error, tb):
         if kind is None: self.stop()
 
 # %% ../../nbs/19_megatron_leader.ipynb #21339285
-def stop(self:Watch, control:Control):
+def stop(self:Watch):
     "Nobody watches any more; every rank calls this"
     self.stopped.set()
-    self.join()
-    control.gather(None) # only now may the store go
+    if self.size>1: self.join()
+    self.control.gather(None) # only now may the store go
 
 Watch.stop = stop
 
-def serve(
-    engine:MegatronTrain,
-    timeout_s:float=60. # as the leader's
-):
+def serve(engine:MegatronTrain, watch:Watch):
     "What every rank but 0 runs until the leader stops. Raises LostRank, or what went wrong here"
-    watch = Watch(engine.control, timeout_s)
     while True:
         with watch.guard():
             name,args = engine.control.scatter()
-            if name=='stop': return watch.stop(engine.control)
+            if name=='stop': return watch.stop()
             try: _obey(engine, name, args)
             except Refused: pass # rank 0 says why
 
