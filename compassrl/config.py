@@ -45,7 +45,7 @@ class TrainConfig:
     eval_k:int=8                # responses per held-out prompt
     save_every:int=20           # RL steps between checkpoints; there is always one at the end
     keep_checkpoints:int=2
-    device:str='cpu'            # 'cpu' or 'cuda'
+    device:str='cpu'            # 'cpu' or 'cuda' (not run on GPU)
     num_threads:int=1           # of torch on the CPU; for small models more is slower
     init_from:str=''            # folder of a Hugging Face Qwen3-MoE to start from; empty = a new policy
     run_dir:str=''              # where results go; empty = runs/DATE-TIME

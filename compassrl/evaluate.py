@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from tokenizers import Tokenizer
 from .records import Prompt, Request, RolloutEngine, SamplingParams, derive_seed
+from .overlap import Judge
 from .tasks import response_text, verify
 
 # %% auto #0
@@ -80,7 +81,7 @@ class EvalResult:
 def _judge(sample, prompt, params, tokenizer): # Sample to EvalSample
     ids = sample.response_ids
     text = response_text(tokenizer, ids, ids[-1] if ids and ids[-1] in params.stop_ids else -1)
-    v = verify(prompt, text)
+    v = sample.verdict or verify(prompt, text)
     return EvalSample(prompt.id, prompt.domain, sample.index, prompt.text, prompt.answer, text,
         v.correct, v.status, v.evidence, sample.finish_reason, len(ids))
 
@@ -97,7 +98,8 @@ def evaluate(
     k:int,                     # responses per prompt
     params:SamplingParams,
     tokenizer:Tokenizer,
-    seed:int
+    seed:int,
+    judge:Judge|None=None      # None: verdicts here, one after another
 )->EvalResult:
     "Draw k responses to every prompt and judge them; Raises: ValueError; RuntimeError if the engine loses a response"
     if k<1: raise ValueError(f'k={k}: use at least 1 response per prompt')
@@ -110,9 +112,11 @@ def evaluate(
     for s in engine.generate(requests):
         key = s.prompt_id, s.index
         if key in found: raise RuntimeError(f'the engine returned response {s.index} to {s.prompt_id} twice')
-        found[key] = _judge(s, known[s.prompt_id], params, tokenizer)
+        found[key] = s
+        if judge: judge.start(s)
     if len(found)!=len(requests): raise RuntimeError(f'the engine returned {len(found)} of {len(requests)} responses')
-    rows = [[found[p.id, i] for i in range(k)] for p in prompts]
+    if judge: judge.settle(found.values())
+    rows = [[_judge(found[p.id, i], p, params, tokenizer) for i in range(k)] for p in prompts]
     samples,domains = [s for row in rows for s in row],{}
     for d in dict.fromkeys(p.domain for p in prompts):
         avg,err,passed = _scores([r for r in rows if r[0].domain==d], k)

@@ -6,6 +6,7 @@ Docs: https://compassrl.github.io/compassrl/factory.html.md"""
 
 # %% ../nbs/21_factory.ipynb #190605de
 from __future__ import annotations
+import ctypes
 import os
 import signal
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from .checkpoint import check_shapes, latest_checkpoint, load_checkpoint, save_checkpoint
 from .config import TrainConfig
-from .engines.messages import check_vllm
+from .engines.messages import check_vllm, weight_sync
 from .fp8 import Fp8Rollout
+from .genrm import GenRM
 from .parallel import check_parallel
 from .pretrained import from_pretrained, read_config
 from .records import Prompt, RolloutEngine, TrainEngine
@@ -29,8 +31,8 @@ from .train_engine import TorchTrain
 from .trainer import Stop
 
 # %% auto #0
-__all__ = ['rollout_engines', 'train_engines', 'Data', 'resolve', 'load', 'world', 'prepare', 'StateCheckpoints',
-           'ShardedCheckpoints', 'newest_checkpoint', 'Engines', 'follow', 'engines']
+__all__ = ['rollout_engines', 'train_engines', 'Data', 'resolve', 'load', 'keep_freed_memory', 'world', 'prepare',
+           'StateCheckpoints', 'ShardedCheckpoints', 'newest_checkpoint', 'Engines', 'follow', 'engines']
 
 # %% ../nbs/21_factory.ipynb #2ab9b973
 @dataclass
@@ -64,12 +66,21 @@ def _check_data(cfg, train, heldout):
                 f'{cfg.rollout.max_tokens} it exceeds the context of {cfg.policy.max_position_embeddings}: lower that')
     if len(train)<cfg.prompts_per_step:
         raise ValueError(f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts')
+    if asking := next((p.id for p in train+heldout if p.verifier=='genrm'), None):
+        if not cfg.rewards.genrm.model:
+            raise ValueError(f"prompt {asking} asks for the verifier 'genrm': set rewards.genrm.model and its base_url")
+        GenRM(cfg.rewards.genrm).check()
     if cfg.cold_start.steps and not cfg.init_from:
         bare = next((p.id for p in train[:cfg.cold_start.num_solutions] if not p.solution), None)
         if bare: raise ValueError(f'prompt {bare} has no solution, which the cold start needs: '
             'set cold_start.steps to 0, or start from a checkpoint with init_from')
 
 # %% ../nbs/21_factory.ipynb #9b45f87b
+def keep_freed_memory():
+    "glibc gives large freed blocks back to the kernel, which zeroes their pages for the next step: keep them"
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, 'mallopt'): libc.mallopt(-1, 2**31-1); libc.mallopt(-4, 0) # M_TRIM_THRESHOLD, M_MMAP_MAX
+
 def world()->tuple[int,int]:
     "This process's rank and how many there are, as torchrun says"
     return int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
@@ -83,10 +94,11 @@ def _check_rollout(cfg): # what vLLM would say after the cold start, or not at a
     if world()[0]: return # rank 0 talks to the servers
     check_vllm(cfg.policy, cfg.vllm, getattr(torch, cfg.rollout.dtype), cfg.device, cfg.router_replay=='R3',
         one_process=cfg.rollout_engine=='vllm')
+    if cfg.rollout_engine=='pool': weight_sync(cfg.vllm, cfg.device, world()[1])
 
 def prepare(
     cfg:TrainConfig
-): # what rank 0 hands out work with; None for one process
+): # the `Watch` over all ranks, from now on; None for an engine of one process
     "Set this process up, and meet the other ranks. Raises ValueError for engines that cannot be had here"
     size = world()[1]
     if cfg.device=='cuda' and not torch.cuda.is_available():
@@ -97,10 +109,12 @@ def prepare(
         raise ValueError(f"{size} processes: vLLM does not start inside one of them, use rollout_engine='pool'")
     if cfg.rollout_engine!='torch': _check_rollout(cfg)
     torch.set_num_threads(cfg.num_threads)
+    if cfg.device=='cpu': keep_freed_memory()
     if cfg.train_engine=='torch': return None
     _need('megatron', 'megatron-core', "train_engine='megatron'")
-    check_parallel(cfg.parallel, cfg.policy, size, device=cfg.device)
+    check_parallel(cfg.parallel, cfg.policy, size, device=cfg.device if find_spec('transformer_engine') else 'cpu')
     from megatron.core import parallel_state
+    from compassrl.engines.leader import Watch
     from compassrl.engines.megatron import Control, init_parallel
     if parallel_state.model_parallel_is_initialized(): parallel_state.destroy_model_parallel() # of an earlier run
     if size==1 and not dist.is_initialized(): # no torchrun, then
@@ -108,7 +122,7 @@ def prepare(
         backend = 'cpu:gloo,cuda:nccl' if cfg.device=='cuda' else 'gloo'
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     init_parallel(cfg.parallel)
-    return Control()
+    return Watch(Control())
 
 # %% ../nbs/21_factory.ipynb #d781d8a4
 class StateCheckpoints:
@@ -184,12 +198,10 @@ def _vllm(cfg, source, folder):
 
 def _pool(cfg, source, folder):
     from compassrl.engines.vllm_pool import VllmPool
-    v = cfg.vllm
-    alone = v.colocated and not v.urls and v.num_replicas*v.tensor_parallel==world()[1]==1
+    v = replace(cfg.vllm, sync=weight_sync(cfg.vllm, cfg.device, world()[1]))
     return VllmPool(source, v, getattr(torch, cfg.rollout.dtype), num_slots=cfg.rollout.num_slots,
-        return_routes=cfg.router_replay=='R3', schedule=cfg.schedule,
-        sync_dir=cfg.vllm.sync_dir or None, log_dir=folder/'servers',
-        first_gpu=0 if v.colocated else int(os.environ.get('LOCAL_WORLD_SIZE', 1)), sync='ipc' if alone else 'file')
+        return_routes=cfg.router_replay=='R3', schedule=cfg.schedule, log_dir=folder/'servers',
+        first_gpu=0 if v.colocated else int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
 
 rollout_engines = dict(torch=_torch_rollout, vllm=_vllm, pool=_pool)
 
@@ -201,17 +213,18 @@ def _torch_train(cfg, source, replay):
     return TorchTrain(policy.to(cfg.device), cfg.optim, cfg.rollout.temperature, replay)
 
 @contextmanager
-def _torch_engine(cfg, source, control): yield _torch_train(cfg, source, cfg.router_replay)
+def _torch_engine(cfg, source, watch): yield _torch_train(cfg, source, cfg.router_replay)
 
 def _megatron_train(cfg, source):
     from compassrl.engines.megatron import MegatronTrain
     return MegatronTrain(cfg.policy, source, cfg.optim, cfg.parallel, cfg.rollout.temperature, cfg.router_replay)
 
 @contextmanager
-def _megatron_engine(cfg, source, control):
+def _megatron_engine(cfg, source, watch):
     from compassrl.engines.leader import Leader
-    control.scatter(lambda: [source]*control.size)
-    leader = Leader(_megatron_train(cfg, source))
+    with watch.guard():
+        watch.control.scatter(lambda: [source]*watch.size)
+        leader = Leader(_megatron_train(cfg, source), watch)
     try: yield leader
     except (Stop, ValueError): leader.stop(); raise # between two steps: the other ranks end in peace
     leader.stop()
@@ -221,10 +234,10 @@ train_engines = dict(torch=(_torch_engine, StateCheckpoints), megatron=(_megatro
 def follow(cfg:TrainConfig):
     "What every rank but 0 runs, until rank 0 has done"
     from compassrl.engines.leader import serve
-    control = prepare(resolve(cfg))
+    watch = prepare(resolve(cfg))
     for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, signal.SIG_IGN) # rank 0 ends the step first
-    source = control.scatter()
-    serve(_megatron_train(resolve(cfg), source))
+    with watch.guard(): engine = _megatron_train(resolve(cfg), watch.control.scatter())
+    serve(engine, watch)
 
 # %% ../nbs/21_factory.ipynb #0e18f6b7
 @contextmanager
@@ -232,14 +245,14 @@ def engines(
     cfg:TrainConfig,
     source:Path,     # a Hugging Face checkpoint: the weights to start from
     folder:Path,     # of the run
-    control=None     # what `prepare` gave
+    watch=None       # what `prepare` gave
 )->Iterator[Engines]:
     "The engines that a config names; what they started ends with them"
     with ExitStack() as stack:
         rollout = rollout_engines[cfg.rollout_engine](cfg, source, folder)
         if hasattr(rollout, 'close'): stack.callback(rollout.close)
         start,checkpoints = train_engines[cfg.train_engine]
-        train = stack.enter_context(start(cfg, source, control))
+        train = stack.enter_context(start(cfg, source, watch))
         # the reference chooses its own experts: replay would tie it to a policy that has moved on
         reference = _torch_train(cfg, source, 'off') if cfg.loss.kl_coef else None
         yield Engines(rollout, train, reference, checkpoints(train, folder/'checkpoints', cfg.keep_checkpoints))

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
+from .problems import verifier
 from .records import Metrics, Prompt, Sample, Verdict, derive_seed
 
 # %% auto #0
 __all__ = ['Label', 'label_rewards', 'Judge', 'judge_prompt', 'PairOrder', 'pair_order', 'parse_label', 'combine', 'Question',
-           'Reply', 'Comparison', 'compare', 'reference_texts', 'to_verdict', 'judge_samples', 'GenRMConfig', 'GenRM']
+           'Reply', 'Comparison', 'compare', 'reference_texts', 'genrm', 'to_verdict', 'judge_samples', 'GenRMConfig',
+           'GenRM']
 
 # %% ../nbs/09_genrm.ipynb #b32aa262
 class PairOrder(NamedTuple):
@@ -124,6 +126,11 @@ def reference_texts(
     return [prompts[s.prompt_id].answer or drawn[s.prompt_id][1] for s in samples]
 
 # %% ../nbs/09_genrm.ipynb #cec89681
+@verifier
+def genrm(text:str, answer:str)->Verdict:
+    "The name by which a prompt asks for a generative reward model ([overlap](12_overlap.ipynb)); alone it cannot judge"
+    return Verdict(0., False, 'failed', 'a generative reward model judges this: set rewards.genrm.model')
+
 def to_verdict(c:Comparison)->Verdict: # `correct` means Better; no label = the verifier failed
     "Rewards 1, .5 and 0 for Better, Tie and Worse"
     if c.label is None: return Verdict(0., False, c.status, c.evidence)

@@ -6,11 +6,12 @@ Docs: https://compassrl.github.io/compassrl/overlap.html.md"""
 
 # %% ../nbs/12_overlap.ipynb #4aab1068
 from __future__ import annotations
-import gc, os, pickle, signal, socket, subprocess, sys, tempfile, time
-from collections import deque
+import gc, os, pickle, signal, socket, subprocess, sys, tempfile, threading, time
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import inf
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple, Protocol
@@ -25,18 +26,19 @@ try: import resource
 except ImportError: resource = None # Windows
 
 # %% auto #0
-__all__ = ['RewardConfig', 'Judge', 'judge_sample', 'SerialJudge', 'Job', 'serve_pool', 'RewardPool', 'make_judge', 'GenRMJudge',
-           'Span', 'spans_of', 'plot_gantt']
+__all__ = ['RewardConfig', 'Judge', 'judge_sample', 'SerialJudge', 'Job', 'serve_pool', 'RewardPool', 'GenRMJudge',
+           'JudgePerPrompt', 'make_judge', 'Span', 'spans_of', 'plot_gantt']
 
 # %% ../nbs/12_overlap.ipynb #5510bab3
 @dataclass(frozen=True)
 class RewardConfig:
     "Who judges responses, and how long it may take. Raises ValueError for values outside their range"
-    workers:int=0      # processes that judge while the rollout goes on; 0 = the trainer judges, after it
+    workers:int=0      # processes that judge beside the rollout; 0 = the trainer judges, after it, without limits
     wall_s:float=10.   # seconds by the clock for one verdict; then its worker is killed
     cpu_s:float=10.    # seconds of computing in the worker for one verdict
     memory_mb:int=512  # that a verdict may add to its worker
     retries:int=1      # more attempts when a worker dies; none when the time is up
+    genrm:genrm.GenRMConfig=field(default_factory=genrm.GenRMConfig) # judges prompts whose verifier is 'genrm'
     def __post_init__(self):
         for k in ('workers', 'retries'):
             if getattr(self, k)<0: raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
@@ -59,8 +61,8 @@ def _verdict(prompt, ids, tokenizer, eos_id): # and when it was made
     return verdict, dict(reward_start=start, detokenise=read-start, reward_end=time.perf_counter())
 
 def _record(sample, verdict, timings):
-    sample.verdict,sample.reward = verdict, verdict.reward
     sample.timings |= timings
+    sample.reward,sample.verdict = verdict.reward, verdict # last: who waits in another thread looks at it
     return sample
 
 def judge_sample(
@@ -169,12 +171,12 @@ class _Broker:
                 self.workers[i] = w = w or _Worker(i+1, others, *self.work)
                 w.give(self.waiting.popleft(), self.cfg.wall_s)
 
-    def _listen(self): # a job, or None: results please; False when the trainer is gone
+    def _listen(self): # a job, or whether results are wanted; False when the trainer is gone
         try: job = self.trainer.recv()
         except (EOFError, OSError):
             for w in self.workers: w and w.end()
             return False
-        if job is None: self.asked = True
+        if isinstance(job, bool): self.asked = job
         else: self.waiting.append(Job(*job))
         return True
 
@@ -229,9 +231,10 @@ class RewardPool:
         self.jobs:dict[int,list[Sample]] = {}  # under way: a response and its equals
         self.known,self.backlog,self.count,self.ready = {}, deque(), 0, False
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        limits = {k:v for k,v in asdict(cfg).items() if k!='genrm'}
         ours,theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as what:
-            pickle.dump((asdict(cfg), tokenizer.to_str(), tokenizer.encode_special_tokens, eos_id, fns), what)
+            pickle.dump((limits, tokenizer.to_str(), tokenizer.encode_special_tokens, eos_id, fns), what)
             what.seek(0)
             run = f'from compassrl.overlap import serve_pool; serve_pool({theirs.fileno()})'
             self.broker = subprocess.Popen([sys.executable, '-c', run], stdin=what, pass_fds=[theirs.fileno()],
@@ -268,28 +271,28 @@ class RewardPool:
         raise RuntimeError(f'reward workers: their broker is gone (exit code {self.broker.wait(5)})')
 
     def settle(self, samples:Iterable[Sample]):
+        due = {id(s):s for s in samples if s.verdict is None}
         under_way = {id(s) for same in self.jobs.values() for s in same}
-        for s in samples:
-            if s.verdict is None and id(s) not in under_way: self.start(s)
-        if not self.jobs: return
-        self.backlog.append(None) # results, please
+        for i,s in due.items():
+            if i not in under_way: self.start(s)
+        due = {i for i,s in due.items() if s.verdict is None}
+        if not due: return
+        self.backlog.append(True) # results, please
         self._send()
-        while self.jobs:
+        while due and self.jobs: # what is judged for later steps goes on
             number,verdict,timings = self._recv()
-            first,*equals = self.jobs.pop(number)
+            first,*equals = same = self.jobs.pop(number)
+            del self.known[first.prompt_id, tuple(first.response_ids)]
             _record(first, verdict, timings)
             again = timings | dict(reward_start=timings['reward_end'], detokenise=0.)
             for s in equals: _record(s, verdict, again)
-        self.known.clear()
+            due -= set(map(id, same))
+        if self.jobs: self.backlog.append(False); self._send() # enough: nobody reads now
 
     def close(self):
         self.conn.close() # ends the broker
         try: self.broker.wait(5)
         except subprocess.TimeoutExpired: self.broker.kill(); self.broker.wait()
-
-def make_judge(prompts:Iterable[Prompt], tokenizer:Tokenizer, eos_id:int, cfg:RewardConfig)->Judge:
-    "The judge that a config asks for"
-    return RewardPool(prompts, tokenizer, eos_id, cfg) if cfg.workers else SerialJudge(prompts, tokenizer, eos_id)
 
 # %% ../nbs/12_overlap.ipynb #0f5fbecb
 class GenRMJudge:
@@ -297,9 +300,11 @@ class GenRMJudge:
     def __init__(self, prompts:Iterable[Prompt], tokenizer:Tokenizer, eos_id:int,
         ask:genrm.Judge,  # a `GenRM`, or any function
         batches:int=4,    # under way at a time
-        seed:int=0        # of the choice of a reference
+        seed:int=0,       # of the choice of a reference
+        group_size:int=0  # only so many of a group may become the reference of the rest; 0 = any
     ):
-        self.prompts,self.of,self.ask,self.seed = {p.id:p for p in prompts}, (tokenizer, eos_id), ask, seed
+        self.prompts,self.of,self.ask = {p.id:p for p in prompts}, (tokenizer, eos_id), ask
+        self.choice,self.asked,self.lock = (seed, group_size), Counter(), threading.Lock()
         self.threads,self.waiting,self.batches = ThreadPoolExecutor(batches), deque(), []
     def start(self, sample):
         if not self.prompts[sample.prompt_id].answer: return # its reference is a response that may not be there yet
@@ -315,20 +320,63 @@ class GenRMJudge:
         start = time.perf_counter()
         texts = [response_text(self.of[0], s.response_ids, self.of[1]) for s in samples]
         read = time.perf_counter()
-        verdicts,_ = genrm.judge_samples(samples, self.prompts, texts, self.ask, self.seed)
-        for s,v in zip(samples, verdicts):
-            _record(s, v, dict(reward_start=start, detokenise=read-start, reward_end=time.perf_counter()))
+        new = [s.verdict is None for s in samples]
+        verdicts,m = genrm.judge_samples(samples, self.prompts, texts, self.ask, *self.choice)
+        end = time.perf_counter()
+        with self.lock: self.asked.update(calls=m['genrm_calls'], tokens=m['genrm_tokens'], new=sum(new),
+            **{k:m[f'genrm_{k}_frac']*sum(new) for k in ('failed', 'tie', 'disagree')})
+        for s,v,n in zip(samples, verdicts, new):
+            if n: _record(s, v, dict(reward_start=start, detokenise=read-start, reward_end=end, genrm=1.))
     def settle(self, samples):
-        for b in self.batches: b.result()
-        self.batches.clear()
+        samples = list(samples)
+        while self.batches and any(s.verdict is None for s in samples): # of later steps, nobody waits for them
+            done,left = futures.wait(self.batches, return_when=futures.FIRST_COMPLETED)
+            for b in done: b.result()
+            self.batches = list(left)
         late = {s.prompt_id for s in samples if s.verdict is None}
         if late: self._judge([s for s in samples if s.prompt_id in late])
+    def measured(self)->Metrics:
+        "What was asked since the last time"
+        with self.lock: a,self.asked = self.asked, Counter()
+        n = max(a['new'], 1)
+        return dict(genrm_calls=float(a['calls']), genrm_tokens=float(a['tokens']),
+            **{f'genrm_{k}_frac':a[k]/n for k in ('failed', 'tie', 'disagree')})
     def close(self): self.threads.shutdown(cancel_futures=True)
+
+# %% ../nbs/12_overlap.ipynb #2640660a
+class JudgePerPrompt:
+    "Prompts whose verifier is 'genrm' are judged by a model, the others by verifiers"
+    def __init__(self, model:GenRMJudge, verifying:Judge): self.judges = model, verifying
+    def _of(self, s): return self.judges[s.prompt_id not in self.judges[0].prompts]
+    def start(self, sample): self._of(sample).start(sample)
+    def settle(self, samples):
+        samples = list(samples)
+        for j in self.judges[::-1]: j.settle([s for s in samples if self._of(s) is j]) # the model is the slower one
+    def measured(self)->Metrics: return self.judges[0].measured()
+    def close(self):
+        for j in self.judges: j.close()
+
+def make_judge(
+    prompts:Iterable[Prompt],
+    tokenizer:Tokenizer,
+    eos_id:int,
+    cfg:RewardConfig,
+    seed:int=0,       # as of `GenRMJudge`
+    group_size:int=0  # as there
+)->Judge:
+    "The judge that a config and the prompts ask for. Raises ValueError for a model that is not named"
+    prompts = list(prompts)
+    judging = RewardPool if cfg.workers else SerialJudge
+    asked = [p for p in prompts if p.verifier=='genrm']
+    if not asked: return judging(prompts, tokenizer, eos_id, *[cfg]*bool(cfg.workers))
+    model = GenRMJudge(asked, tokenizer, eos_id, genrm.GenRM(cfg.genrm), seed=seed, group_size=group_size)
+    others = [p for p in prompts if p.verifier!='genrm']
+    return JudgePerPrompt(model, judging(others, tokenizer, eos_id, *[cfg]*bool(cfg.workers)))
 
 # %% ../nbs/12_overlap.ipynb #aca035b6
 class Span(NamedTuple):
     "Something that took time"
-    row:str      # 'rollout', 'worker 1', 'trainer'
+    row:str      # 'rollout' or 'replica 0', 'worker 1', 'genrm', 'trainer'
     phase:str
     start:float  # seconds
     end:float
@@ -340,9 +388,10 @@ def spans_of(
     "Who did what, when"
     out = []
     for t in timings:
-        if 'rollout_start' in t: out.append(Span('rollout', 'rollout', t['rollout_start'], t['rollout_end']))
+        who = f"replica {t['replica']:.0f}" if 'replica' in t else 'rollout'
+        if 'rollout_start' in t: out.append(Span(who, 'rollout', t['rollout_start'], t['rollout_end']))
         if t.get('reward_end', 0)>t.get('reward_start', 0):
-            who = f"worker {t['worker']:.0f}" if t.get('worker') else 'trainer'
+            who = f"worker {t['worker']:.0f}" if t.get('worker') else 'genrm' if 'genrm' in t else 'trainer'
             read = t['reward_start']+t['detokenise']
             out += [Span(who, 'detokenise', t['reward_start'], read), Span(who, 'reward', read, t['reward_end'])]
     for k,at in (metrics or {}).items():
@@ -359,23 +408,23 @@ def plot_gantt(
     ax=None,
     begin:float|None=None # second 0 of the picture; None: the first start
 ):
-    "One row for the rollout, one per worker, one for the trainer"
+    "A row per rollout replica, per worker, and for the trainer; what overlaps in a row is drawn side by side"
     import matplotlib.pyplot as plt
     ax = ax or plt.subplots(figsize=(9, 2.4))[1]
     begin = min(s.start for s in spans) if begin is None else begin
-    names = sorted({s.row for s in spans}, key=lambda n: (n!='rollout', n=='trainer', n))
-    free = [] # of the rollout: its samples overlap, so each takes the first free line
-    lines = []
-    for s in sorted(spans, key=lambda s: s.start):
-        i = next((i for i,end in enumerate(free) if end<=s.start), len(free)) if s.row=='rollout' else 0
-        if s.row=='rollout': free[i:i+1] = [s.end]
-        lines.append(i)
-    for s,i in zip(sorted(spans, key=lambda s: s.start), lines):
-        n = max(1, len(free)) if s.row=='rollout' else 1
-        y = names.index(s.row)-.4+.8*(i+.5)/n
-        color = _colors.get(s.phase, '#a8a29e')
-        ax.barh(y, s.end-s.start, left=s.start-begin, height=.8/n, color=color, edgecolor='white', lw=.3)
-    for phase in dict.fromkeys(s.phase for s in spans): ax.barh(0, 0, color=_colors.get(phase, '#a8a29e'), label=phase)
+    names = sorted({s.row for s in spans}, key=lambda n: (n=='trainer', n=='genrm', n[0]=='w', len(n), n))
+    free = {n:[] for n in names} # when each line of a row is free; whatever begins takes the first that is
+    ordered,lines = sorted(spans, key=lambda s: s.start), []
+    for s in ordered:
+        ends = free[s.row]
+        lines.append(next((i for i,end in enumerate(ends) if end<=s.start), len(ends)))
+        ends[lines[-1]:lines[-1]+1] = [s.end]
+    for phase in dict.fromkeys(s.phase for s in ordered):
+        them = [(s, i, len(free[s.row])) for s,i in zip(ordered, lines) if s.phase==phase]
+        y = [names.index(s.row)-.4+.8*(i+.5)/n for s,i,n in them]
+        ax.barh(y, [s.end-s.start for s,*_ in them], left=[s.start-begin for s,*_ in them],
+            height=[.8/n for *_,n in them], color=_colors.get(phase, '#a8a29e'), label=phase,
+            edgecolor='white', lw=.3 if max(map(len, free.values()))<50 else 0)
     ax.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names)-.5, -.5), xlabel='seconds')
     ax.legend(fontsize=7, ncol=7, loc='upper center', bbox_to_anchor=(.5, 1.22), frameon=False)
     return ax

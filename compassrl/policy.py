@@ -96,7 +96,11 @@ def rope_table(
     cos,sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
-def _turn(x, cos, sin, way): return torch.addcmul(x*cos, x.roll(x.shape[-1]//2, -1), sin, value=way)
+def _turn(x, cos, sin, way): # each half gets its partner's share in place
+    y,h = x*cos, x.shape[-1]//2
+    y[...,:h].addcmul_(x[...,h:], sin[...,:h], value=way)
+    y[...,h:].addcmul_(x[...,:h], sin[...,h:], value=way)
+    return y
 
 class _Rotate(torch.autograd.Function): # the gradient turns back
     @staticmethod
@@ -111,7 +115,7 @@ def rotate(
     cos:Tensor, # [N, 1, d]
     sin:Tensor  # [N, 1, d] signed
 )->Tensor:
-    "Turn each pair `(x[i], x[i+d/2])` by its angle; rolling by half a head brings each element its partner"
+    "Turn each pair `(x[i], x[i+d/2])` by its angle: each half adds its share of the other"
     return _Rotate.apply(x, cos, sin)
 
 # %% ../nbs/02_policy.ipynb #26171427
@@ -124,14 +128,14 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         inverse, = ctx.saved_tensors
-        return dy.index_select(0, inverse).view(-1, ctx.K, dy.shape[-1]).sum(1), None, None, None
+        return F.embedding_bag(inverse.view(-1, ctx.K), dy, mode='sum'), None, None, None # gathers and adds at once
 
 class _Combine(torch.autograd.Function):
     "Adds up each token's `K` rows; the gradient is what `_Dispatch` does forward"
     @staticmethod
     def forward(ctx, y, order, inverse, K):
         ctx.save_for_backward(order); ctx.K = K
-        return y.index_select(0, inverse).view(-1, K, y.shape[-1]).sum(1)
+        return F.embedding_bag(inverse.view(-1, K), y, mode='sum')
     @staticmethod
     def backward(ctx, dy): return dy.index_select(0, ctx.saved_tensors[0]//ctx.K), None, None, None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from .curves import column, phase_seconds, phases, plot_curves, read_metrics, read_rows, step_seconds
 from .evaluate import mean_stderr
+from .overlap import plot_gantt, spans_of
 
 # %% auto #0
 __all__ = ['pick_samples', 'machine_info', 'read_curves', 'run_facts', 'report_markdown', 'write_report']
@@ -110,7 +111,8 @@ def _phase_table(metrics): # phase -> seconds, seconds per step, share
 _averaged = ['reward_mean', 'penalty_mean', 'correct_frac', 'zero_variance_first_frac', 'zero_variance_raw_frac',
     'zero_variance_frac', 'zero_variance_residual_frac', 'gradient_token_frac', 'group_size_mean',
     'response_tokens_mean', 'truncated_frac', 'entropy', 'grad_norm', 'clip_frac', 'approx_kl',
-    'rollout_train_gap', 'rollout_train_k3', 'routes_agree_frac']
+    'rollout_train_gap', 'rollout_train_k3', 'routes_agree_frac', 'length_log_error', 'length_spearman',
+    'genrm_failed_frac', 'genrm_tie_frac', 'genrm_disagree_frac']
 
 def run_facts(
     run_dir:str|Path # of a run, finished or not
@@ -223,6 +225,7 @@ def report_markdown(
     if f['steps']: parts.append('![curves](curves.png)')
     if f['held_out']: parts += ['## Before and after', _before_after(f['held_out'])]
     if f['phases']: parts += ['## Time', _timing(f)]
+    if f.get('gantt_step'): parts += [f"Step {f['gantt_step']}, who did what and when:", '![Gantt chart](gantt.png)']
     if any(f['training'].values()): parts += ['## Training', _training(f)]
     if f['samples']: parts += ['## Samples', _samples(f)]
     if f['config']: parts += ['## Settings', _settings(f['config'])]
@@ -236,12 +239,21 @@ def _finite(x): # JSON has no NaN
     if isinstance(x, (list, tuple)): return [_finite(v) for v in x]
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
+def _gantt(run_dir): # of the step whose timings are there; which one
+    t = _read_json(run_dir/'timings.json')
+    spans = t and spans_of(t['samples'], t['metrics'])
+    if not spans: return None
+    from matplotlib.figure import Figure
+    ax = Figure(figsize=(9, 1+.45*len({s.row for s in spans}))).subplots() # not pyplot's: a notebook would show it
+    plot_gantt(spans, ax).figure.savefig(run_dir/'gantt.png', dpi=100, bbox_inches='tight')
+    return t['step']
+
 def write_report(
     run_dir:str|Path # of a run, finished or not; a second call replaces the files
 )->dict:             # the facts, as in report.json
-    "Writes curves.png, report.json and report.md into a run directory"
+    "Writes curves.png, gantt.png, report.json and report.md into a run directory"
     run_dir = Path(run_dir)
-    facts = _finite(run_facts(run_dir))
+    facts = _finite(run_facts(run_dir)) | dict(gantt_step=_gantt(run_dir))
     if facts['steps']: plot_curves(read_curves(run_dir), facts['run']).savefig(run_dir/'curves.png', dpi=100)
     (run_dir/'report.json').write_text(json.dumps(facts, indent=1, allow_nan=False)+'\n')
     (run_dir/'report.md').write_text(report_markdown(facts), encoding='utf-8')

@@ -187,8 +187,8 @@ class RolloutConfig:
     max_tokens:int=64            # response tokens, the stop token included
     num_slots:int=128            # responses that run at the same time
     dtype:Literal['float32','float64','bfloat16']='float32' # float64: tokens do not depend on the batch
-    quantization:Literal['','fp8']='' # of products with weights, of the embedded engine; emulated on a CPU
-    kv_cache_dtype:Literal['auto','fp8']='auto' # keys and values of the embedded engine; emulated on a CPU
+    quantization:Literal['','fp8']='' # of products with weights, embedded engine; emulated on a CPU (not run on GPU)
+    kv_cache_dtype:Literal['auto','fp8']='auto' # keys and values, embedded engine; emulated on a CPU (not run on GPU)
 
     def __post_init__(self):
         if self.num_slots<1: raise ValueError(f'num_slots={self.num_slots}: use at least 1')

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,8 +39,8 @@ from .trainer import Stop, fit
 from .zero_variance import screen
 
 # %% auto #0
-__all__ = ['replace_text', 'write_json', 'keep_until', 'Log', 'Run', 'launcher', 'stoppable', 'locked', 'new_folder', 'start_run',
-           'resume_run']
+__all__ = ['may_change', 'replace_text', 'write_json', 'keep_until', 'Log', 'Run', 'launcher', 'stoppable', 'locked',
+           'new_folder', 'start_run', 'resume_run']
 
 # %% ../nbs/22_run.ipynb #82695793
 def replace_text(path:Path, text:str):
@@ -112,11 +111,13 @@ class Run:
 
     def on_step(self, step:int, metrics:Metrics, samples:list[Sample], batch:Batch):
         c,m,last = self.cfg, metrics, step==self.cfg.steps
+        m |= self.measured(self.engines.rollout, self.judge)
         if c.eval_every and step%c.eval_every==0 and not last:
             r = self.evaluate()
             m |= dict(eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k'])
         if c.trace_every and (step%c.trace_every==0 or step==1):
             self.log.batch(trace_rows(step, m, samples, batch, c.optim.num_mini_batches))
+            write_json(self.folder/'timings.json', dict(step=step, metrics=m, samples=[s.timings for s in samples]))
         at = self.log.row(m) # before its checkpoint: a row too many can be dropped, a lost one does not come back
         if last or self.asked_to_stop or c.save_every and step%c.save_every==0:
             t = time.perf_counter(); self.save(step)
@@ -132,6 +133,8 @@ class Run:
         "What is under way first: an engine's checkpoint without it could not be resumed"
         if self.under_way: # two more: a checkpoint that is still being written may never be whole
             save_checkpoint(self.folder/'under_way', step, self.under_way.state_dict(), self.cfg.keep_checkpoints+2)
+        if predictor := getattr(self.engines.rollout, 'predictor', None): # of lengths: it decides an order alone
+            write_json(self.folder/'lengths.json', predictor.state_dict())
         self.engines.checkpoints.save(step)
 
     def load(self)->int: # the step after which it goes on
@@ -140,13 +143,15 @@ class Run:
             self.under_way.load_state_dict(load_checkpoint(root/f'step-{step:06}')[1])
             for p in root.glob('step-*'): # of steps that are done again
                 if p.name>f'step-{step:06}': shutil.rmtree(p)
+        predictor,lengths = getattr(self.engines.rollout, 'predictor', None), self.folder/'lengths.json'
+        if predictor and lengths.exists(): predictor.load_state_dict(json.loads(lengths.read_text()))
         return step
 
     @contextmanager
     def judging(self):
         "Workers that judge, if the config asks for them; they start beside the engines"
-        d = self.data
-        self.judge = make_judge(d.train, d.tokenizer, d.eos_id, self.cfg.rewards)
+        d,c = self.data, self.cfg
+        self.judge = make_judge(d.train+d.heldout, d.tokenizer, d.eos_id, c.rewards, c.seed, c.group_size)
         try: yield
         finally: self.judge.close()
 
@@ -155,7 +160,12 @@ class Run:
         d,c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)
         with self.engines.whole_groups() as rollout:
-            return evaluate(rollout, d.heldout, c.eval_k, params, d.tokenizer, c.seed).as_dict()
+            result = evaluate(rollout, d.heldout, c.eval_k, params, d.tokenizer, c.seed, self.judge).as_dict()
+        return result | self.measured(self.judge)
+
+    @staticmethod
+    def measured(*parts)->Metrics: # what engines and judges counted since the last time, if they count
+        return {k:v for p in parts for k,v in getattr(p, 'measured', dict)().items()}
 
 # %% ../nbs/22_run.ipynb #abe09fbe
 def launcher()->str:
@@ -210,7 +220,7 @@ def start_run(
 )->Path: # the run directory
     "Cold start, evaluation, RL, evaluation, report. Raises ValueError before anything is written"
     cfg = resolve(cfg)
-    control = prepare(cfg)
+    watch = prepare(cfg)
     run = Run(cfg, new_folder(cfg), load(cfg))
     folder = run.folder
     try: folder.mkdir(parents=True, exist_ok=True)
@@ -219,7 +229,7 @@ def start_run(
         write_json(folder/'config.json', dataclasses.asdict(cfg))
         write_json(folder/'machine.json', machine_info())
         if not cfg.init_from: _cold_start(run)
-        with run.judging(), engines(cfg, run.source, folder, control) as run.engines:
+        with run.judging(), engines(cfg, run.source, folder, watch) as run.engines:
             run.engines.rollout.load_weights(run.engines.train.weights(), 0)
             write_json(folder/'eval_before.json', run.evaluate())
             if cfg.zero_variance.screen_samples: write_json(folder/'screen.json', _screen(run))
@@ -246,7 +256,7 @@ def _screen(run): # ids of the prompts that are worth asking (paper section 2.4.
     with run.engines.whole_groups() as rollout:
         for s in tqdm(rollout.generate(requests), 'screen', len(requests), dynamic_ncols=True):
             run.judge.start(s); samples.append(s)
-    run.judge.settle(samples)
+    run.judge.settle(samples); run.measured(run.judge)
     rewards,group,valid,_ = table(samples, asked)
     kept = [id for id,k in zip(asked, screen(rewards, group, valid).tolist()) if k]
     print(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
@@ -257,21 +267,24 @@ def _screen(run): # ids of the prompts that are worth asking (paper section 2.4.
     return kept
 
 # %% ../nbs/22_run.ipynb #46da9c56
+may_change = 'steps', 'parallel', 'vllm' # when a run goes on
+
 def resume_run(
     folder:str|Path,
-    steps:int|None=None,  # a new total; None = as configured
-    urls:Sequence[str]=() # where the rollout servers are now; empty = as configured
+    cfg:TrainConfig|None=None # None = as before; another total of `steps`, another layout, other rollout servers
 )->Path:
     "Go on from the newest whole checkpoint: the result is that of a run without a break. Raises ValueError"
     folder = Path(folder)
-    cfg = read_run_config(folder)
-    if steps is not None: cfg = dataclasses.replace(cfg, steps=steps)
-    if urls: cfg = dataclasses.replace(cfg, vllm=dataclasses.replace(cfg.vllm, urls=tuple(urls)))
-    control = prepare(cfg)
+    before = read_run_config(folder)
+    cfg = cfg or before
+    for f in dataclasses.fields(cfg):
+        if f.name not in may_change and getattr(cfg, f.name)!=getattr(before, f.name):
+            raise ValueError(f'{f.name} is another than that of {folder}: a run goes on with other {may_change} alone')
+    watch = prepare(cfg)
     with locked(folder):
         run = Run(cfg, folder, load(cfg))
         newest_checkpoint(cfg.train_engine, folder/'checkpoints', required=True) # refused before engines start
-        with stoppable(run), run.judging(), engines(cfg, run.source, folder, control) as run.engines:
+        with stoppable(run), run.judging(), engines(cfg, run.source, folder, watch) as run.engines:
             step = run.load()
             if cfg.steps<step: raise ValueError(f'steps={cfg.steps}: the run has done {step}, use at least that many')
             run.engines.rollout.load_weights(run.engines.train.weights(), step)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Annotated
 from unittest.mock import patch
 import tyro
 from .config import TrainConfig, read_run_config
@@ -38,7 +37,7 @@ def tiny_cpu()->TrainConfig:
     "A 0.2 M mixture of experts learns column arithmetic: minutes on two CPU cores"
     return TrainConfig(steps=130, prompts_per_step=64, group_size=8, eval_every=20, save_every=20, trace_every=40,
         policy=PolicyConfig(max_position_embeddings=128), data=DataConfig(difficulty=1.25),
-        cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=.7),
+        cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=.6),
         rollout=RolloutConfig(max_tokens=48, num_slots=256),
         optim=OptimConfig(lr=2e-4, warmup_steps=10, num_mini_batches=2))
 
@@ -83,7 +82,7 @@ usage = """compassrl: RL for mixture-of-experts language models
 
   compassrl train PRESET [--steps 20 --seed 3 ...]   train; PRESET or a config.json
   compassrl train PRESET --help                      every setting with its default
-  compassrl resume RUN_DIR [--steps N]               go on from the newest checkpoint; --vllm.urls where servers moved
+  compassrl resume RUN_DIR [--steps N ...]           go on from the newest checkpoint (--parallel.*, --vllm.*)
   compassrl report RUN_DIR                           write curves.png, report.md and report.json again
 
 presets:
@@ -117,22 +116,25 @@ def parse_train(
     about = 'Settings of the run.'
     return _parse(TrainConfig, flags, prog=f'compassrl train {name}', description=about, default=default)
 
-_Urls = Annotated[tuple[str,...],tyro.conf.arg(name='vllm.urls')]
-
-def parse_resume(args:list[str]):
-    "The run directory, the new total of steps, where the rollout servers are now"
-    if not args: raise ValueError('resume needs a run directory: compassrl resume RUN_DIR')
-    def resume(run_dir:tyro.conf.Positional[str], steps:int|None=None, urls:_Urls=()): return run_dir, steps, urls
-    return _parse(resume, args, prog='compassrl resume')
+def parse_resume(
+    args:list[str] # what follows `compassrl resume`
+)->tuple[str,TrainConfig]:
+    "The run directory, and its config with what may change: the total of steps, the layout, the rollout servers"
+    if not args or args[0].startswith('-') and args[0] not in ('-h', '--help'):
+        raise ValueError('resume needs a run directory first: compassrl resume RUN_DIR')
+    cfg = TrainConfig() if args[0].startswith('-') else read_run_config(args[0])
+    def resume(run_dir:tyro.conf.Positional[str], steps:int=cfg.steps, parallel:ParallelConfig=cfg.parallel,
+        vllm:VllmConfig=cfg.vllm): return run_dir, replace(cfg, steps=steps, parallel=parallel, vllm=vllm)
+    return _parse(resume, args, prog='compassrl resume', description='Go on from the newest checkpoint.')
 
 # %% ../nbs/23_train.ipynb #ccec4b58
 def _train(cfg):
     if world()[0]: follow(cfg)
     else: print(start_run(cfg))
 
-def _resume(folder, steps, urls):
-    if world()[0]: follow(read_run_config(folder))
-    else: print(resume_run(folder, steps, urls))
+def _resume(folder, cfg):
+    if world()[0]: follow(cfg)
+    else: print(resume_run(folder, cfg))
 
 def main(
     args:list[str]|None=None # None = the command line

@@ -103,7 +103,22 @@ def test_it_learned(run):
 def test_the_engines_agree(run):
     "vLLM and Megatron-Core in fp32: the same log-probs to rounding, the same routes"
     for m in rows(run['folder']):
+        assert m['sync_bytes'] > 10**5 and 0 < m['time_sync_s'] < m['time_step_s']
         assert m['rollout_train_gap'] < 1e-5 and m['routes_valid_frac'] == 1 and m['tokens_agree_frac'] > .999
+
+
+def test_lengths_were_predicted(run):
+    "The error is in every step's metrics; the history is kept and goes on after the kill"
+    found = rows(run['folder'])
+    assert all(-1 <= m['length_spearman'] <= 1 and m['length_log_error'] < 3 for m in found) and any(m['replicas_lost'] == 1 for m in found)
+    history = json.loads((run['folder']/'lengths.json').read_text())['history']
+    assert len(history) > 32*(STEPS-1)*.9, 'prompts of all steps, before and after'
+
+
+def test_who_did_what(run):
+    timings = json.loads((run['folder']/'timings.json').read_text())
+    assert {t['replica'] for t in timings['samples']} == {0, 1} and (run['folder']/'gantt.png').exists()
+    assert 'gantt.png' in (run['folder']/'report.md').read_text()
 
 
 def test_what_it_leaves(run):

@@ -19,6 +19,7 @@ from compassrl.advantages import group_advantages
 from compassrl.genrm import (GenRM, GenRMConfig, PairOrder, Question, Reply, combine, compare, judge_prompt,
     judge_samples, label_rewards, pair_order, parse_label, reference_texts)
 from compassrl.records import Prompt, Sample, Verdict
+from test_run import cli
 
 random = settings(deadline=None, max_examples=50, derandomize=True, report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate]) # mutants need no smallest example
@@ -316,7 +317,8 @@ class Handler(BaseHTTPRequestHandler):
             srv.tries[prompt] += 1
             srv.busy += 1
             srv.most_busy = max(srv.most_busy, srv.busy)
-        try: self.reply(srv.fault(first, second, srv.tries[prompt]), opinion(first, second, srv.bias))
+        fault = srv.fault(first, second, srv.tries[prompt]) or 'ok'
+        try: self.reply(fault, '' if fault.startswith('say') else opinion(first, second, srv.bias))
         except OSError: pass # the client gave up
         finally:
             with srv.lock: srv.busy -= 1
@@ -580,3 +582,35 @@ def test_a_vllm_server_judges_and_dies(vllm_server):
     server.kill()
     start, after = time.perf_counter(), judge(asked*50)
     assert {r.status for r in after} == {'failed'} and time.perf_counter()-start < 60
+
+
+# ---- in a run
+
+def arithmetic(path):
+    "Sums whose solution is their answer; every second one is judged by the model"
+    def row(i): return dict(prompt=f'{i % 10}+{i // 10}=', answer=str(i % 10+i//10), solution=str(i % 10+i//10), verifier=['exact', 'genrm'][i % 2])
+    path.write_text(''.join(json.dumps(row(i))+'\n' for i in range(72)))
+    return ['--data.path', path, '--data.num-heldout', 8]
+
+
+def shorter(first, second, attempt): return 'say Verdict: '+('Better' if len(first) < len(second) else 'Worse' if len(first) > len(second) else 'Tie')
+
+
+def test_a_run_asks_the_model(tmp_path):
+    "Prompts choose their judge in training and evaluation; what the model cost is in the metrics"
+    with serving(shorter) as (client, srv):
+        r = cli('train', 'smoke-cpu', '--steps', 2, '--run-dir', tmp_path/'run', *arithmetic(tmp_path/'sums.jsonl'), '--rewards.genrm.model', 'm',
+            '--rewards.genrm.base-url', client.cfg.base_url)
+        assert r.returncode == 0, r.stderr[-3000:]
+    metrics = [json.loads(line) for line in (tmp_path/'run/metrics.jsonl').read_text().splitlines()]
+    assert all(m['genrm_calls'] > 0 and m['genrm_failed_frac'] == 0 and m['failed_frac'] == 0 for m in metrics)
+    evaluated = {s['prompt'].rstrip('='): s for s in json.loads((tmp_path/'run/eval_after.json').read_text())['samples']}
+    assert {'exact', 'genrm'} == {'genrm' if 'in the other order' in s['evidence'] or 'same text' in s['evidence'] else 'exact' for s in evaluated.values()}
+
+
+@pytest.mark.parametrize('more, says', [([], "asks for the verifier 'genrm': set rewards.genrm.model"),
+    (['--rewards.genrm.model', 'm', '--rewards.genrm.base-url', 'http://127.0.0.1:9/v1', '--rewards.genrm.max-retries', 0], 'Is `vllm serve m` up')])
+def test_a_run_without_its_model_is_refused(tmp_path, more, says):
+    r = cli('train', 'smoke-cpu', '--run-dir', tmp_path/'run', *arithmetic(tmp_path/'sums.jsonl'), *more)
+    assert r.returncode == 1 and says in r.stderr and len(r.stderr.strip().splitlines()) == 1, r.stderr
+    assert not (tmp_path/'run').exists()

@@ -5,10 +5,12 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import odd_verifiers
 import pytest
@@ -129,6 +131,23 @@ def test_any_mixture_in_any_order(pool, early, late, rng):
     assert all(s.verdict for s in first)
     pool.settle(samples)
     assert [(s.verdict.status, s.verdict.evidence) for s in samples] == [expected(t) for t in early+late]
+
+
+def test_nobody_waits_for_a_verdict_of_a_later_step(prompts):
+    "Settled are those that are asked for; what else is judged goes on, and is there when it is asked for"
+    pool = RewardPool(prompts, BYTES, EOS, replace(CFG, workers=2, wall_s=8.))
+    try:
+        pool.settle(moody('awake'))
+        hangs, *quick = moody('Hang', *(f'S{i}' for i in range(20)))
+        equal = moody('Hang')[0]
+        for s in (hangs, *quick): pool.start(s)
+        pool.settle(quick)
+        assert all(s.verdict for s in quick) and hangs.verdict is None
+        pool.start(equal)
+        assert len(pool.jobs) == 1, 'a duplicate of what is under way is not judged twice'
+        pool.settle([hangs, equal])
+        assert hangs.verdict.status == equal.verdict.status == 'timeout' and not pool.jobs
+    finally: pool.close()
 
 
 SPECIALS = [[], [EOS], [EOS, EOS], [257], [65, EOS, 66], [0xC3], [0xE2, 0x82], [195, 188, EOS], list(range(258))]
@@ -281,10 +300,15 @@ def test_duplicates(pool): duplicates(lambda: Shared(pool))
 
 @pytest.mark.parametrize('old, new', [("if key in self.known: return self.jobs[self.known[key]].append(sample)", "if key in self.known: return"),
     ("if key in self.known: return self.jobs[self.known[key]].append(sample)", "pass"), ("key = sample.prompt_id, tuple(sample.response_ids)", "key = sample.prompt_id"),
-    ("            if s.verdict is None and id(s) not in under_way: self.start(s)", "            pass"),
+    ("            if i not in under_way: self.start(s)", "            pass"),
     ("for s in equals: _record(s, verdict, again)", "for s in equals[1:]: _record(s, verdict, again)")])
-def test_planted_faults(pool, old, new):
-    with pytest.raises((AssertionError, KeyError, AttributeError)): duplicates(lambda: mutant(pool, planted(overlap, old, new)))
+def test_planted_faults(prompts, old, new):
+    module = planted(overlap, old, new)
+    own = RewardPool(prompts, BYTES, EOS, replace(CFG, workers=1))  # what a fault leaves behind is nobody else's
+    try:
+        own.settle(moody('awake'))
+        with pytest.raises((AssertionError, KeyError, AttributeError)): duplicates(lambda: mutant(own, module))
+    finally: own.close()
 
 
 # ---- one judge or the other
@@ -327,6 +351,66 @@ def test_a_genrm_that_raises_is_heard():
     judge.start(s)
     with pytest.raises(MemoryError): judge.settle([s])
     judge.close()
+
+
+def test_a_later_question_keeps_nobody_waiting():
+    "What is due has come; a question of a later step is still out"
+    out = threading.Event()
+    def ask(questions):
+        if any('late' in q for q in questions): out.wait(30)
+        return [genrm.Reply('Verdict: '+('Better' if q.second == 'ref' else 'Worse')) for q in questions]
+    judge = GenRMJudge([Prompt('p', 'g', 'x', [65], 'ref', 'genrm')], BYTES, EOS, ask, batches=2)
+    late, due = (sample('p', BYTES.encode(t).ids, i) for i, t in enumerate(['late', 'due']))
+    judge.start(late)
+    until(lambda: not judge.waiting)
+    judge.start(due)
+    judge.settle([due])
+    assert due.verdict.correct and due.reward == 1 and late.verdict is None
+    out.set()
+    judge.settle([late])
+    assert late.verdict.correct
+    judge.close()
+
+
+def until(condition, seconds=30):
+    end = time.monotonic()+seconds
+    while not condition(): assert time.monotonic() < end; time.sleep(.005)
+
+
+def test_each_prompt_has_its_judge():
+    "By its verifier; whoever settles gets both kinds, and the model's counts"
+    prompts = [Prompt('a', 'g', 'x', [65], 'ref', 'genrm'), Prompt('b', 'g', 'x', [65], 'hi', 'exact')]
+    def ask(questions): return [genrm.Reply('Verdict: '+('Better' if q.second == 'ref' else 'Worse'), num_tokens=3) for q in questions]
+    with patch.object(genrm, 'GenRM', lambda cfg: ask):
+        judge = make_judge(prompts, BYTES, EOS, RewardConfig(genrm=genrm.GenRMConfig('judge')))
+    samples = [sample(id, BYTES.encode(t).ids, i) for i, (id, t) in enumerate([('a', 'hi'), ('b', 'hi'), ('a', 'ref'), ('b', 'no')])]
+    for x in samples: judge.start(x)
+    judge.settle(samples)
+    assert [x.reward for x in samples] == [1, 1, .5, 0]  # what equals its reference is a tie
+    assert judge.measured() == dict(genrm_calls=2., genrm_tokens=6., genrm_failed_frac=0., genrm_tie_frac=.5, genrm_disagree_frac=0.)
+    assert judge.measured()['genrm_calls'] == 0
+    judge.close()
+
+
+def test_a_model_that_is_not_named_is_missed():
+    prompts = [Prompt('a', 'g', 'x', [65], 'ref', 'genrm')]
+    with pytest.raises(ValueError, match='name the model'): make_judge(prompts, BYTES, EOS, RewardConfig())
+    lone = sample('a', [65])
+    SerialJudge(prompts, BYTES, EOS).settle([lone])
+    assert lone.verdict.status == 'failed' and 'rewards.genrm.model' in lone.verdict.evidence
+
+
+def test_gantt_has_a_row_per_replica():
+    import matplotlib
+    matplotlib.use('Agg')
+    timings = [dict(rollout_start=float(i//2), rollout_end=i//2+1.5, replica=float(i % 2), reward_start=3., reward_end=4., detokenise=.1, worker=i+9) for i in range(4)]
+    timings += [dict(rollout_start=0., rollout_end=1., reward_start=2., reward_end=3., detokenise=0., genrm=1.)]
+    ax = plot_gantt(spans_of(timings, dict(time_update_at=4., time_update_s=1.)))
+    assert [t.get_text() for t in ax.get_yticklabels()] == ['rollout', 'replica 0', 'replica 1', 'worker 9', 'worker 10', 'worker 11', 'worker 12', 'genrm', 'trainer']
+    bars = [b for b in ax.patches if b.get_facecolor()[:3] == matplotlib.colors.to_rgb('#0f766e')]
+    boxes = [(b.get_x(), b.get_x()+b.get_width(), b.get_y(), b.get_y()+b.get_height()) for b in bars]
+    assert len(boxes) == 5 and not any(a < d-1e-9 and c < b-1e-9 and e < h-1e-9 and g < f-1e-9
+        for i, (a, b, e, f) in enumerate(boxes) for c, d, g, h in boxes[:i]), 'no two bars cover each other'
 
 
 def test_timings_and_gantt(pool):

@@ -53,7 +53,7 @@ def whole(tmp_path_factory):
 
 
 def test_a_run_leaves_everything(whole):
-    for name in ('config.json', 'metrics.jsonl', 'trace.jsonl', 'curves.png', 'report.md', 'report.json', 'eval_before.json', 'eval_after.json',
+    for name in ('config.json', 'metrics.jsonl', 'trace.jsonl', 'timings.json', 'curves.png', 'gantt.png', 'report.md', 'report.json', 'eval_before.json', 'eval_after.json',
                  'cold_start.jsonl', 'model/config.json', 'model/tokenizer.json', 'checkpoints/step-000006/manifest.json'):
         assert (whole/name).stat().st_size > 0, name
     assert any((whole/'tensorboard').iterdir())
