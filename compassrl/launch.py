@@ -19,14 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from operator import attrgetter
 from pathlib import Path
-from .cluster import machines, node_script, num_gpus, plan
+import torch
+from .cluster import machines, node_script, num_gpus, plan, slurm_script
 from .curves import plot_curves, read_metrics, read_rows
 from .run import new_folder, write_json
-from .train import presets
-from .config import TrainConfig, read_run_config
+from .train import parse_resume, presets
+from .config import TrainConfig
 
 # %% auto #0
-__all__ = ['Launched', 'launch', 'resume', 'status', 'follow', 'watch', 'report_parts', 'with_value', 'Form', 'Panel', 'panel']
+__all__ = ['Launched', 'launch', 'resume', 'status', 'follow', 'watch', 'report_parts', 'launch_on', 'with_value', 'Form',
+           'Panel', 'panel']
 
 # %% ../nbs/40_launch.ipynb #47826f3c
 _patient = dict(PYTHONUNBUFFERED='1', TORCH_ELASTIC_SHUTDOWN_TIMEOUT='600') # torchrun waits for a step's end
@@ -95,13 +97,13 @@ def launch(
 
 def resume(
     run_dir:str|Path,
-    steps:int|None=None, # a new total; None = as configured
+    *changes:object,     # as on the command line: '--steps', 9, '--parallel.pp', 2
     num_ranks:int=0      # as for `launch`
 )->Launched:
     "Start `compassrl resume`; raises ValueError if this is no run directory"
-    cfg,more = read_run_config(run_dir), []
-    if steps is not None: cfg,more = dataclasses.replace(cfg, steps=steps), ['--steps', steps]
-    return Launched(['resume', run_dir, *more], cfg, Path(run_dir), _ranks(cfg, num_ranks))
+    words = [str(w) for w in (run_dir, *changes)]
+    cfg = parse_resume(words)[1]
+    return Launched(['resume', *words], cfg, Path(run_dir), _ranks(cfg, num_ranks))
 
 def _ranks(cfg, num): return machines(cfg, 1, num and num+num_gpus(cfg)).world_size
 
@@ -153,12 +155,39 @@ def watch(
 # %% ../nbs/40_launch.ipynb #a9000b8a
 def report_parts(
     run_dir:str|Path # of a finished run
-)->list:             # curves and text, to be displayed
+)->list:             # text and pictures, to be displayed
     "The report as a notebook shows it: pictures are shown, not linked"
     from IPython.display import Image, Markdown
     run_dir = Path(run_dir)
-    text = re.sub(r'!\[.*?\]\(curves\.png\)\n*', '', (run_dir/'report.md').read_text())
-    return [Image((run_dir/'curves.png').read_bytes()), Markdown(text)]
+    head,*parts = re.split(r'!\[.*?\]\((\w+\.png)\)\n*', (run_dir/'report.md').read_text())
+    shown = [Markdown(head)]
+    for name,text in zip(parts[::2], parts[1::2]): shown += [Image((run_dir/name).read_bytes()), Markdown(text)]
+    return shown
+
+# %% ../nbs/40_launch.ipynb #935f4a7c
+def launch_on(
+    cfg:TrainConfig,
+    nodes:int=1,
+    per_node:int=0,      # GPUs of a node, on a CPU ranks; 0 = as few as the layout can have
+    gpu:str='',          # its name in `gpus`, for times; empty = memory alone
+    run_dir:str|Path='', # a new folder; empty = as the config says
+    slurm:bool=True      # several nodes: a script for sbatch, or for torchrun on each node?
+)->Launched|Path:        # the run, or the script for machines that are not here
+    "Show layout and estimate, then launch. Raises ValueError for what cannot be built or does not fit"
+    p = plan(cfg, nodes, per_node, gpu)
+    p.show()
+    m = p.machines
+    if nodes==1 and (cfg.device=='cpu' or torch.cuda.device_count()>=m.world_size+num_gpus(cfg)):
+        return launch(cfg, run_dir, m.world_size)
+    cfg = dataclasses.replace(cfg, run_dir=str(run_dir or cfg.run_dir))
+    folder = new_folder(cfg)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    config,script = (folder.with_name(folder.name+end) for end in ('.json', '.sh'))
+    cfg = dataclasses.replace(cfg, run_dir=str(folder))
+    write_json(config, dataclasses.asdict(cfg))
+    write = slurm_script if slurm and nodes>1 else node_script
+    script.write_text(write(cfg, nodes, per_node, str(config), gpu))
+    return script
 
 # %% ../nbs/40_launch.ipynb #a8ea17c8
 def with_value(

@@ -8,14 +8,17 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from compassrl.launch import follow, launch, panel, report_parts, resume, status, watch, with_value
+from compassrl import launch as module
+from compassrl.launch import follow, launch, launch_on, panel, report_parts, resume, status, watch, with_value
 from compassrl.config import read_run_config
-from compassrl.parallel import ParallelConfig
+from compassrl.parallel import ParallelConfig, VllmConfig
 from compassrl.sft import SFTConfig
-from compassrl.train import presets, smoke_cpu
+from compassrl.train import one_gpu, presets, smoke_cpu
 
 SMOKE = replace(smoke_cpu(), steps=6, save_every=0, cold_start=SFTConfig(steps=45, lr=5e-3, num_solutions=60))
 TWO = replace(SMOKE, steps=4, eval_every=0, train_engine='megatron', parallel=ParallelConfig(ep=2), cold_start=SFTConfig(steps=10, num_solutions=60))
@@ -60,9 +63,10 @@ def test_it_was_live(whole):
 
 
 def test_report_is_shown_whole(whole):
-    image, text = report_parts(whole[0].run_dir)
-    assert image.data.startswith(b'\x89PNG') and 'curves.png' not in text.data
-    for words in ('Before and after', 'Samples', 'Settings'): assert words in text.data
+    parts = report_parts(whole[0].run_dir)
+    pictures, text = ([p.data for p in parts if isinstance(p.data, kind)] for kind in (bytes, str))
+    assert len(pictures) == 2 and all(p.startswith(b'\x89PNG') for p in pictures) and '.png' not in ''.join(text)
+    for words in ('Before and after', 'who did what', 'Samples', 'Settings'): assert words in ''.join(text)
 
 
 def test_stop_and_resume(whole, tmp_path):
@@ -78,7 +82,7 @@ def test_stop_and_resume(whole, tmp_path):
     assert status(again).startswith('finished: step 6 of 6')
     assert weights(run.run_dir) == weights(whole[0].run_dir)
     assert [m['reward_mean'] for m in again.metrics()] == [m['reward_mean'] for m in whole[0].metrics()]
-    more = resume(run.run_dir, steps=7)
+    more = resume(run.run_dir, '--steps', 7)
     more.wait(60)
     assert more.metrics()[-1]['step'] == 7 and read_run_config(run.run_dir).steps == 7
 
@@ -141,7 +145,7 @@ def test_log_tail(tmp_path):
 
 def test_several_ranks_stop_and_go_on(tmp_path):
     "Two ranks of Megatron-Core under torchrun: stopped between two steps, resumed, and the run is whole"
-    run = launch(TWO, tmp_path/'two')
+    run = launch_on(TWO, run_dir=tmp_path/'two')
     assert run.num_ranks == 2
     until(lambda: run.metrics() or run.poll() is not None, 300)
     run.stop()
@@ -163,6 +167,35 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
             os.kill(int(pid), signal.SIGKILL)
     with pytest.raises(RuntimeError, match='dies ended with exit code 1'): run.wait(300)
     assert 'rank 1' in run.log_tail(200) and status(run).startswith('failed')
+
+
+GPUS = replace(one_gpu(), train_engine='megatron', rollout_engine='pool', parallel=ParallelConfig(ep=2, dtype='bfloat16'),
+    policy=replace(one_gpu().policy, num_hidden_layers=4), vllm=VllmConfig(num_replicas=2))
+
+
+def test_launch_on_gpus_that_are_here(tmp_path):
+    "Two ranks and two servers need four GPUs"
+    with patch.object(module, 'launch') as launched:
+        with patch.object(torch.cuda, 'device_count', lambda: 4): launch_on(GPUS, 1, 4, run_dir=tmp_path/'a')
+        launched.assert_called_once_with(GPUS, tmp_path/'a', 2)
+        with patch.object(torch.cuda, 'device_count', lambda: 3): assert launch_on(GPUS, 1, 4, run_dir=tmp_path/'a') == tmp_path/'a.sh'
+        launched.assert_called_once()
+
+
+@pytest.mark.parametrize('nodes, slurm, has', [(1, True, 'torchrun --nnodes=1'), (3, True, '#SBATCH --nodes=3'), (3, False, 'hosts=("$@")')])
+def test_launch_on_machines_that_are_elsewhere(tmp_path, nodes, slurm, has, capsys):
+    "A picture, an estimate, and a script that starts what was asked for; nothing runs"
+    script = launch_on(GPUS, nodes, 4, 'H200', tmp_path/'a', slurm)
+    text = script.read_text()
+    assert has in text and 'not run on GPU' in text and f'run={tmp_path}/a' in text and 'GB' in capsys.readouterr().out
+    assert subprocess.run(['bash', '-n', script]).returncode == 0
+    config = Path(re.search(r'config=(\S+)', text)[1])
+    assert read_run_config(config) == replace(GPUS, run_dir=str(tmp_path/'a')) and sorted(tmp_path.iterdir()) == [config, script]
+
+
+def test_launch_on_too_few_gpus(tmp_path):
+    with pytest.raises(ValueError, match='leave none to train'): launch_on(GPUS, 1, 2, run_dir=tmp_path/'a')
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_too_many_ranks(tmp_path):
@@ -218,8 +251,9 @@ def test_panel_launches_stops_and_resumes(tmp_path):
     p.buttons['resume'].click()
     p.thread.join(60)
     assert p.run.run_dir == first and 'finished: step 8 of 8' in p.status.value
-    assert [o['output_type'] for o in p.report.outputs] == ['display_data']*2
-    assert base64.b64decode(p.report.outputs[0]['data']['image/png']).startswith(b'\x89PNG')
+    assert [o['output_type'] for o in p.report.outputs] == ['display_data']*5
+    pictures = [base64.b64decode(o['data']['image/png']) for o in p.report.outputs if 'image/png' in o['data']]
+    assert len(pictures) == 2 and all(png.startswith(b'\x89PNG') for png in pictures), 'curves and Gantt chart'
     assert p.buttons['resume'].disabled and not p.buttons['launch'].disabled
 
 

@@ -40,7 +40,7 @@ def notebooks(folder):
     return sorted(f for f in folder.rglob('*.ipynb') if not hidden(f))
 
 
-def execute(path, flags=(), timeout=180):
+def execute(path, flags=()):
     "Run the cells that nbdev-test would run; raises `CellExecutionError`"
     skip = get_config(path.parent.resolve()).tst_flags
     run = {c.id for c in nb_test_cells(path, skip.split() if isinstance(skip, str) else skip, list(flags))}
@@ -50,7 +50,7 @@ def execute(path, flags=(), timeout=180):
     for c in skipped: c.metadata['tags'] = [*c.metadata.get('tags', []), 'skip-execution']
     with tempfile.TemporaryDirectory() as home:  # no start-up files of the user's own
         kernel = AsyncKernelManager(kernel_name='python3', transport='ipc', ip=f'{home}/kernel')
-        client = NotebookClient(nb, km=kernel, timeout=timeout,
+        client = NotebookClient(nb, km=kernel, timeout=3600 if flags else 180,  # slow cells take their time
             resources=dict(metadata=dict(path=str(path.parent))), skip_cells_with_tag='skip-execution')
         client.execute(cleanup_kc=True, env={**os.environ, **KERNEL_ENV, 'IPYTHONDIR': home})
     for c in skipped: c.metadata.tags.remove('skip-execution')
