@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from compassrl.checkpoint import CheckpointError, TornCheckpoint
-from compassrl.engines.leader import Leader, serve
+from compassrl.engines.leader import Leader, Watch, serve
 from compassrl.engines.megatron import MegatronTrain, inner_optimizers
 from compassrl.engines.megatron_checkpoint import finish_save, latest_sharded, load_sharded, read_manifest, save_sharded
 from compassrl.parallel import ParallelConfig
@@ -312,8 +312,9 @@ def test_another_policy_is_refused_and_nothing_changes(saved):
 
 def led(root):
     engine = begin(ParallelConfig(ep=2))
-    if dist.get_rank(): return serve(engine)
-    with Leader(engine) as leader:
+    watch = Watch(engine.control)
+    if dist.get_rank(): return serve(engine, watch)
+    with Leader(engine, watch) as leader:
         leader.update(batch(0), push)
         leader.everywhere(save_sharded, root, 2)
         leader.update(batch(1), push)

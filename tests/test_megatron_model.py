@@ -9,6 +9,7 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+import compassrl.engines.megatron_model as mm
 import compassrl.engines.megatron_weights as mw
 from compassrl.engines.megatron_cpu import PackedAttention, RMSNorm, megatron_calls
 from compassrl.engines.megatron_model import build_model, init_parallel, transformer_config
@@ -26,6 +28,7 @@ from compassrl.policy import PolicyConfig, causal_attention, rms_norm
 from compassrl.pretrained import from_pretrained, hf_weights as policy_weights, save_pretrained
 from megatron.core import parallel_state as mpu
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import DENSE, LAYOUTS, MIXED, RankError, lively, model_pass, name, one_process, packed, run_ranks, run_schedule
 from ranks import sequences, wrapped
 
@@ -379,3 +382,34 @@ def test_torchrun(tmp_path):
         tmp_path/'in', tmp_path/'out'], check=True, timeout=240, cwd=Path(__file__).parent.parent, capture_output=True)
     out = load_file(tmp_path/'out')
     assert all(torch.equal(out[k], v) for k, v in policy_weights(from_pretrained(tmp_path/'in')))
+
+
+# ---- what Transformer Engine is asked for, where it is installed
+
+@pytest.mark.parametrize('recipe, fp8', [('', None), ('blockwise', 'e4m3'), ('tensorwise', 'hybrid'), ('delayed', 'hybrid')])
+def test_settings_for_transformer_engine(monkeypatch, recipe, fp8):
+    "Grouped products, fused rotation and norms, FP8 by recipe; routers stay apart, so that they can be told what to choose"
+    monkeypatch.setattr(mm, 'TransformerConfig', SimpleNamespace)
+    monkeypatch.setattr(mm, 'has_te', lambda: True)
+    c = transformer_config(MIXED, ParallelConfig(cp=2, fp8_recipe=recipe, dtype='bfloat16'))
+    assert c.moe_grouped_gemm and c.moe_permute_fusion and c.apply_rope_fusion and c.persist_layer_norm
+    assert not c.moe_router_fusion and c.moe_enable_routing_replay and c.moe_router_dtype == 'fp32'
+    assert c.context_parallel_size == 2 and c.bf16 and getattr(c, 'fp8', None) == fp8 and getattr(c, 'fp8_recipe', '') == recipe
+    known = vars(TransformerConfig)['__dataclass_fields__']
+    assert set(vars(c)) <= set(known)
+    monkeypatch.setattr(mm, 'has_te', lambda: False)
+    if recipe:
+        with pytest.raises(ValueError, match=f"fp8_recipe='{recipe}' needs a GPU and Transformer Engine"):
+            transformer_config(MIXED, ParallelConfig(fp8_recipe=recipe))
+
+
+@pytest.mark.parametrize('theirs, ours', [
+    ('self_attention.linear_qkv.layer_norm_weight', ['input_layernorm']),
+    ('mlp.linear_fc1.layer_norm_weight', ['post_attention_layernorm']),
+    ('mlp.experts.linear_fc1.weight3', ['mlp.experts.7.gate_proj', 'mlp.experts.7.up_proj']),
+    ('mlp.experts.linear_fc2.weight0', ['mlp.experts.4.down_proj'])])
+def test_names_of_transformer_engine(theirs, ours):
+    "Norms inside the layers that follow them, experts side by side in one module"
+    layers = [SimpleNamespace(layer_number=n) for n in (3, 4)]
+    model = SimpleNamespace(decoder=SimpleNamespace(layers=layers), share_embeddings_and_output_weights=False)
+    assert mw._names(model, f'decoder.layers.1.{theirs}', 4)[0] == [f'model.layers.3.{n}.weight' for n in ours]
