@@ -1,6 +1,6 @@
 """The embedded rollout engine against transformers.generate on one Qwen3-MoE checkpoint.
 
-    python benchmarks/rollout.py [--quick] [--repeats 9] [--threads 1]
+    python benchmarks/rollout.py [--quick] [--repeats 31] [--threads 1]
 
 Both sample 8 responses of 64 tokens to each of 16 prompts of 16 tokens, in fp32, and both hand back the log-prob of
 every sampled token and the experts of every fed token. `generate` has no output for routes, so a hook on each router
@@ -16,7 +16,7 @@ they come); `floor` takes for each the fastest kernel and layout found, weights 
 transposed for free. No engine reaches the second.
 
 Last line: one JSON object. `ratio` is our tokens/s over generate's (goal: 2 or more), `floor_ratio` our time over the
-floor's (goal: 1.6 or less), `plain_floor_ratio` our time over that of the textbook calls.
+floor's (goal: 1.5 or less), `plain_floor_ratio` our time over that of the textbook calls.
 """
 import argparse
 import itertools
@@ -191,7 +191,7 @@ def largest_gap(folder, samples):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--repeats', type=int, default=9, help='interleaved runs of each contender')
+    p.add_argument('--repeats', type=int, default=31, help='interleaved runs of each contender')
     p.add_argument('--threads', type=int, default=1, help='CPU threads of every contender')
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
     a = p.parse_args()
@@ -235,7 +235,7 @@ def main():
         machine=dict(cpu=cpu_model(), cores=os.cpu_count(), threads=a.threads, torch=torch.__version__,
             load=round(os.getloadavg()[0], 1)))
     print(f'ours is {result["ratio"]:.2f} times as fast as generate (goal 2) and takes '
-        f'{result["floor_ratio"]:.2f} times the floor (goal 1.6), {result["plain_floor_ratio"]:.2f} times the textbook calls')
+        f'{result["floor_ratio"]:.2f} times the floor (goal 1.5), {result["plain_floor_ratio"]:.2f} times the textbook calls')
     print(json.dumps(result))
 
 
