@@ -33,6 +33,6 @@ def run_cells(path): # `nbdev-test PATH`
 def test_notebook_runs(path, tmp_path):
     if missing(path): pytest.skip(f'needs {missing(path)}: python tools/setup_env.py dev engines-cpu')
     env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'}
-    run = nursed.run if re.search(r'(from|import) vllm\b|start_server\(', path.read_text()) else forked.run
+    run = nursed.run if re.search(r'(from|import) vllm\b|start_server\(|VllmPool\(', path.read_text()) else forked.run
     r = run(tmp_path/'log', run_cells, path, env=env, timeout=800)
     assert r.returncode == 0 and 'Success.' in r.stdout, f'{r.stdout[-3000:]}\n{r.stderr[-6000:]}'
