@@ -35,7 +35,7 @@ __all__ = ['presets', 'usage', 'tiny_cpu', 'smoke_cpu', 'engines_cpu', 'one_gpu'
 # %% ../nbs/23_train.ipynb #4e46cb90
 def tiny_cpu()->TrainConfig:
     "A 0.2 M mixture of experts learns column arithmetic: minutes on two CPU cores"
-    return TrainConfig(steps=130, prompts_per_step=64, group_size=8, eval_every=20, save_every=20, trace_every=40,
+    return TrainConfig(steps=90, prompts_per_step=64, group_size=8, eval_every=20, save_every=20, trace_every=40,
         policy=PolicyConfig(max_position_embeddings=128), data=DataConfig(difficulty=1.25),
         cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=.6),
         rollout=RolloutConfig(max_tokens=48, num_slots=256),
