@@ -207,7 +207,7 @@ else what=("$config" --run-dir "$run"{urls}{sync}); fi
 
 def _training(p, many, start=''): # a job that is started again goes on; `start` begins the ranks of all nodes
     served = bool(p.machines.server_nodes)
-    what = _what.format(urls=' --vllm.urls "${urls[@]}"'*served, 
+    what = _what.format(urls=' --vllm.urls "${urls[@]}"'*served,
         sync=' --vllm.sync-dir "$run.sync"'*(served and _by_file(p)))
     return what+start+train_command(p.machines, '"${what[@]}"', '"${hosts[0]}"'*many)
 
@@ -239,8 +239,8 @@ def node_script(
 )->str:
     "Plain torchrun, with the rollout servers on the last nodes; these serve until they are stopped. Raises ValueError"
     p = plan(cfg, nodes, per_node, gpu)
-    gpus = '# (not run on GPU)\n' if cfg.device=='cuda' else ''
-    if nodes==1: return f'#!/bin/bash\n{gpus}{_settings(cfg, config)}{_training(p, False)}\n'
+    mark = '# (not run on GPU)\n' if cfg.device=='cuda' else ''
+    if nodes==1: return f'#!/bin/bash\n{mark}{_settings(cfg, config)}{_training(p, False)}\n'
     lines = [_plain.format(nodes=nodes, bash=_settings(cfg, config))]
     if p.machines.server_nodes: lines += [*_serving(p, 'on'), 'for host in "${hosts[@]:'
         f'{p.machines.train_nodes}}}"; do on "$host" eval "wait; exit"; done']

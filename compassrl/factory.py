@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -78,7 +79,7 @@ def _check_data(cfg, train, heldout):
 # %% ../nbs/21_factory.ipynb #9b45f87b
 def keep_freed_memory():
     "glibc gives large freed blocks back to the kernel, which zeroes their pages for the next step: keep them"
-    libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None) if sys.platform=='linux' else None
     if hasattr(libc, 'mallopt'): libc.mallopt(-1, 2**31-1); libc.mallopt(-4, 0) # M_TRIM_THRESHOLD, M_MMAP_MAX
 
 def world()->tuple[int,int]:
