@@ -191,16 +191,18 @@ def test_sixteen_tokens_are_sixteen(pool):
     assert [len(s.response_ids) for s in out] == [16]*4
 
 
-def test_over_provision(pool):
+@pytest.mark.parametrize('group', [2, 8], ids=['each group on one server', 'one group on both'])
+def test_over_provision(pool, group):
     "Groups are whole, under their own indices; what was not needed is aborted, and short ones win"
     long, short = SamplingParams(120, .8), SamplingParams(2, .8)
-    rs = [Request(f'p{i//2}', (5+i//2, 6, 7), i % 2, derive_seed(0, i), (long, short)[i % 2]) for i in range(8)]
+    rs = [Request(f'p{i//group}', (5+i//group, 6, 7), i % group, derive_seed(0, i), (long, short)[i % 2]) for i in range(8)]
     before, pool.schedule = pool.schedule, ScheduleConfig('fifo', over_provision=1.)
     try: out = list(pool.generate(rs))  # all 16 begin at once
     finally: pool.schedule = before
     assert Counter(map(key, out)) == Counter(map(key, rs)) and agrees(out, POLICIES[0])
-    assert {len(s.response_ids) for s in out} == {2} # each group took its two short ones
+    assert {len(s.response_ids) for s in out} == {2} # each group took its short ones
     assert Counter(s.outcome for s in pool.spans) == dict(done=8, dropped=8)
+    assert Counter(s.replica for s in pool.spans) == {'replica 0': 8, 'replica 1': 8}, 'each span where it ran'
     assert sorted(len(s.response_ids) for s in pool.generate(rs)) == [2]*4+[120]*4
 
 

@@ -344,10 +344,11 @@ async def _take(self:VllmPool, d:Dispatcher, plan:Schedule, tasks:dict, out:queu
     plan.observe(answer) # before the queue moves on: its order may be another now
     if d.finish(ticket, now): out.put(plan.label(answer))
     if not plan.full(answer): return
+    where = {t:name for t,(name,_) in d.out.items()}
     for t in d.drop(d.requests[i]): # the last to end of a group that asked for more than it needs
         task,i,start = tasks.pop(t)
         task.cancel()
-        self.spans.append(Span(r.name, i, start, now, 'dropped'))
+        self.spans.append(Span(where[t], i, start, now, 'dropped'))
 
 def _drop(self:VllmPool, d:Dispatcher, tasks:dict, r:Replica, why:str):
     "Its requests go back, its answers do not count any more, and it is brought back"
