@@ -5,7 +5,7 @@
 Each size is a Qwen3-MoE in fp32 with random weights. Both engines are given the same requests (8 responses of 64
 tokens to each of 8 prompts of 16 tokens, at temperature 1, each with a seed of its own), and both hand back the
 log-prob of every sampled token and the experts of every fed token. vLLM (the CPU build) runs in this process, eagerly,
-as compassrl.engines.vllm.VllmRollout; what it samples is compared with what the policy itself gives to those tokens
+as compassrl.rollout.vllm.in_process.VllmRollout; what it samples is compared with what the policy itself gives to those tokens
 before anything is timed. New weights are loaded before each run, as before every step of training, and are not part
 of the time. The engines take turns; a ratio is the median over the rounds of that round's ratio, so that a slow minute
 of the machine slows both sides.
@@ -24,12 +24,12 @@ import time
 os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISABLE='1')
 import torch
 
-from compassrl.engines.vllm import VllmRollout
-from compassrl.policy import Policy, PolicyConfig
-from compassrl.pretrained import hf_weights, write_config
+from compassrl.rollout.vllm.in_process import VllmRollout
+from compassrl.model.policy import Policy, PolicyConfig
+from compassrl.model.pretrained import hf_weights, write_config
 from compassrl.records import Request, SamplingParams, collate, derive_seed
-from compassrl.rollout import TorchRollout
-from compassrl.train_engine import response_log_probs
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.train.torch_engine import response_log_probs
 
 # name: hidden size, width of one expert, experts, layers, heads
 SIZES = dict(tiny=(64, 64, 8, 2, 4), small=(128, 64, 8, 4, 4), medium=(256, 128, 16, 4, 8), large=(512, 256, 16, 4, 8),

@@ -19,15 +19,15 @@ import time
 
 import torch
 
-from compassrl.fp8 import Fp8Rollout, quantise, takes_fp8
-from compassrl.losses import tis_weights
-from compassrl.policy import Policy, PolicyConfig
-from compassrl.pretrained import hf_weights
+from compassrl.rollout.fp8 import Fp8Rollout, quantise, takes_fp8
+from compassrl.algo.losses import tis_weights
+from compassrl.model.policy import Policy, PolicyConfig
+from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
-from compassrl.report import machine_info
-from compassrl.rollout import TorchRollout
-from compassrl.router_replay import discrepancy
-from compassrl.train_engine import OptimConfig, TorchTrain
+from compassrl.runs.report import machine_info
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.algo.engine_gap import discrepancy
+from compassrl.train.torch_engine import OptimConfig, TorchTrain
 
 NOT_RUN = 'not run: needs a Hopper GPU'
 ENGINES = {'fp32': None, 'weights': dict(activations=False), 'weights+activations': {}, 'weights+activations+kv': dict(kv_cache=True)}

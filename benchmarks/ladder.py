@@ -5,7 +5,7 @@
 Two servers of a tiny Qwen3-MoE (random weights, fp32, CPU build of vLLM) roll out, the embedded engine trains, weights
 are synced: `trainer.fit`, one step at a time. Lengths are heavy-tailed, belong to the prompt and vary within its group;
 the servers generate exactly so many tokens, and the pool is not told. The reward of a response is a program run in an
-isolated process (`compassrl.isolated`): nine of ten compute for a moment, the tenth waits for something. Every round
+isolated process (`compassrl.judges.isolated`): nine of ten compute for a moment, the tenth waits for something. Every round
 runs the same step at every rung, in turn:
 
   serial      dealt out round robin before the rollout starts; when it has ended, detokenise and judge one by one
@@ -36,23 +36,24 @@ os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISAB
 import torch
 
 from compassrl.config import TrainConfig
-from compassrl.dispatch import Dispatcher
-from compassrl.engines import vllm_pool
-from compassrl.engines.vllm_pool import VllmPool
-from compassrl.isolated import Limits, run_program
-from compassrl.overlap import RewardConfig, RewardPool, SerialJudge
-from compassrl.parallel import VllmConfig
-from compassrl.policy import Policy, PolicyConfig
-from compassrl.pretrained import hf_weights, write_config
-from compassrl.problems import judge, verifier
+from compassrl.rollout.pull_queue import Dispatcher
+from compassrl.rollout.vllm import pool as vllm_pool
+from compassrl.rollout.vllm.pool import VllmPool
+from compassrl.judges.isolated import Limits, run_program
+from compassrl.judges.pool import RewardPool
+from compassrl.judges.serial import RewardConfig, SerialJudge
+from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.model.policy import Policy, PolicyConfig
+from compassrl.model.pretrained import hf_weights, write_config
+from compassrl.data.tasks import judge, verifier
 from compassrl.records import Prompt
-from compassrl.rollout import RolloutConfig
-from compassrl.scheduling import ScheduleConfig
-from compassrl.simulator import Dealt, idle_frac
-from compassrl.tasks import build_tokenizer, encode
-from compassrl.train_engine import OptimConfig, TorchTrain
-from compassrl.trainer import fit
-from compassrl.zero_variance import ZeroVarianceConfig
+from compassrl.rollout.torch_engine import RolloutConfig
+from compassrl.rollout.schedule import ScheduleConfig
+from compassrl.launch.simulator import Dealt, idle_frac
+from compassrl.data.tokenizer import build_tokenizer, encode
+from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.loop import fit
+from compassrl.algo.zero_variance import ZeroVarianceConfig
 
 LIMIT = 960
 PAPER = dict(parallel=1.16, overlap=1.17, FP8=1.52, scheduling=1.66)  # cumulative; FP8 before scheduling

@@ -19,8 +19,8 @@ import time
 
 import torch
 
-from compassrl.log_probs import dense_log_probs, token_log_probs
-from compassrl.report import machine_info
+from compassrl.model.log_probs import dense_log_probs, token_log_probs
+from compassrl.runs.report import machine_info
 
 MB = 2**20
 

@@ -31,10 +31,10 @@ os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISAB
 import torch
 import torch.nn.functional as F
 
-from compassrl.policy import Policy, PolicyConfig
-from compassrl.pretrained import hf_weights, save_pretrained
+from compassrl.model.policy import Policy, PolicyConfig
+from compassrl.model.pretrained import hf_weights, save_pretrained
 from compassrl.records import Request, SamplingParams, derive_seed
-from compassrl.rollout import TorchRollout
+from compassrl.rollout.torch_engine import TorchRollout
 
 
 def cpu_model():

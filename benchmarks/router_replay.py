@@ -20,14 +20,14 @@ from collections import defaultdict
 
 import torch
 
-from compassrl.losses import LossConfig, PolicyLoss
-from compassrl.policy import Policy, PolicyConfig
-from compassrl.pretrained import hf_weights
+from compassrl.algo.losses import LossConfig, PolicyLoss
+from compassrl.model.policy import Policy, PolicyConfig
+from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
-from compassrl.report import machine_info
-from compassrl.rollout import TorchRollout
-from compassrl.router_replay import discrepancy
-from compassrl.train_engine import OptimConfig, TorchTrain
+from compassrl.runs.report import machine_info
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.algo.engine_gap import discrepancy
+from compassrl.train.torch_engine import OptimConfig, TorchTrain
 
 
 class Step:

@@ -35,15 +35,15 @@ from unittest.mock import patch
 os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISABLE='1')
 import torch
 
-from compassrl.dispatch import Dispatcher
-from compassrl.engines import vllm_pool
-from compassrl.engines.vllm_pool import VllmPool
-from compassrl.parallel import VllmConfig
-from compassrl.policy import Policy, PolicyConfig
-from compassrl.pretrained import hf_weights, write_config
+from compassrl.rollout.pull_queue import Dispatcher
+from compassrl.rollout.vllm import pool as vllm_pool
+from compassrl.rollout.vllm.pool import VllmPool
+from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.model.policy import Policy, PolicyConfig
+from compassrl.model.pretrained import hf_weights, write_config
 from compassrl.records import Request, SamplingParams, derive_seed
-from compassrl.scheduling import LengthPredictor, Schedule, ScheduleConfig, prediction_error
-from compassrl.simulator import Cluster, Dealt, fit_cost, idle_frac, makespan, work
+from compassrl.rollout.schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error
+from compassrl.launch.simulator import Cluster, Dealt, fit_cost, idle_frac, makespan, work
 
 LIMIT = 960
 

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from compassrl.report import machine_info
+from compassrl.runs.report import machine_info
 
 PROMISED_POINTS = 30
 
@@ -19,7 +19,7 @@ PROMISED_POINTS = 30
 def train(preset, seed, folder, *flags):
     "One run in a process of its own: seconds, peak memory in MB"
     t = time.perf_counter()
-    pid = os.posix_spawn(sys.executable, [sys.executable, '-m', 'compassrl.train', preset, '--seed', str(seed), '--run-dir', str(folder), *flags], os.environ)
+    pid = os.posix_spawn(sys.executable, [sys.executable, '-m', 'compassrl.runs.cli', preset, '--seed', str(seed), '--run-dir', str(folder), *flags], os.environ)
     _, status, usage = os.wait4(pid, 0)
     if status: sys.exit(f'seed {seed} failed: see the messages above')
     return time.perf_counter()-t, usage.ru_maxrss/(1024 if sys.platform == 'linux' else 1024**2)

@@ -34,14 +34,15 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models
 
-from compassrl.factory import keep_freed_memory
-from compassrl.pretrained import hf_weights, save_pretrained
+from compassrl.runs.factory import keep_freed_memory
+from compassrl.model.pretrained import hf_weights, save_pretrained
 from compassrl.records import Prompt, Verdict
-from compassrl.report import machine_info
-from compassrl.rollout import RolloutConfig, TorchRollout
-from compassrl.tasks import DataConfig, verifier
-from compassrl.train_engine import OptimConfig, TorchTrain
-from compassrl.trainer import TrainConfig, fit
+from compassrl.runs.report import machine_info
+from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.data.prompts import DataConfig
+from compassrl.data.tasks import verifier
+from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.loop import TrainConfig, fit
 from rollout import Floor, make_policy, timed
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,18 +15,18 @@ import time
 from dataclasses import replace
 
 from compassrl.config import TrainConfig
-from compassrl.factory import load
-from compassrl.losses import LossConfig
-from compassrl.policy import Policy, PolicyConfig
+from compassrl.runs.factory import load
+from compassrl.algo.losses import LossConfig
+from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import derive_seed
-from compassrl.report import machine_info
-from compassrl.rollout import RolloutConfig, TorchRollout
-from compassrl.sft import SFTConfig, cold_start
-from compassrl.tasks import make_prompts
-from compassrl.train_engine import OptimConfig, TorchTrain
-from compassrl.trainer import fit
-from compassrl.evaluate import evaluate
-from compassrl.zero_variance import ZeroVarianceConfig
+from compassrl.runs.report import machine_info
+from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.train.sft import SFTConfig, cold_start
+from compassrl.data.prompts import make_prompts
+from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.loop import fit
+from compassrl.runs.evaluate import evaluate
+from compassrl.algo.zero_variance import ZeroVarianceConfig
 
 OFF = dict(length_weight=0., repetition_weight=0., zvp_alpha=0.)
 METHODS = dict(grpo=ZeroVarianceConfig('uniform', **OFF), refill=ZeroVarianceConfig('refill', **OFF), stages=ZeroVarianceConfig())

@@ -5,11 +5,12 @@ import runpy
 import sys
 from pathlib import Path
 
-import forked
-import nursed
+from tests.support import fork_server as forked
+from tests.support import vllm_fork_server as nursed
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import ROOT
+
 SCRIPTS = sorted((ROOT/'benchmarks').glob('[!_]*.py'))
 
 
@@ -21,7 +22,7 @@ def quick(script): # `python SCRIPT --quick`
 
 @pytest.mark.parametrize('script', SCRIPTS, ids=lambda p: p.stem)
 def test_quick(script, tmp_path):
-    run = nursed.run if 'compassrl.engines.vllm' in script.read_text() else forked.run
+    run = nursed.run if 'compassrl.rollout.vllm' in script.read_text() else forked.run
     r = run(tmp_path/'log', quick, script, timeout=300)
     assert r.returncode == 0, r.stderr[-2000:]
     result = json.loads(r.stdout.splitlines()[-1])

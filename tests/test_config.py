@@ -5,11 +5,11 @@ import json
 import pytest
 
 from compassrl.config import TrainConfig, config_from_dict, read_run_config
-from compassrl.espo import EspoConfig
-from compassrl.losses import LossConfig
-from compassrl.policy import PolicyConfig
-from compassrl.rollout import RolloutConfig
-from compassrl.train import presets
+from compassrl.algo.espo import EspoConfig
+from compassrl.algo.losses import LossConfig
+from compassrl.model.policy import PolicyConfig
+from compassrl.rollout.torch_engine import RolloutConfig
+from compassrl.runs.cli import presets
 
 
 @pytest.mark.parametrize('kw, words', [

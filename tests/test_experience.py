@@ -10,10 +10,10 @@ from hypothesis import given, settings, strategies as st
 
 from compassrl.config import TrainConfig
 from compassrl.experience import assemble, collect, grade, next_wave, prompts_of_step, requests_of, table, task_rewards
-from compassrl.overlap import SerialJudge, judge_sample
+from compassrl.judges.serial import SerialJudge, judge_sample
 from compassrl.records import Prompt, Sample, SamplingParams, Verdict
-from compassrl.tasks import EOS_ID, build_tokenizer, encode
-from compassrl.zero_variance import ZeroVarianceConfig
+from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
+from compassrl.algo.zero_variance import ZeroVarianceConfig
 
 TOKENIZER = build_tokenizer()
 ZERO, ONE = encode(TOKENIZER, '01')

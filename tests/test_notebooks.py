@@ -2,13 +2,13 @@
 import os
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
-import forked
-import nursed
+from tests.support import fork_server as forked
+from tests.support import vllm_fork_server as nursed
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support import ROOT
+
 FLAGS = os.environ.get('NB_FLAGS', '')  # e.g. NB_FLAGS="slow gpu"
 
 
@@ -21,7 +21,7 @@ def notebooks():
 def missing(path):
     "Engines that a notebook needs and this environment has not"
     return {m for m in re.findall(r'(?:from|import) (vllm|megatron|compassrl\.engines\.[a-z]+)', path.read_text())
-        if not find_spec({'compassrl.engines.vllm': 'vllm', 'compassrl.engines.megatron': 'megatron'}.get(m, m))}
+        if not find_spec({'compassrl.rollout.vllm.in_process': 'vllm', 'compassrl.train.megatron.engine': 'megatron'}.get(m, m))}
 
 
 def run_cells(path): # `nbdev-test PATH`
@@ -29,7 +29,10 @@ def run_cells(path): # `nbdev-test PATH`
     nbdev_test(str(path), flags=FLAGS)
 
 
-@pytest.mark.parametrize('path', notebooks(), ids=lambda p: p.stem)
+def name(path): return path.relative_to(ROOT/'nbs').with_suffix('').as_posix()
+
+
+@pytest.mark.parametrize('path', notebooks(), ids=name)
 def test_notebook_runs(path, tmp_path):
     if missing(path): pytest.skip(f'needs {missing(path)}: python tools/setup_env.py dev engines-cpu')
     env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'}

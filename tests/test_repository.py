@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from test_notebooks import ROOT, notebooks
+from tests.support import ROOT
+from tests.test_notebooks import name, notebooks
 
 BIN = Path(sys.executable).parent
 SETTINGS = configparser.ConfigParser()
@@ -24,7 +25,7 @@ PROJECT, NBDEV = PYPROJECT['project'], PYPROJECT['tool']['nbdev']
 VERSION = re.search(r"__version__ = ['\"](.+?)['\"]", (ROOT/'compassrl'/'__init__.py').read_text())[1]
 
 
-def each_notebook(fn): return pytest.mark.parametrize('path', notebooks(), ids=lambda p: p.stem)(fn)
+def each_notebook(fn): return pytest.mark.parametrize('path', notebooks(), ids=name)(fn)
 
 
 def cells(path, kind): return [c for c in json.loads(path.read_text())['cells'] if c['cell_type'] == kind]
@@ -141,18 +142,16 @@ def imported(cell):
 
 
 @each_notebook
-def test_imports_follow_the_reading_order(path):
-    "A notebook imports only what comes before it"
-    home = {module_of(p): p.stem for p in notebooks() if module_of(p)}
-    used = {m for c in cells(path, 'code') for m in imported(c)} & home.keys()
-    later = sorted(home[m] for m in used if path.stem != 'index' and home[m] > path.stem)
-    assert later == [], f'{path.stem} imports what comes later'
+def test_a_notebook_has_the_folder_and_the_name_of_its_module(path):
+    "A number orders a folder and means nothing else"
+    folder, stem = path.parent.relative_to(ROOT/'nbs').parts, path.stem
+    assert stem == 'index' or re.fullmatch(r'\d\d_[a-z0-9_]+', stem)
+    if module_of(path): assert module_of(path) == '.'.join([*folder, stem[3:]])
 
 
 def test_one_notebook_per_module():
     names = [m for p in notebooks() if (m := module_of(p))]
     assert len(names) == len(set(names)), sorted(names)
-    assert [p.name for p in notebooks() if p.stem != 'index' and not re.match(r'\d\d_[a-z0-9_]+$', p.stem)] == []
 
 
 @each_notebook

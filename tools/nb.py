@@ -1,9 +1,9 @@
 """Edit notebooks as text, safely, from a terminal.
 
-    python tools/nb.py open 03_rollout       # nbs/03_rollout.ipynb -> nbs_py/03_rollout.py (git-ignored)
-    python tools/nb.py save 03_rollout       # text -> notebook; cleans and exports; outputs of unchanged cells stay
-    python tools/nb.py new 09_genrm          # an empty notebook, opened as text
-    python tools/nb.py sync                  # all that is generated: clean notebooks, modules, sidebar, README
+    python tools/nb.py open rollout/01_torch_engine   # -> nbs_py/rollout/01_torch_engine.py (git-ignored)
+    python tools/nb.py save rollout/01_torch_engine   # text -> notebook; cleans and exports; outputs of unchanged cells stay
+    python tools/nb.py new judges/07_oracle           # an empty notebook, opened as text
+    python tools/nb.py sync                          # all that is generated: clean notebooks, modules, sidebar, README
 
 `save` refuses when the notebook changed since it was opened. The text stays open for the next edit. Fresh outputs are
 stored by tools/execute_nbs.py.
@@ -27,8 +27,14 @@ NBS, TEXT = cfg.nbs_path, cfg.config_path/'nbs_py'
 
 def paths(name):
     "Notebook, its text, and the file that remembers the notebook's hash"
-    name = Path(name).stem
-    return NBS/f'{name}.ipynb', TEXT/f'{name}.py', TEXT/f'.{name}.sha'
+    name = Path(name).with_suffix('')
+    return NBS/f'{name}.ipynb', TEXT/f'{name}.py', TEXT/name.parent/f'.{name.name}.sha'
+
+
+def module(nb):
+    "The module of a notebook: its folder and its name without the number"
+    parts = nb.relative_to(NBS).with_suffix('').parts
+    return '.'.join([*parts[:-1], parts[-1].split('_', 1)[-1]])
 
 
 def cells_hash(nb):
@@ -79,7 +85,7 @@ def new(name):
     nb, _, _ = paths(name)
     if nb.exists(): sys.exit(f'{nb} exists')
     first = [nbformat.v4.new_markdown_cell(f'# {nb.stem}\n\n> One line about it.'),
-             nbformat.v4.new_code_cell(f'#| default_exp {nb.stem.split("_", 1)[-1]}')]
+             nbformat.v4.new_code_cell(f'#| default_exp {module(nb)}')]
     kernel = dict(name='python3', display_name='python3', language='python')
     nbformat.write(nbformat.v4.new_notebook(metadata=dict(kernelspec=kernel), cells=first), nb)
     nbdev_clean.__wrapped__(fname=str(nb))
