@@ -13,6 +13,7 @@ of the machine slows both sides.
 Last line: one JSON object. `ratio` is our tokens/s over vLLM's on the tiny size (goal: 2 or more), `ladder` the same
 for every size, `overtaken_at` the smallest hidden size at which vLLM is the faster one (null: none of these).
 """
+
 import argparse
 import json
 import os
@@ -24,40 +25,66 @@ import time
 os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISABLE='1')
 import torch
 
-from compassrl.rollout.vllm.in_process import VllmRollout
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights, write_config
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.vllm.in_process import VllmRollout
 from compassrl.train.torch_engine import response_log_probs
 
 # name: hidden size, width of one expert, experts, layers, heads
-SIZES = dict(tiny=(64, 64, 8, 2, 4), small=(128, 64, 8, 4, 4), medium=(256, 128, 16, 4, 8), large=(512, 256, 16, 4, 8),
-    wide=(1024, 512, 16, 4, 16))
+SIZES = dict(
+    tiny=(64, 64, 8, 2, 4),
+    small=(128, 64, 8, 4, 4),
+    medium=(256, 128, 16, 4, 8),
+    large=(512, 256, 16, 4, 8),
+    wide=(1024, 512, 16, 4, 16),
+)
 
 
 def cpu_model():
-    try: return next(l.split(':')[1].strip() for l in open('/proc/cpuinfo') if l.startswith('model name'))
-    except (OSError, StopIteration): return platform.processor() or platform.machine()
+    try:
+        return next(
+            l.split(':')[1].strip() for l in open('/proc/cpuinfo') if l.startswith('model name')
+        )
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def make_policy(size, length):
     D, I, E, L, H = SIZES[size]
-    c = PolicyConfig(vocab_size=99, hidden_size=D, num_hidden_layers=L, num_attention_heads=H, num_key_value_heads=H//2,
-        head_dim=32, num_experts=E, num_experts_per_tok=2, moe_intermediate_size=I, intermediate_size=2*I,
-        max_position_embeddings=length)
+    c = PolicyConfig(
+        vocab_size=99,
+        hidden_size=D,
+        num_hidden_layers=L,
+        num_attention_heads=H,
+        num_key_value_heads=H // 2,
+        head_dim=32,
+        num_experts=E,
+        num_experts_per_tok=2,
+        moe_intermediate_size=I,
+        intermediate_size=2 * I,
+        max_position_embeddings=length,
+    )
     p = Policy(c, seed=0)
     with torch.no_grad():
         for w in p.parameters():
-            if w.dim() > 1: w.mul_(3)  # a next-token distribution that is not flat
+            if w.dim() > 1:
+                w.mul_(3)  # a next-token distribution that is not flat
     return p
 
 
 def make_requests(a):
     g = torch.Generator().manual_seed(0)
-    ids = [tuple(torch.randint(2, 99, (a.prompt_tokens,), generator=g).tolist()) for _ in range(a.prompts)]
-    return [Request(f'p{i}', ids[i], k, derive_seed(i, k), SamplingParams(a.new_tokens)) for i in range(a.prompts)
-        for k in range(a.samples)]
+    ids = [
+        tuple(torch.randint(2, 99, (a.prompt_tokens,), generator=g).tolist())
+        for _ in range(a.prompts)
+    ]
+    return [
+        Request(f'p{i}', ids[i], k, derive_seed(i, k), SamplingParams(a.new_tokens))
+        for i in range(a.prompts)
+        for k in range(a.samples)
+    ]
 
 
 @torch.no_grad()
@@ -65,7 +92,9 @@ def gap(policy, samples):
     "Mean |log-prob that was reported - log-prob that the policy gives|, with the reported experts"
     b = collate(samples)
     assert (b.routes_valid == b.fed_mask).all()
-    return float((response_log_probs(policy, b)[0]-b.rollout_log_probs)[b.response_mask].abs().mean())
+    return float(
+        (response_log_probs(policy, b)[0] - b.rollout_log_probs)[b.response_mask].abs().mean()
+    )
 
 
 def run(engine, weights, requests, version):
@@ -73,53 +102,104 @@ def run(engine, weights, requests, version):
     engine.load_weights(weights.items(), version)
     start = time.perf_counter()
     samples = list(engine.generate(requests))
-    return time.perf_counter()-start, samples
+    return time.perf_counter() - start, samples
 
 
 def rung(size, a):
     "One size: tokens per second of both, and their ratio"
-    policy, requests = make_policy(size, a.prompt_tokens+a.new_tokens), make_requests(a)
+    policy, requests = make_policy(size, a.prompt_tokens + a.new_tokens), make_requests(a)
     weights, times, gaps = dict(hf_weights(policy)), dict(ours=[], vllm=[]), {}
     with tempfile.TemporaryDirectory() as folder:
         write_config(policy.config, folder)
-        engines = dict(ours=TorchRollout(policy.config, len(requests)), vllm=VllmRollout(folder, num_slots=len(requests)))
-    for k, e in engines.items(): gaps[k] = gap(policy, run(e, weights, requests, 0)[1])  # warms up, too
+        engines = dict(
+            ours=TorchRollout(policy.config, len(requests)),
+            vllm=VllmRollout(folder, num_slots=len(requests)),
+        )
+    for k, e in engines.items():
+        gaps[k] = gap(policy, run(e, weights, requests, 0)[1])  # warms up, too
     assert max(gaps.values()) < 1e-4, gaps
     for r in range(a.repeats):
-        for k, e in engines.items(): times[k].append(run(e, weights, requests, r+1)[0])
+        for k, e in engines.items():
+            times[k].append(run(e, weights, requests, r + 1)[0])
     engines['vllm'].close()
-    ratio = statistics.median(v/o for v, o in zip(times['vllm'], times['ours']))
-    rates = {k: round(a.tokens/statistics.median(v)) for k, v in times.items()}
-    print(f'  {size:8} {sum(w.nbytes for w in weights.values())/1e6:8.1f} MB  ours {rates["ours"]:8,} tok/s  vLLM '
-        f'{rates["vllm"]:8,} tok/s  ratio {ratio:5.2f}   gaps {gaps["ours"]:.0e}, {gaps["vllm"]:.0e}', flush=True)
+    ratio = statistics.median(v / o for v, o in zip(times['vllm'], times['ours']))
+    rates = {k: round(a.tokens / statistics.median(v)) for k, v in times.items()}
+    print(
+        f'  {size:8} {sum(w.nbytes for w in weights.values()) / 1e6:8.1f} MB  ours {rates["ours"]:8,} tok/s  vLLM '
+        f'{rates["vllm"]:8,} tok/s  ratio {ratio:5.2f}   gaps {gaps["ours"]:.0e}, {gaps["vllm"]:.0e}',
+        flush=True,
+    )
     D, I, E, L, _ = SIZES[size]
-    return dict(size=size, hidden=D, expert=I, experts=E, layers=L, ratio=round(ratio, 3), tokens_per_s=rates)
+    return dict(
+        size=size,
+        hidden=D,
+        expert=I,
+        experts=E,
+        layers=L,
+        ratio=round(ratio, 3),
+        tokens_per_s=rates,
+    )
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--repeats', type=int, default=5, help='interleaved runs of each engine, per size')
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        '--repeats', type=int, default=5, help='interleaved runs of each engine, per size'
+    )
     p.add_argument('--threads', type=int, default=1, help='CPU threads of both engines')
-    p.add_argument('--sizes', nargs='+', default=list(SIZES), choices=SIZES, help='rungs of the ladder')
+    p.add_argument(
+        '--sizes', nargs='+', default=list(SIZES), choices=SIZES, help='rungs of the ladder'
+    )
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
     a = p.parse_args()
-    a.prompts, a.prompt_tokens, a.samples, a.new_tokens = (4, 8, 4, 8) if a.quick else (8, 16, 8, 64)
-    if a.quick: a.repeats, a.sizes = 2, ['tiny']
-    a.tokens = a.prompts*a.samples*a.new_tokens
+    a.prompts, a.prompt_tokens, a.samples, a.new_tokens = (
+        (4, 8, 4, 8) if a.quick else (8, 16, 8, 64)
+    )
+    if a.quick:
+        a.repeats, a.sizes = 2, ['tiny']
+    a.tokens = a.prompts * a.samples * a.new_tokens
     torch.set_num_threads(a.threads)
-    print(f'{a.repeats} interleaved runs, {a.threads} thread(s), fp32, log-probs and routes captured, {a.prompts*a.samples} '
-        f'responses of {a.new_tokens} tokens')
+    print(
+        f'{a.repeats} interleaved runs, {a.threads} thread(s), fp32, log-probs and routes captured, {a.prompts * a.samples} '
+        f'responses of {a.new_tokens} tokens'
+    )
     ladder = [rung(size, a) for size in a.sizes]
     slower = next((r['hidden'] for r in ladder if r['ratio'] < 1), None)
-    result = dict(name='engines', ratio=ladder[0]['ratio'], units='tokens/s of ours / tokens/s of vLLM on the first size',
-        ladder=ladder, overtaken_at=slower, repeats=a.repeats,
-        settings=dict(prompts=a.prompts, prompt_tokens=a.prompt_tokens, samples=a.samples, new_tokens=a.new_tokens,
-            dtype='float32', quick=a.quick),
-        machine=dict(cpu=cpu_model(), cores=os.cpu_count(), threads=a.threads, torch=torch.__version__,
-            load=round(os.getloadavg()[0], 1)))
-    where = f'vLLM overtakes at hidden size {slower}' if slower else 'vLLM overtakes at none of these sizes'
-    print(f'ours is {result["ratio"]:.2f} times as fast as vLLM on {ladder[0]["size"]} (goal 2); {where}')
+    result = dict(
+        name='engines',
+        ratio=ladder[0]['ratio'],
+        units='tokens/s of ours / tokens/s of vLLM on the first size',
+        ladder=ladder,
+        overtaken_at=slower,
+        repeats=a.repeats,
+        settings=dict(
+            prompts=a.prompts,
+            prompt_tokens=a.prompt_tokens,
+            samples=a.samples,
+            new_tokens=a.new_tokens,
+            dtype='float32',
+            quick=a.quick,
+        ),
+        machine=dict(
+            cpu=cpu_model(),
+            cores=os.cpu_count(),
+            threads=a.threads,
+            torch=torch.__version__,
+            load=round(os.getloadavg()[0], 1),
+        ),
+    )
+    where = (
+        f'vLLM overtakes at hidden size {slower}'
+        if slower
+        else 'vLLM overtakes at none of these sizes'
+    )
+    print(
+        f'ours is {result["ratio"]:.2f} times as fast as vLLM on {ladder[0]["size"]} (goal 2); {where}'
+    )
     print(json.dumps(result))
 
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

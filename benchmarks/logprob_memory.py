@@ -11,6 +11,7 @@ Last line: one JSON object. `ratio` is the dense version's peak over the chunked
 `seconds_ratio` the chunked version's time over the dense one's: the logits are computed twice, but far fewer pages of
 fresh memory are touched. One run of each: on a busy machine this number is noise.
 """
+
 import argparse
 import json
 import subprocess
@@ -27,7 +28,7 @@ MB = 2**20
 
 def memory(key):
     "VmRSS (held now) or VmHWM (its peak), in bytes; Linux only"
-    return next(int(l.split()[1])*1024 for l in open('/proc/self/status') if l.startswith(key))
+    return next(int(l.split()[1]) * 1024 for l in open('/proc/self/status') if l.startswith(key))
 
 
 def measure(version, tokens, a):
@@ -36,52 +37,90 @@ def measure(version, tokens, a):
     torch.manual_seed(0)
     dtype = getattr(torch, a.dtype)
     hidden = torch.randn(tokens, a.hidden).to(dtype).requires_grad_()
-    head = (torch.randn(a.vocab, a.hidden)*a.hidden**-.5).to(dtype).requires_grad_()
+    head = (torch.randn(a.vocab, a.hidden) * a.hidden**-0.5).to(dtype).requires_grad_()
     targets = torch.randint(a.vocab, (tokens,))
-    fns = dict(dense=dense_log_probs, chunked=lambda *x: token_log_probs(*x, max_logits=a.chunk_tokens*a.vocab))
+    fns = dict(
+        dense=dense_log_probs,
+        chunked=lambda *x: token_log_probs(*x, max_logits=a.chunk_tokens * a.vocab),
+    )
+
     def step(n):
         log_probs, entropy = fns[version](hidden[:n], head, targets[:n])
         log_probs.sum().backward()
         return log_probs, entropy
+
     step(1)  # what is loaded on first use
     hidden.grad = head.grad = None
-    with open('/proc/self/clear_refs', 'w') as f: f.write('5')  # VmHWM starts anew
+    with open('/proc/self/clear_refs', 'w') as f:
+        f.write('5')  # VmHWM starts anew
     before, start = memory('VmRSS'), time.perf_counter()
     step(tokens)
-    seconds = time.perf_counter()-start
-    print(json.dumps(dict(mb=round((memory('VmHWM')-before)/MB, 1), seconds=round(seconds, 2))))
+    seconds = time.perf_counter() - start
+    print(json.dumps(dict(mb=round((memory('VmHWM') - before) / MB, 1), seconds=round(seconds, 2))))
 
 
 def run(version, tokens, sizes):
     command = [sys.executable, __file__, *sizes, '--measure', version, '--tokens', str(tokens)]
     out = subprocess.run(command, capture_output=True, text=True)
-    if out.returncode: sys.exit(f'{version}, {tokens} tokens: {out.stderr[-500:] or f"exit {out.returncode}"}')
+    if out.returncode:
+        sys.exit(f'{version}, {tokens} tokens: {out.stderr[-500:] or f"exit {out.returncode}"}')
     got = json.loads(out.stdout.splitlines()[-1])
-    print(f'{version:8s} {tokens:6,d} tokens: {got["mb"]:8,.1f} MB {got["seconds"]:6.2f} s', flush=True)
+    print(
+        f'{version:8s} {tokens:6,d} tokens: {got["mb"]:8,.1f} MB {got["seconds"]:6.2f} s',
+        flush=True,
+    )
     return got
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for key, value in dict(tokens=1024, hidden=256, vocab=151_936, chunk_tokens=64, threads=1).items():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for key, value in dict(
+        tokens=1024, hidden=256, vocab=151_936, chunk_tokens=64, threads=1
+    ).items():
         p.add_argument(f'--{key.replace("_", "-")}', type=int, default=value)
     p.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
     p.add_argument('--quick', action='store_true', help='fewer and narrower hidden states')
     p.add_argument('--measure', help=argparse.SUPPRESS)
     a = p.parse_args()
-    if a.measure: return measure(a.measure, a.tokens, a)
-    if a.quick: a.tokens, a.hidden = 256, 16
+    if a.measure:
+        return measure(a.measure, a.tokens, a)
+    if a.quick:
+        a.tokens, a.hidden = 256, 16
     keys = ('hidden', 'vocab', 'chunk_tokens', 'threads', 'dtype')
     sizes = [f'--{k.replace("_", "-")}={getattr(a, k)}' for k in keys]
-    got = {v: {n: run(v, n, sizes) for n in (a.tokens//2, a.tokens)} for v in ('dense', 'chunked')}
+    got = {
+        v: {n: run(v, n, sizes) for n in (a.tokens // 2, a.tokens)} for v in ('dense', 'chunked')
+    }
     dense, chunked = (got[v][a.tokens] for v in got)
-    def slope(v): return round((got[v][a.tokens]['mb']-got[v][a.tokens//2]['mb'])/(a.tokens-a.tokens//2), 3)
-    settings = {k: getattr(a, k) for k in ('tokens', 'hidden', 'vocab', 'chunk_tokens', 'dtype', 'quick')}
+
+    def slope(v):
+        return round(
+            (got[v][a.tokens]['mb'] - got[v][a.tokens // 2]['mb']) / (a.tokens - a.tokens // 2), 3
+        )
+
+    settings = {
+        k: getattr(a, k) for k in ('tokens', 'hidden', 'vocab', 'chunk_tokens', 'dtype', 'quick')
+    }
     torch.set_num_threads(a.threads)
-    print(json.dumps(dict(name='logprob_memory', ratio=round(dense['mb']/max(chunked['mb'], .1), 2),
-        units='peak memory of dense / of chunked', dense_mb=dense['mb'], chunked_mb=chunked['mb'],
-        dense_mb_per_token=slope('dense'), chunked_mb_per_token=slope('chunked'),
-        seconds_ratio=round(chunked['seconds']/dense['seconds'], 2), settings=settings, machine=machine_info())))
+    print(
+        json.dumps(
+            dict(
+                name='logprob_memory',
+                ratio=round(dense['mb'] / max(chunked['mb'], 0.1), 2),
+                units='peak memory of dense / of chunked',
+                dense_mb=dense['mb'],
+                chunked_mb=chunked['mb'],
+                dense_mb_per_token=slope('dense'),
+                chunked_mb_per_token=slope('chunked'),
+                seconds_ratio=round(chunked['seconds'] / dense['seconds'], 2),
+                settings=settings,
+                machine=machine_info(),
+            )
+        )
+    )
 
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

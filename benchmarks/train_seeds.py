@@ -3,6 +3,7 @@
 Prints held-out avg@8 before and after, minutes and peak memory of each seed, and ends with one JSON line whose ratio is the smallest gain
 over the 30 points that we promise.  usage: python benchmarks/train_seeds.py [--seeds 0 1 2] [--preset tiny-cpu] [--quick]
 """
+
 import argparse
 import json
 import os
@@ -19,36 +20,95 @@ PROMISED_POINTS = 30
 def train(preset, seed, folder, *flags):
     "One run in a process of its own: seconds, peak memory in MB"
     t = time.perf_counter()
-    pid = os.posix_spawn(sys.executable, [sys.executable, '-m', 'compassrl.runs.cli', preset, '--seed', str(seed), '--run-dir', str(folder), *flags], os.environ)
+    pid = os.posix_spawn(
+        sys.executable,
+        [
+            sys.executable,
+            '-m',
+            'compassrl.runs.cli',
+            preset,
+            '--seed',
+            str(seed),
+            '--run-dir',
+            str(folder),
+            *flags,
+        ],
+        os.environ,
+    )
     _, status, usage = os.wait4(pid, 0)
-    if status: sys.exit(f'seed {seed} failed: see the messages above')
-    return time.perf_counter()-t, usage.ru_maxrss/(1024 if sys.platform == 'linux' else 1024**2)
+    if status:
+        sys.exit(f'seed {seed} failed: see the messages above')
+    return time.perf_counter() - t, usage.ru_maxrss / (1024 if sys.platform == 'linux' else 1024**2)
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
     p.add_argument('--preset', default='tiny-cpu')
-    p.add_argument('--quick', action='store_true', help='one short run, to see that it works: --preset smoke-cpu --seeds 0, cut short')
+    p.add_argument(
+        '--quick',
+        action='store_true',
+        help='one short run, to see that it works: --preset smoke-cpu --seeds 0, cut short',
+    )
     a = p.parse_args()
     flags = []
-    if a.quick: a.preset, a.seeds, flags = 'smoke-cpu', [0], ['--steps', '1', '--eval-every', '0', '--cold-start.steps', '10', '--rollout.max-tokens', '16']
+    if a.quick:
+        a.preset, a.seeds, flags = (
+            'smoke-cpu',
+            [0],
+            [
+                '--steps',
+                '1',
+                '--eval-every',
+                '0',
+                '--cold-start.steps',
+                '10',
+                '--rollout.max-tokens',
+                '16',
+            ],
+        )
     rows = []
     with tempfile.TemporaryDirectory() as tmp:
         for seed in a.seeds:
-            folder = Path(tmp)/f'seed{seed}'
+            folder = Path(tmp) / f'seed{seed}'
             seconds, peak = train(a.preset, seed, folder, *flags)
-            before, after = (json.loads((folder/f'eval_{w}.json').read_text()) for w in ('before', 'after'))
-            config = json.loads((folder/'config.json').read_text())
-            row = dict(seed=seed, before=before['avg'], after=after['avg'], stderr_before=before['avg_stderr'], stderr_after=after['avg_stderr'],
-                       gain_points=100*(after['avg']-before['avg']), minutes=seconds/60, peak_mb=peak)
+            before, after = (
+                json.loads((folder / f'eval_{w}.json').read_text()) for w in ('before', 'after')
+            )
+            config = json.loads((folder / 'config.json').read_text())
+            row = dict(
+                seed=seed,
+                before=before['avg'],
+                after=after['avg'],
+                stderr_before=before['avg_stderr'],
+                stderr_after=after['avg_stderr'],
+                gain_points=100 * (after['avg'] - before['avg']),
+                minutes=seconds / 60,
+                peak_mb=peak,
+            )
             rows.append(row)
-            print(f"seed {seed}: {100*row['before']:.1f} % -> {100*row['after']:.1f} % ({row['gain_points']:+.1f} points), "
-                  f"{row['minutes']:.1f} minutes, peak {peak:,.0f} MB", flush=True)
+            print(
+                f'seed {seed}: {100 * row["before"]:.1f} % -> {100 * row["after"]:.1f} % ({row["gain_points"]:+.1f} points), '
+                f'{row["minutes"]:.1f} minutes, peak {peak:,.0f} MB',
+                flush=True,
+            )
     worst = min(r['gain_points'] for r in rows)
-    settings = {k: config[k] for k in ('steps', 'prompts_per_step', 'group_size', 'eval_k', 'num_threads')} | dict(preset=a.preset, domains=config['data']['domains'])
-    print(json.dumps(dict(name='train_seeds', ratio=worst/PROMISED_POINTS, units=f'smallest gain of held-out avg@8 over {PROMISED_POINTS} points', seeds=rows,
-                          settings=settings, machine=machine_info())))
+    settings = {
+        k: config[k] for k in ('steps', 'prompts_per_step', 'group_size', 'eval_k', 'num_threads')
+    } | dict(preset=a.preset, domains=config['data']['domains'])
+    print(
+        json.dumps(
+            dict(
+                name='train_seeds',
+                ratio=worst / PROMISED_POINTS,
+                units=f'smallest gain of held-out avg@8 over {PROMISED_POINTS} points',
+                seeds=rows,
+                settings=settings,
+                machine=machine_info(),
+            )
+        )
+    )
 
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

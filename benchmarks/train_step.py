@@ -18,6 +18,7 @@ fastest kernel and micro-batch found. No norms, gates, sorting, losses or optimi
 Last line: one JSON object. `ratio` is the time of TRL's fastest over ours (goal: 1.4 or more), `defaults_ratio` that of its defaults in fp32 (goal: 2).
 `--quick` runs a small case of our side and the floor alone: its ratio is floor / ours.
 """
+
 import argparse
 import json
 import os
@@ -32,21 +33,21 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rollout import Floor, make_policy, timed
 from tokenizers import Tokenizer, models
 
-from compassrl.runs.factory import keep_freed_memory
-from compassrl.model.pretrained import hf_weights, save_pretrained
-from compassrl.records import Prompt, Verdict
-from compassrl.runs.report import machine_info
-from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
 from compassrl.data.prompts import DataConfig
 from compassrl.data.tasks import verifier
-from compassrl.train.torch_engine import OptimConfig, TorchTrain
 from compassrl.loop import TrainConfig, fit
-from rollout import Floor, make_policy, timed
+from compassrl.model.pretrained import save_pretrained
+from compassrl.records import Prompt, Verdict
+from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.runs.factory import keep_freed_memory
+from compassrl.runs.report import machine_info
+from compassrl.train.torch_engine import OptimConfig, TorchTrain
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT/'.venv-trl'
+VENV = ROOT / '.venv-trl'
 PINS = 'trl==1.16.0', 'transformers==5.19.0', 'accelerate==1.15.0', 'datasets==5.2.0'
 LR, UPDATES, MICRO_BATCH = 1e-4, 2, 2560  # padded tokens: a mini-batch in two equal parts
 
@@ -55,73 +56,114 @@ def clocked(fn):
     "Wall and CPU seconds"
     start = time.perf_counter(), time.process_time()
     fn()
-    return time.perf_counter()-start[0], time.process_time()-start[1]
+    return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 # ours ---------------------------------------------------------------------------------------------------------------------------------------
 @verifier
-def digit_sum(text:str, answer:str)->Verdict:
+def digit_sum(text: str, answer: str) -> Verdict:
     "A reward that costs nothing and differs within every group"
-    return Verdict(sum(map(int, text.split()))%17/17, False)
+    return Verdict(sum(map(int, text.split())) % 17 / 17, False)
 
 
 class FullLength(TorchRollout):
     "No stop id: every response has its full length"
+
     def generate(self, requests):
         return super().generate(replace(r, params=replace(r.params, stop_ids=())) for r in requests)
 
 
 class Ours:
     "`fit`, one step per call"
+
     def __init__(self, a, ids):
         policy, words = make_policy(a), [str(i) for i in range(64)]
-        self.cfg = TrainConfig(steps=0, prompts_per_step=a.prompts, group_size=a.samples, data=DataConfig(max_prompt_tokens=a.prompt_tokens),
-            policy=policy.config, rollout=RolloutConfig(max_tokens=a.new_tokens), optim=OptimConfig(lr=LR, num_mini_batches=UPDATES, micro_batch_tokens=MICRO_BATCH))
+        self.cfg = TrainConfig(
+            steps=0,
+            prompts_per_step=a.prompts,
+            group_size=a.samples,
+            data=DataConfig(max_prompt_tokens=a.prompt_tokens),
+            policy=policy.config,
+            rollout=RolloutConfig(max_tokens=a.new_tokens),
+            optim=OptimConfig(lr=LR, num_mini_batches=UPDATES, micro_batch_tokens=MICRO_BATCH),
+        )
         self.engine = TorchTrain(policy, self.cfg.optim)
-        self.rollout = FullLength(policy.config, num_slots=a.prompts*a.samples)
+        self.rollout = FullLength(policy.config, num_slots=a.prompts * a.samples)
         self.rollout.load_weights(self.engine.weights(), 0)
-        self.tokenizer = Tokenizer(models.WordLevel({w:i for i, w in enumerate(words)}, unk_token='0'))
-        self.prompts = [Prompt(f'p{i}', 'bench', '', row, '', 'digit_sum') for i, row in enumerate(ids)]
+        self.tokenizer = Tokenizer(
+            models.WordLevel({w: i for i, w in enumerate(words)}, unk_token='0')
+        )
+        self.prompts = [
+            Prompt(f'p{i}', 'bench', '', row, '', 'digit_sum') for i, row in enumerate(ids)
+        ]
         self.a, self.metrics = a, []
 
     def on_step(self, step, metrics, samples, batch):
-        assert metrics['tokens']==self.a.tokens and metrics['failed_frac']==0 and metrics['grad_norm']>0
+        assert (
+            metrics['tokens'] == self.a.tokens
+            and metrics['failed_frac'] == 0
+            and metrics['grad_norm'] > 0
+        )
         self.samples = samples
         self.metrics.append(metrics)
 
     def step(self):
         n = self.cfg.steps
-        self.cfg = replace(self.cfg, steps=n+1)
-        return clocked(lambda: fit(self.cfg, self.prompts, self.rollout, self.engine, self.tokenizer, self, 63, start=n))
+        self.cfg = replace(self.cfg, steps=n + 1)
+        return clocked(
+            lambda: fit(
+                self.cfg, self.prompts, self.rollout, self.engine, self.tokenizer, self, 63, start=n
+            )
+        )
 
 
 # TRL ----------------------------------------------------------------------------------------------------------------------------------------
 def make_environment():
     "TRL and what it needs, in .venv-trl"
-    stamp = VENV/'pins.txt'
-    if stamp.exists() and stamp.read_text().split()==list(PINS): return
-    sys.path.append(str(ROOT/'tools'))
+    stamp = VENV / 'pins.txt'
+    if stamp.exists() and stamp.read_text().split() == list(PINS):
+        return
+    sys.path.append(str(ROOT / 'tools'))
     import setup_env as env
-    env.VENV, env.PYTHON = VENV, VENV/'bin'/'python'
+
+    env.VENV, env.PYTHON = VENV, VENV / 'bin' / 'python'
     env.say(f'{VENV.name} for {PINS[0]}, once')
     env.make_venv()
     env.install_torch()
-    env.must(env.uv(*PINS, quiet=True) or env.pip(*PINS), 'installing '+' '.join(PINS))
+    env.must(env.uv(*PINS, quiet=True) or env.pip(*PINS), 'installing ' + ' '.join(PINS))
     stamp.write_text('\n'.join(PINS))
 
 
 class Trl:
     "GRPOTrainer in a process of its own that makes one step per line it is sent"
+
     def __init__(self, a, ids, folder, name, model_args, grpo_args):
         self.a, self.name = a, name
-        spec = dict(model=str(folder/'model'), prompts=ids, samples=a.samples, new_tokens=a.new_tokens, vocab_size=64, updates=UPDATES, lr=LR,
-            threads=a.threads, output=str(folder/'out'), model_args=model_args, grpo_args=grpo_args)
-        path = folder/f'{name}.json'
+        spec = dict(
+            model=str(folder / 'model'),
+            prompts=ids,
+            samples=a.samples,
+            new_tokens=a.new_tokens,
+            vocab_size=64,
+            updates=UPDATES,
+            lr=LR,
+            threads=a.threads,
+            output=str(folder / 'out'),
+            model_args=model_args,
+            grpo_args=grpo_args,
+        )
+        path = folder / f'{name}.json'
         path.write_text(json.dumps(spec))
         threads = dict(OMP_NUM_THREADS=str(a.threads), MKL_NUM_THREADS=str(a.threads))
-        self.log = open(folder/f'{name}.log', 'w+')
-        self.process = subprocess.Popen([VENV/'bin'/'python', Path(__file__).parent/'trl_side'/'step.py', path], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self.log, text=True, env=os.environ|threads)
+        self.log = open(folder / f'{name}.log', 'w+')
+        self.process = subprocess.Popen(
+            [VENV / 'bin' / 'python', Path(__file__).parent / 'trl_side' / 'step.py', path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=os.environ | threads,
+        )
 
     def __enter__(self):
         self.versions = self.reply()
@@ -129,96 +171,162 @@ class Trl:
 
     def __exit__(self, *_):
         self.process.stdin.close()
-        try: self.process.wait(10)
-        except subprocess.TimeoutExpired: self.process.kill()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
 
     def reply(self):
         for line in self.process.stdout:
-            if line.startswith('{"'): return json.loads(line)
+            if line.startswith('{"'):
+                return json.loads(line)
         self.log.seek(0)
-        raise RuntimeError(f'TRL ({self.name}) ended: '+''.join(self.log.readlines()[-8:]))
+        raise RuntimeError(f'TRL ({self.name}) ended: ' + ''.join(self.log.readlines()[-8:]))
 
     def step(self):
         self.process.stdin.write('step\n')
         self.process.stdin.flush()
         work = self.reply()
         seconds = work.pop('seconds'), work.pop('cpu_seconds')
-        rows = self.a.prompts*self.a.samples
-        assert work==dict(generations=1, log_prob_rows=rows, grad_rows=rows, response_tokens=self.a.tokens), f'not the same work: {work}'
+        rows = self.a.prompts * self.a.samples
+        assert work == dict(
+            generations=1, log_prob_rows=rows, grad_rows=rows, response_tokens=self.a.tokens
+        ), f'not the same work: {work}'
         return seconds
 
 
 def trl_arguments(a, choice):
     "Of the model and of GRPOConfig, for one set of choices"
-    rows = a.prompts*a.samples//UPDATES
-    grpo = dict(bf16=False, gradient_checkpointing=False, logging_strategy='no', per_device_train_batch_size=choice['micro_batch'],
-        gradient_accumulation_steps=rows//choice['micro_batch'], cache_implementation=choice['cache'])
-    return dict(experts_implementation=choice['experts'], attn_implementation=choice['attention']), grpo
+    rows = a.prompts * a.samples // UPDATES
+    grpo = dict(
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_strategy='no',
+        per_device_train_batch_size=choice['micro_batch'],
+        gradient_accumulation_steps=rows // choice['micro_batch'],
+        cache_implementation=choice['cache'],
+    )
+    return dict(
+        experts_implementation=choice['experts'], attn_implementation=choice['attention']
+    ), grpo
 
 
 def fastest_settings(a, ids, folder):
     "One choice after the other, the better of two steady steps decides"
-    rows = a.prompts*a.samples//UPDATES
-    best, best_s = dict(experts='grouped_mm', attention='sdpa', cache=None, micro_batch=rows), float('inf')
-    for key, values in dict(experts=('grouped_mm', 'batched_mm', 'eager'), micro_batch=(rows//2, rows//4), attention=('eager',), cache=('static',)).items():
+    rows = a.prompts * a.samples // UPDATES
+    best, best_s = (
+        dict(experts='grouped_mm', attention='sdpa', cache=None, micro_batch=rows),
+        float('inf'),
+    )
+    for key, values in dict(
+        experts=('grouped_mm', 'batched_mm', 'eager'),
+        micro_batch=(rows // 2, rows // 4),
+        attention=('eager',),
+        cache=('static',),
+    ).items():
         for value in values:
-            choice = best|{key:value}
+            choice = best | {key: value}
             with Trl(a, ids, folder, 'search', *trl_arguments(a, choice)) as trl:
                 s = trl.step()[0]  # the first is slower, but not by much
-                if s<3*best_s: s = min(trl.step()[0] for _ in range(2))
+                if s < 3 * best_s:
+                    s = min(trl.step()[0] for _ in range(2))
             print(f'  {s:6.2f} s  {choice}', flush=True)
-            if s<best_s: best, best_s = choice, s
+            if s < best_s:
+                best, best_s = choice, s
     return best, trl_arguments(a, best)
 
 
 # the floor ----------------------------------------------------------------------------------------------------------------------------------
 class StepFloor(Floor):
     "Adds the bare products of the old-log-prob pass and of two updates to the floor of generation"
+
     def __init__(self, c, a, samples):
         super().__init__(c, a, samples)
-        self.T, B = a.prompt_tokens+a.new_tokens, a.prompts*a.samples
-        self.sizes = sorted({max(1, B//UPDATES//k) for k in (1, 2, 4)})
-        self.parts = {rows:self.part(rows) for rows in self.sizes}
-        self.size = min(self.sizes, key=lambda rows: min(self.train_seconds(rows) for _ in range(3)))
+        self.T, B = a.prompt_tokens + a.new_tokens, a.prompts * a.samples
+        self.sizes = sorted({max(1, B // UPDATES // k) for k in (1, 2, 4)})
+        self.parts = {rows: self.part(rows) for rows in self.sizes}
+        self.size = min(
+            self.sizes, key=lambda rows: min(self.train_seconds(rows) for _ in range(3))
+        )
 
     def part(self, rows):
         "Inputs of one micro-batch and the gradients that come back, per product"
         c, r = self.c, lambda *shape: torch.randn(*shape, requires_grad=True)
-        N, d, D, I, K = rows*self.T, c.head_dim, c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
-        ends = (torch.arange(1, c.num_experts+1)*(N*K)//c.num_experts).int()
-        sdpa = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        grouped = lambda x, w: F.grouped_mm(x, w.transpose(1, 2), offs=ends)
-        leaf = lambda w: w.detach().requires_grad_()
-        layer = [(F.linear, r(N, D), leaf(self.qkv)), (F.linear, r(N, c.num_attention_heads*d), leaf(self.out)), (F.linear, r(N, D), leaf(self.router)),
-            (grouped, r(N*K, D), leaf(self.gate_up)), (grouped, r(N*K, I), leaf(self.down)),
-            (sdpa, r(rows, c.num_attention_heads, self.T, d), r(rows, c.num_key_value_heads, self.T, d), r(rows, c.num_key_value_heads, self.T, d))]
-        head = [(F.linear, r(rows*self.a.new_tokens, D), leaf(self.head))]
-        return [(f, args, torch.ones_like(f(*args))) for f, *args in layer*c.num_hidden_layers+head]
+        N, d, D, I, K = (
+            rows * self.T,
+            c.head_dim,
+            c.hidden_size,
+            c.moe_intermediate_size,
+            c.num_experts_per_tok,
+        )
+        ends = (torch.arange(1, c.num_experts + 1) * (N * K) // c.num_experts).int()
 
-    def train_seconds(self, rows): return timed(lambda: self.train(rows))[0]
+        def sdpa(q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        def grouped(x, w):
+            return F.grouped_mm(x, w.transpose(1, 2), offs=ends)
+
+        def leaf(w):
+            return w.detach().requires_grad_()
+
+        layer = [
+            (F.linear, r(N, D), leaf(self.qkv)),
+            (F.linear, r(N, c.num_attention_heads * d), leaf(self.out)),
+            (F.linear, r(N, D), leaf(self.router)),
+            (grouped, r(N * K, D), leaf(self.gate_up)),
+            (grouped, r(N * K, I), leaf(self.down)),
+            (
+                sdpa,
+                r(rows, c.num_attention_heads, self.T, d),
+                r(rows, c.num_key_value_heads, self.T, d),
+                r(rows, c.num_key_value_heads, self.T, d),
+            ),
+        ]
+        head = [(F.linear, r(rows * self.a.new_tokens, D), leaf(self.head))]
+        return [
+            (f, args, torch.ones_like(f(*args))) for f, *args in layer * c.num_hidden_layers + head
+        ]
+
+    def train_seconds(self, rows):
+        return timed(lambda: self.train(rows))[0]
 
     def train(self, rows):
-        B = self.a.prompts*self.a.samples
-        for _ in range(B//rows):
+        B = self.a.prompts * self.a.samples
+        for _ in range(B // rows):
             with torch.no_grad():
-                for f, args, _ in self.parts[rows]: f(*args)
-        for _ in range(B//rows):
-            for f, args, grad in self.parts[rows]: torch.autograd.grad(f(*args), args, grad)
+                for f, args, _ in self.parts[rows]:
+                    f(*args)
+        for _ in range(B // rows):
+            for f, args, grad in self.parts[rows]:
+                torch.autograd.grad(f(*args), args, grad)
 
-    def step(self): return clocked(lambda: (self(), self.train(self.size)))
+    def step(self):
+        return clocked(lambda: (self(), self.train(self.size)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument('--repeats', type=int, default=7, help='steps of each contender, taken in turns')
     p.add_argument('--threads', type=int, default=1, help='CPU threads of every contender')
-    p.add_argument('--fastest', type=json.loads, help="TRL's fastest settings as JSON, as an earlier run found them: no search")
-    p.add_argument('--quick', action='store_true', help='a small case without TRL, to see that it runs')
+    p.add_argument(
+        '--fastest',
+        type=json.loads,
+        help="TRL's fastest settings as JSON, as an earlier run found them: no search",
+    )
+    p.add_argument(
+        '--quick', action='store_true', help='a small case without TRL, to see that it runs'
+    )
     a = p.parse_args()
-    a.prompts, a.prompt_tokens, a.samples, a.new_tokens = (4, 8, 4, 8) if a.quick else (16, 16, 8, 64)
-    if a.quick: a.repeats = 2
-    a.tokens = a.prompts*a.samples*a.new_tokens
+    a.prompts, a.prompt_tokens, a.samples, a.new_tokens = (
+        (4, 8, 4, 8) if a.quick else (16, 16, 8, 64)
+    )
+    if a.quick:
+        a.repeats = 2
+    a.tokens = a.prompts * a.samples * a.new_tokens
     torch.set_num_threads(a.threads)
     keep_freed_memory()  # as `compassrl train` does; the floor has it, too
     torch.manual_seed(0)
@@ -230,35 +338,87 @@ def main():
         if not a.quick:
             make_environment()
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            save_pretrained(ours.engine.policy, folder/'model')
+            save_pretrained(ours.engine.policy, folder / 'model')
             print('TRL, by settings: one step')
-            chosen, fastest = (a.fastest, trl_arguments(a, a.fastest)) if a.fastest else fastest_settings(a, ids, folder)
-            default = dict(per_device_train_batch_size=8, gradient_accumulation_steps=a.prompts*a.samples//UPDATES//8)
-            for name, args in {'TRL fastest':fastest, 'TRL defaults fp32':({}, default|dict(bf16=False)), 'TRL defaults':({}, default)}.items():
+            chosen, fastest = (
+                (a.fastest, trl_arguments(a, a.fastest))
+                if a.fastest
+                else fastest_settings(a, ids, folder)
+            )
+            default = dict(
+                per_device_train_batch_size=8,
+                gradient_accumulation_steps=a.prompts * a.samples // UPDATES // 8,
+            )
+            for name, args in {
+                'TRL fastest': fastest,
+                'TRL defaults fp32': ({}, default | dict(bf16=False)),
+                'TRL defaults': ({}, default),
+            }.items():
                 contenders[name] = stack.enter_context(Trl(a, ids, folder, name, *args))
-            versions = {k:v for k, v in contenders['TRL fastest'].versions.items() if k!='ready'}
+            versions = {k: v for k, v in contenders['TRL fastest'].versions.items() if k != 'ready'}
         ours.step()
         contenders = dict(ours=ours, floor=StepFloor(ours.cfg.policy, a, ours.samples)) | contenders
-        times = {k:[] for k in contenders}
-        for i in range(a.repeats+1):  # the first of each does not count
-            for k, c in contenders.items(): times[k].append(c.step())
-    t, cpu = ({k:statistics.median(s[i] for s in v[1:]) for k, v in times.items()} for i in (0, 1))
+        times = {k: [] for k in contenders}
+        for i in range(a.repeats + 1):  # the first of each does not count
+            for k, c in contenders.items():
+                times[k].append(c.step())
+    t, cpu = ({k: statistics.median(s[i] for s in v[1:]) for k, v in times.items()} for i in (0, 1))
     print(f'medians of {a.repeats} steps in turns, {a.threads} thread(s)')
-    for k, v in t.items(): print(f'  {k:18} {v:7.3f} s   fastest step {min(times[k][1:])[0]:7.3f} s   CPU time {cpu[k]:7.3f} s')
-    phases = {k:statistics.median(m[f'time_{k}_s'] for m in ours.metrics[-a.repeats:]) for k in ('rollout', 'reward', 'log_probs', 'update', 'sync')}
-    print('ours, by phase: '+', '.join(f'{k} {v:.3f} s' for k, v in phases.items()))
-    result = dict(name='train_step', ratio=t['floor']/t['ours'], units='time of the floor / time of ours', floor_ratio=t['ours']/t['floor'])
+    for k, v in t.items():
+        print(
+            f'  {k:18} {v:7.3f} s   fastest step {min(times[k][1:])[0]:7.3f} s   CPU time {cpu[k]:7.3f} s'
+        )
+    phases = {
+        k: statistics.median(m[f'time_{k}_s'] for m in ours.metrics[-a.repeats :])
+        for k in ('rollout', 'reward', 'log_probs', 'update', 'sync')
+    }
+    print('ours, by phase: ' + ', '.join(f'{k} {v:.3f} s' for k, v in phases.items()))
+    result = dict(
+        name='train_step',
+        ratio=t['floor'] / t['ours'],
+        units='time of the floor / time of ours',
+        floor_ratio=t['ours'] / t['floor'],
+    )
     if not a.quick:
-        ratios = [t[k]/t['ours'] for k in ('TRL fastest', 'TRL defaults fp32', 'TRL defaults')]
-        print(f"ours is {ratios[0]:.2f} times as fast as TRL's fastest (goal 1.4), {ratios[1]:.2f} times as fast as its defaults in fp32 (goal 2) and "
-            f"{ratios[2]:.2f} times as fast as its defaults in bfloat16; it takes {result['floor_ratio']:.2f} times the floor (goal 1.4)")
-        result |= dict(ratio=ratios[0], units="time of TRL's fastest settings / time of ours", defaults_ratio=ratios[1], defaults_bf16_ratio=ratios[2],
-            cpu_time_ratio=cpu['TRL fastest']/cpu['ours'], cpu_time_defaults_ratio=cpu['TRL defaults fp32']/cpu['ours'])
-    settings = dict(prompts=a.prompts, prompt_tokens=a.prompt_tokens, samples=a.samples, new_tokens=a.new_tokens, updates=UPDATES, dtype='float32',
-        micro_batch_tokens=ours.cfg.optim.micro_batch_tokens, repeats=a.repeats, trl_fastest=chosen, trl_versions=versions, quick=a.quick)
-    rounded = {k:round(v, 3) if isinstance(v, float) else v for k, v in result.items()}
-    print(json.dumps(rounded|dict(seconds={k:round(v, 4) for k, v in t.items()}, phases_s={k:round(v, 4) for k, v in phases.items()},
-        settings=settings, machine=machine_info())))
+        ratios = [t[k] / t['ours'] for k in ('TRL fastest', 'TRL defaults fp32', 'TRL defaults')]
+        print(
+            f"ours is {ratios[0]:.2f} times as fast as TRL's fastest (goal 1.4), {ratios[1]:.2f} times as fast as its defaults in fp32 (goal 2) and "
+            f'{ratios[2]:.2f} times as fast as its defaults in bfloat16; it takes {result["floor_ratio"]:.2f} times the floor (goal 1.4)'
+        )
+        result |= dict(
+            ratio=ratios[0],
+            units="time of TRL's fastest settings / time of ours",
+            defaults_ratio=ratios[1],
+            defaults_bf16_ratio=ratios[2],
+            cpu_time_ratio=cpu['TRL fastest'] / cpu['ours'],
+            cpu_time_defaults_ratio=cpu['TRL defaults fp32'] / cpu['ours'],
+        )
+    settings = dict(
+        prompts=a.prompts,
+        prompt_tokens=a.prompt_tokens,
+        samples=a.samples,
+        new_tokens=a.new_tokens,
+        updates=UPDATES,
+        dtype='float32',
+        micro_batch_tokens=ours.cfg.optim.micro_batch_tokens,
+        repeats=a.repeats,
+        trl_fastest=chosen,
+        trl_versions=versions,
+        quick=a.quick,
+    )
+    rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}
+    print(
+        json.dumps(
+            rounded
+            | dict(
+                seconds={k: round(v, 4) for k, v in t.items()},
+                phases_s={k: round(v, 4) for k, v in phases.items()},
+                settings=settings,
+                machine=machine_info(),
+            )
+        )
+    )
 
 
-if __name__=='__main__': main()
+if __name__ == '__main__':
+    main()

@@ -6,6 +6,7 @@ Docs: https://compassrl.github.io/compassrl/config.html.md"""
 
 # %% ../nbs/02_config.ipynb #89621c5c
 from __future__ import annotations
+
 import dataclasses
 import json
 import types
@@ -13,133 +14,192 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
+
 from .algo.advantages import AdvantageConfig
 from .algo.espo import EspoConfig
 from .algo.losses import LossConfig
+from .algo.zero_variance import ZeroVarianceConfig
+from .data.prompts import DataConfig
 from .judges.serial import RewardConfig
+from .model.policy import PolicyConfig
+from .rollout.schedule import ScheduleConfig
+from .rollout.torch_engine import RolloutConfig
 from .rollout.vllm.config import VllmConfig
 from .train.megatron.layout import ParallelConfig
-from .model.policy import PolicyConfig
-from .rollout.torch_engine import RolloutConfig
-from .rollout.schedule import ScheduleConfig
 from .train.sft import SFTConfig
-from .data.prompts import DataConfig
 from .train.torch_engine import OptimConfig, ReplayMode
-from .algo.zero_variance import ZeroVarianceConfig
 
 # %% auto #0
-__all__ = ['RolloutEngineName', 'TrainEngineName', 'TrainConfig', 'config_from_dict', 'read_run_config']
+__all__ = [
+    'RolloutEngineName',
+    'TrainEngineName',
+    'TrainConfig',
+    'config_from_dict',
+    'read_run_config',
+]
 
 # %% ../nbs/02_config.ipynb #6caa93f2
-RolloutEngineName = Literal['torch','vllm','pool']
-TrainEngineName = Literal['torch','megatron']
+RolloutEngineName = Literal['torch', 'vllm', 'pool']
+TrainEngineName = Literal['torch', 'megatron']
+
 
 @dataclass(frozen=True)
 class TrainConfig:
     "A whole run. Raises ValueError for values outside their range and for parts that do not fit together"
-    seed:int=0
-    steps:int=60                # RL steps
-    prompts_per_step:int=32     # prompts in one batch
-    group_size:int=8            # responses per prompt
-    eval_every:int=0            # RL steps between evaluations; 0 = before and after only
-    trace_every:int=20          # RL steps between batches written whole to trace.jsonl; 0 = never
-    eval_k:int=8                # responses per held-out prompt
-    save_every:int=20           # RL steps between checkpoints; there is always one at the end
-    keep_checkpoints:int=2
-    device:str='cpu'            # 'cpu' or 'cuda' (not run on GPU)
-    num_threads:int=1           # of torch on the CPU; for small models more is slower
-    init_from:str=''            # folder of a Hugging Face Qwen3-MoE to start from; empty = a new policy
-    run_dir:str=''              # where results go; empty = runs/DATE-TIME
-    rollout_engine:RolloutEngineName='torch' # embedded, vLLM in this process, or a pool of vLLM servers
-    train_engine:TrainEngineName='torch'     # embedded, or Megatron-Core under torchrun
-    router_replay:ReplayMode='R3' # train with the rollout's experts (R3, paper section 2.4.4) or the trainer's own (R2)
-    data:DataConfig=field(default_factory=DataConfig)
-    policy:PolicyConfig=field(default_factory=PolicyConfig)
-    cold_start:SFTConfig=field(default_factory=SFTConfig)
-    rollout:RolloutConfig=field(default_factory=RolloutConfig)
-    schedule:ScheduleConfig=field(default_factory=ScheduleConfig) # all but partial_tokens: of rollout_engine 'pool'
-    rewards:RewardConfig=field(default_factory=RewardConfig)
-    zero_variance:ZeroVarianceConfig=field(default_factory=ZeroVarianceConfig)
-    advantages:AdvantageConfig=field(default_factory=AdvantageConfig)
-    loss:LossConfig=field(default_factory=lambda: LossConfig('espo'))
-    espo:EspoConfig=field(default_factory=EspoConfig)
-    optim:OptimConfig=field(default_factory=OptimConfig)
-    parallel:ParallelConfig=field(default_factory=ParallelConfig) # of train_engine 'megatron'
-    vllm:VllmConfig=field(default_factory=VllmConfig)             # of rollout_engine 'vllm' and 'pool'
+
+    seed: int = 0
+    steps: int = 60  # RL steps
+    prompts_per_step: int = 32  # prompts in one batch
+    group_size: int = 8  # responses per prompt
+    eval_every: int = 0  # RL steps between evaluations; 0 = before and after only
+    trace_every: int = 20  # RL steps between batches written whole to trace.jsonl; 0 = never
+    eval_k: int = 8  # responses per held-out prompt
+    save_every: int = 20  # RL steps between checkpoints; there is always one at the end
+    keep_checkpoints: int = 2
+    device: str = 'cpu'  # 'cpu' or 'cuda' (not run on GPU)
+    num_threads: int = 1  # of torch on the CPU; for small models more is slower
+    init_from: str = ''  # folder of a Hugging Face Qwen3-MoE to start from; empty = a new policy
+    run_dir: str = ''  # where results go; empty = runs/DATE-TIME
+    rollout_engine: RolloutEngineName = (
+        'torch'  # embedded, vLLM in this process, or a pool of vLLM servers
+    )
+    train_engine: TrainEngineName = 'torch'  # embedded, or Megatron-Core under torchrun
+    router_replay: ReplayMode = (
+        'R3'  # train with the rollout's experts (R3, paper section 2.4.4) or the trainer's own (R2)
+    )
+    data: DataConfig = field(default_factory=DataConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    cold_start: SFTConfig = field(default_factory=SFTConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    schedule: ScheduleConfig = field(
+        default_factory=ScheduleConfig
+    )  # all but partial_tokens: of rollout_engine 'pool'
+    rewards: RewardConfig = field(default_factory=RewardConfig)
+    zero_variance: ZeroVarianceConfig = field(default_factory=ZeroVarianceConfig)
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss: LossConfig = field(default_factory=lambda: LossConfig('espo'))
+    espo: EspoConfig = field(default_factory=EspoConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # of train_engine 'megatron'
+    vllm: VllmConfig = field(default_factory=VllmConfig)  # of rollout_engine 'vllm' and 'pool'
 
     def __post_init__(self):
         for k in ('prompts_per_step', 'eval_k', 'keep_checkpoints', 'num_threads'):
-            if getattr(self, k)<1: raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
+            if getattr(self, k) < 1:
+                raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
         for k in ('steps', 'eval_every', 'trace_every', 'save_every', 'seed'):
-            if getattr(self, k)<0: raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
-        if self.group_size<2:
-            raise ValueError(f'group_size={self.group_size}: responses to a prompt are compared, use at least 2')
-        for k,kind in (('rollout_engine', RolloutEngineName), ('train_engine', TrainEngineName)):
+            if getattr(self, k) < 0:
+                raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
+        if self.group_size < 2:
+            raise ValueError(
+                f'group_size={self.group_size}: responses to a prompt are compared, use at least 2'
+            )
+        for k, kind in (('rollout_engine', RolloutEngineName), ('train_engine', TrainEngineName)):
             if getattr(self, k) not in get_args(kind):
                 raise ValueError(f'{k}={getattr(self, k)!r}: use one of {get_args(kind)}')
-        if self.train_engine=='megatron' and self.loss.kl_coef:
-            raise ValueError(f"loss.kl_coef={self.loss.kl_coef}: train_engine='megatron' holds no reference weights, "
-                "use 0 (the paper's choice) or train_engine='torch'")
-        if self.device not in ('cpu', 'cuda'): raise ValueError(f"device={self.device!r}: use 'cpu' or 'cuda'")
-        if self.rollout.temperature<=0:
-            raise ValueError(f'rollout.temperature={self.rollout.temperature}: greedy responses of a group are all '
-                'equal, use more than 0')
-        if self.rollout_engine!='torch' and (self.rollout.quantization or self.rollout.kv_cache_dtype!='auto'):
-            raise ValueError('rollout.quantization and rollout.kv_cache_dtype are of the embedded engine: with '
-                f'rollout_engine={self.rollout_engine!r} use vllm.quantization and vllm.kv_cache_dtype')
-        if self.schedule.over_provision and self.rollout_engine!='pool':
-            raise ValueError(f'schedule.over_provision={self.schedule.over_provision}: only a pool can abort what is '
-                "running, use rollout_engine='pool', or 0")
+        if self.train_engine == 'megatron' and self.loss.kl_coef:
+            raise ValueError(
+                f"loss.kl_coef={self.loss.kl_coef}: train_engine='megatron' holds no reference weights, "
+                "use 0 (the paper's choice) or train_engine='torch'"
+            )
+        if self.device not in ('cpu', 'cuda'):
+            raise ValueError(f"device={self.device!r}: use 'cpu' or 'cuda'")
+        if self.rollout.temperature <= 0:
+            raise ValueError(
+                f'rollout.temperature={self.rollout.temperature}: greedy responses of a group are all '
+                'equal, use more than 0'
+            )
+        if self.rollout_engine != 'torch' and (
+            self.rollout.quantization or self.rollout.kv_cache_dtype != 'auto'
+        ):
+            raise ValueError(
+                'rollout.quantization and rollout.kv_cache_dtype are of the embedded engine: with '
+                f'rollout_engine={self.rollout_engine!r} use vllm.quantization and vllm.kv_cache_dtype'
+            )
+        if self.schedule.over_provision and self.rollout_engine != 'pool':
+            raise ValueError(
+                f'schedule.over_provision={self.schedule.over_provision}: only a pool can abort what is '
+                "running, use rollout_engine='pool', or 0"
+            )
         if part := self.schedule.partial_tokens:
-            if self.zero_variance.sampling!='uniform':
-                raise ValueError(f'schedule.partial_tokens={part}: zero_variance.sampling='
-                    f"{self.zero_variance.sampling!r} asks for more by the verdicts of whole groups, use 'uniform'")
-            if part>=self.rollout.max_tokens:
-                raise ValueError(f'schedule.partial_tokens={part}: every response is whole with rollout.max_tokens='
-                    f'{self.rollout.max_tokens}, use less, or 0')
-        own = [k for k in ('clip_eps_low', 'clip_eps_high', 'aggregation') if getattr(self.loss, k) is not None]
-        if self.loss.name=='espo' and own:
-            raise ValueError(f'loss.{own[0]}={getattr(self.loss, own[0])!r}: espo clips and averages in its own way, '
-                'use espo.alpha and espo.eps_min, or another loss.name')
-        longest = self.data.max_prompt_tokens+self.rollout.max_tokens
-        if not self.init_from and longest>self.policy.max_position_embeddings:
-            raise ValueError(f'data.max_prompt_tokens={self.data.max_prompt_tokens} + rollout.max_tokens='
+            if self.zero_variance.sampling != 'uniform':
+                raise ValueError(
+                    f'schedule.partial_tokens={part}: zero_variance.sampling='
+                    f"{self.zero_variance.sampling!r} asks for more by the verdicts of whole groups, use 'uniform'"
+                )
+            if part >= self.rollout.max_tokens:
+                raise ValueError(
+                    f'schedule.partial_tokens={part}: every response is whole with rollout.max_tokens='
+                    f'{self.rollout.max_tokens}, use less, or 0'
+                )
+        own = [
+            k
+            for k in ('clip_eps_low', 'clip_eps_high', 'aggregation')
+            if getattr(self.loss, k) is not None
+        ]
+        if self.loss.name == 'espo' and own:
+            raise ValueError(
+                f'loss.{own[0]}={getattr(self.loss, own[0])!r}: espo clips and averages in its own way, '
+                'use espo.alpha and espo.eps_min, or another loss.name'
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.max_tokens
+        if not self.init_from and longest > self.policy.max_position_embeddings:
+            raise ValueError(
+                f'data.max_prompt_tokens={self.data.max_prompt_tokens} + rollout.max_tokens='
                 f'{self.rollout.max_tokens} = {longest} exceeds policy.max_position_embeddings='
-                f'{self.policy.max_position_embeddings}: shorten the first two or raise the last')
+                f'{self.policy.max_position_embeddings}: shorten the first two or raise the last'
+            )
+
 
 # %% ../nbs/02_config.ipynb #b4d46310
 def config_from_dict(
-    cls:type,  # a config dataclass
-    d:dict,    # as in config.json; what is missing takes its default
-    at:str=''  # where in the whole config, for messages
+    cls: type,  # a config dataclass
+    d: dict,  # as in config.json; what is missing takes its default
+    at: str = '',  # where in the whole config, for messages
 ):
     "A checked config; raises ValueError that names a key that does not exist or a value of the wrong type"
-    if not isinstance(d, dict): raise ValueError(f'{at[:-1] or "config"}={d!r}: use an object with keys')
-    hints,names = typing.get_type_hints(cls), [f.name for f in dataclasses.fields(cls)]
-    unknown = sorted(set(d)-set(names))
-    if unknown: raise ValueError(f'config key {at+unknown[0]!r} does not exist: use one of {names}')
-    return cls(**{k:_value(hints[k], v, at+k) for k,v in d.items()})
+    if not isinstance(d, dict):
+        raise ValueError(f'{at[:-1] or "config"}={d!r}: use an object with keys')
+    hints, names = typing.get_type_hints(cls), [f.name for f in dataclasses.fields(cls)]
+    unknown = sorted(set(d) - set(names))
+    if unknown:
+        raise ValueError(f'config key {at + unknown[0]!r} does not exist: use one of {names}')
+    return cls(**{k: _value(hints[k], v, at + k) for k, v in d.items()})
 
-def _value(hint, v, at): # JSON knows neither tuples nor which number is a float
-    if dataclasses.is_dataclass(hint): return config_from_dict(hint, v, at+'.')
-    kind,args = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if kind in (typing.Union, types.UnionType): # X | None
+
+def _value(hint, v, at):  # JSON knows neither tuples nor which number is a float
+    if dataclasses.is_dataclass(hint):
+        return config_from_dict(hint, v, at + '.')
+    kind, args = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):  # X | None
         return None if v is None else _value(next(a for a in args if a is not type(None)), v, at)
-    if kind is tuple and isinstance(v, (list, tuple)) and (args[-1] is ... or len(args)==len(v)):
-        hints = args[:1]*len(v) if args[-1] is ... else args
-        return tuple(_value(h, x, f'{at}[{i}]') for i,(h,x) in enumerate(zip(hints, v)))
-    if kind is float and type(v) in (int, float): return float(v)
-    if v in args if kind is typing.Literal else type(v) is kind: return v
-    use = f'one of {list(args)}' if kind is typing.Literal else hint.__name__ if kind is hint else hint
+    if kind is tuple and isinstance(v, (list, tuple)) and (args[-1] is ... or len(args) == len(v)):
+        hints = args[:1] * len(v) if args[-1] is ... else args
+        return tuple(_value(h, x, f'{at}[{i}]') for i, (h, x) in enumerate(zip(hints, v)))
+    if kind is float and type(v) in (int, float):
+        return float(v)
+    if v in args if kind is typing.Literal else type(v) is kind:
+        return v
+    use = (
+        f'one of {list(args)}'
+        if kind is typing.Literal
+        else hint.__name__
+        if kind is hint
+        else hint
+    )
     raise ValueError(f'{at}={v!r}: use {use}')
+
 
 # %% ../nbs/02_config.ipynb #9f750453
 def read_run_config(
-    path:str|Path # a config.json, or a run directory that holds one
-)->TrainConfig:
+    path: str | Path,  # a config.json, or a run directory that holds one
+) -> TrainConfig:
     "The config of a run"
-    path = Path(path)/'config.json' if Path(path).is_dir() else Path(path)
-    if not path.is_file(): raise ValueError(f'{path} does not exist: give a run directory or a config.json')
-    try: d = json.loads(path.read_text())
-    except json.JSONDecodeError as e: raise ValueError(f'{path} is not JSON ({e})') from e
+    path = Path(path) / 'config.json' if Path(path).is_dir() else Path(path)
+    if not path.is_file():
+        raise ValueError(f'{path} does not exist: give a run directory or a config.json')
+    try:
+        d = json.loads(path.read_text())
+    except json.JSONDecodeError as e:
+        raise ValueError(f'{path} is not JSON ({e})') from e
     return config_from_dict(TrainConfig, d)

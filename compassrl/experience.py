@@ -6,183 +6,272 @@ Docs: https://compassrl.github.io/compassrl/experience.html.md"""
 
 # %% ../nbs/03_experience.ipynb #ecab0fa3
 from __future__ import annotations
+
 import time
 from collections import Counter
 from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
 from .algo.advantages import zero_variance
-from .config import TrainConfig
-from .judges.serial import Judge, judge_sample
-from .rollout.partial import UnderWay
-from .records import Batch, Metrics, Prompt, Request, RolloutEngine, Sample, SamplingParams, collate, derive_seed
 from .algo.zero_variance import growth, shape_rewards
+from .config import TrainConfig
+from .judges.serial import Judge
+from compassrl.records import (
+    Batch,
+    Metrics,
+    Prompt,
+    Request,
+    RolloutEngine,
+    Sample,
+    SamplingParams,
+    collate,
+    derive_seed,
+)
+from .rollout.partial import UnderWay
 
 # %% auto #0
-__all__ = ['prompts_of_step', 'requests_of', 'task_rewards', 'table', 'next_wave', 'collect_parts', 'collect', 'assemble',
-           'grade']
+__all__ = [
+    'prompts_of_step',
+    'requests_of',
+    'task_rewards',
+    'table',
+    'next_wave',
+    'collect_parts',
+    'collect',
+    'assemble',
+    'grade',
+]
+
 
 # %% ../nbs/03_experience.ipynb #b790f76f
 def prompts_of_step(
-    prompts:list[Prompt],
-    step:int,             # 0-based
-    num:int,              # prompts per step
-    seed:int
-)->list[Prompt]:          # [num]; the end of one epoch and the start of the next may share a step
+    prompts: list[Prompt],
+    step: int,  # 0-based
+    num: int,  # prompts per step
+    seed: int,
+) -> list[Prompt]:  # [num]; the end of one epoch and the start of the next may share a step
     "The prompts of one step"
     out = []
-    for i in range(step*num, (step+1)*num):
-        epoch,place = divmod(i, len(prompts))
+    for i in range(step * num, (step + 1) * num):
+        epoch, place = divmod(i, len(prompts))
         if not out or not place:
             gen = torch.Generator().manual_seed(derive_seed(seed, 'epoch', epoch))
             order = torch.randperm(len(prompts), generator=gen)
         out.append(prompts[order[place]])
     return out
 
+
 # %% ../nbs/03_experience.ipynb #dce6cfd5
 def requests_of(
-    prompts:list[Prompt],
-    num:Sequence[int],     # responses to each of them
-    asked:Counter,         # how many were asked before, by prompt id; these are added
-    params:SamplingParams,
-    *seed                  # what the randomness depends on beside prompt and index: run seed, step
-)->list[Request]:          # a prompt's requests side by side, so that they share one prefill
+    prompts: list[Prompt],
+    num: Sequence[int],  # responses to each of them
+    asked: Counter,  # how many were asked before, by prompt id; these are added
+    params: SamplingParams,
+    *seed,  # what the randomness depends on beside prompt and index: run seed, step
+) -> list[Request]:  # a prompt's requests side by side, so that they share one prefill
     "One wave of requests; a prompt's indices go on where they ended"
     out = []
-    for p,n in zip(prompts, num):
-        for k in range(asked[p.id], asked[p.id]+n):
-            out.append(Request(p.id, tuple(p.token_ids), k, derive_seed('rollout', *seed, p.id, k), params))
+    for p, n in zip(prompts, num):
+        for k in range(asked[p.id], asked[p.id] + n):
+            out.append(
+                Request(p.id, tuple(p.token_ids), k, derive_seed('rollout', *seed, p.id, k), params)
+            )
         asked[p.id] += n
     return out
 
+
 # %% ../nbs/03_experience.ipynb #940afe01
 def task_rewards(
-    samples:list[Sample] # judged
-)->tuple[Tensor,Tensor]: # [B] fp32 before any shaping, [B] bool: the verifier gave a verdict
+    samples: list[Sample],  # judged
+) -> tuple[Tensor, Tensor]:  # [B] fp32 before any shaping, [B] bool: the verifier gave a verdict
     "What the verifiers said"
     rewards = torch.tensor([s.verdict.reward for s in samples])
     return rewards, torch.tensor([s.verdict.status not in ('failed', 'timeout') for s in samples])
 
 
 def table(
-    samples:list[Sample], # judged
-    ids:Sequence[str]     # of the prompts, in the order of the groups
-)->tuple[Tensor,Tensor,Tensor,Tensor]: # [B] task rewards, groups, valid, response tokens
+    samples: list[Sample],  # judged
+    ids: Sequence[str],  # of the prompts, in the order of the groups
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [B] task rewards, groups, valid, response tokens
     "Samples as the columns that the rollout stage decides by"
-    place = {id:i for i,id in enumerate(ids)}
-    rewards,valid = task_rewards(samples)
-    group,tokens = ([f(s) for s in samples] for f in (lambda s: place[s.prompt_id], lambda s: len(s.response_ids)))
+    place = {id: i for i, id in enumerate(ids)}
+    rewards, valid = task_rewards(samples)
+    group, tokens = (
+        [f(s) for s in samples]
+        for f in (lambda s: place[s.prompt_id], lambda s: len(s.response_ids))
+    )
     return rewards, torch.tensor(group), valid, torch.tensor(tokens)
+
 
 # %% ../nbs/03_experience.ipynb #10f0e92a
 def next_wave(
-    samples:list[Sample],    # judged, of all waves so far
-    asked:Counter,           # responses by prompt id, prompts in the order of the groups
-    spent:list[int],         # tokens generated in each wave
-    prompts:list[Prompt],    # all that there are
-    step:int,
-    cfg:TrainConfig
-)->list[tuple[str,int]]:     # prompt ids and how many more responses; [] = the step has what it needs
+    samples: list[Sample],  # judged, of all waves so far
+    asked: Counter,  # responses by prompt id, prompts in the order of the groups
+    spent: list[int],  # tokens generated in each wave
+    prompts: list[Prompt],  # all that there are
+    step: int,
+    cfg: TrainConfig,
+) -> list[
+    tuple[str, int]
+]:  # prompt ids and how many more responses; [] = the step has what it needs
     "Where to spend more tokens: on groups that are still silent (`adaptive`) or on other prompts (`refill`, DAPO)"
     zv = cfg.zero_variance
-    if zv.sampling=='uniform': return []
-    rewards,group,valid,tokens = table(samples, asked)
-    if zv.sampling=='adaptive':
-        more = growth(rewards, group, valid, tokens, zv, zv.token_budget*spent[0]-sum(spent[1:]))
-        return [(id, n) for id,n in zip(asked, more.tolist()) if n]
-    if len(spent)>zv.max_refills: return []
-    missing = cfg.prompts_per_step-int((~zero_variance(rewards, group, valid, cfg.advantages.tol)).sum())
+    if zv.sampling == 'uniform':
+        return []
+    rewards, group, valid, tokens = table(samples, asked)
+    if zv.sampling == 'adaptive':
+        more = growth(
+            rewards, group, valid, tokens, zv, zv.token_budget * spent[0] - sum(spent[1:])
+        )
+        return [(id, n) for id, n in zip(asked, more.tolist()) if n]
+    if len(spent) > zv.max_refills:
+        return []
+    missing = cfg.prompts_per_step - int(
+        (~zero_variance(rewards, group, valid, cfg.advantages.tol)).sum()
+    )
     fresh = [p.id for p in prompts if p.id not in asked]
     gen = torch.Generator().manual_seed(derive_seed(cfg.seed, 'refill', step, len(spent)))
-    order = torch.randperm(len(fresh), generator=gen)[:max(0, missing)]
+    order = torch.randperm(len(fresh), generator=gen)[: max(0, missing)]
     return [(fresh[i], cfg.group_size) for i in order.tolist()]
+
 
 # %% ../nbs/03_experience.ipynb #05377102
 def collect_parts(
-    rollout:RolloutEngine,
-    new:list[Request],    # of this step
-    under_way:UnderWay,   # what earlier steps have begun; changes
-    judge:Judge
-)->tuple[list[Request],list[Sample],Metrics]: # groups that have ended; tokens counts all that was drawn
+    rollout: RolloutEngine,
+    new: list[Request],  # of this step
+    under_way: UnderWay,  # what earlier steps have begun; changes
+    judge: Judge,
+) -> tuple[
+    list[Request], list[Sample], Metrics
+]:  # groups that have ended; tokens counts all that was drawn
     "One part of each response, or more until a group is whole"
     under_way.begin(new)
-    tokens,waves,samples = 0, 0, []
+    tokens, waves, samples = 0, 0, []
     while not samples:
         for s in rollout.generate(under_way.parts()):
-            tokens,newest = tokens+len(s.response_ids), s.weight_version
-            if whole := under_way.take(s): judge.start(whole)
+            tokens, newest = tokens + len(s.response_ids), s.weight_version
+            if whole := under_way.take(s):
+                judge.start(whole)
         waves += 1
-        requests,samples = under_way.whole_groups()
-    stale = torch.cat([s.token_versions for s in samples])<newest
-    return requests, samples, dict(tokens=float(tokens), waves=float(waves), time_reward_s=0.,
-        prompts=float(len({r.prompt_id for r in requests})), stale_frac=float(stale.float().mean()),
-        under_way=float(len(under_way.running)))
+        requests, samples = under_way.whole_groups()
+    stale = torch.cat([s.token_versions for s in samples]) < newest
+    return (
+        requests,
+        samples,
+        dict(
+            tokens=float(tokens),
+            waves=float(waves),
+            time_reward_s=0.0,
+            prompts=float(len({r.prompt_id for r in requests})),
+            stale_frac=float(stale.float().mean()),
+            under_way=float(len(under_way.running)),
+        ),
+    )
+
 
 # %% ../nbs/03_experience.ipynb #c479526c
 def collect(
-    rollout:RolloutEngine,
-    prompts:list[Prompt],  # all that there are
-    step:int,              # 0-based
-    cfg:TrainConfig,
-    judge:Judge,           # begins with each sample as it comes
-    eos_id:int,
-    under_way:UnderWay|None=None # responses that take several steps
-)->tuple[list[Request],list[Sample],Metrics]: # the requests and samples that train; tokens counts the others, too
+    rollout: RolloutEngine,
+    prompts: list[Prompt],  # all that there are
+    step: int,  # 0-based
+    cfg: TrainConfig,
+    judge: Judge,  # begins with each sample as it comes
+    eos_id: int,
+    under_way: UnderWay | None = None,  # responses that take several steps
+) -> tuple[
+    list[Request], list[Sample], Metrics
+]:  # the requests and samples that train; tokens counts the others, too
     "The waves of one step; settled only where the next wave depends on the rewards"
-    params,by_id = cfg.rollout.params(eos_id), {p.id:p for p in prompts}
-    asked,requests,samples,spent,waited,first = Counter(), [], [], [], 0., {}
-    wave = [(p.id, cfg.group_size) for p in prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)]
-    if under_way: # a prompt whose last group has not ended waits for its next turn
-        ids = [id for id,_ in wave if id not in under_way.groups]
-        new = requests_of([by_id[i] for i in ids], [cfg.group_size]*len(ids), asked, params, cfg.seed, step)
+    params, by_id = cfg.rollout.params(eos_id), {p.id: p for p in prompts}
+    asked, requests, samples, spent, waited, first = Counter(), [], [], [], 0.0, {}
+    wave = [
+        (p.id, cfg.group_size)
+        for p in prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)
+    ]
+    if under_way:  # a prompt whose last group has not ended waits for its next turn
+        ids = [id for id, _ in wave if id not in under_way.groups]
+        new = requests_of(
+            [by_id[i] for i in ids], [cfg.group_size] * len(ids), asked, params, cfg.seed, step
+        )
         return collect_parts(rollout, new, under_way, judge)
     while wave:
-        ids,num = zip(*wave)
+        ids, num = zip(*wave)
         new = requests_of([by_id[i] for i in ids], num, asked, params, cfg.seed, step)
         requests += new
-        for s in rollout.generate(new): judge.start(s); samples.append(s)
-        spent.append(sum(len(s.response_ids) for s in samples)-sum(spent))
-        if cfg.zero_variance.sampling=='uniform': break
+        for s in rollout.generate(new):
+            judge.start(s)
+            samples.append(s)
+        spent.append(sum(len(s.response_ids) for s in samples) - sum(spent))
+        if cfg.zero_variance.sampling == 'uniform':
+            break
         t = time.perf_counter()
         judge.settle(samples)
-        waited += time.perf_counter()-t
+        waited += time.perf_counter() - t
         flat = zero_variance(*table(samples, asked)[:3], cfg.advantages.tol)
-        if not first: first = dict(zero_variance_first_frac=float(flat.float().mean()))
+        if not first:
+            first = dict(zero_variance_first_frac=float(flat.float().mean()))
         wave = next_wave(samples, asked, spent, prompts, step, cfg)
-    metrics = dict(tokens=float(sum(spent)), waves=float(len(spent)), prompts=float(len(asked)),
-        time_reward_s=waited, **first)
-    if cfg.zero_variance.sampling=='refill': # what is silent is thrown away, unless everything is
-        kept = {id for id,f in zip(asked, flat.tolist()) if not f} or set(asked)
-        requests,samples = ([x for x in xs if x.prompt_id in kept] for xs in (requests, samples))
+    metrics = dict(
+        tokens=float(sum(spent)),
+        waves=float(len(spent)),
+        prompts=float(len(asked)),
+        time_reward_s=waited,
+        **first,
+    )
+    if (
+        cfg.zero_variance.sampling == 'refill'
+    ):  # what is silent is thrown away, unless everything is
+        kept = {id for id, f in zip(asked, flat.tolist()) if not f} or set(asked)
+        requests, samples = ([x for x in xs if x.prompt_id in kept] for xs in (requests, samples))
     return requests, samples, metrics
+
 
 # %% ../nbs/03_experience.ipynb #77ae6067
 def assemble(
-    requests:list[Request],
-    samples:list[Sample]   # in any order, judged or not; sorted in place
-)->Batch:                  # a group's rows side by side
+    requests: list[Request],
+    samples: list[Sample],  # in any order, judged or not; sorted in place
+) -> Batch:  # a group's rows side by side
     "Samples to a batch whose rewards are not known yet"
-    first = {id:i for i,id in enumerate(dict.fromkeys(r.prompt_id for r in requests))}
+    first = {id: i for i, id in enumerate(dict.fromkeys(r.prompt_id for r in requests))}
     asked = Counter((r.prompt_id, r.index) for r in requests)
     came = Counter((s.prompt_id, s.index) for s in samples)
-    odd = [k for k in asked.keys()|came.keys() if asked[k]!=came[k]]
-    assert not odd, f'{len(requests)} asked for, {len(samples)} came; lost, repeated or not asked for: {odd[:3]}'
+    odd = [k for k in asked.keys() | came.keys() if asked[k] != came[k]]
+    assert not odd, (
+        f'{len(requests)} asked for, {len(samples)} came; lost, repeated or not asked for: {odd[:3]}'
+    )
     samples.sort(key=lambda s: (first[s.prompt_id], s.index))
     return collate(samples)
 
+
 def grade(
-    batch:Batch,           # gets the shaped rewards
-    samples:list[Sample],  # judged, in the order of its rows; they get them, too
-    cfg:TrainConfig
-)->tuple[Tensor,Tensor,Metrics]: # task rewards [B], validity [B]
+    batch: Batch,  # gets the shaped rewards
+    samples: list[Sample],  # judged, in the order of its rows; they get them, too
+    cfg: TrainConfig,
+) -> tuple[Tensor, Tensor, Metrics]:  # task rewards [B], validity [B]
     "Verdicts to rewards: penalties are added (paper section 2.4.1, reward stage)"
-    task,valid = task_rewards(samples)
-    for s,r in zip(samples, shape_rewards(samples, cfg.rollout.max_tokens, cfg.zero_variance).tolist()): s.reward = r
+    task, valid = task_rewards(samples)
+    for s, r in zip(
+        samples, shape_rewards(samples, cfg.rollout.max_tokens, cfg.zero_variance).tolist()
+    ):
+        s.reward = r
     batch.rewards = torch.tensor([s.reward for s in samples], dtype=torch.float)
     lengths = batch.response_mask.sum(1).float()
-    return task, valid, dict(reward_mean=float(task.mean()), penalty_mean=float((task-batch.rewards).mean()),
-        correct_frac=sum(s.verdict.correct for s in samples)/len(samples),
-        failed_frac=float((~valid).float().mean()), samples=float(len(samples)),
-        group_size_mean=len(samples)/len({s.prompt_id for s in samples}), response_tokens_mean=float(lengths.mean()),
-        time_reward_busy_s=sum(s.timings['reward_end']-s.timings['reward_start'] for s in samples),
-        truncated_frac=sum(s.finish_reason=='length' for s in samples)/len(samples))
+    return (
+        task,
+        valid,
+        dict(
+            reward_mean=float(task.mean()),
+            penalty_mean=float((task - batch.rewards).mean()),
+            correct_frac=sum(s.verdict.correct for s in samples) / len(samples),
+            failed_frac=float((~valid).float().mean()),
+            samples=float(len(samples)),
+            group_size_mean=len(samples) / len({s.prompt_id for s in samples}),
+            response_tokens_mean=float(lengths.mean()),
+            time_reward_busy_s=sum(
+                s.timings['reward_end'] - s.timings['reward_start'] for s in samples
+            ),
+            truncated_frac=sum(s.finish_reason == 'length' for s in samples) / len(samples),
+        ),
+    )

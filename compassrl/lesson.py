@@ -8,70 +8,116 @@ Docs: https://compassrl.github.io/compassrl/lesson.html.md"""
 __all__ = ['stages', 'pipeline', 'predict']
 
 # %% ../nbs/00_lesson.ipynb #e0352a46
-from html import escape
 from collections.abc import Sequence
+from html import escape
 
 # %% ../nbs/00_lesson.ipynb #bcb9b4b8
-stages = dict( # stage -> number of its notebook, what its box says; six in a row
-    tasks=('01','prompts'), rollout=('03','rollout'), rewards=('04','verdicts'), advantages=('05','advantages'),
-    losses=('07','loss'), train_engine=('04','train engine'), # the loop
-    policy=('02','policy'), router_replay=('10','replay'), genrm=('09','GenRM'), zero_variance=('06','variance 0'),
-    espo=('08','ESPO'), log_probs=('04','log-probs'),         # each below the stage that it belongs to
-    sft=('14','cold start'), trainer=('16','the loop'), checkpoint=('17','checkpoint'), evaluate=('20','evaluate'),
-    launch=('40','launch'))                                   # around the loop
+stages = dict(  # stage -> number of its notebook, what its box says; six in a row
+    tasks=('01', 'prompts'),
+    rollout=('03', 'rollout'),
+    rewards=('04', 'verdicts'),
+    advantages=('05', 'advantages'),
+    losses=('07', 'loss'),
+    train_engine=('04', 'train engine'),  # the loop
+    policy=('02', 'policy'),
+    router_replay=('10', 'replay'),
+    genrm=('09', 'GenRM'),
+    zero_variance=('06', 'variance 0'),
+    espo=('08', 'ESPO'),
+    log_probs=('04', 'log-probs'),  # each below the stage that it belongs to
+    sft=('14', 'cold start'),
+    trainer=('16', 'the loop'),
+    checkpoint=('17', 'checkpoint'),
+    evaluate=('20', 'evaluate'),
+    launch=('40', 'launch'),
+)  # around the loop
 
-_also = dict( # modules beside a stage
-    problems='tasks', pretrained='policy', curves='evaluate', report='evaluate', trace='evaluate',
-    run='launch', train='launch')
+_also = dict(  # modules beside a stage
+    problems='tasks',
+    pretrained='policy',
+    curves='evaluate',
+    report='evaluate',
+    trace='evaluate',
+    run='launch',
+    train='launch',
+)
 
 # %% ../nbs/00_lesson.ipynb #21cabeac
-_w,_h,_gx,_gy = 112,34,24,46 # boxes and the gaps between them
+_w, _h, _gx, _gy = 112, 34, 24, 46  # boxes and the gaps between them
 
-def _box(i, stage, on): # the i-th box, six in a row
-    row,col = divmod(i, 6)
-    x,y = 8+col*(_w+_gx), 8+row*(_h+_gy)-max(0, row-1)*_gy*2//3 # the arrow back needs room below the first row
-    number,label = stages[stage]
-    fill,ink,faint,line = ('#c2410c','#ffffff','#fed7aa','#c2410c') if on else ('#f5f5f4','#44403c','#78716c','#a8a29e')
-    return (f'<rect x="{x}" y="{y}" width="{_w}" height="{_h}" rx="6" fill="{fill}" stroke="{line}"/>'
-        f'<text x="{x+7}" y="{y+_h/2+4}" fill="{faint}" font-size="10">{number}</text>'
-        f'<text x="{x+_w/2+8}" y="{y+_h/2+4.5}" text-anchor="middle" fill="{ink}">{label}</text>')
 
-def _arrows(color): # along the first row, and from its last box back to the second
-    along = ''.join(f'M{8+_w+i*(_w+_gx)+2} {8+_h/2}h{_gx-5}' for i in range(5))
-    last,first,y = 8+5*(_w+_gx)+_w/2, 8+_w+_gx+_w/2, 8+_h
-    paths = ''.join(f'<path d="M{p}" marker-end="url(#arrow-{color[1:]})"/>'
-        for p in [*along.split('M')[1:], f'{last} {y+2}v22H{first}v-19'])
-    head = (f'<marker id="arrow-{color[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-        f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{color}"/></marker>')
-    return (f'<defs>{head}</defs><g stroke="{color}" fill="none">{paths}</g>'
-        f'<text x="{(last+first)/2}" y="{y+18}" text-anchor="middle" fill="{color}" font-size="11">new weights</text>')
+def _box(i, stage, on):  # the i-th box, six in a row
+    row, col = divmod(i, 6)
+    x, y = (
+        8 + col * (_w + _gx),
+        8 + row * (_h + _gy) - max(0, row - 1) * _gy * 2 // 3,
+    )  # the arrow back needs room below the first row
+    number, label = stages[stage]
+    fill, ink, faint, line = (
+        ('#c2410c', '#ffffff', '#fed7aa', '#c2410c')
+        if on
+        else ('#f5f5f4', '#44403c', '#78716c', '#a8a29e')
+    )
+    return (
+        f'<rect x="{x}" y="{y}" width="{_w}" height="{_h}" rx="6" fill="{fill}" stroke="{line}"/>'
+        f'<text x="{x + 7}" y="{y + _h / 2 + 4}" fill="{faint}" font-size="10">{number}</text>'
+        f'<text x="{x + _w / 2 + 8}" y="{y + _h / 2 + 4.5}" text-anchor="middle" fill="{ink}">{label}</text>'
+    )
+
+
+def _arrows(color):  # along the first row, and from its last box back to the second
+    along = ''.join(f'M{8 + _w + i * (_w + _gx) + 2} {8 + _h / 2}h{_gx - 5}' for i in range(5))
+    last, first, y = 8 + 5 * (_w + _gx) + _w / 2, 8 + _w + _gx + _w / 2, 8 + _h
+    paths = ''.join(
+        f'<path d="M{p}" marker-end="url(#arrow-{color[1:]})"/>'
+        for p in [*along.split('M')[1:], f'{last} {y + 2}v22H{first}v-19']
+    )
+    head = (
+        f'<marker id="arrow-{color[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{color}"/></marker>'
+    )
+    return (
+        f'<defs>{head}</defs><g stroke="{color}" fill="none">{paths}</g>'
+        f'<text x="{(last + first) / 2}" y="{y + 18}" text-anchor="middle" fill="{color}" font-size="11">new weights</text>'
+    )
+
 
 # %% ../nbs/00_lesson.ipynb #20f971c5
 def pipeline(
-    stage:str|None=None # a key of `stages` or a notebook's module; 'records' = the arrows; None = highlight nothing
-):                      # an SVG that Jupyter and the site both show
+    stage: str
+    | None = None,  # a key of `stages` or a notebook's module; 'records' = the arrows; None = highlight nothing
+):  # an SVG that Jupyter and the site both show
     "The map of the series with one stage highlighted. Raises ValueError for an unknown stage"
     from IPython.display import SVG
+
     here = _also.get(stage, stage)
     known = [*stages, *_also, 'records']
-    if not (stage is None or stage in known): raise ValueError(f'stage={stage!r}: use one of {known}')
-    width,height = 16+6*_w+5*_gx, 16+3*_h+_gy+_gy//3+1
-    boxes = ''.join(_box(i, s, s==here) for i,s in enumerate(stages))
-    return SVG(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+    if not (stage is None or stage in known):
+        raise ValueError(f'stage={stage!r}: use one of {known}')
+    width, height = 16 + 6 * _w + 5 * _gx, 16 + 3 * _h + _gy + _gy // 3 + 1
+    boxes = ''.join(_box(i, s, s == here) for i, s in enumerate(stages))
+    return SVG(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         'style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="13">'
-        f'{_arrows("#c2410c" if here=="records" else "#78716c")}{boxes}</svg>')
+        f'{_arrows("#c2410c" if here == "records" else "#78716c")}{boxes}</svg>'
+    )
+
 
 # %% ../nbs/00_lesson.ipynb #84b60fb2
 def predict(
-    question:str,          # one question
-    options:Sequence[str], # what to choose from
-    answer:int,            # index of the right one, computed by the caller
-    why:str=''             # one sentence
-):                         # HTML with the answer folded away
+    question: str,  # one question
+    options: Sequence[str],  # what to choose from
+    answer: int,  # index of the right one, computed by the caller
+    why: str = '',  # one sentence
+):  # HTML with the answer folded away
     "A question whose answer opens on a click. Raises ValueError if `answer` is no option"
     from IPython.display import HTML
-    if not 0<=answer<len(options): raise ValueError(f'answer={answer}: use the index of one of {len(options)} options')
+
+    if not 0 <= answer < len(options):
+        raise ValueError(f'answer={answer}: use the index of one of {len(options)} options')
     items = ''.join(f'<li>{escape(o)}</li>' for o in options)
-    return HTML('<div style="border-left:4px solid #c2410c;padding:.4em 1em"><b>Predict.</b> '
+    return HTML(
+        '<div style="border-left:4px solid #c2410c;padding:.4em 1em"><b>Predict.</b> '
         f'{escape(question)}<ol type="a">{items}</ol><details><summary>Answer</summary>'
-        f'<b>{"abcdefgh"[answer]}</b> {escape(options[answer])}. {escape(why)}</details></div>')
+        f'<b>{"abcdefgh"[answer]}</b> {escape(options[answer])}. {escape(why)}</details></div>'
+    )

@@ -6,93 +6,122 @@ Docs: https://compassrl.github.io/compassrl/loop.html.md"""
 
 # %% ../nbs/04_loop.ipynb #a23959a8
 from __future__ import annotations
+
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
+
 from tokenizers import Tokenizer
 from torch import Tensor
+
+from .algo.engine_gap import discrepancy
+from .algo.losses import PolicyLoss
+from .algo.zero_variance import token_advantages
 from .config import TrainConfig
 from .experience import assemble, collect, grade
-from .algo.losses import PolicyLoss
 from .judges.serial import Judge, SerialJudge
-from .rollout.partial import UnderWay
 from .records import Batch, Metrics, Prompt, RolloutEngine, Sample, TrainEngine
-from .algo.engine_gap import discrepancy
-from .algo.zero_variance import token_advantages
+from .rollout.partial import UnderWay
 
 # %% auto #0
 __all__ = ['Stop', 'RunHooks', 'timed', 'counted', 'loss_of', 'fit']
 
+
 # %% ../nbs/04_loop.ipynb #3650f67c
-class Stop(KeyboardInterrupt): "The run ends here, between two steps"
+class Stop(KeyboardInterrupt):
+    "The run ends here, between two steps"
+
 
 class RunHooks(Protocol):
     "What the loop tells the run"
-    def on_step(self, step:int, metrics:Metrics, samples:list[Sample], batch:Batch):
+
+    def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch):
         "After `step` steps; samples in the order of the batch's rows. May raise Stop"
         ...
 
+
 @contextmanager
-def timed(metrics:Metrics, phase:str):
+def timed(metrics: Metrics, phase: str):
     "Adds the seconds spent inside to `time_{phase}_s`; `time_{phase}_at` is the clock when it began"
     t = time.perf_counter()
     metrics.setdefault(f'time_{phase}_at', t)
     yield
-    metrics[f'time_{phase}_s'] = metrics.get(f'time_{phase}_s', 0.)+time.perf_counter()-t
+    metrics[f'time_{phase}_s'] = metrics.get(f'time_{phase}_s', 0.0) + time.perf_counter() - t
 
-def counted(weights:Iterable[tuple[str,Tensor]], metrics:Metrics)->Iterator[tuple[str,Tensor]]:
+
+def counted(
+    weights: Iterable[tuple[str, Tensor]], metrics: Metrics
+) -> Iterator[tuple[str, Tensor]]:
     "Passes weights on and adds their size to `sync_bytes`"
-    for name,t in weights:
-        metrics['sync_bytes'] = metrics.get('sync_bytes', 0.)+t.nbytes
-        yield name,t
+    for name, t in weights:
+        metrics['sync_bytes'] = metrics.get('sync_bytes', 0.0) + t.nbytes
+        yield name, t
+
 
 # %% ../nbs/04_loop.ipynb #3354a225
 def loss_of(
-    cfg:TrainConfig,
-    batch:Batch      # a whole step, before it is cut into mini-batches
-)->PolicyLoss:
+    cfg: TrainConfig,
+    batch: Batch,  # a whole step, before it is cut into mini-batches
+) -> PolicyLoss:
     "The configured loss, with what it needs to know of the step"
     return PolicyLoss(cfg.loss, cfg.espo.for_batch(batch, cfg.policy.vocab_size))
 
+
 # %% ../nbs/04_loop.ipynb #f22472b0
 def fit(
-    cfg:TrainConfig,
-    prompts:list[Prompt],
-    rollout:RolloutEngine, # holds the weights of `engine`
-    engine:TrainEngine,
-    tokenizer:Tokenizer,
-    hooks:RunHooks,
-    eos_id:int,
-    start:int=0,           # steps already done
-    reference:TrainEngine|None=None, # holds the starting weights; needed if loss.kl_coef > 0
-    judge:Judge|None=None, # None: verdicts here, one after another
-    under_way:UnderWay|None=None # what earlier steps have begun; for schedule.partial_tokens
-)->None:
+    cfg: TrainConfig,
+    prompts: list[Prompt],
+    rollout: RolloutEngine,  # holds the weights of `engine`
+    engine: TrainEngine,
+    tokenizer: Tokenizer,
+    hooks: RunHooks,
+    eos_id: int,
+    start: int = 0,  # steps already done
+    reference: TrainEngine | None = None,  # holds the starting weights; needed if loss.kl_coef > 0
+    judge: Judge | None = None,  # None: verdicts here, one after another
+    under_way: UnderWay | None = None,  # what earlier steps have begun; for schedule.partial_tokens
+) -> None:
     "Group-relative policy optimisation over any two engines. Raises ValueError for a KL penalty without a reference"
     if cfg.loss.kl_coef and reference is None:
-        raise ValueError(f'loss.kl_coef={cfg.loss.kl_coef}: pass an engine with the starting weights as `reference`')
+        raise ValueError(
+            f'loss.kl_coef={cfg.loss.kl_coef}: pass an engine with the starting weights as `reference`'
+        )
     judge = judge or SerialJudge(prompts, tokenizer, eos_id)
-    if cfg.schedule.partial_tokens: under_way = under_way or UnderWay(cfg.schedule.partial_tokens)
+    if cfg.schedule.partial_tokens:
+        under_way = under_way or UnderWay(cfg.schedule.partial_tokens)
     for step in range(start, cfg.steps):
-        metrics:Metrics = dict(step=step+1)
+        metrics: Metrics = dict(step=step + 1)
         with timed(metrics, 'step'):
             with timed(metrics, 'rollout'):
-                requests,samples,found = collect(rollout, prompts, step, cfg, judge, eos_id, under_way)
+                requests, samples, found = collect(
+                    rollout, prompts, step, cfg, judge, eos_id, under_way
+                )
             metrics['time_rollout_s'] -= found['time_reward_s']
             metrics |= found
             batch = assemble(requests, samples)
-            with timed(metrics, 'log_probs'): batch.old_log_probs,batch.entropy = engine.log_probs(batch)
+            with timed(metrics, 'log_probs'):
+                batch.old_log_probs, batch.entropy = engine.log_probs(batch)
             if cfg.loss.kl_coef:
-                with timed(metrics, 'ref_log_probs'): batch.ref_log_probs,_ = reference.log_probs(batch)
-            with timed(metrics, 'reward'): judge.settle(samples) # not earlier: nothing so far needed a reward
-            task,valid,measured = grade(batch, samples, cfg)
-            batch.advantages,spared = token_advantages(batch, task, valid, cfg.advantages, cfg.zero_variance)
+                with timed(metrics, 'ref_log_probs'):
+                    batch.ref_log_probs, _ = reference.log_probs(batch)
+            with timed(metrics, 'reward'):
+                judge.settle(samples)  # not earlier: nothing so far needed a reward
+            task, valid, measured = grade(batch, samples, cfg)
+            batch.advantages, spared = token_advantages(
+                batch, task, valid, cfg.advantages, cfg.zero_variance
+            )
             metrics |= measured | spared | discrepancy(batch)
-            metrics.setdefault('zero_variance_first_frac', metrics['zero_variance_raw_frac']) # there was one wave
+            metrics.setdefault(
+                'zero_variance_first_frac', metrics['zero_variance_raw_frac']
+            )  # there was one wave
             metrics['entropy'] = float(batch.entropy[batch.response_mask].mean())
             if batch.advantages.any() or cfg.loss.kl_coef:
-                with timed(metrics, 'update'): metrics |= engine.update(batch, loss_of(cfg, batch))
-                with timed(metrics, 'sync'): rollout.load_weights(counted(engine.weights(), metrics), step+1)
-            metrics.setdefault('skipped_frac', 1.) # nothing to learn from: the step is counted, not hidden
-        hooks.on_step(step+1, metrics, samples, batch)
+                with timed(metrics, 'update'):
+                    metrics |= engine.update(batch, loss_of(cfg, batch))
+                with timed(metrics, 'sync'):
+                    rollout.load_weights(counted(engine.weights(), metrics), step + 1)
+            metrics.setdefault(
+                'skipped_frac', 1.0
+            )  # nothing to learn from: the step is counted, not hidden
+        hooks.on_step(step + 1, metrics, samples, batch)

@@ -6,221 +6,324 @@ Docs: https://compassrl.github.io/compassrl/records.html.md"""
 
 # %% ../nbs/01_records.ipynb #bcf0b319
 from __future__ import annotations
+
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
+
 import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['Metrics', 'LossFn', 'Prompt', 'Verdict', 'SamplingParams', 'Request', 'derive_seed', 'Sample', 'Batch', 'collate',
-           'select', 'micro_batches', 'mini_batches', 'RolloutEngine', 'TrainEngine']
+__all__ = [
+    'Metrics',
+    'LossFn',
+    'Prompt',
+    'Verdict',
+    'SamplingParams',
+    'Request',
+    'derive_seed',
+    'Sample',
+    'Batch',
+    'collate',
+    'select',
+    'micro_batches',
+    'mini_batches',
+    'RolloutEngine',
+    'TrainEngine',
+]
+
 
 # %% ../nbs/01_records.ipynb #837da68b
 @dataclass(frozen=True)
 class Prompt:
     "One verifiable question"
-    id:str               # unique; equal questions have equal ids
-    domain:str           # task family: 'arithmetic', 'countdown', ...
-    text:str             # what the model reads, before tokenisation
-    token_ids:list[int]  # [Tp] what the model really reads
-    answer:str           # what the verifier compares with
-    verifier:str         # name in `tasks.verifiers`
-    solution:str=''      # a written-out correct response for the cold start; '' if there is none
+
+    id: str  # unique; equal questions have equal ids
+    domain: str  # task family: 'arithmetic', 'countdown', ...
+    text: str  # what the model reads, before tokenisation
+    token_ids: list[int]  # [Tp] what the model really reads
+    answer: str  # what the verifier compares with
+    verifier: str  # name in `tasks.verifiers`
+    solution: str = ''  # a written-out correct response for the cold start; '' if there is none
+
 
 # %% ../nbs/01_records.ipynb #e367444a
 @dataclass(frozen=True)
 class Verdict:
     "What a verifier says about one response"
-    reward:float      # in [0, 1] for task rewards
-    correct:bool      # raw correctness, before any shaping
-    status:str='ok'   # 'ok', 'wrong', 'failed' (the verifier could not judge) or 'timeout'
-    evidence:str=''   # one line: what was compared with what
+
+    reward: float  # in [0, 1] for task rewards
+    correct: bool  # raw correctness, before any shaping
+    status: str = 'ok'  # 'ok', 'wrong', 'failed' (the verifier could not judge) or 'timeout'
+    evidence: str = ''  # one line: what was compared with what
+
 
 # %% ../nbs/01_records.ipynb #2c0b4ff1
 @dataclass(frozen=True)
 class SamplingParams:
     "How a rollout engine draws tokens"
-    max_tokens:int=64          # response tokens, the stop token included
-    temperature:float=1.0      # 0 = greedy
-    top_p:float=1.0            # keep the smallest set of tokens whose probability reaches this
-    stop_ids:tuple[int,...]=() # a response ends with the first of these, which it keeps
+
+    max_tokens: int = 64  # response tokens, the stop token included
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this
+    stop_ids: tuple[int, ...] = ()  # a response ends with the first of these, which it keeps
+
     def __post_init__(self):
-        if self.max_tokens<1: raise ValueError(f'max_tokens={self.max_tokens}: use at least 1')
-        if not self.temperature>=0: raise ValueError(f'temperature={self.temperature}: use 0 (greedy) or more')
-        if not 0<self.top_p<=1: raise ValueError(f'top_p={self.top_p}: use a value in (0, 1]')
+        if self.max_tokens < 1:
+            raise ValueError(f'max_tokens={self.max_tokens}: use at least 1')
+        if not self.temperature >= 0:
+            raise ValueError(f'temperature={self.temperature}: use 0 (greedy) or more')
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f'top_p={self.top_p}: use a value in (0, 1]')
+
 
 # %% ../nbs/01_records.ipynb #45e7cf6d
 @dataclass(frozen=True)
 class Request:
     "One response asked of a rollout engine"
-    prompt_id:str
-    prompt_ids:tuple[int,...]   # [Tp]
-    index:int=0                 # which sample of its group this is
-    seed:int=0                  # with equal seeds, equal tokens: alone, in a batch, in any order
-    params:SamplingParams=SamplingParams()
+
+    prompt_id: str
+    prompt_ids: tuple[int, ...]  # [Tp]
+    index: int = 0  # which sample of its group this is
+    seed: int = 0  # with equal seeds, equal tokens: alone, in a batch, in any order
+    params: SamplingParams = SamplingParams()
+
 
 # %% ../nbs/01_records.ipynb #adcb9fa9
 def derive_seed(
-    *parts # anything with a stable `str`: run seed, step, prompt id, sample index
-)->int:    # 63 bits
+    *parts,  # anything with a stable `str`: run seed, step, prompt id, sample index
+) -> int:  # 63 bits
     "A seed that depends on `parts` alone, the same on every machine"
-    return int.from_bytes(hashlib.sha256('/'.join(map(str, parts)).encode()).digest()[:8], 'little') >> 1
+    return (
+        int.from_bytes(hashlib.sha256('/'.join(map(str, parts)).encode()).digest()[:8], 'little')
+        >> 1
+    )
+
 
 # %% ../nbs/01_records.ipynb #51ded4ae
 @dataclass
 class Sample:
     "One response with everything that later stages need"
-    prompt_id:str
-    index:int
-    prompt_ids:list[int]               # [Tp]
-    response_ids:list[int]             # [Tr] the stop token included
-    rollout_log_probs:Tensor           # [Tr] fp32, of the distribution that was really sampled
-    routed_experts:Tensor|None         # [Tp+Tr-1, L, K] uint8 (int16 above 256 experts); dense layers are 0
-    routes_valid:Tensor|None           # [Tp+Tr-1] bool; the last token was never fed, so it has no row
-    finish_reason:str                  # 'stop' or 'length'
-    weight_version:int                 # of the weights that sampled it, or its last part
-    reward:float=0.
-    verdict:Verdict|None=None
-    timings:dict[str,float]=field(default_factory=dict)  # seconds, by phase
-    token_versions:Tensor|None=None    # [Tr] int64, of a response drawn in parts; None = all `weight_version`
+
+    prompt_id: str
+    index: int
+    prompt_ids: list[int]  # [Tp]
+    response_ids: list[int]  # [Tr] the stop token included
+    rollout_log_probs: Tensor  # [Tr] fp32, of the distribution that was really sampled
+    routed_experts: (
+        Tensor | None
+    )  # [Tp+Tr-1, L, K] uint8 (int16 above 256 experts); dense layers are 0
+    routes_valid: Tensor | None  # [Tp+Tr-1] bool; the last token was never fed, so it has no row
+    finish_reason: str  # 'stop' or 'length'
+    weight_version: int  # of the weights that sampled it, or its last part
+    reward: float = 0.0
+    verdict: Verdict | None = None
+    timings: dict[str, float] = field(default_factory=dict)  # seconds, by phase
+    token_versions: Tensor | None = (
+        None  # [Tr] int64, of a response drawn in parts; None = all `weight_version`
+    )
+
 
 # %% ../nbs/01_records.ipynb #a0b8e108
 @dataclass
 class Batch:
     "Right-padded samples; all tensors `[B, T, ...]` are aligned with `token_ids`"
-    token_ids:Tensor                      # [B, T] int64
-    token_mask:Tensor                     # [B, T] bool: a real token, not padding
-    response_mask:Tensor                  # [B, T] bool: a token that the policy chose
-    rollout_log_probs:Tensor              # [B, T] fp32, 0 outside the response
-    group:Tensor                          # [B] int64: which prompt
-    rewards:Tensor                        # [B] fp32
-    advantages:Tensor|None=None           # [B, T] fp32, 0 outside the response
-    old_log_probs:Tensor|None=None        # [B, T] fp32: the train engine's own, before the update
-    ref_log_probs:Tensor|None=None        # [B, T] fp32: only if kl_coef > 0
-    log_probs:Tensor|None=None            # [B, T] fp32: what the last update saw, without gradient
-    entropy:Tensor|None=None              # [B, T] fp32, nats, of the old policy
-    routed_experts:Tensor|None=None       # [B, T, L, K] uint8
-    routes_valid:Tensor|None=None         # [B, T] bool: False = use the live router
-    routes_agree:Tensor|None=None         # [B, T] fp32: share of mixture layers whose live router agrees with the route
 
-    def __len__(self): return len(self.token_ids)
-    @property
-    def lengths(self): return self.token_mask.sum(1)
-    @property
-    def fed_mask(self): # [B, T] all tokens but each sample's last: a rollout fed them back and knows their routes
-        return torch.nn.functional.pad(self.token_mask[:,1:], (0, 1))
+    token_ids: Tensor  # [B, T] int64
+    token_mask: Tensor  # [B, T] bool: a real token, not padding
+    response_mask: Tensor  # [B, T] bool: a token that the policy chose
+    rollout_log_probs: Tensor  # [B, T] fp32, 0 outside the response
+    group: Tensor  # [B] int64: which prompt
+    rewards: Tensor  # [B] fp32
+    advantages: Tensor | None = None  # [B, T] fp32, 0 outside the response
+    old_log_probs: Tensor | None = None  # [B, T] fp32: the train engine's own, before the update
+    ref_log_probs: Tensor | None = None  # [B, T] fp32: only if kl_coef > 0
+    log_probs: Tensor | None = None  # [B, T] fp32: what the last update saw, without gradient
+    entropy: Tensor | None = None  # [B, T] fp32, nats, of the old policy
+    routed_experts: Tensor | None = None  # [B, T, L, K] uint8
+    routes_valid: Tensor | None = None  # [B, T] bool: False = use the live router
+    routes_agree: Tensor | None = (
+        None  # [B, T] fp32: share of mixture layers whose live router agrees with the route
+    )
 
-    def map(self,
-        fn:Callable[[Tensor],Tensor] # applied to every tensor
-    )->Batch:
+    def __len__(self):
+        return len(self.token_ids)
+
+    @property
+    def lengths(self):
+        return self.token_mask.sum(1)
+
+    @property
+    def fed_mask(
+        self,
+    ):  # [B, T] all tokens but each sample's last: a rollout fed them back and knows their routes
+        return torch.nn.functional.pad(self.token_mask[:, 1:], (0, 1))
+
+    def map(
+        self,
+        fn: Callable[[Tensor], Tensor],  # applied to every tensor
+    ) -> Batch:
         "The one function through which all tensors of a batch move, so that they cannot drift apart"
-        return replace(self, **{f.name:fn(v) for f in fields(self) if (v := getattr(self, f.name)) is not None})
+        return replace(
+            self,
+            **{f.name: fn(v) for f in fields(self) if (v := getattr(self, f.name)) is not None},
+        )
 
-    def to(self, device)->Batch: return self.map(lambda t: t.to(device))
+    def to(self, device) -> Batch:
+        return self.map(lambda t: t.to(device))
+
 
 # %% ../nbs/01_records.ipynb #cfada60a
-def _check(s): # what an engine may have got wrong
-    Tp,Tr,name = len(s.prompt_ids), len(s.response_ids), f'sample {s.prompt_id}/{s.index}'
-    if not Tp: raise ValueError(f'{name} has no prompt: nothing is there to predict its first token from')
-    for key,want in dict(rollout_log_probs=Tr, token_versions=Tr, routed_experts=Tp+Tr-1, routes_valid=Tp+Tr-1).items():
+def _check(s):  # what an engine may have got wrong
+    Tp, Tr, name = len(s.prompt_ids), len(s.response_ids), f'sample {s.prompt_id}/{s.index}'
+    if not Tp:
+        raise ValueError(f'{name} has no prompt: nothing is there to predict its first token from')
+    for key, want in dict(
+        rollout_log_probs=Tr,
+        token_versions=Tr,
+        routed_experts=Tp + Tr - 1,
+        routes_valid=Tp + Tr - 1,
+    ).items():
         v = getattr(s, key)
-        if v is not None and len(v)!=want:
-            raise ValueError(f'{name}: {key} has {len(v)} rows; {Tp} prompt and {Tr} response tokens need {want}')
+        if v is not None and len(v) != want:
+            raise ValueError(
+                f'{name}: {key} has {len(v)} rows; {Tp} prompt and {Tr} response tokens need {want}'
+            )
     if s.routed_experts is not None and s.routes_valid is None:
-        raise ValueError(f'{name} has routed_experts and no routes_valid: say which rows hold a route')
+        raise ValueError(
+            f'{name} has routed_experts and no routes_valid: say which rows hold a route'
+        )
 
-def _pad(rows, T, dtype, starts=None): # rows of different lengths, placed at `starts[i]` or 0: one [B, T, ...] tensor
+
+def _pad(
+    rows, T, dtype, starts=None
+):  # rows of different lengths, placed at `starts[i]` or 0: one [B, T, ...] tensor
     out = torch.zeros(len(rows), T, *rows[0].shape[1:], dtype=dtype)
-    for i,r in enumerate(rows): s = starts[i] if starts else 0; out[i, s:s+len(r)] = r
+    for i, r in enumerate(rows):
+        s = starts[i] if starts else 0
+        out[i, s : s + len(r)] = r
     return out
+
 
 # %% ../nbs/01_records.ipynb #8cfbeb76
 def collate(
-    samples:list[Sample]   # of any lengths
-)->Batch:                  # rows in the order given; `group` numbers the prompts by first appearance
+    samples: list[Sample],  # of any lengths
+) -> Batch:  # rows in the order given; `group` numbers the prompts by first appearance
     "Samples to one right-padded batch; raises ValueError for a tensor that does not fit its tokens"
-    if not samples: raise ValueError('no samples: a batch needs at least one')
-    for s in samples: _check(s)
-    ids = [torch.tensor(s.prompt_ids+s.response_ids) for s in samples]
+    if not samples:
+        raise ValueError('no samples: a batch needs at least one')
+    for s in samples:
+        _check(s)
+    ids = [torch.tensor(s.prompt_ids + s.response_ids) for s in samples]
     starts = [len(s.prompt_ids) for s in samples]
     T = max(map(len, ids))
     groups = {}
     group = torch.tensor([groups.setdefault(s.prompt_id, len(groups)) for s in samples])
     routes = valid = None
     known = [s.routed_experts for s in samples if s.routed_experts is not None]
-    if known: # no route of a sample without routes is valid
+    if known:  # no route of a sample without routes is valid
         none = known[0][:0]
-        if len(shapes := {r.shape[1:] for r in known})>1:
-            raise ValueError(f'routes of layers x experts {sorted(map(list, shapes))}: use samples of one policy')
-        routes = _pad([none if s.routed_experts is None else s.routed_experts for s in samples], T, none.dtype)
-        valid = _pad([torch.zeros(0) if s.routes_valid is None else s.routes_valid for s in samples], T, torch.bool)
-    return Batch(token_ids=_pad(ids, T, torch.long), token_mask=_pad([torch.ones(len(i)) for i in ids], T, torch.bool),
-        response_mask=_pad([torch.ones(len(s.response_ids)) for s in samples], T, torch.bool, starts),
+        if len(shapes := {r.shape[1:] for r in known}) > 1:
+            raise ValueError(
+                f'routes of layers x experts {sorted(map(list, shapes))}: use samples of one policy'
+            )
+        routes = _pad(
+            [none if s.routed_experts is None else s.routed_experts for s in samples], T, none.dtype
+        )
+        valid = _pad(
+            [torch.zeros(0) if s.routes_valid is None else s.routes_valid for s in samples],
+            T,
+            torch.bool,
+        )
+    return Batch(
+        token_ids=_pad(ids, T, torch.long),
+        token_mask=_pad([torch.ones(len(i)) for i in ids], T, torch.bool),
+        response_mask=_pad(
+            [torch.ones(len(s.response_ids)) for s in samples], T, torch.bool, starts
+        ),
         rollout_log_probs=_pad([s.rollout_log_probs for s in samples], T, torch.float, starts),
-        group=group, rewards=torch.tensor([s.reward for s in samples], dtype=torch.float),
-        routed_experts=routes, routes_valid=valid)
+        group=group,
+        rewards=torch.tensor([s.reward for s in samples], dtype=torch.float),
+        routed_experts=routes,
+        routes_valid=valid,
+    )
+
 
 # %% ../nbs/01_records.ipynb #99077c04
 def select(
-    batch:Batch,
-    rows:Tensor|list[int]  # which samples, in which order; or a bool mask [B]
-)->Batch:                  # padding that no selected row needs is gone
+    batch: Batch,
+    rows: Tensor | list[int],  # which samples, in which order; or a bool mask [B]
+) -> Batch:  # padding that no selected row needs is gone
     "Some rows of a batch"
     rows = torch.as_tensor(rows, device=batch.token_ids.device)
-    rows = rows.nonzero()[:,0] if rows.dtype==torch.bool else rows.long()
+    rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
     T = int(batch.lengths[rows].max()) if len(rows) else 0
-    return batch.map(lambda t: t[rows] if t.dim()==1 else t[rows, :T])
+    return batch.map(lambda t: t[rows] if t.dim() == 1 else t[rows, :T])
+
 
 # %% ../nbs/01_records.ipynb #31e6f1f7
 def micro_batches(
-    batch:Batch,
-    max_tokens:int  # B*T of a micro-batch, padding included; a longer single row stands alone
-)->list[Tensor]:    # row indices, every row exactly once
+    batch: Batch,
+    max_tokens: int,  # B*T of a micro-batch, padding included; a longer single row stands alone
+) -> list[Tensor]:  # row indices, every row exactly once
     "Rows sorted by length and cut where the padded size would exceed `max_tokens`"
     lengths = batch.lengths
     order = torch.argsort(lengths, descending=True, stable=True).tolist()
     lengths = lengths.tolist()
-    out,cur = [],[]
+    out, cur = [], []
     for i in order:
-        if cur and lengths[cur[0]]*(len(cur)+1)>max_tokens: # the first is the longest
-            out.append(torch.tensor(cur)); cur = []
+        if cur and lengths[cur[0]] * (len(cur) + 1) > max_tokens:  # the first is the longest
+            out.append(torch.tensor(cur))
+            cur = []
         cur.append(i)
-    return out+[torch.tensor(cur)] if cur else out
+    return out + [torch.tensor(cur)] if cur else out
+
 
 # %% ../nbs/01_records.ipynb #37105267
 def mini_batches(
-    num_rows:int,   # of the batch
-    num:int         # optimiser steps
-)->list[Tensor]:    # row indices of each, neighbours together; none is empty
+    num_rows: int,  # of the batch
+    num: int,  # optimiser steps
+) -> list[Tensor]:  # row indices of each, neighbours together; none is empty
     "The rows of each optimiser step"
     return [r for r in torch.arange(num_rows).tensor_split(num) if len(r)]
+
 
 # %% ../nbs/01_records.ipynb #a2d576eb
 class RolloutEngine(Protocol):
     "Draws responses"
-    def generate(self, requests:Iterable[Request])->Iterator[Sample]:
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Sample]:
         "Yields each sample as it finishes, not in the order of the requests"
         ...
-    def load_weights(self, weights:Iterable[tuple[str,Tensor]], version:int):
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int):
         "Takes weights by their Hugging Face names and drops every cache of the old ones"
         ...
 
+
 # %% ../nbs/01_records.ipynb #25c06f2d
-Metrics = dict[str,float]
-LossFn = Callable[..., tuple[Tensor,Metrics]] # (log_probs [B,T], batch, num_tokens, num_samples) -> loss, further sums
+Metrics = dict[str, float]
+LossFn = Callable[
+    ..., tuple[Tensor, Metrics]
+]  # (log_probs [B,T], batch, num_tokens, num_samples) -> loss, further sums
+
 
 class TrainEngine(Protocol):
     "Owns the policy that learns"
-    def log_probs(self, batch:Batch)->tuple[Tensor,Tensor]:
+
+    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         "`[B, T]` log-probabilities and entropies of the present weights, routes replayed"
         ...
-    def update(self, batch:Batch, loss:LossFn, lr:float|None=None)->Metrics:
+
+    def update(self, batch: Batch, loss: LossFn, lr: float | None = None) -> Metrics:
         "Mini-batches of optimiser steps; the result does not depend on the split into micro-batches"
         ...
-    def weights(self)->Iterator[tuple[str,Tensor]]:
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         "The present weights by their Hugging Face names"
         ...
-    def state_dict(self)->dict: ...
-    def load_state_dict(self, state:dict): ...
+
+    def state_dict(self) -> dict: ...
+    def load_state_dict(self, state: dict): ...

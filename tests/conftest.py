@@ -1,5 +1,9 @@
 "One thread per process, no network: set before torch is imported"
+
 import os
 
-for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS'): os.environ.setdefault(name, '1')
-os.environ.update(TOKENIZERS_PARALLELISM='false', HF_HUB_OFFLINE='1', TQDM_DISABLE='1', MPLBACKEND='agg')
+for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS'):
+    os.environ.setdefault(name, '1')
+os.environ.update(
+    TOKENIZERS_PARALLELISM='false', HF_HUB_OFFLINE='1', TQDM_DISABLE='1', MPLBACKEND='agg'
+)

@@ -1,4 +1,5 @@
 "What a step brings home: the right prompts, waves within their budget, rows in order, rewards shaped once"
+
 import itertools
 import random
 from collections import Counter
@@ -6,36 +7,66 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
-from compassrl.experience import assemble, collect, grade, next_wave, prompts_of_step, requests_of, table, task_rewards
+from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
+from compassrl.experience import (
+    assemble,
+    collect,
+    grade,
+    next_wave,
+    prompts_of_step,
+    requests_of,
+    table,
+    task_rewards,
+)
 from compassrl.judges.serial import SerialJudge, judge_sample
 from compassrl.records import Prompt, Sample, SamplingParams, Verdict
-from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
-from compassrl.algo.zero_variance import ZeroVarianceConfig
 
 TOKENIZER = build_tokenizer()
 ZERO, ONE = encode(TOKENIZER, '01')
 PARAMS = SamplingParams(max_tokens=6, stop_ids=(EOS_ID,))
 
 
-def questions(n): return [Prompt(f'p{i}', 'test', f'{i}', [2], '1', 'exact') for i in range(n)]
+def questions(n):
+    return [Prompt(f'p{i}', 'test', f'{i}', [2], '1', 'exact') for i in range(n)]
 
 
 class Coin:
     "A rollout engine with known pass rates; wrong answers are longer"
-    def __init__(self, rate=lambda i: .1 if i % 2 else .5): self.rate, self.waves = rate, []
+
+    def __init__(self, rate=lambda i: 0.1 if i % 2 else 0.5):
+        self.rate, self.waves = rate, []
+
     def generate(self, requests):
         self.waves.append(list(requests))
         for r in sorted(requests, key=lambda r: r.seed):
-            right = torch.rand((), generator=torch.Generator().manual_seed(r.seed)) < self.rate(int(r.prompt_id[1:]))
+            right = torch.rand((), generator=torch.Generator().manual_seed(r.seed)) < self.rate(
+                int(r.prompt_id[1:])
+            )
             ids = [ONE, EOS_ID] if right else [ZERO, ZERO, ZERO, EOS_ID]
-            yield Sample(r.prompt_id, r.index, list(r.prompt_ids), ids, torch.zeros(len(ids)), None, None, 'stop', 0)
+            yield Sample(
+                r.prompt_id,
+                r.index,
+                list(r.prompt_ids),
+                ids,
+                torch.zeros(len(ids)),
+                None,
+                None,
+                'stop',
+                0,
+            )
 
 
 def config(sampling='adaptive', prompts=12, **kw):
-    return TrainConfig(prompts_per_step=prompts, group_size=4, zero_variance=ZeroVarianceConfig(sampling, **({'max_group_size': 16} | kw)))
+    return TrainConfig(
+        prompts_per_step=prompts,
+        group_size=4,
+        zero_variance=ZeroVarianceConfig(sampling, **({'max_group_size': 16} | kw)),
+    )
 
 
 def take(cfg, engine=None, prompts=None, step=0):
@@ -48,11 +79,13 @@ def take(cfg, engine=None, prompts=None, step=0):
 
 def rewards_by_prompt(samples):
     out = {}
-    for s in samples: out.setdefault(s.prompt_id, []).append(s.verdict.reward)
+    for s in samples:
+        out.setdefault(s.prompt_id, []).append(s.verdict.reward)
     return out
 
 
-def silent(rewards): return len(set(rewards)) == 1
+def silent(rewards):
+    return len(set(rewards)) == 1
 
 
 # ---- which prompts
@@ -65,10 +98,12 @@ sizes = dict(n=st.integers(1, 40), num=st.integers(1, 50), seed=st.integers(0, 5
 def test_every_prompt_once_per_epoch(n, num, seed, steps):
     prompts = questions(n)
     stream = [p.id for s in range(steps) for p in prompts_of_step(prompts, s, num, seed)]
-    assert len(stream) == num*steps
-    epochs = [stream[i:i+n] for i in range(0, len(stream), n)]
-    for e in epochs: assert len(set(e)) == len(e)
-    if n > 12 and len(epochs) > 2: assert epochs[0] != epochs[1], 'each epoch has an order of its own'
+    assert len(stream) == num * steps
+    epochs = [stream[i : i + n] for i in range(0, len(stream), n)]
+    for e in epochs:
+        assert len(set(e)) == len(e)
+    if n > 12 and len(epochs) > 2:
+        assert epochs[0] != epochs[1], 'each epoch has an order of its own'
 
 
 @settings(max_examples=60, deadline=None)
@@ -76,17 +111,27 @@ def test_every_prompt_once_per_epoch(n, num, seed, steps):
 def test_prompts_are_a_pure_function_of_the_step(n, num, seed, order):
     prompts = questions(n)
     first = {s: prompts_of_step(prompts, s, num, seed) for s in range(6)}
-    torch.manual_seed(seed+1); random.seed(seed)
+    torch.manual_seed(seed + 1)
+    random.seed(seed)
     assert {s: prompts_of_step(prompts, s, num, seed) for s in order} == first
-    one_by_one = [prompts_of_step(prompts, s, 1, seed)[0] for s in range(6*num)] if num < 8 else None
-    if one_by_one: assert one_by_one == [p for s in range(6) for p in first[s]], 'nor of how the stream is cut into steps'
+    one_by_one = (
+        [prompts_of_step(prompts, s, 1, seed)[0] for s in range(6 * num)] if num < 8 else None
+    )
+    if one_by_one:
+        assert one_by_one == [p for s in range(6) for p in first[s]], (
+            'nor of how the stream is cut into steps'
+        )
 
 
 def test_runs_with_other_seeds_see_other_orders():
-    assert len({tuple(p.id for p in prompts_of_step(questions(10), 0, 10, seed)) for seed in range(8)}) == 8
+    assert (
+        len({tuple(p.id for p in prompts_of_step(questions(10), 0, 10, seed)) for seed in range(8)})
+        == 8
+    )
 
 
 # ---- requests
+
 
 @settings(max_examples=60, deadline=None)
 @given(nums=st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=4))
@@ -96,17 +141,23 @@ def test_requests_in_any_number_of_waves(nums):
     at_once = requests_of(prompts, [sum(n) for n in zip(*nums)], Counter(), PARAMS, 0, 7)
     assert sorted(sum(waves, []), key=str) == sorted(at_once, key=str)
     assert [r.index for r in at_once if r.prompt_id == 'p1'] == list(range(sum(n[1] for n in nums)))
-    for w in waves: assert [r.prompt_id for r in w] == sorted(r.prompt_id for r in w), 'side by side'
+    for w in waves:
+        assert [r.prompt_id for r in w] == sorted(r.prompt_id for r in w), 'side by side'
     assert asked == {f'p{i}': sum(n[i] for n in nums) for i in range(3)}
 
 
 def test_seeds_differ_between_steps_runs_prompts_and_samples():
     parts = itertools.product(range(20), range(3))
-    seeds = [r.seed for step, seed in parts for r in requests_of(questions(4), [4]*4, Counter(), PARAMS, seed, step)]
-    assert len(set(seeds)) == len(seeds) == 20*3*16
+    seeds = [
+        r.seed
+        for step, seed in parts
+        for r in requests_of(questions(4), [4] * 4, Counter(), PARAMS, seed, step)
+    ]
+    assert len(set(seeds)) == len(seeds) == 20 * 3 * 16
 
 
 # ---- waves
+
 
 def test_uniform_is_one_wave():
     engine, requests, samples, m = take(config('uniform'))
@@ -116,86 +167,150 @@ def test_uniform_is_one_wave():
 
 @pytest.mark.parametrize('step', range(6))
 def test_adaptive_grows_silent_groups_in_blocks(step):
-    engine, requests, samples, m = take(config(token_budget=100.), step=step)
+    engine, requests, samples, m = take(config(token_budget=100.0), step=step)
     seen = Counter()
     for k, wave in enumerate(engine.waves):
         new = Counter(r.prompt_id for r in wave)
-        if k: assert all(n == seen[id] for id, n in new.items()), 'doubled'
-        so_far = {id: [x.verdict.reward for x in samples if x.prompt_id == id and x.index < seen[id]] for id in new}
+        if k:
+            assert all(n == seen[id] for id, n in new.items()), 'doubled'
+        so_far = {
+            id: [x.verdict.reward for x in samples if x.prompt_id == id and x.index < seen[id]]
+            for id in new
+        }
         assert not k or all(silent(r) for r in so_far.values()), 'only what is silent'
         seen += new
     assert all(not silent(r) or len(r) == 16 for r in rewards_by_prompt(samples).values())
     assert max(seen.values()) <= 16 and len(samples) == len(requests) == sum(seen.values())
     first = rewards_by_prompt([s for s in samples if s.index < 4])
-    assert m['time_reward_s'] > 0 and m['zero_variance_first_frac'] == pytest.approx(sum(map(silent, first.values()))/12)
+    assert m['time_reward_s'] > 0 and m['zero_variance_first_frac'] == pytest.approx(
+        sum(map(silent, first.values())) / 12
+    )
 
 
-@pytest.mark.parametrize('budget', [0., .3, 1.])
+@pytest.mark.parametrize('budget', [0.0, 0.3, 1.0])
 def test_the_token_budget_holds(budget):
-    engine, _, samples, m = take(config(token_budget=budget), Coin(lambda i: 0.))  # all wrong: a constant price
-    first = 48*4
-    assert m['tokens'] <= first*(1+budget) and (budget or len(engine.waves) == 1)
-    assert budget < 1 or m['tokens'] == 2*first
+    engine, _, samples, m = take(
+        config(token_budget=budget), Coin(lambda i: 0.0)
+    )  # all wrong: a constant price
+    first = 48 * 4
+    assert m['tokens'] <= first * (1 + budget) and (budget or len(engine.waves) == 1)
+    assert budget < 1 or m['tokens'] == 2 * first
 
 
 @pytest.mark.parametrize('step', range(4))
 def test_refill_trains_on_awake_groups_alone_and_counts_the_others(step):
     engine, requests, samples, m = take(config('refill'), step=step)
     groups = rewards_by_prompt(samples)
-    assert not any(map(silent, groups.values())) and len(groups) == 12 and {len(r) for r in groups.values()} == {4}
+    assert (
+        not any(map(silent, groups.values()))
+        and len(groups) == 12
+        and {len(r) for r in groups.values()} == {4}
+    )
     everything = [r for w in engine.waves for r in w]
-    assert len({r.prompt_id for r in everything})*4 == len(everything), 'no prompt twice'
-    assert m['tokens'] > sum(len(s.response_ids) for s in samples) and m['waves'] == len(engine.waves) > 1
+    assert len({r.prompt_id for r in everything}) * 4 == len(everything), 'no prompt twice'
+    assert (
+        m['tokens'] > sum(len(s.response_ids) for s in samples)
+        and m['waves'] == len(engine.waves) > 1
+    )
 
 
 def test_refill_gives_up_quietly():
-    hopeless = Coin(lambda i: 0.)
+    hopeless = Coin(lambda i: 0.0)
     engine, requests, samples, m = take(config('refill', max_refills=2), hopeless)
-    assert len(engine.waves) == 3 and len(samples) == len(requests) == 3*48, 'all are kept where none is awake'
-    engine, *_ = take(config('refill'), Coin(lambda i: 0.), questions(12))
+    assert len(engine.waves) == 3 and len(samples) == len(requests) == 3 * 48, (
+        'all are kept where none is awake'
+    )
+    engine, *_ = take(config('refill'), Coin(lambda i: 0.0), questions(12))
     assert len(engine.waves) == 1, 'there is nobody else to ask'
 
 
 def test_no_hidden_random_state():
-    torch.manual_seed(5); random.seed(5)
+    torch.manual_seed(5)
+    random.seed(5)
     before = torch.get_rng_state(), random.getstate()
-    for sampling in ('adaptive', 'refill'): assert take(config(sampling))[1] == take(config(sampling))[1]
+    for sampling in ('adaptive', 'refill'):
+        assert take(config(sampling))[1] == take(config(sampling))[1]
     assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
 
 
 def test_failed_verifiers_do_not_wake_a_group():
-    samples = [Sample('p0', i, [5], [ONE], torch.zeros(1), None, None, 'stop', 0, verdict=Verdict(r, r > 0, status))
-        for i, (r, status) in enumerate([(1., 'ok'), (1., 'ok'), (0., 'timeout'), (0., 'failed')])]
+    samples = [
+        Sample(
+            'p0',
+            i,
+            [5],
+            [ONE],
+            torch.zeros(1),
+            None,
+            None,
+            'stop',
+            0,
+            verdict=Verdict(r, r > 0, status),
+        )
+        for i, (r, status) in enumerate(
+            [(1.0, 'ok'), (1.0, 'ok'), (0.0, 'timeout'), (0.0, 'failed')]
+        )
+    ]
     assert task_rewards(samples)[1].tolist() == [True, True, False, False]
-    assert next_wave(samples, Counter(p0=4), [4], questions(1), 0, config(token_budget=9.)) == [('p0', 4)]
+    assert next_wave(samples, Counter(p0=4), [4], questions(1), 0, config(token_budget=9.0)) == [
+        ('p0', 4)
+    ]
 
 
 # ---- the batch
 
+
 def test_a_batch_by_hand():
-    s = Sample('p0', 0, [5], encode(TOKENIZER, '1')+[EOS_ID], torch.zeros(2), None, None, 'stop', 0)
-    other = replace(s, index=1, response_ids=encode(TOKENIZER, '000')+[EOS_ID], rollout_log_probs=torch.zeros(4), timings={})
-    for x in (s, other): assert judge_sample(x, questions(1)[0], TOKENIZER, EOS_ID) is x and x.timings['reward_end'] >= x.timings['reward_start']
+    s = Sample(
+        'p0', 0, [5], encode(TOKENIZER, '1') + [EOS_ID], torch.zeros(2), None, None, 'stop', 0
+    )
+    other = replace(
+        s,
+        index=1,
+        response_ids=encode(TOKENIZER, '000') + [EOS_ID],
+        rollout_log_probs=torch.zeros(4),
+        timings={},
+    )
+    for x in (s, other):
+        assert (
+            judge_sample(x, questions(1)[0], TOKENIZER, EOS_ID) is x
+            and x.timings['reward_end'] >= x.timings['reward_start']
+        )
     requests = requests_of(questions(1), [2], Counter(), PARAMS)
-    cfg = config(length_weight=.2, overlong_frac=1., repetition_weight=0.)
+    cfg = config(length_weight=0.2, overlong_frac=1.0, repetition_weight=0.0)
     cfg = replace(cfg, rollout=replace(cfg.rollout, max_tokens=8))
     samples = [other, s]
     batch = assemble(requests, samples)
     assert samples == [s, other] and batch.token_ids[0, 1] == ONE, 'in the order of the requests'
     task, valid, m = grade(batch, samples, cfg)
-    assert task.tolist() == [1., 0.] and valid.tolist() == [True, True] and batch.group.tolist() == [0, 0]
-    assert batch.rewards.tolist() == pytest.approx([1-.2*2/8, -.2*4/8])
-    assert m['reward_mean'] == .5 == m['correct_frac'] and m['penalty_mean'] == pytest.approx(.2*6/16)
-    assert m['truncated_frac'] == 0 and m['response_tokens_mean'] == 3 and m['group_size_mean'] == 2 == m['samples']
+    assert (
+        task.tolist() == [1.0, 0.0]
+        and valid.tolist() == [True, True]
+        and batch.group.tolist() == [0, 0]
+    )
+    assert batch.rewards.tolist() == pytest.approx([1 - 0.2 * 2 / 8, -0.2 * 4 / 8])
+    assert m['reward_mean'] == 0.5 == m['correct_frac'] and m['penalty_mean'] == pytest.approx(
+        0.2 * 6 / 16
+    )
+    assert (
+        m['truncated_frac'] == 0
+        and m['response_tokens_mean'] == 3
+        and m['group_size_mean'] == 2 == m['samples']
+    )
 
 
 def test_rows_of_a_group_stand_side_by_side_whatever_wave_they_came_from():
-    _, requests, samples, _ = take(config(token_budget=100.))
-    assert [r.prompt_id for r in requests] != sorted((r.prompt_id for r in requests), key=list(dict.fromkeys(r.prompt_id for r in requests)).index)
+    _, requests, samples, _ = take(config(token_budget=100.0))
+    assert [r.prompt_id for r in requests] != sorted(
+        (r.prompt_id for r in requests),
+        key=list(dict.fromkeys(r.prompt_id for r in requests)).index,
+    )
     random.Random(0).shuffle(samples)
     batch = assemble(requests, samples)
     assert batch.group.tolist() == sorted(batch.group.tolist())
-    assert [(s.prompt_id, s.index) for s in samples] == [(id, i) for id, n in Counter(r.prompt_id for r in requests).items() for i in range(n)]
+    assert [(s.prompt_id, s.index) for s in samples] == [
+        (id, i) for id, n in Counter(r.prompt_id for r in requests).items() for i in range(n)
+    ]
     rewards, group, _, tokens = table(samples, dict.fromkeys(r.prompt_id for r in requests))
     assert torch.equal(group, batch.group) and torch.equal(tokens, batch.response_mask.sum(1))
 
@@ -203,18 +318,30 @@ def test_rows_of_a_group_stand_side_by_side_whatever_wave_they_came_from():
 @pytest.mark.parametrize('harm', ['lose', 'repeat', 'swap', 'foreign'])
 def test_nothing_may_be_lost_or_repeated(harm):
     _, requests, samples, _ = take(config())
-    if harm == 'lose': samples.pop()
-    if harm == 'repeat': samples.append(samples[0])
-    if harm == 'swap': samples[-1] = samples[0]
-    if harm == 'foreign': samples[-1].index = 77
-    with pytest.raises(AssertionError, match='lost, repeated or not asked for'): assemble(requests, samples)
+    if harm == 'lose':
+        samples.pop()
+    if harm == 'repeat':
+        samples.append(samples[0])
+    if harm == 'swap':
+        samples[-1] = samples[0]
+    if harm == 'foreign':
+        samples[-1].index = 77
+    with pytest.raises(AssertionError, match='lost, repeated or not asked for'):
+        assemble(requests, samples)
 
 
 class Patient:
     "A judge that notes what it is asked"
-    def __init__(self, prompts): self.judge, self.calls = SerialJudge(prompts, TOKENIZER, EOS_ID), []
-    def start(self, sample): self.calls.append(('start', sample.prompt_id, sample.index))
-    def settle(self, samples): self.calls.append(('settle', len(samples))); self.judge.settle(samples)
+
+    def __init__(self, prompts):
+        self.judge, self.calls = SerialJudge(prompts, TOKENIZER, EOS_ID), []
+
+    def start(self, sample):
+        self.calls.append(('start', sample.prompt_id, sample.index))
+
+    def settle(self, samples):
+        self.calls.append(('settle', len(samples)))
+        self.judge.settle(samples)
 
 
 @pytest.mark.parametrize('sampling', ['uniform', 'adaptive', 'refill'])
@@ -225,5 +352,12 @@ def test_each_sample_is_started_once_and_settled_only_if_the_next_wave_needs_it(
     started = [c[1:] for c in judge.calls if c[0] == 'start']
     assert sorted(started) == sorted((r.prompt_id, r.index) for w in engine.waves for r in w)
     settled = [c[1] for c in judge.calls if c[0] == 'settle']
-    if sampling == 'uniform': assert not settled and m['time_reward_s'] == 0 and all(s.verdict is None for s in samples) and 'zero_variance_first_frac' not in m
-    else: assert settled == list(itertools.accumulate(map(len, engine.waves))) and len(settled) > 1
+    if sampling == 'uniform':
+        assert (
+            not settled
+            and m['time_reward_s'] == 0
+            and all(s.verdict is None for s in samples)
+            and 'zero_variance_first_frac' not in m
+        )
+    else:
+        assert settled == list(itertools.accumulate(map(len, engine.waves))) and len(settled) > 1

@@ -1,4 +1,5 @@
 "The loop: order, restarts, engines and judges do not change what it computes"
+
 import inspect
 import math
 import random
@@ -8,32 +9,41 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support import misbehaving_verifiers as odd_verifiers
-from compassrl.judges import serial
 from compassrl import loop as trainer
 from compassrl.algo.advantages import AdvantageConfig
-from compassrl.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from compassrl.config import TrainConfig
-from compassrl.experience import prompts_of_step
 from compassrl.algo.losses import LossConfig
-from compassrl.judges.pool import RewardPool
-from compassrl.judges.serial import RewardConfig, SerialJudge
-from compassrl.model.policy import Policy, PolicyConfig
-from compassrl.records import Prompt, Sample, Verdict
-from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.algo.zero_variance import ZeroVarianceConfig
+from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
-from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.experience import prompts_of_step
+from compassrl.judges import serial
+from compassrl.judges.pool import RewardPool
+from compassrl.judges.serial import RewardConfig, SerialJudge
 from compassrl.loop import fit
-from compassrl.algo.zero_variance import ZeroVarianceConfig
+from compassrl.model.policy import Policy, PolicyConfig
+from compassrl.records import Prompt, Sample, Verdict
+from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from tests.support import misbehaving_verifiers as odd_verifiers
 
 torch.set_num_threads(1)
 TOKENIZER = build_tokenizer()
-SHAPE = PolicyConfig(hidden_size=32, head_dim=8, moe_intermediate_size=32, max_position_embeddings=32)
+SHAPE = PolicyConfig(
+    hidden_size=32, head_dim=8, moe_intermediate_size=32, max_position_embeddings=32
+)
 NOTHING = ZeroVarianceConfig('uniform', length_weight=0, repetition_weight=0, zvp_alpha=0)
-RECIPE = TrainConfig(steps=4, prompts_per_step=4, group_size=4, policy=SHAPE, data=DataConfig(max_prompt_tokens=16),
-    rollout=RolloutConfig(max_tokens=6), optim=OptimConfig(lr=1e-3, num_mini_batches=2, warmup_steps=2))
+RECIPE = TrainConfig(
+    steps=4,
+    prompts_per_step=4,
+    group_size=4,
+    policy=SHAPE,
+    data=DataConfig(max_prompt_tokens=16),
+    rollout=RolloutConfig(max_tokens=6),
+    optim=OptimConfig(lr=1e-3, num_mini_batches=2, warmup_steps=2),
+)
 CFG = replace(RECIPE, loss=LossConfig('grpo'), zero_variance=NOTHING)  # simple enough for oracles
 
 
@@ -43,22 +53,29 @@ def even(text, answer):
     return Verdict(float(right), right, 'ok' if right else 'wrong', text[:1])
 
 
-def crash(text, answer): raise RuntimeError('out of order')
+def crash(text, answer):
+    raise RuntimeError('out of order')
 
 
-def sometimes(text, answer): return crash(text, answer) if ord(text[-1:] or 'a') % 3 == 0 else even(text, answer)
+def sometimes(text, answer):
+    return crash(text, answer) if ord(text[-1:] or 'a') % 3 == 0 else even(text, answer)
 
 
-def slow(text, answer): return replace(even(text, answer), reward=0., status='timeout')
+def slow(text, answer):
+    return replace(even(text, answer), reward=0.0, status='timeout')
 
 
 @pytest.fixture(autouse=True)
 def judges(monkeypatch):
-    for fn in (even, crash, sometimes, slow): monkeypatch.setitem(verifiers, fn.__name__, fn)
+    for fn in (even, crash, sometimes, slow):
+        monkeypatch.setitem(verifiers, fn.__name__, fn)
 
 
 def questions(n, verifier='even'):
-    return [Prompt(f'p{i}', 'test', f'{i}+1=', encode(TOKENIZER, f'{i}+1='), '', verifier) for i in range(n)]
+    return [
+        Prompt(f'p{i}', 'test', f'{i}+1=', encode(TOKENIZER, f'{i}+1='), '', verifier)
+        for i in range(n)
+    ]
 
 
 PROMPTS = questions(10)
@@ -66,18 +83,26 @@ PROMPTS = questions(10)
 
 class Log(list):
     "Hooks that keep everything"
-    def on_step(self, step, metrics, samples, batch): self.append((step, metrics, samples, batch))
-    def __getattr__(self, key): return [m[key] for _, m, _, _ in self]
+
+    def on_step(self, step, metrics, samples, batch):
+        self.append((step, metrics, samples, batch))
+
+    def __getattr__(self, key):
+        return [m[key] for _, m, _, _ in self]
 
 
 def engines(cfg=CFG):
-    engine = TorchTrain(Policy(SHAPE, seed=1), cfg.optim, cfg.rollout.temperature, cfg.router_replay)
+    engine = TorchTrain(
+        Policy(SHAPE, seed=1), cfg.optim, cfg.rollout.temperature, cfg.router_replay
+    )
     rollout = TorchRollout(SHAPE, 32)
     rollout.load_weights(engine.weights(), 0)
     return rollout, engine
 
 
-def run(cfg=CFG, prompts=PROMPTS, start=0, state=None, wrap=lambda r: r, reference=None, judge=None):
+def run(
+    cfg=CFG, prompts=PROMPTS, start=0, state=None, wrap=lambda r: r, reference=None, judge=None
+):
     rollout, engine = engines(cfg)
     if state is not None:
         engine.load_state_dict(state)
@@ -87,38 +112,61 @@ def run(cfg=CFG, prompts=PROMPTS, start=0, state=None, wrap=lambda r: r, referen
     return engine, log
 
 
-def same(a, b): return all(torch.equal(x, y) for (_, x), (_, y) in zip(a.weights(), b.weights(), strict=True))
+def same(a, b):
+    return all(torch.equal(x, y) for (_, x), (_, y) in zip(a.weights(), b.weights(), strict=True))
 
 
-def no_clock(metrics): return {k: v for k, v in metrics.items() if not k.startswith('time_')}
+def no_clock(metrics):
+    return {k: v for k, v in metrics.items() if not k.startswith('time_')}
 
 
 @pytest.fixture(scope='module')
 def whole():
     verifiers['even'] = even
-    try: return run()
-    finally: del verifiers['even']
+    try:
+        return run()
+    finally:
+        del verifiers['even']
 
 
 # ---- the loop
+
 
 def test_it_is_short_and_knows_only_the_interfaces():
     assert len(inspect.getsource(fit).splitlines()) < 100
     assert 'Torch' not in inspect.getsource(trainer), 'no engine by name'
 
     class Spy:
-        def __init__(self, inner, names, calls): self.inner, self.names, self.calls = inner, names, calls
+        def __init__(self, inner, names, calls):
+            self.inner, self.names, self.calls = inner, names, calls
+
         def __getattr__(self, name):
             assert name in self.names, f'{name} is not part of the interface'
+
             def call(*args):
                 self.calls.append((name, args[1:]))
                 return getattr(self.inner, name)(*args)
+
             return call
 
     calls, log = [], Log()
     rollout, engine = engines()
-    fit(CFG, PROMPTS, Spy(rollout, ('generate', 'load_weights'), calls), Spy(engine, ('log_probs', 'update', 'weights'), calls), TOKENIZER, log, EOS_ID)
-    assert [n for n, _ in calls] == ['generate', 'log_probs', 'update', 'weights', 'load_weights']*4
+    fit(
+        CFG,
+        PROMPTS,
+        Spy(rollout, ('generate', 'load_weights'), calls),
+        Spy(engine, ('log_probs', 'update', 'weights'), calls),
+        TOKENIZER,
+        log,
+        EOS_ID,
+    )
+    assert [n for n, _ in calls] == [
+        'generate',
+        'log_probs',
+        'update',
+        'weights',
+        'load_weights',
+    ] * 4
     assert [a for n, a in calls if n == 'load_weights'] == [(1,), (2,), (3,), (4,)]
     assert [{s.weight_version for s in samples} for _, _, samples, _ in log] == [{0}, {1}, {2}, {3}]
 
@@ -127,107 +175,181 @@ def test_what_the_hooks_get(whole):
     _, log = whole
     assert [step for step, *_ in log] == [1, 2, 3, 4] == log.step
     for step, m, samples, batch in log:
-        prompts = prompts_of_step(PROMPTS, step-1, 4, 0)
-        assert [(s.prompt_id, s.index) for s in samples] == [(p.id, i) for p in prompts for i in range(4)], 'in the order of the requests'
+        prompts = prompts_of_step(PROMPTS, step - 1, 4, 0)
+        assert [(s.prompt_id, s.index) for s in samples] == [
+            (p.id, i) for p in prompts for i in range(4)
+        ], 'in the order of the requests'
         for i, s in enumerate(samples):
             ids = batch.token_ids[i][batch.response_mask[i]].tolist()
-            assert ids == s.response_ids and batch.rewards[i] == s.reward == float(s.verdict.correct)
+            assert ids == s.response_ids and batch.rewards[i] == s.reward == float(
+                s.verdict.correct
+            )
         assert all(math.isfinite(v) for v in m.values())
         phases = sum(m[f'time_{p}_s'] for p in ('rollout', 'reward', 'log_probs', 'update', 'sync'))
         assert 0 < phases <= m['time_step_s'] and m['time_rollout_s'] > 0
-        assert m['tokens'] == batch.response_mask.sum() and m['reward_mean'] == pytest.approx(m['correct_frac'])
+        assert m['tokens'] == batch.response_mask.sum() and m['reward_mean'] == pytest.approx(
+            m['correct_frac']
+        )
         assert m['skipped_frac'] == 0
 
 
 def test_both_engines_see_the_same_policy(whole):
     assert max(whole[1].rollout_train_gap_max) < 1e-5
-    _, warm = run(replace(CFG, rollout=RolloutConfig(max_tokens=6, temperature=.7)))
+    _, warm = run(replace(CFG, rollout=RolloutConfig(max_tokens=6, temperature=0.7)))
     assert max(warm.rollout_train_gap_max) < 1e-5, 'with a temperature, too'
 
 
 def test_judging_is_not_counted_as_rollout(monkeypatch):
-    def thoughtful(text, answer): time.sleep(.004); return even(text, answer)
+    def thoughtful(text, answer):
+        time.sleep(0.004)
+        return even(text, answer)
+
     monkeypatch.setitem(verifiers, 'thoughtful', thoughtful)
-    _, log = run(replace(CFG, steps=1, prompts_per_step=8, group_size=8), questions(10, 'thoughtful'))
-    assert log.time_reward_s[0] > 64*.004 and log.time_reward_busy_s[0] > 64*.004
+    _, log = run(
+        replace(CFG, steps=1, prompts_per_step=8, group_size=8), questions(10, 'thoughtful')
+    )
+    assert log.time_reward_s[0] > 64 * 0.004 and log.time_reward_busy_s[0] > 64 * 0.004
     assert all(s.timings['reward_start'] >= log.time_reward_at[0] for s in log[0][2])
-    assert log.time_rollout_s[0]+log.time_reward_s[0] < log.time_step_s[0]
+    assert log.time_rollout_s[0] + log.time_reward_s[0] < log.time_step_s[0]
 
 
 # ---- judges
 
+
 @pytest.fixture(scope='module')
 def pool():
     verifiers['even'] = odd_verifiers.even  # the same function, in a module that workers can import
-    try: pool = RewardPool(PROMPTS, TOKENIZER, EOS_ID, RewardConfig(workers=2))
-    finally: del verifiers['even']
+    try:
+        pool = RewardPool(PROMPTS, TOKENIZER, EOS_ID, RewardConfig(workers=2))
+    finally:
+        del verifiers['even']
     yield pool
     pool.close()
 
 
-@pytest.mark.parametrize('zv', [NOTHING, ZeroVarianceConfig(), ZeroVarianceConfig('refill')], ids=['uniform', 'adaptive', 'refill'])
+@pytest.mark.parametrize(
+    'zv',
+    [NOTHING, ZeroVarianceConfig(), ZeroVarianceConfig('refill')],
+    ids=['uniform', 'adaptive', 'refill'],
+)
 def test_overlapped_rewards_change_nothing(pool, zv):
     "Samples, verdicts, metrics, weights: to the last bit"
     cfg = replace(CFG, steps=3, zero_variance=zv)
-    (a, serial), (b, beside) = run(cfg, judge=SerialJudge(PROMPTS, TOKENIZER, EOS_ID)), run(cfg, judge=pool)
-    assert same(a, b) and [no_clock(m) for _, m, _, _ in serial] == [no_clock(m) for _, m, _, _ in beside]
+    (a, serial), (b, beside) = (
+        run(cfg, judge=SerialJudge(PROMPTS, TOKENIZER, EOS_ID)),
+        run(cfg, judge=pool),
+    )
+    assert same(a, b) and [no_clock(m) for _, m, _, _ in serial] == [
+        no_clock(m) for _, m, _, _ in beside
+    ]
     for (_, _, x, p), (_, _, y, q) in zip(serial, beside):
-        assert [(s.prompt_id, s.index, s.response_ids, s.verdict, s.reward) for s in x] == [(s.prompt_id, s.index, s.response_ids, s.verdict, s.reward) for s in y]
+        assert [(s.prompt_id, s.index, s.response_ids, s.verdict, s.reward) for s in x] == [
+            (s.prompt_id, s.index, s.response_ids, s.verdict, s.reward) for s in y
+        ]
         assert torch.equal(p.advantages, q.advantages) and torch.equal(p.rewards, q.rewards)
-    assert {s.timings['worker'] for _, _, samples, _ in beside for s in samples} <= {1, 2} and min(beside.time_reward_busy_s) > 0
+    assert {s.timings['worker'] for _, _, samples, _ in beside for s in samples} <= {1, 2} and min(
+        beside.time_reward_busy_s
+    ) > 0
 
 
 def test_the_log_probs_come_before_the_verdicts():
     "Nothing waits for a reward that it does not need"
     order = []
+
     class Noting(SerialJudge):
-        def start(self, sample): order.append('start')
-        def settle(self, samples): order.append('settle'); super().settle(samples)
+        def start(self, sample):
+            order.append('start')
+
+        def settle(self, samples):
+            order.append('settle')
+            super().settle(samples)
+
     rollout, engine = engines()
+
     def note(name, fn):
-        def call(*args): order.append(name); return fn(*args)
+        def call(*args):
+            order.append(name)
+            return fn(*args)
+
         return call
-    engine.log_probs, engine.update = note('log_probs', engine.log_probs), note('update', engine.update)
+
+    engine.log_probs, engine.update = (
+        note('log_probs', engine.log_probs),
+        note('update', engine.update),
+    )
     log = Log()
-    fit(replace(CFG, steps=1), PROMPTS, rollout, engine, TOKENIZER, log, EOS_ID, judge=Noting(PROMPTS, TOKENIZER, EOS_ID))
-    assert order == ['start']*16+['log_probs', 'settle', 'update']
+    fit(
+        replace(CFG, steps=1),
+        PROMPTS,
+        rollout,
+        engine,
+        TOKENIZER,
+        log,
+        EOS_ID,
+        judge=Noting(PROMPTS, TOKENIZER, EOS_ID),
+    )
+    assert order == ['start'] * 16 + ['log_probs', 'settle', 'update']
     m = log[0][1]
     at = [m[f'time_{p}_at'] for p in ('step', 'rollout', 'log_probs', 'reward', 'update', 'sync')]
-    assert at == sorted(at) and m['time_sync_at']+m['time_sync_s'] <= m['time_step_at']+m['time_step_s']
+    assert (
+        at == sorted(at)
+        and m['time_sync_at'] + m['time_sync_s'] <= m['time_step_at'] + m['time_step_s']
+    )
 
 
 def test_first_loss_is_zero_and_its_gradient_is_not():
     _, log = run(replace(CFG, optim=OptimConfig(lr=1e-3)))
-    assert all(abs(v) < 1e-6 for v in log.loss) and min(log.grad_norm) > 1e-2 and max(log.clip_frac) == 0
+    assert (
+        all(abs(v) < 1e-6 for v in log.loss)
+        and min(log.grad_norm) > 1e-2
+        and max(log.clip_frac) == 0
+    )
 
 
 def test_advantages_against_a_loop_over_dictionaries(whole):
     for _, m, samples, batch in whole[1]:
         groups = {}
-        for s in samples: groups.setdefault(s.prompt_id, []).append(s.reward)
+        for s in samples:
+            groups.setdefault(s.prompt_id, []).append(s.reward)
         for i, s in enumerate(samples):
             r = groups[s.prompt_id]
-            mean = sum(r)/len(r)
-            std = math.sqrt(sum((x-mean)**2 for x in r)/(len(r)-1))
-            want = (s.reward-mean)/(std+1e-6) if std else 0.
+            mean = sum(r) / len(r)
+            std = math.sqrt(sum((x - mean) ** 2 for x in r) / (len(r) - 1))
+            want = (s.reward - mean) / (std + 1e-6) if std else 0.0
             row = batch.advantages[i]
-            assert row[batch.response_mask[i]].tolist() == pytest.approx([want]*len(s.response_ids), abs=1e-5)
+            assert row[batch.response_mask[i]].tolist() == pytest.approx(
+                [want] * len(s.response_ids), abs=1e-5
+            )
             assert not row[~batch.response_mask[i]].any()
-        assert m['zero_variance_frac'] == pytest.approx(sum(len(set(r)) == 1 for r in groups.values())/len(groups))
+        assert m['zero_variance_frac'] == pytest.approx(
+            sum(len(set(r)) == 1 for r in groups.values()) / len(groups)
+        )
 
 
 # ---- order and restarts
 
+
 class Reordered:
     "Yields in an order of its own, and as late as it likes"
-    def __init__(self, rollout, order): self.rollout, self.order, self.load_weights = rollout, order, rollout.load_weights
+
+    def __init__(self, rollout, order):
+        self.rollout, self.order, self.load_weights = rollout, order, rollout.load_weights
+
     def generate(self, requests):
         samples = list(self.rollout.generate(requests))
         self.order(samples)
         yield from samples
 
 
-@pytest.mark.parametrize('order', [list.reverse, random.Random(0).shuffle, random.Random(1).shuffle, lambda x: x.sort(key=lambda s: s.response_ids)])
+@pytest.mark.parametrize(
+    'order',
+    [
+        list.reverse,
+        random.Random(0).shuffle,
+        random.Random(1).shuffle,
+        lambda x: x.sort(key=lambda s: s.response_ids),
+    ],
+)
 def test_what_finishes_first_does_not_matter(whole, order):
     engine, log = run(wrap=lambda r: Reordered(r, order))
     assert same(engine, whole[0])
@@ -251,7 +373,8 @@ def test_resume_is_exact(whole, tmp_path, done):
 def test_no_hidden_random_state(whole):
     "The loop draws from no global generator"
     rollout, engine = engines()
-    torch.manual_seed(99); random.seed(99)
+    torch.manual_seed(99)
+    random.seed(99)
     before = torch.get_rng_state(), random.getstate()
     fit(CFG, PROMPTS, rollout, engine, TOKENIZER, Log(), EOS_ID)
     assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
@@ -263,32 +386,42 @@ def test_another_seed_is_another_run(whole):
 
 
 def test_hooks_that_raise_leave_engines_that_work(whole):
-    class Stop(Exception): pass
+    class Stop(Exception):
+        pass
+
     class Stopping(Log):
         def on_step(self, step, *args):
-            if step == 2: raise Stop
+            if step == 2:
+                raise Stop
+
     rollout, engine = engines()
-    with pytest.raises(Stop): fit(CFG, PROMPTS, rollout, engine, TOKENIZER, Stopping(), EOS_ID)
+    with pytest.raises(Stop):
+        fit(CFG, PROMPTS, rollout, engine, TOKENIZER, Stopping(), EOS_ID)
     fit(CFG, PROMPTS, rollout, engine, TOKENIZER, Log(), EOS_ID, start=2)
     assert same(engine, whole[0])
 
 
 def test_a_crash_in_the_middle_of_a_rollout_leaves_an_engine_that_works(whole, monkeypatch):
-    def broken(*args): raise MemoryError
+    def broken(*args):
+        raise MemoryError
+
     rollout, engine = engines()
     with monkeypatch.context() as m:
         m.setattr(serial, 'verify', broken)
-        with pytest.raises(MemoryError): fit(CFG, PROMPTS, rollout, engine, TOKENIZER, Log(), EOS_ID)
+        with pytest.raises(MemoryError):
+            fit(CFG, PROMPTS, rollout, engine, TOKENIZER, Log(), EOS_ID)
     fit(CFG, PROMPTS, rollout, engine, TOKENIZER, Log(), EOS_ID)
     assert same(engine, whole[0])
 
 
 # ---- replay
 
+
 def test_replay_changes_nothing_in_fp32_with_one_update_per_batch():
     one = replace(CFG, optim=OptimConfig(lr=1e-3))
     (a, on), (b, off) = run(one), run(replace(one, router_replay='off'))
-    for key in ('loss', 'grad_norm', 'entropy', 'reward_mean', 'rollout_train_gap'): assert getattr(on, key) == pytest.approx(getattr(off, key), abs=1e-5), key
+    for key in ('loss', 'grad_norm', 'entropy', 'reward_mean', 'rollout_train_gap'):
+        assert getattr(on, key) == pytest.approx(getattr(off, key), abs=1e-5), key
     assert all(torch.allclose(x, y, atol=1e-5) for (_, x), (_, y) in zip(a.weights(), b.weights()))
 
 
@@ -302,6 +435,7 @@ def test_an_engine_without_routes_works():
 
 # ---- nothing to learn, or no verdict
 
+
 def test_more_prompts_per_step_than_there_are():
     "A prompt that comes twice has one group of twice the size"
     _, log = run(replace(CFG, prompts_per_step=7), questions(3))
@@ -312,26 +446,33 @@ def test_more_prompts_per_step_than_there_are():
 
 def test_a_silent_step_is_skipped_and_counted():
     engine, log = run(prompts=[replace(p, verifier='exact', answer='never') for p in PROMPTS])
-    assert log.skipped_frac == [1.]*4 == log.zero_variance_frac and log.reward_mean == [0.]*4
+    assert log.skipped_frac == [1.0] * 4 == log.zero_variance_frac and log.reward_mean == [0.0] * 4
     assert 'loss' not in log[0][1] and engine.num_steps == 0 and same(engine, engines()[1])
 
 
 def test_a_run_goes_on_after_a_silent_step():
     "Silent first, then not: the weights that sample are the ones that learn"
-    mixed = [replace(p, verifier='exact', answer='never') if p in prompts_of_step(PROMPTS, 0, 4, 0) else p for p in PROMPTS]
+    mixed = [
+        replace(p, verifier='exact', answer='never')
+        if p in prompts_of_step(PROMPTS, 0, 4, 0)
+        else p
+        for p in PROMPTS
+    ]
     _, log = run(prompts=mixed)
-    assert log.skipped_frac[0] == 1 and 0. in log.skipped_frac[1:]
+    assert log.skipped_frac[0] == 1 and 0.0 in log.skipped_frac[1:]
     assert max(log.rollout_train_gap_max) < 1e-5
 
 
 @pytest.mark.parametrize('verifier', ['crash', 'slow', 'no such verifier'])
 def test_without_any_verdict_nothing_is_learned(verifier):
     engine, log = run(prompts=questions(10, verifier))
-    assert log.failed_frac == [1.]*4 == log.skipped_frac and engine.num_steps == 0
+    assert log.failed_frac == [1.0] * 4 == log.skipped_frac and engine.num_steps == 0
 
 
 def test_failed_samples_have_advantage_zero_and_do_not_touch_their_siblings():
-    _, log = run(replace(CFG, steps=2, group_size=8, prompts_per_step=8), questions(10, 'sometimes'))
+    _, log = run(
+        replace(CFG, steps=2, group_size=8, prompts_per_step=8), questions(10, 'sometimes')
+    )
     mixed = 0
     for _, m, samples, batch in log:
         failed = torch.tensor([s.verdict.status == 'failed' for s in samples])
@@ -340,75 +481,126 @@ def test_failed_samples_have_advantage_zero_and_do_not_touch_their_siblings():
         for g in batch.group.unique():
             rows = (batch.group == g) & ~failed
             r = batch.rewards[rows]
-            if len(r) < 2 or r.max() == r.min(): continue
+            if len(r) < 2 or r.max() == r.min():
+                continue
             mixed += 1
-            assert torch.allclose(batch.advantages[rows].sum(1)/batch.response_mask[rows].sum(1), (r-r.mean())/(r.std()+1e-6), atol=1e-5)
-    assert mixed and 'RuntimeError: out of order' in {s.verdict.evidence for _, _, samples, _ in log for s in samples}
+            assert torch.allclose(
+                batch.advantages[rows].sum(1) / batch.response_mask[rows].sum(1),
+                (r - r.mean()) / (r.std() + 1e-6),
+                atol=1e-5,
+            )
+    assert mixed and 'RuntimeError: out of order' in {
+        s.verdict.evidence for _, _, samples, _ in log for s in samples
+    }
 
 
 @pytest.mark.parametrize('harm', ['lose', 'repeat', 'swap', 'foreign'])
 def test_a_rollout_engine_may_not_lose_or_repeat(harm):
     def hurt(samples):
-        if harm == 'lose': samples.pop()
-        if harm == 'repeat': samples.append(samples[0])
-        if harm == 'swap': samples[-1] = samples[0]      # the right number of samples, and one twice
-        if harm == 'foreign': samples[-1].index = 77
-    with pytest.raises(AssertionError, match='lost, repeated or not asked for'): run(wrap=lambda r: Reordered(r, hurt))
+        if harm == 'lose':
+            samples.pop()
+        if harm == 'repeat':
+            samples.append(samples[0])
+        if harm == 'swap':
+            samples[-1] = samples[0]  # the right number of samples, and one twice
+        if harm == 'foreign':
+            samples[-1].index = 77
+
+    with pytest.raises(AssertionError, match='lost, repeated or not asked for'):
+        run(wrap=lambda r: Reordered(r, hurt))
 
 
 # ---- KL
 
+
 def test_kl_needs_a_reference():
-    with pytest.raises(ValueError, match='kl_coef=0.1.*reference'): run(replace(CFG, loss=LossConfig('grpo', kl_coef=.1)))
+    with pytest.raises(ValueError, match='kl_coef=0.1.*reference'):
+        run(replace(CFG, loss=LossConfig('grpo', kl_coef=0.1)))
 
 
 @pytest.mark.parametrize('kind', ['k1', 'k2', 'k3'])
 def test_kl_with_a_reference(kind):
-    cfg = replace(CFG, loss=LossConfig('grpo', kl_coef=.1, kl_estimator=kind), optim=OptimConfig(lr=1e-3))
+    cfg = replace(
+        CFG, loss=LossConfig('grpo', kl_coef=0.1, kl_estimator=kind), optim=OptimConfig(lr=1e-3)
+    )
     reference = engines()[1]
     engine, log = run(cfg, reference=reference)
-    assert abs(log.kl[0]) < 1e-5 and log[0][3].ref_log_probs is not None and min(log.time_ref_log_probs_s) > 0
-    assert torch.allclose(log[0][3].ref_log_probs, log[0][3].old_log_probs, atol=1e-5), 'the reference is the start'
+    assert (
+        abs(log.kl[0]) < 1e-5
+        and log[0][3].ref_log_probs is not None
+        and min(log.time_ref_log_probs_s) > 0
+    )
+    assert torch.allclose(log[0][3].ref_log_probs, log[0][3].old_log_probs, atol=1e-5), (
+        'the reference is the start'
+    )
     assert abs(log.kl[-1]) > 1e-5 and same(reference, engines()[1]), 'and it stays there'
 
 
 def test_silent_groups_still_learn_through_the_kl():
     "From a policy that has moved, back towards the reference"
-    cfg = replace(CFG, steps=30, loss=LossConfig('grpo', kl_coef=1., kl_estimator='k2'), optim=OptimConfig(lr=3e-3))
+    cfg = replace(
+        CFG,
+        steps=30,
+        loss=LossConfig('grpo', kl_coef=1.0, kl_estimator='k2'),
+        optim=OptimConfig(lr=3e-3),
+    )
     reference, moved = engines()[1], TorchTrain(Policy(SHAPE, seed=1), cfg.optim)
     gen = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in moved.policy.parameters(): p += 2*p.std().nan_to_num()*torch.randn(p.shape, generator=gen)
+        for p in moved.policy.parameters():
+            p += 2 * p.std().nan_to_num() * torch.randn(p.shape, generator=gen)
     silent = [replace(p, verifier='exact', answer='never') for p in PROMPTS]
     rollout, log = TorchRollout(SHAPE, 32), Log()
     rollout.load_weights(moved.weights(), 0)
     fit(cfg, silent, rollout, moved, TOKENIZER, log, EOS_ID, 0, reference)
-    assert log.skipped_frac == [0.]*30
-    assert log.kl[0] > .01 and sum(log.kl[-5:]) < .5*sum(log.kl[:5]), log.kl
+    assert log.skipped_frac == [0.0] * 30
+    assert log.kl[0] > 0.01 and sum(log.kl[-5:]) < 0.5 * sum(log.kl[:5]), log.kl
 
 
 # ---- an oracle: engines whose policy is a table
 
+
 class TableRollout:
-    def load_weights(self, weights, version): self.log_probs, self.version = dict(weights)['theta'].log_softmax(1), version
+    def load_weights(self, weights, version):
+        self.log_probs, self.version = dict(weights)['theta'].log_softmax(1), version
+
     def generate(self, requests):
         for r in requests:
             row = self.log_probs[r.prompt_ids[0]]
-            d = int(torch.multinomial(row.exp(), 1, generator=torch.Generator().manual_seed(r.seed)))
-            yield Sample(r.prompt_id, r.index, list(r.prompt_ids), [DIGITS[d]], row[d:d+1].float(), None, None, 'stop', self.version)
+            d = int(
+                torch.multinomial(row.exp(), 1, generator=torch.Generator().manual_seed(r.seed))
+            )
+            yield Sample(
+                r.prompt_id,
+                r.index,
+                list(r.prompt_ids),
+                [DIGITS[d]],
+                row[d : d + 1].float(),
+                None,
+                None,
+                'stop',
+                self.version,
+            )
 
 
 class TableTrain:
-    def __init__(self, num, lr): self.theta, self.lr = torch.zeros(num, 10, dtype=torch.double, requires_grad=True), lr
-    def weights(self): yield 'theta', self.theta.detach().clone()
+    def __init__(self, num, lr):
+        self.theta, self.lr = torch.zeros(num, 10, dtype=torch.double, requires_grad=True), lr
+
+    def weights(self):
+        yield 'theta', self.theta.detach().clone()
+
     def rows(self, batch):
         table = self.theta[batch.token_ids[:, 0]].log_softmax(1)
-        chosen = table.gather(1, batch.token_ids[:, 1:]-DIGITS[0])
-        return torch.cat([0*chosen, chosen], 1)
-    def log_probs(self, batch): return self.rows(batch).detach(), torch.zeros_like(batch.rollout_log_probs)
+        chosen = table.gather(1, batch.token_ids[:, 1:] - DIGITS[0])
+        return torch.cat([0 * chosen, chosen], 1)
+
+    def log_probs(self, batch):
+        return self.rows(batch).detach(), torch.zeros_like(batch.rollout_log_probs)
+
     def update(self, batch, loss):
         value, metrics = loss(self.rows(batch), batch, len(batch), len(batch))
-        self.theta.data -= self.lr*torch.autograd.grad(value, self.theta)[0]
+        self.theta.data -= self.lr * torch.autograd.grad(value, self.theta)[0]
         return {k: float(v) for k, v in metrics.items()}
 
 
@@ -416,8 +608,15 @@ DIGITS = encode(TOKENIZER, '0123456789')
 QUIZ = [Prompt(f'q{i}', 'quiz', f'q{i}', [i], str(i), 'exact') for i in range(6)]
 
 
-def table_run(steps, lr=3., **kw):
-    cfg = TrainConfig(steps=steps, prompts_per_step=6, group_size=8, loss=LossConfig('grpo'), zero_variance=NOTHING, **kw)
+def table_run(steps, lr=3.0, **kw):
+    cfg = TrainConfig(
+        steps=steps,
+        prompts_per_step=6,
+        group_size=8,
+        loss=LossConfig('grpo'),
+        zero_variance=NOTHING,
+        **kw,
+    )
     rollout, engine, log = TableRollout(), TableTrain(6, lr), Log()
     rollout.load_weights(engine.weights(), 0)
     fit(cfg, QUIZ, rollout, engine, TOKENIZER, log, EOS_ID)
@@ -427,35 +626,49 @@ def table_run(steps, lr=3., **kw):
 @pytest.mark.parametrize('estimator', ['grpo', 'dr_grpo'])
 def test_one_step_against_the_formula(estimator):
     "theta + lr mean_i A_i (onehot - p), written out"
-    engine, log = table_run(1, lr=.5, advantages=AdvantageConfig(estimator))
+    engine, log = table_run(1, lr=0.5, advantages=AdvantageConfig(estimator))
     want, rewards = torch.zeros(6, 10, dtype=torch.double), {}
-    for s in log[0][2]: rewards.setdefault(s.prompt_id, []).append(s.reward)
+    for s in log[0][2]:
+        rewards.setdefault(s.prompt_id, []).append(s.reward)
     for s in log[0][2]:
         r = torch.tensor(rewards[s.prompt_id], dtype=torch.double)
-        a = (s.reward-r.mean())/(r.std()+1e-6 if estimator == 'grpo' else 1)
-        want[s.prompt_ids[0]] += .5*a*(torch.nn.functional.one_hot(torch.tensor(s.response_ids[0]-DIGITS[0]), 10)-.1)/48
+        a = (s.reward - r.mean()) / (r.std() + 1e-6 if estimator == 'grpo' else 1)
+        want[s.prompt_ids[0]] += (
+            0.5
+            * a
+            * (torch.nn.functional.one_hot(torch.tensor(s.response_ids[0] - DIGITS[0]), 10) - 0.1)
+            / 48
+        )
     assert torch.allclose(engine.theta.detach(), want, atol=1e-6) and want.any()
 
 
 def test_it_learns():
     engine, log = table_run(60)
-    assert engine.theta.detach().softmax(1)[range(6), range(6)].mean() > .85
-    assert sum(log.reward_mean[:5])/5 < .3 < .8 < sum(log.reward_mean[-5:])/5
+    assert engine.theta.detach().softmax(1)[range(6), range(6)].mean() > 0.85
+    assert sum(log.reward_mean[:5]) / 5 < 0.3 < 0.8 < sum(log.reward_mean[-5:]) / 5
 
 
 def test_edges_of_good_configs():
     TrainConfig(group_size=2, steps=0, eval_every=0, trace_every=0, save_every=0)
     TrainConfig(policy=PolicyConfig(max_position_embeddings=128))
-    TrainConfig(policy=PolicyConfig(max_position_embeddings=8), init_from='a folder whose own config counts')
+    TrainConfig(
+        policy=PolicyConfig(max_position_embeddings=8), init_from='a folder whose own config counts'
+    )
     engine, log = run(replace(CFG, steps=0))
     assert not log and engine.num_steps == 0
-    with pytest.raises(Exception, match='frozen|cannot assign'): CFG.steps = 3
+    with pytest.raises(Exception, match='frozen|cannot assign'):
+        CFG.steps = 3
 
 
 # ---- the recipe of the paper
 
+
 def test_the_recipe_is_the_default():
-    assert (RECIPE.loss.name, RECIPE.zero_variance.sampling, RECIPE.router_replay) == ('espo', 'adaptive', 'R3')
+    assert (RECIPE.loss.name, RECIPE.zero_variance.sampling, RECIPE.router_replay) == (
+        'espo',
+        'adaptive',
+        'R3',
+    )
 
 
 @pytest.mark.parametrize('sampling', ['adaptive', 'refill', 'uniform'])
@@ -470,11 +683,21 @@ def test_order_and_resume_hold_for_the_recipe(tmp_path, sampling):
     assert same(engine, again) and no_clock(rest[0][1]) == no_clock(log[2][1])
 
 
-@pytest.mark.parametrize('loss', [LossConfig('dr_grpo', max_response_tokens=6), *map(LossConfig, ('dapo', 'gspo', 'cispo', 'espo')),
-    LossConfig('espo', tis='mask')], ids=lambda c: f'{c.name}-{c.tis}')
+@pytest.mark.parametrize(
+    'loss',
+    [
+        LossConfig('dr_grpo', max_response_tokens=6),
+        *map(LossConfig, ('dapo', 'gspo', 'cispo', 'espo')),
+        LossConfig('espo', tis='mask'),
+    ],
+    ids=lambda c: f'{c.name}-{c.tis}',
+)
 @pytest.mark.parametrize('replay', ['off', 'R2', 'R3'])
 def test_every_loss_trains_with_every_kind_of_replay(loss, replay):
-    start, (engine, log) = engines()[1], run(replace(RECIPE, steps=1, loss=loss, router_replay=replay))
+    start, (engine, log) = (
+        engines()[1],
+        run(replace(RECIPE, steps=1, loss=loss, router_replay=replay)),
+    )
     assert not same(engine, start) and all(math.isfinite(v) for v in log[0][1].values())
     assert log.routes_valid_frac == [float(replay != 'off' or log[0][3].routed_experts is not None)]
 
@@ -484,25 +707,46 @@ def test_every_part_can_be_switched_off_alone():
     base = replace(RECIPE, steps=2, prompts_per_step=6)
     whole = run(base)[0]
     zv = base.zero_variance
-    for change in (dict(loss=LossConfig('gspo')), dict(zero_variance=replace(zv, sampling='uniform')), dict(zero_variance=replace(zv, zvp_alpha=0.)),
-            dict(zero_variance=replace(zv, length_weight=0., repetition_weight=0.)), dict(advantages=AdvantageConfig('dr_grpo'))):
-        prompts = [replace(p, verifier='exact', answer='never') if i % 2 else p for i, p in enumerate(PROMPTS)]
+    for change in (
+        dict(loss=LossConfig('gspo')),
+        dict(zero_variance=replace(zv, sampling='uniform')),
+        dict(zero_variance=replace(zv, zvp_alpha=0.0)),
+        dict(zero_variance=replace(zv, length_weight=0.0, repetition_weight=0.0)),
+        dict(advantages=AdvantageConfig('dr_grpo')),
+    ):
+        prompts = [
+            replace(p, verifier='exact', answer='never') if i % 2 else p
+            for i, p in enumerate(PROMPTS)
+        ]
         assert not same(run(replace(base, **change), prompts)[0], run(base, prompts)[0]), change
     assert whole.num_steps == 4
 
 
 def test_groups_that_fail_everything_still_learn_with_the_recipe():
     "RL-ZVP and penalties: nothing is right, and no step is skipped"
-    engine, log = run(RECIPE, prompts=[replace(p, verifier='exact', answer='never') for p in PROMPTS])
-    assert log.skipped_frac == [0.]*4 and log.zero_variance_raw_frac == [1.]*4 and engine.num_steps == 8
-    assert min(log.gradient_token_frac) > .5
+    engine, log = run(
+        RECIPE, prompts=[replace(p, verifier='exact', answer='never') for p in PROMPTS]
+    )
+    assert (
+        log.skipped_frac == [0.0] * 4
+        and log.zero_variance_raw_frac == [1.0] * 4
+        and engine.num_steps == 8
+    )
+    assert min(log.gradient_token_frac) > 0.5
 
 
 def test_task_rewards_and_penalties_are_told_apart():
-    heavy = replace(RECIPE, zero_variance=ZeroVarianceConfig('uniform', length_weight=.3, overlong_frac=1., repetition_weight=.1))
+    heavy = replace(
+        RECIPE,
+        zero_variance=ZeroVarianceConfig(
+            'uniform', length_weight=0.3, overlong_frac=1.0, repetition_weight=0.1
+        ),
+    )
     _, log = run(heavy)
     for _, m, samples, batch in log:
         task = [s.verdict.reward for s in samples]
-        assert m['reward_mean'] == pytest.approx(sum(task)/len(task)) and m['penalty_mean'] > 0
-        assert m['reward_mean']-m['penalty_mean'] == pytest.approx(sum(s.reward for s in samples)/len(samples), abs=1e-6)
+        assert m['reward_mean'] == pytest.approx(sum(task) / len(task)) and m['penalty_mean'] > 0
+        assert m['reward_mean'] - m['penalty_mean'] == pytest.approx(
+            sum(s.reward for s in samples) / len(samples), abs=1e-6
+        )
         assert m['tokens'] == batch.response_mask.sum()

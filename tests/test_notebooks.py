@@ -1,41 +1,62 @@
 "Every notebook runs from top to bottom, in a process of its own"
+
 import os
 import re
 from importlib.util import find_spec
 
-from tests.support import fork_server as forked
-from tests.support import vllm_fork_server as nursed
 import pytest
 
 from tests.support import ROOT
+from tests.support import fork_server as forked
+from tests.support import vllm_fork_server as nursed
 
 FLAGS = os.environ.get('NB_FLAGS', '')  # e.g. NB_FLAGS="slow gpu"
 
 
 def notebooks():
     "In reading order, without checkpoints and hidden files"
-    def hidden(p): return any(n.startswith(('.', '_')) for n in p.relative_to(ROOT).parts)
-    return sorted(p for p in (ROOT/'nbs').rglob('*.ipynb') if not hidden(p))
+
+    def hidden(p):
+        return any(n.startswith(('.', '_')) for n in p.relative_to(ROOT).parts)
+
+    return sorted(p for p in (ROOT / 'nbs').rglob('*.ipynb') if not hidden(p))
 
 
 def missing(path):
     "Engines that a notebook needs and this environment has not"
-    return {m for m in re.findall(r'(?:from|import) (vllm|megatron|compassrl\.engines\.[a-z]+)', path.read_text())
-        if not find_spec({'compassrl.rollout.vllm.in_process': 'vllm', 'compassrl.train.megatron.engine': 'megatron'}.get(m, m))}
+    return {
+        m
+        for m in re.findall(
+            r'(?:from|import) (vllm|megatron|compassrl\.engines\.[a-z]+)', path.read_text()
+        )
+        if not find_spec(
+            {
+                'compassrl.rollout.vllm.in_process': 'vllm',
+                'compassrl.train.megatron.engine': 'megatron',
+            }.get(m, m)
+        )
+    }
 
 
-def run_cells(path): # `nbdev-test PATH`
+def run_cells(path):  # `nbdev-test PATH`
     from nbdev.test import nbdev_test
+
     nbdev_test(str(path), flags=FLAGS)
 
 
-def name(path): return path.relative_to(ROOT/'nbs').with_suffix('').as_posix()
+def name(path):
+    return path.relative_to(ROOT / 'nbs').with_suffix('').as_posix()
 
 
 @pytest.mark.parametrize('path', notebooks(), ids=name)
 def test_notebook_runs(path, tmp_path):
-    if missing(path): pytest.skip(f'needs {missing(path)}: python tools/setup_env.py dev engines-cpu')
+    if missing(path):
+        pytest.skip(f'needs {missing(path)}: python tools/setup_env.py dev engines-cpu')
     env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'}
-    run = nursed.run if re.search(r'(from|import) vllm\b|start_server\(|VllmPool\(', path.read_text()) else forked.run
-    r = run(tmp_path/'log', run_cells, path, env=env, timeout=800)
+    run = (
+        nursed.run
+        if re.search(r'(from|import) vllm\b|start_server\(|VllmPool\(', path.read_text())
+        else forked.run
+    )
+    r = run(tmp_path / 'log', run_cells, path, env=env, timeout=800)
     assert r.returncode == 0 and 'Success.' in r.stdout, f'{r.stdout[-3000:]}\n{r.stderr[-6000:]}'

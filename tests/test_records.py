@@ -1,35 +1,81 @@
 "Promise 5: whatever happens to a batch, every tensor still speaks of the token it stands beside; and no sample is lost or comes twice"
+
 from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from compassrl.records import Batch, Sample, SamplingParams, collate, derive_seed, micro_batches, select
+from compassrl.records import (
+    Batch,
+    Sample,
+    SamplingParams,
+    collate,
+    derive_seed,
+    micro_batches,
+    select,
+)
 
 random = settings(deadline=None, max_examples=80, derandomize=True)
-TAGS = ('advantages', 'old_log_probs', 'ref_log_probs', 'log_probs', 'entropy', 'routes_agree')  # fp32 [B, T] tensors that later stages add
+TAGS = (
+    'advantages',
+    'old_log_probs',
+    'ref_log_probs',
+    'log_probs',
+    'entropy',
+    'routes_agree',
+)  # fp32 [B, T] tensors that later stages add
 
 
 def sample(number, Tp, Tr, prompt='p', routes=True):
     "Token ids name the sample and the place (1000 * number + place + 1), and so does every other tensor"
-    ids = [1000*number+t+1 for t in range(Tp+Tr)]
+    ids = [1000 * number + t + 1 for t in range(Tp + Tr)]
     t = torch.tensor(ids)
-    experts = torch.stack([t, t+7, t, t+7], -1).view(-1, 2, 2)[:-1].to(torch.int16) if routes else None  # [T-1, L=2, K=2]
-    return Sample(prompt, number, ids[:Tp], ids[Tp:], t[Tp:].float(), experts, t[:-1] % 3 > 0 if routes else None, 'stop', 0, reward=float(number))
+    experts = (
+        torch.stack([t, t + 7, t, t + 7], -1).view(-1, 2, 2)[:-1].to(torch.int16)
+        if routes
+        else None
+    )  # [T-1, L=2, K=2]
+    return Sample(
+        prompt,
+        number,
+        ids[:Tp],
+        ids[Tp:],
+        t[Tp:].float(),
+        experts,
+        t[:-1] % 3 > 0 if routes else None,
+        'stop',
+        0,
+        reward=float(number),
+    )
 
 
 @st.composite
 def sample_lists(draw, routes=None):
-    sizes = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=8))
-    keep = [True]*len(sizes) if routes is None else draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
-    return [sample(i+1, Tp, Tr, f'p{g}', r) for i, ((Tp, Tr, g), r) in enumerate(zip(sizes, keep))]
+    sizes = draw(
+        st.lists(
+            st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(0, 2)),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    keep = (
+        [True] * len(sizes)
+        if routes is None
+        else draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
+    )
+    return [
+        sample(i + 1, Tp, Tr, f'p{g}', r) for i, ((Tp, Tr, g), r) in enumerate(zip(sizes, keep))
+    ]
 
 
 def full(samples):
     "A batch with every field set"
     b = collate(samples)
-    return replace(b, **{k: (b.token_ids*b.response_mask).float()*(i+2) for i, k in enumerate(TAGS)})
+    return replace(
+        b, **{k: (b.token_ids * b.response_mask).float() * (i + 2) for i, k in enumerate(TAGS)}
+    )
 
 
 def check_tags(b, tags=TAGS):
@@ -37,38 +83,60 @@ def check_tags(b, tags=TAGS):
     ids, T = b.token_ids, b.token_ids.shape[1]
     assert (b.token_mask == (ids > 0)).all() and (b.response_mask <= b.token_mask).all()
     assert (b.token_mask.long().diff(dim=1) <= 0).all(), 'right-padded'
-    want = (ids*b.response_mask).float()
+    want = (ids * b.response_mask).float()
     assert (b.rollout_log_probs == want).all()
     for i, k in enumerate(TAGS):
-        if k in tags: assert (getattr(b, k) == want*(i+2)).all(), k
+        if k in tags:
+            assert (getattr(b, k) == want * (i + 2)).all(), k
     if b.routed_experts is not None:
-        fed = torch.arange(T) < b.lengths[:, None]-1
+        fed = torch.arange(T) < b.lengths[:, None] - 1
         has = (b.routed_experts.flatten(1) != 0).any(1)[:, None]  # samples that brought routes
-        assert (b.routed_experts == (torch.stack([ids, ids+7, ids, ids+7], -1).view(len(b), T, 2, 2)*(fed & has)[..., None, None])).all()
+        assert (
+            b.routed_experts
+            == (
+                torch.stack([ids, ids + 7, ids, ids + 7], -1).view(len(b), T, 2, 2)
+                * (fed & has)[..., None, None]
+            )
+        ).all()
         assert (b.routes_valid == (fed & has & (ids % 3 > 0))).all()
-    if len(b): assert (b.rewards.long()[:, None] == ids//1000)[b.token_mask].all()
+    if len(b):
+        assert (b.rewards.long()[:, None] == ids // 1000)[b.token_mask].all()
 
 
 # ---- collate -----------------------------------------------------------------------------------------------------------------------------------------------
+
 
 @random
 @given(sample_lists())
 def test_collate(samples):
     b = collate(samples)
     check_tags(b, ())
-    assert len(b) == len(samples) and b.token_ids.shape[1] == max(len(s.prompt_ids+s.response_ids) for s in samples)
+    assert len(b) == len(samples) and b.token_ids.shape[1] == max(
+        len(s.prompt_ids + s.response_ids) for s in samples
+    )
     for i, s in enumerate(samples):
-        assert b.token_ids[i][b.token_mask[i]].tolist() == s.prompt_ids+s.response_ids
+        assert b.token_ids[i][b.token_mask[i]].tolist() == s.prompt_ids + s.response_ids
         assert b.token_ids[i][b.response_mask[i]].tolist() == s.response_ids
-    assert [[x == y for y in b.group] for x in b.group] == [[s.prompt_id == t.prompt_id for t in samples] for s in samples]
+    assert [[x == y for y in b.group] for x in b.group] == [
+        [s.prompt_id == t.prompt_id for t in samples] for s in samples
+    ]
     assert set(b.group.tolist()) == set(range(len({s.prompt_id for s in samples})))
 
 
 def test_dtypes():
     b = collate([sample(1, 2, 3)])
-    assert {f.name: getattr(b, f.name).dtype for f in fields(b) if getattr(b, f.name) is not None} == dict(token_ids=torch.int64,
-        token_mask=torch.bool, response_mask=torch.bool, rollout_log_probs=torch.float, group=torch.int64, rewards=torch.float,
-        routed_experts=torch.int16, routes_valid=torch.bool)
+    assert {
+        f.name: getattr(b, f.name).dtype for f in fields(b) if getattr(b, f.name) is not None
+    } == dict(
+        token_ids=torch.int64,
+        token_mask=torch.bool,
+        response_mask=torch.bool,
+        rollout_log_probs=torch.float,
+        group=torch.int64,
+        rewards=torch.float,
+        routed_experts=torch.int16,
+        routes_valid=torch.bool,
+    )
 
 
 @random
@@ -76,10 +144,12 @@ def test_dtypes():
 def test_samples_without_routes(samples):
     "They fall back to the live router, the others keep theirs"
     b = collate(samples)
-    if all(s.routed_experts is None for s in samples): assert b.routed_experts is None and b.routes_valid is None
+    if all(s.routed_experts is None for s in samples):
+        assert b.routed_experts is None and b.routes_valid is None
     else:
         check_tags(b, ())
-        for i, s in enumerate(samples): assert b.routes_valid[i].any() <= (s.routed_experts is not None)
+        for i, s in enumerate(samples):
+            assert b.routes_valid[i].any() <= (s.routed_experts is not None)
 
 
 def test_only_the_response_has_log_probs():
@@ -89,14 +159,15 @@ def test_only_the_response_has_log_probs():
 
 # ---- select, map -------------------------------------------------------------------------------------------------------------------------------------------
 
+
 @random
 @given(sample_lists(), st.data())
 def test_select(samples, data):
     b = full(samples)
-    rows = data.draw(st.lists(st.integers(0, len(b)-1), min_size=1, max_size=10))
+    rows = data.draw(st.lists(st.integers(0, len(b) - 1), min_size=1, max_size=10))
     s = select(b, data.draw(st.sampled_from([rows, torch.tensor(rows)])))
     check_tags(s)
-    assert (s.token_ids[:, 0]//1000-1).tolist() == rows and (s.group == b.group[rows]).all()
+    assert (s.token_ids[:, 0] // 1000 - 1).tolist() == rows and (s.group == b.group[rows]).all()
     assert s.token_ids.shape[1] == b.lengths[rows].max()
 
 
@@ -107,7 +178,7 @@ def test_select_by_mask(samples, data):
     keep = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(b), max_size=len(b))))
     s = select(b, keep)
     check_tags(s)
-    assert (s.token_ids[:, :1]//1000-1).flatten().tolist() == keep.nonzero()[:, 0].tolist()
+    assert (s.token_ids[:, :1] // 1000 - 1).flatten().tolist() == keep.nonzero()[:, 0].tolist()
 
 
 def test_select_nothing():
@@ -135,10 +206,13 @@ def test_chain_of_transformations(samples, rnd):
 def test_map_reaches_every_field():
     b, seen = full([sample(1, 2, 3), sample(2, 1, 2)]), []
     b.map(lambda t: seen.append(id(t)) or t)
-    assert sorted(seen) == sorted(id(getattr(b, f.name)) for f in fields(Batch)), 'a field was forgotten: set it in `full`'
+    assert sorted(seen) == sorted(id(getattr(b, f.name)) for f in fields(Batch)), (
+        'a field was forgotten: set it in `full`'
+    )
 
 
 # ---- micro-batches -----------------------------------------------------------------------------------------------------------------------------------------
+
 
 @random
 @given(sample_lists(), st.integers(1, 200))
@@ -152,7 +226,8 @@ def test_micro_batches(samples, max_tokens):
         assert len(rows) == 1 or part.token_ids.numel() <= max_tokens
     widths = [int(b.lengths[rows].max()) for rows in parts]
     assert widths == sorted(widths, reverse=True), 'the longest come first'
-    for rows, width in zip(parts[:-1], widths): assert width*(len(rows)+1) > max_tokens, 'no part could take another row'
+    for rows, width in zip(parts[:-1], widths):
+        assert width * (len(rows) + 1) > max_tokens, 'no part could take another row'
 
 
 def test_micro_batches_of_nothing():
@@ -161,48 +236,74 @@ def test_micro_batches_of_nothing():
 
 # ---- mutants -----------------------------------------------------------------------------------------------------------------------------------------------
 
-def two(): return full([sample(1, 2, 3), sample(2, 1, 7), sample(3, 3, 1)])
+
+def two():
+    return full([sample(1, 2, 3), sample(2, 1, 7), sample(3, 3, 1)])
 
 
-@pytest.mark.parametrize('field', ['rollout_log_probs', 'routed_experts', 'routes_valid', 'response_mask', 'rewards', *TAGS])
+@pytest.mark.parametrize(
+    'field',
+    ['rollout_log_probs', 'routed_experts', 'routes_valid', 'response_mask', 'rewards', *TAGS],
+)
 def test_the_tags_see_a_tensor_that_stays_behind(field):
     b = two()
     moved = replace(select(b, [2, 0, 1]), **{field: getattr(b, field)})
-    with pytest.raises(AssertionError): check_tags(moved)
+    with pytest.raises(AssertionError):
+        check_tags(moved)
 
 
-@pytest.mark.parametrize('field', ['rollout_log_probs', 'routed_experts', 'routes_valid', 'response_mask', *TAGS])
+@pytest.mark.parametrize(
+    'field', ['rollout_log_probs', 'routed_experts', 'routes_valid', 'response_mask', *TAGS]
+)
 def test_the_tags_see_a_shift_by_one(field):
     b = two()
-    with pytest.raises(AssertionError): check_tags(replace(b, **{field: getattr(b, field).roll(1, 1)}))
+    with pytest.raises(AssertionError):
+        check_tags(replace(b, **{field: getattr(b, field).roll(1, 1)}))
 
 
 # ---- errors, seeds -----------------------------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('change, message', [
-    (dict(rollout_log_probs=torch.zeros(2)), 'rollout_log_probs has 2 rows; .* need 3'),
-    (dict(routed_experts=torch.zeros(5, 1, 1)), 'routed_experts has 5 rows; .* need 4'),
-    (dict(routes_valid=torch.ones(3, dtype=torch.bool)), 'routes_valid has 3 rows'),
-    (dict(routed_experts=torch.zeros(4, 1, 3)), r'\[1, 3\], \[2, 2\].*one policy'),
-    (dict(routes_valid=None), 'no routes_valid'),
-    (dict(prompt_ids=[]), 'has no prompt')])
+
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        (dict(rollout_log_probs=torch.zeros(2)), 'rollout_log_probs has 2 rows; .* need 3'),
+        (dict(routed_experts=torch.zeros(5, 1, 1)), 'routed_experts has 5 rows; .* need 4'),
+        (dict(routes_valid=torch.ones(3, dtype=torch.bool)), 'routes_valid has 3 rows'),
+        (dict(routed_experts=torch.zeros(4, 1, 3)), r'\[1, 3\], \[2, 2\].*one policy'),
+        (dict(routes_valid=None), 'no routes_valid'),
+        (dict(prompt_ids=[]), 'has no prompt'),
+    ],
+)
 def test_a_sample_that_does_not_fit(change, message):
-    with pytest.raises(ValueError, match=message): collate([sample(1, 2, 3), replace(sample(2, 2, 3), **change)])
+    with pytest.raises(ValueError, match=message):
+        collate([sample(1, 2, 3), replace(sample(2, 2, 3), **change)])
 
 
 def test_fed_mask():
     "All tokens but the last of each sample, also where a row fills the batch"
     b = collate([sample(1, 2, 3), sample(2, 1, 1)])
-    assert b.fed_mask.tolist() == [[True]*4+[False], [True]+[False]*4]
+    assert b.fed_mask.tolist() == [[True] * 4 + [False], [True] + [False] * 4]
 
 
 def test_no_samples():
-    with pytest.raises(ValueError, match='no samples'): collate([])
+    with pytest.raises(ValueError, match='no samples'):
+        collate([])
 
 
-@pytest.mark.parametrize('kw', [dict(max_tokens=0), dict(temperature=-.1), dict(temperature=float('nan')), dict(top_p=0), dict(top_p=1.1)])
+@pytest.mark.parametrize(
+    'kw',
+    [
+        dict(max_tokens=0),
+        dict(temperature=-0.1),
+        dict(temperature=float('nan')),
+        dict(top_p=0),
+        dict(top_p=1.1),
+    ],
+)
 def test_sampling_params(kw):
-    with pytest.raises(ValueError, match='='.join(map(str, *kw.items()))): SamplingParams(**kw)
+    with pytest.raises(ValueError, match='='.join(map(str, *kw.items()))):
+        SamplingParams(**kw)
 
 
 @random

@@ -1,4 +1,5 @@
 "What holds of the whole repository: settings, exports, stored outputs, README, reading order, no trace of a machine"
+
 import ast
 import configparser
 import importlib
@@ -18,55 +19,78 @@ from tests.test_notebooks import name, notebooks
 
 BIN = Path(sys.executable).parent
 SETTINGS = configparser.ConfigParser()
-SETTINGS.read(ROOT/'settings.ini')
+SETTINGS.read(ROOT / 'settings.ini')
 SETTINGS = SETTINGS['DEFAULT']
-PYPROJECT = tomllib.loads((ROOT/'pyproject.toml').read_text())
+PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())
 PROJECT, NBDEV = PYPROJECT['project'], PYPROJECT['tool']['nbdev']
-VERSION = re.search(r"__version__ = ['\"](.+?)['\"]", (ROOT/'compassrl'/'__init__.py').read_text())[1]
+VERSION = re.search(
+    r"__version__ = ['\"](.+?)['\"]", (ROOT / 'compassrl' / '__init__.py').read_text()
+)[1]
 
 
-def each_notebook(fn): return pytest.mark.parametrize('path', notebooks(), ids=name)(fn)
+def each_notebook(fn):
+    return pytest.mark.parametrize('path', notebooks(), ids=name)(fn)
 
 
-def cells(path, kind): return [c for c in json.loads(path.read_text())['cells'] if c['cell_type'] == kind]
+def cells(path, kind):
+    return [c for c in json.loads(path.read_text())['cells'] if c['cell_type'] == kind]
 
 
-def code(cell): return ''.join(cell['source'])
+def code(cell):
+    return ''.join(cell['source'])
 
 
 def tree(cell):
     "The cell's syntax tree; None for what is not Python (magics, shell lines)"
-    try: return ast.parse(code(cell))
-    except SyntaxError: return None
+    try:
+        return ast.parse(code(cell))
+    except SyntaxError:
+        return None
 
 
 def tracked():
     "Every file that is or would be committed"
-    if not (ROOT/'.git').exists(): pytest.skip('not a git checkout')
+    if not (ROOT / '.git').exists():
+        pytest.skip('not a git checkout')
     command = ['git', 'ls-files', '-co', '--exclude-standard', '-z']
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split('\0')
-    return [ROOT/n for n in names if n and (ROOT/n).is_file() and not (ROOT/n).is_symlink()]
+    names = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split('\0')
+    return [ROOT / n for n in names if n and (ROOT / n).is_file() and not (ROOT / n).is_symlink()]
 
 
 def test_settings_agree():
     "settings.ini (nbdev 2) says what pyproject.toml (nbdev 3) says"
-    want = dict(lib_name=PROJECT['name'], version=VERSION, description=PROJECT['description'],
-        author=PROJECT['authors'][0]['name'], keywords=' '.join(k.replace(' ', '-') for k in PROJECT['keywords']),
-        min_python=PROJECT['requires-python'].removeprefix('>='), requirements=' '.join(PROJECT['dependencies']),
-        dev_requirements=' '.join(PROJECT['optional-dependencies']['dev']), git_url=PROJECT['urls']['Repository'],
+    want = dict(
+        lib_name=PROJECT['name'],
+        version=VERSION,
+        description=PROJECT['description'],
+        author=PROJECT['authors'][0]['name'],
+        keywords=' '.join(k.replace(' ', '-') for k in PROJECT['keywords']),
+        min_python=PROJECT['requires-python'].removeprefix('>='),
+        requirements=' '.join(PROJECT['dependencies']),
+        dev_requirements=' '.join(PROJECT['optional-dependencies']['dev']),
+        git_url=PROJECT['urls']['Repository'],
         console_scripts=' '.join(f'{k}={v}' for k, v in PROJECT['scripts'].items()),
-        license={'Apache-2.0': 'apache2'}[PROJECT['license']], **{k: str(v) for k, v in NBDEV.items()})
+        license={'Apache-2.0': 'apache2'}[PROJECT['license']],
+        **{k: str(v) for k, v in NBDEV.items()},
+    )
     got = {k: SETTINGS.get(k) for k in want}
     assert got == want
-    assert SETTINGS['doc_host']+SETTINGS['doc_baseurl'] == PROJECT['urls']['Documentation']
+    assert SETTINGS['doc_host'] + SETTINGS['doc_baseurl'] == PROJECT['urls']['Documentation']
     assert PROJECT['dynamic'] == ['version']
-    assert PYPROJECT['tool']['setuptools']['dynamic']['version'] == {'attr': 'compassrl.__version__'}
+    assert PYPROJECT['tool']['setuptools']['dynamic']['version'] == {
+        'attr': 'compassrl.__version__'
+    }
 
 
 def test_same_pin_in_every_extra():
     "A package that several extras pin is pinned to one version"
     pins = {}
-    for dep in [*PROJECT['dependencies'], *(d for ds in PROJECT['optional-dependencies'].values() for d in ds)]:
+    for dep in [
+        *PROJECT['dependencies'],
+        *(d for ds in PROJECT['optional-dependencies'].values() for d in ds),
+    ]:
         name, pin = re.match(r'([\w.-]+)(.*)', dep).groups()
         pins.setdefault(name.lower(), set()).add(pin)
     assert {k: v for k, v in pins.items() if len(v) > 1} == {}
@@ -75,59 +99,100 @@ def test_same_pin_in_every_extra():
 @pytest.fixture(scope='module')
 def fresh(tmp_path_factory):
     "The notebooks cleaned and exported from scratch in another folder"
-    new = tmp_path_factory.mktemp('fresh')/'p'
-    (new/'compassrl').mkdir(parents=True)
+    new = tmp_path_factory.mktemp('fresh') / 'p'
+    (new / 'compassrl').mkdir(parents=True)
     for name in ('pyproject.toml', 'settings.ini', '_quarto.yml', 'compassrl/__init__.py'):
-        shutil.copy2(ROOT/name, new/name)
+        shutil.copy2(ROOT / name, new / name)
     for p in notebooks():
-        to = new/p.relative_to(ROOT)
+        to = new / p.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(p, to)
-    os.symlink('../_quarto.yml', new/'nbs'/'_quarto.yml')
-    shutil.copytree(ROOT/'tools', new/'tools', ignore=shutil.ignore_patterns('__pycache__'))
+    os.symlink('../_quarto.yml', new / 'nbs' / '_quarto.yml')
+    shutil.copytree(ROOT / 'tools', new / 'tools', ignore=shutil.ignore_patterns('__pycache__'))
     env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'}
-    subprocess.run([sys.executable, 'tools/nb.py', 'sync'], cwd=new, check=True, capture_output=True, env=env)
+    subprocess.run(
+        [sys.executable, 'tools/nb.py', 'sync'], cwd=new, check=True, capture_output=True, env=env
+    )
     return new
 
 
 def test_generated_files_match_notebooks(fresh):
     "Nothing was edited by hand, forgotten or left over: modules, sidebar, README and its figures"
+
     def generated(root):
         patterns = ('compassrl/**/*.py', 'nbs/*.yml', 'README.md', 'index_files/*')
-        return {p.relative_to(root).as_posix(): p.read_bytes() for pattern in patterns for p in root.glob(pattern)}
+        return {
+            p.relative_to(root).as_posix(): p.read_bytes()
+            for pattern in patterns
+            for p in root.glob(pattern)
+        }
+
     want, got = generated(fresh), generated(ROOT)
-    assert sorted(k for k in want.keys() | got.keys() if want.get(k) != got.get(k)) == [], 'run `make sync`'
+    assert sorted(k for k in want.keys() | got.keys() if want.get(k) != got.get(k)) == [], (
+        'run `make sync`'
+    )
 
 
 def test_notebooks_are_clean(fresh):
-    dirty = [p.name for p in notebooks() if p.read_text() != (fresh/p.relative_to(ROOT)).read_text()]
+    dirty = [
+        p.name for p in notebooks() if p.read_text() != (fresh / p.relative_to(ROOT)).read_text()
+    ]
     assert dirty == [], 'run `make sync`'
 
 
 def shows(cell):
     "Whether a cell surely shows something: it prints or plots at top level, or ends in a value"
     parsed = tree(cell)
-    if parsed is None or not parsed.body: return False
-    def name(e): return ast.unparse(e.func) if isinstance(e, ast.Call) else ''
+    if parsed is None or not parsed.body:
+        return False
+
+    def name(e):
+        return ast.unparse(e.func) if isinstance(e, ast.Call) else ''
+
     calls = {name(s.value) for s in parsed.body if isinstance(s, ast.Expr)}
     last = parsed.body[-1]
-    value = isinstance(last, ast.Expr) and not isinstance(last.value, (ast.Call, ast.Constant, ast.Await))
-    known = {'print', 'display', 'plt.show', 'pipeline', 'predict', 'lesson.pipeline', 'lesson.predict', 'interact'}
+    value = isinstance(last, ast.Expr) and not isinstance(
+        last.value, (ast.Call, ast.Constant, ast.Await)
+    )
+    known = {
+        'print',
+        'display',
+        'plt.show',
+        'pipeline',
+        'predict',
+        'lesson.pipeline',
+        'lesson.predict',
+        'interact',
+    }
     return value and not code(cell).rstrip().endswith(';') or bool(calls & known)
 
 
 @each_notebook
 def test_outputs_are_stored(path):
     "Executed from top to bottom without an error; what a reader should see is in the file"
-    def skipped(c): return re.search(r'^#\|\s*(eval\s*:\s*false|slow|gpu)\b', code(c), flags=re.M)
-    missing = [code(c)[:80] for c in cells(path, 'code') if shows(c) and not c['outputs'] and not skipped(c)]
+
+    def skipped(c):
+        return re.search(r'^#\|\s*(eval\s*:\s*false|slow|gpu)\b', code(c), flags=re.M)
+
+    missing = [
+        code(c)[:80]
+        for c in cells(path, 'code')
+        if shows(c) and not c['outputs'] and not skipped(c)
+    ]
     assert missing == [], f'run `python tools/execute_nbs.py {path.relative_to(ROOT)}`'
-    assert [o.get('evalue') for c in cells(path, 'code') for o in c['outputs'] if o['output_type'] == 'error'] == []
+    assert [
+        o.get('evalue')
+        for c in cells(path, 'code')
+        for o in c['outputs']
+        if o['output_type'] == 'error'
+    ] == []
 
 
 def module_of(path):
     "Module name that a notebook exports to, '' if none"
-    found = re.search(r'^#\|\s*default_exp:?\s+(\S+)', '\n'.join(map(code, cells(path, 'code'))), flags=re.M)
+    found = re.search(
+        r'^#\|\s*default_exp:?\s+(\S+)', '\n'.join(map(code, cells(path, 'code'))), flags=re.M
+    )
     return found[1] if found else ''
 
 
@@ -135,7 +200,8 @@ def imported(cell):
     "Modules of the package that a cell imports"
     found = set()
     for node in ast.walk(tree(cell) or ast.Module([], [])):
-        if isinstance(node, ast.Import): found |= {a.name for a in node.names}
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             found |= {node.module, *(f'{node.module}.{a.name}' for a in node.names)}
     return {n.removeprefix('compassrl.') for n in found if n.startswith('compassrl.')}
@@ -144,9 +210,10 @@ def imported(cell):
 @each_notebook
 def test_a_notebook_has_the_folder_and_the_name_of_its_module(path):
     "A number orders a folder and means nothing else"
-    folder, stem = path.parent.relative_to(ROOT/'nbs').parts, path.stem
+    folder, stem = path.parent.relative_to(ROOT / 'nbs').parts, path.stem
     assert stem == 'index' or re.fullmatch(r'\d\d_[a-z0-9_]+', stem)
-    if module_of(path): assert module_of(path) == '.'.join([*folder, stem[3:]])
+    if module_of(path):
+        assert module_of(path) == '.'.join([*folder, stem[3:]])
 
 
 def test_one_notebook_per_module():
@@ -156,48 +223,89 @@ def test_one_notebook_per_module():
 
 @each_notebook
 def test_exported_lines_are_short(path):
-    exported = [code(c) for c in cells(path, 'code') if re.search(r'^#\|\s*export', code(c), flags=re.M)]
+    exported = [
+        code(c) for c in cells(path, 'code') if re.search(r'^#\|\s*export', code(c), flags=re.M)
+    ]
     assert [line for source in exported for line in source.splitlines() if len(line) > 120] == []
 
 
-MACHINE = (r'/(?:root|work|home/(?!someone/)\w+|Users/\w+|opt/\w+)/|/tmp/\w+/|site-[p]ackages|'
-    r'(?:download|test)\.pytorch\.org|pypi\.org|pythonhosted\.org|registry\.npmjs')
+MACHINE = (
+    r'/(?:root|work|home/(?!someone/)\w+|Users/\w+|opt/\w+)/|/tmp/\w+/|site-[p]ackages|'
+    r'(?:download|test)\.pytorch\.org|pypi\.org|pythonhosted\.org|registry\.npmjs'
+)
 
 
 def readable(path):
     "The text of a file that a person reads: of a notebook the sources and the text outputs, not the pictures"
-    if path.suffix != '.ipynb': return path.read_text(errors='ignore')
-    def text(o): return o.get('text', '') or {k: v for k, v in o.get('data', {}).items() if k.startswith('text')}
-    both = cells(path, 'markdown')+cells(path, 'code')
-    return '\n'.join(code(c)+'\n'+json.dumps([text(o) for o in c.get('outputs', [])]) for c in both)
+    if path.suffix != '.ipynb':
+        return path.read_text(errors='ignore')
+
+    def text(o):
+        return o.get('text', '') or {
+            k: v for k, v in o.get('data', {}).items() if k.startswith('text')
+        }
+
+    both = cells(path, 'markdown') + cells(path, 'code')
+    return '\n'.join(
+        code(c) + '\n' + json.dumps([text(o) for o in c.get('outputs', [])]) for c in both
+    )
 
 
 def test_no_trace_of_a_machine():
     "No absolute path of a machine and no package index in any tracked file"
-    own = [v for k in ('PIP_INDEX_URL', 'PIP_FIND_LINKS', 'UV_INDEX_URL') for v in os.environ.get(k, '').split()]
+    own = [
+        v
+        for k in ('PIP_INDEX_URL', 'PIP_FIND_LINKS', 'UV_INDEX_URL')
+        for v in os.environ.get(k, '').split()
+    ]
     pattern = '|'.join([MACHINE, *map(re.escape, [*own, str(ROOT)])])
-    texts = {str(p.relative_to(ROOT)): readable(p) for p in tracked() if p.suffix not in ('.png', '.safetensors')}
-    assert {name: sorted(set(hits)) for name, text in texts.items() if (hits := re.findall(pattern, text))} == {}
+    texts = {
+        str(p.relative_to(ROOT)): readable(p)
+        for p in tracked()
+        if p.suffix not in ('.png', '.safetensors')
+    }
+    assert {
+        name: sorted(set(hits))
+        for name, text in texts.items()
+        if (hits := re.findall(pattern, text))
+    } == {}
 
 
 @pytest.mark.parametrize('script', PROJECT['scripts'])
 def test_entry_points_exist(script):
     module, function = PROJECT['scripts'][script].split(':')
     assert callable(getattr(importlib.import_module(module), function))
-    assert (BIN/script).exists(), 'install the package: make .venv/.dev'
+    assert (BIN / script).exists(), 'install the package: make .venv/.dev'
 
 
 def test_named_make_targets_exist():
     "Every `make TARGET` of the texts is in the Makefile and in its help"
-    listed = set(re.findall(r'^([a-z-]+):.*## ', (ROOT/'Makefile').read_text(), flags=re.M))
-    texts = [ROOT/'README.md', ROOT/'CONTRIBUTING.md', *notebooks()]
-    used = {t for p in texts for t in re.findall(r'(?:`|^)make ([a-z-]+)(?=`| +#| ARGS|$)', readable(p), flags=re.M)}
-    assert used-listed == set() and {'train', 'test', 'lab', 'docs', 'bench', 'check', 'clean'} <= listed
+    listed = set(re.findall(r'^([a-z-]+):.*## ', (ROOT / 'Makefile').read_text(), flags=re.M))
+    texts = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *notebooks()]
+    used = {
+        t
+        for p in texts
+        for t in re.findall(r'(?:`|^)make ([a-z-]+)(?=`| +#| ARGS|$)', readable(p), flags=re.M)
+    }
+    assert (
+        used - listed == set()
+        and {'train', 'test', 'lab', 'docs', 'bench', 'check', 'clean'} <= listed
+    )
 
 
 def test_files_that_belong_together():
     "Changelog and package agree on the version; the licence is whole; CI runs what a person runs; one site config"
-    assert re.search(r'^## \[(\d\S*)\]', (ROOT/'CHANGELOG.md').read_text(), flags=re.M)[1] == VERSION
-    assert all(part in (ROOT/'LICENSE').read_text() for part in ('Apache License', 'END OF TERMS AND CONDITIONS'))
-    assert os.access(ROOT/'.ci'/'run', os.X_OK) and 'make test' in (ROOT/'.ci'/'run').read_text()
-    assert (ROOT/'nbs'/'_quarto.yml').is_symlink() and (ROOT/'nbs'/'_quarto.yml').resolve() == ROOT/'_quarto.yml'
+    assert (
+        re.search(r'^## \[(\d\S*)\]', (ROOT / 'CHANGELOG.md').read_text(), flags=re.M)[1] == VERSION
+    )
+    assert all(
+        part in (ROOT / 'LICENSE').read_text()
+        for part in ('Apache License', 'END OF TERMS AND CONDITIONS')
+    )
+    assert (
+        os.access(ROOT / '.ci' / 'run', os.X_OK)
+        and 'make test' in (ROOT / '.ci' / 'run').read_text()
+    )
+    assert (ROOT / 'nbs' / '_quarto.yml').is_symlink() and (
+        ROOT / 'nbs' / '_quarto.yml'
+    ).resolve() == ROOT / '_quarto.yml'

@@ -6,6 +6,7 @@ Cells that nbdev-test would skip (`#| slow`, `#| gpu`, `#| eval: false`) are not
 Progress bars and Python warnings never go into the notebook; ids are stable, so a second run of a deterministic
 notebook is byte-identical. A notebook that fails, or whose source changed while it ran, is not written.
 """
+
 import argparse
 import json
 import os
@@ -27,33 +28,57 @@ from nbdev.test import nb_test_cells
 
 TOOLS = Path(__file__).resolve().parent
 KERNEL_ENV = dict(
-    OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', OPENBLAS_NUM_THREADS='1', PYTHONHASHSEED='0',
-    TOKENIZERS_PARALLELISM='false', TQDM_DISABLE='1', HF_HUB_OFFLINE='1', HF_DATASETS_DISABLE_PROGRESS_BARS='1',
-    MATPLOTLIBRC=str(TOOLS/'matplotlibrc'), MPLBACKEND='module://matplotlib_inline.backend_inline')
-VIEW, STATE = 'application/vnd.jupyter.widget-view+json', 'application/vnd.jupyter.widget-state+json'
+    OMP_NUM_THREADS='1',
+    MKL_NUM_THREADS='1',
+    OPENBLAS_NUM_THREADS='1',
+    PYTHONHASHSEED='0',
+    TOKENIZERS_PARALLELISM='false',
+    TQDM_DISABLE='1',
+    HF_HUB_OFFLINE='1',
+    HF_DATASETS_DISABLE_PROGRESS_BARS='1',
+    MATPLOTLIBRC=str(TOOLS / 'matplotlibrc'),
+    MPLBACKEND='module://matplotlib_inline.backend_inline',
+)
+VIEW, STATE = (
+    'application/vnd.jupyter.widget-view+json',
+    'application/vnd.jupyter.widget-state+json',
+)
 HEX = r'[0-9a-f]{32}'
 
 
 def notebooks(folder):
     "In reading order, without checkpoints and hidden files"
-    def hidden(f): return any(p.startswith(('.', '_')) for p in f.relative_to(folder).parts)
+
+    def hidden(f):
+        return any(p.startswith(('.', '_')) for p in f.relative_to(folder).parts)
+
     return sorted(f for f in folder.rglob('*.ipynb') if not hidden(f))
 
 
 def execute(path, flags=()):
     "Run the cells that nbdev-test would run; raises `CellExecutionError`"
     skip = get_config(path.parent.resolve()).tst_flags
-    run = {c.id for c in nb_test_cells(path, skip.split() if isinstance(skip, str) else skip, list(flags))}
+    run = {
+        c.id
+        for c in nb_test_cells(path, skip.split() if isinstance(skip, str) else skip, list(flags))
+    }
     nb = nbformat.read(path, 4)
     nb.metadata.pop('widgets', None)
     skipped = [c for c in nb.cells if c.cell_type == 'code' and c.id not in run]
-    for c in skipped: c.metadata['tags'] = [*c.metadata.get('tags', []), 'skip-execution']
+    for c in skipped:
+        c.metadata['tags'] = [*c.metadata.get('tags', []), 'skip-execution']
     with tempfile.TemporaryDirectory() as home:  # no start-up files of the user's own
         kernel = AsyncKernelManager(kernel_name='python3', transport='ipc', ip=f'{home}/kernel')
-        client = NotebookClient(nb, km=kernel, timeout=3600 if flags else 180,  # slow cells take their time
-            resources=dict(metadata=dict(path=str(path.parent))), skip_cells_with_tag='skip-execution')
+        client = NotebookClient(
+            nb,
+            km=kernel,
+            timeout=3600 if flags else 180,  # slow cells take their time
+            resources=dict(metadata=dict(path=str(path.parent))),
+            skip_cells_with_tag='skip-execution',
+        )
         client.execute(cleanup_kc=True, env={**os.environ, **KERNEL_ENV, 'IPYTHONDIR': home})
-    for c in skipped: c.metadata.tags.remove('skip-execution')
+    for c in skipped:
+        c.metadata.tags.remove('skip-execution')
     return nb
 
 
@@ -62,7 +87,8 @@ def terminal(text):
     return re.sub(r'[^\n]*\r(?=[^\n])', '', text.replace('\r\n', '\n')).replace('\r', '')
 
 
-def is_bar(line): return bool(re.search(r'\d+%\|.*\|.*\[.*\]|^\d*it \[|\d+(\.\d+)?(it/s|s/it)', line))
+def is_bar(line):
+    return bool(re.search(r'\d+%\|.*\|.*\[.*\]|^\d*it \[|\d+(\.\d+)?(it/s|s/it)', line))
 
 
 def split_noise(text):
@@ -78,35 +104,52 @@ def reach(roots, state):
     seen, todo = set(), list(roots)
     while todo:
         key = todo.pop()
-        if key in state and key not in seen: seen.add(key); todo += re.findall(HEX, json.dumps(state[key]))
+        if key in state and key not in seen:
+            seen.add(key)
+            todo += re.findall(HEX, json.dumps(state[key]))
     return seen
 
 
 def drop_bars(nb):
     "Remove tqdm's widgets, which carry times"
     state = nb.metadata.get('widgets', {}).get(STATE, {}).get('state', {})
-    view = lambda o: o.get('data', {}).get(VIEW, {}).get('model_id')
+
+    def view(o):
+        return o.get('data', {}).get(VIEW, {}).get('model_id')
+
     outputs = [o for c in nb.cells for o in c.get('outputs', []) if view(o)]
     bars = [o for o in outputs if is_bar(o.data.get('text/plain', ''))]
-    for key in reach(map(view, bars), state) - reach([view(o) for o in outputs if o not in bars], state): del state[key]
+    for key in reach(map(view, bars), state) - reach(
+        [view(o) for o in outputs if o not in bars], state
+    ):
+        del state[key]
     for c in nb.cells:
-        if c.cell_type == 'code': c.outputs = [o for o in c.outputs if o not in bars]
+        if c.cell_type == 'code':
+            c.outputs = [o for o in c.outputs if o not in bars]
 
 
 def tidy_streams(nb):
     "Join the pieces of each stream, then drop what is noise to a reader; returns the warnings that were dropped"
     dropped = []
     for c in nb.cells:
-        if c.cell_type != 'code': continue
+        if c.cell_type != 'code':
+            continue
         out = []
         for o in c.outputs:
-            same = out and o.output_type == out[-1].output_type == 'stream' and o.name == out[-1].name
-            if same: out[-1].text += o.text
-            else: out.append(o)
+            same = (
+                out and o.output_type == out[-1].output_type == 'stream' and o.name == out[-1].name
+            )
+            if same:
+                out[-1].text += o.text
+            else:
+                out.append(o)
         for o in out:
-            if o.output_type != 'stream': continue
+            if o.output_type != 'stream':
+                continue
             o.text = terminal(o.text)
-            if o.name == 'stderr': o.text, noise = split_noise(o.text); dropped += noise
+            if o.name == 'stderr':
+                o.text, noise = split_noise(o.text)
+                dropped += noise
         c.outputs = [o for o in out if o.output_type != 'stream' or o.text.strip()]
     return dropped
 
@@ -116,65 +159,90 @@ def stable_ids(nb, name):
     state = nb.metadata.get('widgets', {}).get(STATE, {}).get('state', {})
     text = {k: json.dumps(v, sort_keys=True) for k, v in state.items()}
     order = {}
+
     def visit(key):
-        if key in order or key not in state: return
+        if key in order or key not in state:
+            return
         order[key] = len(order)
-        for ref in re.findall(HEX, text[key]): visit(ref)
+        for ref in re.findall(HEX, text[key]):
+            visit(ref)
+
     for c in nb.cells:
-        for o in c.get('outputs', []): visit(o.get('data', {}).get(VIEW, {}).get('model_id', ''))
+        for o in c.get('outputs', []):
+            visit(o.get('data', {}).get(VIEW, {}).get('model_id', ''))
+
     # models that no view reaches: by their own text, with the references known so far resolved
-    def resolved(key): return re.sub(HEX, lambda m: str(order.get(m[0], '?')), text[key])
-    for key in sorted(set(state)-set(order), key=resolved): visit(key)
+    def resolved(key):
+        return re.sub(HEX, lambda m: str(order.get(m[0], '?')), text[key])
+
+    for key in sorted(set(state) - set(order), key=resolved):
+        visit(key)
     raw = nbformat.writes(nb)
-    for key in re.findall(rf'_anim_img({HEX})', raw): order.setdefault(key, len(order))
+    for key in re.findall(rf'_anim_img({HEX})', raw):
+        order.setdefault(key, len(order))
     new = {k: uuid.uuid5(uuid.NAMESPACE_URL, f'{name}#{i}').hex for k, i in order.items()}
-    if new: nb = nbformat.reads(re.sub('|'.join(new), lambda m: new[m[0]], raw), 4)
+    if new:
+        nb = nbformat.reads(re.sub('|'.join(new), lambda m: new[m[0]], raw), 4)
     state = nb.metadata.get('widgets', {}).get(STATE, {}).get('state', {})
-    if state: nb.metadata.widgets[STATE]['state'] = dict(sorted(state.items()))
+    if state:
+        nb.metadata.widgets[STATE]['state'] = dict(sorted(state.items()))
     return nb
 
 
 def write_clean(nb, path):
     "Clean as nbdev-clean does and replace the file in one step"
     tmp = path.with_name(f'.{path.name}.tmp')
-    tmp.write_text(nbformat.writes(nb)+'\n')
+    tmp.write_text(nbformat.writes(nb) + '\n')
     cleaned = read_nb(tmp)
     clean_nb(cleaned)
     write_nb(cleaned, tmp)
     os.replace(tmp, path)
 
 
-def sources(path): return [(c.cell_type, c.source) for c in nbformat.read(path, 4).cells]
+def sources(path):
+    return [(c.cell_type, c.source) for c in nbformat.read(path, 4).cells]
 
 
 def run_one(path, flags, check):
     "True if the notebook ran; prints one line with its time"
     start, before = time.time(), sources(path)
     try:
-        try: nb = execute(path, flags)
-        except CellTimeoutError:  # now and then a message between client and kernel is lost, and both wait
+        try:
+            nb = execute(path, flags)
+        except (
+            CellTimeoutError
+        ):  # now and then a message between client and kernel is lost, and both wait
             print(f'{path}: no cell takes that long; once more, in a new kernel', flush=True)
             nb = execute(path, flags)
     except (CellExecutionError, CellTimeoutError) as e:
-        print(f'{path}: FAILED after {time.time()-start:.1f} s\n{e}', flush=True)
+        print(f'{path}: FAILED after {time.time() - start:.1f} s\n{e}', flush=True)
         return False
     drop_bars(nb)
     dropped = tidy_streams(nb)
-    took = time.time()-start
-    figures = sum('image/' in str(list(o.get('data', {}))) for c in nb.cells for o in c.get('outputs', []))
-    for w in dict.fromkeys(dropped): print(f'  not stored: {w.splitlines()[0]}')
+    took = time.time() - start
+    figures = sum(
+        'image/' in str(list(o.get('data', {}))) for c in nb.cells for o in c.get('outputs', [])
+    )
+    for w in dict.fromkeys(dropped):
+        print(f'  not stored: {w.splitlines()[0]}')
     if not check:
         if sources(path) != before:
             print(f'{path}: its source changed while it ran; not written, run it again', flush=True)
             return False
         write_clean(stable_ids(nb, path.name), path)
-    print(f'{path}: {took:.1f} s, {figures} figures, {path.stat().st_size/1024:.0f} kB', flush=True)
+    print(
+        f'{path}: {took:.1f} s, {figures} figures, {path.stat().st_size / 1024:.0f} kB', flush=True
+    )
     return True
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--flags', default='', help='flags of tst_flags to run all the same, e.g. "slow"')
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        '--flags', default='', help='flags of tst_flags to run all the same, e.g. "slow"'
+    )
     p.add_argument('--check', action='store_true', help='run and write nothing')
     p.add_argument('files', nargs='*', type=Path)
     a = p.parse_args()
@@ -183,4 +251,5 @@ def main():
     sys.exit(0 if all(ok) else 1)
 
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

@@ -8,27 +8,27 @@
 `save` refuses when the notebook changed since it was opened. The text stays open for the next edit. Fresh outputs are
 stored by tools/execute_nbs.py.
 """
+
 import hashlib
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
+import readme
 from nbdev.clean import nbdev_clean
 from nbdev.config import get_config
 from nbdev.doclinks import nbdev_export
 from nbdev.quarto import nbdev_sidebar, refresh_quarto_yml
 
-import readme
-
 cfg = get_config()
-NBS, TEXT = cfg.nbs_path, cfg.config_path/'nbs_py'
+NBS, TEXT = cfg.nbs_path, cfg.config_path / 'nbs_py'
 
 
 def paths(name):
     "Notebook, its text, and the file that remembers the notebook's hash"
     name = Path(name).with_suffix('')
-    return NBS/f'{name}.ipynb', TEXT/f'{name}.py', TEXT/name.parent/f'.{name.name}.sha'
+    return NBS / f'{name}.ipynb', TEXT / f'{name}.py', TEXT / name.parent / f'.{name.name}.sha'
 
 
 def module(nb):
@@ -43,12 +43,18 @@ def cells_hash(nb):
     return hashlib.sha256(src.encode()).hexdigest()
 
 
-def jupytext(*args): subprocess.run([sys.executable, '-m', 'jupytext', '--quiet', *map(str, args)], check=True)
+def jupytext(*args):
+    subprocess.run([sys.executable, '-m', 'jupytext', '--quiet', *map(str, args)], check=True)
+
+
+def ruff(*args):
+    subprocess.run([sys.executable, '-m', 'ruff', '--quiet', *map(str, args)], check=True)
 
 
 def export():
     "Modules, their index and the sidebar"
     nbdev_export.__wrapped__()
+    ruff('format', cfg.lib_path)
     refresh_quarto_yml()
     nbdev_sidebar.__wrapped__()
 
@@ -71,7 +77,8 @@ def open_(name):
 
 def save(name):
     nb, py, sha = paths(name)
-    if not py.exists(): sys.exit(f'{py} does not exist: open the notebook first')
+    if not py.exists():
+        sys.exit(f'{py} does not exist: open the notebook first')
     if not sha.exists() or sha.read_text() != cells_hash(nb):
         sys.exit(f'{nb} changed since {py} was opened: merge by hand, then open --force')
     jupytext('--update', '--to', 'ipynb', '--output', nb, py)
@@ -83,9 +90,12 @@ def save(name):
 
 def new(name):
     nb, _, _ = paths(name)
-    if nb.exists(): sys.exit(f'{nb} exists')
-    first = [nbformat.v4.new_markdown_cell(f'# {nb.stem}\n\n> One line about it.'),
-             nbformat.v4.new_code_cell(f'#| default_exp {module(nb)}')]
+    if nb.exists():
+        sys.exit(f'{nb} exists')
+    first = [
+        nbformat.v4.new_markdown_cell(f'# {nb.stem}\n\n> One line about it.'),
+        nbformat.v4.new_code_cell(f'#| default_exp {module(nb)}'),
+    ]
     kernel = dict(name='python3', display_name='python3', language='python')
     nbformat.write(nbformat.v4.new_notebook(metadata=dict(kernelspec=kernel), cells=first), nb)
     nbdev_clean.__wrapped__(fname=str(nb))
@@ -93,6 +103,8 @@ def new(name):
 
 
 if __name__ == '__main__':
-    if sys.argv[1:] == ['sync']: sys.exit(sync())
-    if len(sys.argv) < 3 or sys.argv[1] not in ('open', 'save', 'new'): sys.exit(__doc__)
+    if sys.argv[1:] == ['sync']:
+        sys.exit(sync())
+    if len(sys.argv) < 3 or sys.argv[1] not in ('open', 'save', 'new'):
+        sys.exit(__doc__)
     {'open': open_, 'save': save, 'new': new}[sys.argv[1]](sys.argv[2])

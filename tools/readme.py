@@ -1,7 +1,8 @@
 """README.md from nbs/index.ipynb: its text, its code and its stored outputs, as GitHub shows them.
 
-    python tools/readme.py [--check]     # --check: write nothing, fail if README.md or a figure is out of date
+python tools/readme.py [--check]     # --check: write nothing, fail if README.md or a figure is out of date
 """
+
 import base64
 import re
 import sys
@@ -17,59 +18,81 @@ NOTE = '<!-- Generated from nbs/index.ipynb by tools/readme.py: edit the noteboo
 def directives(source):
     "The `#| name: value` lines on top of a cell, and the code below them"
     opts, lines = {}, source.strip().splitlines()
-    while lines and (m := re.match(r'#\|\s*([\w-]+)\s*:?\s*(.*)', lines[0])): opts[m[1]] = m[2].strip(); lines.pop(0)
+    while lines and (m := re.match(r'#\|\s*([\w-]+)\s*:?\s*(.*)', lines[0])):
+        opts[m[1]] = m[2].strip()
+        lines.pop(0)
     return opts, '\n'.join(lines).strip()
 
 
 def relink(text):
     "Links beside the notebook become links beside the README"
+
     def move(m):
-        if m[1].startswith('../'): return m[1].removeprefix('../')
-        return f'nbs/{m[1]}' if (ROOT/'nbs'/m[1].split('#')[0]).exists() else m[1]
+        if m[1].startswith('../'):
+            return m[1].removeprefix('../')
+        return f'nbs/{m[1]}' if (ROOT / 'nbs' / m[1].split('#')[0]).exists() else m[1]
+
     return re.sub(r'(?<=\]\()(?!\w+:|#|/)([^)\s]+)', move, text)
 
 
 def output(o, figures):
     "One stored output as markdown; a figure is added to `figures` (file name -> bytes)"
-    if o.output_type == 'stream': return f'```\n{o.text.strip()}\n```'
-    if o.output_type == 'error': sys.exit(f'nbs/index.ipynb stores an error: {o.ename}: {o.evalue}')
+    if o.output_type == 'stream':
+        return f'```\n{o.text.strip()}\n```'
+    if o.output_type == 'error':
+        sys.exit(f'nbs/index.ipynb stores an error: {o.ename}: {o.evalue}')
     data = o.data
     for kind, decode in {'image/svg+xml': str.encode, 'image/png': base64.b64decode}.items():
-        if kind not in data: continue
-        name = f'{FIGURES}/figure-{len(figures)+1}.{kind[6:9]}'
+        if kind not in data:
+            continue
+        name = f'{FIGURES}/figure-{len(figures) + 1}.{kind[6:9]}'
         figures[name] = decode(data[kind])
         return f'![]({name})'
-    if 'text/markdown' in data: return relink(data['text/markdown'].strip())
-    if 'text/html' in data: return re.sub(r'<style.*?</style>\s*', '', data['text/html'], flags=re.S).strip()
+    if 'text/markdown' in data:
+        return relink(data['text/markdown'].strip())
+    if 'text/html' in data:
+        return re.sub(r'<style.*?</style>\s*', '', data['text/html'], flags=re.S).strip()
     return f'```\n{data.get("text/plain", "").strip()}\n```'
 
 
 def readme():
     "What the README and its figures should hold: file name -> bytes"
     parts, figures = [NOTE], {}
-    for c in nbformat.read(ROOT/'nbs'/'index.ipynb', 4).cells:
-        if c.cell_type == 'markdown': parts.append(relink(c.source.strip()))
-        if c.cell_type != 'code': continue
+    for c in nbformat.read(ROOT / 'nbs' / 'index.ipynb', 4).cells:
+        if c.cell_type == 'markdown':
+            parts.append(relink(c.source.strip()))
+        if c.cell_type != 'code':
+            continue
         opts, code = directives(c.source)
-        if not code or 'hide' in opts or opts.get('include') == 'false': continue
+        if not code or 'hide' in opts or opts.get('include') == 'false':
+            continue
         block = f'```python\n{code}\n```'
-        if opts.get('code-fold') == 'true': block = f'<details><summary>Code</summary>\n\n{block}\n\n</details>'
-        if opts.get('echo') != 'false': parts.append(block)
-        if opts.get('output') != 'false': parts += [output(o, figures) for o in c.outputs]
-    return {'README.md': ('\n\n'.join(parts)+'\n').encode(), **figures}
+        if opts.get('code-fold') == 'true':
+            block = f'<details><summary>Code</summary>\n\n{block}\n\n</details>'
+        if opts.get('echo') != 'false':
+            parts.append(block)
+        if opts.get('output') != 'false':
+            parts += [output(o, figures) for o in c.outputs]
+    return {'README.md': ('\n\n'.join(parts) + '\n').encode(), **figures}
 
 
 def main(args):
     files = readme()
-    stale = [n for n, b in files.items() if not (ROOT/n).exists() or (ROOT/n).read_bytes() != b]
-    extra = [f for f in (ROOT/FIGURES).glob('*') if f'{FIGURES}/{f.name}' not in files]
+    stale = [n for n, b in files.items() if not (ROOT / n).exists() or (ROOT / n).read_bytes() != b]
+    extra = [f for f in (ROOT / FIGURES).glob('*') if f'{FIGURES}/{f.name}' not in files]
     if '--check' in args:
-        sys.exit(f'out of date: {", ".join(stale+[f.name for f in extra])}: run `make sync`' if stale or extra else 0)
-    for f in extra: f.unlink()
+        sys.exit(
+            f'out of date: {", ".join(stale + [f.name for f in extra])}: run `make sync`'
+            if stale or extra
+            else 0
+        )
+    for f in extra:
+        f.unlink()
     for name in stale:
-        (ROOT/name).parent.mkdir(exist_ok=True)
-        (ROOT/name).write_bytes(files[name])
-    print(f'README.md: {len(files)-1} figures, {len(stale)} files written')
+        (ROOT / name).parent.mkdir(exist_ok=True)
+        (ROOT / name).write_bytes(files[name])
+    print(f'README.md: {len(files) - 1} figures, {len(stale)} files written')
 
 
-if __name__ == '__main__': main(sys.argv[1:])
+if __name__ == '__main__':
+    main(sys.argv[1:])

@@ -4,40 +4,52 @@
 
 A benchmark ends with one JSON line on stdout and exits 0; the line becomes benchmarks/results/NAME.json.
 """
+
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent/'benchmarks'
+FOLDER = Path(__file__).resolve().parent.parent / 'benchmarks'
 
 
 def run(script):
     "The last JSON line of a benchmark, whose output is shown as it comes; None if it failed"
     last = None
-    with subprocess.Popen([sys.executable, '-u', script], cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True) as p:
+    with subprocess.Popen(
+        [sys.executable, '-u', script], cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True
+    ) as p:
         for line in p.stdout:
             print(line, end='', flush=True)
-            if line.startswith('{'): last = line
-    if p.returncode != 0: return print(f'{script.name}: exit status {p.returncode}', file=sys.stderr)
-    try: return json.loads(last or '')
-    except ValueError: return print(f'{script.name}: its last line is not JSON', file=sys.stderr)
+            if line.startswith('{'):
+                last = line
+    if p.returncode != 0:
+        return print(f'{script.name}: exit status {p.returncode}', file=sys.stderr)
+    try:
+        return json.loads(last or '')
+    except ValueError:
+        return print(f'{script.name}: its last line is not JSON', file=sys.stderr)
 
 
 def main(names):
     known = {p.stem: p for p in sorted(FOLDER.glob('[!_]*.py'))}
-    unknown = sorted(set(names)-known.keys())
-    if unknown: sys.exit(f'no benchmark {", ".join(unknown)}: use some of {", ".join(known)}')
-    (FOLDER/'results').mkdir(exist_ok=True)
+    unknown = sorted(set(names) - known.keys())
+    if unknown:
+        sys.exit(f'no benchmark {", ".join(unknown)}: use some of {", ".join(known)}')
+    (FOLDER / 'results').mkdir(exist_ok=True)
     failed = []
     for name in names or known:
         print(f'== {name}', flush=True)
         start, result = time.time(), run(known[name])
-        if result is None: failed.append(name); continue
-        (FOLDER/'results'/f'{name}.json').write_text(json.dumps(result, indent=2)+'\n')
-        print(f'== {name}: {time.time()-start:.0f} s, benchmarks/results/{name}.json', flush=True)
-    if failed: sys.exit(f'failed: {", ".join(failed)}')
+        if result is None:
+            failed.append(name)
+            continue
+        (FOLDER / 'results' / f'{name}.json').write_text(json.dumps(result, indent=2) + '\n')
+        print(f'== {name}: {time.time() - start:.0f} s, benchmarks/results/{name}.json', flush=True)
+    if failed:
+        sys.exit(f'failed: {", ".join(failed)}')
 
 
-if __name__ == '__main__': main(sys.argv[1:])
+if __name__ == '__main__':
+    main(sys.argv[1:])

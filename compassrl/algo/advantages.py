@@ -6,119 +6,161 @@ Docs: https://compassrl.github.io/compassrl/algo/advantages.html.md"""
 
 # %% ../../nbs/algo/01_advantages.ipynb #27f7457b
 from __future__ import annotations
+
 from dataclasses import dataclass
 from math import inf
 from typing import Literal, NamedTuple, get_args
+
 import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['Estimator', 'AdvantageConfig', 'GroupStats', 'group_stats', 'group_advantages', 'zero_variance', 'spread']
+__all__ = [
+    'Estimator',
+    'AdvantageConfig',
+    'GroupStats',
+    'group_stats',
+    'group_advantages',
+    'zero_variance',
+    'spread',
+]
 
 # %% ../../nbs/algo/01_advantages.ipynb #7e8bd490
 Estimator = Literal['grpo', 'dr_grpo', 'rloo']
 
+
 @dataclass(frozen=True)
 class AdvantageConfig:
     "How rewards become advantages. Raises ValueError for values outside their range"
-    estimator:Estimator='grpo' # over the std, the bare difference, or against the mean of the others
-    eps:float=1e-6             # added to the std
-    tol:float=1e-6             # rewards of a group that differ by no more are equal
+
+    estimator: Estimator = (
+        'grpo'  # over the std, the bare difference, or against the mean of the others
+    )
+    eps: float = 1e-6  # added to the std
+    tol: float = 1e-6  # rewards of a group that differ by no more are equal
+
     def __post_init__(self):
         _check_estimator(self.estimator)
-        for key in ('eps','tol'):
+        for key in ('eps', 'tol'):
             value = getattr(self, key)
-            if not 0<=value<inf: raise ValueError(f'{key}={value}: use a small number of 0 or more, such as 1e-6')
+            if not 0 <= value < inf:
+                raise ValueError(f'{key}={value}: use a small number of 0 or more, such as 1e-6')
+
 
 def _check_estimator(name):
-    if name not in get_args(Estimator): raise ValueError(f'estimator={name!r}: use one of {get_args(Estimator)}')
+    if name not in get_args(Estimator):
+        raise ValueError(f'estimator={name!r}: use one of {get_args(Estimator)}')
+
 
 # %% ../../nbs/algo/01_advantages.ipynb #0f02f804
 class GroupStats(NamedTuple):
     "Moments of the valid rewards of each group, groups in ascending order of their id"
-    index:Tensor # [B] int64, where each sample's group stands in the tensors below
-    num:Tensor   # [P] fp64, valid samples
-    mean:Tensor  # [P] fp64
-    std:Tensor   # [P] fp64, unbiased
-    flat:Tensor  # [P] bool: fewer than 2 valid samples, or rewards equal within the tolerance
+
+    index: Tensor  # [B] int64, where each sample's group stands in the tensors below
+    num: Tensor  # [P] fp64, valid samples
+    mean: Tensor  # [P] fp64
+    std: Tensor  # [P] fp64, unbiased
+    flat: Tensor  # [P] bool: fewer than 2 valid samples, or rewards equal within the tolerance
+
 
 # %% ../../nbs/algo/01_advantages.ipynb #78dbd4ea
 def group_stats(
-    rewards:Tensor,           # [B]
-    group:Tensor,             # [B] integers; samples with equal ids compete
-    valid:Tensor|None=None,   # [B] bool: the verifier gave a verdict (None: all)
-    tol:float=1e-6            # times the group's largest |reward|, or times 1 if that is smaller
-)->GroupStats:                # one entry per group that occurs
+    rewards: Tensor,  # [B]
+    group: Tensor,  # [B] integers; samples with equal ids compete
+    valid: Tensor | None = None,  # [B] bool: the verifier gave a verdict (None: all)
+    tol: float = 1e-6,  # times the group's largest |reward|, or times 1 if that is smaller
+) -> GroupStats:  # one entry per group that occurs
     "Group moments by scatter. Raises ValueError for other shapes and for a valid reward that is not finite"
     valid = _check(rewards, group, valid)
-    r = rewards.double().masked_fill(~valid, 0.)
-    ids,index = torch.unique(group, return_inverse=True)
+    r = rewards.double().masked_fill(~valid, 0.0)
+    ids, index = torch.unique(group, return_inverse=True)
     zeros = r.new_zeros(len(ids))
     num = zeros.index_add(0, index, valid.double())
-    mean = zeros.index_add(0, index, r)/num.clamp(min=1)
-    dev = (r-mean[index]).masked_fill(~valid, 0.)
-    std = (zeros.index_add(0, index, dev**2)/(num-1).clamp(min=1)).sqrt()
-    top = (zeros-inf).scatter_reduce(0, index, r.masked_fill(~valid, -inf), 'amax')
-    low = (zeros+inf).scatter_reduce(0, index, r.masked_fill(~valid, inf), 'amin')
+    mean = zeros.index_add(0, index, r) / num.clamp(min=1)
+    dev = (r - mean[index]).masked_fill(~valid, 0.0)
+    std = (zeros.index_add(0, index, dev**2) / (num - 1).clamp(min=1)).sqrt()
+    top = (zeros - inf).scatter_reduce(0, index, r.masked_fill(~valid, -inf), 'amax')
+    low = (zeros + inf).scatter_reduce(0, index, r.masked_fill(~valid, inf), 'amin')
     scale = torch.maximum(top.abs(), low.abs()).clamp(min=1)
-    return GroupStats(index, num, mean, std, (num<2) | (top-low<=tol*scale))
+    return GroupStats(index, num, mean, std, (num < 2) | (top - low <= tol * scale))
 
-def _check(rewards, group, valid): # the [B] bool mask of valid samples
-    if rewards.dim()!=1 or rewards.shape!=group.shape:
-        raise ValueError(f'rewards {list(rewards.shape)} and group {list(group.shape)}: pass one of each per response, '
-            '[B] and [B]; a [P, G] table becomes rewards.flatten() and torch.arange(P).repeat_interleave(G)')
-    if group.is_floating_point() or group.is_complex() or group.dtype==torch.bool:
+
+def _check(rewards, group, valid):  # the [B] bool mask of valid samples
+    if rewards.dim() != 1 or rewards.shape != group.shape:
+        raise ValueError(
+            f'rewards {list(rewards.shape)} and group {list(group.shape)}: pass one of each per response, '
+            '[B] and [B]; a [P, G] table becomes rewards.flatten() and torch.arange(P).repeat_interleave(G)'
+        )
+    if group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
         raise ValueError(f'group is {group.dtype}: use integer ids')
-    if valid is None: valid = torch.ones_like(group, dtype=torch.bool)
-    if valid.shape!=group.shape or valid.dtype!=torch.bool:
-        raise ValueError(f'valid is {valid.dtype} {list(valid.shape)}: use a bool mask of shape {list(group.shape)}')
+    if valid is None:
+        valid = torch.ones_like(group, dtype=torch.bool)
+    if valid.shape != group.shape or valid.dtype != torch.bool:
+        raise ValueError(
+            f'valid is {valid.dtype} {list(valid.shape)}: use a bool mask of shape {list(group.shape)}'
+        )
     bad = (valid & ~rewards.isfinite()).nonzero()
     if len(bad):
         i = int(bad[0])
-        raise ValueError(f'rewards[{i}] = {rewards[i].item()}: use a finite reward, or mark the sample valid=False')
+        raise ValueError(
+            f'rewards[{i}] = {rewards[i].item()}: use a finite reward, or mark the sample valid=False'
+        )
     return valid
+
 
 # %% ../../nbs/algo/01_advantages.ipynb #5969280c
 def group_advantages(
-    rewards:Tensor,             # [B]
-    group:Tensor,               # [B] integers; samples with equal ids compete
-    valid:Tensor|None=None,     # [B] bool: the verifier gave a verdict (None: all)
-    estimator:Estimator='grpo', # 'grpo': z-score; 'dr_grpo': not divided by the std; 'rloo': minus the others' mean
-    eps:float=1e-6,             # added to the std
-    tol:float=1e-6,             # rewards of a group that differ by no more are equal
-    std_floor:float|Tensor=0.   # 'grpo': the std counts as at least this; one number, or [P] in ascending order of id
-)->Tensor:                      # [B] zero mean per group; exactly 0 in a flat group and for samples that are not valid
+    rewards: Tensor,  # [B]
+    group: Tensor,  # [B] integers; samples with equal ids compete
+    valid: Tensor | None = None,  # [B] bool: the verifier gave a verdict (None: all)
+    estimator: Estimator = 'grpo',  # 'grpo': z-score; 'dr_grpo': not divided by the std; 'rloo': minus the others' mean
+    eps: float = 1e-6,  # added to the std
+    tol: float = 1e-6,  # rewards of a group that differ by no more are equal
+    std_floor: float
+    | Tensor = 0.0,  # 'grpo': the std counts as at least this; one number, or [P] in ascending order of id
+) -> (
+    Tensor
+):  # [B] zero mean per group; exactly 0 in a flat group and for samples that are not valid
     "Rewards relative to their group: DeepSeekMath section 4.1, Dr.GRPO, or leave-one-out (RLOO). Raises ValueError"
     _check_estimator(estimator)
     s = group_stats(rewards, group, valid, tol)
     floor = _check_floor(std_floor, s.std)
-    scale = dict(grpo=1/(torch.maximum(s.std, floor)+eps), dr_grpo=torch.ones_like(s.num),
-        rloo=s.num/(s.num-1).clamp(min=1))[estimator]
-    adv = (rewards.double()-s.mean[s.index])*scale[s.index]
+    scale = dict(
+        grpo=1 / (torch.maximum(s.std, floor) + eps),
+        dr_grpo=torch.ones_like(s.num),
+        rloo=s.num / (s.num - 1).clamp(min=1),
+    )[estimator]
+    adv = (rewards.double() - s.mean[s.index]) * scale[s.index]
     skip = s.flat[s.index] if valid is None else s.flat[s.index] | ~valid
-    return adv.masked_fill(skip, 0.).to(torch.promote_types(rewards.dtype, torch.float))
+    return adv.masked_fill(skip, 0.0).to(torch.promote_types(rewards.dtype, torch.float))
 
-def _check_floor(floor, std): # as fp64, one number or one per group
+
+def _check_floor(floor, std):  # as fp64, one number or one per group
     floor = torch.as_tensor(floor, dtype=std.dtype, device=std.device)
-    if floor.dim() and floor.shape!=std.shape:
-        raise ValueError(f'std_floor {list(floor.shape)}: use one number, or one per group, {list(std.shape)}')
-    if not ((floor>=0) & (floor<inf)).all(): raise ValueError(f'std_floor={floor.tolist()}: use 0 or more')
+    if floor.dim() and floor.shape != std.shape:
+        raise ValueError(
+            f'std_floor {list(floor.shape)}: use one number, or one per group, {list(std.shape)}'
+        )
+    if not ((floor >= 0) & (floor < inf)).all():
+        raise ValueError(f'std_floor={floor.tolist()}: use 0 or more')
     return floor
+
 
 # %% ../../nbs/algo/01_advantages.ipynb #2b2112c4
 def zero_variance(
-    rewards:Tensor,         # [B]
-    group:Tensor,           # [B] integers
-    valid:Tensor|None=None, # [B] bool (None: all)
-    tol:float=1e-6          # rewards of a group that differ by no more are equal
-)->Tensor:                  # [P] bool, groups in ascending order of their id
+    rewards: Tensor,  # [B]
+    group: Tensor,  # [B] integers
+    valid: Tensor | None = None,  # [B] bool (None: all)
+    tol: float = 1e-6,  # rewards of a group that differ by no more are equal
+) -> Tensor:  # [P] bool, groups in ascending order of their id
     "Which groups have nothing to compare: equal rewards, or fewer than 2 verdicts"
     return group_stats(rewards, group, valid, tol).flat
 
+
 # %% ../../nbs/algo/01_advantages.ipynb #e7b0ea3d
 def spread(
-    advantages:Tensor,   # [B] one per response
-    response_mask:Tensor # [B, T] bool
-)->Tensor:               # [B, T] fp32, 0 outside the response
+    advantages: Tensor,  # [B] one per response
+    response_mask: Tensor,  # [B, T] bool
+) -> Tensor:  # [B, T] fp32, 0 outside the response
     "Gives every token of a response the advantage of the response"
-    return torch.where(response_mask, advantages.float()[:,None], 0.)
+    return torch.where(response_mask, advantages.float()[:, None], 0.0)

@@ -6,50 +6,68 @@ Docs: https://compassrl.github.io/compassrl/algo/engine_gap.html.md"""
 
 # %% ../../nbs/algo/05_engine_gap.ipynb #b70eb1cc
 from __future__ import annotations
+
 from math import log
 from typing import Literal, get_args
+
 import torch
 from torch import Tensor
+
 from ..records import Batch, Metrics
 
 # %% auto #0
 __all__ = ['Score', 'replay_gates', 'discrepancy']
 
 # %% ../../nbs/algo/05_engine_gap.ipynb #54218ca1
-Score = Literal['softmax','topk_softmax','sigmoid'] # of all experts, then top-k; of the top-k alone; one by one
+Score = Literal[
+    'softmax', 'topk_softmax', 'sigmoid'
+]  # of all experts, then top-k; of the top-k alone; one by one
+
 
 def replay_gates(
-    logits:Tensor,          # [N, E] of the live router
-    idx:Tensor,             # [N, K] int64, the experts to use, whoever chose them
-    score:Score='softmax',
-    norm:bool=True,         # gates of a token sum to 1? ('topk_softmax' always)
-    scale:float=1.0         # of the gates, `routed_scaling_factor` of DeepSeek-V3
-)->Tensor:                  # [N, K] fp32, or fp64 if given that
+    logits: Tensor,  # [N, E] of the live router
+    idx: Tensor,  # [N, K] int64, the experts to use, whoever chose them
+    score: Score = 'softmax',
+    norm: bool = True,  # gates of a token sum to 1? ('topk_softmax' always)
+    scale: float = 1.0,  # of the gates, `routed_scaling_factor` of DeepSeek-V3
+) -> Tensor:  # [N, K] fp32, or fp64 if given that
     "The gates that a router of this kind gives to experts that it may not have chosen. Raises ValueError"
-    if score not in get_args(Score): raise ValueError(f'{score=}: use one of {get_args(Score)}')
+    if score not in get_args(Score):
+        raise ValueError(f'{score=}: use one of {get_args(Score)}')
     logits = logits.to(torch.promote_types(logits.dtype, torch.float))
     chosen = logits.gather(-1, idx)
-    if score=='sigmoid':
+    if score == 'sigmoid':
         gates = chosen.sigmoid()
-        if norm: gates = gates/(gates.sum(-1, keepdim=True)+1e-20)
-    elif norm or score=='topk_softmax': gates = chosen.softmax(-1)
-    else: gates = (chosen-logits.logsumexp(-1, keepdim=True)).exp()
-    return gates*scale
+        if norm:
+            gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
+    elif norm or score == 'topk_softmax':
+        gates = chosen.softmax(-1)
+    else:
+        gates = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
+    return gates * scale
+
 
 # %% ../../nbs/algo/05_engine_gap.ipynb #c3ae82a8
 def discrepancy(
-    batch:Batch  # with `old_log_probs`, and the routes as the train engine left them
-)->Metrics:
+    batch: Batch,  # with `old_log_probs`, and the routes as the train engine left them
+) -> Metrics:
     "How far apart the engines that sample and train are (R3, arXiv 2510.11370; paper section 2.4.4)"
-    delta = (batch.old_log_probs-batch.rollout_log_probs)[batch.response_mask].clamp(-20, 20)
+    delta = (batch.old_log_probs - batch.rollout_log_probs)[batch.response_mask].clamp(-20, 20)
     fed = batch.fed_mask
     valid = torch.zeros_like(fed) if batch.routes_valid is None else batch.routes_valid & fed
-    def mean(x): return float(x.double().mean()) if len(x) else 0.
+
+    def mean(x):
+        return float(x.double().mean()) if len(x) else 0.0
+
     gap = delta.abs()
-    out = dict(rollout_train_gap=mean(gap), rollout_train_gap_max=float(gap.max()) if len(gap) else 0.,
-        rollout_train_k3=mean(torch.expm1(delta.double())-delta), rollout_train_f2=mean(gap>log(2)),
-        routes_valid_frac=mean(valid[fed]))
+    out = dict(
+        rollout_train_gap=mean(gap),
+        rollout_train_gap_max=float(gap.max()) if len(gap) else 0.0,
+        rollout_train_k3=mean(torch.expm1(delta.double()) - delta),
+        rollout_train_f2=mean(gap > log(2)),
+        routes_valid_frac=mean(valid[fed]),
+    )
     if batch.routes_agree is not None:
         agree = batch.routes_agree[valid]
-        out |= dict(routes_agree_frac=mean(agree), tokens_agree_frac=mean(agree==1))
+        out |= dict(routes_agree_frac=mean(agree), tokens_agree_frac=mean(agree == 1))
     return out

@@ -6,151 +6,219 @@ Docs: https://compassrl.github.io/compassrl/algo/espo.html.md"""
 
 # %% ../../nbs/algo/04_espo.ipynb #8e774bf7
 from __future__ import annotations
+
 from dataclasses import asdict, dataclass
 from math import inf, log
 from typing import Literal, get_args
+
 import torch
 from torch import Tensor
+
 from .losses import LossConfig, clipped_surrogate, log_ratio, policy_loss, ratio_sums
 from ..records import Batch
 
 # %% auto #0
-__all__ = ['Groups', 'GroupRatio', 'EspoConfig', 'EspoStep', 'entropy_groups', 'group_sums', 'group_mean', 'group_ratio',
-           'adaptive_clip', 'group_weights', 'espo']
+__all__ = [
+    'Groups',
+    'GroupRatio',
+    'EspoConfig',
+    'EspoStep',
+    'entropy_groups',
+    'group_sums',
+    'group_mean',
+    'group_ratio',
+    'adaptive_clip',
+    'group_weights',
+    'espo',
+]
 
 # %% ../../nbs/algo/04_espo.ipynb #11cd2259
 Groups = Literal['top_frac', 'batch_quantile', 'bins']
 GroupRatio = Literal['gspo_token', 'literal']
 
+
 @dataclass(frozen=True)
 class EspoConfig:
     "Entropy groups and their clip (arXiv 2512.00499). Raises ValueError for values outside their range"
-    alpha:float=.02                # clip range of a group at the largest possible entropy (eq. 8)
-    eps_min:float=3e-4             # smallest clip range (ours, GSPO's size); 0 = equation 8 alone
-    top_frac:float=.2              # share of tokens in the high-entropy group (best in figure 6)
-    groups:Groups='top_frac'       # top_frac of each response, of the batch ('batch_quantile'), or equal 'bins'
-    num_bins:int=4                 # groups of a response, for 'bins'
-    low_entropy_weight:float=1.    # of all groups but the most uncertain; 0 = that one alone (80/20, 2506.01939)
-    ratio:GroupRatio='gspo_token'  # a token's value is its group's ratio, or that times its own ('literal', eq. 9)
-    vocab_size,threshold = 0,None  # not settings: what only a step knows, see `EspoStep`
+
+    alpha: float = 0.02  # clip range of a group at the largest possible entropy (eq. 8)
+    eps_min: float = 3e-4  # smallest clip range (ours, GSPO's size); 0 = equation 8 alone
+    top_frac: float = 0.2  # share of tokens in the high-entropy group (best in figure 6)
+    groups: Groups = (
+        'top_frac'  # top_frac of each response, of the batch ('batch_quantile'), or equal 'bins'
+    )
+    num_bins: int = 4  # groups of a response, for 'bins'
+    low_entropy_weight: float = (
+        1.0  # of all groups but the most uncertain; 0 = that one alone (80/20, 2506.01939)
+    )
+    ratio: GroupRatio = 'gspo_token'  # a token's value is its group's ratio, or that times its own ('literal', eq. 9)
+    vocab_size, threshold = 0, None  # not settings: what only a step knows, see `EspoStep`
 
     def __post_init__(self):
-        for key,names in dict(groups=get_args(Groups), ratio=get_args(GroupRatio)).items():
-            if (v := getattr(self, key)) not in names: raise ValueError(f'{key}={v!r}: use one of {list(names)}')
-        for key,top in dict(alpha=1, eps_min=1, low_entropy_weight=inf, vocab_size=inf).items():
-            if not (0<=(v := getattr(self, key))<=top and v<inf):
+        for key, names in dict(groups=get_args(Groups), ratio=get_args(GroupRatio)).items():
+            if (v := getattr(self, key)) not in names:
+                raise ValueError(f'{key}={v!r}: use one of {list(names)}')
+        for key, top in dict(alpha=1, eps_min=1, low_entropy_weight=inf, vocab_size=inf).items():
+            if not (0 <= (v := getattr(self, key)) <= top and v < inf):
                 raise ValueError(f'{key}={v}: use a finite value from 0 to {top}')
-        if not 0<self.top_frac<=1: raise ValueError(f'top_frac={self.top_frac}: use a share above 0, up to 1')
-        if self.num_bins<1: raise ValueError(f'num_bins={self.num_bins}: use at least 1')
+        if not 0 < self.top_frac <= 1:
+            raise ValueError(f'top_frac={self.top_frac}: use a share above 0, up to 1')
+        if self.num_bins < 1:
+            raise ValueError(f'num_bins={self.num_bins}: use at least 1')
 
-    def for_batch(self,
-        batch:Batch,     # the whole step, before it is cut into mini-batches or ranks; `entropy` is set
-        vocab_size:int
-    )->EspoStep:
+    def for_batch(
+        self,
+        batch: Batch,  # the whole step, before it is cut into mini-batches or ranks; `entropy` is set
+        vocab_size: int,
+    ) -> EspoStep:
         "With what only the step knows: the vocabulary and, for 'batch_quantile', from which entropy a token is high"
-        if self.groups!='batch_quantile': return EspoStep(**asdict(self), vocab_size=vocab_size)
+        if self.groups != 'batch_quantile':
+            return EspoStep(**asdict(self), vocab_size=vocab_size)
         values = batch.entropy[batch.response_mask]
         k = int(_share(torch.tensor(len(values)), self.top_frac))
-        return EspoStep(**asdict(self), vocab_size=vocab_size, threshold=float(values.topk(k).values[-1]))
+        return EspoStep(
+            **asdict(self), vocab_size=vocab_size, threshold=float(values.topk(k).values[-1])
+        )
+
 
 @dataclass(frozen=True)
 class EspoStep(EspoConfig):
     "`EspoConfig` for one step"
-    vocab_size:int=0            # its log is the largest possible entropy
-    threshold:float|None=None   # lowest entropy of the high group, for 'batch_quantile'
+
+    vocab_size: int = 0  # its log is the largest possible entropy
+    threshold: float | None = None  # lowest entropy of the high group, for 'batch_quantile'
+
 
 # %% ../../nbs/algo/04_espo.ipynb #32eded08
-def _share(n, frac): return (n.double()*frac-1e-9).ceil().long() # ceil(frac*n), where fp64 makes .28*25 more than 7
+def _share(n, frac):
+    return (
+        (n.double() * frac - 1e-9).ceil().long()
+    )  # ceil(frac*n), where fp64 makes .28*25 more than 7
+
 
 def entropy_groups(
-    entropy:Tensor, # [B, T] nats, of the old policy
-    mask:Tensor,    # [B, T] bool
-    cfg:EspoConfig
-)->Tensor:          # [B, T] int64 below T: 0 = the group of highest entropy, 1 the next; 0 outside the mask
+    entropy: Tensor,  # [B, T] nats, of the old policy
+    mask: Tensor,  # [B, T] bool
+    cfg: EspoConfig,
+) -> (
+    Tensor
+):  # [B, T] int64 below T: 0 = the group of highest entropy, 1 the next; 0 outside the mask
     "Which tokens belong together (eq. 7); of equal entropies in a response the earlier is higher. Raises ValueError"
-    if cfg.groups=='batch_quantile':
-        if cfg.threshold is None: raise ValueError('threshold=None: batch_quantile needs `cfg.for_batch(whole batch)`')
-        return ((entropy<cfg.threshold) & mask).long()
-    rank = entropy.masked_fill(~mask, -inf).argsort(dim=1, descending=True, stable=True).argsort(dim=1) # padding last
+    if cfg.groups == 'batch_quantile':
+        if cfg.threshold is None:
+            raise ValueError('threshold=None: batch_quantile needs `cfg.for_batch(whole batch)`')
+        return ((entropy < cfg.threshold) & mask).long()
+    rank = (
+        entropy.masked_fill(~mask, -inf).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    )  # padding last
     n = mask.sum(1, keepdim=True)
-    if cfg.groups=='bins': group = rank*n.clamp(max=cfg.num_bins)//n.clamp(min=1)
-    else: group = (rank>=_share(n, cfg.top_frac)).long()
+    if cfg.groups == 'bins':
+        group = rank * n.clamp(max=cfg.num_bins) // n.clamp(min=1)
+    else:
+        group = (rank >= _share(n, cfg.top_frac)).long()
     return group.masked_fill(~mask, 0)
+
 
 # %% ../../nbs/algo/04_espo.ipynb #a55c981b
 def group_sums(
-    values:Tensor, # [B, T]
-    groups:Tensor, # [B, T] int64 below T
-    mask:Tensor    # [B, T] bool
-)->Tensor:         # [B, max(T, 2)] sum over the tokens of each group; 0 for a group without tokens
+    values: Tensor,  # [B, T]
+    groups: Tensor,  # [B, T] int64 below T
+    mask: Tensor,  # [B, T] bool
+) -> Tensor:  # [B, max(T, 2)] sum over the tokens of each group; 0 for a group without tokens
     "One pass over the tokens, however many groups there are"
     out = values.new_zeros(len(values), max(values.shape[1], 2))
-    return out.scatter_add(1, groups, values.masked_fill(~mask, 0.))
+    return out.scatter_add(1, groups, values.masked_fill(~mask, 0.0))
 
-def group_mean(values:Tensor, groups:Tensor, mask:Tensor)->Tensor: # [B, T] each -> [B, T]
+
+def group_mean(values: Tensor, groups: Tensor, mask: Tensor) -> Tensor:  # [B, T] each -> [B, T]
     "Each token gets the mean over its own group"
     num = group_sums(mask.to(values), groups, mask).clamp(min=1)
-    return (group_sums(values, groups, mask)/num).gather(1, groups).masked_fill(~mask, 0.)
+    return (group_sums(values, groups, mask) / num).gather(1, groups).masked_fill(~mask, 0.0)
+
 
 # %% ../../nbs/algo/04_espo.ipynb #00046bb5
 def group_ratio(
-    delta:Tensor,  # [B, T] log(new/old), 0 outside the mask
-    groups:Tensor, # [B, T] int64
-    mask:Tensor    # [B, T] bool
-)->Tensor:         # [B, T] 1 outside the mask
+    delta: Tensor,  # [B, T] log(new/old), 0 outside the mask
+    groups: Tensor,  # [B, T] int64
+    mask: Tensor,  # [B, T] bool
+) -> Tensor:  # [B, T] 1 outside the mask
     "Geometric mean of the token ratios of a group (eq. 10), at each of its tokens"
     return group_mean(delta, groups, mask).exp()
 
+
 # %% ../../nbs/algo/04_espo.ipynb #13db919c
 def adaptive_clip(
-    entropy:Tensor, # [...] nats, mean over a group
-    cfg:EspoConfig
-)->Tensor:          # [...] at least eps_min
+    entropy: Tensor,  # [...] nats, mean over a group
+    cfg: EspoConfig,
+) -> Tensor:  # [...] at least eps_min
     "The wider the more uncertain a group: alpha * mean entropy / log V (eq. 8). Raises ValueError"
-    if cfg.vocab_size<2: raise ValueError(f'vocab_size={cfg.vocab_size}: eq. 8 divides by its log; use `cfg.for_batch`')
-    return (cfg.alpha/log(cfg.vocab_size)*entropy).clamp(min=cfg.eps_min)
+    if cfg.vocab_size < 2:
+        raise ValueError(
+            f'vocab_size={cfg.vocab_size}: eq. 8 divides by its log; use `cfg.for_batch`'
+        )
+    return (cfg.alpha / log(cfg.vocab_size) * entropy).clamp(min=cfg.eps_min)
+
 
 # %% ../../nbs/algo/04_espo.ipynb #7ac65f80
 def group_weights(
-    groups:Tensor,        # [B, T] int64
-    mask:Tensor,          # [B, T] bool
-    low_weight:float=1.,  # of all groups but group 0
-    dtype=torch.float
-)->Tensor:                # [B, T] 0 outside the mask; with a low_weight of 1 the weights of a response sum to 1
+    groups: Tensor,  # [B, T] int64
+    mask: Tensor,  # [B, T] bool
+    low_weight: float = 1.0,  # of all groups but group 0
+    dtype=torch.float,
+) -> Tensor:  # [B, T] 0 outside the mask; with a low_weight of 1 the weights of a response sum to 1
     "Tokens of a group alike, groups of a response alike: 1/(groups * tokens of the group) (eq. 5)"
     size = group_sums(mask.to(dtype), groups, mask)
-    num = (size>0).sum(1, keepdim=True)
-    weight = mask.to(dtype)/(num*size.gather(1, groups)).clamp(min=1)
-    return torch.where(groups==0, weight, low_weight*weight)
+    num = (size > 0).sum(1, keepdim=True)
+    weight = mask.to(dtype) / (num * size.gather(1, groups)).clamp(min=1)
+    return torch.where(groups == 0, weight, low_weight * weight)
+
 
 # %% ../../nbs/algo/04_espo.ipynb #97a7ad09
 @policy_loss('entropy', aggregation='seq-mean-token-sum', config=EspoConfig)
 def espo(
-    log_probs:Tensor,     # [B, T] of the policy that learns
-    old_log_probs:Tensor, # [B, T] of the policy before the update
-    advantages:Tensor,    # [B, T] one per token: the clip looks at its sign
-    mask:Tensor,          # [B, T] bool
-    cfg:LossConfig,       # its clip and aggregation stay as they are registered
-    own:EspoStep,         # from `EspoConfig.for_batch`
-    entropy:Tensor        # [B, T] nats, of the policy before the update
-)->tuple[Tensor,dict[str,Tensor]]: # [B, T] loss per token, weighted within its response; metric sums
+    log_probs: Tensor,  # [B, T] of the policy that learns
+    old_log_probs: Tensor,  # [B, T] of the policy before the update
+    advantages: Tensor,  # [B, T] one per token: the clip looks at its sign
+    mask: Tensor,  # [B, T] bool
+    cfg: LossConfig,  # its clip and aggregation stay as they are registered
+    own: EspoStep,  # from `EspoConfig.for_batch`
+    entropy: Tensor,  # [B, T] nats, of the policy before the update
+) -> tuple[
+    Tensor, dict[str, Tensor]
+]:  # [B, T] loss per token, weighted within its response; metric sums
     "Entropy groups share a ratio and a clip range (arXiv 2512.00499, eq. 5 to 10). Raises ValueError"
     _check(cfg)
     delta = log_ratio(log_probs, old_log_probs, mask)
-    entropy = entropy.detach().to(delta.dtype).masked_fill(~mask, 0.)
+    entropy = entropy.detach().to(delta.dtype).masked_fill(~mask, 0.0)
     groups = entropy_groups(entropy, mask, own)
     eps = adaptive_clip(group_mean(entropy, groups, mask), own)
     shared = group_ratio(delta.detach(), groups, mask)
-    factors = dict(gspo_token=delta-delta.detach(), literal=delta) # what is a token's own: a gradient, or a value too
-    forms = {k:clipped_surrogate(shared*x.exp(), advantages, mask, eps, eps) for k,x in factors.items()}
-    loss,low,high = forms[own.ratio]
-    clipped,top = low|high, (groups==0)&mask
-    sums = ratio_sums(delta.detach(), mask, low, high) | {f'clip_frac_{k}':(l|h).sum() for k,(_,l,h) in forms.items()}
-    sums |= dict(clip_frac_high_entropy=(clipped&top).sum(), clip_frac_low_entropy=(clipped&~top).sum(),
-        high_entropy_frac=top.sum(), clip_eps=eps.masked_fill(~mask, 0.).sum())
-    return loss*group_weights(groups, mask, own.low_entropy_weight, delta.dtype), sums
+    factors = dict(
+        gspo_token=delta - delta.detach(), literal=delta
+    )  # what is a token's own: a gradient, or a value too
+    forms = {
+        k: clipped_surrogate(shared * x.exp(), advantages, mask, eps, eps)
+        for k, x in factors.items()
+    }
+    loss, low, high = forms[own.ratio]
+    clipped, top = low | high, (groups == 0) & mask
+    sums = ratio_sums(delta.detach(), mask, low, high) | {
+        f'clip_frac_{k}': (l | h).sum() for k, (_, l, h) in forms.items()
+    }
+    sums |= dict(
+        clip_frac_high_entropy=(clipped & top).sum(),
+        clip_frac_low_entropy=(clipped & ~top).sum(),
+        high_entropy_frac=top.sum(),
+        clip_eps=eps.masked_fill(~mask, 0.0).sum(),
+    )
+    return loss * group_weights(groups, mask, own.low_entropy_weight, delta.dtype), sums
 
-def _check(cfg): # settings of other losses must not be dropped in silence
-    for key,value in dict(aggregation=espo.aggregation, clip_eps_low=espo.clip[0], clip_eps_high=espo.clip[1]).items():
-        if getattr(cfg, key)!=value:
-            raise ValueError(f'{key}={getattr(cfg, key)!r}: espo weighs and clips by EspoConfig; leave it None')
+
+def _check(cfg):  # settings of other losses must not be dropped in silence
+    for key, value in dict(
+        aggregation=espo.aggregation, clip_eps_low=espo.clip[0], clip_eps_high=espo.clip[1]
+    ).items():
+        if getattr(cfg, key) != value:
+            raise ValueError(
+                f'{key}={getattr(cfg, key)!r}: espo weighs and clips by EspoConfig; leave it None'
+            )

@@ -6,251 +6,382 @@ Docs: https://compassrl.github.io/compassrl/algo/losses.html.md"""
 
 # %% ../../nbs/algo/03_losses.ipynb #663bf7c9
 from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, get_args
+
 import torch
 from torch import Tensor
+
 from ..records import Batch
 
 # %% auto #0
-__all__ = ['Aggregation', 'KlEstimator', 'Tis', 'policy_losses', 'policy_loss', 'log_ratio', 'ratio_sums', 'LossConfig',
-           'clipped_surrogate', 'grpo', 'token_weights', 'aggregate', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'kl_estimate',
-           'tis_weights', 'PolicyLoss']
+__all__ = [
+    'Aggregation',
+    'KlEstimator',
+    'Tis',
+    'policy_losses',
+    'policy_loss',
+    'log_ratio',
+    'ratio_sums',
+    'LossConfig',
+    'clipped_surrogate',
+    'grpo',
+    'token_weights',
+    'aggregate',
+    'dr_grpo',
+    'dapo',
+    'gspo',
+    'cispo',
+    'kl_estimate',
+    'tis_weights',
+    'PolicyLoss',
+]
 
 # %% ../../nbs/algo/03_losses.ipynb #612270b5
-Aggregation = Literal['seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum-norm', 'seq-mean-token-sum']
+Aggregation = Literal[
+    'seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum-norm', 'seq-mean-token-sum'
+]
 KlEstimator = Literal['k1', 'k2', 'k3']
 Tis = Literal['off', 'truncate', 'mask']
-policy_losses:dict[str,Callable] = {} # (log_probs, old_log_probs, advantages, mask, cfg[, own]) -> loss per token, sums
+policy_losses: dict[
+    str, Callable
+] = {}  # (log_probs, old_log_probs, advantages, mask, cfg[, own]) -> loss per token, sums
+
 
 def policy_loss(
-    *needs:str,                                    # further tensors of the batch, passed by keyword
-    aggregation:Aggregation='seq-mean-token-mean', # how its paper averages tokens
-    clip:tuple[float,float]=(.2,.2),               # its paper's clip_eps_low and clip_eps_high
-    config:type|None=None                          # dataclass of settings that are its own: the last argument
+    *needs: str,  # further tensors of the batch, passed by keyword
+    aggregation: Aggregation = 'seq-mean-token-mean',  # how its paper averages tokens
+    clip: tuple[float, float] = (0.2, 0.2),  # its paper's clip_eps_low and clip_eps_high
+    config: type | None = None,  # dataclass of settings that are its own: the last argument
 ):
     "Decorator: enters a loss into `policy_losses` under its own name"
+
     def add(fn):
-        fn.needs,fn.aggregation,fn.clip,fn.config = needs,aggregation,clip,config
+        fn.needs, fn.aggregation, fn.clip, fn.config = needs, aggregation, clip, config
         policy_losses[fn.__name__] = fn
         return fn
+
     return add
 
+
 # %% ../../nbs/algo/03_losses.ipynb #b3fa1627
-def _wide(x): return x if x.dtype==torch.double else x.float() # sums run in fp32, or in fp64 if given that
+def _wide(x):
+    return x if x.dtype == torch.double else x.float()  # sums run in fp32, or in fp64 if given that
+
 
 def log_ratio(
-    log_probs:Tensor,     # [B, T]
-    old_log_probs:Tensor, # [B, T]
-    mask:Tensor,          # [B, T] bool
-    limit:float=20.       # of its absolute value
-)->Tensor:                # [B, T] log(new/old), 0 outside the mask
+    log_probs: Tensor,  # [B, T]
+    old_log_probs: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    limit: float = 20.0,  # of its absolute value
+) -> Tensor:  # [B, T] log(new/old), 0 outside the mask
     "How far each token moved. Nothing outside the mask has an influence, on the gradient neither"
-    return (_wide(log_probs)-_wide(old_log_probs).detach()).masked_fill(~mask, 0.).clamp(-limit, limit)
+    return (
+        (_wide(log_probs) - _wide(old_log_probs).detach())
+        .masked_fill(~mask, 0.0)
+        .clamp(-limit, limit)
+    )
+
 
 def ratio_sums(
-    delta:Tensor,    # [B, T] log-ratio, 0 outside the mask
-    mask:Tensor,     # [B, T] bool
-    low:Tensor,      # [B, T] bool: gradient clipped away on the low side
-    high:Tensor      # [B, T] bool: ... and on the high side
-)->dict[str,Tensor]: # sums over tokens, to be divided by the global number of tokens
+    delta: Tensor,  # [B, T] log-ratio, 0 outside the mask
+    mask: Tensor,  # [B, T] bool
+    low: Tensor,  # [B, T] bool: gradient clipped away on the low side
+    high: Tensor,  # [B, T] bool: ... and on the high side
+) -> dict[str, Tensor]:  # sums over tokens, to be divided by the global number of tokens
     "What every ratio-based loss reports; `approx_kl` is k3 for KL(old || new)"
     ratio = delta.exp()
-    return dict(clip_frac=(low|high).sum(), clip_frac_low=low.sum(), clip_frac_high=high.sum(),
-        ratio_mean=ratio.masked_fill(~mask, 0.).sum(), approx_kl=(torch.expm1(delta)-delta).sum())
+    return dict(
+        clip_frac=(low | high).sum(),
+        clip_frac_low=low.sum(),
+        clip_frac_high=high.sum(),
+        ratio_mean=ratio.masked_fill(~mask, 0.0).sum(),
+        approx_kl=(torch.expm1(delta) - delta).sum(),
+    )
+
 
 # %% ../../nbs/algo/03_losses.ipynb #f7738c41
 @dataclass(frozen=True)
 class LossConfig:
     "What the policy minimises. None = what the loss's own paper does. Raises ValueError for values that cannot be"
-    name:str='grpo'                    # grpo, dr_grpo, dapo, gspo, cispo, or espo (paper section 2.4.2)
-    clip_eps_low:float|None=None       # an unwanted token gets no gradient once its ratio is below 1 - this
-    clip_eps_high:float|None=None      # a wanted token gets no gradient once its ratio is above 1 + this
-    aggregation:Aggregation|None=None  # how tokens are averaged
-    max_response_tokens:int=0          # the constant of 'seq-mean-token-sum-norm'
-    kl_coef:float=0.                   # weight of KL(policy || reference); 0 needs no reference
-    kl_estimator:KlEstimator='k3'      # see `kl_estimate`
-    tis:Tis='truncate'                 # how tokens are reweighed to the engine that sampled them; see `tis_weights`
-    tis_cap:float=2.                   # largest weight (truncate), or largest that is not dropped (mask)
-    tis_low:float=.5                   # smallest weight that is not dropped (mask)
+
+    name: str = 'grpo'  # grpo, dr_grpo, dapo, gspo, cispo, or espo (paper section 2.4.2)
+    clip_eps_low: float | None = (
+        None  # an unwanted token gets no gradient once its ratio is below 1 - this
+    )
+    clip_eps_high: float | None = (
+        None  # a wanted token gets no gradient once its ratio is above 1 + this
+    )
+    aggregation: Aggregation | None = None  # how tokens are averaged
+    max_response_tokens: int = 0  # the constant of 'seq-mean-token-sum-norm'
+    kl_coef: float = 0.0  # weight of KL(policy || reference); 0 needs no reference
+    kl_estimator: KlEstimator = 'k3'  # see `kl_estimate`
+    tis: Tis = (
+        'truncate'  # how tokens are reweighed to the engine that sampled them; see `tis_weights`
+    )
+    tis_cap: float = 2.0  # largest weight (truncate), or largest that is not dropped (mask)
+    tis_low: float = 0.5  # smallest weight that is not dropped (mask)
 
     def __post_init__(self):
-        known = dict(name=policy_losses, aggregation=(None, *get_args(Aggregation)),
-            kl_estimator=get_args(KlEstimator), tis=get_args(Tis))
-        for key,names in known.items():
-            if (v := getattr(self, key)) not in names: raise ValueError(f'{key}={v!r}: use one of {[*names]}')
-        tops = dict(clip_eps_low=1, clip_eps_high=inf, kl_coef=inf, max_response_tokens=inf, tis_low=1, tis_cap=inf)
-        for key,top in tops.items():
+        known = dict(
+            name=policy_losses,
+            aggregation=(None, *get_args(Aggregation)),
+            kl_estimator=get_args(KlEstimator),
+            tis=get_args(Tis),
+        )
+        for key, names in known.items():
+            if (v := getattr(self, key)) not in names:
+                raise ValueError(f'{key}={v!r}: use one of {[*names]}')
+        tops = dict(
+            clip_eps_low=1,
+            clip_eps_high=inf,
+            kl_coef=inf,
+            max_response_tokens=inf,
+            tis_low=1,
+            tis_cap=inf,
+        )
+        for key, top in tops.items():
             v = getattr(self, key)
-            if v is not None and not (0<=v<=top and v<inf):
+            if v is not None and not (0 <= v <= top and v < inf):
                 raise ValueError(f'{key}={v}: use a finite value from 0 to {top}')
-        if self.tis_cap<1: raise ValueError(f'tis_cap={self.tis_cap}: use at least 1, the weight where engines agree')
+        if self.tis_cap < 1:
+            raise ValueError(
+                f'tis_cap={self.tis_cap}: use at least 1, the weight where engines agree'
+            )
         mode = self.aggregation or policy_losses[self.name].aggregation
-        if mode=='seq-mean-token-sum-norm' and not self.max_response_tokens:
-            raise ValueError(f'max_response_tokens=0: {mode} divides by it; use the budget of a response')
+        if mode == 'seq-mean-token-sum-norm' and not self.max_response_tokens:
+            raise ValueError(
+                f'max_response_tokens=0: {mode} divides by it; use the budget of a response'
+            )
 
-    def resolve(self)->LossConfig: # without None
+    def resolve(self) -> LossConfig:  # without None
         "The same with the choices of the loss's own paper filled in"
         fn = policy_losses[self.name]
         own = dict(aggregation=fn.aggregation, clip_eps_low=fn.clip[0], clip_eps_high=fn.clip[1])
-        return replace(self, **{k:v for k,v in own.items() if getattr(self, k) is None})
+        return replace(self, **{k: v for k, v in own.items() if getattr(self, k) is None})
+
 
 # %% ../../nbs/algo/03_losses.ipynb #f42f6502
 def clipped_surrogate(
-    ratio:Tensor,             # [B, T] new/old, by whatever definition
-    advantages:Tensor,        # [B, T]
-    mask:Tensor,              # [B, T] bool
-    eps_low:float|Tensor,     # or one per token
-    eps_high:float|Tensor
-)->tuple[Tensor,Tensor,Tensor]: # [B, T] loss, 0 outside the mask; [B, T] bool: no gradient on the low side, on the high
+    ratio: Tensor,  # [B, T] new/old, by whatever definition
+    advantages: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    eps_low: float | Tensor,  # or one per token
+    eps_high: float | Tensor,
+) -> tuple[
+    Tensor, Tensor, Tensor
+]:  # [B, T] loss, 0 outside the mask; [B, T] bool: no gradient on the low side, on the high
     "max(-ratio A, -clip(ratio) A): PPO's pessimistic choice (Schulman et al., 2017)"
-    low,high,adv = 1-eps_low, 1+eps_high, _wide(advantages).detach().masked_fill(~mask, 0.)
-    loss = -torch.minimum(ratio*adv, ratio.clamp(low, high)*adv)
-    return loss, (adv<0)&(ratio<low), (adv>0)&(ratio>high)
+    low, high, adv = 1 - eps_low, 1 + eps_high, _wide(advantages).detach().masked_fill(~mask, 0.0)
+    loss = -torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)
+    return loss, (adv < 0) & (ratio < low), (adv > 0) & (ratio > high)
+
 
 @policy_loss()
 def grpo(
-    log_probs:Tensor,     # [B, T] of the policy that learns
-    old_log_probs:Tensor, # [B, T] of the policy before the update
-    advantages:Tensor,    # [B, T]
-    mask:Tensor,          # [B, T] bool
-    cfg:LossConfig        # clip_eps_low, clip_eps_high; resolved
-)->tuple[Tensor,dict[str,Tensor]]: # [B, T] loss per token; metric sums
+    log_probs: Tensor,  # [B, T] of the policy that learns
+    old_log_probs: Tensor,  # [B, T] of the policy before the update
+    advantages: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    cfg: LossConfig,  # clip_eps_low, clip_eps_high; resolved
+) -> tuple[Tensor, dict[str, Tensor]]:  # [B, T] loss per token; metric sums
     "A ratio per token, the mean of each response (DeepSeekMath, section 4.1)"
     delta = log_ratio(log_probs, old_log_probs, mask)
-    loss,*clipped = clipped_surrogate(delta.exp(), advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high)
+    loss, *clipped = clipped_surrogate(
+        delta.exp(), advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high
+    )
     return loss, ratio_sums(delta.detach(), mask, *clipped)
+
 
 # %% ../../nbs/algo/03_losses.ipynb #f42ef9c1
 def token_weights(
-    mask:Tensor,       # [B, T] bool, one response per row
-    mode:Aggregation,
-    num_tokens:int,    # response tokens of the whole mini-batch: all micro-batches, all ranks
-    num_samples:int,   # responses of the same
-    max_tokens:int=0,  # the constant of 'seq-mean-token-sum-norm'
-    dtype=torch.float
-)->Tensor:             # [B, T] 0 outside the mask
+    mask: Tensor,  # [B, T] bool, one response per row
+    mode: Aggregation,
+    num_tokens: int,  # response tokens of the whole mini-batch: all micro-batches, all ranks
+    num_samples: int,  # responses of the same
+    max_tokens: int = 0,  # the constant of 'seq-mean-token-sum-norm'
+    dtype=torch.float,
+) -> Tensor:  # [B, T] 0 outside the mask
     "How much one token counts. Raises ValueError for an unknown mode and for counts below 1"
-    if mode not in get_args(Aggregation): raise ValueError(f'mode={mode!r}: use one of {get_args(Aggregation)}')
-    if num_tokens<1 or num_samples<1:
-        raise ValueError(f'{num_tokens=}, {num_samples=}: pass the counts of the whole mini-batch, at least 1')
-    if mode=='token-mean': return mask.to(dtype)/num_tokens
-    if mode=='seq-mean-token-sum': return mask.to(dtype)/num_samples
-    if mode=='seq-mean-token-mean': return mask.to(dtype)/(mask.sum(-1, keepdim=True).clamp(min=1)*num_samples)
-    if max_tokens<1: raise ValueError(f'{max_tokens=}: {mode} divides by it; use the budget of a response')
-    return mask.to(dtype)/(max_tokens*num_samples)
+    if mode not in get_args(Aggregation):
+        raise ValueError(f'mode={mode!r}: use one of {get_args(Aggregation)}')
+    if num_tokens < 1 or num_samples < 1:
+        raise ValueError(
+            f'{num_tokens=}, {num_samples=}: pass the counts of the whole mini-batch, at least 1'
+        )
+    if mode == 'token-mean':
+        return mask.to(dtype) / num_tokens
+    if mode == 'seq-mean-token-sum':
+        return mask.to(dtype) / num_samples
+    if mode == 'seq-mean-token-mean':
+        return mask.to(dtype) / (mask.sum(-1, keepdim=True).clamp(min=1) * num_samples)
+    if max_tokens < 1:
+        raise ValueError(f'{max_tokens=}: {mode} divides by it; use the budget of a response')
+    return mask.to(dtype) / (max_tokens * num_samples)
+
 
 def aggregate(
-    values:Tensor,     # [B, T]
-    mask:Tensor,       # [B, T] bool
-    mode:Aggregation,
-    num_tokens:int,    # response tokens of the whole mini-batch: all micro-batches, all ranks
-    num_samples:int,   # responses of the same
-    max_tokens:int=0   # the constant of 'seq-mean-token-sum-norm'
-)->Tensor:             # scalar; its sum over micro-batches and ranks is the mean over the mini-batch
+    values: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    mode: Aggregation,
+    num_tokens: int,  # response tokens of the whole mini-batch: all micro-batches, all ranks
+    num_samples: int,  # responses of the same
+    max_tokens: int = 0,  # the constant of 'seq-mean-token-sum-norm'
+) -> Tensor:  # scalar; its sum over micro-batches and ranks is the mean over the mini-batch
     "The one place where tokens become a number"
-    values = _wide(values).masked_fill(~mask, 0.)
-    return (values*token_weights(mask, mode, num_tokens, num_samples, max_tokens, values.dtype)).sum()
+    values = _wide(values).masked_fill(~mask, 0.0)
+    return (
+        values * token_weights(mask, mode, num_tokens, num_samples, max_tokens, values.dtype)
+    ).sum()
+
 
 # %% ../../nbs/algo/03_losses.ipynb #08f52b9a
 @policy_loss(aggregation='seq-mean-token-sum-norm')
-def dr_grpo(log_probs, old_log_probs, advantages, mask, cfg)->tuple[Tensor,dict[str,Tensor]]:
+def dr_grpo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[str, Tensor]]:
     "GRPO's surrogate; the sum of each response over a constant (Dr.GRPO, 2503.20783), advantages without the std"
     return grpo(log_probs, old_log_probs, advantages, mask, cfg)
 
-@policy_loss(aggregation='token-mean', clip=(.2,.28))
-def dapo(log_probs, old_log_probs, advantages, mask, cfg)->tuple[Tensor,dict[str,Tensor]]:
+
+@policy_loss(aggregation='token-mean', clip=(0.2, 0.28))
+def dapo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[str, Tensor]]:
     "GRPO's surrogate; all tokens alike, and more room above than below (DAPO, 2503.14476)"
     return grpo(log_probs, old_log_probs, advantages, mask, cfg)
 
+
 # %% ../../nbs/algo/03_losses.ipynb #5f4e202c
-@policy_loss(clip=(3e-4,4e-4))
-def gspo(log_probs, old_log_probs, advantages, mask, cfg)->tuple[Tensor,dict[str,Tensor]]:
+@policy_loss(clip=(3e-4, 4e-4))
+def gspo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[str, Tensor]]:
     "One ratio per response, the geometric mean over its tokens, in the form of GSPO-token (2507.18071)"
     delta = log_ratio(log_probs, old_log_probs, mask)
-    mean = delta.detach().sum(-1, keepdim=True)/mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = (mean+(delta-delta.detach())).exp() # the response's value, each token's own gradient
-    loss,*clipped = clipped_surrogate(ratio, advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high)
+    mean = delta.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    ratio = (
+        mean + (delta - delta.detach())
+    ).exp()  # the response's value, each token's own gradient
+    loss, *clipped = clipped_surrogate(ratio, advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high)
     return loss, ratio_sums(delta.detach(), mask, *clipped)
 
+
 # %% ../../nbs/algo/03_losses.ipynb #ae339310
-@policy_loss(aggregation='token-mean', clip=(1.,4.))
-def cispo(log_probs, old_log_probs, advantages, mask, cfg)->tuple[Tensor,dict[str,Tensor]]:
+@policy_loss(aggregation='token-mean', clip=(1.0, 4.0))
+def cispo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[str, Tensor]]:
     "REINFORCE with a clipped weight: no token loses its gradient (MiniMax-M1, 2506.13585)"
     delta = log_ratio(log_probs, old_log_probs, mask).detach()
-    ratio,low,high = delta.exp(), 1-cfg.clip_eps_low, 1+cfg.clip_eps_high
-    new,adv = (_wide(x).masked_fill(~mask, 0.) for x in (log_probs, advantages.detach()))
-    return -ratio.clamp(low, high)*adv*new, ratio_sums(delta, mask, ratio<low, ratio>high)
+    ratio, low, high = delta.exp(), 1 - cfg.clip_eps_low, 1 + cfg.clip_eps_high
+    new, adv = (_wide(x).masked_fill(~mask, 0.0) for x in (log_probs, advantages.detach()))
+    return -ratio.clamp(low, high) * adv * new, ratio_sums(delta, mask, ratio < low, ratio > high)
+
 
 # %% ../../nbs/algo/03_losses.ipynb #a528e3a6
 def kl_estimate(
-    log_probs:Tensor,     # [...] of tokens that this policy sampled
-    ref_log_probs:Tensor, # [...] of the same tokens under the reference
-    kind:KlEstimator='k3'
-)->Tensor:                # [...] per token
+    log_probs: Tensor,  # [...] of tokens that this policy sampled
+    ref_log_probs: Tensor,  # [...] of the same tokens under the reference
+    kind: KlEstimator = 'k3',
+) -> Tensor:  # [...] per token
     "KL(p || ref): k1 = log(p/ref), k2 = k1^2/2, k3 = ref/p - 1 + log(p/ref) (Schulman). Raises ValueError"
-    if kind not in get_args(KlEstimator): raise ValueError(f'kind={kind!r}: use one of {get_args(KlEstimator)}')
-    d = _wide(log_probs)-_wide(ref_log_probs).detach()
-    if kind=='k1': return d
-    if kind=='k2': return d**2/2
-    d = d.clamp(-20., 20.) # as in `log_ratio`
-    return torch.expm1(-d)+d
+    if kind not in get_args(KlEstimator):
+        raise ValueError(f'kind={kind!r}: use one of {get_args(KlEstimator)}')
+    d = _wide(log_probs) - _wide(ref_log_probs).detach()
+    if kind == 'k1':
+        return d
+    if kind == 'k2':
+        return d**2 / 2
+    d = d.clamp(-20.0, 20.0)  # as in `log_ratio`
+    return torch.expm1(-d) + d
+
 
 # %% ../../nbs/algo/03_losses.ipynb #e8457689
 def tis_weights(
-    old_log_probs:Tensor,     # [B, T] of the engine that trains
-    rollout_log_probs:Tensor, # [B, T] of the engine that sampled
-    mask:Tensor,              # [B, T] bool
-    kind:Tis='truncate',      # 'mask': a weight outside [low, cap] becomes 0; 'off': all weights are 1
-    cap:float=2.,
-    low:float=.5
-)->tuple[Tensor,Tensor]:      # [B, T] weights without gradient, 1 outside the mask; [B, T] bool: truncated or dropped
+    old_log_probs: Tensor,  # [B, T] of the engine that trains
+    rollout_log_probs: Tensor,  # [B, T] of the engine that sampled
+    mask: Tensor,  # [B, T] bool
+    kind: Tis = 'truncate',  # 'mask': a weight outside [low, cap] becomes 0; 'off': all weights are 1
+    cap: float = 2.0,
+    low: float = 0.5,
+) -> tuple[
+    Tensor, Tensor
+]:  # [B, T] weights without gradient, 1 outside the mask; [B, T] bool: truncated or dropped
     "pi_train/pi_rollout per token, truncated (TIS, Yao et al., 2025) or masked (MIS, IcePop). Raises ValueError"
-    if kind not in get_args(Tis): raise ValueError(f'kind={kind!r}: use one of {get_args(Tis)}')
+    if kind not in get_args(Tis):
+        raise ValueError(f'kind={kind!r}: use one of {get_args(Tis)}')
     rho = log_ratio(old_log_probs.detach(), rollout_log_probs, mask).exp()
-    if kind=='off': return torch.ones_like(rho), torch.zeros_like(mask)
-    if kind=='truncate': return rho.clamp(max=cap), rho>cap
-    dropped = (rho<low)|(rho>cap)
-    return rho.masked_fill(dropped, 0.), dropped
+    if kind == 'off':
+        return torch.ones_like(rho), torch.zeros_like(mask)
+    if kind == 'truncate':
+        return rho.clamp(max=cap), rho > cap
+    dropped = (rho < low) | (rho > cap)
+    return rho.masked_fill(dropped, 0.0), dropped
+
 
 # %% ../../nbs/algo/03_losses.ipynb #ae0cb0d5
 class PolicyLoss:
     "A `records.LossFn`: the policy loss plus KL, averaged by global counts"
-    def __init__(self, cfg:LossConfig=LossConfig(), *own): # own: settings of losses, for the one that asks
-        self.cfg,self.fn = cfg.resolve(),policy_losses[cfg.name]
+
+    def __init__(
+        self, cfg: LossConfig = LossConfig(), *own
+    ):  # own: settings of losses, for the one that asks
+        self.cfg, self.fn = cfg.resolve(), policy_losses[cfg.name]
         kind = self.fn.config
-        self.own = [] if kind is None else [next((o for o in own if isinstance(o, kind)), None) or kind()]
+        self.own = (
+            [] if kind is None else [next((o for o in own if isinstance(o, kind)), None) or kind()]
+        )
 
-    def __call__(self,
-        log_probs:Tensor, # [B, T] with gradient; column t belongs to token t
-        batch:Batch,      # any rows of the mini-batch
-        num_tokens:int,   # response tokens of the whole mini-batch: all micro-batches, all ranks
-        num_samples:int   # responses of the same
-    )->tuple[Tensor,dict[str,Tensor]]: # scalar for `backward`; 0-dim metrics. Both add up over micro-batches and ranks
+    def __call__(
+        self,
+        log_probs: Tensor,  # [B, T] with gradient; column t belongs to token t
+        batch: Batch,  # any rows of the mini-batch
+        num_tokens: int,  # response tokens of the whole mini-batch: all micro-batches, all ranks
+        num_samples: int,  # responses of the same
+    ) -> tuple[
+        Tensor, dict[str, Tensor]
+    ]:  # scalar for `backward`; 0-dim metrics. Both add up over micro-batches and ranks
         "Raises ValueError where a tensor is missing or not aligned with tokens"
-        cfg,mask,extra = self.cfg,batch.response_mask,self._check(log_probs, batch)
-        def mean(x): return aggregate(x, mask, cfg.aggregation, num_tokens, num_samples, cfg.max_response_tokens)
-        values,sums = self.fn(log_probs, batch.old_log_probs, batch.advantages, mask, cfg, *self.own, **extra)
-        if cfg.tis!='off':
-            w,hit = tis_weights(batch.old_log_probs, batch.rollout_log_probs, mask, cfg.tis, cfg.tis_cap, cfg.tis_low)
-            values,sums = values*w, sums|dict(tis_mean=w.masked_fill(~mask, 0.).sum(), tis_clip_frac=hit.sum())
-        loss = mean(values)
-        metrics = {'policy_loss':loss.detach(), **{k:v.detach()/num_tokens for k,v in sums.items()}}
-        if cfg.kl_coef:
-            new,ref = (x.masked_fill(~mask, 0.) for x in (log_probs, batch.ref_log_probs))
-            kl = kl_estimate(new, ref, cfg.kl_estimator)
-            loss = loss+cfg.kl_coef*mean(kl)
-            metrics['kl'] = kl.detach().sum()/num_tokens
-        return loss, {'loss':loss.detach(), **metrics}
+        cfg, mask, extra = self.cfg, batch.response_mask, self._check(log_probs, batch)
 
-    def _check(self, log_probs, batch): # returns what the loss asked for beyond the usual
-        used = dict(ref_log_probs=self.cfg.kl_coef, rollout_log_probs=self.cfg.tis!='off')
-        keys = ['old_log_probs', 'advantages', *self.fn.needs, *(k for k,v in used.items() if v)]
-        for k,v in [('log_probs', log_probs), *((k, getattr(batch, k)) for k in keys)]:
-            if v is None: raise ValueError(f'{k} is None: {self.cfg} needs it; set it before the update')
-            if v.shape!=batch.response_mask.shape:
-                raise ValueError(f'{k} {list(v.shape)} is not aligned with response_mask '
-                    f'{list(batch.response_mask.shape)}: column t belongs to token t, column 0 is unused')
-        return {k:getattr(batch, k) for k in self.fn.needs}
+        def mean(x):
+            return aggregate(
+                x, mask, cfg.aggregation, num_tokens, num_samples, cfg.max_response_tokens
+            )
+
+        values, sums = self.fn(
+            log_probs, batch.old_log_probs, batch.advantages, mask, cfg, *self.own, **extra
+        )
+        if cfg.tis != 'off':
+            w, hit = tis_weights(
+                batch.old_log_probs,
+                batch.rollout_log_probs,
+                mask,
+                cfg.tis,
+                cfg.tis_cap,
+                cfg.tis_low,
+            )
+            values, sums = (
+                values * w,
+                sums | dict(tis_mean=w.masked_fill(~mask, 0.0).sum(), tis_clip_frac=hit.sum()),
+            )
+        loss = mean(values)
+        metrics = {
+            'policy_loss': loss.detach(),
+            **{k: v.detach() / num_tokens for k, v in sums.items()},
+        }
+        if cfg.kl_coef:
+            new, ref = (x.masked_fill(~mask, 0.0) for x in (log_probs, batch.ref_log_probs))
+            kl = kl_estimate(new, ref, cfg.kl_estimator)
+            loss = loss + cfg.kl_coef * mean(kl)
+            metrics['kl'] = kl.detach().sum() / num_tokens
+        return loss, {'loss': loss.detach(), **metrics}
+
+    def _check(self, log_probs, batch):  # returns what the loss asked for beyond the usual
+        used = dict(ref_log_probs=self.cfg.kl_coef, rollout_log_probs=self.cfg.tis != 'off')
+        keys = ['old_log_probs', 'advantages', *self.fn.needs, *(k for k, v in used.items() if v)]
+        for k, v in [('log_probs', log_probs), *((k, getattr(batch, k)) for k in keys)]:
+            if v is None:
+                raise ValueError(f'{k} is None: {self.cfg} needs it; set it before the update')
+            if v.shape != batch.response_mask.shape:
+                raise ValueError(
+                    f'{k} {list(v.shape)} is not aligned with response_mask '
+                    f'{list(batch.response_mask.shape)}: column t belongs to token t, column 0 is unused'
+                )
+        return {k: getattr(batch, k) for k in self.fn.needs}

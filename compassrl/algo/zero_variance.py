@@ -6,175 +6,258 @@ Docs: https://compassrl.github.io/compassrl/algo/zero_variance.html.md"""
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #1bf7bfad
 from __future__ import annotations
+
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from typing import Literal, get_args
+
 import torch
 from torch import Tensor
+
 from .advantages import AdvantageConfig, group_advantages, group_stats, spread
 from ..records import Batch, Metrics, Sample
 
 # %% auto #0
-__all__ = ['Sampling', 'ZeroVarianceConfig', 'zero_variance_rate', 'growth', 'length_penalty', 'repetition_penalty',
-           'shape_rewards', 'zvp_sign', 'zvp_advantages', 'token_advantages', 'screen']
+__all__ = [
+    'Sampling',
+    'ZeroVarianceConfig',
+    'zero_variance_rate',
+    'growth',
+    'length_penalty',
+    'repetition_penalty',
+    'shape_rewards',
+    'zvp_sign',
+    'zvp_advantages',
+    'token_advantages',
+    'screen',
+]
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #0bc34b02
 Sampling = Literal['uniform', 'adaptive', 'refill']
 
+
 @dataclass(frozen=True)
 class ZeroVarianceConfig:
     "What is done about flat groups (paper section 2.4.1). Raises ValueError for values outside their range"
-    sampling:Sampling='adaptive' # flat groups: 'uniform' = off, 'adaptive' = they grow, 'refill' = are replaced (DAPO)
-    max_group_size:int=32        # 'adaptive': a group of at most half this many responses may double
-    token_budget:float=1.        # 'adaptive': extra tokens of a step, times those of its first wave; 0 = no growth
-    max_refills:int=8            # 'refill': further waves of prompts in a step; 0 = flat groups are dropped
-    length_weight:float=.1       # of the soft overlong penalty (DAPO); 0 = off
-    overlong_frac:float=.2       # the last part of a response's budget, where that penalty grows (DAPO: 4096/20480)
-    repetition_weight:float=.1   # of the penalty for repeated n-grams; 0 = off
-    ngram:int=3                  # tokens that make one n-gram
-    std_floor:float=.35          # the std counts as at least this where only penalties differ; 0 = off
-    zvp_alpha:float=.1           # RL-ZVP: advantage per nat of entropy in groups that are still flat; 0 = off
-    screen_samples:int=0         # before training, drop prompts that are always or never solved in so many; 0 = off
+
+    sampling: Sampling = 'adaptive'  # flat groups: 'uniform' = off, 'adaptive' = they grow, 'refill' = are replaced (DAPO)
+    max_group_size: int = 32  # 'adaptive': a group of at most half this many responses may double
+    token_budget: float = (
+        1.0  # 'adaptive': extra tokens of a step, times those of its first wave; 0 = no growth
+    )
+    max_refills: int = (
+        8  # 'refill': further waves of prompts in a step; 0 = flat groups are dropped
+    )
+    length_weight: float = 0.1  # of the soft overlong penalty (DAPO); 0 = off
+    overlong_frac: float = (
+        0.2  # the last part of a response's budget, where that penalty grows (DAPO: 4096/20480)
+    )
+    repetition_weight: float = 0.1  # of the penalty for repeated n-grams; 0 = off
+    ngram: int = 3  # tokens that make one n-gram
+    std_floor: float = 0.35  # the std counts as at least this where only penalties differ; 0 = off
+    zvp_alpha: float = (
+        0.1  # RL-ZVP: advantage per nat of entropy in groups that are still flat; 0 = off
+    )
+    screen_samples: int = (
+        0  # before training, drop prompts that are always or never solved in so many; 0 = off
+    )
 
     def __post_init__(self):
         if self.sampling not in get_args(Sampling):
             raise ValueError(f'sampling={self.sampling!r}: use one of {get_args(Sampling)}')
-        ranges = dict(max_group_size=(2, inf), token_budget=(0, inf), max_refills=(0, inf), length_weight=(0, .5),
-            repetition_weight=(0, .5), overlong_frac=(0, 1), ngram=(1, inf), std_floor=(0, inf), zvp_alpha=(0, 1),
-            screen_samples=(0, inf))
-        for key,(low,top) in ranges.items():
-            if not (low<=(v := getattr(self, key))<=top and v<inf):
+        ranges = dict(
+            max_group_size=(2, inf),
+            token_budget=(0, inf),
+            max_refills=(0, inf),
+            length_weight=(0, 0.5),
+            repetition_weight=(0, 0.5),
+            overlong_frac=(0, 1),
+            ngram=(1, inf),
+            std_floor=(0, inf),
+            zvp_alpha=(0, 1),
+            screen_samples=(0, inf),
+        )
+        for key, (low, top) in ranges.items():
+            if not (low <= (v := getattr(self, key)) <= top and v < inf):
                 raise ValueError(f'{key}={v}: use a finite value from {low} to {top}')
-        if not self.overlong_frac: raise ValueError('overlong_frac=0: use more than 0; length_weight=0 is the switch')
-        if (total := self.length_weight+self.repetition_weight)>=.5:
-            raise ValueError(f'length_weight + repetition_weight = {total:g}: keep them below 0.5 together, or a right '
-                'answer could end up closer to a wrong one than to its own reward')
+        if not self.overlong_frac:
+            raise ValueError('overlong_frac=0: use more than 0; length_weight=0 is the switch')
+        if (total := self.length_weight + self.repetition_weight) >= 0.5:
+            raise ValueError(
+                f'length_weight + repetition_weight = {total:g}: keep them below 0.5 together, or a right '
+                'answer could end up closer to a wrong one than to its own reward'
+            )
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #21d7617a
 def zero_variance_rate(
-    p:float|Tensor, # [...] pass rate
-    N:int           # group size
-)->float|Tensor:    # [...] probability that a group of N is all right or all wrong
+    p: float | Tensor,  # [...] pass rate
+    N: int,  # group size
+) -> float | Tensor:  # [...] probability that a group of N is all right or all wrong
     "p^N + (1 - p)^N. Raises ValueError for N below 1"
-    if N<1: raise ValueError(f'N={N}: a group has at least one response')
-    return p**N+(1-p)**N
+    if N < 1:
+        raise ValueError(f'N={N}: a group has at least one response')
+    return p**N + (1 - p) ** N
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #67dfc159
 def growth(
-    rewards:Tensor,         # [B] task rewards, before any penalty
-    group:Tensor,           # [B] integers
-    valid:Tensor|None,      # [B] bool: the verifier gave a verdict (None: all)
-    tokens:Tensor,          # [B] response tokens, which predict the cost of more
-    cfg:ZeroVarianceConfig, # sampling, max_group_size
-    budget:float            # tokens that may still be spent
-)->Tensor:                  # [P] int64, groups in ascending order of their id: how many more responses each gets
+    rewards: Tensor,  # [B] task rewards, before any penalty
+    group: Tensor,  # [B] integers
+    valid: Tensor | None,  # [B] bool: the verifier gave a verdict (None: all)
+    tokens: Tensor,  # [B] response tokens, which predict the cost of more
+    cfg: ZeroVarianceConfig,  # sampling, max_group_size
+    budget: float,  # tokens that may still be spent
+) -> Tensor:  # [P] int64, groups in ascending order of their id: how many more responses each gets
     "Doubles flat groups, smallest first, while the expected tokens fit the budget (ours; the paper: one larger N)"
     s = group_stats(rewards, group, valid)
     more = torch.zeros_like(s.num, dtype=torch.long)
-    if cfg.sampling!='adaptive': return more
+    if cfg.sampling != 'adaptive':
+        return more
     size = more.index_add(0, s.index, torch.ones_like(s.index))
-    cost = torch.zeros_like(s.num).index_add(0, s.index, tokens.double()) # as much again as the group has cost so far
-    may = s.flat & (s.num>=2) & (2*size<=cfg.max_group_size) # without verdicts, more samples are no remedy
+    cost = torch.zeros_like(s.num).index_add(
+        0, s.index, tokens.double()
+    )  # as much again as the group has cost so far
+    may = (
+        s.flat & (s.num >= 2) & (2 * size <= cfg.max_group_size)
+    )  # without verdicts, more samples are no remedy
     for g in torch.argsort(size, stable=True).tolist():
-        if may[g] and cost[g]<=budget: more[g],budget = size[g],budget-float(cost[g])
+        if may[g] and cost[g] <= budget:
+            more[g], budget = size[g], budget - float(cost[g])
     return more
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #b4bba3d0
 def length_penalty(
-    lengths:Tensor, # [B] response tokens
-    max_tokens:int, # budget of a response
-    frac:float      # last part of the budget, where the penalty grows from 0 to -1
-)->Tensor:          # [B] fp32 in [-1, 0]
+    lengths: Tensor,  # [B] response tokens
+    max_tokens: int,  # budget of a response
+    frac: float,  # last part of the budget, where the penalty grows from 0 to -1
+) -> Tensor:  # [B] fp32 in [-1, 0]
     "Soft overlong punishment (DAPO, arXiv 2503.14476)"
-    window = frac*max_tokens
-    return ((max_tokens-window-lengths)/window).clamp(-1, 0).float()
+    window = frac * max_tokens
+    return ((max_tokens - window - lengths) / window).clamp(-1, 0).float()
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #f1b5dbfa
 def repetition_penalty(
-    ids:list[int], # tokens of one response
-    n:int          # tokens that make one n-gram
-)->float:          # in (-1, 0]; 0 for fewer than n tokens
+    ids: list[int],  # tokens of one response
+    n: int,  # tokens that make one n-gram
+) -> float:  # in (-1, 0]; 0 for fewer than n tokens
     "Minus the share of n-grams that have been there before (ours: the paper gives no formula)"
-    grams = [tuple(ids[i:i+n]) for i in range(len(ids)-n+1)]
-    return len(set(grams))/len(grams)-1 if grams else 0.
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #a4939ff5
 def shape_rewards(
-    samples:list[Sample],  # judged
-    max_tokens:int,        # budget of a response
-    cfg:ZeroVarianceConfig # length_weight, overlong_frac, repetition_weight, ngram
-)->Tensor:                 # [B] fp32
+    samples: list[Sample],  # judged
+    max_tokens: int,  # budget of a response
+    cfg: ZeroVarianceConfig,  # length_weight, overlong_frac, repetition_weight, ngram
+) -> Tensor:  # [B] fp32
     "Task reward + penalties, in units of the group's smallest task-reward gap. Raises ValueError without a verdict"
     for s in samples:
-        if s.verdict is None: raise ValueError(f'sample {s.prompt_id}/{s.index} has no verdict: judge it first')
+        if s.verdict is None:
+            raise ValueError(f'sample {s.prompt_id}/{s.index} has no verdict: judge it first')
     lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.double)
-    repeats = torch.tensor([repetition_penalty(s.response_ids, cfg.ngram) for s in samples], dtype=torch.double)
-    penalty = cfg.length_weight*length_penalty(lengths, max_tokens, cfg.overlong_frac)+cfg.repetition_weight*repeats
-    return (torch.tensor([s.verdict.reward for s in samples], dtype=torch.double)+_gaps(samples)*penalty).float()
+    repeats = torch.tensor(
+        [repetition_penalty(s.response_ids, cfg.ngram) for s in samples], dtype=torch.double
+    )
+    penalty = (
+        cfg.length_weight * length_penalty(lengths, max_tokens, cfg.overlong_frac)
+        + cfg.repetition_weight * repeats
+    )
+    return (
+        torch.tensor([s.verdict.reward for s in samples], dtype=torch.double)
+        + _gaps(samples) * penalty
+    ).float()
 
-def _gaps(samples, tol=1e-6): # [B] smallest difference between task rewards of the sample's group; 1 in a flat group
+
+def _gaps(
+    samples, tol=1e-6
+):  # [B] smallest difference between task rewards of the sample's group; 1 in a flat group
     rewards = {}
     for s in samples:
-        if s.verdict.status not in ('failed', 'timeout'): rewards.setdefault(s.prompt_id, set()).add(s.verdict.reward)
-    gaps = {k:min((b-a for a,b in pairwise(sorted(v)) if b-a>tol), default=1.) for k,v in rewards.items()}
-    return torch.tensor([gaps.get(s.prompt_id, 1.) for s in samples], dtype=torch.double)
+        if s.verdict.status not in ('failed', 'timeout'):
+            rewards.setdefault(s.prompt_id, set()).add(s.verdict.reward)
+    gaps = {
+        k: min((b - a for a, b in pairwise(sorted(v)) if b - a > tol), default=1.0)
+        for k, v in rewards.items()
+    }
+    return torch.tensor([gaps.get(s.prompt_id, 1.0) for s in samples], dtype=torch.double)
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #497a8218
 def zvp_sign(
-    raw_rewards:Tensor,     # [B] task rewards, before any penalty
-    group:Tensor,           # [B] integers
-    valid:Tensor|None=None, # [B] bool (None: all)
-    tol:float=1e-6          # rewards of a group that differ by no more are equal
-)->Tensor:                  # [B] +1: its whole group is right, -1: all wrong, 0: neither, or not judged
+    raw_rewards: Tensor,  # [B] task rewards, before any penalty
+    group: Tensor,  # [B] integers
+    valid: Tensor | None = None,  # [B] bool (None: all)
+    tol: float = 1e-6,  # rewards of a group that differ by no more are equal
+) -> Tensor:  # [B] +1: its whole group is right, -1: all wrong, 0: neither, or not judged
     "Which way RL-ZVP pushes; groups that agree on a reward between 0 and 1 are left alone (ours)"
     s = group_stats(raw_rewards, group, valid, tol)
-    sign = (s.mean>=1-tol).double()-(s.mean<=tol).double()
-    sign = sign.masked_fill(~s.flat | (s.num<2), 0.)[s.index]
-    return sign if valid is None else sign.masked_fill(~valid, 0.)
+    sign = (s.mean >= 1 - tol).double() - (s.mean <= tol).double()
+    sign = sign.masked_fill(~s.flat | (s.num < 2), 0.0)[s.index]
+    return sign if valid is None else sign.masked_fill(~valid, 0.0)
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #3d9cb05b
 def zvp_advantages(
-    entropy:Tensor,       # [B, T] nats, full vocabulary, of the old policy
-    response_mask:Tensor, # [B, T] bool
-    sign:Tensor,          # [B] in {-1, 0, 1}
-    alpha:float=.1        # advantage per nat
-)->Tensor:                # [B, T] fp32 in [-1, 1], 0 outside the response
+    entropy: Tensor,  # [B, T] nats, full vocabulary, of the old policy
+    response_mask: Tensor,  # [B, T] bool
+    sign: Tensor,  # [B] in {-1, 0, 1}
+    alpha: float = 0.1,  # advantage per nat
+) -> Tensor:  # [B, T] fp32 in [-1, 1], 0 outside the response
     "Right: alpha H. Wrong: -alpha (max H of the response - H). (RL-ZVP, arXiv 2509.21880)"
     H = entropy.float().detach().masked_fill(~response_mask, -inf)
-    up, down = H, H-H.amax(1, keepdim=True)
-    adv = (alpha*torch.where(sign[:,None]>0, up, down)).clamp(-1, 1)
-    return torch.where(response_mask & (sign[:,None]!=0), adv, 0.)
+    up, down = H, H - H.amax(1, keepdim=True)
+    adv = (alpha * torch.where(sign[:, None] > 0, up, down)).clamp(-1, 1)
+    return torch.where(response_mask & (sign[:, None] != 0), adv, 0.0)
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #bd0b2ebe
 def token_advantages(
-    batch:Batch,             # `rewards` shaped, `entropy` from the old-log-prob pass
-    raw_rewards:Tensor,      # [B] task rewards, before any penalty
-    valid:Tensor,            # [B] bool: the verifier gave a verdict
-    adv_cfg:AdvantageConfig,
-    cfg:ZeroVarianceConfig   # std_floor, zvp_alpha
-)->tuple[Tensor,Metrics]:    # [B, T] fp32, 0 outside the response; shares of groups and tokens
+    batch: Batch,  # `rewards` shaped, `entropy` from the old-log-prob pass
+    raw_rewards: Tensor,  # [B] task rewards, before any penalty
+    valid: Tensor,  # [B] bool: the verifier gave a verdict
+    adv_cfg: AdvantageConfig,
+    cfg: ZeroVarianceConfig,  # std_floor, zvp_alpha
+) -> tuple[Tensor, Metrics]:  # [B, T] fp32, 0 outside the response; shares of groups and tokens
     "One advantage per token for groups of any kind (paper section 2.4.1). Flat groups never raise; bad input does"
-    raw,shaped = (group_stats(r, batch.group, valid, adv_cfg.tol) for r in (raw_rewards, batch.rewards))
-    floor = cfg.std_floor*raw.flat.double()
-    adv = spread(group_advantages(batch.rewards, batch.group, valid, adv_cfg.estimator, adv_cfg.eps, adv_cfg.tol,
-        floor), batch.response_mask)
+    raw, shaped = (
+        group_stats(r, batch.group, valid, adv_cfg.tol) for r in (raw_rewards, batch.rewards)
+    )
+    floor = cfg.std_floor * raw.flat.double()
+    adv = spread(
+        group_advantages(
+            batch.rewards, batch.group, valid, adv_cfg.estimator, adv_cfg.eps, adv_cfg.tol, floor
+        ),
+        batch.response_mask,
+    )
     if cfg.zvp_alpha:
-        if batch.entropy is None: raise ValueError('batch.entropy is None: RL-ZVP needs it; or set zvp_alpha=0')
-        sign = zvp_sign(raw_rewards, batch.group, valid, adv_cfg.tol)*shaped.flat[raw.index]
-        adv = adv+zvp_advantages(batch.entropy, batch.response_mask, sign, cfg.zvp_alpha)
-    alive = torch.zeros_like(raw.num).index_add(0, raw.index, (adv!=0).any(1).double())>0
-    return adv, dict(zero_variance_raw_frac=_frac(raw.flat), zero_variance_frac=_frac(shaped.flat),
-        zero_variance_residual_frac=_frac(~alive), gradient_token_frac=_frac((adv!=0)[batch.response_mask]))
+        if batch.entropy is None:
+            raise ValueError('batch.entropy is None: RL-ZVP needs it; or set zvp_alpha=0')
+        sign = zvp_sign(raw_rewards, batch.group, valid, adv_cfg.tol) * shaped.flat[raw.index]
+        adv = adv + zvp_advantages(batch.entropy, batch.response_mask, sign, cfg.zvp_alpha)
+    alive = torch.zeros_like(raw.num).index_add(0, raw.index, (adv != 0).any(1).double()) > 0
+    return adv, dict(
+        zero_variance_raw_frac=_frac(raw.flat),
+        zero_variance_frac=_frac(shaped.flat),
+        zero_variance_residual_frac=_frac(~alive),
+        gradient_token_frac=_frac((adv != 0)[batch.response_mask]),
+    )
 
-def _frac(x): return float(x.sum())/max(x.numel(), 1) # share of True; 0 of nothing
+
+def _frac(x):
+    return float(x.sum()) / max(x.numel(), 1)  # share of True; 0 of nothing
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #11f555ac
 def screen(
-    rewards:Tensor,        # [B] of a screening pass over the training prompts
-    group:Tensor,          # [B] integers
-    valid:Tensor|None=None # [B] bool (None: all)
-)->Tensor:                 # [P] bool, groups in ascending order of their id: keep this prompt
+    rewards: Tensor,  # [B] of a screening pass over the training prompts
+    group: Tensor,  # [B] integers
+    valid: Tensor | None = None,  # [B] bool (None: all)
+) -> Tensor:  # [P] bool, groups in ascending order of their id: keep this prompt
     "Pass rate strictly between 0 and 1, or no verdict to tell by (optional: by default each prompt matters)"
     s = group_stats(rewards, group, valid)
-    return (s.num==0) | (s.mean>1e-6) & (s.mean<1-1e-6)
+    return (s.num == 0) | (s.mean > 1e-6) & (s.mean < 1 - 1e-6)

@@ -6,217 +6,334 @@ Docs: https://compassrl.github.io/compassrl/data/prompts.html.md"""
 
 # %% ../../nbs/data/03_prompts.ipynb #bc3726a8
 from __future__ import annotations
-import json, math
-from collections.abc import Iterator
+
+import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
 from tokenizers import Tokenizer
-from .tasks import Choices, Problem, judge, num_problems, problem, task_families, task_family, verifier, verifiers, verify
-from .tokenizer import EOS_ID, PAD_ID, UNK_ID, build_tokenizer, encode, load_tokenizer, response_text, save_tokenizer
+
+from .tasks import num_problems, problem, task_families, verifiers
+from .tokenizer import build_tokenizer, encode
 from ..records import Prompt, derive_seed
 
 # %% auto #0
-__all__ = ['split_of', 'prompt_id', 'levels_of', 'make_prompts', 'load_prompts', 'DataConfig', 'load_data']
+__all__ = [
+    'split_of',
+    'prompt_id',
+    'levels_of',
+    'make_prompts',
+    'load_prompts',
+    'DataConfig',
+    'load_data',
+]
+
 
 # %% ../../nbs/data/03_prompts.ipynb #0b38807c
 def split_of(
-    text:str,                # of the prompt
-    heldout_frac:float=0.1
-)->str:                      # 'train' or 'heldout'
+    text: str,  # of the prompt
+    heldout_frac: float = 0.1,
+) -> str:  # 'train' or 'heldout'
     "Decided by a hash of the text alone, so no seed, difficulty or order can put one prompt on both sides"
-    return 'heldout' if derive_seed('split', text)<heldout_frac*2**63 else 'train'
+    return 'heldout' if derive_seed('split', text) < heldout_frac * 2**63 else 'train'
 
-def prompt_id(domain:str, text:str)->str: # equal questions have equal ids
+
+def prompt_id(domain: str, text: str) -> str:  # equal questions have equal ids
     "A name that is the same in every run"
-    return f"{domain}-{derive_seed('id', domain, text):016x}"
+    return f'{domain}-{derive_seed("id", domain, text):016x}'
+
 
 # %% ../../nbs/data/03_prompts.ipynb #f15f28db
-def _problems(domain, level, seed, num): # distinct ones in random order; all of them if the list is short
-    size,key = num_problems(domain, level),(seed, domain, level)
-    if size<=max(2**16, 50*num): numbers = sorted(range(size), key=lambda i: derive_seed(*key, i))
-    else: numbers = (derive_seed(*key, i)%size for i in range(size))
+def _problems(
+    domain, level, seed, num
+):  # distinct ones in random order; all of them if the list is short
+    size, key = num_problems(domain, level), (seed, domain, level)
+    if size <= max(2**16, 50 * num):
+        numbers = sorted(range(size), key=lambda i: derive_seed(*key, i))
+    else:
+        numbers = (derive_seed(*key, i) % size for i in range(size))
     seen = set()
     for number in numbers:
         p = problem(domain, level, number)
-        if p and p.text not in seen: seen.add(p.text); yield p
+        if p and p.text not in seen:
+            seen.add(p.text)
+            yield p
 
-def _prompt(domain, p, tokenizer): # Problem to Prompt
+
+def _prompt(domain, p, tokenizer):  # Problem to Prompt
     ids = encode(tokenizer, p.text)
     return Prompt(prompt_id(domain, p.text), domain, p.text, ids, p.answer, p.verifier, p.solution)
 
-def levels_of(difficulty:float, num:int)->list[tuple[int,int]]: # (level, how many), nothing twice
+
+def levels_of(
+    difficulty: float, num: int
+) -> list[tuple[int, int]]:  # (level, how many), nothing twice
     "How many prompts of which level: difficulty 1.25 is three of level 1 to one of level 2"
     low = math.floor(difficulty)
-    high = round(num*(difficulty-low))
-    return [(level, n) for level,n in ((low, num-high), (low+1, high)) if n]
+    high = round(num * (difficulty - low))
+    return [(level, n) for level, n in ((low, num - high), (low + 1, high)) if n]
+
 
 # %% ../../nbs/data/03_prompts.ipynb #c3c5fadd
 def make_prompts(
-    domain:str,         # name in `task_families`
-    num:int,            # distinct prompts
-    difficulty:float,   # 0 is easiest; a fraction mixes the two levels around it
-    seed:int,
-    split:str,          # 'train' or 'heldout'
-    tokenizer:Tokenizer
-)->list[Prompt]:        # [num] in random order, the same on every machine
+    domain: str,  # name in `task_families`
+    num: int,  # distinct prompts
+    difficulty: float,  # 0 is easiest; a fraction mixes the two levels around it
+    seed: int,
+    split: str,  # 'train' or 'heldout'
+    tokenizer: Tokenizer,
+) -> list[Prompt]:  # [num] in random order, the same on every machine
     "Generated prompts with verifiable answers"
-    if domain not in task_families: raise ValueError(f'domain={domain!r}: use one of {sorted(task_families)}')
-    if not (isinstance(difficulty, (int, float)) and 0<=difficulty<=20):
+    if domain not in task_families:
+        raise ValueError(f'domain={domain!r}: use one of {sorted(task_families)}')
+    if not (isinstance(difficulty, (int, float)) and 0 <= difficulty <= 20):
         raise ValueError(f'difficulty={difficulty!r}: use 0 to 20')
-    if split not in ('train', 'heldout'): raise ValueError(f"split={split!r}: use 'train' or 'heldout'")
-    if not (isinstance(num, int) and num>=0): raise ValueError(f'num={num!r}: use a whole number, 0 or more')
+    if split not in ('train', 'heldout'):
+        raise ValueError(f"split={split!r}: use 'train' or 'heldout'")
+    if not (isinstance(num, int) and num >= 0):
+        raise ValueError(f'num={num!r}: use a whole number, 0 or more')
     out = []
-    for level,n in levels_of(difficulty, num):
+    for level, n in levels_of(difficulty, num):
         found = []
         for p in _problems(domain, level, seed, n):
-            if split_of(p.text)==split: found.append(p)
-            if len(found)==n: break
-        else: raise ValueError(f'num={num}: level {level} of {domain} holds only {len(found)} {split} prompts, '
-            f'and difficulty={difficulty} needs {n} of them: ask for fewer or change the difficulty')
+            if split_of(p.text) == split:
+                found.append(p)
+            if len(found) == n:
+                break
+        else:
+            raise ValueError(
+                f'num={num}: level {level} of {domain} holds only {len(found)} {split} prompts, '
+                f'and difficulty={difficulty} needs {n} of them: ask for fewer or change the difficulty'
+            )
         out += [_prompt(domain, p, tokenizer) for p in found]
     return sorted(out, key=lambda p: derive_seed(seed, 'order', p.id))
+
 
 # %% ../../nbs/data/03_prompts.ipynb #6657f3c2
 _fields = ('prompt', 'answer', 'solution', 'id', 'domain', 'verifier')
 
-def _jsonl(path): # place, row or the reason why there is none
-    with path.open('rb') as f:
-        for i,line in enumerate(f, 1):
-            if not line.strip(): continue
-            try: row = json.loads(line.decode('utf-8-sig').strip())
-            except json.JSONDecodeError as e: yield f'{path}:{i}', f'invalid JSON ({e.msg}, column {e.colno})'; continue
-            except (ValueError, RecursionError) as e: yield f'{path}:{i}', f'invalid JSON ({e})'; continue
-            yield f'{path}:{i}', row if isinstance(row, dict) else f'not an object but {type(row).__name__}'
 
-def _table(source): # rows that need the optional package
-    try: import datasets, pyarrow.parquet as parquet
-    except ImportError: raise ValueError(f'{source} needs `datasets`: pip install compassrl[data]') from None
+def _jsonl(path):  # place, row or the reason why there is none
+    with path.open('rb') as f:
+        for i, line in enumerate(f, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode('utf-8-sig').strip())
+            except json.JSONDecodeError as e:
+                yield f'{path}:{i}', f'invalid JSON ({e.msg}, column {e.colno})'
+                continue
+            except (ValueError, RecursionError) as e:
+                yield f'{path}:{i}', f'invalid JSON ({e})'
+                continue
+            yield (
+                f'{path}:{i}',
+                row if isinstance(row, dict) else f'not an object but {type(row).__name__}',
+            )
+
+
+def _table(source):  # rows that need the optional package
     try:
-        if source.endswith('.parquet'): return parquet.read_table(source).to_pylist()
-        if not source.startswith('hf:'): data = datasets.load_from_disk(source)
+        import datasets
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise ValueError(f'{source} needs `datasets`: pip install compassrl[data]') from None
+    try:
+        if source.endswith('.parquet'):
+            return parquet.read_table(source).to_pylist()
+        if not source.startswith('hf:'):
+            data = datasets.load_from_disk(source)
         else:
-            name,*rest = source[3:].split(':')
+            name, *rest = source[3:].split(':')
             data = datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else 'train')
-    except Exception as e: raise ValueError(f'{source} cannot be read ({type(e).__name__}: {e})') from e
+    except Exception as e:
+        raise ValueError(f'{source} cannot be read ({type(e).__name__}: {e})') from e
     if isinstance(data, dict):
-        raise ValueError(f'{source} holds several splits: give {" or ".join(f"{source}/{s}" for s in data)}')
+        raise ValueError(
+            f'{source} holds several splits: give {" or ".join(f"{source}/{s}" for s in data)}'
+        )
     return data
 
-def _rows(source): # place, row: the same for every kind of source
+
+def _rows(source):  # place, row: the same for every kind of source
     path = Path(source)
     if not (source.startswith('hf:') or path.exists()):
-        raise ValueError(f'{source} does not exist: give a .jsonl or .parquet file, a saved dataset, or hf:NAME')
-    if path.suffix=='.jsonl' and path.is_file(): return _jsonl(path)
-    if path.is_file() and path.suffix!='.parquet':
+        raise ValueError(
+            f'{source} does not exist: give a .jsonl or .parquet file, a saved dataset, or hf:NAME'
+        )
+    if path.suffix == '.jsonl' and path.is_file():
+        return _jsonl(path)
+    if path.is_file() and path.suffix != '.parquet':
         raise ValueError(f'{source}: unknown kind {path.suffix!r}, use .jsonl or .parquet')
-    return ((f'{source}: row {i}', row) for i,row in enumerate(_table(source), 1))
+    return ((f'{source}: row {i}', row) for i, row in enumerate(_table(source), 1))
+
 
 # %% ../../nbs/data/03_prompts.ipynb #3d884008
-def _fault(row, names, asked, tokenizer, verifier, max_prompt_tokens): # why a row cannot be used, or None
-    if isinstance(row, str): return row
-    for f,name in names.items():
-        if f in asked and name not in row: return f'no column {name!r}, only {sorted(row)}'
+def _fault(
+    row, names, asked, tokenizer, verifier, max_prompt_tokens
+):  # why a row cannot be used, or None
+    if isinstance(row, str):
+        return row
+    for f, name in names.items():
+        if f in asked and name not in row:
+            return f'no column {name!r}, only {sorted(row)}'
         v = row.get(name)
-        if v is None and f not in ('prompt', 'answer'): continue
-        if not isinstance(v, str): return f'{name!r} is {type(v).__name__} {str(v)[:40]!r}, not a string'
-        if not v.strip() and f in ('prompt', 'answer'): return f'{name!r} is empty'
-        try: v.encode()
-        except UnicodeEncodeError: return f'{name!r} is not valid Unicode'
+        if v is None and f not in ('prompt', 'answer'):
+            continue
+        if not isinstance(v, str):
+            return f'{name!r} is {type(v).__name__} {str(v)[:40]!r}, not a string'
+        if not v.strip() and f in ('prompt', 'answer'):
+            return f'{name!r} is empty'
+        try:
+            v.encode()
+        except UnicodeEncodeError:
+            return f'{name!r} is not valid Unicode'
     name = row.get(names['verifier']) or verifier
-    if name not in verifiers: return f'verifier {name!r} does not exist, only {sorted(verifiers)}'
+    if name not in verifiers:
+        return f'verifier {name!r} does not exist, only {sorted(verifiers)}'
     n = len(encode(tokenizer, row[names['prompt']]))
-    if 0<max_prompt_tokens<n: return f'the prompt has {n} tokens, more than max_prompt_tokens={max_prompt_tokens}'
+    if 0 < max_prompt_tokens < n:
+        return f'the prompt has {n} tokens, more than max_prompt_tokens={max_prompt_tokens}'
+
 
 # %% ../../nbs/data/03_prompts.ipynb #8553bb26
-def _check_loading(columns, verifier, on_bad_row): # what can be wrong before a row is read
+def _check_loading(columns, verifier, on_bad_row):  # what can be wrong before a row is read
     for f in columns:
-        if f not in _fields: raise ValueError(f'columns: {f!r} is no field, use {list(_fields)}')
-    if verifier not in verifiers: raise ValueError(f'verifier={verifier!r}: use one of {sorted(verifiers)}')
-    if on_bad_row not in ('raise', 'skip'): raise ValueError(f"on_bad_row={on_bad_row!r}: use 'raise' or 'skip'")
+        if f not in _fields:
+            raise ValueError(f'columns: {f!r} is no field, use {list(_fields)}')
+    if verifier not in verifiers:
+        raise ValueError(f'verifier={verifier!r}: use one of {sorted(verifiers)}')
+    if on_bad_row not in ('raise', 'skip'):
+        raise ValueError(f"on_bad_row={on_bad_row!r}: use 'raise' or 'skip'")
+
 
 def load_prompts(
-    source:str,                       # .jsonl, .parquet, a saved dataset, hf:NAME, hf:NAME:SPLIT, hf:NAME:CONFIG:SPLIT
-    tokenizer:Tokenizer,
-    columns:dict[str,str]|None=None,  # our field (prompt answer solution id domain verifier) -> column
-    verifier:str='exact',             # for rows that name none
-    on_bad_row:str='raise',           # or 'skip'
-    max_prompt_tokens:int=0           # 0 = any length
-)->tuple[list[Prompt],list[str]]:     # prompts in the order of the rows; which rows were skipped, and why
+    source: str,  # .jsonl, .parquet, a saved dataset, hf:NAME, hf:NAME:SPLIT, hf:NAME:CONFIG:SPLIT
+    tokenizer: Tokenizer,
+    columns: dict[str, str]
+    | None = None,  # our field (prompt answer solution id domain verifier) -> column
+    verifier: str = 'exact',  # for rows that name none
+    on_bad_row: str = 'raise',  # or 'skip'
+    max_prompt_tokens: int = 0,  # 0 = any length
+) -> tuple[
+    list[Prompt], list[str]
+]:  # prompts in the order of the rows; which rows were skipped, and why
     "Prompts from data; a bad row is named by its place and the reason"
     columns = columns or {}
     _check_loading(columns, verifier, on_bad_row)
-    names,asked = {f:columns.get(f, f) for f in _fields},{'prompt', 'answer', *columns}
-    prompts,bad,seen = [],[],{}
-    for where,row in _rows(str(source)):
+    names, asked = {f: columns.get(f, f) for f in _fields}, {'prompt', 'answer', *columns}
+    prompts, bad, seen = [], [], {}
+    for where, row in _rows(str(source)):
         fault = _fault(row, names, asked, tokenizer, verifier, max_prompt_tokens)
         if not fault:
-            text,answer,solution,id,domain,check = (row.get(n) or '' for n in names.values())
+            text, answer, solution, id, domain, check = (row.get(n) or '' for n in names.values())
             domain = domain or 'data'
             id = id or prompt_id(domain, text)
             fault = id in seen and f'id {id!r} is taken by {seen[id]} already'
-        if fault: bad.append(f'{where}: {fault}'); continue
+        if fault:
+            bad.append(f'{where}: {fault}')
+            continue
         seen[id] = where
-        prompts.append(Prompt(id, domain, text, encode(tokenizer, text), answer, check or verifier, solution))
+        prompts.append(
+            Prompt(id, domain, text, encode(tokenizer, text), answer, check or verifier, solution)
+        )
     if bad:
-        message = '\n  '.join([f'{len(bad)} bad rows of {len(bad)+len(prompts)}', *bad[:5]]+['...']*(len(bad)>5))
-        if on_bad_row=='raise': raise ValueError(f"{message}\nFix them, or leave them out with on_bad_row='skip'.")
+        message = '\n  '.join(
+            [f'{len(bad)} bad rows of {len(bad) + len(prompts)}', *bad[:5]]
+            + ['...'] * (len(bad) > 5)
+        )
+        if on_bad_row == 'raise':
+            raise ValueError(f"{message}\nFix them, or leave them out with on_bad_row='skip'.")
         print('skipped', message)
-    if not prompts: raise ValueError(f'{source} has no usable row')
-    return prompts,bad
+    if not prompts:
+        raise ValueError(f'{source} has no usable row')
+    return prompts, bad
+
 
 # %% ../../nbs/data/03_prompts.ipynb #1e90c8c0
 @dataclass(frozen=True)
 class DataConfig:
     "Which prompts to train on"
-    domains:tuple[str,...]=('arithmetic',)       # generated task families, used when `path` is empty
-    weights:tuple[float,...]=()                  # share of each domain; empty = equal shares
-    difficulty:float=1.                          # 0 is easiest; a fraction mixes two levels
-    num_train:int=4096                           # generated training prompts
-    num_heldout:int=128                          # generated prompts for evaluation, never trained on
-    path:str=''                                  # .jsonl, .parquet, a saved dataset's folder, or hf:NAME
-    columns:dict[str,str]=field(default_factory=dict) # our field -> column of the data
-    verifier:str='exact'                         # for rows that name none
-    on_bad_row:Literal['raise','skip']='raise'   # refuse data with a bad row, or leave it out and say so
-    heldout_frac:float=0.1                       # of the loaded data
-    max_prompt_tokens:int=64                     # a longer prompt is an error
+
+    domains: tuple[str, ...] = ('arithmetic',)  # generated task families, used when `path` is empty
+    weights: tuple[float, ...] = ()  # share of each domain; empty = equal shares
+    difficulty: float = 1.0  # 0 is easiest; a fraction mixes two levels
+    num_train: int = 4096  # generated training prompts
+    num_heldout: int = 128  # generated prompts for evaluation, never trained on
+    path: str = ''  # .jsonl, .parquet, a saved dataset's folder, or hf:NAME
+    columns: dict[str, str] = field(default_factory=dict)  # our field -> column of the data
+    verifier: str = 'exact'  # for rows that name none
+    on_bad_row: Literal['raise', 'skip'] = (
+        'raise'  # refuse data with a bad row, or leave it out and say so
+    )
+    heldout_frac: float = 0.1  # of the loaded data
+    max_prompt_tokens: int = 64  # a longer prompt is an error
 
     def __post_init__(self):
-        for name in ('domains', 'weights'): object.__setattr__(self, name, tuple(getattr(self, name))) # a list is fine
-        if not self.domains or len(set(self.domains))<len(self.domains):
+        for name in ('domains', 'weights'):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # a list is fine
+        if not self.domains or len(set(self.domains)) < len(self.domains):
             raise ValueError(f'domains={self.domains}: name at least one, each once')
         for d in self.domains:
-            if d not in task_families: raise ValueError(f'domains: {d!r} does not exist, use {sorted(task_families)}')
-        if self.weights and (len(self.weights)!=len(self.domains) or not all(0<w<math.inf for w in self.weights)):
-            raise ValueError(f'weights={self.weights}: give {len(self.domains)} positive numbers, or none')
-        if not 0<=self.difficulty<=20: raise ValueError(f'difficulty={self.difficulty}: use 0 to 20')
+            if d not in task_families:
+                raise ValueError(f'domains: {d!r} does not exist, use {sorted(task_families)}')
+        if self.weights and (
+            len(self.weights) != len(self.domains)
+            or not all(0 < w < math.inf for w in self.weights)
+        ):
+            raise ValueError(
+                f'weights={self.weights}: give {len(self.domains)} positive numbers, or none'
+            )
+        if not 0 <= self.difficulty <= 20:
+            raise ValueError(f'difficulty={self.difficulty}: use 0 to 20')
         for name in ('num_train', 'num_heldout', 'max_prompt_tokens'):
-            if getattr(self, name)<1: raise ValueError(f'{name}={getattr(self, name)}: use at least 1')
-        if not 0<self.heldout_frac<1: raise ValueError(f'heldout_frac={self.heldout_frac}: use a value between 0 and 1')
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name}={getattr(self, name)}: use at least 1')
+        if not 0 < self.heldout_frac < 1:
+            raise ValueError(f'heldout_frac={self.heldout_frac}: use a value between 0 and 1')
         _check_loading(self.columns, self.verifier, self.on_bad_row)
 
+
 # %% ../../nbs/data/03_prompts.ipynb #ff4f469a
-def _generate(cfg, tokenizer, seed, num, split): # prompts of all domains, mixed
-    weights = cfg.weights or (1.,)*len(cfg.domains)
-    ends = [round(num*sum(weights[:i])/sum(weights)) for i in range(len(weights)+1)]
+def _generate(cfg, tokenizer, seed, num, split):  # prompts of all domains, mixed
+    weights = cfg.weights or (1.0,) * len(cfg.domains)
+    ends = [round(num * sum(weights[:i]) / sum(weights)) for i in range(len(weights) + 1)]
     parts = zip(cfg.domains, ends, ends[1:])
-    out = [p for d,a,b in parts for p in make_prompts(d, b-a, cfg.difficulty, seed, split, tokenizer)]
+    out = [
+        p
+        for d, a, b in parts
+        for p in make_prompts(d, b - a, cfg.difficulty, seed, split, tokenizer)
+    ]
     longest = max(out, key=lambda p: len(p.token_ids))
-    if len(longest.token_ids)>cfg.max_prompt_tokens: raise ValueError(f'max_prompt_tokens={cfg.max_prompt_tokens}: '
-        f'{longest.text!r} has {len(longest.token_ids)} tokens: raise it, or lower difficulty={cfg.difficulty}')
+    if len(longest.token_ids) > cfg.max_prompt_tokens:
+        raise ValueError(
+            f'max_prompt_tokens={cfg.max_prompt_tokens}: '
+            f'{longest.text!r} has {len(longest.token_ids)} tokens: raise it, or lower difficulty={cfg.difficulty}'
+        )
     return sorted(out, key=lambda p: derive_seed(seed, 'order', p.id))
 
+
 def load_data(
-    cfg:DataConfig,
-    tokenizer:Tokenizer,
-    seed:int             # of generated prompts
-)->tuple[list[Prompt],list[Prompt]]: # train and held out: no text is in both
+    cfg: DataConfig,
+    tokenizer: Tokenizer,
+    seed: int,  # of generated prompts
+) -> tuple[list[Prompt], list[Prompt]]:  # train and held out: no text is in both
     "The prompts of a run, generated or loaded"
     if not cfg.path:
         sizes = dict(train=cfg.num_train, heldout=cfg.num_heldout)
-        return tuple(_generate(cfg, tokenizer, seed, n, split) for split,n in sizes.items())
-    prompts,_ = load_prompts(cfg.path, tokenizer, cfg.columns, cfg.verifier, cfg.on_bad_row, cfg.max_prompt_tokens)
-    sides = tuple([p for p in prompts if split_of(p.text, cfg.heldout_frac)==s] for s in ('train', 'heldout'))
-    if not all(sides): raise ValueError(f'{cfg.path}: {len(prompts)} rows give {len(sides[0])} training and '
-        f'{len(sides[1])} held-out prompts at heldout_frac={cfg.heldout_frac}: change it, or add rows')
+        return tuple(_generate(cfg, tokenizer, seed, n, split) for split, n in sizes.items())
+    prompts, _ = load_prompts(
+        cfg.path, tokenizer, cfg.columns, cfg.verifier, cfg.on_bad_row, cfg.max_prompt_tokens
+    )
+    sides = tuple(
+        [p for p in prompts if split_of(p.text, cfg.heldout_frac) == s]
+        for s in ('train', 'heldout')
+    )
+    if not all(sides):
+        raise ValueError(
+            f'{cfg.path}: {len(prompts)} rows give {len(sides[0])} training and '
+            f'{len(sides[1])} held-out prompts at heldout_frac={cfg.heldout_frac}: change it, or add rows'
+        )
     return sides

@@ -6,165 +6,231 @@ Docs: https://compassrl.github.io/compassrl/data/tasks.html.md"""
 
 # %% ../../nbs/data/02_tasks.ipynb #aa3428b9
 from __future__ import annotations
-import ast, re
+
+import ast
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
+
 from ..records import Prompt, Verdict
 
 # %% auto #0
-__all__ = ['task_families', 'verifiers', 'Problem', 'Choices', 'task_family', 'problem', 'num_problems', 'arithmetic',
-           'countdown', 'strings', 'verifier', 'judge', 'exact', 'final', 'countdown_expression', 'verify']
+__all__ = [
+    'task_families',
+    'verifiers',
+    'Problem',
+    'Choices',
+    'task_family',
+    'problem',
+    'num_problems',
+    'arithmetic',
+    'countdown',
+    'strings',
+    'verifier',
+    'judge',
+    'exact',
+    'final',
+    'countdown_expression',
+    'verify',
+]
+
 
 # %% ../../nbs/data/02_tasks.ipynb #7368d907
 class Problem(NamedTuple):
     "What a task family makes"
-    text:str      # what the model reads
-    answer:str    # what the verifier compares with
-    solution:str  # a correct response; `<eos>` follows
-    verifier:str  # name in `verifiers`
+
+    text: str  # what the model reads
+    answer: str  # what the verifier compares with
+    solution: str  # a correct response; `<eos>` follows
+    verifier: str  # name in `verifiers`
+
 
 class Choices:
     "Reads `number` as choices; after a run `size` is how many numbers give something new"
-    def __init__(self, number:int): self.number,self.size = number,1
-    def __call__(self, n:int)->int: # 0..n-1
-        self.number,r = divmod(self.number, n)
+
+    def __init__(self, number: int):
+        self.number, self.size = number, 1
+
+    def __call__(self, n: int) -> int:  # 0..n-1
+        self.number, r = divmod(self.number, n)
         self.size *= n
         return r
 
-task_families:dict[str,Callable[[int,Choices],Problem|None]] = {}
+
+task_families: dict[str, Callable[[int, Choices], Problem | None]] = {}
+
 
 def task_family(fn):
     "Registers a family by its name; it asks for the same sizes whatever was chosen, and may return None"
     task_families[fn.__name__] = fn
     return fn
 
+
 # %% ../../nbs/data/02_tasks.ipynb #a5939552
 def problem(
-    domain:str,  # name in `task_families`
-    level:int,
-    number:int   # 0 to `num_problems(domain, level)`-1
-)->Problem|None: # None where the combination makes no problem
+    domain: str,  # name in `task_families`
+    level: int,
+    number: int,  # 0 to `num_problems(domain, level)`-1
+) -> Problem | None:  # None where the combination makes no problem
     "One entry of the numbered list that a family is"
     return task_families[domain](level, Choices(number))
 
-def num_problems(domain:str, level:int)->int: # length of the list: some entries are None, some are equal
+
+def num_problems(
+    domain: str, level: int
+) -> int:  # length of the list: some entries are None, some are equal
     "How many combinations of choices there are"
     task_families[domain](level, choices := Choices(0))
     return choices.size
 
+
 # %% ../../nbs/data/02_tasks.ipynb #f58253a0
 @task_family
 def arithmetic(
-    level:int,     # level+1 digits
-    choose:Choices
-)->Problem:
+    level: int,  # level+1 digits
+    choose: Choices,
+) -> Problem:
     "Sums and differences, column by column from the right: `x+y+carry=` then the new carry and the digit"
     low = 10**level if level else 0
-    a,b = (low+choose(10**(level+1)-low) for _ in range(2))
-    op,sign = ('+', 1) if choose(2) else ('-', -1)
-    if sign<0: a,b = max(a, b),min(a, b)
-    steps,carry = [],0
-    for x,y in zip(map(int, str(a)[::-1]), map(int, str(b)[::-1])):
-        new,digit = divmod(x+sign*(y+carry), 10)
+    a, b = (low + choose(10 ** (level + 1) - low) for _ in range(2))
+    op, sign = ('+', 1) if choose(2) else ('-', -1)
+    if sign < 0:
+        a, b = max(a, b), min(a, b)
+    steps, carry = [], 0
+    for x, y in zip(map(int, str(a)[::-1]), map(int, str(b)[::-1])):
+        new, digit = divmod(x + sign * (y + carry), 10)
         steps.append(f'{x}{op}{y}{op}{carry}={abs(new)}{digit}')
         carry = abs(new)
-    answer = str(a+sign*b)
-    return Problem(f'{a}{op}{b}=', answer, ' '.join(steps)+f' #{answer}', 'final')
+    answer = str(a + sign * b)
+    return Problem(f'{a}{op}{b}=', answer, ' '.join(steps) + f' #{answer}', 'final')
+
 
 # %% ../../nbs/data/02_tasks.ipynb #a874e7fe
 @task_family
 def countdown(
-    level:int,     # level+2 numbers of 1..15
-    choose:Choices
-)->Problem|None:   # None where the target is not in 1..99
+    level: int,  # level+2 numbers of 1..15
+    choose: Choices,
+) -> Problem | None:  # None where the target is not in 1..99
     "Reach the target with + - * and each number at most once"
-    nums = [1+choose(15) for _ in range(level+2)]
-    expr,total,steps = str(nums[0]),nums[0],[]
+    nums = [1 + choose(15) for _ in range(level + 2)]
+    expr, total, steps = str(nums[0]), nums[0], []
     loose = False  # is the outermost operation + or -?
     for n in nums[1:]:
         op = '+-*'[choose(3)]
-        expr = f'({expr}){op}{n}' if op=='*' and loose else f'{expr}{op}{n}'
-        loose = op!='*'
-        new = total+n if op=='+' else total-n if op=='-' else total*n
+        expr = f'({expr}){op}{n}' if op == '*' and loose else f'{expr}{op}{n}'
+        loose = op != '*'
+        new = total + n if op == '+' else total - n if op == '-' else total * n
         steps.append(f'{total}{op}{n}={new}')
         total = new
-    question = ' '.join(map(str, sorted(nums)))+f' to {total}'
-    return Problem(question+':', question, ' '.join(steps)+f' #{expr}', 'countdown_expression') if 0<total<100 else None
+    question = ' '.join(map(str, sorted(nums))) + f' to {total}'
+    return (
+        Problem(question + ':', question, ' '.join(steps) + f' #{expr}', 'countdown_expression')
+        if 0 < total < 100
+        else None
+    )
+
 
 # %% ../../nbs/data/02_tasks.ipynb #481e8f18
 @task_family
 def strings(
-    level:int,     # level+3 letters
-    choose:Choices
-)->Problem:
+    level: int,  # level+3 letters
+    choose: Choices,
+) -> Problem:
     "Sort the letters, flip them, or keep the first few"
-    n = level+3
-    word = ''.join(chr(97+choose(26)) for _ in range(n))
-    keep = 1+choose(n-1)
-    name,answer = [('sort', ''.join(sorted(word))), ('flip', word[::-1]), (f'keep {keep}', word[:keep])][choose(3)]
+    n = level + 3
+    word = ''.join(chr(97 + choose(26)) for _ in range(n))
+    keep = 1 + choose(n - 1)
+    name, answer = [
+        ('sort', ''.join(sorted(word))),
+        ('flip', word[::-1]),
+        (f'keep {keep}', word[:keep]),
+    ][choose(3)]
     return Problem(f'{name} {word}:', answer, answer, 'exact')
 
+
 # %% ../../nbs/data/02_tasks.ipynb #a3df7730
-verifiers:dict[str,Callable[[str,str],Verdict]] = {}
+verifiers: dict[str, Callable[[str, str], Verdict]] = {}
+
 
 def verifier(fn):
     "Registers `fn(text, answer) -> Verdict` by its name"
     verifiers[fn.__name__] = fn
     return fn
 
-def _line(text, width=160): # one printable line
-    text = ''.join(c if c.isprintable() else repr(c)[1:-1] for c in text[:width+1])
-    return text if len(text)<=width else text[:width-3]+'...'
+
+def _line(text, width=160):  # one printable line
+    text = ''.join(c if c.isprintable() else repr(c)[1:-1] for c in text[: width + 1])
+    return text if len(text) <= width else text[: width - 3] + '...'
+
 
 def judge(
-    correct:bool,
-    evidence:str   # what was compared with what
-)->Verdict:
+    correct: bool,
+    evidence: str,  # what was compared with what
+) -> Verdict:
     "1 for a correct response, 0 for a wrong one"
     return Verdict(float(correct), bool(correct), 'ok' if correct else 'wrong', _line(evidence))
 
-@verifier
-def exact(text:str, answer:str)->Verdict:
-    "The whole response, but for white space around it"
-    return judge(text.strip()==answer.strip(), f'{text.strip()!r} against {answer.strip()!r}')
 
 @verifier
-def final(text:str, answer:str)->Verdict:
+def exact(text: str, answer: str) -> Verdict:
+    "The whole response, but for white space around it"
+    return judge(text.strip() == answer.strip(), f'{text.strip()!r} against {answer.strip()!r}')
+
+
+@verifier
+def final(text: str, answer: str) -> Verdict:
     "What follows the first `#`, and nothing after it"
-    _,mark,got = text.partition('#')
-    return judge(bool(mark) and got==answer, f'{got!r} against {answer!r}' if mark else "no '#' in the response")
+    _, mark, got = text.partition('#')
+    return judge(
+        bool(mark) and got == answer,
+        f'{got!r} against {answer!r}' if mark else "no '#' in the response",
+    )
+
 
 # %% ../../nbs/data/02_tasks.ipynb #f0024957
-_ops = {ast.Add:lambda a,b: a+b, ast.Sub:lambda a,b: a-b, ast.Mult:lambda a,b: a*b}
+_ops = {ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b}
 
-def _evaluate(node): # (value, numbers used) of an expression of integers, + - * and brackets
-    if isinstance(node, ast.Constant) and type(node.value) is int: return node.value,Counter([node.value])
+
+def _evaluate(node):  # (value, numbers used) of an expression of integers, + - * and brackets
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value, Counter([node.value])
     if isinstance(node, ast.BinOp) and type(node.op) in _ops:
-        (a,used_a),(b,used_b) = _evaluate(node.left),_evaluate(node.right)
-        return _ops[type(node.op)](a, b),used_a+used_b
+        (a, used_a), (b, used_b) = _evaluate(node.left), _evaluate(node.right)
+        return _ops[type(node.op)](a, b), used_a + used_b
     raise SyntaxError('only numbers, + - * and brackets are allowed')
 
+
 @verifier
-def countdown_expression(text:str, answer:str)->Verdict:
+def countdown_expression(text: str, answer: str) -> Verdict:
     "The expression after the first `#` uses given numbers, each at most once, and gives the target"
-    given,target = answer.split(' to ')
-    given,target = Counter(map(int, given.split())),int(target)
+    given, target = answer.split(' to ')
+    given, target = Counter(map(int, given.split())), int(target)
     expr = text.partition('#')[2]
     if not re.fullmatch(r'[0-9+*()-]{1,200}', expr):
         return judge(False, f'{expr!r} is no expression of numbers, + - * and brackets')
-    try: value,used = _evaluate(ast.parse(expr, mode='eval').body)
-    except SyntaxError as e: return judge(False, f'{expr!r}: {e.msg}')
-    if used-given: return judge(False, f'{expr!r} uses {sorted((used-given).elements())}, not given that often')
-    return judge(value==target, f'{expr}={value} against {target}')
+    try:
+        value, used = _evaluate(ast.parse(expr, mode='eval').body)
+    except SyntaxError as e:
+        return judge(False, f'{expr!r}: {e.msg}')
+    if used - given:
+        return judge(
+            False, f'{expr!r} uses {sorted((used - given).elements())}, not given that often'
+        )
+    return judge(value == target, f'{expr}={value} against {target}')
+
 
 # %% ../../nbs/data/02_tasks.ipynb #88058097
-def verify(prompt:Prompt, text:str)->Verdict: # status 'failed' and reward 0 where the verifier could not judge
+def verify(
+    prompt: Prompt, text: str
+) -> Verdict:  # status 'failed' and reward 0 where the verifier could not judge
     "The verdict on one response; never raises"
     try:
-        if prompt.verifier not in verifiers: raise KeyError(f'{prompt.verifier!r} is none of {sorted(verifiers)}')
+        if prompt.verifier not in verifiers:
+            raise KeyError(f'{prompt.verifier!r} is none of {sorted(verifiers)}')
         verdict = verifiers[prompt.verifier](text, prompt.answer)
-        if not (isinstance(verdict, Verdict) and 0<=verdict.reward<=1):
+        if not (isinstance(verdict, Verdict) and 0 <= verdict.reward <= 1):
             raise TypeError(f'{prompt.verifier} returned {verdict!r}')
         return verdict
-    except Exception as e: return Verdict(0., False, 'failed', _line(f'{type(e).__name__}: {e}'))
+    except Exception as e:
+        return Verdict(0.0, False, 'failed', _line(f'{type(e).__name__}: {e}'))

@@ -6,62 +6,98 @@ Docs: https://compassrl.github.io/compassrl/data/tokenizer.html.md"""
 
 # %% ../../nbs/data/01_tokenizer.ipynb #b2e623a2
 from __future__ import annotations
+
 import json
 from pathlib import Path
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 # %% auto #0
-__all__ = ['PAD_ID', 'EOS_ID', 'UNK_ID', 'build_tokenizer', 'save_tokenizer', 'load_tokenizer', 'encode', 'response_text']
+__all__ = [
+    'PAD_ID',
+    'EOS_ID',
+    'UNK_ID',
+    'build_tokenizer',
+    'save_tokenizer',
+    'load_tokenizer',
+    'encode',
+    'response_text',
+]
 
 # %% ../../nbs/data/01_tokenizer.ipynb #826f19ae
-PAD_ID,EOS_ID,UNK_ID = 0,1,2
+PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 _specials = ['<pad>', '<eos>', '<unk>']
 
-def build_tokenizer()->Tokenizer: # 99 tokens: 3 specials, the newline, 95 printable ASCII characters
+
+def build_tokenizer() -> (
+    Tokenizer
+):  # 99 tokens: 3 specials, the newline, 95 printable ASCII characters
     "Character-level; text that looks like a special is spelled out, and what it does not know becomes `<unk>`"
     chars = ['\n', *map(chr, range(32, 127))]
-    tok = Tokenizer(models.WordLevel({c:i for i,c in enumerate(_specials+chars)}, unk_token='<unk>'))
+    tok = Tokenizer(
+        models.WordLevel({c: i for i, c in enumerate(_specials + chars)}, unk_token='<unk>')
+    )
     tok.pre_tokenizer = pre_tokenizers.Split(Regex(r'[\s\S]'), 'isolated')
     tok.decoder = decoders.Fuse()
     tok.add_special_tokens(_specials)
     tok.encode_special_tokens = True
     return tok
 
+
 # %% ../../nbs/data/01_tokenizer.ipynb #68930b15
 def save_tokenizer(
-    tok:Tokenizer,
-    dir:str|Path    # made if it does not exist
+    tok: Tokenizer,
+    dir: str | Path,  # made if it does not exist
 ):
     "Writes the two files that `transformers.AutoTokenizer.from_pretrained(dir)` reads"
     dir = Path(dir)
     dir.mkdir(parents=True, exist_ok=True)
-    tok.save(str(dir/'tokenizer.json'))
-    names = {k:t for k,t in zip(('pad_token', 'eos_token', 'unk_token'), _specials) if tok.token_to_id(t) is not None}
-    config = dict(tokenizer_class='PreTrainedTokenizerFast', clean_up_tokenization_spaces=False,
-        split_special_tokens=tok.encode_special_tokens)|names
-    (dir/'tokenizer_config.json').write_text(json.dumps(config, indent=2)+'\n')
+    tok.save(str(dir / 'tokenizer.json'))
+    names = {
+        k: t
+        for k, t in zip(('pad_token', 'eos_token', 'unk_token'), _specials)
+        if tok.token_to_id(t) is not None
+    }
+    config = (
+        dict(
+            tokenizer_class='PreTrainedTokenizerFast',
+            clean_up_tokenization_spaces=False,
+            split_special_tokens=tok.encode_special_tokens,
+        )
+        | names
+    )
+    (dir / 'tokenizer_config.json').write_text(json.dumps(config, indent=2) + '\n')
+
 
 def load_tokenizer(
-    dir:str|Path    # holds tokenizer.json and, if there is one, tokenizer_config.json
-)->Tokenizer:
+    dir: str | Path,  # holds tokenizer.json and, if there is one, tokenizer_config.json
+) -> Tokenizer:
     "The tokenizer of a checkpoint, ours or another"
-    file,config = Path(dir)/'tokenizer.json', Path(dir)/'tokenizer_config.json'
-    if not file.is_file(): raise ValueError(f'{file} does not exist: give a folder with a tokenizer.json')
-    try: tok = Tokenizer.from_file(str(file))
-    except Exception as e: raise ValueError(f'{file} is no tokenizer ({e}): write it again with save_tokenizer') from e
-    if config.is_file(): tok.encode_special_tokens = bool(json.loads(config.read_text()).get('split_special_tokens'))
+    file, config = Path(dir) / 'tokenizer.json', Path(dir) / 'tokenizer_config.json'
+    if not file.is_file():
+        raise ValueError(f'{file} does not exist: give a folder with a tokenizer.json')
+    try:
+        tok = Tokenizer.from_file(str(file))
+    except Exception as e:
+        raise ValueError(f'{file} is no tokenizer ({e}): write it again with save_tokenizer') from e
+    if config.is_file():
+        tok.encode_special_tokens = bool(json.loads(config.read_text()).get('split_special_tokens'))
     return tok
 
+
 # %% ../../nbs/data/01_tokenizer.ipynb #f48cf478
-def encode(tok:Tokenizer, text:str)->list[int]:
+def encode(tok: Tokenizer, text: str) -> list[int]:
     "Token ids of `text`, nothing added"
     return tok.encode(text, add_special_tokens=False).ids
 
+
 def response_text(
-    tok:Tokenizer,
-    ids:list[int],       # [Tr] as sampled
-    eos_id:int=EOS_ID
-)->str:                  # without one final `eos_id`; any other special stays visible and cannot hide a wrong answer
+    tok: Tokenizer,
+    ids: list[int],  # [Tr] as sampled
+    eos_id: int = EOS_ID,
+) -> (
+    str
+):  # without one final `eos_id`; any other special stays visible and cannot hide a wrong answer
     "What a verifier reads"
     ids = list(ids)
-    return tok.decode(ids[:-1] if ids and ids[-1]==eos_id else ids, skip_special_tokens=False)
+    return tok.decode(ids[:-1] if ids and ids[-1] == eos_id else ids, skip_special_tokens=False)

@@ -6,157 +6,230 @@ Docs: https://compassrl.github.io/compassrl/judges/genrm.html.md"""
 
 # %% ../../nbs/judges/03_genrm.ipynb #5db94157
 from __future__ import annotations
-import asyncio, os, re, string
+
+import asyncio
+import os
+import re
+import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
+
 from ..data.tasks import verifier
 from ..records import Metrics, Prompt, Sample, Verdict, derive_seed
 
 # %% auto #0
-__all__ = ['Label', 'label_rewards', 'Judge', 'judge_prompt', 'PairOrder', 'pair_order', 'parse_label', 'combine', 'Question',
-           'Reply', 'Comparison', 'compare', 'reference_texts', 'genrm', 'to_verdict', 'judge_samples', 'GenRMConfig',
-           'GenRM']
+__all__ = [
+    'Label',
+    'label_rewards',
+    'Judge',
+    'judge_prompt',
+    'PairOrder',
+    'pair_order',
+    'parse_label',
+    'combine',
+    'Question',
+    'Reply',
+    'Comparison',
+    'compare',
+    'reference_texts',
+    'genrm',
+    'to_verdict',
+    'judge_samples',
+    'GenRMConfig',
+    'GenRM',
+]
+
 
 # %% ../../nbs/judges/03_genrm.ipynb #b32aa262
 class PairOrder(NamedTuple):
     "What advantages make of the pairs of a group whose true quality differs; the three sum to 1"
-    right:float    # the better answer has the higher advantage
-    tied:float     # both have the same
-    inverted:float # the better answer has the lower advantage
+
+    right: float  # the better answer has the higher advantage
+    tied: float  # both have the same
+    inverted: float  # the better answer has the lower advantage
+
 
 def pair_order(
-    advantages:Tensor,      # [B]
-    quality:Tensor,         # [B] what a perfect judge would say
-    group:Tensor,           # [B] integers; only answers to one prompt are compared
-    valid:Tensor|None=None, # [B] bool: there was a verdict (None: all)
-    margin:float=0.         # a pair whose quality differs by no more is equal and does not count
-)->PairOrder:
+    advantages: Tensor,  # [B]
+    quality: Tensor,  # [B] what a perfect judge would say
+    group: Tensor,  # [B] integers; only answers to one prompt are compared
+    valid: Tensor | None = None,  # [B] bool: there was a verdict (None: all)
+    margin: float = 0.0,  # a pair whose quality differs by no more is equal and does not count
+) -> PairOrder:
     "Shares of pairs in right order, tied and inverted. Raises ValueError if no pair differs"
-    ok = torch.tensor(True) if valid is None else valid & valid[:,None]
-    pairs = (group[:,None]==group) & ok & (quality[:,None]-quality>margin) # [B, B] the row is better
-    if not pairs.any(): raise ValueError(f'no pair of a group differs in quality by more than margin={margin}')
-    order = torch.sign(advantages[:,None]-advantages)[pairs]
-    return PairOrder(*((order==s).double().mean().item() for s in (1, 0, -1)))
+    ok = torch.tensor(True) if valid is None else valid & valid[:, None]
+    pairs = (
+        (group[:, None] == group) & ok & (quality[:, None] - quality > margin)
+    )  # [B, B] the row is better
+    if not pairs.any():
+        raise ValueError(f'no pair of a group differs in quality by more than margin={margin}')
+    order = torch.sign(advantages[:, None] - advantages)[pairs]
+    return PairOrder(*((order == s).double().mean().item() for s in (1, 0, -1)))
+
 
 # %% ../../nbs/judges/03_genrm.ipynb #7b6395a2
-Label = Literal['Better','Tie','Worse'] # of an answer, against its reference
-label_rewards:dict[str,float] = dict(Better=1., Tie=.5, Worse=0.)
+Label = Literal['Better', 'Tie', 'Worse']  # of an answer, against its reference
+label_rewards: dict[str, float] = dict(Better=1.0, Tie=0.5, Worse=0.0)
 _swapped = dict(Better='Worse', Tie='Tie', Worse='Better')
 
+
 def parse_label(
-    text:str     # what the judge wrote
-)->Label|None:   # None: no label, or not exactly one
+    text: str,  # what the judge wrote
+) -> Label | None:  # None: no label, or not exactly one
     "The label on the last line, after any reasoning"
     lines = text.split('</think>')[-1].strip().splitlines() or ['']
     found = re.fullmatch(r'(?:.*\bverdict\b)?\W*(better|tie|worse)\W*', lines[-1], flags=re.I)
     return found[1].capitalize() if found else None
 
+
 def combine(
-    forward:Label,  # the answer came first, the reference second
-    backward:Label  # the reference came first: what the judge then said of the *reference*
-)->Label:
+    forward: Label,  # the answer came first, the reference second
+    backward: Label,  # the reference came first: what the judge then said of the *reference*
+) -> Label:
     "One label of the answer from both orders; where they disagree, Tie"
-    return forward if forward==_swapped[backward] else 'Tie'
+    return forward if forward == _swapped[backward] else 'Tie'
+
 
 # %% ../../nbs/judges/03_genrm.ipynb #0e1ac5b5
 class Question(NamedTuple):
     "Is `first` better than `second`?"
-    prompt:str
-    first:str
-    second:str
+
+    prompt: str
+    first: str
+    second: str
+
 
 class Reply(NamedTuple):
     "What came back"
-    text:str         # what the judge wrote
-    status:str='ok'  # 'ok', 'failed' or 'timeout'
-    detail:str=''    # one line: what went wrong
-    num_tokens:int=0 # prompt and reply, as the server counts
+
+    text: str  # what the judge wrote
+    status: str = 'ok'  # 'ok', 'failed' or 'timeout'
+    detail: str = ''  # one line: what went wrong
+    num_tokens: int = 0  # prompt and reply, as the server counts
+
 
 class Comparison(NamedTuple):
     "An answer against its reference, both orders judged"
-    label:Label|None   # None: no verdict
-    status:str='ok'    # 'ok', 'failed' or 'timeout'
-    evidence:str=''    # one line
-    agreed:bool=True   # did the two orders say the same?
 
-Judge = Callable[[Sequence[Question]], list[Reply]] # one reply per question, in their order
+    label: Label | None  # None: no verdict
+    status: str = 'ok'  # 'ok', 'failed' or 'timeout'
+    evidence: str = ''  # one line
+    agreed: bool = True  # did the two orders say the same?
 
-def _outcome(replies): # of one comparison, both orders
+
+Judge = Callable[[Sequence[Question]], list[Reply]]  # one reply per question, in their order
+
+
+def _outcome(replies):  # of one comparison, both orders
     for r in replies:
-        if r.status!='ok': return Comparison(None, r.status, r.detail)
-        if parse_label(r.text) is None: return Comparison(None, 'failed', f'no label at the end of {r.text[-60:]!r}')
-    a,b = (parse_label(r.text) for r in replies)
-    return Comparison(combine(a, b), 'ok', f'{a}; in the other order {_swapped[b]}', a==_swapped[b])
+        if r.status != 'ok':
+            return Comparison(None, r.status, r.detail)
+        if parse_label(r.text) is None:
+            return Comparison(None, 'failed', f'no label at the end of {r.text[-60:]!r}')
+    a, b = (parse_label(r.text) for r in replies)
+    return Comparison(
+        combine(a, b), 'ok', f'{a}; in the other order {_swapped[b]}', a == _swapped[b]
+    )
+
 
 def compare(
-    judge:Judge,
-    asked:Sequence[Question]             # the answer first, its reference second
-)->tuple[list[Comparison],list[Reply]]:  # one comparison per question, in their order; every reply that was paid for
+    judge: Judge,
+    asked: Sequence[Question],  # the answer first, its reference second
+) -> tuple[
+    list[Comparison], list[Reply]
+]:  # one comparison per question, in their order; every reply that was paid for
     "Each distinct comparison in both orders; an answer equal to its reference is a Tie without a call"
-    todo = list(dict.fromkeys(q for q in asked if q.first!=q.second))
+    todo = list(dict.fromkeys(q for q in asked if q.first != q.second))
     questions = [q for t in todo for q in (t, Question(t.prompt, t.second, t.first))]
     replies = judge(questions) if questions else []
-    assert len(replies)==len(questions), f'{len(questions)} questions, {len(replies)} replies'
-    known = {q:_outcome(pair) for q,pair in zip(todo, zip(replies[::2], replies[1::2]))}
+    assert len(replies) == len(questions), f'{len(questions)} questions, {len(replies)} replies'
+    known = {q: _outcome(pair) for q, pair in zip(todo, zip(replies[::2], replies[1::2]))}
     return [known.get(q) or Comparison('Tie', evidence='the same text') for q in asked], replies
+
 
 # %% ../../nbs/judges/03_genrm.ipynb #1c551265
 def reference_texts(
-    samples:Sequence[Sample],
-    prompts:dict[str,Prompt], # by id
-    texts:Sequence[str],      # of the responses
-    seed:int=0,
-    num_candidates:int=0      # only responses of a lower index may become a reference; 0 = any
-)->list[str]:                 # what each response is compared with
+    samples: Sequence[Sample],
+    prompts: dict[str, Prompt],  # by id
+    texts: Sequence[str],  # of the responses
+    seed: int = 0,
+    num_candidates: int = 0,  # only responses of a lower index may become a reference; 0 = any
+) -> list[str]:  # what each response is compared with
     "The prompt's reference answer; without one, one response of the group for all of it (BRPO, arXiv 2506.00103)"
     drawn = {}
-    for s,text in zip(samples, texts, strict=True):
-        if num_candidates and s.index>=num_candidates: continue
+    for s, text in zip(samples, texts, strict=True):
+        if num_candidates and s.index >= num_candidates:
+            continue
         lot = derive_seed(seed, 'reference', s.prompt_id, s.weight_version, s.index)
         drawn[s.prompt_id] = min(drawn.get(s.prompt_id, (lot, text)), (lot, text))
     for s in samples:
-        if not (prompts[s.prompt_id].answer or s.prompt_id in drawn): raise ValueError(f'{s.prompt_id} has neither a '
-            f'reference answer nor a response of index below num_candidates={num_candidates}: pass the whole group')
+        if not (prompts[s.prompt_id].answer or s.prompt_id in drawn):
+            raise ValueError(
+                f'{s.prompt_id} has neither a '
+                f'reference answer nor a response of index below num_candidates={num_candidates}: pass the whole group'
+            )
     return [prompts[s.prompt_id].answer or drawn[s.prompt_id][1] for s in samples]
+
 
 # %% ../../nbs/judges/03_genrm.ipynb #cec89681
 @verifier
-def genrm(text:str, answer:str)->Verdict:
+def genrm(text: str, answer: str) -> Verdict:
     "The name by which a prompt asks for a generative reward model ([overlap](05_pool.ipynb)); alone it cannot judge"
-    return Verdict(0., False, 'failed', 'a generative reward model judges this: set rewards.genrm.model')
+    return Verdict(
+        0.0, False, 'failed', 'a generative reward model judges this: set rewards.genrm.model'
+    )
 
-def to_verdict(c:Comparison)->Verdict: # `correct` means Better; no label = the verifier failed
+
+def to_verdict(c: Comparison) -> Verdict:  # `correct` means Better; no label = the verifier failed
     "Rewards 1, .5 and 0 for Better, Tie and Worse"
-    if c.label is None: return Verdict(0., False, c.status, c.evidence)
-    return Verdict(label_rewards[c.label], c.label=='Better', 'wrong' if c.label=='Worse' else 'ok', c.evidence)
+    if c.label is None:
+        return Verdict(0.0, False, c.status, c.evidence)
+    return Verdict(
+        label_rewards[c.label],
+        c.label == 'Better',
+        'wrong' if c.label == 'Worse' else 'ok',
+        c.evidence,
+    )
+
 
 def judge_samples(
-    samples:Sequence[Sample],     # whole groups; a sample that has a verdict keeps it and costs nothing
-    prompts:dict[str,Prompt],     # by id
-    texts:Sequence[str],          # what each response says
-    judge:Judge,                  # a `GenRM`, or any function
-    seed:int=0,                   # of the choice of a reference
-    num_candidates:int=0          # as in `reference_texts`; where groups grow: their first size
-)->tuple[list[Verdict],Metrics]:  # verdicts in the order of the samples
+    samples: Sequence[
+        Sample
+    ],  # whole groups; a sample that has a verdict keeps it and costs nothing
+    prompts: dict[str, Prompt],  # by id
+    texts: Sequence[str],  # what each response says
+    judge: Judge,  # a `GenRM`, or any function
+    seed: int = 0,  # of the choice of a reference
+    num_candidates: int = 0,  # as in `reference_texts`; where groups grow: their first size
+) -> tuple[list[Verdict], Metrics]:  # verdicts in the order of the samples
     "Compares responses with their references (Each Prompt Matters, section 2.4.3)"
     refs = reference_texts(samples, prompts, texts, seed, num_candidates)
-    new = [i for i,s in enumerate(samples) if s.verdict is None]
-    done,replies = compare(judge, [Question(prompts[samples[i].prompt_id].text, texts[i], refs[i]) for i in new])
+    new = [i for i, s in enumerate(samples) if s.verdict is None]
+    done, replies = compare(
+        judge, [Question(prompts[samples[i].prompt_id].text, texts[i], refs[i]) for i in new]
+    )
     verdicts = [s.verdict for s in samples]
-    for i,c in zip(new, done): verdicts[i] = to_verdict(c)
-    n,counts = max(len(done), 1), Counter(c.label for c in done)
-    return verdicts, dict(genrm_calls=len(replies), genrm_tokens=sum(r.num_tokens for r in replies),
-        genrm_failed_frac=counts[None]/n, genrm_tie_frac=counts['Tie']/n,
-        genrm_disagree_frac=sum(not c.agreed for c in done)/n)
+    for i, c in zip(new, done):
+        verdicts[i] = to_verdict(c)
+    n, counts = max(len(done), 1), Counter(c.label for c in done)
+    return verdicts, dict(
+        genrm_calls=len(replies),
+        genrm_tokens=sum(r.num_tokens for r in replies),
+        genrm_failed_frac=counts[None] / n,
+        genrm_tie_frac=counts['Tie'] / n,
+        genrm_disagree_frac=sum(not c.agreed for c in done) / n,
+    )
+
 
 # %% ../../nbs/judges/03_genrm.ipynb #9da09bfd
-judge_prompt = '''Compare two answers to the same prompt.
+judge_prompt = """Compare two answers to the same prompt.
 
 <prompt>{prompt}</prompt>
 <answer_1>{first}</answer_1>
@@ -168,92 +241,147 @@ Say Tie if you would not bet on either. Reason step by step. The last line says 
 and is one of
 Verdict: Better
 Verdict: Tie
-Verdict: Worse'''
+Verdict: Worse"""
+
 
 @dataclass(frozen=True)
 class GenRMConfig:
     "A judge behind an OpenAI-compatible endpoint. Raises ValueError for values outside their range"
-    model:str=''                              # name that the endpoint serves; empty = no generative reward model
-    base_url:str='http://localhost:8000/v1'   # where `vllm serve MODEL` listens
-    api_key_env:str='GENRM_API_KEY'           # environment variable that holds the key; a local server needs none
-    prompt_file:str=''                        # a prompt of your own with {prompt}, {first} and {second}; empty = ours
-    max_tokens:int=4096                       # of the reasoning and the label; a longer reply has failed
-    temperature:float=0.                      # of the judge
-    concurrency:int=64                        # requests in flight; the server batches them
-    timeout_s:float=120.                      # seconds for one attempt
-    max_retries:int=2                         # more attempts after a lost connection, a timeout, HTTP 429 or 5xx
-    def __post_init__(self):
-        for k,low in dict(max_tokens=1, concurrency=1, max_retries=0, temperature=0).items():
-            if not getattr(self, k)>=low: raise ValueError(f'{k}={getattr(self, k)}: use {low} or more')
-        if not 0<self.timeout_s<float('inf'): raise ValueError(f'timeout_s={self.timeout_s}: use a positive number')
-        if not re.match('https?://.', self.base_url):
-            raise ValueError(f'base_url={self.base_url!r}: use an address such as http://localhost:8000/v1')
 
-def _read_prompt(file): # the prompt, checked
+    model: str = ''  # name that the endpoint serves; empty = no generative reward model
+    base_url: str = 'http://localhost:8000/v1'  # where `vllm serve MODEL` listens
+    api_key_env: str = (
+        'GENRM_API_KEY'  # environment variable that holds the key; a local server needs none
+    )
+    prompt_file: str = ''  # a prompt of your own with {prompt}, {first} and {second}; empty = ours
+    max_tokens: int = 4096  # of the reasoning and the label; a longer reply has failed
+    temperature: float = 0.0  # of the judge
+    concurrency: int = 64  # requests in flight; the server batches them
+    timeout_s: float = 120.0  # seconds for one attempt
+    max_retries: int = 2  # more attempts after a lost connection, a timeout, HTTP 429 or 5xx
+
+    def __post_init__(self):
+        for k, low in dict(max_tokens=1, concurrency=1, max_retries=0, temperature=0).items():
+            if not getattr(self, k) >= low:
+                raise ValueError(f'{k}={getattr(self, k)}: use {low} or more')
+        if not 0 < self.timeout_s < float('inf'):
+            raise ValueError(f'timeout_s={self.timeout_s}: use a positive number')
+        if not re.match('https?://.', self.base_url):
+            raise ValueError(
+                f'base_url={self.base_url!r}: use an address such as http://localhost:8000/v1'
+            )
+
+
+def _read_prompt(file):  # the prompt, checked
     try:
         text = Path(file).read_text() if file else judge_prompt
-        names = sorted(f for _,f,_,_ in string.Formatter().parse(text) if f is not None)
-    except (OSError, ValueError) as e: raise ValueError(f'prompt_file={file!r} cannot be used: {e}') from e
-    if names!=['first', 'prompt', 'second']:
-        raise ValueError(f'prompt_file={file!r} has the fields {names}: use {{prompt}}, {{first}} and {{second}}, '
-            'each once, and write any other brace twice')
+        names = sorted(f for _, f, _, _ in string.Formatter().parse(text) if f is not None)
+    except (OSError, ValueError) as e:
+        raise ValueError(f'prompt_file={file!r} cannot be used: {e}') from e
+    if names != ['first', 'prompt', 'second']:
+        raise ValueError(
+            f'prompt_file={file!r} has the fields {names}: use {{prompt}}, {{first}} and {{second}}, '
+            'each once, and write any other brace twice'
+        )
     return text
 
-def _run(coroutine): # to its end, also where a loop runs already, as in Jupyter
-    try: asyncio.get_running_loop()
-    except RuntimeError: return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as pool: return pool.submit(asyncio.run, coroutine).result()
 
-def _reason(e): return ' '.join(f'{type(e).__name__}: {e}'.split())[:160] # one line
+def _run(coroutine):  # to its end, also where a loop runs already, as in Jupyter
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
+
+
+def _reason(e):
+    return ' '.join(f'{type(e).__name__}: {e}'.split())[:160]  # one line
+
 
 # %% ../../nbs/judges/03_genrm.ipynb #65f759ff
 class GenRM:
     "Asks an OpenAI-compatible endpoint. A question that gets no answer is a failed reply, not an exception or a hang"
-    def __init__(self, cfg:GenRMConfig):
-        if not cfg.model: raise ValueError("model='': name the model that the endpoint serves")
-        try: import openai
-        except ImportError: raise ValueError('genrm needs `openai`: pip install compassrl[genrm]') from None
-        self.cfg,self.openai,self.prompt = cfg, openai, _read_prompt(cfg.prompt_file)
-        self.limit_s = cfg.timeout_s*(1+cfg.max_retries) # wall clock for one question, pauses included
 
-    def __call__(self, questions:Sequence[Question])->list[Reply]:
+    def __init__(self, cfg: GenRMConfig):
+        if not cfg.model:
+            raise ValueError("model='': name the model that the endpoint serves")
+        try:
+            import openai
+        except ImportError:
+            raise ValueError('genrm needs `openai`: pip install compassrl[genrm]') from None
+        self.cfg, self.openai, self.prompt = cfg, openai, _read_prompt(cfg.prompt_file)
+        self.limit_s = cfg.timeout_s * (
+            1 + cfg.max_retries
+        )  # wall clock for one question, pauses included
+
+    def __call__(self, questions: Sequence[Question]) -> list[Reply]:
         "One reply per question, in their order, whatever finished first"
+
         async def ask_all():
-            self.silent,gate = 0, asyncio.Semaphore(self.cfg.concurrency) # questions in a row without an answer
-            async with self._client() as c: return await asyncio.gather(*(self._ask(c, gate, q) for q in questions))
+            self.silent, gate = (
+                0,
+                asyncio.Semaphore(self.cfg.concurrency),
+            )  # questions in a row without an answer
+            async with self._client() as c:
+                return await asyncio.gather(*(self._ask(c, gate, q) for q in questions))
+
         return _run(ask_all())
 
     def check(self):
         "Before expensive work. Raises ValueError if nobody listens at `base_url` or `model` is not served there"
+
         async def models():
-            async with asyncio.timeout(self.limit_s), self._client() as c: return [m.id async for m in c.models.list()]
-        model,url = self.cfg.model, self.cfg.base_url
-        try: served = _run(models())
-        except Exception as e: raise ValueError(f'base_url={url}: {_reason(e)} Is `vllm serve {model}` up?') from e
-        if model not in served: raise ValueError(f'model={model!r}: {url} serves {served}, use one of these')
+            async with asyncio.timeout(self.limit_s), self._client() as c:
+                return [m.id async for m in c.models.list()]
+
+        model, url = self.cfg.model, self.cfg.base_url
+        try:
+            served = _run(models())
+        except Exception as e:
+            raise ValueError(f'base_url={url}: {_reason(e)} Is `vllm serve {model}` up?') from e
+        if model not in served:
+            raise ValueError(f'model={model!r}: {url} serves {served}, use one of these')
 
     def _client(self):
-        return self.openai.AsyncOpenAI(base_url=self.cfg.base_url, timeout=self.cfg.timeout_s,
-            api_key=os.environ.get(self.cfg.api_key_env) or 'none', max_retries=self.cfg.max_retries)
+        return self.openai.AsyncOpenAI(
+            base_url=self.cfg.base_url,
+            timeout=self.cfg.timeout_s,
+            api_key=os.environ.get(self.cfg.api_key_env) or 'none',
+            max_retries=self.cfg.max_retries,
+        )
 
     async def _ask(self, client, gate, q):
         text = self.prompt.format(prompt=q.prompt, first=q.first, second=q.second)
         async with gate:
-            if self.silent>=self.cfg.concurrency: # it is dead: the rest need not wait for it in turn
-                return Reply('', 'failed', f'not asked: {self.cfg.concurrency} questions in a row got no answer')
+            if (
+                self.silent >= self.cfg.concurrency
+            ):  # it is dead: the rest need not wait for it in turn
+                return Reply(
+                    '',
+                    'failed',
+                    f'not asked: {self.cfg.concurrency} questions in a row got no answer',
+                )
             try:
                 async with asyncio.timeout(self.limit_s):
-                    return self._reply(await client.chat.completions.create(model=self.cfg.model,
-                        messages=[dict(role='user', content=text)], max_tokens=self.cfg.max_tokens,
-                        temperature=self.cfg.temperature))
-            except Exception as e: # counted by the caller, with its reason
-                self.silent = 0 if getattr(e, 'status_code', 500)<500 else self.silent+1
+                    return self._reply(
+                        await client.chat.completions.create(
+                            model=self.cfg.model,
+                            messages=[dict(role='user', content=text)],
+                            max_tokens=self.cfg.max_tokens,
+                            temperature=self.cfg.temperature,
+                        )
+                    )
+            except Exception as e:  # counted by the caller, with its reason
+                self.silent = 0 if getattr(e, 'status_code', 500) < 500 else self.silent + 1
                 late = isinstance(e, (TimeoutError, self.openai.APITimeoutError))
                 return Reply('', 'timeout' if late else 'failed', _reason(e))
 
-    def _reply(self, r): # of a completion, or of whatever a server sends in its place
-        if not getattr(r, 'choices', None): raise ValueError(f'no completion but {str(r)[:80]!r}')
-        choice,self.silent = r.choices[0], 0
+    def _reply(self, r):  # of a completion, or of whatever a server sends in its place
+        if not getattr(r, 'choices', None):
+            raise ValueError(f'no completion but {str(r)[:80]!r}')
+        choice, self.silent = r.choices[0], 0
         tokens = r.usage.total_tokens if r.usage else 0
-        if choice.finish_reason=='length': return Reply('', 'failed', 'cut off at max_tokens', tokens)
+        if choice.finish_reason == 'length':
+            return Reply('', 'failed', 'cut off at max_tokens', tokens)
         return Reply(choice.message.content or '', num_tokens=tokens)

@@ -6,196 +6,320 @@ Docs: https://compassrl.github.io/compassrl/judges/isolated.html.md"""
 
 # %% ../../nbs/judges/01_isolated.ipynb #0997dfcf
 from __future__ import annotations
-import ctypes, faulthandler, gc, json, os, pickle, select, signal, sys, tempfile, time
+
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import pickle
+import select
+import signal
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from pathlib import Path
-try: import resource
-except ImportError: resource = None # Windows
+
+try:
+    import resource
+except ImportError:
+    resource = None  # Windows
 
 # %% auto #0
-__all__ = ['Limits', 'Outcome', 'die_with_parent', 'address_space', 'how_it_ended', 'outcome_of', 'run_program', 'run_function']
+__all__ = [
+    'Limits',
+    'Outcome',
+    'die_with_parent',
+    'address_space',
+    'how_it_ended',
+    'outcome_of',
+    'run_program',
+    'run_function',
+]
+
 
 # %% ../../nbs/judges/01_isolated.ipynb #741968a1
 @dataclass(frozen=True)
 class Limits:
     "What foreign code may use. Raises ValueError for values outside their range"
-    wall_s:float=10.   # seconds by the clock
-    cpu_s:float=5.     # seconds of computing, for each process
-    memory_mb:int=512  # address space; of a forked function: beyond what the caller has
-    output_kb:int=256  # of each stream and of each file
+
+    wall_s: float = 10.0  # seconds by the clock
+    cpu_s: float = 5.0  # seconds of computing, for each process
+    memory_mb: int = 512  # address space; of a forked function: beyond what the caller has
+    output_kb: int = 256  # of each stream and of each file
+
     def __post_init__(self):
         for k in ('wall_s', 'cpu_s', 'memory_mb', 'output_kb'):
-            if not 0<getattr(self, k)<inf: raise ValueError(f'{k}={getattr(self, k)}: use a positive number')
+            if not 0 < getattr(self, k) < inf:
+                raise ValueError(f'{k}={getattr(self, k)}: use a positive number')
+
 
 @dataclass(frozen=True)
 class Outcome:
     "What became of it"
-    status:str        # 'ok', 'failed' (exception, exit code), 'timeout' (clock), 'cpu', 'memory' or 'killed' (a signal)
-    evidence:str=''   # one line: why it is not ok
-    value:object=None # what a function returned
-    stdout:str=''     # at most `output_kb`
-    stderr:str=''
-    wall_s:float=0.   # seconds by the clock
-    cpu_s:float=0.    # seconds of computing, with the children that it waited for
-    offline:bool=False # was the network taken away? Where the system does not permit it, it is not
+
+    status: str  # 'ok', 'failed' (exception, exit code), 'timeout' (clock), 'cpu', 'memory' or 'killed' (a signal)
+    evidence: str = ''  # one line: why it is not ok
+    value: object = None  # what a function returned
+    stdout: str = ''  # at most `output_kb`
+    stderr: str = ''
+    wall_s: float = 0.0  # seconds by the clock
+    cpu_s: float = 0.0  # seconds of computing, with the children that it waited for
+    offline: bool = (
+        False  # was the network taken away? Where the system does not permit it, it is not
+    )
+
 
 # %% ../../nbs/judges/01_isolated.ipynb #3d08b431
-_libc = ctypes.CDLL(None) if sys.platform=='linux' else None
-_pdeathsig,_subreaper,_new_user_and_net = 1, 36, 0x10000000|0x40000000 # linux/prctl.h, linux/sched.h
+_libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
+_pdeathsig, _subreaper, _new_user_and_net = (
+    1,
+    36,
+    0x10000000 | 0x40000000,
+)  # linux/prctl.h, linux/sched.h
 
-def _linux(call, *args): # did it work? Elsewhere it does not
-    return _libc is not None and getattr(_libc, call)(*args)==0
 
-def die_with_parent(): _linux('prctl', _pdeathsig, signal.SIGKILL, 0, 0, 0)
+def _linux(call, *args):  # did it work? Elsewhere it does not
+    return _libc is not None and getattr(_libc, call)(*args) == 0
 
-def address_space()->int: # bytes that this process has mapped; 0 where the system does not say
-    try: return int(Path('/proc/self/statm').read_text().split()[0])*resource.getpagesize()
-    except OSError: return 0
 
-def _limit(kind, value): # a sandbox within a sandbox cannot have more than the outer one
+def die_with_parent():
+    _linux('prctl', _pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
+def address_space() -> int:  # bytes that this process has mapped; 0 where the system does not say
+    try:
+        return int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def _limit(kind, value):  # a sandbox within a sandbox cannot have more than the outer one
     hard = resource.getrlimit(kind)[1]
-    value = int(value) if hard==resource.RLIM_INFINITY else min(int(value), hard)
+    value = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
     resource.setrlimit(kind, (value, value))
 
-def _work(folder, limits, base, fn): # the process of the foreign code; never returns
+
+def _work(folder, limits, base, fn):  # the process of the foreign code; never returns
     code = 1
     try:
         os.setsid()
         die_with_parent()
-        for s in (signal.SIGTERM, signal.SIGINT, signal.SIGPROF): signal.signal(s, signal.SIG_DFL)
-        for fd,name in enumerate(('stdin', 'stdout', 'stderr')):
-            os.dup2(os.open(folder/name, os.O_RDWR|os.O_CREAT, 0o600), fd)
-        sys.stdout,sys.stderr = (os.fdopen(fd, 'w', 1, closefd=False) for fd in (1, 2)) # a kernel has its own
-        os.chdir(folder/'home')
-        faulthandler.disable() # its report would be this program's, and takes seconds where there are many modules
+        for s in (signal.SIGTERM, signal.SIGINT, signal.SIGPROF):
+            signal.signal(s, signal.SIG_DFL)
+        for fd, name in enumerate(('stdin', 'stdout', 'stderr')):
+            os.dup2(os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600), fd)
+        sys.stdout, sys.stderr = (
+            os.fdopen(fd, 'w', 1, closefd=False) for fd in (1, 2)
+        )  # a kernel has its own
+        os.chdir(folder / 'home')
+        faulthandler.disable()  # its report would be this program's, and takes seconds where there are many modules
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_NOFILE, 256)
-        _limit(resource.RLIMIT_FSIZE, limits.output_kb*1024)
-        _limit(resource.RLIMIT_CPU, ceil(limits.cpu_s)+1)
+        _limit(resource.RLIMIT_FSIZE, limits.output_kb * 1024)
+        _limit(resource.RLIMIT_CPU, ceil(limits.cpu_s) + 1)
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
-        _limit(resource.RLIMIT_AS, base+limits.memory_mb*2**20)
+        _limit(resource.RLIMIT_AS, base + limits.memory_mb * 2**20)
         code = fn()
-    except BaseException as e: # also SystemExit: this process is a copy, and the original's cleaning up is not its own
-        try: print(f'{type(e).__name__}: {e}', file=sys.stderr)
-        except (OSError, MemoryError): pass
-    finally: os._exit(code)
+    except BaseException as e:  # also SystemExit: this process is a copy, and the original's cleaning up is not its own
+        try:
+            print(f'{type(e).__name__}: {e}', file=sys.stderr)
+        except (OSError, MemoryError):
+            pass
+    finally:
+        os._exit(code)
+
 
 # %% ../../nbs/judges/01_isolated.ipynb #95e84ae9
-def _children(pid): # of this process; `pid` is the one that it started
-    try: return [int(p) for p in Path('/proc/thread-self/children').read_text().split()]
-    except OSError: return [pid]
+def _children(pid):  # of this process; `pid` is the one that it started
+    try:
+        return [int(p) for p in Path('/proc/thread-self/children').read_text().split()]
+    except OSError:
+        return [pid]
 
-def _kill_all(pid): # until there is no child left: those of the killed become ours
+
+def _kill_all(pid):  # until there is no child left: those of the killed become ours
     while True:
         for p in _children(pid):
-            try: os.kill(p, signal.SIGKILL)
-            except ProcessLookupError: pass
-        try: os.killpg(pid, signal.SIGKILL) # where nobody adopts orphans
-        except (ProcessLookupError, PermissionError): pass
-        try: os.waitpid(-1, 0)
-        except ChildProcessError: return
+            try:
+                os.kill(p, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        try:
+            os.killpg(pid, signal.SIGKILL)  # where nobody adopts orphans
+        except (ProcessLookupError, PermissionError):
+            pass
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
 
-def _supervise(caller, folder, limits, base, fn, pipe): # never returns
+
+def _supervise(caller, folder, limits, base, fn, pipe):  # never returns
     try:
         gc.freeze()
         os.setsid()
-        def stop(*_): raise KeyboardInterrupt
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
         signal.signal(signal.SIGTERM, stop)
         _linux('prctl', _subreaper, 1, 0, 0, 0)
-        offline,start = _linux('unshare', _new_user_and_net), time.monotonic()
+        offline, start = _linux('unshare', _new_user_and_net), time.monotonic()
         pid = os.fork()
-        if not pid: os.close(pipe); _work(folder, limits, base, fn)
-        try: raw,cpu = _watch(pid, start+limits.wall_s, caller)
-        finally: _kill_all(pid)
-        os.write(pipe, json.dumps([raw, time.monotonic()-start, cpu, offline]).encode())
-    finally: os._exit(0)
+        if not pid:
+            os.close(pipe)
+            _work(folder, limits, base, fn)
+        try:
+            raw, cpu = _watch(pid, start + limits.wall_s, caller)
+        finally:
+            _kill_all(pid)
+        os.write(pipe, json.dumps([raw, time.monotonic() - start, cpu, offline]).encode())
+    finally:
+        os._exit(0)
 
-def _watch(pid, until, caller): # its exit status, None if the time was up; seconds of computing
-    pause = .0005
-    while time.monotonic()<until and os.getppid()==caller:
-        done,raw,used = os.wait4(pid, os.WNOHANG)
-        if done: return raw, used.ru_utime+used.ru_stime
+
+def _watch(pid, until, caller):  # its exit status, None if the time was up; seconds of computing
+    pause = 0.0005
+    while time.monotonic() < until and os.getppid() == caller:
+        done, raw, used = os.wait4(pid, os.WNOHANG)
+        if done:
+            return raw, used.ru_utime + used.ru_stime
         time.sleep(pause)
-        pause = min(.01, 1.2*pause)
-    return None, 0.
+        pause = min(0.01, 1.2 * pause)
+    return None, 0.0
+
 
 # %% ../../nbs/judges/01_isolated.ipynb #cd366b24
 def how_it_ended(
-    raw:int # as `os.waitpid` gives it
-)->str:
+    raw: int,  # as `os.waitpid` gives it
+) -> str:
     "An exit status in words"
-    if not os.WIFSIGNALED(raw): return f'left with exit code {os.waitstatus_to_exitcode(raw)}'
+    if not os.WIFSIGNALED(raw):
+        return f'left with exit code {os.waitstatus_to_exitcode(raw)}'
     return f'killed by {signal.Signals(os.WTERMSIG(raw)).name}'
 
-def outcome_of(
-    raw:int|None,   # as `os.waitpid` gives it; None: the time was up
-    cpu_s:float,    # that it computed
-    limits:Limits,
-    stderr:str=''
-)->tuple[str,str]:  # status and evidence of an `Outcome`
-    "What an end means"
-    if raw is None: return 'timeout', f'still running after {limits.wall_s:g} s'
-    if os.WIFSIGNALED(raw):
-        by = os.WTERMSIG(raw) # who ignores SIGPROF gets SIGKILL; dying of a fault may cost time, too
-        late = by in (signal.SIGPROF, signal.SIGXCPU) or by==signal.SIGKILL and cpu_s>limits.cpu_s
-        return ('cpu', f'computed for more than {limits.cpu_s:g} s') if late else ('killed', how_it_ended(raw))
-    last = (stderr.strip().splitlines() or [how_it_ended(raw)])[-1][:160]
-    return ('ok', '') if not raw else ('memory' if last.startswith('MemoryError') else 'failed', last)
 
-def _isolate(fn, limits, base, stdin='', files=(), finish=lambda folder: None): # -> Outcome; fn: to an exit code
-    if resource is None: raise OSError(f'{sys.platform} cannot bound a process: judge on Linux or macOS')
+def outcome_of(
+    raw: int | None,  # as `os.waitpid` gives it; None: the time was up
+    cpu_s: float,  # that it computed
+    limits: Limits,
+    stderr: str = '',
+) -> tuple[str, str]:  # status and evidence of an `Outcome`
+    "What an end means"
+    if raw is None:
+        return 'timeout', f'still running after {limits.wall_s:g} s'
+    if os.WIFSIGNALED(raw):
+        by = os.WTERMSIG(
+            raw
+        )  # who ignores SIGPROF gets SIGKILL; dying of a fault may cost time, too
+        late = (
+            by in (signal.SIGPROF, signal.SIGXCPU) or by == signal.SIGKILL and cpu_s > limits.cpu_s
+        )
+        return (
+            ('cpu', f'computed for more than {limits.cpu_s:g} s')
+            if late
+            else ('killed', how_it_ended(raw))
+        )
+    last = (stderr.strip().splitlines() or [how_it_ended(raw)])[-1][:160]
+    return (
+        ('ok', '') if not raw else ('memory' if last.startswith('MemoryError') else 'failed', last)
+    )
+
+
+def _isolate(
+    fn, limits, base, stdin='', files=(), finish=lambda folder: None
+):  # -> Outcome; fn: to an exit code
+    if resource is None:
+        raise OSError(f'{sys.platform} cannot bound a process: judge on Linux or macOS')
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         folder = Path(folder)
-        (folder/'home').mkdir()
-        (folder/'stdin').write_text(stdin)
-        for name,text in dict(files).items(): (folder/'home'/name).write_text(text)
-        caller,(r,w) = os.getpid(), os.pipe()
+        (folder / 'home').mkdir()
+        (folder / 'stdin').write_text(stdin)
+        for name, text in dict(files).items():
+            (folder / 'home' / name).write_text(text)
+        caller, (r, w) = os.getpid(), os.pipe()
         pid = os.fork()
-        if not pid: _supervise(caller, folder, limits, base, lambda: fn(folder), w)
+        if not pid:
+            _supervise(caller, folder, limits, base, lambda: fn(folder), w)
         os.close(w)
         try:
             poll = select.poll()
             poll.register(r)
-            poll.poll(1000*(limits.wall_s+5))
+            poll.poll(1000 * (limits.wall_s + 5))
             os.set_blocking(r, False)
-            try: report = os.read(r, 4096)
-            except BlockingIOError: report = b''
-        finally: # of a Ctrl-C, too
+            try:
+                report = os.read(r, 4096)
+            except BlockingIOError:
+                report = b''
+        finally:  # of a Ctrl-C, too
             os.close(r)
             os.kill(pid, signal.SIGTERM)
             os.waitpid(pid, 0)
-        if not report: return Outcome('killed', 'its supervisor was lost')
-        raw,wall,cpu,offline = json.loads(report)
-        streams = [(folder/n).read_text(errors='replace') if (folder/n).exists() else '' for n in ('stdout', 'stderr')]
-        status,evidence = outcome_of(raw, cpu, limits, streams[1])
-        return Outcome(status, evidence, finish(folder) if status=='ok' else None, *streams, wall, cpu, offline)
+        if not report:
+            return Outcome('killed', 'its supervisor was lost')
+        raw, wall, cpu, offline = json.loads(report)
+        streams = [
+            (folder / n).read_text(errors='replace') if (folder / n).exists() else ''
+            for n in ('stdout', 'stderr')
+        ]
+        status, evidence = outcome_of(raw, cpu, limits, streams[1])
+        return Outcome(
+            status,
+            evidence,
+            finish(folder) if status == 'ok' else None,
+            *streams,
+            wall,
+            cpu,
+            offline,
+        )
+
 
 # %% ../../nbs/judges/01_isolated.ipynb #7ff52168
 def run_program(
-    argv:Sequence[str],         # program and arguments; it finds its `files` in its working folder
-    stdin:str='',
-    limits:Limits=Limits(),
-    files:dict[str,str]|None=None # name -> text
-)->Outcome:
+    argv: Sequence[str],  # program and arguments; it finds its `files` in its working folder
+    stdin: str = '',
+    limits: Limits = Limits(),
+    files: dict[str, str] | None = None,  # name -> text
+) -> Outcome:
     "A program nobody has read, with a bare environment"
+
     def start(folder):
-        home = str(folder/'home')
-        os.execvpe(argv[0], list(argv), dict(PATH=os.environ.get('PATH', os.defpath), HOME=home, TMPDIR=home,
-            LANG='C.UTF-8', OMP_NUM_THREADS='1'))
+        home = str(folder / 'home')
+        os.execvpe(
+            argv[0],
+            list(argv),
+            dict(
+                PATH=os.environ.get('PATH', os.defpath),
+                HOME=home,
+                TMPDIR=home,
+                LANG='C.UTF-8',
+                OMP_NUM_THREADS='1',
+            ),
+        )
+
     return _isolate(start, limits, 0, stdin, files or {})
 
+
 def run_function(
-    fn:Callable,            # ours: it may hang or crash, but what it returns is believed
+    fn: Callable,  # ours: it may hang or crash, but what it returns is believed
     *args,
-    limits:Limits=Limits()
-)->Outcome:                 # with what `fn` returned (pickled) as `value`
+    limits: Limits = Limits(),
+) -> Outcome:  # with what `fn` returned (pickled) as `value`
     "`fn(*args)` in a copy of this process"
+
     def call(folder):
         data = pickle.dumps(fn(*args))
-        (folder/'value').write_bytes(data)
+        (folder / 'value').write_bytes(data)
         return 0
-    def value(folder): return pickle.loads((folder/'value').read_bytes())
-    try: return _isolate(call, limits, address_space(), finish=value)
-    except FileNotFoundError: return Outcome('failed', how_it_ended(0)) # it left before it returned
+
+    def value(folder):
+        return pickle.loads((folder / 'value').read_bytes())
+
+    try:
+        return _isolate(call, limits, address_space(), finish=value)
+    except FileNotFoundError:
+        return Outcome('failed', how_it_ended(0))  # it left before it returned

@@ -6,96 +6,152 @@ Docs: https://compassrl.github.io/compassrl/judges/model.html.md"""
 
 # %% ../../nbs/judges/06_model.ipynb #4a34a505
 from __future__ import annotations
-import threading, time
+
+import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+
 from tokenizers import Tokenizer
+
+from ..data.tokenizer import response_text
 from . import genrm
 from .pool import RewardPool
 from .serial import Judge, RewardConfig, SerialJudge, record_verdict
 from ..records import Metrics, Prompt
-from ..data.tokenizer import response_text
 
 # %% auto #0
 __all__ = ['GenRMJudge', 'JudgePerPrompt', 'make_judge']
 
+
 # %% ../../nbs/judges/06_model.ipynb #0f5fbecb
 class GenRMJudge:
     "A generative reward model beside the rollout: whatever waits is asked as one batch"
-    def __init__(self, prompts:Iterable[Prompt], tokenizer:Tokenizer, eos_id:int,
-        ask:genrm.Judge,  # a `GenRM`, or any function
-        batches:int=4,    # under way at a time
-        seed:int=0,       # of the choice of a reference
-        group_size:int=0  # only so many of a group may become the reference of the rest; 0 = any
+
+    def __init__(
+        self,
+        prompts: Iterable[Prompt],
+        tokenizer: Tokenizer,
+        eos_id: int,
+        ask: genrm.Judge,  # a `GenRM`, or any function
+        batches: int = 4,  # under way at a time
+        seed: int = 0,  # of the choice of a reference
+        group_size: int = 0,  # only so many of a group may become the reference of the rest; 0 = any
     ):
-        self.prompts,self.of,self.ask = {p.id:p for p in prompts}, (tokenizer, eos_id), ask
-        self.choice,self.asked,self.lock = (seed, group_size), Counter(), threading.Lock()
-        self.threads,self.waiting,self.batches = ThreadPoolExecutor(batches), deque(), []
+        self.prompts, self.of, self.ask = {p.id: p for p in prompts}, (tokenizer, eos_id), ask
+        self.choice, self.asked, self.lock = (seed, group_size), Counter(), threading.Lock()
+        self.threads, self.waiting, self.batches = ThreadPoolExecutor(batches), deque(), []
+
     def start(self, sample):
-        if not self.prompts[sample.prompt_id].answer: return # its reference is a response that may not be there yet
+        if not self.prompts[sample.prompt_id].answer:
+            return  # its reference is a response that may not be there yet
         self.waiting.append(sample)
         self.batches.append(self.threads.submit(self._next))
-    def _next(self): # everything that waits; nothing, if another thread has taken it
+
+    def _next(self):  # everything that waits; nothing, if another thread has taken it
         taken = []
         while self.waiting:
-            try: taken.append(self.waiting.popleft())
-            except IndexError: break
-        if taken: self._judge(taken)
+            try:
+                taken.append(self.waiting.popleft())
+            except IndexError:
+                break
+        if taken:
+            self._judge(taken)
+
     def _judge(self, samples):
         start = time.perf_counter()
         texts = [response_text(self.of[0], s.response_ids, self.of[1]) for s in samples]
         read = time.perf_counter()
         new = [s.verdict is None for s in samples]
-        verdicts,m = genrm.judge_samples(samples, self.prompts, texts, self.ask, *self.choice)
+        verdicts, m = genrm.judge_samples(samples, self.prompts, texts, self.ask, *self.choice)
         end = time.perf_counter()
-        with self.lock: self.asked.update(calls=m['genrm_calls'], tokens=m['genrm_tokens'], new=sum(new),
-            **{k:m[f'genrm_{k}_frac']*sum(new) for k in ('failed', 'tie', 'disagree')})
-        for s,v,n in zip(samples, verdicts, new):
-            if n: record_verdict(s, v, dict(reward_start=start, detokenise=read-start, reward_end=end, genrm=1.))
+        with self.lock:
+            self.asked.update(
+                calls=m['genrm_calls'],
+                tokens=m['genrm_tokens'],
+                new=sum(new),
+                **{k: m[f'genrm_{k}_frac'] * sum(new) for k in ('failed', 'tie', 'disagree')},
+            )
+        for s, v, n in zip(samples, verdicts, new):
+            if n:
+                record_verdict(
+                    s,
+                    v,
+                    dict(reward_start=start, detokenise=read - start, reward_end=end, genrm=1.0),
+                )
+
     def settle(self, samples):
         samples = list(samples)
-        while self.batches and any(s.verdict is None for s in samples): # of later steps, nobody waits for them
-            done,left = futures.wait(self.batches, return_when=futures.FIRST_COMPLETED)
-            for b in done: b.result()
+        while self.batches and any(
+            s.verdict is None for s in samples
+        ):  # of later steps, nobody waits for them
+            done, left = futures.wait(self.batches, return_when=futures.FIRST_COMPLETED)
+            for b in done:
+                b.result()
             self.batches = list(left)
         late = {s.prompt_id for s in samples if s.verdict is None}
-        if late: self._judge([s for s in samples if s.prompt_id in late])
-    def measured(self)->Metrics:
+        if late:
+            self._judge([s for s in samples if s.prompt_id in late])
+
+    def measured(self) -> Metrics:
         "What was asked since the last time"
-        with self.lock: a,self.asked = self.asked, Counter()
+        with self.lock:
+            a, self.asked = self.asked, Counter()
         n = max(a['new'], 1)
-        return dict(genrm_calls=float(a['calls']), genrm_tokens=float(a['tokens']),
-            **{f'genrm_{k}_frac':a[k]/n for k in ('failed', 'tie', 'disagree')})
-    def close(self): self.threads.shutdown(cancel_futures=True)
+        return dict(
+            genrm_calls=float(a['calls']),
+            genrm_tokens=float(a['tokens']),
+            **{f'genrm_{k}_frac': a[k] / n for k in ('failed', 'tie', 'disagree')},
+        )
+
+    def close(self):
+        self.threads.shutdown(cancel_futures=True)
+
 
 # %% ../../nbs/judges/06_model.ipynb #2640660a
 class JudgePerPrompt:
     "Prompts whose verifier is 'genrm' are judged by a model, the others by verifiers"
-    def __init__(self, model:GenRMJudge, verifying:Judge): self.judges = model, verifying
-    def _of(self, s): return self.judges[s.prompt_id not in self.judges[0].prompts]
-    def start(self, sample): self._of(sample).start(sample)
+
+    def __init__(self, model: GenRMJudge, verifying: Judge):
+        self.judges = model, verifying
+
+    def _of(self, s):
+        return self.judges[s.prompt_id not in self.judges[0].prompts]
+
+    def start(self, sample):
+        self._of(sample).start(sample)
+
     def settle(self, samples):
         samples = list(samples)
-        for j in self.judges[::-1]: j.settle([s for s in samples if self._of(s) is j]) # the model is the slower one
-    def measured(self)->Metrics: return self.judges[0].measured()
+        for j in self.judges[::-1]:
+            j.settle([s for s in samples if self._of(s) is j])  # the model is the slower one
+
+    def measured(self) -> Metrics:
+        return self.judges[0].measured()
+
     def close(self):
-        for j in self.judges: j.close()
+        for j in self.judges:
+            j.close()
+
 
 def make_judge(
-    prompts:Iterable[Prompt],
-    tokenizer:Tokenizer,
-    eos_id:int,
-    cfg:RewardConfig,
-    seed:int=0,       # as of `GenRMJudge`
-    group_size:int=0  # as there
-)->Judge:
+    prompts: Iterable[Prompt],
+    tokenizer: Tokenizer,
+    eos_id: int,
+    cfg: RewardConfig,
+    seed: int = 0,  # as of `GenRMJudge`
+    group_size: int = 0,  # as there
+) -> Judge:
     "The judge that a config and the prompts ask for. Raises ValueError for a model that is not named"
     prompts = list(prompts)
     judging = RewardPool if cfg.workers else SerialJudge
-    asked = [p for p in prompts if p.verifier=='genrm']
-    if not asked: return judging(prompts, tokenizer, eos_id, *[cfg]*bool(cfg.workers))
-    model = GenRMJudge(asked, tokenizer, eos_id, genrm.GenRM(cfg.genrm), seed=seed, group_size=group_size)
-    others = [p for p in prompts if p.verifier!='genrm']
-    return JudgePerPrompt(model, judging(others, tokenizer, eos_id, *[cfg]*bool(cfg.workers)))
+    asked = [p for p in prompts if p.verifier == 'genrm']
+    if not asked:
+        return judging(prompts, tokenizer, eos_id, *[cfg] * bool(cfg.workers))
+    model = GenRMJudge(
+        asked, tokenizer, eos_id, genrm.GenRM(cfg.genrm), seed=seed, group_size=group_size
+    )
+    others = [p for p in prompts if p.verifier != 'genrm']
+    return JudgePerPrompt(model, judging(others, tokenizer, eos_id, *[cfg] * bool(cfg.workers)))

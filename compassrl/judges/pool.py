@@ -6,224 +6,316 @@ Docs: https://compassrl.github.io/compassrl/judges/pool.html.md"""
 
 # %% ../../nbs/judges/05_pool.ipynb #4aab1068
 from __future__ import annotations
-import gc, os, pickle, signal, socket, subprocess, sys, tempfile, time
+
+import gc
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict
 from math import inf
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple
-from tokenizers import Tokenizer
-from .isolated import Outcome, address_space, die_with_parent, how_it_ended, outcome_of
-from .serial import RewardConfig, judge_sample, record_verdict, timed_verdict
-from ..records import Prompt, Sample
-from .verifiers import no_verdict, warm_maths
-from ..data.tasks import verifiers
-try: import resource
-except ImportError: resource = None # Windows
 
+from tokenizers import Tokenizer
+
+from ..data.tasks import verifiers
+from compassrl.judges.isolated import (
+    Outcome,
+    address_space,
+    die_with_parent,
+    how_it_ended,
+    outcome_of,
+)
+from .serial import RewardConfig, judge_sample, record_verdict, timed_verdict
+from .verifiers import no_verdict, warm_maths
+from ..records import Prompt, Sample
+
+try:
+    import resource
+except ImportError:
+    resource = None  # Windows
 
 # %% auto #0
 __all__ = ['Job', 'serve_pool', 'RewardPool']
 
+
 # %% ../../nbs/judges/05_pool.ipynb #bfe136cd
 class Job(NamedTuple):
     "One response to judge"
-    number:int
-    prompt:Prompt
-    response_ids:list[int]
-    attempt:int=0
 
-def _judge_for_ever(conn, number, cfg, tokenizer, eos_id): # never returns
+    number: int
+    prompt: Prompt
+    response_ids: list[int]
+    attempt: int = 0
+
+
+def _judge_for_ever(conn, number, cfg, tokenizer, eos_id):  # never returns
     os.setsid()
     die_with_parent()
-    room = address_space()+cfg.memory_mb*2**20
+    room = address_space() + cfg.memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
     while True:
-        try: job = conn.recv()
-        except (EOFError, OSError): os._exit(0)
-        signal.setitimer(signal.ITIMER_PROF, cfg.cpu_s) # the end of it kills
+        try:
+            job = conn.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        signal.setitimer(signal.ITIMER_PROF, cfg.cpu_s)  # the end of it kills
         start = time.perf_counter()
-        try: verdict,timings = timed_verdict(job.prompt, job.response_ids, tokenizer, eos_id)
-        except BaseException as e: # a verifier may even raise SystemExit
-            verdict,timings = no_verdict(Outcome('failed', f'{type(e).__name__}: {e}')), dict(
-                reward_start=start, detokenise=0., reward_end=time.perf_counter())
+        try:
+            verdict, timings = timed_verdict(job.prompt, job.response_ids, tokenizer, eos_id)
+        except BaseException as e:  # a verifier may even raise SystemExit
+            verdict, timings = (
+                no_verdict(Outcome('failed', f'{type(e).__name__}: {e}')),
+                dict(reward_start=start, detokenise=0.0, reward_end=time.perf_counter()),
+            )
         signal.setitimer(signal.ITIMER_PROF, 0)
         conn.send((verdict, timings | dict(worker=number)))
 
+
 class _Worker:
     "A forked worker, as its broker sees it"
+
     def __init__(self, number, others, *work):
-        self.number,self.job = number, None
-        self.conn,theirs = Pipe()
+        self.number, self.job = number, None
+        self.conn, theirs = Pipe()
         self.pid = os.fork()
         if not self.pid:
-            for c in (self.conn, *others): c.close()
+            for c in (self.conn, *others):
+                c.close()
             _judge_for_ever(theirs, number, *work)
         theirs.close()
+
     def give(self, job, wall_s):
-        self.job,self.start = job, time.perf_counter()
-        self.until = self.start+wall_s
-        try: self.conn.send(job)
-        except OSError: pass # it has died: `conn` will say so
-    def end(self): # its exit status
-        for kill,pid in ((os.kill, self.pid), (os.killpg, self.pid)):
-            try: kill(pid, signal.SIGKILL)
-            except ProcessLookupError: pass
+        self.job, self.start = job, time.perf_counter()
+        self.until = self.start + wall_s
+        try:
+            self.conn.send(job)
+        except OSError:
+            pass  # it has died: `conn` will say so
+
+    def end(self):  # its exit status
+        for kill, pid in ((os.kill, self.pid), (os.killpg, self.pid)):
+            try:
+                kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
         self.conn.close()
         return os.waitpid(self.pid, 0)[1]
+
 
 # %% ../../nbs/judges/05_pool.ipynb #6059460a
 class _Broker:
     def __init__(self, trainer, cfg, *work):
-        self.trainer,self.cfg,self.work = trainer, cfg, (cfg, *work)
-        self.waiting,self.done,self.asked = deque(), [], False
-        self.workers:list[_Worker|None] = [None]*cfg.workers
+        self.trainer, self.cfg, self.work = trainer, cfg, (cfg, *work)
+        self.waiting, self.done, self.asked = deque(), [], False
+        self.workers: list[_Worker | None] = [None] * cfg.workers
 
     def run(self):
         while True:
             self._hand_out()
-            alive = {w.conn:i for i,w in enumerate(self.workers) if w}
+            alive = {w.conn: i for i, w in enumerate(self.workers) if w}
             busy = [i for i in alive.values() if self.workers[i].job]
             if self.asked:
-                for d in self.done: self.trainer.send(d)
-                self.done,self.asked = [], bool(busy)
+                for d in self.done:
+                    self.trainer.send(d)
+                self.done, self.asked = [], bool(busy)
             until = min((self.workers[i].until for i in busy), default=inf)
-            pause = None if until==inf else max(0, until-time.perf_counter())
+            pause = None if until == inf else max(0, until - time.perf_counter())
             ready = wait([self.trainer, *alive], pause)
             for conn in ready:
-                if conn is not self.trainer: self._answer(alive[conn])
-                elif not self._listen(): return
+                if conn is not self.trainer:
+                    self._answer(alive[conn])
+                elif not self._listen():
+                    return
             for i in busy:
                 w = self.workers[i]
-                if w and w.job and time.perf_counter()>=w.until: self._lost(i, late=True)
+                if w and w.job and time.perf_counter() >= w.until:
+                    self._lost(i, late=True)
 
-    def _hand_out(self): # to idle workers; a missing one is forked when it is needed
-        for i,w in enumerate(self.workers):
+    def _hand_out(self):  # to idle workers; a missing one is forked when it is needed
+        for i, w in enumerate(self.workers):
             if self.waiting and not (w and w.job):
                 others = [self.trainer, *(o.conn for o in self.workers if o)]
-                self.workers[i] = w = w or _Worker(i+1, others, *self.work)
+                self.workers[i] = w = w or _Worker(i + 1, others, *self.work)
                 w.give(self.waiting.popleft(), self.cfg.wall_s)
 
-    def _listen(self): # a job, or whether results are wanted; False when the trainer is gone
-        try: job = self.trainer.recv()
+    def _listen(self):  # a job, or whether results are wanted; False when the trainer is gone
+        try:
+            job = self.trainer.recv()
         except (EOFError, OSError):
-            for w in self.workers: w and w.end()
+            for w in self.workers:
+                w and w.end()
             return False
-        if isinstance(job, bool): self.asked = job
-        else: self.waiting.append(Job(*job))
+        if isinstance(job, bool):
+            self.asked = job
+        else:
+            self.waiting.append(Job(*job))
         return True
 
     def _answer(self, i):
         w = self.workers[i]
-        try: answer = w.conn.recv()
-        except (EOFError, OSError): return self._lost(i, late=False)
+        try:
+            answer = w.conn.recv()
+        except (EOFError, OSError):
+            return self._lost(i, late=False)
         self.done.append((w.job.number, *answer))
         w.job = None
 
-    def _lost(self, i, late): # the worker ends; its job is repeated, or has no verdict
-        w,self.workers[i] = self.workers[i], None
-        raw,job = w.end(), w.job
-        if not job: return
-        status,evidence = outcome_of(None if late else raw, 0., self.cfg.limits)
-        if status in ('killed', 'failed') and job.attempt<self.cfg.retries:
-            return self.waiting.appendleft(job._replace(attempt=job.attempt+1))
-        if status=='ok': status,evidence = 'failed', how_it_ended(raw)
-        timings = dict(reward_start=w.start, detokenise=0., reward_end=time.perf_counter(), worker=w.number)
+    def _lost(self, i, late):  # the worker ends; its job is repeated, or has no verdict
+        w, self.workers[i] = self.workers[i], None
+        raw, job = w.end(), w.job
+        if not job:
+            return
+        status, evidence = outcome_of(None if late else raw, 0.0, self.cfg.limits)
+        if status in ('killed', 'failed') and job.attempt < self.cfg.retries:
+            return self.waiting.appendleft(job._replace(attempt=job.attempt + 1))
+        if status == 'ok':
+            status, evidence = 'failed', how_it_ended(raw)
+        timings = dict(
+            reward_start=w.start, detokenise=0.0, reward_end=time.perf_counter(), worker=w.number
+        )
         self.done.append((job.number, no_verdict(Outcome(status, evidence)), timings))
 
-def serve_pool(fd:int): # of the socket to the trainer; what to do is on the standard input
+
+def serve_pool(fd: int):  # of the socket to the trainer; what to do is on the standard input
     "The broker's main program"
     trainer = Connection(fd)
-    cfg,text,spell_out,eos_id,fns = pickle.load(sys.stdin.buffer)
+    cfg, text, spell_out, eos_id, fns = pickle.load(sys.stdin.buffer)
     cfg = RewardConfig(**cfg)
     try:
-        for name,data in fns.items(): verifiers[name] = pickle.loads(data)
-        if 'maths' in fns: warm_maths() # once, not in every worker
-    except Exception as e: return trainer.send(f'{type(e).__name__}: {e}')
+        for name, data in fns.items():
+            verifiers[name] = pickle.loads(data)
+        if 'maths' in fns:
+            warm_maths()  # once, not in every worker
+    except Exception as e:
+        return trainer.send(f'{type(e).__name__}: {e}')
     tokenizer = Tokenizer.from_str(text)
     tokenizer.encode_special_tokens = spell_out
     trainer.send('')
     gc.freeze()
     _Broker(trainer, cfg, tokenizer, eos_id).run()
 
+
 # %% ../../nbs/judges/05_pool.ipynb #6225681a
-def _by_name(name, fn): # how another process finds a verifier
-    try: data = pickle.dumps(fn)
-    except (pickle.PicklingError, AttributeError, TypeError): data = None
-    if data is None or fn.__module__=='__main__':
-        raise ValueError(f'verifier={name!r}: workers cannot import it, use a function of a module, or workers=0')
+def _by_name(name, fn):  # how another process finds a verifier
+    try:
+        data = pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        data = None
+    if data is None or fn.__module__ == '__main__':
+        raise ValueError(
+            f'verifier={name!r}: workers cannot import it, use a function of a module, or workers=0'
+        )
     return data
+
 
 class RewardPool:
     "Judges while the rollout goes on, in processes of its own. Raises ValueError for a verifier that has no module"
-    def __init__(self, prompts:Iterable[Prompt], tokenizer:Tokenizer, eos_id:int, cfg:RewardConfig):
-        if cfg.workers<1: raise ValueError(f'workers={cfg.workers}: use at least 1, or SerialJudge')
-        self.prompts,self.of,self.cfg = {p.id:p for p in prompts}, (tokenizer, eos_id), cfg
+
+    def __init__(
+        self, prompts: Iterable[Prompt], tokenizer: Tokenizer, eos_id: int, cfg: RewardConfig
+    ):
+        if cfg.workers < 1:
+            raise ValueError(f'workers={cfg.workers}: use at least 1, or SerialJudge')
+        self.prompts, self.of, self.cfg = {p.id: p for p in prompts}, (tokenizer, eos_id), cfg
         names = {p.verifier for p in self.prompts.values()} & verifiers.keys()
-        fns = {n:_by_name(n, verifiers[n]) for n in sorted(names)}
-        self.jobs:dict[int,list[Sample]] = {}  # under way: a response and its equals
-        self.known,self.backlog,self.count,self.ready = {}, deque(), 0, False
+        fns = {n: _by_name(n, verifiers[n]) for n in sorted(names)}
+        self.jobs: dict[int, list[Sample]] = {}  # under way: a response and its equals
+        self.known, self.backlog, self.count, self.ready = {}, deque(), 0, False
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        limits = {k:v for k,v in asdict(cfg).items() if k!='genrm'}
-        ours,theirs = socket.socketpair()
+        limits = {k: v for k, v in asdict(cfg).items() if k != 'genrm'}
+        ours, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as what:
-            pickle.dump((limits, tokenizer.to_str(), tokenizer.encode_special_tokens, eos_id, fns), what)
+            pickle.dump(
+                (limits, tokenizer.to_str(), tokenizer.encode_special_tokens, eos_id, fns), what
+            )
             what.seek(0)
             run = f'from compassrl.judges.pool import serve_pool; serve_pool({theirs.fileno()})'
-            self.broker = subprocess.Popen([sys.executable, '-c', run], stdin=what, pass_fds=[theirs.fileno()],
-                start_new_session=True, env=os.environ | dict(PYTHONPATH=path, TOKENIZERS_PARALLELISM='false'))
+            self.broker = subprocess.Popen(
+                [sys.executable, '-c', run],
+                stdin=what,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=os.environ | dict(PYTHONPATH=path, TOKENIZERS_PARALLELISM='false'),
+            )
         self.conn = Connection(ours.detach())
 
-    def start(self, sample:Sample):
+    def start(self, sample: Sample):
         prompt = self.prompts[sample.prompt_id]
-        if prompt.verifier not in verifiers: return judge_sample(sample, prompt, *self.of) # says so
+        if prompt.verifier not in verifiers:
+            return judge_sample(sample, prompt, *self.of)  # says so
         key = sample.prompt_id, tuple(sample.response_ids)
-        if key in self.known: return self.jobs[self.known[key]].append(sample)
+        if key in self.known:
+            return self.jobs[self.known[key]].append(sample)
         self.known[key] = self.count
         self.jobs[self.count] = [sample]
         self.backlog.append((self.count, prompt, sample.response_ids))
         self.count += 1
-        if self.ready or self.conn.poll(): self._send()
+        if self.ready or self.conn.poll():
+            self._send()
 
-    def _send(self): # all that waits here, when the broker is up
+    def _send(self):  # all that waits here, when the broker is up
         if not self.ready:
-            if fault := self._recv(): raise ValueError(f'reward workers: {fault}')
+            if fault := self._recv():
+                raise ValueError(f'reward workers: {fault}')
             self.ready = True
         try:
-            while self.backlog: self.conn.send(self.backlog.popleft())
-        except OSError: self._gone()
+            while self.backlog:
+                self.conn.send(self.backlog.popleft())
+        except OSError:
+            self._gone()
 
     def _recv(self):
-        patience = self.cfg.wall_s*(1+self.cfg.retries)+60
+        patience = self.cfg.wall_s * (1 + self.cfg.retries) + 60
         try:
-            if self.conn.poll(patience): return self.conn.recv()
-        except (EOFError, OSError): self._gone()
-        raise RuntimeError(f'reward workers: silent for {patience:g} s, and {len(self.jobs)} verdicts are due')
+            if self.conn.poll(patience):
+                return self.conn.recv()
+        except (EOFError, OSError):
+            self._gone()
+        raise RuntimeError(
+            f'reward workers: silent for {patience:g} s, and {len(self.jobs)} verdicts are due'
+        )
 
     def _gone(self):
-        raise RuntimeError(f'reward workers: their broker is gone (exit code {self.broker.wait(5)})')
+        raise RuntimeError(
+            f'reward workers: their broker is gone (exit code {self.broker.wait(5)})'
+        )
 
-    def settle(self, samples:Iterable[Sample]):
-        due = {id(s):s for s in samples if s.verdict is None}
+    def settle(self, samples: Iterable[Sample]):
+        due = {id(s): s for s in samples if s.verdict is None}
         under_way = {id(s) for same in self.jobs.values() for s in same}
-        for i,s in due.items():
-            if i not in under_way: self.start(s)
-        due = {i for i,s in due.items() if s.verdict is None}
-        if not due: return
-        self.backlog.append(True) # results, please
+        for i, s in due.items():
+            if i not in under_way:
+                self.start(s)
+        due = {i for i, s in due.items() if s.verdict is None}
+        if not due:
+            return
+        self.backlog.append(True)  # results, please
         self._send()
-        while due and self.jobs: # what is judged for later steps goes on
-            number,verdict,timings = self._recv()
-            first,*equals = same = self.jobs.pop(number)
+        while due and self.jobs:  # what is judged for later steps goes on
+            number, verdict, timings = self._recv()
+            first, *equals = same = self.jobs.pop(number)
             del self.known[first.prompt_id, tuple(first.response_ids)]
             record_verdict(first, verdict, timings)
-            again = timings | dict(reward_start=timings['reward_end'], detokenise=0.)
-            for s in equals: record_verdict(s, verdict, again)
+            again = timings | dict(reward_start=timings['reward_end'], detokenise=0.0)
+            for s in equals:
+                record_verdict(s, verdict, again)
             due -= set(map(id, same))
-        if self.jobs: self.backlog.append(False); self._send() # enough: nobody reads now
+        if self.jobs:
+            self.backlog.append(False)
+            self._send()  # enough: nobody reads now
 
     def close(self):
-        self.conn.close() # ends the broker
-        try: self.broker.wait(5)
-        except subprocess.TimeoutExpired: self.broker.kill(); self.broker.wait()
+        self.conn.close()  # ends the broker
+        try:
+            self.broker.wait(5)
+        except subprocess.TimeoutExpired:
+            self.broker.kill()
+            self.broker.wait()

@@ -6,80 +6,134 @@ Docs: https://compassrl.github.io/compassrl/judges/serial.html.md"""
 
 # %% ../../nbs/judges/04_serial.ipynb #711860f2
 from __future__ import annotations
+
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
+
 from tokenizers import Tokenizer
-from . import genrm
-from .isolated import Limits, run_function
-from ..records import Prompt, Sample, Verdict
-from .verifiers import no_verdict
+
 from ..data.tasks import verify
 from ..data.tokenizer import response_text
+from . import genrm
+from .isolated import Limits, run_function
+from .verifiers import no_verdict
+from ..records import Prompt, Sample
 
 # %% auto #0
-__all__ = ['RewardConfig', 'Judge', 'timed_verdict', 'record_verdict', 'judge_sample', 'SerialJudge']
+__all__ = [
+    'RewardConfig',
+    'Judge',
+    'timed_verdict',
+    'record_verdict',
+    'judge_sample',
+    'SerialJudge',
+]
+
 
 # %% ../../nbs/judges/04_serial.ipynb #5510bab3
 @dataclass(frozen=True)
 class RewardConfig:
     "Who judges responses, and how long it may take. Raises ValueError for values outside their range"
-    workers:int=0      # processes that judge beside the rollout; 0 = the trainer judges, after it, without limits
-    wall_s:float=10.   # seconds by the clock for one verdict; then its worker is killed
-    cpu_s:float=10.    # seconds of computing in the worker for one verdict
-    memory_mb:int=512  # that a verdict may add to its worker
-    retries:int=1      # more attempts when a worker dies; none when the time is up
-    genrm:genrm.GenRMConfig=field(default_factory=genrm.GenRMConfig) # judges prompts whose verifier is 'genrm'
+
+    workers: int = 0  # processes that judge beside the rollout; 0 = the trainer judges, after it, without limits
+    wall_s: float = 10.0  # seconds by the clock for one verdict; then its worker is killed
+    cpu_s: float = 10.0  # seconds of computing in the worker for one verdict
+    memory_mb: int = 512  # that a verdict may add to its worker
+    retries: int = 1  # more attempts when a worker dies; none when the time is up
+    genrm: genrm.GenRMConfig = field(
+        default_factory=genrm.GenRMConfig
+    )  # judges prompts whose verifier is 'genrm'
+
     def __post_init__(self):
         for k in ('workers', 'retries'):
-            if getattr(self, k)<0: raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
-        self.limits # checks the others
+            if getattr(self, k) < 0:
+                raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
+        self.limits  # checks the others
+
     @property
-    def limits(self): return Limits(self.wall_s, self.cpu_s, self.memory_mb)
+    def limits(self):
+        return Limits(self.wall_s, self.cpu_s, self.memory_mb)
+
 
 class Judge(Protocol):
     "Gives each sample its verdict, reward and timings"
-    def start(self, sample:Sample): "It has ended: begin to judge it; never waits"
-    def settle(self, samples:Iterable[Sample]): "Until all of these are judged, whether started or not"
-    def close(self): "End what was started for it"
+
+    def start(self, sample: Sample):
+        "It has ended: begin to judge it; never waits"
+
+    def settle(self, samples: Iterable[Sample]):
+        "Until all of these are judged, whether started or not"
+
+    def close(self):
+        "End what was started for it"
+
 
 # %% ../../nbs/judges/04_serial.ipynb #5f059518
-def timed_verdict(prompt, ids, tokenizer, eos_id): # and when it was made
+def timed_verdict(prompt, ids, tokenizer, eos_id):  # and when it was made
     start = time.perf_counter()
     text = response_text(tokenizer, ids, eos_id)
     read = time.perf_counter()
     verdict = verify(prompt, text)
-    return verdict, dict(reward_start=start, detokenise=read-start, reward_end=time.perf_counter())
+    return verdict, dict(
+        reward_start=start, detokenise=read - start, reward_end=time.perf_counter()
+    )
+
 
 def record_verdict(sample, verdict, timings):
     sample.timings |= timings
-    sample.reward,sample.verdict = verdict.reward, verdict # last: who waits in another thread looks at it
+    sample.reward, sample.verdict = (
+        verdict.reward,
+        verdict,
+    )  # last: who waits in another thread looks at it
     return sample
 
+
 def judge_sample(
-    sample:Sample,      # gets its verdict and reward
-    prompt:Prompt,
-    tokenizer:Tokenizer,
-    eos_id:int
-)->Sample:
+    sample: Sample,  # gets its verdict and reward
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    eos_id: int,
+) -> Sample:
     "Verify one response, here and now"
     return record_verdict(sample, *timed_verdict(prompt, sample.response_ids, tokenizer, eos_id))
 
+
 class SerialJudge:
     "Judges when asked to settle, one sample after another"
-    def __init__(self, prompts:Iterable[Prompt], tokenizer:Tokenizer, eos_id:int, limits:Limits|None=None):
-        self.prompts,self.of,self.limits = {p.id:p for p in prompts}, (tokenizer, eos_id), limits
-    def start(self, sample): pass
+
+    def __init__(
+        self,
+        prompts: Iterable[Prompt],
+        tokenizer: Tokenizer,
+        eos_id: int,
+        limits: Limits | None = None,
+    ):
+        self.prompts, self.of, self.limits = {p.id: p for p in prompts}, (tokenizer, eos_id), limits
+
+    def start(self, sample):
+        pass
+
     def settle(self, samples):
         for s in samples:
-            if s.verdict is not None: continue
-            if self.limits: self._isolated(s)
-            else: judge_sample(s, self.prompts[s.prompt_id], *self.of)
-    def close(self): pass
+            if s.verdict is not None:
+                continue
+            if self.limits:
+                self._isolated(s)
+            else:
+                judge_sample(s, self.prompts[s.prompt_id], *self.of)
+
+    def close(self):
+        pass
 
     def _isolated(self, s):
         start = time.perf_counter()
-        o = run_function(timed_verdict, self.prompts[s.prompt_id], s.response_ids, *self.of, limits=self.limits)
-        late = no_verdict(o), dict(reward_start=start, detokenise=0., reward_end=time.perf_counter())
-        record_verdict(s, *(o.value if o.status=='ok' else late))
+        o = run_function(
+            timed_verdict, self.prompts[s.prompt_id], s.response_ids, *self.of, limits=self.limits
+        )
+        late = (
+            no_verdict(o),
+            dict(reward_start=start, detokenise=0.0, reward_end=time.perf_counter()),
+        )
+        record_verdict(s, *(o.value if o.status == 'ok' else late))

@@ -6,96 +6,145 @@ Docs: https://compassrl.github.io/compassrl/judges/verifiers.html.md"""
 
 # %% ../../nbs/judges/02_verifiers.ipynb #bca67e21
 from __future__ import annotations
-import json, logging, re, secrets, sys
+
+import json
+import logging
+import re
+import secrets
+import sys
 from functools import cache
-from .isolated import Limits, Outcome, run_function, run_program
+
 from ..data.tasks import judge, verifier
+from .isolated import Limits, Outcome, run_function, run_program
 from ..records import Verdict
 
 # %% auto #0
 __all__ = ['no_verdict', 'same_maths', 'warm_maths', 'maths', 'program_of', 'run_test', 'code']
 
+
 # %% ../../nbs/judges/02_verifiers.ipynb #54c07000
 def no_verdict(
-    o:Outcome # of a verifier that should have returned one
-)->Verdict:
+    o: Outcome,  # of a verifier that should have returned one
+) -> Verdict:
     "What is said of a response that could not be judged"
-    return Verdict(0., False, 'timeout' if o.status in ('timeout', 'cpu') else 'failed', o.evidence)
+    return Verdict(
+        0.0, False, 'timeout' if o.status in ('timeout', 'cpu') else 'failed', o.evidence
+    )
+
 
 # %% ../../nbs/judges/02_verifiers.ipynb #aa0f1c47
 _maths = Limits(wall_s=5, cpu_s=3, memory_mb=1024)
 
-def same_maths(text:str, answer:str)->Verdict: # may hang
+
+def same_maths(text: str, answer: str) -> Verdict:  # may hang
     "Is the mathematical answer of a text equal to this one?"
     from math_verify import parse, verify
-    gold = parse(answer if '$' in answer or '\\boxed' in answer else f'${answer}$', parsing_timeout=None)
-    if not gold: raise ValueError(f'answer={answer!r} is no mathematics: write it as LaTeX')
+
+    gold = parse(
+        answer if '$' in answer or '\\boxed' in answer else f'${answer}$', parsing_timeout=None
+    )
+    if not gold:
+        raise ValueError(f'answer={answer!r} is no mathematics: write it as LaTeX')
     got = parse(text, parsing_timeout=None)
-    if not got: return judge(False, f'no mathematical answer in the response, wanted {answer!r}')
+    if not got:
+        return judge(False, f'no mathematical answer in the response, wanted {answer!r}')
     return judge(verify(gold, got, timeout_seconds=None), f'{str(got[-1])!r} against {answer!r}')
 
+
 @cache
-def warm_maths(): # once, and not in every fork
+def warm_maths():  # once, and not in every fork
     "Import math-verify, and make it compile what it keeps"
-    for name in ('parser', 'grader'): logging.getLogger(f'math_verify.{name}').setLevel(logging.ERROR) # no alarm: known
+    for name in ('parser', 'grader'):
+        logging.getLogger(f'math_verify.{name}').setLevel(logging.ERROR)  # no alarm: known
     same_maths('$1$', '1')
 
+
 @verifier
-def maths(text:str, answer:str)->Verdict:
+def maths(text: str, answer: str) -> Verdict:
     "The answer in the text, mathematically equal to a LaTeX expression (math-verify)"
     warm_maths()
     o = run_function(_judged, text, answer, limits=_maths)
-    if o.status!='ok': return no_verdict(o)
-    if isinstance(o.value, str): raise ValueError(o.value)
+    if o.status != 'ok':
+        return no_verdict(o)
+    if isinstance(o.value, str):
+        raise ValueError(o.value)
     return o.value
 
-def _judged(text, answer): # an exception as text: it is the answer that is wrong, not the machine
-    try: return same_maths(text, answer)
-    except ValueError as e: return str(e)
+
+def _judged(text, answer):  # an exception as text: it is the answer that is wrong, not the machine
+    try:
+        return same_maths(text, answer)
+    except ValueError as e:
+        return str(e)
+
 
 # %% ../../nbs/judges/02_verifiers.ipynb #be4422a6
 def program_of(
-    text:str # a response
-)->str:
+    text: str,  # a response
+) -> str:
     "The last fenced block after any reasoning, or all of it"
     text = text.split('</think>')[-1]
     return (re.findall(r'```(?:[\w+-]*)\n(.*?)```', text, flags=re.S) or [text])[-1]
 
-def _suite(answer): # tests, prefix, limits
-    try: spec = json.loads(answer)
-    except json.JSONDecodeError as e: raise ValueError(f'the tests are no JSON ({e})') from None
+
+def _suite(answer):  # tests, prefix, limits
+    try:
+        spec = json.loads(answer)
+    except json.JSONDecodeError as e:
+        raise ValueError(f'the tests are no JSON ({e})') from None
     spec = spec if isinstance(spec, dict) else dict(tests=spec)
     tests = spec.pop('tests', None)
-    ok = isinstance(tests, list) and tests and all(
-        isinstance(t, str) or isinstance(t, dict) and {'stdin', 'stdout'}==t.keys() for t in tests)
-    if not ok: raise ValueError(f'tests={str(tests)[:60]}: use a list of assert lines or of {{"stdin", "stdout"}}')
-    return tests, spec.pop('prefix', ''), Limits(**{'wall_s':10., 'cpu_s':2., 'memory_mb':512} | spec)
+    ok = (
+        isinstance(tests, list)
+        and tests
+        and all(
+            isinstance(t, str) or isinstance(t, dict) and {'stdin', 'stdout'} == t.keys()
+            for t in tests
+        )
+    )
+    if not ok:
+        raise ValueError(
+            f'tests={str(tests)[:60]}: use a list of assert lines or of {{"stdin", "stdout"}}'
+        )
+    return (
+        tests,
+        spec.pop('prefix', ''),
+        Limits(**{'wall_s': 10.0, 'cpu_s': 2.0, 'memory_mb': 512} | spec),
+    )
 
-def _lines(text): return [line.rstrip() for line in text.strip().splitlines()]
+
+def _lines(text):
+    return [line.rstrip() for line in text.strip().splitlines()]
+
 
 def run_test(
-    program:str,
-    test:str|dict[str,str],  # an assert line, or stdin and stdout
-    limits:Limits=Limits(cpu_s=2.)
-)->tuple[bool,Outcome]:      # passed?
+    program: str,
+    test: str | dict[str, str],  # an assert line, or stdin and stdout
+    limits: Limits = Limits(cpu_s=2.0),
+) -> tuple[bool, Outcome]:  # passed?
     "One program, one test, one process"
     if isinstance(test, dict):
-        o = run_program([sys.executable, '-I', '-S', 'main.py'], test['stdin'], limits, {'main.py':program})
-        return o.status=='ok' and _lines(o.stdout)==_lines(test['stdout']), o
+        o = run_program(
+            [sys.executable, '-I', '-S', 'main.py'], test['stdin'], limits, {'main.py': program}
+        )
+        return o.status == 'ok' and _lines(o.stdout) == _lines(test['stdout']), o
     word = secrets.token_hex(8)
-    source = f'{program}\n{test}\nprint(chr(10)+input())' # the word arrives when all is over
-    o = run_program([sys.executable, '-I', '-S', 'main.py'], word, limits, {'main.py':source})
-    return o.status=='ok' and _lines(o.stdout)[-1:]==[word], o
+    source = f'{program}\n{test}\nprint(chr(10)+input())'  # the word arrives when all is over
+    o = run_program([sys.executable, '-I', '-S', 'main.py'], word, limits, {'main.py': source})
+    return o.status == 'ok' and _lines(o.stdout)[-1:] == [word], o
+
 
 @verifier
-def code(text:str, answer:str)->Verdict:
+def code(text: str, answer: str) -> Verdict:
     "Share of tests that a program passes; `correct` is all of them"
-    tests,prefix,limits = _suite(answer)
-    program,passed,first = prefix+program_of(text), 0, ''
-    for i,test in enumerate(tests):
-        ok,o = run_test(program, test, limits)
-        if o.status=='timeout': return no_verdict(o) # of the clock: perhaps the machine stood still
+    tests, prefix, limits = _suite(answer)
+    program, passed, first = prefix + program_of(text), 0, ''
+    for i, test in enumerate(tests):
+        ok, o = run_test(program, test, limits)
+        if o.status == 'timeout':
+            return no_verdict(o)  # of the clock: perhaps the machine stood still
         passed += ok
-        if not (ok or first): first = f'; test {i+1}: {o.evidence or repr(o.stdout[-40:])}'
-    v = judge(passed==len(tests), f'{passed} of {len(tests)} tests{first}')
-    return Verdict(passed/len(tests), v.correct, v.status, v.evidence)
+        if not (ok or first):
+            first = f'; test {i + 1}: {o.evidence or repr(o.stdout[-40:])}'
+    v = judge(passed == len(tests), f'{passed} of {len(tests)} tests{first}')
+    return Verdict(passed / len(tests), v.correct, v.status, v.evidence)

@@ -6,9 +6,11 @@ Docs: https://compassrl.github.io/compassrl/launch/layout.html.md"""
 
 # %% ../../nbs/launch/01_layout.ipynb #193f6fdd
 from __future__ import annotations
+
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
+
 from ..model.policy import PolicyConfig
 from ..rollout.vllm.config import VllmConfig
 from ..train.megatron.layout import ParallelConfig, check_shape, check_world, padded_vocab
@@ -16,157 +18,231 @@ from ..train.megatron.layout import ParallelConfig, check_shape, check_world, pa
 # %% auto #0
 __all__ = ['Place', 'Server', 'place', 'Layout', 'layout', 'span', 'plot_layout']
 
+
 # %% ../../nbs/launch/01_layout.ipynb #045d95f3
 @dataclass(frozen=True)
 class Place:
     "One rank: where it stands on every axis, and what it holds"
-    rank:int
-    node:int
-    tp:int
-    cp:int
-    dp:int
-    pp:int
-    etp:int                     # the last three count for experts alone
-    ep:int
-    edp:int
-    layers:tuple[range,...]     # of each of its `vpp` pieces
-    heads:range
-    kv_heads:range
-    experts:range               # of every mixture among its layers
-    expert_rows:range           # of `moe_intermediate_size`
-    vocab:range                 # of embedding and head, padding included; empty where a stage has neither
+
+    rank: int
+    node: int
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int  # the last three count for experts alone
+    ep: int
+    edp: int
+    layers: tuple[range, ...]  # of each of its `vpp` pieces
+    heads: range
+    kv_heads: range
+    experts: range  # of every mixture among its layers
+    expert_rows: range  # of `moe_intermediate_size`
+    vocab: range  # of embedding and head, padding included; empty where a stage has neither
 
     @property
-    def num_layers(self)->int: return sum(map(len, self.layers))
+    def num_layers(self) -> int:
+        return sum(map(len, self.layers))
+
 
 @dataclass(frozen=True)
 class Server:
     "A vLLM server that the run starts on GPUs that do not train"
-    index:int
-    gpus:range  # counted through all nodes
-    node:int    # of the first one
+
+    index: int
+    gpus: range  # counted through all nodes
+    node: int  # of the first one
+
 
 # %% ../../nbs/launch/01_layout.ipynb #a64eef99
-def _axes(rank, **sizes): # the first axis turns fastest
+def _axes(rank, **sizes):  # the first axis turns fastest
     at = {}
-    for axis,n in sizes.items(): rank,at[axis] = divmod(rank, n)
+    for axis, n in sizes.items():
+        rank, at[axis] = divmod(rank, n)
     return at
 
-def _share(total, parts, i): # the i-th of equal parts
-    n = total//parts
-    return range(n*i, n*(i+1))
+
+def _share(total, parts, i):  # the i-th of equal parts
+    n = total // parts
+    return range(n * i, n * (i + 1))
+
 
 def place(
-    parallel:ParallelConfig,
-    policy:PolicyConfig,
-    world_size:int,
-    rank:int,
-    ranks_per_node:int=8
-)->Place:
+    parallel: ParallelConfig,
+    policy: PolicyConfig,
+    world_size: int,
+    rank: int,
+    ranks_per_node: int = 8,
+) -> Place:
     "Where Megatron-Core puts a rank: order tp-cp-dp-pp, for experts etp-ep-edp-pp"
-    p,c = parallel, policy
+    p, c = parallel, policy
     at = _axes(rank, tp=p.tp, cp=p.cp, dp=p.dp(world_size), pp=p.pp)
     at |= _axes(rank, etp=p.expert_tp, ep=p.ep, edp=p.edp(world_size))
-    layers = tuple(_share(c.num_hidden_layers, p.pp*p.vpp, piece*p.pp+at['pp']) for piece in range(p.vpp))
-    rows = _share(padded_vocab(c.vocab_size, p.tp), p.tp, at['tp']) if at['pp'] in (0, p.pp-1) else range(0)
-    return Place(rank, rank//ranks_per_node, **at, layers=layers, heads=_share(c.num_attention_heads, p.tp, at['tp']),
-        kv_heads=_share(c.num_key_value_heads, p.tp, at['tp']), experts=_share(c.num_experts, p.ep, at['ep']),
-        expert_rows=_share(c.moe_intermediate_size, p.expert_tp, at['etp']), vocab=rows)
+    layers = tuple(
+        _share(c.num_hidden_layers, p.pp * p.vpp, piece * p.pp + at['pp']) for piece in range(p.vpp)
+    )
+    rows = (
+        _share(padded_vocab(c.vocab_size, p.tp), p.tp, at['tp'])
+        if at['pp'] in (0, p.pp - 1)
+        else range(0)
+    )
+    return Place(
+        rank,
+        rank // ranks_per_node,
+        **at,
+        layers=layers,
+        heads=_share(c.num_attention_heads, p.tp, at['tp']),
+        kv_heads=_share(c.num_key_value_heads, p.tp, at['tp']),
+        experts=_share(c.num_experts, p.ep, at['ep']),
+        expert_rows=_share(c.moe_intermediate_size, p.expert_tp, at['etp']),
+        vocab=rows,
+    )
+
 
 # %% ../../nbs/launch/01_layout.ipynb #702a0362
 @dataclass(frozen=True)
 class Layout:
     "Every rank's place, and the rollout servers on the GPUs after them"
-    parallel:ParallelConfig
-    policy:PolicyConfig
-    ranks_per_node:int
-    places:tuple[Place,...]
-    servers:tuple[Server,...]=()
+
+    parallel: ParallelConfig
+    policy: PolicyConfig
+    ranks_per_node: int
+    places: tuple[Place, ...]
+    servers: tuple[Server, ...] = ()
 
     @property
-    def num_nodes(self)->int:
-        last = self.servers[-1].gpus[-1] if self.servers else len(self.places)-1
-        return last//self.ranks_per_node+1
+    def num_nodes(self) -> int:
+        last = self.servers[-1].gpus[-1] if self.servers else len(self.places) - 1
+        return last // self.ranks_per_node + 1
 
-    def groups(self,
-        *axes:str           # of tp, cp, dp, pp, or of etp, ep, edp, pp
-    )->list[list[int]]:     # the ranks that differ in these axes alone
+    def groups(
+        self,
+        *axes: str,  # of tp, cp, dp, pp, or of etp, ep, edp, pp
+    ) -> list[list[int]]:  # the ranks that differ in these axes alone
         "Who talks to whom. Raises ValueError for axes of both kinds"
-        kind = next((k for k in (('tp','cp','dp','pp'), ('etp','ep','edp','pp')) if set(axes)<=set(k)), None)
-        if kind is None: raise ValueError(f'axes={axes}: use some of tp, cp, dp, pp, or of etp, ep, edp, pp')
-        found:dict = {}
-        for p in self.places: found.setdefault(tuple(getattr(p, k) for k in kind if k not in axes), []).append(p.rank)
+        kind = next(
+            (
+                k
+                for k in (('tp', 'cp', 'dp', 'pp'), ('etp', 'ep', 'edp', 'pp'))
+                if set(axes) <= set(k)
+            ),
+            None,
+        )
+        if kind is None:
+            raise ValueError(f'axes={axes}: use some of tp, cp, dp, pp, or of etp, ep, edp, pp')
+        found: dict = {}
+        for p in self.places:
+            found.setdefault(tuple(getattr(p, k) for k in kind if k not in axes), []).append(p.rank)
         return list(found.values())
 
+
 def layout(
-    parallel:ParallelConfig,
-    policy:PolicyConfig,
-    world_size:int,             # ranks that train
-    ranks_per_node:int=8,       # GPUs of one machine
-    vllm:VllmConfig|None=None   # its own servers follow the ranks; None = there are none
-)->Layout:
+    parallel: ParallelConfig,
+    policy: PolicyConfig,
+    world_size: int,  # ranks that train
+    ranks_per_node: int = 8,  # GPUs of one machine
+    vllm: VllmConfig | None = None,  # its own servers follow the ranks; None = there are none
+) -> Layout:
     "Which rank holds what, and where the rollout servers go. Raises ValueError for a layout that cannot be built"
-    check_world(parallel, world_size); check_shape(parallel, policy)
-    places = tuple(place(parallel, policy, world_size, r, ranks_per_node) for r in range(world_size))
-    servers,start = [],world_size
+    check_world(parallel, world_size)
+    check_shape(parallel, policy)
+    places = tuple(
+        place(parallel, policy, world_size, r, ranks_per_node) for r in range(world_size)
+    )
+    servers, start = [], world_size
     for i in range(vllm.num_replicas if vllm and not vllm.urls else 0):
-        n,left = vllm.tensor_parallel, -start%ranks_per_node # GPUs left on this node
-        if left<n and left: start += left # a server stays on one node where it fits on one
-        servers.append(Server(i, range(start, start+n), start//ranks_per_node)); start += n
+        n, left = vllm.tensor_parallel, -start % ranks_per_node  # GPUs left on this node
+        if left < n and left:
+            start += left  # a server stays on one node where it fits on one
+        servers.append(Server(i, range(start, start + n), start // ranks_per_node))
+        start += n
     return Layout(parallel, policy, ranks_per_node, places, tuple(servers))
 
+
 # %% ../../nbs/launch/01_layout.ipynb #c2560c15
-_stages = '#c2410c','#0f766e','#6d28d9','#a16207','#1d4ed8','#be185d','#4d7c0f','#334155'
+_stages = '#c2410c', '#0f766e', '#6d28d9', '#a16207', '#1d4ed8', '#be185d', '#4d7c0f', '#334155'
 
-def span(r:range)->str:
+
+def span(r: range) -> str:
     "A range as people write it"
-    return '-' if not r else f'{r[0]}' if len(r)==1 else f'{r[0]}-{r[-1]}'
+    return '-' if not r else f'{r[0]}' if len(r) == 1 else f'{r[0]}-{r[-1]}'
 
-def _tint(stage, white): # the colour of a pipeline stage, mixed with white
-    code = _stages[stage%len(_stages)]
-    return [white+(1-white)*int(code[i:i+2], 16)/255 for i in (1, 3, 5)]
 
-def _label(p, layout, detail): # what stands in a rank's cell
-    axes = [f'{k}{getattr(p, k)}' for k in ('tp', 'cp', 'ep') if getattr(layout.parallel, k)>1]
-    if not detail: return '\n'.join([f'{p.rank}', ' '.join(axes).replace('p', '')])
-    held = [f"layers {', '.join(map(span, p.layers))}", f'heads {span(p.heads)}']
-    if any(map(layout.policy.is_sparse, chain(*p.layers))): held.append(f'experts {span(p.experts)}')
-    return '\n'.join([f'rank {p.rank}: '+' '.join([f'dp{p.dp}', *axes]), *held])
+def _tint(stage, white):  # the colour of a pipeline stage, mixed with white
+    code = _stages[stage % len(_stages)]
+    return [white + (1 - white) * int(code[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+
+
+def _label(p, layout, detail):  # what stands in a rank's cell
+    axes = [f'{k}{getattr(p, k)}' for k in ('tp', 'cp', 'ep') if getattr(layout.parallel, k) > 1]
+    if not detail:
+        return '\n'.join([f'{p.rank}', ' '.join(axes).replace('p', '')])
+    held = [f'layers {", ".join(map(span, p.layers))}', f'heads {span(p.heads)}']
+    if any(map(layout.policy.is_sparse, chain(*p.layers))):
+        held.append(f'experts {span(p.experts)}')
+    return '\n'.join([f'rank {p.rank}: ' + ' '.join([f'dp{p.dp}', *axes]), *held])
+
 
 def plot_layout(
-    layout:Layout,
-    ax=None # matplotlib axes; None = a new figure
-):          # the axes
+    layout: Layout,
+    ax=None,  # matplotlib axes; None = a new figure
+):  # the axes
     "Nodes as frames, ranks in the colour of their pipeline stage (paler for every other replica), servers in grey"
     import matplotlib.pyplot as plt
-    n,R = layout.num_nodes, layout.ranks_per_node
-    last = max([len(layout.places), *(s.gpus[-1]+1 for s in layout.servers)])
-    width,detail = min(R, last), last<=16
-    cols = 1 if n<=8 else 2 if n<=16 else 4
-    w,h = (1.55, .8) if detail else (.62, .42)
+
+    n, R = layout.num_nodes, layout.ranks_per_node
+    last = max([len(layout.places), *(s.gpus[-1] + 1 for s in layout.servers)])
+    width, detail = min(R, last), last <= 16
+    cols = 1 if n <= 8 else 2 if n <= 16 else 4
+    w, h = (1.55, 0.8) if detail else (0.62, 0.42)
     if ax is None:
-        size = cols*(width*w+.5), ceil(n/cols)*(h+.42)+.5
-        _,ax = plt.subplots(figsize=[min(1, 13/size[0])*x for x in size], layout='constrained')
-    def corner(i): # of the i-th cell
-        col,row = divmod(i//R, ceil(n/cols))
-        return col*(width*w+.5)+i%R*w, -row*(h+.42)
+        size = cols * (width * w + 0.5), ceil(n / cols) * (h + 0.42) + 0.5
+        _, ax = plt.subplots(figsize=[min(1, 13 / size[0]) * x for x in size], layout='constrained')
+
+    def corner(i):  # of the i-th cell
+        col, row = divmod(i // R, ceil(n / cols))
+        return col * (width * w + 0.5) + i % R * w, -row * (h + 0.42)
+
     def cell(i, text, fill, num=1, ink='black'):
-        x,y = corner(i)
-        ax.add_patch(plt.Rectangle((x+.03, y+.03), num*w-.06, h-.06, fc=fill, ec='white'))
-        ax.text(x+num*w/2, y+h/2, text, ha='center', va='center', fontsize=6.5, color=ink)
+        x, y = corner(i)
+        ax.add_patch(
+            plt.Rectangle((x + 0.03, y + 0.03), num * w - 0.06, h - 0.06, fc=fill, ec='white')
+        )
+        ax.text(x + num * w / 2, y + h / 2, text, ha='center', va='center', fontsize=6.5, color=ink)
+
     for node in range(n):
-        x,y = corner(node*R)
-        ax.add_patch(plt.Rectangle((x-.06, y-.06), width*w+.12, h+.12, fc='none', ec='#78716c', lw=1))
-        ax.text(x, y+h+.1, f'node {node}', fontsize=7, color='#44403c')
+        x, y = corner(node * R)
+        ax.add_patch(
+            plt.Rectangle(
+                (x - 0.06, y - 0.06), width * w + 0.12, h + 0.12, fc='none', ec='#78716c', lw=1
+            )
+        )
+        ax.text(x, y + h + 0.1, f'node {node}', fontsize=7, color='#44403c')
     for p in layout.places:
-        cell(p.rank, _label(p, layout, detail), _tint(p.pp, .75 if p.dp%2 else .45))
+        cell(p.rank, _label(p, layout, detail), _tint(p.pp, 0.75 if p.dp % 2 else 0.45))
     for s in layout.servers:
-        for i in {max(s.gpus[0], g//R*R) for g in s.gpus}: # its first GPU on each node
-            cell(i, f'vLLM {s.index}', '#57534e', min(s.gpus[-1]+1-i, R-i%R), 'white')
-    stages = {p.pp: plt.Rectangle((0, 0), 1, 1, fc=_tint(p.pp, .45), label=f"stage {p.pp}: layers "
-        f"{', '.join(map(span, p.layers))}") for p in layout.places}
+        for i in {max(s.gpus[0], g // R * R) for g in s.gpus}:  # its first GPU on each node
+            cell(i, f'vLLM {s.index}', '#57534e', min(s.gpus[-1] + 1 - i, R - i % R), 'white')
+    stages = {
+        p.pp: plt.Rectangle(
+            (0, 0),
+            1,
+            1,
+            fc=_tint(p.pp, 0.45),
+            label=f'stage {p.pp}: layers {", ".join(map(span, p.layers))}',
+        )
+        for p in layout.places
+    }
     if not detail:
-        ax.legend(handles=[*stages.values()], loc='upper center', bbox_to_anchor=(.5, 0), ncol=4, fontsize=7,
-            frameon=False)
-    ax.autoscale_view(); ax.set_aspect('equal'); ax.axis('off')
+        ax.legend(
+            handles=[*stages.values()],
+            loc='upper center',
+            bbox_to_anchor=(0.5, 0),
+            ncol=4,
+            fontsize=7,
+            frameon=False,
+        )
+    ax.autoscale_view()
+    ax.set_aspect('equal')
+    ax.axis('off')
     return ax

@@ -6,6 +6,7 @@ Docs: https://compassrl.github.io/compassrl/launch/panel.html.md"""
 
 # %% ../../nbs/launch/06_panel.ipynb #1c496cd4
 from __future__ import annotations
+
 import dataclasses
 import io
 import os
@@ -19,273 +20,408 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from operator import attrgetter
 from pathlib import Path
+
 import torch
+
+from ..config import TrainConfig
 from .scripts import machines, node_script, num_gpus, plan, slurm_script
+from ..runs.cli import parse_resume, presets
 from ..runs.curves import plot_curves, read_metrics, read_rows
 from ..runs.run import new_folder, write_json
-from ..runs.cli import parse_resume, presets
-from ..config import TrainConfig
 
 # %% auto #0
-__all__ = ['Launched', 'launch', 'resume', 'status', 'follow', 'watch', 'report_parts', 'launch_on', 'with_value', 'Form',
-           'Panel', 'panel']
+__all__ = [
+    'Launched',
+    'launch',
+    'resume',
+    'status',
+    'follow',
+    'watch',
+    'report_parts',
+    'launch_on',
+    'with_value',
+    'Form',
+    'Panel',
+    'panel',
+]
 
 # %% ../../nbs/launch/06_panel.ipynb #47826f3c
-_patient = dict(PYTHONUNBUFFERED='1', TORCH_ELASTIC_SHUTDOWN_TIMEOUT='600') # torchrun waits for a step's end
+_patient = dict(
+    PYTHONUNBUFFERED='1', TORCH_ELASTIC_SHUTDOWN_TIMEOUT='600'
+)  # torchrun waits for a step's end
+
 
 class Launched:
     "A run in a process of its own, which outlives the notebook; what it prints goes to a file beside the run directory"
-    def __init__(self,
-        args:list,        # what follows `compassrl`
-        cfg:TrainConfig,
-        run_dir:Path,
-        num_ranks:int=1   # processes that train; several are started by torchrun
-    ):
-        self.cfg,self.run_dir,self.log,self.asked_to_stop = cfg, run_dir, run_dir.with_name(run_dir.name+'.log'), False
-        self.num_ranks = num_ranks
-        command = [sys.executable, '-c', 'from compassrl.runs.cli import main; main()', *map(str, args)]
-        if num_ranks>1: command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--max-restarts=0',
-            f'--nproc-per-node={num_ranks}', '--no-python', *command]
-        with open(self.log, 'ab') as f:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT,
-                start_new_session=True, env=os.environ | _patient)
 
-    def poll(self)->int|None:
+    def __init__(
+        self,
+        args: list,  # what follows `compassrl`
+        cfg: TrainConfig,
+        run_dir: Path,
+        num_ranks: int = 1,  # processes that train; several are started by torchrun
+    ):
+        self.cfg, self.run_dir, self.log, self.asked_to_stop = (
+            cfg,
+            run_dir,
+            run_dir.with_name(run_dir.name + '.log'),
+            False,
+        )
+        self.num_ranks = num_ranks
+        command = [
+            sys.executable,
+            '-c',
+            'from compassrl.runs.cli import main; main()',
+            *map(str, args),
+        ]
+        if num_ranks > 1:
+            command = [
+                sys.executable,
+                '-m',
+                'torch.distributed.run',
+                '--standalone',
+                '--max-restarts=0',
+                f'--nproc-per-node={num_ranks}',
+                '--no-python',
+                *command,
+            ]
+        with open(self.log, 'ab') as f:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=f,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | _patient,
+            )
+
+    def poll(self) -> int | None:
         "Exit code; None while it runs"
         return self.process.poll()
 
     def stop(self):
         "As Ctrl-C: the step is finished and saved, `resume` goes on from there. Returns at once"
-        if self.poll() is None: self.asked_to_stop = True; self.process.terminate()
+        if self.poll() is None:
+            self.asked_to_stop = True
+            self.process.terminate()
 
-    def was_stopped(self)->bool:
+    def was_stopped(self) -> bool:
         "Did it end because it was asked to?"
-        return self.asked_to_stop and self.poll() in (130, -signal.SIGTERM, *[1]*(self.num_ranks>1)) # torchrun says 1
+        return self.asked_to_stop and self.poll() in (
+            130,
+            -signal.SIGTERM,
+            *[1] * (self.num_ranks > 1),
+        )  # torchrun says 1
 
-    def wait(self,
-        timeout:float|None=None # seconds; None = as long as it takes
-    )->Path:                    # the run directory
+    def wait(
+        self,
+        timeout: float | None = None,  # seconds; None = as long as it takes
+    ) -> Path:  # the run directory
         "Until the run ends. Raises RuntimeError with what a failed run said last"
         code = self.process.wait(timeout)
         if code and not self.was_stopped():
-            raise RuntimeError(f'{self.run_dir.name} ended with exit code {code}:\n{self.log_tail()}')
+            raise RuntimeError(
+                f'{self.run_dir.name} ended with exit code {code}:\n{self.log_tail()}'
+            )
         return self.run_dir
 
-    def metrics(self)->list[dict]:
+    def metrics(self) -> list[dict]:
         "One row per finished step"
         return read_metrics(self.run_dir) if self.run_dir.is_dir() else []
 
-    def log_tail(self, num_lines:int=8)->str:
+    def log_tail(self, num_lines: int = 8) -> str:
         "The end of what was printed, as a terminal shows it: of a bar that is drawn again and again, the last"
         text = self.log.read_bytes().decode(errors='replace')
         lines = [line.rstrip('\r').split('\r')[-1] for line in text.split('\n')]
         return '\n'.join([line for line in lines if line.strip()][-num_lines:])
 
+
 # %% ../../nbs/launch/06_panel.ipynb #00603de9
 def launch(
-    cfg:TrainConfig,
-    run_dir:str|Path='', # a new folder; empty = as the config says
-    num_ranks:int=0      # processes that train, on this machine; 0 = as few as `cfg.parallel` can have
-)->Launched:
+    cfg: TrainConfig,
+    run_dir: str | Path = '',  # a new folder; empty = as the config says
+    num_ranks: int = 0,  # processes that train, on this machine; 0 = as few as `cfg.parallel` can have
+) -> Launched:
     "Start `compassrl train`, under torchrun where several ranks train. Raises ValueError before anything starts"
     cfg = dataclasses.replace(cfg, run_dir=str(run_dir or cfg.run_dir))
-    folder,ranks = new_folder(cfg), _ranks(cfg, num_ranks)
+    folder, ranks = new_folder(cfg), _ranks(cfg, num_ranks)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    config = folder.with_name(folder.name+'.json')
+    config = folder.with_name(folder.name + '.json')
     write_json(config, dataclasses.asdict(cfg))
     return Launched(['train', config, '--run-dir', folder], cfg, folder, ranks)
 
+
 def resume(
-    run_dir:str|Path,
-    *changes:object,     # as on the command line: '--steps', 9, '--parallel.pp', 2
-    num_ranks:int=0      # as for `launch`
-)->Launched:
+    run_dir: str | Path,
+    *changes: object,  # as on the command line: '--steps', 9, '--parallel.pp', 2
+    num_ranks: int = 0,  # as for `launch`
+) -> Launched:
     "Start `compassrl resume`; raises ValueError if this is no run directory"
     words = [str(w) for w in (run_dir, *changes)]
     cfg = parse_resume(words)[1]
     return Launched(['resume', *words], cfg, Path(run_dir), _ranks(cfg, num_ranks))
 
-def _ranks(cfg, num): return machines(cfg, 1, num and num+num_gpus(cfg)).world_size
+
+def _ranks(cfg, num):
+    return machines(cfg, 1, num and num + num_gpus(cfg)).world_size
+
 
 # %% ../../nbs/launch/06_panel.ipynb #3b28b9d4
-def status(run:Launched)->str:
+def status(run: Launched) -> str:
     "Where a run is, in one line"
-    code,rows,cold = run.poll(), run.metrics(), read_rows(run.run_dir/'cold_start.jsonl')
+    code, rows, cold = run.poll(), run.metrics(), read_rows(run.run_dir / 'cold_start.jsonl')
     if rows:
         r = rows[-1]
-        where = f"step {r['step']} of {run.cfg.steps}, reward {r['reward_mean']:.2f}"
-        where += f", {r['tokens']/r['time_step_s']:,.0f} tokens/s"
-    elif cold: where = f"cold start, step {cold[-1]['step']} of {run.cfg.cold_start.steps}, loss {cold[-1]['loss']:.2f}"
-    else: where = 'starting'
-    if code is None: return where
-    return f"{'finished' if code==0 else 'stopped' if run.was_stopped() else f'failed with exit code {code}'}: {where}"
+        where = f'step {r["step"]} of {run.cfg.steps}, reward {r["reward_mean"]:.2f}'
+        where += f', {r["tokens"] / r["time_step_s"]:,.0f} tokens/s'
+    elif cold:
+        where = f'cold start, step {cold[-1]["step"]} of {run.cfg.cold_start.steps}, loss {cold[-1]["loss"]:.2f}'
+    else:
+        where = 'starting'
+    if code is None:
+        return where
+    return f'{"finished" if code == 0 else "stopped" if run.was_stopped() else f"failed with exit code {code}"}: {where}'
+
 
 # %% ../../nbs/launch/06_panel.ipynb #ac5538a4
 def follow(
-    run:Launched,
-    every:float=1.                  # seconds between two looks
-)->Iterator[tuple[str,bytes|None]]: # status; the curves as PNG if there are new rows
+    run: Launched,
+    every: float = 1.0,  # seconds between two looks
+) -> Iterator[tuple[str, bytes | None]]:  # status; the curves as PNG if there are new rows
     "Look at a run until it ends"
-    seen,code = [],None
+    seen, code = [], None
     while code is None:
-        code,rows = run.poll(), run.metrics()
+        code, rows = run.poll(), run.metrics()
         png = io.BytesIO()
-        if rows!=seen: plot_curves(rows, run.run_dir.name).savefig(png, format='png', dpi=72)
+        if rows != seen:
+            plot_curves(rows, run.run_dir.name).savefig(png, format='png', dpi=72)
         yield status(run), png.getvalue() or None
         seen = rows
-        if code is None: time.sleep(every)
+        if code is None:
+            time.sleep(every)
+
 
 def watch(
-    run:Launched,
-    every:float=1. # seconds between two looks
-)->Path:           # the run directory
+    run: Launched,
+    every: float = 1.0,  # seconds between two looks
+) -> Path:  # the run directory
     "Live status and curves; raises RuntimeError if the run fails. Interrupting the cell leaves the run alone"
     from IPython.display import DisplayHandle, Image
-    text,picture = DisplayHandle(), None
+
+    text, picture = DisplayHandle(), None
     text.display({'text/plain': 'starting'}, raw=True)
     try:
-        for line,png in follow(run, every):
+        for line, png in follow(run, every):
             text.update({'text/plain': line}, raw=True)
-            if png and picture: picture.update(Image(png))
-            elif png: picture = DisplayHandle(); picture.display(Image(png))
+            if png and picture:
+                picture.update(Image(png))
+            elif png:
+                picture = DisplayHandle()
+                picture.display(Image(png))
         return run.wait()
-    except KeyboardInterrupt: print('no longer watched; the run goes on until stop()')
+    except KeyboardInterrupt:
+        print('no longer watched; the run goes on until stop()')
     return run.run_dir
+
 
 # %% ../../nbs/launch/06_panel.ipynb #a9000b8a
 def report_parts(
-    run_dir:str|Path # of a finished run
-)->list:             # text and pictures, to be displayed
+    run_dir: str | Path,  # of a finished run
+) -> list:  # text and pictures, to be displayed
     "The report as a notebook shows it: pictures are shown, not linked"
     from IPython.display import Image, Markdown
+
     run_dir = Path(run_dir)
-    head,*parts = re.split(r'!\[.*?\]\((\w+\.png)\)\n*', (run_dir/'report.md').read_text())
+    head, *parts = re.split(r'!\[.*?\]\((\w+\.png)\)\n*', (run_dir / 'report.md').read_text())
     shown = [Markdown(head)]
-    for name,text in zip(parts[::2], parts[1::2]): shown += [Image((run_dir/name).read_bytes()), Markdown(text)]
+    for name, text in zip(parts[::2], parts[1::2]):
+        shown += [Image((run_dir / name).read_bytes()), Markdown(text)]
     return shown
+
 
 # %% ../../nbs/launch/06_panel.ipynb #935f4a7c
 def launch_on(
-    cfg:TrainConfig,
-    nodes:int=1,
-    per_node:int=0,      # GPUs of a node, on a CPU ranks; 0 = as few as the layout can have
-    gpu:str='',          # its name in `gpus`, for times; empty = memory alone
-    run_dir:str|Path='', # a new folder; empty = as the config says
-    slurm:bool=True      # several nodes: a script for sbatch, or for torchrun on each node?
-)->Launched|Path:        # the run, or the script for machines that are not here
+    cfg: TrainConfig,
+    nodes: int = 1,
+    per_node: int = 0,  # GPUs of a node, on a CPU ranks; 0 = as few as the layout can have
+    gpu: str = '',  # its name in `gpus`, for times; empty = memory alone
+    run_dir: str | Path = '',  # a new folder; empty = as the config says
+    slurm: bool = True,  # several nodes: a script for sbatch, or for torchrun on each node?
+) -> Launched | Path:  # the run, or the script for machines that are not here
     "Show layout and estimate, then launch. Raises ValueError for what cannot be built or does not fit"
     p = plan(cfg, nodes, per_node, gpu)
     p.show()
     m = p.machines
-    if nodes==1 and (cfg.device=='cpu' or torch.cuda.device_count()>=m.world_size+num_gpus(cfg)):
+    if nodes == 1 and (
+        cfg.device == 'cpu' or torch.cuda.device_count() >= m.world_size + num_gpus(cfg)
+    ):
         return launch(cfg, run_dir, m.world_size)
     cfg = dataclasses.replace(cfg, run_dir=str(run_dir or cfg.run_dir))
     folder = new_folder(cfg)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    config,script = (folder.with_name(folder.name+end) for end in ('.json', '.sh'))
+    config, script = (folder.with_name(folder.name + end) for end in ('.json', '.sh'))
     cfg = dataclasses.replace(cfg, run_dir=str(folder))
     write_json(config, dataclasses.asdict(cfg))
-    write = slurm_script if slurm and nodes>1 else node_script
+    write = slurm_script if slurm and nodes > 1 else node_script
     script.write_text(write(cfg, nodes, per_node, str(config), gpu))
     return script
 
+
 # %% ../../nbs/launch/06_panel.ipynb #a8ea17c8
 def with_value(
-    cfg,      # a config dataclass
-    key:str,  # 'steps', or 'optim.lr' for a setting of a part
-    value
+    cfg,  # a config dataclass
+    key: str,  # 'steps', or 'optim.lr' for a setting of a part
+    value,
 ):
     "A copy with one setting changed, checked as any config is"
-    head,_,rest = key.partition('.')
-    return dataclasses.replace(cfg, **{head: with_value(getattr(cfg, head), rest, value) if rest else value})
+    head, _, rest = key.partition('.')
+    return dataclasses.replace(
+        cfg, **{head: with_value(getattr(cfg, head), rest, value) if rest else value}
+    )
+
 
 class Form:
     "Widgets made from a config: a preset, and the settings that `keys` name"
-    def __init__(self, keys:Sequence[str], preset:str, on_change:Callable[[],None]):
+
+    def __init__(self, keys: Sequence[str], preset: str, on_change: Callable[[], None]):
         import ipywidgets as w
+
         kinds = {bool: w.Checkbox, int: w.IntText, float: w.FloatText, str: w.Text}
         look = dict(layout=w.Layout(width='270px'), style=dict(description_width='130px'))
         self.preset = w.Dropdown(options=list(presets), value=preset, description='preset', **look)
         values = {k: attrgetter(k)(presets[preset]()) for k in keys}
-        self.fields = {k: kinds[type(v)](value=v, description=k, **look) for k,v in values.items()}
-        self.view = w.Box([self.preset, *self.fields.values()], layout=w.Layout(flex_flow='row wrap'))
+        self.fields = {k: kinds[type(v)](value=v, description=k, **look) for k, v in values.items()}
+        self.view = w.Box(
+            [self.preset, *self.fields.values()], layout=w.Layout(flex_flow='row wrap')
+        )
         self.preset.observe(self._fill, 'value')
-        for f in self.fields.values(): f.observe(lambda _: on_change(), 'value')
+        for f in self.fields.values():
+            f.observe(lambda _: on_change(), 'value')
 
-    def _fill(self, _): # from the preset that was chosen
-        for k,f in self.fields.items(): f.value = attrgetter(k)(presets[self.preset.value]())
+    def _fill(self, _):  # from the preset that was chosen
+        for k, f in self.fields.items():
+            f.value = attrgetter(k)(presets[self.preset.value]())
 
-    def config(self)->TrainConfig:
+    def config(self) -> TrainConfig:
         "What the form says; raises ValueError"
         cfg = presets[self.preset.value]()
-        for k,f in self.fields.items(): cfg = with_value(cfg, k, f.value)
+        for k, f in self.fields.items():
+            cfg = with_value(cfg, k, f.value)
         return cfg
+
 
 # %% ../../nbs/launch/06_panel.ipynb #64554725
 class Panel:
     "A form, the run that it launched, its live curves and its report"
-    def __init__(self, keys:Sequence[str], preset:str, folder:str|Path):
-        import ipywidgets as w
-        self.run,self.folder,self.form = None, Path(folder), Form(keys, preset, lambda: self._try(self._check))
-        styles = dict(launch='success', stop='danger', resume='info')
-        self.buttons = {k: w.Button(description=k, button_style=s) for k,s in styles.items()}
-        for k,b in self.buttons.items(): b.on_click(lambda _, k=k: self._try(getattr(self, k)))
-        self.status,self.curves,self.report,self.cluster = w.HTML(), w.Image(format='png'), w.Output(), w.HTML()
-        self.view = w.VBox([self.form.view, w.HBox([*self.buttons.values()]),
-            self.status, self.cluster, self.curves, self.report])
-        self.curves.layout.display = 'none'
-        self._enable('launch'); self._try(self._check)
 
-    def _repr_mimebundle_(self, **kw): return self.view._repr_mimebundle_(**kw)
+    def __init__(self, keys: Sequence[str], preset: str, folder: str | Path):
+        import ipywidgets as w
+
+        self.run, self.folder, self.form = (
+            None,
+            Path(folder),
+            Form(keys, preset, lambda: self._try(self._check)),
+        )
+        styles = dict(launch='success', stop='danger', resume='info')
+        self.buttons = {k: w.Button(description=k, button_style=s) for k, s in styles.items()}
+        for k, b in self.buttons.items():
+            b.on_click(lambda _, k=k: self._try(getattr(self, k)))
+        self.status, self.curves, self.report, self.cluster = (
+            w.HTML(),
+            w.Image(format='png'),
+            w.Output(),
+            w.HTML(),
+        )
+        self.view = w.VBox(
+            [
+                self.form.view,
+                w.HBox([*self.buttons.values()]),
+                self.status,
+                self.cluster,
+                self.curves,
+                self.report,
+            ]
+        )
+        self.curves.layout.display = 'none'
+        self._enable('launch')
+        self._try(self._check)
+
+    def _repr_mimebundle_(self, **kw):
+        return self.view._repr_mimebundle_(**kw)
 
     def launch(self):
         cfg = self.form.config()
-        self._follow(launch(cfg, self.folder/f'{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}'))
+        self._follow(launch(cfg, self.folder / f'{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}'))
 
-    def stop(self): self.run.stop(); self._enable()
+    def stop(self):
+        self.run.stop()
+        self._enable()
 
-    def resume(self): self._follow(resume(self.run.run_dir))
+    def resume(self):
+        self._follow(resume(self.run.run_dir))
 
-    def _try(self, action): # what is wrong with the form is said in the form
-        try: action()
-        except (ValueError, OSError) as e: self._say(e, 'b91c1c')
+    def _try(self, action):  # what is wrong with the form is said in the form
+        try:
+            action()
+        except (ValueError, OSError) as e:
+            self._say(e, 'b91c1c')
 
     def _say(self, text, color='44403c'):
-        self.status.value = f'<pre style="white-space:pre-wrap;color:#{color}">{escape(str(text))}</pre>'
+        self.status.value = (
+            f'<pre style="white-space:pre-wrap;color:#{color}">{escape(str(text))}</pre>'
+        )
 
     def _enable(self, *names):
-        for k,b in self.buttons.items(): b.disabled = k not in names
+        for k, b in self.buttons.items():
+            b.disabled = k not in names
 
-    def _check(self): # called at every change
+    def _check(self):  # called at every change
         p = plan(self.form.config())
         parts = {'What it will take': p.estimate.table(), 'As a script': node_script(p.cfg)}
-        self.cluster.value = ''.join(f'<details><summary>{k}</summary><pre>{escape(v)}</pre></details>'
-            for k,v in parts.items())
-        if self.run is None or self.run.poll() is not None: self._say('ready')
+        self.cluster.value = ''.join(
+            f'<details><summary>{k}</summary><pre>{escape(v)}</pre></details>'
+            for k, v in parts.items()
+        )
+        if self.run is None or self.run.poll() is not None:
+            self._say('ready')
 
     def _follow(self, run):
-        self.run,self.report.outputs = run, ()
+        self.run, self.report.outputs = run, ()
         self._enable('stop')
         self.thread = threading.Thread(target=self._look, args=(run,), daemon=True)
         self.thread.start()
 
-    def _look(self, run): # in a thread, so that the buttons stay alive
+    def _look(self, run):  # in a thread, so that the buttons stay alive
         try:
-            for line,png in follow(run):
+            for line, png in follow(run):
                 self._say(f'{run.run_dir}: {line}')
-                if png: self.curves.value,self.curves.layout.display = png, ''
+                if png:
+                    self.curves.value, self.curves.layout.display = png, ''
             run.wait()
-            if run.poll()==0:
-                for part in report_parts(run.run_dir): self.report.append_display_data(part)
-                self.curves.layout.display = 'none' # the report shows them
-        except (ValueError, OSError, RuntimeError) as e: self._say(e, 'b91c1c')
-        finally: self._enable('launch', *['resume']*(run.poll()!=0 and (run.run_dir/'checkpoints').is_dir()))
+            if run.poll() == 0:
+                for part in report_parts(run.run_dir):
+                    self.report.append_display_data(part)
+                self.curves.layout.display = 'none'  # the report shows them
+        except (ValueError, OSError, RuntimeError) as e:
+            self._say(e, 'b91c1c')
+        finally:
+            self._enable(
+                'launch', *['resume'] * (run.poll() != 0 and (run.run_dir / 'checkpoints').is_dir())
+            )
+
 
 # %% ../../nbs/launch/06_panel.ipynb #a8c9dc51
 def panel(
-    keys:Sequence[str]=('seed', 'steps', 'group_size', 'prompts_per_step', 'optim.lr', 'data.difficulty'),
-    preset:str='tiny-cpu', # fills the form; `keys` say what it shows
-    folder:str|Path='runs' # where the runs go, each in a folder of its own
-)->Panel:
+    keys: Sequence[str] = (
+        'seed',
+        'steps',
+        'group_size',
+        'prompts_per_step',
+        'optim.lr',
+        'data.difficulty',
+    ),
+    preset: str = 'tiny-cpu',  # fills the form; `keys` say what it shows
+    folder: str | Path = 'runs',  # where the runs go, each in a folder of its own
+) -> Panel:
     "Configure, launch, watch, stop and resume by mouse"
     return Panel(keys, preset, folder)

@@ -6,162 +6,251 @@ Docs: https://compassrl.github.io/compassrl/launch/scripts.html.md"""
 
 # %% ../../nbs/launch/05_scripts.ipynb #2c41b1cc
 from __future__ import annotations
+
 import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 from pathlib import Path
+
 from ..config import TrainConfig, read_run_config
-from ..rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
 from .layout import Layout, layout, plot_layout
-from ..train.megatron.layout import ParallelConfig, check_parallel
-from ..model.pretrained import read_config, write_config
 from .sizing import Workload, gpus
 from .step_estimate import Estimate, check_fits, estimate
+from ..model.pretrained import read_config, write_config
+from ..rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
+from ..train.megatron.layout import ParallelConfig, check_parallel
 
 # %% auto #0
-__all__ = ['Machines', 'smallest_world', 'num_gpus', 'machines', 'workload', 'Plan', 'plan', 'torchrun_args', 'train_command',
-           'serve', 'slurm_script', 'node_script']
+__all__ = [
+    'Machines',
+    'smallest_world',
+    'num_gpus',
+    'machines',
+    'workload',
+    'Plan',
+    'plan',
+    'torchrun_args',
+    'train_command',
+    'serve',
+    'slurm_script',
+    'node_script',
+]
+
 
 # %% ../../nbs/launch/05_scripts.ipynb #ad60a6ac
 @dataclass(frozen=True)
 class Machines:
     "Who trains and who serves, in whole nodes where there are several"
-    train_nodes:int
-    ranks_per_node:int      # that train, on each of the train nodes
-    server_nodes:int=0      # nodes beside those
-    servers_per_node:int=0  # on each of the server nodes, as far as there are any
+
+    train_nodes: int
+    ranks_per_node: int  # that train, on each of the train nodes
+    server_nodes: int = 0  # nodes beside those
+    servers_per_node: int = 0  # on each of the server nodes, as far as there are any
 
     @property
-    def world_size(self)->int: return self.train_nodes*self.ranks_per_node
+    def world_size(self) -> int:
+        return self.train_nodes * self.ranks_per_node
 
-def smallest_world(parallel:ParallelConfig)->int:
+
+def smallest_world(parallel: ParallelConfig) -> int:
     "The fewest ranks that a layout can have"
     p = parallel
-    return p.pp*lcm(p.tp*p.cp, p.expert_tp*p.ep)
+    return p.pp * lcm(p.tp * p.cp, p.expert_tp * p.ep)
 
-def num_gpus(cfg:TrainConfig)->int:
+
+def num_gpus(cfg: TrainConfig) -> int:
     "GPUs that the rollout servers need which a run starts itself"
-    own = cfg.rollout_engine=='pool' and not cfg.vllm.urls and cfg.device=='cuda'
-    return cfg.vllm.num_replicas*cfg.vllm.tensor_parallel if own else 0
+    own = cfg.rollout_engine == 'pool' and not cfg.vllm.urls and cfg.device == 'cuda'
+    return cfg.vllm.num_replicas * cfg.vllm.tensor_parallel if own else 0
+
 
 def machines(
-    cfg:TrainConfig,
-    nodes:int=1,
-    per_node:int=0  # GPUs of a node, on a CPU ranks; 0 = as few as the layout can have
-)->Machines:
+    cfg: TrainConfig,
+    nodes: int = 1,
+    per_node: int = 0,  # GPUs of a node, on a CPU ranks; 0 = as few as the layout can have
+) -> Machines:
     "Split nodes between training and rollout servers. Raises ValueError for too few, or for more than a batch can fill"
-    if nodes<1 or per_node<0: raise ValueError(f'nodes={nodes}, per_node={per_node}: use at least 1')
-    v,taken = cfg.vllm, num_gpus(cfg)
-    ranks = smallest_world(cfg.parallel) if cfg.train_engine=='megatron' else 1
-    per_node = per_node or ceil(ranks/nodes)+(taken if nodes==1 else 0)
-    if nodes==1 or not taken: m = Machines(nodes, per_node-taken)
+    if nodes < 1 or per_node < 0:
+        raise ValueError(f'nodes={nodes}, per_node={per_node}: use at least 1')
+    v, taken = cfg.vllm, num_gpus(cfg)
+    ranks = smallest_world(cfg.parallel) if cfg.train_engine == 'megatron' else 1
+    per_node = per_node or ceil(ranks / nodes) + (taken if nodes == 1 else 0)
+    if nodes == 1 or not taken:
+        m = Machines(nodes, per_node - taken)
     else:
-        fit = per_node//v.tensor_parallel
-        if not fit: raise ValueError(f'vllm.tensor_parallel={v.tensor_parallel}: a node has {per_node} GPUs, use fewer')
-        m = Machines(nodes-ceil(v.num_replicas/fit), per_node, ceil(v.num_replicas/fit), fit)
-    if m.world_size<1 or m.train_nodes<1: raise ValueError(f'{nodes} x {per_node} GPUs: {v.num_replicas} servers of '
-        f'{v.tensor_parallel} leave none to train, use more GPUs or fewer vllm.num_replicas')
-    if cfg.train_engine=='torch' and m.world_size>1: raise ValueError(f"{m.world_size} ranks: train_engine='torch' is "
-        "one process, use train_engine='megatron', or fewer GPUs")
-    batch = cfg.prompts_per_step*cfg.group_size
-    if (n := cfg.parallel.dp(m.world_size))>batch:
-        raise ValueError(f'{n} data-parallel replicas: a step has {batch} responses, use fewer GPUs or raise '
-            'prompts_per_step')
+        fit = per_node // v.tensor_parallel
+        if not fit:
+            raise ValueError(
+                f'vllm.tensor_parallel={v.tensor_parallel}: a node has {per_node} GPUs, use fewer'
+            )
+        m = Machines(nodes - ceil(v.num_replicas / fit), per_node, ceil(v.num_replicas / fit), fit)
+    if m.world_size < 1 or m.train_nodes < 1:
+        raise ValueError(
+            f'{nodes} x {per_node} GPUs: {v.num_replicas} servers of '
+            f'{v.tensor_parallel} leave none to train, use more GPUs or fewer vllm.num_replicas'
+        )
+    if cfg.train_engine == 'torch' and m.world_size > 1:
+        raise ValueError(
+            f"{m.world_size} ranks: train_engine='torch' is "
+            "one process, use train_engine='megatron', or fewer GPUs"
+        )
+    batch = cfg.prompts_per_step * cfg.group_size
+    if (n := cfg.parallel.dp(m.world_size)) > batch:
+        raise ValueError(
+            f'{n} data-parallel replicas: a step has {batch} responses, use fewer GPUs or raise '
+            'prompts_per_step'
+        )
     return m
+
 
 # %% ../../nbs/launch/05_scripts.ipynb #47d49e4a
 def workload(
-    cfg:TrainConfig,
-    response_frac:float=.5  # mean length of a response, of the longest allowed: nobody knows before the run
-)->Workload:
+    cfg: TrainConfig,
+    response_frac: float = 0.5,  # mean length of a response, of the longest allowed: nobody knows before the run
+) -> Workload:
     "One step of a run, for the estimate"
     longest = cfg.rollout.max_tokens
-    return Workload(cfg.prompts_per_step*cfg.group_size, cfg.data.max_prompt_tokens, max(1, int(response_frac*longest)),
-        longest, cfg.optim.micro_batch_tokens, cfg.rollout.num_slots, 1+bool(cfg.loss.kl_coef),
-        0 if cfg.train_engine=='megatron' else max(1, 2**26//cfg.policy.vocab_size)) # as `token_log_probs` cuts them
+    return Workload(
+        cfg.prompts_per_step * cfg.group_size,
+        cfg.data.max_prompt_tokens,
+        max(1, int(response_frac * longest)),
+        longest,
+        cfg.optim.micro_batch_tokens,
+        cfg.rollout.num_slots,
+        1 + bool(cfg.loss.kl_coef),
+        0 if cfg.train_engine == 'megatron' else max(1, 2**26 // cfg.policy.vocab_size),
+    )  # as `token_log_probs` cuts them
+
 
 @dataclass(frozen=True)
 class Plan:
     "A run on certain machines, before anything starts"
-    cfg:TrainConfig
-    machines:Machines
-    layout:Layout
-    estimate:Estimate
+
+    cfg: TrainConfig
+    machines: Machines
+    layout: Layout
+    estimate: Estimate
 
     def show(self):
         "The picture, and the table of what it will take"
-        from IPython.display import display
         import matplotlib.pyplot as plt
+        from IPython.display import display
+
         picture = plot_layout(self.layout).figure
-        display(picture) # now: what follows in the cell may take hours
+        display(picture)  # now: what follows in the cell may take hours
         plt.close(picture)
         print(self.estimate.table())
 
+
 def plan(
-    cfg:TrainConfig,
-    nodes:int=1,
-    per_node:int=0, # GPUs of a node, on a CPU ranks; 0 = as few as the layout can have
-    gpu:str='',     # its name in `gpus`; empty = unknown, memory alone
-    response_frac:float=.5
-)->Plan:
+    cfg: TrainConfig,
+    nodes: int = 1,
+    per_node: int = 0,  # GPUs of a node, on a CPU ranks; 0 = as few as the layout can have
+    gpu: str = '',  # its name in `gpus`; empty = unknown, memory alone
+    response_frac: float = 0.5,
+) -> Plan:
     "Layout and estimate of a run. Raises ValueError for what cannot be built, or does not fit"
-    if gpu and gpu not in gpus: raise ValueError(f'gpu={gpu!r}: use one of {list(gpus)}')
-    if cfg.init_from: cfg = replace(cfg, policy=read_config(cfg.init_from))
-    if cfg.vllm.colocated and cfg.rollout_engine=='pool':
-        raise ValueError('vllm.colocated of a pool: the layout gives servers GPUs of their own, use False')
-    m,policy = machines(cfg, nodes, per_node), cfg.policy
-    parallel = cfg.parallel if cfg.train_engine=='megatron' else ParallelConfig()
+    if gpu and gpu not in gpus:
+        raise ValueError(f'gpu={gpu!r}: use one of {list(gpus)}')
+    if cfg.init_from:
+        cfg = replace(cfg, policy=read_config(cfg.init_from))
+    if cfg.vllm.colocated and cfg.rollout_engine == 'pool':
+        raise ValueError(
+            'vllm.colocated of a pool: the layout gives servers GPUs of their own, use False'
+        )
+    m, policy = machines(cfg, nodes, per_node), cfg.policy
+    parallel = cfg.parallel if cfg.train_engine == 'megatron' else ParallelConfig()
     check_parallel(parallel, policy, m.world_size, device=cfg.device)
-    servers = cfg.vllm if cfg.rollout_engine=='pool' else None
-    beside = cfg.vllm.num_replicas*cfg.vllm.tensor_parallel if servers and nodes==1 else 0
-    l = layout(parallel, policy, m.world_size, m.ranks_per_node+beside, servers)
-    rollout = None if cfg.rollout_engine=='torch' else cfg.vllm
+    servers = cfg.vllm if cfg.rollout_engine == 'pool' else None
+    beside = cfg.vllm.num_replicas * cfg.vllm.tensor_parallel if servers and nodes == 1 else 0
+    l = layout(parallel, policy, m.world_size, m.ranks_per_node + beside, servers)
+    rollout = None if cfg.rollout_engine == 'torch' else cfg.vllm
     e = estimate(l, workload(cfg, response_frac), gpus.get(gpu), rollout)
-    check_fits(e, can_cut=cfg.train_engine=='megatron')
+    check_fits(e, can_cut=cfg.train_engine == 'megatron')
     return Plan(cfg, m, l, e)
+
 
 # %% ../../nbs/launch/05_scripts.ipynb #c2662023
 def torchrun_args(
-    world:Machines,
-    what:str,           # to run: words of `python -m compassrl.runs.cli`, quoted already
-    head:str=''         # host of the first node; empty = there is one node
-)->list[str]:
+    world: Machines,
+    what: str,  # to run: words of `python -m compassrl.runs.cli`, quoted already
+    head: str = '',  # host of the first node; empty = there is one node
+) -> list[str]:
     "What follows `torchrun`, the same on every node"
-    meet = ['--standalone'] if not head else ['--rdzv-backend=c10d', f'--rdzv-endpoint={head}:29500',
-        '--rdzv-id=${SLURM_JOB_ID:-compassrl}']
-    return [f'--nnodes={world.train_nodes}', f'--nproc-per-node={world.ranks_per_node}', '--max-restarts=0', *meet,
-        '-m', 'compassrl.runs.cli', what]
+    meet = (
+        ['--standalone']
+        if not head
+        else [
+            '--rdzv-backend=c10d',
+            f'--rdzv-endpoint={head}:29500',
+            '--rdzv-id=${SLURM_JOB_ID:-compassrl}',
+        ]
+    )
+    return [
+        f'--nnodes={world.train_nodes}',
+        f'--nproc-per-node={world.ranks_per_node}',
+        '--max-restarts=0',
+        *meet,
+        '-m',
+        'compassrl.runs.cli',
+        what,
+    ]
 
-def train_command(world:Machines, what:str, head:str='')->str:
+
+def train_command(world: Machines, what: str, head: str = '') -> str:
     "One shell command over several lines"
-    if world.world_size==1: return f'python -m compassrl.runs.cli {what}'
-    *words,m,module,what = torchrun_args(world, what, head)
-    return f"torchrun {' '.join(words)} \\\n    {m} {module} {what}"
+    if world.world_size == 1:
+        return f'python -m compassrl.runs.cli {what}'
+    *words, m, module, what = torchrun_args(world, what, head)
+    return f'torchrun {" ".join(words)} \\\n    {m} {module} {what}'
+
 
 # %% ../../nbs/launch/05_scripts.ipynb #19200cc3
 def serve(
-    config:str|Path,    # of the run
-    port:int
+    config: str | Path,  # of the run
+    port: int,
 ):
     "Become one rollout server of a run, with the flags that its pool expects; never returns"
-    from compassrl.rollout.vllm.server import flags, server_env
     import torch
+
+    from compassrl.rollout.vllm.server import flags, server_env
+
     cfg = read_run_config(config)
-    policy,dtype = read_config(cfg.init_from) if cfg.init_from else cfg.policy, getattr(torch, cfg.rollout.dtype)
+    policy, dtype = (
+        read_config(cfg.init_from) if cfg.init_from else cfg.policy,
+        getattr(torch, cfg.rollout.dtype),
+    )
     model = cfg.init_from or tempfile.mkdtemp(prefix='compassrl-model-')
-    if not cfg.init_from: write_config(policy, model, dtype)
-    routes = cfg.router_replay=='R3'
+    if not cfg.init_from:
+        write_config(policy, model, dtype)
+    routes = cfg.router_replay == 'R3'
     check_vllm(policy, cfg.vllm, dtype, cfg.device, routes, one_process=False)
-    options = engine_args(model, policy, cfg.vllm, dtype, policy.max_position_embeddings, cfg.rollout.num_slots, routes,
-        cfg.device) | dict(host='0.0.0.0', port=port, served_model_name='policy', enable_scale_out=True,
-        disable_log_stats=True, disable_uvicorn_access_log=True,
-        weight_transfer_config=transfer_config(weight_sync(cfg.vllm, cfg.device)))
+    options = engine_args(
+        model,
+        policy,
+        cfg.vllm,
+        dtype,
+        policy.max_position_embeddings,
+        cfg.rollout.num_slots,
+        routes,
+        cfg.device,
+    ) | dict(
+        host='0.0.0.0',
+        port=port,
+        served_model_name='policy',
+        enable_scale_out=True,
+        disable_log_stats=True,
+        disable_uvicorn_access_log=True,
+        weight_transfer_config=transfer_config(weight_sync(cfg.vllm, cfg.device)),
+    )
     command = [sys.executable, '-m', 'vllm.entrypoints.openai.api_server', *flags(options)]
-    os.execve(command[0], command, server_env(cfg.device, os.environ.get('CUDA_VISIBLE_DEVICES', '')))
+    os.execve(
+        command[0], command, server_env(cfg.device, os.environ.get('CUDA_VISIBLE_DEVICES', ''))
+    )
+
 
 # %% ../../nbs/launch/05_scripts.ipynb #9434df55
 _bash = """set -euo pipefail
@@ -187,68 +276,106 @@ _plain = """#!/bin/bash
 on() {{ local host=$1; shift; [ "$host" != "$(hostname)" ] || "$@"; }} # only there
 """
 
-def _by_file(p): return weight_sync(p.cfg.vllm, p.cfg.device, p.machines.world_size)=='file'
 
-def _serving(p, on): # shell lines that start the servers, on the nodes after those that train
-    m,tp = p.machines, p.cfg.vllm.tensor_parallel
-    lines = ['trap \'kill $(jobs -p) 2>/dev/null || true\' EXIT', 'urls=()', *['mkdir -p "$run.sync"']*_by_file(p)]
+def _by_file(p):
+    return weight_sync(p.cfg.vllm, p.cfg.device, p.machines.world_size) == 'file'
+
+
+def _serving(p, on):  # shell lines that start the servers, on the nodes after those that train
+    m, tp = p.machines, p.cfg.vllm.tensor_parallel
+    lines = [
+        "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT",
+        'urls=()',
+        *['mkdir -p "$run.sync"'] * _by_file(p),
+    ]
     for i in range(p.cfg.vllm.num_replicas):
-        node,k = divmod(i, m.servers_per_node)
-        host,used = f'${{hosts[{m.train_nodes+node}]}}', ','.join(map(str, range(k*tp, (k+1)*tp)))
-        lines += [f'{on} "{host}" env CUDA_VISIBLE_DEVICES={used} \\',
-            f'    python -m compassrl.launch.scripts "$config" {8100+k} > "$run.logs/server-{i}.log" 2>&1 &',
-            f'urls+=("http://{host}:{8100+k}")']
+        node, k = divmod(i, m.servers_per_node)
+        host, used = (
+            f'${{hosts[{m.train_nodes + node}]}}',
+            ','.join(map(str, range(k * tp, (k + 1) * tp))),
+        )
+        lines += [
+            f'{on} "{host}" env CUDA_VISIBLE_DEVICES={used} \\',
+            f'    python -m compassrl.launch.scripts "$config" {8100 + k} > "$run.logs/server-{i}.log" 2>&1 &',
+            f'urls+=("http://{host}:{8100 + k}")',
+        ]
     ask = 'curl -sf "$url/health" > /dev/null && break'
-    return lines+['for url in "${urls[@]}"; do', f'    for _ in {{1..900}}; do {ask}; sleep 1; done', 'done']
+    return lines + [
+        'for url in "${urls[@]}"; do',
+        f'    for _ in {{1..900}}; do {ask}; sleep 1; done',
+        'done',
+    ]
+
 
 _what = """if compgen -G "$run/checkpoints/step-*" > /dev/null
 then what=(resume "$run"{urls})
 else what=("$config" --run-dir "$run"{urls}{sync}); fi
 """
 
-def _training(p, many, start=''): # a job that is started again goes on; `start` begins the ranks of all nodes
-    served = bool(p.machines.server_nodes)
-    what = _what.format(urls=' --vllm.urls "${urls[@]}"'*served,
-        sync=' --vllm.sync-dir "$run.sync"'*(served and _by_file(p)))
-    return what+start+train_command(p.machines, '"${what[@]}"', '"${hosts[0]}"'*many)
 
+def _training(
+    p, many, start=''
+):  # a job that is started again goes on; `start` begins the ranks of all nodes
+    served = bool(p.machines.server_nodes)
+    what = _what.format(
+        urls=' --vllm.urls "${urls[@]}"' * served,
+        sync=' --vllm.sync-dir "$run.sync"' * (served and _by_file(p)),
+    )
+    return what + start + train_command(p.machines, '"${what[@]}"', '"${hosts[0]}"' * many)
 
 
 # %% ../../nbs/launch/05_scripts.ipynb #dc96a650
 def slurm_script(
-    cfg:TrainConfig,
-    nodes:int,
-    gpus_per_node:int=8,
-    config:str='config.json',   # `cfg` as a file that every node can read
-    gpu:str=''                  # its name in `gpus`, for the check that all fits
-)->str:
+    cfg: TrainConfig,
+    nodes: int,
+    gpus_per_node: int = 8,
+    config: str = 'config.json',  # `cfg` as a file that every node can read
+    gpu: str = '',  # its name in `gpus`, for the check that all fits
+) -> str:
     "For `sbatch`: rollout servers on the last nodes, training on the others. Raises ValueError"
     p = plan(cfg, nodes, gpus_per_node, gpu)
-    n,bash = p.machines.train_nodes, _settings(cfg, config)
+    n, bash = p.machines.train_nodes, _settings(cfg, config)
     train = f'"$(IFS=,; echo "${{hosts[*]:0:{n}}}")"'
-    lines = _serving(p, 'srun --overlap --nodes=1 --ntasks=1 --nodelist') if p.machines.server_nodes else []
-    srun = f'srun --overlap --kill-on-bad-exit=1 --nodes={n} --ntasks={n} --nodelist {train} \\\n    '
-    lines += [_training(p, n>1, srun), '']
-    return _slurm.format(nodes=nodes, per_node=gpus_per_node, bash=bash)+'\n'.join(lines)
+    lines = (
+        _serving(p, 'srun --overlap --nodes=1 --ntasks=1 --nodelist')
+        if p.machines.server_nodes
+        else []
+    )
+    srun = (
+        f'srun --overlap --kill-on-bad-exit=1 --nodes={n} --ntasks={n} --nodelist {train} \\\n    '
+    )
+    lines += [_training(p, n > 1, srun), '']
+    return _slurm.format(nodes=nodes, per_node=gpus_per_node, bash=bash) + '\n'.join(lines)
+
 
 def node_script(
-    cfg:TrainConfig,
-    nodes:int=1,
-    per_node:int=0,             # GPUs of a node, on a CPU ranks; 0 = as few as the layout can have
-    config:str='config.json',   # `cfg` as a file that every node can read
-    gpu:str=''                  # its name in `gpus`, for the check that all fits
-)->str:
+    cfg: TrainConfig,
+    nodes: int = 1,
+    per_node: int = 0,  # GPUs of a node, on a CPU ranks; 0 = as few as the layout can have
+    config: str = 'config.json',  # `cfg` as a file that every node can read
+    gpu: str = '',  # its name in `gpus`, for the check that all fits
+) -> str:
     "Plain torchrun, with the rollout servers on the last nodes; these serve until they are stopped. Raises ValueError"
     p = plan(cfg, nodes, per_node, gpu)
-    mark = '# (not run on GPU)\n' if cfg.device=='cuda' else ''
-    if nodes==1: return f'#!/bin/bash\n{mark}{_settings(cfg, config)}{_training(p, False)}\n'
+    mark = '# (not run on GPU)\n' if cfg.device == 'cuda' else ''
+    if nodes == 1:
+        return f'#!/bin/bash\n{mark}{_settings(cfg, config)}{_training(p, False)}\n'
     lines = [_plain.format(nodes=nodes, bash=_settings(cfg, config))]
-    if p.machines.server_nodes: lines += [*_serving(p, 'on'), 'for host in "${hosts[@]:'
-        f'{p.machines.train_nodes}}}"; do on "$host" eval "wait; exit"; done']
+    if p.machines.server_nodes:
+        lines += [
+            *_serving(p, 'on'),
+            'for host in "${hosts[@]:'
+            f'{p.machines.train_nodes}}}"; do on "$host" eval "wait; exit"; done',
+        ]
     return '\n'.join([*lines, _training(p, True), ''])
 
+
 def _settings(cfg, config):
-    return _bash.format(config=shlex.quote(config), run_dir=shlex.quote(cfg.run_dir or 'runs/cluster'))
+    return _bash.format(
+        config=shlex.quote(config), run_dir=shlex.quote(cfg.run_dir or 'runs/cluster')
+    )
+
 
 # %% ../../nbs/launch/05_scripts.ipynb #0864579a
-if __name__=='__main__': serve(sys.argv[1], int(sys.argv[2]))
+if __name__ == '__main__':
+    serve(sys.argv[1], int(sys.argv[2]))

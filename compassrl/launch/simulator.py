@@ -6,65 +6,100 @@ Docs: https://compassrl.github.io/compassrl/launch/simulator.html.md"""
 
 # %% ../../nbs/launch/04_simulator.ipynb #ce21f70f
 from __future__ import annotations
+
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil, inf, sqrt
+
 import torch
-from ..rollout.pull_queue import Dispatcher, Fault, Simulation, Span
+
 from ..records import Request, Sample
+from ..rollout.pull_queue import Dispatcher, Fault, Simulation, Span
 from ..rollout.schedule import Schedule
 
 # %% auto #0
-__all__ = ['StepCost', 'Cluster', 'Dealt', 'makespan', 'idle_frac', 'lower_bound', 'work', 'fit_cost', 'rewards_done']
+__all__ = [
+    'StepCost',
+    'Cluster',
+    'Dealt',
+    'makespan',
+    'idle_frac',
+    'lower_bound',
+    'work',
+    'fit_cost',
+    'rewards_done',
+]
+
 
 # %% ../../nbs/launch/04_simulator.ipynb #e964db12
 @dataclass(frozen=True)
 class StepCost:
     "Seconds of a replica, whose every step draws one token for each running request"
-    base:float        # a step, whoever runs: weights are read, kernels are launched
-    request:float     # further, for each running request
-    cached:float=0.   # further, for each cached token that attention reads
-    prefill:float=0.  # a token of a prompt that this replica has not read yet
-    admit:float=0.    # further, whenever requests begin: nobody decodes meanwhile
 
-    def steps(self,
-        num:int,     # steps
-        running:int, # requests, all the time
-        cached:int   # tokens at the first step; every step adds one for each
-    )->float:        # seconds
-        return num*(self.base+self.request*running+self.cached*(cached+running*(num-1)/2))
+    base: float  # a step, whoever runs: weights are read, kernels are launched
+    request: float  # further, for each running request
+    cached: float = 0.0  # further, for each cached token that attention reads
+    prefill: float = 0.0  # a token of a prompt that this replica has not read yet
+    admit: float = 0.0  # further, whenever requests begin: nobody decodes meanwhile
 
-    def steps_by(self, seconds:float, running:int, cached:int)->int: # steps until so much time has passed
-        a = self.cached*running/2
-        b = self.base+self.request*running+self.cached*cached-a
-        return ceil((seconds/b if a<1e-9*b else (sqrt(b*b+4*a*seconds)-b)/(2*a))-1e-9)
+    def steps(
+        self,
+        num: int,  # steps
+        running: int,  # requests, all the time
+        cached: int,  # tokens at the first step; every step adds one for each
+    ) -> float:  # seconds
+        return num * (
+            self.base + self.request * running + self.cached * (cached + running * (num - 1) / 2)
+        )
+
+    def steps_by(
+        self, seconds: float, running: int, cached: int
+    ) -> int:  # steps until so much time has passed
+        a = self.cached * running / 2
+        b = self.base + self.request * running + self.cached * cached - a
+        return ceil(
+            (seconds / b if a < 1e-9 * b else (sqrt(b * b + 4 * a * seconds) - b) / (2 * a)) - 1e-9
+        )
+
 
 # %% ../../nbs/launch/04_simulator.ipynb #2cb21267
-class _Replica: # its batch, as of second t
-    def __init__(self, name, t): self.name,self.t,self.step,self.cached,self.turn = name, t, 0, 0, 0
-    def __repr__(self): return self.name
+class _Replica:  # its batch, as of second t
+    def __init__(self, name, t):
+        self.name, self.t, self.step, self.cached, self.turn = name, t, 0, 0, 0
+
+    def __repr__(self):
+        return self.name
+
 
 class Cluster(Simulation):
     "A dispatcher and replicas that decode in batches: the more requests run, the longer a step takes"
-    def __init__(self,
-        dispatcher:Dispatcher,
-        lengths:Sequence[int],      # response tokens of each of its requests
-        cost:StepCost,
-        replicas:Iterable[str],
-        faults:Iterable[Fault]=(),
-        timeout_s:float=inf,        # as in `Simulation`
-        max_restarts:int=3,
-        plan:Schedule|None=None     # learns from the answers, and may drop what a group does not need
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        lengths: Sequence[int],  # response tokens of each of its requests
+        cost: StepCost,
+        replicas: Iterable[str],
+        faults: Iterable[Fault] = (),
+        timeout_s: float = inf,  # as in `Simulation`
+        max_restarts: int = 3,
+        plan: Schedule
+        | None = None,  # learns from the answers, and may drop what a group does not need
     ):
-        self.lengths,self.cost,self.plan,self.at_work,self.moved = lengths, cost, plan, {}, {}
+        self.lengths, self.cost, self.plan, self.at_work, self.moved = lengths, cost, plan, {}, {}
         super().__init__(dispatcher, None, replicas, faults, timeout_s, max_restarts)
 
     def join(self, r, now):
         super().join(r, now)
         s = self.at_work[r] = _Replica(r, now)
-        s.ends,s.new,s.read,s.off = [], [], set(), set() # (last step, ticket), begun, prompts it knows, dropped
+        s.ends, s.new, s.read, s.off = (
+            [],
+            [],
+            set(),
+            set(),
+        )  # (last step, ticket), begun, prompts it knows, dropped
 
     def lose(self, r, now, back):
         del self.at_work[r]
@@ -77,50 +112,67 @@ class Cluster(Simulation):
     def give(self, now):
         super().give(now)
         for r in self.moved:
-            if r in self.at_work: self.go(self.at_work[r], now)
+            if r in self.at_work:
+                self.go(self.at_work[r], now)
         self.moved.clear()
 
-    def go(self, s, now): # who has come or gone joins at the end of a step; when does the next one finish?
-        if s.ends and now>s.t:
-            k = min(self.cost.steps_by(now-s.t, len(s.ends), s.cached), s.ends[0][0]-s.step)
-            self.run_steps(s, k, s.t+self.cost.steps(k, len(s.ends), s.cached))
+    def go(
+        self, s, now
+    ):  # who has come or gone joins at the end of a step; when does the next one finish?
+        if s.ends and now > s.t:
+            k = min(self.cost.steps_by(now - s.t, len(s.ends), s.cached), s.ends[0][0] - s.step)
+            self.run_steps(s, k, s.t + self.cost.steps(k, len(s.ends), s.cached))
         s.t = max(s.t, now)
         if s.off:
-            for end,t in s.ends: s.cached -= self.size(t)-(end-s.step) if t in s.off else 0
-            s.ends = [e for e in s.ends if e[1] not in s.off]; heapq.heapify(s.ends); s.off.clear()
-        if s.new: s.t += self.cost.admit
+            for end, t in s.ends:
+                s.cached -= self.size(t) - (end - s.step) if t in s.off else 0
+            s.ends = [e for e in s.ends if e[1] not in s.off]
+            heapq.heapify(s.ends)
+            s.off.clear()
+        if s.new:
+            s.t += self.cost.admit
         for t in s.new:
             i = self.given[t][1]
-            g,num = self.d.group[i], len(self.d.requests[i].prompt_ids)
-            if g not in s.read: s.t += self.cost.prefill*num
-            s.read.add(g); s.cached += num
-            heapq.heappush(s.ends, (s.step+self.lengths[i]-1, t)) # the prompt's logits give the first token
-        s.new.clear(); s.turn += 1
+            g, num = self.d.group[i], len(self.d.requests[i].prompt_ids)
+            if g not in s.read:
+                s.t += self.cost.prefill * num
+            s.read.add(g)
+            s.cached += num
+            heapq.heappush(
+                s.ends, (s.step + self.lengths[i] - 1, t)
+            )  # the prompt's logits give the first token
+        s.new.clear()
+        s.turn += 1
         if s.ends:
-            k = s.ends[0][0]-s.step
-            self.at(s.t+self.cost.steps(k, len(s.ends), s.cached), 'turn', (s, s.turn, k))
+            k = s.ends[0][0] - s.step
+            self.at(s.t + self.cost.steps(k, len(s.ends), s.cached), 'turn', (s, s.turn, k))
 
-    def size(self, ticket): # cached tokens at its end
+    def size(self, ticket):  # cached tokens at its end
         i = self.given[ticket][1]
-        return len(self.d.requests[i].prompt_ids)+self.lengths[i]-1
+        return len(self.d.requests[i].prompt_ids) + self.lengths[i] - 1
 
-    def run_steps(self, s, k, t): s.t,s.step,s.cached = t, s.step+k, s.cached+k*len(s.ends)
+    def run_steps(self, s, k, t):
+        s.t, s.step, s.cached = t, s.step + k, s.cached + k * len(s.ends)
 
-    def turn(self, who, now): # a batch has come to the end of its shortest request
-        s,turn,k = who
-        if self.at_work.get(s.name) is not s or turn!=s.turn: return
+    def turn(self, who, now):  # a batch has come to the end of its shortest request
+        s, turn, k = who
+        if self.at_work.get(s.name) is not s or turn != s.turn:
+            return
         self.run_steps(s, k, now)
-        while s.ends and s.ends[0][0]<=s.step:
-            _,ticket = heapq.heappop(s.ends)
+        while s.ends and s.ends[0][0] <= s.step:
+            _, ticket = heapq.heappop(s.ends)
             s.cached -= self.size(ticket)
             self.answer(ticket, now)
         self.moved[s.name] = None
 
     def finish(self, ticket, now):
-        if not self.plan or ticket not in self.d.out: return super().finish(ticket, now)
+        if not self.plan or ticket not in self.d.out:
+            return super().finish(ticket, now)
         i = self.given[ticket][1]
         r = self.d.requests[i]
-        sample = Sample(r.prompt_id, r.index, r.prompt_ids, range(self.lengths[i]), None, None, None, 'stop', 0)
+        sample = Sample(
+            r.prompt_id, r.index, r.prompt_ids, range(self.lengths[i]), None, None, None, 'stop', 0
+        )
         self.plan.observe(sample)
         counts = super().finish(ticket, now)
         self.plan.label(sample)
@@ -128,26 +180,35 @@ class Cluster(Simulation):
             for t in self.d.drop(r):
                 self.span(t, now, 'dropped')
                 s = self.at_work[self.given[t][0]]
-                s.off.add(t); self.moved[s.name] = None
+                s.off.add(t)
+                self.moved[s.name] = None
         return counts
+
 
 # %% ../../nbs/launch/04_simulator.ipynb #9c3f3a8b
 class Dealt(Dispatcher):
     "Not a queue: every request was given to one replica before anything began"
-    def __init__(self,
-        requests:Iterable[Request],
-        slots:int,
-        shares:Sequence[Sequence[int]] # requests of each replica, in the order in which they join
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        slots: int,
+        shares: Sequence[
+            Sequence[int]
+        ],  # requests of each replica, in the order in which they join
     ):
         super().__init__(requests, slots)
-        self.shares,self.mine = list(map(deque, shares)), {}
+        self.shares, self.mine = list(map(deque, shares)), {}
 
     def join(self, replica, now):
         self.mine[replica] = self.shares[len(self.mine)]
         super().join(replica, now)
 
-    def leave(self, replica): raise NotImplementedError(f'{replica} is lost, and what was dealt to it with it')
-    def _fits(self, load, replica): return super()._fits(load, replica) and bool(self.mine[replica])
+    def leave(self, replica):
+        raise NotImplementedError(f'{replica} is lost, and what was dealt to it with it')
+
+    def _fits(self, load, replica):
+        return super()._fits(load, replica) and bool(self.mine[replica])
 
     def _next(self, replica):
         i = self.mine[replica].popleft()
@@ -155,68 +216,96 @@ class Dealt(Dispatcher):
         self._file(self.group[i])
         return i
 
+
 # %% ../../nbs/launch/04_simulator.ipynb #ab2d9be5
-def makespan(spans:Iterable[Span])->float: # seconds
-    return max(s.end for s in spans if s.outcome=='done')
+def makespan(spans: Iterable[Span]) -> float:  # seconds
+    return max(s.end for s in spans if s.outcome == 'done')
+
 
 def idle_frac(
-    spans:Sequence[Span],
-    num_slots:int       # of all replicas together
-)->float:               # slot-seconds without a request until the last answer, as a share of all
-    busy = sum(s.end-s.start for s in spans if s.outcome!='late')
-    return 1-busy/(num_slots*makespan(spans))
+    spans: Sequence[Span],
+    num_slots: int,  # of all replicas together
+) -> float:  # slot-seconds without a request until the last answer, as a share of all
+    busy = sum(s.end - s.start for s in spans if s.outcome != 'late')
+    return 1 - busy / (num_slots * makespan(spans))
+
 
 def lower_bound(
-    requests:Sequence[Request],
-    lengths:Sequence[int],
-    cost:StepCost,
-    num_replicas:int,
-    slots:int
-)->dict[str,float]: # seconds that no schedule can beat: the even share of full batches; the longest, alone
+    requests: Sequence[Request],
+    lengths: Sequence[int],
+    cost: StepCost,
+    num_replicas: int,
+    slots: int,
+) -> dict[
+    str, float
+]:  # seconds that no schedule can beat: the even share of full batches; the longest, alone
     "max(total/m, longest)"
-    full = replace(cost, base=cost.base/slots)
-    def alone(r, n, c): return c.steps(n-1, 1, len(r.prompt_ids))
-    read = cost.prefill*sum(map(len, {tuple(r.prompt_ids) for r in requests}))
-    total = read+sum(alone(r, n, full) for r,n in zip(requests, lengths))
-    longest = max(cost.prefill*len(r.prompt_ids)+alone(r, n, cost) for r,n in zip(requests, lengths))
-    return dict(even=total/num_replicas, longest=cost.admit+longest)
+    full = replace(cost, base=cost.base / slots)
+
+    def alone(r, n, c):
+        return c.steps(n - 1, 1, len(r.prompt_ids))
+
+    read = cost.prefill * sum(map(len, {tuple(r.prompt_ids) for r in requests}))
+    total = read + sum(alone(r, n, full) for r, n in zip(requests, lengths))
+    longest = max(
+        cost.prefill * len(r.prompt_ids) + alone(r, n, cost) for r, n in zip(requests, lengths)
+    )
+    return dict(even=total / num_replicas, longest=cost.admit + longest)
+
 
 # %% ../../nbs/launch/04_simulator.ipynb #a4af0f65
 def work(
-    requests:Sequence[Request],
-    lengths:Sequence[int],
-    slots:int
-)->list[float]: # how much of each field of `StepCost` one replica spends; its seconds are linear in them
+    requests: Sequence[Request], lengths: Sequence[int], slots: int
+) -> list[
+    float
+]:  # how much of each field of `StepCost` one replica spends; its seconds are linear in them
     "The order of what one replica does depends on lengths alone, so a run tells its costs by least squares"
     zero = StepCost(0, 0)
+
     def once(name):
-        return makespan(Cluster(Dispatcher(requests, slots), lengths, replace(zero, **{name:1.}), ['a']).run())
+        return makespan(
+            Cluster(Dispatcher(requests, slots), lengths, replace(zero, **{name: 1.0}), ['a']).run()
+        )
+
     return [once(f.name) for f in fields(StepCost)]
 
+
 def fit_cost(
-    rows:Sequence[Sequence[float]], # `work` of each run
-    seconds:Sequence[float]         # what it took
-)->StepCost:                        # none is negative
+    rows: Sequence[Sequence[float]],  # `work` of each run
+    seconds: Sequence[float],  # what it took
+) -> StepCost:  # none is negative
     "Least squares of relative errors; a cost that would be negative is 0"
     y = torch.tensor(seconds).double()
-    X,on = torch.tensor(rows).double()/y[:,None], list(range(len(rows[0])))
+    X, on = torch.tensor(rows).double() / y[:, None], list(range(len(rows[0])))
     while True:
-        scale = X[:,on].amax(0).clamp(min=1e-30) # columns of very different sizes
-        costs = torch.linalg.lstsq(X[:,on]/scale, torch.ones_like(y)[:,None], driver='gelsd').solution[:,0]/scale
-        if bool((costs>=0).all()): break
+        scale = X[:, on].amax(0).clamp(min=1e-30)  # columns of very different sizes
+        costs = (
+            torch.linalg.lstsq(
+                X[:, on] / scale, torch.ones_like(y)[:, None], driver='gelsd'
+            ).solution[:, 0]
+            / scale
+        )
+        if bool((costs >= 0).all()):
+            break
         on.pop(int(costs.argmin()))
-    return StepCost(**{f.name:float(costs[on.index(i)]) if i in on else 0. for i,f in enumerate(fields(StepCost))})
+    return StepCost(
+        **{
+            f.name: float(costs[on.index(i)]) if i in on else 0.0
+            for i, f in enumerate(fields(StepCost))
+        }
+    )
+
 
 # %% ../../nbs/launch/04_simulator.ipynb #9cbbf67d
 def rewards_done(
-    spans:Sequence[Span],
-    seconds:Callable[[int],float], # that the reward of a request takes
-    workers:int,
-    overlap:bool=True              # each begins when its sample ends; else all after the last one
-)->float:                          # second at which the last reward is there
+    spans: Sequence[Span],
+    seconds: Callable[[int], float],  # that the reward of a request takes
+    workers: int,
+    overlap: bool = True,  # each begins when its sample ends; else all after the last one
+) -> float:  # second at which the last reward is there
     "Rewards wait for a free worker, in the order in which samples end"
-    free = [0.]*workers
+    free = [0.0] * workers
     end = makespan(spans)
-    for s in sorted((s for s in spans if s.outcome=='done'), key=lambda s: s.end):
-        heapq.heapreplace(free, max(free[0], s.end if overlap else end)+seconds(s.index))
+    for s in sorted((s for s in spans if s.outcome == 'done'), key=lambda s: s.end):
+        heapq.heapreplace(free, max(free[0], s.end if overlap else end) + seconds(s.index))
     return max(*free, end)

@@ -6,153 +6,242 @@ Docs: https://compassrl.github.io/compassrl/launch/sizing.html.md"""
 
 # %% ../../nbs/launch/02_sizing.ipynb #56c6b99b
 from __future__ import annotations
+
 from dataclasses import dataclass
+
 from .layout import Place, place
+from ..model.policy import PolicyConfig
 from ..rollout.vllm.config import VllmConfig
 from ..train.megatron.layout import ParallelConfig
-from ..model.policy import PolicyConfig
 
 # %% auto #0
-__all__ = ['gpus', 'reserve', 'layer_params', 'place_params', 'num_params', 'Gpu', 'Workload', 'kept_elements', 'rank_memory',
-           'weight_bytes', 'kv_bytes', 'server_memory']
+__all__ = [
+    'gpus',
+    'reserve',
+    'layer_params',
+    'place_params',
+    'num_params',
+    'Gpu',
+    'Workload',
+    'kept_elements',
+    'rank_memory',
+    'weight_bytes',
+    'kv_bytes',
+    'server_memory',
+]
+
 
 # %% ../../nbs/launch/02_sizing.ipynb #ff5edc05
 def layer_params(
-    policy:PolicyConfig,
-    layer:int,
-    heads:int,kv_heads:int,
-    experts:int,    # of a mixture
-    rows:int,       # of `moe_intermediate_size`
-    dense_rows:int  # of `intermediate_size`
-)->dict[str,int]:   # part -> parameters
+    policy: PolicyConfig,
+    layer: int,
+    heads: int,
+    kv_heads: int,
+    experts: int,  # of a mixture
+    rows: int,  # of `moe_intermediate_size`
+    dense_rows: int,  # of `intermediate_size`
+) -> dict[str, int]:  # part -> parameters
     "Parameters in a slice of one layer"
-    c,D = policy, policy.hidden_size
-    out = dict(attention=2*(heads+kv_heads)*c.head_dim*D, norms=2*D+2*c.head_dim)
-    if not c.is_sparse(layer): return out | dict(dense=3*dense_rows*D)
-    return out | dict(router=c.num_experts*D, experts=3*experts*rows*D)
+    c, D = policy, policy.hidden_size
+    out = dict(attention=2 * (heads + kv_heads) * c.head_dim * D, norms=2 * D + 2 * c.head_dim)
+    if not c.is_sparse(layer):
+        return out | dict(dense=3 * dense_rows * D)
+    return out | dict(router=c.num_experts * D, experts=3 * experts * rows * D)
+
 
 def _sum(dicts):
-    total:dict = {}
+    total: dict = {}
     for d in dicts:
-        for k,v in d.items(): total[k] = total.get(k, 0)+v
+        for k, v in d.items():
+            total[k] = total.get(k, 0) + v
     return total
 
+
 def place_params(
-    policy:PolicyConfig,
-    place:Place,
-    parallel:ParallelConfig=ParallelConfig()
-)->dict[str,int]: # part -> parameters
+    policy: PolicyConfig, place: Place, parallel: ParallelConfig = ParallelConfig()
+) -> dict[str, int]:  # part -> parameters
     "Parameters that one rank holds"
-    c,p,first,last = policy, place, place.pp==0, place.pp==parallel.pp-1
-    out = _sum(layer_params(c, i, len(p.heads), len(p.kv_heads), len(p.experts), len(p.expert_rows),
-        c.intermediate_size//parallel.tp) for piece in p.layers for i in piece)
-    tables = 1 if c.tie_word_embeddings else first+last # a stage between the ends has no rows
-    out['vocabulary'] = tables*len(p.vocab)*c.hidden_size
-    out['norms'] += last*c.hidden_size
+    c, p, first, last = policy, place, place.pp == 0, place.pp == parallel.pp - 1
+    out = _sum(
+        layer_params(
+            c,
+            i,
+            len(p.heads),
+            len(p.kv_heads),
+            len(p.experts),
+            len(p.expert_rows),
+            c.intermediate_size // parallel.tp,
+        )
+        for piece in p.layers
+        for i in piece
+    )
+    tables = 1 if c.tie_word_embeddings else first + last  # a stage between the ends has no rows
+    out['vocabulary'] = tables * len(p.vocab) * c.hidden_size
+    out['norms'] += last * c.hidden_size
     return out
 
+
 def num_params(
-    policy:PolicyConfig
-)->tuple[int,int]: # all; and as model cards count the active ones: without the experts that a token does not meet
+    policy: PolicyConfig,
+) -> tuple[
+    int, int
+]:  # all; and as model cards count the active ones: without the experts that a token does not meet
     "Parameters of a policy, without building it"
-    c,parts = policy, place_params(policy, place(ParallelConfig(), policy, 1, 0))
+    c, parts = policy, place_params(policy, place(ParallelConfig(), policy, 1, 0))
     total = sum(parts.values())
-    return total, total-parts.get('experts', 0)*(c.num_experts-c.num_experts_per_tok)//c.num_experts
+    return total, total - parts.get('experts', 0) * (
+        c.num_experts - c.num_experts_per_tok
+    ) // c.num_experts
+
 
 # %% ../../nbs/launch/02_sizing.ipynb #0f5cd669
 @dataclass(frozen=True)
 class Gpu:
     "What a data sheet says of a GPU; matrix units without sparsity"
-    name:str
-    memory_gb:float         # 1e9 bytes
-    bandwidth_gbs:float     # memory, 1e9 bytes/s
-    bf16_tflops:float
-    link_gbs:float          # to its neighbours in a node, one way
-    network_gbs:float=50.   # to other nodes, per GPU: 400 Gbit/s
 
-gpus = {g.name:g for g in (Gpu('A100-80GB', 80, 2039, 312, 300, 25), Gpu('H100', 80, 3350, 989, 450),
-    Gpu('H200', 141, 4800, 989, 450), Gpu('B200', 180, 8000, 2250, 900), Gpu('L40S', 48, 864, 362, 32, 25))}
+    name: str
+    memory_gb: float  # 1e9 bytes
+    bandwidth_gbs: float  # memory, 1e9 bytes/s
+    bf16_tflops: float
+    link_gbs: float  # to its neighbours in a node, one way
+    network_gbs: float = 50.0  # to other nodes, per GPU: 400 Gbit/s
+
+
+gpus = {
+    g.name: g
+    for g in (
+        Gpu('A100-80GB', 80, 2039, 312, 300, 25),
+        Gpu('H100', 80, 3350, 989, 450),
+        Gpu('H200', 141, 4800, 989, 450),
+        Gpu('B200', 180, 8000, 2250, 900),
+        Gpu('L40S', 48, 864, 362, 32, 25),
+    )
+}
+
 
 @dataclass(frozen=True)
 class Workload:
     "One step of a run. Raises ValueError"
-    responses:int=1024
-    prompt_tokens:int=512           # of a prompt, mean
-    response_tokens:int=2048        # of a response, mean: the guess that matters most
-    max_tokens:int=4096             # of the longest response
-    micro_batch_tokens:int=16_384   # of one data-parallel rank, padding included
-    num_slots:int=256               # responses that one server works on at the same time
-    num_forward:int=1               # passes without gradient: old log-probs, and a reference's
-    logit_tokens:int=0              # tokens whose logits exist at the same time; 0 = of the whole micro-batch
+
+    responses: int = 1024
+    prompt_tokens: int = 512  # of a prompt, mean
+    response_tokens: int = 2048  # of a response, mean: the guess that matters most
+    max_tokens: int = 4096  # of the longest response
+    micro_batch_tokens: int = 16_384  # of one data-parallel rank, padding included
+    num_slots: int = 256  # responses that one server works on at the same time
+    num_forward: int = 1  # passes without gradient: old log-probs, and a reference's
+    logit_tokens: int = (
+        0  # tokens whose logits exist at the same time; 0 = of the whole micro-batch
+    )
 
     def __post_init__(self):
-        for k,v in vars(self).items():
-            if v<(k not in ('num_forward', 'logit_tokens')): raise ValueError(f'{k}={v}: use at least 1')
-        if self.response_tokens>self.max_tokens:
-            raise ValueError(f'response_tokens={self.response_tokens} exceeds max_tokens={self.max_tokens}: lower it')
+        for k, v in vars(self).items():
+            if v < (k not in ('num_forward', 'logit_tokens')):
+                raise ValueError(f'{k}={v}: use at least 1')
+        if self.response_tokens > self.max_tokens:
+            raise ValueError(
+                f'response_tokens={self.response_tokens} exceeds max_tokens={self.max_tokens}: lower it'
+            )
+
 
 # %% ../../nbs/launch/02_sizing.ipynb #b1dff306
 def kept_elements(
-    policy:PolicyConfig,
-    layer:int,
-    recompute:str='none'
-)->int: # numbers per token
+    policy: PolicyConfig, layer: int, recompute: str = 'none'
+) -> int:  # numbers per token
     "What the backward pass of one layer needs from the forward pass"
-    c,D = policy, policy.hidden_size
-    if recompute=='full': return D # the layer's input; the rest is made again
-    H,KV,d,K = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_experts_per_tok
-    attention = 2*D+2*(H+KV)*d+KV*d+H*d # norm in and out; q and k before and after their norm; v; what comes out
-    if not c.is_sparse(layer): return attention+2*D+3*c.intermediate_size
-    return attention+2*D+(0 if recompute=='moe' else K*(D+3*c.moe_intermediate_size)+c.num_experts)
+    c, D = policy, policy.hidden_size
+    if recompute == 'full':
+        return D  # the layer's input; the rest is made again
+    H, KV, d, K = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_experts_per_tok
+    attention = (
+        2 * D + 2 * (H + KV) * d + KV * d + H * d
+    )  # norm in and out; q and k before and after their norm; v; what comes out
+    if not c.is_sparse(layer):
+        return attention + 2 * D + 3 * c.intermediate_size
+    return (
+        attention
+        + 2 * D
+        + (0 if recompute == 'moe' else K * (D + 3 * c.moe_intermediate_size) + c.num_experts)
+    )
 
-def _in_flight(parallel, stage): # micro-batches whose activations one stage holds, in pieces of the whole stage
-    left = parallel.pp-stage
-    return left if parallel.vpp==1 else (2*(left-1)+(parallel.vpp-1)*parallel.pp+1)/parallel.vpp
+
+def _in_flight(
+    parallel, stage
+):  # micro-batches whose activations one stage holds, in pieces of the whole stage
+    left = parallel.pp - stage
+    return (
+        left
+        if parallel.vpp == 1
+        else (2 * (left - 1) + (parallel.vpp - 1) * parallel.pp + 1) / parallel.vpp
+    )
+
 
 def rank_memory(
-    policy:PolicyConfig,
-    parallel:ParallelConfig,
-    world_size:int,
-    place:Place,
-    workload:Workload=Workload()
-)->dict[str,float]: # part -> bytes, at the worst moment
+    policy: PolicyConfig,
+    parallel: ParallelConfig,
+    world_size: int,
+    place: Place,
+    workload: Workload = Workload(),
+) -> dict[str, float]:  # part -> bytes, at the worst moment
     "What one rank that trains holds"
-    p,wide = parallel, 4 if parallel.dtype=='float32' else 2
+    p, wide = parallel, 4 if parallel.dtype == 'float32' else 2
     params = place_params(policy, place, p)
-    expert,rest = params.get('experts', 0), sum(params.values())-params.get('experts', 0)
-    state = 8 if wide==4 else 12 # Adam's moments; below fp32 also the master weights
-    longest = workload.prompt_tokens+workload.max_tokens
-    tokens = min(workload.micro_batch_tokens, workload.responses*longest)/(p.tp*p.cp)
+    expert, rest = params.get('experts', 0), sum(params.values()) - params.get('experts', 0)
+    state = 8 if wide == 4 else 12  # Adam's moments; below fp32 also the master weights
+    longest = workload.prompt_tokens + workload.max_tokens
+    tokens = min(workload.micro_batch_tokens, workload.responses * longest) / (p.tp * p.cp)
     layers = [i for piece in place.layers for i in piece]
-    kept = sum(kept_elements(policy, i, p.recompute) for i in layers)*_in_flight(p, place.pp)
-    again = 0 if p.recompute=='none' else max(kept_elements(policy, i) for i in layers) # one layer at a time
-    logits = len(place.vocab)*p.tp*(place.pp==p.pp-1)*(4+3*wide) # [tokens, V] all, of the response, in fp32; a gradient
-    return dict(weights=wide*(rest+expert), gradients=4*(rest+expert),
-        optimizer=state*(rest/(p.dp(world_size)*p.cp)+expert/p.edp(world_size)),
-        activations=wide*tokens*(kept+again), logits=min(tokens, workload.logit_tokens or tokens)*logits)
+    kept = sum(kept_elements(policy, i, p.recompute) for i in layers) * _in_flight(p, place.pp)
+    again = (
+        0 if p.recompute == 'none' else max(kept_elements(policy, i) for i in layers)
+    )  # one layer at a time
+    logits = (
+        len(place.vocab) * p.tp * (place.pp == p.pp - 1) * (4 + 3 * wide)
+    )  # [tokens, V] all, of the response, in fp32; a gradient
+    return dict(
+        weights=wide * (rest + expert),
+        gradients=4 * (rest + expert),
+        optimizer=state * (rest / (p.dp(world_size) * p.cp) + expert / p.edp(world_size)),
+        activations=wide * tokens * (kept + again),
+        logits=min(tokens, workload.logit_tokens or tokens) * logits,
+    )
+
 
 # %% ../../nbs/launch/02_sizing.ipynb #f07ce2b0
-def weight_bytes(policy:PolicyConfig, quantization:str='')->dict[str,int]:
+def weight_bytes(policy: PolicyConfig, quantization: str = '') -> dict[str, int]:
     "Bytes by part as vLLM holds them: FP8 for what is quantised, else bfloat16"
     params = place_params(policy, place(ParallelConfig(), policy, 1, 0))
-    small = ('attention', 'dense', 'experts') if quantization=='fp8' else ()
-    return {k:n*(1 if k in small else 2) for k,n in params.items()}
+    small = ('attention', 'dense', 'experts') if quantization == 'fp8' else ()
+    return {k: n * (1 if k in small else 2) for k, n in params.items()}
 
-def kv_bytes(policy:PolicyConfig, vllm:VllmConfig)->float:
+
+def kv_bytes(policy: PolicyConfig, vllm: VllmConfig) -> float:
     "Bytes of keys and values per token, on each GPU of a server"
-    heads = max(1, policy.num_key_value_heads/vllm.tensor_parallel) # a head is not cut
-    return 2*policy.num_hidden_layers*heads*policy.head_dim*(1 if vllm.kv_cache_dtype=='fp8' else 2)
+    heads = max(1, policy.num_key_value_heads / vllm.tensor_parallel)  # a head is not cut
+    return (
+        2
+        * policy.num_hidden_layers
+        * heads
+        * policy.head_dim
+        * (1 if vllm.kv_cache_dtype == 'fp8' else 2)
+    )
 
-reserve = 3e9 # bytes that CUDA, NCCL and a forward pass of vLLM take
+
+reserve = 3e9  # bytes that CUDA, NCCL and a forward pass of vLLM take
+
 
 def server_memory(
-    policy:PolicyConfig,
-    vllm:VllmConfig,
-    gpu:Gpu,
-    taken:float=0.      # bytes that something else holds on this GPU
-)->dict[str,float]:     # bytes on each GPU of a server, and the tokens that its cache holds
+    policy: PolicyConfig,
+    vllm: VllmConfig,
+    gpu: Gpu,
+    taken: float = 0.0,  # bytes that something else holds on this GPU
+) -> dict[str, float]:  # bytes on each GPU of a server, and the tokens that its cache holds
     "How vLLM fills a GPU: weights, what a forward pass needs, and all the rest for keys and values"
-    weights = sum(weight_bytes(policy, vllm.quantization).values())/vllm.tensor_parallel
-    cache = gpu.memory_gb*1e9*vllm.gpu_memory_utilization-weights-reserve-taken
-    return dict(weights=weights, reserve=reserve, kv_cache=max(0, cache),
-        cached_tokens=max(0, cache)/kv_bytes(policy, vllm))
+    weights = sum(weight_bytes(policy, vllm.quantization).values()) / vllm.tensor_parallel
+    cache = gpu.memory_gb * 1e9 * vllm.gpu_memory_utilization - weights - reserve - taken
+    return dict(
+        weights=weights,
+        reserve=reserve,
+        kv_cache=max(0, cache),
+        cached_tokens=max(0, cache) / kv_bytes(policy, vllm),
+    )

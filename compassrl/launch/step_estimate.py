@@ -6,174 +6,299 @@ Docs: https://compassrl.github.io/compassrl/launch/step_estimate.html.md"""
 
 # %% ../../nbs/launch/03_step_estimate.ipynb #e95afbd5
 from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
+
 from .layout import Layout, place
+from compassrl.launch.sizing import (
+    Gpu,
+    Workload,
+    kv_bytes,
+    num_params,
+    rank_memory,
+    reserve,
+    server_memory,
+    weight_bytes,
+)
+from ..model.policy import PolicyConfig
 from ..rollout.vllm.config import VllmConfig
 from ..train.megatron.layout import ParallelConfig, check_parallel
-from ..model.policy import PolicyConfig
-from .sizing import Gpu, Workload, kv_bytes, num_params, rank_memory, reserve, server_memory, weight_bytes
 
 # %% auto #0
-__all__ = ['Guess', 'token_flops', 'decode_s', 'rollout_s', 'train_s', 'sync_s', 'Estimate', 'estimate', 'fitting', 'check_fits']
+__all__ = [
+    'Guess',
+    'token_flops',
+    'decode_s',
+    'rollout_s',
+    'train_s',
+    'sync_s',
+    'Estimate',
+    'estimate',
+    'fitting',
+    'check_fits',
+]
+
 
 # %% ../../nbs/launch/03_step_estimate.ipynb #0c9bac7a
 @dataclass(frozen=True)
 class Guess:
     "What no data sheet says: shares of the peak that are reached, and a fixed cost"
-    matrix_frac:float=.35   # of the matrix units, in training
-    memory_frac:float=.6    # of the memory's bandwidth, in decoding
-    link_frac:float=.7      # of a link's bandwidth, in the weight sync
-    token_s:float=.003      # of each decoding step that no data sheet explains
+
+    matrix_frac: float = 0.35  # of the matrix units, in training
+    memory_frac: float = 0.6  # of the memory's bandwidth, in decoding
+    link_frac: float = 0.7  # of a link's bandwidth, in the weight sync
+    token_s: float = 0.003  # of each decoding step that no data sheet explains
+
 
 def token_flops(
-    policy:PolicyConfig,
-    length:float    # of the sequence that the token belongs to
-)->float:
+    policy: PolicyConfig,
+    length: float,  # of the sequence that the token belongs to
+) -> float:
     "Of one forward pass, per token: 2 per parameter that it meets, and causal attention over half the sequence"
     c = policy
-    tables = 0 if c.tie_word_embeddings else c.vocab_size*c.hidden_size # a look-up multiplies nothing
-    return 2*(num_params(c)[1]-tables)+2*c.num_hidden_layers*c.num_attention_heads*c.head_dim*length
+    tables = (
+        0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
+    )  # a look-up multiplies nothing
+    return (
+        2 * (num_params(c)[1] - tables)
+        + 2 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * length
+    )
+
 
 def decode_s(
-    policy:PolicyConfig,
-    vllm:VllmConfig,
-    gpu:Gpu,
-    running:float,  # responses at the same time on one server
-    length:float,   # tokens that each has in the cache
-    guess:Guess=Guess()
-)->float:           # seconds until each has one more token
+    policy: PolicyConfig,
+    vllm: VllmConfig,
+    gpu: Gpu,
+    running: float,  # responses at the same time on one server
+    length: float,  # tokens that each has in the cache
+    guess: Guess = Guess(),
+) -> float:  # seconds until each has one more token
     "Decoding reads every weight that any response needs, and everyone's cache"
-    E,K,size = policy.num_experts, policy.num_experts_per_tok, weight_bytes(policy, vllm.quantization)
-    met = 1-(1-K/E)**running # share of the experts that somebody needs, if all were equally likely
-    read = sum(size.values())-size.get('experts', 0)*(1-met)
-    read = read/vllm.tensor_parallel+running*length*kv_bytes(policy, vllm)
-    flops = running*token_flops(policy, 2*length)/vllm.tensor_parallel
-    slower = max(read/(gpu.bandwidth_gbs*1e9*guess.memory_frac), flops/(gpu.bf16_tflops*1e12*guess.matrix_frac))
-    return slower+guess.token_s
+    E, K, size = (
+        policy.num_experts,
+        policy.num_experts_per_tok,
+        weight_bytes(policy, vllm.quantization),
+    )
+    met = (
+        1 - (1 - K / E) ** running
+    )  # share of the experts that somebody needs, if all were equally likely
+    read = sum(size.values()) - size.get('experts', 0) * (1 - met)
+    read = read / vllm.tensor_parallel + running * length * kv_bytes(policy, vllm)
+    flops = running * token_flops(policy, 2 * length) / vllm.tensor_parallel
+    slower = max(
+        read / (gpu.bandwidth_gbs * 1e9 * guess.memory_frac),
+        flops / (gpu.bf16_tflops * 1e12 * guess.matrix_frac),
+    )
+    return slower + guess.token_s
+
 
 # %% ../../nbs/launch/03_step_estimate.ipynb #ecfbc3b4
 def rollout_s(
-    policy:PolicyConfig,
-    vllm:VllmConfig,
-    gpu:Gpu,
-    workload:Workload=Workload(),
-    guess:Guess=Guess(),
-    taken:float=0.      # bytes of each GPU that something else holds
-)->float:
+    policy: PolicyConfig,
+    vllm: VllmConfig,
+    gpu: Gpu,
+    workload: Workload = Workload(),
+    guess: Guess = Guess(),
+    taken: float = 0.0,  # bytes of each GPU that something else holds
+) -> float:
     "As many at a time as the cache holds, in equal waves; then the longest response is drawn to its end alone"
-    w,servers = workload, len(vllm.urls) or vllm.num_replicas
-    each,mean = ceil(w.responses/servers), w.prompt_tokens+w.response_tokens/2
-    fit = server_memory(policy, vllm, gpu, taken)['cached_tokens']/(w.prompt_tokens+w.response_tokens)
+    w, servers = workload, len(vllm.urls) or vllm.num_replicas
+    each, mean = ceil(w.responses / servers), w.prompt_tokens + w.response_tokens / 2
+    fit = server_memory(policy, vllm, gpu, taken)['cached_tokens'] / (
+        w.prompt_tokens + w.response_tokens
+    )
     running = max(1, min(each, w.num_slots, fit))
-    bulk = each/running*w.response_tokens*decode_s(policy, vllm, gpu, running, mean, guess)
-    return bulk+(w.max_tokens-w.response_tokens)*decode_s(policy, vllm, gpu, 1, w.max_tokens, guess)
+    bulk = each / running * w.response_tokens * decode_s(policy, vllm, gpu, running, mean, guess)
+    return bulk + (w.max_tokens - w.response_tokens) * decode_s(
+        policy, vllm, gpu, 1, w.max_tokens, guess
+    )
+
 
 def train_s(
-    policy:PolicyConfig,
-    parallel:ParallelConfig,
-    world_size:int,
-    gpu:Gpu,
-    workload:Workload=Workload(),
-    guess:Guess=Guess()
-)->dict[str,float]: # seconds without and with gradient
+    policy: PolicyConfig,
+    parallel: ParallelConfig,
+    world_size: int,
+    gpu: Gpu,
+    workload: Workload = Workload(),
+    guess: Guess = Guess(),
+) -> dict[str, float]:  # seconds without and with gradient
     "Operations over those that all GPUs can do; a pipeline stands still while it fills and drains"
-    w,p = workload, parallel
-    tokens,length = w.responses*(w.prompt_tokens+w.response_tokens), w.prompt_tokens+w.response_tokens
-    forward = tokens*token_flops(policy, length)/(world_size*gpu.bf16_tflops*1e12*guess.matrix_frac)
-    micro = max(1, tokens/(p.dp(world_size)*w.micro_batch_tokens))
-    forward *= 1+(p.pp-1)/(p.vpp*micro)
-    return dict(log_probs_s=w.num_forward*forward, update_s=(4 if p.recompute=='full' else 3)*forward)
+    w, p = workload, parallel
+    tokens, length = (
+        w.responses * (w.prompt_tokens + w.response_tokens),
+        w.prompt_tokens + w.response_tokens,
+    )
+    forward = (
+        tokens
+        * token_flops(policy, length)
+        / (world_size * gpu.bf16_tflops * 1e12 * guess.matrix_frac)
+    )
+    micro = max(1, tokens / (p.dp(world_size) * w.micro_batch_tokens))
+    forward *= 1 + (p.pp - 1) / (p.vpp * micro)
+    return dict(
+        log_probs_s=w.num_forward * forward, update_s=(4 if p.recompute == 'full' else 3) * forward
+    )
 
-def sync_s(policy:PolicyConfig, vllm:VllmConfig, gpu:Gpu, num_nodes:int=1, guess:Guess=Guess())->float:
+
+def sync_s(
+    policy: PolicyConfig, vllm: VllmConfig, gpu: Gpu, num_nodes: int = 1, guess: Guess = Guess()
+) -> float:
     "The whole model in bfloat16, once through the slowest link between the first rank and the servers"
-    return 2*num_params(policy)[0]/((gpu.network_gbs if num_nodes>1 or vllm.urls else gpu.link_gbs)*1e9*guess.link_frac)
+    return (
+        2
+        * num_params(policy)[0]
+        / (
+            (gpu.network_gbs if num_nodes > 1 or vllm.urls else gpu.link_gbs)
+            * 1e9
+            * guess.link_frac
+        )
+    )
+
 
 # %% ../../nbs/launch/03_step_estimate.ipynb #4d104f12
-def _bytes(n): return f'{n/1e9:,.2f} GB' if n>=1e7 else f'{n/1e6:,.2f} MB'
+def _bytes(n):
+    return f'{n / 1e9:,.2f} GB' if n >= 1e7 else f'{n / 1e6:,.2f} MB'
+
 
 @dataclass(frozen=True)
 class Estimate:
     "Of a layout on a kind of GPU; nothing of it was measured"
-    layout:Layout
-    gpu:Gpu|None                    # None = a CPU: bytes alone
-    workload:Workload
-    stages:list[dict[str,float]]    # bytes by part of a rank, by pipeline stage
-    server:dict[str,float]          # bytes on each GPU of a rollout server; empty = there is none
-    times:dict[str,float]           # seconds by part of a step
+
+    layout: Layout
+    gpu: Gpu | None  # None = a CPU: bytes alone
+    workload: Workload
+    stages: list[dict[str, float]]  # bytes by part of a rank, by pipeline stage
+    server: dict[str, float]  # bytes on each GPU of a rollout server; empty = there is none
+    times: dict[str, float]  # seconds by part of a step
 
     @property
-    def peak(self)->float: return max(sum(s.values()) for s in self.stages)
+    def peak(self) -> float:
+        return max(sum(s.values()) for s in self.stages)
 
-    def table(self)->str:
+    def table(self) -> str:
         "Memory of the fullest rank and of a server, and the time of a step"
         full = max(self.stages, key=lambda s: sum(s.values()))
-        rows = [(f'rank, {k}', _bytes(v)) for k,v in full.items()]+[('rank, all', _bytes(self.peak))]
-        rows += [(f'server GPU, {k.replace("_", " ")}', f'{v:,.0f}' if k=='cached_tokens' else _bytes(v))
-            for k,v in self.server.items()]
-        rows += [(k.removesuffix('_s').replace('_', ' '), f'{v:,.1f} s') for k,v in self.times.items()]
+        rows = [(f'rank, {k}', _bytes(v)) for k, v in full.items()] + [
+            ('rank, all', _bytes(self.peak))
+        ]
+        rows += [
+            (
+                f'server GPU, {k.replace("_", " ")}',
+                f'{v:,.0f}' if k == 'cached_tokens' else _bytes(v),
+            )
+            for k, v in self.server.items()
+        ]
+        rows += [
+            (k.removesuffix('_s').replace('_', ' '), f'{v:,.1f} s') for k, v in self.times.items()
+        ]
         all_of = 'step' if self.server else 'training'
-        if self.times: rows.append((f'{all_of}, one after the other', f'{sum(self.times.values()):,.1f} s'))
+        if self.times:
+            rows.append((f'{all_of}, one after the other', f'{sum(self.times.values()):,.1f} s'))
         name = f'{len(self.layout.places)} x {self.gpu.name if self.gpu else "CPU"}'
-        return '\n'.join([f'estimate for {name}, not measured', *(f'  {k:28} {v:>14}' for k,v in rows)])
+        return '\n'.join(
+            [f'estimate for {name}, not measured', *(f'  {k:28} {v:>14}' for k, v in rows)]
+        )
+
 
 def estimate(
-    layout:Layout,
-    workload:Workload=Workload(),
-    gpu:Gpu|None=None,              # None = a CPU: memory alone, no data sheet says how fast it is
-    vllm:VllmConfig|None=None,      # None = nothing of the rollout is estimated
-    guess:Guess=Guess()
-)->Estimate:
+    layout: Layout,
+    workload: Workload = Workload(),
+    gpu: Gpu | None = None,  # None = a CPU: memory alone, no data sheet says how fast it is
+    vllm: VllmConfig | None = None,  # None = nothing of the rollout is estimated
+    guess: Guess = Guess(),
+) -> Estimate:
     "Memory per rank and time per step"
-    p,c,n = layout.parallel, layout.policy, len(layout.places)
-    stages = [rank_memory(c, p, n, layout.places[s*n//p.pp], workload) for s in range(p.pp)]
-    if gpu is None: return Estimate(layout, gpu, workload, stages, {}, {})
-    own = vllm is None or bool(vllm.urls or layout.servers) # has the rollout GPUs of its own?
-    taken = 0. if own else max(sum(s.values()) for s in stages)
+    p, c, n = layout.parallel, layout.policy, len(layout.places)
+    stages = [rank_memory(c, p, n, layout.places[s * n // p.pp], workload) for s in range(p.pp)]
+    if gpu is None:
+        return Estimate(layout, gpu, workload, stages, {}, {})
+    own = vllm is None or bool(vllm.urls or layout.servers)  # has the rollout GPUs of its own?
+    taken = 0.0 if own else max(sum(s.values()) for s in stages)
     server = server_memory(c, vllm, gpu, taken) if vllm else {}
-    rollout = dict(rollout_s=rollout_s(c, vllm, gpu, workload, guess, taken), sync_s=sync_s(c, vllm, gpu,
-        layout.num_nodes, guess)) if vllm else {}
-    return Estimate(layout, gpu, workload, stages, server, rollout | train_s(c, p, n, gpu, workload, guess))
+    rollout = (
+        dict(
+            rollout_s=rollout_s(c, vllm, gpu, workload, guess, taken),
+            sync_s=sync_s(c, vllm, gpu, layout.num_nodes, guess),
+        )
+        if vllm
+        else {}
+    )
+    return Estimate(
+        layout, gpu, workload, stages, server, rollout | train_s(c, p, n, gpu, workload, guess)
+    )
+
 
 # %% ../../nbs/launch/03_step_estimate.ipynb #53647f17
 def fitting(
-    policy:PolicyConfig,
-    world_size:int,
-    gpu:Gpu,
-    workload:Workload=Workload(),
-    parallel:ParallelConfig=ParallelConfig(dtype='bfloat16'), # what is not searched comes from here
-    ranks_per_node:int=8
-)->list[ParallelConfig]:    # that fit, with the least recomputation and cutting first
+    policy: PolicyConfig,
+    world_size: int,
+    gpu: Gpu,
+    workload: Workload = Workload(),
+    parallel: ParallelConfig = ParallelConfig(
+        dtype='bfloat16'
+    ),  # what is not searched comes from here
+    ranks_per_node: int = 8,
+) -> list[ParallelConfig]:  # that fit, with the least recomputation and cutting first
     "Layouts for so many GPUs"
     powers = [2**i for i in range(world_size.bit_length())]
-    def fits(p):
-        try: check_parallel(p, policy, world_size, device='cuda')
-        except ValueError: return False
-        places = (place(p, policy, world_size, s*world_size//p.pp, ranks_per_node) for s in range(p.pp))
-        return all(sum(rank_memory(policy, p, world_size, at, workload).values())<=_room(gpu) for at in places)
-    found = [replace(parallel, tp=tp, pp=pp, ep=ep, etp=1, vpp=1, recompute=r)
-        for r,tp,pp,ep in product(('none', 'moe', 'full'), (n for n in powers if n<=ranks_per_node), powers, powers)]
-    return sorted(filter(fits, found), key=lambda p: (('none', 'moe', 'full').index(p.recompute), p.tp*p.pp, p.ep))
 
-def _room(gpu): return gpu.memory_gb*1e9-reserve
+    def fits(p):
+        try:
+            check_parallel(p, policy, world_size, device='cuda')
+        except ValueError:
+            return False
+        places = (
+            place(p, policy, world_size, s * world_size // p.pp, ranks_per_node)
+            for s in range(p.pp)
+        )
+        return all(
+            sum(rank_memory(policy, p, world_size, at, workload).values()) <= _room(gpu)
+            for at in places
+        )
+
+    found = [
+        replace(parallel, tp=tp, pp=pp, ep=ep, etp=1, vpp=1, recompute=r)
+        for r, tp, pp, ep in product(
+            ('none', 'moe', 'full'), (n for n in powers if n <= ranks_per_node), powers, powers
+        )
+    ]
+    return sorted(
+        filter(fits, found),
+        key=lambda p: (('none', 'moe', 'full').index(p.recompute), p.tp * p.pp, p.ep),
+    )
+
+
+def _room(gpu):
+    return gpu.memory_gb * 1e9 - reserve
+
 
 def check_fits(
-    e:Estimate,
-    can_cut:bool=True   # is another layout a way out? the embedded engine has one
+    e: Estimate,
+    can_cut: bool = True,  # is another layout a way out? the embedded engine has one
 ):
     "Raises ValueError for a layout that does not fit the GPUs, with one that does"
-    c,gpu,n = e.layout.policy, e.gpu, len(e.layout.places)
-    if gpu is None: return
-    if e.peak>_room(gpu):
+    c, gpu, n = e.layout.policy, e.gpu, len(e.layout.places)
+    if gpu is None:
+        return
+    if e.peak > _room(gpu):
         full = max(e.stages, key=lambda s: sum(s.values()))
-        found = can_cut and fitting(c, n, gpu, e.workload, e.layout.parallel, e.layout.ranks_per_node)
+        found = can_cut and fitting(
+            c, n, gpu, e.workload, e.layout.parallel, e.layout.ranks_per_node
+        )
         use = 'a smaller optim.micro_batch_tokens, or more GPUs'
-        if found: f = found[0]; use = f'parallel.tp={f.tp} pp={f.pp} ep={f.ep} etp={f.etp} recompute={f.recompute}'
-        raise ValueError(f'a rank needs {e.peak/1e9:,.0f} GB of the {gpu.memory_gb:,} GB of a {gpu.name}, most for '
-            f'{max(full, key=full.get)} (estimate): use {use}')
-    need = e.workload.prompt_tokens+e.workload.max_tokens
-    if e.server and e.server['cached_tokens']<need:
+        if found:
+            f = found[0]
+            use = f'parallel.tp={f.tp} pp={f.pp} ep={f.ep} etp={f.etp} recompute={f.recompute}'
+        raise ValueError(
+            f'a rank needs {e.peak / 1e9:,.0f} GB of the {gpu.memory_gb:,} GB of a {gpu.name}, most for '
+            f'{max(full, key=full.get)} (estimate): use {use}'
+        )
+    need = e.workload.prompt_tokens + e.workload.max_tokens
+    if e.server and e.server['cached_tokens'] < need:
         room = f'{e.server["cached_tokens"]:,.0f} tokens'
-        raise ValueError(f'a rollout server has room for {room}, one response may need '
-            f'{need:,} (estimate): use a larger vllm.tensor_parallel, quantization=fp8, or GPUs that do not train')
+        raise ValueError(
+            f'a rollout server has room for {room}, one response may need '
+            f'{need:,} (estimate): use a larger vllm.tensor_parallel, quantization=fp8, or GPUs that do not train'
+        )

@@ -6,6 +6,7 @@ Docs: https://compassrl.github.io/compassrl/model/log_probs.html.md"""
 
 # %% ../../nbs/model/02_log_probs.ipynb #9f63ccb6
 from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,70 +15,95 @@ from torch.autograd.function import once_differentiable
 # %% auto #0
 __all__ = ['dense_log_probs', 'token_log_probs']
 
+
 # %% ../../nbs/model/02_log_probs.ipynb #79754d31
-def _logits(hidden, head, temperature): # in fp32, or in fp64 if given that
+def _logits(hidden, head, temperature):  # in fp32, or in fp64 if given that
     z = F.linear(hidden, head)
     return z.to(torch.promote_types(z.dtype, torch.float)).div_(temperature)
 
+
 def dense_log_probs(
-    hidden:Tensor,        # [N, D]
-    head:Tensor,          # [V, D]
-    targets:Tensor,       # [N] int64
-    temperature:float=1.0
-)->tuple[Tensor,Tensor]:  # [N] log-probs; [N] entropies in nats, without gradient
+    hidden: Tensor,  # [N, D]
+    head: Tensor,  # [V, D]
+    targets: Tensor,  # [N] int64
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # [N] log-probs; [N] entropies in nats, without gradient
     "All logits at once, and as many log-probs beside them"
     all_log_probs = _logits(hidden, head, temperature).log_softmax(-1)
-    with torch.no_grad(): entropy = -(all_log_probs.exp()*all_log_probs).sum(-1)
-    return all_log_probs.gather(1, targets[:,None])[:,0], entropy
+    with torch.no_grad():
+        entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+    return all_log_probs.gather(1, targets[:, None])[:, 0], entropy
+
 
 # %% ../../nbs/model/02_log_probs.ipynb #e37e229e
-def _chunk(hidden, head, targets, temperature): # [n] log-probs, entropies, and the log of the softmax's denominator
+def _chunk(
+    hidden, head, targets, temperature
+):  # [n] log-probs, entropies, and the log of the softmax's denominator
     log_probs = _logits(hidden, head, temperature)
     log_z = log_probs.logsumexp(1, keepdim=True)
     log_probs -= log_z
     entropy = -torch.linalg.vecdot(log_probs.exp(), log_probs)
-    return log_probs.gather(1, targets[:,None])[:,0], entropy, log_z[:,0]
+    return log_probs.gather(1, targets[:, None])[:, 0], entropy, log_z[:, 0]
 
-class _Chunked(torch.autograd.Function): # forgets the logits, and computes them again when the gradient asks
+
+class _Chunked(
+    torch.autograd.Function
+):  # forgets the logits, and computes them again when the gradient asks
     @staticmethod
-    def forward(ctx, hidden, head, targets, temperature, rows): # rows: tokens of a chunk
-        parts = [_chunk(h, head, y, temperature) for h,y in zip(hidden.split(rows), targets.split(rows))]
-        log_probs,entropy,log_z = map(torch.cat, zip(*parts))
+    def forward(ctx, hidden, head, targets, temperature, rows):  # rows: tokens of a chunk
+        parts = [
+            _chunk(h, head, y, temperature) for h, y in zip(hidden.split(rows), targets.split(rows))
+        ]
+        log_probs, entropy, log_z = map(torch.cat, zip(*parts))
         ctx.save_for_backward(hidden, head, targets, log_z)
-        ctx.temperature,ctx.rows = temperature,rows
+        ctx.temperature, ctx.rows = temperature, rows
         ctx.mark_non_differentiable(entropy)
-        return log_probs,entropy
+        return log_probs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
-        hidden,head,targets,log_z = ctx.saved_tensors
+        hidden, head, targets, log_z = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        to_head = torch.zeros_like(head, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None # a sum over chunks
+        to_head = (
+            torch.zeros_like(head, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
+        )  # a sum over chunks
         for start in range(0, len(hidden), ctx.rows):
-            at = slice(start, start+ctx.rows)
-            h,g = hidden[at], grad[at,None]/ctx.temperature
-            d = _logits(h, head, ctx.temperature).sub_(log_z[at,None]).exp_().mul_(-g)
-            d = d.scatter_add_(1, targets[at,None], g).to(h.dtype) # g (1[v = y] - p_v)
-            if to_hidden is not None: to_hidden[at] = d@head
-            if to_head is not None: to_head.addmm_(d.mT, h) if d.dtype==to_head.dtype else to_head.add_(d.mT@h)
+            at = slice(start, start + ctx.rows)
+            h, g = hidden[at], grad[at, None] / ctx.temperature
+            d = _logits(h, head, ctx.temperature).sub_(log_z[at, None]).exp_().mul_(-g)
+            d = d.scatter_add_(1, targets[at, None], g).to(h.dtype)  # g (1[v = y] - p_v)
+            if to_hidden is not None:
+                to_hidden[at] = d @ head
+            if to_head is not None:
+                to_head.addmm_(d.mT, h) if d.dtype == to_head.dtype else to_head.add_(d.mT @ h)
         return to_hidden, None if to_head is None else to_head.to(head.dtype), None, None, None
+
 
 # %% ../../nbs/model/02_log_probs.ipynb #326a644a
 def token_log_probs(
-    hidden:Tensor,         # [N, D] the state that predicts each token
-    head:Tensor,           # [V, D] the output layer
-    targets:Tensor,        # [N] int64, the tokens
-    temperature:float=1.0, # the one that they were sampled with
-    max_logits:int=2**26   # [n, V] logits alive at a time: memory, never the result
-)->tuple[Tensor,Tensor]:   # [N] log-probs and [N] entropies in nats, fp32 (fp64 if given that); entropy has no gradient
+    hidden: Tensor,  # [N, D] the state that predicts each token
+    head: Tensor,  # [V, D] the output layer
+    targets: Tensor,  # [N] int64, the tokens
+    temperature: float = 1.0,  # the one that they were sampled with
+    max_logits: int = 2**26,  # [n, V] logits alive at a time: memory, never the result
+) -> tuple[
+    Tensor, Tensor
+]:  # [N] log-probs and [N] entropies in nats, fp32 (fp64 if given that); entropy has no gradient
     "Log-softmax of `hidden @ head.T`, a chunk of tokens at a time in both passes. Raises ValueError"
-    if not temperature>0: raise ValueError(f'temperature={temperature}: use more than 0')
-    if max_logits<1: raise ValueError(f'max_logits={max_logits}: use at least 1; below V it is one token at a time')
-    (N,D),V = hidden.shape, len(head)
-    if head.shape!=(V, D) or targets.shape!=(N,):
-        raise ValueError(f'hidden {[N, D]}, head {list(head.shape)}, targets {list(targets.shape)}: '
-            'use [N, D], [V, D] and [N]')
-    rows = max(max_logits//V, 1)
-    if N<=rows: return dense_log_probs(hidden, head, targets, temperature)
+    if not temperature > 0:
+        raise ValueError(f'temperature={temperature}: use more than 0')
+    if max_logits < 1:
+        raise ValueError(
+            f'max_logits={max_logits}: use at least 1; below V it is one token at a time'
+        )
+    (N, D), V = hidden.shape, len(head)
+    if head.shape != (V, D) or targets.shape != (N,):
+        raise ValueError(
+            f'hidden {[N, D]}, head {list(head.shape)}, targets {list(targets.shape)}: '
+            'use [N, D], [V, D] and [N]'
+        )
+    rows = max(max_logits // V, 1)
+    if N <= rows:
+        return dense_log_probs(hidden, head, targets, temperature)
     return _Chunked.apply(hidden, head, targets, temperature, rows)

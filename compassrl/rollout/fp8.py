@@ -6,145 +6,205 @@ Docs: https://compassrl.github.io/compassrl/rollout/fp8.html.md"""
 
 # %% ../../nbs/rollout/02_fp8.ipynb #93f2be70
 from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from ..model.policy import PolicyConfig, grouped_linear
+
+from ..model.policy import PolicyConfig
 from .torch_engine import TorchRollout
 
 # %% auto #0
-__all__ = ['e4m3', 'largest', 'weight_block', 'row_block', 'decode_e4m3', 'encode_e4m3', 'quantise', 'dequantise', 'takes_fp8',
-           'fp8_weights', 'scaled_mm', 'Fp8Rollout']
+__all__ = [
+    'e4m3',
+    'largest',
+    'weight_block',
+    'row_block',
+    'decode_e4m3',
+    'encode_e4m3',
+    'quantise',
+    'dequantise',
+    'takes_fp8',
+    'fp8_weights',
+    'scaled_mm',
+    'Fp8Rollout',
+]
 
 # %% ../../nbs/rollout/02_fp8.ipynb #b44ffaa9
-e4m3,largest = torch.float8_e4m3fn, 448. # the format of a code and its largest number
+e4m3, largest = torch.float8_e4m3fn, 448.0  # the format of a code and its largest number
+
 
 def decode_e4m3(
-    codes:Tensor # uint8, any shape
-)->Tensor:       # fp32, exactly
+    codes: Tensor,  # uint8, any shape
+) -> Tensor:  # fp32, exactly
     "What the 256 codes stand for"
-    exponent,mantissa = (codes.int()>>3)&15, (codes&7).float()
-    size = torch.where(exponent==0, mantissa/8*2.**-6, torch.ldexp(1+mantissa/8, exponent-7))
-    size = size.masked_fill((codes&127)==127, torch.nan)
-    return torch.where(codes>=128, -size, size)
+    exponent, mantissa = (codes.int() >> 3) & 15, (codes & 7).float()
+    size = torch.where(
+        exponent == 0, mantissa / 8 * 2.0**-6, torch.ldexp(1 + mantissa / 8, exponent - 7)
+    )
+    size = size.masked_fill((codes & 127) == 127, torch.nan)
+    return torch.where(codes >= 128, -size, size)
+
 
 def encode_e4m3(
-    x:Tensor # any shape
-)->Tensor:   # uint8
+    x: Tensor,  # any shape
+) -> Tensor:  # uint8
     "The nearest code, ties to the even one; +-448 beyond (infinities too), NaN stays NaN"
     x = x.float()
     size = x.abs().clamp(max=largest)
-    exponent = size.clamp(min=2.**-6).frexp().exponent-1 # below 2^-6 the steps get no finer
-    code = 8*(exponent+6)+torch.ldexp(size, 3-exponent).round().int()
-    return (code.masked_fill(x.isnan(), 127)+128*x.signbit()).to(torch.uint8)
+    exponent = size.clamp(min=2.0**-6).frexp().exponent - 1  # below 2^-6 the steps get no finer
+    code = 8 * (exponent + 6) + torch.ldexp(size, 3 - exponent).round().int()
+    return (code.masked_fill(x.isnan(), 127) + 128 * x.signbit()).to(torch.uint8)
+
 
 # %% ../../nbs/rollout/02_fp8.ipynb #2864cf8f
-weight_block,row_block = (128, 128), (1, 128) # of weights and of activations: rows and columns that share a scale
+weight_block, row_block = (
+    (128, 128),
+    (1, 128),
+)  # of weights and of activations: rows and columns that share a scale
 
-def _cut(x, block): # [..., O, I] -> [..., blocks, o, blocks, i]; a block is not larger than the matrix
-    O,I = x.shape[-2:]
-    o,i = (max(1, min(b, n)) for b,n in zip(block, (O, I)))
-    return F.pad(x, (0, -I%i, 0, -O%o)).unflatten(-1, (-(-I//i), i)).unflatten(-3, (-(-O//o), o))
 
-def _join(blocks, O, I): return blocks.flatten(-4, -3).flatten(-2)[...,:O,:I] # the way back
+def _cut(
+    x, block
+):  # [..., O, I] -> [..., blocks, o, blocks, i]; a block is not larger than the matrix
+    O, I = x.shape[-2:]
+    o, i = (max(1, min(b, n)) for b, n in zip(block, (O, I)))
+    return (
+        F.pad(x, (0, -I % i, 0, -O % o))
+        .unflatten(-1, (-(-I // i), i))
+        .unflatten(-3, (-(-O // o), o))
+    )
+
+
+def _join(blocks, O, I):
+    return blocks.flatten(-4, -3).flatten(-2)[..., :O, :I]  # the way back
+
 
 def quantise(
-    x:Tensor,                              # [..., O, I]
-    block:tuple[int,int]=weight_block      # rows and columns that share a scale
-)->tuple[Tensor,Tensor]:                   # codes e4m3 [..., O, I], scales fp32 [..., O/rows, I/columns] rounded up
+    x: Tensor,  # [..., O, I]
+    block: tuple[int, int] = weight_block,  # rows and columns that share a scale
+) -> tuple[
+    Tensor, Tensor
+]:  # codes e4m3 [..., O, I], scales fp32 [..., O/rows, I/columns] rounded up
     "x is about codes * scales. A block with an infinity or a NaN becomes NaN as a whole"
     b = _cut(x.float(), block)
-    scales = b.abs().amax((-3, -1), keepdim=True)/largest
-    scales = scales.masked_fill(scales==0, 1)
-    codes = (b/scales).clamp(-largest, largest).to(e4m3)
+    scales = b.abs().amax((-3, -1), keepdim=True) / largest
+    scales = scales.masked_fill(scales == 0, 1)
+    codes = (b / scales).clamp(-largest, largest).to(e4m3)
     return _join(codes, *x.shape[-2:]), scales.squeeze(-1).squeeze(-2)
 
+
 def dequantise(
-    codes:Tensor,                     # e4m3 [..., O, I]
-    scales:Tensor,                    # fp32 [..., O/rows, I/columns]
-    block:tuple[int,int]=weight_block
-)->Tensor:                            # fp32 [..., O, I]
+    codes: Tensor,  # e4m3 [..., O, I]
+    scales: Tensor,  # fp32 [..., O/rows, I/columns]
+    block: tuple[int, int] = weight_block,
+) -> Tensor:  # fp32 [..., O, I]
     "What the codes of `quantise` stand for"
-    return _join(_cut(codes.float(), block)*scales[...,:,None,:,None], *codes.shape[-2:])
+    return _join(_cut(codes.float(), block) * scales[..., :, None, :, None], *codes.shape[-2:])
+
 
 # %% ../../nbs/rollout/02_fp8.ipynb #3e149014
 def takes_fp8(
-    name:str # a Hugging Face name
-)->bool:
+    name: str,  # a Hugging Face name
+) -> bool:
     "A projection of attention, of a dense MLP or of an expert; not a router, an embedding, the head or a norm"
     return name.endswith('_proj.weight')
 
+
 def _finite(name, codes, scales):
-    if scales.isfinite().all(): return codes, scales
-    raise ValueError(f'{name} has values that are not finite: nothing can be sampled with it, go back to a checkpoint')
+    if scales.isfinite().all():
+        return codes, scales
+    raise ValueError(
+        f'{name} has values that are not finite: nothing can be sampled with it, go back to a checkpoint'
+    )
+
 
 def fp8_weights(
-    weights:Iterable[tuple[str,Tensor]] # by their Hugging Face names
-)->Iterator[tuple[str,Tensor]]:         # the same names, shapes and dtypes; one tensor at a time
+    weights: Iterable[tuple[str, Tensor]],  # by their Hugging Face names
+) -> Iterator[tuple[str, Tensor]]:  # the same names, shapes and dtypes; one tensor at a time
     "Matrices quantised and dequantised, for an engine without FP8 kernels. Raises ValueError for an infinity or a NaN"
-    for name,w in weights:
+    for name, w in weights:
         yield name, dequantise(*_finite(name, *quantise(w))).to(w.dtype) if takes_fp8(name) else w
+
 
 # %% ../../nbs/rollout/02_fp8.ipynb #8a960937
 def scaled_mm(
-    x:Tensor,     # [n, in]
-    codes:Tensor, # e4m3 [out, in]; both multiples of 128
-    scales:Tensor # [out/128, in/128]
-)->Tensor:        # [n, out]
+    x: Tensor,  # [n, in]
+    codes: Tensor,  # e4m3 [out, in]; both multiples of 128
+    scales: Tensor,  # [out/128, in/128]
+) -> Tensor:  # [n, out]
     "Codes times codes by cuBLAS, on Hopper: pieces of 128 added in fp32, by both scales (not run on GPU)"
-    n,k = len(x), scales.shape[1]
-    a,row = quantise(F.pad(x, (0, 0, 0, -n%4)), row_block)     # it wants whole fours of rows ...
-    row = row.t().contiguous().t()                             # ... the scales of one piece side by side ...
-    scales = F.pad(scales, (0, -k%4))[:,:k]                    # ... and rows of scales at whole 16 bytes
+    n, k = len(x), scales.shape[1]
+    a, row = quantise(F.pad(x, (0, 0, 0, -n % 4)), row_block)  # it wants whole fours of rows ...
+    row = row.t().contiguous().t()  # ... the scales of one piece side by side ...
+    scales = F.pad(scales, (0, -k % 4))[:, :k]  # ... and rows of scales at whole 16 bytes
     return torch._scaled_mm(a, codes.t(), row, scales.t(), out_dtype=torch.bfloat16)[:n].to(x.dtype)
+
 
 class Fp8Rollout(TorchRollout):
     "`TorchRollout` with products in FP8: weights 128x128, activations 1x128. Raises ValueError for weights not finite"
-    def __init__(self,
-        config:PolicyConfig,
-        num_slots:int=128,                 # responses that run at the same time
-        dtype:torch.dtype=torch.float32,   # of what is not FP8
-        device:str='cpu',
-        return_routes:bool=True,           # record the experts of every token
-        weights:bool=True,                 # quantise projections and experts at every sync?
-        activations:bool=True,             # quantise what they are multiplied with?
-        kv_cache:bool=False                # quantise keys and values?
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        num_slots: int = 128,  # responses that run at the same time
+        dtype: torch.dtype = torch.float32,  # of what is not FP8
+        device: str = 'cpu',
+        return_routes: bool = True,  # record the experts of every token
+        weights: bool = True,  # quantise projections and experts at every sync?
+        activations: bool = True,  # quantise what they are multiplied with?
+        kv_cache: bool = False,  # quantise keys and values?
     ):
         super().__init__(config, num_slots, dtype, device, return_routes)
-        self.weights,self.activations,self.kv_cache = weights, activations, kv_cache
-        hopper = torch.device(device).type=='cuda' and torch.cuda.get_device_capability(device)==(9, 0)
+        self.weights, self.activations, self.kv_cache = weights, activations, kv_cache
+        hopper = torch.device(device).type == 'cuda' and torch.cuda.get_device_capability(
+            device
+        ) == (9, 0)
         self.has_kernel = weights and activations and hopper
         self.wide = torch.promote_types(dtype, torch.float32)
 
     @torch.inference_mode()
-    def load_weights(self, weights:Iterable[tuple[str,Tensor]], version:int):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int):
         "As of `TorchRollout`, then quantised"
         super().load_weights(weights, version)
-        self.version = None # until all are finite
-        for i,l in enumerate(self.layers if self.weights else []):
-            for k in ('qkv', 'out', 'gate_up', 'down'): setattr(l, k, self.keep(f'layer {i}: {k}', getattr(l, k)))
+        self.version = None  # until all are finite
+        for i, l in enumerate(self.layers if self.weights else []):
+            for k in ('qkv', 'out', 'gate_up', 'down'):
+                setattr(l, k, self.keep(f'layer {i}: {k}', getattr(l, k)))
         self.version = version
 
-    def keep(self, name, w): # what `product` or `expert_product` gets: codes and scales, or what they stand for
-        out_in = w if w.dim()==3 else w.mT
-        codes,scales = _finite(name, *quantise(out_in))
-        if self.has_kernel and not any(n%128 for n in out_in.shape[-2:]): return codes.contiguous(), scales
+    def keep(
+        self, name, w
+    ):  # what `product` or `expert_product` gets: codes and scales, or what they stand for
+        out_in = w if w.dim() == 3 else w.mT
+        codes, scales = _finite(name, *quantise(out_in))
+        if self.has_kernel and not any(n % 128 for n in out_in.shape[-2:]):
+            return codes.contiguous(), scales
         w = w.to(self.wide)
-        (w if w.dim()==3 else w.mT).copy_(dequantise(codes, scales)) # in place: its layout is the fast one
+        (w if w.dim() == 3 else w.mT).copy_(
+            dequantise(codes, scales)
+        )  # in place: its layout is the fast one
         return w
 
-    def rounded(self, x, w): # an input as `w` meets it
-        return (dequantise(*quantise(x, row_block), row_block) if self.activations else x).to(w.dtype)
+    def rounded(self, x, w):  # an input as `w` meets it
+        return (dequantise(*quantise(x, row_block), row_block) if self.activations else x).to(
+            w.dtype
+        )
 
     def product(self, x, w):
-        if isinstance(w, tuple): return scaled_mm(x, *w)
+        if isinstance(w, tuple):
+            return scaled_mm(x, *w)
         return super().product(self.rounded(x, w), w).to(x.dtype)
 
     def expert_product(self, x, w, ends):
-        if not isinstance(w, tuple): return super().expert_product(self.rounded(x, w), w, ends).to(x.dtype)
+        if not isinstance(w, tuple):
+            return super().expert_product(self.rounded(x, w), w, ends).to(x.dtype)
         starts = [0, *ends.tolist()]
-        return torch.cat([scaled_mm(x[a:b], *cs) for a,b,*cs in zip(starts, starts[1:], *w) if a<b])
+        return torch.cat(
+            [scaled_mm(x[a:b], *cs) for a, b, *cs in zip(starts, starts[1:], *w) if a < b]
+        )
 
     def cached(self, kv):
         vector = (1, kv.shape[-1])

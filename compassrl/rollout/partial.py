@@ -6,83 +6,114 @@ Docs: https://compassrl.github.io/compassrl/rollout/partial.html.md"""
 
 # %% ../../nbs/rollout/05_partial.ipynb #5f4661ff
 from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+
 import torch
-from torch import Tensor
+
 from ..records import Request, Sample, SamplingParams, derive_seed
 
 # %% auto #0
 __all__ = ['UnderWay']
 
+
 # %% ../../nbs/rollout/05_partial.ipynb #e6336c86
 class UnderWay:
     "Responses that take several steps, `tokens` of each in one. Raises ValueError for less than 1"
-    def __init__(self, tokens:int):
-        if tokens<1: raise ValueError(f'tokens={tokens}: draw at least 1 in a step')
-        self.tokens = tokens
-        self.groups:dict[str,dict[int,Request]] = {}    # prompt -> index -> what was asked
-        self.drawn:dict[tuple[str,int],Sample] = {}     # prompt, index -> what there is of it
-        self.ended:set[tuple[str,int]] = set()
 
-    def begin(self, requests:Iterable[Request]):
-        for r in requests: self.groups.setdefault(r.prompt_id, {})[r.index] = r
+    def __init__(self, tokens: int):
+        if tokens < 1:
+            raise ValueError(f'tokens={tokens}: draw at least 1 in a step')
+        self.tokens = tokens
+        self.groups: dict[str, dict[int, Request]] = {}  # prompt -> index -> what was asked
+        self.drawn: dict[tuple[str, int], Sample] = {}  # prompt, index -> what there is of it
+        self.ended: set[tuple[str, int]] = set()
+
+    def begin(self, requests: Iterable[Request]):
+        for r in requests:
+            self.groups.setdefault(r.prompt_id, {})[r.index] = r
 
     @property
-    def running(self)->list[Request]: # responses that have not ended, as they were asked
-        return [r for id,g in self.groups.items() for k,r in g.items() if (id, k) not in self.ended]
+    def running(self) -> list[Request]:  # responses that have not ended, as they were asked
+        return [
+            r for id, g in self.groups.items() for k, r in g.items() if (id, k) not in self.ended
+        ]
 
-    def parts(self)->list[Request]:
+    def parts(self) -> list[Request]:
         "What to draw next of each: its tokens so far are read as a prompt"
         out = []
         for r in self.running:
             old = self.drawn.get((r.prompt_id, r.index))
-            if old is None: out.append(replace(r, params=self._at_most(r, 0))); continue
+            if old is None:
+                out.append(replace(r, params=self._at_most(r, 0)))
+                continue
             n = len(old.response_ids)
-            out.append(replace(r, prompt_ids=tuple(r.prompt_ids)+tuple(old.response_ids),
-                seed=derive_seed(r.seed, 'part', n), params=self._at_most(r, n)))
+            out.append(
+                replace(
+                    r,
+                    prompt_ids=tuple(r.prompt_ids) + tuple(old.response_ids),
+                    seed=derive_seed(r.seed, 'part', n),
+                    params=self._at_most(r, n),
+                )
+            )
         return out
 
-    def _at_most(self, r, n): return replace(r.params, max_tokens=min(self.tokens, r.params.max_tokens-n))
+    def _at_most(self, r, n):
+        return replace(r.params, max_tokens=min(self.tokens, r.params.max_tokens - n))
 
-    def take(self, s:Sample)->Sample|None: # the whole response, if this was its last part
+    def take(self, s: Sample) -> Sample | None:  # the whole response, if this was its last part
         "Puts a part to its response. Log-probs and versions are those of who drew each token, routes of the last pass"
         key = s.prompt_id, s.index
-        r,old = self.groups[s.prompt_id][s.index], self.drawn.get(key)
+        r, old = self.groups[s.prompt_id][s.index], self.drawn.get(key)
         drawn_by = torch.full((len(s.response_ids),), s.weight_version)
-        ids,log_probs = s.response_ids, s.rollout_log_probs
+        ids, log_probs = s.response_ids, s.rollout_log_probs
         if old is not None:
-            ids = old.response_ids+ids
-            log_probs,drawn_by = map(torch.cat, ((old.rollout_log_probs, log_probs), (old.token_versions, drawn_by)))
-        assert s.prompt_ids==[*r.prompt_ids, *ids[:len(ids)-len(s.response_ids)]], f'{key}: a part of something else'
-        s = self.drawn[key] = replace(s, prompt_ids=list(r.prompt_ids), response_ids=ids, rollout_log_probs=log_probs,
-            token_versions=drawn_by)
-        if s.finish_reason!='stop' and len(ids)<r.params.max_tokens: return None
+            ids = old.response_ids + ids
+            log_probs, drawn_by = map(
+                torch.cat, ((old.rollout_log_probs, log_probs), (old.token_versions, drawn_by))
+            )
+        assert s.prompt_ids == [*r.prompt_ids, *ids[: len(ids) - len(s.response_ids)]], (
+            f'{key}: a part of something else'
+        )
+        s = self.drawn[key] = replace(
+            s,
+            prompt_ids=list(r.prompt_ids),
+            response_ids=ids,
+            rollout_log_probs=log_probs,
+            token_versions=drawn_by,
+        )
+        if s.finish_reason != 'stop' and len(ids) < r.params.max_tokens:
+            return None
         self.ended.add(key)
         return s
 
-    def whole_groups(self)->tuple[list[Request],list[Sample]]:
+    def whole_groups(self) -> tuple[list[Request], list[Sample]]:
         "Groups that have ended, in the order in which they began; they are forgotten here"
-        ready = [id for id,g in self.groups.items() if all((id, k) in self.ended for k in g)]
+        ready = [id for id, g in self.groups.items() if all((id, k) in self.ended for k in g)]
         requests = [r for id in ready for r in self.groups.pop(id).values()]
         keys = [(r.prompt_id, r.index) for r in requests]
         self.ended -= set(keys)
         return requests, [self.drawn.pop(k) for k in keys]
 
+
 # %% ../../nbs/rollout/05_partial.ipynb #ffa7e268
 _tensors = ('rollout_log_probs', 'token_versions', 'routed_experts', 'routes_valid')
 _plain = ('prompt_id', 'index', 'prompt_ids', 'response_ids', 'finish_reason', 'weight_version')
 
-def _state_dict(self:UnderWay)->dict:
+
+def _state_dict(self: UnderWay) -> dict:
     "What a checkpoint can hold. Verdicts are left out: who resumes judges again"
     requests = [asdict(r) for g in self.groups.values() for r in g.values()]
-    drawn = [{k:getattr(s, k) for k in _plain+_tensors} for s in self.drawn.values()]
+    drawn = [{k: getattr(s, k) for k in _plain + _tensors} for s in self.drawn.values()]
     return dict(requests=requests, drawn=drawn, ended=sorted(self.ended))
 
-def _load_state_dict(self:UnderWay, state:dict):
+
+def _load_state_dict(self: UnderWay, state: dict):
     self.groups.clear()
     self.begin(Request(**r | dict(params=SamplingParams(**r['params']))) for r in state['requests'])
-    self.drawn = {(d['prompt_id'], d['index']):Sample(**d) for d in state['drawn']}
+    self.drawn = {(d['prompt_id'], d['index']): Sample(**d) for d in state['drawn']}
     self.ended = {tuple(k) for k in state['ended']}
 
-UnderWay.state_dict,UnderWay.load_state_dict = _state_dict,_load_state_dict
+
+UnderWay.state_dict, UnderWay.load_state_dict = _state_dict, _load_state_dict

@@ -6,6 +6,7 @@ Docs: https://compassrl.github.io/compassrl/rollout/pull_queue.html.md"""
 
 # %% ../../nbs/rollout/03_pull_queue.ipynb #04d06c5d
 from __future__ import annotations
+
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -13,227 +14,317 @@ from dataclasses import dataclass
 from itertools import count
 from math import inf
 from typing import Any
+
 from ..records import Request
 
 # %% auto #0
 __all__ = ['Dispatcher', 'Fault', 'Span', 'Simulation', 'simulate']
 
+
 # %% ../../nbs/rollout/03_pull_queue.ipynb #214a945c
 class Dispatcher:
     "Which replica works on which request: bookkeeping alone, without a clock, a thread or a network"
-    def __init__(self,
-        requests:Iterable[Request],
-        slots:int,                                 # requests that one replica holds at a time
-        order:Callable[[Request],Any]=lambda r: 0  # smallest first; asked again whenever a prompt's requests move on
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        slots: int,  # requests that one replica holds at a time
+        order: Callable[[Request], Any] = lambda r: (
+            0
+        ),  # smallest first; asked again whenever a prompt's requests move on
     ):
-        if slots<1: raise ValueError(f'slots={slots}: use at least 1')
-        self.requests,self.slots,self.order = list(requests), slots, order
-        self.number,at = {}, {}
-        self.group = [self.number.setdefault(tuple(r.prompt_ids), len(self.number)) for r in self.requests]
+        if slots < 1:
+            raise ValueError(f'slots={slots}: use at least 1')
+        self.requests, self.slots, self.order = list(requests), slots, order
+        self.number, at = {}, {}
+        self.group = [
+            self.number.setdefault(tuple(r.prompt_ids), len(self.number)) for r in self.requests
+        ]
         for i in sorted(range(len(self.group)), key=lambda i: order(self.requests[i])):
             at.setdefault(self.group[i], deque()).append(i)
-        self.waiting:dict[int,deque[int]] = {g:at[g] for g in range(len(at))} # prompt -> its requests
-        self.home:dict[int,str] = {}           # prompt -> the replica that pulled it last, which has read it
-        self.bins:dict[tuple,dict[str|None,dict[int,None]]] = {} # key -> home -> prompts, in the order of the queue
-        self.due:list[tuple] = []              # heap of the keys
-        self.place:dict[int,tuple] = {}        # prompt -> key, home
-        self.out:dict[int,tuple[str,int]] = {} # ticket -> replica, request
-        self.busy:dict[str,set[int]] = {}      # replicas at work -> their tickets
-        self.loads:list[tuple[int,int,str]] = [] # heap of load, number of joining, replica; old loads are skipped
-        self.seen:dict[str,float] = {}         # their last sign of life
-        self.lost = Counter()                  # request -> how often its replica was lost
-        self.tickets,self.turns,self.joined,self.left = count(), count(), {}, len(self.requests)
-        for g in self.waiting: self._file(g)
+        self.waiting: dict[int, deque[int]] = {
+            g: at[g] for g in range(len(at))
+        }  # prompt -> its requests
+        self.home: dict[
+            int, str
+        ] = {}  # prompt -> the replica that pulled it last, which has read it
+        self.bins: dict[
+            tuple, dict[str | None, dict[int, None]]
+        ] = {}  # key -> home -> prompts, in the order of the queue
+        self.due: list[tuple] = []  # heap of the keys
+        self.place: dict[int, tuple] = {}  # prompt -> key, home
+        self.out: dict[int, tuple[str, int]] = {}  # ticket -> replica, request
+        self.busy: dict[str, set[int]] = {}  # replicas at work -> their tickets
+        self.loads: list[
+            tuple[int, int, str]
+        ] = []  # heap of load, number of joining, replica; old loads are skipped
+        self.seen: dict[str, float] = {}  # their last sign of life
+        self.lost = Counter()  # request -> how often its replica was lost
+        self.tickets, self.turns, self.joined, self.left = count(), count(), {}, len(self.requests)
+        for g in self.waiting:
+            self._file(g)
 
-    def _file(self, g): # where it stands in the queue: by its first request, and what was lost before all else
-        q,old = self.waiting[g], self.place.get(g)
-        new = q and (((0, 0) if self.lost[q[0]] else (1, self.order(self.requests[q[0]]))), self.home.get(g))
-        if new==old: return
+    def _file(
+        self, g
+    ):  # where it stands in the queue: by its first request, and what was lost before all else
+        q, old = self.waiting[g], self.place.get(g)
+        new = q and (
+            ((0, 0) if self.lost[q[0]] else (1, self.order(self.requests[q[0]]))),
+            self.home.get(g),
+        )
+        if new == old:
+            return
         if old:
             homes = self.bins[old[0]]
             del homes[old[1]][g]
-            if not homes[old[1]]: del homes[old[1]]
-        if not q: del self.waiting[g]; self.place.pop(g, None); return
-        key,home = self.place[g] = new
-        if key not in self.bins: self.bins[key] = {}; heapq.heappush(self.due, key)
+            if not homes[old[1]]:
+                del homes[old[1]]
+        if not q:
+            del self.waiting[g]
+            self.place.pop(g, None)
+            return
+        key, home = self.place[g] = new
+        if key not in self.bins:
+            self.bins[key] = {}
+            heapq.heappush(self.due, key)
         self.bins[key].setdefault(home, {})[g] = None
 
-    def _next(self, replica): # of what is due: a prompt that it has read, else one that nobody has, else share one
-        while self.due and not self.bins[self.due[0]]: del self.bins[heapq.heappop(self.due)]
-        if not self.due: return None
+    def _next(
+        self, replica
+    ):  # of what is due: a prompt that it has read, else one that nobody has, else share one
+        while self.due and not self.bins[self.due[0]]:
+            del self.bins[heapq.heappop(self.due)]
+        if not self.due:
+            return None
         homes = self.bins[self.due[0]]
-        g = next(iter(homes[replica if replica in homes else None if None in homes else next(iter(homes))]))
+        g = next(
+            iter(
+                homes[replica if replica in homes else None if None in homes else next(iter(homes))]
+            )
+        )
         self.home[g] = replica
         i = self.waiting[g].popleft()
         self._file(g)
         return i
 
-    def _load(self, replica): # it has one request more or less
-        if (n := len(self.busy[replica]))<self.slots: heapq.heappush(self.loads, (n, self.joined[replica], replica))
+    def _load(self, replica):  # it has one request more or less
+        if (n := len(self.busy[replica])) < self.slots:
+            heapq.heappush(self.loads, (n, self.joined[replica], replica))
 
-    def _fits(self, load, replica): # is this still its load, and can it take one more?
-        return replica in self.busy and len(self.busy[replica])==load
+    def _fits(self, load, replica):  # is this still its load, and can it take one more?
+        return replica in self.busy and len(self.busy[replica]) == load
 
-    def join(self, replica:str, now:float):
+    def join(self, replica: str, now: float):
         "This replica takes requests"
-        if replica in self.busy: raise ValueError(f'replica {replica} has joined before: let it `leave` first')
-        self.busy[replica],self.seen[replica],self.joined[replica] = set(), now, next(self.turns)
+        if replica in self.busy:
+            raise ValueError(f'replica {replica} has joined before: let it `leave` first')
+        self.busy[replica], self.seen[replica], self.joined[replica] = set(), now, next(self.turns)
         self._load(replica)
 
-    def pull(self,
-        now:float # seconds, from any start
-    )->tuple[int,str,Request]|None: # ticket, replica, request; None = nothing waits, or no slot is free
+    def pull(
+        self,
+        now: float,  # seconds, from any start
+    ) -> (
+        tuple[int, str, Request] | None
+    ):  # ticket, replica, request; None = nothing waits, or no slot is free
         "The replica with the fewest requests takes one more"
-        while self.loads and not self._fits(*self.loads[0][::2]): heapq.heappop(self.loads)
-        if not self.waiting or not self.loads: return None
+        while self.loads and not self._fits(*self.loads[0][::2]):
+            heapq.heappop(self.loads)
+        if not self.waiting or not self.loads:
+            return None
         replica = self.loads[0][2]
         i = self._next(replica)
-        if not self.busy[replica]: self.seen[replica] = now
+        if not self.busy[replica]:
+            self.seen[replica] = now
         ticket = next(self.tickets)
-        self.out[ticket] = replica,i
+        self.out[ticket] = replica, i
         self.busy[replica].add(ticket)
         self._load(replica)
         return ticket, replica, self.requests[i]
 
-    def finish(self, ticket:int, now:float)->bool:
+    def finish(self, ticket: int, now: float) -> bool:
         "Does this answer count? An answer counts once, and not at all when its request was given to another replica"
-        if ticket not in self.out: return False
-        replica,i = self.out.pop(ticket)
+        if ticket not in self.out:
+            return False
+        replica, i = self.out.pop(ticket)
         self.busy[replica].remove(ticket)
         self._load(replica)
         self.seen[replica] = now
         self.left -= 1
-        if self.group[i] in self.waiting: self._file(self.group[i]) # `order` may know more now
+        if self.group[i] in self.waiting:
+            self._file(self.group[i])  # `order` may know more now
         return True
 
-    def alive(self, replica:str, now:float):
+    def alive(self, replica: str, now: float):
         "It has no answer yet, and said so"
-        if replica in self.busy: self.seen[replica] = now
+        if replica in self.busy:
+            self.seen[replica] = now
 
-    def leave(self, replica:str)->list[Request]:
+    def leave(self, replica: str) -> list[Request]:
         "The replica is lost: its requests go to the front of the queue, and what it answers later does not count"
         lost = [self.out.pop(t)[1] for t in sorted(self.busy.pop(replica, ()))]
         self.lost.update(lost)
-        for i in reversed(lost): self.waiting.setdefault(self.group[i], deque()).appendleft(i)
-        read = [g for g,home in self.home.items() if home==replica]
-        for g in read: del self.home[g]
+        for i in reversed(lost):
+            self.waiting.setdefault(self.group[i], deque()).appendleft(i)
+        read = [g for g, home in self.home.items() if home == replica]
+        for g in read:
+            del self.home[g]
         for g in dict.fromkeys([*(self.group[i] for i in lost), *read]):
-            if g in self.waiting: self._file(g)
+            if g in self.waiting:
+                self._file(g)
         return [self.requests[i] for i in lost]
 
-    def drop(self, request:Request)->list[int]: # tickets whose answers will not count
+    def drop(self, request: Request) -> list[int]:  # tickets whose answers will not count
         "No more responses to this prompt"
         g = self.number[tuple(request.prompt_ids)]
         self.left -= len(self.waiting.get(g, ()))
-        if g in self.waiting: self.waiting[g].clear(); self._file(g)
-        running = [t for t,(_,i) in self.out.items() if self.group[i]==g]
+        if g in self.waiting:
+            self.waiting[g].clear()
+            self._file(g)
+        running = [t for t, (_, i) in self.out.items() if self.group[i] == g]
         for t in running:
-            replica,_ = self.out.pop(t)
+            replica, _ = self.out.pop(t)
             self.busy[replica].remove(t)
             self._load(replica)
         self.left -= len(running)
         return running
 
-    def silent(self, now:float, timeout_s:float)->list[str]:
+    def silent(self, now: float, timeout_s: float) -> list[str]:
         "Replicas that owe an answer and gave no sign of life for so long"
-        return [r for r,tickets in self.busy.items() if tickets and now-self.seen[r]>=timeout_s]
+        return [
+            r for r, tickets in self.busy.items() if tickets and now - self.seen[r] >= timeout_s
+        ]
+
 
 # %% ../../nbs/rollout/03_pull_queue.ipynb #b9fde482
 @dataclass(frozen=True)
 class Fault:
     "What happens to a replica in a simulation"
-    replica:str
-    at:float            # seconds
-    back:float=inf      # seconds until it takes requests again; inf = never
-    late:float|None=None # None: it dies, and answers nothing more; else it hangs, and answers so much later
+
+    replica: str
+    at: float  # seconds
+    back: float = inf  # seconds until it takes requests again; inf = never
+    late: float | None = (
+        None  # None: it dies, and answers nothing more; else it hangs, and answers so much later
+    )
+
 
 @dataclass(frozen=True)
 class Span:
     "One request on one replica, from when it was given out until its answer came or the replica was lost"
-    replica:str
-    index:int           # of the request
-    start:float
-    end:float
-    outcome:str         # 'done', 'lost', 'late' or 'dropped'
+
+    replica: str
+    index: int  # of the request
+    start: float
+    end: float
+    outcome: str  # 'done', 'lost', 'late' or 'dropped'
+
 
 # %% ../../nbs/rollout/03_pull_queue.ipynb #dbb67518
 class Simulation:
     "A dispatcher at work, in virtual time"
-    def __init__(self,
-        dispatcher:Dispatcher,
-        seconds:Callable[[Request,str],float], # that a request takes on a replica
-        replicas:Iterable[str],
-        faults:Iterable[Fault]=(),
-        timeout_s:float=inf,  # a replica that owes answers and gives none for so long is lost
-        max_restarts:int=3    # of one replica
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        seconds: Callable[[Request, str], float],  # that a request takes on a replica
+        replicas: Iterable[str],
+        faults: Iterable[Fault] = (),
+        timeout_s: float = inf,  # a replica that owes answers and gives none for so long is lost
+        max_restarts: int = 3,  # of one replica
     ):
-        self.d,self.seconds,self.timeout_s,self.max_restarts = dispatcher, seconds, timeout_s, max_restarts
-        self.spans:list[Span] = []
-        self.events,self.number = [], count()
-        self.given:dict[int,tuple[str,int,float]] = {} # ticket -> replica, request, start
-        self.hung,self.gone,self.losses = {}, set(), Counter()
-        for r in replicas: self.join(r, 0)
-        for f in faults: self.at(f.at, 'fault', f)
+        self.d, self.seconds, self.timeout_s, self.max_restarts = (
+            dispatcher,
+            seconds,
+            timeout_s,
+            max_restarts,
+        )
+        self.spans: list[Span] = []
+        self.events, self.number = [], count()
+        self.given: dict[int, tuple[str, int, float]] = {}  # ticket -> replica, request, start
+        self.hung, self.gone, self.losses = {}, set(), Counter()
+        for r in replicas:
+            self.join(r, 0)
+        for f in faults:
+            self.at(f.at, 'fault', f)
 
-    def at(self, time, what, who=None): heapq.heappush(self.events, (time, next(self.number), what, who))
-    def span(self, ticket, now, outcome): self.spans.append(Span(*self.given[ticket], now, outcome))
-    def watch(self, now): # look again when it would have been silent for too long
-        if self.timeout_s<inf: self.at(now+self.timeout_s, 'look')
+    def at(self, time, what, who=None):
+        heapq.heappush(self.events, (time, next(self.number), what, who))
 
-    def join(self, r, now): self.d.join(r, now)
-    def begin(self, ticket, r, request, now): self.at(now+self.seconds(request, r), 'answer', ticket)
-    def finish(self, ticket, now): return self.d.finish(ticket, now)
+    def span(self, ticket, now, outcome):
+        self.spans.append(Span(*self.given[ticket], now, outcome))
+
+    def watch(self, now):  # look again when it would have been silent for too long
+        if self.timeout_s < inf:
+            self.at(now + self.timeout_s, 'look')
+
+    def join(self, r, now):
+        self.d.join(r, now)
+
+    def begin(self, ticket, r, request, now):
+        self.at(now + self.seconds(request, r), 'answer', ticket)
+
+    def finish(self, ticket, now):
+        return self.d.finish(ticket, now)
 
     def give(self, now):
         while handed := self.d.pull(now):
-            ticket,r,request = handed
+            ticket, r, request = handed
             self.given[ticket] = r, self.d.out[ticket][1], now
             self.begin(ticket, r, request, now)
             self.watch(now)
 
     def lose(self, r, now, back):
-        for t in sorted(self.d.busy[r]): self.span(t, now, 'lost')
+        for t in sorted(self.d.busy[r]):
+            self.span(t, now, 'lost')
         self.d.leave(r)
         self.losses[r] += 1
-        if self.losses[r]<=self.max_restarts and back<inf: self.at(now+back, 'join', r)
+        if self.losses[r] <= self.max_restarts and back < inf:
+            self.at(now + back, 'join', r)
 
     def answer(self, ticket, now):
         f = self.hung.get(self.given[ticket][0])
-        if ticket in self.gone: return
-        if f and ticket in self.d.out and now<f.at+f.late: return self.at(now+f.late, 'answer', ticket)
+        if ticket in self.gone:
+            return
+        if f and ticket in self.d.out and now < f.at + f.late:
+            return self.at(now + f.late, 'answer', ticket)
         self.span(ticket, now, 'done' if self.finish(ticket, now) else 'late')
         self.watch(now)
 
     def fault(self, f, now):
-        if f.replica not in self.d.busy: return
-        if f.late is not None: self.hung[f.replica] = f; return
-        self.gone |= self.d.busy[f.replica] # the dead do not answer
+        if f.replica not in self.d.busy:
+            return
+        if f.late is not None:
+            self.hung[f.replica] = f
+            return
+        self.gone |= self.d.busy[f.replica]  # the dead do not answer
         self.lose(f.replica, now, f.back)
 
-    def look(self, _, now): # who has been silent for too long?
+    def look(self, _, now):  # who has been silent for too long?
         for r in self.d.silent(now, self.timeout_s):
             f = self.hung.pop(r, None)
             self.lose(r, now, f.back if f else 0)
 
-    def run(self)->list[Span]:
+    def run(self) -> list[Span]:
         "Raises RuntimeError if no replica is left and none comes back"
         self.give(0)
         while self.d.left:
-            if not self.events or not self.d.busy and not any(e[2]=='join' for e in self.events):
+            if not self.events or not self.d.busy and not any(e[2] == 'join' for e in self.events):
                 raise RuntimeError(f'{self.d.left} requests wait and no replica is left')
-            now,_,what,who = heapq.heappop(self.events)
+            now, _, what, who = heapq.heappop(self.events)
             getattr(self, what)(who, now)
             self.give(now)
         return self.spans
 
+
 def simulate(
-    requests:Sequence[Request],
-    seconds:Callable[[Request,str],float], # that a request takes on a replica
-    replicas:Iterable[str],
-    slots:int,
+    requests: Sequence[Request],
+    seconds: Callable[[Request, str], float],  # that a request takes on a replica
+    replicas: Iterable[str],
+    slots: int,
     *args,
-    order:Callable[[Request],Any]=lambda r: 0,
-    **kwargs
-)->list[Span]:
+    order: Callable[[Request], Any] = lambda r: 0,
+    **kwargs,
+) -> list[Span]:
     "Runs a `Simulation` of these requests"
     return Simulation(Dispatcher(requests, slots, order), seconds, replicas, *args, **kwargs).run()

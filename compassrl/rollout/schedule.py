@@ -6,174 +6,228 @@ Docs: https://compassrl.github.io/compassrl/rollout/schedule.html.md"""
 
 # %% ../../nbs/rollout/04_schedule.ipynb #c4318941
 from __future__ import annotations
+
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, inf, log, log2
 from statistics import median
 from typing import Literal
+
 import torch
-from .pull_queue import Dispatcher
+
 from ..records import Request, RolloutEngine, Sample, derive_seed
+from .pull_queue import Dispatcher
 
 # %% auto #0
 __all__ = ['ScheduleConfig', 'LengthPredictor', 'prediction_error', 'Schedule', 'scheduled']
+
 
 # %% ../../nbs/rollout/04_schedule.ipynb #62c4a648
 @dataclass(frozen=True)
 class ScheduleConfig:
     "Which request is generated when. Raises ValueError"
-    order:Literal['longest','fifo']='longest' # by predicted length, or as they come
-    probe:bool=True           # of a prompt that nobody knows, one sample goes before all others: it tells the length
-    over_provision:float=0.   # share of samples asked beyond each group; the last to end are dropped: short ones win
-    partial_tokens:int=0      # most of a response in a step, the rest in the next: stale tokens, see loss.tis; 0 = all
+
+    order: Literal['longest', 'fifo'] = 'longest'  # by predicted length, or as they come
+    probe: bool = True  # of a prompt that nobody knows, one sample goes before all others: it tells the length
+    over_provision: float = (
+        0.0  # share of samples asked beyond each group; the last to end are dropped: short ones win
+    )
+    partial_tokens: int = (
+        0  # most of a response in a step, the rest in the next: stale tokens, see loss.tis; 0 = all
+    )
 
     def __post_init__(self):
-        if self.order not in ('longest', 'fifo'): raise ValueError(f"order={self.order!r}: use 'longest' or 'fifo'")
-        if not 0<=self.over_provision<=4: raise ValueError(f'over_provision={self.over_provision}: use 0 to 4')
-        if self.partial_tokens<0:
-            raise ValueError(f'partial_tokens={self.partial_tokens}: use 0 (whole responses) or more')
+        if self.order not in ('longest', 'fifo'):
+            raise ValueError(f"order={self.order!r}: use 'longest' or 'fifo'")
+        if not 0 <= self.over_provision <= 4:
+            raise ValueError(f'over_provision={self.over_provision}: use 0 to 4')
+        if self.partial_tokens < 0:
+            raise ValueError(
+                f'partial_tokens={self.partial_tokens}: use 0 (whole responses) or more'
+            )
         if self.partial_tokens and self.over_provision:
-            raise ValueError(f'over_provision={self.over_provision} drops what partial_tokens={self.partial_tokens} '
-                'would go on with: use one of them')
+            raise ValueError(
+                f'over_provision={self.over_provision} drops what partial_tokens={self.partial_tokens} '
+                'would go on with: use one of them'
+            )
+
 
 # %% ../../nbs/rollout/04_schedule.ipynb #91351e1b
 class LengthPredictor:
     "How many tokens a response will have, from lengths that came before; the first link that knows anything answers"
-    def __init__(self,
-        decay:float=.5,  # weight of older steps in a prompt's history
-        recent:int=256   # lengths that a median is taken of
+
+    def __init__(
+        self,
+        decay: float = 0.5,  # weight of older steps in a prompt's history
+        recent: int = 256,  # lengths that a median is taken of
     ):
-        self.decay,self.num_recent = decay, recent
-        self.history:dict[str,float] = {}      # prompt -> log of its usual length in earlier `generate`s
-        self.group:dict[str,list[int]] = {}    # prompt -> lengths of this one
-        self.recent:dict[str,deque[int]] = {}  # feature -> last lengths; '' = all
-        self.medians:dict[str,float] = {}      # of those, until the next comes
-        self.pairs:list[tuple[float,int]] = [] # of this `generate`: predicted when it was handed out, true
+        self.decay, self.num_recent = decay, recent
+        self.history: dict[
+            str, float
+        ] = {}  # prompt -> log of its usual length in earlier `generate`s
+        self.group: dict[str, list[int]] = {}  # prompt -> lengths of this one
+        self.recent: dict[str, deque[int]] = {}  # feature -> last lengths; '' = all
+        self.medians: dict[str, float] = {}  # of those, until the next comes
+        self.pairs: list[
+            tuple[float, int]
+        ] = []  # of this `generate`: predicted when it was handed out, true
 
     def begin(self):
         "A new `generate`: the groups of the one before become history"
-        for id,lengths in self.group.items():
-            new = sum(map(log, lengths))/len(lengths)
-            self.history[id] = self.decay*self.history.get(id, new)+(1-self.decay)*new
-        self.group.clear(); self.pairs.clear()
+        for id, lengths in self.group.items():
+            new = sum(map(log, lengths)) / len(lengths)
+            self.history[id] = self.decay * self.history.get(id, new) + (1 - self.decay) * new
+        self.group.clear()
+        self.pairs.clear()
 
     @staticmethod
-    def feature(prompt_id:str, num_tokens:int)->str: # domain (the id up to its last dash) and size of the prompt
+    def feature(
+        prompt_id: str, num_tokens: int
+    ) -> str:  # domain (the id up to its last dash) and size of the prompt
         return f'{prompt_id.rpartition("-")[0]}/{num_tokens.bit_length()}'
 
     def _median(self, key):
-        if key not in self.medians: self.medians[key] = median(self.recent[key])
+        if key not in self.medians:
+            self.medians[key] = median(self.recent[key])
         return self.medians[key]
 
-    def link(self,
-        prompt_id:str,
-        num_tokens:int      # of the prompt
-    )->tuple[str,float]:    # which link answers, and response tokens; 'limit', inf = none knows anything
+    def link(
+        self,
+        prompt_id: str,
+        num_tokens: int,  # of the prompt
+    ) -> tuple[
+        str, float
+    ]:  # which link answers, and response tokens; 'limit', inf = none knows anything
         own = list(self.group.get(prompt_id, ()))
-        if prompt_id in self.history: own.append(exp(self.history[prompt_id]))
-        if own: return 'own', max(own)
-        for name,k in (('features', self.feature(prompt_id, num_tokens)), ('median', '')):
-            if k in self.recent: return name, self._median(k)
+        if prompt_id in self.history:
+            own.append(exp(self.history[prompt_id]))
+        if own:
+            return 'own', max(own)
+        for name, k in (('features', self.feature(prompt_id, num_tokens)), ('median', '')):
+            if k in self.recent:
+                return name, self._median(k)
         return 'limit', inf
 
-    def predict(self, r:Request)->float: # response tokens
+    def predict(self, r: Request) -> float:  # response tokens
         return min(self.link(r.prompt_id, len(r.prompt_ids))[1], r.params.max_tokens)
 
-    def observe(self, s:Sample):
+    def observe(self, s: Sample):
         "A response has ended"
-        num,length = len(s.prompt_ids), len(s.response_ids)
+        num, length = len(s.prompt_ids), len(s.response_ids)
         self.group.setdefault(s.prompt_id, []).append(length)
         for k in ('', self.feature(s.prompt_id, num)):
             self.recent.setdefault(k, deque(maxlen=self.num_recent)).append(length)
             self.medians.pop(k, None)
 
-    def state_dict(self)->dict: # plain JSON
+    def state_dict(self) -> dict:  # plain JSON
         self.begin()
-        return dict(history=dict(self.history), recent={k:list(v) for k,v in self.recent.items()})
+        return dict(history=dict(self.history), recent={k: list(v) for k, v in self.recent.items()})
 
-    def load_state_dict(self, state:dict):
+    def load_state_dict(self, state: dict):
         self.begin()
         self.history = dict(state['history'])
-        self.recent = {k:deque(v, maxlen=self.num_recent) for k,v in state['recent'].items()}
+        self.recent = {k: deque(v, maxlen=self.num_recent) for k, v in state['recent'].items()}
         self.medians.clear()
 
+
 # %% ../../nbs/rollout/04_schedule.ipynb #ac372533
-def _ranks(x): # equal values share their mean rank
-    _,inverse,counts = x.unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0)-(counts.double()-1)/2)[inverse]
+def _ranks(x):  # equal values share their mean rank
+    _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts.double() - 1) / 2)[inverse]
+
 
 def prediction_error(
-    predicted:Sequence[float],
-    lengths:Sequence[int]
-)->dict[str,float]: # log_error: median |log(predicted/true)|; spearman: correlation of the ranks, 0 if all are equal
+    predicted: Sequence[float], lengths: Sequence[int]
+) -> dict[
+    str, float
+]:  # log_error: median |log(predicted/true)|; spearman: correlation of the ranks, 0 if all are equal
     "How far off, and how well ordered: a queue needs the order alone"
-    p,n = torch.tensor(predicted).double(), torch.tensor(lengths).double()
-    a,b = (r-r.mean() for r in (_ranks(p), _ranks(n)))
-    scale = (a.square().sum()*b.square().sum()).sqrt()
-    return dict(log_error=float((p/n).log().abs().median()), spearman=float(a@b/scale) if scale else 0.)
+    p, n = torch.tensor(predicted).double(), torch.tensor(lengths).double()
+    a, b = (r - r.mean() for r in (_ranks(p), _ranks(n)))
+    scale = (a.square().sum() * b.square().sum()).sqrt()
+    return dict(
+        log_error=float((p / n).log().abs().median()),
+        spearman=float(a @ b / scale) if scale else 0.0,
+    )
+
 
 # %% ../../nbs/rollout/04_schedule.ipynb #540cc80b
 class Schedule:
     "What one `generate` knows of its requests: their order, and which samples count"
-    def __init__(self,
-        requests:Iterable[Request],
-        config:ScheduleConfig,
-        predictor:LengthPredictor
+
+    def __init__(
+        self, requests: Iterable[Request], config: ScheduleConfig, predictor: LengthPredictor
     ):
-        self.requests,self.config,self.predictor = list(requests), config, predictor
+        self.requests, self.config, self.predictor = list(requests), config, predictor
         predictor.begin()
-        self.guesses:dict[tuple[str,int],float] = {}
-        self.open:dict[str,dict[int,Request]] = {} # prompt -> index -> what is still to come
-        for r in self.requests: self.open.setdefault(r.prompt_id, {})[r.index] = r
-        self.probes = {id:min(group) for id,group in self.open.items()} if config.probe else {}
-        for group in map(list, map(dict.values, self.open.values())): # further samples under indices of their own
-            for k in range(ceil(config.over_provision*len(group))):
-                r = group[k%len(group)]
-                new = dict(index=max(r.index for r in group)+1+k, seed=derive_seed(r.seed, 'more', k))
+        self.guesses: dict[tuple[str, int], float] = {}
+        self.open: dict[str, dict[int, Request]] = {}  # prompt -> index -> what is still to come
+        for r in self.requests:
+            self.open.setdefault(r.prompt_id, {})[r.index] = r
+        self.probes = {id: min(group) for id, group in self.open.items()} if config.probe else {}
+        for group in map(
+            list, map(dict.values, self.open.values())
+        ):  # further samples under indices of their own
+            for k in range(ceil(config.over_provision * len(group))):
+                r = group[k % len(group)]
+                new = dict(
+                    index=max(r.index for r in group) + 1 + k, seed=derive_seed(r.seed, 'more', k)
+                )
                 self.requests.append(replace(r, **new))
 
-    def order(self, r:Request)->tuple: # smallest first
+    def order(self, r: Request) -> tuple:  # smallest first
         "Probes of prompts that nobody knows; the rest of those, whose probe may well be long; then the longest"
-        link,tokens = self.predictor.link(r.prompt_id, len(r.prompt_ids))
-        self.guesses[r.prompt_id, r.index] = tokens # the last time is when it is next
-        if self.config.order=='fifo': return ()
-        tier = 2 if link=='own' or r.prompt_id not in self.probes else int(r.index!=self.probes[r.prompt_id])
-        return tier, -round(4*log2(min(tokens, r.params.max_tokens)))
+        link, tokens = self.predictor.link(r.prompt_id, len(r.prompt_ids))
+        self.guesses[r.prompt_id, r.index] = tokens  # the last time is when it is next
+        if self.config.order == 'fifo':
+            return ()
+        tier = (
+            2
+            if link == 'own' or r.prompt_id not in self.probes
+            else int(r.index != self.probes[r.prompt_id])
+        )
+        return tier, -round(4 * log2(min(tokens, r.params.max_tokens)))
 
-    def observe(self, s:Sample):
+    def observe(self, s: Sample):
         "The predictor learns, and keeps how far off it was"
         guess = self.guesses.get((s.prompt_id, s.index), inf)
-        if guess<inf: self.predictor.pairs.append((guess, len(s.response_ids)))
+        if guess < inf:
+            self.predictor.pairs.append((guess, len(s.response_ids)))
         self.predictor.observe(s)
 
-    def label(self, s:Sample)->Sample:
+    def label(self, s: Sample) -> Sample:
         "A sample that counts, under an index that was asked for"
         left = self.open[s.prompt_id]
         return replace(s, index=left.pop(s.index if s.index in left else max(left)).index)
 
-    def full(self, s:Sample)->bool:
+    def full(self, s: Sample) -> bool:
         "May what still runs of its group be dropped?"
-        return self.config.over_provision>0 and not self.open[s.prompt_id]
+        return self.config.over_provision > 0 and not self.open[s.prompt_id]
+
 
 # %% ../../nbs/rollout/04_schedule.ipynb #7b66384b
 def scheduled(
-    engine:RolloutEngine,        # takes a request when it has room for one
-    requests:Iterable[Request],
-    predictor:LengthPredictor,
-    config:ScheduleConfig=ScheduleConfig()
-)->Iterator[Sample]:
+    engine: RolloutEngine,  # takes a request when it has room for one
+    requests: Iterable[Request],
+    predictor: LengthPredictor,
+    config: ScheduleConfig = ScheduleConfig(),
+) -> Iterator[Sample]:
     "`engine.generate` in the order of a schedule; the predictor learns from every sample"
-    s,given = Schedule(requests, config, predictor), {}
+    s, given = Schedule(requests, config, predictor), {}
     d = Dispatcher(s.requests, len(s.requests) or 1, s.order)
     d.join('engine', 0)
+
     def pulls():
         while handed := d.pull(0):
-            ticket,_,r = handed
+            ticket, _, r = handed
             given[r.prompt_id, r.index] = ticket, r
             yield r
+
     for sample in engine.generate(pulls()):
-        ticket,r = given.pop((sample.prompt_id, sample.index))
+        ticket, r = given.pop((sample.prompt_id, sample.index))
         s.observe(sample)
-        if d.finish(ticket, 0): yield s.label(sample)
-        if s.full(sample): d.drop(r) # those that run end in vain: this engine cannot abort
+        if d.finish(ticket, 0):
+            yield s.label(sample)
+        if s.full(sample):
+            d.drop(r)  # those that run end in vain: this engine cannot abort

@@ -6,6 +6,7 @@ Docs: https://compassrl.github.io/compassrl/runs/cli.html.md"""
 
 # %% ../../nbs/runs/08_cli.ipynb #1d3b8578
 from __future__ import annotations
+
 import io
 import os
 import re
@@ -16,67 +17,132 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from difflib import get_close_matches
 from unittest.mock import patch
+
 import tyro
+
 from ..config import TrainConfig, read_run_config
-from .factory import follow, world
-from ..rollout.vllm.config import VllmConfig
-from ..train.megatron.layout import ParallelConfig
-from ..model.policy import PolicyConfig
-from .report import write_report
-from ..rollout.torch_engine import RolloutConfig
-from .run import resume_run, start_run
-from ..train.sft import SFTConfig
 from ..data.prompts import DataConfig
+from ..model.policy import PolicyConfig
+from ..rollout.torch_engine import RolloutConfig
+from ..rollout.vllm.config import VllmConfig
+from .factory import follow, world
+from .report import write_report
+from .run import resume_run, start_run
+from ..train.megatron.layout import ParallelConfig
+from ..train.sft import SFTConfig
 from ..train.torch_engine import OptimConfig
 
 # %% auto #0
-__all__ = ['presets', 'usage', 'tiny_cpu', 'smoke_cpu', 'engines_cpu', 'one_gpu', 'one_node', 'multi_node', 'parse_train',
-           'parse_resume', 'main']
+__all__ = [
+    'presets',
+    'usage',
+    'tiny_cpu',
+    'smoke_cpu',
+    'engines_cpu',
+    'one_gpu',
+    'one_node',
+    'multi_node',
+    'parse_train',
+    'parse_resume',
+    'main',
+]
+
 
 # %% ../../nbs/runs/08_cli.ipynb #4e46cb90
-def tiny_cpu()->TrainConfig:
+def tiny_cpu() -> TrainConfig:
     "A 0.2 M mixture of experts learns column arithmetic: minutes on two CPU cores"
-    return TrainConfig(steps=90, prompts_per_step=64, group_size=8, eval_every=20, save_every=20, trace_every=40,
-        policy=PolicyConfig(max_position_embeddings=128), data=DataConfig(difficulty=1.25),
-        cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=.6),
+    return TrainConfig(
+        steps=90,
+        prompts_per_step=64,
+        group_size=8,
+        eval_every=20,
+        save_every=20,
+        trace_every=40,
+        policy=PolicyConfig(max_position_embeddings=128),
+        data=DataConfig(difficulty=1.25),
+        cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=0.6),
         rollout=RolloutConfig(max_tokens=48, num_slots=256),
-        optim=OptimConfig(lr=2e-4, warmup_steps=10, num_mini_batches=2))
+        optim=OptimConfig(lr=2e-4, warmup_steps=10, num_mini_batches=2),
+    )
 
-def smoke_cpu()->TrainConfig:
+
+def smoke_cpu() -> TrainConfig:
     "The same pipeline in seconds: does everything run here?"
-    return replace(tiny_cpu(), steps=4, prompts_per_step=8, group_size=4, eval_every=2, eval_k=2, save_every=2,
-        trace_every=2, data=DataConfig(difficulty=0., num_train=60, num_heldout=8),
-        cold_start=SFTConfig(steps=80, num_solutions=60))
+    return replace(
+        tiny_cpu(),
+        steps=4,
+        prompts_per_step=8,
+        group_size=4,
+        eval_every=2,
+        eval_k=2,
+        save_every=2,
+        trace_every=2,
+        data=DataConfig(difficulty=0.0, num_train=60, num_heldout=8),
+        cold_start=SFTConfig(steps=80, num_solutions=60),
+    )
 
-def engines_cpu()->TrainConfig:
+
+def engines_cpu() -> TrainConfig:
     "vLLM and Megatron-Core on two CPU cores: torchrun --nproc-per-node 2 -m compassrl.runs.cli engines-cpu"
-    return replace(tiny_cpu(), steps=40, prompts_per_step=32, eval_every=0, data=DataConfig(num_heldout=64),
+    return replace(
+        tiny_cpu(),
+        steps=40,
+        prompts_per_step=32,
+        eval_every=0,
+        data=DataConfig(num_heldout=64),
         policy=PolicyConfig(head_dim=32, max_position_embeddings=128),
-        cold_start=SFTConfig(steps=500, lr=5e-3, num_solutions=4096, hasty_frac=.5),
-        rollout_engine='pool', vllm=VllmConfig(num_replicas=2), train_engine='megatron', parallel=ParallelConfig(ep=2))
+        cold_start=SFTConfig(steps=500, lr=5e-3, num_solutions=4096, hasty_frac=0.5),
+        rollout_engine='pool',
+        vllm=VllmConfig(num_replicas=2),
+        train_engine='megatron',
+        parallel=ParallelConfig(ep=2),
+    )
 
-def one_gpu()->TrainConfig:
+
+def one_gpu() -> TrainConfig:
     "A Hugging Face Qwen3-MoE on one GPU: set --init-from and --data.path (not run on GPU)"
-    return TrainConfig(steps=200, prompts_per_step=128, group_size=8, eval_every=20, device='cuda', num_threads=8,
-        data=DataConfig(max_prompt_tokens=1024), cold_start=SFTConfig(steps=0),
+    return TrainConfig(
+        steps=200,
+        prompts_per_step=128,
+        group_size=8,
+        eval_every=20,
+        device='cuda',
+        num_threads=8,
+        data=DataConfig(max_prompt_tokens=1024),
+        cold_start=SFTConfig(steps=0),
         policy=PolicyConfig(max_position_embeddings=4096),
         rollout=RolloutConfig(max_tokens=3072, num_slots=256, dtype='bfloat16'),
-        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=32_768))
+        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=32_768),
+    )
 
-def one_node()->TrainConfig:
+
+def one_node() -> TrainConfig:
     "Eight GPUs: four train, two servers take two each; set --init-from and --data.path (not run on GPU)"
-    return replace(one_gpu(), rollout_engine='pool', vllm=VllmConfig(num_replicas=2, tensor_parallel=2, timeout_s=600.),
-        train_engine='megatron', parallel=ParallelConfig(tp=2, ep=4, etp=1, dtype='bfloat16', recompute='full'),
-        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=8192))
+    return replace(
+        one_gpu(),
+        rollout_engine='pool',
+        vllm=VllmConfig(num_replicas=2, tensor_parallel=2, timeout_s=600.0),
+        train_engine='megatron',
+        parallel=ParallelConfig(tp=2, ep=4, etp=1, dtype='bfloat16', recompute='full'),
+        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=8192),
+    )
 
-def multi_node()->TrainConfig:
+
+def multi_node() -> TrainConfig:
     "Four machines of eight GPUs: two train, two serve; see compassrl.launch.scripts.slurm_script (not run on GPU)"
-    return replace(one_node(), prompts_per_step=256, vllm=VllmConfig(num_replicas=4, tensor_parallel=4, timeout_s=600.),
+    return replace(
+        one_node(),
+        prompts_per_step=256,
+        vllm=VllmConfig(num_replicas=4, tensor_parallel=4, timeout_s=600.0),
         parallel=ParallelConfig(tp=4, ep=8, etp=1, dtype='bfloat16', recompute='full'),
-        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=16_384))
+        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=16_384),
+    )
 
-presets:dict[str,Callable[[],TrainConfig]] = {f.__name__.replace('_', '-'):f for f in
-    (tiny_cpu, smoke_cpu, engines_cpu, one_gpu, one_node, multi_node)}
+
+presets: dict[str, Callable[[], TrainConfig]] = {
+    f.__name__.replace('_', '-'): f
+    for f in (tiny_cpu, smoke_cpu, engines_cpu, one_gpu, one_node, multi_node)
+}
 
 # %% ../../nbs/runs/08_cli.ipynb #75e4f864
 usage = """compassrl: RL for mixture-of-experts language models
@@ -87,71 +153,119 @@ usage = """compassrl: RL for mixture-of-experts language models
   compassrl report RUN_DIR                           write curves.png, report.md and report.json again
 
 presets:
-"""+'\n'.join(f'  {n:11} {f.__doc__}' for n,f in presets.items())
+""" + '\n'.join(f'  {n:11} {f.__doc__}' for n, f in presets.items())
+
 
 # %% ../../nbs/runs/08_cli.ipynb #b51d5f89
-def _parse(f, args, **kw): # tyro explains a refusal in a box; here it becomes an error of one line
-    if {'-h', '--help'} & set(args): return tyro.cli(f, args=args, **kw) # prints and exits
+def _parse(f, args, **kw):  # tyro explains a refusal in a box; here it becomes an error of one line
+    if {'-h', '--help'} & set(args):
+        return tyro.cli(f, args=args, **kw)  # prints and exits
     box = io.StringIO()
-    try: # where there is no terminal tyro writes plain text: title, rule, what is wrong, rule, what may have been meant
-        with redirect_stderr(box), redirect_stdout(io.StringIO()), patch.dict(os.environ, COLUMNS='9999'):
+    try:  # where there is no terminal tyro writes plain text: title, rule, what is wrong, rule, what may have been meant
+        with (
+            redirect_stderr(box),
+            redirect_stdout(io.StringIO()),
+            patch.dict(os.environ, COLUMNS='9999'),
+        ):
             return tyro.cli(f, args=args, **kw)
     except SystemExit:
-        blocks = re.split(r'\n-+\n', '\n'.join(line.strip() for line in box.getvalue().strip().splitlines()))
-        what,more = ' '.join(blocks[1 if len(blocks)>1 else 0].split()).rstrip('.'), ''
-        flags,wrong = re.findall(r'^--\S+', '\n'.join(blocks[2:]), flags=re.M), re.search(r'--[^\s,]+', what)
+        blocks = re.split(
+            r'\n-+\n', '\n'.join(line.strip() for line in box.getvalue().strip().splitlines())
+        )
+        what, more = ' '.join(blocks[1 if len(blocks) > 1 else 0].split()).rstrip('.'), ''
+        flags, wrong = (
+            re.findall(r'^--\S+', '\n'.join(blocks[2:]), flags=re.M),
+            re.search(r'--[^\s,]+', what),
+        )
         if flags and wrong and 'Perhaps' in blocks[2]:
             more = f'; did you mean {" or ".join(get_close_matches(wrong[0], flags, 2, 0))}?'
         raise ValueError(f'{what}{more} (see {kw["prog"]} --help)') from None
 
+
 # %% ../../nbs/runs/08_cli.ipynb #08e8d76f
 def parse_train(
-    args:list[str] # what follows `compassrl train`
-)->TrainConfig:
+    args: list[str],  # what follows `compassrl train`
+) -> TrainConfig:
     "A preset or a config.json, changed by flags"
-    if not args or args[0] in ('-h', '--help'): print(usage); raise SystemExit(0 if args else 2)
-    name,*flags = args
-    if name.endswith('.json'): default = read_run_config(name)
-    elif name.replace('_', '-') in presets: default = presets[name.replace('_', '-')]()
-    else: raise ValueError(f'unknown preset {name!r}: use one of {", ".join(presets)}, or a config.json')
+    if not args or args[0] in ('-h', '--help'):
+        print(usage)
+        raise SystemExit(0 if args else 2)
+    name, *flags = args
+    if name.endswith('.json'):
+        default = read_run_config(name)
+    elif name.replace('_', '-') in presets:
+        default = presets[name.replace('_', '-')]()
+    else:
+        raise ValueError(
+            f'unknown preset {name!r}: use one of {", ".join(presets)}, or a config.json'
+        )
     about = 'Settings of the run.'
-    return _parse(TrainConfig, flags, prog=f'compassrl train {name}', description=about, default=default)
+    return _parse(
+        TrainConfig, flags, prog=f'compassrl train {name}', description=about, default=default
+    )
+
 
 def parse_resume(
-    args:list[str] # what follows `compassrl resume`
-)->tuple[str,TrainConfig]:
+    args: list[str],  # what follows `compassrl resume`
+) -> tuple[str, TrainConfig]:
     "The run directory, and its config with what may change: the total of steps, the layout, the rollout servers"
     if not args or args[0].startswith('-') and args[0] not in ('-h', '--help'):
         raise ValueError('resume needs a run directory first: compassrl resume RUN_DIR')
     cfg = TrainConfig() if args[0].startswith('-') else read_run_config(args[0])
-    def resume(run_dir:tyro.conf.Positional[str], steps:int=cfg.steps, parallel:ParallelConfig=cfg.parallel,
-        vllm:VllmConfig=cfg.vllm): return run_dir, replace(cfg, steps=steps, parallel=parallel, vllm=vllm)
-    return _parse(resume, args, prog='compassrl resume', description='Go on from the newest checkpoint.')
+
+    def resume(
+        run_dir: tyro.conf.Positional[str],
+        steps: int = cfg.steps,
+        parallel: ParallelConfig = cfg.parallel,
+        vllm: VllmConfig = cfg.vllm,
+    ):
+        return run_dir, replace(cfg, steps=steps, parallel=parallel, vllm=vllm)
+
+    return _parse(
+        resume, args, prog='compassrl resume', description='Go on from the newest checkpoint.'
+    )
+
 
 # %% ../../nbs/runs/08_cli.ipynb #ccec4b58
 def _train(cfg):
-    if world()[0]: follow(cfg)
-    else: print(start_run(cfg))
+    if world()[0]:
+        follow(cfg)
+    else:
+        print(start_run(cfg))
+
 
 def _resume(folder, cfg):
-    if world()[0]: follow(cfg)
-    else: print(resume_run(folder, cfg))
+    if world()[0]:
+        follow(cfg)
+    else:
+        print(resume_run(folder, cfg))
+
 
 def main(
-    args:list[str]|None=None # None = the command line
+    args: list[str] | None = None,  # None = the command line
 ):
     "The `compassrl` command; its last line is the run directory"
     args = sys.argv[1:] if args is None else args
     try:
-        if args[:1]==['train']: _train(parse_train(args[1:]))
-        elif args[:1]==['resume']: _resume(*parse_resume(args[1:]))
-        elif args[:1]==['report'] and len(args)==2: write_report(args[1]); print(args[1])
-        elif not args or args[0] in ('-h', '--help'): print(usage)
-        else: raise ValueError(f'unknown command {" ".join(args)!r}: use train, resume or report')
+        if args[:1] == ['train']:
+            _train(parse_train(args[1:]))
+        elif args[:1] == ['resume']:
+            _resume(*parse_resume(args[1:]))
+        elif args[:1] == ['report'] and len(args) == 2:
+            write_report(args[1])
+            print(args[1])
+        elif not args or args[0] in ('-h', '--help'):
+            print(usage)
+        else:
+            raise ValueError(f'unknown command {" ".join(args)!r}: use train, resume or report')
     except ValueError as e:
-        if world()[0]: time.sleep(20) # rank 0 has found the same, and says so
+        if world()[0]:
+            time.sleep(20)  # rank 0 has found the same, and says so
         sys.exit(f'compassrl: {e}')
-    except KeyboardInterrupt: sys.exit(130)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
 
 # %% ../../nbs/runs/08_cli.ipynb #0f0b6a98
-if __name__=='__main__': main(sys.argv[1:] if sys.argv[1:2]==['resume'] else ['train']+sys.argv[1:])
+if __name__ == '__main__':
+    main(sys.argv[1:] if sys.argv[1:2] == ['resume'] else ['train'] + sys.argv[1:])

@@ -6,143 +6,263 @@ Docs: https://compassrl.github.io/compassrl/runs/curves.html.md"""
 
 # %% ../../nbs/runs/03_curves.ipynb #4f8ca6ab
 from __future__ import annotations
-import json, math, statistics
+
+import json
+import math
+import statistics
 from pathlib import Path
 
 # %% auto #0
-__all__ = ['phases', 'read_rows', 'read_metrics', 'column', 'running_mean', 'phase_seconds', 'step_seconds', 'plot_curves']
+__all__ = [
+    'phases',
+    'read_rows',
+    'read_metrics',
+    'column',
+    'running_mean',
+    'phase_seconds',
+    'step_seconds',
+    'plot_curves',
+]
+
 
 # %% ../../nbs/runs/03_curves.ipynb #d811aa10
 def read_rows(
-    path:Path     # JSONL with a `step` in each row, possibly still being written
-)->list[dict]:    # [] if there is no such file
+    path: Path,  # JSONL with a `step` in each row, possibly still being written
+) -> list[dict]:  # [] if there is no such file
     "Rows in the order of the file; a half-written last one is left out; raises ValueError naming a damaged line"
-    rows,lines = [], path.read_bytes().rstrip().split(b'\n') if path.exists() else []
-    for i,line in enumerate(lines, 1):
-        try: row = json.loads(line); rows.append(row | dict(step=int(row['step'])))
+    rows, lines = [], path.read_bytes().rstrip().split(b'\n') if path.exists() else []
+    for i, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            rows.append(row | dict(step=int(row['step'])))
         except (ValueError, TypeError, KeyError):
-            if i==len(lines): break   # half-written: the run is live, or was killed here
-            raise ValueError(f'{path.name} line {i}: {line[:40]!r} is not a row with a step: remove it') from None
+            if i == len(lines):
+                break  # half-written: the run is live, or was killed here
+            raise ValueError(
+                f'{path.name} line {i}: {line[:40]!r} is not a row with a step: remove it'
+            ) from None
     return rows
 
+
 def read_metrics(
-    run_dir:str|Path  # holds metrics.jsonl, possibly still being written
-)->list[dict]:        # one row per step, in order; `resumed_from` marks a row that begins again after a kill
+    run_dir: str | Path,  # holds metrics.jsonl, possibly still being written
+) -> list[
+    dict
+]:  # one row per step, in order; `resumed_from` marks a row that begins again after a kill
     "The metrics of a run, finished or live; raises ValueError for a damaged line and for a folder that is not there"
-    run_dir,rows = Path(run_dir), []
-    if not run_dir.is_dir(): raise ValueError(f'{run_dir}: no such run directory: check the path')
-    for row in read_rows(run_dir/'metrics.jsonl'):
-        if rows and row['step']<=rows[-1]['step']:
-            rows = [r for r in rows if r['step']<row['step']]
-            row.setdefault('resumed_from', row['step']-1)
+    run_dir, rows = Path(run_dir), []
+    if not run_dir.is_dir():
+        raise ValueError(f'{run_dir}: no such run directory: check the path')
+    for row in read_rows(run_dir / 'metrics.jsonl'):
+        if rows and row['step'] <= rows[-1]['step']:
+            rows = [r for r in rows if r['step'] < row['step']]
+            row.setdefault('resumed_from', row['step'] - 1)
         rows.append(row)
     return rows
 
+
 # %% ../../nbs/runs/03_curves.ipynb #3ed88840
 def column(
-    metrics:list[dict],     # rows
-    key:str                 # which number
-)->tuple[list,list[float]]: # steps, values: of the rows that have a finite number there
+    metrics: list[dict],  # rows
+    key: str,  # which number
+) -> tuple[list, list[float]]:  # steps, values: of the rows that have a finite number there
     "One metric against its steps"
-    ok = [(r['step'], float(r[key])) for r in metrics if isinstance(r.get(key), (int, float)) and math.isfinite(r[key])]
-    return [s for s,_ in ok], [v for _,v in ok]
+    ok = [
+        (r['step'], float(r[key]))
+        for r in metrics
+        if isinstance(r.get(key), (int, float)) and math.isfinite(r[key])
+    ]
+    return [s for s, _ in ok], [v for _, v in ok]
+
 
 def running_mean(
-    values:list[float], # [N]
-    window:int          # odd; cut off at both ends
-)->list[float]:         # [N]
+    values: list[float],  # [N]
+    window: int,  # odd; cut off at both ends
+) -> list[float]:  # [N]
     "Centred running mean, so that the smooth curve does not lag"
-    h = window//2
-    return [statistics.fmean(values[max(0, i-h):i+h+1]) for i in range(len(values))]
+    h = window // 2
+    return [statistics.fmean(values[max(0, i - h) : i + h + 1]) for i in range(len(values))]
+
 
 # %% ../../nbs/runs/03_curves.ipynb #3e11f4a2
-phases = ['rollout', 'reward', 'log_probs', 'ref_log_probs', 'update', 'sync', 'checkpoint'] # time_<phase>_s, in order
+phases = [
+    'rollout',
+    'reward',
+    'log_probs',
+    'ref_log_probs',
+    'update',
+    'sync',
+    'checkpoint',
+]  # time_<phase>_s, in order
 
-def phase_seconds(row:dict, phase:str)->float:
+
+def phase_seconds(row: dict, phase: str) -> float:
     "Seconds that a step spent in a phase; 0 if it was not logged"
     x = row.get(f'time_{phase}_s')
-    return max(0., float(x)) if isinstance(x, (int, float)) and math.isfinite(x) else 0.
+    return max(0.0, float(x)) if isinstance(x, (int, float)) and math.isfinite(x) else 0.0
 
-def step_seconds(row:dict)->float:
+
+def step_seconds(row: dict) -> float:
     "Seconds of a step and of the checkpoint after it; evaluations are not counted"
     step = phase_seconds(row, 'step')
-    return step+phase_seconds(row, 'checkpoint') if step else sum(phase_seconds(row, p) for p in phases)
+    return (
+        step + phase_seconds(row, 'checkpoint')
+        if step
+        else sum(phase_seconds(row, p) for p in phases)
+    )
+
 
 # %% ../../nbs/runs/03_curves.ipynb #4fdb2d04
-_panels = [ # title, metric -> label, may the axis be logarithmic?
+_panels = [  # title, metric -> label, may the axis be logarithmic?
     ('held-out answers, correct', dict(eval_avg='average', eval_pass='any of k'), False),
-    ('training answers', dict(reward_mean='mean reward', correct_frac='correct', penalty_mean='penalty'), False),
-    ('groups with equal rewards', dict(zero_variance_first_frac='first wave', zero_variance_raw_frac='grown',
-        zero_variance_frac='after penalties', zero_variance_residual_frac='no gradient at all'), False),
-    ('share of tokens, of responses', dict(gradient_token_frac='tokens with gradient', truncated_frac='truncated'),
-        False),
+    (
+        'training answers',
+        dict(reward_mean='mean reward', correct_frac='correct', penalty_mean='penalty'),
+        False,
+    ),
+    (
+        'groups with equal rewards',
+        dict(
+            zero_variance_first_frac='first wave',
+            zero_variance_raw_frac='grown',
+            zero_variance_frac='after penalties',
+            zero_variance_residual_frac='no gradient at all',
+        ),
+        False,
+    ),
+    (
+        'share of tokens, of responses',
+        dict(gradient_token_frac='tokens with gradient', truncated_frac='truncated'),
+        False,
+    ),
     ('tokens per response', dict(response_tokens_mean='mean'), False),
     ('responses per group', dict(group_size_mean='mean', waves='waves'), False),
     ('entropy, nats per token', dict(entropy='mean'), False),
     ('gradient norm', dict(grad_norm='before clipping'), True),
-    ('share of tokens clipped', dict(clip_frac='by the loss', clip_frac_literal='ESPO, literal eq. 9',
-        tis_clip_frac='by TIS'), False),
-    ('how far log-probs move', dict(approx_kl='KL to the old policy', rollout_train_gap='rollout / train gap',
-        rollout_train_k3='rollout / train k3'), True),
-    ('routes of rollout and trainer', dict(routes_agree_frac='same in a layer', tokens_agree_frac='same in all layers'),
-        False)]
+    (
+        'share of tokens clipped',
+        dict(
+            clip_frac='by the loss', clip_frac_literal='ESPO, literal eq. 9', tis_clip_frac='by TIS'
+        ),
+        False,
+    ),
+    (
+        'how far log-probs move',
+        dict(
+            approx_kl='KL to the old policy',
+            rollout_train_gap='rollout / train gap',
+            rollout_train_k3='rollout / train k3',
+        ),
+        True,
+    ),
+    (
+        'routes of rollout and trainer',
+        dict(routes_agree_frac='same in a layer', tokens_agree_frac='same in all layers'),
+        False,
+    ),
+]
 _ink = ['#c2410c', '#0f766e', '#4338ca', '#b45309', '#78716c', '#be185d', '#94a3b8']
 
-def _line(ax, metrics, key, label, ink): # raw points light, running mean on top; evaluations with error bars
-    xs,ys = column(metrics, key)
+
+def _line(
+    ax, metrics, key, label, ink
+):  # raw points light, running mean on top; evaluations with error bars
+    xs, ys = column(metrics, key)
     if key.startswith('eval_'):
-        err = dict(zip(*column(metrics, 'eval_avg_stderr'))) if key=='eval_avg' else {}
-        fmt = 'o-' if key=='eval_avg' else 'o--'
-        ax.errorbar(xs, ys, [max(0., err.get(x, 0.)) for x in xs], color=ink, fmt=fmt, ms=4, capsize=2, label=label)
+        err = dict(zip(*column(metrics, 'eval_avg_stderr'))) if key == 'eval_avg' else {}
+        fmt = 'o-' if key == 'eval_avg' else 'o--'
+        ax.errorbar(
+            xs,
+            ys,
+            [max(0.0, err.get(x, 0.0)) for x in xs],
+            color=ink,
+            fmt=fmt,
+            ms=4,
+            capsize=2,
+            label=label,
+        )
         return
-    window = max(1, len(ys)//12)|1
-    shown = lambda ys: [y if y>0 or ax.get_yscale()=='linear' else math.nan for y in ys]
-    if window>1: ax.plot(xs, shown(ys), '.', color=ink, alpha=.3, ms=5, mew=0)
-    ax.plot(xs, shown(running_mean(ys, window)), '-' if window>1 else '.-', color=ink, lw=1.8, label=label)
+    window = max(1, len(ys) // 12) | 1
+
+    def shown(ys):
+        return [y if y > 0 or ax.get_yscale() == 'linear' else math.nan for y in ys]
+
+    if window > 1:
+        ax.plot(xs, shown(ys), '.', color=ink, alpha=0.3, ms=5, mew=0)
+    ax.plot(
+        xs,
+        shown(running_mean(ys, window)),
+        '-' if window > 1 else '.-',
+        color=ink,
+        lw=1.8,
+        label=label,
+    )
+
 
 def _panel(ax, metrics, keys, log):
     drawn = {k: v for k in keys if (v := column(metrics, k)[1])}
     values = [y for v in drawn.values() for y in v if y]
-    if log and values and min(values)>0 and (ratio := max(values)/min(values))>50:
-        ax.set_yscale('log'); ax.set_ylim(min(values)/2, max(values)*ratio**.5) # room for the legend
-    for (k,label),ink in zip(keys.items(), _ink):
-        if k in drawn: _line(ax, metrics, k, label if any(drawn[k]) else f'{label}: 0', ink)
+    if log and values and min(values) > 0 and (ratio := max(values) / min(values)) > 50:
+        ax.set_yscale('log')
+        ax.set_ylim(min(values) / 2, max(values) * ratio**0.5)  # room for the legend
+    for (k, label), ink in zip(keys.items(), _ink):
+        if k in drawn:
+            _line(ax, metrics, k, label if any(drawn[k]) else f'{label}: 0', ink)
+
 
 # %% ../../nbs/runs/03_curves.ipynb #b8138203
-def _times(ax, metrics): # seconds of each step, phases stacked
+def _times(ax, metrics):  # seconds of each step, phases stacked
     metrics = [r for r in metrics if step_seconds(r)]
-    seconds = {p.replace('_', ' '): y for p in phases if any(y := [phase_seconds(r, p) for r in metrics])}
-    if not seconds: return
-    steps,whole = [r['step'] for r in metrics], [*map(step_seconds, metrics)]
-    wide = lambda ys: ys*2 if len(metrics)==1 else ys   # a single step is drawn as wide as it is
-    xs = [steps[0]-.5, steps[0]+.5] if len(metrics)==1 else steps
+    seconds = {
+        p.replace('_', ' '): y for p in phases if any(y := [phase_seconds(r, p) for r in metrics])
+    }
+    if not seconds:
+        return
+    steps, whole = [r['step'] for r in metrics], [*map(step_seconds, metrics)]
+
+    def wide(ys):
+        return ys * 2 if len(metrics) == 1 else ys  # a single step is drawn as wide as it is
+
+    xs = [steps[0] - 0.5, steps[0] + 0.5] if len(metrics) == 1 else steps
     ax.stackplot(xs, *map(wide, seconds.values()), labels=seconds, colors=_ink, lw=0)
-    ax.plot(xs, wide(whole), color='#1c1917', lw=.9, label='whole step')
-    ax.set_ylim(0, 1.5*max(whole) or 1)
+    ax.plot(xs, wide(whole), color='#1c1917', lw=0.9, label='whole step')
+    ax.set_ylim(0, 1.5 * max(whole) or 1)
+
 
 # %% ../../nbs/runs/03_curves.ipynb #a87091a6
 def plot_curves(
-    metrics:list[dict], # rows of `read_metrics`, finished or not; what is missing leaves its panel empty
-    title:str=''
-):                      # a matplotlib `Figure` of 3 x 4 panels; needs no display
+    metrics: list[
+        dict
+    ],  # rows of `read_metrics`, finished or not; what is missing leaves its panel empty
+    title: str = '',
+):  # a matplotlib `Figure` of 3 x 4 panels; needs no display
     "The curves of a run: raw points light, running means on top, dotted lines where it was resumed"
-    from matplotlib.figure import Figure # costs two seconds: not before there is something to draw
+    from matplotlib.figure import Figure  # costs two seconds: not before there is something to draw
     from matplotlib.ticker import MaxNLocator
+
     fig = Figure(figsize=(15, 9.6), layout='constrained', facecolor='white')
     axes = list(fig.subplots(3, 4).flat)
-    for ax,(name,keys,log) in zip(axes, _panels): ax.set_title(name, fontsize=11); _panel(ax, metrics, keys, log)
-    axes[-1].set_title('seconds per step', fontsize=11); _times(axes[-1], metrics)
+    for ax, (name, keys, log) in zip(axes, _panels):
+        ax.set_title(name, fontsize=11)
+        _panel(ax, metrics, keys, log)
+    axes[-1].set_title('seconds per step', fontsize=11)
+    _times(axes[-1], metrics)
     for ax in axes:
-        ax.spines[['top', 'right']].set_visible(False); ax.grid(alpha=.25); ax.tick_params(labelsize=8.5)
+        ax.spines[['top', 'right']].set_visible(False)
+        ax.grid(alpha=0.25)
+        ax.tick_params(labelsize=8.5)
         if not ax.get_legend_handles_labels()[1]:
             ax.set(xticks=[], yticks=[])
-            ax.text(.5, .5, 'not logged', ha='center', color='#78716c', transform=ax.transAxes)
+            ax.text(0.5, 0.5, 'not logged', ha='center', color='#78716c', transform=ax.transAxes)
             continue
         for r in metrics:
-            if 'resumed_from' in r: ax.axvline(r['step']-.5, color='#57534e', lw=1, ls=':')
-        ax.set_xlim(metrics[0]['step']-.5, metrics[-1]['step']+.5)
+            if 'resumed_from' in r:
+                ax.axvline(r['step'] - 0.5, color='#57534e', lw=1, ls=':')
+        ax.set_xlim(metrics[0]['step'] - 0.5, metrics[-1]['step'] + 0.5)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.legend(fontsize=8.5, frameon=False, ncols=3 if ax is axes[-1] else 1, columnspacing=1.2)
-    for ax in axes[8:]: ax.set_xlabel('step')
-    if title: fig.suptitle(title)
+    for ax in axes[8:]:
+        ax.set_xlabel('step')
+    if title:
+        fig.suptitle(title)
     return fig

@@ -6,138 +6,202 @@ Docs: https://compassrl.github.io/compassrl/runs/evaluate.html.md"""
 
 # %% ../../nbs/runs/01_evaluate.ipynb #3b937d58
 from __future__ import annotations
-import math, statistics
+
+import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+
 from tokenizers import Tokenizer
-from ..records import Prompt, Request, RolloutEngine, SamplingParams, derive_seed
-from ..judges.serial import Judge
+
 from ..data.tasks import verify
 from ..data.tokenizer import response_text
+from ..judges.serial import Judge
+from ..records import Prompt, Request, RolloutEngine, SamplingParams, derive_seed
 
 # %% auto #0
 __all__ = ['pass_at_k', 'mean_stderr', 'EvalSample', 'EvalResult', 'evaluate', 'gain']
 
+
 # %% ../../nbs/runs/01_evaluate.ipynb #5d8e4612
 def pass_at_k(
-    n:int,  # responses
-    c:int,  # right ones
-    k:int   # at most n
-)->float:   # 1 - C(n-c, k)/C(n, k)
+    n: int,  # responses
+    c: int,  # right ones
+    k: int,  # at most n
+) -> float:  # 1 - C(n-c, k)/C(n, k)
     "Unbiased estimate of the chance that one of k responses is right (Chen et al., 2021, Codex); Raises: ValueError"
-    if not 0<=c<=n: raise ValueError(f'c={c}: use 0 to n={n} right responses')
-    if not 1<=k<=n: raise ValueError(f'k={k}: use 1 to n={n}, or sample more responses')
-    if n-c<k: return 1.
-    few,many = sorted((c, k))
-    return -math.expm1(sum(math.log1p(-many/i) for i in range(n-few+1, n+1)))
+    if not 0 <= c <= n:
+        raise ValueError(f'c={c}: use 0 to n={n} right responses')
+    if not 1 <= k <= n:
+        raise ValueError(f'k={k}: use 1 to n={n}, or sample more responses')
+    if n - c < k:
+        return 1.0
+    few, many = sorted((c, k))
+    return -math.expm1(sum(math.log1p(-many / i) for i in range(n - few + 1, n + 1)))
+
 
 # %% ../../nbs/runs/01_evaluate.ipynb #e2ca670e
 def mean_stderr(
-    values:Sequence[float] # [P] one per prompt, in [0, 1] or differences of such
-)->tuple[float,float]:     # mean, standard error; that of a single prompt is unknown, so 0.5, the largest it can be
+    values: Sequence[float],  # [P] one per prompt, in [0, 1] or differences of such
+) -> tuple[
+    float, float
+]:  # mean, standard error; that of a single prompt is unknown, so 0.5, the largest it can be
     "The mean over prompts and how far it may be off"
     P = len(values)
-    return statistics.fmean(values), statistics.stdev(values)/P**.5 if P>1 else .5
+    return statistics.fmean(values), statistics.stdev(values) / P**0.5 if P > 1 else 0.5
+
 
 # %% ../../nbs/runs/01_evaluate.ipynb #a5aca11a
 @dataclass(frozen=True)
 class EvalSample:
     "One judged response"
-    prompt_id:str
-    domain:str
-    index:int          # 0 to k-1
-    prompt:str         # text
-    answer:str
-    response:str       # text; one final stop token is not shown
-    correct:bool
-    status:str         # of the verdict: 'ok', 'wrong', 'failed' or 'timeout'
-    evidence:str
-    finish_reason:str  # 'stop' or 'length'
-    num_tokens:int     # the stop token included
+
+    prompt_id: str
+    domain: str
+    index: int  # 0 to k-1
+    prompt: str  # text
+    answer: str
+    response: str  # text; one final stop token is not shown
+    correct: bool
+    status: str  # of the verdict: 'ok', 'wrong', 'failed' or 'timeout'
+    evidence: str
+    finish_reason: str  # 'stop' or 'length'
+    num_tokens: int  # the stop token included
+
 
 @dataclass(frozen=True)
 class EvalResult:
     "How a policy did on some prompts"
-    k:int                            # responses per prompt
-    num_prompts:int
-    avg:float                        # avg@k: right responses, mean over each prompt's k, then over prompts
-    avg_stderr:float                 # over prompts
-    pass_at:dict[int,float]          # pass@j for j = 1, 2, 4, ... and k, unbiased
-    by_domain:dict[str,dict]         # num_prompts, avg, avg_stderr, pass_at_k of each domain
-    response_tokens_mean:float       # the stop token included
-    finish_reasons:dict[str,float]   # share of responses
-    failed_frac:float                # responses without a verdict; they count as not right
-    samples:list[EvalSample]         # [num_prompts*k] by prompt, then index
+
+    k: int  # responses per prompt
+    num_prompts: int
+    avg: float  # avg@k: right responses, mean over each prompt's k, then over prompts
+    avg_stderr: float  # over prompts
+    pass_at: dict[int, float]  # pass@j for j = 1, 2, 4, ... and k, unbiased
+    by_domain: dict[str, dict]  # num_prompts, avg, avg_stderr, pass_at_k of each domain
+    response_tokens_mean: float  # the stop token included
+    finish_reasons: dict[str, float]  # share of responses
+    failed_frac: float  # responses without a verdict; they count as not right
+    samples: list[EvalSample]  # [num_prompts*k] by prompt, then index
 
     @property
-    def pass_at_k(self)->float: return self.pass_at[self.k]
+    def pass_at_k(self) -> float:
+        return self.pass_at[self.k]
+
     @property
-    def truncated_frac(self)->float: return self.finish_reasons.get('length', 0.)
-    def as_dict(self)->dict: # for JSON
+    def truncated_frac(self) -> float:
+        return self.finish_reasons.get('length', 0.0)
+
+    def as_dict(self) -> dict:  # for JSON
         "All fields and both properties"
-        return asdict(self)|dict(pass_at_k=self.pass_at_k, truncated_frac=self.truncated_frac)
+        return asdict(self) | dict(pass_at_k=self.pass_at_k, truncated_frac=self.truncated_frac)
+
 
 # %% ../../nbs/runs/01_evaluate.ipynb #d8bd817e
-def _judge(sample, prompt, params, tokenizer): # Sample to EvalSample
+def _judge(sample, prompt, params, tokenizer):  # Sample to EvalSample
     ids = sample.response_ids
     text = response_text(tokenizer, ids, ids[-1] if ids and ids[-1] in params.stop_ids else -1)
     v = sample.verdict or verify(prompt, text)
-    return EvalSample(prompt.id, prompt.domain, sample.index, prompt.text, prompt.answer, text,
-        v.correct, v.status, v.evidence, sample.finish_reason, len(ids))
+    return EvalSample(
+        prompt.id,
+        prompt.domain,
+        sample.index,
+        prompt.text,
+        prompt.answer,
+        text,
+        v.correct,
+        v.status,
+        v.evidence,
+        sample.finish_reason,
+        len(ids),
+    )
 
-def _scores(rows, k): # rows: per prompt, its k samples
+
+def _scores(rows, k):  # rows: per prompt, its k samples
     right = [sum(s.correct for s in row) for row in rows]
-    avg,err = mean_stderr([c/k for c in right])
-    js = sorted({2**i for i in range(k.bit_length()) if 2**i<=k} | {k})
-    return avg,err,{j:statistics.fmean(pass_at_k(k, c, j) for c in right) for j in js}
+    avg, err = mean_stderr([c / k for c in right])
+    js = sorted({2**i for i in range(k.bit_length()) if 2**i <= k} | {k})
+    return avg, err, {j: statistics.fmean(pass_at_k(k, c, j) for c in right) for j in js}
+
 
 # %% ../../nbs/runs/01_evaluate.ipynb #dcfb7a37
 def evaluate(
-    engine:RolloutEngine,
-    prompts:Sequence[Prompt],  # held out
-    k:int,                     # responses per prompt
-    params:SamplingParams,
-    tokenizer:Tokenizer,
-    seed:int,
-    judge:Judge|None=None      # None: verdicts here, one after another
-)->EvalResult:
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],  # held out
+    k: int,  # responses per prompt
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    seed: int,
+    judge: Judge | None = None,  # None: verdicts here, one after another
+) -> EvalResult:
     "Draw k responses to every prompt and judge them; Raises: ValueError; RuntimeError if the engine loses a response"
-    if k<1: raise ValueError(f'k={k}: use at least 1 response per prompt')
-    known = {p.id:p for p in prompts}
-    if not known or len(known)<len(prompts):
-        raise ValueError(f'{len(prompts)} prompts with {len(known)} distinct ids: give at least one, each once')
-    requests = [Request(p.id, tuple(p.token_ids), i, derive_seed(seed, 'eval', p.id, i), params)
-        for p in prompts for i in range(k)]
+    if k < 1:
+        raise ValueError(f'k={k}: use at least 1 response per prompt')
+    known = {p.id: p for p in prompts}
+    if not known or len(known) < len(prompts):
+        raise ValueError(
+            f'{len(prompts)} prompts with {len(known)} distinct ids: give at least one, each once'
+        )
+    requests = [
+        Request(p.id, tuple(p.token_ids), i, derive_seed(seed, 'eval', p.id, i), params)
+        for p in prompts
+        for i in range(k)
+    ]
     found = {}
     for s in engine.generate(requests):
         key = s.prompt_id, s.index
-        if key in found: raise RuntimeError(f'the engine returned response {s.index} to {s.prompt_id} twice')
+        if key in found:
+            raise RuntimeError(f'the engine returned response {s.index} to {s.prompt_id} twice')
         found[key] = s
-        if judge: judge.start(s)
-    if len(found)!=len(requests): raise RuntimeError(f'the engine returned {len(found)} of {len(requests)} responses')
-    if judge: judge.settle(found.values())
+        if judge:
+            judge.start(s)
+    if len(found) != len(requests):
+        raise RuntimeError(f'the engine returned {len(found)} of {len(requests)} responses')
+    if judge:
+        judge.settle(found.values())
     rows = [[_judge(found[p.id, i], p, params, tokenizer) for i in range(k)] for p in prompts]
-    samples,domains = [s for row in rows for s in row],{}
+    samples, domains = [s for row in rows for s in row], {}
     for d in dict.fromkeys(p.domain for p in prompts):
-        avg,err,passed = _scores([r for r in rows if r[0].domain==d], k)
-        domains[d] = dict(num_prompts=sum(p.domain==d for p in prompts), avg=avg, avg_stderr=err, pass_at_k=passed[k])
-    share = lambda counts: {key:n/len(samples) for key,n in sorted(counts.items())}
-    return EvalResult(k, len(rows), *_scores(rows, k), domains, statistics.fmean(s.num_tokens for s in samples),
+        avg, err, passed = _scores([r for r in rows if r[0].domain == d], k)
+        domains[d] = dict(
+            num_prompts=sum(p.domain == d for p in prompts),
+            avg=avg,
+            avg_stderr=err,
+            pass_at_k=passed[k],
+        )
+
+    def share(counts):
+        return {key: n / len(samples) for key, n in sorted(counts.items())}
+
+    return EvalResult(
+        k,
+        len(rows),
+        *_scores(rows, k),
+        domains,
+        statistics.fmean(s.num_tokens for s in samples),
         share(Counter(s.finish_reason for s in samples)),
-        statistics.fmean(s.status in ('failed', 'timeout') for s in samples), samples)
+        statistics.fmean(s.status in ('failed', 'timeout') for s in samples),
+        samples,
+    )
+
 
 # %% ../../nbs/runs/01_evaluate.ipynb #05f4553a
 def gain(
-    before:EvalResult,
-    after:EvalResult    # the same prompts
-)->tuple[float,float]:  # gain of avg@k and its standard error, paired by prompt
+    before: EvalResult,
+    after: EvalResult,  # the same prompts
+) -> tuple[float, float]:  # gain of avg@k and its standard error, paired by prompt
     "How much better, and how sure; Raises: ValueError"
+
     def rates(result):
         out = {}
-        for s in result.samples: out.setdefault(s.prompt_id, []).append(s.correct)
-        return {p:statistics.fmean(v) for p,v in out.items()}
-    b,a = rates(before),rates(after)
-    if alone := set(b)^set(a):
-        raise ValueError(f'{len(alone)} prompts are in one evaluation only: compare the same prompts')
-    return mean_stderr([a[p]-b[p] for p in b])
+        for s in result.samples:
+            out.setdefault(s.prompt_id, []).append(s.correct)
+        return {p: statistics.fmean(v) for p, v in out.items()}
+
+    b, a = rates(before), rates(after)
+    if alone := set(b) ^ set(a):
+        raise ValueError(
+            f'{len(alone)} prompts are in one evaluation only: compare the same prompts'
+        )
+    return mean_stderr([a[p] - b[p] for p in b])

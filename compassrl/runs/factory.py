@@ -6,6 +6,7 @@ Docs: https://compassrl.github.io/compassrl/runs/factory.html.md"""
 
 # %% ../../nbs/runs/06_factory.ipynb #190605de
 from __future__ import annotations
+
 import ctypes
 import os
 import signal
@@ -15,246 +16,392 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
-from ..train.checkpoint import check_shapes, latest_checkpoint, load_checkpoint, save_checkpoint
+
 from ..config import TrainConfig
-from ..rollout.vllm.messages import check_vllm, weight_sync
-from ..rollout.fp8 import Fp8Rollout
-from ..judges.genrm import GenRM
-from ..train.megatron.layout import check_parallel
-from ..model.pretrained import from_pretrained, read_config
-from ..records import Prompt, RolloutEngine, TrainEngine
-from ..rollout.torch_engine import TorchRollout
 from ..data.prompts import load_data
 from ..data.tokenizer import build_tokenizer, load_tokenizer
-from ..train.torch_engine import TorchTrain
+from ..judges.genrm import GenRM
 from ..loop import Stop
+from ..model.pretrained import from_pretrained, read_config
+from ..records import Prompt, RolloutEngine, TrainEngine
+from ..rollout.fp8 import Fp8Rollout
+from ..rollout.torch_engine import TorchRollout
+from ..rollout.vllm.messages import check_vllm, weight_sync
+from compassrl.train.checkpoint import (
+    check_shapes,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from ..train.megatron.layout import check_parallel
+from ..train.torch_engine import TorchTrain
 
 # %% auto #0
-__all__ = ['rollout_engines', 'train_engines', 'Data', 'resolve', 'load', 'keep_freed_memory', 'world', 'prepare',
-           'StateCheckpoints', 'ShardedCheckpoints', 'newest_checkpoint', 'Engines', 'follow', 'engines']
+__all__ = [
+    'rollout_engines',
+    'train_engines',
+    'Data',
+    'resolve',
+    'load',
+    'keep_freed_memory',
+    'world',
+    'prepare',
+    'StateCheckpoints',
+    'ShardedCheckpoints',
+    'newest_checkpoint',
+    'Engines',
+    'follow',
+    'engines',
+]
+
 
 # %% ../../nbs/runs/06_factory.ipynb #2ab9b973
 @dataclass
 class Data:
     "What a run asks"
-    tokenizer:Tokenizer
-    eos_id:int
-    train:list[Prompt]
-    heldout:list[Prompt]
 
-def resolve(cfg:TrainConfig)->TrainConfig:
+    tokenizer: Tokenizer
+    eos_id: int
+    train: list[Prompt]
+    heldout: list[Prompt]
+
+
+def resolve(cfg: TrainConfig) -> TrainConfig:
     "With the shape of the checkpoint that the run starts from"
     return replace(cfg, policy=read_config(cfg.init_from)) if cfg.init_from else cfg
 
-def load(cfg:TrainConfig)->Data:
+
+def load(cfg: TrainConfig) -> Data:
     "Tokenizer and prompts. Raises ValueError for what does not fit together"
     tokenizer = load_tokenizer(cfg.init_from) if cfg.init_from else build_tokenizer()
     num_tokens = tokenizer.get_vocab_size()
-    if num_tokens>cfg.policy.vocab_size:
-        raise ValueError(f'policy.vocab_size={cfg.policy.vocab_size}: use at least the {num_tokens} tokens of the '
-            'tokenizer')
-    train,heldout = load_data(cfg.data, tokenizer, cfg.seed)
+    if num_tokens > cfg.policy.vocab_size:
+        raise ValueError(
+            f'policy.vocab_size={cfg.policy.vocab_size}: use at least the {num_tokens} tokens of the '
+            'tokenizer'
+        )
+    train, heldout = load_data(cfg.data, tokenizer, cfg.seed)
     _check_data(cfg, train, heldout)
     return Data(tokenizer, cfg.policy.eos_token_id, train, heldout)
 
+
 # %% ../../nbs/runs/06_factory.ipynb #c2e1e97f
 def _check_data(cfg, train, heldout):
-    for p in train+heldout:
-        if len(p.token_ids)+cfg.rollout.max_tokens>cfg.policy.max_position_embeddings:
-            raise ValueError(f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens='
-                f'{cfg.rollout.max_tokens} it exceeds the context of {cfg.policy.max_position_embeddings}: lower that')
-    if len(train)<cfg.prompts_per_step:
-        raise ValueError(f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts')
-    if asking := next((p.id for p in train+heldout if p.verifier=='genrm'), None):
+    for p in train + heldout:
+        if len(p.token_ids) + cfg.rollout.max_tokens > cfg.policy.max_position_embeddings:
+            raise ValueError(
+                f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens='
+                f'{cfg.rollout.max_tokens} it exceeds the context of {cfg.policy.max_position_embeddings}: lower that'
+            )
+    if len(train) < cfg.prompts_per_step:
+        raise ValueError(
+            f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts'
+        )
+    if asking := next((p.id for p in train + heldout if p.verifier == 'genrm'), None):
         if not cfg.rewards.genrm.model:
-            raise ValueError(f"prompt {asking} asks for the verifier 'genrm': set rewards.genrm.model and its base_url")
+            raise ValueError(
+                f"prompt {asking} asks for the verifier 'genrm': set rewards.genrm.model and its base_url"
+            )
         GenRM(cfg.rewards.genrm).check()
     if cfg.cold_start.steps and not cfg.init_from:
-        bare = next((p.id for p in train[:cfg.cold_start.num_solutions] if not p.solution), None)
-        if bare: raise ValueError(f'prompt {bare} has no solution, which the cold start needs: '
-            'set cold_start.steps to 0, or start from a checkpoint with init_from')
+        bare = next((p.id for p in train[: cfg.cold_start.num_solutions] if not p.solution), None)
+        if bare:
+            raise ValueError(
+                f'prompt {bare} has no solution, which the cold start needs: '
+                'set cold_start.steps to 0, or start from a checkpoint with init_from'
+            )
+
 
 # %% ../../nbs/runs/06_factory.ipynb #9b45f87b
 def keep_freed_memory():
     "glibc gives large freed blocks back to the kernel, which zeroes their pages for the next step: keep them"
-    libc = ctypes.CDLL(None) if sys.platform=='linux' else None
-    if hasattr(libc, 'mallopt'): libc.mallopt(-1, 2**31-1); libc.mallopt(-4, 0) # M_TRIM_THRESHOLD, M_MMAP_MAX
+    libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
+    if hasattr(libc, 'mallopt'):
+        libc.mallopt(-1, 2**31 - 1)
+        libc.mallopt(-4, 0)  # M_TRIM_THRESHOLD, M_MMAP_MAX
 
-def world()->tuple[int,int]:
+
+def world() -> tuple[int, int]:
     "This process's rank and how many there are, as torchrun says"
     return int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+
 
 def _need(module, package, why):
     if not find_spec(module):
         raise ValueError(f'{why}: {package} is not installed, see the extras engines-cpu and gpu')
 
-def _check_rollout(cfg): # what vLLM would say after the cold start, or not at all
+
+def _check_rollout(cfg):  # what vLLM would say after the cold start, or not at all
     _need('vllm', 'vllm', f'rollout_engine={cfg.rollout_engine!r}')
-    if world()[0]: return # rank 0 talks to the servers
-    check_vllm(cfg.policy, cfg.vllm, getattr(torch, cfg.rollout.dtype), cfg.device, cfg.router_replay=='R3',
-        one_process=cfg.rollout_engine=='vllm')
-    if cfg.rollout_engine=='pool': weight_sync(cfg.vllm, cfg.device, world()[1])
+    if world()[0]:
+        return  # rank 0 talks to the servers
+    check_vllm(
+        cfg.policy,
+        cfg.vllm,
+        getattr(torch, cfg.rollout.dtype),
+        cfg.device,
+        cfg.router_replay == 'R3',
+        one_process=cfg.rollout_engine == 'vllm',
+    )
+    if cfg.rollout_engine == 'pool':
+        weight_sync(cfg.vllm, cfg.device, world()[1])
+
 
 def prepare(
-    cfg:TrainConfig
-): # the `Watch` over all ranks, from now on; None for an engine of one process
+    cfg: TrainConfig,
+):  # the `Watch` over all ranks, from now on; None for an engine of one process
     "Set this process up, and meet the other ranks. Raises ValueError for engines that cannot be had here"
     size = world()[1]
-    if cfg.device=='cuda' and not torch.cuda.is_available():
+    if cfg.device == 'cuda' and not torch.cuda.is_available():
         raise ValueError("device='cuda': no CUDA device was found, use 'cpu'")
-    if cfg.train_engine=='torch' and size>1:
-        raise ValueError(f"{size} processes: train_engine='torch' is one, start it without torchrun, or use 'megatron'")
-    if cfg.rollout_engine=='vllm' and size>1:
-        raise ValueError(f"{size} processes: vLLM does not start inside one of them, use rollout_engine='pool'")
-    if cfg.rollout_engine!='torch': _check_rollout(cfg)
+    if cfg.train_engine == 'torch' and size > 1:
+        raise ValueError(
+            f"{size} processes: train_engine='torch' is one, start it without torchrun, or use 'megatron'"
+        )
+    if cfg.rollout_engine == 'vllm' and size > 1:
+        raise ValueError(
+            f"{size} processes: vLLM does not start inside one of them, use rollout_engine='pool'"
+        )
+    if cfg.rollout_engine != 'torch':
+        _check_rollout(cfg)
     torch.set_num_threads(cfg.num_threads)
-    if cfg.device=='cpu': keep_freed_memory()
-    if cfg.train_engine=='torch': return None
+    if cfg.device == 'cpu':
+        keep_freed_memory()
+    if cfg.train_engine == 'torch':
+        return None
     _need('megatron', 'megatron-core', "train_engine='megatron'")
-    check_parallel(cfg.parallel, cfg.policy, size, device=cfg.device if find_spec('transformer_engine') else 'cpu')
+    check_parallel(
+        cfg.parallel,
+        cfg.policy,
+        size,
+        device=cfg.device if find_spec('transformer_engine') else 'cpu',
+    )
     from megatron.core import parallel_state
-    from compassrl.train.megatron.leader import Watch
+
     from compassrl.train.megatron.engine import Control, init_parallel
-    if parallel_state.model_parallel_is_initialized(): parallel_state.destroy_model_parallel() # of an earlier run
-    if size==1 and not dist.is_initialized(): # no torchrun, then
-        if cfg.device=='cuda': torch.cuda.set_device(0)
-        backend = 'cpu:gloo,cuda:nccl' if cfg.device=='cuda' else 'gloo'
+    from compassrl.train.megatron.leader import Watch
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()  # of an earlier run
+    if size == 1 and not dist.is_initialized():  # no torchrun, then
+        if cfg.device == 'cuda':
+            torch.cuda.set_device(0)
+        backend = 'cpu:gloo,cuda:nccl' if cfg.device == 'cuda' else 'gloo'
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     init_parallel(cfg.parallel)
     return Watch(Control())
 
+
 # %% ../../nbs/runs/06_factory.ipynb #d781d8a4
 class StateCheckpoints:
     "Checkpoints of an engine whose whole state is in this process"
+
     newest = staticmethod(latest_checkpoint)
-    def __init__(self, engine:TrainEngine, root:Path, keep:int): self.engine,self.root,self.keep = engine, root, keep
-    def save(self, step:int): save_checkpoint(self.root, step, self.engine.state_dict(), self.keep)
-    def load(self)->int:
+
+    def __init__(self, engine: TrainEngine, root: Path, keep: int):
+        self.engine, self.root, self.keep = engine, root, keep
+
+    def save(self, step: int):
+        save_checkpoint(self.root, step, self.engine.state_dict(), self.keep)
+
+    def load(self) -> int:
         "The newest whole one into the engine; returns its step. Raises ValueError if there is none that fits"
-        step,state = load_checkpoint(self.newest(self.root, required=True))
+        step, state = load_checkpoint(self.newest(self.root, required=True))
         check_shapes(self.engine.state_dict()['policy'], state['policy'])
         self.engine.load_state_dict(state)
         return step
-    def wait(self): "Until all is on the disk: `save` has waited already"
+
+    def wait(self):
+        "Until all is on the disk: `save` has waited already"
+
 
 class ShardedCheckpoints:
     "Checkpoints that every rank writes its part of, while training goes on"
+
     @staticmethod
-    def newest(root:Path, required:bool=False)->Path|None:
+    def newest(root: Path, required: bool = False) -> Path | None:
         from compassrl.train.megatron.checkpoint import latest_sharded
+
         return latest_sharded(root, required)
-    def __init__(self, leader, root:Path, keep:int): self.leader,self.root,self.keep = leader, root, keep
-    def save(self, step:int):
+
+    def __init__(self, leader, root: Path, keep: int):
+        self.leader, self.root, self.keep = leader, root, keep
+
+    def save(self, step: int):
         "Begins to write, when the save before it is done"
         from compassrl.train.megatron.checkpoint import save_sharded
+
         self.leader.everywhere(save_sharded, self.root, step, self.keep)
-    def load(self)->int:
+
+    def load(self) -> int:
         "As of `StateCheckpoints`; the layout may be another"
         from compassrl.train.megatron.checkpoint import load_sharded
+
         return self.leader.everywhere(load_sharded, self.newest(self.root, required=True))
+
     def wait(self):
         "Until all is on the disk"
         from compassrl.train.megatron.checkpoint import finish_save
+
         self.leader.everywhere(finish_save)
 
+
 def newest_checkpoint(
-    train_engine:str,
-    root:Path,            # folder of a run's checkpoints
-    required:bool=False   # raise CheckpointError instead of returning None?
-)->Path|None:
+    train_engine: str,
+    root: Path,  # folder of a run's checkpoints
+    required: bool = False,  # raise CheckpointError instead of returning None?
+) -> Path | None:
     "The newest that is whole; torn ones are named in a printed line"
     return train_engines[train_engine][1].newest(root, required)
+
 
 # %% ../../nbs/runs/06_factory.ipynb #25d70086
 @dataclass
 class Engines:
     "What does a run's work"
-    rollout:RolloutEngine
-    train:TrainEngine
-    reference:TrainEngine|None # the starting weights, for the KL penalty
-    checkpoints:StateCheckpoints|ShardedCheckpoints
+
+    rollout: RolloutEngine
+    train: TrainEngine
+    reference: TrainEngine | None  # the starting weights, for the KL penalty
+    checkpoints: StateCheckpoints | ShardedCheckpoints
 
     @contextmanager
-    def whole_groups(self)->Iterator[RolloutEngine]:
+    def whole_groups(self) -> Iterator[RolloutEngine]:
         "The rollout engine for an evaluation: no sample is dropped for being long (`schedule.over_provision`)"
         schedule = getattr(self.rollout, 'schedule', None)
-        if schedule: self.rollout.schedule = replace(schedule, over_provision=0.)
-        try: yield self.rollout
+        if schedule:
+            self.rollout.schedule = replace(schedule, over_provision=0.0)
+        try:
+            yield self.rollout
         finally:
-            if schedule: self.rollout.schedule = schedule
+            if schedule:
+                self.rollout.schedule = schedule
+
 
 def _torch_rollout(cfg, source, folder):
     dtype = getattr(torch, cfg.rollout.dtype)
-    r,common = cfg.rollout, (cfg.policy, cfg.rollout.num_slots, dtype, cfg.device, cfg.router_replay=='R3')
-    if not r.quantization and r.kv_cache_dtype=='auto': return TorchRollout(*common)
+    r, common = (
+        cfg.rollout,
+        (cfg.policy, cfg.rollout.num_slots, dtype, cfg.device, cfg.router_replay == 'R3'),
+    )
+    if not r.quantization and r.kv_cache_dtype == 'auto':
+        return TorchRollout(*common)
     quantised = bool(r.quantization)
-    return Fp8Rollout(*common, weights=quantised, activations=quantised, kv_cache=r.kv_cache_dtype=='fp8')
+    return Fp8Rollout(
+        *common, weights=quantised, activations=quantised, kv_cache=r.kv_cache_dtype == 'fp8'
+    )
+
 
 def _vllm(cfg, source, folder):
     from compassrl.rollout.vllm.in_process import VllmRollout
-    return VllmRollout(source, cfg.vllm, getattr(torch, cfg.rollout.dtype), num_slots=cfg.rollout.num_slots,
-        return_routes=cfg.router_replay=='R3')
+
+    return VllmRollout(
+        source,
+        cfg.vllm,
+        getattr(torch, cfg.rollout.dtype),
+        num_slots=cfg.rollout.num_slots,
+        return_routes=cfg.router_replay == 'R3',
+    )
+
 
 def _pool(cfg, source, folder):
     from compassrl.rollout.vllm.pool import VllmPool
+
     v = replace(cfg.vllm, sync=weight_sync(cfg.vllm, cfg.device, world()[1]))
-    return VllmPool(source, v, getattr(torch, cfg.rollout.dtype), num_slots=cfg.rollout.num_slots,
-        return_routes=cfg.router_replay=='R3', schedule=cfg.schedule, log_dir=folder/'servers',
-        first_gpu=0 if v.colocated else int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
+    return VllmPool(
+        source,
+        v,
+        getattr(torch, cfg.rollout.dtype),
+        num_slots=cfg.rollout.num_slots,
+        return_routes=cfg.router_replay == 'R3',
+        schedule=cfg.schedule,
+        log_dir=folder / 'servers',
+        first_gpu=0 if v.colocated else int(os.environ.get('LOCAL_WORLD_SIZE', 1)),
+    )
+
 
 rollout_engines = dict(torch=_torch_rollout, vllm=_vllm, pool=_pool)
+
 
 # %% ../../nbs/runs/06_factory.ipynb #d1e5d92a
 def _torch_train(cfg, source, replay):
     policy = from_pretrained(source)
-    if policy.config!=cfg.policy:
-        raise ValueError(f'{source} holds a policy of another shape than the config: use the config it was made with')
+    if policy.config != cfg.policy:
+        raise ValueError(
+            f'{source} holds a policy of another shape than the config: use the config it was made with'
+        )
     return TorchTrain(policy.to(cfg.device), cfg.optim, cfg.rollout.temperature, replay)
 
+
 @contextmanager
-def _torch_engine(cfg, source, watch): yield _torch_train(cfg, source, cfg.router_replay)
+def _torch_engine(cfg, source, watch):
+    yield _torch_train(cfg, source, cfg.router_replay)
+
 
 def _megatron_train(cfg, source):
     from compassrl.train.megatron.engine import MegatronTrain
-    return MegatronTrain(cfg.policy, source, cfg.optim, cfg.parallel, cfg.rollout.temperature, cfg.router_replay)
+
+    return MegatronTrain(
+        cfg.policy, source, cfg.optim, cfg.parallel, cfg.rollout.temperature, cfg.router_replay
+    )
+
 
 @contextmanager
 def _megatron_engine(cfg, source, watch):
     from compassrl.train.megatron.leader import Leader
+
     with watch.guard():
-        watch.control.scatter(lambda: [source]*watch.size)
+        watch.control.scatter(lambda: [source] * watch.size)
         leader = Leader(_megatron_train(cfg, source), watch)
-    try: yield leader
-    except (Stop, ValueError): leader.stop(); raise # between two steps: the other ranks end in peace
+    try:
+        yield leader
+    except (Stop, ValueError):
+        leader.stop()
+        raise  # between two steps: the other ranks end in peace
     leader.stop()
 
-train_engines = dict(torch=(_torch_engine, StateCheckpoints), megatron=(_megatron_engine, ShardedCheckpoints))
 
-def follow(cfg:TrainConfig):
+train_engines = dict(
+    torch=(_torch_engine, StateCheckpoints), megatron=(_megatron_engine, ShardedCheckpoints)
+)
+
+
+def follow(cfg: TrainConfig):
     "What every rank but 0 runs, until rank 0 has done"
     from compassrl.train.megatron.leader import serve
+
     watch = prepare(resolve(cfg))
-    for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, signal.SIG_IGN) # rank 0 ends the step first
-    with watch.guard(): engine = _megatron_train(resolve(cfg), watch.control.scatter())
+    for s in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(s, signal.SIG_IGN)  # rank 0 ends the step first
+    with watch.guard():
+        engine = _megatron_train(resolve(cfg), watch.control.scatter())
     serve(engine, watch)
+
 
 # %% ../../nbs/runs/06_factory.ipynb #0e18f6b7
 @contextmanager
 def engines(
-    cfg:TrainConfig,
-    source:Path,     # a Hugging Face checkpoint: the weights to start from
-    folder:Path,     # of the run
-    watch=None       # what `prepare` gave
-)->Iterator[Engines]:
+    cfg: TrainConfig,
+    source: Path,  # a Hugging Face checkpoint: the weights to start from
+    folder: Path,  # of the run
+    watch=None,  # what `prepare` gave
+) -> Iterator[Engines]:
     "The engines that a config names; what they started ends with them"
     with ExitStack() as stack:
         rollout = rollout_engines[cfg.rollout_engine](cfg, source, folder)
-        if hasattr(rollout, 'close'): stack.callback(rollout.close)
-        start,checkpoints = train_engines[cfg.train_engine]
+        if hasattr(rollout, 'close'):
+            stack.callback(rollout.close)
+        start, checkpoints = train_engines[cfg.train_engine]
         train = stack.enter_context(start(cfg, source, watch))
         # the reference chooses its own experts: replay would tie it to a policy that has moved on
         reference = _torch_train(cfg, source, 'off') if cfg.loss.kl_coef else None
-        yield Engines(rollout, train, reference, checkpoints(train, folder/'checkpoints', cfg.keep_checkpoints))
+        yield Engines(
+            rollout,
+            train,
+            reference,
+            checkpoints(train, folder / 'checkpoints', cfg.keep_checkpoints),
+        )

@@ -6,65 +6,103 @@ Docs: https://compassrl.github.io/compassrl/runs/gantt.html.md"""
 
 # %% ../../nbs/runs/04_gantt.ipynb #203154bb
 from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
 from ..records import Metrics
 
 # %% auto #0
 __all__ = ['Span', 'spans_of', 'plot_gantt']
 
+
 # %% ../../nbs/runs/04_gantt.ipynb #aca035b6
 class Span(NamedTuple):
     "Something that took time"
-    row:str      # 'rollout' or 'replica 0', 'worker 1', 'genrm', 'trainer'
-    phase:str
-    start:float  # seconds
-    end:float
+
+    row: str  # 'rollout' or 'replica 0', 'worker 1', 'genrm', 'trainer'
+    phase: str
+    start: float  # seconds
+    end: float
+
 
 def spans_of(
-    timings:Iterable[dict[str,float]], # of samples
-    metrics:Metrics|None=None          # of the step: its phases are those with `time_{phase}_at`
-)->list[Span]:
+    timings: Iterable[dict[str, float]],  # of samples
+    metrics: Metrics | None = None,  # of the step: its phases are those with `time_{phase}_at`
+) -> list[Span]:
     "Who did what, when"
     out = []
     for t in timings:
-        who = f"replica {t['replica']:.0f}" if 'replica' in t else 'rollout'
-        if 'rollout_start' in t: out.append(Span(who, 'rollout', t['rollout_start'], t['rollout_end']))
-        if t.get('reward_end', 0)>t.get('reward_start', 0):
-            who = f"worker {t['worker']:.0f}" if t.get('worker') else 'genrm' if 'genrm' in t else 'trainer'
-            read = t['reward_start']+t['detokenise']
-            out += [Span(who, 'detokenise', t['reward_start'], read), Span(who, 'reward', read, t['reward_end'])]
-    for k,at in (metrics or {}).items():
+        who = f'replica {t["replica"]:.0f}' if 'replica' in t else 'rollout'
+        if 'rollout_start' in t:
+            out.append(Span(who, 'rollout', t['rollout_start'], t['rollout_end']))
+        if t.get('reward_end', 0) > t.get('reward_start', 0):
+            who = (
+                f'worker {t["worker"]:.0f}'
+                if t.get('worker')
+                else 'genrm'
+                if 'genrm' in t
+                else 'trainer'
+            )
+            read = t['reward_start'] + t['detokenise']
+            out += [
+                Span(who, 'detokenise', t['reward_start'], read),
+                Span(who, 'reward', read, t['reward_end']),
+            ]
+    for k, at in (metrics or {}).items():
         phase = k.removeprefix('time_').removesuffix('_at')
-        if k==f'time_{phase}_at' and phase not in ('step', 'rollout', 'reward'):
-            out.append(Span('trainer', phase, at, at+metrics[f'time_{phase}_s']))
+        if k == f'time_{phase}_at' and phase not in ('step', 'rollout', 'reward'):
+            out.append(Span('trainer', phase, at, at + metrics[f'time_{phase}_s']))
     return out
 
-_colors = dict(rollout='#0f766e', reward='#c2410c', detokenise='#facc15', log_probs='#1d4ed8', ref_log_probs='#60a5fa',
-    update='#7c3aed', sync='#44403c')
+
+_colors = dict(
+    rollout='#0f766e',
+    reward='#c2410c',
+    detokenise='#facc15',
+    log_probs='#1d4ed8',
+    ref_log_probs='#60a5fa',
+    update='#7c3aed',
+    sync='#44403c',
+)
+
 
 def plot_gantt(
-    spans:Sequence[Span],
+    spans: Sequence[Span],
     ax=None,
-    begin:float|None=None # second 0 of the picture; None: the first start
+    begin: float | None = None,  # second 0 of the picture; None: the first start
 ):
     "A row per rollout replica, per worker, and for the trainer; what overlaps in a row is drawn side by side"
     import matplotlib.pyplot as plt
+
     ax = ax or plt.subplots(figsize=(9, 2.4))[1]
     begin = min(s.start for s in spans) if begin is None else begin
-    names = sorted({s.row for s in spans}, key=lambda n: (n=='trainer', n=='genrm', n[0]=='w', len(n), n))
-    free = {n:[] for n in names} # when each line of a row is free; whatever begins takes the first that is
-    ordered,lines = sorted(spans, key=lambda s: s.start), []
+    names = sorted(
+        {s.row for s in spans}, key=lambda n: (n == 'trainer', n == 'genrm', n[0] == 'w', len(n), n)
+    )
+    free = {
+        n: [] for n in names
+    }  # when each line of a row is free; whatever begins takes the first that is
+    ordered, lines = sorted(spans, key=lambda s: s.start), []
     for s in ordered:
         ends = free[s.row]
-        lines.append(next((i for i,end in enumerate(ends) if end<=s.start), len(ends)))
-        ends[lines[-1]:lines[-1]+1] = [s.end]
+        lines.append(next((i for i, end in enumerate(ends) if end <= s.start), len(ends)))
+        ends[lines[-1] : lines[-1] + 1] = [s.end]
     for phase in dict.fromkeys(s.phase for s in ordered):
-        them = [(s, i, len(free[s.row])) for s,i in zip(ordered, lines) if s.phase==phase]
-        y = [names.index(s.row)-.4+.8*(i+.5)/n for s,i,n in them]
-        ax.barh(y, [s.end-s.start for s,*_ in them], left=[s.start-begin for s,*_ in them],
-            height=[.8/n for *_,n in them], color=_colors.get(phase, '#a8a29e'), label=phase,
-            edgecolor='white', lw=.3 if max(map(len, free.values()))<50 else 0)
-    ax.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names)-.5, -.5), xlabel='seconds')
-    ax.legend(fontsize=7, ncol=7, loc='upper center', bbox_to_anchor=(.5, 1.22), frameon=False)
+        them = [(s, i, len(free[s.row])) for s, i in zip(ordered, lines) if s.phase == phase]
+        y = [names.index(s.row) - 0.4 + 0.8 * (i + 0.5) / n for s, i, n in them]
+        ax.barh(
+            y,
+            [s.end - s.start for s, *_ in them],
+            left=[s.start - begin for s, *_ in them],
+            height=[0.8 / n for *_, n in them],
+            color=_colors.get(phase, '#a8a29e'),
+            label=phase,
+            edgecolor='white',
+            lw=0.3 if max(map(len, free.values())) < 50 else 0,
+        )
+    ax.set(
+        yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5), xlabel='seconds'
+    )
+    ax.legend(fontsize=7, ncol=7, loc='upper center', bbox_to_anchor=(0.5, 1.22), frameon=False)
     return ax

@@ -6,255 +6,471 @@ Docs: https://compassrl.github.io/compassrl/runs/report.html.md"""
 
 # %% ../../nbs/runs/05_report.ipynb #330103fd
 from __future__ import annotations
-import json, math, platform, re, statistics
+
+import json
+import math
+import platform
+import re
+import statistics
 from pathlib import Path
+
 import torch
-from .curves import column, phase_seconds, phases, plot_curves, read_metrics, read_rows, step_seconds
+
+from compassrl.runs.curves import (
+    column,
+    phase_seconds,
+    phases,
+    plot_curves,
+    read_metrics,
+    read_rows,
+    step_seconds,
+)
 from .evaluate import mean_stderr
 from .gantt import plot_gantt, spans_of
 
 # %% auto #0
-__all__ = ['pick_samples', 'machine_info', 'read_curves', 'run_facts', 'report_markdown', 'write_report']
+__all__ = [
+    'pick_samples',
+    'machine_info',
+    'read_curves',
+    'run_facts',
+    'report_markdown',
+    'write_report',
+]
+
 
 # %% ../../nbs/runs/05_report.ipynb #dd5bdd53
 def pick_samples(
-    before:list[dict], # samples of an evaluation: prompt_id, prompt, response, answer, correct
-    after:list[dict],  # of a later one
-    fixed:int=3, still_wrong:int=2, broke:int=2, kept:int=1 # how many of each to show
-)->tuple[list[dict],dict[str,int]]: # pairs, evenly spread in the order of the prompts; number of prompts of each kind
+    before: list[dict],  # samples of an evaluation: prompt_id, prompt, response, answer, correct
+    after: list[dict],  # of a later one
+    fixed: int = 3,
+    still_wrong: int = 2,
+    broke: int = 2,
+    kept: int = 1,  # how many of each to show
+) -> tuple[
+    list[dict], dict[str, int]
+]:  # pairs, evenly spread in the order of the prompts; number of prompts of each kind
     "The same prompts before and after: the first response to each"
-    b,a = ({s['prompt_id']: s for s in reversed(samples)} for samples in (before, after))
+    b, a = ({s['prompt_id']: s for s in reversed(samples)} for samples in (before, after))
     kinds = {'fixed': [], 'still wrong': [], 'broke': [], 'kept': []}
     for p in dict.fromkeys(s['prompt_id'] for s in before if s['prompt_id'] in a):
-        kind = [['still wrong', 'fixed'], ['broke', 'kept']][bool(b[p]['correct'])][bool(a[p]['correct'])]
-        kinds[kind].append(dict(kind=kind, prompt_id=p, prompt=b[p]['prompt'], answer=b[p]['answer'],
-            before=b[p]['response'], after=a[p]['response']))
+        kind = [['still wrong', 'fixed'], ['broke', 'kept']][bool(b[p]['correct'])][
+            bool(a[p]['correct'])
+        ]
+        kinds[kind].append(
+            dict(
+                kind=kind,
+                prompt_id=p,
+                prompt=b[p]['prompt'],
+                answer=b[p]['answer'],
+                before=b[p]['response'],
+                after=a[p]['response'],
+            )
+        )
     picked = []
-    for found,n in zip(kinds.values(), (fixed, still_wrong, broke, kept)):
+    for found, n in zip(kinds.values(), (fixed, still_wrong, broke, kept)):
         n = min(n, len(found))
-        picked += [found[i*len(found)//n] for i in range(n)]
-    return picked, {k: len(v) for k,v in kinds.items()}
+        picked += [found[i * len(found) // n] for i in range(n)]
+    return picked, {k: len(v) for k, v in kinds.items()}
+
 
 # %% ../../nbs/runs/05_report.ipynb #6351a3e0
-def machine_info()->dict[str,object]:
+def machine_info() -> dict[str, object]:
     "What the numbers of a run depend on: processor, threads, versions; no names, no paths"
     from compassrl import __version__
+
     cpuinfo = Path('/proc/cpuinfo')
     model = re.search(r'model name\s*:\s*(.+)', cpuinfo.read_text()) if cpuinfo.exists() else None
     cpu = model[1].strip() if model else platform.processor() or platform.machine()
-    info = dict(cpu=cpu, threads=torch.get_num_threads(), system=f'{platform.system()} {platform.machine()}',
-        python=platform.python_version(), torch=torch.__version__, compassrl=__version__)
+    info = dict(
+        cpu=cpu,
+        threads=torch.get_num_threads(),
+        system=f'{platform.system()} {platform.machine()}',
+        python=platform.python_version(),
+        torch=torch.__version__,
+        compassrl=__version__,
+    )
     return info | dict(gpu=torch.cuda.get_device_name(0)) if torch.cuda.is_available() else info
 
-def _read_json(path): # None if it is not there
-    if not path.exists(): return None
-    try: return json.loads(path.read_text())
-    except ValueError as e: raise ValueError(f'{path.name}: not JSON ({e}): write it again or remove it') from None
 
-def _evaluations(run_dir, metrics): # before, after; one of an earlier end, from which the run went on, does not count
-    before,after,config = (_read_json(run_dir/f'{n}.json') for n in ('eval_before', 'eval_after', 'config'))
+def _read_json(path):  # None if it is not there
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except ValueError as e:
+        raise ValueError(f'{path.name}: not JSON ({e}): write it again or remove it') from None
+
+
+def _evaluations(
+    run_dir, metrics
+):  # before, after; one of an earlier end, from which the run went on, does not count
+    before, after, config = (
+        _read_json(run_dir / f'{n}.json') for n in ('eval_before', 'eval_after', 'config')
+    )
     done = metrics[-1]['step'] if metrics else 0
-    return before, after if done>=((config or {}).get('steps') or 0) else None
+    return before, after if done >= ((config or {}).get('steps') or 0) else None
+
 
 def read_curves(
-    run_dir:str|Path # of a run, finished or live
-)->list[dict]:       # for `plot_curves`
+    run_dir: str | Path,  # of a run, finished or live
+) -> list[dict]:  # for `plot_curves`
     "The metrics of a run, with the evaluations before and after as the ends of the held-out curve"
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir)
-    before,after = _evaluations(run_dir, rows)
-    point = lambda e: dict(eval_avg=e['avg'], eval_avg_stderr=e.get('avg_stderr'), eval_pass=e.get('pass_at_k'))
-    if after and rows: rows[-1] |= point(after)
+    before, after = _evaluations(run_dir, rows)
+
+    def point(e):
+        return dict(
+            eval_avg=e['avg'], eval_avg_stderr=e.get('avg_stderr'), eval_pass=e.get('pass_at_k')
+        )
+
+    if after and rows:
+        rows[-1] |= point(after)
     return [dict(step=0, **point(before)), *rows] if before else rows
 
-def _flat(d, at=''): # nested config -> {'rollout.temperature': 1.0}; no folders of this machine
-    if isinstance(d, dict): return {k: v for key,x in d.items() for k,v in _flat(x, f'{at}.{key}'.strip('.')).items()}
-    return {at: re.sub(r'(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+', '', d) if isinstance(d, str) else d}
+
+def _flat(d, at=''):  # nested config -> {'rollout.temperature': 1.0}; no folders of this machine
+    if isinstance(d, dict):
+        return {k: v for key, x in d.items() for k, v in _flat(x, f'{at}.{key}'.strip('.')).items()}
+    return {
+        at: re.sub(r'(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+', '', d)
+        if isinstance(d, str)
+        else d
+    }
+
 
 # %% ../../nbs/runs/05_report.ipynb #4deeb004
-def _rates(result, domain): # prompt -> share of its responses that are right
+def _rates(result, domain):  # prompt -> share of its responses that are right
     right = {}
     for s in result.get('samples') or []:
-        if domain in (None, s.get('domain')): right.setdefault(s['prompt_id'], []).append(bool(s['correct']))
-    return {p: statistics.fmean(v) for p,v in right.items()}
+        if domain in (None, s.get('domain')):
+            right.setdefault(s['prompt_id'], []).append(bool(s['correct']))
+    return {p: statistics.fmean(v) for p, v in right.items()}
 
-def _gain_of(before, after, domain=None): # averages in [0, 1], gain in points; errors paired if all samples are there
-    b,a = (x if domain is None else x['by_domain'][domain] for x in (before, after))
-    rates = rb,ra = [_rates(x, domain) for x in (before, after)]
+
+def _gain_of(
+    before, after, domain=None
+):  # averages in [0, 1], gain in points; errors paired if all samples are there
+    b, a = (x if domain is None else x['by_domain'][domain] for x in (before, after))
+    rates = rb, ra = [_rates(x, domain) for x in (before, after)]
     err = [x.get('avg_stderr') for x in (b, a)]
-    whole = rb.keys()==ra.keys() and all(r and abs(statistics.fmean(r.values())-x['avg'])<1e-6
-                                         for r,x in zip(rates, (b, a)))
-    gain_err = 100*mean_stderr([ra[p]-rb[p] for p in rb])[1] if whole else None if None in err else 100*math.hypot(*err)
-    return dict(before=b['avg'], after=a['avg'], stderr_before=err[0], stderr_after=err[1],
-        gain_points=100*(a['avg']-b['avg']), gain_stderr_points=gain_err)
+    whole = rb.keys() == ra.keys() and all(
+        r and abs(statistics.fmean(r.values()) - x['avg']) < 1e-6 for r, x in zip(rates, (b, a))
+    )
+    gain_err = (
+        100 * mean_stderr([ra[p] - rb[p] for p in rb])[1]
+        if whole
+        else None
+        if None in err
+        else 100 * math.hypot(*err)
+    )
+    return dict(
+        before=b['avg'],
+        after=a['avg'],
+        stderr_before=err[0],
+        stderr_after=err[1],
+        gain_points=100 * (a['avg'] - b['avg']),
+        gain_stderr_points=gain_err,
+    )
+
 
 def _held_out(before, after):
-    if not before or not after: return None
+    if not before or not after:
+        return None
     domains = [d for d in before.get('by_domain') or {} if d in (after.get('by_domain') or {})]
-    both = lambda k: {k: dict(before=before[k], after=after[k])} if k in before and k in after else {}
-    return dict(k=after.get('k'), num_prompts=after.get('num_prompts'), **_gain_of(before, after),
+
+    def both(k):
+        return {k: dict(before=before[k], after=after[k])} if k in before and k in after else {}
+
+    return dict(
+        k=after.get('k'),
+        num_prompts=after.get('num_prompts'),
+        **_gain_of(before, after),
         by_domain={d: _gain_of(before, after, d) for d in domains},
-        **both('pass_at_k'), **both('truncated_frac'), **both('response_tokens_mean'))
+        **both('pass_at_k'),
+        **both('truncated_frac'),
+        **both('response_tokens_mean'),
+    )
+
 
 # %% ../../nbs/runs/05_report.ipynb #0699b077
-def _first_last(values): # means of all steps, of the first and of the last quarter
-    q = max(1, len(values)//4)
+def _first_last(values):  # means of all steps, of the first and of the last quarter
+    q = max(1, len(values) // 4)
     parts = dict(mean=values, first=values[:q], last=values[-q:]) if values else {}
-    return {k: statistics.fmean(v) for k,v in parts.items()}
+    return {k: statistics.fmean(v) for k, v in parts.items()}
 
-def _phase_table(metrics): # phase -> seconds, seconds per step, share
+
+def _phase_table(metrics):  # phase -> seconds, seconds per step, share
     total = sum(map(step_seconds, metrics))
     seconds = {p: sum(phase_seconds(r, p) for r in metrics) for p in phases}
-    seconds['other'] = max(0., total-sum(seconds.values()))  # 0 where phases overlap
-    return {p: dict(seconds=s, per_step_s=s/len(metrics), share=s/total) for p,s in seconds.items() if s}
+    seconds['other'] = max(0.0, total - sum(seconds.values()))  # 0 where phases overlap
+    return {
+        p: dict(seconds=s, per_step_s=s / len(metrics), share=s / total)
+        for p, s in seconds.items()
+        if s
+    }
 
-_averaged = ['reward_mean', 'penalty_mean', 'correct_frac', 'zero_variance_first_frac', 'zero_variance_raw_frac',
-    'zero_variance_frac', 'zero_variance_residual_frac', 'gradient_token_frac', 'group_size_mean',
-    'response_tokens_mean', 'truncated_frac', 'entropy', 'grad_norm', 'clip_frac', 'approx_kl',
-    'rollout_train_gap', 'rollout_train_k3', 'routes_agree_frac', 'length_log_error', 'length_spearman',
-    'genrm_failed_frac', 'genrm_tie_frac', 'genrm_disagree_frac']
+
+_averaged = [
+    'reward_mean',
+    'penalty_mean',
+    'correct_frac',
+    'zero_variance_first_frac',
+    'zero_variance_raw_frac',
+    'zero_variance_frac',
+    'zero_variance_residual_frac',
+    'gradient_token_frac',
+    'group_size_mean',
+    'response_tokens_mean',
+    'truncated_frac',
+    'entropy',
+    'grad_norm',
+    'clip_frac',
+    'approx_kl',
+    'rollout_train_gap',
+    'rollout_train_k3',
+    'routes_agree_frac',
+    'length_log_error',
+    'length_spearman',
+    'genrm_failed_frac',
+    'genrm_tie_frac',
+    'genrm_disagree_frac',
+]
+
 
 def run_facts(
-    run_dir:str|Path # of a run, finished or not
-)->dict:             # all that report.md says; what the run has not written is None or empty
+    run_dir: str | Path,  # of a run, finished or not
+) -> dict:  # all that report.md says; what the run has not written is None or empty
     "The numbers of a run"
     run_dir = Path(run_dir)
-    metrics,config = read_metrics(run_dir), _read_json(run_dir/'config.json')
+    metrics, config = read_metrics(run_dir), _read_json(run_dir / 'config.json')
     if not metrics and config is None:
-        raise ValueError(f'{run_dir}: neither config.json nor metrics.jsonl is there: give a run directory')
-    before,after = _evaluations(run_dir, metrics)
-    cold = read_rows(run_dir/'cold_start.jsonl')
-    planned,done = (config or {}).get('steps'), metrics[-1]['step'] if metrics else 0
-    samples,counts = pick_samples(*((x or {}).get('samples') or [] for x in (before, after)))
-    evals,total = column(metrics, 'eval_avg'), lambda rows, key: sum(column(rows, key)[1])
-    tokens,seconds = total(metrics, 'tokens'), sum(map(step_seconds, metrics))
-    rate = lambda s: tokens/s if s and tokens else None
-    return dict(run=run_dir.resolve().name, steps=done, steps_planned=planned,
+        raise ValueError(
+            f'{run_dir}: neither config.json nor metrics.jsonl is there: give a run directory'
+        )
+    before, after = _evaluations(run_dir, metrics)
+    cold = read_rows(run_dir / 'cold_start.jsonl')
+    planned, done = (config or {}).get('steps'), metrics[-1]['step'] if metrics else 0
+    samples, counts = pick_samples(*((x or {}).get('samples') or [] for x in (before, after)))
+    evals, total = column(metrics, 'eval_avg'), lambda rows, key: sum(column(rows, key)[1])
+    tokens, seconds = total(metrics, 'tokens'), sum(map(step_seconds, metrics))
+
+    def rate(s):
+        return tokens / s if s and tokens else None
+
+    return dict(
+        run=run_dir.resolve().name,
+        steps=done,
+        steps_planned=planned,
         finished=after is not None,
         resumed_from=[r['resumed_from'] for r in metrics if 'resumed_from' in r],
-        held_out=_held_out(before, after), eval_before=before and before['avg'],
+        held_out=_held_out(before, after),
+        eval_before=before and before['avg'],
         last_eval=dict(step=evals[0][-1], avg=evals[1][-1]) if evals[0] else None,
-        cold_start=dict(steps=len(cold), tokens=total(cold, 'tokens'), loss=_first_last(column(cold, 'loss')[1])),
-        phases=_phase_table(metrics), seconds=seconds, tokens=tokens,
-        tokens_per_s=dict(rollout=rate(sum(phase_seconds(r, 'rollout') for r in metrics)), end_to_end=rate(seconds)),
-        training={k: _first_last(column(metrics, k)[1]) for k in _averaged}, samples=samples, sample_counts=counts,
-        config=_flat(config or {}), machine=_read_json(run_dir/'machine.json') or machine_info())
+        cold_start=dict(
+            steps=len(cold), tokens=total(cold, 'tokens'), loss=_first_last(column(cold, 'loss')[1])
+        ),
+        phases=_phase_table(metrics),
+        seconds=seconds,
+        tokens=tokens,
+        tokens_per_s=dict(
+            rollout=rate(sum(phase_seconds(r, 'rollout') for r in metrics)),
+            end_to_end=rate(seconds),
+        ),
+        training={k: _first_last(column(metrics, k)[1]) for k in _averaged},
+        samples=samples,
+        sample_counts=counts,
+        config=_flat(config or {}),
+        machine=_read_json(run_dir / 'machine.json') or machine_info(),
+    )
+
 
 # %% ../../nbs/runs/05_report.ipynb #300c015d
-def _code(text, longest=300): # one table cell: a code span per line, whatever the text holds
+def _code(text, longest=300):  # one table cell: a code span per line, whatever the text holds
     text = str(text)
-    if len(text)>longest: text = text[:longest]+f' … {len(text)-longest} more characters'
+    if len(text) > longest:
+        text = text[:longest] + f' … {len(text) - longest} more characters'
+
     def span(line):
         line = ''.join(c if c.isprintable() else '\N{MIDDLE DOT}' for c in line).replace('|', '\\|')
-        fence = '`'*(max(map(len, re.findall('`+', line)), default=0)+1)
-        pad = ' ' if line[:1]=='`' or line[-1:]=='`' else ''
+        fence = '`' * (max(map(len, re.findall('`+', line)), default=0) + 1)
+        pad = ' ' if line[:1] == '`' or line[-1:] == '`' else ''
         return f'{fence}{pad}{line}{pad}{fence}' if line.strip() else ''
+
     spans = [span(line) for line in text.split('\n')]
     return '<br>'.join(spans) if any(spans) else '(empty)'
 
-def _table(head, rows, right=1): # markdown; columns from `right` on hold numbers
-    marks = ['---' if i<right else '---:' for i in range(len(head))]
+
+def _table(head, rows, right=1):  # markdown; columns from `right` on hold numbers
+    marks = ['---' if i < right else '---:' for i in range(len(head))]
     return '\n'.join(f'| {" | ".join(map(str, r))} |' for r in [head, marks, *rows])
 
-def _pm(x, err, scale=100, sign=''): return f'{scale*x:{sign}.1f}'+(f' ± {scale*err:.1f}' if err is not None else '')
 
-def _gain(x): return _pm(x['gain_points'], x['gain_stderr_points'], 1, '+')
+def _pm(x, err, scale=100, sign=''):
+    return f'{scale * x:{sign}.1f}' + (f' ± {scale * err:.1f}' if err is not None else '')
+
+
+def _gain(x):
+    return _pm(x['gain_points'], x['gain_stderr_points'], 1, '+')
+
 
 # %% ../../nbs/runs/05_report.ipynb #6c0892f5
 def _headline(f):
-    h,last,out = f['held_out'], f['last_eval'], []
+    h, last, out = f['held_out'], f['last_eval'], []
     if h:
-        b,a = _pm(h['before'], h['stderr_before']), _pm(h['after'], h['stderr_after'])
-        on = f" on {h['num_prompts']} prompts" if h['num_prompts'] else ''
-        out.append(f"Held-out avg@{h['k']}{on}: **{b} % → {a} %**, a gain of **{_gain(h)} points** "
-                   '(± one standard error).')
+        b, a = _pm(h['before'], h['stderr_before']), _pm(h['after'], h['stderr_after'])
+        on = f' on {h["num_prompts"]} prompts' if h['num_prompts'] else ''
+        out.append(
+            f'Held-out avg@{h["k"]}{on}: **{b} % → {a} %**, a gain of **{_gain(h)} points** '
+            '(± one standard error).'
+        )
     elif f['eval_before'] is not None:
-        now = f" → **{100*last['avg']:.1f} %** at step {last['step']}" if last else ' before'
-        out.append(f"Held-out average: **{100*f['eval_before']:.1f} %**{now}.")
-    of = '' if f['steps_planned'] is None else f" of {f['steps_planned']}"
-    if not f['finished']: out.append(f"**This run is not finished**: step {f['steps']}{of}.")
-    if f['resumed_from']: out.append(f"It was resumed from step {', '.join(map(str, f['resumed_from']))}.")
+        now = f' → **{100 * last["avg"]:.1f} %** at step {last["step"]}' if last else ' before'
+        out.append(f'Held-out average: **{100 * f["eval_before"]:.1f} %**{now}.')
+    of = '' if f['steps_planned'] is None else f' of {f["steps_planned"]}'
+    if not f['finished']:
+        out.append(f'**This run is not finished**: step {f["steps"]}{of}.')
+    if f['resumed_from']:
+        out.append(f'It was resumed from step {", ".join(map(str, f["resumed_from"]))}.')
     return '\n\n'.join(out)
 
-def _before_after(h): # table of the evaluation, whole and by domain
-    def row(name, x): return [name, _pm(x['before'], x.get('stderr_before')), _pm(x['after'], x.get('stderr_after')),
-                              _gain(x) if 'gain_points' in x else f"{100*(x['after']-x['before']):+.1f}"]
-    rows = [row(f"avg@{h['k']}, %", h)]
-    if len(h['by_domain'])>1: rows += [row(f'{d}, %', x) for d,x in h['by_domain'].items()]
-    names = dict(pass_at_k=f"pass@{h['k']}, %", truncated_frac='truncated, %')
-    rows += [row(name, h[k]) for k,name in names.items() if k in h]
+
+def _before_after(h):  # table of the evaluation, whole and by domain
+    def row(name, x):
+        return [
+            name,
+            _pm(x['before'], x.get('stderr_before')),
+            _pm(x['after'], x.get('stderr_after')),
+            _gain(x) if 'gain_points' in x else f'{100 * (x["after"] - x["before"]):+.1f}',
+        ]
+
+    rows = [row(f'avg@{h["k"]}, %', h)]
+    if len(h['by_domain']) > 1:
+        rows += [row(f'{d}, %', x) for d, x in h['by_domain'].items()]
+    names = dict(pass_at_k=f'pass@{h["k"]}, %', truncated_frac='truncated, %')
+    rows += [row(name, h[k]) for k, name in names.items() if k in h]
     if 'response_tokens_mean' in h:
-        b,a = h['response_tokens_mean'].values()
-        rows.append(['tokens per response', f'{b:.1f}', f'{a:.1f}', f'{a-b:+.1f}'])
+        b, a = h['response_tokens_mean'].values()
+        rows.append(['tokens per response', f'{b:.1f}', f'{a:.1f}', f'{a - b:+.1f}'])
     return _table(['', 'before', 'after', 'gain'], rows)
+
 
 # %% ../../nbs/runs/05_report.ipynb #461b49c7
 def _timing(f):
-    rows = [[p.replace('_', ' '), f"{x['seconds']:.2f}", f"{x['per_step_s']:.3f}", f"{100*x['share']:.1f} %"]
-            for p,x in f['phases'].items()]
-    rollout,whole = ('unknown' if x is None else f'{x:,.0f}' for x in f['tokens_per_s'].values())
-    return (_table(['phase', 'seconds', 'per step', 'share'], rows)+f"\n\n{f['tokens']:,.0f} response tokens in "
-        f"{f['seconds']:,.1f} s, evaluations not counted: {rollout} tokens/s in the rollout, {whole} end to end.")
+    rows = [
+        [
+            p.replace('_', ' '),
+            f'{x["seconds"]:.2f}',
+            f'{x["per_step_s"]:.3f}',
+            f'{100 * x["share"]:.1f} %',
+        ]
+        for p, x in f['phases'].items()
+    ]
+    rollout, whole = ('unknown' if x is None else f'{x:,.0f}' for x in f['tokens_per_s'].values())
+    return (
+        _table(['phase', 'seconds', 'per step', 'share'], rows)
+        + f'\n\n{f["tokens"]:,.0f} response tokens in '
+        f'{f["seconds"]:,.1f} s, evaluations not counted: {rollout} tokens/s in the rollout, {whole} end to end.'
+    )
+
 
 def _training(f):
-    rows = [[k.replace('_', ' '), *(f'{v:.4g}' for v in x.values())] for k,x in f['training'].items() if x]
-    cold,loss = f['cold_start'], f['cold_start']['loss']
-    note = f"\n\nCold start: {cold['steps']} steps, {cold['tokens']:,.0f} tokens" if cold['steps'] else ''
-    if loss: note += f", loss {loss['first']:.3f} in the first quarter, {loss['last']:.3f} in the last"
-    return _table(['', 'mean', 'first quarter', 'last quarter'], rows)+note+'.'*bool(note)
+    rows = [
+        [k.replace('_', ' '), *(f'{v:.4g}' for v in x.values())]
+        for k, x in f['training'].items()
+        if x
+    ]
+    cold, loss = f['cold_start'], f['cold_start']['loss']
+    note = (
+        f'\n\nCold start: {cold["steps"]} steps, {cold["tokens"]:,.0f} tokens'
+        if cold['steps']
+        else ''
+    )
+    if loss:
+        note += f', loss {loss["first"]:.3f} in the first quarter, {loss["last"]:.3f} in the last'
+    return _table(['', 'mean', 'first quarter', 'last quarter'], rows) + note + '.' * bool(note)
+
 
 def _samples(f):
-    counts = ', '.join(f'{n} {k}' for k,n in f['sample_counts'].items())
-    rows = [[s['kind'], *(_code(s[k]) for k in ('prompt', 'answer', 'before', 'after'))] for s in f['samples']]
+    counts = ', '.join(f'{n} {k}' for k, n in f['sample_counts'].items())
+    rows = [
+        [s['kind'], *(_code(s[k]) for k in ('prompt', 'answer', 'before', 'after'))]
+        for s in f['samples']
+    ]
     head = ['', 'prompt', 'answer', 'before', 'after']
-    return f'The first response to each held-out prompt: {counts}.\n\n'+_table(head, rows, right=5)
+    return f'The first response to each held-out prompt: {counts}.\n\n' + _table(
+        head, rows, right=5
+    )
 
-def _settings(config): # one row per section
+
+def _settings(config):  # one row per section
     rows = {}
-    for k,v in config.items():
-        section,_,name = k.rpartition('.')
-        if v not in (None, ''): rows.setdefault(section or 'run', []).append(f'{name}={v}')
-    return _table(['section', 'settings'], [[k, ' '.join(map(_code, vs))] for k,vs in rows.items()], right=2)
+    for k, v in config.items():
+        section, _, name = k.rpartition('.')
+        if v not in (None, ''):
+            rows.setdefault(section or 'run', []).append(f'{name}={v}')
+    return _table(
+        ['section', 'settings'], [[k, ' '.join(map(_code, vs))] for k, vs in rows.items()], right=2
+    )
+
 
 # %% ../../nbs/runs/05_report.ipynb #2f1d6c61
 def report_markdown(
-    facts:dict # of `run_facts`
-)->str:        # report.md
+    facts: dict,  # of `run_facts`
+) -> str:  # report.md
     "The report of a run as a page"
-    f,parts = facts, [f"# Run {facts['run']}", _headline(facts)]
-    if f['steps']: parts.append('![curves](curves.png)')
-    if f['held_out']: parts += ['## Before and after', _before_after(f['held_out'])]
-    if f['phases']: parts += ['## Time', _timing(f)]
-    if f.get('gantt_step'): parts += [f"Step {f['gantt_step']}, who did what and when:", '![Gantt chart](gantt.png)']
-    if any(f['training'].values()): parts += ['## Training', _training(f)]
-    if f['samples']: parts += ['## Samples', _samples(f)]
-    if f['config']: parts += ['## Settings', _settings(f['config'])]
-    machine = ', '.join(f'{k} {v}' for k,v in f['machine'].items())
+    f, parts = facts, [f'# Run {facts["run"]}', _headline(facts)]
+    if f['steps']:
+        parts.append('![curves](curves.png)')
+    if f['held_out']:
+        parts += ['## Before and after', _before_after(f['held_out'])]
+    if f['phases']:
+        parts += ['## Time', _timing(f)]
+    if f.get('gantt_step'):
+        parts += [f'Step {f["gantt_step"]}, who did what and when:', '![Gantt chart](gantt.png)']
+    if any(f['training'].values()):
+        parts += ['## Training', _training(f)]
+    if f['samples']:
+        parts += ['## Samples', _samples(f)]
+    if f['config']:
+        parts += ['## Settings', _settings(f['config'])]
+    machine = ', '.join(f'{k} {v}' for k, v in f['machine'].items())
     command = '```\ncompassrl train config.json --run-dir again\n```'
     parts += ['## Reproduce', "With this folder's `config.json`:", command, f'Machine: {machine}.']
-    return '\n\n'.join(p for p in parts if p)+'\n'
+    return '\n\n'.join(p for p in parts if p) + '\n'
 
-def _finite(x): # JSON has no NaN
-    if isinstance(x, dict): return {k: _finite(v) for k,v in x.items()}
-    if isinstance(x, (list, tuple)): return [_finite(v) for v in x]
+
+def _finite(x):  # JSON has no NaN
+    if isinstance(x, dict):
+        return {k: _finite(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_finite(v) for v in x]
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
-def _gantt(run_dir): # of the step whose timings are there; which one
-    t = _read_json(run_dir/'timings.json')
+
+def _gantt(run_dir):  # of the step whose timings are there; which one
+    t = _read_json(run_dir / 'timings.json')
     spans = t and spans_of(t['samples'], t['metrics'])
-    if not spans: return None
+    if not spans:
+        return None
     from matplotlib.figure import Figure
-    ax = Figure(figsize=(9, 1+.45*len({s.row for s in spans}))).subplots() # not pyplot's: a notebook would show it
-    plot_gantt(spans, ax).figure.savefig(run_dir/'gantt.png', dpi=100, bbox_inches='tight')
+
+    ax = Figure(
+        figsize=(9, 1 + 0.45 * len({s.row for s in spans}))
+    ).subplots()  # not pyplot's: a notebook would show it
+    plot_gantt(spans, ax).figure.savefig(run_dir / 'gantt.png', dpi=100, bbox_inches='tight')
     return t['step']
 
+
 def write_report(
-    run_dir:str|Path # of a run, finished or not; a second call replaces the files
-)->dict:             # the facts, as in report.json
+    run_dir: str | Path,  # of a run, finished or not; a second call replaces the files
+) -> dict:  # the facts, as in report.json
     "Writes curves.png, gantt.png, report.json and report.md into a run directory"
     run_dir = Path(run_dir)
     facts = _finite(run_facts(run_dir)) | dict(gantt_step=_gantt(run_dir))
-    if facts['steps']: plot_curves(read_curves(run_dir), facts['run']).savefig(run_dir/'curves.png', dpi=100)
-    (run_dir/'report.json').write_text(json.dumps(facts, indent=1, allow_nan=False)+'\n')
-    (run_dir/'report.md').write_text(report_markdown(facts), encoding='utf-8')
+    if facts['steps']:
+        plot_curves(read_curves(run_dir), facts['run']).savefig(run_dir / 'curves.png', dpi=100)
+    (run_dir / 'report.json').write_text(json.dumps(facts, indent=1, allow_nan=False) + '\n')
+    (run_dir / 'report.md').write_text(report_markdown(facts), encoding='utf-8')
     return facts

@@ -6,6 +6,7 @@ Docs: https://compassrl.github.io/compassrl/runs/run.html.md"""
 
 # %% ../../nbs/runs/07_run.ipynb #7bf07532
 from __future__ import annotations
+
 import dataclasses
 import json
 import os
@@ -16,296 +17,439 @@ from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
-try: import fcntl
-except ImportError: fcntl = None # Windows
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # Windows
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from ..train.checkpoint import load_checkpoint, save_checkpoint
+
+from ..algo.zero_variance import screen
 from ..config import TrainConfig, read_run_config
-from .evaluate import evaluate
+from ..data.tokenizer import save_tokenizer
 from ..experience import requests_of, table
-from .factory import Data, Engines, engines, load, newest_checkpoint, prepare, resolve, world
 from ..judges.model import make_judge
-from ..rollout.partial import UnderWay
+from ..loop import Stop, fit
 from ..model.policy import Policy
 from ..model.pretrained import save_pretrained, write_pretrained
 from ..records import Batch, Metrics, Sample
+from ..rollout.partial import UnderWay
+from .evaluate import evaluate
+from compassrl.runs.factory import (
+    Data,
+    Engines,
+    engines,
+    load,
+    newest_checkpoint,
+    prepare,
+    resolve,
+    world,
+)
 from .report import machine_info, write_report
-from ..train.sft import cold_start
-from ..data.tokenizer import save_tokenizer
 from .trace import trace_rows
+from ..train.checkpoint import load_checkpoint, save_checkpoint
+from ..train.sft import cold_start
 from ..train.torch_engine import TorchTrain
-from ..loop import Stop, fit
-from ..algo.zero_variance import screen
 
 # %% auto #0
-__all__ = ['may_change', 'replace_text', 'write_json', 'keep_until', 'Log', 'Run', 'launcher', 'stoppable', 'locked',
-           'new_folder', 'start_run', 'resume_run']
+__all__ = [
+    'may_change',
+    'replace_text',
+    'write_json',
+    'keep_until',
+    'Log',
+    'Run',
+    'launcher',
+    'stoppable',
+    'locked',
+    'new_folder',
+    'start_run',
+    'resume_run',
+]
+
 
 # %% ../../nbs/runs/07_run.ipynb #82695793
-def replace_text(path:Path, text:str):
+def replace_text(path: Path, text: str):
     "Write a file whole or not at all, whenever the process is killed"
     new = path.with_name(f'.{path.name}.tmp')
     new.write_text(text)
     os.replace(new, path)
 
-def write_json(path:Path, d): replace_text(path, json.dumps(d, indent=2)+'\n')
+
+def write_json(path: Path, d):
+    replace_text(path, json.dumps(d, indent=2) + '\n')
+
 
 def keep_until(
-    path:Path, # JSONL with a `step` in each row; made if it does not exist
-    step:int
+    path: Path,  # JSONL with a `step` in each row; made if it does not exist
+    step: int,
 ):
     "Drop rows of later steps and a torn last line, which a killed run may have left behind"
     kept = []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         try:
-            if line.endswith('\n') and json.loads(line)['step']<=step: kept.append(line)
-        except json.JSONDecodeError: pass
+            if line.endswith('\n') and json.loads(line)['step'] <= step:
+                kept.append(line)
+        except json.JSONDecodeError:
+            pass
     replace_text(path, ''.join(kept))
+
 
 # %% ../../nbs/runs/07_run.ipynb #c3629474
 class Log:
     "The growing files of a run, and its progress bar"
-    def __init__(self,
-        folder:Path,
-        start:int,   # steps already done; whatever the files hold beyond is dropped
-        steps:int
+
+    def __init__(
+        self,
+        folder: Path,
+        start: int,  # steps already done; whatever the files hold beyond is dropped
+        steps: int,
     ):
-        for name in ('metrics', 'trace'): keep_until(folder/f'{name}.jsonl', start)
-        self.metrics,self.trace = (open(folder/f'{name}.jsonl', 'r+') for name in ('metrics', 'trace'))
+        for name in ('metrics', 'trace'):
+            keep_until(folder / f'{name}.jsonl', start)
+        self.metrics, self.trace = (
+            open(folder / f'{name}.jsonl', 'r+') for name in ('metrics', 'trace')
+        )
         self.trace.seek(0, os.SEEK_END)
-        self.board = SummaryWriter(folder/'tensorboard', purge_step=start+1 if start else None)
+        self.board = SummaryWriter(folder / 'tensorboard', purge_step=start + 1 if start else None)
         self.bar = tqdm(total=steps, initial=start, desc='RL', unit='step', dynamic_ncols=True)
 
-    def row(self,
-        metrics:Metrics,
-        over:int|None=None # where the row begins that is written again; None = a new one
-    )->int:                # where it begins
+    def row(
+        self,
+        metrics: Metrics,
+        over: int | None = None,  # where the row begins that is written again; None = a new one
+    ) -> int:  # where it begins
         "One step in metrics.jsonl and for TensorBoard"
         at = self.metrics.seek(0, os.SEEK_END) if over is None else self.metrics.seek(over)
-        self.metrics.write(json.dumps(metrics)+'\n'); self.metrics.flush()
+        self.metrics.write(json.dumps(metrics) + '\n')
+        self.metrics.flush()
         for k in metrics if over is None else ['time_checkpoint_s']:
-            if k=='step' or k.endswith('_at'): continue # when a phase began: for the trace
+            if k == 'step' or k.endswith('_at'):
+                continue  # when a phase began: for the trace
             self.board.add_scalar(k.replace('time_', 'time/', 1), metrics[k], metrics['step'])
         self.board.flush()
         return at
 
-    def batch(self, rows): # of a step, for trace.jsonl
-        for row in rows: self.trace.write(json.dumps(row)+'\n')
+    def batch(self, rows):  # of a step, for trace.jsonl
+        for row in rows:
+            self.trace.write(json.dumps(row) + '\n')
         self.trace.flush()
 
     def close(self):
-        for f in (self.metrics, self.trace, self.board, self.bar): f.close()
+        for f in (self.metrics, self.trace, self.board, self.bar):
+            f.close()
+
 
 # %% ../../nbs/runs/07_run.ipynb #913468ab
 class Run:
     "One run and its folder (implements `RunHooks`)"
-    engines:Engines # while they live
-    def __init__(self, cfg:TrainConfig, folder:Path, data:Data):
-        self.cfg,self.folder,self.data,self.asked_to_stop = cfg, folder, data, False
+
+    engines: Engines  # while they live
+
+    def __init__(self, cfg: TrainConfig, folder: Path, data: Data):
+        self.cfg, self.folder, self.data, self.asked_to_stop = cfg, folder, data, False
         self.under_way = UnderWay(n) if (n := cfg.schedule.partial_tokens) else None
 
     @property
-    def source(self)->Path: # Hugging Face checkpoint of the policy before RL
-        return Path(self.cfg.init_from or self.folder/'start')
+    def source(self) -> Path:  # Hugging Face checkpoint of the policy before RL
+        return Path(self.cfg.init_from or self.folder / 'start')
 
-    def on_step(self, step:int, metrics:Metrics, samples:list[Sample], batch:Batch):
-        c,m,last = self.cfg, metrics, step==self.cfg.steps
+    def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch):
+        c, m, last = self.cfg, metrics, step == self.cfg.steps
         m |= self.measured(self.engines.rollout, self.judge)
-        if c.eval_every and step%c.eval_every==0 and not last:
+        if c.eval_every and step % c.eval_every == 0 and not last:
             r = self.evaluate()
             m |= dict(eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k'])
-        if c.trace_every and (step%c.trace_every==0 or step==1):
+        if c.trace_every and (step % c.trace_every == 0 or step == 1):
             self.log.batch(trace_rows(step, m, samples, batch, c.optim.num_mini_batches))
-            write_json(self.folder/'timings.json', dict(step=step, metrics=m, samples=[s.timings for s in samples]))
-        at = self.log.row(m) # before its checkpoint: a row too many can be dropped, a lost one does not come back
-        if last or self.asked_to_stop or c.save_every and step%c.save_every==0:
-            t = time.perf_counter(); self.save(step)
-            self.log.row(m | dict(time_checkpoint_s=time.perf_counter()-t), at)
+            write_json(
+                self.folder / 'timings.json',
+                dict(step=step, metrics=m, samples=[s.timings for s in samples]),
+            )
+        at = self.log.row(
+            m
+        )  # before its checkpoint: a row too many can be dropped, a lost one does not come back
+        if last or self.asked_to_stop or c.save_every and step % c.save_every == 0:
+            t = time.perf_counter()
+            self.save(step)
+            self.log.row(m | dict(time_checkpoint_s=time.perf_counter() - t), at)
         self.log.bar.update()
-        self.log.bar.set_postfix_str(f"reward {m['reward_mean']:.2f}, zero variance {m['zero_variance_frac']:.2f}, "
-            f"entropy {m['entropy']:.2f}, {m['tokens']/m['time_step_s']:,.0f} tok/s")
+        self.log.bar.set_postfix_str(
+            f'reward {m["reward_mean"]:.2f}, zero variance {m["zero_variance_frac"]:.2f}, '
+            f'entropy {m["entropy"]:.2f}, {m["tokens"] / m["time_step_s"]:,.0f} tok/s'
+        )
         if self.asked_to_stop:
             self.engines.checkpoints.wait()
             raise Stop
 
-    def save(self, step:int):
+    def save(self, step: int):
         "What is under way first: an engine's checkpoint without it could not be resumed"
-        if self.under_way: # two more: a checkpoint that is still being written may never be whole
-            save_checkpoint(self.folder/'under_way', step, self.under_way.state_dict(), self.cfg.keep_checkpoints+2)
-        if predictor := getattr(self.engines.rollout, 'predictor', None): # of lengths: it decides an order alone
-            write_json(self.folder/'lengths.json', predictor.state_dict())
+        if self.under_way:  # two more: a checkpoint that is still being written may never be whole
+            save_checkpoint(
+                self.folder / 'under_way',
+                step,
+                self.under_way.state_dict(),
+                self.cfg.keep_checkpoints + 2,
+            )
+        if predictor := getattr(
+            self.engines.rollout, 'predictor', None
+        ):  # of lengths: it decides an order alone
+            write_json(self.folder / 'lengths.json', predictor.state_dict())
         self.engines.checkpoints.save(step)
 
-    def load(self)->int: # the step after which it goes on
-        step,root = self.engines.checkpoints.load(), self.folder/'under_way'
+    def load(self) -> int:  # the step after which it goes on
+        step, root = self.engines.checkpoints.load(), self.folder / 'under_way'
         if self.under_way:
-            self.under_way.load_state_dict(load_checkpoint(root/f'step-{step:06}')[1])
-            for p in root.glob('step-*'): # of steps that are done again
-                if p.name>f'step-{step:06}': shutil.rmtree(p)
-        predictor,lengths = getattr(self.engines.rollout, 'predictor', None), self.folder/'lengths.json'
-        if predictor and lengths.exists(): predictor.load_state_dict(json.loads(lengths.read_text()))
+            self.under_way.load_state_dict(load_checkpoint(root / f'step-{step:06}')[1])
+            for p in root.glob('step-*'):  # of steps that are done again
+                if p.name > f'step-{step:06}':
+                    shutil.rmtree(p)
+        predictor, lengths = (
+            getattr(self.engines.rollout, 'predictor', None),
+            self.folder / 'lengths.json',
+        )
+        if predictor and lengths.exists():
+            predictor.load_state_dict(json.loads(lengths.read_text()))
         return step
 
     @contextmanager
     def judging(self):
         "Workers that judge, if the config asks for them; they start beside the engines"
-        d,c = self.data, self.cfg
-        self.judge = make_judge(d.train+d.heldout, d.tokenizer, d.eos_id, c.rewards, c.seed, c.group_size)
-        try: yield
-        finally: self.judge.close()
+        d, c = self.data, self.cfg
+        self.judge = make_judge(
+            d.train + d.heldout, d.tokenizer, d.eos_id, c.rewards, c.seed, c.group_size
+        )
+        try:
+            yield
+        finally:
+            self.judge.close()
 
-    def evaluate(self)->dict:
+    def evaluate(self) -> dict:
         "The held-out prompts with the rollout engine's present weights"
-        d,c = self.data, self.cfg
+        d, c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)
         with self.engines.whole_groups() as rollout:
-            result = evaluate(rollout, d.heldout, c.eval_k, params, d.tokenizer, c.seed, self.judge).as_dict()
+            result = evaluate(
+                rollout, d.heldout, c.eval_k, params, d.tokenizer, c.seed, self.judge
+            ).as_dict()
         return result | self.measured(self.judge)
 
     @staticmethod
-    def measured(*parts)->Metrics: # what engines and judges counted since the last time, if they count
-        return {k:v for p in parts for k,v in getattr(p, 'measured', dict)().items()}
+    def measured(
+        *parts,
+    ) -> Metrics:  # what engines and judges counted since the last time, if they count
+        return {k: v for p in parts for k, v in getattr(p, 'measured', dict)().items()}
+
 
 # %% ../../nbs/runs/07_run.ipynb #abe09fbe
-def launcher()->str:
+def launcher() -> str:
     "How this process was started"
     local = os.environ.get('LOCAL_WORLD_SIZE')
-    return f'torchrun --nproc-per-node {local} -m compassrl.runs.cli' if world()[1]>1 else 'compassrl'
+    return (
+        f'torchrun --nproc-per-node {local} -m compassrl.runs.cli'
+        if world()[1] > 1
+        else 'compassrl'
+    )
+
 
 class stoppable:
     "Ctrl-C (or SIGTERM) finishes the step, saves and stops; a second one stops at once. Threads get no signals"
-    def __init__(self, run:Run): self.run = run
+
+    def __init__(self, run: Run):
+        self.run = run
+
     def _ask(self, signum, frame):
-        if self.run.asked_to_stop: raise KeyboardInterrupt
+        if self.run.asked_to_stop:
+            raise KeyboardInterrupt
         self.run.asked_to_stop = True
         print('\nstopping after this step (once more: at once)', flush=True)
+
     def __enter__(self):
         heard = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
-        self.old = {s:signal.signal(s, self._ask) for s in heard}
+        self.old = {s: signal.signal(s, self._ask) for s in heard}
+
     def __exit__(self, kind, error, tb):
-        for s,h in self.old.items(): signal.signal(s, h)
+        for s, h in self.old.items():
+            signal.signal(s, h)
         if kind and issubclass(kind, KeyboardInterrupt):
             folder = self.run.folder
-            if newest_checkpoint(self.run.cfg.train_engine, folder/'checkpoints'):
+            if newest_checkpoint(self.run.cfg.train_engine, folder / 'checkpoints'):
                 print(f'stopped; go on with: {launcher()} resume {folder}')
-            else: print(f'stopped before the first checkpoint: nothing to resume in {folder}')
+            else:
+                print(f'stopped before the first checkpoint: nothing to resume in {folder}')
+
 
 # %% ../../nbs/runs/07_run.ipynb #d01d4608
 @contextmanager
 def locked(
-    folder:Path # of a run
+    folder: Path,  # of a run
 ):
     "One process per run; raises ValueError if there is one already. Killing a process frees its lock"
-    with open(folder/'.lock', 'a') as f:
+    with open(folder / '.lock', 'a') as f:
         try:
-            if fcntl: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+            if fcntl:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f'{folder} is in use by another process: wait for it, or stop it first') from None
-        f.truncate(0); f.write(f'{os.getpid()}\n'); f.flush() # whom to ask to stop
+            raise ValueError(
+                f'{folder} is in use by another process: wait for it, or stop it first'
+            ) from None
+        f.truncate(0)
+        f.write(f'{os.getpid()}\n')
+        f.flush()  # whom to ask to stop
         yield
 
-def new_folder(
-    cfg:TrainConfig
-)->Path:
+
+def new_folder(cfg: TrainConfig) -> Path:
     "Where a new run goes; raises ValueError if something is there already"
     folder = Path(cfg.run_dir or f'runs/{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}')
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f'run_dir={str(folder)!r} is not empty: choose another, or use `compassrl resume {folder}`')
+        raise ValueError(
+            f'run_dir={str(folder)!r} is not empty: choose another, or use `compassrl resume {folder}`'
+        )
     return folder
 
+
 # %% ../../nbs/runs/07_run.ipynb #68bb232d
-def start_run(
-    cfg:TrainConfig
-)->Path: # the run directory
+def start_run(cfg: TrainConfig) -> Path:  # the run directory
     "Cold start, evaluation, RL, evaluation, report. Raises ValueError before anything is written"
     cfg = resolve(cfg)
     watch = prepare(cfg)
     run = Run(cfg, new_folder(cfg), load(cfg))
     folder = run.folder
-    try: folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e: raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
     with locked(folder), stoppable(run):
-        write_json(folder/'config.json', dataclasses.asdict(cfg))
-        write_json(folder/'machine.json', machine_info())
-        if not cfg.init_from: _cold_start(run)
+        write_json(folder / 'config.json', dataclasses.asdict(cfg))
+        write_json(folder / 'machine.json', machine_info())
+        if not cfg.init_from:
+            _cold_start(run)
         with run.judging(), engines(cfg, run.source, folder, watch) as run.engines:
             run.engines.rollout.load_weights(run.engines.train.weights(), 0)
-            write_json(folder/'eval_before.json', run.evaluate())
-            if cfg.zero_variance.screen_samples: write_json(folder/'screen.json', _screen(run))
+            write_json(folder / 'eval_before.json', run.evaluate())
+            if cfg.zero_variance.screen_samples:
+                write_json(folder / 'screen.json', _screen(run))
             run.save(0)
             return _train(run, 0)
 
-def _cold_start(run): # a new policy, trained by the embedded engine, whatever trains it later
-    c,d = run.cfg, run.data
+
+def _cold_start(run):  # a new policy, trained by the embedded engine, whatever trains it later
+    c, d = run.cfg, run.data
     policy = Policy(c.policy, c.seed).to(c.device)
-    engine = TorchTrain(policy, dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1), replay='off')
+    engine = TorchTrain(
+        policy, dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1), replay='off'
+    )
     bar = tqdm(total=c.cold_start.steps, desc='cold start', unit='step', dynamic_ncols=True)
-    with open(run.folder/'cold_start.jsonl', 'w', buffering=1) as f, bar:
+    with open(run.folder / 'cold_start.jsonl', 'w', buffering=1) as f, bar:
         for m in cold_start(engine, d.train, c.cold_start, d.tokenizer, c.seed):
-            f.write(json.dumps(m)+'\n'); bar.update(); bar.set_postfix_str(f"loss {m['loss']:.3f}")
-            if run.asked_to_stop: raise Stop
+            f.write(json.dumps(m) + '\n')
+            bar.update()
+            bar.set_postfix_str(f'loss {m["loss"]:.3f}')
+            if run.asked_to_stop:
+                raise Stop
     save_pretrained(policy, run.source)
     save_tokenizer(d.tokenizer, run.source)
 
+
 # %% ../../nbs/runs/07_run.ipynb #260d7376
-def _screen(run): # ids of the prompts that are worth asking (paper section 2.4.1; off by default: each prompt matters)
-    c,d,num = run.cfg, run.data, run.cfg.zero_variance.screen_samples
-    asked,samples = Counter(), []
-    requests = requests_of(d.train, [num]*len(d.train), asked, c.rollout.params(d.eos_id), c.seed, 'screen')
+def _screen(
+    run,
+):  # ids of the prompts that are worth asking (paper section 2.4.1; off by default: each prompt matters)
+    c, d, num = run.cfg, run.data, run.cfg.zero_variance.screen_samples
+    asked, samples = Counter(), []
+    requests = requests_of(
+        d.train, [num] * len(d.train), asked, c.rollout.params(d.eos_id), c.seed, 'screen'
+    )
     with run.engines.whole_groups() as rollout:
         for s in tqdm(rollout.generate(requests), 'screen', len(requests), dynamic_ncols=True):
-            run.judge.start(s); samples.append(s)
-    run.judge.settle(samples); run.measured(run.judge)
-    rewards,group,valid,_ = table(samples, asked)
-    kept = [id for id,k in zip(asked, screen(rewards, group, valid).tolist()) if k]
+            run.judge.start(s)
+            samples.append(s)
+    run.judge.settle(samples)
+    run.measured(run.judge)
+    rewards, group, valid, _ = table(samples, asked)
+    kept = [id for id, k in zip(asked, screen(rewards, group, valid).tolist()) if k]
     print(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
-    if len(kept)<c.prompts_per_step:
-        raise ValueError(f'zero_variance.screen_samples={num} leaves {len(kept)} prompts for prompts_per_step='
+    if len(kept) < c.prompts_per_step:
+        raise ValueError(
+            f'zero_variance.screen_samples={num} leaves {len(kept)} prompts for prompts_per_step='
             f'{c.prompts_per_step}: lower that, give more prompts, or screen with more samples; '
-            f'the cold start is kept, go on from it with init_from={run.source}')
+            f'the cold start is kept, go on from it with init_from={run.source}'
+        )
     return kept
 
+
 # %% ../../nbs/runs/07_run.ipynb #46da9c56
-may_change = 'steps', 'parallel', 'vllm' # when a run goes on
+may_change = 'steps', 'parallel', 'vllm'  # when a run goes on
+
 
 def resume_run(
-    folder:str|Path,
-    cfg:TrainConfig|None=None # None = as before; another total of `steps`, another layout, other rollout servers
-)->Path:
+    folder: str | Path,
+    cfg: TrainConfig
+    | None = None,  # None = as before; another total of `steps`, another layout, other rollout servers
+) -> Path:
     "Go on from the newest whole checkpoint: the result is that of a run without a break. Raises ValueError"
     folder = Path(folder)
     before = read_run_config(folder)
     cfg = cfg or before
     for f in dataclasses.fields(cfg):
-        if f.name not in may_change and getattr(cfg, f.name)!=getattr(before, f.name):
-            raise ValueError(f'{f.name} is another than that of {folder}: a run goes on with other {may_change} alone')
+        if f.name not in may_change and getattr(cfg, f.name) != getattr(before, f.name):
+            raise ValueError(
+                f'{f.name} is another than that of {folder}: a run goes on with other {may_change} alone'
+            )
     watch = prepare(cfg)
     with locked(folder):
         run = Run(cfg, folder, load(cfg))
-        newest_checkpoint(cfg.train_engine, folder/'checkpoints', required=True) # refused before engines start
+        newest_checkpoint(
+            cfg.train_engine, folder / 'checkpoints', required=True
+        )  # refused before engines start
         with stoppable(run), run.judging(), engines(cfg, run.source, folder, watch) as run.engines:
             step = run.load()
-            if cfg.steps<step: raise ValueError(f'steps={cfg.steps}: the run has done {step}, use at least that many')
+            if cfg.steps < step:
+                raise ValueError(
+                    f'steps={cfg.steps}: the run has done {step}, use at least that many'
+                )
             run.engines.rollout.load_weights(run.engines.train.weights(), step)
-            write_json(folder/'config.json', dataclasses.asdict(cfg))
+            write_json(folder / 'config.json', dataclasses.asdict(cfg))
             print(f'resuming {folder} after step {step}')
             return _train(run, step)
 
+
 # %% ../../nbs/runs/07_run.ipynb #566690e0
-def _train(run, start): # the loop and what comes after it
-    c,d,e,folder = run.cfg, run.data, run.engines, run.folder
+def _train(run, start):  # the loop and what comes after it
+    c, d, e, folder = run.cfg, run.data, run.engines, run.folder
     run.log = Log(folder, start, c.steps)
-    kept = set(json.loads((folder/'screen.json').read_text())) if c.zero_variance.screen_samples else None
+    kept = (
+        set(json.loads((folder / 'screen.json').read_text()))
+        if c.zero_variance.screen_samples
+        else None
+    )
     prompts = d.train if kept is None else [p for p in d.train if p.id in kept]
-    try: fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, start, e.reference, run.judge, run.under_way)
-    finally: run.log.close()
-    before,after = json.loads((folder/'eval_before.json').read_text()), run.evaluate()
-    write_json(folder/'eval_after.json', after)
-    write_pretrained(c.policy, e.train.weights(), folder/'model')
-    save_tokenizer(d.tokenizer, folder/'model')
+    try:
+        fit(
+            c,
+            prompts,
+            e.rollout,
+            e.train,
+            d.tokenizer,
+            run,
+            d.eos_id,
+            start,
+            e.reference,
+            run.judge,
+            run.under_way,
+        )
+    finally:
+        run.log.close()
+    before, after = json.loads((folder / 'eval_before.json').read_text()), run.evaluate()
+    write_json(folder / 'eval_after.json', after)
+    write_pretrained(c.policy, e.train.weights(), folder / 'model')
+    save_tokenizer(d.tokenizer, folder / 'model')
     e.checkpoints.wait()
     write_report(folder)
-    print(f"held-out avg@{after['k']}: {100*before['avg']:.1f} % before RL, {100*after['avg']:.1f} % after; "
-        f"see {folder/'report.md'} and curves.png")
+    print(
+        f'held-out avg@{after["k"]}: {100 * before["avg"]:.1f} % before RL, {100 * after["avg"]:.1f} % after; '
+        f'see {folder / "report.md"} and curves.png'
+    )
     return folder

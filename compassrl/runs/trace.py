@@ -6,123 +6,206 @@ Docs: https://compassrl.github.io/compassrl/runs/trace.html.md"""
 
 # %% ../../nbs/runs/02_trace.ipynb #ca95165f
 from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+
 import torch
 from tokenizers import Tokenizer
+
 from ..config import TrainConfig
-from ..records import Batch, Metrics, Sample, mini_batches
 from ..loop import loss_of
+from ..records import Batch, Metrics, Sample, mini_batches
 
 # %% auto #0
 __all__ = ['TRACE_VERSION', 'trace_rows', 'read_trace', 'recompute_loss', 'microscope']
 
 # %% ../../nbs/runs/02_trace.ipynb #5615397e
 TRACE_VERSION = 1
-_per_token = ('rollout_log_probs', 'old_log_probs', 'log_probs', 'ref_log_probs', 'entropy', 'advantages')
+_per_token = (
+    'rollout_log_probs',
+    'old_log_probs',
+    'log_probs',
+    'ref_log_probs',
+    'entropy',
+    'advantages',
+)
+
 
 def trace_rows(
-    step:int,
-    metrics:Metrics,       # of the step
-    samples:list[Sample],  # in the order of the batch's rows
-    batch:Batch,
-    num_mini_batches:int   # into which the update cut the rows
-)->Iterator[dict]:         # one row for the step, then one per sample
+    step: int,
+    metrics: Metrics,  # of the step
+    samples: list[Sample],  # in the order of the batch's rows
+    batch: Batch,
+    num_mini_batches: int,  # into which the update cut the rows
+) -> Iterator[dict]:  # one row for the step, then one per sample
     "A step as JSON objects; per-token lists cover the response"
-    yield dict(version=TRACE_VERSION, kind='step', step=step, num_samples=len(batch),
-        num_mini_batches=num_mini_batches, metrics=metrics)
-    for i,s in enumerate(samples):
+    yield dict(
+        version=TRACE_VERSION,
+        kind='step',
+        step=step,
+        num_samples=len(batch),
+        num_mini_batches=num_mini_batches,
+        metrics=metrics,
+    )
+    for i, s in enumerate(samples):
         mask = batch.response_mask[i]
-        tokens = {k:v[i][mask].tolist() for k in _per_token if (v := getattr(batch, k)) is not None}
-        routes = {} if s.routed_experts is None else dict(routed_experts=s.routed_experts.tolist(),
-            routes_valid=s.routes_valid.int().tolist())
-        versions = {} if s.token_versions is None else dict(token_versions=s.token_versions.tolist())
-        yield dict(version=TRACE_VERSION, kind='sample', step=step, prompt_id=s.prompt_id, index=s.index,
-            group=int(batch.group[i]), prompt_ids=s.prompt_ids, response_ids=s.response_ids, reward=s.reward,
-            task_reward=s.verdict.reward, correct=s.verdict.correct, status=s.verdict.status,
-            evidence=s.verdict.evidence, finish_reason=s.finish_reason, weight_version=s.weight_version,
-            timings=s.timings, **tokens, **routes, **versions)
+        tokens = {
+            k: v[i][mask].tolist() for k in _per_token if (v := getattr(batch, k)) is not None
+        }
+        routes = (
+            {}
+            if s.routed_experts is None
+            else dict(
+                routed_experts=s.routed_experts.tolist(), routes_valid=s.routes_valid.int().tolist()
+            )
+        )
+        versions = (
+            {} if s.token_versions is None else dict(token_versions=s.token_versions.tolist())
+        )
+        yield dict(
+            version=TRACE_VERSION,
+            kind='sample',
+            step=step,
+            prompt_id=s.prompt_id,
+            index=s.index,
+            group=int(batch.group[i]),
+            prompt_ids=s.prompt_ids,
+            response_ids=s.response_ids,
+            reward=s.reward,
+            task_reward=s.verdict.reward,
+            correct=s.verdict.correct,
+            status=s.verdict.status,
+            evidence=s.verdict.evidence,
+            finish_reason=s.finish_reason,
+            weight_version=s.weight_version,
+            timings=s.timings,
+            **tokens,
+            **routes,
+            **versions,
+        )
+
 
 # %% ../../nbs/runs/02_trace.ipynb #ae01893d
-_needed = dict(step={'step', 'num_samples', 'num_mini_batches', 'metrics'},
-    sample={'step', 'group', 'reward', 'prompt_ids', 'response_ids'})
+_needed = dict(
+    step={'step', 'num_samples', 'num_mini_batches', 'metrics'},
+    sample={'step', 'group', 'reward', 'prompt_ids', 'response_ids'},
+)
 
-def _row(where, line): # one checked line
-    try: row = json.loads(line)
-    except ValueError as e: raise ValueError(f'{where} is not JSON ({e}): the file is damaged') from e
-    if not isinstance(row, dict) or 'version' not in row: raise ValueError(f'{where} is no row of a trace')
-    if row['version']!=TRACE_VERSION:
-        raise ValueError(f'{where} has version {row["version"]!r}, this program reads {TRACE_VERSION}')
-    if row.get('kind') not in ('step', 'sample'): raise ValueError(f'{where} is of kind {row.get("kind")!r}')
-    if missing := _needed[row['kind']]-row.keys(): raise ValueError(f'{where} has no {sorted(missing)}')
+
+def _row(where, line):  # one checked line
+    try:
+        row = json.loads(line)
+    except ValueError as e:
+        raise ValueError(f'{where} is not JSON ({e}): the file is damaged') from e
+    if not isinstance(row, dict) or 'version' not in row:
+        raise ValueError(f'{where} is no row of a trace')
+    if row['version'] != TRACE_VERSION:
+        raise ValueError(
+            f'{where} has version {row["version"]!r}, this program reads {TRACE_VERSION}'
+        )
+    if row.get('kind') not in ('step', 'sample'):
+        raise ValueError(f'{where} is of kind {row.get("kind")!r}')
+    if missing := _needed[row['kind']] - row.keys():
+        raise ValueError(f'{where} has no {sorted(missing)}')
     return row
 
+
 def read_trace(
-    path:str|Path # trace.jsonl
-)->Iterator[tuple[dict,list[dict]]]: # each traced step with its samples
+    path: str | Path,  # trace.jsonl
+) -> Iterator[tuple[dict, list[dict]]]:  # each traced step with its samples
     "Raises ValueError that names the line of a damaged or foreign trace; what a kill cut short at the end is left out"
-    head,rows = None,[]
+    head, rows = None, []
     with open(path, 'rb') as f:
-        for n,line in enumerate(f, 1):
-            if not line.endswith(b'\n'): break
+        for n, line in enumerate(f, 1):
+            if not line.endswith(b'\n'):
+                break
             where = f'{path} line {n}'
             row = _row(where, line)
-            whole = head is None or len(rows)==head['num_samples']
-            if row['kind']=='step':
+            whole = head is None or len(rows) == head['num_samples']
+            if row['kind'] == 'step':
                 if not whole:
-                    raise ValueError(f'{where}: step {head["step"]} has {len(rows)} of {head["num_samples"]} samples')
-                if head: yield head,rows
-                head,rows = row,[]
-            elif head is None or whole or row['step']!=head['step']:
+                    raise ValueError(
+                        f'{where}: step {head["step"]} has {len(rows)} of {head["num_samples"]} samples'
+                    )
+                if head:
+                    yield head, rows
+                head, rows = row, []
+            elif head is None or whole or row['step'] != head['step']:
                 raise ValueError(f'{where}: a sample of step {row["step"]} that no step announced')
-            else: rows.append(row)
-    if head and len(rows)==head['num_samples']: yield head,rows
+            else:
+                rows.append(row)
+    if head and len(rows) == head['num_samples']:
+        yield head, rows
+
 
 # %% ../../nbs/runs/02_trace.ipynb #fb02184c
 def recompute_loss(
-    head:dict,         # a step of `read_trace`
-    rows:list[dict],   # its samples
-    cfg:TrainConfig    # of the run
-)->float:              # mean over the step's mini-batches, as logged
+    head: dict,  # a step of `read_trace`
+    rows: list[dict],  # its samples
+    cfg: TrainConfig,  # of the run
+) -> float:  # mean over the step's mini-batches, as logged
     "The logged loss from the trace alone. Raises ValueError where the step was skipped or a tensor is missing"
-    if 'log_probs' not in rows[0]: raise ValueError(f'step {head["step"]} has no log_probs: no update was made of it')
-    T = max(len(r['response_ids']) for r in rows)+1 # entry t speaks of token t; column 0 stands for the prompt
+    if 'log_probs' not in rows[0]:
+        raise ValueError(f'step {head["step"]} has no log_probs: no update was made of it')
+    T = (
+        max(len(r['response_ids']) for r in rows) + 1
+    )  # entry t speaks of token t; column 0 stands for the prompt
+
     def table(key):
-        padded = [[0.]+r[key]+[0.]*(T-1-len(r[key])) for r in rows]
+        padded = [[0.0] + r[key] + [0.0] * (T - 1 - len(r[key])) for r in rows]
         return torch.tensor(padded, dtype=torch.float64)
+
     lengths = torch.tensor([len(r['response_ids']) for r in rows])
-    mask = (torch.arange(T)>0)&(torch.arange(T)<=lengths[:,None])
-    batch = Batch(token_ids=torch.zeros(len(rows), T, dtype=torch.long), token_mask=mask, response_mask=mask,
-        group=torch.tensor([r['group'] for r in rows]), rewards=torch.tensor([r['reward'] for r in rows]),
-        **{k:table(k) for k in _per_token if k in rows[0] and k!='log_probs'})
-    log_probs,loss,total = table('log_probs'), loss_of(cfg, batch), 0.
+    mask = (torch.arange(T) > 0) & (torch.arange(T) <= lengths[:, None])
+    batch = Batch(
+        token_ids=torch.zeros(len(rows), T, dtype=torch.long),
+        token_mask=mask,
+        response_mask=mask,
+        group=torch.tensor([r['group'] for r in rows]),
+        rewards=torch.tensor([r['reward'] for r in rows]),
+        **{k: table(k) for k in _per_token if k in rows[0] and k != 'log_probs'},
+    )
+    log_probs, loss, total = table('log_probs'), loss_of(cfg, batch), 0.0
     parts = mini_batches(len(rows), head['num_mini_batches'])
     for p in parts:
         part = batch.map(lambda t: t[p])
-        total += float(loss(log_probs[p], part, int(part.response_mask.sum()), len(p))[0])/len(parts)
+        total += float(loss(log_probs[p], part, int(part.response_mask.sum()), len(p))[0]) / len(
+            parts
+        )
     return total
+
 
 # %% ../../nbs/runs/02_trace.ipynb #5fa775b7
 def microscope(
-    rows:list[dict],      # samples of `read_trace`
-    tokenizer:Tokenizer,
-    color:str='entropy'   # or 'advantages', or any other list of the rows
-)->str:                   # HTML, no scripts
+    rows: list[dict],  # samples of `read_trace`
+    tokenizer: Tokenizer,
+    color: str = 'entropy',  # or 'advantages', or any other list of the rows
+) -> str:  # HTML, no scripts
     "Responses with coloured tokens; each token's log-probs show on hovering. Raises ValueError for an unknown colour"
-    if color not in rows[0]: raise ValueError(f'color={color!r}: use one of {[k for k in _per_token if k in rows[0]]}')
-    top = max((abs(x) for r in rows for x in r[color]), default=0.) or 1.
+    if color not in rows[0]:
+        raise ValueError(f'color={color!r}: use one of {[k for k in _per_token if k in rows[0]]}')
+    top = max((abs(x) for r in rows for x in r[color]), default=0.0) or 1.0
+
     def token(r, t):
-        x,text = r[color][t], tokenizer.decode([r['response_ids'][t]], skip_special_tokens=False)
+        x, text = r[color][t], tokenizer.decode([r['response_ids'][t]], skip_special_tokens=False)
         text = escape(text) if text.strip() else repr(text)[1:-1] or '∅'
-        rgb = '15,118,110' if color=='advantages' and x>0 else '194,65,12'
+        rgb = '15,118,110' if color == 'advantages' and x > 0 else '194,65,12'
         title = '\n'.join(f'{k} {r[k][t]:+.4f}' for k in _per_token if k in r)
-        return (f'<span title="{escape(title)}" style="background:rgba({rgb},{.75*abs(x)/top:.3f});color:#1c1917;'
-            f'border:1px solid #e7e5e4;padding:0 2px">{text}</span>')
+        return (
+            f'<span title="{escape(title)}" style="background:rgba({rgb},{0.75 * abs(x) / top:.3f});color:#1c1917;'
+            f'border:1px solid #e7e5e4;padding:0 2px">{text}</span>'
+        )
+
     def line(r):
         prompt = escape(tokenizer.decode(r['prompt_ids'], skip_special_tokens=False))
         tokens = ''.join(token(r, t) for t in range(len(r['response_ids'])))
         return f'<div><span style="color:#78716c">{r["reward"]:.0f} {prompt}</span> {tokens}</div>'
-    return ('<div style="font-family:ui-monospace,monospace;line-height:1.7;background:#fff;padding:.3em .6em">'
-        +''.join(map(line, rows))+'</div>')
+
+    return (
+        '<div style="font-family:ui-monospace,monospace;line-height:1.7;background:#fff;padding:.3em .6em">'
+        + ''.join(map(line, rows))
+        + '</div>'
+    )

@@ -6,51 +6,72 @@ Docs: https://compassrl.github.io/compassrl/train/balance.html.md"""
 
 # %% ../../nbs/train/03_balance.ipynb #d1cb4d8e
 from __future__ import annotations
+
 import heapq
 from collections.abc import Sequence
+
 from ..model.policy import PolicyConfig
 
 # %% auto #0
 __all__ = ['train_flops', 'longest_to_least', 'karmarkar_karp', 'balance']
 
+
 # %% ../../nbs/train/03_balance.ipynb #e254147d
 def train_flops(
-    lengths:Sequence[int],
-    c:PolicyConfig
-)->list[float]: # of each row, forwards and backwards
+    lengths: Sequence[int], c: PolicyConfig
+) -> list[float]:  # of each row, forwards and backwards
     "Linear and quadratic: what a row costs a training rank"
-    heads,D = c.num_attention_heads*c.head_dim, c.hidden_size
-    total = D*c.vocab_size+c.num_hidden_layers*(2*D*heads+2*D*c.num_key_value_heads*c.head_dim)
+    heads, D = c.num_attention_heads * c.head_dim, c.hidden_size
+    total = D * c.vocab_size + c.num_hidden_layers * (
+        2 * D * heads + 2 * D * c.num_key_value_heads * c.head_dim
+    )
     for l in range(c.num_hidden_layers):
         sparse = c.is_sparse(l)
-        total += D*(3*c.num_experts_per_tok*c.moe_intermediate_size+c.num_experts if sparse else 3*c.intermediate_size)
-    return [3*(2*total*n+2*c.num_hidden_layers*heads*n*n) for n in map(int, lengths)]
+        total += D * (
+            3 * c.num_experts_per_tok * c.moe_intermediate_size + c.num_experts
+            if sparse
+            else 3 * c.intermediate_size
+        )
+    return [
+        3 * (2 * total * n + 2 * c.num_hidden_layers * heads * n * n) for n in map(int, lengths)
+    ]
+
 
 # %% ../../nbs/train/03_balance.ipynb #cd4e0916
-def longest_to_least(costs:Sequence[float], num:int)->list[list[int]]:
+def longest_to_least(costs: Sequence[float], num: int) -> list[list[int]]:
     "Greedy (Graham, 1969): the largest cost goes where the least is"
-    loads,out = [(0., k) for k in range(num)], [[] for _ in range(num)]
+    loads, out = [(0.0, k) for k in range(num)], [[] for _ in range(num)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        load,k = loads[0]
+        load, k = loads[0]
         out[k].append(i)
-        heapq.heapreplace(loads, (load+costs[i], k))
+        heapq.heapreplace(loads, (load + costs[i], k))
     return out
 
-def karmarkar_karp(costs:Sequence[float], num:int)->list[list[int]]:
+
+def karmarkar_karp(costs: Sequence[float], num: int) -> list[list[int]]:
     "Largest differencing (Karmarkar and Karp, 1982): the two widest spread partitions are joined, large to small"
-    heap = [(-c, i, [(c, [i])]+[(0., [])]*(num-1)) for i,c in enumerate(costs)] # loads descending
+    heap = [
+        (-c, i, [(c, [i])] + [(0.0, [])] * (num - 1)) for i, c in enumerate(costs)
+    ]  # loads descending
     heapq.heapify(heap)
-    while len(heap)>1:
-        (_,i,a),(_,_,b) = heapq.heappop(heap), heapq.heappop(heap)
-        joined = sorted(((x+y, p+q) for (x,p),(y,q) in zip(a, reversed(b))), key=lambda s: -s[0])
-        heapq.heappush(heap, (joined[-1][0]-joined[0][0], i, joined))
-    return [rows for _,rows in heap[0][2]] if heap else [[] for _ in range(num)]
+    while len(heap) > 1:
+        (_, i, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = sorted(
+            ((x + y, p + q) for (x, p), (y, q) in zip(a, reversed(b))), key=lambda s: -s[0]
+        )
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], i, joined))
+    return [rows for _, rows in heap[0][2]] if heap else [[] for _ in range(num)]
+
 
 def balance(
-    costs:Sequence[float], # of each row
-    num:int                # ranks
-)->list[list[int]]:        # rows of each rank; every row once
+    costs: Sequence[float],  # of each row
+    num: int,  # ranks
+) -> list[list[int]]:  # rows of each rank; every row once
     "The better of two heuristics: the costliest rank costs less"
-    if num<1: raise ValueError(f'num={num}: use at least 1 rank')
-    def worst(parts): return max(sum(costs[i] for i in p) for p in parts)
+    if num < 1:
+        raise ValueError(f'num={num}: use at least 1 rank')
+
+    def worst(parts):
+        return max(sum(costs[i] for i in p) for p in parts)
+
     return min(karmarkar_karp(costs, num), longest_to_least(costs, num), key=worst)

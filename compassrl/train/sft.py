@@ -6,92 +6,130 @@ Docs: https://compassrl.github.io/compassrl/train/sft.html.md"""
 
 # %% ../../nbs/train/02_sft.ipynb #bdcaf583
 from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from ..records import Batch, Metrics, Prompt, Sample, TrainEngine, collate, derive_seed, select
+
 from ..data.tokenizer import EOS_ID, encode
+from compassrl.records import (
+    Batch,
+    Metrics,
+    Prompt,
+    Sample,
+    TrainEngine,
+    collate,
+    derive_seed,
+    select,
+)
 
 # %% auto #0
 __all__ = ['SFTConfig', 'solution_batch', 'sft_loss', 'without_working', 'cosine_lr', 'cold_start']
+
 
 # %% ../../nbs/train/02_sft.ipynb #829e3ef5
 @dataclass(frozen=True)
 class SFTConfig:
     "The cold start"
-    steps:int=200           # optimiser steps; 0 = no cold start
-    batch_size:int=64       # solutions per step
-    lr:float=3e-3           # peak of a linear warm-up and a cosine decay to a tenth
-    warmup_steps:int=20
-    num_solutions:int=2048  # distinct training prompts whose solution is shown
-    hasty_frac:float=0.     # share of them shown without their working, as distilled data also are
+
+    steps: int = 200  # optimiser steps; 0 = no cold start
+    batch_size: int = 64  # solutions per step
+    lr: float = 3e-3  # peak of a linear warm-up and a cosine decay to a tenth
+    warmup_steps: int = 20
+    num_solutions: int = 2048  # distinct training prompts whose solution is shown
+    hasty_frac: float = 0.0  # share of them shown without their working, as distilled data also are
 
     def __post_init__(self):
-        if self.steps<0: raise ValueError(f'steps={self.steps}: use 0 (no cold start) or more')
-        if not self.lr>0: raise ValueError(f'lr={self.lr}: use a positive learning rate')
-        if self.warmup_steps<0: raise ValueError(f'warmup_steps={self.warmup_steps}: use 0 or more')
-        if not 0<=self.hasty_frac<=1: raise ValueError(f'hasty_frac={self.hasty_frac}: use a share from 0 to 1')
+        if self.steps < 0:
+            raise ValueError(f'steps={self.steps}: use 0 (no cold start) or more')
+        if not self.lr > 0:
+            raise ValueError(f'lr={self.lr}: use a positive learning rate')
+        if self.warmup_steps < 0:
+            raise ValueError(f'warmup_steps={self.warmup_steps}: use 0 or more')
+        if not 0 <= self.hasty_frac <= 1:
+            raise ValueError(f'hasty_frac={self.hasty_frac}: use a share from 0 to 1')
         for k in ('batch_size', 'num_solutions'):
-            if getattr(self, k)<1: raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
+            if getattr(self, k) < 1:
+                raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
+
 
 # %% ../../nbs/train/02_sft.ipynb #248cbd69
 def solution_batch(
-    prompts:list[Prompt], # with a `solution` each
-    tokenizer:Tokenizer,
-    eos_id:int=EOS_ID
-)->Batch:                 # the solution and the stop token are the response
+    prompts: list[Prompt],  # with a `solution` each
+    tokenizer: Tokenizer,
+    eos_id: int = EOS_ID,
+) -> Batch:  # the solution and the stop token are the response
     "Written-out solutions as if a rollout had sampled them; raises ValueError where there is none"
+
     def sample(p):
         if not p.solution:
-            raise ValueError(f'prompt {p.id} has no solution: the cold start needs one written out; set its steps to 0')
-        ids = encode(tokenizer, p.solution)+[eos_id]
+            raise ValueError(
+                f'prompt {p.id} has no solution: the cold start needs one written out; set its steps to 0'
+            )
+        ids = encode(tokenizer, p.solution) + [eos_id]
         return Sample(p.id, 0, p.token_ids, ids, torch.zeros(len(ids)), None, None, 'stop', -1)
+
     return collate([sample(p) for p in prompts])
 
+
 def sft_loss(
-    log_probs:Tensor, # [B, T]
-    batch:Batch,
-    num_tokens:int,   # of the whole batch
-    num_samples:int
-)->tuple[Tensor,Metrics]:
+    log_probs: Tensor,  # [B, T]
+    batch: Batch,
+    num_tokens: int,  # of the whole batch
+    num_samples: int,
+) -> tuple[Tensor, Metrics]:
     "Mean negative log-likelihood per response token, in nats (a `LossFn`)"
-    return -(log_probs*batch.response_mask).sum()/num_tokens, {}
+    return -(log_probs * batch.response_mask).sum() / num_tokens, {}
+
 
 # %% ../../nbs/train/02_sft.ipynb #c5bce92c
 def without_working(
-    prompt:Prompt # whose solution is `working #answer`; any other stays as it is
-)->Prompt:
+    prompt: Prompt,  # whose solution is `working #answer`; any other stays as it is
+) -> Prompt:
     "The same prompt with the answer alone as its solution"
-    _,mark,answer = prompt.solution.partition('#')
-    return replace(prompt, solution=mark+answer) if mark else prompt
+    _, mark, answer = prompt.solution.partition('#')
+    return replace(prompt, solution=mark + answer) if mark else prompt
+
 
 # %% ../../nbs/train/02_sft.ipynb #2276c406
-def cosine_lr(step:int, cfg:SFTConfig)->float:
+def cosine_lr(step: int, cfg: SFTConfig) -> float:
     "Linear warm-up, then a cosine down to a tenth"
-    if step<cfg.warmup_steps: return cfg.lr*(step+1)/cfg.warmup_steps
-    done = (step-cfg.warmup_steps)/max(1, cfg.steps-cfg.warmup_steps)
-    return cfg.lr*(0.1+0.45*(1+torch.cos(torch.tensor(done*torch.pi)).item()))
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
+    return cfg.lr * (0.1 + 0.45 * (1 + torch.cos(torch.tensor(done * torch.pi)).item()))
+
 
 def cold_start(
-    engine:TrainEngine,   # its policy is trained in place
-    prompts:list[Prompt], # training prompts with solutions
-    cfg:SFTConfig,
-    tokenizer:Tokenizer,
-    seed:int=0
-)->Iterator[Metrics]:     # step, loss, tokens and grad_norm of every step
+    engine: TrainEngine,  # its policy is trained in place
+    prompts: list[Prompt],  # training prompts with solutions
+    cfg: SFTConfig,
+    tokenizer: Tokenizer,
+    seed: int = 0,
+) -> Iterator[Metrics]:  # step, loss, tokens and grad_norm of every step
     "Supervised fine-tuning on the first `num_solutions` prompts, reshuffled every epoch"
-    if not cfg.steps: return
-    if not prompts: raise ValueError('no prompts: the cold start needs some with a solution; set its steps to 0')
-    def hasty(p): return derive_seed(seed, 'hasty', p.id)<cfg.hasty_frac*2**63
-    pool = [without_working(p) if hasty(p) else p for p in prompts[:cfg.num_solutions]]
-    full = solution_batch(pool, tokenizer) # also refuses a prompt without a solution before any work
-    order:list[int] = []
+    if not cfg.steps:
+        return
+    if not prompts:
+        raise ValueError(
+            'no prompts: the cold start needs some with a solution; set its steps to 0'
+        )
+
+    def hasty(p):
+        return derive_seed(seed, 'hasty', p.id) < cfg.hasty_frac * 2**63
+
+    pool = [without_working(p) if hasty(p) else p for p in prompts[: cfg.num_solutions]]
+    full = solution_batch(
+        pool, tokenizer
+    )  # also refuses a prompt without a solution before any work
+    order: list[int] = []
     for step in range(cfg.steps):
-        while len(order)<cfg.batch_size:
+        while len(order) < cfg.batch_size:
             gen = torch.Generator().manual_seed(derive_seed(seed, 'sft', step, len(order)))
             order += torch.randperm(len(pool), generator=gen).tolist()
-        rows,order = order[:cfg.batch_size], order[cfg.batch_size:]
+        rows, order = order[: cfg.batch_size], order[cfg.batch_size :]
         metrics = engine.update(select(full, rows), sft_loss, lr=cosine_lr(step, cfg))
-        yield dict(step=step+1, tokens=float(full.response_mask[rows].sum()), **metrics)
+        yield dict(step=step + 1, tokens=float(full.response_mask[rows].sum()), **metrics)

@@ -6,248 +6,385 @@ Docs: https://compassrl.github.io/compassrl/train/torch_engine.html.md"""
 
 # %% ../../nbs/train/01_torch_engine.ipynb #41b442ab
 from __future__ import annotations
+
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
+
 from ..model.log_probs import token_log_probs
 from ..model.policy import Policy, PolicyConfig, route_dtype
 from ..model.pretrained import hf_weights, load_hf_weights
-from ..records import Batch, LossFn, Metrics, Sample, collate, micro_batches, mini_batches, select
+from compassrl.records import (
+    Batch,
+    LossFn,
+    Metrics,
+    Sample,
+    collate,
+    micro_batches,
+    mini_batches,
+    select,
+)
 
 # %% auto #0
-__all__ = ['ReplayMode', 'OptimConfig', 'packed_states', 'score_response', 'response_log_probs', 'accumulate_grads', 'adamw',
-           'clip_and_step', 'validate_routes', 'routes_agreement', 'route_records', 'TorchTrain', 'update']
+__all__ = [
+    'ReplayMode',
+    'OptimConfig',
+    'packed_states',
+    'score_response',
+    'response_log_probs',
+    'accumulate_grads',
+    'adamw',
+    'clip_and_step',
+    'validate_routes',
+    'routes_agreement',
+    'route_records',
+    'TorchTrain',
+    'update',
+]
+
 
 # %% ../../nbs/train/01_torch_engine.ipynb #9ccbaae1
 @dataclass(frozen=True)
 class OptimConfig:
     "AdamW and how a batch is cut for it"
-    lr:float=1e-3                  # peak; constant after the warm-up
-    warmup_steps:int=0             # optimiser steps of linear warm-up
-    betas:tuple[float,float]=(0.9, 0.95)
-    adam_eps:float=1e-8
-    weight_decay:float=0.0         # on matrices, not on norms
-    grad_clip:float=1.0            # largest global gradient norm; 0 = no clipping
-    num_mini_batches:int=1         # optimiser steps per batch
-    micro_batch_tokens:int=2048    # padded tokens per forward pass: speed and memory, never the result
+
+    lr: float = 1e-3  # peak; constant after the warm-up
+    warmup_steps: int = 0  # optimiser steps of linear warm-up
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.0  # on matrices, not on norms
+    grad_clip: float = 1.0  # largest global gradient norm; 0 = no clipping
+    num_mini_batches: int = 1  # optimiser steps per batch
+    micro_batch_tokens: int = (
+        2048  # padded tokens per forward pass: speed and memory, never the result
+    )
 
     def __post_init__(self):
-        if not self.lr>0: raise ValueError(f'lr={self.lr}: use a positive learning rate')
-        if not all(0<=b<1 for b in self.betas): raise ValueError(f'betas={self.betas}: use values in [0, 1)')
+        if not self.lr > 0:
+            raise ValueError(f'lr={self.lr}: use a positive learning rate')
+        if not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f'betas={self.betas}: use values in [0, 1)')
         for k in ('num_mini_batches', 'micro_batch_tokens'):
-            if getattr(self, k)<1: raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
+            if getattr(self, k) < 1:
+                raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
         for k in ('warmup_steps', 'grad_clip', 'weight_decay', 'adam_eps'):
-            if not getattr(self, k)>=0: raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
+            if not getattr(self, k) >= 0:
+                raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
 
-    def lr_at(self, step:int)->float: # of optimiser step `step`, the first is 0
+    def lr_at(self, step: int) -> float:  # of optimiser step `step`, the first is 0
         "Linear warm-up, then constant"
-        return self.lr*min(1., (step+1)/(self.warmup_steps+1))
+        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1))
+
 
 # %% ../../nbs/train/01_torch_engine.ipynb #b0075760
 def packed_states(
-    policy:Policy,
-    batch:Batch,
-    replay:bool=True     # use the batch's routes where they are valid?
-)->tuple[Tensor,Tensor]: # [N, D] hidden states and [N, L, K] the routers' own choices, of the real tokens
+    policy: Policy,
+    batch: Batch,
+    replay: bool = True,  # use the batch's routes where they are valid?
+) -> tuple[
+    Tensor, Tensor
+]:  # [N, D] hidden states and [N, L, K] the routers' own choices, of the real tokens
     "One forward pass. Raises ValueError for a response without a prompt"
-    if batch.response_mask[:,:1].any(): raise ValueError('a response starts in column 0: give every sample a prompt')
-    routes = (batch.routed_experts, batch.routes_valid) if replay and batch.routed_experts is not None else ()
+    if batch.response_mask[:, :1].any():
+        raise ValueError('a response starts in column 0: give every sample a prompt')
+    routes = (
+        (batch.routed_experts, batch.routes_valid)
+        if replay and batch.routed_experts is not None
+        else ()
+    )
     return policy(batch.token_ids, batch.token_mask, *routes)
 
-def score_response(
-    policy:Policy,
-    hidden:Tensor,          # [N, D] of the real tokens
-    batch:Batch,
-    temperature:float=1.0   # the one that the rollout sampled with
-)->tuple[Tensor,Tensor]:    # log-probs and entropies [B, T] in nats, 0 outside the response
-    "Log-probability of each response token given what came before it, and the entropy of the choice"
-    at = batch.response_mask[batch.token_mask].nonzero()[:,0] # packed places of response tokens, predicted one before
-    targets = batch.token_ids[batch.response_mask]
-    values = token_log_probs(hidden.index_select(0, at-1), policy.head, targets, temperature)
-    return tuple(v.new_zeros(batch.token_ids.shape).masked_scatter(batch.response_mask, v) for v in values)
 
-def response_log_probs(policy:Policy, batch:Batch, temperature:float=1.0, replay:bool=True)->tuple[Tensor,Tensor]:
+def score_response(
+    policy: Policy,
+    hidden: Tensor,  # [N, D] of the real tokens
+    batch: Batch,
+    temperature: float = 1.0,  # the one that the rollout sampled with
+) -> tuple[Tensor, Tensor]:  # log-probs and entropies [B, T] in nats, 0 outside the response
+    "Log-probability of each response token given what came before it, and the entropy of the choice"
+    at = batch.response_mask[batch.token_mask].nonzero()[
+        :, 0
+    ]  # packed places of response tokens, predicted one before
+    targets = batch.token_ids[batch.response_mask]
+    values = token_log_probs(hidden.index_select(0, at - 1), policy.head, targets, temperature)
+    return tuple(
+        v.new_zeros(batch.token_ids.shape).masked_scatter(batch.response_mask, v) for v in values
+    )
+
+
+def response_log_probs(
+    policy: Policy, batch: Batch, temperature: float = 1.0, replay: bool = True
+) -> tuple[Tensor, Tensor]:
     "`score_response` of `packed_states`"
     return score_response(policy, packed_states(policy, batch, replay)[0], batch, temperature)
 
+
 # %% ../../nbs/train/01_torch_engine.ipynb #18a8dd23
 def accumulate_grads(
-    policy:Policy,        # its gradients are replaced
-    batch:Batch,          # one mini-batch; `log_probs` [B, T] is set to what the loss saw
-    loss:LossFn,
-    max_tokens:int,       # padded tokens per forward pass
-    temperature:float=1.0,
-    replay:bool=True
-)->Metrics:               # 0-dim tensors: the loss and what it reports, for the mini-batch
+    policy: Policy,  # its gradients are replaced
+    batch: Batch,  # one mini-batch; `log_probs` [B, T] is set to what the loss saw
+    loss: LossFn,
+    max_tokens: int,  # padded tokens per forward pass
+    temperature: float = 1.0,
+    replay: bool = True,
+) -> Metrics:  # 0-dim tensors: the loss and what it reports, for the mini-batch
     "The gradient of one mini-batch, summed over micro-batches that divide by the counts of the whole"
-    metrics:dict = {}
-    num_tokens,num_samples = int(batch.response_mask.sum()), len(batch)
+    metrics: dict = {}
+    num_tokens, num_samples = int(batch.response_mask.sum()), len(batch)
     batch.log_probs = torch.zeros_like(batch.rollout_log_probs)
     policy.zero_grad(set_to_none=True)
     for rows in micro_batches(batch, max_tokens):
         part = select(batch, rows).to(policy.embed.device)
-        log_probs,_ = response_log_probs(policy, part, temperature, replay)
-        value,extra = loss(log_probs, part, num_tokens, num_samples)
+        log_probs, _ = response_log_probs(policy, part, temperature, replay)
+        value, extra = loss(log_probs, part, num_tokens, num_samples)
         value.backward()
-        batch.log_probs[rows,:log_probs.shape[1]] = log_probs.detach().to(batch.log_probs)
-        for k,v in ({'loss':value.detach()} | extra).items(): metrics[k] = metrics.get(k, 0)+v
+        batch.log_probs[rows, : log_probs.shape[1]] = log_probs.detach().to(batch.log_probs)
+        for k, v in ({'loss': value.detach()} | extra).items():
+            metrics[k] = metrics.get(k, 0) + v
     return metrics
 
+
 # %% ../../nbs/train/01_torch_engine.ipynb #780a7f8d
-def adamw(policy:Policy, config:OptimConfig)->AdamW:
+def adamw(policy: Policy, config: OptimConfig) -> AdamW:
     "AdamW (Loshchilov and Hutter, 2019) with weight decay on matrices alone"
-    matrices,norms = ([p for p in policy.parameters() if (p.dim()>1)==m] for m in (True, False))
-    groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=norms, weight_decay=0.)]
+    matrices, norms = (
+        [p for p in policy.parameters() if (p.dim() > 1) == m] for m in (True, False)
+    )
+    groups = [
+        dict(params=matrices, weight_decay=config.weight_decay),
+        dict(params=norms, weight_decay=0.0),
+    ]
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.adam_eps, fused=True)
 
+
 def clip_and_step(
-    policy:Policy,
-    optimizer:Optimizer,
-    lr:float,
-    grad_clip:float=0.  # largest global norm; 0 = no clipping
-)->Metrics:             # grad_norm before clipping (0 if skipped), skipped_frac, lr
+    policy: Policy,
+    optimizer: Optimizer,
+    lr: float,
+    grad_clip: float = 0.0,  # largest global norm; 0 = no clipping
+) -> Metrics:  # grad_norm before clipping (0 if skipped), skipped_frac, lr
     "One optimiser step; none if a gradient is not finite"
-    for p in policy.parameters(): # what no token used still belongs to the norm and the moments
-        if p.grad is None: p.grad = torch.zeros_like(p)
+    for p in policy.parameters():  # what no token used still belongs to the norm and the moments
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grad_clip or torch.inf)
-    for g in optimizer.param_groups: g['lr'] = lr
+    for g in optimizer.param_groups:
+        g['lr'] = lr
     finite = bool(norm.isfinite())
-    if finite: optimizer.step()
-    return dict(grad_norm=float(norm) if finite else 0., skipped_frac=float(not finite), lr=lr)
+    if finite:
+        optimizer.step()
+    return dict(grad_norm=float(norm) if finite else 0.0, skipped_frac=float(not finite), lr=lr)
+
 
 # %% ../../nbs/train/01_torch_engine.ipynb #39642a12
-ReplayMode = Literal['off','R2','R3'] # live routers; routes of the trainer's own `log_probs`; routes of the rollout
+ReplayMode = Literal[
+    'off', 'R2', 'R3'
+]  # live routers; routes of the trainer's own `log_probs`; routes of the rollout
 
-def _check_format(batch, config): # shapes and places of routes, not their values
-    c,ids,valid = config, batch.routed_experts, batch.routes_valid
+
+def _check_format(batch, config):  # shapes and places of routes, not their values
+    c, ids, valid = config, batch.routed_experts, batch.routes_valid
     want = [*batch.token_ids.shape, c.num_hidden_layers, c.num_experts_per_tok]
-    if list(ids.shape)!=want or ids.is_floating_point():
-        raise ValueError(f'routed_experts {list(ids.shape)} {ids.dtype}: this policy needs whole numbers {want}, '
-            'one row for each layer, the dense ones too')
-    if valid is None or list(valid.shape)!=want[:2] or valid.dtype!=torch.bool:
-        raise ValueError(f'routes_valid: set a bool tensor {want[:2]} that says which tokens have a route')
+    if list(ids.shape) != want or ids.is_floating_point():
+        raise ValueError(
+            f'routed_experts {list(ids.shape)} {ids.dtype}: this policy needs whole numbers {want}, '
+            'one row for each layer, the dense ones too'
+        )
+    if valid is None or list(valid.shape) != want[:2] or valid.dtype != torch.bool:
+        raise ValueError(
+            f'routes_valid: set a bool tensor {want[:2]} that says which tokens have a route'
+        )
     if (valid & ~batch.fed_mask).any():
-        raise ValueError('routes_valid marks padding, or the last token of a sample, which was never fed: '
-            'give Tp+Tr-1 routes per sample, the first for its first token')
+        raise ValueError(
+            'routes_valid marks padding, or the last token of a sample, which was never fed: '
+            'give Tp+Tr-1 routes per sample, the first for its first token'
+        )
 
-def validate_routes(batch:Batch|Sample, config:PolicyConfig)->None:
+
+def validate_routes(batch: Batch | Sample, config: PolicyConfig) -> None:
     "Refuse routes that no rollout of this policy can have recorded; none at all pass. Raises ValueError"
-    if isinstance(batch, Sample): batch = collate([batch])
-    if batch.routed_experts is None: return
+    if isinstance(batch, Sample):
+        batch = collate([batch])
+    if batch.routed_experts is None:
+        return
     _check_format(batch, config)
-    ids,valid,E,K = batch.routed_experts, batch.routes_valid, config.num_experts, config.num_experts_per_tok
-    at,rows = valid.nonzero(), ids[valid] # [n, 2], [n, L, K]
-    sparse = torch.tensor([config.is_sparse(l) for l in range(config.num_hidden_layers)], device=ids.device)
-    def refuse(bad, why): # bad [n, L]
-        if not bad.any(): return
-        r,l = bad.nonzero()[0].tolist(); i,t = at[r].tolist()
-        raise ValueError(f'routed_experts of row {i}, token {t}, layer {l} is {ids[i,t,l].tolist()}: {why}')
-    varied = E>K and len(batch.token_ids[valid].unique())>=8 # so many different tokens do not all take one way
-    blank = (rows==0).all(-1).all(0) & sparse & (varied or K>1)
-    refuse(blank.expand(len(rows), -1), 'as in all rows of this layer: the rollout recorded nothing there')
-    refuse((rows!=0).any(-1) & ~sparse, 'a dense layer has 0; are the layers shifted?')
-    refuse(((rows<0) | (rows>=E)).any(-1) & sparse, f'use 0 to {E-1}, and routes_valid=False where there is no route')
-    refuse((rows.sort(-1)[0].diff(dim=-1)==0).any(-1) & sparse, f'name {K} different experts')
-    if varied and sparse.any() and (rows[:,sparse]==rows[:1,sparse]).all():
-        raise ValueError(f'routed_experts is the same for all {len(rows)} tokens: was padding marked as valid?')
+    ids, valid, E, K = (
+        batch.routed_experts,
+        batch.routes_valid,
+        config.num_experts,
+        config.num_experts_per_tok,
+    )
+    at, rows = valid.nonzero(), ids[valid]  # [n, 2], [n, L, K]
+    sparse = torch.tensor(
+        [config.is_sparse(l) for l in range(config.num_hidden_layers)], device=ids.device
+    )
+
+    def refuse(bad, why):  # bad [n, L]
+        if not bad.any():
+            return
+        r, l = bad.nonzero()[0].tolist()
+        i, t = at[r].tolist()
+        raise ValueError(
+            f'routed_experts of row {i}, token {t}, layer {l} is {ids[i, t, l].tolist()}: {why}'
+        )
+
+    varied = (
+        E > K and len(batch.token_ids[valid].unique()) >= 8
+    )  # so many different tokens do not all take one way
+    blank = (rows == 0).all(-1).all(0) & sparse & (varied or K > 1)
+    refuse(
+        blank.expand(len(rows), -1),
+        'as in all rows of this layer: the rollout recorded nothing there',
+    )
+    refuse((rows != 0).any(-1) & ~sparse, 'a dense layer has 0; are the layers shifted?')
+    refuse(
+        ((rows < 0) | (rows >= E)).any(-1) & sparse,
+        f'use 0 to {E - 1}, and routes_valid=False where there is no route',
+    )
+    refuse((rows.sort(-1)[0].diff(dim=-1) == 0).any(-1) & sparse, f'name {K} different experts')
+    if varied and sparse.any() and (rows[:, sparse] == rows[:1, sparse]).all():
+        raise ValueError(
+            f'routed_experts is the same for all {len(rows)} tokens: was padding marked as valid?'
+        )
+
 
 # %% ../../nbs/train/01_torch_engine.ipynb #0224fe1e
 def routes_agreement(
-    own:Tensor,     # [N, L, K] ids that the routers chose
-    routes:Tensor,  # [N, L, K] ids that were recorded
-    config:PolicyConfig
-)->Tensor:          # [N] fp32 share of the mixture layers in which both name the same experts, in any order
+    own: Tensor,  # [N, L, K] ids that the routers chose
+    routes: Tensor,  # [N, L, K] ids that were recorded
+    config: PolicyConfig,
+) -> (
+    Tensor
+):  # [N] fp32 share of the mixture layers in which both name the same experts, in any order
     "How far two engines send a token the same way"
     layers = [l for l in range(config.num_hidden_layers) if config.is_sparse(l)]
-    other = ~(own[:,layers,:,None]==routes[:,layers,None]).any(-1).all(-1)
-    return 1-other.float().sum(-1)/max(len(layers), 1)
+    other = ~(own[:, layers, :, None] == routes[:, layers, None]).any(-1).all(-1)
+    return 1 - other.float().sum(-1) / max(len(layers), 1)
+
 
 def route_records(
-    own:Tensor,     # [N, L, K] what the routers chose
-    batch:Batch,    # whose tokens they were
-    config:PolicyConfig,
-    record:bool     # are these the routes to replay?
-)->dict[str,Tensor]:# `Batch` fields [B, T, ...]
+    own: Tensor,  # [N, L, K] what the routers chose
+    batch: Batch,  # whose tokens they were
+    config: PolicyConfig,
+    record: bool,  # are these the routes to replay?
+) -> dict[str, Tensor]:  # `Batch` fields [B, T, ...]
     "What a forward pass says about routes"
-    out,mask = {}, batch.token_mask
-    def unpack(v): return v.new_zeros(*mask.shape, *v.shape[1:]).index_put(mask.nonzero(as_tuple=True), v)
+    out, mask = {}, batch.token_mask
+
+    def unpack(v):
+        return v.new_zeros(*mask.shape, *v.shape[1:]).index_put(mask.nonzero(as_tuple=True), v)
+
     if batch.routed_experts is not None:
         agree = routes_agreement(own, batch.routed_experts[mask], config)
-        out['routes_agree'] = unpack(agree)*batch.routes_valid
+        out['routes_agree'] = unpack(agree) * batch.routes_valid
     if record:
-        out |= dict(routed_experts=unpack(own.to(route_dtype(config.num_experts))), routes_valid=batch.fed_mask)
+        out |= dict(
+            routed_experts=unpack(own.to(route_dtype(config.num_experts))),
+            routes_valid=batch.fed_mask,
+        )
     return out
+
 
 # %% ../../nbs/train/01_torch_engine.ipynb #451daebd
 class TorchTrain:
     "The embedded train engine (implements `TrainEngine`). Raises ValueError for a temperature of 0"
-    def __init__(self,
-        policy:Policy,
-        config:OptimConfig,
-        temperature:float=1.0,  # the one that the rollout samples with
-        replay:ReplayMode='R3'  # whose routes
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: OptimConfig,
+        temperature: float = 1.0,  # the one that the rollout samples with
+        replay: ReplayMode = 'R3',  # whose routes
     ):
-        if not temperature>0: raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
-        if replay not in get_args(ReplayMode): raise ValueError(f'{replay=}: use one of {get_args(ReplayMode)}')
-        self.policy,self.config,self.temperature,self.replay = policy, config, temperature, replay
-        self.optimizer,self.num_steps = adamw(policy, config), 0
+        if not temperature > 0:
+            raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
+        if replay not in get_args(ReplayMode):
+            raise ValueError(f'{replay=}: use one of {get_args(ReplayMode)}')
+        self.policy, self.config, self.temperature, self.replay = (
+            policy,
+            config,
+            temperature,
+            replay,
+        )
+        self.optimizer, self.num_steps = adamw(policy, config), 0
 
     @torch.no_grad()
-    def log_probs(self, batch:Batch)->tuple[Tensor,Tensor]:
+    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         "`[B, T]` log-probs and entropies of the present weights; unless 'off', notes in `batch` what the routers chose"
-        c,mode,B,T = self.policy.config, self.replay, *batch.token_ids.shape
-        whole = {k:torch.zeros_like(batch.rollout_log_probs) for k in ('log_probs', 'entropy')}
-        if mode!='off': validate_routes(batch, c)
+        c, mode, B, T = self.policy.config, self.replay, *batch.token_ids.shape
+        whole = {k: torch.zeros_like(batch.rollout_log_probs) for k in ('log_probs', 'entropy')}
+        if mode != 'off':
+            validate_routes(batch, c)
         for rows in micro_batches(batch, self.config.micro_batch_tokens):
             part = select(batch, rows).to(self.policy.embed.device)
-            hidden,own = packed_states(self.policy, part, mode=='R3')
-            new = dict(zip(('log_probs', 'entropy'), score_response(self.policy, hidden, part, self.temperature)))
-            if mode!='off': new |= route_records(own, part, c, mode=='R2')
-            for k,v in new.items():
-                if k not in whole: whole[k] = v.new_zeros(B, T, *v.shape[2:]).to(batch.token_ids.device)
-                whole[k][rows,:v.shape[1]] = v.to(whole[k])
-        for k in whole.keys()-{'log_probs', 'entropy'}: setattr(batch, k, whole[k])
+            hidden, own = packed_states(self.policy, part, mode == 'R3')
+            new = dict(
+                zip(
+                    ('log_probs', 'entropy'),
+                    score_response(self.policy, hidden, part, self.temperature),
+                )
+            )
+            if mode != 'off':
+                new |= route_records(own, part, c, mode == 'R2')
+            for k, v in new.items():
+                if k not in whole:
+                    whole[k] = v.new_zeros(B, T, *v.shape[2:]).to(batch.token_ids.device)
+                whole[k][rows, : v.shape[1]] = v.to(whole[k])
+        for k in whole.keys() - {'log_probs', 'entropy'}:
+            setattr(batch, k, whole[k])
         return whole['log_probs'], whole['entropy']
 
-    def weights(self)->Iterator[tuple[str,Tensor]]: return hf_weights(self.policy)
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return hf_weights(self.policy)
 
-    def state_dict(self)->dict:
+    def state_dict(self) -> dict:
         "Everything that a resume needs (it draws no random numbers). Live tensors: write or copy them before an update"
-        policy,optimizer = dict(hf_weights(self.policy)), self.optimizer.state_dict()
+        policy, optimizer = dict(hf_weights(self.policy)), self.optimizer.state_dict()
         return dict(policy=policy, optimizer=optimizer, num_steps=self.num_steps)
 
-    def load_state_dict(self, state:dict):
+    def load_state_dict(self, state: dict):
         "Copies, so that `state` and the engine it came from stay as they are"
         load_hf_weights(self.policy, state['policy'].items())
         self.optimizer.load_state_dict(deepcopy(state['optimizer']))
         self.num_steps = state['num_steps']
 
+
 # %% ../../nbs/train/01_torch_engine.ipynb #e0f5236e
-def update(self:TorchTrain,
-    batch:Batch,
-    loss:LossFn,
-    lr:float|None=None # of this update; None = the configured one after its warm-up
-)->Metrics:
+def update(
+    self: TorchTrain,
+    batch: Batch,
+    loss: LossFn,
+    lr: float | None = None,  # of this update; None = the configured one after its warm-up
+) -> Metrics:
     "One optimiser step per mini-batch, whose metrics are averaged; `batch.log_probs` keeps what the loss saw"
-    c,total = self.config,{}
-    if self.replay=='R2' and batch.routed_experts is None:
-        raise ValueError("no routes: replay='R2' repeats those of `log_probs(batch)`, call that first")
-    if self.replay!='off': validate_routes(batch, self.policy.config)
+    c, total = self.config, {}
+    if self.replay == 'R2' and batch.routed_experts is None:
+        raise ValueError(
+            "no routes: replay='R2' repeats those of `log_probs(batch)`, call that first"
+        )
+    if self.replay != 'off':
+        validate_routes(batch, self.policy.config)
     batch.log_probs = torch.zeros_like(batch.rollout_log_probs)
-    parts = [r for r in mini_batches(len(batch), c.num_mini_batches) if batch.response_mask[r].any()]
+    parts = [
+        r for r in mini_batches(len(batch), c.num_mini_batches) if batch.response_mask[r].any()
+    ]
     for rows in parts:
         mini = select(batch, rows)
-        metrics = accumulate_grads(self.policy, mini, loss, c.micro_batch_tokens, self.temperature,
-            self.replay!='off')
+        metrics = accumulate_grads(
+            self.policy, mini, loss, c.micro_batch_tokens, self.temperature, self.replay != 'off'
+        )
         step_lr = c.lr_at(self.num_steps) if lr is None else lr
         metrics |= clip_and_step(self.policy, self.optimizer, step_lr, c.grad_clip)
         self.num_steps += 1
-        batch.log_probs[rows,:mini.log_probs.shape[1]] = mini.log_probs
-        for k,v in metrics.items(): total[k] = total.get(k, 0.)+float(v)/len(parts)
+        batch.log_probs[rows, : mini.log_probs.shape[1]] = mini.log_probs
+        for k, v in metrics.items():
+            total[k] = total.get(k, 0.0) + float(v) / len(parts)
     return total
+
 
 TorchTrain.update = update

@@ -1,4 +1,5 @@
 "Overlapped rewards are the serial ones: nothing lost, nothing doubled, whatever hangs, dies or comes twice"
+
 import json
 import os
 import random
@@ -14,28 +15,36 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from compassrl.data.tasks import verifiers
+from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode, response_text
 from compassrl.judges import genrm
 from compassrl.judges import pool as overlap
 from compassrl.judges.model import GenRMJudge, make_judge
 from compassrl.judges.pool import RewardPool
 from compassrl.judges.serial import RewardConfig, SerialJudge, judge_sample
-from compassrl.runs.gantt import plot_gantt, spans_of
-from compassrl.data.tasks import verifiers
 from compassrl.records import Prompt, Sample, Verdict
-from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode, response_text
+from compassrl.runs.gantt import plot_gantt, spans_of
 from tests.support import ROOT
 from tests.support import misbehaving_verifiers as odd_verifiers
 from tests.support.faults import planted
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-BYTES = Tokenizer(models.BPE({c: i for i, c in enumerate(ALPHABET)} | {'<eos>': 256, '<odd>': 257}, []))
-BYTES.pre_tokenizer, BYTES.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+BYTES = Tokenizer(
+    models.BPE({c: i for i, c in enumerate(ALPHABET)} | {'<eos>': 256, '<odd>': 257}, [])
+)
+BYTES.pre_tokenizer, BYTES.decoder = (
+    pre_tokenizers.ByteLevel(add_prefix_space=False),
+    decoders.ByteLevel(),
+)
 BYTES.add_special_tokens(['<eos>', '<odd>'])
 EOS = 256
-CFG = RewardConfig(workers=4, wall_s=4., cpu_s=1., memory_mb=600, retries=1)  # a crash under load takes .3 s of CPU
+CFG = RewardConfig(
+    workers=4, wall_s=4.0, cpu_s=1.0, memory_mb=600, retries=1
+)  # a crash under load takes .3 s of CPU
 NAMES = ('moody', 'digest', 'once', 'even')
 FOLDER = 'set below'
 
@@ -43,29 +52,42 @@ FOLDER = 'set below'
 @pytest.fixture(scope='module', autouse=True)
 def register(tmp_path_factory):
     before = dict(verifiers)
-    for n in NAMES: verifiers[n] = getattr(odd_verifiers, n)
+    for n in NAMES:
+        verifiers[n] = getattr(odd_verifiers, n)
     yield
-    verifiers.clear(); verifiers.update(before)
+    verifiers.clear()
+    verifiers.update(before)
 
 
 @pytest.fixture(scope='module')
 def prompts(tmp_path_factory):
     folder = tmp_path_factory.mktemp('once')
-    return [Prompt(n, 'odd', n, [65], str(folder), n) for n in NAMES]+[Prompt('unknown', 'odd', 'x', [65], '', 'no such verifier')]
+    return [Prompt(n, 'odd', n, [65], str(folder), n) for n in NAMES] + [
+        Prompt('unknown', 'odd', 'x', [65], '', 'no such verifier')
+    ]
 
 
 @pytest.fixture(scope='module')
 def pool(prompts):
     pool = RewardPool(prompts, BYTES, EOS, CFG)
-    pool.settle(moody('awake')) # its copies in `Shared` must not each wait for the broker's first word
+    pool.settle(
+        moody('awake')
+    )  # its copies in `Shared` must not each wait for the broker's first word
     yield pool
     pool.close()
     assert pool.broker.returncode is not None
 
 
-def sample(prompt, ids, index=0): return Sample(prompt, index, [65], list(ids), torch.zeros(len(ids)), None, None, 'stop', 0)
-def moody(*texts): return [sample('moody', BYTES.encode(t).ids+[EOS], i) for i, t in enumerate(texts)]
-def copies(samples): return [replace(s, timings={}) for s in samples]
+def sample(prompt, ids, index=0):
+    return Sample(prompt, index, [65], list(ids), torch.zeros(len(ids)), None, None, 'stop', 0)
+
+
+def moody(*texts):
+    return [sample('moody', BYTES.encode(t).ids + [EOS], i) for i, t in enumerate(texts)]
+
+
+def copies(samples):
+    return [replace(s, timings={}) for s in samples]
 
 
 def verdicts(judge, samples):
@@ -74,32 +96,41 @@ def verdicts(judge, samples):
 
 
 def descendants(pid):
-    try: own = [int(p) for p in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]
-    except OSError: return []
-    return own+[d for p in own for d in descendants(p)]
+    try:
+        own = [int(p) for p in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]
+    except OSError:
+        return []
+    return own + [d for p in own for d in descendants(p)]
 
 
-def gone(pids, within=10.):
+def gone(pids, within=10.0):
     "Ended, if perhaps not yet reaped"
+
     def alive(p):
-        try: return Path(f'/proc/{p}/stat').read_text().rsplit(')', 1)[1].split()[0] != 'Z'
-        except OSError: return False
-    until = time.monotonic()+within
-    while any(map(alive, pids)) and time.monotonic() < until: time.sleep(.01)
+        try:
+            return Path(f'/proc/{p}/stat').read_text().rsplit(')', 1)[1].split()[0] != 'Z'
+        except OSError:
+            return False
+
+    until = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.01)
     return not any(map(alive, pids))
 
 
 # ---- the law
+
 
 def test_a_thousand_samples(pool, prompts):
     "Overlapped equals serial, with timeouts, crashes of every kind and duplicates among them"
     rng = random.Random(0)
     odd = ['Hang', 'Busy', 'Crash', 'L3', 'L0', 'Exit', 'Raise', 'Memory', 'Hang too']
     texts = [f'S{rng.randrange(10**4)}' for _ in range(600)]
-    texts += [rng.choice(texts) for _ in range(391)]+odd  # many come twice
+    texts += [rng.choice(texts) for _ in range(391)] + odd  # many come twice
     rng.shuffle(texts)
     samples = moody(*texts)
-    for s in rng.sample(samples, 1000): pool.start(s)
+    for s in rng.sample(samples, 1000):
+        pool.start(s)
     got = verdicts(pool, samples)
 
     plain = SerialJudge(prompts, BYTES, EOS)
@@ -108,7 +139,10 @@ def test_a_thousand_samples(pool, prompts):
     assert [got[i] for i in mild] == verdicts(plain, copies([samples[i] for i in mild]))
     killable = SerialJudge(prompts, BYTES, EOS, CFG.limits)
     assert {t: got[texts.index(t)] for t in odd} == dict(zip(odd, verdicts(killable, moody(*odd))))
-    assert Counter(v.status for v in got)['timeout'] == 3 and Counter(v.status for v in got)['failed'] == 6
+    assert (
+        Counter(v.status for v in got)['timeout'] == 3
+        and Counter(v.status for v in got)['failed'] == 6
+    )
     assert all(s.reward == s.verdict.reward for s in samples) and not pool.jobs
 
     judged = [s for s in samples if s.timings['reward_end'] > s.timings['reward_start']]
@@ -120,47 +154,70 @@ FORMS = st.sampled_from(['a', 'bb', 'S1', 'S22', 'C', 'L3', 'E', 'R', 'a'])
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(FORMS, max_size=12), st.lists(FORMS, max_size=12), st.randoms(use_true_random=False))
+@given(
+    st.lists(FORMS, max_size=12), st.lists(FORMS, max_size=12), st.randoms(use_true_random=False)
+)
 def test_any_mixture_in_any_order(pool, early, late, rng):
     "Started or not, settled in two parts that share samples"
+
     def expected(t):
-        if t == 'C': return 'failed', 'killed by SIGSEGV'
-        if t == 'L3': return 'failed', 'left with exit code 3'
-        if t == 'E': return 'failed', 'SystemExit: enough'
-        if t == 'R': return 'failed', 'RuntimeError: out of order'
+        if t == 'C':
+            return 'failed', 'killed by SIGSEGV'
+        if t == 'L3':
+            return 'failed', 'left with exit code 3'
+        if t == 'E':
+            return 'failed', 'SystemExit: enough'
+        if t == 'R':
+            return 'failed', 'RuntimeError: out of order'
         return ('wrong' if len(t) % 2 else 'ok'), t
+
     samples = moody(*early, *late)
-    for s in rng.sample(samples, len(early)): pool.start(s)
-    first = samples[:len(samples)//2+1]
+    for s in rng.sample(samples, len(early)):
+        pool.start(s)
+    first = samples[: len(samples) // 2 + 1]
     pool.settle(first)
     assert all(s.verdict for s in first)
     pool.settle(samples)
-    assert [(s.verdict.status, s.verdict.evidence) for s in samples] == [expected(t) for t in early+late]
+    assert [(s.verdict.status, s.verdict.evidence) for s in samples] == [
+        expected(t) for t in early + late
+    ]
 
 
 def test_nobody_waits_for_a_verdict_of_a_later_step(prompts):
     "Settled are those that are asked for; what else is judged goes on, and is there when it is asked for"
-    pool = RewardPool(prompts, BYTES, EOS, replace(CFG, workers=2, wall_s=8.))
+    pool = RewardPool(prompts, BYTES, EOS, replace(CFG, workers=2, wall_s=8.0))
     try:
         pool.settle(moody('awake'))
         hangs, *quick = moody('Hang', *(f'S{i}' for i in range(20)))
         equal = moody('Hang')[0]
-        for s in (hangs, *quick): pool.start(s)
+        for s in (hangs, *quick):
+            pool.start(s)
         pool.settle(quick)
         assert all(s.verdict for s in quick) and hangs.verdict is None
         pool.start(equal)
         assert len(pool.jobs) == 1, 'a duplicate of what is under way is not judged twice'
         pool.settle([hangs, equal])
         assert hangs.verdict.status == equal.verdict.status == 'timeout' and not pool.jobs
-    finally: pool.close()
+    finally:
+        pool.close()
 
 
-SPECIALS = [[], [EOS], [EOS, EOS], [257], [65, EOS, 66], [0xC3], [0xE2, 0x82], [195, 188, EOS], list(range(258))]
+SPECIALS = [
+    [],
+    [EOS],
+    [EOS, EOS],
+    [257],
+    [65, EOS, 66],
+    [0xC3],
+    [0xE2, 0x82],
+    [195, 188, EOS],
+    list(range(258)),
+]
 
 
 def test_bytes_are_those_of_a_serial_decode(pool):
     rng = random.Random(1)
-    ids = SPECIALS+[[rng.randrange(258) for _ in range(rng.randrange(60))] for _ in range(300)]
+    ids = SPECIALS + [[rng.randrange(258) for _ in range(rng.randrange(60))] for _ in range(300)]
     got = [v.evidence for v in verdicts(pool, [sample('digest', i, k) for k, i in enumerate(ids)])]
     assert got == [odd_verifiers.digest(response_text(BYTES, i, EOS), '').evidence for i in ids]
     assert len(set(got)) > 290
@@ -171,44 +228,66 @@ def test_our_tokenizer_and_its_specials_too():
     prompts = [Prompt('digest', 'odd', 'x', [65], '', 'digest')]
     rng, judge = random.Random(2), RewardPool(prompts, tok, EOS_ID, RewardConfig(workers=1))
     try:
-        ids = [[rng.randrange(99) for _ in range(rng.randrange(40))] for _ in range(200)]+[[0], [1], [2], [1, 1], encode(tok, 'x<eos>y')]
-        got = [v.evidence for v in verdicts(judge, [sample('digest', i, k) for k, i in enumerate(ids)])]
+        ids = [[rng.randrange(99) for _ in range(rng.randrange(40))] for _ in range(200)] + [
+            [0],
+            [1],
+            [2],
+            [1, 1],
+            encode(tok, 'x<eos>y'),
+        ]
+        got = [
+            v.evidence for v in verdicts(judge, [sample('digest', i, k) for k, i in enumerate(ids)])
+        ]
         assert got == [odd_verifiers.digest(response_text(tok, i), '').evidence for i in ids]
-    finally: judge.close()
+    finally:
+        judge.close()
 
 
 # ---- what a pool does about trouble
+
 
 def test_a_crash_is_tried_again_and_a_timeout_is_not(pool):
     s, t = sample('once', BYTES.encode('first').ids), moody('H!')[0]
     start = time.monotonic()
     pool.settle([s, t])
-    assert s.verdict == Verdict(1., True, 'ok', s.verdict.evidence) and t.verdict.status == 'timeout'
-    assert t.timings['reward_end']-t.timings['reward_start'] < 2*CFG.wall_s, 'once'
-    assert time.monotonic()-start < 30
+    assert (
+        s.verdict == Verdict(1.0, True, 'ok', s.verdict.evidence) and t.verdict.status == 'timeout'
+    )
+    assert t.timings['reward_end'] - t.timings['reward_start'] < 2 * CFG.wall_s, 'once'
+    assert time.monotonic() - start < 30
 
 
 def test_what_a_hanging_verifier_started_ends_with_it(pool):
     word = f'{random.SystemRandom().randrange(10**5, 10**6)}.25'
     assert verdicts(pool, moody(f'G{word}'))[0].status == 'timeout'
+
     def there(p):
-        try: return word.encode() in (p/'cmdline').read_bytes().split(b'\0')
-        except OSError: return False
+        try:
+            return word.encode() in (p / 'cmdline').read_bytes().split(b'\0')
+        except OSError:
+            return False
+
     assert gone([p.name for p in Path('/proc').glob('[0-9]*') if there(p)])
 
 
 def test_start_never_waits(pool):
     hanging = moody('H1', 'H2', 'H3', 'H4', 'H5')
     start = time.monotonic()
-    for s in hanging+moody(*[f'S{i}' for i in range(300)]): pool.start(s)
-    assert time.monotonic()-start < 4*CFG.wall_s  # if it did, five verdicts by four workers and more would be in it
+    for s in hanging + moody(*[f'S{i}' for i in range(300)]):
+        pool.start(s)
+    assert (
+        time.monotonic() - start < 4 * CFG.wall_s
+    )  # if it did, five verdicts by four workers and more would be in it
     assert {v.status for v in verdicts(pool, hanging)} == {'timeout'} and not pool.jobs
 
 
 def test_an_unknown_verifier_says_the_same(pool, prompts):
     a, b = sample('unknown', [66]), sample('unknown', [66])
     pool.start(a)
-    assert verdicts(pool, [a]) == verdicts(SerialJudge(prompts, BYTES, EOS), [b]) and a.verdict.status == 'failed'
+    assert (
+        verdicts(pool, [a]) == verdicts(SerialJudge(prompts, BYTES, EOS), [b])
+        and a.verdict.status == 'failed'
+    )
 
 
 def test_a_lost_broker_is_a_clear_error(prompts):
@@ -219,14 +298,16 @@ def test_a_lost_broker_is_a_clear_error(prompts):
         pids += descendants(judge.broker.pid)
         os.kill(judge.broker.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match='broker is gone'):
-            for _ in range(3): judge.settle(moody('b'))
+            for _ in range(3):
+                judge.settle(moody('b'))
         assert gone(pids), 'its workers went with it'
-    finally: judge.close()
+    finally:
+        judge.close()
 
 
 def test_a_killed_trainer_leaves_nothing():
     "With a verifier that hangs, and a sandbox under way"
-    code = f'''
+    code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 import json, torch
 from tests.support import misbehaving_verifiers as odd_verifiers
@@ -245,45 +326,64 @@ pool.settle([sample('m', 'fine')])
 for s in (sample('m', 'Hang'), sample('c', 'x = 1')): pool.start(s)
 print('started', flush=True)
 pool.settle([sample('m', 'more')])
-'''
+"""
     trainer = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)
     try:
         assert trainer.stdout.readline() == 'started\n'
-        until = time.monotonic()+30
-        while len(below := descendants(trainer.pid)) < 5 and time.monotonic() < until: time.sleep(.02)
+        until = time.monotonic() + 30
+        while len(below := descendants(trainer.pid)) < 5 and time.monotonic() < until:
+            time.sleep(0.02)
         assert len(below) >= 5, 'broker, two workers, supervisor, program'
-    finally: trainer.kill(); trainer.wait()
+    finally:
+        trainer.kill()
+        trainer.wait()
     assert gone(below)
 
 
 def test_close_twice_and_without_work(prompts):
     judge = make_judge(prompts[:1], BYTES, EOS, RewardConfig(workers=1))
     judge.settle([])
-    judge.close(); judge.close()
+    judge.close()
+    judge.close()
     assert judge.broker.returncode is not None
     assert isinstance(make_judge(prompts, BYTES, EOS, RewardConfig()), SerialJudge)
 
 
 # ---- bad input
 
-@pytest.mark.parametrize('kw, message', [(dict(workers=-1), 'workers=-1: use 0 or more'), (dict(retries=-2), 'retries=-2'), (dict(wall_s=0), 'wall_s=0'),
-    (dict(cpu_s=-1.), 'cpu_s=-1'), (dict(memory_mb=0), 'memory_mb=0'), (dict(wall_s=float('nan')), 'wall_s=nan')])
+
+@pytest.mark.parametrize(
+    'kw, message',
+    [
+        (dict(workers=-1), 'workers=-1: use 0 or more'),
+        (dict(retries=-2), 'retries=-2'),
+        (dict(wall_s=0), 'wall_s=0'),
+        (dict(cpu_s=-1.0), 'cpu_s=-1'),
+        (dict(memory_mb=0), 'memory_mb=0'),
+        (dict(wall_s=float('nan')), 'wall_s=nan'),
+    ],
+)
 def test_bad_config(kw, message):
-    with pytest.raises(ValueError, match=message): RewardConfig(**kw)
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(**kw)
 
 
 def test_verifiers_without_a_module(monkeypatch, prompts):
-    monkeypatch.setitem(verifiers, 'mine', lambda text, answer: Verdict(1., True))
-    with pytest.raises(ValueError, match="verifier='mine': workers cannot import it"): RewardPool([replace(prompts[0], verifier='mine')], BYTES, EOS, CFG)
-    with pytest.raises(ValueError, match='workers=0: use at least 1'): RewardPool(prompts, BYTES, EOS, RewardConfig())
+    monkeypatch.setitem(verifiers, 'mine', lambda text, answer: Verdict(1.0, True))
+    with pytest.raises(ValueError, match="verifier='mine': workers cannot import it"):
+        RewardPool([replace(prompts[0], verifier='mine')], BYTES, EOS, CFG)
+    with pytest.raises(ValueError, match='workers=0: use at least 1'):
+        RewardPool(prompts, BYTES, EOS, RewardConfig())
 
 
 # ---- planted faults, on the trainer's side
 
+
 def duplicates(make):
     a = moody('same', 'same', 'other', 'Sx')
     judge = make()
-    for s in a: judge.start(s)
+    for s in a:
+        judge.start(s)
     judge.settle(a)
     assert [s.verdict and s.verdict.evidence for s in a] == ['same', 'same', 'other', 'Sx']
     assert sum(s.timings['reward_end'] > s.timings['reward_start'] for s in a) == 3
@@ -294,42 +394,69 @@ def duplicates(make):
 
 class Shared(RewardPool):
     "One broker for all mutants"
-    def __init__(self, pool): vars(self).update(vars(pool), jobs={}, known={}, backlog=type(pool.backlog)(), count=pool.count+1000)
+
+    def __init__(self, pool):
+        vars(self).update(
+            vars(pool), jobs={}, known={}, backlog=type(pool.backlog)(), count=pool.count + 1000
+        )
 
 
 def mutant(pool, module):
     judge = Shared(pool)
-    judge.__class__ = type('Mutant', (Shared,), {k: v for k, v in vars(module.RewardPool).items() if callable(v) and k != '__init__'})
+    judge.__class__ = type(
+        'Mutant',
+        (Shared,),
+        {k: v for k, v in vars(module.RewardPool).items() if callable(v) and k != '__init__'},
+    )
     return judge
 
 
-def test_duplicates(pool): duplicates(lambda: Shared(pool))
+def test_duplicates(pool):
+    duplicates(lambda: Shared(pool))
 
 
-@pytest.mark.parametrize('old, new', [("if key in self.known: return self.jobs[self.known[key]].append(sample)", "if key in self.known: return"),
-    ("if key in self.known: return self.jobs[self.known[key]].append(sample)", "pass"), ("key = sample.prompt_id, tuple(sample.response_ids)", "key = sample.prompt_id"),
-    ("            if i not in under_way: self.start(s)", "            pass"),
-    ("for s in equals: record_verdict(s, verdict, again)", "for s in equals[1:]: record_verdict(s, verdict, again)")])
+@pytest.mark.parametrize(
+    'old, new',
+    [
+        (
+            'if key in self.known: return self.jobs[self.known[key]].append(sample)',
+            'if key in self.known: return',
+        ),
+        ('if key in self.known: return self.jobs[self.known[key]].append(sample)', 'pass'),
+        ('key = sample.prompt_id, tuple(sample.response_ids)', 'key = sample.prompt_id'),
+        ('            if i not in under_way: self.start(s)', '            pass'),
+        (
+            'for s in equals: record_verdict(s, verdict, again)',
+            'for s in equals[1:]: record_verdict(s, verdict, again)',
+        ),
+    ],
+)
 def test_planted_faults(prompts, old, new):
     module = planted(overlap, old, new)
-    own = RewardPool(prompts, BYTES, EOS, replace(CFG, workers=1))  # what a fault leaves behind is nobody else's
+    own = RewardPool(
+        prompts, BYTES, EOS, replace(CFG, workers=1)
+    )  # what a fault leaves behind is nobody else's
     try:
         own.settle(moody('awake'))
-        with pytest.raises((AssertionError, KeyError, AttributeError)): duplicates(lambda: mutant(own, module))
-    finally: own.close()
+        with pytest.raises((AssertionError, KeyError, AttributeError)):
+            duplicates(lambda: mutant(own, module))
+    finally:
+        own.close()
 
 
 # ---- one judge or the other
 
+
 def test_serial_judge_waits_until_asked(prompts):
     judge, s = SerialJudge(prompts, BYTES, EOS), moody('aa', 'b')
-    for x in s: judge.start(x)
+    for x in s:
+        judge.start(x)
     assert [x.verdict for x in s] == [None, None]
     judge.settle(s[:1])
     assert s[0].verdict and s[1].verdict is None
     before = dict(s[0].timings)
     judge.settle(s)
-    assert s[0].timings == before and s[1].reward == 0.
+    assert s[0].timings == before and s[1].reward == 0.0
     assert judge_sample(moody('aa')[0], prompts[0], BYTES, EOS).verdict == s[0].verdict
 
 
@@ -337,36 +464,63 @@ def test_serial_judge_waits_until_asked(prompts):
 def test_genrm_beside_the_rollout(answer):
     "The verdicts of one call for all, in fewer and larger requests than one per sample, two at a time"
     busy, most, sizes = [], [0], []
+
     def ask(questions):
-        busy.append(1); most[0] = max(most[0], len(busy)); sizes.append(len(questions))
-        time.sleep(.02)
+        busy.append(1)
+        most[0] = max(most[0], len(busy))
+        sizes.append(len(questions))
+        time.sleep(0.02)
         busy.pop()
-        return [genrm.Reply('Verdict: '+('Better' if q.first < q.second else 'Worse')) for q in questions]
+        return [
+            genrm.Reply('Verdict: ' + ('Better' if q.first < q.second else 'Worse'))
+            for q in questions
+        ]
+
     prompts = [Prompt(f'p{i}', 'g', 'x', [65], answer, 'none') for i in range(3)]
     samples = [sample(f'p{i % 3}', BYTES.encode(f't{i % 17}').ids, i) for i in range(60)]
     judge = GenRMJudge(prompts, BYTES, EOS, ask, batches=2)
-    for s in samples: judge.start(s); time.sleep(.002)
-    judge.settle(samples); judge.settle(samples); judge.close()
-    want, _ = genrm.judge_samples([replace(s, verdict=None) for s in samples], {p.id: p for p in prompts}, [BYTES.decode(s.response_ids) for s in samples], ask)
-    assert [s.verdict for s in samples] == want and all(s.reward == s.verdict.reward for s in samples)
+    for s in samples:
+        judge.start(s)
+        time.sleep(0.002)
+    judge.settle(samples)
+    judge.settle(samples)
+    judge.close()
+    want, _ = genrm.judge_samples(
+        [replace(s, verdict=None) for s in samples],
+        {p.id: p for p in prompts},
+        [BYTES.decode(s.response_ids) for s in samples],
+        ask,
+    )
+    assert [s.verdict for s in samples] == want and all(
+        s.reward == s.verdict.reward for s in samples
+    )
     assert most[0] == (2 if answer else 1) and len(sizes[:-1]) < (40 if answer else 2), sizes
 
 
 def test_a_genrm_that_raises_is_heard():
-    def broken(questions): raise MemoryError
+    def broken(questions):
+        raise MemoryError
+
     judge = GenRMJudge([Prompt('p', 'g', 'x', [65], 'ref', 'none')], BYTES, EOS, broken)
     s = sample('p', [65])
     judge.start(s)
-    with pytest.raises(MemoryError): judge.settle([s])
+    with pytest.raises(MemoryError):
+        judge.settle([s])
     judge.close()
 
 
 def test_a_later_question_keeps_nobody_waiting():
     "What is due has come; a question of a later step is still out"
     out = threading.Event()
+
     def ask(questions):
-        if any('late' in q for q in questions): out.wait(30)
-        return [genrm.Reply('Verdict: '+('Better' if q.second == 'ref' else 'Worse')) for q in questions]
+        if any('late' in q for q in questions):
+            out.wait(30)
+        return [
+            genrm.Reply('Verdict: ' + ('Better' if q.second == 'ref' else 'Worse'))
+            for q in questions
+        ]
+
     judge = GenRMJudge([Prompt('p', 'g', 'x', [65], 'ref', 'genrm')], BYTES, EOS, ask, batches=2)
     late, due = (sample('p', BYTES.encode(t).ids, i) for i, t in enumerate(['late', 'due']))
     judge.start(late)
@@ -381,28 +535,50 @@ def test_a_later_question_keeps_nobody_waiting():
 
 
 def until(condition, seconds=30):
-    end = time.monotonic()+seconds
-    while not condition(): assert time.monotonic() < end; time.sleep(.005)
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def test_each_prompt_has_its_judge():
     "By its verifier; whoever settles gets both kinds, and the model's counts"
-    prompts = [Prompt('a', 'g', 'x', [65], 'ref', 'genrm'), Prompt('b', 'g', 'x', [65], 'hi', 'exact')]
-    def ask(questions): return [genrm.Reply('Verdict: '+('Better' if q.second == 'ref' else 'Worse'), num_tokens=3) for q in questions]
+    prompts = [
+        Prompt('a', 'g', 'x', [65], 'ref', 'genrm'),
+        Prompt('b', 'g', 'x', [65], 'hi', 'exact'),
+    ]
+
+    def ask(questions):
+        return [
+            genrm.Reply('Verdict: ' + ('Better' if q.second == 'ref' else 'Worse'), num_tokens=3)
+            for q in questions
+        ]
+
     with patch.object(genrm, 'GenRM', lambda cfg: ask):
         judge = make_judge(prompts, BYTES, EOS, RewardConfig(genrm=genrm.GenRMConfig('judge')))
-    samples = [sample(id, BYTES.encode(t).ids, i) for i, (id, t) in enumerate([('a', 'hi'), ('b', 'hi'), ('a', 'ref'), ('b', 'no')])]
-    for x in samples: judge.start(x)
+    samples = [
+        sample(id, BYTES.encode(t).ids, i)
+        for i, (id, t) in enumerate([('a', 'hi'), ('b', 'hi'), ('a', 'ref'), ('b', 'no')])
+    ]
+    for x in samples:
+        judge.start(x)
     judge.settle(samples)
-    assert [x.reward for x in samples] == [1, 1, .5, 0]  # what equals its reference is a tie
-    assert judge.measured() == dict(genrm_calls=2., genrm_tokens=6., genrm_failed_frac=0., genrm_tie_frac=.5, genrm_disagree_frac=0.)
+    assert [x.reward for x in samples] == [1, 1, 0.5, 0]  # what equals its reference is a tie
+    assert judge.measured() == dict(
+        genrm_calls=2.0,
+        genrm_tokens=6.0,
+        genrm_failed_frac=0.0,
+        genrm_tie_frac=0.5,
+        genrm_disagree_frac=0.0,
+    )
     assert judge.measured()['genrm_calls'] == 0
     judge.close()
 
 
 def test_a_model_that_is_not_named_is_missed():
     prompts = [Prompt('a', 'g', 'x', [65], 'ref', 'genrm')]
-    with pytest.raises(ValueError, match='name the model'): make_judge(prompts, BYTES, EOS, RewardConfig())
+    with pytest.raises(ValueError, match='name the model'):
+        make_judge(prompts, BYTES, EOS, RewardConfig())
     lone = sample('a', [65])
     SerialJudge(prompts, BYTES, EOS).settle([lone])
     assert lone.verdict.status == 'failed' and 'rewards.genrm.model' in lone.verdict.evidence
@@ -410,29 +586,75 @@ def test_a_model_that_is_not_named_is_missed():
 
 def test_gantt_has_a_row_per_replica():
     import matplotlib
+
     matplotlib.use('Agg')
-    timings = [dict(rollout_start=float(i//2), rollout_end=i//2+1.5, replica=float(i % 2), reward_start=3., reward_end=4., detokenise=.1, worker=i+9) for i in range(4)]
-    timings += [dict(rollout_start=0., rollout_end=1., reward_start=2., reward_end=3., detokenise=0., genrm=1.)]
-    ax = plot_gantt(spans_of(timings, dict(time_update_at=4., time_update_s=1.)))
-    assert [t.get_text() for t in ax.get_yticklabels()] == ['rollout', 'replica 0', 'replica 1', 'worker 9', 'worker 10', 'worker 11', 'worker 12', 'genrm', 'trainer']
+    timings = [
+        dict(
+            rollout_start=float(i // 2),
+            rollout_end=i // 2 + 1.5,
+            replica=float(i % 2),
+            reward_start=3.0,
+            reward_end=4.0,
+            detokenise=0.1,
+            worker=i + 9,
+        )
+        for i in range(4)
+    ]
+    timings += [
+        dict(
+            rollout_start=0.0,
+            rollout_end=1.0,
+            reward_start=2.0,
+            reward_end=3.0,
+            detokenise=0.0,
+            genrm=1.0,
+        )
+    ]
+    ax = plot_gantt(spans_of(timings, dict(time_update_at=4.0, time_update_s=1.0)))
+    assert [t.get_text() for t in ax.get_yticklabels()] == [
+        'rollout',
+        'replica 0',
+        'replica 1',
+        'worker 9',
+        'worker 10',
+        'worker 11',
+        'worker 12',
+        'genrm',
+        'trainer',
+    ]
     bars = [b for b in ax.patches if b.get_facecolor()[:3] == matplotlib.colors.to_rgb('#0f766e')]
-    boxes = [(b.get_x(), b.get_x()+b.get_width(), b.get_y(), b.get_y()+b.get_height()) for b in bars]
-    assert len(boxes) == 5 and not any(a < d-1e-9 and c < b-1e-9 and e < h-1e-9 and g < f-1e-9
-        for i, (a, b, e, f) in enumerate(boxes) for c, d, g, h in boxes[:i]), 'no two bars cover each other'
+    boxes = [
+        (b.get_x(), b.get_x() + b.get_width(), b.get_y(), b.get_y() + b.get_height()) for b in bars
+    ]
+    assert len(boxes) == 5 and not any(
+        a < d - 1e-9 and c < b - 1e-9 and e < h - 1e-9 and g < f - 1e-9
+        for i, (a, b, e, f) in enumerate(boxes)
+        for c, d, g, h in boxes[:i]
+    ), 'no two bars cover each other'
 
 
 def test_timings_and_gantt(pool):
     import matplotlib
+
     matplotlib.use('Agg')
     s = moody('S123', 'S77')
-    for x in s: x.timings = dict(rollout_start=time.perf_counter(), rollout_end=time.perf_counter()+.001); pool.start(x)
+    for x in s:
+        x.timings = dict(rollout_start=time.perf_counter(), rollout_end=time.perf_counter() + 0.001)
+        pool.start(x)
     pool.settle(s)
     for x in s:
         t = x.timings
-        assert t['rollout_start'] < t['reward_start'] <= t['reward_start']+t['detokenise'] <= t['reward_end'] < time.perf_counter() and t['worker'] in (1, 2, 3, 4)
+        assert t['rollout_start'] < t['reward_start'] <= t['reward_start'] + t['detokenise'] <= t[
+            'reward_end'
+        ] < time.perf_counter() and t['worker'] in (1, 2, 3, 4)
     now = time.perf_counter()
-    spans = spans_of([json.loads(json.dumps(x.timings)) for x in s], dict(time_step_at=now, time_step_s=1., time_update_at=now, time_update_s=.5, loss=0.))
+    spans = spans_of(
+        [json.loads(json.dumps(x.timings)) for x in s],
+        dict(time_step_at=now, time_step_s=1.0, time_update_at=now, time_update_s=0.5, loss=0.0),
+    )
     assert Counter(x.phase for x in spans) == dict(rollout=2, detokenise=2, reward=2, update=1)
     assert all(x.end >= x.start for x in spans) and {x.row for x in spans} >= {'rollout', 'trainer'}
     ax = plot_gantt(spans)
-    assert [t.get_text() for t in ax.get_yticklabels()][0] == 'rollout' and len(ax.patches) >= len(spans)
+    assert [t.get_text() for t in ax.get_yticklabels()][0] == 'rollout' and len(ax.patches) >= len(
+        spans
+    )

@@ -1,4 +1,5 @@
 "The launch notebook's panel in JupyterLab, in a real browser: form, launch, live curves, stop, resume, report"
+
 import json
 import os
 import re
@@ -15,45 +16,114 @@ import pytest
 
 from tests.support import ROOT
 
-CHROMIUM = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
-if not CHROMIUM: pytest.skip('no Chromium is installed (Debian: apt-get install chromium)', allow_module_level=True)
-playwright = pytest.importorskip('playwright.sync_api', reason='playwright is not installed (pip install playwright)')
+CHROMIUM = next(
+    filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None
+)
+if not CHROMIUM:
+    pytest.skip(
+        'no Chromium is installed (Debian: apt-get install chromium)', allow_module_level=True
+    )
+playwright = pytest.importorskip(
+    'playwright.sync_api', reason='playwright is not installed (pip install playwright)'
+)
 
 SHOTS = os.environ.get('LAB_SCREENSHOTS')  # a folder, to look at what the test saw
-FLAGS = ['--no-sandbox', '--disable-gpu', '--no-first-run', '--disable-background-networking', '--disable-component-update', '--disable-sync']
+FLAGS = [
+    '--no-sandbox',
+    '--disable-gpu',
+    '--no-first-run',
+    '--disable-background-networking',
+    '--disable-component-update',
+    '--disable-sync',
+]
 
 
 def panel_notebook(folder):
     "The launch notebook cut down to its imports and the cell that shows the panel"
-    nb = json.loads((ROOT/'nbs'/'launch'/'06_panel.ipynb').read_text())
-    source = lambda c: ''.join(c['source'])
-    def keep(c): return c['cell_type'] == 'code' and not source(c).startswith('#|') and bool(re.match(r'from compassrl\.launch import|panel\(', source(c)))
+    nb = json.loads((ROOT / 'nbs' / 'launch' / '06_panel.ipynb').read_text())
+
+    def source(c):
+        return ''.join(c['source'])
+
+    def keep(c):
+        return (
+            c['cell_type'] == 'code'
+            and not source(c).startswith('#|')
+            and bool(re.match(r'from compassrl\.launch import|panel\(', source(c)))
+        )
+
     kept = [dict(c, outputs=[], source=source(c)) for c in nb['cells'] if keep(c)]
     assert any(c['source'].startswith('panel(') for c in kept), 'the notebook shows no panel'
     nb['metadata'].pop('widgets', None)
-    (folder/'panel.ipynb').write_text(json.dumps(nb | dict(cells=[dict(cell_type='code', metadata={}, outputs=[], execution_count=None, id='first',
-        source='from compassrl.launch.panel import panel')] + kept)))
+    (folder / 'panel.ipynb').write_text(
+        json.dumps(
+            nb
+            | dict(
+                cells=[
+                    dict(
+                        cell_type='code',
+                        metadata={},
+                        outputs=[],
+                        execution_count=None,
+                        id='first',
+                        source='from compassrl.launch.panel import panel',
+                    )
+                ]
+                + kept
+            )
+        )
+    )
 
 
 @pytest.fixture
 def lab(tmp_path):
     "JupyterLab on this machine alone, with settings of its own -> address of the notebook, its folder"
-    root, home, token = tmp_path/'root', tmp_path/'home', secrets.token_hex(16)
-    root.mkdir(); home.mkdir(); panel_notebook(root)
-    with socket.socket() as s: s.bind(('127.0.0.1', 0)); port = s.getsockname()[1]
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', **{f'JUPYTER_{k}_DIR': str(home/k.lower()) for k in ('CONFIG', 'DATA', 'RUNTIME')},
-           'JUPYTERLAB_SETTINGS_DIR': str(home/'settings'), 'JUPYTERLAB_WORKSPACES_DIR': str(home/'workspaces'), 'IPYTHONDIR': str(home/'ipython')}
-    env.pop('TQDM_DISABLE', None); env.pop('MPLBACKEND', None)
-    args = ['--no-browser', '--allow-root', '--ip=127.0.0.1', f'--port={port}', '--ServerApp.port_retries=0', f'--IdentityProvider.token={token}',
-            f'--ServerApp.root_dir={root}', '--LabApp.news_url=None', '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate']
-    with open(home/'log', 'w') as log: server = subprocess.Popen([sys.executable, '-m', 'jupyterlab', *args], env=env, stdout=log, stderr=subprocess.STDOUT)
+    root, home, token = tmp_path / 'root', tmp_path / 'home', secrets.token_hex(16)
+    root.mkdir()
+    home.mkdir()
+    panel_notebook(root)
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    env = {
+        **os.environ,
+        'OMP_NUM_THREADS': '1',
+        **{f'JUPYTER_{k}_DIR': str(home / k.lower()) for k in ('CONFIG', 'DATA', 'RUNTIME')},
+        'JUPYTERLAB_SETTINGS_DIR': str(home / 'settings'),
+        'JUPYTERLAB_WORKSPACES_DIR': str(home / 'workspaces'),
+        'IPYTHONDIR': str(home / 'ipython'),
+    }
+    env.pop('TQDM_DISABLE', None)
+    env.pop('MPLBACKEND', None)
+    args = [
+        '--no-browser',
+        '--allow-root',
+        '--ip=127.0.0.1',
+        f'--port={port}',
+        '--ServerApp.port_retries=0',
+        f'--IdentityProvider.token={token}',
+        f'--ServerApp.root_dir={root}',
+        '--LabApp.news_url=None',
+        '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate',
+    ]
+    with open(home / 'log', 'w') as log:
+        server = subprocess.Popen(
+            [sys.executable, '-m', 'jupyterlab', *args],
+            env=env,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
     try:
-        deadline = time.monotonic()+60
+        deadline = time.monotonic() + 60
         while True:
-            try: urllib.request.urlopen(f'http://127.0.0.1:{port}/api?token={token}', timeout=2); break
+            try:
+                urllib.request.urlopen(f'http://127.0.0.1:{port}/api?token={token}', timeout=2)
+                break
             except OSError:
-                assert server.poll() is None and time.monotonic() < deadline, (home/'log').read_text()[-2000:]
-                time.sleep(.2)
+                assert server.poll() is None and time.monotonic() < deadline, (
+                    home / 'log'
+                ).read_text()[-2000:]
+                time.sleep(0.2)
         yield f'http://127.0.0.1:{port}/lab/tree/panel.ipynb?token={token}&reset', root
     finally:
         server.terminate()
@@ -69,8 +139,12 @@ def page(lab):
         page.set_default_timeout(90_000)
         page.goto(lab[0], wait_until='domcontentloaded')
         page.wait_for_selector('.jp-Notebook .jp-Cell')
-        try: page.locator('.jp-Dialog button:has-text("Select")').click(timeout=5_000)  # asks for a kernel where the notebook names none
-        except playwright.TimeoutError: pass
+        try:
+            page.locator('.jp-Dialog button:has-text("Select")').click(
+                timeout=5_000
+            )  # asks for a kernel where the notebook names none
+        except playwright.TimeoutError:
+            pass
         page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
         page.click('.lm-MenuBar-itemLabel:text-is("Run")')
         page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
@@ -80,19 +154,25 @@ def page(lab):
 
 
 def shot(page, name):
-    if SHOTS: page.wait_for_timeout(500); page.screenshot(path=Path(SHOTS)/f'{name}.png')
+    if SHOTS:
+        page.wait_for_timeout(500)
+        page.screenshot(path=Path(SHOTS) / f'{name}.png')
 
 
-def field(page, name): return page.locator(f'.widget-inline-hbox:has(label:text-is("{name}")) input')
+def field(page, name):
+    return page.locator(f'.widget-inline-hbox:has(label:text-is("{name}")) input')
 
 
-def button(page, name): return page.locator(f'.jp-OutputArea-output .widget-button:text-is("{name}")')
+def button(page, name):
+    return page.locator(f'.jp-OutputArea-output .widget-button:text-is("{name}")')
 
 
 def said(page, pattern, timeout=90):
     "Wait until the status line matches"
-    deadline = time.monotonic()+timeout
-    while not re.search(pattern, text := page.locator('.jp-OutputArea-output .widget-html pre').first.inner_text()):
+    deadline = time.monotonic() + timeout
+    while not re.search(
+        pattern, text := page.locator('.jp-OutputArea-output .widget-html pre').first.inner_text()
+    ):
         assert time.monotonic() < deadline, f'{pattern!r} was not said, but {text!r}'
         page.wait_for_timeout(100)
     return text
@@ -103,11 +183,14 @@ def test_panel(page, lab):
     page.locator('.widget-dropdown select').select_option('smoke-cpu')
     playwright.expect(field(page, 'steps')).to_have_value('4')
     shot(page, '1_form')
-    field(page, 'group_size').fill('1'); field(page, 'group_size').press('Tab')
+    field(page, 'group_size').fill('1')
+    field(page, 'group_size').press('Tab')
     said(page, 'group_size=1: .* use at least 2')
     shot(page, '2_refused')
-    field(page, 'group_size').fill('4'); field(page, 'group_size').press('Tab')
-    field(page, 'steps').fill('60'); field(page, 'steps').press('Tab')
+    field(page, 'group_size').fill('4')
+    field(page, 'group_size').press('Tab')
+    field(page, 'steps').fill('60')
+    field(page, 'steps').press('Tab')
     said(page, 'ready')
     page.locator('summary:text-is("As a script")').click()
     assert 'python -m compassrl.runs.cli' in page.locator('details pre').last.inner_text()
@@ -125,8 +208,10 @@ def test_panel(page, lab):
     button(page, 'resume').click()
     said(page, 'finished: step 60 of 60')
     page.wait_for_selector('.jp-OutputArea-output h2:has-text("Before and after")')
-    page.locator('.jp-OutputArea-output h2:has-text("Before and after")').scroll_into_view_if_needed()
+    page.locator(
+        '.jp-OutputArea-output h2:has-text("Before and after")'
+    ).scroll_into_view_if_needed()
     shot(page, '5_report')
-    run, = [p for p in (lab[1]/'runs').iterdir() if p.is_dir()]
-    steps = [json.loads(line)['step'] for line in (run/'metrics.jsonl').read_text().splitlines()]
+    (run,) = [p for p in (lab[1] / 'runs').iterdir() if p.is_dir()]
+    steps = [json.loads(line)['step'] for line in (run / 'metrics.jsonl').read_text().splitlines()]
     assert steps == list(range(1, 61)), 'stopped and resumed, each step once'

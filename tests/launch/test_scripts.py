@@ -1,4 +1,5 @@
 "From a config to machines: who trains and who serves, scripts that bash reads as meant, servers that answer"
+
 import json
 import os
 import signal
@@ -13,30 +14,47 @@ from unittest.mock import patch
 
 import pytest
 
-from compassrl.launch import scripts as cluster
-from compassrl.launch.scripts import Machines, machines, node_script, plan, slurm_script, smallest_world, workload
 from compassrl.config import read_run_config
-from compassrl.rollout.vllm.server import free_port
-from compassrl.rollout.vllm.config import VllmConfig
-from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.launch import scripts as cluster
+from compassrl.launch.scripts import machines, node_script, plan, slurm_script, workload
 from compassrl.model.policy import PolicyConfig
+from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.rollout.vllm.server import free_port
 from compassrl.runs.cli import one_gpu, parse_resume, parse_train, presets, smoke_cpu
+from compassrl.train.megatron.layout import ParallelConfig
 from tests.support.faults import noticed, planted
 
 BIN = Path(sys.executable).parent
 Q30 = PolicyConfig(151936, 2048, 48, 32, 4, 128, 6144, 768, 128, 8, max_position_embeddings=8192)
-BIG = replace(one_gpu(), policy=Q30, train_engine='megatron', rollout_engine='pool', run_dir='my runs/a',
-    parallel=ParallelConfig(tp=4, ep=8, etp=1, dtype='bfloat16'), vllm=VllmConfig(num_replicas=3, tensor_parallel=4))
-TWO = replace(smoke_cpu(), steps=2, save_every=0, eval_every=0, train_engine='megatron', parallel=ParallelConfig(ep=2))
+BIG = replace(
+    one_gpu(),
+    policy=Q30,
+    train_engine='megatron',
+    rollout_engine='pool',
+    run_dir='my runs/a',
+    parallel=ParallelConfig(tp=4, ep=8, etp=1, dtype='bfloat16'),
+    vllm=VllmConfig(num_replicas=3, tensor_parallel=4),
+)
+TWO = replace(
+    smoke_cpu(),
+    steps=2,
+    save_every=0,
+    eval_every=0,
+    train_engine='megatron',
+    parallel=ParallelConfig(ep=2),
+)
 
 
 # ---- who does what
+
 
 def whole_nodes(m):
     "On one node the servers take some of its GPUs; on several whole nodes, the last ones"
     assert m.machines(BIG, 6, 8) == m.Machines(4, 8, 2, 2)
     assert m.machines(BIG, 1, 20) == m.Machines(1, 8)
-    assert m.machines(replace(BIG, vllm=VllmConfig(num_replicas=9, tensor_parallel=2)), 8, 8) == m.Machines(5, 8, 3, 4)
+    assert m.machines(
+        replace(BIG, vllm=VllmConfig(num_replicas=9, tensor_parallel=2)), 8, 8
+    ) == m.Machines(5, 8, 3, 4)
     assert m.machines(replace(BIG, vllm=VllmConfig(urls=('http://a:1',))), 4, 8) == m.Machines(4, 8)
     assert m.machines(replace(BIG, rollout_engine='torch'), 4, 8) == m.Machines(4, 8)
     assert m.machines(replace(BIG, device='cpu'), 1, 8) == m.Machines(1, 8), 'processes need no GPU'
@@ -47,59 +65,110 @@ def smallest(m):
     assert m.machines(BIG) == m.Machines(1, 8) and m.machines(TWO) == m.Machines(1, 2)
     assert m.machines(smoke_cpu()) == m.Machines(1, 1)
     P = ParallelConfig
-    for p, n in ((P(tp=2, ep=3, etp=1), 6), (P(tp=4, pp=2), 8), (P(pp=3), 3), (P(tp=2, ep=2), 4), (P(ep=4, etp=1), 4)):
+    for p, n in (
+        (P(tp=2, ep=3, etp=1), 6),
+        (P(tp=4, pp=2), 8),
+        (P(pp=3), 3),
+        (P(tp=2, ep=2), 4),
+        (P(ep=4, etp=1), 4),
+    ):
         assert m.smallest_world(p) == n
 
 
 @pytest.mark.parametrize('law', [whole_nodes, smallest])
-def test_machines(law): law(cluster)
+def test_machines(law):
+    law(cluster)
 
 
-@pytest.mark.parametrize('old, new', [('per_node-taken)', 'per_node)'), ('nodes-ceil(v.num_replicas/fit)', 'nodes'),
-    ('per_node//v.tensor_parallel', 'per_node'), ('not cfg.vllm.urls and', ''), ("and cfg.device=='cuda'", ''),
-    ('lcm(p.tp*p.cp, p.expert_tp*p.ep)', 'p.tp*p.cp*p.expert_tp*p.ep')])
+@pytest.mark.parametrize(
+    'old, new',
+    [
+        ('per_node-taken)', 'per_node)'),
+        ('nodes-ceil(v.num_replicas/fit)', 'nodes'),
+        ('per_node//v.tensor_parallel', 'per_node'),
+        ('not cfg.vllm.urls and', ''),
+        ("and cfg.device=='cuda'", ''),
+        ('lcm(p.tp*p.cp, p.expert_tp*p.ep)', 'p.tp*p.cp*p.expert_tp*p.ep'),
+    ],
+)
 def test_faults_are_noticed(old, new):
     assert noticed([whole_nodes, smallest], planted(cluster, old, new), ValueError)
 
 
-@pytest.mark.parametrize('cfg, nodes, per_node, said', [(BIG, 0, 8, 'nodes=0'), (BIG, 1, 8, '1 x 8 GPUs: 3 servers of 4 leave none'),
-    (BIG, 2, 8, '2 x 8 GPUs: 3 servers'), (BIG, 6, 3, r'vllm.tensor_parallel=4: a node has 3 GPUs'),
-    (smoke_cpu(), 1, 2, "2 ranks: train_engine='torch' is one process"),
-    (replace(TWO, prompts_per_step=1, parallel=ParallelConfig()), 1, 5, 'a step has 4 responses')])
+@pytest.mark.parametrize(
+    'cfg, nodes, per_node, said',
+    [
+        (BIG, 0, 8, 'nodes=0'),
+        (BIG, 1, 8, '1 x 8 GPUs: 3 servers of 4 leave none'),
+        (BIG, 2, 8, '2 x 8 GPUs: 3 servers'),
+        (BIG, 6, 3, r'vllm.tensor_parallel=4: a node has 3 GPUs'),
+        (smoke_cpu(), 1, 2, "2 ranks: train_engine='torch' is one process"),
+        (
+            replace(TWO, prompts_per_step=1, parallel=ParallelConfig()),
+            1,
+            5,
+            'a step has 4 responses',
+        ),
+    ],
+)
 def test_refusals(cfg, nodes, per_node, said):
-    with pytest.raises(ValueError, match=said): machines(cfg, nodes, per_node)
+    with pytest.raises(ValueError, match=said):
+        machines(cfg, nodes, per_node)
 
 
 # ---- plans
 
+
 def test_plan(tmp_path):
     "Layout with servers, and an estimate; refused where it does not fit, with a way out; nothing is written"
     p = plan(BIG, 6, 8, 'H200')
-    assert len(p.layout.places) == 32 and [s.node for s in p.layout.servers] == [4, 4, 5] and p.layout.num_nodes == 6
+    assert (
+        len(p.layout.places) == 32
+        and [s.node for s in p.layout.servers] == [4, 4, 5]
+        and p.layout.num_nodes == 6
+    )
     assert set(p.estimate.times) == {'rollout_s', 'sync_s', 'log_probs_s', 'update_s'}
-    assert workload(BIG).responses == 1024 and workload(BIG).response_tokens == 1536 and workload(BIG, 1.).response_tokens == 3072
-    with pytest.raises(ValueError, match='of the 80 GB of a H100.*use parallel.tp='): plan(BIG, 6, 8, 'H100')
-    with pytest.raises(ValueError, match=r"gpu='H1000': use one of \['A100"): plan(BIG, 6, 8, 'H1000')
-    with pytest.raises(ValueError, match='ep=3 does not divide num_experts=8'): plan(replace(TWO, parallel=ParallelConfig(ep=3)))
+    assert (
+        workload(BIG).responses == 1024
+        and workload(BIG).response_tokens == 1536
+        and workload(BIG, 1.0).response_tokens == 3072
+    )
+    with pytest.raises(ValueError, match='of the 80 GB of a H100.*use parallel.tp='):
+        plan(BIG, 6, 8, 'H100')
+    with pytest.raises(ValueError, match=r"gpu='H1000': use one of \['A100"):
+        plan(BIG, 6, 8, 'H1000')
+    with pytest.raises(ValueError, match='ep=3 does not divide num_experts=8'):
+        plan(replace(TWO, parallel=ParallelConfig(ep=3)))
     small = plan(replace(TWO, rollout_engine='pool', vllm=VllmConfig(num_replicas=2)))
-    assert len(small.layout.places) == len(small.layout.servers) == 2 and small.layout.num_nodes == 1
+    assert (
+        len(small.layout.places) == len(small.layout.servers) == 2 and small.layout.num_nodes == 1
+    )
     assert small.estimate.times == {} and 'CPU' in small.estimate.table()
-    with pytest.raises(ValueError, match='nowhere'): plan(replace(TWO, init_from='nowhere'))
+    with pytest.raises(ValueError, match='nowhere'):
+        plan(replace(TWO, init_from='nowhere'))
 
 
 @pytest.mark.parametrize('name', presets)
 def test_every_preset_has_a_script(name):
     "Presets for GPUs take the shape of a checkpoint, here that of Qwen3-30B-A3B, and fit the machines that they name"
-    nodes, per_node, gpu = {'one-node': (1, 8, 'B200'), 'multi-node': (4, 8, 'H100')}.get(name, (1, 0, ''))
+    nodes, per_node, gpu = {'one-node': (1, 8, 'B200'), 'multi-node': (4, 8, 'H100')}.get(
+        name, (1, 0, '')
+    )
     cfg = presets[name]()
-    if gpu: cfg = replace(cfg, policy=Q30)
-    subprocess.run(['bash', '-n'], input=node_script(cfg, nodes, per_node, gpu=gpu), text=True, check=True)
-    if nodes > 1: subprocess.run(['bash', '-n'], input=slurm_script(cfg, nodes, per_node, gpu=gpu), text=True, check=True)
+    if gpu:
+        cfg = replace(cfg, policy=Q30)
+    subprocess.run(
+        ['bash', '-n'], input=node_script(cfg, nodes, per_node, gpu=gpu), text=True, check=True
+    )
+    if nodes > 1:
+        subprocess.run(
+            ['bash', '-n'], input=slurm_script(cfg, nodes, per_node, gpu=gpu), text=True, check=True
+        )
 
 
 # ---- scripts, run with commands that only say how they were called
 
-STUB = '''#!/bin/bash
+STUB = """#!/bin/bash
 printf '%s\\0' "$(basename "$0")" "CUDA=${CUDA_VISIBLE_DEVICES:-}" "$@" END >> "$CALLS"  # one write: servers start side by side
 case $(basename "$0") in
     scontrol) printf 'n%s\\n' 0 1 2 3 4 5;;
@@ -108,22 +177,35 @@ case $(basename "$0") in
           [ "${1#n}" = "$1" ] || shift
           "$@";;
 esac
-'''
+"""
 
 
 def run_script(text, tmp_path, *args, host='n0'):
     "What each command of a script was called with; the script must end well"
-    folder = tmp_path/'bin'
+    folder = tmp_path / 'bin'
     folder.mkdir(exist_ok=True)
     for name in ('scontrol', 'srun', 'torchrun', 'python', 'curl', 'hostname'):
-        (folder/name).write_text(STUB)
-        (folder/name).chmod(0o755)
-    calls = tmp_path/'calls'
+        (folder / name).write_text(STUB)
+        (folder / name).chmod(0o755)
+    calls = tmp_path / 'calls'
     calls.write_text('')
     subprocess.run(['bash', '-n'], input=text, text=True, check=True)
-    (tmp_path/'script').write_text(text)
-    env = dict(os.environ, PATH=f'{folder}:{os.environ["PATH"]}', CALLS=str(calls), SLURM_JOB_NODELIST='n[0-5]', HOST=host)
-    subprocess.run(['bash', tmp_path/'script', *args], cwd=tmp_path, env=env, check=True, timeout=60, capture_output=True)
+    (tmp_path / 'script').write_text(text)
+    env = dict(
+        os.environ,
+        PATH=f'{folder}:{os.environ["PATH"]}',
+        CALLS=str(calls),
+        SLURM_JOB_NODELIST='n[0-5]',
+        HOST=host,
+    )
+    subprocess.run(
+        ['bash', tmp_path / 'script', *args],
+        cwd=tmp_path,
+        env=env,
+        check=True,
+        timeout=60,
+        capture_output=True,
+    )
     return [call.split('\0')[:-1] for call in calls.read_text().split('END\0') if call]
 
 
@@ -133,33 +215,42 @@ URLS = ['http://n4:8100', 'http://n4:8101', 'http://n5:8100']
 def check_training(words, config, cfg=BIG, sync_dir=''):
     "What torchrun got: 4 nodes meet on the first, the config as meant, the servers by URL"
     at = words.index('-m')
-    assert words[2:at] == ['--nnodes=4', '--nproc-per-node=8', '--max-restarts=0', '--rdzv-backend=c10d',
-        '--rdzv-endpoint=n0:29500', '--rdzv-id=compassrl']
-    assert words[at+1] == 'compassrl.runs.cli'
+    assert words[2:at] == [
+        '--nnodes=4',
+        '--nproc-per-node=8',
+        '--max-restarts=0',
+        '--rdzv-backend=c10d',
+        '--rdzv-endpoint=n0:29500',
+        '--rdzv-id=compassrl',
+    ]
+    assert words[at + 1] == 'compassrl.runs.cli'
     want = replace(cfg, vllm=replace(cfg.vllm, urls=tuple(URLS), sync_dir=sync_dir))
-    assert parse_train([config, *words[at+3:]]) == want and words[at+2] == 'my config.json'
+    assert parse_train([config, *words[at + 3 :]]) == want and words[at + 2] == 'my config.json'
 
 
 @pytest.fixture
 def config(tmp_path):
-    (tmp_path/'my config.json').write_text(json.dumps(asdict(BIG)))
-    return str(tmp_path/'my config.json')
+    (tmp_path / 'my config.json').write_text(json.dumps(asdict(BIG)))
+    return str(tmp_path / 'my config.json')
 
 
 def test_slurm_script(tmp_path, config):
     "Servers on the last nodes, each with its GPUs and port; training on the others; logs and the folder for weights"
     text = slurm_script(BIG, 6, 8, 'my config.json', 'H200')
-    for line in ('#SBATCH --nodes=6', '#SBATCH --gpus-per-node=8'): assert line in text.splitlines()
+    for line in ('#SBATCH --nodes=6', '#SBATCH --gpus-per-node=8'):
+        assert line in text.splitlines()
     assert text.startswith('#!/bin/bash\n') and '(not run on GPU)' in text
     calls = run_script(text, tmp_path)
     sruns = [c for c in calls if c[0] == 'srun']
-    assert sorted(c[c.index('--nodelist')+1] for c in sruns) == ['n0,n1,n2,n3', 'n4', 'n4', 'n5']
+    assert sorted(c[c.index('--nodelist') + 1] for c in sruns) == ['n0,n1,n2,n3', 'n4', 'n4', 'n5']
     servers = sorted(c[1:] for c in calls if c[0] == 'python')
-    assert servers == sorted([f'CUDA={g}', '-m', 'compassrl.launch.scripts', 'my config.json', port]
-        for g, port in (('0,1,2,3', '8100'), ('4,5,6,7', '8101'), ('0,1,2,3', '8100')))
+    assert servers == sorted(
+        [f'CUDA={g}', '-m', 'compassrl.launch.scripts', 'my config.json', port]
+        for g, port in (('0,1,2,3', '8100'), ('4,5,6,7', '8101'), ('0,1,2,3', '8100'))
+    )
     assert [c[-1] for c in calls if c[0] == 'curl'] == [f'{u}/health' for u in URLS]
     check_training(next(c for c in calls if c[0] == 'torchrun'), config)
-    assert [p.name for p in (tmp_path/'my runs').iterdir()] == ['a.logs']  # NCCL needs no folder
+    assert [p.name for p in (tmp_path / 'my runs').iterdir()] == ['a.logs']  # NCCL needs no folder
 
 
 def test_weights_by_file_go_through_a_folder_beside_the_run(tmp_path, config):
@@ -167,90 +258,160 @@ def test_weights_by_file_go_through_a_folder_beside_the_run(tmp_path, config):
     Path(config).write_text(json.dumps(asdict(cfg)))
     calls = run_script(slurm_script(cfg, 6, 8, 'my config.json', 'H200'), tmp_path)
     check_training(next(c for c in calls if c[0] == 'torchrun'), config, cfg, 'my runs/a.sync')
-    assert sorted(p.name for p in (tmp_path/'my runs').iterdir()) == ['a.logs', 'a.sync']
+    assert sorted(p.name for p in (tmp_path / 'my runs').iterdir()) == ['a.logs', 'a.sync']
 
 
-@pytest.mark.parametrize('device, sync, backend', [('cuda', 'auto', 'nccl'), ('cuda', 'file', 'compassrl'), ('cpu', 'auto', 'compassrl')])
+@pytest.mark.parametrize(
+    'device, sync, backend',
+    [('cuda', 'auto', 'nccl'), ('cuda', 'file', 'compassrl'), ('cpu', 'auto', 'compassrl')],
+)
 def test_a_server_expects_the_weights_as_they_will_come(tmp_path, device, sync, backend):
-    cfg = replace(BIG, device=device, vllm=VllmConfig(2, sync=sync), rollout=replace(BIG.rollout, dtype='bfloat16'))
-    (tmp_path/'config.json').write_text(json.dumps(asdict(cfg)))
-    with patch.object(os, 'execve') as became: cluster.serve(tmp_path/'config.json', 8100)
+    cfg = replace(
+        BIG,
+        device=device,
+        vllm=VllmConfig(2, sync=sync),
+        rollout=replace(BIG.rollout, dtype='bfloat16'),
+    )
+    (tmp_path / 'config.json').write_text(json.dumps(asdict(cfg)))
+    with patch.object(os, 'execve') as became:
+        cluster.serve(tmp_path / 'config.json', 8100)
     command = became.call_args[0][1]
-    assert json.loads(command[command.index('--weight-transfer-config')+1]) == dict(backend=backend)
+    assert json.loads(command[command.index('--weight-transfer-config') + 1]) == dict(
+        backend=backend
+    )
 
 
 @pytest.mark.parametrize('host', ['n0', 'n3', 'n4', 'n5'])
 def test_node_script(host, tmp_path, config):
     "The same script on every node does what is that node's to do"
     hosts = [f'n{i}' for i in range(6)]
-    calls = run_script(node_script(BIG, 6, 8, 'my config.json', 'H200'), tmp_path, *hosts, host=host)
+    calls = run_script(
+        node_script(BIG, 6, 8, 'my config.json', 'H200'), tmp_path, *hosts, host=host
+    )
     served = [c[-1] for c in calls if c[0] == 'python']
     assert sorted(served) == dict(n4=['8100', '8101'], n5=['8100']).get(host, [])
     trained = [c for c in calls if c[0] == 'torchrun']
     assert len(trained) == (host in ('n0', 'n3'))
-    if trained: check_training(trained[0], config)
-    with pytest.raises(subprocess.CalledProcessError): run_script(node_script(BIG, 6, 8, gpu='H200'), tmp_path, 'n0', host=host)
+    if trained:
+        check_training(trained[0], config)
+    with pytest.raises(subprocess.CalledProcessError):
+        run_script(node_script(BIG, 6, 8, gpu='H200'), tmp_path, 'n0', host=host)
 
 
 @pytest.mark.parametrize('script', [slurm_script, node_script])
 def test_a_job_that_is_started_again_goes_on(script, tmp_path, config, monkeypatch):
-    (tmp_path/'my runs/a/checkpoints/step-000020').mkdir(parents=True)
-    calls = run_script(script(BIG, 6, 8, 'my config.json', 'H200'), tmp_path, *(f'n{i}' for i in range(6*(script is node_script))))
+    (tmp_path / 'my runs/a/checkpoints/step-000020').mkdir(parents=True)
+    calls = run_script(
+        script(BIG, 6, 8, 'my config.json', 'H200'),
+        tmp_path,
+        *(f'n{i}' for i in range(6 * (script is node_script))),
+    )
     words = next(c for c in calls if c[0] == 'torchrun')
-    assert words[words.index('compassrl.runs.cli')+1:] == ['resume', 'my runs/a', '--vllm.urls', *URLS]
-    (tmp_path/'my runs/a/config.json').write_text(json.dumps(asdict(BIG)))
+    assert words[words.index('compassrl.runs.cli') + 1 :] == [
+        'resume',
+        'my runs/a',
+        '--vllm.urls',
+        *URLS,
+    ]
+    (tmp_path / 'my runs/a/config.json').write_text(json.dumps(asdict(BIG)))
     monkeypatch.chdir(tmp_path)
-    run, cfg = parse_resume(words[words.index('resume')+1:])
+    run, cfg = parse_resume(words[words.index('resume') + 1 :])
     assert run == 'my runs/a' and cfg == replace(BIG, vllm=replace(BIG.vllm, urls=tuple(URLS)))
 
 
 def test_one_process_needs_no_torchrun(tmp_path):
     calls = run_script(node_script(smoke_cpu()), tmp_path)
-    assert [c[0] for c in calls] == ['python'] and calls[0][2:] == ['-m', 'compassrl.runs.cli', 'config.json', '--run-dir', 'runs/cluster']
+    assert [c[0] for c in calls] == ['python'] and calls[0][2:] == [
+        '-m',
+        'compassrl.runs.cli',
+        'config.json',
+        '--run-dir',
+        'runs/cluster',
+    ]
 
 
 # ---- for real, without a GPU
 
+
 def test_two_ranks_by_script(tmp_path):
     "torchrun starts two ranks of Megatron-Core; they train and leave what any run leaves"
-    (tmp_path/'config.json').write_text(json.dumps(asdict(TWO)))
-    (tmp_path/'script').write_text(node_script(replace(TWO, run_dir='run')))
-    env = dict(os.environ, PATH=f'{BIN}:{os.environ["PATH"]}', OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore')
-    r = subprocess.run(['bash', 'script'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+    (tmp_path / 'config.json').write_text(json.dumps(asdict(TWO)))
+    (tmp_path / 'script').write_text(node_script(replace(TWO, run_dir='run')))
+    env = dict(
+        os.environ, PATH=f'{BIN}:{os.environ["PATH"]}', OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore'
+    )
+    r = subprocess.run(
+        ['bash', 'script'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500
+    )
     assert r.returncode == 0, r.stderr[-3000:]
-    assert r.stdout.splitlines()[-1] == 'run' and (tmp_path/'run'/'model'/'model.safetensors').exists()
-    assert read_run_config(tmp_path/'run').parallel == TWO.parallel
-    def rows(run): return [json.loads(line) for line in (tmp_path/run/'metrics.jsonl').read_text().splitlines()]
+    assert (
+        r.stdout.splitlines()[-1] == 'run'
+        and (tmp_path / 'run' / 'model' / 'model.safetensors').exists()
+    )
+    assert read_run_config(tmp_path / 'run').parallel == TWO.parallel
+
+    def rows(run):
+        return [
+            json.loads(line) for line in (tmp_path / run / 'metrics.jsonl').read_text().splitlines()
+        ]
+
     assert len(rows('run')) == 2
-    copytree(tmp_path/'run', tmp_path/'other')
+    copytree(tmp_path / 'run', tmp_path / 'other')
+
     def go_on(run, words, *more):
-        r = subprocess.run([*words, '-m', 'compassrl.runs.cli', 'resume', run, '--steps', '3', *more],
-            cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+        r = subprocess.run(
+            [*words, '-m', 'compassrl.runs.cli', 'resume', run, '--steps', '3', *more],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
         assert r.returncode == 0, r.stderr[-3000:]
         return rows(run)[-1]
+
     same = go_on('run', ['torchrun', '--standalone', '--nproc-per-node=2'])
     alone = go_on('other', [sys.executable], '--parallel.ep', '1')
-    assert read_run_config(tmp_path/'other').parallel == ParallelConfig()
-    for k in ('loss', 'grad_norm', 'reward_mean', 'entropy'): assert same[k] == pytest.approx(alone[k], rel=1e-3), k
+    assert read_run_config(tmp_path / 'other').parallel == ParallelConfig()
+    for k in ('loss', 'grad_norm', 'reward_mean', 'entropy'):
+        assert same[k] == pytest.approx(alone[k], rel=1e-3), k
 
 
 def test_a_server_of_a_script(tmp_path):
     "`python -m compassrl.launch.scripts` becomes a vLLM server that takes weights"
-    cfg = replace(TWO, rollout_engine='pool', policy=PolicyConfig(head_dim=32, max_position_embeddings=128))
-    (tmp_path/'config.json').write_text(json.dumps(asdict(cfg)))
+    cfg = replace(
+        TWO, rollout_engine='pool', policy=PolicyConfig(head_dim=32, max_position_embeddings=128)
+    )
+    (tmp_path / 'config.json').write_text(json.dumps(asdict(cfg)))
     port = free_port()
     env = dict(os.environ, OMP_NUM_THREADS='1')
-    with (tmp_path/'log').open('w') as log:
-        server = subprocess.Popen([sys.executable, '-m', 'compassrl.launch.scripts', 'config.json', str(port)], cwd=tmp_path,
-            env=env, stdout=log, stderr=log, start_new_session=True)
+    with (tmp_path / 'log').open('w') as log:
+        server = subprocess.Popen(
+            [sys.executable, '-m', 'compassrl.launch.scripts', 'config.json', str(port)],
+            cwd=tmp_path,
+            env=env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
     def answer(path):
-        with urllib.request.urlopen(f'http://127.0.0.1:{port}{path}', timeout=5) as a: return a.read()
+        with urllib.request.urlopen(f'http://127.0.0.1:{port}{path}', timeout=5) as a:
+            return a.read()
+
     try:
-        until = time.monotonic()+400
+        until = time.monotonic() + 400
         while True:
-            assert server.poll() is None and time.monotonic() < until, (tmp_path/'log').read_text()[-3000:]
-            try: answer('/health'); break
-            except OSError: time.sleep(.5)
+            assert server.poll() is None and time.monotonic() < until, (
+                tmp_path / 'log'
+            ).read_text()[-3000:]
+            try:
+                answer('/health')
+                break
+            except OSError:
+                time.sleep(0.5)
         assert 'weight_version' in json.loads(answer('/weight_info'))
         assert json.loads(answer('/v1/models'))['data'][0]['id'] == 'policy'
-    finally: os.killpg(server.pid, signal.SIGTERM); server.wait(60)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)

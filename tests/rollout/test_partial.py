@@ -1,4 +1,5 @@
 "Partial rollouts: every response once and whole, every token with its owner, and a resume that goes on with the same halves"
+
 import random
 from collections import Counter
 from copy import deepcopy
@@ -6,31 +7,45 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from compassrl.train.checkpoint import load_checkpoint, save_checkpoint
-from compassrl.config import TrainConfig
-from compassrl.experience import collect
 from compassrl.algo.losses import LossConfig
-from compassrl.judges.serial import SerialJudge
-from compassrl.rollout.partial import UnderWay
-from compassrl.model.policy import Policy, PolicyConfig
-from compassrl.records import Request, Sample, SamplingParams, collate, derive_seed
-from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
-from compassrl.rollout.schedule import ScheduleConfig
-from compassrl.train.sft import SFTConfig, cold_start
+from compassrl.algo.zero_variance import ZeroVarianceConfig
+from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig, load_data
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer
-from compassrl.train.torch_engine import OptimConfig, TorchTrain, response_log_probs
+from compassrl.experience import collect
+from compassrl.judges.serial import SerialJudge
 from compassrl.loop import fit
-from compassrl.algo.zero_variance import ZeroVarianceConfig
+from compassrl.model.policy import Policy, PolicyConfig
+from compassrl.records import Request, Sample, SamplingParams, collate, derive_seed
+from compassrl.rollout.partial import UnderWay
+from compassrl.rollout.schedule import ScheduleConfig
+from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.train.checkpoint import load_checkpoint, save_checkpoint
+from compassrl.train.sft import SFTConfig, cold_start
+from compassrl.train.torch_engine import OptimConfig, TorchTrain, response_log_probs
 
 TOKENIZER = build_tokenizer()
-SHAPE = PolicyConfig(hidden_size=32, head_dim=8, moe_intermediate_size=32, max_position_embeddings=48)
-DATA = DataConfig(domains=('strings',), difficulty=0., num_train=40, num_heldout=8, max_prompt_tokens=24)
-CFG = TrainConfig(steps=6, prompts_per_step=8, group_size=4, policy=SHAPE, data=DATA, rollout=RolloutConfig(max_tokens=12),
-    schedule=ScheduleConfig(partial_tokens=4), loss=LossConfig('grpo', tis='truncate'), zero_variance=ZeroVarianceConfig('uniform'),
-    optim=OptimConfig(lr=1e-3, num_mini_batches=2))
+SHAPE = PolicyConfig(
+    hidden_size=32, head_dim=8, moe_intermediate_size=32, max_position_embeddings=48
+)
+DATA = DataConfig(
+    domains=('strings',), difficulty=0.0, num_train=40, num_heldout=8, max_prompt_tokens=24
+)
+CFG = TrainConfig(
+    steps=6,
+    prompts_per_step=8,
+    group_size=4,
+    policy=SHAPE,
+    data=DATA,
+    rollout=RolloutConfig(max_tokens=12),
+    schedule=ScheduleConfig(partial_tokens=4),
+    loss=LossConfig('grpo', tis='truncate'),
+    zero_variance=ZeroVarianceConfig('uniform'),
+    optim=OptimConfig(lr=1e-3, num_mini_batches=2),
+)
 PROMPTS, _ = load_data(DATA, TOKENIZER, 0)
 
 
@@ -38,21 +53,39 @@ PROMPTS, _ = load_data(DATA, TOKENIZER, 0)
 def pupil():
     "A policy whose responses end at different places"
     policy = Policy(SHAPE, seed=1)
-    for _ in cold_start(TorchTrain(policy, OptimConfig(lr=5e-3), replay='off'), PROMPTS, SFTConfig(steps=30), TOKENIZER): pass
+    for _ in cold_start(
+        TorchTrain(policy, OptimConfig(lr=5e-3), replay='off'),
+        PROMPTS,
+        SFTConfig(steps=30),
+        TOKENIZER,
+    ):
+        pass
     return policy
 
 
 class Script:
     "An engine that says the next numbers of each response, which has a length of its own; in any order"
-    def __init__(self, lengths, rng): self.lengths, self.rng, self.version = lengths, rng, 0
+
+    def __init__(self, lengths, rng):
+        self.lengths, self.rng, self.version = lengths, rng, 0
 
     def generate(self, requests):
         requests = list(requests)
         self.rng.shuffle(requests)
         for r in requests:
-            have, n = len(r.prompt_ids)-1, self.lengths[r.prompt_id, r.index]
-            ids = list(range(have, min(n, have+r.params.max_tokens)))
-            yield Sample(r.prompt_id, r.index, list(r.prompt_ids), ids, torch.tensor(ids)/10, None, None, 'stop' if ids[-1] == n-1 else 'length', self.version)
+            have, n = len(r.prompt_ids) - 1, self.lengths[r.prompt_id, r.index]
+            ids = list(range(have, min(n, have + r.params.max_tokens)))
+            yield Sample(
+                r.prompt_id,
+                r.index,
+                list(r.prompt_ids),
+                ids,
+                torch.tensor(ids) / 10,
+                None,
+                None,
+                'stop' if ids[-1] == n - 1 else 'length',
+                self.version,
+            )
 
 
 @settings(max_examples=120, deadline=None)
@@ -60,33 +93,61 @@ class Script:
 def test_every_response_once_and_whole(data, most, limit, seed):
     "Whatever the lengths, the parts and the order of answers; saved and loaded at any time"
     rng, under_way = random.Random(seed), UnderWay(most)
-    sizes = data.draw(st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=6))
-    lengths = {(f'p{p}', k): min(n, limit) for p, group in enumerate(sizes) for k, n in enumerate(group)}
-    engine, seen, began = Script({key: n if n < limit else 99 for key, n in lengths.items()}, rng), [], {}
+    sizes = data.draw(
+        st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=6)
+    )
+    lengths = {
+        (f'p{p}', k): min(n, limit) for p, group in enumerate(sizes) for k, n in enumerate(group)
+    }
+    engine, seen, began = (
+        Script({key: n if n < limit else 99 for key, n in lengths.items()}, rng),
+        [],
+        {},
+    )
     step = 0
     while step < len(sizes) or under_way.groups:
         engine.version = step
         if step < len(sizes):
-            under_way.begin(Request(f'p{step}', (0,), k, k, SamplingParams(limit)) for k in range(len(sizes[step])))
+            under_way.begin(
+                Request(f'p{step}', (0,), k, k, SamplingParams(limit))
+                for k in range(len(sizes[step]))
+            )
             began[f'p{step}'] = step
-        if rng.random() < .5:
+        if rng.random() < 0.5:
             other = UnderWay(most)
             other.load_state_dict(under_way.state_dict())
             under_way = other
         for s in engine.generate(under_way.parts()):
             assert len(s.response_ids) <= most
             whole = under_way.take(s)
-            assert (whole is not None) == (s.prompt_ids[1:]+s.response_ids == list(range(lengths[s.prompt_id, s.index])))
+            assert (whole is not None) == (
+                s.prompt_ids[1:] + s.response_ids == list(range(lengths[s.prompt_id, s.index]))
+            )
         requests, samples = under_way.whole_groups()
-        assert [(r.prompt_id, r.index) for r in requests] == [(s.prompt_id, s.index) for s in samples]
-        for s in samples: assert step == began[s.prompt_id]+(max(lengths[s.prompt_id, k] for k in range(len(sizes[int(s.prompt_id[1:])])))-1)//most
+        assert [(r.prompt_id, r.index) for r in requests] == [
+            (s.prompt_id, s.index) for s in samples
+        ]
+        for s in samples:
+            assert (
+                step
+                == began[s.prompt_id]
+                + (
+                    max(lengths[s.prompt_id, k] for k in range(len(sizes[int(s.prompt_id[1:])])))
+                    - 1
+                )
+                // most
+            )
         seen += samples
         step += 1
     assert Counter((s.prompt_id, s.index) for s in seen) == Counter(lengths.keys())
     for s in seen:
         n = lengths[s.prompt_id, s.index]
-        assert s.prompt_ids == [0] and s.response_ids == list(range(n)) and torch.equal(s.rollout_log_probs, torch.arange(n)/10)
-        assert s.token_versions.tolist() == [began[s.prompt_id]+t//most for t in range(n)]
+        assert (
+            s.prompt_ids == [0]
+            and s.response_ids == list(range(n))
+            and torch.equal(s.rollout_log_probs, torch.arange(n) / 10)
+        )
+        assert s.token_versions.tolist() == [began[s.prompt_id] + t // most for t in range(n)]
     assert not under_way.drawn and not under_way.ended and not under_way.running
 
 
@@ -96,7 +157,8 @@ def test_each_part_has_random_numbers_of_its_own():
     engine = Script({('p', k): 9 for k in range(3)}, random.Random(0))
     while parts := under_way.parts():
         seeds += [p.seed for p in parts]
-        for s in engine.generate(parts): under_way.take(s)
+        for s in engine.generate(parts):
+            under_way.take(s)
     assert len(set(seeds)) == len(seeds) == 15 and seeds[:3] == [derive_seed(k) for k in range(3)]
 
 
@@ -106,39 +168,65 @@ def test_log_probs_and_routes_of_a_joined_response(pupil):
     engine = TorchRollout(SHAPE, 16, torch.float64)
     engine.load_weights(TorchTrain(policy, OptimConfig()).weights(), 0)
     under_way = UnderWay(3)
-    under_way.begin(Request(p.id, tuple(p.token_ids), k, derive_seed(p.id, k), SamplingParams(11, stop_ids=(EOS_ID,))) for p in PROMPTS[:10] for k in range(3))
+    under_way.begin(
+        Request(
+            p.id,
+            tuple(p.token_ids),
+            k,
+            derive_seed(p.id, k),
+            SamplingParams(11, stop_ids=(EOS_ID,)),
+        )
+        for p in PROMPTS[:10]
+        for k in range(3)
+    )
     while under_way.running:
-        for s in engine.generate(under_way.parts()): under_way.take(s)
+        for s in engine.generate(under_way.parts()):
+            under_way.take(s)
     batch = collate(under_way.whole_groups()[1])
     with torch.no_grad():
         live, _ = response_log_probs(policy, batch, replay=False)
         replayed, _ = response_log_probs(policy, batch, replay=True)
-    assert (live-batch.rollout_log_probs)[batch.response_mask].abs().max() < 1e-6
+    assert (live - batch.rollout_log_probs)[batch.response_mask].abs().max() < 1e-6
     assert torch.equal(live, replayed), 'the routes are those of one pass'
     assert bool(batch.routes_valid[batch.fed_mask].all()) and batch.response_mask.sum(1).max() == 11
 
 
 # ---- in the loop
 
+
 class Log(list):
-    def on_step(self, step, metrics, samples, batch): self.append((metrics, samples, batch))
+    def on_step(self, step, metrics, samples, batch):
+        self.append((metrics, samples, batch))
 
 
 def run(policy, steps, cfg=CFG, start=0, state=None, under_way=None):
     engine = TorchTrain(deepcopy(policy), cfg.optim)
-    if state: engine.load_state_dict(state)
+    if state:
+        engine.load_state_dict(state)
     rollout = TorchRollout(SHAPE, 32)
     rollout.load_weights(engine.weights(), start)
     log = Log()
-    fit(replace(cfg, steps=steps), PROMPTS, rollout, engine, TOKENIZER, log, EOS_ID, start, under_way=under_way)
+    fit(
+        replace(cfg, steps=steps),
+        PROMPTS,
+        rollout,
+        engine,
+        TOKENIZER,
+        log,
+        EOS_ID,
+        start,
+        under_way=under_way,
+    )
     return engine, log
 
 
-def same(a, b): return all(torch.equal(x, y) for (_, x), (_, y) in zip(a.weights(), b.weights(), strict=True))
+def same(a, b):
+    return all(torch.equal(x, y) for (_, x), (_, y) in zip(a.weights(), b.weights(), strict=True))
 
 
 @pytest.fixture(scope='module')
-def whole(pupil): return run(pupil, 6)
+def whole(pupil):
+    return run(pupil, 6)
 
 
 def test_what_a_step_trains_on(whole):
@@ -149,25 +237,35 @@ def test_what_a_step_trains_on(whole):
         assert groups and set(groups.values()) == {4} and m['prompts'] == len(groups)
         for s in samples:
             v = s.token_versions
-            assert len(v) == len(s.response_ids) and (v.diff() >= 0).all() and v[-1] == s.weight_version <= step
-            assert s.verdict is not None and (s.finish_reason == 'stop') == (s.response_ids[-1] == EOS_ID)
+            assert (
+                len(v) == len(s.response_ids)
+                and (v.diff() >= 0).all()
+                and v[-1] == s.weight_version <= step
+            )
+            assert s.verdict is not None and (s.finish_reason == 'stop') == (
+                s.response_ids[-1] == EOS_ID
+            )
             assert s.finish_reason == 'stop' or len(s.response_ids) == 12
         stale = torch.cat([s.token_versions for s in samples]) < step
         assert m['stale_frac'] == pytest.approx(float(stale.float().mean()), abs=1e-6)
-        assert m['under_way'] <= going+32-len(samples)+24  # ended, but not their groups
+        assert m['under_way'] <= going + 32 - len(samples) + 24  # ended, but not their groups
         going = m['under_way']
-    assert max(m['stale_frac'] for m, _, _ in log) > .1 and max(m['under_way'] for m, _, _ in log) > 0
-    assert all(m['rollout_train_gap'] < 1e-5 or m['stale_frac'] > 0 for m, _, _ in log), 'only old tokens differ'
+    assert (
+        max(m['stale_frac'] for m, _, _ in log) > 0.1 and max(m['under_way'] for m, _, _ in log) > 0
+    )
+    assert all(m['rollout_train_gap'] < 1e-5 or m['stale_frac'] > 0 for m, _, _ in log), (
+        'only old tokens differ'
+    )
 
 
 @pytest.mark.parametrize('done', [1, 4])
 def test_a_resume_goes_on_with_the_same_halves(pupil, whole, tmp_path, done):
     under_way = UnderWay(4)
     first, _ = run(pupil, done, under_way=under_way)
-    save_checkpoint(tmp_path/'e', done, first.state_dict())
-    save_checkpoint(tmp_path/'u', done, under_way.state_dict())
-    again, state = UnderWay(4), load_checkpoint(tmp_path/'e'/f'step-{done:06}')[1]
-    again.load_state_dict(load_checkpoint(tmp_path/'u'/f'step-{done:06}')[1])
+    save_checkpoint(tmp_path / 'e', done, first.state_dict())
+    save_checkpoint(tmp_path / 'u', done, under_way.state_dict())
+    again, state = UnderWay(4), load_checkpoint(tmp_path / 'e' / f'step-{done:06}')[1]
+    again.load_state_dict(load_checkpoint(tmp_path / 'u' / f'step-{done:06}')[1])
     rest, _ = run(pupil, 6, start=done, state=state, under_way=again)
     assert same(whole[0], rest)
     forgot, _ = run(pupil, 6, start=done, state=state)
@@ -178,30 +276,57 @@ def test_a_prompt_that_is_under_way_is_not_begun_again():
     "Fewer prompts than a few steps ask for; the first takes three steps"
     prompts = [replace(p, token_ids=[0]) for p in PROMPTS[:4]]
     slow, judge, under_way = prompts[0].id, SerialJudge(prompts, TOKENIZER, EOS_ID), UnderWay(4)
-    engine = Script({(p.id, k): 99 if p.id == slow else 2 for p in prompts for k in range(4)}, random.Random(0))
+    engine = Script(
+        {(p.id, k): 99 if p.id == slow else 2 for p in prompts for k in range(4)}, random.Random(0)
+    )
     for step in range(6):
         engine.version, last = step, step % 3 == 2
-        requests, samples, m = collect(engine, prompts, step, replace(CFG, prompts_per_step=4), judge, EOS_ID, under_way)
-        assert Counter(r.prompt_id for r in requests) == {p.id: 4 for p in prompts if p.id != slow or last}
-        assert m['under_way'] == (0 if last else 4) and m['tokens'] == 3*4*2+4*4
-        assert m['stale_frac'] == (pytest.approx(32/72) if last else 0)
+        requests, samples, m = collect(
+            engine, prompts, step, replace(CFG, prompts_per_step=4), judge, EOS_ID, under_way
+        )
+        assert Counter(r.prompt_id for r in requests) == {
+            p.id: 4 for p in prompts if p.id != slow or last
+        }
+        assert m['under_way'] == (0 if last else 4) and m['tokens'] == 3 * 4 * 2 + 4 * 4
+        assert m['stale_frac'] == (pytest.approx(32 / 72) if last else 0)
 
 
 def test_a_step_without_a_whole_group_draws_on():
     prompts = [replace(p, token_ids=[0]) for p in PROMPTS]
     engine = Script({(p.id, k): 99 for p in prompts for k in range(4)}, random.Random(0))
-    _, samples, m = collect(engine, prompts, 0, CFG, SerialJudge(prompts, TOKENIZER, EOS_ID), EOS_ID, UnderWay(4))
-    assert m['waves'] == 3 and len(samples) == 32 and {len(s.response_ids) for s in samples} == {12} and m['tokens'] == 32*12
+    _, samples, m = collect(
+        engine, prompts, 0, CFG, SerialJudge(prompts, TOKENIZER, EOS_ID), EOS_ID, UnderWay(4)
+    )
+    assert (
+        m['waves'] == 3
+        and len(samples) == 32
+        and {len(s.response_ids) for s in samples} == {12}
+        and m['tokens'] == 32 * 12
+    )
 
 
-@pytest.mark.parametrize('kw, words', [
-    (dict(schedule=ScheduleConfig(partial_tokens=4), zero_variance=ZeroVarianceConfig()), 'partial_tokens=4.*adaptive.*uniform'),
-    (dict(schedule=ScheduleConfig(partial_tokens=12)), 'partial_tokens=12: every response is whole')])
+@pytest.mark.parametrize(
+    'kw, words',
+    [
+        (
+            dict(schedule=ScheduleConfig(partial_tokens=4), zero_variance=ZeroVarianceConfig()),
+            'partial_tokens=4.*adaptive.*uniform',
+        ),
+        (
+            dict(schedule=ScheduleConfig(partial_tokens=12)),
+            'partial_tokens=12: every response is whole',
+        ),
+    ],
+)
 def test_what_does_not_fit_together(kw, words):
-    with pytest.raises(ValueError, match=words): replace(CFG, **kw)
+    with pytest.raises(ValueError, match=words):
+        replace(CFG, **kw)
 
 
 def test_bad_values():
-    with pytest.raises(ValueError, match='partial_tokens=-1: use 0'): ScheduleConfig(partial_tokens=-1)
-    with pytest.raises(ValueError, match='use one of them'): ScheduleConfig(partial_tokens=5, over_provision=.5)
-    with pytest.raises(ValueError, match='tokens=0: draw at least 1'): UnderWay(0)
+    with pytest.raises(ValueError, match='partial_tokens=-1: use 0'):
+        ScheduleConfig(partial_tokens=-1)
+    with pytest.raises(ValueError, match='use one of them'):
+        ScheduleConfig(partial_tokens=5, over_provision=0.5)
+    with pytest.raises(ValueError, match='tokens=0: draw at least 1'):
+        UnderWay(0)

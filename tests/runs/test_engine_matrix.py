@@ -1,27 +1,50 @@
 "Any rollout engine with any train engine: three steps on the same samples from the same checkpoint end in the same place"
+
 import pickle
 from dataclasses import replace
 from functools import partial
 
-from tests.support import vllm_fork_server as nursed
 import pytest
 import torch
 import torch.distributed as dist
 
-from compassrl.train.megatron.engine import MegatronTrain
-from compassrl.train.megatron.weights import hf_weights
-from compassrl.algo.losses import LossConfig, PolicyLoss
-from compassrl.train.megatron.layout import ParallelConfig
-from compassrl.model.pretrained import from_pretrained, hf_weights as policy_weights, save_pretrained
-from compassrl.records import collate
 from compassrl.algo.engine_gap import discrepancy
+from compassrl.algo.losses import LossConfig, PolicyLoss
+from compassrl.model.pretrained import from_pretrained, save_pretrained
+from compassrl.model.pretrained import hf_weights as policy_weights
+from compassrl.records import collate
+from compassrl.train.megatron.engine import MegatronTrain
+from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.weights import hf_weights
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
-from tests.support.ranks import lively, name, run_ranks
+from tests.support import vllm_fork_server as nursed
 from tests.support.engine_samples import POLICY, sample, write_samples
-from tests.train.megatron.test_engine import TP_EP, equal, fresh, job, one_process, perturbed, used, whole_gradients, worst
+from tests.support.ranks import lively, name, run_ranks
+from tests.train.megatron.test_engine import (
+    TP_EP,
+    equal,
+    fresh,
+    job,
+    one_process,
+    perturbed,
+    used,
+    whole_gradients,
+    worst,
+)
 
-OPTIM, LOSS, STEPS = OptimConfig(lr=2e-4, weight_decay=.1, micro_batch_tokens=150), PolicyLoss(LossConfig()), 3
-LAYOUTS = [(1, {}), (2, {}), TP_EP, (2, dict(pp=2)), (2, dict(ep=2)), (4, dict(tp=2, pp=2, ep=2, etp=1))]
+OPTIM, LOSS, STEPS = (
+    OptimConfig(lr=2e-4, weight_decay=0.1, micro_batch_tokens=150),
+    PolicyLoss(LossConfig()),
+    3,
+)
+LAYOUTS = [
+    (1, {}),
+    (2, {}),
+    TP_EP,
+    (2, dict(pp=2)),
+    (2, dict(ep=2)),
+    (4, dict(tp=2, pp=2, ep=2, etp=1)),
+]
 ROLLOUTS = ['torch', 'vllm', 'pool']
 
 
@@ -35,20 +58,26 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope='module')
 def batches(folder):
     "By rollout engine; vLLM in a process of its own, since ranks are forked from this one"
-    r = nursed.run(folder/'log', write_samples, ['pool', 'vllm'], folder, timeout=600)  # the engine changes its environment
+    r = nursed.run(
+        folder / 'log', write_samples, ['pool', 'vllm'], folder, timeout=600
+    )  # the engine changes its environment
     assert r.returncode == 0, r.stderr[-3000:]
     out = {}
     for kind in ROLLOUTS:
-        b = collate(sample(kind, folder) if kind == 'torch' else pickle.loads((folder/kind).read_bytes()))
-        out[kind] = replace(b, advantages=b.response_mask*torch.linspace(-1, 1, len(b))[:, None])
+        b = collate(
+            sample(kind, folder) if kind == 'torch' else pickle.loads((folder / kind).read_bytes())
+        )
+        out[kind] = replace(b, advantages=b.response_mask * torch.linspace(-1, 1, len(b))[:, None])
     return out
 
 
 def three_steps(engine, batch, grads_of, leads=True):
     "Log-probs, then losses, log-probs seen, gradients of each step, and the weights in the end"
-    if leads: batch = replace(batch)
+    if leads:
+        batch = replace(batch)
     out = engine.log_probs(batch if leads else None)
-    if leads: batch.old_log_probs, batch.entropy = out
+    if leads:
+        batch.old_log_probs, batch.entropy = out
     steps = []
     for _ in range(STEPS):
         m = engine.update(batch, LOSS) if leads else engine.update()
@@ -56,11 +85,15 @@ def three_steps(engine, batch, grads_of, leads=True):
     return batch, steps, grads_of(), {k: v.clone() for k, v in engine.weights()}
 
 
-def recorded(engine, policy): # gradients of every step, taken before the optimiser clips them
+def recorded(engine, policy):  # gradients of every step, taken before the optimiser clips them
     grads, step = [], engine._step
+
     def stepping(lr):
-        grads.append({k: v.clone() for k, v in hf_weights(engine.chunks, policy, lambda p: p.main_grad)})
+        grads.append(
+            {k: v.clone() for k, v in hf_weights(engine.chunks, policy, lambda p: p.main_grad)}
+        )
         return step(lr)
+
     engine._step = stepping
     return lambda: grads
 
@@ -69,31 +102,41 @@ def megatron_steps(parallel, folder, batches):
     whole_gradients()
     leads, out = dist.get_rank() == 0, {}
     for kind, batch in batches.items():
-        e = MegatronTrain(POLICY, folder, OPTIM, parallel, .8, 'R3')
+        e = MegatronTrain(POLICY, folder, OPTIM, parallel, 0.8, 'R3')
         out[kind] = three_steps(e, batch, recorded(e, POLICY), leads)
     return out if leads else None
 
 
 def torch_steps(folder, batch):
     import compassrl.train.torch_engine as te
-    e, grads, clip = TorchTrain(from_pretrained(folder), OPTIM, .8, 'R3'), [], te.clip_and_step
+
+    e, grads, clip = TorchTrain(from_pretrained(folder), OPTIM, 0.8, 'R3'), [], te.clip_and_step
+
     def stepping(policy, *args):
         grads.append({k: v.clone() for k, v in policy_weights(policy, grad=True)})
         return clip(policy, *args)
+
     te.clip_and_step = stepping
-    try: return three_steps(e, batch, lambda: grads)
-    finally: te.clip_and_step = clip
+    try:
+        return three_steps(e, batch, lambda: grads)
+    finally:
+        te.clip_and_step = clip
 
 
 @pytest.fixture(scope='module')
-def embedded(folder, batches): return {k: torch_steps(folder, b) for k, b in batches.items()}
+def embedded(folder, batches):
+    return {k: torch_steps(folder, b) for k, b in batches.items()}
 
 
 @pytest.mark.parametrize('kind', ROLLOUTS)
 def test_rollout_and_training_agree_on_log_probs_and_routes(embedded, kind):
     batch = embedded[kind][0]
     found = discrepancy(batch)
-    assert found['rollout_train_gap'] < 1e-5 and found['routes_valid_frac'] == 1 and found['routes_agree_frac'] > .99
+    assert (
+        found['rollout_train_gap'] < 1e-5
+        and found['routes_valid_frac'] == 1
+        and found['routes_agree_frac'] > 0.99
+    )
     assert batch.response_mask.sum() > 100
 
 
@@ -102,13 +145,20 @@ def test_three_steps(folder, batches, embedded, layout):
     n, how = layout
     results = run_ranks(n, megatron_steps, ParallelConfig(**how), folder, batches)[0]
     for kind in ROLLOUTS:
-        (batch, steps, grads, weights), (wbatch, wsteps, wgrads, wweights) = results[kind], embedded[kind]
+        (batch, steps, grads, weights), (wbatch, wsteps, wgrads, wweights) = (
+            results[kind],
+            embedded[kind],
+        )
         for k in ('old_log_probs', 'entropy', 'routes_agree'):
             torch.testing.assert_close(getattr(batch, k), getattr(wbatch, k), rtol=0, atol=1e-5)
         for i in range(STEPS):
             assert steps[i][0]['loss'] == pytest.approx(wsteps[i][0]['loss'], abs=1e-5)
-            assert worst(grads[i], wgrads[i]) < 1e-5*max(v.abs().max() for v in wgrads[i].values()), (kind, i)
-            torch.testing.assert_close(steps[i][1], wsteps[i][1], rtol=1e-5 if i else 0, atol=1e-5)  # later: of weights that differ
+            assert worst(grads[i], wgrads[i]) < 1e-5 * max(
+                v.abs().max() for v in wgrads[i].values()
+            ), (kind, i)
+            torch.testing.assert_close(
+                steps[i][1], wsteps[i][1], rtol=1e-5 if i else 0, atol=1e-5
+            )  # later: of weights that differ
         assert worst(weights, wweights) < 1e-4
         moved = worst(wweights, dict(policy_weights(from_pretrained(folder))))
         assert moved > 4e-4 and len(grads) == STEPS
@@ -120,9 +170,11 @@ def test_what_vllm_routed_is_what_every_layout_replays(batches, layout):
     n, how = layout
     results = run_ranks(n, used, ParallelConfig(**how), fresh(batches['vllm']), POLICY)
     assert all(wrong == 0 and total > 100 for wrong, total, _ in results)
-    assert results[0][2] < .9  # the live routers would have chosen others
+    assert results[0][2] < 0.9  # the live routers would have chosen others
     kw = dict(policy=perturbed(POLICY), config=POLICY, steps=1)
     got = run_ranks(n, partial(job, **kw), ParallelConfig(**how), fresh(batches['vllm']))[0]
-    equal(got, one_process(fresh(batches['vllm']), **kw), rtol=1e-5)  # perturbed routers make logits large: seven digits
+    equal(
+        got, one_process(fresh(batches['vllm']), **kw), rtol=1e-5
+    )  # perturbed routers make logits large: seven digits
     routers = [v for k, v in got[1].items() if k.endswith('mlp.gate.weight')]
     assert len(routers) == 3 and all(v.abs().max() > 1e-4 for v in routers)

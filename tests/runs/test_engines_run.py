@@ -1,4 +1,5 @@
 "A whole run on the real engines: two Megatron-Core ranks under torchrun, two vLLM servers; kills on the way"
+
 import json
 import os
 import signal
@@ -13,72 +14,113 @@ import pytest
 pytest.importorskip('vllm')
 pytest.importorskip('megatron.core')
 
-from compassrl.train.megatron.checkpoint import latest_sharded  # noqa: E402
 from compassrl.model.pretrained import from_pretrained  # noqa: E402
+from compassrl.train.megatron.checkpoint import latest_sharded  # noqa: E402
 
 STEPS = 10
-TORCHRUN = [Path(sys.executable).parent/'torchrun', '--nproc-per-node', '2', '--rdzv-backend', 'c10d',
-    '--rdzv-endpoint', 'localhost:0', '-m', 'compassrl.runs.cli']
+TORCHRUN = [
+    Path(sys.executable).parent / 'torchrun',
+    '--nproc-per-node',
+    '2',
+    '--rdzv-backend',
+    'c10d',
+    '--rdzv-endpoint',
+    'localhost:0',
+    '-m',
+    'compassrl.runs.cli',
+]
 
 
 def start(log, *args):
     "A process group of its own; what it prints goes to `log`"
     with open(log, 'ab') as f:
-        return subprocess.Popen(list(map(str, [*TORCHRUN, *args])), stdout=f, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | dict(TQDM_DISABLE='1', OMP_NUM_THREADS='1'))
+        return subprocess.Popen(
+            list(map(str, [*TORCHRUN, *args])),
+            stdout=f,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | dict(TQDM_DISABLE='1', OMP_NUM_THREADS='1'),
+        )
 
 
 def rows(folder):
-    path = folder/'metrics.jsonl'
+    path = folder / 'metrics.jsonl'
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def until(what, p, log, seconds=600):
-    deadline = time.monotonic()+seconds
+    deadline = time.monotonic() + seconds
     while not what():
         assert p.poll() is None, f'the run ended with {p.returncode}:\n{log.read_text()[-4000:]}'
         assert time.monotonic() < deadline, f'nothing for {seconds} s:\n{log.read_text()[-4000:]}'
-        time.sleep(.2)
+        time.sleep(0.2)
 
 
 def servers(p):
     "Copies of the nursery: it forks guards, and these fork the servers"
+
     def is_copy(c):
-        try: return 'recv_fds' in ' '.join(c.cmdline())
-        except psutil.Error: return False
+        try:
+            return 'recv_fds' in ' '.join(c.cmdline())
+        except psutil.Error:
+            return False
+
     parent = {c.pid: c.ppid() for c in family(p) if is_copy(c)}
-    def depth(pid): return 1+depth(parent[pid]) if pid in parent else 0
+
+    def depth(pid):
+        return 1 + depth(parent[pid]) if pid in parent else 0
+
     return [psutil.Process(pid) for pid in parent if depth(pid) == 3]
 
 
-def family(p): return psutil.Process(p.pid).children(recursive=True)
+def family(p):
+    return psutil.Process(p.pid).children(recursive=True)
 
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
     "Cold start, RL; one server killed, then everything; resumed to its end. The folder, and what was seen"
     home = tmp_path_factory.mktemp('engines')
-    folder, log = home/'run', home/'log.txt'
-    p = start(log, 'engines-cpu', '--steps', STEPS, '--save-every', 2, '--optim.lr', '2e-4', '--optim.warmup-steps', 2, '--eval-k', 4, '--run-dir', folder)
+    folder, log = home / 'run', home / 'log.txt'
+    p = start(
+        log,
+        'engines-cpu',
+        '--steps',
+        STEPS,
+        '--save-every',
+        2,
+        '--optim.lr',
+        '2e-4',
+        '--optim.warmup-steps',
+        2,
+        '--eval-k',
+        4,
+        '--run-dir',
+        folder,
+    )
     everyone = []
     try:
         until(lambda: rows(folder), p, log)
         first = servers(p)
         first[0].send_signal(signal.SIGKILL)
-        until(lambda: len(rows(folder)) >= 5 and latest_sharded(folder/'checkpoints'), p, log)
+        until(lambda: len(rows(folder)) >= 5 and latest_sharded(folder / 'checkpoints'), p, log)
         again, everyone = servers(p), family(p)
         for c in (p, *everyone):  # torchrun, ranks, servers: all at once
-            try: os.kill(c.pid, signal.SIGKILL)
-            except ProcessLookupError: pass
+            try:
+                os.kill(c.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
         p.wait()
         done = len(rows(folder))
         p = start(log, 'resume', folder)
         p.wait(900)
         assert p.returncode == 0, log.read_text()[-6000:]
     finally:
-        for c in everyone+(family(p) if p.poll() is None else []):
-            try: c.kill()
-            except psutil.Error: pass
+        for c in everyone + (family(p) if p.poll() is None else []):
+            try:
+                c.kill()
+            except psutil.Error:
+                pass
         p.kill()
     return dict(folder=folder, log=log.read_text(), first=first, again=again, done=done)
 
@@ -91,61 +133,106 @@ def test_two_servers_and_one_came_back(run):
 def test_every_step_is_there_once(run):
     "Across the kills; each step has all of its samples"
     found = rows(run['folder'])
-    assert [m['step'] for m in found] == list(range(1, STEPS+1)) and run['done'] < STEPS
-    assert all(m['samples'] >= 32*8 and m['skipped_frac'] == 0 for m in found)
+    assert [m['step'] for m in found] == list(range(1, STEPS + 1)) and run['done'] < STEPS
+    assert all(m['samples'] >= 32 * 8 and m['skipped_frac'] == 0 for m in found)
 
 
 def test_it_learned(run):
-    before, after = (json.loads((run['folder']/f'eval_{w}.json').read_text()) for w in ('before', 'after'))
-    assert after['avg'] > before['avg']+after['avg_stderr'], (before['avg'], after['avg'])
+    before, after = (
+        json.loads((run['folder'] / f'eval_{w}.json').read_text()) for w in ('before', 'after')
+    )
+    assert after['avg'] > before['avg'] + after['avg_stderr'], (before['avg'], after['avg'])
 
 
 def test_the_engines_agree(run):
     "vLLM and Megatron-Core in fp32: the same log-probs to rounding, the same routes"
     for m in rows(run['folder']):
         assert m['sync_bytes'] > 10**5 and 0 < m['time_sync_s'] < m['time_step_s']
-        assert m['rollout_train_gap'] < 1e-5 and m['routes_valid_frac'] == 1 and m['tokens_agree_frac'] > .999
+        assert (
+            m['rollout_train_gap'] < 1e-5
+            and m['routes_valid_frac'] == 1
+            and m['tokens_agree_frac'] > 0.999
+        )
 
 
 def test_lengths_were_predicted(run):
     "The error is in every step's metrics; the history is kept and goes on after the kill"
     found = rows(run['folder'])
-    assert all(-1 <= m['length_spearman'] <= 1 and m['length_log_error'] < 3 for m in found) and any(m['replicas_lost'] == 1 for m in found)
-    history = json.loads((run['folder']/'lengths.json').read_text())['history']
-    assert len(history) > 32*(STEPS-1)*.9, 'prompts of all steps, before and after'
+    assert all(
+        -1 <= m['length_spearman'] <= 1 and m['length_log_error'] < 3 for m in found
+    ) and any(m['replicas_lost'] == 1 for m in found)
+    history = json.loads((run['folder'] / 'lengths.json').read_text())['history']
+    assert len(history) > 32 * (STEPS - 1) * 0.9, 'prompts of all steps, before and after'
 
 
 def test_who_did_what(run):
-    timings = json.loads((run['folder']/'timings.json').read_text())
-    assert {t['replica'] for t in timings['samples']} == {0, 1} and (run['folder']/'gantt.png').exists()
-    assert 'gantt.png' in (run['folder']/'report.md').read_text()
+    timings = json.loads((run['folder'] / 'timings.json').read_text())
+    assert {t['replica'] for t in timings['samples']} == {0, 1} and (
+        run['folder'] / 'gantt.png'
+    ).exists()
+    assert 'gantt.png' in (run['folder'] / 'report.md').read_text()
 
 
 def test_what_it_leaves(run):
     "A model that opens, a report, and no process"
-    from_pretrained(run['folder']/'model')
-    assert (run['folder']/'report.md').exists() and (run['folder']/'curves.png').exists()
-    alive = [c for c in psutil.process_iter(['cmdline']) if str(run['folder'].parent) in ' '.join(c.info['cmdline'] or [])]
+    from_pretrained(run['folder'] / 'model')
+    assert (run['folder'] / 'report.md').exists() and (run['folder'] / 'curves.png').exists()
+    alive = [
+        c
+        for c in psutil.process_iter(['cmdline'])
+        if str(run['folder'].parent) in ' '.join(c.info['cmdline'] or [])
+    ]
     assert alive == []
 
 
-def ranks(p): return {c.environ().get('RANK'): c for c in family(p) if 'compassrl.runs.cli' in ' '.join(c.cmdline()) and 'RANK' in c.environ()}
+def ranks(p):
+    return {
+        c.environ().get('RANK'): c
+        for c in family(p)
+        if 'compassrl.runs.cli' in ' '.join(c.cmdline()) and 'RANK' in c.environ()
+    }
 
 
 def test_a_dead_rank_ends_the_job(tmp_path):
     "Within a bounded time, with a message that names it"
-    folder, log = tmp_path/'run', tmp_path/'log.txt'
-    p = start(log, 'smoke-cpu', '--train-engine', 'megatron', '--parallel.ep', 2, '--steps', 500, '--cold-start.steps', 10, '--run-dir', folder)
+    folder, log = tmp_path / 'run', tmp_path / 'log.txt'
+    p = start(
+        log,
+        'smoke-cpu',
+        '--train-engine',
+        'megatron',
+        '--parallel.ep',
+        2,
+        '--steps',
+        500,
+        '--cold-start.steps',
+        10,
+        '--run-dir',
+        folder,
+    )
     try:
         until(lambda: len(rows(folder)) >= 2, p, log)
         ranks(p)['1'].kill()
         assert p.wait(120) != 0
-    finally: p.kill()
+    finally:
+        p.kill()
     assert 'local_rank: 1' in log.read_text() and 'SIGKILL' in log.read_text()
 
 
 def test_refused_before_anything_starts(tmp_path):
-    log = tmp_path/'log.txt'
-    p = start(log, 'smoke-cpu', '--train-engine', 'megatron', '--parallel.tp', 4, '--run-dir', tmp_path/'run')
+    log = tmp_path / 'log.txt'
+    p = start(
+        log,
+        'smoke-cpu',
+        '--train-engine',
+        'megatron',
+        '--parallel.tp',
+        4,
+        '--run-dir',
+        tmp_path / 'run',
+    )
     assert p.wait(120) != 0
-    assert 'compassrl: 2 ranks are not a multiple of tp x cp x pp = 4' in log.read_text() and not (tmp_path/'run').exists()
+    assert (
+        'compassrl: 2 ranks are not a multiple of tp x cp x pp = 4' in log.read_text()
+        and not (tmp_path / 'run').exists()
+    )

@@ -1,4 +1,5 @@
 "The command as a user runs it: a whole run, kills and resumes, Ctrl-C, and bad input"
+
 import json
 import os
 import random
@@ -10,10 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.support import fork_server as forked
 import pytest
 
 from compassrl.runs.cli import main
+from tests.support import fork_server as forked
 
 SMOKE = ['smoke-cpu', '--steps', '6', '--save-every', '2', '--trace-every', '1']
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1'}
@@ -26,26 +27,44 @@ def command(args, cwd):
 
 def cli(*args, cwd='.', timeout=120):
     with tempfile.TemporaryDirectory() as folder:
-        return forked.run(Path(folder)/'log', command, list(map(str, args)), cwd, env=ENV, timeout=timeout)
+        return forked.run(
+            Path(folder) / 'log', command, list(map(str, args)), cwd, env=ENV, timeout=timeout
+        )
 
 
 def start(*args):
-    return subprocess.Popen([sys.executable, '-c', 'from compassrl.runs.cli import main; main()', *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
+    return subprocess.Popen(
+        [sys.executable, '-c', 'from compassrl.runs.cli import main; main()', *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENV,
+    )
 
 
 def rows(folder, name):
     "Rows without what depends on the clock"
-    def clean(d): return {k: clean(v) if isinstance(v, dict) else v for k, v in d.items() if not k.startswith('time') and k != 'timings'}
-    return [clean(json.loads(line)) for line in (folder/name).read_text().splitlines()]
+
+    def clean(d):
+        return {
+            k: clean(v) if isinstance(v, dict) else v
+            for k, v in d.items()
+            if not k.startswith('time') and k != 'timings'
+        }
+
+    return [clean(json.loads(line)) for line in (folder / name).read_text().splitlines()]
 
 
-def same_model(a, b): return (a/'model/model.safetensors').read_bytes() == (b/'model/model.safetensors').read_bytes()
+def same_model(a, b):
+    return (a / 'model/model.safetensors').read_bytes() == (
+        b / 'model/model.safetensors'
+    ).read_bytes()
 
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
     "One run that nobody disturbed"
-    folder = tmp_path_factory.mktemp('runs')/'whole'
+    folder = tmp_path_factory.mktemp('runs') / 'whole'
     r = cli('train', *SMOKE, '--run-dir', folder)
     assert r.returncode == 0, r.stderr
     assert r.stdout.splitlines()[-1] == str(folder)
@@ -53,43 +72,68 @@ def whole(tmp_path_factory):
 
 
 def test_a_run_leaves_everything(whole):
-    for name in ('config.json', 'metrics.jsonl', 'trace.jsonl', 'timings.json', 'curves.png', 'gantt.png', 'report.md', 'report.json', 'eval_before.json', 'eval_after.json',
-                 'cold_start.jsonl', 'model/config.json', 'model/tokenizer.json', 'checkpoints/step-000006/manifest.json'):
-        assert (whole/name).stat().st_size > 0, name
-    assert any((whole/'tensorboard').iterdir())
+    for name in (
+        'config.json',
+        'metrics.jsonl',
+        'trace.jsonl',
+        'timings.json',
+        'curves.png',
+        'gantt.png',
+        'report.md',
+        'report.json',
+        'eval_before.json',
+        'eval_after.json',
+        'cold_start.jsonl',
+        'model/config.json',
+        'model/tokenizer.json',
+        'checkpoints/step-000006/manifest.json',
+    ):
+        assert (whole / name).stat().st_size > 0, name
+    assert any((whole / 'tensorboard').iterdir())
     metrics = rows(whole, 'metrics.jsonl')
     assert [m['step'] for m in metrics] == [1, 2, 3, 4, 5, 6]
-    assert all(m['rollout_train_gap'] < 1e-5 for m in metrics), 'the embedded engines compute the same log-probs'
+    assert all(m['rollout_train_gap'] < 1e-5 for m in metrics), (
+        'the embedded engines compute the same log-probs'
+    )
     assert any(m.get('grad_norm', 0) > 0 for m in metrics)
 
 
 def test_the_model_opens_in_transformers(whole):
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    tok = AutoTokenizer.from_pretrained(whole/'model')
-    model = AutoModelForCausalLM.from_pretrained(whole/'model')
-    assert tok.decode(tok('12+3=').input_ids) == '12+3=' and model(**tok('12+3=', return_tensors='pt')).logits.shape[-1] == 99
+
+    tok = AutoTokenizer.from_pretrained(whole / 'model')
+    model = AutoModelForCausalLM.from_pretrained(whole / 'model')
+    assert (
+        tok.decode(tok('12+3=').input_ids) == '12+3='
+        and model(**tok('12+3=', return_tensors='pt')).logits.shape[-1] == 99
+    )
 
 
 def test_the_trace_recomputes_the_logged_loss(whole):
     from compassrl.config import read_run_config
     from compassrl.runs.trace import read_trace, recompute_loss
+
     cfg, seen = read_run_config(whole), 0
-    for head, samples in read_trace(whole/'trace.jsonl'):
-        if 'loss' not in head['metrics']: continue
-        assert recompute_loss(head, samples, cfg) == pytest.approx(head['metrics']['loss'], abs=1e-6)
+    for head, samples in read_trace(whole / 'trace.jsonl'):
+        if 'loss' not in head['metrics']:
+            continue
+        assert recompute_loss(head, samples, cfg) == pytest.approx(
+            head['metrics']['loss'], abs=1e-6
+        )
         seen += 1
     assert seen
 
 
 def test_resume_equals_an_uninterrupted_run(whole, tmp_path):
     "Promise 1: 3 steps, then 3 more, are the 6 steps bit for bit"
-    folder = tmp_path/'half'
+    folder = tmp_path / 'half'
     assert cli('train', *SMOKE, '--run-dir', folder, '--steps', '3').returncode == 0
     r = cli('resume', folder, '--steps', '6')
     assert r.returncode == 0, r.stderr
     assert r.stdout.splitlines()[-1] == str(folder)
     assert same_model(whole, folder)
-    for name in ('metrics.jsonl', 'trace.jsonl'): assert rows(folder, name)[-1] == rows(whole, name)[-1]
+    for name in ('metrics.jsonl', 'trace.jsonl'):
+        assert rows(folder, name)[-1] == rows(whole, name)[-1]
     assert [m['step'] for m in rows(folder, 'metrics.jsonl')] == [1, 2, 3, 4, 5, 6]
 
 
@@ -99,23 +143,38 @@ PARTS = ['--schedule.partial-tokens', '5', '--zero-variance.sampling', 'uniform'
 @pytest.fixture(scope='module')
 def in_parts(tmp_path_factory):
     "One run of partial rollouts"
-    folder = tmp_path_factory.mktemp('runs')/'parts'
+    folder = tmp_path_factory.mktemp('runs') / 'parts'
     assert cli('train', *SMOKE, *PARTS, '--run-dir', folder).returncode == 0
-    assert any(m['stale_frac'] > 0 for m in rows(folder, 'metrics.jsonl')), 'some responses take two steps'
+    assert any(m['stale_frac'] > 0 for m in rows(folder, 'metrics.jsonl')), (
+        'some responses take two steps'
+    )
     return folder
 
 
 @pytest.mark.parametrize('seed, flags', [(0, []), (1, PARTS)], ids=['whole', 'in_parts'])
 def test_kill_at_any_point(tmp_path, seed, flags, request):
     "SIGKILL at a random moment after the first checkpoint, mid-save included, again and again; then the same result"
-    folder, rng, whole = tmp_path/'killed', random.Random(seed), request.getfixturevalue('in_parts' if flags else 'whole')
+    folder, rng, whole = (
+        tmp_path / 'killed',
+        random.Random(seed),
+        request.getfixturevalue('in_parts' if flags else 'whole'),
+    )
     p = start('train', *SMOKE, *flags, '--save-every', '1', '--run-dir', folder)
     for _ in range(3):
-        deadline = time.monotonic()+60
-        while p.poll() is None and not list(folder.glob('checkpoints/step-*')) and time.monotonic() < deadline: time.sleep(.01)
-        try: p.wait(rng.uniform(0, 1.5) if rng.random() < .5 else rng.uniform(4, 7))
-        except subprocess.TimeoutExpired: p.send_signal(signal.SIGKILL)
-        p.wait(); p.stdout.close(); p.stderr.close()
+        deadline = time.monotonic() + 60
+        while (
+            p.poll() is None
+            and not list(folder.glob('checkpoints/step-*'))
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.01)
+        try:
+            p.wait(rng.uniform(0, 1.5) if rng.random() < 0.5 else rng.uniform(4, 7))
+        except subprocess.TimeoutExpired:
+            p.send_signal(signal.SIGKILL)
+        p.wait()
+        p.stdout.close()
+        p.stderr.close()
         p = start('resume', folder)
     out, err = p.communicate(timeout=120)
     assert p.returncode == 0, err
@@ -125,100 +184,151 @@ def test_kill_at_any_point(tmp_path, seed, flags, request):
 
 def test_resume_from_an_older_checkpoint_in_parts(in_parts, tmp_path):
     "The newest checkpoint is lost: what was under way goes back with the weights"
-    folder = shutil.copytree(in_parts, tmp_path/'run')
-    shutil.rmtree(folder/'checkpoints/step-000006')
+    folder = shutil.copytree(in_parts, tmp_path / 'run')
+    shutil.rmtree(folder / 'checkpoints/step-000006')
     r = cli('resume', folder)
     assert r.returncode == 0 and 'after step 4' in r.stdout, r.stderr
-    assert same_model(in_parts, folder) and rows(in_parts, 'metrics.jsonl') == rows(folder, 'metrics.jsonl')
-    assert sorted(p.name for p in (folder/'under_way').glob('step-*'))[-1] == 'step-000006'
+    assert same_model(in_parts, folder) and rows(in_parts, 'metrics.jsonl') == rows(
+        folder, 'metrics.jsonl'
+    )
+    assert sorted(p.name for p in (folder / 'under_way').glob('step-*'))[-1] == 'step-000006'
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(whole, tmp_path):
-    folder = tmp_path/'stopped'
+    folder = tmp_path / 'stopped'
     p = start('train', *SMOKE, '--steps', '500', '--save-every', '0', '--run-dir', folder)
-    while p.poll() is None and len((folder/'metrics.jsonl').read_text().splitlines() if (folder/'metrics.jsonl').exists() else []) < 2: time.sleep(.02)
+    while (
+        p.poll() is None
+        and len(
+            (folder / 'metrics.jsonl').read_text().splitlines()
+            if (folder / 'metrics.jsonl').exists()
+            else []
+        )
+        < 2
+    ):
+        time.sleep(0.02)
     p.send_signal(signal.SIGINT)
     out, err = p.communicate(timeout=60)
     assert p.returncode == 130, err
     assert f'compassrl resume {folder}' in out
     done = len(rows(folder, 'metrics.jsonl'))
-    r = cli('resume', folder, '--steps', done+1)
+    r = cli('resume', folder, '--steps', done + 1)
     assert r.returncode == 0, r.stderr
     assert f'after step {done}' in r.stdout
 
 
 def one_line(r, *words):
-    assert r.returncode not in (0, 1) or (r.returncode == 1 and 'Traceback' not in r.stderr), r.stderr
+    assert r.returncode not in (0, 1) or (r.returncode == 1 and 'Traceback' not in r.stderr), (
+        r.stderr
+    )
     assert 'Traceback' not in r.stderr
-    assert all(w in r.stderr+r.stdout for w in words), r.stderr+r.stdout
+    assert all(w in r.stderr + r.stdout for w in words), r.stderr + r.stdout
 
 
-@pytest.mark.parametrize('args, words', [
-    (['train', 'tiny-gpu'], ['tiny-gpu', 'tiny-cpu']),
-    (['train', 'tiny-cpu', '--steps', '-3'], ['-3']),
-    (['train', 'tiny-cpu', '--optim.lr', 'fast'], ['fast']),
-    (['train', 'tiny-cpu', '--optim.lr', '0'], ['lr=0']),
-    (['train', 'tiny-cpu', '--optim.lr', 'nan'], ['lr=nan']),
-    (['train', 'tiny-cpu', '--group-size', '1'], ['group_size=1', 'at least 2']),
-    (['train', 'tiny-cpu', '--speed', '3'], ['--speed']),
-    (['train', 'tiny-cpu', '--data.path', 'nowhere.jsonl'], ['nowhere.jsonl']),
-    (['train', 'tiny-cpu', '--init-from', 'nowhere'], ['nowhere']),
-    (['train', 'tiny-cpu', '--policy.vocab-size', '7'], ['vocab_size=7', '99']),
-    (['train', 'tiny-cpu', '--rollout.max-tokens', '100', '--data.max-prompt-tokens', '64'], ['max_position_embeddings=128']),
-    (['train', 'tiny-cpu', '--loss.name', 'gpso'], ["name='gpso'", 'gspo']),
-    (['train', 'tiny-cpu', '--loss.clip-eps-high', '0.3'], ['loss.clip_eps_high=0.3', 'espo.alpha']),
-    (['train', 'tiny-cpu', '--zero-variance.length-weight', '0.6'], ['length_weight=0.6']),
-    (['train', 'tiny-cpu', '--espo.top-frac', '0'], ['top_frac=0']),
-    (['train', 'tiny-cpu', '--router-replay', 'R4'], ['R4', 'R3']),
-    (['train', 'nowhere.json'], ['nowhere.json']),
-    (['resume', 'nowhere'], ['nowhere']),
-    (['fly'], ['fly']),
-])
+@pytest.mark.parametrize(
+    'args, words',
+    [
+        (['train', 'tiny-gpu'], ['tiny-gpu', 'tiny-cpu']),
+        (['train', 'tiny-cpu', '--steps', '-3'], ['-3']),
+        (['train', 'tiny-cpu', '--optim.lr', 'fast'], ['fast']),
+        (['train', 'tiny-cpu', '--optim.lr', '0'], ['lr=0']),
+        (['train', 'tiny-cpu', '--optim.lr', 'nan'], ['lr=nan']),
+        (['train', 'tiny-cpu', '--group-size', '1'], ['group_size=1', 'at least 2']),
+        (['train', 'tiny-cpu', '--speed', '3'], ['--speed']),
+        (['train', 'tiny-cpu', '--data.path', 'nowhere.jsonl'], ['nowhere.jsonl']),
+        (['train', 'tiny-cpu', '--init-from', 'nowhere'], ['nowhere']),
+        (['train', 'tiny-cpu', '--policy.vocab-size', '7'], ['vocab_size=7', '99']),
+        (
+            ['train', 'tiny-cpu', '--rollout.max-tokens', '100', '--data.max-prompt-tokens', '64'],
+            ['max_position_embeddings=128'],
+        ),
+        (['train', 'tiny-cpu', '--loss.name', 'gpso'], ["name='gpso'", 'gspo']),
+        (
+            ['train', 'tiny-cpu', '--loss.clip-eps-high', '0.3'],
+            ['loss.clip_eps_high=0.3', 'espo.alpha'],
+        ),
+        (['train', 'tiny-cpu', '--zero-variance.length-weight', '0.6'], ['length_weight=0.6']),
+        (['train', 'tiny-cpu', '--espo.top-frac', '0'], ['top_frac=0']),
+        (['train', 'tiny-cpu', '--router-replay', 'R4'], ['R4', 'R3']),
+        (['train', 'nowhere.json'], ['nowhere.json']),
+        (['resume', 'nowhere'], ['nowhere']),
+        (['fly'], ['fly']),
+    ],
+)
 def test_bad_input_is_refused_in_one_line(args, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match='^compassrl: ') as e: main(args)  # as `test_bad_files` does by processes
+    with pytest.raises(SystemExit, match='^compassrl: ') as e:
+        main(args)  # as `test_bad_files` does by processes
     assert '\n' not in str(e.value) and all(w in str(e.value) for w in words)
-    assert not (tmp_path/'runs').exists(), 'refused before anything was written'
+    assert not (tmp_path / 'runs').exists(), 'refused before anything was written'
 
 
 def test_bad_files(whole, tmp_path):
-    empty = tmp_path/'empty.jsonl'; empty.write_text('')
+    empty = tmp_path / 'empty.jsonl'
+    empty.write_text('')
     one_line(cli('train', 'tiny-cpu', '--data.path', empty, cwd=tmp_path), 'empty.jsonl')
-    bad = tmp_path/'bad.jsonl'; bad.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')
+    bad = tmp_path / 'bad.jsonl'
+    bad.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')
     one_line(cli('train', 'tiny-cpu', '--data.path', bad, cwd=tmp_path), 'bad.jsonl:2', 'answer')
-    config = json.loads((whole/'config.json').read_text()); config['optim']['momentum'] = .9
-    wrong = tmp_path/'wrong.json'; wrong.write_text(json.dumps(config))
+    config = json.loads((whole / 'config.json').read_text())
+    config['optim']['momentum'] = 0.9
+    wrong = tmp_path / 'wrong.json'
+    wrong.write_text(json.dumps(config))
     one_line(cli('train', wrong, cwd=tmp_path), 'optim.momentum')
-    model = tmp_path/'model'; shutil.copytree(whole/'model', model)
-    weights = (model/'model.safetensors').read_bytes(); (model/'model.safetensors').write_bytes(weights[:len(weights)//2])
+    model = tmp_path / 'model'
+    shutil.copytree(whole / 'model', model)
+    weights = (model / 'model.safetensors').read_bytes()
+    (model / 'model.safetensors').write_bytes(weights[: len(weights) // 2])
     one_line(cli('train', 'tiny-cpu', '--init-from', model, cwd=tmp_path), 'model.safetensors')
     one_line(cli('train', 'smoke-cpu', '--run-dir', whole), 'not empty')
 
 
 def test_bad_checkpoints(whole, tmp_path):
-    folder = tmp_path/'run'; shutil.copytree(whole, folder)
-    newest = folder/'checkpoints/step-000006'
+    folder = tmp_path / 'run'
+    shutil.copytree(whole, folder)
+    newest = folder / 'checkpoints/step-000006'
     victim = max(newest.glob('*.safetensors'), key=lambda p: p.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-9])
     r = cli('resume', folder, '--steps', '7')
-    assert r.returncode == 0 and 'torn' in r.stdout and 'after step 4' in r.stdout, r.stdout+r.stderr
-    config = json.loads((folder/'config.json').read_text()); config['policy']['hidden_size'] = 32
-    (folder/'config.json').write_text(json.dumps(config))
+    assert r.returncode == 0 and 'torn' in r.stdout and 'after step 4' in r.stdout, (
+        r.stdout + r.stderr
+    )
+    config = json.loads((folder / 'config.json').read_text())
+    config['policy']['hidden_size'] = 32
+    (folder / 'config.json').write_text(json.dumps(config))
     one_line(cli('resume', folder), 'another shape')
-    shutil.rmtree(folder/'checkpoints')
+    shutil.rmtree(folder / 'checkpoints')
     one_line(cli('resume', folder), 'checkpoints')
 
 
 def test_the_screen_drops_prompts_and_a_resume_remembers(tmp_path):
     "Before RL: prompts that are always or never solved in so many samples; the rest is what is asked"
-    folder = tmp_path/'screened'
-    args = ['smoke-cpu', '--steps', '2', '--save-every', '1', '--trace-every', '1', '--zero-variance.screen-samples', '8', '--prompts-per-step', '12', '--run-dir', folder]
+    folder = tmp_path / 'screened'
+    args = [
+        'smoke-cpu',
+        '--steps',
+        '2',
+        '--save-every',
+        '1',
+        '--trace-every',
+        '1',
+        '--zero-variance.screen-samples',
+        '8',
+        '--prompts-per-step',
+        '12',
+        '--run-dir',
+        folder,
+    ]
     r = cli('train', *args)
     assert r.returncode == 0, r.stderr
-    kept = json.loads((folder/'screen.json').read_text())
+    kept = json.loads((folder / 'screen.json').read_text())
     assert f'{len(kept)} of 60' in r.stdout and 12 <= len(kept) == len(set(kept)) < 60
     assert cli('resume', folder, '--steps', '4').returncode == 0
     asked = {t['prompt_id'] for t in rows(folder, 'trace.jsonl') if t['kind'] == 'sample'}
-    assert asked <= set(kept) and len(asked) > 30 and [m['step'] for m in rows(folder, 'metrics.jsonl')] == [1, 2, 3, 4]
-    r = cli('train', *args[:-1], tmp_path/'strict', '--prompts-per-step', '60')
+    assert (
+        asked <= set(kept)
+        and len(asked) > 30
+        and [m['step'] for m in rows(folder, 'metrics.jsonl')] == [1, 2, 3, 4]
+    )
+    r = cli('train', *args[:-1], tmp_path / 'strict', '--prompts-per-step', '60')
     one_line(r, 'screen_samples=8', 'prompts_per_step=60')

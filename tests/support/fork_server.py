@@ -1,4 +1,5 @@
 "A process that is forked from one that has the imports: what takes up to twenty seconds is paid once"
+
 import multiprocessing
 import os
 import subprocess
@@ -7,13 +8,23 @@ from multiprocessing.forkserver import ForkServer
 from unittest.mock import patch
 
 _server = ForkServer()  # of our own: to fork it takes longer than the one that others use
-_server.set_forkserver_preload(['matplotlib.pyplot', 'ipywidgets', 'nbdev.test', 'torch._dynamo', 'transformers', 'compassrl.runs.cli'])  # engines have state
+_server.set_forkserver_preload(
+    [
+        'matplotlib.pyplot',
+        'ipywidgets',
+        'nbdev.test',
+        'torch._dynamo',
+        'transformers',
+        'compassrl.runs.cli',
+    ]
+)  # engines have state
 
 
 def _child(log, env, fn, args):
     "As if a shell had started it"
     for out, path in ((1, log), (2, log.with_suffix('.err'))):
-        with open(path, 'wb') as f: os.dup2(f.fileno(), out)
+        with open(path, 'wb') as f:
+            os.dup2(f.fileno(), out)
     os.environ.clear()
     os.environ.update(env)
     fn(*args)
@@ -21,8 +32,11 @@ def _child(log, env, fn, args):
 
 def run(log, fn, *args, env=os.environ, timeout):
     "Its exit code, standard output and errors, which pass through files beside `log`. Raises TimeoutExpired"
-    p = multiprocessing.get_context('forkserver').Process(target=_child, args=(log, dict(env), fn, args))
-    with patch.object(forkserver, 'connect_to_new_process', _server.connect_to_new_process): p.start()
+    p = multiprocessing.get_context('forkserver').Process(
+        target=_child, args=(log, dict(env), fn, args)
+    )
+    with patch.object(forkserver, 'connect_to_new_process', _server.connect_to_new_process):
+        p.start()
     p.join(timeout)
     out, err = log.read_text(), log.with_suffix('.err').read_text()
     if p.exitcode is None:

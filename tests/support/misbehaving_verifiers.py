@@ -1,12 +1,13 @@
 "Verifiers that misbehave, in a module of their own: the workers of a reward pool import it"
+
 import hashlib
 import os
 import signal
 import subprocess
 import time
 
-from compassrl.records import Verdict
 from compassrl.data.tasks import judge
+from compassrl.records import Verdict
 
 
 def digest(text, answer):
@@ -17,23 +18,35 @@ def digest(text, answer):
 def moody(text, answer):
     "Does what the first letter says; the verdict depends on the whole text"
     kind = text[:1]
-    if kind == 'H': time.sleep(60)
-    if kind == 'C': os.kill(os.getpid(), signal.SIGSEGV)
-    if kind == 'L': os._exit(int(text[1:2] or 0))
-    if kind == 'E': raise SystemExit('enough')
-    if kind == 'R': raise RuntimeError('out of order')
+    if kind == 'H':
+        time.sleep(60)
+    if kind == 'C':
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if kind == 'L':
+        os._exit(int(text[1:2] or 0))
+    if kind == 'E':
+        raise SystemExit('enough')
+    if kind == 'R':
+        raise RuntimeError('out of order')
     if kind == 'B':  # busy
-        while True: pass
-    if kind == 'M': bytearray(10**10)
-    if kind == 'S': time.sleep(.0005*(hash(text) % 7))
-    if kind == 'G': subprocess.Popen(['sleep', text[1:]]); time.sleep(60)
+        while True:
+            pass
+    if kind == 'M':
+        bytearray(10**10)
+    if kind == 'S':
+        time.sleep(0.0005 * (hash(text) % 7))
+    if kind == 'G':
+        subprocess.Popen(['sleep', text[1:]])
+        time.sleep(60)
     return judge(len(text) % 2 == 0, text)
 
 
 def once(text, answer):
     "Dies at its first attempt: `answer` is a folder"
-    try: os.open(f'{answer}/{text}', os.O_CREAT | os.O_EXCL)
-    except FileExistsError: return judge(True, text)
+    try:
+        os.open(f'{answer}/{text}', os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        return judge(True, text)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

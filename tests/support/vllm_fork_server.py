@@ -1,4 +1,5 @@
 "Processes and servers that are forked from one that has imported vLLM: those twenty seconds are paid once by each pytest process"
+
 import multiprocessing
 import os
 import select
@@ -12,36 +13,68 @@ from unittest.mock import patch
 from tests.support import fork_server as forked
 
 # what a nursery imports, and what `forked` has; not compassrl.rollout.vllm.in_process, which sets the environment of its process
-IMPORTS = ['matplotlib.pyplot', 'ipywidgets', 'nbdev.test', 'torch._dynamo', 'transformers', 'compassrl.runs.cli',
-    'compassrl.rollout.vllm.transfer', *('vllm.'+m for m in ('entrypoints.openai.api_server', 'v1.engine.async_llm', 'v1.engine.core', 'v1.engine.utils',
-        'v1.executor.uniproc_executor', 'v1.worker.cpu_worker', 'model_executor.models.qwen3_moe'))]
+IMPORTS = [
+    'matplotlib.pyplot',
+    'ipywidgets',
+    'nbdev.test',
+    'torch._dynamo',
+    'transformers',
+    'compassrl.runs.cli',
+    'compassrl.rollout.vllm.transfer',
+    *(
+        'vllm.' + m
+        for m in (
+            'entrypoints.openai.api_server',
+            'v1.engine.async_llm',
+            'v1.engine.core',
+            'v1.engine.utils',
+            'v1.executor.uniproc_executor',
+            'v1.worker.cpu_worker',
+            'model_executor.models.qwen3_moe',
+        )
+    ),
+]
 _server, _env = ForkServer(), {}
 
 
 def _ready():
     "The process with the imports runs, in the environment of a server"
     if not _env:
-        from compassrl.rollout.vllm.server import server_env  # imported late: it needs packages that come with vLLM
+        from compassrl.rollout.vllm.server import (
+            server_env,
+        )  # imported late: it needs packages that come with vLLM
+
         _server.set_forkserver_preload(IMPORTS)
         _env.update(server_env('cpu'))
-        with patch.dict(os.environ, _env, clear=True): _server.ensure_running()
+        with patch.dict(os.environ, _env, clear=True):
+            _server.ensure_running()
 
 
 class Process:
     "What an owner asks of its nursery's process, which is no child of it"
-    def __init__(self, pid): self.pid, self.fd = pid, os.pidfd_open(pid)
-    def wait(self, timeout=None): return 0 if select.select([self.fd], [], [], timeout)[0] else None
-    def poll(self): return self.wait(0)
-    def kill(self): signal.pidfd_send_signal(self.fd, signal.SIGKILL)
+
+    def __init__(self, pid):
+        self.pid, self.fd = pid, os.pidfd_open(pid)
+
+    def wait(self, timeout=None):
+        return 0 if select.select([self.fd], [], [], timeout)[0] else None
+
+    def poll(self):
+        return self.wait(0)
+
+    def kill(self):
+        signal.pidfd_send_signal(self.fd, signal.SIGKILL)
 
 
 def _nurse(theirs, log, env):
     "Becomes a nursery, as if `Nursery` had started it"
     from compassrl.rollout.vllm.server import _nursery
+
     multiprocessing.current_process().daemon = False  # it has children
     os.setsid()
     with open(log, 'ab') as f:
-        for fd, to in ((theirs.fileno(), 0), (f.fileno(), 1), (f.fileno(), 2)): os.dup2(fd, to)
+        for fd, to in ((theirs.fileno(), 0), (f.fileno(), 1), (f.fileno(), 2)):
+            os.dup2(fd, to)
     theirs.close()
     sys.stdin = open(0, closefd=False)
     os.environ.clear()
@@ -53,13 +86,17 @@ def _nursery_process(log):
     "The end of the owner, and the pid"
     _ready()
     ours, theirs = socket.socketpair()
-    p = multiprocessing.get_context('forkserver').Process(target=_nurse, args=(theirs, log, _env), daemon=True)
-    with theirs, patch.object(forkserver, 'connect_to_new_process', _server.connect_to_new_process): p.start()
+    p = multiprocessing.get_context('forkserver').Process(
+        target=_nurse, args=(theirs, log, _env), daemon=True
+    )
+    with theirs, patch.object(forkserver, 'connect_to_new_process', _server.connect_to_new_process):
+        p.start()
     return ours, p.pid
 
 
 def _adopt(owner, pid, env):
     from compassrl.rollout.vllm.server import Nursery, _read_early
+
     os.set_inheritable(owner.fileno(), False)
     n = Nursery.one = object.__new__(Nursery)
     n.env, n.owner, n.process = _read_early(env), owner, Process(pid)
@@ -68,7 +105,9 @@ def _adopt(owner, pid, env):
 def adopt(log):
     "The servers of this process come from here, unless they have come from elsewhere already"
     from compassrl.rollout.vllm.server import Nursery
-    if not Nursery.one or Nursery.one.process.poll() is not None: _adopt(*_nursery_process(log), _env)
+
+    if not Nursery.one or Nursery.one.process.poll() is not None:
+        _adopt(*_nursery_process(log), _env)
 
 
 def _adopting(owner, pid, env, fn, *args):

@@ -1,89 +1,152 @@
 "Promise 4: loss, gradient and metrics do not depend on micro-batches, order, padding or the data-parallel split (exact in fp64)"
+
 from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings, strategies as st
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from compassrl.algo.losses import LossConfig, PolicyLoss
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Sample, collate, micro_batches, select
-from compassrl.train.torch_engine import OptimConfig, TorchTrain, accumulate_grads, clip_and_step, response_log_probs
+from compassrl.train.torch_engine import (
+    OptimConfig,
+    TorchTrain,
+    accumulate_grads,
+    clip_and_step,
+    response_log_probs,
+)
 
-random = settings(deadline=None, max_examples=12, derandomize=True, phases=(Phase.explicit, Phase.generate))  # wrong versions need no smallest example
-CONFIG = PolicyConfig(vocab_size=13, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, moe_intermediate_size=8,
-    num_experts=4, max_position_embeddings=32)
-LOSSES = dict(grpo=PolicyLoss(LossConfig(tis='off')), token_mean=PolicyLoss(LossConfig(aggregation='token-mean')),
-    kl=PolicyLoss(LossConfig(aggregation='seq-mean-token-sum-norm', max_response_tokens=9, kl_coef=.1)))
+random = settings(
+    deadline=None, max_examples=12, derandomize=True, phases=(Phase.explicit, Phase.generate)
+)  # wrong versions need no smallest example
+CONFIG = PolicyConfig(
+    vocab_size=13,
+    hidden_size=16,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    moe_intermediate_size=8,
+    num_experts=4,
+    max_position_embeddings=32,
+)
+LOSSES = dict(
+    grpo=PolicyLoss(LossConfig(tis='off')),
+    token_mean=PolicyLoss(LossConfig(aggregation='token-mean')),
+    kl=PolicyLoss(
+        LossConfig(aggregation='seq-mean-token-sum-norm', max_response_tokens=9, kl_coef=0.1)
+    ),
+)
 
 
 def policy(seed=0, dtype=torch.double, scale=10):
     p = Policy(CONFIG, seed).to(dtype)
     with torch.no_grad():
-        for w in p.parameters(): w.mul_(scale if w.dim() > 1 else 1)
+        for w in p.parameters():
+            w.mul_(scale if w.dim() > 1 else 1)
     return p
 
 
 @st.composite
 def batches(draw, max_rows=6):
     "Random tokens, routes (some invalid), old log-probs and advantages"
-    sizes = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=2, max_size=max_rows))
+    sizes = draw(
+        st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=2, max_size=max_rows)
+    )
     return make(sizes, draw(st.integers(0, 10**6)))
 
 
 def make(sizes, seed=0):
     g = torch.Generator().manual_seed(seed)
+
     def one(i, Tp, Tr):
-        T = Tp+Tr
+        T = Tp + Tr
         ids = torch.randint(0, 13, (T,), generator=g).tolist()
-        routes = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(2*(T-1))]).view(T-1, 2, 2).to(torch.uint8)
-        return Sample(f'p{i//2}', i, ids[:Tp], ids[Tp:], -torch.rand(Tr, generator=g)*3, routes, torch.rand(T-1, generator=g) > .3, 'stop', 0)
+        routes = (
+            torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(2 * (T - 1))])
+            .view(T - 1, 2, 2)
+            .to(torch.uint8)
+        )
+        return Sample(
+            f'p{i // 2}',
+            i,
+            ids[:Tp],
+            ids[Tp:],
+            -torch.rand(Tr, generator=g) * 3,
+            routes,
+            torch.rand(T - 1, generator=g) > 0.3,
+            'stop',
+            0,
+        )
+
     b = collate([one(i, *s) for i, s in enumerate(sizes)])
-    noise = lambda: torch.randn(b.token_ids.shape, generator=g)*b.response_mask
-    return replace(b, advantages=noise(), old_log_probs=b.rollout_log_probs+.1*noise(), ref_log_probs=b.rollout_log_probs+.3*noise())
+
+    def noise():
+        return torch.randn(b.token_ids.shape, generator=g) * b.response_mask
+
+    return replace(
+        b,
+        advantages=noise(),
+        old_log_probs=b.rollout_log_probs + 0.1 * noise(),
+        ref_log_probs=b.rollout_log_probs + 0.3 * noise(),
+    )
 
 
 BATCH = make([(2, 5), (1, 1), (4, 9), (1, 3), (3, 7)])
 
 
-def grads(p): return torch.cat([w.grad.flatten() for w in p.parameters()])
+def grads(p):
+    return torch.cat([w.grad.flatten() for w in p.parameters()])
 
 
 def run(b, loss, max_tokens=10**6, accumulate=accumulate_grads):
     p = policy()
     metrics = accumulate(p, b, loss, max_tokens)
-    return grads(p), metrics['loss'].double(), torch.stack([v.double() for k, v in sorted(metrics.items()) if k != 'loss'])
+    return (
+        grads(p),
+        metrics['loss'].double(),
+        torch.stack([v.double() for k, v in sorted(metrics.items()) if k != 'loss']),
+    )
 
 
 def agree(got, want, tol=1e-12):
     "Gradient and loss to the last digits of fp64; the other metrics are fp32 fractions of counts"
-    scale = max(1., want[0].abs().max().item())
-    for a, b, t in zip(got, want, (tol, tol, 1e-6)): torch.testing.assert_close(a, b, rtol=t, atol=t*scale)
+    scale = max(1.0, want[0].abs().max().item())
+    for a, b, t in zip(got, want, (tol, tol, 1e-6)):
+        torch.testing.assert_close(a, b, rtol=t, atol=t * scale)
 
 
-def naive(p, b, i, temperature=1., replay=True):
+def naive(p, b, i, temperature=1.0, replay=True):
     "Log-probs and entropies of the response of row i: no padding, no packing, one token at a time"
     real = b.token_mask[i]
     ids, n = b.token_ids[i][real], int(real.sum())
-    routes = (b.routed_experts[i][real][None], b.routes_valid[i][real][None]) if replay else (None, None)
+    routes = (
+        (b.routed_experts[i][real][None], b.routes_valid[i][real][None]) if replay else (None, None)
+    )
     hidden, _ = p(ids[None], None, *routes)
     out = []
     for t in b.response_mask[i].nonzero()[:, 0].tolist():
-        logits = (p.head @ hidden[t-1])/temperature
-        probs = logits.exp()/logits.exp().sum()
-        out.append((probs[ids[t]].log(), -(probs*probs.log()).sum()))
+        logits = (p.head @ hidden[t - 1]) / temperature
+        probs = logits.exp() / logits.exp().sum()
+        out.append((probs[ids[t]].log(), -(probs * probs.log()).sum()))
     return n, *(torch.stack(v) for v in zip(*out))
 
 
 # ---- log-probs ---------------------------------------------------------------------------------------------------------------------------------------------
 
+
 @random
-@given(batches(), st.sampled_from([.5, 1., 1.7]), st.booleans())
+@given(batches(), st.sampled_from([0.5, 1.0, 1.7]), st.booleans())
 def test_log_probs_equal_the_loop(b, temperature, replay):
     p = policy()
     got, entropy = response_log_probs(p, b, temperature, replay)
-    assert got.dtype == entropy.dtype == torch.double and got.requires_grad and not entropy.requires_grad
+    assert (
+        got.dtype == entropy.dtype == torch.double
+        and got.requires_grad
+        and not entropy.requires_grad
+    )
     assert (got[~b.response_mask] == 0).all() and (entropy[~b.response_mask] == 0).all()
     for i in range(len(b)):
         _, log_probs, h = naive(p, b, i, temperature, replay)
@@ -95,14 +158,17 @@ def test_the_future_has_no_influence():
     "Token t's log-prob is the same whatever comes after it, and changes with what came before"
     p, t = policy(), 6
     base = response_log_probs(p, BATCH)[0][2]
-    for change, differs in ((t+1, False), (t-1, True)):
+    for change, differs in ((t + 1, False), (t - 1, True)):
         ids = BATCH.token_ids.clone()
-        ids[2, change] = (ids[2, change]+1) % 13
-        assert bool((response_log_probs(p, replace(BATCH, token_ids=ids))[0][2, t] != base[t]).item()) == differs
+        ids[2, change] = (ids[2, change] + 1) % 13
+        assert (
+            bool((response_log_probs(p, replace(BATCH, token_ids=ids))[0][2, t] != base[t]).item())
+            == differs
+        )
 
 
 @pytest.mark.parametrize('max_tokens', [1, 20, 10**6])
-@pytest.mark.parametrize('temperature', [1., .7])
+@pytest.mark.parametrize('temperature', [1.0, 0.7])
 def test_engine_log_probs(max_tokens, temperature):
     e = TorchTrain(policy(), OptimConfig(micro_batch_tokens=max_tokens), temperature)
     log_probs, entropy = e.log_probs(BATCH)
@@ -114,16 +180,17 @@ def test_engine_log_probs(max_tokens, temperature):
 def test_bf16_weights_give_fp32_log_probs():
     "Temperature and softmax are computed in fp32 whatever the weights are"
     p = policy(dtype=torch.bfloat16)
-    got, entropy = response_log_probs(p, BATCH, .7)
+    got, entropy = response_log_probs(p, BATCH, 0.7)
     hidden, _ = p(BATCH.token_ids, BATCH.token_mask, BATCH.routed_experts, BATCH.routes_valid)
     at = BATCH.response_mask[BATCH.token_mask].nonzero()[:, 0]
-    logits = p.logits(hidden[at-1]).float()/.7
+    logits = p.logits(hidden[at - 1]).float() / 0.7
     want = logits.log_softmax(-1).gather(-1, BATCH.token_ids[BATCH.response_mask][:, None])[:, 0]
     assert got.dtype == entropy.dtype == torch.float
     torch.testing.assert_close(got[BATCH.response_mask], want, rtol=1e-6, atol=1e-6)
 
 
 # ---- replay ------------------------------------------------------------------------------------------------------------------------------------------------
+
 
 def own_routes(b):
     "The routes that the policy takes by itself"
@@ -134,16 +201,21 @@ def own_routes(b):
 
 def test_own_routes_change_nothing():
     b = own_routes(BATCH)
-    agree(run(b, LOSSES['grpo'], accumulate=lambda *a: accumulate_grads(*a, replay=True)),
-        run(b, LOSSES['grpo'], accumulate=lambda *a: accumulate_grads(*a, replay=False)))
+    agree(
+        run(b, LOSSES['grpo'], accumulate=lambda *a: accumulate_grads(*a, replay=True)),
+        run(b, LOSSES['grpo'], accumulate=lambda *a: accumulate_grads(*a, replay=False)),
+    )
 
 
 def test_other_routes_do_and_only_where_valid():
     p, b = policy(), own_routes(BATCH)
-    other = replace(b, routed_experts=(b.routed_experts+1) % 4)
+    other = replace(b, routed_experts=(b.routed_experts + 1) % 4)
     live = response_log_probs(p, b)[0]
-    assert (response_log_probs(p, other)[0]-live).abs().max() > 1e-3
-    for same in (replace(other, routes_valid=torch.zeros_like(b.routes_valid)), replace(other, routed_experts=None, routes_valid=None)):
+    assert (response_log_probs(p, other)[0] - live).abs().max() > 1e-3
+    for same in (
+        replace(other, routes_valid=torch.zeros_like(b.routes_valid)),
+        replace(other, routed_experts=None, routes_valid=None),
+    ):
         assert torch.equal(response_log_probs(p, same)[0], live)
     assert torch.equal(response_log_probs(p, other, replay=False)[0], live)
 
@@ -155,11 +227,15 @@ def test_replayed_routers_still_learn():
 
 
 def test_engine_replays_or_not():
-    losses = [TorchTrain(policy(), OptimConfig(), replay=r).update(BATCH, LOSSES["grpo"])["loss"] for r in ("R3", "off")]
+    losses = [
+        TorchTrain(policy(), OptimConfig(), replay=r).update(BATCH, LOSSES['grpo'])['loss']
+        for r in ('R3', 'off')
+    ]
     assert losses[0] != losses[1]
 
 
 # ---- the gradient ------------------------------------------------------------------------------------------------------------------------------------------
+
 
 def law_naive(accumulate):
     @random
@@ -167,20 +243,25 @@ def law_naive(accumulate):
     def check(b):
         p = policy()
         adv, old = b.advantages.double(), b.old_log_probs.double()
-        total = 0.
+        total = 0.0
         for i in range(len(b)):
             m = b.response_mask[i]
-            ratio = (naive(p, b, i)[1]-old[i][m]).exp()
-            total = total-torch.minimum(ratio*adv[i][m], ratio.clamp(.8, 1.2)*adv[i][m]).mean()/len(b)
+            ratio = (naive(p, b, i)[1] - old[i][m]).exp()
+            total = total - torch.minimum(
+                ratio * adv[i][m], ratio.clamp(0.8, 1.2) * adv[i][m]
+            ).mean() / len(b)
         total.backward()
         agree(run(b, LOSSES['grpo'], 30, accumulate)[:2], (grads(p), total.detach()), 1e-11)
+
     check()
 
 
 def law_split(accumulate):
     @random
     @given(batches(), st.integers(1, 60), st.sampled_from(sorted(LOSSES)))
-    def check(b, n, name): agree(run(b, LOSSES[name], n, accumulate), run(b, LOSSES[name]))
+    def check(b, n, name):
+        agree(run(b, LOSSES[name], n, accumulate), run(b, LOSSES[name]))
+
     check()
 
 
@@ -191,32 +272,45 @@ def law_order(accumulate):
         rows = list(range(len(b)))
         rnd.shuffle(rows)
         agree(run(select(b, rows), LOSSES['kl'], 20, accumulate), run(b, LOSSES['kl']))
+
     check()
 
 
 def law_padding(accumulate):
     "More columns, with junk in them"
+
     @random
     @given(batches(), st.integers(1, 5))
     def check(b, extra):
         def junk(t):
-            new = torch.full_like(t[:, :1], {torch.bool: 0, torch.long: 7}.get(t.dtype, 3)).repeat(1, extra, *[1]*(t.dim()-2))
+            new = torch.full_like(t[:, :1], {torch.bool: 0, torch.long: 7}.get(t.dtype, 3)).repeat(
+                1, extra, *[1] * (t.dim() - 2)
+            )
             return torch.cat([t, new], 1)
+
         wide = b.map(lambda t: t if t.dim() == 1 else junk(t))
         agree(run(wide, LOSSES['grpo'], 10**6, accumulate), run(b, LOSSES['grpo']))
+
     check()
 
 
 def law_ranks(accumulate):
     "Two ranks, each with some rows and the counts of all: gradients and metrics add up"
+
     @random
     @given(batches(), st.sampled_from(sorted(LOSSES)), st.integers(1, 40), st.data())
     def check(b, name, n, data):
         N, B = int(b.response_mask.sum()), len(b)
-        k = data.draw(st.integers(1, B-1))
-        rank = lambda rows: run(select(b, rows), lambda lp, part, *_: LOSSES[name](lp, part, N, B), n, accumulate)
+        k = data.draw(st.integers(1, B - 1))
+
+        def rank(rows):
+            return run(
+                select(b, rows), lambda lp, part, *_: LOSSES[name](lp, part, N, B), n, accumulate
+            )
+
         parts = [rank(list(range(k))), rank(list(range(k, B)))]
         agree([sum(x) for x in zip(*parts)], run(b, LOSSES[name]))
+
     check()
 
 
@@ -224,10 +318,16 @@ LAWS = [law_naive, law_split, law_order, law_padding, law_ranks]
 
 
 @pytest.mark.parametrize('law', LAWS, ids=lambda f: f.__name__)
-def test_law(law): law(accumulate_grads)
+def test_law(law):
+    law(accumulate_grads)
 
 
-def faulty(log_probs_of=response_log_probs, counts=lambda whole, part: whole, keep=lambda parts: parts, scale=lambda parts: 1):
+def faulty(
+    log_probs_of=response_log_probs,
+    counts=lambda whole, part: whole,
+    keep=lambda parts: parts,
+    scale=lambda parts: 1,
+):
     def accumulate(p, b, loss, max_tokens):
         p.zero_grad()
         total, parts = {}, keep(micro_batches(b, max_tokens))
@@ -235,9 +335,11 @@ def faulty(log_probs_of=response_log_probs, counts=lambda whole, part: whole, ke
             part = select(b, rows)
             c = counts(b, part)
             value, extra = loss(log_probs_of(p, part)[0], part, int(c.response_mask.sum()), len(c))
-            (value*scale(parts)).backward()
-            for k, v in extra.items(): total[k] = total.get(k, 0)+v*scale(parts)
+            (value * scale(parts)).backward()
+            for k, v in extra.items():
+                total[k] = total.get(k, 0) + v * scale(parts)
         return total
+
     return accumulate
 
 
@@ -245,72 +347,108 @@ def same_row(p, b, **kw):
     hidden, _ = p(b.token_ids, b.token_mask, b.routed_experts, b.routes_valid)
     logits = p.logits(hidden).log_softmax(-1)
     chosen = logits.gather(-1, b.token_ids[b.token_mask][:, None])[:, 0]
-    return chosen.new_zeros(b.token_mask.shape).masked_scatter(b.token_mask, chosen)*b.response_mask, None
+    return chosen.new_zeros(b.token_mask.shape).masked_scatter(
+        b.token_mask, chosen
+    ) * b.response_mask, None
 
 
-def late_routes(p, b, **kw): return response_log_probs(p, replace(b, routed_experts=b.routed_experts.roll(1, 1), routes_valid=b.routes_valid.roll(1, 1)))
+def late_routes(p, b, **kw):
+    return response_log_probs(
+        p,
+        replace(
+            b, routed_experts=b.routed_experts.roll(1, 1), routes_valid=b.routes_valid.roll(1, 1)
+        ),
+    )
 
 
 def padded(p, b, **kw):
     "Padding seen as tokens: a mean over columns instead of tokens"
-    return response_log_probs(p, b)[0]*b.token_ids.shape[1]/12, None
+    return response_log_probs(p, b)[0] * b.token_ids.shape[1] / 12, None
 
 
-MUTANTS = dict(off_by_one=faulty(same_row), late_routes=faulty(late_routes), no_replay=faulty(lambda p, b: response_log_probs(p, b, replay=False)),
-    mean_of_means=faulty(counts=lambda whole, part: part, scale=lambda parts: 1/len(parts)), local_counts=faulty(counts=lambda whole, part: part),
-    drops_the_last=faulty(keep=lambda parts: parts[:-1] or parts), counts_columns=faulty(padded),
-    averages_the_parts=faulty(scale=lambda parts: 1/len(parts)))
+MUTANTS = dict(
+    off_by_one=faulty(same_row),
+    late_routes=faulty(late_routes),
+    no_replay=faulty(lambda p, b: response_log_probs(p, b, replay=False)),
+    mean_of_means=faulty(counts=lambda whole, part: part, scale=lambda parts: 1 / len(parts)),
+    local_counts=faulty(counts=lambda whole, part: part),
+    drops_the_last=faulty(keep=lambda parts: parts[:-1] or parts),
+    counts_columns=faulty(padded),
+    averages_the_parts=faulty(scale=lambda parts: 1 / len(parts)),
+)
 
 
 def test_the_faulty_frame_is_right_without_a_fault():
-    for law in LAWS: law(faulty())
+    for law in LAWS:
+        law(faulty())
 
 
 @pytest.mark.parametrize('name', MUTANTS)
 def test_some_law_kills_the_mutant(name):
     def broken(law):
-        try: law(MUTANTS[name])
-        except (AssertionError, BaseExceptionGroup): return True
+        try:
+            law(MUTANTS[name])
+        except (AssertionError, BaseExceptionGroup):
+            return True
         return False
+
     assert any(broken(law) for law in LAWS)
 
 
 # ---- contracts ---------------------------------------------------------------------------------------------------------------------------------------------
+
 
 def test_what_a_loss_is_given():
     "Rows with all their tensors, log-probs beside them with a gradient, and the counts of the whole mini-batch"
     seen = []
 
     def spy(log_probs, part, num_tokens, num_samples):
-        assert log_probs.requires_grad and log_probs.shape == part.token_ids.shape and (log_probs[~part.response_mask] == 0).all()
+        assert (
+            log_probs.requires_grad
+            and log_probs.shape == part.token_ids.shape
+            and (log_probs[~part.response_mask] == 0).all()
+        )
         assert (num_tokens, num_samples) == (int(BATCH.response_mask.sum()), len(BATCH))
         seen.append(part.advantages.sum().item())
-        return log_probs.sum()/num_tokens, dict(rows=torch.tensor(float(len(part))), tokens=part.response_mask.sum()/num_tokens)
+        return log_probs.sum() / num_tokens, dict(
+            rows=torch.tensor(float(len(part))), tokens=part.response_mask.sum() / num_tokens
+        )
+
     m = accumulate_grads(policy(), BATCH, spy, 20)
-    assert len(seen) == len(micro_batches(BATCH, 20)) > 2 and sum(seen) == pytest.approx(BATCH.advantages.sum().item(), abs=1e-5)
+    assert len(seen) == len(micro_batches(BATCH, 20)) > 2 and sum(seen) == pytest.approx(
+        BATCH.advantages.sum().item(), abs=1e-5
+    )
     assert m['rows'] == len(BATCH) and m['tokens'] == pytest.approx(1)
 
 
 def test_the_loss_that_is_reported_is_the_one_that_is_minimised():
-    m = accumulate_grads(policy(), BATCH, lambda lp, b, n, B: (lp.sum()/n, {}), 20)
-    assert m['loss'] == pytest.approx((response_log_probs(policy(), BATCH)[0].sum()/BATCH.response_mask.sum()).item(), rel=1e-12)
+    m = accumulate_grads(policy(), BATCH, lambda lp, b, n, B: (lp.sum() / n, {}), 20)
+    assert m['loss'] == pytest.approx(
+        (response_log_probs(policy(), BATCH)[0].sum() / BATCH.response_mask.sum()).item(), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize('num', [1, 2])
 def test_the_batch_remembers_what_the_loss_saw(num):
     "`log_probs` are those of the weights that each mini-batch met"
-    e, b = TorchTrain(policy(), OptimConfig(num_mini_batches=num, micro_batch_tokens=20)), replace(BATCH)
+    e, b = (
+        TorchTrain(policy(), OptimConfig(num_mini_batches=num, micro_batch_tokens=20)),
+        replace(BATCH),
+    )
     first = e.log_probs(b)[0]
-    e.update(b, LOSSES['grpo'], lr=.01)
+    e.update(b, LOSSES['grpo'], lr=0.01)
     assert b.log_probs.shape == b.token_ids.shape and not b.log_probs.requires_grad
     half = len(b) if num == 1 else 3
     torch.testing.assert_close(b.log_probs[:half], first[:half])
-    if num == 2: assert (b.log_probs[half:]-first[half:]).abs().max() > 1e-4
+    if num == 2:
+        assert (b.log_probs[half:] - first[half:]).abs().max() > 1e-4
 
 
 # ---- update ------------------------------------------------------------------------------------------------------------------------------------------------
 
-def nll(log_probs, batch, num_tokens, num_samples): return -log_probs.sum()/num_tokens, {}
+
+def nll(log_probs, batch, num_tokens, num_samples):
+    return -log_probs.sum() / num_tokens, {}
 
 
 @pytest.mark.parametrize('rows, num, want', [(4, 2, 2), (5, 2, 2), (5, 4, 4), (5, 1, 1), (2, 5, 2)])
@@ -327,62 +465,84 @@ def test_mini_batches_are_steps():
     both = a.update(BATCH, nll)
     parts = [b.update(select(BATCH, rows), nll) for rows in ([0, 1, 2], [3, 4])]
     assert all(torch.equal(p, q) for p, q in zip(a.policy.parameters(), b.policy.parameters()))
-    assert both == pytest.approx({k: (parts[0][k]+parts[1][k])/2 for k in both}, rel=1e-12)
+    assert both == pytest.approx({k: (parts[0][k] + parts[1][k]) / 2 for k in both}, rel=1e-12)
 
 
 def test_rows_without_a_response():
     b = replace(BATCH, response_mask=BATCH.response_mask.clone())
     b.response_mask[1:] = False
     e = TorchTrain(policy(), OptimConfig(micro_batch_tokens=1))
-    assert e.update(b, nll)['loss'] == pytest.approx(TorchTrain(policy(), OptimConfig()).update(select(BATCH, [0]), nll)['loss'], rel=1e-12)
+    assert e.update(b, nll)['loss'] == pytest.approx(
+        TorchTrain(policy(), OptimConfig()).update(select(BATCH, [0]), nll)['loss'], rel=1e-12
+    )
     b.response_mask[:] = False
     assert e.update(b, nll) == {} and e.num_steps == 1, 'nothing to learn from is no step'
 
 
 def test_warm_up_and_given_lr():
-    c = OptimConfig(lr=.1, warmup_steps=3)
+    c = OptimConfig(lr=0.1, warmup_steps=3)
     e = TorchTrain(policy(), c)
-    assert [e.update(BATCH, nll)['lr'] for _ in range(5)] == pytest.approx([.025, .05, .075, .1, .1])
-    assert e.update(BATCH, nll, lr=.5)['lr'] == .5 and [c.lr_at(i) for i in (0, 3, 1000)] == pytest.approx([.025, .1, .1])
+    assert [e.update(BATCH, nll)['lr'] for _ in range(5)] == pytest.approx(
+        [0.025, 0.05, 0.075, 0.1, 0.1]
+    )
+    assert e.update(BATCH, nll, lr=0.5)['lr'] == 0.5 and [
+        c.lr_at(i) for i in (0, 3, 1000)
+    ] == pytest.approx([0.025, 0.1, 0.1])
 
 
-def moves(a, b): return torch.cat([(p-q).detach().abs().flatten() for p, q in zip(a.parameters(), b.parameters())])
+def moves(a, b):
+    return torch.cat(
+        [(p - q).detach().abs().flatten() for p, q in zip(a.parameters(), b.parameters())]
+    )
 
 
 def test_the_first_step_has_the_size_of_lr():
     for scale in (1e-3, 1, 1e3):
-        e = TorchTrain(policy(), OptimConfig(grad_clip=0.))
-        e.update(BATCH, lambda *a: (scale*nll(*a)[0], {}), lr=1e-4)
+        e = TorchTrain(policy(), OptimConfig(grad_clip=0.0))
+        e.update(BATCH, lambda *a: (scale * nll(*a)[0], {}), lr=1e-4)
         g = grads(e.policy).abs()
-        torch.testing.assert_close(moves(e.policy, policy())[g > 1e-5], torch.full((int((g > 1e-5).sum()),), 1e-4, dtype=torch.double), rtol=2e-3, atol=0)
+        torch.testing.assert_close(
+            moves(e.policy, policy())[g > 1e-5],
+            torch.full((int((g > 1e-5).sum()),), 1e-4, dtype=torch.double),
+            rtol=2e-3,
+            atol=0,
+        )
 
 
-@pytest.mark.parametrize('clip', [0., 1e-3, 1e9])
+@pytest.mark.parametrize('clip', [0.0, 1e-3, 1e9])
 def test_clipping(clip):
     p = policy()
     accumulate_grads(p, BATCH, nll, 100)
     before = grads(p)
-    m = clip_and_step(p, torch.optim.SGD(p.parameters()), 0., clip)
+    m = clip_and_step(p, torch.optim.SGD(p.parameters()), 0.0, clip)
     assert m['grad_norm'] == pytest.approx(before.norm().item(), rel=1e-9)
-    torch.testing.assert_close(grads(p), before*(clip/before.norm() if clip == 1e-3 else 1), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        grads(p), before * (clip / before.norm() if clip == 1e-3 else 1), rtol=1e-2, atol=0
+    )
 
 
 def test_weight_decay_spares_the_norms():
     "With no gradient at all, matrices shrink and norms stay"
-    e = TorchTrain(policy(), OptimConfig(weight_decay=.5))
-    e.update(BATCH, lambda lp, *_: (0*lp.sum(), {}), lr=.1)
-    for p, q in zip(e.policy.parameters(), policy().parameters()): torch.testing.assert_close(p, q*(.95 if p.dim() > 1 else 1.), rtol=1e-9, atol=0)
+    e = TorchTrain(policy(), OptimConfig(weight_decay=0.5))
+    e.update(BATCH, lambda lp, *_: (0 * lp.sum(), {}), lr=0.1)
+    for p, q in zip(e.policy.parameters(), policy().parameters()):
+        torch.testing.assert_close(p, q * (0.95 if p.dim() > 1 else 1.0), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize('bad', [float('nan'), float('inf')])
 def test_gradients_that_are_not_finite_are_skipped_and_counted(bad):
     "One bad number in one micro-batch of one of two mini-batches: the other one is a step"
-    def loss(lp, b, n, B): return nll(lp, b, n, B)[0]*(bad if (b.token_ids[:, 0] == BATCH.token_ids[4, 0]).all() and len(b) == 1 else 1), {}
+
+    def loss(lp, b, n, B):
+        return nll(lp, b, n, B)[0] * (
+            bad if (b.token_ids[:, 0] == BATCH.token_ids[4, 0]).all() and len(b) == 1 else 1
+        ), {}
+
     c = OptimConfig(num_mini_batches=2, micro_batch_tokens=1)
     rows = [i for i in range(4) if BATCH.token_ids[i, 0] != BATCH.token_ids[4, 0]]
     e, clean = TorchTrain(policy(), c), TorchTrain(policy(), replace(c, num_mini_batches=1))
     m = e.update(select(BATCH, [*rows[:2], 3, 4]), loss)
-    assert m['skipped_frac'] == .5 and e.num_steps == 2
+    assert m['skipped_frac'] == 0.5 and e.num_steps == 2
     clean.update(select(BATCH, rows[:2]), nll)
     assert all(torch.equal(p, q) for p, q in zip(e.policy.parameters(), clean.policy.parameters()))
     assert TorchTrain(policy(), c).update(BATCH, nll)['skipped_frac'] == 0
@@ -390,13 +550,17 @@ def test_gradients_that_are_not_finite_are_skipped_and_counted(bad):
 
 # ---- resume ------------------------------------------------------------------------------------------------------------------------------------------------
 
-CFG = OptimConfig(lr=.01, warmup_steps=5, num_mini_batches=2, micro_batch_tokens=30, weight_decay=.1)
+CFG = OptimConfig(
+    lr=0.01, warmup_steps=5, num_mini_batches=2, micro_batch_tokens=30, weight_decay=0.1
+)
 
 
-def steps(e, num): return [e.update(BATCH, LOSSES['kl']) for _ in range(num)]
+def steps(e, num):
+    return [e.update(BATCH, LOSSES['kl']) for _ in range(num)]
 
 
-def same(a, b): return all(torch.equal(p, q) for p, q in zip(a.policy.parameters(), b.policy.parameters()))
+def same(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a.policy.parameters(), b.policy.parameters()))
 
 
 @pytest.mark.parametrize('dtype', [torch.float, torch.double])
@@ -404,8 +568,8 @@ def test_resume_is_bitwise(dtype, tmp_path):
     through, first, second = (TorchTrain(policy(seed, dtype), CFG) for seed in (0, 0, 5))
     curve = steps(through, 5)
     steps(first, 2)
-    torch.save(first.state_dict(), tmp_path/'state.pt')
-    second.load_state_dict(torch.load(tmp_path/'state.pt', weights_only=True))
+    torch.save(first.state_dict(), tmp_path / 'state.pt')
+    second.load_state_dict(torch.load(tmp_path / 'state.pt', weights_only=True))
     assert steps(second, 3) == curve[2:] and same(second, through)
 
 
@@ -423,21 +587,43 @@ def test_loading_leaves_the_source_alone():
 
 def test_weights_by_public_names():
     names = [n for n, _ in TorchTrain(policy(), CFG).weights()]
-    assert len(names) == len(set(names)) and 'model.embed_tokens.weight' in names and 'model.layers.1.mlp.experts.3.down_proj.weight' in names
+    assert (
+        len(names) == len(set(names))
+        and 'model.embed_tokens.weight' in names
+        and 'model.layers.1.mlp.experts.3.down_proj.weight' in names
+    )
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kw', [dict(lr=0.), dict(lr=float('nan')), dict(betas=(.9, 1.)), dict(num_mini_batches=0), dict(micro_batch_tokens=0), dict(warmup_steps=-1),
-    dict(grad_clip=-1.), dict(weight_decay=-.1), dict(adam_eps=-1e-8)])
+
+@pytest.mark.parametrize(
+    'kw',
+    [
+        dict(lr=0.0),
+        dict(lr=float('nan')),
+        dict(betas=(0.9, 1.0)),
+        dict(num_mini_batches=0),
+        dict(micro_batch_tokens=0),
+        dict(warmup_steps=-1),
+        dict(grad_clip=-1.0),
+        dict(weight_decay=-0.1),
+        dict(adam_eps=-1e-8),
+    ],
+)
 def test_bad_config(kw):
-    with pytest.raises(ValueError, match='='.join(map(str, *kw.items())).replace('(', r'\(').replace(')', r'\)')): OptimConfig(**kw)
+    with pytest.raises(
+        ValueError, match='='.join(map(str, *kw.items())).replace('(', r'\(').replace(')', r'\)')
+    ):
+        OptimConfig(**kw)
 
 
-@pytest.mark.parametrize('temperature', [0., -1., float('nan')])
+@pytest.mark.parametrize('temperature', [0.0, -1.0, float('nan')])
 def test_bad_temperature(temperature):
-    with pytest.raises(ValueError, match='temperature='): TorchTrain(policy(), CFG, temperature)
+    with pytest.raises(ValueError, match='temperature='):
+        TorchTrain(policy(), CFG, temperature)
 
 
 def test_a_response_without_a_prompt():
-    with pytest.raises(ValueError, match='column 0'): response_log_probs(policy(), replace(BATCH, response_mask=BATCH.token_mask))
+    with pytest.raises(ValueError, match='column 0'):
+        response_log_probs(policy(), replace(BATCH, response_mask=BATCH.token_mask))

@@ -6,99 +6,151 @@ Docs: https://compassrl.github.io/compassrl/rollout/vllm/gpu.html.md"""
 
 # %% ../../../nbs/rollout/vllm/05_gpu.ipynb #f768c543
 from __future__ import annotations
+
 import base64
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
+
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.ipc_engine import (
+    IPCTrainerInitInfo,
+    IPCTrainerWeightTransferEngine,
+)
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+)
 from vllm.utils.network_utils import get_ip
-from .messages import complete
-from .server import free_port
+
 from ...model.policy import Policy, PolicyConfig
 from ...model.pretrained import hf_slices, hf_weights
+from .messages import complete
+from .server import free_port
 
 # %% auto #0
 __all__ = ['Everyone', 'HfSource', 'NcclGroup', 'SharedGpu']
 
+
 # %% ../../../nbs/rollout/vllm/05_gpu.ipynb #909e5912
 class Everyone:
     "All servers as the one to which vLLM's trainer side speaks (its `VLLMWeightSyncClient`)"
-    def __init__(self,
-        tell:Callable[[str,list[dict]],None], # posts the i-th body to the i-th server, all at once
-        num_servers:int,
-        num_ranks:int                         # GPUs of one server
-    ): self.tell,self.num_servers,self.num_ranks = tell, num_servers, num_ranks
 
-    def init_weight_transfer_engine(self, init_info:dict):
-        first = init_info.get('rank_offset') # None = no group
-        numbers = [{} if first is None else dict(rank_offset=first+i*self.num_ranks) for i in range(self.num_servers)]
+    def __init__(
+        self,
+        tell: Callable[
+            [str, list[dict]], None
+        ],  # posts the i-th body to the i-th server, all at once
+        num_servers: int,
+        num_ranks: int,  # GPUs of one server
+    ):
+        self.tell, self.num_servers, self.num_ranks = tell, num_servers, num_ranks
+
+    def init_weight_transfer_engine(self, init_info: dict):
+        first = init_info.get('rank_offset')  # None = no group
+        numbers = [
+            {} if first is None else dict(rank_offset=first + i * self.num_ranks)
+            for i in range(self.num_servers)
+        ]
         self.tell('/init_weight_transfer_engine', [dict(init_info=init_info | n) for n in numbers])
-    def update_weights(self, update_info:dict):
+
+    def update_weights(self, update_info: dict):
         info = dict(update_info)
         if handles := info.pop('ipc_handles', None):
             info['ipc_handles_pickled'] = base64.b64encode(pickle.dumps(handles)).decode()
-        self.tell('/update_weights', [dict(update_info=info)]*self.num_servers)
-    def start_weight_update(self): "The pool has said so already"
-    def finish_weight_update(self, weight_version=None): "The pool will say so, with the version"
+        self.tell('/update_weights', [dict(update_info=info)] * self.num_servers)
+
+    def start_weight_update(self):
+        "The pool has said so already"
+
+    def finish_weight_update(self, weight_version=None):
+        "The pool will say so, with the version"
+
 
 # %% ../../../nbs/rollout/vllm/05_gpu.ipynb #ab0087e2
 class HfSource(WeightSource):
     "The policy's weights by their Hugging Face names, as vLLM's trainer side wants them"
-    def __init__(self, config:PolicyConfig, dtype:torch.dtype, device:str):
-        self.config,self.dtype,self.device = config, dtype, device
-        self.weights:Iterable[tuple[str,Tensor]] = () # of this sync
-    def metadata(self)->list[ParamMeta]:
-        with torch.device('meta'): policy = Policy(self.config)
-        return [ParamMeta(n, self.dtype, tuple(p[at].shape)) for n,p,at in hf_slices(policy)]
+
+    def __init__(self, config: PolicyConfig, dtype: torch.dtype, device: str):
+        self.config, self.dtype, self.device = config, dtype, device
+        self.weights: Iterable[tuple[str, Tensor]] = ()  # of this sync
+
+    def metadata(self) -> list[ParamMeta]:
+        with torch.device('meta'):
+            policy = Policy(self.config)
+        return [ParamMeta(n, self.dtype, tuple(p[at].shape)) for n, p, at in hf_slices(policy)]
+
     @property
-    def nbytes(self)->int: return sum(m.dtype.itemsize*torch.Size(m.shape).numel() for m in self.metadata())
-    def __iter__(self)->Iterator[tuple[str,Tensor]]:
-        for n,t in complete(self.weights, self.config): yield n, t.to(self.device, self.dtype)
+    def nbytes(self) -> int:
+        return sum(m.dtype.itemsize * torch.Size(m.shape).numel() for m in self.metadata())
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for n, t in complete(self.weights, self.config):
+            yield n, t.to(self.device, self.dtype)
+
 
 # %% ../../../nbs/rollout/vllm/05_gpu.ipynb #41a11601
 class NcclGroup:
     "This process and all servers' GPUs (not run on GPU). Raises RuntimeError for a transfer that does not end in time"
-    def __init__(self,
-        everyone:Everyone,
-        config:PolicyConfig,
-        dtype:torch.dtype,  # of the servers
-        timeout_s:float     # of one sync
+
+    def __init__(
+        self,
+        everyone: Everyone,
+        config: PolicyConfig,
+        dtype: torch.dtype,  # of the servers
+        timeout_s: float,  # of one sync
     ):
-        self.source,self.timeout_s = HfSource(config, dtype, 'cuda'), timeout_s
-        world = 1+everyone.num_servers*everyone.num_ranks
+        self.source, self.timeout_s = HfSource(config, dtype, 'cuda'), timeout_s
+        world = 1 + everyone.num_servers * everyone.num_ranks
         info = NCCLTrainerInitInfo(get_ip(), free_port(), world, rank=0)
+
         def join():
-            self.engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=everyone, source=self.source)
+            self.engine = NCCLTrainerWeightTransferEngine.trainer_init(
+                info, client=everyone, source=self.source
+            )
+
         self.bounded(join)
 
-    def bounded(self, work:Callable[[],None]):
-        errors,device = [], torch.cuda.current_device()
-        def run():
-            try: torch.cuda.set_device(device); work()
-            except Exception as e: errors.append(e)
-        t = threading.Thread(target=run, daemon=True); t.start(); t.join(self.timeout_s)
-        if errors: raise errors[0]
-        if t.is_alive():
-            raise RuntimeError(f'NCCL did not end in {self.timeout_s:g} s: a server is gone, resume the run')
+    def bounded(self, work: Callable[[], None]):
+        errors, device = [], torch.cuda.current_device()
 
-    def send(self, weights:Iterable[tuple[str,Tensor]])->int: # bytes
+        def run():
+            try:
+                torch.cuda.set_device(device)
+                work()
+            except Exception as e:
+                errors.append(e)
+
+        t = threading.Thread(target=run, daemon=True)
+        t.start()
+        t.join(self.timeout_s)
+        if errors:
+            raise errors[0]
+        if t.is_alive():
+            raise RuntimeError(
+                f'NCCL did not end in {self.timeout_s:g} s: a server is gone, resume the run'
+            )
+
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> int:  # bytes
         self.source.weights = weights
         self.bounded(self.engine.send_weights)
         return self.source.nbytes
 
+
 # %% ../../../nbs/rollout/vllm/05_gpu.ipynb #e8949702
 class SharedGpu:
     "Servers on the GPU of this process read its memory (not run on GPU)"
-    def __init__(self, everyone:Everyone, config:PolicyConfig, dtype:torch.dtype):
-        self.source = HfSource(config, dtype, 'cuda')
-        info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=256<<20)
-        self.engine = IPCTrainerWeightTransferEngine.trainer_init(info, client=everyone, source=self.source)
 
-    def send(self, weights:Iterable[tuple[str,Tensor]])->int: # bytes
+    def __init__(self, everyone: Everyone, config: PolicyConfig, dtype: torch.dtype):
+        self.source = HfSource(config, dtype, 'cuda')
+        info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=256 << 20)
+        self.engine = IPCTrainerWeightTransferEngine.trainer_init(
+            info, client=everyone, source=self.source
+        )
+
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> int:  # bytes
         self.source.weights = weights
         self.engine.send_weights()
         return self.source.nbytes

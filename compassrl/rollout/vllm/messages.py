@@ -6,6 +6,7 @@ Docs: https://compassrl.github.io/compassrl/rollout/vllm/messages.html.md"""
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #27a56f39
 from __future__ import annotations
+
 import math
 import os
 import socket
@@ -15,226 +16,338 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
+
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from .config import VllmConfig
+
 from ...model.policy import Policy, PolicyConfig, route_dtype
 from ...model.pretrained import hf_slices
 from ...records import Request, Sample
+from .config import VllmConfig
 
 # %% auto #0
-__all__ = ['head_sizes', 'block', 'backend', 'can_cache_fp8', 'check_vllm', 'weight_sync', 'cache_bytes', 'engine_args',
-           'sampling_args', 'read_routes', 'to_sample', 'transfer_config', 'complete', 'weight_parts', 'shared_folder',
-           'sweep', 'file_parts']
+__all__ = [
+    'head_sizes',
+    'block',
+    'backend',
+    'can_cache_fp8',
+    'check_vllm',
+    'weight_sync',
+    'cache_bytes',
+    'engine_args',
+    'sampling_args',
+    'read_routes',
+    'to_sample',
+    'transfer_config',
+    'complete',
+    'weight_parts',
+    'shared_folder',
+    'sweep',
+    'file_parts',
+]
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #d5d9d5aa
-head_sizes = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512 # of attention on a CPU
+head_sizes = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # of attention on a CPU
 
-def can_cache_fp8()->bool:
+
+def can_cache_fp8() -> bool:
     "Has this CPU what vLLM's FP8 KV cache needs?"
     return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
+
 def check_vllm(
-    policy:PolicyConfig,
-    config:VllmConfig,
-    dtype:torch.dtype,
-    device:str,         # 'cpu' or 'cuda'
-    return_routes:bool,
-    one_process:bool    # no server?
+    policy: PolicyConfig,
+    config: VllmConfig,
+    dtype: torch.dtype,
+    device: str,  # 'cpu' or 'cuda'
+    return_routes: bool,
+    one_process: bool,  # no server?
 ):
     "Raises ValueError for what vLLM 0.30 cannot compute, or gets wrong in silence"
-    c,cpu = policy, device=='cpu'
+    c, cpu = policy, device == 'cpu'
     sparse = any(map(c.is_sparse, range(c.num_hidden_layers)))
-    if dtype==torch.float64: raise ValueError("dtype float64: vLLM has none, use 'float32'")
+    if dtype == torch.float64:
+        raise ValueError("dtype float64: vLLM has none, use 'float32'")
     if return_routes and not sparse:
-        raise ValueError("routes of a policy without experts: vLLM fails after loading it, use router_replay='off'")
-    if config.quantization and not cpu and dtype!=torch.bfloat16:
-        raise ValueError(f"quantization={config.quantization!r} of {dtype}: vLLM quantises from 'bfloat16'")
+        raise ValueError(
+            "routes of a policy without experts: vLLM fails after loading it, use router_replay='off'"
+        )
+    if config.quantization and not cpu and dtype != torch.bfloat16:
+        raise ValueError(
+            f"quantization={config.quantization!r} of {dtype}: vLLM quantises from 'bfloat16'"
+        )
     if config.colocated and cpu:
         raise ValueError('colocated=True on a CPU: vLLM cannot give memory back there, use False')
-    if not cpu: return
-    if config.tensor_parallel>1 and one_process:
-        raise ValueError(f'tensor_parallel={config.tensor_parallel} in one process on a CPU: use a pool of servers')
-    if config.expert_parallel and config.tensor_parallel>1 and sparse and not config.urls:
-        raise ValueError('expert_parallel=True on a CPU: workers of vLLM 0.30 crash in their expert kernel, use False')
-    if config.kv_cache_dtype=='fp8' and not config.urls and not can_cache_fp8():
-        raise ValueError("kv_cache_dtype='fp8' on this CPU: vLLM needs AVX-512 or AMX for it, use 'auto'")
+    if not cpu:
+        return
+    if config.tensor_parallel > 1 and one_process:
+        raise ValueError(
+            f'tensor_parallel={config.tensor_parallel} in one process on a CPU: use a pool of servers'
+        )
+    if config.expert_parallel and config.tensor_parallel > 1 and sparse and not config.urls:
+        raise ValueError(
+            'expert_parallel=True on a CPU: workers of vLLM 0.30 crash in their expert kernel, use False'
+        )
+    if config.kv_cache_dtype == 'fp8' and not config.urls and not can_cache_fp8():
+        raise ValueError(
+            "kv_cache_dtype='fp8' on this CPU: vLLM needs AVX-512 or AMX for it, use 'auto'"
+        )
     if c.head_dim not in head_sizes:
         raise ValueError(f'head_dim={c.head_dim}: attention on a CPU needs one of {head_sizes}')
     for k in ('hidden_size', 'moe_intermediate_size'):
-        if sparse and getattr(c, k)%32:
+        if sparse and getattr(c, k) % 32:
             raise ValueError(f'{k}={getattr(c, k)}: experts on a CPU need a multiple of 32')
+
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #29ca4ac3
 def weight_sync(
-    config:VllmConfig,
-    device:str,        # 'cpu' or 'cuda'
-    num_ranks:int=1    # that train
-)->Literal['file','nccl','ipc']:
+    config: VllmConfig,
+    device: str,  # 'cpu' or 'cuda'
+    num_ranks: int = 1,  # that train
+) -> Literal['file', 'nccl', 'ipc']:
     "How weights travel to the servers of a pool. Raises ValueError for a way that cannot be had"
-    c,way,gpus = config, config.sync, config.num_replicas*config.tensor_parallel
-    alone = c.colocated and not c.urls and gpus==num_ranks==1
-    if way=='auto':
-        by_file = device=='cpu' or c.sync_dir or c.colocated and not alone
+    c, way, gpus = config, config.sync, config.num_replicas * config.tensor_parallel
+    alone = c.colocated and not c.urls and gpus == num_ranks == 1
+    if way == 'auto':
+        by_file = device == 'cpu' or c.sync_dir or c.colocated and not alone
         way = 'file' if by_file else 'ipc' if alone else 'nccl'
-    if way!='file' and device=='cpu': raise ValueError(f"vllm.sync={way!r} on a CPU: it needs GPUs, use 'file'")
-    if way=='nccl' and c.colocated: raise ValueError("vllm.sync='nccl' with vllm.colocated: NCCL has one process per "
-        "GPU, use 'ipc' for one server on one GPU, or 'file'")
-    if way=='ipc' and not alone:
-        raise ValueError("vllm.sync='ipc': it needs one colocated server on the one GPU that trains, use 'file'")
+    if way != 'file' and device == 'cpu':
+        raise ValueError(f"vllm.sync={way!r} on a CPU: it needs GPUs, use 'file'")
+    if way == 'nccl' and c.colocated:
+        raise ValueError(
+            "vllm.sync='nccl' with vllm.colocated: NCCL has one process per "
+            "GPU, use 'ipc' for one server on one GPU, or 'file'"
+        )
+    if way == 'ipc' and not alone:
+        raise ValueError(
+            "vllm.sync='ipc': it needs one colocated server on the one GPU that trains, use 'file'"
+        )
     far = [u for u in c.urls if urlsplit(u).hostname not in ('localhost', '127.0.0.1', '::1')]
-    if far and way=='file' and not c.sync_dir:
-        raise ValueError(f'{far[0]} is on another machine, which does not see the shared memory of this one: '
-            "give vllm.sync_dir, a folder that both see, or use vllm.sync='nccl' on GPUs")
+    if far and way == 'file' and not c.sync_dir:
+        raise ValueError(
+            f'{far[0]} is on another machine, which does not see the shared memory of this one: '
+            "give vllm.sync_dir, a folder that both see, or use vllm.sync='nccl' on GPUs"
+        )
     return way
 
+
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #9c029d1a
-block = 32 # tokens: what the prefix cache shares
+block = 32  # tokens: what the prefix cache shares
+
 
 def cache_bytes(
-    c:PolicyConfig,
-    num_slots:int,
-    max_len:int,
-    dtype:torch.dtype
-)->int: # of keys and values, for every slot to be filled: nothing is ever recomputed
-    tokens = (num_slots*math.ceil(max_len/block)+2)*block
-    return tokens*c.num_hidden_layers*2*c.num_key_value_heads*c.head_dim*dtype.itemsize
+    c: PolicyConfig, num_slots: int, max_len: int, dtype: torch.dtype
+) -> int:  # of keys and values, for every slot to be filled: nothing is ever recomputed
+    tokens = (num_slots * math.ceil(max_len / block) + 2) * block
+    return tokens * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * dtype.itemsize
+
 
 def engine_args(
-    model:str|Path,          # a folder with a `config.json`; weights come later
-    policy:PolicyConfig,
-    config:VllmConfig,
-    dtype:torch.dtype,
-    max_len:int,             # longest sequence, prompt and response together
-    num_slots:int,           # responses that run at the same time
-    return_routes:bool,
-    device:str
-)->dict:                     # for `EngineArgs`, or the flags of a server
+    model: str | Path,  # a folder with a `config.json`; weights come later
+    policy: PolicyConfig,
+    config: VllmConfig,
+    dtype: torch.dtype,
+    max_len: int,  # longest sequence, prompt and response together
+    num_slots: int,  # responses that run at the same time
+    return_routes: bool,
+    device: str,
+) -> dict:  # for `EngineArgs`, or the flags of a server
     "What a rollout for training needs, and vLLM does not do by itself"
-    d = dict(model=str(model), load_format='dummy', dtype=str(dtype).removeprefix('torch.'), max_model_len=max_len,
-        max_num_seqs=num_slots, max_num_batched_tokens=max(max_len, 8192), skip_tokenizer_init=True, seed=0,
-        logprobs_mode='processed_logprobs', enable_return_routed_experts=return_routes, generation_config='vllm',
-        enable_prefix_caching=config.prefix_caching, kv_cache_dtype=config.kv_cache_dtype,
-        tensor_parallel_size=config.tensor_parallel, enable_expert_parallel=config.expert_parallel)
-    if not any(map(policy.is_sparse, range(policy.num_hidden_layers))): # vLLM's Qwen3-MoE insists on a mixture
+    d = dict(
+        model=str(model),
+        load_format='dummy',
+        dtype=str(dtype).removeprefix('torch.'),
+        max_model_len=max_len,
+        max_num_seqs=num_slots,
+        max_num_batched_tokens=max(max_len, 8192),
+        skip_tokenizer_init=True,
+        seed=0,
+        logprobs_mode='processed_logprobs',
+        enable_return_routed_experts=return_routes,
+        generation_config='vllm',
+        enable_prefix_caching=config.prefix_caching,
+        kv_cache_dtype=config.kv_cache_dtype,
+        tensor_parallel_size=config.tensor_parallel,
+        enable_expert_parallel=config.expert_parallel,
+    )
+    if not any(
+        map(policy.is_sparse, range(policy.num_hidden_layers))
+    ):  # vLLM's Qwen3-MoE insists on a mixture
         d['hf_overrides'] = dict(architectures=['Qwen3ForCausalLM'])
-    if device=='cpu': return d | dict(enforce_eager=True, enable_chunked_prefill=False, block_size=block,
-        kv_cache_memory_bytes=cache_bytes(policy, num_slots, max_len, dtype))
-    if return_routes: d['moe_backend'] = 'triton' # fused kernels route inside and report zeros
-    if config.quantization: # 128x128 blocks; the routers stay as they are
+    if device == 'cpu':
+        return d | dict(
+            enforce_eager=True,
+            enable_chunked_prefill=False,
+            block_size=block,
+            kv_cache_memory_bytes=cache_bytes(policy, num_slots, max_len, dtype),
+        )
+    if return_routes:
+        d['moe_backend'] = 'triton'  # fused kernels route inside and report zeros
+    if config.quantization:  # 128x128 blocks; the routers stay as they are
         d |= dict(quantization='fp8_per_block', quantization_config=dict(ignore=['*.mlp.gate']))
     return d | dict(gpu_memory_utilization=config.gpu_memory_utilization)
 
+
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #2667dc06
-def sampling_args(
-    r:Request
-)->dict: # for `vllm.SamplingParams`, or the JSON of a server
+def sampling_args(r: Request) -> dict:  # for `vllm.SamplingParams`, or the JSON of a server
     "What vLLM calls it. Raises ValueError for a temperature that vLLM would raise in silence"
     p = r.params
-    if 0<p.temperature<.01: raise ValueError(f'temperature={p.temperature}: vLLM takes 0.01 instead, use that or 0')
-    return dict(temperature=p.temperature, top_p=p.top_p, max_tokens=p.max_tokens, seed=r.seed%(1<<64),
-        stop_token_ids=list(p.stop_ids), ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False)
+    if 0 < p.temperature < 0.01:
+        raise ValueError(f'temperature={p.temperature}: vLLM takes 0.01 instead, use that or 0')
+    return dict(
+        temperature=p.temperature,
+        top_p=p.top_p,
+        max_tokens=p.max_tokens,
+        seed=r.seed % (1 << 64),
+        stop_token_ids=list(p.stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+    )
+
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #ba006e63
 def read_routes(
-    experts:np.ndarray,      # [Tp+Tr-1, L, K] as vLLM reports them
-    c:PolicyConfig
-)->tuple[Tensor,Tensor]:     # ids in the dtype of `Sample.routed_experts`, and [Tp+Tr-1] which rows hold a route
+    experts: np.ndarray,  # [Tp+Tr-1, L, K] as vLLM reports them
+    c: PolicyConfig,
+) -> tuple[
+    Tensor, Tensor
+]:  # ids in the dtype of `Sample.routed_experts`, and [Tp+Tr-1] which rows hold a route
     "A row in which a mixture names an expert twice was not captured. Raises ValueError if none was"
     routes = torch.from_numpy(experts.astype(np.int16)).to(route_dtype(c.num_experts))
     sparse = [l for l in range(c.num_hidden_layers) if c.is_sparse(l)]
-    valid = (routes[:,sparse].int().sort(-1)[0].diff(dim=-1)!=0).all(-1).all(-1)
-    blank = c.num_experts>c.num_experts_per_tok==1 and len(routes)>=8 and not routes.any()
+    valid = (routes[:, sparse].int().sort(-1)[0].diff(dim=-1) != 0).all(-1).all(-1)
+    blank = c.num_experts > c.num_experts_per_tok == 1 and len(routes) >= 8 and not routes.any()
     if len(routes) and (not valid.any() or blank):
-        raise ValueError("vLLM reports expert 0 for everything: its kernel routes where nothing is recorded, "
-            "use moe_backend='triton'")
+        raise ValueError(
+            'vLLM reports expert 0 for everything: its kernel routes where nothing is recorded, '
+            "use moe_backend='triton'"
+        )
     return routes, valid
 
+
 def to_sample(
-    r:Request,
-    response_ids:list[int],
-    log_probs:Iterable[float],   # [Tr]
-    experts:np.ndarray|None,     # [Tp+Tr-1, L, K]
-    c:PolicyConfig,
-    version:int,                 # of the weights
-    started:float                # when vLLM got the request, seconds of `time.perf_counter`
-)->Sample:
+    r: Request,
+    response_ids: list[int],
+    log_probs: Iterable[float],  # [Tr]
+    experts: np.ndarray | None,  # [Tp+Tr-1, L, K]
+    c: PolicyConfig,
+    version: int,  # of the weights
+    started: float,  # when vLLM got the request, seconds of `time.perf_counter`
+) -> Sample:
     "What vLLM gave, as `TorchRollout` would"
-    routes,valid = (None, None) if experts is None else read_routes(experts, c)
+    routes, valid = (None, None) if experts is None else read_routes(experts, c)
     log_probs = torch.tensor(list(log_probs), dtype=torch.float)
-    if r.params.temperature==0: log_probs.zero_() # greedy is certain
-    return Sample(r.prompt_id, r.index, list(r.prompt_ids), response_ids, log_probs, routes, valid,
-        finish_reason='stop' if response_ids[-1] in r.params.stop_ids else 'length', weight_version=version,
-        timings=dict(rollout_start=started, rollout_end=time.perf_counter()))
+    if r.params.temperature == 0:
+        log_probs.zero_()  # greedy is certain
+    return Sample(
+        r.prompt_id,
+        r.index,
+        list(r.prompt_ids),
+        response_ids,
+        log_probs,
+        routes,
+        valid,
+        finish_reason='stop' if response_ids[-1] in r.params.stop_ids else 'length',
+        weight_version=version,
+        timings=dict(rollout_start=started, rollout_end=time.perf_counter()),
+    )
+
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #f4a80b04
-backend = 'compassrl' # of `WeightTransferConfig`, for files
+backend = 'compassrl'  # of `WeightTransferConfig`, for files
 
-def transfer_config(
-    way:Literal['file','nccl','ipc']
-)->dict: # of a server
-    return dict(backend=backend if way=='file' else way)
+
+def transfer_config(way: Literal['file', 'nccl', 'ipc']) -> dict:  # of a server
+    return dict(backend=backend if way == 'file' else way)
+
 
 def complete(
-    weights:Iterable[tuple[str,Tensor]],
-    config:PolicyConfig
-)->Iterator[tuple[str,Tensor]]: # the same
+    weights: Iterable[tuple[str, Tensor]], config: PolicyConfig
+) -> Iterator[tuple[str, Tensor]]:  # the same
     "Every weight of the policy once and in its shape: vLLM keeps silent about what is missing. Raises ValueError"
-    with torch.device('meta'): wanted = {n:list(p[at].shape) for n,p,at in hf_slices(Policy(config))}
+    with torch.device('meta'):
+        wanted = {n: list(p[at].shape) for n, p, at in hf_slices(Policy(config))}
     known = set(wanted)
-    for name,t in weights:
-        if name=='lm_head.weight' and config.tie_word_embeddings: continue
-        if name not in known: raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
-        if name not in wanted: raise ValueError(f'{name} came twice: give every weight once')
-        shape,given = wanted.pop(name), list(t.shape)
-        if shape!=given:
-            raise ValueError(f'{name} has shape {given}, this policy needs {shape}: is it of another size?')
+    for name, t in weights:
+        if name == 'lm_head.weight' and config.tie_word_embeddings:
+            continue
+        if name not in known:
+            raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
+        if name not in wanted:
+            raise ValueError(f'{name} came twice: give every weight once')
+        shape, given = wanted.pop(name), list(t.shape)
+        if shape != given:
+            raise ValueError(
+                f'{name} has shape {given}, this policy needs {shape}: is it of another size?'
+            )
         yield name, t.detach()
     if wanted:
-        raise ValueError(f'{len(wanted)} weights are missing, first {next(iter(wanted))}: is the checkpoint complete?')
+        raise ValueError(
+            f'{len(wanted)} weights are missing, first {next(iter(wanted))}: is the checkpoint complete?'
+        )
+
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #8ee1037f
 def weight_parts(
-    weights:Iterable[tuple[str,Tensor]],
-    max_bytes:int=256<<20  # of a part; a part has at least one tensor
-)->Iterator[list[tuple[str,Tensor]]]:
+    weights: Iterable[tuple[str, Tensor]],
+    max_bytes: int = 256 << 20,  # of a part; a part has at least one tensor
+) -> Iterator[list[tuple[str, Tensor]]]:
     "Weights in parts, so that no copy of the whole model exists"
-    part,size = [],0
-    for name,t in weights:
-        if part and size+t.nbytes>max_bytes: yield part; part,size = [],0
-        part.append((name, t)); size += t.nbytes
-    if part: yield part
+    part, size = [], 0
+    for name, t in weights:
+        if part and size + t.nbytes > max_bytes:
+            yield part
+            part, size = [], 0
+        part.append((name, t))
+        size += t.nbytes
+    if part:
+        yield part
+
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #cd1453a7
-_numbers = count() # of this process's files: several senders may be at work
+_numbers = count()  # of this process's files: several senders may be at work
 
-def shared_folder()->Path: return Path('/dev/shm' if os.path.isdir('/dev/shm') else '/tmp')
 
-def sweep(
-    folder:Path
-)->list[Path]: # what was removed
+def shared_folder() -> Path:
+    return Path('/dev/shm' if os.path.isdir('/dev/shm') else '/tmp')
+
+
+def sweep(folder: Path) -> list[Path]:  # what was removed
     "Remove the parts of this machine's processes that died before they could"
     mine = f'compassrl-{socket.gethostname()}-'
-    dead = [p for p in folder.glob(mine+'*') if not os.path.exists(f"/proc/{p.name.removeprefix(mine).split('-')[0]}")]
-    for p in dead: p.unlink(missing_ok=True)
+    dead = [
+        p
+        for p in folder.glob(mine + '*')
+        if not os.path.exists(f'/proc/{p.name.removeprefix(mine).split("-")[0]}')
+    ]
+    for p in dead:
+        p.unlink(missing_ok=True)
     return dead
 
+
 def file_parts(
-    weights:Iterable[tuple[str,Tensor]],
-    folder:str|Path|None=None, # None = shared memory; for servers on other machines a folder that they see too
-    max_bytes:int=256<<20
-)->Iterator[Path]:             # safetensors; each is gone as soon as the next is asked for
+    weights: Iterable[tuple[str, Tensor]],
+    folder: str
+    | Path
+    | None = None,  # None = shared memory; for servers on other machines a folder that they see too
+    max_bytes: int = 256 << 20,
+) -> Iterator[Path]:  # safetensors; each is gone as soon as the next is asked for
     "Weights as one file after another: written under another name, renamed when complete"
     folder = shared_folder() if folder is None else Path(folder)
     sweep(folder)
     for part in weight_parts(weights, max_bytes):
-        path = folder/f'compassrl-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}.safetensors'
+        path = (
+            folder / f'compassrl-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}.safetensors'
+        )
         new = path.with_suffix('.tmp')
         try:
-            save_file({n:t.cpu().contiguous() for n,t in part}, new)
+            save_file({n: t.cpu().contiguous() for n, t in part}, new)
             os.replace(new, path)
             yield path
         finally:
-            for p in (path, new): p.unlink(missing_ok=True)
+            for p in (path, new):
+                p.unlink(missing_ok=True)

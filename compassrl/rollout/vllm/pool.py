@@ -6,6 +6,7 @@ Docs: https://compassrl.github.io/compassrl/rollout/vllm/pool.html.md"""
 
 # %% ../../../nbs/rollout/vllm/07_pool.ipynb #c1568f42
 from __future__ import annotations
+
 import asyncio
 import atexit
 import base64
@@ -18,368 +19,562 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+
 import aiohttp
 import numpy as np
 import torch
 from torch import Tensor
-from .config import VllmConfig
+
 from ...model.policy import PolicyConfig
 from ...model.pretrained import read_config
 from ...records import Metrics, Request, Sample
-from ..torch_engine import TorchRollout
-from ..pull_queue import Dispatcher, Span
 from ..fp8 import fp8_weights
+from ..pull_queue import Dispatcher, Span
 from ..schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error
-from .messages import check_vllm, complete, engine_args, file_parts, sampling_args, to_sample, transfer_config, weight_sync
-from .server import Client, Lost, begin, end, send, sleep, start_server, verify, wake
+from ..torch_engine import TorchRollout
+from .config import VllmConfig
+from compassrl.rollout.vllm.messages import (
+    check_vllm,
+    complete,
+    engine_args,
+    file_parts,
+    sampling_args,
+    to_sample,
+    transfer_config,
+    weight_sync,
+)
+from compassrl.rollout.vllm.server import (
+    Client,
+    Lost,
+    begin,
+    end,
+    send,
+    sleep,
+    start_server,
+    verify,
+    wake,
+)
 
 # %% auto #0
 __all__ = ['Replica', 'to_body', 'from_body', 'VllmPool', 'load_weights', 'generate', 'close']
+
 
 # %% ../../../nbs/rollout/vllm/07_pool.ipynb #ea455b61
 @dataclass
 class Replica(Client):
     "One server, as the pool sees it"
-    up:bool=False                 # does it take requests?
-    gone:bool=False               # will it not be back?
-    waits:bool=False              # is it back, for the next sync?
-    losses:int=0
-    why:str=''                    # it was lost last
-    task:asyncio.Task|None=None   # that brings it back
+
+    up: bool = False  # does it take requests?
+    gone: bool = False  # will it not be back?
+    waits: bool = False  # is it back, for the next sync?
+    losses: int = 0
+    why: str = ''  # it was lost last
+    task: asyncio.Task | None = None  # that brings it back
+
 
 # %% ../../../nbs/rollout/vllm/07_pool.ipynb #4f9b7075
-def to_body(
-    r:Request
-)->dict: # JSON of `/inference/v1/generate`
+def to_body(r: Request) -> dict:  # JSON of `/inference/v1/generate`
     return dict(token_ids=list(r.prompt_ids), sampling_params=sampling_args(r))
 
+
 def from_body(
-    r:Request,
-    answer:dict,
-    config:PolicyConfig,
-    version:int,
-    started:float
-)->Sample:
+    r: Request, answer: dict, config: PolicyConfig, version: int, started: float
+) -> Sample:
     "Raises Lost for a request that the server gave up"
     c = answer['choices'][0]
-    if c['finish_reason'] not in ('stop', 'length'): raise Lost(f'finish_reason={c["finish_reason"]!r}')
+    if c['finish_reason'] not in ('stop', 'length'):
+        raise Lost(f'finish_reason={c["finish_reason"]!r}')
     routes = c['routed_experts'] and np.load(io.BytesIO(base64.b64decode(c['routed_experts'])))
     log_probs = [t['logprob'] for t in c['logprobs']['content']]
     return to_sample(r, c['token_ids'], log_probs, routes, config, version, started)
 
+
 # %% ../../../nbs/rollout/vllm/07_pool.ipynb #8e1f5d9a
 class VllmPool:
     "N vLLM servers as one rollout engine (implements `RolloutEngine`). Raises ValueError for what vLLM cannot compute"
-    def __init__(self,
-        model:str|Path,                    # a folder with a `config.json`; servers by URL need the same one
-        config:VllmConfig=VllmConfig(),
-        dtype:torch.dtype=torch.float32,
-        max_len:int|None=None,             # longest sequence; None = the policy's context
-        num_slots:int=64,                  # responses that run at the same time, on each server
-        return_routes:bool=True,           # record the experts of every token
-        schedule:ScheduleConfig=ScheduleConfig(), # which request first
-        log_dir:str|Path|None=None,        # logs of the servers; None = a temporary folder
-        start_timeout_s:float=600.,        # a server that is not ready by then has failed
-        first_gpu:int=0                    # of the servers; they take neighbours (not run on GPU)
+
+    def __init__(
+        self,
+        model: str | Path,  # a folder with a `config.json`; servers by URL need the same one
+        config: VllmConfig = VllmConfig(),
+        dtype: torch.dtype = torch.float32,
+        max_len: int | None = None,  # longest sequence; None = the policy's context
+        num_slots: int = 64,  # responses that run at the same time, on each server
+        return_routes: bool = True,  # record the experts of every token
+        schedule: ScheduleConfig = ScheduleConfig(),  # which request first
+        log_dir: str | Path | None = None,  # logs of the servers; None = a temporary folder
+        start_timeout_s: float = 600.0,  # a server that is not ready by then has failed
+        first_gpu: int = 0,  # of the servers; they take neighbours (not run on GPU)
     ):
         c = read_config(model)
         T = min(max_len or c.max_position_embeddings, c.max_position_embeddings)
         self.config = replace(c, max_position_embeddings=T)
-        self.vllm,self.num_slots,self.schedule = config, num_slots, schedule
+        self.vllm, self.num_slots, self.schedule = config, num_slots, schedule
         self.predictor = LengthPredictor()
-        self.start_timeout_s,self.first_gpu = start_timeout_s, first_gpu
+        self.start_timeout_s, self.first_gpu = start_timeout_s, first_gpu
         self.device = 'cuda' if torch.cuda.is_available() else 'cpu'
         check_vllm(c, config, dtype, self.device, return_routes, one_process=False)
         self.sync = weight_sync(config, self.device)
-        if self.device=='cuda' and not config.urls: _check_gpus(first_gpu, config)
-        self.options = engine_args(model, c, config, dtype, T, num_slots, return_routes, self.device)
+        if self.device == 'cuda' and not config.urls:
+            _check_gpus(first_gpu, config)
+        self.options = engine_args(
+            model, c, config, dtype, T, num_slots, return_routes, self.device
+        )
         self.options['weight_transfer_config'] = transfer_config(self.sync)
-        if config.colocated: self.options['enable_sleep_mode'] = True
-        self.dtype,self.group = dtype, (None, None) # members, the group that they are
+        if config.colocated:
+            self.options['enable_sleep_mode'] = True
+        self.dtype, self.group = dtype, (None, None)  # members, the group that they are
         self.log_dir = Path(log_dir or tempfile.mkdtemp(prefix='compassrl-vllm-'))
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.replicas:dict[str,Replica] = {}
-        self.version:int|None = None
-        self.parts:list[Path] = []         # the weights, for servers that come back
-        self.last_sync:dict[str,float] = {}
-        self.spans:list[Span] = []         # of the last `generate`, in seconds of `time.perf_counter`
-        self.turns:list[tuple[float,str,str]] = [] # when which replica was 'lost' or 'up' again
+        self.replicas: dict[str, Replica] = {}
+        self.version: int | None = None
+        self.parts: list[Path] = []  # the weights, for servers that come back
+        self.last_sync: dict[str, float] = {}
+        self.spans: list[Span] = []  # of the last `generate`, in seconds of `time.perf_counter`
+        self.turns: list[tuple[float, str, str]] = []  # when which replica was 'lost' or 'up' again
         self.job = self.events = None
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True, name='vllm-pool').start()
         atexit.register(self.close)
-        try: self.submit(_open(self)).result()
-        except BaseException: self.close(); raise
+        try:
+            self.submit(_open(self)).result()
+        except BaseException:
+            self.close()
+            raise
 
     check = TorchRollout.check
-    def measured(self)->Metrics:
+
+    def measured(self) -> Metrics:
         "How well lengths were predicted in the last `generate`, and how often servers were lost so far"
         pairs = self.predictor.pairs
-        error = prediction_error(*zip(*pairs)) if len(pairs)>1 else {}
+        error = prediction_error(*zip(*pairs)) if len(pairs) > 1 else {}
         lost = sum(r.losses for r in self.replicas.values())
-        return {f'length_{k}':v for k,v in error.items()} | dict(replicas_lost=float(lost))
-    def submit(self, coroutine): return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        return {f'length_{k}': v for k, v in error.items()} | dict(replicas_lost=float(lost))
+
+    def submit(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
 
 def _check_gpus(first, config):
-    there,need = torch.cuda.device_count(), first+config.num_replicas*config.tensor_parallel
-    n,tp = config.num_replicas, config.tensor_parallel
-    if there<need: raise ValueError(f"num_replicas={n} with tensor_parallel={tp} after "
-        f'the first {first} GPUs need {need}, there are {there}: use fewer, or servers on other machines by urls')
+    there, need = torch.cuda.device_count(), first + config.num_replicas * config.tensor_parallel
+    n, tp = config.num_replicas, config.tensor_parallel
+    if there < need:
+        raise ValueError(
+            f'num_replicas={n} with tensor_parallel={tp} after '
+            f'the first {first} GPUs need {need}, there are {there}: use fewer, or servers on other machines by urls'
+        )
+
 
 # %% ../../../nbs/rollout/vllm/07_pool.ipynb #fd44bc95
-async def _open(self:VllmPool): # all servers at once
+async def _open(self: VllmPool):  # all servers at once
     # each request on a connection of its own: a server closes an idle one at a moment of its choice, and a request
     # that was on its way there would look like a server that is gone
     self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
     names = self.vllm.urls or [f'replica {i}' for i in range(self.vllm.num_replicas)]
     for n in names:
         url = n.rstrip('/') if self.vllm.urls else ''
-        self.replicas[n] = Replica(n, self.http, self.vllm.timeout_s, url, by_file=self.sync=='file')
-    for r in self.replicas.values(): _start(self, r)
-    how = '' if self.sync=='file' else f" get weights by {self.sync} (not run on GPU; the tests run vllm.sync='file')"
-    print(f'{len(names)} vLLM server{"s"*(len(names)>1)}{how}: loading', end='', flush=True)
+        self.replicas[n] = Replica(
+            n, self.http, self.vllm.timeout_s, url, by_file=self.sync == 'file'
+        )
+    for r in self.replicas.values():
+        _start(self, r)
+    how = (
+        ''
+        if self.sync == 'file'
+        else f" get weights by {self.sync} (not run on GPU; the tests run vllm.sync='file')"
+    )
+    print(f'{len(names)} vLLM server{"s" * (len(names) > 1)}{how}: loading', end='', flush=True)
     start = time.perf_counter()
-    try: await asyncio.gather(*(r.ready(_patience(self, r)) for r in self.replicas.values()))
-    except Lost as e: print(); raise RuntimeError(str(e)) from None
-    for r in self.replicas.values(): r.up = True
-    print(f', ready after {time.perf_counter()-start:.0f} s')
+    try:
+        await asyncio.gather(*(r.ready(_patience(self, r)) for r in self.replicas.values()))
+    except Lost as e:
+        print()
+        raise RuntimeError(str(e)) from None
+    for r in self.replicas.values():
+        r.up = True
+    print(f', ready after {time.perf_counter() - start:.0f} s')
 
-def _start(self:VllmPool, r:Replica):
-    if self.vllm.urls: return
-    i,tp = list(self.replicas).index(r.name), self.vllm.tensor_parallel
-    ours = [g for g in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if g] or list(map(str, range(1024)))
-    gpus = ','.join(ours[self.first_gpu+i*tp:][:tp])
-    r.server,r.url = start_server(self.options, self.device, self.log_dir/f'{r.name.replace(" ", "-")}.log', gpus)
 
-def _patience(self:VllmPool, r:Replica): return self.start_timeout_s if r.server else self.vllm.timeout_s
+def _start(self: VllmPool, r: Replica):
+    if self.vllm.urls:
+        return
+    i, tp = list(self.replicas).index(r.name), self.vllm.tensor_parallel
+    ours = [g for g in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if g] or list(
+        map(str, range(1024))
+    )
+    gpus = ','.join(ours[self.first_gpu + i * tp :][:tp])
+    r.server, r.url = start_server(
+        self.options, self.device, self.log_dir / f'{r.name.replace(" ", "-")}.log', gpus
+    )
+
+
+def _patience(self: VllmPool, r: Replica):
+    return self.start_timeout_s if r.server else self.vllm.timeout_s
+
 
 # %% ../../../nbs/rollout/vllm/07_pool.ipynb #485cc519
-async def _each(replicas:list[Replica], step:Callable, *args):
+async def _each(replicas: list[Replica], step: Callable, *args):
     "One step on all replicas at once; one that fails takes no further steps"
+
     async def one(r):
-        try: await step(r, *args)
-        except Lost as e: r.up,r.why = False, str(e)
+        try:
+            await step(r, *args)
+        except Lost as e:
+            r.up, r.why = False, str(e)
+
     await asyncio.gather(*(one(r) for r in replicas if r.up))
 
-def load_weights(self:VllmPool, weights:Iterable[tuple[str,Tensor]], version:int):
+
+def load_weights(self: VllmPool, weights: Iterable[tuple[str, Tensor]], version: int):
     "New weights on every server, exactly; caches of the old ones are dropped. Raises RuntimeError while requests run"
-    if self.job: raise RuntimeError('requests are running: finish or close `generate` before loading weights')
-    if self.vllm.quantization and self.device=='cpu': weights = fp8_weights(weights) # no kernels there: values alone
+    if self.job:
+        raise RuntimeError(
+            'requests are running: finish or close `generate` before loading weights'
+        )
+    if self.vllm.quantization and self.device == 'cpu':
+        weights = fp8_weights(weights)  # no kernels there: values alone
     start = time.perf_counter()
     self.submit(_settle(self)).result()
     _forget_weights(self)
-    for r in self.replicas.values(): r.up,r.waits = r.up or r.waits, False
+    for r in self.replicas.values():
+        r.up, r.waits = r.up or r.waits, False
     there = [r for r in self.replicas.values() if r.up]
-    def tell(step, *args): return self.submit(_each(there, step, *args))
+
+    def tell(step, *args):
+        return self.submit(_each(there, step, *args))
+
     try:
-        if self.vllm.colocated: tell(wake).result()
+        if self.vllm.colocated:
+            tell(wake).result()
         tell(begin).result()
-        size = _by_file(self, tell, weights) if self.sync=='file' else _by_gpu(self, there, weights)
+        size = (
+            _by_file(self, tell, weights) if self.sync == 'file' else _by_gpu(self, there, weights)
+        )
         tell(end, version).result()
         self.version = version
     except BaseException:
-        tell(Client.post, '/finish_weight_update').result() # takes half-loaded layers out of their limbo
+        tell(
+            Client.post, '/finish_weight_update'
+        ).result()  # takes half-loaded layers out of their limbo
         raise
     finally:
         for r in there:
-            if not r.up: self.loop.call_soon_threadsafe(_lose, self, r, r.why)
-    self.last_sync = dict(sync_s=time.perf_counter()-start, sync_bytes=size, sync_parts=len(self.parts))
+            if not r.up:
+                self.loop.call_soon_threadsafe(_lose, self, r, r.why)
+    self.last_sync = dict(
+        sync_s=time.perf_counter() - start, sync_bytes=size, sync_parts=len(self.parts)
+    )
 
-def _by_file(self:VllmPool, tell:Callable, weights)->int: # bytes
-    size,sending = 0, None
+
+def _by_file(self: VllmPool, tell: Callable, weights) -> int:  # bytes
+    size, sending = 0, None
     for path in file_parts(complete(weights, self.config), self.vllm.sync_dir or None):
         kept = path.with_name(f'{path.stem}-{id(self)}{path.suffix}')
-        os.link(path, kept); self.parts.append(kept); size += kept.stat().st_size
-        if sending: sending.result() # the next part was written while this one was read
+        os.link(path, kept)
+        self.parts.append(kept)
+        size += kept.stat().st_size
+        if sending:
+            sending.result()  # the next part was written while this one was read
         sending = tell(send, kept)
     sending.result()
     return size
 
-def _by_gpu(self:VllmPool, there:list[Replica], weights)->int: # not run on GPU
-    from compassrl.rollout.vllm.gpu import Everyone, NcclGroup, SharedGpu # these import vLLM; nothing else here does
+
+def _by_gpu(self: VllmPool, there: list[Replica], weights) -> int:  # not run on GPU
+    from compassrl.rollout.vllm.gpu import (
+        Everyone,
+        NcclGroup,
+        SharedGpu,
+    )  # these import vLLM; nothing else here does
+
     members = [(r.name, r.losses) for r in there if r.up]
-    if self.group[0]!=members: # a server that was restarted is another one
+    if self.group[0] != members:  # a server that was restarted is another one
+
         async def post(path, bodies):
-            await asyncio.gather(*(self.replicas[n].post(path, **b) for (n,_),b in zip(members, bodies)))
-        everyone = Everyone(lambda *a: self.submit(post(*a)).result(), len(members), self.vllm.tensor_parallel)
+            await asyncio.gather(
+                *(self.replicas[n].post(path, **b) for (n, _), b in zip(members, bodies))
+            )
+
+        everyone = Everyone(
+            lambda *a: self.submit(post(*a)).result(), len(members), self.vllm.tensor_parallel
+        )
         of = everyone, self.config, self.dtype
-        self.group = members, NcclGroup(*of, self.vllm.timeout_s) if self.sync=='nccl' else SharedGpu(*of)
+        self.group = (
+            members,
+            NcclGroup(*of, self.vllm.timeout_s) if self.sync == 'nccl' else SharedGpu(*of),
+        )
     return self.group[1].send(weights)
 
-def _forget_weights(self:VllmPool):
-    self.version = None
-    while self.parts: self.parts.pop().unlink(missing_ok=True)
 
-async def _settle(self:VllmPool): # all that come back are back
-    while tasks := [r.task for r in self.replicas.values() if r.task]: await asyncio.wait(tasks)
+def _forget_weights(self: VllmPool):
+    self.version = None
+    while self.parts:
+        self.parts.pop().unlink(missing_ok=True)
+
+
+async def _settle(self: VllmPool):  # all that come back are back
+    while tasks := [r.task for r in self.replicas.values() if r.task]:
+        await asyncio.wait(tasks)
     _raise_errors(self)
+
 
 VllmPool.load_weights = load_weights
 
+
 # %% ../../../nbs/rollout/vllm/07_pool.ipynb #3704d562
-def _lose(self:VllmPool, r:Replica, why:str):
+def _lose(self: VllmPool, r: Replica, why: str):
     "This replica takes no requests until it is back with the present weights"
-    if r.task or r.gone: return
-    r.up,r.why = False, why
+    if r.task or r.gone:
+        return
+    r.up, r.why = False, why
     r.losses += 1
     self.turns.append((time.perf_counter(), r.name, 'lost'))
-    print(f'{r.name} is lost, and starts again: {why.splitlines()[0]}' if r.server else f'{r.name} is lost: {why}')
+    print(
+        f'{r.name} is lost, and starts again: {why.splitlines()[0]}'
+        if r.server
+        else f'{r.name} is lost: {why}'
+    )
     r.task = self.loop.create_task(_revive(self, r))
 
-async def _revive(self:VllmPool, r:Replica):
+
+async def _revive(self: VllmPool, r: Replica):
     try:
         while not r.up:
-            if r.server: await asyncio.to_thread(r.server.kill)
-            if r.losses>self.vllm.max_restarts: r.gone = True; break
+            if r.server:
+                await asyncio.to_thread(r.server.kill)
+            if r.losses > self.vllm.max_restarts:
+                r.gone = True
+                break
             _start(self, r)
             try:
                 await r.ready(_patience(self, r))
-                if self.sync!='file' and self.version is not None: r.waits = True; break # nothing is kept for it
-                if self.version is not None: await _load(self, r)
+                if self.sync != 'file' and self.version is not None:
+                    r.waits = True
+                    break  # nothing is kept for it
+                if self.version is not None:
+                    await _load(self, r)
                 r.up = True
                 self.turns.append((time.perf_counter(), r.name, 'up'))
                 print(f'{r.name} is back')
-            except Lost as e: r.why,r.losses,r.gone = str(e), r.losses+1, not r.server # a URL that stays away is gone
-            if r.gone: break
-        if r.gone and not r.server: print(f'{r.name} is dropped: {r.why}')
-    except Exception as e: r.gone,r.why = True, f'{type(e).__name__}: {e}'
+            except Lost as e:
+                r.why, r.losses, r.gone = (
+                    str(e),
+                    r.losses + 1,
+                    not r.server,
+                )  # a URL that stays away is gone
+            if r.gone:
+                break
+        if r.gone and not r.server:
+            print(f'{r.name} is dropped: {r.why}')
+    except Exception as e:
+        r.gone, r.why = True, f'{type(e).__name__}: {e}'
     finally:
         r.task = None
-        if self.events: self.events.put_nowait(None)
+        if self.events:
+            self.events.put_nowait(None)
 
-async def _load(self:VllmPool, r:Replica):
+
+async def _load(self: VllmPool, r: Replica):
     await begin(r)
-    for p in self.parts: await send(r, p)
+    for p in self.parts:
+        await send(r, p)
     await end(r, self.version)
 
-def _raise_errors(self:VllmPool, suspect:str=''):
+
+def _raise_errors(self: VllmPool, suspect: str = ''):
     "A server of ours that cannot be brought back ends the run; so does the last URL"
     for r in self.replicas.values():
         if r.gone and r.server:
-            raise RuntimeError(f'{r.name} was lost {r.losses} times, more than max_restarts={self.vllm.max_restarts}. '
-                f'The last time: {r.why}{suspect}\n{r.server.tail()}')
+            raise RuntimeError(
+                f'{r.name} was lost {r.losses} times, more than max_restarts={self.vllm.max_restarts}. '
+                f'The last time: {r.why}{suspect}\n{r.server.tail()}'
+            )
     if all(r.gone or r.waits for r in self.replicas.values()):
-        raise RuntimeError('no vLLM server is left: '+'; '.join(f'{r.name}: {r.why}' for r in self.replicas.values()))
+        raise RuntimeError(
+            'no vLLM server is left: '
+            + '; '.join(f'{r.name}: {r.why}' for r in self.replicas.values())
+        )
+
 
 # %% ../../../nbs/rollout/vllm/07_pool.ipynb #e3c501f6
-def generate(self:VllmPool, requests:Iterable[Request])->Iterator[Sample]:
+def generate(self: VllmPool, requests: Iterable[Request]) -> Iterator[Sample]:
     "Yields each sample as it finishes, on whichever server. Raises RuntimeError for a server that keeps failing"
-    if self.version is None: raise RuntimeError('this pool has no weights: call `load_weights` first')
-    if self.job: raise RuntimeError('requests are running: one `generate` at a time')
+    if self.version is None:
+        raise RuntimeError('this pool has no weights: call `load_weights` first')
+    if self.job:
+        raise RuntimeError('requests are running: one `generate` at a time')
     requests = list(requests)
-    for r in requests: self.check(r) # a token outside the vocabulary would take one server after another with it
-    out,plan = queue.SimpleQueue(), Schedule(requests, self.schedule, self.predictor)
-    self.job = self.submit(_serve(self, Dispatcher(plan.requests, self.num_slots, plan.order), plan, out))
+    for r in requests:
+        self.check(r)  # a token outside the vocabulary would take one server after another with it
+    out, plan = queue.SimpleQueue(), Schedule(requests, self.schedule, self.predictor)
+    self.job = self.submit(
+        _serve(self, Dispatcher(plan.requests, self.num_slots, plan.order), plan, out)
+    )
     self.job.add_done_callback(lambda _: out.put(None))
     try:
-        while s := out.get(): yield s
+        while s := out.get():
+            yield s
         self.job.result()
     finally:
-        self.job.cancel(); self.job = None
-        if self.vllm.colocated: self.submit(_each(list(self.replicas.values()), sleep)).result()
+        self.job.cancel()
+        self.job = None
+        if self.vllm.colocated:
+            self.submit(_each(list(self.replicas.values()), sleep)).result()
 
-async def _serve(self:VllmPool, d:Dispatcher, plan:Schedule, out:queue.SimpleQueue):
-    self.events,self.spans,tasks = asyncio.Queue(), [], {}
+
+async def _serve(self: VllmPool, d: Dispatcher, plan: Schedule, out: queue.SimpleQueue):
+    self.events, self.spans, tasks = asyncio.Queue(), [], {}
     _raise_errors(self)
     there = [r for r in self.replicas.values() if r.up]
-    if self.vllm.colocated: await _each(there, wake)
-    await _each(there, verify, self.version) # a server may have been restarted behind our back
+    if self.vllm.colocated:
+        await _each(there, wake)
+    await _each(there, verify, self.version)  # a server may have been restarted behind our back
     for r in there:
-        if not r.up: _lose(self, r, r.why)
+        if not r.up:
+            _lose(self, r, r.why)
     try:
         while d.left:
             for r in self.replicas.values():
-                if r.up and r.name not in d.busy: d.join(r.name, time.perf_counter())
+                if r.up and r.name not in d.busy:
+                    d.join(r.name, time.perf_counter())
             while handed := d.pull(time.perf_counter()):
-                ticket,name,request = handed
+                ticket, name, request = handed
                 task = self.loop.create_task(_ask(self, ticket, self.replicas[name], request))
-                tasks[ticket] = task,d.out[ticket][1],time.perf_counter()
+                tasks[ticket] = task, d.out[ticket][1], time.perf_counter()
             _raise_errors(self, _suspect(self, d))
             await _take(self, d, plan, tasks, out)
             _listen(self, d, tasks)
     finally:
-        for task,*_ in tasks.values(): task.cancel()
+        for task, *_ in tasks.values():
+            task.cancel()
 
-def _listen(self:VllmPool, d:Dispatcher, tasks:dict):
+
+def _listen(self: VllmPool, d: Dispatcher, tasks: dict):
     "A long response is no hang: a silent replica is asked for a sign of life, which only a live engine gives"
-    now,limit = time.perf_counter(), self.vllm.timeout_s
-    for name in d.silent(now, limit/2):
-        if name not in tasks: tasks[name] = self.loop.create_task(_probe(self, self.replicas[name], limit/2)),-1,now
-    slow = limit+max(r.params.max_tokens for r in d.requests) # seconds: a token takes no more than one
-    for name in {d.out[t][0] for t,(_,i,start) in tasks.items() if i>=0 and now-start>slow}:
+    now, limit = time.perf_counter(), self.vllm.timeout_s
+    for name in d.silent(now, limit / 2):
+        if name not in tasks:
+            tasks[name] = (
+                self.loop.create_task(_probe(self, self.replicas[name], limit / 2)),
+                -1,
+                now,
+            )
+    slow = limit + max(
+        r.params.max_tokens for r in d.requests
+    )  # seconds: a token takes no more than one
+    for name in {
+        d.out[t][0] for t, (_, i, start) in tasks.items() if i >= 0 and now - start > slow
+    }:
         _drop(self, d, tasks, self.replicas[name], f'did not finish a response in {slow:g} s')
 
-async def _probe(self:VllmPool, r:Replica, wait_s:float):
-    try: answer = await r.call('GET', '/is_paused', timeout_s=wait_s) # answered between two steps of the engine
-    except Lost: answer = Lost(f'gave nothing for {self.vllm.timeout_s:g} s')
+
+async def _probe(self: VllmPool, r: Replica, wait_s: float):
+    try:
+        answer = await r.call(
+            'GET', '/is_paused', timeout_s=wait_s
+        )  # answered between two steps of the engine
+    except Lost:
+        answer = Lost(f'gave nothing for {self.vllm.timeout_s:g} s')
     self.events.put_nowait((r.name, r, answer))
 
-async def _ask(self:VllmPool, ticket:int, r:Replica, request:Request):
+
+async def _ask(self: VllmPool, ticket: int, r: Replica, request: Request):
     start = time.perf_counter()
     try:
         answer = await r.call('POST', '/inference/v1/generate', to_body(request))
         answer = from_body(request, answer, self.config, self.version, start)
-        if self.options['enable_return_routed_experts'] and answer.routed_experts is None: # a gateway dropped them
-            raise ValueError(f'{r.name} sent no routes: start it with --enable-return-routed-experts, and let nothing '
-                'between it and us drop them')
-    except Exception as e: answer = e
+        if (
+            self.options['enable_return_routed_experts'] and answer.routed_experts is None
+        ):  # a gateway dropped them
+            raise ValueError(
+                f'{r.name} sent no routes: start it with --enable-return-routed-experts, and let nothing '
+                'between it and us drop them'
+            )
+    except Exception as e:
+        answer = e
     self.events.put_nowait((ticket, r, answer))
 
-async def _take(self:VllmPool, d:Dispatcher, plan:Schedule, tasks:dict, out:queue.SimpleQueue):
+
+async def _take(self: VllmPool, d: Dispatcher, plan: Schedule, tasks: dict, out: queue.SimpleQueue):
     "What happens next: an answer, a replica that is back, or nothing for a while"
     try:
-        async with asyncio.timeout(min(1, self.vllm.timeout_s/8)): event = await self.events.get()
-    except TimeoutError: return
-    if event is None: return
-    ticket,r,answer = event
-    if ticket not in tasks: return # of a replica that was given up
-    if isinstance(answer, Lost): return _drop(self, d, tasks, r, str(answer))
-    if isinstance(answer, Exception): raise answer
-    _,i,start = tasks.pop(ticket)
-    if ticket==r.name: return d.alive(r.name, time.perf_counter())
+        async with asyncio.timeout(min(1, self.vllm.timeout_s / 8)):
+            event = await self.events.get()
+    except TimeoutError:
+        return
+    if event is None:
+        return
+    ticket, r, answer = event
+    if ticket not in tasks:
+        return  # of a replica that was given up
+    if isinstance(answer, Lost):
+        return _drop(self, d, tasks, r, str(answer))
+    if isinstance(answer, Exception):
+        raise answer
+    _, i, start = tasks.pop(ticket)
+    if ticket == r.name:
+        return d.alive(r.name, time.perf_counter())
     now = time.perf_counter()
     answer.timings['replica'] = float(list(self.replicas).index(r.name))
     self.spans.append(Span(r.name, i, start, now, 'done'))
-    plan.observe(answer) # before the queue moves on: its order may be another now
-    if d.finish(ticket, now): out.put(plan.label(answer))
-    if not plan.full(answer): return
-    where = {t:name for t,(name,_) in d.out.items()}
-    for t in d.drop(d.requests[i]): # the last to end of a group that asked for more than it needs
-        task,i,start = tasks.pop(t)
+    plan.observe(answer)  # before the queue moves on: its order may be another now
+    if d.finish(ticket, now):
+        out.put(plan.label(answer))
+    if not plan.full(answer):
+        return
+    where = {t: name for t, (name, _) in d.out.items()}
+    for t in d.drop(d.requests[i]):  # the last to end of a group that asked for more than it needs
+        task, i, start = tasks.pop(t)
         task.cancel()
         self.spans.append(Span(where[t], i, start, now, 'dropped'))
 
-def _drop(self:VllmPool, d:Dispatcher, tasks:dict, r:Replica, why:str):
+
+def _drop(self: VllmPool, d: Dispatcher, tasks: dict, r: Replica, why: str):
     "Its requests go back, its answers do not count any more, and it is brought back"
-    for ticket in [t for t in (r.name, *d.busy[r.name]) if t in tasks]: # its probe, its requests
-        task,i,start = tasks.pop(ticket)
+    for ticket in [t for t in (r.name, *d.busy[r.name]) if t in tasks]:  # its probe, its requests
+        task, i, start = tasks.pop(ticket)
         task.cancel()
-        if i>=0: self.spans.append(Span(r.name, i, start, time.perf_counter(), 'lost'))
+        if i >= 0:
+            self.spans.append(Span(r.name, i, start, time.perf_counter(), 'lost'))
     d.leave(r.name)
     _lose(self, r, why)
 
-def _suspect(self:VllmPool, d:Dispatcher)->str:
-    (i,n), = d.lost.most_common(1) or [(0, 0)]
+
+def _suspect(self: VllmPool, d: Dispatcher) -> str:
+    ((i, n),) = d.lost.most_common(1) or [(0, 0)]
     q = d.requests[i] if n else None
-    return f' (request {q.prompt_id}/{q.index} was on a server that was lost {n} times)' if n>1 else ''
+    return (
+        f' (request {q.prompt_id}/{q.index} was on a server that was lost {n} times)'
+        if n > 1
+        else ''
+    )
+
 
 VllmPool.generate = generate
 
+
 # %% ../../../nbs/rollout/vllm/07_pool.ipynb #e21156cf
-def close(self:VllmPool):
+def close(self: VllmPool):
     "End the servers that we started and remove the weights"
     atexit.unregister(self.close)
-    if not self.loop.is_running(): return
+    if not self.loop.is_running():
+        return
     self.submit(_shut(self)).result()
     self.loop.call_soon_threadsafe(self.loop.stop)
     _forget_weights(self)
 
-async def _shut(self:VllmPool):
-    if self.job: self.job.cancel()
+
+async def _shut(self: VllmPool):
+    if self.job:
+        self.job.cancel()
     for r in self.replicas.values():
-        if r.task: r.task.cancel()
+        if r.task:
+            r.task.cancel()
         r.up = False
     await self.http.close()
-    await asyncio.gather(*(asyncio.to_thread(r.server.kill, 5.) for r in self.replicas.values() if r.server))
+    await asyncio.gather(
+        *(asyncio.to_thread(r.server.kill, 5.0) for r in self.replicas.values() if r.server)
+    )
+
 
 VllmPool.close = close

@@ -6,6 +6,7 @@ Docs: https://compassrl.github.io/compassrl/rollout/vllm/server.html.md"""
 
 # %% ../../../nbs/rollout/vllm/04_server.ipynb #3137f38e
 from __future__ import annotations
+
 import asyncio
 import json
 import os
@@ -19,42 +20,82 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
 import aiohttp
 import msgspec
 
 # %% auto #0
-__all__ = ['flags', 'server_env', 'Server', 'Nursery', 'nursery', 'free_port', 'server_command', 'start_server', 'Lost', 'Client',
-           'begin', 'send', 'end', 'sleep', 'wake', 'verify']
+__all__ = [
+    'flags',
+    'server_env',
+    'Server',
+    'Nursery',
+    'nursery',
+    'free_port',
+    'server_command',
+    'start_server',
+    'Lost',
+    'Client',
+    'begin',
+    'send',
+    'end',
+    'sleep',
+    'wake',
+    'verify',
+]
+
 
 # %% ../../../nbs/rollout/vllm/04_server.ipynb #a9e67b5a
 def flags(
-    options:dict # names with underscores -> values
-)->list[str]:    # of a command line
+    options: dict,  # names with underscores -> values
+) -> list[str]:  # of a command line
     "True and False become `--name` and `--no-name`, None is left out, a dict becomes JSON"
     out = []
-    for k,v in options.items():
+    for k, v in options.items():
         k = k.replace('_', '-')
-        if v is True or v is False: out.append(f'--{k}' if v else f'--no-{k}')
-        elif v is not None: out += [f'--{k}', json.dumps(v) if isinstance(v, dict) else str(v)]
+        if v is True or v is False:
+            out.append(f'--{k}' if v else f'--no-{k}')
+        elif v is not None:
+            out += [f'--{k}', json.dumps(v) if isinstance(v, dict) else str(v)]
     return out
 
+
 # %% ../../../nbs/rollout/vllm/04_server.ipynb #1e5c4e81
-_of_torchrun = 'RANK', 'WORLD_SIZE', 'LOCAL_', 'GROUP_', 'ROLE_', 'MASTER_', 'TORCHELASTIC_', 'TORCH_NCCL_'
+_of_torchrun = (
+    'RANK',
+    'WORLD_SIZE',
+    'LOCAL_',
+    'GROUP_',
+    'ROLE_',
+    'MASTER_',
+    'TORCHELASTIC_',
+    'TORCH_NCCL_',
+)
+
 
 def server_env(
-    device:str,
-    gpus:str=''  # which it may use, as in CUDA_VISIBLE_DEVICES
-)->dict[str,str]:
+    device: str,
+    gpus: str = '',  # which it may use, as in CUDA_VISIBLE_DEVICES
+) -> dict[str, str]:
     "The environment of a server: ours, without what torchrun tells its ranks, and pytest each test"
-    env = {k:v for k,v in os.environ.items() if not k.startswith((*_of_torchrun, 'PYTEST_'))}
-    env |= dict(VLLM_SERVER_DEV_MODE='1', VLLM_NO_USAGE_STATS='1', VLLM_DO_NOT_TRACK='1', HF_HUB_OFFLINE='1',
-        PYTHONUNBUFFERED='1')
+    env = {k: v for k, v in os.environ.items() if not k.startswith((*_of_torchrun, 'PYTEST_'))}
+    env |= dict(
+        VLLM_SERVER_DEV_MODE='1',
+        VLLM_NO_USAGE_STATS='1',
+        VLLM_DO_NOT_TRACK='1',
+        HF_HUB_OFFLINE='1',
+        PYTHONUNBUFFERED='1',
+    )
     env.setdefault('VLLM_LOGGING_LEVEL', 'WARNING')
-    if device=='cpu':
-        env.setdefault('OMP_NUM_THREADS', '1') # threads that wait for a core cost more than they bring
+    if device == 'cpu':
+        env.setdefault(
+            'OMP_NUM_THREADS', '1'
+        )  # threads that wait for a core cost more than they bring
         env |= dict(VLLM_CPU_OMP_THREADS_BIND='nobind', VLLM_ENABLE_V1_MULTIPROCESSING='0')
-    elif gpus: env['CUDA_VISIBLE_DEVICES'] = gpus
+    elif gpus:
+        env['CUDA_VISIBLE_DEVICES'] = gpus
     return env
+
 
 # %% ../../../nbs/rollout/vllm/04_server.ipynb #a8c90caf
 _guard = """import os, select, signal, subprocess, sys
@@ -68,53 +109,84 @@ def guard(server): # our input is the connection to the owner: it hangs up when 
     os.killpg(server, signal.SIGKILL)
     os.waitpid(server, 0)
 """
-_plain = _guard+'guard(subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, process_group=0).pid)'
+_plain = (
+    _guard + 'guard(subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, process_group=0).pid)'
+)
+
 
 class Server:
     "A process group that lives no longer than we do"
-    def __init__(self,
-        command:list[str],
-        env:dict[str,str],
-        log:str|Path,      # a file for its output
-        fork:bool=False    # from the nursery? The command is then `python -m` something that it has imported
+
+    def __init__(
+        self,
+        command: list[str],
+        env: dict[str, str],
+        log: str | Path,  # a file for its output
+        fork: bool = False,  # from the nursery? The command is then `python -m` something that it has imported
     ):
-        self.log,self.guard = Path(log), None
-        self.link,theirs = socket.socketpair()
+        self.log, self.guard = Path(log), None
+        self.link, theirs = socket.socketpair()
         with self.log.open('ab') as f, theirs:
-            if fork: nursery(env, f).start(command[2:], env, self.link, theirs, f)
-            else: self.guard = subprocess.Popen([sys.executable, '-c', _plain, *command], env=env, stdin=theirs,
-                stdout=f, stderr=subprocess.STDOUT, start_new_session=True)
+            if fork:
+                nursery(env, f).start(command[2:], env, self.link, theirs, f)
+            else:
+                self.guard = subprocess.Popen(
+                    [sys.executable, '-c', _plain, *command],
+                    env=env,
+                    stdin=theirs,
+                    stdout=f,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+
     @property
-    def pid(self)->int: # of the server and its process group; 0 = not yet, or no more
-        try: return int(self.link.recv(16, socket.MSG_PEEK|socket.MSG_DONTWAIT) or 0)
-        except OSError: return 0
-    def ended(self, limit_s:float|None=None)->bool: # by then
-        if self.link.fileno()<0: return True
+    def pid(self) -> int:  # of the server and its process group; 0 = not yet, or no more
+        try:
+            return int(self.link.recv(16, socket.MSG_PEEK | socket.MSG_DONTWAIT) or 0)
+        except OSError:
+            return 0
+
+    def ended(self, limit_s: float | None = None) -> bool:  # by then
+        if self.link.fileno() < 0:
+            return True
         p = select.poll()
         p.register(self.link, 0)
-        return bool(p.poll(None if limit_s is None else limit_s*1000))
+        return bool(p.poll(None if limit_s is None else limit_s * 1000))
+
     @property
-    def alive(self)->bool: return not self.ended(0)
-    def signal(self, sig:int):
+    def alive(self) -> bool:
+        return not self.ended(0)
+
+    def signal(self, sig: int):
         "To the server and its workers"
         with suppress(ProcessLookupError):
-            if pid := self.pid: os.killpg(pid, sig)
-    def kill(self,
-        grace_s:float=0. # time to clean up; what is killed leaves shared memory behind
+            if pid := self.pid:
+                os.killpg(pid, sig)
+
+    def kill(
+        self,
+        grace_s: float = 0.0,  # time to clean up; what is killed leaves shared memory behind
     ):
         "End it"
         if self.pid:
-            if grace_s: self.signal(signal.SIGTERM); self.ended(grace_s)
+            if grace_s:
+                self.signal(signal.SIGTERM)
+                self.ended(grace_s)
             self.signal(signal.SIGKILL)
             self.ended()
-        self.link.close() # ends one that is not there yet
-        if self.guard: self.guard.wait()
-    def tail(self, lines:int=12)->str:
+        self.link.close()  # ends one that is not there yet
+        if self.guard:
+            self.guard.wait()
+
+    def tail(self, lines: int = 12) -> str:
         "The last lines of its log"
         return '\n'.join(self.log.read_text(errors='replace').splitlines()[-lines:])
 
+
 # %% ../../../nbs/rollout/vllm/04_server.ipynb #9601ed80
-_nursery = _guard+"""
+_nursery = (
+    _guard
+    + """
 import gc, importlib, json, multiprocessing, runpy, socket
 for m in ('entrypoints.openai.api_server', 'v1.engine.async_llm', 'v1.engine.core', 'v1.executor.uniproc_executor',
           'v1.worker.cpu_worker', 'model_executor.models.qwen3_moe'): importlib.import_module('vllm.'+m)
@@ -145,126 +217,198 @@ os.dup2(os.open(os.devnull, os.O_RDWR), 0)
 sys.modules.pop(sys.argv[0], None) # it runs as __main__ now
 runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
 """
+)
 
-def _read_early(env): # while vLLM and torch are imported; any other variable may differ from server to server
-    early,late = ('VLLM_', 'OMP_', 'MKL_', 'KMP_', 'TORCH', 'HF_', 'LD_'), 'TORCHINDUCTOR_CACHE_DIR' # torch's own
-    return {k:v for k,v in env.items() if k.startswith(early) and k!=late}
+
+def _read_early(
+    env,
+):  # while vLLM and torch are imported; any other variable may differ from server to server
+    early, late = (
+        ('VLLM_', 'OMP_', 'MKL_', 'KMP_', 'TORCH', 'HF_', 'LD_'),
+        'TORCHINDUCTOR_CACHE_DIR',
+    )  # torch's own
+    return {k: v for k, v in env.items() if k.startswith(early) and k != late}
+
 
 class Nursery:
     "A process that has imported vLLM; servers are copies of it"
-    one,lock = None, threading.Lock()
-    def __init__(self, env:dict[str,str], log):
-        self.env = _read_early(env)
-        self.owner,theirs = socket.socketpair()
-        with theirs: self.process = subprocess.Popen([sys.executable, '-c', _nursery], env=env, stdin=theirs,
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    def start(self, argv:list[str], env:dict[str,str], link:socket.socket, theirs:socket.socket, log):
-        "Returns at once; whoever holds `link` sees the guard's answer"
-        link.sendall(json.dumps([os.getcwd(), argv, env]).encode()+b'\n')
-        with suppress(BrokenPipeError): socket.send_fds(self.owner, [b'.'], [theirs.fileno(), log.fileno()])
 
-def nursery(env:dict[str,str], log)->Nursery:
+    one, lock = None, threading.Lock()
+
+    def __init__(self, env: dict[str, str], log):
+        self.env = _read_early(env)
+        self.owner, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, '-c', _nursery],
+                env=env,
+                stdin=theirs,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def start(
+        self, argv: list[str], env: dict[str, str], link: socket.socket, theirs: socket.socket, log
+    ):
+        "Returns at once; whoever holds `link` sees the guard's answer"
+        link.sendall(json.dumps([os.getcwd(), argv, env]).encode() + b'\n')
+        with suppress(BrokenPipeError):
+            socket.send_fds(self.owner, [b'.'], [theirs.fileno(), log.fileno()])
+
+
+def nursery(env: dict[str, str], log) -> Nursery:
     "The one of this process, made anew if it has ended, or for variables that it has read otherwise"
     with Nursery.lock:
         n = Nursery.one
-        if not n or n.process.poll() is not None or n.env!=_read_early(env): Nursery.one = Nursery(env, log)
+        if not n or n.process.poll() is not None or n.env != _read_early(env):
+            Nursery.one = Nursery(env, log)
         return Nursery.one
 
+
 # %% ../../../nbs/rollout/vllm/04_server.ipynb #9c13513c
-def free_port()->int: # below those of outgoing connections, which might take it while a server is still loading
+def free_port() -> (
+    int
+):  # below those of outgoing connections, which might take it while a server is still loading
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as s, suppress(OSError):
             s.bind(('127.0.0.1', port))
             return port
 
+
 def server_command(
-    options:dict,         # as `engine_args` gives them
-    device:str,           # 'cpu' or 'cuda' (not run on GPU)
-    port:int,
-    host:str='127.0.0.1'  # who may reach it: there is no password
-)->list[str]:
+    options: dict,  # as `engine_args` gives them
+    device: str,  # 'cpu' or 'cuda' (not run on GPU)
+    port: int,
+    host: str = '127.0.0.1',  # who may reach it: there is no password
+) -> list[str]:
     "vLLM's own server with token ids in and out and the routes that take weights"
-    options = dict(host=host, port=port, served_model_name='policy', enable_scale_out=True, disable_log_stats=True,
-        disable_uvicorn_access_log=True, weight_transfer_config=dict(backend='compassrl')) | options
-    if device=='cpu' and options.get('tensor_parallel_size', 1)==1:
-        options['distributed_executor_backend'] = 'uni' # one process less
+    options = (
+        dict(
+            host=host,
+            port=port,
+            served_model_name='policy',
+            enable_scale_out=True,
+            disable_log_stats=True,
+            disable_uvicorn_access_log=True,
+            weight_transfer_config=dict(backend='compassrl'),
+        )
+        | options
+    )
+    if device == 'cpu' and options.get('tensor_parallel_size', 1) == 1:
+        options['distributed_executor_backend'] = 'uni'  # one process less
     return [sys.executable, '-m', 'vllm.entrypoints.openai.api_server', *flags(options)]
 
+
 def start_server(
-    options:dict,
-    device:str,
-    log:str|Path,         # a file
-    gpus:str=''           # which it may use
-)->tuple[Server,str]:     # and its URL, which answers when vLLM has loaded
+    options: dict,
+    device: str,
+    log: str | Path,  # a file
+    gpus: str = '',  # which it may use
+) -> tuple[Server, str]:  # and its URL, which answers when vLLM has loaded
     "A server on a free port of this machine"
-    port,env = free_port(), server_env(device, gpus)
-    if options.get('weight_transfer_config')==dict(backend='ipc'): env['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'
-    return Server(server_command(options, device, port), env, log, fork=device=='cpu'), f'http://127.0.0.1:{port}'
+    port, env = free_port(), server_env(device, gpus)
+    if options.get('weight_transfer_config') == dict(backend='ipc'):
+        env['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'
+    return Server(
+        server_command(options, device, port), env, log, fork=device == 'cpu'
+    ), f'http://127.0.0.1:{port}'
+
 
 # %% ../../../nbs/rollout/vllm/04_server.ipynb #f4e24aa0
-class Lost(Exception): "A server that does not do its work: gone, silent, broken, or with other weights"
+class Lost(Exception):
+    "A server that does not do its work: gone, silent, broken, or with other weights"
+
 
 @dataclass
 class Client:
     "The routes of a vLLM server that a rollout needs. Every method raises Lost"
-    name:str
-    http:aiohttp.ClientSession
-    timeout_s:float            # of every call but that for tokens
-    url:str=''
-    server:Server|None=None    # None = somebody else started it
-    by_file:bool=True          # weights come as files (else by NCCL, not run on GPU)
 
-    async def call(self, method:str, path:str, body:dict|None=None, timeout_s:float|None=None):
+    name: str
+    http: aiohttp.ClientSession
+    timeout_s: float  # of every call but that for tokens
+    url: str = ''
+    server: Server | None = None  # None = somebody else started it
+    by_file: bool = True  # weights come as files (else by NCCL, not run on GPU)
+
+    async def call(
+        self, method: str, path: str, body: dict | None = None, timeout_s: float | None = None
+    ):
         "Raises Lost if there is no answer, ValueError if the server refuses the request"
         wait = aiohttp.ClientTimeout(timeout_s)
         try:
-            async with self.http.request(method, self.url+path, json=body, timeout=wait) as a:
-                text,code = await a.read(), a.status
-        except (aiohttp.ClientError, OSError) as e: raise Lost(f'{path}: {type(e).__name__} {e}'.strip()) from None
-        if code<400: return msgspec.json.decode(text) if text else None
+            async with self.http.request(method, self.url + path, json=body, timeout=wait) as a:
+                text, code = await a.read(), a.status
+        except (aiohttp.ClientError, OSError) as e:
+            raise Lost(f'{path}: {type(e).__name__} {e}'.strip()) from None
+        if code < 400:
+            return msgspec.json.decode(text) if text else None
         says = f'HTTP {code} {text[:300].decode(errors="replace")}'
-        if code>=500: raise Lost(f'{path}: {says}')
-        if code==404: says += ': start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out'
+        if code >= 500:
+            raise Lost(f'{path}: {says}')
+        if code == 404:
+            says += ': start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out'
         raise ValueError(f'{self.name} refuses {path}: {says}')
 
-    async def post(self, path:str, **body): return await self.call('POST', path, body, self.timeout_s)
+    async def post(self, path: str, **body):
+        return await self.call('POST', path, body, self.timeout_s)
 
-    async def ready(self, limit_s:float):
+    async def ready(self, limit_s: float):
         "Wait until it answers. Raises Lost if it ends, or is not ready in time"
         loop = asyncio.get_running_loop()
-        end = loop.time()+limit_s
-        def tail(): return f':\n{self.server.tail()}' if self.server else ''
+        end = loop.time() + limit_s
+
+        def tail():
+            return f':\n{self.server.tail()}' if self.server else ''
+
         while True:
-            if self.server and not self.server.alive: raise Lost(f'{self.name} ended while it started{tail()}')
-            try: await self.call('GET', '/health', timeout_s=min(5, limit_s)); break
+            if self.server and not self.server.alive:
+                raise Lost(f'{self.name} ended while it started{tail()}')
+            try:
+                await self.call('GET', '/health', timeout_s=min(5, limit_s))
+                break
             except Lost as e:
-                if loop.time()>end: raise Lost(f'{self.name} was not ready after {limit_s:g} s ({e}){tail()}') from None
-            await asyncio.sleep(.2)
-        if self.by_file: await self.post('/init_weight_transfer_engine', init_info={})
+                if loop.time() > end:
+                    raise Lost(
+                        f'{self.name} was not ready after {limit_s:g} s ({e}){tail()}'
+                    ) from None
+            await asyncio.sleep(0.2)
+        if self.by_file:
+            await self.post('/init_weight_transfer_engine', init_info={})
+
 
 # %% ../../../nbs/rollout/vllm/04_server.ipynb #762425ef
-async def begin(self:Client):
+async def begin(self: Client):
     "Requests that were given up end before the weights go: a forward pass without them would end the server"
     await self.post('/pause')
     await self.post('/start_weight_update')
 
-async def send(self:Client, path:Path): await self.post('/update_weights', update_info=dict(path=str(path)))
 
-async def end(self:Client, version:int):
+async def send(self: Client, path: Path):
+    await self.post('/update_weights', update_info=dict(path=str(path)))
+
+
+async def end(self: Client, version: int):
     "The weights are in: no cache of the old ones survives, and the server says which it has"
     await self.post('/finish_weight_update', weight_version=str(version))
-    if not (await self.post('/reset_prefix_cache'))['success']: raise Lost(f'{self.name} did not drop its prefix cache')
+    if not (await self.post('/reset_prefix_cache'))['success']:
+        raise Lost(f'{self.name} did not drop its prefix cache')
     await verify(self, version)
     await self.post('/resume')
 
-async def sleep(self:Client):
+
+async def sleep(self: Client):
     "Its GPU is the trainer's now: weights go to the host's memory, caches are dropped (not run on GPU)"
     await self.post('/sleep?level=1')
 
-async def wake(self:Client): await self.post('/wake_up')
 
-async def verify(self:Client, version:int):
+async def wake(self: Client):
+    await self.post('/wake_up')
+
+
+async def verify(self: Client, version: int):
     "A server may have been restarted behind our back"
     has = (await self.call('GET', '/weight_info', timeout_s=self.timeout_s))['weight_version']
-    if has!=str(version): raise Lost(f'{self.name} has weights {has!r} instead of {str(version)!r}')
+    if has != str(version):
+        raise Lost(f'{self.name} has weights {has!r} instead of {str(version)!r}')

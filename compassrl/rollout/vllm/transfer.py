@@ -6,85 +6,129 @@ Docs: https://compassrl.github.io/compassrl/rollout/vllm/transfer.html.md"""
 
 # %% ../../../nbs/rollout/vllm/03_transfer.ipynb #6a3f1fb6
 from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+
 from safetensors import safe_open
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import (WeightTransferEngine, WeightTransferInitInfo,
-    WeightTransferUpdateInfo)
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from .messages import backend, complete, file_parts, weight_parts
+
 from ...model.policy import PolicyConfig
+from .messages import backend, complete, file_parts, weight_parts
 
 # %% auto #0
 __all__ = ['NoInit', 'Part', 'read_part', 'PartTransfer', 'transfer', 'register']
 
+
 # %% ../../../nbs/rollout/vllm/03_transfer.ipynb #daedcb11
 @dataclass
-class NoInit(WeightTransferInitInfo): "Both sides know all that they need"
+class NoInit(WeightTransferInitInfo):
+    "Both sides know all that they need"
+
 
 @dataclass
 class Part(WeightTransferUpdateInfo):
     "Some of the weights, by their Hugging Face names"
-    path:str=''                                # a safetensors file,
-    weights:list=field(default_factory=list)   # or the tensors themselves, within one process
 
-def read_part(part:Part)->Iterator[tuple[str,Tensor]]:
+    path: str = ''  # a safetensors file,
+    weights: list = field(default_factory=list)  # or the tensors themselves, within one process
+
+
+def read_part(part: Part) -> Iterator[tuple[str, Tensor]]:
     yield from part.weights
     if part.path:
         with safe_open(part.path, 'pt') as f:
-            for name in f.keys(): yield name, f.get_tensor(name)
+            for name in f.keys():
+                yield name, f.get_tensor(name)
+
 
 # %% ../../../nbs/rollout/vllm/03_transfer.ipynb #476cbfd8
 class PartTransfer(WeightTransferEngine[NoInit, Part]):
     "The receiving side, in every vLLM worker: exact on CPU mixtures too"
-    init_info_cls,update_info_cls = NoInit, Part
-    def init_transfer_engine(self, init_info): pass
+
+    init_info_cls, update_info_cls = NoInit, Part
+
+    def init_transfer_engine(self, init_info):
+        pass
+
     def start_weight_update(self):
         for m in self.model.modules():
-            info = get_layerwise_info(m) # an update that failed left its first parts here
-            if info.can_load(): info.loaded_weights.clear(); info.load_numel = 0
+            info = get_layerwise_info(m)  # an update that failed left its first parts here
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
             method = getattr(m, 'quant_method', None)
-            if self.device.type=='cpu' and isinstance(method, UnquantizedFusedMoEMethod): method.moe_kernel = None
+            if self.device.type == 'cpu' and isinstance(method, UnquantizedFusedMoEMethod):
+                method.moe_kernel = None
         initialize_layerwise_reload(self.model)
-    def receive_weights(self, update_info): self.model.load_weights(read_part(update_info))
+
+    def receive_weights(self, update_info):
+        self.model.load_weights(read_part(update_info))
+
     def finish_weight_update(self):
         finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type!='cpu': return
-        for m in self.model.modules(): # a head that is tied to the embedding packed its weights for itself
-            if isinstance(m, VocabParallelEmbedding): m.quant_method.process_weights_after_loading(m)
-    def shutdown(self): pass
+        if self.device.type != 'cpu':
+            return
+        for m in (
+            self.model.modules()
+        ):  # a head that is tied to the embedding packed its weights for itself
+            if isinstance(m, VocabParallelEmbedding):
+                m.quant_method.process_weights_after_loading(m)
+
+    def shutdown(self):
+        pass
+
 
 # %% ../../../nbs/rollout/vllm/03_transfer.ipynb #21071b7e
 def transfer(
-    call:Callable[...,object],            # (method, **arguments): asks every worker
-    weights:Iterable[tuple[str,Tensor]],
-    config:PolicyConfig,
-    as_files:bool=False,                  # for workers in other processes
-    max_bytes:int=256<<20                 # of a part
-)->dict[str,float]:                       # sync_bytes, sync_parts, sync_s
+    call: Callable[..., object],  # (method, **arguments): asks every worker
+    weights: Iterable[tuple[str, Tensor]],
+    config: PolicyConfig,
+    as_files: bool = False,  # for workers in other processes
+    max_bytes: int = 256 << 20,  # of a part
+) -> dict[str, float]:  # sync_bytes, sync_parts, sync_s
     "One update from its first part to its last; one that breaks off can simply be repeated. Raises ValueError"
-    start,weights,size = time.perf_counter(), complete(weights, config), 0
+    start, weights, size = time.perf_counter(), complete(weights, config), 0
+
     def counted():
         nonlocal size
-        for name,t in weights: size += t.nbytes; yield name, t
+        for name, t in weights:
+            size += t.nbytes
+            yield name, t
+
     parts = (file_parts if as_files else weight_parts)(counted(), max_bytes=max_bytes)
     call('start_weight_update')
     try:
-        for i,part in enumerate(parts): # tensors, or the path of a file
-            call('update_weights', update_info={'path':str(part)} if as_files else {'weights':part})
+        for i, part in enumerate(parts):  # tensors, or the path of a file
+            call(
+                'update_weights', update_info={'path': str(part)} if as_files else {'weights': part}
+            )
     except BaseException:
-        with suppress(Exception): call('finish_weight_update') # takes the half-loaded layers out of their limbo
+        with suppress(Exception):
+            call('finish_weight_update')  # takes the half-loaded layers out of their limbo
         raise
-    finally: parts.close()
+    finally:
+        parts.close()
     call('finish_weight_update')
-    return dict(sync_s=time.perf_counter()-start, sync_bytes=size, sync_parts=i+1)
+    return dict(sync_s=time.perf_counter() - start, sync_bytes=size, sync_parts=i + 1)
+
 
 # %% ../../../nbs/rollout/vllm/03_transfer.ipynb #15ed9889
 def register():

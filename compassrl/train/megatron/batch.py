@@ -6,124 +6,189 @@ Docs: https://compassrl.github.io/compassrl/train/megatron/batch.html.md"""
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #93ae1b60
 from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import compassrl.train.megatron.cpu # before Megatron-Core, whose warnings it knows
+
+import compassrl.train.megatron.cpu  # noqa: F401  before Megatron-Core, whose warnings it knows
+
+# isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
 from ...records import Batch, micro_batches, select
 from ..balance import balance
 
 # %% auto #0
-__all__ = ['Part', 'Work', 'share_rows', 'plan', 'zigzag', 'Packed', 'vocab_log_probs', 'response_values', 'Tap', 'tap_routers']
+__all__ = [
+    'Part',
+    'Work',
+    'share_rows',
+    'plan',
+    'zigzag',
+    'Packed',
+    'vocab_log_probs',
+    'response_values',
+    'Tap',
+    'tap_routers',
+]
+
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #b67602b2
 @dataclass
 class Part:
     "One micro-batch of one data-parallel rank"
-    rows:Tensor # [b] where its rows stand in the whole batch; none = it only keeps this rank in step with the others
-    batch:Batch # [b, t] those rows
+
+    rows: Tensor  # [b] where its rows stand in the whole batch; none = it only keeps this rank in step with the others
+    batch: Batch  # [b, t] those rows
+
 
 @dataclass
 class Work:
     "What one data-parallel rank computes of a mini-batch"
-    parts:list[Part]
-    num_tokens:int  # response tokens of the mini-batch, on all ranks
-    num_samples:int # responses of the same
+
+    parts: list[Part]
+    num_tokens: int  # response tokens of the mini-batch, on all ranks
+    num_samples: int  # responses of the same
+
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #dda867d6
 def share_rows(
-    lengths:Tensor, # [B] tokens
-    num_ranks:int,
-    cost:Callable[[list[int]],Sequence[float]]=list # of rows of these lengths; as it is, their tokens
-)->list[list[int]]: # rows of each rank, longest first
+    lengths: Tensor,  # [B] tokens
+    num_ranks: int,
+    cost: Callable[
+        [list[int]], Sequence[float]
+    ] = list,  # of rows of these lengths; as it is, their tokens
+) -> list[list[int]]:  # rows of each rank, longest first
     "Ranks cost the same, as nearly as `scheduling.balance` can have it"
-    return [sorted(rows, key=lambda i: (-lengths[i], i)) for rows in balance(cost(lengths.tolist()), num_ranks)]
+    return [
+        sorted(rows, key=lambda i: (-lengths[i], i))
+        for rows in balance(cost(lengths.tolist()), num_ranks)
+    ]
 
-def _idle(batch): # two tokens that nobody asked about: they cost little, and gradients pass through them as zeros
-    one = select(batch, [0]).map(lambda t: t[:,:2] if t.dim()>1 else t)
-    return Part(torch.zeros(0, dtype=torch.long), replace(one, response_mask=torch.zeros_like(one.response_mask)))
+
+def _idle(
+    batch,
+):  # two tokens that nobody asked about: they cost little, and gradients pass through them as zeros
+    one = select(batch, [0]).map(lambda t: t[:, :2] if t.dim() > 1 else t)
+    return Part(
+        torch.zeros(0, dtype=torch.long),
+        replace(one, response_mask=torch.zeros_like(one.response_mask)),
+    )
+
 
 def plan(
-    batch:Batch,
-    rows:Tensor,        # [n] the rows of one mini-batch
-    num_ranks:int,      # data-parallel ranks
-    max_tokens:int,     # padded tokens of a micro-batch
-    multiple:int=1,     # the number of parts is a multiple of this
-    cost:Callable[[list[int]],Sequence[float]]=list # as in `share_rows`
-)->list[Work]:          # one per rank, all with equally many parts
+    batch: Batch,
+    rows: Tensor,  # [n] the rows of one mini-batch
+    num_ranks: int,  # data-parallel ranks
+    max_tokens: int,  # padded tokens of a micro-batch
+    multiple: int = 1,  # the number of parts is a multiple of this
+    cost: Callable[[list[int]], Sequence[float]] = list,  # as in `share_rows`
+) -> list[Work]:  # one per rank, all with equally many parts
     "The one function that deals a mini-batch out: every tensor of a row goes with its row"
     num = int(batch.response_mask[rows].sum()), len(rows)
-    shares = [rows[torch.tensor(s, dtype=torch.long)] for s in share_rows(batch.lengths[rows], num_ranks, cost)]
-    cut = [[s[m] for m in micro_batches(select(batch, s), max_tokens)] if len(s) else [] for s in shares]
+    shares = [
+        rows[torch.tensor(s, dtype=torch.long)]
+        for s in share_rows(batch.lengths[rows], num_ranks, cost)
+    ]
+    cut = [
+        [s[m] for m in micro_batches(select(batch, s), max_tokens)] if len(s) else []
+        for s in shares
+    ]
     most = max(map(len, cut))
-    most += -most%multiple
-    return [Work([Part(r, select(batch, r)) for r in c]+[_idle(batch)]*(most-len(c)), *num) for c in cut]
+    most += -most % multiple
+    return [
+        Work([Part(r, select(batch, r)) for r in c] + [_idle(batch)] * (most - len(c)), *num)
+        for c in cut
+    ]
+
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #5b86d086
 def zigzag(
-    sizes:Tensor,   # [S] tokens of each sequence, multiples of 2*cp
-    cp:int,         # context-parallel ranks
-    rank:int
-)->Tensor:          # [sum(sizes)/cp] places in the packed row that this rank holds
+    sizes: Tensor,  # [S] tokens of each sequence, multiples of 2*cp
+    cp: int,  # context-parallel ranks
+    rank: int,
+) -> Tensor:  # [sum(sizes)/cp] places in the packed row that this rank holds
     "Two of the 2*cp pieces of each sequence, one early and one late: causal attention costs every rank the same"
-    starts,piece = sizes.cumsum(0)-sizes, sizes//(2*cp)
+    starts, piece = sizes.cumsum(0) - sizes, sizes // (2 * cp)
     places = zip(starts.tolist(), piece.tolist())
-    mine = [torch.arange(s+k*p, s+k*p+p) for s,p in places for k in (rank, 2*cp-1-rank)]
+    mine = [
+        torch.arange(s + k * p, s + k * p + p) for s, p in places for k in (rank, 2 * cp - 1 - rank)
+    ]
     return torch.cat(mine).to(sizes.device)
+
 
 class Packed:
     "The rows of a part, one after another without padding between them, as Megatron-Core reads them"
-    def __init__(self,
-        batch:Batch,    # [b, t]
-        tp:int=1, cp:int=1, cp_rank:int=0,
-        multiple:int=1, # local tokens of a rank are a multiple of this
-        at_least:int=0  # tokens, padding included
+
+    def __init__(
+        self,
+        batch: Batch,  # [b, t]
+        tp: int = 1,
+        cp: int = 1,
+        cp_rank: int = 0,
+        multiple: int = 1,  # local tokens of a rank are a multiple of this
+        at_least: int = 0,  # tokens, padding included
     ):
-        unit = 2*cp if cp>1 else 1
-        lengths,dev = batch.lengths, batch.token_ids.device
-        sizes = (lengths+unit-1)//unit*unit
-        rest = max(at_least-int(sizes.sum()), 0)
-        rest += -(int(sizes.sum())+rest)%lcm(unit, tp*cp*multiple)
-        if rest: sizes = torch.cat([sizes, sizes.new_tensor([rest])]) # padding is a sequence of its own
-        starts = sizes.cumsum(0)-sizes
-        self.total,self.at = int(sizes.sum()), batch.token_mask.nonzero(as_tuple=True)
-        self.place = starts[self.at[0]]+self.at[1] # [N] of each real token in the packed row
-        self.positions = torch.arange(self.total, device=dev)-starts.repeat_interleave(sizes)
-        self.local = torch.arange(self.total, device=dev) if cp==1 else zigzag(sizes, cp, cp_rank)
+        unit = 2 * cp if cp > 1 else 1
+        lengths, dev = batch.lengths, batch.token_ids.device
+        sizes = (lengths + unit - 1) // unit * unit
+        rest = max(at_least - int(sizes.sum()), 0)
+        rest += -(int(sizes.sum()) + rest) % lcm(unit, tp * cp * multiple)
+        if rest:
+            sizes = torch.cat([sizes, sizes.new_tensor([rest])])  # padding is a sequence of its own
+        starts = sizes.cumsum(0) - sizes
+        self.total, self.at = int(sizes.sum()), batch.token_mask.nonzero(as_tuple=True)
+        self.place = starts[self.at[0]] + self.at[1]  # [N] of each real token in the packed row
+        self.positions = torch.arange(self.total, device=dev) - starts.repeat_interleave(sizes)
+        self.local = torch.arange(self.total, device=dev) if cp == 1 else zigzag(sizes, cp, cp_rank)
         ends = F.pad(sizes.cumsum(0), (1, 0)).int()
         most = int(sizes.max())
-        self.params = PackedSeqParams(qkv_format='thd', cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=most,
-            max_seqlen_kv=most)
+        self.params = PackedSeqParams(
+            qkv_format='thd',
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=most,
+            max_seqlen_kv=most,
+        )
 
-    def put(self,
-        values:Tensor,          # [b, t, ...]
-        fill:Tensor|int|bool=0  # of padding
-    )->Tensor:                  # [n_local, ...] of this context-parallel rank
+    def put(
+        self,
+        values: Tensor,  # [b, t, ...]
+        fill: Tensor | int | bool = 0,  # of padding
+    ) -> Tensor:  # [n_local, ...] of this context-parallel rank
         "From padded rows to packed tokens"
         out = values.new_empty(self.total, *values.shape[2:])
         out[:] = fill
         out[self.place] = values[self.at]
         return out[self.local]
 
-    def take(self,
-        values:Tensor,  # [total, ...]
-        like:Tensor     # [b, t]
-    )->Tensor:          # [b, t, ...] 0 in padding
+    def take(
+        self,
+        values: Tensor,  # [total, ...]
+        like: Tensor,  # [b, t]
+    ) -> Tensor:  # [b, t, ...] 0 in padding
         "From packed tokens to padded rows"
-        return values.new_zeros(*like.shape, *values.shape[1:]).index_put(self.at, values[self.place])
+        return values.new_zeros(*like.shape, *values.shape[1:]).index_put(
+            self.at, values[self.place]
+        )
+
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #91acfb9c
-class _VocabParallel(torch.autograd.Function): # forgets its fp32 numbers; the gradient computes them again
+class _VocabParallel(
+    torch.autograd.Function
+):  # forgets its fp32 numbers; the gradient computes them again
     @staticmethod
-    def scaled(logits, temperature, size): # fp32; columns beyond the vocabulary can never be drawn
-        z = logits.to(torch.promote_types(logits.dtype, torch.float))/temperature
-        if size<z.shape[1]: z[:,max(size, 0):] = -1e30
+    def scaled(logits, temperature, size):  # fp32; columns beyond the vocabulary can never be drawn
+        z = logits.to(torch.promote_types(logits.dtype, torch.float)) / temperature
+        if size < z.shape[1]:
+            z[:, max(size, 0) :] = -1e30
         return z
 
     @staticmethod
@@ -131,101 +196,131 @@ class _VocabParallel(torch.autograd.Function): # forgets its fp32 numbers; the g
         z = _VocabParallel.scaled(logits, temperature, size)
         top = z.amax(1)
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        z -= top[:,None]
-        e,mine = z.exp(), (targets>=0) & (targets<z.shape[1])
-        chosen = z.gather(1, (targets*mine)[:,None])[:,0]*mine
+        z -= top[:, None]
+        e, mine = z.exp(), (targets >= 0) & (targets < z.shape[1])
+        chosen = z.gather(1, (targets * mine)[:, None])[:, 0] * mine
         sums = torch.stack([e.sum(1), torch.linalg.vecdot(e, z), chosen])
         dist.all_reduce(sums, group=group)
-        total,weighted,chosen = sums
-        entropy = total.log()-weighted/total
-        ctx.save_for_backward(logits, targets*mine, mine, top+total.log())
-        ctx.temperature,ctx.size = temperature,size
+        total, weighted, chosen = sums
+        entropy = total.log() - weighted / total
+        ctx.save_for_backward(logits, targets * mine, mine, top + total.log())
+        ctx.temperature, ctx.size = temperature, size
         ctx.mark_non_differentiable(entropy)
-        return chosen-total.log(), entropy
+        return chosen - total.log(), entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
-        logits,targets,mine,log_z = ctx.saved_tensors
-        g = grad[:,None]/ctx.temperature
-        d = _VocabParallel.scaled(logits, ctx.temperature, ctx.size).sub_(log_z[:,None]).exp_().mul_(-g)
-        d.scatter_add_(1, targets[:,None], g*mine[:,None]) # g (1[v = y] - p_v)
+        logits, targets, mine, log_z = ctx.saved_tensors
+        g = grad[:, None] / ctx.temperature
+        d = (
+            _VocabParallel.scaled(logits, ctx.temperature, ctx.size)
+            .sub_(log_z[:, None])
+            .exp_()
+            .mul_(-g)
+        )
+        d.scatter_add_(1, targets[:, None], g * mine[:, None])  # g (1[v = y] - p_v)
         return d.to(logits.dtype), None, None, None, None
 
+
 def vocab_log_probs(
-    logits:Tensor,      # [n, V/tp] this rank's columns, padding of the vocabulary included
-    targets:Tensor,     # [n] int64 tokens
-    temperature:float,
-    vocab_size:int,     # without padding
-    rank:int, group     # tensor-parallel rank and its group
-)->tuple[Tensor,Tensor]:# [n] log-probs, [n] entropies in nats without gradient: fp32, the same on all ranks
+    logits: Tensor,  # [n, V/tp] this rank's columns, padding of the vocabulary included
+    targets: Tensor,  # [n] int64 tokens
+    temperature: float,
+    vocab_size: int,  # without padding
+    rank: int,
+    group,  # tensor-parallel rank and its group
+) -> tuple[
+    Tensor, Tensor
+]:  # [n] log-probs, [n] entropies in nats without gradient: fp32, the same on all ranks
     "Three sums travel per token, never a row of logits"
-    start = rank*logits.shape[1]
-    return _VocabParallel.apply(logits, targets-start, temperature, vocab_size-start, group)
+    start = rank * logits.shape[1]
+    return _VocabParallel.apply(logits, targets - start, temperature, vocab_size - start, group)
+
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #77cb044b
-class _Sum(torch.autograd.Function): # every rank goes on with the whole and so has the whole gradient already
+class _Sum(
+    torch.autograd.Function
+):  # every rank goes on with the whole and so has the whole gradient already
     @staticmethod
     def forward(ctx, x, group):
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x
+
     @staticmethod
-    def backward(ctx, grad): return grad, None
+    def backward(ctx, grad):
+        return grad, None
+
 
 def response_values(
-    logits:Tensor,      # [n_local, V/tp]
-    batch:Batch,        # [b, t]
-    packed:Packed,
-    score:Callable,     # (logits [m, V/tp], targets [m]) -> values [m] each
-    cp_group=None       # None = one rank holds all tokens
-)->tuple[Tensor,...]:   # [b, t] each, 0 outside the response
+    logits: Tensor,  # [n_local, V/tp]
+    batch: Batch,  # [b, t]
+    packed: Packed,
+    score: Callable,  # (logits [m, V/tp], targets [m]) -> values [m] each
+    cp_group=None,  # None = one rank holds all tokens
+) -> tuple[Tensor, ...]:  # [b, t] each, 0 outside the response
     "Scores each response token by the logits of the token before it, wherever that one is"
-    on = torch.zeros(packed.total+1, dtype=torch.bool, device=logits.device)
+    on = torch.zeros(packed.total + 1, dtype=torch.bool, device=logits.device)
     on[packed.place] = batch.response_mask[packed.at]
     ids = torch.zeros(packed.total, dtype=torch.long, device=logits.device)
     ids[packed.place] = batch.token_ids[packed.at]
-    here = on[packed.local+1].nonzero()[:,0]
-    after = packed.local[here]+1
-    whole = [v.new_zeros(packed.total).index_put((after,), v) for v in score(logits[here], ids[after])]
-    if cp_group is not None: whole = [_Sum.apply(v, cp_group) for v in whole]
+    here = on[packed.local + 1].nonzero()[:, 0]
+    after = packed.local[here] + 1
+    whole = [
+        v.new_zeros(packed.total).index_put((after,), v) for v in score(logits[here], ids[after])
+    ]
+    if cp_group is not None:
+        whole = [_Sum.apply(v, cp_group) for v in whole]
     return tuple(packed.take(v, batch.token_ids) for v in whole)
+
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #55a6ca9b
 class Tap:
     "Stands where a Megatron-Core router asks which experts to use (`router.router_replay`)"
-    def __init__(self, layer:int, keep:bool): # absolute number of the layer, from 0; will activations be recomputed?
-        self.layer,self.keep,self.queue = layer, keep, []
+
+    def __init__(
+        self, layer: int, keep: bool
+    ):  # absolute number of the layer, from 0; will activations be recomputed?
+        self.layer, self.keep, self.queue = layer, keep, []
         self.forward()
 
-    def forward(self, ids:Tensor|None=None, valid:Tensor|None=None):
+    def forward(self, ids: Tensor | None = None, valid: Tensor | None = None):
         "The next forward pass uses `ids` [n, K] where `valid` [n], and the router's own choice elsewhere"
-        self.ids,self.valid,self.own,self.again = ids, valid, None, False
+        self.ids, self.valid, self.own, self.again = ids, valid, None, False
 
     def backward(self):
         "From now on until the next forward pass: repeat what was used, oldest first"
         self.again = True
 
-    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        if self.again: ids = self.queue.pop(0).long()
+    def get_replay_topk(
+        self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None
+    ):
+        if self.again:
+            ids = self.queue.pop(0).long()
         else:
             ids = own = default_compute_topk(scores, topk, num_groups, group_topk)[1]
-            self.own = own.to(torch.uint8 if scores.shape[1]<=256 else torch.int16)
-            if self.ids is not None: ids = torch.where(self.valid[:,None], self.ids.long(), own)
-            if self.keep: self.queue.append(ids.to(self.own.dtype))
+            self.own = own.to(torch.uint8 if scores.shape[1] <= 256 else torch.int16)
+            if self.ids is not None:
+                ids = torch.where(self.valid[:, None], self.ids.long(), own)
+            if self.keep:
+                self.queue.append(ids.to(self.own.dtype))
         return scores.gather(1, ids), ids
 
+
 def tap_routers(
-    chunk,          # a GPTModel that lives, wrapped or not
-    keep:bool=False # will its activations be recomputed?
-)->list[Tap]:       # in the order of layers
+    chunk,  # a GPTModel that lives, wrapped or not
+    keep: bool = False,  # will its activations be recomputed?
+) -> list[Tap]:  # in the order of layers
     "A tap on every router of the decoder, found by walking the model itself. Raises ValueError for fused routers"
     taps = []
-    while hasattr(chunk, 'module'): chunk = chunk.module
-    if chunk.config.moe_router_fusion: raise ValueError('moe_router_fusion=True: a fused router asks nobody, use False')
+    while hasattr(chunk, 'module'):
+        chunk = chunk.module
+    if chunk.config.moe_router_fusion:
+        raise ValueError('moe_router_fusion=True: a fused router asks nobody, use False')
     for layer in chunk.decoder.layers:
         router = getattr(layer.mlp, 'router', None)
         if router is not None:
-            router.router_replay = Tap(layer.layer_number-1, keep)
+            router.router_replay = Tap(layer.layer_number - 1, keep)
             taps.append(router.router_replay)
     return taps

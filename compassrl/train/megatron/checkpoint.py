@@ -6,15 +6,23 @@ Docs: https://compassrl.github.io/compassrl/train/megatron/checkpoint.html.md"""
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #7e22f1b4
 from __future__ import annotations
-import gc, hashlib, json, os, pickle, queue, re, shutil, tempfile, uuid
+
+import gc
+import hashlib
+import json
+import os
+import pickle
+import queue
+import re
+import shutil
+import tempfile
+import uuid
 from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
-from ..checkpoint import CheckpointError, TornCheckpoint
-from .engine import MegatronTrain, inner_optimizers
-from .cpu import megatron_calls
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -23,205 +31,315 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
+from ..checkpoint import CheckpointError, TornCheckpoint
+from .cpu import megatron_calls
+from .engine import MegatronTrain, inner_optimizers
+
 # %% auto #0
 __all__ = ['read_manifest', 'latest_sharded', 'Save', 'save_sharded', 'finish_save', 'load_sharded']
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #7cd0a502
-_metadata = dict(distrib_optim_sharding_type='fully_reshardable', # moments in the shapes of their parameters
-    singleton_local_shards=False, chained_optim_avoid_prefix=True)
+_metadata = dict(
+    distrib_optim_sharding_type='fully_reshardable',  # moments in the shapes of their parameters
+    singleton_local_shards=False,
+    chained_optim_avoid_prefix=True,
+)
 
-def _begin_states(optimizer): # Adam makes its moments in its first step; a checkpoint may come before it
+
+def _begin_states(
+    optimizer,
+):  # Adam makes its moments in its first step; a checkpoint may come before it
     for o in inner_optimizers(optimizer):
-        if o.state: continue
+        if o.state:
+            continue
         for group in o.param_groups:
             for p in group['params']:
-                o.state[p] = dict(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                o.state[p] = dict(
+                    step=torch.zeros(()),
+                    exp_avg=torch.zeros_like(p),
+                    exp_avg_sq=torch.zeros_like(p),
+                )
 
-def _sharded(engine, optimizer=True, loading=False): # what Megatron-Core is to write or to read, no copies
-    models = {f'model{i}':m.sharded_state_dict(metadata=_metadata) for i,m in enumerate(engine.chunks)}
+
+def _sharded(
+    engine, optimizer=True, loading=False
+):  # what Megatron-Core is to write or to read, no copies
+    models = {
+        f'model{i}': m.sharded_state_dict(metadata=_metadata) for i, m in enumerate(engine.chunks)
+    }
     state = dict(models, num_steps=engine.num_steps)
     if optimizer:
         _begin_states(engine.optimizer)
-        state['optimizer'] = engine.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_metadata)
+        state['optimizer'] = engine.optimizer.sharded_state_dict(
+            models, is_loading=loading, metadata=_metadata
+        )
     return state
+
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #f938d8ae
 def _sync(path):
     fd = os.open(path, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
-def _plain(config): return json.loads(json.dumps(asdict(config))) # as it comes back from a file
 
-def _seal(body): return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _plain(config):
+    return json.loads(json.dumps(asdict(config)))  # as it comes back from a file
 
-def _publish(tmp, path, body): # on rank 0, when every rank has written its files
-    files = {p.name:p.stat().st_size for p in sorted(tmp.iterdir())}
-    for name in files: _sync(tmp/name)
+
+def _seal(body):
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _publish(tmp, path, body):  # on rank 0, when every rank has written its files
+    files = {p.name: p.stat().st_size for p in sorted(tmp.iterdir())}
+    for name in files:
+        _sync(tmp / name)
     body = body | dict(files=files)
-    (tmp/'manifest.json').write_text(json.dumps(body | dict(sha256=_seal(body)), indent=1))
-    _sync(tmp/'manifest.json'); _sync(tmp)
-    old = tmp.with_name(tmp.name+'-old')
-    if path.exists(): os.replace(path, old)
+    (tmp / 'manifest.json').write_text(json.dumps(body | dict(sha256=_seal(body)), indent=1))
+    _sync(tmp / 'manifest.json')
+    _sync(tmp)
+    old = tmp.with_name(tmp.name + '-old')
+    if path.exists():
+        os.replace(path, old)
     os.replace(tmp, path)
     _sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
+
 def read_manifest(
-    path:str|Path # one checkpoint
-)->dict:          # step, num_steps, policy, layout, files and their sizes
+    path: str | Path,  # one checkpoint
+) -> dict:  # step, num_steps, policy, layout, files and their sizes
     "Raises TornCheckpoint if a file is missing or of another size than when it was written"
     path = Path(path)
-    try: body = json.loads((path/'manifest.json').read_text()); said = body.pop('sha256')
+    try:
+        body = json.loads((path / 'manifest.json').read_text())
+        said = body.pop('sha256')
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise TornCheckpoint(f'{path}: no manifest that can be read: use an earlier checkpoint') from None
-    if _seal(body)!=said: raise TornCheckpoint(f'{path}: the manifest was changed: use an earlier checkpoint')
-    for name,size in body['files'].items():
-        found = (path/name).stat().st_size if (path/name).exists() else 'no file'
-        if found!=size:
-            raise TornCheckpoint(f'{path}/{name}: {found} where the manifest says {size} bytes: use an earlier one')
+        raise TornCheckpoint(
+            f'{path}: no manifest that can be read: use an earlier checkpoint'
+        ) from None
+    if _seal(body) != said:
+        raise TornCheckpoint(f'{path}: the manifest was changed: use an earlier checkpoint')
+    for name, size in body['files'].items():
+        found = (path / name).stat().st_size if (path / name).exists() else 'no file'
+        if found != size:
+            raise TornCheckpoint(
+                f'{path}/{name}: {found} where the manifest says {size} bytes: use an earlier one'
+            )
     return body
+
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #cd7f9a6a
 _name = re.compile(r'step-(\d{6,})')
 
-def _found(root): # newest first
-    steps = {int(m[1]):p for p in Path(root).glob('step-*') if (m := _name.fullmatch(p.name))}
+
+def _found(root):  # newest first
+    steps = {int(m[1]): p for p in Path(root).glob('step-*') if (m := _name.fullmatch(p.name))}
     return [steps[s] for s in sorted(steps, reverse=True)]
 
+
 def latest_sharded(
-    root:str|Path,
-    required:bool=False # raise CheckpointError instead of returning None?
-)->Path|None:           # the newest checkpoint that is whole
+    root: str | Path,
+    required: bool = False,  # raise CheckpointError instead of returning None?
+) -> Path | None:  # the newest checkpoint that is whole
     "Where to resume; a torn one is named in a printed line, and the one before is tried"
     for p in _found(root):
-        try: read_manifest(p); return p
-        except TornCheckpoint as e: print(f'skipped a torn checkpoint: {e}')
-    if required: raise CheckpointError(f'{root}: no whole checkpoint: check the path, or start without resuming')
+        try:
+            read_manifest(p)
+            return p
+        except TornCheckpoint as e:
+            print(f'skipped a torn checkpoint: {e}')
+    if required:
+        raise CheckpointError(
+            f'{root}: no whole checkpoint: check the path, or start without resuming'
+        )
     return None
 
-# %% ../../../nbs/train/megatron/09_checkpoint.ipynb #2d1a8fa5
-os.register_at_fork(after_in_child=gc.freeze) # a dead process group, collected in a fork, waits for threads it has not
 
-class _Results: # of the writer, for this process; upstream starts a server for it, which imports everything again
-    def __init__(self): self.file = tempfile.TemporaryFile() # both have it open
+# %% ../../../nbs/train/megatron/09_checkpoint.ipynb #2d1a8fa5
+os.register_at_fork(
+    after_in_child=gc.freeze
+)  # a dead process group, collected in a fork, waits for threads it has not
+
+
+class _Results:  # of the writer, for this process; upstream starts a server for it, which imports everything again
+    def __init__(self):
+        self.file = tempfile.TemporaryFile()  # both have it open
+
     def put(self, x):
         pickle.dump(x, self.file)
         self.file.flush()
+
     def get_nowait(self):
         self.file.seek(0)
-        try: return pickle.load(self.file)
-        except EOFError: raise queue.Empty from None
+        try:
+            return pickle.load(self.file)
+        except EOFError:
+            raise queue.Empty from None
+
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #731c2e03
-def _on_first(fn): # rank 0 does it, all wait, and all learn if it cannot
+def _on_first(fn):  # rank 0 does it, all wait, and all learn if it cannot
     said = ['']
-    if dist.get_rank()==0:
-        try: fn()
-        except OSError as e: said = [f'{e}: free space or use another folder']
+    if dist.get_rank() == 0:
+        try:
+            fn()
+        except OSError as e:
+            said = [f'{e}: free space or use another folder']
     dist.broadcast_object_list(said, 0)
-    if said[0]: raise CheckpointError(said[0])
+    if said[0]:
+        raise CheckpointError(said[0])
+
 
 class Save:
     "A checkpoint on its way to the disk. Every rank asks it the same"
+
     def __init__(self, engine, root, step, keep):
-        self.root,self.path,self.keep,self.engine = root, root/f'step-{step:06}', keep, engine
-        names = [f'.tmp-{step:06}-{uuid.uuid4().hex[:8]}'] # of its own: writers of a killed run may still be at theirs
+        self.root, self.path, self.keep, self.engine = root, root / f'step-{step:06}', keep, engine
+        names = [
+            f'.tmp-{step:06}-{uuid.uuid4().hex[:8]}'
+        ]  # of its own: writers of a killed run may still be at theirs
         dist.broadcast_object_list(names, 0)
-        self.tmp,self.finished,self.queue = root/names[0], False, AsyncCallsQueue()
+        self.tmp, self.finished, self.queue = root / names[0], False, AsyncCallsQueue()
         _on_first(self._begin)
-        self.body = dict(step=step, num_steps=engine.num_steps, policy=_plain(engine.policy), layout=engine._layout())
+        self.body = dict(
+            step=step,
+            num_steps=engine.num_steps,
+            policy=_plain(engine.policy),
+            layout=engine._layout(),
+        )
         with patch.object(filesystem_async, '_get_write_results_queue', _Results):
             writer = TorchDistSaveShardedStrategy('torch_dist', 1, thread_count=1)
-            request = dist_checkpointing.save(_sharded(engine), str(self.tmp), writer, async_sharded_save=True,
-                content_metadata=_metadata)
-        self.queue.schedule_async_request(request) # forks the writer, which sees this moment's weights for good
+            request = dist_checkpointing.save(
+                _sharded(engine),
+                str(self.tmp),
+                writer,
+                async_sharded_save=True,
+                content_metadata=_metadata,
+            )
+        self.queue.schedule_async_request(
+            request
+        )  # forks the writer, which sees this moment's weights for good
 
     def _begin(self):
-        for p in self.root.glob('.tmp-*'): shutil.rmtree(p, ignore_errors=True) # left by a killed run
+        for p in self.root.glob('.tmp-*'):
+            shutil.rmtree(p, ignore_errors=True)  # left by a killed run
         self.tmp.mkdir(parents=True)
 
-    def done(self)->bool:
+    def done(self) -> bool:
         "Is it on the disk? Does not wait"
         return self._finish(False)
 
-    def wait(self)->Path:
+    def wait(self) -> Path:
         "Returns when it is on the disk"
         self._finish(True)
         return self.path
 
     def _finish(self, blocking):
-        if self.finished: return True
+        if self.finished:
+            return True
         with megatron_calls():
-            try: self.queue.maybe_finalize_async_calls(blocking=blocking)
+            try:
+                self.queue.maybe_finalize_async_calls(blocking=blocking)
             except CheckpointException as e:
                 why = ' '.join(str(e).split())
-                raise CheckpointError(f'{self.path} was not written: {why}: free space or use another folder') from e
-            if self.queue.get_num_unfinalized_calls(): return False
+                raise CheckpointError(
+                    f'{self.path} was not written: {why}: free space or use another folder'
+                ) from e
+            if self.queue.get_num_unfinalized_calls():
+                return False
         _on_first(self._end)
         self.finished = True
         return True
 
     def _end(self):
         _publish(self.tmp, self.path, self.body)
-        for p in _found(self.root)[self.keep:]: shutil.rmtree(p, ignore_errors=True)
+        for p in _found(self.root)[self.keep :]:
+            shutil.rmtree(p, ignore_errors=True)
+
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #a3b87ec3
 def save_sharded(
-    engine:MegatronTrain,
-    root:str|Path,  # folder of checkpoints that every rank sees
-    step:int,
-    keep:int=2      # how many stay
-)->Save:            # training may go on: it writes what was there at the call
+    engine: MegatronTrain,
+    root: str | Path,  # folder of checkpoints that every rank sees
+    step: int,
+    keep: int = 2,  # how many stay
+) -> Save:  # training may go on: it writes what was there at the call
     "Begins to write `root/step-000123`, on every rank; waits for the save before it"
-    if keep<1: raise ValueError(f'keep={keep}: use at least 1')
-    if before := getattr(engine, 'saving', None): before.wait()
-    with megatron_calls(): engine.saving = Save(engine, Path(root), step, keep)
+    if keep < 1:
+        raise ValueError(f'keep={keep}: use at least 1')
+    if before := getattr(engine, 'saving', None):
+        before.wait()
+    with megatron_calls():
+        engine.saving = Save(engine, Path(root), step, keep)
     return engine.saving
 
-def finish_save(
-    engine:MegatronTrain
-)->Path|None: # of the last checkpoint
+
+def finish_save(engine: MegatronTrain) -> Path | None:  # of the last checkpoint
     "Waits for the last save, if there was one, on every rank"
     saving = getattr(engine, 'saving', None)
     return saving and saving.wait()
 
+
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #ad055ddd
 def _set_states(self, model_param, tensors):
     "As upstream (distrib_optimizer.py:911), which asks for torch's `step` too; that one is kept with the groups"
-    group,order = self.model_param_group_index_map[model_param]
+    group, order = self.model_param_group_index_map[model_param]
     param = self.optimizer.param_groups[group]['params'][order]
-    for k,v in dict(param=param, **self.optimizer.state[param]).items():
-        if k in tensors: v.copy_(tensors[k])
+    for k, v in dict(param=param, **self.optimizer.state[param]).items():
+        if k in tensors:
+            v.copy_(tensors[k])
 
-def _own_steps(optimizer): # one counter per parameter: a shared one counts a step of all of them many times
+
+def _own_steps(
+    optimizer,
+):  # one counter per parameter: a shared one counts a step of all of them many times
     for o in inner_optimizers(optimizer):
         for state in o.state.values():
-            if torch.is_tensor(state.get('step')): state['step'] = state['step'].clone()
+            if torch.is_tensor(state.get('step')):
+                state['step'] = state['step'].clone()
 
-def _check(engine, path, body): # before anything is changed
+
+def _check(engine, path, body):  # before anything is changed
     here = _plain(engine.policy)
-    wrong = [f'{k}={v!r} there and {here.get(k)!r} here' for k,v in body['policy'].items() if here.get(k)!=v]
+    wrong = [
+        f'{k}={v!r} there and {here.get(k)!r} here'
+        for k, v in body['policy'].items()
+        if here.get(k) != v
+    ]
     if wrong:
-        raise CheckpointError(f'{path} is of another policy: {"; ".join(wrong)}: use the config it was saved with')
+        raise CheckpointError(
+            f'{path} is of another policy: {"; ".join(wrong)}: use the config it was saved with'
+        )
+
 
 @torch.no_grad()
 def load_sharded(
-    engine:MegatronTrain, # of any layout
-    path:str|Path,        # one checkpoint
-    optimizer:bool=True   # its moments and counters too? (False: they begin anew)
-)->int:                   # its step
+    engine: MegatronTrain,  # of any layout
+    path: str | Path,  # one checkpoint
+    optimizer: bool = True,  # its moments and counters too? (False: they begin anew)
+) -> int:  # its step
     "Weights and optimiser as they were, on every rank. Raises CheckpointError for a torn one or another policy"
     path = Path(path)
     body = read_manifest(path)
     _check(engine, path, body)
-    with megatron_calls(), patch.object(DistributedOptimizer, '_set_main_param_and_optimizer_states', _set_states):
-        try: state = dist_checkpointing.load(_sharded(engine, optimizer, True), str(path))
-        except CheckpointingException as e: raise CheckpointError(f'{path} cannot be read: {e}') from e
-        for i,m in enumerate(engine.chunks): m.load_state_dict(state[f'model{i}'])
+    with (
+        megatron_calls(),
+        patch.object(DistributedOptimizer, '_set_main_param_and_optimizer_states', _set_states),
+    ):
+        try:
+            state = dist_checkpointing.load(_sharded(engine, optimizer, True), str(path))
+        except CheckpointingException as e:
+            raise CheckpointError(f'{path} cannot be read: {e}') from e
+        for i, m in enumerate(engine.chunks):
+            m.load_state_dict(state[f'model{i}'])
         if optimizer:
             engine.optimizer.load_state_dict(state['optimizer'])
             _own_steps(engine.optimizer)
             engine.num_steps = state['num_steps']
-        else: engine.optimizer.reload_model_params()
+        else:
+            engine.optimizer.reload_model_params()
     return body['step']

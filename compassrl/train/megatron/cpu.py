@@ -6,165 +6,247 @@ Docs: https://compassrl.github.io/compassrl/train/megatron/cpu.html.md"""
 
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #fa2bbca8
 from __future__ import annotations
+
 import warnings
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
 with warnings.catch_warnings():
-    warnings.simplefilter('ignore') # Apex and Transformer Engine are missed aloud
+    warnings.simplefilter('ignore')  # Apex and Transformer Engine are missed aloud
     import megatron.core.tensor_parallel.random as mcore_random
-    from megatron.core.tensor_parallel import mappings
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 # %% auto #0
 __all__ = ['megatron_calls', 'RMSNorm', 'PackedAttention', 'local_layer', 'local_block']
 
-# %% ../../../nbs/train/megatron/03_cpu.ipynb #24d8f8aa
-def _cuda(d): return isinstance(d, (str, torch.device)) and str(d).startswith('cuda')
 
-class _OnCpu(TorchFunctionMode): # literal 'cuda' devices, and types compared by name (optimizer/distrib_optimizer.py)
+# %% ../../../nbs/train/megatron/03_cpu.ipynb #24d8f8aa
+def _cuda(d):
+    return isinstance(d, (str, torch.device)) and str(d).startswith('cuda')
+
+
+class _OnCpu(
+    TorchFunctionMode
+):  # literal 'cuda' devices, and types compared by name (optimizer/distrib_optimizer.py)
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if func is torch.Tensor.cuda: return args[0]
-        if func is torch.Tensor.type and len(args)==1 and not kwargs:
-            return 'torch.cuda.'+func(*args).removeprefix('torch.').removeprefix('cuda.')
-        if _cuda(kwargs.get('device')): kwargs['device'] = 'cpu'
-        if kwargs.get('pin_memory'): kwargs['pin_memory'] = False
-        if func is torch.Tensor.to: args = [torch.device('cpu') if _cuda(a) else a for a in args]
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return 'torch.cuda.' + func(*args).removeprefix('torch.').removeprefix('cuda.')
+        if _cuda(kwargs.get('device')):
+            kwargs['device'] = 'cpu'
+        if kwargs.get('pin_memory'):
+            kwargs['pin_memory'] = False
+        if func is torch.Tensor.to:
+            args = [torch.device('cpu') if _cuda(a) else a for a in args]
         return func(*args, **kwargs)
 
-class _Stream: # CUDA streams and events order kernels; on a CPU every operation is done when it returns
-    def __init__(self, *args, **kwargs): pass
-    def __getattr__(self, name): return lambda *args, **kwargs: self
-    def __eq__(self, other): return isinstance(other, _Stream)
+
+class _Stream:  # CUDA streams and events order kernels; on a CPU every operation is done when it returns
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self
+
+    def __eq__(self, other):
+        return isinstance(other, _Stream)
+
     __hash__ = object.__hash__
 
+
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #51dbcd4b
-def _answers(): # what Megatron-Core asks of CUDA -> where it asks (the first of the places)
-    get,put = torch.get_rng_state, torch.set_rng_state
+def _answers():  # what Megatron-Core asks of CUDA -> where it asks (the first of the places)
+    get, put = torch.get_rng_state, torch.set_rng_state
     cuda = dict(
-        current_device=lambda: torch.device('cpu'),    # tensor_parallel/mappings.py:91
-        Stream=_Stream, Event=_Stream,                 # transformer/moe/token_dispatcher.py:445
-        current_stream=lambda *a, **k: _Stream(),      # transformer/moe/token_dispatcher.py:871
-        default_stream=lambda *a, **k: _Stream(),      # distributed/param_and_grad_buffer.py:422
-        stream=lambda s=None: nullcontext(),           # transformer/moe/token_dispatcher.py:874
-        synchronize=lambda *a, **k: None,              # pipeline_parallel/p2p_communication.py:398
-        get_rng_state=lambda *a, **k: get(),           # tensor_parallel/random.py:235
-        manual_seed=lambda s: torch.manual_seed(s))    # tensor_parallel/random.py:237
-    rng = dict(_get_cuda_rng_state=lambda *a, **k: get(), _set_cuda_rng_state=lambda s, *a, **k: put(s)) # recompute
+        current_device=lambda: torch.device('cpu'),  # tensor_parallel/mappings.py:91
+        Stream=_Stream,
+        Event=_Stream,  # transformer/moe/token_dispatcher.py:445
+        current_stream=lambda *a, **k: _Stream(),  # transformer/moe/token_dispatcher.py:871
+        default_stream=lambda *a, **k: _Stream(),  # distributed/param_and_grad_buffer.py:422
+        stream=lambda s=None: nullcontext(),  # transformer/moe/token_dispatcher.py:874
+        synchronize=lambda *a, **k: None,  # pipeline_parallel/p2p_communication.py:398
+        get_rng_state=lambda *a, **k: get(),  # tensor_parallel/random.py:235
+        manual_seed=lambda s: torch.manual_seed(s),
+    )  # tensor_parallel/random.py:237
+    rng = dict(
+        _get_cuda_rng_state=lambda *a, **k: get(), _set_cuda_rng_state=lambda s, *a, **k: put(s)
+    )  # recompute
     return (torch.cuda, cuda), (mcore_random, rng)
+
 
 @contextmanager
 def megatron_calls():
     "Around every call into Megatron-Core: without a GPU CUDA means CPU inside; with one it does nothing"
     with ExitStack() as stack:
         if not torch.cuda.is_available():
-            for where,names in _answers():
-                for name,value in names.items(): stack.enter_context(patch.object(where, name, value))
-            stack.enter_context(torch.compiler.set_stance('force_eager')) # its jit_fuser is torch.compile
+            for where, names in _answers():
+                for name, value in names.items():
+                    stack.enter_context(patch.object(where, name, value))
+            stack.enter_context(
+                torch.compiler.set_stance('force_eager')
+            )  # its jit_fuser is torch.compile
             stack.enter_context(_OnCpu())
         yield
 
-# %% ../../../nbs/train/megatron/03_cpu.ipynb #737cdf3b
-def _to_numpy(t, as_numpy=False, record_stream=False): return t.numpy() if as_numpy and torch.is_tensor(t) else t
 
-def _gather_rows(x, group, output_split_sizes=None, use_global_buffer=False): # gloo gathers equal parts alone
-    if group.size()==1 or output_split_sizes is None: return _equal_gather(x, group, None, use_global_buffer)
+# %% ../../../nbs/train/megatron/03_cpu.ipynb #737cdf3b
+def _to_numpy(t, as_numpy=False, record_stream=False):
+    return t.numpy() if as_numpy and torch.is_tensor(t) else t
+
+
+def _gather_rows(
+    x, group, output_split_sizes=None, use_global_buffer=False
+):  # gloo gathers equal parts alone
+    if group.size() == 1 or output_split_sizes is None:
+        return _equal_gather(x, group, None, use_global_buffer)
     padded = x.new_zeros(max(output_split_sizes), *x.shape[1:])
-    padded[:len(x)] = x
+    padded[: len(x)] = x
     parts = [torch.empty_like(padded) for _ in output_split_sizes]
     dist.all_gather(parts, padded, group=group)
-    return torch.cat([p[:n] for p,n in zip(parts, output_split_sizes)])
+    return torch.cat([p[:n] for p, n in zip(parts, output_split_sizes)])
 
-def _scatter_rows(x, group, input_split_sizes=None, use_global_buffer=False): # and scatters equal parts alone
-    if group.size()==1 or input_split_sizes is None: return _equal_scatter(x, group, None, use_global_buffer)
+
+def _scatter_rows(
+    x, group, input_split_sizes=None, use_global_buffer=False
+):  # and scatters equal parts alone
+    if group.size() == 1 or input_split_sizes is None:
+        return _equal_scatter(x, group, None, use_global_buffer)
     total = x.clone()
     dist.all_reduce(total, group=group)
     return total.split(input_split_sizes)[group.rank()].clone()
 
+
 if not torch.cuda.is_available():
-    _equal_gather,_equal_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
-    mappings._gather_along_first_dim = _gather_rows            # tensor_parallel/mappings.py:150
-    mappings._reduce_scatter_along_first_dim = _scatter_rows   # tensor_parallel/mappings.py:196
-    token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy      # forgets as_numpy for CPU tensors (moe_utils.py:1094)
-if not hasattr(moe_utils, 'te_general_gemm'): moe_utils.te_general_gemm = None # moe_utils.py:1192 asks if it is None
+    _equal_gather, _equal_scatter = (
+        mappings._gather_along_first_dim,
+        mappings._reduce_scatter_along_first_dim,
+    )
+    mappings._gather_along_first_dim = _gather_rows  # tensor_parallel/mappings.py:150
+    mappings._reduce_scatter_along_first_dim = _scatter_rows  # tensor_parallel/mappings.py:196
+    token_dispatcher.maybe_move_tensor_to_cpu = (
+        _to_numpy  # forgets as_numpy for CPU tensors (moe_utils.py:1094)
+    )
+if not hasattr(moe_utils, 'te_general_gemm'):
+    moe_utils.te_general_gemm = None  # moe_utils.py:1192 asks if it is None
+
 
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #24f9ff80
 def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
     "As upstream, but sends and receives are in one order: of two stages each is both next and previous to the other"
-    device,out,ops = torch.cuda.current_device(), [], []
-    plan = ((tensor_send_prev, recv_next, self.prev_rank, self.next_rank),
-        (tensor_send_next, recv_prev, self.next_rank, self.prev_rank))
-    for sent,received,to,source in plan:
+    device, out, ops = torch.cuda.current_device(), [], []
+    plan = (
+        (tensor_send_prev, recv_next, self.prev_rank, self.next_rank),
+        (tensor_send_next, recv_prev, self.next_rank, self.prev_rank),
+    )
+    for sent, received, to, source in plan:
         if sent is not None:
-            ops.append(dist.P2POp(dist.isend, torch.tensor(sent.shape, device=device), to, self.pp_group))
+            ops.append(
+                dist.P2POp(dist.isend, torch.tensor(sent.shape, device=device), to, self.pp_group)
+            )
         out.append(torch.zeros(3, dtype=torch.long, device=device))
-        if received: ops.append(dist.P2POp(dist.irecv, out[-1], source, self.pp_group))
+        if received:
+            ops.append(dist.P2POp(dist.irecv, out[-1], source, self.pp_group))
     requests = dist.batch_isend_irecv(ops) if ops else []
-    apart = len(requests)==len(ops) # gloo; a peer that still waits for its own send has posted no receive yet
-    for i,request in enumerate(requests):
-        if not apart or ops[i].op is dist.irecv: request.wait()
-    self.sent_shapes = ops,requests # lives until the next call
+    apart = len(requests) == len(
+        ops
+    )  # gloo; a peer that still waits for its own send has posted no receive yet
+    for i, request in enumerate(requests):
+        if not apart or ops[i].op is dist.irecv:
+            request.wait()
+    self.sent_shapes = ops, requests  # lives until the next call
     torch.cuda.synchronize()
-    after,before = (t.tolist() for t in out)
+    after, before = (t.tolist() for t in out)
     return before, after
 
-P2PCommunicator._communicate_shapes = _communicate_shapes # pipeline_parallel/p2p_communication.py:170, on GPUs too
+
+P2PCommunicator._communicate_shapes = (
+    _communicate_shapes  # pipeline_parallel/p2p_communication.py:170, on GPUs too
+)
+
 
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #65e04f67
 class RMSNorm(nn.RMSNorm):
     "torch's own, allowed under sequence parallelism too (WrappedTorchNorm is not: transformer/torch_norm.py)"
+
     def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel # its gradient is summed over tensor-parallel ranks
+        self.weight.sequence_parallel = (
+            config.sequence_parallel
+        )  # its gradient is summed over tensor-parallel ranks
+
 
 class PackedAttention(nn.Module):
     "Causal attention within each sequence of a packed row, for which Megatron-Core asks for Transformer Engine"
+
     def __init__(self, config, *args, softmax_scale=None, **kwargs):
         super().__init__()
         self.scale = softmax_scale
 
-    def forward(self,
-        query:Tensor,            # [T, H, d] packed (or [T, B, H, d])
-        key:Tensor, value:Tensor,# [T, KV, d]
-        attention_mask=None,     # ignored: it is causal
-        attn_mask_type=None, attention_bias=None, packed_seq_params=None
-    )->Tensor:                   # [T, H*d] (or [T, B, H*d])
-        if packed_seq_params is None: return self.attend(query, key, value)
+    def forward(
+        self,
+        query: Tensor,  # [T, H, d] packed (or [T, B, H, d])
+        key: Tensor,
+        value: Tensor,  # [T, KV, d]
+        attention_mask=None,  # ignored: it is causal
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ) -> Tensor:  # [T, H*d] (or [T, B, H*d])
+        if packed_seq_params is None:
+            return self.attend(query, key, value)
         p = packed_seq_params
         ends = (p.cu_seqlens_q if p.cu_seqlens_q_padded is None else p.cu_seqlens_q_padded).tolist()
-        parts = zip(*(t[:,None].split([b-a for a,b in zip(ends, ends[1:])]) for t in (query, key, value)))
-        return torch.cat([self.attend(*qkv) for qkv in parts])[:,0]
+        parts = zip(
+            *(
+                t[:, None].split([b - a for a, b in zip(ends, ends[1:])])
+                for t in (query, key, value)
+            )
+        )
+        return torch.cat([self.attend(*qkv) for qkv in parts])[:, 0]
 
-    def attend(self, *qkv): # each [T, B, heads, d]
-        q,k,v = (t.permute(1, 2, 0, 3) for t in qkv)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1]!=k.shape[1], scale=self.scale)
+    def attend(self, *qkv):  # each [T, B, heads, d]
+        q, k, v = (t.permute(1, 2, 0, 3) for t in qkv)
+        o = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], scale=self.scale
+        )
         return o.permute(2, 0, 1, 3).flatten(2)
 
-    def sharded_state_dict(self, *args, **kwargs): return {} # has no weights
+    def sharded_state_dict(self, *args, **kwargs):
+        return {}  # has no weights
+
 
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #441e0d56
 def local_layer(
-    num_experts:int|None # of this layer; None = a dense one
-):                       # ModuleSpec
+    num_experts: int | None,  # of this layer; None = a dense one
+):  # ModuleSpec
     "A Qwen3 layer from Megatron-Core's own modules, which need neither Apex nor Transformer Engine"
-    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=True, normalization='RMSNorm')
-    layer,attention = spec.submodules, spec.submodules.self_attention.submodules
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=True, normalization='RMSNorm'
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
     return spec
 
+
 def local_block(
-    sparse:list[bool],  # of the layers of this piece of the model: is it a mixture?
-    num_experts:int|None
-)->TransformerBlockSubmodules:
+    sparse: list[bool],  # of the layers of this piece of the model: is it a mixture?
+    num_experts: int | None,
+) -> TransformerBlockSubmodules:
     "The layers of one piece of the model"
-    return TransformerBlockSubmodules([local_layer(num_experts if s else None) for s in sparse], layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        [local_layer(num_experts if s else None) for s in sparse], layer_norm=RMSNorm
+    )

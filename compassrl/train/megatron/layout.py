@@ -6,93 +6,133 @@ Docs: https://compassrl.github.io/compassrl/train/megatron/layout.html.md"""
 
 # %% ../../../nbs/train/megatron/01_layout.ipynb #e2adb89c
 from __future__ import annotations
+
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal, get_args
+
 from ...model.policy import PolicyConfig
 
 # %% auto #0
-__all__ = ['Recompute', 'Fp8Recipe', 'ParallelConfig', 'check_world', 'check_shape', 'check_parallel', 'padded_vocab']
+__all__ = [
+    'Recompute',
+    'Fp8Recipe',
+    'ParallelConfig',
+    'check_world',
+    'check_shape',
+    'check_parallel',
+    'padded_vocab',
+]
 
 # %% ../../../nbs/train/megatron/01_layout.ipynb #97ca0e41
-Recompute = Literal['none','moe','full'] # what the backward pass computes again instead of keeping
-Fp8Recipe = Literal['','blockwise','tensorwise','delayed'] # of Transformer Engine; empty = no FP8
+Recompute = Literal[
+    'none', 'moe', 'full'
+]  # what the backward pass computes again instead of keeping
+Fp8Recipe = Literal[
+    '', 'blockwise', 'tensorwise', 'delayed'
+]  # of Transformer Engine; empty = no FP8
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
     "How Megatron-Core spreads the policy over ranks; what is left over is data parallel. Raises ValueError"
-    tp:int=1                        # tensor parallel: heads, rows of dense layers and of the vocabulary
-    pp:int=1                        # pipeline parallel: layers
-    ep:int=1                        # expert parallel: whole experts
-    etp:int=0                       # expert tensor parallel: rows inside each expert; 0 = as tp
-    cp:int=1                        # context parallel: tokens of one sequence (Transformer Engine, not run on GPU)
-    vpp:int=1                       # pieces of the model per pipeline rank, interleaved
-    recompute:Recompute='none'      # 'moe' = experts, 'full' = every layer
-    dtype:Literal['float32','bfloat16']='float32' # of the forward and backward pass; master weights stay fp32
-    fp8_recipe:Fp8Recipe=''         # matrices in FP8 (Transformer Engine, not run on GPU)
+
+    tp: int = 1  # tensor parallel: heads, rows of dense layers and of the vocabulary
+    pp: int = 1  # pipeline parallel: layers
+    ep: int = 1  # expert parallel: whole experts
+    etp: int = 0  # expert tensor parallel: rows inside each expert; 0 = as tp
+    cp: int = 1  # context parallel: tokens of one sequence (Transformer Engine, not run on GPU)
+    vpp: int = 1  # pieces of the model per pipeline rank, interleaved
+    recompute: Recompute = 'none'  # 'moe' = experts, 'full' = every layer
+    dtype: Literal['float32', 'bfloat16'] = (
+        'float32'  # of the forward and backward pass; master weights stay fp32
+    )
+    fp8_recipe: Fp8Recipe = ''  # matrices in FP8 (Transformer Engine, not run on GPU)
 
     def __post_init__(self):
         for k in ('tp', 'pp', 'ep', 'cp', 'vpp'):
-            if getattr(self, k)<1: raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
-        if self.etp<0: raise ValueError(f'etp={self.etp}: use at least 1, or 0 for as many as tp')
-        for k,kind in (('recompute', Recompute), ('fp8_recipe', Fp8Recipe)):
+            if getattr(self, k) < 1:
+                raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
+        if self.etp < 0:
+            raise ValueError(f'etp={self.etp}: use at least 1, or 0 for as many as tp')
+        for k, kind in (('recompute', Recompute), ('fp8_recipe', Fp8Recipe)):
             if getattr(self, k) not in get_args(kind):
                 raise ValueError(f'{k}={getattr(self, k)!r}: use one of {get_args(kind)}')
         if self.dtype not in ('float32', 'bfloat16'):
             raise ValueError(f"dtype={self.dtype!r}: use 'float32' or 'bfloat16'")
-        if self.vpp>1 and self.pp==1:
-            raise ValueError(f'vpp={self.vpp} with pp=1: pieces interleave over pipeline ranks, use pp>1 or vpp=1')
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(
+                f'vpp={self.vpp} with pp=1: pieces interleave over pipeline ranks, use pp>1 or vpp=1'
+            )
 
     @property
-    def expert_tp(self)->int: return self.etp or self.tp
+    def expert_tp(self) -> int:
+        return self.etp or self.tp
+
     @property
-    def sequence_parallel(self)->bool:
+    def sequence_parallel(self) -> bool:
         "Norms and dropout work on each tensor-parallel rank's own tokens; mixtures need it, and all else profits"
-        return self.tp>1
+        return self.tp > 1
 
-    def dp(self, world_size:int)->int:
+    def dp(self, world_size: int) -> int:
         "Data-parallel replicas of the layers that are not experts"
-        return world_size//(self.tp*self.cp*self.pp)
+        return world_size // (self.tp * self.cp * self.pp)
 
-    def edp(self, world_size:int)->int:
+    def edp(self, world_size: int) -> int:
         "Data-parallel replicas of each expert"
-        return world_size//(self.expert_tp*self.ep*self.pp)
+        return world_size // (self.expert_tp * self.ep * self.pp)
+
 
 # %% ../../../nbs/train/megatron/01_layout.ipynb #af4fe15e
-def _divides(small, what, big, of): # one line, with the numbers that would do
-    if big%small:
-        fits = [n for n in range(1, big+1) if big%n==0]
+def _divides(small, what, big, of):  # one line, with the numbers that would do
+    if big % small:
+        fits = [n for n in range(1, big + 1) if big % n == 0]
         raise ValueError(f'{what}={small} does not divide {of}={big}: use one of {fits}')
 
+
 def check_world(p, world_size):
-    for n,what in ((p.tp*p.cp*p.pp, 'tp x cp x pp'), (p.expert_tp*p.ep*p.pp, 'expert tp x ep x pp')):
-        if world_size%n: raise ValueError(f'{world_size} ranks are not a multiple of {what} = {n}: '
-            f'use {max(1, world_size//n)*n} ranks, or smaller groups')
+    for n, what in (
+        (p.tp * p.cp * p.pp, 'tp x cp x pp'),
+        (p.expert_tp * p.ep * p.pp, 'expert tp x ep x pp'),
+    ):
+        if world_size % n:
+            raise ValueError(
+                f'{world_size} ranks are not a multiple of {what} = {n}: '
+                f'use {max(1, world_size // n) * n} ranks, or smaller groups'
+            )
+
 
 def check_shape(p, c):
     sparse = [c.is_sparse(i) for i in range(c.num_hidden_layers)]
-    for k in ('num_attention_heads', 'num_key_value_heads'): _divides(p.tp, 'tp', getattr(c, k), k)
-    if not all(sparse): _divides(p.tp, 'tp', c.intermediate_size, 'intermediate_size')
+    for k in ('num_attention_heads', 'num_key_value_heads'):
+        _divides(p.tp, 'tp', getattr(c, k), k)
+    if not all(sparse):
+        _divides(p.tp, 'tp', c.intermediate_size, 'intermediate_size')
     if any(sparse):
         _divides(p.ep, 'ep', c.num_experts, 'num_experts')
         _divides(p.expert_tp, 'expert tp', c.moe_intermediate_size, 'moe_intermediate_size')
-    elif p.ep>1: raise ValueError(f'ep={p.ep}: this policy has no experts to spread, use ep=1')
-    _divides(p.pp*p.vpp, 'pp x vpp', c.num_hidden_layers, 'num_hidden_layers')
+    elif p.ep > 1:
+        raise ValueError(f'ep={p.ep}: this policy has no experts to spread, use ep=1')
+    _divides(p.pp * p.vpp, 'pp x vpp', c.num_hidden_layers, 'num_hidden_layers')
+
 
 def check_parallel(
-    parallel:ParallelConfig,
-    policy:PolicyConfig,
-    world_size:int,             # ranks that train
-    device:str='cpu'
+    parallel: ParallelConfig,
+    policy: PolicyConfig,
+    world_size: int,  # ranks that train
+    device: str = 'cpu',
 ):
     "Raises ValueError for a layout that Megatron-Core cannot build, or would train wrongly"
     p = parallel
     check_world(p, world_size)
     check_shape(p, policy)
-    for k,off in (('cp', 1), ('fp8_recipe', '')):
-        if device=='cpu' and getattr(p, k)!=off:
-            raise ValueError(f'{k}={getattr(p, k)!r}: it needs a GPU and Transformer Engine, use {off!r}')
+    for k, off in (('cp', 1), ('fp8_recipe', '')):
+        if device == 'cpu' and getattr(p, k) != off:
+            raise ValueError(
+                f'{k}={getattr(p, k)!r}: it needs a GPU and Transformer Engine, use {off!r}'
+            )
 
-def padded_vocab(vocab_size:int, tp:int)->int:
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
     "Rows of embedding and head that tensor parallelism can cut evenly"
-    return ceil(vocab_size/tp)*tp
+    return ceil(vocab_size / tp) * tp

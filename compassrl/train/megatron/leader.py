@@ -6,41 +6,58 @@ Docs: https://compassrl.github.io/compassrl/train/megatron/leader.html.md"""
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #3638d533
 from __future__ import annotations
-import os, sys, time
+
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Thread
+
 import torch.distributed as dist
 from torch import Tensor
+
 from ...records import Batch, LossFn, Metrics
 from .engine import Control, MegatronTrain, Refused
 
 # %% auto #0
 __all__ = ['LostRank', 'Watch', 'guard', 'Leader', 'stop', 'serve']
 
+
 # %% ../../../nbs/train/megatron/10_leader.ipynb #004c961d
-class LostRank(RuntimeError): "Another rank failed or died; the message names it"
+class LostRank(RuntimeError):
+    "Another rank failed or died; the message names it"
+
 
 class Watch(Thread):
     "Every rank says once a second that it is there. Where one falls silent or reports an error, all ranks end"
-    def __init__(self,
-        control:Control,
-        timeout_s:float=60., # silence after which a rank counts as dead
-        every_s:float=1.
+
+    def __init__(
+        self,
+        control: Control,
+        timeout_s: float = 60.0,  # silence after which a rank counts as dead
+        every_s: float = 1.0,
     ):
         super().__init__(daemon=True)
-        self.control,self.rank,self.size = control,control.rank,control.size
-        self.timeout_s,self.every_s = timeout_s,every_s
-        self.stopped,self.cause,self.beats = Event(), '', 0
-        if self.size==1: return # nobody to watch
-        host,wait = os.environ.get('MASTER_ADDR', '127.0.0.1'), timedelta(seconds=timeout_s)
-        mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if self.rank==0 else None
-        port = control.scatter(lambda: [mine.port]*self.size)
-        self.store = mine or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+        self.control, self.rank, self.size = control, control.rank, control.size
+        self.timeout_s, self.every_s = timeout_s, every_s
+        self.stopped, self.cause, self.beats = Event(), '', 0
+        if self.size == 1:
+            return  # nobody to watch
+        host, wait = os.environ.get('MASTER_ADDR', '127.0.0.1'), timedelta(seconds=timeout_s)
+        mine = (
+            dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
+            if self.rank == 0
+            else None
+        )
+        port = control.scatter(lambda: [mine.port] * self.size)
+        self.store = mine or dist.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=wait
+        )
         self.beat()
-        control.gather(None) # from here on every rank has a place in the store
-        self.heard = {r:(b'', time.monotonic()) for r in range(self.size)}
+        control.gather(None)  # from here on every rank has a place in the store
+        self.heard = {r: (b'', time.monotonic()) for r in range(self.size)}
         self.start()
 
     def beat(self):
@@ -51,119 +68,165 @@ class Watch(Thread):
         while not self.stopped.wait(self.every_s):
             try:
                 self.beat()
-                if self.rank==0: self._listen()
-                if self.store.check(['failed']): self.cause = self.store.get('failed').decode()
-            except RuntimeError: self.cause = 'rank 0 is gone'
-            if not self.cause: continue
-            if not self.stopped.wait(2*self.every_s): # the main thread hangs where nobody answers
+                if self.rank == 0:
+                    self._listen()
+                if self.store.check(['failed']):
+                    self.cause = self.store.get('failed').decode()
+            except RuntimeError:
+                self.cause = 'rank 0 is gone'
+            if not self.cause:
+                continue
+            if not self.stopped.wait(
+                2 * self.every_s
+            ):  # the main thread hangs where nobody answers
                 print(f'rank {self.rank} ends: {self.cause}', file=sys.stderr, flush=True)
                 os._exit(1)
 
-    def _listen(self): # on rank 0: who has fallen silent?
+    def _listen(self):  # on rank 0: who has fallen silent?
         ranks = list(self.heard)
-        limit = 5*self.every_s if self.store.check(['suspect']) else self.timeout_s
-        for r,b in zip(ranks, self.store.multi_get([f'rank {r}' for r in ranks])):
-            if b!=self.heard[r][0]: self.heard[r] = b, time.monotonic()
-            elif time.monotonic()-self.heard[r][1]>limit:
-                self.store.set('failed', f'rank {r} was killed or hangs: nothing heard of it for {limit:.0f} s')
+        limit = 5 * self.every_s if self.store.check(['suspect']) else self.timeout_s
+        for r, b in zip(ranks, self.store.multi_get([f'rank {r}' for r in ranks])):
+            if b != self.heard[r][0]:
+                self.heard[r] = b, time.monotonic()
+            elif time.monotonic() - self.heard[r][1] > limit:
+                self.store.set(
+                    'failed', f'rank {r} was killed or hangs: nothing heard of it for {limit:.0f} s'
+                )
+
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #790faea8
-def _second_hand(e): # an error that tells of another rank
+def _second_hand(e):  # an error that tells of another rank
     said = 'gloo', 'NCCL', 'Connection closed', 'Connection reset'
     return isinstance(e, dist.DistError) or any(s in str(e) for s in said)
 
+
 @contextmanager
-def guard(self:Watch):
+def guard(self: Watch):
     "Around what all ranks do together: an error inside becomes known to all; LostRank names where it began"
-    try: yield
-    except (Refused, LostRank): raise
+    try:
+        yield
+    except (Refused, LostRank):
+        raise
     except Exception as e:
-        if self.size==1: raise
+        if self.size == 1:
+            raise
         if not _second_hand(e):
             self.store.set('failed', f'rank {self.rank}: {type(e).__name__}: {e}')
             self.stopped.set()
-            time.sleep(2*self.every_s) # the store of rank 0 is still needed
+            time.sleep(2 * self.every_s)  # the store of rank 0 is still needed
             raise
-        try: self.store.set('suspect', '')
-        except RuntimeError: self.cause = 'rank 0 is gone'
-        until = time.monotonic()+self.timeout_s+10*self.every_s
-        while not self.cause and time.monotonic()<until: time.sleep(self.every_s/10)
+        try:
+            self.store.set('suspect', '')
+        except RuntimeError:
+            self.cause = 'rank 0 is gone'
+        until = time.monotonic() + self.timeout_s + 10 * self.every_s
+        while not self.cause and time.monotonic() < until:
+            time.sleep(self.every_s / 10)
         self.stopped.set()
-        if self.rank==0: time.sleep(2*self.every_s)
+        if self.rank == 0:
+            time.sleep(2 * self.every_s)
         raise LostRank(self.cause or f'rank {self.rank}: {e}') from e
 
+
 Watch.guard = guard
+
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #24ea6a10
 class Leader:
     "Rank 0's `TrainEngine`: each call is made by all ranks, which meanwhile run `serve`"
-    def __init__(self, engine:MegatronTrain, watch:Watch):
-        self.engine,self.control,self.watch,self.walking = engine, engine.control, watch, False
+
+    def __init__(self, engine: MegatronTrain, watch: Watch):
+        self.engine, self.control, self.watch, self.walking = engine, engine.control, watch, False
 
     @contextmanager
-    def _all(self, name, *args): # every rank calls the method `name` with `args`
-        if self.walking: raise RuntimeError(f'{name}: walk through all of weights() first, every rank is doing so')
+    def _all(self, name, *args):  # every rank calls the method `name` with `args`
+        if self.walking:
+            raise RuntimeError(
+                f'{name}: walk through all of weights() first, every rank is doing so'
+            )
         with self.watch.guard():
-            self.control.scatter(lambda: [(name, args)]*self.control.size)
+            self.control.scatter(lambda: [(name, args)] * self.control.size)
             yield self.engine
 
-    def log_probs(self, batch:Batch)->tuple[Tensor,Tensor]:
-        with self._all('log_probs') as e: return e.log_probs(batch)
+    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        with self._all('log_probs') as e:
+            return e.log_probs(batch)
 
-    def update(self, batch:Batch, loss:LossFn, lr:float|None=None)->Metrics:
-        with self._all('update') as e: return e.update(batch, loss, lr)
+    def update(self, batch: Batch, loss: LossFn, lr: float | None = None) -> Metrics:
+        with self._all('update') as e:
+            return e.update(batch, loss, lr)
 
-    def weights(self)->Iterator[tuple[str,Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         "Begins when the first weight is asked for; whoever stops early makes it run to its end"
         with self._all('weights') as e:
-            self.walking,walk = True,e.weights()
+            self.walking, walk = True, e.weights()
             try:
-                for name_and_tensor in walk: yield name_and_tensor
+                yield from walk
             finally:
-                for _ in walk: pass
+                for _ in walk:
+                    pass
                 self.walking = False
 
-    def state_dict(self)->dict:
-        with self._all('state_dict') as e: return e.state_dict()
+    def state_dict(self) -> dict:
+        with self._all('state_dict') as e:
+            return e.state_dict()
 
-    def load_state_dict(self, state:dict):
-        with self._all('load_state_dict') as e: e.load_state_dict(state)
+    def load_state_dict(self, state: dict):
+        with self._all('load_state_dict') as e:
+            e.load_state_dict(state)
 
-    def everywhere(self,
-        fn:Callable, # (engine, *args), can be pickled: a function of a module
-        *args
-    ):               # what it returned on rank 0
+    def everywhere(
+        self,
+        fn: Callable,  # (engine, *args), can be pickled: a function of a module
+        *args,
+    ):  # what it returned on rank 0
         "Calls `fn` on all ranks"
-        with self._all('call', fn, *args) as e: return fn(e, *args)
+        with self._all('call', fn, *args) as e:
+            return fn(e, *args)
 
     def stop(self):
         "All ranks leave `serve`"
-        with self._all('stop'): self.watch.stop()
+        with self._all('stop'):
+            self.watch.stop()
 
-    def __enter__(self): return self
+    def __enter__(self):
+        return self
+
     def __exit__(self, kind, error, tb):
-        if kind is None: self.stop()
+        if kind is None:
+            self.stop()
+
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #21339285
-def stop(self:Watch):
+def stop(self: Watch):
     "Nobody watches any more; every rank calls this"
     self.stopped.set()
-    if self.size>1: self.join()
-    self.control.gather(None) # only now may the store go
+    if self.size > 1:
+        self.join()
+    self.control.gather(None)  # only now may the store go
+
 
 Watch.stop = stop
 
-def serve(engine:MegatronTrain, watch:Watch):
+
+def serve(engine: MegatronTrain, watch: Watch):
     "What every rank but 0 runs until the leader stops. Raises LostRank, or what went wrong here"
     while True:
         with watch.guard():
-            name,args = engine.control.scatter()
-            if name=='stop': return watch.stop()
-            try: _obey(engine, name, args)
-            except Refused: pass # rank 0 says why
+            name, args = engine.control.scatter()
+            if name == 'stop':
+                return watch.stop()
+            try:
+                _obey(engine, name, args)
+            except Refused:
+                pass  # rank 0 says why
+
 
 def _obey(engine, name, args):
-    if name=='weights':
-        for _ in engine.weights(): pass
-    elif name=='call': args[0](engine, *args[1:])
-    else: getattr(engine, name)(*args)
+    if name == 'weights':
+        for _ in engine.weights():
+            pass
+    elif name == 'call':
+        args[0](engine, *args[1:])
+    else:
+        getattr(engine, name)(*args)

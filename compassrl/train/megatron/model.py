@@ -6,130 +6,223 @@ Docs: https://compassrl.github.io/compassrl/train/megatron/model.html.md"""
 
 # %% ../../../nbs/train/megatron/04_model.ipynb #0511d8b9
 from __future__ import annotations
+
 import os
 from datetime import timedelta
 from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from .cpu import local_block, megatron_calls
-from .layout import ParallelConfig, check_parallel, padded_vocab
-from ...model.policy import PolicyConfig
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.tensor_parallel.layers import (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes)
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from ...model.policy import PolicyConfig
+from .cpu import local_block, megatron_calls
+from .layout import ParallelConfig, check_parallel, padded_vocab
+
 # %% auto #0
 __all__ = ['init_parallel', 'has_te', 'transformer_config', 'build_model']
 
+
 # %% ../../../nbs/train/megatron/04_model.ipynb #6f23439d
 def init_parallel(
-    parallel:ParallelConfig,
-    timeout_s:float=600, # of each collective
-    seed:int=0
+    parallel: ParallelConfig,
+    timeout_s: float = 600,  # of each collective
+    seed: int = 0,
 ):
     "This process's place in every group: under torchrun, or where a default group exists already"
-    gpu,timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s)
+    gpu, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        if gpu: torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
-        elif os.environ.get('LOCAL_WORLD_SIZE')==os.environ.get('WORLD_SIZE'): # one machine: ask no name server
+        if gpu:
+            torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+        elif os.environ.get('LOCAL_WORLD_SIZE') == os.environ.get(
+            'WORLD_SIZE'
+        ):  # one machine: ask no name server
             os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
         dist.init_process_group('cpu:gloo,cuda:nccl' if gpu else 'gloo', timeout=timeout)
     p = parallel
     with megatron_calls():
-        mpu.initialize_model_parallel(tensor_model_parallel_size=p.tp, pipeline_model_parallel_size=p.pp,
-            virtual_pipeline_model_parallel_size=p.vpp if p.vpp>1 else None, context_parallel_size=p.cp,
-            expert_model_parallel_size=p.ep, expert_tensor_parallel_size=p.expert_tp,
-            distributed_timeout_minutes=timeout_s/60)
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=p.tp,
+            pipeline_model_parallel_size=p.pp,
+            virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+            context_parallel_size=p.cp,
+            expert_model_parallel_size=p.ep,
+            expert_tensor_parallel_size=p.expert_tp,
+            distributed_timeout_minutes=timeout_s / 60,
+        )
         model_parallel_cuda_manual_seed(seed)
+
 
 # %% ../../../nbs/train/megatron/04_model.ipynb #036640dd
 @lru_cache
-def has_te()->bool:
+def has_te() -> bool:
     "Is there a GPU, and Transformer Engine for it? (its import fails without one)"
-    if not torch.cuda.is_available(): return False
-    try: import transformer_engine.pytorch
-    except ImportError: return False
+    if not torch.cuda.is_available():
+        return False
+    try:
+        import transformer_engine.pytorch
+    except ImportError:
+        return False
     return True
 
+
 def transformer_config(
-    policy:PolicyConfig,
-    parallel:ParallelConfig,
-    router_replay:bool=True # can routers be told what to choose?
-)->TransformerConfig:
+    policy: PolicyConfig,
+    parallel: ParallelConfig,
+    router_replay: bool = True,  # can routers be told what to choose?
+) -> TransformerConfig:
     "The same policy in Megatron-Core's words. Raises ValueError for what it computes otherwise"
-    c,p,te,gpu = policy, parallel, has_te(), torch.cuda.is_available()
+    c, p, te, gpu = policy, parallel, has_te(), torch.cuda.is_available()
     dtype = getattr(torch, p.dtype)
     sparse = [c.is_sparse(i) for i in range(c.num_hidden_layers)]
-    if any(sparse) and c.num_experts_per_tok==1 and c.norm_topk_prob:
-        raise ValueError('num_experts_per_tok=1 with norm_topk_prob=True: the only gate is always 1, no router learns, '
-            'and Megatron-Core refuses it; use norm_topk_prob=False')
-    if p.fp8_recipe and not te: raise ValueError(f'fp8_recipe={p.fp8_recipe!r} needs a GPU and Transformer Engine')
-    moe = dict(num_moe_experts=c.num_experts, moe_layer_freq=[int(s) for s in sparse],
-        moe_ffn_hidden_size=c.moe_intermediate_size, moe_router_topk=c.num_experts_per_tok,
-        moe_router_pre_softmax=not c.norm_topk_prob, moe_router_score_function='softmax', moe_router_dtype='fp32',
-        moe_router_load_balancing_type='none', moe_aux_loss_coeff=0.,
-        moe_grouped_gemm=te, moe_permute_fusion=te, moe_router_fusion=False, # a fused router takes no orders
-        moe_enable_routing_replay=router_replay) if any(sparse) else {}
-    again = dict(none={}, moe=dict(recompute_granularity='selective', recompute_modules=['moe']),
-        full=dict(recompute_granularity='full', recompute_method='uniform', recompute_num_layers=1))[p.recompute]
-    fp8 = dict(fp8='e4m3' if p.fp8_recipe=='blockwise' else 'hybrid', fp8_recipe=p.fp8_recipe) if p.fp8_recipe else {}
-    return TransformerConfig(num_layers=c.num_hidden_layers, hidden_size=c.hidden_size, kv_channels=c.head_dim,
-        num_attention_heads=c.num_attention_heads, num_query_groups=c.num_key_value_heads,
-        ffn_hidden_size=c.intermediate_size, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        normalization='RMSNorm', layernorm_epsilon=c.rms_norm_eps, qk_layernorm=True, persist_layer_norm=te,
-        hidden_dropout=0., attention_dropout=0., attention_softmax_in_fp32=True,
-        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=te,
-        gradient_accumulation_fusion=False, perform_initialization=False, use_cpu_initialization=not gpu,
-        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype==torch.bfloat16,
-        tensor_model_parallel_size=p.tp, sequence_parallel=p.sequence_parallel, context_parallel_size=p.cp,
-        pipeline_model_parallel_size=p.pp, virtual_pipeline_model_parallel_size=p.vpp if p.vpp>1 else None,
-        expert_model_parallel_size=p.ep, expert_tensor_parallel_size=p.expert_tp,
-        variable_seq_lengths=p.pp>1, moe_token_dispatcher_type='alltoall', batch_p2p_comm=gpu and p.pp>2,
-        **moe, **again, **fp8)
+    if any(sparse) and c.num_experts_per_tok == 1 and c.norm_topk_prob:
+        raise ValueError(
+            'num_experts_per_tok=1 with norm_topk_prob=True: the only gate is always 1, no router learns, '
+            'and Megatron-Core refuses it; use norm_topk_prob=False'
+        )
+    if p.fp8_recipe and not te:
+        raise ValueError(f'fp8_recipe={p.fp8_recipe!r} needs a GPU and Transformer Engine')
+    moe = (
+        dict(
+            num_moe_experts=c.num_experts,
+            moe_layer_freq=[int(s) for s in sparse],
+            moe_ffn_hidden_size=c.moe_intermediate_size,
+            moe_router_topk=c.num_experts_per_tok,
+            moe_router_pre_softmax=not c.norm_topk_prob,
+            moe_router_score_function='softmax',
+            moe_router_dtype='fp32',
+            moe_router_load_balancing_type='none',
+            moe_aux_loss_coeff=0.0,
+            moe_grouped_gemm=te,
+            moe_permute_fusion=te,
+            moe_router_fusion=False,  # a fused router takes no orders
+            moe_enable_routing_replay=router_replay,
+        )
+        if any(sparse)
+        else {}
+    )
+    again = dict(
+        none={},
+        moe=dict(recompute_granularity='selective', recompute_modules=['moe']),
+        full=dict(recompute_granularity='full', recompute_method='uniform', recompute_num_layers=1),
+    )[p.recompute]
+    fp8 = (
+        dict(fp8='e4m3' if p.fp8_recipe == 'blockwise' else 'hybrid', fp8_recipe=p.fp8_recipe)
+        if p.fp8_recipe
+        else {}
+    )
+    return TransformerConfig(
+        num_layers=c.num_hidden_layers,
+        hidden_size=c.hidden_size,
+        kv_channels=c.head_dim,
+        num_attention_heads=c.num_attention_heads,
+        num_query_groups=c.num_key_value_heads,
+        ffn_hidden_size=c.intermediate_size,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        normalization='RMSNorm',
+        layernorm_epsilon=c.rms_norm_eps,
+        qk_layernorm=True,
+        persist_layer_norm=te,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=te,
+        gradient_accumulation_fusion=False,
+        perform_initialization=False,
+        use_cpu_initialization=not gpu,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=p.tp,
+        sequence_parallel=p.sequence_parallel,
+        context_parallel_size=p.cp,
+        pipeline_model_parallel_size=p.pp,
+        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+        expert_model_parallel_size=p.ep,
+        expert_tensor_parallel_size=p.expert_tp,
+        variable_seq_lengths=p.pp > 1,
+        moe_token_dispatcher_type='alltoall',
+        batch_p2p_comm=gpu and p.pp > 2,
+        **moe,
+        **again,
+        **fp8,
+    )
+
 
 # %% ../../../nbs/train/megatron/04_model.ipynb #d007b2c3
-def _block(cfg, policy, stage): # the layers of one piece: Transformer Engine's, or Megatron-Core's own
+def _block(
+    cfg, policy, stage
+):  # the layers of one piece: Transformer Engine's, or Megatron-Core's own
     if has_te():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
         return get_gpt_decoder_block_spec(cfg, use_transformer_engine=True, vp_stage=stage)
-    first,n = get_transformer_layer_offset(cfg, vp_stage=stage), get_num_layers_to_build(cfg, vp_stage=stage)
-    return local_block([policy.is_sparse(i) for i in range(first, first+n)], cfg.num_moe_experts)
+    first, n = (
+        get_transformer_layer_offset(cfg, vp_stage=stage),
+        get_num_layers_to_build(cfg, vp_stage=stage),
+    )
+    return local_block([policy.is_sparse(i) for i in range(first, first + n)], cfg.num_moe_experts)
+
 
 def build_model(
-    policy:PolicyConfig,
-    parallel:ParallelConfig,
-    router_replay:bool=True
-)->list[GPTModel]: # this rank's pieces, one unless vpp > 1; their weights are not set yet
+    policy: PolicyConfig, parallel: ParallelConfig, router_replay: bool = True
+) -> list[GPTModel]:  # this rank's pieces, one unless vpp > 1; their weights are not set yet
     "What this rank holds of the policy. Raises ValueError for a layout that cannot be"
     check_parallel(parallel, policy, dist.get_world_size(), device='cuda' if has_te() else 'cpu')
-    cfg,pieces = transformer_config(policy, parallel, router_replay), []
+    cfg, pieces = transformer_config(policy, parallel, router_replay), []
     RouterReplay.clear_global_router_replay_instances()
     for v in range(parallel.vpp):
-        stage = v if parallel.vpp>1 else None
+        stage = v if parallel.vpp > 1 else None
         ends = dict(ignore_virtual=False, vp_stage=stage)
-        with megatron_calls(): model = GPTModel(cfg, _block(cfg, policy, stage),
-            padded_vocab(policy.vocab_size, parallel.tp), policy.max_position_embeddings,
-            pre_process=mpu.is_pipeline_first_stage(**ends),
-            post_process=mpu.is_pipeline_last_stage(**ends), position_embedding_type='rope',
-            rotary_base=policy.rope_theta, vp_stage=stage,
-            share_embeddings_and_output_weights=policy.tie_word_embeddings)
-        if torch.cuda.is_available(): model.cuda()
+        with megatron_calls():
+            model = GPTModel(
+                cfg,
+                _block(cfg, policy, stage),
+                padded_vocab(policy.vocab_size, parallel.tp),
+                policy.max_position_embeddings,
+                pre_process=mpu.is_pipeline_first_stage(**ends),
+                post_process=mpu.is_pipeline_last_stage(**ends),
+                position_embedding_type='rope',
+                rotary_base=policy.rope_theta,
+                vp_stage=stage,
+                share_embeddings_and_output_weights=policy.tie_word_embeddings,
+            )
+        if torch.cuda.is_available():
+            model.cuda()
         pieces.append(model)
-    for model in pieces: _mark(model)
+    for model in pieces:
+        _mark(model)
     return pieces
 
-def _mark(model): # what Megatron-Core notes on a parameter while it draws random weights, which nobody needs here
-    cut = {ColumnParallelLinear:0, VocabParallelEmbedding:0, RowParallelLinear:1}
+
+def _mark(
+    model,
+):  # what Megatron-Core notes on a parameter while it draws random weights, which nobody needs here
+    cut = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for m in model.modules():
         w = getattr(m, 'weight', None)
         if type(m) in cut and w is not None and not hasattr(w, 'tensor_model_parallel'):
-            set_tensor_model_parallel_attributes(w, True, cut[type(m)], 1) # else its norm is counted on one rank alone
-    for name,p in model.named_parameters():
-        if '.experts.' in name: p.allreduce = False # its replicas are the expert-data-parallel group's, always
+            set_tensor_model_parallel_attributes(
+                w, True, cut[type(m)], 1
+            )  # else its norm is counted on one rank alone
+    for name, p in model.named_parameters():
+        if '.experts.' in name:
+            p.allreduce = False  # its replicas are the expert-data-parallel group's, always

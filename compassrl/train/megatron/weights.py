@@ -6,47 +6,64 @@ Docs: https://compassrl.github.io/compassrl/train/megatron/weights.html.md"""
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #48242d06
 from __future__ import annotations
-import json, re
+
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+
 from ...model.policy import Policy, PolicyConfig
 from ...model.pretrained import hf_weights as policy_weights
-from megatron.core import parallel_state as mpu
 
 # %% auto #0
 __all__ = ['Cut', 'hf_shapes', 'cuts', 'load_hf', 'hf_weights']
+
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #86940a21
 @dataclass
 class Cut:
     "The part of one Hugging Face tensor that lies in one parameter of this rank"
-    name:str                       # Hugging Face
-    param:Tensor
-    view:Callable[[Tensor],Tensor] # of a tensor shaped like `param`: its elements of this part
-    shape:tuple[int,...]           # of the whole tensor
-    dim:int|None                   # along which it is cut; None = every rank of the group holds all of it
-    start:int=0                    # first row or column
-    stop:int=0
+
+    name: str  # Hugging Face
+    param: Tensor
+    view: Callable[[Tensor], Tensor]  # of a tensor shaped like `param`: its elements of this part
+    shape: tuple[int, ...]  # of the whole tensor
+    dim: int | None  # along which it is cut; None = every rank of the group holds all of it
+    start: int = 0  # first row or column
+    stop: int = 0
 
     @property
-    def where(self): # slices of the whole tensor
-        return (slice(None),)*(self.dim or 0)+((slice(self.start, self.stop),) if self.dim is not None else ())
+    def where(self):  # slices of the whole tensor
+        return (slice(None),) * (self.dim or 0) + (
+            (slice(self.start, self.stop),) if self.dim is not None else ()
+        )
+
 
 @lru_cache
-def hf_shapes(policy:PolicyConfig)->dict[str,tuple[int,...]]:
+def hf_shapes(policy: PolicyConfig) -> dict[str, tuple[int, ...]]:
     "Names and shapes of a checkpoint, in its order; no memory is needed"
-    with torch.device('meta'): return {n:tuple(t.shape) for n,t in policy_weights(Policy(policy))}
+    with torch.device('meta'):
+        return {n: tuple(t.shape) for n, t in policy_weights(Policy(policy))}
+
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #73c09dc6
-_layer_names = { # what Megatron-Core calls it, on its own and in Transformer Engine -> Hugging Face names, cut along
-    r'input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight': (['input_layernorm'], None),
-    r'pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight': (['post_attention_layernorm'], None),
+_layer_names = {  # what Megatron-Core calls it, on its own and in Transformer Engine -> Hugging Face names, cut along
+    r'input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight': (
+        ['input_layernorm'],
+        None,
+    ),
+    r'pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight': (
+        ['post_attention_layernorm'],
+        None,
+    ),
     r'self_attention\.q_layernorm\.weight': (['self_attn.q_norm'], None),
     r'self_attention\.k_layernorm\.weight': (['self_attn.k_norm'], None),
     r'self_attention\.linear_qkv\.weight': ([f'self_attn.{n}_proj' for n in 'qkv'], 0),
@@ -54,127 +71,180 @@ _layer_names = { # what Megatron-Core calls it, on its own and in Transformer En
     r'mlp\.router\.weight': (['mlp.gate'], None),
     r'mlp\.linear_fc1\.weight': (['mlp.gate_proj', 'mlp.up_proj'], 0),
     r'mlp\.linear_fc2\.weight': (['mlp.down_proj'], 1),
-    r'mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc1\.weight|linear_fc1\.weight(\d+))':
-        (['mlp.experts.{}.gate_proj', 'mlp.experts.{}.up_proj'], 0),
-    r'mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc2\.weight|linear_fc2\.weight(\d+))':
-        (['mlp.experts.{}.down_proj'], 1)}
+    r'mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc1\.weight|linear_fc1\.weight(\d+))': (
+        ['mlp.experts.{}.gate_proj', 'mlp.experts.{}.up_proj'],
+        0,
+    ),
+    r'mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc2\.weight|linear_fc2\.weight(\d+))': (
+        ['mlp.experts.{}.down_proj'],
+        1,
+    ),
+}
 
-def _names(model, name, ep): # Hugging Face names in one parameter, cut along
-    ends = {'embedding.word_embeddings.weight':('model.embed_tokens', 0),
-        'decoder.final_layernorm.weight':('model.norm', None),
-        'output_layer.weight':('model.embed_tokens' if model.share_embeddings_and_output_weights else 'lm_head', 0)}
-    if name in ends: return [ends[name][0]+'.weight'], ends[name][1]
-    i,rest = re.fullmatch(r'decoder\.layers\.(\d+)\.(.*)', name).groups()
-    layer = f'model.layers.{model.decoder.layers[int(i)].layer_number-1}.'
-    for pattern,(names,dim) in _layer_names.items():
+
+def _names(model, name, ep):  # Hugging Face names in one parameter, cut along
+    ends = {
+        'embedding.word_embeddings.weight': ('model.embed_tokens', 0),
+        'decoder.final_layernorm.weight': ('model.norm', None),
+        'output_layer.weight': (
+            'model.embed_tokens' if model.share_embeddings_and_output_weights else 'lm_head',
+            0,
+        ),
+    }
+    if name in ends:
+        return [ends[name][0] + '.weight'], ends[name][1]
+    i, rest = re.fullmatch(r'decoder\.layers\.(\d+)\.(.*)', name).groups()
+    layer = f'model.layers.{model.decoder.layers[int(i)].layer_number - 1}.'
+    for pattern, (names, dim) in _layer_names.items():
         if m := re.fullmatch(pattern, rest):
-            e = [int(g)+ep for g in m.groups() if g is not None] # this rank's experts are neighbours
+            e = [
+                int(g) + ep for g in m.groups() if g is not None
+            ]  # this rank's experts are neighbours
             return [f'{layer}{n.format(*e)}.weight' for n in names], dim
     raise ValueError(f'{name} is a parameter that no Hugging Face name is known for')
 
+
 # %% ../../../nbs/train/megatron/05_weights.ipynb #fe10988c
-def _views(names, policy, rows): # for each name: its elements of a parameter; `rows` that each has here
-    if len(names)==3: # for every group of queries its heads, its key, its value
-        d,r = policy.head_dim, policy.num_attention_heads//policy.num_key_value_heads
-        parts = (0, r*d), (r*d, r*d+d), (r*d+d, r*d+2*d)
-        return [lambda t,a=a,b=b: t.view(-1, (r+2)*d, t.shape[-1])[:,a:b] for a,b in parts]
-    if len(names)==2: return [lambda t,i=i: t[i*rows:(i+1)*rows] for i in (0, 1)] # gate above up
+def _views(
+    names, policy, rows
+):  # for each name: its elements of a parameter; `rows` that each has here
+    if len(names) == 3:  # for every group of queries its heads, its key, its value
+        d, r = policy.head_dim, policy.num_attention_heads // policy.num_key_value_heads
+        parts = (0, r * d), (r * d, r * d + d), (r * d + d, r * d + 2 * d)
+        return [lambda t, a=a, b=b: t.view(-1, (r + 2) * d, t.shape[-1])[:, a:b] for a, b in parts]
+    if len(names) == 2:
+        return [lambda t, i=i: t[i * rows : (i + 1) * rows] for i in (0, 1)]  # gate above up
     return [lambda t: t[:rows]]
 
-def _cuts(names, dim, param, policy, rank, size): # of one parameter on this rank of its group
-    shapes = [hf_shapes(policy)[n] for n in names]
-    whole = [-(-s[dim or 0]//size) if dim is not None else s[0] for s in shapes] # of each rank, padding included
-    starts = [rank*n if dim is not None else 0 for n in whole]
-    stops = [min(a+n, s[dim or 0]) for a,n,s in zip(starts, whole, shapes)]
-    rows = max(stops[0]-starts[0], 0) if dim==0 else shapes[0][0] # rows of padding are no part of it
-    views = _views(names, policy, rows)
-    return [Cut(n, param, v, s, dim, min(a, b), b) for n,v,s,a,b in zip(names, views, shapes, starts, stops)]
 
-def cuts(
-    pieces:list[nn.Module],
-    policy:PolicyConfig
-)->Iterator[Cut]:
+def _cuts(names, dim, param, policy, rank, size):  # of one parameter on this rank of its group
+    shapes = [hf_shapes(policy)[n] for n in names]
+    whole = [
+        -(-s[dim or 0] // size) if dim is not None else s[0] for s in shapes
+    ]  # of each rank, padding included
+    starts = [rank * n if dim is not None else 0 for n in whole]
+    stops = [min(a + n, s[dim or 0]) for a, n, s in zip(starts, whole, shapes)]
+    rows = (
+        max(stops[0] - starts[0], 0) if dim == 0 else shapes[0][0]
+    )  # rows of padding are no part of it
+    views = _views(names, policy, rows)
+    return [
+        Cut(n, param, v, s, dim, min(a, b), b)
+        for n, v, s, a, b in zip(names, views, shapes, starts, stops)
+    ]
+
+
+def cuts(pieces: list[nn.Module], policy: PolicyConfig) -> Iterator[Cut]:
     "Which part of which Hugging Face tensor each of this rank's parameters holds"
-    ep = mpu.get_expert_model_parallel_rank()*(policy.num_experts//mpu.get_expert_model_parallel_world_size())
+    ep = mpu.get_expert_model_parallel_rank() * (
+        policy.num_experts // mpu.get_expert_model_parallel_world_size()
+    )
     tp = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     etp = mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
     for model in pieces:
-        for name,param in model.named_parameters():
-            names,dim = _names(model, name, ep)
+        for name, param in model.named_parameters():
+            names, dim = _names(model, name, ep)
             yield from _cuts(names, dim, param, policy, *(etp if '.experts.' in name else tp))
 
-# %% ../../../nbs/train/megatron/05_weights.ipynb #48eee955
-def _files(folder): # as transformers does: one file, or those that the index names
-    one,index = folder/'model.safetensors', folder/'model.safetensors.index.json'
-    if one.exists() or not index.exists(): return [one]
-    return [folder/f for f in sorted(set(json.loads(index.read_text())['weight_map'].values()))]
 
-def _read(folder): # name -> a function that reads a part of it; nothing is read yet
+# %% ../../../nbs/train/megatron/05_weights.ipynb #48eee955
+def _files(folder):  # as transformers does: one file, or those that the index names
+    one, index = folder / 'model.safetensors', folder / 'model.safetensors.index.json'
+    if one.exists() or not index.exists():
+        return [one]
+    return [folder / f for f in sorted(set(json.loads(index.read_text())['weight_map'].values()))]
+
+
+def _read(folder):  # name -> a function that reads a part of it; nothing is read yet
     for f in _files(folder):
         try:
             with safe_open(f, 'pt') as s:
-                for k in s.keys(): yield k, s.get_slice(k)
+                for k in s.keys():
+                    yield k, s.get_slice(k)
         except (OSError, SafetensorError) as e:
             raise ValueError(f'{f} cannot be read ({e}): the file is torn, copy it again') from e
 
+
 @torch.no_grad()
 def load_hf(
-    pieces:list[nn.Module],
-    policy:PolicyConfig,
-    weights:str|Path|Iterable[tuple[str,Tensor]] # a folder, of which a rank reads its parts alone; or all tensors
+    pieces: list[nn.Module],
+    policy: PolicyConfig,
+    weights: str
+    | Path
+    | Iterable[
+        tuple[str, Tensor]
+    ],  # a folder, of which a rank reads its parts alone; or all tensors
 ):
     "Sets this rank's weights. Raises ValueError for a name or a shape that does not fit, and for one that is missing"
     here = {}
     for cut in cuts(pieces, policy):
         here.setdefault(cut.name, []).append(cut)
-        cut.param.zero_() # rows of padding
-    shapes,todo = hf_shapes(policy), set(hf_shapes(policy))
-    for name,t in _read(Path(weights)) if isinstance(weights, (str, Path)) else weights:
-        if name=='lm_head.weight' and policy.tie_word_embeddings: continue
-        if name not in shapes: raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
-        if name not in todo: raise ValueError(f'{name} came twice: give every weight once')
+        cut.param.zero_()  # rows of padding
+    shapes, todo = hf_shapes(policy), set(hf_shapes(policy))
+    for name, t in _read(Path(weights)) if isinstance(weights, (str, Path)) else weights:
+        if name == 'lm_head.weight' and policy.tie_word_embeddings:
+            continue
+        if name not in shapes:
+            raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
+        if name not in todo:
+            raise ValueError(f'{name} came twice: give every weight once')
         given = list(t.shape if isinstance(t, Tensor) else t.get_shape())
-        if given!=list(shapes[name]):
+        if given != list(shapes[name]):
             want = list(shapes[name])
-            raise ValueError(f'{name} has shape {given}, this policy needs {want}: is it of another size?')
+            raise ValueError(
+                f'{name} has shape {given}, this policy needs {want}: is it of another size?'
+            )
         for cut in here.get(name, ()):
             view = cut.view(cut.param)
             view.copy_(t[cut.where or ...].reshape(view.shape))
         todo.remove(name)
-    if todo: raise ValueError(f'{len(todo)} weights are missing, first {min(todo)}: is the checkpoint complete?')
+    if todo:
+        raise ValueError(
+            f'{len(todo)} weights are missing, first {min(todo)}: is the checkpoint complete?'
+        )
+
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #6bbbae87
-def _senders(here): # name -> which rank sends which part; of equal parts the first rank's
-    table = [None]*dist.get_world_size()
-    dist.all_gather_object(table, {n:(dim, start, stop, dtype) for n,(dim,start,stop,dtype,_) in here.items()})
+def _senders(here):  # name -> which rank sends which part; of equal parts the first rank's
+    table = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        table, {n: (dim, start, stop, dtype) for n, (dim, start, stop, dtype, _) in here.items()}
+    )
     out = {}
-    for rank,held in enumerate(table):
-        for name,(dim,start,stop,dtype) in held.items():
-            if stop>start or dim is None: out.setdefault(name, {}).setdefault(start, (rank, dim, start, stop, dtype))
-    return {n:list(parts.values()) for n,parts in out.items()}
+    for rank, held in enumerate(table):
+        for name, (dim, start, stop, dtype) in held.items():
+            if stop > start or dim is None:
+                out.setdefault(name, {}).setdefault(start, (rank, dim, start, stop, dtype))
+    return {n: list(parts.values()) for n, parts in out.items()}
+
 
 @torch.no_grad()
 def hf_weights(
-    pieces:list[nn.Module],
-    policy:PolicyConfig,
-    of:Callable[[Tensor],Tensor]=lambda p: p.detach(), # of each parameter: its gradient, say, of the same shape
-)->Iterator[tuple[str,Tensor]]: # whole tensors on rank 0, one at a time; nothing on the others
+    pieces: list[nn.Module],
+    policy: PolicyConfig,
+    of: Callable[[Tensor], Tensor] = lambda p: (
+        p.detach()
+    ),  # of each parameter: its gradient, say, of the same shape
+) -> Iterator[tuple[str, Tensor]]:  # whole tensors on rank 0, one at a time; nothing on the others
     "Weights by their Hugging Face names, in a checkpoint's order. Every rank must run through it to its end"
     here = {}
     for c in cuts(pieces, policy):
         v = c.view(of(c.param))
         here.setdefault(c.name, (c.dim, c.start, c.stop, v.dtype, v))
-    rank,senders = dist.get_rank(), _senders(here)
+    rank, senders = dist.get_rank(), _senders(here)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    for name,shape in hf_shapes(policy).items():
-        whole = torch.empty(shape, dtype=senders[name][0][4], device=device) if rank==0 else None
-        for sender,dim,start,stop,_ in senders[name]:
-            part = here[name][4].contiguous().view(-1) if rank==sender else None
-            if rank==sender!=0: dist.send(part, 0)
-            if rank: continue
-            at = whole if dim is None else whole.narrow(dim, start, stop-start)
+    for name, shape in hf_shapes(policy).items():
+        whole = torch.empty(shape, dtype=senders[name][0][4], device=device) if rank == 0 else None
+        for sender, dim, start, stop, _ in senders[name]:
+            part = here[name][4].contiguous().view(-1) if rank == sender else None
+            if rank == sender != 0:
+                dist.send(part, 0)
+            if rank:
+                continue
+            at = whole if dim is None else whole.narrow(dim, start, stop - start)
             if sender:
                 part = torch.empty(at.numel(), dtype=whole.dtype, device=device)
                 dist.recv(part, sender)
             at.copy_(part.view(at.shape))
-        if rank==0: yield name, whole
+        if rank == 0:
+            yield name, whole

@@ -1,4 +1,5 @@
 "Real vLLM servers: exact after every sync, on every replica; killed and hanging ones cost no sample and count none twice"
+
 import functools
 import os
 import signal
@@ -11,46 +12,61 @@ from pathlib import Path
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from tests.support import vllm_fork_server as nursed
 import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compassrl.rollout.vllm import pool as vllm_pool
-from compassrl.rollout.vllm.messages import shared_folder
-from compassrl.rollout.vllm.pool import VllmPool, from_body
-from compassrl.rollout.vllm.server import Nursery, Server, flags, nursery, server_env
-from compassrl.rollout.fp8 import fp8_weights
-from compassrl.rollout.vllm.config import VllmConfig
-from compassrl.rollout.partial import UnderWay
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights, load_hf_weights, save_pretrained
 from compassrl.records import Request, SamplingParams, collate, derive_seed
+from compassrl.rollout.fp8 import fp8_weights
+from compassrl.rollout.partial import UnderWay
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
+from compassrl.rollout.vllm import pool as vllm_pool
+from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.rollout.vllm.messages import shared_folder
+from compassrl.rollout.vllm.pool import VllmPool, from_body
+from compassrl.rollout.vllm.server import Nursery, Server, flags, nursery, server_env
+from tests.support import vllm_fork_server as nursed
 
-CONFIG = PolicyConfig(vocab_size=99, num_attention_heads=2, num_key_value_heads=1, head_dim=32, moe_intermediate_size=32,
-    mlp_only_layers=(0,), num_hidden_layers=3, max_position_embeddings=128)
+CONFIG = PolicyConfig(
+    vocab_size=99,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    moe_intermediate_size=32,
+    mlp_only_layers=(0,),
+    num_hidden_layers=3,
+    max_position_embeddings=128,
+)
+
 
 def lively(seed):
     p = Policy(CONFIG, seed)
     with torch.no_grad():
-        for w in p.parameters(): w.mul_(8 if w.dim() > 1 else 1)
+        for w in p.parameters():
+            w.mul_(8 if w.dim() > 1 else 1)
     return p
 
 
 POLICIES = [lively(0), lively(1)]
 
 
-def requests(num, tokens=24, temperature=.8, salt=0):
+def requests(num, tokens=24, temperature=0.8, salt=0):
     params = SamplingParams(tokens, temperature, stop_ids=(1,))
-    return [Request(f'p{i//4}', (5+i//4, 6, 7), i % 4, derive_seed(salt, i), params) for i in range(num)]
+    return [
+        Request(f'p{i // 4}', (5 + i // 4, 6, 7), i % 4, derive_seed(salt, i), params)
+        for i in range(num)
+    ]
 
 
-def key(s): return s.prompt_id, s.index
+def key(s):
+    return s.prompt_id, s.index
 
 
-def tokens(samples): return {key(s): s.response_ids for s in samples}
+def tokens(samples):
+    return {key(s): s.response_ids for s in samples}
 
 
 @pytest.fixture(scope='module')
@@ -62,7 +78,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def pool(model):
-    nursed.adopt(model/'nursery.log')
+    nursed.adopt(model / 'nursery.log')
     pool = VllmPool(model, VllmConfig(num_replicas=2), num_slots=8)
     pool.load_weights(hf_weights(POLICIES[0]), 0)
     yield pool
@@ -72,23 +88,30 @@ def pool(model):
 
 
 @pytest.fixture(scope='module')
-def reference(pool): return tokens(pool.generate(requests(48)))
+def reference(pool):
+    return tokens(pool.generate(requests(48)))
 
 
-def agrees(samples, policy, temperature=.8):
+def agrees(samples, policy, temperature=0.8):
     "Log-probs of the sampled tokens, and every route, are those of this policy"
     b = collate(samples)
     logits = torch.zeros(*b.token_ids.shape, CONFIG.vocab_size)
     with torch.no_grad():
         hidden, routes = policy(b.token_ids, b.token_mask)
         logits[b.token_mask] = policy.logits(hidden)
-    own = (logits/temperature).log_softmax(-1)[:, :-1].gather(-1, b.token_ids[:, 1:, None])[..., 0]
-    gap = (own-b.rollout_log_probs[:, 1:])[b.response_mask[:, 1:]].abs()
+    own = (
+        (logits / temperature).log_softmax(-1)[:, :-1].gather(-1, b.token_ids[:, 1:, None])[..., 0]
+    )
+    gap = (own - b.rollout_log_probs[:, 1:])[b.response_mask[:, 1:]].abs()
     full = torch.zeros(*b.token_ids.shape, *routes.shape[1:], dtype=torch.long)
     full[b.token_mask] = routes
     same = (full.sort(-1)[0] == b.routed_experts.long().sort(-1)[0]).all(-1).all(-1)[b.fed_mask]
-    return float(gap.max()) < 1e-4 and float(gap.mean()) < 2e-6 and float(same.float().mean()) > .99 and bool(
-        b.routes_valid[b.fed_mask].all())
+    return (
+        float(gap.max()) < 1e-4
+        and float(gap.mean()) < 2e-6
+        and float(same.float().mean()) > 0.99
+        and bool(b.routes_valid[b.fed_mask].all())
+    )
 
 
 def each_replica(pool, rs):
@@ -96,14 +119,17 @@ def each_replica(pool, rs):
     out = {}
     for name in pool.replicas:
         others = [r for n, r in pool.replicas.items() if n != name]
-        for r in others: r.up = False
+        for r in others:
+            r.up = False
         out[name] = list(pool.generate(rs))
         assert {s.replica for s in pool.spans} == {name}
-        for r in others: r.up = True
+        for r in others:
+            r.up = True
     return out
 
 
 # ---- what it needs
+
 
 def test_a_pool_needs_no_vllm():
     "Only its servers do: importing vLLM takes many seconds"
@@ -113,11 +139,13 @@ def test_a_pool_needs_no_vllm():
 
 # ---- what it computes
 
+
 def test_log_probs_of_transformers(pool, model):
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    for s in pool.generate(requests(8, temperature=.7)):
-        with torch.no_grad(): logits = hf(torch.tensor([s.prompt_ids+s.response_ids])).logits[0]
-        own = (logits/.7).log_softmax(-1)[len(s.prompt_ids)-1:-1]
+    for s in pool.generate(requests(8, temperature=0.7)):
+        with torch.no_grad():
+            logits = hf(torch.tensor([s.prompt_ids + s.response_ids])).logits[0]
+        own = (logits / 0.7).log_softmax(-1)[len(s.prompt_ids) - 1 : -1]
         own = own[torch.arange(len(s.response_ids)), s.response_ids]
         torch.testing.assert_close(s.rollout_log_probs, own, rtol=0, atol=1e-4)
 
@@ -128,19 +156,27 @@ def test_samples_are_complete(pool):
     out = list(pool.generate(rs))
     assert agrees(out, POLICIES[0]) and Counter(map(key, out)) == Counter(map(key, rs))
     assert {s.replica for s in pool.spans} == {'replica 0', 'replica 1'} and pool.turns == []
-    assert {s.index for s in pool.spans} == set(range(24)) and {s.outcome for s in pool.spans} == {'done'}
+    assert {s.index for s in pool.spans} == set(range(24)) and {s.outcome for s in pool.spans} == {
+        'done'
+    }
     for s in out:
-        assert s.weight_version == 0 and s.finish_reason == ('stop' if s.response_ids[-1] == 1 else 'length')
+        assert s.weight_version == 0 and s.finish_reason == (
+            'stop' if s.response_ids[-1] == 1 else 'length'
+        )
         assert s.routed_experts.dtype == torch.uint8 and not s.routed_experts[:, 0].any()
         assert s.timings['rollout_start'] < s.timings['rollout_end']
     greedy = list(pool.generate(requests(4, temperature=0)))
-    assert all(not s.rollout_log_probs.any() for s in greedy) and len({tuple(s.response_ids) for s in greedy}) == 1
+    assert (
+        all(not s.rollout_log_probs.any() for s in greedy)
+        and len({tuple(s.response_ids) for s in greedy}) == 1
+    )
 
 
 def test_seeds(pool, reference):
     "Equal seeds give equal tokens on either replica, in any order, alone or in company"
     rs = requests(48)
-    for out in each_replica(pool, rs[:12]).values(): assert tokens(out).items() <= reference.items()
+    for out in each_replica(pool, rs[:12]).values():
+        assert tokens(out).items() <= reference.items()
     assert tokens(pool.generate(rs[::-1])) == reference
     assert tokens(pool.generate(rs[5:6])).items() <= reference.items()
     assert tokens(pool.generate(requests(48, salt=1))) != reference
@@ -151,7 +187,8 @@ def test_responses_in_parts(pool):
     under_way = UnderWay(7)
     under_way.begin(requests(24))
     while under_way.running:
-        for s in pool.generate(under_way.parts()): under_way.take(s)
+        for s in pool.generate(under_way.parts()):
+            under_way.take(s)
     _, out = under_way.whole_groups()
     assert agrees(out, POLICIES[0]) and Counter(map(key, out)) == Counter(map(key, requests(24)))
     assert max(len(s.response_ids) for s in out) == 24
@@ -166,8 +203,11 @@ def test_yields_as_they_finish(pool):
 
 def test_order(pool):
     "The longest by prediction begin first, on both; the predictor learns from every answer"
+
     class Known(LengthPredictor):
-        def link(self, prompt_id, num_tokens): return 'own', 24*.7**(9-int(prompt_id[1:]))
+        def link(self, prompt_id, num_tokens):
+            return 'own', 24 * 0.7 ** (9 - int(prompt_id[1:]))
+
     rs, before = requests(40), pool.predictor
     pool.predictor = Known()
     try:
@@ -175,35 +215,59 @@ def test_order(pool):
         began = sorted(pool.spans, key=lambda s: s.start)
         assert {s.index for s in began[:16]} == set(range(24, 40))
         assert sum(s.replica == 'replica 0' for s in began[:16]) == 8
-        lengths = {p: sorted(len(s.response_ids) for s in out if s.prompt_id == p) for p in {s.prompt_id for s in out}}
-        assert {p: sorted(n) for p, n in pool.predictor.group.items()} == lengths and len(pool.predictor.pairs) == 40
-        assert {s.timings['replica'] for s in out} == {0., 1.} and sum(s.timings['replica'] == 0 for s in out) > 8
+        lengths = {
+            p: sorted(len(s.response_ids) for s in out if s.prompt_id == p)
+            for p in {s.prompt_id for s in out}
+        }
+        assert {p: sorted(n) for p, n in pool.predictor.group.items()} == lengths and len(
+            pool.predictor.pairs
+        ) == 40
+        assert {s.timings['replica'] for s in out} == {0.0, 1.0} and sum(
+            s.timings['replica'] == 0 for s in out
+        ) > 8
         said = pool.measured()
         assert said['replicas_lost'] == sum(r.losses for r in pool.replicas.values())
         error = prediction_error(*zip(*pool.predictor.pairs))
-        assert (said['length_log_error'], said['length_spearman']) == (error['log_error'], error['spearman'])
-    finally: pool.predictor = before
+        assert (said['length_log_error'], said['length_spearman']) == (
+            error['log_error'],
+            error['spearman'],
+        )
+    finally:
+        pool.predictor = before
 
 
 def test_sixteen_tokens_are_sixteen(pool):
     "vLLM's default for max_tokens, which it leaves out of a request: the server must not make no limit of it"
     out = list(pool.generate([replace(r, params=SamplingParams(16)) for r in requests(4)]))
-    assert [len(s.response_ids) for s in out] == [16]*4
+    assert [len(s.response_ids) for s in out] == [16] * 4
 
 
 @pytest.mark.parametrize('group', [2, 8], ids=['each group on one server', 'one group on both'])
 def test_over_provision(pool, group):
     "Groups are whole, under their own indices; what was not needed is aborted, and short ones win"
-    long, short = SamplingParams(120, .8), SamplingParams(2, .8)
-    rs = [Request(f'p{i//group}', (5+i//group, 6, 7), i % group, derive_seed(0, i), (long, short)[i % 2]) for i in range(8)]
-    before, pool.schedule = pool.schedule, ScheduleConfig('fifo', over_provision=1.)
-    try: out = list(pool.generate(rs))  # all 16 begin at once
-    finally: pool.schedule = before
+    long, short = SamplingParams(120, 0.8), SamplingParams(2, 0.8)
+    rs = [
+        Request(
+            f'p{i // group}',
+            (5 + i // group, 6, 7),
+            i % group,
+            derive_seed(0, i),
+            (long, short)[i % 2],
+        )
+        for i in range(8)
+    ]
+    before, pool.schedule = pool.schedule, ScheduleConfig('fifo', over_provision=1.0)
+    try:
+        out = list(pool.generate(rs))  # all 16 begin at once
+    finally:
+        pool.schedule = before
     assert Counter(map(key, out)) == Counter(map(key, rs)) and agrees(out, POLICIES[0])
-    assert {len(s.response_ids) for s in out} == {2} # each group took its short ones
+    assert {len(s.response_ids) for s in out} == {2}  # each group took its short ones
     assert Counter(s.outcome for s in pool.spans) == dict(done=8, dropped=8)
-    assert Counter(s.replica for s in pool.spans) == {'replica 0': 8, 'replica 1': 8}, 'each span where it ran'
-    assert sorted(len(s.response_ids) for s in pool.generate(rs)) == [2]*4+[120]*4
+    assert Counter(s.replica for s in pool.spans) == {'replica 0': 8, 'replica 1': 8}, (
+        'each span where it ran'
+    )
+    assert sorted(len(s.response_ids) for s in pool.generate(rs)) == [2] * 4 + [120] * 4
 
 
 def test_fp8_weights_without_kernels(pool, reference):
@@ -224,13 +288,16 @@ def test_fp8_weights_without_kernels(pool, reference):
 
 def test_routes_that_get_lost_on_the_way(pool, reference, monkeypatch):
     "A gateway that strips them is named; the pool goes on to work"
+
     def stripped(*args):
         s = from_body(*args)
         s.routed_experts = s.routes_valid = None
         return s
+
     with monkeypatch.context() as m:
         m.setattr(vllm_pool, 'from_body', stripped)
-        with pytest.raises(ValueError, match='sent no routes'): list(pool.generate(requests(4)))
+        with pytest.raises(ValueError, match='sent no routes'):
+            list(pool.generate(requests(4)))
     assert tokens(pool.generate(requests(48))) == reference
 
 
@@ -238,8 +305,10 @@ def test_leaving_early(pool, reference):
     "Whoever closes the generator can load weights and go on"
     stream = pool.generate(requests(48))
     next(stream)
-    with pytest.raises(RuntimeError, match='one `generate` at a time'): next(pool.generate(requests(1)))
-    with pytest.raises(RuntimeError, match='before loading weights'): pool.load_weights([], 1)
+    with pytest.raises(RuntimeError, match='one `generate` at a time'):
+        next(pool.generate(requests(1)))
+    with pytest.raises(RuntimeError, match='before loading weights'):
+        pool.load_weights([], 1)
     stream.close()
     pool.load_weights(hf_weights(POLICIES[0]), 0)
     assert tokens(pool.generate(requests(48))) == reference
@@ -249,32 +318,48 @@ def test_no_connection_is_left_idle(pool):
     "A server closes it when it likes: a request on its way there looked like a server that was lost"
     list(pool.generate(requests(8)))
     ports = {urlsplit(r.url).port for r in pool.replicas.values()}
-    def idle(): return [c for c in psutil.Process().net_connections('tcp') if c.raddr and c.raddr.port in ports and c.status == 'ESTABLISHED']
+
+    def idle():
+        return [
+            c
+            for c in psutil.Process().net_connections('tcp')
+            if c.raddr and c.raddr.port in ports and c.status == 'ESTABLISHED'
+        ]
+
     for _ in range(100):
-        if not idle(): return
-        time.sleep(.1)
+        if not idle():
+            return
+        time.sleep(0.1)
     assert not idle()
 
 
-@pytest.mark.parametrize('bad, says', [
-    (dict(prompt_ids=(5, 99)), 'token id 99 is outside 0..98'), (dict(prompt_ids=()), 'empty'),
-    (dict(prompt_ids=(5,)*120), 'exceed the context of 128')])
+@pytest.mark.parametrize(
+    'bad, says',
+    [
+        (dict(prompt_ids=(5, 99)), 'token id 99 is outside 0..98'),
+        (dict(prompt_ids=()), 'empty'),
+        (dict(prompt_ids=(5,) * 120), 'exceed the context of 128'),
+    ],
+)
 def test_bad_requests_reach_no_server(pool, bad, says):
-    with pytest.raises(ValueError, match=says): list(pool.generate([*requests(3), replace(requests(1)[0], **bad)]))
+    with pytest.raises(ValueError, match=says):
+        list(pool.generate([*requests(3), replace(requests(1)[0], **bad)]))
     assert all(r.up for r in pool.replicas.values())
 
 
 # ---- weights
 
+
 def test_sync_is_exact_on_every_replica(pool):
     "New weights, several parts, the same prompts, long enough for the prefix cache: nothing of the old ones is left"
-    rs = [replace(r, prompt_ids=r.prompt_ids+tuple(range(8, 72))) for r in requests(8)]
+    rs = [replace(r, prompt_ids=r.prompt_ids + tuple(range(8, 72))) for r in requests(8)]
     for version in (1, 2, 3):
         policy = POLICIES[version % 2]
         small = functools.partial(vllm_pool.file_parts, max_bytes=100_000)
-        with patch.object(vllm_pool, 'file_parts', small): pool.load_weights(hf_weights(policy), version)
+        with patch.object(vllm_pool, 'file_parts', small):
+            pool.load_weights(hf_weights(policy), version)
         for out in each_replica(pool, rs).values():
-            assert agrees(out, policy) and not agrees(out, POLICIES[1-version % 2])
+            assert agrees(out, policy) and not agrees(out, POLICIES[1 - version % 2])
             assert {s.weight_version for s in out} == {version}
         assert pool.last_sync['sync_parts'] == len(pool.parts) > 3 and pool.last_sync['sync_s'] > 0
         assert pool.last_sync['sync_bytes'] > sum(w.nbytes for _, w in hf_weights(policy))
@@ -284,9 +369,13 @@ def test_sync_is_exact_on_every_replica(pool):
 def test_a_sync_that_breaks_off(pool, reference):
     weights = list(hf_weights(POLICIES[1]))
     small = functools.partial(vllm_pool.file_parts, max_bytes=100_000)
-    with patch.object(vllm_pool, 'file_parts', small), pytest.raises(ValueError, match='1 weights are missing'):
+    with (
+        patch.object(vllm_pool, 'file_parts', small),
+        pytest.raises(ValueError, match='1 weights are missing'),
+    ):
         pool.load_weights(weights[:-1], 4)
-    with pytest.raises(RuntimeError, match='no weights: call `load_weights` first'): next(pool.generate(requests(1)))
+    with pytest.raises(RuntimeError, match='no weights: call `load_weights` first'):
+        next(pool.generate(requests(1)))
     pool.load_weights(hf_weights(POLICIES[0]), 5)
     assert tokens(pool.generate(requests(48))) == reference
     assert all(agrees(out, POLICIES[0]) for out in each_replica(pool, requests(8)).values())
@@ -294,20 +383,29 @@ def test_a_sync_that_breaks_off(pool, reference):
 
 def test_a_colocated_pool_sleeps_when_it_has_nothing_to_do(pool):
     calls = []
+
     def note(what):
-        async def step(r): calls.append(what)
+        async def step(r):
+            calls.append(what)
+
         return step
+
     shared = replace(pool.vllm, colocated=True)
-    with patch.multiple(vllm_pool, sleep=note('sleep'), wake=note('wake')), patch.object(pool, 'vllm', shared):
+    with (
+        patch.multiple(vllm_pool, sleep=note('sleep'), wake=note('wake')),
+        patch.object(pool, 'vllm', shared),
+    ):
         assert len(list(pool.generate(requests(8)))) == 8
-        assert calls == ['wake']*2+['sleep']*2
+        assert calls == ['wake'] * 2 + ['sleep'] * 2
         pool.load_weights(hf_weights(POLICIES[0]), 0)
-    assert calls[4:] == ['wake']*2
+    assert calls[4:] == ['wake'] * 2
 
 
 # ---- replicas that fail; the order of these tests matters: what one breaks, the next finds coming back
 
-def hurt(pool, name, sig): pool.replicas[name].server.signal(sig)
+
+def hurt(pool, name, sig):
+    pool.replicas[name].server.signal(sig)
 
 
 def test_killed_in_mid_generation(pool, reference):
@@ -315,7 +413,8 @@ def test_killed_in_mid_generation(pool, reference):
     out = []
     for s in pool.generate(requests(48)):
         out.append(s)
-        if len(out) == 5: hurt(pool, 'replica 0', signal.SIGKILL)
+        if len(out) == 5:
+            hurt(pool, 'replica 0', signal.SIGKILL)
     assert len(out) == 48 and tokens(out) == reference and agrees(out, POLICIES[0])
     assert Counter(s.index for s in pool.spans if s.outcome == 'done') == Counter(range(48))
     assert {s.replica for s in pool.spans if s.outcome == 'lost'} == {'replica 0'}
@@ -325,12 +424,14 @@ def test_killed_in_mid_generation(pool, reference):
 def test_hangs_in_mid_generation(pool, reference):
     "The other one hangs before the first is back: the queue waits, and again nothing is lost or doubled"
     out, before = [], pool.vllm
-    pool.vllm = replace(before, timeout_s=30.)
+    pool.vllm = replace(before, timeout_s=30.0)
     try:
         for s in pool.generate(requests(48)):
             out.append(s)
-            if len(out) == 5: hurt(pool, 'replica 1', signal.SIGSTOP)
-    finally: pool.vllm = before
+            if len(out) == 5:
+                hurt(pool, 'replica 1', signal.SIGSTOP)
+    finally:
+        pool.vllm = before
     assert len(out) == 48 and tokens(out) == reference and agrees(out, POLICIES[0])
     assert {s.replica for s in pool.spans if s.outcome == 'lost'} >= {'replica 1'}
     assert 'gave nothing for 30 s' in pool.replicas['replica 1'].why
@@ -354,29 +455,38 @@ def test_servers_by_url(pool, model, capsys):
         pool.load_weights(hf_weights(POLICIES[1]), 8)  # behind the back of the other pool
         out = list(other.generate(requests(16)))
         assert tokens(out) == good and agrees(out, POLICIES[0])
-        assert Counter((n, what) for _, n, what in other.turns) == Counter((u, w) for u in urls for w in ('lost', 'up'))
+        assert Counter((n, what) for _, n, what in other.turns) == Counter(
+            (u, w) for u in urls for w in ('lost', 'up')
+        )
         assert all("has weights '8' instead of '7'" in r.why for r in other.replicas.values())
-        other.vllm = replace(other.vllm, timeout_s=20.)
+        other.vllm = replace(other.vllm, timeout_s=20.0)
         n = 0
         for s in other.generate(requests(16)):
             n += 1
-            if n == 2: hurt(pool, 'replica 0', signal.SIGKILL)
+            if n == 2:
+                hurt(pool, 'replica 0', signal.SIGKILL)
         assert n == 16 and other.replicas[urls[1]].up
         other.submit(vllm_pool._settle(other)).result()
         assert other.replicas[urls[0]].gone and f'{urls[0]} is dropped: ' in capsys.readouterr().out
         other.load_weights(hf_weights(POLICIES[1]), 9)
         assert agrees(list(other.generate(requests(4))), POLICIES[1])
         hurt(pool, 'replica 1', signal.SIGKILL)
-        with pytest.raises(RuntimeError, match='no vLLM server is left: http'): list(other.generate(requests(4)))
-    finally: other.close()
+        with pytest.raises(RuntimeError, match='no vLLM server is left: http'):
+            list(other.generate(requests(4)))
+    finally:
+        other.close()
 
 
 def test_restarts_are_bounded(pool):
     "A server that cannot be kept alive ends the run, by name, with its log"
     pool.vllm = replace(pool.vllm, max_restarts=1)  # each was lost once, and is dead again
-    with pytest.raises(RuntimeError, match=r'replica \d was lost 2 times, more than max_restarts=1. The last time: .*\n'):
+    with pytest.raises(
+        RuntimeError,
+        match=r'replica \d was lost 2 times, more than max_restarts=1. The last time: .*\n',
+    ):
         list(pool.generate(requests(4)))
-    with pytest.raises(RuntimeError, match='more than max_restarts=1'): pool.load_weights(hf_weights(POLICIES[0]), 9)
+    with pytest.raises(RuntimeError, match='more than max_restarts=1'):
+        pool.load_weights(hf_weights(POLICIES[0]), 9)
 
 
 def test_a_server_of_two_workers(model):
@@ -387,25 +497,36 @@ def test_a_server_of_two_workers(model):
             pool.load_weights(hf_weights(policy), version)
             out = list(pool.generate(requests(12)))
             assert agrees(out, policy) and {s.weight_version for s in out} == {version}
-    finally: pool.close()
+    finally:
+        pool.close()
 
 
 # ---- before anything runs
 
+
 def test_refusals(model, tmp_path):
     with pytest.raises(ValueError, match='node7:8000 is on another machine.*give vllm.sync_dir'):
         VllmPool(model, VllmConfig(urls=('http://node7:8000',)))
-    with pytest.raises(ValueError, match="vllm.sync='nccl' on a CPU"): VllmPool(model, VllmConfig(sync='nccl'))
-    with pytest.raises(ValueError, match='float64'): VllmPool(model, dtype=torch.float64)
-    with pytest.raises(ValueError, match='config.json does not exist'): VllmPool(tmp_path)
-    with pytest.raises(RuntimeError, match=r'127.0.0.1:9 was not ready after 1 s \(/health: ClientConnectorError'):
-        VllmPool(model, VllmConfig(urls=('http://127.0.0.1:9',), timeout_s=1.))
+    with pytest.raises(ValueError, match="vllm.sync='nccl' on a CPU"):
+        VllmPool(model, VllmConfig(sync='nccl'))
+    with pytest.raises(ValueError, match='float64'):
+        VllmPool(model, dtype=torch.float64)
+    with pytest.raises(ValueError, match='config.json does not exist'):
+        VllmPool(tmp_path)
+    with pytest.raises(
+        RuntimeError, match=r'127.0.0.1:9 was not ready after 1 s \(/health: ClientConnectorError'
+    ):
+        VllmPool(model, VllmConfig(urls=('http://127.0.0.1:9',), timeout_s=1.0))
 
 
 def test_a_server_that_does_not_start(model, tmp_path):
     "The error shows the end of its log"
+
     def start(options, device, log, gpus):
-        return Server([sys.executable, '-c', 'exit("no room")'], server_env(device), log), 'http://127.0.0.1:9'
+        return Server(
+            [sys.executable, '-c', 'exit("no room")'], server_env(device), log
+        ), 'http://127.0.0.1:9'
+
     says = r'replica \d ended while it started:\nno room'
     with patch.object(vllm_pool, 'start_server', start), pytest.raises(RuntimeError, match=says):
         VllmPool(model, VllmConfig(num_replicas=2), log_dir=tmp_path)
@@ -413,78 +534,98 @@ def test_a_server_that_does_not_start(model, tmp_path):
 
 # ---- from GPU to GPU: what needs no GPU
 
+
 def test_everyone_has_a_number():
     "Rank offsets of servers with several GPUs; pausing and versions stay with the pool"
-    from compassrl.rollout.vllm.gpu import Everyone # it imports vLLM
+    from compassrl.rollout.vllm.gpu import Everyone  # it imports vLLM
+
     said = []
     e = Everyone(lambda path, bodies: said.append((path, bodies)), 3, 2)
     e.init_weight_transfer_engine(dict(rank_offset=1, world_size=7)), e.start_weight_update()
     e.update_weights(dict(names=['a'])), e.finish_weight_update('3')
     (init, bodies), (update, infos) = said
     assert (init, update) == ('/init_weight_transfer_engine', '/update_weights')
-    assert [b['init_info'] for b in bodies] == [dict(rank_offset=o, world_size=7) for o in (1, 3, 5)]
-    assert infos == [dict(update_info=dict(names=['a']))]*3
+    assert [b['init_info'] for b in bodies] == [
+        dict(rank_offset=o, world_size=7) for o in (1, 3, 5)
+    ]
+    assert infos == [dict(update_info=dict(names=['a']))] * 3
 
 
 def test_weights_come_as_announced():
     from compassrl.rollout.vllm.gpu import HfSource
+
     s = HfSource(CONFIG, torch.bfloat16, 'cpu')
     s.weights = hf_weights(POLICIES[0])
     want = [(n, tuple(w.shape)) for n, w in hf_weights(POLICIES[0])]
     assert [(m.name, m.shape) for m in s.metadata()] == want == [(n, tuple(t.shape)) for n, t in s]
     s.weights = list(hf_weights(POLICIES[0]))[1:]
-    with pytest.raises(ValueError, match='1 weights are missing'): list(s)
+    with pytest.raises(ValueError, match='1 weights are missing'):
+        list(s)
 
 
 # ---- the process
 
+
 def gone_now(pid):
-    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'Z'
-    except OSError: return True
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'Z'
+    except OSError:
+        return True
 
 
 def gone(pid):
     "Has it ended within a minute?"
     for _ in range(600):
-        if gone_now(pid): return True
-        time.sleep(.1)
+        if gone_now(pid):
+            return True
+        time.sleep(0.1)
 
 
-CHILD = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); " \
-    "print(p.pid, flush=True); time.sleep(600)"
+CHILD = (
+    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+    'print(p.pid, flush=True); time.sleep(600)'
+)
 
 
 def grandchild(server):
-    while not (text := server.log.read_text()): time.sleep(.05)
+    while not (text := server.log.read_text()):
+        time.sleep(0.05)
     return int(text)
 
 
 def test_kill_takes_the_whole_group(tmp_path):
-    s = Server([sys.executable, '-c', CHILD], dict(os.environ), tmp_path/'log')
+    s = Server([sys.executable, '-c', CHILD], dict(os.environ), tmp_path / 'log')
     pid = grandchild(s)
     s.kill()
     assert gone(pid) and not s.alive
 
 
-OWNER = "import os, sys, time; from compassrl.rollout.vllm.server import *; {start}\n" \
-    "while not s.pid or not s.log.read_text(): time.sleep(.05)\n" \
-    "print(s.pid, *more(), flush=True); time.sleep(600)"
+OWNER = (
+    'import os, sys, time; from compassrl.rollout.vllm.server import *; {start}\n'
+    'while not s.pid or not s.log.read_text(): time.sleep(.05)\n'
+    'print(s.pid, *more(), flush=True); time.sleep(600)'
+)
 
 
-def parent(pid): return int(Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[1])
+def parent(pid):
+    return int(Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[1])
 
 
 def owner(start):
     "Another owner of a server, and the pids that it prints"
-    p = subprocess.Popen([sys.executable, '-c', OWNER.format(start=start)], stdout=subprocess.PIPE, text=True)
+    p = subprocess.Popen(
+        [sys.executable, '-c', OWNER.format(start=start)], stdout=subprocess.PIPE, text=True
+    )
     return p, list(map(int, p.stdout.readline().split()))
 
 
 @pytest.mark.parametrize('sig', [signal.SIGCONT, signal.SIGSTOP])
 def test_no_server_outlives_its_owner(tmp_path, sig):
     "Killed without a chance to clean up, also if the server is stopped"
-    p, (pid, child) = owner(f"s = Server([sys.executable, '-c', {CHILD!r}], dict(os.environ), "
-        f"{str(tmp_path/'log')!r}); more = lambda: s.log.read_text().split()")
+    p, (pid, child) = owner(
+        f"s = Server([sys.executable, '-c', {CHILD!r}], dict(os.environ), "
+        f'{str(tmp_path / "log")!r}); more = lambda: s.log.read_text().split()'
+    )
     os.killpg(pid, sig)
     p.kill()
     p.wait()
@@ -492,60 +633,77 @@ def test_no_server_outlives_its_owner(tmp_path, sig):
 
 
 # another module in place of vLLM's server
-def forked(log, *argv): return Server(['', '', *(argv or ('http.server', '0', '--bind', '127.0.0.1'))],
-    server_env('cpu'), log, fork=True)
+def forked(log, *argv):
+    return Server(
+        ['', '', *(argv or ('http.server', '0', '--bind', '127.0.0.1'))],
+        server_env('cpu'),
+        log,
+        fork=True,
+    )
 
 
 def born(server):
-    while not server.pid and server.alive: time.sleep(.05)
+    while not server.pid and server.alive:
+        time.sleep(0.05)
     return server.pid
 
 
 def nurseries(folder):
     "An owner that was given its first nursery makes the second; it kills itself beside a server that is stopped"
-    servers = [forked(folder/f'log{i}') for i in range(2)]
+    servers = [forked(folder / f'log{i}') for i in range(2)]
     first = Nursery.one.process
     pids = list(map(born, servers))
-    assert {parent(parent(p)) for p in pids} == {first.pid} and len({os.getpgid(p) for p in pids}) == 2
+    assert {parent(parent(p)) for p in pids} == {first.pid} and len(
+        {os.getpgid(p) for p in pids}
+    ) == 2
     assert all(os.readlink(f'/proc/{p}/fd/0') == '/dev/null' for p in pids)
     servers[0].signal(signal.SIGKILL)
     assert servers[0].ended(10) and gone(pids[0]) and servers[1].alive
     first.kill()
     first.wait()
     assert not gone_now(pids[1]) and servers[1].alive
-    early = forked(folder/'log2')
+    early = forked(folder / 'log2')
     assert Nursery.one.process.pid != first.pid and early.alive and not early.pid
-    early.kill(5.)  # before it was born
+    early.kill(5.0)  # before it was born
     assert not early.alive
-    failing = forked(folder/'log3', 'compassrl.rollout.no_such')
-    assert failing.ended(120) and 'No module named compassrl.rollout.no_such' in failing.tail(), failing.tail()
-    servers[1].kill(5.)
+    failing = forked(folder / 'log3', 'compassrl.rollout.no_such')
+    assert failing.ended(120) and 'No module named compassrl.rollout.no_such' in failing.tail(), (
+        failing.tail()
+    )
+    servers[1].kill(5.0)
     assert gone(pids[1])
-    with patch.dict(os.environ, OMP_NUM_THREADS='3', OTHER='1'): env = server_env('cpu')
-    with patch('compassrl.rollout.vllm.server.Nursery.one', Nursery.one), open(os.devnull, 'wb') as f:
-        assert nursery(server_env('cpu') | dict(OTHER='1'), f).process.pid == (now := Nursery.one.process.pid)
+    with patch.dict(os.environ, OMP_NUM_THREADS='3', OTHER='1'):
+        env = server_env('cpu')
+    with (
+        patch('compassrl.rollout.vllm.server.Nursery.one', Nursery.one),
+        open(os.devnull, 'wb') as f,
+    ):
+        assert nursery(server_env('cpu') | dict(OTHER='1'), f).process.pid == (
+            now := Nursery.one.process.pid
+        )
         other = nursery(env, f).process
         assert other.pid != now
         other.kill()
         other.wait()
-    last = forked(folder/'log4')
+    last = forked(folder / 'log4')
     pid = born(last)
     assert parent(parent(pid)) == now
-    (folder/'pids').write_text(f'{now} {pid}')
+    (folder / 'pids').write_text(f'{now} {pid}')
     os.killpg(pid, signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_one_import_for_all(tmp_path):
     "Servers, and their environments, come from one nursery; one that was killed is replaced, and harms none of its own. It ends with its owner, and so do its servers, also those that are stopped"
-    r = nursed.run(tmp_path/'log', nurseries, tmp_path, timeout=400)
+    r = nursed.run(tmp_path / 'log', nurseries, tmp_path, timeout=400)
     assert r.returncode == -signal.SIGKILL, r.stderr[-3000:]
-    assert all(gone(int(pid)) for pid in (tmp_path/'pids').read_text().split())
+    assert all(gone(int(pid)) for pid in (tmp_path / 'pids').read_text().split())
 
 
 def test_flags():
-    assert flags(dict(max_len=3, eager=True, prefix_cache=False, quantization=None, transfer=dict(a=1))) == [
-        '--max-len', '3', '--eager', '--no-prefix-cache', '--transfer', '{"a": 1}']
+    assert flags(
+        dict(max_len=3, eager=True, prefix_cache=False, quantization=None, transfer=dict(a=1))
+    ) == ['--max-len', '3', '--eager', '--no-prefix-cache', '--transfer', '{"a": 1}']
     with patch.dict(os.environ, RANK='0', MASTER_ADDR='here', LOCAL_RANK='1', OTHER='1'):
         env = server_env('cpu')
     assert env['OTHER'] == '1' and not {'RANK', 'MASTER_ADDR', 'LOCAL_RANK'} & env.keys()

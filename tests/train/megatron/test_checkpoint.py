@@ -1,4 +1,5 @@
 "A run that ends at any moment goes on from a checkpoint that is whole, to the last bit, or on another number of ranks"
+
 import gc
 import json
 import os
@@ -11,20 +12,33 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from compassrl.train.checkpoint import CheckpointError, TornCheckpoint
-from compassrl.train.megatron.leader import Leader, Watch, serve
-from compassrl.train.megatron.engine import MegatronTrain, inner_optimizers
-from compassrl.train.megatron.checkpoint import finish_save, latest_sharded, load_sharded, read_manifest, save_sharded
-from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Batch
+from compassrl.train.checkpoint import CheckpointError, TornCheckpoint
+from compassrl.train.megatron.checkpoint import (
+    finish_save,
+    latest_sharded,
+    load_sharded,
+    read_manifest,
+    save_sharded,
+)
+from compassrl.train.megatron.engine import MegatronTrain, inner_optimizers
+from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.leader import Leader, Watch, serve
 from compassrl.train.torch_engine import OptimConfig
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from tests.support.ranks import MIXED, RankError, lively, name, run_ranks
 
-SMALL = replace(MIXED, num_hidden_layers=4, hidden_size=32, moe_intermediate_size=32, intermediate_size=64, num_experts=4)
-OPTIM = OptimConfig(lr=1e-2, weight_decay=.1, warmup_steps=3, adam_eps=1e-4)
+SMALL = replace(
+    MIXED,
+    num_hidden_layers=4,
+    hidden_size=32,
+    moe_intermediate_size=32,
+    intermediate_size=64,
+    num_experts=4,
+)
+OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, warmup_steps=3, adam_eps=1e-4)
 
 
 def batch(seed):
@@ -32,24 +46,34 @@ def batch(seed):
     lengths = torch.randint(6, 13, (6, 1), generator=g)
     at = torch.arange(12)
     mask, response = at < lengths, (at < lengths) & (at >= 3)
-    b = Batch(token_ids=torch.randint(2, 99, (6, 12), generator=g)*mask, token_mask=mask, response_mask=response,
-        rollout_log_probs=torch.zeros(6, 12), group=torch.arange(6)//2, rewards=torch.zeros(6))
-    return replace(b, advantages=torch.randn(6, 1, generator=g)*response)
+    b = Batch(
+        token_ids=torch.randint(2, 99, (6, 12), generator=g) * mask,
+        token_mask=mask,
+        response_mask=response,
+        rollout_log_probs=torch.zeros(6, 12),
+        group=torch.arange(6) // 2,
+        rewards=torch.zeros(6),
+    )
+    return replace(b, advantages=torch.randn(6, 1, generator=g) * response)
 
 
 def push(log_probs, batch, num_tokens, num_samples):
-    return -(log_probs*batch.advantages*batch.response_mask).sum()/num_tokens, {}
+    return -(log_probs * batch.advantages * batch.response_mask).sum() / num_tokens, {}
 
 
 def train(engine, *seeds):
-    for seed in seeds: engine.update(*((batch(seed), push) if dist.get_rank() == 0 else ()))
+    for seed in seeds:
+        engine.update(*((batch(seed), push) if dist.get_rank() == 0 else ()))
 
 
-def weights(engine): return {k: v.clone() for k, v in engine.weights()}
+def weights(engine):
+    return {k: v.clone() for k, v in engine.weights()}
 
 
 def begin(parallel, seed=5, config=SMALL):
-    return MegatronTrain(config, policy_weights(lively(config, seed)), OPTIM, parallel, replay='off')
+    return MegatronTrain(
+        config, policy_weights(lively(config, seed)), OPTIM, parallel, replay='off'
+    )
 
 
 def save_and_go_on(parallel, root):
@@ -75,22 +99,35 @@ def resume(parallel, path, optimizer=True):
     return at_three, weights(engine), engine.num_steps, loaded
 
 
-def equal(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in b)
-def worst(a, b): return max((a[k]-b[k]).abs().max().item() for k in b)
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in b)
 
 
-SAME = [(1, {}), (2, {}), (2, dict(ep=2)), (2, dict(tp=2)), (2, dict(pp=2, vpp=2)), (4, dict(tp=2, ep=2, etp=1)),
-    (2, dict(ep=2, dtype='bfloat16'))]
+def worst(a, b):
+    return max((a[k] - b[k]).abs().max().item() for k in b)
+
+
+SAME = [
+    (1, {}),
+    (2, {}),
+    (2, dict(ep=2)),
+    (2, dict(tp=2)),
+    (2, dict(pp=2, vpp=2)),
+    (4, dict(tp=2, ep=2, etp=1)),
+    (2, dict(ep=2, dtype='bfloat16')),
+]
 
 
 @pytest.mark.parametrize('layout', SAME, ids=name)
 def test_resume_on_the_same_layout_is_exact(layout, tmp_path):
     n, parallel = layout[0], ParallelConfig(**layout[1])
     three, four, path, two = run_ranks(n, save_and_go_on, parallel, tmp_path)[0]
-    assert path == tmp_path/'step-000002' == latest_sharded(tmp_path)
+    assert path == tmp_path / 'step-000002' == latest_sharded(tmp_path)
     assert not list(tmp_path.glob('.tmp*')) and read_manifest(path)['num_steps'] == 2
     again_three, again_four, steps, loaded = run_ranks(n, resume, parallel, path)[0]
-    assert equal(loaded, two) and equal(again_three, three) and equal(again_four, four) and steps == 4
+    assert (
+        equal(loaded, two) and equal(again_three, three) and equal(again_four, four) and steps == 4
+    )
 
 
 @pytest.fixture(scope='module')
@@ -102,28 +139,46 @@ def saved(tmp_path_factory):
     return out
 
 
-OTHER = [('one', 2, {}), ('one', 2, dict(tp=2)), ('one', 4, dict(pp=2, vpp=2, ep=2)), ('mix', 1, {}), ('mix', 2, dict(ep=2)),
-    ('mix', 2, dict(pp=2)), ('mix', 2, dict(etp=2))]
+OTHER = [
+    ('one', 2, {}),
+    ('one', 2, dict(tp=2)),
+    ('one', 4, dict(pp=2, vpp=2, ep=2)),
+    ('mix', 1, {}),
+    ('mix', 2, dict(ep=2)),
+    ('mix', 2, dict(pp=2)),
+    ('mix', 2, dict(etp=2)),
+]
 
 
-@pytest.mark.parametrize('source,n,kw', OTHER, ids=lambda x: '-'.join(f'{k}{v}' for k, v in x.items()) if isinstance(x, dict) else str(x))
+@pytest.mark.parametrize(
+    'source,n,kw',
+    OTHER,
+    ids=lambda x: '-'.join(f'{k}{v}' for k, v in x.items()) if isinstance(x, dict) else str(x),
+)
 def test_resume_on_another_layout(saved, source, n, kw):  # weights, moments and counters
     three, four, path, two = saved[source]
     again_three, again_four, steps, loaded = run_ranks(n, resume, ParallelConfig(**kw), path)[0]
-    assert equal(loaded, two) and worst(again_three, three) < 2e-6 and worst(again_four, four) < 2e-6 and steps == 4
+    assert (
+        equal(loaded, two)
+        and worst(again_three, three) < 2e-6
+        and worst(again_four, four) < 2e-6
+        and steps == 4
+    )
 
 
 def test_weights_alone(saved):
     three, _, path, two = saved['mix']
     bare = run_ranks(1, resume, ParallelConfig(), path, False)[0]
-    assert equal(bare[3], two) and bare[2] == 2 and worst(bare[0], three) > 1e-4  # the optimiser begins anew
+    assert (
+        equal(bare[3], two) and bare[2] == 2 and worst(bare[0], three) > 1e-4
+    )  # the optimiser begins anew
 
 
 def test_weights_alone_in_bfloat16(tmp_path):  # the master weights follow them
     parallel = ParallelConfig(dtype='bfloat16')
     path = run_ranks(1, save_and_go_on, parallel, tmp_path)[0][2]
     full, bare = (run_ranks(1, resume, parallel, path, o)[0] for o in (True, False))
-    assert equal(full[3], bare[3]) and worst(bare[0], full[0]) < .05
+    assert equal(full[3], bare[3]) and worst(bare[0], full[0]) < 0.05
 
 
 def before_the_first_step(parallel, root):
@@ -135,7 +190,7 @@ def before_the_first_step(parallel, root):
 
 def test_a_save_before_the_first_step(tmp_path):
     want = run_ranks(2, before_the_first_step, ParallelConfig(ep=2), tmp_path)[0]
-    assert equal(run_ranks(2, resume, ParallelConfig(ep=2), tmp_path/'step-000002')[0][1], want)
+    assert equal(run_ranks(2, resume, ParallelConfig(ep=2), tmp_path / 'step-000002')[0][1], want)
 
 
 def counters(parallel, path):
@@ -147,22 +202,26 @@ def counters(parallel, path):
 
 def test_every_parameter_has_its_own_counter(saved):
     own, number, values = run_ranks(1, counters, ParallelConfig(), saved['one'][2])[0]
-    assert own == number > 10 and values == {2.}
+    assert own == number > 10 and values == {2.0}
 
 
 # ---- while training goes on
 
+
 def hold_writer(gate):
     "The writer waits until `gate` exists"
     write = FileSystemWriterAsync.write_preloaded_data
+
     def held(*args, **kwargs):
-        while not gate.exists(): time.sleep(.01)
+        while not gate.exists():
+            time.sleep(0.01)
         return write(*args, **kwargs)
+
     FileSystemWriterAsync.write_preloaded_data = staticmethod(held)
 
 
 def slow_disk(parallel, root):
-    gate = root/'gate'
+    gate = root / 'gate'
     hold_writer(gate)
     engine = begin(parallel)
     train(engine, 0, 1)
@@ -170,7 +229,8 @@ def slow_disk(parallel, root):
     saving = save_sharded(engine, root, 2)
     train(engine, 2, 3, 4)
     seen = saving.done(), latest_sharded(root)
-    if dist.get_rank() == 0: gate.touch()
+    if dist.get_rank() == 0:
+        gate.touch()
     saving.wait()
     return at_two, seen
 
@@ -178,18 +238,19 @@ def slow_disk(parallel, root):
 def test_training_goes_on_while_the_writer_works(tmp_path):
     at_two, seen = run_ranks(2, slow_disk, ParallelConfig(ep=2), tmp_path)[0]
     assert seen == (False, None)
-    assert equal(run_ranks(2, resume, ParallelConfig(ep=2), tmp_path/'step-000002')[0][3], at_two)
+    assert equal(run_ranks(2, resume, ParallelConfig(ep=2), tmp_path / 'step-000002')[0][3], at_two)
 
 
 def killed_while_writing(parallel, root):
     engine = begin(parallel)
     train(engine, 0, 1)
     save_sharded(engine, root, 2).wait()
-    hold_writer(root/'gate')
+    hold_writer(root / 'gate')
     train(engine, 2)
     save_sharded(engine, root, 3)
     dist.barrier()
-    if dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     train(engine, 3)
 
 
@@ -197,21 +258,29 @@ def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path):
     with pytest.raises(RankError, match='rank 1 of 2: was killed by signal 9'):
         run_ranks(2, killed_while_writing, ParallelConfig(ep=2), tmp_path)
     assert latest_sharded(tmp_path).name == 'step-000002' and list(tmp_path.glob('.tmp-000003-*'))
-    (tmp_path/'gate').touch()  # its writers end, the files are whole, and still nobody takes them
+    (tmp_path / 'gate').touch()  # its writers end, the files are whole, and still nobody takes them
     assert latest_sharded(tmp_path).name == 'step-000002'
-    run_ranks(2, resume, ParallelConfig(ep=2), tmp_path/'step-000002')
+    run_ranks(2, resume, ParallelConfig(ep=2), tmp_path / 'step-000002')
     run_ranks(1, lambda: save_sharded(begin(ParallelConfig()), tmp_path, 4).wait())
     assert sorted(p.name for p in tmp_path.glob('[.s]*')) == ['step-000002', 'step-000004']
 
 
 def crash_before_the_rename(root):
     saving = save_sharded(begin(ParallelConfig()), root, 1)
-    with patch('os.replace', side_effect=OSError('the machine goes down')), pytest.raises(CheckpointError): saving.wait()
+    with (
+        patch('os.replace', side_effect=OSError('the machine goes down')),
+        pytest.raises(CheckpointError),
+    ):
+        saving.wait()
 
 
 def test_there_is_no_moment_with_half_a_checkpoint(tmp_path):
     run_ranks(1, crash_before_the_rename, tmp_path)
-    assert latest_sharded(tmp_path) is None and not list(tmp_path.glob('step-*')) and list(tmp_path.glob('.tmp-*'))
+    assert (
+        latest_sharded(tmp_path) is None
+        and not list(tmp_path.glob('step-*'))
+        and list(tmp_path.glob('.tmp-*'))
+    )
 
 
 def no_space(parallel, root):
@@ -219,9 +288,12 @@ def no_space(parallel, root):
         results_queue.put((local_proc_idx, OSError(28, 'No space left on device')))
         count_queue.get()
         count_queue.task_done()
-    if dist.get_rank() == 1: FileSystemWriterAsync.write_preloaded_data = staticmethod(full)
+
+    if dist.get_rank() == 1:
+        FileSystemWriterAsync.write_preloaded_data = staticmethod(full)
     saving = save_sharded(begin(parallel), root, 1)
-    with pytest.raises(CheckpointError, match='step-000001 was not written.*free space'): saving.wait()
+    with pytest.raises(CheckpointError, match='step-000001 was not written.*free space'):
+        saving.wait()
 
 
 def test_a_full_disk_is_told_on_every_rank(tmp_path):
@@ -230,24 +302,31 @@ def test_a_full_disk_is_told_on_every_rank(tmp_path):
 
 
 def test_a_folder_that_cannot_be_is_told_on_every_rank(tmp_path):
-    (tmp_path/'file').touch()
+    (tmp_path / 'file').touch()
+
     def save(parallel):
         engine = begin(parallel)
-        with pytest.raises(CheckpointError, match='use another folder'): save_sharded(engine, tmp_path/'file'/'x', 1)
+        with pytest.raises(CheckpointError, match='use another folder'):
+            save_sharded(engine, tmp_path / 'file' / 'x', 1)
+
     run_ranks(2, save, ParallelConfig(tp=2))
 
 
 def test_only_the_newest_are_kept(tmp_path):
     def many():
         engine = begin(ParallelConfig())
-        for step in (1, 2, 3, 3): save_sharded(engine, tmp_path, step)  # the last one again
+        for step in (1, 2, 3, 3):
+            save_sharded(engine, tmp_path, step)  # the last one again
         return finish_save(engine)
+
     assert run_ranks(1, many)[0].name == 'step-000003'
     assert sorted(p.name for p in tmp_path.iterdir()) == ['step-000002', 'step-000003']
-    with pytest.raises(ValueError, match='keep=0'): save_sharded(None, tmp_path, 1, keep=0)
+    with pytest.raises(ValueError, match='keep=0'):
+        save_sharded(None, tmp_path, 1, keep=0)
 
 
 # ---- torn and foreign ones
+
 
 def shorten(path):
     file = max(path.glob('*.distcp'), key=lambda p: p.stat().st_size)
@@ -255,27 +334,41 @@ def shorten(path):
 
 
 def edit(path):
-    body = json.loads((path/'manifest.json').read_text())
-    (path/'manifest.json').write_text(json.dumps(body | dict(step=7)))
+    body = json.loads((path / 'manifest.json').read_text())
+    (path / 'manifest.json').write_text(json.dumps(body | dict(step=7)))
 
 
-TEARS = dict(short=shorten, gone=lambda p: next(p.glob('*.distcp')).unlink(), no_manifest=lambda p: (p/'manifest.json').unlink(),
-    edited=edit, half=lambda p: (p/'manifest.json').write_text('{"step'), list=lambda p: (p/'manifest.json').write_text('[]'))
+TEARS = dict(
+    short=shorten,
+    gone=lambda p: next(p.glob('*.distcp')).unlink(),
+    no_manifest=lambda p: (p / 'manifest.json').unlink(),
+    edited=edit,
+    half=lambda p: (p / 'manifest.json').write_text('{"step'),
+    list=lambda p: (p / 'manifest.json').write_text('[]'),
+)
 
 
 @pytest.mark.parametrize('tear', TEARS)
 def test_a_torn_checkpoint_is_skipped(tear, saved, tmp_path, capsys):
-    for step in (1, 2): shutil.copytree(saved['one'][2], tmp_path/f'step-00000{step}')
-    TEARS[tear](tmp_path/'step-000002')
-    assert latest_sharded(tmp_path).name == 'step-000001' and 'skipped a torn checkpoint' in capsys.readouterr().out
+    for step in (1, 2):
+        shutil.copytree(saved['one'][2], tmp_path / f'step-00000{step}')
+    TEARS[tear](tmp_path / 'step-000002')
+    assert (
+        latest_sharded(tmp_path).name == 'step-000001'
+        and 'skipped a torn checkpoint' in capsys.readouterr().out
+    )
+
     def load():
-        with pytest.raises(TornCheckpoint): load_sharded(begin(ParallelConfig()), tmp_path/'step-000002')
+        with pytest.raises(TornCheckpoint):
+            load_sharded(begin(ParallelConfig()), tmp_path / 'step-000002')
+
     run_ranks(1, load)
 
 
 def dead_group():
     "A process group that is garbage, to be found by the next collection: its end joins threads that no fork has"
     from torch.distributed import HashStore, ProcessGroupGloo
+
     gc.collect()
     cycle = [ProcessGroupGloo(HashStore(), 0, 1)]
     cycle.append(cycle)
@@ -284,7 +377,9 @@ def dead_group():
 def collect_in_a_rank_and_in_its_writer():
     gc.collect()
     pid = os.fork()
-    if not pid: gc.collect(); os._exit(0)
+    if not pid:
+        gc.collect()
+        os._exit(0)
     return os.waitpid(pid, 0)[1]
 
 
@@ -293,27 +388,33 @@ def test_a_fork_leaves_the_garbage_of_its_parent_alone():
     try:
         dead_group()
         assert run_ranks(1, collect_in_a_rank_and_in_its_writer, timeout_s=30) == [0]
-    finally: gc.enable()
+    finally:
+        gc.enable()
 
 
-def test_no_checkpoint_at_all(tmp_path): assert latest_sharded(tmp_path/'nowhere') is None
+def test_no_checkpoint_at_all(tmp_path):
+    assert latest_sharded(tmp_path / 'nowhere') is None
 
 
 def test_another_policy_is_refused_and_nothing_changes(saved):
     def load():
         engine = begin(ParallelConfig(), config=replace(SMALL, num_experts=8))
         before = weights(engine)
-        with pytest.raises(CheckpointError, match='num_experts=4 there and 8 here'): load_sharded(engine, saved['one'][2])
+        with pytest.raises(CheckpointError, match='num_experts=4 there and 8 here'):
+            load_sharded(engine, saved['one'][2])
         assert equal(weights(engine), before)
+
     run_ranks(1, load)
 
 
 # ---- through the leader
 
+
 def led(root):
     engine = begin(ParallelConfig(ep=2))
     watch = Watch(engine.control)
-    if dist.get_rank(): return serve(engine, watch)
+    if dist.get_rank():
+        return serve(engine, watch)
     with Leader(engine, watch) as leader:
         leader.update(batch(0), push)
         leader.everywhere(save_sharded, root, 2)
@@ -323,13 +424,16 @@ def led(root):
         return weights_of(leader)
 
 
-def weights_of(leader): return {k: v.clone() for k, v in leader.weights()}
+def weights_of(leader):
+    return {k: v.clone() for k, v in leader.weights()}
 
 
 def test_the_leader_saves_and_loads(tmp_path):
     got = run_ranks(2, led, tmp_path)[0]
+
     def one_step():
         engine = begin(ParallelConfig())
         train(engine, 0)
         return weights(engine)
+
     assert worst(got, run_ranks(1, one_step)[0]) < 2e-6

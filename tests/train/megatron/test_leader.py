@@ -1,4 +1,5 @@
 "The loop runs on rank 0 alone; whatever happens to another rank, all end within a bounded time and say which one it was"
+
 import os
 import signal
 import sys
@@ -15,28 +16,32 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compassrl.runs import factory
 from compassrl.config import TrainConfig
-from compassrl.train.megatron import leader
-from compassrl.train.megatron.leader import Leader, Watch, serve
-from compassrl.train.megatron.engine import MegatronTrain
-from compassrl.train.megatron.layout import ParallelConfig
-from compassrl.model.pretrained import hf_weights
-from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.data.prompts import load_data
 from compassrl.data.tokenizer import build_tokenizer
-from compassrl.train.torch_engine import TorchTrain
 from compassrl.loop import fit
+from compassrl.model.pretrained import hf_weights
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.runs import factory
+from compassrl.train.megatron import leader
+from compassrl.train.megatron.engine import MegatronTrain
+from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.leader import Leader, Watch, serve
+from compassrl.train.torch_engine import TorchTrain
 from tests.support.ranks import lively, name, run_ranks
 from tests.train.megatron.test_engine import BATCH, DP, LOSS, MIX, OPTIM, POLICY, PP, TP_EP, fresh
 
 
-def job(lead, parallel=ParallelConfig(), timeout_s=60., config=POLICY, optim=OPTIM, temperature=1.):
+def job(
+    lead, parallel=ParallelConfig(), timeout_s=60.0, config=POLICY, optim=OPTIM, temperature=1.0
+):
     "`lead(leader)` on rank 0, `serve` on the others"
     e = MegatronTrain(config, hf_weights(lively(config)), optim, parallel, temperature)
     watch = Watch(e.control, timeout_s)
-    if dist.get_rank(): return serve(e, watch)
-    with Leader(e, watch) as leader: return lead(leader)
+    if dist.get_rank():
+        return serve(e, watch)
+    with Leader(e, watch) as leader:
+        return lead(leader)
 
 
 def scored(leader):
@@ -47,7 +52,9 @@ def scored(leader):
 
 # ---- what it does
 
-def rank_plus(engine, x): return engine.control.rank+x, engine.num_steps
+
+def rank_plus(engine, x):
+    return engine.control.rank + x, engine.num_steps
 
 
 def everything(leader):
@@ -56,12 +63,14 @@ def everything(leader):
     state = leader.state_dict()
     first = leader.update(b, LOSS), dict(leader.weights())
     leader.load_state_dict(state)
-    with pytest.raises(ValueError, match='recorded nothing'): leader.update(replace(b, routed_experts=b.routed_experts*0), LOSS)
+    with pytest.raises(ValueError, match='recorded nothing'):
+        leader.update(replace(b, routed_experts=b.routed_experts * 0), LOSS)
     second = leader.update(b, LOSS), dict(leader.weights())
     assert first[0] == second[0] and all(torch.equal(v, second[1][k]) for k, v in first[1].items())
     walk = leader.weights()
     next(walk)
-    with pytest.raises(RuntimeError, match='walk through all'): leader.update(b, LOSS)
+    with pytest.raises(RuntimeError, match='walk through all'):
+        leader.update(b, LOSS)
     walk.close()
     return leader.everywhere(rank_plus, 5), leader.update(b, LOSS)['lr'], second[1]
 
@@ -72,19 +81,28 @@ def test_one_rank_leads_and_the_others_follow(layout):
     e = TorchTrain(lively(POLICY), OPTIM)
     b = fresh(BATCH)
     b.old_log_probs, b.entropy = e.log_probs(b)
-    for _ in range(2): e.update(b, LOSS)
+    for _ in range(2):
+        e.update(b, LOSS)
     assert told == (5, e.num_steps) and lr == OPTIM.lr
-    assert max((weights[k]-v).abs().max() for k, v in hf_weights(e.policy)) < 1e-4
+    assert max((weights[k] - v).abs().max() for k, v in hf_weights(e.policy)) < 1e-4
 
 
-SMALL = TrainConfig(steps=2, prompts_per_step=4, group_size=4, optim=replace(OPTIM, num_mini_batches=1, micro_batch_tokens=500))
+SMALL = TrainConfig(
+    steps=2,
+    prompts_per_step=4,
+    group_size=4,
+    optim=replace(OPTIM, num_mini_batches=1, micro_batch_tokens=500),
+)
 
 TWO = replace(SMALL, train_engine='megatron', parallel=ParallelConfig(ep=2))
 
 
 class Notes:
-    def __init__(self): self.rows = []
-    def on_step(self, step, metrics, samples, batch): self.rows.append({k: v for k, v in metrics.items() if not k.startswith('time')})
+    def __init__(self):
+        self.rows = []
+
+    def on_step(self, step, metrics, samples, batch):
+        self.rows.append({k: v for k, v in metrics.items() if not k.startswith('time')})
 
 
 def loop(engine):
@@ -98,14 +116,18 @@ def loop(engine):
 
 @pytest.mark.parametrize('layout', [DP, TP_EP, PP], ids=name)
 def test_the_loop_runs_unchanged(layout):
-    got = run_ranks(layout[0], job, loop, ParallelConfig(**layout[1]), 60., SMALL.policy, SMALL.optim)[0]
+    got = run_ranks(
+        layout[0], job, loop, ParallelConfig(**layout[1]), 60.0, SMALL.policy, SMALL.optim
+    )[0]
     want = loop(TorchTrain(lively(SMALL.policy), SMALL.optim))
     assert [r.keys() for r in got] == [r.keys() for r in want]
     for g, w in zip(got, want):
-        for k in w: assert g[k] == pytest.approx(w[k], rel=1e-3, abs=1e-4), k
+        for k in w:
+            assert g[k] == pytest.approx(w[k], rel=1e-3, abs=1e-4), k
 
 
 # ---- how it ends
+
 
 def survivors(n, fn, timeout_s=100, but=()):
     "How each rank of `n` ended, and what it printed, however the others did; nobody waits for those in `but`"
@@ -114,81 +136,109 @@ def survivors(n, fn, timeout_s=100, but=()):
         for r in range(n):
             pids.append(os.fork())
             if not pids[-1]:
-                code, sys.stdout = 1, open(folder/f'{r}', 'w', buffering=1)
+                code, sys.stdout = 1, open(folder / f'{r}', 'w', buffering=1)
                 sys.stderr = sys.stdout
                 try:
                     torch.set_num_threads(1)
-                    dist.init_process_group('gloo', store=dist.FileStore(str(folder/'store'), n), rank=r, world_size=n,
-                        timeout=timedelta(seconds=300))
+                    dist.init_process_group(
+                        'gloo',
+                        store=dist.FileStore(str(folder / 'store'), n),
+                        rank=r,
+                        world_size=n,
+                        timeout=timedelta(seconds=300),
+                    )
                     fn()
                     code = 0
-                except BaseException: traceback.print_exc()
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     sys.stdout.flush()
                     os._exit(code)
-        ends, until = {}, time.monotonic()+timeout_s
-        while set(range(n))-set(but)-ends.keys() and time.monotonic() < until:
-            for r in set(range(n))-ends.keys():
+        ends, until = {}, time.monotonic() + timeout_s
+        while set(range(n)) - set(but) - ends.keys() and time.monotonic() < until:
+            for r in set(range(n)) - ends.keys():
                 pid, status = os.waitpid(pids[r], os.WNOHANG)
-                if pid: ends[r] = status
-            time.sleep(.02)
-        for r in set(range(n))-ends.keys():
+                if pid:
+                    ends[r] = status
+            time.sleep(0.02)
+        for r in set(range(n)) - ends.keys():
             os.kill(pids[r], signal.SIGKILL)
             os.waitpid(pids[r], 0)
-        return {r: (ends.get(r), (folder/f'{r}').read_text()) for r in range(n)}
+        return {r: (ends.get(r), (folder / f'{r}').read_text()) for r in range(n)}
 
 
 def strike(engine, how):
-    if dist.get_rank() == 1: os.kill(os.getpid(), how) if how else explode()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), how) if how else explode()
     dist.barrier()
 
 
-def explode(): raise KeyError('the reason')
+def explode():
+    raise KeyError('the reason')
 
 
 def stricken(how):
     def lead(leader):
         leader.update(scored(leader), LOSS)
         leader.everywhere(strike, how)
-    return lambda: job(lead, timeout_s=6.)
+
+    return lambda: job(lead, timeout_s=6.0)
 
 
-@pytest.mark.parametrize('how', [0, signal.SIGKILL, signal.SIGSTOP], ids=['raises', 'killed', 'hangs'])
+@pytest.mark.parametrize(
+    'how', [0, signal.SIGKILL, signal.SIGSTOP], ids=['raises', 'killed', 'hangs']
+)
 def test_a_rank_that_fails_is_named_and_all_end(how):
     hanging = (1,) if how == signal.SIGSTOP else ()
     ends = survivors(3, stricken(how), but=hanging)
-    for r in {0, 1, 2}-set(hanging): assert ends[r][0] not in (None, 0), ends  # nobody is left, nobody calls it a success
-    for r in (0, 2): assert ('rank 1 was killed or hangs' if how else "rank 1: KeyError: 'the reason'") in ends[r][1], ends[r]
+    for r in {0, 1, 2} - set(hanging):
+        assert ends[r][0] not in (None, 0), ends  # nobody is left, nobody calls it a success
+    for r in (0, 2):
+        assert ('rank 1 was killed or hangs' if how else "rank 1: KeyError: 'the reason'") in ends[
+            r
+        ][1], ends[r]
 
 
 def test_when_the_leader_dies_the_others_end():
-    def lead(leader): os.kill(os.getpid(), signal.SIGKILL)
-    ends = survivors(2, lambda: job(lead, timeout_s=6.))
+    def lead(leader):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ends = survivors(2, lambda: job(lead, timeout_s=6.0))
     assert ends[1][0] not in (None, 0) and 'rank 0' in ends[1][1]
 
 
-def bad_loss(log_probs, batch, num_tokens, num_samples): raise ZeroDivisionError('of this loss')
+def bad_loss(log_probs, batch, num_tokens, num_samples):
+    raise ZeroDivisionError('of this loss')
 
 
 def test_an_error_in_the_loss_names_a_rank():
-    def lead(leader): leader.update(scored(leader), bad_loss)
-    ends = survivors(2, lambda: job(lead, ParallelConfig(pp=2), 6.))
+    def lead(leader):
+        leader.update(scored(leader), bad_loss)
+
+    ends = survivors(2, lambda: job(lead, ParallelConfig(pp=2), 6.0))
     assert all(status not in (None, 0) for status, _ in ends.values())
     assert 'rank 1: ZeroDivisionError: of this loss' in ends[0][1]
 
 
 # ---- before there is an engine
 
+
 def cold_start(how):
     "Ranks as `compassrl.runs.cli` prepares them; rank 0 works alone while rank 1 goes"
+
     def run():
         rank = dist.get_rank()
         alone = dict(RANK=str(rank), WORLD_SIZE='2')
-        with patch.dict(os.environ, alone), patch.object(leader, 'Watch', partial(Watch, timeout_s=3., every_s=.2)):
+        with (
+            patch.dict(os.environ, alone),
+            patch.object(leader, 'Watch', partial(Watch, timeout_s=3.0, every_s=0.2)),
+        ):
             watch = factory.prepare(TWO)
         assert watch.is_alive()
-        if rank: os.kill(os.getpid(), how)
+        if rank:
+            os.kill(os.getpid(), how)
         time.sleep(60)
+
     return run
 
 
@@ -197,13 +247,15 @@ def test_a_rank_that_is_gone_during_the_cold_start_is_named(how):
     start = time.monotonic()
     status, said = survivors(2, cold_start(how), but=(1,))[0]
     assert status not in (None, 0) and 'rank 0 ends: rank 1 was killed or hangs' in said, said
-    assert time.monotonic()-start < 40
+    assert time.monotonic() - start < 40
 
 
 def test_one_process_is_not_watched():
     def alone():
         watch = factory.prepare(replace(TWO, parallel=ParallelConfig()))
         assert not watch.is_alive()
-        with pytest.raises(KeyError), watch.guard(): explode()
+        with pytest.raises(KeyError), watch.guard():
+            explode()
         watch.stop()
+
     run_ranks(1, alone)
