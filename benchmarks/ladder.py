@@ -42,12 +42,12 @@ from compassrl.data.tokenizer import build_tokenizer, encode
 from compassrl.judges.isolated import Limits, run_program
 from compassrl.judges.pool import RewardPool
 from compassrl.judges.serial import RewardConfig, SerialJudge
-from compassrl.launch.simulator import Dealt, idle_frac
+from compassrl.launch.simulator import RoundRobin, idle_frac
 from compassrl.loop import fit
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights, write_config
 from compassrl.records import Prompt
-from compassrl.rollout.pull_queue import Dispatcher
+from compassrl.rollout.pull_queue import PullQueue
 from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_engine import RolloutConfig
 from compassrl.rollout.vllm import pool as vllm_pool
@@ -96,7 +96,7 @@ def length(r):
     )
 
 
-class RoundRobin(Dealt):
+class RoundRobin(RoundRobin):
     def __init__(self, rs, slots, order):
         super().__init__(rs, slots, [range(0, len(rs), 2), range(1, len(rs), 2)])
 
@@ -138,7 +138,7 @@ def one_step(rung, step, cfg, prompts, pool, engine, tokenizer, judges):
     pulls, hooks = rung == 'scheduling', Rows()
     pool.schedule = ScheduleConfig('longest' if pulls else 'fifo')
     cfg = TrainConfig(**{**cfg, 'steps': step + 1})
-    with patch.multiple(vllm_pool, to_body=said, Dispatcher=Dispatcher if pulls else RoundRobin):
+    with patch.multiple(vllm_pool, to_body=said, PullQueue=PullQueue if pulls else RoundRobin):
         fit(
             cfg,
             prompts,

@@ -36,11 +36,11 @@ from unittest.mock import patch
 os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISABLE='1')
 import torch
 
-from compassrl.launch.simulator import Cluster, Dealt, fit_cost, idle_frac, makespan, work
+from compassrl.launch.simulator import Cluster, RoundRobin, fit_cost, idle_frac, makespan, work
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights, write_config
 from compassrl.records import Request, SamplingParams, derive_seed
-from compassrl.rollout.pull_queue import Dispatcher
+from compassrl.rollout.pull_queue import PullQueue
 from compassrl.rollout.schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error
 from compassrl.rollout.vllm import pool as vllm_pool
 from compassrl.rollout.vllm.config import VllmConfig
@@ -80,7 +80,7 @@ def run(pool, requests, lengths, way, predictor):
         def order(self, r):
             return -lengths[r.prompt_id, r.index]
 
-    class RoundRobin(Dealt):
+    class RoundRobin(RoundRobin):
         def __init__(self, rs, slots, order):
             super().__init__(rs, slots, [range(0, len(rs), 2), range(1, len(rs), 2)])
 
@@ -95,9 +95,9 @@ def run(pool, requests, lengths, way, predictor):
     )
     schedule, queue = (
         Oracle if way == 'oracle' else Schedule,
-        RoundRobin if way == 'round robin' else Dispatcher,
+        RoundRobin if way == 'round robin' else PullQueue,
     )
-    with patch.multiple(vllm_pool, to_body=body, Schedule=schedule, Dispatcher=queue):
+    with patch.multiple(vllm_pool, to_body=body, Schedule=schedule, PullQueue=queue):
         start = time.perf_counter()
         samples = list(pool.generate(requests))
     got = {(s.prompt_id, s.index): len(s.response_ids) for s in samples}
@@ -122,7 +122,7 @@ def simulated(requests, lengths, cost, slots, way, predictor):
     )
     order = plan.order if way != 'oracle' else lambda r: -lengths[r.prompt_id, r.index]
     num = [lengths[r.prompt_id, r.index] for r in requests]
-    return makespan(Cluster(Dispatcher(requests, slots, order), num, cost, 'ab', plan=plan).run())
+    return makespan(Cluster(PullQueue(requests, slots, order), num, cost, 'ab', plan=plan).run())
 
 
 def learnt(state):

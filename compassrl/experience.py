@@ -29,14 +29,14 @@ from compassrl.records import (
     collate,
     derive_seed,
 )
-from .rollout.partial import UnderWay
+from .rollout.partial import PartialResponses
 
 # %% auto #0
 __all__ = [
     'prompts_of_step',
     'requests_of',
     'task_rewards',
-    'table',
+    'sample_columns',
     'next_wave',
     'collect_parts',
     'collect',
@@ -91,7 +91,7 @@ def task_rewards(
     return rewards, torch.tensor([s.verdict.status not in ('failed', 'timeout') for s in samples])
 
 
-def table(
+def sample_columns(
     samples: list[Sample],  # judged
     ids: Sequence[str],  # of the prompts, in the order of the groups
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [B] task rewards, groups, valid, response tokens
@@ -120,7 +120,7 @@ def next_wave(
     zv = cfg.zero_variance
     if zv.sampling == 'uniform':
         return []
-    rewards, group, valid, tokens = table(samples, asked)
+    rewards, group, valid, tokens = sample_columns(samples, asked)
     if zv.sampling == 'adaptive':
         more = growth(
             rewards, group, valid, tokens, zv, zv.token_budget * spent[0] - sum(spent[1:])
@@ -141,21 +141,21 @@ def next_wave(
 def collect_parts(
     rollout: RolloutEngine,
     new: list[Request],  # of this step
-    under_way: UnderWay,  # what earlier steps have begun; changes
+    partial_responses: PartialResponses,  # what earlier steps have begun; changes
     judge: Judge,
 ) -> tuple[
     list[Request], list[Sample], Metrics
 ]:  # groups that have ended; tokens counts all that was drawn
     "One part of each response, or more until a group is whole"
-    under_way.begin(new)
+    partial_responses.begin(new)
     tokens, waves, samples = 0, 0, []
     while not samples:
-        for s in rollout.generate(under_way.parts()):
+        for s in rollout.generate(partial_responses.parts()):
             tokens, newest = tokens + len(s.response_ids), s.weight_version
-            if whole := under_way.take(s):
+            if whole := partial_responses.take(s):
                 judge.start(whole)
         waves += 1
-        requests, samples = under_way.whole_groups()
+        requests, samples = partial_responses.whole_groups()
     stale = torch.cat([s.token_versions for s in samples]) < newest
     return (
         requests,
@@ -166,7 +166,7 @@ def collect_parts(
             time_reward_s=0.0,
             prompts=float(len({r.prompt_id for r in requests})),
             stale_frac=float(stale.float().mean()),
-            under_way=float(len(under_way.running)),
+            partial_responses=float(len(partial_responses.running)),
         ),
     )
 
@@ -179,7 +179,7 @@ def collect(
     cfg: TrainConfig,
     judge: Judge,  # begins with each sample as it comes
     eos_id: int,
-    under_way: UnderWay | None = None,  # responses that take several steps
+    partial_responses: PartialResponses | None = None,  # responses that take several steps
 ) -> tuple[
     list[Request], list[Sample], Metrics
 ]:  # the requests and samples that train; tokens counts the others, too
@@ -190,12 +190,12 @@ def collect(
         (p.id, cfg.group_size)
         for p in prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)
     ]
-    if under_way:  # a prompt whose last group has not ended waits for its next turn
-        ids = [id for id, _ in wave if id not in under_way.groups]
+    if partial_responses:  # a prompt whose last group has not ended waits for its next turn
+        ids = [id for id, _ in wave if id not in partial_responses.groups]
         new = requests_of(
             [by_id[i] for i in ids], [cfg.group_size] * len(ids), asked, params, cfg.seed, step
         )
-        return collect_parts(rollout, new, under_way, judge)
+        return collect_parts(rollout, new, partial_responses, judge)
     while wave:
         ids, num = zip(*wave)
         new = requests_of([by_id[i] for i in ids], num, asked, params, cfg.seed, step)
@@ -209,7 +209,7 @@ def collect(
         t = time.perf_counter()
         judge.settle(samples)
         waited += time.perf_counter() - t
-        flat = zero_variance(*table(samples, asked)[:3], cfg.advantages.tol)
+        flat = zero_variance(*sample_columns(samples, asked)[:3], cfg.advantages.tol)
         if not first:
             first = dict(zero_variance_first_frac=float(flat.float().mean()))
         wave = next_wave(samples, asked, spent, prompts, step, cfg)

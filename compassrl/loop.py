@@ -22,7 +22,7 @@ from .config import TrainConfig
 from .experience import assemble, collect, grade
 from .judges.serial import Judge, SerialJudge
 from .records import Batch, Metrics, Prompt, RolloutEngine, Sample, TrainEngine
-from .rollout.partial import UnderWay
+from .rollout.partial import PartialResponses
 
 # %% auto #0
 __all__ = ['Stop', 'RunHooks', 'timed', 'counted', 'loss_of', 'fit']
@@ -80,7 +80,8 @@ def fit(
     start: int = 0,  # steps already done
     reference: TrainEngine | None = None,  # holds the starting weights; needed if loss.kl_coef > 0
     judge: Judge | None = None,  # None: verdicts here, one after another
-    under_way: UnderWay | None = None,  # what earlier steps have begun; for schedule.partial_tokens
+    partial_responses: PartialResponses
+    | None = None,  # what earlier steps have begun; for schedule.partial_tokens
 ) -> None:
     "Group-relative policy optimisation over any two engines. Raises ValueError for a KL penalty without a reference"
     if cfg.loss.kl_coef and reference is None:
@@ -89,13 +90,13 @@ def fit(
         )
     judge = judge or SerialJudge(prompts, tokenizer, eos_id)
     if cfg.schedule.partial_tokens:
-        under_way = under_way or UnderWay(cfg.schedule.partial_tokens)
+        partial_responses = partial_responses or PartialResponses(cfg.schedule.partial_tokens)
     for step in range(start, cfg.steps):
         metrics: Metrics = dict(step=step + 1)
         with timed(metrics, 'step'):
             with timed(metrics, 'rollout'):
                 requests, samples, found = collect(
-                    rollout, prompts, step, cfg, judge, eos_id, under_way
+                    rollout, prompts, step, cfg, judge, eos_id, partial_responses
                 )
             metrics['time_rollout_s'] -= found['time_reward_s']
             metrics |= found

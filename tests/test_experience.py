@@ -20,7 +20,7 @@ from compassrl.experience import (
     next_wave,
     prompts_of_step,
     requests_of,
-    table,
+    sample_columns,
     task_rewards,
 )
 from compassrl.judges.serial import SerialJudge, judge_sample
@@ -311,7 +311,9 @@ def test_rows_of_a_group_stand_side_by_side_whatever_wave_they_came_from():
     assert [(s.prompt_id, s.index) for s in samples] == [
         (id, i) for id, n in Counter(r.prompt_id for r in requests).items() for i in range(n)
     ]
-    rewards, group, _, tokens = table(samples, dict.fromkeys(r.prompt_id for r in requests))
+    rewards, group, _, tokens = sample_columns(
+        samples, dict.fromkeys(r.prompt_id for r in requests)
+    )
     assert torch.equal(group, batch.group) and torch.equal(tokens, batch.response_mask.sum(1))
 
 

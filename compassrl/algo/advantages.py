@@ -22,7 +22,7 @@ __all__ = [
     'group_stats',
     'group_advantages',
     'zero_variance',
-    'spread',
+    'per_token',
 ]
 
 # %% ../../nbs/algo/01_advantages.ipynb #7e8bd490
@@ -158,7 +158,7 @@ def zero_variance(
 
 
 # %% ../../nbs/algo/01_advantages.ipynb #e7b0ea3d
-def spread(
+def per_token(
     advantages: Tensor,  # [B] one per response
     response_mask: Tensor,  # [B, T] bool
 ) -> Tensor:  # [B, T] fp32, 0 outside the response

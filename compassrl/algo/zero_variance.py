@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .advantages import AdvantageConfig, group_advantages, group_stats, spread
+from .advantages import AdvantageConfig, group_advantages, group_stats, per_token
 from ..records import Batch, Metrics, Sample
 
 # %% auto #0
@@ -228,7 +228,7 @@ def token_advantages(
         group_stats(r, batch.group, valid, adv_cfg.tol) for r in (raw_rewards, batch.rewards)
     )
     floor = cfg.std_floor * raw.flat.double()
-    adv = spread(
+    adv = per_token(
         group_advantages(
             batch.rewards, batch.group, valid, adv_cfg.estimator, adv_cfg.eps, adv_cfg.tol, floor
         ),

@@ -290,9 +290,9 @@ class RewardPool:
 
     def settle(self, samples: Iterable[Sample]):
         due = {id(s): s for s in samples if s.verdict is None}
-        under_way = {id(s) for same in self.jobs.values() for s in same}
+        partial_responses = {id(s) for same in self.jobs.values() for s in same}
         for i, s in due.items():
-            if i not in under_way:
+            if i not in partial_responses:
                 self.start(s)
         due = {i for i, s in due.items() if s.verdict is None}
         if not due:

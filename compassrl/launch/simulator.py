@@ -16,14 +16,14 @@ from math import ceil, inf, sqrt
 import torch
 
 from ..records import Request, Sample
-from ..rollout.pull_queue import Dispatcher, Fault, Simulation, Span
+from ..rollout.pull_queue import PullQueue, Fault, Simulation, Span
 from ..rollout.schedule import Schedule
 
 # %% auto #0
 __all__ = [
     'StepCost',
     'Cluster',
-    'Dealt',
+    'RoundRobin',
     'makespan',
     'idle_frac',
     'lower_bound',
@@ -78,7 +78,7 @@ class Cluster(Simulation):
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: PullQueue,
         lengths: Sequence[int],  # response tokens of each of its requests
         cost: StepCost,
         replicas: Iterable[str],
@@ -186,7 +186,7 @@ class Cluster(Simulation):
 
 
 # %% ../../nbs/launch/04_simulator.ipynb #9c3f3a8b
-class Dealt(Dispatcher):
+class RoundRobin(PullQueue):
     "Not a queue: every request was given to one replica before anything began"
 
     def __init__(
@@ -264,7 +264,7 @@ def work(
 
     def once(name):
         return makespan(
-            Cluster(Dispatcher(requests, slots), lengths, replace(zero, **{name: 1.0}), ['a']).run()
+            Cluster(PullQueue(requests, slots), lengths, replace(zero, **{name: 1.0}), ['a']).run()
         )
 
     return [once(f.name) for f in fields(StepCost)]

@@ -15,11 +15,11 @@ import torch
 from ..records import Request, Sample, SamplingParams, derive_seed
 
 # %% auto #0
-__all__ = ['UnderWay']
+__all__ = ['PartialResponses']
 
 
 # %% ../../nbs/rollout/05_partial.ipynb #e6336c86
-class UnderWay:
+class PartialResponses:
     "Responses that take several steps, `tokens` of each in one. Raises ValueError for less than 1"
 
     def __init__(self, tokens: int):
@@ -102,18 +102,18 @@ _tensors = ('rollout_log_probs', 'token_versions', 'routed_experts', 'routes_val
 _plain = ('prompt_id', 'index', 'prompt_ids', 'response_ids', 'finish_reason', 'weight_version')
 
 
-def _state_dict(self: UnderWay) -> dict:
+def _state_dict(self: PartialResponses) -> dict:
     "What a checkpoint can hold. Verdicts are left out: who resumes judges again"
     requests = [asdict(r) for g in self.groups.values() for r in g.values()]
     drawn = [{k: getattr(s, k) for k in _plain + _tensors} for s in self.drawn.values()]
     return dict(requests=requests, drawn=drawn, ended=sorted(self.ended))
 
 
-def _load_state_dict(self: UnderWay, state: dict):
+def _load_state_dict(self: PartialResponses, state: dict):
     self.groups.clear()
     self.begin(Request(**r | dict(params=SamplingParams(**r['params']))) for r in state['requests'])
     self.drawn = {(d['prompt_id'], d['index']): Sample(**d) for d in state['drawn']}
     self.ended = {tuple(k) for k in state['ended']}
 
 
-UnderWay.state_dict, UnderWay.load_state_dict = _state_dict, _load_state_dict
+PartialResponses.state_dict, PartialResponses.load_state_dict = _state_dict, _load_state_dict

@@ -18,11 +18,11 @@ from typing import Any
 from ..records import Request
 
 # %% auto #0
-__all__ = ['Dispatcher', 'Fault', 'Span', 'Simulation', 'simulate']
+__all__ = ['PullQueue', 'Fault', 'Span', 'Simulation', 'simulate']
 
 
 # %% ../../nbs/rollout/03_pull_queue.ipynb #214a945c
-class Dispatcher:
+class PullQueue:
     "Which replica works on which request: bookkeeping alone, without a clock, a thread or a network"
 
     def __init__(
@@ -226,7 +226,7 @@ class Simulation:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: PullQueue,
         seconds: Callable[[Request, str], float],  # that a request takes on a replica
         replicas: Iterable[str],
         faults: Iterable[Fault] = (),
@@ -327,4 +327,4 @@ def simulate(
     **kwargs,
 ) -> list[Span]:
     "Runs a `Simulation` of these requests"
-    return Simulation(Dispatcher(requests, slots, order), seconds, replicas, *args, **kwargs).run()
+    return Simulation(PullQueue(requests, slots, order), seconds, replicas, *args, **kwargs).run()

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from ..records import Request, RolloutEngine, Sample, derive_seed
-from .pull_queue import Dispatcher
+from .pull_queue import PullQueue
 
 # %% auto #0
 __all__ = ['ScheduleConfig', 'LengthPredictor', 'prediction_error', 'Schedule', 'scheduled']
@@ -215,7 +215,7 @@ def scheduled(
 ) -> Iterator[Sample]:
     "`engine.generate` in the order of a schedule; the predictor learns from every sample"
     s, given = Schedule(requests, config, predictor), {}
-    d = Dispatcher(s.requests, len(s.requests) or 1, s.order)
+    d = PullQueue(s.requests, len(s.requests) or 1, s.order)
     d.join('engine', 0)
 
     def pulls():

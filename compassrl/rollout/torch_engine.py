@@ -37,9 +37,9 @@ __all__ = [
     'uniforms',
     'sample_tokens',
     'Slots',
-    'fold_norms',
-    'unit',
-    'mix',
+    'folded',
+    'scaled_rms',
+    'add_experts',
     'RolloutConfig',
     'TorchRollout',
     'forward',
@@ -214,7 +214,7 @@ class Slots:
 
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #2baad450
-def fold_norms(
+def folded(
     b: Block,  # its weights change, what it computes does not
 ) -> SimpleNamespace:  # what decoding needs, as views
     "Multiply each norm's weight, and the sqrt(D) of its mean, into the products that follow"
@@ -239,17 +239,17 @@ def fold_norms(
     return l
 
 
-def unit(
+def scaled_rms(
     x: Tensor,  # [..., D]
     small: Tensor,  # sqrt(D eps) of the RMS norm
 ) -> Tensor:  # x / sqrt(|x|^2 + D eps): the RMS norm but for its weight and sqrt(D)
     "Three small kernels where `F.rms_norm` takes six"
     if x.element_size() < 4:
-        return unit(x.float(), small).to(x.dtype)
+        return scaled_rms(x.float(), small).to(x.dtype)
     return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), small)
 
 
-def mix(
+def add_experts(
     x: Tensor,  # [n, D] residual stream: the experts' outputs are added in place
     y: Tensor,  # [n, D] its norm
     l: SimpleNamespace,
@@ -344,7 +344,7 @@ class TorchRollout:
         self.prefixes.clear()
         s.kv.zero_()  # masked places count 0 times a number, which must be finite
         load_hf_weights(self.policy, weights)
-        self.layers = [fold_norms(b) for b in self.policy.blocks]
+        self.layers = [folded(b) for b in self.policy.blocks]
         self.version = version
 
     # What another precision changes: the products of projections and experts, and what the cache keeps
@@ -392,19 +392,19 @@ def forward(
     heads, d, K = c.num_attention_heads + c.num_key_value_heads, c.head_dim, c.num_experts_per_tok
     owner = torch.arange(len(ids) * K, device=self.device) // K
     for i, l in enumerate(self.layers):
-        qkv = self.product(unit(x, self.small), l.qkv).view(len(ids), -1, d)
+        qkv = self.product(scaled_rms(x, self.small), l.qkv).view(len(ids), -1, d)
         qk = qkv[:, :heads]
-        t = unit(qk, self.small_head).mul_(l.scale)
+        t = scaled_rms(qk, self.small_head).mul_(l.scale)
         torch.addcmul(t * cos, t.roll(d // 2, -1), sin, out=qk)  # `rotate`, in place
         x += self.product(attend(i, qkv), l.out)
-        y = unit(x, self.small)
+        y = scaled_rms(x, self.small)
         if l.sparse:
-            routes.append(mix(x, y, l, owner, self.expert_product))
+            routes.append(add_experts(x, y, l, owner, self.expert_product))
             continue
         gate, up = self.product(y, l.gate_up).chunk(2, -1)
         x += self.product(F.silu(gate) * up, l.down)
         routes.append(None)
-    return unit(x, self.small) * (self.policy.norm * c.hidden_size**0.5), stack_routes(
+    return scaled_rms(x, self.small) * (self.policy.norm * c.hidden_size**0.5), stack_routes(
         routes, len(ids), K
     )
 

@@ -55,7 +55,7 @@ __all__ = [
     'newest_checkpoint',
     'Engines',
     'follow',
-    'engines',
+    'open_engines',
 ]
 
 
@@ -384,7 +384,7 @@ def follow(cfg: TrainConfig):
 
 # %% ../../nbs/runs/06_factory.ipynb #0e18f6b7
 @contextmanager
-def engines(
+def open_engines(
     cfg: TrainConfig,
     source: Path,  # a Hugging Face checkpoint: the weights to start from
     folder: Path,  # of the run

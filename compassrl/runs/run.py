@@ -28,18 +28,18 @@ from tqdm import tqdm
 from ..algo.zero_variance import screen
 from ..config import TrainConfig, read_run_config
 from ..data.tokenizer import save_tokenizer
-from ..experience import requests_of, table
+from ..experience import requests_of, sample_columns
 from ..judges.model import make_judge
 from ..loop import Stop, fit
 from ..model.policy import Policy
 from ..model.pretrained import save_pretrained, write_pretrained
 from ..records import Batch, Metrics, Sample
-from ..rollout.partial import UnderWay
+from ..rollout.partial import PartialResponses
 from .evaluate import evaluate
 from compassrl.runs.factory import (
     Data,
     Engines,
-    engines,
+    open_engines,
     load,
     newest_checkpoint,
     prepare,
@@ -145,11 +145,11 @@ class Log:
 class Run:
     "One run and its folder (implements `RunHooks`)"
 
-    engines: Engines  # while they live
+    open_engines: Engines  # while they live
 
     def __init__(self, cfg: TrainConfig, folder: Path, data: Data):
         self.cfg, self.folder, self.data, self.asked_to_stop = cfg, folder, data, False
-        self.under_way = UnderWay(n) if (n := cfg.schedule.partial_tokens) else None
+        self.partial_responses = PartialResponses(n) if (n := cfg.schedule.partial_tokens) else None
 
     @property
     def source(self) -> Path:  # Hugging Face checkpoint of the policy before RL
@@ -185,11 +185,13 @@ class Run:
 
     def save(self, step: int):
         "What is under way first: an engine's checkpoint without it could not be resumed"
-        if self.under_way:  # two more: a checkpoint that is still being written may never be whole
+        if (
+            self.partial_responses
+        ):  # two more: a checkpoint that is still being written may never be whole
             save_checkpoint(
-                self.folder / 'under_way',
+                self.folder / 'partial_responses',
                 step,
-                self.under_way.state_dict(),
+                self.partial_responses.state_dict(),
                 self.cfg.keep_checkpoints + 2,
             )
         if predictor := getattr(
@@ -199,9 +201,9 @@ class Run:
         self.engines.checkpoints.save(step)
 
     def load(self) -> int:  # the step after which it goes on
-        step, root = self.engines.checkpoints.load(), self.folder / 'under_way'
-        if self.under_way:
-            self.under_way.load_state_dict(load_checkpoint(root / f'step-{step:06}')[1])
+        step, root = self.engines.checkpoints.load(), self.folder / 'partial_responses'
+        if self.partial_responses:
+            self.partial_responses.load_state_dict(load_checkpoint(root / f'step-{step:06}')[1])
             for p in root.glob('step-*'):  # of steps that are done again
                 if p.name > f'step-{step:06}':
                     shutil.rmtree(p)
@@ -326,7 +328,7 @@ def start_run(cfg: TrainConfig) -> Path:  # the run directory
         write_json(folder / 'machine.json', machine_info())
         if not cfg.init_from:
             _cold_start(run)
-        with run.judging(), engines(cfg, run.source, folder, watch) as run.engines:
+        with run.judging(), open_engines(cfg, run.source, folder, watch) as run.engines:
             run.engines.rollout.load_weights(run.engines.train.weights(), 0)
             write_json(folder / 'eval_before.json', run.evaluate())
             if cfg.zero_variance.screen_samples:
@@ -368,7 +370,7 @@ def _screen(
             samples.append(s)
     run.judge.settle(samples)
     run.measured(run.judge)
-    rewards, group, valid, _ = table(samples, asked)
+    rewards, group, valid, _ = sample_columns(samples, asked)
     kept = [id for id, k in zip(asked, screen(rewards, group, valid).tolist()) if k]
     print(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
     if len(kept) < c.prompts_per_step:
@@ -404,7 +406,11 @@ def resume_run(
         newest_checkpoint(
             cfg.train_engine, folder / 'checkpoints', required=True
         )  # refused before engines start
-        with stoppable(run), run.judging(), engines(cfg, run.source, folder, watch) as run.engines:
+        with (
+            stoppable(run),
+            run.judging(),
+            open_engines(cfg, run.source, folder, watch) as run.engines,
+        ):
             step = run.load()
             if cfg.steps < step:
                 raise ValueError(
@@ -438,7 +444,7 @@ def _train(run, start):  # the loop and what comes after it
             start,
             e.reference,
             run.judge,
-            run.under_way,
+            run.partial_responses,
         )
     finally:
         run.log.close()

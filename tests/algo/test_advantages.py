@@ -12,7 +12,7 @@ from compassrl.algo.advantages import (
     AdvantageConfig,
     group_advantages,
     group_stats,
-    spread,
+    per_token,
     zero_variance,
 )
 
@@ -354,7 +354,7 @@ def test_textbook_variance_would_miss_equal_rewards():
 
 def test_spread():
     mask = torch.tensor([[False, True, True], [False, True, False]])
-    out = spread(torch.tensor([1.5, -0.5], dtype=torch.double), mask)
+    out = per_token(torch.tensor([1.5, -0.5], dtype=torch.double), mask)
     assert out.dtype == torch.float and out.tolist() == [[0, 1.5, 1.5], [0, -0.5, 0]]
 
 

@@ -424,7 +424,7 @@ def test_duplicates(pool):
         ),
         ('if key in self.known: return self.jobs[self.known[key]].append(sample)', 'pass'),
         ('key = sample.prompt_id, tuple(sample.response_ids)', 'key = sample.prompt_id'),
-        ('            if i not in under_way: self.start(s)', '            pass'),
+        ('            if i not in partial_responses: self.start(s)', '            pass'),
         (
             'for s in equals: record_verdict(s, verdict, again)',
             'for s in equals[1:]: record_verdict(s, verdict, again)',

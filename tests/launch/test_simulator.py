@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from compassrl.launch import simulator
 from compassrl.records import Request, SamplingParams
-from compassrl.rollout.pull_queue import Dispatcher, Fault
+from compassrl.rollout.pull_queue import PullQueue, Fault
 from compassrl.rollout.schedule import LengthPredictor, Schedule, ScheduleConfig
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import random
@@ -97,8 +97,8 @@ def exact(m):
     )
     def check(lengths, slots, names):
         rs = requests(lengths)
-        want = token_by_token(Dispatcher(rs, slots), lengths, COSTS, names)
-        spans = m.Cluster(Dispatcher(rs, slots), lengths, m.StepCost(**COSTS), names).run()
+        want = token_by_token(PullQueue(rs, slots), lengths, COSTS, names)
+        spans = m.Cluster(PullQueue(rs, slots), lengths, m.StepCost(**COSTS), names).run()
         assert {s.index: s.end for s in spans} == pytest.approx(want)
 
     check()
@@ -143,7 +143,7 @@ def survives(m):
 
         def run():
             return m.Cluster(
-                Dispatcher(rs, slots), lengths, c, 'ab', events, timeout_s=20, max_restarts=99
+                PullQueue(rs, slots), lengths, c, 'ab', events, timeout_s=20, max_restarts=99
             ).run()
 
         spans = run()
@@ -163,9 +163,9 @@ def bounded(m):
     "The bound is reached where one replica does all with full batches, and where one request is all there is"
     c = m.StepCost(0.01, 0.001)
     rs = requests([10] * 12)
-    full = m.makespan(m.Cluster(Dispatcher(rs, 4), [10] * 12, c, 'a').run())
+    full = m.makespan(m.Cluster(PullQueue(rs, 4), [10] * 12, c, 'a').run())
     assert full == pytest.approx(m.lower_bound(rs, [10] * 12, c, 1, 4)['even'])
-    one = m.makespan(m.Cluster(Dispatcher(rs[:1], 4), [90], m.StepCost(**COSTS), 'ab').run())
+    one = m.makespan(m.Cluster(PullQueue(rs[:1], 4), [90], m.StepCost(**COSTS), 'ab').run())
     assert one == pytest.approx(m.lower_bound(rs[:1], [90], m.StepCost(**COSTS), 2, 4)['longest'])
 
 
@@ -174,7 +174,7 @@ def fitted(m):
     runs = [[4] * 9, [40] * 3, [5, 9, 2, 30, 7], [200, 1, 1], [64] * 8]
     c = m.StepCost(**COSTS)
     rows = [m.work(requests(n), n, 3) for n in runs]
-    took = [m.makespan(m.Cluster(Dispatcher(requests(n), 3), n, c, 'a').run()) for n in runs]
+    took = [m.makespan(m.Cluster(PullQueue(requests(n), 3), n, c, 'a').run()) for n in runs]
     assert [sum(a * b for a, b in zip(row, COSTS.values())) for row in rows] == pytest.approx(took)
     assert vars(m.fit_cost(rows, took)) == pytest.approx(COSTS, rel=1e-4)
     odd = m.fit_cost(rows, [t * (1 + 0.1 * (-1) ** i) for i, t in enumerate(took)])
@@ -185,7 +185,7 @@ def dealt(m):
     "Each replica does its own share, in order, and nothing else"
     lengths = [5, 2, 2, 2, 9]
     spans = m.Cluster(
-        m.Dealt(requests(lengths), 1, [[0, 2], [1, 4, 3]]), lengths, m.StepCost(1, 0), 'ab'
+        m.RoundRobin(requests(lengths), 1, [[0, 2], [1, 4, 3]]), lengths, m.StepCost(1, 0), 'ab'
     ).run()
     assert [
         (s.replica, s.index, s.end) for s in sorted(spans, key=lambda s: (s.replica, s.end))
@@ -199,27 +199,27 @@ def cut(m):
     plan = Schedule(
         requests(lengths[:4]), ScheduleConfig('fifo', over_provision=0.5), LengthPredictor()
     )
-    spans = m.Cluster(Dispatcher(plan.requests, 6), lengths, m.StepCost(1, 0), 'a', plan=plan).run()
+    spans = m.Cluster(PullQueue(plan.requests, 6), lengths, m.StepCost(1, 0), 'a', plan=plan).run()
     assert Counter(s.outcome for s in spans) == dict(done=4, dropped=2) and m.makespan(spans) == 8
     assert {s.index for s in spans if s.outcome == 'dropped'} == {0, 3}
     lengths = [3, 3, 3, 3, 11, 50, 50, 60]  # two steps of eight, then eight of two
     plan = Schedule(
         requests(lengths[:5]), ScheduleConfig('fifo', over_provision=0.5), LengthPredictor()
     )
-    spans = m.Cluster(Dispatcher(plan.requests, 8), lengths, m.StepCost(1, 1), 'a', plan=plan).run()
+    spans = m.Cluster(PullQueue(plan.requests, 8), lengths, m.StepCost(1, 1), 'a', plan=plan).run()
     assert m.makespan(spans) == 2 * 9 + 8 * 3
 
 
 def joins(m):
     "A request of a replica that died joins a running batch at the end of its step, and slows it down"
     rs, fault = requests([3, 4], 1), [Fault('b', 1.0)]
-    spans = m.Cluster(Dispatcher(rs, 2), [3, 4], m.StepCost(1, 1), 'ab', fault).run()
+    spans = m.Cluster(PullQueue(rs, 2), [3, 4], m.StepCost(1, 1), 'ab', fault).run()
     assert {s.index: s.end for s in spans if s.outcome == 'done'} == {0: 2 + 3, 1: 2 + 3 + 2 * 2}
 
 
 def rewards(m):
     rs = requests([3, 6, 9])
-    spans = m.Cluster(Dispatcher(rs, 3), [3, 6, 9], m.StepCost(1, 0), 'a').run()
+    spans = m.Cluster(PullQueue(rs, 3), [3, 6, 9], m.StepCost(1, 0), 'a').run()
     assert [
         m.rewards_done(spans, lambda i: 4.0, w, o)
         for w, o in ((1, True), (1, False), (3, True), (3, False))
@@ -305,7 +305,7 @@ def test_a_real_run_is_predicted():
     fit, took, new, real = recorded()
     cost = simulator.fit_cost([simulator.work(requests(n), n, 32) for n in fit], took)
     end = [
-        simulator.makespan(simulator.Cluster(Dispatcher(requests(n), 32), n, cost, 'a').run())
+        simulator.makespan(simulator.Cluster(PullQueue(requests(n), 32), n, cost, 'a').run())
         for n in new
     ]
     assert all(abs(e / r - 1) < 0.1 for e, r in zip(end, real)), [e / r for e, r in zip(end, real)]
@@ -328,9 +328,9 @@ def test_longest_first_at_256_replicas():
     for r, n in zip(rs, before):
         p.group.setdefault(r.prompt_id, []).append(n)
     plan = Schedule(rs, ScheduleConfig(), p)
-    ours = simulator.Cluster(Dispatcher(rs, 2, plan.order), now, c, names, plan=plan).run()
+    ours = simulator.Cluster(PullQueue(rs, 2, plan.order), now, c, names, plan=plan).run()
     robin = simulator.Cluster(
-        simulator.Dealt(rs, 2, [range(k, len(rs), m) for k in range(m)]), now, c, names
+        simulator.RoundRobin(rs, 2, [range(k, len(rs), m) for k in range(m)]), now, c, names
     ).run()
     bound = simulator.lower_bound(rs, now, c, m, 2)
     assert bound['even'] > bound['longest'] and simulator.makespan(ours) < 1.1 * bound['even']
@@ -339,4 +339,4 @@ def test_longest_first_at_256_replicas():
 
 def test_what_was_dealt_cannot_be_lost():
     with pytest.raises(NotImplementedError, match='a is lost'):
-        simulator.Dealt(requests([1]), 1, [[0]]).leave('a')
+        simulator.RoundRobin(requests([1]), 1, [[0]]).leave('a')

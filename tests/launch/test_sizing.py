@@ -341,7 +341,7 @@ def experts_met(m):
 
 
 def decoding(m):
-    "Everyone's cache is read; more responses cost more per step and less per token; halves of a server take half"
+    "AllServers's cache is read; more responses cost more per step and less per token; halves of a server take half"
     free, size = Guess(token_s=0, matrix_frac=1e9), weight_bytes(Q30)
     rate = H100.bandwidth_gbs * 1e9 * free.memory_frac
     longer = m.decode_s(Q30, VLLM, H100, 10, 1000, free) - m.decode_s(Q30, VLLM, H100, 10, 0, free)

@@ -20,7 +20,7 @@ from compassrl.judges.serial import SerialJudge
 from compassrl.loop import fit
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Request, Sample, SamplingParams, collate, derive_seed
-from compassrl.rollout.partial import UnderWay
+from compassrl.rollout.partial import PartialResponses
 from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
 from compassrl.train.checkpoint import load_checkpoint, save_checkpoint
@@ -92,7 +92,7 @@ class Script:
 @given(data=st.data(), most=st.integers(1, 9), limit=st.integers(1, 20), seed=st.integers(0, 99))
 def test_every_response_once_and_whole(data, most, limit, seed):
     "Whatever the lengths, the parts and the order of answers; saved and loaded at any time"
-    rng, under_way = random.Random(seed), UnderWay(most)
+    rng, partial_responses = random.Random(seed), PartialResponses(most)
     sizes = data.draw(
         st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=6)
     )
@@ -105,25 +105,25 @@ def test_every_response_once_and_whole(data, most, limit, seed):
         {},
     )
     step = 0
-    while step < len(sizes) or under_way.groups:
+    while step < len(sizes) or partial_responses.groups:
         engine.version = step
         if step < len(sizes):
-            under_way.begin(
+            partial_responses.begin(
                 Request(f'p{step}', (0,), k, k, SamplingParams(limit))
                 for k in range(len(sizes[step]))
             )
             began[f'p{step}'] = step
         if rng.random() < 0.5:
-            other = UnderWay(most)
-            other.load_state_dict(under_way.state_dict())
-            under_way = other
-        for s in engine.generate(under_way.parts()):
+            other = PartialResponses(most)
+            other.load_state_dict(partial_responses.state_dict())
+            partial_responses = other
+        for s in engine.generate(partial_responses.parts()):
             assert len(s.response_ids) <= most
-            whole = under_way.take(s)
+            whole = partial_responses.take(s)
             assert (whole is not None) == (
                 s.prompt_ids[1:] + s.response_ids == list(range(lengths[s.prompt_id, s.index]))
             )
-        requests, samples = under_way.whole_groups()
+        requests, samples = partial_responses.whole_groups()
         assert [(r.prompt_id, r.index) for r in requests] == [
             (s.prompt_id, s.index) for s in samples
         ]
@@ -148,17 +148,23 @@ def test_every_response_once_and_whole(data, most, limit, seed):
             and torch.equal(s.rollout_log_probs, torch.arange(n) / 10)
         )
         assert s.token_versions.tolist() == [began[s.prompt_id] + t // most for t in range(n)]
-    assert not under_way.drawn and not under_way.ended and not under_way.running
+    assert (
+        not partial_responses.drawn
+        and not partial_responses.ended
+        and not partial_responses.running
+    )
 
 
 def test_each_part_has_random_numbers_of_its_own():
-    under_way, seeds = UnderWay(1), []
-    under_way.begin(Request('p', (0,), k, derive_seed(k), SamplingParams(5)) for k in range(3))
+    partial_responses, seeds = PartialResponses(1), []
+    partial_responses.begin(
+        Request('p', (0,), k, derive_seed(k), SamplingParams(5)) for k in range(3)
+    )
     engine = Script({('p', k): 9 for k in range(3)}, random.Random(0))
-    while parts := under_way.parts():
+    while parts := partial_responses.parts():
         seeds += [p.seed for p in parts]
         for s in engine.generate(parts):
-            under_way.take(s)
+            partial_responses.take(s)
     assert len(set(seeds)) == len(seeds) == 15 and seeds[:3] == [derive_seed(k) for k in range(3)]
 
 
@@ -167,8 +173,8 @@ def test_log_probs_and_routes_of_a_joined_response(pupil):
     policy = deepcopy(pupil).double()
     engine = TorchRollout(SHAPE, 16, torch.float64)
     engine.load_weights(TorchTrain(policy, OptimConfig()).weights(), 0)
-    under_way = UnderWay(3)
-    under_way.begin(
+    partial_responses = PartialResponses(3)
+    partial_responses.begin(
         Request(
             p.id,
             tuple(p.token_ids),
@@ -179,10 +185,10 @@ def test_log_probs_and_routes_of_a_joined_response(pupil):
         for p in PROMPTS[:10]
         for k in range(3)
     )
-    while under_way.running:
-        for s in engine.generate(under_way.parts()):
-            under_way.take(s)
-    batch = collate(under_way.whole_groups()[1])
+    while partial_responses.running:
+        for s in engine.generate(partial_responses.parts()):
+            partial_responses.take(s)
+    batch = collate(partial_responses.whole_groups()[1])
     with torch.no_grad():
         live, _ = response_log_probs(policy, batch, replay=False)
         replayed, _ = response_log_probs(policy, batch, replay=True)
@@ -199,7 +205,7 @@ class Log(list):
         self.append((metrics, samples, batch))
 
 
-def run(policy, steps, cfg=CFG, start=0, state=None, under_way=None):
+def run(policy, steps, cfg=CFG, start=0, state=None, partial_responses=None):
     engine = TorchTrain(deepcopy(policy), cfg.optim)
     if state:
         engine.load_state_dict(state)
@@ -215,7 +221,7 @@ def run(policy, steps, cfg=CFG, start=0, state=None, under_way=None):
         log,
         EOS_ID,
         start,
-        under_way=under_way,
+        partial_responses=partial_responses,
     )
     return engine, log
 
@@ -248,10 +254,13 @@ def test_what_a_step_trains_on(whole):
             assert s.finish_reason == 'stop' or len(s.response_ids) == 12
         stale = torch.cat([s.token_versions for s in samples]) < step
         assert m['stale_frac'] == pytest.approx(float(stale.float().mean()), abs=1e-6)
-        assert m['under_way'] <= going + 32 - len(samples) + 24  # ended, but not their groups
-        going = m['under_way']
+        assert (
+            m['partial_responses'] <= going + 32 - len(samples) + 24
+        )  # ended, but not their groups
+        going = m['partial_responses']
     assert (
-        max(m['stale_frac'] for m, _, _ in log) > 0.1 and max(m['under_way'] for m, _, _ in log) > 0
+        max(m['stale_frac'] for m, _, _ in log) > 0.1
+        and max(m['partial_responses'] for m, _, _ in log) > 0
     )
     assert all(m['rollout_train_gap'] < 1e-5 or m['stale_frac'] > 0 for m, _, _ in log), (
         'only old tokens differ'
@@ -260,13 +269,13 @@ def test_what_a_step_trains_on(whole):
 
 @pytest.mark.parametrize('done', [1, 4])
 def test_a_resume_goes_on_with_the_same_halves(pupil, whole, tmp_path, done):
-    under_way = UnderWay(4)
-    first, _ = run(pupil, done, under_way=under_way)
+    partial_responses = PartialResponses(4)
+    first, _ = run(pupil, done, partial_responses=partial_responses)
     save_checkpoint(tmp_path / 'e', done, first.state_dict())
-    save_checkpoint(tmp_path / 'u', done, under_way.state_dict())
-    again, state = UnderWay(4), load_checkpoint(tmp_path / 'e' / f'step-{done:06}')[1]
+    save_checkpoint(tmp_path / 'u', done, partial_responses.state_dict())
+    again, state = PartialResponses(4), load_checkpoint(tmp_path / 'e' / f'step-{done:06}')[1]
     again.load_state_dict(load_checkpoint(tmp_path / 'u' / f'step-{done:06}')[1])
-    rest, _ = run(pupil, 6, start=done, state=state, under_way=again)
+    rest, _ = run(pupil, 6, start=done, state=state, partial_responses=again)
     assert same(whole[0], rest)
     forgot, _ = run(pupil, 6, start=done, state=state)
     assert not same(whole[0], forgot), 'what is under way matters'
@@ -275,19 +284,29 @@ def test_a_resume_goes_on_with_the_same_halves(pupil, whole, tmp_path, done):
 def test_a_prompt_that_is_under_way_is_not_begun_again():
     "Fewer prompts than a few steps ask for; the first takes three steps"
     prompts = [replace(p, token_ids=[0]) for p in PROMPTS[:4]]
-    slow, judge, under_way = prompts[0].id, SerialJudge(prompts, TOKENIZER, EOS_ID), UnderWay(4)
+    slow, judge, partial_responses = (
+        prompts[0].id,
+        SerialJudge(prompts, TOKENIZER, EOS_ID),
+        PartialResponses(4),
+    )
     engine = Script(
         {(p.id, k): 99 if p.id == slow else 2 for p in prompts for k in range(4)}, random.Random(0)
     )
     for step in range(6):
         engine.version, last = step, step % 3 == 2
         requests, samples, m = collect(
-            engine, prompts, step, replace(CFG, prompts_per_step=4), judge, EOS_ID, under_way
+            engine,
+            prompts,
+            step,
+            replace(CFG, prompts_per_step=4),
+            judge,
+            EOS_ID,
+            partial_responses,
         )
         assert Counter(r.prompt_id for r in requests) == {
             p.id: 4 for p in prompts if p.id != slow or last
         }
-        assert m['under_way'] == (0 if last else 4) and m['tokens'] == 3 * 4 * 2 + 4 * 4
+        assert m['partial_responses'] == (0 if last else 4) and m['tokens'] == 3 * 4 * 2 + 4 * 4
         assert m['stale_frac'] == (pytest.approx(32 / 72) if last else 0)
 
 
@@ -295,7 +314,13 @@ def test_a_step_without_a_whole_group_draws_on():
     prompts = [replace(p, token_ids=[0]) for p in PROMPTS]
     engine = Script({(p.id, k): 99 for p in prompts for k in range(4)}, random.Random(0))
     _, samples, m = collect(
-        engine, prompts, 0, CFG, SerialJudge(prompts, TOKENIZER, EOS_ID), EOS_ID, UnderWay(4)
+        engine,
+        prompts,
+        0,
+        CFG,
+        SerialJudge(prompts, TOKENIZER, EOS_ID),
+        EOS_ID,
+        PartialResponses(4),
     )
     assert (
         m['waves'] == 3
@@ -329,4 +354,4 @@ def test_bad_values():
     with pytest.raises(ValueError, match='use one of them'):
         ScheduleConfig(partial_tokens=5, over_provision=0.5)
     with pytest.raises(ValueError, match='tokens=0: draw at least 1'):
-        UnderWay(0)
+        PartialResponses(0)

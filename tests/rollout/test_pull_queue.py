@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from compassrl.records import Request
 from compassrl.rollout import pull_queue as dispatch
-from compassrl.rollout.pull_queue import Dispatcher, Fault, simulate
+from compassrl.rollout.pull_queue import PullQueue, Fault, simulate
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import random
 
@@ -42,7 +42,7 @@ def once(m):
         def order(r):
             return next(asked) * 7919 % 5 if restless else 0  # another answer every time
 
-        d, given_out, counted = m.Dispatcher(requests(num, 3), slots, order), [], Counter()
+        d, given_out, counted = m.PullQueue(requests(num, 3), slots, order), [], Counter()
 
         def answer(ticket, request):
             if d.finish(ticket, 0):
@@ -116,7 +116,7 @@ def bounded(m):
 
 def front(m):
     "What a lost replica held is next"
-    d = m.Dispatcher(requests(12), 2)
+    d = m.PullQueue(requests(12), 2)
     d.join('a', 0), d.join('b', 0)
     first = {t: r for t, _, r in handed(d)}
     mine = [r for t, r in first.items() if d.out[t][0] == 'a']
@@ -127,7 +127,7 @@ def front(m):
 
 def stale(m):
     "An answer of a replica that was given up does not count, neither before nor after the new one"
-    d = m.Dispatcher(requests(1), 1)
+    d = m.PullQueue(requests(1), 1)
     d.join('a', 0)
     old = d.pull(0)[0]
     d.leave('a')
@@ -154,7 +154,7 @@ def groups(m):
 
 def spread(m):
     "Requests are spread evenly, and one prompt that is left over is shared"
-    d = m.Dispatcher(requests(8, 8), 8)
+    d = m.PullQueue(requests(8, 8), 8)
     for name in 'abcd':
         d.join(name, 0)
     handed(d)
@@ -163,7 +163,7 @@ def spread(m):
 
 def silence(m):
     "Only who owes an answer can be silent, from its last sign of life on"
-    d = m.Dispatcher(requests(3), 2)
+    d = m.PullQueue(requests(3), 2)
     d.join('a', 0)
     assert d.silent(99, 5) == []
     t = d.pull(100)[0]
@@ -178,7 +178,7 @@ def silence(m):
 def ordered(m):
     "The order key decides; equal keys stay as they came"
     rs = requests(12)
-    d = m.Dispatcher(rs, 12, order=lambda r: -int(r.prompt_id[1:]))
+    d = m.PullQueue(rs, 12, order=lambda r: -int(r.prompt_id[1:]))
     d.join('a', 0)
     assert [(r.prompt_id, r.index) for _, _, r in handed(d)] == [
         (f'p{k}', i) for k in (2, 1, 0) for i in range(4)
@@ -187,7 +187,7 @@ def ordered(m):
 
 def ordered_within(m):
     "Also among the requests of one prompt"
-    d = m.Dispatcher(requests(4), 4, order=lambda r: -r.index)
+    d = m.PullQueue(requests(4), 4, order=lambda r: -r.index)
     d.join('a', 0)
     assert [r.index for _, _, r in handed(d)] == [3, 2, 1, 0]
 
@@ -195,7 +195,7 @@ def ordered_within(m):
 def learns(m):
     "The order is asked again when an answer has come, and when a request was handed out"
     known = {}
-    d = m.Dispatcher(requests(6, 2), 1, order=lambda r: known.get(r.prompt_id, 0))
+    d = m.PullQueue(requests(6, 2), 1, order=lambda r: known.get(r.prompt_id, 0))
     d.join('a', 0)
     first = d.pull(0)
     known['p0'] = 1
@@ -211,9 +211,7 @@ def learns(m):
 
 def stays_read(m):
     "Of what ties, a replica takes a prompt that it has read, even if it has read another since"
-    d = m.Dispatcher(
-        requests(8, 2), 9, order=lambda r: r.index
-    )  # one of each prompt, then the rest
+    d = m.PullQueue(requests(8, 2), 9, order=lambda r: r.index)  # one of each prompt, then the rest
     d.join('a', 0), d.join('b', 0)
     where = Counter((r.prompt_id, replica) for _, replica, r in handed(d))
     assert set(where.values()) == {2} and len(where) == 4
@@ -221,7 +219,7 @@ def stays_read(m):
 
 def drops(m):
     "What is dropped is neither waited for nor counted, and its slots are free"
-    d = m.Dispatcher(requests(8), 2)
+    d = m.PullQueue(requests(8), 2)
     d.join('a', 0)
     (t, _, r), (other, _, _) = handed(d)
     assert d.finish(t, 0) and d.drop(r) == [other] and d.left == 4 and not d.finish(other, 1)
@@ -230,7 +228,7 @@ def drops(m):
 
 def counts_losses(m):
     "Who was there when replicas were lost"
-    d = m.Dispatcher(requests(2), 2)
+    d = m.PullQueue(requests(2), 2)
     for _ in range(3):
         d.join('a', 0)
         handed(d)
@@ -357,8 +355,8 @@ def test_no_replica_left():
 
 def test_misuse():
     with pytest.raises(ValueError, match='slots=0: use at least 1'):
-        Dispatcher([], 0)
-    d = Dispatcher([], 1)
+        PullQueue([], 0)
+    d = PullQueue([], 1)
     d.join('a', 0)
     with pytest.raises(ValueError, match='a has joined before'):
         d.join('a', 1)

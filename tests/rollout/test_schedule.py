@@ -15,7 +15,7 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, Sample, SamplingParams, collate, select
 from compassrl.rollout import schedule as scheduling
-from compassrl.rollout.pull_queue import Dispatcher
+from compassrl.rollout.pull_queue import PullQueue
 from compassrl.train import balance as balancing
 from compassrl.train.torch_engine import response_log_probs
 from tests.support.faults import noticed, planted
@@ -141,7 +141,7 @@ def probes(m):
     for prompt, n in ((0, 10), (1, 90), (2, 40)):
         p.observe(sample(request(prompt), n))
     s = m.Schedule(requests(20), m.ScheduleConfig(), p)
-    d = Dispatcher(s.requests, 99, s.order)
+    d = PullQueue(s.requests, 99, s.order)
     d.join('a', 0)
     order = [(r.prompt_id[4:], r.index) for _, _, r in iter(lambda: d.pull(0), None)]
     assert sorted(order[:2]) == [('3', 0), ('4', 0)] and {k for k, _ in order[2:8]} == {'3', '4'}

@@ -191,7 +191,9 @@ def test_resume_from_an_older_checkpoint_in_parts(in_parts, tmp_path):
     assert same_model(in_parts, folder) and rows(in_parts, 'metrics.jsonl') == rows(
         folder, 'metrics.jsonl'
     )
-    assert sorted(p.name for p in (folder / 'under_way').glob('step-*'))[-1] == 'step-000006'
+    assert (
+        sorted(p.name for p in (folder / 'partial_responses').glob('step-*'))[-1] == 'step-000006'
+    )
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(whole, tmp_path):

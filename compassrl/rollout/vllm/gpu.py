@@ -31,11 +31,11 @@ from .messages import complete
 from .server import free_port
 
 # %% auto #0
-__all__ = ['Everyone', 'HfSource', 'NcclGroup', 'SharedGpu']
+__all__ = ['AllServers', 'HfSource', 'NcclGroup', 'SharedGpu']
 
 
 # %% ../../../nbs/rollout/vllm/05_gpu.ipynb #909e5912
-class Everyone:
+class AllServers:
     "All servers as the one to which vLLM's trainer side speaks (its `VLLMWeightSyncClient`)"
 
     def __init__(
@@ -97,7 +97,7 @@ class NcclGroup:
 
     def __init__(
         self,
-        everyone: Everyone,
+        everyone: AllServers,
         config: PolicyConfig,
         dtype: torch.dtype,  # of the servers
         timeout_s: float,  # of one sync
@@ -143,7 +143,7 @@ class NcclGroup:
 class SharedGpu:
     "Servers on the GPU of this process read its memory (not run on GPU)"
 
-    def __init__(self, everyone: Everyone, config: PolicyConfig, dtype: torch.dtype):
+    def __init__(self, everyone: AllServers, config: PolicyConfig, dtype: torch.dtype):
         self.source = HfSource(config, dtype, 'cuda')
         info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=256 << 20)
         self.engine = IPCTrainerWeightTransferEngine.trainer_init(

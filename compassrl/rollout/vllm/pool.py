@@ -29,7 +29,7 @@ from ...model.policy import PolicyConfig
 from ...model.pretrained import read_config
 from ...records import Metrics, Request, Sample
 from ..fp8 import fp8_weights
-from ..pull_queue import Dispatcher, Span
+from ..pull_queue import PullQueue, Span
 from ..schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error
 from ..torch_engine import TorchRollout
 from .config import VllmConfig
@@ -282,7 +282,7 @@ def _by_file(self: VllmPool, tell: Callable, weights) -> int:  # bytes
 
 def _by_gpu(self: VllmPool, there: list[Replica], weights) -> int:  # not run on GPU
     from compassrl.rollout.vllm.gpu import (
-        Everyone,
+        AllServers,
         NcclGroup,
         SharedGpu,
     )  # these import vLLM; nothing else here does
@@ -295,7 +295,7 @@ def _by_gpu(self: VllmPool, there: list[Replica], weights) -> int:  # not run on
                 *(self.replicas[n].post(path, **b) for (n, _), b in zip(members, bodies))
             )
 
-        everyone = Everyone(
+        everyone = AllServers(
             lambda *a: self.submit(post(*a)).result(), len(members), self.vllm.tensor_parallel
         )
         of = everyone, self.config, self.dtype
@@ -408,7 +408,7 @@ def generate(self: VllmPool, requests: Iterable[Request]) -> Iterator[Sample]:
         self.check(r)  # a token outside the vocabulary would take one server after another with it
     out, plan = queue.SimpleQueue(), Schedule(requests, self.schedule, self.predictor)
     self.job = self.submit(
-        _serve(self, Dispatcher(plan.requests, self.num_slots, plan.order), plan, out)
+        _serve(self, PullQueue(plan.requests, self.num_slots, plan.order), plan, out)
     )
     self.job.add_done_callback(lambda _: out.put(None))
     try:
@@ -422,7 +422,7 @@ def generate(self: VllmPool, requests: Iterable[Request]) -> Iterator[Sample]:
             self.submit(_each(list(self.replicas.values()), sleep)).result()
 
 
-async def _serve(self: VllmPool, d: Dispatcher, plan: Schedule, out: queue.SimpleQueue):
+async def _serve(self: VllmPool, d: PullQueue, plan: Schedule, out: queue.SimpleQueue):
     self.events, self.spans, tasks = asyncio.Queue(), [], {}
     _raise_errors(self)
     there = [r for r in self.replicas.values() if r.up]
@@ -449,7 +449,7 @@ async def _serve(self: VllmPool, d: Dispatcher, plan: Schedule, out: queue.Simpl
             task.cancel()
 
 
-def _listen(self: VllmPool, d: Dispatcher, tasks: dict):
+def _listen(self: VllmPool, d: PullQueue, tasks: dict):
     "A long response is no hang: a silent replica is asked for a sign of life, which only a live engine gives"
     now, limit = time.perf_counter(), self.vllm.timeout_s
     for name in d.silent(now, limit / 2):
@@ -495,7 +495,7 @@ async def _ask(self: VllmPool, ticket: int, r: Replica, request: Request):
     self.events.put_nowait((ticket, r, answer))
 
 
-async def _take(self: VllmPool, d: Dispatcher, plan: Schedule, tasks: dict, out: queue.SimpleQueue):
+async def _take(self: VllmPool, d: PullQueue, plan: Schedule, tasks: dict, out: queue.SimpleQueue):
     "What happens next: an answer, a replica that is back, or nothing for a while"
     try:
         async with asyncio.timeout(min(1, self.vllm.timeout_s / 8)):
@@ -529,7 +529,7 @@ async def _take(self: VllmPool, d: Dispatcher, plan: Schedule, tasks: dict, out:
         self.spans.append(Span(where[t], i, start, now, 'dropped'))
 
 
-def _drop(self: VllmPool, d: Dispatcher, tasks: dict, r: Replica, why: str):
+def _drop(self: VllmPool, d: PullQueue, tasks: dict, r: Replica, why: str):
     "Its requests go back, its answers do not count any more, and it is brought back"
     for ticket in [t for t in (r.name, *d.busy[r.name]) if t in tasks]:  # its probe, its requests
         task, i, start = tasks.pop(ticket)
@@ -540,7 +540,7 @@ def _drop(self: VllmPool, d: Dispatcher, tasks: dict, r: Replica, why: str):
     _lose(self, r, why)
 
 
-def _suspect(self: VllmPool, d: Dispatcher) -> str:
+def _suspect(self: VllmPool, d: PullQueue) -> str:
     ((i, n),) = d.lost.most_common(1) or [(0, 0)]
     q = d.requests[i] if n else None
     return (

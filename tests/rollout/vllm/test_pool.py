@@ -21,7 +21,7 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights, load_hf_weights, save_pretrained
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.fp8 import fp8_weights
-from compassrl.rollout.partial import UnderWay
+from compassrl.rollout.partial import PartialResponses
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
 from compassrl.rollout.vllm import pool as vllm_pool
 from compassrl.rollout.vllm.config import VllmConfig
@@ -184,12 +184,12 @@ def test_seeds(pool, reference):
 
 def test_responses_in_parts(pool):
     "A server goes on with what was drawn: log-probs and routes are those of one pass over the whole, none is missing"
-    under_way = UnderWay(7)
-    under_way.begin(requests(24))
-    while under_way.running:
-        for s in pool.generate(under_way.parts()):
-            under_way.take(s)
-    _, out = under_way.whole_groups()
+    partial_responses = PartialResponses(7)
+    partial_responses.begin(requests(24))
+    while partial_responses.running:
+        for s in pool.generate(partial_responses.parts()):
+            partial_responses.take(s)
+    _, out = partial_responses.whole_groups()
     assert agrees(out, POLICIES[0]) and Counter(map(key, out)) == Counter(map(key, requests(24)))
     assert max(len(s.response_ids) for s in out) == 24
 
@@ -537,10 +537,10 @@ def test_a_server_that_does_not_start(model, tmp_path):
 
 def test_everyone_has_a_number():
     "Rank offsets of servers with several GPUs; pausing and versions stay with the pool"
-    from compassrl.rollout.vllm.gpu import Everyone  # it imports vLLM
+    from compassrl.rollout.vllm.gpu import AllServers  # it imports vLLM
 
     said = []
-    e = Everyone(lambda path, bodies: said.append((path, bodies)), 3, 2)
+    e = AllServers(lambda path, bodies: said.append((path, bodies)), 3, 2)
     e.init_weight_transfer_engine(dict(rank_offset=1, world_size=7)), e.start_weight_update()
     e.update_weights(dict(names=['a'])), e.finish_weight_update('3')
     (init, bodies), (update, infos) = said
