@@ -50,7 +50,7 @@ from compassrl.records import Prompt
 from compassrl.rollout.pull_queue import PullQueue
 from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_engine import RolloutConfig
-from compassrl.rollout.vllm import pool as vllm_pool
+from compassrl.rollout.vllm import conversation
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.pool import VllmPool
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
@@ -126,7 +126,7 @@ class Rows:
         )
 
 
-def said(r, body=vllm_pool.to_body):
+def said(r, body=conversation.to_body):
     d = body(r)
     return d | dict(
         sampling_params=d['sampling_params'] | dict(max_tokens=length(r), stop_token_ids=[])
@@ -138,7 +138,7 @@ def one_step(rung, step, cfg, prompts, pool, engine, tokenizer, judges):
     pulls, hooks = rung == 'scheduling', Rows()
     pool.schedule = ScheduleConfig('longest' if pulls else 'fifo')
     cfg = TrainConfig(**{**cfg, 'steps': step + 1})
-    with patch.multiple(vllm_pool, to_body=said, PullQueue=PullQueue if pulls else RoundRobin):
+    with patch.multiple(conversation, to_body=said, PullQueue=PullQueue if pulls else RoundRobin):
         fit(
             cfg,
             prompts,

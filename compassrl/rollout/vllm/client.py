@@ -1,4 +1,4 @@
-"""The routes of a vLLM server that a rollout needs: tokens, weights, and what to think of an answer that does not come.
+"""The routes of a vLLM server that a rollout needs, and what to think of a missing answer.
 
 Docs: https://compassrl.github.io/compassrl/rollout/vllm/client.html.md"""
 

@@ -1,4 +1,4 @@
-"""On GPUs weights need no file: NCCL takes them to all servers at once, and a server on the trainer's own GPU reads them where they lie.
+"""On GPUs weights need no file: NCCL takes them to all servers, or they are read where they lie.
 
 Docs: https://compassrl.github.io/compassrl/rollout/vllm/gpu.html.md"""
 
@@ -25,8 +25,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.utils.network_utils import get_ip
 
-from ...model.policy import Policy, PolicyConfig
-from ...model.pretrained import checked_weights, hf_slices, hf_weights
+from ...model.policy import PolicyConfig
+from ...model.pretrained import checked_weights, hf_shapes
 from .server import free_port
 
 # %% auto #0
@@ -39,9 +39,8 @@ class AllServers:
 
     def __init__(
         self,
-        tell: Callable[
-            [str, list[dict]], None
-        ],  # posts the i-th body to the i-th server, all at once
+        # posts the i-th body to the i-th server, all at once
+        tell: Callable[[str, list[dict]], None],
         num_servers: int,
         num_ranks: int,  # GPUs of one server
     ):
@@ -77,13 +76,9 @@ class HfSource(WeightSource):
         self.weights: Iterable[tuple[str, Tensor]] = ()  # of this sync
 
     def metadata(self) -> list[ParamMeta]:
-        with torch.device('meta'):
-            policy = Policy(self.config)
-        return [ParamMeta(n, self.dtype, tuple(p[at].shape)) for n, p, at in hf_slices(policy)]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(m.dtype.itemsize * torch.Size(m.shape).numel() for m in self.metadata())
+        return [
+            ParamMeta(name, self.dtype, shape) for name, shape in hf_shapes(self.config).items()
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for n, t in checked_weights(self.weights, self.config):
@@ -92,7 +87,7 @@ class HfSource(WeightSource):
 
 # %% ../../../nbs/rollout/vllm/09_gpu.ipynb #41a11601
 class NcclGroup:
-    "This process and all servers' GPUs (not run on GPU). Raises RuntimeError for a transfer that does not end in time"
+    "This process and all servers' GPUs (not run on GPU); RuntimeError if a transfer hangs"
 
     def __init__(
         self,
@@ -132,10 +127,9 @@ class NcclGroup:
                 f'NCCL did not end in {self.timeout_s:g} s: a server is gone, resume the run'
             )
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> int:  # bytes
+    def send(self, weights: Iterable[tuple[str, Tensor]]):
         self.source.weights = weights
         self.bounded(self.engine.send_weights)
-        return self.source.nbytes
 
 
 # %% ../../../nbs/rollout/vllm/09_gpu.ipynb #e8949702
@@ -149,7 +143,6 @@ class SharedGpu:
             info, client=everyone, source=self.source
         )
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> int:  # bytes
+    def send(self, weights: Iterable[tuple[str, Tensor]]):
         self.source.weights = weights
         self.engine.send_weights()
-        return self.source.nbytes

@@ -1,4 +1,4 @@
-"""vLLM rolls out in the process that trains: token ids in, samples out as they finish, with the log-probabilities of what was drawn and the experts of every token.
+"""vLLM rolls out in the process that trains: tokens in, samples out as they finish, routes and all.
 
 Docs: https://compassrl.github.io/compassrl/rollout/vllm/in_process.html.md"""
 
@@ -19,26 +19,12 @@ from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 
-for _k, _v in dict(
-    VLLM_ENABLE_V1_MULTIPROCESSING='0',
-    VLLM_CPU_OMP_THREADS_BIND='nobind',
-    VLLM_LOGGING_LEVEL='ERROR',
-    VLLM_NO_USAGE_STATS='1',
-    VLLM_DO_NOT_TRACK='1',
-).items():
-    os.environ.setdefault(_k, _v)  # vLLM reads them on import
 import numpy as np
 import torch
-import vllm
+from fastcore.basics import patch
 from torch import Tensor
-from vllm.config import WeightTransferConfig
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.llm_engine import LLMEngine
 
-from ...model.pretrained import read_config
+from ...model.hf_config import read_config
 from ...records import Request, Sample
 from ..fp8 import fp8_weights
 from ..torch_engine import TorchRollout
@@ -50,22 +36,37 @@ from compassrl.rollout.vllm.messages import (
     sampling_args,
     to_sample,
 )
-from .transfer import transfer
 
 # %% auto #0
-__all__ = ['sampling_params', 'kept_globals', 'VllmRollout']
+__all__ = ['set_environment', 'sampling_params', 'kept_globals', 'VllmRollout']
+
+
+# %% ../../../nbs/rollout/vllm/10_in_process.ipynb #23e15898
+def set_environment():
+    "What vLLM reads when it is imported: one process, free threads, few words; ours go first"
+    for name, value in dict(
+        VLLM_ENABLE_V1_MULTIPROCESSING='0',
+        VLLM_CPU_OMP_THREADS_BIND='nobind',
+        VLLM_LOGGING_LEVEL='ERROR',
+        VLLM_NO_USAGE_STATS='1',
+        VLLM_DO_NOT_TRACK='1',
+    ).items():
+        os.environ.setdefault(name, value)
 
 
 # %% ../../../nbs/rollout/vllm/10_in_process.ipynb #c2ee8787
-def sampling_params(r: Request) -> vllm.SamplingParams:
+def sampling_params(r: Request):  # -> `vllm.SamplingParams`
     "What vLLM calls it. Raises ValueError for a temperature that vLLM would raise in silence"
-    return vllm.SamplingParams(**sampling_args(r), output_kind=RequestOutputKind.FINAL_ONLY)
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(**sampling_args(r), output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 # %% ../../../nbs/rollout/vllm/10_in_process.ipynb #f90485a9
 @contextmanager
 def kept_globals():
-    "Building a vLLM engine seeds every random number generator and disables `torch.set_num_threads`: not here"
+    "Building a vLLM engine seeds every generator and disables `torch.set_num_threads`: not here"
     threads, states = torch.set_num_threads, (random.getstate(), np.random.get_state())
     with torch.random.fork_rng(devices=[]), redirect_stdout(sys.__stdout__):
         yield  # it wants one with a file number
@@ -76,7 +77,7 @@ def kept_globals():
 
 # %% ../../../nbs/rollout/vllm/10_in_process.ipynb #59e19d29
 class VllmRollout:
-    "vLLM as rollout engine (implements `RolloutEngine`). Raises ValueError for what it cannot compute"
+    "vLLM as rollout engine. Raises ValueError for what it cannot compute"
 
     live: set[VllmRollout] = set()  # they share vLLM's process groups
 
@@ -89,21 +90,30 @@ class VllmRollout:
         num_slots: int = 128,  # responses that run at the same time
         return_routes: bool = True,  # record the experts of every token
     ):
+        set_environment()
+        from vllm.platforms import current_platform
+
         c, self.device = read_config(model), current_platform.device_type
-        self.config = replace(
-            c, max_position_embeddings=min(max_len or math.inf, c.max_position_embeddings)
-        )
+        T = min(max_len or math.inf, c.max_position_embeddings)
+        self.config = replace(c, max_position_embeddings=T)
         check_vllm(c, config, dtype, self.device, return_routes, one_process=True)
-        args = engine_args(
-            model,
-            c,
-            config,
-            dtype,
-            self.config.max_position_embeddings,
-            num_slots,
-            return_routes,
-            self.device,
-        )
+        self.num_slots, self.colocated = num_slots, config.colocated
+        self.as_files = config.tensor_parallel > 1
+        self.emulates_fp8 = bool(config.quantization) and self.device == 'cpu'  # no kernels there
+        self.is_asleep, self.names = False, count()
+        self.version: int | None = None
+        self.running: dict[str, tuple[Request, float]] = {}
+        args = engine_args(model, c, config, dtype, T, num_slots, return_routes, self.device)
+        self.start(args | dict(disable_log_stats=True, enable_sleep_mode=config.colocated))
+
+    check = TorchRollout.check
+
+    def start(self, args: dict):
+        "vLLM's engine, which leaves this process as it was"
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
         world = os.environ.get('WORLD_SIZE', '1')  # set by torchrun
         if int(world) > 1:
             raise RuntimeError(
@@ -112,34 +122,19 @@ class VllmRollout:
         if not self.live:
             VllmRollout.owns_groups = not torch.distributed.is_initialized()
         self.live.add(self)
-        args |= dict(
-            disable_log_stats=True,
-            enable_sleep_mode=config.colocated,
-            weight_transfer_config=WeightTransferConfig(backend=backend),
-        )
+        args = EngineArgs(**args, weight_transfer_config=WeightTransferConfig(backend=backend))
         with kept_globals():
-            self.engine = LLMEngine.from_engine_args(EngineArgs(**args))
+            self.engine = LLMEngine.from_engine_args(args)
         self.engine.collective_rpc('init_weight_transfer_engine', kwargs=dict(init_info={}))
-        self.num_slots, self.as_files, self.is_asleep, self.names = (
-            num_slots,
-            config.tensor_parallel > 1,
-            False,
-            count(),
-        )
-        self.colocated = config.colocated
-        self.emulates_fp8 = bool(config.quantization) and self.device == 'cpu'  # no kernels there
-        self.version: int | None = None
-        self.running: dict[str, tuple[Request, float]] = {}
-        self.last_sync: dict[str, float] = {}
-
-    check = TorchRollout.check
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int):
-        "New weights, exactly; every cache of the old ones is dropped. Raises RuntimeError while requests run"
+        "New weights, exactly, and no cache of the old. Raises RuntimeError while requests run"
+        from compassrl.rollout.vllm.transfer import transfer
+
         if self.running:
             raise RuntimeError(
-                f'{len(self.running)} requests are running: finish or close `generate` before loading '
-                'weights'
+                f'{len(self.running)} requests are running: finish or close `generate` '
+                'before loading weights'
             )
         self.version = None  # until all have arrived
         self.wake()
@@ -149,58 +144,13 @@ class VllmRollout:
 
         if self.emulates_fp8:
             weights = fp8_weights(weights)
-        self.last_sync = transfer(call, weights, self.config, self.as_files)
+        transfer(call, weights, self.config, self.as_files)
         if not self.engine.reset_prefix_cache():
             raise RuntimeError('vLLM did not drop its prefix cache')
         self.version = version
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Sample]:
-        "Yields each sample as it finishes; its slot is refilled at once"
-        if self.version is None:
-            raise RuntimeError('this engine has no weights: call `load_weights` first')
-        if self.running:
-            raise RuntimeError(
-                f'{len(self.running)} requests are running: one `generate` at a time'
-            )
-        self.wake()
-        waiting = iter(requests)
-        try:
-            while True:
-                for r in islice(waiting, self.num_slots - len(self.running)):
-                    self.submit(r)
-                if not self.running:
-                    break
-                yield from [self.harvest(o) for o in self.engine.step() if o.finished]
-        finally:
-            self.engine.abort_request(list(self.running))
-            self.running.clear()
-            if self.colocated:
-                self.sleep()
-
-    def submit(self, r: Request):
-        "Hand one request to vLLM"
-        self.check(r)
-        name = str(next(self.names))
-        self.engine.add_request(
-            name, vllm.TokensPrompt(prompt_token_ids=list(r.prompt_ids)), sampling_params(r)
-        )
-        self.running[name] = r, time.perf_counter()
-
-    def harvest(self, o: vllm.RequestOutput) -> Sample:
-        "The sample that a finished request gave"
-        (r, started), out = self.running.pop(o.request_id), o.outputs[0]
-        return to_sample(
-            r,
-            list(out.token_ids),
-            (out.logprobs.logprobs[i] for i in out.logprobs.start_indices),
-            out.routed_experts,
-            self.config,
-            self.version,
-            started,
-        )
-
     def sleep(self):
-        "The GPU is the trainer's: weights go to the host's memory, caches are dropped (not run on GPU)"
+        "The GPU is the trainer's: weights wait in the host's memory, caches go (not run on GPU)"
         self.engine.sleep(level=1)
         self.is_asleep = True
 
@@ -210,9 +160,57 @@ class VllmRollout:
             self.is_asleep = False
 
     def close(self):
-        "Free its memory; the last engine of the process takes vLLM's process groups with it, but no others"
+        "Free its memory; the last engine takes vLLM's process groups with it, but no others"
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
         self.engine.model_executor.shutdown()
         self.live.discard(self)
         gc.unfreeze()  # vLLM had frozen what lived when it started
         if not self.live and self.owns_groups:
             cleanup_dist_env_and_memory()
+
+
+# %% ../../../nbs/rollout/vllm/10_in_process.ipynb #582a88a6
+@patch
+def generate(self: VllmRollout, requests: Iterable[Request]) -> Iterator[Sample]:
+    "Yields each sample as it finishes; its slot is refilled at once"
+    if self.version is None:
+        raise RuntimeError('this engine has no weights: call `load_weights` first')
+    if self.running:
+        raise RuntimeError(f'{len(self.running)} requests are running: one `generate` at a time')
+    self.wake()
+    waiting = iter(requests)
+    try:
+        while True:
+            for r in islice(waiting, self.num_slots - len(self.running)):
+                self.submit(r)
+            if not self.running:
+                break
+            yield from [self.harvest(o) for o in self.engine.step() if o.finished]
+    finally:
+        self.engine.abort_request(list(self.running))
+        self.running.clear()
+        if self.colocated:
+            self.sleep()
+
+
+@patch
+def submit(self: VllmRollout, r: Request):
+    "Hand one request to vLLM"
+    from vllm import TokensPrompt
+
+    self.check(r)
+    name = str(next(self.names))
+    prompt = TokensPrompt(prompt_token_ids=list(r.prompt_ids))
+    self.engine.add_request(name, prompt, sampling_params(r))
+    self.running[name] = r, time.perf_counter()
+
+
+@patch
+def harvest(self: VllmRollout, o) -> Sample:
+    "The sample that a finished request gave: `o` is a `RequestOutput` of vLLM"
+    r, started = self.running.pop(o.request_id)
+    out = o.outputs[0]
+    ids, routes = list(out.token_ids), out.routed_experts
+    log_probs = (out.logprobs.logprobs[i] for i in out.logprobs.start_indices)
+    return to_sample(r, ids, log_probs, routes, self.config, self.version, started)

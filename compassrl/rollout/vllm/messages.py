@@ -1,4 +1,4 @@
-"""What is said to a vLLM and what it answers: options, requests and samples, checked here because vLLM keeps silent about what is wrong with them.
+"""What a vLLM is told and what it answers, checked here because it keeps silent about mistakes.
 
 Docs: https://compassrl.github.io/compassrl/rollout/vllm/messages.html.md"""
 
@@ -29,9 +29,11 @@ __all__ = [
     'block',
     'can_cache_fp8',
     'check_vllm',
+    'check_cpu',
     'weight_sync',
     'transfer_config',
     'cache_bytes',
+    'gpu_args',
     'engine_args',
     'sampling_args',
     'read_routes',
@@ -71,15 +73,21 @@ def check_vllm(
         )
     if config.colocated and cpu:
         raise ValueError('colocated=True on a CPU: vLLM cannot give memory back there, use False')
-    if not cpu:
-        return
+    if cpu:
+        check_cpu(c, config, sparse, one_process)
+
+
+def check_cpu(c: PolicyConfig, config: VllmConfig, sparse: bool, one_process: bool):
+    "The part of `check_vllm` that is about CPUs"
     if config.tensor_parallel > 1 and one_process:
         raise ValueError(
-            f'tensor_parallel={config.tensor_parallel} in one process on a CPU: use a pool of servers'
+            f'tensor_parallel={config.tensor_parallel} in one process on a CPU: '
+            'use a pool of servers'
         )
     if config.expert_parallel and config.tensor_parallel > 1 and sparse and not config.urls:
         raise ValueError(
-            'expert_parallel=True on a CPU: workers of vLLM 0.30 crash in their expert kernel, use False'
+            'expert_parallel=True on a CPU: workers of vLLM 0.30 crash in their expert kernel, '
+            'use False'
         )
     if config.kv_cache_dtype == 'fp8' and not config.urls and not can_cache_fp8():
         raise ValueError(
@@ -141,6 +149,15 @@ def cache_bytes(c: PolicyConfig, num_slots: int, max_len: int, dtype: torch.dtyp
     return tokens * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * dtype.itemsize
 
 
+def gpu_args(config: VllmConfig, return_routes: bool) -> dict:  # not run on GPU
+    d = dict(gpu_memory_utilization=config.gpu_memory_utilization)
+    if return_routes:
+        d['moe_backend'] = 'triton'  # fused kernels route inside and report zeros
+    if config.quantization:  # 128x128 blocks; the routers stay as they are
+        d |= dict(quantization='fp8_per_block', quantization_config=dict(ignore=['*.mlp.gate']))
+    return d
+
+
 def engine_args(
     model: str | Path,  # a folder with a `config.json`; weights come later
     policy: PolicyConfig,
@@ -172,18 +189,14 @@ def engine_args(
     if not any(map(policy.is_sparse, range(policy.num_hidden_layers))):
         # vLLM's Qwen3-MoE insists on a mixture
         d['hf_overrides'] = dict(architectures=['Qwen3ForCausalLM'])
-    if device == 'cpu':
-        return d | dict(
-            enforce_eager=True,
-            enable_chunked_prefill=False,
-            block_size=block,
-            kv_cache_memory_bytes=cache_bytes(policy, num_slots, max_len, dtype),
-        )
-    if return_routes:
-        d['moe_backend'] = 'triton'  # fused kernels route inside and report zeros
-    if config.quantization:  # 128x128 blocks; the routers stay as they are
-        d |= dict(quantization='fp8_per_block', quantization_config=dict(ignore=['*.mlp.gate']))
-    return d | dict(gpu_memory_utilization=config.gpu_memory_utilization)
+    if device != 'cpu':
+        return d | gpu_args(config, return_routes)
+    return d | dict(
+        enforce_eager=True,
+        enable_chunked_prefill=False,
+        block_size=block,
+        kv_cache_memory_bytes=cache_bytes(policy, num_slots, max_len, dtype),
+    )
 
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #2667dc06

@@ -1,4 +1,4 @@
-"""Several vLLM servers as one rollout engine: a replica that dies or hangs costs time, and never a sample.
+"""Several vLLM servers as one rollout engine: one that dies costs time, and never a sample.
 
 Docs: https://compassrl.github.io/compassrl/rollout/vllm/pool.html.md"""
 
@@ -8,60 +8,37 @@ Docs: https://compassrl.github.io/compassrl/rollout/vllm/pool.html.md"""
 from __future__ import annotations
 
 import asyncio
-import atexit
-import base64
-import io
 import os
-import queue
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import aiohttp
-import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
-from ...model.policy import PolicyConfig
 from ...model.hf_config import read_config
 from ...model.pretrained import checked_weights
 from ...records import Metrics, Request, Sample
 from ..fp8 import fp8_weights
-from ..pull_queue import PullQueue, Span
-from ..schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error
+from ..pull_queue import Span
+from ..schedule import LengthPredictor, ScheduleConfig, prediction_error
 from ..torch_engine import TorchRollout
+from .client import Client
 from .config import VllmConfig
-from compassrl.rollout.vllm.messages import (
-    check_vllm,
-    engine_args,
-    file_parts,
-    sampling_args,
-    to_sample,
-    transfer_config,
-    weight_sync,
-)
-from compassrl.rollout.vllm.server import (
-    Client,
-    Lost,
-    begin,
-    end,
-    send,
-    sleep,
-    start_server,
-    verify,
-    wake,
-)
+from .conversation import Conversation
+from .messages import check_vllm, engine_args, transfer_config, weight_sync
+from .revival import Replica, Servers, each
+from .weight_files import file_parts
 
 # %% auto #0
-__all__ = ['VllmPool', 'load_weights', 'generate', 'close']
+__all__ = ['VllmPool', 'check_gpus']
 
 
 # %% ../../../nbs/rollout/vllm/13_pool.ipynb #8e1f5d9a
-class VllmPool:
-    "N vLLM servers as one rollout engine (implements `RolloutEngine`). Raises ValueError for what vLLM cannot compute"
+class VllmPool(Servers):
+    "N vLLM servers as one rollout engine. Raises ValueError for what vLLM cannot compute"
 
     def __init__(
         self,
@@ -79,222 +56,135 @@ class VllmPool:
         c = read_config(model)
         T = min(max_len or c.max_position_embeddings, c.max_position_embeddings)
         self.config = replace(c, max_position_embeddings=T)
-        self.vllm, self.num_slots, self.schedule = config, num_slots, schedule
+        self.dtype, self.num_slots, self.schedule = dtype, num_slots, schedule
         self.predictor = LengthPredictor()
-        self.start_timeout_s, self.first_gpu = start_timeout_s, first_gpu
-        self.device = 'cuda' if torch.cuda.is_available() else 'cpu'
-        check_vllm(c, config, dtype, self.device, return_routes, one_process=False)
-        self.sync = weight_sync(config, self.device)
-        if self.device == 'cuda' and not config.urls:
-            _check_gpus(first_gpu, config)
-        self.options = engine_args(
-            model, c, config, dtype, T, num_slots, return_routes, self.device
-        )
-        self.options['weight_transfer_config'] = transfer_config(self.sync)
-        if config.colocated:
-            self.options['enable_sleep_mode'] = True
-        self.dtype, self.group = dtype, (None, None)  # members, the group that they are
-        self.log_dir = Path(log_dir or tempfile.mkdtemp(prefix='compassrl-vllm-'))
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.replicas: dict[str, Replica] = {}
-        self.version: int | None = None
-        self.parts: list[Path] = []  # the weights, for servers that come back
-        self.last_sync: dict[str, float] = {}
         self.spans: list[Span] = []  # of the last `generate`, in seconds of `time.perf_counter`
-        self.turns: list[tuple[float, str, str]] = []  # when which replica was 'lost' or 'up' again
-        self.job = self.events = None
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True, name='vllm-pool').start()
-        atexit.register(self.close)
-        try:
-            self.submit(_open(self)).result()
-        except BaseException:
-            self.close()
-            raise
+        self.job = None  # the conversation that is going on
+        self.group = None  # of GPUs, and the members for which it was made (not run on GPU)
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+        check_vllm(c, config, dtype, device, return_routes, one_process=False)
+        sync = weight_sync(config, device)
+        if device == 'cuda' and not config.urls:
+            check_gpus(first_gpu, config)
+        options = engine_args(model, c, config, dtype, T, num_slots, return_routes, device)
+        options['weight_transfer_config'] = transfer_config(sync)
+        if config.colocated:
+            options['enable_sleep_mode'] = True
+        logs = Path(log_dir or tempfile.mkdtemp(prefix='compassrl-vllm-'))
+        logs.mkdir(parents=True, exist_ok=True)
+        super().__init__(config, options, device, sync, logs, start_timeout_s, first_gpu)
 
     check = TorchRollout.check
 
     def measured(self) -> Metrics:
-        "How well lengths were predicted in the last `generate`, and how often servers were lost so far"
+        "How well lengths were predicted in the last `generate`; how many servers were lost so far"
         pairs = self.predictor.pairs
         error = prediction_error(*zip(*pairs)) if len(pairs) > 1 else {}
         lost = sum(r.losses for r in self.replicas.values())
         return {f'length_{k}': v for k, v in error.items()} | dict(replicas_lost=float(lost))
 
-    def submit(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+    def close(self):
+        if self.job:
+            self.job.cancel()
+        super().close()
 
 
-def _check_gpus(first, config):
-    there, need = torch.cuda.device_count(), first + config.num_replicas * config.tensor_parallel
-    n, tp = config.num_replicas, config.tensor_parallel
+def check_gpus(first: int, config: VllmConfig):
+    "Raises ValueError if there are not enough for the servers (not run on GPU)"
+    num, tp, there = config.num_replicas, config.tensor_parallel, torch.cuda.device_count()
+    need = first + num * tp
     if there < need:
         raise ValueError(
-            f'num_replicas={n} with tensor_parallel={tp} after '
-            f'the first {first} GPUs need {need}, there are {there}: use fewer, or servers on other machines by urls'
+            f'num_replicas={num} with tensor_parallel={tp} after the first {first} GPUs '
+            f'need {need}, there are {there}: use fewer, or servers on other machines by urls'
         )
-
-
-# %% ../../../nbs/rollout/vllm/13_pool.ipynb #fd44bc95
-async def _open(self: VllmPool):  # all servers at once
-    # each request on a connection of its own: a server closes an idle one at a moment of its choice, and a request
-    # that was on its way there would look like a server that is gone
-    self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
-    names = self.vllm.urls or [f'replica {i}' for i in range(self.vllm.num_replicas)]
-    for n in names:
-        url = n.rstrip('/') if self.vllm.urls else ''
-        self.replicas[n] = Replica(
-            n, self.http, self.vllm.timeout_s, url, by_file=self.sync == 'file'
-        )
-    for r in self.replicas.values():
-        _start(self, r)
-    how = (
-        ''
-        if self.sync == 'file'
-        else f" get weights by {self.sync} (not run on GPU; the tests run vllm.sync='file')"
-    )
-    print(f'{len(names)} vLLM server{"s" * (len(names) > 1)}{how}: loading', end='', flush=True)
-    start = time.perf_counter()
-    try:
-        await asyncio.gather(*(r.ready(_patience(self, r)) for r in self.replicas.values()))
-    except Lost as e:
-        print()
-        raise RuntimeError(str(e)) from None
-    for r in self.replicas.values():
-        r.up = True
-    print(f', ready after {time.perf_counter() - start:.0f} s')
-
-
-def _start(self: VllmPool, r: Replica):
-    if self.vllm.urls:
-        return
-    i, tp = list(self.replicas).index(r.name), self.vllm.tensor_parallel
-    ours = [g for g in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if g] or list(
-        map(str, range(1024))
-    )
-    gpus = ','.join(ours[self.first_gpu + i * tp :][:tp])
-    r.server, r.url = start_server(
-        self.options, self.device, self.log_dir / f'{r.name.replace(" ", "-")}.log', gpus
-    )
-
-
-def _patience(self: VllmPool, r: Replica):
-    return self.start_timeout_s if r.server else self.vllm.timeout_s
 
 
 # %% ../../../nbs/rollout/vllm/13_pool.ipynb #485cc519
-async def _each(replicas: list[Replica], step: Callable, *args):
-    "One step on all replicas at once; one that fails takes no further steps"
-
-    async def one(r):
-        try:
-            await step(r, *args)
-        except Lost as e:
-            r.up, r.why = False, str(e)
-
-    await asyncio.gather(*(one(r) for r in replicas if r.up))
-
-
+@patch
 def load_weights(self: VllmPool, weights: Iterable[tuple[str, Tensor]], version: int):
-    "New weights on every server, exactly; caches of the old ones are dropped. Raises RuntimeError while requests run"
+    "New weights on every server, and no cache of the old. Raises RuntimeError while requests run"
     if self.job:
         raise RuntimeError(
             'requests are running: finish or close `generate` before loading weights'
         )
     if self.vllm.quantization and self.device == 'cpu':
         weights = fp8_weights(weights)  # no kernels there: values alone
-    start = time.perf_counter()
-    self.submit(_settle(self)).result()
-    _forget_weights(self)
+    self.submit(self.settle()).result()
+    self.forget_weights()
     for r in self.replicas.values():
-        r.up, r.waits = r.up or r.waits, False
+        r.up = r.up or r.waits
+        r.waits = False
     there = [r for r in self.replicas.values() if r.up]
 
     def tell(step, *args):
-        return self.submit(_each(there, step, *args))
+        return self.submit(each(there, step, *args))
 
     try:
         if self.vllm.colocated:
-            tell(wake).result()
-        tell(begin).result()
-        size = (
-            _by_file(self, tell, weights) if self.sync == 'file' else _by_gpu(self, there, weights)
-        )
-        tell(end, version).result()
+            tell(Client.wake).result()
+        tell(Client.begin).result()
+        if self.sync == 'file':
+            self.send_files(tell, weights)
+        else:
+            self.send_to_gpus(there, weights)
+        tell(Client.end, version).result()
         self.version = version
     except BaseException:
-        tell(
-            Client.post, '/finish_weight_update'
-        ).result()  # takes half-loaded layers out of their limbo
+        # takes half-loaded layers out of their limbo
+        tell(Client.post, '/finish_weight_update').result()
         raise
     finally:
         for r in there:
             if not r.up:
-                self.loop.call_soon_threadsafe(_lose, self, r, r.why)
-    self.last_sync = dict(
-        sync_s=time.perf_counter() - start, sync_bytes=size, sync_parts=len(self.parts)
-    )
+                self.loop.call_soon_threadsafe(self.lose, r, r.why)
 
 
-def _by_file(self: VllmPool, tell: Callable, weights) -> int:  # bytes
-    size, sending = 0, None
+@patch
+def send_files(self: VllmPool, tell: Callable, weights: Iterable[tuple[str, Tensor]]):
+    "The next part is written while one is read; all of them are kept"
+    sending = None
     weights = checked_weights(weights, self.config)
     for path in file_parts(weights, self.vllm.sync_dir or None):
         kept = path.with_name(f'{path.stem}-{id(self)}{path.suffix}')
         os.link(path, kept)
         self.parts.append(kept)
-        size += kept.stat().st_size
         if sending:
-            sending.result()  # the next part was written while this one was read
-        sending = tell(send, kept)
+            sending.result()
+        sending = tell(Client.send, kept)
     sending.result()
-    return size
 
 
-def _by_gpu(self: VllmPool, there: list[Replica], weights) -> int:  # not run on GPU
-    from compassrl.rollout.vllm.gpu import (
-        AllServers,
-        NcclGroup,
-        SharedGpu,
-    )  # these import vLLM; nothing else here does
-
-    members = [(r.name, r.losses) for r in there if r.up]
-    if self.group[0] != members:  # a server that was restarted is another one
-
-        async def post(path, bodies):
-            await asyncio.gather(
-                *(self.replicas[n].post(path, **b) for (n, _), b in zip(members, bodies))
-            )
-
-        everyone = AllServers(
-            lambda *a: self.submit(post(*a)).result(), len(members), self.vllm.tensor_parallel
-        )
-        of = everyone, self.config, self.dtype
-        self.group = (
-            members,
-            NcclGroup(*of, self.vllm.timeout_s) if self.sync == 'nccl' else SharedGpu(*of),
-        )
-    return self.group[1].send(weights)
+@patch
+def send_to_gpus(self: VllmPool, there: list[Replica], weights: Iterable[tuple[str, Tensor]]):
+    "By a group that is made anew when it has other members (not run on GPU)"
+    members = [(r.name, r.losses) for r in there if r.up]  # one that was restarted is another one
+    if not self.group or self.group[0] != members:
+        self.group = members, self.join_gpus([self.replicas[name] for name, _ in members])
+    self.group[1].send(weights)
 
 
-def _forget_weights(self: VllmPool):
-    self.version = None
-    while self.parts:
-        self.parts.pop().unlink(missing_ok=True)
+@patch
+def join_gpus(self: VllmPool, replicas: list[Replica]):  # -> NcclGroup or SharedGpu
+    "GPUs of all servers and of this process (not run on GPU)"
+    from compassrl.rollout.vllm import gpu  # it imports vLLM; nothing else here does
 
+    async def post(path, bodies):
+        await asyncio.gather(*(r.post(path, **b) for r, b in zip(replicas, bodies)))
 
-async def _settle(self: VllmPool):  # all that come back are back
-    while tasks := [r.task for r in self.replicas.values() if r.task]:
-        await asyncio.wait(tasks)
-    _raise_errors(self)
+    def tell(path, bodies):
+        self.submit(post(path, bodies)).result()
 
-
-VllmPool.load_weights = load_weights
+    everyone = gpu.AllServers(tell, len(replicas), self.vllm.tensor_parallel)
+    if self.sync == 'nccl':
+        return gpu.NcclGroup(everyone, self.config, self.dtype, self.vllm.timeout_s)
+    return gpu.SharedGpu(everyone, self.config, self.dtype)
 
 
 # %% ../../../nbs/rollout/vllm/13_pool.ipynb #e3c501f6
+@patch
 def generate(self: VllmPool, requests: Iterable[Request]) -> Iterator[Sample]:
-    "Yields each sample as it finishes, on whichever server. Raises RuntimeError for a server that keeps failing"
+    "Yields each sample as it finishes. Raises RuntimeError for a server that keeps failing"
     if self.version is None:
         raise RuntimeError('this pool has no weights: call `load_weights` first')
     if self.job:
@@ -302,175 +192,16 @@ def generate(self: VllmPool, requests: Iterable[Request]) -> Iterator[Sample]:
     requests = list(requests)
     for r in requests:
         self.check(r)  # a token outside the vocabulary would take one server after another with it
-    out, plan = queue.SimpleQueue(), Schedule(requests, self.schedule, self.predictor)
-    self.job = self.submit(
-        _serve(self, PullQueue(plan.requests, self.num_slots, plan.order), plan, out)
-    )
-    self.job.add_done_callback(lambda _: out.put(None))
+    talk = Conversation(self, self.config, requests, self.num_slots, self.schedule, self.predictor)
+    self.spans = talk.spans
+    self.job = self.submit(talk.run())
+    self.job.add_done_callback(lambda _: talk.out.put(None))
     try:
-        while s := out.get():
+        while s := talk.out.get():
             yield s
         self.job.result()
     finally:
         self.job.cancel()
         self.job = None
         if self.vllm.colocated:
-            self.submit(_each(list(self.replicas.values()), sleep)).result()
-
-
-async def _serve(self: VllmPool, d: PullQueue, plan: Schedule, out: queue.SimpleQueue):
-    self.events, self.spans, tasks = asyncio.Queue(), [], {}
-    _raise_errors(self)
-    there = [r for r in self.replicas.values() if r.up]
-    if self.vllm.colocated:
-        await _each(there, wake)
-    await _each(there, verify, self.version)  # a server may have been restarted behind our back
-    for r in there:
-        if not r.up:
-            _lose(self, r, r.why)
-    try:
-        while d.left:
-            for r in self.replicas.values():
-                if r.up and r.name not in d.busy:
-                    d.join(r.name, time.perf_counter())
-            while handed := d.pull(time.perf_counter()):
-                ticket, name, request = handed
-                task = self.loop.create_task(_ask(self, ticket, self.replicas[name], request))
-                tasks[ticket] = task, d.out[ticket][1], time.perf_counter()
-            _raise_errors(self, _suspect(self, d))
-            await _take(self, d, plan, tasks, out)
-            _listen(self, d, tasks)
-    finally:
-        for task, *_ in tasks.values():
-            task.cancel()
-
-
-def _listen(self: VllmPool, d: PullQueue, tasks: dict):
-    "A long response is no hang: a silent replica is asked for a sign of life, which only a live engine gives"
-    now, limit = time.perf_counter(), self.vllm.timeout_s
-    for name in d.silent(now, limit / 2):
-        if name not in tasks:
-            tasks[name] = (
-                self.loop.create_task(_probe(self, self.replicas[name], limit / 2)),
-                -1,
-                now,
-            )
-    slow = limit + max(
-        r.params.max_tokens for r in d.requests
-    )  # seconds: a token takes no more than one
-    for name in {
-        d.out[t][0] for t, (_, i, start) in tasks.items() if i >= 0 and now - start > slow
-    }:
-        _drop(self, d, tasks, self.replicas[name], f'did not finish a response in {slow:g} s')
-
-
-async def _probe(self: VllmPool, r: Replica, wait_s: float):
-    try:
-        answer = await r.call(
-            'GET', '/is_paused', timeout_s=wait_s
-        )  # answered between two steps of the engine
-    except Lost:
-        answer = Lost(f'gave nothing for {self.vllm.timeout_s:g} s')
-    self.events.put_nowait((r.name, r, answer))
-
-
-async def _ask(self: VllmPool, ticket: int, r: Replica, request: Request):
-    start = time.perf_counter()
-    try:
-        answer = await r.call('POST', '/inference/v1/generate', to_body(request))
-        answer = from_body(request, answer, self.config, self.version, start)
-        if (
-            self.options['enable_return_routed_experts'] and answer.routed_experts is None
-        ):  # a gateway dropped them
-            raise ValueError(
-                f'{r.name} sent no routes: start it with --enable-return-routed-experts, and let nothing '
-                'between it and us drop them'
-            )
-    except Exception as e:
-        answer = e
-    self.events.put_nowait((ticket, r, answer))
-
-
-async def _take(self: VllmPool, d: PullQueue, plan: Schedule, tasks: dict, out: queue.SimpleQueue):
-    "What happens next: an answer, a replica that is back, or nothing for a while"
-    try:
-        async with asyncio.timeout(min(1, self.vllm.timeout_s / 8)):
-            event = await self.events.get()
-    except TimeoutError:
-        return
-    if event is None:
-        return
-    ticket, r, answer = event
-    if ticket not in tasks:
-        return  # of a replica that was given up
-    if isinstance(answer, Lost):
-        return _drop(self, d, tasks, r, str(answer))
-    if isinstance(answer, Exception):
-        raise answer
-    _, i, start = tasks.pop(ticket)
-    if ticket == r.name:
-        return d.alive(r.name, time.perf_counter())
-    now = time.perf_counter()
-    answer.timings['replica'] = float(list(self.replicas).index(r.name))
-    self.spans.append(Span(r.name, i, start, now, 'done'))
-    plan.observe(answer)  # before the queue moves on: its order may be another now
-    if d.finish(ticket, now):
-        out.put(plan.label(answer))
-    if not plan.full(answer):
-        return
-    where = {t: name for t, (name, _) in d.out.items()}
-    for t in d.drop(d.requests[i]):  # the last to end of a group that asked for more than it needs
-        task, i, start = tasks.pop(t)
-        task.cancel()
-        self.spans.append(Span(where[t], i, start, now, 'dropped'))
-
-
-def _drop(self: VllmPool, d: PullQueue, tasks: dict, r: Replica, why: str):
-    "Its requests go back, its answers do not count any more, and it is brought back"
-    for ticket in [t for t in (r.name, *d.busy[r.name]) if t in tasks]:  # its probe, its requests
-        task, i, start = tasks.pop(ticket)
-        task.cancel()
-        if i >= 0:
-            self.spans.append(Span(r.name, i, start, time.perf_counter(), 'lost'))
-    d.leave(r.name)
-    _lose(self, r, why)
-
-
-def _suspect(self: VllmPool, d: PullQueue) -> str:
-    ((i, n),) = d.lost.most_common(1) or [(0, 0)]
-    q = d.requests[i] if n else None
-    return (
-        f' (request {q.prompt_id}/{q.index} was on a server that was lost {n} times)'
-        if n > 1
-        else ''
-    )
-
-
-VllmPool.generate = generate
-
-
-# %% ../../../nbs/rollout/vllm/13_pool.ipynb #e21156cf
-def close(self: VllmPool):
-    "End the servers that we started and remove the weights"
-    atexit.unregister(self.close)
-    if not self.loop.is_running():
-        return
-    self.submit(_shut(self)).result()
-    self.loop.call_soon_threadsafe(self.loop.stop)
-    _forget_weights(self)
-
-
-async def _shut(self: VllmPool):
-    if self.job:
-        self.job.cancel()
-    for r in self.replicas.values():
-        if r.task:
-            r.task.cancel()
-        r.up = False
-    await self.http.close()
-    await asyncio.gather(
-        *(asyncio.to_thread(r.server.kill, 5.0) for r in self.replicas.values() if r.server)
-    )
-
-
-VllmPool.close = close
+            self.submit(each(list(self.replicas.values()), Client.sleep)).result()

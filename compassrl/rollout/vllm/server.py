@@ -1,4 +1,4 @@
-"""A process that never outlives the run that started it, and the command that makes vLLM of it.
+"""A process that never outlives the run that started it, and the command that makes it a vLLM.
 
 Docs: https://compassrl.github.io/compassrl/rollout/vllm/server.html.md"""
 

@@ -1,4 +1,4 @@
-"""New weights reach a running vLLM through its own weight-transfer interface, and what it computes afterwards is what a fresh engine computes.
+"""A running vLLM takes new weights, and then computes what a fresh engine would compute.
 
 Docs: https://compassrl.github.io/compassrl/rollout/vllm/transfer.html.md"""
 
@@ -7,7 +7,6 @@ Docs: https://compassrl.github.io/compassrl/rollout/vllm/transfer.html.md"""
 # %% ../../../nbs/rollout/vllm/04_transfer.ipynb #6a3f1fb6
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,7 +31,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from ...model.policy import PolicyConfig
 from ...model.pretrained import checked_weights, weight_parts
-from .messages import backend, file_parts
+from .messages import backend
+from .weight_files import file_parts
 
 # %% auto #0
 __all__ = ['NoInit', 'Part', 'read_part', 'PartTransfer', 'transfer', 'register']
@@ -87,9 +87,8 @@ class PartTransfer(WeightTransferEngine[NoInit, Part]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type != 'cpu':
             return
-        for m in (
-            self.model.modules()
-        ):  # a head that is tied to the embedding packed its weights for itself
+        for m in self.model.modules():
+            # a head that is tied to the embedding packed its weights for itself
             if isinstance(m, VocabParallelEmbedding):
                 m.quant_method.process_weights_after_loading(m)
 
@@ -104,23 +103,15 @@ def transfer(
     config: PolicyConfig,
     as_files: bool = False,  # for workers in other processes
     max_bytes: int = 256 << 20,  # of a part
-) -> dict[str, float]:  # sync_bytes, sync_parts, sync_s
-    "One update from its first part to its last; one that breaks off can simply be repeated. Raises ValueError"
-    start, weights, size = time.perf_counter(), checked_weights(weights, config), 0
-
-    def counted():
-        nonlocal size
-        for name, t in weights:
-            size += t.nbytes
-            yield name, t
-
-    parts = (file_parts if as_files else weight_parts)(counted(), max_bytes=max_bytes)
+):
+    "One update; one that breaks off can simply be repeated. Raises ValueError"
+    cut = file_parts if as_files else weight_parts
+    parts = cut(checked_weights(weights, config), max_bytes=max_bytes)
     call('start_weight_update')
     try:
-        for i, part in enumerate(parts):  # tensors, or the path of a file
-            call(
-                'update_weights', update_info={'path': str(part)} if as_files else {'weights': part}
-            )
+        for part in parts:
+            info = {'path': str(part)} if as_files else {'weights': part}
+            call('update_weights', update_info=info)
     except BaseException:
         with suppress(Exception):
             call('finish_weight_update')  # takes the half-loaded layers out of their limbo
@@ -128,11 +119,10 @@ def transfer(
     finally:
         parts.close()
     call('finish_weight_update')
-    return dict(sync_s=time.perf_counter() - start, sync_bytes=size, sync_parts=i + 1)
 
 
 # %% ../../../nbs/rollout/vllm/04_transfer.ipynb #15ed9889
 def register():
-    "Tells vLLM of the backend: the entry point in `vllm.general_plugins`, which every vLLM process calls"
+    "Tell vLLM of the backend: every vLLM process calls this, by its entry point for plugins"
     if backend not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend, PartTransfer)

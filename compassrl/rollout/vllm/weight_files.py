@@ -1,4 +1,4 @@
-"""The weights of a policy, every one of them once, in parts of bounded size, as tensors or as files.
+"""Every weight of a policy once, in parts of bounded size, as tensors or as files.
 
 Docs: https://compassrl.github.io/compassrl/rollout/vllm/weight_files.html.md"""
 
@@ -13,61 +13,13 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...model.policy import Policy, PolicyConfig
-from ...model.pretrained import hf_slices
+from ...model.pretrained import weight_parts
 
 # %% auto #0
-__all__ = ['file_numbers', 'complete', 'weight_parts', 'shared_folder', 'sweep', 'file_parts']
-
-
-# %% ../../../nbs/rollout/vllm/03_weight_files.ipynb #f4a80b04
-def complete(
-    weights: Iterable[tuple[str, Tensor]], config: PolicyConfig
-) -> Iterator[tuple[str, Tensor]]:  # the same
-    "Every weight of the policy, once and in its shape, which vLLM would not check; or ValueError"
-    with torch.device('meta'):
-        wanted = {n: list(p[at].shape) for n, p, at in hf_slices(Policy(config))}
-    known = set(wanted)
-    for name, t in weights:
-        if name == 'lm_head.weight' and config.tie_word_embeddings:
-            continue
-        if name not in known:
-            raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
-        if name not in wanted:
-            raise ValueError(f'{name} came twice: give every weight once')
-        shape, given = wanted.pop(name), list(t.shape)
-        if shape != given:
-            raise ValueError(
-                f'{name} has shape {given}, this policy needs {shape}: is it of another size?'
-            )
-        yield name, t.detach()
-    if wanted:
-        raise ValueError(
-            f'{len(wanted)} weights are missing, first {next(iter(wanted))}: '
-            'is the checkpoint complete?'
-        )
-
-
-# %% ../../../nbs/rollout/vllm/03_weight_files.ipynb #8ee1037f
-def weight_parts(
-    weights: Iterable[tuple[str, Tensor]],
-    max_bytes: int = 256 << 20,  # of a part; a part has at least one tensor
-) -> Iterator[list[tuple[str, Tensor]]]:
-    "Weights in parts, so that no copy of the whole model exists"
-    part, size = [], 0
-    for name, t in weights:
-        if part and size + t.nbytes > max_bytes:
-            yield part
-            part, size = [], 0
-        part.append((name, t))
-        size += t.nbytes
-    if part:
-        yield part
-
+__all__ = ['file_numbers', 'shared_folder', 'sweep', 'file_parts']
 
 # %% ../../../nbs/rollout/vllm/03_weight_files.ipynb #cd1453a7
 file_numbers = count()  # of this process: several senders may be at work
