@@ -39,7 +39,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from ...model.pretrained import read_config
-from ...records import Request, Sample
+from ...records import Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights
 from ..torch_engine import TorchRollout
 from .config import VllmConfig
@@ -75,7 +75,7 @@ def kept_globals():
 
 
 # %% ../../../nbs/rollout/vllm/06_in_process.ipynb #59e19d29
-class VllmRollout:
+class VllmRollout(RolloutEngine):
     "vLLM as rollout engine (implements `RolloutEngine`). Raises ValueError for what it cannot compute"
 
     live: set[VllmRollout] = set()  # they share vLLM's process groups
@@ -154,7 +154,11 @@ class VllmRollout:
             raise RuntimeError('vLLM did not drop its prefix cache')
         self.version = version
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Sample]:
+    def generate(
+        self,
+        requests: Iterable[Request],
+        whole_groups: bool = False,  # they always are
+    ) -> Iterator[Sample]:
         "Yields each sample as it finishes; its slot is refilled at once"
         if self.version is None:
             raise RuntimeError('this engine has no weights: call `load_weights` first')

@@ -28,7 +28,7 @@ from torch import Tensor
 from ...model.policy import PolicyConfig
 from ...model.hf_config import read_config
 from ...model.pretrained import checked_weights
-from ...records import Metrics, Request, Sample
+from ...records import Metrics, Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights
 from ..pull_queue import PullQueue, Span
 from ..schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error
@@ -90,7 +90,7 @@ def from_body(
 
 
 # %% ../../../nbs/rollout/vllm/07_pool.ipynb #8e1f5d9a
-class VllmPool:
+class VllmPool(RolloutEngine):
     "N vLLM servers as one rollout engine (implements `RolloutEngine`). Raises ValueError for what vLLM cannot compute"
 
     def __init__(
@@ -147,9 +147,18 @@ class VllmPool:
     def measured(self) -> Metrics:
         "How well lengths were predicted in the last `generate`, and how often servers were lost so far"
         pairs = self.predictor.pairs
-        error = prediction_error(*zip(*pairs)) if len(pairs) > 1 else {}
+        error = dict(log_error=None, spearman=None)  # two lengths at least make an error
+        if len(pairs) > 1:
+            error = prediction_error(*zip(*pairs))
         lost = sum(r.losses for r in self.replicas.values())
         return {f'length_{k}': v for k, v in error.items()} | dict(replicas_lost=float(lost))
+
+    def state_dict(self) -> dict:
+        "What was learned about lengths: it decides an order alone"
+        return dict(lengths=self.predictor.state_dict())
+
+    def load_state_dict(self, state: dict):
+        self.predictor.load_state_dict(state['lengths'])
 
     def submit(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -398,7 +407,11 @@ def _raise_errors(self: VllmPool, suspect: str = ''):
 
 
 # %% ../../../nbs/rollout/vllm/07_pool.ipynb #e3c501f6
-def generate(self: VllmPool, requests: Iterable[Request]) -> Iterator[Sample]:
+def generate(
+    self: VllmPool,
+    requests: Iterable[Request],
+    whole_groups: bool = False,  # drop no sample for being long, whatever `over_provision` says
+) -> Iterator[Sample]:
     "Yields each sample as it finishes, on whichever server. Raises RuntimeError for a server that keeps failing"
     if self.version is None:
         raise RuntimeError('this pool has no weights: call `load_weights` first')
@@ -407,7 +420,8 @@ def generate(self: VllmPool, requests: Iterable[Request]) -> Iterator[Sample]:
     requests = list(requests)
     for r in requests:
         self.check(r)  # a token outside the vocabulary would take one server after another with it
-    out, plan = queue.SimpleQueue(), Schedule(requests, self.schedule, self.predictor)
+    way = replace(self.schedule, over_provision=0.0) if whole_groups else self.schedule
+    out, plan = queue.SimpleQueue(), Schedule(requests, way, self.predictor)
     self.job = self.submit(
         _serve(self, PullQueue(plan.requests, self.num_slots, plan.order), plan, out)
     )
