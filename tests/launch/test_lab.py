@@ -40,7 +40,7 @@ FLAGS = [
 
 def panel_notebook(folder):
     "The launch notebook cut down to its imports and the cell that shows the panel"
-    nb = json.loads((ROOT / 'nbs' / 'launch' / '06_panel.ipynb').read_text())
+    nb = json.loads((ROOT / 'nbs' / 'launch' / '08_panel.ipynb').read_text())
 
     def source(c):
         return ''.join(c['source'])
