@@ -1,4 +1,4 @@
-"""A form for the settings, buttons to launch, stop and resume, and the curves and the report of the run below them.
+"""A form for settings, buttons to launch, stop and resume, the curves and the report below.
 
 Docs: https://compassrl.github.io/compassrl/launch/panel.html.md"""
 

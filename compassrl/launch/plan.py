@@ -21,7 +21,7 @@ from ..train.megatron.layout import ParallelConfig, check_parallel
 __all__ = ['Machines', 'smallest_world', 'num_gpus', 'machines', 'workload', 'Plan', 'plan']
 
 
-# %% ../../nbs/launch/05_plan.ipynb #19beb8ba
+# %% ../../nbs/launch/05_plan.ipynb #2d407e5b
 @dataclass(frozen=True)
 class Machines:
     "Who trains and who serves, in whole nodes where there are several"
@@ -61,7 +61,7 @@ def machines(
     nodes: int = 1,
     per_node: int = 0,  # GPUs of a node, on a CPU ranks; 0 = as few as the layout can have
 ) -> Machines:
-    "Split nodes between training and servers. Raises ValueError for too few, or more than a batch fills"
+    "Split nodes between training and servers. Raises ValueError for too few or too many"
     if nodes < 1 or per_node < 0:
         raise ValueError(f'nodes={nodes}, per_node={per_node}: use at least 1')
     if not per_node:

@@ -1,4 +1,4 @@
-"""Configure a run, start it in a process of its own, watch its curves grow, stop it, go on, read its report.
+"""Start a run in a process of its own, watch its curves grow, stop it, go on, read its report.
 
 Docs: https://compassrl.github.io/compassrl/launch/process.html.md"""
 
@@ -30,7 +30,7 @@ from ..runs.run import new_folder, write_json
 # %% auto #0
 __all__ = ['Launched', 'launch', 'resume', 'status', 'follow', 'watch', 'report_parts', 'launch_on']
 
-# %% ../../nbs/launch/07_process.ipynb #0bf3de4c
+# %% ../../nbs/launch/07_process.ipynb #c0a1ab52
 # torchrun waits for a step's end
 _patient = dict(PYTHONUNBUFFERED='1', TORCH_ELASTIC_SHUTDOWN_TIMEOUT='600')
 
@@ -101,19 +101,19 @@ class Launched:
         return read_metrics(self.run_dir) if self.run_dir.is_dir() else []
 
     def log_tail(self, num_lines: int = 8) -> str:
-        "The end of what was printed, as a terminal shows it: of a bar that is drawn anew, the last"
+        "The end of what was printed, as a terminal shows it: the last of a bar that is drawn anew"
         text = self.log.read_bytes().decode(errors='replace')
         lines = [line.rstrip('\r').split('\r')[-1] for line in text.split('\n')]
         return '\n'.join([line for line in lines if line.strip()][-num_lines:])
 
 
-# %% ../../nbs/launch/07_process.ipynb #02f2a4bf
+# %% ../../nbs/launch/07_process.ipynb #366b8de2
 def launch(
     cfg: TrainConfig,
     run_dir: str | Path = '',  # a new folder; empty = as the config says
     num_ranks: int = 0,  # processes that train, here; 0 = as few as `cfg.parallel` can have
 ) -> Launched:
-    "Start `compassrl train`, for several ranks under torchrun. Raises ValueError before anything starts"
+    "Start `compassrl train`, several ranks by torchrun. Raises ValueError before anything starts"
     cfg = dataclasses.replace(cfg, run_dir=str(run_dir or cfg.run_dir))
     folder, ranks = new_folder(cfg), _ranks(cfg, num_ranks)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def _where(run):
     return 'starting'
 
 
-# %% ../../nbs/launch/07_process.ipynb #cfc1b825
+# %% ../../nbs/launch/07_process.ipynb #953db251
 def follow(
     run: Launched,
     every: float = 1.0,  # seconds between two looks
@@ -183,7 +183,7 @@ def watch(
     run: Launched,
     every: float = 1.0,  # seconds between two looks
 ) -> Path:  # the run directory
-    "Live status and curves; interrupting the cell leaves the run alone. Raises RuntimeError if it fails"
+    "Live status and curves; an interrupt leaves the run alone. Raises RuntimeError if it fails"
     from IPython.display import DisplayHandle, Image
 
     text, picture = DisplayHandle(), None
@@ -217,7 +217,7 @@ def report_parts(
     return shown
 
 
-# %% ../../nbs/launch/07_process.ipynb #306ae1d0
+# %% ../../nbs/launch/07_process.ipynb #92dc172f
 def launch_on(
     cfg: TrainConfig,
     nodes: int = 1,
@@ -226,7 +226,7 @@ def launch_on(
     run_dir: str | Path = '',  # a new folder; empty = as the config says
     slurm: bool = True,  # several nodes: a script for sbatch, or for torchrun on each node?
 ) -> Launched | Path:  # the run, or the script for machines that are not here
-    "Show layout and estimate, then launch. Raises ValueError for what cannot be built or does not fit"
+    "Show layout and estimate, then launch. Raises ValueError for what cannot be built or is too big"
     p = plan(cfg, nodes, per_node, gpu)
     p.show()
     ranks = p.machines.world_size

@@ -1,4 +1,4 @@
-"""The script that starts a plan: torchrun for the ranks, a rollout server on each place that is left, with Slurm or without.
+"""The script that starts a plan: torchrun for ranks, the servers beside, with Slurm or without.
 
 Docs: https://compassrl.github.io/compassrl/launch/scripts.html.md"""
 
@@ -161,7 +161,7 @@ def _settings(cfg, config):
     return _bash.format(config=shlex.quote(config), run_dir=run_dir)
 
 
-# %% ../../nbs/launch/06_scripts.ipynb #76448d93
+# %% ../../nbs/launch/06_scripts.ipynb #0727fefa
 def slurm_script(
     cfg: TrainConfig,
     nodes: int,
@@ -188,7 +188,7 @@ def node_script(
     config: str = 'config.json',  # `cfg` as a file that every node can read
     gpu: str = '',  # its name in `gpus`, for the check that all fits
 ) -> str:
-    "Plain torchrun; rollout servers on the last nodes serve until they are stopped. Raises ValueError"
+    "Plain torchrun; servers on the last nodes serve until they are stopped. Raises ValueError"
     p = plan(cfg, nodes, per_node, gpu)
     mark = '# (not run on GPU)\n' if cfg.device == 'cuda' else ''
     if nodes == 1:

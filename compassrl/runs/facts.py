@@ -1,4 +1,4 @@
-"""The numbers of a run, gathered from the files in its folder: what it achieved, how sure that is, where the time went.
+"""The numbers of a run, from its files: what it achieved, how sure, where the time went.
 
 Docs: https://compassrl.github.io/compassrl/runs/facts.html.md"""
 
@@ -68,7 +68,7 @@ def pick_samples(
     return picked, {kind: len(pairs) for kind, pairs in found.items()}
 
 
-# %% ../../nbs/runs/05_facts.ipynb #b6c54182
+# %% ../../nbs/runs/05_facts.ipynb #66f3be0e
 def machine_info() -> dict[str, object]:
     "What the numbers of a run depend on: processor, threads, versions; no names, no paths"
     from compassrl import __version__

@@ -201,7 +201,7 @@ def told(policy, p, q):
     ],
 )
 def test_the_real_model_is_cut_so(p, n):
-    "Names and rows that Megatron-Core's own parameters hold on every rank, a dense layer among them"
+    "Names and rows that Megatron-Core's own parameters hold on every rank, with a dense layer"
     policy = replace(TINY, mlp_only_layers=(1,))
     got = run_ranks(n, held, policy, p)
     assert got == [set(told(policy, p, q)) for q in layout(p, policy, n).places]

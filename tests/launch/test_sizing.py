@@ -308,7 +308,7 @@ def test_server_memory():
 
 
 def test_flops_of_the_real_policy():
-    "torch counts as many in a forward pass; it counts whole attention matrices, causal ones need half"
+    "torch counts as many forward; it counts whole attention matrices, causal ones need half"
     from torch.utils.flop_counter import FlopCounterMode
 
     T = 64
@@ -449,7 +449,10 @@ def test_estimate_and_refusal():
         return estimate(layout(p, Q30, n, 8, v), Workload(), gpu, v)
 
     bad = of(P(ep=8, etp=1, dtype='bfloat16'), 16)
-    said = r'^a rank needs \d+ GB of the 80 GB of a H100, most for activations \(estimate\): use parallel'
+    said = (
+        r'^a rank needs \d+ GB of the 80 GB of a H100, most for activations \(estimate\): '
+        'use parallel.tp='
+    )
     with pytest.raises(ValueError, match=said) as e:
         check_fits(bad)
     words = dict(word.split('=') for word in str(e.value).split('parallel.')[1].split())
@@ -488,7 +491,7 @@ def test_every_suggestion_fits():
 
 
 def test_a_rollout_beside_training_has_less_room():
-    "vLLM in a process that also trains: no GPUs of its own, so what training holds is not the cache's"
+    "vLLM in a process that also trains: what training holds is not the cache's"
     p, vllm = ParallelConfig(), VllmConfig()
     alone = estimate(layout(p, SMALL, 1, 8, vllm), WORK, H100, vllm)
     both = estimate(layout(p, SMALL, 1), WORK, H100, vllm)
