@@ -46,7 +46,8 @@ from compassrl.runs.factory import (
     resolve,
     world,
 )
-from .report import machine_info, write_report
+from .facts import machine_info
+from .report import write_report
 from .trace import trace_rows
 from ..train.checkpoint import load_checkpoint, save_checkpoint
 from ..train.sft import cold_start
