@@ -13,6 +13,7 @@ tools/execute_nbs.py. `sync` writes modules, what follows from nbs/course.yml, a
 import hashlib
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import course
@@ -53,9 +54,18 @@ def ruff(*args):
     subprocess.run([sys.executable, '-m', 'ruff', '--quiet', *map(str, args)], check=True)
 
 
+def wrap_docstring(module):
+    "A notebook's promise is its module's docstring: in lines that are not too long"
+    first, *rest = module.read_text().splitlines(keepends=True)
+    if first.startswith('"""') and len(first.rstrip()) > 100:
+        module.write_text('\n'.join(textwrap.wrap(first, 100)) + '\n' + ''.join(rest))
+
+
 def export():
     "Modules, their index, and nbdev's settings of the site"
     nbdev_export.__wrapped__()
+    for module in cfg.lib_path.rglob('[!_]*.py'):
+        wrap_docstring(module)
     ruff('format', cfg.lib_path)
     refresh_quarto_yml()
     site = NBS / 'nbdev.yml'  # the site has no address
