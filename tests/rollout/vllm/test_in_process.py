@@ -694,7 +694,7 @@ def test_replay_closes_the_gap(tmp_path, case):
     gap = {}
     for mode in ('off', 'R3'):
         b = collate(samples)
-        b.old_log_probs, _ = TorchTrain(policy, OptimConfig(), replay=mode).log_probs(b)
+        b = replace(b, **TorchTrain(policy, OptimConfig(), replay=mode).score(b))
         gap[mode] = discrepancy(b)
         weights, _ = tis_weights(b.old_log_probs, b.rollout_log_probs, b.response_mask, cap=2.0)
         assert weights.max() <= 2 and abs(weights[b.response_mask].mean() - 1) < 0.05
@@ -730,9 +730,10 @@ def test_three_steps_with_either_engine(fresh):
     train, loss = TorchTrain(policy, OptimConfig(lr=0.01)), PolicyLoss(LossConfig(tis='off'))
     for step in range(3):
         b = collate(list(fresh.generate(requests(seed=step))))
-        b.old_log_probs, b.entropy = train.log_probs(b)
+        b = replace(b, **train.score(b))
         assert (b.old_log_probs - b.rollout_log_probs).abs().mean() < CLOSE
-        b.advantages = torch.where(b.response_mask, torch.linspace(-1, 1, len(b))[:, None], 0.0)
+        advantages = torch.where(b.response_mask, torch.linspace(-1, 1, len(b))[:, None], 0.0)
+        b = replace(b, advantages=advantages)
         train.update(b, loss)
         fresh.load_weights(train.weights(), step + 1)
     last = list(fresh.generate(requests(seed=9)))
