@@ -336,7 +336,7 @@ def test_leaving_early(pool, reference):
 
 
 def test_no_connection_is_left_idle(pool):
-    "A server closes it when it likes: a request on its way there looked like a server that was lost"
+    "A server closes it when it likes: a request on its way there looked like a lost server"
     list(pool.generate(requests(8)))
     ports = {urlsplit(r.url).port for r in pool.replicas.values()}
 
@@ -423,7 +423,7 @@ def test_a_colocated_pool_sleeps_when_it_has_nothing_to_do(pool):
     assert calls[4:] == ['wake'] * 2
 
 
-# ---- replicas that fail; the order of these tests matters: what one breaks, the next finds coming back
+# ---- replicas that fail; the order matters: what one test breaks, the next finds coming back
 
 
 def hurt(pool, name, sig):
@@ -444,7 +444,7 @@ def test_killed_in_mid_generation(pool, reference):
 
 
 def test_hangs_in_mid_generation(pool, reference):
-    "The other one hangs before the first is back: the queue waits, and again nothing is lost or doubled"
+    "The other one hangs before the first is back: the queue waits, nothing is lost or doubled"
     out, before = [], pool.vllm
     pool.vllm = replace(before, timeout_s=30.0)
     try:
@@ -483,7 +483,7 @@ def test_servers_by_url(pool, model, capsys):
         assert all("has weights '8' instead of '7'" in r.why for r in other.replicas.values())
         other.vllm = replace(other.vllm, timeout_s=20.0)
         n = 0
-        for s in other.generate(requests(16)):
+        for _ in other.generate(requests(16)):
             n += 1
             if n == 2:
                 hurt(pool, 'replica 0', signal.SIGKILL)
@@ -673,7 +673,7 @@ def born(server):
 
 
 def nurseries(folder):
-    "An owner that was given its first nursery makes the second; it kills itself beside a server that is stopped"
+    "An owner is given one nursery and makes another; it ends beside a server that is stopped"
     servers = [forked(folder / f'log{i}') for i in range(2)]
     first = Nursery.one.process
     pids = list(map(born, servers))
