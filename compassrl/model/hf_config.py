@@ -1,4 +1,4 @@
-"""The shape of a policy as transformers and vLLM write it down, and a refusal for everything that this policy does not compute.
+"""The shape of a policy as transformers and vLLM write it down; all else is refused.
 
 Docs: https://compassrl.github.io/compassrl/model/hf_config.html.md"""
 

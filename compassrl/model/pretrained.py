@@ -1,4 +1,4 @@
-"""The policy's weights by their public names: checkpoints that transformers, vLLM and Megatron-Core open unchanged.
+"""The policy's weights by their public names, in files that transformers and vLLM open.
 
 Docs: https://compassrl.github.io/compassrl/model/pretrained.html.md"""
 

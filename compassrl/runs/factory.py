@@ -178,8 +178,9 @@ def prepare(
     )
     from megatron.core import parallel_state
 
-    from compassrl.train.megatron.engine import Control, init_parallel
+    from compassrl.train.megatron.control import Control
     from compassrl.train.megatron.leader import Watch
+    from compassrl.train.megatron.model import init_parallel
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()  # of an earlier run

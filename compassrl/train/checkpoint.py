@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on to the last bit as if it had not been, from a checkpoint that is whole.
+"""A run that is killed at any moment goes on, to the last bit, as if it had not been.
 
 Docs: https://compassrl.github.io/compassrl/train/checkpoint.html.md"""
 

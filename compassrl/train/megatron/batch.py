@@ -1,4 +1,4 @@
-"""Rows go to ranks, become packed tokens, meet routers and a vocabulary in pieces, and come back in order.
+"""Rows go to ranks, become packed tokens, meet routers, and come back in order.
 
 Docs: https://compassrl.github.io/compassrl/train/megatron/batch.html.md"""
 
@@ -20,20 +20,19 @@ import compassrl.train.megatron.cpu  # noqa: F401  before Megatron-Core, whose w
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...records import Batch, micro_batches, select
 from ..balance import balance
 
 # %% auto #0
 __all__ = [
+    'Cost',
     'Part',
     'Work',
     'share_rows',
     'plan',
     'zigzag',
     'Packed',
-    'vocab_log_probs',
     'response_values',
     'Tap',
     'tap_routers',
@@ -45,7 +44,8 @@ __all__ = [
 class Part:
     "One micro-batch of one data-parallel rank"
 
-    rows: Tensor  # [b] where its rows stand in the whole batch; none = it only keeps this rank in step with the others
+    # [b] where its rows stand in the whole batch; none = it only keeps this rank in step
+    rows: Tensor
     batch: Batch  # [b, t] those rows
 
 
@@ -59,28 +59,24 @@ class Work:
 
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #dda867d6
+Cost = Callable[[list[int]], Sequence[float]]
+
+
 def share_rows(
     lengths: Tensor,  # [B] tokens
     num_ranks: int,
-    cost: Callable[
-        [list[int]], Sequence[float]
-    ] = list,  # of rows of these lengths; as it is, their tokens
+    cost: Cost = list,  # of rows of these lengths; as it is, their tokens
 ) -> list[list[int]]:  # rows of each rank, longest first
-    "Ranks cost the same, as nearly as `scheduling.balance` can have it"
-    return [
-        sorted(rows, key=lambda i: (-lengths[i], i))
-        for rows in balance(cost(lengths.tolist()), num_ranks)
-    ]
+    "Ranks cost the same, as nearly as `balance` can have it"
+    shares = balance(cost(lengths.tolist()), num_ranks)
+    return [sorted(rows, key=lambda i: (-lengths[i], i)) for rows in shares]
 
 
-def _idle(
-    batch,
-):  # two tokens that nobody asked about: they cost little, and gradients pass through them as zeros
+# two tokens that nobody asked about: they cost little, and gradients pass through them as zeros
+def _idle(batch):
     one = select(batch, [0]).map(lambda t: t[:, :2] if t.dim() > 1 else t)
-    return Part(
-        torch.zeros(0, dtype=torch.long),
-        replace(one, response_mask=torch.zeros_like(one.response_mask)),
-    )
+    nothing = torch.zeros_like(one.response_mask)
+    return Part(torch.zeros(0, dtype=torch.long), replace(one, response_mask=nothing))
 
 
 def plan(
@@ -89,14 +85,12 @@ def plan(
     num_ranks: int,  # data-parallel ranks
     max_tokens: int,  # padded tokens of a micro-batch
     multiple: int = 1,  # the number of parts is a multiple of this
-    cost: Callable[[list[int]], Sequence[float]] = list,  # as in `share_rows`
+    cost: Cost = list,  # as in `share_rows`
 ) -> list[Work]:  # one per rank, all with equally many parts
     "The one function that deals a mini-batch out: every tensor of a row goes with its row"
     num = int(batch.response_mask[rows].sum()), len(rows)
-    shares = [
-        rows[torch.tensor(s, dtype=torch.long)]
-        for s in share_rows(batch.lengths[rows], num_ranks, cost)
-    ]
+    dealt = share_rows(batch.lengths[rows], num_ranks, cost)
+    shares = [rows[torch.tensor(s, dtype=torch.long)] for s in dealt]
     cut = [
         [s[m] for m in micro_batches(select(batch, s), max_tokens)] if len(s) else []
         for s in shares
@@ -115,17 +109,17 @@ def zigzag(
     cp: int,  # context-parallel ranks
     rank: int,
 ) -> Tensor:  # [sum(sizes)/cp] places in the packed row that this rank holds
-    "Two of the 2*cp pieces of each sequence, one early and one late: causal attention costs every rank the same"
+    """Two of the 2*cp pieces of each sequence, one early and one late: causal attention costs every
+    rank the same"""
     starts, piece = sizes.cumsum(0) - sizes, sizes // (2 * cp)
     places = zip(starts.tolist(), piece.tolist())
-    mine = [
-        torch.arange(s + k * p, s + k * p + p) for s, p in places for k in (rank, 2 * cp - 1 - rank)
-    ]
+    early, late = rank, 2 * cp - 1 - rank
+    mine = [torch.arange(s + k * p, s + k * p + p) for s, p in places for k in (early, late)]
     return torch.cat(mine).to(sizes.device)
 
 
 class Packed:
-    "The rows of a part, one after another without padding between them, as Megatron-Core reads them"
+    "The rows of a part, one after another without padding, as Megatron-Core reads them"
 
     def __init__(
         self,
@@ -175,73 +169,14 @@ class Packed:
         like: Tensor,  # [b, t]
     ) -> Tensor:  # [b, t, ...] 0 in padding
         "From packed tokens to padded rows"
-        return values.new_zeros(*like.shape, *values.shape[1:]).index_put(
-            self.at, values[self.place]
-        )
-
-
-# %% ../../../nbs/train/megatron/07_batch.ipynb #91acfb9c
-class _VocabParallel(
-    torch.autograd.Function
-):  # forgets its fp32 numbers; the gradient computes them again
-    @staticmethod
-    def scaled(logits, temperature, size):  # fp32; columns beyond the vocabulary can never be drawn
-        z = logits.to(torch.promote_types(logits.dtype, torch.float)) / temperature
-        if size < z.shape[1]:
-            z[:, max(size, 0) :] = -1e30
-        return z
-
-    @staticmethod
-    def forward(ctx, logits, targets, temperature, size, group):
-        z = _VocabParallel.scaled(logits, temperature, size)
-        top = z.amax(1)
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        z -= top[:, None]
-        e, mine = z.exp(), (targets >= 0) & (targets < z.shape[1])
-        chosen = z.gather(1, (targets * mine)[:, None])[:, 0] * mine
-        sums = torch.stack([e.sum(1), torch.linalg.vecdot(e, z), chosen])
-        dist.all_reduce(sums, group=group)
-        total, weighted, chosen = sums
-        entropy = total.log() - weighted / total
-        ctx.save_for_backward(logits, targets * mine, mine, top + total.log())
-        ctx.temperature, ctx.size = temperature, size
-        ctx.mark_non_differentiable(entropy)
-        return chosen - total.log(), entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, _):
-        logits, targets, mine, log_z = ctx.saved_tensors
-        g = grad[:, None] / ctx.temperature
-        d = (
-            _VocabParallel.scaled(logits, ctx.temperature, ctx.size)
-            .sub_(log_z[:, None])
-            .exp_()
-            .mul_(-g)
-        )
-        d.scatter_add_(1, targets[:, None], g * mine[:, None])  # g (1[v = y] - p_v)
-        return d.to(logits.dtype), None, None, None, None
-
-
-def vocab_log_probs(
-    logits: Tensor,  # [n, V/tp] this rank's columns, padding of the vocabulary included
-    targets: Tensor,  # [n] int64 tokens
-    temperature: float,
-    vocab_size: int,  # without padding
-    rank: int,
-    group,  # tensor-parallel rank and its group
-) -> tuple[
-    Tensor, Tensor
-]:  # [n] log-probs, [n] entropies in nats without gradient: fp32, the same on all ranks
-    "Three sums travel per token, never a row of logits"
-    start = rank * logits.shape[1]
-    return _VocabParallel.apply(logits, targets - start, temperature, vocab_size - start, group)
+        out = values.new_zeros(*like.shape, *values.shape[1:])
+        return out.index_put(self.at, values[self.place])
 
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #77cb044b
-class _Sum(
-    torch.autograd.Function
-):  # every rank goes on with the whole and so has the whole gradient already
+class _Sum(torch.autograd.Function):
+    "Every rank goes on with the whole and so has the whole gradient already"
+
     @staticmethod
     def forward(ctx, x, group):
         x = x.clone()
@@ -267,9 +202,8 @@ def response_values(
     ids[packed.place] = batch.token_ids[packed.at]
     here = on[packed.local + 1].nonzero()[:, 0]
     after = packed.local[here] + 1
-    whole = [
-        v.new_zeros(packed.total).index_put((after,), v) for v in score(logits[here], ids[after])
-    ]
+    values = score(logits[here], ids[after])
+    whole = [v.new_zeros(packed.total).index_put((after,), v) for v in values]
     if cp_group is not None:
         whole = [_Sum.apply(v, cp_group) for v in whole]
     return tuple(packed.take(v, batch.token_ids) for v in whole)
@@ -280,13 +214,15 @@ class Tap:
     "Stands where a Megatron-Core router asks which experts to use (`router.router_replay`)"
 
     def __init__(
-        self, layer: int, keep: bool
-    ):  # absolute number of the layer, from 0; will activations be recomputed?
+        self,
+        layer: int,  # absolute number, from 0
+        keep: bool,  # will activations be recomputed?
+    ):
         self.layer, self.keep, self.queue = layer, keep, []
         self.forward()
 
     def forward(self, ids: Tensor | None = None, valid: Tensor | None = None):
-        "The next forward pass uses `ids` [n, K] where `valid` [n], and the router's own choice elsewhere"
+        "The next pass uses `ids` [n, K] where `valid` [n], and the router's own choice elsewhere"
         self.ids, self.valid, self.own, self.again = ids, valid, None, False
 
     def backward(self):
@@ -312,7 +248,7 @@ def tap_routers(
     chunk,  # a GPTModel that lives, wrapped or not
     keep: bool = False,  # will its activations be recomputed?
 ) -> list[Tap]:  # in the order of layers
-    "A tap on every router of the decoder, found by walking the model itself. Raises ValueError for fused routers"
+    "A tap on every router of the decoder of a model. Raises ValueError for fused routers"
     taps = []
     while hasattr(chunk, 'module'):
         chunk = chunk.module

@@ -1,4 +1,4 @@
-"""Every rank writes its part while training goes on, and another number of ranks reads it back.
+"""Every rank writes its part while training goes on; another number of ranks reads it back.
 
 Docs: https://compassrl.github.io/compassrl/train/megatron/checkpoint.html.md"""
 
@@ -8,16 +8,14 @@ Docs: https://compassrl.github.io/compassrl/train/megatron/checkpoint.html.md"""
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import os
 import pickle
 import queue
-import re
-import shutil
 import tempfile
 import uuid
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -31,12 +29,30 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
-from ..checkpoint import CheckpointError, TornCheckpoint
+from compassrl.train.checkpoint import (
+    discard,
+    found_checkpoints,
+    newest_whole,
+    publish,
+    remove_leftovers,
+    seal,
+    sync_path,
+    unseal,
+)
 from .cpu import megatron_calls
 from .engine import MegatronTrain, inner_optimizers
+from ..state import CheckpointError, TornCheckpoint
 
 # %% auto #0
-__all__ = ['read_manifest', 'latest_sharded', 'Save', 'save_sharded', 'finish_save', 'load_sharded']
+__all__ = [
+    'read_manifest',
+    'latest_sharded',
+    'keep_garbage_in_forks',
+    'Save',
+    'save_sharded',
+    'finish_save',
+    'load_sharded',
+]
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #7cd0a502
 _metadata = dict(
@@ -46,27 +62,20 @@ _metadata = dict(
 )
 
 
-def _begin_states(
-    optimizer,
-):  # Adam makes its moments in its first step; a checkpoint may come before it
+# Adam makes its moments in its first step; a checkpoint may come before it
+def _begin_states(optimizer):
     for o in inner_optimizers(optimizer):
         if o.state:
             continue
-        for group in o.param_groups:
-            for p in group['params']:
-                o.state[p] = dict(
-                    step=torch.zeros(()),
-                    exp_avg=torch.zeros_like(p),
-                    exp_avg_sq=torch.zeros_like(p),
-                )
+        for p in (p for group in o.param_groups for p in group['params']):
+            moments = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            o.state[p] = dict(step=torch.zeros(()), **moments)
 
 
-def _sharded(
-    engine, optimizer=True, loading=False
-):  # what Megatron-Core is to write or to read, no copies
-    models = {
-        f'model{i}': m.sharded_state_dict(metadata=_metadata) for i, m in enumerate(engine.chunks)
-    }
+# what Megatron-Core is to write or to read, no copies
+def _sharded(engine, optimizer=True, loading=False):
+    pieces = enumerate(engine.chunks)
+    models = {f'model{i}': m.sharded_state_dict(metadata=_metadata) for i, m in pieces}
     state = dict(models, num_steps=engine.num_steps)
     if optimizer:
         _begin_states(engine.optimizer)
@@ -77,36 +86,17 @@ def _sharded(
 
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #f938d8ae
-def _sync(path):
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _plain(config):
     return json.loads(json.dumps(asdict(config)))  # as it comes back from a file
 
 
-def _seal(body):
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _publish(tmp, path, body):  # on rank 0, when every rank has written its files
+def _seal_folder(tmp, body):  # on rank 0, when every rank has written its files
     files = {p.name: p.stat().st_size for p in sorted(tmp.iterdir())}
     for name in files:
-        _sync(tmp / name)
-    body = body | dict(files=files)
-    (tmp / 'manifest.json').write_text(json.dumps(body | dict(sha256=_seal(body)), indent=1))
-    _sync(tmp / 'manifest.json')
-    _sync(tmp)
-    old = tmp.with_name(tmp.name + '-old')
-    if path.exists():
-        os.replace(path, old)
-    os.replace(tmp, path)
-    _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        sync_path(tmp / name)
+    (tmp / 'manifest.json').write_bytes(seal(body | dict(files=files))[1])
+    sync_path(tmp / 'manifest.json')
+    sync_path(tmp)
 
 
 def read_manifest(
@@ -114,58 +104,37 @@ def read_manifest(
 ) -> dict:  # step, num_steps, policy, layout, files and their sizes
     "Raises TornCheckpoint if a file is missing or of another size than when it was written"
     path = Path(path)
-    try:
-        body = json.loads((path / 'manifest.json').read_text())
-        said = body.pop('sha256')
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise TornCheckpoint(
-            f'{path}: no manifest that can be read: use an earlier checkpoint'
-        ) from None
-    if _seal(body) != said:
-        raise TornCheckpoint(f'{path}: the manifest was changed: use an earlier checkpoint')
+    body, _ = unseal(path)
     for name, size in body['files'].items():
         found = (path / name).stat().st_size if (path / name).exists() else 'no file'
         if found != size:
-            raise TornCheckpoint(
-                f'{path}/{name}: {found} where the manifest says {size} bytes: use an earlier one'
-            )
+            why = f'{found} where the manifest says {size} bytes'
+            raise TornCheckpoint(f'{path}/{name}: {why}: use an earlier one')
     return body
 
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #cd7f9a6a
-_name = re.compile(r'step-(\d{6,})')
-
-
-def _found(root):  # newest first
-    steps = {int(m[1]): p for p in Path(root).glob('step-*') if (m := _name.fullmatch(p.name))}
-    return [steps[s] for s in sorted(steps, reverse=True)]
-
-
 def latest_sharded(
     root: str | Path,
     required: bool = False,  # raise CheckpointError instead of returning None?
 ) -> Path | None:  # the newest checkpoint that is whole
     "Where to resume; a torn one is named in a printed line, and the one before is tried"
-    for p in _found(root):
-        try:
-            read_manifest(p)
-            return p
-        except TornCheckpoint as e:
-            print(f'skipped a torn checkpoint: {e}')
-    if required:
+    path = newest_whole(Path(root), read_manifest)
+    if path is None and required:
         raise CheckpointError(
             f'{root}: no whole checkpoint: check the path, or start without resuming'
         )
-    return None
+    return path
 
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #2d1a8fa5
-os.register_at_fork(
-    after_in_child=gc.freeze
-)  # a dead process group, collected in a fork, waits for threads it has not
+@lru_cache
+def keep_garbage_in_forks():
+    "A dead process group, collected in a fork, waits for threads that the fork has not"
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
-class _Results:  # of the writer, for this process; upstream starts a server for it, which imports everything again
+class _Results:  # of the writer, for this process
     def __init__(self):
         self.file = tempfile.TemporaryFile()  # both have it open
 
@@ -199,34 +168,23 @@ class Save:
 
     def __init__(self, engine, root, step, keep):
         self.root, self.path, self.keep, self.engine = root, root / f'step-{step:06}', keep, engine
-        names = [
-            f'.tmp-{step:06}-{uuid.uuid4().hex[:8]}'
-        ]  # of its own: writers of a killed run may still be at theirs
+        # of its own: writers of a killed run may still be at theirs
+        names = [f'.tmp-{step:06}-{uuid.uuid4().hex[:8]}']
         dist.broadcast_object_list(names, 0)
         self.tmp, self.finished, self.queue = root / names[0], False, AsyncCallsQueue()
         _on_first(self._begin)
-        self.body = dict(
-            step=step,
-            num_steps=engine.num_steps,
-            policy=_plain(engine.policy),
-            layout=engine._layout(),
-        )
+        self.body = dict(step=step, num_steps=engine.num_steps, layout=engine.layout())
+        self.body['policy'] = _plain(engine.policy)
+        how = dict(async_sharded_save=True, content_metadata=_metadata)
         with patch.object(filesystem_async, '_get_write_results_queue', _Results):
             writer = TorchDistSaveShardedStrategy('torch_dist', 1, thread_count=1)
-            request = dist_checkpointing.save(
-                _sharded(engine),
-                str(self.tmp),
-                writer,
-                async_sharded_save=True,
-                content_metadata=_metadata,
-            )
-        self.queue.schedule_async_request(
-            request
-        )  # forks the writer, which sees this moment's weights for good
+            request = dist_checkpointing.save(_sharded(engine), str(self.tmp), writer, **how)
+        keep_garbage_in_forks()
+        # forks the writer, which sees this moment's weights for good
+        self.queue.schedule_async_request(request)
 
     def _begin(self):
-        for p in self.root.glob('.tmp-*'):
-            shutil.rmtree(p, ignore_errors=True)  # left by a killed run
+        remove_leftovers(self.root)
         self.tmp.mkdir(parents=True)
 
     def done(self) -> bool:
@@ -256,9 +214,10 @@ class Save:
         return True
 
     def _end(self):
-        _publish(self.tmp, self.path, self.body)
-        for p in _found(self.root)[self.keep :]:
-            shutil.rmtree(p, ignore_errors=True)
+        _seal_folder(self.tmp, self.body)
+        publish(self.tmp, self.path)
+        for p in found_checkpoints(self.root)[self.keep :]:
+            discard(p)
 
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #a3b87ec3
@@ -271,8 +230,8 @@ def save_sharded(
     "Begins to write `root/step-000123`, on every rank; waits for the save before it"
     if keep < 1:
         raise ValueError(f'keep={keep}: use at least 1')
-    if before := getattr(engine, 'saving', None):
-        before.wait()
+    if engine.saving:
+        engine.saving.wait()
     with megatron_calls():
         engine.saving = Save(engine, Path(root), step, keep)
     return engine.saving
@@ -280,13 +239,13 @@ def save_sharded(
 
 def finish_save(engine: MegatronTrain) -> Path | None:  # of the last checkpoint
     "Waits for the last save, if there was one, on every rank"
-    saving = getattr(engine, 'saving', None)
-    return saving and saving.wait()
+    return engine.saving and engine.saving.wait()
 
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #ad055ddd
 def _set_states(self, model_param, tensors):
-    "As upstream (distrib_optimizer.py:911), which asks for torch's `step` too; that one is kept with the groups"
+    """As upstream (distrib_optimizer.py:911), which asks for torch's `step` too; that one is kept
+    with the groups"""
     group, order = self.model_param_group_index_map[model_param]
     param = self.optimizer.param_groups[group]['params'][order]
     for k, v in dict(param=param, **self.optimizer.state[param]).items():
@@ -294,9 +253,8 @@ def _set_states(self, model_param, tensors):
             v.copy_(tensors[k])
 
 
-def _own_steps(
-    optimizer,
-):  # one counter per parameter: a shared one counts a step of all of them many times
+# one counter per parameter: a shared one counts a step of all of them many times
+def _own_steps(optimizer):
     for o in inner_optimizers(optimizer):
         for state in o.state.values():
             if torch.is_tensor(state.get('step')):
@@ -304,12 +262,8 @@ def _own_steps(
 
 
 def _check(engine, path, body):  # before anything is changed
-    here = _plain(engine.policy)
-    wrong = [
-        f'{k}={v!r} there and {here.get(k)!r} here'
-        for k, v in body['policy'].items()
-        if here.get(k) != v
-    ]
+    here, there = _plain(engine.policy), body['policy'].items()
+    wrong = [f'{k}={v!r} there and {here.get(k)!r} here' for k, v in there if here.get(k) != v]
     if wrong:
         raise CheckpointError(
             f'{path} is of another policy: {"; ".join(wrong)}: use the config it was saved with'
@@ -322,14 +276,12 @@ def load_sharded(
     path: str | Path,  # one checkpoint
     optimizer: bool = True,  # its moments and counters too? (False: they begin anew)
 ) -> int:  # its step
-    "Weights and optimiser as they were, on every rank. Raises CheckpointError for a torn one or another policy"
+    "Weights and optimiser as they were, on every rank. Raises CheckpointError as the readers do"
     path = Path(path)
     body = read_manifest(path)
     _check(engine, path, body)
-    with (
-        megatron_calls(),
-        patch.object(DistributedOptimizer, '_set_main_param_and_optimizer_states', _set_states),
-    ):
+    name = '_set_main_param_and_optimizer_states'
+    with megatron_calls(), patch.object(DistributedOptimizer, name, _set_states):
         try:
             state = dist_checkpointing.load(_sharded(engine, optimizer, True), str(path))
         except CheckpointingException as e:

@@ -1,4 +1,4 @@
-"""Megatron-Core asks for CUDA in many places and needs it in none of those that a policy trains through: what stands in for it is one page.
+"""Megatron-Core asks for CUDA everywhere and needs it nowhere: one page stands in for it.
 
 Docs: https://compassrl.github.io/compassrl/train/megatron/cpu.html.md"""
 

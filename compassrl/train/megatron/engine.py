@@ -1,4 +1,4 @@
-"""The same log-probabilities, gradients and weights as one process, whatever number of ranks computed them.
+"""The same log-probs, gradients and weights as one process, whatever ranks computed them.
 
 Docs: https://compassrl.github.io/compassrl/train/megatron/engine.html.md"""
 
@@ -7,145 +7,44 @@ Docs: https://compassrl.github.io/compassrl/train/megatron/engine.html.md"""
 # %% ../../../nbs/train/megatron/08_engine.ipynb #17bf7440
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from copy import deepcopy
-from datetime import timedelta
+from collections.abc import Iterable, Iterator
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import get_args
 
 import torch
-import torch.distributed as dist
+from fastcore.basics import patch
 
 # before Megatron-Core, whose warnings it knows
-from .cpu import megatron_calls
+import compassrl.train.megatron.cpu  # noqa: F401
 
 # isort: split
 from megatron.core import parallel_state as ps
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from ...model.policy import PolicyConfig
 from ...records import Batch, LossFn, Metrics, mini_batches
 from ..balance import train_flops
-from compassrl.train.megatron.batch import (
-    Packed,
-    plan,
-    response_values,
-    tap_routers,
-    vocab_log_probs,
-)
+from .batch import plan
+from .control import Control
 from .layout import ParallelConfig
-from .model import build_model, init_parallel
-from .weights import hf_weights, load_hf
+from .passes import Passes
+from .weights import hf_weights
 from ..torch_engine import OptimConfig, ReplayMode, route_records, validate_routes
 
 # %% auto #0
-__all__ = [
-    'Refused',
-    'Control',
-    'wrap_and_optimise',
-    'inner_optimizers',
-    'MegatronTrain',
-    'score',
-    'update',
-    'weights',
-    'state_dict',
-    'load_state_dict',
-]
+__all__ = ['MegatronTrain']
 
 
 # %% ../../../nbs/train/megatron/08_engine.ipynb #50f6cbbd
-class Refused(ValueError):
-    "Rank 0 would not begin; nobody has computed anything, and all ranks can go on"
-
-
-class Control:
-    "Rank 0 hands out work and collects results, as pickled objects over gloo"
-
-    def __init__(self):
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.group = dist.new_group(
-            backend='gloo', timeout=timedelta(days=7)
-        )  # a rollout may take long
-
-    def scatter(
-        self,
-        make: Callable
-        | None = None,  # on rank 0: gives one object per rank, or raises ValueError before any of them works
-    ):  # this rank's object
-        "Raises `Refused` on all ranks if `make` raised ValueError"
-        out, objects = [None], None
-        if self.rank == 0:
-            try:
-                objects = make()
-            except ValueError as e:
-                objects = [Refused(str(e))] * self.size
-        dist.scatter_object_list(out, objects, 0, self.group)
-        if isinstance(out[0], Refused):
-            raise out[0]
-        return out[0]
-
-    def gather(self, value) -> list | None:  # one per rank on rank 0, None elsewhere
-        out = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, out, 0, self.group)
-        return out
-
-
-# %% ../../../nbs/train/megatron/08_engine.ipynb #aad7acdc
-def wrap_and_optimise(
-    chunks: list,  # pieces of the model on this rank
-    config: OptimConfig,
-    dtype: torch.dtype,  # of the model's weights
-) -> tuple:  # the wrapped pieces, the optimiser
-    "Gradients are added up over replicas, not averaged; each replica keeps a slice of the optimiser"
-    c, cfg = config, chunks[0].config
-    cfg.calculate_per_token_loss = True  # the loss is divided already: add, and nothing else
-    cfg.finalize_model_grads_func = lambda models, num_tokens, **kw: finalize_model_grads(
-        models, None, **kw
-    )
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    adam = OptimizerConfig(
-        optimizer='adam',
-        lr=c.lr,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        clip_grad=c.grad_clip,
-        weight_decay=c.weight_decay,
-        adam_beta1=c.betas[0],
-        adam_beta2=c.betas[1],
-        adam_eps=c.adam_eps,
-        use_distributed_optimizer=True,
-    )
-    with megatron_calls():
-        models = [
-            DistributedDataParallel(cfg, ddp, m, disable_bucketing=i > 0)
-            for i, m in enumerate(chunks)
-        ]
-        return models, get_megatron_optimizer(adam, models)
-
-
-def inner_optimizers(optimizer) -> list:  # those of torch, one for the experts and one for all else
-    return [o.optimizer for o in optimizer.chained_optimizers if o.optimizer is not None]
-
-
-# %% ../../../nbs/train/megatron/08_engine.ipynb #41c0c70d
-class MegatronTrain:
-    "Megatron-Core as `TrainEngine`: every rank calls the same methods, the batch is rank 0's and so is the result"
+class MegatronTrain(Passes):
+    """Megatron-Core as `TrainEngine`: every rank calls the same methods, the batch is rank 0's and
+    so is the result"""
 
     def __init__(
         self,
         policy: PolicyConfig,
-        weights: Iterable[tuple[str, Tensor]]
-        | str
-        | Path,  # by Hugging Face names, on every rank; or a folder
+        weights: Iterable[tuple[str, Tensor]] | str | Path,  # on every rank; or a folder
         config: OptimConfig,
         parallel: ParallelConfig = ParallelConfig(),
         temperature: float = 1.0,  # the one that the rollout samples with
@@ -155,42 +54,23 @@ class MegatronTrain:
             raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
         if replay not in get_args(ReplayMode):
             raise ValueError(f'{replay=}: use one of {get_args(ReplayMode)}')
-        self.policy, self.config, self.parallel = policy, config, parallel
-        self.temperature, self.replay, self.num_steps = temperature, replay, 0
-        if not ps.model_parallel_is_initialized():
-            init_parallel(parallel)
-        self.chunks = build_model(policy, parallel, router_replay=replay != 'off')
-        load_hf(self.chunks, policy, weights)
-        self.models, self.optimizer = wrap_and_optimise(
-            self.chunks, config, getattr(torch, parallel.dtype)
-        )
-        self.chunks[0].config.variable_seq_lengths = parallel.vpp == 1  # parts differ in tokens
-        self.taps = [
-            tap_routers(m, parallel.recompute != 'none') if replay != 'off' else []
-            for m in self.chunks
-        ]
-        self.control = Control()
-        self.device = next(self.chunks[0].parameters()).device
-        self._find_place()
+        super().__init__(policy, weights, config, parallel, temperature, replay)
+        self.control, self.saving = Control(), None  # the save that is under way
+        # on rank 0: who belongs to which replica
+        self.dp_of = self.control.gather(ps.get_data_parallel_rank())
 
-    def _find_place(self):  # of this rank
-        p = self.parallel
-        self.tp_rank, self.cp_rank = (
-            ps.get_tensor_model_parallel_rank(),
-            ps.get_context_parallel_rank(),
-        )
-        self.cp_group = ps.get_context_parallel_group() if p.cp > 1 else None
-        self.num_dp = ps.get_data_parallel_world_size()
-        last = ps.is_pipeline_last_stage(ignore_virtual=True)
-        self.speaks = last and self.tp_rank == self.cp_rank == 0  # for its replica
-        dp_of = self.control.gather(
-            ps.get_data_parallel_rank()
-        )  # on rank 0: who belongs to which replica
-        self.dp_of = dp_of
+    def weights(self) -> Iterator[tuple[str, Tensor]]:  # complete on rank 0
+        "The present weights by their names; every rank has to walk through all of them"
+        return hf_weights(self.chunks, self.policy)
+
+    def layout(self) -> dict:
+        names = 'tp', 'pp', 'ep', 'etp', 'cp', 'vpp'
+        return dict(ranks=self.control.size) | {k: getattr(self.parallel, k) for k in names}
 
 
 # %% ../../../nbs/train/megatron/08_engine.ipynb #86f263ce
-def _check(self, batch):  # on rank 0, before anybody computes
+@patch
+def _check(self: MegatronTrain, batch):  # on rank 0, before anybody computes
     if batch.response_mask[:, :1].any():
         raise ValueError('a response starts in column 0: give every sample a prompt')
     longest, limit = int(batch.lengths.max()), self.policy.max_position_embeddings
@@ -202,87 +82,16 @@ def _check(self, batch):  # on rank 0, before anybody computes
         validate_routes(batch, self.policy)
 
 
-def _deal(self, batch, parts):  # one list of Work per rank
+@patch
+def _deal(self: MegatronTrain, batch, parts):  # one list of Work per rank
     multiple = self.parallel.pp if self.parallel.vpp > 1 else 1
     cost, most = partial(train_flops, c=self.policy), self.config.micro_batch_tokens
     plans = [plan(batch, r, self.num_dp, most, multiple, cost) for r in parts]
     return [[works[d] for works in plans] for d in self.dp_of]
 
 
-MegatronTrain._check, MegatronTrain._deal = _check, _deal
-
-
-# %% ../../../nbs/train/megatron/08_engine.ipynb #cffbfc01
-def _pack(self, batch, at_least=0):
-    p = self.parallel
-    return Packed(batch, p.tp, p.cp, self.cp_rank, 16 if p.fp8_recipe else 1, at_least)
-
-
-def _forward(
-    self, parts, model, use_routes
-):  # Megatron-Core asks for the next part of this piece of the model
-    p, c = self.parallel, self.policy
-    part = next(parts)
-    batch = part.batch.to(self.device)
-    packed = self._pack(batch, self.length)
-    taps = self.taps[self.models.index(model)]
-    ids = valid = None
-    if use_routes and batch.routed_experts is not None:
-        pads = torch.arange(c.num_experts_per_tok, device=self.device).to(
-            batch.routed_experts.dtype
-        )
-        ids, valid = packed.put(batch.routed_experts, pads), packed.put(batch.routes_valid, True)
-        ids, valid = (
-            x.chunk(p.tp)[self.tp_rank] for x in (ids, valid)
-        )  # routers see a slice of the tokens each
-    for t in taps:
-        t.forward(None if ids is None else ids[:, t.layer], valid)
-    tokens, positions = packed.put(batch.token_ids)[None], packed.positions[packed.local][None]
-    out = model(tokens, positions, None, packed_seq_params=packed.params)
-    for t in taps:
-        t.backward()
-    return out, part, batch, packed
-
-
-def _score(self, logits, batch, packed):  # [b, t] log-probs and entropies
-    def score(z, y):
-        group = ps.get_tensor_model_parallel_group()
-        return vocab_log_probs(z, y, self.temperature, self.policy.vocab_size, self.tp_rank, group)
-
-    return response_values(logits[0], batch, packed, score, self.cp_group)
-
-
-def _schedule(
-    self, step, parts, forward_only
-):  # Megatron-Core's own order of passes through the pipeline
-    # interleaved pieces send no shapes (with 2 ranks the two directions would be mixed up): all parts get one length
-    self.length = max(self._pack(x.batch).total for x in parts) if self.parallel.vpp > 1 else 0
-    try:
-        with megatron_calls():
-            get_forward_backward_func()(
-                forward_step_func=step,
-                model=self.models,
-                data_iterator=[iter(parts) for _ in self.models],
-                num_microbatches=len(parts),
-                seq_length=max(self.length, 1),
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
-        left = sum(len(t.queue) for taps in self.taps for t in taps)
-        if left and not forward_only:
-            raise RuntimeError(f'{left} stored routes were not replayed by the recomputation')
-    finally:
-        for taps in self.taps:
-            for t in taps:
-                t.queue.clear()
-                t.forward()
-
-
-MegatronTrain._pack, MegatronTrain._forward = _pack, _forward
-MegatronTrain._score, MegatronTrain._schedule = _score, _schedule
-
-
 # %% ../../../nbs/train/megatron/08_engine.ipynb #ce27137b
+@patch
 @torch.no_grad()
 def score(
     self: MegatronTrain,
@@ -298,16 +107,13 @@ def score(
     found = []
 
     def step(parts, model):
-        out, part, b, packed = self._forward(parts, model, self.replay == 'R3')
-        own = self._own_routes(model, b, packed)
+        out, part, b, packed = self.forward(parts, model, self.replay == 'R3')
+        own = self.own_routes(model, b, packed)
 
         def values(logits):
+            scores = self.token_values(logits, b, packed)
             if self.speaks:
-                found.append(
-                    (part.rows, 'scores', [v.cpu() for v in self._score(logits, b, packed)])
-                )
-            else:
-                self._score(logits, b, packed)
+                found.append((part.rows, 'scores', [v.cpu() for v in scores]))
             zero = logits.new_zeros(())
             return zero, zero.int(), {}
 
@@ -315,97 +121,69 @@ def score(
             found.append((part.rows, 'routes', own))
         return out, values
 
-    self._schedule(step, work.parts, True)
+    self.run(step, work.parts, True)
     told = self.control.gather(found)
     return None if told is None else self._assemble(batch, told)
 
 
-def _own_routes(
-    self, model, batch, packed
-):  # what this rank's routers chose: where (row*t+column), layers, ids
-    taps = self.taps[self.models.index(model)]
-    if not taps:
-        return None
-    t = batch.token_ids.shape[1]
-    flat = torch.full((packed.total,), -1, device=self.device)
-    flat[packed.place] = packed.at[0] * t + packed.at[1]
-    flat = flat[packed.local].chunk(self.parallel.tp)[self.tp_rank]
-    real = flat >= 0
-    return (
-        flat[real].cpu(),
-        [x.layer for x in taps],
-        torch.stack([x.own for x in taps], 1)[real].cpu(),
-    )
-
-
-MegatronTrain.score, MegatronTrain._own_routes = score, _own_routes
-
-
-# %% ../../../nbs/train/megatron/08_engine.ipynb #13937dd8
-def _assemble(self, batch, told):  # on rank 0: results of all ranks, in the batch's order
+@patch
+def _assemble(self: MegatronTrain, batch, told):  # on rank 0: results of all, in the batch's order
     c, (B, T) = self.policy, batch.token_ids.shape
-    whole = {k: torch.zeros(B, T) for k in ('old_log_probs', 'entropy')}
+    fields = {k: torch.zeros(B, T) for k in ('old_log_probs', 'entropy')}
     own = torch.zeros(B, T, c.num_hidden_layers, c.num_experts_per_tok, dtype=torch.long)
     for rows, kind, values in (x for found in told for x in found):
         if kind == 'scores':
             for k, v in zip(('old_log_probs', 'entropy'), values):
-                whole[k][rows, : v.shape[1]] = v
+                fields[k][rows, : v.shape[1]] = v
         else:
             flat, layers, ids = values
             t = int(batch.lengths[rows].max())  # columns of the part
             own[rows[flat // t][:, None], (flat % t)[:, None], torch.tensor(layers)] = ids.long()
     if self.replay != 'off':
-        whole |= route_records(own[batch.token_mask], batch, c, self.replay == 'R2')
-    return whole
-
-
-MegatronTrain._assemble = _assemble
+        fields |= route_records(own[batch.token_mask], batch, c, self.replay == 'R2')
+    return fields
 
 
 # %% ../../../nbs/train/megatron/08_engine.ipynb #5b4b7488
+@patch
 def update(
     self: MegatronTrain,
     batch: Batch | None = None,  # on rank 0
     loss: LossFn | None = None,  # on rank 0; it can be pickled
-    lr: float
-    | None = None,  # of this update, on rank 0; None = the configured one after its warm-up
-) -> tuple[Metrics, dict[str, Tensor]] | None:  # on rank 0; fields: the log-probs that the loss saw
+    lr: float | None = None,  # on rank 0; None = the configured one after its warm-up
+) -> tuple[Metrics, dict[str, Tensor]] | None:  # on rank 0; fields: the log-probs that it saw
     "One optimiser step per mini-batch, whose metrics are averaged"
 
     def make():
         if self.replay == 'R2' and batch.routed_experts is None:
             raise ValueError(
-                "no routes: replay='R2' repeats those of `score(batch)`, put them into the batch first"
+                "no routes: replay='R2' repeats those of `score(batch)`, "
+                'put them into the batch first'
             )
         self._check(batch)
-        parts = [
-            r
-            for r in mini_batches(len(batch), self.config.num_mini_batches)
-            if batch.response_mask[r].any()
-        ]
+        parts = mini_batches(len(batch), self.config.num_mini_batches)
+        parts = [rows for rows in parts if batch.response_mask[rows].any()]
         return [(works, loss, lr) for works in self._deal(batch, parts)]
 
     works, loss, lr = self.control.scatter(make)
     found = []
     for work in works:
         sums, seen = self._gradients(work, loss)
-        found.append((sums, seen, self._step(lr)))
+        found.append((sums, seen, self.step(lr)))
     told = self.control.gather(found)
     return None if told is None else _report(batch, told)
 
 
-def _gradients(self, work, loss):  # of one mini-batch: sums of its metrics, and [(rows, log-probs)]
+@patch
+def _gradients(self: MegatronTrain, work, loss):  # of a mini-batch: metrics, [(rows, log-probs)]
     sums, seen = {}, []
-    with megatron_calls():
-        for m in self.models:
-            m.zero_grad_buffer()
-        self.optimizer.zero_grad()
+    self.zero_grad()
 
     def step(parts, model):
-        out, part, b, packed = self._forward(parts, model, self.replay != 'off')
+        out, part, b, packed = self.forward(parts, model, self.replay != 'off')
 
         def value(logits):
-            log_probs, _ = self._score(logits, b, packed)
+            log_probs, _ = self.token_values(logits, b, packed)
             total, extra = log_probs.sum(), {}  # of an idle part: 0, and so are its gradients
             if len(part.rows):
                 total, extra = loss(log_probs, b, work.num_tokens, work.num_samples)
@@ -417,27 +195,8 @@ def _gradients(self, work, loss):  # of one mini-batch: sums of its metrics, and
 
         return out, value
 
-    self._schedule(step, work.parts, False)
+    self.run(step, work.parts, False)
     return sums, seen
-
-
-def _step(self, lr):  # as `train_engine.clip_and_step`
-    c = self.config
-    lr = c.lr_at(self.num_steps) if lr is None else lr
-    for g in self.optimizer.param_groups:
-        g['lr'], g['weight_decay'] = lr, c.weight_decay * g['wd_mult']
-    with megatron_calls():
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        if isfinite(norm):
-            self.optimizer.step()
-    self.num_steps += 1
-    return dict(
-        grad_norm=norm if isfinite(norm) else 0.0, skipped_frac=float(not isfinite(norm)), lr=lr
-    )
-
-
-MegatronTrain.update, MegatronTrain._gradients, MegatronTrain._step = update, _gradients, _step
 
 
 # %% ../../../nbs/train/megatron/08_engine.ipynb #d9d97a3d
@@ -454,52 +213,3 @@ def _report(batch, told):  # on rank 0: metrics of all ranks, averaged over mini
         for k, v in metrics.items():
             total[k] = total.get(k, 0.0) + v / num
     return total, dict(log_probs=log_probs)
-
-
-# %% ../../../nbs/train/megatron/08_engine.ipynb #80a449c7
-def weights(self: MegatronTrain) -> Iterator[tuple[str, Tensor]]:  # complete on rank 0
-    "The present weights by their Hugging Face names; every rank has to walk through all of them"
-    return hf_weights(self.chunks, self.policy)
-
-
-def state_dict(self: MegatronTrain) -> dict | None:  # on rank 0
-    "Everything that a resume in the same layout needs, in one place; large models: `megatron_checkpoint`"
-    policy = {k: v.cpu().clone() for k, v in self.weights() if v is not None}
-
-    def masters(o):
-        return [p.detach().cpu().clone() for g in o.param_groups for p in g['params']]
-
-    told = self.control.gather(
-        [(o.state_dict(), masters(o)) for o in inner_optimizers(self.optimizer)]
-    )
-    if told is not None:
-        return dict(policy=policy, optimizer=told, num_steps=self.num_steps, layout=self._layout())
-
-
-def load_state_dict(self: MegatronTrain, state: dict | None = None):  # on rank 0
-    "Copies. Raises ValueError for another layout"
-
-    def make():
-        if state['layout'] != self._layout():
-            raise ValueError(
-                f'this state is of {state["layout"]}, the run is {self._layout()}: use the same ranks'
-            )
-        return [(state['policy'], o, state['num_steps']) for o in state['optimizer']]
-
-    policy, mine, self.num_steps = self.control.scatter(make)
-    load_hf(self.chunks, self.policy, policy.items())
-    for o, (kept, params) in zip(inner_optimizers(self.optimizer), mine):
-        o.load_state_dict(deepcopy(kept))
-        with torch.no_grad():
-            for p, v in zip((p for g in o.param_groups for p in g['params']), params):
-                p.copy_(v)
-
-
-def _layout(self):
-    return dict(ranks=self.control.size) | {
-        k: getattr(self.parallel, k) for k in ('tp', 'pp', 'ep', 'etp', 'cp', 'vpp')
-    }
-
-
-MegatronTrain.weights, MegatronTrain._layout = weights, _layout
-MegatronTrain.state_dict, MegatronTrain.load_state_dict = state_dict, load_state_dict

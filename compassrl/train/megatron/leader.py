@@ -1,4 +1,4 @@
-"""The training loop runs once, on rank 0; every other rank does what it is told, and whoever dies is named.
+"""The training loop runs on rank 0; all others do what they are told, and the dead are named.
 
 Docs: https://compassrl.github.io/compassrl/train/megatron/leader.html.md"""
 
@@ -16,13 +16,15 @@ from datetime import timedelta
 from threading import Event, Thread
 
 import torch.distributed as dist
+from fastcore.basics import patch
 from torch import Tensor
 
 from ...records import Batch, LossFn, Metrics
-from .engine import Control, MegatronTrain, Refused
+from .control import Control, Refused
+from .engine import MegatronTrain
 
 # %% auto #0
-__all__ = ['LostRank', 'Watch', 'guard', 'Leader', 'stop', 'serve']
+__all__ = ['LostRank', 'Watch', 'Leader', 'serve']
 
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #004c961d
@@ -31,7 +33,8 @@ class LostRank(RuntimeError):
 
 
 class Watch(Thread):
-    "Every rank says once a second that it is there. Where one falls silent or reports an error, all ranks end"
+    """Every rank says once a second that it is there. Where one falls silent or reports an error,
+    all ranks end"""
 
     def __init__(
         self,
@@ -46,11 +49,9 @@ class Watch(Thread):
         if self.size == 1:
             return  # nobody to watch
         host, wait = os.environ.get('MASTER_ADDR', '127.0.0.1'), timedelta(seconds=timeout_s)
-        mine = (
-            dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
-            if self.rank == 0
-            else None
-        )
+        mine = None
+        if self.rank == 0:
+            mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
         port = control.scatter(lambda: [mine.port] * self.size)
         self.store = mine or dist.TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=wait
@@ -76,9 +77,8 @@ class Watch(Thread):
                 self.cause = 'rank 0 is gone'
             if not self.cause:
                 continue
-            if not self.stopped.wait(
-                2 * self.every_s
-            ):  # the main thread hangs where nobody answers
+            # the main thread hangs where nobody answers
+            if not self.stopped.wait(2 * self.every_s):
                 print(f'rank {self.rank} ends: {self.cause}', file=sys.stderr, flush=True)
                 os._exit(1)
 
@@ -89,9 +89,8 @@ class Watch(Thread):
             if b != self.heard[r][0]:
                 self.heard[r] = b, time.monotonic()
             elif time.monotonic() - self.heard[r][1] > limit:
-                self.store.set(
-                    'failed', f'rank {r} was killed or hangs: nothing heard of it for {limit:.0f} s'
-                )
+                why = f'was killed or hangs: nothing heard of it for {limit:.0f} s'
+                self.store.set('failed', f'rank {r} {why}')
 
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #790faea8
@@ -100,9 +99,10 @@ def _second_hand(e):  # an error that tells of another rank
     return isinstance(e, dist.DistError) or any(s in str(e) for s in said)
 
 
+@patch
 @contextmanager
 def guard(self: Watch):
-    "Around what all ranks do together: an error inside becomes known to all; LostRank names where it began"
+    "Around what all ranks do: an error inside becomes known to all; LostRank names where it began"
     try:
         yield
     except (Refused, LostRank):
@@ -128,9 +128,6 @@ def guard(self: Watch):
         raise LostRank(self.cause or f'rank {self.rank}: {e}') from e
 
 
-Watch.guard = guard
-
-
 # %% ../../../nbs/train/megatron/10_leader.ipynb #24ea6a10
 class Leader:
     "Rank 0's `TrainEngine`: each call is made by all ranks, which meanwhile run `serve`"
@@ -141,9 +138,8 @@ class Leader:
     @contextmanager
     def _all(self, name, *args):  # every rank calls the method `name` with `args`
         if self.walking:
-            raise RuntimeError(
-                f'{name}: walk through all of weights() first, every rank is doing so'
-            )
+            doing = 'walk through all of weights() first, every rank is doing so'
+            raise RuntimeError(f'{name}: {doing}')
         with self.watch.guard():
             self.control.scatter(lambda: [(name, args)] * self.control.size)
             yield self.engine
@@ -169,14 +165,6 @@ class Leader:
                     pass
                 self.walking = False
 
-    def state_dict(self) -> dict:
-        with self._all('state_dict') as e:
-            return e.state_dict()
-
-    def load_state_dict(self, state: dict):
-        with self._all('load_state_dict') as e:
-            e.load_state_dict(state)
-
     def everywhere(
         self,
         fn: Callable,  # (engine, *args), can be pickled: a function of a module
@@ -200,15 +188,13 @@ class Leader:
 
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #21339285
+@patch
 def stop(self: Watch):
     "Nobody watches any more; every rank calls this"
     self.stopped.set()
     if self.size > 1:
         self.join()
     self.control.gather(None)  # only now may the store go
-
-
-Watch.stop = stop
 
 
 def serve(engine: MegatronTrain, watch: Watch):

@@ -1,4 +1,4 @@
-"""One policy in Megatron-Core's words: every rank builds its part, and draws no weights that would be overwritten.
+"""One policy in Megatron-Core's words: every rank builds its part, without random weights.
 
 Docs: https://compassrl.github.io/compassrl/train/megatron/model.html.md"""
 
@@ -45,11 +45,10 @@ def init_parallel(
     "This process's place in every group: under torchrun, or where a default group exists already"
     gpu, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s)
     if not dist.is_initialized():
+        alone = os.environ.get('LOCAL_WORLD_SIZE') == os.environ.get('WORLD_SIZE')
         if gpu:
             torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
-        elif os.environ.get('LOCAL_WORLD_SIZE') == os.environ.get(
-            'WORLD_SIZE'
-        ):  # one machine: ask no name server
+        elif alone:  # one machine: ask no name server
             os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
         dist.init_process_group('cpu:gloo,cuda:nccl' if gpu else 'gloo', timeout=timeout)
     p = parallel
@@ -73,7 +72,7 @@ def has_te() -> bool:
     if not torch.cuda.is_available():
         return False
     try:
-        import transformer_engine.pytorch
+        import transformer_engine.pytorch  # noqa: F401
     except ImportError:
         return False
     return True
@@ -85,46 +84,37 @@ def transformer_config(
     router_replay: bool = True,  # can routers be told what to choose?
 ) -> TransformerConfig:
     "The same policy in Megatron-Core's words. Raises ValueError for what it computes otherwise"
-    c, p, te, gpu = policy, parallel, has_te(), torch.cuda.is_available()
-    dtype = getattr(torch, p.dtype)
-    sparse = [c.is_sparse(i) for i in range(c.num_hidden_layers)]
-    if any(sparse) and c.num_experts_per_tok == 1 and c.norm_topk_prob:
-        raise ValueError(
-            'num_experts_per_tok=1 with norm_topk_prob=True: the only gate is always 1, no router learns, '
-            'and Megatron-Core refuses it; use norm_topk_prob=False'
-        )
-    if p.fp8_recipe and not te:
-        raise ValueError(f'fp8_recipe={p.fp8_recipe!r} needs a GPU and Transformer Engine')
-    moe = (
-        dict(
-            num_moe_experts=c.num_experts,
-            moe_layer_freq=[int(s) for s in sparse],
-            moe_ffn_hidden_size=c.moe_intermediate_size,
-            moe_router_topk=c.num_experts_per_tok,
-            moe_router_pre_softmax=not c.norm_topk_prob,
-            moe_router_score_function='softmax',
-            moe_router_dtype='fp32',
-            moe_router_load_balancing_type='none',
-            moe_aux_loss_coeff=0.0,
-            moe_grouped_gemm=te,
-            moe_permute_fusion=te,
-            moe_router_fusion=False,  # a fused router takes no orders
-            moe_enable_routing_replay=router_replay,
-        )
-        if any(sparse)
-        else {}
-    )
-    again = dict(
-        none={},
-        moe=dict(recompute_granularity='selective', recompute_modules=['moe']),
-        full=dict(recompute_granularity='full', recompute_method='uniform', recompute_num_layers=1),
-    )[p.recompute]
-    fp8 = (
-        dict(fp8='e4m3' if p.fp8_recipe == 'blockwise' else 'hybrid', fp8_recipe=p.fp8_recipe)
-        if p.fp8_recipe
-        else {}
-    )
+    if parallel.fp8_recipe and not has_te():
+        raise ValueError(f'fp8_recipe={parallel.fp8_recipe!r} needs a GPU and Transformer Engine')
+    dtype = getattr(torch, parallel.dtype)
     return TransformerConfig(
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        **_mixture(policy, router_replay),
+        **_layers(policy),
+        **_kernels(),
+        **_spread(parallel),
+        **_recomputed[parallel.recompute],
+        **_fp8(parallel.fp8_recipe),
+    )
+
+
+_recomputed = dict(
+    none={},
+    moe=dict(recompute_granularity='selective', recompute_modules=['moe']),
+    full=dict(recompute_granularity='full', recompute_method='uniform', recompute_num_layers=1),
+)
+
+
+def _fp8(recipe):
+    if not recipe:
+        return {}
+    return dict(fp8='e4m3' if recipe == 'blockwise' else 'hybrid', fp8_recipe=recipe)
+
+
+def _layers(c):  # sizes, attention, norms
+    return dict(
         num_layers=c.num_hidden_layers,
         hidden_size=c.hidden_size,
         kv_channels=c.head_dim,
@@ -137,20 +127,53 @@ def transformer_config(
         normalization='RMSNorm',
         layernorm_epsilon=c.rms_norm_eps,
         qk_layernorm=True,
-        persist_layer_norm=te,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
+    )
+
+
+def _mixture(c, router_replay):  # experts and routers
+    sparse = [c.is_sparse(i) for i in range(c.num_hidden_layers)]
+    if not any(sparse):
+        return {}
+    if c.num_experts_per_tok == 1 and c.norm_topk_prob:
+        raise ValueError(
+            'num_experts_per_tok=1 with norm_topk_prob=True: the only gate is always 1, '
+            'no router learns, and Megatron-Core refuses it; use norm_topk_prob=False'
+        )
+    return dict(
+        num_moe_experts=c.num_experts,
+        moe_layer_freq=[int(s) for s in sparse],
+        moe_ffn_hidden_size=c.moe_intermediate_size,
+        moe_router_topk=c.num_experts_per_tok,
+        moe_router_pre_softmax=not c.norm_topk_prob,
+        moe_router_score_function='softmax',
+        moe_router_dtype='fp32',
+        moe_router_load_balancing_type='none',
+        moe_aux_loss_coeff=0.0,
+        moe_grouped_gemm=has_te(),
+        moe_permute_fusion=has_te(),
+        moe_router_fusion=False,  # a fused router takes no orders
+        moe_enable_routing_replay=router_replay,
+    )
+
+
+def _kernels():  # which of them are fused, and where weights are born
+    return dict(
+        persist_layer_norm=has_te(),
+        apply_rope_fusion=has_te(),
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=te,
         gradient_accumulation_fusion=False,
         perform_initialization=False,
-        use_cpu_initialization=not gpu,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not torch.cuda.is_available(),
+    )
+
+
+def _spread(p):  # over ranks
+    return dict(
         tensor_model_parallel_size=p.tp,
         sequence_parallel=p.sequence_parallel,
         context_parallel_size=p.cp,
@@ -160,26 +183,20 @@ def transformer_config(
         expert_tensor_parallel_size=p.expert_tp,
         variable_seq_lengths=p.pp > 1,
         moe_token_dispatcher_type='alltoall',
-        batch_p2p_comm=gpu and p.pp > 2,
-        **moe,
-        **again,
-        **fp8,
+        batch_p2p_comm=torch.cuda.is_available() and p.pp > 2,
     )
 
 
 # %% ../../../nbs/train/megatron/04_model.ipynb #d007b2c3
-def _block(
-    cfg, policy, stage
-):  # the layers of one piece: Transformer Engine's, or Megatron-Core's own
+# the layers of one piece: Transformer Engine's, or Megatron-Core's own
+def _block(cfg, policy, stage):
     if has_te():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         return get_gpt_decoder_block_spec(cfg, use_transformer_engine=True, vp_stage=stage)
-    first, n = (
-        get_transformer_layer_offset(cfg, vp_stage=stage),
-        get_num_layers_to_build(cfg, vp_stage=stage),
-    )
-    return local_block([policy.is_sparse(i) for i in range(first, first + n)], cfg.num_moe_experts)
+    first = get_transformer_layer_offset(cfg, vp_stage=stage)
+    here = range(first, first + get_num_layers_to_build(cfg, vp_stage=stage))
+    return local_block([policy.is_sparse(i) for i in here], cfg.num_moe_experts)
 
 
 def build_model(
@@ -213,16 +230,14 @@ def build_model(
     return pieces
 
 
-def _mark(
-    model,
-):  # what Megatron-Core notes on a parameter while it draws random weights, which nobody needs here
+# what Megatron-Core notes on a parameter while it draws random weights, which nobody needs here
+def _mark(model):
     cut = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for m in model.modules():
         w = getattr(m, 'weight', None)
         if type(m) in cut and w is not None and not hasattr(w, 'tensor_model_parallel'):
-            set_tensor_model_parallel_attributes(
-                w, True, cut[type(m)], 1
-            )  # else its norm is counted on one rank alone
+            # else its norm is counted on one rank alone
+            set_tensor_model_parallel_attributes(w, True, cut[type(m)], 1)
     for name, p in model.named_parameters():
         if '.experts.' in name:
             p.allreduce = False  # its replicas are the expert-data-parallel group's, always

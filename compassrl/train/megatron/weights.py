@@ -1,4 +1,4 @@
-"""Which part of which tensor every rank holds: read from disk part by part, and given back bit for bit.
+"""Which part of which tensor a rank holds: read part by part, given back bit for bit.
 
 Docs: https://compassrl.github.io/compassrl/train/megatron/weights.html.md"""
 
@@ -45,7 +45,8 @@ class Cut:
 
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #73c09dc6
-_layer_names = {  # what Megatron-Core calls it, on its own and in Transformer Engine -> Hugging Face names, cut along
+# what Megatron-Core calls it, on its own and in Transformer Engine -> Hugging Face names, cut along
+_layer_names = {
     r'input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight': (
         ['input_layernorm'],
         None,
@@ -87,17 +88,15 @@ def _names(model, name, ep):  # Hugging Face names in one parameter, cut along
     layer = f'model.layers.{model.decoder.layers[int(i)].layer_number - 1}.'
     for pattern, (names, dim) in _layer_names.items():
         if m := re.fullmatch(pattern, rest):
-            e = [
-                int(g) + ep for g in m.groups() if g is not None
-            ]  # this rank's experts are neighbours
+            # this rank's experts are neighbours
+            e = [int(g) + ep for g in m.groups() if g is not None]
             return [f'{layer}{n.format(*e)}.weight' for n in names], dim
     raise ValueError(f'{name} is a parameter that no Hugging Face name is known for')
 
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #fe10988c
-def _views(
-    names, policy, rows
-):  # for each name: its elements of a parameter; `rows` that each has here
+# for each name: its elements of a parameter; `rows` that each has here
+def _views(names, policy, rows):
     if len(names) == 3:  # for every group of queries its heads, its key, its value
         d, r = policy.head_dim, policy.num_attention_heads // policy.num_key_value_heads
         parts = (0, r * d), (r * d, r * d + d), (r * d + d, r * d + 2 * d)
@@ -109,14 +108,12 @@ def _views(
 
 def _cuts(names, dim, param, policy, rank, size):  # of one parameter on this rank of its group
     shapes = [hf_shapes(policy)[n] for n in names]
-    whole = [
-        -(-s[dim or 0] // size) if dim is not None else s[0] for s in shapes
-    ]  # of each rank, padding included
+    # of each rank, padding included
+    whole = [-(-s[dim or 0] // size) if dim is not None else s[0] for s in shapes]
     starts = [rank * n if dim is not None else 0 for n in whole]
     stops = [min(a + n, s[dim or 0]) for a, n, s in zip(starts, whole, shapes)]
-    rows = (
-        max(stops[0] - starts[0], 0) if dim == 0 else shapes[0][0]
-    )  # rows of padding are no part of it
+    # rows of padding are no part of it
+    rows = max(stops[0] - starts[0], 0) if dim == 0 else shapes[0][0]
     views = _views(names, policy, rows)
     return [
         Cut(n, param, v, s, dim, min(a, b), b)
@@ -144,7 +141,7 @@ def load_hf(
     policy: PolicyConfig,
     weights: str | Path | Iterable[tuple[str, Tensor]],  # a folder, or all tensors
 ):
-    "Sets this rank's weights; of a folder it reads its parts alone. Refuses as `checked_weights` does"
+    "Sets this rank's weights; of a folder it reads its parts. Refuses as `checked_weights` does"
     here = {}
     for cut in cuts(pieces, policy):
         here.setdefault(cut.name, []).append(cut)
@@ -159,11 +156,8 @@ def load_hf(
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #6bbbae87
 def _senders(here):  # name -> which rank sends which part; of equal parts the first rank's
-    table = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        table, {n: (dim, start, stop, dtype) for n, (dim, start, stop, dtype, _) in here.items()}
-    )
-    out = {}
+    table, out = [None] * dist.get_world_size(), {}
+    dist.all_gather_object(table, {name: part[:-1] for name, part in here.items()})
     for rank, held in enumerate(table):
         for name, (dim, start, stop, dtype) in held.items():
             if stop > start or dim is None:
@@ -175,11 +169,9 @@ def _senders(here):  # name -> which rank sends which part; of equal parts the f
 def hf_weights(
     pieces: list[nn.Module],
     policy: PolicyConfig,
-    of: Callable[[Tensor], Tensor] = lambda p: (
-        p.detach()
-    ),  # of each parameter: its gradient, say, of the same shape
+    of: Callable[[Tensor], Tensor] = Tensor.detach,  # of each parameter: or its gradient, say
 ) -> Iterator[tuple[str, Tensor]]:  # whole tensors on rank 0, one at a time; nothing on the others
-    "Weights by their Hugging Face names, in a checkpoint's order. Every rank must run through it to its end"
+    "Weights by their names, in a checkpoint's order. Every rank must run through it to its end"
     here = {}
     for c in cuts(pieces, policy):
         v = c.view(of(c.param))

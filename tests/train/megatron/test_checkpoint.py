@@ -16,9 +16,9 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Batch
-from compassrl.train.checkpoint import CheckpointError, TornCheckpoint
 from compassrl.train.megatron.checkpoint import (
     finish_save,
+    keep_garbage_in_forks,
     latest_sharded,
     load_sharded,
     read_manifest,
@@ -27,6 +27,7 @@ from compassrl.train.megatron.checkpoint import (
 from compassrl.train.megatron.engine import MegatronTrain, inner_optimizers
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.leader import Leader, Watch, serve
+from compassrl.train.state import CheckpointError, TornCheckpoint
 from compassrl.train.torch_engine import OptimConfig
 from tests.support.ranks import MIXED, RankError, lively, name, run_ranks
 
@@ -375,6 +376,7 @@ def dead_group():
 
 
 def collect_in_a_rank_and_in_its_writer():
+    keep_garbage_in_forks()
     gc.collect()
     pid = os.fork()
     if not pid:

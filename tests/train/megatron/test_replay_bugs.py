@@ -192,13 +192,13 @@ def after_others(parallel, batch, others):
     for b in others:
         e.score(b if leads else None)
     left = [len(t.queue) for taps in e.taps for t in taps]
-    grads, step = {}, e._step
+    grads, step = {}, e.step
 
     def stepping(lr):
         grads.update({k: v.clone() for k, v in hf_weights(e.chunks, POLICY, lambda p: p.main_grad)})
         return step(lr)
 
-    e._step = stepping
+    e.step = stepping
     e.update(batch, LOSS) if leads else e.update()
     return grads, left, [len(t.queue) for taps in e.taps for t in taps]
 
