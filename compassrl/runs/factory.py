@@ -25,7 +25,8 @@ from ..data.prompts import load_data
 from ..data.tokenizer import build_tokenizer, load_tokenizer
 from ..judges.genrm import GenRM
 from ..loop import Stop
-from ..model.pretrained import from_pretrained, read_config
+from ..model.hf_config import read_config
+from ..model.pretrained import from_pretrained
 from ..records import Prompt, RolloutEngine, TrainEngine
 from ..rollout.fp8 import Fp8Rollout
 from ..rollout.torch_engine import TorchRollout

@@ -37,7 +37,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from ...model.pretrained import read_config
+from ...model.hf_config import read_config
 from ...records import Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights
 from ..torch_engine import TorchRollout

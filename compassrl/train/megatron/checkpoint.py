@@ -241,12 +241,12 @@ def finish_save(engine: MegatronTrain) -> Path | None:  # of the last checkpoint
 
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #ad055ddd
-def _set_states(self, model_param, tensors):
+def _set_states(optimizer, model_param, tensors):
     """As upstream (distrib_optimizer.py:911), which asks for torch's `step` too; that one is kept
     with the groups"""
-    group, order = self.model_param_group_index_map[model_param]
-    param = self.optimizer.param_groups[group]['params'][order]
-    for k, v in dict(param=param, **self.optimizer.state[param]).items():
+    group, order = optimizer.model_param_group_index_map[model_param]
+    param = optimizer.optimizer.param_groups[group]['params'][order]
+    for k, v in dict(param=param, **optimizer.optimizer.state[param]).items():
         if k in tensors:
             v.copy_(tensors[k])
 

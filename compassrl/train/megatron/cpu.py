@@ -115,28 +115,28 @@ _equal_scatter = mappings._reduce_scatter_along_first_dim
 
 
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #24f9ff80
-def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
+def _communicate_shapes(stage, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
     """As upstream, but sends and receives are in one order: of two stages each is both next and
     previous to the other"""
     device, out, ops = torch.cuda.current_device(), [], []
     plan = (
-        (tensor_send_prev, recv_next, self.prev_rank, self.next_rank),
-        (tensor_send_next, recv_prev, self.next_rank, self.prev_rank),
+        (tensor_send_prev, recv_next, stage.prev_rank, stage.next_rank),
+        (tensor_send_next, recv_prev, stage.next_rank, stage.prev_rank),
     )
     for sent, received, to, source in plan:
         if sent is not None:
             shape = torch.tensor(sent.shape, device=device)
-            ops.append(dist.P2POp(dist.isend, shape, to, self.pp_group))
+            ops.append(dist.P2POp(dist.isend, shape, to, stage.pp_group))
         out.append(torch.zeros(3, dtype=torch.long, device=device))
         if received:
-            ops.append(dist.P2POp(dist.irecv, out[-1], source, self.pp_group))
+            ops.append(dist.P2POp(dist.irecv, out[-1], source, stage.pp_group))
     requests = dist.batch_isend_irecv(ops) if ops else []
     # gloo; a peer that still waits for its own send has posted no receive yet
     apart = len(requests) == len(ops)
     for i, request in enumerate(requests):
         if not apart or ops[i].op is dist.irecv:
             request.wait()
-    self.sent_shapes = ops, requests  # lives until the next call
+    stage.sent_shapes = ops, requests  # lives until the next call
     torch.cuda.synchronize()
     after, before = (t.tolist() for t in out)
     return before, after

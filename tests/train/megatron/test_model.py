@@ -510,7 +510,7 @@ from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.weights import hf_weights, load_hf
 from compassrl.train.megatron.ranks import _first
 from compassrl.train.megatron.layout import ParallelConfig, padded_vocab
-from compassrl.model.pretrained import read_config
+from compassrl.model.hf_config import read_config
 from safetensors.torch import save_file
 parallel, policy = ParallelConfig(ep=2), read_config(sys.argv[1])
 init_parallel(parallel, timeout_s=60)
