@@ -1,4 +1,5 @@
-"A run that ends at any moment goes on from a checkpoint that is whole, to the last bit, or on another number of ranks"
+"""A run that ends at any moment goes on from a checkpoint that is whole, to the last bit, or on
+another number of ranks"""
 
 import gc
 import json
@@ -367,7 +368,8 @@ def test_a_torn_checkpoint_is_skipped(tear, saved, tmp_path, capsys):
 
 
 def dead_group():
-    "A process group that is garbage, to be found by the next collection: its end joins threads that no fork has"
+    """A process group that is garbage, to be found by the next collection: its end joins threads
+    that no fork has"""
     from torch.distributed import HashStore, ProcessGroupGloo
 
     gc.collect()

@@ -1,4 +1,5 @@
-"Megatron-Core trains as one process does, in every layout: log-probs, gradients, weights, metrics; and says no in one line"
+"""Megatron-Core trains as one process does, in every layout: log-probs, gradients, weights,
+metrics; and says no in one line"""
 
 from collections import Counter
 from dataclasses import replace
@@ -107,7 +108,8 @@ def job(
     temperature=0.8,
     config=POLICY,
 ):
-    "On rank 0: the batch as the engine left it, gradients of the first mini-batch, metrics of each step, weights"
+    """On rank 0: the batch as the engine left it, gradients of the first mini-batch, metrics of
+    each step, weights"""
     whole_gradients()
     e = MegatronTrain(
         config, policy_weights(policy or lively(config)), optim, parallel, temperature, replay
@@ -164,7 +166,8 @@ def worst(a, b):
 
 
 def equal(got, want, weights_tol=1e-4, rtol=0):
-    "Log-probs, entropies and gradients to 1e-5 (and `rtol` of the first two), metrics too, weights after Adam to 1e-4"
+    """Log-probs, entropies and gradients to 1e-5 (and `rtol` of the first two), metrics too,
+    weights after Adam to 1e-4"""
     (b, grads, metrics, weights), (wb, wgrads, wmetrics, wweights) = got, want
     for k in ('old_log_probs', 'entropy', 'log_probs', 'routes_agree'):
         if getattr(wb, k) is None:
@@ -298,15 +301,12 @@ def perturbed(config=POLICY):
 
 
 def used(parallel, batch, config=POLICY):
-    "On every rank: the experts that each router dispatched to, by layer, in the old-log-prob pass and the update"
+    """On every rank: the experts that each router dispatched to, by layer, in the old-log-prob pass
+    and the update"""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    e, calls = (
-        MegatronTrain(
-            config, policy_weights(perturbed(config)), replace(OPTIM, num_mini_batches=1), parallel
-        ),
-        [],
-    )
+    optim, calls = replace(OPTIM, num_mini_batches=1), []
+    e = MegatronTrain(config, policy_weights(perturbed(config)), optim, parallel)
 
     def note(router, args, out):
         calls.append((router.layer_number - 1, out[1].clone()))
@@ -363,10 +363,8 @@ def test_routers_learn_under_replay_and_as_in_one_process(layout):
 def test_a_tap_repeats_what_was_used_oldest_first():
     g = torch.Generator().manual_seed(0)
     tap, top = Tap(3, keep=True), lambda s, k, *a: torch.topk(s, k)
-    scores, ids = (
-        torch.randn(3, 5, 8, generator=g),
-        torch.rand(3, 5, 8, generator=g).topk(2, -1).indices,
-    )
+    scores = torch.randn(3, 5, 8, generator=g)
+    ids = torch.rand(3, 5, 8, generator=g).topk(2, -1).indices
     valid = torch.tensor([True, False, True, True, False])
     first = []
     for s, i in zip(scores, ids):
@@ -630,7 +628,8 @@ def test_rows_longer_than_the_context_are_refused():
 
 
 def test_bf16_passes_with_fp32_masters():
-    "Rounding moves log-probs by less than it can, the step is of the same size, and small updates are not lost"
+    """Rounding moves log-probs by less than it can, the step is of the same size, and small updates
+    are not lost"""
     b, grads, metrics, weights = run_ranks(
         2,
         partial(job, optim=replace(OPTIM, lr=1e-5)),

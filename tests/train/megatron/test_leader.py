@@ -1,4 +1,5 @@
-"The loop runs on rank 0 alone; whatever happens to another rank, all end within a bounded time and say which one it was"
+"""The loop runs on rank 0 alone; whatever happens to another rank, all end within a bounded time
+and say which one it was"""
 
 import os
 import signal
@@ -127,7 +128,8 @@ def test_the_loop_runs_unchanged(layout):
 
 
 def survivors(n, fn, timeout_s=100, but=()):
-    "How each rank of `n` ended, and what it printed, however the others did; nobody waits for those in `but`"
+    """How each rank of `n` ended, and what it printed, however the others did; nobody waits for
+    those in `but`"""
     with tempfile.TemporaryDirectory() as folder:
         folder, pids = Path(folder), []
         for r in range(n):
