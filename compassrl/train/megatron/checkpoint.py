@@ -38,7 +38,8 @@ from compassrl.train.checkpoint import (
     unseal,
 )
 from .cpu import megatron_calls
-from .engine import MegatronTrain, inner_optimizers
+from .engine import MegatronTrain
+from .passes import inner_optimizers
 from ..state import CheckpointError, TornCheckpoint
 
 # %% auto #0

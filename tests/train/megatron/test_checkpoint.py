@@ -25,9 +25,10 @@ from compassrl.train.megatron.checkpoint import (
     read_manifest,
     save_sharded,
 )
-from compassrl.train.megatron.engine import MegatronTrain, inner_optimizers
+from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.leader import Leader, Watch, serve
+from compassrl.train.megatron.passes import inner_optimizers
 from compassrl.train.state import CheckpointError, TornCheckpoint
 from compassrl.train.torch_engine import OptimConfig
 from tests.support.ranks import MIXED, RankError, lively, name, run_ranks
