@@ -31,13 +31,9 @@ from ..records import Prompt, RolloutEngine, TrainEngine
 from ..rollout.fp8 import Fp8Rollout
 from ..rollout.torch_engine import TorchRollout
 from ..rollout.vllm.messages import check_vllm, weight_sync
-from compassrl.train.checkpoint import (
-    check_shapes,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from ..train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from ..train.megatron.layout import check_parallel
+from ..train.state import check_shapes
 from ..train.torch_engine import TorchTrain
 
 # %% auto #0

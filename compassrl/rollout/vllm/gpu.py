@@ -26,8 +26,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 from vllm.utils.network_utils import get_ip
 
 from ...model.policy import Policy, PolicyConfig
-from ...model.pretrained import hf_slices, hf_weights
-from .messages import complete
+from ...model.pretrained import checked_weights, hf_slices, hf_weights
 from .server import free_port
 
 # %% auto #0
@@ -87,7 +86,7 @@ class HfSource(WeightSource):
         return sum(m.dtype.itemsize * torch.Size(m.shape).numel() for m in self.metadata())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for n, t in complete(self.weights, self.config):
+        for n, t in checked_weights(self.weights, self.config):
             yield n, t.to(self.device, self.dtype)
 
 

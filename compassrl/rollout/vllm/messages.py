@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...model.policy import Policy, PolicyConfig, route_dtype
-from ...model.pretrained import hf_slices
+from ...model.policy import PolicyConfig, route_dtype
+from ...model.pretrained import weight_parts
 from ...records import Request, Sample
 from .config import VllmConfig
 
@@ -41,8 +41,6 @@ __all__ = [
     'read_routes',
     'to_sample',
     'transfer_config',
-    'complete',
-    'weight_parts',
     'shared_folder',
     'sweep',
     'file_parts',
@@ -263,49 +261,6 @@ backend = 'compassrl'  # of `WeightTransferConfig`, for files
 
 def transfer_config(way: Literal['file', 'nccl', 'ipc']) -> dict:  # of a server
     return dict(backend=backend if way == 'file' else way)
-
-
-def complete(
-    weights: Iterable[tuple[str, Tensor]], config: PolicyConfig
-) -> Iterator[tuple[str, Tensor]]:  # the same
-    "Every weight of the policy once and in its shape: vLLM keeps silent about what is missing. Raises ValueError"
-    with torch.device('meta'):
-        wanted = {n: list(p[at].shape) for n, p, at in hf_slices(Policy(config))}
-    known = set(wanted)
-    for name, t in weights:
-        if name == 'lm_head.weight' and config.tie_word_embeddings:
-            continue
-        if name not in known:
-            raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
-        if name not in wanted:
-            raise ValueError(f'{name} came twice: give every weight once')
-        shape, given = wanted.pop(name), list(t.shape)
-        if shape != given:
-            raise ValueError(
-                f'{name} has shape {given}, this policy needs {shape}: is it of another size?'
-            )
-        yield name, t.detach()
-    if wanted:
-        raise ValueError(
-            f'{len(wanted)} weights are missing, first {next(iter(wanted))}: is the checkpoint complete?'
-        )
-
-
-# %% ../../../nbs/rollout/vllm/02_messages.ipynb #8ee1037f
-def weight_parts(
-    weights: Iterable[tuple[str, Tensor]],
-    max_bytes: int = 256 << 20,  # of a part; a part has at least one tensor
-) -> Iterator[list[tuple[str, Tensor]]]:
-    "Weights in parts, so that no copy of the whole model exists"
-    part, size = [], 0
-    for name, t in weights:
-        if part and size + t.nbytes > max_bytes:
-            yield part
-            part, size = [], 0
-        part.append((name, t))
-        size += t.nbytes
-    if part:
-        yield part
 
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #cd1453a7

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from ...model.policy import PolicyConfig
-from ...model.pretrained import read_config
+from ...model.hf_config import read_config
+from ...model.pretrained import checked_weights
 from ...records import Metrics, Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights
 from ..pull_queue import PullQueue, Span
@@ -35,7 +36,6 @@ from ..torch_engine import TorchRollout
 from .config import VllmConfig
 from compassrl.rollout.vllm.messages import (
     check_vllm,
-    complete,
     engine_args,
     file_parts,
     sampling_args,
@@ -277,7 +277,8 @@ def load_weights(self: VllmPool, weights: Iterable[tuple[str, Tensor]], version:
 
 def _by_file(self: VllmPool, tell: Callable, weights) -> int:  # bytes
     size, sending = 0, None
-    for path in file_parts(complete(weights, self.config), self.vllm.sync_dir or None):
+    weights = checked_weights(weights, self.config)
+    for path in file_parts(weights, self.vllm.sync_dir or None):
         kept = path.with_name(f'{path.stem}-{id(self)}{path.suffix}')
         os.link(path, kept)
         self.parts.append(kept)

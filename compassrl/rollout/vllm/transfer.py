@@ -31,7 +31,8 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from ...model.policy import PolicyConfig
-from .messages import backend, complete, file_parts, weight_parts
+from ...model.pretrained import checked_weights, weight_parts
+from .messages import backend, file_parts
 
 # %% auto #0
 __all__ = ['NoInit', 'Part', 'read_part', 'PartTransfer', 'transfer', 'register']
@@ -105,7 +106,7 @@ def transfer(
     max_bytes: int = 256 << 20,  # of a part
 ) -> dict[str, float]:  # sync_bytes, sync_parts, sync_s
     "One update from its first part to its last; one that breaks off can simply be repeated. Raises ValueError"
-    start, weights, size = time.perf_counter(), complete(weights, config), 0
+    start, weights, size = time.perf_counter(), checked_weights(weights, config), 0
 
     def counted():
         nonlocal size
