@@ -22,12 +22,13 @@ from operator import attrgetter
 from pathlib import Path
 
 import torch
+from ..runs.log import write_json
 
 from ..config import TrainConfig
 from .scripts import machines, node_script, num_gpus, plan, slurm_script
 from ..runs.cli import parse_resume, presets
 from ..runs.curves import plot_curves, read_metrics, read_rows
-from ..runs.run import new_folder, write_json
+from ..runs.run import new_folder
 
 # %% auto #0
 __all__ = [

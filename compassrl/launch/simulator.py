@@ -16,7 +16,7 @@ from math import ceil, inf, sqrt
 import torch
 
 from ..records import Request, Sample
-from ..rollout.pull_queue import PullQueue, Fault, Simulation, Span
+from ..rollout.pull_queue import Fault, PullQueue, Simulation, Span
 from ..rollout.schedule import Schedule
 
 # %% auto #0
