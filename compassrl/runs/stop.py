@@ -44,7 +44,8 @@ class stoppable:
     ):
         self.folder, self.resumable, self.asked = folder, resumable, False
 
-    def _ask(self, signum, frame):
+    def ask(self, signum=None, frame=None):
+        "What a signal calls"
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
@@ -52,7 +53,7 @@ class stoppable:
 
     def __enter__(self):
         heard = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
-        self.old = {s: signal.signal(s, self._ask) for s in heard}
+        self.old = {s: signal.signal(s, self.ask) for s in heard}
         return self
 
     def __exit__(self, kind, error, tb):
