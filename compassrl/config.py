@@ -27,7 +27,8 @@ from .rollout.torch_engine import RolloutConfig
 from .rollout.vllm.config import VllmConfig
 from .train.megatron.layout import ParallelConfig
 from .train.sft import SFTConfig
-from .train.torch_engine import OptimConfig, ReplayMode
+from .train.routes import ReplayMode
+from .train.torch_engine import OptimConfig
 
 # %% auto #0
 __all__ = [

@@ -10,29 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from ..model.log_probs import token_log_probs
-from ..model.policy import Policy, PolicyConfig, route_dtype
+from ..model.policy import Policy
 from ..model.pretrained import hf_weights, load_hf_weights
-from compassrl.records import (
-    Batch,
-    LossFn,
-    Metrics,
-    Sample,
-    collate,
-    micro_batches,
-    mini_batches,
-    select,
-)
+from ..records import Batch, LossFn, Metrics, micro_batches, mini_batches, select
+from .routes import ReplayMode, route_records, validate_routes
 
 # %% auto #0
 __all__ = [
-    'ReplayMode',
     'OptimConfig',
     'packed_states',
     'score_response',
@@ -40,9 +31,6 @@ __all__ = [
     'accumulate_grads',
     'adamw',
     'clip_and_step',
-    'validate_routes',
-    'routes_agreement',
-    'route_records',
     'TorchTrain',
     'update',
 ]
@@ -179,115 +167,6 @@ def clip_and_step(
     if finite:
         optimizer.step()
     return dict(grad_norm=float(norm) if finite else 0.0, skipped_frac=float(not finite), lr=lr)
-
-
-# %% ../../nbs/train/01_torch_engine.ipynb #39642a12
-ReplayMode = Literal[
-    'off', 'R2', 'R3'
-]  # live routers; routes of the trainer's own `score`; routes of the rollout
-
-
-def _check_format(batch, config):  # shapes and places of routes, not their values
-    c, ids, valid = config, batch.routed_experts, batch.routes_valid
-    want = [*batch.token_ids.shape, c.num_hidden_layers, c.num_experts_per_tok]
-    if list(ids.shape) != want or ids.is_floating_point():
-        raise ValueError(
-            f'routed_experts {list(ids.shape)} {ids.dtype}: this policy needs whole numbers {want}, '
-            'one row for each layer, the dense ones too'
-        )
-    if valid is None or list(valid.shape) != want[:2] or valid.dtype != torch.bool:
-        raise ValueError(
-            f'routes_valid: set a bool tensor {want[:2]} that says which tokens have a route'
-        )
-    if (valid & ~batch.fed_mask).any():
-        raise ValueError(
-            'routes_valid marks padding, or the last token of a sample, which was never fed: '
-            'give Tp+Tr-1 routes per sample, the first for its first token'
-        )
-
-
-def validate_routes(batch: Batch | Sample, config: PolicyConfig) -> None:
-    "Refuse routes that no rollout of this policy can have recorded; none at all pass. Raises ValueError"
-    if isinstance(batch, Sample):
-        batch = collate([batch])
-    if batch.routed_experts is None:
-        return
-    _check_format(batch, config)
-    ids, valid, E, K = (
-        batch.routed_experts,
-        batch.routes_valid,
-        config.num_experts,
-        config.num_experts_per_tok,
-    )
-    at, rows = valid.nonzero(), ids[valid]  # [n, 2], [n, L, K]
-    sparse = torch.tensor(
-        [config.is_sparse(l) for l in range(config.num_hidden_layers)], device=ids.device
-    )
-
-    def refuse(bad, why):  # bad [n, L]
-        if not bad.any():
-            return
-        r, l = bad.nonzero()[0].tolist()
-        i, t = at[r].tolist()
-        raise ValueError(
-            f'routed_experts of row {i}, token {t}, layer {l} is {ids[i, t, l].tolist()}: {why}'
-        )
-
-    varied = (
-        E > K and len(batch.token_ids[valid].unique()) >= 8
-    )  # so many different tokens do not all take one way
-    blank = (rows == 0).all(-1).all(0) & sparse & (varied or K > 1)
-    refuse(
-        blank.expand(len(rows), -1),
-        'as in all rows of this layer: the rollout recorded nothing there',
-    )
-    refuse((rows != 0).any(-1) & ~sparse, 'a dense layer has 0; are the layers shifted?')
-    refuse(
-        ((rows < 0) | (rows >= E)).any(-1) & sparse,
-        f'use 0 to {E - 1}, and routes_valid=False where there is no route',
-    )
-    refuse((rows.sort(-1)[0].diff(dim=-1) == 0).any(-1) & sparse, f'name {K} different experts')
-    if varied and sparse.any() and (rows[:, sparse] == rows[:1, sparse]).all():
-        raise ValueError(
-            f'routed_experts is the same for all {len(rows)} tokens: was padding marked as valid?'
-        )
-
-
-# %% ../../nbs/train/01_torch_engine.ipynb #0224fe1e
-def routes_agreement(
-    own: Tensor,  # [N, L, K] ids that the routers chose
-    routes: Tensor,  # [N, L, K] ids that were recorded
-    config: PolicyConfig,
-) -> (
-    Tensor
-):  # [N] fp32 share of the mixture layers in which both name the same experts, in any order
-    "How far two engines send a token the same way"
-    layers = [l for l in range(config.num_hidden_layers) if config.is_sparse(l)]
-    other = ~(own[:, layers, :, None] == routes[:, layers, None]).any(-1).all(-1)
-    return 1 - other.float().sum(-1) / max(len(layers), 1)
-
-
-def route_records(
-    own: Tensor,  # [N, L, K] what the routers chose
-    batch: Batch,  # whose tokens they were
-    config: PolicyConfig,
-    record: bool,  # are these the routes to replay?
-) -> dict[str, Tensor]:  # `Batch` fields [B, T, ...]
-    "What a forward pass says about routes"
-    out, mask = {}, batch.token_mask
-
-    def unpack(v):
-        return v.new_zeros(*mask.shape, *v.shape[1:]).index_put(mask.nonzero(as_tuple=True), v)
-
-    if batch.routed_experts is not None:
-        agree = routes_agreement(own, batch.routed_experts[mask], config)
-        out['routes_agree'] = unpack(agree) * batch.routes_valid
-    if record:
-        out |= dict(
-            routed_experts=unpack(own.to(route_dtype(config.num_experts))),
-            routes_valid=batch.fed_mask,
-        )
-    return out
 
 
 # %% ../../nbs/train/01_torch_engine.ipynb #451daebd

@@ -45,7 +45,8 @@ from compassrl.train.megatron.batch import (
 from .layout import ParallelConfig
 from .model import build_model, init_parallel
 from .weights import hf_weights, load_hf
-from ..torch_engine import OptimConfig, ReplayMode, route_records, validate_routes
+from ..routes import ReplayMode, route_records, validate_routes
+from ..torch_engine import OptimConfig
 
 # %% auto #0
 __all__ = [
