@@ -1,4 +1,4 @@
-"""Every setting of a run in one object that is checked when it is made, and the same object as flags and as a file.
+"""Every setting of a run in one object, checked when it is made; the same as flags and as a file.
 
 Docs: https://compassrl.github.io/compassrl/config.html.md"""
 
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from .algo.advantages import AdvantageConfig
 from .algo.espo import EspoConfig
@@ -25,6 +24,7 @@ from .model.policy import PolicyConfig
 from .rollout.schedule import ScheduleConfig
 from .rollout.torch_engine import RolloutConfig
 from .rollout.vllm.config import VllmConfig
+from .settings import at_least, check, checked
 from .train.megatron.layout import ParallelConfig
 from .train.sft import SFTConfig
 from .train.torch_engine import OptimConfig, ReplayMode
@@ -45,35 +45,37 @@ TrainEngineName = Literal['torch', 'megatron']
 
 @dataclass(frozen=True)
 class TrainConfig:
-    "A whole run. Raises ValueError for values outside their range and for parts that do not fit together"
+    "A whole run. Raises ValueError for values outside their range and for parts that do not fit"
 
-    seed: int = 0
-    steps: int = 60  # RL steps
-    prompts_per_step: int = 32  # prompts in one batch
-    group_size: int = 8  # responses per prompt
-    eval_every: int = 0  # RL steps between evaluations; 0 = before and after only
-    trace_every: int = 20  # RL steps between batches written whole to trace.jsonl; 0 = never
-    eval_k: int = 8  # responses per held-out prompt
-    save_every: int = 20  # RL steps between checkpoints; there is always one at the end
-    keep_checkpoints: int = 2
-    device: str = 'cpu'  # 'cpu' or 'cuda' (not run on GPU)
-    num_threads: int = 1  # of torch on the CPU; for small models more is slower
+    seed: Annotated[int, at_least(0)] = 0
+    steps: Annotated[int, at_least(0)] = 60  # RL steps
+    prompts_per_step: Annotated[int, at_least(1)] = 32  # prompts in one batch
+    # responses per prompt
+    group_size: Annotated[int, at_least(2, why='responses to a prompt are compared')] = 8
+    # RL steps between evaluations; 0 = before and after only
+    eval_every: Annotated[int, at_least(0)] = 0
+    # RL steps between batches written whole to trace.jsonl; 0 = never
+    trace_every: Annotated[int, at_least(0)] = 20
+    eval_k: Annotated[int, at_least(1)] = 8  # responses per held-out prompt
+    # RL steps between checkpoints; there is always one at the end
+    save_every: Annotated[int, at_least(0)] = 20
+    keep_checkpoints: Annotated[int, at_least(1)] = 2  # the newest ones; older ones are deleted
+    device: Literal['cpu', 'cuda'] = 'cpu'  # 'cuda': not run on GPU
+    # of torch on the CPU; for small models more is slower
+    num_threads: Annotated[int, at_least(1)] = 1
     init_from: str = ''  # folder of a Hugging Face Qwen3-MoE to start from; empty = a new policy
     run_dir: str = ''  # where results go; empty = runs/DATE-TIME
-    rollout_engine: RolloutEngineName = (
-        'torch'  # embedded, vLLM in this process, or a pool of vLLM servers
-    )
+    # embedded, vLLM in this process, or a pool of vLLM servers
+    rollout_engine: RolloutEngineName = 'torch'
     train_engine: TrainEngineName = 'torch'  # embedded, or Megatron-Core under torchrun
-    router_replay: ReplayMode = (
-        'R3'  # train with the rollout's experts (R3, paper section 2.4.4) or the trainer's own (R2)
-    )
+    # train with the rollout's experts (R3, paper section 2.4.4) or the trainer's own (R2)
+    router_replay: ReplayMode = 'R3'
+
     data: DataConfig = field(default_factory=DataConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     cold_start: SFTConfig = field(default_factory=SFTConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    schedule: ScheduleConfig = field(
-        default_factory=ScheduleConfig
-    )  # all but partial_tokens: of rollout_engine 'pool'
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # of 'pool', see there
     rewards: RewardConfig = field(default_factory=RewardConfig)
     zero_variance: ZeroVarianceConfig = field(default_factory=ZeroVarianceConfig)
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -84,71 +86,72 @@ class TrainConfig:
     vllm: VllmConfig = field(default_factory=VllmConfig)  # of rollout_engine 'vllm' and 'pool'
 
     def __post_init__(self):
-        for k in ('prompts_per_step', 'eval_k', 'keep_checkpoints', 'num_threads'):
-            if getattr(self, k) < 1:
-                raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
-        for k in ('steps', 'eval_every', 'trace_every', 'save_every', 'seed'):
-            if getattr(self, k) < 0:
-                raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
-        if self.group_size < 2:
+        check(self)
+        _check_rollout(self)
+        _check_partial(self)
+        _check_loss(self)
+        _check_lengths(self)
+
+
+# %% ../nbs/02_config.ipynb #8d24b0be
+def _check_rollout(cfg):
+    if not cfg.rollout.temperature:
+        raise ValueError(
+            'rollout.temperature=0: greedy responses of a group are all equal, use more than 0'
+        )
+    if cfg.rollout_engine != 'torch' and (
+        cfg.rollout.quantization or cfg.rollout.kv_cache_dtype != 'auto'
+    ):
+        raise ValueError(
+            'rollout.quantization and rollout.kv_cache_dtype are of the embedded engine: with '
+            f'rollout_engine={cfg.rollout_engine!r} use vllm.quantization and vllm.kv_cache_dtype'
+        )
+    if cfg.schedule.over_provision and cfg.rollout_engine != 'pool':
+        raise ValueError(
+            f'schedule.over_provision={cfg.schedule.over_provision}: only a pool can abort what '
+            "is running, use rollout_engine='pool', or 0"
+        )
+
+
+def _check_partial(cfg):
+    part, sampling = cfg.schedule.partial_tokens, cfg.zero_variance.sampling
+    if part and sampling != 'uniform':
+        raise ValueError(
+            f'schedule.partial_tokens={part}: zero_variance.sampling={sampling!r} asks for more by '
+            "the verdicts of whole groups, use 'uniform'"
+        )
+    if part and part >= cfg.rollout.max_tokens:
+        raise ValueError(
+            f'schedule.partial_tokens={part}: every response is whole with '
+            f'rollout.max_tokens={cfg.rollout.max_tokens}, use less, or 0'
+        )
+
+
+def _check_loss(cfg):
+    if cfg.train_engine == 'megatron' and cfg.loss.kl_coef:
+        raise ValueError(
+            f"loss.kl_coef={cfg.loss.kl_coef}: train_engine='megatron' holds no reference weights, "
+            "use 0 (the paper's choice) or train_engine='torch'"
+        )
+    if cfg.loss.name != 'espo':
+        return
+    for k in ('clip_eps_low', 'clip_eps_high', 'aggregation'):
+        if getattr(cfg.loss, k) is not None:
             raise ValueError(
-                f'group_size={self.group_size}: responses to a prompt are compared, use at least 2'
-            )
-        for k, kind in (('rollout_engine', RolloutEngineName), ('train_engine', TrainEngineName)):
-            if getattr(self, k) not in get_args(kind):
-                raise ValueError(f'{k}={getattr(self, k)!r}: use one of {get_args(kind)}')
-        if self.train_engine == 'megatron' and self.loss.kl_coef:
-            raise ValueError(
-                f"loss.kl_coef={self.loss.kl_coef}: train_engine='megatron' holds no reference weights, "
-                "use 0 (the paper's choice) or train_engine='torch'"
-            )
-        if self.device not in ('cpu', 'cuda'):
-            raise ValueError(f"device={self.device!r}: use 'cpu' or 'cuda'")
-        if self.rollout.temperature <= 0:
-            raise ValueError(
-                f'rollout.temperature={self.rollout.temperature}: greedy responses of a group are all '
-                'equal, use more than 0'
-            )
-        if self.rollout_engine != 'torch' and (
-            self.rollout.quantization or self.rollout.kv_cache_dtype != 'auto'
-        ):
-            raise ValueError(
-                'rollout.quantization and rollout.kv_cache_dtype are of the embedded engine: with '
-                f'rollout_engine={self.rollout_engine!r} use vllm.quantization and vllm.kv_cache_dtype'
-            )
-        if self.schedule.over_provision and self.rollout_engine != 'pool':
-            raise ValueError(
-                f'schedule.over_provision={self.schedule.over_provision}: only a pool can abort what is '
-                "running, use rollout_engine='pool', or 0"
-            )
-        if part := self.schedule.partial_tokens:
-            if self.zero_variance.sampling != 'uniform':
-                raise ValueError(
-                    f'schedule.partial_tokens={part}: zero_variance.sampling='
-                    f"{self.zero_variance.sampling!r} asks for more by the verdicts of whole groups, use 'uniform'"
-                )
-            if part >= self.rollout.max_tokens:
-                raise ValueError(
-                    f'schedule.partial_tokens={part}: every response is whole with rollout.max_tokens='
-                    f'{self.rollout.max_tokens}, use less, or 0'
-                )
-        own = [
-            k
-            for k in ('clip_eps_low', 'clip_eps_high', 'aggregation')
-            if getattr(self.loss, k) is not None
-        ]
-        if self.loss.name == 'espo' and own:
-            raise ValueError(
-                f'loss.{own[0]}={getattr(self.loss, own[0])!r}: espo clips and averages in its own way, '
+                f'loss.{k}={getattr(cfg.loss, k)!r}: espo clips and averages in its own way, '
                 'use espo.alpha and espo.eps_min, or another loss.name'
             )
-        longest = self.data.max_prompt_tokens + self.rollout.max_tokens
-        if not self.init_from and longest > self.policy.max_position_embeddings:
-            raise ValueError(
-                f'data.max_prompt_tokens={self.data.max_prompt_tokens} + rollout.max_tokens='
-                f'{self.rollout.max_tokens} = {longest} exceeds policy.max_position_embeddings='
-                f'{self.policy.max_position_embeddings}: shorten the first two or raise the last'
-            )
+
+
+def _check_lengths(cfg):
+    prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_tokens
+    longest = cfg.policy.max_position_embeddings
+    if not cfg.init_from and prompt + response > longest:
+        raise ValueError(
+            f'data.max_prompt_tokens={prompt} + rollout.max_tokens={response} = '
+            f'{prompt + response} exceeds policy.max_position_embeddings={longest}: '
+            'shorten the first two or raise the last'
+        )
 
 
 # %% ../nbs/02_config.ipynb #b4d46310
@@ -157,37 +160,19 @@ def config_from_dict(
     d: dict,  # as in config.json; what is missing takes its default
     at: str = '',  # where in the whole config, for messages
 ):
-    "A checked config; raises ValueError that names a key that does not exist or a value of the wrong type"
+    "A checked config. Raises ValueError that names a key that does not exist or a wrong value"
     if not isinstance(d, dict):
         raise ValueError(f'{at[:-1] or "config"}={d!r}: use an object with keys')
-    hints, names = typing.get_type_hints(cls), [f.name for f in dataclasses.fields(cls)]
+    kinds, names = typing.get_type_hints(cls), [f.name for f in dataclasses.fields(cls)]
     unknown = sorted(set(d) - set(names))
     if unknown:
         raise ValueError(f'config key {at + unknown[0]!r} does not exist: use one of {names}')
-    return cls(**{k: _value(hints[k], v, at + k) for k, v in d.items()})
-
-
-def _value(hint, v, at):  # JSON knows neither tuples nor which number is a float
-    if dataclasses.is_dataclass(hint):
-        return config_from_dict(hint, v, at + '.')
-    kind, args = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if kind in (typing.Union, types.UnionType):  # X | None
-        return None if v is None else _value(next(a for a in args if a is not type(None)), v, at)
-    if kind is tuple and isinstance(v, (list, tuple)) and (args[-1] is ... or len(args) == len(v)):
-        hints = args[:1] * len(v) if args[-1] is ... else args
-        return tuple(_value(h, x, f'{at}[{i}]') for i, (h, x) in enumerate(zip(hints, v)))
-    if kind is float and type(v) in (int, float):
-        return float(v)
-    if v in args if kind is typing.Literal else type(v) is kind:
-        return v
-    use = (
-        f'one of {list(args)}'
-        if kind is typing.Literal
-        else hint.__name__
-        if kind is hint
-        else hint
-    )
-    raise ValueError(f'{at}={v!r}: use {use}')
+    parts = {
+        k: config_from_dict(kinds[k], v, f'{at}{k}.')
+        for k, v in d.items()
+        if dataclasses.is_dataclass(kinds[k])
+    }
+    return cls(**checked(cls, d | parts, at))
 
 
 # %% ../nbs/02_config.ipynb #9f750453

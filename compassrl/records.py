@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor
+
+from .settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
@@ -65,18 +67,15 @@ class Verdict:
 class SamplingParams:
     "How a rollout engine draws tokens"
 
-    max_tokens: int = 64  # response tokens, the stop token included
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this
-    stop_ids: tuple[int, ...] = ()  # a response ends with the first of these, which it keeps
+    max_tokens: Annotated[int, at_least(1)] = 64  # response tokens, the stop token included
+    temperature: Annotated[float, at_least(0)] = 1.0  # 0 = greedy
+    # keep the smallest set of tokens whose probability reaches this
+    top_p: Annotated[float, above(0, up_to=1)] = 1.0
+    # a response ends with the first of these, which it keeps
+    stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if self.max_tokens < 1:
-            raise ValueError(f'max_tokens={self.max_tokens}: use at least 1')
-        if not self.temperature >= 0:
-            raise ValueError(f'temperature={self.temperature}: use 0 (greedy) or more')
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f'top_p={self.top_p}: use a value in (0, 1]')
+        check(self)
 
 
 # %% ../nbs/01_records.ipynb #45e7cf6d

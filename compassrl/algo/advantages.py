@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+
+from ..settings import at_least, check
 
 # %% auto #0
 __all__ = [
@@ -33,18 +35,13 @@ Estimator = Literal['grpo', 'dr_grpo', 'rloo']
 class AdvantageConfig:
     "How rewards become advantages. Raises ValueError for values outside their range"
 
-    estimator: Estimator = (
-        'grpo'  # over the std, the bare difference, or against the mean of the others
-    )
-    eps: float = 1e-6  # added to the std
-    tol: float = 1e-6  # rewards of a group that differ by no more are equal
+    # over the std, the bare difference, or against the mean of the others
+    estimator: Estimator = 'grpo'
+    eps: Annotated[float, at_least(0)] = 1e-6  # added to the std
+    tol: Annotated[float, at_least(0)] = 1e-6  # rewards of a group that differ by no more are equal
 
     def __post_init__(self):
-        _check_estimator(self.estimator)
-        for key in ('eps', 'tol'):
-            value = getattr(self, key)
-            if not 0 <= value < inf:
-                raise ValueError(f'{key}={value}: use a small number of 0 or more, such as 1e-6')
+        check(self)
 
 
 def _check_estimator(name):

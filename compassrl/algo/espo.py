@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import inf, log
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from .losses import LossConfig, clipped_surrogate, log_ratio, policy_loss, ratio_sums
 from ..records import Batch
+from ..settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
@@ -39,32 +40,25 @@ GroupRatio = Literal['gspo_token', 'literal']
 
 @dataclass(frozen=True)
 class EspoConfig:
-    "Entropy groups and their clip (arXiv 2512.00499). Raises ValueError for values outside their range"
+    "Entropy groups and their clip (arXiv 2512.00499). Raises ValueError"
 
-    alpha: float = 0.02  # clip range of a group at the largest possible entropy (eq. 8)
-    eps_min: float = 3e-4  # smallest clip range (ours, GSPO's size); 0 = equation 8 alone
-    top_frac: float = 0.2  # share of tokens in the high-entropy group (best in figure 6)
-    groups: Groups = (
-        'top_frac'  # top_frac of each response, of the batch ('batch_quantile'), or equal 'bins'
-    )
-    num_bins: int = 4  # groups of a response, for 'bins'
-    low_entropy_weight: float = (
-        1.0  # of all groups but the most uncertain; 0 = that one alone (80/20, 2506.01939)
-    )
-    ratio: GroupRatio = 'gspo_token'  # a token's value is its group's ratio, or that times its own ('literal', eq. 9)
+    # clip range of a group at the largest possible entropy (eq. 8)
+    alpha: Annotated[float, between(0, 1)] = 0.02
+    # smallest clip range (ours, GSPO's size); 0 = equation 8 alone
+    eps_min: Annotated[float, between(0, 1)] = 3e-4
+    # share of tokens in the high-entropy group (best in figure 6)
+    top_frac: Annotated[float, above(0, up_to=1)] = 0.2
+    # top_frac of each response, of the batch ('batch_quantile'), or equal 'bins'
+    groups: Groups = 'top_frac'
+    num_bins: Annotated[int, at_least(1)] = 4  # groups of a response, for 'bins'
+    # of all groups but the most uncertain; 0 = that one alone (80/20, 2506.01939)
+    low_entropy_weight: Annotated[float, at_least(0)] = 1.0
+    # a token's value is its group's ratio, or that times its own ('literal', eq. 9)
+    ratio: GroupRatio = 'gspo_token'
     vocab_size, threshold = 0, None  # not settings: what only a step knows, see `EspoStep`
 
     def __post_init__(self):
-        for key, names in dict(groups=get_args(Groups), ratio=get_args(GroupRatio)).items():
-            if (v := getattr(self, key)) not in names:
-                raise ValueError(f'{key}={v!r}: use one of {list(names)}')
-        for key, top in dict(alpha=1, eps_min=1, low_entropy_weight=inf, vocab_size=inf).items():
-            if not (0 <= (v := getattr(self, key)) <= top and v < inf):
-                raise ValueError(f'{key}={v}: use a finite value from 0 to {top}')
-        if not 0 < self.top_frac <= 1:
-            raise ValueError(f'top_frac={self.top_frac}: use a share above 0, up to 1')
-        if self.num_bins < 1:
-            raise ValueError(f'num_bins={self.num_bins}: use at least 1')
+        check(self)
 
     def for_batch(
         self,
@@ -85,7 +79,7 @@ class EspoConfig:
 class EspoStep(EspoConfig):
     "`EspoConfig` for one step"
 
-    vocab_size: int = 0  # its log is the largest possible entropy
+    vocab_size: Annotated[int, at_least(0)] = 0  # its log is the largest possible entropy
     threshold: float | None = None  # lowest entropy of the high group, for 'batch_quantile'
 
 

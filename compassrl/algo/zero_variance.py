@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from .advantages import AdvantageConfig, group_advantages, group_stats, per_token
 from ..records import Batch, Metrics, Sample
+from ..settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
@@ -39,50 +40,32 @@ Sampling = Literal['uniform', 'adaptive', 'refill']
 
 @dataclass(frozen=True)
 class ZeroVarianceConfig:
-    "What is done about flat groups (paper section 2.4.1). Raises ValueError for values outside their range"
+    "What is done about flat groups (paper section 2.4.1). Raises ValueError"
 
-    sampling: Sampling = 'adaptive'  # flat groups: 'uniform' = off, 'adaptive' = they grow, 'refill' = are replaced (DAPO)
-    max_group_size: int = 32  # 'adaptive': a group of at most half this many responses may double
-    token_budget: float = (
-        1.0  # 'adaptive': extra tokens of a step, times those of its first wave; 0 = no growth
-    )
-    max_refills: int = (
-        8  # 'refill': further waves of prompts in a step; 0 = flat groups are dropped
-    )
-    length_weight: float = 0.1  # of the soft overlong penalty (DAPO); 0 = off
-    overlong_frac: float = (
-        0.2  # the last part of a response's budget, where that penalty grows (DAPO: 4096/20480)
-    )
-    repetition_weight: float = 0.1  # of the penalty for repeated n-grams; 0 = off
-    ngram: int = 3  # tokens that make one n-gram
-    std_floor: float = 0.35  # the std counts as at least this where only penalties differ; 0 = off
-    zvp_alpha: float = (
-        0.1  # RL-ZVP: advantage per nat of entropy in groups that are still flat; 0 = off
-    )
-    screen_samples: int = (
-        0  # before training, drop prompts that are always or never solved in so many; 0 = off
-    )
+    # flat groups: 'uniform' = off, 'adaptive' = they grow, 'refill' = are replaced (DAPO)
+    sampling: Sampling = 'adaptive'
+    # 'adaptive': a group of at most half this many responses may double
+    max_group_size: Annotated[int, at_least(2)] = 32
+    # 'adaptive': extra tokens of a step, times those of its first wave; 0 = no growth
+    token_budget: Annotated[float, at_least(0)] = 1.0
+    # 'refill': further waves of prompts in a step; 0 = flat groups are dropped
+    max_refills: Annotated[int, at_least(0)] = 8
+    # of the soft overlong penalty (DAPO); 0 = off
+    length_weight: Annotated[float, at_least(0, below=0.5)] = 0.1
+    # the last part of a response's budget, where that penalty grows (DAPO: 4096/20480)
+    overlong_frac: Annotated[float, above(0, up_to=1, why='length_weight=0 is the switch')] = 0.2
+    # of the penalty for repeated n-grams; 0 = off
+    repetition_weight: Annotated[float, at_least(0, below=0.5)] = 0.1
+    ngram: Annotated[int, at_least(1)] = 3  # tokens that make one n-gram
+    # the std counts as at least this where only penalties differ; 0 = off
+    std_floor: Annotated[float, at_least(0)] = 0.35
+    # RL-ZVP: advantage per nat of entropy in groups that are still flat; 0 = off
+    zvp_alpha: Annotated[float, between(0, 1)] = 0.1
+    # before training, drop prompts that are always or never solved in so many; 0 = off
+    screen_samples: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self):
-        if self.sampling not in get_args(Sampling):
-            raise ValueError(f'sampling={self.sampling!r}: use one of {get_args(Sampling)}')
-        ranges = dict(
-            max_group_size=(2, inf),
-            token_budget=(0, inf),
-            max_refills=(0, inf),
-            length_weight=(0, 0.5),
-            repetition_weight=(0, 0.5),
-            overlong_frac=(0, 1),
-            ngram=(1, inf),
-            std_floor=(0, inf),
-            zvp_alpha=(0, 1),
-            screen_samples=(0, inf),
-        )
-        for key, (low, top) in ranges.items():
-            if not (low <= (v := getattr(self, key)) <= top and v < inf):
-                raise ValueError(f'{key}={v}: use a finite value from {low} to {top}')
-        if not self.overlong_frac:
-            raise ValueError('overlong_frac=0: use more than 0; length_weight=0 is the switch')
+        check(self)
         if (total := self.length_weight + self.repetition_weight) >= 0.5:
             raise ValueError(
                 f'length_weight + repetition_weight = {total:g}: keep them below 0.5 together, or a right '

@@ -8,10 +8,12 @@ Docs: https://compassrl.github.io/compassrl/launch/sizing.html.md"""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from .layout import Place, place
 from ..model.policy import PolicyConfig
 from ..rollout.vllm.config import VllmConfig
+from ..settings import at_least, check
 from ..train.megatron.layout import ParallelConfig
 
 # %% auto #0
@@ -123,21 +125,22 @@ gpus = {
 class Workload:
     "One step of a run. Raises ValueError"
 
-    responses: int = 1024
-    prompt_tokens: int = 512  # of a prompt, mean
-    response_tokens: int = 2048  # of a response, mean: the guess that matters most
-    max_tokens: int = 4096  # of the longest response
-    micro_batch_tokens: int = 16_384  # of one data-parallel rank, padding included
-    num_slots: int = 256  # responses that one server works on at the same time
-    num_forward: int = 1  # passes without gradient: old log-probs, and a reference's
-    logit_tokens: int = (
-        0  # tokens whose logits exist at the same time; 0 = of the whole micro-batch
-    )
+    responses: Annotated[int, at_least(1)] = 1024
+    prompt_tokens: Annotated[int, at_least(1)] = 512  # of a prompt, mean
+    # of a response, mean: the guess that matters most
+    response_tokens: Annotated[int, at_least(1)] = 2048
+    max_tokens: Annotated[int, at_least(1)] = 4096  # of the longest response
+    # of one data-parallel rank, padding included
+    micro_batch_tokens: Annotated[int, at_least(1)] = 16_384
+    # responses that one server works on at the same time
+    num_slots: Annotated[int, at_least(1)] = 256
+    # passes without gradient: old log-probs, and a reference's
+    num_forward: Annotated[int, at_least(0)] = 1
+    # tokens whose logits exist at the same time; 0 = of the whole micro-batch
+    logit_tokens: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self):
-        for k, v in vars(self).items():
-            if v < (k not in ('num_forward', 'logit_tokens')):
-                raise ValueError(f'{k}={v}: use at least 1')
+        check(self)
         if self.response_tokens > self.max_tokens:
             raise ValueError(
                 f'response_tokens={self.response_tokens} exceeds max_tokens={self.max_tokens}: lower it'

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from compassrl.records import (
     mini_batches,
     select,
 )
+from ..settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
@@ -53,28 +54,18 @@ __all__ = [
 class OptimConfig:
     "AdamW and how a batch is cut for it"
 
-    lr: float = 1e-3  # peak; constant after the warm-up
-    warmup_steps: int = 0  # optimiser steps of linear warm-up
-    betas: tuple[float, float] = (0.9, 0.95)
-    adam_eps: float = 1e-8
-    weight_decay: float = 0.0  # on matrices, not on norms
-    grad_clip: float = 1.0  # largest global gradient norm; 0 = no clipping
-    num_mini_batches: int = 1  # optimiser steps per batch
-    micro_batch_tokens: int = (
-        2048  # padded tokens per forward pass: speed and memory, never the result
-    )
+    lr: Annotated[float, above(0)] = 1e-3  # peak; constant after the warm-up
+    warmup_steps: Annotated[int, at_least(0)] = 0  # optimiser steps of linear warm-up
+    betas: Annotated[tuple[float, float], at_least(0, below=1)] = (0.9, 0.95)
+    adam_eps: Annotated[float, at_least(0)] = 1e-8
+    weight_decay: Annotated[float, at_least(0)] = 0.0  # on matrices, not on norms
+    grad_clip: Annotated[float, at_least(0)] = 1.0  # largest global gradient norm; 0 = no clipping
+    num_mini_batches: Annotated[int, at_least(1)] = 1  # optimiser steps per batch
+    # padded tokens per forward pass: speed and memory, never the result
+    micro_batch_tokens: Annotated[int, at_least(1)] = 2048
 
     def __post_init__(self):
-        if not self.lr > 0:
-            raise ValueError(f'lr={self.lr}: use a positive learning rate')
-        if not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f'betas={self.betas}: use values in [0, 1)')
-        for k in ('num_mini_batches', 'micro_batch_tokens'):
-            if getattr(self, k) < 1:
-                raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
-        for k in ('warmup_steps', 'grad_clip', 'weight_decay', 'adam_eps'):
-            if not getattr(self, k) >= 0:
-                raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
+        check(self)
 
     def lr_at(self, step: int) -> float:  # of optimiser step `step`, the first is 0
         "Linear warm-up, then constant"

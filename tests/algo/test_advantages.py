@@ -410,5 +410,5 @@ def test_bad_config(kw):
 
 
 def test_unknown_estimator_in_the_config():
-    with pytest.raises(ValueError, match="estimator='z': use one of .'grpo', 'dr_grpo', 'rloo'"):
+    with pytest.raises(ValueError, match="estimator='z': use one of 'grpo', 'dr_grpo', 'rloo'"):
         AdvantageConfig('z')

@@ -696,11 +696,11 @@ def test_screen():
     'kw, message',
     [
         (dict(sampling='adaptiv'), "sampling='adaptiv': use one of"),
-        (dict(max_group_size=1), 'max_group_size=1: .* from 2'),
+        (dict(max_group_size=1), 'max_group_size=1: use at least 2'),
         (dict(token_budget=-1.0), 'token_budget=-1.0'),
         (dict(token_budget=math.inf), 'token_budget=inf'),
         (dict(max_refills=-1), 'max_refills=-1'),
-        (dict(ngram=0), 'ngram=0: .* from 1'),
+        (dict(ngram=0), 'ngram=0: use at least 1'),
         (dict(length_weight=0.3, repetition_weight=0.2), r'= 0.5: keep them below 0.5'),
         (dict(length_weight=0.6), 'length_weight=0.6'),
         (dict(overlong_frac=0.0), 'overlong_frac=0.*length_weight=0'),
