@@ -128,9 +128,7 @@ def next_wave(
         return [(id, n) for id, n in zip(asked, more.tolist()) if n]
     if len(spent) > zv.max_refills:
         return []
-    missing = cfg.prompts_per_step - int(
-        (~zero_variance(rewards, group, valid, cfg.advantages.tol)).sum()
-    )
+    missing = cfg.prompts_per_step - int((~zero_variance(rewards, group, valid)).sum())
     fresh = [p.id for p in prompts if p.id not in asked]
     gen = torch.Generator().manual_seed(derive_seed(cfg.seed, 'refill', step, len(spent)))
     order = torch.randperm(len(fresh), generator=gen)[: max(0, missing)]
@@ -209,7 +207,7 @@ def collect(
         t = time.perf_counter()
         judge.settle(samples)
         waited += time.perf_counter() - t
-        flat = zero_variance(*sample_columns(samples, asked)[:3], cfg.advantages.tol)
+        flat = zero_variance(*sample_columns(samples, asked)[:3])
         if not first:
             first = dict(zero_variance_first_frac=float(flat.float().mean()))
         wave = next_wave(samples, asked, spent, prompts, step, cfg)

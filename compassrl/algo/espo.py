@@ -55,7 +55,6 @@ class EspoConfig:
     low_entropy_weight: Annotated[float, at_least(0)] = 1.0
     # a token's value is its group's ratio, or that times its own ('literal', eq. 9)
     ratio: GroupRatio = 'gspo_token'
-    vocab_size, threshold = 0, None  # not settings: what only a step knows, see `EspoStep`
 
     def __post_init__(self):
         check(self)
@@ -93,7 +92,7 @@ def _share(n, frac):
 def entropy_groups(
     entropy: Tensor,  # [B, T] nats, of the old policy
     mask: Tensor,  # [B, T] bool
-    cfg: EspoConfig,
+    cfg: EspoConfig,  # for 'batch_quantile' an `EspoStep`
 ) -> (
     Tensor
 ):  # [B, T] int64 below T: 0 = the group of highest entropy, 1 the next; 0 outside the mask
@@ -143,7 +142,7 @@ def group_ratio(
 # %% ../../nbs/algo/04_espo.ipynb #13db919c
 def adaptive_clip(
     entropy: Tensor,  # [...] nats, mean over a group
-    cfg: EspoConfig,
+    cfg: EspoStep,
 ) -> Tensor:  # [...] at least eps_min
     "The wider the more uncertain a group: alpha * mean entropy / log V (eq. 8). Raises ValueError"
     if cfg.vocab_size < 2:
@@ -168,7 +167,7 @@ def group_weights(
 
 
 # %% ../../nbs/algo/04_espo.ipynb #97a7ad09
-@policy_loss('entropy', aggregation='seq-mean-token-sum', config=EspoConfig)
+@policy_loss('entropy', aggregation='seq-mean-token-sum', config=EspoStep)
 def espo(
     log_probs: Tensor,  # [B, T] of the policy that learns
     old_log_probs: Tensor,  # [B, T] of the policy before the update
@@ -187,19 +186,11 @@ def espo(
     groups = entropy_groups(entropy, mask, own)
     eps = adaptive_clip(group_mean(entropy, groups, mask), own)
     shared = group_ratio(delta.detach(), groups, mask)
-    factors = dict(
-        gspo_token=delta - delta.detach(), literal=delta
-    )  # what is a token's own: a gradient, or a value too
-    forms = {
-        k: clipped_surrogate(shared * x.exp(), advantages, mask, eps, eps)
-        for k, x in factors.items()
-    }
-    loss, low, high = forms[own.ratio]
+    # what is a token's own: a gradient, or a value too
+    token = delta if own.ratio == 'literal' else delta - delta.detach()
+    loss, low, high = clipped_surrogate(shared * token.exp(), advantages, mask, eps, eps)
     clipped, top = low | high, (groups == 0) & mask
-    sums = ratio_sums(delta.detach(), mask, low, high) | {
-        f'clip_frac_{k}': (l | h).sum() for k, (_, l, h) in forms.items()
-    }
-    sums |= dict(
+    sums = ratio_sums(delta.detach(), mask, low, high) | dict(
         clip_frac_high_entropy=(clipped & top).sum(),
         clip_frac_low_entropy=(clipped & ~top).sum(),
         high_entropy_frac=top.sum(),

@@ -298,13 +298,15 @@ class PolicyLoss:
     "A `records.LossFn`: the policy loss plus KL, averaged by global counts"
 
     def __init__(
-        self, cfg: LossConfig = LossConfig(), *own
-    ):  # own: settings of losses, for the one that asks
+        self,
+        cfg: LossConfig = LossConfig(),
+        own=None,  # for a loss with settings of its own, such as `EspoStep`; None = their defaults
+    ):
         self.cfg, self.fn = cfg.resolve(), policy_losses[cfg.name]
-        kind = self.fn.config
-        self.own = (
-            [] if kind is None else [next((o for o in own if isinstance(o, kind)), None) or kind()]
-        )
+        if self.fn.config is None:
+            self.own = ()
+        else:
+            self.own = (self.fn.config() if own is None else own,)
 
     def __call__(
         self,

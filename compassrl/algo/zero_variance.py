@@ -15,7 +15,13 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from .advantages import AdvantageConfig, group_advantages, group_stats, per_token
+from compassrl.algo.advantages import (
+    AdvantageConfig,
+    group_advantages,
+    group_stats,
+    per_token,
+    tolerance,
+)
 from ..records import Batch, Metrics, Sample
 from ..settings import above, at_least, between, check
 
@@ -156,15 +162,14 @@ def shape_rewards(
     ).float()
 
 
-def _gaps(
-    samples, tol=1e-6
-):  # [B] smallest difference between task rewards of the sample's group; 1 in a flat group
+# [B] smallest difference between task rewards of the sample's group; 1 in a flat group
+def _gaps(samples):
     rewards = {}
     for s in samples:
         if s.verdict.status not in ('failed', 'timeout'):
             rewards.setdefault(s.prompt_id, set()).add(s.verdict.reward)
     gaps = {
-        k: min((b - a for a, b in pairwise(sorted(v)) if b - a > tol), default=1.0)
+        k: min((b - a for a, b in pairwise(sorted(v)) if b - a > tolerance), default=1.0)
         for k, v in rewards.items()
     }
     return torch.tensor([gaps.get(s.prompt_id, 1.0) for s in samples], dtype=torch.double)
@@ -175,11 +180,10 @@ def zvp_sign(
     raw_rewards: Tensor,  # [B] task rewards, before any penalty
     group: Tensor,  # [B] integers
     valid: Tensor | None = None,  # [B] bool (None: all)
-    tol: float = 1e-6,  # rewards of a group that differ by no more are equal
 ) -> Tensor:  # [B] +1: its whole group is right, -1: all wrong, 0: neither, or not judged
     "Which way RL-ZVP pushes; groups that agree on a reward between 0 and 1 are left alone (ours)"
-    s = group_stats(raw_rewards, group, valid, tol)
-    sign = (s.mean >= 1 - tol).double() - (s.mean <= tol).double()
+    s = group_stats(raw_rewards, group, valid)
+    sign = (s.mean >= 1 - tolerance).double() - (s.mean <= tolerance).double()
     sign = sign.masked_fill(~s.flat | (s.num < 2), 0.0)[s.index]
     return sign if valid is None else sign.masked_fill(~valid, 0.0)
 
@@ -207,20 +211,16 @@ def token_advantages(
     cfg: ZeroVarianceConfig,  # std_floor, zvp_alpha
 ) -> tuple[Tensor, Metrics]:  # [B, T] fp32, 0 outside the response; shares of groups and tokens
     "One advantage per token for groups of any kind (paper section 2.4.1). Flat groups never raise; bad input does"
-    raw, shaped = (
-        group_stats(r, batch.group, valid, adv_cfg.tol) for r in (raw_rewards, batch.rewards)
-    )
+    raw, shaped = (group_stats(r, batch.group, valid) for r in (raw_rewards, batch.rewards))
     floor = cfg.std_floor * raw.flat.double()
     adv = per_token(
-        group_advantages(
-            batch.rewards, batch.group, valid, adv_cfg.estimator, adv_cfg.eps, adv_cfg.tol, floor
-        ),
+        group_advantages(batch.rewards, batch.group, valid, adv_cfg.estimator, floor),
         batch.response_mask,
     )
     if cfg.zvp_alpha:
         if batch.entropy is None:
             raise ValueError('batch.entropy is None: RL-ZVP needs it; or set zvp_alpha=0')
-        sign = zvp_sign(raw_rewards, batch.group, valid, adv_cfg.tol) * shaped.flat[raw.index]
+        sign = zvp_sign(raw_rewards, batch.group, valid) * shaped.flat[raw.index]
         adv = adv + zvp_advantages(batch.entropy, batch.response_mask, sign, cfg.zvp_alpha)
     alive = torch.zeros_like(raw.num).index_add(0, raw.index, (adv != 0).any(1).double()) > 0
     return adv, dict(
@@ -243,4 +243,4 @@ def screen(
 ) -> Tensor:  # [P] bool, groups in ascending order of their id: keep this prompt
     "Pass rate strictly between 0 and 1, or no verdict to tell by (optional: by default each prompt matters)"
     s = group_stats(rewards, group, valid)
-    return (s.num == 0) | (s.mean > 1e-6) & (s.mean < 1 - 1e-6)
+    return (s.num == 0) | (s.mean > tolerance) & (s.mean < 1 - tolerance)

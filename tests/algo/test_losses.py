@@ -1054,7 +1054,7 @@ def test_a_registered_loss_has_choices_and_settings_of_its_own():
             return -advantages * log_probs**own.of, {}
 
         batch = as_batch(HAND_MASK, HAND_ADV, torch.zeros(2, 4))
-        for own, want in (((), -2.0), ((Power(2.0),), 4.0), ((LossConfig(), Power(3.0)), -8.0)):
-            got = PolicyLoss(LossConfig('powered'), *own)(torch.full((2, 4), -2.0), batch, 6, 2)[0]
+        for own, want in ((None, -2.0), (Power(2.0), 4.0), (Power(3.0), -8.0)):
+            got = PolicyLoss(LossConfig('powered'), own)(torch.full((2, 4), -2.0), batch, 6, 2)[0]
             close(got, torch.tensor(want * (-2 + 4) / 6), 1e-6)
-        assert PolicyLoss(LossConfig('grpo'), Power(2.0)).own == []
+        assert PolicyLoss(LossConfig('grpo'), Power(2.0)).own == ()
