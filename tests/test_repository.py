@@ -101,7 +101,13 @@ def fresh(tmp_path_factory):
     "The notebooks cleaned and exported from scratch in another folder"
     new = tmp_path_factory.mktemp('fresh') / 'p'
     (new / 'compassrl').mkdir(parents=True)
-    for name in ('pyproject.toml', 'settings.ini', '_quarto.yml', 'compassrl/__init__.py'):
+    for name in (
+        'pyproject.toml',
+        'settings.ini',
+        '_quarto.yml',
+        'compassrl/__init__.py',
+        'compassrl/__main__.py',
+    ):
         shutil.copy2(ROOT / name, new / name)
     for p in notebooks():
         to = new / p.relative_to(ROOT)
