@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from compassrl.runs.report import machine_info
+from compassrl.runs.facts import machine_info
 
 PROMISED_POINTS = 30
 

@@ -43,7 +43,7 @@ from compassrl.model.pretrained import save_pretrained
 from compassrl.records import Prompt, Verdict
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
 from compassrl.runs.factory import keep_freed_memory
-from compassrl.runs.report import machine_info
+from compassrl.runs.facts import machine_info
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,7 +25,7 @@ from compassrl.records import derive_seed
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.factory import load
-from compassrl.runs.report import machine_info
+from compassrl.runs.facts import machine_info
 from compassrl.train.sft import SFTConfig, cold_start
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
 

@@ -54,7 +54,7 @@ class Server:
     node: int  # of the first one
 
 
-# %% ../../nbs/launch/01_layout.ipynb #a64eef99
+# %% ../../nbs/launch/01_layout.ipynb #22fcf9b9
 def _axes(rank, **sizes):  # the first axis turns fastest
     at = {}
     for axis, n in sizes.items():
@@ -81,11 +81,9 @@ def place(
     layers = tuple(
         _share(c.num_hidden_layers, p.pp * p.vpp, piece * p.pp + at['pp']) for piece in range(p.vpp)
     )
-    rows = (
-        _share(padded_vocab(c.vocab_size, p.tp), p.tp, at['tp'])
-        if at['pp'] in (0, p.pp - 1)
-        else range(0)
-    )
+    rows = range(0)
+    if at['pp'] in (0, p.pp - 1):  # the embedding, the head
+        rows = _share(padded_vocab(c.vocab_size, p.tp), p.tp, at['tp'])
     return Place(
         rank,
         rank // ranks_per_node,
@@ -99,7 +97,7 @@ def place(
     )
 
 
-# %% ../../nbs/launch/01_layout.ipynb #702a0362
+# %% ../../nbs/launch/01_layout.ipynb #c6d4717d
 @dataclass(frozen=True)
 class Layout:
     "Every rank's place, and the rollout servers on the GPUs after them"
@@ -120,19 +118,15 @@ class Layout:
         *axes: str,  # of tp, cp, dp, pp, or of etp, ep, edp, pp
     ) -> list[list[int]]:  # the ranks that differ in these axes alone
         "Who talks to whom. Raises ValueError for axes of both kinds"
-        kind = next(
-            (
-                k
-                for k in (('tp', 'cp', 'dp', 'pp'), ('etp', 'ep', 'edp', 'pp'))
-                if set(axes) <= set(k)
-            ),
-            None,
-        )
-        if kind is None:
+        for kind in (('tp', 'cp', 'dp', 'pp'), ('etp', 'ep', 'edp', 'pp')):
+            if set(axes) <= set(kind):
+                break
+        else:
             raise ValueError(f'axes={axes}: use some of tp, cp, dp, pp, or of etp, ep, edp, pp')
         found: dict = {}
         for p in self.places:
-            found.setdefault(tuple(getattr(p, k) for k in kind if k not in axes), []).append(p.rank)
+            others = tuple(getattr(p, k) for k in kind if k not in axes)
+            found.setdefault(others, []).append(p.rank)
         return list(found.values())
 
 
@@ -143,29 +137,38 @@ def layout(
     ranks_per_node: int = 8,  # GPUs of one machine
     vllm: VllmConfig | None = None,  # its own servers follow the ranks; None = there are none
 ) -> Layout:
-    "Which rank holds what, and where the rollout servers go. Raises ValueError for a layout that cannot be built"
+    "Which rank holds what, and where the servers go. Raises ValueError for what cannot be built"
     check_world(parallel, world_size)
     check_shape(parallel, policy)
     places = tuple(
         place(parallel, policy, world_size, r, ranks_per_node) for r in range(world_size)
     )
-    servers, start = [], world_size
-    for i in range(vllm.num_replicas if vllm and not vllm.urls else 0):
-        n, left = vllm.tensor_parallel, -start % ranks_per_node  # GPUs left on this node
+    servers = _servers(world_size, ranks_per_node, vllm)
+    return Layout(parallel, policy, ranks_per_node, places, servers)
+
+
+def _servers(start, ranks_per_node, vllm):  # on the GPUs from `start` on
+    if vllm is None or vllm.urls:
+        return ()
+    servers, n = [], vllm.tensor_parallel
+    for i in range(vllm.num_replicas):
+        left = -start % ranks_per_node  # GPUs left on this node
         if left < n and left:
             start += left  # a server stays on one node where it fits on one
         servers.append(Server(i, range(start, start + n), start // ranks_per_node))
         start += n
-    return Layout(parallel, policy, ranks_per_node, places, tuple(servers))
+    return tuple(servers)
 
 
-# %% ../../nbs/launch/01_layout.ipynb #c2560c15
+# %% ../../nbs/launch/01_layout.ipynb #e0985048
 _stages = '#c2410c', '#0f766e', '#6d28d9', '#a16207', '#1d4ed8', '#be185d', '#4d7c0f', '#334155'
 
 
 def span(r: range) -> str:
     "A range as people write it"
-    return '-' if not r else f'{r[0]}' if len(r) == 1 else f'{r[0]}-{r[-1]}'
+    if not r:
+        return '-'
+    return f'{r[0]}' if len(r) == 1 else f'{r[0]}-{r[-1]}'
 
 
 def _tint(stage, white):  # the colour of a pipeline stage, mixed with white
@@ -183,65 +186,80 @@ def _label(p, layout, detail):  # what stands in a rank's cell
     return '\n'.join([f'rank {p.rank}: ' + ' '.join([f'dp{p.dp}', *axes]), *held])
 
 
+def _box(x, y, width, height, **look):
+    from matplotlib.patches import Rectangle  # takes a second: not before something is drawn
+
+    return Rectangle((x, y), width, height, **look)
+
+
+class _Grid:  # where each GPU is drawn: a row of cells per node, in one to four columns
+    def __init__(self, layout):
+        nodes, self.per_node = layout.num_nodes, layout.ranks_per_node
+        last = max([len(layout.places), *(s.gpus[-1] + 1 for s in layout.servers)])
+        self.detail = last <= 16  # is there room for words?
+        self.w, self.h = (1.55, 0.8) if self.detail else (0.62, 0.42)  # of a cell
+        self.cols = 1 if nodes <= 8 else 2 if nodes <= 16 else 4
+        self.rows = ceil(nodes / self.cols)
+        self.node_width = min(self.per_node, last) * self.w
+
+    def size(self):  # of the figure, in inches
+        width, height = self.cols * (self.node_width + 0.5), self.rows * (self.h + 0.42) + 0.5
+        scale = min(1, 13 / width)
+        return scale * width, scale * height
+
+    def corner(self, i):  # of the i-th cell
+        col, row = divmod(i // self.per_node, self.rows)
+        return col * (self.node_width + 0.5) + i % self.per_node * self.w, -row * (self.h + 0.42)
+
+    def frame(self, ax, node):
+        x, y = self.corner(node * self.per_node)
+        size = self.node_width + 0.12, self.h + 0.12
+        look = dict(fc='none', ec='#78716c', lw=1)
+        ax.add_patch(_box(x - 0.06, y - 0.06, *size, **look))
+        ax.text(x, y + self.h + 0.1, f'node {node}', fontsize=7, color='#44403c')
+
+    def cell(self, ax, i, text, fill, num=1, ink='black'):  # as wide as `num` GPUs
+        (x, y), width = self.corner(i), num * self.w
+        size = width - 0.06, self.h - 0.06
+        ax.add_patch(_box(x + 0.03, y + 0.03, *size, fc=fill, ec='white'))
+        middle = dict(ha='center', va='center', fontsize=6.5)
+        ax.text(x + width / 2, y + self.h / 2, text, color=ink, **middle)
+
+
+def _plot_server(ax, grid, server):
+    R, end = grid.per_node, server.gpus[-1] + 1
+    for i in {max(server.gpus[0], g // R * R) for g in server.gpus}:  # its first GPU on each node
+        grid.cell(ax, i, f'vLLM {server.index}', '#57534e', min(end - i, R - i % R), 'white')
+
+
+def _stage_legend(ax, layout):
+    handles = {}
+    for p in layout.places:
+        label = f'stage {p.pp}: layers {", ".join(map(span, p.layers))}'
+        handles[p.pp] = _box(0, 0, 1, 1, fc=_tint(p.pp, 0.45), label=label)
+    below = dict(loc='upper center', bbox_to_anchor=(0.5, 0))
+    ax.legend(handles=[*handles.values()], ncol=4, fontsize=7, frameon=False, **below)
+
+
 def plot_layout(
     layout: Layout,
     ax=None,  # matplotlib axes; None = a new figure
 ):  # the axes
-    "Nodes as frames, ranks in the colour of their pipeline stage (paler for every other replica), servers in grey"
-    import matplotlib.pyplot as plt
-
-    n, R = layout.num_nodes, layout.ranks_per_node
-    last = max([len(layout.places), *(s.gpus[-1] + 1 for s in layout.servers)])
-    width, detail = min(R, last), last <= 16
-    cols = 1 if n <= 8 else 2 if n <= 16 else 4
-    w, h = (1.55, 0.8) if detail else (0.62, 0.42)
+    "Nodes framed, ranks coloured by pipeline stage (every other replica paler), servers in grey"
+    grid = _Grid(layout)
     if ax is None:
-        size = cols * (width * w + 0.5), ceil(n / cols) * (h + 0.42) + 0.5
-        _, ax = plt.subplots(figsize=[min(1, 13 / size[0]) * x for x in size], layout='constrained')
+        import matplotlib.pyplot as plt
 
-    def corner(i):  # of the i-th cell
-        col, row = divmod(i // R, ceil(n / cols))
-        return col * (width * w + 0.5) + i % R * w, -row * (h + 0.42)
-
-    def cell(i, text, fill, num=1, ink='black'):
-        x, y = corner(i)
-        ax.add_patch(
-            plt.Rectangle((x + 0.03, y + 0.03), num * w - 0.06, h - 0.06, fc=fill, ec='white')
-        )
-        ax.text(x + num * w / 2, y + h / 2, text, ha='center', va='center', fontsize=6.5, color=ink)
-
-    for node in range(n):
-        x, y = corner(node * R)
-        ax.add_patch(
-            plt.Rectangle(
-                (x - 0.06, y - 0.06), width * w + 0.12, h + 0.12, fc='none', ec='#78716c', lw=1
-            )
-        )
-        ax.text(x, y + h + 0.1, f'node {node}', fontsize=7, color='#44403c')
+        ax = plt.subplots(figsize=grid.size(), layout='constrained')[1]
+    for node in range(layout.num_nodes):
+        grid.frame(ax, node)
     for p in layout.places:
-        cell(p.rank, _label(p, layout, detail), _tint(p.pp, 0.75 if p.dp % 2 else 0.45))
-    for s in layout.servers:
-        for i in {max(s.gpus[0], g // R * R) for g in s.gpus}:  # its first GPU on each node
-            cell(i, f'vLLM {s.index}', '#57534e', min(s.gpus[-1] + 1 - i, R - i % R), 'white')
-    stages = {
-        p.pp: plt.Rectangle(
-            (0, 0),
-            1,
-            1,
-            fc=_tint(p.pp, 0.45),
-            label=f'stage {p.pp}: layers {", ".join(map(span, p.layers))}',
-        )
-        for p in layout.places
-    }
-    if not detail:
-        ax.legend(
-            handles=[*stages.values()],
-            loc='upper center',
-            bbox_to_anchor=(0.5, 0),
-            ncol=4,
-            fontsize=7,
-            frameon=False,
-        )
+        tint = _tint(p.pp, 0.75 if p.dp % 2 else 0.45)
+        grid.cell(ax, p.rank, _label(p, layout, grid.detail), tint)
+    for server in layout.servers:
+        _plot_server(ax, grid, server)
+    if not grid.detail:
+        _stage_legend(ax, layout)
     ax.autoscale_view()
     ax.set_aspect('equal')
     ax.axis('off')

@@ -1,4 +1,4 @@
-"""How long a step will take on a cluster that nobody has to own, and a way out of a layout that does not fit.
+"""How long a step will take on a cluster that nobody owns yet, and a layout that fits.
 
 Docs: https://compassrl.github.io/compassrl/launch/step_estimate.html.md"""
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-# %% ../../nbs/launch/03_step_estimate.ipynb #0c9bac7a
+# %% ../../nbs/launch/03_step_estimate.ipynb #34c626c4
 @dataclass(frozen=True)
 class Guess:
     "What no data sheet says: shares of the peak that are reached, and a fixed cost"
@@ -56,15 +56,11 @@ def token_flops(
     policy: PolicyConfig,
     length: float,  # of the sequence that the token belongs to
 ) -> float:
-    "Of one forward pass, per token: 2 per parameter that it meets, and causal attention over half the sequence"
+    "Forward, per token: 2 per parameter that it meets, and attention over half the sequence"
     c = policy
-    tables = (
-        0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
-    )  # a look-up multiplies nothing
-    return (
-        2 * (num_params(c)[1] - tables)
-        + 2 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * length
-    )
+    look_up = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size  # multiplies nothing
+    attention = 2 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * length
+    return 2 * (num_params(c)[1] - look_up) + attention
 
 
 def decode_s(
@@ -76,25 +72,19 @@ def decode_s(
     guess: Guess = Guess(),
 ) -> float:  # seconds until each has one more token
     "Decoding reads every weight that any response needs, and everyone's cache"
-    E, K, size = (
-        policy.num_experts,
-        policy.num_experts_per_tok,
-        weight_bytes(policy, vllm.quantization),
-    )
-    met = (
-        1 - (1 - K / E) ** running
-    )  # share of the experts that somebody needs, if all were equally likely
+    E, K = policy.num_experts, policy.num_experts_per_tok
+    size = weight_bytes(policy, vllm.quantization)
+    # the share of the experts that somebody needs, if all were equally likely
+    met = 1 - (1 - K / E) ** running
     read = sum(size.values()) - size.get('experts', 0) * (1 - met)
     read = read / vllm.tensor_parallel + running * length * kv_bytes(policy, vllm)
     flops = running * token_flops(policy, 2 * length) / vllm.tensor_parallel
-    slower = max(
-        read / (gpu.bandwidth_gbs * 1e9 * guess.memory_frac),
-        flops / (gpu.bf16_tflops * 1e12 * guess.matrix_frac),
-    )
-    return slower + guess.token_s
+    reading = read / (gpu.bandwidth_gbs * 1e9 * guess.memory_frac)
+    multiplying = flops / (gpu.bf16_tflops * 1e12 * guess.matrix_frac)
+    return max(reading, multiplying) + guess.token_s
 
 
-# %% ../../nbs/launch/03_step_estimate.ipynb #ecfbc3b4
+# %% ../../nbs/launch/03_step_estimate.ipynb #c568a03b
 def rollout_s(
     policy: PolicyConfig,
     vllm: VllmConfig,
@@ -103,17 +93,15 @@ def rollout_s(
     guess: Guess = Guess(),
     taken: float = 0.0,  # bytes of each GPU that something else holds
 ) -> float:
-    "As many at a time as the cache holds, in equal waves; then the longest response is drawn to its end alone"
+    "Equal waves of as many as the cache holds; then the longest response is drawn to its end alone"
     w, servers = workload, len(vllm.urls) or vllm.num_replicas
     each, mean = ceil(w.responses / servers), w.prompt_tokens + w.response_tokens / 2
-    fit = server_memory(policy, vllm, gpu, taken)['cached_tokens'] / (
-        w.prompt_tokens + w.response_tokens
-    )
+    room = server_memory(policy, vllm, gpu, taken)['cached_tokens']
+    fit = room / (w.prompt_tokens + w.response_tokens)
     running = max(1, min(each, w.num_slots, fit))
     bulk = each / running * w.response_tokens * decode_s(policy, vllm, gpu, running, mean, guess)
-    return bulk + (w.max_tokens - w.response_tokens) * decode_s(
-        policy, vllm, gpu, 1, w.max_tokens, guess
-    )
+    alone = decode_s(policy, vllm, gpu, 1, w.max_tokens, guess)
+    return bulk + (w.max_tokens - w.response_tokens) * alone
 
 
 def train_s(
@@ -126,38 +114,25 @@ def train_s(
 ) -> dict[str, float]:  # seconds without and with gradient
     "Operations over those that all GPUs can do; a pipeline stands still while it fills and drains"
     w, p = workload, parallel
-    tokens, length = (
-        w.responses * (w.prompt_tokens + w.response_tokens),
-        w.prompt_tokens + w.response_tokens,
-    )
-    forward = (
-        tokens
-        * token_flops(policy, length)
-        / (world_size * gpu.bf16_tflops * 1e12 * guess.matrix_frac)
-    )
+    length = w.prompt_tokens + w.response_tokens
+    tokens = w.responses * length
+    speed = world_size * gpu.bf16_tflops * 1e12 * guess.matrix_frac
+    forward = tokens * token_flops(policy, length) / speed
     micro = max(1, tokens / (p.dp(world_size) * w.micro_batch_tokens))
     forward *= 1 + (p.pp - 1) / (p.vpp * micro)
-    return dict(
-        log_probs_s=w.num_forward * forward, update_s=(4 if p.recompute == 'full' else 3) * forward
-    )
+    passes = 4 if p.recompute == 'full' else 3
+    return dict(log_probs_s=w.num_forward * forward, update_s=passes * forward)
 
 
 def sync_s(
     policy: PolicyConfig, vllm: VllmConfig, gpu: Gpu, num_nodes: int = 1, guess: Guess = Guess()
 ) -> float:
-    "The whole model in bfloat16, once through the slowest link between the first rank and the servers"
-    return (
-        2
-        * num_params(policy)[0]
-        / (
-            (gpu.network_gbs if num_nodes > 1 or vllm.urls else gpu.link_gbs)
-            * 1e9
-            * guess.link_frac
-        )
-    )
+    "The whole model in bfloat16, once through the slowest link from the first rank to the servers"
+    link = gpu.network_gbs if num_nodes > 1 or vllm.urls else gpu.link_gbs
+    return 2 * num_params(policy)[0] / (link * 1e9 * guess.link_frac)
 
 
-# %% ../../nbs/launch/03_step_estimate.ipynb #4d104f12
+# %% ../../nbs/launch/03_step_estimate.ipynb #cb77cd8b
 def _bytes(n):
     return f'{n / 1e9:,.2f} GB' if n >= 1e7 else f'{n / 1e6:,.2f} MB'
 
@@ -174,32 +149,28 @@ class Estimate:
     times: dict[str, float]  # seconds by part of a step
 
     @property
+    def fullest(self) -> dict[str, float]:
+        return max(self.stages, key=lambda s: sum(s.values()))
+
+    @property
     def peak(self) -> float:
-        return max(sum(s.values()) for s in self.stages)
+        return sum(self.fullest.values())
 
     def table(self) -> str:
         "Memory of the fullest rank and of a server, and the time of a step"
-        full = max(self.stages, key=lambda s: sum(s.values()))
-        rows = [(f'rank, {k}', _bytes(v)) for k, v in full.items()] + [
-            ('rank, all', _bytes(self.peak))
-        ]
-        rows += [
-            (
-                f'server GPU, {k.replace("_", " ")}',
-                f'{v:,.0f}' if k == 'cached_tokens' else _bytes(v),
-            )
-            for k, v in self.server.items()
-        ]
-        rows += [
-            (k.removesuffix('_s').replace('_', ' '), f'{v:,.1f} s') for k, v in self.times.items()
-        ]
-        all_of = 'step' if self.server else 'training'
+        rows = {f'rank, {k}': _bytes(v) for k, v in self.fullest.items()}
+        rows['rank, all'] = _bytes(self.peak)
+        for k, v in self.server.items():
+            what = f'server GPU, {k.replace("_", " ")}'
+            rows[what] = f'{v:,.0f}' if k == 'cached_tokens' else _bytes(v)
+        for k, v in self.times.items():
+            rows[k.removesuffix('_s').replace('_', ' ')] = f'{v:,.1f} s'
         if self.times:
-            rows.append((f'{all_of}, one after the other', f'{sum(self.times.values()):,.1f} s'))
+            all_of = 'step' if self.server else 'training'
+            rows[f'{all_of}, one after the other'] = f'{sum(self.times.values()):,.1f} s'
         name = f'{len(self.layout.places)} x {self.gpu.name if self.gpu else "CPU"}'
-        return '\n'.join(
-            [f'estimate for {name}, not measured', *(f'  {k:28} {v:>14}' for k, v in rows)]
-        )
+        lines = [f'  {k:28} {v:>14}' for k, v in rows.items()]
+        return '\n'.join([f'estimate for {name}, not measured', *lines])
 
 
 def estimate(
@@ -217,61 +188,52 @@ def estimate(
     own = vllm is None or bool(vllm.urls or layout.servers)  # has the rollout GPUs of its own?
     taken = 0.0 if own else max(sum(s.values()) for s in stages)
     server = server_memory(c, vllm, gpu, taken) if vllm else {}
-    rollout = (
-        dict(
-            rollout_s=rollout_s(c, vllm, gpu, workload, guess, taken),
-            sync_s=sync_s(c, vllm, gpu, layout.num_nodes, guess),
-        )
-        if vllm
-        else {}
-    )
-    return Estimate(
-        layout, gpu, workload, stages, server, rollout | train_s(c, p, n, gpu, workload, guess)
-    )
+    times = train_s(c, p, n, gpu, workload, guess)
+    if vllm:
+        rollout = rollout_s(c, vllm, gpu, workload, guess, taken)
+        sync = sync_s(c, vllm, gpu, layout.num_nodes, guess)
+        times = dict(rollout_s=rollout, sync_s=sync) | times
+    return Estimate(layout, gpu, workload, stages, server, times)
 
 
-# %% ../../nbs/launch/03_step_estimate.ipynb #53647f17
+# %% ../../nbs/launch/03_step_estimate.ipynb #75f3464a
+_recompute = ('none', 'moe', 'full')  # from the least to the most
+
+
+def _room(gpu):
+    return gpu.memory_gb * 1e9 - reserve
+
+
 def fitting(
     policy: PolicyConfig,
     world_size: int,
     gpu: Gpu,
     workload: Workload = Workload(),
-    parallel: ParallelConfig = ParallelConfig(
-        dtype='bfloat16'
-    ),  # what is not searched comes from here
+    parallel: ParallelConfig = ParallelConfig(dtype='bfloat16'),  # what is not searched
     ranks_per_node: int = 8,
 ) -> list[ParallelConfig]:  # that fit, with the least recomputation and cutting first
     "Layouts for so many GPUs"
-    powers = [2**i for i in range(world_size.bit_length())]
 
     def fits(p):
         try:
             check_parallel(p, policy, world_size, device='cuda')
         except ValueError:
             return False
-        places = (
-            place(p, policy, world_size, s * world_size // p.pp, ranks_per_node)
-            for s in range(p.pp)
-        )
-        return all(
-            sum(rank_memory(policy, p, world_size, at, workload).values()) <= _room(gpu)
-            for at in places
-        )
+        first_ranks = [s * world_size // p.pp for s in range(p.pp)]  # one of each stage
+        for rank in first_ranks:
+            at = place(p, policy, world_size, rank, ranks_per_node)
+            if sum(rank_memory(policy, p, world_size, at, workload).values()) > _room(gpu):
+                return False
+        return True
 
-    found = [
-        replace(parallel, tp=tp, pp=pp, ep=ep, etp=1, vpp=1, recompute=r)
-        for r, tp, pp, ep in product(
-            ('none', 'moe', 'full'), (n for n in powers if n <= ranks_per_node), powers, powers
-        )
-    ]
-    return sorted(
-        filter(fits, found),
-        key=lambda p: (('none', 'moe', 'full').index(p.recompute), p.tp * p.pp, p.ep),
-    )
-
-
-def _room(gpu):
-    return gpu.memory_gb * 1e9 - reserve
+    powers = [2**i for i in range(world_size.bit_length())]
+    within_a_node = [n for n in powers if n <= ranks_per_node]
+    found = []
+    for recompute, tp, pp, ep in product(_recompute, within_a_node, powers, powers):
+        p = replace(parallel, tp=tp, pp=pp, ep=ep, etp=1, vpp=1, recompute=recompute)
+        if fits(p):
+            found.append(p)
+    return sorted(found, key=lambda p: (_recompute.index(p.recompute), p.tp * p.pp, p.ep))
 
 
 def check_fits(
@@ -279,26 +241,30 @@ def check_fits(
     can_cut: bool = True,  # is another layout a way out? the embedded engine has one
 ):
     "Raises ValueError for a layout that does not fit the GPUs, with one that does"
-    c, gpu, n = e.layout.policy, e.gpu, len(e.layout.places)
+    gpu = e.gpu
     if gpu is None:
         return
     if e.peak > _room(gpu):
-        full = max(e.stages, key=lambda s: sum(s.values()))
-        found = can_cut and fitting(
-            c, n, gpu, e.workload, e.layout.parallel, e.layout.ranks_per_node
-        )
-        use = 'a smaller optim.micro_batch_tokens, or more GPUs'
-        if found:
-            f = found[0]
-            use = f'parallel.tp={f.tp} pp={f.pp} ep={f.ep} etp={f.etp} recompute={f.recompute}'
+        most, use = max(e.fullest, key=e.fullest.get), _way_out(e, can_cut)
         raise ValueError(
-            f'a rank needs {e.peak / 1e9:,.0f} GB of the {gpu.memory_gb:,} GB of a {gpu.name}, most for '
-            f'{max(full, key=full.get)} (estimate): use {use}'
+            f'a rank needs {e.peak / 1e9:,.0f} GB of the {gpu.memory_gb:,} GB of a {gpu.name}, '
+            f'most for {most} (estimate): use {use}'
         )
     need = e.workload.prompt_tokens + e.workload.max_tokens
     if e.server and e.server['cached_tokens'] < need:
-        room = f'{e.server["cached_tokens"]:,.0f} tokens'
         raise ValueError(
-            f'a rollout server has room for {room}, one response may need '
-            f'{need:,} (estimate): use a larger vllm.tensor_parallel, quantization=fp8, or GPUs that do not train'
+            f'a rollout server has room for {e.server["cached_tokens"]:,.0f} tokens, one response '
+            f'may need {need:,} (estimate): use a larger vllm.tensor_parallel, quantization=fp8, '
+            'or GPUs that do not train'
         )
+
+
+def _way_out(e, can_cut):
+    found, at = [], e.layout
+    if can_cut:
+        n = len(at.places)
+        found = fitting(at.policy, n, e.gpu, e.workload, at.parallel, at.ranks_per_node)
+    if not found:
+        return 'a smaller optim.micro_batch_tokens, or more GPUs'
+    f = found[0]
+    return f'parallel.tp={f.tp} pp={f.pp} ep={f.ep} etp={f.etp} recompute={f.recompute}'
