@@ -99,13 +99,6 @@ def _check_rollout(cfg):
         raise ValueError(
             'rollout.temperature=0: greedy responses of a group are all equal, use more than 0'
         )
-    if cfg.rollout_engine != 'torch' and (
-        cfg.rollout.quantization or cfg.rollout.kv_cache_dtype != 'auto'
-    ):
-        raise ValueError(
-            'rollout.quantization and rollout.kv_cache_dtype are of the embedded engine: with '
-            f'rollout_engine={cfg.rollout_engine!r} use vllm.quantization and vllm.kv_cache_dtype'
-        )
     if cfg.schedule.over_provision and cfg.rollout_engine != 'pool':
         raise ValueError(
             f'schedule.over_provision={cfg.schedule.over_provision}: only a pool can abort what '

@@ -65,7 +65,9 @@ def serve(
     if not cfg.init_from:
         write_config(policy, model, dtype)
     routes = cfg.router_replay == 'R3'
-    check_vllm(policy, cfg.vllm, dtype, cfg.device, routes, one_process=False)
+    r = cfg.rollout
+    fp8 = dict(quantization=r.quantization, kv_cache_dtype=r.kv_cache_dtype)
+    check_vllm(policy, cfg.vllm, dtype, cfg.device, routes, one_process=False, **fp8)
     options = engine_args(
         model,
         policy,
@@ -75,6 +77,7 @@ def serve(
         cfg.rollout.num_slots,
         routes,
         cfg.device,
+        **fp8,
     )
     options['weight_transfer_config'] = transfer_config(weight_sync(cfg.vllm, cfg.device))
     command = server_command(options, cfg.device, port, host='0.0.0.0')

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from .layout import Place, place
 from ..model.policy import PolicyConfig
+from ..rollout.torch_engine import RolloutConfig
 from ..rollout.vllm.config import VllmConfig
 from ..settings import at_least, check
 from ..train.megatron.layout import ParallelConfig
@@ -201,10 +202,12 @@ def weight_bytes(policy: PolicyConfig, quantization: str = '') -> dict[str, int]
     return {k: n * (1 if k in small else 2) for k, n in params.items()}
 
 
-def kv_bytes(policy: PolicyConfig, vllm: VllmConfig) -> float:
+def kv_bytes(
+    policy: PolicyConfig, vllm: VllmConfig, rollout: RolloutConfig = RolloutConfig()
+) -> float:
     "Bytes of keys and values per token, on each GPU of a server"
     heads = max(1, policy.num_key_value_heads / vllm.tensor_parallel)  # a head is not cut
-    size = 1 if vllm.kv_cache_dtype == 'fp8' else 2
+    size = 1 if rollout.kv_cache_dtype == 'fp8' else 2
     return 2 * policy.num_hidden_layers * heads * policy.head_dim * size
 
 
@@ -216,13 +219,14 @@ def server_memory(
     vllm: VllmConfig,
     gpu: Gpu,
     taken: float = 0.0,  # bytes that something else holds on this GPU
+    rollout: RolloutConfig = RolloutConfig(),  # how weights and cache are stored
 ) -> dict[str, float]:  # bytes on each GPU of a server, and the tokens that its cache holds
     "How vLLM fills a GPU: weights, what a forward pass needs, and all the rest for keys and values"
-    weights = sum(weight_bytes(policy, vllm.quantization).values()) / vllm.tensor_parallel
+    weights = sum(weight_bytes(policy, rollout.quantization).values()) / vllm.tensor_parallel
     cache = gpu.memory_gb * 1e9 * vllm.gpu_memory_utilization - weights - reserve - taken
     return dict(
         weights=weights,
         reserve=reserve,
         kv_cache=max(0, cache),
-        cached_tokens=max(0, cache) / kv_bytes(policy, vllm),
+        cached_tokens=max(0, cache) / kv_bytes(policy, vllm, rollout),
     )

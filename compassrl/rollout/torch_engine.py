@@ -284,9 +284,9 @@ class RolloutConfig:
     num_slots: Annotated[int, at_least(1)] = 128  # responses that run at the same time
     # float64: tokens do not depend on the batch
     dtype: Literal['float32', 'float64', 'bfloat16'] = 'float32'
-    # of products with weights, embedded engine; emulated on a CPU (not run on GPU)
+    # of products with weights, again at every sync; emulated on a CPU (not run on GPU)
     quantization: Literal['', 'fp8'] = ''
-    # keys and values, embedded engine; emulated on a CPU (not run on GPU)
+    # of keys and values; the embedded engine emulates it on a CPU (fp8: not run on GPU)
     kv_cache_dtype: Literal['auto', 'fp8'] = 'auto'
 
     def __post_init__(self):

@@ -142,6 +142,8 @@ def _check_rollout(cfg):  # what vLLM would say after the cold start, or not at 
         cfg.device,
         cfg.router_replay == 'R3',
         one_process=cfg.rollout_engine == 'vllm',
+        quantization=cfg.rollout.quantization,
+        kv_cache_dtype=cfg.rollout.kv_cache_dtype,
     )
     if cfg.rollout_engine == 'pool':
         weight_sync(cfg.vllm, cfg.device, world()[1])
@@ -289,6 +291,8 @@ def _vllm(cfg, source, folder):
         getattr(torch, cfg.rollout.dtype),
         num_slots=cfg.rollout.num_slots,
         return_routes=cfg.router_replay == 'R3',
+        quantization=cfg.rollout.quantization,
+        kv_cache_dtype=cfg.rollout.kv_cache_dtype,
     )
 
 
@@ -302,6 +306,8 @@ def _pool(cfg, source, folder):
         getattr(torch, cfg.rollout.dtype),
         num_slots=cfg.rollout.num_slots,
         return_routes=cfg.router_replay == 'R3',
+        quantization=cfg.rollout.quantization,
+        kv_cache_dtype=cfg.rollout.kv_cache_dtype,
         schedule=cfg.schedule,
         log_dir=folder / 'servers',
         first_gpu=0 if v.colocated else int(os.environ.get('LOCAL_WORLD_SIZE', 1)),

@@ -27,9 +27,6 @@ class VllmConfig:
     tensor_parallel: Annotated[int, at_least(1)] = 1
     # whole experts, not their rows, over the GPUs of a server (not run on GPU)
     expert_parallel: bool = False
-    kv_cache_dtype: Literal['auto', 'fp8'] = 'auto'  # of keys and values (fp8: not run on GPU)
-    # of the weights, again at every sync; emulated on a CPU (not run on GPU)
-    quantization: Literal['', 'fp8'] = ''
     # of a GPU's memory, weights and KV cache together (not run on GPU)
     gpu_memory_utilization: Annotated[float, above(0, up_to=1)] = 0.85
     colocated: bool = False  # on the trainer's GPUs: vLLM sleeps while that works (not run on GPU)
