@@ -25,7 +25,7 @@ __all__ = ['torchrun_args', 'train_command', 'serve', 'slurm_script', 'node_scri
 # %% ../../nbs/launch/06_scripts.ipynb #726f8d22
 def torchrun_args(
     world: Machines,
-    what: str,  # to run: words of `python -m compassrl.runs.cli`, quoted already
+    what: str,  # to run: words of `python -m compassrl`, quoted already
     head: str = '',  # host of the first node; empty = there is one node
 ) -> list[str]:
     "What follows `torchrun`, the same on every node"
@@ -37,13 +37,13 @@ def torchrun_args(
             f'--rdzv-endpoint={head}:29500',
             '--rdzv-id=${SLURM_JOB_ID:-compassrl}',
         ]
-    return [*ranks, '--max-restarts=0', *meet, '-m', 'compassrl.runs.cli', what]
+    return [*ranks, '--max-restarts=0', *meet, '-m', 'compassrl', what]
 
 
 def train_command(world: Machines, what: str, head: str = '') -> str:
     "One shell command over several lines"
     if world.world_size == 1:
-        return f'python -m compassrl.runs.cli {what}'
+        return f'python -m compassrl {what}'
     *words, m, module, what = torchrun_args(world, what, head)
     return f'torchrun {" ".join(words)} \\\n    {m} {module} {what}'
 
@@ -144,7 +144,7 @@ def _server(p, on, i):  # the i-th server: its node, its GPUs there, its port
 
 _what = """if compgen -G "$run/checkpoints/step-*" > /dev/null
 then what=(resume "$run"{urls})
-else what=("$config" --run-dir "$run"{urls}{sync}); fi
+else what=(train "$config" --run-dir "$run"{urls}{sync}); fi
 """
 
 

@@ -236,11 +236,7 @@ class Run:
 def launcher() -> str:
     "How this process was started"
     local = os.environ.get('LOCAL_WORLD_SIZE')
-    return (
-        f'torchrun --nproc-per-node {local} -m compassrl.runs.cli'
-        if world()[1] > 1
-        else 'compassrl'
-    )
+    return f'torchrun --nproc-per-node {local} -m compassrl' if world()[1] > 1 else 'compassrl'
 
 
 class stoppable:
