@@ -20,7 +20,7 @@ __all__ = ['discrepancy']
 def discrepancy(
     batch: Batch,  # with `old_log_probs`, and the routes as the train engine left them
 ) -> Metrics:
-    "How far apart the engines that sample and train are (R3, arXiv 2510.11370; paper section 2.4.4)"
+    "How far apart sampling and training are (R3, arXiv 2510.11370; paper section 2.4.4)"
     delta = (batch.old_log_probs - batch.rollout_log_probs)[batch.response_mask].clamp(-20, 20)
     fed = batch.fed_mask
     valid = torch.zeros_like(fed) if batch.routes_valid is None else batch.routes_valid & fed

@@ -12,13 +12,14 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from difflib import get_close_matches
-from unittest.mock import patch
+from typing import Annotated
 
 import tyro
 
+from .. import __version__
 from ..config import TrainConfig, read_run_config
 from ..data.prompts import DataConfig
 from ..model.policy import PolicyConfig
@@ -28,6 +29,7 @@ from .factory import follow
 from .process import world
 from .report import write_report
 from .run import resume_run, start_run
+from ..settings import at_least
 from ..train.megatron.layout import ParallelConfig
 from ..train.sft import SFTConfig
 from ..train.torch_engine import OptimConfig
@@ -83,7 +85,7 @@ def smoke_cpu() -> TrainConfig:
 
 
 def engines_cpu() -> TrainConfig:
-    "vLLM and Megatron-Core on two CPU cores: torchrun --nproc-per-node 2 -m compassrl.runs.cli engines-cpu"
+    "vLLM, Megatron-Core, two cores: torchrun --nproc-per-node 2 -m compassrl train engines-cpu"
     return replace(
         tiny_cpu(),
         steps=40,
@@ -117,7 +119,7 @@ def one_gpu() -> TrainConfig:
 
 
 def one_node() -> TrainConfig:
-    "Eight GPUs: four train, two servers take two each; set --init-from and --data.path (not run on GPU)"
+    "Eight GPUs: four train, two servers take two each; flags as of one-gpu (not run on GPU)"
     return replace(
         one_gpu(),
         rollout_engine='pool',
@@ -129,7 +131,7 @@ def one_node() -> TrainConfig:
 
 
 def multi_node() -> TrainConfig:
-    "Four machines of eight GPUs: two train, two serve; see compassrl.launch.scripts.slurm_script (not run on GPU)"
+    "Four machines of eight GPUs: two train, two serve; see the launch panel (not run on GPU)"
     return replace(
         one_node(),
         prompts_per_step=256,
@@ -149,37 +151,49 @@ usage = """compassrl: RL for mixture-of-experts language models
 
   compassrl train PRESET [--steps 20 --seed 3 ...]   train; PRESET or a config.json
   compassrl train PRESET --help                      every setting with its default
-  compassrl resume RUN_DIR [--steps N ...]           go on from the newest checkpoint (--parallel.*, --vllm.*)
-  compassrl report RUN_DIR                           write curves.png, report.md and report.json again
+  compassrl resume RUN_DIR [--steps N ...]           go on; --parallel.* and --vllm.* may change
+  compassrl report RUN_DIR                           write curves.png, report.md, report.json again
+  compassrl --version                                `python -m compassrl` is the same command
 
 presets:
 """ + '\n'.join(f'  {n:11} {f.__doc__}' for n, f in presets.items())
 
 
 # %% ../../nbs/runs/13_cli.ipynb #b51d5f89
-def _parse(f, args, **kw):  # tyro explains a refusal in a box; here it becomes an error of one line
+@contextmanager
+def _captured():  # tyro's explanation of a refusal, in lines that do not wrap
+    box, before = io.StringIO(), os.environ.get('COLUMNS')
+    os.environ['COLUMNS'] = '9999'
+    try:
+        with redirect_stderr(box), redirect_stdout(io.StringIO()):
+            yield box
+    finally:
+        del os.environ['COLUMNS']
+        if before is not None:
+            os.environ['COLUMNS'] = before
+
+
+def _parse(f, args, **kw):  # as `tyro.cli`, but a refusal is an error of one line
     if {'-h', '--help'} & set(args):
         return tyro.cli(f, args=args, **kw)  # prints and exits
-    box = io.StringIO()
-    try:  # where there is no terminal tyro writes plain text: title, rule, what is wrong, rule, what may have been meant
-        with (
-            redirect_stderr(box),
-            redirect_stdout(io.StringIO()),
-            patch.dict(os.environ, COLUMNS='9999'),
-        ):
+    try:
+        with _captured() as box:
             return tyro.cli(f, args=args, **kw)
     except SystemExit:
-        blocks = re.split(
-            r'\n-+\n', '\n'.join(line.strip() for line in box.getvalue().strip().splitlines())
-        )
-        what, more = ' '.join(blocks[1 if len(blocks) > 1 else 0].split()).rstrip('.'), ''
-        flags, wrong = (
-            re.findall(r'^--\S+', '\n'.join(blocks[2:]), flags=re.M),
-            re.search(r'--[^\s,]+', what),
-        )
-        if flags and wrong and 'Perhaps' in blocks[2]:
-            more = f'; did you mean {" or ".join(get_close_matches(wrong[0], flags, 2, 0))}?'
-        raise ValueError(f'{what}{more} (see {kw["prog"]} --help)') from None
+        raise ValueError(f'{_one_line(box.getvalue())} (see {kw["prog"]} --help)') from None
+
+
+def _one_line(text):
+    "A box of tyro's: title, rule, what is wrong, rule, what may have been meant"
+    lines = [line.strip() for line in text.strip().splitlines()]
+    _, *blocks = re.split(r'\n-+\n', '\n'.join(lines))
+    what = ' '.join((blocks[0] if blocks else ' '.join(lines)).split()).rstrip('.')
+    wrong = re.search(r'--[^\s,]+', what)
+    if not wrong or len(blocks) < 2 or 'Perhaps' not in blocks[1]:
+        return what
+    flags = re.findall(r'^--\S+', '\n'.join(blocks[1:]), flags=re.M)
+    meant = get_close_matches(wrong[0], flags, 2, 0)
+    return f'{what}; did you mean {" or ".join(meant)}?' if meant else what
 
 
 # %% ../../nbs/runs/13_cli.ipynb #08e8d76f
@@ -208,14 +222,14 @@ def parse_train(
 def parse_resume(
     args: list[str],  # what follows `compassrl resume`
 ) -> tuple[str, TrainConfig]:
-    "The run directory, and its config with what may change: the total of steps, the layout, the rollout servers"
+    "The run directory, and its config with what may change: steps, the layout, the servers"
     if not args or args[0].startswith('-') and args[0] not in ('-h', '--help'):
         raise ValueError('resume needs a run directory first: compassrl resume RUN_DIR')
     cfg = TrainConfig() if args[0].startswith('-') else read_run_config(args[0])
 
     def resume(
         run_dir: tyro.conf.Positional[str],
-        steps: int = cfg.steps,
+        steps: Annotated[int, at_least(0)] = cfg.steps,
         parallel: ParallelConfig = cfg.parallel,
         vllm: VllmConfig = cfg.vllm,
     ):
@@ -241,31 +255,32 @@ def _resume(folder, cfg):
         print(resume_run(folder, cfg))
 
 
+def _run(args):
+    match args:
+        case ['train', *rest]:
+            _train(parse_train(rest))
+        case ['resume', *rest]:
+            _resume(*parse_resume(rest))
+        case ['report', folder]:
+            write_report(folder)
+            print(folder)
+        case [] | ['-h' | '--help', *_]:
+            print(usage)
+        case ['--version']:
+            print(f'compassrl {__version__}')
+        case _:
+            raise ValueError(f'unknown command {" ".join(args)!r}: use train, resume or report')
+
+
 def main(
     args: list[str] | None = None,  # None = the command line
 ):
     "The `compassrl` command; its last line is the run directory"
-    args = sys.argv[1:] if args is None else args
     try:
-        if args[:1] == ['train']:
-            _train(parse_train(args[1:]))
-        elif args[:1] == ['resume']:
-            _resume(*parse_resume(args[1:]))
-        elif args[:1] == ['report'] and len(args) == 2:
-            write_report(args[1])
-            print(args[1])
-        elif not args or args[0] in ('-h', '--help'):
-            print(usage)
-        else:
-            raise ValueError(f'unknown command {" ".join(args)!r}: use train, resume or report')
+        _run(sys.argv[1:] if args is None else args)
     except ValueError as e:
         if world()[0]:
             time.sleep(20)  # rank 0 has found the same, and says so
         sys.exit(f'compassrl: {e}')
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-# %% ../../nbs/runs/13_cli.ipynb #0f0b6a98
-if __name__ == '__main__':
-    main(sys.argv[1:] if sys.argv[1:2] == ['resume'] else ['train'] + sys.argv[1:])

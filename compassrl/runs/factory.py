@@ -93,6 +93,8 @@ def _vllm(cfg, source, folder):
         getattr(torch, cfg.rollout.dtype),
         num_slots=cfg.rollout.num_slots,
         return_routes=cfg.router_replay == 'R3',
+        quantization=cfg.rollout.quantization,
+        kv_cache_dtype=cfg.rollout.kv_cache_dtype,
     )
 
 
@@ -106,6 +108,8 @@ def _pool(cfg, source, folder):
         getattr(torch, cfg.rollout.dtype),
         num_slots=cfg.rollout.num_slots,
         return_routes=cfg.router_replay == 'R3',
+        quantization=cfg.rollout.quantization,
+        kv_cache_dtype=cfg.rollout.kv_cache_dtype,
         schedule=cfg.schedule,
         log_dir=folder / 'servers',
         first_gpu=0 if v.colocated else int(os.environ.get('LOCAL_WORLD_SIZE', 1)),
@@ -117,8 +121,16 @@ def _check_settings(cfg, one_process):
     need('vllm', 'vllm', f'rollout_engine={cfg.rollout_engine!r}')
     if world()[0]:
         return  # rank 0 talks to the servers
-    dtype, replays = getattr(torch, cfg.rollout.dtype), cfg.router_replay == 'R3'
-    check_vllm(cfg.policy, cfg.vllm, dtype, cfg.device, replays, one_process=one_process)
+    check_vllm(
+        cfg.policy,
+        cfg.vllm,
+        getattr(torch, cfg.rollout.dtype),
+        cfg.device,
+        cfg.router_replay == 'R3',
+        one_process=one_process,
+        quantization=cfg.rollout.quantization,
+        kv_cache_dtype=cfg.rollout.kv_cache_dtype,
+    )
 
 
 def _check_in_process(cfg, num_ranks):

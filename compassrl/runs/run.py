@@ -28,8 +28,8 @@ from ..records import Batch, Metrics, Sample
 from ..rollout.partial import PartialResponses
 from .data import Data, load, resolve
 from .evaluate import evaluate
-from .facts import machine_info
 from .factory import Engines, open_engines, prepare, train_engines
+from .facts import machine_info
 from .log import Log, write_json
 from .report import write_report
 from .stop import locked, stoppable

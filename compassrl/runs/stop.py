@@ -29,7 +29,7 @@ def launcher() -> str:
     local = os.environ.get('LOCAL_WORLD_SIZE')
     if world()[1] == 1:
         return 'compassrl'
-    return f'torchrun --nproc-per-node {local} -m compassrl.runs.cli'
+    return f'torchrun --nproc-per-node {local} -m compassrl'
 
 
 class stoppable:

@@ -66,7 +66,7 @@ def _faults(
 
 
 def validate_routes(batch: Batch | Sample, config: PolicyConfig) -> None:
-    "Raises ValueError for routes that no rollout of this policy can have recorded; none at all pass"
+    "Raises ValueError for routes that no rollout of this policy can have recorded; none pass"
     if isinstance(batch, Sample):
         batch = collate([batch])
     if batch.routed_experts is None:
@@ -74,16 +74,14 @@ def validate_routes(batch: Batch | Sample, config: PolicyConfig) -> None:
     _check_format(batch, config)
     ids, valid = batch.routed_experts, batch.routes_valid
     many = len(batch.token_ids[valid].unique()) >= 8
-    for bad, why in _faults(
-        ids[valid], config, config.num_experts > config.num_experts_per_tok and many
-    ):
-        if bad.any():
-            row, layer = bad.nonzero()[0].tolist()
-            i, t = valid.nonzero()[row].tolist()
-            found = ids[i, t, layer].tolist()
-            raise ValueError(
-                f'routed_experts of row {i}, token {t}, layer {layer} is {found}: {why}'
-            )
+    varied = config.num_experts > config.num_experts_per_tok and many
+    for bad, why in _faults(ids[valid], config, varied):
+        if not bad.any():
+            continue
+        row, layer = bad.nonzero()[0].tolist()
+        i, t = valid.nonzero()[row].tolist()
+        where = f'row {i}, token {t}, layer {layer}'
+        raise ValueError(f'routed_experts of {where} is {ids[i, t, layer].tolist()}: {why}')
 
 
 # %% ../../nbs/train/00_routes.ipynb #fb900790

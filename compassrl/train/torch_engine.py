@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import get_args
+from typing import Annotated, get_args
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
@@ -19,6 +20,7 @@ from ..model.log_probs import token_log_probs
 from ..model.policy import Policy
 from ..model.pretrained import hf_weights, load_hf_weights
 from ..records import Batch, LossFn, Metrics, micro_batches, mini_batches, select
+from ..settings import above, at_least, check
 from .routes import ReplayMode, route_records, validate_routes
 
 # %% auto #0
@@ -31,7 +33,6 @@ __all__ = [
     'adamw',
     'clip_and_step',
     'TorchTrain',
-    'update',
 ]
 
 
@@ -40,28 +41,18 @@ __all__ = [
 class OptimConfig:
     "AdamW and how a batch is cut for it"
 
-    lr: float = 1e-3  # peak; constant after the warm-up
-    warmup_steps: int = 0  # optimiser steps of linear warm-up
-    betas: tuple[float, float] = (0.9, 0.95)
-    adam_eps: float = 1e-8
-    weight_decay: float = 0.0  # on matrices, not on norms
-    grad_clip: float = 1.0  # largest global gradient norm; 0 = no clipping
-    num_mini_batches: int = 1  # optimiser steps per batch
-    micro_batch_tokens: int = (
-        2048  # padded tokens per forward pass: speed and memory, never the result
-    )
+    lr: Annotated[float, above(0)] = 1e-3  # peak; constant after the warm-up
+    warmup_steps: Annotated[int, at_least(0)] = 0  # optimiser steps of linear warm-up
+    betas: Annotated[tuple[float, float], at_least(0, below=1)] = (0.9, 0.95)
+    adam_eps: Annotated[float, at_least(0)] = 1e-8
+    weight_decay: Annotated[float, at_least(0)] = 0.0  # on matrices, not on norms
+    grad_clip: Annotated[float, at_least(0)] = 1.0  # largest global gradient norm; 0 = no clipping
+    num_mini_batches: Annotated[int, at_least(1)] = 1  # optimiser steps per batch
+    # padded tokens per forward pass: speed and memory, never the result
+    micro_batch_tokens: Annotated[int, at_least(1)] = 2048
 
     def __post_init__(self):
-        if not self.lr > 0:
-            raise ValueError(f'lr={self.lr}: use a positive learning rate')
-        if not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f'betas={self.betas}: use values in [0, 1)')
-        for k in ('num_mini_batches', 'micro_batch_tokens'):
-            if getattr(self, k) < 1:
-                raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
-        for k in ('warmup_steps', 'grad_clip', 'weight_decay', 'adam_eps'):
-            if not getattr(self, k) >= 0:
-                raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
+        check(self)
 
     def lr_at(self, step: int) -> float:  # of optimiser step `step`, the first is 0
         "Linear warm-up, then constant"
@@ -73,18 +64,13 @@ def packed_states(
     policy: Policy,
     batch: Batch,
     replay: bool = True,  # use the batch's routes where they are valid?
-) -> tuple[
-    Tensor, Tensor
-]:  # [N, D] hidden states and [N, L, K] the routers' own choices, of the real tokens
+) -> tuple[Tensor, Tensor]:  # of the real tokens: [N, D] hidden states, [N, L, K] routers' choices
     "One forward pass. Raises ValueError for a response without a prompt"
     if batch.response_mask[:, :1].any():
         raise ValueError('a response starts in column 0: give every sample a prompt')
-    routes = (
-        (batch.routed_experts, batch.routes_valid)
-        if replay and batch.routed_experts is not None
-        else ()
-    )
-    return policy(batch.token_ids, batch.token_mask, *routes)
+    if not replay or batch.routed_experts is None:
+        return policy(batch.token_ids, batch.token_mask)
+    return policy(batch.token_ids, batch.token_mask, batch.routed_experts, batch.routes_valid)
 
 
 def score_response(
@@ -93,10 +79,9 @@ def score_response(
     batch: Batch,
     temperature: float = 1.0,  # the one that the rollout sampled with
 ) -> tuple[Tensor, Tensor]:  # log-probs and entropies [B, T] in nats, 0 outside the response
-    "Log-probability of each response token given what came before it, and the entropy of the choice"
-    at = batch.response_mask[batch.token_mask].nonzero()[
-        :, 0
-    ]  # packed places of response tokens, predicted one before
+    "Of each response token, given what came before it; the entropy is that of the choice"
+    # packed places of response tokens; each is predicted one place before
+    at = batch.response_mask[batch.token_mask].nonzero()[:, 0]
     targets = batch.token_ids[batch.response_mask]
     values = token_log_probs(hidden.index_select(0, at - 1), policy.head, targets, temperature)
     return tuple(
@@ -120,7 +105,7 @@ def accumulate_grads(
     temperature: float = 1.0,
     replay: bool = True,
 ) -> tuple[Metrics, Tensor]:  # 0-dim tensors: the loss and what it reports; [B, T] log-probs it saw
-    "The gradient of one mini-batch, summed over micro-batches that divide by the counts of the whole"
+    "The gradient of a mini-batch: its micro-batches divide by the counts of the whole, and add up"
     metrics: dict = {}
     num_tokens, num_samples = int(batch.response_mask.sum()), len(batch)
     seen = torch.zeros_like(batch.rollout_log_probs)
@@ -183,12 +168,8 @@ class TorchTrain:
             raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
         if replay not in get_args(ReplayMode):
             raise ValueError(f'{replay=}: use one of {get_args(ReplayMode)}')
-        self.policy, self.config, self.temperature, self.replay = (
-            policy,
-            config,
-            temperature,
-            replay,
-        )
+        self.policy, self.config = policy, config
+        self.temperature, self.replay = temperature, replay
         self.optimizer, self.num_steps = adamw(policy, config), 0
 
     @torch.no_grad()
@@ -215,7 +196,7 @@ class TorchTrain:
         return hf_weights(self.policy)
 
     def state_dict(self) -> dict:
-        "Everything that a resume needs (it draws no random numbers). Live tensors: write or copy them before an update"
+        "All that a resume needs: live tensors, to be written or copied before an update"
         policy, optimizer = dict(hf_weights(self.policy)), self.optimizer.state_dict()
         return dict(policy=policy, optimizer=optimizer, num_steps=self.num_steps)
 
@@ -227,6 +208,7 @@ class TorchTrain:
 
 
 # %% ../../nbs/train/01_torch_engine.ipynb #e0f5236e
+@patch
 def update(
     self: TorchTrain,
     batch: Batch,
@@ -257,6 +239,3 @@ def update(
         for k, v in metrics.items():
             total[k] = total.get(k, 0.0) + float(v) / len(parts)
     return total, dict(log_probs=seen)
-
-
-TorchTrain.update = update

@@ -87,12 +87,15 @@ class VllmRollout(RolloutEngine):
         max_len: int | None = None,  # longest sequence; None = the policy's context
         num_slots: int = 128,  # responses that run at the same time
         return_routes: bool = True,  # record the experts of every token
+        quantization: str = '',  # of weights, 'fp8' or none
+        kv_cache_dtype: str = 'auto',  # or 'fp8'
     ):
         c, self.device = read_config(model), current_platform.device_type
         self.config = replace(
             c, max_position_embeddings=min(max_len or math.inf, c.max_position_embeddings)
         )
-        check_vllm(c, config, dtype, self.device, return_routes, one_process=True)
+        fp8 = dict(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+        check_vllm(c, config, dtype, self.device, return_routes, one_process=True, **fp8)
         args = engine_args(
             model,
             c,
@@ -102,6 +105,7 @@ class VllmRollout(RolloutEngine):
             num_slots,
             return_routes,
             self.device,
+            **fp8,
         )
         world = os.environ.get('WORLD_SIZE', '1')  # set by torchrun
         if int(world) > 1:
@@ -126,7 +130,7 @@ class VllmRollout(RolloutEngine):
             count(),
         )
         self.colocated = config.colocated
-        self.emulates_fp8 = bool(config.quantization) and self.device == 'cpu'  # no kernels there
+        self.emulates_fp8 = bool(quantization) and self.device == 'cpu'  # no kernels there
         self.version: int | None = None
         self.running: dict[str, tuple[Request, float]] = {}
         self.last_sync: dict[str, float] = {}

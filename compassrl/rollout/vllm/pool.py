@@ -74,6 +74,8 @@ class VllmPool(RolloutEngine):
         log_dir: str | Path | None = None,  # logs of the servers; None = a temporary folder
         start_timeout_s: float = 600.0,  # a server that is not ready by then has failed
         first_gpu: int = 0,  # of the servers; they take neighbours (not run on GPU)
+        quantization: str = '',  # of weights, 'fp8' or none
+        kv_cache_dtype: str = 'auto',  # or 'fp8'
     ):
         c = read_config(model)
         T = min(max_len or c.max_position_embeddings, c.max_position_embeddings)
@@ -82,12 +84,14 @@ class VllmPool(RolloutEngine):
         self.predictor = LengthPredictor()
         self.start_timeout_s, self.first_gpu = start_timeout_s, first_gpu
         self.device = 'cuda' if torch.cuda.is_available() else 'cpu'
-        check_vllm(c, config, dtype, self.device, return_routes, one_process=False)
+        self.quantization = quantization
+        fp8 = dict(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+        check_vllm(c, config, dtype, self.device, return_routes, one_process=False, **fp8)
         self.sync = weight_sync(config, self.device)
         if self.device == 'cuda' and not config.urls:
             _check_gpus(first_gpu, config)
         self.options = engine_args(
-            model, c, config, dtype, T, num_slots, return_routes, self.device
+            model, c, config, dtype, T, num_slots, return_routes, self.device, **fp8
         )
         self.options['weight_transfer_config'] = transfer_config(self.sync)
         if config.colocated:
@@ -209,7 +213,7 @@ def load_weights(self: VllmPool, weights: Iterable[tuple[str, Tensor]], version:
         raise RuntimeError(
             'requests are running: finish or close `generate` before loading weights'
         )
-    if self.vllm.quantization and self.device == 'cpu':
+    if self.quantization and self.device == 'cpu':
         weights = fp8_weights(weights)  # no kernels there: values alone
     start = time.perf_counter()
     self.submit(_settle(self)).result()
