@@ -1,4 +1,4 @@
-"""What a run's numbers look like while it runs and after: twelve panels that read a file which may still be growing.
+"""What a run's numbers look like: twelve panels that read a file which may still grow.
 
 Docs: https://compassrl.github.io/compassrl/runs/curves.html.md"""
 
@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 
-# %% ../../nbs/runs/03_curves.ipynb #d811aa10
+# %% ../../nbs/runs/03_curves.ipynb #791a09b0
 def read_rows(
     path: Path,  # JSONL with a `step` in each row, possibly still being written
 ) -> list[dict]:  # [] if there is no such file
-    "Rows in the order of the file; a half-written last one is left out; raises ValueError naming a damaged line"
+    "Rows in order; a half-written last one is left out. Raises ValueError naming a damaged line"
     rows, lines = [], path.read_bytes().rstrip().split(b'\n') if path.exists() else []
     for i, line in enumerate(lines, 1):
         try:
@@ -46,10 +46,8 @@ def read_rows(
 
 def read_metrics(
     run_dir: str | Path,  # holds metrics.jsonl, possibly still being written
-) -> list[
-    dict
-]:  # one row per step, in order; `resumed_from` marks a row that begins again after a kill
-    "The metrics of a run, finished or live; raises ValueError for a damaged line and for a folder that is not there"
+) -> list[dict]:  # one row per step; `resumed_from` marks one that begins again after a kill
+    "The metrics of a run, finished or live. Raises ValueError for a damaged line, a missing folder"
     run_dir, rows = Path(run_dir), []
     if not run_dir.is_dir():
         raise ValueError(f'{run_dir}: no such run directory: check the path')
@@ -61,18 +59,19 @@ def read_metrics(
     return rows
 
 
-# %% ../../nbs/runs/03_curves.ipynb #3ed88840
+# %% ../../nbs/runs/03_curves.ipynb #d2a68cba
 def column(
     metrics: list[dict],  # rows
     key: str,  # which number
 ) -> tuple[list, list[float]]:  # steps, values: of the rows that have a finite number there
     "One metric against its steps"
-    ok = [
-        (r['step'], float(r[key]))
-        for r in metrics
-        if isinstance(r.get(key), (int, float)) and math.isfinite(r[key])
-    ]
-    return [s for s, _ in ok], [v for _, v in ok]
+    steps, values = [], []
+    for row in metrics:
+        value = row.get(key)
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            steps.append(row['step'])
+            values.append(float(value))
+    return steps, values
 
 
 def running_mean(
@@ -84,16 +83,9 @@ def running_mean(
     return [statistics.fmean(values[max(0, i - h) : i + h + 1]) for i in range(len(values))]
 
 
-# %% ../../nbs/runs/03_curves.ipynb #3e11f4a2
-phases = [
-    'rollout',
-    'reward',
-    'log_probs',
-    'ref_log_probs',
-    'update',
-    'sync',
-    'checkpoint',
-]  # time_<phase>_s, in order
+# %% ../../nbs/runs/03_curves.ipynb #d8a1dcdd
+# time_<phase>_s, in order
+phases = ['rollout', 'reward', 'log_probs', 'ref_log_probs', 'update', 'sync', 'checkpoint']
 
 
 def phase_seconds(row: dict, phase: str) -> float:
@@ -104,99 +96,66 @@ def phase_seconds(row: dict, phase: str) -> float:
 
 def step_seconds(row: dict) -> float:
     "Seconds of a step and of the checkpoint after it; evaluations are not counted"
-    step = phase_seconds(row, 'step')
-    return (
-        step + phase_seconds(row, 'checkpoint')
-        if step
-        else sum(phase_seconds(row, p) for p in phases)
-    )
+    if step := phase_seconds(row, 'step'):
+        return step + phase_seconds(row, 'checkpoint')
+    return sum(phase_seconds(row, p) for p in phases)
 
 
-# %% ../../nbs/runs/03_curves.ipynb #4fdb2d04
-_panels = [  # title, metric -> label, may the axis be logarithmic?
-    ('held-out answers, correct', dict(eval_avg='average', eval_pass='any of k'), False),
-    (
-        'training answers',
-        dict(reward_mean='mean reward', correct_frac='correct', penalty_mean='penalty'),
-        False,
+# %% ../../nbs/runs/03_curves.ipynb #03e1c894
+_panels = {  # title: metric -> label
+    'held-out answers, correct': dict(eval_avg='average', eval_pass='any of k'),
+    'training answers': dict(
+        reward_mean='mean reward', correct_frac='correct', penalty_mean='penalty'
     ),
-    (
-        'groups with equal rewards',
-        dict(
-            zero_variance_first_frac='first wave',
-            zero_variance_raw_frac='grown',
-            zero_variance_frac='after penalties',
-            zero_variance_residual_frac='no gradient at all',
-        ),
-        False,
+    'groups with equal rewards': dict(
+        zero_variance_first_frac='first wave',
+        zero_variance_raw_frac='grown',
+        zero_variance_frac='after penalties',
+        zero_variance_residual_frac='no gradient at all',
     ),
-    (
-        'share of tokens, of responses',
-        dict(gradient_token_frac='tokens with gradient', truncated_frac='truncated'),
-        False,
+    'share of tokens, of responses': dict(
+        gradient_token_frac='tokens with gradient', truncated_frac='truncated'
     ),
-    ('tokens per response', dict(response_tokens_mean='mean'), False),
-    ('responses per group', dict(group_size_mean='mean', waves='waves'), False),
-    ('entropy, nats per token', dict(entropy='mean'), False),
-    ('gradient norm', dict(grad_norm='before clipping'), True),
-    (
-        'share of tokens clipped',
-        dict(
-            clip_frac='by the loss', clip_frac_literal='ESPO, literal eq. 9', tis_clip_frac='by TIS'
-        ),
-        False,
+    'tokens per response': dict(response_tokens_mean='mean'),
+    'responses per group': dict(group_size_mean='mean', waves='waves'),
+    'entropy, nats per token': dict(entropy='mean'),
+    'gradient norm': dict(grad_norm='before clipping'),
+    'share of tokens clipped': dict(
+        clip_frac='by the loss', clip_frac_literal='ESPO, literal eq. 9', tis_clip_frac='by TIS'
     ),
-    (
-        'how far log-probs move',
-        dict(
-            approx_kl='KL to the old policy',
-            rollout_train_gap='rollout / train gap',
-            rollout_train_k3='rollout / train k3',
-        ),
-        True,
+    'how far log-probs move': dict(
+        approx_kl='KL to the old policy',
+        rollout_train_gap='rollout / train gap',
+        rollout_train_k3='rollout / train k3',
     ),
-    (
-        'routes of rollout and trainer',
-        dict(routes_agree_frac='same in a layer', tokens_agree_frac='same in all layers'),
-        False,
+    'routes of rollout and trainer': dict(
+        routes_agree_frac='same in a layer', tokens_agree_frac='same in all layers'
     ),
-]
+}
+_may_be_log = {'gradient norm', 'how far log-probs move'}
 _ink = ['#c2410c', '#0f766e', '#4338ca', '#b45309', '#78716c', '#be185d', '#94a3b8']
 
 
-def _line(
-    ax, metrics, key, label, ink
-):  # raw points light, running mean on top; evaluations with error bars
-    xs, ys = column(metrics, key)
-    if key.startswith('eval_'):
-        err = dict(zip(*column(metrics, 'eval_avg_stderr'))) if key == 'eval_avg' else {}
-        fmt = 'o-' if key == 'eval_avg' else 'o--'
-        ax.errorbar(
-            xs,
-            ys,
-            [max(0.0, err.get(x, 0.0)) for x in xs],
-            color=ink,
-            fmt=fmt,
-            ms=4,
-            capsize=2,
-            label=label,
-        )
-        return
-    window = max(1, len(ys) // 12) | 1
+def _evaluations(ax, metrics, key, label, ink):  # points with error bars
+    steps, values = column(metrics, key)
+    is_average = key == 'eval_avg'
+    errors = dict(zip(*column(metrics, 'eval_avg_stderr'))) if is_average else {}
+    bars = [max(0.0, errors.get(step, 0.0)) for step in steps]
+    look = dict(fmt='o-' if is_average else 'o--', color=ink, ms=4, capsize=2)
+    ax.errorbar(steps, values, bars, label=label, **look)
+
+
+def _line(ax, metrics, key, label, ink):  # raw points light, running mean on top
+    steps, values = column(metrics, key)
+    window = max(1, len(values) // 12) | 1
 
     def shown(ys):
         return [y if y > 0 or ax.get_yscale() == 'linear' else math.nan for y in ys]
 
     if window > 1:
-        ax.plot(xs, shown(ys), '.', color=ink, alpha=0.3, ms=5, mew=0)
-    ax.plot(
-        xs,
-        shown(running_mean(ys, window)),
-        '-' if window > 1 else '.-',
-        color=ink,
-        lw=1.8,
-        label=label,
-    )
+        ax.plot(steps, shown(values), '.', color=ink, alpha=0.3, ms=5, mew=0)
+    mark, smooth = '-' if window > 1 else '.-', running_mean(values, window)
+    ax.plot(steps, shown(smooth), mark, color=ink, lw=1.8, label=label)
 
 
 def _panel(ax, metrics, keys, log):
@@ -207,15 +166,17 @@ def _panel(ax, metrics, keys, log):
         ax.set_ylim(min(values) / 2, max(values) * ratio**0.5)  # room for the legend
     for (k, label), ink in zip(keys.items(), _ink):
         if k in drawn:
-            _line(ax, metrics, k, label if any(drawn[k]) else f'{label}: 0', ink)
+            draw = _evaluations if k.startswith('eval_') else _line
+            draw(ax, metrics, k, label if any(drawn[k]) else f'{label}: 0', ink)
 
 
-# %% ../../nbs/runs/03_curves.ipynb #b8138203
+# %% ../../nbs/runs/03_curves.ipynb #942d3987
 def _times(ax, metrics):  # seconds of each step, phases stacked
     metrics = [r for r in metrics if step_seconds(r)]
-    seconds = {
-        p.replace('_', ' '): y for p in phases if any(y := [phase_seconds(r, p) for r in metrics])
-    }
+    seconds = {}
+    for phase in phases:
+        if any(ys := [phase_seconds(r, phase) for r in metrics]):
+            seconds[phase.replace('_', ' ')] = ys
     if not seconds:
         return
     steps, whole = [r['step'] for r in metrics], [*map(step_seconds, metrics)]
@@ -229,11 +190,9 @@ def _times(ax, metrics):  # seconds of each step, phases stacked
     ax.set_ylim(0, 1.5 * max(whole) or 1)
 
 
-# %% ../../nbs/runs/03_curves.ipynb #a87091a6
+# %% ../../nbs/runs/03_curves.ipynb #4e58f8fc
 def plot_curves(
-    metrics: list[
-        dict
-    ],  # rows of `read_metrics`, finished or not; what is missing leaves its panel empty
+    metrics: list[dict],  # rows of `read_metrics`; what is missing leaves its panel empty
     title: str = '',
 ):  # a matplotlib `Figure` of 3 x 4 panels; needs no display
     "The curves of a run: raw points light, running means on top, dotted lines where it was resumed"
@@ -242,9 +201,9 @@ def plot_curves(
 
     fig = Figure(figsize=(15, 9.6), layout='constrained', facecolor='white')
     axes = list(fig.subplots(3, 4).flat)
-    for ax, (name, keys, log) in zip(axes, _panels):
+    for ax, (name, keys) in zip(axes, _panels.items()):
         ax.set_title(name, fontsize=11)
-        _panel(ax, metrics, keys, log)
+        _panel(ax, metrics, keys, name in _may_be_log)
     axes[-1].set_title('seconds per step', fontsize=11)
     _times(axes[-1], metrics)
     for ax in axes:

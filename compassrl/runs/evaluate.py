@@ -1,4 +1,4 @@
-"""How often is it right, how often can it be right, and how sure are we: avg@k, pass@k, and honest error bars.
+"""How often is it right, how often can it be, how sure are we: avg@k, pass@k, error bars.
 
 Docs: https://compassrl.github.io/compassrl/runs/evaluate.html.md"""
 
@@ -24,13 +24,13 @@ from ..records import Prompt, Request, RolloutEngine, SamplingParams, derive_see
 __all__ = ['pass_at_k', 'mean_stderr', 'EvalSample', 'EvalResult', 'evaluate', 'gain']
 
 
-# %% ../../nbs/runs/01_evaluate.ipynb #5d8e4612
+# %% ../../nbs/runs/01_evaluate.ipynb #7cc2d7c0
 def pass_at_k(
     n: int,  # responses
     c: int,  # right ones
     k: int,  # at most n
 ) -> float:  # 1 - C(n-c, k)/C(n, k)
-    "Unbiased estimate of the chance that one of k responses is right (Chen et al., 2021, Codex); Raises: ValueError"
+    "Unbiased chance that one of k responses is right (Chen et al., 2021, Codex). Raises ValueError"
     if not 0 <= c <= n:
         raise ValueError(f'c={c}: use 0 to n={n} right responses')
     if not 1 <= k <= n:
@@ -41,13 +41,11 @@ def pass_at_k(
     return -math.expm1(sum(math.log1p(-many / i) for i in range(n - few + 1, n + 1)))
 
 
-# %% ../../nbs/runs/01_evaluate.ipynb #e2ca670e
+# %% ../../nbs/runs/01_evaluate.ipynb #231529b7
 def mean_stderr(
     values: Sequence[float],  # [P] one per prompt, in [0, 1] or differences of such
-) -> tuple[
-    float, float
-]:  # mean, standard error; that of a single prompt is unknown, so 0.5, the largest it can be
-    "The mean over prompts and how far it may be off"
+) -> tuple[float, float]:  # mean, standard error
+    "The mean over prompts and how far it may be off; for one prompt 0.5, the most it can be"
     P = len(values)
     return statistics.fmean(values), statistics.stdev(values) / P**0.5 if P > 1 else 0.5
 
@@ -98,23 +96,24 @@ class EvalResult:
         return asdict(self) | dict(pass_at_k=self.pass_at_k, truncated_frac=self.truncated_frac)
 
 
-# %% ../../nbs/runs/01_evaluate.ipynb #d8bd817e
+# %% ../../nbs/runs/01_evaluate.ipynb #ed9f3464
 def _judge(sample, prompt, params, tokenizer):  # Sample to EvalSample
     ids = sample.response_ids
-    text = response_text(tokenizer, ids, ids[-1] if ids and ids[-1] in params.stop_ids else -1)
+    stop = ids[-1] if ids and ids[-1] in params.stop_ids else -1
+    text = response_text(tokenizer, ids, stop)
     v = sample.verdict or verify(prompt, text)
     return EvalSample(
-        prompt.id,
-        prompt.domain,
-        sample.index,
-        prompt.text,
-        prompt.answer,
-        text,
-        v.correct,
-        v.status,
-        v.evidence,
-        sample.finish_reason,
-        len(ids),
+        prompt_id=prompt.id,
+        domain=prompt.domain,
+        index=sample.index,
+        prompt=prompt.text,
+        answer=prompt.answer,
+        response=text,
+        correct=v.correct,
+        status=v.status,
+        evidence=v.evidence,
+        finish_reason=sample.finish_reason,
+        num_tokens=len(ids),
     )
 
 
@@ -125,7 +124,18 @@ def _scores(rows, k):  # rows: per prompt, its k samples
     return avg, err, {j: statistics.fmean(pass_at_k(k, c, j) for c in right) for j in js}
 
 
-# %% ../../nbs/runs/01_evaluate.ipynb #dcfb7a37
+def _by_domain(rows, k):
+    domains = {}
+    for row in rows:
+        domains.setdefault(row[0].domain, []).append(row)
+    found = {}
+    for name, mine in domains.items():
+        avg, err, passed = _scores(mine, k)
+        found[name] = dict(num_prompts=len(mine), avg=avg, avg_stderr=err, pass_at_k=passed[k])
+    return found
+
+
+# %% ../../nbs/runs/01_evaluate.ipynb #65b4b971
 def evaluate(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],  # held out
@@ -135,14 +145,34 @@ def evaluate(
     seed: int,
     judge: Judge | None = None,  # None: verdicts here, one after another
 ) -> EvalResult:
-    "Draw k responses to every prompt and judge them; Raises: ValueError; RuntimeError if the engine loses a response"
+    "Draw and judge k responses to every prompt. Raises ValueError; RuntimeError for a lost one"
     if k < 1:
         raise ValueError(f'k={k}: use at least 1 response per prompt')
-    known = {p.id: p for p in prompts}
-    if not known or len(known) < len(prompts):
+    num_ids = len({p.id for p in prompts})
+    if not num_ids or num_ids < len(prompts):
         raise ValueError(
-            f'{len(prompts)} prompts with {len(known)} distinct ids: give at least one, each once'
+            f'{len(prompts)} prompts with {num_ids} distinct ids: give at least one, each once'
         )
+    found = _draw(engine, prompts, k, params, seed, judge)
+    rows = [[_judge(found[p.id, i], p, params, tokenizer) for i in range(k)] for p in prompts]
+    samples = [s for row in rows for s in row]
+    avg, err, passed = _scores(rows, k)
+    reasons = sorted(Counter(s.finish_reason for s in samples).items())
+    return EvalResult(
+        k=k,
+        num_prompts=len(rows),
+        avg=avg,
+        avg_stderr=err,
+        pass_at=passed,
+        by_domain=_by_domain(rows, k),
+        response_tokens_mean=statistics.fmean(s.num_tokens for s in samples),
+        finish_reasons={reason: n / len(samples) for reason, n in reasons},
+        failed_frac=statistics.fmean(s.status in ('failed', 'timeout') for s in samples),
+        samples=samples,
+    )
+
+
+def _draw(engine, prompts, k, params, seed, judge):  # (prompt id, index) -> Sample
     requests = [
         Request(p.id, tuple(p.token_ids), i, derive_seed(seed, 'eval', p.id, i), params)
         for p in prompts
@@ -160,33 +190,10 @@ def evaluate(
         raise RuntimeError(f'the engine returned {len(found)} of {len(requests)} responses')
     if judge:
         judge.settle(found.values())
-    rows = [[_judge(found[p.id, i], p, params, tokenizer) for i in range(k)] for p in prompts]
-    samples, domains = [s for row in rows for s in row], {}
-    for d in dict.fromkeys(p.domain for p in prompts):
-        avg, err, passed = _scores([r for r in rows if r[0].domain == d], k)
-        domains[d] = dict(
-            num_prompts=sum(p.domain == d for p in prompts),
-            avg=avg,
-            avg_stderr=err,
-            pass_at_k=passed[k],
-        )
-
-    def share(counts):
-        return {key: n / len(samples) for key, n in sorted(counts.items())}
-
-    return EvalResult(
-        k,
-        len(rows),
-        *_scores(rows, k),
-        domains,
-        statistics.fmean(s.num_tokens for s in samples),
-        share(Counter(s.finish_reason for s in samples)),
-        statistics.fmean(s.status in ('failed', 'timeout') for s in samples),
-        samples,
-    )
+    return found
 
 
-# %% ../../nbs/runs/01_evaluate.ipynb #05f4553a
+# %% ../../nbs/runs/01_evaluate.ipynb #1066a8a7
 def gain(
     before: EvalResult,
     after: EvalResult,  # the same prompts
@@ -200,8 +207,6 @@ def gain(
         return {p: statistics.fmean(v) for p, v in out.items()}
 
     b, a = rates(before), rates(after)
-    if alone := set(b) ^ set(a):
-        raise ValueError(
-            f'{len(alone)} prompts are in one evaluation only: compare the same prompts'
-        )
+    if alone := len(set(b) ^ set(a)):
+        raise ValueError(f'{alone} prompts are in one evaluation only: compare the same prompts')
     return mean_stderr([a[p] - b[p] for p in b])
