@@ -30,7 +30,7 @@ from compassrl.model.policy import (
     stack_routes,
 )
 from ..model.pretrained import load_hf_weights
-from ..records import Request, Sample, SamplingParams
+from ..records import Request, RolloutEngine, Sample, SamplingParams
 
 # %% auto #0
 __all__ = [
@@ -303,7 +303,7 @@ class RolloutConfig:
 
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #1e7d4e67
-class TorchRollout:
+class TorchRollout(RolloutEngine):
     "The embedded rollout engine (implements `RolloutEngine`)"
 
     def __init__(
@@ -573,7 +573,11 @@ def harvest(self: TorchRollout, slot: int) -> Sample:
     )
 
 
-def generate(self: TorchRollout, requests: Iterable[Request]) -> Iterator[Sample]:
+def generate(
+    self: TorchRollout,
+    requests: Iterable[Request],
+    whole_groups: bool = False,  # they always are
+) -> Iterator[Sample]:
     "Yields each sample as it finishes; its slot is refilled at once"
     s, waiting = self.slots, iter(requests)
     if self.version is None:

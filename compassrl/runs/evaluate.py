@@ -135,7 +135,7 @@ def _by_domain(rows, k):
     return found
 
 
-# %% ../../nbs/runs/01_evaluate.ipynb #65b4b971
+# %% ../../nbs/runs/01_evaluate.ipynb #78254978
 def evaluate(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],  # held out
@@ -179,7 +179,7 @@ def _draw(engine, prompts, k, params, seed, judge):  # (prompt id, index) -> Sam
         for i in range(k)
     ]
     found = {}
-    for s in engine.generate(requests):
+    for s in engine.generate(requests, whole_groups=True):
         key = s.prompt_id, s.index
         if key in found:
             raise RuntimeError(f'the engine returned response {s.index} to {s.prompt_id} twice')
