@@ -12,7 +12,7 @@ from ..config import TrainConfig
 from .layout import Layout, layout, plot_layout
 from .sizing import Workload, gpus
 from .step_estimate import Estimate, check_fits, estimate
-from ..model.pretrained import read_config
+from ..model.hf_config import read_config
 from ..train.megatron.layout import ParallelConfig, check_parallel
 
 # %% auto #0

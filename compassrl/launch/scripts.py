@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..config import TrainConfig, read_run_config
 from .plan import Machines, plan
-from ..model.pretrained import read_config, write_config
+from ..model.hf_config import read_config, write_config
 from ..rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
 
 # %% auto #0

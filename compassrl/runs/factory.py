@@ -25,7 +25,8 @@ from ..data.prompts import load_data
 from ..data.tokenizer import build_tokenizer, load_tokenizer
 from ..judges.genrm import GenRM
 from ..loop import Stop
-from ..model.pretrained import from_pretrained, read_config
+from ..model.hf_config import read_config
+from ..model.pretrained import from_pretrained
 from ..records import Prompt, RolloutEngine, TrainEngine
 from ..rollout.fp8 import Fp8Rollout
 from ..rollout.torch_engine import TorchRollout
@@ -177,8 +178,9 @@ def prepare(
     )
     from megatron.core import parallel_state
 
-    from compassrl.train.megatron.engine import Control, init_parallel
+    from compassrl.train.megatron.control import Control
     from compassrl.train.megatron.leader import Watch
+    from compassrl.train.megatron.model import init_parallel
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()  # of an earlier run

@@ -31,8 +31,9 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Batch
 from compassrl.rollout.vllm.config import VllmConfig
-from compassrl.train.megatron.engine import MegatronTrain, inner_optimizers
+from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.passes import inner_optimizers
 from compassrl.train.megatron.ranks import run_ranks
 from compassrl.train.torch_engine import OptimConfig, accumulate_grads
 from tests.support.faults import noticed, planted
