@@ -17,9 +17,8 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.runs.factory import prepare
 from compassrl.train.megatron import layout as settings
-from compassrl.train.megatron.engine import build_model
 from compassrl.train.megatron.layout import ParallelConfig, check_parallel, padded_vocab
-from compassrl.train.megatron.model import init_parallel
+from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.ranks import run_ranks
 from compassrl.train.megatron.weights import cuts
 from tests.support.faults import noticed, planted

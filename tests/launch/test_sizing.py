@@ -32,8 +32,9 @@ from compassrl.model.pretrained import hf_weights
 from compassrl.records import Batch
 from compassrl.rollout.torch_engine import RolloutConfig
 from compassrl.rollout.vllm.config import VllmConfig
-from compassrl.train.megatron.engine import MegatronTrain, inner_optimizers
+from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.passes import inner_optimizers
 from compassrl.train.megatron.ranks import run_ranks
 from compassrl.train.torch_engine import OptimConfig, accumulate_grads
 from tests.support.faults import noticed, planted

@@ -21,14 +21,13 @@ from compassrl.model.policy import (
     rope_table,
     route_dtype,
 )
+from compassrl.model.hf_config import read_config, write_config
 from compassrl.model.pretrained import (
     from_pretrained,
     hf_slices,
     hf_weights,
     load_hf_weights,
-    read_config,
     save_pretrained,
-    write_config,
 )
 from compassrl.records import Request, SamplingParams
 from compassrl.rollout.torch_engine import TorchRollout
