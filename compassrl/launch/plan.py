@@ -13,6 +13,7 @@ from .layout import Layout, layout, plot_layout
 from .sizing import Workload, gpus
 from .step_estimate import Estimate, check_fits, estimate
 from ..model.hf_config import read_config
+from ..runs.factory import rollout_engines, train_engines
 from ..train.megatron.layout import ParallelConfig, check_parallel
 
 # %% auto #0
@@ -47,11 +48,11 @@ def num_gpus(cfg: TrainConfig) -> int:
 
 
 def _serves(cfg):  # does the rollout run in servers beside the ranks?
-    return cfg.rollout_engine == 'pool'
+    return rollout_engines[cfg.rollout_engine].serves
 
 
 def _spreads(cfg):  # do several ranks train, as `cfg.parallel` says?
-    return cfg.train_engine == 'megatron'
+    return train_engines[cfg.train_engine].spreads
 
 
 def machines(
@@ -161,7 +162,7 @@ def plan(
         )
     found = machines(cfg, nodes, per_node)
     where = _layout(cfg, found, nodes)
-    vllm = None if cfg.rollout_engine == 'torch' else cfg.vllm
+    vllm = cfg.vllm if rollout_engines[cfg.rollout_engine].is_vllm else None
     took = estimate(where, workload(cfg, response_frac), gpus.get(gpu), vllm, rollout=cfg.rollout)
     check_fits(took, can_cut=_spreads(cfg))
     return Plan(cfg, found, where, took)
