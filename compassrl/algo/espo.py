@@ -14,7 +14,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .losses import LossConfig, clipped_surrogate, log_ratio, policy_loss, ratio_sums
+from .losses import LossConfig, clipped_surrogate, policy_loss, ratio_sums
+from .ratios import log_ratio
 from ..records import Batch
 
 # %% auto #0

@@ -1,4 +1,4 @@
-"""Advantages become a gradient: raise the log-probability of what went well, but not too far at once.
+"""Advantages become a gradient: raise the log-probability of what went well, but not too far.
 
 Docs: https://compassrl.github.io/compassrl/algo/losses.html.md"""
 
@@ -15,17 +15,22 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from compassrl.algo.ratios import (
+    KlEstimator,
+    Tis,
+    at_least_fp32,
+    kl_estimate,
+    log_ratio,
+    ratio_sums,
+    tis_weights,
+)
 from ..records import Batch
 
 # %% auto #0
 __all__ = [
     'Aggregation',
-    'KlEstimator',
-    'Tis',
     'policy_losses',
     'policy_loss',
-    'log_ratio',
-    'ratio_sums',
     'LossConfig',
     'clipped_surrogate',
     'grpo',
@@ -35,8 +40,6 @@ __all__ = [
     'dapo',
     'gspo',
     'cispo',
-    'kl_estimate',
-    'tis_weights',
     'PolicyLoss',
 ]
 
@@ -44,11 +47,8 @@ __all__ = [
 Aggregation = Literal[
     'seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum-norm', 'seq-mean-token-sum'
 ]
-KlEstimator = Literal['k1', 'k2', 'k3']
-Tis = Literal['off', 'truncate', 'mask']
-policy_losses: dict[
-    str, Callable
-] = {}  # (log_probs, old_log_probs, advantages, mask, cfg[, own]) -> loss per token, sums
+# (log_probs, old_log_probs, advantages, mask, cfg[, own]) -> loss per token, sums
+policy_losses: dict[str, Callable] = {}
 
 
 def policy_loss(
@@ -65,42 +65,6 @@ def policy_loss(
         return fn
 
     return add
-
-
-# %% ../../nbs/algo/03_losses.ipynb #b3fa1627
-def _wide(x):
-    return x if x.dtype == torch.double else x.float()  # sums run in fp32, or in fp64 if given that
-
-
-def log_ratio(
-    log_probs: Tensor,  # [B, T]
-    old_log_probs: Tensor,  # [B, T]
-    mask: Tensor,  # [B, T] bool
-    limit: float = 20.0,  # of its absolute value
-) -> Tensor:  # [B, T] log(new/old), 0 outside the mask
-    "How far each token moved. Nothing outside the mask has an influence, on the gradient neither"
-    return (
-        (_wide(log_probs) - _wide(old_log_probs).detach())
-        .masked_fill(~mask, 0.0)
-        .clamp(-limit, limit)
-    )
-
-
-def ratio_sums(
-    delta: Tensor,  # [B, T] log-ratio, 0 outside the mask
-    mask: Tensor,  # [B, T] bool
-    low: Tensor,  # [B, T] bool: gradient clipped away on the low side
-    high: Tensor,  # [B, T] bool: ... and on the high side
-) -> dict[str, Tensor]:  # sums over tokens, to be divided by the global number of tokens
-    "What every ratio-based loss reports; `approx_kl` is k3 for KL(old || new)"
-    ratio = delta.exp()
-    return dict(
-        clip_frac=(low | high).sum(),
-        clip_frac_low=low.sum(),
-        clip_frac_high=high.sum(),
-        ratio_mean=ratio.masked_fill(~mask, 0.0).sum(),
-        approx_kl=(torch.expm1(delta) - delta).sum(),
-    )
 
 
 # %% ../../nbs/algo/03_losses.ipynb #f7738c41
@@ -171,11 +135,12 @@ def clipped_surrogate(
     mask: Tensor,  # [B, T] bool
     eps_low: float | Tensor,  # or one per token
     eps_high: float | Tensor,
-) -> tuple[
-    Tensor, Tensor, Tensor
-]:  # [B, T] loss, 0 outside the mask; [B, T] bool: no gradient on the low side, on the high
-    "max(-ratio A, -clip(ratio) A): PPO's pessimistic choice (Schulman et al., 2017)"
-    low, high, adv = 1 - eps_low, 1 + eps_high, _wide(advantages).detach().masked_fill(~mask, 0.0)
+) -> tuple[Tensor, Tensor, Tensor]:  # [B, T] loss, 0 outside the mask; [B, T] bool twice
+    """max(-ratio A, -clip(ratio) A): PPO's pessimistic choice (Schulman et al., 2017)
+
+    Also says which tokens get no gradient, those on the low side and those on the high side."""
+    low, high = 1 - eps_low, 1 + eps_high
+    adv = at_least_fp32(advantages).detach().masked_fill(~mask, 0.0)
     loss = -torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)
     return loss, (adv < 0) & (ratio < low), (adv > 0) & (ratio > high)
 
@@ -232,7 +197,7 @@ def aggregate(
     max_tokens: int = 0,  # the constant of 'seq-mean-token-sum-norm'
 ) -> Tensor:  # scalar; its sum over micro-batches and ranks is the mean over the mini-batch
     "The one place where tokens become a number"
-    values = _wide(values).masked_fill(~mask, 0.0)
+    values = at_least_fp32(values).masked_fill(~mask, 0.0)
     return (
         values * token_weights(mask, mode, num_tokens, num_samples, max_tokens, values.dtype)
     ).sum()
@@ -241,7 +206,9 @@ def aggregate(
 # %% ../../nbs/algo/03_losses.ipynb #08f52b9a
 @policy_loss(aggregation='seq-mean-token-sum-norm')
 def dr_grpo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[str, Tensor]]:
-    "GRPO's surrogate; the sum of each response over a constant (Dr.GRPO, 2503.20783), advantages without the std"
+    """GRPO's surrogate; the sum of each response over a constant (Dr.GRPO, 2503.20783)
+
+    Its advantages are not divided by the std."""
     return grpo(log_probs, old_log_probs, advantages, mask, cfg)
 
 
@@ -254,12 +221,12 @@ def dapo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[
 # %% ../../nbs/algo/03_losses.ipynb #5f4e202c
 @policy_loss(clip=(3e-4, 4e-4))
 def gspo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[str, Tensor]]:
-    "One ratio per response, the geometric mean over its tokens, in the form of GSPO-token (2507.18071)"
+    """One ratio per response, the geometric mean over its tokens (2507.18071)
+
+    In the form of GSPO-token, which gives each token a gradient of its own."""
     delta = log_ratio(log_probs, old_log_probs, mask)
     mean = delta.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = (
-        mean + (delta - delta.detach())
-    ).exp()  # the response's value, each token's own gradient
+    ratio = (mean + (delta - delta.detach())).exp()  # the response's value, its tokens' gradients
     loss, *clipped = clipped_surrogate(ratio, advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high)
     return loss, ratio_sums(delta.detach(), mask, *clipped)
 
@@ -270,49 +237,8 @@ def cispo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict
     "REINFORCE with a clipped weight: no token loses its gradient (MiniMax-M1, 2506.13585)"
     delta = log_ratio(log_probs, old_log_probs, mask).detach()
     ratio, low, high = delta.exp(), 1 - cfg.clip_eps_low, 1 + cfg.clip_eps_high
-    new, adv = (_wide(x).masked_fill(~mask, 0.0) for x in (log_probs, advantages.detach()))
+    new, adv = (at_least_fp32(x).masked_fill(~mask, 0.0) for x in (log_probs, advantages.detach()))
     return -ratio.clamp(low, high) * adv * new, ratio_sums(delta, mask, ratio < low, ratio > high)
-
-
-# %% ../../nbs/algo/03_losses.ipynb #a528e3a6
-def kl_estimate(
-    log_probs: Tensor,  # [...] of tokens that this policy sampled
-    ref_log_probs: Tensor,  # [...] of the same tokens under the reference
-    kind: KlEstimator = 'k3',
-) -> Tensor:  # [...] per token
-    "KL(p || ref): k1 = log(p/ref), k2 = k1^2/2, k3 = ref/p - 1 + log(p/ref) (Schulman). Raises ValueError"
-    if kind not in get_args(KlEstimator):
-        raise ValueError(f'kind={kind!r}: use one of {get_args(KlEstimator)}')
-    d = _wide(log_probs) - _wide(ref_log_probs).detach()
-    if kind == 'k1':
-        return d
-    if kind == 'k2':
-        return d**2 / 2
-    d = d.clamp(-20.0, 20.0)  # as in `log_ratio`
-    return torch.expm1(-d) + d
-
-
-# %% ../../nbs/algo/03_losses.ipynb #e8457689
-def tis_weights(
-    old_log_probs: Tensor,  # [B, T] of the engine that trains
-    rollout_log_probs: Tensor,  # [B, T] of the engine that sampled
-    mask: Tensor,  # [B, T] bool
-    kind: Tis = 'truncate',  # 'mask': a weight outside [low, cap] becomes 0; 'off': all weights are 1
-    cap: float = 2.0,
-    low: float = 0.5,
-) -> tuple[
-    Tensor, Tensor
-]:  # [B, T] weights without gradient, 1 outside the mask; [B, T] bool: truncated or dropped
-    "pi_train/pi_rollout per token, truncated (TIS, Yao et al., 2025) or masked (MIS, IcePop). Raises ValueError"
-    if kind not in get_args(Tis):
-        raise ValueError(f'kind={kind!r}: use one of {get_args(Tis)}')
-    rho = log_ratio(old_log_probs.detach(), rollout_log_probs, mask).exp()
-    if kind == 'off':
-        return torch.ones_like(rho), torch.zeros_like(mask)
-    if kind == 'truncate':
-        return rho.clamp(max=cap), rho > cap
-    dropped = (rho < low) | (rho > cap)
-    return rho.masked_fill(dropped, 0.0), dropped
 
 
 # %% ../../nbs/algo/03_losses.ipynb #ae0cb0d5
@@ -334,42 +260,29 @@ class PolicyLoss:
         batch: Batch,  # any rows of the mini-batch
         num_tokens: int,  # response tokens of the whole mini-batch: all micro-batches, all ranks
         num_samples: int,  # responses of the same
-    ) -> tuple[
-        Tensor, dict[str, Tensor]
-    ]:  # scalar for `backward`; 0-dim metrics. Both add up over micro-batches and ranks
-        "Raises ValueError where a tensor is missing or not aligned with tokens"
-        cfg, mask, extra = self.cfg, batch.response_mask, self._check(log_probs, batch)
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # scalar for `backward`; 0-dim metrics
+        """Both results add up over micro-batches and ranks
 
-        def mean(x):
-            return aggregate(
-                x, mask, cfg.aggregation, num_tokens, num_samples, cfg.max_response_tokens
-            )
+        Raises ValueError where a tensor is missing or not aligned with tokens."""
+        extra = self._check(log_probs, batch)
+        cfg, mask = self.cfg, batch.response_mask
+        counts = num_tokens, num_samples, cfg.max_response_tokens
 
         values, sums = self.fn(
             log_probs, batch.old_log_probs, batch.advantages, mask, cfg, *self.own, **extra
         )
         if cfg.tis != 'off':
-            w, hit = tis_weights(
-                batch.old_log_probs,
-                batch.rollout_log_probs,
-                mask,
-                cfg.tis,
-                cfg.tis_cap,
-                cfg.tis_low,
-            )
-            values, sums = (
-                values * w,
-                sums | dict(tis_mean=w.masked_fill(~mask, 0.0).sum(), tis_clip_frac=hit.sum()),
-            )
-        loss = mean(values)
-        metrics = {
-            'policy_loss': loss.detach(),
-            **{k: v.detach() / num_tokens for k, v in sums.items()},
-        }
+            limits = cfg.tis, cfg.tis_cap, cfg.tis_low
+            w, hit = tis_weights(batch.old_log_probs, batch.rollout_log_probs, mask, *limits)
+            values = values * w
+            sums = sums | dict(tis_mean=w.masked_fill(~mask, 0.0).sum(), tis_clip_frac=hit.sum())
+        loss = aggregate(values, mask, cfg.aggregation, *counts)
+        metrics = {k: v.detach() / num_tokens for k, v in sums.items()}
+        metrics = {'policy_loss': loss.detach(), **metrics}
         if cfg.kl_coef:
             new, ref = (x.masked_fill(~mask, 0.0) for x in (log_probs, batch.ref_log_probs))
             kl = kl_estimate(new, ref, cfg.kl_estimator)
-            loss = loss + cfg.kl_coef * mean(kl)
+            loss = loss + cfg.kl_coef * aggregate(kl, mask, cfg.aggregation, *counts)
             metrics['kl'] = kl.detach().sum() / num_tokens
         return loss, {'loss': loss.detach(), **metrics}
 
@@ -382,6 +295,7 @@ class PolicyLoss:
             if v.shape != batch.response_mask.shape:
                 raise ValueError(
                     f'{k} {list(v.shape)} is not aligned with response_mask '
-                    f'{list(batch.response_mask.shape)}: column t belongs to token t, column 0 is unused'
+                    f'{list(batch.response_mask.shape)}: column t belongs to token t, '
+                    'column 0 is unused'
                 )
         return {k: getattr(batch, k) for k in self.fn.needs}

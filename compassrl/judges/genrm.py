@@ -7,15 +7,10 @@ Docs: https://compassrl.github.io/compassrl/judges/genrm.html.md"""
 # %% ../../nbs/judges/03_genrm.ipynb #5db94157
 from __future__ import annotations
 
-import asyncio
-import os
 import re
-import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,7 +23,7 @@ from ..records import Metrics, Prompt, Sample, Verdict, derive_seed
 __all__ = [
     'Label',
     'label_rewards',
-    'Judge',
+    'Ask',
     'judge_prompt',
     'PairOrder',
     'pair_order',
@@ -43,7 +38,6 @@ __all__ = [
     'to_verdict',
     'judge_samples',
     'GenRMConfig',
-    'GenRM',
 ]
 
 
@@ -65,9 +59,8 @@ def pair_order(
 ) -> PairOrder:
     "Shares of pairs in right order, tied and inverted. Raises ValueError if no pair differs"
     ok = torch.tensor(True) if valid is None else valid & valid[:, None]
-    pairs = (
-        (group[:, None] == group) & ok & (quality[:, None] - quality > margin)
-    )  # [B, B] the row is better
+    better = quality[:, None] - quality > margin  # [B, B] the row is better than the column
+    pairs = (group[:, None] == group) & ok & better
     if not pairs.any():
         raise ValueError(f'no pair of a group differs in quality by more than margin={margin}')
     order = torch.sign(advantages[:, None] - advantages)[pairs]
@@ -124,7 +117,7 @@ class Comparison(NamedTuple):
     agreed: bool = True  # did the two orders say the same?
 
 
-Judge = Callable[[Sequence[Question]], list[Reply]]  # one reply per question, in their order
+Ask = Callable[[Sequence[Question]], list[Reply]]  # one reply per question, in their order
 
 
 def _outcome(replies):  # of one comparison, both orders
@@ -140,15 +133,15 @@ def _outcome(replies):  # of one comparison, both orders
 
 
 def compare(
-    judge: Judge,
+    ask: Ask,
     asked: Sequence[Question],  # the answer first, its reference second
-) -> tuple[
-    list[Comparison], list[Reply]
-]:  # one comparison per question, in their order; every reply that was paid for
-    "Each distinct comparison in both orders; an answer equal to its reference is a Tie without a call"
+) -> tuple[list[Comparison], list[Reply]]:  # one per question; every reply that was paid for
+    """Each distinct comparison in both orders
+
+    An answer equal to its reference is a Tie without a call."""
     todo = list(dict.fromkeys(q for q in asked if q.first != q.second))
     questions = [q for t in todo for q in (t, Question(t.prompt, t.second, t.first))]
-    replies = judge(questions) if questions else []
+    replies = ask(questions) if questions else []
     assert len(replies) == len(questions), f'{len(questions)} questions, {len(replies)} replies'
     known = {q: _outcome(pair) for q, pair in zip(todo, zip(replies[::2], replies[1::2]))}
     return [known.get(q) or Comparison('Tie', evidence='the same text') for q in asked], replies
@@ -162,7 +155,9 @@ def reference_texts(
     seed: int = 0,
     num_candidates: int = 0,  # only responses of a lower index may become a reference; 0 = any
 ) -> list[str]:  # what each response is compared with
-    "The prompt's reference answer; without one, one response of the group for all of it (BRPO, arXiv 2506.00103)"
+    """The prompt's reference answer; without one, one response of the group for all of it
+
+    (BRPO, arXiv 2506.00103)"""
     drawn = {}
     for s, text in zip(samples, texts, strict=True):
         if num_candidates and s.index >= num_candidates:
@@ -172,8 +167,8 @@ def reference_texts(
     for s in samples:
         if not (prompts[s.prompt_id].answer or s.prompt_id in drawn):
             raise ValueError(
-                f'{s.prompt_id} has neither a '
-                f'reference answer nor a response of index below num_candidates={num_candidates}: pass the whole group'
+                f'{s.prompt_id} has neither a reference answer nor a response of index below '
+                f'num_candidates={num_candidates}: pass the whole group'
             )
     return [prompts[s.prompt_id].answer or drawn[s.prompt_id][1] for s in samples]
 
@@ -181,10 +176,11 @@ def reference_texts(
 # %% ../../nbs/judges/03_genrm.ipynb #cec89681
 @verifier
 def genrm(text: str, answer: str) -> Verdict:
-    "The name by which a prompt asks for a generative reward model ([overlap](05_pool.ipynb)); alone it cannot judge"
-    return Verdict(
-        0.0, False, 'failed', 'a generative reward model judges this: set rewards.genrm.model'
-    )
+    """The name by which a prompt asks for a generative reward model
+
+    Alone it cannot judge: [a model as a judge](08_model.ipynb) does."""
+    evidence = 'a generative reward model judges this: set rewards.genrm.model'
+    return Verdict(0.0, False, 'failed', evidence)
 
 
 def to_verdict(c: Comparison) -> Verdict:  # `correct` means Better; no label = the verifier failed
@@ -200,21 +196,18 @@ def to_verdict(c: Comparison) -> Verdict:  # `correct` means Better; no label = 
 
 
 def judge_samples(
-    samples: Sequence[
-        Sample
-    ],  # whole groups; a sample that has a verdict keeps it and costs nothing
+    samples: Sequence[Sample],  # whole groups; one that has a verdict keeps it and costs nothing
     prompts: dict[str, Prompt],  # by id
     texts: Sequence[str],  # what each response says
-    judge: Judge,  # a `GenRM`, or any function
+    ask: Ask,  # a `GenRM`, or any function
     seed: int = 0,  # of the choice of a reference
     num_candidates: int = 0,  # as in `reference_texts`; where groups grow: their first size
 ) -> tuple[list[Verdict], Metrics]:  # verdicts in the order of the samples
     "Compares responses with their references (Each Prompt Matters, section 2.4.3)"
     refs = reference_texts(samples, prompts, texts, seed, num_candidates)
     new = [i for i, s in enumerate(samples) if s.verdict is None]
-    done, replies = compare(
-        judge, [Question(prompts[samples[i].prompt_id].text, texts[i], refs[i]) for i in new]
-    )
+    questions = [Question(prompts[samples[i].prompt_id].text, texts[i], refs[i]) for i in new]
+    done, replies = compare(ask, questions)
     verdicts = [s.verdict for s in samples]
     for i, c in zip(new, done):
         verdicts[i] = to_verdict(c)
@@ -270,118 +263,3 @@ class GenRMConfig:
             raise ValueError(
                 f'base_url={self.base_url!r}: use an address such as http://localhost:8000/v1'
             )
-
-
-def _read_prompt(file):  # the prompt, checked
-    try:
-        text = Path(file).read_text() if file else judge_prompt
-        names = sorted(f for _, f, _, _ in string.Formatter().parse(text) if f is not None)
-    except (OSError, ValueError) as e:
-        raise ValueError(f'prompt_file={file!r} cannot be used: {e}') from e
-    if names != ['first', 'prompt', 'second']:
-        raise ValueError(
-            f'prompt_file={file!r} has the fields {names}: use {{prompt}}, {{first}} and {{second}}, '
-            'each once, and write any other brace twice'
-        )
-    return text
-
-
-def _run(coroutine):  # to its end, also where a loop runs already, as in Jupyter
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
-
-
-def _reason(e):
-    return ' '.join(f'{type(e).__name__}: {e}'.split())[:160]  # one line
-
-
-# %% ../../nbs/judges/03_genrm.ipynb #65f759ff
-class GenRM:
-    "Asks an OpenAI-compatible endpoint. A question that gets no answer is a failed reply, not an exception or a hang"
-
-    def __init__(self, cfg: GenRMConfig):
-        if not cfg.model:
-            raise ValueError("model='': name the model that the endpoint serves")
-        try:
-            import openai
-        except ImportError:
-            raise ValueError('genrm needs `openai`: pip install compassrl[genrm]') from None
-        self.cfg, self.openai, self.prompt = cfg, openai, _read_prompt(cfg.prompt_file)
-        self.limit_s = cfg.timeout_s * (
-            1 + cfg.max_retries
-        )  # wall clock for one question, pauses included
-
-    def __call__(self, questions: Sequence[Question]) -> list[Reply]:
-        "One reply per question, in their order, whatever finished first"
-
-        async def ask_all():
-            self.silent, gate = (
-                0,
-                asyncio.Semaphore(self.cfg.concurrency),
-            )  # questions in a row without an answer
-            async with self._client() as c:
-                return await asyncio.gather(*(self._ask(c, gate, q) for q in questions))
-
-        return _run(ask_all())
-
-    def check(self):
-        "Before expensive work. Raises ValueError if nobody listens at `base_url` or `model` is not served there"
-
-        async def models():
-            async with asyncio.timeout(self.limit_s), self._client() as c:
-                return [m.id async for m in c.models.list()]
-
-        model, url = self.cfg.model, self.cfg.base_url
-        try:
-            served = _run(models())
-        except Exception as e:
-            raise ValueError(f'base_url={url}: {_reason(e)} Is `vllm serve {model}` up?') from e
-        if model not in served:
-            raise ValueError(f'model={model!r}: {url} serves {served}, use one of these')
-
-    def _client(self):
-        return self.openai.AsyncOpenAI(
-            base_url=self.cfg.base_url,
-            timeout=self.cfg.timeout_s,
-            api_key=os.environ.get(self.cfg.api_key_env) or 'none',
-            max_retries=self.cfg.max_retries,
-        )
-
-    async def _ask(self, client, gate, q):
-        text = self.prompt.format(prompt=q.prompt, first=q.first, second=q.second)
-        async with gate:
-            if (
-                self.silent >= self.cfg.concurrency
-            ):  # it is dead: the rest need not wait for it in turn
-                return Reply(
-                    '',
-                    'failed',
-                    f'not asked: {self.cfg.concurrency} questions in a row got no answer',
-                )
-            try:
-                async with asyncio.timeout(self.limit_s):
-                    return self._reply(
-                        await client.chat.completions.create(
-                            model=self.cfg.model,
-                            messages=[dict(role='user', content=text)],
-                            max_tokens=self.cfg.max_tokens,
-                            temperature=self.cfg.temperature,
-                        )
-                    )
-            except Exception as e:  # counted by the caller, with its reason
-                self.silent = 0 if getattr(e, 'status_code', 500) < 500 else self.silent + 1
-                late = isinstance(e, (TimeoutError, self.openai.APITimeoutError))
-                return Reply('', 'timeout' if late else 'failed', _reason(e))
-
-    def _reply(self, r):  # of a completion, or of whatever a server sends in its place
-        if not getattr(r, 'choices', None):
-            raise ValueError(f'no completion but {str(r)[:80]!r}')
-        choice, self.silent = r.choices[0], 0
-        tokens = r.usage.total_tokens if r.usage else 0
-        if choice.finish_reason == 'length':
-            return Reply('', 'failed', 'cut off at max_tokens', tokens)
-        return Reply(choice.message.content or '', num_tokens=tokens)

@@ -11,18 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compassrl.algo import losses
+from compassrl.algo import losses, ratios
 from compassrl.algo.advantages import group_advantages
-from compassrl.algo.losses import (
-    LossConfig,
-    PolicyLoss,
-    aggregate,
-    kl_estimate,
-    policy_loss,
-    ratio_sums,
-    tis_weights,
-    token_weights,
-)
+from compassrl.algo.losses import LossConfig, PolicyLoss, aggregate, policy_loss, token_weights
+from compassrl.algo.ratios import kl_estimate, ratio_sums, tis_weights
 from compassrl.model.log_probs import token_log_probs
 from compassrl.records import Batch
 from tests.support import loss_laws as laws
@@ -352,7 +344,7 @@ def test_law(law):
 
 def mutant(old, new):
     "`PolicyLoss` of the copy"
-    copy = planted(losses, old, new)
+    copy = planted((ratios, losses), old, new)
     return lambda cfg: copy.PolicyLoss(copy.LossConfig(**vars(cfg)))
 
 
@@ -376,8 +368,8 @@ MUTANTS = dict(
     ),
     own_sample_count=('return mask.to(dtype)/num_samples', 'return mask.to(dtype)/len(mask)'),
     missing_detach=(
-        '-_wide(old_log_probs).detach()).masked_fill',
-        '-_wide(old_log_probs)).masked_fill',
+        '-at_least_fp32(old_log_probs).detach()).masked_fill',
+        '-at_least_fp32(old_log_probs)).masked_fill',
     ),
     mask_by_product=(
         '.detach()).masked_fill(~mask, 0.).clamp(-limit, limit)',
@@ -388,7 +380,7 @@ MUTANTS = dict(
         'loss = -torch.minimum(ratio*adv, ratio.clamp(low, high)*adv)',
         'loss = -ratio.clamp(low, high)*adv',
     ),
-    swapped_eps=('low,high,adv = 1-eps_low, 1+eps_high', 'low,high,adv = 1-eps_high, 1+eps_low'),
+    swapped_eps=('low,high = 1-eps_low, 1+eps_high', 'low,high = 1-eps_high, 1+eps_low'),
     clip_frac_of_both_signs=('(adv<0)&(ratio<low), (adv>0)&', '(ratio<low), '),
     gspo_arithmetic_mean=(
         GSPO,
@@ -414,8 +406,8 @@ MUTANTS = dict(
     tis_below=('rho.clamp(max=cap), rho>cap', 'rho.clamp(min=1/cap), rho<cap'),
     tis_mask_of_ones=('rho.masked_fill(dropped, 0.)', '(~dropped).to(rho)'),
     tis_of_the_kl=(
-        'loss = loss+cfg.kl_coef*mean(kl)',
-        'loss = loss+cfg.kl_coef*mean(kl*(w if cfg.tis!="off" else 1))',
+        'loss = loss+cfg.kl_coef*aggregate(kl,',
+        'loss = loss+cfg.kl_coef*aggregate(kl*(w if cfg.tis!="off" else 1),',
     ),
     inverted_kl=('return torch.expm1(-d)+d', 'return torch.expm1(d)-d'),
     reversed_kl=(

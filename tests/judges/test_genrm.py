@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from compassrl.algo.advantages import group_advantages
 from compassrl.judges import genrm
 from compassrl.judges.genrm import (
-    GenRM,
     GenRMConfig,
     PairOrder,
     Question,
@@ -33,6 +32,7 @@ from compassrl.judges.genrm import (
     parse_label,
     reference_texts,
 )
+from compassrl.judges.genrm_client import GenRM
 from compassrl.records import Prompt, Sample, Verdict
 from tests.runs.test_run import cli
 
