@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from ..data.tasks import verify
 from ..data.tokenizer import response_text
 from . import genrm
+from . import verifiers as _  # noqa: F401  registers 'maths' and 'code'
 from .isolated import Limits
 from ..records import Prompt, Sample
 

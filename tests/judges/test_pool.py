@@ -95,6 +95,11 @@ def alone(prompt, text):
     return outcome.value if outcome.status == 'ok' else no_verdict(outcome)
 
 
+def said(v):
+    "Which of two clocks has ended it depends on the machine"
+    return v.status, v.reward, '' if v.status == 'timeout' else v.evidence
+
+
 def verdicts(judge, samples):
     judge.settle(samples)
     return [s.verdict for s in samples]
@@ -142,7 +147,8 @@ def test_a_thousand_samples(pool, prompts):
     mild = [i for i, t in enumerate(texts) if t not in odd]
     assert len(mild) == 991
     assert [got[i] for i in mild] == verdicts(plain, copies([samples[i] for i in mild]))
-    assert {t: got[texts.index(t)] for t in odd} == {t: alone(prompts[0], t) for t in odd}
+    for t in odd:
+        assert said(got[texts.index(t)]) == said(alone(prompts[0], t))
     statuses = Counter(v.status for v in got)
     assert (statuses['timeout'], statuses['failed']) == (3, 6)
     assert all(s.reward == s.verdict.reward for s in samples) and not pool.jobs
