@@ -318,6 +318,9 @@ def law_sign(z):
 
 def law_growth(z):
     "Against a loop over groups: the smallest first, whole blocks, within the budget"
+    group, flat = torch.tensor([0, 0, 0, 0, 1, 1]), torch.zeros(6)
+    got = z.growth(flat, group, None, torch.ones(6), ZeroVarianceConfig(), 4.0)
+    assert got.tolist() == [0, 2], 'there is enough for either, and the smaller one gets it'
 
     @random
     @seeds
@@ -412,8 +415,8 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
     ),
     law_order: dict(
         wrong_group_axis=(
-            'spread(group_advantages(batch.rewards, batch.group',
-            'spread(group_advantages(batch.rewards, batch.group.sort().values',
+            'per_token(group_advantages(batch.rewards, batch.group',
+            'per_token(group_advantages(batch.rewards, batch.group.sort().values',
         )
     ),
     law_padding: dict(
@@ -436,8 +439,9 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
             'cfg.std_floor*shaped.flat.double()',
         ),
         biased_std=(
-            'group_advantages, group_stats, spread\n',
-            'group_stats, spread\nfrom test_zero_variance import population as group_advantages\n',
+            'group_advantages, group_stats, per_token\n',
+            'group_stats, per_token\n'
+            'from tests.algo.test_zero_variance import population as group_advantages\n',
         ),
         alive_means_all=('(adv!=0).any(1)', '(adv!=0).all(1)'),
         raw_counter_of_shaped=('_frac(raw.flat)', '_frac(shaped.flat)'),
@@ -471,8 +475,9 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
     ids=lambda x: getattr(x, '__name__', x),
 )
 def test_law_kills_the_mutant(law, name):
+    mutant = planted(real, *MUTANTS[law][name])
     with pytest.raises((AssertionError, ValueError)):
-        law(planted(real, *MUTANTS[law][name]))
+        law(mutant)
 
 
 # ---- numbers of the papers -------------------------------------------------------------------------------------

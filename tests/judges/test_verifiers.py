@@ -310,8 +310,9 @@ def test_loops_are_wrong_and_sleeps_are_no_verdict():
 def test_planted_faults_in_rewards(old, new, law, monkeypatch):
     for name in ('code', 'maths'):
         monkeypatch.setitem(verifiers, name, verifiers[name])
+    mutant = planted(rewards, old, new)
     with pytest.raises(AssertionError):
-        law(planted(rewards, old, new))
+        law(mutant)
 
 
 def nothing_survives(module=isolated):
@@ -351,8 +352,9 @@ def test_nothing_survives():
     ],
 )
 def test_planted_faults_in_isolation(old, new):
+    mutant = planted(isolated, old, new)
     with pytest.raises(AssertionError):
-        nothing_survives(planted(isolated, old, new))
+        nothing_survives(mutant)
 
 
 def test_stdin_tests_and_prefixes():
