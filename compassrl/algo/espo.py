@@ -92,26 +92,26 @@ class EspoStep(EspoConfig):
 
 # %% ../../nbs/algo/04_espo.ipynb #32eded08
 def _share(n, frac):
-    return (
-        (n.double() * frac - 1e-9).ceil().long()
-    )  # ceil(frac*n), where fp64 makes .28*25 more than 7
+    # ceil(frac*n), where fp64 makes .28*25 more than 7
+    return (n.double() * frac - 1e-9).ceil().long()
 
 
 def entropy_groups(
     entropy: Tensor,  # [B, T] nats, of the old policy
     mask: Tensor,  # [B, T] bool
     cfg: EspoConfig,
-) -> (
-    Tensor
-):  # [B, T] int64 below T: 0 = the group of highest entropy, 1 the next; 0 outside the mask
-    "Which tokens belong together (eq. 7); of equal entropies in a response the earlier is higher. Raises ValueError"
+) -> Tensor:  # [B, T] int64 below T: 0 = highest entropy, 1 the next; 0 outside the mask
+    """Which tokens belong together (eq. 7); of equal entropies in a response the earlier is higher
+
+    Raises ValueError where `batch_quantile` has no threshold."""
     if cfg.groups == 'batch_quantile':
         if cfg.threshold is None:
             raise ValueError('threshold=None: batch_quantile needs `cfg.for_batch(whole batch)`')
         return ((entropy < cfg.threshold) & mask).long()
+    # padding last
     rank = (
         entropy.masked_fill(~mask, -inf).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    )  # padding last
+    )
     n = mask.sum(1, keepdim=True)
     if cfg.groups == 'bins':
         group = rank * n.clamp(max=cfg.num_bins) // n.clamp(min=1)
@@ -184,19 +184,18 @@ def espo(
     cfg: LossConfig,  # its clip and aggregation stay as they are registered
     own: EspoStep,  # from `EspoConfig.for_batch`
     entropy: Tensor,  # [B, T] nats, of the policy before the update
-) -> tuple[
-    Tensor, dict[str, Tensor]
-]:  # [B, T] loss per token, weighted within its response; metric sums
-    "Entropy groups share a ratio and a clip range (arXiv 2512.00499, eq. 5 to 10). Raises ValueError"
+) -> tuple[Tensor, dict[str, Tensor]]:  # [B, T] loss, weighted within a response; metric sums
+    """Entropy groups share a ratio and a clip range (arXiv 2512.00499, eq. 5 to 10)
+
+    Raises ValueError for a clip range or an average of other losses."""
     _check(cfg)
     delta = log_ratio(log_probs, old_log_probs, mask)
     entropy = entropy.detach().to(delta.dtype).masked_fill(~mask, 0.0)
     groups = entropy_groups(entropy, mask, own)
     eps = adaptive_clip(group_mean(entropy, groups, mask), own)
     shared = group_ratio(delta.detach(), groups, mask)
-    factors = dict(
-        gspo_token=delta - delta.detach(), literal=delta
-    )  # what is a token's own: a gradient, or a value too
+    # what is a token's own: a gradient, or a value too
+    factors = dict(gspo_token=delta - delta.detach(), literal=delta)
     forms = {
         k: clipped_surrogate(shared * x.exp(), advantages, mask, eps, eps)
         for k, x in factors.items()
@@ -204,7 +203,7 @@ def espo(
     loss, low, high = forms[own.ratio]
     clipped, top = low | high, (groups == 0) & mask
     sums = ratio_sums(delta.detach(), mask, low, high) | {
-        f'clip_frac_{k}': (l | h).sum() for k, (_, l, h) in forms.items()
+        f'clip_frac_{k}': (low | high).sum() for k, (_, low, high) in forms.items()
     }
     sums |= dict(
         clip_frac_high_entropy=(clipped & top).sum(),
@@ -216,9 +215,9 @@ def espo(
 
 
 def _check(cfg):  # settings of other losses must not be dropped in silence
-    for key, value in dict(
-        aggregation=espo.aggregation, clip_eps_low=espo.clip[0], clip_eps_high=espo.clip[1]
-    ).items():
+    low, high = espo.clip
+    own = dict(aggregation=espo.aggregation, clip_eps_low=low, clip_eps_high=high)
+    for key, value in own.items():
         if getattr(cfg, key) != value:
             raise ValueError(
                 f'{key}={getattr(cfg, key)!r}: espo weighs and clips by EspoConfig; leave it None'

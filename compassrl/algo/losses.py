@@ -245,9 +245,8 @@ def cispo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict
 class PolicyLoss:
     "A `records.LossFn`: the policy loss plus KL, averaged by global counts"
 
-    def __init__(
-        self, cfg: LossConfig = LossConfig(), *own
-    ):  # own: settings of losses, for the one that asks
+    def __init__(self, cfg: LossConfig = LossConfig(), *own):
+        "Own: settings of losses, for the one that asks"
         self.cfg, self.fn = cfg.resolve(), policy_losses[cfg.name]
         kind = self.fn.config
         self.own = (

@@ -110,18 +110,18 @@ def growth(
     cfg: ZeroVarianceConfig,  # sampling, max_group_size
     budget: float,  # tokens that may still be spent
 ) -> Tensor:  # [P] int64, groups in ascending order of their id: how many more responses each gets
-    "Doubles flat groups, smallest first, while the expected tokens fit the budget (ours; the paper: one larger N)"
+    """Doubles flat groups, smallest first, while the expected tokens fit the budget
+
+    Ours; in the paper all groups have one larger N."""
     s = group_stats(rewards, group, valid)
     more = torch.zeros_like(s.num, dtype=torch.long)
     if cfg.sampling != 'adaptive':
         return more
     size = more.index_add(0, s.index, torch.ones_like(s.index))
-    cost = torch.zeros_like(s.num).index_add(
-        0, s.index, tokens.double()
-    )  # as much again as the group has cost so far
-    may = (
-        s.flat & (s.num >= 2) & (2 * size <= cfg.max_group_size)
-    )  # without verdicts, more samples are no remedy
+    # as much again as the group has cost so far
+    cost = torch.zeros_like(s.num).index_add(0, s.index, tokens.double())
+    # without verdicts, more samples are no remedy
+    may = s.flat & (s.num >= 2) & (2 * size <= cfg.max_group_size)
     for g in torch.argsort(size, stable=True).tolist():
         if may[g] and cost[g] <= budget:
             more[g], budget = size[g], budget - float(cost[g])
@@ -155,7 +155,9 @@ def shape_rewards(
     max_tokens: int,  # budget of a response
     cfg: ZeroVarianceConfig,  # length_weight, overlong_frac, repetition_weight, ngram
 ) -> Tensor:  # [B] fp32
-    "Task reward + penalties, in units of the group's smallest task-reward gap. Raises ValueError without a verdict"
+    """Task reward + penalties, in units of the group's smallest task-reward gap
+
+    Raises ValueError without a verdict."""
     for s in samples:
         if s.verdict is None:
             raise ValueError(f'sample {s.prompt_id}/{s.index} has no verdict: judge it first')
@@ -163,19 +165,14 @@ def shape_rewards(
     repeats = torch.tensor(
         [repetition_penalty(s.response_ids, cfg.ngram) for s in samples], dtype=torch.double
     )
-    penalty = (
-        cfg.length_weight * length_penalty(lengths, max_tokens, cfg.overlong_frac)
-        + cfg.repetition_weight * repeats
-    )
-    return (
-        torch.tensor([s.verdict.reward for s in samples], dtype=torch.double)
-        + _gaps(samples) * penalty
-    ).float()
+    too_long = length_penalty(lengths, max_tokens, cfg.overlong_frac)
+    penalty = cfg.length_weight * too_long + cfg.repetition_weight * repeats
+    rewards = torch.tensor([s.verdict.reward for s in samples], dtype=torch.double)
+    return (rewards + _gaps(samples) * penalty).float()
 
 
-def _gaps(
-    samples, tol=1e-6
-):  # [B] smallest difference between task rewards of the sample's group; 1 in a flat group
+def _gaps(samples, tol=1e-6):
+    "[B] smallest difference between task rewards of the sample's group; 1 in a flat group"
     rewards = {}
     for s in samples:
         if s.verdict.status not in ('failed', 'timeout'):
@@ -223,7 +220,9 @@ def token_advantages(
     adv_cfg: AdvantageConfig,
     cfg: ZeroVarianceConfig,  # std_floor, zvp_alpha
 ) -> tuple[Tensor, Metrics]:  # [B, T] fp32, 0 outside the response; shares of groups and tokens
-    "One advantage per token for groups of any kind (paper section 2.4.1). Flat groups never raise; bad input does"
+    """One advantage per token for groups of any kind (paper section 2.4.1)
+
+    Flat groups never raise; bad input does."""
     raw, shaped = (
         group_stats(r, batch.group, valid, adv_cfg.tol) for r in (raw_rewards, batch.rewards)
     )
@@ -248,8 +247,8 @@ def token_advantages(
     )
 
 
-def _frac(x):
-    return float(x.sum()) / max(x.numel(), 1)  # share of True; 0 of nothing
+def _frac(x):  # share of True; 0 of nothing
+    return float(x.sum()) / max(x.numel(), 1)
 
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #11f555ac
@@ -258,6 +257,8 @@ def screen(
     group: Tensor,  # [B] integers
     valid: Tensor | None = None,  # [B] bool (None: all)
 ) -> Tensor:  # [P] bool, groups in ascending order of their id: keep this prompt
-    "Pass rate strictly between 0 and 1, or no verdict to tell by (optional: by default each prompt matters)"
+    """Pass rate strictly between 0 and 1, or no verdict to tell by
+
+    Optional: by default each prompt matters."""
     s = group_stats(rewards, group, valid)
     return (s.num == 0) | (s.mean > 1e-6) & (s.mean < 1 - 1e-6)

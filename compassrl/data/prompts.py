@@ -35,7 +35,9 @@ def split_of(
     text: str,  # of the prompt
     heldout_frac: float = 0.1,
 ) -> str:  # 'train' or 'heldout'
-    "Decided by a hash of the text alone, so no seed, difficulty or order can put one prompt on both sides"
+    """Decided by a hash of the text alone
+
+    So no seed, difficulty or order can put one prompt on both sides."""
     return 'heldout' if derive_seed('split', text) < heldout_frac * 2**63 else 'train'
 
 

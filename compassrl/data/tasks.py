@@ -62,7 +62,9 @@ task_families: dict[str, Callable[[int, Choices], Problem | None]] = {}
 
 
 def task_family(fn):
-    "Registers a family by its name; it asks for the same sizes whatever was chosen, and may return None"
+    """Registers a family by its name
+
+    It asks for the same sizes whatever was chosen, and may return None."""
     task_families[fn.__name__] = fn
     return fn
 
@@ -91,7 +93,9 @@ def arithmetic(
     level: int,  # level+1 digits
     choose: Choices,
 ) -> Problem:
-    "Sums and differences, column by column from the right: `x+y+carry=` then the new carry and the digit"
+    """Sums and differences, column by column from the right
+
+    Each is `x+y+carry=`, then the new carry and the digit."""
     low = 10**level if level else 0
     a, b = (low + choose(10 ** (level + 1) - low) for _ in range(2))
     op, sign = ('+', 1) if choose(2) else ('-', -1)

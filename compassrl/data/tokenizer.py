@@ -29,10 +29,10 @@ PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 _specials = ['<pad>', '<eos>', '<unk>']
 
 
-def build_tokenizer() -> (
-    Tokenizer
-):  # 99 tokens: 3 specials, the newline, 95 printable ASCII characters
-    "Character-level; text that looks like a special is spelled out, and what it does not know becomes `<unk>`"
+def build_tokenizer() -> Tokenizer:  # 3 specials, the newline, 95 printable ASCII characters
+    """Character-level; what it does not know becomes `<unk>`
+
+    Text that looks like a special is spelled out."""
     chars = ['\n', *map(chr, range(32, 127))]
     tok = Tokenizer(
         models.WordLevel({c: i for i, c in enumerate(_specials + chars)}, unk_token='<unk>')
@@ -95,9 +95,9 @@ def response_text(
     tok: Tokenizer,
     ids: list[int],  # [Tr] as sampled
     eos_id: int = EOS_ID,
-) -> (
-    str
-):  # without one final `eos_id`; any other special stays visible and cannot hide a wrong answer
-    "What a verifier reads"
+) -> str:  # without one final `eos_id`
+    """What a verifier reads
+
+    Any other special stays visible and cannot hide a wrong answer."""
     ids = list(ids)
     return tok.decode(ids[:-1] if ids and ids[-1] == eos_id else ids, skip_special_tokens=False)

@@ -61,25 +61,21 @@ class Limits:
 class Outcome:
     "What became of it"
 
-    status: str  # 'ok', 'failed' (exception, exit code), 'timeout' (clock), 'cpu', 'memory' or 'killed' (a signal)
+    # 'ok', 'failed' (exception, exit code), 'timeout' (clock), 'cpu', 'memory', 'killed' (a signal)
+    status: str
     evidence: str = ''  # one line: why it is not ok
     value: object = None  # what a function returned
     stdout: str = ''  # at most `output_kb`
     stderr: str = ''
     wall_s: float = 0.0  # seconds by the clock
     cpu_s: float = 0.0  # seconds of computing, with the children that it waited for
-    offline: bool = (
-        False  # was the network taken away? Where the system does not permit it, it is not
-    )
+    offline: bool = False  # was the network taken away? Not every system permits it
 
 
 # %% ../../nbs/judges/01_isolated.ipynb #3d08b431
 _libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
-_pdeathsig, _subreaper, _new_user_and_net = (
-    1,
-    36,
-    0x10000000 | 0x40000000,
-)  # linux/prctl.h, linux/sched.h
+_pdeathsig, _subreaper = 1, 36  # linux/prctl.h
+_new_user_and_net = 0x10000000 | 0x40000000  # linux/sched.h
 
 
 def _linux(call, *args):  # did it work? Elsewhere it does not
@@ -112,11 +108,10 @@ def _work(folder, limits, base, fn):  # the process of the foreign code; never r
             signal.signal(s, signal.SIG_DFL)
         for fd, name in enumerate(('stdin', 'stdout', 'stderr')):
             os.dup2(os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600), fd)
-        sys.stdout, sys.stderr = (
-            os.fdopen(fd, 'w', 1, closefd=False) for fd in (1, 2)
-        )  # a kernel has its own
+        # a kernel has its own
+        sys.stdout, sys.stderr = (os.fdopen(fd, 'w', 1, closefd=False) for fd in (1, 2))
         os.chdir(folder / 'home')
-        faulthandler.disable()  # its report would be this program's, and takes seconds where there are many modules
+        faulthandler.disable()  # its report would be of this program, and takes seconds
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_NOFILE, 256)
         _limit(resource.RLIMIT_FSIZE, limits.output_kb * 1024)
@@ -124,7 +119,7 @@ def _work(folder, limits, base, fn):  # the process of the foreign code; never r
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
         _limit(resource.RLIMIT_AS, base + limits.memory_mb * 2**20)
         code = fn()
-    except BaseException as e:  # also SystemExit: this process is a copy, and the original's cleaning up is not its own
+    except BaseException as e:  # also SystemExit: a copy does not clean up for its original
         try:
             print(f'{type(e).__name__}: {e}', file=sys.stderr)
         except (OSError, MemoryError):
@@ -213,26 +208,31 @@ def outcome_of(
     if raw is None:
         return 'timeout', f'still running after {limits.wall_s:g} s'
     if os.WIFSIGNALED(raw):
-        by = os.WTERMSIG(
-            raw
-        )  # who ignores SIGPROF gets SIGKILL; dying of a fault may cost time, too
-        late = (
-            by in (signal.SIGPROF, signal.SIGXCPU) or by == signal.SIGKILL and cpu_s > limits.cpu_s
-        )
-        return (
-            ('cpu', f'computed for more than {limits.cpu_s:g} s')
-            if late
-            else ('killed', how_it_ended(raw))
-        )
+        # who ignores SIGPROF gets SIGKILL; dying of a fault may cost time, too
+        by = os.WTERMSIG(raw)
+        in_time = by not in (signal.SIGPROF, signal.SIGXCPU)
+        if in_time and not (by == signal.SIGKILL and cpu_s > limits.cpu_s):
+            return 'killed', how_it_ended(raw)
+        return 'cpu', f'computed for more than {limits.cpu_s:g} s'
+    if not raw:
+        return 'ok', ''
     last = (stderr.strip().splitlines() or [how_it_ended(raw)])[-1][:160]
-    return (
-        ('ok', '') if not raw else ('memory' if last.startswith('MemoryError') else 'failed', last)
-    )
+    return 'memory' if last.startswith('MemoryError') else 'failed', last
 
 
-def _isolate(
-    fn, limits, base, stdin='', files=(), finish=lambda folder: None
-):  # -> Outcome; fn: to an exit code
+def _report(fd, within_s):  # what the supervisor wrote; nothing if it was lost
+    poll = select.poll()
+    poll.register(fd)
+    poll.poll(1000 * within_s)
+    os.set_blocking(fd, False)
+    try:
+        return os.read(fd, 4096)
+    except BlockingIOError:
+        return b''
+
+
+def _isolate(fn, limits, base, stdin='', files=(), finish=lambda folder: None):
+    "The `Outcome` of `fn`, which returns an exit code"
     if resource is None:
         raise OSError(f'{sys.platform} cannot bound a process: judge on Linux or macOS')
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -247,14 +247,7 @@ def _isolate(
             _supervise(caller, folder, limits, base, lambda: fn(folder), w)
         os.close(w)
         try:
-            poll = select.poll()
-            poll.register(r)
-            poll.poll(1000 * (limits.wall_s + 5))
-            os.set_blocking(r, False)
-            try:
-                report = os.read(r, 4096)
-            except BlockingIOError:
-                report = b''
+            report = _report(r, limits.wall_s + 5)
         finally:  # of a Ctrl-C, too
             os.close(r)
             os.kill(pid, signal.SIGTERM)
@@ -262,20 +255,11 @@ def _isolate(
         if not report:
             return Outcome('killed', 'its supervisor was lost')
         raw, wall, cpu, offline = json.loads(report)
-        streams = [
-            (folder / n).read_text(errors='replace') if (folder / n).exists() else ''
-            for n in ('stdout', 'stderr')
-        ]
+        files = folder / 'stdout', folder / 'stderr'
+        streams = [f.read_text(errors='replace') if f.exists() else '' for f in files]
         status, evidence = outcome_of(raw, cpu, limits, streams[1])
-        return Outcome(
-            status,
-            evidence,
-            finish(folder) if status == 'ok' else None,
-            *streams,
-            wall,
-            cpu,
-            offline,
-        )
+        value = finish(folder) if status == 'ok' else None
+        return Outcome(status, evidence, value, *streams, wall, cpu, offline)
 
 
 # %% ../../nbs/judges/01_isolated.ipynb #7ff52168
@@ -288,18 +272,9 @@ def run_program(
     "A program nobody has read, with a bare environment"
 
     def start(folder):
-        home = str(folder / 'home')
-        os.execvpe(
-            argv[0],
-            list(argv),
-            dict(
-                PATH=os.environ.get('PATH', os.defpath),
-                HOME=home,
-                TMPDIR=home,
-                LANG='C.UTF-8',
-                OMP_NUM_THREADS='1',
-            ),
-        )
+        home, path = str(folder / 'home'), os.environ.get('PATH', os.defpath)
+        bare = dict(PATH=path, HOME=home, TMPDIR=home, LANG='C.UTF-8', OMP_NUM_THREADS='1')
+        os.execvpe(argv[0], list(argv), bare)
 
     return _isolate(start, limits, 0, stdin, files or {})
 

@@ -1,4 +1,5 @@
-"Overlapped rewards are the serial ones: nothing lost, nothing doubled, whatever hangs, dies or comes twice"
+"""Overlapped rewards are the serial ones: nothing lost, nothing doubled, whatever hangs,
+dies or comes twice"""
 
 import json
 import os
@@ -38,10 +39,8 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = Tokenizer(
     models.BPE({c: i for i, c in enumerate(ALPHABET)} | {'<eos>': 256, '<odd>': 257}, [])
 )
-BYTES.pre_tokenizer, BYTES.decoder = (
-    pre_tokenizers.ByteLevel(add_prefix_space=False),
-    decoders.ByteLevel(),
-)
+BYTES.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+BYTES.decoder = decoders.ByteLevel()
 BYTES.add_special_tokens(['<eos>', '<odd>'])
 EOS = 256
 # a crash under load takes .3 s of CPU
@@ -192,7 +191,8 @@ def test_any_mixture_in_any_order(pool, early, late, rng):
 
 
 def test_nobody_waits_for_a_verdict_of_a_later_step(prompts):
-    "Settled are those that are asked for; what else is judged goes on, and is there when it is asked for"
+    """Settled are those that are asked for; what else is judged goes on,
+    and is there when it is asked for"""
     pool = RewardPool(prompts, BYTES, EOS, replace(CFG, workers=2, wall_s=8.0))
     try:
         pool.settle(moody('awake'))
@@ -328,7 +328,8 @@ tok = build_tokenizer()
 slow = json.dumps(dict(tests=['import time; time.sleep(60)'], wall_s=60))
 prompts = [Prompt('m', 'odd', 'x', [5], '', 'moody'), Prompt('c', 'odd', 'x', [5], slow, 'code')]
 pool = RewardPool(prompts, tok, 1, RewardConfig(workers=2, wall_s=60))
-def sample(p, t): return Sample(p, 0, [5], encode(tok, t), torch.zeros(len(t)), None, None, 'stop', 0)
+def sample(p, t):
+    return Sample(p, 0, [5], encode(tok, t), torch.zeros(len(t)), None, None, 'stop', 0)
 pool.settle([sample('m', 'fine')])
 for s in (sample('m', 'hang'), sample('c', 'x = 1')): pool.start(s)
 print('started', flush=True)
@@ -468,7 +469,8 @@ def test_serial_judge_waits_until_asked(prompts):
 
 @pytest.mark.parametrize('answer', ['reference', ''])
 def test_genrm_beside_the_rollout(answer):
-    "The verdicts of one call for all, in fewer and larger requests than one per sample, two at a time"
+    """The verdicts of one call for all, in fewer and larger requests than one per sample,
+    two at a time"""
     busy, most, sizes = [], [0], []
 
     def ask(questions):

@@ -48,7 +48,8 @@ def tokens(source):
 
 
 def places(source, old):
-    "Where the tokens of `old` stand in `source`, however its lines are broken and spaced: [(begin, end)]"
+    """Where the tokens of `old` stand in `source`, however its lines are broken and spaced:
+    [(begin, end)]"""
     have, want = tokens(source), [t for t, _, _ in tokens(old.strip())]
     texts = [t for t, _, _ in have]
     found = [i for i in range(len(have) - len(want) + 1) if texts[i : i + len(want)] == want]
