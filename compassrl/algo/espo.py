@@ -1,4 +1,4 @@
-"""Sort the tokens of a response by how uncertain the policy was, and let each group decide together how far it may move.
+"""Tokens are sorted by how uncertain the policy was; each group has its own clip range.
 
 Docs: https://compassrl.github.io/compassrl/algo/espo.html.md"""
 

@@ -1,4 +1,4 @@
-"""A group whose responses all earn the same teaches nothing. Three stages give its prompt a say: more samples, finer rewards, entropy token by token.
+"""A group whose responses all earn the same teaches nothing; three stages change that.
 
 Docs: https://compassrl.github.io/compassrl/algo/zero_variance.html.md"""
 

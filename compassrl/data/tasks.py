@@ -1,4 +1,4 @@
-"""Questions that a program can make, work out and mark, in characters that a tiny model can learn within a minute.
+"""Questions that a program can make, work out and mark, for a model that learns in a minute.
 
 Docs: https://compassrl.github.io/compassrl/data/tasks.html.md"""
 

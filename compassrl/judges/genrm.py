@@ -1,4 +1,4 @@
-"""A reward model ranks equal answers by accident, and the z-score makes the accident loud. A judge may say "tie".
+"""A reward model ranks equal answers by accident, loudly. A judge may say "tie".
 
 Docs: https://compassrl.github.io/compassrl/judges/genrm.html.md"""
 

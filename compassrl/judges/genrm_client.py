@@ -1,4 +1,4 @@
-"""Asks a model behind an OpenAI-compatible server; what gets no answer is counted, never waited for.
+"""Asks a model behind a server; what gets no answer is counted, never waited for.
 
 Docs: https://compassrl.github.io/compassrl/judges/genrm_client.html.md"""
 

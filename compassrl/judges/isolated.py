@@ -1,4 +1,4 @@
-"""Code that nobody has read runs in a process of its own: bounded in time, memory and output, without a network, and gone afterwards with everything that it started.
+"""Code that nobody has read runs in a process of its own, bounded, and gone afterwards.
 
 Docs: https://compassrl.github.io/compassrl/judges/isolated.html.md"""
 

@@ -1,4 +1,4 @@
-"""A response is judged the moment it ends, by processes beside the rollout; the trainer waits only for a reward that it needs now.
+"""A response is judged when it ends, beside the rollout; nobody waits without need.
 
 Docs: https://compassrl.github.io/compassrl/judges/pool.html.md"""
 

@@ -1,4 +1,4 @@
-"""Two verifiers that cost something: mathematics that is equal without looking equal, and programs that are run; a program that passes three tests of five earns three fifths.
+"""Mathematics that is equal without looking equal, and programs that are run.
 
 Docs: https://compassrl.github.io/compassrl/judges/verifiers.html.md"""
 
