@@ -1,4 +1,4 @@
-"""One token per character, in a file that transformers and vLLM read the same.
+"""One token per character, in a file that transformers and vLLM read as we do.
 
 Docs: https://compassrl.github.io/compassrl/data/tokenizer.html.md"""
 
@@ -18,10 +18,10 @@ __all__ = [
     'EOS_ID',
     'UNK_ID',
     'build_tokenizer',
-    'save_tokenizer',
-    'load_tokenizer',
     'encode',
     'response_text',
+    'save_tokenizer',
+    'load_tokenizer',
 ]
 
 # %% ../../nbs/data/01_tokenizer.ipynb #826f19ae
@@ -34,9 +34,8 @@ def build_tokenizer() -> Tokenizer:  # 3 specials, the newline, 95 printable ASC
 
     Text that looks like a special is spelled out."""
     chars = ['\n', *map(chr, range(32, 127))]
-    tok = Tokenizer(
-        models.WordLevel({c: i for i, c in enumerate(_specials + chars)}, unk_token='<unk>')
-    )
+    numbers = {token: i for i, token in enumerate(_specials + chars)}
+    tok = Tokenizer(models.WordLevel(numbers, unk_token='<unk>'))
     tok.pre_tokenizer = pre_tokenizers.Split(Regex(r'[\s\S]'), 'isolated')
     tok.decoder = decoders.Fuse()
     tok.add_special_tokens(_specials)
@@ -44,7 +43,26 @@ def build_tokenizer() -> Tokenizer:  # 3 specials, the newline, 95 printable ASC
     return tok
 
 
-# %% ../../nbs/data/01_tokenizer.ipynb #68930b15
+# %% ../../nbs/data/01_tokenizer.ipynb #f48cf478
+def encode(tok: Tokenizer, text: str) -> list[int]:
+    "Token ids of `text`, nothing added"
+    return tok.encode(text, add_special_tokens=False).ids
+
+
+# %% ../../nbs/data/01_tokenizer.ipynb #da02d5fd
+def response_text(
+    tok: Tokenizer,
+    ids: list[int],  # [Tr] as sampled
+    eos_id: int = EOS_ID,
+) -> str:  # without one final `eos_id`
+    """What a verifier reads
+
+    Any other special stays visible and cannot hide a wrong answer."""
+    ids = list(ids)
+    return tok.decode(ids[:-1] if ids and ids[-1] == eos_id else ids, skip_special_tokens=False)
+
+
+# %% ../../nbs/data/01_tokenizer.ipynb #7d24e4b9
 def save_tokenizer(
     tok: Tokenizer,
     dir: str | Path,  # made if it does not exist
@@ -53,19 +71,13 @@ def save_tokenizer(
     dir = Path(dir)
     dir.mkdir(parents=True, exist_ok=True)
     tok.save(str(dir / 'tokenizer.json'))
-    names = {
-        k: t
-        for k, t in zip(('pad_token', 'eos_token', 'unk_token'), _specials)
-        if tok.token_to_id(t) is not None
-    }
-    config = (
-        dict(
-            tokenizer_class='PreTrainedTokenizerFast',
-            clean_up_tokenization_spaces=False,
-            split_special_tokens=tok.encode_special_tokens,
-        )
-        | names
+    names = dict(zip(('pad_token', 'eos_token', 'unk_token'), _specials))
+    config = dict(
+        tokenizer_class='PreTrainedTokenizerFast',
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=tok.encode_special_tokens,
     )
+    config |= {k: token for k, token in names.items() if tok.token_to_id(token) is not None}
     (dir / 'tokenizer_config.json').write_text(json.dumps(config, indent=2) + '\n')
 
 
@@ -83,21 +95,3 @@ def load_tokenizer(
     if config.is_file():
         tok.encode_special_tokens = bool(json.loads(config.read_text()).get('split_special_tokens'))
     return tok
-
-
-# %% ../../nbs/data/01_tokenizer.ipynb #f48cf478
-def encode(tok: Tokenizer, text: str) -> list[int]:
-    "Token ids of `text`, nothing added"
-    return tok.encode(text, add_special_tokens=False).ids
-
-
-def response_text(
-    tok: Tokenizer,
-    ids: list[int],  # [Tr] as sampled
-    eos_id: int = EOS_ID,
-) -> str:  # without one final `eos_id`
-    """What a verifier reads
-
-    Any other special stays visible and cannot hide a wrong answer."""
-    ids = list(ids)
-    return tok.decode(ids[:-1] if ids and ids[-1] == eos_id else ids, skip_special_tokens=False)
