@@ -73,7 +73,7 @@ def group_stats(
     """Group moments by scatter
 
     Raises ValueError for other shapes and for a valid reward that is not finite."""
-    valid = _check(rewards, group, valid)
+    valid = _valid_mask(rewards, group, valid)
     r = rewards.double().masked_fill(~valid, 0.0)
     ids, index = torch.unique(group, return_inverse=True)
     zeros = r.new_zeros(len(ids))
@@ -87,7 +87,7 @@ def group_stats(
     return GroupStats(index, num, mean, std, (num < 2) | (top - low <= tol * scale))
 
 
-def _check(rewards, group, valid):  # the [B] bool mask of valid samples
+def _valid_mask(rewards, group, valid):  # [B] bool
     if rewards.dim() != 1 or rewards.shape != group.shape:
         raise ValueError(
             f'rewards {list(rewards.shape)} and group {list(group.shape)}: pass one of each per '

@@ -188,7 +188,7 @@ def espo(
     """Entropy groups share a ratio and a clip range (arXiv 2512.00499, eq. 5 to 10)
 
     Raises ValueError for a clip range or an average of other losses."""
-    _check(cfg)
+    _refuse_foreign(cfg)
     delta = log_ratio(log_probs, old_log_probs, mask)
     entropy = entropy.detach().to(delta.dtype).masked_fill(~mask, 0.0)
     groups = entropy_groups(entropy, mask, own)
@@ -214,7 +214,7 @@ def espo(
     return loss * group_weights(groups, mask, own.low_entropy_weight, delta.dtype), sums
 
 
-def _check(cfg):  # settings of other losses must not be dropped in silence
+def _refuse_foreign(cfg):  # settings of other losses must not be dropped in silence
     low, high = espo.clip
     own = dict(aggregation=espo.aggregation, clip_eps_low=low, clip_eps_high=high)
     for key, value in own.items():

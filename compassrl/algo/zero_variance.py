@@ -223,9 +223,8 @@ def token_advantages(
     """One advantage per token for groups of any kind (paper section 2.4.1)
 
     Flat groups never raise; bad input does."""
-    raw, shaped = (
-        group_stats(r, batch.group, valid, adv_cfg.tol) for r in (raw_rewards, batch.rewards)
-    )
+    raw = group_stats(raw_rewards, batch.group, valid, adv_cfg.tol)
+    shaped = group_stats(batch.rewards, batch.group, valid, adv_cfg.tol)
     floor = cfg.std_floor * raw.flat.double()
     adv = per_token(
         group_advantages(

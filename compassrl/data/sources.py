@@ -33,7 +33,7 @@ def _jsonl(path):  # place, row or the reason why there is none
             yield f'{path}:{i}', row if isinstance(row, dict) else fault
 
 
-def _table(source):  # rows that need the optional package
+def _dataset(source):  # rows that need the optional package
     try:
         import datasets
         import pyarrow.parquet as parquet
@@ -68,4 +68,4 @@ def rows_of(
         return _jsonl(path)
     if path.is_file() and path.suffix != '.parquet':
         raise ValueError(f'{source}: unknown kind {path.suffix!r}, use .jsonl or .parquet')
-    return ((f'{source}: row {i}', row) for i, row in enumerate(_table(source), 1))
+    return ((f'{source}: row {i}', row) for i, row in enumerate(_dataset(source), 1))

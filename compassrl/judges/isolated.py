@@ -220,7 +220,7 @@ def outcome_of(
     return 'memory' if last.startswith('MemoryError') else 'failed', last
 
 
-def _report(fd, within_s):  # what the supervisor wrote; nothing if it was lost
+def _supervisor_report(fd, within_s):  # what the supervisor wrote; nothing if it was lost
     poll = select.poll()
     poll.register(fd)
     poll.poll(1000 * within_s)
@@ -247,7 +247,7 @@ def _isolate(fn, limits, base, stdin='', files=(), finish=lambda folder: None):
             _supervise(caller, folder, limits, base, lambda: fn(folder), w)
         os.close(w)
         try:
-            report = _report(r, limits.wall_s + 5)
+            report = _supervisor_report(r, limits.wall_s + 5)
         finally:  # of a Ctrl-C, too
             os.close(r)
             os.kill(pid, signal.SIGTERM)

@@ -93,24 +93,17 @@ def _suite(answer):  # tests, prefix, limits
     except json.JSONDecodeError as e:
         raise ValueError(f'the tests are no JSON ({e})') from None
     spec = spec if isinstance(spec, dict) else dict(tests=spec)
-    tests = spec.pop('tests', None)
-    ok = (
-        isinstance(tests, list)
-        and tests
-        and all(
-            isinstance(t, str) or isinstance(t, dict) and {'stdin', 'stdout'} == t.keys()
-            for t in tests
-        )
-    )
-    if not ok:
+    tests, prefix = spec.pop('tests', None), spec.pop('prefix', '')
+    if not (isinstance(tests, list) and tests and all(map(_is_test, tests))):
         raise ValueError(
             f'tests={str(tests)[:60]}: use a list of assert lines or of {{"stdin", "stdout"}}'
         )
-    return (
-        tests,
-        spec.pop('prefix', ''),
-        Limits(**{'wall_s': 10.0, 'cpu_s': 2.0, 'memory_mb': 512} | spec),
-    )
+    return tests, prefix, Limits(**dict(wall_s=10.0, cpu_s=2.0, memory_mb=512) | spec)
+
+
+def _is_test(test):
+    pair = isinstance(test, dict) and test.keys() == {'stdin', 'stdout'}
+    return pair or isinstance(test, str)
 
 
 def _lines(text):
@@ -123,14 +116,13 @@ def run_test(
     limits: Limits = Limits(cpu_s=2.0),
 ) -> tuple[bool, Outcome]:  # passed?
     "One program, one test, one process"
+    python = [sys.executable, '-I', '-S', 'main.py']
     if isinstance(test, dict):
-        o = run_program(
-            [sys.executable, '-I', '-S', 'main.py'], test['stdin'], limits, {'main.py': program}
-        )
+        o = run_program(python, test['stdin'], limits, {'main.py': program})
         return o.status == 'ok' and _lines(o.stdout) == _lines(test['stdout']), o
     word = secrets.token_hex(8)
     source = f'{program}\n{test}\nprint(chr(10)+input())'  # the word arrives when all is over
-    o = run_program([sys.executable, '-I', '-S', 'main.py'], word, limits, {'main.py': source})
+    o = run_program(python, word, limits, {'main.py': source})
     return o.status == 'ok' and _lines(o.stdout)[-1:] == [word], o
 
 
@@ -138,7 +130,8 @@ def run_test(
 def code(text: str, answer: str) -> Verdict:
     "Share of tests that a program passes; `correct` is all of them"
     tests, prefix, limits = _suite(answer)
-    program, passed, first = prefix + program_of(text), 0, ''
+    program = prefix + program_of(text)
+    passed, first = 0, ''
     for i, test in enumerate(tests):
         ok, o = run_test(program, test, limits)
         if o.status == 'timeout':

@@ -146,6 +146,17 @@ def law_split(make):
     laws.split(make, batches(), configs)
 
 
+def law_every_average(make):
+    "Rows one by one, with the counts of all: the parts of every kind of average add up"
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]]).bool()
+    new = fp64([[0.0, -0.5, -0.9, -0.2], [0.0, -1.1, 0.0, 0.0], [0.0, -0.3, -0.7, 0.0]])
+    batch = as_batch(mask, fp64([[1.0], [-0.5], [0.8]]) * mask, new - 0.1)
+    for mode in MODES:
+        loss = make(LossConfig(aggregation=mode, max_response_tokens=8))
+        rows = [loss(new[i : i + 1], batch.map(lambda t: t[i : i + 1]), 6, 3)[0] for i in range(3)]
+        close(sum(rows), loss(new, batch, 6, 3)[0])
+
+
 PER_TOKEN = ('old_log_probs', 'advantages', 'ref_log_probs', 'rollout_log_probs', 'response_mask')
 
 
@@ -326,6 +337,7 @@ def law_kl(make):
 
 LAWS = [
     law_clip,
+    law_every_average,
     law_gspo_clip,
     law_tis,
     law_kl,
