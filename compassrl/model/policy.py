@@ -1,4 +1,4 @@
-"""A Qwen3 mixture of experts from scratch: small enough to read, exact enough that transformers, vLLM and Megatron-Core load its checkpoints unchanged.
+"""A Qwen3 mixture of experts: small enough to read, and other programs load its checkpoints.
 
 Docs: https://compassrl.github.io/compassrl/model/policy.html.md"""
 
@@ -7,31 +7,28 @@ Docs: https://compassrl.github.io/compassrl/model/policy.html.md"""
 # %% ../../nbs/model/01_policy.ipynb #c5e5bfe6
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import inf
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from compassrl.model.layers import (
+    Attend,
+    causal_attention,
+    combine,
+    dispatch,
+    gated_swiglu,
+    grouped_linear,
+    rms_norm,
+    rope_table,
+    rotate,
+    stack_routes,
+)
 
 # %% auto #0
-__all__ = [
-    'Attend',
-    'PolicyConfig',
-    'rms_norm',
-    'rope_table',
-    'rotate',
-    'grouped_linear',
-    'MoE',
-    'DenseMLP',
-    'Block',
-    'causal_attention',
-    'Policy',
-    'route_dtype',
-    'stack_routes',
-]
+__all__ = ['PolicyConfig', 'MoE', 'DenseMLP', 'Block', 'Policy']
 
 
 # %% ../../nbs/model/01_policy.ipynb #97f67453
@@ -84,155 +81,6 @@ class PolicyConfig:
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
-# %% ../../nbs/model/01_policy.ipynb #ac5fb249
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scale = (
-            torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square() / x.shape[-1]
-            + eps
-        ).rsqrt()
-        y = (x * scale).to(x.dtype)
-        ctx.save_for_backward(y, scale, weight)
-        return y * weight
-
-    @staticmethod
-    def backward(ctx, dy):
-        y, scale, weight = ctx.saved_tensors
-        g = dy * weight
-        return (
-            g.addcmul_(y, (g * y).mean(-1, keepdim=True), value=-1).mul_(scale),
-            (dy * y).sum(0),
-            None,
-        )
-
-
-def rms_norm(
-    x: Tensor,  # [N, D] or [N, H, d]
-    weight: Tensor,  # [D] or [H, d]
-    eps: float,
-) -> Tensor:
-    "Divides each vector by its root mean square (Zhang and Sennrich, 2019, section 3), then scales its elements"
-    if x.device.type != 'cpu':
-        return F.rms_norm(x, x.shape[-1:], eps=eps) * weight  # one fused kernel
-    return _RmsNorm.apply(x, weight, eps)
-
-
-# %% ../../nbs/model/01_policy.ipynb #dfd9806a
-def rope_table(
-    head_dim: int,
-    length: int,  # positions
-    theta: float,
-) -> tuple[
-    Tensor, Tensor
-]:  # cos and signed sin [length, head_dim] fp32: each angle once per half, the first sin negative
-    "Angles `position * theta^(-2i/d)` (RoFormer, section 3.2.2)"
-    freqs = 1 / theta ** (
-        torch.arange(0, head_dim, 2).float() / head_dim
-    )  # this order of rounding is the checkpoints' own
-    angles = torch.arange(length).float()[:, None] * freqs
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-def _turn(x, cos, sin, way):  # each half gets its partner's share in place
-    y, h = x * cos, x.shape[-1] // 2
-    y[..., :h].addcmul_(x[..., h:], sin[..., :h], value=way)
-    y[..., h:].addcmul_(x[..., :h], sin[..., h:], value=way)
-    return y
-
-
-class _Rotate(torch.autograd.Function):  # the gradient turns back
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _turn(dy, *ctx.saved_tensors, -1), None, None
-
-
-def rotate(
-    x: Tensor,  # [N, H, d]
-    cos: Tensor,  # [N, 1, d]
-    sin: Tensor,  # [N, 1, d] signed
-) -> Tensor:
-    "Turn each pair `(x[i], x[i+d/2])` by its angle: each half adds its share of the other"
-    return _Rotate.apply(x, cos, sin)
-
-
-# %% ../../nbs/model/01_policy.ipynb #26171427
-class _Dispatch(torch.autograd.Function):
-    "Row `i` of the result is token `order[i]//K`; the gradient gathers by the inverse instead of scattering"
-
-    @staticmethod
-    def forward(ctx, x, order, inverse, K):
-        ctx.save_for_backward(inverse)
-        ctx.K = K
-        return x.index_select(0, order // K)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (inverse,) = ctx.saved_tensors
-        return (
-            F.embedding_bag(inverse.view(-1, ctx.K), dy, mode='sum'),
-            None,
-            None,
-            None,
-        )  # gathers and adds at once
-
-
-class _Combine(torch.autograd.Function):
-    "Adds up each token's `K` rows; the gradient is what `_Dispatch` does forward"
-
-    @staticmethod
-    def forward(ctx, y, order, inverse, K):
-        ctx.save_for_backward(order)
-        ctx.K = K
-        return F.embedding_bag(inverse.view(-1, K), y, mode='sum')
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy.index_select(0, ctx.saved_tensors[0] // ctx.K), None, None, None
-
-
-class _GatedSwiGLU(torch.autograd.Function):
-    "`silu(gate)*up*g`, with both halves of the gradient written where they belong"
-
-    @staticmethod
-    def forward(ctx, h, g):  # [M, 2I], [M]
-        ctx.save_for_backward(h, g)
-        gate, up = h.chunk(2, -1)
-        return F.silu(gate).mul_(up).mul_(g[:, None])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        h, g = ctx.saved_tensors
-        dh = torch.empty_like(h)
-        (gate, up), (dgate, dup) = h.chunk(2, -1), dh.chunk(2, -1)
-        silu, d = F.silu(gate), dy * g[:, None]
-        torch.mul(d, silu, out=dup)
-        torch.ops.aten.silu_backward.grad_input(d.mul_(up), gate, grad_input=dgate)
-        return dh, torch.linalg.vecdot(dy, silu.mul_(up))
-
-
-def grouped_linear(
-    x: Tensor,  # [M, D] rows sorted by expert
-    weight: Tensor,  # [E, O, D]
-    offsets: Tensor,  # [E] int32: where each expert's rows end
-) -> Tensor:  # [M, O]
-    "Each block of rows times its own expert's weight"
-    size = x.element_size()  # the fused kernel wants rows of whole 16 bytes
-    fits = not (weight.shape[1] * size % 16 or weight.shape[2] * size % 16)
-    if fits and x.dtype != torch.float64:
-        return F.grouped_mm(x, weight.transpose(-1, -2), offs=offsets)
-    ends = offsets.tolist()
-    return torch.cat([x[a:b] @ w.T for a, b, w in zip([0] + ends, ends, weight)])
-
-
 # %% ../../nbs/model/01_policy.ipynb #00650a51
 class MoE(nn.Module):
     "Top-k mixture of SwiGLU experts"
@@ -246,16 +94,16 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(E, D, I))
 
     def route(self, x, replay=None, valid=None):
-        "`[N, K]` gates, the ids that they are for (`replay` where `valid`) and the router's own; gates are always live"
+        """`[N, K]` gates, the ids that they are for (`replay` where `valid`) and the router's own;
+        gates are always live"""
         scores = F.linear(x, self.router).to(torch.promote_types(x.dtype, torch.float32))
         own = scores.topk(self.K, -1).indices
         idx = own if replay is None else torch.where(valid[:, None], replay.long(), own)
-        chosen = scores.gather(
-            -1, idx
-        )  # their softmax sums to 1, and is finite for the least likely experts too
-        gates = (
-            chosen.softmax(-1) if self.norm else (chosen - scores.logsumexp(-1, keepdim=True)).exp()
-        )
+        chosen = scores.gather(-1, idx)
+        if self.norm:  # sums to 1, and is finite for the least likely experts too
+            gates = chosen.softmax(-1)
+        else:
+            gates = (chosen - scores.logsumexp(-1, keepdim=True)).exp()
         return gates.to(x.dtype), idx, own
 
     def forward(
@@ -267,13 +115,12 @@ class MoE(nn.Module):
         gates, idx, own = self.route(x, replay, valid)
         flat = idx.flatten()
         order = flat.argsort(stable=True)
-        inverse = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=x.device)
-        )
+        rank = torch.arange(len(order), device=x.device)
+        inverse = torch.empty_like(order).scatter_(0, order, rank)
         offsets = flat.bincount(minlength=len(self.router)).cumsum(0).int()
-        h = grouped_linear(_Dispatch.apply(x, order, inverse, self.K), self.gate_up, offsets)
-        h = _GatedSwiGLU.apply(h, gates.flatten().index_select(0, order))
-        return _Combine.apply(grouped_linear(h, self.down, offsets), order, inverse, self.K), own
+        h = grouped_linear(dispatch(x, order, inverse, self.K), self.gate_up, offsets)
+        h = gated_swiglu(h, gates.flatten().index_select(0, order))
+        return combine(grouped_linear(h, self.down, offsets), order, inverse, self.K), own
 
 
 # %% ../../nbs/model/01_policy.ipynb #ea2e6d7a
@@ -291,20 +138,18 @@ class DenseMLP(nn.Module):
 
 
 # %% ../../nbs/model/01_policy.ipynb #992323c1
-Attend = Callable[
-    [int, Tensor, Tensor, Tensor], Tensor
-]  # (layer, q [N,H,d], k [N,KV,d], v [N,KV,d]) -> [N,H,d]
-
-
 class Block(nn.Module):
     "Attention with QK-norm and grouped queries, then the MLP, both pre-norm and residual"
 
     def __init__(self, c: PolicyConfig, layer: int):
         super().__init__()
         H, KV, d, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size
-        self.layer, self.H, self.KV, self.d, self.eps = layer, H, KV, d, c.rms_norm_eps
-        self.attn_norm, self.mlp_norm = nn.Parameter(torch.empty(D)), nn.Parameter(torch.empty(D))
-        self.q_norm, self.k_norm = nn.Parameter(torch.empty(d)), nn.Parameter(torch.empty(d))
+        self.layer, self.H, self.KV, self.d = layer, H, KV, d
+        self.eps = c.rms_norm_eps
+        self.attn_norm = nn.Parameter(torch.empty(D))
+        self.mlp_norm = nn.Parameter(torch.empty(D))
+        self.q_norm = nn.Parameter(torch.empty(d))
+        self.k_norm = nn.Parameter(torch.empty(d))
         self.qkv = nn.Parameter(torch.empty((H + 2 * KV) * d, D))
         self.out = nn.Parameter(torch.empty(D, H * d))
         self.mlp = MoE(c) if c.is_sparse(layer) else DenseMLP(c)
@@ -319,34 +164,6 @@ class Block(nn.Module):
         return x + y, own
 
 
-# %% ../../nbs/model/01_policy.ipynb #c7207a1a
-def causal_attention(
-    token_mask: Tensor,  # [B, T] bool, right-padded rows
-) -> Attend:
-    "Attention within each row; packed tokens are padded for the kernel alone. Raises ValueError for left padding"
-    B, T = token_mask.shape
-    full = bool(token_mask.all())
-    if not full and bool((token_mask[:, 1:] & ~token_mask[:, :-1]).any()):
-        raise ValueError('token_mask has a token after padding: pad rows on the right')
-    rows, cols = token_mask.nonzero(as_tuple=True)
-
-    def pad(t):
-        return (
-            t.view(B, T, *t.shape[1:])
-            if full
-            else t.new_zeros(B, T, *t.shape[1:]).index_put((rows, cols), t)
-        )
-
-    def attend(layer, q, k, v):
-        q, k, v = (pad(t).transpose(1, 2) for t in (q, k, v))
-        o = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        ).transpose(1, 2)
-        return o.reshape(-1, *o.shape[2:]) if full else o[rows, cols]
-
-    return attend
-
-
 # %% ../../nbs/model/01_policy.ipynb #256414de
 class Policy(nn.Module):
     "Qwen3-MoE over packed tokens"
@@ -357,11 +174,9 @@ class Policy(nn.Module):
         self.embed = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         self.blocks = nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers))
         self.norm = nn.Parameter(torch.empty(c.hidden_size))
-        self.head = (
-            self.embed
-            if c.tie_word_embeddings
-            else nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        )
+        self.head = self.embed
+        if not c.tie_word_embeddings:
+            self.head = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         cos, sin = rope_table(c.head_dim, c.max_position_embeddings, c.rope_theta)
         self.register_buffer('cos', cos, persistent=False)
         self.register_buffer('sin', sin, persistent=False)
@@ -376,25 +191,16 @@ class Policy(nn.Module):
         attend: Attend,
         routed_experts: Tensor | None = None,  # [N, L, K] routes to replay
         routes_valid: Tensor | None = None,  # [N] bool
-    ) -> tuple[
-        Tensor, list[Tensor | None]
-    ]:  # hidden states [N, D], routers' own choices [N, K] by layer (None if dense)
-        "All blocks and the last norm"
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """All blocks and the last norm: hidden states `[N, D]`, and of each layer the router's own
+        choices `[N, K]` (None if dense)"""
         x = F.embedding(token_ids, self.embed)
-        cos, sin = (
-            self.cos[positions][:, None].to(x.dtype),
-            self.sin[positions][:, None].to(x.dtype),
-        )
+        cos = self.cos[positions][:, None].to(x.dtype)
+        sin = self.sin[positions][:, None].to(x.dtype)
         routes = []
         for i, block in enumerate(self.blocks):
-            x, own = block(
-                x,
-                cos,
-                sin,
-                attend,
-                None if routed_experts is None else routed_experts[:, i],
-                routes_valid,
-            )
+            replay = None if routed_experts is None else routed_experts[:, i]
+            x, own = block(x, cos, sin, attend, replay, routes_valid)
             routes.append(own)
         return rms_norm(x, self.norm, self.config.rms_norm_eps), routes
 
@@ -407,16 +213,14 @@ class Policy(nn.Module):
         token_mask: Tensor | None = None,  # [B, T] bool; None = no padding
         routed_experts: Tensor | None = None,  # [B, T, L, K]
         routes_valid: Tensor | None = None,  # [B, T] bool
-    ) -> tuple[
-        Tensor, Tensor
-    ]:  # hidden states [N, D] and routers' own choices [N, L, K] of the real tokens
-        "Padded rows in, packed tokens out. Raises ValueError for rows that are too long and routes of another shape"
+    ) -> tuple[Tensor, Tensor]:  # of the real tokens: hidden states [N, D], own routes [N, L, K]
+        """Padded rows in, packed tokens out. Raises ValueError for rows that are too long and
+        routes of another shape"""
         _check_rows(self.config, token_ids, routed_experts, routes_valid)
         if token_mask is None:
             token_mask = torch.ones_like(token_ids, dtype=torch.bool)
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)[
-            token_mask
-        ]
+        places = torch.arange(token_ids.shape[1], device=token_ids.device)
+        positions = places.expand_as(token_ids)[token_mask]
 
         def pick(t):
             return None if t is None else t[token_mask]
@@ -428,11 +232,13 @@ class Policy(nn.Module):
         return hidden, stack_routes(routes, len(hidden), self.config.num_experts_per_tok)
 
 
-def _check_rows(c, token_ids, routed_experts, routes_valid):  # shapes alone: reads no tensor
+def _check_rows(c, token_ids, routed_experts, routes_valid):
+    "Shapes alone: reads no tensor"
     B, T = token_ids.shape
     if T > c.max_position_embeddings:
         raise ValueError(
-            f'rows of {T} tokens exceed max_position_embeddings={c.max_position_embeddings}: shorten them'
+            f'rows of {T} tokens exceed max_position_embeddings={c.max_position_embeddings}: '
+            'shorten them'
         )
     if routed_experts is None:
         return
@@ -441,23 +247,6 @@ def _check_rows(c, token_ids, routed_experts, routes_valid):  # shapes alone: re
     want = [B, T, c.num_hidden_layers, c.num_experts_per_tok]
     if list(routed_experts.shape) != want or list(routes_valid.shape) != want[:2]:
         raise ValueError(
-            f'routed_experts {list(routed_experts.shape)}, routes_valid {list(routes_valid.shape)}: '
-            f'this policy needs {want}, {want[:2]}'
+            f'routed_experts {list(routed_experts.shape)}, '
+            f'routes_valid {list(routes_valid.shape)}: this policy needs {want}, {want[:2]}'
         )
-
-
-# %% ../../nbs/model/01_policy.ipynb #605e9f7a
-def route_dtype(num_experts: int) -> torch.dtype:
-    return torch.uint8 if num_experts <= 256 else torch.int16
-
-
-def stack_routes(
-    routes: list[Tensor | None],  # per layer [N, K]; None for a dense layer
-    N: int,
-    K: int,
-) -> Tensor:  # [N, L, K] int64; dense layers are 0
-    "Routes of all layers side by side"
-    some = next((r for r in routes if r is not None), None)
-    if some is None:
-        return torch.zeros(N, len(routes), K, dtype=torch.long)
-    return torch.stack([torch.zeros_like(some) if r is None else r for r in routes], 1)

@@ -1,4 +1,4 @@
-"""A rollout engine to read in one sitting: KV cache, continuous batching, seeds per request, log-probs and expert routes.
+"""An engine to read in one sitting: KV cache, continuous batching, seeds, log-probs, routes.
 
 Docs: https://compassrl.github.io/compassrl/rollout/torch_engine.html.md"""
 
@@ -12,263 +12,23 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor
 
-from compassrl.model.policy import (
-    Block,
-    MoE,
-    Policy,
-    PolicyConfig,
-    causal_attention,
-    grouped_linear,
-    route_dtype,
-    stack_routes,
-)
+from ..model.layers import causal_attention, grouped_linear, stack_routes
+from ..model.policy import Policy, PolicyConfig
 from ..model.pretrained import load_hf_weights
-from ..records import Request, Sample, SamplingParams
+from ..records import Request, RolloutEngine, Sample, SamplingParams
+from .layers import add_experts, folded, scaled_rms
+from .requests import check_request
+from .slots import Slots
 
 # %% auto #0
-__all__ = [
-    'uniforms',
-    'sample_tokens',
-    'Slots',
-    'folded',
-    'scaled_rms',
-    'add_experts',
-    'RolloutConfig',
-    'TorchRollout',
-    'forward',
-    'prefill',
-    'draw',
-    'admit',
-    'step',
-    'harvest',
-    'generate',
-]
-
-
-# %% ../../nbs/rollout/01_torch_engine.ipynb #4f720701
-def _signed(x):
-    return (
-        x - (1 << 64) if x >= 1 << 63 else x
-    )  # 64-bit constants for torch, which has no unsigned shifts
-
-
-def uniforms(
-    seeds: Tensor,  # [B] int64
-    steps: Tensor,  # [T] int64: places in the response
-) -> Tensor:  # [B, T] fp64 in [0, 1)
-    "Counter-based random numbers: the finaliser of SplitMix64 over `seed + golden ratio * (step+1)`"
-    x = seeds[:, None] + (steps + 1) * _signed(0x9E3779B97F4A7C15)
-    for shift, mult in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(mult)
-    x = x ^ ((x >> 31) & ((1 << 33) - 1))
-    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
-
-
-# %% ../../nbs/rollout/01_torch_engine.ipynb #b3f2268f
-def sample_tokens(
-    logits: Tensor,  # [B, V]
-    u: Tensor,  # [B] fp64 in [0, 1)
-    temperature: Tensor,  # [B] fp64; 0 = greedy
-    top_p: Tensor | None = None,  # [B] fp64; None = no truncation anywhere
-) -> tuple[
-    Tensor, Tensor
-]:  # tokens [B], log-probs [B] fp32 of the distribution that was drawn from
-    "Inverse of the cumulative distribution at `u`, after temperature and nucleus truncation (Holtzman et al., 2020)"
-    greedy = temperature == 0
-    some = bool(greedy.any())
-    if some:
-        temperature = temperature.masked_fill(greedy, 1)
-    probs = (logits / temperature[:, None]).softmax(-1)  # fp64, as temperature is
-    if top_p is not None:
-        p, order = probs.sort(dim=-1, descending=True, stable=True)
-        p = p.masked_fill(p.cumsum(-1) - p >= top_p[:, None], 0)
-        kept = torch.zeros_like(probs).scatter_(-1, order, p)
-        probs = torch.where(top_p[:, None] < 1, kept / kept.sum(-1, keepdim=True), probs)
-    cdf = probs.cumsum(-1)
-    tokens = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp_(
-        max=logits.shape[-1] - 1
-    )
-    if some:
-        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-    log_probs = probs.gather(-1, tokens).log()
-    if some:
-        log_probs.masked_fill_(greedy[:, None], 0)  # greedy is certain
-    return tokens[:, 0], log_probs[:, 0].float()
-
-
-# %% ../../nbs/rollout/01_torch_engine.ipynb #339b403c
-class Slots:
-    "Static tensors, a row per running request, a column per tick of one clock: all newest tokens are in column `now`"
-
-    def __init__(self, c: PolicyConfig, num: int, dtype: torch.dtype, device: str):
-        self.num, self.KV, L = num, c.num_key_value_heads, c.num_hidden_layers
-        self.n = self.now = self.low = self.longest = (
-            0  # busy rows, newest and oldest column in use, room per request
-        )
-        self.requests: list[Request] = []
-        self.started: list[float] = []
-
-        def zeros(*shape, dtype=torch.long):
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        self.kv = zeros(L, 2, num, self.KV, 0, c.head_dim, dtype=dtype)
-        self.tokens, self.log_probs = zeros(num, 0), zeros(num, 0, dtype=torch.float32)
-        self.routes = zeros(num, 0, L, c.num_experts_per_tok, dtype=route_dtype(c.num_experts))
-        self.u = zeros(
-            num, 0, dtype=torch.float64
-        )  # the number that draws the token at each place of a sequence
-        self.first, self.last, self.stop = (
-            zeros(num),
-            zeros(num),
-            zeros(num, 1),
-        )  # columns: of the prompt, at most; ids
-        self.temperature, self.top_p = (
-            zeros(num, dtype=torch.float64),
-            zeros(num, dtype=torch.float64),
-        )
-        self.truncates = False  # may any request have top_p below 1?
-
-    def reserve(
-        self,
-        T: int,  # longest sequence
-        num_stop: int,  # longest list of stop ids
-    ):
-        "Make room; what is running stays"
-        if num_stop > self.stop.shape[1]:
-            self.stop = F.pad(self.stop, (0, num_stop - self.stop.shape[1]), value=-1)
-        if T <= self.longest:
-            return
-        self.longest = max(T, self.longest * 5 // 4)
-        self.u = F.pad(self.u, (0, self.longest - self.u.shape[1]))
-        self.widen(max(self.longest, self.tokens.shape[1]))
-
-    def widen(self, C: int):
-        "To `C` columns"
-        for name, after in (('kv', 1), ('tokens', 0), ('log_probs', 0), ('routes', 2)):
-            t = getattr(self, name)
-            setattr(self, name, F.pad(t, [0, 0] * after + [0, C - t.shape[-1 - after]]))
-        if self.n:
-            self.changed()
-
-    @torch.inference_mode()
-    def changed(self):
-        "Who runs has changed: where the window begins, and minus infinity before each first token"
-        first, columns = (
-            self.first[: self.n],
-            torch.arange(self.tokens.shape[1], device=self.first.device),
-        )
-        self.low = int(first.min())
-        masked = (columns < first.repeat_interleave(self.KV)[:, None])[:, None]  # [n*KV, 1, C]
-        self.bias = self.kv.new_zeros(masked.shape).masked_fill_(masked, -torch.inf)
-
-    @torch.inference_mode()
-    def slide(
-        self,
-        now: int,  # the newest column's new place
-    ):
-        "Move the columns in use"
-        by, T = now - self.now, self.now + 1 - self.low
-        for t, dim in ((self.kv, 4), (self.tokens, 1), (self.log_probs, 1), (self.routes, 1)):
-            t.narrow(dim, self.low + by, T).copy_(t.narrow(dim, self.low, T).clone())
-        self.now = now
-        self.first += by
-        self.last += by
-        self.changed()
-
-    @torch.inference_mode()
-    def remove(
-        self,
-        finished: list[int],  # slots, ascending
-    ):
-        "Close the gaps with the last busy slots"
-        n = self.n - len(finished)
-        holes = [i for i in finished if i < n]
-        movers = sorted(set(range(n, self.n)) - set(finished))
-        if holes:
-            self.kv[:, :, holes] = self.kv[:, :, movers]
-            for t in (
-                self.tokens,
-                self.u,
-                self.log_probs,
-                self.routes,
-                self.first,
-                self.last,
-                self.stop,
-                self.temperature,
-                self.top_p,
-            ):
-                t[holes] = t[movers]
-        for h, m in zip(holes, movers):
-            self.requests[h], self.started[h] = self.requests[m], self.started[m]
-        del self.requests[n:], self.started[n:]
-        self.n = n
-        if n:
-            self.changed()
-
-
-# %% ../../nbs/rollout/01_torch_engine.ipynb #2baad450
-def folded(
-    b: Block,  # its weights change, what it computes does not
-) -> SimpleNamespace:  # what decoding needs, as views
-    "Multiply each norm's weight, and the sqrt(D) of its mean, into the products that follow"
-    D, m, sparse = b.attn_norm.shape[0], b.mlp, isinstance(b.mlp, MoE)
-    for norm, products in (
-        (b.attn_norm, [b.qkv]),
-        (b.mlp_norm, [m.gate_up, m.router] if sparse else [m.gate_up]),
-    ):
-        for w in products:
-            w.mul_(norm * D**0.5)
-        norm.fill_(D**-0.5)
-    scale = torch.cat([b.q_norm] * b.H + [b.k_norm] * b.KV).view(-1, b.d) * b.d**0.5
-    l = SimpleNamespace(
-        qkv=b.qkv.mT, out=b.out.mT, scale=scale, sparse=sparse, gate_up=m.gate_up, down=m.down
-    )
-    if not sparse:
-        l.gate_up, l.down = m.gate_up.mT, m.down.mT
-    if sparse:
-        l.router, l.K, l.norm = m.router.mT, m.K, m.norm
-    if sparse:
-        l.ids = torch.arange(len(m.router), device=m.router.device)
-    return l
-
-
-def scaled_rms(
-    x: Tensor,  # [..., D]
-    small: Tensor,  # sqrt(D eps) of the RMS norm
-) -> Tensor:  # x / sqrt(|x|^2 + D eps): the RMS norm but for its weight and sqrt(D)
-    "Three small kernels where `F.rms_norm` takes six"
-    if x.element_size() < 4:
-        return scaled_rms(x.float(), small).to(x.dtype)
-    return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), small)
-
-
-def add_experts(
-    x: Tensor,  # [n, D] residual stream: the experts' outputs are added in place
-    y: Tensor,  # [n, D] its norm
-    l: SimpleNamespace,
-    owner: Tensor,  # [n*K] the row that each choice belongs to
-    product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear,
-) -> Tensor:  # expert ids [n, K]
-    "`MoE.forward` without a way back: gates enter in the narrow middle, outputs are added where they belong"
-    logits = torch.mm(y, l.router)
-    if x.element_size() < 4:
-        logits = logits.float()
-    chosen, idx = logits.topk(l.K, -1)
-    gates = chosen.softmax(-1) if l.norm else (chosen - logits.logsumexp(-1, keepdim=True)).exp()
-    experts, order = idx.view(-1).sort(stable=True)
-    token = owner.index_select(0, order)
-    ends = torch.searchsorted(experts, l.ids, right=True, out_int32=True)
-    gate, up = product(y.index_select(0, token), l.gate_up, ends).chunk(2, -1)
-    h = F.silu(gate).mul_(up).mul_(gates.view(-1).index_select(0, order)[:, None])
-    x.index_add_(0, token, product(h, l.down, ends))
-    return idx
+__all__ = ['RolloutConfig', 'TorchRollout']
 
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #11a8d5a9
@@ -303,14 +63,14 @@ class RolloutConfig:
 
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #1e7d4e67
-class TorchRollout:
-    "The embedded rollout engine (implements `RolloutEngine`)"
+class TorchRollout(RolloutEngine):
+    "The embedded rollout engine"
 
     def __init__(
         self,
         config: PolicyConfig,
         num_slots: int = 128,  # responses that run at the same time
-        dtype: torch.dtype = torch.float32,  # of weights and cache; float64 makes results independent of the batch
+        dtype: torch.dtype = torch.float32,  # of weights and cache; float64: results without batch
         device: str = 'cpu',
         return_routes: bool = True,  # record the experts of every token
     ):
@@ -318,119 +78,98 @@ class TorchRollout:
             raise ValueError(f'num_slots={num_slots}: use at least 1')
         self.config, self.return_routes, self.device = config, return_routes, device
         self.policy = Policy(config).to(device, dtype).requires_grad_(False)
-        for p in (
-            self.policy.blocks.parameters()
-        ):  # stored input by output: products of few rows read them faster so
-            if p.dim() > 1:
+        for p in self.policy.blocks.parameters():
+            if p.dim() > 1:  # stored input by output: products of few rows read them faster so
                 p.data = p.mT.contiguous().mT
         self.slots = Slots(config, num_slots, dtype, device)
         self.prefixes: OrderedDict[tuple[int, ...], tuple] = OrderedDict()
         self.version: int | None = None
 
         def small(width):
-            return torch.tensor((width * config.rms_norm_eps) ** 0.5)  # for `unit`
+            return torch.tensor((width * config.rms_norm_eps) ** 0.5)  # for `scaled_rms`
 
         self.small, self.small_head = small(config.hidden_size), small(config.head_dim)
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int):
-        "New weights; every cache of the old ones is dropped. Raises RuntimeError while requests run"
-        s = self.slots
-        if s.n:
+        """New weights; every cache of the old ones is dropped. Raises RuntimeError while requests
+        run"""
+        if running := self.slots.num_running:
             raise RuntimeError(
-                f'{s.n} requests are running: finish or close `generate` before loading weights'
+                f'{running} requests are running: finish or close `generate` before loading weights'
             )
         self.version = None  # until all have arrived
         self.prefixes.clear()
-        s.kv.zero_()  # masked places count 0 times a number, which must be finite
+        self.slots.kv.zero_()  # masked places count 0 times a number, which must be finite
         load_hf_weights(self.policy, weights)
         self.layers = [folded(b) for b in self.policy.blocks]
         self.version = version
 
-    # What another precision changes: the products of projections and experts, and what the cache keeps
+    # what another precision changes
     def product(self, x, w):
-        return torch.mm(x, w)  # [n, in] @ [in, out]
+        "Of a projection: `[n, in] @ [in, out]`"
+        return torch.mm(x, w)
 
     def expert_product(self, x, w, ends):
-        return grouped_linear(x, w, ends)  # as there
+        "Of all experts, as `grouped_linear`"
+        return grouped_linear(x, w, ends)
 
     def cached(self, kv):
-        return kv  # [N, 2KV, d] keys, then values
-
-    def check(self, r: Request):
-        "Raises ValueError for a request that cannot be served"
-        c, T, who = self.config, len(r.prompt_ids), f'prompt {r.prompt_id!r}'
-        if not T:
-            raise ValueError(f'{who} is empty: give it at least one token')
-        if T + r.params.max_tokens > c.max_position_embeddings:
-            raise ValueError(
-                f'{who}: its {T} tokens and max_tokens={r.params.max_tokens} exceed the context of '
-                f'{c.max_position_embeddings}: shorten one of them'
-            )
-        bad = [i for i in (*r.prompt_ids, *r.params.stop_ids) if not 0 <= i < c.vocab_size]
-        if bad:
-            raise ValueError(
-                f'{who}: token id {bad[0]} is outside 0..{c.vocab_size - 1}: another tokenizer?'
-            )
-        if not -1 << 63 <= r.seed < 1 << 63:
-            raise ValueError(f'{who}: seed={r.seed} exceeds 64 bits: use `derive_seed`')
+        "What the cache keeps of `[N, 2KV, d]` keys, then values"
+        return kv
 
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #cd48956b
+@patch
 @torch.inference_mode()
 def forward(
     self: TorchRollout,
     ids: Tensor,  # [N] packed
     place: Tensor,  # [N] of each token in its own sequence
-    attend: Callable[
-        [int, Tensor], Tensor
-    ],  # layer, rotated queries and keys, values [N, H+2KV, d] -> [N, H*d]
+    # layer, rotated queries and keys, values [N, H+2KV, d] -> [N, H*d]
+    attend: Callable[[int, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:  # hidden states [N, D], routes [N, L, K]
     "What `Policy.trunk` computes"
     c, x, routes = self.config, F.embedding(ids, self.policy.embed), []
     cos, sin = (t.index_select(0, place)[:, None] for t in (self.policy.cos, self.policy.sin))
     heads, d, K = c.num_attention_heads + c.num_key_value_heads, c.head_dim, c.num_experts_per_tok
     owner = torch.arange(len(ids) * K, device=self.device) // K
-    for i, l in enumerate(self.layers):
-        qkv = self.product(scaled_rms(x, self.small), l.qkv).view(len(ids), -1, d)
+    for i, layer in enumerate(self.layers):
+        qkv = self.product(scaled_rms(x, self.small), layer.qkv).view(len(ids), -1, d)
         qk = qkv[:, :heads]
-        t = scaled_rms(qk, self.small_head).mul_(l.scale)
+        t = scaled_rms(qk, self.small_head).mul_(layer.scale)
         torch.addcmul(t * cos, t.roll(d // 2, -1), sin, out=qk)  # `rotate`, in place
-        x += self.product(attend(i, qkv), l.out)
+        x += self.product(attend(i, qkv), layer.out)
         y = scaled_rms(x, self.small)
-        if l.sparse:
-            routes.append(add_experts(x, y, l, owner, self.expert_product))
+        if layer.sparse:
+            routes.append(add_experts(x, y, layer, owner, self.expert_product))
             continue
-        gate, up = self.product(y, l.gate_up).chunk(2, -1)
-        x += self.product(F.silu(gate) * up, l.down)
+        gate, up = self.product(y, layer.gate_up).chunk(2, -1)
+        x += self.product(F.silu(gate) * up, layer.down)
         routes.append(None)
-    return scaled_rms(x, self.small) * (self.policy.norm * c.hidden_size**0.5), stack_routes(
-        routes, len(ids), K
-    )
+    hidden = scaled_rms(x, self.small) * (self.policy.norm * c.hidden_size**0.5)
+    return hidden, stack_routes(routes, len(ids), K)
 
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #242fe0c1
+@patch
 @torch.inference_mode()
 def prefill(
     self: TorchRollout,
     prompts: list[tuple[int, ...]],  # not in the cache yet
 ):
     "Keys, values and routes of all prompt tokens, and the logits of the first response token"
+    H, KV = self.config.num_attention_heads, self.config.num_key_value_heads
     lengths = torch.tensor([len(p) for p in prompts], device=self.device)
     mask = torch.arange(int(lengths.max()), device=self.device) < lengths[:, None]
-    causal, kept, H, KV = (
-        causal_attention(mask),
-        [],
-        self.config.num_attention_heads,
-        self.config.num_key_value_heads,
-    )
+    causal, kept = causal_attention(mask), []
 
     def attend(layer, qkv):
         kept.append(kv := self.cached(qkv[:, H:]))
         return causal(layer, qkv[:, :H], *kv.chunk(2, 1)).flatten(1)
 
     ids = torch.tensor([i for p in prompts for i in p], device=self.device)
-    hidden, routes = forward(self, ids, mask.cumsum(1)[mask] - 1, attend)
+    hidden, routes = self.forward(ids, mask.cumsum(1)[mask] - 1, attend)
     kv = torch.stack(kept).unflatten(2, (2, KV)).movedim(1, 3)  # [L, 2, KV, N, d]
     ends = lengths.cumsum(0)
     for p, end, logits in zip(prompts, ends.tolist(), self.policy.logits(hidden[ends - 1])):
@@ -439,164 +178,113 @@ def prefill(
 
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #5430ba74
-@torch.inference_mode()
-def draw(
-    self: TorchRollout,
-    at: slice,  # which slots
-    logits: Tensor,  # [n, V] theirs
-) -> list[int]:  # those that finished
-    "Append one token to each"
-    s, now = self.slots, self.slots.now
-    u = s.u[at].gather(1, now - s.first[at, None])[:, 0]
-    tokens, log_probs = sample_tokens(
-        logits, u, s.temperature[at], s.top_p[at] if s.truncates else None
-    )
-    s.tokens[at, now], s.log_probs[at, now] = tokens, log_probs
-    done = (s.last[at] <= now) | (tokens[:, None] == s.stop[at]).any(-1)
-    return (done.nonzero()[:, 0] + at.start).tolist()
-
-
-# %% ../../nbs/rollout/01_torch_engine.ipynb #70d5fcd7
+@patch
 @torch.inference_mode()
 def admit(
     self: TorchRollout,
     requests: list[Request],  # no more than there are free slots
 ) -> list[int]:  # slots that finished with their first token
     "Fill free slots and draw the first tokens from their prompts' logits"
-    s, now, params = self.slots, time.perf_counter(), [r.params for r in requests]
-    for r in requests:
-        self.check(r)
-    missing = list(
-        dict.fromkeys(p for r in requests if (p := tuple(r.prompt_ids)) not in self.prefixes)
-    )
+    slots, started = self.slots, time.perf_counter()
+    for request in requests:
+        check_request(request, self.config)
+    prompts = [tuple(r.prompt_ids) for r in requests]
+    missing = [p for p in dict.fromkeys(prompts) if p not in self.prefixes]
     if missing:
-        prefill(self, missing)
-    lengths = [len(r.prompt_ids) for r in requests]
-    limits = [T + p.max_tokens for T, p in zip(lengths, params)]
-    num_stop = max(s.stop.shape[1], *(len(p.stop_ids) for p in params))
-    s.reserve(max(limits), num_stop)
-    if not s.n:
-        s.now = max(lengths)
-    elif s.now < max(lengths):
-        s.slide(max(lengths))  # room for the longest prompt before the newest token
-    new = slice(s.n, s.n + len(requests))
-    for t, values in (
-        (s.first, [s.now - T for T in lengths]),
-        (s.last, [s.now - T + limit - 1 for T, limit in zip(lengths, limits)]),
-        (s.temperature, [p.temperature for p in params]),
-        (s.top_p, [p.top_p for p in params]),
-        (s.stop, [[*p.stop_ids] + [-1] * (num_stop - len(p.stop_ids)) for p in params]),
-    ):
-        t[new] = t.new_tensor(values)
-    steps = torch.arange(max(p.max_tokens for p in params), device=self.device)
-    u, logits, start = uniforms(s.first.new_tensor([r.seed for r in requests]), steps), [], s.n
-    for ids, group in groupby(
-        requests, key=lambda r: tuple(r.prompt_ids)
-    ):  # neighbours share one copy
-        at, T, columns = (
-            slice(start, start + len(list(group))),
-            len(ids),
-            slice(s.now - len(ids), s.now),
-        )
-        kv, routes, first = self.prefixes[ids]
-        self.prefixes.move_to_end(ids)
-        s.kv[:, :, at, :, columns] = kv[:, :, None]
-        s.routes[at, columns], s.tokens[at, columns] = routes, s.tokens.new_tensor(ids)
-        s.u[at, T : T + len(steps)] = u[start - s.n : at.stop - s.n, : s.longest - T]
-        logits.append(first.expand(at.stop - start, -1))
-        start = at.stop
-    s.requests += requests
-    s.started += [now] * len(requests)
-    s.n = start
-    s.changed()
-    s.truncates = any(r.params.top_p < 1 for r in s.requests)
-    while len(self.prefixes) > s.num:
+        self.prefill(missing)
+    rows = slots.enter(requests, started)
+    row, logits = rows.start, []
+    for prompt, neighbours in groupby(prompts):  # they share one copy
+        shared = slice(row, row + len(list(neighbours)))
+        kv, routes, first_logits = self.prefixes[prompt]
+        self.prefixes.move_to_end(prompt)
+        slots.copy_prompt(shared, prompt, kv, routes)
+        logits.append(first_logits.expand(shared.stop - row, -1))
+        row = shared.stop
+    while len(self.prefixes) > slots.num_slots:
         self.prefixes.popitem(last=False)
-    return draw(self, new, torch.cat(logits))
+    return slots.draw(rows, torch.cat(logits))
 
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #b43a23cc
+@patch
 @torch.inference_mode()
 def step(self: TorchRollout) -> list[int]:  # slots that finished
     "Feed the newest token of every busy slot and draw the next"
-    s, c = self.slots, self.config
-    if s.now + 1 == s.tokens.shape[1]:  # the last column
-        if s.low < s.longest // 4:
-            s.widen(s.longest * 3 // 2 + 1)
-        else:
-            s.slide(s.now - s.low)
-    n, now, window, H, KV, d = (
-        s.n,
-        s.now,
-        slice(s.low, s.now + 1),
-        c.num_attention_heads,
-        s.KV,
-        c.head_dim,
-    )
-    newest, bias = s.kv[:, :, :n, :, now].transpose(1, 2).unbind(), s.bias[:, :, window]
-    keys, values = (
-        t.unbind() for t in s.kv[:, :, :n, :, window].flatten(2, 3).unbind(1)
-    )  # layers of [n*KV, T, d]
+    slots = self.slots
+    slots.make_room()
+    n, column = slots.num_running, slots.column
+    H, KV, d = self.config.num_attention_heads, slots.num_kv_heads, self.config.head_dim
+    window = slice(slots.oldest, column + 1)
+    bias = slots.bias[:, :, window]
+    newest = slots.kv[:, :, :n, :, column].transpose(1, 2).unbind()
+    in_use = slots.kv[:, :, :n, :, window].flatten(2, 3)  # [L, 2, n*KV, T, d]
+    keys, values = (t.unbind() for t in in_use.unbind(1))
 
     def attend(layer, qkv):
         newest[layer].copy_(self.cached(qkv[:, H:]).view(n, 2, KV, d))
-        scores = torch.baddbmm(
-            bias, qkv[:, :H].reshape(n * KV, -1, d), keys[layer].mT, alpha=d**-0.5
-        )
+        queries = qkv[:, :H].reshape(n * KV, -1, d)
+        scores = torch.baddbmm(bias, queries, keys[layer].mT, alpha=d**-0.5)
         return torch.bmm(scores.softmax(-1), values[layer]).view(n, -1)
 
-    hidden, routes = forward(self, s.tokens[:n, now], now - s.first[:n], attend)
+    place = column - slots.first_column[:n]
+    hidden, routes = self.forward(slots.tokens[:n, column], place, attend)
     if self.return_routes:
-        s.routes[:n, now] = routes.to(s.routes)
-    s.now += 1
-    return draw(self, slice(0, n), self.policy.logits(hidden))
+        slots.routes[:n, column] = routes.to(slots.routes)
+    slots.column += 1
+    return slots.draw(slice(0, n), self.policy.logits(hidden))
 
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #eb1d4177
+@patch
 def harvest(self: TorchRollout, slot: int) -> Sample:
     "The sample that a finished slot holds"
-    s, r = self.slots, self.slots.requests[slot]
-    first, now, copy = int(s.first[slot]), s.now, lambda t: t.cpu().clone()
-    response = slice(first + len(r.prompt_ids), now + 1)
-    ids = s.tokens[slot, response].tolist()
+    slots, request = self.slots, self.slots.requests[slot]
+    first, column = int(slots.first_column[slot]), slots.column
+    response = slice(first + len(request.prompt_ids), column + 1)
+    ids = slots.tokens[slot, response].tolist()
+    routes = valid = None
+    if self.return_routes:
+        routes = slots.routes[slot, first:column].cpu().clone()
+        valid = torch.ones(column - first, dtype=torch.bool)
     return Sample(
-        r.prompt_id,
-        r.index,
-        list(r.prompt_ids),
+        request.prompt_id,
+        request.index,
+        list(request.prompt_ids),
         ids,
-        rollout_log_probs=copy(s.log_probs[slot, response]),
-        routed_experts=copy(s.routes[slot, first:now]) if self.return_routes else None,
-        routes_valid=torch.ones(now - first, dtype=torch.bool) if self.return_routes else None,
-        finish_reason='stop' if ids[-1] in r.params.stop_ids else 'length',
+        rollout_log_probs=slots.log_probs[slot, response].cpu().clone(),
+        routed_experts=routes,
+        routes_valid=valid,
+        finish_reason='stop' if ids[-1] in request.params.stop_ids else 'length',
         weight_version=self.version,
-        timings=dict(rollout_start=s.started[slot], rollout_end=time.perf_counter()),
+        timings=dict(rollout_start=slots.started[slot], rollout_end=time.perf_counter()),
     )
 
 
-def generate(self: TorchRollout, requests: Iterable[Request]) -> Iterator[Sample]:
+@patch
+def generate(
+    self: TorchRollout,
+    requests: Iterable[Request],
+    whole_groups: bool = False,  # of every group all samples? They come in any case
+) -> Iterator[Sample]:
     "Yields each sample as it finishes; its slot is refilled at once"
-    s, waiting = self.slots, iter(requests)
+    slots, waiting = self.slots, iter(requests)
     if self.version is None:
         raise RuntimeError('this engine has no weights: call `load_weights` first')
-    if s.n:
-        raise RuntimeError(f'{s.n} requests are running: one `generate` at a time')
+    if slots.num_running:
+        raise RuntimeError(f'{slots.num_running} requests are running: one `generate` at a time')
     try:
         while True:
-            new = list(islice(waiting, s.num - s.n))
+            new = list(islice(waiting, slots.num_slots - slots.num_running))
             if new:
-                finished = admit(self, new)
-            elif s.n:
-                finished = step(self)
+                finished = self.admit(new)
+            elif slots.num_running:
+                finished = self.step()
             else:
                 break
-            samples = [harvest(self, i) for i in finished]
+            samples = [self.harvest(slot) for slot in finished]
             if finished:
-                s.remove(finished)
+                slots.remove(finished)
             yield from samples
     finally:
-        s.n = 0
-        s.requests.clear()
-        s.started.clear()
-
-
-TorchRollout.generate = generate
+        slots.clear()

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from ..model.layers import route_dtype
 from ..model.log_probs import token_log_probs
-from ..model.policy import Policy, PolicyConfig, route_dtype
+from ..model.policy import Policy, PolicyConfig
 from ..model.pretrained import hf_weights, load_hf_weights
 from compassrl.records import (
     Batch,

@@ -12,15 +12,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from compassrl.data.tokenizer import build_tokenizer, save_tokenizer
-from compassrl.model import policy as policy_module
-from compassrl.model.policy import (
-    MoE,
-    Policy,
-    PolicyConfig,
+from compassrl.model.layers import (
+    combine,
+    dispatch,
+    gated_swiglu,
     grouped_linear,
+    rms_norm,
     rope_table,
+    rotate,
     route_dtype,
 )
+from compassrl.model.policy import MoE, Policy, PolicyConfig
 from compassrl.model.pretrained import (
     from_pretrained,
     hf_slices,
@@ -331,17 +333,14 @@ def test_hand_written_gradients_against_finite_differences():
     cos, sin = (t[:5, None].double() for t in rope_table(8, 5, 100.0))
     order = torch.randperm(10, generator=g)
     check, inverse = torch.autograd.gradcheck, order.argsort()
-    assert check(lambda x: policy_module.rotate(x, cos, sin), leaf(5, 3, 8))
-    assert check(policy_module._GatedSwiGLU.apply, (leaf(6, 8), leaf(6)))
-    assert check(lambda x: policy_module._Dispatch.apply(x, order, inverse, 2), leaf(5, 4))
-    assert check(lambda y: policy_module._Combine.apply(y, order, inverse, 2), leaf(10, 4))
-    assert check(lambda x, w: policy_module.rms_norm(x, w, 1e-6), (leaf(5, 3, 8), leaf(3, 8)))
+    assert check(lambda x: rotate(x, cos, sin), leaf(5, 3, 8))
+    assert check(gated_swiglu, (leaf(6, 8), leaf(6)))
+    assert check(lambda x: dispatch(x, order, inverse, 2), leaf(5, 4))
+    assert check(lambda y: combine(y, order, inverse, 2), leaf(10, 4))
+    assert check(lambda x, w: rms_norm(x, w, 1e-6), (leaf(5, 3, 8), leaf(3, 8)))
     # adding up and spreading are each other's transpose
     x, y = leaf(5, 4), leaf(10, 4)
-    spread, summed = (
-        policy_module._Dispatch.apply(x, order, inverse, 2),
-        policy_module._Combine.apply(y, order, inverse, 2),
-    )
+    spread, summed = dispatch(x, order, inverse, 2), combine(y, order, inverse, 2)
     torch.testing.assert_close((spread * y).sum(), (x * summed).sum())
 
 

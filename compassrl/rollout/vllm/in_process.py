@@ -41,7 +41,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from ...model.pretrained import read_config
 from ...records import Request, Sample
 from ..fp8 import fp8_weights
-from ..torch_engine import TorchRollout
+from ..requests import check_request
 from .config import VllmConfig
 from compassrl.rollout.vllm.messages import (
     backend,
@@ -132,8 +132,6 @@ class VllmRollout:
         self.running: dict[str, tuple[Request, float]] = {}
         self.last_sync: dict[str, float] = {}
 
-    check = TorchRollout.check
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int):
         "New weights, exactly; every cache of the old ones is dropped. Raises RuntimeError while requests run"
         if self.running:
@@ -179,7 +177,7 @@ class VllmRollout:
 
     def submit(self, r: Request):
         "Hand one request to vLLM"
-        self.check(r)
+        check_request(r, self.config)
         name = str(next(self.names))
         self.engine.add_request(
             name, vllm.TokensPrompt(prompt_token_ids=list(r.prompt_ids)), sampling_params(r)

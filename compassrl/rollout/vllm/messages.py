@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...model.policy import Policy, PolicyConfig, route_dtype
+from ...model.layers import route_dtype
+from ...model.policy import Policy, PolicyConfig
 from ...model.pretrained import hf_slices
 from ...records import Request, Sample
 from .config import VllmConfig

@@ -30,8 +30,8 @@ from ...model.pretrained import read_config
 from ...records import Metrics, Request, Sample
 from ..fp8 import fp8_weights
 from ..pull_queue import PullQueue, Span
+from ..requests import check_request
 from ..schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error
-from ..torch_engine import TorchRollout
 from .config import VllmConfig
 from compassrl.rollout.vllm.messages import (
     check_vllm,
@@ -141,8 +141,6 @@ class VllmPool:
         except BaseException:
             self.close()
             raise
-
-    check = TorchRollout.check
 
     def measured(self) -> Metrics:
         "How well lengths were predicted in the last `generate`, and how often servers were lost so far"
@@ -404,8 +402,9 @@ def generate(self: VllmPool, requests: Iterable[Request]) -> Iterator[Sample]:
     if self.job:
         raise RuntimeError('requests are running: one `generate` at a time')
     requests = list(requests)
+    # a token outside the vocabulary would take one server after another with it
     for r in requests:
-        self.check(r)  # a token outside the vocabulary would take one server after another with it
+        check_request(r, self.config)
     out, plan = queue.SimpleQueue(), Schedule(requests, self.schedule, self.predictor)
     self.job = self.submit(
         _serve(self, PullQueue(plan.requests, self.num_slots, plan.order), plan, out)
