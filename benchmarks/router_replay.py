@@ -18,6 +18,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 
@@ -54,9 +55,10 @@ class Step:
         samples = sorted(self.rollout.generate(self.requests), key=lambda s: (s.prompt_id, s.index))
         clock.append(time.process_time())
         batch = collate(samples)
-        batch.advantages = batch.response_mask * torch.linspace(-1, 1, len(batch))[:, None]
+        advantages = batch.response_mask * torch.linspace(-1, 1, len(batch))[:, None]
+        batch = replace(batch, advantages=advantages)
         clock.append(time.process_time())
-        batch.old_log_probs, batch.entropy = self.engine.log_probs(batch)
+        batch = replace(batch, **self.engine.score(batch))
         clock.append(time.process_time())
         self.engine.update(batch, self.loss)
         clock.append(time.process_time())

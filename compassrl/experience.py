@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .algo.advantages import zero_variance
-from .algo.zero_variance import growth, shape_rewards
+from .algo.zero_variance import growth, shape_rewards, token_advantages
 from .config import TrainConfig
 from .judges.serial import Judge
 from compassrl.records import (
@@ -26,7 +28,6 @@ from compassrl.records import (
     RolloutEngine,
     Sample,
     SamplingParams,
-    collate,
     derive_seed,
 )
 from .rollout.partial import PartialResponses
@@ -38,9 +39,11 @@ __all__ = [
     'task_rewards',
     'sample_columns',
     'next_wave',
+    'timed',
     'collect_parts',
+    'collect_waves',
     'collect',
-    'assemble',
+    'in_order',
     'grade',
 ]
 
@@ -138,6 +141,15 @@ def next_wave(
 
 
 # %% ../nbs/03_experience.ipynb #05377102
+@contextmanager
+def timed(metrics: Metrics, phase: str):
+    "Adds the seconds spent inside to `time_{phase}_s`; `time_{phase}_at` is the clock when it began"
+    t = time.perf_counter()
+    metrics.setdefault(f'time_{phase}_at', t)
+    yield
+    metrics[f'time_{phase}_s'] = metrics.get(f'time_{phase}_s', 0.0) + time.perf_counter() - t
+
+
 def collect_parts(
     rollout: RolloutEngine,
     new: list[Request],  # of this step
@@ -145,30 +157,69 @@ def collect_parts(
     judge: Judge,
 ) -> tuple[
     list[Request], list[Sample], Metrics
-]:  # groups that have ended; tokens counts all that was drawn
+]:  # groups that have ended; tokens: all that was drawn
     "One part of each response, or more until a group is whole"
     partial_responses.begin(new)
     tokens, waves, samples = 0, 0, []
+    metrics: Metrics = dict(time_reward_s=0.0)
     while not samples:
-        for s in rollout.generate(partial_responses.parts()):
-            tokens, newest = tokens + len(s.response_ids), s.weight_version
-            if whole := partial_responses.take(s):
-                judge.start(whole)
+        with timed(metrics, 'rollout'):
+            for s in rollout.generate(partial_responses.parts()):
+                tokens += len(s.response_ids)
+                newest = s.weight_version
+                if whole := partial_responses.take(s):
+                    judge.start(whole)
         waves += 1
         requests, samples = partial_responses.whole_groups()
     stale = torch.cat([s.token_versions for s in samples]) < newest
-    return (
-        requests,
-        samples,
-        dict(
-            tokens=float(tokens),
-            waves=float(waves),
-            time_reward_s=0.0,
-            prompts=float(len({r.prompt_id for r in requests})),
-            stale_frac=float(stale.float().mean()),
-            partial_responses=float(len(partial_responses.running)),
-        ),
+    metrics |= dict(
+        tokens=float(tokens),
+        waves=float(waves),
+        prompts=float(len({r.prompt_id for r in requests})),
+        stale_frac=float(stale.float().mean()),
+        partial_responses=float(len(partial_responses.running)),
     )
+    return requests, samples, metrics
+
+
+# %% ../nbs/03_experience.ipynb #6d1b2c70
+def collect_waves(
+    rollout: RolloutEngine,
+    prompts: list[Prompt],  # all that there are
+    step: int,  # 0-based
+    cfg: TrainConfig,
+    judge: Judge,
+    params: SamplingParams,
+) -> tuple[list[Request], list[Sample], Metrics]:
+    "Wave after wave; settled only where the next one depends on the rewards"
+    by_id = {p.id: p for p in prompts}
+    asked, requests, samples, spent = Counter(), [], [], []
+    metrics: Metrics = dict(time_reward_s=0.0)
+    first = prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)
+    wave = [(p.id, cfg.group_size) for p in first]
+    while wave:
+        ids, num = zip(*wave)
+        new = requests_of([by_id[i] for i in ids], num, asked, params, cfg.seed, step)
+        requests += new
+        with timed(metrics, 'rollout'):
+            for s in rollout.generate(new):
+                judge.start(s)
+                samples.append(s)
+        spent.append(sum(len(s.response_ids) for s in samples) - sum(spent))
+        if cfg.zero_variance.sampling == 'uniform':
+            break
+        with timed(metrics, 'reward'):
+            judge.settle(samples)
+        flat = zero_variance(*sample_columns(samples, asked)[:3], cfg.advantages.tol)
+        metrics.setdefault('zero_variance_first_frac', float(flat.float().mean()))
+        wave = next_wave(samples, asked, spent, prompts, step, cfg)
+    counts = dict(tokens=sum(spent), waves=len(spent), prompts=len(asked))
+    metrics |= {k: float(n) for k, n in counts.items()}
+    if cfg.zero_variance.sampling == 'refill':
+        # what is silent is thrown away, unless everything is
+        kept = {id for id, f in zip(asked, flat.tolist()) if not f} or set(asked)
+        requests, samples = ([x for x in xs if x.prompt_id in kept] for xs in (requests, samples))
+    return requests, samples, metrics
 
 
 # %% ../nbs/03_experience.ipynb #c479526c
@@ -180,98 +231,57 @@ def collect(
     judge: Judge,  # begins with each sample as it comes
     eos_id: int,
     partial_responses: PartialResponses | None = None,  # responses that take several steps
-) -> tuple[
-    list[Request], list[Sample], Metrics
-]:  # the requests and samples that train; tokens counts the others, too
-    "The waves of one step; settled only where the next wave depends on the rewards"
-    params, by_id = cfg.rollout.params(eos_id), {p.id: p for p in prompts}
-    asked, requests, samples, spent, waited, first = Counter(), [], [], [], 0.0, {}
-    wave = [
-        (p.id, cfg.group_size)
-        for p in prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)
-    ]
-    if partial_responses:  # a prompt whose last group has not ended waits for its next turn
-        ids = [id for id, _ in wave if id not in partial_responses.groups]
-        new = requests_of(
-            [by_id[i] for i in ids], [cfg.group_size] * len(ids), asked, params, cfg.seed, step
-        )
-        return collect_parts(rollout, new, partial_responses, judge)
-    while wave:
-        ids, num = zip(*wave)
-        new = requests_of([by_id[i] for i in ids], num, asked, params, cfg.seed, step)
-        requests += new
-        for s in rollout.generate(new):
-            judge.start(s)
-            samples.append(s)
-        spent.append(sum(len(s.response_ids) for s in samples) - sum(spent))
-        if cfg.zero_variance.sampling == 'uniform':
-            break
-        t = time.perf_counter()
-        judge.settle(samples)
-        waited += time.perf_counter() - t
-        flat = zero_variance(*sample_columns(samples, asked)[:3], cfg.advantages.tol)
-        if not first:
-            first = dict(zero_variance_first_frac=float(flat.float().mean()))
-        wave = next_wave(samples, asked, spent, prompts, step, cfg)
-    metrics = dict(
-        tokens=float(sum(spent)),
-        waves=float(len(spent)),
-        prompts=float(len(asked)),
-        time_reward_s=waited,
-        **first,
-    )
-    if (
-        cfg.zero_variance.sampling == 'refill'
-    ):  # what is silent is thrown away, unless everything is
-        kept = {id for id, f in zip(asked, flat.tolist()) if not f} or set(asked)
-        requests, samples = ([x for x in xs if x.prompt_id in kept] for xs in (requests, samples))
-    return requests, samples, metrics
+) -> tuple[list[Request], list[Sample], Metrics]:  # what trains; tokens: all that was drawn
+    "What one step brings home: in waves, or one part of each response"
+    params = cfg.rollout.params(eos_id)
+    if not partial_responses:
+        return collect_waves(rollout, prompts, step, cfg, judge, params)
+    # a prompt whose last group has not ended waits for its next turn
+    first = prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)
+    new = [p for p in first if p.id not in partial_responses.groups]
+    new = requests_of(new, [cfg.group_size] * len(new), Counter(), params, cfg.seed, step)
+    return collect_parts(rollout, new, partial_responses, judge)
 
 
 # %% ../nbs/03_experience.ipynb #77ae6067
-def assemble(
+def in_order(
     requests: list[Request],
-    samples: list[Sample],  # in any order, judged or not; sorted in place
-) -> Batch:  # a group's rows side by side
-    "Samples to a batch whose rewards are not known yet"
+    samples: list[Sample],  # in any order, judged or not
+) -> list[Sample]:  # a group's samples side by side
+    "The samples as they were asked for; none may be lost, repeated or foreign"
     first = {id: i for i, id in enumerate(dict.fromkeys(r.prompt_id for r in requests))}
     asked = Counter((r.prompt_id, r.index) for r in requests)
     came = Counter((s.prompt_id, s.index) for s in samples)
     odd = [k for k in asked.keys() | came.keys() if asked[k] != came[k]]
     assert not odd, (
-        f'{len(requests)} asked for, {len(samples)} came; lost, repeated or not asked for: {odd[:3]}'
+        f'{len(requests)} asked for, {len(samples)} came; '
+        f'lost, repeated or not asked for: {odd[:3]}'
     )
-    samples.sort(key=lambda s: (first[s.prompt_id], s.index))
-    return collate(samples)
+    return sorted(samples, key=lambda s: (first[s.prompt_id], s.index))
 
 
 def grade(
-    batch: Batch,  # gets the shaped rewards
-    samples: list[Sample],  # judged, in the order of its rows; they get them, too
+    batch: Batch,  # of these samples, with the entropy that the train engine saw
+    samples: list[Sample],  # judged, in the order of its rows; they get their shaped rewards
     cfg: TrainConfig,
-) -> tuple[Tensor, Tensor, Metrics]:  # task rewards [B], validity [B]
-    "Verdicts to rewards: penalties are added (paper section 2.4.1, reward stage)"
+) -> tuple[Batch, Metrics]:  # with rewards and advantages
+    "Verdicts to rewards (penalties are added, paper section 2.4.1) to advantages"
     task, valid = task_rewards(samples)
-    for s, r in zip(
-        samples, shape_rewards(samples, cfg.rollout.max_tokens, cfg.zero_variance).tolist()
-    ):
+    rewards = shape_rewards(samples, cfg.rollout.max_tokens, cfg.zero_variance)
+    for s, r in zip(samples, rewards.tolist()):
         s.reward = r
-    batch.rewards = torch.tensor([s.reward for s in samples], dtype=torch.float)
-    lengths = batch.response_mask.sum(1).float()
-    return (
-        task,
-        valid,
-        dict(
-            reward_mean=float(task.mean()),
-            penalty_mean=float((task - batch.rewards).mean()),
-            correct_frac=sum(s.verdict.correct for s in samples) / len(samples),
-            failed_frac=float((~valid).float().mean()),
-            samples=float(len(samples)),
-            group_size_mean=len(samples) / len({s.prompt_id for s in samples}),
-            response_tokens_mean=float(lengths.mean()),
-            time_reward_busy_s=sum(
-                s.timings['reward_end'] - s.timings['reward_start'] for s in samples
-            ),
-            truncated_frac=sum(s.finish_reason == 'length' for s in samples) / len(samples),
-        ),
+    batch = replace(batch, rewards=rewards.float())
+    advantages, spared = token_advantages(batch, task, valid, cfg.advantages, cfg.zero_variance)
+    num, timings = len(samples), [s.timings for s in samples]
+    return replace(batch, advantages=advantages), spared | dict(
+        reward_mean=float(task.mean()),
+        penalty_mean=float((task - batch.rewards).mean()),
+        correct_frac=sum(s.verdict.correct for s in samples) / num,
+        failed_frac=float((~valid).float().mean()),
+        samples=float(num),
+        group_size_mean=num / len({s.prompt_id for s in samples}),
+        response_tokens_mean=float(batch.response_mask.sum(1).float().mean()),
+        time_reward_busy_s=sum(t['reward_end'] - t['reward_start'] for t in timings),
+        truncated_frac=sum(s.finish_reason == 'length' for s in samples) / num,
+        entropy=float(batch.entropy[batch.response_mask].mean()),
     )

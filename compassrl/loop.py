@@ -7,9 +7,8 @@ Docs: https://compassrl.github.io/compassrl/loop.html.md"""
 # %% ../nbs/04_loop.ipynb #a23959a8
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -17,15 +16,23 @@ from torch import Tensor
 
 from .algo.engine_gap import discrepancy
 from .algo.losses import PolicyLoss
-from .algo.zero_variance import token_advantages
 from .config import TrainConfig
-from .experience import assemble, collect, grade
+from .experience import collect, grade, in_order, timed
 from .judges.serial import Judge, SerialJudge
-from .records import Batch, Metrics, Prompt, RolloutEngine, Sample, TrainEngine
+from compassrl.records import (
+    Batch,
+    LossFn,
+    Metrics,
+    Prompt,
+    RolloutEngine,
+    Sample,
+    TrainEngine,
+    collate,
+)
 from .rollout.partial import PartialResponses
 
 # %% auto #0
-__all__ = ['Stop', 'RunHooks', 'timed', 'counted', 'loss_of', 'fit']
+__all__ = ['Stop', 'RunHooks', 'counted', 'loss_of', 'unmoved', 'train_step', 'fit']
 
 
 # %% ../nbs/04_loop.ipynb #3650f67c
@@ -39,15 +46,6 @@ class RunHooks(Protocol):
     def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch):
         "After `step` steps; samples in the order of the batch's rows. May raise Stop"
         ...
-
-
-@contextmanager
-def timed(metrics: Metrics, phase: str):
-    "Adds the seconds spent inside to `time_{phase}_s`; `time_{phase}_at` is the clock when it began"
-    t = time.perf_counter()
-    metrics.setdefault(f'time_{phase}_at', t)
-    yield
-    metrics[f'time_{phase}_s'] = metrics.get(f'time_{phase}_s', 0.0) + time.perf_counter() - t
 
 
 def counted(
@@ -66,6 +64,58 @@ def loss_of(
 ) -> PolicyLoss:
     "The configured loss, with what it needs to know of the step"
     return PolicyLoss(cfg.loss, cfg.espo.for_batch(batch, cfg.policy.vocab_size))
+
+
+# %% ../nbs/04_loop.ipynb #7e2c4d18
+def unmoved(
+    batch: Batch,  # whose advantages are all 0
+    loss: LossFn,
+) -> Metrics:
+    "What an update would report of a batch that pulls nowhere: its loss and gradient are 0"
+    num_tokens, num_samples = int(batch.response_mask.sum()), len(batch)
+    value, sums = loss(batch.old_log_probs, batch, num_tokens, num_samples)
+    found = {k: float(v) + 0.0 for k, v in (dict(loss=value) | sums).items()}  # no -0.0
+    return found | dict(grad_norm=0.0, skipped_frac=1.0, lr=0.0)
+
+
+def train_step(
+    cfg: TrainConfig,
+    step: int,  # 0-based
+    prompts: list[Prompt],
+    rollout: RolloutEngine,
+    engine: TrainEngine,
+    judge: Judge,
+    eos_id: int,
+    reference: TrainEngine | None = None,
+    partial_responses: PartialResponses | None = None,
+) -> tuple[Metrics, list[Sample], Batch]:  # samples in the order of the batch's rows
+    "Ask, sample, look again, judge and compare, update, hand over. Every step has the same metrics"
+    metrics: Metrics = dict(step=step + 1, sync_bytes=0.0)
+    with timed(metrics, 'step'):
+        requests, samples, found = collect(
+            rollout, prompts, step, cfg, judge, eos_id, partial_responses
+        )
+        metrics |= found
+        samples = in_order(requests, samples)
+        batch = collate(samples)
+        with timed(metrics, 'log_probs'):
+            batch = replace(batch, **engine.score(batch))
+        if cfg.loss.kl_coef:
+            with timed(metrics, 'ref_log_probs'):
+                before = reference.score(batch)['old_log_probs']
+            batch = replace(batch, ref_log_probs=before)
+        with timed(metrics, 'reward'):
+            judge.settle(samples)  # not earlier: nothing so far needed a reward
+        batch, graded = grade(batch, samples, cfg)
+        metrics |= graded | discrepancy(batch)
+        metrics.setdefault('zero_variance_first_frac', metrics['zero_variance_raw_frac'])
+        loss, learns = loss_of(cfg, batch), batch.advantages.any() or cfg.loss.kl_coef
+        with timed(metrics, 'update'):
+            learned, seen = engine.update(batch, loss) if learns else (unmoved(batch, loss), {})
+        with timed(metrics, 'sync'):
+            if learns:
+                rollout.load_weights(counted(engine.weights(), metrics), step + 1)
+    return metrics | learned, samples, replace(batch, **seen)
 
 
 # %% ../nbs/04_loop.ipynb #f22472b0
@@ -92,37 +142,7 @@ def fit(
     if cfg.schedule.partial_tokens:
         partial_responses = partial_responses or PartialResponses(cfg.schedule.partial_tokens)
     for step in range(start, cfg.steps):
-        metrics: Metrics = dict(step=step + 1)
-        with timed(metrics, 'step'):
-            with timed(metrics, 'rollout'):
-                requests, samples, found = collect(
-                    rollout, prompts, step, cfg, judge, eos_id, partial_responses
-                )
-            metrics['time_rollout_s'] -= found['time_reward_s']
-            metrics |= found
-            batch = assemble(requests, samples)
-            with timed(metrics, 'log_probs'):
-                batch.old_log_probs, batch.entropy = engine.log_probs(batch)
-            if cfg.loss.kl_coef:
-                with timed(metrics, 'ref_log_probs'):
-                    batch.ref_log_probs, _ = reference.log_probs(batch)
-            with timed(metrics, 'reward'):
-                judge.settle(samples)  # not earlier: nothing so far needed a reward
-            task, valid, measured = grade(batch, samples, cfg)
-            batch.advantages, spared = token_advantages(
-                batch, task, valid, cfg.advantages, cfg.zero_variance
-            )
-            metrics |= measured | spared | discrepancy(batch)
-            metrics.setdefault(
-                'zero_variance_first_frac', metrics['zero_variance_raw_frac']
-            )  # there was one wave
-            metrics['entropy'] = float(batch.entropy[batch.response_mask].mean())
-            if batch.advantages.any() or cfg.loss.kl_coef:
-                with timed(metrics, 'update'):
-                    metrics |= engine.update(batch, loss_of(cfg, batch))
-                with timed(metrics, 'sync'):
-                    rollout.load_weights(counted(engine.weights(), metrics), step + 1)
-            metrics.setdefault(
-                'skipped_frac', 1.0
-            )  # nothing to learn from: the step is counted, not hidden
+        metrics, samples, batch = train_step(
+            cfg, step, prompts, rollout, engine, judge, eos_id, reference, partial_responses
+        )
         hooks.on_step(step + 1, metrics, samples, batch)

@@ -127,7 +127,7 @@ class Sample:
 
 
 # %% ../nbs/01_records.ipynb #a0b8e108
-@dataclass
+@dataclass(frozen=True)
 class Batch:
     "Right-padded samples; all tensors `[B, T, ...]` are aligned with `token_ids`"
 
@@ -291,34 +291,53 @@ def mini_batches(
 
 
 # %% ../nbs/01_records.ipynb #a2d576eb
-class RolloutEngine(Protocol):
-    "Draws responses"
+Metrics = dict[str, float | None]  # None: not measured in this step
+LossFn = Callable[..., tuple[Tensor, Metrics]]
+'(log_probs [B, T], batch, num_tokens, num_samples) -> loss, further sums'
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Sample]:
+
+class RolloutEngine:
+    "Draws responses. Every engine has its own `generate` and `load_weights`"
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        whole_groups: bool = False,  # exactly these, whatever the engine's settings may drop
+    ) -> Iterator[Sample]:
         "Yields each sample as it finishes, not in the order of the requests"
-        ...
+        raise NotImplementedError
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int):
         "Takes weights by their Hugging Face names and drops every cache of the old ones"
-        ...
+        raise NotImplementedError
+
+    def state_dict(self) -> dict:  # plain JSON
+        "What it has learned about its work; a resumed run gives it back"
+        return {}
+
+    def load_state_dict(self, state: dict):
+        "As `state_dict` gave it"
+
+    def measured(self) -> Metrics:
+        "What it has counted since it was last asked"
+        return {}
+
+    def close(self):
+        "End what was started for it"
 
 
 # %% ../nbs/01_records.ipynb #25c06f2d
-Metrics = dict[str, float]
-LossFn = Callable[
-    ..., tuple[Tensor, Metrics]
-]  # (log_probs [B,T], batch, num_tokens, num_samples) -> loss, further sums
-
-
 class TrainEngine(Protocol):
-    "Owns the policy that learns"
+    "Owns the policy that learns. What it computes comes back as fields of the batch; the batch stays as it is"
 
-    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        "`[B, T]` log-probabilities and entropies of the present weights, routes replayed"
+    def score(self, batch: Batch) -> dict[str, Tensor]:
+        "`old_log_probs` and `entropy` of the present weights, and what its routers chose"
         ...
 
-    def update(self, batch: Batch, loss: LossFn, lr: float | None = None) -> Metrics:
-        "Mini-batches of optimiser steps; the result does not depend on the split into micro-batches"
+    def update(
+        self, batch: Batch, loss: LossFn, lr: float | None = None
+    ) -> tuple[Metrics, dict[str, Tensor]]:
+        "Mini-batches of optimiser steps, however they are cut; fields: the `log_probs` that the loss saw"
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -33,7 +33,7 @@ from compassrl.judges.isolated import (
     how_it_ended,
     outcome_of,
 )
-from .serial import RewardConfig, judge_sample, record_verdict, timed_verdict
+from .serial import Judge, RewardConfig, judge_sample, record_verdict, timed_verdict
 from .verifiers import no_verdict, warm_maths
 from ..records import Prompt, Sample
 
@@ -216,7 +216,7 @@ def _by_name(name, fn):  # how another process finds a verifier
     return data
 
 
-class RewardPool:
+class RewardPool(Judge):
     "Judges while the rollout goes on, in processes of its own. Raises ValueError for a verifier that has no module"
 
     def __init__(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -19,7 +18,7 @@ from ..data.tokenizer import response_text
 from . import genrm
 from .isolated import Limits, run_function
 from .verifiers import no_verdict
-from ..records import Prompt, Sample
+from ..records import Metrics, Prompt, Sample
 
 # %% auto #0
 __all__ = [
@@ -57,14 +56,19 @@ class RewardConfig:
         return Limits(self.wall_s, self.cpu_s, self.memory_mb)
 
 
-class Judge(Protocol):
-    "Gives each sample its verdict, reward and timings"
+class Judge:
+    "Gives each sample its verdict, reward and timings. Every judge has its own `settle`"
 
     def start(self, sample: Sample):
         "It has ended: begin to judge it; never waits"
 
     def settle(self, samples: Iterable[Sample]):
         "Until all of these are judged, whether started or not"
+        raise NotImplementedError
+
+    def measured(self) -> Metrics:
+        "What it has counted since it was last asked"
+        return {}
 
     def close(self):
         "End what was started for it"
@@ -100,7 +104,7 @@ def judge_sample(
     return record_verdict(sample, *timed_verdict(prompt, sample.response_ids, tokenizer, eos_id))
 
 
-class SerialJudge:
+class SerialJudge(Judge):
     "Judges when asked to settle, one sample after another"
 
     def __init__(
@@ -112,9 +116,6 @@ class SerialJudge:
     ):
         self.prompts, self.of, self.limits = {p.id: p for p in prompts}, (tokenizer, eos_id), limits
 
-    def start(self, sample):
-        pass
-
     def settle(self, samples):
         for s in samples:
             if s.verdict is not None:
@@ -123,9 +124,6 @@ class SerialJudge:
                 self._isolated(s)
             else:
                 judge_sample(s, self.prompts[s.prompt_id], *self.of)
-
-    def close(self):
-        pass
 
     def _isolated(self, s):
         start = time.perf_counter()

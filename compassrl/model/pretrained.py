@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -17,129 +17,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .hf_config import read_config, read_json, write_config
 from .policy import Policy, PolicyConfig
 
 # %% auto #0
 __all__ = [
-    'read_config',
-    'write_config',
     'hf_slices',
     'hf_weights',
+    'hf_shapes',
+    'checked_weights',
     'load_hf_weights',
+    'weight_parts',
     'write_pretrained',
     'save_pretrained',
+    'read_shards',
     'from_pretrained',
 ]
 
-# %% ../../nbs/model/03_pretrained.ipynb #19bb8d69
-_fixed = dict(
-    hidden_act='silu', attention_bias=False, attention_dropout=0.0, use_sliding_window=False
-)
-_assumed = dict(
-    norm_topk_prob=False,
-    decoder_sparse_step=1,
-    mlp_only_layers=(),
-    rms_norm_eps=1e-6,
-    rope_theta=10_000.0,
-    tie_word_embeddings=False,
-    pad_token_id=0,
-    eos_token_id=1,
-)  # what a config.json may leave out; sizes must be there
-
-
-def read_config(
-    folder: str | Path,  # holds a config.json of a Qwen3-MoE, or of a dense Qwen3
-) -> PolicyConfig:  # raises ValueError for what this policy does not compute
-    "The shape of a Hugging Face checkpoint"
-    path = Path(folder) / 'config.json'
-    d = _read_json(path)
-    model = d.get('model_type')
-    if model not in ('qwen3_moe', 'qwen3'):
-        raise ValueError(
-            f"{path}: model_type={model!r}, only 'qwen3_moe' and 'qwen3' are supported"
-        )
-    if model == 'qwen3':
-        d = _as_dense(d)
-    rope = d.get('rope_parameters') or d.get('rope_scaling') or {}
-    kind = rope.get('rope_type', rope.get('type', 'default'))
-    if kind != 'default':
-        raise ValueError(f'{path}: rope_type={kind!r}, only plain rotary embeddings are supported')
-    for k, v in (_fixed | dict(quantization_config=None)).items():
-        if d.get(k, v) != v:
-            raise ValueError(f'{path}: {k}={d[k]!r}, only {v!r} is supported')
-    d = _assumed | {k: v for k, v in d.items() if v is not None and v != []}
-    if 'num_local_experts' in d:
-        d.setdefault('num_experts', d['num_local_experts'])  # as transformers 5 writes it
-    if 'rope_theta' in rope:
-        d['rope_theta'] = rope['rope_theta']
-    wanted = [k for k in PolicyConfig.__dataclass_fields__ if k in d or k != 'head_dim']
-    for k in wanted:
-        if k not in d:
-            raise ValueError(f'{path} has no {k!r}: is it complete?')
-        if isinstance(d[k], list):
-            d[k] = tuple(d[k]) if k == 'mlp_only_layers' else d[k][0]  # several eos ids: the first
-    try:
-        c = PolicyConfig(**{k: d[k] for k in wanted})
-        return c if 'head_dim' in d else replace(c, head_dim=c.hidden_size // c.num_attention_heads)
-    except ValueError as e:
-        raise ValueError(f'{path}: {e}') from None
-
-
-def _as_dense(
-    d,
-):  # a Qwen3 is a Qwen3-MoE whose layers are all dense; its experts exist on paper alone
-    layers = list(range(d.get('num_hidden_layers') or 0))
-    experts = dict(
-        num_experts=1, num_experts_per_tok=1, moe_intermediate_size=d.get('intermediate_size')
-    )
-    return experts | dict(mlp_only_layers=layers) | d
-
-
-def _read_json(path):  # an object, or a ValueError that names the file
-    if not path.exists():
-        raise ValueError(f'{path} does not exist: give a folder with a Hugging Face checkpoint')
-    try:
-        d = json.loads(path.read_text())
-    except ValueError as e:
-        raise ValueError(f'{path} is not JSON ({e}): the file is torn, copy it again') from None
-    if not isinstance(d, dict):
-        raise ValueError(f'{path} holds {type(d).__name__}, not an object')
-    return d
-
-
-# %% ../../nbs/model/03_pretrained.ipynb #13a91065
-def write_config(
-    config: PolicyConfig,
-    folder: str | Path,
-    dtype: torch.dtype = torch.float32,  # of the tensors beside it
-):
-    "`config.json` as transformers and vLLM expect it"
-    rope = dict(rope_theta=config.rope_theta, rope_type='default')
-    sparse = any(map(config.is_sparse, range(config.num_hidden_layers)))
-    name, kind = ('Qwen3MoeForCausalLM', 'qwen3_moe') if sparse else ('Qwen3ForCausalLM', 'qwen3')
-    d = (
-        asdict(config)
-        | _fixed
-        | dict(
-            architectures=[name],
-            model_type=kind,
-            rope_parameters=rope,
-            rope_scaling=None,
-            sliding_window=None,
-            bos_token_id=None,
-            output_router_logits=False,
-            router_aux_loss_coef=0.0,
-            dtype=str(dtype).removeprefix('torch.'),
-        )
-    )
-    Path(folder, 'config.json').write_text(json.dumps(d, indent=2, default=list) + '\n')
-
 
 # %% ../../nbs/model/03_pretrained.ipynb #46ace6c3
-def hf_slices(
-    policy: Policy,
-) -> Iterator[tuple[str, nn.Parameter, tuple]]:  # name, the parameter that holds it, where in it
-    "Which part of which parameter a Hugging Face name stands for"
+def hf_slices(policy: Policy) -> Iterator[tuple[str, nn.Parameter, tuple]]:
+    "Which part of which parameter a Hugging Face name stands for: (name, parameter, where in it)"
     c, everything = policy.config, (Ellipsis,)
     H, KV = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     yield 'model.embed_tokens.weight', policy.embed, everything
@@ -152,16 +50,14 @@ def hf_slices(
         yield p + 'self_attn.q_norm.weight', b.q_norm, everything
         yield p + 'self_attn.k_norm.weight', b.k_norm, everything
         yield p + 'post_attention_layernorm.weight', b.mlp_norm, everything
-        sparse, I = (
-            c.is_sparse(i),
-            c.moe_intermediate_size if c.is_sparse(i) else c.intermediate_size,
-        )
+        sparse = c.is_sparse(i)
+        width = c.moe_intermediate_size if sparse else c.intermediate_size
         if sparse:
             yield p + 'mlp.gate.weight', b.mlp.router, everything
         for e in range(c.num_experts) if sparse else [None]:
             q, at = (p + f'mlp.experts.{e}.', (e,)) if sparse else (p + 'mlp.', ())
-            yield q + 'gate_proj.weight', b.mlp.gate_up, at + (slice(0, I),)
-            yield q + 'up_proj.weight', b.mlp.gate_up, at + (slice(I, 2 * I),)
+            yield q + 'gate_proj.weight', b.mlp.gate_up, at + (slice(0, width),)
+            yield q + 'up_proj.weight', b.mlp.gate_up, at + (slice(width, 2 * width),)
             yield q + 'down_proj.weight', b.mlp.down, at or everything
     yield 'model.norm.weight', policy.norm, everything
     if not c.tie_word_embeddings:
@@ -180,83 +76,104 @@ def hf_weights(
         yield name, (p.grad if grad else p.detach())[at]
 
 
+@lru_cache
+def hf_shapes(policy: PolicyConfig) -> dict[str, tuple[int, ...]]:
+    "Names and shapes of a checkpoint, in its order; no memory is needed"
+    with torch.device('meta'):
+        return {name: tuple(p[at].shape) for name, p, at in hf_slices(Policy(policy))}
+
+
+# %% ../../nbs/model/03_pretrained.ipynb #a97fff0e
+def checked_weights(
+    weights: Iterable[tuple[str, Tensor]],  # or slices of a file, of which nothing is read yet
+    policy: PolicyConfig,
+    strict: bool = True,  # raise if a weight is missing?
+) -> Iterator[tuple[str, Tensor]]:  # the same, in the same order
+    "Raises ValueError for a name or a shape that does not fit, and for a name that came twice"
+    shapes = hf_shapes(policy)
+    missing = dict.fromkeys(shapes)
+    for name, t in weights:
+        if name == 'lm_head.weight' and policy.tie_word_embeddings:
+            continue
+        if name not in shapes:
+            raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
+        if name not in missing:
+            raise ValueError(f'{name} came twice: give every weight once')
+        del missing[name]
+        given, needed = _shape(t), list(shapes[name])
+        if given != needed:
+            raise ValueError(
+                f'{name} has shape {given}, this policy needs {needed}: is it of another size?'
+            )
+        yield name, t.detach() if isinstance(t, Tensor) else t
+    if strict and missing:
+        raise ValueError(
+            f'{len(missing)} weights are missing, first {next(iter(missing))}: '
+            'is the checkpoint complete?'
+        )
+
+
+def _shape(t):
+    return list(t.shape if isinstance(t, Tensor) else t.get_shape())
+
+
 def load_hf_weights(
     policy: Policy,
     weights: Iterable[tuple[str, Tensor]],  # every name exactly once, in any order
     strict: bool = True,  # raise ValueError if a name is missing?
 ):
-    "Copy weights in by their Hugging Face names. Raises ValueError for a name or a shape that does not fit"
-    where = {n: (p, at) for n, p, at in hf_slices(policy)}
-    known = set(where)
-    for name, t in weights:
-        if name == 'lm_head.weight' and policy.config.tie_word_embeddings:
-            continue
-        if name not in known:
-            raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
-        if name not in where:
-            raise ValueError(f'{name} came twice: give every weight once')
-        p, at = where.pop(name)
-        here, given = p.detach()[at], list(t.shape)
-        if list(here.shape) != given:
-            raise ValueError(
-                f'{name} has shape {given}, this policy needs {list(here.shape)}: is it of another size?'
-            )
-        here.copy_(t)
-    if strict and where:
-        raise ValueError(
-            f'{len(where)} weights are missing, first {next(iter(where))}: is the checkpoint complete?'
-        )
+    "Copy weights in by their Hugging Face names. Raises ValueError as `checked_weights` does"
+    where = {name: (p, at) for name, p, at in hf_slices(policy)}
+    for name, t in checked_weights(weights, policy.config, strict):
+        p, at = where[name]
+        p.detach()[at].copy_(t)
 
 
 # %% ../../nbs/model/03_pretrained.ipynb #083fafc7
+def weight_parts(
+    weights: Iterable[tuple[str, Tensor]],
+    max_bytes: int = 256 << 20,  # of a part; a part has at least one tensor
+) -> Iterator[list[tuple[str, Tensor]]]:
+    "Weights in parts, so that no copy of the whole model exists"
+    part, size = [], 0
+    for name, t in weights:
+        if part and size + t.nbytes > max_bytes:
+            yield part
+            part, size = [], 0
+        part.append((name, t))
+        size += t.nbytes
+    if part:
+        yield part
+
+
+# %% ../../nbs/model/03_pretrained.ipynb #6e9b3aa0
+_index = 'model.safetensors.index.json'
+
+
 def write_pretrained(
     config: PolicyConfig,
     weights: Iterable[tuple[str, Tensor]],  # by their Hugging Face names
     folder: str | Path,  # made if it does not exist
-    max_shard_bytes: int = 4
-    << 30,  # a shard has at least one tensor; one shard at a time is in memory
+    max_shard_bytes: int = 4 << 30,  # one shard at a time is in memory
 ):
     "Sharded safetensors and `config.json`; transformers opens the folder unchanged"
     if max_shard_bytes < 1:
         raise ValueError(f'max_shard_bytes={max_shard_bytes}: use at least 1')
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shard, size, sizes, dtype = (
-        {},
-        0,
-        [],
-        torch.float32,
-    )  # sizes: bytes by name, of each shard written
-
-    def flush():
-        save_file(shard, folder / f'.new-{len(sizes)}', metadata=dict(format='pt'))
-        sizes.append({k: t.nbytes for k, t in shard.items()})
-        shard.clear()
-
-    for name, t in weights:
-        if shard and size + t.nbytes > max_shard_bytes:
-            flush()
-            size = 0
-        shard[name], dtype = t.cpu().contiguous(), t.dtype
-        size += t.nbytes
-    flush()
-    n = len(sizes)
-    names = (
-        ['model.safetensors']
-        if n == 1
-        else [f'model-{i + 1:05d}-of-{n:05d}.safetensors' for i in range(n)]
-    )
-    for i, f in enumerate(names):
-        (folder / f'.new-{i}').replace(folder / f)
-    if n > 1:
-        total, where = (
-            sum(sum(s.values()) for s in sizes),
-            {k: f for f, s in zip(names, sizes) for k in s},
-        )
-        (folder / _index).write_text(
-            json.dumps(dict(metadata=dict(total_size=total), weight_map=where), indent=2) + '\n'
-        )
-    _remove_others(folder, [*names, _index] if n > 1 else names)
+    shards, dtype = [], torch.float32  # bytes by name, of each shard written
+    here = ((name, t.cpu().contiguous()) for name, t in weights)
+    for part in weight_parts(here, max_shard_bytes):
+        save_file(dict(part), folder / f'.new-{len(shards)}', metadata=dict(format='pt'))
+        shards.append({name: t.nbytes for name, t in part})
+        dtype = part[-1][1].dtype
+        part.clear()  # before the next one is read
+    files = _shard_names(len(shards))
+    for i, file in enumerate(files):
+        (folder / f'.new-{i}').replace(folder / file)
+    if len(files) > 1:
+        _write_index(folder, files, shards)
+    _remove_others(folder, [*files, _index] if len(files) > 1 else files)
     write_config(config, folder, dtype)
 
 
@@ -265,41 +182,50 @@ def save_pretrained(policy: Policy, folder: str | Path, max_shard_bytes: int = 4
     write_pretrained(policy.config, hf_weights(policy), folder, max_shard_bytes)
 
 
-_index = 'model.safetensors.index.json'
+# %% ../../nbs/model/03_pretrained.ipynb #aa3f1b89
+def _shard_names(n):
+    if n == 1:
+        return ['model.safetensors']
+    return [f'model-{i + 1:05d}-of-{n:05d}.safetensors' for i in range(n)]
+
+
+def _write_index(folder, files, shards):  # which name is in which file
+    total = sum(sum(sizes.values()) for sizes in shards)
+    where = {name: file for file, sizes in zip(files, shards) for name in sizes}
+    index = dict(metadata=dict(total_size=total), weight_map=where)
+    (folder / _index).write_text(json.dumps(index, indent=2) + '\n')
 
 
 def _remove_others(folder, keep):  # weights of an older checkpoint
-    for old in [
-        folder / 'model.safetensors',
-        folder / _index,
-        *folder.glob('model-*-of-*.safetensors'),
-    ]:
+    shards = folder.glob('model-*-of-*.safetensors')
+    for old in [folder / 'model.safetensors', folder / _index, *shards]:
         if old.name not in keep:
             old.unlink(missing_ok=True)
 
 
-# %% ../../nbs/model/03_pretrained.ipynb #ec52e1a7
-def _read_shards(folder):
+# %% ../../nbs/model/03_pretrained.ipynb #a8d90fa9
+def read_shards(
+    folder: str | Path,
+    whole: bool = True,  # tensors? (False: slices, of which a reader takes its part)
+) -> Iterator[tuple[str, Tensor]]:
+    "Weights of a checkpoint by name. Raises ValueError for a file that is missing or torn"
+    folder = Path(folder)
     files = ['model.safetensors']  # first, as in transformers
     if not (folder / files[0]).exists() and (folder / _index).exists():
-        files = sorted(set(_read_json(folder / _index).get('weight_map', {}).values()))
-    for f in files:
-        if not (folder / f).exists():
-            raise ValueError(f'{folder / f} does not exist: the checkpoint is incomplete')
+        files = sorted(set(read_json(folder / _index).get('weight_map', {}).values()))
+    for path in (folder / f for f in files):
+        if not path.exists():
+            raise ValueError(f'{path} does not exist: the checkpoint is incomplete')
         try:
-            with safe_open(folder / f, 'pt') as s:
-                for k in s.keys():
-                    yield k, s.get_tensor(k)
+            with safe_open(path, 'pt') as shard:
+                for name in shard.keys():
+                    yield name, shard.get_tensor(name) if whole else shard.get_slice(name)
         except (OSError, SafetensorError) as e:
-            raise ValueError(
-                f'{folder / f} cannot be read ({e}): the file is torn, copy it again'
-            ) from e
+            raise ValueError(f'{path} cannot be read ({e}): the file is torn, copy it again') from e
 
 
-def from_pretrained(
-    folder: str | Path, dtype: torch.dtype = torch.float32
-) -> Policy:  # raises ValueError for a folder that is incomplete, torn or another architecture
-    "A policy from a Hugging Face Qwen3-MoE checkpoint"
+def from_pretrained(folder: str | Path, dtype: torch.dtype = torch.float32) -> Policy:
+    "Raises ValueError for a folder that is incomplete, torn or of another architecture"
     policy = Policy(read_config(folder)).to(dtype)
-    load_hf_weights(policy, _read_shards(Path(folder)))
+    load_hf_weights(policy, read_shards(folder))
     return policy

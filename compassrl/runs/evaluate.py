@@ -149,7 +149,7 @@ def evaluate(
         for i in range(k)
     ]
     found = {}
-    for s in engine.generate(requests):
+    for s in engine.generate(requests, whole_groups=True):
         key = s.prompt_id, s.index
         if key in found:
             raise RuntimeError(f'the engine returned response {s.index} to {s.prompt_id} twice')

@@ -31,13 +31,9 @@ from ..records import Prompt, RolloutEngine, TrainEngine
 from ..rollout.fp8 import Fp8Rollout
 from ..rollout.torch_engine import TorchRollout
 from ..rollout.vllm.messages import check_vllm, weight_sync
-from compassrl.train.checkpoint import (
-    check_shapes,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from ..train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from ..train.megatron.layout import check_parallel
+from ..train.state import check_shapes
 from ..train.torch_engine import TorchTrain
 
 # %% auto #0
@@ -269,18 +265,6 @@ class Engines:
     reference: TrainEngine | None  # the starting weights, for the KL penalty
     checkpoints: StateCheckpoints | ShardedCheckpoints
 
-    @contextmanager
-    def whole_groups(self) -> Iterator[RolloutEngine]:
-        "The rollout engine for an evaluation: no sample is dropped for being long (`schedule.over_provision`)"
-        schedule = getattr(self.rollout, 'schedule', None)
-        if schedule:
-            self.rollout.schedule = replace(schedule, over_provision=0.0)
-        try:
-            yield self.rollout
-        finally:
-            if schedule:
-                self.rollout.schedule = schedule
-
 
 def _torch_rollout(cfg, source, folder):
     dtype = getattr(torch, cfg.rollout.dtype)
@@ -393,8 +377,7 @@ def open_engines(
     "The engines that a config names; what they started ends with them"
     with ExitStack() as stack:
         rollout = rollout_engines[cfg.rollout_engine](cfg, source, folder)
-        if hasattr(rollout, 'close'):
-            stack.callback(rollout.close)
+        stack.callback(rollout.close)
         start, checkpoints = train_engines[cfg.train_engine]
         train = stack.enter_context(start(cfg, source, watch))
         # the reference chooses its own experts: replay would tie it to a policy that has moved on

@@ -157,7 +157,7 @@ class Run:
 
     def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch):
         c, m, last = self.cfg, metrics, step == self.cfg.steps
-        m |= self.measured(self.engines.rollout, self.judge)
+        m |= self.engines.rollout.measured() | self.judge.measured()
         if c.eval_every and step % c.eval_every == 0 and not last:
             r = self.evaluate()
             m |= dict(eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k'])
@@ -194,10 +194,8 @@ class Run:
                 self.partial_responses.state_dict(),
                 self.cfg.keep_checkpoints + 2,
             )
-        if predictor := getattr(
-            self.engines.rollout, 'predictor', None
-        ):  # of lengths: it decides an order alone
-            write_json(self.folder / 'lengths.json', predictor.state_dict())
+        if state := self.engines.rollout.state_dict():
+            write_json(self.folder / 'rollout.json', state)
         self.engines.checkpoints.save(step)
 
     def load(self) -> int:  # the step after which it goes on
@@ -207,12 +205,8 @@ class Run:
             for p in root.glob('step-*'):  # of steps that are done again
                 if p.name > f'step-{step:06}':
                     shutil.rmtree(p)
-        predictor, lengths = (
-            getattr(self.engines.rollout, 'predictor', None),
-            self.folder / 'lengths.json',
-        )
-        if predictor and lengths.exists():
-            predictor.load_state_dict(json.loads(lengths.read_text()))
+        if (state := self.folder / 'rollout.json').exists():
+            self.engines.rollout.load_state_dict(json.loads(state.read_text()))
         return step
 
     @contextmanager
@@ -231,17 +225,10 @@ class Run:
         "The held-out prompts with the rollout engine's present weights"
         d, c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)
-        with self.engines.whole_groups() as rollout:
-            result = evaluate(
-                rollout, d.heldout, c.eval_k, params, d.tokenizer, c.seed, self.judge
-            ).as_dict()
-        return result | self.measured(self.judge)
-
-    @staticmethod
-    def measured(
-        *parts,
-    ) -> Metrics:  # what engines and judges counted since the last time, if they count
-        return {k: v for p in parts for k, v in getattr(p, 'measured', dict)().items()}
+        result = evaluate(
+            self.engines.rollout, d.heldout, c.eval_k, params, d.tokenizer, c.seed, self.judge
+        )
+        return result.as_dict() | self.judge.measured()
 
 
 # %% ../../nbs/runs/07_run.ipynb #abe09fbe
@@ -364,12 +351,12 @@ def _screen(
     requests = requests_of(
         d.train, [num] * len(d.train), asked, c.rollout.params(d.eos_id), c.seed, 'screen'
     )
-    with run.engines.whole_groups() as rollout:
-        for s in tqdm(rollout.generate(requests), 'screen', len(requests), dynamic_ncols=True):
-            run.judge.start(s)
-            samples.append(s)
+    found = run.engines.rollout.generate(requests, whole_groups=True)
+    for s in tqdm(found, 'screen', len(requests), dynamic_ncols=True):
+        run.judge.start(s)
+        samples.append(s)
     run.judge.settle(samples)
-    run.measured(run.judge)
+    run.judge.measured()  # of no step
     rewards, group, valid, _ = sample_columns(samples, asked)
     kept = [id for id, k in zip(asked, screen(rewards, group, valid).tolist()) if k]
     print(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')

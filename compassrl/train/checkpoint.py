@@ -9,133 +9,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
-import struct
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import safetensors.torch as st
 import torch
-from torch import Tensor
+
+from ..model.pretrained import weight_parts
+from .state import CheckpointError, TornCheckpoint, decode_state, encode_state
 
 # %% auto #0
 __all__ = [
     'FORMAT',
     'VERSION',
-    'CheckpointError',
-    'TornCheckpoint',
-    'encode_state',
-    'decode_state',
+    'seal',
+    'sync_path',
+    'unseal',
+    'found_checkpoints',
+    'newest_whole',
+    'discard',
+    'remove_leftovers',
+    'publish',
     'save_checkpoint',
     'load_checkpoint',
     'latest_checkpoint',
-    'check_shapes',
 ]
-
-
-# %% ../../nbs/train/04_checkpoint.ipynb #6af3b799
-class CheckpointError(ValueError):
-    "A checkpoint that cannot be saved or used; the message names it and the fix in one line"
-
-
-class TornCheckpoint(CheckpointError):
-    "A checkpoint whose files are not what its manifest says"
-
-
-# %% ../../nbs/train/04_checkpoint.ipynb #2c5caf15
-_dtypes = {
-    getattr(torch, n)
-    for n in (
-        'bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 '
-        'float32 float64 complex64 float8_e4m3fn float8_e5m2'
-    ).split()
-}
-
-
-def _at(path):
-    return 'state' + ''.join(f'[{p}]' for p in path)
-
-
-def _storable(x, path):  # a tensor that safetensors can hold, or the reason why not
-    if x.layout is torch.strided and x.device.type != 'meta' and x.dtype in _dtypes:
-        return x.detach()
-    raise CheckpointError(
-        f'{_at(path)} is a tensor of {x.dtype}, {x.layout}, on {x.device}: make it dense and one of '
-        f'{", ".join(sorted(str(d)[6:] for d in _dtypes))}'
-    )
-
-
-# %% ../../nbs/train/04_checkpoint.ipynb #be2e96a3
-def encode_state(
-    state,  # nested dict, list, tuple of tensors, int, float, str, bool, None
-) -> tuple[
-    object, dict[str, Tensor]
-]:  # what JSON can hold, a name in place of each tensor; the tensors by name, not copied
-    "Tensors to one side, everything else to JSON"
-    tensors = {}
-
-    def name(path):
-        n = '.'.join(path).encode('ascii', 'backslashreplace').decode()
-        while n in tensors or n in ('', '__metadata__'):
-            n += '~'
-        return n
-
-    def enc(x, path):
-        if x is None or isinstance(x, (bool, str)):
-            return x
-        if isinstance(x, int):
-            return int(x) if abs(x) < 2**63 else {'$int': hex(x)}
-        if isinstance(x, float):
-            return float(x) if math.isfinite(x) else {'$float': struct.pack('>d', x).hex()}
-        if isinstance(x, Tensor):
-            n = name(path)
-            tensors[n] = _storable(x, path)
-            return {'$tensor': n}
-        if isinstance(x, (list, tuple)):
-            items = [enc(v, path + [str(i)]) for i, v in enumerate(x)]
-            return items if isinstance(x, list) else {'$tuple': items}
-        if isinstance(x, dict):
-            if all(isinstance(k, str) and k[:1] != '$' for k in x):
-                return {k: enc(v, path + [k]) for k, v in x.items()}
-            return {
-                '$dict': [[enc(k, path + ['key']), enc(v, path + [str(k)])] for k, v in x.items()]
-            }
-        raise CheckpointError(
-            f'{_at(path)} is a {type(x).__name__}: '
-            'use tensors, int, float, str, bool, None, lists, tuples and dicts'
-        )
-
-    return enc(state, []), tensors
-
-
-# %% ../../nbs/train/04_checkpoint.ipynb #a551dec9
-def decode_state(
-    tree,  # as `encode_state` made it
-    tensors: dict[str, Tensor],  # by name
-):  # the state
-    "The inverse of `encode_state`"
-
-    def dec(x):
-        if isinstance(x, list):
-            return [dec(v) for v in x]
-        if not isinstance(x, dict):
-            return x
-        if len(x) != 1 or next(iter(x))[:1] != '$':
-            return {k: dec(v) for k, v in x.items()}
-        ((tag, v),) = x.items()
-        if tag == '$tensor':
-            return tensors[v]
-        if tag == '$tuple':
-            return tuple(map(dec, v))
-        if tag == '$dict':
-            return {dec(k): dec(w) for k, w in v}
-        return int(v, 16) if tag == '$int' else struct.unpack('>d', bytes.fromhex(v))[0]
-
-    return dec(tree)
-
 
 # %% ../../nbs/train/04_checkpoint.ipynb #c236bf65
 FORMAT, VERSION = 'compassrl-checkpoint', 1
@@ -145,13 +47,14 @@ def _sha(data):
     return hashlib.sha256(data).hexdigest()
 
 
-def _seal(body):  # a manifest's hash of itself, and its bytes
+def seal(body: dict) -> tuple[str, bytes]:  # a manifest's hash of itself, and its bytes
     h = _sha(json.dumps(body, sort_keys=True).encode())
     return h, json.dumps({**body, 'sha256': h}, sort_keys=True, indent=1).encode()
 
 
 # %% ../../nbs/train/04_checkpoint.ipynb #fa30b3f4
-def _sync_dir(path):  # makes the names in a folder durable; Windows has no such call
+def sync_path(path: Path):
+    "Makes a file durable, or the names in a folder; Windows has no such call"
     if os.name == 'nt':
         return
     fd = os.open(path, os.O_RDONLY)
@@ -169,42 +72,22 @@ def _write(path, data):  # a new file, on the disk when this returns -> its entr
     return dict(bytes=len(data), sha256=_sha(data))
 
 
-# %% ../../nbs/train/04_checkpoint.ipynb #1a8ac060
-def _shards(
-    tensors, max_bytes
-):  # groups of about max_bytes, so that only one group at a time is copied
-    group, size = {}, 0
-    for n, t in tensors.items():
-        if group and size + t.nbytes > max_bytes:
-            yield group
-            group, size = {}, 0
-        group[n] = t
-        size += t.nbytes
-    if group:
-        yield group
-
-
 def _fill(folder, step, tree, tensors, shard_bytes):  # all files of a checkpoint, the manifest last
-    files = {
-        'state.json': _write(folder / 'state.json', json.dumps(tree, allow_nan=False).encode())
-    }
-    for i, group in enumerate(_shards(tensors, shard_bytes)):
-        own = {
-            n: torch.empty(t.shape, dtype=t.dtype).copy_(t) for n, t in group.items()
-        }  # contiguous, on the CPU
+    state = json.dumps(tree, allow_nan=False).encode()
+    files = {'state.json': _write(folder / 'state.json', state)}
+    for i, part in enumerate(weight_parts(tensors.items(), shard_bytes)):
+        # contiguous, on the CPU
+        own = {n: torch.empty(t.shape, dtype=t.dtype).copy_(t) for n, t in part}
         name = f'tensors-{i:05}.safetensors'
         files[name] = _write(folder / name, st.save(own))
-    _write(
-        folder / 'manifest.json',
-        _seal(dict(format=FORMAT, version=VERSION, step=step, files=files))[1],
-    )
-    _sync_dir(folder)
+    body = dict(format=FORMAT, version=VERSION, step=step, files=files)
+    _write(folder / 'manifest.json', seal(body)[1])
+    sync_path(folder)
 
 
 # %% ../../nbs/train/04_checkpoint.ipynb #df5d598c
-_name = re.compile(
-    r'step-(\d{6,})(\.old)?'
-)  # .old: being replaced by another save of the same step
+# .old: being replaced by another save of the same step
+_name = re.compile(r'step-(\d{6,})(\.old)?')
 
 
 def _step(path):
@@ -225,24 +108,32 @@ def _bytes(path):  # of a file that must be there
         raise torn(e.strerror) from e
 
 
-def _manifest(path):  # verified by its own hash, byte for byte
+def unseal(path: Path) -> tuple[dict, bytes]:  # a manifest's body, and its bytes
+    "Raises TornCheckpoint if the body has not the hash that it says"
     data, torn = _bytes(path / 'manifest.json')
     try:
-        m = json.loads(data)
-        said = m.pop('sha256')
+        body = json.loads(data)
+        said = body.pop('sha256')
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise torn('not a manifest') from None
-    own, whole = _seal(m)
-    if data != whole:
+    if (own := seal(body)[0]) != said:
         raise torn(f'sha256 {own[:12]} where it says {str(said)[:12]}')
-    if (m['format'], m['version']) != (FORMAT, VERSION):
+    return body, data
+
+
+def _manifest(path):  # verified by its own hash, byte for byte
+    body, data = unseal(path)
+    if data != seal(body)[1]:
+        raise TornCheckpoint(f'{path.name}/manifest.json: changed: use an earlier checkpoint')
+    if (body['format'], body['version']) != (FORMAT, VERSION):
         raise CheckpointError(
-            f'{path.name}: {m["format"]} version {m["version"]}, but this release reads {FORMAT} '
-            f'version {VERSION}: use the release that wrote it'
+            f'{path.name}: {body["format"]} version {body["version"]}, but this release reads '
+            f'{FORMAT} version {VERSION}: use the release that wrote it'
         )
-    if _name.fullmatch(path.name) and _step(path) != m['step']:
-        raise torn(f"step {m['step']} under another step's name")
-    return m
+    if _name.fullmatch(path.name) and _step(path) != body['step']:
+        why = f"step {body['step']} under another step's name"
+        raise TornCheckpoint(f'{path.name}/manifest.json: {why}: use an earlier checkpoint')
+    return body
 
 
 def _read(path, entry):  # bytes of one file, verified
@@ -259,17 +150,27 @@ def _verify(path):  # raises unless every file is what the manifest says
         _read(path / name, entry)
 
 
-# %% ../../nbs/train/04_checkpoint.ipynb #6cf2d804
-def _candidates(root):  # folders that claim to be checkpoints, newest first
+def found_checkpoints(root: Path) -> list[Path]:
+    "Folders that claim to be checkpoints, newest first"
     if not root.is_dir():
         return []
     found = [p for p in root.iterdir() if _name.fullmatch(p.name) and p.is_dir()]
     return sorted(found, key=lambda p: (_step(p), p.suffix == ''), reverse=True)
 
 
-def _discard(
-    path,
-):  # first under a name that nothing reads; what resists removal is tried again by the next save
+def newest_whole(root: Path, verify: Callable[[Path], object]) -> Path | None:
+    "The first that `verify` does not call torn; the others are named in a printed line each"
+    for p in found_checkpoints(root):
+        try:
+            verify(p)
+            return p
+        except TornCheckpoint as e:
+            print(f'skipped a torn checkpoint: {e}')
+    return None
+
+
+def discard(path: Path):
+    "Under a name that nothing reads, then away; what resists is tried again by the next save"
     gone = Path(tempfile.mkdtemp(prefix='.tmp-gone-', dir=path.parent))
     os.replace(path, gone / path.name)
     shutil.rmtree(gone, ignore_errors=True)
@@ -277,7 +178,7 @@ def _discard(
 
 # %% ../../nbs/train/04_checkpoint.ipynb #fe5d5a9b
 def _refuse_rollback(root, step):  # torn checkpoints of later steps may go, good ones never
-    later = [p for p in _candidates(root) if _step(p) > step]
+    later = [p for p in found_checkpoints(root) if _step(p) > step]
     for p in later:
         try:
             _verify(p)
@@ -290,51 +191,52 @@ def _refuse_rollback(root, step):  # torn checkpoints of later steps may go, goo
     return later
 
 
-def _publish(
-    root, step, tree, tensors, keep, shard_bytes, later
-):  # written aside, synced, renamed; then old ones go
+def remove_leftovers(root: Path):
+    "Removes what killed saves have left"
+    for p in root.glob('.tmp-*'):
+        shutil.rmtree(p, ignore_errors=True)
+
+
+def publish(tmp: Path, path: Path):
+    "A complete folder gets its name; one that has it keeps, meanwhile, a name that is read"
+    old = path.with_name(f'{path.name}.old')
+    if path.exists():
+        if old.exists():
+            discard(old)
+        os.replace(path, old)
+    os.replace(tmp, path)
+    sync_path(path.parent)
+    if old.exists():
+        discard(old)
+
+
+def _save(root, step, tree, tensors, shard_bytes):  # written aside, synced, renamed
     new = [p for p in (root, *root.parents) if not p.exists()]
     root.mkdir(parents=True, exist_ok=True)
     for p in new:
-        _sync_dir(p.parent)
-    for p in root.glob('.tmp-*'):
-        shutil.rmtree(p, ignore_errors=True)  # left by a killed save
-    path, tmp, old = (
-        root / f'step-{step:06}',
-        root / f'.tmp-step-{step:06}',
-        root / f'step-{step:06}.old',
-    )
+        sync_path(p.parent)
+    remove_leftovers(root)
+    path, tmp = root / f'step-{step:06}', root / f'.tmp-step-{step:06}'
     tmp.mkdir()
     try:
         _fill(tmp, step, tree, tensors, shard_bytes)
     except OSError:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
-    if path.exists():  # saved twice: the old one keeps a name that is read
-        if old.exists():
-            _discard(old)
-        os.replace(path, old)
-    os.replace(tmp, path)
-    _sync_dir(root)
-    for p in later + [old] * old.exists():
-        _discard(p)
-    for p in _candidates(root)[keep:]:
-        _discard(p)
+    publish(tmp, path)
     return path
 
 
 # %% ../../nbs/train/04_checkpoint.ipynb #55331e83
 def save_checkpoint(
-    root: str
-    | Path,  # folder of a run's checkpoints, made if need be; one process at a time saves here
+    root: str | Path,  # folder of a run's checkpoints; one process at a time saves here
     step: int,  # 0 or more
     state: dict,  # nested dict, list, tuple of tensors, int, float, str, bool, None
     keep: int = 2,  # how many checkpoints stay, this one included
-    shard_bytes: int = 2
-    ** 30,  # size of a tensor file, and so the extra memory; a larger tensor has a file of its own
+    shard_bytes: int = 2**30,  # of a tensor file; a larger tensor has a file of its own
 ) -> Path:  # root/step-000123, complete and on the disk
-    """All of `state` or nothing, whatever happens on the way.
-    Raises CheckpointError for a state that cannot be saved, a full disk, a good checkpoint of a later step in `root`"""
+    """All of `state` or nothing, whatever happens on the way. Raises CheckpointError for a state
+    that cannot be saved, a full disk, a good checkpoint of a later step in `root`"""
     if type(step) is not int or step < 0:
         raise ValueError(f'step={step!r}: use an int of 0 or more')
     if keep < 1:
@@ -344,7 +246,13 @@ def save_checkpoint(
     root = Path(root)
     tree, tensors = encode_state(state)
     try:
-        return _publish(root, step, tree, tensors, keep, shard_bytes, _refuse_rollback(root, step))
+        later = _refuse_rollback(root, step)
+        path = _save(root, step, tree, tensors, shard_bytes)
+        for p in later:
+            discard(p)
+        for p in found_checkpoints(root)[keep:]:
+            discard(p)
+        return path
     except OSError as e:
         raise CheckpointError(
             f'{root}: step {step} was not saved ({e.strerror or e}): '
@@ -356,24 +264,22 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | Path,  # one checkpoint, such as root/step-000123
 ) -> tuple[int, dict]:  # step; state with tensors on the CPU, each with memory of its own
-    "Reads what `save_checkpoint` wrote, after comparing every byte with the manifest; raises CheckpointError"
+    "What `save_checkpoint` wrote, every byte compared with the manifest. Raises CheckpointError"
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f'{path}: no such folder: give one like checkpoints/step-000123')
-    if (inside := _candidates(path)) and not (path / 'manifest.json').exists():
-        raise CheckpointError(
-            f'{path} holds checkpoints and is none: give one of {", ".join(p.name for p in inside)}'
-        )
-    m, tensors = _manifest(path), {}
-    for name, entry in m['files'].items():
+    inside = found_checkpoints(path)
+    if inside and not (path / 'manifest.json').exists():
+        names = ', '.join(p.name for p in inside)
+        raise CheckpointError(f'{path} holds checkpoints and is none: give one of {names}')
+    body, tensors = _manifest(path), {}
+    for name, entry in body['files'].items():
         data = _read(path / name, entry)
         if name == 'state.json':
             tree = json.loads(data)
-        else:
-            tensors |= {
-                n: t.clone() for n, t in st.load(data).items()
-            }  # a copy lies in memory as torch aligns it
-    return m['step'], decode_state(tree, tensors)
+        else:  # a copy lies in memory as torch aligns it
+            tensors |= {n: t.clone() for n, t in st.load(data).items()}
+    return body['step'], decode_state(tree, tensors)
 
 
 # %% ../../nbs/train/04_checkpoint.ipynb #5f856d48
@@ -381,43 +287,11 @@ def latest_checkpoint(
     root: str | Path,  # folder of a run's checkpoints
     required: bool = False,  # raise CheckpointError instead of returning None?
 ) -> Path | None:  # the newest checkpoint that is whole
-    "Where to resume; a torn checkpoint is named with its defect in a printed line, and the one before is tried"
+    "Where to resume; a torn one is named in a printed line, and the one before is tried"
     root = Path(root)
-    found = _candidates(root)
-    for p in found:
-        try:
-            _verify(p)
-            return p
-        except TornCheckpoint as e:
-            print(f'skipped a torn checkpoint: {e}')
-    if not required:
-        return None
-    if not root.is_dir():
-        raise CheckpointError(f'{root}: no such folder: check the path, or start without resuming')
-    raise CheckpointError(
-        f'{root}: no valid checkpoint ({len(found)} torn): check the path, or start without resuming'
-    )
-
-
-# %% ../../nbs/train/04_checkpoint.ipynb #b6458793
-def check_shapes(
-    expected,  # nested state of tensors that the program has, such as `model.state_dict()`
-    found,  # the same part of a loaded state
-    show: int = 3,  # how many differences to name
-):
-    "Raises CheckpointError if names or shapes differ, before anything is loaded"
-    here, there = (
-        {n: list(t.shape) for n, t in encode_state(s)[1].items()} for s in (expected, found)
-    )
-    wrong = [
-        f'{n} is {there.get(n, "missing")} in the checkpoint and {here.get(n, "unknown")} here'
-        for n in dict.fromkeys([*here, *there])
-        if here.get(n) != there.get(n)
-    ]
-    if not wrong:
-        return
-    more = f'; and {len(wrong) - show} more' if len(wrong) > show else ''
-    raise CheckpointError(
-        f'a checkpoint of another shape: {"; ".join(wrong[:show])}{more}: '
-        'use the config it was saved with'
-    )
+    path = newest_whole(root, _verify)
+    if path or not required:
+        return path
+    torn = f'no valid checkpoint ({len(found_checkpoints(root))} torn)'
+    why = torn if root.is_dir() else 'no such folder'
+    raise CheckpointError(f'{root}: {why}: check the path, or start without resuming')

@@ -131,5 +131,5 @@ def cold_start(
             gen = torch.Generator().manual_seed(derive_seed(seed, 'sft', step, len(order)))
             order += torch.randperm(len(pool), generator=gen).tolist()
         rows, order = order[: cfg.batch_size], order[cfg.batch_size :]
-        metrics = engine.update(select(full, rows), sft_loss, lr=cosine_lr(step, cfg))
+        metrics, _ = engine.update(select(full, rows), sft_loss, lr=cosine_lr(step, cfg))
         yield dict(step=step + 1, tokens=float(full.response_mask[rows].sum()), **metrics)

@@ -128,26 +128,26 @@ def response_log_probs(
 # %% ../../nbs/train/01_torch_engine.ipynb #18a8dd23
 def accumulate_grads(
     policy: Policy,  # its gradients are replaced
-    batch: Batch,  # one mini-batch; `log_probs` [B, T] is set to what the loss saw
+    batch: Batch,  # one mini-batch
     loss: LossFn,
     max_tokens: int,  # padded tokens per forward pass
     temperature: float = 1.0,
     replay: bool = True,
-) -> Metrics:  # 0-dim tensors: the loss and what it reports, for the mini-batch
+) -> tuple[Metrics, Tensor]:  # 0-dim tensors: the loss and what it reports; [B, T] log-probs it saw
     "The gradient of one mini-batch, summed over micro-batches that divide by the counts of the whole"
     metrics: dict = {}
     num_tokens, num_samples = int(batch.response_mask.sum()), len(batch)
-    batch.log_probs = torch.zeros_like(batch.rollout_log_probs)
+    seen = torch.zeros_like(batch.rollout_log_probs)
     policy.zero_grad(set_to_none=True)
     for rows in micro_batches(batch, max_tokens):
         part = select(batch, rows).to(policy.embed.device)
         log_probs, _ = response_log_probs(policy, part, temperature, replay)
         value, extra = loss(log_probs, part, num_tokens, num_samples)
         value.backward()
-        batch.log_probs[rows, : log_probs.shape[1]] = log_probs.detach().to(batch.log_probs)
+        seen[rows, : log_probs.shape[1]] = log_probs.detach().to(seen)
         for k, v in ({'loss': value.detach()} | extra).items():
             metrics[k] = metrics.get(k, 0) + v
-    return metrics
+    return metrics, seen
 
 
 # %% ../../nbs/train/01_torch_engine.ipynb #780a7f8d
@@ -185,7 +185,7 @@ def clip_and_step(
 # %% ../../nbs/train/01_torch_engine.ipynb #39642a12
 ReplayMode = Literal[
     'off', 'R2', 'R3'
-]  # live routers; routes of the trainer's own `log_probs`; routes of the rollout
+]  # live routers; routes of the trainer's own `score`; routes of the rollout
 
 
 def _check_format(batch, config):  # shapes and places of routes, not their values
@@ -315,30 +315,24 @@ class TorchTrain:
         self.optimizer, self.num_steps = adamw(policy, config), 0
 
     @torch.no_grad()
-    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        "`[B, T]` log-probs and entropies of the present weights; unless 'off', notes in `batch` what the routers chose"
+    def score(self, batch: Batch) -> dict[str, Tensor]:  # fields of the batch
+        "Log-probs and entropies of the present weights; unless 'off', what the routers chose"
         c, mode, B, T = self.policy.config, self.replay, *batch.token_ids.shape
-        whole = {k: torch.zeros_like(batch.rollout_log_probs) for k in ('log_probs', 'entropy')}
+        whole = {k: torch.zeros_like(batch.rollout_log_probs) for k in ('old_log_probs', 'entropy')}
         if mode != 'off':
             validate_routes(batch, c)
         for rows in micro_batches(batch, self.config.micro_batch_tokens):
             part = select(batch, rows).to(self.policy.embed.device)
             hidden, own = packed_states(self.policy, part, mode == 'R3')
-            new = dict(
-                zip(
-                    ('log_probs', 'entropy'),
-                    score_response(self.policy, hidden, part, self.temperature),
-                )
-            )
+            values = score_response(self.policy, hidden, part, self.temperature)
+            new = dict(zip(('old_log_probs', 'entropy'), values))
             if mode != 'off':
                 new |= route_records(own, part, c, mode == 'R2')
             for k, v in new.items():
                 if k not in whole:
                     whole[k] = v.new_zeros(B, T, *v.shape[2:]).to(batch.token_ids.device)
                 whole[k][rows, : v.shape[1]] = v.to(whole[k])
-        for k in whole.keys() - {'log_probs', 'entropy'}:
-            setattr(batch, k, whole[k])
-        return whole['log_probs'], whole['entropy']
+        return whole
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return hf_weights(self.policy)
@@ -361,31 +355,31 @@ def update(
     batch: Batch,
     loss: LossFn,
     lr: float | None = None,  # of this update; None = the configured one after its warm-up
-) -> Metrics:
-    "One optimiser step per mini-batch, whose metrics are averaged; `batch.log_probs` keeps what the loss saw"
+) -> tuple[Metrics, dict[str, Tensor]]:  # fields of the batch: the log-probs that the loss saw
+    "One optimiser step per mini-batch, whose metrics are averaged"
     c, total = self.config, {}
     if self.replay == 'R2' and batch.routed_experts is None:
         raise ValueError(
-            "no routes: replay='R2' repeats those of `log_probs(batch)`, call that first"
+            "no routes: replay='R2' repeats those of `score(batch)`, put them into the batch first"
         )
     if self.replay != 'off':
         validate_routes(batch, self.policy.config)
-    batch.log_probs = torch.zeros_like(batch.rollout_log_probs)
+    seen = torch.zeros_like(batch.rollout_log_probs)
     parts = [
         r for r in mini_batches(len(batch), c.num_mini_batches) if batch.response_mask[r].any()
     ]
     for rows in parts:
         mini = select(batch, rows)
-        metrics = accumulate_grads(
+        metrics, log_probs = accumulate_grads(
             self.policy, mini, loss, c.micro_batch_tokens, self.temperature, self.replay != 'off'
         )
         step_lr = c.lr_at(self.num_steps) if lr is None else lr
         metrics |= clip_and_step(self.policy, self.optimizer, step_lr, c.grad_clip)
         self.num_steps += 1
-        batch.log_probs[rows, : mini.log_probs.shape[1]] = mini.log_probs
+        seen[rows, : log_probs.shape[1]] = log_probs
         for k, v in metrics.items():
             total[k] = total.get(k, 0.0) + float(v) / len(parts)
-    return total
+    return total, dict(log_probs=seen)
 
 
 TorchTrain.update = update

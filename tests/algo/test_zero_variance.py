@@ -201,7 +201,7 @@ def law_padding(z):
         wide = batch.map(
             lambda t: torch.cat([t, torch.zeros(B, 3, dtype=t.dtype)], 1) if t.dim() > 1 else t
         )
-        wide.entropy = wide.entropy.masked_fill(~wide.response_mask, 99.0)
+        wide = replace(wide, entropy=wide.entropy.masked_fill(~wide.response_mask, 99.0))
         got, n = z.token_advantages(wide, *rest)
         close(got[:, :T], adv)
         assert not got[:, T:].any() and m == pytest.approx(n)
@@ -541,7 +541,7 @@ def test_the_floor_against_the_trap():
     raw[1:4] = 0.0
     r[7] -= 0.001
     batch = collate([sample(f'p{g[i]}', i, [1]) for i in range(12)])
-    batch.rewards, batch.entropy = r, torch.zeros(12, 2)
+    batch = replace(batch, rewards=r, entropy=torch.zeros(12, 2))
 
     def adv(floor):
         cfg = ZeroVarianceConfig(std_floor=floor)
@@ -634,7 +634,9 @@ def test_all_flat_never_raises(reward, valid, sampling, size):
         for i in range(2 * size)
     ]
     batch = collate(samples)
-    batch.rewards, batch.entropy = shape_rewards(samples, 3, cfg), torch.rand(batch.token_ids.shape)
+    batch = replace(
+        batch, rewards=shape_rewards(samples, 3, cfg), entropy=torch.rand(batch.token_ids.shape)
+    )
     raw, ok = torch.full((2 * size,), reward), torch.full((2 * size,), valid)
     adv, m = token_advantages(batch, raw, ok, AdvantageConfig(), cfg)
     assert adv.isfinite().all() and m['zero_variance_raw_frac'] == m['zero_variance_frac'] == 1
@@ -648,7 +650,7 @@ def test_everything_off_is_grpo():
     off = ZeroVarianceConfig('uniform', length_weight=0, repetition_weight=0, zvp_alpha=0)
     for seed in range(20):
         batch, raw, valid, adv_cfg, _ = make(seed)
-        batch.rewards, batch.entropy = raw, None
+        batch = replace(batch, rewards=raw, entropy=None)
         want = (
             group_advantages(raw, batch.group, valid, adv_cfg.estimator)[:, None]
             * batch.response_mask

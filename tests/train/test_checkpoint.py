@@ -19,19 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as hs
 
 import compassrl.train.checkpoint as ck
-from compassrl.train.checkpoint import (
+from compassrl.train import state as states_module
+from compassrl.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from compassrl.train.state import (
     CheckpointError,
     TornCheckpoint,
     check_shapes,
     decode_state,
     encode_state,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
 )
 
 torch.set_num_threads(1)
-DTYPES = sorted(ck._dtypes, key=str)
+DTYPES = sorted(states_module._dtypes, key=str)
 MEMORY = (
     '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
 )  # a file system without a slow fsync, where there is one
@@ -423,7 +422,7 @@ def test_all_torn(tmp_path, capsys):
 def rewrite(path, **changes):  # a well-formed manifest that says something else
     m = json.loads((path / 'manifest.json').read_text())
     m.pop('sha256')
-    (path / 'manifest.json').write_bytes(ck._seal(m | changes)[1])
+    (path / 'manifest.json').write_bytes(ck.seal(m | changes)[1])
 
 
 @pytest.mark.parametrize(
@@ -787,7 +786,7 @@ def naive_save(
     for p in path.iterdir():
         p.unlink()
     ck._fill(path, step, *encode_state(state), 2**30)
-    for p in ck._candidates(Path(root))[1:]:
+    for p in ck.found_checkpoints(Path(root))[1:]:
         shutil.rmtree(p)
 
 

@@ -1,4 +1,4 @@
-"""What is said to a vLLM and what it answers: options, requests, samples and weights, checked here because vLLM keeps silent about what is wrong with them.
+"""What is said to a vLLM and what it answers: options, requests and samples, checked here because vLLM keeps silent about what is wrong with them.
 
 Docs: https://compassrl.github.io/compassrl/rollout/vllm/messages.html.md"""
 
@@ -8,45 +8,35 @@ Docs: https://compassrl.github.io/compassrl/rollout/vllm/messages.html.md"""
 from __future__ import annotations
 
 import math
-import os
-import socket
 import time
-from collections.abc import Iterable, Iterator
-from itertools import count
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ...model.layers import route_dtype
-from ...model.policy import Policy, PolicyConfig
-from ...model.pretrained import hf_slices
+from ...model.policy import PolicyConfig
 from ...records import Request, Sample
 from .config import VllmConfig
 
 # %% auto #0
 __all__ = [
     'head_sizes',
-    'block',
     'backend',
+    'block',
     'can_cache_fp8',
     'check_vllm',
     'weight_sync',
+    'transfer_config',
     'cache_bytes',
     'engine_args',
     'sampling_args',
     'read_routes',
     'to_sample',
-    'transfer_config',
-    'complete',
-    'weight_parts',
-    'shared_folder',
-    'sweep',
-    'file_parts',
 ]
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #d5d9d5aa
@@ -73,7 +63,8 @@ def check_vllm(
         raise ValueError("dtype float64: vLLM has none, use 'float32'")
     if return_routes and not sparse:
         raise ValueError(
-            "routes of a policy without experts: vLLM fails after loading it, use router_replay='off'"
+            'routes of a policy without experts: vLLM fails after loading it, '
+            "use router_replay='off'"
         )
     if config.quantization and not cpu and dtype != torch.bfloat16:
         raise ValueError(
@@ -103,6 +94,9 @@ def check_vllm(
 
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #29ca4ac3
+backend = 'compassrl'  # of `WeightTransferConfig`, for files
+
+
 def weight_sync(
     config: VllmConfig,
     device: str,  # 'cpu' or 'cuda'
@@ -134,13 +128,16 @@ def weight_sync(
     return way
 
 
+def transfer_config(way: Literal['file', 'nccl', 'ipc']) -> dict:  # of a server
+    return dict(backend=backend if way == 'file' else way)
+
+
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #9c029d1a
 block = 32  # tokens: what the prefix cache shares
 
 
-def cache_bytes(
-    c: PolicyConfig, num_slots: int, max_len: int, dtype: torch.dtype
-) -> int:  # of keys and values, for every slot to be filled: nothing is ever recomputed
+def cache_bytes(c: PolicyConfig, num_slots: int, max_len: int, dtype: torch.dtype) -> int:
+    "Keys and values of all slots, filled: nothing is ever recomputed"
     tokens = (num_slots * math.ceil(max_len / block) + 2) * block
     return tokens * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * dtype.itemsize
 
@@ -173,9 +170,8 @@ def engine_args(
         tensor_parallel_size=config.tensor_parallel,
         enable_expert_parallel=config.expert_parallel,
     )
-    if not any(
-        map(policy.is_sparse, range(policy.num_hidden_layers))
-    ):  # vLLM's Qwen3-MoE insists on a mixture
+    if not any(map(policy.is_sparse, range(policy.num_hidden_layers))):
+        # vLLM's Qwen3-MoE insists on a mixture
         d['hf_overrides'] = dict(architectures=['Qwen3ForCausalLM'])
     if device == 'cpu':
         return d | dict(
@@ -214,12 +210,10 @@ def sampling_args(r: Request) -> dict:  # for `vllm.SamplingParams`, or the JSON
 def read_routes(
     experts: np.ndarray,  # [Tp+Tr-1, L, K] as vLLM reports them
     c: PolicyConfig,
-) -> tuple[
-    Tensor, Tensor
-]:  # ids in the dtype of `Sample.routed_experts`, and [Tp+Tr-1] which rows hold a route
+) -> tuple[Tensor, Tensor]:  # ids as in `Sample.routed_experts`; [Tp+Tr-1] is there a route?
     "A row in which a mixture names an expert twice was not captured. Raises ValueError if none was"
     routes = torch.from_numpy(experts.astype(np.int16)).to(route_dtype(c.num_experts))
-    sparse = [l for l in range(c.num_hidden_layers) if c.is_sparse(l)]
+    sparse = [i for i in range(c.num_hidden_layers) if c.is_sparse(i)]
     valid = (routes[:, sparse].int().sort(-1)[0].diff(dim=-1) != 0).all(-1).all(-1)
     blank = c.num_experts > c.num_experts_per_tok == 1 and len(routes) >= 8 and not routes.any()
     if len(routes) and (not valid.any() or blank):
@@ -256,99 +250,3 @@ def to_sample(
         weight_version=version,
         timings=dict(rollout_start=started, rollout_end=time.perf_counter()),
     )
-
-
-# %% ../../../nbs/rollout/vllm/02_messages.ipynb #f4a80b04
-backend = 'compassrl'  # of `WeightTransferConfig`, for files
-
-
-def transfer_config(way: Literal['file', 'nccl', 'ipc']) -> dict:  # of a server
-    return dict(backend=backend if way == 'file' else way)
-
-
-def complete(
-    weights: Iterable[tuple[str, Tensor]], config: PolicyConfig
-) -> Iterator[tuple[str, Tensor]]:  # the same
-    "Every weight of the policy once and in its shape: vLLM keeps silent about what is missing. Raises ValueError"
-    with torch.device('meta'):
-        wanted = {n: list(p[at].shape) for n, p, at in hf_slices(Policy(config))}
-    known = set(wanted)
-    for name, t in weights:
-        if name == 'lm_head.weight' and config.tie_word_embeddings:
-            continue
-        if name not in known:
-            raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
-        if name not in wanted:
-            raise ValueError(f'{name} came twice: give every weight once')
-        shape, given = wanted.pop(name), list(t.shape)
-        if shape != given:
-            raise ValueError(
-                f'{name} has shape {given}, this policy needs {shape}: is it of another size?'
-            )
-        yield name, t.detach()
-    if wanted:
-        raise ValueError(
-            f'{len(wanted)} weights are missing, first {next(iter(wanted))}: is the checkpoint complete?'
-        )
-
-
-# %% ../../../nbs/rollout/vllm/02_messages.ipynb #8ee1037f
-def weight_parts(
-    weights: Iterable[tuple[str, Tensor]],
-    max_bytes: int = 256 << 20,  # of a part; a part has at least one tensor
-) -> Iterator[list[tuple[str, Tensor]]]:
-    "Weights in parts, so that no copy of the whole model exists"
-    part, size = [], 0
-    for name, t in weights:
-        if part and size + t.nbytes > max_bytes:
-            yield part
-            part, size = [], 0
-        part.append((name, t))
-        size += t.nbytes
-    if part:
-        yield part
-
-
-# %% ../../../nbs/rollout/vllm/02_messages.ipynb #cd1453a7
-_numbers = count()  # of this process's files: several senders may be at work
-
-
-def shared_folder() -> Path:
-    return Path('/dev/shm' if os.path.isdir('/dev/shm') else '/tmp')
-
-
-def sweep(folder: Path) -> list[Path]:  # what was removed
-    "Remove the parts of this machine's processes that died before they could"
-    mine = f'compassrl-{socket.gethostname()}-'
-    dead = [
-        p
-        for p in folder.glob(mine + '*')
-        if not os.path.exists(f'/proc/{p.name.removeprefix(mine).split("-")[0]}')
-    ]
-    for p in dead:
-        p.unlink(missing_ok=True)
-    return dead
-
-
-def file_parts(
-    weights: Iterable[tuple[str, Tensor]],
-    folder: str
-    | Path
-    | None = None,  # None = shared memory; for servers on other machines a folder that they see too
-    max_bytes: int = 256 << 20,
-) -> Iterator[Path]:  # safetensors; each is gone as soon as the next is asked for
-    "Weights as one file after another: written under another name, renamed when complete"
-    folder = shared_folder() if folder is None else Path(folder)
-    sweep(folder)
-    for part in weight_parts(weights, max_bytes):
-        path = (
-            folder / f'compassrl-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}.safetensors'
-        )
-        new = path.with_suffix('.tmp')
-        try:
-            save_file({n: t.cpu().contiguous() for n, t in part}, new)
-            os.replace(new, path)
-            yield path
-        finally:
-            for p in (path, new):
-                p.unlink(missing_ok=True)

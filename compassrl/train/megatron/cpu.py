@@ -24,6 +24,7 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 # %% auto #0
@@ -35,9 +36,8 @@ def _cuda(d):
     return isinstance(d, (str, torch.device)) and str(d).startswith('cuda')
 
 
-class _OnCpu(
-    TorchFunctionMode
-):  # literal 'cuda' devices, and types compared by name (optimizer/distrib_optimizer.py)
+# literal 'cuda' devices, and types compared by name (optimizer/distrib_optimizer.py)
+class _OnCpu(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
@@ -53,7 +53,8 @@ class _OnCpu(
         return func(*args, **kwargs)
 
 
-class _Stream:  # CUDA streams and events order kernels; on a CPU every operation is done when it returns
+# CUDA streams and events order kernels; on a CPU every operation is done when it returns
+class _Stream:
     def __init__(self, *args, **kwargs):
         pass
 
@@ -78,27 +79,12 @@ def _answers():  # what Megatron-Core asks of CUDA -> where it asks (the first o
         stream=lambda s=None: nullcontext(),  # transformer/moe/token_dispatcher.py:874
         synchronize=lambda *a, **k: None,  # pipeline_parallel/p2p_communication.py:398
         get_rng_state=lambda *a, **k: get(),  # tensor_parallel/random.py:235
-        manual_seed=lambda s: torch.manual_seed(s),
-    )  # tensor_parallel/random.py:237
-    rng = dict(
+        manual_seed=lambda s: torch.manual_seed(s),  # tensor_parallel/random.py:237
+    )
+    rng = dict(  # recompute
         _get_cuda_rng_state=lambda *a, **k: get(), _set_cuda_rng_state=lambda s, *a, **k: put(s)
-    )  # recompute
+    )
     return (torch.cuda, cuda), (mcore_random, rng)
-
-
-@contextmanager
-def megatron_calls():
-    "Around every call into Megatron-Core: without a GPU CUDA means CPU inside; with one it does nothing"
-    with ExitStack() as stack:
-        if not torch.cuda.is_available():
-            for where, names in _answers():
-                for name, value in names.items():
-                    stack.enter_context(patch.object(where, name, value))
-            stack.enter_context(
-                torch.compiler.set_stance('force_eager')
-            )  # its jit_fuser is torch.compile
-            stack.enter_context(_OnCpu())
-        yield
 
 
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #737cdf3b
@@ -106,9 +92,8 @@ def _to_numpy(t, as_numpy=False, record_stream=False):
     return t.numpy() if as_numpy and torch.is_tensor(t) else t
 
 
-def _gather_rows(
-    x, group, output_split_sizes=None, use_global_buffer=False
-):  # gloo gathers equal parts alone
+# gloo gathers equal parts alone
+def _gather_rows(x, group, output_split_sizes=None, use_global_buffer=False):
     if group.size() == 1 or output_split_sizes is None:
         return _equal_gather(x, group, None, use_global_buffer)
     padded = x.new_zeros(max(output_split_sizes), *x.shape[1:])
@@ -118,9 +103,8 @@ def _gather_rows(
     return torch.cat([p[:n] for p, n in zip(parts, output_split_sizes)])
 
 
-def _scatter_rows(
-    x, group, input_split_sizes=None, use_global_buffer=False
-):  # and scatters equal parts alone
+# and scatters equal parts alone
+def _scatter_rows(x, group, input_split_sizes=None, use_global_buffer=False):
     if group.size() == 1 or input_split_sizes is None:
         return _equal_scatter(x, group, None, use_global_buffer)
     total = x.clone()
@@ -128,23 +112,14 @@ def _scatter_rows(
     return total.split(input_split_sizes)[group.rank()].clone()
 
 
-if not torch.cuda.is_available():
-    _equal_gather, _equal_scatter = (
-        mappings._gather_along_first_dim,
-        mappings._reduce_scatter_along_first_dim,
-    )
-    mappings._gather_along_first_dim = _gather_rows  # tensor_parallel/mappings.py:150
-    mappings._reduce_scatter_along_first_dim = _scatter_rows  # tensor_parallel/mappings.py:196
-    token_dispatcher.maybe_move_tensor_to_cpu = (
-        _to_numpy  # forgets as_numpy for CPU tensors (moe_utils.py:1094)
-    )
-if not hasattr(moe_utils, 'te_general_gemm'):
-    moe_utils.te_general_gemm = None  # moe_utils.py:1192 asks if it is None
+_equal_gather = mappings._gather_along_first_dim  # as upstream has them
+_equal_scatter = mappings._reduce_scatter_along_first_dim
 
 
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #24f9ff80
 def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
-    "As upstream, but sends and receives are in one order: of two stages each is both next and previous to the other"
+    """As upstream, but sends and receives are in one order: of two stages each is both next and
+    previous to the other"""
     device, out, ops = torch.cuda.current_device(), [], []
     plan = (
         (tensor_send_prev, recv_next, self.prev_rank, self.next_rank),
@@ -152,16 +127,14 @@ def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, rec
     )
     for sent, received, to, source in plan:
         if sent is not None:
-            ops.append(
-                dist.P2POp(dist.isend, torch.tensor(sent.shape, device=device), to, self.pp_group)
-            )
+            shape = torch.tensor(sent.shape, device=device)
+            ops.append(dist.P2POp(dist.isend, shape, to, self.pp_group))
         out.append(torch.zeros(3, dtype=torch.long, device=device))
         if received:
             ops.append(dist.P2POp(dist.irecv, out[-1], source, self.pp_group))
     requests = dist.batch_isend_irecv(ops) if ops else []
-    apart = len(requests) == len(
-        ops
-    )  # gloo; a peer that still waits for its own send has posted no receive yet
+    # gloo; a peer that still waits for its own send has posted no receive yet
+    apart = len(requests) == len(ops)
     for i, request in enumerate(requests):
         if not apart or ops[i].op is dist.irecv:
             request.wait()
@@ -171,24 +144,49 @@ def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, rec
     return before, after
 
 
-P2PCommunicator._communicate_shapes = (
-    _communicate_shapes  # pipeline_parallel/p2p_communication.py:170, on GPUs too
-)
+# %% ../../../nbs/train/megatron/03_cpu.ipynb #3c4c1a7f
+def _repairs():  # of Megatron-Core itself: where, name, what stands there inside
+    if not torch.cuda.is_available():
+        yield mappings, '_gather_along_first_dim', _gather_rows  # tensor_parallel/mappings.py:150
+        yield mappings, '_reduce_scatter_along_first_dim', _scatter_rows  # the same file, line 196
+        # forgets as_numpy for CPU tensors (moe_utils.py:1094)
+        yield token_dispatcher, 'maybe_move_tensor_to_cpu', _to_numpy
+    if not hasattr(moe_utils, 'te_general_gemm'):
+        yield moe_utils, 'te_general_gemm', None  # moe_utils.py:1192 asks if it is None
+    # pipeline_parallel/p2p_communication.py:170, on GPUs too
+    yield P2PCommunicator, '_communicate_shapes', _communicate_shapes
+
+
+@contextmanager
+def megatron_calls():
+    "Around every call into Megatron-Core: without a GPU CUDA means CPU inside"
+    with ExitStack() as stack:
+        for where, name, value in _repairs():
+            stack.enter_context(patch.object(where, name, value, create=True))
+        if not torch.cuda.is_available():
+            for where, names in _answers():
+                for name, value in names.items():
+                    stack.enter_context(patch.object(where, name, value))
+            # its jit_fuser is torch.compile
+            stack.enter_context(torch.compiler.set_stance('force_eager'))
+            stack.enter_context(_OnCpu())
+        yield
 
 
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #65e04f67
 class RMSNorm(nn.RMSNorm):
-    "torch's own, allowed under sequence parallelism too (WrappedTorchNorm is not: transformer/torch_norm.py)"
+    """torch's own, allowed under sequence parallelism too
+    (WrappedTorchNorm is not: transformer/torch_norm.py)"""
 
     def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = (
-            config.sequence_parallel
-        )  # its gradient is summed over tensor-parallel ranks
+        # its gradient is summed over tensor-parallel ranks
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class PackedAttention(nn.Module):
-    "Causal attention within each sequence of a packed row, for which Megatron-Core asks for Transformer Engine"
+    """Causal attention within each sequence of a packed row, for which Megatron-Core asks for
+    Transformer Engine"""
 
     def __init__(self, config, *args, softmax_scale=None, **kwargs):
         super().__init__()
@@ -208,12 +206,8 @@ class PackedAttention(nn.Module):
             return self.attend(query, key, value)
         p = packed_seq_params
         ends = (p.cu_seqlens_q if p.cu_seqlens_q_padded is None else p.cu_seqlens_q_padded).tolist()
-        parts = zip(
-            *(
-                t[:, None].split([b - a for a, b in zip(ends, ends[1:])])
-                for t in (query, key, value)
-            )
-        )
+        sizes = [b - a for a, b in zip(ends, ends[1:])]
+        parts = zip(*(t[:, None].split(sizes) for t in (query, key, value)))
         return torch.cat([self.attend(*qkv) for qkv in parts])[:, 0]
 
     def attend(self, *qkv):  # each [T, B, heads, d]
@@ -230,7 +224,7 @@ class PackedAttention(nn.Module):
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #441e0d56
 def local_layer(
     num_experts: int | None,  # of this layer; None = a dense one
-):  # ModuleSpec
+) -> ModuleSpec:
     "A Qwen3 layer from Megatron-Core's own modules, which need neither Apex nor Transformer Engine"
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=True, normalization='RMSNorm'

@@ -54,7 +54,7 @@ __all__ = [
     'wrap_and_optimise',
     'inner_optimizers',
     'MegatronTrain',
-    'log_probs',
+    'score',
     'update',
     'weights',
     'state_dict',
@@ -284,11 +284,11 @@ MegatronTrain._score, MegatronTrain._schedule = _score, _schedule
 
 # %% ../../../nbs/train/megatron/08_engine.ipynb #ce27137b
 @torch.no_grad()
-def log_probs(
+def score(
     self: MegatronTrain,
     batch: Batch | None = None,  # on rank 0
-) -> tuple[Tensor, Tensor] | None:  # on rank 0
-    "`[B, T]` log-probs and entropies of the present weights; unless 'off', notes in `batch` what the routers chose"
+) -> dict[str, Tensor] | None:  # fields of the batch, on rank 0
+    "Log-probs and entropies of the present weights; unless 'off', what the routers chose"
 
     def make():
         self._check(batch)
@@ -338,27 +338,25 @@ def _own_routes(
     )
 
 
-MegatronTrain.log_probs, MegatronTrain._own_routes = log_probs, _own_routes
+MegatronTrain.score, MegatronTrain._own_routes = score, _own_routes
 
 
 # %% ../../../nbs/train/megatron/08_engine.ipynb #13937dd8
 def _assemble(self, batch, told):  # on rank 0: results of all ranks, in the batch's order
     c, (B, T) = self.policy, batch.token_ids.shape
-    whole = {k: torch.zeros(B, T) for k in ('log_probs', 'entropy')}
+    whole = {k: torch.zeros(B, T) for k in ('old_log_probs', 'entropy')}
     own = torch.zeros(B, T, c.num_hidden_layers, c.num_experts_per_tok, dtype=torch.long)
     for rows, kind, values in (x for found in told for x in found):
         if kind == 'scores':
-            for k, v in zip(('log_probs', 'entropy'), values):
+            for k, v in zip(('old_log_probs', 'entropy'), values):
                 whole[k][rows, : v.shape[1]] = v
         else:
             flat, layers, ids = values
             t = int(batch.lengths[rows].max())  # columns of the part
             own[rows[flat // t][:, None], (flat % t)[:, None], torch.tensor(layers)] = ids.long()
     if self.replay != 'off':
-        notes = route_records(own[batch.token_mask], batch, c, self.replay == 'R2')
-        for k, v in notes.items():
-            setattr(batch, k, v)
-    return whole['log_probs'], whole['entropy']
+        whole |= route_records(own[batch.token_mask], batch, c, self.replay == 'R2')
+    return whole
 
 
 MegatronTrain._assemble = _assemble
@@ -371,13 +369,13 @@ def update(
     loss: LossFn | None = None,  # on rank 0; it can be pickled
     lr: float
     | None = None,  # of this update, on rank 0; None = the configured one after its warm-up
-) -> Metrics | None:  # on rank 0
-    "One optimiser step per mini-batch, whose metrics are averaged; `batch.log_probs` keeps what the loss saw"
+) -> tuple[Metrics, dict[str, Tensor]] | None:  # on rank 0; fields: the log-probs that the loss saw
+    "One optimiser step per mini-batch, whose metrics are averaged"
 
     def make():
         if self.replay == 'R2' and batch.routed_experts is None:
             raise ValueError(
-                "no routes: replay='R2' repeats those of `log_probs(batch)`, call that first"
+                "no routes: replay='R2' repeats those of `score(batch)`, put them into the batch first"
             )
         self._check(batch)
         parts = [
@@ -445,17 +443,17 @@ MegatronTrain.update, MegatronTrain._gradients, MegatronTrain._step = update, _g
 # %% ../../../nbs/train/megatron/08_engine.ipynb #d9d97a3d
 def _report(batch, told):  # on rank 0: metrics of all ranks, averaged over mini-batches
     total, num = {}, len(told[0])
-    batch.log_probs = torch.zeros_like(batch.rollout_log_probs)
+    log_probs = torch.zeros_like(batch.rollout_log_probs)
     for minis in zip(*told):  # what each rank says of one mini-batch
         metrics = dict(minis[0][2])
         for sums, seen, _ in minis:
             for k, v in sums.items():
                 metrics[k] = metrics.get(k, 0.0) + v
             for rows, v in seen:
-                batch.log_probs[rows, : v.shape[1]] = v
+                log_probs[rows, : v.shape[1]] = v
         for k, v in metrics.items():
             total[k] = total.get(k, 0.0) + v / num
-    return total
+    return total, dict(log_probs=log_probs)
 
 
 # %% ../../../nbs/train/megatron/08_engine.ipynb #80a449c7

@@ -148,11 +148,13 @@ class Leader:
             self.control.scatter(lambda: [(name, args)] * self.control.size)
             yield self.engine
 
-    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        with self._all('log_probs') as e:
-            return e.log_probs(batch)
+    def score(self, batch: Batch) -> dict[str, Tensor]:
+        with self._all('score') as e:
+            return e.score(batch)
 
-    def update(self, batch: Batch, loss: LossFn, lr: float | None = None) -> Metrics:
+    def update(
+        self, batch: Batch, loss: LossFn, lr: float | None = None
+    ) -> tuple[Metrics, dict[str, Tensor]]:
         with self._all('update') as e:
             return e.update(batch, loss, lr)
 

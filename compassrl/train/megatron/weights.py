@@ -7,24 +7,21 @@ Docs: https://compassrl.github.io/compassrl/train/megatron/weights.html.md"""
 # %% ../../../nbs/train/megatron/05_weights.ipynb #48242d06
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ...model.policy import Policy, PolicyConfig
-from ...model.pretrained import hf_weights as policy_weights
+from ...model.policy import PolicyConfig
+from ...model.pretrained import checked_weights, hf_shapes, read_shards
 
 # %% auto #0
-__all__ = ['Cut', 'hf_shapes', 'cuts', 'load_hf', 'hf_weights']
+__all__ = ['Cut', 'cuts', 'load_hf', 'hf_weights']
 
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #86940a21
@@ -42,16 +39,9 @@ class Cut:
 
     @property
     def where(self):  # slices of the whole tensor
-        return (slice(None),) * (self.dim or 0) + (
-            (slice(self.start, self.stop),) if self.dim is not None else ()
-        )
-
-
-@lru_cache
-def hf_shapes(policy: PolicyConfig) -> dict[str, tuple[int, ...]]:
-    "Names and shapes of a checkpoint, in its order; no memory is needed"
-    with torch.device('meta'):
-        return {n: tuple(t.shape) for n, t in policy_weights(Policy(policy))}
+        if self.dim is None:
+            return ()
+        return (slice(None),) * self.dim + (slice(self.start, self.stop),)
 
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #73c09dc6
@@ -148,60 +138,23 @@ def cuts(pieces: list[nn.Module], policy: PolicyConfig) -> Iterator[Cut]:
 
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #48eee955
-def _files(folder):  # as transformers does: one file, or those that the index names
-    one, index = folder / 'model.safetensors', folder / 'model.safetensors.index.json'
-    if one.exists() or not index.exists():
-        return [one]
-    return [folder / f for f in sorted(set(json.loads(index.read_text())['weight_map'].values()))]
-
-
-def _read(folder):  # name -> a function that reads a part of it; nothing is read yet
-    for f in _files(folder):
-        try:
-            with safe_open(f, 'pt') as s:
-                for k in s.keys():
-                    yield k, s.get_slice(k)
-        except (OSError, SafetensorError) as e:
-            raise ValueError(f'{f} cannot be read ({e}): the file is torn, copy it again') from e
-
-
 @torch.no_grad()
 def load_hf(
     pieces: list[nn.Module],
     policy: PolicyConfig,
-    weights: str
-    | Path
-    | Iterable[
-        tuple[str, Tensor]
-    ],  # a folder, of which a rank reads its parts alone; or all tensors
+    weights: str | Path | Iterable[tuple[str, Tensor]],  # a folder, or all tensors
 ):
-    "Sets this rank's weights. Raises ValueError for a name or a shape that does not fit, and for one that is missing"
+    "Sets this rank's weights; of a folder it reads its parts alone. Refuses as `checked_weights` does"
     here = {}
     for cut in cuts(pieces, policy):
         here.setdefault(cut.name, []).append(cut)
         cut.param.zero_()  # rows of padding
-    shapes, todo = hf_shapes(policy), set(hf_shapes(policy))
-    for name, t in _read(Path(weights)) if isinstance(weights, (str, Path)) else weights:
-        if name == 'lm_head.weight' and policy.tie_word_embeddings:
-            continue
-        if name not in shapes:
-            raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
-        if name not in todo:
-            raise ValueError(f'{name} came twice: give every weight once')
-        given = list(t.shape if isinstance(t, Tensor) else t.get_shape())
-        if given != list(shapes[name]):
-            want = list(shapes[name])
-            raise ValueError(
-                f'{name} has shape {given}, this policy needs {want}: is it of another size?'
-            )
+    if isinstance(weights, (str, Path)):
+        weights = read_shards(weights, whole=False)
+    for name, t in checked_weights(weights, policy):
         for cut in here.get(name, ()):
             view = cut.view(cut.param)
             view.copy_(t[cut.where or ...].reshape(view.shape))
-        todo.remove(name)
-    if todo:
-        raise ValueError(
-            f'{len(todo)} weights are missing, first {min(todo)}: is the checkpoint complete?'
-        )
 
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #6bbbae87

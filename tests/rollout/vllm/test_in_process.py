@@ -19,7 +19,14 @@ from transformers import AutoModelForCausalLM
 from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import LossConfig, PolicyLoss, tis_weights
 from compassrl.model.policy import Policy, PolicyConfig
-from compassrl.model.pretrained import hf_weights, load_hf_weights, save_pretrained, write_config
+from compassrl.model.hf_config import write_config
+from compassrl.model.pretrained import (
+    checked_weights,
+    hf_weights,
+    load_hf_weights,
+    save_pretrained,
+    weight_parts,
+)
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.torch_engine import TorchRollout
@@ -31,7 +38,6 @@ from compassrl.rollout.vllm.in_process import VllmRollout
 from compassrl.rollout.vllm.messages import (
     can_cache_fp8,
     check_vllm,
-    complete,
     engine_args,
     file_parts,
     head_sizes,
@@ -39,7 +45,6 @@ from compassrl.rollout.vllm.messages import (
     shared_folder,
     sweep,
     to_sample,
-    weight_parts,
     weight_sync,
 )
 from compassrl.train.torch_engine import (
@@ -303,7 +308,7 @@ def test_names_of_tied_policies():
     config = replace(CONFIG, tie_word_embeddings=True)
     weights = dict(hf_weights(lively(config=config)))
     extra = weights | {'lm_head.weight': torch.zeros(1)}  # some exporters write it all the same
-    assert dict(complete(extra.items(), config)).keys() == weights.keys()
+    assert dict(checked_weights(extra.items(), config)).keys() == weights.keys()
 
 
 # ---- files ---------------------------------------------------------------------------------------------------
@@ -678,7 +683,7 @@ def test_replay_closes_the_gap(tmp_path, case):
     gap = {}
     for mode in ('off', 'R3'):
         b = collate(samples)
-        b.old_log_probs, _ = TorchTrain(policy, OptimConfig(), replay=mode).log_probs(b)
+        b = replace(b, **TorchTrain(policy, OptimConfig(), replay=mode).score(b))
         gap[mode] = discrepancy(b)
         weights, _ = tis_weights(b.old_log_probs, b.rollout_log_probs, b.response_mask, cap=2.0)
         assert weights.max() <= 2 and abs(weights[b.response_mask].mean() - 1) < 0.05
@@ -714,9 +719,10 @@ def test_three_steps_with_either_engine(fresh):
     train, loss = TorchTrain(policy, OptimConfig(lr=0.01)), PolicyLoss(LossConfig(tis='off'))
     for step in range(3):
         b = collate(list(fresh.generate(requests(seed=step))))
-        b.old_log_probs, b.entropy = train.log_probs(b)
+        b = replace(b, **train.score(b))
         assert (b.old_log_probs - b.rollout_log_probs).abs().mean() < CLOSE
-        b.advantages = torch.where(b.response_mask, torch.linspace(-1, 1, len(b))[:, None], 0.0)
+        advantages = torch.where(b.response_mask, torch.linspace(-1, 1, len(b))[:, None], 0.0)
+        b = replace(b, advantages=advantages)
         train.update(b, loss)
         fresh.load_weights(train.weights(), step + 1)
     last = list(fresh.generate(requests(seed=9)))

@@ -80,7 +80,7 @@ def sampled(config=POLICY, num=13, policy=None):
         for i in range(num)
     ]
     b = collate(sorted(rollout.generate(requests), key=lambda s: s.index))
-    b.advantages = b.response_mask * torch.linspace(-1, 1, len(b))[:, None]
+    b = replace(b, advantages=b.response_mask * torch.linspace(-1, 1, len(b))[:, None])
     return b
 
 
@@ -121,10 +121,14 @@ def job(
         return step(lr)
 
     e._step = stepping
-    out = e.log_probs(batch if leads else None)
+    out, metrics = e.score(batch if leads else None), []
     if leads:
-        batch.old_log_probs, batch.entropy = out
-    metrics = [e.update(batch, make_loss(batch)) if leads else e.update() for _ in range(steps)]
+        batch = replace(batch, **out)
+    for _ in range(steps):
+        out = e.update(batch, make_loss(batch)) if leads else e.update()
+        if leads:
+            metrics.append(out[0])
+            batch = replace(batch, **out[1])
     weights = {k: v.clone() for k, v in e.weights()}
     return (batch, grads, metrics, weights) if leads else None
 
@@ -141,12 +145,16 @@ def one_process(
 ):
     "The same by the embedded engine"
     e = TorchTrain(policy or lively(config), optim, temperature, replay)
-    batch.old_log_probs, batch.entropy = e.log_probs(batch)
+    batch = replace(batch, **e.score(batch))
     loss = make_loss(batch)
     first = select(batch, torch.arange(len(batch)).tensor_split(optim.num_mini_batches)[0])
     accumulate_grads(e.policy, first, loss, 10**6, temperature, replay != 'off')
     grads = {k: v.clone() for k, v in policy_weights(e.policy, grad=True)}
-    metrics = [e.update(batch, loss) for _ in range(steps)]
+    metrics = []
+    for _ in range(steps):
+        m, seen = e.update(batch, loss)
+        metrics.append(m)
+        batch = replace(batch, **seen)
     return batch, grads, metrics, dict(policy_weights(e.policy))
 
 
@@ -318,9 +326,9 @@ def used(parallel, batch, config=POLICY):
 
     Packed.put = spy
     leads = dist.get_rank() == 0
-    out = e.log_probs(batch if leads else None)
+    out = e.score(batch if leads else None)
     if leads:
-        batch.old_log_probs, batch.entropy = out
+        batch = replace(batch, **out)
     e.update(batch, LOSS) if leads else e.update()
     K, turn, wrong, total = config.num_experts_per_tok, Counter(), 0, 0
     for layer, chosen in calls:
@@ -534,7 +542,7 @@ def skipped(parallel, batch):
     before = {k: v.clone() for k, v in e.weights()}
     bad = e.update(batch, nan_loss) if leads else e.update()
     same = all(torch.equal(v, before[k]) for k, v in e.weights())
-    batch.old_log_probs = batch.rollout_log_probs
+    batch = replace(batch, old_log_probs=batch.rollout_log_probs)
     good = e.update(batch, LOSS) if leads else e.update()
     return bad, same, good
 
@@ -542,6 +550,7 @@ def skipped(parallel, batch):
 @pytest.mark.parametrize('layout', [DP, MIX], ids=name)
 def test_a_gradient_that_is_not_finite_skips_the_step(layout):
     bad, same, good = run_ranks(layout[0], skipped, ParallelConfig(**layout[1]), fresh(BATCH))[0]
+    bad, good = bad[0], good[0]
     assert bad['skipped_frac'] == 1 and bad['grad_norm'] == 0 and same
     assert good['skipped_frac'] == 0 and good['grad_norm'] > 0
 
@@ -550,12 +559,12 @@ def refused(parallel, batch, replay, what):
     e = MegatronTrain(POLICY, policy_weights(lively(POLICY)), OPTIM, parallel, 1.0, replay)
     leads = dist.get_rank() == 0
     try:
-        (e.log_probs if what == 'log_probs' else e.update)(
-            *((batch,) if what == 'log_probs' else (batch, LOSS)) if leads else ()
+        (e.score if what == 'score' else e.update)(
+            *((batch,) if what == 'score' else (batch, LOSS)) if leads else ()
         )
     except ValueError as x:
         error = str(x)
-    batch.old_log_probs = batch.rollout_log_probs
+    batch = replace(batch, old_log_probs=batch.rollout_log_probs)
     after = (
         e.update(replace(batch, routed_experts=None), LOSS)
         if leads and replay != 'R2'
@@ -572,7 +581,7 @@ def refused(parallel, batch, replay, what):
         (
             lambda b: replace(b, routed_experts=b.routed_experts * 0),
             'R3',
-            'log_probs',
+            'score',
             'recorded nothing',
         ),
         (
@@ -589,7 +598,7 @@ def test_bad_input_is_refused_on_all_ranks_and_they_can_go_on(change, replay, wh
     results = run_ranks(2, refused, ParallelConfig(), change(fresh(BATCH)), replay, what)
     assert all(message in error for error, _ in results)
     if replay == 'R3':
-        assert results[0][1]['grad_norm'] > 0
+        assert results[0][1][0]['grad_norm'] > 0
 
 
 @pytest.mark.parametrize(
@@ -628,9 +637,9 @@ def resumed(parallel, batch):
     leads = dist.get_rank() == 0
 
     def go():
-        return e.update(batch, LOSS) if leads else e.update()
+        return e.update(batch, LOSS)[0] if leads else e.update()
 
-    batch.old_log_probs = batch.rollout_log_probs
+    batch = replace(batch, old_log_probs=batch.rollout_log_probs)
     go()
     state = pickle.dumps(e.state_dict())
 

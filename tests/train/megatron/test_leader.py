@@ -46,7 +46,7 @@ def job(
 
 def scored(leader):
     b = fresh(BATCH)
-    b.old_log_probs, b.entropy = leader.log_probs(b)
+    b = replace(b, **leader.score(b))
     return b
 
 
@@ -61,18 +61,18 @@ def everything(leader):
     b = scored(leader)
     leader.update(b, LOSS)
     state = leader.state_dict()
-    first = leader.update(b, LOSS), dict(leader.weights())
+    first = leader.update(b, LOSS)[0], dict(leader.weights())
     leader.load_state_dict(state)
     with pytest.raises(ValueError, match='recorded nothing'):
         leader.update(replace(b, routed_experts=b.routed_experts * 0), LOSS)
-    second = leader.update(b, LOSS), dict(leader.weights())
+    second = leader.update(b, LOSS)[0], dict(leader.weights())
     assert first[0] == second[0] and all(torch.equal(v, second[1][k]) for k, v in first[1].items())
     walk = leader.weights()
     next(walk)
     with pytest.raises(RuntimeError, match='walk through all'):
         leader.update(b, LOSS)
     walk.close()
-    return leader.everywhere(rank_plus, 5), leader.update(b, LOSS)['lr'], second[1]
+    return leader.everywhere(rank_plus, 5), leader.update(b, LOSS)[0]['lr'], second[1]
 
 
 @pytest.mark.parametrize('layout', [(1, {}), DP, MIX], ids=name)
@@ -80,7 +80,7 @@ def test_one_rank_leads_and_the_others_follow(layout):
     told, lr, weights = run_ranks(layout[0], job, everything, ParallelConfig(**layout[1]))[0]
     e = TorchTrain(lively(POLICY), OPTIM)
     b = fresh(BATCH)
-    b.old_log_probs, b.entropy = e.log_probs(b)
+    b = replace(b, **e.score(b))
     for _ in range(2):
         e.update(b, LOSS)
     assert told == (5, e.num_steps) and lr == OPTIM.lr

@@ -24,13 +24,13 @@ import compassrl.train.megatron.model as mm
 import compassrl.train.megatron.weights as mw
 from compassrl.model.layers import causal_attention, rms_norm
 from compassrl.model.policy import PolicyConfig
-from compassrl.model.pretrained import from_pretrained, save_pretrained
+from compassrl.model.pretrained import from_pretrained, hf_shapes, save_pretrained
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.train.megatron.cpu import PackedAttention, RMSNorm, megatron_calls
 from compassrl.train.megatron.layout import ParallelConfig, padded_vocab
 from compassrl.train.megatron.model import build_model, init_parallel, transformer_config
 from compassrl.train.megatron.ranks import _first
-from compassrl.train.megatron.weights import cuts, hf_shapes, hf_weights, load_hf
+from compassrl.train.megatron.weights import cuts, hf_weights, load_hf
 from tests.support import ROOT
 from tests.support.ranks import (
     DENSE,
@@ -351,8 +351,8 @@ class Counted:  # a slice of safetensors that notes how much is read
 
 def elements_read(parallel, config, folder):
     init_parallel(parallel)
-    real = mw._read
-    mw._read = lambda f: ((k, Counted(s)) for k, s in real(f))
+    real = mw.read_shards
+    mw.read_shards = lambda folder, whole: ((k, Counted(s)) for k, s in real(folder, whole))
     pieces = build_model(config, parallel, router_replay=False)
     load_hf(pieces, config, folder)
     held = {id(c.param): c.param.numel() for c in cuts(pieces, config)}
@@ -468,7 +468,7 @@ def test_a_torn_file_is_named(tmp_path):
     whole = (tmp_path / 'model.safetensors').read_bytes()
     (tmp_path / 'model.safetensors').write_bytes(whole[: len(whole) // 2])
     run_ranks(1, refuses, tmp_path, 'model.safetensors cannot be read')
-    run_ranks(1, refuses, tmp_path / 'nowhere', 'model.safetensors cannot be read')
+    run_ranks(1, refuses, tmp_path / 'nowhere', 'model.safetensors does not exist')
 
 
 def test_a_gate_that_cannot_learn_is_refused():

@@ -169,7 +169,7 @@ def test_bug_5_R2_through_packing_padding_and_interleaved_pieces(layout):
         TorchTrain(lively(POLICY), OPTIM, 0.8, 'R2'),
         replace(BATCH, routed_experts=None, routes_valid=None),
     )
-    e.log_probs(own)
+    own = replace(own, **e.score(own))
     same = (b.routed_experts.sort(-1)[0] == own.routed_experts.sort(-1)[0]).all(-1)[b.fed_mask]
     assert same.float().mean() > 0.999 and torch.equal(b.routes_valid, own.routes_valid)
 
@@ -188,9 +188,9 @@ def after_others(parallel, batch, others):
         ),
         dist.get_rank() == 0,
     )
-    batch.old_log_probs = batch.rollout_log_probs
+    batch = replace(batch, old_log_probs=batch.rollout_log_probs)
     for b in others:
-        e.log_probs(b if leads else None)
+        e.score(b if leads else None)
     left = [len(t.queue) for taps in e.taps for t in taps]
     grads, step = {}, e._step
 
@@ -238,7 +238,7 @@ def among_others(batch):
         return MegatronTrain(POLICY, policy_weights(lively(POLICY, seed)), OPTIM)
 
     before, e, after = build(9), build(5), build(11)
-    batch.old_log_probs, batch.entropy = e.log_probs(batch)
+    batch = replace(batch, **e.score(batch))
     e.update(batch, LOSS)
     return (
         batch.old_log_probs,
@@ -250,7 +250,7 @@ def among_others(batch):
 def test_bug_7_only_the_routers_of_the_live_model_are_told():
     log_probs, weights, untouched = run_ranks(1, among_others, fresh(forced(BATCH)))[0]
     e, b = TorchTrain(lively(POLICY), OPTIM), fresh(forced(BATCH))
-    b.old_log_probs, b.entropy = e.log_probs(b)
+    b = replace(b, **e.score(b))
     e.update(b, LOSS)
     torch.testing.assert_close(log_probs, b.old_log_probs, rtol=0, atol=1e-5)
     assert worst(weights, dict(policy_weights(e.policy))) < 1e-4 and all(untouched)
@@ -340,7 +340,7 @@ def test_bug_12_no_path_drops_a_tensor():
 def test_bug_13_a_rollout_that_sends_no_routes_is_seen():
     s = to_sample(REQUEST, [8, 9], [-0.1, -0.2], None, POLICY, 0, 0.0)
     b = collate([s])
-    b.old_log_probs = b.rollout_log_probs
+    b = replace(b, old_log_probs=b.rollout_log_probs)
     assert b.routed_experts is None and discrepancy(b)['routes_valid_frac'] == 0
     with pytest.raises(ValueError, match='no routes'):
         TorchTrain(lively(POLICY), OPTIM, 1.0, 'R2').update(b, LOSS)
