@@ -16,8 +16,9 @@ from math import ceil, inf, sqrt
 import torch
 
 from ..records import Request, Sample
-from ..rollout.pull_queue import PullQueue, Fault, Simulation, Span
+from ..rollout.pull_queue import Attempt, PullQueue
 from ..rollout.schedule import Schedule
+from ..rollout.simulation import Fault, Simulation
 
 # %% auto #0
 __all__ = [
@@ -218,12 +219,12 @@ class RoundRobin(PullQueue):
 
 
 # %% ../../nbs/launch/04_simulator.ipynb #ab2d9be5
-def makespan(spans: Iterable[Span]) -> float:  # seconds
+def makespan(spans: Iterable[Attempt]) -> float:  # seconds
     return max(s.end for s in spans if s.outcome == 'done')
 
 
 def idle_frac(
-    spans: Sequence[Span],
+    spans: Sequence[Attempt],
     num_slots: int,  # of all replicas together
 ) -> float:  # slot-seconds without a request until the last answer, as a share of all
     busy = sum(s.end - s.start for s in spans if s.outcome != 'late')
@@ -298,7 +299,7 @@ def fit_cost(
 
 # %% ../../nbs/launch/04_simulator.ipynb #9cbbf67d
 def rewards_done(
-    spans: Sequence[Span],
+    spans: Sequence[Attempt],
     seconds: Callable[[int], float],  # that the reward of a request takes
     workers: int,
     overlap: bool = True,  # each begins when its sample ends; else all after the last one

@@ -1,4 +1,4 @@
-"""Requests wait in one queue and replicas pull from it; when a replica dies or hangs, none is lost and none is counted twice.
+"""Replicas pull requests from one queue; if one dies or hangs, none is lost or counted twice.
 
 Docs: https://compassrl.github.io/compassrl/rollout/pull_queue.html.md"""
 
@@ -9,79 +9,77 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
-from math import inf
 from typing import Any
 
 from ..records import Request
 
 # %% auto #0
-__all__ = ['PullQueue', 'Fault', 'Span', 'Simulation', 'simulate']
+__all__ = ['PullQueue', 'Attempt']
 
 
 # %% ../../nbs/rollout/03_pull_queue.ipynb #214a945c
 class PullQueue:
-    "Which replica works on which request: bookkeeping alone, without a clock, a thread or a network"
+    "Which replica works on which request: bookkeeping, without a clock, a thread or a network"
 
     def __init__(
         self,
         requests: Iterable[Request],
         slots: int,  # requests that one replica holds at a time
-        order: Callable[[Request], Any] = lambda r: (
-            0
-        ),  # smallest first; asked again whenever a prompt's requests move on
+        order: Callable[[Request], Any] = lambda r: 0,  # smallest first; asked again and again
     ):
         if slots < 1:
             raise ValueError(f'slots={slots}: use at least 1')
         self.requests, self.slots, self.order = list(requests), slots, order
-        self.number, at = {}, {}
-        self.group = [
-            self.number.setdefault(tuple(r.prompt_ids), len(self.number)) for r in self.requests
-        ]
+        self.left = len(self.requests)  # to be answered
+        # prompts have numbers: by their token ids, and of each request
+        self.number: dict[tuple[int, ...], int] = {}
+        self.group: list[int] = []
+        for r in self.requests:
+            self.group.append(self.number.setdefault(tuple(r.prompt_ids), len(self.number)))
+        # prompt -> its requests that wait
+        self.waiting: dict[int, deque[int]] = {g: deque() for g in range(len(self.number))}
         for i in sorted(range(len(self.group)), key=lambda i: order(self.requests[i])):
-            at.setdefault(self.group[i], deque()).append(i)
-        self.waiting: dict[int, deque[int]] = {
-            g: at[g] for g in range(len(at))
-        }  # prompt -> its requests
-        self.home: dict[
-            int, str
-        ] = {}  # prompt -> the replica that pulled it last, which has read it
-        self.bins: dict[
-            tuple, dict[str | None, dict[int, None]]
-        ] = {}  # key -> home -> prompts, in the order of the queue
-        self.due: list[tuple] = []  # heap of the keys
-        self.place: dict[int, tuple] = {}  # prompt -> key, home
-        self.out: dict[int, tuple[str, int]] = {}  # ticket -> replica, request
-        self.busy: dict[str, set[int]] = {}  # replicas at work -> their tickets
-        self.loads: list[
-            tuple[int, int, str]
-        ] = []  # heap of load, number of joining, replica; old loads are skipped
-        self.seen: dict[str, float] = {}  # their last sign of life
-        self.lost = Counter()  # request -> how often its replica was lost
-        self.tickets, self.turns, self.joined, self.left = count(), count(), {}, len(self.requests)
+            self.waiting[self.group[i]].append(i)
+        # prompt -> the replica that pulled it last, which has read it
+        self.home: dict[int, str] = {}
+        # the queue: key -> home -> prompts in their order; a heap of the keys; prompt -> key, home
+        self.bins: dict[tuple, dict[str | None, dict[int, None]]] = {}
+        self.due: list[tuple] = []
+        self.place: dict[int, tuple] = {}
+        # ticket -> replica, request
+        self.out: dict[int, tuple[str, int]] = {}
+        self.tickets = count()
+        # replicas at work -> their tickets, last sign of life, number of joining
+        self.busy: dict[str, set[int]] = {}
+        self.seen: dict[str, float] = {}
+        self.joined: dict[str, int] = {}
+        self.turns = count()
+        # heap of load, number of joining, replica; old loads are skipped
+        self.loads: list[tuple[int, int, str]] = []
+        # request -> how often its replica was lost
+        self.lost = Counter()
         for g in self.waiting:
             self._file(g)
 
-    def _file(
-        self, g
-    ):  # where it stands in the queue: by its first request, and what was lost before all else
-        q, old = self.waiting[g], self.place.get(g)
-        new = q and (
-            ((0, 0) if self.lost[q[0]] else (1, self.order(self.requests[q[0]]))),
-            self.home.get(g),
-        )
-        if new == old:
+    def _file(self, g):
+        "Where a prompt stands: by its first request, and what was lost before all else"
+        waiting, old, new = self.waiting[g], self.place.get(g), None
+        if waiting:
+            first = waiting[0]
+            key = (0, 0) if self.lost[first] else (1, self.order(self.requests[first]))
+            new = key, self.home.get(g)
+        if new and new == old:
             return
         if old:
-            homes = self.bins[old[0]]
-            del homes[old[1]][g]
-            if not homes[old[1]]:
-                del homes[old[1]]
-        if not q:
+            key, home = self.place.pop(g)
+            del self.bins[key][home][g]
+            if not self.bins[key][home]:
+                del self.bins[key][home]
+        if not new:
             del self.waiting[g]
-            self.place.pop(g, None)
             return
         key, home = self.place[g] = new
         if key not in self.bins:
@@ -89,46 +87,48 @@ class PullQueue:
             heapq.heappush(self.due, key)
         self.bins[key].setdefault(home, {})[g] = None
 
-    def _next(
-        self, replica
-    ):  # of what is due: a prompt that it has read, else one that nobody has, else share one
-        while self.due and not self.bins[self.due[0]]:
+    def _next(self, replica):
+        "Of what is due: a prompt that it has read, else one that nobody has, else share one"
+        while not self.bins[self.due[0]]:
             del self.bins[heapq.heappop(self.due)]
-        if not self.due:
-            return None
         homes = self.bins[self.due[0]]
-        g = next(
-            iter(
-                homes[replica if replica in homes else None if None in homes else next(iter(homes))]
-            )
-        )
+        if replica in homes:
+            home = replica
+        elif None in homes:
+            home = None
+        else:
+            home = next(iter(homes))
+        g = next(iter(homes[home]))
         self.home[g] = replica
         i = self.waiting[g].popleft()
         self._file(g)
         return i
 
-    def _load(self, replica):  # it has one request more or less
-        if (n := len(self.busy[replica])) < self.slots:
-            heapq.heappush(self.loads, (n, self.joined[replica], replica))
+    def _load(self, replica):
+        "It has one request more or less"
+        load = len(self.busy[replica])
+        if load < self.slots:
+            heapq.heappush(self.loads, (load, self.joined[replica], replica))
 
-    def _fits(self, load, replica):  # is this still its load, and can it take one more?
+    def _fits(self, load, replica):
+        "Is this still its load?"
         return replica in self.busy and len(self.busy[replica]) == load
 
     def join(self, replica: str, now: float):
         "This replica takes requests"
         if replica in self.busy:
             raise ValueError(f'replica {replica} has joined before: let it `leave` first')
-        self.busy[replica], self.seen[replica], self.joined[replica] = set(), now, next(self.turns)
+        self.busy[replica] = set()
+        self.seen[replica] = now
+        self.joined[replica] = next(self.turns)
         self._load(replica)
 
     def pull(
         self,
         now: float,  # seconds, from any start
-    ) -> (
-        tuple[int, str, Request] | None
-    ):  # ticket, replica, request; None = nothing waits, or no slot is free
-        "The replica with the fewest requests takes one more"
-        while self.loads and not self._fits(*self.loads[0][::2]):
+    ) -> tuple[int, str, Request] | None:  # ticket, replica, request
+        "The replica with the fewest requests takes one more. None: nothing waits, or no slot is free"
+        while self.loads and not self._fits(self.loads[0][0], self.loads[0][2]):
             heapq.heappop(self.loads)
         if not self.waiting or not self.loads:
             return None
@@ -143,7 +143,7 @@ class PullQueue:
         return ticket, replica, self.requests[i]
 
     def finish(self, ticket: int, now: float) -> bool:
-        "Does this answer count? An answer counts once, and not at all when its request was given to another replica"
+        "Does this answer count? Only once, and not when its request was given to another replica"
         if ticket not in self.out:
             return False
         replica, i = self.out.pop(ticket)
@@ -161,7 +161,7 @@ class PullQueue:
             self.seen[replica] = now
 
     def leave(self, replica: str) -> list[Request]:
-        "The replica is lost: its requests go to the front of the queue, and what it answers later does not count"
+        "The replica is lost: its requests go to the front, and what it answers later does not count"
         lost = [self.out.pop(t)[1] for t in sorted(self.busy.pop(replica, ()))]
         self.lost.update(lost)
         for i in reversed(lost):
@@ -198,133 +198,11 @@ class PullQueue:
 
 # %% ../../nbs/rollout/03_pull_queue.ipynb #b9fde482
 @dataclass(frozen=True)
-class Fault:
-    "What happens to a replica in a simulation"
-
-    replica: str
-    at: float  # seconds
-    back: float = inf  # seconds until it takes requests again; inf = never
-    late: float | None = (
-        None  # None: it dies, and answers nothing more; else it hangs, and answers so much later
-    )
-
-
-@dataclass(frozen=True)
-class Span:
-    "One request on one replica, from when it was given out until its answer came or the replica was lost"
+class Attempt:
+    "One request on one replica, from when it was given out until it was answered or lost"
 
     replica: str
     index: int  # of the request
     start: float
     end: float
     outcome: str  # 'done', 'lost', 'late' or 'dropped'
-
-
-# %% ../../nbs/rollout/03_pull_queue.ipynb #dbb67518
-class Simulation:
-    "A dispatcher at work, in virtual time"
-
-    def __init__(
-        self,
-        dispatcher: PullQueue,
-        seconds: Callable[[Request, str], float],  # that a request takes on a replica
-        replicas: Iterable[str],
-        faults: Iterable[Fault] = (),
-        timeout_s: float = inf,  # a replica that owes answers and gives none for so long is lost
-        max_restarts: int = 3,  # of one replica
-    ):
-        self.d, self.seconds, self.timeout_s, self.max_restarts = (
-            dispatcher,
-            seconds,
-            timeout_s,
-            max_restarts,
-        )
-        self.spans: list[Span] = []
-        self.events, self.number = [], count()
-        self.given: dict[int, tuple[str, int, float]] = {}  # ticket -> replica, request, start
-        self.hung, self.gone, self.losses = {}, set(), Counter()
-        for r in replicas:
-            self.join(r, 0)
-        for f in faults:
-            self.at(f.at, 'fault', f)
-
-    def at(self, time, what, who=None):
-        heapq.heappush(self.events, (time, next(self.number), what, who))
-
-    def span(self, ticket, now, outcome):
-        self.spans.append(Span(*self.given[ticket], now, outcome))
-
-    def watch(self, now):  # look again when it would have been silent for too long
-        if self.timeout_s < inf:
-            self.at(now + self.timeout_s, 'look')
-
-    def join(self, r, now):
-        self.d.join(r, now)
-
-    def begin(self, ticket, r, request, now):
-        self.at(now + self.seconds(request, r), 'answer', ticket)
-
-    def finish(self, ticket, now):
-        return self.d.finish(ticket, now)
-
-    def give(self, now):
-        while handed := self.d.pull(now):
-            ticket, r, request = handed
-            self.given[ticket] = r, self.d.out[ticket][1], now
-            self.begin(ticket, r, request, now)
-            self.watch(now)
-
-    def lose(self, r, now, back):
-        for t in sorted(self.d.busy[r]):
-            self.span(t, now, 'lost')
-        self.d.leave(r)
-        self.losses[r] += 1
-        if self.losses[r] <= self.max_restarts and back < inf:
-            self.at(now + back, 'join', r)
-
-    def answer(self, ticket, now):
-        f = self.hung.get(self.given[ticket][0])
-        if ticket in self.gone:
-            return
-        if f and ticket in self.d.out and now < f.at + f.late:
-            return self.at(now + f.late, 'answer', ticket)
-        self.span(ticket, now, 'done' if self.finish(ticket, now) else 'late')
-        self.watch(now)
-
-    def fault(self, f, now):
-        if f.replica not in self.d.busy:
-            return
-        if f.late is not None:
-            self.hung[f.replica] = f
-            return
-        self.gone |= self.d.busy[f.replica]  # the dead do not answer
-        self.lose(f.replica, now, f.back)
-
-    def look(self, _, now):  # who has been silent for too long?
-        for r in self.d.silent(now, self.timeout_s):
-            f = self.hung.pop(r, None)
-            self.lose(r, now, f.back if f else 0)
-
-    def run(self) -> list[Span]:
-        "Raises RuntimeError if no replica is left and none comes back"
-        self.give(0)
-        while self.d.left:
-            if not self.events or not self.d.busy and not any(e[2] == 'join' for e in self.events):
-                raise RuntimeError(f'{self.d.left} requests wait and no replica is left')
-            now, _, what, who = heapq.heappop(self.events)
-            getattr(self, what)(who, now)
-            self.give(now)
-        return self.spans
-
-
-def simulate(
-    requests: Sequence[Request],
-    seconds: Callable[[Request, str], float],  # that a request takes on a replica
-    replicas: Iterable[str],
-    slots: int,
-    *args,
-    order: Callable[[Request], Any] = lambda r: 0,
-    **kwargs,
-) -> list[Span]:
-    "Runs a `Simulation` of these requests"
-    return Simulation(PullQueue(requests, slots, order), seconds, replicas, *args, **kwargs).run()

@@ -1,4 +1,4 @@
-"""Long responses begin first, so that none is left at the end; their lengths are predicted from what came before.
+"""Long responses begin first, so that none is left at the end; lengths are predicted.
 
 Docs: https://compassrl.github.io/compassrl/rollout/schedule.html.md"""
 
@@ -8,7 +8,7 @@ Docs: https://compassrl.github.io/compassrl/rollout/schedule.html.md"""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, inf, log, log2
 from statistics import median
@@ -16,11 +16,10 @@ from typing import Literal
 
 import torch
 
-from ..records import Request, RolloutEngine, Sample, derive_seed
-from .pull_queue import PullQueue
+from ..records import Request, Sample, derive_seed
 
 # %% auto #0
-__all__ = ['ScheduleConfig', 'LengthPredictor', 'prediction_error', 'Schedule', 'scheduled']
+__all__ = ['ScheduleConfig', 'LengthPredictor', 'prediction_error', 'Schedule']
 
 
 # %% ../../nbs/rollout/04_schedule.ipynb #62c4a648
@@ -55,7 +54,8 @@ class ScheduleConfig:
 
 # %% ../../nbs/rollout/04_schedule.ipynb #91351e1b
 class LengthPredictor:
-    "How many tokens a response will have, from lengths that came before; the first link that knows anything answers"
+    """How many tokens a response will have, from lengths that came before; the first link that
+    knows anything answers"""
 
     def __init__(
         self,
@@ -63,15 +63,14 @@ class LengthPredictor:
         recent: int = 256,  # lengths that a median is taken of
     ):
         self.decay, self.num_recent = decay, recent
-        self.history: dict[
-            str, float
-        ] = {}  # prompt -> log of its usual length in earlier `generate`s
-        self.group: dict[str, list[int]] = {}  # prompt -> lengths of this one
-        self.recent: dict[str, deque[int]] = {}  # feature -> last lengths; '' = all
-        self.medians: dict[str, float] = {}  # of those, until the next comes
-        self.pairs: list[
-            tuple[float, int]
-        ] = []  # of this `generate`: predicted when it was handed out, true
+        # prompt -> log of its usual length in earlier `generate`s; lengths of this one
+        self.history: dict[str, float] = {}
+        self.group: dict[str, list[int]] = {}
+        # feature -> last lengths, '' = all; their medians, until the next comes
+        self.recent: dict[str, deque[int]] = {}
+        self.medians: dict[str, float] = {}
+        # of this `generate`: predicted when it was handed out, true
+        self.pairs: list[tuple[float, int]] = []
 
     def begin(self):
         "A new `generate`: the groups of the one before become history"
@@ -82,9 +81,8 @@ class LengthPredictor:
         self.pairs.clear()
 
     @staticmethod
-    def feature(
-        prompt_id: str, num_tokens: int
-    ) -> str:  # domain (the id up to its last dash) and size of the prompt
+    def feature(prompt_id: str, num_tokens: int) -> str:
+        "Domain (the id up to its last dash) and size of the prompt"
         return f'{prompt_id.rpartition("-")[0]}/{num_tokens.bit_length()}'
 
     def _median(self, key):
@@ -96,17 +94,18 @@ class LengthPredictor:
         self,
         prompt_id: str,
         num_tokens: int,  # of the prompt
-    ) -> tuple[
-        str, float
-    ]:  # which link answers, and response tokens; 'limit', inf = none knows anything
+    ) -> tuple[str, float]:
+        "Which link answers, and response tokens; 'limit', inf = none knows anything"
         own = list(self.group.get(prompt_id, ()))
         if prompt_id in self.history:
             own.append(exp(self.history[prompt_id]))
         if own:
             return 'own', max(own)
-        for name, k in (('features', self.feature(prompt_id, num_tokens)), ('median', '')):
-            if k in self.recent:
-                return name, self._median(k)
+        feature = self.feature(prompt_id, num_tokens)
+        if feature in self.recent:
+            return 'features', self._median(feature)
+        if '' in self.recent:
+            return 'median', self._median('')
         return 'limit', inf
 
     def predict(self, r: Request) -> float:  # response tokens
@@ -132,17 +131,15 @@ class LengthPredictor:
 
 
 # %% ../../nbs/rollout/04_schedule.ipynb #ac372533
-def _ranks(x):  # equal values share their mean rank
+def _ranks(x):
+    "Equal values share their mean rank"
     _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - (counts.double() - 1) / 2)[inverse]
 
 
-def prediction_error(
-    predicted: Sequence[float], lengths: Sequence[int]
-) -> dict[
-    str, float
-]:  # log_error: median |log(predicted/true)|; spearman: correlation of the ranks, 0 if all are equal
-    "How far off, and how well ordered: a queue needs the order alone"
+def prediction_error(predicted: Sequence[float], lengths: Sequence[int]) -> dict[str, float]:
+    """How far off, and how well ordered: a queue needs the order alone. `log_error` is the median
+    |log(predicted/true)|, `spearman` the correlation of the ranks, 0 if all are equal"""
     p, n = torch.tensor(predicted).double(), torch.tensor(lengths).double()
     a, b = (r - r.mean() for r in (_ranks(p), _ranks(n)))
     scale = (a.square().sum() * b.square().sum()).sqrt()
@@ -166,27 +163,27 @@ class Schedule:
         for r in self.requests:
             self.open.setdefault(r.prompt_id, {})[r.index] = r
         self.probes = {id: min(group) for id, group in self.open.items()} if config.probe else {}
-        for group in map(
-            list, map(dict.values, self.open.values())
-        ):  # further samples under indices of their own
-            for k in range(ceil(config.over_provision * len(group))):
-                r = group[k % len(group)]
-                new = dict(
-                    index=max(r.index for r in group) + 1 + k, seed=derive_seed(r.seed, 'more', k)
-                )
-                self.requests.append(replace(r, **new))
+        for group in self.open.values():
+            self.requests += self._more(list(group.values()))
+
+    def _more(self, group):
+        "Further samples, under indices of their own"
+        free = max(r.index for r in group) + 1
+        for k in range(ceil(self.config.over_provision * len(group))):
+            r = group[k % len(group)]
+            yield replace(r, index=free + k, seed=derive_seed(r.seed, 'more', k))
 
     def order(self, r: Request) -> tuple:  # smallest first
-        "Probes of prompts that nobody knows; the rest of those, whose probe may well be long; then the longest"
+        """Probes of prompts that nobody knows; the rest of those, whose probe may well be long;
+        then the longest"""
         link, tokens = self.predictor.link(r.prompt_id, len(r.prompt_ids))
         self.guesses[r.prompt_id, r.index] = tokens  # the last time is when it is next
         if self.config.order == 'fifo':
             return ()
-        tier = (
-            2
-            if link == 'own' or r.prompt_id not in self.probes
-            else int(r.index != self.probes[r.prompt_id])
-        )
+        if link == 'own' or r.prompt_id not in self.probes:
+            tier = 2
+        else:
+            tier = int(r.index != self.probes[r.prompt_id])
         return tier, -round(4 * log2(min(tokens, r.params.max_tokens)))
 
     def observe(self, s: Sample):
@@ -199,35 +196,10 @@ class Schedule:
     def label(self, s: Sample) -> Sample:
         "A sample that counts, under an index that was asked for"
         left = self.open[s.prompt_id]
-        return replace(s, index=left.pop(s.index if s.index in left else max(left)).index)
+        index = s.index if s.index in left else max(left)
+        del left[index]
+        return replace(s, index=index)
 
     def full(self, s: Sample) -> bool:
         "May what still runs of its group be dropped?"
         return self.config.over_provision > 0 and not self.open[s.prompt_id]
-
-
-# %% ../../nbs/rollout/04_schedule.ipynb #7b66384b
-def scheduled(
-    engine: RolloutEngine,  # takes a request when it has room for one
-    requests: Iterable[Request],
-    predictor: LengthPredictor,
-    config: ScheduleConfig = ScheduleConfig(),
-) -> Iterator[Sample]:
-    "`engine.generate` in the order of a schedule; the predictor learns from every sample"
-    s, given = Schedule(requests, config, predictor), {}
-    d = PullQueue(s.requests, len(s.requests) or 1, s.order)
-    d.join('engine', 0)
-
-    def pulls():
-        while handed := d.pull(0):
-            ticket, _, r = handed
-            given[r.prompt_id, r.index] = ticket, r
-            yield r
-
-    for sample in engine.generate(pulls()):
-        ticket, r = given.pop((sample.prompt_id, sample.index))
-        s.observe(sample)
-        if d.finish(ticket, 0):
-            yield s.label(sample)
-        if s.full(sample):
-            d.drop(r)  # those that run end in vain: this engine cannot abort

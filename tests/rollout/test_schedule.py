@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import statistics
+import types
 from collections import Counter
 
 import pytest
@@ -18,6 +19,7 @@ from compassrl.rollout import schedule as scheduling
 from compassrl.rollout.pull_queue import PullQueue
 from compassrl.train import balance as balancing
 from compassrl.train.torch_engine import response_log_probs
+from tests.support import scheduled
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import random
 
@@ -248,7 +250,7 @@ LAWS = [chain, once, probes, corrects, whole_groups, errors]
 
 @pytest.mark.parametrize('law', LAWS, ids=lambda law: law.__name__)
 def test_law(law):
-    law(scheduling)
+    law(types.SimpleNamespace(**vars(scheduling), scheduled=scheduled.scheduled))
 
 
 def test_partition():
@@ -268,12 +270,12 @@ def test_partition():
             'self.link(r.prompt_id, len(r.prompt_ids))[1]',
         ),
         ('-round(4*log2', 'round(4*log2'),  # shortest first
-        ("tier = 2 if link=='own' or", 'tier = 2 if'),  # known ones are probed
+        ("if link == 'own' or", 'if'),  # known ones are probed
         ('int(r.index!=self.probes[r.prompt_id])', '0'),  # all are probes
         ("derive_seed(r.seed, 'more', k)", 'r.seed'),  # the same sample again
         (
-            'left.pop(s.index if s.index in left else max(left)).index',
-            's.index',
+            'index = s.index if s.index in left else max(left)',
+            'index = s.index',
         ),  # an index nobody asked for
         ('if d.finish(ticket, 0): yield s.label(sample)', 'yield s.label(sample)'),
         ('        if s.full(sample): d.drop(r)', '        if False: d.drop(r)'),
@@ -286,7 +288,7 @@ def test_partition():
 def test_faults_are_noticed(old, new):
     assert noticed(
         [*LAWS, partition],
-        planted((scheduling, balancing), old, new),
+        planted((scheduling, scheduled, balancing), old, new),
         KeyError,
         ValueError,
         TypeError,

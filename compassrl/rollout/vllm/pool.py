@@ -30,7 +30,7 @@ from ...model.policy import PolicyConfig
 from ...model.pretrained import checked_weights
 from ...records import Metrics, Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights
-from ..pull_queue import PullQueue, Span
+from ..pull_queue import Attempt, PullQueue
 from ..requests import check_request
 from ..schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error
 from .config import VllmConfig
@@ -100,7 +100,7 @@ class VllmPool(RolloutEngine):
         self.version: int | None = None
         self.parts: list[Path] = []  # the weights, for servers that come back
         self.last_sync: dict[str, float] = {}
-        self.spans: list[Span] = []  # of the last `generate`, in seconds of `time.perf_counter`
+        self.spans: list[Attempt] = []  # of the last `generate`, in seconds of `time.perf_counter`
         self.turns: list[tuple[float, str, str]] = []  # when which replica was 'lost' or 'up' again
         self.job = self.events = None
         self.loop = asyncio.new_event_loop()
@@ -425,7 +425,7 @@ async def _take(self: VllmPool, d: PullQueue, plan: Schedule, tasks: dict, out: 
         return d.alive(r.name, time.perf_counter())
     now = time.perf_counter()
     answer.timings['replica'] = float(list(self.replicas).index(r.name))
-    self.spans.append(Span(r.name, i, start, now, 'done'))
+    self.spans.append(Attempt(r.name, i, start, now, 'done'))
     plan.observe(answer)  # before the queue moves on: its order may be another now
     if d.finish(ticket, now):
         out.put(plan.label(answer))
@@ -435,7 +435,7 @@ async def _take(self: VllmPool, d: PullQueue, plan: Schedule, tasks: dict, out: 
     for t in d.drop(d.requests[i]):  # the last to end of a group that asked for more than it needs
         task, i, start = tasks.pop(t)
         task.cancel()
-        self.spans.append(Span(where[t], i, start, now, 'dropped'))
+        self.spans.append(Attempt(where[t], i, start, now, 'dropped'))
 
 
 def _drop(self: VllmPool, d: PullQueue, tasks: dict, r: Replica, why: str):
@@ -444,7 +444,7 @@ def _drop(self: VllmPool, d: PullQueue, tasks: dict, r: Replica, why: str):
         task, i, start = tasks.pop(ticket)
         task.cancel()
         if i >= 0:
-            self.spans.append(Span(r.name, i, start, time.perf_counter(), 'lost'))
+            self.spans.append(Attempt(r.name, i, start, time.perf_counter(), 'lost'))
     d.leave(r.name)
     _lose(self, r, why)
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import LossConfig, PolicyLoss, tis_weights
-from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.hf_config import write_config
+from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import (
     checked_weights,
     hf_weights,
