@@ -1,4 +1,4 @@
-"""The log-probability of a token needs the logits of the whole vocabulary, but never those of all tokens at once.
+"""A log-probability needs the logits of the whole vocabulary, but never of all tokens at once.
 
 Docs: https://compassrl.github.io/compassrl/model/log_probs.html.md"""
 
@@ -17,7 +17,8 @@ __all__ = ['dense_log_probs', 'token_log_probs']
 
 
 # %% ../../nbs/model/02_log_probs.ipynb #79754d31
-def _logits(hidden, head, temperature):  # in fp32, or in fp64 if given that
+def _logits(hidden, head, temperature):
+    "In fp32, or in fp64 if given that"
     z = F.linear(hidden, head)
     return z.to(torch.promote_types(z.dtype, torch.float)).div_(temperature)
 
@@ -36,9 +37,8 @@ def dense_log_probs(
 
 
 # %% ../../nbs/model/02_log_probs.ipynb #e37e229e
-def _chunk(
-    hidden, head, targets, temperature
-):  # [n] log-probs, entropies, and the log of the softmax's denominator
+def _chunk(hidden, head, targets, temperature):
+    "`[n]` log-probs, entropies, and the log of the softmax's denominator"
     log_probs = _logits(hidden, head, temperature)
     log_z = log_probs.logsumexp(1, keepdim=True)
     log_probs -= log_z
@@ -46,14 +46,13 @@ def _chunk(
     return log_probs.gather(1, targets[:, None])[:, 0], entropy, log_z[:, 0]
 
 
-class _Chunked(
-    torch.autograd.Function
-):  # forgets the logits, and computes them again when the gradient asks
+class _Chunked(torch.autograd.Function):
+    "Forgets the logits, and computes them again when the gradient asks"
+
     @staticmethod
-    def forward(ctx, hidden, head, targets, temperature, rows):  # rows: tokens of a chunk
-        parts = [
-            _chunk(h, head, y, temperature) for h, y in zip(hidden.split(rows), targets.split(rows))
-        ]
+    def forward(ctx, hidden, head, targets, temperature, rows):
+        chunks = zip(hidden.split(rows), targets.split(rows))
+        parts = [_chunk(h, head, y, temperature) for h, y in chunks]
         log_probs, entropy, log_z = map(torch.cat, zip(*parts))
         ctx.save_for_backward(hidden, head, targets, log_z)
         ctx.temperature, ctx.rows = temperature, rows
@@ -65,9 +64,9 @@ class _Chunked(
     def backward(ctx, grad, _):
         hidden, head, targets, log_z = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        to_head = (
-            torch.zeros_like(head, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
-        )  # a sum over chunks
+        to_head = None
+        if ctx.needs_input_grad[1]:  # a sum over chunks
+            to_head = torch.zeros_like(head, dtype=log_z.dtype)
         for start in range(0, len(hidden), ctx.rows):
             at = slice(start, start + ctx.rows)
             h, g = hidden[at], grad[at, None] / ctx.temperature
@@ -75,9 +74,13 @@ class _Chunked(
             d = d.scatter_add_(1, targets[at, None], g).to(h.dtype)  # g (1[v = y] - p_v)
             if to_hidden is not None:
                 to_hidden[at] = d @ head
-            if to_head is not None:
-                to_head.addmm_(d.mT, h) if d.dtype == to_head.dtype else to_head.add_(d.mT @ h)
-        return to_hidden, None if to_head is None else to_head.to(head.dtype), None, None, None
+            if to_head is not None and d.dtype == to_head.dtype:
+                to_head.addmm_(d.mT, h)
+            elif to_head is not None:
+                to_head.add_(d.mT @ h)
+        if to_head is not None:
+            to_head = to_head.to(head.dtype)
+        return to_hidden, to_head, None, None, None
 
 
 # %% ../../nbs/model/02_log_probs.ipynb #326a644a
@@ -87,10 +90,9 @@ def token_log_probs(
     targets: Tensor,  # [N] int64, the tokens
     temperature: float = 1.0,  # the one that they were sampled with
     max_logits: int = 2**26,  # [n, V] logits alive at a time: memory, never the result
-) -> tuple[
-    Tensor, Tensor
-]:  # [N] log-probs and [N] entropies in nats, fp32 (fp64 if given that); entropy has no gradient
-    "Log-softmax of `hidden @ head.T`, a chunk of tokens at a time in both passes. Raises ValueError"
+) -> tuple[Tensor, Tensor]:  # [N] log-probs; [N] entropies in nats, without gradient
+    """Log-softmax of `hidden @ head.T` in fp32 (fp64 if given that), a chunk of tokens at a time in
+    both passes. Raises ValueError"""
     if not temperature > 0:
         raise ValueError(f'temperature={temperature}: use more than 0')
     if max_logits < 1:

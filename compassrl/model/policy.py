@@ -71,7 +71,8 @@ class PolicyConfig:
             )
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f'num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}'
+                f'num_experts_per_tok={self.num_experts_per_tok} exceeds '
+                f'num_experts={self.num_experts}'
             )
         if self.head_dim % 2:
             raise ValueError(f'head_dim={self.head_dim} is odd: rotary embeddings turn pairs')
@@ -87,11 +88,11 @@ class MoE(nn.Module):
 
     def __init__(self, c: PolicyConfig):
         super().__init__()
-        E, D, I = c.num_experts, c.hidden_size, c.moe_intermediate_size
+        E, D, width = c.num_experts, c.hidden_size, c.moe_intermediate_size
         self.K, self.norm = c.num_experts_per_tok, c.norm_topk_prob
         self.router = nn.Parameter(torch.empty(E, D))
-        self.gate_up = nn.Parameter(torch.empty(E, 2 * I, D))
-        self.down = nn.Parameter(torch.empty(E, D, I))
+        self.gate_up = nn.Parameter(torch.empty(E, 2 * width, D))
+        self.down = nn.Parameter(torch.empty(E, D, width))
 
     def route(self, x, replay=None, valid=None):
         """`[N, K]` gates, the ids that they are for (`replay` where `valid`) and the router's own;

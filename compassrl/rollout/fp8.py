@@ -1,4 +1,4 @@
-"""Weights in blocks of 128x128 and activations in rows of 128, each with a scale of its own: what that costs in accuracy, which tensors must not have it, and what corrects the rest.
+"""Weights in blocks of 128x128, activations in rows of 128, each with a scale: what it costs.
 
 Docs: https://compassrl.github.io/compassrl/rollout/fp8.html.md"""
 
@@ -60,35 +60,31 @@ def encode_e4m3(
 
 
 # %% ../../nbs/rollout/02_fp8.ipynb #2864cf8f
-weight_block, row_block = (
-    (128, 128),
-    (1, 128),
-)  # of weights and of activations: rows and columns that share a scale
+# rows and columns that share a scale
+weight_block = 128, 128
+row_block = 1, 128  # of activations
 
 
-def _cut(
-    x, block
-):  # [..., O, I] -> [..., blocks, o, blocks, i]; a block is not larger than the matrix
-    O, I = x.shape[-2:]
-    o, i = (max(1, min(b, n)) for b, n in zip(block, (O, I)))
-    return (
-        F.pad(x, (0, -I % i, 0, -O % o))
-        .unflatten(-1, (-(-I // i), i))
-        .unflatten(-3, (-(-O // o), o))
-    )
+def _cut(x, block):
+    "`[..., O, I]` to `[..., blocks, o, blocks, i]`; a block is not larger than the matrix"
+    rows, columns = x.shape[-2:]
+    height, width = (max(1, min(b, n)) for b, n in zip(block, (rows, columns)))
+    x = F.pad(x, (0, -columns % width, 0, -rows % height))
+    x = x.unflatten(-1, (-(-columns // width), width))
+    return x.unflatten(-3, (-(-rows // height), height))
 
 
-def _join(blocks, O, I):
-    return blocks.flatten(-4, -3).flatten(-2)[..., :O, :I]  # the way back
+def _join(blocks, rows, columns):
+    "The way back"
+    return blocks.flatten(-4, -3).flatten(-2)[..., :rows, :columns]
 
 
 def quantise(
     x: Tensor,  # [..., O, I]
     block: tuple[int, int] = weight_block,  # rows and columns that share a scale
-) -> tuple[
-    Tensor, Tensor
-]:  # codes e4m3 [..., O, I], scales fp32 [..., O/rows, I/columns] rounded up
-    "x is about codes * scales. A block with an infinity or a NaN becomes NaN as a whole"
+) -> tuple[Tensor, Tensor]:  # codes e4m3 [..., O, I]; scales fp32 [..., O/rows, I/columns]
+    """x is about codes * scales, whose shape is rounded up. A block with an infinity or a NaN
+    becomes NaN as a whole"""
     b = _cut(x.float(), block)
     scales = b.abs().amax((-3, -1), keepdim=True) / largest
     scales = scales.masked_fill(scales == 0, 1)
@@ -109,7 +105,8 @@ def dequantise(
 def takes_fp8(
     name: str,  # a Hugging Face name
 ) -> bool:
-    "A projection of attention, of a dense MLP or of an expert; not a router, an embedding, the head or a norm"
+    """A projection of attention, of a dense MLP or of an expert; not a router, an embedding, the
+    head or a norm"""
     return name.endswith('_proj.weight')
 
 
@@ -117,16 +114,20 @@ def _finite(name, codes, scales):
     if scales.isfinite().all():
         return codes, scales
     raise ValueError(
-        f'{name} has values that are not finite: nothing can be sampled with it, go back to a checkpoint'
+        f'{name} has values that are not finite: nothing can be sampled with it, '
+        'go back to a checkpoint'
     )
 
 
 def fp8_weights(
     weights: Iterable[tuple[str, Tensor]],  # by their Hugging Face names
 ) -> Iterator[tuple[str, Tensor]]:  # the same names, shapes and dtypes; one tensor at a time
-    "Matrices quantised and dequantised, for an engine without FP8 kernels. Raises ValueError for an infinity or a NaN"
+    """Matrices quantised and dequantised, for an engine without FP8 kernels. Raises ValueError for
+    an infinity or a NaN"""
     for name, w in weights:
-        yield name, dequantise(*_finite(name, *quantise(w))).to(w.dtype) if takes_fp8(name) else w
+        if takes_fp8(name):
+            w = dequantise(*_finite(name, *quantise(w))).to(w.dtype)
+        yield name, w
 
 
 # %% ../../nbs/rollout/02_fp8.ipynb #8a960937
@@ -135,7 +136,8 @@ def scaled_mm(
     codes: Tensor,  # e4m3 [out, in]; both multiples of 128
     scales: Tensor,  # [out/128, in/128]
 ) -> Tensor:  # [n, out]
-    "Codes times codes by cuBLAS, on Hopper: pieces of 128 added in fp32, by both scales (not run on GPU)"
+    """Codes times codes by cuBLAS, on Hopper: pieces of 128 added in fp32, by both scales (not run
+    on GPU)"""
     n, k = len(x), scales.shape[1]
     a, row = quantise(F.pad(x, (0, 0, 0, -n % 4)), row_block)  # it wants whole fours of rows ...
     row = row.t().contiguous().t()  # ... the scales of one piece side by side ...
@@ -144,7 +146,8 @@ def scaled_mm(
 
 
 class Fp8Rollout(TorchRollout):
-    "`TorchRollout` with products in FP8: weights 128x128, activations 1x128. Raises ValueError for weights not finite"
+    """`TorchRollout` with products in FP8: weights 128x128, activations 1x128. Raises ValueError
+    for weights not finite"""
 
     def __init__(
         self,
@@ -159,9 +162,8 @@ class Fp8Rollout(TorchRollout):
     ):
         super().__init__(config, num_slots, dtype, device, return_routes)
         self.weights, self.activations, self.kv_cache = weights, activations, kv_cache
-        hopper = torch.device(device).type == 'cuda' and torch.cuda.get_device_capability(
-            device
-        ) == (9, 0)
+        on_gpu = torch.device(device).type == 'cuda'
+        hopper = on_gpu and torch.cuda.get_device_capability(device) == (9, 0)
         self.has_kernel = weights and activations and hopper
         self.wide = torch.promote_types(dtype, torch.float32)
 
@@ -170,28 +172,27 @@ class Fp8Rollout(TorchRollout):
         "As of `TorchRollout`, then quantised"
         super().load_weights(weights, version)
         self.version = None  # until all are finite
-        for i, l in enumerate(self.layers if self.weights else []):
+        for i, layer in enumerate(self.layers if self.weights else []):
             for k in ('qkv', 'out', 'gate_up', 'down'):
-                setattr(l, k, self.keep(f'layer {i}: {k}', getattr(l, k)))
+                setattr(layer, k, self.keep(f'layer {i}: {k}', getattr(layer, k)))
         self.version = version
 
-    def keep(
-        self, name, w
-    ):  # what `product` or `expert_product` gets: codes and scales, or what they stand for
+    def keep(self, name, w):
+        "What `product` or `expert_product` gets: codes and scales, or what they stand for"
         out_in = w if w.dim() == 3 else w.mT
         codes, scales = _finite(name, *quantise(out_in))
         if self.has_kernel and not any(n % 128 for n in out_in.shape[-2:]):
             return codes.contiguous(), scales
         w = w.to(self.wide)
-        (w if w.dim() == 3 else w.mT).copy_(
-            dequantise(codes, scales)
-        )  # in place: its layout is the fast one
+        out_in = w if w.dim() == 3 else w.mT
+        out_in.copy_(dequantise(codes, scales))  # in place: its layout is the fast one
         return w
 
-    def rounded(self, x, w):  # an input as `w` meets it
-        return (dequantise(*quantise(x, row_block), row_block) if self.activations else x).to(
-            w.dtype
-        )
+    def rounded(self, x, w):
+        "An input as `w` meets it"
+        if self.activations:
+            x = dequantise(*quantise(x, row_block), row_block)
+        return x.to(w.dtype)
 
     def product(self, x, w):
         if isinstance(w, tuple):
@@ -202,10 +203,11 @@ class Fp8Rollout(TorchRollout):
         if not isinstance(w, tuple):
             return super().expert_product(self.rounded(x, w), w, ends).to(x.dtype)
         starts = [0, *ends.tolist()]
-        return torch.cat(
-            [scaled_mm(x[a:b], *cs) for a, b, *cs in zip(starts, starts[1:], *w) if a < b]
-        )
+        experts = zip(starts, starts[1:], *w)
+        return torch.cat([scaled_mm(x[a:b], *cs) for a, b, *cs in experts if a < b])
 
     def cached(self, kv):
+        if not self.kv_cache:
+            return kv
         vector = (1, kv.shape[-1])
-        return dequantise(*quantise(kv, vector), vector).to(kv.dtype) if self.kv_cache else kv
+        return dequantise(*quantise(kv, vector), vector).to(kv.dtype)

@@ -1,4 +1,4 @@
-"""A long response takes several steps, each of which draws a part of it with the newest weights; every token remembers whose it is.
+"""A long response takes several steps; every token remembers whose weights drew it.
 
 Docs: https://compassrl.github.io/compassrl/rollout/partial.html.md"""
 
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 
 import torch
+from fastcore.basics import patch
 
 from ..records import Request, Sample, SamplingParams, derive_seed
 
@@ -35,47 +36,37 @@ class PartialResponses:
             self.groups.setdefault(r.prompt_id, {})[r.index] = r
 
     @property
-    def running(self) -> list[Request]:  # responses that have not ended, as they were asked
-        return [
-            r for id, g in self.groups.items() for k, r in g.items() if (id, k) not in self.ended
-        ]
+    def running(self) -> list[Request]:
+        "Responses that have not ended, as they were asked"
+        asked = [r for group in self.groups.values() for r in group.values()]
+        return [r for r in asked if (r.prompt_id, r.index) not in self.ended]
 
     def parts(self) -> list[Request]:
         "What to draw next of each: its tokens so far are read as a prompt"
-        out = []
-        for r in self.running:
-            old = self.drawn.get((r.prompt_id, r.index))
-            if old is None:
-                out.append(replace(r, params=self._at_most(r, 0)))
-                continue
-            n = len(old.response_ids)
-            out.append(
-                replace(
-                    r,
-                    prompt_ids=tuple(r.prompt_ids) + tuple(old.response_ids),
-                    seed=derive_seed(r.seed, 'part', n),
-                    params=self._at_most(r, n),
-                )
-            )
-        return out
+        return [self._part(r, self.drawn.get((r.prompt_id, r.index))) for r in self.running]
 
-    def _at_most(self, r, n):
-        return replace(r.params, max_tokens=min(self.tokens, r.params.max_tokens - n))
+    def _part(self, r, drawn):
+        n = len(drawn.response_ids) if drawn else 0
+        budget = min(self.tokens, r.params.max_tokens - n)
+        r = replace(r, params=replace(r.params, max_tokens=budget))
+        if not drawn:
+            return r
+        read = tuple(r.prompt_ids) + tuple(drawn.response_ids)
+        return replace(r, prompt_ids=read, seed=derive_seed(r.seed, 'part', n))
 
     def take(self, s: Sample) -> Sample | None:  # the whole response, if this was its last part
-        "Puts a part to its response. Log-probs and versions are those of who drew each token, routes of the last pass"
+        """Puts a part to its response. Log-probs and versions are those of who drew each token,
+        routes of the last pass"""
         key = s.prompt_id, s.index
         r, old = self.groups[s.prompt_id][s.index], self.drawn.get(key)
         drawn_by = torch.full((len(s.response_ids),), s.weight_version)
         ids, log_probs = s.response_ids, s.rollout_log_probs
         if old is not None:
             ids = old.response_ids + ids
-            log_probs, drawn_by = map(
-                torch.cat, ((old.rollout_log_probs, log_probs), (old.token_versions, drawn_by))
-            )
-        assert s.prompt_ids == [*r.prompt_ids, *ids[: len(ids) - len(s.response_ids)]], (
-            f'{key}: a part of something else'
-        )
+            log_probs = torch.cat((old.rollout_log_probs, log_probs))
+            drawn_by = torch.cat((old.token_versions, drawn_by))
+        read = [*r.prompt_ids, *ids[: len(ids) - len(s.response_ids)]]
+        assert s.prompt_ids == read, f'{key}: a part of something else'
         s = self.drawn[key] = replace(
             s,
             prompt_ids=list(r.prompt_ids),
@@ -102,18 +93,18 @@ _tensors = ('rollout_log_probs', 'token_versions', 'routed_experts', 'routes_val
 _plain = ('prompt_id', 'index', 'prompt_ids', 'response_ids', 'finish_reason', 'weight_version')
 
 
-def _state_dict(self: PartialResponses) -> dict:
+@patch
+def state_dict(self: PartialResponses) -> dict:
     "What a checkpoint can hold. Verdicts are left out: who resumes judges again"
     requests = [asdict(r) for g in self.groups.values() for r in g.values()]
     drawn = [{k: getattr(s, k) for k in _plain + _tensors} for s in self.drawn.values()]
     return dict(requests=requests, drawn=drawn, ended=sorted(self.ended))
 
 
-def _load_state_dict(self: PartialResponses, state: dict):
+@patch
+def load_state_dict(self: PartialResponses, state: dict):
     self.groups.clear()
-    self.begin(Request(**r | dict(params=SamplingParams(**r['params']))) for r in state['requests'])
+    for r in state['requests']:
+        self.begin([Request(**r | dict(params=SamplingParams(**r['params'])))])
     self.drawn = {(d['prompt_id'], d['index']): Sample(**d) for d in state['drawn']}
     self.ended = {tuple(k) for k in state['ended']}
-
-
-PartialResponses.state_dict, PartialResponses.load_state_dict = _state_dict, _load_state_dict

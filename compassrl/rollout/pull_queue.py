@@ -127,7 +127,7 @@ class PullQueue:
         self,
         now: float,  # seconds, from any start
     ) -> tuple[int, str, Request] | None:  # ticket, replica, request
-        "The replica with the fewest requests takes one more. None: nothing waits, or no slot is free"
+        "The replica with the fewest requests takes one more; None if nothing waits or none is free"
         while self.loads and not self._fits(self.loads[0][0], self.loads[0][2]):
             heapq.heappop(self.loads)
         if not self.waiting or not self.loads:
@@ -161,7 +161,7 @@ class PullQueue:
             self.seen[replica] = now
 
     def leave(self, replica: str) -> list[Request]:
-        "The replica is lost: its requests go to the front, and what it answers later does not count"
+        "The replica is lost: its requests go to the front, and its late answers do not count"
         lost = [self.out.pop(t)[1] for t in sorted(self.busy.pop(replica, ()))]
         self.lost.update(lost)
         for i in reversed(lost):

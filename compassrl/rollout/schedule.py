@@ -28,7 +28,8 @@ class ScheduleConfig:
     "Which request is generated when. Raises ValueError"
 
     order: Literal['longest', 'fifo'] = 'longest'  # by predicted length, or as they come
-    probe: bool = True  # of a prompt that nobody knows, one sample goes before all others: it tells the length
+    # of a prompt that nobody knows, one sample goes before all others: it tells the length
+    probe: bool = True
     over_provision: float = (
         0.0  # share of samples asked beyond each group; the last to end are dropped: short ones win
     )
@@ -47,7 +48,8 @@ class ScheduleConfig:
             )
         if self.partial_tokens and self.over_provision:
             raise ValueError(
-                f'over_provision={self.over_provision} drops what partial_tokens={self.partial_tokens} '
+                f'over_provision={self.over_provision} drops what '
+                f'partial_tokens={self.partial_tokens} '
                 'would go on with: use one of them'
             )
 

@@ -1,4 +1,5 @@
-"The policy against transformers' Qwen3-MoE: logits, router choices, gradients, greedy text, checkpoints"
+"""The policy against transformers' Qwen3-MoE: logits, router choices, gradients, greedy text,
+checkpoints"""
 
 import json
 import random
@@ -115,7 +116,8 @@ def same(p, q):
     return all(n == m and a.dtype == b.dtype and torch.equal(a, b) for (n, a), (m, b) in pairs)
 
 
-# ---- parity ----------------------------------------------------------------------------------------------------------
+# ---- parity --------------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.parametrize('seed', range(12))
@@ -142,8 +144,8 @@ def test_parity(seed, tmp_path):
 
     scores = out.router_logits if sparse else ()
     assert len(sparse) == len(scores)
-    for i, scores in zip(sparse, scores):
-        assert torch.equal(chosen(scores[mask.flatten()], config), routes[:, i]), f'layer {i}'
+    for i, theirs in zip(sparse, scores):
+        assert torch.equal(chosen(theirs[mask.flatten()], config), routes[:, i]), f'layer {i}'
     assert not routes[:, [i for i in range(config.num_hidden_layers) if i not in sparse]].any()
 
     w = torch.randn(logits.shape, generator=gen)
@@ -232,16 +234,17 @@ def test_greedy_text(seed, tmp_path):
             assert torch.equal(chosen(s[:-1], config), samples[i].routed_experts[:, layer].long())
 
 
-# ---- laws ------------------------------------------------------------------------------------------------------------
+# ---- laws ----------------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize('D, O', [(16, 8), (5, 7), (16, 3), (2, 8)])
-def test_grouped_linear_takes_any_width_and_empty_experts(dtype, D, O):
+@pytest.mark.parametrize('D, out', [(16, 8), (5, 7), (16, 3), (2, 8)])
+def test_grouped_linear_takes_any_width_and_empty_experts(dtype, D, out):
     gen = torch.Generator().manual_seed(0)
     x, w = (
         torch.randn(shape, generator=gen).to(dtype).requires_grad_()
-        for shape in ((9, D), (4, O, D))
+        for shape in ((9, D), (4, out, D))
     )
     y = grouped_linear(x, w, torch.tensor([0, 5, 5, 9], dtype=torch.int32))
     want = torch.cat([x[:5] @ w[1].T, x[5:] @ w[3].T])
@@ -313,7 +316,8 @@ def test_foreign_routes_are_obeyed_and_the_router_learns():
 
 
 def test_gates_of_the_paper():
-    "R3: scores 1, 2, .5, -1; the replayed experts 0 and 2 get .622459 and .377541, the own choice .731059 and .268941"
+    """R3: scores 1, 2, .5, -1; the replayed experts 0 and 2 get .622459 and .377541, the own choice
+    .731059 and .268941"""
     moe = MoE(PolicyConfig(hidden_size=1, num_experts=4))
     with torch.no_grad():
         moe.router.copy_(torch.tensor([[1.0], [2.0], [0.5], [-1.0]]))
@@ -369,7 +373,8 @@ def test_gradients_against_finite_differences():
     )
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
@@ -511,7 +516,8 @@ def test_a_dense_config_comes_back_as_it_was(dense, tmp_path):
     )
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
+# --------------------
 
 
 def edit(**changes):

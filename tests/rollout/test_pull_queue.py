@@ -1,4 +1,5 @@
-"The pull queue: whatever replicas do, every request is answered exactly once, within a bounded time"
+"""The pull queue: whatever replicas do, every request is answered exactly once, within a bounded
+time"""
 
 import itertools
 import types
@@ -29,7 +30,8 @@ def handed(d, now=0.0):
 
 
 def once(m):
-    "Replicas join, leave, answer, answer twice, answer late, in any order: each request counts once, none is lost"
+    """Replicas join, leave, answer, answer twice, answer late, in any order: each request counts
+    once, none is lost"""
 
     @random
     @given(
@@ -296,7 +298,8 @@ def test_law(law):
             'self.out[t][1] for t in sorted',
         ),  # a late answer counts
         (
-            '        for i in reversed(lost): self.waiting.setdefault(self.group[i], deque()).appendleft(i)\n',
+            'for i in reversed(lost):'
+            ' self.waiting.setdefault(self.group[i], deque()).appendleft(i)\n',
             '',
         ),  # stay lost
         ('(0, 0) if self.lost[first] else', '(0, 0) if False else'),  # they queue at the end
@@ -308,10 +311,7 @@ def test_law(law):
             'elif None in homes: home = None\nelse: home = next(iter(homes))',
             'else: home = next(reversed(homes))',
         ),  # all work on one prompt
-        (
-            '        if self.group[i] in self.waiting: self._file(self.group[i]) # `order` may know more now\n',
-            '',
-        ),
+        ('if self.group[i] in self.waiting: self._file(self.group[i])\n', ''),
         ('key=lambda i: order(self.requests[i])', 'key=lambda i: 0'),
         ('(1, self.order(self.requests[first]))', '(1, 0)'),  # no order among prompts
         ('        self.left -= len(running)\n', ''),  # the dropped are waited for
@@ -366,7 +366,8 @@ def test_misuse():
 
 
 def test_pull_beats_assignment_in_advance():
-    "Uneven lengths: a pull queue ends within one longest request of the even share; requests dealt out do not"
+    """Uneven lengths: a pull queue ends within one longest request of the even share; requests
+    dealt out do not"""
 
     def took(r, name):
         return 40.0 if r.index == 0 else 1.0

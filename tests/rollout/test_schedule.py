@@ -1,4 +1,5 @@
-"Order, prediction and balance: nothing is lost, the chain says what a naive reading of all answers says, loads are even"
+"""Order, prediction and balance: nothing is lost, the chain says what a naive reading of all
+answers says, loads are even"""
 
 import itertools
 import json
@@ -58,7 +59,8 @@ class Engine:
 
 
 def chain(m):
-    "After any answers in any steps: own (history, longest of the group), features, median, limit, against all answers"
+    """After any answers in any steps: own (history, longest of the group), features, median, limit,
+    against all answers"""
 
     @random
     @given(
@@ -104,7 +106,8 @@ def chain(m):
 
 
 def once(m):
-    "An engine that is fed by a schedule answers every request once, for any lengths, order, probes and over-provision"
+    """An engine that is fed by a schedule answers every request once, for any lengths, order,
+    probes and over-provision"""
 
     @random
     @given(
@@ -138,7 +141,8 @@ def once(m):
 
 
 def probes(m):
-    "The first sample of every unknown prompt, then the rest of the unknown, then known ones, the longest first"
+    """The first sample of every unknown prompt, then the rest of the unknown, then known ones, the
+    longest first"""
     p = m.LengthPredictor()
     for prompt, n in ((0, 10), (1, 90), (2, 40)):
         p.observe(sample(request(prompt), n))
@@ -155,7 +159,8 @@ def probes(m):
 
 
 def corrects(m):
-    "The longest of the group so far moves the rest of the group; what was predicted is kept as it was at the start"
+    """The longest of the group so far moves the rest of the group; what was predicted is kept as it
+    was at the start"""
     p = m.LengthPredictor()
     e = Engine(lambda r: 100 if r.prompt_id == 'sum-2' else 5, 1)
     list(m.scheduled(e, requests(12), p))
@@ -171,7 +176,8 @@ def corrects(m):
 
 
 def whole_groups(m):
-    "Over-provision keeps the first to end, under the indices that were asked for, and drops the rest"
+    """Over-provision keeps the first to end, under the indices that were asked for, and drops the
+    rest"""
     e = Engine(lambda r: [30, 2, 8, 40, 1, 9][r.index], 2)
     rs = requests(4)
     out = list(
@@ -184,7 +190,8 @@ def whole_groups(m):
 
 
 def partition(m):
-    "Every row once; not above either heuristic; the two-way example of the literature; exact for few rows within 7/6"
+    """Every row once; not above either heuristic; the two-way example of the literature; exact for
+    few rows within 7/6"""
 
     @random
     @given(st.lists(st.integers(0, 1000), max_size=9), st.integers(1, 4))
@@ -321,7 +328,8 @@ def test_refusals():
 
 
 def test_flops_count_the_weights_that_a_token_meets():
-    "Two operations per weight and token forwards, four backwards; of the experts only those that are chosen"
+    """Two operations per weight and token forwards, four backwards; of the experts only those that
+    are chosen"""
     for c in (
         PolicyConfig(),
         PolicyConfig(mlp_only_layers=(0, 1)),

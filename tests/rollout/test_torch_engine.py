@@ -1,4 +1,5 @@
-"Rollout engine: seeds, log-probs and routes against full passes, frequencies, slots, caches, bad input, mutants"
+"""Rollout engine: seeds, log-probs and routes against full passes, frequencies, slots, caches, bad
+input, mutants"""
 
 import gc
 import random
@@ -33,7 +34,8 @@ TINY = dict(
 
 
 def make_policy(seed=0, scale=4.0, head=1.0, **changes):
-    "Random weights; `scale` makes routers and attention decided, `head` makes the next token decided"
+    """Random weights; `scale` makes routers and attention decided, `head` makes the next token
+    decided"""
     p = Policy(PolicyConfig(**TINY | changes), seed)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -83,7 +85,8 @@ def by_request(samples):
 
 
 def exact(policy, request, response):
-    "Probabilities [Tr, V] under the request's parameters, and routes, by one full forward pass; fp64 after the logits"
+    """Probabilities [Tr, V] under the request's parameters, and routes, by one full forward pass;
+    fp64 after the logits"""
     ids = torch.tensor([[*request.prompt_ids, *response]])
     with torch.no_grad():
         hidden, routes = policy(ids)
@@ -104,7 +107,7 @@ def exact(policy, request, response):
     return p, routes[:-1]
 
 
-# ------------------------------------------------------------------------------------------------------ random numbers
+# ----------------------------------------------------------------------------------- random numbers
 def splitmix(seed, step):
     "The published generator, in Python's unbounded integers"
     mask = (1 << 64) - 1
@@ -156,7 +159,7 @@ def test_uniforms_are_uniform_and_independent(seed):
         assert chi2((b * 8 + c).flatten(), 64) < 63 + 5 * (2 * 63) ** 0.5
 
 
-# ------------------------------------------------------------------------------------------------------------- drawing
+# ------------------------------------------------------------------------------------------ drawing
 def test_sample_tokens_inverts_the_cumulative_distribution():
     g = torch.Generator().manual_seed(0)
     logits, u = (
@@ -220,7 +223,7 @@ def test_top_p_keeps_the_smallest_set_and_leaves_other_rows_alone():
     )
 
 
-# ------------------------------------------------------------------------------------------ laws, also used on mutants
+# ----------------------------------------------------------------------- laws, also used on mutants
 VARIANTS = dict(
     plain={},
     unnormalised=dict(norm_topk_prob=False),
@@ -237,7 +240,8 @@ MIXED = dict(temperature=(0.5, 1.0, 1.7), top_p=(1.0, 0.8), stops=((), (3,), (1,
 
 
 def log_probs_and_routes_hold(R, num=60, variant='plain', dtype=torch.float32, tol=1e-5):
-    "What the engine reports is what a full forward pass says, for mixed parameters and slots that are refilled"
+    """What the engine reports is what a full forward pass says, for mixed parameters and slots that
+    are refilled"""
     policy = make_policy(**VARIANTS[variant])
     c = policy.config
     requests = make_requests(num, **MIXED, group=3)
@@ -272,7 +276,8 @@ def log_probs_and_routes_hold(R, num=60, variant='plain', dtype=torch.float32, t
 
 
 def seeds_hold(R, num=60, dtype=torch.float32, slots=(1, 7, 64), needed=1.0, tol=1e-5, **policy_kw):
-    "Alone, in a batch, in any order: the same tokens and log-probs; `needed` of the requests at least"
+    """Alone, in a batch, in any order: the same tokens and log-probs; `needed` of the requests at
+    least"""
     policy = make_policy(**policy_kw)
     requests = make_requests(num, **MIXED, group=2)
     shuffled = random.Random(1).sample(requests, num)
@@ -324,7 +329,8 @@ def folding_keeps_the_policy(R):
 
 
 def slots_are_refilled_at_once(R):
-    "A free slot never waits while there are requests, and no request is taken before there is a slot for it"
+    """A free slot never waits while there are requests, and no request is taken before there is a
+    slot for it"""
     policy, taken, running = make_policy(), [], []
     budgets = [random.Random(i).randint(1, 9) for i in range(40)]
 
@@ -387,7 +393,7 @@ def cool_frequencies_hold(R):
     frequencies_hold(R, temperature=0.6)
 
 
-# ------------------------------------------------------------------------------------------------------------ the laws
+# ----------------------------------------------------------------------------------------- the laws
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_log_probs_and_routes_are_those_of_a_full_forward(variant):
     log_probs_and_routes_hold(rollout, variant=variant)
@@ -530,13 +536,14 @@ def test_bfloat16_runs_and_stays_near():
         assert (s.rollout_log_probs - want).abs().max() < 0.1
 
 
-# --------------------------------------------------------------------------------------------------- another precision
+# -------------------------------------------------------------------------------- another precision
 def coarse(t):
     return (t * 16).round() / 16
 
 
 def other_precision_holds(R):
-    "A subclass's keys and values are what prefill and decoding look at: a full forward pass with the same rounding agrees"
+    """A subclass's keys and values are what prefill and decoding look at: a full forward pass with
+    the same rounding agrees"""
 
     class Coarse(R.TorchRollout):
         def cached(self, kv):
@@ -545,7 +552,7 @@ def other_precision_holds(R):
     policy = make_policy(scale=2.0)
     e = Coarse(policy.config, 5)
     e.load_weights(hf_weights(policy), 0)
-    for s in e.generate(requests := make_requests(20)):
+    for s in e.generate(make_requests(20)):
         ids = torch.tensor(s.prompt_ids + s.response_ids)
         inner = causal_attention(torch.ones(1, len(ids), dtype=torch.bool))
         with torch.no_grad():
@@ -601,7 +608,7 @@ def test_every_product_with_a_weight_can_be_replaced(variant):
     assert calls == want
 
 
-# --------------------------------------------------------------------------------------------------- life of an engine
+# -------------------------------------------------------------------------------- life of an engine
 def test_weights_first():
     e = rollout.TorchRollout(PolicyConfig(**TINY))
     with pytest.raises(RuntimeError, match='load_weights'):
@@ -744,7 +751,7 @@ def test_bad_slots():
         rollout.TorchRollout(PolicyConfig(**TINY), 0)
 
 
-# -------------------------------------------------------------------------------------------------- tests of the tests
+# ------------------------------------------------------------------------------- tests of the tests
 MUTANTS = {
     log_probs_and_routes_hold: dict(
         no_mask=('.masked_fill_(masked, -torch.inf)', ''),
