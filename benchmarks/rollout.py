@@ -88,9 +88,8 @@ def make_requests(a, prompts):
 
 
 def ours(engine, weights, requests):
-    engine.load_weights(
-        weights.items(), 0
-    )  # as before every step of training; it also drops the cached prompts
+    # as before every step of training; it also drops the cached prompts
+    engine.load_weights(weights.items(), 0)
     return lambda: list(engine.generate(requests))
 
 
@@ -133,13 +132,13 @@ class Hf:
     def __call__(self, ids):
         self.routes.clear()
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.kwargs)
+        # [B, Tr]
         log_probs = self.model.compute_transition_scores(
             out.sequences, out.scores, normalize_logits=True
-        )  # [B, Tr]
+        )
         L, (B, _) = len(self.model.model.layers), log_probs.shape
-        steps = [
-            torch.stack(self.routes[i : i + L], 1) for i in range(0, len(self.routes), L)
-        ]  # [B*tokens, L, K] of each
+        # [B*tokens, L, K] of each
+        steps = [torch.stack(self.routes[i : i + L], 1) for i in range(0, len(self.routes), L)]
         routes = torch.cat([s.view(B, -1, *s.shape[1:]) for s in steps], 1)
         assert routes.shape[1] == out.sequences.shape[1] - 1 and log_probs.isfinite().all()
         return out.sequences, log_probs, routes

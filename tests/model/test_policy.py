@@ -127,18 +127,16 @@ def test_parity(seed, tmp_path):
     save_pretrained(policy, tmp_path)
     model = opened(tmp_path)
     gen = torch.Generator().manual_seed(seed)
-    ids = torch.randint(
-        1, config.vocab_size, (3, 17), generator=gen
-    )  # its padding id 0 gets no gradient there
+    # its padding id 0 gets no gradient there
+    ids = torch.randint(1, config.vocab_size, (3, 17), generator=gen)
     mask = torch.ones(3, 17, dtype=torch.bool)
     mask[1, 12:] = False
 
     hidden, routes = policy(ids, mask)
     logits = policy.logits(hidden)
     sparse = sparse_layers(config)
-    out = model(
-        ids, attention_mask=mask.long(), output_router_logits=bool(sparse)
-    )  # transformers cannot say "none"
+    # transformers cannot say "none"
+    out = model(ids, attention_mask=mask.long(), output_router_logits=bool(sparse))
     theirs = out.logits[mask]
     assert relative(logits, theirs) < 1e-5
 
@@ -430,9 +428,8 @@ def test_we_write_and_transformers_reads(limit, dtype, tmp_path):
     text = '12+30= #42'
     assert tokenizer(text).input_ids == build_tokenizer().encode(text).ids
     model = opened(tmp_path, dtype)
-    assert (
-        model.dtype == AutoModelForCausalLM.from_pretrained(tmp_path).dtype == dtype
-    )  # config.json names the type
+    # config.json names the type
+    assert model.dtype == AutoModelForCausalLM.from_pretrained(tmp_path).dtype == dtype
     state = model.state_dict()
     for name, w in hf_weights(policy):
         if '.experts.' not in name:

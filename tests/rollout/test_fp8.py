@@ -35,6 +35,7 @@ from compassrl.train.torch_engine import OptimConfig, TorchTrain
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import random
 
+# several blocks per matrix, none of them whole; one dense layer
 CONFIG = PolicyConfig(
     vocab_size=48,
     hidden_size=160,
@@ -48,7 +49,7 @@ CONFIG = PolicyConfig(
     num_experts_per_tok=2,
     mlp_only_layers=(1,),
     max_position_embeddings=64,
-)  # several blocks per matrix, none of them whole; one dense layer
+)
 
 
 def lively(seed=0, config=CONFIG):
@@ -202,9 +203,8 @@ def law_edges(m):
         return m.dequantise(*m.quantise(x))
 
     assert not through(torch.zeros(130, 130)).any() and not through(torch.full((2, 2), 1e-45)).any()
-    assert (
-        through(torch.tensor([[2e-42, -4e-43, 0.0]])).isfinite().all()
-    )  # the scale has no bits left
+    # the scale has no bits left
+    assert through(torch.tensor([[2e-42, -4e-43, 0.0]])).isfinite().all()
     assert through(torch.zeros(0, 5)).shape == (0, 5)
     w = torch.randn(256, 256, generator=torch.Generator().manual_seed(2))
     beside = through(w)[:128, 128:]
@@ -592,9 +592,8 @@ def test_engine_with_the_kernel():
     assert [
         isinstance(e.layers[1].__dict__[k], tuple) for k in ('qkv', 'out', 'gate_up', 'down')
     ] == [True, True, False, False]
-    assert (
-        calls and sum(a.response_ids == b.response_ids for a, b in zip(got, want)) >= 6
-    )  # the order of sums differs
+    # the order of sums differs
+    assert calls and sum(a.response_ids == b.response_ids for a, b in zip(got, want)) >= 6
     gap = [(a.rollout_log_probs[0] - b.rollout_log_probs[0]).abs() for a, b in zip(got, want)]
     assert max(gap) < 0.02 and min(gap) < 1e-5
 

@@ -256,9 +256,8 @@ def test_what_a_step_trains_on(whole):
             assert s.finish_reason == 'stop' or len(s.response_ids) == 12
         stale = torch.cat([s.token_versions for s in samples]) < step
         assert m['stale_frac'] == pytest.approx(float(stale.float().mean()), abs=1e-6)
-        assert (
-            m['partial_responses'] <= going + 32 - len(samples) + 24
-        )  # ended, but not their groups
+        # ended, but not their groups
+        assert m['partial_responses'] <= going + 32 - len(samples) + 24
         going = m['partial_responses']
     assert (
         max(m['stale_frac'] for m, _, _ in log) > 0.1

@@ -128,9 +128,8 @@ def once(m):
         assert Counter((s.prompt_id, s.index) for s in out) == Counter(
             (r.prompt_id, r.index) for r in rs
         )
-        assert len({(r.prompt_id, r.seed) for r in e.started}) == len(
-            e.started
-        )  # further samples have seeds of their own
+        # further samples have seeds of their own
+        assert len({(r.prompt_id, r.seed) for r in e.started}) == len(e.started)
         assert (
             len(e.started) == len(rs)
             if not more
@@ -153,9 +152,8 @@ def probes(m):
     assert sorted(order[:2]) == [('3', 0), ('4', 0)] and {k for k, _ in order[2:8]} == {'3', '4'}
     assert [k for k, _ in order[8:]] == list('111122220000')
     s = m.Schedule(requests(20), m.ScheduleConfig(probe=False), p)
-    assert s.order(request(3)) == s.order(
-        request(3, 1)
-    )  # unknown ones stand where the median stands
+    # unknown ones stand where the median stands
+    assert s.order(request(3)) == s.order(request(3, 1))
 
 
 def corrects(m):
@@ -280,10 +278,8 @@ def test_partition():
         ("if link == 'own' or", 'if'),  # known ones are probed
         ('int(r.index!=self.probes[r.prompt_id])', '0'),  # all are probes
         ("derive_seed(r.seed, 'more', k)", 'r.seed'),  # the same sample again
-        (
-            'index = s.index if s.index in left else max(left)',
-            'index = s.index',
-        ),  # an index nobody asked for
+        # an index nobody asked for
+        ('index = s.index if s.index in left else max(left)', 'index = s.index'),
         ('if d.finish(ticket, 0): yield s.label(sample)', 'yield s.label(sample)'),
         ('        if s.full(sample): d.drop(r)', '        if False: d.drop(r)'),
         ('        s.observe(sample)\n', ''),

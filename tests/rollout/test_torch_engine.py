@@ -133,9 +133,8 @@ def test_uniforms_are_splitmix64():
     assert got.tolist() == [[splitmix(s, t) for t in range(30)] for s in seeds]
     later = uniforms(torch.tensor(seeds), torch.tensor([7, 29, 100_000]))
     assert (later[:, :2] == got[:, [7, 29]]).all() and later[0, 2] == splitmix(0, 100_000)
-    assert (
-        splitmix(1234567, 0) == (6457827717110365317 >> 11) / 2**53
-    )  # the first output of the published test vector
+    # the first output of the published test vector
+    assert splitmix(1234567, 0) == (6457827717110365317 >> 11) / 2**53
 
 
 @pytest.mark.parametrize('seed', [int, lambda i: derive_seed('u', i)], ids=['counted', 'hashed'])
@@ -192,10 +191,8 @@ def test_sample_tokens_never_draws_what_has_no_probability(u):
             and log_probs.isfinite().all()
             and (log_probs <= 0).all()
         )
-    assert sample_tokens(logits, u, ones, ones * 1e-9)[1].tolist() == [
-        0,
-        0,
-    ]  # the most likely alone is left
+    # the most likely alone is left
+    assert sample_tokens(logits, u, ones, ones * 1e-9)[1].tolist() == [0, 0]
 
 
 def test_top_p_keeps_the_smallest_set_and_leaves_other_rows_alone():
@@ -405,9 +402,8 @@ def test_log_probs_and_routes_in_float64():
 
 @pytest.mark.parametrize('head', [1.0, 6.0], ids=['flat', 'peaked'])
 def test_seeds_fp32(head):
-    seeds_hold(
-        rollout, 1000, needed=0.999, head=head, tol=1e-5 * head
-    )  # logits `head` times as large
+    # logits `head` times as large
+    seeds_hold(rollout, 1000, needed=0.999, head=head, tol=1e-5 * head)
 
 
 def test_seeds_float64():
@@ -563,9 +559,8 @@ def other_precision_holds(R):
             hidden, _ = policy.trunk(ids, torch.arange(len(ids)), attend)
             want = policy.logits(hidden)[len(s.prompt_ids) - 1 : -1].log_softmax(-1)
         want = want.gather(-1, torch.tensor(s.response_ids)[:, None])[:, 0]
-        gap = (
-            s.rollout_log_probs - want
-        ).abs()  # a rare value on the edge between two steps may round the other way
+        # a rare value on the edge between two steps may round the other way
+        gap = (s.rollout_log_probs - want).abs()
         assert gap.median() < 1e-4 and gap.max() < 0.2
 
 
@@ -723,9 +718,8 @@ def test_bad_requests(bad):
     with pytest.raises(ValueError, match=message) as err:
         list(e.generate([OK, replace(OK, **change)]))
     assert '\n' not in str(err.value) and "'q'" in str(err.value)
-    assert (
-        len(list(e.generate([OK, replace(OK, prompt_ids=(1,) * 60)]))) == 2
-    )  # the longest that fits
+    # the longest that fits
+    assert len(list(e.generate([OK, replace(OK, prompt_ids=(1,) * 60)]))) == 2
 
 
 @pytest.mark.parametrize(
