@@ -28,7 +28,8 @@ os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISAB
 import torch
 
 from compassrl.model.policy import Policy, PolicyConfig
-from compassrl.model.pretrained import hf_weights, write_config
+from compassrl.model.hf_config import write_config
+from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.rollout.vllm.in_process import VllmRollout

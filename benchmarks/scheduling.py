@@ -38,7 +38,8 @@ import torch
 
 from compassrl.launch.simulator import Cluster, RoundRobin, fit_cost, idle_frac, makespan, work
 from compassrl.model.policy import Policy, PolicyConfig
-from compassrl.model.pretrained import hf_weights, write_config
+from compassrl.model.hf_config import write_config
+from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
 from compassrl.rollout.pull_queue import PullQueue
 from compassrl.rollout.schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error

@@ -119,7 +119,8 @@ def fresh(tmp_path_factory):
     "The notebooks cleaned and exported from scratch in another folder"
     new = tmp_path_factory.mktemp('fresh') / 'p'
     (new / 'compassrl').mkdir(parents=True)
-    for file in ('pyproject.toml', 'settings.ini', '_quarto.yml', 'compassrl/__init__.py'):
+    own = ('compassrl/__init__.py', 'compassrl/__main__.py')
+    for file in ('pyproject.toml', 'settings.ini', '_quarto.yml', *own):
         shutil.copy2(ROOT / file, new / file)
     for path in [*notebooks(), ROOT / 'nbs' / 'course.yml']:
         to = new / path.relative_to(ROOT)

@@ -12,7 +12,7 @@ from ..config import TrainConfig
 from .layout import Layout, layout, plot_layout
 from .sizing import Workload, gpus
 from .step_estimate import Estimate, check_fits, estimate
-from ..model.pretrained import read_config
+from ..model.hf_config import read_config
 from ..train.megatron.layout import ParallelConfig, check_parallel
 
 # %% auto #0
@@ -162,7 +162,7 @@ def plan(
     found = machines(cfg, nodes, per_node)
     where = _layout(cfg, found, nodes)
     vllm = None if cfg.rollout_engine == 'torch' else cfg.vllm
-    took = estimate(where, workload(cfg, response_frac), gpus.get(gpu), vllm)
+    took = estimate(where, workload(cfg, response_frac), gpus.get(gpu), vllm, rollout=cfg.rollout)
     check_fits(took, can_cut=_spreads(cfg))
     return Plan(cfg, found, where, took)
 

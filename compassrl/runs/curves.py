@@ -138,13 +138,7 @@ _panels = [  # title, metric -> label, may the axis be logarithmic?
     ('responses per group', dict(group_size_mean='mean', waves='waves'), False),
     ('entropy, nats per token', dict(entropy='mean'), False),
     ('gradient norm', dict(grad_norm='before clipping'), True),
-    (
-        'share of tokens clipped',
-        dict(
-            clip_frac='by the loss', clip_frac_literal='ESPO, literal eq. 9', tis_clip_frac='by TIS'
-        ),
-        False,
-    ),
+    ('share of tokens clipped', dict(clip_frac='by the loss', tis_clip_frac='by TIS'), False),
     (
         'how far log-probs move',
         dict(

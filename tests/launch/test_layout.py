@@ -17,9 +17,8 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.runs.factory import prepare
 from compassrl.train.megatron import layout as settings
-from compassrl.train.megatron.engine import build_model
 from compassrl.train.megatron.layout import ParallelConfig, check_parallel, padded_vocab
-from compassrl.train.megatron.model import init_parallel
+from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.ranks import run_ranks
 from compassrl.train.megatron.weights import cuts
 from tests.support.faults import noticed, planted
@@ -325,8 +324,7 @@ def test_parallel_config(kw, match):
         (dict(timeout_s=0.0), 'timeout_s=0'),
         (dict(urls=('host:80',)), 'no URL'),
         (dict(gpu_memory_utilization=1.1), 'gpu_memory_utilization=1.1'),
-        (dict(kv_cache_dtype='int8'), 'kv_cache_dtype'),
-        (dict(quantization='int4'), 'quantization'),
+        (dict(sync='pigeon'), 'sync'),
     ],
 )
 def test_vllm_config(kw, match):

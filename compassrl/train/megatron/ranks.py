@@ -30,14 +30,15 @@ class RankError(RuntimeError):
 
 
 def _child(rank, n, folder, timeout_s, fn, args):  # never returns
-    gc.freeze()  # the parent's garbage stays: a dead process group, collected here, waits for threads that no fork has
+    # the parent's garbage stays: a dead process group, collected here, waits for threads that no
+    # fork has
+    gc.freeze()
     try:
         fd = os.open(folder / f'{rank}.log', os.O_WRONLY | os.O_CREAT)
         for out in (1, 2):
             os.dup2(fd, out)
-        sys.stdout = sys.stderr = open(
-            fd, 'w', buffering=1, closefd=False
-        )  # a kernel's own streams stay with it
+        # a kernel's own streams stay with it
+        sys.stdout = sys.stderr = open(fd, 'w', buffering=1, closefd=False)
         torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
         store = dist.FileStore(str(folder / 'store'), n)
         dist.init_process_group(
@@ -76,16 +77,13 @@ def _why(folder, rank, status):
     return f'{how}\n{said}'
 
 
-def _first(
-    folder, failed
-):  # the rank that the others followed: one without an answer, or with the earliest bad one
+# the rank that the others followed: one without an answer, or with the earliest bad one
+def _first(folder, failed):
     def when(r):
         answer = _answer(folder, r)
-        return (
-            answer is not None,
-            answer is not None and answer[0],
-            answer and (folder / f'{r}.pkl').stat().st_mtime_ns,
-        )
+        if answer is None:
+            return False, False, None
+        return True, answer[0], (folder / f'{r}.pkl').stat().st_mtime_ns
 
     return min(failed, key=when)
 
@@ -120,7 +118,8 @@ def run_ranks(
     *args,
     timeout_s: float = 120,  # for all of it, and for each collective
 ) -> list:  # what each rank returned (pickled; tensors on the CPU)
-    "Forks `n` ranks of a gloo group, which share this process's imports. Raises RankError, and leaves no rank behind"
+    """Forks `n` ranks of a gloo group, which share this process's imports. Raises RankError, and
+    leaves no rank behind"""
     pids = []
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
