@@ -216,7 +216,7 @@ def report_parts(
     return shown
 
 
-# %% ../../nbs/launch/07_process.ipynb #92dc172f
+# %% ../../nbs/launch/07_process.ipynb #5a028f56
 def launch_on(
     cfg: TrainConfig,
     nodes: int = 1,
@@ -225,7 +225,7 @@ def launch_on(
     run_dir: str | Path = '',  # a new folder; empty = as the config says
     slurm: bool = True,  # several nodes: a script for sbatch, or for torchrun on each node?
 ) -> Launched | Path:  # the run, or the script for machines that are not here
-    "Show layout and estimate, then launch. Raises ValueError for what cannot be built or is too big"
+    "Show layout and estimate, then launch. Raises ValueError for what cannot be built or run"
     p = plan(cfg, nodes, per_node, gpu)
     p.show()
     ranks = p.machines.world_size
