@@ -57,7 +57,7 @@ _homes = {  # module or folder -> its stage
     'train.megatron.leader': 'trainer',
     'runs.evaluate': 'evaluate',
     'runs': 'evaluate',
-    'launch.panel': 'launch',
+    'launch.process': 'launch',
     'launch': 'launch',
     'runs.run': 'launch',
     'runs.cli': 'launch',
