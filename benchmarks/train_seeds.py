@@ -26,7 +26,8 @@ def train(preset, seed, folder, *flags):
         [
             sys.executable,
             '-m',
-            'compassrl.runs.cli',
+            'compassrl',
+            'train',
             preset,
             '--seed',
             str(seed),

@@ -41,6 +41,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from compassrl.runs.process import keep_freed_memory
 from rollout import Floor, make_policy, timed
 from tokenizers import Tokenizer, models
 
@@ -50,7 +51,6 @@ from compassrl.loop import TrainConfig, fit
 from compassrl.model.pretrained import save_pretrained
 from compassrl.records import Prompt, Verdict
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
-from compassrl.runs.factory import keep_freed_memory
 from compassrl.runs.facts import machine_info
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
 

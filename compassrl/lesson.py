@@ -54,6 +54,7 @@ _homes = {  # module or folder -> its stage
     'loop': 'trainer',
     'experience': 'trainer',
     'config': 'trainer',
+    'settings': 'trainer',
     'train.megatron.leader': 'trainer',
     'runs.evaluate': 'evaluate',
     'runs': 'evaluate',

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import inf, log
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from .losses import LossConfig, clipped_surrogate, log_ratio, policy_loss, ratio_sums
 from ..records import Batch
+from ..settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
@@ -38,32 +39,24 @@ GroupRatio = Literal['gspo_token', 'literal']
 
 @dataclass(frozen=True)
 class EspoConfig:
-    "Entropy groups and their clip (arXiv 2512.00499). Raises ValueError for values outside their range"
+    "Entropy groups and their clip (arXiv 2512.00499). Raises ValueError"
 
-    alpha: float = 0.02  # clip range of a group at the largest possible entropy (eq. 8)
-    eps_min: float = 3e-4  # smallest clip range (ours, GSPO's size); 0 = equation 8 alone
-    top_frac: float = 0.2  # share of tokens in the high-entropy group (best in figure 6)
-    groups: Groups = (
-        'top_frac'  # top_frac of each response, of the batch ('batch_quantile'), or equal 'bins'
-    )
-    num_bins: int = 4  # groups of a response, for 'bins'
-    low_entropy_weight: float = (
-        1.0  # of all groups but the most uncertain; 0 = that one alone (80/20, 2506.01939)
-    )
-    ratio: GroupRatio = 'gspo_token'  # a token's value is its group's ratio, or that times its own ('literal', eq. 9)
-    vocab_size, threshold = 0, None  # not settings: what only a step knows, see `EspoStep`
+    # clip range of a group at the largest possible entropy (eq. 8)
+    alpha: Annotated[float, between(0, 1)] = 0.02
+    # smallest clip range (ours, GSPO's size); 0 = equation 8 alone
+    eps_min: Annotated[float, between(0, 1)] = 3e-4
+    # share of tokens in the high-entropy group (best in figure 6)
+    top_frac: Annotated[float, above(0, up_to=1)] = 0.2
+    # top_frac of each response, of the batch ('batch_quantile'), or equal 'bins'
+    groups: Groups = 'top_frac'
+    num_bins: Annotated[int, at_least(1)] = 4  # groups of a response, for 'bins'
+    # of all groups but the most uncertain; 0 = that one alone (80/20, 2506.01939)
+    low_entropy_weight: Annotated[float, at_least(0)] = 1.0
+    # a token's value is its group's ratio, or that times its own ('literal', eq. 9)
+    ratio: GroupRatio = 'gspo_token'
 
     def __post_init__(self):
-        for key, names in dict(groups=get_args(Groups), ratio=get_args(GroupRatio)).items():
-            if (v := getattr(self, key)) not in names:
-                raise ValueError(f'{key}={v!r}: use one of {list(names)}')
-        for key, top in dict(alpha=1, eps_min=1, low_entropy_weight=inf, vocab_size=inf).items():
-            if not (0 <= (v := getattr(self, key)) <= top and v < inf):
-                raise ValueError(f'{key}={v}: use a finite value from 0 to {top}')
-        if not 0 < self.top_frac <= 1:
-            raise ValueError(f'top_frac={self.top_frac}: use a share above 0, up to 1')
-        if self.num_bins < 1:
-            raise ValueError(f'num_bins={self.num_bins}: use at least 1')
+        check(self)
 
     def for_batch(
         self,
@@ -84,7 +77,7 @@ class EspoConfig:
 class EspoStep(EspoConfig):
     "`EspoConfig` for one step"
 
-    vocab_size: int = 0  # its log is the largest possible entropy
+    vocab_size: Annotated[int, at_least(0)] = 0  # its log is the largest possible entropy
     threshold: float | None = None  # lowest entropy of the high group, for 'batch_quantile'
 
 
@@ -98,7 +91,7 @@ def _share(n, frac):
 def entropy_groups(
     entropy: Tensor,  # [B, T] nats, of the old policy
     mask: Tensor,  # [B, T] bool
-    cfg: EspoConfig,
+    cfg: EspoConfig,  # for 'batch_quantile' an `EspoStep`
 ) -> (
     Tensor
 ):  # [B, T] int64 below T: 0 = the group of highest entropy, 1 the next; 0 outside the mask
@@ -148,7 +141,7 @@ def group_ratio(
 # %% ../../nbs/algo/04_espo.ipynb #13db919c
 def adaptive_clip(
     entropy: Tensor,  # [...] nats, mean over a group
-    cfg: EspoConfig,
+    cfg: EspoStep,
 ) -> Tensor:  # [...] at least eps_min
     "The wider the more uncertain a group: alpha * mean entropy / log V (eq. 8). Raises ValueError"
     if cfg.vocab_size < 2:
@@ -173,7 +166,7 @@ def group_weights(
 
 
 # %% ../../nbs/algo/04_espo.ipynb #97a7ad09
-@policy_loss('entropy', aggregation='seq-mean-token-sum', config=EspoConfig)
+@policy_loss('entropy', aggregation='seq-mean-token-sum', config=EspoStep)
 def espo(
     log_probs: Tensor,  # [B, T] of the policy that learns
     old_log_probs: Tensor,  # [B, T] of the policy before the update
@@ -192,19 +185,11 @@ def espo(
     groups = entropy_groups(entropy, mask, own)
     eps = adaptive_clip(group_mean(entropy, groups, mask), own)
     shared = group_ratio(delta.detach(), groups, mask)
-    factors = dict(
-        gspo_token=delta - delta.detach(), literal=delta
-    )  # what is a token's own: a gradient, or a value too
-    forms = {
-        k: clipped_surrogate(shared * x.exp(), advantages, mask, eps, eps)
-        for k, x in factors.items()
-    }
-    loss, low, high = forms[own.ratio]
+    # what is a token's own: a gradient, or a value too
+    token = delta if own.ratio == 'literal' else delta - delta.detach()
+    loss, low, high = clipped_surrogate(shared * token.exp(), advantages, mask, eps, eps)
     clipped, top = low | high, (groups == 0) & mask
-    sums = ratio_sums(delta.detach(), mask, low, high) | {
-        f'clip_frac_{k}': (l | h).sum() for k, (_, l, h) in forms.items()
-    }
-    sums |= dict(
+    sums = ratio_sums(delta.detach(), mask, low, high) | dict(
         clip_frac_high_entropy=(clipped & top).sum(),
         clip_frac_low_entropy=(clipped & ~top).sum(),
         high_entropy_frac=top.sum(),

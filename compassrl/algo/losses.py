@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..records import Batch
+from ..settings import at_least, between, check
 
 # %% auto #0
 __all__ = [
@@ -105,51 +105,29 @@ def ratio_sums(
 # %% ../../nbs/algo/03_losses.ipynb #f7738c41
 @dataclass(frozen=True)
 class LossConfig:
-    "What the policy minimises. None = what the loss's own paper does. Raises ValueError for values that cannot be"
+    "What the policy minimises. None = what the loss's own paper does. Raises ValueError"
 
     name: str = 'grpo'  # grpo, dr_grpo, dapo, gspo, cispo, or espo (paper section 2.4.2)
-    clip_eps_low: float | None = (
-        None  # an unwanted token gets no gradient once its ratio is below 1 - this
-    )
-    clip_eps_high: float | None = (
-        None  # a wanted token gets no gradient once its ratio is above 1 + this
-    )
+    # an unwanted token gets no gradient once its ratio is below 1 - this
+    clip_eps_low: Annotated[float | None, between(0, 1)] = None
+    # a wanted token gets no gradient once its ratio is above 1 + this
+    clip_eps_high: Annotated[float | None, at_least(0)] = None
     aggregation: Aggregation | None = None  # how tokens are averaged
-    max_response_tokens: int = 0  # the constant of 'seq-mean-token-sum-norm'
-    kl_coef: float = 0.0  # weight of KL(policy || reference); 0 needs no reference
+    # the constant of 'seq-mean-token-sum-norm'
+    max_response_tokens: Annotated[int, at_least(0)] = 0
+    # weight of KL(policy || reference); 0 needs no reference
+    kl_coef: Annotated[float, at_least(0)] = 0.0
     kl_estimator: KlEstimator = 'k3'  # see `kl_estimate`
-    tis: Tis = (
-        'truncate'  # how tokens are reweighed to the engine that sampled them; see `tis_weights`
-    )
-    tis_cap: float = 2.0  # largest weight (truncate), or largest that is not dropped (mask)
-    tis_low: float = 0.5  # smallest weight that is not dropped (mask)
+    # how tokens are reweighed to the engine that sampled them; see `tis_weights`
+    tis: Tis = 'truncate'
+    # largest weight (truncate), or largest that is not dropped (mask)
+    tis_cap: Annotated[float, at_least(1, why='where engines agree the weight is 1')] = 2.0
+    tis_low: Annotated[float, between(0, 1)] = 0.5  # smallest weight that is not dropped (mask)
 
     def __post_init__(self):
-        known = dict(
-            name=policy_losses,
-            aggregation=(None, *get_args(Aggregation)),
-            kl_estimator=get_args(KlEstimator),
-            tis=get_args(Tis),
-        )
-        for key, names in known.items():
-            if (v := getattr(self, key)) not in names:
-                raise ValueError(f'{key}={v!r}: use one of {[*names]}')
-        tops = dict(
-            clip_eps_low=1,
-            clip_eps_high=inf,
-            kl_coef=inf,
-            max_response_tokens=inf,
-            tis_low=1,
-            tis_cap=inf,
-        )
-        for key, top in tops.items():
-            v = getattr(self, key)
-            if v is not None and not (0 <= v <= top and v < inf):
-                raise ValueError(f'{key}={v}: use a finite value from 0 to {top}')
-        if self.tis_cap < 1:
-            raise ValueError(
-                f'tis_cap={self.tis_cap}: use at least 1, the weight where engines agree'
-            )
+        check(self)
+        if self.name not in policy_losses:
+            raise ValueError(f'name={self.name!r}: use one of {", ".join(policy_losses)}')
         mode = self.aggregation or policy_losses[self.name].aggregation
         if mode == 'seq-mean-token-sum-norm' and not self.max_response_tokens:
             raise ValueError(
@@ -319,13 +297,15 @@ class PolicyLoss:
     "A `records.LossFn`: the policy loss plus KL, averaged by global counts"
 
     def __init__(
-        self, cfg: LossConfig = LossConfig(), *own
-    ):  # own: settings of losses, for the one that asks
+        self,
+        cfg: LossConfig = LossConfig(),
+        own=None,  # for a loss with settings of its own, such as `EspoStep`; None = their defaults
+    ):
         self.cfg, self.fn = cfg.resolve(), policy_losses[cfg.name]
-        kind = self.fn.config
-        self.own = (
-            [] if kind is None else [next((o for o in own if isinstance(o, kind)), None) or kind()]
-        )
+        if self.fn.config is None:
+            self.own = ()
+        else:
+            self.own = (self.fn.config() if own is None else own,)
 
     def __call__(
         self,

@@ -9,13 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from .advantages import AdvantageConfig, group_advantages, group_stats, per_token
+from compassrl.algo.advantages import (
+    AdvantageConfig,
+    group_advantages,
+    group_stats,
+    per_token,
+    tolerance,
+)
 from ..records import Batch, Metrics, Sample
+from ..settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
@@ -38,50 +45,32 @@ Sampling = Literal['uniform', 'adaptive', 'refill']
 
 @dataclass(frozen=True)
 class ZeroVarianceConfig:
-    "What is done about flat groups (paper section 2.4.1). Raises ValueError for values outside their range"
+    "What is done about flat groups (paper section 2.4.1). Raises ValueError"
 
-    sampling: Sampling = 'adaptive'  # flat groups: 'uniform' = off, 'adaptive' = they grow, 'refill' = are replaced (DAPO)
-    max_group_size: int = 32  # 'adaptive': a group of at most half this many responses may double
-    token_budget: float = (
-        1.0  # 'adaptive': extra tokens of a step, times those of its first wave; 0 = no growth
-    )
-    max_refills: int = (
-        8  # 'refill': further waves of prompts in a step; 0 = flat groups are dropped
-    )
-    length_weight: float = 0.1  # of the soft overlong penalty (DAPO); 0 = off
-    overlong_frac: float = (
-        0.2  # the last part of a response's budget, where that penalty grows (DAPO: 4096/20480)
-    )
-    repetition_weight: float = 0.1  # of the penalty for repeated n-grams; 0 = off
-    ngram: int = 3  # tokens that make one n-gram
-    std_floor: float = 0.35  # the std counts as at least this where only penalties differ; 0 = off
-    zvp_alpha: float = (
-        0.1  # RL-ZVP: advantage per nat of entropy in groups that are still flat; 0 = off
-    )
-    screen_samples: int = (
-        0  # before training, drop prompts that are always or never solved in so many; 0 = off
-    )
+    # flat groups: 'uniform' = off, 'adaptive' = they grow, 'refill' = are replaced (DAPO)
+    sampling: Sampling = 'adaptive'
+    # 'adaptive': a group of at most half this many responses may double
+    max_group_size: Annotated[int, at_least(2)] = 32
+    # 'adaptive': extra tokens of a step, times those of its first wave; 0 = no growth
+    token_budget: Annotated[float, at_least(0)] = 1.0
+    # 'refill': further waves of prompts in a step; 0 = flat groups are dropped
+    max_refills: Annotated[int, at_least(0)] = 8
+    # of the soft overlong penalty (DAPO); 0 = off
+    length_weight: Annotated[float, at_least(0, below=0.5)] = 0.1
+    # the last part of a response's budget, where that penalty grows (DAPO: 4096/20480)
+    overlong_frac: Annotated[float, above(0, up_to=1, why='length_weight=0 is the switch')] = 0.2
+    # of the penalty for repeated n-grams; 0 = off
+    repetition_weight: Annotated[float, at_least(0, below=0.5)] = 0.1
+    ngram: Annotated[int, at_least(1)] = 3  # tokens that make one n-gram
+    # the std counts as at least this where only penalties differ; 0 = off
+    std_floor: Annotated[float, at_least(0)] = 0.35
+    # RL-ZVP: advantage per nat of entropy in groups that are still flat; 0 = off
+    zvp_alpha: Annotated[float, between(0, 1)] = 0.1
+    # before training, drop prompts that are always or never solved in so many; 0 = off
+    screen_samples: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self):
-        if self.sampling not in get_args(Sampling):
-            raise ValueError(f'sampling={self.sampling!r}: use one of {get_args(Sampling)}')
-        ranges = dict(
-            max_group_size=(2, inf),
-            token_budget=(0, inf),
-            max_refills=(0, inf),
-            length_weight=(0, 0.5),
-            repetition_weight=(0, 0.5),
-            overlong_frac=(0, 1),
-            ngram=(1, inf),
-            std_floor=(0, inf),
-            zvp_alpha=(0, 1),
-            screen_samples=(0, inf),
-        )
-        for key, (low, top) in ranges.items():
-            if not (low <= (v := getattr(self, key)) <= top and v < inf):
-                raise ValueError(f'{key}={v}: use a finite value from {low} to {top}')
-        if not self.overlong_frac:
-            raise ValueError('overlong_frac=0: use more than 0; length_weight=0 is the switch')
+        check(self)
         if (total := self.length_weight + self.repetition_weight) >= 0.5:
             raise ValueError(
                 f'length_weight + repetition_weight = {total:g}: keep them below 0.5 together, or a right '
@@ -172,15 +161,14 @@ def shape_rewards(
     ).float()
 
 
-def _gaps(
-    samples, tol=1e-6
-):  # [B] smallest difference between task rewards of the sample's group; 1 in a flat group
+# [B] smallest difference between task rewards of the sample's group; 1 in a flat group
+def _gaps(samples):
     rewards = {}
     for s in samples:
         if s.verdict.status not in ('failed', 'timeout'):
             rewards.setdefault(s.prompt_id, set()).add(s.verdict.reward)
     gaps = {
-        k: min((b - a for a, b in pairwise(sorted(v)) if b - a > tol), default=1.0)
+        k: min((b - a for a, b in pairwise(sorted(v)) if b - a > tolerance), default=1.0)
         for k, v in rewards.items()
     }
     return torch.tensor([gaps.get(s.prompt_id, 1.0) for s in samples], dtype=torch.double)
@@ -191,11 +179,10 @@ def zvp_sign(
     raw_rewards: Tensor,  # [B] task rewards, before any penalty
     group: Tensor,  # [B] integers
     valid: Tensor | None = None,  # [B] bool (None: all)
-    tol: float = 1e-6,  # rewards of a group that differ by no more are equal
 ) -> Tensor:  # [B] +1: its whole group is right, -1: all wrong, 0: neither, or not judged
     "Which way RL-ZVP pushes; groups that agree on a reward between 0 and 1 are left alone (ours)"
-    s = group_stats(raw_rewards, group, valid, tol)
-    sign = (s.mean >= 1 - tol).double() - (s.mean <= tol).double()
+    s = group_stats(raw_rewards, group, valid)
+    sign = (s.mean >= 1 - tolerance).double() - (s.mean <= tolerance).double()
     sign = sign.masked_fill(~s.flat | (s.num < 2), 0.0)[s.index]
     return sign if valid is None else sign.masked_fill(~valid, 0.0)
 
@@ -223,20 +210,16 @@ def token_advantages(
     cfg: ZeroVarianceConfig,  # std_floor, zvp_alpha
 ) -> tuple[Tensor, Metrics]:  # [B, T] fp32, 0 outside the response; shares of groups and tokens
     "One advantage per token for groups of any kind (paper section 2.4.1). Flat groups never raise; bad input does"
-    raw, shaped = (
-        group_stats(r, batch.group, valid, adv_cfg.tol) for r in (raw_rewards, batch.rewards)
-    )
+    raw, shaped = (group_stats(r, batch.group, valid) for r in (raw_rewards, batch.rewards))
     floor = cfg.std_floor * raw.flat.double()
     adv = per_token(
-        group_advantages(
-            batch.rewards, batch.group, valid, adv_cfg.estimator, adv_cfg.eps, adv_cfg.tol, floor
-        ),
+        group_advantages(batch.rewards, batch.group, valid, adv_cfg.estimator, floor),
         batch.response_mask,
     )
     if cfg.zvp_alpha:
         if batch.entropy is None:
             raise ValueError('batch.entropy is None: RL-ZVP needs it; or set zvp_alpha=0')
-        sign = zvp_sign(raw_rewards, batch.group, valid, adv_cfg.tol) * shaped.flat[raw.index]
+        sign = zvp_sign(raw_rewards, batch.group, valid) * shaped.flat[raw.index]
         adv = adv + zvp_advantages(batch.entropy, batch.response_mask, sign, cfg.zvp_alpha)
     alive = torch.zeros_like(raw.num).index_add(0, raw.index, (adv != 0).any(1).double()) > 0
     return adv, dict(
@@ -259,4 +242,4 @@ def screen(
 ) -> Tensor:  # [P] bool, groups in ascending order of their id: keep this prompt
     "Pass rate strictly between 0 and 1, or no verdict to tell by (optional: by default each prompt matters)"
     s = group_stats(rewards, group, valid)
-    return (s.num == 0) | (s.mean > 1e-6) & (s.mean < 1 - 1e-6)
+    return (s.num == 0) | (s.mean > tolerance) & (s.mean < 1 - tolerance)

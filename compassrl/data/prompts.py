@@ -10,13 +10,14 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from tokenizers import Tokenizer
 
 from .tasks import num_problems, problem, task_families, verifiers
 from .tokenizer import build_tokenizer, encode
 from ..records import Prompt, derive_seed
+from ..settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
@@ -257,41 +258,32 @@ class DataConfig:
     "Which prompts to train on"
 
     domains: tuple[str, ...] = ('arithmetic',)  # generated task families, used when `path` is empty
-    weights: tuple[float, ...] = ()  # share of each domain; empty = equal shares
-    difficulty: float = 1.0  # 0 is easiest; a fraction mixes two levels
-    num_train: int = 4096  # generated training prompts
-    num_heldout: int = 128  # generated prompts for evaluation, never trained on
+    # share of each domain; empty = equal shares
+    weights: Annotated[tuple[float, ...], above(0)] = ()
+    # 0 is easiest; a fraction mixes two levels
+    difficulty: Annotated[float, between(0, 20)] = 1.0
+    num_train: Annotated[int, at_least(1)] = 4096  # generated training prompts
+    # generated prompts for evaluation, never trained on
+    num_heldout: Annotated[int, at_least(1)] = 128
     path: str = ''  # .jsonl, .parquet, a saved dataset's folder, or hf:NAME
     columns: dict[str, str] = field(default_factory=dict)  # our field -> column of the data
     verifier: str = 'exact'  # for rows that name none
-    on_bad_row: Literal['raise', 'skip'] = (
-        'raise'  # refuse data with a bad row, or leave it out and say so
-    )
-    heldout_frac: float = 0.1  # of the loaded data
-    max_prompt_tokens: int = 64  # a longer prompt is an error
+    # refuse data with a bad row, or leave it out and say so
+    on_bad_row: Literal['raise', 'skip'] = 'raise'
+    heldout_frac: Annotated[float, above(0, below=1)] = 0.1  # of the loaded data
+    max_prompt_tokens: Annotated[int, at_least(1)] = 64  # a longer prompt is an error
 
     def __post_init__(self):
-        for name in ('domains', 'weights'):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # a list is fine
+        check(self)
         if not self.domains or len(set(self.domains)) < len(self.domains):
             raise ValueError(f'domains={self.domains}: name at least one, each once')
         for d in self.domains:
             if d not in task_families:
                 raise ValueError(f'domains: {d!r} does not exist, use {sorted(task_families)}')
-        if self.weights and (
-            len(self.weights) != len(self.domains)
-            or not all(0 < w < math.inf for w in self.weights)
-        ):
+        if self.weights and len(self.weights) != len(self.domains):
             raise ValueError(
                 f'weights={self.weights}: give {len(self.domains)} positive numbers, or none'
             )
-        if not 0 <= self.difficulty <= 20:
-            raise ValueError(f'difficulty={self.difficulty}: use 0 to 20')
-        for name in ('num_train', 'num_heldout', 'max_prompt_tokens'):
-            if getattr(self, name) < 1:
-                raise ValueError(f'{name}={getattr(self, name)}: use at least 1')
-        if not 0 < self.heldout_frac < 1:
-            raise ValueError(f'heldout_frac={self.heldout_frac}: use a value between 0 and 1')
         _check_loading(self.columns, self.verifier, self.on_bad_row)
 
 

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..data.tasks import verifier
 from ..records import Metrics, Prompt, Sample, Verdict, derive_seed
+from ..settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
@@ -249,22 +250,19 @@ class GenRMConfig:
 
     model: str = ''  # name that the endpoint serves; empty = no generative reward model
     base_url: str = 'http://localhost:8000/v1'  # where `vllm serve MODEL` listens
-    api_key_env: str = (
-        'GENRM_API_KEY'  # environment variable that holds the key; a local server needs none
-    )
+    # environment variable that holds the key; a local server needs none
+    api_key_env: str = 'GENRM_API_KEY'
     prompt_file: str = ''  # a prompt of your own with {prompt}, {first} and {second}; empty = ours
-    max_tokens: int = 4096  # of the reasoning and the label; a longer reply has failed
-    temperature: float = 0.0  # of the judge
-    concurrency: int = 64  # requests in flight; the server batches them
-    timeout_s: float = 120.0  # seconds for one attempt
-    max_retries: int = 2  # more attempts after a lost connection, a timeout, HTTP 429 or 5xx
+    # of the reasoning and the label; a longer reply has failed
+    max_tokens: Annotated[int, at_least(1)] = 4096
+    temperature: Annotated[float, at_least(0)] = 0.0  # of the judge
+    concurrency: Annotated[int, at_least(1)] = 64  # requests in flight; the server batches them
+    timeout_s: Annotated[float, above(0)] = 120.0  # seconds for one attempt
+    # more attempts after a lost connection, a timeout, HTTP 429 or 5xx
+    max_retries: Annotated[int, at_least(0)] = 2
 
     def __post_init__(self):
-        for k, low in dict(max_tokens=1, concurrency=1, max_retries=0, temperature=0).items():
-            if not getattr(self, k) >= low:
-                raise ValueError(f'{k}={getattr(self, k)}: use {low} or more')
-        if not 0 < self.timeout_s < float('inf'):
-            raise ValueError(f'timeout_s={self.timeout_s}: use a positive number')
+        check(self)
         if not re.match('https?://.', self.base_url):
             raise ValueError(
                 f'base_url={self.base_url!r}: use an address such as http://localhost:8000/v1'

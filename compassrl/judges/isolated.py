@@ -19,13 +19,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 from pathlib import Path
+from typing import Annotated
 
 try:
     import resource
 except ImportError:
     resource = None  # Windows
+
+from ..settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
@@ -45,15 +48,14 @@ __all__ = [
 class Limits:
     "What foreign code may use. Raises ValueError for values outside their range"
 
-    wall_s: float = 10.0  # seconds by the clock
-    cpu_s: float = 5.0  # seconds of computing, for each process
-    memory_mb: int = 512  # address space; of a forked function: beyond what the caller has
-    output_kb: int = 256  # of each stream and of each file
+    wall_s: Annotated[float, above(0)] = 10.0  # seconds by the clock
+    cpu_s: Annotated[float, above(0)] = 5.0  # seconds of computing, for each process
+    # address space; of a forked function: beyond what the caller has
+    memory_mb: Annotated[int, at_least(1)] = 512
+    output_kb: Annotated[int, at_least(1)] = 256  # of each stream and of each file
 
     def __post_init__(self):
-        for k in ('wall_s', 'cpu_s', 'memory_mb', 'output_kb'):
-            if not 0 < getattr(self, k) < inf:
-                raise ValueError(f'{k}={getattr(self, k)}: use a positive number')
+        check(self)
 
 
 @dataclass(frozen=True)

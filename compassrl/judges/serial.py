@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from tokenizers import Tokenizer
 
@@ -18,6 +19,7 @@ from . import genrm
 from .isolated import Limits, run_function
 from .verifiers import no_verdict
 from ..records import Metrics, Prompt, Sample
+from ..settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
@@ -33,22 +35,22 @@ __all__ = [
 # %% ../../nbs/judges/04_serial.ipynb #5510bab3
 @dataclass(frozen=True)
 class RewardConfig:
-    "Who judges responses, and how long it may take. Raises ValueError for values outside their range"
+    "Who judges responses, and how long it may take. Raises ValueError"
 
-    workers: int = 0  # processes that judge beside the rollout; 0 = the trainer judges, after it, without limits
-    wall_s: float = 10.0  # seconds by the clock for one verdict; then its worker is killed
-    cpu_s: float = 10.0  # seconds of computing in the worker for one verdict
-    memory_mb: int = 512  # that a verdict may add to its worker
-    retries: int = 1  # more attempts when a worker dies; none when the time is up
-    genrm: genrm.GenRMConfig = field(
-        default_factory=genrm.GenRMConfig
-    )  # judges prompts whose verifier is 'genrm'
+    # processes that judge beside the rollout; 0 = the trainer judges, after it, without limits
+    workers: Annotated[int, at_least(0)] = 0
+    # seconds by the clock for one verdict; then its worker is killed
+    wall_s: Annotated[float, above(0)] = 10.0
+    # seconds of computing in the worker for one verdict
+    cpu_s: Annotated[float, above(0)] = 10.0
+    memory_mb: Annotated[int, at_least(1)] = 512  # that a verdict may add to its worker
+    # more attempts when a worker dies; none when the time is up
+    retries: Annotated[int, at_least(0)] = 1
+    # judges prompts whose verifier is 'genrm'
+    genrm: genrm.GenRMConfig = field(default_factory=genrm.GenRMConfig)
 
     def __post_init__(self):
-        for k in ('workers', 'retries'):
-            if getattr(self, k) < 0:
-                raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
-        self.limits  # checks the others
+        check(self)
 
     @property
     def limits(self):

@@ -7,13 +7,15 @@ vLLM and Megatron-Core load its checkpoints unchanged."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from math import inf
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from ..settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
@@ -38,34 +40,30 @@ __all__ = [
 class PolicyConfig:
     "Shape of a Qwen3-MoE. Raises ValueError for one that cannot be built"
 
-    vocab_size: int = 99
-    hidden_size: int = 64
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 16
-    intermediate_size: int = 128  # of dense layers
-    moe_intermediate_size: int = 64  # of one expert
-    num_experts: int = 8
-    num_experts_per_tok: int = 2
+    vocab_size: Annotated[int, at_least(1)] = 99
+    hidden_size: Annotated[int, at_least(1)] = 64
+    num_hidden_layers: Annotated[int, at_least(1)] = 2
+    num_attention_heads: Annotated[int, at_least(1)] = 4
+    num_key_value_heads: Annotated[int, at_least(1)] = 2
+    head_dim: Annotated[int, at_least(1)] = 16
+    intermediate_size: Annotated[int, at_least(1)] = 128  # of dense layers
+    moe_intermediate_size: Annotated[int, at_least(1)] = 64  # of one expert
+    num_experts: Annotated[int, at_least(1)] = 8
+    num_experts_per_tok: Annotated[int, at_least(1)] = 2
     norm_topk_prob: bool = True  # do the chosen gates sum to 1?
-    decoder_sparse_step: int = 1  # every how manyth layer is a mixture
-    mlp_only_layers: tuple[int, ...] = ()  # layers that are dense whatever the step says
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    max_position_embeddings: int = 256  # longest sequence, prompt and response together
-    tie_word_embeddings: bool = False
-    pad_token_id: int = 0
-    eos_token_id: int = 1
+    decoder_sparse_step: Annotated[int, at_least(1)] = 1  # every how manyth layer is a mixture
+    # layers that are dense whatever the step says
+    mlp_only_layers: Annotated[tuple[int, ...], at_least(0)] = ()
+    rms_norm_eps: Annotated[float, above(0)] = 1e-6  # added to the mean square
+    rope_theta: Annotated[float, above(0)] = 10_000.0  # base of the rotary wavelengths
+    # longest sequence, prompt and response together
+    max_position_embeddings: Annotated[int, at_least(1)] = 256
+    tie_word_embeddings: bool = False  # is the output matrix that of the input?
+    pad_token_id: Annotated[int, at_least(0)] = 0  # fills rows that are shorter
+    eos_token_id: Annotated[int, at_least(0)] = 1  # ends a response
 
     def __post_init__(self):
-        counts = 'vocab', 'hidden', 'num', 'head', 'intermediate', 'moe', 'max', 'decoder'
-        for k, v in asdict(self).items():
-            if k.startswith(counts) and (type(v) is not int or v < 1):
-                raise ValueError(f'{k}={v!r}: use a whole number of at least 1')
-        for k in ('rms_norm_eps', 'rope_theta'):
-            if not 0 < getattr(self, k) < inf:
-                raise ValueError(f'{k}={getattr(self, k)}: use a positive number')
+        check(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f'num_attention_heads={self.num_attention_heads} is not a multiple of '
@@ -73,7 +71,8 @@ class PolicyConfig:
             )
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f'num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}'
+                f'num_experts_per_tok={self.num_experts_per_tok} exceeds '
+                f'num_experts={self.num_experts}'
             )
         if self.head_dim % 2:
             raise ValueError(f'head_dim={self.head_dim} is odd: rotary embeddings turn pairs')

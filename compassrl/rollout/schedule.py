@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, inf, log, log2
 from statistics import median
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
 from ..records import Request, RolloutEngine, Sample, derive_seed
 from .pull_queue import PullQueue
+from ..settings import at_least, between, check
 
 # %% auto #0
 __all__ = ['ScheduleConfig', 'LengthPredictor', 'prediction_error', 'Schedule', 'scheduled']
@@ -28,23 +29,15 @@ class ScheduleConfig:
     "Which request is generated when. Raises ValueError"
 
     order: Literal['longest', 'fifo'] = 'longest'  # by predicted length, or as they come
-    probe: bool = True  # of a prompt that nobody knows, one sample goes before all others: it tells the length
-    over_provision: float = (
-        0.0  # share of samples asked beyond each group; the last to end are dropped: short ones win
-    )
-    partial_tokens: int = (
-        0  # most of a response in a step, the rest in the next: stale tokens, see loss.tis; 0 = all
-    )
+    # of a prompt that nobody knows, one sample goes before all others: it tells the length
+    probe: bool = True
+    # share of samples asked beyond each group; the last to end are dropped: short ones win
+    over_provision: Annotated[float, between(0, 4)] = 0.0
+    # most of a response in a step, the rest in the next: stale tokens, see loss.tis; 0 = all
+    partial_tokens: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self):
-        if self.order not in ('longest', 'fifo'):
-            raise ValueError(f"order={self.order!r}: use 'longest' or 'fifo'")
-        if not 0 <= self.over_provision <= 4:
-            raise ValueError(f'over_provision={self.over_provision}: use 0 to 4')
-        if self.partial_tokens < 0:
-            raise ValueError(
-                f'partial_tokens={self.partial_tokens}: use 0 (whole responses) or more'
-            )
+        check(self)
         if self.partial_tokens and self.over_provision:
             raise ValueError(
                 f'over_provision={self.over_provision} drops what partial_tokens={self.partial_tokens} '

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from types import SimpleNamespace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from compassrl.model.policy import (
 )
 from ..model.pretrained import load_hf_weights
 from ..records import Request, RolloutEngine, Sample, SamplingParams
+from ..settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
@@ -275,27 +276,20 @@ def add_experts(
 class RolloutConfig:
     "How responses are drawn"
 
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0  # below 1 the train engine cannot follow the truncation
-    max_tokens: int = 64  # response tokens, the stop token included
-    num_slots: int = 128  # responses that run at the same time
-    dtype: Literal['float32', 'float64', 'bfloat16'] = (
-        'float32'  # float64: tokens do not depend on the batch
-    )
-    quantization: Literal['', 'fp8'] = (
-        ''  # of products with weights, embedded engine; emulated on a CPU (not run on GPU)
-    )
-    kv_cache_dtype: Literal['auto', 'fp8'] = (
-        'auto'  # keys and values, embedded engine; emulated on a CPU (not run on GPU)
-    )
+    temperature: Annotated[float, at_least(0)] = 1.0  # 0 = greedy
+    # below 1 the train engine cannot follow the truncation
+    top_p: Annotated[float, above(0, up_to=1)] = 1.0
+    max_tokens: Annotated[int, at_least(1)] = 64  # response tokens, the stop token included
+    num_slots: Annotated[int, at_least(1)] = 128  # responses that run at the same time
+    # float64: tokens do not depend on the batch
+    dtype: Literal['float32', 'float64', 'bfloat16'] = 'float32'
+    # of products with weights, again at every sync; emulated on a CPU (not run on GPU)
+    quantization: Literal['', 'fp8'] = ''
+    # of keys and values; the embedded engine emulates it on a CPU (fp8: not run on GPU)
+    kv_cache_dtype: Literal['auto', 'fp8'] = 'auto'
 
     def __post_init__(self):
-        if self.num_slots < 1:
-            raise ValueError(f'num_slots={self.num_slots}: use at least 1')
-        for k, known in (('quantization', ('', 'fp8')), ('kv_cache_dtype', ('auto', 'fp8'))):
-            if getattr(self, k) not in known:
-                raise ValueError(f'{k}={getattr(self, k)!r}: use one of {known}')
-        self.params()  # checks the rest
+        check(self)
 
     def params(self, *stop_ids: int) -> SamplingParams:
         return SamplingParams(self.max_tokens, self.temperature, self.top_p, stop_ids)

@@ -590,7 +590,7 @@ def test_bad_checkpoint(fault, message, tmp_path):
 @pytest.mark.parametrize(
     'kw, message',
     [
-        (dict(hidden_size=0), 'hidden_size=0: use a whole number of at least 1'),
+        (dict(hidden_size=0), 'hidden_size=0: use at least 1'),
         (dict(moe_intermediate_size=-4), 'moe_intermediate_size=-4'),
         (dict(intermediate_size=0), 'intermediate_size=0'),
         (dict(num_hidden_layers=2.5), 'num_hidden_layers=2.5'),

@@ -88,6 +88,8 @@ class VllmRollout(RolloutEngine):
         max_len: int | None = None,  # longest sequence; None = the policy's context
         num_slots: int = 128,  # responses that run at the same time
         return_routes: bool = True,  # record the experts of every token
+        quantization: str = '',  # of weights, 'fp8' or none
+        kv_cache_dtype: str = 'auto',  # or 'fp8'
     ):
         set_environment()
         from vllm.platforms import current_platform

@@ -54,6 +54,8 @@ def check_vllm(
     device: str,  # 'cpu' or 'cuda'
     return_routes: bool,
     one_process: bool,  # no server?
+    quantization: str = '',  # of weights, 'fp8' or none
+    kv_cache_dtype: str = 'auto',  # or 'fp8'
 ):
     "Raises ValueError for what vLLM 0.30 cannot compute, or gets wrong in silence"
     c, cpu = policy, device == 'cpu'
@@ -65,9 +67,9 @@ def check_vllm(
             'routes of a policy without experts: vLLM fails after loading it, '
             "use router_replay='off'"
         )
-    if config.quantization and not cpu and dtype != torch.bfloat16:
+    if quantization and not cpu and dtype != torch.bfloat16:
         raise ValueError(
-            f"quantization={config.quantization!r} of {dtype}: vLLM quantises from 'bfloat16'"
+            f"quantization={quantization!r} of {dtype}: vLLM quantises from 'bfloat16'"
         )
     if config.colocated and cpu:
         raise ValueError('colocated=True on a CPU: vLLM cannot give memory back there, use False')
@@ -87,7 +89,7 @@ def check_cpu(c: PolicyConfig, config: VllmConfig, sparse: bool, one_process: bo
             'expert_parallel=True on a CPU: workers of vLLM 0.30 crash in their expert kernel, '
             'use False'
         )
-    if config.kv_cache_dtype == 'fp8' and not config.urls and not can_cache_fp8():
+    if kv_cache_dtype == 'fp8' and not config.urls and not can_cache_fp8():
         raise ValueError(
             "kv_cache_dtype='fp8' on this CPU: vLLM needs AVX-512 or AMX for it, use 'auto'"
         )
@@ -165,6 +167,8 @@ def engine_args(
     num_slots: int,  # responses that run at the same time
     return_routes: bool,
     device: str,
+    quantization: str = '',  # of weights, 'fp8' or none
+    kv_cache_dtype: str = 'auto',  # or 'fp8'
 ) -> dict:  # for `EngineArgs`, or the flags of a server
     "What a rollout for training needs, and vLLM does not do by itself"
     d = dict(
@@ -180,7 +184,7 @@ def engine_args(
         enable_return_routed_experts=return_routes,
         generation_config='vllm',
         enable_prefix_caching=config.prefix_caching,
-        kv_cache_dtype=config.kv_cache_dtype,
+        kv_cache_dtype=kv_cache_dtype,
         tensor_parallel_size=config.tensor_parallel,
         enable_expert_parallel=config.expert_parallel,
     )

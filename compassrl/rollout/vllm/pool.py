@@ -50,6 +50,8 @@ class VllmPool(Servers, RolloutEngine):
         log_dir: str | Path | None = None,  # logs of the servers; None = a temporary folder
         start_timeout_s: float = 600.0,  # a server that is not ready by then has failed
         first_gpu: int = 0,  # of the servers; they take neighbours (not run on GPU)
+        quantization: str = '',  # of weights, 'fp8' or none
+        kv_cache_dtype: str = 'auto',  # or 'fp8'
     ):
         c = read_config(model)
         T = min(max_len or c.max_position_embeddings, c.max_position_embeddings)
@@ -115,7 +117,7 @@ def load_weights(self: VllmPool, weights: Iterable[tuple[str, Tensor]], version:
         raise RuntimeError(
             'requests are running: finish or close `generate` before loading weights'
         )
-    if self.vllm.quantization and self.device == 'cpu':
+    if self.quantization and self.device == 'cpu':
         weights = fp8_weights(weights)  # no kernels there: values alone
     self.submit(self.settle()).result()
     self.forget_weights()

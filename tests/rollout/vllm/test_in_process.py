@@ -685,7 +685,7 @@ def test_replay_closes_the_gap(tmp_path, case):
         pytest.skip('FP8 KV cache: this CPU has neither AVX-512 nor AMX')
     policy = lively()
     write_config(CONFIG, tmp_path)
-    e = VllmRollout(tmp_path, VllmConfig(**ROUNDED[case]), torch.bfloat16, num_slots=64)
+    e = VllmRollout(tmp_path, dtype=torch.bfloat16, num_slots=64, **ROUNDED[case])
     e.load_weights(hf_weights(policy), 0)
     try:
         samples = list(e.generate(requests(64, 4, max_tokens=40)))
@@ -707,7 +707,7 @@ def test_replay_closes_the_gap(tmp_path, case):
 def test_fp8_on_a_cpu_is_a_sync_of_rounded_weights(tmp_path):
     "With quantization='fp8' vLLM is exactly the policy whose matrices were quantised, every time"
     write_config(CONFIG, tmp_path)
-    e = VllmRollout(tmp_path, VllmConfig(quantization='fp8'), num_slots=16)
+    e = VllmRollout(tmp_path, quantization='fp8', num_slots=16)
     try:
         for version in range(2):
             policy, rounded = lively(version), lively()
@@ -782,9 +782,9 @@ BF, FP = torch.bfloat16, torch.float32
 def test_refused(changes, vllm_config, dtype, device, routes, message):
     alone = 'expert_parallel' not in vllm_config
     with pytest.raises(ValueError, match=message):
-        check_vllm(
-            replace(CONFIG, **changes), VllmConfig(**vllm_config), dtype, device, routes, alone
-        )
+        fp8 = {k: v for k, v in vllm_config.items() if k == 'quantization'}
+        own = VllmConfig(**{k: v for k, v in vllm_config.items() if k not in fp8})
+        check_vllm(replace(CONFIG, **changes), own, dtype, device, routes, alone, **fp8)
 
 
 WAYS = [
@@ -838,7 +838,7 @@ def test_fp8_kv_cache_of_a_cpu(avx512, amx):
     "Refused before vLLM starts, where it would die of it; servers elsewhere have other CPUs"
 
     def check(**kw):
-        check_vllm(CONFIG, VllmConfig(kv_cache_dtype='fp8', **kw), BF, 'cpu', True, False)
+        check_vllm(CONFIG, VllmConfig(**kw), BF, 'cpu', True, False, kv_cache_dtype='fp8')
 
     with (
         patch.object(torch.cpu, '_is_avx512_supported', lambda: avx512),
@@ -854,8 +854,8 @@ def test_fp8_kv_cache_of_a_cpu(avx512, amx):
 
 
 def test_accepted():
-    big = VllmConfig(tensor_parallel=8, quantization='fp8')
-    check_vllm(replace(CONFIG, head_dim=16, hidden_size=72), big, BF, 'cuda', True, True)
+    big, odd = VllmConfig(tensor_parallel=8), replace(CONFIG, head_dim=16, hidden_size=72)
+    check_vllm(odd, big, BF, 'cuda', True, True, quantization='fp8')
     check_vllm(
         replace(CONFIG, mlp_only_layers=(0, 1, 2), hidden_size=72),
         VllmConfig(),
@@ -866,7 +866,7 @@ def test_accepted():
     )
     check_vllm(CONFIG, VllmConfig(tensor_parallel=2), FP, 'cpu', True, one_process=False)
     for dtype in (FP, BF):
-        check_vllm(CONFIG, VllmConfig(quantization='fp8'), dtype, 'cpu', True, True)
+        check_vllm(CONFIG, VllmConfig(), dtype, 'cpu', True, True, quantization='fp8')
 
 
 def test_heads_are_those_of_vllm():
@@ -907,8 +907,8 @@ def test_sleep_needs_a_gpu(tmp_path):
 def test_gpu_arguments():
     "What a server or an engine on a GPU is given (not run there)"
 
-    def args(**kw):
-        return engine_args('m', CONFIG, VllmConfig(**kw), BF, 160, 16, True, 'cuda')
+    def args(quantization='', **kw):
+        return engine_args('m', CONFIG, VllmConfig(**kw), BF, 160, 16, True, 'cuda', quantization)
 
     assert (
         args()['moe_backend'] == 'triton'

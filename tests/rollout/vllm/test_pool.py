@@ -295,14 +295,13 @@ def test_fp8_weights_without_kernels(pool, reference):
     "On a CPU the weights that are synced are those of FP8, and nothing else changes"
     fp8 = Policy(CONFIG, 0)
     load_hf_weights(fp8, fp8_weights(hf_weights(POLICIES[0])))
-    before = pool.vllm
-    pool.vllm = replace(before, quantization='fp8')
+    pool.quantization = 'fp8'
     try:
         pool.load_weights(hf_weights(POLICIES[0]), 0)
         out = list(pool.generate(requests(8)))
         assert agrees(out, fp8) and not agrees(out, POLICIES[0])
     finally:
-        pool.vllm = before
+        pool.quantization = ''
         pool.load_weights(hf_weights(POLICIES[0]), 0)
     assert tokens(pool.generate(requests(8))).items() <= reference.items()
 
@@ -453,7 +452,7 @@ def test_hangs_in_mid_generation(pool, reference):
             if len(out) == 5:
                 hurt(pool, 'replica 1', signal.SIGSTOP)
     finally:
-        pool.vllm = before
+        pool.quantization = ''
     assert len(out) == 48 and tokens(out) == reference and agrees(out, POLICIES[0])
     assert {s.replica for s in pool.spans if s.outcome == 'lost'} >= {'replica 1'}
     assert 'gave nothing for 30 s' in pool.replicas['replica 1'].why
