@@ -73,6 +73,10 @@ def check_vllm(
         )
     if config.colocated and cpu:
         raise ValueError('colocated=True on a CPU: vLLM cannot give memory back there, use False')
+    if cpu and kv_cache_dtype == 'fp8' and not config.urls and not can_cache_fp8():
+        raise ValueError(
+            "kv_cache_dtype='fp8' on this CPU: vLLM needs AVX-512 or AMX for it, use 'auto'"
+        )
     if cpu:
         check_cpu(c, config, sparse, one_process)
 
@@ -88,10 +92,6 @@ def check_cpu(c: PolicyConfig, config: VllmConfig, sparse: bool, one_process: bo
         raise ValueError(
             'expert_parallel=True on a CPU: workers of vLLM 0.30 crash in their expert kernel, '
             'use False'
-        )
-    if kv_cache_dtype == 'fp8' and not config.urls and not can_cache_fp8():
-        raise ValueError(
-            "kv_cache_dtype='fp8' on this CPU: vLLM needs AVX-512 or AMX for it, use 'auto'"
         )
     if c.head_dim not in head_sizes:
         raise ValueError(f'head_dim={c.head_dim}: attention on a CPU needs one of {head_sizes}')
@@ -149,11 +149,11 @@ def cache_bytes(c: PolicyConfig, num_slots: int, max_len: int, dtype: torch.dtyp
     return tokens * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * dtype.itemsize
 
 
-def gpu_args(config: VllmConfig, return_routes: bool) -> dict:  # not run on GPU
+def gpu_args(config: VllmConfig, return_routes: bool, quantization: str) -> dict:  # not run on GPU
     d = dict(gpu_memory_utilization=config.gpu_memory_utilization)
     if return_routes:
         d['moe_backend'] = 'triton'  # fused kernels route inside and report zeros
-    if config.quantization:  # 128x128 blocks; the routers stay as they are
+    if quantization:  # 128x128 blocks; the routers stay as they are
         d |= dict(quantization='fp8_per_block', quantization_config=dict(ignore=['*.mlp.gate']))
     return d
 
@@ -192,7 +192,7 @@ def engine_args(
         # vLLM's Qwen3-MoE insists on a mixture
         d['hf_overrides'] = dict(architectures=['Qwen3ForCausalLM'])
     if device != 'cpu':
-        return d | gpu_args(config, return_routes)
+        return d | gpu_args(config, return_routes, quantization)
     return d | dict(
         enforce_eager=True,
         enable_chunked_prefill=False,
