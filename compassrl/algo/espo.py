@@ -15,6 +15,7 @@ from torch import Tensor
 from .losses import LossConfig, clipped_surrogate, policy_loss, ratio_sums
 from .ratios import log_ratio
 from ..records import Batch
+from ..settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [

@@ -22,6 +22,7 @@ from compassrl.algo.ratios import (
     tis_weights,
 )
 from ..records import Batch
+from ..settings import at_least, between, check
 
 # %% auto #0
 __all__ = [

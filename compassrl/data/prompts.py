@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from tokenizers import Tokenizer
 
@@ -15,6 +15,7 @@ from .sources import rows_of
 from .tasks import num_problems, problem, task_families, verifiers
 from .tokenizer import encode
 from ..records import Prompt, derive_seed
+from ..settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [

@@ -26,7 +26,7 @@ __all__ = ['GenRMJudge', 'JudgePerPrompt', 'make_judge']
 
 
 # %% ../../nbs/judges/08_model.ipynb #0f5fbecb
-class GenRMJudge:
+class GenRMJudge(Judge):
     "A generative reward model beside the rollout: whatever waits is asked as one batch"
 
     def __init__(
@@ -108,7 +108,7 @@ class GenRMJudge:
 
 
 # %% ../../nbs/judges/08_model.ipynb #2640660a
-class JudgePerPrompt:
+class JudgePerPrompt(Judge):
     "Prompts whose verifier is 'genrm' are judged by a model, the others by verifiers"
 
     def __init__(self, model: GenRMJudge, verifying: Judge):

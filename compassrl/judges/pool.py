@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from tokenizers import Tokenizer
 
 from ..data.tasks import verifiers
-from .serial import RewardConfig, judge_sample, record_verdict
+from .serial import Judge, RewardConfig, judge_sample, record_verdict
 from ..records import Prompt, Sample
 
 # %% auto #0
@@ -39,7 +39,7 @@ def _by_name(name, fn):  # how another process finds a verifier
     return data
 
 
-class RewardPool:
+class RewardPool(Judge):
     """Judges while the rollout goes on, in processes of its own
 
     Raises ValueError for a verifier that has no module."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated
 
 from tokenizers import Tokenizer
 
@@ -17,7 +17,8 @@ from ..data.tokenizer import response_text
 from . import genrm
 from . import verifiers as _  # noqa: F401  registers 'maths' and 'code'
 from .isolated import Limits
-from ..records import Prompt, Sample
+from ..records import Metrics, Prompt, Sample
+from ..settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
@@ -33,36 +34,41 @@ __all__ = [
 # %% ../../nbs/judges/05_serial.ipynb #5510bab3
 @dataclass(frozen=True)
 class RewardConfig:
-    "Who judges responses, and how long it may take. Raises ValueError for values outside their range"
+    "Who judges responses, and how long it may take. Raises ValueError"
 
-    workers: int = 0  # processes that judge beside the rollout; 0 = the trainer judges, after it, without limits
-    wall_s: float = 10.0  # seconds by the clock for one verdict; then its worker is killed
-    cpu_s: float = 10.0  # seconds of computing in the worker for one verdict
-    memory_mb: int = 512  # that a verdict may add to its worker
-    retries: int = 1  # more attempts when a worker dies; none when the time is up
-    genrm: genrm.GenRMConfig = field(
-        default_factory=genrm.GenRMConfig
-    )  # judges prompts whose verifier is 'genrm'
+    # processes that judge beside the rollout; 0 = the trainer judges, after it, without limits
+    workers: Annotated[int, at_least(0)] = 0
+    # seconds by the clock for one verdict; then its worker is killed
+    wall_s: Annotated[float, above(0)] = 10.0
+    # seconds of computing in the worker for one verdict
+    cpu_s: Annotated[float, above(0)] = 10.0
+    memory_mb: Annotated[int, at_least(1)] = 512  # that a verdict may add to its worker
+    # more attempts when a worker dies; none when the time is up
+    retries: Annotated[int, at_least(0)] = 1
+    # judges prompts whose verifier is 'genrm'
+    genrm: genrm.GenRMConfig = field(default_factory=genrm.GenRMConfig)
 
     def __post_init__(self):
-        for k in ('workers', 'retries'):
-            if getattr(self, k) < 0:
-                raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
-        self.limits  # checks the others
+        check(self)
 
     @property
     def limits(self):
         return Limits(self.wall_s, self.cpu_s, self.memory_mb)
 
 
-class Judge(Protocol):
-    "Gives each sample its verdict, reward and timings"
+class Judge:
+    "Gives each sample its verdict, reward and timings. Every judge has its own `settle`"
 
     def start(self, sample: Sample):
         "It has ended: begin to judge it; never waits"
 
     def settle(self, samples: Iterable[Sample]):
         "Until all of these are judged, whether started or not"
+        raise NotImplementedError
+
+    def measured(self) -> Metrics:
+        "What it has counted since it was last asked"
+        return {}
 
     def close(self):
         "End what was started for it"
@@ -96,20 +102,14 @@ def judge_sample(
     return record_verdict(sample, *timed_verdict(prompt, sample.response_ids, tokenizer, eos_id))
 
 
-class SerialJudge:
+class SerialJudge(Judge):
     "Judges when asked to settle, one sample after another"
 
     def __init__(self, prompts: Iterable[Prompt], tokenizer: Tokenizer, eos_id: int):
         self.prompts = {p.id: p for p in prompts}
         self.of = tokenizer, eos_id
 
-    def start(self, sample):
-        pass
-
     def settle(self, samples):
         for s in samples:
             if s.verdict is None:
                 judge_sample(s, self.prompts[s.prompt_id], *self.of)
-
-    def close(self):
-        pass
