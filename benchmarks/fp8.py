@@ -17,6 +17,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 
 import torch
 
@@ -27,7 +28,7 @@ from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.fp8 import Fp8Rollout, quantise, takes_fp8
 from compassrl.rollout.torch_engine import TorchRollout
-from compassrl.runs.report import machine_info
+from compassrl.runs.facts import machine_info
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
 
 NOT_RUN = 'not run: needs a Hopper GPU'
@@ -71,7 +72,7 @@ def mismatch(samples, policy):
     out, batch = {}, collate(sorted(samples, key=lambda s: s.prompt_id))
     for mode in ('off', 'R3'):
         b = batch.map(lambda t: t)
-        b.old_log_probs, _ = TorchTrain(policy, OptimConfig(), replay=mode).log_probs(b)
+        b = replace(b, **TorchTrain(policy, OptimConfig(), replay=mode).score(b))
         found, (_, cut) = (
             discrepancy(b),
             tis_weights(b.old_log_probs, b.rollout_log_probs, b.response_mask, cap=2.0),

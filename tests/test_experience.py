@@ -14,17 +14,17 @@ from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
 from compassrl.experience import (
-    assemble,
     collect,
     grade,
+    in_order,
     next_wave,
     prompts_of_step,
     requests_of,
     sample_columns,
     task_rewards,
 )
-from compassrl.judges.serial import SerialJudge, judge_sample
-from compassrl.records import Prompt, Sample, SamplingParams, Verdict
+from compassrl.judges.serial import Judge, SerialJudge, judge_sample
+from compassrl.records import Prompt, RolloutEngine, Sample, SamplingParams, Verdict, collate
 
 TOKENIZER = build_tokenizer()
 ZERO, ONE = encode(TOKENIZER, '01')
@@ -35,13 +35,13 @@ def questions(n):
     return [Prompt(f'p{i}', 'test', f'{i}', [2], '1', 'exact') for i in range(n)]
 
 
-class Coin:
+class Coin(RolloutEngine):
     "A rollout engine with known pass rates; wrong answers are longer"
 
     def __init__(self, rate=lambda i: 0.1 if i % 2 else 0.5):
         self.rate, self.waves = rate, []
 
-    def generate(self, requests):
+    def generate(self, requests, whole_groups=False):
         self.waves.append(list(requests))
         for r in sorted(requests, key=lambda r: r.seed):
             right = torch.rand((), generator=torch.Generator().manual_seed(r.seed)) < self.rate(
@@ -280,14 +280,15 @@ def test_a_batch_by_hand():
     cfg = config(length_weight=0.2, overlong_frac=1.0, repetition_weight=0.0)
     cfg = replace(cfg, rollout=replace(cfg.rollout, max_tokens=8))
     samples = [other, s]
-    batch = assemble(requests, samples)
+    samples = in_order(requests, samples)
+    batch = collate(samples)
     assert samples == [s, other] and batch.token_ids[0, 1] == ONE, 'in the order of the requests'
-    task, valid, m = grade(batch, samples, cfg)
-    assert (
-        task.tolist() == [1.0, 0.0]
-        and valid.tolist() == [True, True]
-        and batch.group.tolist() == [0, 0]
-    )
+    assert batch.group.tolist() == [0, 0]
+    batch = replace(batch, entropy=torch.ones(batch.token_ids.shape))
+    batch, m = grade(batch, samples, cfg)
+    assert m['entropy'] == 1 and m['failed_frac'] == 0
+    assert [x.reward for x in samples] == pytest.approx(batch.rewards.tolist())
+    assert batch.advantages[0, 1] > 0 > batch.advantages[1, 1]
     assert batch.rewards.tolist() == pytest.approx([1 - 0.2 * 2 / 8, -0.2 * 4 / 8])
     assert m['reward_mean'] == 0.5 == m['correct_frac'] and m['penalty_mean'] == pytest.approx(
         0.2 * 6 / 16
@@ -306,7 +307,8 @@ def test_rows_of_a_group_stand_side_by_side_whatever_wave_they_came_from():
         key=list(dict.fromkeys(r.prompt_id for r in requests)).index,
     )
     random.Random(0).shuffle(samples)
-    batch = assemble(requests, samples)
+    samples = in_order(requests, samples)
+    batch = collate(samples)
     assert batch.group.tolist() == sorted(batch.group.tolist())
     assert [(s.prompt_id, s.index) for s in samples] == [
         (id, i) for id, n in Counter(r.prompt_id for r in requests).items() for i in range(n)
@@ -329,10 +331,10 @@ def test_nothing_may_be_lost_or_repeated(harm):
     if harm == 'foreign':
         samples[-1].index = 77
     with pytest.raises(AssertionError, match='lost, repeated or not asked for'):
-        assemble(requests, samples)
+        in_order(requests, samples)
 
 
-class Patient:
+class Patient(Judge):
     "A judge that notes what it is asked"
 
     def __init__(self, prompts):

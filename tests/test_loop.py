@@ -23,7 +23,7 @@ from compassrl.judges.pool import RewardPool
 from compassrl.judges.serial import RewardConfig, SerialJudge
 from compassrl.loop import fit
 from compassrl.model.policy import Policy, PolicyConfig
-from compassrl.records import Prompt, Sample, Verdict
+from compassrl.records import Prompt, RolloutEngine, Sample, Verdict
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
 from compassrl.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
@@ -155,18 +155,12 @@ def test_it_is_short_and_knows_only_the_interfaces():
         CFG,
         PROMPTS,
         Spy(rollout, ('generate', 'load_weights'), calls),
-        Spy(engine, ('log_probs', 'update', 'weights'), calls),
+        Spy(engine, ('score', 'update', 'weights'), calls),
         TOKENIZER,
         log,
         EOS_ID,
     )
-    assert [n for n, _ in calls] == [
-        'generate',
-        'log_probs',
-        'update',
-        'weights',
-        'load_weights',
-    ] * 4
+    assert [n for n, _ in calls] == ['generate', 'score', 'update', 'weights', 'load_weights'] * 4
     assert [a for n, a in calls if n == 'load_weights'] == [(1,), (2,), (3,), (4,)]
     assert [{s.weight_version for s in samples} for _, _, samples, _ in log] == [{0}, {1}, {2}, {3}]
 
@@ -273,10 +267,7 @@ def test_the_log_probs_come_before_the_verdicts():
 
         return call
 
-    engine.log_probs, engine.update = (
-        note('log_probs', engine.log_probs),
-        note('update', engine.update),
-    )
+    engine.score, engine.update = note('score', engine.score), note('update', engine.update)
     log = Log()
     fit(
         replace(CFG, steps=1),
@@ -288,7 +279,7 @@ def test_the_log_probs_come_before_the_verdicts():
         EOS_ID,
         judge=Noting(PROMPTS, TOKENIZER, EOS_ID),
     )
-    assert order == ['start'] * 16 + ['log_probs', 'settle', 'update']
+    assert order == ['start'] * 16 + ['score', 'settle', 'update']
     m = log[0][1]
     at = [m[f'time_{p}_at'] for p in ('step', 'rollout', 'log_probs', 'reward', 'update', 'sync')]
     assert (
@@ -329,13 +320,13 @@ def test_advantages_against_a_loop_over_dictionaries(whole):
 # ---- order and restarts
 
 
-class Reordered:
+class Reordered(RolloutEngine):
     "Yields in an order of its own, and as late as it likes"
 
     def __init__(self, rollout, order):
         self.rollout, self.order, self.load_weights = rollout, order, rollout.load_weights
 
-    def generate(self, requests):
+    def generate(self, requests, whole_groups=False):
         samples = list(self.rollout.generate(requests))
         self.order(samples)
         yield from samples
@@ -447,7 +438,8 @@ def test_more_prompts_per_step_than_there_are():
 def test_a_silent_step_is_skipped_and_counted():
     engine, log = run(prompts=[replace(p, verifier='exact', answer='never') for p in PROMPTS])
     assert log.skipped_frac == [1.0] * 4 == log.zero_variance_frac and log.reward_mean == [0.0] * 4
-    assert 'loss' not in log[0][1] and engine.num_steps == 0 and same(engine, engines()[1])
+    assert log.loss == [0.0] * 4 == log.grad_norm and log.sync_bytes == [0.0] * 4 == log.lr
+    assert engine.num_steps == 0 and same(engine, engines()[1])
 
 
 def test_a_run_goes_on_after_a_silent_step():
@@ -461,6 +453,48 @@ def test_a_run_goes_on_after_a_silent_step():
     _, log = run(prompts=mixed)
     assert log.skipped_frac[0] == 1 and 0.0 in log.skipped_frac[1:]
     assert max(log.rollout_train_gap_max) < 1e-5
+
+
+def silent_at_first(verifier='even'):
+    "Nothing can be learned from the prompts of the first step"
+    first = {p.id for p in prompts_of_step(PROMPTS, 0, 4, 0)}
+    never = dict(verifier='exact', answer='never')
+    return [replace(p, **never) if p.id in first else p for p in questions(10, verifier)]
+
+
+@pytest.mark.parametrize(
+    'cfg',
+    [
+        CFG,
+        replace(CFG, router_replay='off'),
+        replace(CFG, router_replay='R2', optim=OptimConfig(lr=1e-3)),
+        replace(CFG, zero_variance=replace(NOTHING, sampling='adaptive')),
+        replace(CFG, zero_variance=replace(NOTHING, sampling='refill')),
+        *(
+            replace(CFG, loss=LossConfig(name, tis=tis))
+            for name in ('dapo', 'gspo', 'cispo', 'espo')
+            for tis in ('off', 'mask')
+        ),
+        replace(RECIPE, zero_variance=replace(RECIPE.zero_variance, zvp_alpha=0.0)),
+    ],
+    ids=lambda c: f'{c.loss.name}-{c.loss.tis}-{c.router_replay}-{c.zero_variance.sampling}',
+)
+def test_every_step_has_the_same_metrics(cfg):
+    "Silent ones too, also where the first one is silent"
+    _, log = run(cfg, prompts=silent_at_first())
+    _, loud = run(cfg)
+    assert len({frozenset(m) for _, m, _, _ in log + loud}) == 1
+    assert all(math.isfinite(v) for _, m, _, _ in log for v in m.values())
+
+
+def test_a_silent_step_says_what_its_update_would_have_said():
+    cfg = replace(CFG, steps=1, loss=LossConfig('espo'), optim=OptimConfig())
+    engine, log = run(cfg, prompts=[replace(p, verifier='exact', answer='x') for p in PROMPTS])
+    _, m, _, batch = log[0]
+    said, _ = engine.update(batch, trainer.loss_of(cfg, batch))
+    assert m['skipped_frac'] == 1 and m['lr'] == 0.0
+    del said['skipped_frac'], said['lr']
+    assert {k: m[k] for k in said} == pytest.approx(said, abs=1e-6)
 
 
 @pytest.mark.parametrize('verifier', ['crash', 'slow', 'no such verifier'])
@@ -560,11 +594,11 @@ def test_silent_groups_still_learn_through_the_kl():
 # ---- an oracle: engines whose policy is a table
 
 
-class TableRollout:
+class TableRollout(RolloutEngine):
     def load_weights(self, weights, version):
         self.log_probs, self.version = dict(weights)['theta'].log_softmax(1), version
 
-    def generate(self, requests):
+    def generate(self, requests, whole_groups=False):
         for r in requests:
             row = self.log_probs[r.prompt_ids[0]]
             d = int(
@@ -595,13 +629,14 @@ class TableTrain:
         chosen = table.gather(1, batch.token_ids[:, 1:] - DIGITS[0])
         return torch.cat([0 * chosen, chosen], 1)
 
-    def log_probs(self, batch):
-        return self.rows(batch).detach(), torch.zeros_like(batch.rollout_log_probs)
+    def score(self, batch):
+        entropy = torch.zeros_like(batch.rollout_log_probs)
+        return dict(old_log_probs=self.rows(batch).detach(), entropy=entropy)
 
     def update(self, batch, loss):
         value, metrics = loss(self.rows(batch), batch, len(batch), len(batch))
         self.theta.data -= self.lr * torch.autograd.grad(value, self.theta)[0]
-        return {k: float(v) for k, v in metrics.items()}
+        return {k: float(v) for k, v in metrics.items()}, {}
 
 
 DIGITS = encode(TOKENIZER, '0123456789')

@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from compassrl.algo.engine_gap import discrepancy, replay_gates
+from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import LossConfig, PolicyLoss
 from compassrl.model.policy import MoE, Policy, PolicyConfig, route_dtype
 from compassrl.model.pretrained import hf_weights
@@ -25,15 +25,15 @@ from compassrl.records import (
     select,
 )
 from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.train.routes import routes_agreement, validate_routes
 from compassrl.train.torch_engine import (
     OptimConfig,
     TorchTrain,
     accumulate_grads,
     packed_states,
     response_log_probs,
-    routes_agreement,
-    validate_routes,
 )
+from tests.support.gates import replay_gates
 
 random = settings(
     deadline=None, max_examples=15, derandomize=True, phases=(Phase.explicit, Phase.generate)
@@ -593,20 +593,19 @@ def test_old_log_probs_by_mode(max_tokens):
     )
     assert (live - replayed).abs().max() > 0.1
     for mode, want in (('off', live), ('R2', live), ('R3', replayed)):
-        close(engine(mode, micro_batch_tokens=max_tokens).log_probs(replace(b))[0], want, 1e-5)
+        got = engine(mode, micro_batch_tokens=max_tokens).score(b)['old_log_probs']
+        close(got, want, 1e-5)
 
 
-def test_off_leaves_the_batch_alone():
-    b = replace(forced(BATCH))
-    engine('off').log_probs(b)
-    assert b.routes_agree is None and torch.equal(b.routed_experts, forced(BATCH).routed_experts)
+def test_off_says_nothing_of_routes():
+    assert engine('off').score(forced(BATCH)).keys() == {'old_log_probs', 'entropy'}
 
 
 @pytest.mark.parametrize('max_tokens', [1, 30, 10**6])
 def test_R2_records_the_trainers_own_routes(max_tokens):
     "Aligned with tokens however the batch is cut (verl 7106); what the rollout said is gone"
-    b = replace(forced(BATCH))
-    engine('R2', micro_batch_tokens=max_tokens).log_probs(b)
+    b = forced(BATCH)
+    b = replace(b, **engine('R2', micro_batch_tokens=max_tokens).score(b))
     own = torch.zeros_like(b.routed_experts)
     own[b.token_mask] = packed_states(lively(), b, False)[1].to(torch.uint8)
     assert (
@@ -622,33 +621,30 @@ def test_later_mini_batches_replay_or_not(mode):
     "The second mini-batch meets moved weights: what it sees are new log-probs on the old routes, or on live ones"
     b = replace(BATCH)
     e = engine(mode, num_mini_batches=2, lr=0.003)
-    b.old_log_probs, b.entropy = e.log_probs(b)
-    b.advantages = torch.randn(len(b), 1) * b.response_mask
-    e.update(b, LOSS)
+    b = replace(b, **e.score(b))
+    b = replace(b, advantages=torch.randn(len(b), 1) * b.response_mask)
+    _, seen = e.update(b, LOSS)
     half = torch.arange(len(b)).tensor_split(2)
-    p, c = (
-        TorchTrain(lively(), OptimConfig(lr=0.003), replay='R3' if mode != 'off' else 'off'),
-        replace(b),
-    )
+    p, c = (TorchTrain(lively(), OptimConfig(lr=0.003), replay='R3' if mode != 'off' else 'off'), b)
     p.update(select(c, half[0]), LOSS)
     want = {
         r: response_log_probs(p.policy, select(b, half[1]), replay=r)[0].detach().float()
         for r in (True, False)
     }
     T = want[True].shape[1]
-    close(b.log_probs[half[1]][:, :T], want[mode != 'off'], 1e-5)
+    close(seen['log_probs'][half[1]][:, :T], want[mode != 'off'], 1e-5)
     assert (want[True] - want[False]).abs().max() > 1e-3, 'some router changed its mind'
 
 
 def test_R2_without_routes_says_what_to_do():
-    with pytest.raises(ValueError, match=r"replay='R2'.*log_probs\(batch\)"):
+    with pytest.raises(ValueError, match=r"replay='R2'.*score\(batch\)"):
         engine('R2').update(replace(BATCH, routed_experts=None, routes_valid=None), LOSS)
 
 
 def test_R2_needs_no_routes_of_the_rollout():
     b = collate(sampled(return_routes=False))
     assert b.routed_experts is None
-    engine('R2').log_probs(b)
+    b = replace(b, **engine('R2').score(b))
     assert (
         b.routes_agree is None
         and discrepancy(replace(b, old_log_probs=b.rollout_log_probs))['routes_valid_frac'] == 1
@@ -658,7 +654,8 @@ def test_R2_needs_no_routes_of_the_rollout():
 def test_R3_without_routes_is_off():
     "Cold-start data has none; nothing is replayed, and the metric says so"
     b = collate(sampled(return_routes=False))
-    assert torch.equal(engine('R3').log_probs(b)[0], engine('off').log_probs(b)[0])
+    on, off = (engine(mode).score(b)['old_log_probs'] for mode in ('R3', 'off'))
+    assert torch.equal(on, off)
     assert discrepancy(replace(b, old_log_probs=b.rollout_log_probs))['routes_valid_frac'] == 0
 
 
@@ -666,10 +663,10 @@ def test_the_engine_validates_before_use():
     bad = replace(forced(BATCH), routed_experts=torch.full_like(BATCH.routed_experts, 3))
     for mode in ('R2', 'R3'):
         with pytest.raises(ValueError, match='dense'):
-            engine(mode).log_probs(replace(bad))
+            engine(mode).score(bad)
         with pytest.raises(ValueError, match='dense'):
-            engine(mode).update(replace(bad), LOSS)
-    engine('off').log_probs(bad)
+            engine(mode).update(bad, LOSS)
+    engine('off').score(bad)
 
 
 # ---- metrics -------------------------------------------------------------------------------------------------------
@@ -686,7 +683,7 @@ def test_discrepancy_equals_the_loop(seed, size):
             + size * torch.randn(BATCH.token_ids.shape, generator=g),
         )
     )
-    b.routes_agree = torch.randint(0, 3, b.token_ids.shape, generator=g) / 2
+    b = replace(b, routes_agree=torch.randint(0, 3, b.token_ids.shape, generator=g) / 2)
     d, valid, fed, agree = [], 0, 0, []
     for i in range(len(b)):
         n = int(b.lengths[i])
@@ -772,12 +769,12 @@ def test_agreement_of_a_real_batch():
     "The same weights agree; after a move of the weights some do not, and the engine's own pass has counted them"
     b = replace(BATCH)
     e = engine('R3', lively(dtype=torch.float), micro_batch_tokens=40)
-    b.old_log_probs, _ = e.log_probs(b)
+    b = replace(b, **e.score(b))
     assert discrepancy(b)['routes_agree_frac'] > 0.99 and discrepancy(b)['rollout_train_gap'] < 1e-3
     with torch.no_grad():
         for w in e.policy.parameters():
             w.mul_(1 + 0.2 * torch.randn(w.shape, generator=torch.Generator().manual_seed(0)))
-    b.old_log_probs, _ = e.log_probs(b)
+    b = replace(b, **e.score(b))
     _, own = packed_states(e.policy, b)
     same = (
         (own.sort(-1)[0] == b.routed_experts[b.token_mask].long().sort(-1)[0])
@@ -834,7 +831,7 @@ def test_replay_brings_engines_together(kind):
     found = {}
     for mode in ('off', 'R2', 'R3'):
         x = replace(b)
-        x.old_log_probs, _ = engine(mode, p).log_probs(x)
+        x = replace(x, **engine(mode, p).score(x))
         found[mode] = discrepancy(x)
 
     def gain(k):
@@ -985,10 +982,10 @@ def test_bug_6_a_forward_pass_leaves_nothing_behind():
 
     def grads(between):
         e, b = engine('R3'), replace(forced(BATCH))
-        b.old_log_probs, _ = e.log_probs(b)
+        b = replace(b, **e.score(b))
         for other in between:
-            e.log_probs(replace(other))
-        b.advantages = b.response_mask * torch.linspace(-1, 1, len(b))[:, None]
+            e.score(other)
+        b = replace(b, advantages=b.response_mask * torch.linspace(-1, 1, len(b))[:, None])
         accumulate_grads(e.policy, b, LOSS, 40)
         return torch.cat([w.grad.flatten() for w in e.policy.parameters()])
 
@@ -1088,7 +1085,7 @@ def test_bug_16_more_than_256_experts():
         b.routed_experts.dtype == torch.int16 == route_dtype(300) and b.routed_experts.max() > 255
     )
     close(response_log_probs(p, b)[0][b.response_mask], b.rollout_log_probs[b.response_mask], 1e-3)
-    engine('R2', p).log_probs(b)
+    b = replace(b, **engine('R2', p).score(b))
     assert b.routed_experts.dtype == torch.int16
 
 

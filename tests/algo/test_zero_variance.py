@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from compassrl.algo import zero_variance as real
-from compassrl.algo.advantages import AdvantageConfig, group_advantages, group_stats
+from compassrl.algo.advantages import AdvantageConfig, group_advantages, group_stats, std_eps
 from compassrl.algo.zero_variance import (
     ZeroVarianceConfig,
     growth,
@@ -115,7 +115,7 @@ def oracle(batch, raw, valid, adv_cfg, cfg):
             x = batch.rewards[i].item() - statistics.fmean(shaped)
             floor = cfg.std_floor if flats[g][0] else 0.0
             x *= dict(
-                grpo=1 / (max(statistics.stdev(shaped), floor) + adv_cfg.eps),
+                grpo=1 / (max(statistics.stdev(shaped), floor) + std_eps),
                 dr_grpo=1.0,
                 rloo=len(rows) / (len(rows) - 1),
             )[adv_cfg.estimator]
@@ -202,7 +202,7 @@ def law_padding(z):
         wide = batch.map(
             lambda t: torch.cat([t, torch.zeros(B, 3, dtype=t.dtype)], 1) if t.dim() > 1 else t
         )
-        wide.entropy = wide.entropy.masked_fill(~wide.response_mask, 99.0)
+        wide = replace(wide, entropy=wide.entropy.masked_fill(~wide.response_mask, 99.0))
         got, n = z.token_advantages(wide, *rest)
         close(got[:, :T], adv)
         assert not got[:, T:].any() and m == pytest.approx(n)
@@ -378,12 +378,12 @@ def test_law(law):
 # ---- mutants: one line of the module's source replaced -------------------------------------------
 
 
-def population(rewards, group, valid, estimator, eps, tol, floor):
-    s = group_stats(rewards, group, valid, tol)
+def population(rewards, group, valid, estimator, floor):
+    s = group_stats(rewards, group, valid)
     n = s.num.clamp(min=2)
-    adv = group_advantages(rewards, group, valid, 'dr_grpo', eps, tol).double()
+    adv = group_advantages(rewards, group, valid, 'dr_grpo').double()
     return (
-        (adv / (torch.maximum(s.std * ((n - 1) / n).sqrt(), floor) + eps)[s.index])
+        (adv / (torch.maximum(s.std * ((n - 1) / n).sqrt(), floor) + std_eps)[s.index])
         .nan_to_num()
         .float()
     )
@@ -403,7 +403,7 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
             'return sign',
         ),
         of_one_verdict=(' | (s.num<2), 0.)', ', 0.)'),
-        of_partial_credit=('(s.mean>=1-tol)', '(s.mean>=.5)'),
+        of_partial_credit=('(s.mean>=1-tolerance)', '(s.mean>=.5)'),
         of_mixed_groups=('masked_fill(~s.flat | ', 'masked_fill('),
     ),
     law_alone: dict(
@@ -546,7 +546,7 @@ def test_the_floor_against_the_trap():
     raw[1:4] = 0.0
     r[7] -= 0.001
     batch = collate([sample(f'p{g[i]}', i, [1]) for i in range(12)])
-    batch.rewards, batch.entropy = r, torch.zeros(12, 2)
+    batch = replace(batch, rewards=r, entropy=torch.zeros(12, 2))
 
     def adv(floor):
         cfg = ZeroVarianceConfig(std_floor=floor)
@@ -639,7 +639,9 @@ def test_all_flat_never_raises(reward, valid, sampling, size):
         for i in range(2 * size)
     ]
     batch = collate(samples)
-    batch.rewards, batch.entropy = shape_rewards(samples, 3, cfg), torch.rand(batch.token_ids.shape)
+    batch = replace(
+        batch, rewards=shape_rewards(samples, 3, cfg), entropy=torch.rand(batch.token_ids.shape)
+    )
     raw, ok = torch.full((2 * size,), reward), torch.full((2 * size,), valid)
     adv, m = token_advantages(batch, raw, ok, AdvantageConfig(), cfg)
     assert adv.isfinite().all() and m['zero_variance_raw_frac'] == m['zero_variance_frac'] == 1
@@ -653,7 +655,7 @@ def test_everything_off_is_grpo():
     off = ZeroVarianceConfig('uniform', length_weight=0, repetition_weight=0, zvp_alpha=0)
     for seed in range(20):
         batch, raw, valid, adv_cfg, _ = make(seed)
-        batch.rewards, batch.entropy = raw, None
+        batch = replace(batch, rewards=raw, entropy=None)
         want = (
             group_advantages(raw, batch.group, valid, adv_cfg.estimator)[:, None]
             * batch.response_mask
@@ -699,11 +701,11 @@ def test_screen():
     'kw, message',
     [
         (dict(sampling='adaptiv'), "sampling='adaptiv': use one of"),
-        (dict(max_group_size=1), 'max_group_size=1: .* from 2'),
+        (dict(max_group_size=1), 'max_group_size=1: use at least 2'),
         (dict(token_budget=-1.0), 'token_budget=-1.0'),
         (dict(token_budget=math.inf), 'token_budget=inf'),
         (dict(max_refills=-1), 'max_refills=-1'),
-        (dict(ngram=0), 'ngram=0: .* from 1'),
+        (dict(ngram=0), 'ngram=0: use at least 1'),
         (dict(length_weight=0.3, repetition_weight=0.2), r'= 0.5: keep them below 0.5'),
         (dict(length_weight=0.6), 'length_weight=0.6'),
         (dict(overlong_frac=0.0), 'overlong_frac=0.*length_weight=0'),

@@ -21,14 +21,13 @@ from compassrl.model.policy import (
     rope_table,
     route_dtype,
 )
+from compassrl.model.hf_config import read_config, write_config
 from compassrl.model.pretrained import (
     from_pretrained,
     hf_slices,
     hf_weights,
     load_hf_weights,
-    read_config,
     save_pretrained,
-    write_config,
 )
 from compassrl.records import Request, SamplingParams
 from compassrl.rollout.torch_engine import TorchRollout
@@ -591,7 +590,7 @@ def test_bad_checkpoint(fault, message, tmp_path):
 @pytest.mark.parametrize(
     'kw, message',
     [
-        (dict(hidden_size=0), 'hidden_size=0: use a whole number of at least 1'),
+        (dict(hidden_size=0), 'hidden_size=0: use at least 1'),
         (dict(moe_intermediate_size=-4), 'moe_intermediate_size=-4'),
         (dict(intermediate_size=0), 'intermediate_size=0'),
         (dict(num_hidden_layers=2.5), 'num_hidden_layers=2.5'),

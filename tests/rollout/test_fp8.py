@@ -499,7 +499,7 @@ def test_planted_in_the_engine(old, new):
 
 def measured(samples, policy, mode):
     b = collate(samples)
-    b.old_log_probs, _ = TorchTrain(policy, OptimConfig(), replay=mode).log_probs(b)
+    b = replace(b, **TorchTrain(policy, OptimConfig(), replay=mode).score(b))
     return discrepancy(b), tis_weights(
         b.old_log_probs, b.rollout_log_probs, b.response_mask, cap=2.0
     )

@@ -73,15 +73,13 @@ def batches(folder):
 
 def three_steps(engine, batch, grads_of, leads=True):
     "Log-probs, then losses, log-probs seen, gradients of each step, and the weights in the end"
+    out, steps = engine.score(batch if leads else None), []
     if leads:
-        batch = replace(batch)
-    out = engine.log_probs(batch if leads else None)
-    if leads:
-        batch.old_log_probs, batch.entropy = out
-    steps = []
+        batch = replace(batch, **out)
     for _ in range(STEPS):
-        m = engine.update(batch, LOSS) if leads else engine.update()
-        steps.append((m, batch.log_probs.clone() if leads else None))
+        out = engine.update(batch, LOSS) if leads else engine.update()
+        if leads:
+            steps.append((out[0], out[1]['log_probs']))
     return batch, steps, grads_of(), {k: v.clone() for k, v in engine.weights()}
 
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from compassrl.data.prompts import make_prompts
 from compassrl.data.tokenizer import EOS_ID, PAD_ID, build_tokenizer, encode
-from compassrl.records import Sample, SamplingParams
+from compassrl.records import RolloutEngine, Sample, SamplingParams
 from compassrl.runs.evaluate import EvalResult, evaluate, gain, mean_stderr, pass_at_k
 
 tok = build_tokenizer()
 params = SamplingParams(max_tokens=32, stop_ids=(EOS_ID,))
 
 
-class Oracle:
+class Oracle(RolloutEngine):
     "Right with a known probability; `change` may spoil the list of samples"
 
     def __init__(self, prompts, rates, change=lambda samples: samples):
@@ -32,7 +32,7 @@ class Oracle:
         ids = encode(tok, p.solution if random.Random(r.seed).random() < rate else '#?') + [EOS_ID]
         return Sample(p.id, r.index, p.token_ids, ids, torch.zeros(len(ids)), None, None, 'stop', 0)
 
-    def generate(self, requests):
+    def generate(self, requests, whole_groups=False):
         return iter(self.change([self.respond(r) for r in requests]))
 
 

@@ -1,4 +1,5 @@
-"Promise 2 of the architecture: whatever happens to a save or to its files, what loads is whole and never older than the last save that returned."
+"""Promise 2 of the architecture: whatever happens to a save or to its files, what loads is whole
+and never older than the last save that returned."""
 
 import errno
 import json
@@ -19,19 +20,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as hs
 
 import compassrl.train.checkpoint as ck
-from compassrl.train.checkpoint import (
+from compassrl.train import state as states_module
+from compassrl.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from compassrl.train.state import (
     CheckpointError,
     TornCheckpoint,
     check_shapes,
     decode_state,
     encode_state,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
 )
 
 torch.set_num_threads(1)
-DTYPES = sorted(ck._dtypes, key=str)
+DTYPES = sorted(states_module._dtypes, key=str)
 MEMORY = (
     '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
 )  # a file system without a slow fsync, where there is one
@@ -209,7 +209,8 @@ def test_subclasses_come_back_as_their_base(tmp_path):
 
 
 class Run:
-    "A small training run with everything that a resume needs: weights with two dtypes, AdamW with two groups, a scheduler, dropout, two generators"
+    """A small training run with everything that a resume needs: weights with two dtypes, AdamW with
+    two groups, a scheduler, dropout, two generators"""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -283,7 +284,7 @@ def test_a_restored_run_continues_bitwise(tmp_path):
         decode_state(*encode_state(run.state())), decode_state(*encode_state(end))
     )
     assert (
-        type(state['opt']['state']) == dict
+        type(state['opt']['state']) is dict
         and set(state['opt']['state']) == {0, 1, 2, 3}
         and type(state['py']) is tuple
     )
@@ -409,7 +410,7 @@ def test_files_of_another_checkpoint_do_not_pass(tmp_path):
 
 
 def test_all_torn(tmp_path, capsys):
-    path = two(tmp_path)
+    two(tmp_path)
     for p in tmp_path.iterdir():
         (p / 'state.json').unlink()
     assert latest_checkpoint(tmp_path) is None and len(capsys.readouterr().out.splitlines()) == 2
@@ -423,7 +424,7 @@ def test_all_torn(tmp_path, capsys):
 def rewrite(path, **changes):  # a well-formed manifest that says something else
     m = json.loads((path / 'manifest.json').read_text())
     m.pop('sha256')
-    (path / 'manifest.json').write_bytes(ck._seal(m | changes)[1])
+    (path / 'manifest.json').write_bytes(ck.seal(m | changes)[1])
 
 
 @pytest.mark.parametrize(
@@ -503,8 +504,8 @@ def test_check_shapes():
     with pytest.raises(CheckpointError) as e:
         check_shapes(model, torch.nn.Linear(3, 4).state_dict())
     assert (
-        'weight is [4, 3] in the checkpoint and [2, 3] here; bias is [4] in the checkpoint and [2] here'
-        in str(e.value)
+        'weight is [4, 3] in the checkpoint and [2, 3] here; '
+        'bias is [4] in the checkpoint and [2] here' in str(e.value)
     )
     with pytest.raises(CheckpointError, match=r'bias is missing in the checkpoint and \[2\] here'):
         check_shapes(model, dict(weight=model['weight']))
@@ -649,7 +650,8 @@ def check(path, tags=(0,)):
 
 
 class Killer:
-    "SIGKILL before the n-th operation that touches the disk; with `half`, a file that is not synced yet loses its second half"
+    """SIGKILL before the n-th operation that touches the disk; with `half`, a file that is not
+    synced yet loses its second half"""
 
     def __init__(self, n, half):
         self.n, self.half, self.writing = n, half, None
@@ -715,13 +717,13 @@ def spawn():
 
 
 def returned(log):
-    return (
-        [tuple(map(int, l.split())) for l in log.read_text().splitlines()] if log.exists() else []
-    )
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [tuple(map(int, line.split())) for line in lines]
 
 
 def kill_at_every_point(spawn, tmp_path, saver, steps, half, prepare=()):
-    "Yields (root, last save that returned) after a kill at each operation, until a run ends by itself"
+    """Yields (root, last save that returned) after a kill at each operation, until a run ends by
+    itself"""
     for n in range(1, 400):
         root, log = tmp_path / f'{n}-{half}', tmp_path / f'{n}-{half}.log'
         for step, tag in prepare:
@@ -787,13 +789,13 @@ def naive_save(
     for p in path.iterdir():
         p.unlink()
     ck._fill(path, step, *encode_state(state), 2**30)
-    for p in ck._candidates(Path(root))[1:]:
+    for p in ck.found_checkpoints(Path(root))[1:]:
         shutil.rmtree(p)
 
 
 def test_the_tests_catch_a_naive_saver(spawn, tmp_path, capsys):
     torn = 0
-    for root, last in kill_at_every_point(spawn, tmp_path, 'naive_save', [(1, 0), (2, 0)], True):
+    for root, _ in kill_at_every_point(spawn, tmp_path, 'naive_save', [(1, 0), (2, 0)], True):
         latest_checkpoint(root)
         torn += bool(capsys.readouterr().out)
     assert torn > 3
@@ -802,7 +804,7 @@ def test_the_tests_catch_a_naive_saver(spawn, tmp_path, capsys):
 def test_killed_at_random_moments(spawn, tmp_path, capsys):
     rng, inside, last = random.Random(0), 0, 0
     root, log = tmp_path / 'run', tmp_path / 'log'
-    for i in range(40):
+    for _ in range(40):
         done = len(returned(log))
         p = spawn(child_loop, root, log)
         deadline = time.time() + 60

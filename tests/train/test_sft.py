@@ -53,7 +53,7 @@ class Recorder:
         self.rows += [tuple(r[m].tolist()) for r, m in zip(batch.token_ids, batch.token_mask)]
         self.lrs.append(lr)
         self.sizes.append(len(batch))
-        return dict(loss=1.0, grad_norm=2.0)
+        return dict(loss=1.0, grad_norm=2.0), {}
 
 
 def record(prompts=TRAIN, seed=0, **kw):
@@ -144,7 +144,7 @@ def test_gradient_equals_cross_entropy():
     value.backward()
     want = [w.grad.clone() for w in p.parameters()]
     for n in (10**6, 70, 1):
-        m = accumulate_grads(p, b, sft_loss, n)
+        m, _ = accumulate_grads(p, b, sft_loss, n)
         torch.testing.assert_close(m['loss'], value.detach(), rtol=1e-12, atol=1e-12)
         for w, g in zip(p.parameters(), want):
             torch.testing.assert_close(w.grad, g, rtol=1e-9, atol=1e-12)

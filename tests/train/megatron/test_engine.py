@@ -1,6 +1,6 @@
-"Megatron-Core trains as one process does, in every layout: log-probs, gradients, weights, metrics; and says no in one line"
+"""Megatron-Core trains as one process does, in every layout: log-probs, gradients, weights,
+metrics; and says no in one line"""
 
-import pickle
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-import compassrl.train.megatron.engine as meg
+import compassrl.train.megatron.passes as passes
 from compassrl.algo.losses import LossConfig, PolicyLoss
 from compassrl.config import TrainConfig
 from compassrl.loop import loss_of
@@ -20,9 +20,10 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed, select
 from compassrl.rollout.torch_engine import TorchRollout
-from compassrl.train.megatron.batch import Packed, Tap, plan, share_rows, vocab_log_probs, zigzag
+from compassrl.train.megatron.batch import Packed, Tap, plan, share_rows, zigzag
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.vocabulary import vocab_log_probs
 from compassrl.train.megatron.weights import hf_weights
 from compassrl.train.torch_engine import OptimConfig, TorchTrain, accumulate_grads
 from tests.support.ranks import RankError, lively, name, run_ranks
@@ -80,7 +81,7 @@ def sampled(config=POLICY, num=13, policy=None):
         for i in range(num)
     ]
     b = collate(sorted(rollout.generate(requests), key=lambda s: s.index))
-    b.advantages = b.response_mask * torch.linspace(-1, 1, len(b))[:, None]
+    b = replace(b, advantages=b.response_mask * torch.linspace(-1, 1, len(b))[:, None])
     return b
 
 
@@ -92,8 +93,8 @@ def fresh(b):
 
 
 def whole_gradients():  # so that every rank holds complete gradients, as `hf_weights` wants them
-    schedule = meg.get_forward_backward_func
-    meg.get_forward_backward_func = lambda: partial(schedule(), force_all_reduce=True)
+    schedule = passes.get_forward_backward_func
+    passes.get_forward_backward_func = lambda: partial(schedule(), force_all_reduce=True)
 
 
 def job(
@@ -107,12 +108,13 @@ def job(
     temperature=0.8,
     config=POLICY,
 ):
-    "On rank 0: the batch as the engine left it, gradients of the first mini-batch, metrics of each step, weights"
+    """On rank 0: the batch as the engine left it, gradients of the first mini-batch, metrics of
+    each step, weights"""
     whole_gradients()
     e = MegatronTrain(
         config, policy_weights(policy or lively(config)), optim, parallel, temperature, replay
     )
-    leads, grads, step = dist.get_rank() == 0, {}, e._step
+    leads, grads, step = dist.get_rank() == 0, {}, e.step
 
     def stepping(lr):
         found = {k: v.clone() for k, v in hf_weights(e.chunks, config, lambda p: p.main_grad)}
@@ -120,11 +122,15 @@ def job(
             grads.update(found)
         return step(lr)
 
-    e._step = stepping
-    out = e.log_probs(batch if leads else None)
+    e.step = stepping
+    out, metrics = e.score(batch if leads else None), []
     if leads:
-        batch.old_log_probs, batch.entropy = out
-    metrics = [e.update(batch, make_loss(batch)) if leads else e.update() for _ in range(steps)]
+        batch = replace(batch, **out)
+    for _ in range(steps):
+        out = e.update(batch, make_loss(batch)) if leads else e.update()
+        if leads:
+            metrics.append(out[0])
+            batch = replace(batch, **out[1])
     weights = {k: v.clone() for k, v in e.weights()}
     return (batch, grads, metrics, weights) if leads else None
 
@@ -141,12 +147,16 @@ def one_process(
 ):
     "The same by the embedded engine"
     e = TorchTrain(policy or lively(config), optim, temperature, replay)
-    batch.old_log_probs, batch.entropy = e.log_probs(batch)
+    batch = replace(batch, **e.score(batch))
     loss = make_loss(batch)
     first = select(batch, torch.arange(len(batch)).tensor_split(optim.num_mini_batches)[0])
     accumulate_grads(e.policy, first, loss, 10**6, temperature, replay != 'off')
     grads = {k: v.clone() for k, v in policy_weights(e.policy, grad=True)}
-    metrics = [e.update(batch, loss) for _ in range(steps)]
+    metrics = []
+    for _ in range(steps):
+        m, seen = e.update(batch, loss)
+        metrics.append(m)
+        batch = replace(batch, **seen)
     return batch, grads, metrics, dict(policy_weights(e.policy))
 
 
@@ -156,7 +166,8 @@ def worst(a, b):
 
 
 def equal(got, want, weights_tol=1e-4, rtol=0):
-    "Log-probs, entropies and gradients to 1e-5 (and `rtol` of the first two), metrics too, weights after Adam to 1e-4"
+    """Log-probs, entropies and gradients to 1e-5 (and `rtol` of the first two), metrics too,
+    weights after Adam to 1e-4"""
     (b, grads, metrics, weights), (wb, wgrads, wmetrics, wweights) = got, want
     for k in ('old_log_probs', 'entropy', 'log_probs', 'routes_agree'):
         if getattr(wb, k) is None:
@@ -290,15 +301,12 @@ def perturbed(config=POLICY):
 
 
 def used(parallel, batch, config=POLICY):
-    "On every rank: the experts that each router dispatched to, by layer, in the old-log-prob pass and the update"
+    """On every rank: the experts that each router dispatched to, by layer, in the old-log-prob pass
+    and the update"""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    e, calls = (
-        MegatronTrain(
-            config, policy_weights(perturbed(config)), replace(OPTIM, num_mini_batches=1), parallel
-        ),
-        [],
-    )
+    optim, calls = replace(OPTIM, num_mini_batches=1), []
+    e = MegatronTrain(config, policy_weights(perturbed(config)), optim, parallel)
 
     def note(router, args, out):
         calls.append((router.layer_number - 1, out[1].clone()))
@@ -318,9 +326,9 @@ def used(parallel, batch, config=POLICY):
 
     Packed.put = spy
     leads = dist.get_rank() == 0
-    out = e.log_probs(batch if leads else None)
+    out = e.score(batch if leads else None)
     if leads:
-        batch.old_log_probs, batch.entropy = out
+        batch = replace(batch, **out)
     e.update(batch, LOSS) if leads else e.update()
     K, turn, wrong, total = config.num_experts_per_tok, Counter(), 0, 0
     for layer, chosen in calls:
@@ -355,10 +363,8 @@ def test_routers_learn_under_replay_and_as_in_one_process(layout):
 def test_a_tap_repeats_what_was_used_oldest_first():
     g = torch.Generator().manual_seed(0)
     tap, top = Tap(3, keep=True), lambda s, k, *a: torch.topk(s, k)
-    scores, ids = (
-        torch.randn(3, 5, 8, generator=g),
-        torch.rand(3, 5, 8, generator=g).topk(2, -1).indices,
-    )
+    scores = torch.randn(3, 5, 8, generator=g)
+    ids = torch.rand(3, 5, 8, generator=g).topk(2, -1).indices
     valid = torch.tensor([True, False, True, True, False])
     first = []
     for s, i in zip(scores, ids):
@@ -534,7 +540,7 @@ def skipped(parallel, batch):
     before = {k: v.clone() for k, v in e.weights()}
     bad = e.update(batch, nan_loss) if leads else e.update()
     same = all(torch.equal(v, before[k]) for k, v in e.weights())
-    batch.old_log_probs = batch.rollout_log_probs
+    batch = replace(batch, old_log_probs=batch.rollout_log_probs)
     good = e.update(batch, LOSS) if leads else e.update()
     return bad, same, good
 
@@ -542,6 +548,7 @@ def skipped(parallel, batch):
 @pytest.mark.parametrize('layout', [DP, MIX], ids=name)
 def test_a_gradient_that_is_not_finite_skips_the_step(layout):
     bad, same, good = run_ranks(layout[0], skipped, ParallelConfig(**layout[1]), fresh(BATCH))[0]
+    bad, good = bad[0], good[0]
     assert bad['skipped_frac'] == 1 and bad['grad_norm'] == 0 and same
     assert good['skipped_frac'] == 0 and good['grad_norm'] > 0
 
@@ -550,12 +557,12 @@ def refused(parallel, batch, replay, what):
     e = MegatronTrain(POLICY, policy_weights(lively(POLICY)), OPTIM, parallel, 1.0, replay)
     leads = dist.get_rank() == 0
     try:
-        (e.log_probs if what == 'log_probs' else e.update)(
-            *((batch,) if what == 'log_probs' else (batch, LOSS)) if leads else ()
+        (e.score if what == 'score' else e.update)(
+            *((batch,) if what == 'score' else (batch, LOSS)) if leads else ()
         )
     except ValueError as x:
         error = str(x)
-    batch.old_log_probs = batch.rollout_log_probs
+    batch = replace(batch, old_log_probs=batch.rollout_log_probs)
     after = (
         e.update(replace(batch, routed_experts=None), LOSS)
         if leads and replay != 'R2'
@@ -572,7 +579,7 @@ def refused(parallel, batch, replay, what):
         (
             lambda b: replace(b, routed_experts=b.routed_experts * 0),
             'R3',
-            'log_probs',
+            'score',
             'recorded nothing',
         ),
         (
@@ -589,7 +596,7 @@ def test_bad_input_is_refused_on_all_ranks_and_they_can_go_on(change, replay, wh
     results = run_ranks(2, refused, ParallelConfig(), change(fresh(BATCH)), replay, what)
     assert all(message in error for error, _ in results)
     if replay == 'R3':
-        assert results[0][1]['grad_norm'] > 0
+        assert results[0][1][0]['grad_norm'] > 0
 
 
 @pytest.mark.parametrize(
@@ -617,52 +624,12 @@ def test_rows_longer_than_the_context_are_refused():
         )
 
 
-# ---- resume
-
-
-def resumed(parallel, batch):
-    "Two more steps with and without a state saved and loaded between; ranks' states are of one layout"
-    e = MegatronTrain(
-        POLICY, policy_weights(lively(POLICY)), replace(OPTIM, warmup_steps=6), parallel
-    )
-    leads = dist.get_rank() == 0
-
-    def go():
-        return e.update(batch, LOSS) if leads else e.update()
-
-    batch.old_log_probs = batch.rollout_log_probs
-    go()
-    state = pickle.dumps(e.state_dict())
-
-    def rest():
-        metrics = [go(), go()]
-        return metrics, {k: v.clone() for k, v in e.weights()}
-
-    first = rest()
-    e.load_state_dict(pickle.loads(state))
-    second = rest()
-    other = pickle.loads(state)
-    if leads:
-        other['layout'] = other['layout'] | dict(tp=8)
-    try:
-        e.load_state_dict(other)
-    except ValueError as x:
-        error = str(x)
-    return first[0] == second[0] and all(
-        torch.equal(v, second[1][k]) for k, v in first[1].items()
-    ), error
-
-
-@pytest.mark.parametrize(
-    'layout', [DP, MIX, (2, dict(pp=2, vpp=2)), (2, dict(dtype='bfloat16'))], ids=name
-)
-def test_a_loaded_state_goes_on_bit_for_bit(layout):
-    results = run_ranks(layout[0], resumed, ParallelConfig(**layout[1]), fresh(BATCH))
-    assert results[0][0] and all('use the same ranks' in error for _, error in results)
+# ---- in half precision
 
 
 def test_bf16_passes_with_fp32_masters():
-    "Rounding moves log-probs by less than it can, the step is of the same size, and small updates are not lost"
+    """Rounding moves log-probs by less than it can, the step is of the same size, and small updates
+    are not lost"""
     b, grads, metrics, weights = run_ranks(
         2,
         partial(job, optim=replace(OPTIM, lr=1e-5)),

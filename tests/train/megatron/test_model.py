@@ -1,4 +1,5 @@
-"Every layout computes what one process computes, and gives back the checkpoint that it read, bit for bit"
+"""Every layout computes what one process computes, and gives back the checkpoint that it read, bit
+for bit"""
 
 import gc
 import os
@@ -23,13 +24,13 @@ from safetensors.torch import load_file, save_file
 import compassrl.train.megatron.model as mm
 import compassrl.train.megatron.weights as mw
 from compassrl.model.policy import PolicyConfig, causal_attention, rms_norm
-from compassrl.model.pretrained import from_pretrained, save_pretrained
+from compassrl.model.pretrained import from_pretrained, hf_shapes, save_pretrained
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.train.megatron.cpu import PackedAttention, RMSNorm, megatron_calls
 from compassrl.train.megatron.layout import ParallelConfig, padded_vocab
 from compassrl.train.megatron.model import build_model, init_parallel, transformer_config
 from compassrl.train.megatron.ranks import _first
-from compassrl.train.megatron.weights import cuts, hf_shapes, hf_weights, load_hf
+from compassrl.train.megatron.weights import cuts, hf_weights, load_hf
 from tests.support import ROOT
 from tests.support.ranks import (
     DENSE,
@@ -167,10 +168,8 @@ def test_packed_attention_keeps_sequences_apart():
 
 
 def test_rms_norm_is_the_policys():
-    norm, x = (
-        RMSNorm(transformer_config(MIXED, ParallelConfig(tp=2)), 64, eps=1e-6),
-        torch.randn(7, 64),
-    )
+    norm = RMSNorm(transformer_config(MIXED, ParallelConfig(tp=2)), 64, eps=1e-6)
+    x = torch.randn(7, 64)
     assert norm.weight.sequence_parallel
     torch.testing.assert_close(norm(x), rms_norm(x, norm.weight, 1e-6))
 
@@ -350,8 +349,8 @@ class Counted:  # a slice of safetensors that notes how much is read
 
 def elements_read(parallel, config, folder):
     init_parallel(parallel)
-    real = mw._read
-    mw._read = lambda f: ((k, Counted(s)) for k, s in real(f))
+    real = mw.read_shards
+    mw.read_shards = lambda folder, whole: ((k, Counted(s)) for k, s in real(folder, whole))
     pieces = build_model(config, parallel, router_replay=False)
     load_hf(pieces, config, folder)
     held = {id(c.param): c.param.numel() for c in cuts(pieces, config)}
@@ -393,7 +392,7 @@ def alive_at_once(parallel, policy):
     load_hf(pieces, MIXED, stream())
     gc.collect()
     refs.clear()
-    for k, v in hf_weights(pieces, MIXED):
+    for _, v in hf_weights(pieces, MIXED):
         note(1, v)
     return most
 
@@ -467,7 +466,7 @@ def test_a_torn_file_is_named(tmp_path):
     whole = (tmp_path / 'model.safetensors').read_bytes()
     (tmp_path / 'model.safetensors').write_bytes(whole[: len(whole) // 2])
     run_ranks(1, refuses, tmp_path, 'model.safetensors cannot be read')
-    run_ranks(1, refuses, tmp_path / 'nowhere', 'model.safetensors cannot be read')
+    run_ranks(1, refuses, tmp_path / 'nowhere', 'model.safetensors does not exist')
 
 
 def test_a_gate_that_cannot_learn_is_refused():
@@ -510,7 +509,7 @@ from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.weights import hf_weights, load_hf
 from compassrl.train.megatron.ranks import _first
 from compassrl.train.megatron.layout import ParallelConfig, padded_vocab
-from compassrl.model.pretrained import read_config
+from compassrl.model.hf_config import read_config
 from safetensors.torch import save_file
 parallel, policy = ParallelConfig(ep=2), read_config(sys.argv[1])
 init_parallel(parallel, timeout_s=60)
@@ -554,7 +553,8 @@ def test_torchrun(tmp_path):
     [('', None), ('blockwise', 'e4m3'), ('tensorwise', 'hybrid'), ('delayed', 'hybrid')],
 )
 def test_settings_for_transformer_engine(monkeypatch, recipe, fp8):
-    "Grouped products, fused rotation and norms, FP8 by recipe; routers stay apart, so that they can be told what to choose"
+    """Grouped products, fused rotation and norms, FP8 by recipe; routers stay apart, so that they
+    can be told what to choose"""
     monkeypatch.setattr(mm, 'TransformerConfig', SimpleNamespace)
     monkeypatch.setattr(mm, 'has_te', lambda: True)
     c = transformer_config(MIXED, ParallelConfig(cp=2, fp8_recipe=recipe, dtype='bfloat16'))

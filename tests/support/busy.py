@@ -1,0 +1,16 @@
+"""A test run beside other work: `BUSY=1 make test` keeps one core busy from the first test to the last."""
+
+import os
+import subprocess
+import sys
+
+
+def pytest_configure(config):
+    if os.environ.get('BUSY') and not hasattr(config, 'workerinput'):
+        config.busy = subprocess.Popen([sys.executable, '-c', 'while True: pass'])
+
+
+def pytest_unconfigure(config):
+    if hasattr(config, 'busy'):
+        config.busy.kill()
+        config.busy.wait()
