@@ -20,7 +20,6 @@ from .isolated import Limits
 from ..records import Metrics, Prompt, Sample
 from ..settings import above, at_least, check
 
-
 # %% auto #0
 __all__ = [
     'RewardConfig',
