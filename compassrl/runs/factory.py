@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from math import lcm
 from pathlib import Path
 
 import torch
@@ -52,6 +53,10 @@ class RolloutKind:
     is_vllm: bool = False  # do the settings `vllm.*` count?
     serves: bool = False  # does it run in servers beside the ranks?
 
+    def gpus(self, cfg: TrainConfig) -> int:  # of servers that a run starts itself
+        own = self.serves and not cfg.vllm.urls and cfg.device == 'cuda'
+        return cfg.vllm.num_replicas * cfg.vllm.tensor_parallel if own else 0
+
 
 @dataclass(frozen=True)
 class TrainKind:
@@ -63,6 +68,10 @@ class TrainKind:
     meet: Callable[[TrainConfig], object] = lambda cfg: None  # the ranks; the `Watch` over them
     follow: Callable[..., None] | None = None  # (config, watch): what ranks beside 0 do
     spreads: bool = False  # do several ranks train, as `cfg.parallel` says?
+
+    def ranks(self, cfg: TrainConfig) -> int:  # the fewest that it trains on
+        p = cfg.parallel
+        return p.pp * lcm(p.tp * p.cp, p.expert_tp * p.ep) if self.spreads else 1
 
 
 # %% ../../nbs/runs/09_factory.ipynb #0086ba58
