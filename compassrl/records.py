@@ -165,9 +165,7 @@ def _check(s):  # what an engine may have got wrong
                 f'{name}: {key} has {len(v)} rows; {Tp} prompt and {Tr} response tokens need {num}'
             )
     if s.routed_experts is not None and s.routes_valid is None:
-        raise ValueError(
-            f'{name} has routed_experts and no routes_valid: say which rows hold a route'
-        )
+        raise ValueError(f'{name} has routed_experts, no routes_valid: say which rows hold a route')
 
 
 def _pad(rows, T, dtype, starts=None):  # rows placed at `starts[i]`, or 0: one [B, T, ...] tensor
@@ -185,9 +183,9 @@ def _routes(samples, T):  # where no sample has any, none; of a sample without r
         raise ValueError(
             f'routes of layers x experts {sorted(map(list, shapes))}: use samples of one policy'
         )
-    none, invalid = known[0][:0], torch.zeros(0)
+    none = known[0][:0]
     routes = [none if s.routed_experts is None else s.routed_experts for s in samples]
-    valid = [invalid if s.routes_valid is None else s.routes_valid for s in samples]
+    valid = [torch.zeros(0) if s.routes_valid is None else s.routes_valid for s in samples]
     return dict(routed_experts=_pad(routes, T, none.dtype), routes_valid=_pad(valid, T, torch.bool))
 
 
@@ -250,8 +248,8 @@ def mini_batches(
 
 # %% ../nbs/01_records.ipynb #a2d576eb
 Metrics = dict[str, float | None]  # None: not measured in this step
+# (log_probs [B, T], batch, num_tokens, num_samples) -> loss, further sums
 LossFn = Callable[..., tuple[Tensor, Metrics]]
-'(log_probs [B, T], batch, num_tokens, num_samples) -> loss, further sums'
 
 
 class RolloutEngine:

@@ -1,4 +1,4 @@
-"What a step brings home: the right prompts, waves within their budget, rows in order, rewards shaped once"
+"What a step brings home: the right prompts, waves in budget, rows in order, rewards shaped once"
 
 import itertools
 import random

@@ -349,7 +349,7 @@ def test_what_finishes_first_does_not_matter(whole, order):
 
 @pytest.mark.parametrize('done', [1, 2, 3])
 def test_resume_is_exact(whole, tmp_path, done):
-    "Through a checkpoint on the disk; the second half starts from another policy and another random state"
+    "Through a checkpoint on the disk; the second half starts from another policy and random state"
     first, _ = run(replace(CFG, steps=done))
     save_checkpoint(tmp_path, done, first.state_dict())
     torch.manual_seed(done)

@@ -1,4 +1,4 @@
-"Promise 5: whatever happens to a batch, every tensor still speaks of the token it stands beside; and no sample is lost or comes twice"
+"Promise 5: every tensor speaks of the token it stands beside; no sample is lost or comes twice"
 
 from dataclasses import fields, replace
 
@@ -29,7 +29,7 @@ TAGS = (
 
 
 def sample(number, Tp, Tr, prompt='p', routes=True):
-    "Token ids name the sample and the place (1000 * number + place + 1), and so does every other tensor"
+    "Token ids name sample and place (1000 * number + place + 1), and so does every other tensor"
     ids = [1000 * number + t + 1 for t in range(Tp + Tr)]
     t = torch.tensor(ids)
     experts = (
@@ -103,7 +103,7 @@ def check_tags(b, tags=TAGS):
         assert (b.rewards.long()[:, None] == ids // 1000)[b.token_mask].all()
 
 
-# ---- collate -----------------------------------------------------------------------------------------------------------------------------------------------
+# ---- collate
 
 
 @random
@@ -157,7 +157,7 @@ def test_only_the_response_has_log_probs():
     assert b.rollout_log_probs.tolist() == [[0, 0, 0, 1004, 1005], [0, 2002, 0, 0, 0]]
 
 
-# ---- select, map -------------------------------------------------------------------------------------------------------------------------------------------
+# ---- select, map
 
 
 @random
@@ -211,7 +211,7 @@ def test_map_reaches_every_field():
     )
 
 
-# ---- micro-batches -----------------------------------------------------------------------------------------------------------------------------------------
+# ---- micro-batches
 
 
 @random
@@ -234,7 +234,7 @@ def test_micro_batches_of_nothing():
     assert micro_batches(select(full([sample(1, 2, 3)]), []), 10) == []
 
 
-# ---- mutants -----------------------------------------------------------------------------------------------------------------------------------------------
+# ---- mutants
 
 
 def two():
@@ -261,7 +261,7 @@ def test_the_tags_see_a_shift_by_one(field):
         check_tags(replace(b, **{field: getattr(b, field).roll(1, 1)}))
 
 
-# ---- errors, seeds -----------------------------------------------------------------------------------------------------------------------------------------
+# ---- errors, seeds
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"Routes are repeated exactly, gates stay live, wrong routes are refused; the known bugs of other systems, one test each"
+"Routes are repeated exactly, gates stay live, wrong routes are refused; known bugs, one test each"
 
 import itertools
 from copy import deepcopy
@@ -115,7 +115,7 @@ def holes(b):
     return replace(b, routed_experts=ids, routes_valid=b.routes_valid & ~gone)
 
 
-# ---- gates ---------------------------------------------------------------------------------------------------
+# ---- gates
 
 
 def naive_gates(logits, idx, score, norm, scale):
@@ -245,7 +245,7 @@ def hf_router(kind):
     'kind', ['qwen3-norm', 'qwen3', 'olmoe', 'gpt-oss', 'deepseek-norm', 'deepseek']
 )
 def test_gates_equal_transformers(kind):
-    "Its router chooses, we are given its choice: the same gates and the same gradient of the router"
+    "Its router chooses, we are given its choice: the same gates, and gradient of the router"
     router, score, norm, scale = hf_router(kind)
     x = torch.randn(40, 16)
     logits, gates, ids = router(x)
@@ -264,7 +264,7 @@ def test_gates_equal_transformers(kind):
 
 @pytest.mark.parametrize('score, norm', KINDS)
 def test_gradients_of_gates(score, norm):
-    "Finite differences; experts outside the live top-k learn too, others do not (but through a softmax over all)"
+    "Finite differences; experts outside the live top-k learn too, others only through a softmax"
     g = torch.Generator().manual_seed(0)
     z = torch.randn(4, 6, generator=g).double().requires_grad_()
     worst = z.topk(2, largest=False).indices
@@ -294,7 +294,7 @@ def test_unknown_score():
         replay_gates(torch.zeros(1, 2), torch.zeros(1, 1).long(), 'relu')
 
 
-# ---- against another implementation of the whole model ----------------------------------------------------------
+# ---- against another implementation of the whole model
 
 
 def test_a_replayed_forward_pass_equals_transformers():
@@ -356,7 +356,7 @@ def test_a_replayed_forward_pass_equals_transformers():
         close(g, model.model.layers[i].mlp.gate.weight.grad, 1e-3 * g.abs().max().item())
 
 
-# ---- laws, each of a way to prepare a batch for the policy -------------------------------------------------------
+# ---- laws, each of a way to prepare a batch for the policy
 
 
 def log_probs_of(b, prepare, p=None):
@@ -381,7 +381,7 @@ def naive_softmax(s):
 
 
 def naive_log_probs(p, b):
-    "One row at a time; the mixtures are the naive loop over what the batch says, the live choice where it says nothing"
+    "One row at a time; naive mixtures: what the batch says, else the live choice"
     out = torch.zeros(b.token_ids.shape).double()
     for i in range(len(b)):
         n, layer = int(b.lengths[i]), itertools.count()
@@ -483,7 +483,7 @@ def test_law(law):
     law(lambda b: b)
 
 
-# ---- mutants -----------------------------------------------------------------------------------------------------
+# ---- mutants
 
 
 def moved(by, dim):
@@ -573,7 +573,7 @@ def test_some_law_kills_the_mutant(name):
     assert any(broken(law) for law in LAWS)
 
 
-# ---- the engine's three modes --------------------------------------------------------------------------------------
+# ---- the engine's three modes
 
 
 def engine(mode, p=None, **kw):
@@ -619,7 +619,7 @@ def test_R2_records_the_trainers_own_routes(max_tokens):
 
 @pytest.mark.parametrize('mode', ['off', 'R2', 'R3'])
 def test_later_mini_batches_replay_or_not(mode):
-    "The second mini-batch meets moved weights: what it sees are new log-probs on the old routes, or on live ones"
+    "The second mini-batch meets moved weights: new log-probs on the old routes, or on live ones"
     b = replace(BATCH)
     e = engine(mode, num_mini_batches=2, lr=0.003)
     b = replace(b, **e.score(b))
@@ -670,7 +670,7 @@ def test_the_engine_validates_before_use():
     engine('off').score(bad)
 
 
-# ---- metrics -------------------------------------------------------------------------------------------------------
+# ---- metrics
 
 
 @random
@@ -712,7 +712,7 @@ def test_discrepancy_equals_the_loop(seed, size):
 
 
 def test_k3_is_the_divergence_that_it_estimates():
-    "Mean over tokens drawn from q of r - 1 - log r with r = p/q, by enumeration, is KL(q || p); F(2) counts both directions"
+    "By enumeration: the mean over q of r - 1 - log r, r = p/q, is KL(q || p); F(2) counts both"
     p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
     counts = (q * 1000).round().long()
     ids = torch.repeat_interleave(torch.arange(3), counts)
@@ -767,7 +767,7 @@ def test_agreement_equals_sets(seed):
 
 
 def test_agreement_of_a_real_batch():
-    "The same weights agree; after a move of the weights some do not, and the engine's own pass has counted them"
+    "The same weights agree; after a move some do not, and the engine's own pass has counted them"
     b = replace(BATCH)
     e = engine('R3', lively(dtype=torch.float), micro_batch_tokens=40)
     b = replace(b, **e.score(b))
@@ -787,13 +787,13 @@ def test_agreement_of_a_real_batch():
     assert discrepancy(b)['routes_agree_frac'] == pytest.approx(share) and 0.3 < share < 0.99
 
 
-# ---- it is real ------------------------------------------------------------------------------------------------------
+# ---- it is real
 
 
 def fp8(w, size=128):
-    O, I = w.shape[-2:]
+    rows, cols = w.shape[-2:]
     x = (
-        torch.nn.functional.pad(w, (0, -I % size, 0, -O % size))
+        torch.nn.functional.pad(w, (0, -cols % size, 0, -rows % size))
         .unflatten(-1, (-1, size))
         .unflatten(-3, (-1, size))
     )
@@ -801,13 +801,13 @@ def fp8(w, size=128):
     return (
         ((x / scale).to(torch.float8_e4m3fn).float() * scale)
         .flatten(-4, -3)
-        .flatten(-2, -1)[..., :O, :I]
+        .flatten(-2, -1)[..., :rows, :cols]
     )
 
 
 @pytest.mark.parametrize('kind', ['bf16', 'fp8'])
 def test_replay_brings_engines_together(kind):
-    "A rollout that really rounds: mean gap and k3 both fall, and R2 changes nothing before the update"
+    "A rollout that really rounds: mean gap and k3 fall, and R2 changes nothing before the update"
     c = PolicyConfig(
         vocab_size=64,
         num_hidden_layers=4,
@@ -845,7 +845,7 @@ def test_replay_brings_engines_together(kind):
     assert 0.5 < found['R3']['tokens_agree_frac'] < found['R3']['routes_agree_frac'] < 1
 
 
-# ---- validators --------------------------------------------------------------------------------------------------------
+# ---- validators
 
 
 def changed(b, at, value, key='routed_experts'):
@@ -909,7 +909,7 @@ def test_a_sample_is_judged_too():
 
 
 def test_few_tokens_may_take_one_way():
-    "Two tokens with the same experts are no sign of padding, nor is a model whose every expert is used"
+    "Two tokens with the same experts are no padding, nor is a model whose every expert is used"
     two = select(BATCH, [0])
     T = two.token_ids.shape[1]
     validate_routes(
@@ -937,7 +937,7 @@ def test_real_routes_always_pass(seed, dense_first, K):
     validate_routes(collate(sampled(lively(c, seed, torch.float), 6)), c)
 
 
-# ---- known bugs of other systems (systems.md 2.5), by number -------------------------------------------------------------
+# ---- known bugs of other systems (systems.md 2.5), by number
 
 
 def test_bug_1_all_zero_capture():
@@ -1067,7 +1067,7 @@ def test_bug_12_routes_are_on_every_path():
 
 @pytest.mark.parametrize('slots', [1, 3, 12])
 def test_bugs_14_and_15_no_row_is_missing(slots):
-    "Shared prefixes, refilled slots, samples that came early: every fed token has the route of a plain forward pass"
+    "Shared prefixes, refilled slots, early samples: each fed token has its plain forward's route"
     p = lively(dtype=torch.float)
     for s in sampled(p, slots=slots):
         assert (

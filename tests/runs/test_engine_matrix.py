@@ -1,4 +1,4 @@
-"Any rollout engine with any train engine: three steps on the same samples from the same checkpoint end in the same place"
+"Any rollout engine with any train engine: three steps on the same samples end in the same place"
 
 import pickle
 from dataclasses import replace
@@ -164,7 +164,7 @@ def test_three_steps(folder, batches, embedded, layout):
 
 @pytest.mark.parametrize('layout', LAYOUTS, ids=name)
 def test_what_vllm_routed_is_what_every_layout_replays(batches, layout):
-    "Routers that would choose otherwise: the experts are those that vLLM captured, routers learn as in one process"
+    "Routers would choose otherwise: the experts are vLLM's, routers learn as in one process"
     n, how = layout
     results = run_ranks(n, used, ParallelConfig(**how), fresh(batches['vllm']), POLICY)
     assert all(wrong == 0 and total > 100 for wrong, total, _ in results)

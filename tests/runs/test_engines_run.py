@@ -1,4 +1,4 @@
-"A whole run on the real engines: two Megatron-Core ranks under torchrun, two vLLM servers; kills on the way"
+"A whole run on the real engines: two Megatron-Core ranks, two vLLM servers; kills on the way"
 
 import json
 import os
@@ -79,7 +79,7 @@ def family(p):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    "Cold start, RL; one server killed, then everything; resumed to its end. The folder, and what was seen"
+    "One server killed, then everything; resumed to its end. The folder, and what was seen"
     home = tmp_path_factory.mktemp('engines')
     folder, log = home / 'run', home / 'log.txt'
     p = start(

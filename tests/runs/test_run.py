@@ -164,7 +164,7 @@ def in_parts(tmp_path_factory):
 
 @pytest.mark.parametrize('seed, flags', [(0, []), (1, PARTS)], ids=['whole', 'in_parts'])
 def test_kill_at_any_point(tmp_path, seed, flags, request):
-    "SIGKILL at a random moment after the first checkpoint, mid-save included, again and again; then the same result"
+    "SIGKILL at random moments after the first checkpoint, mid-save included; then the same result"
     folder, rng, whole = (
         tmp_path / 'killed',
         random.Random(seed),
@@ -315,7 +315,7 @@ def test_bad_checkpoints(whole, tmp_path):
 
 
 def test_the_screen_drops_prompts_and_a_resume_remembers(tmp_path):
-    "Before RL: prompts that are always or never solved in so many samples; the rest is what is asked"
+    "Before RL: prompts that are always or never solved go; the rest is what is asked"
     folder = tmp_path / 'screened'
     args = [
         'smoke-cpu',

@@ -1,4 +1,4 @@
-"Traces: the logged loss from the file alone; nothing lost in the text; damage is named, never guessed around"
+"Traces: the logged loss from the file alone; nothing lost in the text; damage is named"
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"What a router gives to experts that another engine has chosen, for each kind of router: the formula alone"
+"What a router of each kind gives to experts that another engine has chosen: the formula alone"
 
 from typing import Literal, get_args
 

@@ -65,7 +65,7 @@ def row(p):
     return tuple(p.token_ids + encode(TOK, p.solution) + [EOS_ID])
 
 
-# ---- what is shown -----------------------------------------------------------------------------------------------------------------------------------------
+# ---- what is shown
 
 
 @pytest.mark.parametrize('domain', sorted(task_families))
@@ -105,7 +105,7 @@ def test_without_working(domain):
             assert q == p
 
 
-# ---- the loss ----------------------------------------------------------------------------------------------------------------------------------------------
+# ---- the loss
 
 
 @random
@@ -157,7 +157,7 @@ def test_loss_of_a_new_policy():
     assert entropy[b.response_mask].mean().item() == pytest.approx(math.log(99), abs=0.1)
 
 
-# ---- the schedule ------------------------------------------------------------------------------------------------------------------------------------------
+# ---- the schedule
 
 
 @random
@@ -180,7 +180,7 @@ def test_lr_reaches_the_engine():
     assert r.lrs == [cosine_lr(s, SFTConfig(steps=30, warmup_steps=5)) for s in range(30)]
 
 
-# ---- the order ---------------------------------------------------------------------------------------------------------------------------------------------
+# ---- the order
 
 
 @random
@@ -224,7 +224,7 @@ def test_metrics():
     )
 
 
-# ---- learning ----------------------------------------------------------------------------------------------------------------------------------------------
+# ---- learning
 
 
 def test_learns_by_heart_and_says_so():
@@ -262,7 +262,7 @@ def test_learns_by_heart_and_says_so():
 
 @pytest.mark.timeout(300)
 def test_end_to_end():
-    "The default cold start leaves some held-out samples right and most groups undecided or wrong: a start for RL"
+    "The default cold start leaves some samples right and most groups undecided: a start for RL"
     train, heldout = (
         make_prompts('arithmetic', 2048, 1, 0, 'train', TOK),
         make_prompts('arithmetic', 32, 1, 0, 'heldout', TOK),
@@ -288,7 +288,7 @@ def test_end_to_end():
     )
 
 
-# ---- errors ------------------------------------------------------------------------------------------------------------------------------------------------
+# ---- errors
 
 
 @pytest.mark.parametrize(

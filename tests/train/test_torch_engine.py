@@ -1,4 +1,4 @@
-"Promise 4: loss, gradient and metrics do not depend on micro-batches, order, padding or the data-parallel split (exact in fp64)"
+"Promise 4: nothing depends on micro-batches, order, padding or the split over ranks (in fp64)"
 
 import re
 from copy import deepcopy
@@ -135,7 +135,7 @@ def naive(p, b, i, temperature=1.0, replay=True):
     return n, *(torch.stack(v) for v in zip(*out))
 
 
-# ---- log-probs ---------------------------------------------------------------------------------------------------------------------------------------------
+# ---- log-probs
 
 
 @random
@@ -191,7 +191,7 @@ def test_bf16_weights_give_fp32_log_probs():
     torch.testing.assert_close(got[BATCH.response_mask], want, rtol=1e-6, atol=1e-6)
 
 
-# ---- replay ------------------------------------------------------------------------------------------------------------------------------------------------
+# ---- replay
 
 
 def own_routes(b):
@@ -236,7 +236,7 @@ def test_engine_replays_or_not():
     assert losses[0] != losses[1]
 
 
-# ---- the gradient ------------------------------------------------------------------------------------------------------------------------------------------
+# ---- the gradient
 
 
 def law_naive(accumulate):
@@ -397,11 +397,11 @@ def test_some_law_kills_the_mutant(name):
     assert any(broken(law) for law in LAWS)
 
 
-# ---- contracts ---------------------------------------------------------------------------------------------------------------------------------------------
+# ---- contracts
 
 
 def test_what_a_loss_is_given():
-    "Rows with all their tensors, log-probs beside them with a gradient, and the counts of the whole mini-batch"
+    "Rows with all their tensors, log-probs with a gradient, and the counts of the whole mini-batch"
     seen = []
 
     def spy(log_probs, part, num_tokens, num_samples):
@@ -443,7 +443,7 @@ def test_an_update_says_what_the_loss_saw(num):
         assert (seen[half:] - first[half:]).abs().max() > 1e-4
 
 
-# ---- update ------------------------------------------------------------------------------------------------------------------------------------------------
+# ---- update
 
 
 def nll(log_probs, batch, num_tokens, num_samples):
@@ -547,7 +547,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_counted(bad):
     assert TorchTrain(policy(), c).update(BATCH, nll)[0]['skipped_frac'] == 0
 
 
-# ---- resume ------------------------------------------------------------------------------------------------------------------------------------------------
+# ---- resume
 
 CFG = OptimConfig(
     lr=0.01, warmup_steps=5, num_mini_batches=2, micro_batch_tokens=30, weight_decay=0.1
@@ -593,7 +593,7 @@ def test_weights_by_public_names():
     )
 
 
-# ---- errors ------------------------------------------------------------------------------------------------------------------------------------------------
+# ---- errors
 
 
 @pytest.mark.parametrize(
