@@ -115,10 +115,8 @@ def next_wave(
     prompts: list[Prompt],  # all that there are
     step: int,
     cfg: TrainConfig,
-) -> list[
-    tuple[str, int]
-]:  # prompt ids and how many more responses; [] = the step has what it needs
-    "Where to spend more tokens: on groups that are still silent (`adaptive`) or on other prompts (`refill`, DAPO)"
+) -> list[tuple[str, int]]:  # prompt ids and how many more responses; [] = nothing is missing
+    "More for groups that are still silent (`adaptive`), or for other prompts (`refill`, DAPO)"
     zv = cfg.zero_variance
     if zv.sampling == 'uniform':
         return []
@@ -130,9 +128,7 @@ def next_wave(
         return [(id, n) for id, n in zip(asked, more.tolist()) if n]
     if len(spent) > zv.max_refills:
         return []
-    missing = cfg.prompts_per_step - int(
-        (~zero_variance(rewards, group, valid, cfg.advantages.tol)).sum()
-    )
+    missing = cfg.prompts_per_step - int((~zero_variance(rewards, group, valid)).sum())
     fresh = [p.id for p in prompts if p.id not in asked]
     gen = torch.Generator().manual_seed(derive_seed(cfg.seed, 'refill', step, len(spent)))
     order = torch.randperm(len(fresh), generator=gen)[: max(0, missing)]
@@ -142,7 +138,7 @@ def next_wave(
 # %% ../nbs/03_experience.ipynb #05377102
 @contextmanager
 def timed(metrics: Metrics, phase: str):
-    "Adds the seconds spent inside to `time_{phase}_s`; `time_{phase}_at` is the clock when it began"
+    "Adds the seconds spent inside to `time_{phase}_s`; `time_{phase}_at` is when it began"
     t = time.perf_counter()
     metrics.setdefault(f'time_{phase}_at', t)
     yield
@@ -209,7 +205,7 @@ def collect_waves(
             break
         with timed(metrics, 'reward'):
             judge.settle(samples)
-        flat = zero_variance(*sample_columns(samples, asked)[:3], cfg.advantages.tol)
+        flat = zero_variance(*sample_columns(samples, asked)[:3])
         metrics.setdefault('zero_variance_first_frac', float(flat.float().mean()))
         wave = next_wave(samples, asked, spent, prompts, step, cfg)
     counts = dict(tokens=sum(spent), waves=len(spent), prompts=len(asked))

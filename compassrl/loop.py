@@ -129,13 +129,13 @@ def fit(
     start: int = 0,  # steps already done
     reference: TrainEngine | None = None,  # holds the starting weights; needed if loss.kl_coef > 0
     judge: Judge | None = None,  # None: verdicts here, one after another
-    partial_responses: PartialResponses
-    | None = None,  # what earlier steps have begun; for schedule.partial_tokens
+    partial_responses: PartialResponses | None = None,  # begun by earlier steps
 ) -> None:
-    "Group-relative policy optimisation over any two engines. Raises ValueError for a KL penalty without a reference"
+    "Group-relative policy optimisation. Raises ValueError for a KL penalty without a reference"
     if cfg.loss.kl_coef and reference is None:
         raise ValueError(
-            f'loss.kl_coef={cfg.loss.kl_coef}: pass an engine with the starting weights as `reference`'
+            f'loss.kl_coef={cfg.loss.kl_coef}: '
+            'pass an engine with the starting weights as `reference`'
         )
     judge = judge or SerialJudge(prompts, tokenizer, eos_id)
     if cfg.schedule.partial_tokens:

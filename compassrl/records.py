@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor
+
+from .settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
@@ -47,7 +49,6 @@ class Prompt:
     solution: str = ''  # a written-out correct response for the cold start; '' if there is none
 
 
-# %% ../nbs/01_records.ipynb #e367444a
 @dataclass(frozen=True)
 class Verdict:
     "What a verifier says about one response"
@@ -63,21 +64,15 @@ class Verdict:
 class SamplingParams:
     "How a rollout engine draws tokens"
 
-    max_tokens: int = 64  # response tokens, the stop token included
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this
+    max_tokens: Annotated[int, at_least(1)] = 64  # response tokens, the stop token included
+    temperature: Annotated[float, at_least(0)] = 1.0  # 0 = greedy
+    top_p: Annotated[float, above(0, up_to=1)] = 1.0  # of the likeliest tokens that reach this
     stop_ids: tuple[int, ...] = ()  # a response ends with the first of these, which it keeps
 
     def __post_init__(self):
-        if self.max_tokens < 1:
-            raise ValueError(f'max_tokens={self.max_tokens}: use at least 1')
-        if not self.temperature >= 0:
-            raise ValueError(f'temperature={self.temperature}: use 0 (greedy) or more')
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f'top_p={self.top_p}: use a value in (0, 1]')
+        check(self)
 
 
-# %% ../nbs/01_records.ipynb #45e7cf6d
 @dataclass(frozen=True)
 class Request:
     "One response asked of a rollout engine"
@@ -90,14 +85,10 @@ class Request:
 
 
 # %% ../nbs/01_records.ipynb #adcb9fa9
-def derive_seed(
-    *parts,  # anything with a stable `str`: run seed, step, prompt id, sample index
-) -> int:  # 63 bits
-    "A seed that depends on `parts` alone, the same on every machine"
-    return (
-        int.from_bytes(hashlib.sha256('/'.join(map(str, parts)).encode()).digest()[:8], 'little')
-        >> 1
-    )
+def derive_seed(*parts) -> int:  # 63 bits
+    "Depends on `parts` alone (anything with a stable `str`), the same on every machine"
+    digest = hashlib.sha256('/'.join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], 'little') >> 1
 
 
 # %% ../nbs/01_records.ipynb #51ded4ae
@@ -110,18 +101,14 @@ class Sample:
     prompt_ids: list[int]  # [Tp]
     response_ids: list[int]  # [Tr] the stop token included
     rollout_log_probs: Tensor  # [Tr] fp32, of the distribution that was really sampled
-    routed_experts: (
-        Tensor | None
-    )  # [Tp+Tr-1, L, K] uint8 (int16 above 256 experts); dense layers are 0
+    routed_experts: Tensor | None  # [Tp+Tr-1, L, K] uint8, above 256 experts int16; dense layers: 0
     routes_valid: Tensor | None  # [Tp+Tr-1] bool; the last token was never fed, so it has no row
     finish_reason: str  # 'stop' or 'length'
     weight_version: int  # of the weights that sampled it, or its last part
     reward: float = 0.0
     verdict: Verdict | None = None
     timings: dict[str, float] = field(default_factory=dict)  # seconds, by phase
-    token_versions: Tensor | None = (
-        None  # [Tr] int64, of a response drawn in parts; None = all `weight_version`
-    )
+    token_versions: Tensor | None = None  # [Tr] int64, if drawn in parts; None = `weight_version`
 
 
 # %% ../nbs/01_records.ipynb #a0b8e108
@@ -142,9 +129,7 @@ class Batch:
     entropy: Tensor | None = None  # [B, T] fp32, nats, of the old policy
     routed_experts: Tensor | None = None  # [B, T, L, K] uint8
     routes_valid: Tensor | None = None  # [B, T] bool: False = use the live router
-    routes_agree: Tensor | None = (
-        None  # [B, T] fp32: share of mixture layers whose live router agrees with the route
-    )
+    routes_agree: Tensor | None = None  # [B, T] fp32: layers whose live router agrees, their share
 
     def __len__(self):
         return len(self.token_ids)
@@ -154,20 +139,13 @@ class Batch:
         return self.token_mask.sum(1)
 
     @property
-    def fed_mask(
-        self,
-    ):  # [B, T] all tokens but each sample's last: a rollout fed them back and knows their routes
+    def fed_mask(self):  # [B, T] all tokens but each sample's last: a rollout knows their routes
         return torch.nn.functional.pad(self.token_mask[:, 1:], (0, 1))
 
-    def map(
-        self,
-        fn: Callable[[Tensor], Tensor],  # applied to every tensor
-    ) -> Batch:
-        "The one function through which all tensors of a batch move, so that they cannot drift apart"
-        return replace(
-            self,
-            **{f.name: fn(v) for f in fields(self) if (v := getattr(self, f.name)) is not None},
-        )
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
+        "The one function through which all tensors of a batch move: none can be forgotten"
+        there = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: fn(v) for k, v in there.items() if v is not None})
 
     def to(self, device) -> Batch:
         return self.map(lambda t: t.to(device))
@@ -178,16 +156,13 @@ def _check(s):  # what an engine may have got wrong
     Tp, Tr, name = len(s.prompt_ids), len(s.response_ids), f'sample {s.prompt_id}/{s.index}'
     if not Tp:
         raise ValueError(f'{name} has no prompt: nothing is there to predict its first token from')
-    for key, want in dict(
-        rollout_log_probs=Tr,
-        token_versions=Tr,
-        routed_experts=Tp + Tr - 1,
-        routes_valid=Tp + Tr - 1,
-    ).items():
+    want = dict(rollout_log_probs=Tr, token_versions=Tr)
+    want |= dict(routed_experts=Tp + Tr - 1, routes_valid=Tp + Tr - 1)
+    for key, num in want.items():
         v = getattr(s, key)
-        if v is not None and len(v) != want:
+        if v is not None and len(v) != num:
             raise ValueError(
-                f'{name}: {key} has {len(v)} rows; {Tp} prompt and {Tr} response tokens need {want}'
+                f'{name}: {key} has {len(v)} rows; {Tp} prompt and {Tr} response tokens need {num}'
             )
     if s.routed_experts is not None and s.routes_valid is None:
         raise ValueError(
@@ -195,66 +170,51 @@ def _check(s):  # what an engine may have got wrong
         )
 
 
-def _pad(
-    rows, T, dtype, starts=None
-):  # rows of different lengths, placed at `starts[i]` or 0: one [B, T, ...] tensor
+def _pad(rows, T, dtype, starts=None):  # rows placed at `starts[i]`, or 0: one [B, T, ...] tensor
     out = torch.zeros(len(rows), T, *rows[0].shape[1:], dtype=dtype)
-    for i, r in enumerate(rows):
-        s = starts[i] if starts else 0
-        out[i, s : s + len(r)] = r
+    for row, r, start in zip(out, rows, starts or [0] * len(rows)):
+        row[start : start + len(r)] = r
     return out
 
 
-# %% ../nbs/01_records.ipynb #8cfbeb76
-def collate(
-    samples: list[Sample],  # of any lengths
-) -> Batch:  # rows in the order given; `group` numbers the prompts by first appearance
-    "Samples to one right-padded batch; raises ValueError for a tensor that does not fit its tokens"
+def _routes(samples, T):  # where no sample has any, none; of a sample without routes none is valid
+    known = [s.routed_experts for s in samples if s.routed_experts is not None]
+    if not known:
+        return {}
+    if len(shapes := {r.shape[1:] for r in known}) > 1:
+        raise ValueError(
+            f'routes of layers x experts {sorted(map(list, shapes))}: use samples of one policy'
+        )
+    none, invalid = known[0][:0], torch.zeros(0)
+    routes = [none if s.routed_experts is None else s.routed_experts for s in samples]
+    valid = [invalid if s.routes_valid is None else s.routes_valid for s in samples]
+    return dict(routed_experts=_pad(routes, T, none.dtype), routes_valid=_pad(valid, T, torch.bool))
+
+
+def collate(samples: list[Sample]) -> Batch:  # rows as given; groups by first appearance
+    "One right-padded batch; raises ValueError for a tensor that does not fit its tokens"
     if not samples:
         raise ValueError('no samples: a batch needs at least one')
     for s in samples:
         _check(s)
     ids = [torch.tensor(s.prompt_ids + s.response_ids) for s in samples]
-    starts = [len(s.prompt_ids) for s in samples]
-    T = max(map(len, ids))
-    groups = {}
-    group = torch.tensor([groups.setdefault(s.prompt_id, len(groups)) for s in samples])
-    routes = valid = None
-    known = [s.routed_experts for s in samples if s.routed_experts is not None]
-    if known:  # no route of a sample without routes is valid
-        none = known[0][:0]
-        if len(shapes := {r.shape[1:] for r in known}) > 1:
-            raise ValueError(
-                f'routes of layers x experts {sorted(map(list, shapes))}: use samples of one policy'
-            )
-        routes = _pad(
-            [none if s.routed_experts is None else s.routed_experts for s in samples], T, none.dtype
-        )
-        valid = _pad(
-            [torch.zeros(0) if s.routes_valid is None else s.routes_valid for s in samples],
-            T,
-            torch.bool,
-        )
+    chosen = [torch.ones(len(s.response_ids)) for s in samples]
+    log_probs = [s.rollout_log_probs for s in samples]
+    starts, T, groups = [len(s.prompt_ids) for s in samples], max(map(len, ids)), {}
     return Batch(
         token_ids=_pad(ids, T, torch.long),
         token_mask=_pad([torch.ones(len(i)) for i in ids], T, torch.bool),
-        response_mask=_pad(
-            [torch.ones(len(s.response_ids)) for s in samples], T, torch.bool, starts
-        ),
-        rollout_log_probs=_pad([s.rollout_log_probs for s in samples], T, torch.float, starts),
-        group=group,
+        response_mask=_pad(chosen, T, torch.bool, starts),
+        rollout_log_probs=_pad(log_probs, T, torch.float, starts),
+        group=torch.tensor([groups.setdefault(s.prompt_id, len(groups)) for s in samples]),
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float),
-        routed_experts=routes,
-        routes_valid=valid,
+        **_routes(samples, T),
     )
 
 
 # %% ../nbs/01_records.ipynb #99077c04
-def select(
-    batch: Batch,
-    rows: Tensor | list[int],  # which samples, in which order; or a bool mask [B]
-) -> Batch:  # padding that no selected row needs is gone
-    "Some rows of a batch"
+def select(batch: Batch, rows: Tensor | list[int]) -> Batch:
+    "Some rows, in the order given (or a bool mask [B]); padding that none of them needs is gone"
     rows = torch.as_tensor(rows, device=batch.token_ids.device)
     rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
     T = int(batch.lengths[rows].max()) if len(rows) else 0
@@ -297,12 +257,8 @@ LossFn = Callable[..., tuple[Tensor, Metrics]]
 class RolloutEngine:
     "Draws responses. Every engine has its own `generate` and `load_weights`"
 
-    def generate(
-        self,
-        requests: Iterable[Request],
-        whole_groups: bool = False,  # exactly these, whatever the engine's settings may drop
-    ) -> Iterator[Sample]:
-        "Yields each sample as it finishes, not in the order of the requests"
+    def generate(self, requests: Iterable[Request], whole_groups: bool = False) -> Iterator[Sample]:
+        "Yields each sample as it finishes, in any order; `whole_groups`: it drops none for others"
         raise NotImplementedError
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int):
@@ -324,9 +280,8 @@ class RolloutEngine:
         "End what was started for it"
 
 
-# %% ../nbs/01_records.ipynb #25c06f2d
 class TrainEngine(Protocol):
-    "Owns the policy that learns. What it computes comes back as fields of the batch; the batch stays as it is"
+    "Owns the policy that learns. What it computes comes back as fields of the batch"
 
     def score(self, batch: Batch) -> dict[str, Tensor]:
         "`old_log_probs` and `entropy` of the present weights, and what its routers chose"
@@ -335,7 +290,7 @@ class TrainEngine(Protocol):
     def update(
         self, batch: Batch, loss: LossFn, lr: float | None = None
     ) -> tuple[Metrics, dict[str, Tensor]]:
-        "Mini-batches of optimiser steps, however they are cut; fields: the `log_probs` that the loss saw"
+        "Optimiser steps, one per mini-batch; metrics, and the `log_probs` that the loss saw"
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

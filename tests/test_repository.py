@@ -119,8 +119,9 @@ def fresh(tmp_path_factory):
     "The notebooks cleaned and exported from scratch in another folder"
     new = tmp_path_factory.mktemp('fresh') / 'p'
     (new / 'compassrl').mkdir(parents=True)
-    for file in ('pyproject.toml', 'settings.ini', '_quarto.yml', 'compassrl/__init__.py'):
-        shutil.copy2(ROOT / file, new / file)
+    by_hand = (ROOT / 'compassrl').glob('__*__.py')
+    for file in (*(ROOT / f for f in ('pyproject.toml', 'settings.ini', '_quarto.yml')), *by_hand):
+        shutil.copy2(file, new / file.relative_to(ROOT))
     for path in [*notebooks(), ROOT / 'nbs' / 'course.yml']:
         to = new / path.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)

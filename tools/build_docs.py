@@ -187,11 +187,24 @@ def offline(html):
     return re.sub(r'<i class="fa fa-([\w-]+)( fa-flip-horizontal)?"></i>', symbol, html)
 
 
+def defined(source):
+    "The names that a cell defines at its top level"
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:  # magics and shell lines
+        return
+    for node in body:
+        targets = getattr(node, 'targets', [getattr(node, 'target', None)])
+        if hasattr(node, 'name'):
+            yield node.name
+        for target in filter(None, targets):
+            yield from (n.id for n in ast.walk(target) if isinstance(n, ast.Name))
+
+
 def anchors(source, here, names):
     "Link targets for what an exported cell defines"
-    found = re.findall(r'^(?:def|class) (\w+)|^(\w+) *[:=]', source, flags=re.M)
     own = {s.name for s in names if s.page == here}
-    return [f'<a id="{n}"></a>' for n in dict.fromkeys(a or b for a, b in found) if n in own]
+    return [f'<a id="{n}"></a>' for n in dict.fromkeys(defined(source)) if n in own]
 
 
 def prepare(nb, here, folder, names, pages):

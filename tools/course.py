@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -68,8 +68,16 @@ class Course:
         return yaml.safe_load((self.nbs / 'course.yml').read_text())
 
     @cached_property
-    def parts(self):
+    def listed(self):
+        "The parts as course.yml has them"
         return [Part(**p) for p in self.data['parts']]
+
+    @cached_property
+    def parts(self):
+        "The parts with the notebooks that exist"
+        return [
+            replace(p, notebooks=[n for n in p.notebooks if n in self.paths]) for p in self.listed
+        ]
 
     @cached_property
     def paths(self):
@@ -80,7 +88,7 @@ class Course:
     @cached_property
     def order(self):
         "Every notebook of the course that exists: name -> its part"
-        return {n: part for part in self.parts for n in part.notebooks if n in self.paths}
+        return {n: part for part in self.parts for n in part.notebooks}
 
     def number(self, name):
         "III.2; '' where the part has no number"
@@ -101,16 +109,18 @@ class Course:
 
     def problems(self):
         "What is wrong with course.yml, one line each"
-        named = [n for part in self.parts for n in part.notebooks]
+        named = [n for part in self.listed for n in part.notebooks]
         yield from (
             f'nbs/course.yml, part {p.name}: kind {p.kind!r}, use one of {[*KINDS]}'
-            for p in self.parts
+            for p in self.listed
             if p.kind not in KINDS
         )
         for n in sorted(set(self.paths) - set(named)):
             yield f'nbs/{self.paths[n]} has no place: add `- {n}` to a part of nbs/course.yml'
         for n in sorted(set(named) - set(self.paths)):
-            yield f'nbs/course.yml names {n}, but there is no nbs/{n}.ipynb (with a number)'
+            folder, _, stem = n.rpartition('/')
+            file = Path('nbs', folder, f'NN_{stem}.ipynb')
+            yield f'nbs/course.yml names {n}, but there is no {file}'
         for n in sorted({n for n in named if named.count(n) > 1}):
             yield f'nbs/course.yml names {n} more than once: it has one place'
 
@@ -340,9 +350,7 @@ def write_seconds(course, new):
 def sync_text(root=ROOT):
     "Everything but the stored maps, which need the exported module; returns what course.yml lacks"
     course = Course(root)
-    if faults := list(course.problems()):
-        return faults
-    nbs = {n: read(course.nbs / p) for n, p in course.paths.items()}
+    nbs = {n: read(course.nbs / course.paths[n]) for n in course.order}
     stated = {n: typed_seconds(nb) for n, nb in nbs.items() if n not in course.data['seconds']}
     write_seconds(course, {n: s or 1 for n, s in stated.items()})
     course = Course(root)
@@ -360,7 +368,7 @@ def sync_text(root=ROOT):
     set_index(course, nb, titles)
     write(index, nb, before)
     (course.nbs / 'sidebar.yml').write_text(sidebar(course))
-    return []
+    return list(course.problems())
 
 
 def sync_maps(root=ROOT):

@@ -13,9 +13,13 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from ..settings import check
+
 # %% auto #0
 __all__ = [
     'Estimator',
+    'tolerance',
+    'std_eps',
     'AdvantageConfig',
     'GroupStats',
     'group_stats',
@@ -26,24 +30,21 @@ __all__ = [
 
 # %% ../../nbs/algo/01_advantages.ipynb #7e8bd490
 Estimator = Literal['grpo', 'dr_grpo', 'rloo']
+# rewards of a group are equal that differ by no more,
+# times the largest |reward| of the group where that is above 1
+tolerance = 1e-6
+std_eps = 1e-6  # added to the std
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
     "How rewards become advantages. Raises ValueError for values outside their range"
 
-    estimator: Estimator = (
-        'grpo'  # over the std, the bare difference, or against the mean of the others
-    )
-    eps: float = 1e-6  # added to the std
-    tol: float = 1e-6  # rewards of a group that differ by no more are equal
+    # over the std, the bare difference, or against the mean of the others
+    estimator: Estimator = 'grpo'
 
     def __post_init__(self):
-        _check_estimator(self.estimator)
-        for key in ('eps', 'tol'):
-            value = getattr(self, key)
-            if not 0 <= value < inf:
-                raise ValueError(f'{key}={value}: use a small number of 0 or more, such as 1e-6')
+        check(self)
 
 
 def _check_estimator(name):
@@ -67,10 +68,11 @@ def group_stats(
     rewards: Tensor,  # [B]
     group: Tensor,  # [B] integers; samples with equal ids compete
     valid: Tensor | None = None,  # [B] bool: the verifier gave a verdict (None: all)
-    tol: float = 1e-6,  # times the group's largest |reward|, or times 1 if that is smaller
 ) -> GroupStats:  # one entry per group that occurs
-    "Group moments by scatter. Raises ValueError for other shapes and for a valid reward that is not finite"
-    valid = _check(rewards, group, valid)
+    """Group moments by scatter
+
+    Raises ValueError for other shapes and for a valid reward that is not finite."""
+    valid = _valid_mask(rewards, group, valid)
     r = rewards.double().masked_fill(~valid, 0.0)
     ids, index = torch.unique(group, return_inverse=True)
     zeros = r.new_zeros(len(ids))
@@ -81,14 +83,15 @@ def group_stats(
     top = (zeros - inf).scatter_reduce(0, index, r.masked_fill(~valid, -inf), 'amax')
     low = (zeros + inf).scatter_reduce(0, index, r.masked_fill(~valid, inf), 'amin')
     scale = torch.maximum(top.abs(), low.abs()).clamp(min=1)
-    return GroupStats(index, num, mean, std, (num < 2) | (top - low <= tol * scale))
+    return GroupStats(index, num, mean, std, (num < 2) | (top - low <= tolerance * scale))
 
 
-def _check(rewards, group, valid):  # the [B] bool mask of valid samples
+def _valid_mask(rewards, group, valid):  # [B] bool
     if rewards.dim() != 1 or rewards.shape != group.shape:
         raise ValueError(
-            f'rewards {list(rewards.shape)} and group {list(group.shape)}: pass one of each per response, '
-            '[B] and [B]; a [P, G] table becomes rewards.flatten() and torch.arange(P).repeat_interleave(G)'
+            f'rewards {list(rewards.shape)} and group {list(group.shape)}: pass one of each per '
+            'response, [B] and [B]; a [P, G] table becomes rewards.flatten() and '
+            'torch.arange(P).repeat_interleave(G)'
         )
     if group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
         raise ValueError(f'group is {group.dtype}: use integer ids')
@@ -96,13 +99,15 @@ def _check(rewards, group, valid):  # the [B] bool mask of valid samples
         valid = torch.ones_like(group, dtype=torch.bool)
     if valid.shape != group.shape or valid.dtype != torch.bool:
         raise ValueError(
-            f'valid is {valid.dtype} {list(valid.shape)}: use a bool mask of shape {list(group.shape)}'
+            f'valid is {valid.dtype} {list(valid.shape)}: use a bool mask of shape '
+            f'{list(group.shape)}'
         )
     bad = (valid & ~rewards.isfinite()).nonzero()
     if len(bad):
         i = int(bad[0])
         raise ValueError(
-            f'rewards[{i}] = {rewards[i].item()}: use a finite reward, or mark the sample valid=False'
+            f'rewards[{i}] = {rewards[i].item()}: use a finite reward, or mark the sample '
+            'valid=False'
         )
     return valid
 
@@ -112,20 +117,20 @@ def group_advantages(
     rewards: Tensor,  # [B]
     group: Tensor,  # [B] integers; samples with equal ids compete
     valid: Tensor | None = None,  # [B] bool: the verifier gave a verdict (None: all)
-    estimator: Estimator = 'grpo',  # 'grpo': z-score; 'dr_grpo': not divided by the std; 'rloo': minus the others' mean
+    estimator: Estimator = 'grpo',  # see below
     eps: float = 1e-6,  # added to the std
     tol: float = 1e-6,  # rewards of a group that differ by no more are equal
-    std_floor: float
-    | Tensor = 0.0,  # 'grpo': the std counts as at least this; one number, or [P] in ascending order of id
-) -> (
-    Tensor
-):  # [B] zero mean per group; exactly 0 in a flat group and for samples that are not valid
-    "Rewards relative to their group: DeepSeekMath section 4.1, Dr.GRPO, or leave-one-out (RLOO). Raises ValueError"
+    std_floor: float | Tensor = 0.0,  # the std counts as at least this; or [P], by ascending id
+) -> Tensor:  # [B] zero mean per group; exactly 0 in a flat group and where not valid
+    """Rewards relative to their group
+
+    'grpo' is the z-score (DeepSeekMath, section 4.1), and only it has a floor; 'dr_grpo' does not
+    divide by the std; 'rloo' subtracts the mean of the others. Raises ValueError."""
     _check_estimator(estimator)
-    s = group_stats(rewards, group, valid, tol)
+    s = group_stats(rewards, group, valid)
     floor = _check_floor(std_floor, s.std)
     scale = dict(
-        grpo=1 / (torch.maximum(s.std, floor) + eps),
+        grpo=1 / (torch.maximum(s.std, floor) + std_eps),
         dr_grpo=torch.ones_like(s.num),
         rloo=s.num / (s.num - 1).clamp(min=1),
     )[estimator]
@@ -150,10 +155,9 @@ def zero_variance(
     rewards: Tensor,  # [B]
     group: Tensor,  # [B] integers
     valid: Tensor | None = None,  # [B] bool (None: all)
-    tol: float = 1e-6,  # rewards of a group that differ by no more are equal
 ) -> Tensor:  # [P] bool, groups in ascending order of their id
     "Which groups have nothing to compare: equal rewards, or fewer than 2 verdicts"
-    return group_stats(rewards, group, valid, tol).flat
+    return group_stats(rewards, group, valid).flat
 
 
 # %% ../../nbs/algo/01_advantages.ipynb #e7b0ea3d

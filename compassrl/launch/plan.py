@@ -162,7 +162,7 @@ def plan(
     found = machines(cfg, nodes, per_node)
     where = _layout(cfg, found, nodes)
     vllm = None if cfg.rollout_engine == 'torch' else cfg.vllm
-    took = estimate(where, workload(cfg, response_frac), gpus.get(gpu), vllm)
+    took = estimate(where, workload(cfg, response_frac), gpus.get(gpu), vllm, rollout=cfg.rollout)
     check_fits(took, can_cut=_spreads(cfg))
     return Plan(cfg, found, where, took)
 

@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from ..runs.log import write_json
 
 from ..config import TrainConfig
 from .plan import machines, num_gpus, plan
 from .scripts import node_script, slurm_script
 from ..runs.cli import parse_resume
 from ..runs.curves import plot_curves, read_metrics, read_rows
-from ..runs.run import new_folder, write_json
+from ..runs.run import new_folder
 
 # %% auto #0
 __all__ = ['Launched', 'launch', 'resume', 'status', 'follow', 'watch', 'report_parts', 'launch_on']
@@ -215,7 +216,7 @@ def report_parts(
     return shown
 
 
-# %% ../../nbs/launch/07_process.ipynb #92dc172f
+# %% ../../nbs/launch/07_process.ipynb #5a028f56
 def launch_on(
     cfg: TrainConfig,
     nodes: int = 1,
@@ -224,7 +225,7 @@ def launch_on(
     run_dir: str | Path = '',  # a new folder; empty = as the config says
     slurm: bool = True,  # several nodes: a script for sbatch, or for torchrun on each node?
 ) -> Launched | Path:  # the run, or the script for machines that are not here
-    "Show layout and estimate, then launch. Raises ValueError for what cannot be built or is too big"
+    "Show layout and estimate, then launch. Raises ValueError for what cannot be built or run"
     p = plan(cfg, nodes, per_node, gpu)
     p.show()
     ranks = p.machines.world_size

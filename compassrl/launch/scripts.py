@@ -23,7 +23,7 @@ __all__ = ['torchrun_args', 'train_command', 'serve', 'slurm_script', 'node_scri
 # %% ../../nbs/launch/06_scripts.ipynb #726f8d22
 def torchrun_args(
     world: Machines,
-    what: str,  # to run: words of `python -m compassrl.runs.cli`, quoted already
+    what: str,  # to run: words of `python -m compassrl`, quoted already
     head: str = '',  # host of the first node; empty = there is one node
 ) -> list[str]:
     "What follows `torchrun`, the same on every node"
@@ -35,13 +35,13 @@ def torchrun_args(
             f'--rdzv-endpoint={head}:29500',
             '--rdzv-id=${SLURM_JOB_ID:-compassrl}',
         ]
-    return [*ranks, '--max-restarts=0', *meet, '-m', 'compassrl.runs.cli', what]
+    return [*ranks, '--max-restarts=0', *meet, '-m', 'compassrl', what]
 
 
 def train_command(world: Machines, what: str, head: str = '') -> str:
     "One shell command over several lines"
     if world.world_size == 1:
-        return f'python -m compassrl.runs.cli {what}'
+        return f'python -m compassrl {what}'
     *words, m, module, what = torchrun_args(world, what, head)
     return f'torchrun {" ".join(words)} \\\n    {m} {module} {what}'
 
@@ -63,7 +63,9 @@ def serve(
     if not cfg.init_from:
         write_config(policy, model, dtype)
     routes = cfg.router_replay == 'R3'
-    check_vllm(policy, cfg.vllm, dtype, cfg.device, routes, one_process=False)
+    r = cfg.rollout
+    fp8 = dict(quantization=r.quantization, kv_cache_dtype=r.kv_cache_dtype)
+    check_vllm(policy, cfg.vllm, dtype, cfg.device, routes, one_process=False, **fp8)
     options = engine_args(
         model,
         policy,
@@ -73,6 +75,7 @@ def serve(
         cfg.rollout.num_slots,
         routes,
         cfg.device,
+        **fp8,
     )
     options['weight_transfer_config'] = transfer_config(weight_sync(cfg.vllm, cfg.device))
     command = server_command(options, cfg.device, port, host='0.0.0.0')
@@ -139,7 +142,7 @@ def _server(p, on, i):  # the i-th server: its node, its GPUs there, its port
 
 _what = """if compgen -G "$run/checkpoints/step-*" > /dev/null
 then what=(resume "$run"{urls})
-else what=("$config" --run-dir "$run"{urls}{sync}); fi
+else what=(train "$config" --run-dir "$run"{urls}{sync}); fi
 """
 
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import Annotated
 
 from .layout import Place, place
 from ..model.policy import PolicyConfig
+from ..rollout.torch_engine import RolloutConfig
 from ..rollout.vllm.config import VllmConfig
+from ..settings import at_least, check
 from ..train.megatron.layout import ParallelConfig
 
 # %% auto #0
@@ -110,20 +113,22 @@ gpus = {g.name: g for g in _known}
 class Workload:
     "One step of a run. Raises ValueError"
 
-    responses: int = 1024
-    prompt_tokens: int = 512  # of a prompt, mean
-    response_tokens: int = 2048  # of a response, mean: the guess that matters most
-    max_tokens: int = 4096  # of the longest response
-    micro_batch_tokens: int = 16_384  # of one data-parallel rank, padding included
-    num_slots: int = 256  # responses that one server works on at the same time
-    num_forward: int = 1  # passes without gradient: old log-probs, and a reference's
-    logit_tokens: int = 0  # tokens with logits at the same time; 0 = of the whole micro-batch
+    responses: Annotated[int, at_least(1)] = 1024
+    prompt_tokens: Annotated[int, at_least(1)] = 512  # of a prompt, mean
+    # of a response, mean: the guess that matters most
+    response_tokens: Annotated[int, at_least(1)] = 2048
+    max_tokens: Annotated[int, at_least(1)] = 4096  # of the longest response
+    # of one data-parallel rank, padding included
+    micro_batch_tokens: Annotated[int, at_least(1)] = 16_384
+    # responses that one server works on at the same time
+    num_slots: Annotated[int, at_least(1)] = 256
+    # passes without gradient: old log-probs, and a reference's
+    num_forward: Annotated[int, at_least(0)] = 1
+    # tokens with logits at the same time; 0 = of the whole micro-batch
+    logit_tokens: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self):
-        for k, v in vars(self).items():
-            least = 0 if k in ('num_forward', 'logit_tokens') else 1
-            if v < least:
-                raise ValueError(f'{k}={v}: use at least {least}')
+        check(self)
         mean, longest = self.response_tokens, self.max_tokens
         if mean > longest:
             raise ValueError(f'response_tokens={mean} exceeds max_tokens={longest}: lower it')
@@ -195,10 +200,12 @@ def weight_bytes(policy: PolicyConfig, quantization: str = '') -> dict[str, int]
     return {k: n * (1 if k in small else 2) for k, n in params.items()}
 
 
-def kv_bytes(policy: PolicyConfig, vllm: VllmConfig) -> float:
+def kv_bytes(
+    policy: PolicyConfig, vllm: VllmConfig, rollout: RolloutConfig = RolloutConfig()
+) -> float:
     "Bytes of keys and values per token, on each GPU of a server"
     heads = max(1, policy.num_key_value_heads / vllm.tensor_parallel)  # a head is not cut
-    size = 1 if vllm.kv_cache_dtype == 'fp8' else 2
+    size = 1 if rollout.kv_cache_dtype == 'fp8' else 2
     return 2 * policy.num_hidden_layers * heads * policy.head_dim * size
 
 
@@ -210,13 +217,14 @@ def server_memory(
     vllm: VllmConfig,
     gpu: Gpu,
     taken: float = 0.0,  # bytes that something else holds on this GPU
+    rollout: RolloutConfig = RolloutConfig(),  # how weights and cache are stored
 ) -> dict[str, float]:  # bytes on each GPU of a server, and the tokens that its cache holds
     "How vLLM fills a GPU: weights, what a forward pass needs, and all the rest for keys and values"
-    weights = sum(weight_bytes(policy, vllm.quantization).values()) / vllm.tensor_parallel
+    weights = sum(weight_bytes(policy, rollout.quantization).values()) / vllm.tensor_parallel
     cache = gpu.memory_gb * 1e9 * vllm.gpu_memory_utilization - weights - reserve - taken
     return dict(
         weights=weights,
         reserve=reserve,
         kv_cache=max(0, cache),
-        cached_tokens=max(0, cache) / kv_bytes(policy, vllm),
+        cached_tokens=max(0, cache) / kv_bytes(policy, vllm, rollout),
     )

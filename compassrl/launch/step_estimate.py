@@ -21,6 +21,7 @@ from compassrl.launch.sizing import (
     weight_bytes,
 )
 from ..model.policy import PolicyConfig
+from ..rollout.torch_engine import RolloutConfig
 from ..rollout.vllm.config import VllmConfig
 from ..train.megatron.layout import ParallelConfig, check_parallel
 
@@ -68,14 +69,15 @@ def decode_s(
     running: float,  # responses at the same time on one server
     length: float,  # tokens that each has in the cache
     guess: Guess = Guess(),
+    rollout: RolloutConfig = RolloutConfig(),  # how weights and cache are stored
 ) -> float:  # seconds until each has one more token
     "Decoding reads every weight that any response needs, and everyone's cache"
     E, K = policy.num_experts, policy.num_experts_per_tok
-    size = weight_bytes(policy, vllm.quantization)
+    size = weight_bytes(policy, rollout.quantization)
     # the share of the experts that somebody needs, if all were equally likely
     met = 1 - (1 - K / E) ** running
     read = sum(size.values()) - size.get('experts', 0) * (1 - met)
-    read = read / vllm.tensor_parallel + running * length * kv_bytes(policy, vllm)
+    read = read / vllm.tensor_parallel + running * length * kv_bytes(policy, vllm, rollout)
     flops = running * token_flops(policy, 2 * length) / vllm.tensor_parallel
     reading = read / (gpu.bandwidth_gbs * 1e9 * guess.memory_frac)
     multiplying = flops / (gpu.bf16_tflops * 1e12 * guess.matrix_frac)
@@ -90,15 +92,17 @@ def rollout_s(
     workload: Workload = Workload(),
     guess: Guess = Guess(),
     taken: float = 0.0,  # bytes of each GPU that something else holds
+    rollout: RolloutConfig = RolloutConfig(),  # how weights and cache are stored
 ) -> float:
     "Equal waves of as many as the cache holds; then the longest response is drawn to its end alone"
     w, servers = workload, len(vllm.urls) or vllm.num_replicas
     each, mean = ceil(w.responses / servers), w.prompt_tokens + w.response_tokens / 2
-    room = server_memory(policy, vllm, gpu, taken)['cached_tokens']
+    room = server_memory(policy, vllm, gpu, taken, rollout)['cached_tokens']
     fit = room / (w.prompt_tokens + w.response_tokens)
     running = max(1, min(each, w.num_slots, fit))
-    bulk = each / running * w.response_tokens * decode_s(policy, vllm, gpu, running, mean, guess)
-    alone = decode_s(policy, vllm, gpu, 1, w.max_tokens, guess)
+    token = decode_s(policy, vllm, gpu, running, mean, guess, rollout)
+    bulk = each / running * w.response_tokens * token
+    alone = decode_s(policy, vllm, gpu, 1, w.max_tokens, guess, rollout)
     return bulk + (w.max_tokens - w.response_tokens) * alone
 
 
@@ -177,6 +181,7 @@ def estimate(
     gpu: Gpu | None = None,  # None = a CPU: memory alone, no data sheet says how fast it is
     vllm: VllmConfig | None = None,  # None = nothing of the rollout is estimated
     guess: Guess = Guess(),
+    rollout: RolloutConfig = RolloutConfig(),  # how its weights and cache are stored
 ) -> Estimate:
     "Memory per rank and time per step"
     p, c, n = layout.parallel, layout.policy, len(layout.places)
@@ -185,12 +190,12 @@ def estimate(
         return Estimate(layout, gpu, workload, stages, {}, {})
     own = vllm is None or bool(vllm.urls or layout.servers)  # has the rollout GPUs of its own?
     taken = 0.0 if own else max(sum(s.values()) for s in stages)
-    server = server_memory(c, vllm, gpu, taken) if vllm else {}
+    server = server_memory(c, vllm, gpu, taken, rollout) if vllm else {}
     times = train_s(c, p, n, gpu, workload, guess)
     if vllm:
-        rollout = rollout_s(c, vllm, gpu, workload, guess, taken)
+        drawn = rollout_s(c, vllm, gpu, workload, guess, taken, rollout)
         sync = sync_s(c, vllm, gpu, layout.num_nodes, guess)
-        times = dict(rollout_s=rollout, sync_s=sync) | times
+        times = dict(rollout_s=drawn, sync_s=sync) | times
     return Estimate(layout, gpu, workload, stages, server, times)
 
 
@@ -252,8 +257,8 @@ def check_fits(
     if e.server and e.server['cached_tokens'] < need:
         raise ValueError(
             f'a rollout server has room for {e.server["cached_tokens"]:,.0f} tokens, one response '
-            f'may need {need:,} (estimate): use a larger vllm.tensor_parallel, quantization=fp8, '
-            'or GPUs that do not train'
+            f'may need {need:,} (estimate): use a larger vllm.tensor_parallel, '
+            'rollout.quantization=fp8, or GPUs that do not train'
         )
 
 

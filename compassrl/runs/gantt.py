@@ -14,7 +14,7 @@ from ..records import Metrics
 __all__ = ['Span', 'spans_of', 'plot_gantt']
 
 
-# %% ../../nbs/runs/04_gantt.ipynb #aca035b6
+# %% ../../nbs/runs/04_gantt.ipynb #f325447e
 class Span(NamedTuple):
     "Something that took time"
 
@@ -24,6 +24,12 @@ class Span(NamedTuple):
     end: float
 
 
+def _judge(timing):  # who gave the verdict
+    if timing.get('worker'):
+        return f'worker {timing["worker"]:.0f}'
+    return 'genrm' if 'genrm' in timing else 'trainer'
+
+
 def spans_of(
     timings: Iterable[dict[str, float]],  # of samples
     metrics: Metrics | None = None,  # of the step: its phases are those with `time_{phase}_at`
@@ -31,22 +37,13 @@ def spans_of(
     "Who did what, when"
     out = []
     for t in timings:
-        who = f'replica {t["replica"]:.0f}' if 'replica' in t else 'rollout'
         if 'rollout_start' in t:
+            who = f'replica {t["replica"]:.0f}' if 'replica' in t else 'rollout'
             out.append(Span(who, 'rollout', t['rollout_start'], t['rollout_end']))
         if t.get('reward_end', 0) > t.get('reward_start', 0):
-            who = (
-                f'worker {t["worker"]:.0f}'
-                if t.get('worker')
-                else 'genrm'
-                if 'genrm' in t
-                else 'trainer'
-            )
-            read = t['reward_start'] + t['detokenise']
-            out += [
-                Span(who, 'detokenise', t['reward_start'], read),
-                Span(who, 'reward', read, t['reward_end']),
-            ]
+            who, read = _judge(t), t['reward_start'] + t['detokenise']
+            out.append(Span(who, 'detokenise', t['reward_start'], read))
+            out.append(Span(who, 'reward', read, t['reward_end']))
     for k, at in (metrics or {}).items():
         phase = k.removeprefix('time_').removesuffix('_at')
         if k == f'time_{phase}_at' and phase not in ('step', 'rollout', 'reward'):
@@ -54,6 +51,7 @@ def spans_of(
     return out
 
 
+# %% ../../nbs/runs/04_gantt.ipynb #28a58270
 _colors = dict(
     rollout='#0f766e',
     reward='#c2410c',
@@ -65,42 +63,44 @@ _colors = dict(
 )
 
 
+def _row_names(spans):  # replicas, workers, genrm, trainer
+    def place(name):
+        return name == 'trainer', name == 'genrm', name.startswith('worker'), len(name), name
+
+    return sorted({s.row for s in spans}, key=place)
+
+
+def _in_lines(spans):  # [(span, its line of the row)]; how many lines each row needs
+    free = {s.row: [] for s in spans}  # when each line of a row is free again
+    placed = []
+    for s in sorted(spans, key=lambda s: s.start):
+        ends = free[s.row]
+        line = next((i for i, end in enumerate(ends) if end <= s.start), len(ends))
+        ends[line : line + 1] = [s.end]
+        placed.append((s, line))
+    return placed, {row: len(ends) for row, ends in free.items()}
+
+
 def plot_gantt(
     spans: Sequence[Span],
     ax=None,
     begin: float | None = None,  # second 0 of the picture; None: the first start
 ):
-    "A row per rollout replica, per worker, and for the trainer; what overlaps in a row is drawn side by side"
+    "A row per replica, per worker, and for the trainer; what overlaps in a row is side by side"
     import matplotlib.pyplot as plt
 
     ax = ax or plt.subplots(figsize=(9, 2.4))[1]
     begin = min(s.start for s in spans) if begin is None else begin
-    names = sorted(
-        {s.row for s in spans}, key=lambda n: (n == 'trainer', n == 'genrm', n[0] == 'w', len(n), n)
-    )
-    free = {
-        n: [] for n in names
-    }  # when each line of a row is free; whatever begins takes the first that is
-    ordered, lines = sorted(spans, key=lambda s: s.start), []
-    for s in ordered:
-        ends = free[s.row]
-        lines.append(next((i for i, end in enumerate(ends) if end <= s.start), len(ends)))
-        ends[lines[-1] : lines[-1] + 1] = [s.end]
-    for phase in dict.fromkeys(s.phase for s in ordered):
-        them = [(s, i, len(free[s.row])) for s, i in zip(ordered, lines) if s.phase == phase]
-        y = [names.index(s.row) - 0.4 + 0.8 * (i + 0.5) / n for s, i, n in them]
-        ax.barh(
-            y,
-            [s.end - s.start for s, *_ in them],
-            left=[s.start - begin for s, *_ in them],
-            height=[0.8 / n for *_, n in them],
-            color=_colors.get(phase, '#a8a29e'),
-            label=phase,
-            edgecolor='white',
-            lw=0.3 if max(map(len, free.values())) < 50 else 0,
-        )
-    ax.set(
-        yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5), xlabel='seconds'
-    )
+    names, (placed, num_lines) = _row_names(spans), _in_lines(spans)
+    look = dict(edgecolor='white', lw=0.3 if max(num_lines.values()) < 50 else 0)
+    for phase in dict.fromkeys(s.phase for s, _ in placed):
+        bars = [(s, line) for s, line in placed if s.phase == phase]
+        height = [0.8 / num_lines[s.row] for s, _ in bars]
+        y = [names.index(s.row) - 0.4 + h * (line + 0.5) for (s, line), h in zip(bars, height)]
+        width, left = [s.end - s.start for s, _ in bars], [s.start - begin for s, _ in bars]
+        color = _colors.get(phase, '#a8a29e')
+        ax.barh(y, width, left=left, height=height, color=color, label=phase, **look)
+    rows = range(len(names))
+    ax.set(yticks=rows, yticklabels=names, ylim=(len(names) - 0.5, -0.5), xlabel='seconds')
     ax.legend(fontsize=7, ncol=7, loc='upper center', bbox_to_anchor=(0.5, 1.22), frameon=False)
     return ax

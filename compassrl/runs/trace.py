@@ -33,6 +33,30 @@ _per_token = (
 )
 
 
+def _sample_row(s, mask, tokens):  # what a sample knows of itself, and lists of its response
+    row = dict(
+        prompt_id=s.prompt_id,
+        index=s.index,
+        prompt_ids=s.prompt_ids,
+        response_ids=s.response_ids,
+        reward=s.reward,
+        task_reward=s.verdict.reward,
+        correct=s.verdict.correct,
+        status=s.verdict.status,
+        evidence=s.verdict.evidence,
+        finish_reason=s.finish_reason,
+        weight_version=s.weight_version,
+        timings=s.timings,
+    )
+    row |= {k: v[mask].tolist() for k, v in tokens.items()}
+    if s.routed_experts is not None:
+        row['routed_experts'] = s.routed_experts.tolist()
+        row['routes_valid'] = s.routes_valid.int().tolist()
+    if s.token_versions is not None:
+        row['token_versions'] = s.token_versions.tolist()
+    return row
+
+
 def trace_rows(
     step: int,
     metrics: Metrics,  # of the step
@@ -41,50 +65,14 @@ def trace_rows(
     num_mini_batches: int,  # into which the update cut the rows
 ) -> Iterator[dict]:  # one row for the step, then one per sample
     "A step as JSON objects; per-token lists cover the response"
-    yield dict(
-        version=TRACE_VERSION,
-        kind='step',
-        step=step,
-        num_samples=len(batch),
-        num_mini_batches=num_mini_batches,
-        metrics=metrics,
-    )
+    common = dict(version=TRACE_VERSION, step=step)
+    counts = dict(num_samples=len(batch), num_mini_batches=num_mini_batches)
+    yield common | dict(kind='step', metrics=metrics) | counts
+    there = {k: v for k in _per_token if (v := getattr(batch, k)) is not None}
     for i, s in enumerate(samples):
-        mask = batch.response_mask[i]
-        tokens = {
-            k: v[i][mask].tolist() for k in _per_token if (v := getattr(batch, k)) is not None
-        }
-        routes = (
-            {}
-            if s.routed_experts is None
-            else dict(
-                routed_experts=s.routed_experts.tolist(), routes_valid=s.routes_valid.int().tolist()
-            )
-        )
-        versions = (
-            {} if s.token_versions is None else dict(token_versions=s.token_versions.tolist())
-        )
-        yield dict(
-            version=TRACE_VERSION,
-            kind='sample',
-            step=step,
-            prompt_id=s.prompt_id,
-            index=s.index,
-            group=int(batch.group[i]),
-            prompt_ids=s.prompt_ids,
-            response_ids=s.response_ids,
-            reward=s.reward,
-            task_reward=s.verdict.reward,
-            correct=s.verdict.correct,
-            status=s.verdict.status,
-            evidence=s.verdict.evidence,
-            finish_reason=s.finish_reason,
-            weight_version=s.weight_version,
-            timings=s.timings,
-            **tokens,
-            **routes,
-            **versions,
-        )
+        tokens = {k: v[i] for k, v in there.items()}
+        row = _sample_row(s, batch.response_mask[i], tokens)
+        yield common | dict(kind='sample', group=int(batch.group[i])) | row
 
 
 # %% ../../nbs/runs/02_trace.ipynb #ae01893d
@@ -115,7 +103,7 @@ def _row(where, line):  # one checked line
 def read_trace(
     path: str | Path,  # trace.jsonl
 ) -> Iterator[tuple[dict, list[dict]]]:  # each traced step with its samples
-    "Raises ValueError that names the line of a damaged or foreign trace; what a kill cut short at the end is left out"
+    "What a kill cut short at the end is left out. Raises ValueError that names a damaged line"
     head, rows = None, []
     with open(path, 'rb') as f:
         for n, line in enumerate(f, 1):
@@ -126,9 +114,8 @@ def read_trace(
             whole = head is None or len(rows) == head['num_samples']
             if row['kind'] == 'step':
                 if not whole:
-                    raise ValueError(
-                        f'{where}: step {head["step"]} has {len(rows)} of {head["num_samples"]} samples'
-                    )
+                    have = f'{len(rows)} of {head["num_samples"]} samples'
+                    raise ValueError(f'{where}: step {head["step"]} has {have}')
                 if head:
                     yield head, rows
                 head, rows = row, []
@@ -146,12 +133,11 @@ def recompute_loss(
     rows: list[dict],  # its samples
     cfg: TrainConfig,  # of the run
 ) -> float:  # mean over the step's mini-batches, as logged
-    "The logged loss from the trace alone. Raises ValueError where the step was skipped or a tensor is missing"
+    "From the trace alone. Raises ValueError where the step was skipped or a tensor is missing"
     if 'log_probs' not in rows[0]:
         raise ValueError(f'step {head["step"]} has no log_probs: no update was made of it')
-    T = (
-        max(len(r['response_ids']) for r in rows) + 1
-    )  # entry t speaks of token t; column 0 stands for the prompt
+    # entry t speaks of token t; column 0 stands for the prompt
+    T = max(len(r['response_ids']) for r in rows) + 1
 
     def table(key):
         padded = [[0.0] + r[key] + [0.0] * (T - 1 - len(r[key])) for r in rows]
@@ -171,9 +157,8 @@ def recompute_loss(
     parts = mini_batches(len(rows), head['num_mini_batches'])
     for p in parts:
         part = batch.map(lambda t: t[p])
-        total += float(loss(log_probs[p], part, int(part.response_mask.sum()), len(p))[0]) / len(
-            parts
-        )
+        value, _ = loss(log_probs[p], part, int(part.response_mask.sum()), len(p))
+        total += float(value) / len(parts)
     return total
 
 
@@ -183,7 +168,7 @@ def microscope(
     tokenizer: Tokenizer,
     color: str = 'entropy',  # or 'advantages', or any other list of the rows
 ) -> str:  # HTML, no scripts
-    "Responses with coloured tokens; each token's log-probs show on hovering. Raises ValueError for an unknown colour"
+    "Responses with coloured tokens, log-probs on hovering. Raises ValueError for an unknown colour"
     if color not in rows[0]:
         raise ValueError(f'color={color!r}: use one of {[k for k in _per_token if k in rows[0]]}')
     top = max((abs(x) for r in rows for x in r[color]), default=0.0) or 1.0
@@ -193,18 +178,14 @@ def microscope(
         text = escape(text) if text.strip() else repr(text)[1:-1] or '∅'
         rgb = '15,118,110' if color == 'advantages' and x > 0 else '194,65,12'
         title = '\n'.join(f'{k} {r[k][t]:+.4f}' for k in _per_token if k in r)
-        return (
-            f'<span title="{escape(title)}" style="background:rgba({rgb},{0.75 * abs(x) / top:.3f});color:#1c1917;'
-            f'border:1px solid #e7e5e4;padding:0 2px">{text}</span>'
-        )
+        style = f'background:rgba({rgb},{0.75 * abs(x) / top:.3f});color:#1c1917;'
+        style += 'border:1px solid #e7e5e4;padding:0 2px'
+        return f'<span title="{escape(title)}" style="{style}">{text}</span>'
 
     def line(r):
         prompt = escape(tokenizer.decode(r['prompt_ids'], skip_special_tokens=False))
         tokens = ''.join(token(r, t) for t in range(len(r['response_ids'])))
         return f'<div><span style="color:#78716c">{r["reward"]:.0f} {prompt}</span> {tokens}</div>'
 
-    return (
-        '<div style="font-family:ui-monospace,monospace;line-height:1.7;background:#fff;padding:.3em .6em">'
-        + ''.join(map(line, rows))
-        + '</div>'
-    )
+    style = 'font-family:ui-monospace,monospace;line-height:1.7;background:#fff;padding:.3em .6em'
+    return f'<div style="{style}">{"".join(map(line, rows))}</div>'

@@ -24,8 +24,8 @@ def train_flops(
     total = D * c.vocab_size + c.num_hidden_layers * (
         2 * D * heads + 2 * D * c.num_key_value_heads * c.head_dim
     )
-    for l in range(c.num_hidden_layers):
-        sparse = c.is_sparse(l)
+    for layer in range(c.num_hidden_layers):
+        sparse = c.is_sparse(layer)
         total += D * (
             3 * c.num_experts_per_tok * c.moe_intermediate_size + c.num_experts
             if sparse
@@ -48,10 +48,9 @@ def longest_to_least(costs: Sequence[float], num: int) -> list[list[int]]:
 
 
 def karmarkar_karp(costs: Sequence[float], num: int) -> list[list[int]]:
-    "Largest differencing (Karmarkar and Karp, 1982): the two widest spread partitions are joined, large to small"
-    heap = [
-        (-c, i, [(c, [i])] + [(0.0, [])] * (num - 1)) for i, c in enumerate(costs)
-    ]  # loads descending
+    "Largest differencing (Karmarkar and Karp, 1982): join the two widest spread, large to small"
+    none = [(0.0, [])] * (num - 1)
+    heap = [(-c, i, [(c, [i])] + none) for i, c in enumerate(costs)]  # loads descending
     heapq.heapify(heap)
     while len(heap) > 1:
         (_, i, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from tokenizers import Tokenizer
@@ -24,6 +25,7 @@ from compassrl.records import (
     derive_seed,
     select,
 )
+from ..settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = ['SFTConfig', 'solution_batch', 'sft_loss', 'without_working', 'cosine_lr', 'cold_start']
@@ -34,25 +36,18 @@ __all__ = ['SFTConfig', 'solution_batch', 'sft_loss', 'without_working', 'cosine
 class SFTConfig:
     "The cold start"
 
-    steps: int = 200  # optimiser steps; 0 = no cold start
-    batch_size: int = 64  # solutions per step
-    lr: float = 3e-3  # peak of a linear warm-up and a cosine decay to a tenth
-    warmup_steps: int = 20
-    num_solutions: int = 2048  # distinct training prompts whose solution is shown
-    hasty_frac: float = 0.0  # share of them shown without their working, as distilled data also are
+    steps: Annotated[int, at_least(0)] = 200  # optimiser steps; 0 = no cold start
+    batch_size: Annotated[int, at_least(1)] = 64  # solutions per step
+    # peak of a linear warm-up and a cosine decay to a tenth
+    lr: Annotated[float, above(0)] = 3e-3
+    warmup_steps: Annotated[int, at_least(0)] = 20  # optimiser steps of it
+    # distinct training prompts whose solution is shown
+    num_solutions: Annotated[int, at_least(1)] = 2048
+    # share of them shown without their working, as distilled data also are
+    hasty_frac: Annotated[float, between(0, 1)] = 0.0
 
     def __post_init__(self):
-        if self.steps < 0:
-            raise ValueError(f'steps={self.steps}: use 0 (no cold start) or more')
-        if not self.lr > 0:
-            raise ValueError(f'lr={self.lr}: use a positive learning rate')
-        if self.warmup_steps < 0:
-            raise ValueError(f'warmup_steps={self.warmup_steps}: use 0 or more')
-        if not 0 <= self.hasty_frac <= 1:
-            raise ValueError(f'hasty_frac={self.hasty_frac}: use a share from 0 to 1')
-        for k in ('batch_size', 'num_solutions'):
-            if getattr(self, k) < 1:
-                raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
+        check(self)
 
 
 # %% ../../nbs/train/02_sft.ipynb #248cbd69
@@ -66,7 +61,8 @@ def solution_batch(
     def sample(p):
         if not p.solution:
             raise ValueError(
-                f'prompt {p.id} has no solution: the cold start needs one written out; set its steps to 0'
+                f'prompt {p.id} has no solution: the cold start needs one written out; '
+                'set its steps to 0'
             )
         ids = encode(tokenizer, p.solution) + [eos_id]
         return Sample(p.id, 0, p.token_ids, ids, torch.zeros(len(ids)), None, None, 'stop', -1)
@@ -121,9 +117,7 @@ def cold_start(
         return derive_seed(seed, 'hasty', p.id) < cfg.hasty_frac * 2**63
 
     pool = [without_working(p) if hasty(p) else p for p in prompts[: cfg.num_solutions]]
-    full = solution_batch(
-        pool, tokenizer
-    )  # also refuses a prompt without a solution before any work
+    full = solution_batch(pool, tokenizer)  # refuses a prompt without a solution before any work
     order: list[int] = []
     for step in range(cfg.steps):
         while len(order) < cfg.batch_size:

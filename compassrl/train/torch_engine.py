@@ -9,29 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, get_args
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from ..model.layers import route_dtype
 from ..model.log_probs import token_log_probs
-from ..model.policy import Policy, PolicyConfig, route_dtype
+from ..model.policy import Policy
 from ..model.pretrained import hf_weights, load_hf_weights
-from compassrl.records import (
-    Batch,
-    LossFn,
-    Metrics,
-    Sample,
-    collate,
-    micro_batches,
-    mini_batches,
-    select,
-)
+from ..records import Batch, LossFn, Metrics, micro_batches, mini_batches, select
+from ..settings import above, at_least, check
+from .routes import ReplayMode, route_records, validate_routes
 
 # %% auto #0
 __all__ = [
-    'ReplayMode',
     'OptimConfig',
     'packed_states',
     'score_response',
@@ -39,11 +33,7 @@ __all__ = [
     'accumulate_grads',
     'adamw',
     'clip_and_step',
-    'validate_routes',
-    'routes_agreement',
-    'route_records',
     'TorchTrain',
-    'update',
 ]
 
 
@@ -52,28 +42,18 @@ __all__ = [
 class OptimConfig:
     "AdamW and how a batch is cut for it"
 
-    lr: float = 1e-3  # peak; constant after the warm-up
-    warmup_steps: int = 0  # optimiser steps of linear warm-up
-    betas: tuple[float, float] = (0.9, 0.95)
-    adam_eps: float = 1e-8
-    weight_decay: float = 0.0  # on matrices, not on norms
-    grad_clip: float = 1.0  # largest global gradient norm; 0 = no clipping
-    num_mini_batches: int = 1  # optimiser steps per batch
-    micro_batch_tokens: int = (
-        2048  # padded tokens per forward pass: speed and memory, never the result
-    )
+    lr: Annotated[float, above(0)] = 1e-3  # peak; constant after the warm-up
+    warmup_steps: Annotated[int, at_least(0)] = 0  # optimiser steps of linear warm-up
+    betas: Annotated[tuple[float, float], at_least(0, below=1)] = (0.9, 0.95)
+    adam_eps: Annotated[float, at_least(0)] = 1e-8
+    weight_decay: Annotated[float, at_least(0)] = 0.0  # on matrices, not on norms
+    grad_clip: Annotated[float, at_least(0)] = 1.0  # largest global gradient norm; 0 = no clipping
+    num_mini_batches: Annotated[int, at_least(1)] = 1  # optimiser steps per batch
+    # padded tokens per forward pass: speed and memory, never the result
+    micro_batch_tokens: Annotated[int, at_least(1)] = 2048
 
     def __post_init__(self):
-        if not self.lr > 0:
-            raise ValueError(f'lr={self.lr}: use a positive learning rate')
-        if not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f'betas={self.betas}: use values in [0, 1)')
-        for k in ('num_mini_batches', 'micro_batch_tokens'):
-            if getattr(self, k) < 1:
-                raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
-        for k in ('warmup_steps', 'grad_clip', 'weight_decay', 'adam_eps'):
-            if not getattr(self, k) >= 0:
-                raise ValueError(f'{k}={getattr(self, k)}: use 0 or more')
+        check(self)
 
     def lr_at(self, step: int) -> float:  # of optimiser step `step`, the first is 0
         "Linear warm-up, then constant"
@@ -85,18 +65,13 @@ def packed_states(
     policy: Policy,
     batch: Batch,
     replay: bool = True,  # use the batch's routes where they are valid?
-) -> tuple[
-    Tensor, Tensor
-]:  # [N, D] hidden states and [N, L, K] the routers' own choices, of the real tokens
+) -> tuple[Tensor, Tensor]:  # of the real tokens: [N, D] hidden states, [N, L, K] routers' choices
     "One forward pass. Raises ValueError for a response without a prompt"
     if batch.response_mask[:, :1].any():
         raise ValueError('a response starts in column 0: give every sample a prompt')
-    routes = (
-        (batch.routed_experts, batch.routes_valid)
-        if replay and batch.routed_experts is not None
-        else ()
-    )
-    return policy(batch.token_ids, batch.token_mask, *routes)
+    if not replay or batch.routed_experts is None:
+        return policy(batch.token_ids, batch.token_mask)
+    return policy(batch.token_ids, batch.token_mask, batch.routed_experts, batch.routes_valid)
 
 
 def score_response(
@@ -105,10 +80,9 @@ def score_response(
     batch: Batch,
     temperature: float = 1.0,  # the one that the rollout sampled with
 ) -> tuple[Tensor, Tensor]:  # log-probs and entropies [B, T] in nats, 0 outside the response
-    "Log-probability of each response token given what came before it, and the entropy of the choice"
-    at = batch.response_mask[batch.token_mask].nonzero()[
-        :, 0
-    ]  # packed places of response tokens, predicted one before
+    "Of each response token, given what came before it; the entropy is that of the choice"
+    # packed places of response tokens; each is predicted one place before
+    at = batch.response_mask[batch.token_mask].nonzero()[:, 0]
     targets = batch.token_ids[batch.response_mask]
     values = token_log_probs(hidden.index_select(0, at - 1), policy.head, targets, temperature)
     return tuple(
@@ -132,7 +106,7 @@ def accumulate_grads(
     temperature: float = 1.0,
     replay: bool = True,
 ) -> tuple[Metrics, Tensor]:  # 0-dim tensors: the loss and what it reports; [B, T] log-probs it saw
-    "The gradient of one mini-batch, summed over micro-batches that divide by the counts of the whole"
+    "The gradient of a mini-batch: its micro-batches divide by the counts of the whole, and add up"
     metrics: dict = {}
     num_tokens, num_samples = int(batch.response_mask.sum()), len(batch)
     seen = torch.zeros_like(batch.rollout_log_probs)
@@ -180,115 +154,6 @@ def clip_and_step(
     return dict(grad_norm=float(norm) if finite else 0.0, skipped_frac=float(not finite), lr=lr)
 
 
-# %% ../../nbs/train/01_torch_engine.ipynb #39642a12
-ReplayMode = Literal[
-    'off', 'R2', 'R3'
-]  # live routers; routes of the trainer's own `score`; routes of the rollout
-
-
-def _check_format(batch, config):  # shapes and places of routes, not their values
-    c, ids, valid = config, batch.routed_experts, batch.routes_valid
-    want = [*batch.token_ids.shape, c.num_hidden_layers, c.num_experts_per_tok]
-    if list(ids.shape) != want or ids.is_floating_point():
-        raise ValueError(
-            f'routed_experts {list(ids.shape)} {ids.dtype}: this policy needs whole numbers {want}, '
-            'one row for each layer, the dense ones too'
-        )
-    if valid is None or list(valid.shape) != want[:2] or valid.dtype != torch.bool:
-        raise ValueError(
-            f'routes_valid: set a bool tensor {want[:2]} that says which tokens have a route'
-        )
-    if (valid & ~batch.fed_mask).any():
-        raise ValueError(
-            'routes_valid marks padding, or the last token of a sample, which was never fed: '
-            'give Tp+Tr-1 routes per sample, the first for its first token'
-        )
-
-
-def validate_routes(batch: Batch | Sample, config: PolicyConfig) -> None:
-    "Refuse routes that no rollout of this policy can have recorded; none at all pass. Raises ValueError"
-    if isinstance(batch, Sample):
-        batch = collate([batch])
-    if batch.routed_experts is None:
-        return
-    _check_format(batch, config)
-    ids, valid, E, K = (
-        batch.routed_experts,
-        batch.routes_valid,
-        config.num_experts,
-        config.num_experts_per_tok,
-    )
-    at, rows = valid.nonzero(), ids[valid]  # [n, 2], [n, L, K]
-    sparse = torch.tensor(
-        [config.is_sparse(l) for l in range(config.num_hidden_layers)], device=ids.device
-    )
-
-    def refuse(bad, why):  # bad [n, L]
-        if not bad.any():
-            return
-        r, l = bad.nonzero()[0].tolist()
-        i, t = at[r].tolist()
-        raise ValueError(
-            f'routed_experts of row {i}, token {t}, layer {l} is {ids[i, t, l].tolist()}: {why}'
-        )
-
-    varied = (
-        E > K and len(batch.token_ids[valid].unique()) >= 8
-    )  # so many different tokens do not all take one way
-    blank = (rows == 0).all(-1).all(0) & sparse & (varied or K > 1)
-    refuse(
-        blank.expand(len(rows), -1),
-        'as in all rows of this layer: the rollout recorded nothing there',
-    )
-    refuse((rows != 0).any(-1) & ~sparse, 'a dense layer has 0; are the layers shifted?')
-    refuse(
-        ((rows < 0) | (rows >= E)).any(-1) & sparse,
-        f'use 0 to {E - 1}, and routes_valid=False where there is no route',
-    )
-    refuse((rows.sort(-1)[0].diff(dim=-1) == 0).any(-1) & sparse, f'name {K} different experts')
-    if varied and sparse.any() and (rows[:, sparse] == rows[:1, sparse]).all():
-        raise ValueError(
-            f'routed_experts is the same for all {len(rows)} tokens: was padding marked as valid?'
-        )
-
-
-# %% ../../nbs/train/01_torch_engine.ipynb #0224fe1e
-def routes_agreement(
-    own: Tensor,  # [N, L, K] ids that the routers chose
-    routes: Tensor,  # [N, L, K] ids that were recorded
-    config: PolicyConfig,
-) -> (
-    Tensor
-):  # [N] fp32 share of the mixture layers in which both name the same experts, in any order
-    "How far two engines send a token the same way"
-    layers = [l for l in range(config.num_hidden_layers) if config.is_sparse(l)]
-    other = ~(own[:, layers, :, None] == routes[:, layers, None]).any(-1).all(-1)
-    return 1 - other.float().sum(-1) / max(len(layers), 1)
-
-
-def route_records(
-    own: Tensor,  # [N, L, K] what the routers chose
-    batch: Batch,  # whose tokens they were
-    config: PolicyConfig,
-    record: bool,  # are these the routes to replay?
-) -> dict[str, Tensor]:  # `Batch` fields [B, T, ...]
-    "What a forward pass says about routes"
-    out, mask = {}, batch.token_mask
-
-    def unpack(v):
-        return v.new_zeros(*mask.shape, *v.shape[1:]).index_put(mask.nonzero(as_tuple=True), v)
-
-    if batch.routed_experts is not None:
-        agree = routes_agreement(own, batch.routed_experts[mask], config)
-        out['routes_agree'] = unpack(agree) * batch.routes_valid
-    if record:
-        out |= dict(
-            routed_experts=unpack(own.to(route_dtype(config.num_experts))),
-            routes_valid=batch.fed_mask,
-        )
-    return out
-
-
 # %% ../../nbs/train/01_torch_engine.ipynb #451daebd
 class TorchTrain:
     "The embedded train engine (implements `TrainEngine`). Raises ValueError for a temperature of 0"
@@ -304,12 +169,8 @@ class TorchTrain:
             raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
         if replay not in get_args(ReplayMode):
             raise ValueError(f'{replay=}: use one of {get_args(ReplayMode)}')
-        self.policy, self.config, self.temperature, self.replay = (
-            policy,
-            config,
-            temperature,
-            replay,
-        )
+        self.policy, self.config = policy, config
+        self.temperature, self.replay = temperature, replay
         self.optimizer, self.num_steps = adamw(policy, config), 0
 
     @torch.no_grad()
@@ -336,7 +197,7 @@ class TorchTrain:
         return hf_weights(self.policy)
 
     def state_dict(self) -> dict:
-        "Everything that a resume needs (it draws no random numbers). Live tensors: write or copy them before an update"
+        "All that a resume needs: live tensors, to be written or copied before an update"
         policy, optimizer = dict(hf_weights(self.policy)), self.optimizer.state_dict()
         return dict(policy=policy, optimizer=optimizer, num_steps=self.num_steps)
 
@@ -348,6 +209,7 @@ class TorchTrain:
 
 
 # %% ../../nbs/train/01_torch_engine.ipynb #e0f5236e
+@patch
 def update(
     self: TorchTrain,
     batch: Batch,
@@ -378,6 +240,3 @@ def update(
         for k, v in metrics.items():
             total[k] = total.get(k, 0.0) + float(v) / len(parts)
     return total, dict(log_probs=seen)
-
-
-TorchTrain.update = update

@@ -1,13 +1,16 @@
-"Group-relative advantages: an oracle in plain Python, laws over random groups, wrong versions that they must catch"
+"""Group-relative advantages: an oracle in plain Python, laws over random groups,
+wrong versions that they must catch"""
 
 import statistics
 from math import comb
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from compassrl.algo import advantages
 from compassrl.algo.advantages import (
     AdvantageConfig,
     group_advantages,
@@ -16,17 +19,19 @@ from compassrl.algo.advantages import (
     zero_variance,
 )
 
+# examples are small; shrinking them would cost minutes on the mutants
 random = settings(
     deadline=None,
     max_examples=60,
     derandomize=True,
     report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate],
-)  # examples are small; shrinking them would cost minutes on the mutants
+)
 
 
 def oracle(rewards, group, valid=None, estimator='grpo', eps=1e-6, floor=None):
-    "Python floats and loops; rewards must be multiples of 1/8 so that equality is exact; `floor` maps ids to numbers"
+    """Python floats and loops; rewards must be multiples of 1/8 so that equality is exact;
+    `floor` maps ids to numbers"""
     rewards, group = rewards.tolist(), group.tolist()
     valid = [True] * len(group) if valid is None else valid.tolist()
     out = []
@@ -52,7 +57,8 @@ def close(a, b, tol=1e-6):
 
 @st.composite
 def groups(draw):
-    "Unequal groups, ids with gaps and of any sign, rows in any order, some samples without a verdict"
+    """Unequal groups, ids with gaps and of any sign, rows in any order,
+    some samples without a verdict"""
     sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     ids = draw(
         st.lists(st.integers(-50, 10**9), min_size=len(sizes), max_size=len(sizes), unique=True)
@@ -69,7 +75,7 @@ def groups(draw):
     return torch.tensor(rewards), torch.tensor(group), torch.tensor(valid)
 
 
-# ---- laws: each takes the implementation -------------------------------------------------------------------
+# ---- laws: each takes the implementation ---------------------------------------------------------
 
 
 def law_oracle(fn):
@@ -195,13 +201,21 @@ def test_law(law):
     law(group_advantages)
 
 
-# ---- mutants -----------------------------------------------------------------------------------------------
+# ---- mutants -------------------------------------------------------------------------------------
 
 
 def mutant(change=lambda r, g, v: (r, g, v), after=lambda a, r, g, v: a, **kw):
     def fn(r, g, v=None, **more):
         v = torch.ones(len(g), dtype=torch.bool) if v is None else v
         return after(group_advantages(*change(r, g, v), **more | kw), r, g, v)
+
+    return fn
+
+
+def with_constants(**changed):
+    def fn(*args, **kw):
+        with patch.multiple(advantages, **changed):
+            return group_advantages(*args, **kw)
 
     return fn
 
@@ -226,7 +240,7 @@ MUTANTS = dict(
         lambda r, g, v: (r.masked_fill(~v, 0.0), g, torch.ones_like(v)), lambda a, r, g, v: a * v
     ),
     failed_not_zeroed=mutant(after=lambda a, r, g, v: a.masked_fill(~v, -1.0)),
-    no_tolerance=mutant(tol=0.0, eps=0.0),
+    no_tolerance=with_constants(tolerance=0.0, std_eps=0.0),
     no_std=mutant(estimator='dr_grpo'),
     floor_missing=mutant(std_floor=0.0),
     rloo_counts_itself=lambda *a, estimator='grpo', **kw: group_advantages(
@@ -235,9 +249,9 @@ MUTANTS = dict(
     floor_by_appearance=lambda r, g, v=None, std_floor=0.0, **kw: group_advantages(
         r, g, v, **kw, std_floor=std_floor.flip(0) if torch.is_tensor(std_floor) else std_floor
     ),
-    floor_added=lambda r, g, v=None, std_floor=0.0, **kw: group_advantages(
-        r, g, v, **kw, eps=1e-6 + float(torch.as_tensor(std_floor).max())
-    ),
+    floor_added=lambda r, g, v=None, std_floor=0.0, **kw: with_constants(
+        std_eps=1e-6 + float(torch.as_tensor(std_floor).max())
+    )(r, g, v, **kw),
 )
 
 
@@ -253,7 +267,7 @@ def test_some_law_kills_the_mutant(name):
     assert any(broken(law) for law in LAWS)
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 
 def test_worked_example():
@@ -266,11 +280,11 @@ def test_worked_example():
 
 
 def test_near_ties_reach_order_one():
-    "Rewards {.48 .. .51}: std .01, |advantage| above 1: near ties must be made equal, or divided by a floor"
-    r, g = (
-        torch.tensor([0.50, 0.51, 0.49, 0.50, 0.50, 0.48, 0.51, 0.50]),
-        torch.zeros(8, dtype=torch.long),
-    )
+    """Rewards from .48 to .51: std .01, |advantage| above 1
+
+    Near ties must be made equal, or divided by a floor."""
+    r = torch.tensor([0.50, 0.51, 0.49, 0.50, 0.50, 0.48, 0.51, 0.50])
+    g = torch.zeros(8, dtype=torch.long)
     assert 1.0 < group_advantages(r, g).abs().max() < 2.5
     assert group_advantages(r, g, std_floor=0.1).abs().max() < 0.2
 
@@ -278,7 +292,7 @@ def test_near_ties_reach_order_one():
 def test_floor_of_a_flat_group_is_still_zero():
     r, g = torch.ones(8), torch.arange(8) % 2
     for floor in (0.1, torch.tensor([0.0, 0.5])):
-        assert (group_advantages(r, g, eps=0.0, std_floor=floor) == 0).all()
+        assert (with_constants(std_eps=0.0)(r, g, std_floor=floor) == 0).all()
 
 
 @random
@@ -310,7 +324,8 @@ def test_zero_variance_rate_by_enumeration(p, row):
 
 @pytest.mark.parametrize('name', ['dr_grpo', 'rloo'])
 def test_expected_gradient(name):
-    "Bernoulli policy, every outcome enumerated: Dr.GRPO (1 - 1/N) of the true gradient, leave-one-out all of it"
+    """Bernoulli policy, every outcome enumerated: Dr.GRPO (1 - 1/N) of the true gradient,
+    leave-one-out all of it"""
     p = torch.linspace(0.01, 0.99, 21).double()
     for N in (2, 3, 8):
         correct = (torch.arange(N) < torch.arange(N + 1)[:, None]).double()
@@ -321,7 +336,7 @@ def test_expected_gradient(name):
         close((prob * (adv * (correct[..., None] - p)).mean(1)).sum(0), share * p * (1 - p), 1e-12)
 
 
-# ---- zero_variance, spread, errors -------------------------------------------------------------------------
+# ---- zero_variance, spread, errors ---------------------------------------------------------------
 
 
 @random
@@ -388,14 +403,11 @@ def test_dtypes(dtype, out):
         ((torch.tensor([1.0, float('nan')]), torch.tensor([0, 0])), r'rewards\[1\] = nan'),
         ((torch.ones(2), torch.arange(2), None, 'grppo'), "estimator='grppo': use one of"),
         (
-            (torch.ones(2), torch.arange(2), None, 'grpo', 0.0, 0.0, torch.ones(3)),
+            (torch.ones(2), torch.arange(2), None, 'grpo', torch.ones(3)),
             r'std_floor \[3\]: .* \[2\]',
         ),
-        (
-            (torch.ones(2), torch.arange(2), None, 'grpo', 0.0, 0.0, -0.1),
-            r'std_floor=-0.1: use 0 or more',
-        ),
-        ((torch.ones(2), torch.arange(2), None, 'grpo', 0.0, 0.0, float('nan')), r'std_floor=nan'),
+        ((torch.ones(2), torch.arange(2), None, 'grpo', -0.1), r'std_floor=-0.1: use 0 or more'),
+        ((torch.ones(2), torch.arange(2), None, 'grpo', float('nan')), r'std_floor=nan'),
     ],
 )
 def test_bad_input(args, message):
@@ -403,12 +415,6 @@ def test_bad_input(args, message):
         group_advantages(*args)
 
 
-@pytest.mark.parametrize('kw', [dict(eps=-1.0), dict(tol=float('nan')), dict(tol=float('inf'))])
-def test_bad_config(kw):
-    with pytest.raises(ValueError, match='='.join(map(str, *kw.items()))):
-        AdvantageConfig(**kw)
-
-
 def test_unknown_estimator_in_the_config():
-    with pytest.raises(ValueError, match="estimator='z': use one of .'grpo', 'dr_grpo', 'rloo'"):
+    with pytest.raises(ValueError, match="estimator='z': use one of 'grpo', 'dr_grpo', 'rloo'"):
         AdvantageConfig('z')

@@ -324,8 +324,7 @@ def test_parallel_config(kw, match):
         (dict(timeout_s=0.0), 'timeout_s=0'),
         (dict(urls=('host:80',)), 'no URL'),
         (dict(gpu_memory_utilization=1.1), 'gpu_memory_utilization=1.1'),
-        (dict(kv_cache_dtype='int8'), 'kv_cache_dtype'),
-        (dict(quantization='int4'), 'quantization'),
+        (dict(sync='pigeon'), 'sync'),
     ],
 )
 def test_vllm_config(kw, match):

@@ -186,7 +186,7 @@ def test_log_tail(tmp_path):
 
 
 def test_several_ranks_stop_and_go_on(tmp_path):
-    "Two ranks of Megatron-Core under torchrun: stopped between two steps, resumed, and the run is whole"
+    "Two ranks of Megatron-Core by torchrun: stopped between two steps, resumed, the run is whole"
     run = launch_on(TWO, run_dir=tmp_path / 'two')
     assert run.num_ranks == 2
     until(lambda: run.metrics() or run.poll() is not None, 300)

@@ -116,9 +116,9 @@ def check_training(words, config, cfg=BIG, sync_dir=''):
         '--rdzv-endpoint=n0:29500',
         '--rdzv-id=compassrl',
     ]
-    assert words[at + 1] == 'compassrl.runs.cli'
+    assert words[at + 1 : at + 4] == ['compassrl', 'train', 'my config.json']
     want = replace(cfg, vllm=replace(cfg.vllm, urls=tuple(URLS), sync_dir=sync_dir))
-    assert parse_train([config, *words[at + 3 :]]) == want and words[at + 2] == 'my config.json'
+    assert parse_train([config, *words[at + 4 :]]) == want
 
 
 @pytest.fixture
@@ -200,7 +200,8 @@ def test_a_job_that_is_started_again_goes_on(script, tmp_path, config, monkeypat
         *(f'n{i}' for i in range(6 * (script is node_script))),
     )
     words = next(c for c in calls if c[0] == 'torchrun')
-    assert words[words.index('compassrl.runs.cli') + 1 :] == [
+    assert words[words.index('-m') + 1 :] == [
+        'compassrl',
         'resume',
         'my runs/a',
         '--vllm.urls',
@@ -216,7 +217,8 @@ def test_one_process_needs_no_torchrun(tmp_path):
     calls = run_script(node_script(smoke_cpu()), tmp_path)
     assert [c[0] for c in calls] == ['python'] and calls[0][2:] == [
         '-m',
-        'compassrl.runs.cli',
+        'compassrl',
+        'train',
         'config.json',
         '--run-dir',
         'runs/cluster',
@@ -253,7 +255,7 @@ def test_two_ranks_by_script(tmp_path):
 
     def go_on(run, words, *more):
         r = subprocess.run(
-            [*words, '-m', 'compassrl.runs.cli', 'resume', run, '--steps', '3', *more],
+            [*words, '-m', 'compassrl', 'resume', run, '--steps', '3', *more],
             cwd=tmp_path,
             env=env,
             capture_output=True,

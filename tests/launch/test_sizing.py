@@ -30,6 +30,7 @@ from compassrl.launch.step_estimate import (
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Batch
+from compassrl.rollout.torch_engine import RolloutConfig
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
@@ -291,7 +292,7 @@ def test_server_memory():
     assert got['weights'] == sum(weight_bytes(Q30).values()) / 2 == num_params(Q30)[0]
     assert got['weights'] + got['reserve'] + got['kv_cache'] == pytest.approx(0.85 * 80e9)
     assert got['cached_tokens'] == pytest.approx(got['kv_cache'] / (2 * 48 * 2 * 128 * 2))
-    assert kv_bytes(Q30, replace(vllm, kv_cache_dtype='fp8')) * 2 == kv_bytes(Q30, vllm)
+    assert kv_bytes(Q30, vllm, RolloutConfig(kv_cache_dtype='fp8')) * 2 == kv_bytes(Q30, vllm)
     assert kv_bytes(Q30, VllmConfig(tensor_parallel=8)) == kv_bytes(
         Q30, VllmConfig(tensor_parallel=4)
     ), '4 heads'

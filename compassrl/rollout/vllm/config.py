@@ -6,61 +6,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from ...settings import above, at_least, check
 
 # %% auto #0
 __all__ = ['VllmConfig']
 
+
 # %% ../../../nbs/rollout/vllm/01_config.ipynb #1da98672
-_ways = 'auto', 'file', 'nccl', 'ipc'
-
-
 @dataclass(frozen=True)
 class VllmConfig:
     "vLLM as rollout engine, in this process or as a pool of servers. Raises ValueError"
 
-    num_replicas: int = 1  # servers that the run starts itself
+    num_replicas: Annotated[int, at_least(1)] = 1  # servers that the run starts itself
     urls: tuple[str, ...] = ()  # servers reached by URL instead
-    tensor_parallel: int = 1  # GPUs (on a CPU: processes) of one server (not run on GPU)
-    expert_parallel: bool = (
-        False  # whole experts, not their rows, over the GPUs of a server (not run on GPU)
-    )
-    kv_cache_dtype: Literal['auto', 'fp8'] = 'auto'  # of keys and values (fp8: not run on GPU)
-    quantization: Literal['', 'fp8'] = (
-        ''  # of the weights, again at every sync; emulated on a CPU (not run on GPU)
-    )
-    gpu_memory_utilization: float = (
-        0.85  # of a GPU's memory, weights and KV cache together (not run on GPU)
-    )
+    # GPUs (on a CPU: processes) of one server (not run on GPU)
+    tensor_parallel: Annotated[int, at_least(1)] = 1
+    # whole experts, not their rows, over the GPUs of a server (not run on GPU)
+    expert_parallel: bool = False
+    # of a GPU's memory, weights and KV cache together (not run on GPU)
+    gpu_memory_utilization: Annotated[float, above(0, up_to=1)] = 0.85
     colocated: bool = False  # on the trainer's GPUs: vLLM sleeps while that works (not run on GPU)
     prefix_caching: bool = True  # prompts of one group are read once
-    max_restarts: int = 3  # of one server, before the run gives up
-    timeout_s: float = 120.0  # a server that gives nothing for so long is dead
-    sync: Literal['auto', 'file', 'nccl', 'ipc'] = (
-        'auto'  # of weights; auto: the fastest way (nccl, ipc: not run on GPU)
-    )
+    max_restarts: Annotated[int, at_least(0)] = 3  # of one server, before the run gives up
+    # a server that gives nothing for so many seconds is dead
+    timeout_s: Annotated[float, above(0)] = 120.0
+    # of weights; auto: the fastest way (nccl, ipc: not run on GPU)
+    sync: Literal['auto', 'file', 'nccl', 'ipc'] = 'auto'
     sync_dir: str = ''  # files pass through this folder; empty = shared memory, on one machine
 
     def __post_init__(self):
-        for k in ('num_replicas', 'tensor_parallel'):
-            if getattr(self, k) < 1:
-                raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
-        if self.max_restarts < 0:
-            raise ValueError(f'max_restarts={self.max_restarts}: use 0 or more')
-        if not self.timeout_s > 0:
-            raise ValueError(f'timeout_s={self.timeout_s}: use a positive number of seconds')
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f'gpu_memory_utilization={self.gpu_memory_utilization}: use a fraction, '
-                'above 0 and at most 1'
-            )
-        for k, kinds in (
-            ('kv_cache_dtype', ('auto', 'fp8')),
-            ('quantization', ('', 'fp8')),
-            ('sync', _ways),
-        ):
-            if getattr(self, k) not in kinds:
-                raise ValueError(f'{k}={getattr(self, k)!r}: use one of {kinds}')
+        check(self)
         for url in self.urls:
             if not url.startswith(('http://', 'https://')):
                 raise ValueError(f'urls: {url!r} is no URL, use http://HOST:PORT')

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from ...model.policy import PolicyConfig
+from ...settings import at_least, check
 
 # %% auto #0
 __all__ = [
@@ -23,41 +24,32 @@ __all__ = [
 ]
 
 # %% ../../../nbs/train/megatron/01_layout.ipynb #97ca0e41
-Recompute = Literal[
-    'none', 'moe', 'full'
-]  # what the backward pass computes again instead of keeping
-Fp8Recipe = Literal[
-    '', 'blockwise', 'tensorwise', 'delayed'
-]  # of Transformer Engine; empty = no FP8
+# what the backward pass computes again instead of keeping
+Recompute = Literal['none', 'moe', 'full']
+# of Transformer Engine; empty = no FP8
+Fp8Recipe = Literal['', 'blockwise', 'tensorwise', 'delayed']
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    "How Megatron-Core spreads the policy over ranks; what is left over is data parallel. Raises ValueError"
+    "How the policy is spread over ranks; what is left over is data parallel. Raises ValueError"
 
-    tp: int = 1  # tensor parallel: heads, rows of dense layers and of the vocabulary
-    pp: int = 1  # pipeline parallel: layers
-    ep: int = 1  # expert parallel: whole experts
-    etp: int = 0  # expert tensor parallel: rows inside each expert; 0 = as tp
-    cp: int = 1  # context parallel: tokens of one sequence (Transformer Engine, not run on GPU)
-    vpp: int = 1  # pieces of the model per pipeline rank, interleaved
+    # tensor parallel: heads, rows of dense layers and of the vocabulary
+    tp: Annotated[int, at_least(1)] = 1
+    pp: Annotated[int, at_least(1)] = 1  # pipeline parallel: layers
+    ep: Annotated[int, at_least(1)] = 1  # expert parallel: whole experts
+    # expert tensor parallel: rows inside each expert; 0 = as tp
+    etp: Annotated[int, at_least(0)] = 0
+    # context parallel: tokens of one sequence (Transformer Engine, not run on GPU)
+    cp: Annotated[int, at_least(1)] = 1
+    vpp: Annotated[int, at_least(1)] = 1  # pieces of the model per pipeline rank, interleaved
     recompute: Recompute = 'none'  # 'moe' = experts, 'full' = every layer
-    dtype: Literal['float32', 'bfloat16'] = (
-        'float32'  # of the forward and backward pass; master weights stay fp32
-    )
+    # of the forward and backward pass; master weights stay fp32
+    dtype: Literal['float32', 'bfloat16'] = 'float32'
     fp8_recipe: Fp8Recipe = ''  # matrices in FP8 (Transformer Engine, not run on GPU)
 
     def __post_init__(self):
-        for k in ('tp', 'pp', 'ep', 'cp', 'vpp'):
-            if getattr(self, k) < 1:
-                raise ValueError(f'{k}={getattr(self, k)}: use at least 1')
-        if self.etp < 0:
-            raise ValueError(f'etp={self.etp}: use at least 1, or 0 for as many as tp')
-        for k, kind in (('recompute', Recompute), ('fp8_recipe', Fp8Recipe)):
-            if getattr(self, k) not in get_args(kind):
-                raise ValueError(f'{k}={getattr(self, k)!r}: use one of {get_args(kind)}')
-        if self.dtype not in ('float32', 'bfloat16'):
-            raise ValueError(f"dtype={self.dtype!r}: use 'float32' or 'bfloat16'")
+        check(self)
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
                 f'vpp={self.vpp} with pp=1: pieces interleave over pipeline ranks, use pp>1 or vpp=1'

@@ -223,7 +223,7 @@ def test_an_error_in_the_loss_names_a_rank():
 
 
 def cold_start(how):
-    "Ranks as `compassrl.runs.cli` prepares them; rank 0 works alone while rank 1 goes"
+    "Ranks as `python -m compassrl` prepares them; rank 0 works alone while rank 1 goes"
 
     def run():
         rank = dist.get_rank()

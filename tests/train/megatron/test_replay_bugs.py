@@ -22,7 +22,8 @@ from compassrl.train.megatron.batch import Packed, Tap, plan, tap_routers
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.model import build_model, init_parallel, transformer_config
-from compassrl.train.torch_engine import TorchTrain, validate_routes
+from compassrl.train.routes import validate_routes
+from compassrl.train.torch_engine import TorchTrain
 from tests.support import vllm_fork_server as nursed
 from tests.support.engine_samples import POLICY as ROLLED_OUT
 from tests.support.engine_samples import shared_prefixes
