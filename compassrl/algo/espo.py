@@ -90,7 +90,7 @@ def _share(n, frac):
 def entropy_groups(
     entropy: Tensor,  # [B, T] nats, of the old policy
     mask: Tensor,  # [B, T] bool
-    cfg: EspoConfig,
+    cfg: EspoConfig,  # for 'batch_quantile' an `EspoStep`
 ) -> Tensor:  # [B, T] int64 below T: 0 = highest entropy, 1 the next; 0 outside the mask
     """Which tokens belong together (eq. 7); of equal entropies in a response the earlier is higher
 
@@ -186,17 +186,10 @@ def espo(
     eps = adaptive_clip(group_mean(entropy, groups, mask), own)
     shared = group_ratio(delta.detach(), groups, mask)
     # what is a token's own: a gradient, or a value too
-    factors = dict(gspo_token=delta - delta.detach(), literal=delta)
-    forms = {
-        k: clipped_surrogate(shared * x.exp(), advantages, mask, eps, eps)
-        for k, x in factors.items()
-    }
-    loss, low, high = forms[own.ratio]
+    token = delta if own.ratio == 'literal' else delta - delta.detach()
+    loss, low, high = clipped_surrogate(shared * token.exp(), advantages, mask, eps, eps)
     clipped, top = low | high, (groups == 0) & mask
-    sums = ratio_sums(delta.detach(), mask, low, high) | {
-        f'clip_frac_{k}': (low | high).sum() for k, (_, low, high) in forms.items()
-    }
-    sums |= dict(
+    sums = ratio_sums(delta.detach(), mask, low, high) | dict(
         clip_frac_high_entropy=(clipped & top).sum(),
         clip_frac_low_entropy=(clipped & ~top).sum(),
         high_entropy_frac=top.sum(),
