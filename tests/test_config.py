@@ -184,7 +184,7 @@ def test_a_number_outside_its_range_is_refused(at, cls, name, numbers):
 
 @pytest.mark.parametrize('preset', ['tiny-cpu', 'one-node'])
 def test_help_shows_every_range(preset, capsys, monkeypatch):
-    monkeypatch.setenv('COLUMNS', '400')
+    monkeypatch.setenv('COLUMNS', '100')  # one column
     with pytest.raises(SystemExit):
         parse_train([preset, '--help'])
     told = ' '.join(re.sub(r'[│╭╮╰╯─]', ' ', capsys.readouterr().out).split())

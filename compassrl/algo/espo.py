@@ -60,10 +60,10 @@ class EspoConfig:
 
     def for_batch(
         self,
-        batch: Batch,  # the whole step, before it is cut into mini-batches or ranks; `entropy` is set
+        batch: Batch,  # the whole step, before it is cut into parts; `entropy` is set
         vocab_size: int,
     ) -> EspoStep:
-        "With what only the step knows: the vocabulary and, for 'batch_quantile', from which entropy a token is high"
+        "With what only the step knows: the vocabulary, and from which entropy a token is high"
         if self.groups != 'batch_quantile':
             return EspoStep(**asdict(self), vocab_size=vocab_size)
         values = batch.entropy[batch.response_mask]

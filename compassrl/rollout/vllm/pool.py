@@ -17,6 +17,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from ...model.hf_config import read_config
+from ...model.policy import PolicyConfig
 from ...model.pretrained import checked_weights
 from ...records import Metrics, Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights
@@ -75,8 +76,6 @@ class VllmPool(Servers, RolloutEngine):
         logs = Path(log_dir or tempfile.mkdtemp(prefix='compassrl-vllm-'))
         logs.mkdir(parents=True, exist_ok=True)
         super().__init__(config, options, device, sync, logs, start_timeout_s, first_gpu)
-
-    check = TorchRollout.check
 
     def measured(self) -> Metrics:
         "How well lengths were predicted in the last `generate`; how many servers were lost so far"
@@ -205,8 +204,9 @@ def generate(
     if self.job:
         raise RuntimeError('requests are running: one `generate` at a time')
     requests = list(requests)
+    # a token outside the vocabulary would take one server after another with it
     for r in requests:
-        self.check(r)  # a token outside the vocabulary would take one server after another with it
+        check_request(r, self.config)
     way = replace(self.schedule, over_provision=0.0) if whole_groups else self.schedule
     talk = Conversation(self, self.config, requests, self.num_slots, way, self.predictor)
     self.spans = talk.spans
