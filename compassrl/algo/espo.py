@@ -60,17 +60,18 @@ class EspoConfig:
 
     def for_batch(
         self,
-        batch: Batch,  # the whole step, before it is cut into parts; `entropy` is set
+        batch: Batch,  # the whole step, before it is cut in any way; `entropy` is set
         vocab_size: int,
     ) -> EspoStep:
-        "With what only the step knows: the vocabulary, and from which entropy a token is high"
+        """With what only the step knows
+
+        That is the vocabulary and, for 'batch_quantile', from which entropy a token is high."""
         if self.groups != 'batch_quantile':
             return EspoStep(**asdict(self), vocab_size=vocab_size)
         values = batch.entropy[batch.response_mask]
         k = int(_share(torch.tensor(len(values)), self.top_frac))
-        return EspoStep(
-            **asdict(self), vocab_size=vocab_size, threshold=float(values.topk(k).values[-1])
-        )
+        threshold = float(values.topk(k).values[-1])
+        return EspoStep(**asdict(self), vocab_size=vocab_size, threshold=threshold)
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ class PolicyLoss:
     def __init__(
         self,
         cfg: LossConfig = LossConfig(),
-        own=None,  # for a loss with settings of its own, such as `EspoStep`; None = their defaults
+        own=None,  # settings of the loss itself, such as `EspoStep`; None = their defaults
     ):
         self.cfg, self.fn = cfg.resolve(), policy_losses[cfg.name]
         if self.fn.config is None:

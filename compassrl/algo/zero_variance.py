@@ -72,8 +72,8 @@ class ZeroVarianceConfig:
         check(self)
         if (total := self.length_weight + self.repetition_weight) >= 0.5:
             raise ValueError(
-                f'length_weight + repetition_weight = {total:g}: keep them below 0.5 together, '
-                'or a right answer could end up closer to a wrong one than to its own reward'
+                f'length_weight + repetition_weight = {total:g}: keep them below 0.5 together, or '
+                'a right answer could end up closer to a wrong one than to its own reward'
             )
 
 

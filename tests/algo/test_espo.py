@@ -121,9 +121,8 @@ def naive(own, new, batch):
     n, B = counts(batch)
     value, grad = 0.0, torch.zeros_like(new)
     sums = dict.fromkeys(
-        'clip_frac clip_frac_low clip_frac_high '
-        'clip_frac_high_entropy clip_frac_low_entropy high_entropy_frac clip_eps ratio_mean '
-        'approx_kl'.split(),
+        'clip_frac clip_frac_low clip_frac_high clip_frac_high_entropy clip_frac_low_entropy '
+        'high_entropy_frac clip_eps ratio_mean approx_kl'.split(),
         0.0,
     )
     for i, row in enumerate(batch.response_mask.tolist()):
