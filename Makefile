@@ -17,13 +17,13 @@ help: ## this list
 	@$(PYTHON) tools/setup_env.py dev && touch $@
 .venv/.engines: .venv/.dev
 	@$(PYTHON) tools/setup_env.py dev engines-cpu && touch $@
-.venv/.docs: .venv/.engines
+.venv/.docs: .venv/.engines # tests build the site, too
 	@$(PYTHON) tools/setup_env.py docs && touch $@
 
 train: .venv/.core ## a tiny mixture of experts learns by RL on two CPU cores: make train [ARGS="--seed 3"]
 	@$(BIN)/compassrl train tiny-cpu $(ARGS)
 
-test: .venv/.engines ## everything, with the real vLLM and Megatron-Core: the suite and every notebook: make test [ARGS="-k losses"]
+test: .venv/.docs ## everything, with the real vLLM and Megatron-Core: the suite and every notebook: make test [ARGS="-k losses"]
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lab: .venv/.engines ## JupyterLab on the notebooks
@@ -38,11 +38,12 @@ bench: .venv/.engines ## every benchmark, into benchmarks/results/
 notebooks: .venv/.engines ## run every notebook and store its outputs
 	@$(BIN)/python tools/execute_nbs.py $(ARGS)
 
-sync: .venv/.dev ## all that is generated from the notebooks: modules, sidebar, README
+sync: .venv/.dev ## all that is generated: modules, README, and what follows from nbs/course.yml
 	@$(BIN)/python tools/nb.py sync
 
-check: .venv/.dev ## exports in sync, notebooks clean and executed, README generated (seconds)
-	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_repository.py
+check: .venv/.dev ## lint, architecture, course, links; all that is generated is in sync (seconds)
+	@$(BIN)/python -m pytest -q -p no:cacheprovider -k 'not site' tests/test_repository.py tests/test_architecture.py \
+	    tests/test_course.py tests/test_links.py
 
 clean: ## what was built: site, caches, exported copies
 	rm -rf _site _proc _docs build dist .pytest_cache .hypothesis compassrl.egg-info

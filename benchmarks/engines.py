@@ -2,16 +2,18 @@
 
     python benchmarks/engines.py [--quick] [--repeats 5] [--threads 1]
 
-Each size is a Qwen3-MoE in fp32 with random weights. Both engines are given the same requests (8 responses of 64
-tokens to each of 8 prompts of 16 tokens, at temperature 1, each with a seed of its own), and both hand back the
-log-prob of every sampled token and the experts of every fed token. vLLM (the CPU build) runs in this process, eagerly,
-as compassrl.rollout.vllm.in_process.VllmRollout; what it samples is compared with what the policy itself gives to those tokens
-before anything is timed. New weights are loaded before each run, as before every step of training, and are not part
-of the time. The engines take turns; a ratio is the median over the rounds of that round's ratio, so that a slow minute
-of the machine slows both sides.
+Each size is a Qwen3-MoE in fp32 with random weights. Both engines are given the same requests (8
+responses of 64 tokens to each of 8 prompts of 16 tokens, at temperature 1, each with a seed of its
+own), and both hand back the log-prob of every sampled token and the experts of every fed token.
+vLLM (the CPU build) runs in this process, eagerly, as
+compassrl.rollout.vllm.in_process.VllmRollout; what it samples is compared with what the policy
+itself gives to those tokens before anything is timed. New weights are loaded before each run, as
+before every step of training, and are not part of the time. The engines take turns; a ratio is the
+median over the rounds of that round's ratio, so that a slow minute of the machine slows both sides.
 
-Last line: one JSON object. `ratio` is our tokens/s over vLLM's on the tiny size (goal: 2 or more), `ladder` the same
-for every size, `overtaken_at` the smallest hidden size at which vLLM is the faster one (null: none of these).
+Last line: one JSON object. `ratio` is our tokens/s over vLLM's on the tiny size (goal: 2 or more),
+`ladder` the same for every size, `overtaken_at` the smallest hidden size at which vLLM is the
+faster one (null: none of these).
 """
 
 import argparse
@@ -26,7 +28,8 @@ os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISAB
 import torch
 
 from compassrl.model.policy import Policy, PolicyConfig
-from compassrl.model.pretrained import hf_weights, write_config
+from compassrl.model.hf_config import write_config
+from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.rollout.vllm.in_process import VllmRollout
@@ -45,25 +48,27 @@ SIZES = dict(
 def cpu_model():
     try:
         return next(
-            l.split(':')[1].strip() for l in open('/proc/cpuinfo') if l.startswith('model name')
+            line.split(':')[1].strip()
+            for line in open('/proc/cpuinfo')
+            if line.startswith('model name')
         )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
 
 def make_policy(size, length):
-    D, I, E, L, H = SIZES[size]
+    hidden, expert, num_experts, layers, heads = SIZES[size]
     c = PolicyConfig(
         vocab_size=99,
-        hidden_size=D,
-        num_hidden_layers=L,
-        num_attention_heads=H,
-        num_key_value_heads=H // 2,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         head_dim=32,
-        num_experts=E,
+        num_experts=num_experts,
         num_experts_per_tok=2,
-        moe_intermediate_size=I,
-        intermediate_size=2 * I,
+        moe_intermediate_size=expert,
+        intermediate_size=2 * expert,
         max_position_embeddings=length,
     )
     p = Policy(c, seed=0)
@@ -124,18 +129,20 @@ def rung(size, a):
     engines['vllm'].close()
     ratio = statistics.median(v / o for v, o in zip(times['vllm'], times['ours']))
     rates = {k: round(a.tokens / statistics.median(v)) for k, v in times.items()}
+    megabytes = sum(w.nbytes for w in weights.values()) / 1e6
     print(
-        f'  {size:8} {sum(w.nbytes for w in weights.values()) / 1e6:8.1f} MB  ours {rates["ours"]:8,} tok/s  vLLM '
-        f'{rates["vllm"]:8,} tok/s  ratio {ratio:5.2f}   gaps {gaps["ours"]:.0e}, {gaps["vllm"]:.0e}',
+        f'  {size:8} {megabytes:8.1f} MB  '
+        f'ours {rates["ours"]:8,} tok/s  vLLM {rates["vllm"]:8,} tok/s  ratio {ratio:5.2f}   '
+        f'gaps {gaps["ours"]:.0e}, {gaps["vllm"]:.0e}',
         flush=True,
     )
-    D, I, E, L, _ = SIZES[size]
+    hidden, expert, num_experts, layers, _ = SIZES[size]
     return dict(
         size=size,
-        hidden=D,
-        expert=I,
-        experts=E,
-        layers=L,
+        hidden=hidden,
+        expert=expert,
+        experts=num_experts,
+        layers=layers,
         ratio=round(ratio, 3),
         tokens_per_s=rates,
     )
@@ -162,8 +169,8 @@ def main():
     a.tokens = a.prompts * a.samples * a.new_tokens
     torch.set_num_threads(a.threads)
     print(
-        f'{a.repeats} interleaved runs, {a.threads} thread(s), fp32, log-probs and routes captured, {a.prompts * a.samples} '
-        f'responses of {a.new_tokens} tokens'
+        f'{a.repeats} interleaved runs, {a.threads} thread(s), fp32, '
+        f'log-probs and routes captured, {a.prompts * a.samples} responses of {a.new_tokens} tokens'
     )
     ladder = [rung(size, a) for size in a.sizes]
     slower = next((r['hidden'] for r in ladder if r['ratio'] < 1), None)
@@ -195,9 +202,8 @@ def main():
         if slower
         else 'vLLM overtakes at none of these sizes'
     )
-    print(
-        f'ours is {result["ratio"]:.2f} times as fast as vLLM on {ladder[0]["size"]} (goal 2); {where}'
-    )
+    size, ratio = ladder[0]['size'], result['ratio']
+    print(f'ours is {ratio:.2f} times as fast as vLLM on {size} (goal 2); {where}')
     print(json.dumps(result))
 
 

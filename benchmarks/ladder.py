@@ -1,23 +1,28 @@
-"""The paper's ladder of speed-ups, rung by rung, on whole training steps with real vLLM servers and real sandboxes.
+"""The paper's ladder of speed-ups, rung by rung, on whole training steps with real vLLM servers and
+real sandboxes.
 
     python benchmarks/ladder.py [--quick] [--rounds 5]
 
-Two servers of a tiny Qwen3-MoE (random weights, fp32, CPU build of vLLM) roll out, the embedded engine trains, weights
-are synced: `trainer.fit`, one step at a time. Lengths are heavy-tailed, belong to the prompt and vary within its group;
-the servers generate exactly so many tokens, and the pool is not told. The reward of a response is a program run in an
-isolated process (`compassrl.judges.isolated`): nine of ten compute for a moment, the tenth waits for something. Every round
-runs the same step at every rung, in turn:
+Two servers of a tiny Qwen3-MoE (random weights, fp32, CPU build of vLLM) roll out, the embedded
+engine trains, weights are synced: `trainer.fit`, one step at a time. Lengths are heavy-tailed,
+belong to the prompt and vary within its group; the servers generate exactly so many tokens, and the
+pool is not told. The reward of a response is a program run in an isolated process
+(`compassrl.judges.isolated`): nine of ten compute for a moment, the tenth waits for something.
+Every round runs the same step at every rung, in turn:
 
-  serial      dealt out round robin before the rollout starts; when it has ended, detokenise and judge one by one
-  parallel    + detokenise and judge in four processes, when the rollout has ended (the paper's parallel detokenisation)
+  serial      dealt out round robin before the rollout starts;
+              when it has ended, detokenise and judge one by one
+  parallel    + detokenise and judge in four processes, when the rollout has ended
+              (the paper's parallel detokenisation)
   overlap     + each response as soon as it ends
   scheduling  + servers pull, the longest by prediction first
   FP8         not run: it needs a GPU (benchmarks/fp8.py)
 
-Last line: one JSON object. `ratio` is the time of a serial step over one with all rungs (goal: 1.28 or more, the paper's
-without FP8: 1.16 x 1.009 x 1.092), the median over the rounds of that round's ratio; `rungs` has each rung's. Its
-`detokenise` is the part of judging that turns tokens into text, summed over processes: with this small vocabulary it is
-next to nothing, so that the rung `parallel` is a gain of judging.
+Last line: one JSON object. `ratio` is the time of a serial step over one with all rungs (goal: 1.28
+or more, the paper's without FP8: 1.16 x 1.009 x 1.092), the median over the rounds of that round's
+ratio; `rungs` has each rung's. Its `detokenise` is the part of judging that turns tokens into text,
+summed over processes: with this small vocabulary it is next to nothing, so that the rung `parallel`
+is a gain of judging.
 """
 
 import argparse
@@ -45,20 +50,20 @@ from compassrl.judges.serial import RewardConfig, SerialJudge
 from compassrl.launch.simulator import RoundRobin, idle_frac
 from compassrl.loop import fit
 from compassrl.model.policy import Policy, PolicyConfig
-from compassrl.model.pretrained import hf_weights, write_config
+from compassrl.model.hf_config import write_config
+from compassrl.model.pretrained import hf_weights
 from compassrl.records import Prompt
 from compassrl.rollout.pull_queue import PullQueue
 from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_engine import RolloutConfig
-from compassrl.rollout.vllm import pool as vllm_pool
+from compassrl.rollout.vllm import conversation
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.pool import VllmPool
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
 
 LIMIT = 960
-PAPER = dict(
-    parallel=1.16, overlap=1.17, FP8=1.52, scheduling=1.66
-)  # cumulative; FP8 before scheduling
+# cumulative; FP8 before scheduling
+PAPER = dict(parallel=1.16, overlap=1.17, FP8=1.52, scheduling=1.66)
 COMPUTE = 'print(sum(i*i for i in range(200_000)))'
 WAIT = 'import time; time.sleep(.5); print(0)'
 
@@ -79,7 +84,9 @@ def sandbox(text, answer):
 def cpu_model():
     try:
         return next(
-            l.split(':')[1].strip() for l in open('/proc/cpuinfo') if l.startswith('model name')
+            line.split(':')[1].strip()
+            for line in open('/proc/cpuinfo')
+            if line.startswith('model name')
         )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
@@ -88,12 +95,8 @@ def cpu_model():
 def length(r):
     "Tokens of a response: typical of its prompt, times noise of its own"
     typical = random.Random(r.prompt_id).paretovariate(0.9)
-    return max(
-        1,
-        round(
-            min(LIMIT, min(LIMIT / 2, 60 * typical) * random.Random(r.seed).lognormvariate(0, 0.3))
-        ),
-    )
+    noise = random.Random(r.seed).lognormvariate(0, 0.3)
+    return max(1, round(min(LIMIT, min(LIMIT / 2, 60 * typical) * noise)))
 
 
 class RoundRobin(RoundRobin):
@@ -118,7 +121,7 @@ class Late(RewardPool):
 
 
 class Rows:
-    "The hooks of the loop: keeps the metrics of the last step, and the seconds that detokenising took in all processes"
+    "The hooks of the loop: keeps the last step's metrics, with the seconds of detokenising"
 
     def on_step(self, step, metrics, samples, batch):
         self.metrics = metrics | dict(
@@ -126,7 +129,7 @@ class Rows:
         )
 
 
-def said(r, body=vllm_pool.to_body):
+def said(r, body=conversation.to_body):
     d = body(r)
     return d | dict(
         sampling_params=d['sampling_params'] | dict(max_tokens=length(r), stop_token_ids=[])
@@ -138,7 +141,7 @@ def one_step(rung, step, cfg, prompts, pool, engine, tokenizer, judges):
     pulls, hooks = rung == 'scheduling', Rows()
     pool.schedule = ScheduleConfig('longest' if pulls else 'fifo')
     cfg = TrainConfig(**{**cfg, 'steps': step + 1})
-    with patch.multiple(vllm_pool, to_body=said, PullQueue=PullQueue if pulls else RoundRobin):
+    with patch.multiple(conversation, to_body=said, PullQueue=PullQueue if pulls else RoundRobin):
         fit(
             cfg,
             prompts,
@@ -235,7 +238,8 @@ def main():
             seconds=middle,
         )
         print(
-            f'{r:12}{cumulative:6.2f} x ({min(ratios):.2f} to {max(ratios):.2f}; the paper: {PAPER.get(r, 1.0)})  {middle}'
+            f'{r:12}{cumulative:6.2f} x ({min(ratios):.2f} to {max(ratios):.2f}; '
+            f'the paper: {PAPER.get(r, 1.0)})  {middle}'
         )
     table['FP8'] = dict(cumulative=None, paper=PAPER['FP8'], why='not run: it needs a GPU')
     result = dict(

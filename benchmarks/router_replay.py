@@ -2,15 +2,17 @@
 
     python benchmarks/router_replay.py [--quick] [--repeats 25] [--threads 1]
 
-A step is: sample 8 responses of 32 tokens to each of 8 prompts, collate, log-probs and entropies of the train engine,
-one update of two mini-batches, and the metrics of the discrepancy. Three contenders with the same policy, seeds and
-tokens take turns in one process, in an order that rotates: `off` records nothing and replays nothing, `R2` records in
-the log-prob pass, `R3` in the rollout. Validators are on. Every round starts from the same weights, so that all three
-do the same work. Times are CPU seconds of the process, which other programs disturb less; with one thread on an idle
-machine they are the time on the clock. A ratio is the median over the rounds of that round's ratio.
+A step is: sample 8 responses of 32 tokens to each of 8 prompts, collate, log-probs and entropies
+of the train engine, one update of two mini-batches, and the metrics of the discrepancy. Three
+contenders with the same policy, seeds and tokens take turns in one process, in an order that
+rotates: `off` records nothing and replays nothing, `R2` records in the log-prob pass, `R3` in
+the rollout. Validators are on. Every round starts from the same weights, so that all three do
+the same work. Times are CPU seconds of the process, which other programs disturb less; with one
+thread on an idle machine they are the time on the clock. A ratio is the median over the rounds
+of that round's ratio.
 
-Last line: one JSON object. `ratio` is the time of R3 over off (goal: 1.05 or less), `ratio_r2` that of R2,
-`ratio_fastest` that of the fastest steps of R3 and off.
+Last line: one JSON object. `ratio` is the time of R3 over off (goal: 1.05 or less), `ratio_r2`
+that of R2, `ratio_fastest` that of the fastest steps of R3 and off.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.torch_engine import TorchRollout
-from compassrl.runs.report import machine_info
+from compassrl.runs.facts import machine_info
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
 
 

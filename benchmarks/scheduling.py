@@ -41,12 +41,13 @@ os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISAB
 import torch
 
 from compassrl.launch.simulator import Cluster, RoundRobin, fit_cost, idle_frac, makespan, work
+from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
-from compassrl.model.pretrained import hf_weights, write_config
+from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
 from compassrl.rollout.pull_queue import PullQueue
 from compassrl.rollout.schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error
-from compassrl.rollout.vllm import pool as vllm_pool
+from compassrl.rollout.vllm import conversation
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.pool import VllmPool
 
@@ -87,7 +88,7 @@ def run(pool, requests, lengths, way, predictor):
         def __init__(self, rs, slots, order):
             super().__init__(rs, slots, [range(0, len(rs), 2), range(1, len(rs), 2)])
 
-    said = vllm_pool.to_body
+    said = conversation.to_body
 
     def body(r):
         return said(replace(r, params=replace(r.params, max_tokens=lengths[r.prompt_id, r.index])))
@@ -100,7 +101,7 @@ def run(pool, requests, lengths, way, predictor):
         Oracle if way == 'oracle' else Schedule,
         RoundRobin if way == 'round robin' else PullQueue,
     )
-    with patch.multiple(vllm_pool, to_body=body, Schedule=schedule, PullQueue=queue):
+    with patch.multiple(conversation, to_body=body, Schedule=schedule, PullQueue=queue):
         start = time.perf_counter()
         samples = list(pool.generate(requests))
     got = {(s.prompt_id, s.index): len(s.response_ids) for s in samples}

@@ -1,7 +1,8 @@
 """Does the default run learn? `compassrl train tiny-cpu` for seeds 0, 1 and 2, as a user runs it.
 
-Prints held-out avg@8 before and after, minutes and peak memory of each seed, and ends with one JSON line whose ratio is the smallest gain
-over the 30 points that we promise.  usage: python benchmarks/train_seeds.py [--seeds 0 1 2] [--preset tiny-cpu] [--quick]
+Prints held-out avg@8 before and after, minutes and peak memory of each seed, and ends with one
+JSON line whose ratio is the smallest gain over the 30 points that we promise. usage: python
+benchmarks/train_seeds.py [--seeds 0 1 2] [--preset tiny-cpu] [--quick]
 """
 
 import argparse
@@ -12,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from compassrl.runs.report import machine_info
+from compassrl.runs.facts import machine_info
 
 PROMISED_POINTS = 30
 
@@ -25,7 +26,8 @@ def train(preset, seed, folder, *flags):
         [
             sys.executable,
             '-m',
-            'compassrl.runs.cli',
+            'compassrl',
+            'train',
             preset,
             '--seed',
             str(seed),
@@ -87,11 +89,10 @@ def main():
                 peak_mb=peak,
             )
             rows.append(row)
-            print(
-                f'seed {seed}: {100 * row["before"]:.1f} % -> {100 * row["after"]:.1f} % ({row["gain_points"]:+.1f} points), '
-                f'{row["minutes"]:.1f} minutes, peak {peak:,.0f} MB',
-                flush=True,
-            )
+            gain = f'{100 * row["before"]:.1f} % -> {100 * row["after"]:.1f} %'
+            gain += f' ({row["gain_points"]:+.1f} points)'
+            cost = f'{row["minutes"]:.1f} minutes, peak {peak:,.0f} MB'
+            print(f'seed {seed}: {gain}, {cost}', flush=True)
     worst = min(r['gain_points'] for r in rows)
     settings = {
         k: config[k] for k in ('steps', 'prompts_per_step', 'group_size', 'eval_k', 'num_threads')

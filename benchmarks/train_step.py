@@ -2,21 +2,29 @@
 
     python benchmarks/train_step.py [--quick] [--repeats 7] [--threads 1]
 
-One step: 8 responses of 64 tokens to each of 16 prompts of 16 tokens, one pass for the old log-probs, two mini-batches of 64 responses with an
-optimiser step each; fp32, no early stops. Ours is `trainer.fit` with the embedded engines and its whole default recipe (verification, penalties, ESPO
-with its entropies, router replay) and weight sync; rewards differ within every group, so none grows. TRL's loss is GRPO's. TRL is pinned in an environment of its own, .venv-trl, which this script makes; its side is trl_side/step.py, which counts
-what it does so that equal work is checked, not assumed. Three settings of it:
+One step: 8 responses of 64 tokens to each of 16 prompts of 16 tokens, one pass for the old
+log-probs, two mini-batches of 64 responses with an optimiser step each; fp32, no early stops. Ours
+is `loop.fit` with the embedded engines and its whole default recipe (verification, penalties,
+ESPO with its entropies, router replay) and weight sync; rewards differ within every group, so
+none grows. TRL's loss is GRPO's. TRL is pinned in an environment of its own, .venv-trl, which
+this script makes; its side is trl_side/step.py, which counts what it does so that equal work is
+checked, not assumed. Three settings of it:
 
-- fastest: fp32, no gradient checkpointing, no logging; experts, attention, cache and micro-batch are searched one after the other;
-- defaults in fp32: what GRPOConfig sets (micro-batches of 8, gradient checkpointing), with 8 accumulation steps to make the same two updates;
+- fastest: fp32, no gradient checkpointing, no logging; experts, attention, cache and micro-batch
+  are searched one after the other;
+- defaults in fp32: what GRPOConfig sets (micro-batches of 8, gradient checkpointing), with 8
+  accumulation steps to make the same two updates;
 - defaults: the same with bfloat16 autocast, as GRPOConfig wants it.
 
-All contenders take turns step by step, each in its own process, and medians are compared. The floor is the time of the bare products and attention
-of one step: the generation floor of rollout.py, the forward products three times over (old log-probs, updates) and the backward products of the updates, by the
-fastest kernel and micro-batch found. No norms, gates, sorting, losses or optimiser: no engine reaches it.
+All contenders take turns step by step, each in its own process, and medians are compared. The
+floor is the time of the bare products and attention of one step: the generation floor of
+rollout.py, the forward products three times over (old log-probs, updates) and the backward
+products of the updates, by the fastest kernel and micro-batch found. No norms, gates, sorting,
+losses or optimiser: no engine reaches it.
 
-Last line: one JSON object. `ratio` is the time of TRL's fastest over ours (goal: 1.4 or more), `defaults_ratio` that of its defaults in fp32 (goal: 2).
-`--quick` runs a small case of our side and the floor alone: its ratio is floor / ours.
+Last line: one JSON object. `ratio` is the time of TRL's fastest over ours (goal: 1.4 or more),
+`defaults_ratio` that of its defaults in fp32 (goal: 2). `--quick` runs a small case of our side
+and the floor alone: its ratio is floor / ours.
 """
 
 import argparse
@@ -33,6 +41,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from compassrl.runs.process import keep_freed_memory
 from rollout import Floor, make_policy, timed
 from tokenizers import Tokenizer, models
 
@@ -42,8 +51,7 @@ from compassrl.loop import TrainConfig, fit
 from compassrl.model.pretrained import save_pretrained
 from compassrl.records import Prompt, Verdict
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
-from compassrl.runs.factory import keep_freed_memory
-from compassrl.runs.report import machine_info
+from compassrl.runs.facts import machine_info
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +67,7 @@ def clocked(fn):
     return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
-# ours ---------------------------------------------------------------------------------------------------------------------------------------
+# ---- ours
 @verifier
 def digit_sum(text: str, answer: str) -> Verdict:
     "A reward that costs nothing and differs within every group"
@@ -117,7 +125,7 @@ class Ours:
         )
 
 
-# TRL ----------------------------------------------------------------------------------------------------------------------------------------
+# ---- TRL
 def make_environment():
     "TRL and what it needs, in .venv-trl"
     stamp = VENV / 'pins.txt'
@@ -236,7 +244,7 @@ def fastest_settings(a, ids, folder):
     return best, trl_arguments(a, best)
 
 
-# the floor ----------------------------------------------------------------------------------------------------------------------------------
+# ---- the floor
 class StepFloor(Floor):
     "Adds the bare products of the old-log-prob pass and of two updates to the floor of generation"
 
@@ -251,15 +259,13 @@ class StepFloor(Floor):
 
     def part(self, rows):
         "Inputs of one micro-batch and the gradients that come back, per product"
-        c, r = self.c, lambda *shape: torch.randn(*shape, requires_grad=True)
-        N, d, D, I, K = (
-            rows * self.T,
-            c.head_dim,
-            c.hidden_size,
-            c.moe_intermediate_size,
-            c.num_experts_per_tok,
-        )
+        c = self.c
+        N, K = rows * self.T, c.num_experts_per_tok
+        d, D, inner = c.head_dim, c.hidden_size, c.moe_intermediate_size
         ends = (torch.arange(1, c.num_experts + 1) * (N * K) // c.num_experts).int()
+
+        def r(*shape):
+            return torch.randn(*shape, requires_grad=True)
 
         def sdpa(q, k, v):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -270,18 +276,14 @@ class StepFloor(Floor):
         def leaf(w):
             return w.detach().requires_grad_()
 
+        kv = rows, c.num_key_value_heads, self.T, d
         layer = [
             (F.linear, r(N, D), leaf(self.qkv)),
             (F.linear, r(N, c.num_attention_heads * d), leaf(self.out)),
             (F.linear, r(N, D), leaf(self.router)),
             (grouped, r(N * K, D), leaf(self.gate_up)),
-            (grouped, r(N * K, I), leaf(self.down)),
-            (
-                sdpa,
-                r(rows, c.num_attention_heads, self.T, d),
-                r(rows, c.num_key_value_heads, self.T, d),
-                r(rows, c.num_key_value_heads, self.T, d),
-            ),
+            (grouped, r(N * K, inner), leaf(self.down)),
+            (sdpa, r(rows, c.num_attention_heads, self.T, d), r(*kv), r(*kv)),
         ]
         head = [(F.linear, r(rows * self.a.new_tokens, D), leaf(self.head))]
         return [
@@ -305,7 +307,7 @@ class StepFloor(Floor):
         return clocked(lambda: (self(), self.train(self.size)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------------
+# ---- all of it
 def main():
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -359,15 +361,14 @@ def main():
         ours.step()
         contenders = dict(ours=ours, floor=StepFloor(ours.cfg.policy, a, ours.samples)) | contenders
         times = {k: [] for k in contenders}
-        for i in range(a.repeats + 1):  # the first of each does not count
+        for _ in range(a.repeats + 1):  # the first of each does not count
             for k, c in contenders.items():
                 times[k].append(c.step())
     t, cpu = ({k: statistics.median(s[i] for s in v[1:]) for k, v in times.items()} for i in (0, 1))
     print(f'medians of {a.repeats} steps in turns, {a.threads} thread(s)')
     for k, v in t.items():
-        print(
-            f'  {k:18} {v:7.3f} s   fastest step {min(times[k][1:])[0]:7.3f} s   CPU time {cpu[k]:7.3f} s'
-        )
+        fastest = min(times[k][1:])[0]
+        print(f'  {k:18} {v:7.3f} s   fastest step {fastest:7.3f} s   CPU time {cpu[k]:7.3f} s')
     phases = {
         k: statistics.median(m[f'time_{k}_s'] for m in ours.metrics[-a.repeats :])
         for k in ('rollout', 'reward', 'log_probs', 'update', 'sync')
@@ -381,10 +382,10 @@ def main():
     )
     if not a.quick:
         ratios = [t[k] / t['ours'] for k in ('TRL fastest', 'TRL defaults fp32', 'TRL defaults')]
-        print(
-            f"ours is {ratios[0]:.2f} times as fast as TRL's fastest (goal 1.4), {ratios[1]:.2f} times as fast as its defaults in fp32 (goal 2) and "
-            f'{ratios[2]:.2f} times as fast as its defaults in bfloat16; it takes {result["floor_ratio"]:.2f} times the floor (goal 1.4)'
-        )
+        print(f"ours is {ratios[0]:.2f} times as fast as TRL's fastest (goal 1.4),")
+        print(f'{ratios[1]:.2f} times as fast as its defaults in fp32 (goal 2),')
+        print(f'{ratios[2]:.2f} times as fast as its defaults in bfloat16;')
+        print(f'it takes {result["floor_ratio"]:.2f} times the floor (goal 1.4)')
         result |= dict(
             ratio=ratios[0],
             units="time of TRL's fastest settings / time of ours",

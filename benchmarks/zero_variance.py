@@ -15,6 +15,8 @@ import statistics
 import time
 from dataclasses import replace
 
+from compassrl.runs.data import load
+
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
@@ -24,8 +26,7 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import derive_seed
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
 from compassrl.runs.evaluate import evaluate
-from compassrl.runs.factory import load
-from compassrl.runs.report import machine_info
+from compassrl.runs.facts import machine_info
 from compassrl.train.sft import SFTConfig, cold_start
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
 

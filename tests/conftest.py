@@ -2,8 +2,21 @@
 
 import os
 
+import pytest
+
+from tests.support import progress, selection
+
 for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS'):
     os.environ.setdefault(name, '1')
 os.environ.update(
     TOKENIZERS_PARALLELISM='false', HF_HUB_OFFLINE='1', TQDM_DISABLE='1', MPLBACKEND='agg'
 )
+
+
+@pytest.hookimpl(trylast=True)  # the terminal is there
+def pytest_configure(config):
+    progress.register(config)
+
+
+def pytest_ignore_collect(collection_path, config):
+    return selection.ignore(collection_path, config)

@@ -455,6 +455,48 @@ def test_a_run_goes_on_after_a_silent_step():
     assert max(log.rollout_train_gap_max) < 1e-5
 
 
+def silent_at_first(verifier='even'):
+    "Nothing can be learned from the prompts of the first step"
+    first = {p.id for p in prompts_of_step(PROMPTS, 0, 4, 0)}
+    never = dict(verifier='exact', answer='never')
+    return [replace(p, **never) if p.id in first else p for p in questions(10, verifier)]
+
+
+@pytest.mark.parametrize(
+    'cfg',
+    [
+        CFG,
+        replace(CFG, router_replay='off'),
+        replace(CFG, router_replay='R2', optim=OptimConfig(lr=1e-3)),
+        replace(CFG, zero_variance=replace(NOTHING, sampling='adaptive')),
+        replace(CFG, zero_variance=replace(NOTHING, sampling='refill')),
+        *(
+            replace(CFG, loss=LossConfig(name, tis=tis))
+            for name in ('dapo', 'gspo', 'cispo', 'espo')
+            for tis in ('off', 'mask')
+        ),
+        replace(RECIPE, zero_variance=replace(RECIPE.zero_variance, zvp_alpha=0.0)),
+    ],
+    ids=lambda c: f'{c.loss.name}-{c.loss.tis}-{c.router_replay}-{c.zero_variance.sampling}',
+)
+def test_every_step_has_the_same_metrics(cfg):
+    "Silent ones too, also where the first one is silent"
+    _, log = run(cfg, prompts=silent_at_first())
+    _, loud = run(cfg)
+    assert len({frozenset(m) for _, m, _, _ in log + loud}) == 1
+    assert all(math.isfinite(v) for _, m, _, _ in log for v in m.values())
+
+
+def test_a_silent_step_says_what_its_update_would_have_said():
+    cfg = replace(CFG, steps=1, loss=LossConfig('espo'), optim=OptimConfig())
+    engine, log = run(cfg, prompts=[replace(p, verifier='exact', answer='x') for p in PROMPTS])
+    _, m, _, batch = log[0]
+    said, _ = engine.update(batch, trainer.loss_of(cfg, batch))
+    assert m['skipped_frac'] == 1 and m['lr'] == 0.0
+    del said['skipped_frac'], said['lr']
+    assert {k: m[k] for k in said} == pytest.approx(said, abs=1e-6)
+
+
 @pytest.mark.parametrize('verifier', ['crash', 'slow', 'no such verifier'])
 def test_without_any_verdict_nothing_is_learned(verifier):
     engine, log = run(prompts=questions(10, verifier))

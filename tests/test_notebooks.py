@@ -22,20 +22,19 @@ def notebooks():
     return sorted(p for p in (ROOT / 'nbs').rglob('*.ipynb') if not hidden(p))
 
 
+ENGINES = {
+    r'vllm\b': 'vllm',
+    r'compassrl\.rollout\.vllm\.(?!config|messages|weight_files)': 'vllm',
+    r'megatron\b': 'megatron',
+    r'compassrl\.train\.megatron\.(?!layout)': 'megatron',
+}
+
+
 def missing(path):
     "Engines that a notebook needs and this environment has not"
-    return {
-        m
-        for m in re.findall(
-            r'(?:from|import) (vllm|megatron|compassrl\.engines\.[a-z]+)', path.read_text()
-        )
-        if not find_spec(
-            {
-                'compassrl.rollout.vllm.in_process': 'vllm',
-                'compassrl.train.megatron.engine': 'megatron',
-            }.get(m, m)
-        )
-    }
+    text = path.read_text()
+    needed = {e for module, e in ENGINES.items() if re.search(rf'(?:from|import) {module}', text)}
+    return {e for e in needed if not find_spec(e)}
 
 
 def run_cells(path):  # `nbdev-test PATH`

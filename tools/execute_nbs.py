@@ -1,14 +1,17 @@
-"""Execute notebooks in a real kernel and store what a reader should see: outputs, figures, widget state.
+"""Execute notebooks in a real kernel and store what a reader should see: outputs, figures, widgets.
 
-    python tools/execute_nbs.py [--flags "slow gpu"] [--check] [nbs/05_advantages.ipynb ...]   # no names = all of them
+    python tools/execute_nbs.py [--flags "slow gpu"] [--check] [nbs/algo/04_espo.ipynb ...]
 
-Cells that nbdev-test would skip (`#| slow`, `#| gpu`, `#| eval: false`) are not run and keep their stored outputs.
-Progress bars and Python warnings never go into the notebook; ids are stable, so a second run of a deterministic
-notebook is byte-identical. A notebook that fails, or whose source changed while it ran, is not written.
+No names = all of them. Cells that nbdev-test would skip (`#| slow`, `#| gpu`, `#| eval: false`) are
+not run and keep their stored outputs. Progress bars and Python warnings never go into the notebook;
+ids are stable, so a second run of a deterministic notebook is byte-identical. A notebook that
+fails, or whose source changed while it ran, is not written. Its seconds go into nbs/course.yml if
+nothing else kept the machine busy; `make sync` writes them under the titles.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -17,6 +20,7 @@ import time
 import uuid
 from pathlib import Path
 
+import course
 import nbformat
 from fastcore.nbio import read_nb, write_nb
 from jupyter_client import AsyncKernelManager
@@ -44,15 +48,6 @@ VIEW, STATE = (
     'application/vnd.jupyter.widget-state+json',
 )
 HEX = r'[0-9a-f]{32}'
-
-
-def notebooks(folder):
-    "In reading order, without checkpoints and hidden files"
-
-    def hidden(f):
-        return any(p.startswith(('.', '_')) for p in f.relative_to(folder).parts)
-
-    return sorted(f for f in folder.rglob('*.ipynb') if not hidden(f))
 
 
 def execute(path, flags=()):
@@ -96,7 +91,7 @@ def split_noise(text):
     warning = r'^\S+:\d+: \w*Warning: (?:(?:.*\n){1,20}?  \S.*\n|.*\n)'
     noise = re.findall(warning, text, flags=re.M)
     lines = re.sub(warning, '', text, flags=re.M).splitlines(keepends=True)
-    return ''.join(l for l in lines if not is_bar(l)), noise
+    return ''.join(line for line in lines if not is_bar(line)), noise
 
 
 def reach(roots, state):
@@ -129,7 +124,7 @@ def drop_bars(nb):
 
 
 def tidy_streams(nb):
-    "Join the pieces of each stream, then drop what is noise to a reader; returns the warnings that were dropped"
+    "Join the pieces of each stream and drop what is noise to a reader; returns dropped warnings"
     dropped = []
     for c in nb.cells:
         if c.cell_type != 'code':
@@ -155,7 +150,7 @@ def tidy_streams(nb):
 
 
 def stable_ids(nb, name):
-    "Ids of widgets and of matplotlib animations, random till now, follow from `name` and the order of appearance"
+    "Random ids of widgets and of matplotlib animations now follow from `name` and their order"
     state = nb.metadata.get('widgets', {}).get(STATE, {}).get('state', {})
     text = {k: json.dumps(v, sort_keys=True) for k, v in state.items()}
     order = {}
@@ -203,9 +198,30 @@ def sources(path):
     return [(c.cell_type, c.source) for c in nbformat.read(path, 4).cells]
 
 
+def busy():
+    "Does something else compute on this machine?"
+    return os.getloadavg()[0] > os.cpu_count()
+
+
+def rounded(seconds):
+    "To two digits, upwards, in steps that a reader can use"
+    step = 1 if seconds < 10 else 5 if seconds < 60 else 10
+    return max(1, math.ceil(seconds / step) * step)
+
+
+def keep_seconds(path, took):
+    "Write what a notebook took into course.yml, unless it is about what stands there"
+    place = course.Course(get_config().config_path)
+    name = course.name_of(path.resolve().relative_to(place.nbs))
+    known = place.data['seconds'].get(name)
+    if name in place.order and not (known and known / 1.5 < took < known * 1.5):
+        course.write_seconds(place, {name: rounded(took)})
+
+
 def run_one(path, flags, check):
     "True if the notebook ran; prints one line with its time"
-    start, before = time.time(), sources(path)
+    quiet, before = not busy(), sources(path)
+    start = time.time()
     try:
         try:
             nb = execute(path, flags)
@@ -230,6 +246,8 @@ def run_one(path, flags, check):
             print(f'{path}: its source changed while it ran; not written, run it again', flush=True)
             return False
         write_clean(stable_ids(nb, path.name), path)
+        if quiet and not flags:
+            keep_seconds(path, took)
     print(
         f'{path}: {took:.1f} s, {figures} figures, {path.stat().st_size / 1024:.0f} kB', flush=True
     )
@@ -246,7 +264,7 @@ def main():
     p.add_argument('--check', action='store_true', help='run and write nothing')
     p.add_argument('files', nargs='*', type=Path)
     a = p.parse_args()
-    files = a.files or notebooks(Path(os.path.relpath(get_config().nbs_path)))
+    files = a.files or course.notebooks(Path(os.path.relpath(get_config().nbs_path)))
     ok = [run_one(f, a.flags.split(), a.check) for f in files]
     sys.exit(0 if all(ok) else 1)
 

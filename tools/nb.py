@@ -1,25 +1,28 @@
 """Edit notebooks as text, safely, from a terminal.
 
-    python tools/nb.py open rollout/01_torch_engine   # -> nbs_py/rollout/01_torch_engine.py (git-ignored)
-    python tools/nb.py save rollout/01_torch_engine   # text -> notebook; cleans and exports; outputs of unchanged cells stay
+    python tools/nb.py open rollout/01_torch_engine   # -> nbs_py/rollout/01_torch_engine.py
+    python tools/nb.py save rollout/01_torch_engine   # text -> notebook, cleaned and exported
     python tools/nb.py new judges/07_oracle           # an empty notebook, opened as text
-    python tools/nb.py sync                          # all that is generated: clean notebooks, modules, sidebar, README
+    python tools/nb.py sync                           # all that is generated
 
-`save` refuses when the notebook changed since it was opened. The text stays open for the next edit. Fresh outputs are
-stored by tools/execute_nbs.py.
+`save` keeps the outputs of unchanged cells, and refuses when the notebook changed since it was
+opened. The text stays open for the next edit; git ignores it. Fresh outputs are stored by
+tools/execute_nbs.py. `sync` writes modules, what follows from nbs/course.yml, and README.
 """
 
 import hashlib
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import course
 import nbformat
 import readme
 from nbdev.clean import nbdev_clean
 from nbdev.config import get_config
 from nbdev.doclinks import nbdev_export
-from nbdev.quarto import nbdev_sidebar, refresh_quarto_yml
+from nbdev.quarto import refresh_quarto_yml
 
 cfg = get_config()
 NBS, TEXT = cfg.nbs_path, cfg.config_path / 'nbs_py'
@@ -51,18 +54,33 @@ def ruff(*args):
     subprocess.run([sys.executable, '-m', 'ruff', '--quiet', *map(str, args)], check=True)
 
 
+def wrap_docstring(module):
+    "A notebook's promise is its module's docstring: in lines that are not too long"
+    first, *rest = module.read_text().splitlines(keepends=True)
+    if first.startswith('"""') and len(first.rstrip()) > 100:
+        module.write_text('\n'.join(textwrap.wrap(first, 100)) + '\n' + ''.join(rest))
+
+
 def export():
-    "Modules, their index and the sidebar"
+    "Modules, their index, and nbdev's settings of the site"
     nbdev_export.__wrapped__()
+    for module in cfg.lib_path.rglob('[!_]*.py'):
+        wrap_docstring(module)
     ruff('format', cfg.lib_path)
     refresh_quarto_yml()
-    nbdev_sidebar.__wrapped__()
+    site = NBS / 'nbdev.yml'  # the site has no address
+    site.write_text(''.join(x for x in site.open() if 'site-url' not in x))
 
 
 def sync():
-    nbdev_clean.__wrapped__()
+    "All that is generated; a second time changes nothing"
+    faults = course.sync_text(cfg.config_path)
     export()
+    course.sync_maps(cfg.config_path)
+    nbdev_clean.__wrapped__()
     readme.main([])
+    if faults:
+        sys.exit('\n'.join(faults))
 
 
 def open_(name):

@@ -1,6 +1,6 @@
 """README.md from nbs/index.ipynb: its text, its code and its stored outputs, as GitHub shows them.
 
-python tools/readme.py [--check]     # --check: write nothing, fail if README.md or a figure is out of date
+python tools/readme.py [--check]     # --check: write nothing, fail if something is out of date
 """
 
 import base64

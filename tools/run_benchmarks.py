@@ -2,7 +2,8 @@
 
     python tools/run_benchmarks.py [NAME ...]     # benchmarks/NAME.py; none = all
 
-A benchmark ends with one JSON line on stdout and exits 0; the line becomes benchmarks/results/NAME.json.
+A benchmark ends with one JSON line on stdout and exits 0. The line becomes
+benchmarks/results/NAME.json.
 """
 
 import json

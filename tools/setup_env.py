@@ -1,9 +1,10 @@
 """Make or complete the project's environment, .venv.
 
-    python tools/setup_env.py [extra ...]     # no extra = the package alone; else e.g. dev engines-cpu
+    python tools/setup_env.py [extra ...]     # no extra = the package alone; e.g. dev engines-cpu
 
-Standard library only. uv does the installing; where uv cannot (no access to an index that pip is configured
-for) pip does. On Linux without a GPU the CPU build of torch is wanted, 0.2 GB instead of several; uv knows where it is.
+Standard library only. uv does the installing; where uv cannot (no access to an index that pip is
+configured for) pip does. On Linux without a GPU the CPU build of torch is wanted, 0.2 GB instead of
+several; uv knows where it is.
 """
 
 import os
@@ -102,7 +103,8 @@ def runs_engines():
     if sys.platform == 'linux' and platform.machine() == 'x86_64' and not has_gpu():
         return True
     say(
-        'engines-cpu is for Linux on x86-64 without a GPU: left out, tests and notebooks that need it are skipped'
+        'engines-cpu is for Linux on x86-64 without a GPU: left out, '
+        'tests and notebooks that need it are skipped'
     )
 
 

@@ -2,12 +2,14 @@
 
 import statistics
 from math import comb
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from compassrl.algo import advantages
 from compassrl.algo.advantages import (
     AdvantageConfig,
     group_advantages,
@@ -206,6 +208,14 @@ def mutant(change=lambda r, g, v: (r, g, v), after=lambda a, r, g, v: a, **kw):
     return fn
 
 
+def with_constants(**changed):
+    def fn(*args, **kw):
+        with patch.multiple(advantages, **changed):
+            return group_advantages(*args, **kw)
+
+    return fn
+
+
 def population(a, r, g, v):
     s = group_stats(r, g, v)
     n = s.num[s.index]
@@ -226,7 +236,7 @@ MUTANTS = dict(
         lambda r, g, v: (r.masked_fill(~v, 0.0), g, torch.ones_like(v)), lambda a, r, g, v: a * v
     ),
     failed_not_zeroed=mutant(after=lambda a, r, g, v: a.masked_fill(~v, -1.0)),
-    no_tolerance=mutant(tol=0.0, eps=0.0),
+    no_tolerance=with_constants(tolerance=0.0, std_eps=0.0),
     no_std=mutant(estimator='dr_grpo'),
     floor_missing=mutant(std_floor=0.0),
     rloo_counts_itself=lambda *a, estimator='grpo', **kw: group_advantages(
@@ -235,9 +245,9 @@ MUTANTS = dict(
     floor_by_appearance=lambda r, g, v=None, std_floor=0.0, **kw: group_advantages(
         r, g, v, **kw, std_floor=std_floor.flip(0) if torch.is_tensor(std_floor) else std_floor
     ),
-    floor_added=lambda r, g, v=None, std_floor=0.0, **kw: group_advantages(
-        r, g, v, **kw, eps=1e-6 + float(torch.as_tensor(std_floor).max())
-    ),
+    floor_added=lambda r, g, v=None, std_floor=0.0, **kw: with_constants(
+        std_eps=1e-6 + float(torch.as_tensor(std_floor).max())
+    )(r, g, v, **kw),
 )
 
 
@@ -278,7 +288,7 @@ def test_near_ties_reach_order_one():
 def test_floor_of_a_flat_group_is_still_zero():
     r, g = torch.ones(8), torch.arange(8) % 2
     for floor in (0.1, torch.tensor([0.0, 0.5])):
-        assert (group_advantages(r, g, eps=0.0, std_floor=floor) == 0).all()
+        assert (with_constants(std_eps=0.0)(r, g, std_floor=floor) == 0).all()
 
 
 @random
@@ -388,14 +398,11 @@ def test_dtypes(dtype, out):
         ((torch.tensor([1.0, float('nan')]), torch.tensor([0, 0])), r'rewards\[1\] = nan'),
         ((torch.ones(2), torch.arange(2), None, 'grppo'), "estimator='grppo': use one of"),
         (
-            (torch.ones(2), torch.arange(2), None, 'grpo', 0.0, 0.0, torch.ones(3)),
+            (torch.ones(2), torch.arange(2), None, 'grpo', torch.ones(3)),
             r'std_floor \[3\]: .* \[2\]',
         ),
-        (
-            (torch.ones(2), torch.arange(2), None, 'grpo', 0.0, 0.0, -0.1),
-            r'std_floor=-0.1: use 0 or more',
-        ),
-        ((torch.ones(2), torch.arange(2), None, 'grpo', 0.0, 0.0, float('nan')), r'std_floor=nan'),
+        ((torch.ones(2), torch.arange(2), None, 'grpo', -0.1), r'std_floor=-0.1: use 0 or more'),
+        ((torch.ones(2), torch.arange(2), None, 'grpo', float('nan')), r'std_floor=nan'),
     ],
 )
 def test_bad_input(args, message):
@@ -403,12 +410,6 @@ def test_bad_input(args, message):
         group_advantages(*args)
 
 
-@pytest.mark.parametrize('kw', [dict(eps=-1.0), dict(tol=float('nan')), dict(tol=float('inf'))])
-def test_bad_config(kw):
-    with pytest.raises(ValueError, match='='.join(map(str, *kw.items()))):
-        AdvantageConfig(**kw)
-
-
 def test_unknown_estimator_in_the_config():
-    with pytest.raises(ValueError, match="estimator='z': use one of .'grpo', 'dr_grpo', 'rloo'"):
+    with pytest.raises(ValueError, match="estimator='z': use one of 'grpo', 'dr_grpo', 'rloo'"):
         AdvantageConfig('z')

@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from compassrl.algo.engine_gap import discrepancy, replay_gates
+from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import LossConfig, PolicyLoss
 from compassrl.model.layers import route_dtype
 from compassrl.model.policy import MoE, Policy, PolicyConfig
@@ -26,15 +26,15 @@ from compassrl.records import (
     select,
 )
 from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.train.routes import routes_agreement, validate_routes
 from compassrl.train.torch_engine import (
     OptimConfig,
     TorchTrain,
     accumulate_grads,
     packed_states,
     response_log_probs,
-    routes_agreement,
-    validate_routes,
 )
+from tests.support.gates import replay_gates
 
 random = settings(
     deadline=None, max_examples=15, derandomize=True, phases=(Phase.explicit, Phase.generate)

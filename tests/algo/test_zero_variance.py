@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from compassrl.algo import zero_variance as real
-from compassrl.algo.advantages import AdvantageConfig, group_advantages, group_stats
+from compassrl.algo.advantages import AdvantageConfig, group_advantages, group_stats, std_eps
 from compassrl.algo.zero_variance import (
     ZeroVarianceConfig,
     growth,
@@ -114,7 +114,7 @@ def oracle(batch, raw, valid, adv_cfg, cfg):
             x = batch.rewards[i].item() - statistics.fmean(shaped)
             floor = cfg.std_floor if flats[g][0] else 0.0
             x *= dict(
-                grpo=1 / (max(statistics.stdev(shaped), floor) + adv_cfg.eps),
+                grpo=1 / (max(statistics.stdev(shaped), floor) + std_eps),
                 dr_grpo=1.0,
                 rloo=len(rows) / (len(rows) - 1),
             )[adv_cfg.estimator]
@@ -375,12 +375,12 @@ def test_law(law):
 # ---- mutants: one line of the module's source replaced -------------------------------------------------------
 
 
-def population(rewards, group, valid, estimator, eps, tol, floor):
-    s = group_stats(rewards, group, valid, tol)
+def population(rewards, group, valid, estimator, floor):
+    s = group_stats(rewards, group, valid)
     n = s.num.clamp(min=2)
-    adv = group_advantages(rewards, group, valid, 'dr_grpo', eps, tol).double()
+    adv = group_advantages(rewards, group, valid, 'dr_grpo').double()
     return (
-        (adv / (torch.maximum(s.std * ((n - 1) / n).sqrt(), floor) + eps)[s.index])
+        (adv / (torch.maximum(s.std * ((n - 1) / n).sqrt(), floor) + std_eps)[s.index])
         .nan_to_num()
         .float()
     )
@@ -400,7 +400,7 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
             'return sign',
         ),
         of_one_verdict=(' | (s.num<2), 0.)', ', 0.)'),
-        of_partial_credit=('(s.mean>=1-tol)', '(s.mean>=.5)'),
+        of_partial_credit=('(s.mean>=1-tolerance)', '(s.mean>=.5)'),
         of_mixed_groups=('masked_fill(~s.flat | ', 'masked_fill('),
     ),
     law_alone: dict(
@@ -698,11 +698,11 @@ def test_screen():
     'kw, message',
     [
         (dict(sampling='adaptiv'), "sampling='adaptiv': use one of"),
-        (dict(max_group_size=1), 'max_group_size=1: .* from 2'),
+        (dict(max_group_size=1), 'max_group_size=1: use at least 2'),
         (dict(token_budget=-1.0), 'token_budget=-1.0'),
         (dict(token_budget=math.inf), 'token_budget=inf'),
         (dict(max_refills=-1), 'max_refills=-1'),
-        (dict(ngram=0), 'ngram=0: .* from 1'),
+        (dict(ngram=0), 'ngram=0: use at least 1'),
         (dict(length_weight=0.3, repetition_weight=0.2), r'= 0.5: keep them below 0.5'),
         (dict(length_weight=0.6), 'length_weight=0.6'),
         (dict(overlong_frac=0.0), 'overlong_frac=0.*length_weight=0'),

@@ -355,7 +355,7 @@ def test_close_twice_and_without_work(prompts):
 @pytest.mark.parametrize(
     'kw, message',
     [
-        (dict(workers=-1), 'workers=-1: use 0 or more'),
+        (dict(workers=-1), 'workers=-1: use at least 0'),
         (dict(retries=-2), 'retries=-2'),
         (dict(wall_s=0), 'wall_s=0'),
         (dict(cpu_s=-1.0), 'cpu_s=-1'),

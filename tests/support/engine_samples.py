@@ -1,16 +1,21 @@
-"Samples of every rollout engine from one checkpoint, for tests whose own process stays without vLLM"
+"Engines at work, for tests whose own process stays without vLLM"
 
+import importlib
 import pickle
+import pkgutil
+import sys
 
 import torch
+import torch.distributed as dist
 
-from compassrl.model.policy import PolicyConfig
+import compassrl
+from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.rollout.vllm.config import VllmConfig
 
-POLICY = PolicyConfig(
+POLICY = PolicyConfig(  # what vLLM computes on a CPU
     vocab_size=70,
     hidden_size=64,
     num_hidden_layers=4,
@@ -21,7 +26,7 @@ POLICY = PolicyConfig(
     moe_intermediate_size=32,
     mlp_only_layers=(0,),
     max_position_embeddings=96,
-)  # what vLLM computes on a CPU
+)
 
 
 def sample(kind, folder):
@@ -50,7 +55,7 @@ def sample(kind, folder):
         ]
         return sorted(engine.generate(requests), key=lambda s: (s.prompt_id, s.index))
     finally:
-        getattr(engine, 'close', lambda: None)()
+        engine.close()
 
 
 def write_samples(kinds, folder):
@@ -59,17 +64,14 @@ def write_samples(kinds, folder):
 
 
 def shared_prefixes(folder):
-    "Requests that share two cached blocks and finish in a stream: every row has its route, which is the policy's own"
+    "Requests that share two cached blocks: every row has its route, which is the policy's own"
     from compassrl.rollout.vllm.in_process import VllmRollout
 
     policy = from_pretrained(folder)
     e = VllmRollout(folder, num_slots=4)
     e.load_weights(hf_weights(policy), 0)
-    prefix = tuple(
-        torch.randint(
-            2, policy.config.vocab_size, (70,), generator=torch.Generator().manual_seed(0)
-        ).tolist()
-    )  # two blocks and more
+    g = torch.Generator().manual_seed(0)  # two blocks and more
+    prefix = tuple(torch.randint(2, policy.config.vocab_size, (70,), generator=g).tolist())
     requests = [
         Request(f'p{i % 2}', prefix + (3 + i % 2,), i, i, SamplingParams(8)) for i in range(10)
     ]
@@ -85,3 +87,44 @@ def shared_prefixes(folder):
         assert same.float().mean() > 0.99, same.float().mean()
     e.close()
     print('all routes are there')
+
+
+def import_all_but_engines():
+    for m in pkgutil.walk_packages(compassrl.__path__, 'compassrl.'):
+        engine = '.vllm.' in m.name or '.megatron.' in m.name
+        if not engine and not m.name.endswith('__main__'):
+            importlib.import_module(m.name)
+
+
+def late_vllm(folder):
+    "Two engines, one after the other is closed; then one beside a process group of somebody else"
+    import_all_but_engines()
+    from compassrl.rollout.vllm.in_process import VllmRollout
+
+    assert 'vllm' not in sys.modules and 'megatron' not in sys.modules
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
+
+    def engine():
+        return VllmRollout(folder, num_slots=4)
+
+    def responses(e):
+        e.load_weights(hf_weights(Policy(e.config)), 0)
+        request = Request('p', (4, 5, 6), params=SamplingParams(9))
+        return [s.response_ids for s in e.generate([request])]
+
+    assert 'compassrl' not in factory._registry
+    a, b = engine(), engine()
+    assert factory._registry['compassrl']().__name__ == 'PartTransfer'
+    first = responses(a)
+    a.close()
+    assert responses(b) == first and dist.is_initialized()
+    b.close()
+    assert not dist.is_initialized()
+    dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)
+    c = engine()
+    assert responses(c) == first
+    c.close()
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    print('all', x.sum().item())

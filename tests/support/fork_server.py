@@ -1,4 +1,4 @@
-"A process that is forked from one that has the imports: what takes up to twenty seconds is paid once"
+"A process that is forked from one that has the imports, which take up to twenty seconds"
 
 import multiprocessing
 import os
@@ -7,17 +7,16 @@ from multiprocessing import forkserver
 from multiprocessing.forkserver import ForkServer
 from unittest.mock import patch
 
+IMPORTS = (  # no engine: those have state
+    'matplotlib.pyplot',
+    'ipywidgets',
+    'nbdev.test',
+    'torch._dynamo',
+    'transformers',
+    'compassrl.runs.cli',
+)
 _server = ForkServer()  # of our own: to fork it takes longer than the one that others use
-_server.set_forkserver_preload(
-    [
-        'matplotlib.pyplot',
-        'ipywidgets',
-        'nbdev.test',
-        'torch._dynamo',
-        'transformers',
-        'compassrl.runs.cli',
-    ]
-)  # engines have state
+_server.set_forkserver_preload(list(IMPORTS))
 
 
 def _child(log, env, fn, args):
@@ -31,7 +30,7 @@ def _child(log, env, fn, args):
 
 
 def run(log, fn, *args, env=os.environ, timeout):
-    "Its exit code, standard output and errors, which pass through files beside `log`. Raises TimeoutExpired"
+    "Its exit code, output and errors, which pass through files beside `log`, or TimeoutExpired"
     p = multiprocessing.get_context('forkserver').Process(
         target=_child, args=(log, dict(env), fn, args)
     )

@@ -1,4 +1,5 @@
-"What the tests of the distributed engines share: ranks, a lively policy, packed sequences, one pass through Megatron-Core"
+"""What the tests of the distributed engines share: ranks, a lively policy, packed sequences, one
+pass through Megatron-Core"""
 
 from dataclasses import replace
 
@@ -70,7 +71,8 @@ def sequences(lengths=(5, 9, 2, 8), vocab=99, seed=3):
 
 
 def packed(parts, tp=1):
-    "ids [1, T], positions [1, T], labels [T] (-100 = none) and where each sequence ends; T is a multiple of `tp`"
+    """ids [1, T], positions [1, T], labels [T] (-100 = none) and where each sequence ends; T is a
+    multiple of `tp`"""
     lengths = [len(x) for x, _ in parts]
     if n := -sum(lengths) % tp:
         parts, lengths = [*parts, (torch.zeros(n).long(), torch.full((n,), -100))], [*lengths, n]
@@ -98,7 +100,8 @@ def one_process(policy, parts):
 
 
 def run_schedule(models, config, tp, micro_batches, total):
-    "One forward and backward pass of this rank's micro-batches (lists of sequences); logits of each on the last stage"
+    """One forward and backward pass of this rank's micro-batches (lists of sequences); logits of
+    each on the last stage"""
     seen = {}
 
     def step(batches, model):
@@ -142,7 +145,8 @@ def wrapped(pieces, distributed=False):
 
 
 def model_pass(parallel, policy, parts, replay=False):
-    "On every rank: logits by sequence, and on rank 0 gradients by Hugging Face name; each sequence a micro-batch"
+    """On every rank: logits by sequence, and on rank 0 gradients by Hugging Face name; each
+    sequence a micro-batch"""
     init_parallel(parallel, timeout_s=60)
     config = policy.config
     pieces = build_model(config, parallel, router_replay=replay)

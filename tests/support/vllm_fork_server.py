@@ -1,50 +1,27 @@
-"Processes and servers that are forked from one that has imported vLLM: those twenty seconds are paid once by each pytest process"
+"Processes and servers forked from one that has vLLM: each pytest process imports it once"
 
 import multiprocessing
 import os
 import select
 import signal
 import socket
-import sys
 from multiprocessing import forkserver
 from multiprocessing.forkserver import ForkServer
 from unittest.mock import patch
 
 from tests.support import fork_server as forked
 
-# what a nursery imports, and what `forked` has; not compassrl.rollout.vllm.in_process, which sets the environment of its process
-IMPORTS = [
-    'matplotlib.pyplot',
-    'ipywidgets',
-    'nbdev.test',
-    'torch._dynamo',
-    'transformers',
-    'compassrl.runs.cli',
-    'compassrl.rollout.vllm.transfer',
-    *(
-        'vllm.' + m
-        for m in (
-            'entrypoints.openai.api_server',
-            'v1.engine.async_llm',
-            'v1.engine.core',
-            'v1.engine.utils',
-            'v1.executor.uniproc_executor',
-            'v1.worker.cpu_worker',
-            'model_executor.models.qwen3_moe',
-        )
-    ),
-]
 _server, _env = ForkServer(), {}
 
 
 def _ready():
     "The process with the imports runs, in the environment of a server"
     if not _env:
-        from compassrl.rollout.vllm.server import (
-            server_env,
-        )  # imported late: it needs packages that come with vLLM
+        # imported late: they need packages that come with vLLM
+        from compassrl.rollout.vllm.nursery import server_modules
+        from compassrl.rollout.vllm.server import server_env
 
-        _server.set_forkserver_preload(IMPORTS)
+        _server.set_forkserver_preload([*forked.IMPORTS, *server_modules])
         _env.update(server_env('cpu'))
         with patch.dict(os.environ, _env, clear=True):
             _server.ensure_running()
@@ -67,8 +44,8 @@ class Process:
 
 
 def _nurse(theirs, log, env):
-    "Becomes a nursery, as if `Nursery` had started it"
-    from compassrl.rollout.vllm.server import _nursery
+    "Becomes a nursery, as if `start_nursery` had started it"
+    from compassrl.rollout.vllm import nursery
 
     multiprocessing.current_process().daemon = False  # it has children
     os.setsid()
@@ -76,10 +53,9 @@ def _nurse(theirs, log, env):
         for fd, to in ((theirs.fileno(), 0), (f.fileno(), 1), (f.fileno(), 2)):
             os.dup2(fd, to)
     theirs.close()
-    sys.stdin = open(0, closefd=False)
     os.environ.clear()
     os.environ.update(env)
-    exec(_nursery, dict(__name__='__main__'))
+    nursery.main()
 
 
 def _nursery_process(log):
@@ -95,16 +71,15 @@ def _nursery_process(log):
 
 
 def _adopt(owner, pid, env):
-    from compassrl.rollout.vllm.server import Nursery, _read_early
+    from compassrl.rollout.vllm.nursery import Nursery
 
     os.set_inheritable(owner.fileno(), False)
-    n = Nursery.one = object.__new__(Nursery)
-    n.env, n.owner, n.process = _read_early(env), owner, Process(pid)
+    Nursery.one = Nursery(Process(pid), owner, env)
 
 
 def adopt(log):
     "The servers of this process come from here, unless they have come from elsewhere already"
-    from compassrl.rollout.vllm.server import Nursery
+    from compassrl.rollout.vllm.nursery import Nursery
 
     if not Nursery.one or Nursery.one.process.poll() is not None:
         _adopt(*_nursery_process(log), _env)

@@ -1,4 +1,5 @@
-"Promise 2 of the architecture: whatever happens to a save or to its files, what loads is whole and never older than the last save that returned."
+"""Promise 2 of the architecture: whatever happens to a save or to its files, what loads is whole
+and never older than the last save that returned."""
 
 import errno
 import json
@@ -208,7 +209,8 @@ def test_subclasses_come_back_as_their_base(tmp_path):
 
 
 class Run:
-    "A small training run with everything that a resume needs: weights with two dtypes, AdamW with two groups, a scheduler, dropout, two generators"
+    """A small training run with everything that a resume needs: weights with two dtypes, AdamW with
+    two groups, a scheduler, dropout, two generators"""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -282,7 +284,7 @@ def test_a_restored_run_continues_bitwise(tmp_path):
         decode_state(*encode_state(run.state())), decode_state(*encode_state(end))
     )
     assert (
-        type(state['opt']['state']) == dict
+        type(state['opt']['state']) is dict
         and set(state['opt']['state']) == {0, 1, 2, 3}
         and type(state['py']) is tuple
     )
@@ -408,7 +410,7 @@ def test_files_of_another_checkpoint_do_not_pass(tmp_path):
 
 
 def test_all_torn(tmp_path, capsys):
-    path = two(tmp_path)
+    two(tmp_path)
     for p in tmp_path.iterdir():
         (p / 'state.json').unlink()
     assert latest_checkpoint(tmp_path) is None and len(capsys.readouterr().out.splitlines()) == 2
@@ -502,8 +504,8 @@ def test_check_shapes():
     with pytest.raises(CheckpointError) as e:
         check_shapes(model, torch.nn.Linear(3, 4).state_dict())
     assert (
-        'weight is [4, 3] in the checkpoint and [2, 3] here; bias is [4] in the checkpoint and [2] here'
-        in str(e.value)
+        'weight is [4, 3] in the checkpoint and [2, 3] here; '
+        'bias is [4] in the checkpoint and [2] here' in str(e.value)
     )
     with pytest.raises(CheckpointError, match=r'bias is missing in the checkpoint and \[2\] here'):
         check_shapes(model, dict(weight=model['weight']))
@@ -648,7 +650,8 @@ def check(path, tags=(0,)):
 
 
 class Killer:
-    "SIGKILL before the n-th operation that touches the disk; with `half`, a file that is not synced yet loses its second half"
+    """SIGKILL before the n-th operation that touches the disk; with `half`, a file that is not
+    synced yet loses its second half"""
 
     def __init__(self, n, half):
         self.n, self.half, self.writing = n, half, None
@@ -714,13 +717,13 @@ def spawn():
 
 
 def returned(log):
-    return (
-        [tuple(map(int, l.split())) for l in log.read_text().splitlines()] if log.exists() else []
-    )
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [tuple(map(int, line.split())) for line in lines]
 
 
 def kill_at_every_point(spawn, tmp_path, saver, steps, half, prepare=()):
-    "Yields (root, last save that returned) after a kill at each operation, until a run ends by itself"
+    """Yields (root, last save that returned) after a kill at each operation, until a run ends by
+    itself"""
     for n in range(1, 400):
         root, log = tmp_path / f'{n}-{half}', tmp_path / f'{n}-{half}.log'
         for step, tag in prepare:
@@ -792,7 +795,7 @@ def naive_save(
 
 def test_the_tests_catch_a_naive_saver(spawn, tmp_path, capsys):
     torn = 0
-    for root, last in kill_at_every_point(spawn, tmp_path, 'naive_save', [(1, 0), (2, 0)], True):
+    for root, _ in kill_at_every_point(spawn, tmp_path, 'naive_save', [(1, 0), (2, 0)], True):
         latest_checkpoint(root)
         torn += bool(capsys.readouterr().out)
     assert torn > 3
@@ -801,7 +804,7 @@ def test_the_tests_catch_a_naive_saver(spawn, tmp_path, capsys):
 def test_killed_at_random_moments(spawn, tmp_path, capsys):
     rng, inside, last = random.Random(0), 0, 0
     root, log = tmp_path / 'run', tmp_path / 'log'
-    for i in range(40):
+    for _ in range(40):
         done = len(returned(log))
         p = spawn(child_loop, root, log)
         deadline = time.time() + 60

@@ -1,4 +1,5 @@
-"A run that ends at any moment goes on from a checkpoint that is whole, to the last bit, or on another number of ranks"
+"""A run that ends at any moment goes on from a checkpoint that is whole, to the last bit, or on
+another number of ranks"""
 
 import gc
 import json
@@ -16,17 +17,19 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Batch
-from compassrl.train.checkpoint import CheckpointError, TornCheckpoint
 from compassrl.train.megatron.checkpoint import (
     finish_save,
+    keep_garbage_in_forks,
     latest_sharded,
     load_sharded,
     read_manifest,
     save_sharded,
 )
-from compassrl.train.megatron.engine import MegatronTrain, inner_optimizers
+from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.leader import Leader, Watch, serve
+from compassrl.train.megatron.passes import inner_optimizers
+from compassrl.train.state import CheckpointError, TornCheckpoint
 from compassrl.train.torch_engine import OptimConfig
 from tests.support.ranks import MIXED, RankError, lively, name, run_ranks
 
@@ -366,7 +369,8 @@ def test_a_torn_checkpoint_is_skipped(tear, saved, tmp_path, capsys):
 
 
 def dead_group():
-    "A process group that is garbage, to be found by the next collection: its end joins threads that no fork has"
+    """A process group that is garbage, to be found by the next collection: its end joins threads
+    that no fork has"""
     from torch.distributed import HashStore, ProcessGroupGloo
 
     gc.collect()
@@ -375,6 +379,7 @@ def dead_group():
 
 
 def collect_in_a_rank_and_in_its_writer():
+    keep_garbage_in_forks()
     gc.collect()
     pid = os.fork()
     if not pid:

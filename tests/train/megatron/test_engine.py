@@ -1,6 +1,6 @@
-"Megatron-Core trains as one process does, in every layout: log-probs, gradients, weights, metrics; and says no in one line"
+"""Megatron-Core trains as one process does, in every layout: log-probs, gradients, weights,
+metrics; and says no in one line"""
 
-import pickle
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-import compassrl.train.megatron.engine as meg
+import compassrl.train.megatron.passes as passes
 from compassrl.algo.losses import LossConfig, PolicyLoss
 from compassrl.config import TrainConfig
 from compassrl.loop import loss_of
@@ -20,9 +20,10 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed, select
 from compassrl.rollout.torch_engine import TorchRollout
-from compassrl.train.megatron.batch import Packed, Tap, plan, share_rows, vocab_log_probs, zigzag
+from compassrl.train.megatron.batch import Packed, Tap, plan, share_rows, zigzag
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.vocabulary import vocab_log_probs
 from compassrl.train.megatron.weights import hf_weights
 from compassrl.train.torch_engine import OptimConfig, TorchTrain, accumulate_grads
 from tests.support.ranks import RankError, lively, name, run_ranks
@@ -92,8 +93,8 @@ def fresh(b):
 
 
 def whole_gradients():  # so that every rank holds complete gradients, as `hf_weights` wants them
-    schedule = meg.get_forward_backward_func
-    meg.get_forward_backward_func = lambda: partial(schedule(), force_all_reduce=True)
+    schedule = passes.get_forward_backward_func
+    passes.get_forward_backward_func = lambda: partial(schedule(), force_all_reduce=True)
 
 
 def job(
@@ -107,12 +108,13 @@ def job(
     temperature=0.8,
     config=POLICY,
 ):
-    "On rank 0: the batch as the engine left it, gradients of the first mini-batch, metrics of each step, weights"
+    """On rank 0: the batch as the engine left it, gradients of the first mini-batch, metrics of
+    each step, weights"""
     whole_gradients()
     e = MegatronTrain(
         config, policy_weights(policy or lively(config)), optim, parallel, temperature, replay
     )
-    leads, grads, step = dist.get_rank() == 0, {}, e._step
+    leads, grads, step = dist.get_rank() == 0, {}, e.step
 
     def stepping(lr):
         found = {k: v.clone() for k, v in hf_weights(e.chunks, config, lambda p: p.main_grad)}
@@ -120,7 +122,7 @@ def job(
             grads.update(found)
         return step(lr)
 
-    e._step = stepping
+    e.step = stepping
     out, metrics = e.score(batch if leads else None), []
     if leads:
         batch = replace(batch, **out)
@@ -164,7 +166,8 @@ def worst(a, b):
 
 
 def equal(got, want, weights_tol=1e-4, rtol=0):
-    "Log-probs, entropies and gradients to 1e-5 (and `rtol` of the first two), metrics too, weights after Adam to 1e-4"
+    """Log-probs, entropies and gradients to 1e-5 (and `rtol` of the first two), metrics too,
+    weights after Adam to 1e-4"""
     (b, grads, metrics, weights), (wb, wgrads, wmetrics, wweights) = got, want
     for k in ('old_log_probs', 'entropy', 'log_probs', 'routes_agree'):
         if getattr(wb, k) is None:
@@ -298,15 +301,12 @@ def perturbed(config=POLICY):
 
 
 def used(parallel, batch, config=POLICY):
-    "On every rank: the experts that each router dispatched to, by layer, in the old-log-prob pass and the update"
+    """On every rank: the experts that each router dispatched to, by layer, in the old-log-prob pass
+    and the update"""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    e, calls = (
-        MegatronTrain(
-            config, policy_weights(perturbed(config)), replace(OPTIM, num_mini_batches=1), parallel
-        ),
-        [],
-    )
+    optim, calls = replace(OPTIM, num_mini_batches=1), []
+    e = MegatronTrain(config, policy_weights(perturbed(config)), optim, parallel)
 
     def note(router, args, out):
         calls.append((router.layer_number - 1, out[1].clone()))
@@ -363,10 +363,8 @@ def test_routers_learn_under_replay_and_as_in_one_process(layout):
 def test_a_tap_repeats_what_was_used_oldest_first():
     g = torch.Generator().manual_seed(0)
     tap, top = Tap(3, keep=True), lambda s, k, *a: torch.topk(s, k)
-    scores, ids = (
-        torch.randn(3, 5, 8, generator=g),
-        torch.rand(3, 5, 8, generator=g).topk(2, -1).indices,
-    )
+    scores = torch.randn(3, 5, 8, generator=g)
+    ids = torch.rand(3, 5, 8, generator=g).topk(2, -1).indices
     valid = torch.tensor([True, False, True, True, False])
     first = []
     for s, i in zip(scores, ids):
@@ -626,52 +624,12 @@ def test_rows_longer_than_the_context_are_refused():
         )
 
 
-# ---- resume
-
-
-def resumed(parallel, batch):
-    "Two more steps with and without a state saved and loaded between; ranks' states are of one layout"
-    e = MegatronTrain(
-        POLICY, policy_weights(lively(POLICY)), replace(OPTIM, warmup_steps=6), parallel
-    )
-    leads = dist.get_rank() == 0
-
-    def go():
-        return e.update(batch, LOSS)[0] if leads else e.update()
-
-    batch = replace(batch, old_log_probs=batch.rollout_log_probs)
-    go()
-    state = pickle.dumps(e.state_dict())
-
-    def rest():
-        metrics = [go(), go()]
-        return metrics, {k: v.clone() for k, v in e.weights()}
-
-    first = rest()
-    e.load_state_dict(pickle.loads(state))
-    second = rest()
-    other = pickle.loads(state)
-    if leads:
-        other['layout'] = other['layout'] | dict(tp=8)
-    try:
-        e.load_state_dict(other)
-    except ValueError as x:
-        error = str(x)
-    return first[0] == second[0] and all(
-        torch.equal(v, second[1][k]) for k, v in first[1].items()
-    ), error
-
-
-@pytest.mark.parametrize(
-    'layout', [DP, MIX, (2, dict(pp=2, vpp=2)), (2, dict(dtype='bfloat16'))], ids=name
-)
-def test_a_loaded_state_goes_on_bit_for_bit(layout):
-    results = run_ranks(layout[0], resumed, ParallelConfig(**layout[1]), fresh(BATCH))
-    assert results[0][0] and all('use the same ranks' in error for _, error in results)
+# ---- in half precision
 
 
 def test_bf16_passes_with_fp32_masters():
-    "Rounding moves log-probs by less than it can, the step is of the same size, and small updates are not lost"
+    """Rounding moves log-probs by less than it can, the step is of the same size, and small updates
+    are not lost"""
     b, grads, metrics, weights = run_ranks(
         2,
         partial(job, optim=replace(OPTIM, lr=1e-5)),

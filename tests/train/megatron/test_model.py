@@ -1,4 +1,5 @@
-"Every layout computes what one process computes, and gives back the checkpoint that it read, bit for bit"
+"""Every layout computes what one process computes, and gives back the checkpoint that it read, bit
+for bit"""
 
 import gc
 import os
@@ -168,10 +169,8 @@ def test_packed_attention_keeps_sequences_apart():
 
 
 def test_rms_norm_is_the_policys():
-    norm, x = (
-        RMSNorm(transformer_config(MIXED, ParallelConfig(tp=2)), 64, eps=1e-6),
-        torch.randn(7, 64),
-    )
+    norm = RMSNorm(transformer_config(MIXED, ParallelConfig(tp=2)), 64, eps=1e-6)
+    x = torch.randn(7, 64)
     assert norm.weight.sequence_parallel
     torch.testing.assert_close(norm(x), rms_norm(x, norm.weight, 1e-6))
 
@@ -394,7 +393,7 @@ def alive_at_once(parallel, policy):
     load_hf(pieces, MIXED, stream())
     gc.collect()
     refs.clear()
-    for k, v in hf_weights(pieces, MIXED):
+    for _, v in hf_weights(pieces, MIXED):
         note(1, v)
     return most
 
@@ -511,7 +510,7 @@ from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.weights import hf_weights, load_hf
 from compassrl.train.megatron.ranks import _first
 from compassrl.train.megatron.layout import ParallelConfig, padded_vocab
-from compassrl.model.pretrained import read_config
+from compassrl.model.hf_config import read_config
 from safetensors.torch import save_file
 parallel, policy = ParallelConfig(ep=2), read_config(sys.argv[1])
 init_parallel(parallel, timeout_s=60)
@@ -555,7 +554,8 @@ def test_torchrun(tmp_path):
     [('', None), ('blockwise', 'e4m3'), ('tensorwise', 'hybrid'), ('delayed', 'hybrid')],
 )
 def test_settings_for_transformer_engine(monkeypatch, recipe, fp8):
-    "Grouped products, fused rotation and norms, FP8 by recipe; routers stay apart, so that they can be told what to choose"
+    """Grouped products, fused rotation and norms, FP8 by recipe; routers stay apart, so that they
+    can be told what to choose"""
     monkeypatch.setattr(mm, 'TransformerConfig', SimpleNamespace)
     monkeypatch.setattr(mm, 'has_te', lambda: True)
     c = transformer_config(MIXED, ParallelConfig(cp=2, fp8_recipe=recipe, dtype='bfloat16'))

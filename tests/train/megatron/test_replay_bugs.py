@@ -1,4 +1,5 @@
-"The known router-replay bugs of other systems, by number: each is tested on the real engines, or refused"
+"""The known router-replay bugs of other systems, by number: each is tested on the real engines, or
+refused"""
 
 from dataclasses import fields, replace
 from functools import partial
@@ -21,7 +22,8 @@ from compassrl.train.megatron.batch import Packed, Tap, plan, tap_routers
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.model import build_model, init_parallel, transformer_config
-from compassrl.train.torch_engine import TorchTrain, validate_routes
+from compassrl.train.routes import validate_routes
+from compassrl.train.torch_engine import TorchTrain
 from tests.support import vllm_fork_server as nursed
 from tests.support.engine_samples import POLICY as ROLLED_OUT
 from tests.support.engine_samples import shared_prefixes
@@ -165,10 +167,8 @@ def test_bug_5_R2_through_packing_padding_and_interleaved_pieces(layout):
     b = agrees(
         layout, forced(BATCH), replay='R2', optim=replace(OPTIM, micro_batch_tokens=25), steps=1
     )
-    e, own = (
-        TorchTrain(lively(POLICY), OPTIM, 0.8, 'R2'),
-        replace(BATCH, routed_experts=None, routes_valid=None),
-    )
+    e = TorchTrain(lively(POLICY), OPTIM, 0.8, 'R2')
+    own = replace(BATCH, routed_experts=None, routes_valid=None)
     own = replace(own, **e.score(own))
     same = (b.routed_experts.sort(-1)[0] == own.routed_experts.sort(-1)[0]).all(-1)[b.fed_mask]
     assert same.float().mean() > 0.999 and torch.equal(b.routes_valid, own.routes_valid)
@@ -182,23 +182,19 @@ def after_others(parallel, batch, others):
     from tests.train.megatron.test_engine import whole_gradients
 
     whole_gradients()
-    e, leads = (
-        MegatronTrain(
-            POLICY, policy_weights(lively(POLICY)), replace(OPTIM, num_mini_batches=1), parallel
-        ),
-        dist.get_rank() == 0,
-    )
+    optim, leads = replace(OPTIM, num_mini_batches=1), dist.get_rank() == 0
+    e = MegatronTrain(POLICY, policy_weights(lively(POLICY)), optim, parallel)
     batch = replace(batch, old_log_probs=batch.rollout_log_probs)
     for b in others:
         e.score(b if leads else None)
     left = [len(t.queue) for taps in e.taps for t in taps]
-    grads, step = {}, e._step
+    grads, step = {}, e.step
 
     def stepping(lr):
         grads.update({k: v.clone() for k, v in hf_weights(e.chunks, POLICY, lambda p: p.main_grad)})
         return step(lr)
 
-    e._step = stepping
+    e.step = stepping
     e.update(batch, LOSS) if leads else e.update()
     return grads, left, [len(t.queue) for taps in e.taps for t in taps]
 
@@ -278,7 +274,8 @@ def test_bug_9_replay_is_never_ignored(layout):
 
 
 def test_bug_10_pads_name_different_experts():
-    "Packed for 2 x 8 tokens at a time; no pad names an expert twice, which some dispatchers cannot count"
+    """Packed for 2 x 8 tokens at a time; no pad names an expert twice, which some dispatchers
+    cannot count"""
     p = Packed(replace(BATCH), tp=2, multiple=8)
     pads = torch.arange(2, dtype=torch.uint8)
     rows = p.put(BATCH.routed_experts, pads)

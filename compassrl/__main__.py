@@ -1,0 +1,4 @@
+from compassrl.runs.cli import main
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,268 @@
+"Runs launched from a notebook: real processes that are watched, stopped, resumed, and that fail"
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from compassrl.config import read_run_config
+from compassrl.launch import process as module
+from compassrl.launch.process import follow, launch, launch_on, report_parts, resume, status, watch
+from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.runs.cli import one_gpu, smoke_cpu
+from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.sft import SFTConfig
+
+SMOKE = replace(
+    smoke_cpu(), steps=6, save_every=0, cold_start=SFTConfig(steps=45, lr=5e-3, num_solutions=60)
+)
+TWO = replace(
+    SMOKE,
+    steps=4,
+    eval_every=0,
+    train_engine='megatron',
+    parallel=ParallelConfig(ep=2),
+    cold_start=SFTConfig(steps=10, num_solutions=60),
+)
+
+
+def until(condition, seconds=90, every=0.02):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, 'waited too long'
+        time.sleep(every)
+
+
+def weights(folder):
+    return (folder / 'model' / 'model.safetensors').read_bytes()
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    "One run that nobody disturbed, looked at from start to end"
+    run = launch(SMOKE, tmp_path_factory.mktemp('runs') / 'whole run')  # a blank in the name
+    seen = list(follow(run, 0.05))
+    assert run.wait() == run.run_dir
+    return run, seen
+
+
+def test_a_launched_run_is_the_command(whole):
+    "The config arrives whole, the run leaves what `compassrl train` leaves, its output is kept"
+    run, _ = whole
+    assert read_run_config(run.run_dir) == replace(SMOKE, run_dir=str(run.run_dir))
+    assert [m['step'] for m in run.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert (run.run_dir / 'report.md').exists() and weights(run.run_dir)
+    assert run.log.parent == run.run_dir.parent and run.log_tail(1) == str(run.run_dir), (
+        'the last line is the run directory'
+    )
+
+
+def test_it_was_live(whole):
+    "Status and curves changed while it ran, and a picture came only with new rows"
+    run, seen = whole
+    lines, pictures = [line for line, _ in seen], [png for _, png in seen if png]
+    assert lines[0] == 'starting' and lines[-1].startswith('finished: step 6 of 6')
+    assert any(line.startswith('cold start, step') for line in lines)
+    assert 1 <= len(pictures) <= 12 and all(png.startswith(b'\x89PNG') for png in pictures), (
+        'a row is written again with the time of its checkpoint'
+    )
+    assert len(pictures) < len(seen)
+
+
+def test_report_is_shown_whole(whole):
+    parts = report_parts(whole[0].run_dir)
+    pictures, text = ([p.data for p in parts if isinstance(p.data, kind)] for kind in (bytes, str))
+    assert (
+        len(pictures) == 2
+        and all(p.startswith(b'\x89PNG') for p in pictures)
+        and '.png' not in ''.join(text)
+    )
+    for words in ('Before and after', 'who did what', 'Samples', 'Settings'):
+        assert words in ''.join(text)
+
+
+def test_stop_and_resume(whole, tmp_path):
+    "Stopped after its first step, resumed by another process: as the run that was left alone"
+    run = launch(SMOKE, tmp_path / 'stopped')
+    until(lambda: run.metrics())
+    run.stop()
+    run.stop()  # a second click changes nothing: the first has not been answered yet
+    run.wait(60)
+    assert run.was_stopped() and re.match(r'stopped: step [1-5] of 6', status(run)), run.log_tail()
+    assert 'compassrl resume' in run.log_tail()
+    again = resume(run.run_dir)
+    again.wait(60)
+    assert status(again).startswith('finished: step 6 of 6')
+    assert weights(run.run_dir) == weights(whole[0].run_dir)
+    assert [m['reward_mean'] for m in again.metrics()] == [
+        m['reward_mean'] for m in whole[0].metrics()
+    ]
+    more = resume(run.run_dir, '--steps', 7)
+    more.wait(60)
+    assert more.metrics()[-1]['step'] == 7 and read_run_config(run.run_dir).steps == 7
+
+
+def test_stop_at_once(tmp_path):
+    "Before the run has done anything"
+    run = launch(SMOKE, tmp_path / 'early')
+    run.stop()
+    assert run.wait(60) == run.run_dir and run.was_stopped() and status(run).startswith('stopped')
+
+
+def test_a_failure_shows_its_last_words(tmp_path):
+    run = launch(replace(SMOKE, init_from='nowhere'), tmp_path / 'lost')
+    with pytest.raises(
+        RuntimeError, match=r'lost ended with exit code 1:\n.*nowhere.*give a folder'
+    ):
+        run.wait(60)
+    assert status(run) == 'failed with exit code 1: starting'
+    assert not run.was_stopped() and not run.run_dir.exists()
+    with pytest.raises(RuntimeError, match='exit code 1'):
+        watch(run)
+
+
+def test_a_killed_run_is_a_failure(tmp_path):
+    run = launch(SMOKE, tmp_path / 'killed')
+    until(lambda: (run.run_dir / 'cold_start.jsonl').exists())
+    os.kill(run.process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match='exit code -9'):
+        run.wait(60)
+
+
+def test_one_process_per_run(whole, tmp_path):
+    "A second process that wants the same folder is refused while the first is at work"
+    run = launch(replace(SMOKE, steps=400), tmp_path / 'busy')
+    try:
+        until(lambda: run.metrics())
+        second = resume(run.run_dir)
+        with pytest.raises(RuntimeError, match='in use by another process'):
+            second.wait(60)
+    finally:
+        run.stop()
+        run.wait(60)
+    with pytest.raises(ValueError, match='is not empty'):
+        launch(SMOKE, whole[0].run_dir)
+
+
+def test_it_outlives_its_notebook(tmp_path):
+    "The notebook's process group is killed, as when a kernel restarts; the run goes on to its end"
+    code = f"""import sys, time
+from dataclasses import replace
+from compassrl.launch.process import launch
+from compassrl.train.sft import SFTConfig
+from compassrl.runs.cli import smoke_cpu
+cold_start = SFTConfig(steps=10, num_solutions=60)
+cfg = replace(smoke_cpu(), steps=1, eval_every=0, cold_start=cold_start)
+launch(cfg, {str(tmp_path / 'orphan')!r})
+print('started', flush=True)
+time.sleep(60)"""
+    notebook = subprocess.Popen(
+        [sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert notebook.stdout.readline() == 'started\n'
+    os.killpg(notebook.pid, signal.SIGKILL)
+    notebook.wait()
+    notebook.stdout.close()
+    until(lambda: (tmp_path / 'orphan' / 'report.json').exists(), 120)
+
+
+def test_log_tail(tmp_path):
+    "A bar that was drawn again and again is one line"
+    run = launch(SMOKE, tmp_path / 'log')
+    run.stop()
+    run.wait(60)
+    run.log.write_bytes(b'one\n\nRL: 0%\rRL: 50%\rRL: 100%\ntwo \xff\n')
+    last = 'two \N{REPLACEMENT CHARACTER}'
+    assert run.log_tail() == f'one\nRL: 100%\n{last}'
+    assert run.log_tail(1) == last
+
+
+def test_several_ranks_stop_and_go_on(tmp_path):
+    "Two ranks of Megatron-Core by torchrun: stopped between two steps, resumed, the run is whole"
+    run = launch_on(TWO, run_dir=tmp_path / 'two')
+    assert run.num_ranks == 2
+    until(lambda: run.metrics() or run.poll() is not None, 300)
+    run.stop()
+    run.wait(300)
+    assert run.was_stopped() and re.match('stopped: step [1-3] of 4', status(run)), run.log_tail(30)
+    again = resume(run.run_dir)
+    again.wait(300)
+    assert again.num_ranks == 2 and status(again).startswith('finished: step 4 of 4')
+    assert [m['step'] for m in again.metrics()] == [1, 2, 3, 4]
+    assert (run.run_dir / 'model' / 'model.safetensors').exists()
+
+
+def test_a_rank_that_dies_ends_the_run(tmp_path):
+    "kill -9 of one of two ranks: the run ends, and says which"
+    run = launch(replace(TWO, steps=400), tmp_path / 'dies')
+    until(lambda: run.metrics() or run.poll() is not None, 300)
+    for pid in Path(f'/proc/{run.process.pid}/task/{run.process.pid}/children').read_text().split():
+        settings = Path(f'/proc/{pid}/environ').read_bytes().split(b'\0')
+        if b'RANK=1' in settings:
+            os.kill(int(pid), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match='dies ended with exit code 1'):
+        run.wait(300)
+    assert 'rank 1' in run.log_tail(200) and status(run).startswith('failed')
+
+
+GPUS = replace(
+    one_gpu(),
+    train_engine='megatron',
+    rollout_engine='pool',
+    parallel=ParallelConfig(ep=2, dtype='bfloat16'),
+    policy=replace(one_gpu().policy, num_hidden_layers=4),
+    vllm=VllmConfig(num_replicas=2),
+)
+
+
+def test_launch_on_gpus_that_are_here(tmp_path):
+    "Two ranks and two servers need four GPUs"
+    with patch.object(module, 'launch') as launched:
+        with patch.object(torch.cuda, 'device_count', lambda: 4):
+            launch_on(GPUS, 1, 4, run_dir=tmp_path / 'a')
+        launched.assert_called_once_with(GPUS, tmp_path / 'a', 2)
+        with patch.object(torch.cuda, 'device_count', lambda: 3):
+            assert launch_on(GPUS, 1, 4, run_dir=tmp_path / 'a') == tmp_path / 'a.sh'
+        launched.assert_called_once()
+
+
+@pytest.mark.parametrize(
+    'nodes, slurm, has',
+    [(1, True, 'torchrun --nnodes=1'), (3, True, '#SBATCH --nodes=3'), (3, False, 'hosts=("$@")')],
+)
+def test_launch_on_machines_that_are_elsewhere(tmp_path, nodes, slurm, has, capsys):
+    "A picture, an estimate, and a script that starts what was asked for; nothing runs"
+    script = launch_on(GPUS, nodes, 4, 'H200', tmp_path / 'a', slurm)
+    text = script.read_text()
+    assert (
+        has in text
+        and 'not run on GPU' in text
+        and f'run={tmp_path}/a' in text
+        and 'GB' in capsys.readouterr().out
+    )
+    assert subprocess.run(['bash', '-n', script]).returncode == 0
+    config = Path(re.search(r'config=(\S+)', text)[1])
+    assert read_run_config(config) == replace(GPUS, run_dir=str(tmp_path / 'a')) and sorted(
+        tmp_path.iterdir()
+    ) == [config, script]
+
+
+def test_launch_on_too_few_gpus(tmp_path):
+    with pytest.raises(ValueError, match='leave none to train'):
+        launch_on(GPUS, 1, 2, run_dir=tmp_path / 'a')
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_many_ranks(tmp_path):
+    "Refused before a process or a file exists"
+    with pytest.raises(ValueError, match="2 ranks: train_engine='torch' is one"):
+        launch(SMOKE, tmp_path / 'a', num_ranks=2)
+    assert list(tmp_path.iterdir()) == []

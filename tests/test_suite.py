@@ -1,0 +1,84 @@
+"How the suite is run: what it says while it runs, and which files `-k` imports"
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.progress import Progress, part
+from tests.support.selection import ignore, may_match
+
+TEXT = 'algo/test_losses.py\ntest_gradient\nespo\ngrpo'
+
+
+@pytest.mark.parametrize(
+    'expression, possible',
+    [
+        ('losses', True),
+        ('Losses', True),
+        ('losses and espo', True),
+        ('losses and not espo', True),  # another test of the file may be without it
+        ('not losses', True),
+        ('vllm', False),
+        ('vllm or grpo', True),
+        ('vllm and grpo', False),
+        ('not (losses or not vllm)', False),
+    ],
+)
+def test_a_file_is_imported_where_a_test_of_it_may_be_meant(expression, possible):
+    assert may_match(expression, TEXT) == possible
+
+
+@pytest.mark.parametrize(
+    'keyword, file, left_out',
+    [
+        ('espo', 'algo/test_espo.py', None),
+        ('genrm', 'launch/test_sizing.py', True),
+        ('algo', 'algo/test_losses.py', None),
+        ('', 'launch/test_sizing.py', None),
+        ('rollout', 'test_notebooks.py', None),  # its tests have the names of notebooks
+    ],
+)
+def test_files_that_k_leaves_out(keyword, file, left_out):
+    config = SimpleNamespace(option=SimpleNamespace(keyword=keyword), rootpath=ROOT)
+    assert ignore(ROOT / 'tests' / file, config) is left_out
+
+
+NOTEBOOK = 'tests/test_notebooks.py::test_notebook_runs[rollout/02_fp8]'
+LOSSES = 'tests/algo/test_losses.py::test_gradient'
+
+
+def test_parts():
+    assert part(NOTEBOOK) == 'notebook rollout/02_fp8' and part(LOSSES) == 'algo/test_losses'
+
+
+def test_progress_says_how_far_it_is_what_runs_and_what_failed():
+    lines, clock = [], [0.0]
+    p = Progress(lines.append, now=lambda: clock[0])
+    clock[0] = 61
+    assert p.line() == ' 1:01  collecting'
+    p.pytest_xdist_node_collection_finished(ids=['a'] * 8)
+    p.pytest_runtest_logstart(LOSSES)
+    p.pytest_runtest_logreport(SimpleNamespace(failed=True, nodeid=LOSSES))
+    p.pytest_runtest_logfinish(LOSSES)
+    p.pytest_runtest_logstart(NOTEBOOK)
+    clock[0] = 75
+    assert lines == [f' 1:01  FAILED {LOSSES}']
+    assert p.line() == ' 1:15   12 %  1 of 8, 1 failed  notebook rollout/02_fp8 (14 s)'
+
+
+@pytest.mark.parametrize(
+    'when, outcome, kind',
+    [
+        ('call', 'passed', 'passed'),
+        ('call', 'failed', 'failed'),
+        ('setup', 'failed', 'error'),
+        ('setup', 'skipped', 'skipped'),
+        ('call', 'skipped', 'skipped'),
+    ],
+)
+def test_every_outcome_is_counted_as_pytest_counts_it(when, outcome, kind):
+    report = SimpleNamespace(when=when, outcome=outcome, failed=outcome == 'failed')
+    assert Progress(print).pytest_report_teststatus(report) == (kind, '', '')
+    passed = SimpleNamespace(when='setup', outcome='passed', failed=False)
+    assert Progress(print).pytest_report_teststatus(passed) is None
