@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 
 from compassrl.algo.engine_gap import discrepancy
-from compassrl.algo.losses import tis_weights
+from compassrl.algo.ratios import tis_weights
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed

@@ -1,11 +1,16 @@
-"""Three ways to treat silent groups, from the same cold start, with the same number of generated tokens: held-out accuracy and what became of the tokens.
+"""Three ways to treat silent groups: held-out accuracy and what became of the tokens.
+
+All start from the same cold start and generate the same number of tokens.
 
 grpo    nothing is done: a group whose rewards are equal adds nothing to the update
-refill  DAPO's dynamic sampling: silent groups are thrown away and other prompts are asked until the batch is full
-stages  the paper's three: silent groups grow, penalties tell equals apart, RL-ZVP gives the rest an advantage per token
+refill  DAPO's dynamic sampling: silent groups are thrown away, and other prompts are asked until
+        the batch is full
+stages  the paper's three: silent groups grow, penalties tell equals apart, RL-ZVP gives the rest
+        an advantage per token
 
-All use the GRPO loss and R3. Prompts are a mix of easy, medium and hard ones for which about half of plain GRPO's groups are silent. A run ends when
-its budget of response tokens is spent. Last line: one JSON object; `ratio` is the mean gain of `stages` over that of `grpo`.
+All use the GRPO loss and R3. Prompts are a mix of easy, medium and hard ones for which about half
+of plain GRPO's groups are silent. A run ends when its budget of response tokens is spent. Last
+line: one JSON object; `ratio` is the mean gain of `stages` over that of `grpo`.
 usage: python benchmarks/zero_variance.py [--seeds 0 1 2] [--budget 900000] [--quick]
 """
 
@@ -36,11 +41,8 @@ METHODS = dict(
     refill=ZeroVarianceConfig('refill', **OFF),
     stages=ZeroVarianceConfig(),
 )
-MIX = (
-    ('strings', 0.0, 0.35),
-    ('arithmetic', 1.0, 0.4),
-    ('arithmetic', 4.0, 0.25),
-)  # domain, difficulty, share: easy, medium, hard
+# domain, difficulty, share: easy, medium, hard
+MIX = (('strings', 0.0, 0.35), ('arithmetic', 1.0, 0.4), ('arithmetic', 4.0, 0.25))
 
 
 class Spent(Exception):
@@ -75,10 +77,8 @@ def prepare(a, seed):
     "Parts of a run whose policy has been cold-started on the mix"
     cfg = base(a, seed)
     parts = load(cfg)
-    parts.policy, parts.rollout = (
-        Policy(cfg.policy, cfg.seed),
-        TorchRollout(cfg.policy, cfg.rollout.num_slots),
-    )
+    parts.policy = Policy(cfg.policy, cfg.seed)
+    parts.rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
     parts.train, parts.heldout = (
         prompts_of(n, seed, split, parts.tokenizer)
         for n, split in ((a.train, 'train'), (a.heldout, 'heldout'))
@@ -199,14 +199,17 @@ def main():
         for method in METHODS:
             rows.append(r := run(a, cfg, parts, start, method))
             print(
-                f'seed {seed} {method:7} {r["steps"]:4} steps, {r["seconds"]:4.0f} s: silent at first {r["silent_first"]:.0%} (step 1: {r["silent_first_start"]:.0%}), '
-                f'tokens with gradient {r["gradient_tokens"]:.0%}, prompts without {r["prompts_without_gradient"]:.1%}; '
+                f'seed {seed} {method:7} {r["steps"]:4} steps, {r["seconds"]:4.0f} s: silent at '
+                f'first {r["silent_first"]:.0%} (step 1: {r["silent_first_start"]:.0%}), '
+                f'tokens with gradient {r["gradient_tokens"]:.0%}, prompts without '
+                f'{r["prompts_without_gradient"]:.1%}; '
                 f'held out {100 * r["evals"][0][1]:.1f} -> {100 * r["evals"][-1][1]:.1f} %',
                 flush=True,
             )
     t = table(rows)
     print(
-        f'\n{"":8}{"steps":>12}{"silent first":>16}{"residual":>14}{"asked in vain":>16}{"gradient tokens":>18}{"held out, points":>20}'
+        f'\n{"":8}{"steps":>12}{"silent first":>16}{"residual":>14}{"asked in vain":>16}'
+        f'{"gradient tokens":>18}{"held out, points":>20}'
     )
     for m, v in t.items():
 
@@ -214,7 +217,9 @@ def main():
             return f'{scale * v[k][0]:.1f} ± {scale * v[k][1]:.1f}'
 
         print(
-            f'{m:8}{cell("steps", 1):>12}{cell("silent_first"):>16}{cell("residual"):>14}{cell("prompts_without_gradient"):>16}{cell("gradient_tokens"):>18}{"+" + cell("gain"):>20}'
+            f'{m:8}{cell("steps", 1):>12}{cell("silent_first"):>16}{cell("residual"):>14}'
+            f'{cell("prompts_without_gradient"):>16}{cell("gradient_tokens"):>18}'
+            f'{"+" + cell("gain"):>20}'
         )
     settings = dict(
         budget=a.budget,
@@ -231,7 +236,8 @@ def main():
             dict(
                 name='zero_variance',
                 ratio=round(t['stages']['gain'][0] / (t['grpo']['gain'][0] or 1e-9), 3),
-                units='mean gain of held-out avg@8 with three stages / with plain GRPO, same tokens',
+                units='mean gain of held-out avg@8 with three stages / with plain GRPO, same '
+                'tokens',
                 table=t,
                 runs=rows,
                 settings=settings,

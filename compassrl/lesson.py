@@ -27,7 +27,7 @@ stages = {  # stage -> its place in the course, what its box says; six in a row
     'sft': ('I.8', 'cold start'),
     'trainer': ('II.9', 'the loop'),
     'evaluate': ('I.9', 'evaluate'),
-    'launch': ('VI.1', 'launch'),
+    'launch': ('', 'launch'),
 }
 _homes = {  # module or folder -> its stage
     'data.tasks': 'tasks',
@@ -54,6 +54,7 @@ _homes = {  # module or folder -> its stage
     'loop': 'trainer',
     'experience': 'trainer',
     'config': 'trainer',
+    'settings': 'trainer',
     'train.megatron.leader': 'trainer',
     'runs.evaluate': 'evaluate',
     'runs': 'evaluate',

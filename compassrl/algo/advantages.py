@@ -69,8 +69,10 @@ def group_stats(
     group: Tensor,  # [B] integers; samples with equal ids compete
     valid: Tensor | None = None,  # [B] bool: the verifier gave a verdict (None: all)
 ) -> GroupStats:  # one entry per group that occurs
-    "Group moments by scatter. Raises ValueError for other shapes and for a valid reward that is not finite"
-    valid = _check(rewards, group, valid)
+    """Group moments by scatter
+
+    Raises ValueError for other shapes and for a valid reward that is not finite."""
+    valid = _valid_mask(rewards, group, valid)
     r = rewards.double().masked_fill(~valid, 0.0)
     ids, index = torch.unique(group, return_inverse=True)
     zeros = r.new_zeros(len(ids))
@@ -84,11 +86,12 @@ def group_stats(
     return GroupStats(index, num, mean, std, (num < 2) | (top - low <= tolerance * scale))
 
 
-def _check(rewards, group, valid):  # the [B] bool mask of valid samples
+def _valid_mask(rewards, group, valid):  # [B] bool
     if rewards.dim() != 1 or rewards.shape != group.shape:
         raise ValueError(
-            f'rewards {list(rewards.shape)} and group {list(group.shape)}: pass one of each per response, '
-            '[B] and [B]; a [P, G] table becomes rewards.flatten() and torch.arange(P).repeat_interleave(G)'
+            f'rewards {list(rewards.shape)} and group {list(group.shape)}: pass one of each per '
+            'response, [B] and [B]; a [P, G] table becomes rewards.flatten() and '
+            'torch.arange(P).repeat_interleave(G)'
         )
     if group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
         raise ValueError(f'group is {group.dtype}: use integer ids')
@@ -96,13 +99,15 @@ def _check(rewards, group, valid):  # the [B] bool mask of valid samples
         valid = torch.ones_like(group, dtype=torch.bool)
     if valid.shape != group.shape or valid.dtype != torch.bool:
         raise ValueError(
-            f'valid is {valid.dtype} {list(valid.shape)}: use a bool mask of shape {list(group.shape)}'
+            f'valid is {valid.dtype} {list(valid.shape)}: use a bool mask of shape '
+            f'{list(group.shape)}'
         )
     bad = (valid & ~rewards.isfinite()).nonzero()
     if len(bad):
         i = int(bad[0])
         raise ValueError(
-            f'rewards[{i}] = {rewards[i].item()}: use a finite reward, or mark the sample valid=False'
+            f'rewards[{i}] = {rewards[i].item()}: use a finite reward, or mark the sample '
+            'valid=False'
         )
     return valid
 
@@ -112,13 +117,15 @@ def group_advantages(
     rewards: Tensor,  # [B]
     group: Tensor,  # [B] integers; samples with equal ids compete
     valid: Tensor | None = None,  # [B] bool: the verifier gave a verdict (None: all)
-    estimator: Estimator = 'grpo',  # 'grpo': z-score; 'dr_grpo': not divided by the std; 'rloo': minus the others' mean
-    std_floor: float
-    | Tensor = 0.0,  # 'grpo': the std counts as at least this; one number, or [P] in ascending order of id
-) -> (
-    Tensor
-):  # [B] zero mean per group; exactly 0 in a flat group and for samples that are not valid
-    "Rewards relative to their group: DeepSeekMath section 4.1, Dr.GRPO, or leave-one-out (RLOO). Raises ValueError"
+    estimator: Estimator = 'grpo',  # see below
+    eps: float = 1e-6,  # added to the std
+    tol: float = 1e-6,  # rewards of a group that differ by no more are equal
+    std_floor: float | Tensor = 0.0,  # the std counts as at least this; or [P], by ascending id
+) -> Tensor:  # [B] zero mean per group; exactly 0 in a flat group and where not valid
+    """Rewards relative to their group
+
+    'grpo' is the z-score (DeepSeekMath, section 4.1), and only it has a floor; 'dr_grpo' does not
+    divide by the std; 'rloo' subtracts the mean of the others. Raises ValueError."""
     _check_estimator(estimator)
     s = group_stats(rewards, group, valid)
     floor = _check_floor(std_floor, s.std)

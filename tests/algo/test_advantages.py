@@ -1,4 +1,5 @@
-"Group-relative advantages: an oracle in plain Python, laws over random groups, wrong versions that they must catch"
+"""Group-relative advantages: an oracle in plain Python, laws over random groups,
+wrong versions that they must catch"""
 
 import statistics
 from math import comb
@@ -18,17 +19,19 @@ from compassrl.algo.advantages import (
     zero_variance,
 )
 
+# examples are small; shrinking them would cost minutes on the mutants
 random = settings(
     deadline=None,
     max_examples=60,
     derandomize=True,
     report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate],
-)  # examples are small; shrinking them would cost minutes on the mutants
+)
 
 
 def oracle(rewards, group, valid=None, estimator='grpo', eps=1e-6, floor=None):
-    "Python floats and loops; rewards must be multiples of 1/8 so that equality is exact; `floor` maps ids to numbers"
+    """Python floats and loops; rewards must be multiples of 1/8 so that equality is exact;
+    `floor` maps ids to numbers"""
     rewards, group = rewards.tolist(), group.tolist()
     valid = [True] * len(group) if valid is None else valid.tolist()
     out = []
@@ -54,7 +57,8 @@ def close(a, b, tol=1e-6):
 
 @st.composite
 def groups(draw):
-    "Unequal groups, ids with gaps and of any sign, rows in any order, some samples without a verdict"
+    """Unequal groups, ids with gaps and of any sign, rows in any order,
+    some samples without a verdict"""
     sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     ids = draw(
         st.lists(st.integers(-50, 10**9), min_size=len(sizes), max_size=len(sizes), unique=True)
@@ -71,7 +75,7 @@ def groups(draw):
     return torch.tensor(rewards), torch.tensor(group), torch.tensor(valid)
 
 
-# ---- laws: each takes the implementation -------------------------------------------------------------------
+# ---- laws: each takes the implementation ---------------------------------------------------------
 
 
 def law_oracle(fn):
@@ -197,7 +201,7 @@ def test_law(law):
     law(group_advantages)
 
 
-# ---- mutants -----------------------------------------------------------------------------------------------
+# ---- mutants -------------------------------------------------------------------------------------
 
 
 def mutant(change=lambda r, g, v: (r, g, v), after=lambda a, r, g, v: a, **kw):
@@ -263,7 +267,7 @@ def test_some_law_kills_the_mutant(name):
     assert any(broken(law) for law in LAWS)
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 
 def test_worked_example():
@@ -276,11 +280,11 @@ def test_worked_example():
 
 
 def test_near_ties_reach_order_one():
-    "Rewards {.48 .. .51}: std .01, |advantage| above 1: near ties must be made equal, or divided by a floor"
-    r, g = (
-        torch.tensor([0.50, 0.51, 0.49, 0.50, 0.50, 0.48, 0.51, 0.50]),
-        torch.zeros(8, dtype=torch.long),
-    )
+    """Rewards from .48 to .51: std .01, |advantage| above 1
+
+    Near ties must be made equal, or divided by a floor."""
+    r = torch.tensor([0.50, 0.51, 0.49, 0.50, 0.50, 0.48, 0.51, 0.50])
+    g = torch.zeros(8, dtype=torch.long)
     assert 1.0 < group_advantages(r, g).abs().max() < 2.5
     assert group_advantages(r, g, std_floor=0.1).abs().max() < 0.2
 
@@ -320,7 +324,8 @@ def test_zero_variance_rate_by_enumeration(p, row):
 
 @pytest.mark.parametrize('name', ['dr_grpo', 'rloo'])
 def test_expected_gradient(name):
-    "Bernoulli policy, every outcome enumerated: Dr.GRPO (1 - 1/N) of the true gradient, leave-one-out all of it"
+    """Bernoulli policy, every outcome enumerated: Dr.GRPO (1 - 1/N) of the true gradient,
+    leave-one-out all of it"""
     p = torch.linspace(0.01, 0.99, 21).double()
     for N in (2, 3, 8):
         correct = (torch.arange(N) < torch.arange(N + 1)[:, None]).double()
@@ -331,7 +336,7 @@ def test_expected_gradient(name):
         close((prob * (adv * (correct[..., None] - p)).mean(1)).sum(0), share * p * (1 - p), 1e-12)
 
 
-# ---- zero_variance, spread, errors -------------------------------------------------------------------------
+# ---- zero_variance, spread, errors ---------------------------------------------------------------
 
 
 @random

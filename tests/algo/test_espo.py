@@ -1,4 +1,5 @@
-"ESPO: a loop as oracle for value, gradient and metrics, laws, limits, the paper's numbers, wrong versions to catch"
+"""ESPO: a loop as oracle for value, gradient and metrics, laws, limits, the paper's numbers,
+wrong versions to catch"""
 
 import math
 import sys
@@ -26,9 +27,8 @@ from tests.support import loss_laws as laws
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import counts, random, value_and_grad
 
-espo_module = sys.modules[
-    'compassrl.algo.espo'
-]  # the name `compassrl.algo.espo` may mean the function
+# the name `compassrl.algo.espo` may mean the function
+espo_module = sys.modules['compassrl.algo.espo']
 PLAIN = LossConfig('espo', tis='off')
 
 
@@ -61,7 +61,8 @@ def as_batch(mask, adv, old, entropy):
 
 @st.composite
 def batches(draw, token_wise=st.booleans()):
-    "fp64 rows of unequal prompts and responses, some empty; equal entropies; ratios on both sides of the clip range"
+    """fp64 rows of unequal prompts and responses, some empty; equal entropies;
+    ratios on both sides of the clip range"""
     g = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     B, T = draw(st.integers(1, 6)), draw(st.integers(3, 14))
     start = torch.randint(1, T, (B, 1), generator=g)
@@ -95,7 +96,7 @@ configs = st.builds(
 )
 
 
-# ---- the oracle ----------------------------------------------------------------------------------------------
+# ---- the oracle ----------------------------------------------------------------------------------
 
 
 def naive_groups(H, own):
@@ -120,8 +121,9 @@ def naive(own, new, batch):
     n, B = counts(batch)
     value, grad = 0.0, torch.zeros_like(new)
     sums = dict.fromkeys(
-        'clip_frac clip_frac_low clip_frac_high '
-        'clip_frac_high_entropy clip_frac_low_entropy high_entropy_frac clip_eps ratio_mean approx_kl'.split(),
+        'clip_frac clip_frac_low clip_frac_high clip_frac_gspo_token clip_frac_literal '
+        'clip_frac_high_entropy clip_frac_low_entropy high_entropy_frac clip_eps ratio_mean '
+        'approx_kl'.split(),
         0.0,
     )
     for i, row in enumerate(batch.response_mask.tolist()):
@@ -161,7 +163,7 @@ def naive(own, new, batch):
     return value, grad, {k: v / n for k, v in sums.items()}
 
 
-# ---- laws: each takes `make(own)`, which builds the loss -----------------------------------------------------
+# ---- laws: each takes `make(own)`, which builds the loss -----------------------------------------
 
 
 def law_naive(make):
@@ -187,7 +189,8 @@ def law_padding(make):
 
 
 def law_first_step(make):
-    "Ratio 1: nothing is clipped, not even at a clip range of 0; the gradient is REINFORCE's, weighed by group"
+    """Ratio 1: nothing is clipped, not even at a clip range of 0; the gradient is REINFORCE's,
+    weighed by group"""
 
     @random
     @given(batches(), configs)
@@ -219,7 +222,9 @@ def law_one_group(make):
 
 
 def law_own_groups(make):
-    "One token per group and a fixed clip: GRPO. With one token GSPO-token's form is the token's ratio"
+    """One token per group and a fixed clip: GRPO
+
+    With one token GSPO-token's form is the token's ratio."""
 
     @random
     @given(batches(), st.sampled_from([3e-4, 0.01, 0.2]))
@@ -243,7 +248,8 @@ def same(a, b, new, batch):
 
 
 def law_finite_differences(make):
-    "The value moves as the gradient says, where the tokens of a group share an advantage: sg[] changes nothing there"
+    """The value moves as the gradient says, where the tokens of a group share an advantage:
+    sg[] changes nothing there"""
 
     @settings(random, max_examples=8)
     @given(batches(token_wise=st.just(False)), configs)
@@ -302,7 +308,7 @@ def test_law(law):
     law(library)
 
 
-# ---- mutants: a line of the module replaced ------------------------------------------------------------------
+# ---- mutants: a line of the module replaced ------------------------------------------------------
 
 
 def mutant(old, new):
@@ -323,7 +329,8 @@ MUTANTS = dict(
     ),
     top_of_the_batch=(
         'n = mask.sum(1, keepdim=True)',
-        'n = mask.sum(); rank = entropy.masked_fill(~mask, -inf).flatten().argsort().argsort().view_as(mask)\n'
+        'n = mask.sum(); rank = entropy.masked_fill(~mask, '
+        '-inf).flatten().argsort().argsort().view_as(mask)\n'
         '    rank = rank.numel()-1-rank',
     ),
     quantile_of_the_rows_at_hand=(
@@ -343,9 +350,9 @@ MUTANTS = dict(
         'group_sums(delta, groups, mask).gather(1, groups).exp()',
     ),
     wrong_side=(
-        'clipped_surrogate(shared*token.exp(), advantages, mask, eps, eps)',
-        '(lambda x, low, high: (-x, low, high))('
-        '*clipped_surrogate(shared*token.exp(), -advantages, mask, eps, eps))',
+        'k:clipped_surrogate(shared*x.exp(), advantages, mask, eps, eps)',
+        'k:(lambda l, a, b: (-l, a, b))(*clipped_surrogate(shared*x.exp(), -advantages, mask, '
+        'eps, eps))',
     ),
     eps_from_the_new_policy=(
         'entropy.detach().to(delta.dtype)',
@@ -382,13 +389,14 @@ def test_some_law_kills_the_mutant(name):
     assert noticed(LAWS, mutant(*MUTANTS[name]), RuntimeError)  # shapes that no longer fit
 
 
-# ---- groups --------------------------------------------------------------------------------------------------
+# ---- groups --------------------------------------------------------------------------------------
 
 
 @random
 @given(batches(), configs)
 def test_groups_of_a_response(data, own):
-    "Groups are numbered from the most uncertain, without gaps; every entropy of one is at least those of the next"
+    """Groups are numbered from the most uncertain, without gaps;
+    every entropy of one is at least those of the next"""
     _, batch = data
     groups = entropy_groups(batch.entropy, batch.response_mask, own)
     assert (groups[~batch.response_mask] == 0).all()
@@ -418,13 +426,14 @@ def test_top_share_is_exact():
         assert share(n, percent / 100).tolist() == want
 
 
-# ---- what only the whole batch knows -------------------------------------------------------------------------
+# ---- what only the whole batch knows -------------------------------------------------------------
 
 
 @random
 @given(batches(), st.sampled_from([0.1, 0.2, 0.5, 1.0]), st.randoms(use_true_random=False))
 def test_threshold_of_the_batch(data, frac, rnd):
-    "The ceil(frac*n)-th largest entropy of the response tokens, in any order of the rows and with any padding"
+    """The ceil(frac*n)-th largest entropy of the response tokens,
+    in any order of the rows and with any padding"""
     _, batch = data
     mask = batch.response_mask
     values = sorted(batch.entropy[mask].tolist(), reverse=True)
@@ -443,7 +452,8 @@ def test_threshold_of_the_batch(data, frac, rnd):
 @random
 @given(st.integers(1, 200), st.integers(0, 10**6))
 def test_threshold_picks_what_a_quantile_picks(n, seed):
-    "At 20% the same tokens as `entropy >= torch.quantile(entropy, .8)`, which is how TRL states the rule"
+    """At 20% the same tokens as `entropy >= torch.quantile(entropy, .8)`,
+    which is how TRL states the rule"""
     H = torch.rand(1, n, generator=torch.Generator().manual_seed(seed)).double()
     batch = as_batch(torch.ones(1, n, dtype=torch.bool), 0 * H, 0 * H, H)
     own = EspoConfig(groups='batch_quantile').for_batch(batch, 99)
@@ -473,7 +483,7 @@ def test_split_moves_the_quantile_but_not_the_loss():
     close(sum(cut), value, 1e-13)
 
 
-# ---- the paper's numbers -------------------------------------------------------------------------------------
+# ---- the paper's numbers -------------------------------------------------------------------------
 
 OLD, NEW = (
     double([x]) for x in ([-0.1, -2, -0.05, -1.5, -0.2], [-0.09, -1.9, -0.05, -1.55, -0.21])
@@ -538,7 +548,8 @@ def test_emphasis_of_the_top_fifth():
 
 
 def test_zero_variance_advantages_decide_token_by_token():
-    "RL-ZVP on the worked entropies: the clip looks at the sign of each token; the value is s times the weighted mean"
+    """RL-ZVP on the worked entropies: the clip looks at the sign of each token;
+    the value is s times the weighted mean"""
     for adv, dead in (
         ([0.01, 0.2, 0.005, 0.15, 0.02], [1, 3]),
         ([-0.19, 0, -0.195, -0.05, -0.18], []),
@@ -562,7 +573,8 @@ def test_low_precision_in_full_precision_out():
 
 
 def test_expected_gradient_by_enumeration():
-    "All 64 responses of a known policy: with tokens alike the gradient of the reward is exact, with groups alike not"
+    """All 64 responses of a known policy: with tokens alike the gradient of the reward is exact,
+    with groups alike not"""
     responses = torch.cartesian_prod(*[torch.arange(4)] * 3)
     theta = torch.randn(21, 4, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
     prefix = torch.stack(
@@ -588,7 +600,7 @@ def test_expected_gradient_by_enumeration():
     assert expected(1.0, torch.ones(64).double()).norm() > 1e-3
 
 
-# ---- what a user gets wrong ----------------------------------------------------------------------------------
+# ---- what a user gets wrong ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -635,7 +647,7 @@ def test_no_entropy():
         library(EspoStep(vocab_size=99))(new, replace(batch, entropy=None), *counts(batch))
 
 
-# ---- with a policy: packing, micro-batches, ranks ------------------------------------------------------------
+# ---- with a policy: packing, micro-batches, ranks ------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -649,7 +661,8 @@ def test_no_entropy():
     ids=lambda c: f'{c.groups}-{c.ratio}',
 )
 def test_gradient_of_a_policy_however_the_rows_are_cut(own):
-    "fp64: parameters get the same gradient from one packed pass, from many, and as a sum over two ranks"
+    """fp64: parameters get the same gradient from one packed pass, from many,
+    and as a sum over two ranks"""
     from compassrl.model.policy import Policy, PolicyConfig
     from compassrl.train.torch_engine import accumulate_grads, response_log_probs
 

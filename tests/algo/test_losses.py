@@ -1,4 +1,5 @@
-"Policy losses: a loop and TRL's code as oracles, laws over random batches, exact enumeration, wrong versions to catch"
+"""Policy losses: a loop and TRL's code as oracles, laws over random batches, exact enumeration,
+wrong versions to catch"""
 
 import math
 from collections import defaultdict
@@ -11,18 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compassrl.algo import losses
+from compassrl.algo import losses, ratios
 from compassrl.algo.advantages import group_advantages
-from compassrl.algo.losses import (
-    LossConfig,
-    PolicyLoss,
-    aggregate,
-    kl_estimate,
-    policy_loss,
-    ratio_sums,
-    tis_weights,
-    token_weights,
-)
+from compassrl.algo.losses import LossConfig, PolicyLoss, aggregate, policy_loss, token_weights
+from compassrl.algo.ratios import kl_estimate, ratio_sums, tis_weights
 from compassrl.model.log_probs import token_log_probs
 from compassrl.records import Batch
 from tests.support import loss_laws as laws
@@ -67,7 +60,7 @@ def as_batch(mask, adv, old, ref=None, rollout=None, group=None):
 
 @st.composite
 def batches(draw):
-    """fp64 rows of unequal prompts and responses, one of them empty now and then, from groups of unequal size;
+    """fp64 rows of unequal prompts and responses, one empty now and then, from unequal groups;
     ratios on both sides of every clip range; advantages per response or per token"""
     g = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     B, T = draw(st.integers(1, 7)), draw(st.integers(3, 12))
@@ -134,7 +127,7 @@ def naive(cfg, new, batch):
     return torch.tensor(total, dtype=torch.double), grad
 
 
-# ---- laws: each takes `make(cfg)`, which builds the loss -----------------------------------------------------
+# ---- laws: each takes `make(cfg)`, which builds the loss -----------------------------------------
 
 
 def law_naive(make):
@@ -153,6 +146,17 @@ def law_split(make):
     laws.split(make, batches(), configs)
 
 
+def law_every_average(make):
+    "Rows one by one, with the counts of all: the parts of every kind of average add up"
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]]).bool()
+    new = fp64([[0.0, -0.5, -0.9, -0.2], [0.0, -1.1, 0.0, 0.0], [0.0, -0.3, -0.7, 0.0]])
+    batch = as_batch(mask, fp64([[1.0], [-0.5], [0.8]]) * mask, new - 0.1)
+    for mode in MODES:
+        loss = make(LossConfig(aggregation=mode, max_response_tokens=8))
+        rows = [loss(new[i : i + 1], batch.map(lambda t: t[i : i + 1]), 6, 3)[0] for i in range(3)]
+        close(sum(rows), loss(new, batch, 6, 3)[0])
+
+
 PER_TOKEN = ('old_log_probs', 'advantages', 'ref_log_probs', 'rollout_log_probs', 'response_mask')
 
 
@@ -165,9 +169,10 @@ def law_packing(make):
         new, batch = data
         value, grad, _ = value_and_grad(make(cfg), new, batch, *counts(batch))
         B, T = new.shape
+        # new columns
         to = torch.rand(B, T + extra, generator=torch.Generator().manual_seed(seed)).argsort(1)[
             :, :T
-        ]  # new columns
+        ]
 
         def move(x):
             return x.new_zeros(B, T + extra).scatter(1, to, x)
@@ -185,7 +190,8 @@ def law_padding(make):
 
 
 def law_first_step(make):
-    "Ratio 1, old log-probs not even detached: REINFORCE's gradient for every loss; minus the mean advantage as value"
+    """Ratio 1, old log-probs not even detached: REINFORCE's gradient for every loss;
+    minus the mean advantage as value"""
 
     @random
     @given(batches(), configs)
@@ -212,7 +218,8 @@ SIDES = torch.tensor([[1.0] * 7 + [-1.0] * 7], dtype=torch.double)
 
 
 def law_clip(make):
-    "The gradient stops only where a token has already moved the way its advantage asks; sides are counted apart"
+    """The gradient stops only where a token has already moved the way its advantage asks;
+    sides are counted apart"""
     batch = as_batch(torch.ones(1, 14, dtype=torch.bool), SIDES, torch.zeros_like(SIDES) - 1)
     alive = torch.tensor([[1, 1, 1, 1, 1, 1, 0] + [0, 0, 1, 1, 1, 1, 1]])
     cases = dict(
@@ -239,7 +246,7 @@ def law_gspo_clip(make):
         assert metrics[f'clip_frac_{key}'].item() * 42 == pytest.approx(want)
 
 
-# The policy that is known completely: 4 tokens, 3 positions, 64 responses, a table of next-token logits
+# The policy that is known completely: 4 tokens, 3 positions, 64 responses, a table of logits
 RESPONSES = torch.cartesian_prod(*[torch.arange(4)] * 3)
 REWARD = (RESPONSES.diff(dim=1) >= 0).all(1).double()
 
@@ -256,7 +263,8 @@ def toy(seed):
 
 
 def law_enumeration(make):
-    "All 4,096 groups of two: the expected gradient is (1 - 1/2) of the exact gradient of the expected reward"
+    """All 4,096 groups of two: the expected gradient is (1 - 1/2) of the exact gradient of the
+    expected reward"""
     theta = toy(0)
     (exact,) = torch.autograd.grad(
         (toy_log_probs(theta, RESPONSES).sum(1).exp() * REWARD).sum(), theta
@@ -282,13 +290,12 @@ def law_enumeration(make):
 
 
 def law_tis(make):
-    "One token drawn from another policy mu: what each kind of weight makes of the expected gradient, in closed form"
+    """One token drawn from another policy mu:
+    what each kind of weight makes of the expected gradient, in closed form"""
     theta = torch.randn(4, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
-    mu, reward, one = (
-        fp64([0.45, 0.05, 0.1, 0.4]),
-        fp64([0.0, 1, 0, 0.5]),
-        torch.ones(4, 1, dtype=torch.bool),
-    )
+    mu = fp64([0.45, 0.05, 0.1, 0.4])
+    reward = fp64([0.0, 1, 0, 0.5])
+    one = torch.ones(4, 1, dtype=torch.bool)
 
     def grad(x):
         return torch.autograd.grad(x, theta, retain_graph=True)[0]
@@ -330,6 +337,7 @@ def law_kl(make):
 
 LAWS = [
     law_clip,
+    law_every_average,
     law_gspo_clip,
     law_tis,
     law_kl,
@@ -347,24 +355,20 @@ def test_law(law):
     law(PolicyLoss)
 
 
-# ---- mutants: a line of the module replaced ------------------------------------------------------------------
+# ---- mutants: a line of the module replaced ------------------------------------------------------
 
 
 def mutant(old, new):
     "`PolicyLoss` of the copy"
-    copy = planted(losses, old, new)
+    copy = planted((ratios, losses), old, new)
     return lambda cfg: copy.PolicyLoss(copy.LossConfig(**vars(cfg)))
 
 
-MEAN, ROWS, RHO = (
-    'delta.detach().sum(-1, keepdim=True)',
-    'mask.sum(-1, keepdim=True)',
-    'rho = log_ratio(',
-)
-GSPO, OLD_ROLLOUT = (
-    '(mean+(delta-delta.detach())).exp()',
-    'old_log_probs.detach(), rollout_log_probs, mask)',
-)
+MEAN = 'delta.detach().sum(-1, keepdim=True)'
+ROWS = 'mask.sum(-1, keepdim=True)'
+RHO = 'rho = log_ratio('
+GSPO = '(mean+(delta-delta.detach())).exp()'
+OLD_ROLLOUT = 'old_log_probs.detach(), rollout_log_probs, mask)'
 MUTANTS = dict(
     mean_over_padding=(
         '(mask.sum(-1, keepdim=True).clamp(min=1)*num_samples)',
@@ -376,8 +380,8 @@ MUTANTS = dict(
     ),
     own_sample_count=('return mask.to(dtype)/num_samples', 'return mask.to(dtype)/len(mask)'),
     missing_detach=(
-        '-_wide(old_log_probs).detach()).masked_fill',
-        '-_wide(old_log_probs)).masked_fill',
+        '-at_least_fp32(old_log_probs).detach()).masked_fill',
+        '-at_least_fp32(old_log_probs)).masked_fill',
     ),
     mask_by_product=(
         '.detach()).masked_fill(~mask, 0.).clamp(-limit, limit)',
@@ -388,7 +392,7 @@ MUTANTS = dict(
         'loss = -torch.minimum(ratio*adv, ratio.clamp(low, high)*adv)',
         'loss = -ratio.clamp(low, high)*adv',
     ),
-    swapped_eps=('low,high,adv = 1-eps_low, 1+eps_high', 'low,high,adv = 1-eps_high, 1+eps_low'),
+    swapped_eps=('low,high = 1-eps_low, 1+eps_high', 'low,high = 1-eps_high, 1+eps_low'),
     clip_frac_of_both_signs=('(adv<0)&(ratio<low), (adv>0)&', '(ratio<low), '),
     gspo_arithmetic_mean=(
         GSPO,
@@ -414,8 +418,8 @@ MUTANTS = dict(
     tis_below=('rho.clamp(max=cap), rho>cap', 'rho.clamp(min=1/cap), rho<cap'),
     tis_mask_of_ones=('rho.masked_fill(dropped, 0.)', '(~dropped).to(rho)'),
     tis_of_the_kl=(
-        'loss = loss+cfg.kl_coef*mean(kl)',
-        'loss = loss+cfg.kl_coef*mean(kl*(w if cfg.tis!="off" else 1))',
+        'loss = loss+cfg.kl_coef*aggregate(kl,',
+        'loss = loss+cfg.kl_coef*aggregate(kl*(w if cfg.tis!="off" else 1),',
     ),
     inverted_kl=('return torch.expm1(-d)+d', 'return torch.expm1(d)-d'),
     reversed_kl=(
@@ -430,12 +434,13 @@ def test_some_law_kills_the_mutant(name):
     assert noticed(LAWS, mutant(*MUTANTS[name]))
 
 
-# ---- TRL's own code on the same tensors ----------------------------------------------------------------------
+# ---- TRL's own code on the same tensors ----------------------------------------------------------
 
 
 @pytest.fixture(scope='module')
 def trl_loss():
-    "`GRPOTrainer._compute_loss` itself; what stands in for the trainer hands out our log-probs as the model's"
+    """`GRPOTrainer._compute_loss` itself;
+    what stands in for the trainer hands out our log-probs as the model's"""
     from trl import GRPOTrainer
 
     def compute(x, batch, loss_type, low, high, level='token', beta=0.0, weights=None):
@@ -521,10 +526,8 @@ def test_trl(trl_loss, name, dtype, tol):
     @settings(random, max_examples=25)
     @given(batches())
     def check(data):
-        new, batch = (
-            data[0].to(dtype),
-            data[1].map(lambda t: t.to(dtype) if t.is_floating_point() else t),
-        )
+        new = data[0].to(dtype)
+        batch = data[1].map(lambda t: t.to(dtype) if t.is_floating_point() else t)
         rows = batch.response_mask.any(1)  # a row without a response is 0/0 in TRL's metrics
         new, batch = new[rows], batch.map(lambda t: t[rows])
         if cfg.name == 'gspo':  # one advantage per response
@@ -555,7 +558,8 @@ def test_trl(trl_loss, name, dtype, tol):
 
 @pytest.mark.parametrize('kind', ['truncate', 'mask'])
 def test_trl_with_weights(trl_loss, kind):
-    "The weights of the engine that sampled go where TRL puts them: on the policy's loss, not on the KL"
+    """The weights of the engine that sampled go where TRL puts them: on the policy's loss,
+    not on the KL"""
     cfg = LossConfig('dapo', tis=kind, tis_cap=1.2, tis_low=0.8, kl_coef=0.1)
 
     @random
@@ -585,7 +589,8 @@ def test_trl_with_weights(trl_loss, kind):
 
 @pytest.mark.parametrize('max_logits', [1, 700, 2**26])
 def test_trl_head(max_logits):
-    "Log-probs, entropies and gradients against TRL's fused head, which cuts the vocabulary instead of the tokens"
+    """Log-probs, entropies and gradients against TRL's fused head,
+    which cuts the vocabulary instead of the tokens"""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     torch.manual_seed(0)
@@ -598,7 +603,7 @@ def test_trl_head(max_logits):
         close(a.detach(), b.detach(), 2e-5)
 
 
-# ---- numbers -------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 HAND = torch.tensor([[1.0, 1.5, 1, 1], [1.0, 0.5, 1.1, 0.9]])
 HAND_MASK = torch.tensor([[True, True, False, False], [True] * 4])
@@ -616,17 +621,16 @@ def test_by_hand(mode, want):
     assert all(m.dim() == 0 and not m.requires_grad for m in metrics.values())
 
 
-ESPO_OLD, ESPO_NEW = (
-    fp64([[-0.1, -2, -0.05, -1.5, -0.2]]),
-    fp64([[-0.09, -1.9, -0.05, -1.55, -0.21]]),
-)
+ESPO_OLD = fp64([[-0.1, -2, -0.05, -1.5, -0.2]])
+ESPO_NEW = fp64([[-0.09, -1.9, -0.05, -1.55, -0.21]])
 
 
 @pytest.mark.parametrize(
     'name, a, want', [('gspo', 1.0, 1.0004), ('gspo', -1.0, math.exp(0.01)), ('grpo', 1.0, None)]
 )
 def test_gspo_number(name, a, want):
-    "exp(mean of .01, .1, 0, -.05, -.01) = exp(.01) = 1.01005, far beyond 1.0004; token ratios stay within .2"
+    """exp(mean of .01, .1, 0, -.05, -.01) = exp(.01) = 1.01005, far beyond 1.0004;
+    token ratios stay within .2"""
     one = torch.ones(1, 5, dtype=torch.bool)
     batch = as_batch(one, a * torch.ones(1, 5).double(), ESPO_OLD)
     value, grad, metrics = value_and_grad(PolicyLoss(LossConfig(name)), ESPO_NEW, batch, 5, 1)
@@ -658,7 +662,8 @@ def test_papers_defaults():
 
 
 def test_dr_grpo_divides_by_a_constant():
-    "Responses of 1 and 3,000 tokens, budget 3,000: 1/6,000 per token; GRPO gives the short one 3,000 times that"
+    """Responses of 1 and 3,000 tokens, budget 3,000: 1/6,000 per token;
+    GRPO gives the short one 3,000 times that"""
     mask = torch.arange(3000) < torch.tensor([[1], [3000]])
     want = {
         'seq-mean-token-sum-norm': (1 / 6000, 1 / 6000),
@@ -689,7 +694,8 @@ def test_tis_numbers():
 
 
 def test_k3_of_the_rollout():
-    "mean(rho - log rho - 1) over sampled tokens is KL(rollout || old): by enumeration, as estimate and as metric"
+    """mean(rho - log rho - 1) over sampled tokens is KL(rollout || old): by enumeration,
+    as estimate and as metric"""
     mu, p = (
         torch.randn(4, 1, generator=torch.Generator().manual_seed(s)).double().log_softmax(0)
         for s in (0, 1)
@@ -735,8 +741,10 @@ def product(log_probs, batch, n, B):  # the whole response's ratio: unbiased, an
 
 
 def test_estimators_against_enumeration():
-    """64 responses, unclipped: on the policy all are exact with one variance; away from it the product of the ratios
-    alone is unbiased. GRPO's mean is, in closed form, each token's gradient under the *old* prefixes"""
+    """64 responses, unclipped: on the policy all are exact with one variance
+
+    Away from it the product of the ratios alone is unbiased. GRPO's mean is, in closed form, each
+    token's gradient under the *old* prefixes."""
     for seed in range(3):
         for name in NAMES:
             cfg = LossConfig(name, tis='off', **OPEN)
@@ -752,9 +760,8 @@ def test_estimators_against_enumeration():
         old, step = toy(seed).detach(), toy(seed + 1).detach()
         theta = (old + step).requires_grad_()
         lp, lo = toy_log_probs(theta, RESPONSES), toy_log_probs(old, RESPONSES)
-        weight = (
-            (lo.sum(1, keepdim=True) - lo + lp).exp().detach()
-        )  # old everywhere but at the token itself
+        # old everywhere but at the token itself
+        weight = (lo.sum(1, keepdim=True) - lo + lp).exp().detach()
         (want,) = torch.autograd.grad((weight * lp * (REWARD - 0.5)[:, None]).sum(), theta)
         close(found['grpo'][0], want, 1e-12)
 
@@ -777,7 +784,8 @@ def test_clipping_lowers_the_variance():
     st.sampled_from(['grpo', 'dr_grpo', 'rloo']),
 )
 def test_from_rewards_to_gradients_in_any_order(data, cfg, rnd, estimator):
-    "Groups of unequal size, rows shuffled before the advantages are made: value and gradient move with their rows"
+    """Groups of unequal size, rows shuffled before the advantages are made:
+    value and gradient move with their rows"""
     new, batch = data
     order = list(range(len(batch)))
     rnd.shuffle(order)
@@ -797,7 +805,8 @@ def test_from_rewards_to_gradients_in_any_order(data, cfg, rnd, estimator):
 
 
 def test_packed_hidden_states():
-    "From hidden states to the loss: rows one by one, or packed in any order and cut into chunks; both gradients"
+    """From hidden states to the loss: rows one by one,
+    or packed in any order and cut into chunks; both gradients"""
     g = torch.Generator().manual_seed(0)
     mask = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]).bool()
     old, adv = -torch.rand(3, 5, generator=g).double(), torch.randn(3, 5, generator=g).double()
@@ -830,7 +839,8 @@ def test_packed_hidden_states():
 
 
 def test_loss_is_zero_at_the_first_step():
-    "Mean-zero advantages: the value is 0, the gradient is not; with token-mean and unequal lengths it is not even 0"
+    """Mean-zero advantages: the value is 0, the gradient is not;
+    with token-mean and unequal lengths it is not even 0"""
     batch = as_batch(HAND_MASK, HAND_ADV, torch.zeros(2, 4) - 1)
     for mode, zero in zip(MODES, (True, False, False, False)):
         cfg = LossConfig(aggregation=mode, max_response_tokens=8)
@@ -847,7 +857,7 @@ def test_gradcheck():
         torch.randint(0, 5, (3, 5), generator=g)
     ]
     batch = as_batch(mask, torch.randn(3, 1, generator=g).double() * mask, old, ref)
-    for i, mode in enumerate(MODES):
+    for mode in MODES:
         for kind in ('k1', 'k2', 'k3'):
             fn = PolicyLoss(
                 LossConfig(aggregation=mode, max_response_tokens=8, kl_coef=0.3, kl_estimator=kind)
@@ -857,7 +867,8 @@ def test_gradcheck():
 
 
 def test_kl_values():
-    "By enumeration of 64 responses: k1 and k3 unbiased, k2 not, the inverted k3 far off; k3 is never negative"
+    """By enumeration of 64 responses: k1 and k3 unbiased, k2 not, the inverted k3 far off;
+    k3 is never negative"""
     lp, lr = (toy_log_probs(toy(s), RESPONSES).detach() for s in (1, 2))
     prob = lp.sum(1).exp()
     exact = (prob * (lp - lr).sum(1)).sum()
@@ -913,7 +924,7 @@ def test_silent_groups_move_only_through_kl(data):
     )
 
 
-# ---- numerics ------------------------------------------------------------------------------------------------
+# ---- numerics ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -933,11 +944,10 @@ def test_low_precision_inputs_reduce_in_fp32(dtype, name):
 @pytest.mark.parametrize('name', NAMES)
 @pytest.mark.parametrize('gap', [50.0, 1e4, 1e30])
 def test_extreme_ratios_stay_finite(gap, name):
-    "A token that went from impossible to certain, and back: finite value, finite gradient, whatever its advantage"
-    new, old = (
-        torch.tensor([[0.0, -gap, 0.0, -gap, 0.0]]),
-        torch.tensor([[-gap, 0.0, -gap, 0.0, -gap]]),
-    )
+    """A token that went from impossible to certain, and back: finite value, finite gradient,
+    whatever its advantage"""
+    new = torch.tensor([[0.0, -gap, 0.0, -gap, 0.0]])
+    old = torch.tensor([[-gap, 0.0, -gap, 0.0, -gap]])
     batch = as_batch(
         torch.ones(1, 5, dtype=torch.bool), torch.tensor([[1.0, 1, -1, -1, 0]]), old, old
     )
@@ -955,7 +965,7 @@ def test_a_row_without_response_is_harmless():
     assert value == 0 and (grad == 0).all()
 
 
-# ---- configuration, registry, errors -------------------------------------------------------------------------
+# ---- configuration, registry, errors -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

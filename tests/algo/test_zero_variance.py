@@ -1,4 +1,5 @@
-"Three stages against zero variance: loops in fp64 as oracles, laws over random batches, planted faults they must catch"
+"""Three stages against zero variance: loops in fp64 as oracles, laws over random batches,
+planted faults they must catch"""
 
 import math
 import random as rnd
@@ -28,13 +29,14 @@ from compassrl.algo.zero_variance import (
 from compassrl.records import Batch, Sample, Verdict, collate
 from tests.support.faults import planted
 
+# examples come from a seed: nothing to shrink
 random = settings(
     deadline=None,
     max_examples=40,
     derandomize=True,
     report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate],
-)  # examples come from a seed: nothing to shrink
+)
 seeds = given(st.integers(0, 10**9))
 H = [0.1, 2, 0.05, 1.5, 0.2]
 
@@ -59,18 +61,17 @@ def sample(prompt, index, ids, reward=0.0, status='ok'):
     )
 
 
-# ---- random batches ------------------------------------------------------------------------------------------
+# ---- random batches ------------------------------------------------------------------------------
 
 
 def make(seed):
-    "Unequal groups, most of them flat in the task reward; prompts and responses of any length; some without a verdict"
+    """Unequal groups, most of them flat in the task reward; prompts and responses of any length;
+    some without a verdict"""
     r = rnd.Random(seed)
     rows = []
     for g in r.sample(range(-5, 30), r.randint(1, 5)):
-        kind, bend = (
-            r.choice([[0.0], [1.0], [0.5], [0.0, 1.0], [0.0, 0.0625, 0.5, 1.0]]),
-            r.choice([0, 0, 1, 2]),
-        )
+        kind = r.choice([[0.0], [1.0], [0.5], [0.0, 1.0], [0.0, 0.0625, 0.5, 1.0]])
+        bend = r.choice([0, 0, 1, 2])
         for _ in range(r.randint(1, 6)):
             raw = r.choice(kind)
             penalty = [0.0, -1 / 16, -r.randint(0, 8) / 64][bend]
@@ -141,7 +142,7 @@ def rows_of(batch, rows):
     return batch.map(lambda t: t[rows])
 
 
-# ---- laws: each takes the module, real or with a planted fault -------------------------------------------------
+# ---- laws: each takes the module, real or with a planted fault -----------------------------------
 
 
 def law_loop(z):
@@ -248,7 +249,8 @@ def law_zvp(z):
 
 
 def law_shape(z):
-    "Against the formulas in a loop; a better task reward wins by more than half the smallest gap, whatever the length"
+    """Against the formulas in a loop;
+    a better task reward wins by more than half the smallest gap, whatever the length"""
 
     @random
     @seeds
@@ -318,6 +320,9 @@ def law_sign(z):
 
 def law_growth(z):
     "Against a loop over groups: the smallest first, whole blocks, within the budget"
+    group, flat = torch.tensor([0, 0, 0, 0, 1, 1]), torch.zeros(6)
+    got = z.growth(flat, group, None, torch.ones(6), ZeroVarianceConfig(), 4.0)
+    assert got.tolist() == [0, 2], 'there is enough for either, and the smaller one gets it'
 
     @random
     @seeds
@@ -335,11 +340,9 @@ def law_growth(z):
             r.choice(['adaptive'] * 4 + ['uniform', 'refill']),
             max_group_size=r.choice([2, 6, 8, 32]),
         )
-        budget, spent, want = (
-            r.choice([0.0, 15.0, 30.0, 45.0, 1e9]),
-            0,
-            dict.fromkeys(sorted({row[0] for row in rows}), 0),
-        )
+        budget = r.choice([0.0, 15.0, 30.0, 45.0, 1e9])
+        spent = 0
+        want = dict.fromkeys(sorted({row[0] for row in rows}), 0)
         for g in sorted(want, key=lambda g: (sum(row[0] == g for row in rows), g)):
             mine = [row for row in rows if row[0] == g]
             seen, cost = [row[1] for row in mine if row[2]], sum(row[3] for row in mine)
@@ -372,7 +375,7 @@ def test_law(law):
     law(real)
 
 
-# ---- mutants: one line of the module's source replaced -------------------------------------------------------
+# ---- mutants: one line of the module's source replaced -------------------------------------------
 
 
 def population(rewards, group, valid, estimator, floor):
@@ -412,8 +415,8 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
     ),
     law_order: dict(
         wrong_group_axis=(
-            'spread(group_advantages(batch.rewards, batch.group',
-            'spread(group_advantages(batch.rewards, batch.group.sort().values',
+            'per_token(group_advantages(batch.rewards, batch.group',
+            'per_token(group_advantages(batch.rewards, batch.group.sort().values',
         )
     ),
     law_padding: dict(
@@ -436,8 +439,9 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
             'cfg.std_floor*shaped.flat.double()',
         ),
         biased_std=(
-            'group_advantages, group_stats, spread\n',
-            'group_stats, spread\nfrom test_zero_variance import population as group_advantages\n',
+            'group_advantages, group_stats, per_token\n',
+            'group_stats, per_token\n'
+            'from tests.algo.test_zero_variance import population as group_advantages\n',
         ),
         alive_means_all=('(adv!=0).any(1)', '(adv!=0).all(1)'),
         raw_counter_of_shaped=('_frac(raw.flat)', '_frac(shaped.flat)'),
@@ -471,11 +475,12 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
     ids=lambda x: getattr(x, '__name__', x),
 )
 def test_law_kills_the_mutant(law, name):
+    mutant = planted(real, *MUTANTS[law][name])
     with pytest.raises((AssertionError, ValueError)):
-        law(planted(real, *MUTANTS[law][name]))
+        law(mutant)
 
 
-# ---- numbers of the papers -------------------------------------------------------------------------------------
+# ---- numbers of the papers -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -484,9 +489,8 @@ def test_law_kills_the_mutant(law, name):
 )
 def test_worked_zvp(sign, want):
     mask = torch.tensor([[False] + [True] * 5, [False] + [True] * 5])
-    entropy = torch.tensor(
-        [[7.0] + H, [7.0] + [50.0] * 5]
-    )  # the prompt and another response are far more uncertain
+    # the prompt and another response are far more uncertain
+    entropy = torch.tensor([[7.0] + H, [7.0] + [50.0] * 5])
     close(zvp_advantages(entropy, mask, torch.tensor([sign, -1]))[0, 1:], torch.tensor(want), 1e-6)
 
 
@@ -535,7 +539,8 @@ def test_rate_against_sampling():
 
 
 def test_the_floor_against_the_trap():
-    "Right answers that differ by 1e-3 in a penalty: as loud as right against wrong without the floor, quiet with it"
+    """Right answers that differ by 1e-3 in a penalty:
+    as loud as right against wrong without the floor, quiet with it"""
     r, g = torch.ones(12), torch.tensor([0] * 4 + [1] * 4 + [2] * 4)
     r[1:4], raw = 0.0, torch.ones(12)
     raw[1:4] = 0.0
@@ -553,11 +558,12 @@ def test_the_floor_against_the_trap():
         close(adv(floor)[:4], torch.tensor([1.5, -0.5, -0.5, -0.5]))
 
 
-# ---- growth: what its stopping rule does, by enumeration -----------------------------------------------------------
+# ---- growth: what its stopping rule does, by enumeration -----------------------------------------
 
 
 def grown(p, sizes=(2, 4, 8)):
-    "Every outcome of a group that may grow, through the library: (probability, rewards it ends with)"
+    """Every outcome of a group that may grow, through the library: (probability,
+    rewards it ends with)"""
     out = {}
     for bits in product((0.0, 1.0), repeat=sizes[-1]):
         n = sizes[0]
@@ -583,9 +589,8 @@ def test_growth_by_enumeration(p):
     assert sum(q for q, _ in outcomes) == pytest.approx(1)
     assert sum(q for q, b in outcomes if len(set(b)) == 1) == pytest.approx(z[8])
     assert sum(q * len(b) for q, b in outcomes) == pytest.approx(2 + 2 * z[2] + 4 * z[4])
-    assert sum(q * sum(b) for q, b in outcomes) == pytest.approx(
-        p * (2 + 2 * z[2] + 4 * z[4])
-    )  # Wald: sums are not biased
+    # Wald: sums are not biased
+    assert sum(q * sum(b) for q, b in outcomes) == pytest.approx(p * (2 + 2 * z[2] + 4 * z[4]))
 
 
 @pytest.mark.parametrize('p', [0.1, 0.5, 0.9])
@@ -620,7 +625,7 @@ def test_growth_reaches_the_cap_in_blocks():
     )
 
 
-# ---- never raises, bad input -------------------------------------------------------------------------------------
+# ---- never raises, bad input ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('reward', [0.0, 0.4, 1.0])
@@ -676,10 +681,8 @@ def test_entropy_gets_no_gradient():
 
 
 def test_zvp_sign():
-    raw, group = (
-        torch.tensor([1.0, 1, 0, 0, 0.4, 0.4, 1, 0, 1]),
-        torch.tensor([3, 3, 1, 1, 2, 2, 0, 0, 9]),
-    )
+    raw = torch.tensor([1.0, 1, 0, 0, 0.4, 0.4, 1, 0, 1])
+    group = torch.tensor([3, 3, 1, 1, 2, 2, 0, 0, 9])
     assert zvp_sign(raw, group).tolist() == [1, 1, -1, -1, 0, 0, 0, 0, 0]
     third = torch.tensor([True] * 2 + [True, False] + [True] * 5)
     assert zvp_sign(raw, group, third).tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0]

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compassrl.data import prompts as tasks
+from compassrl.data import sources
 from compassrl.data import tasks as problems
 from compassrl.data.prompts import (
     DataConfig,
@@ -259,12 +260,10 @@ def test_mutants_are_caught():
 
     assert agrees(lambda t: verifiers['countdown_expression'](t, '3 5 8 to 9').correct)
     assert not agrees(lambda t: value(t[1:])[0] == 9)  # reuses and invents numbers
-    assert not agrees(
-        lambda t: set(value(t[1:])[1]) <= {3, 5, 8} and value(t[1:])[0] == 9
-    )  # each number any number of times
-    assert not agrees(
-        lambda t: value(t[1:])[1] == Counter([3, 5, 8]) and value(t[1:])[0] < 9
-    )  # wrong target
+    # each number any number of times
+    assert not agrees(lambda t: set(value(t[1:])[1]) <= {3, 5, 8} and value(t[1:])[0] == 9)
+    # wrong target
+    assert not agrees(lambda t: value(t[1:])[1] == Counter([3, 5, 8]) and value(t[1:])[0] < 9)
     sums = [p for i in range(1000) if (p := problem('arithmetic', 1, i * 16)) and '+' in p.text]
 
     def forgets(p):
@@ -348,9 +347,8 @@ def test_prompts_do_not_change():
 
 
 def test_large_lists_are_sampled_evenly():
-    ps = make_prompts(
-        'arithmetic', 2000, 2, 0, 'train', tok
-    )  # 1.6 million entries: drawn by number
+    # 1.6 million entries: drawn by number
+    ps = make_prompts('arithmetic', 2000, 2, 0, 'train', tok)
     leading = Counter(p.text[0] for p in ps if '+' in p.text)
     n = sum(leading.values())
     assert 0.45 < n / 2000 < 0.55 and all(abs(leading[d] / n - 1 / 9) < 0.04 for d in '123456789')
@@ -541,9 +539,10 @@ def test_every_bad_row_is_named(tmp_path, capsys):
 
 def test_odd_files(tmp_path):
     (tmp_path / 'x.jsonl').write_bytes(
-        b'\xef\xbb\xbf{"prompt": "1", "answer": "1"}\r\n\r\n{"prompt": "2", "answer": "2"}\r\n{"prompt": "\xff", "answer": "2"}\n{"prompt": "\xe2\x80\xa8", "answer": '
-        + b'1' * 5000
-        + b'}\n'
+        b'\xef\xbb\xbf{"prompt": "1", "answer": "1"}\r\n\r\n'
+        b'{"prompt": "2", "answer": "2"}\r\n'
+        b'{"prompt": "\xff", "answer": "2"}\n'
+        b'{"prompt": "\xe2\x80\xa8", "answer": ' + b'1' * 5000 + b'}\n'
     )
     prompts, skipped = load_prompts(tmp_path / 'x.jsonl', tok, on_bad_row='skip')
     assert (
@@ -605,7 +604,7 @@ def test_hf_names(monkeypatch):
 
 
 def test_import_needs_no_optional_package():
-    src = Path(tasks.__file__).read_text() + Path(problems.__file__).read_text()
+    src = ''.join(Path(m.__file__).read_text() for m in (tasks, problems, sources))
     assert not [
         line
         for line in src.splitlines()

@@ -1,4 +1,5 @@
-"Labels, both orders, references, verdicts: laws and the faults they catch; the client against a server that misbehaves"
+"""Labels, both orders, references, verdicts: laws and the faults they catch;
+the client against a server that misbehaves"""
 
 import json
 import re
@@ -19,7 +20,6 @@ from hypothesis import strategies as st
 from compassrl.algo.advantages import group_advantages
 from compassrl.judges import genrm
 from compassrl.judges.genrm import (
-    GenRM,
     GenRMConfig,
     PairOrder,
     Question,
@@ -33,27 +33,28 @@ from compassrl.judges.genrm import (
     parse_label,
     reference_texts,
 )
+from compassrl.judges.genrm_client import GenRM
 from compassrl.records import Prompt, Sample, Verdict
 from tests.runs.test_run import cli
 
+# mutants need no smallest example
 random = settings(
     deadline=None,
     max_examples=50,
     derandomize=True,
     report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate],
-)  # mutants need no smallest example
+)
 LABELS = ['Better', 'Tie', 'Worse']
 SWAPPED = dict(zip(LABELS, LABELS[::-1]))
 
 
-# ---- a judge whose opinion and habits are known: texts are 'quality:words' -----------------------------------
+# ---- a judge whose opinion and habits are known: texts are 'quality:words' -----------------------
 
 
 def opinion(first, second, bias=0.0, band=0.0):
-    gap = (
-        float(first.split(':')[0]) - float(second.split(':')[0]) + bias
-    )  # what stands first gains `bias`
+    # what stands first gains `bias`
+    gap = float(first.split(':')[0]) - float(second.split(':')[0]) + bias
     return 'Tie' if abs(gap) <= band else 'Better' if gap > 0 else 'Worse'
 
 
@@ -95,7 +96,7 @@ def batches(draw):
     return samples, prompts_of(samples, draw(st.sampled_from(['', '3:ref']))), texts
 
 
-# ---- laws: each takes (judge, samples, prompts, texts) -> verdicts ------------------------------------------
+# ---- laws: each takes (judge, samples, prompts, texts) -> verdicts -------------------------------
 
 
 def ask(judge, answer, reference):
@@ -182,10 +183,8 @@ def law_mute(fn):
 
         heard = fn(judge_of(), *batch)
         for v, w, (t, r) in zip(fn(judge_of(mute=mute), *batch), heard, pairs):
-            lost = (t, r) in hit or (
-                r,
-                t,
-            ) in hit  # the same question is asked the other way round as well
+            # the same question is asked the other way round as well
+            lost = (t, r) in hit or (r, t) in hit
             assert (v.status, v.reward) == ('failed', 0) if lost else v == w
 
     check()
@@ -203,7 +202,7 @@ def test_law(law):
     law(library)
 
 
-# ---- mutants: one name of the module replaced while it runs ---------------------------------------------------
+# ---- mutants: one name of the module replaced while it runs --------------------------------------
 
 
 def mutated(**names):
@@ -247,7 +246,7 @@ def test_some_law_kills_the_mutant(name):
     assert any(broken(law) for law in LAWS)
 
 
-# ---- labels -------------------------------------------------------------------------------------------------
+# ---- labels --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -299,15 +298,14 @@ def test_combine_table():
     assert label_rewards == dict(Better=1.0, Tie=0.5, Worse=0.0)
 
 
-# ---- numbers ------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 
 def test_worked_numbers():
-    "Near ties: sigma of about .011 makes two hundredths an advantage of 1.8 to 1.9; labels make it 0"
-    r, g = (
-        torch.tensor([0.50, 0.51, 0.49, 0.50, 0.48, 0.50, 0.51, 0.51]),
-        torch.zeros(8, dtype=torch.long),
-    )
+    """Near ties: sigma of about .011 makes two hundredths an advantage of 1.8 to 1.9;
+    labels make it 0"""
+    r = torch.tensor([0.50, 0.51, 0.49, 0.50, 0.48, 0.50, 0.51, 0.51])
+    g = torch.zeros(8, dtype=torch.long)
     assert r.std().item() == pytest.approx(0.01069, abs=1e-5)
     assert group_advantages(r, g).abs().max().item() == pytest.approx(1.8708, abs=1e-3)
     assert 0.02 / 0.011 == pytest.approx(1.8, abs=0.02)
@@ -345,7 +343,7 @@ def test_pair_order_by_loop(rows):
         )
 
 
-# ---- references, growth, cost ---------------------------------------------------------------------------------
+# ---- references, growth, cost --------------------------------------------------------------------
 
 
 @random
@@ -384,10 +382,8 @@ def test_every_response_may_become_the_reference():
 @random
 @given(st.integers(1, 4), st.integers(5, 8), st.integers(0, 9))
 def test_growth_keeps_reference_and_verdicts(small, large, seed):
-    samples, texts = (
-        [sample('p', i) for i in range(large)],
-        [f'{(7 * i) % 5}:{i}' for i in range(large)],
-    )
+    samples = [sample('p', i) for i in range(large)]
+    texts = [f'{(7 * i) % 5}:{i}' for i in range(large)]
     prompts = prompts_of(samples)
     whole, cost = judge_samples(samples, prompts, texts, judge_of(), seed, small)
     first, before = judge_samples(samples[:small], prompts, texts[:small], judge_of(), seed, small)
@@ -400,7 +396,8 @@ def test_growth_keeps_reference_and_verdicts(small, large, seed):
 
 
 def test_cost_and_metrics():
-    "2 calls per distinct comparison; equal texts cost nothing; fractions are of what was judged now"
+    """2 calls per distinct comparison; equal texts cost nothing;
+    fractions are of what was judged now"""
     samples = [sample('p', i) for i in range(5)] + [sample('q', 0, Verdict(1.0, True))]
     texts = ['9:a', '9:a', '3:ref', '1:c', '3:d', 'whatever']
     asked = []
@@ -430,7 +427,7 @@ def test_a_failed_call_keeps_its_reason():
     assert (done[0].label, done[0].status, done[0].evidence) == (None, 'timeout', 'too slow')
 
 
-# ---- the client, over real sockets ----------------------------------------------------------------------------
+# ---- the client, over real sockets ---------------------------------------------------------------
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -527,13 +524,11 @@ class Server(ThreadingHTTPServer):
 def serving(fault=lambda first, second, attempt: None, bias=0.0, **kw):
     "A judge at a free port of this machine, and a client of it"
     srv = Server(('127.0.0.1', 0), Handler)
-    srv.fault, srv.bias, srv.lock, srv.bodies, srv.tries = (
-        fault,
-        bias,
-        threading.Lock(),
-        [],
-        Counter(),
-    )
+    srv.fault = fault
+    srv.bias = bias
+    srv.lock = threading.Lock()
+    srv.bodies = []
+    srv.tries = Counter()
     srv.busy, srv.most_busy, srv.over = 0, 0, threading.Event()
     threading.Thread(target=srv.serve_forever, kwargs=dict(poll_interval=0.02), daemon=True).start()
     cfg = dict(
@@ -725,7 +720,7 @@ def test_braces_in_answers_are_text():
     assert '3:{x} {' in srv.bodies[0]['messages'][0]['content']
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -777,7 +772,7 @@ def test_a_judge_that_loses_replies_is_a_bug():
         compare(lambda qs: [], [Question('p', 'a', 'b')])
 
 
-# ---- a real vLLM server: needs `python tools/setup_env.py engines-cpu` ----------------------------------------
+# ---- a real vLLM server: needs `python tools/setup_env.py engines-cpu` ---------------------------
 
 
 @pytest.fixture
@@ -799,9 +794,8 @@ def vllm_server(tmp_path):
         said = f'{a} against {b}.\nVerdict: {opinion(str(a), str(b))}'
         return Prompt(text, 'd', text, encode(tok, text), 'x', 'exact', said)
 
-    policy = Policy(
-        PolicyConfig(num_attention_heads=2, head_dim=32)
-    )  # vLLM's CPU attention has no head_dim 16
+    # vLLM's CPU attention has no head_dim 16
+    policy = Policy(PolicyConfig(num_attention_heads=2, head_dim=32))
     cfg = SFTConfig(steps=120, lr=5e-3)
     list(
         cold_start(
@@ -848,7 +842,7 @@ def test_a_vllm_server_judges_and_dies(vllm_server):
     for _ in range(150):
         try:
             judge.check()
-        except ValueError as e:
+        except ValueError:
             assert server.alive, server.tail()
             time.sleep(1)
         else:

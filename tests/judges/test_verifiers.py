@@ -1,4 +1,6 @@
-"Isolation: every kind of trouble ends in its own status, in time, and nothing is left. Rewards: maths and code"
+"""Isolation: every kind of trouble ends in its own status, in time, and nothing is left
+
+Rewards: maths and code."""
 
 import json
 import os
@@ -66,7 +68,8 @@ def marker():
         ('failed', 'open("x","w").write("y"*10**6)'),
         (
             'cpu',
-            'import signal\nsignal.signal(signal.SIGPROF, signal.SIG_IGN); signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass',
+            'import signal\nsignal.signal(signal.SIGPROF, signal.SIG_IGN); '
+            'signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass',
         ),
     ],
 )
@@ -90,7 +93,8 @@ def test_every_trouble_has_its_status(status, program):
 def test_no_grandchild_survives(hide, then):
     word = marker()
     o = python(
-        f"import os\nif os.fork() == 0:\n  {hide or 'pass'}\n  os.execvp('sleep', ['sleep', '{word}'])\n{then}",
+        f"import os\nif os.fork() == 0:\n  {hide or 'pass'}\n  os.execvp('sleep', ['sleep', "
+        f"'{word}'])\n{then}",
         limits=Limits(wall_s=0.4),
     )
     assert not running(word), o
@@ -116,7 +120,8 @@ def test_environment_is_bare(monkeypatch):
 
 def test_the_network_is_gone_where_it_can_be():
     o = python(
-        "import socket\ns = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()\nsocket.create_connection(s.getsockname(), 1)\nprint('there')"
+        "import socket\ns = socket.socket(); s.bind(('127.0.0.1', 0)); "
+        "s.listen()\nsocket.create_connection(s.getsockname(), 1)\nprint('there')"
     )
     assert (o.stdout == 'there\n') != o.offline
 
@@ -191,7 +196,10 @@ def test_from_a_thread():
 
 def test_a_sandbox_within_a_sandbox_gets_no_more():
     size = address_space() + 4 * 10**8
-    maps = f'import mmap\ntry: mmap.mmap(-1, {size}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\nexcept OSError: raise MemoryError'
+    maps = (
+        f'import mmap\ntry: mmap.mmap(-1, {size}, flags=mmap.MAP_PRIVATE | '
+        'mmap.MAP_ANONYMOUS)\nexcept OSError: raise MemoryError'
+    )
 
     def program():
         return run_program([*PYTHON, maps], limits=Limits(memory_mb=size // 10**6 + 4000)).status
@@ -310,8 +318,9 @@ def test_loops_are_wrong_and_sleeps_are_no_verdict():
 def test_planted_faults_in_rewards(old, new, law, monkeypatch):
     for name in ('code', 'maths'):
         monkeypatch.setitem(verifiers, name, verifiers[name])
+    mutant = planted(rewards, old, new)
     with pytest.raises(AssertionError):
-        law(planted(rewards, old, new))
+        law(mutant)
 
 
 def nothing_survives(module=isolated):
@@ -351,8 +360,9 @@ def test_nothing_survives():
     ],
 )
 def test_planted_faults_in_isolation(old, new):
+    mutant = planted(isolated, old, new)
     with pytest.raises(AssertionError):
-        nothing_survives(planted(isolated, old, new))
+        nothing_survives(mutant)
 
 
 def test_stdin_tests_and_prefixes():
@@ -364,7 +374,8 @@ def test_stdin_tests_and_prefixes():
         ]
     )
     v = verifiers['code'](
-        'thinking</think>\n```python\nprint(1)\n```\nbetter:\n```python\nprint(sum(map(int, input().split())))\n```',
+        'thinking</think>\n```python\nprint(1)\n```\nbetter:\n```python\nprint(sum(map(int, '
+        'input().split())))\n```',
         pairs,
     )
     assert (

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compassrl.algo.engine_gap import discrepancy
-from compassrl.algo.losses import tis_weights
+from compassrl.algo.ratios import tis_weights
 from compassrl.model.policy import MoE, Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed

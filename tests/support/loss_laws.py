@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from compassrl.records import select
 
-random = settings(
-    deadline=None, max_examples=30, derandomize=True, phases=[Phase.generate]
-)  # shrinking takes long
+# shrinking takes long
+random = settings(deadline=None, max_examples=30, derandomize=True, phases=[Phase.generate])
 
 
 # ---- losses: `make(cfg)` builds one, `batches` draws (log-probs, batch) in fp64
@@ -32,7 +31,8 @@ def value_and_grad(loss, x, batch, *num):
 
 
 def split(make, batches, configs):
-    "Any partition of the rows into micro-batches and ranks, in any order: values, gradients and metrics add up"
+    """Any partition of the rows into micro-batches and ranks, in any order: values,
+    gradients and metrics add up"""
 
     @random
     @given(batches, configs, st.data())
@@ -41,9 +41,8 @@ def split(make, batches, configs):
         num, B = counts(batch), len(batch)
         value, grad, metrics = value_and_grad(make(cfg), new, batch, *num)
         order = draw.draw(st.permutations(range(B)))
-        part = draw.draw(
-            st.lists(st.integers(0, 2), min_size=B, max_size=B)
-        )  # which micro-batch, or which rank
+        # which micro-batch, or which rank
+        part = draw.draw(st.lists(st.integers(0, 2), min_size=B, max_size=B))
         total, sums, got = 0.0, {}, torch.zeros_like(grad)
         for k in set(part):
             rows = [i for i in order if part[i] == k]
@@ -62,7 +61,8 @@ def split(make, batches, configs):
 
 
 def padding(make, batches, configs, names):
-    "Padding of any width and content, on both sides, NaN and infinities too: no influence, and a zero gradient"
+    """Padding of any width and content, on both sides, NaN and infinities too: no influence,
+    and a zero gradient"""
 
     @random
     @given(

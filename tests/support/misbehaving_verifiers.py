@@ -16,27 +16,27 @@ def digest(text, answer):
 
 
 def moody(text, answer):
-    "Does what the first letter says; the verdict depends on the whole text"
-    kind = text[:1]
-    if kind == 'H':
+    "Does what the first word says, with the second; the verdict depends on the whole text"
+    mood, _, what = text.partition(' ')
+    if mood == 'hang':
         time.sleep(60)
-    if kind == 'C':
+    if mood == 'crash':
         os.kill(os.getpid(), signal.SIGSEGV)
-    if kind == 'L':
-        os._exit(int(text[1:2] or 0))
-    if kind == 'E':
+    if mood == 'leave':
+        os._exit(int(what))
+    if mood == 'exit':
         raise SystemExit('enough')
-    if kind == 'R':
+    if mood == 'raise':
         raise RuntimeError('out of order')
-    if kind == 'B':  # busy
+    if mood == 'busy':
         while True:
             pass
-    if kind == 'M':
+    if mood == 'memory':
         bytearray(10**10)
-    if kind == 'S':
+    if mood == 'slow':
         time.sleep(0.0005 * (hash(text) % 7))
-    if kind == 'G':
-        subprocess.Popen(['sleep', text[1:]])
+    if mood == 'spawn':
+        subprocess.Popen(['sleep', what])
         time.sleep(60)
     return judge(len(text) % 2 == 0, text)
 

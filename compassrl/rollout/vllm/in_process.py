@@ -97,14 +97,15 @@ class VllmRollout(RolloutEngine):
         c, self.device = read_config(model), current_platform.device_type
         T = min(max_len or math.inf, c.max_position_embeddings)
         self.config = replace(c, max_position_embeddings=T)
-        check_vllm(c, config, dtype, self.device, return_routes, one_process=True)
+        fp8 = dict(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+        check_vllm(c, config, dtype, self.device, return_routes, one_process=True, **fp8)
         self.num_slots, self.colocated = num_slots, config.colocated
         self.as_files = config.tensor_parallel > 1
-        self.emulates_fp8 = bool(config.quantization) and self.device == 'cpu'  # no kernels there
+        self.emulates_fp8 = bool(quantization) and self.device == 'cpu'  # no kernels there
         self.is_asleep, self.names = False, count()
         self.version: int | None = None
         self.running: dict[str, tuple[Request, float]] = {}
-        args = engine_args(model, c, config, dtype, T, num_slots, return_routes, self.device)
+        args = engine_args(model, c, config, dtype, T, num_slots, return_routes, self.device, **fp8)
         self.start(args | dict(disable_log_stats=True, enable_sleep_mode=config.colocated))
 
     def start(self, args: dict):

@@ -62,11 +62,13 @@ class VllmPool(Servers, RolloutEngine):
         self.job = None  # the conversation that is going on
         self.group = None  # of GPUs, and the members for which it was made (not run on GPU)
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
-        check_vllm(c, config, dtype, device, return_routes, one_process=False)
+        self.quantization = quantization
+        fp8 = dict(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+        check_vllm(c, config, dtype, device, return_routes, one_process=False, **fp8)
         sync = weight_sync(config, device)
         if device == 'cuda' and not config.urls:
             check_gpus(first_gpu, config)
-        options = engine_args(model, c, config, dtype, T, num_slots, return_routes, device)
+        options = engine_args(model, c, config, dtype, T, num_slots, return_routes, device, **fp8)
         options['weight_transfer_config'] = transfer_config(sync)
         if config.colocated:
             options['enable_sleep_mode'] = True

@@ -452,7 +452,7 @@ def test_hangs_in_mid_generation(pool, reference):
             if len(out) == 5:
                 hurt(pool, 'replica 1', signal.SIGSTOP)
     finally:
-        pool.quantization = ''
+        pool.vllm = before
     assert len(out) == 48 and tokens(out) == reference and agrees(out, POLICIES[0])
     assert {s.replica for s in pool.spans if s.outcome == 'lost'} >= {'replica 1'}
     assert 'gave nothing for 30 s' in pool.replicas['replica 1'].why
