@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, inf, log, log2
 from statistics import median
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
