@@ -8,6 +8,7 @@ from compassrl.launch import plan as module
 from compassrl.launch.plan import machines, plan, workload
 from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.runs import factory
 from compassrl.runs.cli import one_gpu, smoke_cpu
 from compassrl.train.megatron.layout import ParallelConfig
 from tests.support.faults import noticed, planted
@@ -52,11 +53,15 @@ def smallest(m):
     assert m.machines(BIG) == m.Machines(1, 8) and m.machines(TWO) == m.Machines(1, 2)
     assert m.machines(smoke_cpu()) == m.Machines(1, 1)
     P = ParallelConfig
-    assert m.smallest_world(P(tp=2, ep=3, etp=1)) == 6
-    assert m.smallest_world(P(tp=4, pp=2)) == 8
-    assert m.smallest_world(P(pp=3)) == 3
-    assert m.smallest_world(P(tp=2, ep=2)) == 4
-    assert m.smallest_world(P(ep=4, etp=1)) == 4
+
+    def fewest(parallel):
+        return m.machines(replace(BIG, rollout_engine='torch', parallel=parallel)).world_size
+
+    assert fewest(P(tp=2, ep=3, etp=1)) == 6
+    assert fewest(P(tp=4, pp=2)) == 8
+    assert fewest(P(pp=3)) == 3
+    assert fewest(P(tp=2, ep=2)) == 4
+    assert fewest(P(ep=4, etp=1)) == 4
 
 
 @pytest.mark.parametrize('law', [whole_nodes, smallest])
@@ -76,7 +81,7 @@ def test_machines(law):
     ],
 )
 def test_faults_are_noticed(old, new):
-    assert noticed([whole_nodes, smallest], planted(module, old, new), ValueError)
+    assert noticed([whole_nodes, smallest], planted((factory, module), old, new), ValueError)
 
 
 @pytest.mark.parametrize(

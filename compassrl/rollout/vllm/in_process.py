@@ -26,6 +26,7 @@ from torch import Tensor
 from ...model.hf_config import read_config
 from ...records import Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights
+from ..requests import check_request
 from .config import VllmConfig
 from compassrl.rollout.vllm.messages import (
     backend,

@@ -203,8 +203,7 @@ def generate(
     if self.job:
         raise RuntimeError('requests are running: one `generate` at a time')
     requests = list(requests)
-    for r in requests:
-        # a token outside the vocabulary would take one server after another with it
+    for r in requests:  # a token outside the vocabulary would take one server after another with it
         check_request(r, self.config)
     way = replace(self.schedule, over_provision=0.0) if whole_groups else self.schedule
     talk = Conversation(self, self.config, requests, self.num_slots, way, self.predictor)
