@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from ..config import TrainConfig
 from ..data.prompts import load_data
 from ..data.tokenizer import build_tokenizer, load_tokenizer
-from ..judges.genrm import GenRM
+from ..judges.genrm_client import GenRM
 from ..model.pretrained import read_config
 from ..records import Prompt
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...model.policy import PolicyConfig, route_dtype
+from ...model.layers import route_dtype
+from ...model.policy import PolicyConfig
 from ...records import Request, Sample
 from .config import VllmConfig
 

@@ -20,7 +20,7 @@ from ...model.hf_config import read_config
 from ...model.pretrained import checked_weights
 from ...records import Metrics, Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights
-from ..pull_queue import Span
+from ..pull_queue import Attempt
 from ..requests import check_request
 from ..schedule import LengthPredictor, ScheduleConfig, prediction_error
 from .client import Client
@@ -58,7 +58,7 @@ class VllmPool(Servers, RolloutEngine):
         self.config = replace(c, max_position_embeddings=T)
         self.dtype, self.num_slots, self.schedule = dtype, num_slots, schedule
         self.predictor = LengthPredictor()
-        self.spans: list[Span] = []  # of the last `generate`, in seconds of `time.perf_counter`
+        self.spans: list[Attempt] = []  # of the last `generate`, in seconds of `time.perf_counter`
         self.job = None  # the conversation that is going on
         self.group = None  # of GPUs, and the members for which it was made (not run on GPU)
         device = 'cuda' if torch.cuda.is_available() else 'cpu'

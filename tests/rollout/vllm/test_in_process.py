@@ -44,13 +44,8 @@ from compassrl.rollout.vllm.messages import (
     weight_sync,
 )
 from compassrl.rollout.vllm.weight_files import file_parts, shared_folder, sweep
-from compassrl.train.torch_engine import (
-    OptimConfig,
-    TorchTrain,
-    response_log_probs,
-    routes_agreement,
-    validate_routes,
-)
+from compassrl.train.routes import routes_agreement, validate_routes
+from compassrl.train.torch_engine import OptimConfig, TorchTrain, response_log_probs
 from tests.support import ROOT
 from tests.support.faults import planted
 
