@@ -41,8 +41,8 @@ os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISAB
 import torch
 
 from compassrl.launch.simulator import Cluster, RoundRobin, fit_cost, idle_frac, makespan, work
-from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.hf_config import write_config
+from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
 from compassrl.rollout.pull_queue import PullQueue

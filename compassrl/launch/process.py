@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from ..runs.log import write_json
 
 from ..config import TrainConfig
 from .plan import machines, num_gpus, plan
 from .scripts import node_script, slurm_script
 from ..runs.cli import parse_resume
 from ..runs.curves import plot_curves, read_metrics, read_rows
+from ..runs.log import write_json
 from ..runs.run import new_folder
 
 # %% auto #0

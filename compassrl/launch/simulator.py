@@ -14,8 +14,9 @@ from math import ceil, inf, sqrt
 import torch
 
 from ..records import Request, Sample
-from ..rollout.pull_queue import Fault, PullQueue, Simulation, Span
+from ..rollout.pull_queue import Attempt, PullQueue
 from ..rollout.schedule import Schedule
+from ..rollout.simulation import Fault, Simulation
 
 # %% auto #0
 __all__ = [

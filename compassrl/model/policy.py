@@ -5,8 +5,9 @@
 # %% ../../nbs/model/01_policy.ipynb #c5e5bfe6
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from compassrl.model.layers import (
     rotate,
     stack_routes,
 )
+from ..settings import above, at_least, check
 
 # %% auto #0
 __all__ = ['PolicyConfig', 'MoE', 'DenseMLP', 'Block', 'Policy']

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, inf, log, log2
 from statistics import median
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 
 from ..records import Request, Sample, derive_seed
+from ..settings import check
 
 # %% auto #0
 __all__ = ['ScheduleConfig', 'LengthPredictor', 'prediction_error', 'Schedule']

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from ..records import Request, RolloutEngine, Sample, SamplingParams
 from .layers import add_experts, folded, scaled_rms
 from .requests import check_request
 from .slots import Slots
+from ..settings import above, at_least, check
 
 # %% auto #0
 __all__ = ['RolloutConfig', 'TorchRollout']

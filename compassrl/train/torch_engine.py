@@ -16,7 +16,6 @@ from fastcore.basics import patch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from ..model.layers import route_dtype
 from ..model.log_probs import token_log_probs
 from ..model.policy import Policy
 from ..model.pretrained import hf_weights, load_hf_weights

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from compassrl.data.tokenizer import build_tokenizer, save_tokenizer
+from compassrl.model.hf_config import read_config, write_config
 from compassrl.model.layers import (
     combine,
     dispatch,

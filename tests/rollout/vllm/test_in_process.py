@@ -17,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compassrl.algo.engine_gap import discrepancy
-from compassrl.algo.losses import LossConfig, PolicyLoss, tis_weights
+from compassrl.algo.losses import LossConfig, PolicyLoss
+from compassrl.algo.ratios import tis_weights
 from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import (
