@@ -27,8 +27,8 @@ import time
 os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISABLE='1')
 import torch
 
-from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.hf_config import write_config
+from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.torch_engine import TorchRollout

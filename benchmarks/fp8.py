@@ -1,14 +1,16 @@
-"""What FP8 saves in bytes, what it costs in accuracy, and, on a Hopper GPU, how much faster a rollout is.
+"""What FP8 saves in bytes, what it costs in accuracy, and, on a Hopper GPU, how much faster a
+rollout is.
 
     python benchmarks/fp8.py [--quick] [--repeats 5] [--threads 1]
 
-Bytes: the weights that a sync carries and that decoding reads for each step, in bfloat16 and in FP8 (codes of one byte
-for projections and experts, a 4-byte scale per 128x128; routers, embeddings, head and norms stay). Accuracy: the
-embedded engine samples with FP8 weights, with activations too, with keys and values too; the train engine computes the
-log-probs again in fp32, with live routers and with replay. On a CPU the products are emulated: `emulation` is the time
-of FP8's rollout over that of fp32, CPU seconds, taking turns. On a Hopper GPU (`torch._scaled_mm` has 1x128 by 128x128
-scales there) the same engine rolls out a dense policy large enough to be bound by reading its weights, in bfloat16 and
-in FP8: `rollout_speedup` (goal: 1.3 or more). Elsewhere it is "not run".
+Bytes: the weights that a sync carries and that decoding reads for each step, in bfloat16 and in FP8
+(codes of one byte for projections and experts, a 4-byte scale per 128x128; routers, embeddings,
+head and norms stay). Accuracy: the embedded engine samples with FP8 weights, with activations too,
+with keys and values too; the train engine computes the log-probs again in fp32, with live routers
+and with replay. On a CPU the products are emulated: `emulation` is the time of FP8's rollout over
+that of fp32, CPU seconds, taking turns. On a Hopper GPU (`torch._scaled_mm` has 1x128 by 128x128
+scales there) the same engine rolls out a dense policy large enough to be bound by reading its
+weights, in bfloat16 and in FP8: `rollout_speedup` (goal: 1.3 or more). Elsewhere it is "not run".
 
 Last line: one JSON object. `ratio` is bytes in bfloat16 over bytes in FP8.
 """
@@ -155,7 +157,8 @@ def main():
                 w.mul_(2)  # a next-token distribution that is not flat
     whole, part = num_bytes(policy)
     print(
-        f'weights: {whole[0] / 1e6:.2f} MB in bfloat16, {whole[1] / 1e6:.2f} MB in FP8; projections and experts alone '
+        f'weights: {whole[0] / 1e6:.2f} MB in bfloat16, {whole[1] / 1e6:.2f} MB in FP8; '
+        'projections and experts alone '
         f'{part[0] / part[1]:.4f} times smaller'
     )
     rs, found = requests(64, prompts, new), {}
@@ -165,7 +168,8 @@ def main():
         found[name] = mismatch(list(e.generate(rs)), policy)
         for mode, m in found[name].items():
             print(
-                f'{name:24}{mode:6}{m["mean_abs"]:12.2e}{m["k3"]:10.1e}{m["beyond_2"]:10.2%}{m["tis_cut"]:11.2%}'
+                f'{name:24}{mode:6}{m["mean_abs"]:12.2e}{m["k3"]:10.1e}'
+                f'{m["beyond_2"]:10.2%}{m["tis_cut"]:11.2%}'
             )
     assert found['fp32']['off']['mean_abs'] < 1e-4 < found['weights']['R3']['mean_abs']
     emulation = turns([engines['fp32'], engines['weights+activations']], rs, repeats)

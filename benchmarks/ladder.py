@@ -49,8 +49,8 @@ from compassrl.judges.pool import RewardPool
 from compassrl.judges.serial import RewardConfig, SerialJudge
 from compassrl.launch.simulator import RoundRobin, idle_frac
 from compassrl.loop import fit
-from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.hf_config import write_config
+from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Prompt
 from compassrl.rollout.pull_queue import PullQueue

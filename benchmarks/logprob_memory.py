@@ -1,15 +1,19 @@
-"""Peak memory of log-probs, entropies and their gradients: chunks of tokens against the whole table of logits.
+"""Peak memory of log-probs, entropies and their gradients: chunks of tokens against the whole table
+of logits.
 
-    python benchmarks/logprob_memory.py [--quick] [--tokens 1024] [--hidden 256] [--vocab 151936] [--chunk-tokens 64]
+    python benchmarks/logprob_memory.py [--quick] [--tokens 1024] [--hidden 256] [--vocab 151936]
+        [--chunk-tokens 64]
 
-A process of its own for each version and size makes hidden states, a head and their gradients' targets, notes the
-memory it holds, runs forward and backward once, and reads the high-water mark of its resident memory (VmHWM, reset
-before the run). What both versions cannot avoid is in it: the gradients of hidden states and head. Half the tokens
-are measured as well: the slope is what one more token costs.
+A process of its own for each version and size makes hidden states, a head and their gradients'
+targets, notes the memory it holds, runs forward and backward once, and reads the high-water mark of
+its resident memory (VmHWM, reset before the run). What both versions cannot avoid is in it: the
+gradients of hidden states and head. Half the tokens are measured as well: the slope is what one
+more token costs.
 
-Last line: one JSON object. `ratio` is the dense version's peak over the chunked one's, and it grows with the tokens;
-`seconds_ratio` the chunked version's time over the dense one's: the logits are computed twice, but far fewer pages of
-fresh memory are touched. One run of each: on a busy machine this number is noise.
+Last line: one JSON object. `ratio` is the dense version's peak over the chunked one's, and it grows
+with the tokens; `seconds_ratio` the chunked version's time over the dense one's: the logits are
+computed twice, but far fewer pages of fresh memory are touched. One run of each: on a busy machine
+this number is noise.
 """
 
 import argparse
@@ -28,7 +32,8 @@ MB = 2**20
 
 def memory(key):
     "VmRSS (held now) or VmHWM (its peak), in bytes; Linux only"
-    return next(int(l.split()[1]) * 1024 for l in open('/proc/self/status') if l.startswith(key))
+    lines = open('/proc/self/status')
+    return next(int(s.split()[1]) * 1024 for s in lines if s.startswith(key))
 
 
 def measure(version, tokens, a):

@@ -2,21 +2,24 @@
 
     python benchmarks/rollout.py [--quick] [--repeats 31] [--threads 1]
 
-Both sample 8 responses of 64 tokens to each of 16 prompts of 16 tokens, in fp32, and both hand back the log-prob of
-every sampled token and the experts of every fed token. `generate` has no output for routes, so a hook on each router
-records them. The fastest of its expert and attention implementations and caches is found first; then all contenders
-take turns in one process. Times are medians; a ratio is the median over the rounds of that round's ratio, so that a
-slow minute of the machine slows both sides.
+Both sample 8 responses of 64 tokens to each of 16 prompts of 16 tokens, in fp32, and both hand back
+the log-prob of every sampled token and the experts of every fed token. `generate` has no output for
+routes, so a hook on each router records them. The fastest of its expert and attention
+implementations and caches is found first; then all contenders take turns in one process. Times are
+medians; a ratio is the median over the rounds of that round's ratio, so that a slow minute of the
+machine slows both sides.
 
-The floor is the time of the products that nobody can avoid: projections, router, experts at the sizes that our
-samples' routes gave them, scores, softmax and values over caches that grow in all layers, and the head. One prefill
-per prompt, as we do. No norms, rotations, gates, sorting, cache writes, sampling or bookkeeping. Two versions:
-`plain` makes the textbook call for each product (linear with the checkpoint's layout, a loop over experts, keys as
-they come); `floor` takes for each the fastest kernel and layout found, weights transposed beforehand and keys kept
-transposed for free. No engine reaches the second.
+The floor is the time of the products that nobody can avoid: projections, router, experts at the
+sizes that our samples' routes gave them, scores, softmax and values over caches that grow in all
+layers, and the head. One prefill per prompt, as we do. No norms, rotations, gates, sorting, cache
+writes, sampling or bookkeeping. Two versions: `plain` makes the textbook call for each product
+(linear with the checkpoint's layout, a loop over experts, keys as they come); `floor` takes for
+each the fastest kernel and layout found, weights transposed beforehand and keys kept transposed for
+free. No engine reaches the second.
 
-Last line: one JSON object. `ratio` is our tokens/s over generate's (goal: 2 or more), `floor_ratio` our time over the
-floor's (goal: 1.5 or less), `plain_floor_ratio` our time over that of the textbook calls.
+Last line: one JSON object. `ratio` is our tokens/s over generate's (goal: 2 or more), `floor_ratio`
+our time over the floor's (goal: 1.5 or less), `plain_floor_ratio` our time over that of the
+textbook calls.
 """
 
 import argparse
@@ -40,9 +43,8 @@ from compassrl.rollout.torch_engine import TorchRollout
 
 def cpu_model():
     try:
-        return next(
-            l.split(':')[1].strip() for l in open('/proc/cpuinfo') if l.startswith('model name')
-        )
+        lines = open('/proc/cpuinfo')
+        return next(s.split(':')[1].strip() for s in lines if s.startswith('model name'))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
@@ -53,7 +55,7 @@ def timed(fn):
     return time.perf_counter() - t, out
 
 
-# ---------------------------------------------------------------------------------------------------------------- ours
+# --------------------------------------------------------------------------------------------- ours
 def make_policy(a):
     c = PolicyConfig(
         vocab_size=64,
@@ -86,13 +88,12 @@ def make_requests(a, prompts):
 
 
 def ours(engine, weights, requests):
-    engine.load_weights(
-        weights.items(), 0
-    )  # as before every step of training; it also drops the cached prompts
+    # as before every step of training; it also drops the cached prompts
+    engine.load_weights(weights.items(), 0)
     return lambda: list(engine.generate(requests))
 
 
-# -------------------------------------------------------------------------------------------------------- transformers
+# ------------------------------------------------------------------------------------- transformers
 class Hf:
     "transformers.generate with log-probs and routes"
 
@@ -131,20 +132,21 @@ class Hf:
     def __call__(self, ids):
         self.routes.clear()
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **self.kwargs)
+        # [B, Tr]
         log_probs = self.model.compute_transition_scores(
             out.sequences, out.scores, normalize_logits=True
-        )  # [B, Tr]
+        )
         L, (B, _) = len(self.model.model.layers), log_probs.shape
-        steps = [
-            torch.stack(self.routes[i : i + L], 1) for i in range(0, len(self.routes), L)
-        ]  # [B*tokens, L, K] of each
+        # [B*tokens, L, K] of each
+        steps = [torch.stack(self.routes[i : i + L], 1) for i in range(0, len(self.routes), L)]
         routes = torch.cat([s.view(B, -1, *s.shape[1:]) for s in steps], 1)
         assert routes.shape[1] == out.sequences.shape[1] - 1 and log_probs.isfinite().all()
         return out.sequences, log_probs, routes
 
 
 def fastest_hf(folder, a, ids):
-    "Try what transformers offers: one run of each, then three rounds of those within twice the fastest"
+    """Try what transformers offers: one run of each, then three rounds of those within twice the
+    fastest"""
     kinds = itertools.product(
         ('grouped_mm', 'batched_mm', 'eager'), ('sdpa', 'eager'), ('dynamic', 'static')
     )
@@ -159,39 +161,36 @@ def fastest_hf(folder, a, ids):
     return min(found, key=found.get)
 
 
-# ----------------------------------------------------------------------------------------------------------- the floor
+# ---------------------------------------------------------------------------------------- the floor
 class Floor:
-    "Bare products of the same work; of several ways to one product the fastest is taken, or the first if `plain`"
+    """Bare products of the same work; of several ways to one product the fastest is taken, or the
+    first if `plain`"""
 
     def __init__(self, c, a, samples, plain=False):
-        P, B, self.c, self.a, self.plain = a.prompts, a.prompts * a.samples, c, a, plain
-        H, KV, d, D, L = (
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-            c.hidden_size,
-            c.num_hidden_layers,
-        )
-        I, E, K, r = c.moe_intermediate_size, c.num_experts, c.num_experts_per_tok, torch.randn
+        self.c, self.a, self.plain = c, a, plain
+        P, B = a.prompts, a.prompts * a.samples
+        H, KV, L = c.num_attention_heads, c.num_key_value_heads, c.num_hidden_layers
+        d, D, width = c.head_dim, c.hidden_size, c.moe_intermediate_size
+        E, K, r = c.num_experts, c.num_experts_per_tok, torch.randn
         T = a.prompt_tokens + a.new_tokens
         self.qkv, self.out, self.router = r((H + 2 * KV) * d, D), r(D, H * d), r(E, D)
-        self.gate_up, self.down, self.head = r(E, 2 * I, D), r(E, D, I), r(c.vocab_size, D)
+        self.gate_up, self.down, self.head = r(E, 2 * width, D), r(E, D, width), r(c.vocab_size, D)
         weights = (self.qkv, self.out, self.router, self.gate_up, self.down, self.head)
         self.turned = {w: w.mT.contiguous() for w in weights}  # the other layout of each
         self.keys, self.values, self.turned_keys = (
             [r(B, KV, *s) for _ in range(L)] for s in ((T, d), (T, d), (d, T))
         )
         self.q, self.x = r(B, KV, H // KV, d), {n: r(n, D) for n in (B, P * a.prompt_tokens)}
-        self.xe = {n * K: (r(n * K, D), r(n * K, I)) for n in self.x}
+        self.xe = {n * K: (r(n * K, D), r(n * K, width)) for n in self.x}
         self.prompt_q, self.prompt_kv = r(P, H, a.prompt_tokens, d), r(P, KV, a.prompt_tokens, d)
         routes = torch.stack([s.routed_experts for s in samples]).long()  # [B, T-1, L, K]
 
         def ends(ids):
             return F.one_hot(ids.flatten(), E).sum(0).cumsum(0).int()
 
-        self.prompt_ends = [ends(routes[:: a.samples, : a.prompt_tokens, l]) for l in range(L)]
+        self.prompt_ends = [ends(routes[:: a.samples, : a.prompt_tokens, i]) for i in range(L)]
         self.ends = [
-            [ends(routes[:, t, l]) for l in range(L)] for t in range(a.prompt_tokens, T - 1)
+            [ends(routes[:, t, i]) for i in range(L)] for t in range(a.prompt_tokens, T - 1)
         ]
         self.chosen = {}
 
@@ -242,14 +241,10 @@ class Floor:
             lambda: F.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True),
         )
 
-    def decode(self, l, T):
+    def decode(self, layer, T):
         "One query per sequence over `T` cached tokens"
-        k, kt, v, q = (
-            self.keys[l][:, :, :T],
-            self.turned_keys[l][..., :T],
-            self.values[l][:, :, :T],
-            self.q,
-        )
+        k, v = self.keys[layer][:, :, :T], self.values[layer][:, :, :T]
+        kt, q = self.turned_keys[layer][..., :T], self.q
         self.best(
             ('decode', T // 16),
             lambda: (q @ k.mT).softmax(-1) @ v,
@@ -261,16 +256,16 @@ class Floor:
     def __call__(self):
         a, L = self.a, self.c.num_hidden_layers
         x = self.x[a.prompts * a.samples]
-        for l in range(L):
-            self.layer(self.x[a.prompts * a.prompt_tokens], self.prompt_ends[l], self.prefill)
+        for ends in self.prompt_ends:
+            self.layer(self.x[a.prompts * a.prompt_tokens], ends, self.prefill)
         self.linear(x, self.head)  # the first token comes from the prefill
         for t, ends in enumerate(self.ends, a.prompt_tokens + 1):
-            for l in range(L):
-                self.layer(x, ends[l], lambda: self.decode(l, t))
+            for i in range(L):
+                self.layer(x, ends[i], lambda: self.decode(i, t))
             self.linear(x, self.head)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 def largest_gap(folder, samples):
     "Largest |log-prob difference| between our samples and a plain forward pass of transformers"
     from transformers import AutoModelForCausalLM
@@ -315,7 +310,8 @@ def main():
         save_pretrained(policy, folder)
         gap = largest_gap(folder, samples)
         print(
-            f'same model: our log-probs differ from a forward pass of transformers by at most {gap:.1e}'
+            'same model: our log-probs differ from a forward pass of transformers by at most '
+            f'{gap:.1e}'
         )
         assert gap < 1e-4
         print('transformers.generate, by implementation')
@@ -334,11 +330,13 @@ def main():
             times[k].append(timed(make())[0])
     t = {k: statistics.median(v) for k, v in times.items()}
     print(
-        f'medians of {a.repeats} interleaved runs, {a.threads} thread(s), log-probs and routes captured'
+        f'medians of {a.repeats} interleaved runs, {a.threads} thread(s), log-probs and routes '
+        'captured'
     )
     for k, v in t.items():
         print(
-            f'  {k:9} {1000 * v:8.1f} ms {a.tokens / v:9,.0f} tok/s   fastest run {a.tokens / min(times[k]):9,.0f} tok/s'
+            f'  {k:9} {1000 * v:8.1f} ms {a.tokens / v:9,.0f} tok/s   fastest run '
+            f'{a.tokens / min(times[k]):9,.0f} tok/s'
         )
 
     def ratio(i, j):
@@ -371,7 +369,8 @@ def main():
     )
     print(
         f'ours is {result["ratio"]:.2f} times as fast as generate (goal 2) and takes '
-        f'{result["floor_ratio"]:.2f} times the floor (goal 1.5), {result["plain_floor_ratio"]:.2f} times the textbook calls'
+        f'{result["floor_ratio"]:.2f} times the floor (goal 1.5), '
+        f'{result["plain_floor_ratio"]:.2f} times the textbook calls'
     )
     print(json.dumps(result))
 

@@ -1,25 +1,29 @@
-"""Longest first by prediction, on two real vLLM servers: how late is the last response, and how long are slots idle?
+"""Longest first by prediction, on two real vLLM servers: how late is the last response, and how
+long are slots idle?
 
     python benchmarks/scheduling.py [--quick] [--repeats 7]
 
-Two servers of a tiny Qwen3-MoE (random weights, fp32, CPU build of vLLM) with a few slots each. Lengths are heavy-tailed,
-belong to the prompt and vary within its group; the servers generate exactly so many tokens, and the pool is not told
-(every request says the same `max_tokens`). Every round runs five ways of giving the same requests out, in turn:
+Two servers of a tiny Qwen3-MoE (random weights, fp32, CPU build of vLLM) with a few slots each.
+Lengths are heavy-tailed, belong to the prompt and vary within its group; the servers generate
+exactly so many tokens, and the pool is not told (every request says the same `max_tokens`). Every
+round runs five ways of giving the same requests out, in turn:
 
   round robin     dealt out before it starts: request i to server i % 2
   fifo            servers pull, in the order in which the requests come
-  ours            servers pull, the longest by prediction first; the predictor has seen one earlier step of the prompts,
-                  in which all lengths were drawn anew
+  ours            servers pull, the longest by prediction first; the predictor has seen one earlier
+                  step of the prompts, in which all lengths were drawn anew
   cold            the same, by a predictor that has seen nothing: one probe of each prompt first
   oracle          servers pull, the truly longest first
 
-Makespan: until the last answer. Idle: slot-seconds without a request until then. The bound is max(slot-seconds of the
-oracle's run / slots, its longest request). A simulator, whose costs were fitted to the runs of the first two kinds (what
-each server did, and how long it took), predicts the makespans: `simulated` is its over the measured one.
+Makespan: until the last answer. Idle: slot-seconds without a request until then. The bound is
+max(slot-seconds of the oracle's run / slots, its longest request). A simulator, whose costs were
+fitted to the runs of the first two kinds (what each server did, and how long it took), predicts the
+makespans: `simulated` is its over the measured one.
 
-Last line: one JSON object. `ratio` is ours over the oracle's makespan (goal: 1.05 or less), `idle_cut` the share of
-round robin's idle time that ours saves (goal: .12 or more), `simulated_off` how far the simulator is off, for the way it
-misses most (goal: .1 or less); medians over the rounds of that round's ratio.
+Last line: one JSON object. `ratio` is ours over the oracle's makespan (goal: 1.05 or less),
+`idle_cut` the share of round robin's idle time that ours saves (goal: .12 or more), `simulated_off`
+how far the simulator is off, for the way it misses most (goal: .1 or less); medians over the rounds
+of that round's ratio.
 """
 
 import argparse
@@ -37,8 +41,8 @@ os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISAB
 import torch
 
 from compassrl.launch.simulator import Cluster, RoundRobin, fit_cost, idle_frac, makespan, work
-from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.hf_config import write_config
+from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
 from compassrl.rollout.pull_queue import PullQueue
@@ -52,9 +56,8 @@ LIMIT = 960
 
 def cpu_model():
     try:
-        return next(
-            l.split(':')[1].strip() for l in open('/proc/cpuinfo') if l.startswith('model name')
-        )
+        lines = open('/proc/cpuinfo')
+        return next(s.split(':')[1].strip() for s in lines if s.startswith('model name'))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
@@ -138,7 +141,8 @@ WAYS = ('round robin', 'fifo', 'ours', 'cold', 'oracle')
 
 
 def measure(pool, a):
-    "Spans of every way, round after round; requests and lengths of each round; the predictor's error and state"
+    """Spans of every way, round after round; requests and lengths of each round; the predictor's
+    error and state"""
     earlier, lengths = draw(a, 'earlier')
     warm = LengthPredictor()
     run(pool, earlier, lengths, 'fifo', warm)
@@ -266,8 +270,9 @@ def main():
         ),
     )
     print(
-        f"ours ends {result['ratio']:.3f} times as late as the oracle (goal 1.05) and saves {cut:.0%} of round robin's idle "
-        f'time (goal 12%); the simulator is off by at most {off:.1%} (goal 10%)'
+        f'ours ends {result["ratio"]:.3f} times as late as the oracle (goal 1.05) and saves '
+        f"{cut:.0%} of round robin's idle time (goal 12%)"
+        f'; the simulator is off by at most {off:.1%} (goal 10%)'
     )
     print(json.dumps(result))
 

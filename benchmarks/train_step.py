@@ -41,17 +41,18 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from compassrl.runs.process import keep_freed_memory
 from rollout import Floor, make_policy, timed
 from tokenizers import Tokenizer, models
 
+from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig
 from compassrl.data.tasks import verifier
-from compassrl.loop import TrainConfig, fit
+from compassrl.loop import fit
 from compassrl.model.pretrained import save_pretrained
 from compassrl.records import Prompt, Verdict
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
 from compassrl.runs.facts import machine_info
+from compassrl.runs.process import keep_freed_memory
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,8 +20,6 @@ import statistics
 import time
 from dataclasses import replace
 
-from compassrl.runs.data import load
-
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
@@ -30,6 +28,7 @@ from compassrl.loop import fit
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import derive_seed
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.runs.data import load
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.facts import machine_info
 from compassrl.train.sft import SFTConfig, cold_start

@@ -25,8 +25,8 @@ from .rollout.torch_engine import RolloutConfig
 from .rollout.vllm.config import VllmConfig
 from .settings import at_least, check, checked
 from .train.megatron.layout import ParallelConfig
-from .train.sft import SFTConfig
 from .train.routes import ReplayMode
+from .train.sft import SFTConfig
 from .train.torch_engine import OptimConfig
 
 # %% auto #0

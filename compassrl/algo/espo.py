@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from .losses import LossConfig, clipped_surrogate, policy_loss, ratio_sums
-from .ratios import log_ratio
+from .losses import LossConfig, clipped_surrogate, policy_loss
+from .ratios import log_ratio, ratio_sums
 from ..records import Batch
 from ..settings import above, at_least, between, check
 

@@ -14,8 +14,9 @@ from math import ceil, inf, sqrt
 import torch
 
 from ..records import Request, Sample
-from ..rollout.pull_queue import Fault, PullQueue, Simulation, Span
+from ..rollout.pull_queue import Attempt, PullQueue
 from ..rollout.schedule import Schedule
+from ..rollout.simulation import Fault, Simulation
 
 # %% auto #0
 __all__ = [
@@ -220,12 +221,12 @@ class RoundRobin(PullQueue):
 
 
 # %% ../../nbs/launch/04_simulator.ipynb #b0f81ba7
-def makespan(spans: Iterable[Span]) -> float:  # seconds
+def makespan(spans: Iterable[Attempt]) -> float:  # seconds
     return max(s.end for s in spans if s.outcome == 'done')
 
 
 def idle_frac(
-    spans: Sequence[Span],
+    spans: Sequence[Attempt],
     num_slots: int,  # of all replicas together
 ) -> float:  # slot-seconds without a request until the last answer, as a share of all
     busy = sum(s.end - s.start for s in spans if s.outcome != 'late')
@@ -284,7 +285,7 @@ def fit_cost(
 
 
 def rewards_done(
-    spans: Sequence[Span],
+    spans: Sequence[Attempt],
     seconds: Callable[[int], float],  # that the reward of a request takes
     workers: int,
     overlap: bool = True,  # each begins when its sample ends; else all after the last one

@@ -14,7 +14,7 @@ from ..config import TrainConfig
 from ..data.prompts import load_data
 from ..data.tokenizer import build_tokenizer, load_tokenizer
 from ..judges.genrm_client import GenRM
-from ..model.pretrained import read_config
+from ..model.hf_config import read_config
 from ..records import Prompt
 
 # %% auto #0

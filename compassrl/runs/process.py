@@ -59,8 +59,9 @@ def meet_ranks(parallel: ParallelConfig, device: str):  # the `Watch` over all r
     "The process groups of a layout; an earlier run's are gone"
     from megatron.core import parallel_state
 
-    from compassrl.train.megatron.engine import Control, init_parallel
+    from compassrl.train.megatron.control import Control
     from compassrl.train.megatron.leader import Watch
+    from compassrl.train.megatron.model import init_parallel
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..model.policy import PolicyConfig, route_dtype
+from ..model.layers import route_dtype
+from ..model.policy import PolicyConfig
 from ..records import Batch, Sample, collate
 
 # %% auto #0

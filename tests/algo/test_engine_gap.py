@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import LossConfig, PolicyLoss
-from compassrl.model.policy import MoE, Policy, PolicyConfig, route_dtype
+from compassrl.model.layers import route_dtype
+from compassrl.model.policy import MoE, Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import (
     Batch,

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from compassrl.launch import simulator
 from compassrl.records import Request, SamplingParams
-from compassrl.rollout.pull_queue import Fault, PullQueue
+from compassrl.rollout.pull_queue import PullQueue
 from compassrl.rollout.schedule import LengthPredictor, Schedule, ScheduleConfig
+from compassrl.rollout.simulation import Fault
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import random
 

@@ -1,4 +1,5 @@
-"The policy against transformers' Qwen3-MoE: logits, router choices, gradients, greedy text, checkpoints"
+"""The policy against transformers' Qwen3-MoE: logits, router choices, gradients, greedy text,
+checkpoints"""
 
 import json
 import random
@@ -12,16 +13,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from compassrl.data.tokenizer import build_tokenizer, save_tokenizer
-from compassrl.model import policy as policy_module
-from compassrl.model.policy import (
-    MoE,
-    Policy,
-    PolicyConfig,
+from compassrl.model.hf_config import read_config, write_config
+from compassrl.model.layers import (
+    combine,
+    dispatch,
+    gated_swiglu,
     grouped_linear,
+    rms_norm,
     rope_table,
+    rotate,
     route_dtype,
 )
-from compassrl.model.hf_config import read_config, write_config
+from compassrl.model.policy import MoE, Policy, PolicyConfig
 from compassrl.model.pretrained import (
     from_pretrained,
     hf_slices,
@@ -112,7 +115,8 @@ def same(p, q):
     return all(n == m and a.dtype == b.dtype and torch.equal(a, b) for (n, a), (m, b) in pairs)
 
 
-# ---- parity ----------------------------------------------------------------------------------------------------------
+# ---- parity --------------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.parametrize('seed', range(12))
@@ -122,25 +126,23 @@ def test_parity(seed, tmp_path):
     save_pretrained(policy, tmp_path)
     model = opened(tmp_path)
     gen = torch.Generator().manual_seed(seed)
-    ids = torch.randint(
-        1, config.vocab_size, (3, 17), generator=gen
-    )  # its padding id 0 gets no gradient there
+    # its padding id 0 gets no gradient there
+    ids = torch.randint(1, config.vocab_size, (3, 17), generator=gen)
     mask = torch.ones(3, 17, dtype=torch.bool)
     mask[1, 12:] = False
 
     hidden, routes = policy(ids, mask)
     logits = policy.logits(hidden)
     sparse = sparse_layers(config)
-    out = model(
-        ids, attention_mask=mask.long(), output_router_logits=bool(sparse)
-    )  # transformers cannot say "none"
+    # transformers cannot say "none"
+    out = model(ids, attention_mask=mask.long(), output_router_logits=bool(sparse))
     theirs = out.logits[mask]
     assert relative(logits, theirs) < 1e-5
 
     scores = out.router_logits if sparse else ()
     assert len(sparse) == len(scores)
-    for i, scores in zip(sparse, scores):
-        assert torch.equal(chosen(scores[mask.flatten()], config), routes[:, i]), f'layer {i}'
+    for i, theirs in zip(sparse, scores):
+        assert torch.equal(chosen(theirs[mask.flatten()], config), routes[:, i]), f'layer {i}'
     assert not routes[:, [i for i in range(config.num_hidden_layers) if i not in sparse]].any()
 
     w = torch.randn(logits.shape, generator=gen)
@@ -229,16 +231,17 @@ def test_greedy_text(seed, tmp_path):
             assert torch.equal(chosen(s[:-1], config), samples[i].routed_experts[:, layer].long())
 
 
-# ---- laws ------------------------------------------------------------------------------------------------------------
+# ---- laws ----------------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize('D, O', [(16, 8), (5, 7), (16, 3), (2, 8)])
-def test_grouped_linear_takes_any_width_and_empty_experts(dtype, D, O):
+@pytest.mark.parametrize('D, out', [(16, 8), (5, 7), (16, 3), (2, 8)])
+def test_grouped_linear_takes_any_width_and_empty_experts(dtype, D, out):
     gen = torch.Generator().manual_seed(0)
     x, w = (
         torch.randn(shape, generator=gen).to(dtype).requires_grad_()
-        for shape in ((9, D), (4, O, D))
+        for shape in ((9, D), (4, out, D))
     )
     y = grouped_linear(x, w, torch.tensor([0, 5, 5, 9], dtype=torch.int32))
     want = torch.cat([x[:5] @ w[1].T, x[5:] @ w[3].T])
@@ -310,7 +313,8 @@ def test_foreign_routes_are_obeyed_and_the_router_learns():
 
 
 def test_gates_of_the_paper():
-    "R3: scores 1, 2, .5, -1; the replayed experts 0 and 2 get .622459 and .377541, the own choice .731059 and .268941"
+    """R3: scores 1, 2, .5, -1; the replayed experts 0 and 2 get .622459 and .377541, the own choice
+    .731059 and .268941"""
     moe = MoE(PolicyConfig(hidden_size=1, num_experts=4))
     with torch.no_grad():
         moe.router.copy_(torch.tensor([[1.0], [2.0], [0.5], [-1.0]]))
@@ -330,17 +334,14 @@ def test_hand_written_gradients_against_finite_differences():
     cos, sin = (t[:5, None].double() for t in rope_table(8, 5, 100.0))
     order = torch.randperm(10, generator=g)
     check, inverse = torch.autograd.gradcheck, order.argsort()
-    assert check(lambda x: policy_module.rotate(x, cos, sin), leaf(5, 3, 8))
-    assert check(policy_module._GatedSwiGLU.apply, (leaf(6, 8), leaf(6)))
-    assert check(lambda x: policy_module._Dispatch.apply(x, order, inverse, 2), leaf(5, 4))
-    assert check(lambda y: policy_module._Combine.apply(y, order, inverse, 2), leaf(10, 4))
-    assert check(lambda x, w: policy_module.rms_norm(x, w, 1e-6), (leaf(5, 3, 8), leaf(3, 8)))
+    assert check(lambda x: rotate(x, cos, sin), leaf(5, 3, 8))
+    assert check(gated_swiglu, (leaf(6, 8), leaf(6)))
+    assert check(lambda x: dispatch(x, order, inverse, 2), leaf(5, 4))
+    assert check(lambda y: combine(y, order, inverse, 2), leaf(10, 4))
+    assert check(lambda x, w: rms_norm(x, w, 1e-6), (leaf(5, 3, 8), leaf(3, 8)))
     # adding up and spreading are each other's transpose
     x, y = leaf(5, 4), leaf(10, 4)
-    spread, summed = (
-        policy_module._Dispatch.apply(x, order, inverse, 2),
-        policy_module._Combine.apply(y, order, inverse, 2),
-    )
+    spread, summed = dispatch(x, order, inverse, 2), combine(y, order, inverse, 2)
     torch.testing.assert_close((spread * y).sum(), (x * summed).sum())
 
 
@@ -369,7 +370,8 @@ def test_gradients_against_finite_differences():
     )
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
@@ -425,9 +427,8 @@ def test_we_write_and_transformers_reads(limit, dtype, tmp_path):
     text = '12+30= #42'
     assert tokenizer(text).input_ids == build_tokenizer().encode(text).ids
     model = opened(tmp_path, dtype)
-    assert (
-        model.dtype == AutoModelForCausalLM.from_pretrained(tmp_path).dtype == dtype
-    )  # config.json names the type
+    # config.json names the type
+    assert model.dtype == AutoModelForCausalLM.from_pretrained(tmp_path).dtype == dtype
     state = model.state_dict()
     for name, w in hf_weights(policy):
         if '.experts.' not in name:
@@ -511,7 +512,8 @@ def test_a_dense_config_comes_back_as_it_was(dense, tmp_path):
     )
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
+# --------------------
 
 
 def edit(**changes):

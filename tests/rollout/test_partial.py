@@ -1,4 +1,5 @@
-"Partial rollouts: every response once and whole, every token with its owner, and a resume that goes on with the same halves"
+"""Partial rollouts: every response once and whole, every token with its owner, and a resume that
+goes on with the same halves"""
 
 import random
 from collections import Counter
@@ -64,7 +65,8 @@ def pupil():
 
 
 class Script:
-    "An engine that says the next numbers of each response, which has a length of its own; in any order"
+    """An engine that says the next numbers of each response, which has a length of its own; in any
+    order"""
 
     def __init__(self, lengths, rng):
         self.lengths, self.rng, self.version = lengths, rng, 0
@@ -238,7 +240,7 @@ def whole(pupil):
 def test_what_a_step_trains_on(whole):
     engine, log = whole
     going = 0  # responses under way
-    for step, (m, samples, batch) in enumerate(log):
+    for step, (m, samples, _) in enumerate(log):
         groups = Counter(s.prompt_id for s in samples)
         assert groups and set(groups.values()) == {4} and m['prompts'] == len(groups)
         for s in samples:
@@ -254,9 +256,8 @@ def test_what_a_step_trains_on(whole):
             assert s.finish_reason == 'stop' or len(s.response_ids) == 12
         stale = torch.cat([s.token_versions for s in samples]) < step
         assert m['stale_frac'] == pytest.approx(float(stale.float().mean()), abs=1e-6)
-        assert (
-            m['partial_responses'] <= going + 32 - len(samples) + 24
-        )  # ended, but not their groups
+        # ended, but not their groups
+        assert m['partial_responses'] <= going + 32 - len(samples) + 24
         going = m['partial_responses']
     assert (
         max(m['stale_frac'] for m, _, _ in log) > 0.1

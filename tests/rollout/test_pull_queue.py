@@ -1,6 +1,8 @@
-"The pull queue: whatever replicas do, every request is answered exactly once, within a bounded time"
+"""The pull queue: whatever replicas do, every request is answered exactly once, within a bounded
+time"""
 
 import itertools
+import types
 from collections import Counter
 
 import pytest
@@ -8,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compassrl.records import Request
-from compassrl.rollout import pull_queue as dispatch
-from compassrl.rollout.pull_queue import PullQueue, Fault, simulate
+from compassrl.rollout import pull_queue, simulation
+from compassrl.rollout.pull_queue import PullQueue
+from compassrl.rollout.simulation import Fault, simulate
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import random
 
@@ -27,7 +30,8 @@ def handed(d, now=0.0):
 
 
 def once(m):
-    "Replicas join, leave, answer, answer twice, answer late, in any order: each request counts once, none is lost"
+    """Replicas join, leave, answer, answer twice, answer late, in any order: each request counts
+    once, none is lost"""
 
     @random
     @given(
@@ -279,62 +283,52 @@ LAWS = [
 
 @pytest.mark.parametrize('law', LAWS, ids=lambda law: law.__name__)
 def test_law(law):
-    law(dispatch)
+    law(types.SimpleNamespace(PullQueue=PullQueue, simulate=simulate))
 
 
 @pytest.mark.parametrize(
     'old, new',
     [
+        # a second answer counts
+        ('if ticket not in self.out: return False', 'if False: return False'),
+        # a late answer counts
+        ('self.out.pop(t)[1] for t in sorted', 'self.out[t][1] for t in sorted'),
+        # stay lost
         (
-            'if ticket not in self.out: return False',
-            'if False: return False',
-        ),  # a second answer counts
-        (
-            'self.out.pop(t)[1] for t in sorted',
-            'self.out[t][1] for t in sorted',
-        ),  # a late answer counts
-        (
-            '        for i in reversed(lost): self.waiting.setdefault(self.group[i], deque()).appendleft(i)\n',
-            '',
-        ),  # stay lost
-        ('(0, 0) if self.lost[q[0]] else', '(0, 0) if False else'),  # they queue at the end
-        ('for i in reversed(lost)', 'for i in lost'),  # the last comes first
-        (')<self.slots: heapq', ')<99: heapq'),  # no bound in flight
-        ('len(self.busy[replica])==load', 'True'),  # old loads count
-        ('replica if replica in homes else None if', 'None if'),  # prompts are scattered
-        (
-            'None if None in homes else next(iter(homes))',
-            'next(reversed(homes))',
-        ),  # all work on one prompt
-        (
-            '        if self.group[i] in self.waiting: self._file(self.group[i]) # `order` may know more now\n',
+            'for i in reversed(lost):'
+            ' self.waiting.setdefault(self.group[i], deque()).appendleft(i)\n',
             '',
         ),
+        ('(0, 0) if self.lost[first] else', '(0, 0) if False else'),  # they queue at the end
+        ('for i in reversed(lost)', 'for i in lost'),  # the last comes first
+        ('if load < self.slots', 'if load < 99'),  # no bound in flight
+        ('len(self.busy[replica])==load', 'True'),  # old loads count
+        ('if replica in homes', 'if False'),  # prompts are scattered
+        # all work on one prompt
+        (
+            'elif None in homes: home = None\nelse: home = next(iter(homes))',
+            'else: home = next(reversed(homes))',
+        ),
+        ('if self.group[i] in self.waiting: self._file(self.group[i])\n', ''),
         ('key=lambda i: order(self.requests[i])', 'key=lambda i: 0'),
-        ('(1, self.order(self.requests[q[0]]))', '(1, 0)'),  # no order among prompts
+        ('(1, self.order(self.requests[first]))', '(1, 0)'),  # no order among prompts
         ('        self.left -= len(running)\n', ''),  # the dropped are waited for
         ('            self.busy[replica].remove(t)\n', ''),  # they keep their slots
         ('if tickets and now-self.seen', 'if now-self.seen'),  # an idle one is silent
-        (
-            '        if not self.busy[replica]: self.seen[replica] = now\n',
-            '',
-        ),  # idle time counts as silence
-        (
-            'self.seen[replica] = now\n        self.left',
-            'self.left',
-        ),  # an answer is no sign of life
+        # idle time counts as silence
+        ('        if not self.busy[replica]: self.seen[replica] = now\n', ''),
+        # an answer is no sign of life
+        ('self.seen[replica] = now\n        self.left', 'self.left'),
         ('        self.lost.update(lost)\n', ''),
-        (
-            '            self.lose(r, now, f.back if f else 0)\n',
-            '            pass\n',
-        ),  # a hang is not noticed
+        # a hang is not noticed
+        ('            self.lose(r, now, f.back if f else 0)\n', '            pass\n'),
         ('self.gone |= self.d.busy[f.replica]', 'self.gone |= set()'),  # the dead answer
     ],
 )
 def test_faults_are_noticed(old, new):
     assert noticed(
         LAWS,
-        planted(dispatch, old, new),
+        planted((pull_queue, simulation), old, new),
         KeyError,
         ValueError,
         TypeError,
@@ -347,9 +341,8 @@ def test_no_replica_left():
     rs = requests(4)
     with pytest.raises(RuntimeError, match='4 requests wait and no replica is left'):
         simulate(rs, lambda r, n: 5.0, ['a', 'b'], 2, [Fault('a', 1.0), Fault('b', 2.0)])
-    with pytest.raises(
-        RuntimeError, match='no replica is left'
-    ):  # slower than the timeout: bounded, no endless loop
+    # slower than the timeout: bounded, no endless loop
+    with pytest.raises(RuntimeError, match='no replica is left'):
         simulate(rs, lambda r, n: 50.0, ['a'], 2, timeout_s=10)
 
 
@@ -364,7 +357,8 @@ def test_misuse():
 
 
 def test_pull_beats_assignment_in_advance():
-    "Uneven lengths: a pull queue ends within one longest request of the even share; requests dealt out do not"
+    """Uneven lengths: a pull queue ends within one longest request of the even share; requests
+    dealt out do not"""
 
     def took(r, name):
         return 40.0 if r.index == 0 else 1.0

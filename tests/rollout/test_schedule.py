@@ -1,9 +1,11 @@
-"Order, prediction and balance: nothing is lost, the chain says what a naive reading of all answers says, loads are even"
+"""Order, prediction and balance: nothing is lost, the chain says what a naive reading of all
+answers says, loads are even"""
 
 import itertools
 import json
 import math
 import statistics
+import types
 from collections import Counter
 
 import pytest
@@ -18,6 +20,7 @@ from compassrl.rollout import schedule as scheduling
 from compassrl.rollout.pull_queue import PullQueue
 from compassrl.train import balance as balancing
 from compassrl.train.torch_engine import response_log_probs
+from tests.support import scheduled
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import random
 
@@ -56,7 +59,8 @@ class Engine:
 
 
 def chain(m):
-    "After any answers in any steps: own (history, longest of the group), features, median, limit, against all answers"
+    """After any answers in any steps: own (history, longest of the group), features, median, limit,
+    against all answers"""
 
     @random
     @given(
@@ -102,7 +106,8 @@ def chain(m):
 
 
 def once(m):
-    "An engine that is fed by a schedule answers every request once, for any lengths, order, probes and over-provision"
+    """An engine that is fed by a schedule answers every request once, for any lengths, order,
+    probes and over-provision"""
 
     @random
     @given(
@@ -123,9 +128,8 @@ def once(m):
         assert Counter((s.prompt_id, s.index) for s in out) == Counter(
             (r.prompt_id, r.index) for r in rs
         )
-        assert len({(r.prompt_id, r.seed) for r in e.started}) == len(
-            e.started
-        )  # further samples have seeds of their own
+        # further samples have seeds of their own
+        assert len({(r.prompt_id, r.seed) for r in e.started}) == len(e.started)
         assert (
             len(e.started) == len(rs)
             if not more
@@ -136,7 +140,8 @@ def once(m):
 
 
 def probes(m):
-    "The first sample of every unknown prompt, then the rest of the unknown, then known ones, the longest first"
+    """The first sample of every unknown prompt, then the rest of the unknown, then known ones, the
+    longest first"""
     p = m.LengthPredictor()
     for prompt, n in ((0, 10), (1, 90), (2, 40)):
         p.observe(sample(request(prompt), n))
@@ -147,13 +152,13 @@ def probes(m):
     assert sorted(order[:2]) == [('3', 0), ('4', 0)] and {k for k, _ in order[2:8]} == {'3', '4'}
     assert [k for k, _ in order[8:]] == list('111122220000')
     s = m.Schedule(requests(20), m.ScheduleConfig(probe=False), p)
-    assert s.order(request(3)) == s.order(
-        request(3, 1)
-    )  # unknown ones stand where the median stands
+    # unknown ones stand where the median stands
+    assert s.order(request(3)) == s.order(request(3, 1))
 
 
 def corrects(m):
-    "The longest of the group so far moves the rest of the group; what was predicted is kept as it was at the start"
+    """The longest of the group so far moves the rest of the group; what was predicted is kept as it
+    was at the start"""
     p = m.LengthPredictor()
     e = Engine(lambda r: 100 if r.prompt_id == 'sum-2' else 5, 1)
     list(m.scheduled(e, requests(12), p))
@@ -169,7 +174,8 @@ def corrects(m):
 
 
 def whole_groups(m):
-    "Over-provision keeps the first to end, under the indices that were asked for, and drops the rest"
+    """Over-provision keeps the first to end, under the indices that were asked for, and drops the
+    rest"""
     e = Engine(lambda r: [30, 2, 8, 40, 1, 9][r.index], 2)
     rs = requests(4)
     out = list(
@@ -182,7 +188,8 @@ def whole_groups(m):
 
 
 def partition(m):
-    "Every row once; not above either heuristic; the two-way example of the literature; exact for few rows within 7/6"
+    """Every row once; not above either heuristic; the two-way example of the literature; exact for
+    few rows within 7/6"""
 
     @random
     @given(st.lists(st.integers(0, 1000), max_size=9), st.integers(1, 4))
@@ -248,7 +255,7 @@ LAWS = [chain, once, probes, corrects, whole_groups, errors]
 
 @pytest.mark.parametrize('law', LAWS, ids=lambda law: law.__name__)
 def test_law(law):
-    law(scheduling)
+    law(types.SimpleNamespace(**vars(scheduling), scheduled=scheduled.scheduled))
 
 
 def test_partition():
@@ -268,13 +275,11 @@ def test_partition():
             'self.link(r.prompt_id, len(r.prompt_ids))[1]',
         ),
         ('-round(4*log2', 'round(4*log2'),  # shortest first
-        ("tier = 2 if link=='own' or", 'tier = 2 if'),  # known ones are probed
+        ("if link == 'own' or", 'if'),  # known ones are probed
         ('int(r.index!=self.probes[r.prompt_id])', '0'),  # all are probes
         ("derive_seed(r.seed, 'more', k)", 'r.seed'),  # the same sample again
-        (
-            'left.pop(s.index if s.index in left else max(left)).index',
-            's.index',
-        ),  # an index nobody asked for
+        # an index nobody asked for
+        ('index = s.index if s.index in left else max(left)', 'index = s.index'),
         ('if d.finish(ticket, 0): yield s.label(sample)', 'yield s.label(sample)'),
         ('        if s.full(sample): d.drop(r)', '        if False: d.drop(r)'),
         ('        s.observe(sample)\n', ''),
@@ -286,7 +291,7 @@ def test_partition():
 def test_faults_are_noticed(old, new):
     assert noticed(
         [*LAWS, partition],
-        planted((scheduling, balancing), old, new),
+        planted((scheduling, scheduled, balancing), old, new),
         KeyError,
         ValueError,
         TypeError,
@@ -319,7 +324,8 @@ def test_refusals():
 
 
 def test_flops_count_the_weights_that_a_token_meets():
-    "Two operations per weight and token forwards, four backwards; of the experts only those that are chosen"
+    """Two operations per weight and token forwards, four backwards; of the experts only those that
+    are chosen"""
     for c in (
         PolicyConfig(),
         PolicyConfig(mlp_only_layers=(0, 1)),

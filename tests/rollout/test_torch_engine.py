@@ -1,4 +1,5 @@
-"Rollout engine: seeds, log-probs and routes against full passes, frequencies, slots, caches, bad input, mutants"
+"""Rollout engine: seeds, log-probs and routes against full passes, frequencies, slots, caches, bad
+input, mutants"""
 
 import gc
 import random
@@ -7,10 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compassrl.model.policy import Policy, PolicyConfig, causal_attention
+from compassrl.model.layers import causal_attention, grouped_linear
+from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
+from compassrl.rollout import layers, sampling, slots
 from compassrl.rollout import torch_engine as rollout
+from compassrl.rollout.sampling import sample_tokens, uniforms
 from tests.support.faults import planted
 
 torch.set_num_threads(1)
@@ -30,7 +34,8 @@ TINY = dict(
 
 
 def make_policy(seed=0, scale=4.0, head=1.0, **changes):
-    "Random weights; `scale` makes routers and attention decided, `head` makes the next token decided"
+    """Random weights; `scale` makes routers and attention decided, `head` makes the next token
+    decided"""
     p = Policy(PolicyConfig(**TINY | changes), seed)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -80,7 +85,8 @@ def by_request(samples):
 
 
 def exact(policy, request, response):
-    "Probabilities [Tr, V] under the request's parameters, and routes, by one full forward pass; fp64 after the logits"
+    """Probabilities [Tr, V] under the request's parameters, and routes, by one full forward pass;
+    fp64 after the logits"""
     ids = torch.tensor([[*request.prompt_ids, *response]])
     with torch.no_grad():
         hidden, routes = policy(ids)
@@ -101,7 +107,7 @@ def exact(policy, request, response):
     return p, routes[:-1]
 
 
-# ------------------------------------------------------------------------------------------------------ random numbers
+# ----------------------------------------------------------------------------------- random numbers
 def splitmix(seed, step):
     "The published generator, in Python's unbounded integers"
     mask = (1 << 64) - 1
@@ -122,19 +128,18 @@ def test_uniforms_are_splitmix64():
         -(2**63),
         *(derive_seed(i) for i in range(40)),
     ]
-    got = rollout.uniforms(torch.tensor(seeds), torch.arange(30))
+    got = uniforms(torch.tensor(seeds), torch.arange(30))
     assert got.dtype == torch.float64
     assert got.tolist() == [[splitmix(s, t) for t in range(30)] for s in seeds]
-    later = rollout.uniforms(torch.tensor(seeds), torch.tensor([7, 29, 100_000]))
+    later = uniforms(torch.tensor(seeds), torch.tensor([7, 29, 100_000]))
     assert (later[:, :2] == got[:, [7, 29]]).all() and later[0, 2] == splitmix(0, 100_000)
-    assert (
-        splitmix(1234567, 0) == (6457827717110365317 >> 11) / 2**53
-    )  # the first output of the published test vector
+    # the first output of the published test vector
+    assert splitmix(1234567, 0) == (6457827717110365317 >> 11) / 2**53
 
 
 @pytest.mark.parametrize('seed', [int, lambda i: derive_seed('u', i)], ids=['counted', 'hashed'])
 def test_uniforms_are_uniform_and_independent(seed):
-    u = rollout.uniforms(torch.tensor([seed(i) for i in range(2000)]), torch.arange(50))
+    u = uniforms(torch.tensor([seed(i) for i in range(2000)]), torch.arange(50))
     assert 0 <= u.min() and u.max() < 1
     for x in (u.flatten(), u[:, 0], u[0]):  # along both axes; 5 sigma
         assert (
@@ -153,7 +158,7 @@ def test_uniforms_are_uniform_and_independent(seed):
         assert chi2((b * 8 + c).flatten(), 64) < 63 + 5 * (2 * 63) ** 0.5
 
 
-# ------------------------------------------------------------------------------------------------------------- drawing
+# ------------------------------------------------------------------------------------------ drawing
 def test_sample_tokens_inverts_the_cumulative_distribution():
     g = torch.Generator().manual_seed(0)
     logits, u = (
@@ -161,7 +166,7 @@ def test_sample_tokens_inverts_the_cumulative_distribution():
         torch.rand(300, generator=g, dtype=torch.float64),
     )
     t = torch.rand(300, generator=g, dtype=torch.float64) * 2 + 0.1
-    tokens, log_probs = rollout.sample_tokens(logits, u, t)
+    tokens, log_probs = sample_tokens(logits, u, t)
     assert log_probs.dtype == torch.float32
     for row, ui, ti, token, lp in zip(logits.double(), u, t, tokens, log_probs):
         p = (row / ti).softmax(-1)
@@ -180,16 +185,14 @@ def test_sample_tokens_never_draws_what_has_no_probability(u):
     )
     u, ones = torch.full((2,), u, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     for t, top_p in ((ones, None), (ones * 0.01, None), (ones, ones * 0.6), (ones, ones * 1e-9)):
-        tokens, log_probs = rollout.sample_tokens(logits, u, t, top_p)
+        tokens, log_probs = sample_tokens(logits, u, t, top_p)
         assert (
             all(i in (1, 3) for i in tokens.tolist())
             and log_probs.isfinite().all()
             and (log_probs <= 0).all()
         )
-    assert rollout.sample_tokens(logits, u, ones, ones * 1e-9)[1].tolist() == [
-        0,
-        0,
-    ]  # the most likely alone is left
+    # the most likely alone is left
+    assert sample_tokens(logits, u, ones, ones * 1e-9)[1].tolist() == [0, 0]
 
 
 def test_top_p_keeps_the_smallest_set_and_leaves_other_rows_alone():
@@ -203,7 +206,7 @@ def test_top_p_keeps_the_smallest_set_and_leaves_other_rows_alone():
     }
     for top_p, want in cases.items():
         row, rows = p.log().expand(1000, -1), torch.full_like(grid, top_p)
-        tokens, lp = rollout.sample_tokens(row, grid, torch.ones_like(grid), rows)
+        tokens, lp = sample_tokens(row, grid, torch.ones_like(grid), rows)
         freq = tokens.bincount(minlength=4) / 1000
         torch.testing.assert_close(freq.double(), torch.tensor(want).double(), atol=2e-3, rtol=0)
         assert all(abs(x.exp() - want[t]) < 1e-6 for t, x in zip(tokens.tolist(), lp))
@@ -211,13 +214,13 @@ def test_top_p_keeps_the_smallest_set_and_leaves_other_rows_alone():
     logits, u = torch.randn(50, 9, generator=g), torch.rand(50, generator=g, dtype=torch.float64)
     t = torch.ones_like(u)
     top_p = torch.where(torch.arange(50) % 2 == 0, 1.0, 0.5).double()
-    plain, mixed = rollout.sample_tokens(logits, u, t), rollout.sample_tokens(logits, u, t, top_p)
+    plain, mixed = sample_tokens(logits, u, t), sample_tokens(logits, u, t, top_p)
     assert all((a[::2] == b[::2]).all() for a, b in zip(plain, mixed)), (
         'a neighbour with top_p changed a row without'
     )
 
 
-# ------------------------------------------------------------------------------------------ laws, also used on mutants
+# ----------------------------------------------------------------------- laws, also used on mutants
 VARIANTS = dict(
     plain={},
     unnormalised=dict(norm_topk_prob=False),
@@ -234,7 +237,8 @@ MIXED = dict(temperature=(0.5, 1.0, 1.7), top_p=(1.0, 0.8), stops=((), (3,), (1,
 
 
 def log_probs_and_routes_hold(R, num=60, variant='plain', dtype=torch.float32, tol=1e-5):
-    "What the engine reports is what a full forward pass says, for mixed parameters and slots that are refilled"
+    """What the engine reports is what a full forward pass says, for mixed parameters and slots that
+    are refilled"""
     policy = make_policy(**VARIANTS[variant])
     c = policy.config
     requests = make_requests(num, **MIXED, group=3)
@@ -269,7 +273,8 @@ def log_probs_and_routes_hold(R, num=60, variant='plain', dtype=torch.float32, t
 
 
 def seeds_hold(R, num=60, dtype=torch.float32, slots=(1, 7, 64), needed=1.0, tol=1e-5, **policy_kw):
-    "Alone, in a batch, in any order: the same tokens and log-probs; `needed` of the requests at least"
+    """Alone, in a batch, in any order: the same tokens and log-probs; `needed` of the requests at
+    least"""
     policy = make_policy(**policy_kw)
     requests = make_requests(num, **MIXED, group=2)
     shuffled = random.Random(1).sample(requests, num)
@@ -321,7 +326,8 @@ def folding_keeps_the_policy(R):
 
 
 def slots_are_refilled_at_once(R):
-    "A free slot never waits while there are requests, and no request is taken before there is a slot for it"
+    """A free slot never waits while there are requests, and no request is taken before there is a
+    slot for it"""
     policy, taken, running = make_policy(), [], []
     budgets = [random.Random(i).randint(1, 9) for i in range(40)]
 
@@ -330,20 +336,16 @@ def slots_are_refilled_at_once(R):
             taken.append(i)
             yield Request(f'p{i}', (1, 2), 0, i, SamplingParams(b))
 
-    e, last = make_engine(policy, 4, R), R.step
+    e = make_engine(policy, 4, R)
 
-    def spy(engine):
-        running.append(engine.slots.n)
-        return last(engine)
+    def spy():
+        running.append(e.slots.num_running)
+        return R.TorchRollout.step(e)
 
-    R.step = spy
-    try:
-        done = []
-        for s in e.generate(feed()):
-            done.append(int(s.prompt_id[1:]))
-            assert len(taken) - len(done) <= 4
-    finally:
-        R.step = last
+    e.step, done = spy, []
+    for s in e.generate(feed()):
+        done.append(int(s.prompt_id[1:]))
+        assert len(taken) - len(done) <= 4
     # the same schedule by hand: the first token comes with admission, each step adds one to all
     left, want, queue = {}, [], list(enumerate(budgets))
     steps = 0
@@ -388,7 +390,7 @@ def cool_frequencies_hold(R):
     frequencies_hold(R, temperature=0.6)
 
 
-# ------------------------------------------------------------------------------------------------------------ the laws
+# ----------------------------------------------------------------------------------------- the laws
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_log_probs_and_routes_are_those_of_a_full_forward(variant):
     log_probs_and_routes_hold(rollout, variant=variant)
@@ -400,9 +402,8 @@ def test_log_probs_and_routes_in_float64():
 
 @pytest.mark.parametrize('head', [1.0, 6.0], ids=['flat', 'peaked'])
 def test_seeds_fp32(head):
-    seeds_hold(
-        rollout, 1000, needed=0.999, head=head, tol=1e-5 * head
-    )  # logits `head` times as large
+    # logits `head` times as large
+    seeds_hold(rollout, 1000, needed=0.999, head=head, tol=1e-5 * head)
 
 
 def test_seeds_float64():
@@ -457,10 +458,13 @@ def test_greedy_is_the_argmax_loop():
 
 
 def test_a_group_is_prefilled_once_and_the_last_prompt_token_is_not_decoded(monkeypatch):
-    policy, calls, forward = make_policy(), [], rollout.forward
-    monkeypatch.setattr(
-        rollout, 'forward', lambda e, ids, *a: (calls.append(len(ids)), forward(e, ids, *a))[1]
-    )
+    policy, calls, forward = make_policy(), [], rollout.TorchRollout.forward
+
+    def counted(engine, ids, *args):
+        calls.append(len(ids))
+        return forward(engine, ids, *args)
+
+    monkeypatch.setattr(rollout.TorchRollout, 'forward', counted)
     e, requests = make_engine(policy, 32), make_requests(32, max_tokens=(1, 1), group=8)
     assert {len(s.response_ids) for s in e.generate(requests)} == {1}
     assert calls == [sum(len(i) for i in {r.prompt_id: r.prompt_ids for r in requests}.values())]
@@ -528,13 +532,14 @@ def test_bfloat16_runs_and_stays_near():
         assert (s.rollout_log_probs - want).abs().max() < 0.1
 
 
-# --------------------------------------------------------------------------------------------------- another precision
+# -------------------------------------------------------------------------------- another precision
 def coarse(t):
     return (t * 16).round() / 16
 
 
 def other_precision_holds(R):
-    "A subclass's keys and values are what prefill and decoding look at: a full forward pass with the same rounding agrees"
+    """A subclass's keys and values are what prefill and decoding look at: a full forward pass with
+    the same rounding agrees"""
 
     class Coarse(R.TorchRollout):
         def cached(self, kv):
@@ -543,7 +548,7 @@ def other_precision_holds(R):
     policy = make_policy(scale=2.0)
     e = Coarse(policy.config, 5)
     e.load_weights(hf_weights(policy), 0)
-    for s in e.generate(requests := make_requests(20)):
+    for s in e.generate(make_requests(20)):
         ids = torch.tensor(s.prompt_ids + s.response_ids)
         inner = causal_attention(torch.ones(1, len(ids), dtype=torch.bool))
         with torch.no_grad():
@@ -554,9 +559,8 @@ def other_precision_holds(R):
             hidden, _ = policy.trunk(ids, torch.arange(len(ids)), attend)
             want = policy.logits(hidden)[len(s.prompt_ids) - 1 : -1].log_softmax(-1)
         want = want.gather(-1, torch.tensor(s.response_ids)[:, None])[:, 0]
-        gap = (
-            s.rollout_log_probs - want
-        ).abs()  # a rare value on the edge between two steps may round the other way
+        # a rare value on the edge between two steps may round the other way
+        gap = (s.rollout_log_probs - want).abs()
         assert gap.median() < 1e-4 and gap.max() < 0.2
 
 
@@ -576,7 +580,7 @@ def test_every_product_with_a_weight_can_be_replaced(variant):
 
         def expert_product(self, x, w, ends):
             calls['expert_product'] += 1
-            return rollout.grouped_linear(x.double(), w.double(), ends).float()
+            return grouped_linear(x.double(), w.double(), ends).float()
 
         def cached(self, kv):
             calls['cached'] += 1
@@ -599,7 +603,7 @@ def test_every_product_with_a_weight_can_be_replaced(variant):
     assert calls == want
 
 
-# --------------------------------------------------------------------------------------------------- life of an engine
+# -------------------------------------------------------------------------------- life of an engine
 def test_weights_first():
     e = rollout.TorchRollout(PolicyConfig(**TINY))
     with pytest.raises(RuntimeError, match='load_weights'):
@@ -637,7 +641,7 @@ def test_a_generator_that_ends_early_leaves_a_clean_engine(how):
 
     running = e.generate(broken() if how in ('error in the requests', 'bad request') else requests)
     next(running)
-    assert e.slots.n > 0
+    assert e.slots.num_running > 0
     if how == 'close':
         running.close()
     elif how == 'forget':
@@ -646,7 +650,7 @@ def test_a_generator_that_ends_early_leaves_a_clean_engine(how):
     else:
         with pytest.raises((OSError, ValueError)):
             list(running)
-    assert e.slots.n == 0 and not e.slots.requests
+    assert e.slots.num_running == 0 and not e.slots.requests
     again = by_request(e.generate(requests))
     assert {k: s.response_ids for k, s in again.items()} == {
         k: s.response_ids for k, s in want.items()
@@ -714,9 +718,8 @@ def test_bad_requests(bad):
     with pytest.raises(ValueError, match=message) as err:
         list(e.generate([OK, replace(OK, **change)]))
     assert '\n' not in str(err.value) and "'q'" in str(err.value)
-    assert (
-        len(list(e.generate([OK, replace(OK, prompt_ids=(1,) * 60)]))) == 2
-    )  # the longest that fits
+    # the longest that fits
+    assert len(list(e.generate([OK, replace(OK, prompt_ids=(1,) * 60)]))) == 2
 
 
 @pytest.mark.parametrize(
@@ -742,11 +745,11 @@ def test_bad_slots():
         rollout.TorchRollout(PolicyConfig(**TINY), 0)
 
 
-# -------------------------------------------------------------------------------------------------- tests of the tests
+# ------------------------------------------------------------------------------- tests of the tests
 MUTANTS = {
     log_probs_and_routes_hold: dict(
         no_mask=('.masked_fill_(masked, -torch.inf)', ''),
-        mask_one_short=('columns<first', 'columns<=first'),
+        mask_one_short=('columns < first_by_head', 'columns <= first_by_head'),
         wrong_position=('t.index_select(0, place)', 't.index_select(0, place.clamp(max=6))'),
         log_prob_before_temperature=(
             'log_probs = probs.gather',
@@ -758,33 +761,33 @@ MUTANTS = {
         ),
         top_p_ignored=('.masked_fill(p.cumsum(-1)-p>=top_p[:,None], 0)', ''),
         gates_unnormalised=(
-            'chosen.softmax(-1) if l.norm',
-            'logits.softmax(-1).gather(-1, idx) if l.norm',
+            'gates = chosen.softmax(-1)',
+            'gates = logits.softmax(-1).gather(-1, idx)',
         ),
         keys_stay_when_slots_move=('self.kv[:,:,holes] = self.kv[:,:,movers]', 'pass'),
-        mask_stays_when_columns_slide=('self.first += by', 'pass'),
-        keys_stay_when_columns_slide=('for t,dim in ((self.kv, 4), ', 'for t,dim in ('),
-        requests_stay_when_slots_move=(
-            'self.requests[h],self.started[h] = self.requests[m],self.started[m]',
-            'pass',
+        mask_stays_when_columns_slide=('self.first_column += by', 'pass'),
+        keys_stay_when_columns_slide=('for t, dim in ((self.kv, 4), ', 'for t, dim in ('),
+        requests_stay_when_slots_move=('self.requests[hole] = self.requests[mover]', 'pass'),
+        routes_one_late=('slots.routes[:n, column] =', 'slots.routes[:n, column + 1] ='),
+        stop_ids_ignored=('at_limit | stopped', 'at_limit'),
+        budget_one_long=(
+            'self.last_column[rows] <= self.column',
+            'self.last_column[rows] < self.column',
         ),
-        routes_one_late=('s.routes[:n,now] =', 's.routes[:n,now+1] ='),
-        stop_ids_ignored=('| (tokens[:,None]==s.stop[at]).any(-1)', ''),
-        budget_one_long=('s.last[at]<=now', 's.last[at]<now'),
     ),
     folding_keeps_the_policy: dict(norm_folded_twice=('norm.fill_(D**-.5)', 'pass')),
     seeds_hold: dict(
         shared_generator=(
-            'uniforms(s.first.new_tensor([r.seed for r in requests]), steps)',
-            'torch.rand(len(requests), len(steps), dtype=torch.float64)',
+            'uniforms(seeds, places - prompt_tokens[:, None])',
+            'torch.rand(len(requests), self.capacity, dtype=torch.float64)',
         ),
         seed_of_the_slot=(
             '[r.seed for r in requests]',
-            '[r.seed+s.n+i for i,r in enumerate(requests)]',
+            '[r.seed + rows.start + i for i, r in enumerate(requests)]',
         ),
         step_of_the_engine=(
-            'gather(1, now-s.first[at,None])',
-            'gather(1, now-s.first[at,None]*0-s.low)',
+            'self.column - self.first_column[rows, None]',
+            'self.column - self.first_column[rows, None] * 0 - self.oldest',
         ),
     ),
     other_precision_holds: dict(
@@ -799,7 +802,10 @@ MUTANTS = {
     ),
     weights_are_fresh: dict(stale_prefix=('self.prefixes.clear()', 'pass')),
     slots_are_refilled_at_once: dict(
-        refill_in_waves=('islice(waiting, s.num-s.n)', 'islice(waiting, s.num if not s.n else 0)'),
+        refill_in_waves=(
+            'slots.num_slots - slots.num_running',
+            'slots.num_slots if not slots.num_running else 0',
+        ),
         intake_of_everything=(
             'waiting = self.slots, iter(requests)',
             'waiting = self.slots, iter(list(requests))',
@@ -819,4 +825,4 @@ CASES = {
 def test_mutants_are_caught(name):
     law, old, new = CASES[name]
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        law(planted(rollout, old, new))  # or an index out of range
+        law(planted((layers, sampling, slots, rollout), old, new))  # or an index out of range

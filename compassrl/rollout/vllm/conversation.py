@@ -17,7 +17,7 @@ from fastcore.basics import patch
 
 from ...model.policy import PolicyConfig
 from ...records import Request, Sample
-from ..pull_queue import PullQueue, Span
+from ..pull_queue import Attempt, PullQueue
 from ..schedule import LengthPredictor, Schedule, ScheduleConfig
 from .client import Client, Lost
 from .messages import sampling_args, to_sample
@@ -71,7 +71,7 @@ class Conversation:
         self.queue = PullQueue(self.plan.requests, num_slots, self.plan.order)
         self.out: SimpleQueue[Sample | None] = SimpleQueue()  # None = it has ended
         self.talks: dict[int | str, Talk] = {}  # by ticket, or by name for a sign of life
-        self.spans: list[Span] = []  # seconds of `time.perf_counter`
+        self.spans: list[Attempt] = []  # seconds of `time.perf_counter`
         self.events: asyncio.Queue = asyncio.Queue()
 
     async def run(self):
@@ -158,7 +158,7 @@ def keep(self: Conversation, ticket: int, r: Replica, answer: Sample):
     "A sample is there"
     talk, now = self.talks.pop(ticket), time.perf_counter()
     answer.timings['replica'] = float(list(self.servers.replicas).index(r.name))
-    self.spans.append(Span(r.name, talk.index, talk.start, now, 'done'))
+    self.spans.append(Attempt(r.name, talk.index, talk.start, now, 'done'))
     self.plan.observe(answer)  # before the queue moves on: its order may be another now
     if self.queue.finish(ticket, now):
         self.out.put(self.plan.label(answer))
@@ -173,7 +173,7 @@ def drop_rest(self: Conversation, index: int, now: float):
     for ticket in self.queue.drop(self.queue.requests[index]):
         talk = self.talks.pop(ticket)
         talk.task.cancel()
-        self.spans.append(Span(where[ticket], talk.index, talk.start, now, 'dropped'))
+        self.spans.append(Attempt(where[ticket], talk.index, talk.start, now, 'dropped'))
 
 
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #d6cbe6fb
@@ -214,7 +214,7 @@ def drop_replica(self: Conversation, r: Replica, why: str):
             talk.task.cancel()
             if talk.index is not None:
                 now = time.perf_counter()
-                self.spans.append(Span(r.name, talk.index, talk.start, now, 'lost'))
+                self.spans.append(Attempt(r.name, talk.index, talk.start, now, 'lost'))
     self.queue.leave(r.name)
     self.servers.lose(r, why)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ...model.hf_config import read_config
 from ...records import Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights
-from ..torch_engine import TorchRollout
+from ..requests import check_request
 from .config import VllmConfig
 from compassrl.rollout.vllm.messages import (
     backend,
@@ -107,8 +107,6 @@ class VllmRollout(RolloutEngine):
         self.running: dict[str, tuple[Request, float]] = {}
         args = engine_args(model, c, config, dtype, T, num_slots, return_routes, self.device, **fp8)
         self.start(args | dict(disable_log_stats=True, enable_sleep_mode=config.colocated))
-
-    check = TorchRollout.check
 
     def start(self, args: dict):
         "vLLM's engine, which leaves this process as it was"
@@ -205,7 +203,7 @@ def submit(self: VllmRollout, r: Request):
     "Hand one request to vLLM"
     from vllm import TokensPrompt
 
-    self.check(r)
+    check_request(r, self.config)
     name = str(next(self.names))
     prompt = TokensPrompt(prompt_token_ids=list(r.prompt_ids))
     self.engine.add_request(name, prompt, sampling_params(r))

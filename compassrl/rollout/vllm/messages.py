@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...model.policy import PolicyConfig, route_dtype
+from ...model.layers import route_dtype
+from ...model.policy import PolicyConfig
 from ...records import Request, Sample
 from .config import VllmConfig
 
@@ -189,8 +190,7 @@ def engine_args(
         enable_expert_parallel=config.expert_parallel,
     )
     if not any(map(policy.is_sparse, range(policy.num_hidden_layers))):
-        # vLLM's Qwen3-MoE insists on a mixture
-        d['hf_overrides'] = dict(architectures=['Qwen3ForCausalLM'])
+        d['hf_overrides'] = dict(architectures=['Qwen3ForCausalLM'])  # Qwen3-MoE wants a mixture
     if device != 'cpu':
         return d | gpu_args(config, return_routes, quantization)
     return d | dict(

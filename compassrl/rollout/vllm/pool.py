@@ -17,12 +17,13 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from ...model.hf_config import read_config
+from ...model.policy import PolicyConfig
 from ...model.pretrained import checked_weights
 from ...records import Metrics, Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights
-from ..pull_queue import Span
+from ..pull_queue import Attempt
+from ..requests import check_request
 from ..schedule import LengthPredictor, ScheduleConfig, prediction_error
-from ..torch_engine import TorchRollout
 from .client import Client
 from .config import VllmConfig
 from .conversation import Conversation
@@ -58,7 +59,7 @@ class VllmPool(Servers, RolloutEngine):
         self.config = replace(c, max_position_embeddings=T)
         self.dtype, self.num_slots, self.schedule = dtype, num_slots, schedule
         self.predictor = LengthPredictor()
-        self.spans: list[Span] = []  # of the last `generate`, in seconds of `time.perf_counter`
+        self.spans: list[Attempt] = []  # of the last `generate`, in seconds of `time.perf_counter`
         self.job = None  # the conversation that is going on
         self.group = None  # of GPUs, and the members for which it was made (not run on GPU)
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -75,8 +76,6 @@ class VllmPool(Servers, RolloutEngine):
         logs = Path(log_dir or tempfile.mkdtemp(prefix='compassrl-vllm-'))
         logs.mkdir(parents=True, exist_ok=True)
         super().__init__(config, options, device, sync, logs, start_timeout_s, first_gpu)
-
-    check = TorchRollout.check
 
     def measured(self) -> Metrics:
         "How well lengths were predicted in the last `generate`; how many servers were lost so far"
@@ -205,8 +204,8 @@ def generate(
     if self.job:
         raise RuntimeError('requests are running: one `generate` at a time')
     requests = list(requests)
-    for r in requests:
-        self.check(r)  # a token outside the vocabulary would take one server after another with it
+    for r in requests:  # a token outside the vocabulary would take one server after another with it
+        check_request(r, self.config)
     way = replace(self.schedule, over_provision=0.0) if whole_groups else self.schedule
     talk = Conversation(self, self.config, requests, self.num_slots, way, self.predictor)
     self.spans = talk.spans

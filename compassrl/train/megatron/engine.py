@@ -28,7 +28,8 @@ from .control import Control
 from .layout import ParallelConfig
 from .passes import Passes
 from .weights import hf_weights
-from ..torch_engine import OptimConfig, ReplayMode, route_records, validate_routes
+from ..routes import ReplayMode, route_records, validate_routes
+from ..torch_engine import OptimConfig
 
 # %% auto #0
 __all__ = ['MegatronTrain']

@@ -31,7 +31,8 @@ from .layout import ParallelConfig
 from .model import build_model, init_parallel
 from .vocabulary import vocab_log_probs
 from .weights import load_hf
-from ..torch_engine import OptimConfig, ReplayMode
+from ..routes import ReplayMode
+from ..torch_engine import OptimConfig
 
 # %% auto #0
 __all__ = ['wrap_and_optimise', 'inner_optimizers', 'Passes']

@@ -17,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compassrl.algo.engine_gap import discrepancy
-from compassrl.algo.losses import LossConfig, PolicyLoss, tis_weights
+from compassrl.algo.losses import LossConfig, PolicyLoss
+from compassrl.algo.ratios import tis_weights
 from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import (
@@ -44,13 +45,8 @@ from compassrl.rollout.vllm.messages import (
     weight_sync,
 )
 from compassrl.rollout.vllm.weight_files import file_parts, shared_folder, sweep
-from compassrl.train.torch_engine import (
-    OptimConfig,
-    TorchTrain,
-    response_log_probs,
-    routes_agreement,
-    validate_routes,
-)
+from compassrl.train.routes import routes_agreement, validate_routes
+from compassrl.train.torch_engine import OptimConfig, TorchTrain, response_log_probs
 from tests.support import ROOT
 from tests.support.faults import planted
 

@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 
 import compassrl.train.megatron.model as mm
 import compassrl.train.megatron.weights as mw
-from compassrl.model.policy import PolicyConfig, causal_attention, rms_norm
+from compassrl.model.layers import causal_attention, rms_norm
+from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import from_pretrained, hf_shapes, save_pretrained
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.train.megatron.cpu import PackedAttention, RMSNorm, megatron_calls
