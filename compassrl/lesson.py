@@ -27,7 +27,7 @@ stages = {  # stage -> its place in the course, what its box says; six in a row
     'sft': ('I.8', 'cold start'),
     'trainer': ('II.9', 'the loop'),
     'evaluate': ('I.9', 'evaluate'),
-    'launch': ('', 'launch'),
+    'launch': ('VI.1', 'launch'),
 }
 _homes = {  # module or folder -> its stage
     'data.tasks': 'tasks',

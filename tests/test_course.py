@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -137,3 +138,17 @@ def test_a_badge_keeps_what_the_notebook_says_itself(stated, rest):
     assert tool.set_badge(COURSE, name, dict(source=[once])) == once
     bare = tool.set_badge(COURSE, name, dict(source=['# T\n\n> promise\n\nMore.']))
     assert bare.startswith('# T\n\n> promise\n\n**Lesson') and bare.endswith('\n\nMore.')
+
+
+@pytest.mark.parametrize(
+    'target, today',
+    [('../algo/99_losses.ipynb#break-it', 'algo/losses'), ('77_fp8.ipynb', 'rollout/fp8')],
+)
+def test_links_follow_a_notebook_whose_number_changes(target, today):
+    here = Path('rollout/01_torch_engine.ipynb')
+    now = tool.renumbered(COURSE, here, target)
+    file, _, anchor = now.partition('#')
+    assert (COURSE.nbs / here.parent / file).resolve() == COURSE.nbs / COURSE.paths[today]
+    assert anchor == target.partition('#')[2]
+    assert tool.renumbered(COURSE, here, now) == now
+    assert tool.renumbered(COURSE, here, 'gone.ipynb') == 'gone.ipynb'

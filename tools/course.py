@@ -121,6 +121,10 @@ class Course:
             folder, _, stem = n.rpartition('/')
             file = Path('nbs', folder, f'NN_{stem}.ipynb')
             yield f'nbs/course.yml names {n}, but there is no {file}'
+        for p in notebooks(self.nbs):
+            p = p.relative_to(self.nbs)
+            if p.stem != 'index' and self.paths[name_of(p)] != p:
+                yield f'nbs/{p} and nbs/{self.paths[name_of(p)]} have one name: delete one of them'
         for n in sorted({n for n in named if named.count(n) > 1}):
             yield f'nbs/course.yml names {n} more than once: it has one place'
 
@@ -144,9 +148,10 @@ def title(nb):
 
 
 def promise(nb):
-    "The quoted line below the title"
+    "The quoted line below the title, its links as plain words"
     lines = source(first_cell(nb)).splitlines()
-    return next((line[1:].strip() for line in lines if line.startswith('>')), '')
+    line = next((line[1:].strip() for line in lines if line.startswith('>')), '')
+    return re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', line)
 
 
 # The line under a title
@@ -223,6 +228,31 @@ def markdown(text, seed):
 
 def set_source(cell, text):
     cell['source'] = text.splitlines(keepends=True)
+
+
+# Links
+
+
+def renumbered(course, here, target):
+    "A link to a notebook whose number has changed, with the number of today"
+    file, mark, anchor = target.partition('#')
+    to = Path(os.path.normpath(here.parent / file))
+    today = course.paths.get(name_of(to))
+    if to.suffix != '.ipynb' or to == today or today is None:
+        return target
+    return os.path.relpath(today, here.parent) + mark + anchor
+
+
+def set_links(course, here, nb):
+    "Numbers only order a folder: a link follows its notebook"
+    for c in nb['cells']:
+        if c['cell_type'] == 'markdown':
+            text = source(c)
+
+            def moved(m):
+                return f']({renumbered(course, here, m[1])})'
+
+            set_source(c, re.sub(r'\]\(([^)\s]+\.ipynb(?:#[^)\s]*)?)\)', moved, text))
 
 
 # The index
@@ -359,6 +389,7 @@ def sync_text(root=ROOT):
         before = json.dumps(nb)
         cell = first_cell(nb)
         set_source(cell, set_badge(course, n, cell))
+        set_links(course, course.paths[n], nb)
         set_neighbours(course, n, nb, titles)
         set_stages(course, nb)
         write(course.nbs / course.paths[n], nb, before)
@@ -366,6 +397,7 @@ def sync_text(root=ROOT):
     nb = read(index)
     before = json.dumps(nb)
     set_index(course, nb, titles)
+    set_links(course, Path('index.ipynb'), nb)
     write(index, nb, before)
     (course.nbs / 'sidebar.yml').write_text(sidebar(course))
     return list(course.problems())
