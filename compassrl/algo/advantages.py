@@ -118,8 +118,6 @@ def group_advantages(
     group: Tensor,  # [B] integers; samples with equal ids compete
     valid: Tensor | None = None,  # [B] bool: the verifier gave a verdict (None: all)
     estimator: Estimator = 'grpo',  # see below
-    eps: float = 1e-6,  # added to the std
-    tol: float = 1e-6,  # rewards of a group that differ by no more are equal
     std_floor: float | Tensor = 0.0,  # the std counts as at least this; or [P], by ascending id
 ) -> Tensor:  # [B] zero mean per group; exactly 0 in a flat group and where not valid
     """Rewards relative to their group

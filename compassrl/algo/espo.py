@@ -60,17 +60,18 @@ class EspoConfig:
 
     def for_batch(
         self,
-        batch: Batch,  # the whole step, before it is cut into mini-batches or ranks; `entropy` is set
+        batch: Batch,  # the whole step, before it is cut in any way; `entropy` is set
         vocab_size: int,
     ) -> EspoStep:
-        "With what only the step knows: the vocabulary and, for 'batch_quantile', from which entropy a token is high"
+        """With what only the step knows
+
+        That is the vocabulary and, for 'batch_quantile', from which entropy a token is high."""
         if self.groups != 'batch_quantile':
             return EspoStep(**asdict(self), vocab_size=vocab_size)
         values = batch.entropy[batch.response_mask]
         k = int(_share(torch.tensor(len(values)), self.top_frac))
-        return EspoStep(
-            **asdict(self), vocab_size=vocab_size, threshold=float(values.topk(k).values[-1])
-        )
+        threshold = float(values.topk(k).values[-1])
+        return EspoStep(**asdict(self), vocab_size=vocab_size, threshold=threshold)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _share(n, frac):
 def entropy_groups(
     entropy: Tensor,  # [B, T] nats, of the old policy
     mask: Tensor,  # [B, T] bool
-    cfg: EspoConfig,
+    cfg: EspoConfig,  # for 'batch_quantile' an `EspoStep`
 ) -> Tensor:  # [B, T] int64 below T: 0 = highest entropy, 1 the next; 0 outside the mask
     """Which tokens belong together (eq. 7); of equal entropies in a response the earlier is higher
 
@@ -186,17 +187,10 @@ def espo(
     eps = adaptive_clip(group_mean(entropy, groups, mask), own)
     shared = group_ratio(delta.detach(), groups, mask)
     # what is a token's own: a gradient, or a value too
-    factors = dict(gspo_token=delta - delta.detach(), literal=delta)
-    forms = {
-        k: clipped_surrogate(shared * x.exp(), advantages, mask, eps, eps)
-        for k, x in factors.items()
-    }
-    loss, low, high = forms[own.ratio]
+    token = delta if own.ratio == 'literal' else delta - delta.detach()
+    loss, low, high = clipped_surrogate(shared * token.exp(), advantages, mask, eps, eps)
     clipped, top = low | high, (groups == 0) & mask
-    sums = ratio_sums(delta.detach(), mask, low, high) | {
-        f'clip_frac_{k}': (low | high).sum() for k, (_, low, high) in forms.items()
-    }
-    sums |= dict(
+    sums = ratio_sums(delta.detach(), mask, low, high) | dict(
         clip_frac_high_entropy=(clipped & top).sum(),
         clip_frac_low_entropy=(clipped & ~top).sum(),
         high_entropy_frac=top.sum(),

@@ -221,8 +221,11 @@ def cispo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict
 class PolicyLoss:
     "A `records.LossFn`: the policy loss plus KL, averaged by global counts"
 
-    def __init__(self, cfg: LossConfig = LossConfig(), *own):
-        "Own: settings of losses, for the one that asks"
+    def __init__(
+        self,
+        cfg: LossConfig = LossConfig(),
+        own=None,  # settings of the loss itself, such as `EspoStep`; None = their defaults
+    ):
         self.cfg, self.fn = cfg.resolve(), policy_losses[cfg.name]
         if self.fn.config is None:
             self.own = ()

@@ -72,8 +72,8 @@ class ZeroVarianceConfig:
         check(self)
         if (total := self.length_weight + self.repetition_weight) >= 0.5:
             raise ValueError(
-                f'length_weight + repetition_weight = {total:g}: keep them below 0.5 together, or a right '
-                'answer could end up closer to a wrong one than to its own reward'
+                f'length_weight + repetition_weight = {total:g}: keep them below 0.5 together, or '
+                'a right answer could end up closer to a wrong one than to its own reward'
             )
 
 
@@ -158,7 +158,7 @@ def shape_rewards(
     return (rewards + _gaps(samples) * penalty).float()
 
 
-def _gaps(samples, tol=1e-6):
+def _gaps(samples):
     "[B] smallest difference between task rewards of the sample's group; 1 in a flat group"
     rewards = {}
     for s in samples:
@@ -209,8 +209,8 @@ def token_advantages(
     """One advantage per token for groups of any kind (paper section 2.4.1)
 
     Flat groups never raise; bad input does."""
-    raw = group_stats(raw_rewards, batch.group, valid, adv_cfg.tol)
-    shaped = group_stats(batch.rewards, batch.group, valid, adv_cfg.tol)
+    raw = group_stats(raw_rewards, batch.group, valid)
+    shaped = group_stats(batch.rewards, batch.group, valid)
     floor = cfg.std_floor * raw.flat.double()
     adv = per_token(
         group_advantages(batch.rewards, batch.group, valid, adv_cfg.estimator, floor),

@@ -121,9 +121,8 @@ def naive(own, new, batch):
     n, B = counts(batch)
     value, grad = 0.0, torch.zeros_like(new)
     sums = dict.fromkeys(
-        'clip_frac clip_frac_low clip_frac_high clip_frac_gspo_token clip_frac_literal '
-        'clip_frac_high_entropy clip_frac_low_entropy high_entropy_frac clip_eps ratio_mean '
-        'approx_kl'.split(),
+        'clip_frac clip_frac_low clip_frac_high clip_frac_high_entropy clip_frac_low_entropy '
+        'high_entropy_frac clip_eps ratio_mean approx_kl'.split(),
         0.0,
     )
     for i, row in enumerate(batch.response_mask.tolist()):
@@ -350,9 +349,9 @@ MUTANTS = dict(
         'group_sums(delta, groups, mask).gather(1, groups).exp()',
     ),
     wrong_side=(
-        'k:clipped_surrogate(shared*x.exp(), advantages, mask, eps, eps)',
-        'k:(lambda l, a, b: (-l, a, b))(*clipped_surrogate(shared*x.exp(), -advantages, mask, '
-        'eps, eps))',
+        'clipped_surrogate(shared*token.exp(), advantages, mask, eps, eps)',
+        '(lambda x, low, high: (-x, low, high))('
+        '*clipped_surrogate(shared*token.exp(), -advantages, mask, eps, eps))',
     ),
     eps_from_the_new_policy=(
         'entropy.detach().to(delta.dtype)',
