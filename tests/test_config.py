@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import math
+import re
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -10,7 +13,8 @@ from compassrl.algo.losses import LossConfig
 from compassrl.config import TrainConfig, config_from_dict, read_run_config
 from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.torch_engine import RolloutConfig
-from compassrl.runs.cli import presets
+from compassrl.runs.cli import parse_train, presets
+from compassrl.settings import above, at_least, between
 
 
 @pytest.mark.parametrize(
@@ -107,3 +111,96 @@ def test_missing_and_broken_files(tmp_path):
     (tmp_path / 'config.json').write_text('{"steps": ')
     with pytest.raises(ValueError, match='is not JSON'):
         read_run_config(tmp_path)
+
+
+# ---- the range of every number
+
+
+def parts(cls=TrainConfig, at=''):
+    "Every config dataclass of a run, with its place in the whole"
+    yield at, cls
+    for name, hint in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from parts(hint, f'{at}{name}.')
+
+
+def ranges():
+    "(place, config, name, range) of every setting that has a range"
+    for at, cls in parts():
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            for note in getattr(hint, '__metadata__', ()):
+                yield at, cls, name, note.help_behavior_hint
+
+
+def numeric(hint):
+    return {int, float} & {hint, *get_args(hint)} and bool not in (hint, *get_args(hint))
+
+
+def outside(numbers, whole):
+    "Numbers that the range leaves out, next to its ends and far away"
+    step = 1 if whole else 1e-6
+    if numbers.low > -math.inf:
+        yield numbers.low - step
+        yield numbers.low - 1000
+        if numbers.open_low:
+            yield numbers.low
+    if numbers.high < math.inf:
+        yield numbers.high + step
+        yield numbers.high + 1000
+        if numbers.open_high:
+            yield numbers.high
+
+
+def test_every_number_has_a_range():
+    ranged = {(at, name) for at, _, name, _ in ranges()}
+    bare = [
+        at + name
+        for at, cls in parts()
+        for name, hint in get_type_hints(cls).items()
+        if numeric(hint) and (at, name) not in ranged
+    ]
+    assert bare == [] and len(ranged) > 70
+
+
+@pytest.mark.parametrize('at, cls, name, numbers', ranges(), ids=lambda x: str(x).strip('.'))
+def test_a_number_outside_its_range_is_refused(at, cls, name, numbers):
+    "Where it is made and where it is read from a file, by one line with name, value and fix"
+    hint = get_type_hints(cls)[name]
+    whole = int in (hint, *get_args(hint))
+    many = get_origin(hint) is tuple
+    bad = [*outside(numbers, whole), math.nan, math.inf, -math.inf, 'much', True]
+    assert len(bad) > 6
+    for value in bad:
+        given = tuple([value] * len(getattr(cls(), name) or [0])) if many else value
+        with pytest.raises(ValueError) as e:
+            cls(**{name: given})
+        said = str(e.value)
+        assert re.match(rf'{name}(\[0\])?={re.escape(repr(value))}: ', said), said
+        assert 'use ' in said and '\n' not in said
+        with pytest.raises(ValueError) as e:
+            config_from_dict(cls, {name: given}, at)
+        assert str(e.value) == at + said
+
+
+@pytest.mark.parametrize('preset', ['tiny-cpu', 'one-node'])
+def test_help_shows_every_range(preset, capsys, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '100')  # one column
+    with pytest.raises(SystemExit):
+        parse_train([preset, '--help'])
+    told = ' '.join(re.sub(r'[│╭╮╰╯─]', ' ', capsys.readouterr().out).split())
+    for at, _, name, numbers in ranges():
+        flag = f'--{at}{name}'.replace('_', '-')
+        line = re.search(re.escape(flag) + r' (?!-).*?default: [^)]*\)', told)
+        assert line and f'({numbers}; default: ' in line[0], flag
+
+
+def test_words_of_ranges():
+    said = {
+        at_least(1): 'at least 1',
+        above(0): 'more than 0',
+        above(0, up_to=1): 'more than 0, at most 1',
+        above(0, below=1): 'more than 0, less than 1',
+        at_least(0, below=1): 'at least 0, less than 1',
+        between(0, 20): '0 to 20',
+    }
+    assert [str(k.help_behavior_hint) for k in said] == list(said.values())

@@ -287,6 +287,15 @@ def test_named_make_targets_exist():
     )
 
 
+FOLDERS = '|'.join(('nbs', 'tests', 'tools', 'benchmarks', 'compassrl'))
+
+
+@pytest.mark.parametrize('text', ['README.md', 'CONTRIBUTING.md'])
+def test_named_files_exist(text):
+    named = re.findall(rf'(?<![\w./-])(?:{FOLDERS})/[\w./]*[\w/]', (ROOT / text).read_text())
+    assert [n for n in named if not (ROOT / n).exists()] == []
+
+
 def test_files_that_belong_together():
     "Changelog and package agree on the version; the licence is whole; CI runs what a person runs"
     changes, licence, ci = (ROOT / n for n in ('CHANGELOG.md', 'LICENSE', '.ci/run'))

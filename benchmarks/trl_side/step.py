@@ -2,8 +2,9 @@
 
     python benchmarks/trl_side/step.py SPEC.json
 
-SPEC holds the checkpoint folder, the prompts (token ids), the counts and GRPOConfig arguments. Every line read from stdin makes one RL step (a
-generation, a pass for the old log-probs, two optimiser steps) and prints one JSON line with its seconds and what it did; the end of stdin ends it.
+SPEC holds the checkpoint folder, the prompts (token ids), the counts and GRPOConfig arguments. Every
+line read from stdin makes one RL step (a generation, a pass for the old log-probs, two optimiser
+steps) and prints one JSON line with its seconds and what it did; the end of stdin ends it.
 """
 
 import json
@@ -24,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def tokenizer(vocab_size):
-    "Word `17` is token 17; the end of text lies outside the model's vocabulary, so it is never sampled"
+    "Word `17` is token 17; the end of text lies outside the model's vocabulary: never sampled"
     words = {str(i): i for i in range(vocab_size)} | {'<eos>': vocab_size}
     t = Tokenizer(models.WordLevel(words, unk_token='0'))
     t.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

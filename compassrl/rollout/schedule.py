@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, inf, log, log2
 from statistics import median
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
 from ..records import Request, Sample, derive_seed
-from ..settings import check
+from ..settings import at_least, between, check
 
 # %% auto #0
 __all__ = ['ScheduleConfig', 'LengthPredictor', 'prediction_error', 'Schedule']
@@ -29,12 +29,10 @@ class ScheduleConfig:
     order: Literal['longest', 'fifo'] = 'longest'  # by predicted length, or as they come
     # of a prompt that nobody knows, one sample goes before all others: it tells the length
     probe: bool = True
-    over_provision: float = (
-        0.0  # share of samples asked beyond each group; the last to end are dropped: short ones win
-    )
-    partial_tokens: int = (
-        0  # most of a response in a step, the rest in the next: stale tokens, see loss.tis; 0 = all
-    )
+    # share of samples asked beyond each group; the last to end are dropped: short ones win
+    over_provision: Annotated[float, between(0, 4)] = 0.0
+    # most of a response in a step, the rest in the next: stale tokens, see loss.tis; 0 = all
+    partial_tokens: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self):
         check(self)

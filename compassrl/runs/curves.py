@@ -118,9 +118,7 @@ _panels = {  # title: metric -> label
     'responses per group': dict(group_size_mean='mean', waves='waves'),
     'entropy, nats per token': dict(entropy='mean'),
     'gradient norm': dict(grad_norm='before clipping'),
-    'share of tokens clipped': dict(
-        clip_frac='by the loss', clip_frac_literal='ESPO, literal eq. 9', tis_clip_frac='by TIS'
-    ),
+    'share of tokens clipped': dict(clip_frac='by the loss', tis_clip_frac='by TIS'),
     'how far log-probs move': dict(
         approx_kl='KL to the old policy',
         rollout_train_gap='rollout / train gap',

@@ -439,9 +439,9 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
             'cfg.std_floor*shaped.flat.double()',
         ),
         biased_std=(
-            'group_advantages, group_stats, per_token\n',
-            'group_stats, per_token\n'
-            'from tests.algo.test_zero_variance import population as group_advantages\n',
+            'group_advantages, group_stats, per_token, tolerance)',
+            'group_stats, per_token, tolerance)\n'
+            'from tests.algo.test_zero_variance import population as group_advantages',
         ),
         alive_means_all=('(adv!=0).any(1)', '(adv!=0).all(1)'),
         raw_counter_of_shaped=('_frac(raw.flat)', '_frac(shaped.flat)'),

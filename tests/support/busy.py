@@ -1,4 +1,4 @@
-"""A test run beside other work: `BUSY=1 make test` keeps one core busy from the first test to the last."""
+"""A test run beside other work: `BUSY=1 make test` keeps one core busy to the last test."""
 
 import os
 import subprocess

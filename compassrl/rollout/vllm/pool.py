@@ -17,7 +17,6 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from ...model.hf_config import read_config
-from ...model.policy import PolicyConfig
 from ...model.pretrained import checked_weights
 from ...records import Metrics, Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights

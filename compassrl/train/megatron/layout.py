@@ -52,7 +52,8 @@ class ParallelConfig:
         check(self)
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
-                f'vpp={self.vpp} with pp=1: pieces interleave over pipeline ranks, use pp>1 or vpp=1'
+                f'vpp={self.vpp} with pp=1: pieces interleave over pipeline ranks, '
+                'use pp>1 or vpp=1'
             )
 
     @property
@@ -61,7 +62,7 @@ class ParallelConfig:
 
     @property
     def sequence_parallel(self) -> bool:
-        "Norms and dropout work on each tensor-parallel rank's own tokens; mixtures need it, and all else profits"
+        "Norms and dropout work on each rank's own tokens; mixtures need it, all else profits"
         return self.tp > 1
 
     def dp(self, world_size: int) -> int:

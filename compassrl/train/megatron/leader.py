@@ -157,7 +157,8 @@ class Leader:
         with self._all('weights') as e:
             self.walking, walk = True, e.weights()
             try:
-                yield from walk
+                for weight in walk:  # noqa: UP028  `yield from` would end the walk too early
+                    yield weight
             finally:
                 for _ in walk:
                     pass

@@ -1,6 +1,7 @@
 """Plays another processor: every policy's first weights are off by one part in a million.
 
-Python imports this by itself in every process whose PYTHONPATH names this folder: ranks, servers and notebooks too.
+Python imports this by itself in every process whose PYTHONPATH names this folder, ranks, servers
+and notebooks too.
 `SHAKE=2` chooses how the weights are off; equal policies stay equal.
 """
 
