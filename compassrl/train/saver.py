@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from ..records import TrainEngine
 from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .state import check_shapes
+from .torch_engine import TorchTrain
 
 # %% auto #0
 __all__ = ['Saver', 'WholeState', 'ShardedState']
@@ -45,7 +45,7 @@ class WholeState:
 
     newest = staticmethod(latest_checkpoint)
 
-    def __init__(self, engine: TrainEngine, root: Path, keep: int):
+    def __init__(self, engine: TorchTrain, root: Path, keep: int):
         self.engine, self.root, self.keep = engine, root, keep
 
     def save(self, step: int):
