@@ -1,6 +1,9 @@
 # Every target makes the environment it needs in .venv; `make` alone lists the targets.
 PYTHON ?= python3
 JOBS ?= 2
+# another machine: SHAKE=1 (weights off by a millionth), BUSY=1 (a core at work), ATEN_CPU_CAPABILITY=avx2
+SHAKEN := $(if $(SHAKE),PYTHONPATH=$(CURDIR)/tests/support/another_machine)
+export SHAKE BUSY
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 .PHONY: help train test lab docs bench notebooks sync check clean clean-env
@@ -24,7 +27,7 @@ train: .venv/.core ## a tiny mixture of experts learns by RL on two CPU cores: m
 	@$(BIN)/compassrl train tiny-cpu $(ARGS)
 
 test: .venv/.docs ## everything, with the real vLLM and Megatron-Core: the suite and every notebook: make test [ARGS="-k losses"]
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(SHAKEN) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lab: .venv/.engines ## JupyterLab on the notebooks
 	@MATPLOTLIBRC=$(CURDIR)/tools/matplotlibrc $(BIN)/jupyter lab --notebook-dir=nbs $(ARGS)

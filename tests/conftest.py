@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.support import progress, selection
+from tests.support import busy, progress, selection
 
 for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS'):
     os.environ.setdefault(name, '1')
@@ -16,6 +16,11 @@ os.environ.update(
 @pytest.hookimpl(trylast=True)  # the terminal is there
 def pytest_configure(config):
     progress.register(config)
+    busy.start(config)
+
+
+def pytest_unconfigure(config):
+    busy.stop(config)
 
 
 def pytest_ignore_collect(collection_path, config):

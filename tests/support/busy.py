@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 
-def pytest_configure(config):
+def start(config):
     if os.environ.get('BUSY') and not hasattr(config, 'workerinput'):
         config.busy = subprocess.Popen([sys.executable, '-c', 'while True: pass'])
 
 
-def pytest_unconfigure(config):
+def stop(config):
     if hasattr(config, 'busy'):
         config.busy.kill()
         config.busy.wait()
