@@ -84,7 +84,7 @@ def three_steps(engine, batch, grads_of, leads=True):
 
 
 def recorded(engine, policy):  # gradients of every step, taken before the optimiser clips them
-    grads, step = [], engine._step
+    grads, step = [], engine.step
 
     def stepping(lr):
         grads.append(
@@ -92,7 +92,7 @@ def recorded(engine, policy):  # gradients of every step, taken before the optim
         )
         return step(lr)
 
-    engine._step = stepping
+    engine.step = stepping
     return lambda: grads
 
 

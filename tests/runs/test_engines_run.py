@@ -61,7 +61,7 @@ def servers(p):
 
     def is_copy(c):
         try:
-            return 'recv_fds' in ' '.join(c.cmdline())
+            return 'rollout.vllm.nursery' in ' '.join(c.cmdline())
         except psutil.Error:
             return False
 
