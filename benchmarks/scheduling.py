@@ -84,7 +84,7 @@ def run(pool, requests, lengths, way, predictor):
         def order(self, r):
             return -lengths[r.prompt_id, r.index]
 
-    class RoundRobin(RoundRobin):
+    class InTurn(RoundRobin):
         def __init__(self, rs, slots, order):
             super().__init__(rs, slots, [range(0, len(rs), 2), range(1, len(rs), 2)])
 
@@ -99,7 +99,7 @@ def run(pool, requests, lengths, way, predictor):
     )
     schedule, queue = (
         Oracle if way == 'oracle' else Schedule,
-        RoundRobin if way == 'round robin' else PullQueue,
+        InTurn if way == 'round robin' else PullQueue,
     )
     with patch.multiple(conversation, to_body=body, Schedule=schedule, PullQueue=queue):
         start = time.perf_counter()

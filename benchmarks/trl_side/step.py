@@ -2,9 +2,9 @@
 
     python benchmarks/trl_side/step.py SPEC.json
 
-SPEC holds the checkpoint folder, the prompts (token ids), the counts and GRPOConfig arguments. Every
-line read from stdin makes one RL step (a generation, a pass for the old log-probs, two optimiser
-steps) and prints one JSON line with its seconds and what it did; the end of stdin ends it.
+SPEC holds the checkpoint folder, the prompts (token ids), the counts and GRPOConfig arguments.
+Every line read from stdin makes one RL step (a generation, a pass for the old log-probs, two
+optimiser steps) and prints one JSON line with its seconds and what it did.
 """
 
 import json

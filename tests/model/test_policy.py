@@ -141,8 +141,9 @@ def test_parity(seed, tmp_path):
 
     scores = out.router_logits if sparse else ()
     assert len(sparse) == len(scores)
-    for i, theirs in zip(sparse, scores):
-        assert torch.equal(chosen(theirs[mask.flatten()], config), routes[:, i]), f'layer {i}'
+    for i, their_scores in zip(sparse, scores):
+        their_choice = chosen(their_scores[mask.flatten()], config)
+        assert torch.equal(their_choice, routes[:, i]), f'layer {i}'
     assert not routes[:, [i for i in range(config.num_hidden_layers) if i not in sparse]].any()
 
     w = torch.randn(logits.shape, generator=gen)
