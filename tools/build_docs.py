@@ -318,8 +318,7 @@ def build(out):
     course = Course(ROOT)
     if faults := list(course.problems()):
         sys.exit('\n'.join(faults))
-    work = ROOT / '_proc' / 'sphinx'
-    shutil.rmtree(work, ignore_errors=True)
+    work = ROOT / '_proc' / f'sphinx-{os.getpid()}'  # two may be built at a time
     for d in ('_static', '_templates'):
         (work / d).mkdir(parents=True)
     pages = write_pages(course, symbols(), work)
@@ -332,6 +331,7 @@ def build(out):
     (work / 'conf.py').write_text(config())
     shutil.rmtree(out, ignore_errors=True)
     code = build_main(['-q', '-b', 'html', str(work), str(out)])
+    shutil.rmtree(work)
     print(f'{pages} pages in {out}: open {out}/index.html')
     return code
 
