@@ -19,28 +19,11 @@ from compassrl.launch.scripts import node_script, serve, slurm_script
 from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.server import free_port
-from compassrl.runs.cli import one_gpu, parse_resume, parse_train, presets, smoke_cpu
+from compassrl.runs.cli import parse_resume, parse_train, presets, smoke_cpu
 from compassrl.train.megatron.layout import ParallelConfig
+from tests.launch.test_plan import BIG, Q30, TWO
 
 BIN = Path(sys.executable).parent
-Q30 = PolicyConfig(151936, 2048, 48, 32, 4, 128, 6144, 768, 128, 8, max_position_embeddings=8192)
-BIG = replace(
-    one_gpu(),
-    policy=Q30,
-    train_engine='megatron',
-    rollout_engine='pool',
-    run_dir='my runs/a',
-    parallel=ParallelConfig(tp=4, ep=8, etp=1, dtype='bfloat16'),
-    vllm=VllmConfig(num_replicas=3, tensor_parallel=4),
-)
-TWO = replace(
-    smoke_cpu(),
-    steps=2,
-    save_every=0,
-    eval_every=0,
-    train_engine='megatron',
-    parallel=ParallelConfig(ep=2),
-)
 
 
 @pytest.mark.parametrize('name', presets)
