@@ -225,9 +225,14 @@ def write_pretrained(
         copy_companions(like, folder, dtype)
 
 
-def save_pretrained(policy: Policy, folder: str | Path, max_shard_bytes: int = 4 << 30):
+def save_pretrained(
+    policy: Policy,
+    folder: str | Path,
+    max_shard_bytes: int = 4 << 30,
+    like: str | Path | None = None,
+):
     "`write_pretrained` of a policy's weights"
-    write_pretrained(policy.config, hf_weights(policy), folder, max_shard_bytes)
+    write_pretrained(policy.config, hf_weights(policy), folder, max_shard_bytes, like)
 
 
 # %% ../../nbs/model/03_pretrained.ipynb #aa3f1b89
