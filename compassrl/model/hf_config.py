@@ -14,6 +14,7 @@ import torch
 
 from .families import everywhere, kind_of, kinds, lacking
 from .shape import PolicyConfig, Yarn
+from ..settings import checked
 
 # %% auto #0
 __all__ = ['policy_config', 'read_config', 'read_json', 'config_dict', 'write_config']
@@ -41,13 +42,12 @@ def policy_config(
 ) -> PolicyConfig:
     "The shape that it describes. Raises ValueError for what this policy does not compute"
     kind = _check_kind(d)
+    d = _as_dense(d) if kind.dense else d
     d = {k: v for k, v in d.items() if v is not None and v != []}
     rope = d.get('rope_parameters') or d.get('rope_scaling') or {}
     d |= {k: rope[k] for k in ('rope_theta', 'partial_rotary_factor') if k in rope}
     if 'num_local_experts' in d and kind.family != 'glm4_moe':
         d.setdefault('num_experts', d['num_local_experts'])  # as transformers 5 writes it
-    if kind.dense:
-        d = _as_dense(d)
     values = _assumed | kind.assumed | {ours: d[ours] for ours in _fields if ours in d}
     values |= {ours: d[theirs] for ours, theirs in kind.names.items() if theirs in d}
     if kind.family == 'glm4_moe':
@@ -58,6 +58,7 @@ def policy_config(
         if k not in values:
             raise ValueError(f'has no {kind.names.get(k, k)!r}: is it complete?')
     values['yarn'] = _read_yarn(rope, values['max_position_embeddings'])
+    values = checked(PolicyConfig, values)
     values.setdefault('num_key_value_heads', values['num_attention_heads'])
     values.setdefault('head_dim', values['hidden_size'] // values['num_attention_heads'])
     return PolicyConfig(**values)

@@ -29,7 +29,7 @@ class Yarn:
     # one with fewer is slowed down by the whole factor
     beta_slow: Annotated[float, above(0)] = 1.0
     # of queries and of keys; None = 0.1 ln(factor) + 1
-    attention_factor: float | None = None
+    attention_factor: Annotated[float | None, above(0)] = None
     truncate: bool = True  # do both bounds lie at whole pairs?
 
     def __post_init__(self):

@@ -57,8 +57,10 @@ class RolloutConfig:
     def __post_init__(self):
         check(self)
 
-    def params(self, *stop_ids: int) -> SamplingParams:
-        return SamplingParams(self.max_tokens, self.temperature, self.top_p, stop_ids)
+    def params(self, *stop_ids: int | tuple[int, ...]) -> SamplingParams:
+        "Any of these ends a response"
+        ids = (i for s in stop_ids for i in (s if isinstance(s, tuple) else (s,)))
+        return SamplingParams(self.max_tokens, self.temperature, self.top_p, tuple(ids))
 
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #1e7d4e67

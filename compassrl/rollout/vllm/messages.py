@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...model.families import kind_of, kinds
 from ...model.layers import route_dtype
 from ...model.policy import PolicyConfig
 from ...records import Request, Sample
@@ -190,7 +191,8 @@ def engine_args(
         enable_expert_parallel=config.expert_parallel,
     )
     if not any(map(policy.is_sparse, range(policy.num_hidden_layers))):
-        d['hf_overrides'] = dict(architectures=['Qwen3ForCausalLM'])  # Qwen3-MoE wants a mixture
+        # a mixture's class wants experts
+        d['hf_overrides'] = dict(architectures=[kinds[kind_of(policy)].architecture])
     if device != 'cpu':
         return d | gpu_args(config, return_routes, quantization)
     return d | dict(
