@@ -12,8 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from compassrl.model.pretrained import from_pretrained, hf_weights, save_pretrained
-from compassrl.records import Request, SamplingParams
+from compassrl.records import Request, SamplingParams, collate
 from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.train.megatron.layout import ParallelConfig, check_parallel
+from compassrl.train.routes import routes_agreement
+from compassrl.train.torch_engine import response_log_probs
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -249,3 +252,71 @@ def greedy(policy, prompt, num):
     params = SamplingParams(num, temperature=0, stop_ids=policy.config.eos_ids)
     sample = next(engine.generate([Request('q', tuple(prompt), params=params)]))
     return sample.prompt_ids + sample.response_ids
+
+
+def serves(folder, routes):
+    "vLLM, in a process of its own: a chat from the folder as it lies, then a rollout as in a run"
+    from compassrl.rollout.vllm.in_process import VllmRollout, set_environment
+
+    set_environment()
+    chats(folder)
+    policy = from_pretrained(folder)
+    engine = VllmRollout(folder, num_slots=8, return_routes=routes, max_len=64)
+    engine.load_weights(hf_weights(policy), 0)
+    gen = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, policy.config.vocab_size, (8, 12), generator=gen).tolist()
+    params = SamplingParams(24, stop_ids=policy.config.eos_ids)
+    asked = [Request(f'q{i}', tuple(r), 0, i, params) for i, r in enumerate(ids)]
+    samples = list(engine.generate(asked))
+    engine.close()
+    b = collate(samples)
+    with torch.no_grad():
+        log_probs = response_log_probs(policy, b, 1.0, False)[0]
+        own = policy(b.token_ids, b.token_mask)[1]
+    gap = (log_probs - b.rollout_log_probs)[b.response_mask].abs()
+    assert gap.mean() < CLOSE, gap.mean()
+    if routes:
+        same = routes_agreement(own, b.routed_experts[b.token_mask], policy.config)
+        assert (same[b.routes_valid[b.token_mask]] == 1).all()
+
+
+def chats(folder):
+    from vllm import LLM
+    from vllm import SamplingParams as Params
+
+    small = dict(max_model_len=128, max_num_seqs=4, kv_cache_memory_bytes=8 << 20)
+    llm = LLM(str(folder), dtype='float32', enforce_eager=True, **small)
+    out = llm.chat(CHAT, Params(temperature=0, max_tokens=24), use_tqdm=False)[0]
+    prompt, policy = list(out.prompt_token_ids), from_pretrained(folder)
+    tok = AutoTokenizer.from_pretrained(folder)
+    assert prompt == tok.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert prompt + list(out.outputs[0].token_ids) == greedy(policy, prompt, 24)
+
+
+COLUMNS = {  # of the table: its head -> what is executed
+    'values': values,
+    'gradients': gradients,
+    'routes': routes,
+    'round trip': round_trip,
+    'generates in transformers': generates,
+    'serves in vLLM': serves,
+    'trains in Megatron-Core': check_parallel,
+}
+
+
+def claim(name, column, model, policy, out, run):
+    "Is it so? None where there is nothing to claim; raises where it should be and is not"
+    if column == 'routes' and name not in MIXTURES:
+        return None
+    if column == 'trains in Megatron-Core':
+        try:
+            check_parallel(ParallelConfig(), policy.config, 1)
+        except ValueError:
+            return False
+        return True
+    if column == 'serves in vLLM':
+        r = run(out / 'log', serves, out, name in MIXTURES, timeout=300)
+        assert r.returncode == 0, r.stderr[-3000:]
+    else:
+        COLUMNS[column](model, policy, out)
+    return True
