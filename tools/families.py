@@ -1,4 +1,4 @@
-"""Which families of models are supported: executed, then stored for the tables in README and notebooks.
+"""Which families of models are supported: executed, then stored for README and notebooks.
 
     PYTHONPATH=. python tools/families.py     # writes benchmarks/results/families.json
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from .shape import Family, PolicyConfig
 
 # %% auto #0
-__all__ = ['kinds', 'lacking', 'everywhere', 'Kind', 'kind_of']
+__all__ = ['kinds', 'lacking', 'everywhere', 'Kind', 'kind_of', 'architecture']
 
 
 # %% ../../nbs/model/08_families.ipynb #6bb7aa42
@@ -93,3 +93,8 @@ def kind_of(config: PolicyConfig) -> str:
     dense = not any(map(config.is_sparse, range(config.num_hidden_layers)))
     names = [n for n, k in kinds.items() if k.family == config.family]
     return next((n for n in names if kinds[n].dense == dense), names[0])
+
+
+def architecture(config: PolicyConfig) -> str:
+    "The class that computes it in transformers and in vLLM"
+    return kinds[kind_of(config)].architecture

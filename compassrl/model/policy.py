@@ -18,7 +18,6 @@ from compassrl.model.layers import (
     grouped_linear,
     rms_norm,
     rope_table,
-    rotate,
     rotate_part,
     stack_routes,
 )

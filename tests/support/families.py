@@ -1,4 +1,4 @@
-"""A tiny model of every family, made and saved by transformers with a tokenizer and a chat template;
+"""A tiny model of every family, made and saved by transformers with tokenizer and chat template;
 and what has to hold of each, one function per column of the table in README"""
 
 import json

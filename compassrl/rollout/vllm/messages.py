@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...model.families import kind_of, kinds
+from ...model.families import architecture
 from ...model.layers import route_dtype
 from ...model.policy import PolicyConfig
 from ...records import Request, Sample
@@ -192,7 +192,7 @@ def engine_args(
     )
     if not any(map(policy.is_sparse, range(policy.num_hidden_layers))):
         # a mixture's class wants experts
-        d['hf_overrides'] = dict(architectures=[kinds[kind_of(policy)].architecture])
+        d['hf_overrides'] = dict(architectures=[architecture(policy)])
     if device != 'cpu':
         return d | gpu_args(config, return_routes, quantization)
     return d | dict(
