@@ -191,8 +191,7 @@ def engine_args(
         enable_expert_parallel=config.expert_parallel,
     )
     if not any(map(policy.is_sparse, range(policy.num_hidden_layers))):
-        # a mixture's class wants experts
-        d['hf_overrides'] = dict(architectures=[architecture(policy)])
+        d['hf_overrides'] = dict(architectures=[architecture(policy)])  # a mixture's wants experts
     if device != 'cpu':
         return d | gpu_args(config, return_routes, quantization)
     return d | dict(
