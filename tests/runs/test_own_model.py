@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
 from transformers import AutoTokenizer, pipeline
 
 from compassrl.config import TrainConfig
