@@ -63,7 +63,7 @@ class TrainConfig:
     device: Literal['cpu', 'cuda'] = 'cpu'  # 'cuda': not run on GPU
     # of torch on the CPU; for small models more is slower
     num_threads: Annotated[int, at_least(1)] = 1
-    init_from: str = ''  # folder of a Hugging Face Qwen3-MoE to start from; empty = a new policy
+    init_from: str = ''  # folder of a Hugging Face checkpoint to start from; empty = a new policy
     run_dir: str = ''  # where results go; empty = runs/DATE-TIME
     # embedded, vLLM in this process, or a pool of vLLM servers
     rollout_engine: RolloutEngineName = 'torch'

@@ -224,7 +224,7 @@ def collect(
     step: int,  # 0-based
     cfg: TrainConfig,
     judge: Judge,  # begins with each sample as it comes
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
     partial_responses: PartialResponses | None = None,  # responses that take several steps
 ) -> tuple[list[Request], list[Sample], Metrics]:  # what trains; tokens: all that was drawn
     "What one step brings home: in waves, or one part of each response"

@@ -89,8 +89,12 @@ def _fit(hint, value, name, numbers=Range()):
     if kind is Annotated:
         ranges = [m.help_behavior_hint for m in hint.__metadata__]
         return _fit(args[0], value, name, ranges[0])
-    if kind in (Union, types.UnionType):  # X | None
-        return None if value is None else _fit(args[0], value, name, numbers)
+    if kind in (Union, types.UnionType):  # X | None, or X | tuple[X, ...]
+        if value is None and type(None) in args:
+            return None
+        many = isinstance(value, (list, tuple))
+        fits = [a for a in args if (get_origin(a) is tuple) == many]
+        return _fit((fits or args)[0], value, name, numbers)
     if kind in (tuple, dict):
         return _fit_many(kind, args, value, name, numbers)
     if is_dataclass(kind) and is_dataclass(value):

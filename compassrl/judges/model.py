@@ -33,7 +33,7 @@ class GenRMJudge(Judge):
         self,
         prompts: Iterable[Prompt],
         tokenizer: Tokenizer,
-        eos_id: int,
+        eos_id: int | tuple[int, ...],
         ask: Ask,  # a `GenRM`, or any function
         batches: int = 4,  # under way at a time
         seed: int = 0,  # of the choice of a reference
@@ -137,7 +137,7 @@ class JudgePerPrompt(Judge):
 def make_judge(
     prompts: Iterable[Prompt],
     tokenizer: Tokenizer,
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
     cfg: RewardConfig,
     seed: int = 0,  # as of `GenRMJudge`
     group_size: int = 0,  # as there

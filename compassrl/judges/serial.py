@@ -96,7 +96,7 @@ def judge_sample(
     sample: Sample,  # gets its verdict and reward
     prompt: Prompt,
     tokenizer: Tokenizer,
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
 ) -> Sample:
     "Verify one response, here and now"
     return record_verdict(sample, *timed_verdict(prompt, sample.response_ids, tokenizer, eos_id))
@@ -105,7 +105,9 @@ def judge_sample(
 class SerialJudge(Judge):
     "Judges when asked to settle, one sample after another"
 
-    def __init__(self, prompts: Iterable[Prompt], tokenizer: Tokenizer, eos_id: int):
+    def __init__(
+        self, prompts: Iterable[Prompt], tokenizer: Tokenizer, eos_id: int | tuple[int, ...]
+    ):
         self.prompts = {p.id: p for p in prompts}
         self.of = tokenizer, eos_id
 

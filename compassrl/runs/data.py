@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from ..config import TrainConfig
 from ..data.prompts import load_data
-from ..data.tokenizer import build_tokenizer, load_tokenizer
+from ..data.tokenizer import build_tokenizer, end_id, load_tokenizer
 from ..judges.genrm_client import GenRM
-from ..model.hf_config import read_config
+from ..model.hf_config import config_dict, read_config
 from ..records import Prompt
 
 # %% auto #0
@@ -27,14 +27,17 @@ class Data:
     "What a run asks"
 
     tokenizer: Tokenizer
-    eos_id: int
+    eos_id: tuple[int, ...]  # any of them ends a response
     train: list[Prompt]
     heldout: list[Prompt]
 
 
 def resolve(cfg: TrainConfig) -> TrainConfig:
     "With the shape of the checkpoint that the run starts from"
-    return replace(cfg, policy=read_config(cfg.init_from)) if cfg.init_from else cfg
+    if cfg.init_from:
+        return replace(cfg, policy=read_config(cfg.init_from))
+    config_dict(cfg.policy)  # refused here, not when the model is written
+    return cfg
 
 
 def load(cfg: TrainConfig) -> Data:
@@ -53,7 +56,18 @@ def load(cfg: TrainConfig) -> Data:
         )
     check_prompts(cfg, train + heldout)
     check_solutions(cfg, train)
-    return Data(tokenizer, cfg.policy.eos_token_id, train, heldout)
+    return Data(tokenizer, _end_ids(cfg, tokenizer), train, heldout)
+
+
+def _end_ids(cfg, tokenizer):  # those of the model, and the tokenizer's own
+    own = end_id(tokenizer, cfg.init_from) if cfg.init_from else None
+    ids = cfg.policy.eos_ids + (() if own is None else (own,))
+    if not ids:
+        raise ValueError(
+            f'{cfg.init_from} names no token that ends a response: '
+            'set eos_token_id in its config.json'
+        )
+    return tuple(dict.fromkeys(ids))
 
 
 # %% ../../nbs/runs/07_data.ipynb #d5866620

@@ -266,8 +266,7 @@ def _train(run, start):  # the loop and what comes after it
     before = json.loads((folder / 'eval_before.json').read_text())
     after = run.evaluate()
     write_json(folder / 'eval_after.json', after)
-    write_pretrained(c.policy, e.train.weights(), folder / 'model')
-    save_tokenizer(d.tokenizer, folder / 'model')
+    write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()
     write_report(folder)
     print(
