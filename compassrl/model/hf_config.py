@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ..files import read_data
 from .policy import PolicyConfig
 
 # %% auto #0
@@ -71,7 +72,9 @@ def read_config(
 
 
 def _as_dense(d):  # a Qwen3 is a Qwen3-MoE without sparse layers; its experts exist on paper alone
-    layers = list(range(d.get('num_hidden_layers') or 0))
+    num = d.get('num_hidden_layers')
+    # what is no number is refused later, and what is absurd finds no memory
+    layers = list(range(num)) if type(num) is int and num < 10_000 else []
     experts = dict(num_experts=1, num_experts_per_tok=1)
     experts['moe_intermediate_size'] = d.get('intermediate_size')
     return experts | dict(mlp_only_layers=layers) | d
@@ -81,10 +84,7 @@ def read_json(path: Path) -> dict:
     "A file of a checkpoint. Raises ValueError that names it"
     if not path.exists():
         raise ValueError(f'{path} does not exist: give a folder with a Hugging Face checkpoint')
-    try:
-        d = json.loads(path.read_text())
-    except ValueError as e:
-        raise ValueError(f'{path} is not JSON ({e}): the file is torn, copy it again') from None
+    d = read_data(path, 'the file is torn, copy it again')
     if not isinstance(d, dict):
         raise ValueError(f'{path} holds {type(d).__name__}, not an object')
     return d

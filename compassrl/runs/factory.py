@@ -25,6 +25,7 @@ from ..rollout.fp8 import Fp8Rollout
 from ..rollout.torch_engine import TorchRollout
 from ..rollout.vllm.messages import check_vllm, weight_sync
 from .data import resolve
+from .memory import check_memory
 from .process import meet_ranks, need, set_up, world
 from ..train.megatron.layout import check_parallel
 from ..train.saver import Saver, ShardedState, WholeState
@@ -236,6 +237,8 @@ def prepare(cfg: TrainConfig):  # the `Watch` over all ranks; None for an engine
     set_up(cfg)
     train.check(cfg, num_ranks)
     rollout_engines[cfg.rollout_engine].check(cfg, num_ranks)
+    if not world()[0]:
+        check_memory(cfg, num_ranks, int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
     return train.meet(cfg)
 
 
