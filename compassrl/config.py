@@ -92,6 +92,7 @@ class TrainConfig:
         _check_loss(self)
         _check_lengths(self)
         _check_tokens(self)
+        _check_batch(self)
 
 
 # %% ../nbs/02_config.ipynb #8d24b0be
@@ -145,6 +146,14 @@ def _check_lengths(cfg):
             f'data.max_prompt_tokens={prompt} + rollout.max_tokens={response} = '
             f'{prompt + response} exceeds policy.max_position_embeddings={longest}: '
             'shorten the first two or raise the last'
+        )
+
+
+def _check_batch(cfg):
+    num, responses = cfg.optim.num_mini_batches, cfg.prompts_per_step * cfg.group_size
+    if num > responses:
+        raise ValueError(
+            f'optim.num_mini_batches={num}: a step has {responses} responses, use at most so many'
         )
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from functools import partial
 from typing import Annotated
 
@@ -113,17 +113,17 @@ def _app(file=None, run=None):  # what a command starts from: config of a file, 
 
 # %% ../../nbs/runs/13_cli.ipynb #75e4f864
 def _meant(word, flags):  # the two flags that look most like a word
-    def alike(name):
-        last = '--' + name.lstrip('-').rpartition('.')[2]
-        return max(SequenceMatcher(None, word, x).ratio() for x in (name, last))
-
-    return [f for f in sorted(flags, key=alike, reverse=True)[:2] if alike(f) > 0.75]
+    flags = list(flags)
+    ends = ['--' + name.lstrip('-').rpartition('.')[2] for name in flags]
+    return get_close_matches(word, flags, 1, 0.8) or [
+        flags[i] for i, end in enumerate(ends) if end in get_close_matches(word, ends, 1, 0.7)
+    ]
 
 
 def _why(event, flags):  # an event of tyro's in one line; None for one that we do not know
-    name = event.argument.lowered.name_or_flags[-1:] if hasattr(event, 'argument') else ()
-    name, kind = (name or ['a value'])[0], getattr(event, 'argument', None)
-    kind = kind and kind.lowered.metavar
+    setting = getattr(event, 'argument', None)
+    name = setting and setting.lowered.name_or_flags[-1]
+    kind = setting and setting.lowered.metavar
     match event:
         case _errors.UnrecognizedArgs(tokens=tokens):
             wrong = next((t for t in tokens if t.startswith('--')), tokens[0])
@@ -133,11 +133,12 @@ def _why(event, flags):  # an event of tyro's in one line; None for one that we 
         case _errors.InvalidChoice(value=value, choices=choices):
             return f'{name}={value!r}: use one of {", ".join(map(repr, choices))}'
         case _errors.InstantiationFailure(message=message):
-            return f'{name}: {message}: use {kind}'
+            return f'{name}: {message}: use {kind}' if setting else message
         case _errors.BadValue():
             return f'{name} needs a value: {kind}'
         case _errors.MissingArgs(missing_arguments=missing):
-            return f'{" ".join(str(m.arg.lowered.metavar or m.arg.display_name()) for m in missing)} is missing'
+            names = [m.arg.lowered.name_or_flags[-1].rpartition('.')[2] for m in missing]
+            return f'{", ".join(names).upper().replace("-", "_")} is missing'
 
 
 def _parse(app, args, prog, flags):  # what the command gave; a refusal is an error of one line
