@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -249,12 +250,12 @@ def _call(args) -> Callable:  # what is to be done
 
 # %% ../../nbs/runs/13_cli.ipynb #cdaa2352
 def _nobody_reads():  # is standard output a pipe that was closed? then it stays silent
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    out = select.poll()
+    out.register(1, 0)
+    closed = any(event & select.POLLERR for _, event in out.poll(0))
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return closed
 
 
 _full = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
@@ -272,8 +273,10 @@ def main(
 ):
     "The `compassrl` command; its last line is the run directory"
     try:
-        _call(sys.argv[1:] if args is None else args)()
-        sys.stdout.flush()
+        try:
+            _call(sys.argv[1:] if args is None else args)()
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:
         if not _nobody_reads():
             raise

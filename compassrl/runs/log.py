@@ -172,7 +172,8 @@ class Log:
         self.metrics.write(json.dumps(metrics) + '\n')
         self.metrics.truncate()
         self.metrics.flush()
-        say(json.dumps(metrics), logging.DEBUG)
+        if over is None:
+            say(json.dumps(metrics), logging.DEBUG)
         for k in metrics if over is None else ['time_checkpoint_s']:
             # when a phase began is for the trace
             if k != 'step' and not k.endswith('_at') and metrics[k] is not None:

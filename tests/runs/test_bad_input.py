@@ -17,7 +17,6 @@ import pytest
 
 from compassrl.config import TrainConfig
 from compassrl.runs.cli import main
-from compassrl.runs.presets import smoke_cpu
 from compassrl.settings import Range
 
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1'}
