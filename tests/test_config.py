@@ -188,7 +188,7 @@ def test_a_number_outside_its_range_is_refused(at, cls, name, numbers):
 def test_help_shows_every_range(preset, capsys, monkeypatch):
     monkeypatch.setenv('COLUMNS', '100')  # one column
     with pytest.raises(SystemExit):
-        parse_train([preset, '--help'])
+        parse_train([preset, '--help-all'])
     told = ' '.join(re.sub(r'[│╭╮╰╯─]', ' ', capsys.readouterr().out).split())
     for at, _, name, numbers in ranges():
         flag = f'--{at}{name}'.replace('_', '-')

@@ -5,7 +5,6 @@
 # %% ../../nbs/runs/05_facts.ipynb #145f3642
 from __future__ import annotations
 
-import json
 import math
 import platform
 import re
