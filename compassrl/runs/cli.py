@@ -68,6 +68,27 @@ Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _files = '.json', '.yaml', '.yml', '.toml'
 
 
+def _train(cfg, level):
+    set_level(level)
+    if world()[0]:
+        follow(cfg)
+    else:
+        print(start_run(cfg))
+
+
+def _resume(folder, cfg, level):
+    set_level(level)
+    if world()[0]:
+        follow(cfg)
+    else:
+        print(resume_run(folder, cfg))
+
+
+def _write(folder):
+    write_report(folder)
+    print(folder)
+
+
 def _level(quiet, log_level):
     return 'warning' if quiet else log_level
 
@@ -212,27 +233,6 @@ def parse_resume(
 
 
 # %% ../../nbs/runs/13_cli.ipynb #ccec4b58
-def _train(cfg, level):
-    set_level(level)
-    if world()[0]:
-        follow(cfg)
-    else:
-        print(start_run(cfg))
-
-
-def _resume(folder, cfg, level):
-    set_level(level)
-    if world()[0]:
-        follow(cfg)
-    else:
-        print(resume_run(folder, cfg))
-
-
-def _write(folder):
-    write_report(folder)
-    print(folder)
-
-
 def _call(args) -> Callable:  # what is to be done
     match args:
         case ['train', *rest]:
