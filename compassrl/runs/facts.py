@@ -89,7 +89,12 @@ def machine_info() -> dict[str, object]:
 
 def read_json(path: Path) -> dict | None:  # None if it is not there
     "One JSON file of a run. Raises ValueError for a damaged one"
-    return read_data(path, 'write it again or remove it') if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return read_data(path, 'write it again or remove it')
+    except ValueError as e:
+        raise ValueError(str(e).removeprefix(f'{path.parent}/')) from None
 
 
 def _evaluations(run_dir, metrics):  # before, after; None where there is none yet
