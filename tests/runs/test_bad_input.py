@@ -456,8 +456,6 @@ RUNS = [
     *[('metrics.jsonl', how) for how in (mixed, cut)],
     *[('trace.jsonl', how) for how in (mixed, cut)],
     *[('cold_start.jsonl', how) for how in (mixed, cut)],
-    ('checkpoints/step-000001/manifest.json', gone),
-    ('start/tokenizer.json', None),
 ]
 
 
@@ -465,14 +463,14 @@ def goes_on(folder, *more):
     return refused(folder, 'resume', 'run', *more)
 
 
-@pytest.mark.parametrize('name, how', RUNS[:-2], ids=lambda x: getattr(x, '__name__', x))
+@pytest.mark.parametrize('name, how', RUNS, ids=lambda x: getattr(x, '__name__', x))
 def test_a_run_with_a_torn_file(tmp_path, run, name, how):
     shutil.copytree(run, tmp_path / 'run')
     data = how((tmp_path / 'run' / name).read_bytes())
     (tmp_path / 'run' / name).unlink()
     if data is not None:
         (tmp_path / 'run' / name).write_bytes(data)
-    assert name in goes_on(tmp_path) or 'run directory' in goes_on(tmp_path)
+    assert name in goes_on(tmp_path)
 
 
 def test_a_run_that_cannot_go_on(tmp_path, run):
