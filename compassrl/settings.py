@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Collection
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from math import inf
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from tyro.conf import arg
 
 # %% auto #0
-__all__ = ['Range', 'at_least', 'above', 'between', 'checked', 'check']
+__all__ = ['Range', 'at_least', 'above', 'between', 'OneOf', 'one_of', 'checked', 'check']
 
 
 # %% ../nbs/05_settings.ipynb #09f9bff4
@@ -59,7 +60,23 @@ def between(low: float, high: float, why: str = ''):
     return arg(help_behavior_hint=Range(low, high, why=why))
 
 
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    "Names that a setting may have"
+
+    names: Collection[str]  # a registry, which may still grow
+
+    def __call__(self, default: str) -> str:  # what tyro prints behind the help
+        return f'(one of {", ".join(self.names)}; default: {default})'
+
+
+def one_of(names: Collection[str]):
+    "A name of a registry; the config that has the setting refuses all others"
+    return arg(help_behavior_hint=OneOf(names))
+
+
 # %% ../nbs/05_settings.ipynb #1c8f27a3
+_largest = 2**63 - 1  # that torch's whole numbers hold
 _kinds = {int: 'a whole number', float: 'a number', bool: 'True or False', str: 'text'}
 
 
@@ -107,6 +124,8 @@ def _fit(hint, value, name, numbers=Range()):
         value, (int, float) if kind is float else kind
     ):
         raise ValueError(f'{name}={value!r}: use {_kinds.get(kind, f"a {kind.__name__}")}')
+    if kind is str and '\0' in value:
+        raise ValueError(f'{name}={value!r}: leave out the character of code 0')
     if kind in (int, float):
         _check_number(value, name, numbers)
     return float(value) if kind is float else value
@@ -130,6 +149,7 @@ def _fit_many(kind, args, value, name, numbers):  # tuple[X, X], tuple[X, ...] o
 def _check_number(value, name, numbers):
     if not -inf < value < inf:
         raise ValueError(f'{name}={value}: use a finite number')
-    if value not in numbers:
+    if value not in numbers or abs(value) > _largest:
         why = f'{numbers.why}, ' if numbers.why else ''
-        raise ValueError(f'{name}={value}: {why}use {numbers}')
+        most = f', at most {_largest}' if value in numbers else ''
+        raise ValueError(f'{name}={value}: {why}use {numbers}{most}')

@@ -22,7 +22,7 @@ from compassrl.algo.ratios import (
     tis_weights,
 )
 from ..records import Batch
-from ..settings import at_least, between, check
+from ..settings import at_least, between, check, one_of
 
 # %% auto #0
 __all__ = [
@@ -70,7 +70,8 @@ def policy_loss(
 class LossConfig:
     "What the policy minimises. None = what the loss's own paper does. Raises ValueError"
 
-    name: str = 'grpo'  # grpo, dr_grpo, dapo, gspo, cispo, or espo (paper section 2.4.2)
+    # espo: paper section 2.4.2
+    name: Annotated[str, one_of(policy_losses)] = 'grpo'
     # an unwanted token gets no gradient once its ratio is below 1 - this
     clip_eps_low: Annotated[float | None, between(0, 1)] = None
     # a wanted token gets no gradient once its ratio is above 1 + this

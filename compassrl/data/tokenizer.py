@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from ..files import read_data
+
 # %% auto #0
 __all__ = [
     'PAD_ID',
@@ -92,7 +94,10 @@ def load_tokenizer(
     except Exception as e:
         raise ValueError(f'{file} is no tokenizer ({e}): write it again with save_tokenizer') from e
     if config.is_file():
-        tok.encode_special_tokens = bool(json.loads(config.read_text()).get('split_special_tokens'))
+        d = read_data(config, 'write it again with save_tokenizer')
+        if not isinstance(d, dict):
+            raise ValueError(f'{config} holds {type(d).__name__}, not an object')
+        tok.encode_special_tokens = bool(d.get('split_special_tokens'))
     return tok
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
+from ..files import read_data
 from .families import everywhere, kind_of, kinds, lacking
 from .shape import PolicyConfig, Yarn
 from ..settings import checked
+
 
 # %% auto #0
 __all__ = ['policy_config', 'read_config', 'read_json', 'config_dict', 'write_config']
@@ -84,7 +86,9 @@ def _check_kind(d):
 
 
 def _as_dense(d):  # a mixture without sparse layers; its experts exist on paper alone
-    layers = tuple(range(d.get('num_hidden_layers') or 0))
+    num = d.get('num_hidden_layers')
+    # what is no number is refused later, and what is absurd finds no memory
+    layers = tuple(range(num)) if type(num) is int and num < 10_000 else ()
     experts = dict(num_experts=1, num_experts_per_tok=1)
     experts['moe_intermediate_size'] = d.get('intermediate_size')
     return experts | dict(mlp_only_layers=layers) | d
@@ -93,7 +97,7 @@ def _as_dense(d):  # a mixture without sparse layers; its experts exist on paper
 def _read_glm(d):
     dense, shared = d.get('first_k_dense_replace', 1), d.get('n_shared_experts', 1)
     return dict(
-        mlp_only_layers=tuple(range(dense)),
+        mlp_only_layers=tuple(range(dense)) if dense < 10_000 else (),
         shared_expert_intermediate_size=shared * d.get('moe_intermediate_size', 0),
         qk_norm='head' if d.get('use_qk_norm') else 'none',
     )
@@ -138,10 +142,7 @@ def read_json(path: Path) -> dict:
     "A file of a checkpoint. Raises ValueError that names it"
     if not path.exists():
         raise ValueError(f'{path} does not exist: give a folder with a Hugging Face checkpoint')
-    try:
-        d = json.loads(path.read_text())
-    except ValueError as e:
-        raise ValueError(f'{path} is not JSON ({e}): the file is torn, copy it again') from None
+    d = read_data(path, 'the file is torn, copy it again')
     if not isinstance(d, dict):
         raise ValueError(f'{path} holds {type(d).__name__}, not an object')
     return d

@@ -11,10 +11,8 @@ import json
 import shutil
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-
-from tqdm import tqdm
 
 from ..algo.zero_variance import screen
 from ..config import TrainConfig, read_run_config
@@ -30,7 +28,7 @@ from .data import Data, load, resolve
 from .evaluate import evaluate
 from .factory import Engines, open_engines, prepare, train_engines
 from .facts import machine_info
-from .log import Log, write_json
+from .log import Log, Progress, check_files, say, write_json
 from .report import write_report
 from .stop import locked, stoppable
 from .trace import trace_rows
@@ -73,8 +71,7 @@ class Run:
             t = time.perf_counter()
             self.save(step)
             self.log.row(m | dict(time_checkpoint_s=time.perf_counter() - t), at)
-        self.log.bar.update()
-        self.log.bar.set_postfix_str(
+        self.log.progress.step(
             f'reward {m["reward_mean"]:.2f}, zero variance {m["zero_variance_frac"]:.2f}, '
             f'entropy {m["entropy"]:.2f}, {m["tokens"] / m["time_step_s"]:,.0f} tok/s'
         )
@@ -141,7 +138,11 @@ class Run:
 def new_folder(cfg: TrainConfig) -> Path:
     "Where a new run goes; raises ValueError if something is there already"
     folder = Path(cfg.run_dir or f'runs/{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}')
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as e:
+        raise ValueError(f'run_dir={str(folder)!r:.200}: {e.strerror}, choose another') from e
+    if taken:
         raise ValueError(
             f'run_dir={str(folder)!r} is not empty: '
             f'choose another, or use `compassrl resume {folder}`'
@@ -178,12 +179,11 @@ def _cold_start(run):  # a new policy, trained by the embedded engine, whatever 
     policy = Policy(c.policy, c.seed).to(c.device)
     optim = dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1)
     engine = TorchTrain(policy, optim, replay='off')
-    bar = tqdm(total=c.cold_start.steps, desc='cold start', unit='step', dynamic_ncols=True)
-    with open(run.folder / 'cold_start.jsonl', 'w', buffering=1) as f, bar:
+    bar = Progress(c.cold_start.steps, 'cold start', lines=10)
+    with open(run.folder / 'cold_start.jsonl', 'w', buffering=1) as f, closing(bar):
         for m in cold_start(engine, d.train, c.cold_start, d.tokenizer, c.seed):
             f.write(json.dumps(m) + '\n')
-            bar.update()
-            bar.set_postfix_str(f'loss {m["loss"]:.3f}')
+            bar.step(f'loss {m["loss"]:.3f}')
             if run.stop.asked:
                 raise Stop
     save_pretrained(policy, run.source)
@@ -197,14 +197,16 @@ def _screen(run):  # ids of the prompts that are worth asking (paper section 2.4
     params = c.rollout.params(d.eos_id)
     requests = requests_of(d.train, [num] * len(d.train), asked, params, c.seed, 'screen')
     found = run.engines.rollout.generate(requests, whole_groups=True)
-    for s in tqdm(found, 'screen', len(requests), dynamic_ncols=True):
-        run.judge.start(s)
-        samples.append(s)
+    with closing(Progress(len(requests), 'screen', lines=10)) as bar:
+        for s in found:
+            run.judge.start(s)
+            samples.append(s)
+            bar.step()
     run.judge.settle(samples)
     run.judge.measured()  # of no step
     rewards, group, valid, _ = sample_columns(samples, asked)
     kept = [id for id, k in zip(asked, screen(rewards, group, valid).tolist()) if k]
-    print(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
+    say(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
     if len(kept) < c.prompts_per_step:
         raise ValueError(
             f'zero_variance.screen_samples={num} leaves {len(kept)} prompts for prompts_per_step='
@@ -237,6 +239,7 @@ def resume_run(
         run = Run(cfg, folder, load(cfg))
         saver = train_engines[cfg.train_engine].saver
         saver.newest(folder / 'checkpoints', required=True)  # refused before engines start
+        check_files(folder)
         engines = open_engines(cfg, run.source, folder, watch)
         with run.stop, run.judging(), engines as run.engines:
             step = run.load()
@@ -246,7 +249,7 @@ def resume_run(
                 )
             run.engines.rollout.load_weights(run.engines.train.weights(), step)
             write_json(folder / 'config.json', dataclasses.asdict(cfg))
-            print(f'resuming {folder} after step {step}')
+            say(f'resuming {folder} after step {step}')
             return _train(run, step)
 
 
@@ -269,7 +272,7 @@ def _train(run, start):  # the loop and what comes after it
     write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()
     write_report(folder)
-    print(
+    say(
         f'held-out avg@{after["k"]}: {100 * before["avg"]:.1f} % before RL, '
         f'{100 * after["avg"]:.1f} % after; see {folder / "report.md"} and curves.png'
     )

@@ -553,7 +553,10 @@ def without(name):
         (cut('config.json', 40), 'config.json is not JSON'),
         (cut('*.index.json', 40), 'index.json is not JSON'),
         (lambda f: (f / 'config.json').write_text('[]'), 'holds list, not an object'),
-        (lambda f: (f / 'config.json').write_bytes(b'\xff\xfe{'), 'config.json is not JSON'),
+        (
+            lambda f: (f / 'config.json').write_bytes(b'\xff\xfe{'),
+            'config.json: byte 0 is no UTF-8',
+        ),
         (
             lambda f: next(f.glob('*.index.json')).write_text('{"weight_map": {}}'),
             'missing, first model.embed_tokens',
