@@ -228,9 +228,10 @@ def _answer_and_solution(r, row, verifier):
 def row_prompt(r: Reading, row: dict[str, Any]) -> Prompt:  # its id is '' unless the row has one
     "The prompt of a row. Raises BadRow"
     text, messages = _prompt_text(r, row)
-    id, domain, named = (_optional(r, row, f) for f in ('id', 'domain', 'verifier'))
-    answer, solution, usual = _answer_and_solution(r, row, named or r.verifier)
-    verifier = named or r.verifier or usual
+    verifier = _optional(r, row, 'verifier') or r.verifier
+    answer, solution, usual = _answer_and_solution(r, row, verifier)
+    verifier = verifier or usual
+    id, domain = (_optional(r, row, f) for f in ('id', 'domain'))
     if verifier not in verifiers:
         raise BadRow(
             f'verifier {verifier!r} does not exist, only {sorted(verifiers)}', 'no such verifier'
