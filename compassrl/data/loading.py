@@ -28,6 +28,7 @@ class Loaded:
     prompts: list[Prompt]
     bad: list[tuple[str, BadRow]]  # place and why
     too_long: list[int]  # tokens of prompts that were left out for their length
+    num_solutions: int = 0  # prompts with one, whatever else is wrong
     num_unknown: int = 0  # prompts with text that the tokenizer does not know
     unknown: str = ''  # where the first of them is, and which text
 
@@ -101,6 +102,7 @@ def read_rows(
             if (piece := _unknown(r.tokenizer, prompt.text)) is not None:
                 out.num_unknown += 1
                 out.unknown = out.unknown or f'{piece!r} in {where}'
+            out.num_solutions += bool(prompt.solution)
             num = len(prompt.token_ids)
             if 0 < r.max_prompt_tokens < num:
                 out.too_long.append(num)

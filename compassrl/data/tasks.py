@@ -171,15 +171,15 @@ def verifier(fn):
     """Registers `fn(text, answer)` by its name; it returns a `Verdict`, a number or True or False
 
     Raises ValueError for a function that cannot be called so."""
+    signature = inspect.signature(fn)
     try:
-        inspect.signature(fn).bind('text', 'answer')
-        fault = 'async' if inspect.iscoroutinefunction(fn) else ''
+        signature.bind('text', 'answer')
     except TypeError:
-        fault = f'of {inspect.signature(fn)}'
-    if fault:
+        signature = None
+    if signature is None or inspect.iscoroutinefunction(fn):
         raise ValueError(
-            f'verifier {fn.__name__}: it is {fault}, use a plain function of (text, answer), '
-            'or give it to a run by --rewards.function FILE.py:NAME'
+            f'verifier {fn.__name__}: use a plain function of (text, answer), or give this one to '
+            'a run by --rewards.function FILE.py:NAME'
         )
     verifiers[fn.__name__] = fn
     return fn
@@ -257,30 +257,28 @@ def as_verdict(
     value = value.item() if hasattr(value, 'item') else value  # of NumPy or torch
     if isinstance(value, bool):
         return judge(value, f'{name}: {value}')
-    if isinstance(value, Verdict):
-        reward, verdict = value.reward, value
-    elif isinstance(value, (int, float)):
-        correct = value >= correct_at
-        reward = float(value)
-        verdict = Verdict(reward, correct, 'ok' if correct else 'wrong', f'{name}: {reward:g}')
-    else:
-        raise TypeError(
-            f'{name} returned {one_line(repr(value), 60)}: use a number, True or False, or a '
-            'Verdict'
-        )
-    if not math.isfinite(reward):
-        raise ValueError(f'{name} returned a reward of {reward}: use a finite number')
-    return verdict
+    if isinstance(value, (int, float)):
+        v = judge(value >= correct_at, f'{name}: {value:g}')
+        value = Verdict(float(value), v.correct, v.status, v.evidence)
+    if not isinstance(value, Verdict):
+        what = one_line(repr(value), 60)
+        raise TypeError(f'{name} returned {what}: use a number, True or False, or a Verdict')
+    if not math.isfinite(value.reward):
+        raise ValueError(f'{name} returned a reward of {value.reward}: use a finite number')
+    return value
 
 
 def failure(
-    e: BaseException,  # that a verifier raised
+    e: BaseException,
+    fn: Callable | None = None,  # the verifier in which it was raised
 ) -> Verdict:
     "No verdict, and why: the exception, and the last line of the verifier's own file"
-    _, *frames = traceback.extract_tb(e.__traceback__)  # the first is who called it
-    frames = [f for f in frames if f.filename != failure.__code__.co_filename]
-    mine = [f for f in frames if f.filename == frames[0].filename]  # not of what it calls
-    where = f' ({Path(mine[-1].filename).name}:{mine[-1].lineno})' if mine else ''
+    where, code = '', getattr(fn and inspect.unwrap(fn), '__code__', None)
+    if code:
+        lines = [
+            f.lineno for f in traceback.extract_tb(e.__traceback__) if f[0] == code.co_filename
+        ]
+        where = f' ({Path(code.co_filename).name}:{[code.co_firstlineno, *lines][-1]})'
     said = one_line(f'{type(e).__name__}: {e}', 160 - len(where))
     return Verdict(0.0, False, 'failed', said + where)
 
@@ -289,6 +287,7 @@ def verify(
     prompt: Prompt, text: str
 ) -> Verdict:  # status 'failed' and reward 0 where the verifier could not judge
     "The verdict on one response; never raises"
+    fn = None
     try:
         if prompt.verifier not in verifiers:
             raise KeyError(f'{prompt.verifier!r} is none of {sorted(verifiers)}')
@@ -297,4 +296,4 @@ def verify(
             return fn.judge_one(prompt, text)
         return as_verdict(fn(text, prompt.answer), prompt.verifier)
     except Exception as e:
-        return failure(e)
+        return failure(e, fn)

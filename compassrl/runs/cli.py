@@ -25,6 +25,7 @@ from ..data.prompts import DataConfig
 from ..model.policy import PolicyConfig
 from ..rollout.torch_engine import RolloutConfig
 from ..rollout.vllm.config import VllmConfig
+from .evaluate_model import eval_command
 from .factory import follow
 from .process import world
 from .report import write_report
@@ -152,6 +153,7 @@ usage = """compassrl: RL for mixture-of-experts language models
   compassrl train PRESET [--steps 20 --seed 3 ...]   train; PRESET or a config.json
   compassrl train PRESET --help                      every setting with its default
   compassrl resume RUN_DIR [--steps N ...]           go on; --parallel.* and --vllm.* may change
+  compassrl eval MODEL_OR_RUN [--data.path FILE ...] pass@1, avg@k and intervals, without training
   compassrl report RUN_DIR                           write curves.png, report.md, report.json again
   compassrl --version                                `python -m compassrl` is the same command
 
@@ -261,6 +263,8 @@ def _run(args):
             _train(parse_train(rest))
         case ['resume', *rest]:
             _resume(*parse_resume(rest))
+        case ['eval', *rest]:
+            print(eval_command(rest, presets, _parse))
         case ['report', folder]:
             write_report(folder)
             print(folder)
@@ -269,7 +273,9 @@ def _run(args):
         case ['--version']:
             print(f'compassrl {__version__}')
         case _:
-            raise ValueError(f'unknown command {" ".join(args)!r}: use train, resume or report')
+            raise ValueError(
+                f'unknown command {" ".join(args)!r}: use train, resume, eval or report'
+            )
 
 
 def main(
