@@ -58,7 +58,7 @@ def prompt_id(domain: str, text: str) -> str:  # equal questions have equal ids
 
 
 # %% ../../nbs/data/05_rows.ipynb #60d623af
-_worked = re.compile(r'(?:^|\s)####[ \t]*([^\n]*\S)\s*\Z')
+_worked = re.compile(r'(?:^|\s)####(?!#)[ \t]*([^\n]*\S)\s*\Z')
 
 
 def worked_answer(text: str) -> str | None:  # None: no worked solution

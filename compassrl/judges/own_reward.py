@@ -205,10 +205,9 @@ def own_reward(
     if not cfg.function:
         return None
     files = [read_reward_file(s, kept) if ':' in s else s for s in cfg.function]
-    own = OwnReward(files, cfg.weights, cfg.correct_at)
     if kept:
-        check_unchanged(own.files, cfg.function_sha256)
-    return own
+        check_unchanged([f for f in files if not isinstance(f, str)], cfg.function_sha256)
+    return OwnReward(files, cfg.weights, cfg.correct_at)
 
 
 # %% ../../nbs/judges/10_own_reward.ipynb #e6c4dc5a
