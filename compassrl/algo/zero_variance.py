@@ -232,8 +232,8 @@ def token_advantages(
     if cfg.zvp_alpha:
         if batch.entropy is None:
             raise ValueError('batch.entropy is None: RL-ZVP needs it; or set zvp_alpha=0')
-        sign = zvp_sign(raw_rewards if right is None else right, batch.group, valid)
-        sign = sign * shaped.flat[raw.index]
+        raw_rewards = raw_rewards if right is None else right
+        sign = zvp_sign(raw_rewards, batch.group, valid) * shaped.flat[raw.index]
         adv = adv + zvp_advantages(batch.entropy, batch.response_mask, sign, cfg.zvp_alpha)
     alive = torch.zeros_like(raw.num).index_add(0, raw.index, (adv != 0).any(1).double()) > 0
     return adv, dict(
