@@ -20,7 +20,7 @@ from ..data.tasks import as_verdict, failure, one_line, verifiers
 from ..data.tokenizer import response_text
 from .reward_files import RewardFile, check_unchanged, read_reward_file
 from .serial import Judge, RewardConfig, record_verdict
-from ..records import Prompt, Sample, Verdict
+from ..records import Prompt, Verdict
 
 # %% auto #0
 __all__ = ['inputs_of', 'together', 'RewardFunction', 'OwnReward', 'own_reward', 'OwnJudge']
