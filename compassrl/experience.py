@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .algo.advantages import zero_variance
-from .algo.zero_variance import growth, shape_rewards, token_advantages
+from .algo.zero_variance import growth, rightness, shape_rewards, token_advantages
 from .config import TrainConfig
 from .judges.serial import Judge
 from compassrl.records import (
@@ -266,7 +266,10 @@ def grade(
     for s, r in zip(samples, rewards.tolist()):
         s.reward = r
     batch = replace(batch, rewards=rewards.float())
-    advantages, spared = token_advantages(batch, task, valid, cfg.advantages, cfg.zero_variance)
+    right = torch.tensor([rightness(s.verdict) for s in samples])
+    advantages, spared = token_advantages(
+        batch, task, valid, cfg.advantages, cfg.zero_variance, right
+    )
     num, timings = len(samples), [s.timings for s in samples]
     return replace(batch, advantages=advantages), spared | dict(
         reward_mean=float(task.mean()),

@@ -6,16 +6,27 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
+from importlib import import_module
 from math import inf
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tyro.conf import arg
 
 # %% auto #0
-__all__ = ['Range', 'at_least', 'above', 'between', 'OneOf', 'one_of', 'checked', 'check']
+__all__ = [
+    'Range',
+    'at_least',
+    'above',
+    'between',
+    'OneOf',
+    'one_of',
+    'checked',
+    'check',
+    'Registry',
+]
 
 
 # %% ../nbs/05_settings.ipynb #09f9bff4
@@ -153,3 +164,36 @@ def _check_number(value, name, numbers):
         why = f'{numbers.why}, ' if numbers.why else ''
         most = f', at most {_largest}' if value in numbers else ''
         raise ValueError(f'{name}={value}: {why}use {numbers}{most}')
+
+
+# %% ../nbs/05_settings.ipynb #65e397b8
+class Registry(MutableMapping[str, Callable]):
+    "Functions by name. A built-in's module is imported when its name is looked up"
+
+    def __init__(
+        self,
+        **modules: str,  # built-in name -> the module whose import registers it
+    ):
+        self.functions: dict[str, Callable] = {}
+        self.modules = modules
+
+    def __getitem__(self, name: str) -> Callable:
+        if name not in self.functions and name in self.modules:
+            import_module(self.modules[name])
+        return self.functions[name]
+
+    def __setitem__(self, name: str, fn: Callable):
+        self.functions[name] = fn
+
+    def __delitem__(self, name: str):  # a built-in too is gone for good
+        del self.functions[name]
+        self.modules.pop(name, None)
+
+    def __contains__(self, name: object) -> bool:  # imports nothing
+        return name in self.functions or name in self.modules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self.functions, *self.modules]))
+
+    def __len__(self) -> int:
+        return len({*self.functions, *self.modules})

@@ -5,7 +5,6 @@
 # %% ../../nbs/algo/03_losses.ipynb #663bf7c9
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, get_args
 
@@ -22,7 +21,7 @@ from compassrl.algo.ratios import (
     tis_weights,
 )
 from ..records import Batch
-from ..settings import at_least, between, check, one_of
+from ..settings import Registry, at_least, between, check, one_of
 
 # %% auto #0
 __all__ = [
@@ -46,7 +45,7 @@ Aggregation = Literal[
     'seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum-norm', 'seq-mean-token-sum'
 ]
 # (log_probs, old_log_probs, advantages, mask, cfg[, own]) -> loss per token, sums
-policy_losses: dict[str, Callable] = {}
+policy_losses = Registry(espo='compassrl.algo.espo')
 
 
 def policy_loss(

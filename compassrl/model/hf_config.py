@@ -17,7 +17,6 @@ from .families import everywhere, kind_of, kinds, lacking
 from .shape import PolicyConfig, Yarn
 from ..settings import checked
 
-
 # %% auto #0
 __all__ = ['policy_config', 'read_config', 'read_json', 'config_dict', 'write_config']
 

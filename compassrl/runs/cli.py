@@ -24,8 +24,9 @@ from tyro.extras import SubcommandApp
 from .. import __version__
 from ..config import TrainConfig, read_run_config
 from ..rollout.vllm.config import VllmConfig
+from .evaluate_model import eval_command
 from .factory import follow
-from .help import flag, settings_of, short_help
+from .help import flag, resume_usage, settings_of, short_help
 from .log import Level, set_level
 from .presets import presets
 from .process import world
@@ -35,7 +36,7 @@ from ..settings import at_least
 from ..train.megatron.layout import ParallelConfig
 
 # %% auto #0
-__all__ = ['usage', 'resume_usage', 'Name', 'Quiet', 'parse_train', 'parse_resume', 'main']
+__all__ = ['usage', 'Name', 'Quiet', 'parse_train', 'parse_resume', 'main']
 
 # %% ../../nbs/runs/13_cli.ipynb #4e46cb90
 usage = """compassrl: RL for mixture-of-experts language models
@@ -43,6 +44,7 @@ usage = """compassrl: RL for mixture-of-experts language models
   compassrl train PRESET [--steps 20 --seed 3 ...]   train; PRESET or a .yaml, .toml or .json file
   compassrl train PRESET --help                      the settings that matter; --help-all: all
   compassrl resume RUN_DIR [--steps N ...]           go on; --parallel.* and --vllm.* may change
+  compassrl eval MODEL_OR_RUN [--data.path FILE ...] pass@1, avg@k and intervals, without training
   compassrl report RUN_DIR                           write curves.png, report.md, report.json again
   compassrl --version                                `python -m compassrl` is the same command
 
@@ -51,16 +53,6 @@ usage = """compassrl: RL for mixture-of-experts language models
 
 presets:
 """ + '\n'.join(f'  {n:11} {f.__doc__}' for n, f in presets.items())
-
-resume_usage = """compassrl resume RUN_DIR [--steps N ...]
-
-  Go on from the newest checkpoint, as if without a break. What is not given stays as in the run.
-
-  --steps       RL steps in all
-  --parallel.*  another layout of the ranks that train
-  --vllm.*      other rollout servers
-
-every setting with the run's own value: compassrl resume RUN_DIR --help-all"""
 
 # %% ../../nbs/runs/13_cli.ipynb #c40e1c3d
 Name = Annotated[TrainConfig, tyro.conf.arg(name='')]  # flags without a prefix
@@ -163,13 +155,25 @@ def _why(event, flags):  # an event of tyro's in one line; None for one that we 
             return f'{", ".join(names).upper().replace("-", "_")} is missing'
 
 
-def _parse(app, args, prog, flags):  # what the command gave; a refusal is an error of one line
+def _refusing(prog, flags):  # a refusal is an error of one line
     def refuse(event):
         if why := _why(event, flags):
             raise ValueError(f'{" ".join(why.split())} (see {prog} --help)')
 
-    with _errors.on_parse_error(refuse):
+    return _errors.on_parse_error(refuse)
+
+
+def _parse(app, args, prog, flags):  # what the command gave
+    with _refusing(prog, flags):
         return app.cli(args=args, prog='compassrl')
+
+
+def _eval(args):
+    def parse(kind, **kw):
+        with _refusing('compassrl eval', map(flag, settings_of(kind()))):
+            return tyro.cli(kind, **kw)
+
+    print(eval_command(args, presets, parse))
 
 
 # %% ../../nbs/runs/13_cli.ipynb #b51d5f89
@@ -239,13 +243,15 @@ def _call(args) -> Callable:  # what is to be done
             return _train_call(rest)
         case ['resume', *rest]:
             return _resume_call(rest)
+        case ['eval', *rest]:
+            return partial(_eval, rest)
         case ['report', *_] | ['--tyro-print-completion' | '--tyro-write-completion', *_]:
             return _parse(_app(), args, 'compassrl', ())
         case [] | ['-h' | '--help' | '--help-all', *_]:
             return partial(print, usage)
         case ['--version']:
             return partial(print, f'compassrl {__version__}')
-    raise ValueError(f'unknown command {args[0]!r}: use train, resume or report')
+    raise ValueError(f'unknown command {args[0]!r}: use train, resume, eval or report')
 
 
 # %% ../../nbs/runs/13_cli.ipynb #cdaa2352

@@ -175,11 +175,13 @@ def _held_out(before, after):
     for k in ('pass_at_k', 'truncated_frac', 'response_tokens_mean'):
         if k in before and k in after:
             both[k] = dict(before=before[k], after=after[k])
+    sets = {n: (s, after['sets'][n]) for n, s in (before.get('sets') or {}).items()}
     return dict(
         k=after.get('k'),
         num_prompts=after.get('num_prompts'),
         **_gain_of(before, after),
         by_domain={d: _gain_of(before, after, d) for d in domains},
+        by_set={n: _gain_of(*both) for n, both in sets.items()},
         **both,
     )
 

@@ -17,7 +17,15 @@ from fastcore.docments import docments
 from ..settings import OneOf
 
 # %% auto #0
-__all__ = ['heavy', 'is_a_page', 'without_torch', 'settings_of', 'flag', 'short_help']
+__all__ = [
+    'heavy',
+    'resume_usage',
+    'is_a_page',
+    'without_torch',
+    'settings_of',
+    'flag',
+    'short_help',
+]
 
 # %% ../../nbs/runs/16_help.ipynb #20685c04
 heavy = {'torch', 'safetensors', 'tokenizers', 'math_verify', 'numpy'}
@@ -98,6 +106,16 @@ def settings_of(
 def flag(name: str) -> str:  # 'optim.adam_eps' -> '--optim.adam-eps'
     return '--' + name.replace('_', '-')
 
+
+resume_usage = """compassrl resume RUN_DIR [--steps N ...]
+
+  Go on from the newest checkpoint, as if without a break. What is not given stays as in the run.
+
+  --steps       RL steps in all
+  --parallel.*  another layout of the ranks that train
+  --vllm.*      other rollout servers
+
+every setting with the run's own value: compassrl resume RUN_DIR --help-all"""
 
 _main = """
     steps seed run_dir init_from device prompts_per_step group_size eval_every save_every

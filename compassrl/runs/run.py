@@ -14,18 +14,21 @@ from collections import Counter
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from ..algo.zero_variance import screen
+import torch
+
+from ..algo.zero_variance import rightness, screen
 from ..config import TrainConfig, read_run_config
 from ..data.tokenizer import save_tokenizer
 from ..experience import requests_of, sample_columns
 from ..judges.model import make_judge
+from ..judges.reward_files import keep_reward_files
 from ..loop import Stop, fit
 from ..model.policy import Policy
 from ..model.pretrained import save_pretrained, write_pretrained
 from ..records import Batch, Metrics, Sample
 from ..rollout.partial import PartialResponses
 from .data import Data, load, resolve
-from .evaluate import evaluate
+from .eval_sets import eval_json, eval_lines, evaluate_sets
 from .factory import Engines, open_engines, prepare, train_engines
 from .facts import machine_info
 from .log import Log, Progress, check_files, say, write_json
@@ -82,7 +85,11 @@ class Run:
     def evaluated(self, now: bool) -> Metrics:
         "Of the held-out prompts, if they are asked now"
         r = self.evaluate() if now else dict.fromkeys(('avg', 'avg_stderr', 'pass_at_k'))
-        return dict(eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k'])
+        _, *others = self.data.eval_sets
+        m = {f'eval_{name}_avg': r['sets'][name]['avg'] if now else None for name in others}
+        return m | dict(
+            eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k']
+        )
 
     def trace(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch):
         "A whole step, and when what happened in it"
@@ -116,22 +123,18 @@ class Run:
     def judging(self):
         "Workers that judge, if the config asks for them; they start beside the engines"
         d, c = self.data, self.cfg
-        self.judge = make_judge(
-            d.train + d.heldout, d.tokenizer, d.eos_id, c.rewards, c.seed, c.group_size
-        )
+        self.judge = make_judge(d.prompts, d.tokenizer, d.eos_id, c.rewards, c.seed, c.group_size)
         try:
             yield
         finally:
             self.judge.close()
 
     def evaluate(self) -> dict:
-        "The held-out prompts with the rollout engine's present weights"
+        "All evaluation sets with the rollout engine's present weights"
         d, c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)
-        result = evaluate(
-            self.engines.rollout, d.heldout, c.eval_k, params, d.tokenizer, c.seed, self.judge
-        )
-        return result.as_dict() | self.judge.measured()
+        rollout = self.engines.rollout
+        return eval_json(evaluate_sets(rollout, d, c.eval_k, params, c.seed, self.judge))
 
 
 # %% ../../nbs/runs/12_run.ipynb #68bb232d
@@ -155,12 +158,15 @@ def start_run(cfg: TrainConfig) -> Path:  # the run directory
     cfg = resolve(cfg)
     watch = prepare(cfg)
     run = Run(cfg, new_folder(cfg), load(cfg))
-    folder = run.folder
+    folder, own = run.folder, run.data.own
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
     with locked(folder), run.stop:
+        noted = keep_reward_files(own.files, folder / 'rewards') if own else {}
+        rewards = dataclasses.replace(cfg.rewards, function_sha256=noted)
+        run.cfg = cfg = dataclasses.replace(cfg, rewards=rewards)
         write_json(folder / 'config.json', dataclasses.asdict(cfg))
         write_json(folder / 'machine.json', machine_info())
         if not cfg.init_from:
@@ -204,8 +210,9 @@ def _screen(run):  # ids of the prompts that are worth asking (paper section 2.4
             bar.step()
     run.judge.settle(samples)
     run.judge.measured()  # of no step
-    rewards, group, valid, _ = sample_columns(samples, asked)
-    kept = [id for id, k in zip(asked, screen(rewards, group, valid).tolist()) if k]
+    _, group, valid, _ = sample_columns(samples, asked)
+    right = torch.tensor([rightness(s.verdict) for s in samples])
+    kept = [id for id, k in zip(asked, screen(right, group, valid).tolist()) if k]
     say(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
     if len(kept) < c.prompts_per_step:
         raise ValueError(
@@ -236,7 +243,7 @@ def resume_run(
             )
     watch = prepare(cfg)
     with locked(folder):
-        run = Run(cfg, folder, load(cfg))
+        run = Run(cfg, folder, load(cfg, folder))
         saver = train_engines[cfg.train_engine].saver
         saver.newest(folder / 'checkpoints', required=True)  # refused before engines start
         check_files(folder)
@@ -272,8 +279,5 @@ def _train(run, start):  # the loop and what comes after it
     write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()
     write_report(folder)
-    say(
-        f'held-out avg@{after["k"]}: {100 * before["avg"]:.1f} % before RL, '
-        f'{100 * after["avg"]:.1f} % after; see {folder / "report.md"} and curves.png'
-    )
+    say('\n'.join(eval_lines(before, after)) + f'; see {folder / "report.md"} and curves.png')
     return folder
