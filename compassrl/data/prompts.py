@@ -165,6 +165,11 @@ class DataConfig:
             )
         return sets
 
+    def generated(self) -> dict[str, int]:  # split -> prompts
+        "How many prompts are made where none are loaded"
+        heldout = self.num_heldout or (0 if self.eval_path else 128)
+        return dict(train=self.num_train, heldout=heldout)
+
 
 # %% ../../nbs/data/04_prompts.ipynb #ff4f469a
 def _generate(cfg, tokenizer, seed, num, split):  # prompts of all domains, mixed
@@ -224,8 +229,7 @@ def load_data(
 ) -> tuple[list[Prompt], list[Prompt]]:  # train and held out: no text is in both
     "The prompts of a run, generated or loaded"
     if not cfg.path:
-        num = cfg.num_heldout or (0 if cfg.eval_path else 128)
-        sizes = dict(train=cfg.num_train, heldout=num)
+        sizes = cfg.generated()
         return tuple(
             _generate(cfg, tokenizer, seed, n, split) if n else [] for split, n in sizes.items()
         )

@@ -28,6 +28,7 @@ def num_params(c: PolicyConfig) -> int:
     attention = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim * D
     norms = 2 * D + 2 * c.head_dim
     experts = c.num_experts * (D + 3 * c.moe_intermediate_size * D)
+    experts += 3 * c.shared_expert_intermediate_size * D
     tables = (1 if c.tie_word_embeddings else 2) * c.vocab_size * D
     dense = 3 * c.intermediate_size * D
     return L * (attention + norms) + sparse * experts + (L - sparse) * dense + tables + D
@@ -47,7 +48,7 @@ def _sample_bytes(cfg):  # of one response, as long as it may be
 
 def _prompts(cfg):  # training, held out; of a file nothing is known yet
     d = cfg.data
-    return (cfg.prompts_per_step, 1) if d.path else (d.num_train, d.num_heldout)
+    return (cfg.prompts_per_step, 1) if d.path else tuple(d.generated().values())
 
 
 def _trainer(cfg, ranks):  # of all ranks; a cold start is done by one
@@ -128,7 +129,7 @@ def _changed(cfg, default, at=''):  # settings that are larger than by default -
         if is_dataclass(value):
             for name, part in _changed(value, usual, f'{at}{f.name}.'):
                 yield name, replace(cfg, **{f.name: part})
-        elif type(value) is int and value > usual:
+        elif type(value) is int and value > (usual or 0):
             with suppress(ValueError):  # it does not fit the others
                 yield f'{at}{f.name}={value}', replace(cfg, **{f.name: usual})
 
