@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -530,7 +529,6 @@ def test_a_resume_uses_the_function_with_which_the_run_began(own_run, home, tmp_
 def test_eval_of_a_run_and_of_a_model(own_run, home, capsys, monkeypatch):
     "The run's own sets, a named file, and a bare model, each in a line and in a file"
     monkeypatch.chdir(home)
-    shutil.copy('model/chat_template.jinja', 'run/model')  # whoever wrote the model
     main(['eval', 'run', '--k', '2', '--out', 'own.json'])
     found = json.loads(Path('own.json').read_text())['sets']
     want = json.loads((own_run[0] / 'eval_after.json').read_text())
