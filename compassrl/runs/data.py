@@ -141,8 +141,9 @@ def misfits(cfg: TrainConfig, found: Loaded) -> list[str]:
         )
     if cfg.cold_start.steps and found.num_rows and not found.num_solutions:
         out.append(
-            'No row has a solution, which the cold start needs: --cold-start.steps 0, or a column '
-            'by --data.columns solution NAME, or a model to start from, --init-from FOLDER'
+            f'No row of {cfg.data.path} has a solution, which the cold start needs: '
+            '--cold-start.steps 0, or a column by --data.columns solution NAME, '
+            'or a model to start from, --init-from FOLDER'
         )
     return out
 
