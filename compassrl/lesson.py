@@ -26,7 +26,7 @@ stages = {  # stage -> its place in the course, what its box says; six in a row
     'log_probs': ('I.6', 'log-probs'),
     'sft': ('I.8', 'cold start'),
     'trainer': ('II.9', 'the loop'),
-    'evaluate': ('I.9', 'evaluate'),
+    'evaluate': ('I.10', 'evaluate'),
     'launch': ('VI.1', 'launch'),
 }
 _homes = {  # module or folder -> its stage
@@ -51,6 +51,7 @@ _homes = {  # module or folder -> its stage
     'algo.espo': 'espo',
     'model.log_probs': 'log_probs',
     'train.sft': 'sft',
+    'model.merge': 'sft',
     'loop': 'trainer',
     'experience': 'trainer',
     'config': 'trainer',

@@ -29,6 +29,7 @@ __all__ = [
     'weight_parts',
     'write_pretrained',
     'save_pretrained',
+    'shard_files',
     'read_shards',
     'from_pretrained',
 ]
@@ -257,18 +258,25 @@ def _remove_others(folder, keep):  # weights of an older checkpoint
 
 
 # %% ../../nbs/model/03_pretrained.ipynb #a8d90fa9
+def shard_files(folder: str | Path) -> list[Path]:
+    "Files with the weights of a checkpoint. Raises ValueError for one that is missing"
+    folder = Path(folder)
+    files = [folder / 'model.safetensors']  # first, as in transformers
+    if not files[0].exists() and (folder / _index).exists():
+        names = set(read_json(folder / _index).get('weight_map', {}).values())
+        files = [folder / name for name in sorted(names)]
+    for path in files:
+        if not path.exists():
+            raise ValueError(f'{path} does not exist: the checkpoint is incomplete')
+    return files
+
+
 def read_shards(
     folder: str | Path,
     whole: bool = True,  # tensors? (False: slices, of which a reader takes its part)
 ) -> Iterator[tuple[str, Tensor]]:
     "Weights of a checkpoint by name. Raises ValueError for a file that is missing or torn"
-    folder = Path(folder)
-    files = ['model.safetensors']  # first, as in transformers
-    if not (folder / files[0]).exists() and (folder / _index).exists():
-        files = sorted(set(read_json(folder / _index).get('weight_map', {}).values()))
-    for path in (folder / f for f in files):
-        if not path.exists():
-            raise ValueError(f'{path} does not exist: the checkpoint is incomplete')
+    for path in shard_files(folder):
         try:
             with safe_open(path, 'pt') as shard:
                 for name in shard.keys():

@@ -28,6 +28,7 @@ from .evaluate_model import eval_command
 from .factory import follow
 from .help import flag, resume_usage, settings_of, short_help
 from .log import Level, set_level
+from .merge_models import merge_models
 from .presets import presets
 from .process import world
 from .report import write_report
@@ -45,6 +46,7 @@ usage = """compassrl: RL for mixture-of-experts language models
   compassrl train PRESET --help                      the settings that matter; --help-all: all
   compassrl resume RUN_DIR [--steps N ...]           go on; --parallel.* and --vllm.* may change
   compassrl eval MODEL_OR_RUN [--data.path FILE ...] pass@1, avg@k and intervals, without training
+  compassrl merge MODEL MODEL --base BASE --out DIR  several checkpoints become one (TIES)
   compassrl report RUN_DIR                           write curves.png, report.md, report.json again
   compassrl --version                                `python -m compassrl` is the same command
 
@@ -122,6 +124,7 @@ def _app(file=None, run=None):  # what a command starts from: config of a file, 
     app.command(train, name='train', help='Train from a preset or a config file')
     app.command(_resume_from(run or TrainConfig()), name='resume')
     app.command(_report, name='report')
+    app.command(merge_models, name='merge')
     return app
 
 
@@ -245,13 +248,13 @@ def _call(args) -> Callable:  # what is to be done
             return _resume_call(rest)
         case ['eval', *rest]:
             return partial(_eval, rest)
-        case ['report', *_] | ['--tyro-print-completion' | '--tyro-write-completion', *_]:
+        case ['report' | 'merge', *_] | ['--tyro-print-completion' | '--tyro-write-completion', *_]:
             return _parse(_app(), args, 'compassrl', ())
         case [] | ['-h' | '--help' | '--help-all', *_]:
             return partial(print, usage)
         case ['--version']:
             return partial(print, f'compassrl {__version__}')
-    raise ValueError(f'unknown command {args[0]!r}: use train, resume, eval or report')
+    raise ValueError(f'unknown command {args[0]!r}: use train, resume, eval, merge or report')
 
 
 # %% ../../nbs/runs/13_cli.ipynb #cdaa2352
