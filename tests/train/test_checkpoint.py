@@ -2,6 +2,7 @@
 and never older than the last save that returned."""
 
 import errno
+import hashlib
 import json
 import multiprocessing
 import os
@@ -20,7 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as hs
 
 import compassrl.train.checkpoint as ck
+import compassrl.train.manifest as mf
 from compassrl.train import state as states_module
+from compassrl.train.folders import found_checkpoints
 from compassrl.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from compassrl.train.state import (
     CheckpointError,
@@ -380,7 +383,7 @@ def test_messages_name_file_and_both_values(tmp_path, capsys, name):
         expect_torn(path, capsys, name, f'{len(good) + 1:,} bytes', f'{len(good):,}')
         bad = good[:-1] + bytes([good[-1] ^ 1])
         file.write_bytes(bad)
-        expect_torn(path, capsys, name, ck._sha(bad)[:12], ck._sha(good)[:12])
+        expect_torn(path, capsys, name, hashlib.sha256(bad).hexdigest()[:12], hashlib.sha256(good).hexdigest()[:12])
     else:
         m = json.loads(good)
         m['step'] = 9
@@ -424,7 +427,7 @@ def test_all_torn(tmp_path, capsys):
 def rewrite(path, **changes):  # a well-formed manifest that says something else
     m = json.loads((path / 'manifest.json').read_text())
     m.pop('sha256')
-    (path / 'manifest.json').write_bytes(ck.seal(m | changes)[1])
+    (path / 'manifest.json').write_bytes(mf.seal(m | changes)[1])
 
 
 @pytest.mark.parametrize(
@@ -559,7 +562,7 @@ def test_a_torn_later_step_makes_room(tmp_path, capsys):
 
 def test_full_disk(tmp_path, monkeypatch):
     two(tmp_path)
-    write = ck._write
+    write = ck.write_file
     for full in ('state.json', 'tensors-00000.safetensors', 'manifest.json'):
 
         def fails(path, data):
@@ -568,7 +571,7 @@ def test_full_disk(tmp_path, monkeypatch):
             path.write_bytes(data[:3])
             raise OSError(errno.ENOSPC, 'No space left on device', str(path))
 
-        monkeypatch.setattr(ck, '_write', fails)
+        monkeypatch.setattr(ck, 'write_file', fails)
         with pytest.raises(
             CheckpointError, match='step 3 was not saved .No space left on device.*free space'
         ):
@@ -789,7 +792,7 @@ def naive_save(
     for p in path.iterdir():
         p.unlink()
     ck._fill(path, step, *encode_state(state), 2**30)
-    for p in ck.found_checkpoints(Path(root))[1:]:
+    for p in found_checkpoints(Path(root))[1:]:
         shutil.rmtree(p)
 
 
