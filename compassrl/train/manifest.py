@@ -24,6 +24,7 @@ __all__ = [
     'sync_path',
     'HashedFile',
     'write_file',
+    'file_entry',
     'step_of',
     'read_file',
     'verify_files',
@@ -104,6 +105,13 @@ def write_file(path: Path, data: bytes) -> dict:  # its entry in the manifest
         f.write(data)
         f.sync()
     return f.entry
+
+
+def file_entry(path: Path) -> dict:  # bytes, sha256
+    "The entry in the manifest of a file that somebody else has written"
+    with open(path, 'rb') as f:
+        digest = hashlib.file_digest(f, 'sha256').hexdigest()
+        return dict(bytes=os.fstat(f.fileno()).st_size, sha256=digest)
 
 
 # %% ../../nbs/train/07_manifest.ipynb #8ca7b094

@@ -13,7 +13,7 @@ from typing import Protocol
 from .checkpoint import load_checkpoint, save_checkpoint
 from .folders import first_usable, none_usable, remove_leftovers
 from .manifest import makes_sense, step_of
-from .state import CheckpointError, TornCheckpoint, check_shapes
+from .state import CheckpointError, check_shapes
 from .torch_engine import TorchTrain
 
 # %% auto #0
@@ -99,21 +99,26 @@ class ShardedState:
     def __init__(self, leader, root: Path, keep: int):
         self.leader, self.root, self.keep, self.skipped = leader, root, keep, []
 
+    def _everywhere(self, fn, *args):  # a refusal is raised here, when all ranks are done with it
+        from compassrl.train.megatron.shards import attempt
+
+        result, refusal = self.leader.everywhere(attempt, fn, *args)
+        if refusal:
+            raise refusal
+        return result
+
     def save(self, step: int):  # begins to write, when the save before it is done
         from compassrl.train.megatron.checkpoint import save_sharded
 
-        self.leader.everywhere(save_sharded, self.root, step, self.keep, self.skipped)
+        self._everywhere(save_sharded, self.root, step, self.keep, self.skipped)
         self.skipped = []
 
     def load(self, beside: Callable[[int], object] = lambda step: None) -> int:
-        from compassrl.train.megatron.checkpoint import try_sharded
+        from compassrl.train.megatron.checkpoint import load_sharded
 
         def use(path):
             beside(step_of(path))
-            step, torn = self.leader.everywhere(try_sharded, path)
-            if torn:
-                raise TornCheckpoint(torn)
-            return step
+            return self._everywhere(load_sharded, path)
 
         step, self.skipped = _newest(self.root, use)
         return step
@@ -121,4 +126,4 @@ class ShardedState:
     def wait(self):
         from compassrl.train.megatron.checkpoint import finish_save
 
-        self.leader.everywhere(finish_save)
+        self._everywhere(finish_save)

@@ -23,8 +23,8 @@ from hypothesis import strategies as hs
 import compassrl.train.checkpoint as ck
 import compassrl.train.manifest as mf
 from compassrl.train import state as states_module
-from compassrl.train.folders import found_checkpoints
 from compassrl.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from compassrl.train.folders import found_checkpoints
 from compassrl.train.state import (
     CheckpointError,
     TornCheckpoint,
@@ -383,7 +383,13 @@ def test_messages_name_file_and_both_values(tmp_path, capsys, name):
         expect_torn(path, capsys, name, f'{len(good) + 1:,} bytes', f'{len(good):,}')
         bad = good[:-1] + bytes([good[-1] ^ 1])
         file.write_bytes(bad)
-        expect_torn(path, capsys, name, hashlib.sha256(bad).hexdigest()[:12], hashlib.sha256(good).hexdigest()[:12])
+        expect_torn(
+            path,
+            capsys,
+            name,
+            hashlib.sha256(bad).hexdigest()[:12],
+            hashlib.sha256(good).hexdigest()[:12],
+        )
     else:
         m = json.loads(good)
         m['step'] = 9

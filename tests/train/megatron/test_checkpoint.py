@@ -19,16 +19,15 @@ from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Batch
 from compassrl.train.megatron.checkpoint import (
     finish_save,
-    keep_garbage_in_forks,
     latest_sharded,
     load_sharded,
-    read_manifest,
     save_sharded,
 )
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.leader import Leader, Watch, serve
 from compassrl.train.megatron.passes import inner_optimizers
+from compassrl.train.megatron.shards import keep_garbage_in_forks, sharded_manifest
 from compassrl.train.state import CheckpointError, TornCheckpoint
 from compassrl.train.torch_engine import OptimConfig
 from tests.support.ranks import MIXED, RankError, lively, name, run_ranks
@@ -126,7 +125,7 @@ def test_resume_on_the_same_layout_is_exact(layout, tmp_path):
     n, parallel = layout[0], ParallelConfig(**layout[1])
     three, four, path, two = run_ranks(n, save_and_go_on, parallel, tmp_path)[0]
     assert path == tmp_path / 'step-000002' == latest_sharded(tmp_path)
-    assert not list(tmp_path.glob('.tmp*')) and read_manifest(path)['num_steps'] == 2
+    assert not list(tmp_path.glob('.tmp*')) and sharded_manifest(path)['num_steps'] == 2
     again_three, again_four, steps, loaded = run_ranks(n, resume, parallel, path)[0]
     assert (
         equal(loaded, two) and equal(again_three, three) and equal(again_four, four) and steps == 4
