@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ..manifest import HashedFile, makes_sense, read_file, read_manifest, verify_files
@@ -40,8 +40,8 @@ __all__ = [
     'attempt',
     'sharded_manifest',
     'verify_sharded',
-    'verify_shares',
     'read_metadata',
+    'verify_shares',
     'safe_reads',
     'usable',
 ]
@@ -144,23 +144,6 @@ def verify_sharded(path: Path):
     verify_files(path, sharded_manifest(path)['files'])
 
 
-def verify_shares(
-    path: Path,  # one checkpoint
-) -> tuple[dict, bytes]:  # its manifest, the verified bytes of `.metadata`
-    "On every rank, a part of the files each. All raise what one of them found"
-
-    def share():
-        body = sharded_manifest(path)
-        files = body['files']
-        mine = sorted(files, key=lambda n: (files[n]['bytes'], n))
-        mine = mine[dist.get_rank() :: dist.get_world_size()]
-        verify_files(path, {n: files[n] for n in mine})
-        with makes_sense(path):
-            return body, read_file(path / '.metadata', files['.metadata'])
-
-    return together(share)
-
-
 # %% ../../../nbs/train/megatron/14_shards.ipynb #81aff7d0
 _at = 'torch.distributed.checkpoint.'
 _admitted = {
@@ -196,6 +179,25 @@ def read_metadata(
     return found
 
 
+def verify_shares(
+    path: Path,  # one checkpoint
+) -> tuple[dict, bytes]:  # its manifest, the verified bytes of `.metadata`
+    "On every rank, a part of the files each. All raise what one of them found"
+
+    def share():
+        body = sharded_manifest(path)
+        files = body['files']
+        mine = sorted(files, key=lambda n: (files[n]['bytes'], n))
+        mine = mine[dist.get_rank() :: dist.get_world_size()]
+        verify_files(path, {n: files[n] for n in mine})
+        with makes_sense(path):
+            data = read_file(path / '.metadata', files['.metadata'])
+            read_metadata(data, files)
+            return body, data
+
+    return together(share)
+
+
 @contextmanager
 def safe_reads(
     data: bytes,  # of the file `.metadata`, verified
@@ -227,7 +229,10 @@ def usable(path: Path) -> Iterator[None]:  # one checkpoint
     "As `makes_sense`, for what all ranks do together"
     try:
         with makes_sense(path):
-            yield
+            try:
+                yield
+            except CheckpointException as e:  # of torch, and no Exception
+                raise ValueError(str(e).splitlines()[-1]) from e
     except TornCheckpoint as e:
         why = e.__cause__
         if isinstance(why, dist.DistError) or re.search('gloo|NCCL|Connection ', str(why)):
