@@ -29,6 +29,7 @@ from .factory import follow
 from .process import world
 from .report import write_report
 from .run import resume_run, start_run
+from .stop import disk_told
 from ..settings import at_least
 from ..train.megatron.layout import ParallelConfig
 from ..train.sft import SFTConfig
@@ -262,7 +263,8 @@ def _run(args):
         case ['resume', *rest]:
             _resume(*parse_resume(rest))
         case ['report', folder]:
-            write_report(folder)
+            with disk_told(folder, 'report'):
+                write_report(folder)
             print(folder)
         case [] | ['-h' | '--help', *_]:
             print(usage)

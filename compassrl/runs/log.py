@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ..records import Metrics
 
 # %% auto #0
-__all__ = ['replace_text', 'write_json', 'keep_until', 'Log']
+__all__ = ['replace_text', 'write_json', 'check_rows', 'keep_until', 'Log']
 
 
 # %% ../../nbs/runs/10_log.ipynb #35284b47
@@ -32,19 +32,37 @@ def write_json(path: Path, d):
     replace_text(path, json.dumps(d, indent=2) + '\n')
 
 
+def _rows(path):  # each whole line and its step; what a kill cut short at the end is left out
+    with open(path, 'rb') as f:
+        for n, line in enumerate(f, 1):
+            if not line.endswith(b'\n'):
+                return
+            try:
+                step = json.loads(line)['step']
+                if type(step) is not int:
+                    raise TypeError(step)
+            except (ValueError, TypeError, KeyError, RecursionError):
+                what = f'{path} line {n}: {line[:40]!r} is not a row with a step'
+                raise ValueError(f'{what}: the file is damaged, remove that line') from None
+            yield line, step
+
+
+def check_rows(path: Path):
+    "Raises ValueError that names a damaged line"
+    for _ in _rows(path) if path.exists() else ():
+        pass
+
+
 def keep_until(
     path: Path,  # JSONL with a `step` in each row; made if it does not exist
     step: int,
 ):
-    "Drop rows of later steps and a torn last line, which a killed run may have left behind"
-    kept = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        try:
-            if line.endswith('\n') and json.loads(line)['step'] <= step:
-                kept.append(line)
-        except json.JSONDecodeError:
-            pass
-    replace_text(path, ''.join(kept))
+    """Drop rows of later steps and a torn last line, which a killed run may have left behind.
+    Raises ValueError that names a damaged line"""
+    new = path.with_name(f'.{path.name}.tmp')
+    with open(new, 'wb') as f:
+        f.writelines(line for line, at in (_rows(path) if path.exists() else ()) if at <= step)
+    os.replace(new, path)
 
 
 # %% ../../nbs/runs/10_log.ipynb #f17592a6
@@ -69,10 +87,15 @@ class Log:
         self,
         metrics: Metrics,
         over: int | None = None,  # where the row begins that is written again; None = a new one
+        room: int = 0,  # characters that it may become longer; a full disk must not cut it then
     ) -> int:  # where it begins
         "One step in metrics.jsonl and for TensorBoard"
+        text, width = json.dumps(metrics), room
+        if over is not None:
+            self.metrics.seek(over)
+            width = len(self.metrics.readline()) - 1 - len(text)
         at = self.metrics.seek(0, os.SEEK_END) if over is None else self.metrics.seek(over)
-        self.metrics.write(json.dumps(metrics) + '\n')
+        self.metrics.write(text + ' ' * width + '\n')
         self.metrics.truncate()
         self.metrics.flush()
         for k in metrics if over is None else ['time_checkpoint_s']:

@@ -10,33 +10,30 @@ import dataclasses
 import json
 import shutil
 import time
-from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
-from tqdm import tqdm
-
-from ..algo.zero_variance import screen
 from ..config import TrainConfig, read_run_config
 from ..data.tokenizer import save_tokenizer
-from ..experience import requests_of, sample_columns
 from ..judges.model import make_judge
 from ..loop import Stop, fit
-from ..model.policy import Policy
-from ..model.pretrained import save_pretrained, write_pretrained
+from ..model.pretrained import write_pretrained
 from ..records import Batch, Metrics, Sample
 from ..rollout.partial import PartialResponses
+from .before import check_files, check_origin, read_part, start_policy, write_origin
+from .curves import read_metrics
 from .data import Data, load, resolve
 from .evaluate import evaluate
-from .factory import Engines, open_engines, prepare, train_engines
+from .factory import Engines, open_engines, prepare
 from .facts import machine_info
 from .log import Log, write_json
 from .report import write_report
-from .stop import locked, stoppable
+from .stop import disk_told, launcher, locked, stoppable
 from .trace import trace_rows
 from ..train.checkpoint import load_checkpoint, save_checkpoint
-from ..train.sft import cold_start
-from ..train.torch_engine import TorchTrain
+from ..train.folders import found_checkpoints, remove_leftovers
+from ..train.manifest import makes_sense
+from ..train.state import TornCheckpoint
 
 # %% auto #0
 __all__ = ['may_change', 'Run', 'new_folder', 'start_run', 'resume_run']
@@ -53,8 +50,7 @@ class Run:
         self.cfg, self.folder, self.data = cfg, folder, data
         part = cfg.schedule.partial_tokens
         self.partial_responses = PartialResponses(part) if part else None
-        saver = train_engines[cfg.train_engine].saver
-        self.stop = stoppable(folder, lambda: bool(saver.newest(folder / 'checkpoints')))
+        self.stop = stoppable(folder)
 
     @property
     def source(self) -> Path:  # Hugging Face checkpoint of the policy before RL
@@ -68,8 +64,9 @@ class Run:
         if c.trace_every and (step % c.trace_every == 0 or step == 1):
             self.trace(step, m, samples, batch)
         m['time_checkpoint_s'] = 0.0
-        at = self.log.row(m)
-        if last or self.stop.asked or c.save_every and step % c.save_every == 0:
+        saves = last or self.stop.asked or c.save_every and step % c.save_every == 0
+        at = self.log.row(m, room=24 if saves else 0)
+        if saves:
             t = time.perf_counter()
             self.save(step)
             self.log.row(m | dict(time_checkpoint_s=time.perf_counter() - t), at)
@@ -105,15 +102,25 @@ class Run:
         self.engines.checkpoints.save(step)
 
     def load(self) -> int:  # the step after which it goes on
-        step, root = self.engines.checkpoints.load(), self.folder / 'partial_responses'
-        if self.partial_responses:
-            self.partial_responses.load_state_dict(load_checkpoint(root / f'step-{step:06}')[1])
-            for p in root.glob('step-*'):  # of steps that are done again
-                if p.name > f'step-{step:06}':
-                    shutil.rmtree(p)
-        if (state := self.folder / 'rollout.json').exists():
-            self.engines.rollout.load_state_dict(json.loads(state.read_text()))
+        step = self.engines.checkpoints.load(self.load_beside)
+        root = self.folder / 'partial_responses'
+        for p in found_checkpoints(root):  # of steps that are done again
+            if p.name > f'step-{step:06}':
+                shutil.rmtree(p)
+        remove_leftovers(root)
+        if state := read_part(self.folder, 'rollout'):
+            self.engines.rollout.load_state_dict(state)
         return step
+
+    def load_beside(self, step: int):
+        "What a checkpoint of this step cannot do without. Raises TornCheckpoint"
+        if self.partial_responses:
+            path = self.folder / 'partial_responses' / f'step-{step:06}'
+            if not path.is_dir():
+                raise TornCheckpoint(f'{path}: missing: use an earlier checkpoint')
+            _, state = load_checkpoint(path)
+            with makes_sense(path):
+                self.partial_responses.load_state_dict(state)
 
     @contextmanager
     def judging(self):
@@ -141,11 +148,14 @@ class Run:
 def new_folder(cfg: TrainConfig) -> Path:
     "Where a new run goes; raises ValueError if something is there already"
     folder = Path(cfg.run_dir or f'runs/{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}')
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if (folder / 'config.json').exists():
         raise ValueError(
-            f'run_dir={str(folder)!r} is not empty: '
-            f'choose another, or use `compassrl resume {folder}`'
+            f'run_dir={str(folder)!r} is not empty, it holds a run: go on with '
+            f'`{launcher()} resume {folder}`, or choose another'
         )
+    begun = {'.lock', '.config.json.tmp'}  # by a run that was killed before it had a config
+    if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - begun):
+        raise ValueError(f'run_dir={str(folder)!r} is not empty and holds no run: choose another')
     return folder
 
 
@@ -159,59 +169,46 @@ def start_run(cfg: TrainConfig) -> Path:  # the run directory
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
-    with locked(folder), run.stop:
+    with disk_told(folder), locked(folder), run.stop:
         write_json(folder / 'config.json', dataclasses.asdict(cfg))
+        write_origin(folder, cfg)
         write_json(folder / 'machine.json', machine_info())
-        if not cfg.init_from:
-            _cold_start(run)
-        with run.judging(), open_engines(cfg, run.source, folder, watch) as run.engines:
-            run.engines.rollout.load_weights(run.engines.train.weights(), 0)
-            write_json(folder / 'eval_before.json', run.evaluate())
-            if cfg.zero_variance.screen_samples:
-                write_json(folder / 'screen.json', _screen(run))
+        return _go_on(run, watch)
+
+
+def _go_on(run, watch):  # from wherever it is to its end
+    c, folder = run.cfg, run.folder
+    begins = not found_checkpoints(folder / 'checkpoints')
+    if begins and not c.init_from:
+        start_policy(c, run.data, folder, run.stop)
+    engines = open_engines(c, run.source, folder, watch)
+    with run.judging(), engines as run.engines, disk_told(folder):
+        _before_rl(run, begins)
+        if begins:
             run.save(0)
+            run.engines.checkpoints.wait()  # a row of metrics always has a checkpoint before it
             return _train(run, 0)
+        step = run.load()
+        if c.steps < step:
+            raise ValueError(f'steps={c.steps}: the run has done {step}, use at least that many')
+        if step < c.steps:
+            (folder / 'eval_after.json').unlink(missing_ok=True)  # of other weights
+        run.engines.rollout.load_weights(run.engines.train.weights(), step)
+        write_json(folder / 'config.json', dataclasses.asdict(c))
+        print(f'resuming {folder} after step {step}', flush=True)
+        return _train(run, step)
 
 
-def _cold_start(run):  # a new policy, trained by the embedded engine, whatever trains it later
-    c, d = run.cfg, run.data
-    policy = Policy(c.policy, c.seed).to(c.device)
-    optim = dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1)
-    engine = TorchTrain(policy, optim, replay='off')
-    bar = tqdm(total=c.cold_start.steps, desc='cold start', unit='step', dynamic_ncols=True)
-    with open(run.folder / 'cold_start.jsonl', 'w', buffering=1) as f, bar:
-        for m in cold_start(engine, d.train, c.cold_start, d.tokenizer, c.seed):
-            f.write(json.dumps(m) + '\n')
-            bar.update()
-            bar.set_postfix_str(f'loss {m["loss"]:.3f}')
-            if run.stop.asked:
-                raise Stop
-    save_pretrained(policy, run.source)
-    save_tokenizer(d.tokenizer, run.source)
-
-
-# %% ../../nbs/runs/12_run.ipynb #260d7376
-def _screen(run):  # ids of the prompts that are worth asking (paper section 2.4.1; off by default)
-    c, d, num = run.cfg, run.data, run.cfg.zero_variance.screen_samples
-    asked, samples = Counter(), []
-    params = c.rollout.params(d.eos_id)
-    requests = requests_of(d.train, [num] * len(d.train), asked, params, c.seed, 'screen')
-    found = run.engines.rollout.generate(requests, whole_groups=True)
-    for s in tqdm(found, 'screen', len(requests), dynamic_ncols=True):
-        run.judge.start(s)
-        samples.append(s)
-    run.judge.settle(samples)
-    run.judge.measured()  # of no step
-    rewards, group, valid, _ = sample_columns(samples, asked)
-    kept = [id for id, k in zip(asked, screen(rewards, group, valid).tolist()) if k]
-    print(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
-    if len(kept) < c.prompts_per_step:
-        raise ValueError(
-            f'zero_variance.screen_samples={num} leaves {len(kept)} prompts for prompts_per_step='
-            f'{c.prompts_per_step}: lower that, give more prompts, or screen with more samples; '
-            f'the cold start is kept, go on from it with init_from={run.source}'
-        )
-    return kept
+def _before_rl(run, begins):  # the train engine still holds the weights that the run starts from
+    c, folder, e = run.cfg, run.folder, run.engines
+    evaluated, screened = (read_part(folder, name) for name in ('eval_before', 'screen'))
+    screens = c.zero_variance.screen_samples and screened is None
+    if begins or screens or evaluated is None:
+        e.rollout.load_weights(e.train.weights(), 0)
+    if evaluated is None:
+        write_json(folder / 'eval_before.json', run.evaluate())
+    if screens:
+        write_json(folder / 'screen.json', screened(run))
 
 
 # %% ../../nbs/runs/12_run.ipynb #46da9c56
@@ -222,7 +219,8 @@ def resume_run(
     folder: str | Path,
     cfg: TrainConfig | None = None,  # another total of `steps`, layout or servers; None = as before
 ) -> Path:
-    "Go on from the newest whole checkpoint, as if without a break. Raises ValueError"
+    """Go on from the newest checkpoint that can be used, as if without a break; without one from
+    what there is of the cold start and the evaluation. Raises ValueError"""
     folder = Path(folder)
     before = read_run_config(folder)
     cfg = cfg or before
@@ -232,22 +230,18 @@ def resume_run(
                 f'{f.name} is another than that of {folder}: '
                 f'a run goes on with other {may_change} alone'
             )
+    check_origin(folder, cfg)
+    check_files(folder)
+    if read_metrics(folder) and not found_checkpoints(folder / 'checkpoints'):
+        raise ValueError(
+            f'{folder}: metrics.jsonl has steps, but {folder / "checkpoints"} has no checkpoint: '
+            'put that folder back, or begin another run'
+        )
     watch = prepare(cfg)
-    with locked(folder):
+    with disk_told(folder), locked(folder):
         run = Run(cfg, folder, load(cfg))
-        saver = train_engines[cfg.train_engine].saver
-        saver.newest(folder / 'checkpoints', required=True)  # refused before engines start
-        engines = open_engines(cfg, run.source, folder, watch)
-        with run.stop, run.judging(), engines as run.engines:
-            step = run.load()
-            if cfg.steps < step:
-                raise ValueError(
-                    f'steps={cfg.steps}: the run has done {step}, use at least that many'
-                )
-            run.engines.rollout.load_weights(run.engines.train.weights(), step)
-            write_json(folder / 'config.json', dataclasses.asdict(cfg))
-            print(f'resuming {folder} after step {step}')
-            return _train(run, step)
+        with run.stop:
+            return _go_on(run, watch)
 
 
 # %% ../../nbs/runs/12_run.ipynb #566690e0
@@ -256,16 +250,17 @@ def _train(run, start):  # the loop and what comes after it
     run.log = Log(folder, start, c.steps)
     prompts = d.train
     if c.zero_variance.screen_samples:
-        kept = set(json.loads((folder / 'screen.json').read_text()))
+        kept = set(read_part(folder, 'screen'))
         prompts = [p for p in prompts if p.id in kept]
     more = start, e.reference, run.judge, run.partial_responses
     try:
         fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, *more)
     finally:
         run.log.close()
-    before = json.loads((folder / 'eval_before.json').read_text())
-    after = run.evaluate()
-    write_json(folder / 'eval_after.json', after)
+    before, after = (read_part(folder, f'eval_{when}') for when in ('before', 'after'))
+    if after is None or after.get('step') != c.steps:  # a kill came between it and the report
+        after = run.evaluate() | dict(step=c.steps)
+        write_json(folder / 'eval_after.json', after)
     write_pretrained(c.policy, e.train.weights(), folder / 'model')
     save_tokenizer(d.tokenizer, folder / 'model')
     e.checkpoints.wait()
