@@ -20,7 +20,14 @@ from ..loop import Stop, fit
 from ..model.pretrained import write_pretrained
 from ..records import Batch, Metrics, Sample
 from ..rollout.partial import PartialResponses
-from .before import check_files, check_origin, read_part, start_policy, write_origin
+from compassrl.runs.before import (
+    check_files,
+    check_origin,
+    read_part,
+    screened,
+    start_policy,
+    write_origin,
+)
 from .curves import read_metrics
 from .data import Data, load, resolve
 from .evaluate import evaluate
@@ -201,14 +208,16 @@ def _go_on(run, watch):  # from wherever it is to its end
 
 def _before_rl(run, begins):  # the train engine still holds the weights that the run starts from
     c, folder, e = run.cfg, run.folder, run.engines
-    evaluated, screened = (read_part(folder, name) for name in ('eval_before', 'screen'))
-    screens = c.zero_variance.screen_samples and screened is None
+    evaluated, chosen = (read_part(folder, name) for name in ('eval_before', 'screen'))
+    screens = c.zero_variance.screen_samples and chosen is None
     if begins or screens or evaluated is None:
         e.rollout.load_weights(e.train.weights(), 0)
     if evaluated is None:
         write_json(folder / 'eval_before.json', run.evaluate())
     if screens:
         write_json(folder / 'screen.json', screened(run))
+        # without what the engine keeps of the prompts: a resume that reads the file has none of it
+        e.rollout.load_weights(e.train.weights(), 0)
 
 
 # %% ../../nbs/runs/12_run.ipynb #46da9c56

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -60,8 +60,8 @@ def none_usable(root: Path) -> CheckpointError:
 # %% ../../nbs/train/08_folders.ipynb #f9183c9e
 def discard(path: Path):
     "Under a name that nothing reads, then away; what resists is tried again by the next save"
-    gone = Path(tempfile.mkdtemp(prefix='.tmp-gone-', dir=path.parent))
-    os.replace(path, gone / path.name)
+    gone = path.with_name(f'.tmp-gone-{uuid.uuid4().hex[:8]}')
+    os.replace(path, gone)  # needs no room, which a full disk has not
     shutil.rmtree(gone, ignore_errors=True)
 
 

@@ -10,7 +10,6 @@ import random
 import shutil
 import signal
 import struct
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ from compassrl.train.state import (
     decode_state,
     encode_state,
 )
+from tests.support.file_events import Killer
 
 torch.set_num_threads(1)
 DTYPES = sorted(states_module._dtypes, key=str)
@@ -656,38 +656,6 @@ def check(path, tags=(0,)):
         and all((o['m'] == step + s['tag']).all() for o in s['opt'].values())
     )
     return step, s['tag']
-
-
-class Killer:
-    """SIGKILL before the n-th operation that touches the disk; with `half`, a file that is not
-    synced yet loses its second half"""
-
-    def __init__(self, n, half):
-        self.n, self.half, self.writing = n, half, None
-        fsync = os.fsync
-
-        def hooked(fd):
-            self.hit()
-            fsync(fd)
-            self.writing = None
-
-        os.fsync = hooked
-        sys.addaudithook(self.audit)
-
-    def hit(self):
-        self.n -= 1
-        if self.n > 0:
-            return
-        if self.half and self.writing:
-            os.truncate(self.writing, os.path.getsize(self.writing) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def audit(self, event, args):
-        if event == 'open' and isinstance(args[1], str) and args[1][0] in 'wxa':
-            self.hit()
-            self.writing = args[0]
-        elif event in ('os.rename', 'os.mkdir', 'os.rmdir', 'os.remove'):
-            self.hit()
 
 
 def child_nth(saver, root, log, steps, n, half):
