@@ -29,7 +29,6 @@ from ..settings import above, at_least, check
 # %% auto #0
 __all__ = ['RolloutConfig', 'TorchRollout']
 
-
 # %% ../../nbs/rollout/01_torch_engine.ipynb #11a8d5a9
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -52,7 +51,6 @@ class RolloutConfig:
 
     def params(self, *stop_ids: int) -> SamplingParams:
         return SamplingParams(self.max_tokens, self.temperature, self.top_p, stop_ids)
-
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #1e7d4e67
 class TorchRollout(RolloutEngine):
@@ -110,7 +108,6 @@ class TorchRollout(RolloutEngine):
         "What the cache keeps of `[N, 2KV, d]` keys, then values"
         return kv
 
-
 # %% ../../nbs/rollout/01_torch_engine.ipynb #cd48956b
 @patch
 @torch.inference_mode()
@@ -142,7 +139,6 @@ def forward(
     hidden = scaled_rms(x, self.small) * (self.policy.norm * c.hidden_size**0.5)
     return hidden, stack_routes(routes, len(ids), K)
 
-
 # %% ../../nbs/rollout/01_torch_engine.ipynb #242fe0c1
 @patch
 @torch.inference_mode()
@@ -167,7 +163,6 @@ def prefill(
     for p, end, logits in zip(prompts, ends.tolist(), self.policy.logits(hidden[ends - 1])):
         at = slice(end - len(p), end)
         self.prefixes[p] = kv[:, :, :, at].clone(), routes[at].clone(), logits
-
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #5430ba74
 @patch
@@ -197,7 +192,6 @@ def admit(
         self.prefixes.popitem(last=False)
     return slots.draw(rows, torch.cat(logits))
 
-
 # %% ../../nbs/rollout/01_torch_engine.ipynb #b43a23cc
 @patch
 @torch.inference_mode()
@@ -225,7 +219,6 @@ def step(self: TorchRollout) -> list[int]:  # slots that finished
         slots.routes[:n, column] = routes.to(slots.routes)
     slots.column += 1
     return slots.draw(slice(0, n), self.policy.logits(hidden))
-
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #eb1d4177
 @patch

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,25 +20,13 @@ import torch
 from .state import CheckpointError, TornCheckpoint
 
 # %% auto #0
-__all__ = [
-    'seal',
-    'sync_path',
-    'HashedFile',
-    'write_file',
-    'file_entry',
-    'step_of',
-    'read_file',
-    'verify_files',
-    'makes_sense',
-    'read_manifest',
-]
-
+__all__ = ['seal', 'sync_path', 'HashedFile', 'write_file', 'file_entry', 'step_of', 'read_file', 'verify_files', 'makes_sense',
+           'read_manifest']
 
 # %% ../../nbs/train/07_manifest.ipynb #ebb47100
 def seal(body: dict) -> tuple[str, bytes]:  # a manifest's hash of itself, and its bytes
     h = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return h, json.dumps({**body, 'sha256': h}, sort_keys=True, indent=1).encode()
-
 
 # %% ../../nbs/train/07_manifest.ipynb #28b1a50d
 def sync_path(path: Path):
@@ -61,29 +50,38 @@ class HashedFile:
         done: Callable[[dict], object] = lambda entry: None,  # told the entry when it is closed
     ):
         self.file, self.hash, self.size, self.done = open(path, mode), hashlib.sha256(), 0, done
-        self.thread = ThreadPoolExecutor(1)
+        self.thread, self.jobs = ThreadPoolExecutor(1), deque()
+        self.pieces, self.loose = [], 0  # written, not yet handed to the thread; their bytes
 
     @property
     def entry(self) -> dict:  # of the manifest
         return dict(bytes=self.size, sha256=self.hash.hexdigest())
 
     def write(self, data) -> int:  # bytes written
-        size = memoryview(data).nbytes
-        self.size += size
-        if size < 2**16:
+        data = bytes(data)  # its memory may go when this returns; no copy of what is bytes already
+        self.size += len(data)
+        self.loose += len(data)
+        self.pieces.append(data)
+        if self.loose >= 2**20:
+            self._hand_on()
+        return self.file.write(data)
+
+    def _hand_on(self):
+        self.jobs.append(self.thread.submit(self._hash, self.pieces))
+        self.pieces, self.loose = [], 0
+        while len(self.jobs) > 8:  # what waits to be hashed is held in memory
+            self.jobs.popleft().result()
+
+    def _hash(self, pieces):
+        for data in pieces:
             self.hash.update(data)
-            return self.file.write(data)
-        hashing = self.thread.submit(self.hash.update, data)
-        try:
-            return self.file.write(data)
-        finally:
-            hashing.result()  # the memory of `data` may go when this returns
 
     def sync(self):
         self.file.flush()
         os.fsync(self.file.fileno())
 
     def close(self):
+        self._hand_on()
         self.thread.shutdown()
         self.file.close()
 
@@ -112,7 +110,6 @@ def file_entry(path: Path) -> dict:  # bytes, sha256
     with open(path, 'rb') as f:
         digest = hashlib.file_digest(f, 'sha256').hexdigest()
         return dict(bytes=os.fstat(f.fileno()).st_size, sha256=digest)
-
 
 # %% ../../nbs/train/07_manifest.ipynb #8ca7b094
 _name = re.compile(r'step-(\d{6,})(\.old)?')  # .old: being replaced by another save of its step
@@ -169,7 +166,6 @@ def verify_files(
     "Several at a time; reading a shard does not wait for another one. Raises TornCheckpoint"
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         list(threads.map(lambda name: _verify_file(path / name, files[name]), files))
-
 
 # %% ../../nbs/train/07_manifest.ipynb #93a7d430
 @contextmanager
