@@ -107,6 +107,7 @@ def _arrows(color):  # along the first row, and from its last box back to the se
         'font-size="11">new weights</text>'
     )
 
+
 # %% ../nbs/00_lesson.ipynb #20f971c5
 def _stage(name):  # a stage or a module -> the stage; a module's is its own or that of its folder
     if name in stages or name in (None, 'records'):
@@ -135,6 +136,7 @@ def pipeline(
         'style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="13">'
         f'{_arrows(_hot if here == "records" else _grey)}{boxes}</svg>'
     )
+
 
 # %% ../nbs/00_lesson.ipynb #84b60fb2
 def predict(

@@ -16,8 +16,24 @@ from torch import Tensor
 from .settings import above, at_least, check
 
 # %% auto #0
-__all__ = ['Metrics', 'LossFn', 'Prompt', 'Verdict', 'SamplingParams', 'Request', 'derive_seed', 'Sample', 'Batch', 'collate',
-           'select', 'micro_batches', 'mini_batches', 'RolloutEngine', 'TrainEngine']
+__all__ = [
+    'Metrics',
+    'LossFn',
+    'Prompt',
+    'Verdict',
+    'SamplingParams',
+    'Request',
+    'derive_seed',
+    'Sample',
+    'Batch',
+    'collate',
+    'select',
+    'micro_batches',
+    'mini_batches',
+    'RolloutEngine',
+    'TrainEngine',
+]
+
 
 # %% ../nbs/01_records.ipynb #837da68b
 @dataclass(frozen=True)
@@ -41,6 +57,7 @@ class Verdict:
     correct: bool  # raw correctness, before any shaping
     status: str = 'ok'  # 'ok', 'wrong', 'failed' (the verifier could not judge) or 'timeout'
     evidence: str = ''  # one line: what was compared with what
+
 
 # %% ../nbs/01_records.ipynb #2c0b4ff1
 @dataclass(frozen=True)
@@ -66,11 +83,13 @@ class Request:
     seed: int = 0  # with equal seeds, equal tokens: alone, in a batch, in any order
     params: SamplingParams = SamplingParams()
 
+
 # %% ../nbs/01_records.ipynb #adcb9fa9
 def derive_seed(*parts) -> int:  # 63 bits
     "Depends on `parts` alone (anything with a stable `str`), the same on every machine"
     digest = hashlib.sha256('/'.join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], 'little') >> 1
+
 
 # %% ../nbs/01_records.ipynb #51ded4ae
 @dataclass
@@ -90,6 +109,7 @@ class Sample:
     verdict: Verdict | None = None
     timings: dict[str, float] = field(default_factory=dict)  # seconds, by phase
     token_versions: Tensor | None = None  # [Tr] int64, if drawn in parts; None = `weight_version`
+
 
 # %% ../nbs/01_records.ipynb #a0b8e108
 @dataclass(frozen=True)
@@ -129,6 +149,7 @@ class Batch:
 
     def to(self, device) -> Batch:
         return self.map(lambda t: t.to(device))
+
 
 # %% ../nbs/01_records.ipynb #cfada60a
 def _check(s):  # what an engine may have got wrong
@@ -188,6 +209,7 @@ def collate(samples: list[Sample]) -> Batch:  # rows as given; groups by first a
         **_routes(samples, T),
     )
 
+
 # %% ../nbs/01_records.ipynb #99077c04
 def select(batch: Batch, rows: Tensor | list[int]) -> Batch:
     "Some rows, in the order given (or a bool mask [B]); padding that none of them needs is gone"
@@ -195,6 +217,7 @@ def select(batch: Batch, rows: Tensor | list[int]) -> Batch:
     rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
     T = int(batch.lengths[rows].max()) if len(rows) else 0
     return batch.map(lambda t: t[rows] if t.dim() == 1 else t[rows, :T])
+
 
 # %% ../nbs/01_records.ipynb #31e6f1f7
 def micro_batches(
@@ -213,6 +236,7 @@ def micro_batches(
         cur.append(i)
     return out + [torch.tensor(cur)] if cur else out
 
+
 # %% ../nbs/01_records.ipynb #37105267
 def mini_batches(
     num_rows: int,  # of the batch
@@ -220,6 +244,7 @@ def mini_batches(
 ) -> list[Tensor]:  # row indices of each, neighbours together; none is empty
     "The rows of each optimiser step"
     return [r for r in torch.arange(num_rows).tensor_split(num) if len(r)]
+
 
 # %% ../nbs/01_records.ipynb #a2d576eb
 Metrics = dict[str, float | None]  # None: not measured in this step

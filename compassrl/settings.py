@@ -16,6 +16,7 @@ from tyro.conf import arg
 # %% auto #0
 __all__ = ['Range', 'at_least', 'above', 'between', 'checked', 'check']
 
+
 # %% ../nbs/05_settings.ipynb #09f9bff4
 @dataclass(frozen=True)
 class Range:
@@ -56,6 +57,7 @@ def above(low: float, up_to: float = inf, below: float = inf, why: str = ''):
 def between(low: float, high: float, why: str = ''):
     "low <= x <= high"
     return arg(help_behavior_hint=Range(low, high, why=why))
+
 
 # %% ../nbs/05_settings.ipynb #1c8f27a3
 _kinds = {int: 'a whole number', float: 'a number', bool: 'True or False', str: 'text'}

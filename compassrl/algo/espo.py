@@ -18,8 +18,19 @@ from ..records import Batch
 from ..settings import above, at_least, between, check
 
 # %% auto #0
-__all__ = ['Groups', 'GroupRatio', 'EspoConfig', 'EspoStep', 'entropy_groups', 'group_sums', 'group_mean', 'group_ratio',
-           'adaptive_clip', 'group_weights', 'espo']
+__all__ = [
+    'Groups',
+    'GroupRatio',
+    'EspoConfig',
+    'EspoStep',
+    'entropy_groups',
+    'group_sums',
+    'group_mean',
+    'group_ratio',
+    'adaptive_clip',
+    'group_weights',
+    'espo',
+]
 
 # %% ../../nbs/algo/04_espo.ipynb #11cd2259
 Groups = Literal['top_frac', 'batch_quantile', 'bins']
@@ -70,6 +81,7 @@ class EspoStep(EspoConfig):
     vocab_size: Annotated[int, at_least(0)] = 0  # its log is the largest possible entropy
     threshold: float | None = None  # lowest entropy of the high group, for 'batch_quantile'
 
+
 # %% ../../nbs/algo/04_espo.ipynb #32eded08
 def _share(n, frac):
     # ceil(frac*n), where fp64 makes .28*25 more than 7
@@ -99,6 +111,7 @@ def entropy_groups(
         group = (rank >= _share(n, cfg.top_frac)).long()
     return group.masked_fill(~mask, 0)
 
+
 # %% ../../nbs/algo/04_espo.ipynb #a55c981b
 def group_sums(
     values: Tensor,  # [B, T]
@@ -115,6 +128,7 @@ def group_mean(values: Tensor, groups: Tensor, mask: Tensor) -> Tensor:  # [B, T
     num = group_sums(mask.to(values), groups, mask).clamp(min=1)
     return (group_sums(values, groups, mask) / num).gather(1, groups).masked_fill(~mask, 0.0)
 
+
 # %% ../../nbs/algo/04_espo.ipynb #00046bb5
 def group_ratio(
     delta: Tensor,  # [B, T] log(new/old), 0 outside the mask
@@ -123,6 +137,7 @@ def group_ratio(
 ) -> Tensor:  # [B, T] 1 outside the mask
     "Geometric mean of the token ratios of a group (eq. 10), at each of its tokens"
     return group_mean(delta, groups, mask).exp()
+
 
 # %% ../../nbs/algo/04_espo.ipynb #13db919c
 def adaptive_clip(
@@ -136,6 +151,7 @@ def adaptive_clip(
         )
     return (cfg.alpha / log(cfg.vocab_size) * entropy).clamp(min=cfg.eps_min)
 
+
 # %% ../../nbs/algo/04_espo.ipynb #7ac65f80
 def group_weights(
     groups: Tensor,  # [B, T] int64
@@ -148,6 +164,7 @@ def group_weights(
     num = (size > 0).sum(1, keepdim=True)
     weight = mask.to(dtype) / (num * size.gather(1, groups)).clamp(min=1)
     return torch.where(groups == 0, weight, low_weight * weight)
+
 
 # %% ../../nbs/algo/04_espo.ipynb #97a7ad09
 @policy_loss('entropy', aggregation='seq-mean-token-sum', config=EspoStep)

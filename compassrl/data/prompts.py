@@ -18,7 +18,16 @@ from ..records import Prompt, derive_seed
 from ..settings import above, at_least, between, check
 
 # %% auto #0
-__all__ = ['split_of', 'prompt_id', 'levels_of', 'make_prompts', 'load_prompts', 'DataConfig', 'load_data']
+__all__ = [
+    'split_of',
+    'prompt_id',
+    'levels_of',
+    'make_prompts',
+    'load_prompts',
+    'DataConfig',
+    'load_data',
+]
+
 
 # %% ../../nbs/data/04_prompts.ipynb #0b38807c
 def split_of(
@@ -34,6 +43,7 @@ def split_of(
 def prompt_id(domain: str, text: str) -> str:  # equal questions have equal ids
     "A name that is the same in every run"
     return f'{domain}-{derive_seed("id", domain, text):016x}'
+
 
 # %% ../../nbs/data/04_prompts.ipynb #f15f28db
 def _problems(domain, level, seed, num):
@@ -64,6 +74,7 @@ def levels_of(
     low = math.floor(difficulty)
     high = round(num * (difficulty - low))
     return [(level, n) for level, n in ((low, num - high), (low + 1, high)) if n]
+
 
 # %% ../../nbs/data/04_prompts.ipynb #c3c5fadd
 def make_prompts(
@@ -100,6 +111,7 @@ def make_prompts(
         out += [_prompt(domain, p, tokenizer) for p in found]
     return sorted(out, key=lambda p: derive_seed(seed, 'order', p.id))
 
+
 # %% ../../nbs/data/04_prompts.ipynb #6657f3c2
 _fields = ('prompt', 'answer', 'solution', 'id', 'domain', 'verifier')
 
@@ -128,6 +140,7 @@ def _fault(row, names, asked, tokenizer, verifier, max_prompt_tokens):
     n = len(encode(tokenizer, row[names['prompt']]))
     if 0 < max_prompt_tokens < n:
         return f'the prompt has {n} tokens, more than max_prompt_tokens={max_prompt_tokens}'
+
 
 # %% ../../nbs/data/04_prompts.ipynb #3d884008
 def _check_loading(columns, verifier, on_bad_row):  # what can be wrong before a row is read
@@ -177,6 +190,7 @@ def load_prompts(
         raise ValueError(f'{source} has no usable row')
     return prompts, bad
 
+
 # %% ../../nbs/data/04_prompts.ipynb #1e90c8c0
 @dataclass(frozen=True)
 class DataConfig:
@@ -210,6 +224,7 @@ class DataConfig:
                 f'weights={self.weights}: give {len(self.domains)} positive numbers, or none'
             )
         _check_loading(self.columns, self.verifier, self.on_bad_row)
+
 
 # %% ../../nbs/data/04_prompts.ipynb #ff4f469a
 def _generate(cfg, tokenizer, seed, num, split):  # prompts of all domains, mixed

@@ -12,6 +12,7 @@ from pathlib import Path
 # %% auto #0
 __all__ = ['rows_of']
 
+
 # %% ../../nbs/data/03_sources.ipynb #cdc3d01d
 def _jsonl(path):  # place, row or the reason why there is none
     with path.open('rb') as f:

@@ -14,8 +14,25 @@ from typing import NamedTuple
 from ..records import Prompt, Verdict
 
 # %% auto #0
-__all__ = ['task_families', 'verifiers', 'Problem', 'Choices', 'task_family', 'problem', 'num_problems', 'arithmetic',
-           'countdown', 'strings', 'verifier', 'judge', 'exact', 'final', 'countdown_expression', 'verify']
+__all__ = [
+    'task_families',
+    'verifiers',
+    'Problem',
+    'Choices',
+    'task_family',
+    'problem',
+    'num_problems',
+    'arithmetic',
+    'countdown',
+    'strings',
+    'verifier',
+    'judge',
+    'exact',
+    'final',
+    'countdown_expression',
+    'verify',
+]
+
 
 # %% ../../nbs/data/02_tasks.ipynb #7368d907
 class Problem(NamedTuple):
@@ -49,6 +66,7 @@ def task_family(fn):
     task_families[fn.__name__] = fn
     return fn
 
+
 # %% ../../nbs/data/02_tasks.ipynb #a5939552
 def problem(
     domain: str,  # name in `task_families`
@@ -65,6 +83,7 @@ def num_problems(
     "How many combinations of choices there are"
     task_families[domain](level, choices := Choices(0))
     return choices.size
+
 
 # %% ../../nbs/data/02_tasks.ipynb #f58253a0
 @task_family
@@ -87,6 +106,7 @@ def arithmetic(
         carry = abs(new)
     answer = str(a + sign * b)
     return Problem(f'{a}{op}{b}=', answer, ' '.join(steps) + f' #{answer}', 'final')
+
 
 # %% ../../nbs/data/02_tasks.ipynb #a874e7fe
 @task_family
@@ -112,6 +132,7 @@ def countdown(
         else None
     )
 
+
 # %% ../../nbs/data/02_tasks.ipynb #481e8f18
 @task_family
 def strings(
@@ -128,6 +149,7 @@ def strings(
         (f'keep {keep}', word[:keep]),
     ][choose(3)]
     return Problem(f'{name} {word}:', answer, answer, 'exact')
+
 
 # %% ../../nbs/data/02_tasks.ipynb #a3df7730
 verifiers: dict[str, Callable[[str, str], Verdict]] = {}
@@ -167,6 +189,7 @@ def final(text: str, answer: str) -> Verdict:
         f'{got!r} against {answer!r}' if mark else "no '#' in the response",
     )
 
+
 # %% ../../nbs/data/02_tasks.ipynb #f0024957
 _ops = {ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b}
 
@@ -197,6 +220,7 @@ def countdown_expression(text: str, answer: str) -> Verdict:
             False, f'{expr!r} uses {sorted((used - given).elements())}, not given that often'
         )
     return judge(value == target, f'{expr}={value} against {target}')
+
 
 # %% ../../nbs/data/02_tasks.ipynb #88058097
 def verify(

@@ -11,7 +11,16 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 # %% auto #0
-__all__ = ['PAD_ID', 'EOS_ID', 'UNK_ID', 'build_tokenizer', 'encode', 'response_text', 'save_tokenizer', 'load_tokenizer']
+__all__ = [
+    'PAD_ID',
+    'EOS_ID',
+    'UNK_ID',
+    'build_tokenizer',
+    'encode',
+    'response_text',
+    'save_tokenizer',
+    'load_tokenizer',
+]
 
 # %% ../../nbs/data/01_tokenizer.ipynb #826f19ae
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
@@ -31,10 +40,12 @@ def build_tokenizer() -> Tokenizer:  # 3 specials, the newline, 95 printable ASC
     tok.encode_special_tokens = True
     return tok
 
+
 # %% ../../nbs/data/01_tokenizer.ipynb #f48cf478
 def encode(tok: Tokenizer, text: str) -> list[int]:
     "Token ids of `text`, nothing added"
     return tok.encode(text, add_special_tokens=False).ids
+
 
 # %% ../../nbs/data/01_tokenizer.ipynb #da02d5fd
 def response_text(
@@ -47,6 +58,7 @@ def response_text(
     Any other special stays visible and cannot hide a wrong answer."""
     ids = list(ids)
     return tok.decode(ids[:-1] if ids and ids[-1] == eos_id else ids, skip_special_tokens=False)
+
 
 # %% ../../nbs/data/01_tokenizer.ipynb #7d24e4b9
 def save_tokenizer(

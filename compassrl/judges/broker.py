@@ -38,6 +38,7 @@ except ImportError:
 # %% auto #0
 __all__ = ['Job', 'serve_pool']
 
+
 # %% ../../nbs/judges/06_broker.ipynb #8daca48b
 class Job(NamedTuple):
     "One response to judge"
@@ -99,6 +100,7 @@ class _Worker:
                 pass
         self.conn.close()
         return os.waitpid(self.pid, 0)[1]
+
 
 # %% ../../nbs/judges/06_broker.ipynb #511e06e0
 class _Broker:

@@ -19,8 +19,26 @@ from ..records import Metrics, Prompt, Sample, Verdict, derive_seed
 from ..settings import above, at_least, check
 
 # %% auto #0
-__all__ = ['Label', 'label_rewards', 'Ask', 'judge_prompt', 'PairOrder', 'pair_order', 'parse_label', 'combine', 'Question',
-           'Reply', 'Comparison', 'compare', 'reference_texts', 'genrm', 'to_verdict', 'judge_samples', 'GenRMConfig']
+__all__ = [
+    'Label',
+    'label_rewards',
+    'Ask',
+    'judge_prompt',
+    'PairOrder',
+    'pair_order',
+    'parse_label',
+    'combine',
+    'Question',
+    'Reply',
+    'Comparison',
+    'compare',
+    'reference_texts',
+    'genrm',
+    'to_verdict',
+    'judge_samples',
+    'GenRMConfig',
+]
+
 
 # %% ../../nbs/judges/03_genrm.ipynb #b32aa262
 class PairOrder(NamedTuple):
@@ -47,6 +65,7 @@ def pair_order(
     order = torch.sign(advantages[:, None] - advantages)[pairs]
     return PairOrder(*((order == s).double().mean().item() for s in (1, 0, -1)))
 
+
 # %% ../../nbs/judges/03_genrm.ipynb #7b6395a2
 Label = Literal['Better', 'Tie', 'Worse']  # of an answer, against its reference
 label_rewards: dict[str, float] = dict(Better=1.0, Tie=0.5, Worse=0.0)
@@ -68,6 +87,7 @@ def combine(
 ) -> Label:
     "One label of the answer from both orders; where they disagree, Tie"
     return forward if forward == _swapped[backward] else 'Tie'
+
 
 # %% ../../nbs/judges/03_genrm.ipynb #0e1ac5b5
 class Question(NamedTuple):
@@ -125,6 +145,7 @@ def compare(
     known = {q: _outcome(pair) for q, pair in zip(todo, zip(replies[::2], replies[1::2]))}
     return [known.get(q) or Comparison('Tie', evidence='the same text') for q in asked], replies
 
+
 # %% ../../nbs/judges/03_genrm.ipynb #1c551265
 def reference_texts(
     samples: Sequence[Sample],
@@ -149,6 +170,7 @@ def reference_texts(
                 f'num_candidates={num_candidates}: pass the whole group'
             )
     return [prompts[s.prompt_id].answer or drawn[s.prompt_id][1] for s in samples]
+
 
 # %% ../../nbs/judges/03_genrm.ipynb #cec89681
 @verifier
@@ -196,6 +218,7 @@ def judge_samples(
         genrm_tie_frac=counts['Tie'] / n,
         genrm_disagree_frac=sum(not c.agreed for c in done) / n,
     )
+
 
 # %% ../../nbs/judges/03_genrm.ipynb #9da09bfd
 judge_prompt = """Compare two answers to the same prompt.

@@ -17,6 +17,7 @@ from .genrm import GenRMConfig, Question, Reply, judge_prompt
 # %% auto #0
 __all__ = ['GenRM']
 
+
 # %% ../../nbs/judges/04_genrm_client.ipynb #c19c1b0c
 def _read_prompt(file):  # the prompt, checked
     try:
@@ -43,6 +44,7 @@ def _run(coroutine):  # to its end, also where a loop runs already, as in Jupyte
 
 def _reason(e):  # one line
     return ' '.join(f'{type(e).__name__}: {e}'.split())[:160]
+
 
 # %% ../../nbs/judges/04_genrm_client.ipynb #64834145
 class GenRM:

@@ -30,7 +30,17 @@ except ImportError:
 from ..settings import above, at_least, check
 
 # %% auto #0
-__all__ = ['Limits', 'Outcome', 'die_with_parent', 'address_space', 'how_it_ended', 'outcome_of', 'run_program', 'run_function']
+__all__ = [
+    'Limits',
+    'Outcome',
+    'die_with_parent',
+    'address_space',
+    'how_it_ended',
+    'outcome_of',
+    'run_program',
+    'run_function',
+]
+
 
 # %% ../../nbs/judges/01_isolated.ipynb #741968a1
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ class Outcome:
     wall_s: float = 0.0  # seconds by the clock
     cpu_s: float = 0.0  # seconds of computing, with the children that it waited for
     offline: bool = False  # was the network taken away? Not every system permits it
+
 
 # %% ../../nbs/judges/01_isolated.ipynb #3d08b431
 _libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
@@ -115,6 +126,7 @@ def _work(folder, limits, base, fn):  # the process of the foreign code; never r
             pass
     finally:
         os._exit(code)
+
 
 # %% ../../nbs/judges/01_isolated.ipynb #95e84ae9
 def _children(pid):  # of this process; `pid` is the one that it started
@@ -174,6 +186,7 @@ def _watch(pid, until, caller):  # its exit status, None if the time was up; sec
         time.sleep(pause)
         pause = min(0.01, 1.2 * pause)
     return None, 0.0
+
 
 # %% ../../nbs/judges/01_isolated.ipynb #cd366b24
 def how_it_ended(
@@ -247,6 +260,7 @@ def _isolate(fn, limits, base, stdin='', files=(), finish=lambda folder: None):
         status, evidence = outcome_of(raw, cpu, limits, streams[1])
         value = finish(folder) if status == 'ok' else None
         return Outcome(status, evidence, value, *streams, wall, cpu, offline)
+
 
 # %% ../../nbs/judges/01_isolated.ipynb #7ff52168
 def run_program(

@@ -21,7 +21,15 @@ from ..records import Metrics, Prompt, Sample
 from ..settings import above, at_least, check
 
 # %% auto #0
-__all__ = ['RewardConfig', 'Judge', 'timed_verdict', 'record_verdict', 'judge_sample', 'SerialJudge']
+__all__ = [
+    'RewardConfig',
+    'Judge',
+    'timed_verdict',
+    'record_verdict',
+    'judge_sample',
+    'SerialJudge',
+]
+
 
 # %% ../../nbs/judges/05_serial.ipynb #5510bab3
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class Judge:
 
     def close(self):
         "End what was started for it"
+
 
 # %% ../../nbs/judges/05_serial.ipynb #5f059518
 def timed_verdict(prompt, ids, tokenizer, eos_id):  # and when it was made

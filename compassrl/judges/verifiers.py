@@ -19,6 +19,7 @@ from ..records import Verdict
 # %% auto #0
 __all__ = ['no_verdict', 'same_maths', 'warm_maths', 'maths', 'program_of', 'run_test', 'code']
 
+
 # %% ../../nbs/judges/02_verifiers.ipynb #54c07000
 def no_verdict(
     o: Outcome,  # of a verifier that should have returned one
@@ -27,6 +28,7 @@ def no_verdict(
     return Verdict(
         0.0, False, 'timeout' if o.status in ('timeout', 'cpu') else 'failed', o.evidence
     )
+
 
 # %% ../../nbs/judges/02_verifiers.ipynb #aa0f1c47
 _maths = Limits(wall_s=5, cpu_s=3, memory_mb=1024)
@@ -72,6 +74,7 @@ def _judged(text, answer):  # an exception as text: it is the answer that is wro
         return same_maths(text, answer)
     except ValueError as e:
         return str(e)
+
 
 # %% ../../nbs/judges/02_verifiers.ipynb #be4422a6
 def program_of(

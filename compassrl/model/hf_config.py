@@ -89,6 +89,7 @@ def read_json(path: Path) -> dict:
         raise ValueError(f'{path} holds {type(d).__name__}, not an object')
     return d
 
+
 # %% ../../nbs/model/04_hf_config.ipynb #ac1bce0b
 def write_config(
     config: PolicyConfig,

@@ -29,6 +29,7 @@ from ..settings import above, at_least, check
 # %% auto #0
 __all__ = ['PolicyConfig', 'MoE', 'DenseMLP', 'Block', 'Policy']
 
+
 # %% ../../nbs/model/01_policy.ipynb #97f67453
 @dataclass(frozen=True)
 class PolicyConfig:
@@ -75,6 +76,7 @@ class PolicyConfig:
         "Is this layer a mixture of experts?"
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
+
 # %% ../../nbs/model/01_policy.ipynb #00650a51
 class MoE(nn.Module):
     "Top-k mixture of SwiGLU experts"
@@ -116,6 +118,7 @@ class MoE(nn.Module):
         h = gated_swiglu(h, gates.flatten().index_select(0, order))
         return combine(grouped_linear(h, self.down, offsets), order, inverse, self.K), own
 
+
 # %% ../../nbs/model/01_policy.ipynb #ea2e6d7a
 class DenseMLP(nn.Module):
     "SwiGLU, for the layers that are not mixtures"
@@ -128,6 +131,7 @@ class DenseMLP(nn.Module):
     def forward(self, x, replay=None, valid=None):
         gate, up = F.linear(x, self.gate_up).chunk(2, -1)
         return F.linear(F.silu(gate) * up, self.down), None
+
 
 # %% ../../nbs/model/01_policy.ipynb #992323c1
 class Block(nn.Module):
@@ -154,6 +158,7 @@ class Block(nn.Module):
         x = x + F.linear(attend(self.layer, q, k, v).flatten(1), self.out)
         y, own = self.mlp(rms_norm(x, self.mlp_norm, self.eps), replay, valid)
         return x + y, own
+
 
 # %% ../../nbs/model/01_policy.ipynb #256414de
 class Policy(nn.Module):

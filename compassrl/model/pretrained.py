@@ -19,8 +19,19 @@ from .hf_config import read_config, read_json, write_config
 from .policy import Policy, PolicyConfig
 
 # %% auto #0
-__all__ = ['hf_slices', 'hf_weights', 'hf_shapes', 'checked_weights', 'load_hf_weights', 'weight_parts', 'write_pretrained',
-           'save_pretrained', 'read_shards', 'from_pretrained']
+__all__ = [
+    'hf_slices',
+    'hf_weights',
+    'hf_shapes',
+    'checked_weights',
+    'load_hf_weights',
+    'weight_parts',
+    'write_pretrained',
+    'save_pretrained',
+    'read_shards',
+    'from_pretrained',
+]
+
 
 # %% ../../nbs/model/03_pretrained.ipynb #46ace6c3
 def hf_slices(policy: Policy) -> Iterator[tuple[str, nn.Parameter, tuple]]:
@@ -50,6 +61,7 @@ def hf_slices(policy: Policy) -> Iterator[tuple[str, nn.Parameter, tuple]]:
     if not c.tie_word_embeddings:
         yield 'lm_head.weight', policy.head, everything
 
+
 # %% ../../nbs/model/03_pretrained.ipynb #7835ee8d
 def hf_weights(
     policy: Policy,
@@ -67,6 +79,7 @@ def hf_shapes(policy: PolicyConfig) -> dict[str, tuple[int, ...]]:
     "Names and shapes of a checkpoint, in its order; no memory is needed"
     with torch.device('meta'):
         return {name: tuple(p[at].shape) for name, p, at in hf_slices(Policy(policy))}
+
 
 # %% ../../nbs/model/03_pretrained.ipynb #a97fff0e
 def checked_weights(
@@ -113,6 +126,7 @@ def load_hf_weights(
         p, at = where[name]
         p.detach()[at].copy_(t)
 
+
 # %% ../../nbs/model/03_pretrained.ipynb #083fafc7
 def weight_parts(
     weights: Iterable[tuple[str, Tensor]],
@@ -128,6 +142,7 @@ def weight_parts(
         size += t.nbytes
     if part:
         yield part
+
 
 # %% ../../nbs/model/03_pretrained.ipynb #6e9b3aa0
 _index = 'model.safetensors.index.json'
@@ -164,6 +179,7 @@ def save_pretrained(policy: Policy, folder: str | Path, max_shard_bytes: int = 4
     "`write_pretrained` of a policy's weights"
     write_pretrained(policy.config, hf_weights(policy), folder, max_shard_bytes)
 
+
 # %% ../../nbs/model/03_pretrained.ipynb #aa3f1b89
 def _shard_names(n):
     if n == 1:
@@ -183,6 +199,7 @@ def _remove_others(folder, keep):  # weights of an older checkpoint
     for old in [folder / 'model.safetensors', folder / _index, *shards]:
         if old.name not in keep:
             old.unlink(missing_ok=True)
+
 
 # %% ../../nbs/model/03_pretrained.ipynb #a8d90fa9
 def read_shards(

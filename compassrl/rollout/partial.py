@@ -16,6 +16,7 @@ from ..records import Request, Sample, SamplingParams, derive_seed
 # %% auto #0
 __all__ = ['PartialResponses']
 
+
 # %% ../../nbs/rollout/05_partial.ipynb #e6336c86
 class PartialResponses:
     "Responses that take several steps, `tokens` of each in one. Raises ValueError for less than 1"
@@ -83,6 +84,7 @@ class PartialResponses:
         keys = [(r.prompt_id, r.index) for r in requests]
         self.ended -= set(keys)
         return requests, [self.drawn.pop(k) for k in keys]
+
 
 # %% ../../nbs/rollout/05_partial.ipynb #ffa7e268
 _tensors = ('rollout_log_probs', 'token_versions', 'routed_experts', 'routes_valid')

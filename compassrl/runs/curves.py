@@ -11,7 +11,17 @@ import statistics
 from pathlib import Path
 
 # %% auto #0
-__all__ = ['phases', 'read_rows', 'read_metrics', 'column', 'running_mean', 'phase_seconds', 'step_seconds', 'plot_curves']
+__all__ = [
+    'phases',
+    'read_rows',
+    'read_metrics',
+    'column',
+    'running_mean',
+    'phase_seconds',
+    'step_seconds',
+    'plot_curves',
+]
+
 
 # %% ../../nbs/runs/03_curves.ipynb #791a09b0
 def read_rows(
@@ -46,6 +56,7 @@ def read_metrics(
         rows.append(row)
     return rows
 
+
 # %% ../../nbs/runs/03_curves.ipynb #d2a68cba
 def column(
     metrics: list[dict],  # rows
@@ -69,6 +80,7 @@ def running_mean(
     h = window // 2
     return [statistics.fmean(values[max(0, i - h) : i + h + 1]) for i in range(len(values))]
 
+
 # %% ../../nbs/runs/03_curves.ipynb #d8a1dcdd
 # time_<phase>_s, in order
 phases = ['rollout', 'reward', 'log_probs', 'ref_log_probs', 'update', 'sync', 'checkpoint']
@@ -85,6 +97,7 @@ def step_seconds(row: dict) -> float:
     if step := phase_seconds(row, 'step'):
         return step + phase_seconds(row, 'checkpoint')
     return sum(phase_seconds(row, p) for p in phases)
+
 
 # %% ../../nbs/runs/03_curves.ipynb #03e1c894
 _panels = {  # title: metric -> label
@@ -152,6 +165,7 @@ def _panel(ax, metrics, keys, log):
             draw = _evaluations if k.startswith('eval_') else _line
             draw(ax, metrics, k, label if any(drawn[k]) else f'{label}: 0', ink)
 
+
 # %% ../../nbs/runs/03_curves.ipynb #942d3987
 def _times(ax, metrics):  # seconds of each step, phases stacked
     metrics = [r for r in metrics if step_seconds(r)]
@@ -170,6 +184,7 @@ def _times(ax, metrics):  # seconds of each step, phases stacked
     ax.stackplot(xs, *map(wide, seconds.values()), labels=seconds, colors=_ink, lw=0)
     ax.plot(xs, wide(whole), color='#1c1917', lw=0.9, label='whole step')
     ax.set_ylim(0, 1.5 * max(whole) or 1)
+
 
 # %% ../../nbs/runs/03_curves.ipynb #4e58f8fc
 def plot_curves(

@@ -15,6 +15,7 @@ from contextlib import suppress
 # %% auto #0
 __all__ = ['stand_guard', 'main']
 
+
 # %% ../../../nbs/rollout/vllm/05_guard.ipynb #4b5c4d34
 def stand_guard(
     server: int,  # pid of a child of ours, and its process group

@@ -22,8 +22,22 @@ from ...records import Request, Sample
 from .config import VllmConfig
 
 # %% auto #0
-__all__ = ['head_sizes', 'backend', 'block', 'can_cache_fp8', 'check_vllm', 'check_cpu', 'weight_sync', 'transfer_config',
-           'cache_bytes', 'gpu_args', 'engine_args', 'sampling_args', 'read_routes', 'to_sample']
+__all__ = [
+    'head_sizes',
+    'backend',
+    'block',
+    'can_cache_fp8',
+    'check_vllm',
+    'check_cpu',
+    'weight_sync',
+    'transfer_config',
+    'cache_bytes',
+    'gpu_args',
+    'engine_args',
+    'sampling_args',
+    'read_routes',
+    'to_sample',
+]
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #d5d9d5aa
 head_sizes = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # of attention on a CPU
@@ -86,6 +100,7 @@ def check_cpu(c: PolicyConfig, config: VllmConfig, sparse: bool, one_process: bo
         if sparse and getattr(c, k) % 32:
             raise ValueError(f'{k}={getattr(c, k)}: experts on a CPU need a multiple of 32')
 
+
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #29ca4ac3
 backend = 'compassrl'  # of `WeightTransferConfig`, for files
 
@@ -123,6 +138,7 @@ def weight_sync(
 
 def transfer_config(way: Literal['file', 'nccl', 'ipc']) -> dict:  # of a server
     return dict(backend=backend if way == 'file' else way)
+
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #9c029d1a
 block = 32  # tokens: what the prefix cache shares
@@ -184,6 +200,7 @@ def engine_args(
         kv_cache_memory_bytes=cache_bytes(policy, num_slots, max_len, dtype),
     )
 
+
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #2667dc06
 def sampling_args(r: Request) -> dict:  # for `vllm.SamplingParams`, or the JSON of a server
     "What vLLM calls it. Raises ValueError for a temperature that vLLM would raise in silence"
@@ -201,6 +218,7 @@ def sampling_args(r: Request) -> dict:  # for `vllm.SamplingParams`, or the JSON
         flat_logprobs=True,
         detokenize=False,
     )
+
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #ba006e63
 def read_routes(

@@ -23,8 +23,18 @@ from typing import ClassVar
 from .guard import stand_guard
 
 # %% auto #0
-__all__ = ['server_modules', 'import_vllm', 'next_birth', 'become_guard_and_server', 'nurse', 'main', 'read_early', 'Nursery',
-           'start_nursery', 'nursery_for']
+__all__ = [
+    'server_modules',
+    'import_vllm',
+    'next_birth',
+    'become_guard_and_server',
+    'nurse',
+    'main',
+    'read_early',
+    'Nursery',
+    'start_nursery',
+    'nursery_for',
+]
 
 # %% ../../../nbs/rollout/vllm/06_nursery.ipynb #9601ed80
 server_modules = (
@@ -97,6 +107,7 @@ def nurse():
 def main():
     import_vllm()
     nurse()
+
 
 # %% ../../../nbs/rollout/vllm/06_nursery.ipynb #b9f69ed9
 def read_early(env: dict[str, str]) -> dict[str, str]:
