@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..config import TrainConfig, read_run_config
-from ..data.tokenizer import save_tokenizer
 from ..judges.model import make_judge
+from ..judges.reward_files import keep_reward_files
 from ..loop import Stop, fit
 from ..model.pretrained import write_pretrained
 from ..records import Batch, Metrics, Sample
@@ -23,19 +23,20 @@ from ..rollout.partial import PartialResponses
 from compassrl.runs.before import (
     check_files,
     check_origin,
+    has_begun,
+    new_folder,
+    note_origin,
     read_part,
     screened,
     start_policy,
-    write_origin,
 )
 from .curves import read_metrics
 from .data import Data, load, resolve
-from .evaluate import evaluate
+from .eval_sets import eval_json, eval_lines, evaluate_sets
 from .factory import Engines, open_engines, prepare
-from .facts import machine_info
-from .log import Log, write_json
+from .log import Log, say, write_json
 from .report import write_report
-from .stop import disk_told, launcher, locked, stoppable
+from .stop import disk_told, locked, stoppable
 from .trace import trace_rows
 from ..train.checkpoint import load_checkpoint, save_checkpoint
 from ..train.folders import found_checkpoints, remove_leftovers
@@ -43,7 +44,7 @@ from ..train.manifest import makes_sense
 from ..train.state import TornCheckpoint
 
 # %% auto #0
-__all__ = ['may_change', 'Run', 'new_folder', 'start_run', 'resume_run']
+__all__ = ['may_change', 'Run', 'start_run', 'resume_run']
 
 
 # %% ../../nbs/runs/12_run.ipynb #913468ab
@@ -77,8 +78,7 @@ class Run:
             t = time.perf_counter()
             self.save(step)
             self.log.row(m | dict(time_checkpoint_s=time.perf_counter() - t), at)
-        self.log.bar.update()
-        self.log.bar.set_postfix_str(
+        self.log.progress.step(
             f'reward {m["reward_mean"]:.2f}, zero variance {m["zero_variance_frac"]:.2f}, '
             f'entropy {m["entropy"]:.2f}, {m["tokens"] / m["time_step_s"]:,.0f} tok/s'
         )
@@ -89,7 +89,11 @@ class Run:
     def evaluated(self, now: bool) -> Metrics:
         "Of the held-out prompts, if they are asked now"
         r = self.evaluate() if now else dict.fromkeys(('avg', 'avg_stderr', 'pass_at_k'))
-        return dict(eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k'])
+        _, *others = self.data.eval_sets
+        m = {f'eval_{name}_avg': r['sets'][name]['avg'] if now else None for name in others}
+        return m | dict(
+            eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k']
+        )
 
     def trace(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch):
         "A whole step, and when what happened in it"
@@ -133,58 +137,45 @@ class Run:
     def judging(self):
         "Workers that judge, if the config asks for them; they start beside the engines"
         d, c = self.data, self.cfg
-        self.judge = make_judge(
-            d.train + d.heldout, d.tokenizer, d.eos_id, c.rewards, c.seed, c.group_size
-        )
+        self.judge = make_judge(d.prompts, d.tokenizer, d.eos_id, c.rewards, c.seed, c.group_size)
         try:
             yield
         finally:
             self.judge.close()
 
     def evaluate(self) -> dict:
-        "The held-out prompts with the rollout engine's present weights"
+        "All evaluation sets with the rollout engine's present weights"
         d, c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)
-        result = evaluate(
-            self.engines.rollout, d.heldout, c.eval_k, params, d.tokenizer, c.seed, self.judge
-        )
-        return result.as_dict() | self.judge.measured()
+        rollout = self.engines.rollout
+        return eval_json(evaluate_sets(rollout, d, c.eval_k, params, c.seed, self.judge))
 
 
 # %% ../../nbs/runs/12_run.ipynb #68bb232d
-def new_folder(cfg: TrainConfig) -> Path:
-    "Where a new run goes; raises ValueError if something is there already"
-    folder = Path(cfg.run_dir or f'runs/{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}')
-    if (folder / 'config.json').exists():
-        raise ValueError(
-            f'run_dir={str(folder)!r} is not empty, it holds a run: go on with '
-            f'`{launcher()} resume {folder}`, or choose another'
-        )
-    begun = {'.lock', '.config.json.tmp'}  # by a run that was killed before it had a config
-    if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - begun):
-        raise ValueError(f'run_dir={str(folder)!r} is not empty and holds no run: choose another')
-    return folder
-
-
 def start_run(cfg: TrainConfig) -> Path:  # the run directory
-    "Cold start, evaluation, RL, evaluation, report. Raises ValueError before anything is written"
+    """Cold start, evaluation, RL, evaluation, report. Goes on where the same run was killed before
+    its first checkpoint. Raises ValueError before anything is written"""
     cfg = resolve(cfg)
+    if has_begun(cfg):
+        return resume_run(cfg.run_dir)
     watch = prepare(cfg)
     run = Run(cfg, new_folder(cfg), load(cfg))
-    folder = run.folder
+    folder, own = run.folder, run.data.own
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
     with disk_told(folder), locked(folder), run.stop:
+        noted = keep_reward_files(own.files, folder / 'rewards') if own else {}
+        rewards = dataclasses.replace(cfg.rewards, function_sha256=noted)
+        run.cfg = cfg = dataclasses.replace(cfg, rewards=rewards)
         write_json(folder / 'config.json', dataclasses.asdict(cfg))
-        write_origin(folder, cfg)
-        write_json(folder / 'machine.json', machine_info())
         return _go_on(run, watch)
 
 
 def _go_on(run, watch):  # from wherever it is to its end
     c, folder = run.cfg, run.folder
+    note_origin(folder, c)
     begins = not found_checkpoints(folder / 'checkpoints')
     if begins and not c.init_from:
         start_policy(c, run.data, folder, run.stop)
@@ -202,7 +193,7 @@ def _go_on(run, watch):  # from wherever it is to its end
             (folder / 'eval_after.json').unlink(missing_ok=True)  # of other weights
         run.engines.rollout.load_weights(run.engines.train.weights(), step)
         write_json(folder / 'config.json', dataclasses.asdict(c))
-        print(f'resuming {folder} after step {step}', flush=True)
+        say(f'resuming {folder} after step {step}')
         return _train(run, step)
 
 
@@ -213,6 +204,8 @@ def _before_rl(run, begins):  # the train engine still holds the weights that th
     if begins or screens or evaluated is None:
         e.rollout.load_weights(e.train.weights(), 0)
     if evaluated is None:
+        if not begins:
+            say(f'{folder}/eval_before.json is missing: evaluating the starting weights again')
         write_json(folder / 'eval_before.json', run.evaluate())
     if screens:
         write_json(folder / 'screen.json', screened(run))
@@ -248,7 +241,7 @@ def resume_run(
         )
     watch = prepare(cfg)
     with disk_told(folder), locked(folder):
-        run = Run(cfg, folder, load(cfg))
+        run = Run(cfg, folder, load(cfg, folder))
         with run.stop:
             return _go_on(run, watch)
 
@@ -270,12 +263,8 @@ def _train(run, start):  # the loop and what comes after it
     if after is None or after.get('step') != c.steps:  # a kill came between it and the report
         after = run.evaluate() | dict(step=c.steps)
         write_json(folder / 'eval_after.json', after)
-    write_pretrained(c.policy, e.train.weights(), folder / 'model')
-    save_tokenizer(d.tokenizer, folder / 'model')
+    write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()
     write_report(folder)
-    print(
-        f'held-out avg@{after["k"]}: {100 * before["avg"]:.1f} % before RL, '
-        f'{100 * after["avg"]:.1f} % after; see {folder / "report.md"} and curves.png'
-    )
+    say('\n'.join(eval_lines(before, after)) + f'; see {folder / "report.md"} and curves.png')
     return folder

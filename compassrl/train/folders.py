@@ -54,7 +54,7 @@ def none_usable(root: Path) -> CheckpointError:
     "What to say where a checkpoint is needed and there is none"
     torn = f'no valid checkpoint ({len(found_checkpoints(root))} torn)'
     why = torn if root.is_dir() else 'no such folder'
-    return CheckpointError(f'{root}: {why}: check the path, or start without resuming')
+    return CheckpointError(f'{root}: {why}: check the path, or begin another run')
 
 
 # %% ../../nbs/train/08_folders.ipynb #f9183c9e

@@ -423,7 +423,7 @@ def test_all_torn(tmp_path, capsys):
     for p in tmp_path.iterdir():
         (p / 'state.json').unlink()
     assert latest_checkpoint(tmp_path) is None and len(capsys.readouterr().out.splitlines()) == 2
-    with pytest.raises(CheckpointError, match='no valid checkpoint .2 torn.*without resuming'):
+    with pytest.raises(CheckpointError, match='no valid checkpoint .2 torn.*begin another run'):
         latest_checkpoint(tmp_path, required=True)
 
 
@@ -446,7 +446,7 @@ def rewrite(path, **changes):  # a well-formed manifest that says something else
         ),
         (
             lambda d: latest_checkpoint(d / 'nowhere', required=True),
-            ['nowhere', 'no such folder', 'without resuming'],
+            ['nowhere', 'no such folder', 'begin another run'],
         ),
         (lambda d: save_checkpoint(d, 1, {}), ['step 1', 'step-000002', 'another folder']),
         (lambda d: save_checkpoint(d, -1, {}), ['step=-1', '0 or more']),
