@@ -450,7 +450,8 @@ def cut(data):
 
 RUNS = [
     *[('config.json', how) for how in (torn, gone, binary, empty, deep, listed)],
-    *[('eval_before.json', how) for how in (torn, gone, binary, empty, deep, listed)],
+    *[('eval_before.json', how) for how in (torn, binary, empty, deep, listed)],
+    *[('eval_after.json', how) for how in (torn, binary, empty, deep, listed)],
     *[('machine.json', how) for how in (torn, binary, empty, deep, listed)],
     *[('timings.json', how) for how in (torn, binary, listed)],
     *[('metrics.jsonl', how) for how in (mixed, cut)],

@@ -89,6 +89,12 @@ def names(folder):
     return {p for p in found if p[0] != 'tensorboard' and p[1:] != ('step-000000',)}
 
 
+def one_line(r, *words):
+    assert r.returncode == 1 and 'Traceback' not in r.stderr, r.stderr
+    last = r.stderr.splitlines()[-1]
+    assert last.startswith('compassrl: ') and all(w in last for w in words), r.stderr
+
+
 def expect_the_same(folder, whole):
     assert content(folder) == content(whole)
     assert names(folder) == names(whole)
@@ -98,6 +104,22 @@ def begin_or_resume(folder, hook):
     "As a script does that is started again and again"
     words = ['resume', folder] if (folder / 'config.json').exists() else ['train', *TINY]
     return cli(*words, *(['--run-dir', folder] if words[0] == 'train' else []), hook=hook)
+
+
+def test_the_same_words_go_on_before_the_first_checkpoint(whole, tmp_path):
+    "`train` again, as a queue does it: the same run goes on, another one is refused"
+    folder, checkpoints = tmp_path / 'run', tmp_path / 'run/checkpoints'
+    again = ['train', *TINY, '--run-dir', folder]
+    for n in (3, 30, 80):
+        r = cli(*again, hook=partial(Killer, n, under=folder))
+        assert r.returncode == -signal.SIGKILL, r.stderr
+        assert not list(checkpoints.glob('step-*')), 'the test lost its bite'
+    before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
+    one_line(cli(*again, '--seed', '1'), 'go on with `compassrl resume')
+    assert before == {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
+    r = cli(*again)
+    assert r.returncode == 0, r.stderr
+    expect_the_same(folder, whole[0])
 
 
 def some(n, seed, k):
@@ -132,12 +154,6 @@ def test_killed_again_and_again(whole, tmp_path):
     expect_the_same(folder, whole[0])
 
 
-def one_line(r, *words):
-    assert r.returncode == 1 and 'Traceback' not in r.stderr, r.stderr
-    last = r.stderr.splitlines()[-1]
-    assert last.startswith('compassrl: ') and all(w in last for w in words), r.stderr
-
-
 def test_a_full_disk_at_operations(whole, tmp_path):
     "One line, nothing lost: with room again it goes on to the same end"
     folder, operations = whole
@@ -168,7 +184,7 @@ def test_a_folder_that_may_not_be_written(whole, tmp_path):
     folder = shutil.copytree(whole[0], tmp_path / 'run')
     hook = partial(Refusing, 1, errno.EROFS, under=folder)
     one_line(cli('resume', folder, '--steps', '3', hook=hook), str(folder), 'Read-only file')
-    one_line(cli('report', folder, hook=hook), str(folder), 'Read-only file', 'report')
+    one_line(cli('report', folder, hook=hook), 'Read-only file')
     expect_the_same(folder, whole[0])
 
 
@@ -182,7 +198,9 @@ def test_an_evaluation_is_neither_repeated_nor_lost(whole, tmp_path):
     (folder / 'eval_after.json').write_text(json.dumps(marked))
     for name in ('eval_before.json', 'screen.json'):
         (folder / name).unlink()
-    assert cli('resume', folder).returncode == 0
+    r = cli('resume', folder)
+    assert r.returncode == 0
+    assert r.stdout.count('eval_before.json is missing: evaluating the starting weights') == 1
     assert json.loads((folder / 'eval_after.json').read_text()) == marked
     (folder / 'eval_after.json').write_bytes((whole[0] / 'eval_after.json').read_bytes())
     expect_the_same(folder, whole[0])
