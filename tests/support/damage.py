@@ -7,7 +7,7 @@ import shutil
 
 from compassrl.train.manifest import seal
 
-FLIPS = int(os.environ.get('FLIPS', 100))  # of each kind; FLIPS=1000 for the whole proof
+FLIPS = int(os.environ.get('FLIPS', 1000))  # of each kind
 
 
 def reseal(path, drop=(), **changes):
