@@ -58,17 +58,23 @@ def none_usable(root: Path) -> CheckpointError:
 
 
 # %% ../../nbs/train/08_folders.ipynb #f9183c9e
+def _remove(path):  # as far as it can be
+    if path.is_symlink():
+        path.unlink(missing_ok=True)  # what it leads to is not ours
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def discard(path: Path):
     "Under a name that nothing reads, then away; what resists is tried again by the next save"
     gone = path.with_name(f'.tmp-gone-{uuid.uuid4().hex[:8]}')
     os.replace(path, gone)  # needs no room, which a full disk has not
-    shutil.rmtree(gone, ignore_errors=True)
+    _remove(gone)
 
 
 def remove_leftovers(root: Path):
     "Removes what killed saves have left"
     for p in root.glob('.tmp-*'):
-        shutil.rmtree(p, ignore_errors=True)
+        _remove(p)
 
 
 def publish(tmp: Path, path: Path):

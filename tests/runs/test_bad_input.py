@@ -335,8 +335,8 @@ def test_places_for_results(tmp_path):
     for place, words in (
         ('a' * 5000, 'name too long'),
         ('a/' * 3000, 'name too long'),
-        ('file', 'not empty'),
-        ('full', 'resume full'),
+        ('file', 'Not a directory'),
+        ('full', 'holds no run'),
         ('file/below', 'choose another'),
         ('/proc/nosuch', 'choose another'),
     ):
