@@ -7,7 +7,6 @@ out."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import time
 from contextlib import contextmanager
@@ -72,7 +71,8 @@ class Run:
         if c.trace_every and (step % c.trace_every == 0 or step == 1):
             self.trace(step, m, samples, batch)
         m['time_checkpoint_s'] = 0.0
-        saves = last or self.stop.asked or c.save_every and step % c.save_every == 0
+        stops = self.stop.asked  # read once: who asks from now on waits for the next step
+        saves = last or stops or c.save_every and step % c.save_every == 0
         at = self.log.row(m, room=24 if saves else 0)
         if saves:
             t = time.perf_counter()
@@ -82,7 +82,7 @@ class Run:
             f'reward {m["reward_mean"]:.2f}, zero variance {m["zero_variance_frac"]:.2f}, '
             f'entropy {m["entropy"]:.2f}, {m["tokens"] / m["time_step_s"]:,.0f} tok/s'
         )
-        if self.stop.asked:
+        if stops:
             self.engines.checkpoints.wait()
             raise Stop
 

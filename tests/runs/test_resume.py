@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from compassrl.runs.cli import main
+from compassrl.runs.log import Log
+from compassrl.train.checkpoint import latest_checkpoint
 from tests.support import fork_server as forked
 from tests.support.file_events import FileEvents, Killer, Refusing
 
@@ -186,6 +188,29 @@ def test_a_folder_that_may_not_be_written(whole, tmp_path):
     one_line(cli('resume', folder, '--steps', '3', hook=hook), str(folder), 'Read-only file')
     one_line(cli('report', folder, hook=hook), 'Read-only file')
     expect_the_same(folder, whole[0])
+
+
+def asks_after_the_first_row():
+    row = Log.row
+
+    def asking(log, metrics, over=None, room=0):
+        at = row(log, metrics, over, room)
+        if metrics['step'] == 1 and over is None:
+            os.kill(os.getpid(), signal.SIGINT)
+        return at
+
+    Log.row = asking
+
+
+def test_asked_to_stop_between_a_row_and_its_checkpoint(tmp_path):
+    "It stops after the next step, with a checkpoint of all its rows"
+    r = cli(
+        *['train', *TINY, '--save-every', '0', '--steps', '3', '--run-dir', tmp_path / 'run'],
+        hook=asks_after_the_first_row,
+    )
+    assert r.returncode == 130, r.stderr
+    assert len((tmp_path / 'run/metrics.jsonl').read_text().splitlines()) == 2
+    assert latest_checkpoint(tmp_path / 'run/checkpoints').name == 'step-000002'
 
 
 # ---- evaluations are done once
