@@ -21,10 +21,10 @@ import torch
 from ..config import TrainConfig
 from .plan import machines, num_gpus, plan
 from .scripts import node_script, slurm_script
+from ..runs.before import new_folder
 from ..runs.cli import parse_resume
 from ..runs.curves import plot_curves, read_metrics, read_rows
 from ..runs.log import write_json
-from ..runs.run import new_folder
 
 # %% auto #0
 __all__ = ['Launched', 'launch', 'resume', 'status', 'follow', 'watch', 'report_parts', 'launch_on']

@@ -140,7 +140,7 @@ def _server(p, on, i):  # the i-th server: its node, its GPUs there, its port
     ]
 
 
-_what = """if compgen -G "$run/checkpoints/step-*" > /dev/null
+_what = """if [ -f "$run/config.json" ]
 then what=(resume "$run"{urls})
 else what=(train "$config" --run-dir "$run"{urls}{sync}); fi
 """

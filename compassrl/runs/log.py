@@ -18,7 +18,6 @@ from typing import Literal
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from ..files import read_data
 from ..records import Metrics
 
 # %% auto #0
@@ -27,9 +26,8 @@ __all__ = [
     'logger',
     'replace_text',
     'write_json',
-    'rows_until',
+    'check_rows',
     'keep_until',
-    'check_files',
     'set_level',
     'say',
     'Progress',
@@ -49,50 +47,37 @@ def write_json(path: Path, d):
     replace_text(path, json.dumps(d, indent=2) + '\n')
 
 
-def rows_until(
-    path: Path,  # JSONL with a `step` in each row
-    step: float = math.inf,
-) -> list[bytes]:  # lines; [] if there is no such file
-    "Rows up to a step; a torn last one is left out. Raises ValueError that names a damaged line"
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kept = []
-    for i, line in enumerate(lines, 1):
-        try:
-            if json.loads(line)['step'] <= step and line.endswith(b'\n'):
-                kept.append(line)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            if i < len(lines):
-                raise ValueError(
-                    f'{path} line {i}: {line[:40]!r} is not a row with a step: remove it'
-                ) from None
-    return kept
+def _rows(path):  # each whole line and its step; what a kill cut short at the end is left out
+    with open(path, 'rb') as f:
+        for n, line in enumerate(f, 1):
+            if not line.endswith(b'\n'):
+                return
+            try:
+                step = json.loads(line)['step']
+                if type(step) is not int:
+                    raise TypeError(step)
+            except (ValueError, TypeError, KeyError, RecursionError):
+                what = f'{path} line {n}: {line[:40]!r} is not a row with a step'
+                raise ValueError(f'{what}: the file is damaged, remove that line') from None
+            yield line, step
+
+
+def check_rows(path: Path):
+    "Raises ValueError that names a damaged line"
+    for _ in _rows(path) if path.exists() else ():
+        pass
 
 
 def keep_until(
     path: Path,  # made if it does not exist
     step: int,
 ):
-    "Drop rows of later steps and a torn last line, which a killed run may have left behind"
-    replace_text(path, b''.join(rows_until(path, step)).decode())
-
-
-_parts = 'machine', 'eval_before', 'timings', 'rollout', 'screen'
-
-
-def check_files(folder: Path):
-    """Of a run that goes on: what would be missed at its end is asked for now. Raises ValueError
-    that names the file"""
-    for name in _parts:
-        path = folder / f'{name}.json'
-        if name == 'eval_before' or path.exists():
-            d = read_data(path, 'copy it from a backup, or start the run anew')
-            if not isinstance(d, list if name == 'screen' else dict):
-                raise ValueError(f'{path}: {d!r:.40} is not what a run writes: copy it again')
-    before = read_data(folder / 'eval_before.json')
-    if not isinstance(before.get('avg'), float):
-        raise ValueError(f'{folder}/eval_before.json has no number `avg`: copy it from a backup')
-    for name in ('metrics', 'trace', 'cold_start'):
-        rows_until(folder / f'{name}.jsonl')
+    """Drop rows of later steps and a torn last line, which a killed run may have left behind.
+    Raises ValueError that names a damaged line"""
+    new = path.with_name(f'.{path.name}.tmp')
+    with open(new, 'wb') as f:
+        f.writelines(line for line, at in (_rows(path) if path.exists() else ()) if at <= step)
+    os.replace(new, path)
 
 
 # %% ../../nbs/runs/10_log.ipynb #2ba82d72
@@ -166,10 +151,15 @@ class Log:
         self,
         metrics: Metrics,
         over: int | None = None,  # where the row begins that is written again; None = a new one
+        room: int = 0,  # characters that it may become longer; a full disk must not cut it then
     ) -> int:  # where it begins
         "One step in metrics.jsonl and for TensorBoard"
+        text, width = json.dumps(metrics), room
+        if over is not None:
+            self.metrics.seek(over)
+            width = len(self.metrics.readline()) - 1 - len(text)
         at = self.metrics.seek(0, os.SEEK_END) if over is None else self.metrics.seek(over)
-        self.metrics.write(json.dumps(metrics) + '\n')
+        self.metrics.write(text + ' ' * width + '\n')
         self.metrics.truncate()
         self.metrics.flush()
         if over is None:

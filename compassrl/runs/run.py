@@ -7,40 +7,43 @@ out."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import time
-from collections import Counter
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
-from ..algo.zero_variance import rightness, screen
 from ..config import TrainConfig, read_run_config
-from ..data.tokenizer import save_tokenizer
-from ..experience import requests_of, sample_columns
 from ..judges.model import make_judge
 from ..judges.reward_files import keep_reward_files
 from ..loop import Stop, fit
-from ..model.policy import Policy
-from ..model.pretrained import save_pretrained, write_pretrained
+from ..model.pretrained import write_pretrained
 from ..records import Batch, Metrics, Sample
 from ..rollout.partial import PartialResponses
+from compassrl.runs.before import (
+    check_files,
+    check_origin,
+    has_begun,
+    new_folder,
+    note_origin,
+    read_part,
+    screened,
+    start_policy,
+)
+from .curves import read_metrics
 from .data import Data, load, resolve
 from .eval_sets import eval_json, eval_lines, evaluate_sets
-from .factory import Engines, open_engines, prepare, train_engines
-from .facts import machine_info
-from .log import Log, Progress, check_files, say, write_json
+from .factory import Engines, open_engines, prepare
+from .log import Log, say, write_json
 from .report import write_report
-from .stop import locked, stoppable
+from .stop import disk_told, locked, stoppable
 from .trace import trace_rows
 from ..train.checkpoint import load_checkpoint, save_checkpoint
-from ..train.sft import cold_start
-from ..train.torch_engine import TorchTrain
+from ..train.folders import found_checkpoints, remove_leftovers
+from ..train.manifest import makes_sense
+from ..train.state import TornCheckpoint
 
 # %% auto #0
-__all__ = ['may_change', 'Run', 'new_folder', 'start_run', 'resume_run']
+__all__ = ['may_change', 'Run', 'start_run', 'resume_run']
 
 
 # %% ../../nbs/runs/12_run.ipynb #913468ab
@@ -54,8 +57,7 @@ class Run:
         self.cfg, self.folder, self.data = cfg, folder, data
         part = cfg.schedule.partial_tokens
         self.partial_responses = PartialResponses(part) if part else None
-        saver = train_engines[cfg.train_engine].saver
-        self.stop = stoppable(folder, lambda: bool(saver.newest(folder / 'checkpoints')))
+        self.stop = stoppable(folder)
 
     @property
     def source(self) -> Path:  # Hugging Face checkpoint of the policy before RL
@@ -69,8 +71,10 @@ class Run:
         if c.trace_every and (step % c.trace_every == 0 or step == 1):
             self.trace(step, m, samples, batch)
         m['time_checkpoint_s'] = 0.0
-        at = self.log.row(m)
-        if last or self.stop.asked or c.save_every and step % c.save_every == 0:
+        stops = self.stop.asked  # read once: who asks from now on waits for the next step
+        saves = last or stops or c.save_every and step % c.save_every == 0
+        at = self.log.row(m, room=24 if saves else 0)
+        if saves:
             t = time.perf_counter()
             self.save(step)
             self.log.row(m | dict(time_checkpoint_s=time.perf_counter() - t), at)
@@ -78,7 +82,7 @@ class Run:
             f'reward {m["reward_mean"]:.2f}, zero variance {m["zero_variance_frac"]:.2f}, '
             f'entropy {m["entropy"]:.2f}, {m["tokens"] / m["time_step_s"]:,.0f} tok/s'
         )
-        if self.stop.asked:
+        if stops:
             self.engines.checkpoints.wait()
             raise Stop
 
@@ -109,15 +113,25 @@ class Run:
         self.engines.checkpoints.save(step)
 
     def load(self) -> int:  # the step after which it goes on
-        step, root = self.engines.checkpoints.load(), self.folder / 'partial_responses'
-        if self.partial_responses:
-            self.partial_responses.load_state_dict(load_checkpoint(root / f'step-{step:06}')[1])
-            for p in root.glob('step-*'):  # of steps that are done again
-                if p.name > f'step-{step:06}':
-                    shutil.rmtree(p)
-        if (state := self.folder / 'rollout.json').exists():
-            self.engines.rollout.load_state_dict(json.loads(state.read_text()))
+        step = self.engines.checkpoints.load(self.load_beside)
+        root = self.folder / 'partial_responses'
+        for p in found_checkpoints(root):  # of steps that are done again
+            if p.name > f'step-{step:06}':
+                shutil.rmtree(p)
+        remove_leftovers(root)
+        if state := read_part(self.folder, 'rollout'):
+            self.engines.rollout.load_state_dict(state)
         return step
+
+    def load_beside(self, step: int):
+        "What a checkpoint of this step cannot do without. Raises TornCheckpoint"
+        if self.partial_responses:
+            path = self.folder / 'partial_responses' / f'step-{step:06}'
+            if not path.is_dir():
+                raise TornCheckpoint(f'{path}: missing: use an earlier checkpoint')
+            _, state = load_checkpoint(path)
+            with makes_sense(path):
+                self.partial_responses.load_state_dict(state)
 
     @contextmanager
     def judging(self):
@@ -138,24 +152,12 @@ class Run:
 
 
 # %% ../../nbs/runs/12_run.ipynb #68bb232d
-def new_folder(cfg: TrainConfig) -> Path:
-    "Where a new run goes; raises ValueError if something is there already"
-    folder = Path(cfg.run_dir or f'runs/{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}')
-    try:
-        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    except OSError as e:
-        raise ValueError(f'run_dir={str(folder)!r:.200}: {e.strerror}, choose another') from e
-    if taken:
-        raise ValueError(
-            f'run_dir={str(folder)!r} is not empty: '
-            f'choose another, or use `compassrl resume {folder}`'
-        )
-    return folder
-
-
 def start_run(cfg: TrainConfig) -> Path:  # the run directory
-    "Cold start, evaluation, RL, evaluation, report. Raises ValueError before anything is written"
+    """Cold start, evaluation, RL, evaluation, report. Goes on where the same run was killed before
+    its first checkpoint. Raises ValueError before anything is written"""
     cfg = resolve(cfg)
+    if has_begun(cfg):
+        return resume_run(cfg.run_dir)
     watch = prepare(cfg)
     run = Run(cfg, new_folder(cfg), load(cfg))
     folder, own = run.folder, run.data.own
@@ -163,64 +165,52 @@ def start_run(cfg: TrainConfig) -> Path:  # the run directory
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
-    with locked(folder), run.stop:
+    with disk_told(folder), locked(folder), run.stop:
         noted = keep_reward_files(own.files, folder / 'rewards') if own else {}
         rewards = dataclasses.replace(cfg.rewards, function_sha256=noted)
         run.cfg = cfg = dataclasses.replace(cfg, rewards=rewards)
         write_json(folder / 'config.json', dataclasses.asdict(cfg))
-        write_json(folder / 'machine.json', machine_info())
-        if not cfg.init_from:
-            _cold_start(run)
-        with run.judging(), open_engines(cfg, run.source, folder, watch) as run.engines:
-            run.engines.rollout.load_weights(run.engines.train.weights(), 0)
-            write_json(folder / 'eval_before.json', run.evaluate())
-            if cfg.zero_variance.screen_samples:
-                write_json(folder / 'screen.json', _screen(run))
+        return _go_on(run, watch)
+
+
+def _go_on(run, watch):  # from wherever it is to its end
+    c, folder = run.cfg, run.folder
+    note_origin(folder, c)
+    begins = not found_checkpoints(folder / 'checkpoints')
+    if begins and not c.init_from:
+        start_policy(c, run.data, folder, run.stop)
+    engines = open_engines(c, run.source, folder, watch)
+    with run.judging(), engines as run.engines, disk_told(folder):
+        _before_rl(run, begins)
+        if begins:
             run.save(0)
+            run.engines.checkpoints.wait()  # a row of metrics always has a checkpoint before it
             return _train(run, 0)
+        step = run.load()
+        if c.steps < step:
+            raise ValueError(f'steps={c.steps}: the run has done {step}, use at least that many')
+        if step < c.steps:
+            (folder / 'eval_after.json').unlink(missing_ok=True)  # of other weights
+        run.engines.rollout.load_weights(run.engines.train.weights(), step)
+        write_json(folder / 'config.json', dataclasses.asdict(c))
+        say(f'resuming {folder} after step {step}')
+        return _train(run, step)
 
 
-def _cold_start(run):  # a new policy, trained by the embedded engine, whatever trains it later
-    c, d = run.cfg, run.data
-    policy = Policy(c.policy, c.seed).to(c.device)
-    optim = dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1)
-    engine = TorchTrain(policy, optim, replay='off')
-    bar = Progress(c.cold_start.steps, 'cold start', lines=10)
-    with open(run.folder / 'cold_start.jsonl', 'w', buffering=1) as f, closing(bar):
-        for m in cold_start(engine, d.train, c.cold_start, d.tokenizer, c.seed):
-            f.write(json.dumps(m) + '\n')
-            bar.step(f'loss {m["loss"]:.3f}')
-            if run.stop.asked:
-                raise Stop
-    save_pretrained(policy, run.source)
-    save_tokenizer(d.tokenizer, run.source)
-
-
-# %% ../../nbs/runs/12_run.ipynb #260d7376
-def _screen(run):  # ids of the prompts that are worth asking (paper section 2.4.1; off by default)
-    c, d, num = run.cfg, run.data, run.cfg.zero_variance.screen_samples
-    asked, samples = Counter(), []
-    params = c.rollout.params(d.eos_id)
-    requests = requests_of(d.train, [num] * len(d.train), asked, params, c.seed, 'screen')
-    found = run.engines.rollout.generate(requests, whole_groups=True)
-    with closing(Progress(len(requests), 'screen', lines=10)) as bar:
-        for s in found:
-            run.judge.start(s)
-            samples.append(s)
-            bar.step()
-    run.judge.settle(samples)
-    run.judge.measured()  # of no step
-    _, group, valid, _ = sample_columns(samples, asked)
-    right = torch.tensor([rightness(s.verdict) for s in samples])
-    kept = [id for id, k in zip(asked, screen(right, group, valid).tolist()) if k]
-    say(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
-    if len(kept) < c.prompts_per_step:
-        raise ValueError(
-            f'zero_variance.screen_samples={num} leaves {len(kept)} prompts for prompts_per_step='
-            f'{c.prompts_per_step}: lower that, give more prompts, or screen with more samples; '
-            f'the cold start is kept, go on from it with init_from={run.source}'
-        )
-    return kept
+def _before_rl(run, begins):  # the train engine still holds the weights that the run starts from
+    c, folder, e = run.cfg, run.folder, run.engines
+    evaluated, chosen = (read_part(folder, name) for name in ('eval_before', 'screen'))
+    screens = c.zero_variance.screen_samples and chosen is None
+    if begins or screens or evaluated is None:
+        e.rollout.load_weights(e.train.weights(), 0)
+    if evaluated is None:
+        if not begins:
+            say(f'{folder}/eval_before.json is missing: evaluating the starting weights again')
+        write_json(folder / 'eval_before.json', run.evaluate())
+    if screens:
+        write_json(folder / 'screen.json', screened(run))
+        # without what the engine keeps of the prompts: a resume that reads the file has none of it
+        e.rollout.load_weights(e.train.weights(), 0)
 
 
 # %% ../../nbs/runs/12_run.ipynb #46da9c56
@@ -231,7 +221,8 @@ def resume_run(
     folder: str | Path,
     cfg: TrainConfig | None = None,  # another total of `steps`, layout or servers; None = as before
 ) -> Path:
-    "Go on from the newest whole checkpoint, as if without a break. Raises ValueError"
+    """Go on from the newest checkpoint that can be used, as if without a break; without one from
+    what there is of the cold start and the evaluation. Raises ValueError"""
     folder = Path(folder)
     before = read_run_config(folder)
     cfg = cfg or before
@@ -241,23 +232,18 @@ def resume_run(
                 f'{f.name} is another than that of {folder}: '
                 f'a run goes on with other {may_change} alone'
             )
+    check_origin(folder, cfg)
+    check_files(folder)
+    if read_metrics(folder) and not found_checkpoints(folder / 'checkpoints'):
+        raise ValueError(
+            f'{folder}: metrics.jsonl has steps, but {folder / "checkpoints"} has no checkpoint: '
+            'put that folder back, or begin another run'
+        )
     watch = prepare(cfg)
-    with locked(folder):
+    with disk_told(folder), locked(folder):
         run = Run(cfg, folder, load(cfg, folder))
-        saver = train_engines[cfg.train_engine].saver
-        saver.newest(folder / 'checkpoints', required=True)  # refused before engines start
-        check_files(folder)
-        engines = open_engines(cfg, run.source, folder, watch)
-        with run.stop, run.judging(), engines as run.engines:
-            step = run.load()
-            if cfg.steps < step:
-                raise ValueError(
-                    f'steps={cfg.steps}: the run has done {step}, use at least that many'
-                )
-            run.engines.rollout.load_weights(run.engines.train.weights(), step)
-            write_json(folder / 'config.json', dataclasses.asdict(cfg))
-            say(f'resuming {folder} after step {step}')
-            return _train(run, step)
+        with run.stop:
+            return _go_on(run, watch)
 
 
 # %% ../../nbs/runs/12_run.ipynb #566690e0
@@ -266,16 +252,17 @@ def _train(run, start):  # the loop and what comes after it
     run.log = Log(folder, start, c.steps)
     prompts = d.train
     if c.zero_variance.screen_samples:
-        kept = set(json.loads((folder / 'screen.json').read_text()))
+        kept = set(read_part(folder, 'screen'))
         prompts = [p for p in prompts if p.id in kept]
     more = start, e.reference, run.judge, run.partial_responses
     try:
         fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, *more)
     finally:
         run.log.close()
-    before = json.loads((folder / 'eval_before.json').read_text())
-    after = run.evaluate()
-    write_json(folder / 'eval_after.json', after)
+    before, after = (read_part(folder, f'eval_{when}') for when in ('before', 'after'))
+    if after is None or after.get('step') != c.steps:  # a kill came between it and the report
+        after = run.evaluate() | dict(step=c.steps)
+        write_json(folder / 'eval_after.json', after)
     write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()
     write_report(folder)

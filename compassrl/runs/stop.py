@@ -5,12 +5,14 @@
 # %% ../../nbs/runs/11_stop.ipynb #71b56ca1
 from __future__ import annotations
 
+import errno
 import os
 import signal
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
+
+from safetensors import SafetensorError
 
 from .process import world
 
@@ -20,7 +22,7 @@ except ImportError:
     fcntl = None  # Windows
 
 # %% auto #0
-__all__ = ['launcher', 'stoppable', 'locked']
+__all__ = ['launcher', 'stoppable', 'locked', 'disk_told']
 
 
 # %% ../../nbs/runs/11_stop.ipynb #be23c828
@@ -38,9 +40,8 @@ class stoppable:
     def __init__(
         self,
         folder: Path,  # of the run
-        resumable: Callable[[], bool],  # is there a checkpoint to go on from?
     ):
-        self.folder, self.resumable, self.asked = folder, resumable, False
+        self.folder, self.asked = folder, False
 
     def ask(self, signum=None, frame=None):
         "What a signal calls"
@@ -57,12 +58,8 @@ class stoppable:
     def __exit__(self, kind, error, tb):
         for s, handler in self.old.items():
             signal.signal(s, handler)
-        if not kind or not issubclass(kind, KeyboardInterrupt):
-            return
-        if self.resumable():
+        if kind and issubclass(kind, KeyboardInterrupt):
             print(f'stopped; go on with: {launcher()} resume {self.folder}')
-        else:
-            print(f'stopped before the first checkpoint: nothing to resume in {self.folder}')
 
 
 # %% ../../nbs/runs/11_stop.ipynb #c38fa18d
@@ -83,3 +80,27 @@ def locked(
         f.write(f'{os.getpid()}\n')
         f.flush()  # whom to ask to stop
         yield
+
+
+# %% ../../nbs/runs/11_stop.ipynb #7c0e2a29
+_disk = {'ENOSPC', 'EDQUOT', 'EFBIG', 'EROFS', 'EACCES', 'EPERM', 'EIO'}
+
+
+@contextmanager
+def disk_told(
+    folder: Path,  # of a run
+    command: str = 'resume',  # what to do when there is room again
+):
+    "Around all that writes: what the disk refuses becomes a ValueError of one line"
+    try:
+        yield
+    except (OSError, SafetensorError) as e:
+        why = str(e).splitlines()[0]
+        if isinstance(e, OSError):
+            if errno.errorcode.get(e.errno) not in _disk:
+                raise
+            why = f'{e.filename}: {e.strerror}' if e.filename else e.strerror
+        raise ValueError(
+            f'{folder}: {why}: free space or make it writable, '
+            f'then go on with: {launcher()} {command} {folder}'
+        ) from e

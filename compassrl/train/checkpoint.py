@@ -5,207 +5,53 @@
 # %% ../../nbs/train/04_checkpoint.ipynb #b9e122ad
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import re
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 
 import safetensors.torch as st
 import torch
 
 from ..model.pretrained import weight_parts
-from .state import CheckpointError, TornCheckpoint, decode_state, encode_state
+from compassrl.train.folders import (
+    discard,
+    first_usable,
+    found_checkpoints,
+    later_ones,
+    none_usable,
+    publish,
+    remove_leftovers,
+)
+from compassrl.train.manifest import (
+    makes_sense,
+    read_file,
+    read_manifest,
+    seal,
+    sync_path,
+    verify_files,
+    write_file,
+)
+from .state import CheckpointError, decode_state, encode_state
 
 # %% auto #0
-__all__ = [
-    'FORMAT',
-    'VERSION',
-    'seal',
-    'sync_path',
-    'unseal',
-    'found_checkpoints',
-    'newest_whole',
-    'discard',
-    'remove_leftovers',
-    'publish',
-    'save_checkpoint',
-    'load_checkpoint',
-    'latest_checkpoint',
-]
+__all__ = ['FORM', 'save_checkpoint', 'load_checkpoint', 'latest_checkpoint']
 
 # %% ../../nbs/train/04_checkpoint.ipynb #c236bf65
-FORMAT, VERSION = 'compassrl-checkpoint', 1
-
-
-def _sha(data):
-    return hashlib.sha256(data).hexdigest()
-
-
-def seal(body: dict) -> tuple[str, bytes]:  # a manifest's hash of itself, and its bytes
-    h = _sha(json.dumps(body, sort_keys=True).encode())
-    return h, json.dumps({**body, 'sha256': h}, sort_keys=True, indent=1).encode()
-
-
-# %% ../../nbs/train/04_checkpoint.ipynb #fa30b3f4
-def sync_path(path: Path):
-    "Makes a file durable, or the names in a folder; Windows has no such call"
-    if os.name == 'nt':
-        return
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write(path, data):  # a new file, on the disk when this returns -> its entry in the manifest
-    with open(path, 'xb') as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    return dict(bytes=len(data), sha256=_sha(data))
+FORM = 'compassrl-checkpoint', 1  # format and version
 
 
 def _fill(folder, step, tree, tensors, shard_bytes):  # all files of a checkpoint, the manifest last
     state = json.dumps(tree, allow_nan=False).encode()
-    files = {'state.json': _write(folder / 'state.json', state)}
+    files = {'state.json': write_file(folder / 'state.json', state)}
     for i, part in enumerate(weight_parts(tensors.items(), shard_bytes)):
         # contiguous, on the CPU
         own = {n: torch.empty(t.shape, dtype=t.dtype).copy_(t) for n, t in part}
         name = f'tensors-{i:05}.safetensors'
-        files[name] = _write(folder / name, st.save(own))
-    body = dict(format=FORMAT, version=VERSION, step=step, files=files)
-    _write(folder / 'manifest.json', seal(body)[1])
+        files[name] = write_file(folder / name, st.save(own))
+    body = dict(format=FORM[0], version=FORM[1], step=step, files=files)
+    write_file(folder / 'manifest.json', seal(body)[1])
     sync_path(folder)
-
-
-# %% ../../nbs/train/04_checkpoint.ipynb #df5d598c
-# .old: being replaced by another save of the same step
-_name = re.compile(r'step-(\d{6,})(\.old)?')
-
-
-def _step(path):
-    return int(_name.fullmatch(path.name)[1])
-
-
-def _bytes(path):  # of a file that must be there
-    def torn(what):
-        return TornCheckpoint(f'{path.parent.name}/{path.name}: {what}: use an earlier checkpoint')
-
-    try:
-        return path.read_bytes(), torn
-    except PermissionError as e:
-        raise CheckpointError(f'{path}: {e.strerror}: make it readable') from e
-    except FileNotFoundError:
-        raise torn('the file is missing') from None
-    except OSError as e:
-        raise torn(e.strerror) from e
-
-
-def unseal(path: Path) -> tuple[dict, bytes]:  # a manifest's body, and its bytes
-    "Raises TornCheckpoint if the body has not the hash that it says"
-    data, torn = _bytes(path / 'manifest.json')
-    try:
-        body = json.loads(data)
-        said = body.pop('sha256')
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        raise torn('not a manifest') from None
-    if (own := seal(body)[0]) != said:
-        raise torn(f'sha256 {own[:12]} where it says {str(said)[:12]}')
-    return body, data
-
-
-def _manifest(path):  # verified by its own hash, byte for byte
-    body, data = unseal(path)
-    if data != seal(body)[1]:
-        raise TornCheckpoint(f'{path.name}/manifest.json: changed: use an earlier checkpoint')
-    if (body['format'], body['version']) != (FORMAT, VERSION):
-        raise CheckpointError(
-            f'{path.name}: {body["format"]} version {body["version"]}, but this release reads '
-            f'{FORMAT} version {VERSION}: use the release that wrote it'
-        )
-    if _name.fullmatch(path.name) and _step(path) != body['step']:
-        why = f"step {body['step']} under another step's name"
-        raise TornCheckpoint(f'{path.name}/manifest.json: {why}: use an earlier checkpoint')
-    return body
-
-
-def _read(path, entry):  # bytes of one file, verified
-    data, torn = _bytes(path)
-    if len(data) != entry['bytes']:
-        raise torn(f'{len(data):,} bytes where the manifest says {entry["bytes"]:,}')
-    if (h := _sha(data)) != entry['sha256']:
-        raise torn(f'sha256 {h[:12]} where the manifest says {entry["sha256"][:12]}')
-    return data
-
-
-def _verify(path):  # raises unless every file is what the manifest says
-    for name, entry in _manifest(path)['files'].items():
-        _read(path / name, entry)
-
-
-def found_checkpoints(root: Path) -> list[Path]:
-    "Folders that claim to be checkpoints, newest first"
-    if not root.is_dir():
-        return []
-    found = [p for p in root.iterdir() if _name.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=lambda p: (_step(p), p.suffix == ''), reverse=True)
-
-
-def newest_whole(root: Path, verify: Callable[[Path], object]) -> Path | None:
-    "The first that `verify` does not call torn; the others are named in a printed line each"
-    for p in found_checkpoints(root):
-        try:
-            verify(p)
-            return p
-        except TornCheckpoint as e:
-            print(f'skipped a torn checkpoint: {e}')
-    return None
-
-
-def discard(path: Path):
-    "Under a name that nothing reads, then away; what resists is tried again by the next save"
-    gone = Path(tempfile.mkdtemp(prefix='.tmp-gone-', dir=path.parent))
-    os.replace(path, gone / path.name)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-# %% ../../nbs/train/04_checkpoint.ipynb #fe5d5a9b
-def _refuse_rollback(root, step):  # torn checkpoints of later steps may go, good ones never
-    later = [p for p in found_checkpoints(root) if _step(p) > step]
-    for p in later:
-        try:
-            _verify(p)
-        except TornCheckpoint:
-            continue
-        raise CheckpointError(
-            f'step {step} is older than {p.name} in {root}: '
-            'resume from that one, move it away, or use another folder'
-        )
-    return later
-
-
-def remove_leftovers(root: Path):
-    "Removes what killed saves have left"
-    for p in root.glob('.tmp-*'):
-        shutil.rmtree(p, ignore_errors=True)
-
-
-def publish(tmp: Path, path: Path):
-    "A complete folder gets its name; one that has it keeps, meanwhile, a name that is read"
-    old = path.with_name(f'{path.name}.old')
-    if path.exists():
-        if old.exists():
-            discard(old)
-        os.replace(path, old)
-    os.replace(tmp, path)
-    sync_path(path.parent)
-    if old.exists():
-        discard(old)
 
 
 def _save(root, step, tree, tensors, shard_bytes):  # written aside, synced, renamed
@@ -225,13 +71,18 @@ def _save(root, step, tree, tensors, shard_bytes):  # written aside, synced, ren
     return path
 
 
-# %% ../../nbs/train/04_checkpoint.ipynb #55331e83
+def _verify(path):  # raises unless every file is what the manifest says
+    verify_files(path, read_manifest(path, FORM)['files'])
+
+
+# %% ../../nbs/train/04_checkpoint.ipynb #04b5ee9d
 def save_checkpoint(
     root: str | Path,  # folder of a run's checkpoints; one process at a time saves here
     step: int,  # 0 or more
     state: dict,  # nested dict, list, tuple of tensors, int, float, str, bool, None
     keep: int = 2,  # how many checkpoints stay, this one included
     shard_bytes: int = 2**30,  # of a tensor file; a larger tensor has a file of its own
+    skipped: Collection[Path] = (),  # later ones that a resume could not use; they make room
 ) -> Path:  # root/step-000123, complete and on the disk
     """All of `state` or nothing, whatever happens on the way. Raises CheckpointError for a state
     that cannot be saved, a full disk, a good checkpoint of a later step in `root`"""
@@ -244,7 +95,7 @@ def save_checkpoint(
     root = Path(root)
     tree, tensors = encode_state(state)
     try:
-        later = _refuse_rollback(root, step)
+        later = later_ones(root, step, _verify, skipped)
         path = _save(root, step, tree, tensors, shard_bytes)
         for p in later:
             discard(p)
@@ -270,14 +121,18 @@ def load_checkpoint(
     if inside and not (path / 'manifest.json').exists():
         names = ', '.join(p.name for p in inside)
         raise CheckpointError(f'{path} holds checkpoints and is none: give one of {names}')
-    body, tensors = _manifest(path), {}
-    for name, entry in body['files'].items():
-        data = _read(path / name, entry)
-        if name == 'state.json':
-            tree = json.loads(data)
-        else:  # a copy lies in memory as torch aligns it
-            tensors |= {n: t.clone() for n, t in st.load(data).items()}
-    return body['step'], decode_state(tree, tensors)
+    body, tree, tensors = read_manifest(path, FORM), None, {}
+    with makes_sense(path):
+        for name, entry in body['files'].items():
+            data = read_file(path / name, entry)
+            if name == 'state.json':
+                tree = json.loads(data)
+            else:  # a copy lies in memory as torch aligns it
+                tensors |= {n: t.clone() for n, t in st.load(data).items()}
+        state = decode_state(tree, tensors)
+        if not isinstance(state, dict):
+            raise TypeError(f'the state is a {type(state).__name__}')
+        return body['step'], state
 
 
 # %% ../../nbs/train/04_checkpoint.ipynb #5f856d48
@@ -287,9 +142,7 @@ def latest_checkpoint(
 ) -> Path | None:  # the newest checkpoint that is whole
     "Where to resume; a torn one is named in a printed line, and the one before is tried"
     root = Path(root)
-    path = newest_whole(root, _verify)
-    if path or not required:
-        return path
-    torn = f'no valid checkpoint ({len(found_checkpoints(root))} torn)'
-    why = torn if root.is_dir() else 'no such folder'
-    raise CheckpointError(f'{root}: {why}: check the path, or start without resuming')
+    path = first_usable(root, _verify)[0]
+    if path is None and required:
+        raise none_usable(root)
+    return path

@@ -6,11 +6,14 @@ it."""
 # %% ../../nbs/train/06_saver.ipynb #5957e35c
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from .state import check_shapes
+from .checkpoint import load_checkpoint, save_checkpoint
+from .folders import first_usable, none_usable, remove_leftovers
+from .manifest import makes_sense, step_of
+from .state import CheckpointError, check_shapes
 from .torch_engine import TorchTrain
 
 # %% auto #0
@@ -21,17 +24,13 @@ __all__ = ['Saver', 'WholeState', 'ShardedState']
 class Saver(Protocol):
     "Checkpoints of one train engine"
 
-    @staticmethod
-    def newest(root: Path, required: bool = False) -> Path | None:
-        "The newest that is whole; torn ones are named in a printed line. Raises CheckpointError"
-        ...
-
     def save(self, step: int):
         "After so many steps"
         ...
 
-    def load(self) -> int:
-        "The newest whole one into the engine; returns its step. Raises ValueError"
+    def load(self, beside: Callable[[int], object] = lambda step: None) -> int:
+        """The newest that can be used, into the engine; its step. `beside(step)` loads what belongs
+        to it and may raise TornCheckpoint. Raises CheckpointError where none can be used"""
         ...
 
     def wait(self):
@@ -39,51 +38,92 @@ class Saver(Protocol):
         ...
 
 
+def _newest(root, use):  # its step, and those that were skipped
+    path, step, skipped = first_usable(root, use)
+    if path is None:
+        raise none_usable(root)
+    remove_leftovers(root)
+    return step, skipped
+
+
 # %% ../../nbs/train/06_saver.ipynb #f70024a2
 class WholeState:
     "Of an engine whose state is in this process"
 
-    newest = staticmethod(latest_checkpoint)
-
     def __init__(self, engine: TorchTrain, root: Path, keep: int):
-        self.engine, self.root, self.keep = engine, root, keep
+        self.engine, self.root, self.keep, self.skipped = engine, root, keep, []
 
     def save(self, step: int):
-        save_checkpoint(self.root, step, self.engine.state_dict(), self.keep)
+        state = self.engine.state_dict()
+        save_checkpoint(self.root, step, state, self.keep, skipped=self.skipped)
+        self.skipped = []
 
-    def load(self) -> int:
-        step, state = load_checkpoint(self.newest(self.root, required=True))
-        check_shapes(self.engine.state_dict()['policy'], state['policy'])
-        self.engine.load_state_dict(state)
+    def load(self, beside: Callable[[int], object] = lambda step: None) -> int:
+        def use(path):
+            step, state = load_checkpoint(path)
+            beside(step)
+            with makes_sense(path):
+                _check_state(self.engine, state)
+                self.engine.load_state_dict(state)
+            return step
+
+        step, self.skipped = _newest(self.root, use)
         return step
 
     def wait(self):
         pass  # `save` has waited already
 
 
+def _check_state(engine, state):  # before anything is changed
+    own = engine.state_dict()
+    try:
+        check_shapes(own['policy'], state['policy'])
+    except CheckpointError as e:
+        raise ValueError(e) from e
+    if type(state['num_steps']) is not int:
+        raise TypeError(f'num_steps={state["num_steps"]!r}')
+    groups = [len(g['params']) for g in own['optimizer']['param_groups']]
+    if groups != [len(g['params']) for g in state['optimizer']['param_groups']]:
+        raise ValueError('the optimiser has other parameters')
+    params = [p for g in engine.optimizer.param_groups for p in g['params']]
+    for i, moments in state['optimizer']['state'].items():
+        shapes = {k: params[i].shape for k in ('exp_avg', 'exp_avg_sq')}
+        if {k: moments[k].shape for k in shapes} != shapes:
+            raise ValueError(f'moments of parameter {i} have another shape')
+
+
+# %% ../../nbs/train/06_saver.ipynb #781d5e93
 class ShardedState:
     "Of an engine on many ranks: each writes its part; another layout can read it"
 
-    @staticmethod
-    def newest(root: Path, required: bool = False) -> Path | None:
-        from compassrl.train.megatron.checkpoint import latest_sharded
-
-        return latest_sharded(root, required)
-
     def __init__(self, leader, root: Path, keep: int):
-        self.leader, self.root, self.keep = leader, root, keep
+        self.leader, self.root, self.keep, self.skipped = leader, root, keep, []
+
+    def _everywhere(self, fn, *args):  # a refusal is raised here, when all ranks are done with it
+        from compassrl.train.megatron.shards import attempt
+
+        result, refusal = self.leader.everywhere(attempt, fn, *args)
+        if refusal:
+            raise refusal
+        return result
 
     def save(self, step: int):  # begins to write, when the save before it is done
         from compassrl.train.megatron.checkpoint import save_sharded
 
-        self.leader.everywhere(save_sharded, self.root, step, self.keep)
+        self._everywhere(save_sharded, self.root, step, self.keep, self.skipped)
+        self.skipped = []
 
-    def load(self) -> int:
+    def load(self, beside: Callable[[int], object] = lambda step: None) -> int:
         from compassrl.train.megatron.checkpoint import load_sharded
 
-        return self.leader.everywhere(load_sharded, self.newest(self.root, required=True))
+        def use(path):
+            beside(step_of(path))
+            return self._everywhere(load_sharded, path)
+
+        step, self.skipped = _newest(self.root, use)
+        return step
 
     def wait(self):
         from compassrl.train.megatron.checkpoint import finish_save
 
-        self.leader.everywhere(finish_save)
+        self._everywhere(finish_save)

@@ -104,7 +104,8 @@ def cold_start(
     cfg: SFTConfig,
     tokenizer: Tokenizer,
     seed: int = 0,
-) -> Iterator[Metrics]:  # step, loss, tokens and grad_norm of every step
+    start: int = 0,  # steps that the engine has done already
+) -> Iterator[Metrics]:  # step, loss, tokens and grad_norm of every step after `start`
     "Supervised fine-tuning on the first `num_solutions` prompts, reshuffled every epoch"
     if not cfg.steps:
         return
@@ -124,5 +125,7 @@ def cold_start(
             gen = torch.Generator().manual_seed(derive_seed(seed, 'sft', step, len(order)))
             order += torch.randperm(len(pool), generator=gen).tolist()
         rows, order = order[: cfg.batch_size], order[cfg.batch_size :]
+        if step < start:
+            continue  # the order alone goes on
         metrics, _ = engine.update(select(full, rows), sft_loss, lr=cosine_lr(step, cfg))
         yield dict(step=step + 1, tokens=float(full.response_mask[rows].sum()), **metrics)

@@ -177,7 +177,8 @@ def test_node_script(host, tmp_path, config):
 
 @pytest.mark.parametrize('script', [slurm_script, node_script])
 def test_a_job_that_is_started_again_goes_on(script, tmp_path, config, monkeypatch):
-    (tmp_path / 'my runs/a/checkpoints/step-000020').mkdir(parents=True)
+    (tmp_path / 'my runs/a').mkdir(parents=True)  # killed before its first checkpoint
+    (tmp_path / 'my runs/a/config.json').write_text(json.dumps(asdict(BIG)))
     calls = run_script(
         script(BIG, 6, 8, 'my config.json', 'H200'),
         tmp_path,
@@ -191,7 +192,6 @@ def test_a_job_that_is_started_again_goes_on(script, tmp_path, config, monkeypat
         '--vllm.urls',
         *URLS,
     ]
-    (tmp_path / 'my runs/a/config.json').write_text(json.dumps(asdict(BIG)))
     monkeypatch.chdir(tmp_path)
     run, cfg = parse_resume(words[words.index('resume') + 1 :])
     assert run == 'my runs/a' and cfg == replace(BIG, vllm=replace(BIG.vllm, urls=tuple(URLS)))

@@ -335,8 +335,8 @@ def test_places_for_results(tmp_path):
     for place, words in (
         ('a' * 5000, 'name too long'),
         ('a/' * 3000, 'name too long'),
-        ('file', 'not empty'),
-        ('full', 'resume full'),
+        ('file', 'Not a directory'),
+        ('full', 'holds no run'),
         ('file/below', 'choose another'),
         ('/proc/nosuch', 'choose another'),
     ):
@@ -450,7 +450,8 @@ def cut(data):
 
 RUNS = [
     *[('config.json', how) for how in (torn, gone, binary, empty, deep, listed)],
-    *[('eval_before.json', how) for how in (torn, gone, binary, empty, deep, listed)],
+    *[('eval_before.json', how) for how in (torn, binary, empty, deep, listed)],
+    *[('eval_after.json', how) for how in (torn, binary, empty, deep, listed)],
     *[('machine.json', how) for how in (torn, binary, empty, deep, listed)],
     *[('timings.json', how) for how in (torn, binary, listed)],
     *[('metrics.jsonl', how) for how in (mixed, cut)],

@@ -2,6 +2,7 @@
 and never older than the last save that returned."""
 
 import errno
+import hashlib
 import json
 import multiprocessing
 import os
@@ -9,7 +10,6 @@ import random
 import shutil
 import signal
 import struct
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as hs
 
 import compassrl.train.checkpoint as ck
+import compassrl.train.manifest as mf
 from compassrl.train import state as states_module
 from compassrl.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from compassrl.train.folders import found_checkpoints
 from compassrl.train.state import (
     CheckpointError,
     TornCheckpoint,
@@ -29,6 +31,7 @@ from compassrl.train.state import (
     decode_state,
     encode_state,
 )
+from tests.support.file_events import Killer
 
 torch.set_num_threads(1)
 DTYPES = sorted(states_module._dtypes, key=str)
@@ -380,7 +383,13 @@ def test_messages_name_file_and_both_values(tmp_path, capsys, name):
         expect_torn(path, capsys, name, f'{len(good) + 1:,} bytes', f'{len(good):,}')
         bad = good[:-1] + bytes([good[-1] ^ 1])
         file.write_bytes(bad)
-        expect_torn(path, capsys, name, ck._sha(bad)[:12], ck._sha(good)[:12])
+        expect_torn(
+            path,
+            capsys,
+            name,
+            hashlib.sha256(bad).hexdigest()[:12],
+            hashlib.sha256(good).hexdigest()[:12],
+        )
     else:
         m = json.loads(good)
         m['step'] = 9
@@ -414,7 +423,7 @@ def test_all_torn(tmp_path, capsys):
     for p in tmp_path.iterdir():
         (p / 'state.json').unlink()
     assert latest_checkpoint(tmp_path) is None and len(capsys.readouterr().out.splitlines()) == 2
-    with pytest.raises(CheckpointError, match='no valid checkpoint .2 torn.*without resuming'):
+    with pytest.raises(CheckpointError, match='no valid checkpoint .2 torn.*begin another run'):
         latest_checkpoint(tmp_path, required=True)
 
 
@@ -424,7 +433,7 @@ def test_all_torn(tmp_path, capsys):
 def rewrite(path, **changes):  # a well-formed manifest that says something else
     m = json.loads((path / 'manifest.json').read_text())
     m.pop('sha256')
-    (path / 'manifest.json').write_bytes(ck.seal(m | changes)[1])
+    (path / 'manifest.json').write_bytes(mf.seal(m | changes)[1])
 
 
 @pytest.mark.parametrize(
@@ -437,7 +446,7 @@ def rewrite(path, **changes):  # a well-formed manifest that says something else
         ),
         (
             lambda d: latest_checkpoint(d / 'nowhere', required=True),
-            ['nowhere', 'no such folder', 'without resuming'],
+            ['nowhere', 'no such folder', 'begin another run'],
         ),
         (lambda d: save_checkpoint(d, 1, {}), ['step 1', 'step-000002', 'another folder']),
         (lambda d: save_checkpoint(d, -1, {}), ['step=-1', '0 or more']),
@@ -559,7 +568,7 @@ def test_a_torn_later_step_makes_room(tmp_path, capsys):
 
 def test_full_disk(tmp_path, monkeypatch):
     two(tmp_path)
-    write = ck._write
+    write = ck.write_file
     for full in ('state.json', 'tensors-00000.safetensors', 'manifest.json'):
 
         def fails(path, data):
@@ -568,7 +577,7 @@ def test_full_disk(tmp_path, monkeypatch):
             path.write_bytes(data[:3])
             raise OSError(errno.ENOSPC, 'No space left on device', str(path))
 
-        monkeypatch.setattr(ck, '_write', fails)
+        monkeypatch.setattr(ck, 'write_file', fails)
         with pytest.raises(
             CheckpointError, match='step 3 was not saved .No space left on device.*free space'
         ):
@@ -647,38 +656,6 @@ def check(path, tags=(0,)):
         and all((o['m'] == step + s['tag']).all() for o in s['opt'].values())
     )
     return step, s['tag']
-
-
-class Killer:
-    """SIGKILL before the n-th operation that touches the disk; with `half`, a file that is not
-    synced yet loses its second half"""
-
-    def __init__(self, n, half):
-        self.n, self.half, self.writing = n, half, None
-        fsync = os.fsync
-
-        def hooked(fd):
-            self.hit()
-            fsync(fd)
-            self.writing = None
-
-        os.fsync = hooked
-        sys.addaudithook(self.audit)
-
-    def hit(self):
-        self.n -= 1
-        if self.n > 0:
-            return
-        if self.half and self.writing:
-            os.truncate(self.writing, os.path.getsize(self.writing) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def audit(self, event, args):
-        if event == 'open' and isinstance(args[1], str) and args[1][0] in 'wxa':
-            self.hit()
-            self.writing = args[0]
-        elif event in ('os.rename', 'os.mkdir', 'os.rmdir', 'os.remove'):
-            self.hit()
 
 
 def child_nth(saver, root, log, steps, n, half):
@@ -789,7 +766,7 @@ def naive_save(
     for p in path.iterdir():
         p.unlink()
     ck._fill(path, step, *encode_state(state), 2**30)
-    for p in ck.found_checkpoints(Path(root))[1:]:
+    for p in found_checkpoints(Path(root))[1:]:
         shutil.rmtree(p)
 
 

@@ -5,53 +5,52 @@
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #7e22f1b4
 from __future__ import annotations
 
-import gc
 import json
-import os
-import pickle
-import queue
-import tempfile
 import uuid
+from collections.abc import Collection
 from dataclasses import asdict
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
-from compassrl.train.checkpoint import (
+from compassrl.train.folders import (
     discard,
+    first_usable,
     found_checkpoints,
-    newest_whole,
+    later_ones,
+    none_usable,
     publish,
     remove_leftovers,
-    seal,
-    sync_path,
-    unseal,
 )
+from ..manifest import file_entry, seal, sync_path, write_file
 from .cpu import megatron_calls
 from .engine import MegatronTrain
 from .passes import inner_optimizers
+from compassrl.train.megatron.shards import (
+    FORM,
+    ShardHashes,
+    WriterResults,
+    everyones,
+    keep_garbage_in_forks,
+    safe_reads,
+    together,
+    usable,
+    verify_sharded,
+    verify_shares,
+)
 from ..state import CheckpointError, TornCheckpoint
 
 # %% auto #0
-__all__ = [
-    'read_manifest',
-    'latest_sharded',
-    'keep_garbage_in_forks',
-    'Save',
-    'save_sharded',
-    'finish_save',
-    'load_sharded',
-]
+__all__ = ['latest_sharded', 'Save', 'save_sharded', 'finish_save', 'load_sharded']
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #7cd0a502
 _metadata = dict(
@@ -89,27 +88,16 @@ def _plain(config):
     return json.loads(json.dumps(asdict(config)))  # as it comes back from a file
 
 
-def _seal_folder(tmp, body):  # on rank 0, when every rank has written its files
-    files = {p.name: p.stat().st_size for p in sorted(tmp.iterdir())}
-    for name in files:
-        sync_path(tmp / name)
-    (tmp / 'manifest.json').write_bytes(seal(body | dict(files=files))[1])
-    sync_path(tmp / 'manifest.json')
-    sync_path(tmp)
-
-
-def read_manifest(
-    path: str | Path,  # one checkpoint
-) -> dict:  # step, num_steps, policy, layout, files and their sizes
-    "Raises TornCheckpoint if a file is missing or of another size than when it was written"
-    path = Path(path)
-    body, _ = unseal(path)
-    for name, size in body['files'].items():
-        found = (path / name).stat().st_size if (path / name).exists() else 'no file'
+def _seal_folder(tmp, body, written):  # on rank 0, when every rank has written its files
+    files = {}
+    for p in sorted(tmp.iterdir()):
+        sync_path(p)
+        files[p.name] = written.get(p.name) or file_entry(p)
+        found, size = p.stat().st_size, files[p.name]['bytes']
         if found != size:
-            why = f'{found} where the manifest says {size} bytes'
-            raise TornCheckpoint(f'{path}/{name}: {why}: use an earlier one')
-    return body
+            raise CheckpointError(f'{p}: {found:,} bytes on the disk, {size:,} were written')
+    write_file(tmp / 'manifest.json', seal(body | dict(files=files))[1])
+    sync_path(tmp)
 
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #cd7f9a6a
@@ -118,38 +106,13 @@ def latest_sharded(
     required: bool = False,  # raise CheckpointError instead of returning None?
 ) -> Path | None:  # the newest checkpoint that is whole
     "Where to resume; a torn one is named in a printed line, and the one before is tried"
-    path = newest_whole(Path(root), read_manifest)
+    path = first_usable(Path(root), verify_sharded)[0]
     if path is None and required:
-        raise CheckpointError(
-            f'{root}: no whole checkpoint: check the path, or start without resuming'
-        )
+        raise none_usable(Path(root))
     return path
 
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #2d1a8fa5
-@lru_cache
-def keep_garbage_in_forks():
-    "A dead process group, collected in a fork, waits for threads that the fork has not"
-    os.register_at_fork(after_in_child=gc.freeze)
-
-
-class _Results:  # of the writer, for this process
-    def __init__(self):
-        self.file = tempfile.TemporaryFile()  # both have it open
-
-    def put(self, x):
-        pickle.dump(x, self.file)
-        self.file.flush()
-
-    def get_nowait(self):
-        self.file.seek(0)
-        try:
-            return pickle.load(self.file)
-        except EOFError:
-            raise queue.Empty from None
-
-
-# %% ../../../nbs/train/megatron/09_checkpoint.ipynb #731c2e03
 def _on_first(fn):  # rank 0 does it, all wait, and all learn if it cannot
     said = ['']
     if dist.get_rank() == 0:
@@ -157,6 +120,8 @@ def _on_first(fn):  # rank 0 does it, all wait, and all learn if it cannot
             fn()
         except OSError as e:
             said = [f'{e}: free space or use another folder']
+        except CheckpointError as e:
+            said = [str(e)]
     dist.broadcast_object_list(said, 0)
     if said[0]:
         raise CheckpointError(said[0])
@@ -165,26 +130,33 @@ def _on_first(fn):  # rank 0 does it, all wait, and all learn if it cannot
 class Save:
     "A checkpoint on its way to the disk. Every rank asks it the same"
 
-    def __init__(self, engine, root, step, keep):
+    def __init__(self, engine, root, step, keep, skipped):
         self.root, self.path, self.keep, self.engine = root, root / f'step-{step:06}', keep, engine
+        self.step, self.skipped, self.hashes = step, skipped, ShardHashes()
         # of its own: writers of a killed run may still be at theirs
         names = [f'.tmp-{step:06}-{uuid.uuid4().hex[:8]}']
         dist.broadcast_object_list(names, 0)
         self.tmp, self.finished, self.queue = root / names[0], False, AsyncCallsQueue()
         _on_first(self._begin)
-        self.body = dict(step=step, num_steps=engine.num_steps, layout=engine.layout())
-        self.body['policy'] = _plain(engine.policy)
+        self.body = dict(format=FORM[0], version=FORM[1], step=step, num_steps=engine.num_steps)
+        self.body |= dict(layout=engine.layout(), policy=_plain(engine.policy))
         how = dict(async_sharded_save=True, content_metadata=_metadata)
-        with patch.object(filesystem_async, '_get_write_results_queue', _Results):
+        with patch.object(filesystem_async, '_get_write_results_queue', WriterResults):
             writer = TorchDistSaveShardedStrategy('torch_dist', 1, thread_count=1)
             request = dist_checkpointing.save(_sharded(engine), str(self.tmp), writer, **how)
         keep_garbage_in_forks()
+        if request.async_fn:  # None where this rank has nothing to write
+            request = request._replace(async_fn=partial(self.hashes.during, request.async_fn))
         # forks the writer, which sees this moment's weights for good
         self.queue.schedule_async_request(request)
 
     def _begin(self):
+        self.later = later_ones(self.root, self.step, verify_sharded, self.skipped)
         remove_leftovers(self.root)
         self.tmp.mkdir(parents=True)
+        probe = self.tmp / 'probe'  # a full disk is known before the ranks depend on each other
+        probe.write_bytes(bytes(2**20))
+        probe.unlink()
 
     def done(self) -> bool:
         "Is it on the disk? Does not wait"
@@ -208,13 +180,16 @@ class Save:
                 ) from e
             if self.queue.get_num_unfinalized_calls():
                 return False
+        self.written = {k: v for part in everyones(self.hashes.read()) for k, v in part.items()}
         _on_first(self._end)
         self.finished = True
         return True
 
     def _end(self):
-        _seal_folder(self.tmp, self.body)
+        _seal_folder(self.tmp, self.body, self.written)
         publish(self.tmp, self.path)
+        for p in self.later:
+            discard(p)
         for p in found_checkpoints(self.root)[self.keep :]:
             discard(p)
 
@@ -225,14 +200,16 @@ def save_sharded(
     root: str | Path,  # folder of checkpoints that every rank sees
     step: int,
     keep: int = 2,  # how many stay
+    skipped: Collection[Path] = (),  # later ones that a resume could not use; they make room
 ) -> Save:  # training may go on: it writes what was there at the call
-    "Begins to write `root/step-000123`, on every rank; waits for the save before it"
+    """Begins to write `root/step-000123`, on every rank; waits for the save before it. Raises
+    CheckpointError for a full disk, a good checkpoint of a later step in `root`"""
     if keep < 1:
         raise ValueError(f'keep={keep}: use at least 1')
     if engine.saving:
         engine.saving.wait()
     with megatron_calls():
-        engine.saving = Save(engine, Path(root), step, keep)
+        engine.saving = Save(engine, Path(root), step, keep, skipped)
     return engine.saving
 
 
@@ -264,9 +241,22 @@ def _check(engine, path, body):  # before anything is changed
     here, there = _plain(engine.policy), body['policy'].items()
     wrong = [f'{k}={v!r} there and {here.get(k)!r} here' for k, v in there if here.get(k) != v]
     if wrong:
-        raise CheckpointError(
+        raise TornCheckpoint(
             f'{path} is of another policy: {"; ".join(wrong)}: use the config it was saved with'
         )
+
+
+def _read(engine, path, optimizer):
+    state = dist_checkpointing.load(_sharded(engine, optimizer, True), str(path))
+    for i, m in enumerate(engine.chunks):
+        m.load_state_dict(state[f'model{i}'])
+    if not optimizer:
+        return engine.optimizer.reload_model_params()
+    engine.optimizer.load_state_dict(state['optimizer'])
+    _own_steps(engine.optimizer)
+    if type(state['num_steps']) is not int:
+        raise TypeError(f'num_steps={state["num_steps"]!r}')
+    engine.num_steps = state['num_steps']
 
 
 @torch.no_grad()
@@ -275,22 +265,18 @@ def load_sharded(
     path: str | Path,  # one checkpoint
     optimizer: bool = True,  # its moments and counters too? (False: they begin anew)
 ) -> int:  # its step
-    "Weights and optimiser as they were, on every rank. Raises CheckpointError as the readers do"
+    """Weights and optimiser as they were, on every rank, from bytes that verify. Raises
+    TornCheckpoint on all ranks if one of them cannot use it; CheckpointError for another format"""
     path = Path(path)
-    body = read_manifest(path)
-    _check(engine, path, body)
-    name = '_set_main_param_and_optimizer_states'
-    with megatron_calls(), patch.object(DistributedOptimizer, name, _set_states):
-        try:
-            state = dist_checkpointing.load(_sharded(engine, optimizer, True), str(path))
-        except CheckpointingException as e:
-            raise CheckpointError(f'{path} cannot be read: {e}') from e
-        for i, m in enumerate(engine.chunks):
-            m.load_state_dict(state[f'model{i}'])
-        if optimizer:
-            engine.optimizer.load_state_dict(state['optimizer'])
-            _own_steps(engine.optimizer)
-            engine.num_steps = state['num_steps']
-        else:
-            engine.optimizer.reload_model_params()
+    body, metadata = verify_shares(path)
+
+    def read():
+        with usable(path):
+            _check(engine, path, body)
+            name = '_set_main_param_and_optimizer_states'
+            repair = patch.object(DistributedOptimizer, name, _set_states)
+            with megatron_calls(), repair, safe_reads(metadata, body['files']):
+                _read(engine, path, optimizer)
+
+    together(read)
     return body['step']

@@ -2,9 +2,7 @@
 another number of ranks"""
 
 import gc
-import json
 import os
-import shutil
 import signal
 import time
 from dataclasses import replace
@@ -19,17 +17,16 @@ from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Batch
 from compassrl.train.megatron.checkpoint import (
     finish_save,
-    keep_garbage_in_forks,
     latest_sharded,
     load_sharded,
-    read_manifest,
     save_sharded,
 )
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.leader import Leader, Watch, serve
 from compassrl.train.megatron.passes import inner_optimizers
-from compassrl.train.state import CheckpointError, TornCheckpoint
+from compassrl.train.megatron.shards import keep_garbage_in_forks, sharded_manifest
+from compassrl.train.state import CheckpointError
 from compassrl.train.torch_engine import OptimConfig
 from tests.support.ranks import MIXED, RankError, lively, name, run_ranks
 
@@ -126,7 +123,7 @@ def test_resume_on_the_same_layout_is_exact(layout, tmp_path):
     n, parallel = layout[0], ParallelConfig(**layout[1])
     three, four, path, two = run_ranks(n, save_and_go_on, parallel, tmp_path)[0]
     assert path == tmp_path / 'step-000002' == latest_sharded(tmp_path)
-    assert not list(tmp_path.glob('.tmp*')) and read_manifest(path)['num_steps'] == 2
+    assert not list(tmp_path.glob('.tmp*')) and sharded_manifest(path)['num_steps'] == 2
     again_three, again_four, steps, loaded = run_ranks(n, resume, parallel, path)[0]
     assert (
         equal(loaded, two) and equal(again_three, three) and equal(again_four, four) and steps == 4
@@ -328,44 +325,7 @@ def test_only_the_newest_are_kept(tmp_path):
         save_sharded(None, tmp_path, 1, keep=0)
 
 
-# ---- torn and foreign ones
-
-
-def shorten(path):
-    file = max(path.glob('*.distcp'), key=lambda p: p.stat().st_size)
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def edit(path):
-    body = json.loads((path / 'manifest.json').read_text())
-    (path / 'manifest.json').write_text(json.dumps(body | dict(step=7)))
-
-
-TEARS = dict(
-    short=shorten,
-    gone=lambda p: next(p.glob('*.distcp')).unlink(),
-    no_manifest=lambda p: (p / 'manifest.json').unlink(),
-    edited=edit,
-    half=lambda p: (p / 'manifest.json').write_text('{"step'),
-    list=lambda p: (p / 'manifest.json').write_text('[]'),
-)
-
-
-@pytest.mark.parametrize('tear', TEARS)
-def test_a_torn_checkpoint_is_skipped(tear, saved, tmp_path, capsys):
-    for step in (1, 2):
-        shutil.copytree(saved['one'][2], tmp_path / f'step-00000{step}')
-    TEARS[tear](tmp_path / 'step-000002')
-    assert (
-        latest_sharded(tmp_path).name == 'step-000001'
-        and 'skipped a torn checkpoint' in capsys.readouterr().out
-    )
-
-    def load():
-        with pytest.raises(TornCheckpoint):
-            load_sharded(begin(ParallelConfig()), tmp_path / 'step-000002')
-
-    run_ranks(1, load)
+# ---- foreign ones; tests/train/megatron/test_damage.py has the torn ones
 
 
 def dead_group():
