@@ -26,6 +26,7 @@ from ..model.policy import PolicyConfig
 from ..rollout.torch_engine import RolloutConfig
 from ..rollout.vllm.config import VllmConfig
 from .factory import follow
+from .log import left_out
 from .process import world
 from .report import write_report
 from .run import resume_run, start_run
@@ -263,6 +264,8 @@ def _run(args):
             _resume(*parse_resume(rest))
         case ['report', folder]:
             write_report(folder)
+            if missing := left_out():
+                print(missing)
             print(folder)
         case [] | ['-h' | '--help', *_]:
             print(usage)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from ..records import Metrics
 
 # %% auto #0
-__all__ = ['replace_text', 'write_json', 'keep_until', 'Log']
+__all__ = ['replace_text', 'write_json', 'keep_until', 'left_out', 'NoBoard', 'open_board', 'Log']
 
 
 # %% ../../nbs/runs/10_log.ipynb #35284b47
@@ -47,6 +47,36 @@ def keep_until(
     replace_text(path, ''.join(kept))
 
 
+# %% ../../nbs/runs/10_log.ipynb #2eb31277
+_extras = {'tensorboard': 'curves in TensorBoard', 'matplotlib': 'curves.png and gantt.png'}
+
+
+def left_out() -> str:  # '' if nothing is
+    "What a run goes without, as packages of the extra `report` are not installed"
+    without = [what for module, what in _extras.items() if not find_spec(module)]
+    return f'without {", ".join(without)}: pip install "compassrl[report]"' if without else ''
+
+
+class NoBoard:
+    "What is logged where TensorBoard is not installed: nothing"
+
+    def add_scalar(self, name: str, value: float, step: int): ...
+    def flush(self): ...
+    def close(self): ...
+
+
+def open_board(
+    folder: Path,  # of the run
+    start: int,  # steps already done; points beyond are dropped
+):  # torch's `SummaryWriter`, or something that takes its calls
+    "Where TensorBoard reads the numbers of a run"
+    if not find_spec('tensorboard'):
+        return NoBoard()
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder / 'tensorboard', purge_step=start + 1 if start else None)
+
+
 # %% ../../nbs/runs/10_log.ipynb #f17592a6
 class Log:
     "The growing files of a run, and its progress bar"
@@ -62,7 +92,9 @@ class Log:
         self.metrics = open(folder / 'metrics.jsonl', 'r+')
         self.trace = open(folder / 'trace.jsonl', 'r+')
         self.trace.seek(0, os.SEEK_END)
-        self.board = SummaryWriter(folder / 'tensorboard', purge_step=start + 1 if start else None)
+        self.board = open_board(folder, start)
+        if missing := left_out():
+            print(missing)
         self.bar = tqdm(total=steps, initial=start, desc='RL', unit='step', dynamic_ncols=True)
 
     def row(

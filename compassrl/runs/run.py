@@ -272,6 +272,6 @@ def _train(run, start):  # the loop and what comes after it
     write_report(folder)
     print(
         f'held-out avg@{after["k"]}: {100 * before["avg"]:.1f} % before RL, '
-        f'{100 * after["avg"]:.1f} % after; see {folder / "report.md"} and curves.png'
+        f'{100 * after["avg"]:.1f} % after; see {folder / "report.md"}'
     )
     return folder
