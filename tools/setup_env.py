@@ -1,7 +1,7 @@
 """Make or complete the project's environment, .venv, with the versions of constraints.txt.
 
-    python tools/setup_env.py [extra ...]       # no extra = the package alone; e.g. dev engines-cpu
-    python tools/setup_env.py --lock [option ...]   # constraints.txt anew; options of uv pip compile
+    python tools/setup_env.py [extra ...]    # none = the package alone; e.g. dev engines-cpu
+    python tools/setup_env.py --lock [option ...]    # constraints.txt anew, by uv pip compile
 
 Standard library only. uv does the installing. constraints.txt names versions and no addresses, so
 it serves every index. On Linux without a GPU the CPU build of torch is wanted, 0.2 GB instead of
@@ -21,9 +21,13 @@ VENV = ROOT / '.venv'
 PYTHON = VENV / 'bin' / 'python'
 TESTED = ROOT / 'constraints.txt'
 WITHOUT_CUDA = '--override', ROOT / 'tools' / 'overrides-cpu.txt'
-LOCKED = 'dev', 'docs', 'engines-cpu'  # what the tests ran with; these name all other extras but gpu
+LOCKED = (
+    'dev',
+    'docs',
+    'engines-cpu',
+)  # what the tests ran with; these name all other extras but gpu
 HEAD = """\
-# The versions that the tests ran with, Python 3.11 on Linux without a GPU: pip install -c constraints.txt ...
+# What the tests ran with, on Linux without a GPU: pip install -c constraints.txt compassrl
 # Written by `make lock`.
 """
 
