@@ -103,13 +103,9 @@ def described(what, obj):
 
 def docstring(app, what, name, obj, options, lines):
     "Docstrings with the comments beside parameters, modules with the notebook that explains them"
-    if (
-        not inspect.getdoc(obj)
-        or what == 'class'
-        and lines
-        and lines[0].startswith(f'{obj.__name__}(')
-    ):
-        lines.clear()  # that of a dataclass is its signature
+    of_type = what == 'data' and '\n'.join(lines).split() == (inspect.getdoc(obj) or '').split()
+    if of_type or what == 'class' and lines and lines[0].startswith(f'{obj.__name__}('):
+        lines.clear()  # what Python says of the type, of a dataclass its signature
     lines[:] = [plain(line) for line in lines]
     more = list(described(what, obj))
     page = name.removeprefix('compassrl.').replace('.', '/')

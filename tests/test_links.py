@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from urllib.parse import unquote
 
 import pytest

@@ -1,4 +1,4 @@
-"A core install, without TensorBoard, matplotlib and math-verify: a run goes on and says what it lacks"
+"A core install has no TensorBoard, matplotlib, math-verify: a run goes on, and says what it lacks"
 
 import json
 import subprocess
