@@ -52,7 +52,7 @@ lock: ## constraints.txt anew, the versions that the tests run with: make lock [
 	@$(PYTHON) tools/setup_env.py --lock $(ARGS)
 
 clean: ## what was built: site, caches, exported copies
-	rm -rf _site _proc _docs build dist .pytest_cache .hypothesis compassrl.egg-info
+	rm -rf _site _proc _docs build dist .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 clean-env: ## the environments, that of the TRL benchmark too

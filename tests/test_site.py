@@ -94,6 +94,7 @@ def test_every_page_has_its_icon_and_its_card(site, pages):
         if path.name in ('genindex.html', 'search.html'):
             continue
         assert page.head['og:title'] and page.head['og:image'].endswith('_static/card.png'), path
+    assert (site / '_static' / 'card.png').stat().st_size > 10_000
     assert 'mixture-of-experts' in pages[site / 'index.html'].head['description']
 
 
