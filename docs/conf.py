@@ -76,6 +76,7 @@ autosummary_ignore_module_all = False
 autodoc_default_options = {'members': True, 'undoc-members': True, 'no-value': True}
 autodoc_member_order, autodoc_preserve_defaults = 'bysource', True
 autodoc_typehints_format, python_maximum_signature_line_length = 'short', 80
+toc_object_entries_show_parents = 'hide'
 autodoc_mock_imports = [m for m in ('vllm', 'megatron', 'transformers') if not find_spec(m)]
 
 

@@ -1,6 +1,7 @@
 "A core install has no TensorBoard, matplotlib, math-verify: a run goes on, and says what it lacks"
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,21 +10,29 @@ import pytest
 from tests.support import ROOT
 
 HIDDEN = "import sys; sys.modules |= dict.fromkeys(['tensorboard', 'matplotlib', 'math_verify'])\n"
-MAIN = 'from compassrl.runs.cli import main; main(sys.argv[1:])'
-
-
-def command(*args):
-    "The command line of an install that has none of the extras"
-    return subprocess.run(
-        [sys.executable, '-c', HIDDEN + MAIN, *map(str, args)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+HERE = 'import os, compassrl; assert compassrl.__file__.startswith(os.getcwd())\n'
+MAIN = 'from compassrl.__main__ import main; main()'
 
 
 @pytest.fixture(scope='module')
-def run(tmp_path_factory):
+def command(tmp_path_factory):
+    "The command line of a package that was built and installed alone, with none of the extras"
+    pytest.importorskip('hatchling', reason='make .venv/.dev')
+    there = tmp_path_factory.mktemp('installed')
+    alone = '--offline', '--no-deps', '--no-build-isolation', '--target', there
+    install = sys.executable, '-m', 'uv', 'pip', 'install', '--quiet', *alone, ROOT
+    subprocess.run(install, check=True)
+
+    def call(*args):
+        code = [sys.executable, '-c', HIDDEN + HERE + MAIN, *map(str, args)]
+        env = os.environ | dict(PYTHONPATH=str(there))
+        return subprocess.run(code, cwd=there, env=env, capture_output=True, text=True)
+
+    return call
+
+
+@pytest.fixture(scope='module')
+def run(command, tmp_path_factory):
     folder = tmp_path_factory.mktemp('small') / 'run'
     r = command('train', 'smoke-cpu', '--steps', 2, '--run-dir', folder)
     assert r.returncode == 0, r.stderr
@@ -53,7 +62,7 @@ def test_the_pictures_can_be_drawn_later(run):
     assert '![curves](curves.png)' in (folder / 'report.md').read_text()
 
 
-def test_the_verifier_maths_names_its_extra_before_anything_is_sampled(tmp_path):
+def test_the_verifier_maths_names_its_extra_before_anything_is_sampled(command, tmp_path):
     rows = [dict(prompt=f'{i}+1=', answer=str(i + 1), solution=f'#{i + 1}') for i in range(40)]
     (tmp_path / 'sums.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in rows))
     data = '--data.path', tmp_path / 'sums.jsonl', '--data.verifier', 'maths'
