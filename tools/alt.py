@@ -21,12 +21,12 @@ def directives(source):
 
 
 def words(node):
-    "A text that stands in the code; what is filled in is an ellipsis"
+    "A text that stands in the code; what is filled in is an ellipsis, or left out at an end"
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return ' '.join(node.value.split())
     if isinstance(node, ast.JoinedStr):
         said = ''.join(v.value if isinstance(v, ast.Constant) else '…' for v in node.values)
-        return ' '.join(said.split())
+        return ' '.join(said.split()).strip('…:, ')
     return ''
 
 

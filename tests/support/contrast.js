@@ -15,6 +15,12 @@
     if (!known.has(e)) known.set(e, over(rgba(getComputedStyle(e).backgroundColor), paper(e.parentElement)))
     return known.get(e)
   }
+  const shown = new Map()
+  const opacity = e => {
+    if (!e) return 1
+    if (!shown.has(e)) shown.set(e, getComputedStyle(e).opacity * opacity(e.parentElement))
+    return shown.get(e)
+  }
   document.querySelectorAll('details').forEach(d => (d.open = true))
   const found = new Map()
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT)
@@ -24,8 +30,7 @@
     if (!node.data.trim() || e.closest('svg, script, style, noscript') || !e.checkVisibility({ visibilityProperty: true, opacityProperty: true })) continue
     texts++
     const style = getComputedStyle(e), back = paper(e)
-    let ink = rgba(style.color)
-    for (let up = e; up; up = up.parentElement) ink = [...ink.slice(0, 3), ink[3] * getComputedStyle(up).opacity]
+    const full = rgba(style.color), ink = [...full.slice(0, 3), full[3] * opacity(e)]
     const [high, low] = [light(over(ink, back)), light(back)].sort((a, b) => b - a)
     const ratio = (high + 0.05) / (low + 0.05), size = parseFloat(style.fontSize)
     const large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700)
