@@ -194,6 +194,10 @@ def test_every_picture_says_what_it_shows(pages):
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args): ...
 
+    def end_headers(self):
+        self.send_header('Cache-Control', 'max-age=600')  # scripts are fetched once
+        super().end_headers()
+
 
 @pytest.fixture(scope='module')
 def address(site):
@@ -224,8 +228,8 @@ WIDE = '() => document.documentElement.scrollWidth - document.documentElement.cl
 
 def look(page, address, name):
     "Faults of a page in both themes, and on a phone"
-    page.goto('about:blank')  # nothing is laid out anew when the screen changes
-    page.set_viewport_size(dict(width=1280, height=900))
+    page.goto('about:blank')  # nothing is laid out anew when the screen changes, little is painted
+    page.set_viewport_size(dict(width=1280, height=100))
     page.goto(address + name, wait_until='load')
     page.add_style_tag(content='* { animation: none !important; transition: none !important }')
     for theme in 'light', 'dark':
@@ -237,7 +241,7 @@ def look(page, address, name):
         yield f'{name}: code of {cut} columns is cut at 1280 px'
     for width in 1280, 360:
         if width != 1280:
-            page.set_viewport_size(dict(width=width, height=900))
+            page.set_viewport_size(dict(width=width, height=100))
         if (more := page.evaluate(WIDE)) > 0:
             yield f'{name}: {more} px wider than a screen of {width}'
 
