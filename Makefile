@@ -6,7 +6,7 @@ SHAKEN := $(if $(SHAKE),PYTHONPATH=$(CURDIR)/tests/support/another_machine)
 export SHAKE BUSY
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help train test lab docs bench notebooks sync check clean clean-env
+.PHONY: help train test lab docs bench notebooks sync check lock clean clean-env
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -14,8 +14,8 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # One environment; a stamp per extra says what is in it and goes stale when the dependencies change.
-.venv/.core: pyproject.toml tools/setup_env.py
-	@$(PYTHON) tools/setup_env.py && touch $@
+.venv/.core: pyproject.toml constraints.txt tools/setup_env.py
+	@$(PYTHON) tools/setup_env.py report && touch $@
 .venv/.dev: .venv/.core
 	@$(PYTHON) tools/setup_env.py dev && touch $@
 .venv/.engines: .venv/.dev
@@ -48,8 +48,11 @@ check: .venv/.dev ## lint, architecture, course, links; all that is generated is
 	@$(BIN)/python -m pytest -q -p no:cacheprovider -k 'not site' tests/test_repository.py tests/test_architecture.py \
 	    tests/test_course.py tests/test_links.py
 
+lock: ## constraints.txt anew, the versions that the tests run with: make lock [ARGS=--upgrade]
+	@$(PYTHON) tools/setup_env.py --lock $(ARGS)
+
 clean: ## what was built: site, caches, exported copies
-	rm -rf _site _proc _docs build dist .pytest_cache .hypothesis compassrl.egg-info
+	rm -rf _site _proc _docs build dist .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 clean-env: ## the environments, that of the TRL benchmark too

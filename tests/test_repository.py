@@ -79,10 +79,8 @@ def test_settings_agree():
     assert got == want
     # the site has no address; with one nbdev would write it into every module
     assert 'doc_host' not in SETTINGS and 'Documentation' not in PROJECT['urls']
-    assert PROJECT['dynamic'] == ['version']
-    assert PYPROJECT['tool']['setuptools']['dynamic']['version'] == {
-        'attr': 'compassrl.__version__'
-    }
+    assert PROJECT['dynamic'] == ['version', 'readme']
+    assert PYPROJECT['tool']['hatch']['version']['path'] == 'compassrl/__init__.py'
 
 
 def test_same_pin_in_every_extra():
@@ -90,7 +88,7 @@ def test_same_pin_in_every_extra():
     extras = PROJECT['optional-dependencies'].values()
     pins = {}
     for dep in [*PROJECT['dependencies'], *(d for deps in extras for d in deps)]:
-        package, pin = re.match(r'([\w.-]+)(.*)', dep).groups()
+        package, pin = re.match(r'([\w.-]+)(?:\[[\w,-]*\])?(.*)', dep).groups()
         pins.setdefault(package.lower(), set()).add(pin)
     assert {k: v for k, v in pins.items() if len(v) > 1} == {}
 

@@ -2,9 +2,10 @@
 
     python tools/build_docs.py [--out _site]
 
-Pages show the stored outputs and the exported code; nothing is run. Sphinx and myst-nb render them,
-parts and order come from nbs/course.yml, MathJax is copied into the site. Widgets need a kernel: a
-line says how to get one. With Quarto installed `nbdev-docs` builds nbdev's own site.
+Pages show the stored outputs and the exported code; nothing is run. Parts and order come from
+nbs/course.yml. Here the pages are laid out; Sphinx (docs/conf.py) renders them with myst-nb, and
+the API with autodoc. Widgets need a kernel: a line says how to get one. With Quarto installed
+`nbdev-docs` builds nbdev's own site.
 """
 
 import argparse
@@ -14,17 +15,15 @@ import re
 import shutil
 import sys
 import tomllib
-from dataclasses import dataclass
-from importlib.metadata import distribution
+from html import escape
 from pathlib import Path
 
 import nbformat
+from alt import alt, directives
 from course import Course, name_of
-from readme import directives
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
-REPOSITORY, AUTHORS = PROJECT['urls']['Repository'], PROJECT['authors'][0]['name']
+REPOSITORY = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']['Repository']
 VIEW = 'application/vnd.jupyter.widget-view+json'
 NO_KERNEL = (
     '<div class="no-kernel">A widget stands here. It recomputes the real function, so it needs a '
@@ -46,51 +45,11 @@ PLAYER = {
     'fast-forward': '⏭',
     'plus': '+',
 }
-SIDEBAR = (
-    '<nav class="bd-links" aria-label="Notebooks">'
-    '{{ toctree(maxdepth=1, includehidden=True) }}</nav>'
-)
 TEXTS = ('CONTRIBUTING.md', 'CHANGELOG.md')  # files beside the notebooks that become pages
 
 
 def title(nb):
     return next((m[1] for c in nb.cells if (m := re.match(r'#\s+(.+)', c.source))), 'CompassRL')
-
-
-@dataclass(frozen=True)
-class Symbol:
-    "A public name of a module, and what is below it"
-
-    module: str  # rollout.torch_engine
-    name: str
-    doc: str = ''  # first line of its docstring
-    methods: tuple = ()  # public ones, patched ones too
-
-    @property
-    def page(self):
-        return self.module.replace('.', '/')
-
-
-def first_line(node):
-    "Of a docstring, its links as plain words"
-    line = (ast.get_docstring(node) or '').split('\n')[0]
-    return re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', line)
-
-
-def public_methods(body):
-    return [n.name for n in body if isinstance(n, ast.FunctionDef) and not n.name.startswith('_')]
-
-
-def patched(body):
-    "Class -> methods that `@patch` adds to it"
-    found = {}
-    for n in body:
-        if isinstance(n, ast.FunctionDef) and any(
-            'patch' in ast.unparse(d) for d in n.decorator_list
-        ):
-            of = n.args.args[0].annotation
-            found.setdefault(ast.unparse(of) if of else '', []).append(n)
-    return found
 
 
 def exported(tree):
@@ -102,26 +61,18 @@ def exported(tree):
 
 
 def symbols(package=ROOT / 'compassrl'):
-    "Every public name of every module, sub-packages too, from the generated files"
-    found = []
+    "Page of a module -> its public names, from the generated files"
+    found = {}
     for path in sorted(package.rglob('[!_]*.py')):
-        tree = ast.parse(path.read_text())
-        module = '.'.join(path.relative_to(package).with_suffix('').parts)
-        defined = {n.name: n for n in tree.body if hasattr(n, 'name')}
-        more = patched(tree.body)
-        for name in exported(tree):
-            node = defined.get(name)
-            doc = first_line(node) if node else ''
-            own = public_methods(node.body) if isinstance(node, ast.ClassDef) else []
-            own += public_methods(more.get(name, []))
-            found.append(Symbol(module, name, doc, tuple(own)))
+        page = path.relative_to(package).with_suffix('').as_posix()
+        found[page] = exported(ast.parse(path.read_text()))
     return found
 
 
 def home(name, here, names):
     "The page that defines a name; '' where none does or several might be meant"
     *above, last = name.removesuffix('()').split('.')
-    pages = [s.page for s in names if s.name == last]
+    pages = [page for page, own in names.items() if last in own]
     if above:
         said = [p for p in pages if p.endswith('/'.join(above))]
         pages = said or pages
@@ -177,8 +128,9 @@ def link_text(text, here, folder, names, pages):
     )
 
 
-def offline(html):
-    "matplotlib's animation player without its icon font"
+def offline(html, shows):
+    "matplotlib's animation player without its icon font; pictures say what they show"
+    html = re.sub(r'<img(?![^>]*\balt=)', f'<img alt="{escape(shows)}"', html)
     html = re.sub(r'<link[^>]*font-awesome[^>]*>', '', html)
 
     def symbol(m):
@@ -203,7 +155,7 @@ def defined(source):
 
 def anchors(source, here, names):
     "Link targets for what an exported cell defines"
-    own = {s.name for s in names if s.page == here}
+    own = names.get(here, ())
     return [f'<a id="{n}"></a>' for n in dict.fromkeys(defined(source)) if n in own]
 
 
@@ -211,7 +163,8 @@ def prepare(nb, here, folder, names, pages):
     "A notebook as myst-nb shows it: directives become tags, exported names become link targets"
     nb.metadata.pop('widgets', None)
     cells = []
-    for c in nb.cells:
+    shows = {i: alt(nb.cells, i) for i, c in enumerate(nb.cells) if c.cell_type == 'code'}
+    for i, c in enumerate(nb.cells):
         if c.cell_type == 'markdown':
             c.source = link_text(c.source, here, folder, names, pages)
         if c.cell_type == 'code':
@@ -223,52 +176,18 @@ def prepare(nb, here, folder, names, pages):
             if all(re.match(r'(import|from) |\s|$|\)', line) for line in c.source.splitlines()):
                 tags.add('hide-input')
                 prompt = 'Imports'
-            c.metadata.update(
-                tags=sorted(tags), mystnb=dict(code_prompt_show=prompt, code_prompt_hide=prompt)
-            )
+            look = dict(code_prompt_show=prompt, code_prompt_hide=prompt, image=dict(alt=shows[i]))
+            c.metadata.update(tags=sorted(tags), mystnb=look)
             for o in c.outputs:
                 if VIEW in o.get('data', {}):
                     o.data = {'text/html': NO_KERNEL}
                 if 'text/html' in o.get('data', {}):
-                    o.data['text/html'] = offline(o.data['text/html'])
+                    o.data['text/html'] = offline(o.data['text/html'], shows[i])
             if 'export' in opts and (targets := anchors(c.source, here, names)):
                 cells.append(nbformat.v4.new_markdown_cell(''.join(targets)))
         cells.append(c)
     nb.cells = cells
     return nb
-
-
-def api(names, pages):
-    "A page that lists every public name of every module"
-    rows, module = ['# All functions and classes', ''], ''
-    for s in sorted(names, key=lambda s: (s.module.count('.') > 0, s.module, s.name.lower())):
-        if s.module != module:
-            rows += ['', f'## compassrl.{s.module}', '']
-        module = s.module
-        name = f'[`{s.name}`]({s.page}.html#{s.name})' if s.page in pages else f'`{s.name}`'
-        methods = ', '.join(f'`{m}`' for m in s.methods)
-        rows.append(f'- {name}: {s.doc}' + f' Methods: {methods}.' * bool(methods))
-    return '\n'.join(rows) + '\n'
-
-
-def config():
-    "Sphinx's conf.py"
-    return f"""
-project, author, copyright = 'CompassRL', {AUTHORS!r}, {AUTHORS!r}
-extensions = ['myst_nb']
-html_theme, html_title, pygments_style = 'pydata_sphinx_theme', 'CompassRL', 'tango'
-html_static_path, html_css_files, templates_path = ['_static'], ['styles.css'], ['_templates']
-html_sidebars, html_show_sourcelink, html_copy_source = {{'**': ['notebooks.html']}}, False, False
-html_theme_options = dict(
-    navbar_center=[], navbar_align='left', secondary_sidebar_items=['page-toc'], show_toc_level=1,
-    footer_start=['copyright'], footer_end=[], article_footer_items=[], show_prev_next=False,
-    icon_links=[dict(name='GitHub', url={REPOSITORY!r}, icon='fa-brands fa-github')])
-nb_execution_mode, nb_ipywidgets_js, nb_merge_streams = 'off', {{}}, True
-myst_all_links_external = True  # addresses are made here, and a test follows them
-myst_enable_extensions, myst_heading_anchors = ['dollarmath', 'amsmath'], 3
-mathjax_path, html_context = 'mathjax.js', dict(default_mode='auto')
-suppress_warnings = ['myst.header', 'myst.xref_missing', 'mystnb.unknown_mime_type']
-"""
 
 
 def toctrees(course, titles):
@@ -284,7 +203,8 @@ def toctrees(course, titles):
 
     trees = [tree(p.name, map(entry, p.notebooks)) for p in course.parts]
     rest = [
-        'All functions and classes <api>',
+        'API <api>',
+        'Index of names <genindex>',
         *(f'{Path(f).stem.title()} <{Path(f).stem.lower()}>' for f in TEXTS),
     ]
     return '\n\n'.join([*trees, tree('More', rest)])
@@ -308,8 +228,7 @@ def write_pages(course, names, work):
     for file in TEXTS:
         text = link_text((ROOT / file).read_text(), Path(file).stem.lower(), '..', names, pages)
         (work / file.lower()).write_text(text)
-    (work / 'api.md').write_text(api(names, pages))
-    return len(paths) + len(TEXTS) + 1
+    shutil.copy2(ROOT / 'docs' / 'api.md', work)
 
 
 def build(out):
@@ -319,20 +238,14 @@ def build(out):
     if faults := list(course.problems()):
         sys.exit('\n'.join(faults))
     work = ROOT / '_proc' / f'sphinx-{os.getpid()}'  # two may be built at a time
-    for d in ('_static', '_templates'):
-        (work / d).mkdir(parents=True)
-    pages = write_pages(course, symbols(), work)
-    (work / '_templates' / 'notebooks.html').write_text(SIDEBAR)
-    shutil.copy2(course.nbs / 'styles.css', work / '_static')
-    mathjax = distribution('sphinx-mathjax-offline').locate_file(
-        'sphinx-mathjax-offline/static/mathjax/tex-svg.js'
-    )
-    shutil.copy2(mathjax, work / '_static' / 'mathjax.js')
-    (work / 'conf.py').write_text(config())
+    work.mkdir(parents=True)
+    write_pages(course, symbols(), work)
     shutil.rmtree(out, ignore_errors=True)
-    code = build_main(['-q', '-b', 'html', str(work), str(out)])
+    strict = '-q', '-W', '--keep-going'
+    code = build_main([*strict, '-b', 'html', '-c', str(ROOT / 'docs'), str(work), str(out)])
     shutil.rmtree(work)
-    print(f'{pages} pages in {out}: open {out}/index.html')
+    shutil.rmtree(out / '.doctrees')
+    print(f'{len(list(out.rglob("*.html")))} pages in {out}: open {out}/index.html')
     return code
 
 

@@ -9,19 +9,11 @@ import sys
 from pathlib import Path
 
 import nbformat
+from alt import alt, directives
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = 'index_files'
 NOTE = '<!-- Generated from nbs/index.ipynb by tools/readme.py: edit the notebook. -->'
-
-
-def directives(source):
-    "The `#| name: value` lines on top of a cell, and the code below them"
-    opts, lines = {}, source.strip().splitlines()
-    while lines and (m := re.match(r'#\|\s*([\w-]+)\s*:?\s*(.*)', lines[0])):
-        opts[m[1]] = m[2].strip()
-        lines.pop(0)
-    return opts, '\n'.join(lines).strip()
 
 
 def relink(text):
@@ -35,8 +27,8 @@ def relink(text):
     return re.sub(r'(?<=\]\()(?!\w+:|#|/)([^)\s]+)', move, text)
 
 
-def output(o, figures):
-    "One stored output as markdown; a figure is added to `figures` (file name -> bytes)"
+def output(o, shows, figures):
+    "One stored output as markdown; a figure, that `shows` something, is added to `figures`"
     if o.output_type == 'stream':
         return f'```\n{o.text.strip()}\n```'
     if o.output_type == 'error':
@@ -47,7 +39,7 @@ def output(o, figures):
             continue
         name = f'{FIGURES}/figure-{len(figures) + 1}.{kind[6:9]}'
         figures[name] = decode(data[kind])
-        return f'![]({name})'
+        return f'![{shows}]({name})'
     if 'text/markdown' in data:
         return relink(data['text/markdown'].strip())
     if 'text/html' in data:
@@ -58,7 +50,8 @@ def output(o, figures):
 def readme():
     "What the README and its figures should hold: file name -> bytes"
     parts, figures = [NOTE], {}
-    for c in nbformat.read(ROOT / 'nbs' / 'index.ipynb', 4).cells:
+    cells = nbformat.read(ROOT / 'nbs' / 'index.ipynb', 4).cells
+    for i, c in enumerate(cells):
         if c.cell_type == 'markdown':
             parts.append(relink(c.source.strip()))
         if c.cell_type != 'code':
@@ -72,7 +65,7 @@ def readme():
         if opts.get('echo') != 'false':
             parts.append(block)
         if opts.get('output') != 'false':
-            parts += [output(o, figures) for o in c.outputs]
+            parts += [output(o, alt(cells, i), figures) for o in c.outputs]
     return {'README.md': ('\n\n'.join(parts) + '\n').encode(), **figures}
 
 

@@ -1,14 +1,16 @@
-"""Make or complete the project's environment, .venv.
+"""Make or complete the project's environment, .venv, with the versions of constraints.txt.
 
-    python tools/setup_env.py [extra ...]     # no extra = the package alone; e.g. dev engines-cpu
+    python tools/setup_env.py [extra ...]    # none = the package alone; e.g. dev engines-cpu
+    python tools/setup_env.py --lock [option ...]    # constraints.txt anew, by uv pip compile
 
-Standard library only. uv does the installing; where uv cannot (no access to an index that pip is
-configured for) pip does. On Linux without a GPU the CPU build of torch is wanted, 0.2 GB instead of
-several; uv knows where it is.
+Standard library only. uv does the installing. constraints.txt names versions and no addresses, so
+it serves every index. On Linux without a GPU the CPU build of torch is wanted, 0.2 GB instead of
+several: uv knows where it is, and pip looks where it is configured to.
 """
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -17,16 +19,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / '.venv'
 PYTHON = VENV / 'bin' / 'python'
-TORCH = 'torch==2.13.0'
-UV = 'uv==0.13.8'
+TESTED = ROOT / 'constraints.txt'
+WITHOUT_CUDA = '--override', ROOT / 'tools' / 'overrides-cpu.txt'
+LOCKED = (
+    'dev',
+    'docs',
+    'engines-cpu',
+)  # what the tests ran with; these name all other extras but gpu
+HEAD = """\
+# What the tests ran with, on Linux without a GPU: pip install -c constraints.txt compassrl
+# Written by `make lock`.
+"""
 
 
 def run(*cmd, quiet=False, **env):
-    cmd = [str(c) for c in cmd]
-    return (
-        subprocess.run(cmd, cwd=ROOT, env={**os.environ, **env}, capture_output=quiet).returncode
-        == 0
-    )
+    cmd, env = [str(c) for c in cmd], {**os.environ, **env}
+    return subprocess.run(cmd, cwd=ROOT, env=env, capture_output=quiet).returncode == 0
 
 
 def must(ok, what):
@@ -62,27 +70,21 @@ def make_venv():
     if not python('sys.version_info >= (3, 11)'):
         sys.exit(f'{VENV} was made with an older Python: make clean-env, then again')
     if not has('uv'):
-        must(pip(UV), f'pip install {UV}')
+        must(pip('uv'), 'pip install uv')
 
 
 def uv(*args, **kw):
-    return run(
-        PYTHON,
-        '-m',
-        'uv',
-        '--quiet',
-        'pip',
-        'install',
-        '--compile-bytecode',
-        '--python',
-        PYTHON,
-        *args,
-        **kw,
-    )
+    return run(PYTHON, '-m', 'uv', '--quiet', 'pip', *args, **kw)
+
+
+def install(*args, **kw):
+    "Into the environment, no version but the tested one"
+    return uv('install', '--compile-bytecode', '-p', PYTHON, '-c', TESTED, *args, **kw)
 
 
 def pip(*args):
-    return run(PYTHON, '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check', *args)
+    quiet = '--quiet', '--disable-pip-version-check'
+    return run(PYTHON, '-m', 'pip', 'install', *quiet, '-c', TESTED, *args)
 
 
 def install_torch():
@@ -90,12 +92,11 @@ def install_torch():
     if has('torch'):
         return
     if sys.platform == 'linux' and not has_gpu():
-        if uv(
-            '--torch-backend', 'cpu', TORCH, quiet=True, UV_HTTP_RETRIES='1', UV_HTTP_TIMEOUT='20'
-        ):
+        once = dict(UV_HTTP_RETRIES='1', UV_HTTP_TIMEOUT='20')
+        if install('--torch-backend', 'cpu', 'torch', quiet=True, **once):
             return
         say("uv cannot reach PyTorch's CPU builds; pip looks where it is configured to")
-    must(pip(TORCH), f'pip install {TORCH}')
+    must(pip('torch'), 'pip install torch')
 
 
 def runs_engines():
@@ -115,14 +116,24 @@ def main(extras):
     make_venv()
     install_torch()
     package = '.' + (f'[{",".join(extras)}]' if extras else '')
-    without_cuda = (
-        ['--override', ROOT / 'tools' / 'overrides-cpu.txt'] if 'engines-cpu' in extras else []
-    )
-    ok = uv(*without_cuda, '--editable', package) or (
-        not without_cuda and pip('--editable', package)
-    )
-    must(ok, f'installing {package}')
+    more = WITHOUT_CUDA if 'engines-cpu' in extras else ()
+    must(install(*more, '--editable', package), f'installing {package}')
+
+
+def lock(options):
+    "Pins that are there stay if they can: `--upgrade` looks for newer ones"
+    make_venv()
+    look = [*options, *([] if '--find-links' in options else ['--torch-backend', 'cpu'])]
+    extras = [f'--extra={e}' for e in LOCKED]
+    plain = '--no-annotate', '--no-header', '--no-emit-index-url', '--no-emit-find-links'
+    what = 'pyproject.toml', *extras, *WITHOUT_CUDA, *plain, '--output-file', TESTED
+    must(uv('compile', *what, *look), 'uv pip compile')
+    pins = re.sub(r'\+\w+$', '', TESTED.read_text(), flags=re.M)  # torch==2.13.0+cpu
+    TESTED.write_text(HEAD + re.sub(r'^#.*\n', '', pins, flags=re.M))
 
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    if sys.argv[1:2] == ['--lock']:
+        lock(sys.argv[2:])
+    else:
+        main(sys.argv[1:])

@@ -21,6 +21,7 @@ from .genrm_client import GenRM
 from .own_reward import OwnJudge, OwnReward
 from .pool import RewardPool
 from .serial import Judge, RewardConfig, SerialJudge, record_verdict
+from .verifiers import need_maths
 from ..records import Metrics, Prompt
 
 # %% auto #0
@@ -146,8 +147,10 @@ def make_judge(
 ) -> Judge:
     """The judge that a config and the prompts ask for
 
-    Raises ValueError for a model that is not named."""
+    Raises ValueError for a model that is not named, for `maths` without math-verify."""
     prompts = list(prompts)
+    if any(p.verifier == 'maths' for p in prompts):
+        need_maths()
     asked = [p for p in prompts if p.verifier == 'genrm']
     verified = [p for p in prompts if p.verifier != 'genrm']
     if asked:

@@ -11,13 +11,23 @@ import re
 import secrets
 import sys
 from functools import cache
+from importlib.util import find_spec
 
 from ..data.tasks import judge, verifier
 from .isolated import Limits, Outcome, run_function, run_program
 from ..records import Verdict
 
 # %% auto #0
-__all__ = ['no_verdict', 'same_maths', 'warm_maths', 'maths', 'program_of', 'run_test', 'code']
+__all__ = [
+    'no_verdict',
+    'same_maths',
+    'need_maths',
+    'warm_maths',
+    'maths',
+    'program_of',
+    'run_test',
+    'code',
+]
 
 
 # %% ../../nbs/judges/02_verifiers.ipynb #54c07000
@@ -49,9 +59,16 @@ def same_maths(text: str, answer: str) -> Verdict:  # may hang
     return judge(verify(gold, got, timeout_seconds=None), f'{str(got[-1])!r} against {answer!r}')
 
 
+def need_maths():
+    "Raises ValueError if the package that `maths` asks is not installed"
+    if not find_spec('math_verify'):
+        raise ValueError('maths needs `math-verify`: pip install "compassrl[maths]"')
+
+
 @cache
 def warm_maths():  # once, and not in every fork
-    "Import math-verify, and make it compile what it keeps"
+    "Import math-verify, and make it compile what it keeps. Raises ValueError as `need_maths` does"
+    need_maths()
     for name in ('parser', 'grader'):
         logging.getLogger(f'math_verify.{name}').setLevel(logging.ERROR)  # no alarm: known
     same_maths('$1$', '1')

@@ -27,7 +27,7 @@ from ..rollout.vllm.config import VllmConfig
 from .evaluate_model import eval_command
 from .factory import follow
 from .help import flag, resume_usage, settings_of, short_help
-from .log import Level, set_level
+from .log import Level, left_out, set_level
 from .merge_models import merge_models
 from .presets import presets
 from .process import world
@@ -62,24 +62,18 @@ Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _files = '.json', '.yaml', '.yml', '.toml'
 
 
-def _train(cfg, level):
+def _run(cfg, level, folder=None):
     set_level(level)
     if world()[0]:
         follow(cfg)
     else:
-        print(start_run(cfg))
-
-
-def _resume(folder, cfg, level):
-    set_level(level)
-    if world()[0]:
-        follow(cfg)
-    else:
-        print(resume_run(folder, cfg))
+        print(resume_run(folder, cfg) if folder else start_run(cfg))
 
 
 def _write(folder):
     write_report(folder)
+    if missing := left_out():
+        print(missing)
     print(folder)
 
 
@@ -89,7 +83,7 @@ def _level(quiet, log_level):
 
 def _train_from(default):
     def train(cfg: Name = default, quiet: Quiet = False, log_level: Level = 'info'):
-        return partial(_train, cfg, _level(quiet, log_level))
+        return partial(_run, cfg, _level(quiet, log_level))
 
     return train
 
@@ -105,7 +99,7 @@ def _resume_from(cfg):
     ):
         "Go on from the newest checkpoint"
         new = replace(cfg, steps=steps, parallel=parallel, vllm=vllm)
-        return partial(_resume, run_dir, new, _level(quiet, log_level))
+        return partial(_run, new, _level(quiet, log_level), run_dir)
 
     return resume
 
@@ -236,7 +230,8 @@ def parse_resume(
     args: list[str],  # what follows `compassrl resume`
 ) -> tuple[str, TrainConfig]:
     "The run directory, and its config with what may change: steps, the layout, the servers"
-    return _resume_call(args).args[:2]
+    cfg, _, folder = _resume_call(args).args
+    return folder, cfg
 
 
 # %% ../../nbs/runs/13_cli.ipynb #ccec4b58

@@ -12,10 +12,10 @@ import math
 import os
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from ..records import Metrics
@@ -31,6 +31,9 @@ __all__ = [
     'set_level',
     'say',
     'Progress',
+    'left_out',
+    'NoBoard',
+    'open_board',
     'Log',
 ]
 
@@ -129,6 +132,36 @@ class Progress:
         self.bar.close()
 
 
+# %% ../../nbs/runs/10_log.ipynb #2eb31277
+_extras = {'tensorboard': 'curves in TensorBoard', 'matplotlib': 'curves.png and gantt.png'}
+
+
+def left_out() -> str:  # '' if nothing is
+    "What a run goes without, as packages of the extra `report` are not installed"
+    without = [what for module, what in _extras.items() if not find_spec(module)]
+    return f'without {", ".join(without)}: pip install "compassrl[report]"' if without else ''
+
+
+class NoBoard:
+    "What is logged where TensorBoard is not installed: nothing"
+
+    def add_scalar(self, name: str, value: float, step: int): ...
+    def flush(self): ...
+    def close(self): ...
+
+
+def open_board(
+    folder: Path,  # of the run
+    start: int,  # steps already done; points beyond are dropped
+):  # torch's `SummaryWriter`, or something that takes its calls
+    "Where TensorBoard reads the numbers of a run"
+    if not find_spec('tensorboard'):
+        return NoBoard()
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder / 'tensorboard', purge_step=start + 1 if start else None)
+
+
 # %% ../../nbs/runs/10_log.ipynb #f17592a6
 class Log:
     "The growing files of a run, and its progress"
@@ -144,7 +177,9 @@ class Log:
         self.metrics = open(folder / 'metrics.jsonl', 'r+')
         self.trace = open(folder / 'trace.jsonl', 'r+')
         self.trace.seek(0, os.SEEK_END)
-        self.board = SummaryWriter(folder / 'tensorboard', purge_step=start + 1 if start else None)
+        self.board = open_board(folder, start)
+        if missing := left_out():
+            say(missing)
         self.progress = Progress(steps, 'RL', start)
 
     def row(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from .curves import plot_curves
@@ -140,7 +141,7 @@ def report_markdown(
 ) -> str:  # report.md
     "The report of a run as a page"
     f, parts = facts, [f'# Run {facts["run"]}', _headline(facts)]
-    if f['steps']:
+    if f.get('curves'):
         parts.append('![curves](curves.png)')
     if f['held_out']:
         parts += ['## Before and after', _before_after(f['held_out'])]
@@ -171,7 +172,7 @@ def _finite(x):  # JSON has no NaN
 def _gantt(run_dir):  # of the step whose timings are there; which one
     t = read_json(run_dir / 'timings.json')
     spans = t and spans_of(t['samples'], t['metrics'])
-    if not spans:
+    if not spans or not find_spec('matplotlib'):
         return None
     from matplotlib.figure import Figure
 
@@ -184,10 +185,11 @@ def _gantt(run_dir):  # of the step whose timings are there; which one
 def write_report(
     run_dir: str | Path,  # of a run, finished or not; a second call replaces the files
 ) -> dict:  # the facts, as in report.json
-    "Writes curves.png, gantt.png, report.json and report.md into a run directory"
+    "Writes report.md and report.json and, with matplotlib, curves.png and gantt.png into a run"
     run_dir = Path(run_dir)
     facts = _finite(run_facts(run_dir)) | dict(gantt_step=_gantt(run_dir))
-    if facts['steps']:
+    facts['curves'] = bool(facts['steps'] and find_spec('matplotlib'))
+    if facts['curves']:
         plot_curves(read_curves(run_dir), facts['run']).savefig(run_dir / 'curves.png', dpi=100)
     (run_dir / 'report.json').write_text(json.dumps(facts, indent=1, allow_nan=False) + '\n')
     (run_dir / 'report.md').write_text(report_markdown(facts), encoding='utf-8')

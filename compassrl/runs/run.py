@@ -266,5 +266,5 @@ def _train(run, start):  # the loop and what comes after it
     write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()
     write_report(folder)
-    say('\n'.join(eval_lines(before, after)) + f'; see {folder / "report.md"} and curves.png')
+    say('\n'.join(eval_lines(before, after)) + f'; see {folder / "report.md"}')
     return folder

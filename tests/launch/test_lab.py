@@ -4,7 +4,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,27 +14,15 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
+from tests.support.browser import CHROMIUM, FLAGS, MISSING
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None
-)
 if not CHROMIUM:
-    pytest.skip(
-        'no Chromium is installed (Debian: apt-get install chromium)', allow_module_level=True
-    )
+    pytest.skip(MISSING, allow_module_level=True)
 playwright = pytest.importorskip(
     'playwright.sync_api', reason='playwright is not installed (pip install playwright)'
 )
 
 SHOTS = os.environ.get('LAB_SCREENSHOTS')  # a folder, to look at what the test saw
-FLAGS = [
-    '--no-sandbox',
-    '--disable-gpu',
-    '--no-first-run',
-    '--disable-background-networking',
-    '--disable-component-update',
-    '--disable-sync',
-]
 
 
 def panel_notebook(folder):

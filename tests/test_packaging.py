@@ -1,0 +1,139 @@
+"What PyPI would show and a user installs: the wheel, its README, its extras, tested versions"
+
+import configparser
+import email
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from tests.support import ROOT
+
+PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+EXTRAS = PROJECT['optional-dependencies']
+REPOSITORY = PROJECT['urls']['Repository']
+
+
+@pytest.fixture(scope='module')
+def wheel(tmp_path_factory):
+    pytest.importorskip('hatchling', reason='make .venv/.dev')
+    folder = tmp_path_factory.mktemp('dist')
+    command = [sys.executable, '-m', 'hatchling', 'build', '-t', 'wheel', '-d', str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (path,) = folder.iterdir()
+    return zipfile.ZipFile(path)
+
+
+def named(wheel, end):
+    (name,) = (n for n in wheel.namelist() if n.endswith(end))
+    return wheel.read(name).decode()
+
+
+@pytest.fixture(scope='module')
+def metadata(wheel):
+    return email.message_from_string(named(wheel, '/METADATA'))
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / 'compassrl').rglob('*.py')}
+    held = {n for n in wheel.namelist() if '.dist-info/' not in n}
+    assert modules <= held
+    assert {n.split('/')[0] for n in held} == {'compassrl'}
+    assert not [n for n in held if '__pycache__' in n]
+
+
+def test_the_wheel_has_the_command_and_the_plugin_of_vllm(wheel):
+    entries = configparser.ConfigParser()
+    entries.read_string(named(wheel, '/entry_points.txt'))
+    assert entries['console_scripts']['compassrl'] == 'compassrl.__main__:main'
+    assert entries['vllm.general_plugins']['compassrl'].endswith(':register')
+
+
+class Links(HTMLParser):
+    def __init__(self, html):
+        super().__init__()
+        self.to = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.to += [v for k, v in attrs if k in ('href', 'src')]
+
+
+def test_the_readme_renders_on_pypi_and_its_links_lead_into_the_repository(metadata):
+    markdown = pytest.importorskip('readme_renderer.markdown', reason='make .venv/.dev')
+    assert metadata['Description-Content-Type'] == 'text/markdown'
+    html = markdown.render(metadata.get_payload())
+    links = Links(html).to
+    assert len(links) > 60 and '<table>' in html
+    assert [to for to in links if not re.match(r'https?://|#', to)] == []
+    inside = [to for to in links if to.startswith(REPOSITORY + '/')]
+    files = {
+        re.sub(rf'^{REPOSITORY}/(?:raw|blob)/main/', '', to).partition('#')[0] for to in inside
+    }
+    assert len(files) > 60 and [f for f in files if not (ROOT / f).is_file()] == []
+    pictures = [to for to in links if re.search(r'\.(png|svg)$', to)]
+    assert pictures and all('/raw/main/' in to for to in pictures)
+
+
+def test_readme_and_metadata_name_every_extra(metadata):
+    rows = re.findall(r'^\| (`[\w-]+`(?:, `[\w-]+`)*) \|', (ROOT / 'README.md').read_text(), re.M)
+    told = {e for row in rows for e in re.findall(r'`([\w-]+)`', row)}
+    assert EXTRAS.keys() <= told
+    assert set(metadata.get_all('Provides-Extra')) == EXTRAS.keys()
+
+
+def wanted(extras):
+    "Requirements of the package with these extras"
+    for line in [*PROJECT['dependencies'], *(r for e in extras for r in EXTRAS[e])]:
+        r = Requirement(line)
+        if r.name == PROJECT['name']:
+            yield from wanted(r.extras)
+        else:
+            yield r
+
+
+def test_the_tested_versions_are_versions_that_the_package_asks_for():
+    "A changed requirement needs `make lock`"
+    lines = (ROOT / 'constraints.txt').read_text().splitlines()
+    tested = dict(line.split('==') for line in lines if not line.startswith('#'))
+    tested = {re.sub(r'[-_.]+', '-', k).lower(): v for k, v in tested.items()}
+    stale = [
+        f'{r}: {tested.get(name)}'
+        for r in wanted(['dev', 'docs', 'engines-cpu'])
+        if (name := re.sub(r'[-_.]+', '-', r.name).lower()) not in tested
+        or not r.specifier.contains(tested[name], prereleases=True)
+    ]
+    assert stale == []
+
+
+def test_a_pull_request_runs_what_a_person_runs():
+    jobs = yaml.safe_load((ROOT / '.github' / 'workflows' / 'ci.yml').read_text())['jobs']
+    steps = {name: [s.get('run', '') for s in job['steps']] for name, job in jobs.items()}
+    assert '.ci/run' in steps['suite']
+    assert any('-c constraints.txt .' in run for run in steps['core'])
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / 'CITATION.cff').read_text())
+    version = re.search(r"__version__ = '(.+)'", (ROOT / 'compassrl/__init__.py').read_text())[1]
+    assert cited['version'] == version and cited['license'] == PROJECT['license']
+    assert cited['repository-code'] == REPOSITORY
+
+
+@pytest.mark.parametrize('file', sorted((ROOT / 'docker').iterdir()), ids=lambda p: p.name)
+def test_an_image_installs_extras_and_presets_that_exist(file):
+    from compassrl.runs.presets import presets
+
+    text = file.read_text()
+    extras = [e for found in re.findall(r'"\.\[([\w,-]+)\]"', text) for e in found.split(',')]
+    targets = re.findall(r'make (\S+)', re.sub(r'install.*', '', text))
+    assert set(extras) <= EXTRAS.keys() and (extras or targets)
+    makefile = (ROOT / 'Makefile').read_text()
+    assert all(f'\n{target}:' in makefile for target in targets)
+    assert set(re.findall(r'train ([\w-]+)', text)) <= set(presets)

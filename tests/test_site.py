@@ -1,0 +1,281 @@
+"The built site: links, pictures, the API; in a browser its looks, its requests, its errors"
+
+import ast
+import functools
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from filelock import FileLock
+
+from tests.support import ROOT
+from tests.support.browser import CHROMIUM, FLAGS, MISSING
+from tests.test_notebooks import notebooks
+
+sys.path.insert(0, str(ROOT / 'tools'))
+import alt  # noqa: E402
+
+PACKAGE = ROOT / 'compassrl'
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
+    "Built once, whichever worker needs it first"
+    pytest.importorskip('sphinx', reason='make .venv/.docs')
+    shared = tmp_path_factory.getbasetemp().resolve()
+    if 'PYTEST_XDIST_WORKER' in os.environ:
+        shared = shared.parent
+    out, built = shared / 'site', shared / 'site.built'
+    with FileLock(shared / 'site.lock'):
+        if not built.exists():
+            command = [sys.executable, 'tools/build_docs.py', '--out', str(out)]
+            r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            assert r.returncode == 0, r.stderr[-3000:]  # a warning is an error
+            built.touch()
+    return out
+
+
+class Page(HTMLParser):
+    "The addresses, the targets, the pictures and the head of a page"
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.targets, self.images, self.head = [], {''}, [], {}
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.targets |= {attrs[k] for k in ('id', 'name') if attrs.get(k)}
+        self.links += [attrs[k] for k in ('href', 'src') if attrs.get(k)]
+        if tag == 'img':
+            self.images.append(attrs)
+        if tag in ('meta', 'link'):
+            keys = [attrs.get(k) for k in ('property', 'name', 'rel') if attrs.get(k)]
+            self.head |= dict.fromkeys(keys, attrs.get('content') or attrs.get('href'))
+
+
+@pytest.fixture(scope='module')
+def pages(site):
+    found = [p for p in site.rglob('*.html') if '_static' not in p.parts]
+    return {p: Page(p) for p in found}
+
+
+def broken(pages):
+    for path, page in pages.items():
+        for link in page.links:
+            if re.match(r'\w+:|//', link):
+                continue
+            file, _, anchor = unquote(link).partition('#')
+            to = (path.parent / file.partition('?')[0]).resolve() if file else path
+            if not to.exists():
+                yield f'{path.name}: {link}: no such page'
+            elif to in pages and anchor not in pages[to].targets:
+                yield f'{path.name}: {link}: no such anchor'
+
+
+def test_links_of_the_site_lead_somewhere(pages):
+    assert len(pages) > 150 and sum(len(p.links) for p in pages.values()) > 10_000
+    assert sorted(set(broken(pages))) == []
+
+
+def test_the_site_has_every_notebook_under_its_folder_and_name(site):
+    names = (p.relative_to(ROOT / 'nbs') for p in notebooks())
+    pages = [Path(p.parent, re.sub(r'^\d+_', '', p.stem)).with_suffix('.html') for p in names]
+    assert [str(p) for p in pages if not (site / p).exists()] == []
+
+
+def test_every_page_has_its_icon_and_its_card(site, pages):
+    for path, page in pages.items():
+        assert page.head['icon'].endswith('_static/favicon.svg'), path
+        if path.name in ('genindex.html', 'search.html'):
+            continue
+        assert page.head['og:title'] and page.head['og:image'].endswith('_static/card.png'), path
+    assert (site / '_static' / 'card.png').stat().st_size > 10_000
+    assert 'mixture-of-experts' in pages[site / 'index.html'].head['description']
+
+
+# ---- the API
+
+
+def public(path):
+    "What a module's `__all__` lists, and of it what has a signature"
+    tree = ast.parse(path.read_text())
+    lists = [n for n in tree.body if isinstance(n, ast.Assign)]
+    named = next((n for n in lists if ast.unparse(n.targets[0]) == '__all__'), None)
+    names = set(ast.literal_eval(named.value)) if named else set()
+    return names, {n.name for n in tree.body if getattr(n, 'name', None) in names}
+
+
+MODULES = {
+    '.'.join(['compassrl', *p.relative_to(PACKAGE).with_suffix('').parts]): p
+    for p in PACKAGE.rglob('[!_]*.py')
+}
+
+
+def test_the_api_has_every_public_name_and_leads_to_its_notebook(site, pages):
+    for module, path in MODULES.items():
+        page = pages[site / 'api' / f'{module}.html']
+        names, _ = public(path)
+        assert sorted(n for n in names if f'{module}.{n}' not in page.targets) == [], module
+        if list(ROOT.glob(f'nbs/{"/".join(module.split(".")[1:-1])}/??_{path.stem}.ipynb')):
+            back = f'../{"/".join(module.split(".")[1:])}.html'
+            assert back in page.links, module
+
+
+def test_the_api_shows_signatures_comments_and_patched_methods(site):
+    def text(module):
+        html = (site / 'api' / f'compassrl.{module}.html').read_text()
+        return ' '.join(unescape(re.sub(r'<[^>]*>', '', html)).split())
+
+    espo = text('algo.espo')
+    assert 'entropy_groups( entropy: Tensor, mask: Tensor, cfg: EspoConfig, ) → Tensor' in espo
+    assert 'entropy – [B, T] nats, of the old policy' in espo  # a comment beside a parameter
+    pool = text('rollout.vllm.pool')
+    assert all(f'{method}(' in pool for method in ('generate', 'load_weights', 'close'))
+    assert 'update( batch: Batch' in text('train.torch_engine')
+
+
+# ---- what a figure shows
+
+
+def cell(kind, source, **more):
+    return alt_cell(dict(cell_type=kind, source=source, outputs=[], **more))
+
+
+class alt_cell(dict):
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize(
+    'code, want',
+    [
+        ('#| fig-alt: "Two lines that cross"\nplot()', 'Two lines that cross'),
+        ("ax.set(xlabel='step', ylabel='loss', title='SFT')", 'Hook: SFT: loss against step'),
+        ("ax.set_title(f'{n} of  seeds')", 'Hook: A batch is cut in two (of seeds)'),
+        ("ax.set_title(f'{a}: {b} s')", 'Hook: A batch is cut in two'),
+        ("ax.set_title('x')", 'Hook: A batch is cut in two'),
+        ('draw(4, 8)', 'Hook: A batch is cut in two'),
+        ('%matplotlib inline', 'Hook: A batch is cut in two'),
+    ],
+)
+def test_alt_is_the_cells_own_line_or_its_labels_or_the_text_above(code, want):
+    above = cell('markdown', '## Hook\nFirst.\n\nA *batch* is cut in [two](x.ipynb). Then more.')
+    assert alt.alt([above, cell('code', code)], 1) == want
+
+
+def test_every_picture_says_what_it_shows(pages):
+    said = [(p.name, i) for p, page in pages.items() for i in page.images]
+    assert len(said) > 300
+    # the logo stands beside its name
+    silent = [
+        f'{name}: {i["src"]}'
+        for name, i in said
+        if 'logo__image' not in i.get('class', '')
+        and (
+            len(re.findall(r'[^\W\d_]{2,}', i.get('alt') or '')) < 3
+            or re.search(r'\.(png|svg)', i['alt'])
+        )
+    ]
+    assert silent == []
+
+
+# ---- in a browser
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args): ...
+
+    def end_headers(self):
+        self.send_header('Cache-Control', 'max-age=600')  # scripts are fetched once
+        super().end_headers()
+
+
+@pytest.fixture(scope='module')
+def address(site):
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f'http://127.0.0.1:{server.server_port}/'
+        server.shutdown()
+
+
+@pytest.fixture(scope='module')
+def browser():
+    if not CHROMIUM:
+        pytest.skip(MISSING)
+    api = pytest.importorskip('playwright.sync_api', reason='make .venv/.dev')
+    with api.sync_playwright() as p:
+        yield p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+
+
+CONTRAST = (ROOT / 'tests' / 'support' / 'contrast.js').read_text()
+# code that a reader must push sideways, and the longest of its lines
+CUT = """() => [...document.querySelectorAll('div.highlight pre')]
+    .filter(e => e.scrollWidth > e.clientWidth)
+    .map(e => Math.max(...e.innerText.split('\\n').map(line => line.length)))"""
+# wider than the screen: a page that must be pushed sideways itself
+WIDE = '() => document.documentElement.scrollWidth - document.documentElement.clientWidth'
+
+
+def look(page, address, name):
+    "Faults of a page in both themes, and on a phone"
+    page.goto('about:blank')  # nothing is laid out anew when the screen changes, little is painted
+    page.set_viewport_size(dict(width=1280, height=100))
+    page.goto(address + name, wait_until='load')
+    page.add_style_tag(content='* { animation: none !important; transition: none !important }')
+    for theme in 'light', 'dark':
+        page.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
+        seen = page.evaluate(CONTRAST)
+        assert seen['texts'] > 10, name
+        yield from (f'{name}: {theme}: {said}' for said in seen['faint'])
+    if cut := [n for n in page.evaluate(CUT) if n <= 100]:
+        yield f'{name}: code of {cut} columns is cut at 1280 px'
+    for width in 1280, 360:
+        if width != 1280:
+            page.set_viewport_size(dict(width=width, height=100))
+        if (more := page.evaluate(WIDE)) > 0:
+            yield f'{name}: {more} px wider than a screen of {width}'
+
+
+def test_pages_in_a_browser(site, pages, address, browser):
+    "Contrast, code that fits, no request to another host and no error, on every page"
+    page, faults = browser.new_page(), []
+    page.on('console', lambda m: m.type == 'error' and faults.append(f'{page.url}: {m.text}'))
+    page.on('pageerror', lambda e: faults.append(f'{page.url}: {e}'))
+    page.on(
+        'request',
+        lambda r: r.url.startswith((address, 'data:')) or faults.append(f'{page.url}: {r.url}'),
+    )
+    for path in sorted(pages):
+        faults += look(page, address, path.relative_to(site).as_posix())
+    assert faults == [], json.dumps(faults, indent=1)
+
+
+def test_faults_would_be_seen(tmp_path, browser):
+    "The measures themselves: grey on grey, a long line, a page too wide"
+    faint = '<p>dark</p><p style="color:#999;background:#aaa">grey</p>'
+    code = '<div class="highlight"><pre style="width:99px;overflow:auto">{}</pre></div>'
+    (tmp_path / 'a.html').write_text(
+        f'<body style="width:3000px">{faint}{code.format("x" * 90)}{"<p>more</p>" * 10}'
+    )
+    page = browser.new_page()
+    faults = list(look(page, f'file://{tmp_path}/', 'a.html'))
+    said = ('light: 1.2', 'dark: 1.2', 'code of [90]', 'px wider than a screen of 1280')
+    assert [sum(s in f for f in faults) for s in said] == [1, 1, 1, 1]
+
+
+def test_code_can_be_copied(address, browser):
+    "The button stands in every block of code, and gives the code alone"
+    page = browser.new_page()
+    page.goto(address + 'algo/espo.html')
+    blocks, buttons = page.locator('div.highlight pre'), page.locator('button.copybtn')
+    assert blocks.count() == buttons.count() > 20
