@@ -140,6 +140,10 @@ def _fault(row, names, asked, tokenizer, verifier, max_prompt_tokens):
     n = len(encode(tokenizer, row[names['prompt']]))
     if 0 < max_prompt_tokens < n:
         return f'the prompt has {n} tokens, more than max_prompt_tokens={max_prompt_tokens}'
+    try:
+        getattr(verifiers[name], 'check_answer', str)(row[names['answer']])
+    except Exception as e:  # whatever it meets there, it would meet again with every response
+        return f'verifier {name!r} cannot use {names["answer"]!r}: {" ".join(str(e).split())}'
 
 
 # %% ../../nbs/data/04_prompts.ipynb #3d884008

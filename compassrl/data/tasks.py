@@ -156,7 +156,9 @@ verifiers: dict[str, Callable[[str, str], Verdict]] = {}
 
 
 def verifier(fn):
-    "Registers `fn(text, answer) -> Verdict` by its name"
+    """Registers `fn(text, answer) -> Verdict` by its name
+
+    If it has a `check_answer(answer)`, that raises ValueError for an answer of no use."""
     verifiers[fn.__name__] = fn
     return fn
 
@@ -203,11 +205,18 @@ def _evaluate(node):  # (value, numbers used) of an expression of integers, + - 
     raise SyntaxError('only numbers, + - * and brackets are allowed')
 
 
+def _given(answer):  # numbers, target
+    given, _, target = answer.partition(' to ')
+    try:
+        return Counter(map(int, given.split())), int(target)
+    except ValueError:
+        raise ValueError(f"{answer!r} is not like '3 5 8 to 9'") from None
+
+
 @verifier
 def countdown_expression(text: str, answer: str) -> Verdict:
     "The expression after the first `#` uses given numbers, each at most once, and gives the target"
-    given, target = answer.split(' to ')
-    given, target = Counter(map(int, given.split())), int(target)
+    given, target = _given(answer)
     expr = text.partition('#')[2]
     if not re.fullmatch(r'[0-9+*()-]{1,200}', expr):
         return judge(False, f'{expr!r} is no expression of numbers, + - * and brackets')
@@ -222,17 +231,28 @@ def countdown_expression(text: str, answer: str) -> Verdict:
     return judge(value == target, f'{expr}={value} against {target}')
 
 
+countdown_expression.check_answer = _given
+
+
 # %% ../../nbs/data/02_tasks.ipynb #88058097
+def _is_verdict(v):  # with plain numbers: they are added up and written to files
+    if not isinstance(v, Verdict) or type(v.correct) is not bool:
+        return False
+    return type(v.reward) in (int, float) and 0 <= v.reward <= 1
+
+
 def verify(
     prompt: Prompt, text: str
 ) -> Verdict:  # status 'failed' and reward 0 where the verifier could not judge
-    "The verdict on one response; never raises"
+    "The verdict on one response; whatever a verifier raises, only Ctrl-C ends the run"
     try:
         if prompt.verifier not in verifiers:
             raise KeyError(f'{prompt.verifier!r} is none of {sorted(verifiers)}')
         verdict = verifiers[prompt.verifier](text, prompt.answer)
-        if not (isinstance(verdict, Verdict) and 0 <= verdict.reward <= 1):
+        if not _is_verdict(verdict):
             raise TypeError(f'{prompt.verifier} returned {verdict!r}')
         return verdict
-    except Exception as e:
+    except BaseException as e:  # a verifier may even raise SystemExit
+        if isinstance(e, KeyboardInterrupt):
+            raise
         return Verdict(0.0, False, 'failed', _line(f'{type(e).__name__}: {e}'))

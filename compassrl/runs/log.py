@@ -7,6 +7,7 @@ process is killed."""
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from ..records import Metrics
 
 # %% auto #0
-__all__ = ['replace_text', 'write_json', 'keep_until', 'Log']
+__all__ = ['replace_text', 'finite_only', 'json_text', 'write_json', 'keep_until', 'Log']
 
 
 # %% ../../nbs/runs/10_log.ipynb #35284b47
@@ -28,8 +29,25 @@ def replace_text(path: Path, text: str):
     os.replace(new, path)
 
 
+def finite_only(x):  # numbers that are not finite become None: JSON has none
+    "Of nested dicts, lists and tuples"
+    if isinstance(x, dict):
+        return {k: finite_only(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [finite_only(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def json_text(x, **kw) -> str:
+    "As `json.dumps`, and always JSON: null for a number that is not finite"
+    try:
+        return json.dumps(x, allow_nan=False, **kw)
+    except ValueError:
+        return json.dumps(finite_only(x), allow_nan=False, **kw)
+
+
 def write_json(path: Path, d):
-    replace_text(path, json.dumps(d, indent=2) + '\n')
+    replace_text(path, json_text(d, indent=2) + '\n')
 
 
 def keep_until(
@@ -70,8 +88,11 @@ class Log:
         metrics: Metrics,
         over: int | None = None,  # where the row begins that is written again; None = a new one
     ) -> int:  # where it begins
-        "One step in metrics.jsonl and for TensorBoard"
+        "One step in metrics.jsonl and for TensorBoard; what is not finite is null, and counted"
         at = self.metrics.seek(0, os.SEEK_END) if over is None else self.metrics.seek(over)
+        known = finite_only(metrics)
+        lost = [k for k, v in metrics.items() if v is not None and known[k] is None]
+        metrics = known | dict(num_not_finite=float(len(lost)))
         self.metrics.write(json.dumps(metrics) + '\n')
         self.metrics.truncate()
         self.metrics.flush()
@@ -85,7 +106,7 @@ class Log:
     def batch(self, rows: Iterable[dict]):
         "A whole step, for trace.jsonl"
         for row in rows:
-            self.trace.write(json.dumps(row) + '\n')
+            self.trace.write(json_text(row) + '\n')
         self.trace.flush()
 
     def close(self):

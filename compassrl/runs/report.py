@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 
 from .curves import plot_curves
 from .facts import read_curves, read_json, run_facts
 from .gantt import plot_gantt, spans_of
+from .log import finite_only
 
 # %% auto #0
 __all__ = ['report_markdown', 'write_report']
@@ -78,7 +78,11 @@ def _before_after(h):  # table of the evaluation, whole and by domain
     rows = [row(f'avg@{h["k"]}, %', h)]
     if len(h['by_domain']) > 1:
         rows += [row(f'{d}, %', x) for d, x in h['by_domain'].items()]
-    names = dict(pass_at_k=f'pass@{h["k"]}, %', truncated_frac='truncated, %')
+    names = dict(
+        pass_at_k=f'pass@{h["k"]}, %',
+        truncated_frac='truncated, %',
+        failed_frac='without a verdict, %',
+    )
     rows += [row(name, h[k]) for k, name in names.items() if k in h]
     if 'response_tokens_mean' in h:
         b, a = h['response_tokens_mean'].values()
@@ -159,14 +163,6 @@ def report_markdown(
     return '\n\n'.join(p for p in parts if p) + '\n'
 
 
-def _finite(x):  # JSON has no NaN
-    if isinstance(x, dict):
-        return {k: _finite(v) for k, v in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [_finite(v) for v in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
 def _gantt(run_dir):  # of the step whose timings are there; which one
     t = read_json(run_dir / 'timings.json')
     spans = t and spans_of(t['samples'], t['metrics'])
@@ -185,7 +181,7 @@ def write_report(
 ) -> dict:  # the facts, as in report.json
     "Writes curves.png, gantt.png, report.json and report.md into a run directory"
     run_dir = Path(run_dir)
-    facts = _finite(run_facts(run_dir)) | dict(gantt_step=_gantt(run_dir))
+    facts = finite_only(run_facts(run_dir)) | dict(gantt_step=_gantt(run_dir))
     if facts['steps']:
         plot_curves(read_curves(run_dir), facts['run']).savefig(run_dir / 'curves.png', dpi=100)
     (run_dir / 'report.json').write_text(json.dumps(facts, indent=1, allow_nan=False) + '\n')

@@ -30,11 +30,12 @@ from .data import Data, load, resolve
 from .evaluate import evaluate
 from .factory import Engines, open_engines, prepare, train_engines
 from .facts import machine_info
-from .log import Log, write_json
+from .log import Log, json_text, write_json
 from .report import write_report
 from .stop import locked, stoppable
 from .trace import trace_rows
-from ..train.checkpoint import load_checkpoint, save_checkpoint
+from ..train.checkpoint import found_checkpoints, load_checkpoint, save_checkpoint
+from ..train.guards import Guard, RunFailed
 from ..train.sft import cold_start
 from ..train.torch_engine import TorchTrain
 
@@ -179,9 +180,12 @@ def _cold_start(run):  # a new policy, trained by the embedded engine, whatever 
     optim = dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1)
     engine = TorchTrain(policy, optim, replay='off')
     bar = tqdm(total=c.cold_start.steps, desc='cold start', unit='step', dynamic_ncols=True)
+    guard = Guard(c.guards, 'cold start step')
     with open(run.folder / 'cold_start.jsonl', 'w', buffering=1) as f, bar:
         for m in cold_start(engine, d.train, c.cold_start, d.tokenizer, c.seed):
-            f.write(json.dumps(m) + '\n')
+            guard.updated(m['step'], m)
+            f.write(json_text(m) + '\n')
+            guard.ended(m['step'])
             bar.update()
             bar.set_postfix_str(f'loss {m["loss"]:.3f}')
             if run.stop.asked:
@@ -251,6 +255,15 @@ def resume_run(
 
 
 # %% ../../nbs/runs/12_run.ipynb #566690e0
+def _where_good(run, step):  # the newest checkpoint of at most so many steps
+    run.engines.checkpoints.wait()
+    found = found_checkpoints(run.folder / 'checkpoints')
+    good = [p for p in found if int(p.name.split('-')[1].split('.')[0]) <= step]
+    if not good:
+        return 'no checkpoint of sound weights is there'
+    return f'the last good checkpoint is {good[0]}'
+
+
 def _train(run, start):  # the loop and what comes after it
     c, d, e, folder = run.cfg, run.data, run.engines, run.folder
     run.log = Log(folder, start, c.steps)
@@ -261,6 +274,8 @@ def _train(run, start):  # the loop and what comes after it
     more = start, e.reference, run.judge, run.partial_responses
     try:
         fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, *more)
+    except RunFailed as failed:
+        raise RunFailed(f'{failed}; {_where_good(run, failed.good)}', failed.good) from failed
     finally:
         run.log.close()
     before = json.loads((folder / 'eval_before.json').read_text())

@@ -289,8 +289,8 @@ def law_far(make):
 
 
 def law_kl(make):
-    """A KL term is a mean over a response's tokens, whatever their groups weigh: of a policy that is
-    the same distance from its reference everywhere, the KL of one token"""
+    """A KL term is a mean over a response's tokens, whatever their groups weigh: where all tokens
+    are as far from the reference, the KL of one token"""
     cfg = replace(PLAIN, kl_coef=1.0)
     want = math.exp(-0.5) - 1 + 0.5
     for lengths in ((1, 1), (8, 8), (64, 64), (3, 50)):
@@ -420,10 +420,7 @@ MUTANTS = dict(
         'delta if literal else delta-delta.detach()',
         'delta-delta.detach() if literal else delta',
     ),
-    ratio_in_the_gradient_alone=(
-        'return (mean+own)',
-        'return own',
-    ),
+    ratio_in_the_gradient_alone=('return (mean+own)', 'return own'),
 )
 
 

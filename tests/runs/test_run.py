@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from compassrl.runs.cli import main
 from tests.support import fork_server as forked
@@ -246,6 +247,11 @@ def one_line(r, *words):
         (['train', 'tiny-cpu', '--optim.lr', 'fast'], ['fast']),
         (['train', 'tiny-cpu', '--optim.lr', '0'], ['lr=0']),
         (['train', 'tiny-cpu', '--optim.lr', 'nan'], ['lr=nan']),
+        (['train', 'tiny-cpu', '--optim.lr', 'inf'], ['lr=inf', 'finite']),
+        (['train', 'tiny-cpu', '--optim.weight-decay', 'inf'], ['weight_decay=inf', 'finite']),
+        (['train', 'tiny-cpu', '--cold-start.lr', 'inf'], ['lr=inf', 'finite']),
+        (['train', 'tiny-cpu', '--rollout.temperature', 'inf'], ['temperature=inf', 'finite']),
+        (['train', 'tiny-cpu', '--guards.max-failed-frac', '2'], ['max_failed_frac=2']),
         (['train', 'tiny-cpu', '--group-size', '1'], ['group_size=1', 'at least 2']),
         (['train', 'tiny-cpu', '--speed', '3'], ['--speed']),
         (['train', 'tiny-cpu', '--data.path', 'nowhere.jsonl'], ['nowhere.jsonl']),
@@ -294,6 +300,54 @@ def test_bad_files(whole, tmp_path):
     (model / 'model.safetensors').write_bytes(weights[: len(weights) // 2])
     one_line(cli('train', 'tiny-cpu', '--init-from', model, cwd=tmp_path), 'model.safetensors')
     one_line(cli('train', 'smoke-cpu', '--run-dir', whole), 'not empty')
+    useless = tmp_path / 'useless.jsonl'
+    for verifier, answer, words in (
+        ('code', 'assert f(1) == 1', 'no JSON'),
+        ('countdown_expression', '7', "'7' is not like"),
+    ):
+        useless.write_text(json.dumps(dict(prompt='f', answer=answer, verifier=verifier)))
+        one_line(cli('train', 'tiny-cpu', '--data.path', useless), 'useless.jsonl:1', words)
+    tensors = load_file(whole / 'model/model.safetensors')
+    tensors['model.norm.weight'][3] = float('nan')
+    save_file(tensors, model / 'model.safetensors', dict(format='pt'))
+    flags = '--init-from', model, '--policy.max-position-embeddings', '128'
+    r = cli('train', 'smoke-cpu', *flags, cwd=tmp_path)
+    one_line(r, 'model.norm.weight is not finite')
+
+
+def test_a_run_that_cannot_learn_says_so_and_names_the_last_good_checkpoint(tmp_path):
+    "A learning rate that destroys the weights in the third step: two steps are kept, and are sound"
+    folder = tmp_path / 'run'
+    warm = '--optim.lr', '1e24', '--optim.warmup-steps', '0', '--optim.grad-clip', '0'
+    r = cli('train', *SMOKE, '--run-dir', folder, *warm)
+    one_line(r, 'step 1: the update', 'not finite', f'{folder}/checkpoints/step-000000')
+    assert (folder / 'metrics.jsonl').read_text() == ''
+    assert not (folder / 'model').exists()
+    assert [p.name for p in (folder / 'checkpoints').glob('step-*')] == ['step-000000']
+    for path in folder.rglob('*.safetensors'):
+        assert all(t.isfinite().all() for t in load_file(path).values() if t.is_floating_point())
+    r = cli('train', *SMOKE, '--run-dir', tmp_path / 'cold', '--cold-start.lr', '1e30')
+    one_line(r, 'cold start step 1: the update with lr=', 'not finite')
+    assert not (tmp_path / 'cold/start/model.safetensors').exists()
+
+
+def test_verdicts_that_all_fail_end_a_run_with_what_the_verifier_said(tmp_path):
+    data, folder = tmp_path / 'data.jsonl', tmp_path / 'run'
+    rows = [dict(prompt=f'{i}+1=', answer=str(i), verifier='genrm') for i in range(40)]
+    data.write_text('\n'.join(json.dumps(r) for r in rows))
+    nobody = '--rewards.genrm.model', 'judge', '--rewards.genrm.base-url', 'http://127.0.0.1:9'
+    r = cli(
+        'train',
+        *SMOKE,
+        '--data.path',
+        data,
+        '--run-dir',
+        folder,
+        *nobody,
+        '--cold-start.steps',
+        '0',
+    )
+    print(r.stderr)
 
 
 def test_bad_checkpoints(whole, tmp_path):
