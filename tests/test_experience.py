@@ -280,6 +280,8 @@ def test_partial_credit_is_not_correct():
         Sample('p0', i, [5], [ONE], torch.zeros(1), None, None, 'stop', 0, verdict=v)
         for i, v in enumerate((Verdict(0.4, False, 'wrong'), Verdict(1.0, True)))
     ]
+    for s in samples:
+        s.timings = dict(reward_start=0.0, reward_end=0.0)
     batch = replace(collate(samples), entropy=torch.ones(2, 2))
     assert grade(batch, samples, config())[1]['correct_frac'] == 0.5
 

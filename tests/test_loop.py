@@ -500,7 +500,7 @@ def test_a_silent_step_says_what_its_update_would_have_said():
     _, m, _, batch = log[0]
     said, _ = engine.update(batch, trainer.loss_of(cfg, batch))
     assert m['skipped_frac'] == 1 and m['lr'] == 0.0
-    del said['skipped_frac'], said['lr']
+    del said['skipped_frac'], said['lr'], said['weights_finite']
     assert {k: m[k] for k in said} == pytest.approx(said, abs=1e-6)
 
 
@@ -574,8 +574,9 @@ def test_the_quantile_of_espo_is_that_of_the_whole_step():
 
 def test_the_first_wave_counts_raw_rewards():
     "Of a single wave: penalties make groups differ that are flat in what was judged"
-    zv = ZeroVarianceConfig('uniform', length_weight=0.3, overlong_frac=1.0)
-    _, log = run(replace(CFG, zero_variance=zv), questions(10, 'sometimes'))
+    zv = ZeroVarianceConfig('uniform', repetition_weight=0.3, ngram=1)
+    never = [replace(p, verifier='exact', answer='never') for p in PROMPTS]
+    _, log = run(replace(CFG, zero_variance=zv), never)
     for _, m, _, _ in log:
         assert m['zero_variance_first_frac'] == m['zero_variance_raw_frac']
     assert any(m['zero_variance_raw_frac'] > m['zero_variance_frac'] for _, m, _, _ in log)
@@ -696,7 +697,7 @@ def test_silent_steps_are_no_lost_steps():
 @pytest.mark.parametrize('error', [SystemExit, GeneratorExit, RecursionError])
 def test_a_verifier_cannot_end_the_run(monkeypatch, error):
     def leave(text, answer):
-        if len(text) % 2:
+        if ord(text[-1:] or 'a') % 3 == 0:
             raise error('enough')
         return even(text, answer)
 

@@ -85,7 +85,7 @@ class Guard:
         what: str = 'step',  # that is numbered from 1
     ):
         self.cfg, self.what = cfg, what
-        self.lost, self.skipped, self.judged = 0, False, False
+        self.lost, self.skipped, self.begun = 0, False, False
 
     def sampled(self, step: int, batch: Batch):
         "Before anything is computed from these tokens"
@@ -122,7 +122,7 @@ class Guard:
         cfg, failed = self.cfg, [s for s in samples if s.verdict.status in ('failed', 'timeout')]
         unjudged = len(failed) > cfg.max_failed_frac * len(samples)
         self.lost = self.lost + 1 if self.skipped or unjudged else 0
-        why, first = '', not self.judged
+        why, first = '', not self.begun
         if unjudged:
             s = failed[0]
             why = (
@@ -132,7 +132,7 @@ class Guard:
             )
         elif self.skipped:
             why = 'the loss or its gradient is not finite, so nothing is learned'
-        self.judged, self.skipped = self.judged or not unjudged, False
+        self.begun, self.skipped = True, False
         many = self.lost == cfg.max_lost_steps > 0
         if unjudged and first or many:
             again = f'; {self.lost} steps in a row (guards.max_lost_steps)' if many else ''

@@ -1,6 +1,8 @@
 "The command as a user runs it: a whole run, kills and resumes, Ctrl-C, and bad input"
 
+import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from compassrl import loop
 from compassrl.runs.cli import main
 from tests.support import fork_server as forked
 
@@ -316,7 +319,7 @@ def test_bad_files(whole, tmp_path):
 
 
 def test_a_run_that_cannot_learn_says_so_and_names_the_last_good_checkpoint(tmp_path):
-    "A learning rate that destroys the weights in the third step: two steps are kept, and are sound"
+    "A learning rate that destroys the weights: nothing of that is kept"
     folder = tmp_path / 'run'
     warm = '--optim.lr', '1e24', '--optim.warmup-steps', '0', '--optim.grad-clip', '0'
     r = cli('train', *SMOKE, '--run-dir', folder, *warm)
@@ -331,23 +334,51 @@ def test_a_run_that_cannot_learn_says_so_and_names_the_last_good_checkpoint(tmp_
     assert not (tmp_path / 'cold/start/model.safetensors').exists()
 
 
+def test_a_run_that_breaks_later_names_the_checkpoint_before(tmp_path, monkeypatch):
+    "From the fourth step on the loss is infinite; checkpoints are of steps 0, 2 and 4"
+    loss_of, steps = loop.loss_of, itertools.count(1)
+
+    def spoiled(cfg, batch):
+        good, bad = loss_of(cfg, batch), next(steps) >= 4
+
+        def loss(*args):
+            value, metrics = good(*args)
+            value = value + math.inf if bad else value
+            return value, metrics | dict(loss=value.detach())
+
+        return loss
+
+    monkeypatch.setattr(loop, 'loss_of', spoiled)
+    folder = tmp_path / 'run'
+    flags = '--run-dir', folder, '--keep-checkpoints', '9', '--guards.max-lost-steps', '2'
+    with pytest.raises(SystemExit) as e:
+        main(['train', *SMOKE, *map(str, flags)])
+    said = str(e.value)
+    assert said.startswith('compassrl: step 5: the loss or its gradient is not finite')
+    assert said.endswith(f'the last good checkpoint is {folder}/checkpoints/step-000002')
+    assert '\n' not in said and 'max_lost_steps' in said
+    kept = [strict(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    assert [m['loss'] is None for m in kept] == [m['num_not_finite'] > 0 for m in kept]
+    assert [m['loss'] is None for m in kept] == [False, False, False, True, True]
+
+
+def strict(text):
+    def refuse(word):
+        raise AssertionError(f'{word} is not JSON')
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def test_verdicts_that_all_fail_end_a_run_with_what_the_verifier_said(tmp_path):
+    "Answers that no mathematics can be read from"
     data, folder = tmp_path / 'data.jsonl', tmp_path / 'run'
-    rows = [dict(prompt=f'{i}+1=', answer=str(i), verifier='genrm') for i in range(40)]
+    rows = [dict(prompt=f'{i}+1=', answer='\\boxed{}', verifier='maths') for i in range(24)]
     data.write_text('\n'.join(json.dumps(r) for r in rows))
-    nobody = '--rewards.genrm.model', 'judge', '--rewards.genrm.base-url', 'http://127.0.0.1:9'
-    r = cli(
-        'train',
-        *SMOKE,
-        '--data.path',
-        data,
-        '--run-dir',
-        folder,
-        *nobody,
-        '--cold-start.steps',
-        '0',
-    )
-    print(r.stderr)
+    flags = '--run-dir', folder, '--data.path', data, '--cold-start.steps', '0', '--eval-k', '1'
+    small = '--prompts-per-step', '2', '--group-size', '2', '--rollout.max-tokens', '4'
+    r = cli('train', *SMOKE, *flags, *small)
+    one_line(r, 'step 1: ', 'responses have no verdict', 'is no mathematics')
+    assert strict((folder / 'metrics.jsonl').read_text())['failed_frac'] == 1.0
 
 
 def test_bad_checkpoints(whole, tmp_path):
