@@ -720,6 +720,17 @@ def test_papers_defaults():
         )
 
 
+def test_a_clip_of_zero_is_a_clip():
+    "And not the paper's own: whatever has moved the way it should is left alone"
+    cfg = LossConfig('grpo', clip_eps_low=0.0, clip_eps_high=0.0, tis='off')
+    assert (cfg.resolve().clip_eps_low, cfg.resolve().clip_eps_high) == (0.0, 0.0)
+    batch = as_batch(torch.ones(1, 14, dtype=torch.bool), SIDES, torch.zeros_like(SIDES) - 1)
+    _, grad, metrics = value_and_grad(PolicyLoss(cfg), RATIO.log() - 1, batch, 14, 1)
+    alive = torch.tensor([[1, 1, 1, 1, 0, 0, 0] + [0, 0, 0, 1, 1, 1, 1]])
+    close(grad, -RATIO * SIDES * alive / 14, 1e-12)
+    assert metrics['clip_frac'].item() * 14 == pytest.approx(6)
+
+
 def test_dr_grpo_divides_by_a_constant():
     """Responses of 1 and 3,000 tokens, budget 3,000: 1/6,000 per token;
     GRPO gives the short one 3,000 times that"""
