@@ -104,8 +104,7 @@ def train_step(
             batch = replace(batch, **engine.score(batch))
         if cfg.loss.kl_coef:
             with timed(metrics, 'ref_log_probs'):
-                before = reference.score(batch)['old_log_probs']
-            batch = replace(batch, ref_log_probs=before)
+                batch = replace(batch, ref_log_probs=reference.score(batch)['old_log_probs'])
         with timed(metrics, 'reward'):
             judge.settle(samples)  # not earlier: nothing so far needed a reward
         batch, graded = grade(batch, samples, cfg)
