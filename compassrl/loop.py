@@ -152,4 +152,4 @@ def fit(
             cfg, step, prompts, rollout, engine, judge, eos_id, *more
         )
         hooks.on_step(step + 1, metrics, samples, batch)
-        guard.ended(step + 1, samples)
+        guard.ended(step + 1, samples, step + 1 == cfg.steps)

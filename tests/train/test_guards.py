@@ -43,7 +43,7 @@ def walk(m, cfg, steps):
         if skipped is not None:  # None: a silent step has no update
             guard.updated(step, dict(skipped_frac=skipped, lr=1.0))
         try:
-            guard.ended(step, judged(statuses))
+            guard.ended(step, judged(statuses), step == len(steps))
         except m.RunFailed as e:
             return step, str(e), e.good
     return None
@@ -56,7 +56,8 @@ def expected(cfg, steps):
         mostly.append(sum(s in NO_VERDICT for s in statuses) > cfg.max_failed_frac * len(statuses))
         lost.append(skipped == 1 or mostly[-1])
         row = next((i for i, x in enumerate(reversed(lost)) if not x), len(lost))
-        many = cfg.max_lost_steps and row == cfg.max_lost_steps
+        whole = len(lost) == len(steps) and all(lost)
+        many = cfg.max_lost_steps and (row == cfg.max_lost_steps or whole)
         if many or mostly == [True]:
             return len(lost), len(lost) - row
     return None
@@ -76,7 +77,7 @@ def law_history(m):
                     max_size=4,
                 ),
             ),
-            min_size=4,
+            min_size=1,
             max_size=12,
         ),
     )
@@ -105,9 +106,11 @@ def test_the_guard_against_a_count_of_the_history():
         ('if self.skipped or unjudged else 0', 'if self.skipped else 0'),
         ("('failed', 'timeout')", "('failed',)"),
         ("metrics.get('skipped_frac') == 1", "metrics.get('skipped_frac') > 0"),
-        ('self.begun, self.skipped = True, False', 'self.skipped = False'),
-        ('self.begun, self.skipped = True, False', 'self.begun = True'),
-        ('if unjudged and first or many', 'if many'),
+        ('self.skipped = False', 'self.skipped = self.skipped'),
+        ('if unjudged and self.seen == 1 or many', 'if many'),
+        ('or last and self.lost == self.seen', ''),
+        ('or last and self.lost == self.seen', 'or last and self.lost'),
+        ('many = limit and (', 'many = ('),
         ('good=step - self.lost', 'good=step'),
     ],
 )
