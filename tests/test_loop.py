@@ -623,6 +623,13 @@ def test_updates_that_are_skipped_in_a_row_end_a_run(monkeypatch, bad, lost, end
         assert same(engine, engines()[1]), 'nothing of it reached the weights'
 
 
+def test_a_run_shorter_than_its_patience_may_not_end_with_nothing(monkeypatch):
+    monkeypatch.setattr(trainer, 'loss_of', spoiled(trainer.loss_of, range(99)))
+    with pytest.raises(RunFailed, match='^step 4: .* 4 steps in a row') as e:
+        run(CFG)
+    assert CFG.guards.max_lost_steps > CFG.steps == 4 and e.value.good == 0
+
+
 class Untouched(RolloutEngine):
     "Notes which versions it was given"
 

@@ -85,7 +85,7 @@ class Guard:
         what: str = 'step',  # that is numbered from 1
     ):
         self.cfg, self.what = cfg, what
-        self.lost, self.skipped, self.begun = 0, False, False
+        self.seen, self.lost, self.skipped = 0, 0, False  # steps, lost ones in a row, this update
 
     def sampled(self, step: int, batch: Batch):
         "Before anything is computed from these tokens"
@@ -117,12 +117,14 @@ class Guard:
         self,
         step: int,
         samples: list[Sample] = (),  # judged
+        last: bool = False,  # of the run: it may not end with nothing but lost steps
     ):
         "When the step has been written down"
         cfg, failed = self.cfg, [s for s in samples if s.verdict.status in ('failed', 'timeout')]
         unjudged = len(failed) > cfg.max_failed_frac * len(samples)
+        self.seen += 1
         self.lost = self.lost + 1 if self.skipped or unjudged else 0
-        why, first = '', not self.begun
+        why = ''
         if unjudged:
             s = failed[0]
             why = (
@@ -132,9 +134,10 @@ class Guard:
             )
         elif self.skipped:
             why = 'the loss or its gradient is not finite, so nothing is learned'
-        self.begun, self.skipped = True, False
-        many = self.lost == cfg.max_lost_steps > 0
-        if unjudged and first or many:
+        self.skipped = False
+        limit = cfg.max_lost_steps
+        many = limit and (self.lost == limit or last and self.lost == self.seen)
+        if unjudged and self.seen == 1 or many:
             again = f'; {self.lost} steps in a row (guards.max_lost_steps)' if many else ''
             self._fail(step, why + again, good=step - self.lost)
 
