@@ -145,7 +145,7 @@ def fit(
     judge = judge or SerialJudge(prompts, tokenizer, eos_id)
     if cfg.schedule.partial_tokens:
         partial_responses = partial_responses or PartialResponses(cfg.schedule.partial_tokens)
-    guard = Guard(cfg.guards)
+    guard = Guard(cfg.guards, start=start)
     more = guard, reference, partial_responses
     for step in range(start, cfg.steps):
         metrics, samples, batch = train_step(

@@ -86,9 +86,7 @@ def problem(
     return task_families[domain](level, Choices(number))
 
 
-def num_problems(
-    domain: str, level: int
-) -> int:  # length of the list: some entries are None, some are equal
+def num_problems(domain: str, level: int) -> int:  # some entries are None, some are equal
     "How many combinations of choices there are"
     task_families[domain](level, choices := Choices(0))
     return choices.size

@@ -28,15 +28,15 @@ from ..model.pretrained import save_pretrained, write_pretrained
 from ..records import Batch, Metrics, Sample
 from ..rollout.partial import PartialResponses
 from .data import Data, load, resolve
-from .eval_sets import eval_json, eval_lines, evaluate_sets
+from .eval_sets import check_judged, eval_json, eval_lines, evaluate_sets
 from .factory import Engines, open_engines, prepare, train_engines
 from .facts import machine_info
 from .log import Log, Progress, check_files, json_text, say, write_json
 from .report import write_report
 from .stop import locked, stoppable
 from .trace import trace_rows
-from ..train.checkpoint import found_checkpoints, load_checkpoint, save_checkpoint
-from ..train.guards import Guard, RunFailed
+from ..train.checkpoint import load_checkpoint, save_checkpoint
+from ..train.guards import Guard, last_good
 from ..train.sft import cold_start
 from ..train.torch_engine import TorchTrain
 
@@ -131,11 +131,13 @@ class Run:
             self.judge.close()
 
     def evaluate(self) -> dict:
-        "All evaluation sets with the rollout engine's present weights"
+        "All evaluation sets with the rollout engine's present weights. Raises RunFailed"
         d, c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)
         rollout = self.engines.rollout
-        return eval_json(evaluate_sets(rollout, d, c.eval_k, params, c.seed, self.judge))
+        found = evaluate_sets(rollout, d, c.eval_k, params, c.seed, self.judge)
+        check_judged(found, c.guards)
+        return eval_json(found)
 
 
 # %% ../../nbs/runs/12_run.ipynb #68bb232d
@@ -265,15 +267,6 @@ def resume_run(
 
 
 # %% ../../nbs/runs/12_run.ipynb #566690e0
-def _where_good(run, step):  # the newest checkpoint of at most so many steps
-    run.engines.checkpoints.wait()
-    found = found_checkpoints(run.folder / 'checkpoints')
-    good = [p for p in found if int(p.name.split('-')[1].split('.')[0]) <= step]
-    if not good:
-        return 'no checkpoint of sound weights is there'
-    return f'the last good checkpoint is {good[0]}'
-
-
 def _train(run, start):  # the loop and what comes after it
     c, d, e, folder = run.cfg, run.data, run.engines, run.folder
     run.log = Log(folder, start, c.steps)
@@ -282,14 +275,11 @@ def _train(run, start):  # the loop and what comes after it
         kept = set(json.loads((folder / 'screen.json').read_text()))
         prompts = [p for p in prompts if p.id in kept]
     more = start, e.reference, run.judge, run.partial_responses
-    try:
-        fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, *more)
-    except RunFailed as failed:
-        raise RunFailed(f'{failed}; {_where_good(run, failed.good)}', failed.good) from failed
-    finally:
-        run.log.close()
-    before = json.loads((folder / 'eval_before.json').read_text())
-    after = run.evaluate()
+    with last_good(folder / 'checkpoints', e.checkpoints.wait):
+        with closing(run.log):
+            fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, *more)
+        before = json.loads((folder / 'eval_before.json').read_text())
+        after = run.evaluate()
     write_json(folder / 'eval_after.json', after)
     write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()

@@ -5,7 +5,8 @@
 # %% ../../nbs/train/07_guards.ipynb #80db3524
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -14,11 +15,21 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from ..records import Batch, Metrics, Sample
+from ..records import Batch, Metrics, Sample, Verdict
 from ..settings import at_least, between, check
+from .checkpoint import found_checkpoints
 
 # %% auto #0
-__all__ = ['GuardConfig', 'RunFailed', 'or_nan', 'weights_finite', 'check_start', 'Guard']
+__all__ = [
+    'GuardConfig',
+    'RunFailed',
+    'or_nan',
+    'weights_finite',
+    'check_start',
+    'why_unjudged',
+    'Guard',
+    'last_good',
+]
 
 
 # %% ../../nbs/train/07_guards.ipynb #5efead3e
@@ -41,7 +52,7 @@ class RunFailed(ValueError):
     def __init__(
         self,
         message: str,
-        good: int,  # after so many steps the weights were sound; -1 = they never were
+        good: float,  # after so many steps the weights were sound; inf = they still are
     ):
         super().__init__(message)
         self.good = good
@@ -75,6 +86,23 @@ def check_start(
         )
 
 
+# %% ../../nbs/train/07_guards.ipynb #5b0e91d3
+def why_unjudged(
+    verdicts: Sequence[tuple[str, Verdict]],  # prompt id and verdict of each response
+    cfg: GuardConfig,
+) -> str:  # '' if enough of them have a verdict
+    "How many have none, and why the first one has none"
+    failed = [(id, v) for id, v in verdicts if v.status in ('failed', 'timeout')]
+    if len(failed) <= cfg.max_failed_frac * len(verdicts):
+        return ''
+    id, v = failed[0]
+    return (
+        f'{len(failed)} of {len(verdicts)} responses have no verdict '
+        f'(guards.max_failed_frac={cfg.max_failed_frac}), the first one, to prompt {id}: '
+        f'{" ".join(v.evidence.split())}'
+    )
+
+
 # %% ../../nbs/train/07_guards.ipynb #2710fe98
 class Guard:
     "Watches one run. Raises RunFailed"
@@ -83,9 +111,11 @@ class Guard:
         self,
         cfg: GuardConfig,
         what: str = 'step',  # that is numbered from 1
+        start: int = 0,  # steps already done
     ):
         self.cfg, self.what = cfg, what
-        self.seen, self.lost, self.skipped = 0, 0, False  # steps, lost ones in a row, this update
+        self.seen, self.lost = start, 0  # steps, lost ones in a row
+        self.skipped = False  # all of this update
 
     def sampled(self, step: int, batch: Batch):
         "Before anything is computed from these tokens"
@@ -120,22 +150,13 @@ class Guard:
         last: bool = False,  # of the run: it may not end with nothing but lost steps
     ):
         "When the step has been written down"
-        cfg, failed = self.cfg, [s for s in samples if s.verdict.status in ('failed', 'timeout')]
-        unjudged = len(failed) > cfg.max_failed_frac * len(samples)
+        unjudged = why = why_unjudged([(s.prompt_id, s.verdict) for s in samples], self.cfg)
         self.seen += 1
         self.lost = self.lost + 1 if self.skipped or unjudged else 0
-        why = ''
-        if unjudged:
-            s = failed[0]
-            why = (
-                f'{len(failed)} of {len(samples)} responses have no verdict '
-                f'(guards.max_failed_frac={cfg.max_failed_frac}), the first one, to prompt '
-                f'{s.prompt_id}: {" ".join(s.verdict.evidence.split())}'
-            )
-        elif self.skipped:
+        if self.skipped and not unjudged:
             why = 'the loss or its gradient is not finite, so nothing is learned'
         self.skipped = False
-        limit = cfg.max_lost_steps
+        limit = self.cfg.max_lost_steps
         many = limit and (self.lost == limit or last and self.lost == self.seen)
         if unjudged and self.seen == 1 or many:
             again = f'; {self.lost} steps in a row (guards.max_lost_steps)' if many else ''
@@ -143,3 +164,20 @@ class Guard:
 
     def _fail(self, step, why, good):
         raise RunFailed(f'{self.what} {step}: {why}', good)
+
+
+# %% ../../nbs/train/07_guards.ipynb #7d20b3f5
+@contextmanager
+def last_good(
+    root: Path,  # of checkpoints
+    wait: Callable[[], None],  # until all of them are on the disk
+):
+    "A failure says where one can go on"
+    try:
+        yield
+    except RunFailed as failed:
+        wait()
+        steps = ((int(p.name.split('-')[1].split('.')[0]), p) for p in found_checkpoints(root))
+        good = next((p for step, p in steps if step <= failed.good), None)
+        where = f'the last good checkpoint is {good}' if good else 'no checkpoint is good'
+        raise RunFailed(f'{failed}; {where}', failed.good) from failed
