@@ -296,5 +296,5 @@ def verify(
         if hasattr(fn, 'judge_one'):  # it wants more of the prompt than the answer
             return fn.judge_one(prompt, text)
         return as_verdict(fn(text, prompt.answer), prompt.verifier)
-    except (Exception, SystemExit) as e:
+    except (Exception, SystemExit, GeneratorExit) as e:
         return failure(e, fn)

@@ -114,8 +114,7 @@ class Guard:
         start: int = 0,  # steps already done
     ):
         self.cfg, self.what = cfg, what
-        self.seen, self.lost = start, 0  # steps, lost ones in a row
-        self.skipped = False  # all of this update
+        self.seen, self.lost, self.skipped = start, 0, False  # steps, in a row, this update
 
     def sampled(self, step: int, batch: Batch):
         "Before anything is computed from these tokens"

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from compassrl.records import Sample, Verdict
 from compassrl.runs.log import Log, json_text
 from compassrl.train import guards as real
-from compassrl.train.guards import Guard, GuardConfig, RunFailed, or_nan, weights_finite
+from compassrl.train.checkpoint import save_checkpoint
+from compassrl.train.guards import Guard, GuardConfig, RunFailed, last_good, or_nan, weights_finite
 from tests.support.faults import planted
 from tests.support.loss_laws import random
 
@@ -36,30 +37,30 @@ def judged(statuses):
     ]
 
 
-def walk(m, cfg, steps):
+def walk(m, cfg, steps, start):
     "(step, message, good) of the end, or None; steps: (skipped_frac, statuses)"
-    guard = m.Guard(cfg)
-    for step, (skipped, statuses) in enumerate(steps, 1):
+    guard = m.Guard(cfg, start=start)
+    for step, (skipped, statuses) in enumerate(steps, start + 1):
         if skipped is not None:  # None: a silent step has no update
             guard.updated(step, dict(skipped_frac=skipped, lr=1.0))
         try:
-            guard.ended(step, judged(statuses), step == len(steps))
+            guard.ended(step, judged(statuses), step == start + len(steps))
         except m.RunFailed as e:
             return step, str(e), e.good
     return None
 
 
-def expected(cfg, steps):
-    "The same from the whole history, by counting"
+def expected(cfg, steps, start):
+    "The same from the whole history, by counting; a run that goes on has had good steps before"
     lost, mostly = [], []
     for skipped, statuses in steps:
         mostly.append(sum(s in NO_VERDICT for s in statuses) > cfg.max_failed_frac * len(statuses))
         lost.append(skipped == 1 or mostly[-1])
         row = next((i for i, x in enumerate(reversed(lost)) if not x), len(lost))
-        whole = len(lost) == len(steps) and all(lost)
+        whole = not start and len(lost) == len(steps) and all(lost)
         many = cfg.max_lost_steps and (row == cfg.max_lost_steps or whole)
-        if many or mostly == [True]:
-            return len(lost), len(lost) - row
+        if many or mostly == [True] and not start:
+            return start + len(lost), start + len(lost) - row
     return None
 
 
@@ -67,6 +68,7 @@ def law_history(m):
     @settings(random, max_examples=150)
     @given(
         st.integers(0, 3),
+        st.sampled_from([0, 0, 4]),
         st.sampled_from([0.0, 0.5, 0.9, 1.0]),
         st.lists(
             st.tuples(
@@ -81,12 +83,12 @@ def law_history(m):
             max_size=12,
         ),
     )
-    def check(most, share, steps):
+    def check(most, start, share, steps):
         cfg = GuardConfig(most, share)
-        got, want = walk(m, cfg, steps), expected(cfg, steps)
+        got, want = walk(m, cfg, steps, start), expected(cfg, steps, start)
         assert (got and (got[0], got[2])) == want
         if got:
-            statuses = steps[got[0] - 1][1]
+            statuses = steps[got[0] - start - 1][1]
             first = next((i for i, s in enumerate(statuses) if s in NO_VERDICT), None)
             mostly = sum(s in NO_VERDICT for s in statuses) > share * len(statuses)
             assert got[1].startswith(f'step {got[0]}: ')
@@ -107,6 +109,7 @@ def test_the_guard_against_a_count_of_the_history():
         ("('failed', 'timeout')", "('failed',)"),
         ("metrics.get('skipped_frac') == 1", "metrics.get('skipped_frac') > 0"),
         ('self.skipped = False', 'self.skipped = self.skipped'),
+        ('self.lost, self.skipped = start, 0', 'self.lost, self.skipped = 0, 0'),
         ('if unjudged and self.seen == 1 or many', 'if many'),
         ('or last and self.lost == self.seen', ''),
         ('or last and self.lost == self.seen', 'or last and self.lost'),
@@ -154,6 +157,23 @@ def test_blown_weights_end_a_run_and_the_metric_stays_out_of_the_row():
     with pytest.raises(RunFailed, match='^cold start step 7: the update with lr=0.5 ') as e:
         Guard(GuardConfig(), 'cold start step').updated(7, dict(lr=0.5, weights_finite=0.0))
     assert e.value.good == 6
+
+
+@pytest.mark.parametrize('good', [-1, 0, 3, 4, 7, 9, math.inf])
+def test_the_last_good_checkpoint_is_named(tmp_path, good):
+    "Against a search over all steps; the one that is still being written is waited for"
+    root, steps = tmp_path / 'checkpoints', [0, 4, 8]
+
+    def wait():
+        for step in steps:
+            save_checkpoint(root, step, {}, keep=9)
+
+    with pytest.raises(RunFailed) as e, last_good(root, wait):
+        raise RunFailed('step 9: why', good)
+    named = [s for s in range(10) if f'is {root}/step-{s:06}' in str(e.value)]
+    assert named == [s for s in steps if s <= good][-1:]
+    assert str(e.value).startswith('step 9: why; ') and e.value.good == good
+    assert named or 'no checkpoint is good' in str(e.value)
 
 
 # ---- what is not finite and is written down
