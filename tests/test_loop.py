@@ -629,6 +629,15 @@ def test_a_run_shorter_than_its_patience_may_not_end_with_nothing(monkeypatch):
     assert CFG.guards.max_lost_steps > CFG.steps == 4 and e.value.good == 0
 
 
+def test_a_run_that_goes_on_has_learned_before(monkeypatch):
+    "One lost step at its end is no reason: it has had good ones"
+    monkeypatch.setattr(trainer, 'loss_of', spoiled(trainer.loss_of, range(99)))
+    rollout, engine = engines(CFG)
+    log = Log()
+    fit(CFG, PROMPTS, rollout, engine, TOKENIZER, log, EOS_ID, start=CFG.steps - 1)
+    assert log.skipped_frac == [1.0]
+
+
 class Untouched(RolloutEngine):
     "Notes which versions it was given"
 
