@@ -258,6 +258,7 @@ def run_facts(
         steps=metrics[-1]['step'] if metrics else 0,
         steps_planned=(config or {}).get('steps'),
         finished=after is not None,
+        failed=(read_json(run_dir / 'failed.json') or {}).get('why'),
         resumed_from=[r['resumed_from'] for r in metrics if 'resumed_from' in r],
         held_out=_held_out(before, after),
         eval_before=before and before['avg'],

@@ -63,6 +63,8 @@ def _headline(f):
     of = '' if f['steps_planned'] is None else f' of {f["steps_planned"]}'
     if not f['finished']:
         out.append(f'**This run is not finished**: step {f["steps"]}{of}.')
+    if f['failed']:
+        out.append(f'It has ended by itself: {_code(f["failed"])}')
     if f['resumed_from']:
         out.append(f'It was resumed from step {", ".join(map(str, f["resumed_from"]))}.')
     return '\n\n'.join(out)

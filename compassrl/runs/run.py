@@ -33,7 +33,7 @@ from .factory import Engines, open_engines, prepare, train_engines
 from .facts import machine_info
 from .log import Log, Progress, check_files, json_text, say, write_json
 from .report import write_report
-from .stop import locked, stoppable
+from .stop import failure_noted, locked, stoppable
 from .trace import trace_rows
 from ..train.checkpoint import load_checkpoint, save_checkpoint
 from ..train.guards import Guard, last_good
@@ -166,7 +166,7 @@ def start_run(cfg: TrainConfig) -> Path:  # the run directory
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
-    with locked(folder), run.stop:
+    with locked(folder), failure_noted(folder), run.stop:
         noted = keep_reward_files(own.files, folder / 'rewards') if own else {}
         rewards = dataclasses.replace(cfg.rewards, function_sha256=noted)
         run.cfg = cfg = dataclasses.replace(cfg, rewards=rewards)
@@ -248,7 +248,7 @@ def resume_run(
                 f'a run goes on with other {may_change} alone'
             )
     watch = prepare(cfg)
-    with locked(folder):
+    with locked(folder), failure_noted(folder):
         run = Run(cfg, folder, load(cfg, folder))
         saver = train_engines[cfg.train_engine].saver
         saver.newest(folder / 'checkpoints', required=True)  # refused before engines start

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from compassrl import loop
 from compassrl.runs.cli import main
+from compassrl.runs.report import write_report
 from tests.support import fork_server as forked
 
 SMOKE = ['smoke-cpu', '--steps', '6', '--save-every', '2', '--trace-every', '1']
@@ -360,6 +361,12 @@ def test_a_run_that_breaks_later_names_the_checkpoint_before(tmp_path, monkeypat
     kept = [strict(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
     assert [m['loss'] is None for m in kept] == [m['num_not_finite'] > 0 for m in kept]
     assert [m['loss'] is None for m in kept] == [False, False, False, True, True]
+    assert said.endswith(write_report(folder)['failed'])
+    assert 'has ended by itself: `step 5: the loss' in (folder / 'report.md').read_text()
+    monkeypatch.undo()
+    main(['resume', str(folder)])
+    assert not (folder / 'failed.json').exists(), 'it went on'
+    assert 'ended by itself' not in (folder / 'report.md').read_text()
 
 
 def strict(text):
