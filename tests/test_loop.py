@@ -191,6 +191,8 @@ def test_what_the_hooks_get(whole):
         assert m['skipped_frac'] == 0
         assert m['entropy'] == pytest.approx(batch.entropy[batch.response_mask].mean().item())
         assert not batch.response_mask.all(), 'a mean over columns would be another'
+        moved = (batch.log_probs - batch.old_log_probs).abs().amax(1)
+        assert moved[:8].max() < 1e-5 < moved[8:].max(), 'what each of two mini-batches saw'
         assert m['sync_bytes'] == sum(t.nbytes for _, t in whole[0].weights())
 
 

@@ -734,6 +734,10 @@ def test_one_tolerance_for_all(apart, flat):
     unit = (r.float() - shape_rewards(samples, 9, cfg)).max() / (0.1 * 2 / 4)  # of the penalty
     assert unit.item() == pytest.approx(1.0 if flat else apart, rel=0.2, abs=2e-6)
     assert screen(r, g).item() == (apart / 2 > 1e-6)
+    for sign, same in ((-1, apart), (1, 1 - apart)):  # rewards that are equal, at both ends
+        r = torch.full((2,), same, dtype=torch.double)
+        assert screen(r, g).item() == (not flat)
+        assert zvp_sign(r, g).tolist() == [sign * flat] * 2
 
 
 @pytest.mark.parametrize(
