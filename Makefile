@@ -6,7 +6,7 @@ SHAKEN := $(if $(SHAKE),PYTHONPATH=$(CURDIR)/tests/support/another_machine)
 export SHAKE BUSY
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help train test lab docs bench notebooks sync check lock clean clean-env
+.PHONY: help train test faults lab docs bench notebooks sync check lock clean clean-env
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -28,6 +28,9 @@ train: .venv/.core ## a tiny mixture of experts learns by RL on two CPU cores: m
 
 test: .venv/.docs ## everything, with the real vLLM and Megatron-Core: the suite and every notebook: make test [ARGS="-k losses"]
 	@OMP_NUM_THREADS=1 $(SHAKEN) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+faults: .venv/.dev ## plant faults in a copy, one after another; a test must notice each: make faults [ARGS=loop]
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/plant.py $(ARGS)
 
 lab: .venv/.engines ## JupyterLab on the notebooks
 	@MATPLOTLIBRC=$(CURDIR)/tools/matplotlibrc $(BIN)/jupyter lab --notebook-dir=nbs $(ARGS)

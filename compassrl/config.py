@@ -24,6 +24,7 @@ from .rollout.schedule import ScheduleConfig
 from .rollout.torch_engine import RolloutConfig
 from .rollout.vllm.config import VllmConfig
 from .settings import at_least, between, check, checked
+from .train.guards import GuardConfig
 from .train.megatron.layout import ParallelConfig
 from .train.routes import ReplayMode
 from .train.sft import SFTConfig
@@ -82,6 +83,7 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=lambda: LossConfig('espo'))
     espo: EspoConfig = field(default_factory=EspoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    guards: GuardConfig = field(default_factory=GuardConfig)  # when it ends by itself
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # of train_engine 'megatron'
     vllm: VllmConfig = field(default_factory=VllmConfig)  # of rollout_engine 'vllm' and 'pool'
 

@@ -29,6 +29,7 @@ from compassrl.records import (
     collate,
 )
 from .rollout.partial import PartialResponses
+from .train.guards import Guard
 
 # %% auto #0
 __all__ = ['Stop', 'RunHooks', 'counted', 'loss_of', 'unmoved', 'train_step', 'fit']
@@ -85,6 +86,7 @@ def train_step(
     engine: TrainEngine,
     judge: Judge,
     eos_id: int | tuple[int, ...],
+    guard: Guard,
     reference: TrainEngine | None = None,
     partial_responses: PartialResponses | None = None,
 ) -> tuple[Metrics, list[Sample], Batch]:  # samples in the order of the batch's rows
@@ -97,12 +99,12 @@ def train_step(
         metrics |= found
         samples = in_order(requests, samples)
         batch = collate(samples)
+        guard.sampled(step + 1, batch)
         with timed(metrics, 'log_probs'):
             batch = replace(batch, **engine.score(batch))
         if cfg.loss.kl_coef:
             with timed(metrics, 'ref_log_probs'):
-                before = reference.score(batch)['old_log_probs']
-            batch = replace(batch, ref_log_probs=before)
+                batch = replace(batch, ref_log_probs=reference.score(batch)['old_log_probs'])
         with timed(metrics, 'reward'):
             judge.settle(samples)  # not earlier: nothing so far needed a reward
         batch, graded = grade(batch, samples, cfg)
@@ -113,6 +115,7 @@ def train_step(
             learned, seen = engine.update(batch, loss) if learns else (unmoved(batch, loss), {})
         with timed(metrics, 'sync'):
             if learns:
+                guard.updated(step + 1, learned)
                 rollout.load_weights(counted(engine.weights(), metrics), step + 1)
     return metrics | learned, samples, replace(batch, **seen)
 
@@ -131,7 +134,9 @@ def fit(
     judge: Judge | None = None,  # None: verdicts here, one after another
     partial_responses: PartialResponses | None = None,  # begun by earlier steps
 ) -> None:
-    "Group-relative policy optimisation. Raises ValueError for a KL penalty without a reference"
+    """Group-relative policy optimisation
+
+    Raises ValueError for a KL penalty without a reference, RunFailed (see `Guard`)."""
     if cfg.loss.kl_coef and reference is None:
         raise ValueError(
             f'loss.kl_coef={cfg.loss.kl_coef}: '
@@ -140,8 +145,11 @@ def fit(
     judge = judge or SerialJudge(prompts, tokenizer, eos_id)
     if cfg.schedule.partial_tokens:
         partial_responses = partial_responses or PartialResponses(cfg.schedule.partial_tokens)
+    guard = Guard(cfg.guards, start=start)
+    more = guard, reference, partial_responses
     for step in range(start, cfg.steps):
         metrics, samples, batch = train_step(
-            cfg, step, prompts, rollout, engine, judge, eos_id, reference, partial_responses
+            cfg, step, prompts, rollout, engine, judge, eos_id, *more
         )
         hooks.on_step(step + 1, metrics, samples, batch)
+        guard.ended(step + 1, samples, step + 1 == cfg.steps)

@@ -257,7 +257,33 @@ def test_failed_verifiers_do_not_wake_a_group():
     ]
 
 
+def test_each_step_refills_in_an_order_of_its_own():
+    "Equal first waves, other prompts: a seed that forgot the step would ask the same again"
+    flat = [
+        Sample(
+            'p0', i, [5], [ONE], torch.zeros(1), None, None, 'stop', 0, verdict=Verdict(1.0, True)
+        )
+        for i in range(4)
+    ]
+    cfg = config('refill', prompts=6)
+    asked = [next_wave(flat, Counter(p0=4), [4], questions(40), step, cfg) for step in (0, 1, 0)]
+    assert asked[0] == asked[2] != asked[1] and len(asked[0]) == 6
+    later = next_wave(flat, Counter(p0=4), [4, 0], questions(40), 0, cfg)
+    assert later != asked[0], 'nor would a wave repeat the one before'
+
+
 # ---- the batch
+
+
+def test_partial_credit_is_not_correct():
+    samples = [
+        Sample('p0', i, [5], [ONE], torch.zeros(1), None, None, 'stop', 0, verdict=v)
+        for i, v in enumerate((Verdict(0.4, False, 'wrong'), Verdict(1.0, True)))
+    ]
+    for s in samples:
+        s.timings = dict(reward_start=0.0, reward_end=0.0)
+    batch = replace(collate(samples), entropy=torch.ones(2, 2))
+    assert grade(batch, samples, config())[1]['correct_frac'] == 0.5
 
 
 def test_a_batch_by_hand():

@@ -1,6 +1,7 @@
 "The loop: order, restarts, engines and judges do not change what it computes"
 
 import inspect
+import itertools
 import math
 import random
 import time
@@ -11,6 +12,7 @@ import torch
 
 from compassrl import loop as trainer
 from compassrl.algo.advantages import AdvantageConfig
+from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
@@ -26,6 +28,7 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Prompt, RolloutEngine, Sample, Verdict
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
 from compassrl.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from compassrl.train.guards import GuardConfig, RunFailed
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
 from tests.support import misbehaving_verifiers as odd_verifiers
 
@@ -45,6 +48,7 @@ RECIPE = TrainConfig(
     optim=OptimConfig(lr=1e-3, num_mini_batches=2, warmup_steps=2),
 )
 CFG = replace(RECIPE, loss=LossConfig('grpo'), zero_variance=NOTHING)  # simple enough for oracles
+UNGUARDED = GuardConfig(max_lost_steps=0, max_failed_frac=1.0)
 
 
 def even(text, answer):
@@ -185,6 +189,11 @@ def test_what_the_hooks_get(whole):
             m['correct_frac']
         )
         assert m['skipped_frac'] == 0
+        assert m['entropy'] == pytest.approx(batch.entropy[batch.response_mask].mean().item())
+        assert not batch.response_mask.all(), 'a mean over columns would be another'
+        moved = (batch.log_probs - batch.old_log_probs).abs().amax(1)
+        assert moved[:8].max() < 1e-5 < moved[8:].max(), 'what each of two mini-batches saw'
+        assert m['sync_bytes'] == sum(t.nbytes for _, t in whole[0].weights())
 
 
 def test_both_engines_see_the_same_policy(whole):
@@ -493,13 +502,13 @@ def test_a_silent_step_says_what_its_update_would_have_said():
     _, m, _, batch = log[0]
     said, _ = engine.update(batch, trainer.loss_of(cfg, batch))
     assert m['skipped_frac'] == 1 and m['lr'] == 0.0
-    del said['skipped_frac'], said['lr']
+    del said['skipped_frac'], said['lr'], said['weights_finite']
     assert {k: m[k] for k in said} == pytest.approx(said, abs=1e-6)
 
 
 @pytest.mark.parametrize('verifier', ['crash', 'slow', 'no such verifier'])
 def test_without_any_verdict_nothing_is_learned(verifier):
-    engine, log = run(prompts=questions(10, verifier))
+    engine, log = run(replace(CFG, guards=UNGUARDED), questions(10, verifier))
     assert log.failed_frac == [1.0] * 4 == log.skipped_frac and engine.num_steps == 0
 
 
@@ -541,6 +550,177 @@ def test_a_rollout_engine_may_not_lose_or_repeat(harm):
 
     with pytest.raises(AssertionError, match='lost, repeated or not asked for'):
         run(wrap=lambda r: Reordered(r, hurt))
+
+
+# ---- what the loss is told of the step
+
+
+ONE_UPDATE = replace(CFG, loss=LossConfig('espo'), optim=OptimConfig(lr=1e-3))
+
+
+def test_the_clip_of_espo_is_relative_to_the_largest_entropy_of_the_vocabulary():
+    "Equation 8: without a floor the mean range is alpha times the mean entropy over log V"
+    _, log = run(replace(ONE_UPDATE, espo=EspoConfig(alpha=0.5, eps_min=0.0)))
+    assert SHAPE.vocab_size != SHAPE.hidden_size
+    for eps, entropy in zip(log.clip_eps, log.entropy):
+        assert eps == pytest.approx(0.5 * entropy / math.log(SHAPE.vocab_size), rel=1e-5)
+
+
+def test_the_quantile_of_espo_is_that_of_the_whole_step():
+    _, log = run(replace(ONE_UPDATE, espo=EspoConfig(groups='batch_quantile')))
+    for _, m, _, batch in log:
+        n = int(batch.response_mask.sum())
+        assert m['high_entropy_frac'] == pytest.approx(math.ceil(0.2 * n - 1e-9) / n)
+
+
+def test_the_first_wave_counts_raw_rewards():
+    "Of a single wave: penalties make groups differ that are flat in what was judged"
+    zv = ZeroVarianceConfig('uniform', repetition_weight=0.3, ngram=1)
+    never = [replace(p, verifier='exact', answer='never') for p in PROMPTS]
+    _, log = run(replace(CFG, zero_variance=zv), never)
+    for _, m, _, _ in log:
+        assert m['zero_variance_first_frac'] == m['zero_variance_raw_frac']
+    assert any(m['zero_variance_raw_frac'] > m['zero_variance_frac'] for _, m, _, _ in log)
+
+
+# ---- guards
+
+
+def spoiled(loss_of, when):
+    "`loss_of`, whose value is infinite in the steps (from 0) that `when` names"
+    calls = itertools.count()
+
+    def make(cfg, batch):
+        good, bad = loss_of(cfg, batch), next(calls) in when
+
+        def loss(*args):
+            value, metrics = good(*args)
+            return value + float('inf') if bad else value, metrics
+
+        return loss
+
+    return make
+
+
+@pytest.mark.parametrize(
+    'bad, lost, end',
+    [(range(99), 3, 3), ({0, 1, 3, 4}, 3, None), ({1, 2}, 2, 3), (range(99), 0, None)],
+)
+def test_updates_that_are_skipped_in_a_row_end_a_run(monkeypatch, bad, lost, end):
+    "An infinite loss has a finite gradient here: the loss itself is what is not finite"
+    monkeypatch.setattr(trainer, 'loss_of', spoiled(trainer.loss_of, bad))
+    cfg = replace(CFG, steps=6, guards=GuardConfig(max_lost_steps=lost))
+    rollout, engine = engines(cfg)
+    log = Log()
+    try:
+        fit(cfg, PROMPTS, rollout, engine, TOKENIZER, log, EOS_ID)
+        assert end is None
+    except RunFailed as e:
+        assert f'step {end}: ' in str(e) and f'{lost} steps in a row' in str(e)
+        assert '\n' not in str(e) and e.good == end - lost
+    assert len(log) == (end or 6), 'the steps that were lost are on file'
+    assert [m == 1 for m in log.skipped_frac] == [i in bad for i in range(len(log))]
+    if 0 in bad and 1 in bad and end == 3:
+        assert same(engine, engines()[1]), 'nothing of it reached the weights'
+
+
+def test_a_run_shorter_than_its_patience_may_not_end_with_nothing(monkeypatch):
+    monkeypatch.setattr(trainer, 'loss_of', spoiled(trainer.loss_of, range(99)))
+    with pytest.raises(RunFailed, match='^step 4: .* 4 steps in a row') as e:
+        run(CFG)
+    assert CFG.guards.max_lost_steps > CFG.steps == 4 and e.value.good == 0
+
+
+def test_a_run_that_goes_on_has_learned_before(monkeypatch):
+    "One lost step at its end is no reason: it has had good ones"
+    monkeypatch.setattr(trainer, 'loss_of', spoiled(trainer.loss_of, range(99)))
+    rollout, engine = engines(CFG)
+    log = Log()
+    fit(CFG, PROMPTS, rollout, engine, TOKENIZER, log, EOS_ID, start=CFG.steps - 1)
+    assert log.skipped_frac == [1.0]
+
+
+class Untouched(RolloutEngine):
+    "Notes which versions it was given"
+
+    def __init__(self, rollout):
+        self.rollout, self.versions, self.generate = rollout, [], rollout.generate
+
+    def load_weights(self, weights, version):
+        self.versions.append(version)
+        self.rollout.load_weights(weights, version)
+
+
+def test_weights_that_an_update_has_blown_up_go_nowhere():
+    "Not to the rollout engine, not to the hooks, which save"
+    cfg = replace(CFG, optim=OptimConfig(lr=9e18))
+    rollout, engine = engines(cfg)
+    rollout, log = Untouched(rollout), Log()
+    with pytest.raises(RunFailed, match=r'^step 1: .*lr=9e\+18.*not finite') as e:
+        fit(cfg, PROMPTS, rollout, engine, TOKENIZER, log, EOS_ID)
+    assert e.value.good == 0 and not rollout.versions and not log
+
+
+def test_a_policy_that_says_nothing_finite_ends_the_run_before_anything_is_learned():
+    class Mute(Reordered):
+        def generate(self, requests, whole_groups=False):
+            for s in self.rollout.generate(requests):
+                yield replace(s, rollout_log_probs=s.rollout_log_probs * math.nan)
+
+    with pytest.raises(RunFailed, match='^step 1: no sampled token') as e:
+        run(wrap=lambda r: Mute(r, None))
+    assert e.value.good == -1
+
+
+def test_verdicts_that_mostly_fail_end_the_run_in_the_first_step():
+    with pytest.raises(RunFailed) as e:
+        run(prompts=questions(10, 'crash'))
+    first = prompts_of_step(PROMPTS, 0, 4, 0)[0].id
+    assert str(e.value).startswith('step 1: 16 of 16 responses have no verdict')
+    assert f'to prompt {first}: RuntimeError: out of order' in str(e.value)
+
+
+def test_a_judge_that_dies_later_is_given_a_few_steps(monkeypatch):
+    "It may come back; where it does not, the row of the last step is written before the end"
+    dead = itertools.chain([False, True, True, False], itertools.repeat(True))
+
+    class Mortal(SerialJudge):
+        def settle(self, samples):
+            monkeypatch.setitem(verifiers, 'even', crash if next(dead) else even)
+            super().settle(samples)
+
+    log, cfg = Log(), replace(CFG, steps=20, guards=GuardConfig(max_lost_steps=3))
+    rollout, engine = engines(cfg)
+    with pytest.raises(RunFailed, match='^step 7: .*3 steps in a row') as e:
+        fit(
+            cfg,
+            PROMPTS,
+            rollout,
+            engine,
+            TOKENIZER,
+            log,
+            EOS_ID,
+            judge=Mortal(PROMPTS, TOKENIZER, EOS_ID),
+        )
+    assert e.value.good == 4 and log.failed_frac == [0, 1, 1, 0, 1, 1, 1]
+
+
+def test_silent_steps_are_no_lost_steps():
+    cfg = replace(CFG, steps=8, guards=GuardConfig(max_lost_steps=1, max_failed_frac=0.0))
+    _, log = run(cfg, [replace(p, verifier='exact', answer='never') for p in PROMPTS])
+    assert log.skipped_frac == [1.0] * 8
+
+
+@pytest.mark.parametrize('error', [SystemExit, GeneratorExit, RecursionError])
+def test_a_verifier_cannot_end_the_run(monkeypatch, error):
+    def leave(text, answer):
+        if ord(text[-1:] or 'a') % 3 == 0:
+            raise error('enough')
+        return even(text, answer)
+
+    monkeypatch.setitem(verifiers, 'leave', leave)
+    _, log = run(replace(CFG, guards=UNGUARDED), questions(10, 'leave'))
+    assert len(log) == 4 and 0 < max(log.failed_frac) < 1
 
 
 # ---- KL

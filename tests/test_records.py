@@ -268,6 +268,7 @@ def test_the_tags_see_a_shift_by_one(field):
     'change, message',
     [
         (dict(rollout_log_probs=torch.zeros(2)), 'rollout_log_probs has 2 rows; .* need 3'),
+        (dict(token_versions=torch.zeros(4)), 'token_versions has 4 rows; .* need 3'),
         (dict(routed_experts=torch.zeros(5, 1, 1)), 'routed_experts has 5 rows; .* need 4'),
         (dict(routes_valid=torch.ones(3, dtype=torch.bool)), 'routes_valid has 3 rows'),
         (dict(routed_experts=torch.zeros(4, 1, 3)), r'\[1, 3\], \[2, 2\].*one policy'),

@@ -6,10 +6,11 @@ log-probabilities come together."""
 # %% ../../nbs/algo/05_engine_gap.ipynb #b70eb1cc
 from __future__ import annotations
 
-from math import log
+from math import inf, log
 
 import torch
 
+from .ratios import log_ratio, max_nats
 from ..records import Batch, Metrics
 
 # %% auto #0
@@ -21,18 +22,19 @@ def discrepancy(
     batch: Batch,  # with `old_log_probs`, and the routes as the train engine left them
 ) -> Metrics:
     "How far apart sampling and training are (R3, arXiv 2510.11370; paper section 2.4.4)"
-    delta = (batch.old_log_probs - batch.rollout_log_probs)[batch.response_mask].clamp(-20, 20)
+    mask = batch.response_mask
+    delta = log_ratio(batch.old_log_probs, batch.rollout_log_probs, mask, inf)[mask]
     fed = batch.fed_mask
     valid = torch.zeros_like(fed) if batch.routes_valid is None else batch.routes_valid & fed
 
     def mean(x):
         return float(x.double().mean()) if len(x) else 0.0
 
-    gap = delta.abs()
+    gap, near = delta.abs(), delta.clamp(-max_nats, max_nats)  # only k3 has an exponential
     out = dict(
         rollout_train_gap=mean(gap),
         rollout_train_gap_max=float(gap.max()) if len(gap) else 0.0,
-        rollout_train_k3=mean(torch.expm1(delta.double()) - delta),
+        rollout_train_k3=mean(torch.expm1(near.double()) - near),
         rollout_train_f2=mean(gap > log(2)),
         routes_valid_frac=mean(valid[fed]),
     )

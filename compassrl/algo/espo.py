@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .losses import LossConfig, clipped_surrogate, policy_loss
-from .ratios import log_ratio, ratio_sums
+from .ratios import log_ratio, max_nats, ratio_sums
 from ..records import Batch
 from ..settings import above, at_least, between, check
 
@@ -65,10 +65,15 @@ class EspoConfig:
     ) -> EspoStep:
         """With what only the step knows
 
-        That is the vocabulary and, for 'batch_quantile', from which entropy a token is high."""
+        That is the vocabulary and, for 'batch_quantile', from which entropy a token is high.
+        Raises ValueError for 'batch_quantile' without a response token."""
         if self.groups != 'batch_quantile':
             return EspoStep(**asdict(self), vocab_size=vocab_size)
         values = batch.entropy[batch.response_mask]
+        if not len(values):
+            raise ValueError(
+                'no response tokens: batch_quantile needs some to tell what a high entropy is'
+            )
         k = int(_share(torch.tensor(len(values)), self.top_frac))
         threshold = float(values.topk(k).values[-1])
         return EspoStep(**asdict(self), vocab_size=vocab_size, threshold=threshold)
@@ -134,9 +139,12 @@ def group_ratio(
     delta: Tensor,  # [B, T] log(new/old), 0 outside the mask
     groups: Tensor,  # [B, T] int64
     mask: Tensor,  # [B, T] bool
-) -> Tensor:  # [B, T] 1 outside the mask
+    literal: bool = False,  # times the token's own ratio (eq. 9 as printed)
+) -> Tensor:  # [B, T] 1 outside the mask; each token has the gradient of its own log-prob
     "Geometric mean of the token ratios of a group (eq. 10), at each of its tokens"
-    return group_mean(delta, groups, mask).exp()
+    mean = group_mean(delta.detach(), groups, mask)
+    own = delta if literal else delta - delta.detach()
+    return (mean + own).clamp(-max_nats, max_nats).exp()
 
 
 # %% ../../nbs/algo/04_espo.ipynb #13db919c
@@ -167,7 +175,12 @@ def group_weights(
 
 
 # %% ../../nbs/algo/04_espo.ipynb #97a7ad09
-@policy_loss('entropy', aggregation='seq-mean-token-sum', config=EspoStep)
+@policy_loss(
+    'entropy',
+    aggregation='seq-mean-token-sum',  # its weights are in its values
+    kl_aggregation='seq-mean-token-mean',
+    config=EspoStep,
+)
 def espo(
     log_probs: Tensor,  # [B, T] of the policy that learns
     old_log_probs: Tensor,  # [B, T] of the policy before the update
@@ -181,14 +194,12 @@ def espo(
 
     Raises ValueError for a clip range or an average of other losses."""
     _refuse_foreign(cfg)
-    delta = log_ratio(log_probs, old_log_probs, mask)
+    delta = log_ratio(log_probs, old_log_probs, mask, inf)  # bounded as a mean
     entropy = entropy.detach().to(delta.dtype).masked_fill(~mask, 0.0)
     groups = entropy_groups(entropy, mask, own)
     eps = adaptive_clip(group_mean(entropy, groups, mask), own)
-    shared = group_ratio(delta.detach(), groups, mask)
-    # what is a token's own: a gradient, or a value too
-    token = delta if own.ratio == 'literal' else delta - delta.detach()
-    loss, low, high = clipped_surrogate(shared * token.exp(), advantages, mask, eps, eps)
+    ratio = group_ratio(delta, groups, mask, own.ratio == 'literal')
+    loss, low, high = clipped_surrogate(ratio, advantages, mask, eps, eps)
     clipped, top = low | high, (groups == 0) & mask
     sums = ratio_sums(delta.detach(), mask, low, high) | dict(
         clip_frac_high_entropy=(clipped & top).sum(),

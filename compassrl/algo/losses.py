@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Annotated, Literal, get_args
 
 import torch
@@ -17,6 +18,7 @@ from compassrl.algo.ratios import (
     at_least_fp32,
     kl_estimate,
     log_ratio,
+    max_nats,
     ratio_sums,
     tis_weights,
 )
@@ -51,6 +53,7 @@ policy_losses = Registry(espo='compassrl.algo.espo')
 def policy_loss(
     *needs: str,  # further tensors of the batch, passed by keyword
     aggregation: Aggregation = 'seq-mean-token-mean',  # how its paper averages tokens
+    kl_aggregation: Aggregation | None = None,  # of the KL term; None = as the loss
     clip: tuple[float, float] = (0.2, 0.2),  # its paper's clip_eps_low and clip_eps_high
     config: type | None = None,  # dataclass of settings that are its own: the last argument
 ):
@@ -58,6 +61,7 @@ def policy_loss(
 
     def add(fn):
         fn.needs, fn.aggregation, fn.clip, fn.config = needs, aggregation, clip, config
+        fn.kl_aggregation = kl_aggregation
         policy_losses[fn.__name__] = fn
         return fn
 
@@ -200,9 +204,10 @@ def gspo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[
     """One ratio per response, the geometric mean over its tokens (2507.18071)
 
     In the form of GSPO-token, which gives each token a gradient of its own."""
-    delta = log_ratio(log_probs, old_log_probs, mask)
+    delta = log_ratio(log_probs, old_log_probs, mask, inf)  # bounded as a mean
     mean = delta.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = (mean + (delta - delta.detach())).exp()  # the response's value, its tokens' gradients
+    # the response's value, its tokens' gradients
+    ratio = (mean + (delta - delta.detach())).clamp(-max_nats, max_nats).exp()
     loss, *clipped = clipped_surrogate(ratio, advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high)
     return loss, ratio_sums(delta.detach(), mask, *clipped)
 
@@ -260,7 +265,8 @@ class PolicyLoss:
         if cfg.kl_coef:
             new, ref = (x.masked_fill(~mask, 0.0) for x in (log_probs, batch.ref_log_probs))
             kl = kl_estimate(new, ref, cfg.kl_estimator)
-            loss = loss + cfg.kl_coef * aggregate(kl, mask, cfg.aggregation, *counts)
+            how = self.fn.kl_aggregation or cfg.aggregation
+            loss = loss + cfg.kl_coef * aggregate(kl, mask, how, *counts)
             metrics['kl'] = kl.detach().sum() / num_tokens
         return loss, {'loss': loss.detach(), **metrics}
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = [
+    'max_nats',
     'KlEstimator',
     'Tis',
     'at_least_fp32',
@@ -21,8 +22,11 @@ __all__ = [
     'tis_weights',
 ]
 
-
 # %% ../../nbs/algo/00_ratios.ipynb #a9ee8a43
+max_nats = 20.0  # of a log-ratio before its exponential: beyond any clip range, and no overflow
+_lowest = -1e4  # nats; -inf counts as this
+
+
 def at_least_fp32(
     x: Tensor,  # [...] of any floating type
 ) -> Tensor:  # [...] fp32, or fp64 if it was
@@ -30,18 +34,19 @@ def at_least_fp32(
     return x if x.dtype == torch.double else x.float()
 
 
+def _moved(log_probs, old_log_probs):  # [...] log(new/old), also where both are impossible
+    new, old = (at_least_fp32(x).clamp(min=_lowest) for x in (log_probs, old_log_probs))
+    return new - old.detach()
+
+
 def log_ratio(
     log_probs: Tensor,  # [B, T]
     old_log_probs: Tensor,  # [B, T]
     mask: Tensor,  # [B, T] bool
-    limit: float = 20.0,  # of its absolute value
+    limit: float = max_nats,  # of its absolute value; inf where a mean of it is bounded instead
 ) -> Tensor:  # [B, T] log(new/old), 0 outside the mask
     "How far each token moved. Nothing outside the mask has an influence, on the gradient neither"
-    return (
-        (at_least_fp32(log_probs) - at_least_fp32(old_log_probs).detach())
-        .masked_fill(~mask, 0.0)
-        .clamp(-limit, limit)
-    )
+    return _moved(log_probs, old_log_probs).masked_fill(~mask, 0.0).clamp(-limit, limit)
 
 
 # %% ../../nbs/algo/00_ratios.ipynb #387c18c7
@@ -52,6 +57,7 @@ def ratio_sums(
     high: Tensor,  # [B, T] bool: ... and on the high side
 ) -> dict[str, Tensor]:  # sums over tokens, to be divided by the global number of tokens
     "What every ratio-based loss reports; `approx_kl` is k3 for KL(old || new)"
+    delta = delta.clamp(-max_nats, max_nats)  # a loss may bound a mean instead of its tokens
     ratio = delta.exp()
     return dict(
         clip_frac=(low | high).sum(),
@@ -76,12 +82,12 @@ def kl_estimate(
     Raises ValueError for another kind."""
     if kind not in get_args(KlEstimator):
         raise ValueError(f'kind={kind!r}: use one of {get_args(KlEstimator)}')
-    d = at_least_fp32(log_probs) - at_least_fp32(ref_log_probs).detach()
+    d = _moved(log_probs, ref_log_probs)
     if kind == 'k1':
         return d
     if kind == 'k2':
         return d**2 / 2
-    d = d.clamp(-20.0, 20.0)  # as in `log_ratio`
+    d = d.clamp(-max_nats, max_nats)  # as in `log_ratio`
     return torch.expm1(-d) + d
 
 

@@ -225,6 +225,15 @@ def _answer_and_solution(r, row, verifier):
     return short, solution or answer, 'maths'
 
 
+def _check_answer(verifier, answer):
+    check = getattr(verifiers[verifier], 'check_answer', None)
+    try:
+        return check and check(answer)
+    except Exception as e:  # whatever it meets there, it would meet again with every response
+        said = ' '.join(str(e).split())
+        raise BadRow(f'verifier {verifier!r} cannot use the answer: {said}', 'answer') from None
+
+
 def row_prompt(r: Reading, row: dict[str, Any]) -> Prompt:  # its id is '' unless the row has one
     "The prompt of a row. Raises BadRow"
     text, messages = _prompt_text(r, row)
@@ -236,6 +245,8 @@ def row_prompt(r: Reading, row: dict[str, Any]) -> Prompt:  # its id is '' unles
         raise BadRow(
             f'verifier {verifier!r} does not exist, only {sorted(verifiers)}', 'no such verifier'
         )
+    if not r.keep_row:
+        _check_answer(verifier, answer)
     ids = encode(r.tokenizer, text)
     kept = dict(columns=row, messages=messages) if r.keep_row else {}
     return Prompt(id, domain or 'data', text, ids, answer, verifier, solution, **kept)

@@ -12,6 +12,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,9 +86,7 @@ def problem(
     return task_families[domain](level, Choices(number))
 
 
-def num_problems(
-    domain: str, level: int
-) -> int:  # length of the list: some entries are None, some are equal
+def num_problems(domain: str, level: int) -> int:  # some entries are None, some are equal
     "How many combinations of choices there are"
     task_families[domain](level, choices := Choices(0))
     return choices.size
@@ -171,12 +170,11 @@ def verifier(fn):
     """Registers `fn(text, answer)` by its name; it returns a `Verdict`, a number or True or False
 
     Raises ValueError for a function that cannot be called so."""
-    signature = inspect.signature(fn)
     try:
-        signature.bind('text', 'answer')
+        fits = inspect.signature(fn).bind('text', 'answer') and not inspect.iscoroutinefunction(fn)
     except TypeError:
-        signature = None
-    if signature is None or inspect.iscoroutinefunction(fn):
+        fits = False
+    if not fits:
         raise ValueError(
             f'verifier {fn.__name__}: use a plain function of (text, answer), or give this one to '
             'a run by --rewards.function FILE.py:NAME'
@@ -209,10 +207,8 @@ def exact(text: str, answer: str) -> Verdict:
 def final(text: str, answer: str) -> Verdict:
     "What follows the first `#`, and nothing after it"
     _, mark, got = text.partition('#')
-    return judge(
-        bool(mark) and got == answer,
-        f'{got!r} against {answer!r}' if mark else "no '#' in the response",
-    )
+    why = f'{got!r} against {answer!r}' if mark else "no '#' in the response"
+    return judge(bool(mark) and got == answer, why)
 
 
 # %% ../../nbs/data/02_tasks.ipynb #f0024957
@@ -228,11 +224,17 @@ def _evaluate(node):  # (value, numbers used) of an expression of integers, + - 
     raise SyntaxError('only numbers, + - * and brackets are allowed')
 
 
+def _given(answer):  # numbers, target
+    m = re.fullmatch(r'([\d ]+) to (-?\d+)', answer)
+    if not m:
+        raise ValueError(f"{answer!r} is not like '3 5 8 to 9'")
+    return Counter(map(int, m[1].split())), int(m[2])
+
+
 @verifier
 def countdown_expression(text: str, answer: str) -> Verdict:
     "The expression after the first `#` uses given numbers, each at most once, and gives the target"
-    given, target = answer.split(' to ')
-    given, target = Counter(map(int, given.split())), int(target)
+    given, target = _given(answer)
     expr = text.partition('#')[2]
     if not re.fullmatch(r'[0-9+*()-]{1,200}', expr):
         return judge(False, f'{expr!r} is no expression of numbers, + - * and brackets')
@@ -240,11 +242,12 @@ def countdown_expression(text: str, answer: str) -> Verdict:
         value, used = _evaluate(ast.parse(expr, mode='eval').body)
     except SyntaxError as e:
         return judge(False, f'{expr!r}: {e.msg}')
-    if used - given:
-        return judge(
-            False, f'{expr!r} uses {sorted((used - given).elements())}, not given that often'
-        )
+    if more := sorted((used - given).elements()):
+        return judge(False, f'{expr!r} uses {more}, not given that often')
     return judge(value == target, f'{expr}={value} against {target}')
+
+
+countdown_expression.check_answer = _given
 
 
 # %% ../../nbs/data/02_tasks.ipynb #88058097
@@ -258,14 +261,13 @@ def as_verdict(
     if isinstance(value, bool):
         return judge(value, f'{name}: {value}')
     if isinstance(value, (int, float)):
-        v = judge(value >= correct_at, f'{name}: {value:g}')
-        value = Verdict(float(value), v.correct, v.status, v.evidence)
+        value = replace(judge(value >= correct_at, f'{name}: {value:g}'), reward=float(value))
     if not isinstance(value, Verdict):
         what = one_line(repr(value), 60)
         raise TypeError(f'{name} returned {what}: use a number, True or False, or a Verdict')
     if not math.isfinite(value.reward):
         raise ValueError(f'{name} returned a reward of {value.reward}: use a finite number')
-    return value
+    return replace(value, reward=float(value.reward), correct=bool(value.correct))
 
 
 def failure(
@@ -275,9 +277,8 @@ def failure(
     "No verdict, and why: the exception, and the last line of the verifier's own file"
     where, code = '', getattr(fn and inspect.unwrap(fn), '__code__', None)
     if code:
-        lines = [
-            f.lineno for f in traceback.extract_tb(e.__traceback__) if f[0] == code.co_filename
-        ]
+        frames = traceback.extract_tb(e.__traceback__)
+        lines = [f.lineno for f in frames if f[0] == code.co_filename]
         where = f' ({Path(code.co_filename).name}:{[code.co_firstlineno, *lines][-1]})'
     said = one_line(f'{type(e).__name__}: {e}', 160 - len(where))
     return Verdict(0.0, False, 'failed', said + where)
@@ -295,5 +296,5 @@ def verify(
         if hasattr(fn, 'judge_one'):  # it wants more of the prompt than the answer
             return fn.judge_one(prompt, text)
         return as_verdict(fn(text, prompt.answer), prompt.verifier)
-    except Exception as e:
+    except (Exception, SystemExit, GeneratorExit) as e:
         return failure(e, fn)

@@ -156,3 +156,6 @@ def code(text: str, answer: str) -> Verdict:
             first = f'; test {i + 1}: {o.evidence or repr(o.stdout[-40:])}'
     v = judge(passed == len(tests), f'{passed} of {len(tests)} tests{first}')
     return Verdict(passed / len(tests), v.correct, v.status, v.evidence)
+
+
+code.check_answer = _suite

@@ -28,9 +28,10 @@ from ..model.pretrained import save_pretrained
 from .curves import read_metrics
 from .data import Data
 from .facts import machine_info
-from .log import Progress, check_rows, keep_until, say, write_json
+from .log import Progress, check_rows, json_text, keep_until, say, write_json
 from .stop import launcher, stoppable
 from ..train.folders import found_checkpoints
+from ..train.guards import Guard
 from ..train.manifest import sync_path
 from ..train.saver import WholeState
 from ..train.sft import cold_start
@@ -165,9 +166,12 @@ def _learn(run_dir, engine, saver, step, c, d, stop):  # the cold start, from `s
     every, total = max(1, c.cold_start.steps // 10), c.cold_start.steps
     keep_until(run_dir / 'cold_start.jsonl', step)
     bar = Progress(total, 'cold start', step, lines=10)
+    guard = Guard(c.guards, 'cold start step', step)
     with open(run_dir / 'cold_start.jsonl', 'a', buffering=1) as f, closing(bar):
         for m in cold_start(engine, d.train, c.cold_start, d.tokenizer, c.seed, step):
-            f.write(json.dumps(m) + '\n')
+            guard.updated(m['step'], m)
+            f.write(json_text(m) + '\n')
+            guard.ended(m['step'])
             bar.step(f'loss {m["loss"]:.3f}')
             if stop.asked or m['step'] % every == 0 and m['step'] < total:
                 saver.save(m['step'])

@@ -103,7 +103,10 @@ def step_seconds(row: dict) -> float:
 _panels = {  # title: metric -> label
     'held-out answers, correct': dict(eval_avg='average', eval_pass='any of k'),
     'training answers': dict(
-        reward_mean='mean reward', correct_frac='correct', penalty_mean='penalty'
+        reward_mean='mean reward',
+        correct_frac='correct',
+        penalty_mean='penalty',
+        failed_frac='no verdict',
     ),
     'groups with equal rewards': dict(
         zero_variance_first_frac='first wave',

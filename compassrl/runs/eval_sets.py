@@ -12,9 +12,10 @@ from ..judges.serial import Judge
 from ..records import RolloutEngine, SamplingParams
 from .data import Data
 from .evaluate import EvalResult, evaluate
+from ..train.guards import GuardConfig, RunFailed, why_unjudged
 
 # %% auto #0
-__all__ = ['evaluate_sets', 'eval_json', 'interval', 'set_line', 'eval_lines']
+__all__ = ['evaluate_sets', 'check_judged', 'eval_json', 'interval', 'set_line', 'eval_lines']
 
 
 # %% ../../nbs/runs/17_eval_sets.ipynb #400ef0a2
@@ -32,6 +33,16 @@ def evaluate_sets(
         result = evaluate(rollout, prompts, k, params, data.tokenizer, seed, judge)
         out[name] = result, judge.measured() if judge else {}
     return out
+
+
+def check_judged(
+    found: dict[str, tuple[EvalResult, dict]],  # of `evaluate_sets`
+    cfg: GuardConfig,
+):
+    "Raises RunFailed where most responses have no verdict: they would be counted as wrong"
+    for name, (r, _) in found.items():
+        if why := why_unjudged([(s.prompt_id, s) for s in r.samples], cfg):
+            raise RunFailed(f'evaluation {name!r}: {why}', math.inf)
 
 
 def eval_json(

@@ -32,7 +32,7 @@ from compassrl.runs.data import (
     load_tokenizer_and_chat,
     resolve,
 )
-from .eval_sets import evaluate_sets, interval, set_line
+from .eval_sets import check_judged, evaluate_sets, interval, set_line
 from .factory import rollout_engines
 from .log import write_json
 from .process import set_up
@@ -116,7 +116,7 @@ def evaluate_model(
     kept: Path | None = None,  # as there
     temperature: float | None = None,  # None = of the config; 0, which cannot train, is greedy
 ) -> dict:  # what the file holds of each set: result and interval
-    "Asks, judges, prints a line for each set. Raises ValueError"
+    "Asks, judges, prints a line for each set. Raises ValueError; RunFailed for no verdicts"
     if out.exists():
         raise ValueError(f'{out} exists: choose another file by --out')
     cfg, kind = resolve(cfg), rollout_engines[cfg.rollout_engine]
@@ -140,6 +140,7 @@ def evaluate_model(
         sets[name] = dict(interval=interval(r)) | r.as_dict() | counted
     settings = {k: asdict(getattr(cfg, k)) for k in ('data', 'rollout', 'rewards')}
     write_json(out, dict(settings, params=asdict(params), seed=cfg.seed, sets=sets))
+    check_judged(found, cfg.guards)
     return sets
 
 

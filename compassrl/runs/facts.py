@@ -172,7 +172,7 @@ def _held_out(before, after):
         return None
     domains = [d for d in before.get('by_domain') or {} if d in (after.get('by_domain') or {})]
     both = {}
-    for k in ('pass_at_k', 'truncated_frac', 'response_tokens_mean'):
+    for k in ('pass_at_k', 'truncated_frac', 'failed_frac', 'response_tokens_mean'):
         if k in before and k in after:
             both[k] = dict(before=before[k], after=after[k])
     sets = {n: (s, after['sets'][n]) for n, s in (before.get('sets') or {}).items()}
@@ -232,10 +232,11 @@ def _speed(metrics):
 
 # %% ../../nbs/runs/05_facts.ipynb #f66e038c
 _averaged = """
-    reward_mean penalty_mean correct_frac
+    reward_mean penalty_mean correct_frac failed_frac
     zero_variance_first_frac zero_variance_raw_frac zero_variance_frac zero_variance_residual_frac
     gradient_token_frac group_size_mean response_tokens_mean truncated_frac entropy
-    grad_norm clip_frac approx_kl rollout_train_gap rollout_train_k3 routes_agree_frac
+    grad_norm skipped_frac num_not_finite clip_frac approx_kl
+    rollout_train_gap rollout_train_k3 routes_agree_frac
     length_log_error length_spearman genrm_failed_frac genrm_tie_frac genrm_disagree_frac
 """.split()
 
@@ -257,6 +258,7 @@ def run_facts(
         steps=metrics[-1]['step'] if metrics else 0,
         steps_planned=(config or {}).get('steps'),
         finished=after is not None,
+        failed=(read_json(run_dir / 'failed.json') or {}).get('why'),
         resumed_from=[r['resumed_from'] for r in metrics if 'resumed_from' in r],
         held_out=_held_out(before, after),
         eval_before=before and before['avg'],

@@ -25,6 +25,8 @@ __all__ = [
     'Level',
     'logger',
     'replace_text',
+    'finite_only',
+    'json_text',
     'write_json',
     'check_rows',
     'keep_until',
@@ -46,8 +48,25 @@ def replace_text(path: Path, text: str):
     os.replace(new, path)
 
 
+def finite_only(x):  # numbers that are not finite become None: JSON has none
+    "Of nested dicts, lists and tuples"
+    if isinstance(x, dict):
+        return {k: finite_only(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [finite_only(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def json_text(x, **kw) -> str:
+    "As `json.dumps`, and always JSON: null for a number that is not finite"
+    try:
+        return json.dumps(x, allow_nan=False, **kw)
+    except ValueError:
+        return json.dumps(finite_only(x), allow_nan=False, **kw)
+
+
 def write_json(path: Path, d):
-    replace_text(path, json.dumps(d, indent=2) + '\n')
+    replace_text(path, json_text(d, indent=2) + '\n')
 
 
 def _rows(path):  # each whole line and its step; what a kill cut short at the end is left out
@@ -188,7 +207,10 @@ class Log:
         over: int | None = None,  # where the row begins that is written again; None = a new one
         room: int = 0,  # characters that it may become longer; a full disk must not cut it then
     ) -> int:  # where it begins
-        "One step in metrics.jsonl and for TensorBoard"
+        "One step in metrics.jsonl and for TensorBoard; what is not finite is null, and counted"
+        known = finite_only(metrics)
+        lost = [k for k, v in metrics.items() if v is not None and known[k] is None]
+        metrics = known | dict(num_not_finite=float(len(lost)))
         text, width = json.dumps(metrics), room
         if over is not None:
             self.metrics.seek(over)
@@ -209,7 +231,7 @@ class Log:
     def batch(self, rows: Iterable[dict]):
         "A whole step, for trace.jsonl"
         for row in rows:
-            self.trace.write(json.dumps(row) + '\n')
+            self.trace.write(json_text(row) + '\n')
         self.trace.flush()
 
     def close(self):

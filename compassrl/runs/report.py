@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from .curves import plot_curves
 from .facts import read_curves, read_json, run_facts
 from .gantt import plot_gantt, spans_of
+from .log import finite_only
 
 # %% auto #0
 __all__ = ['report_markdown', 'write_report']
@@ -64,6 +64,8 @@ def _headline(f):
     of = '' if f['steps_planned'] is None else f' of {f["steps_planned"]}'
     if not f['finished']:
         out.append(f'**This run is not finished**: step {f["steps"]}{of}.')
+    if f['failed']:
+        out.append(f'It has ended by itself: {_code(f["failed"])}')
     if f['resumed_from']:
         out.append(f'It was resumed from step {", ".join(map(str, f["resumed_from"]))}.')
     return '\n\n'.join(out)
@@ -80,7 +82,11 @@ def _before_after(h):  # table of the evaluation, whole and by domain
     if len(h['by_domain']) > 1:
         rows += [row(f'{d}, %', x) for d, x in h['by_domain'].items()]
     rows += [row(f'{name}: avg@{h["k"]}, %', x) for name, x in h['by_set'].items()]
-    names = dict(pass_at_k=f'pass@{h["k"]}, %', truncated_frac='truncated, %')
+    names = dict(
+        pass_at_k=f'pass@{h["k"]}, %',
+        truncated_frac='truncated, %',
+        failed_frac='without a verdict, %',
+    )
     rows += [row(name, h[k]) for k, name in names.items() if k in h]
     if 'response_tokens_mean' in h:
         b, a = h['response_tokens_mean'].values()
@@ -161,14 +167,6 @@ def report_markdown(
     return '\n\n'.join(p for p in parts if p) + '\n'
 
 
-def _finite(x):  # JSON has no NaN
-    if isinstance(x, dict):
-        return {k: _finite(v) for k, v in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [_finite(v) for v in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
 def _gantt(run_dir):  # of the step whose timings are there; which one
     t = read_json(run_dir / 'timings.json')
     spans = t and spans_of(t['samples'], t['metrics'])
@@ -187,7 +185,7 @@ def write_report(
 ) -> dict:  # the facts, as in report.json
     "Writes report.md and report.json and, with matplotlib, curves.png and gantt.png into a run"
     run_dir = Path(run_dir)
-    facts = _finite(run_facts(run_dir)) | dict(gantt_step=_gantt(run_dir))
+    facts = finite_only(run_facts(run_dir)) | dict(gantt_step=_gantt(run_dir))
     facts['curves'] = bool(facts['steps'] and find_spec('matplotlib'))
     if facts['curves']:
         plot_curves(read_curves(run_dir), facts['run']).savefig(run_dir / 'curves.png', dpi=100)

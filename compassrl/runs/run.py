@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from ..config import TrainConfig, read_run_config
@@ -31,14 +31,15 @@ from compassrl.runs.before import (
 )
 from .curves import read_metrics
 from .data import Data, load, resolve
-from .eval_sets import eval_json, eval_lines, evaluate_sets
+from .eval_sets import check_judged, eval_json, eval_lines, evaluate_sets
 from .factory import Engines, open_engines, prepare
 from .log import Log, say, write_json
 from .report import write_report
-from .stop import disk_told, locked, stoppable
+from .stop import disk_told, failure_noted, locked, stoppable
 from .trace import trace_rows
 from ..train.checkpoint import load_checkpoint, save_checkpoint
 from ..train.folders import found_checkpoints, remove_leftovers
+from ..train.guards import last_good
 from ..train.manifest import makes_sense
 from ..train.state import TornCheckpoint
 
@@ -144,11 +145,13 @@ class Run:
             self.judge.close()
 
     def evaluate(self) -> dict:
-        "All evaluation sets with the rollout engine's present weights"
+        "All evaluation sets with the rollout engine's present weights. Raises RunFailed"
         d, c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)
         rollout = self.engines.rollout
-        return eval_json(evaluate_sets(rollout, d, c.eval_k, params, c.seed, self.judge))
+        found = evaluate_sets(rollout, d, c.eval_k, params, c.seed, self.judge)
+        check_judged(found, c.guards)
+        return eval_json(found)
 
 
 # %% ../../nbs/runs/12_run.ipynb #68bb232d
@@ -165,7 +168,7 @@ def start_run(cfg: TrainConfig) -> Path:  # the run directory
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
-    with disk_told(folder), locked(folder), run.stop:
+    with disk_told(folder), locked(folder), failure_noted(folder), run.stop:
         noted = keep_reward_files(own.files, folder / 'rewards') if own else {}
         rewards = dataclasses.replace(cfg.rewards, function_sha256=noted)
         run.cfg = cfg = dataclasses.replace(cfg, rewards=rewards)
@@ -240,7 +243,7 @@ def resume_run(
             'put that folder back, or begin another run'
         )
     watch = prepare(cfg)
-    with disk_told(folder), locked(folder):
+    with disk_told(folder), locked(folder), failure_noted(folder):
         run = Run(cfg, folder, load(cfg, folder))
         with run.stop:
             return _go_on(run, watch)
@@ -255,14 +258,13 @@ def _train(run, start):  # the loop and what comes after it
         kept = set(read_part(folder, 'screen'))
         prompts = [p for p in prompts if p.id in kept]
     more = start, e.reference, run.judge, run.partial_responses
-    try:
-        fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, *more)
-    finally:
-        run.log.close()
-    before, after = (read_part(folder, f'eval_{when}') for when in ('before', 'after'))
-    if after is None or after.get('step') != c.steps:  # a kill came between it and the report
-        after = run.evaluate() | dict(step=c.steps)
-        write_json(folder / 'eval_after.json', after)
+    with last_good(folder / 'checkpoints', e.checkpoints.wait):
+        with closing(run.log):
+            fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, *more)
+        before, after = (read_part(folder, f'eval_{when}') for when in ('before', 'after'))
+        if after is None or after.get('step') != c.steps:  # a kill came between it and the report
+            after = run.evaluate() | dict(step=c.steps)
+            write_json(folder / 'eval_after.json', after)
     write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()
     write_report(folder)

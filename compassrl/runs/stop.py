@@ -14,7 +14,9 @@ from threading import current_thread, main_thread
 
 from safetensors import SafetensorError
 
+from .log import write_json
 from .process import world
+from ..train.guards import RunFailed
 
 try:
     import fcntl
@@ -22,7 +24,7 @@ except ImportError:
     fcntl = None  # Windows
 
 # %% auto #0
-__all__ = ['launcher', 'stoppable', 'locked', 'disk_told']
+__all__ = ['launcher', 'stoppable', 'locked', 'failure_noted', 'disk_told']
 
 
 # %% ../../nbs/runs/11_stop.ipynb #be23c828
@@ -80,6 +82,20 @@ def locked(
         f.write(f'{os.getpid()}\n')
         f.flush()  # whom to ask to stop
         yield
+
+
+@contextmanager
+def failure_noted(
+    folder: Path,  # of a run
+):
+    "If the run ends by itself, `failed.json` says why until it goes on"
+    path = folder / 'failed.json'
+    path.unlink(missing_ok=True)
+    try:
+        yield
+    except RunFailed as e:
+        write_json(path, dict(why=str(e)))
+        raise
 
 
 # %% ../../nbs/runs/11_stop.ipynb #7c0e2a29

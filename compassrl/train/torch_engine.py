@@ -21,6 +21,7 @@ from ..model.policy import Policy
 from ..model.pretrained import hf_weights, load_hf_weights
 from ..records import Batch, LossFn, Metrics, micro_batches, mini_batches, select
 from ..settings import above, at_least, check
+from .guards import check_start, or_nan, weights_finite
 from .routes import ReplayMode, route_records, validate_routes
 
 # %% auto #0
@@ -114,7 +115,7 @@ def accumulate_grads(
         part = select(batch, rows).to(policy.embed.device)
         log_probs, _ = response_log_probs(policy, part, temperature, replay)
         value, extra = loss(log_probs, part, num_tokens, num_samples)
-        value.backward()
+        or_nan(value).backward()
         seen[rows, : log_probs.shape[1]] = log_probs.detach().to(seen)
         for k, v in ({'loss': value.detach()} | extra).items():
             metrics[k] = metrics.get(k, 0) + v
@@ -140,7 +141,7 @@ def clip_and_step(
     lr: float,
     grad_clip: float = 0.0,  # largest global norm; 0 = no clipping
 ) -> Metrics:  # grad_norm before clipping (0 if skipped), skipped_frac, lr
-    "One optimiser step; none if a gradient is not finite"
+    "One optimiser step; none if the loss or a gradient was not finite"
     for p in policy.parameters():  # what no token used still belongs to the norm and the moments
         if p.grad is None:
             p.grad = torch.zeros_like(p)
@@ -155,7 +156,9 @@ def clip_and_step(
 
 # %% ../../nbs/train/01_torch_engine.ipynb #451daebd
 class TorchTrain:
-    "The embedded train engine (implements `TrainEngine`). Raises ValueError for a temperature of 0"
+    """The embedded train engine (implements `TrainEngine`)
+
+    Raises ValueError for a temperature of 0, and for weights that are not finite."""
 
     def __init__(
         self,
@@ -168,6 +171,9 @@ class TorchTrain:
             raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
         if replay not in get_args(ReplayMode):
             raise ValueError(f'{replay=}: use one of {get_args(ReplayMode)}')
+        if not weights_finite(policy.parameters()):
+            bad = next(name for name, w in hf_weights(policy) if not weights_finite([w]))
+            check_start(False, bad)
         self.policy, self.config = policy, config
         self.temperature, self.replay = temperature, replay
         self.optimizer, self.num_steps = adamw(policy, config), 0
@@ -215,7 +221,7 @@ def update(
     loss: LossFn,
     lr: float | None = None,  # of this update; None = the configured one after its warm-up
 ) -> tuple[Metrics, dict[str, Tensor]]:  # fields of the batch: the log-probs that the loss saw
-    "One optimiser step per mini-batch, whose metrics are averaged"
+    "One optimiser step per mini-batch, whose metrics are averaged; `weights_finite` is of the last"
     c, total = self.config, {}
     if self.replay == 'R2' and batch.routed_experts is None:
         raise ValueError(
@@ -238,4 +244,6 @@ def update(
         seen[rows, : log_probs.shape[1]] = log_probs
         for k, v in metrics.items():
             total[k] = total.get(k, 0.0) + float(v) / len(parts)
+    if parts:
+        total['weights_finite'] = float(weights_finite(self.policy.parameters()))
     return total, dict(log_probs=seen)

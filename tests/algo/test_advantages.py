@@ -350,6 +350,18 @@ def test_zero_variance(data):
     ).all()
 
 
+def test_rewards_that_differ_by_the_tolerance_are_equal():
+    "By no more: the limit itself is flat, and without a tolerance equal rewards still are"
+    g = torch.zeros(2, dtype=torch.long)
+    for scale in (1, 1000):
+        at = torch.tensor([0.0, 1.0]).double() * advantages.tolerance * scale
+        assert zero_variance(at, g).item() == (scale == 1)
+    near = torch.tensor([1000.0, 1000.0 + 900 * advantages.tolerance]).double()
+    assert zero_variance(near, g).item(), 'the tolerance is relative above 1'
+    with patch.object(advantages, 'tolerance', 0.0):
+        assert zero_variance(torch.tensor([0.3, 0.3]), g).item()
+
+
 def test_no_valid_sample_at_all():
     r, g = torch.full((4,), float('nan')), torch.tensor([0, 0, 1, 1])
     none = torch.zeros(4, dtype=torch.bool)

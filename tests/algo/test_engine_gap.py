@@ -740,6 +740,8 @@ def test_k3_is_the_divergence_that_it_estimates():
 def test_discrepancy_of_extremes():
     far = replace(BATCH, old_log_probs=BATCH.rollout_log_probs - 1e4)
     assert all(map(torch.isfinite, map(torch.tensor, discrepancy(far).values())))
+    far = replace(BATCH, old_log_probs=BATCH.rollout_log_probs - 5e3)
+    assert discrepancy(far)['rollout_train_gap_max'] == pytest.approx(5e3), 'as far as it is'
     none = replace(
         BATCH,
         old_log_probs=BATCH.rollout_log_probs,

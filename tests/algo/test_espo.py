@@ -268,6 +268,43 @@ def law_finite_differences(make):
     check()
 
 
+def law_far(make):
+    "The bound of 20 nats is for the mean of a group, as in GSPO for that of a response"
+    far = torch.zeros(1, 10).double()
+    far[0, 3] = -50
+    one = torch.ones(1, 10, dtype=torch.bool)
+    gspo = PolicyLoss(LossConfig('gspo', clip_eps_low=0.1, clip_eps_high=0.1, tis='off'))
+    own = EspoStep(alpha=0.0, eps_min=0.1, groups='bins', num_bins=1, vocab_size=100)
+    for sign in (1.0, -1.0):
+        for new in (far, -6 * far):
+            batch = as_batch(one, sign * one.double(), 0 * far, 1 + 0 * far)
+            same(make(own), gspo, new, batch)
+    batch = as_batch(one, one.double(), 0 * far, torch.arange(10.0).double()[None])
+    value, grad, metrics = value_and_grad(
+        make(replace(own, num_bins=2)), far, batch, *counts(batch)
+    )  # tokens 0 to 4 are the less uncertain half
+    close(value, -double((math.exp(-10) + 1) / 2))
+    close(grad[0, :5], double([-math.exp(-10) / 10] * 5))
+    assert all(m.isfinite() for m in metrics.values())
+
+
+def law_kl(make):
+    """A KL term is a mean over a response's tokens, whatever their groups weigh: where all tokens
+    are as far from the reference, the KL of one token"""
+    cfg = replace(PLAIN, kl_coef=1.0)
+    want = math.exp(-0.5) - 1 + 0.5
+    for lengths in ((1, 1), (8, 8), (64, 64), (3, 50)):
+        mask = torch.arange(64) < torch.tensor(lengths)[:, None]
+        zero = torch.zeros(2, 64).double()
+        H = torch.rand(2, 64, generator=torch.Generator().manual_seed(0)).double()
+        batch = replace(as_batch(mask, zero, zero - 1, H), ref_log_probs=zero - 1.5)
+        for weight in (1.0, 0.0):
+            own = EspoStep(vocab_size=100, low_entropy_weight=weight)
+            value, metrics = make(own, cfg)(zero - 1, batch, *counts(batch))
+            close(value, double(want))
+            close(metrics['kl'], double(want))
+
+
 def law_constants(make):
     "Entropies, old log-probs and advantages get no gradient, attached or not"
     new, batch = batches_once(0)
@@ -296,6 +333,8 @@ LAWS = [
     law_padding,
     law_first_step,
     law_one_group,
+    law_far,
+    law_kl,
     law_own_groups,
     law_finite_differences,
     law_constants,
@@ -314,14 +353,19 @@ def mutant(old, new):
     with patch.dict(policy_losses):
         copy = planted(espo_module, old, new)  # it registers itself
 
-    def make(own):
+    def make(own, cfg=PLAIN):
         with patch.dict(policy_losses, espo=copy.espo):
-            return PolicyLoss(PLAIN, copy.EspoStep(**asdict(own)))
+            return PolicyLoss(cfg, copy.EspoStep(**asdict(own)))
 
     return make
 
 
 MUTANTS = dict(
+    bounds_tokens=(
+        'log_ratio(log_probs, old_log_probs, mask, inf)',
+        'log_ratio(log_probs, old_log_probs, mask)',
+    ),
+    kl_of_the_sum=("kl_aggregation='seq-mean-token-mean',", ''),
     mean_over_padding=(
         'num = group_sums(mask.to(values), groups, mask)',
         'num = group_sums(torch.ones_like(values), groups, mask|True)',
@@ -337,21 +381,21 @@ MUTANTS = dict(
         '(entropy<entropy[mask].quantile(.8)) & mask',
     ),
     missing_detach=(
-        'group_ratio(delta.detach(), groups, mask)',
-        'group_ratio(delta, groups, mask)',
+        'mean = group_mean(delta.detach(), groups, mask)',
+        'mean = group_mean(delta, groups, mask)',
     ),
     arithmetic_mean=(
-        'group_mean(delta, groups, mask).exp()',
-        'group_mean(delta.exp(), groups, mask)',
+        'mean = group_mean(delta.detach(), groups, mask)',
+        'mean = group_mean(delta.detach().exp(), groups, mask).log()',
     ),
     sum_for_mean=(
-        'group_mean(delta, groups, mask).exp()',
-        'group_sums(delta, groups, mask).gather(1, groups).exp()',
+        'mean = group_mean(delta.detach(), groups, mask)',
+        'mean = group_sums(delta.detach(), groups, mask).gather(1, groups)',
     ),
     wrong_side=(
-        'clipped_surrogate(shared*token.exp(), advantages, mask, eps, eps)',
+        'clipped_surrogate(ratio, advantages, mask, eps, eps)',
         '(lambda x, low, high: (-x, low, high))('
-        '*clipped_surrogate(shared*token.exp(), -advantages, mask, eps, eps))',
+        '*clipped_surrogate(ratio, -advantages, mask, eps, eps))',
     ),
     eps_from_the_new_policy=(
         'entropy.detach().to(delta.dtype)',
@@ -373,13 +417,10 @@ MUTANTS = dict(
     empty_groups_count=('num = (size>0).sum(1, keepdim=True)', 'num = 2'),
     low_weight_on_top=('torch.where(groups==0, weight,', 'torch.where(groups!=0, weight,'),
     swapped_forms=(
-        "delta if own.ratio == 'literal' else delta-delta.detach()",
-        "delta-delta.detach() if own.ratio == 'literal' else delta",
+        'delta if literal else delta-delta.detach()',
+        'delta-delta.detach() if literal else delta',
     ),
-    ratio_in_the_gradient_alone=(
-        'clipped_surrogate(shared*token.exp()',
-        'clipped_surrogate(token.exp()',
-    ),
+    ratio_in_the_gradient_alone=('return (mean+own)', 'return own'),
 )
 
 
@@ -627,6 +668,7 @@ def test_bad_config(kw, message):
         (EspoStep(), PLAIN, 'vocab_size=0'),
         (EspoStep(vocab_size=99, groups='batch_quantile'), PLAIN, 'threshold=None'),
         (EspoStep(vocab_size=99), replace(PLAIN, clip_eps_high=0.28), 'clip_eps_high=0.28'),
+        (EspoStep(vocab_size=99), replace(PLAIN, clip_eps_low=0.1), 'clip_eps_low=0.1'),
         (
             EspoStep(vocab_size=99),
             replace(PLAIN, aggregation='token-mean'),
@@ -638,6 +680,14 @@ def test_bad_combination(own, cfg, message):
     new, batch = batches_once(2)
     with pytest.raises(ValueError, match=message):
         library(own, cfg)(new, batch, *counts(batch))
+
+
+def test_a_batch_without_response_tokens_has_no_threshold():
+    _, batch = batches_once(2)
+    none = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
+    with pytest.raises(ValueError, match='no response tokens: batch_quantile needs some'):
+        EspoConfig(groups='batch_quantile').for_batch(none, 99)
+    EspoConfig().for_batch(none, 99)  # groups of a response need no threshold
 
 
 def test_no_entropy():

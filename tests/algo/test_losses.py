@@ -27,8 +27,8 @@ NAMES = ('grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo')
 configs = st.builds(
     LossConfig,
     name=st.sampled_from(NAMES),
-    clip_eps_low=st.sampled_from([None, 0.1, 0.2]),
-    clip_eps_high=st.sampled_from([None, 0.2, 0.28]),
+    clip_eps_low=st.sampled_from([None, 0.0, 0.1, 0.2]),
+    clip_eps_high=st.sampled_from([None, 0.0, 0.2, 0.28]),
     aggregation=st.sampled_from((None, *MODES)),
     max_response_tokens=st.just(16),
     kl_coef=st.sampled_from([0.0, 0.1]),
@@ -71,6 +71,8 @@ def batches(draw):
     new, old, ref, rollout = ((-torch.rand(B, T, generator=g) - 0.05).double() for _ in range(4))
     if draw(st.booleans()):
         new = old + (new - old) * 1e-3  # what GSPO's range is made for
+    if draw(st.booleans()):
+        ref = ref - 10  # tokens that the reference would hardly draw
     group = torch.randint(3, (B,), generator=g)
     adv = group_advantages(torch.randint(5, (B,), generator=g).double(), group) + 0.1 * torch.randn(
         B, generator=g
@@ -92,9 +94,9 @@ def naive_token(cfg, lp, old, a, mean):
 
 
 def naive(cfg, new, batch):
-    "Value and gradient, token by token in Python floats"
+    "Value, gradient, and mean KL of a token, token by token in Python floats"
     (n, B), cfg = counts(batch), cfg.resolve()
-    total, grad = 0.0, torch.zeros_like(new)
+    total, kls, grad = 0.0, 0.0, torch.zeros_like(new)
     for i, row in enumerate(batch.response_mask.tolist()):
         here = [t for t, m in enumerate(row) if m]
         delta = [float(new[i, t] - batch.old_log_probs[i, t]) for t in here]
@@ -122,9 +124,9 @@ def naive(cfg, new, batch):
             kl, kl_slope = dict(
                 k1=(d, 1.0), k2=(d * d / 2, d), k3=(math.exp(-d) - 1 + d, 1 - math.exp(-d))
             )[cfg.kl_estimator]
-            total += (w * loss + cfg.kl_coef * kl) / scale
+            total, kls = total + (w * loss + cfg.kl_coef * kl) / scale, kls + kl
             grad[i, t] = (w * slope + cfg.kl_coef * kl_slope) / scale
-    return torch.tensor(total, dtype=torch.double), grad
+    return torch.tensor(total, dtype=torch.double), grad, kls / n
 
 
 # ---- laws: each takes `make(cfg)`, which builds the loss -----------------------------------------
@@ -134,10 +136,12 @@ def law_naive(make):
     @settings(random, max_examples=80)
     @given(batches(), configs)
     def check(data, cfg):
-        value, grad, _ = value_and_grad(make(cfg), *data, *counts(data[1]))
+        value, grad, metrics = value_and_grad(make(cfg), *data, *counts(data[1]))
         want = naive(cfg, *data)
         close(value, want[0], 1e-12)
         close(grad, want[1], 1e-12)
+        if cfg.kl_coef:  # of a token, however the loss is averaged
+            close(metrics['kl'], fp64(want[2]), 1e-12)
 
     check()
 
@@ -231,6 +235,9 @@ def law_clip(make):
         close(grad, -weight * SIDES / 14, 1e-12)
         for key, want in dict(clip_frac=low + high, clip_frac_low=low, clip_frac_high=high).items():
             assert metrics[key].item() * 14 == pytest.approx(want)
+        if name == 'dapo':  # its paper's range is this one
+            paper = value_and_grad(make(LossConfig(name)), RATIO.log() - 1, batch, 14, 1)[1]
+            close(paper, grad, 1e-12)
 
 
 def law_gspo_clip(make):
@@ -244,6 +251,45 @@ def law_gspo_clip(make):
     close(grad, (-RATIO.T * SIDES.T * alive / 42).expand(14, 3), 1e-12)
     for key, want in dict(low=6, high=3).items():
         assert metrics[f'clip_frac_{key}'].item() * 42 == pytest.approx(want)
+
+
+def law_far(make):
+    """Beyond 20 nats a ratio stands still: of a token where tokens have ratios, of the mean where
+    the response has one. One token of ten at -50 is a mean of -5"""
+    one = torch.ones(1, 10, dtype=torch.bool)
+    low, high = torch.zeros(1, 10).double(), torch.zeros(1, 10).double()
+    low[0, 3], high[0, 3] = -50, 800
+    batch = as_batch(one, one.double(), 0 * low)
+    value, grad, metrics = value_and_grad(make(LossConfig('gspo', tis='off')), low, batch, 10, 1)
+    close(value, -fp64(-5.0).exp(), 1e-12)
+    close(grad, fp64([[-math.exp(-5) / 10] * 10]), 1e-12)
+    assert all(m.isfinite() for m in metrics.values())
+    unwanted, gspo = as_batch(one, -one.double(), 0 * low), make(LossConfig('gspo', tis='off'))
+    value, grad, metrics = value_and_grad(gspo, high, unwanted, 10, 1)
+    close(value, fp64(20.0).exp(), 1e-12)
+    assert not grad.any() and all(m.isfinite() for m in metrics.values())
+    value, grad, _ = value_and_grad(make(LossConfig('grpo', tis='off')), high, unwanted, 10, 1)
+    close(value, (fp64(20.0).exp() + 9) / 10, 1e-12)
+    assert grad[0, 3] == 0 and (grad[0, :3] != 0).all()
+    for far, bounded in ((15.0, 15.0), (-15.0, -15.0), (30.0, 20.0), (-30.0, -20.0)):
+        cfg = LossConfig('grpo', tis='off', kl_coef=1.0)
+        still = as_batch(one, 0 * low, 0 * low, 0 * low - far)
+        value, *_ = value_and_grad(make(cfg), 0 * low, still, 10, 1)
+        close(value, fp64(math.exp(-bounded) - 1 + bounded), 1e-12)
+
+
+def law_impossible(make):
+    "A token that neither policy can draw has not moved: no NaN, and no gradient of its own"
+    one = torch.ones(1, 3, dtype=torch.bool)
+    never = fp64([[-1.0, -math.inf, -2.0]])
+    batch = as_batch(one, one.double(), never, never)
+    for name in NAMES:
+        for kind in ('k1', 'k2', 'k3'):
+            cfg = LossConfig(name, kl_coef=0.1, kl_estimator=kind, max_response_tokens=3)
+            value, grad, metrics = value_and_grad(make(cfg), never, batch, 3, 1)
+            # CISPO's value is a log-prob itself, and its own gradient does not look at it
+            assert name == 'cispo' or value.isfinite() and grad[0, 1] == 0, (name, kind)
+            assert grad.isfinite().all() and metrics['kl'] == 0
 
 
 # The policy that is known completely: 4 tokens, 3 positions, 64 responses, a table of logits
@@ -337,6 +383,8 @@ def law_kl(make):
 
 LAWS = [
     law_clip,
+    law_far,
+    law_impossible,
     law_every_average,
     law_gspo_clip,
     law_tis,
@@ -367,7 +415,7 @@ def mutant(old, new):
 MEAN = 'delta.detach().sum(-1, keepdim=True)'
 ROWS = 'mask.sum(-1, keepdim=True)'
 RHO = 'rho = log_ratio('
-GSPO = '(mean+(delta-delta.detach())).exp()'
+GSPO = '(mean+(delta-delta.detach())).clamp(-max_nats, max_nats).exp()'
 OLD_ROLLOUT = 'old_log_probs.detach(), rollout_log_probs, mask)'
 MUTANTS = dict(
     mean_over_padding=(
@@ -379,14 +427,8 @@ MUTANTS = dict(
         'return mask.to(dtype)/mask.sum().clamp(min=1)',
     ),
     own_sample_count=('return mask.to(dtype)/num_samples', 'return mask.to(dtype)/len(mask)'),
-    missing_detach=(
-        '-at_least_fp32(old_log_probs).detach()).masked_fill',
-        '-at_least_fp32(old_log_probs)).masked_fill',
-    ),
-    mask_by_product=(
-        '.detach()).masked_fill(~mask, 0.).clamp(-limit, limit)',
-        '.detach()).clamp(-limit, limit)*mask',
-    ),
+    missing_detach=('return new-old.detach()', 'return new-old'),
+    mask_by_product=('.masked_fill(~mask, 0.).clamp(-limit, limit)', '.clamp(-limit, limit)*mask'),
     wrong_side=('loss = -torch.minimum(', 'loss = -torch.maximum('),
     no_minimum=(
         'loss = -torch.minimum(ratio*adv, ratio.clamp(low, high)*adv)',
@@ -421,6 +463,23 @@ MUTANTS = dict(
         'loss = loss+cfg.kl_coef*aggregate(kl,',
         'loss = loss+cfg.kl_coef*aggregate(kl*(w if cfg.tis!="off" else 1),',
     ),
+    gspo_bounds_tokens=(
+        'delta = log_ratio(log_probs, old_log_probs, mask, inf)',
+        'delta = log_ratio(log_probs, old_log_probs, mask)',
+    ),
+    gspo_unbounded=('.clamp(-max_nats, max_nats).exp()', '.exp()'),
+    metrics_unbounded=('delta = delta.clamp(-max_nats, max_nats)', 'delta = delta'),
+    never_is_nan=('at_least_fp32(x).clamp(min=_lowest)', 'at_least_fp32(x)'),
+    zero_clip_is_none=('if getattr(self, k) is None', 'if not getattr(self, k)'),
+    kl_metric_of_the_loss=(
+        "metrics['kl'] = kl.detach().sum()/num_tokens",
+        "metrics['kl'] = aggregate(kl, mask, how, *counts).detach()",
+    ),
+    kl_of_likely_references=(
+        'for x in (log_probs, batch.ref_log_probs)',
+        'for x in (log_probs, batch.ref_log_probs.clamp(min=-8.))',
+    ),
+    k3_saturates_early=('d = d.clamp(-max_nats, max_nats)', 'd = d.clamp(-10., 10.)'),
     inverted_kl=('return torch.expm1(-d)+d', 'return torch.expm1(d)-d'),
     reversed_kl=(
         'kl_estimate(new, ref, cfg.kl_estimator)',
@@ -659,6 +718,17 @@ def test_papers_defaults():
             0.1,
             values[2],
         )
+
+
+def test_a_clip_of_zero_is_a_clip():
+    "And not the paper's own: whatever has moved the way it should is left alone"
+    cfg = LossConfig('grpo', clip_eps_low=0.0, clip_eps_high=0.0, tis='off')
+    assert (cfg.resolve().clip_eps_low, cfg.resolve().clip_eps_high) == (0.0, 0.0)
+    batch = as_batch(torch.ones(1, 14, dtype=torch.bool), SIDES, torch.zeros_like(SIDES) - 1)
+    _, grad, metrics = value_and_grad(PolicyLoss(cfg), RATIO.log() - 1, batch, 14, 1)
+    alive = torch.tensor([[1, 1, 1, 1, 0, 0, 0] + [0, 0, 0, 1, 1, 1, 1]])
+    close(grad, -RATIO * SIDES * alive / 14, 1e-12)
+    assert metrics['clip_frac'].item() * 14 == pytest.approx(6)
 
 
 def test_dr_grpo_divides_by_a_constant():

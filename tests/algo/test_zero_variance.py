@@ -697,6 +697,49 @@ def test_screen():
     )
 
 
+def test_a_prompt_with_one_verdict_is_screened_by_it():
+    "Alone it is always or never solved, too"
+    r, g = torch.tensor([1.0, 0.0, 0.4, 1.0]), torch.arange(4)
+    assert screen(r, g).tolist() == [False, False, True, False]
+    assert screen(r, g, g < 3).tolist() == [False, False, True, True]
+
+
+def test_noise_between_equal_rewards_is_no_unit():
+    "0.1 + 0.2 is not 0.3: the smallest gap is the one to 1"
+    cfg = ZeroVarianceConfig(length_weight=0, repetition_weight=0.4, ngram=1)
+    got = shape_rewards(
+        [sample('p', k, [5, 5], x) for k, x in enumerate((0.1 + 0.2, 0.3, 1.0))], 9, cfg
+    )
+    close(got, torch.tensor([0.3, 0.3, 1.0]) - 0.7 * 0.4 / 2, 1e-6)
+
+
+@pytest.mark.parametrize('apart, flat', [(0.9e-6, True), (1.1e-6, False), (1e-3, False)])
+def test_one_tolerance_for_all(apart, flat):
+    "Growth, screen, gaps, signs and advantages agree about what is equal"
+    from compassrl.algo.advantages import zero_variance
+
+    r = torch.tensor([1.0 - apart, 1.0], dtype=torch.double)
+    g, cfg = torch.zeros(2, dtype=torch.long), ZeroVarianceConfig()
+    samples = [sample('p', k, [5, 5, 5, 5], float(x)) for k, x in enumerate(r)]
+    batch = replace(
+        collate(samples), rewards=r, entropy=torch.ones(2, 5), group=torch.zeros(2, dtype=int)
+    )
+    assert zero_variance(r, g).item() == flat
+    assert (growth(r, g, None, torch.ones(2), cfg, 1e9).item() == 2) == flat
+    assert bool(zvp_sign(r, g).any()) == flat
+    adv, found = token_advantages(batch, r, r > 0, AdvantageConfig(), replace(cfg, std_floor=0.0))
+    assert found['zero_variance_raw_frac'] == flat
+    assert found['zero_variance_frac'] == flat
+    assert bool((adv[:, 1] < 0).any()) == (not flat), 'z-scores have both signs'
+    unit = (r.float() - shape_rewards(samples, 9, cfg)).max() / (0.1 * 2 / 4)  # of the penalty
+    assert unit.item() == pytest.approx(1.0 if flat else apart, rel=0.2, abs=2e-6)
+    assert screen(r, g).item() == (apart / 2 > 1e-6)
+    for sign, same in ((-1, apart), (1, 1 - apart)):  # rewards that are equal, at both ends
+        r = torch.full((2,), same, dtype=torch.double)
+        assert screen(r, g).item() == (not flat)
+        assert zvp_sign(r, g).tolist() == [sign * flat] * 2
+
+
 @pytest.mark.parametrize(
     'kw, message',
     [

@@ -254,15 +254,13 @@ def test_our_tokenizer_and_its_specials_too():
 # ---- what a pool does about trouble
 
 
-def test_a_crash_is_tried_again_and_a_timeout_is_not(pool):
-    s, t = sample('once', BYTES.encode('first').ids), moody('hang !')[0]
-    start = time.monotonic()
+def test_a_crash_is_tried_again_and_a_timeout_is_not(pool, tmp_path):
+    s, t = sample('once', BYTES.encode('first').ids), moody(f'note {tmp_path}/tries')[0]
     pool.settle([s, t])
     assert (
         s.verdict == Verdict(1.0, True, 'ok', s.verdict.evidence) and t.verdict.status == 'timeout'
     )
-    assert t.timings['reward_end'] - t.timings['reward_start'] < 2 * CFG.wall_s, 'once'
-    assert time.monotonic() - start < 30
+    assert (tmp_path / 'tries').read_text() == 'tried '
 
 
 def test_what_a_hanging_verifier_started_ends_with_it(pool):

@@ -346,6 +346,14 @@ def test_hand_written_gradients_against_finite_differences():
     torch.testing.assert_close((spread * y).sum(), (x * summed).sum())
 
 
+@pytest.mark.parametrize('eps', [1e-6, 1e-9, 1e-12])
+def test_the_epsilon_of_a_norm_is_the_one_that_was_asked_for(eps):
+    "It decides for activations whose mean square is about as small"
+    x = 1e-5 * torch.randn(7, 8, generator=torch.Generator().manual_seed(0)).double()
+    want = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    torch.testing.assert_close(rms_norm(x, torch.ones(8).double(), eps), want)
+
+
 def test_gradients_against_finite_differences():
     config = PolicyConfig(
         vocab_size=5,

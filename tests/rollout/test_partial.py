@@ -170,6 +170,21 @@ def test_each_part_has_random_numbers_of_its_own():
     assert len(set(seeds)) == len(seeds) == 15 and seeds[:3] == [derive_seed(k) for k in range(3)]
 
 
+def test_loading_replaces_what_is_under_way():
+    def begun(prompt):
+        p = PartialResponses(2)
+        p.begin(Request(prompt, (0,), k, k, SamplingParams(5)) for k in range(3))
+        for s in Script({(prompt, k): 9 for k in range(3)}, random.Random(0)).generate(p.parts()):
+            p.take(s)
+        return p
+
+    saved, other = begun('saved'), begun('other')
+    state = saved.state_dict()
+    other.load_state_dict(state)
+    assert list(other.groups) == ['saved'] and other.state_dict() == state
+    assert other.parts() == saved.parts() and len(other.running) == 3
+
+
 def test_log_probs_and_routes_of_a_joined_response(pupil):
     "In fp64, with weights that stay: what one forward pass over the whole gives"
     policy = deepcopy(pupil).double()

@@ -312,6 +312,27 @@ def test_a_saved_predictor_goes_on():
     ]
 
 
+@pytest.mark.parametrize('share, size, more', [(0.3, 4, 2), (0.25, 4, 1), (0.1, 2, 1), (0.0, 4, 0)])
+def test_over_provision_is_rounded_up(share, size, more):
+    "A small group gets something, too"
+    config = scheduling.ScheduleConfig(over_provision=share)
+    asked = [request(p, k) for p in range(3) for k in range(size)]
+    s = scheduling.Schedule(asked, config, scheduling.LengthPredictor())
+    count = Counter(r.prompt_id for r in s.requests)
+    assert set(count.values()) == {size + more}
+    assert (
+        len({(r.prompt_id, r.index) for r in s.requests})
+        == len({r.seed for r in s.requests if r.prompt_id == 'sum-0'}) * 3
+    )
+
+
+def test_a_domain_may_have_dashes():
+    "What stands before the last one names the family"
+    feature = scheduling.LengthPredictor.feature
+    assert feature('code-python-17', 9) == 'code-python/4' == feature('code-python-4', 8)
+    assert feature('code-rust-17', 9) != feature('code-python-17', 9)
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="order='best': use one of 'longest', 'fifo'"):
         scheduling.ScheduleConfig('best')

@@ -195,6 +195,15 @@ def test_sample_tokens_never_draws_what_has_no_probability(u):
     assert sample_tokens(logits, u, ones, ones * 1e-9)[1].tolist() == [0, 0]
 
 
+def test_top_p_that_is_reached_exactly_needs_no_further_token():
+    "Half, a quarter, a quarter: the first alone has the mass of 0.5, the first two have 0.75"
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).double().log().expand(99, 3)
+    u, one = (torch.arange(99).double() + 0.5) / 99, torch.ones(99).double()
+    for top_p, kept in ((0.5, 1), (0.75, 2), (0.76, 3)):
+        tokens, _ = sample_tokens(logits, u, one, top_p * one)
+        assert tokens.unique().tolist() == list(range(kept)), top_p
+
+
 def test_top_p_keeps_the_smallest_set_and_leaves_other_rows_alone():
     p = torch.tensor([0.4, 0.1, 0.3, 0.2], dtype=torch.float64)
     grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
@@ -612,6 +621,22 @@ def test_weights_first():
         e.load_weights(list(hf_weights(make_policy()))[:-1], 0)
     with pytest.raises(RuntimeError, match='load_weights'):
         next(e.generate(make_requests(1)))
+
+
+def test_weights_that_arrive_half_leave_an_engine_that_does_not_sample():
+    policy = make_policy()
+    e = make_engine(policy)
+
+    def torn():
+        yield next(iter(hf_weights(make_policy(1))))
+        raise OSError('the connection is gone')
+
+    with pytest.raises(OSError, match='is gone'):
+        e.load_weights(torn(), 1)
+    with pytest.raises(RuntimeError, match='no weights: call `load_weights` first'):
+        list(e.generate(make_requests(2)))
+    e.load_weights(hf_weights(policy), 2)
+    assert {s.weight_version for s in e.generate(make_requests(2))} == {2}
 
 
 def test_no_weights_while_requests_run_and_one_generate_at_a_time():

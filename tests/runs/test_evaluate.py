@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compassrl.data.prompts import make_prompts
+from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import EOS_ID, PAD_ID, build_tokenizer, encode
-from compassrl.records import RolloutEngine, Sample, SamplingParams
+from compassrl.records import RolloutEngine, Sample, SamplingParams, Verdict
 from compassrl.runs.evaluate import EvalResult, evaluate, gain, mean_stderr, pass_at_k
 
 tok = build_tokenizer()
@@ -208,6 +209,32 @@ def test_what_is_judged(prompts):
     )
     lost = result(right + [EOS_ID], prompt=replace(p, verifier='no such verifier'))
     assert (lost.failed_frac, lost.avg, lost.samples[0].status) == (1, 0, 'failed')
+
+
+def test_a_verifier_that_takes_too_long_has_given_no_verdict(prompts, monkeypatch):
+    def slow(text, answer):
+        return Verdict(0.0, False, 'timeout' if text == '#?' else 'wrong')
+
+    monkeypatch.setitem(verifiers, 'slow', slow)
+    late = [replace(p, verifier='slow') for p in prompts[:8]]
+    result = evaluate(Oracle(late, [1] * 6 + [0] * 2), late, 2, params, tok, 0)
+    assert result.failed_frac == 2 / 8
+
+
+def test_a_domain_counts_like_an_evaluation_of_its_own(prompts):
+    rates = [i % 5 / 5 for i in range(len(prompts))]
+    both = evaluate(Oracle(prompts, rates), prompts, 4, params, tok, 0)
+    assert len(both.by_domain) == 2
+    for domain, found in both.by_domain.items():
+        own = [(p, r) for p, r in zip(prompts, rates) if p.domain == domain]
+        alone = evaluate(Oracle(*zip(*own)), [p for p, _ in own], 4, params, tok, 0)
+        assert found == dict(
+            num_prompts=len(own),
+            avg=alone.avg,
+            avg_stderr=alone.avg_stderr,
+            pass_at_k=alone.pass_at_k,
+        )
+        assert alone.pass_at_k > alone.pass_at[1], 'k is not 1 here'
 
 
 def test_gain_is_paired(prompts):

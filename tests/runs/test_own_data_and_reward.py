@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compassrl.data.rows import Reading, worked_answer
+from compassrl.data.rows import BadRow, Reading, row_prompt, worked_answer
 from compassrl.data.tasks import verifier, verifiers, verify
 from compassrl.data.tokenizer import build_tokenizer
 from compassrl.judges.own_reward import own_reward
@@ -583,11 +583,39 @@ def test_a_worker_says_where_a_function_failed(home):
     Path('mine.py').write_text('def form(text):\n    return int("x" + text)\n')
     flags = '--data.path gsm8k.jsonl --rewards.function mine.py:form --rollout.max-tokens 4'.split()
     more = '--rewards.workers 1 --steps 0 --run-dir failing'.split()
-    assert cli('train', *MODEL, *flags, *more, cwd=home).returncode == 0
-    first = json.loads((home / 'failing/eval_before.json').read_text())['samples'][0]
-    assert first['status'] == 'failed'
-    assert 'ValueError: invalid literal' in first['evidence']
-    assert first['evidence'].endswith('(mine.py:2)')
+    r = cli('train', *MODEL, *flags, *more, cwd=home)
+    assert r.returncode == 1 and 'ValueError: invalid literal' in r.stderr
+    assert r.stderr.rstrip().endswith('(mine.py:2)')
+
+
+def test_an_evaluation_without_verdicts_is_an_error(home, monkeypatch):
+    "The file keeps what each response was told"
+    monkeypatch.chdir(home)
+    Path('mine.py').write_text('def form(text):\n    return int("x" + text)\n')
+    flags = '--data.path test.jsonl --rewards.function mine.py:form --k 1 --out none.json'.split()
+    with pytest.raises(SystemExit, match="^compassrl: evaluation 'test': 10 of 10 .*mine.py:2"):
+        main(['eval', 'model', 'tiny-cpu', *flags, '--rollout.max-tokens', '4'])
+    assert json.loads(Path('none.json').read_text())['sets']['test']['failed_frac'] == 1
+
+
+@pytest.mark.parametrize(
+    'verifier, answer, why',
+    [
+        ('countdown_expression', '7', "'7' is not like '3 5 8 to 9'"),
+        ('countdown_expression', '3 5 8 to nine', 'is not like'),
+        ('code', 'assert f(1) == 1', 'the tests are no JSON'),
+        ('code', [], 'tests=[]'),
+        ('code', dict(tests=[7]), 'use a list of assert lines'),
+    ],
+)
+def test_an_answer_that_its_verifier_cannot_use(verifier, answer, why):
+    "It would fail with every response; with reward functions nobody asks the verifier"
+    reading = Reading(build_tokenizer())
+    row = dict(prompt='1+1=', answer=answer, verifier=verifier)
+    with pytest.raises(BadRow, match=f'^verifier {verifier!r} cannot use the answer: ') as e:
+        row_prompt(reading, row)
+    assert why in str(e.value)
+    assert row_prompt(replace(reading, keep_row=True), row).verifier == verifier
 
 
 def test_reading_is_checked_before_a_row_is_read():

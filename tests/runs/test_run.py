@@ -1,6 +1,8 @@
 "The command as a user runs it: a whole run, kills and resumes, Ctrl-C, and bad input"
 
+import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -12,8 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from compassrl import loop
 from compassrl.runs.cli import main
+from compassrl.runs.report import write_report
 from tests.support import fork_server as forked
 
 SMOKE = ['smoke-cpu', '--steps', '6', '--save-every', '2', '--trace-every', '1']
@@ -246,6 +251,11 @@ def one_line(r, *words):
         (['train', 'tiny-cpu', '--optim.lr', 'fast'], ['fast']),
         (['train', 'tiny-cpu', '--optim.lr', '0'], ['lr=0']),
         (['train', 'tiny-cpu', '--optim.lr', 'nan'], ['lr=nan']),
+        (['train', 'tiny-cpu', '--optim.lr', 'inf'], ['lr=inf', 'finite']),
+        (['train', 'tiny-cpu', '--optim.weight-decay', 'inf'], ['weight_decay=inf', 'finite']),
+        (['train', 'tiny-cpu', '--cold-start.lr', 'inf'], ['lr=inf', 'finite']),
+        (['train', 'tiny-cpu', '--rollout.temperature', 'inf'], ['temperature=inf', 'finite']),
+        (['train', 'tiny-cpu', '--guards.max-failed-frac', '2'], ['max_failed_frac=2']),
         (['train', 'tiny-cpu', '--group-size', '1'], ['group_size=1', 'at least 2']),
         (['train', 'tiny-cpu', '--speed', '3'], ['--speed']),
         (['train', 'tiny-cpu', '--data.path', 'nowhere.jsonl'], ['nowhere.jsonl']),
@@ -294,6 +304,88 @@ def test_bad_files(whole, tmp_path):
     (model / 'model.safetensors').write_bytes(weights[: len(weights) // 2])
     one_line(cli('train', 'tiny-cpu', '--init-from', model, cwd=tmp_path), 'model.safetensors')
     one_line(cli('train', 'smoke-cpu', '--run-dir', whole), 'not empty')
+    useless = tmp_path / 'useless.jsonl'
+    for verifier, answer, words in (
+        ('code', 'assert f(1) == 1', 'no JSON'),
+        ('countdown_expression', '7', "'7' is not like"),
+    ):
+        useless.write_text(json.dumps(dict(prompt='f', answer=answer, verifier=verifier)))
+        one_line(cli('train', 'tiny-cpu', '--data.path', useless), 'useless.jsonl:1', words)
+    tensors = load_file(whole / 'model/model.safetensors')
+    tensors['model.norm.weight'][3] = float('nan')
+    save_file(tensors, model / 'model.safetensors', dict(format='pt'))
+    flags = '--init-from', model, '--policy.max-position-embeddings', '128'
+    r = cli('train', 'smoke-cpu', *flags, cwd=tmp_path)
+    one_line(r, 'model.norm.weight is not finite')
+
+
+def test_a_run_that_cannot_learn_says_so_and_names_the_last_good_checkpoint(tmp_path):
+    "A learning rate that destroys the weights: nothing of that is kept"
+    folder = tmp_path / 'run'
+    warm = '--optim.lr', '9e18', '--optim.warmup-steps', '0', '--optim.grad-clip', '0'
+    r = cli('train', *SMOKE, '--run-dir', folder, *warm)
+    one_line(r, 'step 1: the update', 'not finite', f'{folder}/checkpoints/step-000000')
+    assert (folder / 'metrics.jsonl').read_text() == ''
+    assert not (folder / 'model').exists()
+    assert [p.name for p in (folder / 'checkpoints').glob('step-*')] == ['step-000000']
+    for path in folder.rglob('*.safetensors'):
+        assert all(t.isfinite().all() for t in load_file(path).values() if t.is_floating_point())
+    r = cli('train', *SMOKE, '--run-dir', tmp_path / 'cold', '--cold-start.lr', '9e18')
+    one_line(r, 'cold start step 1: the update with lr=', 'not finite')
+    assert not (tmp_path / 'cold/start/model.safetensors').exists()
+
+
+def test_a_run_that_breaks_later_names_the_checkpoint_before(tmp_path, monkeypatch):
+    "From the fourth step on the loss is infinite; checkpoints are of steps 0, 2 and 4"
+    loss_of, steps = loop.loss_of, itertools.count(1)
+
+    def spoiled(cfg, batch):
+        good, bad = loss_of(cfg, batch), next(steps) >= 4
+
+        def loss(*args):
+            value, metrics = good(*args)
+            value = value + math.inf if bad else value
+            return value, metrics | dict(loss=value.detach())
+
+        return loss
+
+    monkeypatch.setattr(loop, 'loss_of', spoiled)
+    folder = tmp_path / 'run'
+    flags = '--run-dir', folder, '--keep-checkpoints', '9', '--guards.max-lost-steps', '2'
+    with pytest.raises(SystemExit) as e:
+        main(['train', *SMOKE, *map(str, flags)])
+    said = str(e.value)
+    assert said.startswith('compassrl: step 5: the loss or its gradient is not finite')
+    assert said.endswith(f'the last good checkpoint is {folder}/checkpoints/step-000002')
+    assert '\n' not in said and 'max_lost_steps' in said
+    kept = [strict(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    assert [m['loss'] is None for m in kept] == [m['num_not_finite'] > 0 for m in kept]
+    assert [m['loss'] is None for m in kept] == [False, False, False, True, True]
+    assert said.endswith(write_report(folder)['failed'])
+    assert 'has ended by itself: `step 5: the loss' in (folder / 'report.md').read_text()
+    monkeypatch.undo()
+    main(['resume', str(folder)])
+    assert not (folder / 'failed.json').exists(), 'it went on'
+    assert 'ended by itself' not in (folder / 'report.md').read_text()
+
+
+def strict(text):
+    def refuse(word):
+        raise AssertionError(f'{word} is not JSON')
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_verdicts_that_all_fail_end_a_run_with_what_the_verifier_said(tmp_path):
+    "Answers that no mathematics can be read from"
+    data, folder = tmp_path / 'data.jsonl', tmp_path / 'run'
+    rows = [dict(prompt=f'{i}+1=', answer='\\boxed{}', verifier='maths') for i in range(24)]
+    data.write_text('\n'.join(json.dumps(r) for r in rows))
+    flags = '--run-dir', folder, '--data.path', data, '--cold-start.steps', '0', '--eval-k', '1'
+    small = '--prompts-per-step', '2', '--group-size', '2', '--rollout.max-tokens', '4'
+    r = cli('train', *SMOKE, *flags, *small)
+    one_line(r, "evaluation 'heldout': ", 'responses have no verdict', 'is no mathematics')
+    assert not (folder / 'eval_before.json').exists(), 'no average of 0 that says nothing'
 
 
 def test_bad_checkpoints(whole, tmp_path):

@@ -20,6 +20,10 @@ def moody(text, answer):
     mood, _, what = text.partition(' ')
     if mood == 'hang':
         time.sleep(60)
+    if mood == 'note':  # each try
+        with open(what, 'a') as f:
+            f.write('tried ')
+        time.sleep(60)
     if mood == 'crash':
         os.kill(os.getpid(), signal.SIGSEGV)
     if mood == 'leave':

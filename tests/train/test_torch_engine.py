@@ -1,5 +1,6 @@
 "Promise 4: nothing depends on micro-batches, order, padding or the split over ranks (in fp64)"
 
+import math
 import re
 from copy import deepcopy
 from dataclasses import replace
@@ -467,6 +468,13 @@ def test_mini_batches_are_steps():
     assert both == pytest.approx({k: (parts[0][k] + parts[1][k]) / 2 for k in both}, rel=1e-12)
 
 
+def test_metrics_are_means_over_the_updates_that_were_made():
+    "More mini-batches asked for than there are rows: three updates, and means over three"
+    e = TorchTrain(policy(), OptimConfig(num_mini_batches=8))
+    m, _ = e.update(select(BATCH, [0, 1, 2]), nll, lr=0.25)
+    assert e.num_steps == 3 and m['lr'] == pytest.approx(0.25) and m['weights_finite'] == 1
+
+
 def test_rows_without_a_response():
     b = replace(BATCH, response_mask=BATCH.response_mask.clone())
     b.response_mask[1:] = False
@@ -545,6 +553,28 @@ def test_gradients_that_are_not_finite_are_skipped_and_counted(bad):
     clean.update(select(BATCH, rows[:2]), nll)
     assert all(torch.equal(p, q) for p, q in zip(e.policy.parameters(), clean.policy.parameters()))
     assert TorchTrain(policy(), c).update(BATCH, nll)[0]['skipped_frac'] == 0
+
+
+@pytest.mark.parametrize('constant', [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_skipped_though_its_gradient_is(constant):
+    e = TorchTrain(policy(), OptimConfig(micro_batch_tokens=1))
+
+    def loss(lp, b, n, B):
+        one = (b.token_ids[:, 0] == BATCH.token_ids[4, 0]).all()
+        return nll(lp, b, n, B)[0] + (constant if one else 0.0), {}
+
+    m, _ = e.update(BATCH, loss)
+    assert m['skipped_frac'] == 1 and not math.isfinite(m['loss']) and m['weights_finite'] == 1
+    assert all(torch.equal(p, q) for p, q in zip(e.policy.parameters(), policy().parameters()))
+
+
+def test_an_engine_says_that_its_weights_have_overflowed():
+    e = TorchTrain(policy(0, torch.float), OptimConfig(grad_clip=0.0))
+    assert e.update(BATCH, nll, lr=1e-3)[0]['weights_finite'] == 1
+    m, _ = e.update(BATCH, nll, lr=1e30)
+    assert m['weights_finite'] == 0 and m['skipped_frac'] == 0, 'the gradient was fine'
+    with pytest.raises(ValueError, match='^model.embed_tokens.weight is not finite'):
+        TorchTrain(e.policy, OptimConfig())
 
 
 # ---- resume

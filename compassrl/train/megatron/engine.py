@@ -23,6 +23,7 @@ from torch import Tensor
 from ...model.policy import PolicyConfig
 from ...records import Batch, LossFn, Metrics, mini_batches
 from ..balance import train_flops
+from ..guards import check_start, or_nan, weights_finite
 from .batch import plan
 from .control import Control
 from .layout import ParallelConfig
@@ -57,6 +58,17 @@ class MegatronTrain(Passes):
         self.control, self.saving = Control(), None  # the save that is under way
         # on rank 0: who belongs to which replica
         self.dp_of = self.control.gather(ps.get_data_parallel_rank())
+        self._refuse_broken(weights)
+
+    def _refuse_broken(self, weights):  # all ranks alike, whichever holds the bad number
+        told = self.control.gather(weights_finite(p for m in self.chunks for p in m.parameters()))
+        where = weights if isinstance(weights, (str, Path)) else 'a weight'
+
+        def make():
+            check_start(all(told), where)
+            return [None] * self.control.size
+
+        self.control.scatter(make)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:  # complete on rank 0
         "The present weights by their names; every rank has to walk through all of them"
@@ -151,7 +163,7 @@ def update(
     loss: LossFn | None = None,  # on rank 0; it can be pickled
     lr: float | None = None,  # on rank 0; None = the configured one after its warm-up
 ) -> tuple[Metrics, dict[str, Tensor]] | None:  # on rank 0; fields: the log-probs that it saw
-    "One optimiser step per mini-batch, whose metrics are averaged"
+    "One optimiser step per mini-batch, whose metrics are averaged; `weights_finite` is of the last"
 
     def make():
         if self.replay == 'R2' and batch.routed_experts is None:
@@ -169,7 +181,8 @@ def update(
     for work in works:
         sums, seen = self._gradients(work, loss)
         found.append((sums, seen, self.step(lr)))
-    told = self.control.gather(found)
+    fine = weights_finite(p for m in self.chunks for p in m.parameters())  # of this rank
+    told = self.control.gather((found, fine))
     return None if told is None else _report(batch, told)
 
 
@@ -185,10 +198,11 @@ def _gradients(self: MegatronTrain, work, loss):  # of a mini-batch: metrics, [(
             log_probs, _ = self.token_values(logits, b, packed)
             total, extra = log_probs.sum(), {}  # of an idle part: 0, and so are its gradients
             if len(part.rows):
-                total, extra = loss(log_probs, b, work.num_tokens, work.num_samples)
+                plain, extra = loss(log_probs, b, work.num_tokens, work.num_samples)
+                total = or_nan(plain)  # then the norm of all ranks is not finite either
                 if self.speaks:
                     seen.append((part.rows, log_probs.detach().cpu()))
-                    for k, v in ({'loss': total.detach()} | extra).items():
+                    for k, v in ({'loss': plain.detach()} | extra).items():
                         sums[k] = sums.get(k, 0.0) + float(v)
             return total, torch.zeros((), dtype=torch.int, device=self.device), {}
 
@@ -200,6 +214,7 @@ def _gradients(self: MegatronTrain, work, loss):  # of a mini-batch: metrics, [(
 
 # %% ../../../nbs/train/megatron/08_engine.ipynb #d9d97a3d
 def _report(batch, told):  # on rank 0: metrics of all ranks, averaged over mini-batches
+    told, fine = zip(*told)
     total, num = {}, len(told[0])
     log_probs = torch.zeros_like(batch.rollout_log_probs)
     for minis in zip(*told):  # what each rank says of one mini-batch
@@ -211,4 +226,6 @@ def _report(batch, told):  # on rank 0: metrics of all ranks, averaged over mini
                 log_probs[rows, : v.shape[1]] = v
         for k, v in metrics.items():
             total[k] = total.get(k, 0.0) + v / num
+    if num:
+        total['weights_finite'] = float(all(fine))
     return total, dict(log_probs=log_probs)

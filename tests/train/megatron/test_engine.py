@@ -553,6 +553,61 @@ def test_a_gradient_that_is_not_finite_skips_the_step(layout):
     assert good['skipped_frac'] == 0 and good['grad_norm'] > 0
 
 
+def constant_loss(log_probs, batch, num_tokens, num_samples):
+    "Infinite in one row; its gradient is finite everywhere"
+    one = (batch.token_ids[:, 0] == 7).all() and len(batch) == 1
+    return log_probs.sum() / num_tokens + (float('inf') if one else 0.0), {}
+
+
+def one_bad_row(parallel, batch):
+    e = MegatronTrain(
+        POLICY,
+        policy_weights(lively(POLICY)),
+        replace(OPTIM, num_mini_batches=1, micro_batch_tokens=1),
+        parallel,
+        replay='off',
+    )
+    leads = dist.get_rank() == 0
+    before = {k: v.clone() for k, v in e.weights()}
+    bad = e.update(batch, constant_loss) if leads else e.update()
+    same = all(torch.equal(v, before[k]) for k, v in e.weights())
+    blown = e.update(batch, mean_loss, 1e30) if leads else e.update()
+    return bad, same, blown
+
+
+def mean_loss(log_probs, batch, num_tokens, num_samples):
+    return -log_probs.sum() / num_tokens, {}
+
+
+@pytest.mark.parametrize('layout', [DP, TP_EP, MIX], ids=name)
+def test_all_ranks_skip_a_loss_that_is_not_finite_and_say_what_it_did_to_the_weights(layout):
+    "One row of one rank; then a step that blows up the weights of all"
+    ids = BATCH.token_ids.clone()
+    ids[:, 0], ids[4, 0] = 3, 7
+    batch = replace(fresh(BATCH), token_ids=ids)
+    results = run_ranks(layout[0], one_bad_row, ParallelConfig(**layout[1]), batch)
+    assert all(same for _, same, _ in results), 'no rank took the step'
+    bad, blown = results[0][0][0], results[0][2][0]
+    assert bad['skipped_frac'] == 1 and bad['loss'] == float('inf') and bad['weights_finite'] == 1
+    assert blown['skipped_frac'] == 0 == blown['weights_finite']
+
+
+def broken_start(parallel):
+    policy = lively(POLICY)
+    with torch.no_grad():
+        policy.blocks[3].mlp.down[7, 0, 0] = float('nan')  # of one rank's expert
+    try:
+        MegatronTrain(POLICY, policy_weights(policy), OPTIM, parallel)
+    except ValueError as e:
+        return str(e)
+
+
+@pytest.mark.parametrize('layout', [DP, TP_EP, PP], ids=name)
+def test_weights_that_are_not_finite_are_refused_by_all_ranks(layout):
+    said = run_ranks(layout[0], broken_start, ParallelConfig(**layout[1]))
+    assert len(set(said)) == 1 and said[0].startswith('a weight is not finite')
+
+
 def refused(parallel, batch, replay, what):
     e = MegatronTrain(POLICY, policy_weights(lively(POLICY)), OPTIM, parallel, 1.0, replay)
     leads = dist.get_rank() == 0
