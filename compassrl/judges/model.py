@@ -154,5 +154,5 @@ def make_judge(
     if cfg.workers:
         verifying = RewardPool(verified, tokenizer, eos_id, cfg)
     else:
-        verifying = SerialJudge(verified, tokenizer, eos_id)
+        verifying = SerialJudge(verified, tokenizer, eos_id, cfg)
     return JudgePerPrompt(model, verifying) if asked else verifying

@@ -6,18 +6,34 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
-import secrets
+import socket
 import sys
 from functools import cache
 
 from ..data.tasks import judge, verifier
-from .isolated import Limits, Outcome, run_function, run_program
+from .cells import Cell, text_of, warm_room
+from compassrl.judges.isolated import (
+    in_time,
+    returned,
+    run_function,
+    run_python,
+    walls_for_programs,
+)
+from .limits import Limits, Outcome
 from ..records import Verdict
 
 # %% auto #0
-__all__ = ['no_verdict', 'same_maths', 'warm_maths', 'maths', 'program_of', 'run_test', 'code']
+__all__ = [
+    'no_verdict',
+    'starved',
+    'maths',
+    'program_of',
+    'run_test',
+    'code',
+    'warm_up',
+    'check_walls',
+]
 
 
 # %% ../../nbs/judges/02_verifiers.ipynb #54c07000
@@ -30,50 +46,38 @@ def no_verdict(
     )
 
 
+def starved(
+    o: Outcome,  # of a program that was stopped by the clock
+) -> bool:
+    "Did it compute, or wait for a core, for at least half of its time? If not, it stood still"
+    return o.status == 'timeout' and o.busy_s >= o.wall_s / 2
+
+
 # %% ../../nbs/judges/02_verifiers.ipynb #aa0f1c47
-_maths = Limits(wall_s=5, cpu_s=3, memory_mb=1024)
-
-
-def same_maths(text: str, answer: str) -> Verdict:  # may hang
-    "Is the mathematical answer of a text equal to this one?"
-    from math_verify import parse, verify
-
-    gold = parse(
-        answer if '$' in answer or '\\boxed' in answer else f'${answer}$', parsing_timeout=None
-    )
-    if not gold:
-        raise ValueError(f'answer={answer!r} is no mathematics: write it as LaTeX')
-    got = parse(text, parsing_timeout=None)
-    if not got:
-        return judge(False, f'no mathematical answer in the response, wanted {answer!r}')
-    return judge(verify(gold, got, timeout_seconds=None), f'{str(got[-1])!r} against {answer!r}')
+_maths = Limits(wall_s=5, cpu_s=2, memory_mb=1024)
 
 
 @cache
-def warm_maths():  # once, and not in every fork
-    "Import math-verify, and make it compile what it keeps"
-    for name in ('parser', 'grader'):
-        logging.getLogger(f'math_verify.{name}').setLevel(logging.ERROR)  # no alarm: known
-    same_maths('$1$', '1')
+def _inside(name):  # text of a module that runs in a sandbox; where it imports from
+    folders = [p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))]
+    return text_of(name), tuple(folders) if name == 'mathematics' else ()
 
 
 @verifier
 def maths(text: str, answer: str) -> Verdict:
     "The answer in the text, mathematically equal to a LaTeX expression (math-verify)"
-    warm_maths()
-    o = run_function(_judged, text, answer, limits=_maths)
-    if o.status != 'ok':
+    source, paths = _inside('mathematics')
+    o = run_function(source, 'same_maths', text, answer, limits=_maths, paths=paths)
+    if starved(o):
         return no_verdict(o)
-    if isinstance(o.value, str):
-        raise ValueError(o.value)
-    return o.value
-
-
-def _judged(text, answer):  # an exception as text: it is the answer that is wrong, not the machine
-    try:
-        return same_maths(text, answer)
-    except ValueError as e:
-        return str(e)
+    if o.status == 'lost':
+        return no_verdict(o)
+    if o.status != 'ok':  # it asks for more than any answer needs
+        return judge(False, o.evidence)
+    status, evidence = o.value
+    if status == 'failed':
+        raise ValueError(evidence)
+    return judge(status == 'ok', evidence)
 
 
 # %% ../../nbs/judges/02_verifiers.ipynb #be4422a6
@@ -108,20 +112,33 @@ def _lines(text):
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
+def _examined(program, test, limits):  # the program and its test in two cells
+    walls, limits = walls_for_programs(), in_time(limits)
+    ours = socket.socketpair()
+    with warm_room(walls, _inside('exchange')[0]) as room, ours[0], ours[1]:
+        tester = Cell(room, dict(call='examine', args=[test]), limits, '', ours[1])
+        subject = Cell(room, dict(call='serve_program', args=[program]), limits, '', ours[0])
+        for end in ours:
+            end.close()  # each has its own: when one is gone, the other hears it
+        verdict = returned(tester.outcome())
+        subject.stop()
+        return subject.outcome(), verdict
+
+
 def run_test(
     program: str,
-    test: str | dict[str, str],  # an assert line, or stdin and stdout
+    test: str | dict[str, str],  # assert lines, or stdin and stdout
     limits: Limits = Limits(cpu_s=2.0),
 ) -> tuple[bool, Outcome]:  # passed?
-    "One program, one test, one process"
-    python = [sys.executable, '-I', '-S', 'main.py']
+    "One program, one test. Raises ValueError where nothing isolates the program"
     if isinstance(test, dict):
-        o = run_program(python, test['stdin'], limits, {'main.py': program})
+        o = run_python(program, test['stdin'], limits)
         return o.status == 'ok' and _lines(o.stdout) == _lines(test['stdout']), o
-    word = secrets.token_hex(8)
-    source = f'{program}\n{test}\nprint(chr(10)+input())'  # the word arrives when all is over
-    o = run_program(python, word, limits, {'main.py': source})
-    return o.status == 'ok' and _lines(o.stdout)[-1:] == [word], o
+    subject, tester = _examined(program, test, limits)
+    if subject.status == tester.status == 'ok':
+        passed = tester.value == 'passed'
+        return passed, subject if passed else Outcome('failed', str(tester.value)[:160])
+    return False, subject if subject.status != 'ok' else tester
 
 
 @verifier
@@ -132,10 +149,26 @@ def code(text: str, answer: str) -> Verdict:
     passed, first = 0, ''
     for i, test in enumerate(tests):
         ok, o = run_test(program, test, limits)
-        if o.status == 'timeout':
-            return no_verdict(o)  # of the clock: perhaps the machine stood still
+        if starved(o) or o.status == 'lost':
+            return no_verdict(o)  # the machine had no time for it, or no sandbox
         passed += ok
         if not (ok or first):
             first = f'; test {i + 1}: {o.evidence or repr(o.stdout[-40:])}'
     v = judge(passed == len(tests), f'{passed} of {len(tests)} tests{first}')
     return Verdict(passed / len(tests), v.correct, v.status, v.evidence)
+
+
+def warm_up(
+    names: set[str],  # of verifiers
+):
+    "Makes what they need once, before the first verdict waits for it"
+    if 'maths' in names:
+        maths('1', '1')
+    if 'code' in names:
+        run_test('x = 1', 'assert x == 1')
+
+
+def check_walls(names: set[str], unsafe: bool):
+    "Raises ValueError where programs are to be judged, nothing isolates them, and it is not said"
+    if 'code' in names and not unsafe:
+        walls_for_programs()
