@@ -22,7 +22,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from .limits import Limits, Outcome, outcome_of
+from .limits import Limits, Outcome, meaning
 
 # %% auto #0
 __all__ = ['text_of', 'Room', 'Cell', 'close_rooms', 'best_walls', 'warm_room']
@@ -46,6 +46,15 @@ def _system(more=()):  # what a program may read: directories and files; symboli
     return [b for b in binds if os.path.exists(b)], links
 
 
+def _foreign_user():  # under whom programs run, where this is root; 0: as who we are
+    if os.getuid():
+        return 0
+    lines = Path('/proc/self/uid_map').read_text().splitlines()
+    known = [(int(start), int(size)) for start, _, size in map(str.split, lines)]
+    wanted = 2**30 + os.getpid(), 65534  # nobody else; `nobody`
+    return next((u for u in wanted if any(s <= u < s + n for s, n in known)), 0)
+
+
 def _bwrap(binds, links):
     program = shutil.which('bwrap')
     if not program:
@@ -53,14 +62,18 @@ def _bwrap(binds, links):
     user = [] if os.getuid() == 0 else ['--unshare-user']
     unshare = '--unshare-pid --unshare-ipc --unshare-net --unshare-uts --unshare-cgroup-try'
     out = [program, *user, *unshare.split(), '--cap-add', 'ALL', '--as-pid-1']
-    for folder in sorted({str(f) for p in [*binds, *links] for f in Path(p).parents} - {'/'}):
+    shown = [*binds, *links, '/dev/null']
+    for folder in sorted({str(f) for p in shown for f in Path(p).parents} - {'/'}):
         out += ['--perms', '0755', '--dir', folder]
     for b in binds:
         out += ['--ro-bind', b, b]
     for path, to in links.items():
         out += ['--symlink', to, path]
-    out += '--proc /proc --dev /dev --dir /tmp --remount-ro /dev --remount-ro /'.split()
-    return [*out, '--chdir', '/', '--']
+    out += ['--symlink', '/proc/self/fd', '/dev/fd']
+    for name in ('null', 'zero', 'full', 'random', 'urandom'):
+        out += ['--dev-bind', f'/dev/{name}', f'/dev/{name}']
+    out += '--proc /proc --dir /tmp --dir /dev/shm --remount-ro / --chdir / --'.split()
+    return out
 
 
 # %% ../../nbs/judges/11_cells.ipynb #aefdf251
@@ -118,8 +131,8 @@ class Room:
 
     def _start(self, outer, settings, theirs, bare):
         caller = os.pidfd_open(os.getpid()) if hasattr(os, 'pidfd_open') else None
-        user = 0 if os.getuid() else 2**30 + os.getpid()
-        settings['serve'] = self.walls != 'none', user, caller
+        walled = self.walls != 'none'
+        settings['serve'] = walled, walled and _foreign_user(), caller
         python = [os.path.realpath(sys.executable), '-I', '-S', '-c', _inside]
         with tempfile.TemporaryFile() as log:
             self.process = subprocess.Popen(
@@ -228,21 +241,11 @@ class Cell:
         if r['how'] == 'lost':
             why = r.get('why', 'no report')
             return Outcome('lost', f'its sandbox was lost: {why}', walls=self.room.walls)
-        status, evidence = _meaning(r, self.limits, err)
+        status, evidence = meaning(r, self.limits, err)
         busy = r['cpu_s'] + r['waited_s']
         return Outcome(
             status, evidence, None, out, err, r['wall_s'], r['cpu_s'], busy, self.room.walls
         )
-
-
-def _meaning(report, limits, stderr):
-    if report['how'] == 'memory':
-        return 'memory', f'used more than {limits.memory_mb} MB'
-    if report['how'] == 'unwanted':
-        return 'ok', ''
-    if report['how'] == 'cpu':
-        return 'cpu', f'computed for more than {limits.cpu_s:g} s'
-    return outcome_of(report['raw'], report['cpu_s'], limits, stderr)
 
 
 # %% ../../nbs/judges/11_cells.ipynb #582a002d

@@ -13,7 +13,7 @@ from typing import Annotated
 from ..settings import above, at_least, check
 
 # %% auto #0
-__all__ = ['Limits', 'Outcome', 'how_it_ended', 'outcome_of']
+__all__ = ['Limits', 'Outcome', 'how_it_ended', 'outcome_of', 'meaning']
 
 
 # %% ../../nbs/judges/12_limits.ipynb #499f04e0
@@ -78,3 +78,18 @@ def outcome_of(
         return 'ok', ''
     last = (stderr.strip().splitlines() or [how_it_ended(raw)])[-1][:160]
     return 'memory' if last.startswith('MemoryError') else 'failed', last
+
+
+def meaning(
+    report: dict,  # of the first process of a cell: how it ended, status, seconds
+    limits: Limits,
+    stderr: str,
+) -> tuple[str, str]:  # status and evidence of an `Outcome`
+    "What a cell has told"
+    if report['how'] == 'memory':
+        return 'memory', f'used more than {limits.memory_mb} MB'
+    if report['how'] == 'unwanted':
+        return 'ok', ''
+    if report['how'] == 'cpu':
+        return 'cpu', f'computed for more than {limits.cpu_s:g} s'
+    return outcome_of(report['raw'], report['cpu_s'], limits, stderr)

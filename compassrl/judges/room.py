@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 
 from . import walls
 
@@ -36,6 +37,7 @@ __all__ = [
     'run_cell',
     'new_process',
     'serve',
+    'leave',
     'over',
 ]
 
@@ -50,6 +52,8 @@ def read_job(fd):
 def become_program(fds, limits, walled, user):
     "In the process of the program: its streams, its limits, its rights; returns its job"
     os.setsid()
+    if not walled:
+        walls.die_with_parent()
     job = read_job(fds[0])
     for target, fd in enumerate(fds[1:]):  # they are above those that they become
         os.dup2(fd, target)
@@ -209,9 +213,10 @@ def run_cell(hold, fds, limits, walled, user):
         if not walled:
             end_children(pid)
             shutil.rmtree(home, ignore_errors=True)
-        os.write(hold, json.dumps(report).encode())
     except BaseException as e:
-        os.write(hold, json.dumps(dict(how='lost', why=f'{type(e).__name__}: {e}')).encode())
+        report = dict(how='lost', why=f'{type(e).__name__}: {e}')
+    with suppress(OSError):  # the caller has gone
+        os.write(hold, json.dumps(report).encode())
     os._exit(0)
 
 
@@ -239,11 +244,11 @@ def serve(walled, user, caller):
             pause = min(pause, 0.005)
         ready = dict(poll.poll(1000 * max(0.0, min(pause, 1.0))))
         if caller in ready:
-            os._exit(0)
+            leave(cells, poll)
         if control.fileno() in ready:
             message, fds, _, _ = socket.recv_fds(control, MESSAGE, 8)
             if not message:
-                os._exit(0)
+                leave(cells, poll)
             limits = json.loads(message)
             pid = new_process(walled)
             if not pid:
@@ -256,6 +261,17 @@ def serve(walled, user, caller):
                 cells[-1]['end'] = os.pidfd_open(pid)
                 poll.register(cells[-1]['end'], select.POLLIN)
         cells = [c for c in cells if not over(c, poll)]
+
+
+def leave(cells, poll):
+    "Nobody asks any more. Cells notice it too; without walls they need a moment to clean up"
+    until = time.monotonic() + 6
+    while 'ROOM' in os.environ and cells and time.monotonic() < until:
+        cells = [c for c in cells if not over(c, poll)]
+        time.sleep(0.005)
+    if 'ROOM' in os.environ:
+        shutil.rmtree(os.environ['ROOM'], ignore_errors=True)
+    os._exit(0)
 
 
 def over(cell, poll):
