@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
 from .limits import Limits, Outcome, meaning
@@ -72,8 +73,7 @@ def _bwrap(binds, links):
     out += ['--symlink', '/proc/self/fd', '/dev/fd']
     for name in ('null', 'zero', 'full', 'random', 'urandom'):
         out += ['--dev-bind', f'/dev/{name}', f'/dev/{name}']
-    out += '--proc /proc --dir /tmp --dir /dev/shm --remount-ro / --chdir / --'.split()
-    return out
+    return out + '--proc /proc --dir /tmp --dir /dev/shm --remount-ro / --chdir / --'.split()
 
 
 # %% ../../nbs/judges/11_cells.ipynb #aefdf251
@@ -96,9 +96,9 @@ package.room.run_job(package.room.serve(*settings['serve']))
 
 
 @cache
-def text_of(module: str) -> str:  # a module of this folder that runs inside
-    "Its Python text"
-    return (Path(__file__).parent / f'{module}.py').read_text()
+def text_of(module: str) -> str:
+    "The text of a module of this folder, which runs inside"
+    return (files('compassrl.judges') / f'{module}.py').read_text()
 
 
 class Room:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 import socket
-import sys
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from ..data.tasks import judge, verifier
 from .cells import Cell, text_of, warm_room
@@ -59,8 +60,10 @@ _maths = Limits(wall_s=5, cpu_s=2, memory_mb=1024)
 
 @cache
 def _inside(name):  # text of a module that runs in a sandbox; where it imports from
-    folders = [p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))]
-    return text_of(name), tuple(folders) if name == 'mathematics' else ()
+    packages = 'math_verify', 'latex2sympy2_extended', 'sympy', 'mpmath', 'antlr4'
+    needed = packages if name == 'mathematics' else ()
+    folders = {str(Path(find_spec(p).origin).parents[1]) for p in needed}
+    return text_of(name), tuple(sorted(folders))
 
 
 @verifier
