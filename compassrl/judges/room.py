@@ -107,7 +107,7 @@ MESSAGE = 512  # bytes, always
 
 
 def usage():
-    "Seconds of computing, seconds of waiting for a core, bytes: of all processes of this cell"
+    "Of this cell: seconds of computing, longest wait for a core in seconds, bytes of memory"
     own = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu, waited, size = own.ru_utime + own.ru_stime, 0.0, 0
     for pid in filter(str.isdigit, os.listdir('/proc')):
@@ -119,7 +119,7 @@ def usage():
             cpu += sum(map(int, fields[11:15])) / TICK
             size += int(fields[21]) * resource.getpagesize()
             with open(f'/proc/{pid}/schedstat') as f:
-                waited += int(f.read().split()[1]) / 1e9
+                waited = max(waited, int(f.read().split()[1]) / 1e9)
         except (OSError, IndexError):
             pass  # it has just ended
     return cpu, waited, size

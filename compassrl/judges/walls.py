@@ -179,6 +179,11 @@ REFUSED = dict(
     ptrace=(101, 117),
     process_vm_readv=(310, 270),
     process_vm_writev=(311, 271),
+    setpriority=(141, 140),
+    sched_setparam=(142, 118),
+    sched_setscheduler=(144, 119),
+    sched_setaffinity=(203, 122),
+    sched_setattr=(314, 274),
 )
 CLONE3, SOCKET, SOCKETPAIR = 435, (41, 198)[ARM], (53, 199)[ARM]
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others are not bound by a namespace

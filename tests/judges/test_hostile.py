@@ -1,7 +1,7 @@
 """Nothing that a policy may write earns what it has not done, stays, or touches the judge
 
 The tables are examples. That each walls' promise holds is tested in test_isolated.py.
-COMPASSRL_HOSTILE_STRINGS=10000 judges so many strings by maths, too: it takes minutes.
+COMPASSRL_HOSTILE_STRINGS=10000 judges so many strings by maths and code, too: it takes minutes.
 """
 
 import json
@@ -138,6 +138,7 @@ def hostile_string(rng):
 
 
 ANSWERS = dict(exact='42', final='42', countdown_expression='1 2 3 to 6', maths='42')
+ANSWERS['code'] = json.dumps(dict(tests=TESTS[:1], wall_s=5.0, cpu_s=1.0))
 
 
 @pytest.mark.parametrize('name', ['exact', 'final', 'countdown_expression'])
@@ -151,10 +152,11 @@ def test_ten_thousand_hostile_strings(name):
         assert v.status in ('ok', 'wrong') and verifiers[name](text, prompt.answer) == v, (text, v)
 
 
-def test_hostile_strings_for_maths():
+@pytest.mark.parametrize('name', ['maths', pytest.param('code', marks=walled)])
+def test_hostile_strings_in_sandboxes(name):
     "The same; each within the bound of its sandbox, and in the same room as all others"
     rng, num = random.Random(0), int(os.environ.get('COMPASSRL_HOSTILE_STRINGS', 60))
-    prompt = Prompt('p', 'd', '', [2], ANSWERS['maths'], 'maths')
+    prompt = Prompt('p', 'd', '', [2], ANSWERS[name], name)
     verify(prompt, '1')
     inside = processes_inside()
     for i in range(num):

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode, response_text
-from compassrl.judges import genrm, model
+from compassrl.judges import genrm, isolated, model
 from compassrl.judges import pool as pool_module
 from compassrl.judges.model import GenRMJudge, make_judge
 from compassrl.judges.pool import RewardPool
@@ -458,6 +458,77 @@ def test_planted_faults(prompts, old, new):
 
 
 # ---- one judge or the other
+
+
+def leaves(text, answer):
+    raise SystemExit(0)
+
+
+def test_a_verifier_that_leaves_ends_no_run(monkeypatch):
+    monkeypatch.setitem(verifiers, 'leaves', leaves)
+    lone = sample('p', [65])
+    SerialJudge([Prompt('p', 'odd', 'x', [65], '', 'leaves')], BYTES, EOS).settle([lone])
+    assert (lone.verdict.status, lone.verdict.evidence) == ('failed', 'SystemExit: 0')
+
+
+def test_a_verdict_is_bounded_whatever_its_tests_are():
+    "Twenty tests that sleep, each with a limit of its own, and a bound over all of them"
+    tests = json.dumps(dict(tests=['assert f()'] * 20, wall_s=9.0))
+    program = 'import time\ndef f(): time.sleep(5)'
+    lone = sample('p', BYTES.encode(program).ids)
+    cfg = RewardConfig(wall_s=1.0, unsafe=True)
+    SerialJudge([Prompt('p', 'c', 'x', [65], tests, 'code')], BYTES, EOS, cfg).settle([lone])
+    t = lone.timings
+    assert lone.reward == 0 and t['reward_end'] - t['reward_start'] < 15  # not a hundred
+
+
+def test_programs_need_walls_or_a_word(monkeypatch):
+    "Of every judge, when it is made"
+    prompts = [Prompt('c', 'c', 'x', [65], '["assert f(1)"]', 'code')]
+    monkeypatch.setattr(isolated, 'best_walls', lambda: ('', 'a container'))
+    for cfg in (RewardConfig(), RewardConfig(workers=1)):
+        with pytest.raises(
+            ValueError, match=r'isolates no program \(a container\).*rewards.unsafe'
+        ):
+            make_judge(prompts, BYTES, EOS, cfg)
+    for cfg in (RewardConfig(unsafe=True), RewardConfig(workers=1, unsafe=True)):
+        make_judge(prompts, BYTES, EOS, cfg).close()
+    make_judge([replace(prompts[0], verifier='maths')], BYTES, EOS, RewardConfig()).close()
+
+
+def test_a_killed_worker_leaves_no_folder(tmp_path, monkeypatch):
+    "Nor a process: the program under way goes with it"
+    monkeypatch.setenv('TMPDIR', str(tmp_path))
+    word = f'{random.SystemRandom().randrange(10**5, 10**6)}.25'
+    tests = json.dumps(dict(tests=['assert f()'], wall_s=60))
+    program = f"import os\nos.execvp('sleep', ['sleep', '{word}'])"
+    prompts = [Prompt('c', 'c', 'x', [65], tests, 'code')]
+    pool = RewardPool(prompts, BYTES, EOS, RewardConfig(workers=1, wall_s=60, unsafe=True))
+    try:
+        pool.start(sample('c', BYTES.encode(program).ids))
+        until(lambda: pool.conn.poll())
+        pool._send()
+        until(lambda: named(word))
+        [worker] = [p for p in descendants(pool.broker.pid) if p in children_of(pool.broker.pid)]
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: not named(word) or worker not in descendants(pool.broker.pid))
+    finally:
+        pool.close()
+    until(lambda: not named(word) and not list(tmp_path.glob('compassrl-room-*')))
+
+
+def children_of(pid):
+    return [int(p) for p in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]
+
+
+def named(word):
+    def has(p):
+        try:
+            return word.encode() in (p / 'cmdline').read_bytes().split(b'\0')
+        except OSError:
+            return False
+
+    return [p.name for p in Path('/proc').glob('[0-9]*') if has(p)]
 
 
 def test_serial_judge_waits_until_asked(prompts):
