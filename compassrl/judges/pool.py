@@ -47,14 +47,18 @@ class RewardPool(Judge):
     them, unless the config says `unsafe`."""
 
     def __init__(
-        self, prompts: Iterable[Prompt], tokenizer: Tokenizer, eos_id: int, cfg: RewardConfig
+        self,
+        prompts: Iterable[Prompt],
+        tokenizer: Tokenizer,
+        eos_id: int | tuple[int, ...],
+        cfg: RewardConfig,
     ):
         if cfg.workers < 1:
             raise ValueError(f'workers={cfg.workers}: use at least 1, or SerialJudge')
         self.prompts = {p.id: p for p in prompts}
         self.of, self.cfg = (tokenizer, eos_id), cfg
         names = {p.verifier for p in self.prompts.values()} & verifiers.keys()
-        check_walls(names, cfg.unsafe)
+        check_walls({*names, *cfg.function}, cfg.unsafe)
         fns = {n: _by_name(n, verifiers[n]) for n in sorted(names)}
         self.jobs: dict[int, list[Sample]] = {}  # under way: a response and its equals
         self.known, self.backlog = {}, deque()

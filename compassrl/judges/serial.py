@@ -12,14 +12,14 @@ from typing import Annotated
 
 from tokenizers import Tokenizer
 
-from ..data.tasks import verify
+from ..data.tasks import verifiers, verify
 from ..data.tokenizer import response_text
 from . import genrm
 from .isolated import under
 from .limits import Limits, Outcome
 from .verifiers import check_walls, no_verdict  # registers 'maths' and 'code'
 from ..records import Metrics, Prompt, Sample
-from ..settings import above, at_least, check
+from ..settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
@@ -48,11 +48,30 @@ class RewardConfig:
     retries: Annotated[int, at_least(0)] = 1
     # run programs of the policy with the trainer's rights where the machine isolates none
     unsafe: bool = False
+    # your own FILE.py:NAME or MODULE:NAME, or names of verifiers; they judge every prompt
+    function: tuple[str, ...] = ()
+    # of each function, in the sum that is the reward; empty = 1
+    weights: Annotated[tuple[float, ...], between(-1e6, 1e6)] = ()
+    # a number of at least this counts as correct; of several functions the first decides
+    correct_at: Annotated[float, between(-1e6, 1e6)] = 1.0
+    # of the functions' files, noted when a run begins
+    function_sha256: dict[str, str] = field(default_factory=dict)
     # judges prompts whose verifier is 'genrm'
     genrm: genrm.GenRMConfig = field(default_factory=genrm.GenRMConfig)
 
     def __post_init__(self):
         check(self)
+        for spec in self.function:
+            if ':' not in spec and (spec not in verifiers or spec == 'genrm'):
+                known = ', '.join(sorted({*verifiers} - {'genrm'}))
+                raise ValueError(
+                    f'function={spec!r}: use FILE.py:NAME, MODULE:NAME, or a verifier ({known})'
+                )
+        if len(set(self.function)) < len(self.function):
+            raise ValueError(f'function={self.function}: name each once')
+        if self.weights and len(self.weights) != len(self.function):
+            num = len(self.function)
+            raise ValueError(f'weights={self.weights}: give one for each of {num} functions')
 
     @property
     def limits(self):
@@ -103,7 +122,7 @@ def judge_sample(
     sample: Sample,  # gets its verdict and reward
     prompt: Prompt,
     tokenizer: Tokenizer,
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
     cfg: RewardConfig = RewardConfig(),
 ) -> Sample:
     "Verify one response, here and now"
@@ -120,7 +139,7 @@ class SerialJudge(Judge):
         self,
         prompts: Iterable[Prompt],
         tokenizer: Tokenizer,
-        eos_id: int,
+        eos_id: int | tuple[int, ...],
         cfg: RewardConfig = RewardConfig(),
     ):
         self.prompts = {p.id: p for p in prompts}
