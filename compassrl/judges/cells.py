@@ -31,7 +31,9 @@ __all__ = ['text_of', 'Room', 'Cell', 'close_rooms', 'best_walls', 'warm_room']
 
 # %% ../../nbs/judges/11_cells.ipynb #a4776783
 def _system(more=()):  # what a program may read: directories and files; symbolic links
-    binds, links = [], {}
+    binds, links = [], {'/dev/fd': '/proc/self/fd'}
+    for n, name in enumerate(('stdin', 'stdout', 'stderr')):
+        links[f'/dev/{name}'] = f'/proc/self/fd/{n}'
     python, base = os.path.realpath(sys.executable), Path(sys.base_prefix)
     for p in ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64'):
         if os.path.islink(p):
@@ -70,7 +72,6 @@ def _bwrap(binds, links):
         out += ['--ro-bind', b, b]
     for path, to in links.items():
         out += ['--symlink', to, path]
-    out += ['--symlink', '/proc/self/fd', '/dev/fd']
     for name in ('null', 'zero', 'full', 'random', 'urandom'):
         out += ['--dev-bind', f'/dev/{name}', f'/dev/{name}']
     return out + '--proc /proc --dir /tmp --dir /dev/shm --remount-ro / --chdir / --'.split()
@@ -120,7 +121,7 @@ class Room:
         binds, links = _system(paths)
         outer = _bwrap(binds, links) if walls == 'bwrap' else []
         settings = dict(
-            texts={n: text_of(n) for n in ('walls', 'room', 'values')} | dict(ours=source),
+            texts={n: text_of(n) for n in ('walls', 'watch', 'room', 'values')} | dict(ours=source),
             binds=binds if walls == 'own' else [],
             links=links,
             paths=list(paths),
@@ -242,10 +243,8 @@ class Cell:
             why = r.get('why', 'no report')
             return Outcome('lost', f'its sandbox was lost: {why}', walls=self.room.walls)
         status, evidence = meaning(r, self.limits, err)
-        busy = r['cpu_s'] + r['waited_s']
-        return Outcome(
-            status, evidence, None, out, err, r['wall_s'], r['cpu_s'], busy, self.room.walls
-        )
+        seconds = (r[k] for k in ('wall_s', 'cpu_s', 'waited_s'))
+        return Outcome(status, evidence, None, out, err, *seconds, self.room.walls)
 
 
 # %% ../../nbs/judges/11_cells.ipynb #582a002d

@@ -45,7 +45,7 @@ class Outcome:
     stderr: str = ''
     wall_s: float = 0.0  # seconds by the clock
     cpu_s: float = 0.0  # seconds of computing
-    busy_s: float = 0.0  # seconds of computing, and of waiting for a core
+    waited_s: float = 0.0  # seconds that a thread of it waited for a core, where its time was up
     walls: str = ''  # what was around it: 'bwrap', 'own', 'none'
 
 
@@ -92,4 +92,6 @@ def meaning(
         return 'ok', ''
     if report['how'] == 'cpu':
         return 'cpu', f'computed for more than {limits.cpu_s:g} s'
+    if report['how'] in ('processes', 'sockets'):
+        return 'failed', f'too many {report["how"]}'
     return outcome_of(report['raw'], report['cpu_s'], limits, stderr)

@@ -12,12 +12,14 @@ import os
 import select
 import shutil
 import signal
+import site
 import socket
 import sys
 import time
 from contextlib import suppress
 
 from . import walls
+from .watch import watch
 
 try:
     import resource
@@ -26,13 +28,10 @@ except ImportError:
 
 # %% auto #0
 __all__ = [
-    'TICK',
     'MESSAGE',
     'read_job',
     'become_program',
     'run_job',
-    'usage',
-    'watch',
     'end_children',
     'run_cell',
     'new_process',
@@ -70,6 +69,7 @@ def become_program(fds, limits, walled, user):
         walls.limit(resource.RLIMIT_NPROC, limits['processes'])
         walls.drop_rights(user)
         walls.refuse_calls()
+    walls.LIBC and walls.LIBC.prctl(4, 1, 0, 0, 0)  # it may look at itself: /dev/stdin
     for name, text in job.get('files', {}).items():
         with open(name, 'w') as f:
             f.write(text)
@@ -102,64 +102,9 @@ def run_job(job):
 
 
 # %% ../../nbs/judges/17_room.ipynb #bed7f89e
-TICK = os.sysconf('SC_CLK_TCK')
 MESSAGE = 512  # bytes, always
 
 
-def usage():
-    "Of this cell: seconds of computing, longest wait for a core in seconds, bytes of memory"
-    own = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu, waited, size = own.ru_utime + own.ru_stime, 0.0, 0
-    for pid in filter(str.isdigit, os.listdir('/proc')):
-        if pid == '1':
-            continue
-        try:
-            with open(f'/proc/{pid}/stat') as f:
-                fields = f.read().rpartition(')')[2].split()
-            cpu += sum(map(int, fields[11:15])) / TICK
-            size += int(fields[21]) * resource.getpagesize()
-            with open(f'/proc/{pid}/schedstat') as f:
-                waited = max(waited, int(f.read().split()[1]) / 1e9)
-        except (OSError, IndexError):
-            pass  # it has just ended
-    return cpu, waited, size
-
-
-def watch(pid, hold, limits, walled):
-    "Until the program ends, or has had enough, or nobody wants it: what to report"
-    start = time.monotonic()
-    poll, ended = select.poll(), None
-    poll.register(hold, select.POLLIN)
-    if hasattr(os, 'pidfd_open'):
-        poll.register(os.pidfd_open(pid), select.POLLIN)
-    pause, cpu, waited = 2.0, 0.0, 0.0
-    while ended is None:
-        unwanted = any(fd == hold for fd, _ in poll.poll(pause))
-        pause = min(20.0, 1.5 * pause)
-        try:
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                if found[0] == pid:
-                    ended = ['ended', found[1]]
-        except ChildProcessError:
-            pass
-        wall = time.monotonic() - start
-        over = wall >= limits['wall_s']
-        if not ended and (walled or over):
-            cpu, waited, size = usage() if walled else (0.0, 0.0, 0)
-            if cpu > limits['cpu_s']:
-                ended = ['cpu', None]
-            elif size > (limits['memory_mb'] + 64) * 2**20:
-                ended = ['memory', None]
-            elif over:
-                ended = ['timeout', None]
-        if not ended and unwanted:
-            ended = ['unwanted', None]
-    own = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = max(cpu, own.ru_utime + own.ru_stime)
-    return dict(how=ended[0], raw=ended[1], wall_s=wall, cpu_s=cpu, waited_s=waited)
-
-
-# %% ../../nbs/judges/17_room.ipynb #6756909a
 def end_children(pid):
     "Where no namespace ends them: until there is none, or five seconds are over"
     until = time.monotonic() + 5
@@ -197,6 +142,7 @@ def run_cell(hold, fds, limits, walled, user):
             os.mkdir(home)
             os.chdir(home)
             walls.LIBC and walls.LIBC.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+        walls.LIBC and walls.LIBC.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody looks in here
         pid = os.fork()
         if not pid:
             try:
@@ -205,7 +151,6 @@ def run_cell(hold, fds, limits, walled, user):
             except BaseException as e:
                 os.write(2, f'{type(e).__name__}: {e}'.encode())
                 os._exit(1)
-        walls.LIBC and walls.LIBC.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody looks in here
         os.closerange(0, 3)
         for fd in fds:
             os.close(fd)
@@ -236,6 +181,7 @@ def serve(walled, user, caller):
     poll = select.poll()
     for fd in (control.fileno(), *([caller] if caller else [])):
         poll.register(fd, select.POLLIN)
+    site.setquit()  # `exit()`, which a Python that knows no folders lacks
     gc.freeze()
     control.send(b'ready')
     while True:

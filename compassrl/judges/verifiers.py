@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,8 +51,8 @@ def no_verdict(
 def starved(
     o: Outcome,  # of a program that was stopped by the clock
 ) -> bool:
-    "Did it compute, or wait for a core, for at least half of its time? If not, it stood still"
-    return o.status == 'timeout' and o.busy_s >= o.wall_s / 2
+    "Did it wait for a core for at least a quarter of its time? If not, it took too long by itself"
+    return o.status == 'timeout' and o.waited_s >= o.wall_s / 4
 
 
 # %% ../../nbs/judges/02_verifiers.ipynb #aa0f1c47
@@ -140,7 +141,8 @@ def run_test(
     subject, tester = _examined(program, test, limits)
     if subject.status == tester.status == 'ok':
         passed = tester.value == 'passed'
-        return passed, subject if passed else Outcome('failed', str(tester.value)[:160])
+        failed = replace(subject, status='failed', evidence=str(tester.value)[:160])
+        return passed, subject if passed else failed
     return False, subject if subject.status != 'ok' else tester
 
 
@@ -149,11 +151,13 @@ def code(text: str, answer: str) -> Verdict:
     "Share of tests that a program passes; `correct` is all of them"
     tests, prefix, limits = _suite(answer)
     program = prefix + program_of(text)
-    passed, first = 0, ''
+    passed, first, wall, waited = 0, '', 0.0, 0.0
     for i, test in enumerate(tests):
         ok, o = run_test(program, test, limits)
-        if starved(o) or o.status == 'lost':
-            return no_verdict(o)  # the machine had no time for it, or no sandbox
+        wall, waited = wall + o.wall_s, waited + o.waited_s
+        late = starved(replace(o, wall_s=wall, waited_s=waited))
+        if o.status == 'lost' or (late and not first):
+            return no_verdict(o)  # no sandbox, or the machine had no time for it
         passed += ok
         if not (ok or first):
             first = f'; test {i + 1}: {o.evidence or repr(o.stdout[-40:])}'

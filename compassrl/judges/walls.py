@@ -44,6 +44,7 @@ __all__ = [
     'CLONE3',
     'SOCKET',
     'SOCKETPAIR',
+    'PRLIMIT',
     'FAMILIES',
     'call',
     'mount',
@@ -142,7 +143,7 @@ def own_walls(
         show(fd, root + path, path not in devices)
     for name in ('tmp', 'proc', 'dev/shm'):
         os.makedirs(f'{root}/{name}', exist_ok=True)
-    for path, to in {**links, '/dev/fd': '/proc/self/fd'}.items():
+    for path, to in links.items():
         os.makedirs(os.path.dirname(root + path), exist_ok=True)
         os.symlink(to, root + path)
     mount('proc', root + '/proc', 'proc', NO_SUID | NO_DEVICES)
@@ -184,8 +185,10 @@ REFUSED = dict(
     sched_setscheduler=(144, 119),
     sched_setaffinity=(203, 122),
     sched_setattr=(314, 274),
+    ioprio_set=(251, 30),
 )
 CLONE3, SOCKET, SOCKETPAIR = 435, (41, 198)[ARM], (53, 199)[ARM]
+PRLIMIT = (302, 261)[ARM]  # of itself (0), not of who watches it
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others are not bound by a namespace
 
 
@@ -203,6 +206,7 @@ def refuse_calls():
         program += [(equal, 0, 1, numbers[ARM]), no]
     program += [(equal, 0, 1, CLONE3), (end, 0, 0, error | 38)]  # ENOSYS: then they use `clone`
     program += [(equal, 0, 3, SYS_CLONE), (load, 0, 0, 16), (any_of, 0, 1, NEW_ANY), no]
+    program += [(load, 0, 0, 0), (equal, 0, 3, PRLIMIT), (load, 0, 0, 16), (equal, 1, 0, 0), no]
     program += [(load, 0, 0, 0), (equal, 1, 0, SOCKET), (equal, 0, 2 + len(FAMILIES), SOCKETPAIR)]
     program += [(load, 0, 0, 16)]
     program += [(equal, len(FAMILIES) - i, 0, f) for i, f in enumerate(FAMILIES)]

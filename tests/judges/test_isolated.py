@@ -444,7 +444,7 @@ def plant(monkeypatch, name, old, new):
         ('room', 'flags = walls.NEW_PIDS | walls.NEW_MOUNTS', 'flags = walls.NEW_MOUNTS',
          test_what_is_not_there_cannot_be_reached),
         ('room', 'walls.close_from(len(fds) - 1)', 'pass', test_no_open_file_of_the_caller),
-        ('room', 'cpu > limits["cpu_s"]', 'False', test_limits_count_all_processes),
+        ('watch', 'cpu > limits["cpu_s"]', 'False', test_limits_count_all_processes),
         ('room', 'walls.limit(resource.RLIMIT_NPROC, limits["processes"])', 'pass',
          test_limits_count_all_processes),
         ('room', 'walls.refuse_calls()', 'pass', test_no_network),
@@ -463,10 +463,11 @@ def test_planted_faults(module, old, new, law, monkeypatch, tmp_path):
 
 def test_inside_needs_nothing_of_the_package():
     "What runs inside is text: it must not import what is not there"
-    for name in ('walls', 'room', 'values', 'exchange', 'mathematics'):
+    for name in ('walls', 'watch', 'room', 'values', 'exchange', 'mathematics'):
         lines = cells.text_of(name).splitlines()
         ours = [x for x in lines if x.startswith(('from .', 'import compassrl', 'from compassrl'))]
         assert set(ours) <= {
             'from . import walls',
+            'from .watch import watch',
             'from .values import Gone, Refused, pack, receive, send, unpack',
         }

@@ -62,10 +62,10 @@ def test_maths_that_cannot_be_judged(monkeypatch):
 
 def test_standing_still_is_wrong_and_starving_is_no_verdict():
     "Of a program that the clock stopped: what did it do all the time?"
-    late = Outcome('timeout', 'still running', wall_s=10.0, cpu_s=1.0, busy_s=1.0)
-    assert not starved(late) and starved(replace(late, busy_s=6.0))
-    assert not starved(replace(late, status='cpu', busy_s=9.0))
-    for outcome, status in ((late, 'wrong'), (replace(late, busy_s=6.0), 'timeout')):
+    late = Outcome('timeout', 'still running', wall_s=10.0, cpu_s=1.0, waited_s=1.0)
+    assert not starved(late) and starved(replace(late, waited_s=6.0))
+    assert not starved(replace(late, status='cpu', waited_s=9.0))
+    for outcome, status in ((late, 'wrong'), (replace(late, waited_s=6.0), 'timeout')):
         with patch.object(rewards, 'run_function', lambda *a, **k: outcome):
             assert rewards.maths('$1$', '1').status == status
         with patch.object(rewards, 'run_test', lambda *a: (False, outcome)):
