@@ -51,8 +51,8 @@ def no_verdict(
 def starved(
     o: Outcome,  # of a program that was stopped by the clock
 ) -> bool:
-    "Did it wait for a core for at least a quarter of its time? If not, it took too long by itself"
-    return o.status == 'timeout' and o.waited_s >= o.wall_s / 4
+    "Did it wait for a core for at least half of its time? If not, it took too long by itself"
+    return o.status == 'timeout' and o.waited_s >= o.wall_s / 2
 
 
 # %% ../../nbs/judges/02_verifiers.ipynb #aa0f1c47

@@ -32,7 +32,7 @@ __all__ = [
 TICK = os.sysconf('SC_CLK_TCK')
 
 
-MOST_STARTED = 1024  # processes and threads, one after another
+MOST_STARTED = 256  # processes and threads, one after another
 MOST_SOCKETS = 64  # what waits in them is memory that no process is charged for
 
 

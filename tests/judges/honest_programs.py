@@ -175,6 +175,11 @@ def pairs(rng):
         'import os\na, b = os.read(0, 99).split()\nprint(int(a) + int(b), flush=True)\n',
         'import subprocess, sys\ncode = "print(sum(map(int, input().split())))"\n'
         'subprocess.run([sys.executable, "-c", code], check=True)\n',
+        'print(sum(map(int, open("/dev/stdin").read().split())))\nexit()\n',
+        'import asyncio\nasync def main():\n    print(sum(map(int, input().split())))\n'
+        'asyncio.run(main())\nquit(0)\n',
+        'import multiprocessing as mp\nwith mp.Pool(1) as pool:\n'
+        '    print(sum(pool.map(int, input().split())))\n',
     ]
     return tests, rng.choice(bodies)
 

@@ -300,4 +300,140 @@ RESOURCES = [  # ---- resources
         'shutil.rmtree(d, ignore_errors=True)',
     ),
 ]
-HOSTILE = REWARD + TIME + OTHERS + RESOURCES
+KEEPER = [  # ---- who watches, and the channel
+    (
+        'a name that is no text',
+        'its keeper cannot read it',
+        'import ctypes, time\nctypes.CDLL(None).prctl(15, b"\\xff) \\xfe(", 0, 0, 0)\n'
+        'time.sleep(600)',
+    ),
+    (
+        'limits of its keeper',
+        'no open files for it',
+        'import resource, time\nfor k in range(16):\n'
+        '  try: resource.prlimit(1, k, (0, 0))\n  except (OSError, ValueError): pass\n'
+        'time.sleep(600)',
+    ),
+    (
+        'orphans',
+        'computing that no process is charged for',
+        'import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n'
+        '  try:\n    if os.fork() == 0:\n      t = time.time()\n'
+        '      while time.time() - t < 0.004: pass\n      os._exit(0)\n  except OSError: pass',
+    ),
+    (
+        'sockets',
+        'memory of the kernel',
+        'import os, socket, time\nfor _ in range(40):\n  if os.fork() == 0: break\nkept = []\n'
+        'try:\n  while True:\n    kept += socket.socketpair()\n    for s in kept[-2:]:\n'
+        '      s.setblocking(False)\n      try:\n        while True: s.send(b"x" * 65536)\n'
+        '      except BlockingIOError: pass\nexcept OSError: time.sleep(600)',
+    ),
+    (
+        'signals',
+        'to all, without end',
+        'import os, signal\nsignal.signal(10, lambda *a: None)\nif os.fork() == 0:\n'
+        '  while True:\n'
+        '    for p in (1, 2, os.getppid()):\n      try: os.kill(p, 10)\n      except OSError: pass\n'
+        'while True: signal.pause()',
+    ),
+    (
+        'noise on the channel',
+        'from a thread, beside every answer',
+        'import os, threading\ndef noise():\n  while True:\n'
+        '    try: os.write(3, b"\\0" * 7 + b"\\2{}")\n    except OSError: pass\n'
+        'threading.Thread(target=noise, daemon=True).start()\ndef double(x): return 7',
+    ),
+    (
+        'endless message',
+        'deeper than any reader',
+        'import os\ndef double(x):\n  os.write(3, (2**24).to_bytes(8, "big"))\n'
+        '  while True: os.write(3, b"[" * 65536)',
+    ),
+    (
+        'false messages',
+        'values of types that do not travel, calls that nobody made',
+        'import json, os\ndef say(m):\n  m = json.dumps(m).encode()\n'
+        '  os.write(3, len(m).to_bytes(8, "big") + m)\ndef double(x):\n'
+        '  for v in ({"ref": "__class__"}, {"type": "object"}, {"late": ["os.system", ["true"]]},\n'
+        '            {"named": ["x", ["__eq__"], [1]]}, {"error": [0, ["AssertionError"]]},\n'
+        '            {"fn": [0, ["SystemExit"]]}, {"int": "z"}, {"range": [1, 2, 0]}):\n'
+        '    say({"value": v})\n  say({"callback": 0, "args": []})\n  return 7',
+    ),
+    (
+        'frames of the server',
+        'changes the question',
+        'import sys\ndef double(x):\n  f = sys._getframe()\n  while f:\n'
+        '    m = f.f_locals.get("m")\n'
+        '    if type(m) is dict: m.update(do="bool", args=[True])\n    f = f.f_back\n  return 7',
+    ),
+    (
+        'settrace',
+        'looks at every return',
+        'import sys\ndef spy(frame, event, arg):\n'
+        '  if event == "return": frame.f_locals["out"] = {"value": True}\n  return spy\n'
+        'sys.settrace(spy)\nsys.setprofile(spy)\ndef double(x): return 7',
+    ),
+    (
+        'own json',
+        'says what it likes',
+        'import json\njson.dumps = lambda *a, **k: \'{"value": true}\'\n'
+        'json.loads = lambda *a, **k: {"value": 42, "do": "bool", "args": [1]}\n'
+        'def double(x): return 7',
+    ),
+    (
+        'every builtin',
+        'says yes',
+        'import builtins\nfor n in list(vars(builtins)):\n'
+        '  if n[0].islower() and n not in ("setattr", "vars", "list"):\n'
+        '    setattr(builtins, n, lambda *a, **k: True)',
+    ),
+    (
+        'own streams',
+        'objects in the place of output',
+        'import sys\nclass Out:\n  write = lambda s, *a: 42\n  flush = lambda s: None\n'
+        '  fileno = lambda s: 3\nsys.stdout = sys.stderr = sys.__stdout__ = Out()\nprint("passed")',
+    ),
+    (
+        'another class',
+        'an object that says it is a number',
+        'class A:\n  __class__ = property(lambda s: int)\n  __int__ = __index__ = lambda s: 42\n'
+        '  __float__ = lambda s: 2.5\n  __eq__ = lambda *a: True\ndef double(x): return A()',
+    ),
+    (
+        'slow to be seen',
+        'an object whose every text takes long',
+        'import time\ndef slow(*a): time.sleep(99)\nclass A:\n'
+        '  __repr__ = __str__ = __reduce__ = __iter__ = __getattr__ = slow\n'
+        'def double(x): return A()',
+    ),
+    ('a large number', 'of 200 million bits', 'def double(x): return 1 << 200_000_000'),
+    ('a long text', 'of 300 MB', 'def double(x): return "x" * 300_000_000'),
+    (
+        'a deep list',
+        'a million levels',
+        'def double(x):\n  a = []\n  for _ in range(10**6): a = [a]\n  return a',
+    ),
+    (
+        'pickle',
+        'runs where it is read',
+        'import os, pickle, sys\nclass P:\n'
+        '  __reduce__ = lambda s: (os.system, ("touch /tmp/WORD",))\n'
+        'sys.stdout.buffer.write(pickle.dumps(P()))\ndef double(x): return P()',
+    ),
+    (
+        'an odd number',
+        'that looks like another',
+        'class I(int):\n  __repr__ = __str__ = lambda s: "42"\n  __int__ = lambda s: 42\n'
+        'class F(float):\n  __repr__ = __str__ = lambda s: "2.5"\n'
+        'def double(x): return I(7) if isinstance(x, int) else F(7)',
+    ),
+    (
+        'undead',
+        'objects that come back, and every dictionary changed',
+        'import gc\nclass A:\n  def __del__(s):\n    global B; B = A()\nA()\n'
+        'for o in gc.get_objects():\n  try: o.update(passed=True, fault=None, count=1)\n'
+        '  except BaseException: pass',
+    ),
+]
+HOSTILE = REWARD + TIME + OTHERS + RESOURCES + KEEPER

@@ -291,6 +291,38 @@ def test_limits_count_all_processes(walls):
     assert 'No space left' in o.evidence
 
 
+def test_what_no_process_is_charged_for_is_counted(walls):
+    orphans = (
+        'import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n'
+        '  if os.fork() == 0: os._exit(0)\n  time.sleep(0.002)'
+    )
+    o = run_python(orphans, limits=Limits(wall_s=60), within=walls)
+    assert (o.status, o.evidence) == ('failed', 'too many processes'), o
+    sockets = 'import socket, time\nx = [socket.socketpair() for _ in range(60)]\ntime.sleep(60)'
+    o = run_python(sockets, limits=Limits(wall_s=60), within=walls)
+    assert (o.status, o.evidence) == ('failed', 'too many sockets'), o
+
+
+@pytest.mark.parametrize(
+    'trick',
+    [
+        'import ctypes\nassert ctypes.CDLL(None).prctl(15, b"\\xff) \\xfe(", 0, 0, 0) == 0',
+        'import resource\nfor k in range(16):\n  try:\n    resource.prlimit(1, k, (0, 0))\n'
+        '    print(k)\n  except PermissionError: pass',
+    ],
+    ids=['a name that is no text', 'limits of the first process'],
+)
+def test_the_first_process_goes_on_watching(trick, walls):
+    o = run_python(f'{trick}\nimport time\ntime.sleep(60)', limits=Limits(wall_s=0.7), within=walls)
+    assert (o.status, o.stdout) == ('timeout', ''), o
+
+
+def test_what_a_program_expects_of_python(any_walls):
+    o = run_python('print(open("/dev/stdin").read())\nexit()', 'in', within=any_walls)
+    assert (o.status, o.stdout) == ('ok', 'in\n'), o
+    assert 'exit code 3' in run_python('quit(3)', within=any_walls).evidence
+
+
 def test_a_stopped_or_lost_room_does_not_hang_the_caller(monkeypatch):
     "Not even if its first process never answers again"
     r = Room('none')
@@ -339,7 +371,8 @@ walls, why = best_walls()
 assert walls, why
 o = run_python('import os\\nfor _ in range(99): os.fork()')
 assert o.status in ('failed', 'memory', 'timeout'), o
-for p in ('open("/x", "w")', 'open("/proc/1/mem", "rb")', 'import os; os.listdir("/var")'):
+for p in ('open("/x", "w")', 'open("/proc/1/mem", "rb")', 'import os; os.listdir("/var")',
+          'import resource; resource.prlimit(1, 7, (0, 0))'):
     assert run_python(p).status == 'failed', p
 print('walls', walls)
 """

@@ -70,6 +70,13 @@ def test_standing_still_is_wrong_and_starving_is_no_verdict():
             assert rewards.maths('$1$', '1').status == status
         with patch.object(rewards, 'run_test', lambda *a: (False, outcome)):
             assert rewards.code('x', '["assert x"]').status == status
+    starves, fails = replace(late, waited_s=6.0), Outcome('failed', 'wrong', wall_s=0.1)
+    sleeps = Outcome('ok', wall_s=30.0)
+    for before in ((True, sleeps), (False, fails)):
+        outcomes = iter([before, (False, starves)])
+        with patch.object(rewards, 'run_test', lambda *a, o=outcomes: next(o)):
+            v = rewards.code('x', '["assert x", "assert x"]')
+            assert v.status == 'wrong', 'a program cannot choose to have no verdict'
     lost = Outcome('lost', 'its sandbox was lost')
     with patch.object(rewards, 'run_test', lambda *a: (False, lost)):
         assert rewards.code('x', '["assert x"]').status == 'failed'
@@ -133,9 +140,9 @@ def test_loops_and_sleeps_are_wrong():
             'return Verdict(float(v.correct), v.correct',
             pass_rate,
         ),
-        ("if starved(o) or o.status=='lost':", "if o.status in ('timeout', 'lost'):",
+        ("if o.status == 'lost' or (late and not first):", "if o.status in ('timeout', 'lost'):",
          loops_and_sleeps),
-        ("if starved(o) or o.status=='lost':", "if o.status in ('cpu', 'lost'):",
+        ("if o.status == 'lost' or (late and not first):", "if o.status in ('cpu', 'lost'):",
          loops_and_sleeps),
     ],
 )  # fmt: skip
