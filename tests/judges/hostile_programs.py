@@ -334,8 +334,8 @@ KEEPER = [  # ---- who watches, and the channel
         'to all, without end',
         'import os, signal\nsignal.signal(10, lambda *a: None)\nif os.fork() == 0:\n'
         '  while True:\n'
-        '    for p in (1, 2, os.getppid()):\n      try: os.kill(p, 10)\n      except OSError: pass\n'
-        'while True: signal.pause()',
+        '    for p in (1, 2, os.getppid()):\n      try: os.kill(p, 10)\n'
+        '      except OSError: pass\nwhile True: signal.pause()',
     ),
     (
         'noise on the channel',

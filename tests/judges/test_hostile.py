@@ -18,7 +18,7 @@ from compassrl.judges.isolated import run_python
 from compassrl.judges.verifiers import code
 from compassrl.records import Prompt
 from tests.judges.honest_programs import KINDS, honest
-from tests.judges.hostile_programs import HOSTILE, TIME
+from tests.judges.hostile_programs import HOSTILE, REWARD
 
 TESTS = [
     'assert double(21) == 42',
@@ -56,7 +56,7 @@ def processes_inside():
 @walled
 def test_hostile_programs(tmp_path):
     "No reward, nothing left, the judge untouched; a neighbour is still judged rightly"
-    assert len(HOSTILE) >= 60
+    assert len(HOSTILE) > 80
     (tmp_path / 'answers.txt').write_text('42')
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(tmp_path / 'port'))
@@ -75,8 +75,8 @@ def test_hostile_programs(tmp_path):
             ('PORT', tmp_path / 'port'),
         ):
             program = program.replace(mark, str(value))
-        patient = (name, what) in {row[:2] for row in TIME}
-        for tests in (TESTS[:1] if patient else TESTS, [PAIR]):
+        quick = (name, what) in {row[:2] for row in REWARD}
+        for tests in (TESTS if quick else TESTS[:1], [PAIR]):
             v = code(program, json.dumps(dict(tests=tests, wall_s=0.6, cpu_s=0.3)))
             assert v.reward == 0 and not v.correct, (name, what, tests, v)
         assert processes_inside() == inside, (name, what)
