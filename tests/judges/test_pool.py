@@ -153,7 +153,8 @@ def test_a_thousand_samples(pool, prompts):
     assert [got[i] for i in mild] == verdicts(plain, copies([samples[i] for i in mild]))
     for t in odd:
         status, evidence = ODD[t]
-        assert said(got[texts.index(t)]) == (status, 0.0, evidence)
+        found = said(got[texts.index(t)])
+        assert found[:2] == (status, 0.0) and found[2].startswith(evidence), found
     statuses = Counter(v.status for v in got)
     assert (statuses['timeout'], statuses['failed']) == (3, 6)
     assert all(s.reward == s.verdict.reward for s in samples) and not pool.jobs
@@ -333,7 +334,7 @@ verifiers['moody'] = odd_verifiers.moody
 tok = build_tokenizer()
 slow = json.dumps(dict(tests=['import time; time.sleep(60)'], wall_s=60))
 prompts = [Prompt('m', 'odd', 'x', [5], '', 'moody'), Prompt('c', 'odd', 'x', [5], slow, 'code')]
-pool = RewardPool(prompts, tok, 1, RewardConfig(workers=2, wall_s=60))
+pool = RewardPool(prompts, tok, 1, RewardConfig(workers=2, wall_s=60, unsafe=True))
 def sample(p, t):
     return Sample(p, 0, [5], encode(tok, t), torch.zeros(len(t)), None, None, 'stop', 0)
 pool.settle([sample('m', 'fine')])

@@ -8,10 +8,19 @@ import pytest
 
 from compassrl.data.tasks import verifiers, verify
 from compassrl.judges import verifiers as rewards
+from compassrl.judges.isolated import under
 from compassrl.judges.limits import Limits, Outcome
 from compassrl.judges.verifiers import program_of, run_test, starved
 from compassrl.records import Prompt
 from tests.support.faults import planted
+
+
+@pytest.fixture(autouse=True)
+def anywhere():
+    "The verdicts are the same where a machine isolates no program"
+    with under(600.0, unsafe=True):
+        yield
+
 
 # ---- mathematics
 
