@@ -44,7 +44,8 @@ from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
 from compassrl.data.tasks import judge, verifier
 from compassrl.data.tokenizer import build_tokenizer, encode
-from compassrl.judges.isolated import Limits, run_program
+from compassrl.judges.isolated import run_program
+from compassrl.judges.limits import Limits
 from compassrl.judges.pool import RewardPool
 from compassrl.judges.serial import RewardConfig, SerialJudge
 from compassrl.launch.simulator import RoundRobin, idle_frac

@@ -5,7 +5,6 @@
 # %% ../../nbs/judges/06_broker.ipynb #7d75529f
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import signal
@@ -19,15 +18,11 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from ..data.tasks import verifiers
-from compassrl.judges.isolated import (
-    Outcome,
-    address_space,
-    die_with_parent,
-    how_it_ended,
-    outcome_of,
-)
+from .isolated import under
+from .limits import Outcome, how_it_ended, outcome_of
 from .serial import RewardConfig, timed_verdict
-from .verifiers import no_verdict, warm_maths
+from .verifiers import no_verdict, warm_up
+from .walls import die_with_parent, limit, mapped
 from ..records import Prompt
 
 try:
@@ -36,10 +31,12 @@ except ImportError:
     resource = None  # Windows
 
 # %% auto #0
-__all__ = ['Job', 'serve_pool']
-
+__all__ = ['GRACE', 'Job', 'serve_pool']
 
 # %% ../../nbs/judges/06_broker.ipynb #8daca48b
+GRACE = 2.0  # seconds: a verdict that ends itself in time need not be ended
+
+
 class Job(NamedTuple):
     "One response to judge"
 
@@ -49,33 +46,29 @@ class Job(NamedTuple):
     attempt: int = 0
 
 
-def _judge_for_ever(conn, number, cfg, tokenizer, eos_id):  # never returns
+def _judge_for_ever(conn, number, cfg, tokenizer, eos_id, names):  # never returns
     os.setsid()
     die_with_parent()
-    room = address_space() + cfg.memory_mb * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    while True:
-        try:
+    with under(60.0, cfg.unsafe):
+        warm_up(names)
+    limit(resource.RLIMIT_AS, mapped() + cfg.memory_mb * 2**20)
+    try:
+        conn.send(None)  # ready: from now on the clock runs
+        while True:
             job = conn.recv()
-        except (EOFError, OSError):
-            os._exit(0)
-        signal.setitimer(signal.ITIMER_PROF, cfg.cpu_s)  # the end of it kills
-        start = time.perf_counter()
-        try:
-            verdict, timings = timed_verdict(job.prompt, job.response_ids, tokenizer, eos_id)
-        except BaseException as e:  # a verifier may even raise SystemExit
-            verdict = no_verdict(Outcome('failed', f'{type(e).__name__}: {e}'))
-            end = time.perf_counter()
-            timings = dict(reward_start=start, detokenise=0.0, reward_end=end)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        conn.send((verdict, timings | dict(worker=number)))
+            signal.setitimer(signal.ITIMER_PROF, cfg.cpu_s)  # the end of it kills
+            verdict, timings = timed_verdict(job.prompt, job.response_ids, tokenizer, eos_id, cfg)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            conn.send((verdict, timings | dict(worker=number)))
+    finally:  # its broker is gone, or it is asked to leave
+        os._exit(0)
 
 
 class _Worker:
     "A forked worker, as its broker sees it"
 
     def __init__(self, number, others, *work):
-        self.number, self.job = number, None
+        self.number, self.job, self.ready = number, None, False
         self.conn, theirs = Pipe()
         self.pid = os.fork()
         if not self.pid:
@@ -86,7 +79,7 @@ class _Worker:
 
     def give(self, job, wall_s):
         self.job, self.start = job, time.perf_counter()
-        self.until = self.start + wall_s
+        self.until = self.start + wall_s + (0 if self.ready else 60)
         try:
             self.conn.send(job)
         except OSError:
@@ -136,7 +129,7 @@ class _Broker:
             if self.waiting and not (w and w.job):
                 others = [self.trainer, *(o.conn for o in self.workers if o)]
                 self.workers[i] = w = w or _Worker(i + 1, others, *self.work)
-                w.give(self.waiting.popleft(), self.cfg.wall_s)
+                w.give(self.waiting.popleft(), self.cfg.wall_s + GRACE)
 
     def _listen(self):  # a job, or whether results are wanted; False when the trainer is gone
         try:
@@ -157,6 +150,10 @@ class _Broker:
             answer = w.conn.recv()
         except (EOFError, OSError):
             return self._lost(i, late=False)
+        if answer is None:  # it is warm, and begins
+            w.ready, w.start = True, time.perf_counter()
+            w.until = w.start + self.cfg.wall_s + GRACE
+            return
         self.done.append((w.job.number, *answer))
         w.job = None
 
@@ -184,12 +181,9 @@ def serve_pool(fd: int):  # of the socket to the trainer; what to do is on the s
     try:
         for name, data in fns.items():
             verifiers[name] = pickle.loads(data)
-        if 'maths' in fns:
-            warm_maths()  # once, not in every worker
     except Exception as e:
         return trainer.send(f'{type(e).__name__}: {e}')
     tokenizer = Tokenizer.from_str(text)
     tokenizer.encode_special_tokens = spell_out
     trainer.send('')
-    gc.freeze()
-    _Broker(trainer, cfg, tokenizer, eos_id).run()
+    _Broker(trainer, cfg, tokenizer, eos_id, {*fns}).run()

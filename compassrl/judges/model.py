@@ -160,7 +160,7 @@ def make_judge(
     if cfg.workers:
         verifying = RewardPool(verified, tokenizer, eos_id, cfg)
     elif own:
-        verifying = OwnJudge(verified, tokenizer, eos_id, own)
+        verifying = OwnJudge(verified, tokenizer, eos_id, own, cfg)
     else:
-        verifying = SerialJudge(verified, tokenizer, eos_id)
+        verifying = SerialJudge(verified, tokenizer, eos_id, cfg)
     return JudgePerPrompt(model, verifying) if asked else verifying

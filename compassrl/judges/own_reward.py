@@ -18,8 +18,10 @@ from tokenizers import Tokenizer
 
 from ..data.tasks import as_verdict, failure, one_line, verifiers
 from ..data.tokenizer import response_text
+from .isolated import under
 from .reward_files import RewardFile, check_unchanged, read_reward_file
 from .serial import Judge, RewardConfig, record_verdict
+from .verifiers import check_walls
 from ..records import Prompt, Verdict
 
 # %% auto #0
@@ -212,7 +214,9 @@ def own_reward(
 
 # %% ../../nbs/judges/10_own_reward.ipynb #e6c4dc5a
 class OwnJudge(Judge):
-    "Judges with functions of one's own when asked to settle, all samples at once"
+    """Judges with functions of one's own when asked to settle, all samples at once
+
+    Raises ValueError where one of them runs programs that nothing isolates."""
 
     def __init__(
         self,
@@ -220,9 +224,11 @@ class OwnJudge(Judge):
         tokenizer: Tokenizer,
         eos_id: int | tuple[int, ...],
         own: OwnReward,
+        cfg: RewardConfig = RewardConfig(),
     ):
         self.prompts = {p.id: p for p in prompts}
-        self.of, self.own = (tokenizer, eos_id), own
+        self.of, self.own, self.cfg = (tokenizer, eos_id), own, cfg
+        check_walls({*cfg.function}, cfg.unsafe)
 
     def settle(self, samples):
         due = [s for s in samples if s.verdict is None]
@@ -232,7 +238,8 @@ class OwnJudge(Judge):
         texts = [response_text(self.of[0], s.response_ids, self.of[1]) for s in due]
         read = time.perf_counter()
         prompts = [self.prompts[s.prompt_id] for s in due]
-        verdicts = self.own.judge_many(prompts, texts)
+        with under(self.cfg.wall_s * len(due), self.cfg.unsafe):
+            verdicts = self.own.judge_many(prompts, texts)
         share = (time.perf_counter() - start) / len(due)  # nobody knows how long one took
         for i, (s, v) in enumerate(zip(due, verdicts)):
             at = start + i * share

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from ..data.tasks import verifiers
 from .serial import Judge, RewardConfig, judge_sample, record_verdict
+from .verifiers import check_walls
 from ..records import Prompt, Sample
 
 # %% auto #0
@@ -42,7 +43,8 @@ def _by_name(name, fn):  # how another process finds a verifier
 class RewardPool(Judge):
     """Judges while the rollout goes on, in processes of its own
 
-    Raises ValueError for a verifier that has no module."""
+    Raises ValueError for a verifier that has no module, and for programs where nothing isolates
+    them, unless the config says `unsafe`."""
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class RewardPool(Judge):
         self.prompts = {p.id: p for p in prompts}
         self.of, self.cfg = (tokenizer, eos_id), cfg
         names = {p.verifier for p in self.prompts.values()} & verifiers.keys()
+        check_walls({*names, *cfg.function}, cfg.unsafe)
         fns = {n: _by_name(n, verifiers[n]) for n in sorted(names)}
         self.jobs: dict[int, list[Sample]] = {}  # under way: a response and its equals
         self.known, self.backlog = {}, deque()

@@ -15,7 +15,9 @@ from tokenizers import Tokenizer
 from ..data.tasks import verifiers, verify
 from ..data.tokenizer import response_text
 from . import genrm
-from .isolated import Limits
+from .isolated import under
+from .limits import Limits, Outcome
+from .verifiers import check_walls, no_verdict  # registers 'maths' and 'code'
 from ..records import Metrics, Prompt, Sample
 from ..settings import above, at_least, between, check
 
@@ -35,7 +37,7 @@ __all__ = [
 class RewardConfig:
     "Who judges responses, and how long it may take. Raises ValueError"
 
-    # processes that judge beside the rollout; 0 = the trainer judges, after it, without limits
+    # processes that judge beside the rollout; 0 = the trainer judges, after it
     workers: Annotated[int, at_least(0)] = 0
     # seconds by the clock for one verdict; then its worker is killed
     wall_s: Annotated[float, above(0)] = 10.0
@@ -44,6 +46,8 @@ class RewardConfig:
     memory_mb: Annotated[int, at_least(1)] = 512  # that a verdict may add to its worker
     # more attempts when a worker dies; none when the time is up
     retries: Annotated[int, at_least(0)] = 1
+    # run programs of the policy with the trainer's rights where the machine isolates none
+    unsafe: bool = False
     # your own FILE.py:NAME or MODULE:NAME, or names of verifiers; they judge every prompt
     function: tuple[str, ...] = ()
     # of each function, in the sum that is the reward; empty = 1
@@ -93,11 +97,15 @@ class Judge:
 
 
 # %% ../../nbs/judges/05_serial.ipynb #5f059518
-def timed_verdict(prompt, ids, tokenizer, eos_id):  # and when it was made
-    start = time.perf_counter()
-    text = response_text(tokenizer, ids, eos_id)
-    read = time.perf_counter()
-    verdict = verify(prompt, text)
+def timed_verdict(prompt, ids, tokenizer, eos_id, cfg):  # and when it was made
+    start = read = time.perf_counter()
+    try:
+        text = response_text(tokenizer, ids, eos_id)
+        read = time.perf_counter()
+        with under(cfg.wall_s, cfg.unsafe):
+            verdict = verify(prompt, text)
+    except (Exception, SystemExit) as e:  # a verifier may even leave
+        verdict = no_verdict(Outcome('failed', f'{type(e).__name__}: {e}'))
     return verdict, dict(
         reward_start=start, detokenise=read - start, reward_end=time.perf_counter()
     )
@@ -115,19 +123,28 @@ def judge_sample(
     prompt: Prompt,
     tokenizer: Tokenizer,
     eos_id: int | tuple[int, ...],
+    cfg: RewardConfig = RewardConfig(),
 ) -> Sample:
     "Verify one response, here and now"
-    return record_verdict(sample, *timed_verdict(prompt, sample.response_ids, tokenizer, eos_id))
+    verdict = timed_verdict(prompt, sample.response_ids, tokenizer, eos_id, cfg)
+    return record_verdict(sample, *verdict)
 
 
 class SerialJudge(Judge):
-    "Judges when asked to settle, one sample after another"
+    """Judges when asked to settle, one sample after another
+
+    Raises ValueError for programs where nothing isolates them, unless the config says `unsafe`."""
 
     def __init__(
-        self, prompts: Iterable[Prompt], tokenizer: Tokenizer, eos_id: int | tuple[int, ...]
+        self,
+        prompts: Iterable[Prompt],
+        tokenizer: Tokenizer,
+        eos_id: int | tuple[int, ...],
+        cfg: RewardConfig = RewardConfig(),
     ):
         self.prompts = {p.id: p for p in prompts}
-        self.of = tokenizer, eos_id
+        self.of = tokenizer, eos_id, cfg
+        check_walls({p.verifier for p in self.prompts.values()}, cfg.unsafe)
 
     def settle(self, samples):
         for s in samples:

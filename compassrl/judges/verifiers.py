@@ -6,27 +6,36 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
-import secrets
-import sys
+import socket
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 from ..data.tasks import judge, verifier
-from .isolated import Limits, Outcome, run_function, run_program
+from .cells import Cell, text_of, warm_room
+from compassrl.judges.isolated import (
+    in_time,
+    returned,
+    run_function,
+    run_python,
+    walls_for_programs,
+)
+from .limits import Limits, Outcome
 from ..records import Verdict
 
 # %% auto #0
 __all__ = [
     'no_verdict',
-    'same_maths',
+    'starved',
     'need_maths',
-    'warm_maths',
     'maths',
     'program_of',
     'run_test',
     'code',
+    'warm_up',
+    'check_walls',
 ]
 
 
@@ -40,23 +49,15 @@ def no_verdict(
     )
 
 
+def starved(
+    o: Outcome,  # of a program that was stopped by the clock
+) -> bool:
+    "Did it wait for a core for at least half of its time? If not, it took too long by itself"
+    return o.status == 'timeout' and o.waited_s >= o.wall_s / 2
+
+
 # %% ../../nbs/judges/02_verifiers.ipynb #aa0f1c47
-_maths = Limits(wall_s=5, cpu_s=3, memory_mb=1024)
-
-
-def same_maths(text: str, answer: str) -> Verdict:  # may hang
-    "Is the mathematical answer of a text equal to this one?"
-    from math_verify import parse, verify
-
-    gold = parse(
-        answer if '$' in answer or '\\boxed' in answer else f'${answer}$', parsing_timeout=None
-    )
-    if not gold:
-        raise ValueError(f'answer={answer!r} is no mathematics: write it as LaTeX')
-    got = parse(text, parsing_timeout=None)
-    if not got:
-        return judge(False, f'no mathematical answer in the response, wanted {answer!r}')
-    return judge(verify(gold, got, timeout_seconds=None), f'{str(got[-1])!r} against {answer!r}')
+_maths = Limits(wall_s=5, cpu_s=2, memory_mb=1024)
 
 
 def need_maths():
@@ -66,31 +67,30 @@ def need_maths():
 
 
 @cache
-def warm_maths():  # once, and not in every fork
-    "Import math-verify, and make it compile what it keeps. Raises ValueError as `need_maths` does"
-    need_maths()
-    for name in ('parser', 'grader'):
-        logging.getLogger(f'math_verify.{name}').setLevel(logging.ERROR)  # no alarm: known
-    same_maths('$1$', '1')
+def _inside(name):  # text of a module that runs in a sandbox; where it imports from
+    packages = 'math_verify', 'latex2sympy2_extended', 'sympy', 'mpmath', 'antlr4'
+    needed = packages if name == 'mathematics' else ()
+    if needed:
+        need_maths()
+    folders = {str(Path(find_spec(p).origin).parents[1]) for p in needed}
+    return text_of(name), tuple(sorted(folders))
 
 
 @verifier
 def maths(text: str, answer: str) -> Verdict:
     "The answer in the text, mathematically equal to a LaTeX expression (math-verify)"
-    warm_maths()
-    o = run_function(_judged, text, answer, limits=_maths)
-    if o.status != 'ok':
+    source, paths = _inside('mathematics')
+    o = run_function(source, 'same_maths', text, answer, limits=_maths, paths=paths)
+    if starved(o):
         return no_verdict(o)
-    if isinstance(o.value, str):
-        raise ValueError(o.value)
-    return o.value
-
-
-def _judged(text, answer):  # an exception as text: it is the answer that is wrong, not the machine
-    try:
-        return same_maths(text, answer)
-    except ValueError as e:
-        return str(e)
+    if o.status == 'lost':
+        return no_verdict(o)
+    if o.status != 'ok':  # it asks for more than any answer needs
+        return judge(False, o.evidence)
+    status, evidence = o.value
+    if status == 'failed':
+        raise ValueError(evidence)
+    return judge(status == 'ok', evidence)
 
 
 # %% ../../nbs/judges/02_verifiers.ipynb #be4422a6
@@ -125,20 +125,34 @@ def _lines(text):
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
+def _examined(program, test, limits):  # the program and its test in two cells
+    walls, limits = walls_for_programs(), in_time(limits)
+    ours = socket.socketpair()
+    with warm_room(walls, _inside('exchange')[0]) as room, ours[0], ours[1]:
+        tester = Cell(room, dict(call='examine', args=[test]), limits, '', ours[1])
+        subject = Cell(room, dict(call='serve_program', args=[program]), limits, '', ours[0])
+        for end in ours:
+            end.close()  # each has its own: when one is gone, the other hears it
+        verdict = returned(tester.outcome())
+        subject.stop()
+        return subject.outcome(), verdict
+
+
 def run_test(
     program: str,
-    test: str | dict[str, str],  # an assert line, or stdin and stdout
+    test: str | dict[str, str],  # assert lines, or stdin and stdout
     limits: Limits = Limits(cpu_s=2.0),
 ) -> tuple[bool, Outcome]:  # passed?
-    "One program, one test, one process"
-    python = [sys.executable, '-I', '-S', 'main.py']
+    "One program, one test. Raises ValueError where nothing isolates the program"
     if isinstance(test, dict):
-        o = run_program(python, test['stdin'], limits, {'main.py': program})
+        o = run_python(program, test['stdin'], limits)
         return o.status == 'ok' and _lines(o.stdout) == _lines(test['stdout']), o
-    word = secrets.token_hex(8)
-    source = f'{program}\n{test}\nprint(chr(10)+input())'  # the word arrives when all is over
-    o = run_program(python, word, limits, {'main.py': source})
-    return o.status == 'ok' and _lines(o.stdout)[-1:] == [word], o
+    subject, tester = _examined(program, test, limits)
+    if subject.status == tester.status == 'ok':
+        passed = tester.value == 'passed'
+        failed = replace(subject, status='failed', evidence=str(tester.value)[:160])
+        return passed, subject if passed else failed
+    return False, subject if subject.status != 'ok' else tester
 
 
 @verifier
@@ -146,11 +160,13 @@ def code(text: str, answer: str) -> Verdict:
     "Share of tests that a program passes; `correct` is all of them"
     tests, prefix, limits = _suite(answer)
     program = prefix + program_of(text)
-    passed, first = 0, ''
+    passed, first, wall, waited = 0, '', 0.0, 0.0
     for i, test in enumerate(tests):
         ok, o = run_test(program, test, limits)
-        if o.status == 'timeout':
-            return no_verdict(o)  # of the clock: perhaps the machine stood still
+        wall, waited = wall + o.wall_s, waited + o.waited_s
+        late = starved(replace(o, wall_s=wall, waited_s=waited))
+        if o.status == 'lost' or (late and not first):
+            return no_verdict(o)  # no sandbox, or the machine had no time for it
         passed += ok
         if not (ok or first):
             first = f'; test {i + 1}: {o.evidence or repr(o.stdout[-40:])}'
@@ -159,3 +175,19 @@ def code(text: str, answer: str) -> Verdict:
 
 
 code.check_answer = _suite
+
+
+def warm_up(
+    names: set[str],  # of verifiers
+):
+    "Makes what they need once, before the first verdict waits for it"
+    if 'maths' in names:
+        maths('1', '1')
+    if 'code' in names:
+        run_test('x = 1', 'assert x == 1')
+
+
+def check_walls(names: set[str], unsafe: bool):
+    "Raises ValueError where programs are to be judged, nothing isolates them, and it is not said"
+    if 'code' in names and not unsafe:
+        walls_for_programs()

@@ -19,6 +19,7 @@ from ..data.tasks import verifiers
 from ..data.tokenizer import build_tokenizer, end_id, load_tokenizer
 from ..judges.genrm_client import GenRM
 from ..judges.own_reward import OwnReward, own_reward
+from ..judges.verifiers import check_walls
 from ..model.hf_config import config_dict, read_config
 from ..records import Prompt
 
@@ -158,6 +159,7 @@ def check_prompts(cfg: TrainConfig, prompts: list[Prompt]):
                 f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens={room} '
                 f'it exceeds the context of {limit}: lower that'
             )
+    check_walls({p.verifier for p in prompts} | {*cfg.rewards.function}, cfg.rewards.unsafe)
     asking = next((p.id for p in prompts if p.verifier == 'genrm'), None)
     if asking is None:
         return

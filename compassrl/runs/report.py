@@ -66,6 +66,11 @@ def _headline(f):
         out.append(f'**This run is not finished**: step {f["steps"]}{of}.')
     if f['failed']:
         out.append(f'It has ended by itself: {_code(f["failed"])}')
+    if (f['config'] or {}).get('rewards.unsafe'):
+        out.append(
+            '**`rewards.unsafe`**: where the machine isolated no program, the programs of the '
+            'policy ran with the rights of the trainer, and their rewards may not be earned.'
+        )
     if f['resumed_from']:
         out.append(f'It was resumed from step {", ".join(map(str, f["resumed_from"]))}.')
     return '\n\n'.join(out)

@@ -20,15 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from compassrl.data.tasks import verifiers, verify
+from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode, response_text
-from compassrl.judges import genrm, model
+from compassrl.judges import genrm, isolated, model
 from compassrl.judges import pool as pool_module
-from compassrl.judges.isolated import run_function
 from compassrl.judges.model import GenRMJudge, make_judge
 from compassrl.judges.pool import RewardPool
 from compassrl.judges.serial import RewardConfig, SerialJudge, judge_sample
-from compassrl.judges.verifiers import no_verdict
 from compassrl.records import Prompt, Sample, Verdict
 from compassrl.runs.gantt import plot_gantt, spans_of
 from tests.support import ROOT
@@ -88,10 +86,17 @@ def copies(samples):
     return [replace(s, timings={}) for s in samples]
 
 
-def alone(prompt, text):
-    "Judged in a process that is made for this one verdict"
-    outcome = run_function(verify, prompt, text, limits=CFG.limits)
-    return outcome.value if outcome.status == 'ok' else no_verdict(outcome)
+ODD = {  # what becomes of a verifier that misbehaves: status and evidence
+    'hang': ('timeout', ''),
+    'hang too': ('timeout', ''),
+    'busy': ('timeout', ''),
+    'crash': ('failed', 'killed by SIGSEGV'),
+    'leave 3': ('failed', 'left with exit code 3'),
+    'leave 0': ('failed', 'left with exit code 0'),
+    'exit': ('failed', 'SystemExit: enough'),
+    'raise': ('failed', 'RuntimeError: out of order'),
+    'memory': ('failed', 'MemoryError: '),
+}
 
 
 def said(v):
@@ -133,7 +138,7 @@ def gone(pids, within=10.0):
 def test_a_thousand_samples(pool, prompts):
     "Overlapped equals serial, with timeouts, crashes of every kind and duplicates among them"
     rng = random.Random(0)
-    odd = ['hang', 'busy', 'crash', 'leave 3', 'leave 0', 'exit', 'raise', 'memory', 'hang too']
+    odd = list(ODD)
     texts = [f'slow {rng.randrange(10**4)}' for _ in range(600)]
     texts += [rng.choice(texts) for _ in range(391)] + odd  # many come twice
     rng.shuffle(texts)
@@ -147,7 +152,9 @@ def test_a_thousand_samples(pool, prompts):
     assert len(mild) == 991
     assert [got[i] for i in mild] == verdicts(plain, copies([samples[i] for i in mild]))
     for t in odd:
-        assert said(got[texts.index(t)]) == said(alone(prompts[0], t))
+        status, evidence = ODD[t]
+        found = said(got[texts.index(t)])
+        assert found[:2] == (status, 0.0) and found[2].startswith(evidence), found
     statuses = Counter(v.status for v in got)
     assert (statuses['timeout'], statuses['failed']) == (3, 6)
     assert all(s.reward == s.verdict.reward for s in samples) and not pool.jobs
@@ -319,13 +326,13 @@ from tests.support import misbehaving_verifiers as odd_verifiers
 from compassrl.judges.pool import RewardPool
 from compassrl.judges.serial import RewardConfig
 from compassrl.records import Prompt, Sample
-from compassrl.data.tasks import verifiers, verify
+from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import build_tokenizer, encode
 verifiers['moody'] = odd_verifiers.moody
 tok = build_tokenizer()
 slow = json.dumps(dict(tests=['import time; time.sleep(60)'], wall_s=60))
 prompts = [Prompt('m', 'odd', 'x', [5], '', 'moody'), Prompt('c', 'odd', 'x', [5], slow, 'code')]
-pool = RewardPool(prompts, tok, 1, RewardConfig(workers=2, wall_s=60))
+pool = RewardPool(prompts, tok, 1, RewardConfig(workers=2, wall_s=60, unsafe=True))
 def sample(p, t):
     return Sample(p, 0, [5], encode(tok, t), torch.zeros(len(t)), None, None, 'stop', 0)
 pool.settle([sample('m', 'fine')])
@@ -450,6 +457,77 @@ def test_planted_faults(prompts, old, new):
 
 
 # ---- one judge or the other
+
+
+def leaves(text, answer):
+    raise SystemExit(0)
+
+
+def test_a_verifier_that_leaves_ends_no_run(monkeypatch):
+    monkeypatch.setitem(verifiers, 'leaves', leaves)
+    lone = sample('p', [65])
+    SerialJudge([Prompt('p', 'odd', 'x', [65], '', 'leaves')], BYTES, EOS).settle([lone])
+    assert (lone.verdict.status, lone.verdict.evidence) == ('failed', 'SystemExit: 0')
+
+
+def test_a_verdict_is_bounded_whatever_its_tests_are():
+    "Twenty tests that sleep, each with a limit of its own, and a bound over all of them"
+    tests = json.dumps(dict(tests=['assert f()'] * 20, wall_s=9.0))
+    program = 'import time\ndef f(): time.sleep(5)'
+    lone = sample('p', BYTES.encode(program).ids)
+    cfg = RewardConfig(wall_s=1.0, unsafe=True)
+    SerialJudge([Prompt('p', 'c', 'x', [65], tests, 'code')], BYTES, EOS, cfg).settle([lone])
+    t = lone.timings
+    assert lone.reward == 0 and t['reward_end'] - t['reward_start'] < 15  # not a hundred
+
+
+def test_programs_need_walls_or_a_word(monkeypatch):
+    "Of every judge, when it is made"
+    prompts = [Prompt('c', 'c', 'x', [65], '["assert f(1)"]', 'code')]
+    monkeypatch.setattr(isolated, 'best_walls', lambda: ('', 'a container'))
+    for cfg in (RewardConfig(), RewardConfig(workers=1)):
+        with pytest.raises(
+            ValueError, match=r'isolates no program \(a container\).*rewards.unsafe'
+        ):
+            make_judge(prompts, BYTES, EOS, cfg)
+    for cfg in (RewardConfig(unsafe=True), RewardConfig(workers=1, unsafe=True)):
+        make_judge(prompts, BYTES, EOS, cfg).close()
+    make_judge([replace(prompts[0], verifier='maths')], BYTES, EOS, RewardConfig()).close()
+
+
+def test_a_killed_worker_leaves_no_folder(tmp_path, monkeypatch):
+    "Nor a process: the program under way goes with it"
+    monkeypatch.setenv('TMPDIR', str(tmp_path))
+    word = f'{random.SystemRandom().randrange(10**5, 10**6)}.25'
+    tests = json.dumps(dict(tests=['assert f()'], wall_s=60))
+    program = f"import os\nos.execvp('sleep', ['sleep', '{word}'])"
+    prompts = [Prompt('c', 'c', 'x', [65], tests, 'code')]
+    pool = RewardPool(prompts, BYTES, EOS, RewardConfig(workers=1, wall_s=60, unsafe=True))
+    try:
+        pool.start(sample('c', BYTES.encode(program).ids))
+        until(lambda: pool.conn.poll())
+        pool._send()
+        until(lambda: named(word))
+        [worker] = [p for p in descendants(pool.broker.pid) if p in children_of(pool.broker.pid)]
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: not named(word) or worker not in descendants(pool.broker.pid))
+    finally:
+        pool.close()
+    until(lambda: not named(word) and not list(tmp_path.glob('compassrl-room-*')))
+
+
+def children_of(pid):
+    return [int(p) for p in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]
+
+
+def named(word):
+    def has(p):
+        try:
+            return word.encode() in (p / 'cmdline').read_bytes().split(b'\0')
+        except OSError:
+            return False
+
+    return [p.name for p in Path('/proc').glob('[0-9]*') if has(p)]
 
 
 def test_serial_judge_waits_until_asked(prompts):

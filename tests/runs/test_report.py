@@ -485,6 +485,16 @@ def test_unfinished(tmp_path):
     )
 
 
+def test_programs_without_isolation_are_told_of(run):
+    folder, _ = run
+    config = json.loads((folder / 'config.json').read_text())
+    for unsafe in (False, True):
+        config['rewards'] = dict(unsafe=unsafe)
+        (folder / 'config.json').write_text(json.dumps(config))
+        write_report(folder)
+        assert ('isolated no program' in (folder / 'report.md').read_text()) == unsafe
+
+
 def test_an_evaluation_of_an_earlier_end_does_not_count(run):
     folder, m = run  # finished with 20 steps, resumed for 50, killed at 20-something
     config = json.loads((folder / 'config.json').read_text())

@@ -1,0 +1,76 @@
+"""Verdicts on trivial programs per second: the sandbox beside a plain Python per program.
+
+Each verdict runs one program and one assert line, in two cells of a warm sandbox, by as many
+threads as there are cores. A plain Python (`python -I -c`, program and test in one source) keeps
+nothing in, and must be started for every program. Both take turns, so that a busy machine is busy
+for both. Last line: one JSON object; `ratio` is the sandbox's verdicts per second over plain
+Python's.
+usage: python benchmarks/sandbox.py [--verdicts 300] [--rounds 5] [--threads 2] [--quick]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from compassrl.judges.cells import best_walls, close_rooms
+from compassrl.judges.verifiers import code
+from compassrl.runs.facts import machine_info
+
+PROGRAM, TEST = 'def double(x): return 2 * x\n', 'assert double(2) == 4'
+PYTHON = os.path.realpath(sys.executable)
+
+
+def sandboxed(_):
+    assert code(PROGRAM, json.dumps([TEST])).correct
+
+
+def plain(_):
+    assert subprocess.run([PYTHON, '-I', '-c', PROGRAM + TEST]).returncode == 0
+
+
+def per_second(verdict, num, threads):
+    start = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(verdict, range(num)))
+    return num / (time.perf_counter() - start)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    p.add_argument('--verdicts', type=int, default=300)
+    p.add_argument('--rounds', type=int, default=5)
+    p.add_argument('--threads', type=int, default=min(2, os.cpu_count()))
+    p.add_argument('--quick', action='store_true', help='a tenth of the work')
+    a = p.parse_args()
+    num = a.verdicts // 10 if a.quick else a.verdicts
+    rates = {'sandboxed': [], 'plain': []}
+    per_second(sandboxed, 4 * a.threads, a.threads)  # rooms are made once per run
+    for i in range(a.rounds):
+        for verdict in (sandboxed, plain):
+            rates[verdict.__name__].append(per_second(verdict, num, a.threads))
+        print(f'round {i + 1}: ' + ', '.join(f'{k} {v[-1]:.0f}/s' for k, v in rates.items()))
+    close_rooms()
+    median = {k: round(statistics.median(v), 1) for k, v in rates.items()}
+    ratios = [s / p for s, p in zip(rates['sandboxed'], rates['plain'])]
+    result = dict(
+        name='sandbox',
+        ratio=round(statistics.median(ratios), 3),
+        units='verdicts per second, sandboxed / one plain Python per program',
+        verdicts_per_s=median['sandboxed'],
+        plain_per_s=median['plain'],
+        best_verdicts_per_s=round(max(rates['sandboxed']), 1),
+        walls=best_walls()[0] or 'none',
+        settings=dict(verdicts=num, rounds=a.rounds, threads=a.threads),
+        machine=machine_info() | dict(cores=os.cpu_count(), load=round(os.getloadavg()[0], 1)),
+    )
+    print(f'{median["sandboxed"]:.0f} verdicts per second (goal 100), {result["ratio"]:.1f} times')
+    print(json.dumps(result))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,166 @@
+"""Nothing that a policy may write earns what it has not done, stays, or touches the judge
+
+The tables are examples. That each walls' promise holds is tested in test_isolated.py.
+COMPASSRL_HOSTILE_STRINGS=10000 judges so many strings by maths and code, too: it takes minutes.
+"""
+
+import json
+import os
+import random
+import socket
+from pathlib import Path
+
+import pytest
+
+from compassrl.data.tasks import verifiers, verify
+from compassrl.judges.cells import best_walls, close_rooms
+from compassrl.judges.isolated import run_python
+from compassrl.judges.verifiers import code
+from compassrl.records import Prompt
+from tests.judges.honest_programs import KINDS, honest
+from tests.judges.hostile_programs import HOSTILE, REWARD
+
+TESTS = [
+    'assert double(21) == 42',
+    'assert abs(double(1.25) - 2.5) < 1e-9',
+    'xs = [1]\nassert double(xs) == xs + xs',
+]
+PAIR = dict(stdin='21\n', stdout='42\n')
+WORD = '86420.75'
+walled = pytest.mark.skipif(not best_walls()[0], reason='this machine isolates no program')
+
+
+def left():
+    "What outlives a process: processes, shared memory, folders, open files"
+    shm = Path('/proc/sysvipc/shm').read_text().count('\n')
+    names = [sorted(os.listdir(d)) for d in ('/dev/shm', '/tmp')]
+    mine = [n for folder in names for n in folder if WORD in n or n.startswith('compassrl-room')]
+    return dict(shm=shm, mine=mine, fds=len(os.listdir('/proc/self/fd')))
+
+
+def processes_inside():
+    "Below this process, without the first two of each room"
+    found, new = [], [os.getpid()]
+    while new:
+        for p in new[:]:
+            new.remove(p)
+            try:
+                below = Path(f'/proc/{p}/task/{p}/children').read_text().split()
+            except OSError:
+                continue
+            found += below
+            new += map(int, below)
+    return len(found)
+
+
+@walled
+def test_hostile_programs(tmp_path):
+    "No reward, nothing left, the judge untouched; a neighbour is still judged rightly"
+    assert len(HOSTILE) > 80
+    (tmp_path / 'answers.txt').write_text('42')
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(tmp_path / 'port'))
+    server.listen()
+    server.setblocking(False)
+    close_rooms()
+    good = 'def double(x): return 2 * x'
+    assert code(good, json.dumps(TESTS)).reward == 1
+    assert run_python('print(1)').status == 'ok'  # the second room is warm, too
+    before, inside = left(), processes_inside()
+    for name, what, program in HOSTILE:
+        for mark, value in (
+            ('TRAINER', os.getpid()),
+            ('WORD', WORD),
+            ('SECRET', tmp_path / 'answers.txt'),
+            ('PORT', tmp_path / 'port'),
+        ):
+            program = program.replace(mark, str(value))
+        quick = (name, what) in {row[:2] for row in REWARD}
+        for tests in (TESTS if quick else TESTS[:1], [PAIR]):
+            v = code(program, json.dumps(dict(tests=tests, wall_s=0.6, cpu_s=0.3)))
+            assert v.reward == 0 and not v.correct, (name, what, tests, v)
+        assert processes_inside() == inside, (name, what)
+        assert left() == before, (name, what)
+    with pytest.raises(BlockingIOError):
+        server.accept()
+    server.close()
+    assert code(good, json.dumps(TESTS)).reward == 1
+
+
+@walled
+@pytest.mark.parametrize('kind', range(len(KINDS)), ids=lambda i: KINDS[i].__name__)
+def test_honest_programs_keep_their_reward(kind):
+    "Fourteen of each kind, 210 in all"
+    for i in range(14):
+        tests, program = honest(kind + len(KINDS) * i)
+        limits = dict(tests=tests, wall_s=60.0, cpu_s=10.0)  # also on a busy machine
+        v = code(f'Here it is:\n```python\n{program}```', json.dumps(limits))
+        assert v.reward == 1 and v.correct, (tests, program, v)
+
+
+@walled
+@pytest.mark.parametrize('kind', range(len(KINDS) - 1), ids=lambda i: KINDS[i].__name__)
+@pytest.mark.parametrize(
+    'wrong',
+    [
+        'def solve(*a): return None',
+        'def solve(*a): return a[0]',
+        'def solve(*a): raise ValueError("positive")',
+        'class solve:\n  def __init__(self, *a): pass\n  __eq__ = __lt__ = lambda *a: True\n'
+        '  __getattr__ = lambda s, n: s\n  __iter__ = lambda s: iter([s])\n'
+        '  __call__ = __sub__ = __round__ = __abs__ = lambda s, *a: s\n'
+        'class Stack(solve): pass\nclass Negative(Exception): pass',
+    ],
+    ids=['nothing', 'echo', 'raises', 'yes to all'],
+)
+def test_the_honest_tests_are_tests(kind, wrong):
+    "Of a wrong program none of the kinds passes all"
+    tests, _ = honest(kind)
+    assert not code(wrong, json.dumps(dict(tests=tests, cpu_s=1.0))).correct, tests
+
+
+# ---- strings
+
+PIECES = [
+    *('#', '$', '\\boxed{', '}', '{', '\\frac', '^', '_', '(', ')', '[', '=', '%', '\\', '/', '!'),
+    *('<think>', '</think>', '```', '```python\n', '9^{9^{9}}', '\\sqrt[', '\\int', '\\sum_{i=1}^'),
+    *('0', '1', '42', '-', '+', '*', '**', '.', ',', 'x', 'e', 'i', 'pi', 'nan', 'inf', '\\infty'),
+    *('\0', '\n', '\r', '\ud800', '\u202e', 'ü', '١', '𝟜', '\x1b[2J', ' ' * 50, '(' * 40, '1' * 60),
+    *('__import__("os")', 'lambda:', '\\begin{pmatrix}', '&', '\\\\', '\\text{', '\\{', '\\}'),
+]
+
+
+def hostile_string(rng):
+    if rng.random() < 0.1:
+        return ''.join(chr(rng.randrange(0x11000)) for _ in range(rng.randrange(200)))
+    text = ''.join(rng.choice(PIECES) for _ in range(rng.randrange(1, 14)))
+    return f'\\boxed{{{text}}}' if rng.random() < 0.3 else text
+
+
+ANSWERS = dict(exact='42', final='42', countdown_expression='1 2 3 to 6', maths='42')
+ANSWERS['code'] = json.dumps(dict(tests=TESTS[:1], wall_s=5.0, cpu_s=1.0))
+
+
+@pytest.mark.parametrize('name', ['exact', 'final', 'countdown_expression'])
+def test_ten_thousand_hostile_strings(name):
+    "No exception, no failed verdict"
+    rng = random.Random(name)
+    prompt = Prompt('p', 'd', '', [2], ANSWERS[name], name)
+    for _ in range(10_000):
+        text = hostile_string(rng)
+        v = verify(prompt, text)
+        assert v.status in ('ok', 'wrong') and verifiers[name](text, prompt.answer) == v, (text, v)
+
+
+@pytest.mark.parametrize('name', ['maths', pytest.param('code', marks=walled)])
+def test_hostile_strings_in_sandboxes(name):
+    "The same; each within the bound of its sandbox, and in the same room as all others"
+    rng, num = random.Random(0), int(os.environ.get('COMPASSRL_HOSTILE_STRINGS', 60))
+    prompt = Prompt('p', 'd', '', [2], ANSWERS[name], name)
+    verify(prompt, '1')
+    inside = processes_inside()
+    for i in range(num):
+        text = hostile_string(rng)
+        v = verify(prompt, text)
+        assert v.status in ('ok', 'wrong', 'timeout') and '\n' not in v.evidence, (i, text, v)
+    assert processes_inside() == inside
