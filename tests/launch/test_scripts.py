@@ -53,7 +53,7 @@ printf '%s\\0' "$(basename "$0")" "CUDA=${CUDA_VISIBLE_DEVICES:-}" "$@" END >> "
 case $(basename "$0") in
     scontrol) printf 'n%s\\n' 0 1 2 3 4 5;;
     hostname) echo "$HOST";;
-    curl) grep -q "Bearer [0-9a-f]\\{64\\}\"$";;
+    curl) grep -q 'Bearer [0-9a-f]\\{64\\}"$';;
     srun) while [ "${1#--}" != "$1" ]; do [ "$1" = --nodelist ] && shift; shift; done
           [ "${1#n}" = "$1" ] || shift
           "$@";;
