@@ -1,1 +1,86 @@
+"""RL for mixture-of-experts language models. What people import daily stands here, lazily: a name
+imports its module when it is first used, so `import compassrl` alone is quick."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 __version__ = '0.1.0'
+
+_modules = {  # name -> where it is
+    'AdvantageConfig': 'algo.advantages',
+    'Batch': 'records',
+    'DataConfig': 'data.prompts',
+    'EspoConfig': 'algo.espo',
+    'LossConfig': 'algo.losses',
+    'OptimConfig': 'train.torch_engine',
+    'PolicyConfig': 'model.policy',
+    'PolicyLoss': 'algo.losses',
+    'Prompt': 'records',
+    'Request': 'records',
+    'RewardConfig': 'judges.serial',
+    'RolloutConfig': 'rollout.torch_engine',
+    'RolloutEngine': 'records',
+    'SFTConfig': 'train.sft',
+    'Sample': 'records',
+    'SamplingParams': 'records',
+    'TrainConfig': 'config',
+    'TrainEngine': 'records',
+    'Verdict': 'records',
+    'evaluate': 'runs.evaluate',
+    'fit': 'loop',
+    'group_advantages': 'algo.advantages',
+    'load_prompts': 'data.loading',
+    'policy_loss': 'algo.losses',
+    'presets': 'runs.cli',
+    'read_run_config': 'config',
+    'resume_run': 'runs.run',
+    'start_run': 'runs.run',
+    'task_family': 'data.tasks',
+    'verifier': 'data.tasks',
+}
+_parts = 'algo config data experience judges launch loop model records rollout runs settings train'
+_parts = frozenset(_parts.split())
+
+if TYPE_CHECKING:  # the same for type checkers
+    from .algo.advantages import AdvantageConfig as AdvantageConfig
+    from .algo.advantages import group_advantages as group_advantages
+    from .algo.espo import EspoConfig as EspoConfig
+    from .algo.losses import LossConfig as LossConfig
+    from .algo.losses import PolicyLoss as PolicyLoss
+    from .algo.losses import policy_loss as policy_loss
+    from .config import TrainConfig as TrainConfig
+    from .config import read_run_config as read_run_config
+    from .data.loading import load_prompts as load_prompts
+    from .data.prompts import DataConfig as DataConfig
+    from .data.tasks import task_family as task_family
+    from .data.tasks import verifier as verifier
+    from .judges.serial import RewardConfig as RewardConfig
+    from .loop import fit as fit
+    from .model.policy import PolicyConfig as PolicyConfig
+    from .records import Batch as Batch
+    from .records import Prompt as Prompt
+    from .records import Request as Request
+    from .records import RolloutEngine as RolloutEngine
+    from .records import Sample as Sample
+    from .records import SamplingParams as SamplingParams
+    from .records import TrainEngine as TrainEngine
+    from .records import Verdict as Verdict
+    from .rollout.torch_engine import RolloutConfig as RolloutConfig
+    from .runs.cli import presets as presets
+    from .runs.evaluate import evaluate as evaluate
+    from .runs.run import resume_run as resume_run
+    from .runs.run import start_run as start_run
+    from .train.sft import SFTConfig as SFTConfig
+    from .train.torch_engine import OptimConfig as OptimConfig
+
+
+def __getattr__(name: str):
+    if name in _modules:
+        return getattr(import_module(f'{__name__}.{_modules[name]}'), name)
+    if name in _parts:
+        return import_module(f'{__name__}.{name}')
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_modules, *_parts})

@@ -1,11 +1,20 @@
 import os
+import sys
 
-from compassrl.train.megatron.pulse import Pulse
+from compassrl.runs.help import is_a_page, without_torch
 
-if __name__ == '__main__':
-    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
+
+def main():
+    if is_a_page(sys.argv[1:]):
+        without_torch()
+    elif int(os.environ.get('WORLD_SIZE', 1)) > 1:
+        from compassrl.train.megatron.pulse import Pulse
+
         Pulse(int(os.environ['RANK']))  # watched from the first import on
-
     from compassrl.runs.cli import main
 
+    main()
+
+
+if __name__ == '__main__':
     main()

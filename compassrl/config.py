@@ -7,7 +7,6 @@ file."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +17,13 @@ from .algo.espo import EspoConfig
 from .algo.losses import LossConfig
 from .algo.zero_variance import ZeroVarianceConfig
 from .data.prompts import DataConfig
+from .files import read_data
 from .judges.serial import RewardConfig
 from .model.policy import PolicyConfig
 from .rollout.schedule import ScheduleConfig
 from .rollout.torch_engine import RolloutConfig
 from .rollout.vllm.config import VllmConfig
-from .settings import at_least, check, checked
+from .settings import at_least, between, check, checked
 from .train.megatron.layout import ParallelConfig
 from .train.routes import ReplayMode
 from .train.sft import SFTConfig
@@ -47,7 +47,7 @@ TrainEngineName = Literal['torch', 'megatron']
 class TrainConfig:
     "A whole run. Raises ValueError for values outside their range and for parts that do not fit"
 
-    seed: Annotated[int, at_least(0)] = 0
+    seed: Annotated[int, at_least(0)] = 0  # of all that is drawn at random
     steps: Annotated[int, at_least(0)] = 60  # RL steps
     prompts_per_step: Annotated[int, at_least(1)] = 32  # prompts in one batch
     # responses per prompt
@@ -62,8 +62,8 @@ class TrainConfig:
     keep_checkpoints: Annotated[int, at_least(1)] = 2  # the newest ones; older ones are deleted
     device: Literal['cpu', 'cuda'] = 'cpu'  # 'cuda': not run on GPU
     # of torch on the CPU; for small models more is slower
-    num_threads: Annotated[int, at_least(1)] = 1
-    init_from: str = ''  # folder of a Hugging Face Qwen3-MoE to start from; empty = a new policy
+    num_threads: Annotated[int, between(1, 1024)] = 1
+    init_from: str = ''  # folder of a Hugging Face checkpoint to start from; empty = a new policy
     run_dir: str = ''  # where results go; empty = runs/DATE-TIME
     # embedded, vLLM in this process, or a pool of vLLM servers
     rollout_engine: RolloutEngineName = 'torch'
@@ -91,6 +91,8 @@ class TrainConfig:
         _check_partial(self)
         _check_loss(self)
         _check_lengths(self)
+        _check_tokens(self)
+        _check_batch(self)
 
 
 # %% ../nbs/02_config.ipynb #8d24b0be
@@ -147,6 +149,22 @@ def _check_lengths(cfg):
         )
 
 
+def _check_batch(cfg):
+    num, responses = cfg.optim.num_mini_batches, cfg.prompts_per_step * cfg.group_size
+    if num > responses:
+        raise ValueError(
+            f'optim.num_mini_batches={num}: a step has {responses} responses, use at most so many'
+        )
+
+
+def _check_tokens(cfg):
+    for k in () if cfg.init_from else ('pad_token_id', 'eos_token_id'):
+        if (token := getattr(cfg.policy, k)) >= cfg.policy.vocab_size:
+            raise ValueError(
+                f'policy.{k}={token}: use less than policy.vocab_size={cfg.policy.vocab_size}'
+            )
+
+
 # %% ../nbs/02_config.ipynb #b4d46310
 def config_from_dict(
     cls: type,  # a config dataclass
@@ -155,9 +173,9 @@ def config_from_dict(
 ):
     "A checked config. Raises ValueError that names a key that does not exist or a wrong value"
     if not isinstance(d, dict):
-        raise ValueError(f'{at[:-1] or "config"}={d!r}: use an object with keys')
+        raise ValueError(f'{at[:-1] or "config"}={d!r:.60}: use an object with keys')
     kinds, names = typing.get_type_hints(cls), [f.name for f in dataclasses.fields(cls)]
-    unknown = sorted(set(d) - set(names))
+    unknown = sorted(map(str, d.keys() - set(names)))
     if unknown:
         raise ValueError(f'config key {at + unknown[0]!r} does not exist: use one of {names}')
     parts = {
@@ -170,14 +188,14 @@ def config_from_dict(
 
 # %% ../nbs/02_config.ipynb #9f750453
 def read_run_config(
-    path: str | Path,  # a config.json, or a run directory that holds one
+    path: str | Path,  # a .json, .yaml or .toml file, or a run directory with a config.json
 ) -> TrainConfig:
-    "The config of a run"
+    "The config of a run. Raises ValueError that names the file"
     path = Path(path) / 'config.json' if Path(path).is_dir() else Path(path)
     if not path.is_file():
-        raise ValueError(f'{path} does not exist: give a run directory or a config.json')
+        raise ValueError(f'{path} does not exist: give a run directory or a config file')
+    d = read_data(path)
     try:
-        d = json.loads(path.read_text())
-    except json.JSONDecodeError as e:
-        raise ValueError(f'{path} is not JSON ({e})') from e
-    return config_from_dict(TrainConfig, d)
+        return config_from_dict(TrainConfig, d)
+    except ValueError as e:
+        raise ValueError(f'{path}: {e}') from None

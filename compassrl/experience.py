@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .algo.advantages import zero_variance
-from .algo.zero_variance import growth, shape_rewards, token_advantages
+from .algo.zero_variance import growth, rightness, shape_rewards, token_advantages
 from .config import TrainConfig
 from .judges.serial import Judge
 from compassrl.records import (
@@ -224,7 +224,7 @@ def collect(
     step: int,  # 0-based
     cfg: TrainConfig,
     judge: Judge,  # begins with each sample as it comes
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
     partial_responses: PartialResponses | None = None,  # responses that take several steps
 ) -> tuple[list[Request], list[Sample], Metrics]:  # what trains; tokens: all that was drawn
     "What one step brings home: in waves, or one part of each response"
@@ -266,7 +266,10 @@ def grade(
     for s, r in zip(samples, rewards.tolist()):
         s.reward = r
     batch = replace(batch, rewards=rewards.float())
-    advantages, spared = token_advantages(batch, task, valid, cfg.advantages, cfg.zero_variance)
+    right = torch.tensor([rightness(s.verdict) for s in samples])
+    advantages, spared = token_advantages(
+        batch, task, valid, cfg.advantages, cfg.zero_variance, right
+    )
     num, timings = len(samples), [s.timings for s in samples]
     return replace(batch, advantages=advantages), spared | dict(
         reward_mean=float(task.mean()),

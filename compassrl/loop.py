@@ -84,7 +84,7 @@ def train_step(
     rollout: RolloutEngine,
     engine: TrainEngine,
     judge: Judge,
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
     reference: TrainEngine | None = None,
     partial_responses: PartialResponses | None = None,
 ) -> tuple[Metrics, list[Sample], Batch]:  # samples in the order of the batch's rows
@@ -125,7 +125,7 @@ def fit(
     engine: TrainEngine,
     tokenizer: Tokenizer,
     hooks: RunHooks,
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
     start: int = 0,  # steps already done
     reference: TrainEngine | None = None,  # holds the starting weights; needed if loss.kl_coef > 0
     judge: Judge | None = None,  # None: verdicts here, one after another

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,13 +47,15 @@ class Prompt:
     answer: str  # what the verifier compares with
     verifier: str  # name in `tasks.verifiers`
     solution: str = ''  # a written-out correct response for the cold start; '' if there is none
+    messages: list[dict] | None = None  # the chat that `text` was rendered from; None: plain text
+    columns: dict[str, Any] = field(default_factory=dict)  # the row it came from, for own rewards
 
 
 @dataclass(frozen=True)
 class Verdict:
     "What a verifier says about one response"
 
-    reward: float  # in [0, 1] for task rewards
+    reward: float  # finite; in [0, 1] if a built-in verifier pays it
     correct: bool  # raw correctness, before any shaping
     status: str = 'ok'  # 'ok', 'wrong', 'failed' (the verifier could not judge) or 'timeout'
     evidence: str = ''  # one line: what was compared with what

@@ -6,15 +6,27 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
+from importlib import import_module
 from math import inf
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tyro.conf import arg
 
 # %% auto #0
-__all__ = ['Range', 'at_least', 'above', 'between', 'checked', 'check']
+__all__ = [
+    'Range',
+    'at_least',
+    'above',
+    'between',
+    'OneOf',
+    'one_of',
+    'checked',
+    'check',
+    'Registry',
+]
 
 
 # %% ../nbs/05_settings.ipynb #09f9bff4
@@ -59,7 +71,23 @@ def between(low: float, high: float, why: str = ''):
     return arg(help_behavior_hint=Range(low, high, why=why))
 
 
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    "Names that a setting may have"
+
+    names: Collection[str]  # a registry, which may still grow
+
+    def __call__(self, default: str) -> str:  # what tyro prints behind the help
+        return f'(one of {", ".join(self.names)}; default: {default})'
+
+
+def one_of(names: Collection[str]):
+    "A name of a registry; the config that has the setting refuses all others"
+    return arg(help_behavior_hint=OneOf(names))
+
+
 # %% ../nbs/05_settings.ipynb #1c8f27a3
+_largest = 2**63 - 1  # that torch's whole numbers hold
 _kinds = {int: 'a whole number', float: 'a number', bool: 'True or False', str: 'text'}
 
 
@@ -89,8 +117,12 @@ def _fit(hint, value, name, numbers=Range()):
     if kind is Annotated:
         ranges = [m.help_behavior_hint for m in hint.__metadata__]
         return _fit(args[0], value, name, ranges[0])
-    if kind in (Union, types.UnionType):  # X | None
-        return None if value is None else _fit(args[0], value, name, numbers)
+    if kind in (Union, types.UnionType):  # X | None, or X | tuple[X, ...]
+        if value is None and type(None) in args:
+            return None
+        many = isinstance(value, (list, tuple))
+        fits = [a for a in args if (get_origin(a) is tuple) == many]
+        return _fit((fits or args)[0], value, name, numbers)
     if kind in (tuple, dict):
         return _fit_many(kind, args, value, name, numbers)
     if is_dataclass(kind) and is_dataclass(value):
@@ -103,6 +135,8 @@ def _fit(hint, value, name, numbers=Range()):
         value, (int, float) if kind is float else kind
     ):
         raise ValueError(f'{name}={value!r}: use {_kinds.get(kind, f"a {kind.__name__}")}')
+    if kind is str and '\0' in value:
+        raise ValueError(f'{name}={value!r}: leave out the character of code 0')
     if kind in (int, float):
         _check_number(value, name, numbers)
     return float(value) if kind is float else value
@@ -126,6 +160,40 @@ def _fit_many(kind, args, value, name, numbers):  # tuple[X, X], tuple[X, ...] o
 def _check_number(value, name, numbers):
     if not -inf < value < inf:
         raise ValueError(f'{name}={value}: use a finite number')
-    if value not in numbers:
+    if value not in numbers or abs(value) > _largest:
         why = f'{numbers.why}, ' if numbers.why else ''
-        raise ValueError(f'{name}={value}: {why}use {numbers}')
+        most = f', at most {_largest}' if value in numbers else ''
+        raise ValueError(f'{name}={value}: {why}use {numbers}{most}')
+
+
+# %% ../nbs/05_settings.ipynb #65e397b8
+class Registry(MutableMapping[str, Callable]):
+    "Functions by name. A built-in's module is imported when its name is looked up"
+
+    def __init__(
+        self,
+        **modules: str,  # built-in name -> the module whose import registers it
+    ):
+        self.functions: dict[str, Callable] = {}
+        self.modules = modules
+
+    def __getitem__(self, name: str) -> Callable:
+        if name not in self.functions and name in self.modules:
+            import_module(self.modules[name])
+        return self.functions[name]
+
+    def __setitem__(self, name: str, fn: Callable):
+        self.functions[name] = fn
+
+    def __delitem__(self, name: str):  # a built-in too is gone for good
+        del self.functions[name]
+        self.modules.pop(name, None)
+
+    def __contains__(self, name: object) -> bool:  # imports nothing
+        return name in self.functions or name in self.modules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self.functions, *self.modules]))
+
+    def __len__(self) -> int:
+        return len({*self.functions, *self.modules})

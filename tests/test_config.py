@@ -13,8 +13,9 @@ from compassrl.algo.losses import LossConfig
 from compassrl.config import TrainConfig, config_from_dict, read_run_config
 from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.torch_engine import RolloutConfig
-from compassrl.runs.cli import parse_train, presets
-from compassrl.settings import above, at_least, between
+from compassrl.runs.cli import parse_train
+from compassrl.runs.presets import presets
+from compassrl.settings import Range, above, at_least, between
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,8 @@ def ranges():
     for at, cls in parts():
         for name, hint in get_type_hints(cls, include_extras=True).items():
             for note in getattr(hint, '__metadata__', ()):
-                yield at, cls, name, note.help_behavior_hint
+                if isinstance(note.help_behavior_hint, Range):
+                    yield at, cls, name, note.help_behavior_hint
 
 
 def numeric(hint):
@@ -186,7 +188,7 @@ def test_a_number_outside_its_range_is_refused(at, cls, name, numbers):
 def test_help_shows_every_range(preset, capsys, monkeypatch):
     monkeypatch.setenv('COLUMNS', '100')  # one column
     with pytest.raises(SystemExit):
-        parse_train([preset, '--help'])
+        parse_train([preset, '--help-all'])
     told = ' '.join(re.sub(r'[│╭╮╰╯─]', ' ', capsys.readouterr().out).split())
     for at, _, name, numbers in ranges():
         flag = f'--{at}{name}'.replace('_', '-')

@@ -523,9 +523,8 @@ def test_failed_samples_have_advantage_zero_and_do_not_touch_their_siblings():
                 (r - r.mean()) / (r.std() + 1e-6),
                 atol=1e-5,
             )
-    assert mixed and 'RuntimeError: out of order' in {
-        s.verdict.evidence for _, _, samples, _ in log for s in samples
-    }
+    said = {s.verdict.evidence for _, _, samples, _ in log for s in samples}
+    assert mixed and any(s.startswith('RuntimeError: out of order (test_loop.py:') for s in said)
 
 
 @pytest.mark.parametrize('harm', ['lose', 'repeat', 'swap', 'foreign'])

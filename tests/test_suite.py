@@ -1,10 +1,14 @@
 "How the suite is run: what it says while it runs, and which files `-k` imports"
 
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import ROOT, busy
 from tests.support.progress import Progress, part
 from tests.support.selection import ignore, may_match
 
@@ -82,3 +86,45 @@ def test_every_outcome_is_counted_as_pytest_counts_it(when, outcome, kind):
     assert Progress(print).pytest_report_teststatus(report) == (kind, '', '')
     passed = SimpleNamespace(when='setup', outcome='passed', failed=False)
     assert Progress(print).pytest_report_teststatus(passed) is None
+
+
+def test_busy_keeps_one_process_at_work(monkeypatch):
+    "Started once, by the session and not by its workers; gone with the session"
+    config, worker = SimpleNamespace(), SimpleNamespace(workerinput={})
+    monkeypatch.delenv('BUSY', raising=False)
+    busy.start(config)
+    assert not hasattr(config, 'busy')
+    monkeypatch.setenv('BUSY', '1')
+    busy.start(worker)
+    busy.start(config)
+    assert not hasattr(worker, 'busy') and config.busy.poll() is None
+    busy.stop(config)
+    assert config.busy.poll() is not None
+
+
+FIRST_WEIGHTS = """
+import json, torch
+from compassrl.model.policy import Policy, PolicyConfig
+
+def weights():
+    torch.manual_seed(0)
+    policy = Policy(PolicyConfig(vocab_size=9, hidden_size=8))
+    return [w for p in policy.parameters() for w in p.double().flatten().tolist()]
+
+print(json.dumps([weights(), weights()]))
+"""
+
+
+def first_weights(shake):
+    "Of two small policies that are made alike, in a process of their own"
+    path = f'{ROOT}:{ROOT / "tests/support/another_machine"}'
+    env = os.environ | dict(PYTHONPATH=path, SHAKE=shake)
+    out = subprocess.check_output([sys.executable, '-c', FIRST_WEIGHTS], env=env, text=True)
+    return json.loads(out)
+
+
+def test_shaken_weights_are_off_by_a_millionth():
+    (plain, _), (one, again), (two, _) = (first_weights(shake) for shake in ('', '1', '2'))
+    assert one == again and one != two
+    off = [abs(a / b - 1) for a, b in zip(one, plain) if b]
+    assert 1e-7 < sum(off) / len(off) < 2e-6 and max(off) < 1e-5

@@ -5,7 +5,6 @@
 # %% ../../nbs/algo/03_losses.ipynb #663bf7c9
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, get_args
 
@@ -22,7 +21,7 @@ from compassrl.algo.ratios import (
     tis_weights,
 )
 from ..records import Batch
-from ..settings import at_least, between, check
+from ..settings import Registry, at_least, between, check, one_of
 
 # %% auto #0
 __all__ = [
@@ -46,7 +45,7 @@ Aggregation = Literal[
     'seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum-norm', 'seq-mean-token-sum'
 ]
 # (log_probs, old_log_probs, advantages, mask, cfg[, own]) -> loss per token, sums
-policy_losses: dict[str, Callable] = {}
+policy_losses = Registry(espo='compassrl.algo.espo')
 
 
 def policy_loss(
@@ -70,7 +69,8 @@ def policy_loss(
 class LossConfig:
     "What the policy minimises. None = what the loss's own paper does. Raises ValueError"
 
-    name: str = 'grpo'  # grpo, dr_grpo, dapo, gspo, cispo, or espo (paper section 2.4.2)
+    # espo: paper section 2.4.2
+    name: Annotated[str, one_of(policy_losses)] = 'grpo'
     # an unwanted token gets no gradient once its ratio is below 1 - this
     clip_eps_low: Annotated[float | None, between(0, 1)] = None
     # a wanted token gets no gradient once its ratio is above 1 + this

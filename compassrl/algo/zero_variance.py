@@ -20,7 +20,7 @@ from compassrl.algo.advantages import (
     per_token,
     tolerance,
 )
-from ..records import Batch, Metrics, Sample
+from ..records import Batch, Metrics, Sample, Verdict
 from ..settings import above, at_least, between, check
 
 # %% auto #0
@@ -33,6 +33,7 @@ __all__ = [
     'repetition_penalty',
     'shape_rewards',
     'zvp_sign',
+    'rightness',
     'zvp_advantages',
     'token_advantages',
     'screen',
@@ -184,6 +185,17 @@ def zvp_sign(
     return sign if valid is None else sign.masked_fill(~valid, 0.0)
 
 
+# %% ../../nbs/algo/02_zero_variance.ipynb #d4307f7f
+def rightness(
+    verdict: Verdict,
+) -> float:  # 1 right, 0 wrong, in between neither; a reward in [0, 1] is its own
+    "How right a response is, in whatever unit its verifier pays"
+    r = verdict.reward
+    if 0 < r < 1:
+        return r
+    return 1.0 if verdict.correct else 0.0 if r <= 0 else 0.5
+
+
 # %% ../../nbs/algo/02_zero_variance.ipynb #3d9cb05b
 def zvp_advantages(
     entropy: Tensor,  # [B, T] nats, full vocabulary, of the old policy
@@ -205,6 +217,7 @@ def token_advantages(
     valid: Tensor,  # [B] bool: the verifier gave a verdict
     adv_cfg: AdvantageConfig,
     cfg: ZeroVarianceConfig,  # std_floor, zvp_alpha
+    right: Tensor | None = None,  # [B] `rightness`; None: rewards are in [0, 1] and say it
 ) -> tuple[Tensor, Metrics]:  # [B, T] fp32, 0 outside the response; shares of groups and tokens
     """One advantage per token for groups of any kind (paper section 2.4.1)
 
@@ -219,6 +232,7 @@ def token_advantages(
     if cfg.zvp_alpha:
         if batch.entropy is None:
             raise ValueError('batch.entropy is None: RL-ZVP needs it; or set zvp_alpha=0')
+        raw_rewards = raw_rewards if right is None else right
         sign = zvp_sign(raw_rewards, batch.group, valid) * shaped.flat[raw.index]
         adv = adv + zvp_advantages(batch.entropy, batch.response_mask, sign, cfg.zvp_alpha)
     alive = torch.zeros_like(raw.num).index_add(0, raw.index, (adv != 0).any(1).double()) > 0

@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tokenizers import Tokenizer
 
-from .sources import rows_of
-from .tasks import num_problems, problem, task_families, verifiers
+from .chat import ChatTemplate
+from .loading import Loaded, load_prompts
+from .rows import Reading, check_reading, prompt_id
+from .tasks import num_problems, problem, task_families
 from .tokenizer import encode
 from ..records import Prompt, derive_seed
 from ..settings import above, at_least, between, check
@@ -20,12 +24,13 @@ from ..settings import above, at_least, between, check
 # %% auto #0
 __all__ = [
     'split_of',
-    'prompt_id',
     'levels_of',
     'make_prompts',
-    'load_prompts',
     'DataConfig',
+    'hold_out',
     'load_data',
+    'reading_of',
+    'load_eval_set',
 ]
 
 
@@ -38,11 +43,6 @@ def split_of(
 
     So no seed, difficulty or order can put one prompt on both sides."""
     return 'heldout' if derive_seed('split', text) < heldout_frac * 2**63 else 'train'
-
-
-def prompt_id(domain: str, text: str) -> str:  # equal questions have equal ids
-    "A name that is the same in every run"
-    return f'{domain}-{derive_seed("id", domain, text):016x}'
 
 
 # %% ../../nbs/data/04_prompts.ipynb #f15f28db
@@ -112,85 +112,6 @@ def make_prompts(
     return sorted(out, key=lambda p: derive_seed(seed, 'order', p.id))
 
 
-# %% ../../nbs/data/04_prompts.ipynb #6657f3c2
-_fields = ('prompt', 'answer', 'solution', 'id', 'domain', 'verifier')
-
-
-def _fault(row, names, asked, tokenizer, verifier, max_prompt_tokens):
-    "Why a row cannot be used, or None"
-    if isinstance(row, str):
-        return row
-    for f, name in names.items():
-        if f in asked and name not in row:
-            return f'no column {name!r}, only {sorted(row)}'
-        v = row.get(name)
-        if v is None and f not in ('prompt', 'answer'):
-            continue
-        if not isinstance(v, str):
-            return f'{name!r} is {type(v).__name__} {str(v)[:40]!r}, not a string'
-        if not v.strip() and f in ('prompt', 'answer'):
-            return f'{name!r} is empty'
-        try:
-            v.encode()
-        except UnicodeEncodeError:
-            return f'{name!r} is not valid Unicode'
-    name = row.get(names['verifier']) or verifier
-    if name not in verifiers:
-        return f'verifier {name!r} does not exist, only {sorted(verifiers)}'
-    n = len(encode(tokenizer, row[names['prompt']]))
-    if 0 < max_prompt_tokens < n:
-        return f'the prompt has {n} tokens, more than max_prompt_tokens={max_prompt_tokens}'
-
-
-# %% ../../nbs/data/04_prompts.ipynb #3d884008
-def _check_loading(columns, verifier, on_bad_row):  # what can be wrong before a row is read
-    for f in columns:
-        if f not in _fields:
-            raise ValueError(f'columns: {f!r} is no field, use {list(_fields)}')
-    if verifier not in verifiers:
-        raise ValueError(f'verifier={verifier!r}: use one of {sorted(verifiers)}')
-    if on_bad_row not in ('raise', 'skip'):
-        raise ValueError(f"on_bad_row={on_bad_row!r}: use 'raise' or 'skip'")
-
-
-def load_prompts(
-    source: str,  # .jsonl, .parquet, a saved dataset, hf:NAME, hf:NAME:SPLIT, hf:NAME:CONFIG:SPLIT
-    tokenizer: Tokenizer,
-    columns: dict[str, str] | None = None,  # our field (prompt answer solution ...) -> column
-    verifier: str = 'exact',  # for rows that name none
-    on_bad_row: str = 'raise',  # or 'skip'
-    max_prompt_tokens: int = 0,  # 0 = any length
-) -> tuple[list[Prompt], list[str]]:  # in the order of the rows; which were skipped, and why
-    "Prompts from data; a bad row is named by its place and the reason"
-    columns = columns or {}
-    _check_loading(columns, verifier, on_bad_row)
-    names, asked = {f: columns.get(f, f) for f in _fields}, {'prompt', 'answer', *columns}
-    prompts, bad, seen = [], [], {}
-    for where, row in rows_of(str(source)):
-        fault = _fault(row, names, asked, tokenizer, verifier, max_prompt_tokens)
-        if not fault:
-            values = (row.get(name) or '' for name in names.values())
-            text, answer, solution, id, domain, check = values
-            domain = domain or 'data'
-            id = id or prompt_id(domain, text)
-            fault = id in seen and f'id {id!r} is taken by {seen[id]} already'
-        if fault:
-            bad.append(f'{where}: {fault}')
-            continue
-        seen[id] = where
-        ids = encode(tokenizer, text)
-        prompts.append(Prompt(id, domain, text, ids, answer, check or verifier, solution))
-    if bad:
-        shown = bad if len(bad) <= 5 else [*bad[:5], '...']
-        message = '\n  '.join([f'{len(bad)} bad rows of {len(bad) + len(prompts)}', *shown])
-        if on_bad_row == 'raise':
-            raise ValueError(f"{message}\nFix them, or leave them out with on_bad_row='skip'.")
-        print('skipped', message)
-    if not prompts:
-        raise ValueError(f'{source} has no usable row')
-    return prompts, bad
-
-
 # %% ../../nbs/data/04_prompts.ipynb #1e90c8c0
 @dataclass(frozen=True)
 class DataConfig:
@@ -202,14 +123,22 @@ class DataConfig:
     # 0 is easiest; a fraction mixes two levels
     difficulty: Annotated[float, between(0, 20)] = 1.0
     num_train: Annotated[int, at_least(1)] = 4096  # generated training prompts
-    # generated prompts for evaluation, never trained on
-    num_heldout: Annotated[int, at_least(1)] = 128
-    path: str = ''  # .jsonl, .parquet, a saved dataset's folder, or hf:NAME
-    columns: dict[str, str] = field(default_factory=dict)  # our field -> column of the data
-    verifier: str = 'exact'  # for rows that name none
+    # prompts for evaluation, never trained on; None = 128 generated ones, or `heldout_frac`
+    num_heldout: Annotated[int | None, at_least(1)] = None
+    # of training prompts: .jsonl, .json, .csv, .parquet, a saved dataset's folder, or hf:NAME
+    path: str = ''
+    # evaluation sets of their own, each NAME=PATH; then `path` is split only by `num_heldout`
+    eval_path: tuple[str, ...] = ()
+    # our field (prompt answer solution id domain verifier) -> column of the data
+    columns: dict[str, str] = field(default_factory=dict)
+    # for rows that name none; empty = 'maths' for the schemas of GSM8K and verl, else 'exact'
+    verifier: str = ''
+    # a prompt of text too is one message of a user, in the model's chat template
+    apply_chat_template: bool = False
     # refuse data with a bad row, or leave it out and say so
     on_bad_row: Literal['raise', 'skip'] = 'raise'
-    heldout_frac: Annotated[float, above(0, below=1)] = 0.1  # of the loaded data
+    # of the loaded data, if neither `num_heldout` nor `eval_path` is given
+    heldout_frac: Annotated[float, above(0, below=1)] = 0.1
     max_prompt_tokens: Annotated[int, at_least(1)] = 64  # a longer prompt is an error
 
     def __post_init__(self):
@@ -223,7 +152,23 @@ class DataConfig:
             raise ValueError(
                 f'weights={self.weights}: give {len(self.domains)} positive numbers, or none'
             )
-        _check_loading(self.columns, self.verifier, self.on_bad_row)
+        check_reading(self.columns, self.verifier)
+        self.eval_sets()
+
+    def eval_sets(self) -> dict[str, str]:  # name -> path
+        "The evaluation sets that have a source of their own; a bare path is named by its file"
+        pairs = [p.rpartition('=') for p in self.eval_path]
+        sets = {name or Path(path).stem: path for name, _, path in pairs}
+        if len(sets) < len(pairs) or not all(sets.values()) or 'heldout' in sets:
+            raise ValueError(
+                f'eval_path={self.eval_path}: give NAME=PATH, each name once, and not heldout'
+            )
+        return sets
+
+    def generated(self) -> dict[str, int]:  # split -> prompts
+        "How many prompts are made where none are loaded"
+        heldout = self.num_heldout or (0 if self.eval_path else 128)
+        return dict(train=self.num_train, heldout=heldout)
 
 
 # %% ../../nbs/data/04_prompts.ipynb #ff4f469a
@@ -243,26 +188,77 @@ def _generate(cfg, tokenizer, seed, num, split):  # prompts of all domains, mixe
     return sorted(out, key=lambda p: derive_seed(seed, 'order', p.id))
 
 
+def hold_out(
+    prompts: list[Prompt],
+    num: int,  # at least so many; equal questions stay together
+) -> tuple[list[Prompt], list[Prompt]]:  # train and held out
+    "Those whose texts have the smallest hashes: more of them hold out the same, and others"
+    order = sorted(prompts, key=lambda p: derive_seed('split', p.text))
+    texts = {p.text for p in order[:num]}
+    return tuple([p for p in prompts if (p.text in texts) == side] for side in (False, True))
+
+
+def _split(cfg, prompts):  # train and held out
+    if cfg.num_heldout:
+        sides = hold_out(prompts, cfg.num_heldout)
+    elif cfg.eval_path:
+        return prompts, []
+    else:
+        sides = tuple(
+            [p for p in prompts if split_of(p.text, cfg.heldout_frac) == s]
+            for s in ('train', 'heldout')
+        )
+    if not all(sides):
+        raise ValueError(
+            f'{cfg.path}: {len(prompts)} rows give {len(sides[0])} training and '
+            f'{len(sides[1])} held-out prompts at heldout_frac={cfg.heldout_frac} and '
+            f'num_heldout={cfg.num_heldout}: change them, add rows, or name another file by '
+            '--data.eval-path'
+        )
+    return sides
+
+
+# %% ../../nbs/data/04_prompts.ipynb #7e2a830f
 def load_data(
     cfg: DataConfig,
     tokenizer: Tokenizer,
     seed: int,  # of generated prompts
+    chat: ChatTemplate | None = None,  # of the model, for prompts that are messages
+    keep_row: bool = False,  # for reward functions; then a row needs no answer
+    more: Callable[[Loaded], list[str]] = lambda loaded: [],  # further reasons against the data
 ) -> tuple[list[Prompt], list[Prompt]]:  # train and held out: no text is in both
     "The prompts of a run, generated or loaded"
     if not cfg.path:
-        sizes = dict(train=cfg.num_train, heldout=cfg.num_heldout)
-        return tuple(_generate(cfg, tokenizer, seed, n, split) for split, n in sizes.items())
-    prompts, _ = load_prompts(
-        cfg.path, tokenizer, cfg.columns, cfg.verifier, cfg.on_bad_row, cfg.max_prompt_tokens
-    )
-    sides = tuple(
-        [p for p in prompts if split_of(p.text, cfg.heldout_frac) == s]
-        for s in ('train', 'heldout')
-    )
-    if not all(sides):
-        raise ValueError(
-            f'{cfg.path}: {len(prompts)} rows give {len(sides[0])} training and '
-            f'{len(sides[1])} held-out prompts at heldout_frac={cfg.heldout_frac}: '
-            'change it, or add rows'
+        sizes = cfg.generated()
+        return tuple(
+            _generate(cfg, tokenizer, seed, n, split) if n else [] for split, n in sizes.items()
         )
-    return sides
+    reading = reading_of(cfg, tokenizer, chat, keep_row)
+    return _split(cfg, load_prompts(cfg.path, reading, cfg.on_bad_row, more)[0])
+
+
+def reading_of(
+    cfg: DataConfig,
+    tokenizer: Tokenizer,
+    chat: ChatTemplate | None = None,  # as of `load_data`
+    keep_row: bool = False,  # as there
+) -> Reading:
+    "How the rows of a config are read"
+    c = cfg
+    more = c.apply_chat_template, keep_row
+    return Reading(tokenizer, c.columns, c.verifier, c.max_prompt_tokens, chat, *more)
+
+
+def load_eval_set(
+    name: str,  # of the set; its prompts' ids begin with it
+    path: str,
+    reading: Reading,
+    on_bad_row: Literal['raise', 'skip'] = 'raise',
+    train: list[Prompt] = (),  # equal texts are counted, and said
+) -> list[Prompt]:
+    "Prompts that are only asked"
+    prompts, _ = load_prompts(path, reading, on_bad_row)
+    known = {p.text for p in train}
+    if twice := sum(p.text in known for p in prompts):
+        print(f'{path}: {twice} of {len(prompts)} prompts of {name!r} are trained on, too')
+    return [replace(p, id=f'{name}/{p.id}') for p in prompts]

@@ -6,12 +6,17 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import math
 import re
+import traceback
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from ..records import Prompt, Verdict
+from ..settings import Registry
 
 # %% auto #0
 __all__ = [
@@ -26,10 +31,13 @@ __all__ = [
     'countdown',
     'strings',
     'verifier',
+    'one_line',
     'judge',
     'exact',
     'final',
     'countdown_expression',
+    'as_verdict',
+    'failure',
     'verify',
 ]
 
@@ -152,16 +160,33 @@ def strings(
 
 
 # %% ../../nbs/data/02_tasks.ipynb #a3df7730
-verifiers: dict[str, Callable[[str, str], Verdict]] = {}
+verifiers = Registry(
+    maths='compassrl.judges.verifiers',
+    code='compassrl.judges.verifiers',
+    genrm='compassrl.judges.genrm',
+)
 
 
 def verifier(fn):
-    "Registers `fn(text, answer) -> Verdict` by its name"
+    """Registers `fn(text, answer)` by its name; it returns a `Verdict`, a number or True or False
+
+    Raises ValueError for a function that cannot be called so."""
+    signature = inspect.signature(fn)
+    try:
+        signature.bind('text', 'answer')
+    except TypeError:
+        signature = None
+    if signature is None or inspect.iscoroutinefunction(fn):
+        raise ValueError(
+            f'verifier {fn.__name__}: use a plain function of (text, answer), or give this one to '
+            'a run by --rewards.function FILE.py:NAME'
+        )
     verifiers[fn.__name__] = fn
     return fn
 
 
-def _line(text, width=160):  # one printable line
+def one_line(text: str, width: int = 160) -> str:
+    "What can be printed of it, in one line that is not too long"
     text = ''.join(c if c.isprintable() else repr(c)[1:-1] for c in text[: width + 1])
     return text if len(text) <= width else text[: width - 3] + '...'
 
@@ -171,7 +196,7 @@ def judge(
     evidence: str,  # what was compared with what
 ) -> Verdict:
     "1 for a correct response, 0 for a wrong one"
-    return Verdict(float(correct), bool(correct), 'ok' if correct else 'wrong', _line(evidence))
+    return Verdict(float(correct), bool(correct), 'ok' if correct else 'wrong', one_line(evidence))
 
 
 @verifier
@@ -223,16 +248,52 @@ def countdown_expression(text: str, answer: str) -> Verdict:
 
 
 # %% ../../nbs/data/02_tasks.ipynb #88058097
+def as_verdict(
+    value: object,  # what a verifier or a reward function returned
+    name: str,  # its own, for the evidence
+    correct_at: float = 1.0,  # a number of at least this is correct
+) -> Verdict:
+    "What was meant. Raises TypeError for a value that is no reward, ValueError for NaN"
+    value = value.item() if hasattr(value, 'item') else value  # of NumPy or torch
+    if isinstance(value, bool):
+        return judge(value, f'{name}: {value}')
+    if isinstance(value, (int, float)):
+        v = judge(value >= correct_at, f'{name}: {value:g}')
+        value = Verdict(float(value), v.correct, v.status, v.evidence)
+    if not isinstance(value, Verdict):
+        what = one_line(repr(value), 60)
+        raise TypeError(f'{name} returned {what}: use a number, True or False, or a Verdict')
+    if not math.isfinite(value.reward):
+        raise ValueError(f'{name} returned a reward of {value.reward}: use a finite number')
+    return value
+
+
+def failure(
+    e: BaseException,
+    fn: Callable | None = None,  # the verifier in which it was raised
+) -> Verdict:
+    "No verdict, and why: the exception, and the last line of the verifier's own file"
+    where, code = '', getattr(fn and inspect.unwrap(fn), '__code__', None)
+    if code:
+        lines = [
+            f.lineno for f in traceback.extract_tb(e.__traceback__) if f[0] == code.co_filename
+        ]
+        where = f' ({Path(code.co_filename).name}:{[code.co_firstlineno, *lines][-1]})'
+    said = one_line(f'{type(e).__name__}: {e}', 160 - len(where))
+    return Verdict(0.0, False, 'failed', said + where)
+
+
 def verify(
     prompt: Prompt, text: str
 ) -> Verdict:  # status 'failed' and reward 0 where the verifier could not judge
     "The verdict on one response; never raises"
+    fn = None
     try:
         if prompt.verifier not in verifiers:
             raise KeyError(f'{prompt.verifier!r} is none of {sorted(verifiers)}')
-        verdict = verifiers[prompt.verifier](text, prompt.answer)
-        if not (isinstance(verdict, Verdict) and 0 <= verdict.reward <= 1):
-            raise TypeError(f'{prompt.verifier} returned {verdict!r}')
-        return verdict
+        fn = verifiers[prompt.verifier]
+        if hasattr(fn, 'judge_one'):  # it wants more of the prompt than the answer
+            return fn.judge_one(prompt, text)
+        return as_verdict(fn(text, prompt.answer), prompt.verifier)
     except Exception as e:
-        return Verdict(0.0, False, 'failed', _line(f'{type(e).__name__}: {e}'))
+        return failure(e, fn)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from ..files import read_data
+
 # %% auto #0
 __all__ = [
     'PAD_ID',
@@ -20,6 +22,7 @@ __all__ = [
     'response_text',
     'save_tokenizer',
     'load_tokenizer',
+    'end_id',
 ]
 
 # %% ../../nbs/data/01_tokenizer.ipynb #826f19ae
@@ -51,13 +54,13 @@ def encode(tok: Tokenizer, text: str) -> list[int]:
 def response_text(
     tok: Tokenizer,
     ids: list[int],  # [Tr] as sampled
-    eos_id: int = EOS_ID,
+    eos_id: int | tuple[int, ...] = EOS_ID,  # what ends a response, or any of several
 ) -> str:  # without one final `eos_id`
     """What a verifier reads
 
     Any other special stays visible and cannot hide a wrong answer."""
-    ids = list(ids)
-    return tok.decode(ids[:-1] if ids and ids[-1] == eos_id else ids, skip_special_tokens=False)
+    ids, ends = list(ids), eos_id if isinstance(eos_id, tuple) else (eos_id,)
+    return tok.decode(ids[:-1] if ids and ids[-1] in ends else ids, skip_special_tokens=False)
 
 
 # %% ../../nbs/data/01_tokenizer.ipynb #7d24e4b9
@@ -91,5 +94,19 @@ def load_tokenizer(
     except Exception as e:
         raise ValueError(f'{file} is no tokenizer ({e}): write it again with save_tokenizer') from e
     if config.is_file():
-        tok.encode_special_tokens = bool(json.loads(config.read_text()).get('split_special_tokens'))
+        d = read_data(config, 'write it again with save_tokenizer')
+        if not isinstance(d, dict):
+            raise ValueError(f'{config} holds {type(d).__name__}, not an object')
+        tok.encode_special_tokens = bool(d.get('split_special_tokens'))
     return tok
+
+
+def end_id(
+    tok: Tokenizer,
+    dir: str | Path,  # where it lies
+) -> int | None:  # None = `tokenizer_config.json` names no end token
+    "The token that ends a response, as the tokenizer's own files say"
+    config = Path(dir) / 'tokenizer_config.json'
+    token = json.loads(config.read_text()).get('eos_token') if config.is_file() else None
+    token = token.get('content') if isinstance(token, dict) else token  # as older files have it
+    return tok.token_to_id(token) if token else None

@@ -14,9 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tokenizers import Tokenizer
 
+from ..data.tasks import verifiers
 from ..data.tokenizer import response_text
 from .genrm import Ask, judge_samples
 from .genrm_client import GenRM
+from .own_reward import OwnJudge, OwnReward
 from .pool import RewardPool
 from .serial import Judge, RewardConfig, SerialJudge, record_verdict
 from ..records import Metrics, Prompt
@@ -33,7 +35,7 @@ class GenRMJudge(Judge):
         self,
         prompts: Iterable[Prompt],
         tokenizer: Tokenizer,
-        eos_id: int,
+        eos_id: int | tuple[int, ...],
         ask: Ask,  # a `GenRM`, or any function
         batches: int = 4,  # under way at a time
         seed: int = 0,  # of the choice of a reference
@@ -137,7 +139,7 @@ class JudgePerPrompt(Judge):
 def make_judge(
     prompts: Iterable[Prompt],
     tokenizer: Tokenizer,
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
     cfg: RewardConfig,
     seed: int = 0,  # as of `GenRMJudge`
     group_size: int = 0,  # as there
@@ -151,8 +153,11 @@ def make_judge(
     if asked:
         ask = GenRM(cfg.genrm)
         model = GenRMJudge(asked, tokenizer, eos_id, ask, seed=seed, group_size=group_size)
+    own = next((f for p in verified if isinstance(f := verifiers.get(p.verifier), OwnReward)), None)
     if cfg.workers:
         verifying = RewardPool(verified, tokenizer, eos_id, cfg)
+    elif own:
+        verifying = OwnJudge(verified, tokenizer, eos_id, own)
     else:
         verifying = SerialJudge(verified, tokenizer, eos_id)
     return JudgePerPrompt(model, verifying) if asked else verifying

@@ -45,7 +45,11 @@ class RewardPool(Judge):
     Raises ValueError for a verifier that has no module."""
 
     def __init__(
-        self, prompts: Iterable[Prompt], tokenizer: Tokenizer, eos_id: int, cfg: RewardConfig
+        self,
+        prompts: Iterable[Prompt],
+        tokenizer: Tokenizer,
+        eos_id: int | tuple[int, ...],
+        cfg: RewardConfig,
     ):
         if cfg.workers < 1:
             raise ValueError(f'workers={cfg.workers}: use at least 1, or SerialJudge')

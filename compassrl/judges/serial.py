@@ -12,13 +12,12 @@ from typing import Annotated
 
 from tokenizers import Tokenizer
 
-from ..data.tasks import verify
+from ..data.tasks import verifiers, verify
 from ..data.tokenizer import response_text
 from . import genrm
-from . import verifiers as _  # noqa: F401  registers 'maths' and 'code'
 from .isolated import Limits
 from ..records import Metrics, Prompt, Sample
-from ..settings import above, at_least, check
+from ..settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
@@ -45,11 +44,30 @@ class RewardConfig:
     memory_mb: Annotated[int, at_least(1)] = 512  # that a verdict may add to its worker
     # more attempts when a worker dies; none when the time is up
     retries: Annotated[int, at_least(0)] = 1
+    # your own FILE.py:NAME or MODULE:NAME, or names of verifiers; they judge every prompt
+    function: tuple[str, ...] = ()
+    # of each function, in the sum that is the reward; empty = 1
+    weights: Annotated[tuple[float, ...], between(-1e6, 1e6)] = ()
+    # a number of at least this counts as correct; of several functions the first decides
+    correct_at: Annotated[float, between(-1e6, 1e6)] = 1.0
+    # of the functions' files, noted when a run begins
+    function_sha256: dict[str, str] = field(default_factory=dict)
     # judges prompts whose verifier is 'genrm'
     genrm: genrm.GenRMConfig = field(default_factory=genrm.GenRMConfig)
 
     def __post_init__(self):
         check(self)
+        for spec in self.function:
+            if ':' not in spec and (spec not in verifiers or spec == 'genrm'):
+                known = ', '.join(sorted({*verifiers} - {'genrm'}))
+                raise ValueError(
+                    f'function={spec!r}: use FILE.py:NAME, MODULE:NAME, or a verifier ({known})'
+                )
+        if len(set(self.function)) < len(self.function):
+            raise ValueError(f'function={self.function}: name each once')
+        if self.weights and len(self.weights) != len(self.function):
+            num = len(self.function)
+            raise ValueError(f'weights={self.weights}: give one for each of {num} functions')
 
     @property
     def limits(self):
@@ -96,7 +114,7 @@ def judge_sample(
     sample: Sample,  # gets its verdict and reward
     prompt: Prompt,
     tokenizer: Tokenizer,
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
 ) -> Sample:
     "Verify one response, here and now"
     return record_verdict(sample, *timed_verdict(prompt, sample.response_ids, tokenizer, eos_id))
@@ -105,7 +123,9 @@ def judge_sample(
 class SerialJudge(Judge):
     "Judges when asked to settle, one sample after another"
 
-    def __init__(self, prompts: Iterable[Prompt], tokenizer: Tokenizer, eos_id: int):
+    def __init__(
+        self, prompts: Iterable[Prompt], tokenizer: Tokenizer, eos_id: int | tuple[int, ...]
+    ):
         self.prompts = {p.id: p for p in prompts}
         self.of = tokenizer, eos_id
 

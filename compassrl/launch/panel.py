@@ -17,7 +17,7 @@ from ..config import TrainConfig
 from .plan import plan
 from .process import follow, launch, report_parts, resume
 from .scripts import node_script
-from ..runs.cli import presets
+from ..runs.presets import presets
 
 # %% auto #0
 __all__ = ['with_value', 'Form', 'Panel', 'panel']

@@ -5,6 +5,7 @@
 # %% ../../nbs/model/05_layers.ipynb #e8c6d66c
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -12,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .shape import Yarn
+
 # %% auto #0
 __all__ = [
     'Attend',
     'rms_norm',
     'rope_table',
     'rotate',
+    'rotate_part',
     'dispatch',
     'combine',
     'gated_swiglu',
@@ -64,14 +68,34 @@ def rope_table(
     head_dim: int,
     length: int,  # positions
     theta: float,
+    yarn: Yarn = Yarn(),
 ) -> tuple[Tensor, Tensor]:  # cos and signed sin [length, head_dim] fp32
     """Angles `position * theta^(-2i/d)` (RoFormer, section 3.2.2): each once per half, the first
     sin negative"""
     # this order of rounding is the checkpoints' own
-    freqs = 1 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    waves = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    freqs = 1 / waves if yarn.factor == 1 else _stretched(waves, head_dim, theta, yarn)
     angles = torch.arange(length).float()[:, None] * freqs
     cos, sin = angles.cos(), angles.sin()
+    if yarn.scale != 1:
+        cos, sin = cos * yarn.scale, sin * yarn.scale
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def _stretched(
+    waves, d, theta, yarn
+):  # YaRN, section 3.2: slow pairs slower, fast ones as they are
+    def pair(turns):  # that makes so many turns over the length of the pretraining
+        length = yarn.original_max_position_embeddings
+        return d * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
+    high += 0.001 * (low == high)
+    fast = 1 - ((torch.arange(d // 2).float() - low) / (high - low)).clamp(0, 1)
+    return 1 / (yarn.factor * waves) * (1 - fast) + 1 / waves * fast
 
 
 def _turn(x, cos, sin, way):
@@ -102,6 +126,14 @@ def rotate(
 ) -> Tensor:
     "Turn each pair `(x[i], x[i+d/2])` by its angle: each half adds its share of the other"
     return _Rotate.apply(x, cos, sin)
+
+
+def rotate_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    "`rotate` of the first numbers of each head, as many as there are angles for"
+    r = cos.shape[-1]
+    if r == x.shape[-1]:
+        return rotate(x, cos, sin)
+    return torch.cat([rotate(x[..., :r], cos, sin), x[..., r:]], -1)
 
 
 # %% ../../nbs/model/05_layers.ipynb #b283d078

@@ -5,9 +5,6 @@
 # %% ../../nbs/model/01_policy.ipynb #c5e5bfe6
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,60 +18,14 @@ from compassrl.model.layers import (
     grouped_linear,
     rms_norm,
     rope_table,
-    rotate,
+    rotate_part,
     stack_routes,
 )
-from ..settings import above, at_least, check
+from .routers import sigmoid_choice, sigmoid_gates, softmax_gates
+from .shape import PolicyConfig
 
 # %% auto #0
-__all__ = ['PolicyConfig', 'MoE', 'DenseMLP', 'Block', 'Policy']
-
-
-# %% ../../nbs/model/01_policy.ipynb #97f67453
-@dataclass(frozen=True)
-class PolicyConfig:
-    "Shape of a Qwen3-MoE. Raises ValueError for one that cannot be built"
-
-    vocab_size: Annotated[int, at_least(1)] = 99
-    hidden_size: Annotated[int, at_least(1)] = 64
-    num_hidden_layers: Annotated[int, at_least(1)] = 2
-    num_attention_heads: Annotated[int, at_least(1)] = 4
-    num_key_value_heads: Annotated[int, at_least(1)] = 2
-    head_dim: Annotated[int, at_least(1)] = 16
-    intermediate_size: Annotated[int, at_least(1)] = 128  # of dense layers
-    moe_intermediate_size: Annotated[int, at_least(1)] = 64  # of one expert
-    num_experts: Annotated[int, at_least(1)] = 8
-    num_experts_per_tok: Annotated[int, at_least(1)] = 2
-    norm_topk_prob: bool = True  # do the chosen gates sum to 1?
-    decoder_sparse_step: Annotated[int, at_least(1)] = 1  # every how manyth layer is a mixture
-    # layers that are dense whatever the step says
-    mlp_only_layers: Annotated[tuple[int, ...], at_least(0)] = ()
-    rms_norm_eps: Annotated[float, above(0)] = 1e-6  # added to the mean square
-    rope_theta: Annotated[float, above(0)] = 10_000.0  # base of the rotary wavelengths
-    # longest sequence, prompt and response together
-    max_position_embeddings: Annotated[int, at_least(1)] = 256
-    tie_word_embeddings: bool = False  # is the output matrix that of the input?
-    pad_token_id: Annotated[int, at_least(0)] = 0  # fills rows that are shorter
-    eos_token_id: Annotated[int, at_least(0)] = 1  # ends a response
-
-    def __post_init__(self):
-        check(self)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f'num_attention_heads={self.num_attention_heads} is not a multiple of '
-                f'num_key_value_heads={self.num_key_value_heads}'
-            )
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f'num_experts_per_tok={self.num_experts_per_tok} exceeds '
-                f'num_experts={self.num_experts}'
-            )
-        if self.head_dim % 2:
-            raise ValueError(f'head_dim={self.head_dim} is odd: rotary embeddings turn pairs')
-
-    def is_sparse(self, layer: int) -> bool:
-        "Is this layer a mixture of experts?"
-        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+__all__ = ['MoE', 'DenseMLP', 'SharedExpert', 'Block', 'Policy']
 
 
 # %% ../../nbs/model/01_policy.ipynb #00650a51
@@ -85,22 +36,31 @@ class MoE(nn.Module):
         super().__init__()
         E, D, width = c.num_experts, c.hidden_size, c.moe_intermediate_size
         self.K, self.norm = c.num_experts_per_tok, c.norm_topk_prob
+        self.groups, self.scale = (c.n_group, c.topk_group), c.routed_scaling_factor
         self.router = nn.Parameter(torch.empty(E, D))
         self.gate_up = nn.Parameter(torch.empty(E, 2 * width, D))
         self.down = nn.Parameter(torch.empty(E, D, width))
+        correction = torch.zeros(E) if c.router_score == 'sigmoid' else None
+        self.register_buffer('correction', correction)  # no gradient reaches it
+        self.shared = SharedExpert(c) if c.shared_expert_intermediate_size else None
 
     def route(self, x, replay=None, valid=None):
         """`[N, K]` gates, the ids that they are for (`replay` where `valid`) and the router's own;
         gates are always live"""
         scores = F.linear(x, self.router).to(torch.promote_types(x.dtype, torch.float32))
-        own = scores.topk(self.K, -1).indices
+        own = self.choose(scores)
         idx = own if replay is None else torch.where(valid[:, None], replay.long(), own)
-        chosen = scores.gather(-1, idx)
-        if self.norm:  # sums to 1, and is finite for the least likely experts too
-            gates = chosen.softmax(-1)
-        else:
-            gates = (chosen - scores.logsumexp(-1, keepdim=True)).exp()
-        return gates.to(x.dtype), idx, own
+        return self.gates(scores, idx).to(x.dtype), idx, own
+
+    def choose(self, scores):  # [N, E] -> [N, K]
+        if self.correction is None:
+            return scores.topk(self.K, -1).indices
+        return sigmoid_choice(scores.sigmoid(), self.correction, self.K, *self.groups)
+
+    def gates(self, scores, idx):  # [N, E], [N, K] -> [N, K]
+        if self.correction is None:
+            return softmax_gates(scores, idx, self.norm)
+        return sigmoid_gates(scores.sigmoid(), idx, self.norm, self.scale)
 
     def forward(
         self,
@@ -116,45 +76,73 @@ class MoE(nn.Module):
         offsets = flat.bincount(minlength=len(self.router)).cumsum(0).int()
         h = grouped_linear(dispatch(x, order, inverse, self.K), self.gate_up, offsets)
         h = gated_swiglu(h, gates.flatten().index_select(0, order))
-        return combine(grouped_linear(h, self.down, offsets), order, inverse, self.K), own
+        y = combine(grouped_linear(h, self.down, offsets), order, inverse, self.K)
+        return (y if self.shared is None else y + self.shared(x)), own
 
 
 # %% ../../nbs/model/01_policy.ipynb #ea2e6d7a
 class DenseMLP(nn.Module):
     "SwiGLU, for the layers that are not mixtures"
 
-    def __init__(self, c: PolicyConfig):
+    def __init__(self, c: PolicyConfig, width: int | None = None):
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(2 * c.intermediate_size, c.hidden_size))
-        self.down = nn.Parameter(torch.empty(c.hidden_size, c.intermediate_size))
+        width = width or c.intermediate_size
+        self.gate_up = nn.Parameter(torch.empty(2 * width, c.hidden_size))
+        self.down = nn.Parameter(torch.empty(c.hidden_size, width))
 
     def forward(self, x, replay=None, valid=None):
         gate, up = F.linear(x, self.gate_up).chunk(2, -1)
         return F.linear(F.silu(gate) * up, self.down), None
 
 
+class SharedExpert(DenseMLP):
+    "The expert of a mixture that every token uses, in Qwen2-MoE as much as a sigmoid says"
+
+    def __init__(self, c: PolicyConfig):
+        super().__init__(c, c.shared_expert_intermediate_size)
+        gate = torch.empty(1, c.hidden_size) if c.shared_expert_gate else None
+        self.gate = None if gate is None else nn.Parameter(gate)
+
+    def forward(self, x):
+        y, _ = super().forward(x)
+        return y if self.gate is None else F.linear(x, self.gate).sigmoid() * y
+
+
 # %% ../../nbs/model/01_policy.ipynb #992323c1
 class Block(nn.Module):
-    "Attention with QK-norm and grouped queries, then the MLP, both pre-norm and residual"
+    "Attention with grouped queries, then the MLP, both pre-norm and residual"
 
     def __init__(self, c: PolicyConfig, layer: int):
         super().__init__()
         H, KV, d, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size
         self.layer, self.H, self.KV, self.d = layer, H, KV, d
-        self.eps = c.rms_norm_eps
+        self.eps, self.qk_norm = c.rms_norm_eps, c.qk_norm
         self.attn_norm = nn.Parameter(torch.empty(D))
         self.mlp_norm = nn.Parameter(torch.empty(D))
-        self.q_norm = nn.Parameter(torch.empty(d))
-        self.k_norm = nn.Parameter(torch.empty(d))
+        if c.qk_norm != 'none':
+            q, k = (d, d) if c.qk_norm == 'head' else (H * d, KV * d)
+            self.q_norm = nn.Parameter(torch.empty(q))
+            self.k_norm = nn.Parameter(torch.empty(k))
         self.qkv = nn.Parameter(torch.empty((H + 2 * KV) * d, D))
+        bias = torch.empty((H + 2 * KV) * d) if c.qkv_bias else None
+        self.qkv_bias = None if bias is None else nn.Parameter(bias)
         self.out = nn.Parameter(torch.empty(D, H * d))
         self.mlp = MoE(c) if c.is_sparse(layer) else DenseMLP(c)
 
+    def normed(self, qk):  # queries and keys [N, H+KV, d]
+        heads = [self.H, self.KV]
+        if self.qk_norm == 'none':
+            return qk
+        if self.qk_norm == 'head':
+            scale = torch.cat([self.q_norm.expand(self.H, -1), self.k_norm.expand(self.KV, -1)])
+            return rms_norm(qk, scale, self.eps)
+        pairs = zip(qk.split(heads, 1), (self.q_norm, self.k_norm))
+        return torch.cat([rms_norm(t.flatten(1), w, self.eps).view_as(t) for t, w in pairs], 1)
+
     def forward(self, x, cos, sin, attend: Attend, replay=None, valid=None):
-        qkv = F.linear(rms_norm(x, self.attn_norm, self.eps), self.qkv).view(len(x), -1, self.d)
-        qk, v = qkv.split([self.H + self.KV, self.KV], 1)
-        scale = torch.cat([self.q_norm.expand(self.H, -1), self.k_norm.expand(self.KV, -1)])
-        q, k = rotate(rms_norm(qk, scale, self.eps), cos, sin).split([self.H, self.KV], 1)
+        qkv = F.linear(rms_norm(x, self.attn_norm, self.eps), self.qkv, self.qkv_bias)
+        qk, v = qkv.view(len(x), -1, self.d).split([self.H + self.KV, self.KV], 1)
+        q, k = rotate_part(self.normed(qk), cos, sin).split([self.H, self.KV], 1)
         x = x + F.linear(attend(self.layer, q, k, v).flatten(1), self.out)
         y, own = self.mlp(rms_norm(x, self.mlp_norm, self.eps), replay, valid)
         return x + y, own
@@ -162,7 +150,7 @@ class Block(nn.Module):
 
 # %% ../../nbs/model/01_policy.ipynb #256414de
 class Policy(nn.Module):
-    "Qwen3-MoE over packed tokens"
+    "Qwen3-MoE, or a relative, over packed tokens"
 
     def __init__(self, config: PolicyConfig, seed: int = 0):
         super().__init__()
@@ -173,12 +161,15 @@ class Policy(nn.Module):
         self.head = self.embed
         if not c.tie_word_embeddings:
             self.head = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        cos, sin = rope_table(c.head_dim, c.max_position_embeddings, c.rope_theta)
+        cos, sin = rope_table(c.rotary_dim, c.max_position_embeddings, c.rope_theta, c.yarn)
         self.register_buffer('cos', cos, persistent=False)
         self.register_buffer('sin', sin, persistent=False)
         gen = torch.Generator().manual_seed(seed)
         for p in self.parameters():  # norms start at 1, matrices at std 0.02 as in the reference
             nn.init.ones_(p) if p.dim() == 1 else nn.init.normal_(p, std=0.02, generator=gen)
+        for b in self.blocks:
+            if b.qkv_bias is not None:
+                nn.init.zeros_(b.qkv_bias)
 
     def trunk(
         self,

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .hf_config import read_config, read_json, write_config
+from .companions import copy_companions
+from .hf_config import config_dict, read_config, read_json, write_config
 from .policy import Policy, PolicyConfig
 
 # %% auto #0
@@ -34,32 +35,63 @@ __all__ = [
 
 
 # %% ../../nbs/model/03_pretrained.ipynb #46ace6c3
-def hf_slices(policy: Policy) -> Iterator[tuple[str, nn.Parameter, tuple]]:
-    "Which part of which parameter a Hugging Face name stands for: (name, parameter, where in it)"
-    c, everything = policy.config, (Ellipsis,)
-    H, KV = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    yield 'model.embed_tokens.weight', policy.embed, everything
+def hf_slices(policy: Policy) -> Iterator[tuple[str, Tensor, tuple]]:
+    "Which part of which tensor a Hugging Face name stands for: (name, tensor, where in it)"
+    c = policy.config
+    yield 'model.embed_tokens.weight', policy.embed, _all
     for i, b in enumerate(policy.blocks):
         p = f'model.layers.{i}.'
-        yield p + 'input_layernorm.weight', b.attn_norm, everything
-        for n, (s, e) in dict(q=(0, H), k=(H, H + KV), v=(H + KV, H + 2 * KV)).items():
-            yield p + f'self_attn.{n}_proj.weight', b.qkv, (slice(s, e),)
-        yield p + 'self_attn.o_proj.weight', b.out, everything
-        yield p + 'self_attn.q_norm.weight', b.q_norm, everything
-        yield p + 'self_attn.k_norm.weight', b.k_norm, everything
-        yield p + 'post_attention_layernorm.weight', b.mlp_norm, everything
-        sparse = c.is_sparse(i)
-        width = c.moe_intermediate_size if sparse else c.intermediate_size
-        if sparse:
-            yield p + 'mlp.gate.weight', b.mlp.router, everything
-        for e in range(c.num_experts) if sparse else [None]:
-            q, at = (p + f'mlp.experts.{e}.', (e,)) if sparse else (p + 'mlp.', ())
-            yield q + 'gate_proj.weight', b.mlp.gate_up, at + (slice(0, width),)
-            yield q + 'up_proj.weight', b.mlp.gate_up, at + (slice(width, 2 * width),)
-            yield q + 'down_proj.weight', b.mlp.down, at or everything
-    yield 'model.norm.weight', policy.norm, everything
+        yield p + 'input_layernorm.weight', b.attn_norm, _all
+        yield from _attention(c, b, p + 'self_attn.')
+        yield p + 'post_attention_layernorm.weight', b.mlp_norm, _all
+        if c.is_sparse(i):
+            yield from _mixture(c, b.mlp, p)
+        else:
+            yield from _swiglu(b.mlp, p + 'mlp.', c.intermediate_size)
+    yield 'model.norm.weight', policy.norm, _all
     if not c.tie_word_embeddings:
-        yield 'lm_head.weight', policy.head, everything
+        yield 'lm_head.weight', policy.head, _all
+
+
+_all = (Ellipsis,)
+
+
+def _attention(c, b, p):
+    H, KV = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    for n, (s, e) in dict(q=(0, H), k=(H, H + KV), v=(H + KV, H + 2 * KV)).items():
+        yield p + f'{n}_proj.weight', b.qkv, (slice(s, e),)
+        if c.qkv_bias:
+            yield p + f'{n}_proj.bias', b.qkv_bias, (slice(s, e),)
+    yield p + 'o_proj.weight', b.out, _all
+    if c.qk_norm != 'none':
+        yield p + 'q_norm.weight', b.q_norm, _all
+        yield p + 'k_norm.weight', b.k_norm, _all
+
+
+def _mixture(c, mlp, p):  # Mixtral alone has other names
+    mixtral = c.family == 'mixtral'
+    p += 'block_sparse_moe.' if mixtral else 'mlp.'
+    names = ('w1', 'w3', 'w2') if mixtral else _names
+    yield p + 'gate.weight', mlp.router, _all
+    if mlp.correction is not None:
+        yield p + 'gate.e_score_correction_bias', mlp.correction, _all
+    for e in range(c.num_experts):
+        yield from _swiglu(mlp, f'{p}experts.{e}.', c.moe_intermediate_size, (e,), names)
+    if mlp.shared is not None:
+        q = p + ('shared_expert.' if c.shared_expert_gate else 'shared_experts.')
+        yield from _swiglu(mlp.shared, q, c.shared_expert_intermediate_size)
+    if c.shared_expert_gate:
+        yield p + 'shared_expert_gate.weight', mlp.shared.gate, _all
+
+
+_names = 'gate_proj', 'up_proj', 'down_proj'
+
+
+def _swiglu(mlp, p, width, at=(), names=_names):
+    gate, up, down = names
+    yield f'{p}{gate}.weight', mlp.gate_up, at + (slice(0, width),)
+    yield f'{p}{up}.weight', mlp.gate_up, at + (slice(width, 2 * width),)
+    yield f'{p}{down}.weight', mlp.down, at or _all
 
 
 # %% ../../nbs/model/03_pretrained.ipynb #7835ee8d
@@ -69,6 +101,8 @@ def hf_weights(
 ) -> Iterator[tuple[str, Tensor]]:  # views, not copies
     "Weights by their Hugging Face names. Raises ValueError for a gradient that does not exist"
     for name, p, at in hf_slices(policy):
+        if grad and not isinstance(p, nn.Parameter):
+            continue  # a router's correction has none
         if grad and p.grad is None:
             raise ValueError(f'{name} has no gradient: call backward first')
         yield name, (p.grad if grad else p.detach())[at]
@@ -91,7 +125,7 @@ def checked_weights(
     shapes = hf_shapes(policy)
     missing = dict.fromkeys(shapes)
     for name, t in weights:
-        if name == 'lm_head.weight' and policy.tie_word_embeddings:
+        if name not in shapes and _unused(name, policy):
             continue
         if name not in shapes:
             raise ValueError(f'{name} is not a weight of this policy: is it another architecture?')
@@ -109,6 +143,13 @@ def checked_weights(
             f'{len(missing)} weights are missing, first {next(iter(missing))}: '
             'is the checkpoint complete?'
         )
+
+
+def _unused(name, c):  # a second name of the same weight, a table, layers that only guess ahead
+    if name == 'lm_head.weight' and c.tie_word_embeddings or name.endswith('rotary_emb.inv_freq'):
+        return True
+    layer = name.removeprefix('model.layers.').split('.')[0]
+    return c.family == 'glm4_moe' and layer.isdigit() and int(layer) >= c.num_hidden_layers
 
 
 def _shape(t):
@@ -153,10 +194,16 @@ def write_pretrained(
     weights: Iterable[tuple[str, Tensor]],  # by their Hugging Face names
     folder: str | Path,  # made if it does not exist
     max_shard_bytes: int = 4 << 30,  # one shard at a time is in memory
+    like: str | Path | None = None,  # a checkpoint whose other files are taken over
 ):
-    "Sharded safetensors and `config.json`; transformers opens the folder unchanged"
+    """Sharded safetensors and `config.json`, in a folder that transformers opens. Raises
+    ValueError"""
     if max_shard_bytes < 1:
         raise ValueError(f'max_shard_bytes={max_shard_bytes}: use at least 1')
+    if like is None:
+        config_dict(config)  # refused before anything is written
+    elif read_config(like) != config:
+        raise ValueError(f'{like} holds a policy of another shape: give the one of these weights')
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards, dtype = [], torch.float32  # bytes by name, of each shard written
@@ -172,12 +219,20 @@ def write_pretrained(
     if len(files) > 1:
         _write_index(folder, files, shards)
     _remove_others(folder, [*files, _index] if len(files) > 1 else files)
-    write_config(config, folder, dtype)
+    if like is None:
+        write_config(config, folder, dtype)
+    else:
+        copy_companions(like, folder, dtype)
 
 
-def save_pretrained(policy: Policy, folder: str | Path, max_shard_bytes: int = 4 << 30):
+def save_pretrained(
+    policy: Policy,
+    folder: str | Path,
+    max_shard_bytes: int = 4 << 30,
+    like: str | Path | None = None,
+):
     "`write_pretrained` of a policy's weights"
-    write_pretrained(policy.config, hf_weights(policy), folder, max_shard_bytes)
+    write_pretrained(policy.config, hf_weights(policy), folder, max_shard_bytes, like)
 
 
 # %% ../../nbs/model/03_pretrained.ipynb #aa3f1b89

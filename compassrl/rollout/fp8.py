@@ -105,7 +105,7 @@ def takes_fp8(
 ) -> bool:
     """A projection of attention, of a dense MLP or of an expert; not a router, an embedding, the
     head or a norm"""
-    return name.endswith('_proj.weight')
+    return name.endswith(('_proj.weight', '.w1.weight', '.w2.weight', '.w3.weight'))
 
 
 def _finite(name, codes, scales):
@@ -171,8 +171,9 @@ class Fp8Rollout(TorchRollout):
         super().load_weights(weights, version)
         self.version = None  # until all are finite
         for i, layer in enumerate(self.layers if self.weights else []):
-            for k in ('qkv', 'out', 'gate_up', 'down'):
-                setattr(layer, k, self.keep(f'layer {i}: {k}', getattr(layer, k)))
+            for k in ('qkv', 'out', 'gate_up', 'down', 'shared_gate_up', 'shared_down'):
+                if getattr(layer, k) is not None:
+                    setattr(layer, k, self.keep(f'layer {i}: {k}', getattr(layer, k)))
         self.version = version
 
     def keep(self, name, w):

@@ -16,7 +16,7 @@ from ..model.layers import grouped_linear
 from ..model.policy import Block, MoE
 
 # %% auto #0
-__all__ = ['folded', 'scaled_rms', 'add_experts']
+__all__ = ['folded', 'scaled_rms', 'turn_heads', 'add_experts', 'swiglu', 'shared_expert']
 
 
 # %% ../../nbs/rollout/09_layers.ipynb #e6ab30ea
@@ -28,20 +28,38 @@ def folded(
     mlp = block.mlp
     sparse = isinstance(mlp, MoE)
     after_mlp_norm = [mlp.gate_up, mlp.router] if sparse else [mlp.gate_up]
+    shared = mlp.shared if sparse else None
+    if shared is not None:
+        after_mlp_norm += [w for w in (shared.gate_up, shared.gate) if w is not None]
     for norm, products in ((block.attn_norm, [block.qkv]), (block.mlp_norm, after_mlp_norm)):
         for weight in products:
             weight.mul_(norm * D**0.5)
         norm.fill_(D**-0.5)
-    scale = torch.cat([block.q_norm] * block.H + [block.k_norm] * block.KV).view(-1, block.d)
-    layer = SimpleNamespace(qkv=block.qkv.mT, out=block.out.mT, sparse=sparse)
-    layer.scale = scale * block.d**0.5
+    layer = SimpleNamespace(qkv=block.qkv.mT, qkv_bias=block.qkv_bias, out=block.out.mT)
+    layer.sparse, layer.shared_gate_up, layer.shared_down = sparse, None, None
+    layer.qk_norm, layer.heads = block.qk_norm, [block.H, block.KV]
+    if block.qk_norm != 'none':
+        _fold_qk(layer, block)
     if sparse:
         layer.gate_up, layer.down = mlp.gate_up, mlp.down
-        layer.router, layer.K, layer.norm = mlp.router.mT, mlp.K, mlp.norm
+        layer.router, layer.moe, layer.K = mlp.router.mT, mlp, mlp.K
         layer.ids = torch.arange(len(mlp.router), device=mlp.router.device)
     else:
         layer.gate_up, layer.down = mlp.gate_up.mT, mlp.down.mT
+    if shared is not None:
+        layer.shared_gate_up, layer.shared_down = shared.gate_up.mT, shared.down.mT
+        layer.shared_gate = None if shared.gate is None else shared.gate.mT
     return layer
+
+
+def _fold_qk(layer, block):  # weights with the sqrt of what a norm is over, and `small` of it
+    H, KV, d = block.H, block.KV, block.d
+    each = block.qk_norm == 'head'
+    widths = (d, d) if each else (H * d, KV * d)
+    pairs = zip((block.q_norm, block.k_norm), (H, KV), widths)
+    scales = [(w.repeat(n) if each else w) * width**0.5 for w, n, width in pairs]
+    layer.scale = torch.cat(scales).view(-1, d)
+    layer.small = [torch.tensor((width * block.eps) ** 0.5) for width in widths]
 
 
 # %% ../../nbs/rollout/09_layers.ipynb #57a76b98
@@ -53,6 +71,28 @@ def scaled_rms(
     if x.element_size() < 4:
         return scaled_rms(x.float(), small).to(x.dtype)
     return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), small)
+
+
+# %% ../../nbs/rollout/09_layers.ipynb #007a702f
+def turn_heads(
+    qk: Tensor,  # [n, H+KV, d] changed in place
+    cos: Tensor,  # [n, 1, r]
+    sin: Tensor,  # [n, 1, r] signed
+    layer: SimpleNamespace,
+):
+    "`Block.normed`, then `rotate_part`"
+    t, r = qk, cos.shape[-1]
+    if layer.qk_norm == 'head':
+        t = scaled_rms(qk, layer.small[0]).mul_(layer.scale)
+    elif layer.qk_norm == 'width':
+        parts = zip(qk.split(layer.heads, 1), layer.small)
+        t = torch.cat([scaled_rms(p.flatten(1), s).view_as(p) for p, s in parts], 1)
+        t.mul_(layer.scale)
+    if r < qk.shape[-1]:
+        if t is not qk:
+            qk[..., r:] = t[..., r:]
+        t, qk = t[..., :r], qk[..., :r]
+    torch.addcmul(t * cos, t.roll(r // 2, -1), sin, out=qk)  # `rotate`, in place
 
 
 # %% ../../nbs/rollout/09_layers.ipynb #9e1db826
@@ -67,11 +107,7 @@ def add_experts(
     logits = torch.mm(y, layer.router)
     if x.element_size() < 4:
         logits = logits.float()
-    chosen, idx = logits.topk(layer.K, -1)
-    if layer.norm:
-        gates = chosen.softmax(-1)
-    else:
-        gates = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
+    gates, idx = _routed(layer.moe, logits)
     experts, order = idx.view(-1).sort(stable=True)
     token = owner.index_select(0, order)
     ends = torch.searchsorted(experts, layer.ids, right=True, out_int32=True)
@@ -79,3 +115,28 @@ def add_experts(
     h = F.silu(gate).mul_(up).mul_(gates.view(-1).index_select(0, order)[:, None])
     x.index_add_(0, token, product(h, layer.down, ends))
     return idx
+
+
+def _routed(moe, logits):  # `MoE.route`; a softmax needs its top-k's values alone
+    if moe.correction is not None:
+        idx = moe.choose(logits)
+        return moe.gates(logits, idx), idx
+    chosen, idx = logits.topk(moe.K, -1)
+    if moe.norm:
+        gates = chosen.softmax(-1)
+    else:
+        gates = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
+    return gates, idx
+
+
+# %% ../../nbs/rollout/09_layers.ipynb #90484ca2
+def swiglu(y: Tensor, gate_up: Tensor, down: Tensor, product=torch.mm) -> Tensor:
+    "Of a dense layer: weights are stored input by output"
+    gate, up = product(y, gate_up).chunk(2, -1)
+    return product(F.silu(gate) * up, down)
+
+
+def shared_expert(y: Tensor, layer: SimpleNamespace, product=torch.mm) -> Tensor:
+    "What a mixture adds for every token"
+    out = swiglu(y, layer.shared_gate_up, layer.shared_down, product)
+    return out if layer.shared_gate is None else out * torch.mm(y, layer.shared_gate).sigmoid()

@@ -21,7 +21,14 @@ from ..model.layers import causal_attention, grouped_linear, stack_routes
 from ..model.policy import Policy, PolicyConfig
 from ..model.pretrained import load_hf_weights
 from ..records import Request, RolloutEngine, Sample, SamplingParams
-from .layers import add_experts, folded, scaled_rms
+from compassrl.rollout.layers import (
+    add_experts,
+    folded,
+    scaled_rms,
+    shared_expert,
+    swiglu,
+    turn_heads,
+)
 from .requests import check_request
 from .slots import Slots
 from ..settings import above, at_least, check
@@ -50,8 +57,10 @@ class RolloutConfig:
     def __post_init__(self):
         check(self)
 
-    def params(self, *stop_ids: int) -> SamplingParams:
-        return SamplingParams(self.max_tokens, self.temperature, self.top_p, stop_ids)
+    def params(self, *stop_ids: int | tuple[int, ...]) -> SamplingParams:
+        "Any of these ends a response"
+        ids = (i for s in stop_ids for i in (s if isinstance(s, tuple) else (s,)))
+        return SamplingParams(self.max_tokens, self.temperature, self.top_p, tuple(ids))
 
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #1e7d4e67
@@ -77,10 +86,8 @@ class TorchRollout(RolloutEngine):
         self.prefixes: OrderedDict[tuple[int, ...], tuple] = OrderedDict()
         self.version: int | None = None
 
-        def small(width):
-            return torch.tensor((width * config.rms_norm_eps) ** 0.5)  # for `scaled_rms`
-
-        self.small, self.small_head = small(config.hidden_size), small(config.head_dim)
+        # for `scaled_rms`
+        self.small = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int):
@@ -127,18 +134,20 @@ def forward(
     heads, d, K = c.num_attention_heads + c.num_key_value_heads, c.head_dim, c.num_experts_per_tok
     owner = torch.arange(len(ids) * K, device=self.device) // K
     for i, layer in enumerate(self.layers):
-        qkv = self.product(scaled_rms(x, self.small), layer.qkv).view(len(ids), -1, d)
-        qk = qkv[:, :heads]
-        t = scaled_rms(qk, self.small_head).mul_(layer.scale)
-        torch.addcmul(t * cos, t.roll(d // 2, -1), sin, out=qk)  # `rotate`, in place
+        qkv = self.product(scaled_rms(x, self.small), layer.qkv)
+        if layer.qkv_bias is not None:
+            qkv += layer.qkv_bias
+        qkv = qkv.view(len(ids), -1, d)
+        turn_heads(qkv[:, :heads], cos, sin, layer)
         x += self.product(attend(i, qkv), layer.out)
         y = scaled_rms(x, self.small)
-        if layer.sparse:
-            routes.append(add_experts(x, y, layer, owner, self.expert_product))
+        if not layer.sparse:
+            x += swiglu(y, layer.gate_up, layer.down, self.product)
+            routes.append(None)
             continue
-        gate, up = self.product(y, layer.gate_up).chunk(2, -1)
-        x += self.product(F.silu(gate) * up, layer.down)
-        routes.append(None)
+        routes.append(add_experts(x, y, layer, owner, self.expert_product))
+        if layer.shared_down is not None:
+            x += shared_expert(y, layer, self.product)
     hidden = scaled_rms(x, self.small) * (self.policy.norm * c.hidden_size**0.5)
     return hidden, stack_routes(routes, len(ids), K)
 

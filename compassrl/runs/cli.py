@@ -6,270 +6,272 @@ wrong."""
 # %% ../../nbs/runs/13_cli.ipynb #1d3b8578
 from __future__ import annotations
 
-import io
+import errno
 import os
-import re
+import select
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Annotated
 
 import tyro
+from tyro import _errors
+from tyro.extras import SubcommandApp
 
 from .. import __version__
 from ..config import TrainConfig, read_run_config
-from ..data.prompts import DataConfig
-from ..model.policy import PolicyConfig
-from ..rollout.torch_engine import RolloutConfig
 from ..rollout.vllm.config import VllmConfig
+from .evaluate_model import eval_command
 from .factory import follow
+from .help import flag, resume_usage, settings_of, short_help
+from .log import Level, set_level
+from .presets import presets
 from .process import world
 from .report import write_report
 from .run import resume_run, start_run
 from ..settings import at_least
 from ..train.megatron.layout import ParallelConfig
-from ..train.sft import SFTConfig
-from ..train.torch_engine import OptimConfig
 
 # %% auto #0
-__all__ = [
-    'presets',
-    'usage',
-    'tiny_cpu',
-    'smoke_cpu',
-    'engines_cpu',
-    'one_gpu',
-    'one_node',
-    'multi_node',
-    'parse_train',
-    'parse_resume',
-    'main',
-]
-
+__all__ = ['usage', 'Name', 'Quiet', 'parse_train', 'parse_resume', 'main']
 
 # %% ../../nbs/runs/13_cli.ipynb #4e46cb90
-def tiny_cpu() -> TrainConfig:
-    "A 0.2 M mixture of experts learns column arithmetic: minutes on two CPU cores"
-    return TrainConfig(
-        steps=90,
-        prompts_per_step=64,
-        group_size=8,
-        eval_every=20,
-        save_every=20,
-        trace_every=40,
-        policy=PolicyConfig(max_position_embeddings=128),
-        data=DataConfig(difficulty=1.25),
-        cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=0.6),
-        rollout=RolloutConfig(max_tokens=48, num_slots=256),
-        optim=OptimConfig(lr=2e-4, warmup_steps=10, num_mini_batches=2),
-    )
-
-
-def smoke_cpu() -> TrainConfig:
-    "The same pipeline in seconds: does everything run here?"
-    return replace(
-        tiny_cpu(),
-        steps=4,
-        prompts_per_step=8,
-        group_size=4,
-        eval_every=2,
-        eval_k=2,
-        save_every=2,
-        trace_every=2,
-        data=DataConfig(difficulty=0.0, num_train=60, num_heldout=8),
-        cold_start=SFTConfig(steps=80, num_solutions=60),
-    )
-
-
-def engines_cpu() -> TrainConfig:
-    "vLLM, Megatron-Core, two cores: torchrun --nproc-per-node 2 -m compassrl train engines-cpu"
-    return replace(
-        tiny_cpu(),
-        steps=40,
-        prompts_per_step=32,
-        eval_every=0,
-        data=DataConfig(num_heldout=64),
-        policy=PolicyConfig(head_dim=32, max_position_embeddings=128),
-        cold_start=SFTConfig(steps=500, lr=5e-3, num_solutions=4096, hasty_frac=0.5),
-        rollout_engine='pool',
-        vllm=VllmConfig(num_replicas=2),
-        train_engine='megatron',
-        parallel=ParallelConfig(ep=2),
-    )
-
-
-def one_gpu() -> TrainConfig:
-    "A Hugging Face Qwen3-MoE on one GPU: set --init-from and --data.path (not run on GPU)"
-    return TrainConfig(
-        steps=200,
-        prompts_per_step=128,
-        group_size=8,
-        eval_every=20,
-        device='cuda',
-        num_threads=8,
-        data=DataConfig(max_prompt_tokens=1024),
-        cold_start=SFTConfig(steps=0),
-        policy=PolicyConfig(max_position_embeddings=4096),
-        rollout=RolloutConfig(max_tokens=3072, num_slots=256, dtype='bfloat16'),
-        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=32_768),
-    )
-
-
-def one_node() -> TrainConfig:
-    "Eight GPUs: four train, two servers take two each; flags as of one-gpu (not run on GPU)"
-    return replace(
-        one_gpu(),
-        rollout_engine='pool',
-        vllm=VllmConfig(num_replicas=2, tensor_parallel=2, timeout_s=600.0),
-        train_engine='megatron',
-        parallel=ParallelConfig(tp=2, ep=4, etp=1, dtype='bfloat16', recompute='full'),
-        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=8192),
-    )
-
-
-def multi_node() -> TrainConfig:
-    "Four machines of eight GPUs: two train, two serve; see the launch panel (not run on GPU)"
-    return replace(
-        one_node(),
-        prompts_per_step=256,
-        vllm=VllmConfig(num_replicas=4, tensor_parallel=4, timeout_s=600.0),
-        parallel=ParallelConfig(tp=4, ep=8, etp=1, dtype='bfloat16', recompute='full'),
-        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=16_384),
-    )
-
-
-presets: dict[str, Callable[[], TrainConfig]] = {
-    f.__name__.replace('_', '-'): f
-    for f in (tiny_cpu, smoke_cpu, engines_cpu, one_gpu, one_node, multi_node)
-}
-
-# %% ../../nbs/runs/13_cli.ipynb #75e4f864
 usage = """compassrl: RL for mixture-of-experts language models
 
-  compassrl train PRESET [--steps 20 --seed 3 ...]   train; PRESET or a config.json
-  compassrl train PRESET --help                      every setting with its default
+  compassrl train PRESET [--steps 20 --seed 3 ...]   train; PRESET or a .yaml, .toml or .json file
+  compassrl train PRESET --help                      the settings that matter; --help-all: all
   compassrl resume RUN_DIR [--steps N ...]           go on; --parallel.* and --vllm.* may change
+  compassrl eval MODEL_OR_RUN [--data.path FILE ...] pass@1, avg@k and intervals, without training
   compassrl report RUN_DIR                           write curves.png, report.md, report.json again
   compassrl --version                                `python -m compassrl` is the same command
+
+  train and resume: --quiet for warnings alone, --log-level debug, info, warning or error
+  completion: compassrl --tyro-print-completion bash > FILE (or zsh, tcsh), then `source FILE`
 
 presets:
 """ + '\n'.join(f'  {n:11} {f.__doc__}' for n, f in presets.items())
 
-
-# %% ../../nbs/runs/13_cli.ipynb #b51d5f89
-@contextmanager
-def _captured():  # tyro's explanation of a refusal, in lines that do not wrap
-    box, before = io.StringIO(), os.environ.get('COLUMNS')
-    os.environ['COLUMNS'] = '9999'
-    try:
-        with redirect_stderr(box), redirect_stdout(io.StringIO()):
-            yield box
-    finally:
-        del os.environ['COLUMNS']
-        if before is not None:
-            os.environ['COLUMNS'] = before
+# %% ../../nbs/runs/13_cli.ipynb #c40e1c3d
+Name = Annotated[TrainConfig, tyro.conf.arg(name='')]  # flags without a prefix
+Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+_files = '.json', '.yaml', '.yml', '.toml'
 
 
-def _parse(f, args, **kw):  # as `tyro.cli`, but a refusal is an error of one line
-    if {'-h', '--help'} & set(args):
-        return tyro.cli(f, args=args, **kw)  # prints and exits
-    try:
-        with _captured() as box:
-            return tyro.cli(f, args=args, **kw)
-    except SystemExit:
-        raise ValueError(f'{_one_line(box.getvalue())} (see {kw["prog"]} --help)') from None
-
-
-def _one_line(text):
-    "A box of tyro's: title, rule, what is wrong, rule, what may have been meant"
-    lines = [line.strip() for line in text.strip().splitlines()]
-    _, *blocks = re.split(r'\n-+\n', '\n'.join(lines))
-    what = ' '.join((blocks[0] if blocks else ' '.join(lines)).split()).rstrip('.')
-    wrong = re.search(r'--[^\s,]+', what)
-    if not wrong or len(blocks) < 2 or 'Perhaps' not in blocks[1]:
-        return what
-    flags = re.findall(r'^--\S+', '\n'.join(blocks[1:]), flags=re.M)
-    meant = get_close_matches(wrong[0], flags, 2, 0)
-    return f'{what}; did you mean {" or ".join(meant)}?' if meant else what
-
-
-# %% ../../nbs/runs/13_cli.ipynb #08e8d76f
-def parse_train(
-    args: list[str],  # what follows `compassrl train`
-) -> TrainConfig:
-    "A preset or a config.json, changed by flags"
-    if not args or args[0] in ('-h', '--help'):
-        print(usage)
-        raise SystemExit(0 if args else 2)
-    name, *flags = args
-    if name.endswith('.json'):
-        default = read_run_config(name)
-    elif name.replace('_', '-') in presets:
-        default = presets[name.replace('_', '-')]()
-    else:
-        raise ValueError(
-            f'unknown preset {name!r}: use one of {", ".join(presets)}, or a config.json'
-        )
-    about = 'Settings of the run.'
-    return _parse(
-        TrainConfig, flags, prog=f'compassrl train {name}', description=about, default=default
-    )
-
-
-def parse_resume(
-    args: list[str],  # what follows `compassrl resume`
-) -> tuple[str, TrainConfig]:
-    "The run directory, and its config with what may change: steps, the layout, the servers"
-    if not args or args[0].startswith('-') and args[0] not in ('-h', '--help'):
-        raise ValueError('resume needs a run directory first: compassrl resume RUN_DIR')
-    cfg = TrainConfig() if args[0].startswith('-') else read_run_config(args[0])
-
-    def resume(
-        run_dir: tyro.conf.Positional[str],
-        steps: Annotated[int, at_least(0)] = cfg.steps,
-        parallel: ParallelConfig = cfg.parallel,
-        vllm: VllmConfig = cfg.vllm,
-    ):
-        return run_dir, replace(cfg, steps=steps, parallel=parallel, vllm=vllm)
-
-    return _parse(
-        resume, args, prog='compassrl resume', description='Go on from the newest checkpoint.'
-    )
-
-
-# %% ../../nbs/runs/13_cli.ipynb #ccec4b58
-def _train(cfg):
+def _train(cfg, level):
+    set_level(level)
     if world()[0]:
         follow(cfg)
     else:
         print(start_run(cfg))
 
 
-def _resume(folder, cfg):
+def _resume(folder, cfg, level):
+    set_level(level)
     if world()[0]:
         follow(cfg)
     else:
         print(resume_run(folder, cfg))
 
 
-def _run(args):
+def _write(folder):
+    write_report(folder)
+    print(folder)
+
+
+def _level(quiet, log_level):
+    return 'warning' if quiet else log_level
+
+
+def _train_from(default):
+    def train(cfg: Name = default, quiet: Quiet = False, log_level: Level = 'info'):
+        return partial(_train, cfg, _level(quiet, log_level))
+
+    return train
+
+
+def _resume_from(cfg):
+    def resume(
+        run_dir: tyro.conf.Positional[str],
+        steps: Annotated[int, at_least(0)] = cfg.steps,
+        parallel: ParallelConfig = cfg.parallel,
+        vllm: VllmConfig = cfg.vllm,
+        quiet: Quiet = False,
+        log_level: Level = 'info',
+    ):
+        "Go on from the newest checkpoint"
+        new = replace(cfg, steps=steps, parallel=parallel, vllm=vllm)
+        return partial(_resume, run_dir, new, _level(quiet, log_level))
+
+    return resume
+
+
+def _report(run_dir: tyro.conf.Positional[str]):
+    "Write curves.png, report.md and report.json of a run again"
+    return partial(_write, run_dir)
+
+
+def _app(file=None, run=None):  # what a command starts from: config of a file, of a run
+    app, train = SubcommandApp(), SubcommandApp()
+    for name, preset in presets.items():
+        train.command(_train_from(preset()), name=name, help=preset.__doc__)
+    if file:
+        train.command(_train_from(file), name='file', help='A config file')
+    app.command(train, name='train', help='Train from a preset or a config file')
+    app.command(_resume_from(run or TrainConfig()), name='resume')
+    app.command(_report, name='report')
+    return app
+
+
+# %% ../../nbs/runs/13_cli.ipynb #75e4f864
+def _meant(word, flags):  # the two flags that look most like a word
+    flags = list(flags)
+    ends = ['--' + name.lstrip('-').rpartition('.')[2] for name in flags]
+    return get_close_matches(word, flags, 1, 0.8) or [
+        flags[i] for i, end in enumerate(ends) if end in get_close_matches(word, ends, 1, 0.7)
+    ]
+
+
+def _why(event, flags):  # an event of tyro's in one line; None for one that we do not know
+    setting = getattr(event, 'argument', None)
+    name = setting and setting.lowered.name_or_flags[-1]
+    kind = setting and setting.lowered.metavar
+    match event:
+        case _errors.UnrecognizedArgs(tokens=tokens):
+            wrong = next((t for t in tokens if t.startswith('--')), tokens[0])
+            meant = ' or '.join(_meant(wrong, flags))
+            what = f'Unrecognized options: {", ".join(tokens)}'
+            return f'{what}; did you mean {meant}?' if meant else what
+        case _errors.InvalidChoice(value=value, choices=choices):
+            return f'{name}={value!r}: use one of {", ".join(map(repr, choices))}'
+        case _errors.InstantiationFailure(message=message):
+            return f'{name}: {message}: use {kind}' if setting else message
+        case _errors.BadValue():
+            return f'{name} needs a value: {kind}'
+        case _errors.MissingArgs(missing_arguments=missing):
+            names = [m.arg.lowered.name_or_flags[-1].rpartition('.')[2] for m in missing]
+            return f'{", ".join(names).upper().replace("-", "_")} is missing'
+
+
+def _refusing(prog, flags):  # a refusal is an error of one line
+    def refuse(event):
+        if why := _why(event, flags):
+            raise ValueError(f'{" ".join(why.split())} (see {prog} --help)')
+
+    return _errors.on_parse_error(refuse)
+
+
+def _parse(app, args, prog, flags):  # what the command gave
+    with _refusing(prog, flags):
+        return app.cli(args=args, prog='compassrl')
+
+
+def _eval(args):
+    def parse(kind, **kw):
+        with _refusing('compassrl eval', map(flag, settings_of(kind()))):
+            return tyro.cli(kind, **kw)
+
+    print(eval_command(args, presets, parse))
+
+
+# %% ../../nbs/runs/13_cli.ipynb #b51d5f89
+def _start(args):  # name; config and sentence to start from
+    if not args or args[0].startswith('-'):
+        print(usage)
+        raise SystemExit(0 if args else 2)
+    name = args[0]
+    if name.endswith(_files):
+        return name, read_run_config(name), 'A run as the file says'
+    preset = presets.get(name.replace('_', '-'))
+    if not preset:
+        raise ValueError(
+            f'unknown preset {name!r}: use one of {", ".join(presets)}, '
+            'or a .yaml, .toml or .json file'
+        )
+    return name.replace('_', '-'), preset(), preset.__doc__
+
+
+def _train_call(args):  # what follows `compassrl train` -> what is to be done
+    name, default, about = _start(args)
+    prog, words = f'compassrl train {args[0]}', args[1:]
+    if {'-h', '--help'} & set(words):
+        print(short_help(prog, default, about))
+        raise SystemExit(0)
+    is_file = name.endswith(_files)
+    words = ['train', 'file' if is_file else name, *_all(words)]
+    return _parse(
+        _app(file=default if is_file else None), words, prog, map(flag, settings_of(default))
+    )
+
+
+def _all(words):  # of help
+    return ['--help' if w == '--help-all' else w for w in words]
+
+
+def parse_train(
+    args: list[str],  # what follows `compassrl train`
+) -> TrainConfig:
+    "A preset or a config file, changed by flags"
+    return _train_call(args).args[0]
+
+
+def _resume_call(args):
+    if {'-h', '--help'} & set(args):
+        print(resume_usage)
+        raise SystemExit(0)
+    if not args or args[0].startswith('-'):
+        raise ValueError('resume needs a run directory first: compassrl resume RUN_DIR')
+    cfg = read_run_config(args[0])
+    parts = settings_of(cfg.parallel, 'parallel.') | settings_of(cfg.vllm, 'vllm.')
+    flags = map(flag, ['steps', *parts])
+    return _parse(_app(run=cfg), ['resume', *_all(args)], 'compassrl resume', flags)
+
+
+def parse_resume(
+    args: list[str],  # what follows `compassrl resume`
+) -> tuple[str, TrainConfig]:
+    "The run directory, and its config with what may change: steps, the layout, the servers"
+    return _resume_call(args).args[:2]
+
+
+# %% ../../nbs/runs/13_cli.ipynb #ccec4b58
+def _call(args) -> Callable:  # what is to be done
     match args:
         case ['train', *rest]:
-            _train(parse_train(rest))
+            return _train_call(rest)
         case ['resume', *rest]:
-            _resume(*parse_resume(rest))
-        case ['report', folder]:
-            write_report(folder)
-            print(folder)
-        case [] | ['-h' | '--help', *_]:
-            print(usage)
+            return _resume_call(rest)
+        case ['eval', *rest]:
+            return partial(_eval, rest)
+        case ['report', *_] | ['--tyro-print-completion' | '--tyro-write-completion', *_]:
+            return _parse(_app(), args, 'compassrl', ())
+        case [] | ['-h' | '--help' | '--help-all', *_]:
+            return partial(print, usage)
         case ['--version']:
-            print(f'compassrl {__version__}')
-        case _:
-            raise ValueError(f'unknown command {" ".join(args)!r}: use train, resume or report')
+            return partial(print, f'compassrl {__version__}')
+    raise ValueError(f'unknown command {args[0]!r}: use train, resume, eval or report')
+
+
+# %% ../../nbs/runs/13_cli.ipynb #cdaa2352
+def _nobody_reads():  # is standard output a pipe that was closed? then it stays silent
+    out = select.poll()
+    out.register(1, 0)
+    closed = any(event & select.POLLERR for _, event in out.poll(0))
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return closed
+
+
+_full = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
+
+
+def _one_line(e):
+    if not isinstance(e, OSError):
+        return str(e)
+    where = f': {str(e.filename)[:200]!r}' if e.filename else ''
+    return f'{e.strerror}{where}: check the path, its permissions and the disk'
 
 
 def main(
@@ -277,10 +279,19 @@ def main(
 ):
     "The `compassrl` command; its last line is the run directory"
     try:
-        _run(sys.argv[1:] if args is None else args)
-    except ValueError as e:
+        try:
+            _call(sys.argv[1:] if args is None else args)()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        sys.exit(141)  # as a shell calls it
+    except (ValueError, OSError) as e:
+        if isinstance(e, OSError) and not e.filename and e.errno not in _full:
+            raise  # of a socket, say
         if world()[0]:
             time.sleep(20)  # rank 0 has found the same, and says so
-        sys.exit(f'compassrl: {e}')
+        sys.exit(f'compassrl: {_one_line(e)}')
     except KeyboardInterrupt:
         sys.exit(130)

@@ -33,7 +33,7 @@ def read_rows(
         try:
             row = json.loads(line)
             rows.append(row | dict(step=int(row['step'])))
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             if i == len(lines):
                 break  # half-written: the run is live, or was killed here
             raise ValueError(
@@ -111,8 +111,8 @@ _panels = {  # title: metric -> label
         zero_variance_frac='after penalties',
         zero_variance_residual_frac='no gradient at all',
     ),
-    'share of tokens, of responses': dict(
-        gradient_token_frac='tokens with gradient', truncated_frac='truncated'
+    'gradient and truncation, shares': dict(
+        gradient_token_frac='tokens with a gradient', truncated_frac='responses truncated'
     ),
     'tokens per response': dict(response_tokens_mean='mean'),
     'responses per group': dict(group_size_mean='mean', waves='waves'),
@@ -141,7 +141,7 @@ def _evaluations(ax, metrics, key, label, ink):  # points with error bars
     ax.errorbar(steps, values, bars, label=label, **look)
 
 
-def _line(ax, metrics, key, label, ink):  # raw points light, running mean on top
+def _line(ax, metrics, key, label, ink, dashed=False):  # raw points light, running mean on top
     steps, values = column(metrics, key)
     window = max(1, len(values) // 12) | 1
 
@@ -150,8 +150,14 @@ def _line(ax, metrics, key, label, ink):  # raw points light, running mean on to
 
     if window > 1:
         ax.plot(steps, shown(values), '.', color=ink, alpha=0.3, ms=5, mew=0)
-    mark, smooth = '-' if window > 1 else '.-', running_mean(values, window)
+    mark, smooth = '' if window > 1 else '.', running_mean(values, window)
+    mark += '--' if dashed else '-'
     ax.plot(steps, shown(smooth), mark, color=ink, lw=1.8, label=label)
+
+
+def _hides(values, others):  # would a whole line lie on the other one?
+    gap = max((abs(a - b) for a, b in zip(values, others)), default=0)
+    return len(values) == len(others) and gap <= 0.02 * max(map(abs, values))
 
 
 def _panel(ax, metrics, keys, log):
@@ -160,10 +166,15 @@ def _panel(ax, metrics, keys, log):
     if log and values and min(values) > 0 and (ratio := max(values) / min(values)) > 50:
         ax.set_yscale('log')
         ax.set_ylim(min(values) / 2, max(values) * ratio**0.5)  # room for the legend
+    before = []
     for (k, label), ink in zip(keys.items(), _ink):
         if k in drawn:
-            draw = _evaluations if k.startswith('eval_') else _line
-            draw(ax, metrics, k, label if any(drawn[k]) else f'{label}: 0', ink)
+            name = label if any(drawn[k]) else f'{label}: 0'
+            if k.startswith('eval_'):
+                _evaluations(ax, metrics, k, name, ink)
+            else:
+                _line(ax, metrics, k, name, ink, dashed=any(_hides(drawn[k], v) for v in before))
+            before.append(drawn[k])
 
 
 # %% ../../nbs/runs/03_curves.ipynb #942d3987

@@ -6,19 +6,34 @@ begins."""
 # %% ../../nbs/runs/07_data.ipynb #1bf6abf7
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from ..config import TrainConfig
-from ..data.prompts import load_data
-from ..data.tokenizer import build_tokenizer, load_tokenizer
+from ..data.chat import ChatTemplate
+from ..data.loading import Loaded
+from ..data.prompts import load_data, load_eval_set, reading_of
+from ..data.tasks import verifiers
+from ..data.tokenizer import build_tokenizer, end_id, load_tokenizer
 from ..judges.genrm_client import GenRM
-from ..model.hf_config import read_config
+from ..judges.own_reward import OwnReward, own_reward
+from ..model.hf_config import config_dict, read_config
 from ..records import Prompt
 
 # %% auto #0
-__all__ = ['Data', 'resolve', 'load', 'check_prompts', 'check_solutions']
+__all__ = [
+    'Data',
+    'resolve',
+    'load',
+    'load_tokenizer_and_chat',
+    'judged_by',
+    'end_ids',
+    'misfits',
+    'check_prompts',
+    'check_solutions',
+]
 
 
 # %% ../../nbs/runs/07_data.ipynb #b7787046
@@ -27,18 +42,56 @@ class Data:
     "What a run asks"
 
     tokenizer: Tokenizer
-    eos_id: int
+    eos_id: tuple[int, ...]  # any of them ends a response
     train: list[Prompt]
     heldout: list[Prompt]
+    named: dict[str, list[Prompt]] = field(default_factory=dict)  # of `data.eval_path`
+    own: OwnReward | None = None  # what judges instead of the prompts' verifiers
+
+    @property
+    def eval_sets(self) -> dict[str, list[Prompt]]:  # at least one
+        "What is asked, but never trained on: the held-out split, and the sets with a name"
+        return ({'heldout': self.heldout} if self.heldout else {}) | self.named
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return self.train + [p for prompts in self.eval_sets.values() for p in prompts]
 
 
 def resolve(cfg: TrainConfig) -> TrainConfig:
     "With the shape of the checkpoint that the run starts from"
-    return replace(cfg, policy=read_config(cfg.init_from)) if cfg.init_from else cfg
+    if cfg.init_from:
+        return replace(cfg, policy=read_config(cfg.init_from))
+    config_dict(cfg.policy)  # refused here, not when the model is written
+    return cfg
 
 
-def load(cfg: TrainConfig) -> Data:
+def load(
+    cfg: TrainConfig,
+    folder: Path | None = None,  # of a run that goes on: it keeps its reward functions
+) -> Data:
     "Tokenizer and prompts. Raises ValueError for what does not fit together"
+    own = own_reward(cfg.rewards, folder and folder / 'rewards')
+    tokenizer, chat = load_tokenizer_and_chat(cfg)
+    train, heldout = load_data(
+        cfg.data, tokenizer, cfg.seed, chat, bool(own), lambda found: misfits(cfg, found)
+    )
+    reading, skip = reading_of(cfg.data, tokenizer, chat, bool(own)), cfg.data.on_bad_row
+    sets = cfg.data.eval_sets().items()
+    named = {name: load_eval_set(name, path, reading, skip, train) for name, path in sets}
+    if len(train) < cfg.prompts_per_step:
+        raise ValueError(
+            f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts'
+        )
+    data = Data(tokenizer, end_ids(cfg, tokenizer), train, heldout, named, own)
+    judged_by(data, own)
+    check_prompts(cfg, data.prompts)
+    check_solutions(cfg, data.train)
+    return data
+
+
+def load_tokenizer_and_chat(cfg: TrainConfig) -> tuple[Tokenizer, ChatTemplate | None]:
+    "Of the model. Raises ValueError for a policy that is too small for the tokens"
     tokenizer = load_tokenizer(cfg.init_from) if cfg.init_from else build_tokenizer()
     num_tokens = tokenizer.get_vocab_size()
     if num_tokens > cfg.policy.vocab_size:
@@ -46,14 +99,53 @@ def load(cfg: TrainConfig) -> Data:
             f'policy.vocab_size={cfg.policy.vocab_size}: '
             f'use at least the {num_tokens} tokens of the tokenizer'
         )
-    train, heldout = load_data(cfg.data, tokenizer, cfg.seed)
-    if len(train) < cfg.prompts_per_step:
+    return tokenizer, ChatTemplate.of(cfg.init_from) if cfg.init_from else None
+
+
+def judged_by(data: Data, own: OwnReward | None):
+    "Own reward functions take the place of the prompts' verifiers. Raises ValueError"
+    if own is None:
+        return
+    own.check(data.prompts)
+    verifiers[own.name] = own
+
+    def judged(prompts):
+        return [replace(p, verifier=own.name) for p in prompts]
+
+    data.train, data.heldout = judged(data.train), judged(data.heldout)
+    data.named = {name: judged(prompts) for name, prompts in data.named.items()}
+
+
+def end_ids(cfg: TrainConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    "All tokens that end a response: the model's, and the tokenizer's own. Raises ValueError"
+    own = end_id(tokenizer, cfg.init_from) if cfg.init_from else None
+    ids = cfg.policy.eos_ids + (() if own is None else (own,))
+    if not ids:
         raise ValueError(
-            f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts'
+            f'{cfg.init_from} names no token that ends a response: '
+            'set eos_token_id in its config.json'
         )
-    check_prompts(cfg, train + heldout)
-    check_solutions(cfg, train)
-    return Data(tokenizer, cfg.policy.eos_token_id, train, heldout)
+    return tuple(dict.fromkeys(ids))
+
+
+# %% ../../nbs/runs/07_data.ipynb #a3586162
+def misfits(cfg: TrainConfig, found: Loaded) -> list[str]:
+    "What a whole file lacks for this run, with the flags that help"
+    if cfg.init_from:
+        return []
+    out, longest, room = [], max(found.too_long, default=0), cfg.rollout.max_tokens
+    if longest + room > cfg.policy.max_position_embeddings:
+        out.append(
+            f'The longest prompt and rollout.max_tokens={room} need a longer context, too: '
+            f'--policy.max-position-embeddings {longest + room}'
+        )
+    if cfg.cold_start.steps and found.num_rows and not found.num_solutions:
+        out.append(
+            f'No row of {cfg.data.path} has a solution, which the cold start needs: '
+            '--cold-start.steps 0, or a column by --data.columns solution NAME, '
+            'or a model to start from, --init-from FOLDER'
+        )
+    return out
 
 
 # %% ../../nbs/runs/07_data.ipynb #d5866620

@@ -64,6 +64,7 @@ class EvalSample:
     evidence: str
     finish_reason: str  # 'stop' or 'length'
     num_tokens: int  # the stop token included
+    reward: float = 0.0  # of the task, before any penalty
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class EvalResult:
     finish_reasons: dict[str, float]  # share of responses
     failed_frac: float  # responses without a verdict; they count as not right
     samples: list[EvalSample]  # [num_prompts*k] by prompt, then index
+    reward_mean: float = 0.0  # of the task, over responses
 
     @property
     def pass_at_k(self) -> float:
@@ -112,6 +114,7 @@ def _judge(sample, prompt, params, tokenizer):  # Sample to EvalSample
         evidence=v.evidence,
         finish_reason=sample.finish_reason,
         num_tokens=len(ids),
+        reward=v.reward,
     )
 
 
@@ -167,6 +170,7 @@ def evaluate(
         finish_reasons={reason: n / len(samples) for reason, n in reasons},
         failed_frac=statistics.fmean(s.status in ('failed', 'timeout') for s in samples),
         samples=samples,
+        reward_mean=statistics.fmean(s.reward for s in samples),
     )
 
 

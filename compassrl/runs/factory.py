@@ -19,12 +19,13 @@ import torch
 
 from ..config import TrainConfig
 from ..loop import Stop
-from ..model.pretrained import from_pretrained
+from ..model.pretrained import checked_weights, from_pretrained, read_shards
 from ..records import RolloutEngine, TrainEngine
 from ..rollout.fp8 import Fp8Rollout
 from ..rollout.torch_engine import TorchRollout
 from ..rollout.vllm.messages import check_vllm, weight_sync
 from .data import resolve
+from .memory import check_memory
 from .process import meet_ranks, need, set_up, world
 from ..train.megatron.layout import check_parallel
 from ..train.saver import Saver, ShardedState, WholeState
@@ -236,6 +237,10 @@ def prepare(cfg: TrainConfig):  # the `Watch` over all ranks; None for an engine
     set_up(cfg)
     train.check(cfg, num_ranks)
     rollout_engines[cfg.rollout_engine].check(cfg, num_ranks)
+    if not world()[0]:
+        check_memory(cfg, num_ranks, int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
+        if cfg.init_from:  # names and shapes; nothing is loaded
+            list(checked_weights(read_shards(cfg.init_from, whole=False), cfg.policy))
     return train.meet(cfg)
 
 

@@ -5,7 +5,6 @@
 # %% ../../nbs/runs/05_facts.ipynb #145f3642
 from __future__ import annotations
 
-import json
 import math
 import platform
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..files import read_data
 from compassrl.runs.curves import (
     column,
     phase_seconds,
@@ -92,9 +92,9 @@ def read_json(path: Path) -> dict | None:  # None if it is not there
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text())
+        return read_data(path, 'write it again or remove it')
     except ValueError as e:
-        raise ValueError(f'{path.name}: not JSON ({e}): write it again or remove it') from None
+        raise ValueError(str(e).removeprefix(f'{path.parent}/')) from None
 
 
 def _evaluations(run_dir, metrics):  # before, after; None where there is none yet
@@ -123,13 +123,14 @@ def read_curves(
     return [dict(step=0, **point(before)), *rows] if before else rows
 
 
-_folders = re.compile(r'(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+')
+# addresses stay as they are
+_folders = re.compile(r'(https?://\S+)|(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+')
 
 
 def _flat(d, at=''):  # nested config -> {'rollout.temperature': 1.0}; no folders of this machine
     if isinstance(d, dict):
         return {k: v for key, x in d.items() for k, v in _flat(x, f'{at}.{key}'.strip('.')).items()}
-    return {at: _folders.sub('', d) if isinstance(d, str) else d}
+    return {at: _folders.sub(r'\1', d) if isinstance(d, str) else d}
 
 
 # %% ../../nbs/runs/05_facts.ipynb #aaa1ab1d
@@ -174,11 +175,13 @@ def _held_out(before, after):
     for k in ('pass_at_k', 'truncated_frac', 'response_tokens_mean'):
         if k in before and k in after:
             both[k] = dict(before=before[k], after=after[k])
+    sets = {n: (s, after['sets'][n]) for n, s in (before.get('sets') or {}).items()}
     return dict(
         k=after.get('k'),
         num_prompts=after.get('num_prompts'),
         **_gain_of(before, after),
         by_domain={d: _gain_of(before, after, d) for d in domains},
+        by_set={n: _gain_of(*both) for n, both in sets.items()},
         **both,
     )
 

@@ -78,6 +78,7 @@ def _before_after(h):  # table of the evaluation, whole and by domain
     rows = [row(f'avg@{h["k"]}, %', h)]
     if len(h['by_domain']) > 1:
         rows += [row(f'{d}, %', x) for d, x in h['by_domain'].items()]
+    rows += [row(f'{name}: avg@{h["k"]}, %', x) for name, x in h['by_set'].items()]
     names = dict(pass_at_k=f'pass@{h["k"]}, %', truncated_frac='truncated, %')
     rows += [row(name, h[k]) for k, name in names.items() if k in h]
     if 'response_tokens_mean' in h:

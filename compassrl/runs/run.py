@@ -11,26 +11,27 @@ import json
 import shutil
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from tqdm import tqdm
+import torch
 
-from ..algo.zero_variance import screen
+from ..algo.zero_variance import rightness, screen
 from ..config import TrainConfig, read_run_config
 from ..data.tokenizer import save_tokenizer
 from ..experience import requests_of, sample_columns
 from ..judges.model import make_judge
+from ..judges.reward_files import keep_reward_files
 from ..loop import Stop, fit
 from ..model.policy import Policy
 from ..model.pretrained import save_pretrained, write_pretrained
 from ..records import Batch, Metrics, Sample
 from ..rollout.partial import PartialResponses
 from .data import Data, load, resolve
-from .evaluate import evaluate
+from .eval_sets import eval_json, eval_lines, evaluate_sets
 from .factory import Engines, open_engines, prepare, train_engines
 from .facts import machine_info
-from .log import Log, write_json
+from .log import Log, Progress, check_files, say, write_json
 from .report import write_report
 from .stop import locked, stoppable
 from .trace import trace_rows
@@ -73,8 +74,7 @@ class Run:
             t = time.perf_counter()
             self.save(step)
             self.log.row(m | dict(time_checkpoint_s=time.perf_counter() - t), at)
-        self.log.bar.update()
-        self.log.bar.set_postfix_str(
+        self.log.progress.step(
             f'reward {m["reward_mean"]:.2f}, zero variance {m["zero_variance_frac"]:.2f}, '
             f'entropy {m["entropy"]:.2f}, {m["tokens"] / m["time_step_s"]:,.0f} tok/s'
         )
@@ -85,7 +85,11 @@ class Run:
     def evaluated(self, now: bool) -> Metrics:
         "Of the held-out prompts, if they are asked now"
         r = self.evaluate() if now else dict.fromkeys(('avg', 'avg_stderr', 'pass_at_k'))
-        return dict(eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k'])
+        _, *others = self.data.eval_sets
+        m = {f'eval_{name}_avg': r['sets'][name]['avg'] if now else None for name in others}
+        return m | dict(
+            eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k']
+        )
 
     def trace(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch):
         "A whole step, and when what happened in it"
@@ -119,29 +123,29 @@ class Run:
     def judging(self):
         "Workers that judge, if the config asks for them; they start beside the engines"
         d, c = self.data, self.cfg
-        self.judge = make_judge(
-            d.train + d.heldout, d.tokenizer, d.eos_id, c.rewards, c.seed, c.group_size
-        )
+        self.judge = make_judge(d.prompts, d.tokenizer, d.eos_id, c.rewards, c.seed, c.group_size)
         try:
             yield
         finally:
             self.judge.close()
 
     def evaluate(self) -> dict:
-        "The held-out prompts with the rollout engine's present weights"
+        "All evaluation sets with the rollout engine's present weights"
         d, c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)
-        result = evaluate(
-            self.engines.rollout, d.heldout, c.eval_k, params, d.tokenizer, c.seed, self.judge
-        )
-        return result.as_dict() | self.judge.measured()
+        rollout = self.engines.rollout
+        return eval_json(evaluate_sets(rollout, d, c.eval_k, params, c.seed, self.judge))
 
 
 # %% ../../nbs/runs/12_run.ipynb #68bb232d
 def new_folder(cfg: TrainConfig) -> Path:
     "Where a new run goes; raises ValueError if something is there already"
     folder = Path(cfg.run_dir or f'runs/{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}')
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as e:
+        raise ValueError(f'run_dir={str(folder)!r:.200}: {e.strerror}, choose another') from e
+    if taken:
         raise ValueError(
             f'run_dir={str(folder)!r} is not empty: '
             f'choose another, or use `compassrl resume {folder}`'
@@ -154,12 +158,15 @@ def start_run(cfg: TrainConfig) -> Path:  # the run directory
     cfg = resolve(cfg)
     watch = prepare(cfg)
     run = Run(cfg, new_folder(cfg), load(cfg))
-    folder = run.folder
+    folder, own = run.folder, run.data.own
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
     with locked(folder), run.stop:
+        noted = keep_reward_files(own.files, folder / 'rewards') if own else {}
+        rewards = dataclasses.replace(cfg.rewards, function_sha256=noted)
+        run.cfg = cfg = dataclasses.replace(cfg, rewards=rewards)
         write_json(folder / 'config.json', dataclasses.asdict(cfg))
         write_json(folder / 'machine.json', machine_info())
         if not cfg.init_from:
@@ -178,12 +185,11 @@ def _cold_start(run):  # a new policy, trained by the embedded engine, whatever 
     policy = Policy(c.policy, c.seed).to(c.device)
     optim = dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1)
     engine = TorchTrain(policy, optim, replay='off')
-    bar = tqdm(total=c.cold_start.steps, desc='cold start', unit='step', dynamic_ncols=True)
-    with open(run.folder / 'cold_start.jsonl', 'w', buffering=1) as f, bar:
+    bar = Progress(c.cold_start.steps, 'cold start', lines=10)
+    with open(run.folder / 'cold_start.jsonl', 'w', buffering=1) as f, closing(bar):
         for m in cold_start(engine, d.train, c.cold_start, d.tokenizer, c.seed):
             f.write(json.dumps(m) + '\n')
-            bar.update()
-            bar.set_postfix_str(f'loss {m["loss"]:.3f}')
+            bar.step(f'loss {m["loss"]:.3f}')
             if run.stop.asked:
                 raise Stop
     save_pretrained(policy, run.source)
@@ -197,14 +203,17 @@ def _screen(run):  # ids of the prompts that are worth asking (paper section 2.4
     params = c.rollout.params(d.eos_id)
     requests = requests_of(d.train, [num] * len(d.train), asked, params, c.seed, 'screen')
     found = run.engines.rollout.generate(requests, whole_groups=True)
-    for s in tqdm(found, 'screen', len(requests), dynamic_ncols=True):
-        run.judge.start(s)
-        samples.append(s)
+    with closing(Progress(len(requests), 'screen', lines=10)) as bar:
+        for s in found:
+            run.judge.start(s)
+            samples.append(s)
+            bar.step()
     run.judge.settle(samples)
     run.judge.measured()  # of no step
-    rewards, group, valid, _ = sample_columns(samples, asked)
-    kept = [id for id, k in zip(asked, screen(rewards, group, valid).tolist()) if k]
-    print(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
+    _, group, valid, _ = sample_columns(samples, asked)
+    right = torch.tensor([rightness(s.verdict) for s in samples])
+    kept = [id for id, k in zip(asked, screen(right, group, valid).tolist()) if k]
+    say(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
     if len(kept) < c.prompts_per_step:
         raise ValueError(
             f'zero_variance.screen_samples={num} leaves {len(kept)} prompts for prompts_per_step='
@@ -234,9 +243,10 @@ def resume_run(
             )
     watch = prepare(cfg)
     with locked(folder):
-        run = Run(cfg, folder, load(cfg))
+        run = Run(cfg, folder, load(cfg, folder))
         saver = train_engines[cfg.train_engine].saver
         saver.newest(folder / 'checkpoints', required=True)  # refused before engines start
+        check_files(folder)
         engines = open_engines(cfg, run.source, folder, watch)
         with run.stop, run.judging(), engines as run.engines:
             step = run.load()
@@ -246,7 +256,7 @@ def resume_run(
                 )
             run.engines.rollout.load_weights(run.engines.train.weights(), step)
             write_json(folder / 'config.json', dataclasses.asdict(cfg))
-            print(f'resuming {folder} after step {step}')
+            say(f'resuming {folder} after step {step}')
             return _train(run, step)
 
 
@@ -266,12 +276,8 @@ def _train(run, start):  # the loop and what comes after it
     before = json.loads((folder / 'eval_before.json').read_text())
     after = run.evaluate()
     write_json(folder / 'eval_after.json', after)
-    write_pretrained(c.policy, e.train.weights(), folder / 'model')
-    save_tokenizer(d.tokenizer, folder / 'model')
+    write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()
     write_report(folder)
-    print(
-        f'held-out avg@{after["k"]}: {100 * before["avg"]:.1f} % before RL, '
-        f'{100 * after["avg"]:.1f} % after; see {folder / "report.md"} and curves.png'
-    )
+    say('\n'.join(eval_lines(before, after)) + f'; see {folder / "report.md"} and curves.png')
     return folder

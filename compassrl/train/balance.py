@@ -27,7 +27,9 @@ def train_flops(
     for layer in range(c.num_hidden_layers):
         sparse = c.is_sparse(layer)
         total += D * (
-            3 * c.num_experts_per_tok * c.moe_intermediate_size + c.num_experts
+            3 * c.num_experts_per_tok * c.moe_intermediate_size
+            + 3 * c.shared_expert_intermediate_size
+            + c.num_experts
             if sparse
             else 3 * c.intermediate_size
         )

@@ -14,17 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compassrl.data import loading, rows, sources
 from compassrl.data import prompts as tasks
-from compassrl.data import sources
 from compassrl.data import tasks as problems
-from compassrl.data.prompts import (
-    DataConfig,
-    levels_of,
-    load_data,
-    load_prompts,
-    make_prompts,
-    split_of,
-)
+from compassrl.data.loading import load_prompts
+from compassrl.data.prompts import DataConfig, levels_of, load_data, make_prompts, split_of
+from compassrl.data.rows import Reading
 from compassrl.data.tasks import num_problems, problem, task_families, verifier, verifiers, verify
 from compassrl.data.tokenizer import (
     EOS_ID,
@@ -227,7 +222,7 @@ def test_broken_verifiers_fail_not_lie():
 
     @verifier
     def nonsense(text, answer):
-        return True
+        return 'yes'
 
     @verifier
     def not_a_number(text, answer):
@@ -444,6 +439,7 @@ def write(path, rows):
 
 good = [dict(q=f'{i}+{i}=', a=str(2 * i), cot=f'#{2 * i}', key=f'k{i}') for i in range(40)]
 columns = dict(prompt='q', answer='a', solution='cot', id='key')
+by_columns = Reading(tok, columns)
 
 
 def test_all_sources_agree(tmp_path, no_network):
@@ -454,7 +450,7 @@ def test_all_sources_agree(tmp_path, no_network):
     data.save_to_disk(tmp_path / 'saved')
     (tmp_path / 'folder').mkdir()
     write(tmp_path / 'folder' / 'train.jsonl', good)
-    jsonl = load_prompts(write(tmp_path / 'x.jsonl', good), tok, columns, 'final')
+    jsonl = load_prompts(write(tmp_path / 'x.jsonl', good), Reading(tok, columns, 'final'))
     assert (
         jsonl[1] == []
         and len(jsonl[0]) == 40
@@ -464,9 +460,7 @@ def test_all_sources_agree(tmp_path, no_network):
         assert (
             load_prompts(
                 ('hf:' if source == 'folder' else '') + str(tmp_path / source),
-                tok,
-                columns,
-                'final',
+                Reading(tok, columns, 'final'),
             )
             == jsonl
         ), source
@@ -485,7 +479,7 @@ def test_all_sources_agree(tmp_path, no_network):
 
 
 def test_every_bad_row_is_named(tmp_path, capsys):
-    rows = [
+    lines = [
         good[0],
         '{"q": "1+1=",',
         '[1, 2]',
@@ -493,7 +487,7 @@ def test_every_bad_row_is_named(tmp_path, capsys):
         dict(q='1+1='),
         dict(q='', a='2', cot='', key='x'),
         dict(q='  ', a='2', cot='', key='x'),
-        dict(q='1', a=2, cot='', key='x'),
+        dict(q='1', a=[2], cot='', key='x'),
         dict(q=None, a='2', cot='', key='x'),
         dict(q='1', a='', cot='', key='x'),
         dict(good[1], cot=['#2']),
@@ -504,15 +498,15 @@ def test_every_bad_row_is_named(tmp_path, capsys):
         '',
         good[3],
     ]
-    path = write(tmp_path / 'x.jsonl', rows)
+    path = write(tmp_path / 'x.jsonl', lines)
     with pytest.raises(ValueError) as e:
-        load_prompts(path, tok, columns, max_prompt_tokens=50)
+        load_prompts(path, Reading(tok, columns, max_prompt_tokens=50))
     assert (
         '14 bad rows of 16' in str(e.value)
         and f'{path}:2: invalid JSON' in str(e.value)
         and str(e.value).count('x.jsonl:') == 5
     )
-    prompts, skipped = load_prompts(path, tok, columns, on_bad_row='skip', max_prompt_tokens=50)
+    prompts, skipped = load_prompts(path, Reading(tok, columns, max_prompt_tokens=50), 'skip')
     assert [p.id for p in prompts] == [
         'k0',
         'k3',
@@ -524,7 +518,7 @@ def test_every_bad_row_is_named(tmp_path, capsys):
         "no column 'a'",
         "'q' is empty",
         "'q' is empty",
-        "'a' is int '2'",
+        "'a' is list '[2]'",
         "'q' is NoneType",
         "'a' is empty",
         "'cot' is list",
@@ -544,7 +538,7 @@ def test_odd_files(tmp_path):
         b'{"prompt": "\xff", "answer": "2"}\n'
         b'{"prompt": "\xe2\x80\xa8", "answer": ' + b'1' * 5000 + b'}\n'
     )
-    prompts, skipped = load_prompts(tmp_path / 'x.jsonl', tok, on_bad_row='skip')
+    prompts, skipped = load_prompts(tmp_path / 'x.jsonl', Reading(tok), on_bad_row='skip')
     assert (
         [p.text for p in prompts] == ['1', '2']
         and [s.split(':')[1] for s in skipped] == ['4', '5']
@@ -554,25 +548,25 @@ def test_odd_files(tmp_path):
 
 
 def test_sources_that_cannot_be_used(tmp_path):
-    (tmp_path / 'x.csv').write_text('a,b')
+    (tmp_path / 'x.xlsx').write_text('a,b')
     (tmp_path / 'x.parquet').write_text('no')
     (tmp_path / 'empty.jsonl').write_text('\n')
     (tmp_path / 'dir').mkdir()
     for name, message in (
         ('none.jsonl', 'does not exist'),
-        ('x.csv', "unknown kind '.csv'"),
+        ('x.xlsx', "unknown kind '.xlsx'"),
         ('x.parquet', 'cannot be read'),
         ('empty.jsonl', 'no usable row'),
         ('dir', 'cannot be read'),
     ):
         with pytest.raises(ValueError, match=message):
-            load_prompts(str(tmp_path / name), tok)
+            load_prompts(str(tmp_path / name), Reading(tok))
     import datasets
 
     datasets.DatasetDict(train=datasets.Dataset.from_list(good)).save_to_disk(tmp_path / 'splits')
     with pytest.raises(ValueError, match='several splits.*splits/train'):
-        load_prompts(str(tmp_path / 'splits'), tok, columns)
-    assert len(load_prompts(str(tmp_path / 'splits' / 'train'), tok, columns)[0]) == 40
+        load_prompts(str(tmp_path / 'splits'), by_columns)
+    assert len(load_prompts(str(tmp_path / 'splits' / 'train'), by_columns)[0]) == 40
     with pytest.raises(ValueError, match='1 rows give'):
         load_data(
             DataConfig(path=write(tmp_path / 'one.jsonl', [dict(prompt='1', answer='1')])), tok, 0
@@ -582,11 +576,11 @@ def test_sources_that_cannot_be_used(tmp_path):
 def test_without_datasets(tmp_path, monkeypatch):
     path = write(tmp_path / 'x.jsonl', good)
     monkeypatch.setitem(sys.modules, 'datasets', None)
-    assert len(load_prompts(path, tok, columns)[0]) == 40  # JSON lines need nothing
+    assert len(load_prompts(path, by_columns)[0]) == 40  # JSON lines need nothing
     (tmp_path / 'x.parquet').write_text('')
     for source in (str(tmp_path / 'x.parquet'), 'hf:some/name', str(tmp_path)):
         with pytest.raises(ValueError, match=r'pip install compassrl\[data\]'):
-            load_prompts(source, tok)
+            load_prompts(source, Reading(tok))
 
 
 def test_hf_names(monkeypatch):
@@ -595,7 +589,7 @@ def test_hf_names(monkeypatch):
     asked = []
     monkeypatch.setattr(datasets, 'load_dataset', lambda *a, **k: asked.append((a, k)) or good)
     for source in ('hf:owner/name', 'hf:owner/name:test', 'hf:owner/name:main:test'):
-        load_prompts(source, tok, columns)
+        load_prompts(source, by_columns)
     assert asked == [
         (('owner/name',), dict(split='train')),
         (('owner/name',), dict(split='test')),
@@ -604,7 +598,7 @@ def test_hf_names(monkeypatch):
 
 
 def test_import_needs_no_optional_package():
-    src = ''.join(Path(m.__file__).read_text() for m in (tasks, problems, sources))
+    src = ''.join(Path(m.__file__).read_text() for m in (tasks, problems, sources, rows, loading))
     assert not [
         line
         for line in src.splitlines()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from compassrl.launch.panel import panel, with_value
-from compassrl.runs.cli import presets, smoke_cpu
+from compassrl.runs.presets import presets, smoke_cpu
 from tests.launch.test_process import until
 
 

@@ -9,7 +9,7 @@ from compassrl.launch.plan import machines, plan, workload
 from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.runs import factory
-from compassrl.runs.cli import one_gpu, smoke_cpu
+from compassrl.runs.presets import one_gpu, smoke_cpu
 from compassrl.train.megatron.layout import ParallelConfig
 from tests.support.faults import noticed, planted
 

@@ -17,7 +17,7 @@ from compassrl.config import read_run_config
 from compassrl.launch import process as module
 from compassrl.launch.process import follow, launch, launch_on, report_parts, resume, status, watch
 from compassrl.rollout.vllm.config import VllmConfig
-from compassrl.runs.cli import one_gpu, smoke_cpu
+from compassrl.runs.presets import one_gpu, smoke_cpu
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.sft import SFTConfig
 
@@ -158,7 +158,7 @@ def test_it_outlives_its_notebook(tmp_path):
 from dataclasses import replace
 from compassrl.launch.process import launch
 from compassrl.train.sft import SFTConfig
-from compassrl.runs.cli import smoke_cpu
+from compassrl.runs.presets import smoke_cpu
 cold_start = SFTConfig(steps=10, num_solutions=60)
 cfg = replace(smoke_cpu(), steps=1, eval_every=0, cold_start=cold_start)
 launch(cfg, {str(tmp_path / 'orphan')!r})

@@ -22,7 +22,8 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.server import free_port
 from compassrl.runs import cli
-from compassrl.runs.cli import parse_resume, parse_train, presets, smoke_cpu
+from compassrl.runs.cli import parse_resume, parse_train
+from compassrl.runs.presets import presets, smoke_cpu
 from compassrl.train.megatron.layout import ParallelConfig
 from tests.launch.test_plan import BIG, Q30, TWO
 

@@ -391,8 +391,10 @@ def test_round_trip_is_exact(dtype, limit, tmp_path):
 def test_transformers_writes_and_we_read(seed, shards, dtype, tmp_path):
     c = random_config(seed)
     torch.manual_seed(seed)
-    apart = 'rope_theta', 'mlp_only_layers', 'eos_token_id', 'pad_token_id'
-    known = {k: v for k, v in vars(c).items() if k not in apart}
+    apart = 'mlp_only_layers', 'eos_token_id', 'pad_token_id'
+    kept = Qwen3MoeConfig()
+    known = {k: v for k, v in vars(c).items() if hasattr(kept, k) or k == 'head_dim'}
+    known = {k: v for k, v in known.items() if k not in apart}
     hf = Qwen3MoeConfig(
         **known,
         mlp_only_layers=list(c.mlp_only_layers),
@@ -403,7 +405,7 @@ def test_transformers_writes_and_we_read(seed, shards, dtype, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size='20KB' if shards else '1GB')
     assert (len(list(tmp_path.glob('*.safetensors'))) > 1) == shards
     policy = from_pretrained(tmp_path, dtype)
-    assert policy.config == replace(c, eos_token_id=7, pad_token_id=0)
+    assert policy.config == replace(c, eos_token_id=(7, 8), pad_token_id=0)
     state = model.state_dict()
     for name, w in hf_weights(policy):
         if '.experts.' not in name:
@@ -551,12 +553,16 @@ def without(name):
         (cut('config.json', 40), 'config.json is not JSON'),
         (cut('*.index.json', 40), 'index.json is not JSON'),
         (lambda f: (f / 'config.json').write_text('[]'), 'holds list, not an object'),
-        (lambda f: (f / 'config.json').write_bytes(b'\xff\xfe{'), 'config.json is not JSON'),
+        (
+            lambda f: (f / 'config.json').write_bytes(b'\xff\xfe{'),
+            'config.json: byte 0 is no UTF-8',
+        ),
         (
             lambda f: next(f.glob('*.index.json')).write_text('{"weight_map": {}}'),
             'missing, first model.embed_tokens',
         ),
-        (edit(model_type='llama'), "model_type='llama', only 'qwen3_moe'"),
+        (edit(model_type='gemma3'), "model_type='gemma3', only 'qwen3', 'qwen3_moe', 'qwen2'"),
+        (edit(model_type='deepseek_v3'), "'deepseek_v3': the policy has no multi-head latent att"),
         (edit(model_type=None), 'model_type=None'),
         (
             edit(hidden_size=16),
@@ -569,8 +575,8 @@ def without(name):
         (edit(hidden_size='64'), "hidden_size='64': use a whole number"),
         (edit(num_experts_per_tok=9), 'config.json: num_experts_per_tok=9 exceeds'),
         (
-            edit(rope_parameters=dict(rope_type='yarn', factor=4.0, rope_theta=1e4)),
-            "rope_type='yarn'",
+            edit(rope_parameters=dict(rope_type='longrope', factor=4.0, rope_theta=1e4)),
+            "rope_type='longrope', only 'default' and 'yarn'",
         ),
         (
             edit(rope_parameters=None, rope_scaling=dict(type='linear', factor=2.0)),

@@ -571,7 +571,7 @@ def test_machine_of_the_run_wins(run):
 def test_a_damaged_file_is_named(run, name):
     folder, _ = run
     (folder / name).write_text('{"a": ')
-    with pytest.raises(ValueError, match=f'^{name}: not JSON .*write it again or remove it$'):
+    with pytest.raises(ValueError, match=f'^{name} is not JSON .*write it again or remove it$'):
         write_report(folder)
 
 
@@ -593,7 +593,7 @@ def test_panels():
         'mean reward',
         'correct',
         'first wave',
-        'truncated',
+        'responses truncated',
         'by the loss: 0',
         'rollout / train gap',
         'rollout',
@@ -608,6 +608,29 @@ def test_panels():
     assert (
         sum(line.get_linestyle() == ':' for ax in resumed.axes for line in ax.lines) == 11
     )  # there is no evaluation yet
+
+
+def test_a_curve_under_another_stays_in_sight():
+    "Equal curves take turns: one is whole, the other dashed; curves apart are both whole"
+
+    def styles(reward):
+        rows = [dict(step=i, correct_frac=i / 9, reward_mean=i / 9 + reward) for i in range(1, 9)]
+        lines = plot_curves(rows).axes[1].lines
+        return [x.get_linestyle() for x in lines if not x.get_label().startswith('_')]
+
+    assert styles(0) == styles(0.01) == ['-', '--'] and styles(0.3) == ['-', '-']
+
+
+def test_addresses_stay_and_folders_go(run):
+    folder, _ = run
+    address, place = 'http://localhost:8000/v1', '/data/somebody/a.jsonl'
+    config = json.loads((folder / 'config.json').read_text())
+    config |= dict(rewards=dict(genrm=dict(base_url=address)), data=dict(path=place))
+    config |= dict(vllm=dict(urls='https://a.b:1/c/d/'))
+    (folder / 'config.json').write_text(json.dumps(config))
+    page = report_markdown(run_facts(folder))
+    assert f'base_url={address}`' in page and 'urls=https://a.b:1/c/d/`' in page
+    assert 'path=a.jsonl`' in page and 'somebody' not in page
 
 
 def test_no_display_and_no_pyplot_state(run):

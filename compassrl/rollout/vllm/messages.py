@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...model.families import architecture
 from ...model.layers import route_dtype
 from ...model.policy import PolicyConfig
 from ...records import Request, Sample
@@ -190,7 +191,7 @@ def engine_args(
         enable_expert_parallel=config.expert_parallel,
     )
     if not any(map(policy.is_sparse, range(policy.num_hidden_layers))):
-        d['hf_overrides'] = dict(architectures=['Qwen3ForCausalLM'])  # Qwen3-MoE wants a mixture
+        d['hf_overrides'] = dict(architectures=[architecture(policy)])  # a mixture's wants experts
     if device != 'cpu':
         return d | gpu_args(config, return_routes, quantization)
     return d | dict(

@@ -19,6 +19,7 @@ __all__ = [
     'ParallelConfig',
     'check_world',
     'check_shape',
+    'check_family',
     'check_parallel',
     'padded_vocab',
 ]
@@ -107,6 +108,23 @@ def check_shape(p, c):
     _divides(p.pp * p.vpp, 'pp x vpp', c.num_hidden_layers, 'num_hidden_layers')
 
 
+def check_family(c: PolicyConfig):
+    "Raises ValueError for a part that is not mapped to Megatron-Core"
+    for k, plain in dict(
+        qk_norm='head', qkv_bias=False, shared_expert_intermediate_size=0, router_score='softmax'
+    ).items():
+        if getattr(c, k) != plain:
+            raise ValueError(
+                f'{k}={getattr(c, k)!r} (family {c.family!r}) is not mapped to Megatron-Core: '
+                "use train_engine='torch', or a Qwen3"
+            )
+    if c.yarn.factor > 1:
+        raise ValueError(
+            f'yarn.factor={c.yarn.factor} is not mapped to Megatron-Core: '
+            "use train_engine='torch', or a checkpoint without YaRN"
+        )
+
+
 def check_parallel(
     parallel: ParallelConfig,
     policy: PolicyConfig,
@@ -115,6 +133,7 @@ def check_parallel(
 ):
     "Raises ValueError for a layout that Megatron-Core cannot build, or would train wrongly"
     p = parallel
+    check_family(policy)
     check_world(p, world_size)
     check_shape(p, policy)
     for k, off in (('cp', 1), ('fp8_recipe', '')):

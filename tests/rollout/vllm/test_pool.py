@@ -671,15 +671,22 @@ def born(server):
     return server.pid
 
 
+def soon(what, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return what()
+
+
 def nurseries(folder):
     "An owner is given one nursery and makes another; it ends beside a server that is stopped"
     servers = [forked(folder / f'log{i}') for i in range(2)]
     first = Nursery.one.process
     pids = list(map(born, servers))
-    assert {parent(parent(p)) for p in pids} == {first.pid} and len(
-        {os.getpgid(p) for p in pids}
-    ) == 2
-    assert all(os.readlink(f'/proc/{p}/fd/0') == '/dev/null' for p in pids)
+    assert {parent(parent(p)) for p in pids} == {first.pid}
+    # a number comes before the process has made itself at home
+    assert soon(lambda: len({os.getpgid(p) for p in pids}) == 2)
+    assert soon(lambda: all(os.readlink(f'/proc/{p}/fd/0') == '/dev/null' for p in pids))
     servers[0].signal(signal.SIGKILL)
     assert servers[0].ended(10) and gone(pids[0]) and servers[1].alive
     first.kill()

@@ -1,0 +1,266 @@
+"The command as people type it: pages without torch, files, completion, what is said while it runs"
+
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+from contextlib import redirect_stderr, suppress
+from pathlib import Path
+
+import pytest
+
+from compassrl.algo.losses import policy_losses
+from compassrl.runs.cli import main, parse_resume, parse_train
+from compassrl.runs.help import is_a_page, settings_of
+from compassrl.runs.log import Progress, set_level
+from compassrl.runs.presets import presets, tiny_cpu
+
+ROOT = Path(__file__).parents[2]
+ENV = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'COLUMNS': '100'}
+PAGES = [
+    [],
+    ['--help'],
+    ['--version'],
+    ['train', '--help'],
+    ['train', 'tiny-cpu', '--help'],
+    ['train', 'one-node', '--help-all'],
+    ['resume', '--help'],
+    ['--tyro-print-completion', 'bash'],
+]
+
+
+def process(code, *args):
+    return subprocess.run(
+        [sys.executable, '-c', code, *args], env=ENV, capture_output=True, text=True, timeout=600
+    )
+
+
+def here(args, capsys, monkeypatch):
+    "What a page says with torch itself"
+    monkeypatch.setenv('COLUMNS', '100')
+    try:
+        main(args)
+    except SystemExit as e:
+        assert not e.code
+    return capsys.readouterr().out
+
+
+ALL_PAGES = """
+import contextlib, io, json, sys
+from compassrl.runs.help import heavy, without_torch
+if sys.argv[2] == 'without':
+    without_torch()
+from compassrl.runs.cli import main
+said = []
+for args in json.loads(sys.argv[1]):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main(args)
+    said.append(out.getvalue())
+real = [name for name, m in sys.modules.items()
+        if name.partition('.')[0] in heavy and getattr(m, '__file__', None)]
+print(json.dumps([said, real]))
+"""
+
+
+def test_pages_without_torch_are_those_with_it():
+    "Word for word; and no module of torch was loaded"
+    runs = [process(ALL_PAGES, json.dumps(PAGES), how) for how in ('without', 'with')]
+    assert not any(r.returncode for r in runs), [r.stderr for r in runs]
+    (without, none), (with_it, some) = (json.loads(r.stdout) for r in runs)
+    assert none == [] and 'torch' in some
+    for args, page, want in zip(PAGES, without, with_it):
+        if 'bash' in args:  # tyro's order of choices is another in each process
+            page, want = (re.findall(r'--[\w.-]+', x) for x in (page, want))
+        assert page and page == want, args
+
+
+@pytest.mark.parametrize('args', PAGES[3:5], ids=' '.join)
+def test_the_command_prints_its_pages_without_torch(args):
+    "From the entry point, as it is installed"
+    code = (
+        'import sys\nfrom compassrl.__main__ import main\ntry: main()\nexcept SystemExit: pass\n'
+        "print([m for m in ('torch._C', 'safetensors._safetensors_rust') if m in sys.modules])"
+    )
+    r = process(code, *args)
+    assert r.returncode == 0 and r.stdout.endswith('\n[]\n'), r.stdout + r.stderr
+
+
+def test_what_runs_is_no_page():
+    assert all(map(is_a_page, PAGES))
+    for args in (['train', 'tiny-cpu'], ['resume', 'runs/a', '--steps', '3'], ['report', 'a']):
+        assert not is_a_page(args)
+
+
+@pytest.mark.parametrize('preset', presets)
+def test_short_help_has_the_defaults_of_its_preset(preset, capsys, monkeypatch):
+    page = here(['train', preset, '--help'], capsys, monkeypatch)
+    values = settings_of(presets[preset]())
+    lines = {x.split()[0]: x for x in page.splitlines() if x.startswith('  --')}
+    assert 15 < len(lines) < 30
+    for flag, line in lines.items():
+        value = values[flag[2:].replace('-', '_')]
+        told = ' '.join(value) if isinstance(value, tuple) else str(value) or "''"
+        assert line.endswith(f'default: {told})'), line
+    assert f'{len(values) - len(lines)} more settings' in page
+
+
+def test_help_shows_the_choices_of_a_loss(capsys, monkeypatch):
+    names = ', '.join(policy_losses)
+    for args in (['train', 'tiny-cpu', '--help'], ['train', 'tiny-cpu', '--help-all']):
+        page = ' '.join(here(args, capsys, monkeypatch).replace('│', ' ').split())
+        assert f'(one of {names}; default: espo)' in page
+
+
+def test_resume_help_has_the_values_of_the_run(tmp_path, capsys, monkeypatch):
+    (tmp_path / 'config.json').write_text(json.dumps(dict(steps=77, vllm=dict(num_replicas=5))))
+    page = ' '.join(here(['resume', str(tmp_path), '--help-all'], capsys, monkeypatch).split())
+    assert 'default: 77)' in page and 'default: 5)' in page
+    page = here(['resume', '--help'], capsys, monkeypatch)
+    assert '--steps' in page and 'default' not in page
+
+
+# ---- files
+
+
+FILES = {
+    'a.json': '{"steps": 3, "router_replay": "off", "optim": {"lr": 2e-4}, '
+    '"loss": {"name": "dapo"}}',
+    'a.yaml': 'steps: 3\nrouter_replay: off\noptim: {lr: 2e-4}\nloss:\n  name: dapo\n',
+    'a.yml': '# mine\nsteps: 3\nrouter_replay: "off"\noptim:\n  lr: 0.0002\nloss: {name: dapo}\n',
+    'a.toml': 'steps = 3\nrouter_replay = "off"\nloss.name = "dapo"\n[optim]\nlr = 2e-4\n',
+}
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_a_config_in_any_language(tmp_path, name):
+    (tmp_path / name).write_text(FILES[name])
+    cfg = parse_train([str(tmp_path / name)])
+    assert (cfg.steps, cfg.router_replay, cfg.optim.lr, cfg.loss.name) == (3, 'off', 2e-4, 'dapo')
+    changed = parse_train([str(tmp_path / name), '--steps', '9', '--optim.betas', '0.5', '0.6'])
+    assert (changed.steps, changed.optim.betas, changed.loss.name) == (9, (0.5, 0.6), 'dapo')
+
+
+@pytest.mark.parametrize('name', presets)
+def test_a_preset_survives_yaml(tmp_path, name):
+    import dataclasses
+
+    import yaml
+
+    cfg = presets[name]()
+    plain = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    (tmp_path / 'a.yaml').write_text(yaml.safe_dump(plain))
+    assert parse_train([str(tmp_path / 'a.yaml')]) == cfg
+
+
+def test_words_for_a_run_that_goes_on(tmp_path):
+    (tmp_path / 'config.json').write_text(json.dumps(dict(steps=7, seed=3)))
+    folder, cfg = parse_resume([str(tmp_path), '--steps', '9', '--quiet', '--parallel.ep', '2'])
+    assert folder == str(tmp_path) and (cfg.steps, cfg.seed, cfg.parallel.ep) == (9, 3, 2)
+    assert parse_resume([str(tmp_path)])[1].steps == 7
+
+
+def test_a_preset_by_either_spelling():
+    assert parse_train(['tiny_cpu', '--seed', '4']).seed == 4
+    assert (
+        parse_train(['tiny_cpu']) == parse_train(['tiny-cpu', '--log-level', 'debug']) == tiny_cpu()
+    )
+
+
+# ---- completion
+
+
+def completed(script, *words):
+    "What bash offers for the last word"
+    line = ' '.join(words)
+    code = (
+        f'source {script}\nCOMP_WORDS=({line!s} ""); COMP_WORDS[{len(words) - 1}]={words[-1]!r}\n'
+        f'COMP_CWORD={len(words) - 1}; COMP_LINE={line!r}; COMP_POINT={len(line)}\n'
+        '_tyro_compassrl compassrl; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    r = subprocess.run(['bash', '-c', code], capture_output=True, text=True, timeout=60)
+    return set(r.stdout.split())
+
+
+def test_bash_completes_commands_presets_and_flags(tmp_path, capsys, monkeypatch):
+    script = tmp_path / 'compassrl.bash'
+    script.write_text(here(['--tyro-print-completion', 'bash'], capsys, monkeypatch))
+    assert {'resume', 'report'} & completed(script, 'compassrl', 're') == {'resume', 'report'}
+    assert 'tiny-cpu' in completed(script, 'compassrl', 'train', 'ti')
+    assert '--steps' in completed(script, 'compassrl', 'train', 'tiny-cpu', '--ste')
+    flags = completed(script, 'compassrl', 'train', 'tiny-cpu', '--optim.')
+    assert {'--optim.lr', '--optim.betas'} <= flags
+
+
+# ---- who reads
+
+
+def test_a_pipe_that_is_closed_is_no_error():
+    code = (
+        f'{sys.executable} -m compassrl train tiny-cpu --help-all | true; echo ${{PIPESTATUS[0]}}'
+    )
+    r = subprocess.run(['bash', '-c', code], env=ENV, capture_output=True, text=True, timeout=600)
+    assert r.stderr == '' and r.stdout.strip() in ('0', '141')
+
+
+def lines(total, done=0, **kw):
+    file = io.StringIO()
+    with redirect_stderr(file):
+        progress = Progress(total, 'RL', done, **kw)
+        for i in range(done, total):
+            progress.step(f'reward {i}')
+        progress.close()
+    return file.getvalue().splitlines()
+
+
+def test_progress_in_a_file_is_plain_lines(monkeypatch):
+    monkeypatch.delenv('TQDM_DISABLE')
+    assert lines(3) == ['RL 1/3: reward 0', 'RL 2/3: reward 1', 'RL 3/3: reward 2']
+    assert lines(5, done=3) == ['RL 4/5: reward 3', 'RL 5/5: reward 4']
+    assert [x.split(':')[0] for x in lines(1001, lines=10)][-2:] == ['RL 909/1001', 'RL 1001/1001']
+    assert len(lines(1001, lines=10)) <= 10
+    set_level('warning')
+    try:
+        assert lines(3) == []
+    finally:
+        set_level('info')
+
+
+def test_progress_in_a_terminal_is_a_bar(monkeypatch):
+    monkeypatch.delenv('TQDM_DISABLE')
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    with os.fdopen(theirs, 'w') as terminal, redirect_stderr(terminal):
+        progress = Progress(2, 'RL')
+        progress.step('reward 1')
+        progress.step('reward 2')
+        progress.close()
+    said = b''
+    with suppress(OSError):  # at the end of what was written
+        while more := os.read(ours, 10_000):
+            said += more
+    os.close(ours)
+    said = said.decode()
+    assert '2/2' in said and '\r' in said and 'reward 2' in said
+
+
+@pytest.mark.parametrize('words, told', [(['--quiet'], 0), ([], 3), (['--log-level', 'debug'], 5)])
+def test_how_much_a_run_says(tmp_path, monkeypatch, capsys, words, told):
+    "Steps on standard error; the run directory is the last line of standard output"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv('TQDM_DISABLE')
+    size = ['--cold-start.steps', '1', '--steps', '2', '--eval-every', '0', *words]
+    try:
+        main(['train', 'smoke-cpu', '--run-dir', 'run', *size])
+    finally:
+        set_level('info')
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == 'run' and '\r' not in err
+    steps = [x for x in err.splitlines() if x.startswith(('RL ', 'cold start '))]
+    rows = [x for x in out.splitlines() if x.startswith('{"')]
+    assert len(steps) == min(told, 3) and len(rows) == max(0, told - 3), (out, err)
+    assert ('held-out' in out) == bool(told)
