@@ -179,6 +179,9 @@ def _settings(cfg, config):
 
 
 def _path(name):  # one word of bash that no command takes for an option
+    if not name.isprintable():
+        raise ValueError(f'{name!r} has characters that cannot be seen: use another name')
+    name = name.rstrip('/') or '/'  # what lies beside it begins with its name
     return shlex.quote(f'./{name}' if name.startswith('-') else name)
 
 

@@ -194,7 +194,7 @@ async def take(self: Conversation):
         raise answer
     elif ticket == r.name:
         del self.talks[ticket]
-        if answer is None or answer != r.tokens:
+        if answer is None or answer > r.tokens:
             r.tokens = answer
             self.queue.alive(r.name, time.perf_counter())
     else:
@@ -205,6 +205,7 @@ async def take(self: Conversation):
 def keep(self: Conversation, ticket: int, r: Replica, answer: Sample):
     "A sample is there"
     talk, now = self.talks.pop(ticket), time.perf_counter()
+    r.tokens = -1  # those that run have fewer without this one
     answer.timings['replica'] = float(list(self.servers.replicas).index(r.name))
     self.spans.append(Attempt(r.name, talk.index, talk.start, now, 'done'))
     self.plan.observe(answer)  # before the queue moves on: its order may be another now
@@ -221,6 +222,7 @@ def drop_rest(self: Conversation, index: int, now: float):
     for ticket in self.queue.drop(self.queue.requests[index]):
         talk = self.talks.pop(ticket)
         talk.task.cancel()
+        self.servers.replicas[where[ticket]].tokens = -1
         self.spans.append(Attempt(where[ticket], talk.index, talk.start, now, 'dropped'))
 
 
@@ -250,6 +252,9 @@ async def probe(self: Conversation, r: Replica, limit_s: float):
     await asyncio.sleep(limit_s / 20)
     try:  # answered between two steps of the engine
         answer = await r.progress(limit_s)
+        most = self.queue.slots * max(r.params.max_tokens for r in self.queue.requests)
+        if answer is not None and not 0 <= answer <= most:
+            raise Lost(f'it says that it runs {answer} tokens, of at most {most}')
     except (Lost, ValueError) as e:
         answer = e if isinstance(e, Lost) else Lost(str(e))
     self.events.put_nowait((r.name, r, answer))

@@ -11,11 +11,21 @@ import json
 import os
 
 # %% auto #0
-__all__ = ['variable', 'progress_path', 'the_secret', 'bearer', 'Door', 'reply', 'progress']
+__all__ = [
+    'variable',
+    'progress_path',
+    'closed',
+    'the_secret',
+    'bearer',
+    'Door',
+    'reply',
+    'progress',
+]
 
 # %% ../../../nbs/rollout/vllm/14_door.ipynb #f6322bc6
 variable = 'COMPASSRL_SECRET'
 progress_path = '/compassrl/progress'
+closed = ('/collective_rpc',)  # calls any method of a worker; some never return
 
 
 def the_secret() -> str:
@@ -34,7 +44,7 @@ def bearer(secret: str) -> dict[str, str]:  # headers of a request
 
 
 class Door:
-    "ASGI middleware: answers 401 to whoever does not show the secret"
+    "ASGI middleware: answers 401 to whoever does not show the secret, 404 for `closed`"
 
     def __init__(self, app):
         self.app, self.wants = app, bearer(the_secret())['Authorization'].encode()
@@ -47,6 +57,8 @@ class Door:
             if scope['type'] == 'websocket':
                 return await send(dict(type='websocket.close', code=1008))
             return await reply(send, 401, dict(error=f'show the secret, see {variable}'))
+        if scope['path'] in closed:
+            return await reply(send, 404, dict(error='this route is closed'))
         if scope['path'] == progress_path:
             return await reply(send, 200, await progress(scope['app'].state.engine_client))
         await self.app(scope, receive, send)

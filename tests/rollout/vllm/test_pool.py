@@ -466,9 +466,12 @@ def test_back_with_the_present_weights(pool):
     assert all(agrees(out, POLICIES[1]) for out in each_replica(pool, requests(8)).values())
 
 
-def test_servers_by_url(pool, model, capsys):
+def test_servers_by_url(pool, model, capsys, monkeypatch):
     "Servers of somebody else: synced again when they have changed, dropped when they stay away"
     urls = tuple(r.url for r in pool.replicas.values())
+    with pytest.raises(ValueError, match='COMPASSRL_SECRET has to be the same'):
+        VllmPool(model, VllmConfig(urls=urls), num_slots=4)
+    monkeypatch.setenv('COMPASSRL_SECRET', pool.secret)
     other = VllmPool(model, VllmConfig(urls=urls), num_slots=4)
     try:
         other.load_weights(hf_weights(POLICIES[0]), 7)
@@ -543,7 +546,7 @@ def test_refusals(model, tmp_path):
 def test_a_server_that_does_not_start(model, tmp_path):
     "The error shows the end of its log"
 
-    def start(options, device, log, gpus):
+    def start(options, device, log, gpus, secret):
         return Server(
             [sys.executable, '-c', 'exit("no room")'], server_env(device), log
         ), 'http://127.0.0.1:9'
