@@ -216,7 +216,8 @@ def hostile_names():
     return [
         '-x',
         '--run-dir',
-        '-rf /',
+        '-rf /x',
+        'runs/a b',
         "it's",
         'a "b"',
         'a b',
@@ -225,7 +226,6 @@ def hostile_names():
         'a;touch owned',
         'a&touch owned',
         'a|touch owned',
-        'a\ntouch owned',
         '*',
         '[a-z]',
         '~root',
@@ -257,8 +257,29 @@ def test_hostile_names(script, name, tmp_path):
     (tmp_path / name / 'checkpoints/step-000002').mkdir(parents=True)
     again = words()
     assert again[:2] == ['resume', safe] and parse_args_of(again) == safe
-    assert not (tmp_path / 'owned').exists()
-    assert {p.name.partition('.')[0] for p in tmp_path.iterdir()} >= {name.partition('.')[0]}
+    assert not list(tmp_path.rglob('owned'))
+    found = {f'{p.relative_to(tmp_path)}' for p in tmp_path.rglob('*')}
+    assert {name, f'{name}.logs', f'{name}.secret'} <= found
+    ours = {'bin', 'calls', 'script', Path(name).parts[0], f'{name}.logs', f'{name}.secret'}
+    assert {p.name for p in tmp_path.iterdir()} <= ours
+
+
+@pytest.mark.parametrize('name', ['a\ntouch owned', 'a\r', 'a\0', 'a\x1b[2J', 'a\u202eb'])
+@pytest.mark.parametrize('script', [slurm_script, node_script])
+def test_names_that_nobody_can_read_are_refused(script, name):
+    "A line of its own, say, or one that erases the screen"
+    with pytest.raises(ValueError, match='characters that cannot be seen: use another name'):
+        script(replace(BIG, run_dir=name), 6, 8, gpu='H200')
+    with pytest.raises(ValueError, match='characters that cannot be seen: use another name'):
+        script(BIG, 6, 8, f'{name}.json', 'H200')
+
+
+@pytest.mark.parametrize('script', [slurm_script, node_script])
+def test_what_lies_beside_a_run_is_not_in_it(script, tmp_path):
+    "A folder that is not empty could not be started"
+    text = script(replace(BIG, run_dir='runs/a/'), 6, 8, gpu='H200')
+    run_script(text, tmp_path, *([f'n{i}' for i in range(6)] * (script is node_script)))
+    assert sorted(p.name for p in (tmp_path / 'runs').iterdir()) == ['a.logs', 'a.secret']
 
 
 def parse_args_of(words):
@@ -360,7 +381,7 @@ def test_a_server_of_a_script(tmp_path):
     def answer(path, secret=SECRET['COMPASSRL_SECRET']):
         shown = {'Authorization': f'Bearer {secret}'} if secret else {}
         asked = urllib.request.Request(f'http://127.0.0.1:{port}{path}', headers=shown)
-        with urllib.request.urlopen(asked, timeout=5) as a:
+        with urllib.request.urlopen(asked, timeout=60) as a:
             return a.read()
 
     def status(path, secret, method):
@@ -368,7 +389,7 @@ def test_a_server_of_a_script(tmp_path):
         url = f'http://127.0.0.1:{port}{path}'
         asked = urllib.request.Request(url, b'{}', shown, method=method.upper())
         try:
-            with urllib.request.urlopen(asked, timeout=5) as a:
+            with urllib.request.urlopen(asked, timeout=60) as a:
                 return a.status
         except urllib.error.HTTPError as e:
             return e.code
@@ -396,6 +417,7 @@ def test_a_server_of_a_script(tmp_path):
             assert open_to_all == []
         told = json.loads(answer('/compassrl/progress'))
         assert told == dict(tokens=0, requests=0, paused=False)
+        assert status('/collective_rpc', SECRET['COMPASSRL_SECRET'], 'post') == 404
         public = (Path(f'/proc/{server.pid}/cmdline').read_text(), (tmp_path / 'log').read_text())
         assert not [text for text in public if SECRET['COMPASSRL_SECRET'] in text]
         listens = psutil.Process(server.pid).net_connections('inet')

@@ -5,6 +5,7 @@
 # %% ../../../nbs/rollout/vllm/05_guard.ipynb #d5367894
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -12,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from .leftovers import remember, remove, server_folder
 
 # %% auto #0
-__all__ = ['stand_guard', 'private', 'main']
+__all__ = ['stand_guard', 'end_with', 'private', 'main']
 
 
 # %% ../../../nbs/rollout/vllm/05_guard.ipynb #4b5c4d34
@@ -30,19 +32,26 @@ def stand_guard(
     with suppress(OSError):
         os.write(link, b'%d' % server)
     ends = select.poll()
-    ends.register(link, 0)  # 0 = tell of nothing but the end
+    ends.register(link, select.POLLRDHUP)  # tell of nothing but the end
     ends.register(os.pidfd_open(server), select.POLLIN)
     wait_s = 1.0
     while not ends.poll(wait_s * 1000):
         if folder:
             remember(folder, server)  # most of it is made at the start
-        wait_s = min(wait_s * 1.3, 30)
+        wait_s = min(wait_s * 1.3, 5)
     if folder:
         remember(folder, server)
     os.killpg(server, signal.SIGKILL)
     os.waitpid(server, 0)
     if folder:
         remove(folder)
+
+
+def end_with(parent: int):
+    "In a child: when the parent ends, the kernel kills us"
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
 
 
 def private(env: dict[str, str]) -> tuple[dict[str, str], Path]:
@@ -56,5 +65,11 @@ def private(env: dict[str, str]) -> tuple[dict[str, str], Path]:
 def main():
     "Start the command in our arguments as a server, and guard it; our input is the connection"
     env, folder = private(dict(os.environ))
-    server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, process_group=0, env=env)
+    server = subprocess.Popen(
+        sys.argv[1:],
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+        env=env,
+        preexec_fn=partial(end_with, os.getpid()),
+    )
     stand_guard(server.pid, folder=folder)

@@ -57,19 +57,16 @@ listing = 'shared-memory.json'
 
 
 def made_here() -> str:
-    "How the names begin of all that processes of this machine make"
-    host = socket.gethostname()
-    host = host if len(host) < 25 else hashlib.sha256(host.encode()).hexdigest()[:24]
-    return f'compassrl-{host}-'
+    "How the names begin of all that processes make that see each other by their numbers"
+    where = f'{socket.gethostname()} {os.readlink("/proc/self/ns/pid")}'
+    return f'compassrl-{hashlib.sha256(where.encode()).hexdigest()[:8]}-'
 
 
 def server_folder() -> Path:
     "A new one, for a server of this process. Sockets in it have names of 37 characters, of 107"
     base = tempfile.gettempdir()
-    folder = Path(base if len(base) < 24 else '/tmp') / f'{made_here()}{os.getpid()}-server'
-    remove(folder)
-    folder.mkdir(mode=0o700)
-    return folder
+    base = base if len(base) < 24 else '/tmp'
+    return Path(tempfile.mkdtemp(prefix=f'{made_here()}{os.getpid()}-', dir=base))
 
 
 def remember(folder: Path, group: int):
@@ -82,7 +79,7 @@ def remember(folder: Path, group: int):
 
 def remove(path: Path):
     "A file, or a server's folder and the shared memory on its list"
-    if not path.is_dir():
+    if path.is_symlink() or not path.is_dir():
         return path.unlink(missing_ok=True)
     with suppress(OSError, ValueError):
         for name in json.loads((path / listing).read_text()):

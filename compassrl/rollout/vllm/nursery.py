@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .guard import private, stand_guard
+from .guard import end_with, private, stand_guard
 
 # %% auto #0
 __all__ = [
@@ -86,10 +86,12 @@ def become_guard_and_server(link: int, log: int):
     env, own = private(env)
     os.environ.update(env)
     tempfile.tempdir = None  # it is read from the environment again
+    guard = os.getpid()
     if server := os.fork():
         os.setpgid(server, server)
         stand_guard(server, folder=own)
         os._exit(0)
+    end_with(guard)
     os.setpgid(0, 0)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     sys.argv = argv

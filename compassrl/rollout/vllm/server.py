@@ -147,17 +147,22 @@ class Server:
 
     def kill(
         self,
-        grace_s: float = 0.0,  # time to clean up; what is killed leaves shared memory behind
+        grace_s: float = 0.0,  # time to end by itself
     ):
         "End it"
         if self.pid:
             if grace_s:
                 self.signal(signal.SIGTERM)
                 self.ended(grace_s)
-            self.signal(signal.SIGKILL)
-            self.ended()
+            with suppress(OSError):
+                self.link.shutdown(socket.SHUT_WR)  # its guard ends it, and knows what it leaves
+            if not self.ended(10):
+                self.signal(signal.SIGKILL)  # the guard does not work
         self.link.close()  # ends one that is not there yet
         if self.guard:
+            with suppress(subprocess.TimeoutExpired):
+                self.guard.wait(10)
+            self.guard.kill()
             self.guard.wait()
 
     def used_s(self) -> float:

@@ -23,7 +23,7 @@ from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.partial import PartialResponses
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
-from compassrl.rollout.vllm import conversation, revival
+from compassrl.rollout.vllm import conversation, leftovers, revival
 from compassrl.rollout.vllm import pool as vllm_pool
 from compassrl.rollout.vllm.client import Client
 from compassrl.rollout.vllm.config import VllmConfig
@@ -521,8 +521,11 @@ def test_a_server_of_two_workers(model):
             pool.load_weights(hf_weights(policy), version)
             out = list(pool.generate(requests(12)))
             assert agrees(out, policy) and {s.weight_version for s in out} == {version}
+        shared = leftovers.mapped_by_group(pool.replicas['replica 0'].server.pid)
+        assert shared and all((leftovers.shared / name).exists() for name in shared)
     finally:
         pool.close()
+    assert not [name for name in shared if (leftovers.shared / name).exists()]
 
 
 # ---- before anything runs
