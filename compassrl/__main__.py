@@ -10,7 +10,10 @@ def main():
     elif int(os.environ.get('WORLD_SIZE', 1)) > 1:
         from compassrl.train.megatron.pulse import Pulse
 
-        Pulse(int(os.environ['RANK']))  # watched from the first import on
+        try:
+            Pulse(int(os.environ['RANK']))  # watched from the first import on
+        except ValueError as e:
+            sys.exit(str(e))
     from compassrl.runs.cli import main
 
     main()

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...records import Batch, LossFn, Metrics
 from .control import Control, Refused
 from .engine import MegatronTrain
-from .pulse import Pulse
+from .pulse import Pulse, patience_s
 
 # %% auto #0
 __all__ = ['LostRank', 'cluster_address', 'Watch', 'Leader', 'serve']
@@ -54,11 +54,13 @@ class Watch:
     def __init__(
         self,
         control: Control,
-        timeout_s: float = 25.0,  # a rank that is stopped for so long is dead
+        # a rank that is stopped for so long is dead; None = as `patience_s` says
+        timeout_s: float | None = None,
         every_s: float = 1.0,
     ):
         self.control, self.rank, self.size = control, control.rank, control.size
-        self.timeout_s, self.every_s, self.pulse = timeout_s, every_s, None
+        self.timeout_s = timeout_s = timeout_s or patience_s()
+        self.every_s, self.pulse = every_s, None
         if self.size == 1:
             return  # nobody to watch
         self.pulse = Pulse.one or Pulse(self.rank, timeout_s, every_s)

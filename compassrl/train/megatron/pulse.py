@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event, Thread, main_thread
 from typing import ClassVar
@@ -24,11 +25,13 @@ __all__ = [
     'phases',
     'waits_for_ranks',
     'waits_outside',
+    'variable',
     'stack',
     'waits_for',
     'doing',
     'place',
     'Visits',
+    'patience_s',
     'Pulse',
 ]
 
@@ -74,11 +77,12 @@ def stack(thread: int) -> list[tuple[str, str, int, object]]:
 def waits_for(calls: list[tuple[str, str, int, object]]) -> str:  # 'ranks', 'others' or ''
     "Modules that are being imported wait for nobody; an engine's own wait is for its ranks"
     files = [file for file, name, _, _ in calls if name != '<module>']
-    if any(f.endswith(waits_for_ranks) for f in files):
+    last = files[-1] if files else ''  # a handler of signals that stands in a wait is no wait
+    if last.endswith(waits_for_ranks):
         return 'ranks'
     if any(part in f for f in files for part in waits_outside):
         return 'others'
-    return 'ranks' if files and 'megatron/core/' in files[-1] else ''
+    return 'ranks' if 'megatron/core/' in last else ''
 
 
 def doing(calls: list[tuple[str, str, int, object]]) -> tuple[str, tuple[str, object]]:
@@ -125,12 +129,31 @@ class Visits:
 
 
 # %% ../../../nbs/train/megatron/16_pulse.ipynb #449918af
+variable = 'COMPASSRL_WATCH_S'
+
+
+def patience_s() -> float:
+    "Seconds. Raises ValueError"
+    text = os.environ.get(variable, '25')
+    with suppress(ValueError):
+        if 1 <= float(text) < 1e6:
+            return float(text)
+    raise ValueError(f'{variable}={text!r}: give seconds, 1 or more')
+
+
+# %% ../../../nbs/train/megatron/16_pulse.ipynb #7f29b4e4
 class Pulse(Thread):
     "Starts a sentry beside this rank, tells it what the rank does, and hears from it who failed"
 
     one: ClassVar[Pulse | None] = None  # of this process
 
-    def __init__(self, rank: int, limit_s: float = 25.0, every_s: float = 1.0):
+    def __init__(
+        self,
+        rank: int,
+        limit_s: float | None = None,  # it may be stopped for so long; None = as `patience_s` says
+        every_s: float = 1.0,
+    ):
+        limit_s = limit_s or patience_s()
         super().__init__(daemon=True, name='pulse')
         self.rank, self.every_s, self.pid = rank, every_s, os.getpid()
         self.stopped, self.cause = Event(), ''
