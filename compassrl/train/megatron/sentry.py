@@ -202,7 +202,7 @@ class Sentry(Judgement):
             except OSError:
                 pass
         self.repeat(failed=cause)
-        if not select.select([self.body.fd], [], [], 15)[0]:
+        if not select.select([self.body.fd], [], [], 10)[0]:
             self.end(cause)
 
 
