@@ -67,6 +67,7 @@ class Body:
         self,
         now: float,
         own_s: float = 0.0,  # CPU seconds of threads that do not count
+        mute: bool = False,  # has its own thread said nothing for long?
     ):
         seen = look(self.pid)
         if not seen:
@@ -76,7 +77,8 @@ class Body:
             self.ran = now
         idle = now - self.lived
         work = seen.cpu_s - own_s
-        if seen.state == 'R' or work - self.work > 0.02 + 0.03 * idle:
+        wants = seen.state == 'R' and not mute
+        if wants or work - self.work > (0.2 if mute else 0.02) + 0.03 * idle:
             self.lived, self.work = now, work
         elif idle > 5:
             helped = helpers_cpu_s(self.pid)

@@ -119,18 +119,22 @@ class Judgement(Ears):
         body, pulse, limit = self.body, self.pulse, self.limit_s
         if now - body.ran > limit:
             return f'was stopped for {now - body.ran:.0f} s'
-        idle, mute = now - body.lived, now - self.pulsed
-        waits = '' if mute > 5 + 2 * self.every_s else pulse['waits']
+        idle, late = now - body.lived, now - self.pulsed
+        waits = '' if self.mute(now) else pulse['waits']
         bound = outside_s if waits == 'others' or body.state == 'D' else 1.6 * limit
         if waits == 'ranks':
             if idle > bound and self.peers and all(self.waits_too(r, bound) for r in self.peers):
                 return f'and all others wait for each other for {idle:.0f} s at {pulse["where"]}'
         elif idle > bound:
             return f'hangs: it did nothing for {idle:.0f} s at {pulse["where"]}'
-        elif not waits and pulse['busy_s'] + mute > pulse['bound_s']:
-            busy = pulse['busy_s'] + mute
+        elif not waits and pulse['busy_s'] + late > pulse['bound_s']:
+            busy = pulse['busy_s'] + late
             return f'hangs: it computes for {busy:.0f} s at {pulse["where"]}, far more than before'
         return ''
+
+    def mute(self, now: float) -> bool:
+        "Its pulse has not been heard for longer than a busy machine explains"
+        return now - self.pulsed > 5 + 2 * self.every_s
 
     def waits_too(self, rank: int, bound: float) -> bool:
         words = self.said.get(rank, {})
@@ -163,7 +167,7 @@ class Sentry(Judgement):
             if now - self.ticked > 5 + 2 * self.every_s:
                 self.skip(now - self.ticked)
             self.ticked = now
-            self.body.see(now, self.pulse['own_s'])
+            self.body.see(now, self.pulse['own_s'], self.mute(now))
             self.tell(idle_s=now - self.body.lived, waits=self.pulse['waits'])
             if self.cause or self.leaves:
                 break
