@@ -1,3 +1,4 @@
+import os
 import sys
 
 from compassrl.runs.help import is_a_page, without_torch
@@ -6,6 +7,13 @@ from compassrl.runs.help import is_a_page, without_torch
 def main():
     if is_a_page(sys.argv[1:]):
         without_torch()
+    elif int(os.environ.get('WORLD_SIZE', 1)) > 1:
+        from compassrl.train.megatron.pulse import Pulse
+
+        try:
+            Pulse(int(os.environ['RANK']))  # watched from the first import on
+        except ValueError as e:
+            sys.exit(str(e))
     from compassrl.runs.cli import main
 
     main()

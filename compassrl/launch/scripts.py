@@ -14,6 +14,8 @@ from pathlib import Path
 from ..config import TrainConfig, read_run_config
 from .plan import Machines, plan
 from ..model.hf_config import read_config, write_config
+from ..rollout.vllm.door import the_secret
+from ..rollout.vllm.leftovers import made_here
 from ..rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
 
 # %% auto #0
@@ -33,7 +35,7 @@ def torchrun_args(
         meet = [
             '--rdzv-backend=c10d',
             f'--rdzv-endpoint={head}:29500',
-            '--rdzv-id=${SLURM_JOB_ID:-compassrl}',
+            '--rdzv-id="${SLURM_JOB_ID:-compassrl}"',
         ]
     return [*ranks, '--max-restarts=0', *meet, '-m', 'compassrl', what]
 
@@ -50,16 +52,19 @@ def train_command(world: Machines, what: str, head: str = '') -> str:
 def serve(
     config: str | Path,  # of the run
     port: int,
+    host: str = '127.0.0.1',  # the address where it listens, 0.0.0.0 = all of this machine
 ):
-    "Become one rollout server of a run, with the flags that its pool expects; never returns"
+    """Become one rollout server of a run, with the flags that its pool expects; never returns.
+    Raises ValueError without the secret that both know"""
     import torch
 
     from compassrl.rollout.vllm.server import server_command, server_env
 
+    the_secret()
     cfg = read_run_config(config)
     policy = read_config(cfg.init_from) if cfg.init_from else cfg.policy
     dtype = getattr(torch, cfg.rollout.dtype)
-    model = cfg.init_from or tempfile.mkdtemp(prefix='compassrl-model-')
+    model = cfg.init_from or tempfile.mkdtemp(prefix=f'{made_here()}{os.getpid()}-')
     if not cfg.init_from:
         write_config(policy, model, dtype)
     routes = cfg.router_replay == 'R3'
@@ -78,7 +83,7 @@ def serve(
         **fp8,
     )
     options['weight_transfer_config'] = transfer_config(weight_sync(cfg.vllm, cfg.device))
-    command = server_command(options, cfg.device, port, host='0.0.0.0')
+    command = server_command(options, cfg.device, port, host)
     env = server_env(cfg.device, os.environ.get('CUDA_VISIBLE_DEVICES', ''))
     os.execve(command[0], command, env)
 
@@ -88,6 +93,16 @@ _bash = """set -euo pipefail
 config={config} run={run_dir}
 mkdir -p "$run.logs"
 """
+
+# whoever comes first makes it; it is on no command line, and only its user can read it
+_secret = """secret="$run.secret" new="$run.secret.$(hostname).$$"
+(umask 077; head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \\n' > "$new")
+ln "$new" "$secret" 2>/dev/null || true; rm -f "$new"
+COMPASSRL_SECRET=$(<"$secret"); export COMPASSRL_SECRET
+ask() {
+    printf 'header = "Authorization: Bearer %s"\\n' "$COMPASSRL_SECRET" \\
+        | curl -sf -K - "$1" > /dev/null
+}""".splitlines()
 
 _slurm = """#!/bin/bash
 # {nodes} nodes x {per_node} GPUs: give this to sbatch (not run on GPU)
@@ -114,12 +129,12 @@ def _by_file(p):
 
 
 def _serving(p, on):  # shell lines that start the servers, on the nodes after those that train
-    lines = ["trap 'kill $(jobs -p) 2>/dev/null || true' EXIT", 'urls=()']
+    lines = ["trap 'kill $(jobs -p) 2>/dev/null || true' EXIT", 'urls=()', *_secret]
     if _by_file(p):
         lines.append('mkdir -p "$run.sync"')
     for i in range(p.cfg.vllm.num_replicas):
         lines += _server(p, on, i)
-    ask = 'curl -sf "$url/health" > /dev/null && break'
+    ask = 'ask "$url/health" && break'
     return lines + [
         'for url in "${urls[@]}"; do',
         f'    for _ in {{1..900}}; do {ask}; sleep 1; done',
@@ -135,7 +150,7 @@ def _server(p, on, i):  # the i-th server: its node, its GPUs there, its port
     log = f'"$run.logs/server-{i}.log" 2>&1 &'
     return [
         f'{on} "{host}" env CUDA_VISIBLE_DEVICES={used} \\',
-        f'    python -m compassrl.launch.scripts "$config" {port} > {log}',
+        f'    python -m compassrl.launch.scripts "$config" {port} 0.0.0.0 > {log}',
         f'urls+=("http://{host}:{port}")',
     ]
 
@@ -158,8 +173,15 @@ def _training(p, many, start=''):
 
 
 def _settings(cfg, config):
-    run_dir = shlex.quote(cfg.run_dir or 'runs/cluster')
-    return _bash.format(config=shlex.quote(config), run_dir=run_dir)
+    run_dir = cfg.run_dir or 'runs/cluster'
+    return _bash.format(config=_path(config), run_dir=_path(run_dir))
+
+
+def _path(name):  # one word of bash that no command takes for an option
+    if not name.isprintable():
+        raise ValueError(f'{name!r} has characters that cannot be seen: use another name')
+    name = name.rstrip('/') or '/'  # what lies beside it begins with its name
+    return shlex.quote(f'./{name}' if name.startswith('-') else name)
 
 
 # %% ../../nbs/launch/06_scripts.ipynb #0727fefa
@@ -204,4 +226,4 @@ def node_script(
 
 # %% ../../nbs/launch/06_scripts.ipynb #0864579a
 if __name__ == '__main__':
-    serve(sys.argv[1], int(sys.argv[2]))
+    serve(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -60,9 +60,11 @@ def meet_ranks(parallel: ParallelConfig, device: str):  # the `Watch` over all r
     from megatron.core import parallel_state
 
     from compassrl.train.megatron.control import Control
-    from compassrl.train.megatron.leader import Watch
+    from compassrl.train.megatron.leader import Watch, cluster_address
     from compassrl.train.megatron.model import init_parallel
 
+    if cluster_address() == '127.0.0.1' and os.path.exists('/sys/class/net/lo'):
+        os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')  # nobody else can reach it
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if world()[1] == 1 and not dist.is_initialized():  # no torchrun, then

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import copytree
 from unittest.mock import patch
 
+import psutil
 import pytest
 
 from compassrl.config import read_run_config
@@ -19,12 +21,14 @@ from compassrl.launch.scripts import node_script, serve, slurm_script
 from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.server import free_port
+from compassrl.runs import cli
 from compassrl.runs.cli import parse_resume, parse_train
 from compassrl.runs.presets import presets, smoke_cpu
 from compassrl.train.megatron.layout import ParallelConfig
 from tests.launch.test_plan import BIG, Q30, TWO
 
 BIN = Path(sys.executable).parent
+SECRET = dict(COMPASSRL_SECRET='a secret for the tests')
 
 
 @pytest.mark.parametrize('name', presets)
@@ -50,6 +54,7 @@ printf '%s\\0' "$(basename "$0")" "CUDA=${CUDA_VISIBLE_DEVICES:-}" "$@" END >> "
 case $(basename "$0") in
     scontrol) printf 'n%s\\n' 0 1 2 3 4 5;;
     hostname) echo "$HOST";;
+    curl) grep -q 'Bearer [0-9a-f]\\{64\\}"$';;
     srun) while [ "${1#--}" != "$1" ]; do [ "$1" = --nodelist ] && shift; shift; done
           [ "${1#n}" = "$1" ] || shift
           "$@";;
@@ -122,12 +127,13 @@ def test_slurm_script(tmp_path, config):
     assert sorted(c[c.index('--nodelist') + 1] for c in sruns) == ['n0,n1,n2,n3', 'n4', 'n4', 'n5']
     servers = sorted(c[1:] for c in calls if c[0] == 'python')
     assert servers == sorted(
-        [f'CUDA={g}', '-m', 'compassrl.launch.scripts', 'my config.json', port]
+        [f'CUDA={g}', '-m', 'compassrl.launch.scripts', 'my config.json', port, '0.0.0.0']
         for g, port in (('0,1,2,3', '8100'), ('4,5,6,7', '8101'), ('0,1,2,3', '8100'))
     )
     assert [c[-1] for c in calls if c[0] == 'curl'] == [f'{u}/health' for u in URLS]
     check_training(next(c for c in calls if c[0] == 'torchrun'), config)
-    assert [p.name for p in (tmp_path / 'my runs').iterdir()] == ['a.logs']  # NCCL needs no folder
+    found = sorted(p.name for p in (tmp_path / 'my runs').iterdir())
+    assert found == ['a.logs', 'a.secret']  # NCCL needs no folder
 
 
 def test_weights_by_file_go_through_a_folder_beside_the_run(tmp_path, config):
@@ -135,7 +141,11 @@ def test_weights_by_file_go_through_a_folder_beside_the_run(tmp_path, config):
     Path(config).write_text(json.dumps(asdict(cfg)))
     calls = run_script(slurm_script(cfg, 6, 8, 'my config.json', 'H200'), tmp_path)
     check_training(next(c for c in calls if c[0] == 'torchrun'), config, cfg, 'my runs/a.sync')
-    assert sorted(p.name for p in (tmp_path / 'my runs').iterdir()) == ['a.logs', 'a.sync']
+    assert sorted(p.name for p in (tmp_path / 'my runs').iterdir()) == [
+        'a.logs',
+        'a.secret',
+        'a.sync',
+    ]
 
 
 @pytest.mark.parametrize(
@@ -150,9 +160,13 @@ def test_a_server_expects_the_weights_as_they_will_come(tmp_path, device, sync, 
         rollout=replace(BIG.rollout, dtype='bfloat16'),
     )
     (tmp_path / 'config.json').write_text(json.dumps(asdict(cfg)))
-    with patch.object(os, 'execve') as became:
+    with pytest.raises(ValueError, match='COMPASSRL_SECRET has 0 characters: export'):
+        serve(tmp_path / 'config.json', 8100)
+    with patch.object(os, 'execve') as became, patch.dict(os.environ, SECRET):
         serve(tmp_path / 'config.json', 8100)
     command = became.call_args[0][1]
+    assert command[command.index('--host') + 1] == '127.0.0.1'
+    assert not [word for word in command if SECRET['COMPASSRL_SECRET'] in word]
     assert json.loads(command[command.index('--weight-transfer-config') + 1]) == dict(
         backend=backend
     )
@@ -165,7 +179,7 @@ def test_node_script(host, tmp_path, config):
     calls = run_script(
         node_script(BIG, 6, 8, 'my config.json', 'H200'), tmp_path, *hosts, host=host
     )
-    served = [c[-1] for c in calls if c[0] == 'python']
+    served = [c[-2] for c in calls if c[0] == 'python']
     assert sorted(served) == dict(n4=['8100', '8101'], n5=['8100']).get(host, [])
     trained = [c for c in calls if c[0] == 'torchrun']
     assert len(trained) == (host in ('n0', 'n3'))
@@ -195,6 +209,96 @@ def test_a_job_that_is_started_again_goes_on(script, tmp_path, config, monkeypat
     monkeypatch.chdir(tmp_path)
     run, cfg = parse_resume(words[words.index('resume') + 1 :])
     assert run == 'my runs/a' and cfg == replace(BIG, vllm=replace(BIG.vllm, urls=tuple(URLS)))
+
+
+def hostile_names():
+    "What a person may call a run, and bash would take for more than a name"
+    return [
+        '-x',
+        '--run-dir',
+        '-rf /x',
+        'runs/a b',
+        "it's",
+        'a "b"',
+        'a b',
+        '$(touch owned)',
+        '`touch owned`',
+        'a;touch owned',
+        'a&touch owned',
+        'a|touch owned',
+        '*',
+        '[a-z]',
+        '~root',
+        '${HOME}',
+        'a\\',
+        '{a,b}',
+        '!!',
+        '#a',
+        'é ü',
+        'a%sb',
+    ]
+
+
+@pytest.mark.parametrize('name', hostile_names())
+@pytest.mark.parametrize('script', [slurm_script, node_script])
+def test_hostile_names(script, name, tmp_path):
+    "The run goes where it was told, and goes on from there; nothing else happens"
+    cfg, hosts = replace(BIG, run_dir=name), [f'n{i}' for i in range(6)]
+    text = script(cfg, 6, 8, f'{name}.json', 'H200')
+    args = hosts if script is node_script else ()
+    safe = f'./{name}' if name.startswith('-') else name
+
+    def words():
+        calls = run_script(text, tmp_path, *args)
+        w = next(c for c in calls if c[0] == 'torchrun')
+        return w[w.index('compassrl') + 1 :]
+
+    assert words()[:4] == ['train', f'{safe}.json', '--run-dir', safe]
+    (tmp_path / name / 'checkpoints/step-000002').mkdir(parents=True)
+    again = words()
+    assert again[:2] == ['resume', safe] and parse_args_of(again) == safe
+    assert not list(tmp_path.rglob('owned'))
+    found = {f'{p.relative_to(tmp_path)}' for p in tmp_path.rglob('*')}
+    assert {name, f'{name}.logs', f'{name}.secret'} <= found
+    ours = {'bin', 'calls', 'script', Path(name).parts[0], f'{name}.logs', f'{name}.secret'}
+    assert {p.name for p in tmp_path.iterdir()} <= ours
+
+
+@pytest.mark.parametrize('name', ['a\ntouch owned', 'a\r', 'a\x1b[2J', 'a\u202eb'])
+@pytest.mark.parametrize('script', [slurm_script, node_script])
+def test_names_that_nobody_can_read_are_refused(script, name):
+    "A line of its own, say, or one that erases the screen"
+    with pytest.raises(ValueError, match='characters that cannot be seen: use another name'):
+        script(replace(BIG, run_dir=name), 6, 8, gpu='H200')
+    with pytest.raises(ValueError, match='characters that cannot be seen: use another name'):
+        script(BIG, 6, 8, f'{name}.json', 'H200')
+
+
+@pytest.mark.parametrize('script', [slurm_script, node_script])
+def test_what_lies_beside_a_run_is_not_in_it(script, tmp_path):
+    "A folder that is not empty could not be started"
+    text = script(replace(BIG, run_dir='runs/a/'), 6, 8, gpu='H200')
+    run_script(text, tmp_path, *([f'n{i}' for i in range(6)] * (script is node_script)))
+    assert sorted(p.name for p in (tmp_path / 'runs').iterdir()) == ['a.logs', 'a.secret']
+
+
+def parse_args_of(words):
+    "The run directory, as the command line understands it"
+    with patch.object(cli, 'read_run_config', lambda folder: BIG):
+        return parse_resume(words[1:])[0]
+
+
+def test_a_secret_is_made_once_and_nobody_else_can_read_it(tmp_path):
+    "Machines that start at the same time agree; no command line has it"
+    text = slurm_script(replace(BIG, run_dir='run'), 6, 8, 'config.json', 'H200')
+    calls = run_script(text, tmp_path)
+    path = tmp_path / 'run.secret'
+    secret = path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600 and len(secret) == 64
+    assert not [c for c in calls for word in c if secret in word] and secret not in text
+    run_script(text, tmp_path)
+    assert path.read_text() == secret
+    assert not list(tmp_path.glob('run.secret.*'))
 
 
 def test_one_process_needs_no_torchrun(tmp_path):
@@ -263,7 +367,7 @@ def test_a_server_of_a_script(tmp_path):
     )
     (tmp_path / 'config.json').write_text(json.dumps(asdict(cfg)))
     port = free_port()
-    env = dict(os.environ, OMP_NUM_THREADS='1')
+    env = dict(os.environ, **SECRET, OMP_NUM_THREADS='1')
     with (tmp_path / 'log').open('w') as log:
         server = subprocess.Popen(
             [sys.executable, '-m', 'compassrl.launch.scripts', 'config.json', str(port)],
@@ -274,9 +378,21 @@ def test_a_server_of_a_script(tmp_path):
             start_new_session=True,
         )
 
-    def answer(path):
-        with urllib.request.urlopen(f'http://127.0.0.1:{port}{path}', timeout=5) as a:
+    def answer(path, secret=SECRET['COMPASSRL_SECRET']):
+        shown = {'Authorization': f'Bearer {secret}'} if secret else {}
+        asked = urllib.request.Request(f'http://127.0.0.1:{port}{path}', headers=shown)
+        with urllib.request.urlopen(asked, timeout=60) as a:
             return a.read()
+
+    def status(path, secret, method):
+        shown = {'Authorization': f'Bearer {secret}'} if secret else {}
+        url = f'http://127.0.0.1:{port}{path}'
+        asked = urllib.request.Request(url, b'{}', shown, method=method.upper())
+        try:
+            with urllib.request.urlopen(asked, timeout=60) as a:
+                return a.status
+        except urllib.error.HTTPError as e:
+            return e.code
 
     try:
         until = time.monotonic() + 400
@@ -291,6 +407,21 @@ def test_a_server_of_a_script(tmp_path):
                 time.sleep(0.5)
         assert 'weight_version' in json.loads(answer('/weight_info'))
         assert json.loads(answer('/v1/models'))['data'][0]['id'] == 'policy'
+        routes = json.loads(answer('/openapi.json'))['paths']
+        assert {'/collective_rpc', '/pause', '/update_weights', '/health'} <= set(routes)
+        asked = [(path, method) for path, methods in routes.items() for method in methods]
+        asked += [('/metrics', 'get'), ('/docs', 'get'), ('/no_such_route', 'get')]
+        asked += [('/health', 'options'), ('/compassrl/progress', 'get'), ('/openapi.json', 'get')]
+        for secret in ('', 'wrong'):
+            open_to_all = [a for a in asked if status(a[0], secret, a[1]) != 401]
+            assert open_to_all == []
+        told = json.loads(answer('/compassrl/progress'))
+        assert told == dict(tokens=0, requests=0, paused=False)
+        assert status('/collective_rpc', SECRET['COMPASSRL_SECRET'], 'post') == 404
+        public = (Path(f'/proc/{server.pid}/cmdline').read_text(), (tmp_path / 'log').read_text())
+        assert not [text for text in public if SECRET['COMPASSRL_SECRET'] in text]
+        listens = psutil.Process(server.pid).net_connections('inet')
+        assert {c.laddr.ip for c in listens if c.status == 'LISTEN'} == {'127.0.0.1'}
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(60)

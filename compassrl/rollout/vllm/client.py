@@ -6,22 +6,47 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from dataclasses import field as field_of
 from pathlib import Path
 
 import aiohttp
 import msgspec
 from fastcore.basics import patch
 
+from .door import bearer, progress_path, variable
 from .server import Server
 
 # %% auto #0
-__all__ = ['Lost', 'Client']
+__all__ = ['silence_s', 'most_bytes', 'refusals', 'Lost', 'field', 'read_at_most', 'Client']
 
 
 # %% ../../../nbs/rollout/vllm/08_client.ipynb #a8173f01
 class Lost(Exception):
     "A server that does not do its work: gone, silent, broken, or with other weights"
+
+
+silence_s = 40.0  # a server that gives nothing for so long is lost, or sooner: see `timeout_s`
+most_bytes = 1 << 20  # of an answer without tokens
+
+
+def field(answer, name: str, kind: type):
+    "What `name` is in an answer; raises Lost where a server answers something else"
+    found = answer.get(name) if isinstance(answer, dict) else None
+    if not isinstance(found, kind):
+        raise Lost(f'it answered {str(answer)[:80]!r}, where {name!r} should be')
+    return found
+
+
+async def read_at_most(answer: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    parts, size = [], 0
+    async for part in answer.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            raise Lost(f'it answered with more than {max_bytes} bytes')
+    return b''.join(parts)
 
 
 @dataclass
@@ -34,28 +59,82 @@ class Client:
     url: str = ''
     server: Server | None = None  # None = somebody else started it
     by_file: bool = True  # weights come as files (else by NCCL, not run on GPU)
+    secret: str = field_of(default='', repr=False)  # that it wants to see; empty = none
 
     async def call(
-        self, method: str, path: str, body: dict | None = None, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict | None = None,
+        timeout_s: float | None = None,
+        max_bytes: int = most_bytes,  # of the answer
     ):
-        "Raises Lost if there is no answer, ValueError if the server refuses the request"
-        wait = aiohttp.ClientTimeout(timeout_s)
+        "Raises Lost if there is no proper answer, ValueError if the server refuses the request"
+        how = dict(json=body, timeout=aiohttp.ClientTimeout(timeout_s), allow_redirects=False)
+        how['headers'] = bearer(self.secret) | {'Accept-Encoding': 'identity'}
         try:
-            async with self.http.request(method, self.url + path, json=body, timeout=wait) as a:
-                text, code = await a.read(), a.status
+            async with self.http.request(method, self.url + path, **how) as a:
+                text, code = await read_at_most(a, max_bytes), a.status
+            if code == 200:
+                return msgspec.json.decode(text) if text else None
         except (aiohttp.ClientError, OSError) as e:
             raise Lost(f'{path}: {type(e).__name__} {e}'.strip()) from None
-        if code < 400:
-            return msgspec.json.decode(text) if text else None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise Lost(f'{path}: it answered {text[:80]!r}') from None
         says = f'HTTP {code} {text[:300].decode(errors="replace")}'
-        if code >= 500:
+        if code not in refusals:
             raise Lost(f'{path}: {says}')
-        if code == 404:
-            says += ': start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out'
-        raise ValueError(f'{self.name} refuses {path}: {says}')
+        raise ValueError(f'{self.name} refuses {path}: {says}{refusals[code]}')
 
     async def post(self, path: str, **body):
-        return await self.call('POST', path, body, self.timeout_s)
+        return await self.while_alive(self.call('POST', path, body, self.timeout_s))
+
+    @property
+    def silence_s(self) -> float:
+        return min(silence_s, self.timeout_s)
+
+
+_routes = ': start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out'
+_secret = f': {variable} has to be the same for this server and for the run'
+refusals = {400: '', 401: _secret, 403: _secret, 404: _routes, 405: _routes, 422: ''}
+
+
+# %% ../../../nbs/rollout/vllm/08_client.ipynb #86f955e2
+@patch
+async def while_alive(self: Client, work: Coroutine):
+    "The answer, as long as somebody is there who works on it"
+    call, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+    worked, used = loop.time(), self.used_s()
+    try:
+        while not (await asyncio.wait({call}, timeout=self.silence_s / 4))[0]:
+            await self.call('GET', '/health', timeout_s=self.silence_s)
+            now, use = loop.time(), self.used_s()
+            if use - used > 0.03 * (now - worked):
+                worked, used = now, use
+            elif self.server and now - worked > self.silence_s:
+                raise Lost(f'its processes did nothing for {now - worked:.0f} s')
+        return call.result()
+    finally:
+        call.cancel()
+
+
+@patch
+def used_s(self: Client) -> float:  # CPU seconds of all its processes; 0 = they are not ours
+    return self.server.used_s() if self.server else 0.0
+
+
+@patch
+async def progress(self: Client, wait_s: float) -> int | None:  # tokens; None = it does not count
+    "Of the requests that run. Raises Lost for a server that works on none"
+    try:
+        answer = await self.call('GET', progress_path, timeout_s=wait_s)
+        paused, tokens = field(answer, 'paused', bool), field(answer, 'tokens', int)
+    except ValueError:  # somebody else's server, without our door
+        answer = await self.call('GET', '/is_paused', timeout_s=wait_s)
+        paused, tokens = field(answer, 'is_paused', bool), None
+    if paused:
+        raise Lost('it is paused, and nobody here has paused it')
+    return tokens
 
 
 # %% ../../../nbs/rollout/vllm/08_client.ipynb #5db55f94
@@ -100,7 +179,7 @@ async def send(self: Client, path: Path):
 async def end(self: Client, version: int):
     "The weights are in: no cache of the old ones survives, and the server says which it has"
     await self.post('/finish_weight_update', weight_version=str(version))
-    if not (await self.post('/reset_prefix_cache'))['success']:
+    if not field(await self.post('/reset_prefix_cache'), 'success', bool):
         raise Lost(f'{self.name} did not drop its prefix cache')
     await self.verify(version)
     await self.post('/resume')
@@ -120,6 +199,7 @@ async def wake(self: Client):
 @patch
 async def verify(self: Client, version: int):
     "A server may have been restarted behind our back"
-    has = (await self.call('GET', '/weight_info', timeout_s=self.timeout_s))['weight_version']
+    answer = await self.call('GET', '/weight_info', timeout_s=self.silence_s)
+    has = field(answer, 'weight_version', str)
     if has != str(version):
         raise Lost(f'{self.name} has weights {has!r} instead of {str(version)!r}')

@@ -29,8 +29,9 @@ class VllmConfig:
     gpu_memory_utilization: Annotated[float, above(0, up_to=1)] = 0.85
     colocated: bool = False  # on the trainer's GPUs: vLLM sleeps while that works (not run on GPU)
     prefix_caching: bool = True  # prompts of one group are read once
-    max_restarts: Annotated[int, at_least(0)] = 3  # of one server, before the run gives up
-    # a server that gives nothing for so many seconds is dead
+    # of one server within an hour; then it is left out
+    max_restarts: Annotated[int, at_least(0)] = 3
+    # a request that changes a server (weights) may take so long; 40 s of silence are too long
     timeout_s: Annotated[float, above(0)] = 120.0
     # of weights; auto: the fastest way (nccl, ipc: not run on GPU)
     sync: Literal['auto', 'file', 'nccl', 'ipc'] = 'auto'

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import math
 import time
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -19,12 +20,12 @@ from ...model.policy import PolicyConfig
 from ...records import Request, Sample
 from ..pull_queue import Attempt, PullQueue
 from ..schedule import LengthPredictor, Schedule, ScheduleConfig
-from .client import Client, Lost
+from .client import Client, Lost, field, most_bytes, silence_s
 from .messages import sampling_args, to_sample
 from .revival import Replica, Servers, each
 
 # %% auto #0
-__all__ = ['to_body', 'from_body', 'Talk', 'Conversation']
+__all__ = ['to_body', 'from_body', 'read_ids', 'read_array', 'Talk', 'Conversation']
 
 
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #4f9b7075
@@ -35,13 +36,50 @@ def to_body(r: Request) -> dict:  # JSON of `/inference/v1/generate`
 def from_body(
     r: Request, answer: dict, config: PolicyConfig, version: int, started: float
 ) -> Sample:
-    "Raises Lost for a request that the server gave up"
-    c = answer['choices'][0]
-    if c['finish_reason'] not in ('stop', 'length'):
-        raise Lost(f'finish_reason={c["finish_reason"]!r}')
-    routes = c['routed_experts'] and np.load(io.BytesIO(base64.b64decode(c['routed_experts'])))
-    log_probs = [t['logprob'] for t in c['logprobs']['content']]
-    return to_sample(r, c['token_ids'], log_probs, routes, config, version, started)
+    "Raises Lost for a request that the server gave up, and for what cannot be an answer to it"
+    c = (field(answer, 'choices', list) or [None])[0]
+    ids = read_ids(r, field(c, 'token_ids', list), field(c, 'finish_reason', str), config)
+    content = field(field(c, 'logprobs', dict), 'content', list)
+    log_probs = [field(t, 'logprob', (int, float)) for t in content]
+    if len(log_probs) != len(ids) or not all(-math.inf < x < 0.01 for x in log_probs):
+        raise Lost(f'it answered {len(ids)} tokens with log-probs {str(log_probs)[:80]}')
+    text, routes = c.get('routed_experts'), None
+    if text is not None:
+        shape = len(r.prompt_ids) + len(ids) - 1, config.num_hidden_layers
+        routes = read_array(text, (*shape, config.num_experts_per_tok), config.num_experts)
+    return to_sample(r, ids, log_probs, routes, config, version, started)
+
+
+def read_ids(r: Request, ids: list, reason: str, config: PolicyConfig) -> list[int]:
+    "Raises Lost for tokens that do not exist, and for a response that ends where it cannot"
+    if reason not in ('stop', 'length'):
+        raise Lost(f'finish_reason={reason[:80]!r}')
+    most, stops = r.params.max_tokens, set(r.params.stop_ids)
+    if not 0 < len(ids) <= most:
+        raise Lost(f'it answered with {len(ids)} tokens of 1 to {most}')
+    wrong = [t for t in ids if type(t) is not int or not 0 <= t < config.vocab_size]
+    if wrong:
+        raise Lost(f'it answered with the token {wrong[0]!r}'[:200])
+    ends = ids[-1] in stops if reason == 'stop' else len(ids) == most
+    if not ends or stops & set(ids[:-1]):
+        raise Lost(f'it answered with {len(ids)} tokens, of which the last is no end ({reason})')
+    return ids
+
+
+def read_array(text: str, shape: tuple[int, ...], below: int) -> np.ndarray:
+    "Whole numbers from 0 on, in the format of `np.save`. Nothing is unpickled. Raises Lost"
+    try:
+        file = io.BytesIO(base64.b64decode(text, validate=True))
+        np.lib.format.read_magic(file)
+        found, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        if (found, fortran, dtype.kind) != (shape, False, 'u'):
+            raise ValueError(f'{dtype}{found}')
+        out = np.frombuffer(file.read(), dtype).reshape(shape)
+    except (ValueError, TypeError) as e:
+        raise Lost(f'it answered with routes that are not {shape}: {str(e)[:80]}') from None
+    if out.size and out.max() >= below:
+        raise Lost(f'it answered with expert {out.max()} of {below}')
+    return out
 
 
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #9501eb3c
@@ -113,10 +151,18 @@ class Conversation:
 
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #4ce0ae9a
 @patch
+def route_bytes(self: Conversation, r: Request) -> int:
+    "Of an answer, at most: base64 of 16 bits per expert"
+    tokens = len(r.prompt_ids) + r.params.max_tokens
+    return 3 * tokens * self.policy.num_hidden_layers * self.policy.num_experts_per_tok
+
+
+@patch
 async def ask(self: Conversation, ticket: int, r: Replica, request: Request):
     start, servers = time.perf_counter(), self.servers
     try:
-        answer = await r.call('POST', '/inference/v1/generate', to_body(request))
+        most = most_bytes + 1024 * request.params.max_tokens + self.route_bytes(request)
+        answer = await r.call('POST', '/inference/v1/generate', to_body(request), None, most)
         answer = from_body(request, answer, self.policy, servers.version, start)
         if servers.options['enable_return_routed_experts'] and answer.routed_experts is None:
             raise ValueError(
@@ -133,7 +179,7 @@ async def ask(self: Conversation, ticket: int, r: Replica, request: Request):
 async def take(self: Conversation):
     "What happens next: an answer, a replica that is back, or nothing for a while"
     try:
-        async with asyncio.timeout(min(1, self.servers.vllm.timeout_s / 8)):
+        async with asyncio.timeout(min(1, self.servers.vllm.timeout_s / 16)):
             event = await self.events.get()
     except TimeoutError:
         return
@@ -148,7 +194,9 @@ async def take(self: Conversation):
         raise answer
     elif ticket == r.name:
         del self.talks[ticket]
-        self.queue.alive(r.name, time.perf_counter())
+        if answer is None or answer > r.tokens:
+            r.tokens = answer
+            self.queue.alive(r.name, time.perf_counter())
     else:
         self.keep(ticket, r, answer)
 
@@ -157,6 +205,7 @@ async def take(self: Conversation):
 def keep(self: Conversation, ticket: int, r: Replica, answer: Sample):
     "A sample is there"
     talk, now = self.talks.pop(ticket), time.perf_counter()
+    r.tokens = -1  # those that run have fewer without this one
     answer.timings['replica'] = float(list(self.servers.replicas).index(r.name))
     self.spans.append(Attempt(r.name, talk.index, talk.start, now, 'done'))
     self.plan.observe(answer)  # before the queue moves on: its order may be another now
@@ -173,36 +222,41 @@ def drop_rest(self: Conversation, index: int, now: float):
     for ticket in self.queue.drop(self.queue.requests[index]):
         talk = self.talks.pop(ticket)
         talk.task.cancel()
+        self.servers.replicas[where[ticket]].tokens = -1
         self.spans.append(Attempt(where[ticket], talk.index, talk.start, now, 'dropped'))
 
 
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #d6cbe6fb
 @patch
 def listen(self: Conversation):
-    "A silent replica is asked for a sign of life, which only a live engine gives"
-    now, limit = time.perf_counter(), self.servers.vllm.timeout_s
-    for name in self.queue.silent(now, limit / 2):
+    "A silent replica is asked how far it has come; one that gives no token is dropped"
+    now, replicas = time.perf_counter(), self.servers.replicas
+    limit = min(silence_s, self.servers.vllm.timeout_s)
+    for name in self.queue.silent(now, limit / 4):
         if name not in self.talks:
-            probe = self.probe(self.servers.replicas[name], limit / 2)
+            probe = self.probe(replicas[name], limit)
             self.talks[name] = Talk(asyncio.create_task(probe), now)
+    late = dict.fromkeys(self.queue.silent(now, limit), f'gave nothing for {limit:g} s')
     # seconds: a token takes no more than one
     slow = limit + max(r.params.max_tokens for r in self.queue.requests)
-    late = {
-        self.queue.out[ticket][0]
-        for ticket, talk in self.talks.items()
-        if talk.index is not None and now - talk.start > slow
-    }
-    for name in late:
-        why = f'did not finish a response in {slow:g} s'
-        self.drop_replica(self.servers.replicas[name], why)
+    for ticket, talk in self.talks.items():
+        name = self.queue.out[ticket][0] if talk.index is not None else ''
+        if name and replicas[name].tokens is None and now - talk.start > slow:
+            late[name] = f'did not finish a response in {slow:g} s'
+    for name, why in late.items():
+        self.drop_replica(replicas[name], why)
 
 
 @patch
-async def probe(self: Conversation, r: Replica, wait_s: float):
+async def probe(self: Conversation, r: Replica, limit_s: float):
+    await asyncio.sleep(limit_s / 20)
     try:  # answered between two steps of the engine
-        answer = await r.call('GET', '/is_paused', timeout_s=wait_s)
-    except Lost:
-        answer = Lost(f'gave nothing for {self.servers.vllm.timeout_s:g} s')
+        answer = await r.progress(limit_s)
+        most = self.queue.slots * max(r.params.max_tokens for r in self.queue.requests)
+        if answer is not None and not 0 <= answer <= most:
+            raise Lost(f'it says that it runs {answer} tokens, of at most {most}')
+    except (Lost, ValueError) as e:
+        answer = e if isinstance(e, Lost) else Lost(str(e))
     self.events.put_nowait((r.name, r, answer))
 
 

@@ -5,34 +5,71 @@
 # %% ../../../nbs/rollout/vllm/05_guard.ipynb #d5367894
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from .leftovers import remember, remove, server_folder
 
 # %% auto #0
-__all__ = ['stand_guard', 'main']
+__all__ = ['stand_guard', 'end_with', 'private', 'main']
 
 
 # %% ../../../nbs/rollout/vllm/05_guard.ipynb #4b5c4d34
 def stand_guard(
     server: int,  # pid of a child of ours, and its process group
     link: int = 0,  # file number of our end of the connection to the owner
+    folder: Path | None = None,  # of the server: removed with it, and its shared memory
 ):
     "Kill the server's process group as soon as the owner or the server has ended"
     with suppress(OSError):
         os.write(link, b'%d' % server)
     ends = select.poll()
-    ends.register(link, 0)  # 0 = tell of nothing but the end
+    ends.register(link, select.POLLRDHUP)  # tell of nothing but the end
     ends.register(os.pidfd_open(server), select.POLLIN)
-    ends.poll()
+    wait_s = 1.0
+    while not ends.poll(wait_s * 1000):
+        if folder:
+            remember(folder, server)  # most of it is made at the start
+        wait_s = min(wait_s * 1.3, 5)
+    if folder:
+        remember(folder, server)
     os.killpg(server, signal.SIGKILL)
     os.waitpid(server, 0)
+    if folder:
+        remove(folder)
+
+
+def end_with(parent: int):
+    "In a child: when the parent ends, the kernel kills us"
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+def private(env: dict[str, str]) -> tuple[dict[str, str], Path]:
+    "The environment of a server with a temporary folder of its own; nobody else reads its files"
+    os.umask(0o077)
+    folder, before = server_folder(), tempfile.gettempdir()
+    caches = f'{before}/torchinductor_{os.getuid()}'  # these are for all
+    return dict(TORCHINDUCTOR_CACHE_DIR=caches) | env | dict(TMPDIR=str(folder)), folder
 
 
 def main():
     "Start the command in our arguments as a server, and guard it; our input is the connection"
-    server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, process_group=0)
-    stand_guard(server.pid)
+    env, folder = private(dict(os.environ))
+    server = subprocess.Popen(
+        sys.argv[1:],
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+        env=env,
+        preexec_fn=partial(end_with, os.getpid()),
+    )
+    stand_guard(server.pid, folder=folder)

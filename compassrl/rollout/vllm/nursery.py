@@ -15,12 +15,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .guard import stand_guard
+from .guard import end_with, private, stand_guard
 
 # %% auto #0
 __all__ = [
@@ -82,11 +83,15 @@ def become_guard_and_server(link: int, log: int):
     folder, argv, env = json.loads(open(0, closefd=False).readline())
     os.chdir(folder)
     os.environ.clear()
+    env, own = private(env)
     os.environ.update(env)
+    tempfile.tempdir = None  # it is read from the environment again
+    guard = os.getpid()
     if server := os.fork():
         os.setpgid(server, server)
-        stand_guard(server)
+        stand_guard(server, folder=own)
         os._exit(0)
+    end_with(guard)
     os.setpgid(0, 0)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     sys.argv = argv

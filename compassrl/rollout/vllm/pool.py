@@ -26,6 +26,7 @@ from ..schedule import LengthPredictor, ScheduleConfig, prediction_error
 from .client import Client
 from .config import VllmConfig
 from .conversation import Conversation
+from .leftovers import made_here
 from .messages import check_vllm, engine_args, transfer_config, weight_sync
 from .revival import Replica, Servers, each
 from .weight_files import file_parts
@@ -72,7 +73,7 @@ class VllmPool(Servers, RolloutEngine):
         options['weight_transfer_config'] = transfer_config(sync)
         if config.colocated:
             options['enable_sleep_mode'] = True
-        logs = Path(log_dir or tempfile.mkdtemp(prefix='compassrl-vllm-'))
+        logs = Path(log_dir or tempfile.mkdtemp(prefix=f'{made_here()}{os.getpid()}-'))
         logs.mkdir(parents=True, exist_ok=True)
         super().__init__(config, options, device, sync, logs, start_timeout_s, first_gpu)
 

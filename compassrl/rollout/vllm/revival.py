@@ -8,24 +8,30 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
 
 import aiohttp
 from fastcore.basics import patch
 
 from .client import Client, Lost
 from .config import VllmConfig
+from .door import variable
+from .leftovers import sweep
 from .server import start_server
 
 # %% auto #0
-__all__ = ['Replica', 'each', 'Servers']
-
+__all__ = ['window_s', 'Replica', 'each', 'Servers']
 
 # %% ../../../nbs/rollout/vllm/11_revival.ipynb #ea455b61
+window_s = 3600.0  # losses that are longer ago do not count
+
+
 @dataclass
 class Replica(Client):
     "One server, as the pool sees it"
@@ -34,8 +40,20 @@ class Replica(Client):
     gone: bool = False  # will it not be back?
     waits: bool = False  # is it back, for the next sync?
     losses: int = 0
+    lost_at: list[float] = field(default_factory=list)  # seconds of `time.monotonic`
     why: str = ''  # it was lost last
     task: asyncio.Task | None = None  # that brings it back
+    tokens: int = -1  # of its requests, when it was asked last
+
+    def count_loss(self, why: str):
+        self.up, self.why = False, why
+        self.losses += 1
+        self.lost_at.append(time.monotonic())
+
+    def lost_often(self, most: int) -> bool:
+        "More than so many times within an hour?"
+        self.lost_at = [t for t in self.lost_at if time.monotonic() - t < window_s]
+        return len(self.lost_at) > most
 
 
 async def each(replicas: list[Replica], step: Callable, *args):
@@ -67,6 +85,8 @@ class Servers:
     ):
         self.vllm, self.options, self.device, self.sync = config, options, device, sync
         self.log_dir, self.start_timeout_s, self.first_gpu = log_dir, start_timeout_s, first_gpu
+        # servers elsewhere have been given one; ours get a new one
+        self.secret = os.environ.get(variable, '') or ('' if config.urls else token_hex(32))
         self.replicas: dict[str, Replica] = {}
         self.version: int | None = None  # of the present weights
         self.parts: list[Path] = []  # files with them, for servers that come back
@@ -74,6 +94,7 @@ class Servers:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True, name='vllm-pool').start()
         atexit.register(self.close)
+        sweep(Path(tempfile.gettempdir()))
         try:
             self.submit(self.start_all()).result()
         except BaseException:
@@ -115,7 +136,8 @@ async def start_all(self: Servers):
     by_file = self.sync == 'file'
     for name in names:
         url = name.rstrip('/') if self.vllm.urls else ''
-        self.replicas[name] = Replica(name, self.http, self.vllm.timeout_s, url, by_file=by_file)
+        r = Replica(name, self.http, self.vllm.timeout_s, url, by_file=by_file, secret=self.secret)
+        self.replicas[name] = r
     replicas = self.replicas.values()
     for r in replicas:
         self.start(r)
@@ -144,9 +166,8 @@ def start(self: Servers, r: Replica):
     num = self.vllm.tensor_parallel
     first = self.first_gpu + num * list(self.replicas).index(r.name)
     log = self.log_dir / f'{r.name.replace(" ", "-")}.log'
-    r.server, r.url = start_server(
-        self.options, self.device, log, ','.join(gpus[first : first + num])
-    )
+    gpus = ','.join(gpus[first : first + num])
+    r.server, r.url = start_server(self.options, self.device, log, gpus, self.secret)
 
 
 @patch
@@ -161,11 +182,9 @@ def lose(self: Servers, r: Replica, why: str):
     "This replica takes no requests until it is back with the present weights"
     if r.task or r.gone:
         return
-    r.up = False
-    r.why = why
-    r.losses += 1
+    r.count_loss(why)
     if r.server:
-        print(f'{r.name} is lost, and starts again: {why.splitlines()[0]}')
+        print(f'{r.name} is lost, and starts again: {(why or "?").splitlines()[0]}')
     else:
         print(f'{r.name} is lost: {why}')
     r.task = self.loop.create_task(self.revive(r))
@@ -176,7 +195,9 @@ async def revive(self: Servers, r: Replica):
     try:
         while not (r.up or r.waits or r.gone):
             await self.try_again(r)
-        if r.gone and not r.server:
+        if r.gone and r.server:
+            print(f'{r.name} is left out, {self.too_often(r)}')
+        elif r.gone:
             print(f'{r.name} is dropped: {r.why}')
     except Exception as e:
         r.gone = True
@@ -192,7 +213,7 @@ async def try_again(self: Servers, r: Replica):
     "Afterwards it is up, or waits, or is gone, or was lost once more"
     if r.server:
         await asyncio.to_thread(r.server.kill)
-    if r.losses > self.vllm.max_restarts:
+    if r.lost_often(self.vllm.max_restarts):
         r.gone = True
         return
     self.start(r)
@@ -204,11 +225,10 @@ async def try_again(self: Servers, r: Replica):
                 return
             await self.load(r)
     except Lost as e:
-        r.why = str(e)
-        r.losses += 1
+        r.count_loss(str(e))
         r.gone = not r.server  # a URL that stays away
         return
-    r.up = True
+    r.up, r.tokens = True, -1
     print(f'{r.name} is back')
 
 
@@ -225,6 +245,7 @@ async def load(self: Servers, r: Replica):
 @patch
 async def settle(self: Servers):
     "Wait until all that come back are back"
+    self.readmit()
     while tasks := [r.task for r in self.replicas.values() if r.task]:
         await asyncio.wait(tasks)
     self.raise_errors()
@@ -232,15 +253,30 @@ async def settle(self: Servers):
 
 @patch
 def raise_errors(self: Servers, suspect: str = ''):
-    "A server of ours that cannot be brought back ends the run; so does the last URL"
+    "Raises RuntimeError if there is no server any more that works, or will soon"
     replicas = self.replicas.values()
-    for r in replicas:
-        if r.gone and r.server:
-            raise RuntimeError(
-                f'{r.name} was lost {r.losses} times, '
-                f'more than max_restarts={self.vllm.max_restarts}. '
-                f'The last time: {r.why}{suspect}\n{r.server.tail()}'
-            )
-    if all(r.gone or r.waits for r in replicas):
-        says = '; '.join(f'{r.name}: {r.why}' for r in replicas)
-        raise RuntimeError(f'no vLLM server is left: {says}')
+    if not all(r.gone or r.waits for r in replicas):
+        return
+    says = [
+        f'{r.name} {self.too_often(r)}{suspect}\n{r.server.tail()}'
+        if r.server
+        # somebody else's
+        else f'{r.name}: {r.why}'
+        for r in replicas
+    ]
+    raise RuntimeError('no vLLM server is left: ' + '; '.join(says))
+
+
+@patch
+def too_often(self: Servers, r: Replica) -> str:
+    times = f'{len(r.lost_at)} times within an hour, more than max_restarts'
+    return f'was lost {times}={self.vllm.max_restarts}. The last time: {r.why}'
+
+
+@patch
+def readmit(self: Servers):
+    "Another chance for servers of ours whose losses are long ago"
+    for r in self.replicas.values():
+        if r.gone and r.server and not r.lost_often(self.vllm.max_restarts):
+            r.gone = False
+            r.task = self.loop.create_task(self.revive(r))

@@ -16,6 +16,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from .door import variable
 from .nursery import nursery_for
 
 # %% auto #0
@@ -23,6 +24,7 @@ __all__ = [
     'start_guard',
     'flags',
     'server_env',
+    'for_us',
     'Server',
     'free_port',
     'server_command',
@@ -61,6 +63,7 @@ _of_torchrun = (
 def server_env(
     device: str,
     gpus: str = '',  # which it may use, as in CUDA_VISIBLE_DEVICES
+    secret: str = '',  # that it wants to see; empty = the one in our environment
 ) -> dict[str, str]:
     "The environment of a server: ours, without what torchrun tells its ranks, and pytest each test"
     env = {k: v for k, v in os.environ.items() if not k.startswith((*_of_torchrun, 'PYTEST_'))}
@@ -72,6 +75,8 @@ def server_env(
         PYTHONUNBUFFERED='1',
     )
     env.setdefault('VLLM_LOGGING_LEVEL', 'WARNING')
+    if secret:
+        env[variable] = secret
     if device == 'cpu':
         # threads that wait for a core cost more than they bring
         env.setdefault('OMP_NUM_THREADS', '1')
@@ -83,6 +88,11 @@ def server_env(
 
 # %% ../../../nbs/rollout/vllm/07_server.ipynb #a8c90caf
 start_guard = [sys.executable, '-c', 'from compassrl.rollout.vllm.guard import main; main()']
+
+
+def for_us(path: str, how: int) -> int:
+    "Opens a file that nobody else can read"
+    return os.open(path, how, 0o600)
 
 
 class Server:
@@ -98,7 +108,7 @@ class Server:
         self.log = Path(log)
         self.guard: subprocess.Popen | None = None
         self.link, theirs = socket.socketpair()
-        with self.log.open('ab') as f, theirs:
+        with open(self.log, 'ab', opener=for_us) as f, theirs:
             if fork:
                 nursery_for(env, f).start(command[2:], env, self.link, theirs, f)
             else:
@@ -137,18 +147,33 @@ class Server:
 
     def kill(
         self,
-        grace_s: float = 0.0,  # time to clean up; what is killed leaves shared memory behind
+        grace_s: float = 0.0,  # time to end by itself
     ):
         "End it"
         if self.pid:
             if grace_s:
                 self.signal(signal.SIGTERM)
                 self.ended(grace_s)
-            self.signal(signal.SIGKILL)
-            self.ended()
+            with suppress(OSError):
+                self.link.shutdown(socket.SHUT_WR)  # its guard ends it, and knows what it leaves
+            if not self.ended(10):
+                self.signal(signal.SIGKILL)  # the guard does not work
         self.link.close()  # ends one that is not there yet
         if self.guard:
+            with suppress(subprocess.TimeoutExpired):
+                self.guard.wait(10)
+            self.guard.kill()
             self.guard.wait()
+
+    def used_s(self) -> float:
+        "CPU seconds of all its processes"
+        total, group = 0.0, self.pid
+        for pid in filter(str.isdigit, os.listdir('/proc')):
+            with suppress(OSError):
+                if group and os.getpgid(int(pid)) == group:
+                    words = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
+                    total += (int(words[11]) + int(words[12])) / os.sysconf('SC_CLK_TCK')
+        return total
 
     def tail(self, lines: int = 12) -> str:
         "The last lines of its log"
@@ -169,7 +194,7 @@ def server_command(
     options: dict,  # as `engine_args` gives them
     device: str,  # 'cpu' or 'cuda' (not run on GPU)
     port: int,
-    host: str = '127.0.0.1',  # who may reach it: there is no password
+    host: str = '127.0.0.1',  # who may reach it
 ) -> list[str]:
     "vLLM's own server with token ids in and out and the routes that take weights"
     usual = dict(
@@ -180,6 +205,7 @@ def server_command(
         disable_log_stats=True,
         disable_uvicorn_access_log=True,
         weight_transfer_config=dict(backend='compassrl'),
+        middleware='compassrl.rollout.vllm.door.Door',
     )
     chosen = usual | options
     if device == 'cpu' and chosen.get('tensor_parallel_size', 1) == 1:
@@ -192,9 +218,10 @@ def start_server(
     device: str,
     log: str | Path,  # a file
     gpus: str = '',  # which it may use
+    secret: str = '',  # that it wants to see; empty = the one in our environment
 ) -> tuple[Server, str]:  # and its URL, which answers when vLLM has loaded
     "A server on a free port of this machine"
-    port, env = free_port(), server_env(device, gpus)
+    port, env = free_port(), server_env(device, gpus, secret)
     if options.get('weight_transfer_config') == dict(backend='ipc'):
         env['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'
     command = server_command(options, device, port)

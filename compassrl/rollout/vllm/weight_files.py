@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -15,9 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...model.pretrained import weight_parts
+from .leftovers import made_here, sweep
 
 # %% auto #0
-__all__ = ['file_numbers', 'shared_folder', 'sweep', 'file_parts']
+__all__ = ['file_numbers', 'shared_folder', 'file_parts']
 
 # %% ../../../nbs/rollout/vllm/03_weight_files.ipynb #cd1453a7
 file_numbers = count()  # of this process: several senders may be at work
@@ -25,20 +25,6 @@ file_numbers = count()  # of this process: several senders may be at work
 
 def shared_folder() -> Path:
     return Path('/dev/shm' if os.path.isdir('/dev/shm') else '/tmp')
-
-
-def sweep(folder: Path) -> list[Path]:  # what was removed
-    "Remove the parts of this machine's processes that died before they could"
-    mine = f'compassrl-{socket.gethostname()}-'
-
-    def ended(path):
-        pid = path.name.removeprefix(mine).split('-')[0]
-        return not os.path.exists(f'/proc/{pid}')
-
-    dead = [p for p in folder.glob(mine + '*') if ended(p)]
-    for p in dead:
-        p.unlink(missing_ok=True)
-    return dead
 
 
 def file_parts(
@@ -49,7 +35,7 @@ def file_parts(
     "Weights as one file after another: written under another name, renamed when complete"
     folder = shared_folder() if folder is None else Path(folder)
     sweep(folder)
-    sender = f'compassrl-{socket.gethostname()}-{os.getpid()}'
+    sender = f'{made_here()}{os.getpid()}'
     for part in weight_parts(weights, max_bytes):
         path = folder / f'{sender}-{next(file_numbers)}.safetensors'
         new = path.with_suffix('.tmp')

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import os
-import sys
+import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from threading import Event, Thread
 
 import torch.distributed as dist
 from fastcore.basics import patch
@@ -20,9 +19,10 @@ from torch import Tensor
 from ...records import Batch, LossFn, Metrics
 from .control import Control, Refused
 from .engine import MegatronTrain
+from .pulse import Pulse, patience_s
 
 # %% auto #0
-__all__ = ['LostRank', 'Watch', 'Leader', 'serve']
+__all__ = ['LostRank', 'cluster_address', 'Watch', 'Leader', 'serve']
 
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #004c961d
@@ -30,65 +30,49 @@ class LostRank(RuntimeError):
     "Another rank failed or died; the message names it"
 
 
-class Watch(Thread):
-    """Every rank says once a second that it is there. Where one falls silent or reports an error,
+def cluster_address() -> str:
+    "Where this machine hears the others. Raises ValueError if they could not reach it there"
+    ranks = os.environ.get('WORLD_SIZE')
+    if os.environ.get('LOCAL_WORLD_SIZE', ranks) == ranks:
+        return '127.0.0.1'  # all ranks are on this machine
+    master = os.environ['MASTER_ADDR']
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((master, 9))  # sends nothing
+        host = s.getsockname()[0]
+    if host.startswith('127.'):
+        raise ValueError(
+            f'MASTER_ADDR={master} is {host} here, which other machines cannot reach: '
+            'use the address of this machine in the cluster'
+        )
+    return host
+
+
+class Watch:
+    """Every rank watches every other one. Where one is killed, stops, hangs or reports an error,
     all ranks end"""
 
     def __init__(
         self,
         control: Control,
-        timeout_s: float = 60.0,  # silence after which a rank counts as dead
+        # a rank that is stopped for so long is dead; None = as `patience_s` says
+        timeout_s: float | None = None,
         every_s: float = 1.0,
     ):
-        super().__init__(daemon=True)
         self.control, self.rank, self.size = control, control.rank, control.size
-        self.timeout_s, self.every_s = timeout_s, every_s
-        self.stopped, self.cause, self.beats = Event(), '', 0
+        self.timeout_s = timeout_s = timeout_s or patience_s()
+        self.every_s, self.pulse = every_s, None
         if self.size == 1:
             return  # nobody to watch
-        host, wait = os.environ.get('MASTER_ADDR', '127.0.0.1'), timedelta(seconds=timeout_s)
-        mine = None
-        if self.rank == 0:
-            mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
-        port = control.scatter(lambda: [mine.port] * self.size)
-        self.store = mine or dist.TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=wait
-        )
-        self.beat()
-        control.gather(None)  # from here on every rank has a place in the store
-        self.heard = {r: (b'', time.monotonic()) for r in range(self.size)}
-        self.start()
+        self.pulse = Pulse.one or Pulse(self.rank, timeout_s, every_s)
+        host = cluster_address()
+        hears = control.gather((host, self.pulse.bind(host)))
+        key = secrets.token_hex(32)
+        addresses, key = control.scatter(lambda: [(hears, key)] * self.size)
+        self.pulse.tell(meet=addresses, key=key)
 
-    def beat(self):
-        self.beats += 1
-        self.store.set(f'rank {self.rank}', str(self.beats))
-
-    def run(self):
-        while not self.stopped.wait(self.every_s):
-            try:
-                self.beat()
-                if self.rank == 0:
-                    self._listen()
-                if self.store.check(['failed']):
-                    self.cause = self.store.get('failed').decode()
-            except RuntimeError:
-                self.cause = 'rank 0 is gone'
-            if not self.cause:
-                continue
-            # the main thread hangs where nobody answers
-            if not self.stopped.wait(2 * self.every_s):
-                print(f'rank {self.rank} ends: {self.cause}', file=sys.stderr, flush=True)
-                os._exit(1)
-
-    def _listen(self):  # on rank 0: who has fallen silent?
-        ranks = list(self.heard)
-        limit = 5 * self.every_s if self.store.check(['suspect']) else self.timeout_s
-        for r, b in zip(ranks, self.store.multi_get([f'rank {r}' for r in ranks])):
-            if b != self.heard[r][0]:
-                self.heard[r] = b, time.monotonic()
-            elif time.monotonic() - self.heard[r][1] > limit:
-                why = f'was killed or hangs: nothing heard of it for {limit:.0f} s'
-                self.store.set('failed', f'rank {r} {why}')
+    @property
+    def cause(self) -> str:  # why all end; '' = all is well
+        return self.pulse.cause if self.pulse else ''
 
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #790faea8
@@ -109,20 +93,13 @@ def guard(self: Watch):
         if self.size == 1:
             raise
         if not _second_hand(e):
-            self.store.set('failed', f'rank {self.rank}: {type(e).__name__}: {e}')
-            self.stopped.set()
-            time.sleep(2 * self.every_s)  # the store of rank 0 is still needed
+            self.pulse.stopped.set()
+            self.pulse.tell(failed=f'rank {self.rank}: {type(e).__name__}: {e}')
             raise
-        try:
-            self.store.set('suspect', '')
-        except RuntimeError:
-            self.cause = 'rank 0 is gone'
-        until = time.monotonic() + self.timeout_s + 10 * self.every_s
+        until = time.monotonic() + 2 * self.timeout_s
         while not self.cause and time.monotonic() < until:
             time.sleep(self.every_s / 10)
-        self.stopped.set()
-        if self.rank == 0:
-            time.sleep(2 * self.every_s)
+        self.pulse.stopped.set()
         raise LostRank(self.cause or f'rank {self.rank}: {e}') from e
 
 
@@ -190,10 +167,9 @@ class Leader:
 @patch
 def stop(self: Watch):
     "Nobody watches any more; every rank calls this"
-    self.stopped.set()
-    if self.size > 1:
-        self.join()
-    self.control.gather(None)  # only now may the store go
+    if self.pulse:
+        self.control.gather(None)  # all have come this far
+        self.pulse.leave('done')
 
 
 def serve(engine: MegatronTrain, watch: Watch):

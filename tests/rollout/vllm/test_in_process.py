@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -35,6 +34,7 @@ from compassrl.rollout.vllm import in_process as vllm
 from compassrl.rollout.vllm import messages
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.in_process import VllmRollout, set_environment
+from compassrl.rollout.vllm.leftovers import made_here, sweep
 from compassrl.rollout.vllm.messages import (
     can_cache_fp8,
     check_vllm,
@@ -44,7 +44,7 @@ from compassrl.rollout.vllm.messages import (
     to_sample,
     weight_sync,
 )
-from compassrl.rollout.vllm.weight_files import file_parts, shared_folder, sweep
+from compassrl.rollout.vllm.weight_files import file_parts, shared_folder
 from compassrl.train.routes import routes_agreement, validate_routes
 from compassrl.train.torch_engine import OptimConfig, TorchTrain, response_log_probs
 from tests.support import ROOT
@@ -305,7 +305,7 @@ def test_broken_updates(fresh, kind, message, as_files):
         next(fresh.generate(requests()))
     fresh.load_weights(hf_weights(lively(2)), 2)
     assert gaps(lively(2), list(fresh.generate(requests()))).mean() < CLOSE
-    mine = f'compassrl-{socket.gethostname()}-{os.getpid()}'
+    mine = f'{made_here()}{os.getpid()}'
     assert not [p for p in set(shared_folder().iterdir()) - before if p.name.startswith(mine)]
 
 
@@ -349,12 +349,12 @@ def test_files_come_and_go(tmp_path):
 
 def test_leftovers_of_the_dead(tmp_path):
     child = subprocess.Popen(['sleep', '60'])
-    name = f'compassrl-{socket.gethostname()}'
+    name = made_here()
     files = {
         k: tmp_path / k
         for k in (
-            f'{name}-{child.pid}-0.safetensors',
-            f'{name}-{os.getpid()}-3.tmp',
+            f'{name}{child.pid}-0.safetensors',
+            f'{name}{os.getpid()}-3.tmp',
             f'compassrl-elsewhere-{child.pid}-0.safetensors',
             'other.safetensors',
         )
@@ -364,7 +364,7 @@ def test_leftovers_of_the_dead(tmp_path):
     assert sweep(tmp_path) == []
     child.kill()
     child.wait()
-    assert sweep(tmp_path) == [tmp_path / f'{name}-{child.pid}-0.safetensors']
+    assert sweep(tmp_path) == [tmp_path / f'{name}{child.pid}-0.safetensors']
     assert len(list(tmp_path.iterdir())) == 3
 
 

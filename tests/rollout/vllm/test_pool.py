@@ -23,7 +23,7 @@ from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.partial import PartialResponses
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
-from compassrl.rollout.vllm import conversation, revival
+from compassrl.rollout.vllm import conversation, leftovers, revival
 from compassrl.rollout.vllm import pool as vllm_pool
 from compassrl.rollout.vllm.client import Client
 from compassrl.rollout.vllm.config import VllmConfig
@@ -466,9 +466,12 @@ def test_back_with_the_present_weights(pool):
     assert all(agrees(out, POLICIES[1]) for out in each_replica(pool, requests(8)).values())
 
 
-def test_servers_by_url(pool, model, capsys):
+def test_servers_by_url(pool, model, capsys, monkeypatch):
     "Servers of somebody else: synced again when they have changed, dropped when they stay away"
     urls = tuple(r.url for r in pool.replicas.values())
+    with pytest.raises(ValueError, match='COMPASSRL_SECRET has to be the same'):
+        VllmPool(model, VllmConfig(urls=urls), num_slots=4)
+    monkeypatch.setenv('COMPASSRL_SECRET', pool.secret)
     other = VllmPool(model, VllmConfig(urls=urls), num_slots=4)
     try:
         other.load_weights(hf_weights(POLICIES[0]), 7)
@@ -518,8 +521,11 @@ def test_a_server_of_two_workers(model):
             pool.load_weights(hf_weights(policy), version)
             out = list(pool.generate(requests(12)))
             assert agrees(out, policy) and {s.weight_version for s in out} == {version}
+        shared = leftovers.mapped_by_group(pool.replicas['replica 0'].server.pid)
+        assert shared and all((leftovers.shared / name).exists() for name in shared)
     finally:
         pool.close()
+    assert not [name for name in shared if (leftovers.shared / name).exists()]
 
 
 # ---- before anything runs
@@ -543,7 +549,7 @@ def test_refusals(model, tmp_path):
 def test_a_server_that_does_not_start(model, tmp_path):
     "The error shows the end of its log"
 
-    def start(options, device, log, gpus):
+    def start(options, device, log, gpus, secret):
         return Server(
             [sys.executable, '-c', 'exit("no room")'], server_env(device), log
         ), 'http://127.0.0.1:9'

@@ -2,6 +2,7 @@
 and say which one it was"""
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -34,11 +35,17 @@ from tests.train.megatron.test_engine import BATCH, DP, LOSS, MIX, OPTIM, POLICY
 
 
 def job(
-    lead, parallel=ParallelConfig(), timeout_s=60.0, config=POLICY, optim=OPTIM, temperature=1.0
+    lead,
+    parallel=ParallelConfig(),
+    timeout_s=60.0,
+    config=POLICY,
+    optim=OPTIM,
+    temperature=1.0,
+    every_s=1.0,
 ):
     "`lead(leader)` on rank 0, `serve` on the others"
     e = MegatronTrain(config, hf_weights(lively(config)), optim, parallel, temperature)
-    watch = Watch(e.control, timeout_s)
+    watch = Watch(e.control, timeout_s, every_s)
     if dist.get_rank():
         return serve(e, watch)
     with Leader(e, watch) as leader:
@@ -127,9 +134,8 @@ def test_the_loop_runs_unchanged(layout):
 # ---- how it ends
 
 
-def survivors(n, fn, timeout_s=100, but=()):
-    """How each rank of `n` ended, and what it printed, however the others did; nobody waits for
-    those in `but`"""
+def survivors(n, fn, timeout_s=100):
+    "How each rank of `n` ended, and what it printed, however the others did"
     with tempfile.TemporaryDirectory() as folder:
         folder, pids = Path(folder), []
         for r in range(n):
@@ -154,7 +160,7 @@ def survivors(n, fn, timeout_s=100, but=()):
                     sys.stdout.flush()
                     os._exit(code)
         ends, until = {}, time.monotonic() + timeout_s
-        while set(range(n)) - set(but) - ends.keys() and time.monotonic() < until:
+        while set(range(n)) - ends.keys() and time.monotonic() < until:
             for r in set(range(n)) - ends.keys():
                 pid, status = os.waitpid(pids[r], os.WNOHANG)
                 if pid:
@@ -166,9 +172,14 @@ def survivors(n, fn, timeout_s=100, but=()):
         return {r: (ends.get(r), (folder / f'{r}').read_text()) for r in range(n)}
 
 
-def strike(engine, how):
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), how) if how else explode()
+def hang():
+    time.sleep(1000)
+
+
+def strike(engine, rank, how):
+    "One rank is killed, stopped, hangs or raises, while the others wait for it"
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), how) if isinstance(how, int) else how()
     dist.barrier()
 
 
@@ -176,34 +187,89 @@ def explode():
     raise KeyError('the reason')
 
 
-def stricken(how):
+def stricken(rank, how):
     def lead(leader):
         leader.update(scored(leader), LOSS)
-        leader.everywhere(strike, how)
+        leader.everywhere(strike, rank, how)
 
-    return lambda: job(lead, timeout_s=6.0)
-
-
-@pytest.mark.parametrize(
-    'how', [0, signal.SIGKILL, signal.SIGSTOP], ids=['raises', 'killed', 'hangs']
-)
-def test_a_rank_that_fails_is_named_and_all_end(how):
-    hanging = (1,) if how == signal.SIGSTOP else ()
-    ends = survivors(3, stricken(how), but=hanging)
-    for r in {0, 1, 2} - set(hanging):
-        assert ends[r][0] not in (None, 0), ends  # nobody is left, nobody calls it a success
-    for r in (0, 2):
-        assert ('rank 1 was killed or hangs' if how else "rank 1: KeyError: 'the reason'") in ends[
-            r
-        ][1], ends[r]
+    return lambda: job(lead, timeout_s=3.0)
 
 
-def test_when_the_leader_dies_the_others_end():
+SAID = {
+    explode: "rank {}: KeyError: 'the reason'",
+    hang: r'rank {} hangs: it did nothing for \d+ s at .*test_leader.py:\d+ hang',
+    signal.SIGKILL: 'rank {} was killed or crashed',
+    signal.SIGSTOP: r'rank {} was stopped for \d+ s',
+}
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+@pytest.mark.parametrize('how', SAID, ids=['raises', 'hangs', 'killed', 'stopped'])
+def test_a_rank_that_fails_is_named_and_all_end(rank, how):
+    "Rank 0 too; nobody is left, not even one that was stopped, and nobody calls it a success"
+    ends = survivors(3, stricken(rank, how))
+    for r in range(3):
+        assert ends[r][0] not in (None, 0), ends
+        if r != rank:
+            assert re.search(SAID[how].format(rank), ends[r][1]), ends[r]
+
+
+def all_wait():
+    "Each rank waits for a message that nobody sends"
+    dist.recv(torch.zeros(1), src=1 - dist.get_rank())
+
+
+def everybody_waits(engine):
+    all_wait()
+
+
+def test_ranks_that_wait_for_each_other_end():
     def lead(leader):
-        os.kill(os.getpid(), signal.SIGKILL)
+        leader.everywhere(everybody_waits)
 
-    ends = survivors(2, lambda: job(lead, timeout_s=6.0))
-    assert ends[1][0] not in (None, 0) and 'rank 0' in ends[1][1]
+    ends = survivors(2, lambda: job(lead, timeout_s=3.0))
+    assert all(status not in (None, 0) for status, _ in ends.values()), ends
+    assert any('all others wait for each other' in said for _, said in ends.values()), ends
+
+
+def test_whoever_waits_for_a_rank_that_works_is_left_in_peace():
+    "Six seconds of work, where a rank that does nothing may do so for three"
+
+    def lead(leader):
+        until = time.monotonic() + 6
+        while time.monotonic() < until:
+            sum(range(10_000))
+        leader.everywhere(rank_plus, 1)
+
+    ends = survivors(2, lambda: job(lead, timeout_s=2.0))
+    assert [status for status, _ in ends.values()] == [0, 0], ends
+
+
+def test_a_rank_that_goes_round_in_circles_is_named():
+    "An update computes without end, and took a moment before"
+
+    def lead(leader):
+        b = scored(leader)
+        for _ in range(5):
+            leader.update(b, slow_loss)
+        leader.update(b, endless_loss)
+
+    ends = survivors(2, lambda: job(lead, timeout_s=2.0, every_s=0.2))
+    assert all(status not in (None, 0) for status, _ in ends.values()), ends
+    assert re.search(r'rank \d hangs: it computes for .* endless_loss', ends[0][1] + ends[1][1])
+
+
+def slow_loss(*args):
+    "Long enough to be seen"
+    until = time.monotonic() + 0.1
+    while time.monotonic() < until:
+        pass
+    return LOSS(*args)
+
+
+def endless_loss(*args):
+    while True:
+        pass
 
 
 def bad_loss(log_probs, batch, num_tokens, num_samples):
@@ -233,26 +299,26 @@ def cold_start(how):
             patch.object(leader, 'Watch', partial(Watch, timeout_s=3.0, every_s=0.2)),
         ):
             watch = factory.prepare(TWO)
-        assert watch.is_alive()
+        assert watch.pulse.is_alive()
         if rank:
             os.kill(os.getpid(), how)
-        time.sleep(60)
+        while True:
+            sum(range(10_000))
 
     return run
 
 
-@pytest.mark.parametrize('how', [signal.SIGKILL, signal.SIGSTOP], ids=['killed', 'hangs'])
+@pytest.mark.parametrize('how', [signal.SIGKILL, signal.SIGSTOP], ids=['killed', 'stopped'])
 def test_a_rank_that_is_gone_during_the_cold_start_is_named(how):
-    start = time.monotonic()
-    status, said = survivors(2, cold_start(how), but=(1,))[0]
-    assert status not in (None, 0) and 'rank 0 ends: rank 1 was killed or hangs' in said, said
-    assert time.monotonic() - start < 40
+    status, said = survivors(2, cold_start(how))[0]
+    assert status not in (None, 0), said
+    assert re.search('rank 0 ends: ' + SAID[how].format(1), said), said
 
 
 def test_one_process_is_not_watched():
     def alone():
         watch = factory.prepare(replace(TWO, parallel=ParallelConfig()))
-        assert not watch.is_alive()
+        assert watch.pulse is None and watch.cause == ''
         with pytest.raises(KeyError), watch.guard():
             explode()
         watch.stop()

@@ -1,0 +1,174 @@
+"""A rank is killed, stopped or hangs at a random moment of random work: it is named, and all end.
+
+`COMPASSRL_TRIALS=30` makes more trials, `COMPASSRL_TRIALS_SEED` others, `COMPASSRL_WATCH_S` sets
+the seconds for which a rank may be stopped. With `-s` a table is printed."""
+
+import ctypes
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from compassrl.model.pretrained import hf_weights
+from compassrl.records import Request, SamplingParams
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.train.megatron.checkpoint import (
+    finish_save,
+    latest_sharded,
+    load_sharded,
+    save_sharded,
+)
+from compassrl.train.megatron.engine import MegatronTrain
+from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.leader import Leader, Watch, serve
+from compassrl.train.megatron.pulse import Pulse, variable
+from tests.launch.test_plan import TWO
+from tests.support.ranks import lively
+from tests.train.megatron.test_engine import LOSS, OPTIM, POLICY
+from tests.train.megatron.test_leader import scored, survivors
+
+TRIALS = int(os.environ.get('COMPASSRL_TRIALS', 4))
+SEED = int(os.environ.get('COMPASSRL_TRIALS_SEED', 0))
+LIMIT_S = float(os.environ.get(variable, 4))
+
+
+def hang(*args):
+    "In the main thread, wherever it is"
+    time.sleep(10_000)
+
+
+def hang_in_c():
+    "No thread of Python runs any more"
+    ctypes.PyDLL(None).sleep(10_000)
+
+
+WAYS = {
+    'killed': (partial(os.kill, 0, signal.SIGKILL), 'was killed or crashed'),
+    'stopped': (partial(os.kill, 0, signal.SIGSTOP), r'was stopped for \d+ s'),
+    'hangs': (partial(os.kill, 0, signal.SIGUSR1), r'hangs: it did nothing for \d+ s'),
+    'hangs in C': (hang_in_c, r'hangs: it did nothing for \d+ s'),
+}
+
+
+def strike(way, delay_s):
+    "The rank tells when"
+    act = WAYS[way][0]
+    if isinstance(act, partial):
+        act = partial(os.kill, os.getpid(), act.args[1])
+    time.sleep(delay_s)
+    text = f'struck at {time.monotonic()}\n'.encode()
+    # a call that lets no other thread in: the next moment is the one that was noted
+    ctypes.PyDLL(None).write(sys.stdout.fileno(), text, len(text))
+    act()
+
+
+def work(leader, folder):
+    "The phases of a run, again and again"
+    rollout = TorchRollout(POLICY, 4)
+    requests = [Request('p', (5, 6), i, i, SamplingParams(8)) for i in range(4)]
+    for step in range(10_000):
+        rollout.load_weights(leader.weights(), step)
+        list(rollout.generate(requests))
+        b = scored(leader)
+        leader.update(b, LOSS)
+        leader.everywhere(save, folder, step)
+        leader.everywhere(load, folder)
+
+
+def save(engine, folder, step):
+    save_sharded(engine, folder, step)
+
+
+def load(engine, folder):
+    finish_save(engine)
+    load_sharded(engine, latest_sharded(folder))
+
+
+def run(rank, way, delay_s, folder):
+    signal.signal(signal.SIGUSR1, hang)
+    own = dist.get_rank()
+    Pulse(own, LIMIT_S)
+    e = MegatronTrain(POLICY, hf_weights(lively(POLICY)), OPTIM, ParallelConfig())
+    watch = Watch(e.control, LIMIT_S)
+    if own == rank:
+        threading.Thread(target=strike, args=(way, delay_s), daemon=True).start()
+    if own:
+        return serve(e, watch)
+    with Leader(e, watch) as leader:
+        work(leader, folder)
+
+
+@pytest.mark.parametrize('number', range(TRIALS))
+def test_whatever_happens_to_a_rank(number, tmp_path):
+    draw = random.Random(f'{SEED} {number}')
+    way = list(WAYS)[number % len(WAYS)]
+    rank, delay_s = draw.randrange(3), draw.uniform(0, 8)
+    ends = survivors(3, lambda: run(rank, way, delay_s, tmp_path), 300)
+    ended = time.monotonic()
+    struck = float(re.search(r'struck at (\S+)', ends[rank][1])[1])
+    says = f'rank {rank} {WAYS[way][1]}'
+    for r in range(3):
+        assert ends[r][0] not in (None, 0), ends
+        assert r == rank or re.search(says, ends[r][1]), (rank, way, ends[r])
+    named = next(re.search(f'({says}.*)', said)[1] for r, (_, said) in ends.items() if r != rank)
+    print(f'| {number} | {rank} | {way} | {delay_s:.1f} | {ended - struck:.1f} | {named[:90]} |')
+
+
+def ranks_of(job, num=2):
+    "The ranks that torchrun has started, in their order"
+    found = {p.environ().get('RANK'): p for p in psutil.Process(job.pid).children()}
+    found = [found.get(str(r)) for r in range(num)]
+    return all(p and 'compassrl' in p.cmdline() for p in found) and found
+
+
+def soon(what, seconds=300):
+    until = time.monotonic() + seconds
+    while not (found := what()) and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+def sockets(process, kinds, status):
+    return {c.laddr.ip for c in process.net_connections(kinds) if c.status == status}
+
+
+@pytest.mark.parametrize('when', ['imports', 'work'])
+def test_a_job_of_torchrun_whose_first_rank_is_stopped(when, tmp_path):
+    "It ends, says which rank it was and where; its connections are for this machine alone"
+    cfg = replace(TWO, steps=10_000)
+    (tmp_path / 'config.json').write_text(json.dumps(asdict(cfg)))
+    env = os.environ | {'OMP_NUM_THREADS': '1', variable: '4', 'PYTHONWARNINGS': 'ignore'}
+    torchrun = [str(Path(sys.executable).parent / 'torchrun'), '--standalone']
+    words = ['--nproc-per-node=2', '-m', 'compassrl', 'train', 'config.json', '--run-dir', 'run']
+    with open(tmp_path / 'log', 'wb') as log:
+        job = subprocess.Popen([*torchrun, *words], cwd=tmp_path, env=env, stdout=log, stderr=log)
+    try:
+        first, second = soon(partial(ranks_of, job))
+        sentry = soon(first.children)[0]
+        if when == 'work':
+            assert soon((tmp_path / 'run/metrics.jsonl').exists)
+            for p in (first, second):
+                assert sockets(p, 'inet', psutil.CONN_LISTEN) <= {'127.0.0.1', '::1'}
+            hears = sockets(sentry, 'udp', psutil.CONN_NONE)
+            assert hears == {'127.0.0.1'}
+        os.kill(first.pid, signal.SIGSTOP)
+        assert job.wait(300) != 0
+        said = (tmp_path / 'log').read_text()
+        where = 'imports|preparation' if when == 'imports' else 'step|save|evaluation'
+        assert re.search(rf'rank 0 was stopped for \d+ s, in: ({where})', said), said[-3000:]
+        assert soon(lambda: not any(p.is_running() for p in (first, second, sentry)))
+    finally:
+        job.kill()
+        job.wait()
