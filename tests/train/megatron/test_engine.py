@@ -21,7 +21,7 @@ from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed, select
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.train.megatron.batch import Packed, Tap, plan, share_rows, zigzag
-from compassrl.train.megatron.engine import MegatronTrain
+from compassrl.train.megatron.engine import MegatronTrain, _report
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.vocabulary import vocab_log_probs
 from compassrl.train.megatron.weights import hf_weights
@@ -590,6 +590,13 @@ def test_all_ranks_skip_a_loss_that_is_not_finite_and_say_what_it_did_to_the_wei
     bad, blown = results[0][0][0], results[0][2][0]
     assert bad['skipped_frac'] == 1 and bad['loss'] == float('inf') and bad['weights_finite'] == 1
     assert blown['skipped_frac'] == 0 == blown['weights_finite']
+
+
+@pytest.mark.parametrize('fine', [(True, True), (True, False), (False, True)])
+def test_the_weights_of_every_rank_count(fine):
+    metrics = dict(grad_norm=1.0, skipped_frac=0.0, lr=0.1)
+    total, _ = _report(fresh(BATCH), [([({}, [], metrics)], f) for f in fine])
+    assert total == metrics | dict(weights_finite=float(all(fine)))
 
 
 def broken_start(parallel):
