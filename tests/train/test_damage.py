@@ -1,7 +1,10 @@
 "Whatever happens to the files of a checkpoint: it is noticed, named in one line, not used"
 
 import json
+import multiprocessing
+import os
 import shutil
+import signal
 
 import pytest
 import safetensors.torch as st
@@ -168,6 +171,27 @@ def test_leftovers_go_with_a_resume(root):
     (root / '.tmp-gone-x' / 'step-000000').mkdir(parents=True)
     assert WholeState(engine(9), root, keep=2).load() == 2
     assert sorted(p.name for p in root.iterdir()) == ['step-000001', 'step-000002']
+
+
+def die(*args, **kw):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_while_it_removes(root):
+    shutil.rmtree = die
+    WholeState(engine(3), root, keep=2).save(3)
+
+
+def test_leftovers_go_with_the_next_save(root):
+    "A kill between the new name of an old checkpoint and its end"
+    p = multiprocessing.get_context('fork').Process(target=killed_while_it_removes, args=[root])
+    p.start()
+    p.join(60)
+    assert p.exitcode == -signal.SIGKILL
+    names = sorted(q.name for q in root.iterdir())
+    assert names[0].startswith('.tmp-gone-') and names[1:] == ['step-000002', 'step-000003']
+    WholeState(engine(4), root, keep=2).save(4)
+    assert sorted(q.name for q in root.iterdir()) == ['step-000003', 'step-000004']
 
 
 def test_every_byte_is_read_and_hashed_once(root, monkeypatch):
