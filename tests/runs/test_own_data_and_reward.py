@@ -10,6 +10,7 @@ import pytest
 from compassrl.data.rows import BadRow, Reading, row_prompt, worked_answer
 from compassrl.data.tasks import verifier, verifiers, verify
 from compassrl.data.tokenizer import build_tokenizer
+from compassrl.judges.isolated import under
 from compassrl.judges.own_reward import own_reward
 from compassrl.judges.serial import RewardConfig
 from compassrl.records import Prompt
@@ -201,8 +202,9 @@ def test_numbers_are_answers(home):
 
 def test_a_list_of_tests_is_what_the_verifier_code_reads(home):
     flags = '--data.path code.jsonl --data.columns answer tests'.split()
-    p = loaded(*MODEL, *flags, '--data.verifier', 'code').train[0]
-    v = verify(p, '```python\ndef add(a, b):\n    return a + b\n```')
+    p = loaded(*MODEL, *flags, '--data.verifier', 'code', '--rewards.unsafe').train[0]
+    with under(60.0, unsafe=True):
+        v = verify(p, '```python\ndef add(a, b):\n    return a + b\n```')
     assert (v.reward, v.correct) == (0.5, False)
     assert '--data.verifier code' in refused(*MODEL, *flags)
 
