@@ -93,10 +93,15 @@ class Server:
     def close(self):
         async def end():
             await self.runner.cleanup()
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
             self.loop.stop()
 
         asyncio.run_coroutine_threadsafe(end(), self.loop)
         self.thread.join(30)
+        self.loop.close()
 
 
 @contextmanager
