@@ -467,7 +467,7 @@ def test_a_verifier_that_leaves_ends_no_run(monkeypatch):
     monkeypatch.setitem(verifiers, 'leaves', leaves)
     lone = sample('p', [65])
     SerialJudge([Prompt('p', 'odd', 'x', [65], '', 'leaves')], BYTES, EOS).settle([lone])
-    assert (lone.verdict.status, lone.verdict.evidence) == ('failed', 'SystemExit: 0')
+    assert lone.verdict.status == 'failed' and lone.verdict.evidence.startswith('SystemExit: 0')
 
 
 def test_a_verdict_is_bounded_whatever_its_tests_are():
