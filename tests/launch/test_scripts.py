@@ -254,7 +254,8 @@ def test_hostile_names(script, name, tmp_path):
         return w[w.index('compassrl') + 1 :]
 
     assert words()[:4] == ['train', f'{safe}.json', '--run-dir', safe]
-    (tmp_path / name / 'checkpoints/step-000002').mkdir(parents=True)
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / 'config.json').write_text('{}')
     again = words()
     assert again[:2] == ['resume', safe] and parse_args_of(again) == safe
     assert not list(tmp_path.rglob('owned'))

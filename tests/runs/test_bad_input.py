@@ -144,7 +144,7 @@ def test_a_size_of_a_file_of_weights(tmp_path, model):
 
 
 WORDS = {
-    'fly': ['fly', 'train, resume, eval or report'],
+    'fly': ['fly', 'train, resume, eval, merge or report'],
     'tiny-cpu': ["unknown command 'tiny-cpu'"],
     '--stepz 3': ["unknown command '--stepz'"],
     'train tiny-gpu': ['tiny-gpu', 'tiny-cpu'],
