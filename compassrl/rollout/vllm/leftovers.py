@@ -36,7 +36,7 @@ of_servers = 'psm_', 'vllm_dist_', 'sem.mp-'  # how such names begin
 
 def mapped(pid: int | str) -> set[str]:
     "Names of the shared memory that a process has mapped"
-    with suppress(OSError), open(f'/proc/{pid}/maps') as f:
+    with suppress(OSError), open(f'/proc/{pid}/maps', errors='replace') as f:
         files = {line.split(maxsplit=5)[-1].rstrip('\n') for line in f if f' {shared}/' in line}
         names = {os.path.basename(name) for name in files if not name.endswith('(deleted)')}
         return {name for name in names if name.startswith(of_servers)}

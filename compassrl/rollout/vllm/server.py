@@ -171,7 +171,8 @@ class Server:
         for pid in filter(str.isdigit, os.listdir('/proc')):
             with suppress(OSError):
                 if group and os.getpgid(int(pid)) == group:
-                    words = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
+                    text = Path(f'/proc/{pid}/stat').read_text(errors='replace')
+                    words = text.rpartition(')')[2].split()
                     total += (int(words[11]) + int(words[12])) / os.sysconf('SC_CLK_TCK')
         return total
 

@@ -30,7 +30,7 @@ class Looks:
 
 def look(pid: int) -> Looks | None:  # None = there is no such process
     try:
-        with open(f'/proc/{pid}/stat') as f:
+        with open(f'/proc/{pid}/stat', errors='replace') as f:  # names may be any bytes
             words = f.read().rpartition(')')[2].split()
     except OSError:
         return None

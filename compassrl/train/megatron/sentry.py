@@ -219,4 +219,9 @@ def main():
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, signal.SIG_IGN)  # we end with our rank
     link = socket.socket(fileno=0)
-    Sentry(int(pid), int(rank), float(limit_s), float(every_s), link).run()
+    sentry = Sentry(int(pid), int(rank), float(limit_s), float(every_s), link)
+    try:
+        sentry.run()
+    except Exception as e:
+        sentry.end(f'rank {rank}: its sentry failed: {type(e).__name__}: {e}')
+        raise

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams
 from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.train.megatron import alive
 from compassrl.train.megatron.checkpoint import (
     finish_save,
     latest_sharded,
@@ -172,3 +173,19 @@ def test_a_job_of_torchrun_whose_first_rank_is_stopped(when, tmp_path):
     finally:
         job.kill()
         job.wait()
+
+
+def test_names_of_other_processes_are_any_bytes():
+    "Whoever looks at all processes of a machine reads the names that others gave to theirs"
+    code = """import ctypes, time
+ctypes.CDLL(None).prctl(15, b') R \\xff\\n(')
+print(flush=True)
+time.sleep(600)"""
+    with subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE) as p:
+        try:
+            p.stdout.readline()
+            assert b'\xff' in Path(f'/proc/{p.pid}/stat').read_bytes()
+            assert alive.look(p.pid).parent == os.getpid()
+            assert alive.helpers_cpu_s(os.getpid()) > 0
+        finally:
+            p.kill()
