@@ -32,8 +32,8 @@ class LostRank(RuntimeError):
 
 def cluster_address() -> str:
     "Where this machine hears the others. Raises ValueError if they could not reach it there"
-    ranks = os.environ.get('WORLD_SIZE')
-    if os.environ.get('LOCAL_WORLD_SIZE', ranks) == ranks:
+    ranks = os.environ.get('WORLD_SIZE', '1')
+    if ranks in ('1', os.environ.get('LOCAL_WORLD_SIZE', ranks)):
         return '127.0.0.1'  # all ranks are on this machine
     master = os.environ['MASTER_ADDR']
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:

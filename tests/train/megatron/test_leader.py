@@ -324,3 +324,20 @@ def test_one_process_is_not_watched():
         watch.stop()
 
     run_ranks(1, alone)
+
+
+@pytest.mark.parametrize(
+    'env',
+    [
+        {},
+        dict(LOCAL_WORLD_SIZE='1'),
+        dict(WORLD_SIZE='2'),
+        dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2'),
+    ],
+    ids=['alone', 'alone after vLLM', 'two', 'two by torchrun'],
+)
+def test_ranks_of_one_machine_meet_on_loopback(env):
+    "vLLM in the same process leaves a LOCAL_WORLD_SIZE behind"
+    own = {k: v for k, v in os.environ.items() if k not in ('WORLD_SIZE', 'LOCAL_WORLD_SIZE')}
+    with patch.dict(os.environ, own | env, clear=True):
+        assert leader.cluster_address() == '127.0.0.1'
