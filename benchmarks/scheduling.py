@@ -101,7 +101,12 @@ def run(pool, requests, lengths, way, predictor):
         Oracle if way == 'oracle' else Schedule,
         InTurn if way == 'round robin' else PullQueue,
     )
-    with patch.multiple(conversation, to_body=body, Schedule=schedule, PullQueue=queue):
+
+    def read(r, ids, reason, config):  # it ends where `body` told it to
+        return ids
+
+    sent = dict(to_body=body, read_ids=read, Schedule=schedule, PullQueue=queue)
+    with patch.multiple(conversation, **sent):
         start = time.perf_counter()
         samples = list(pool.generate(requests))
     got = {(s.prompt_id, s.index): len(s.response_ids) for s in samples}
