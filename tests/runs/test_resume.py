@@ -172,7 +172,7 @@ def short_files(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize('size', [100, 2_000, 60_000])
+@pytest.mark.parametrize('size', [600, 2_000, 60_000])
 def test_files_that_cannot_grow(whole, tmp_path, size):
     "A write breaks off in its middle: a row, a model, a checkpoint, a trace"
     folder = tmp_path / 'run'
