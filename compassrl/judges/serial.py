@@ -16,8 +16,8 @@ from ..data.tasks import verifiers, verify
 from ..data.tokenizer import response_text
 from . import genrm
 from .isolated import under
-from .limits import Limits, Outcome
-from .verifiers import check_walls, no_verdict  # registers 'maths' and 'code'
+from .limits import Limits
+from .verifiers import check_walls  # registers 'maths' and 'code'
 from ..records import Metrics, Prompt, Sample
 from ..settings import above, at_least, between, check
 
@@ -98,14 +98,11 @@ class Judge:
 
 # %% ../../nbs/judges/05_serial.ipynb #5f059518
 def timed_verdict(prompt, ids, tokenizer, eos_id, cfg):  # and when it was made
-    start = read = time.perf_counter()
-    try:
-        text = response_text(tokenizer, ids, eos_id)
-        read = time.perf_counter()
-        with under(cfg.wall_s, cfg.unsafe):
-            verdict = verify(prompt, text)
-    except (Exception, SystemExit) as e:  # a verifier may even leave
-        verdict = no_verdict(Outcome('failed', f'{type(e).__name__}: {e}'))
+    start = time.perf_counter()
+    text = response_text(tokenizer, ids, eos_id)
+    read = time.perf_counter()
+    with under(cfg.wall_s, cfg.unsafe):
+        verdict = verify(prompt, text)
     return verdict, dict(
         reward_start=start, detokenise=read - start, reward_end=time.perf_counter()
     )

@@ -143,6 +143,7 @@ def survivors(n, fn, timeout_s=100):
             if not pids[-1]:
                 code, sys.stdout = 1, open(folder / f'{r}', 'w', buffering=1)
                 sys.stderr = sys.stdout
+                os.dup2(sys.stdout.fileno(), 2)  # its sentry is another process
                 try:
                     torch.set_num_threads(1)
                     dist.init_process_group(
@@ -309,7 +310,7 @@ def cold_start(how):
 
     def run():
         rank = dist.get_rank()
-        alone = dict(RANK=str(rank), WORLD_SIZE='2')
+        alone = dict(RANK=str(rank), WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')  # as torchrun does
         with (
             patch.dict(os.environ, alone),
             patch.object(leader, 'Watch', partial(Watch, timeout_s=3.0, every_s=0.2)),
