@@ -33,6 +33,7 @@ from .train.torch_engine import OptimConfig
 __all__ = [
     'RolloutEngineName',
     'TrainEngineName',
+    'TrackerName',
     'TrainConfig',
     'config_from_dict',
     'read_run_config',
@@ -41,6 +42,7 @@ __all__ = [
 # %% ../nbs/02_config.ipynb #6caa93f2
 RolloutEngineName = Literal['torch', 'vllm', 'pool']
 TrainEngineName = Literal['torch', 'megatron']
+TrackerName = Literal['tensorboard', 'wandb', 'trackio', 'mlflow']
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class TrainConfig:
     num_threads: Annotated[int, between(1, 1024)] = 1
     init_from: str = ''  # folder of a Hugging Face checkpoint to start from; empty = a new policy
     run_dir: str = ''  # where results go; empty = runs/DATE-TIME
+    # what shows the numbers while they are made: pip install compassrl[trackers]
+    trackers: tuple[TrackerName, ...] = ('tensorboard',)
     # embedded, vLLM in this process, or a pool of vLLM servers
     rollout_engine: RolloutEngineName = 'torch'
     train_engine: TrainEngineName = 'torch'  # embedded, or Megatron-Core under torchrun

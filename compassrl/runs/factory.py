@@ -27,6 +27,7 @@ from ..rollout.vllm.messages import check_vllm, weight_sync
 from .data import resolve
 from .memory import check_memory
 from .process import meet_ranks, need, set_up, world
+from .trackers import check_trackers
 from ..train.megatron.layout import check_parallel
 from ..train.saver import Saver, ShardedState, WholeState
 from ..train.torch_engine import TorchTrain
@@ -238,6 +239,7 @@ def prepare(cfg: TrainConfig):  # the `Watch` over all ranks; None for an engine
     train.check(cfg, num_ranks)
     rollout_engines[cfg.rollout_engine].check(cfg, num_ranks)
     if not world()[0]:
+        check_trackers(cfg.trackers)
         check_memory(cfg, num_ranks, int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
         if cfg.init_from:  # names and shapes; nothing is loaded
             list(checked_weights(read_shards(cfg.init_from, whole=False), cfg.policy))

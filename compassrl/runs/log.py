@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from ..files import read_data
@@ -159,7 +158,6 @@ class Log:
         self.metrics = open(folder / 'metrics.jsonl', 'r+')
         self.trace = open(folder / 'trace.jsonl', 'r+')
         self.trace.seek(0, os.SEEK_END)
-        self.board = SummaryWriter(folder / 'tensorboard', purge_step=start + 1 if start else None)
         self.progress = Progress(steps, 'RL', start)
 
     def row(
@@ -167,18 +165,13 @@ class Log:
         metrics: Metrics,
         over: int | None = None,  # where the row begins that is written again; None = a new one
     ) -> int:  # where it begins
-        "One step in metrics.jsonl and for TensorBoard"
+        "One step in metrics.jsonl"
         at = self.metrics.seek(0, os.SEEK_END) if over is None else self.metrics.seek(over)
         self.metrics.write(json.dumps(metrics) + '\n')
         self.metrics.truncate()
         self.metrics.flush()
         if over is None:
             say(json.dumps(metrics), logging.DEBUG)
-        for k in metrics if over is None else ['time_checkpoint_s']:
-            # when a phase began is for the trace
-            if k != 'step' and not k.endswith('_at') and metrics[k] is not None:
-                self.board.add_scalar(k.replace('time_', 'time/', 1), metrics[k], metrics['step'])
-        self.board.flush()
         return at
 
     def batch(self, rows: Iterable[dict]):
@@ -188,5 +181,5 @@ class Log:
         self.trace.flush()
 
     def close(self):
-        for f in (self.metrics, self.trace, self.board, self.progress):
+        for f in (self.metrics, self.trace, self.progress):
             f.close()

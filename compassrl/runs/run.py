@@ -35,6 +35,8 @@ from .log import Log, Progress, check_files, say, write_json
 from .report import write_report
 from .stop import locked, stoppable
 from .trace import trace_rows
+from .tracker_names import eval_values, grouped
+from .trackers import Trackers, history
 from ..train.checkpoint import load_checkpoint, save_checkpoint
 from ..train.sft import cold_start
 from ..train.torch_engine import TorchTrain
@@ -49,6 +51,7 @@ class Run:
 
     engines: Engines  # while they live
     log: Log
+    trackers: Trackers
 
     def __init__(self, cfg: TrainConfig, folder: Path, data: Data):
         self.cfg, self.folder, self.data = cfg, folder, data
@@ -73,7 +76,9 @@ class Run:
         if last or self.stop.asked or c.save_every and step % c.save_every == 0:
             t = time.perf_counter()
             self.save(step)
-            self.log.row(m | dict(time_checkpoint_s=time.perf_counter() - t), at)
+            m['time_checkpoint_s'] = time.perf_counter() - t
+            self.log.row(m, at)
+        self.trackers.log(grouped(m), step)
         self.log.progress.step(
             f'reward {m["reward_mean"]:.2f}, zero variance {m["zero_variance_frac"]:.2f}, '
             f'entropy {m["entropy"]:.2f}, {m["tokens"] / m["time_step_s"]:,.0f} tok/s'
@@ -269,12 +274,15 @@ def _train(run, start):  # the loop and what comes after it
         kept = set(json.loads((folder / 'screen.json').read_text()))
         prompts = [p for p in prompts if p.id in kept]
     more = start, e.reference, run.judge, run.partial_responses
-    try:
-        fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, *more)
-    finally:
-        run.log.close()
-    before = json.loads((folder / 'eval_before.json').read_text())
-    after = run.evaluate()
+    asked = dataclasses.asdict(c)
+    with Trackers(c.trackers, folder, asked, start, history(folder)) as run.trackers:
+        try:
+            fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, *more)
+        finally:
+            run.log.close()
+        before = json.loads((folder / 'eval_before.json').read_text())
+        after = run.evaluate()
+        run.trackers.log(eval_values(after), c.steps)
     write_json(folder / 'eval_after.json', after)
     write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()
