@@ -10,7 +10,7 @@ import dataclasses
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from .algo.advantages import AdvantageConfig
 from .algo.espo import EspoConfig
@@ -89,7 +89,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # of train_engine 'megatron'
     vllm: VllmConfig = field(default_factory=VllmConfig)  # of rollout_engine 'vllm' and 'pool'
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         _check_rollout(self)
         _check_partial(self)
@@ -171,10 +171,10 @@ def _check_tokens(cfg):
 
 # %% ../nbs/02_config.ipynb #b4d46310
 def config_from_dict(
-    cls: type,  # a config dataclass
-    d: dict,  # as in config.json; what is missing takes its default
+    cls: type[Any],  # a config dataclass
+    d: dict[str, Any],  # as in config.json; what is missing takes its default
     at: str = '',  # where in the whole config, for messages
-):
+) -> Any:
     "A checked config. Raises ValueError that names a key that does not exist or a wrong value"
     if not isinstance(d, dict):
         raise ValueError(f'{at[:-1] or "config"}={d!r:.60}: use an object with keys')

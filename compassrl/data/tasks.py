@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..records import Prompt, Verdict
 from ..settings import Registry
@@ -55,7 +55,10 @@ class Problem(NamedTuple):
 class Choices:
     "Reads `number` as choices; after a run `size` is how many numbers give something new"
 
-    def __init__(self, number: int):
+    size: int
+    number: int
+
+    def __init__(self, number: int) -> None:
         self.number, self.size = number, 1
 
     def __call__(self, n: int) -> int:  # 0..n-1
@@ -67,7 +70,7 @@ class Choices:
 task_families: dict[str, Callable[[int, Choices], Problem | None]] = {}
 
 
-def task_family(fn):
+def task_family(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Registers a family by its name
 
     It asks for the same sizes whatever was chosen, and may return None."""
@@ -160,14 +163,14 @@ def strings(
 
 
 # %% ../../nbs/data/02_tasks.ipynb #a3df7730
-verifiers = Registry(
+verifiers: Registry = Registry(
     maths='compassrl.judges.verifiers',
     code='compassrl.judges.verifiers',
     genrm='compassrl.judges.genrm',
 )
 
 
-def verifier(fn):
+def verifier(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Registers `fn(text, answer)` by its name; it returns a `Verdict`, a number or True or False
 
     Raises ValueError for a function that cannot be called so."""
@@ -270,7 +273,7 @@ def as_verdict(
 
 def failure(
     e: BaseException,
-    fn: Callable | None = None,  # the verifier in which it was raised
+    fn: Callable[..., Any] | None = None,  # the verifier in which it was raised
 ) -> Verdict:
     "No verdict, and why: the exception, and the last line of the verifier's own file"
     where, code = '', getattr(fn and inspect.unwrap(fn), '__code__', None)

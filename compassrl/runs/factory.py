@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -150,7 +151,7 @@ def _check_pool(cfg, num_ranks):
         weight_sync(cfg.vllm, cfg.device, num_ranks)
 
 
-rollout_engines = dict(
+rollout_engines: dict[str, RolloutKind] = dict(
     torch=RolloutKind(_torch_rollout),
     vllm=RolloutKind(_vllm, _check_in_process, is_vllm=True),
     pool=RolloutKind(_pool, _check_pool, is_vllm=True, serves=True),
@@ -218,7 +219,7 @@ def _follow_megatron(cfg, watch):
     serve(engine, watch)
 
 
-train_engines = dict(
+train_engines: dict[str, TrainKind] = dict(
     torch=TrainKind(_start_torch, _check_torch, WholeState),
     megatron=TrainKind(
         _lead_megatron,
@@ -232,7 +233,9 @@ train_engines = dict(
 
 
 # %% ../../nbs/runs/09_factory.ipynb #1a830ca4
-def prepare(cfg: TrainConfig):  # the `Watch` over all ranks; None for an engine of one process
+def prepare(
+    cfg: TrainConfig,
+) -> Any:  # the `Watch` over all ranks; None for an engine of one process
     "This process, ready for its engines. Raises ValueError for what cannot be had here"
     train, num_ranks = train_engines[cfg.train_engine], world()[1]
     set_up(cfg)
@@ -246,7 +249,7 @@ def prepare(cfg: TrainConfig):  # the `Watch` over all ranks; None for an engine
     return train.meet(cfg)
 
 
-def follow(cfg: TrainConfig):
+def follow(cfg: TrainConfig) -> None:
     "What every rank but 0 runs, until rank 0 has done"
     cfg = resolve(cfg)
     watch = prepare(cfg)

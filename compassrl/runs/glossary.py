@@ -56,7 +56,7 @@ def read(text: str) -> list[Metric]:
 
 
 # %% ../../nbs/runs/20_glossary.ipynb #da7765b2
-experience = read("""
+experience: list[Metric] = read("""
 @ experience
 reward_mean | reward/mean | reward | the task's
     mean task reward of the samples that train, before penalties -> rises, with noise
@@ -89,7 +89,7 @@ entropy | policy/entropy | nats | 0 to log V
 """)
 
 # %% ../../nbs/runs/20_glossary.ipynb #8610a34e
-algorithm = read("""
+algorithm: list[Metric] = read("""
 @ loop
 zero_variance_first_frac | zero_variance/first_frac | share | 0 to 1
     groups with equal rewards after the first wave -> below 0.5; more: too easy or too hard
@@ -143,7 +143,7 @@ lr | optim/lr | per update | 0 or more
 """)
 
 # %% ../../nbs/runs/20_glossary.ipynb #6a2dbd96
-system = read("""
+system: list[Metric] = read("""
 @ algo.engine_gap
 rollout_train_gap | gap/mean | nats | 0 to 20
     mean distance of both engines' log-probabilities -> below 1e-5 embedded, 0.05 with vLLM
@@ -223,7 +223,7 @@ eval_*_avg | eval/*/avg | share | 0 to 1 | eval_every and several sets
 """)
 )
 
-evaluations = read("""
+evaluations: list[Metric] = read("""
 @ runs.evaluate
 avg | eval/avg | share | 0 to 1
     avg@k: right responses, mean over prompts -> higher after RL
@@ -258,7 +258,7 @@ sets |  |  |  | several sets
     the same of all further sets
 """) + [replace(m, name='') for m in system if m.where == 'judges.model']
 
-cold_start_rows = read("""
+cold_start_rows: list[Metric] = read("""
 @ train.sft
 step |  | count | 1 or more
     optimiser step, the x axis -> rises by 1

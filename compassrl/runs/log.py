@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -37,14 +37,14 @@ __all__ = [
 
 
 # %% ../../nbs/runs/10_log.ipynb #35284b47
-def replace_text(path: Path, text: str):
+def replace_text(path: Path, text: str) -> None:
     "Write a file whole or not at all, whenever the process is killed"
     new = path.with_name(f'.{path.name}.tmp')
     new.write_text(text)
     os.replace(new, path)
 
 
-def write_json(path: Path, d):
+def write_json(path: Path, d: Any) -> None:
     replace_text(path, json.dumps(d, indent=2) + '\n')
 
 
@@ -70,7 +70,7 @@ def rows_until(
 def keep_until(
     path: Path,  # made if it does not exist
     step: int,
-):
+) -> None:
     "Drop rows of later steps and a torn last line, which a killed run may have left behind"
     replace_text(path, b''.join(rows_until(path, step)).decode())
 
@@ -78,7 +78,7 @@ def keep_until(
 _parts = 'machine', 'eval_before', 'timings', 'rollout', 'screen'
 
 
-def check_files(folder: Path):
+def check_files(folder: Path) -> None:
     """Of a run that goes on: what would be missed at its end is asked for now. Raises ValueError
     that names the file"""
     for name in _parts:
@@ -100,12 +100,12 @@ logger = logging.getLogger('compassrl')
 logger.setLevel('INFO')
 
 
-def set_level(level: Level):
+def set_level(level: Level) -> None:
     "How much is said: all numbers, progress, or warnings alone"
     logger.setLevel(level.upper())
 
 
-def say(text: str, level: int = logging.INFO):
+def say(text: str, level: int = logging.INFO) -> None:
     "A line for who watches the run"
     if logger.isEnabledFor(level):
         print(text, flush=True)
@@ -114,23 +114,27 @@ def say(text: str, level: int = logging.INFO):
 class Progress:
     "A bar in a terminal; lines where there is none; nothing where nobody wants to know"
 
+    what: str
+    total: int
+    done: int
+
     def __init__(
         self,
         total: int,
         what: str,  # in front of it
         done: int = 0,
         lines: int = 0,  # at most so many; 0 = one for each step
-    ):
+    ) -> None:
         self.total, self.what, self.done = total, what, done
-        self.every = math.ceil(total / lines) if lines else 1
+        self.every: int = math.ceil(total / lines) if lines else 1
         off = os.environ.get('TQDM_DISABLE', '0') not in ('', '0')
         wanted = logger.isEnabledFor(logging.INFO) and not off
-        self.plain = wanted and not sys.stderr.isatty()
+        self.plain: bool = wanted and not sys.stderr.isatty()
         look = dict(desc=what, unit='step', dynamic_ncols=True)
         bar = wanted and not self.plain
         self.bar = tqdm(total=total, initial=done, disable=not bar, **look)
 
-    def step(self, text: str = ''):
+    def step(self, text: str = '') -> None:
         "One more is done"
         self.done += 1
         self.bar.update()
@@ -139,7 +143,7 @@ class Progress:
             line = f'{self.what} {self.done}/{self.total}' + (f': {text}' if text else '')
             print(line, file=sys.stderr, flush=True)
 
-    def close(self):
+    def close(self) -> None:
         self.bar.close()
 
 
@@ -152,13 +156,13 @@ class Log:
         folder: Path,
         start: int,  # steps already done; whatever the files hold beyond is dropped
         steps: int,
-    ):
+    ) -> None:
         for name in ('metrics', 'trace'):
             keep_until(folder / f'{name}.jsonl', start)
         self.metrics = open(folder / 'metrics.jsonl', 'r+')
         self.trace = open(folder / 'trace.jsonl', 'r+')
         self.trace.seek(0, os.SEEK_END)
-        self.progress = Progress(steps, 'RL', start)
+        self.progress: Progress = Progress(steps, 'RL', start)
 
     def row(
         self,
@@ -174,12 +178,12 @@ class Log:
             say(json.dumps(metrics), logging.DEBUG)
         return at
 
-    def batch(self, rows: Iterable[dict]):
+    def batch(self, rows: Iterable[dict[str, Any]]) -> None:
         "A whole step, for trace.jsonl"
         for row in rows:
             self.trace.write(json.dumps(row) + '\n')
         self.trace.flush()
 
-    def close(self):
+    def close(self) -> None:
         for f in (self.metrics, self.trace, self.progress):
             f.close()

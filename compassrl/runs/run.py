@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,22 +50,26 @@ __all__ = ['may_change', 'Run', 'new_folder', 'start_run', 'resume_run']
 class Run:
     "One run and its folder (implements `RunHooks`)"
 
+    folder: Path
+    data: Data
+    cfg: TrainConfig
+
     engines: Engines  # while they live
     log: Log
     trackers: Trackers
 
-    def __init__(self, cfg: TrainConfig, folder: Path, data: Data):
+    def __init__(self, cfg: TrainConfig, folder: Path, data: Data) -> None:
         self.cfg, self.folder, self.data = cfg, folder, data
         part = cfg.schedule.partial_tokens
-        self.partial_responses = PartialResponses(part) if part else None
+        self.partial_responses: PartialResponses | None = PartialResponses(part) if part else None
         saver = train_engines[cfg.train_engine].saver
-        self.stop = stoppable(folder, lambda: bool(saver.newest(folder / 'checkpoints')))
+        self.stop: stoppable = stoppable(folder, lambda: bool(saver.newest(folder / 'checkpoints')))
 
     @property
     def source(self) -> Path:  # Hugging Face checkpoint of the policy before RL
         return Path(self.cfg.init_from or self.folder / 'start')
 
-    def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch):
+    def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch) -> None:
         c, m, last = self.cfg, metrics, step == self.cfg.steps
         m |= self.engines.rollout.measured() | self.judge.measured()
         if c.eval_every:
@@ -96,14 +101,14 @@ class Run:
             eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k']
         )
 
-    def trace(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch):
+    def trace(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch) -> None:
         "A whole step, and when what happened in it"
         rows = trace_rows(step, metrics, samples, batch, self.cfg.optim.num_mini_batches)
         self.log.batch(rows)
         timings = dict(step=step, metrics=metrics, samples=[s.timings for s in samples])
         write_json(self.folder / 'timings.json', timings)
 
-    def save(self, step: int):
+    def save(self, step: int) -> None:
         "What is under way first: an engine's checkpoint without it could not be resumed"
         if self.partial_responses:
             # two more: a checkpoint that is still being written may never be whole
@@ -134,7 +139,7 @@ class Run:
         finally:
             self.judge.close()
 
-    def evaluate(self) -> dict:
+    def evaluate(self) -> dict[str, Any]:
         "All evaluation sets with the rollout engine's present weights"
         d, c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)

@@ -35,14 +35,17 @@ def launcher() -> str:
 class stoppable:
     "Ctrl-C (or SIGTERM) asks to stop; a second one stops at once. Threads get no signals"
 
+    folder: Path
+    asked: bool
+
     def __init__(
         self,
         folder: Path,  # of the run
         resumable: Callable[[], bool],  # is there a checkpoint to go on from?
-    ):
+    ) -> None:
         self.folder, self.resumable, self.asked = folder, resumable, False
 
-    def ask(self, signum=None, frame=None):
+    def ask(self, signum=None, frame=None) -> None:
         "What a signal calls"
         if self.asked:
             raise KeyboardInterrupt
@@ -54,7 +57,7 @@ class stoppable:
         self.old = {s: signal.signal(s, self.ask) for s in heard}
         return self
 
-    def __exit__(self, kind, error, tb):
+    def __exit__(self, kind, error, tb) -> None:
         for s, handler in self.old.items():
             signal.signal(s, handler)
         if not kind or not issubclass(kind, KeyboardInterrupt):

@@ -66,7 +66,7 @@ def _known(folder: Path, name: str, make: Callable[[], str]) -> tuple[str, bool]
 class TensorBoard:
     "Event files in the run directory; the cold start has steps of its own, and is a second curve"
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], start: int):
+    def __init__(self, folder: Path, config: Mapping[str, Any], start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.is_new = not start
@@ -90,7 +90,7 @@ class TensorBoard:
 class Wandb:
     "Weights & Biases; what it keeps on the disk is in the run directory"
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], start: int):
+    def __init__(self, folder: Path, config: Mapping[str, Any], start: int) -> None:
         import wandb
 
         run_id, self.is_new = _known(folder, 'wandb', lambda: secrets.token_hex(4))
@@ -118,7 +118,7 @@ class Wandb:
 class Trackio:
     "Hugging Face's tracker: a local database, or a Space"
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], start: int):
+    def __init__(self, folder: Path, config: Mapping[str, Any], start: int) -> None:
         import trackio
 
         name = f'{folder.resolve().name}-{secrets.token_hex(2)}'
@@ -139,7 +139,7 @@ class Trackio:
 class Mlflow:
     "MLflow; settings are its parameters"
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], start: int):
+    def __init__(self, folder: Path, config: Mapping[str, Any], start: int) -> None:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -219,7 +219,7 @@ class Trackers:
         config: Mapping[str, Any],
         start: int,  # steps already done
         history: Iterable[Point] = (),  # what came before the first step, for a new tracker
-    ):
+    ) -> None:
         before = tuple(history)
         self.threads: dict[threading.Thread, SimpleQueue[Point | bool]] = {}
         for name in dict.fromkeys(names):

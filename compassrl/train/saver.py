@@ -26,7 +26,7 @@ class Saver(Protocol):
         "The newest that is whole; torn ones are named in a printed line. Raises CheckpointError"
         ...
 
-    def save(self, step: int):
+    def save(self, step: int) -> None:
         "After so many steps"
         ...
 
@@ -34,7 +34,7 @@ class Saver(Protocol):
         "The newest whole one into the engine; returns its step. Raises ValueError"
         ...
 
-    def wait(self):
+    def wait(self) -> None:
         "Until all is on the disk"
         ...
 
@@ -43,12 +43,16 @@ class Saver(Protocol):
 class WholeState:
     "Of an engine whose state is in this process"
 
+    root: Path
+    keep: int
+    engine: TorchTrain
+
     newest = staticmethod(latest_checkpoint)
 
-    def __init__(self, engine: TorchTrain, root: Path, keep: int):
+    def __init__(self, engine: TorchTrain, root: Path, keep: int) -> None:
         self.engine, self.root, self.keep = engine, root, keep
 
-    def save(self, step: int):
+    def save(self, step: int) -> None:
         save_checkpoint(self.root, step, self.engine.state_dict(), self.keep)
 
     def load(self) -> int:
@@ -57,12 +61,15 @@ class WholeState:
         self.engine.load_state_dict(state)
         return step
 
-    def wait(self):
+    def wait(self) -> None:
         pass  # `save` has waited already
 
 
 class ShardedState:
     "Of an engine on many ranks: each writes its part; another layout can read it"
+
+    root: Path
+    keep: int
 
     @staticmethod
     def newest(root: Path, required: bool = False) -> Path | None:
@@ -70,10 +77,10 @@ class ShardedState:
 
         return latest_sharded(root, required)
 
-    def __init__(self, leader, root: Path, keep: int):
+    def __init__(self, leader, root: Path, keep: int) -> None:
         self.leader, self.root, self.keep = leader, root, keep
 
-    def save(self, step: int):  # begins to write, when the save before it is done
+    def save(self, step: int) -> None:  # begins to write, when the save before it is done
         from compassrl.train.megatron.checkpoint import save_sharded
 
         self.leader.everywhere(save_sharded, self.root, step, self.keep)
@@ -83,7 +90,7 @@ class ShardedState:
 
         return self.leader.everywhere(load_sharded, self.newest(self.root, required=True))
 
-    def wait(self):
+    def wait(self) -> None:
         from compassrl.train.megatron.checkpoint import finish_save
 
         self.leader.everywhere(finish_save)

@@ -15,6 +15,7 @@ import uuid
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -100,7 +101,7 @@ def _seal_folder(tmp, body):  # on rank 0, when every rank has written its files
 
 def read_manifest(
     path: str | Path,  # one checkpoint
-) -> dict:  # step, num_steps, policy, layout, files and their sizes
+) -> dict[str, Any]:  # step, num_steps, policy, layout, files and their sizes
     "Raises TornCheckpoint if a file is missing or of another size than when it was written"
     path = Path(path)
     body, _ = unseal(path)
@@ -128,16 +129,16 @@ def latest_sharded(
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #2d1a8fa5
 @lru_cache
-def keep_garbage_in_forks():
+def keep_garbage_in_forks() -> None:
     "A dead process group, collected in a fork, waits for threads that the fork has not"
     os.register_at_fork(after_in_child=gc.freeze)
 
 
 class _Results:  # of the writer, for this process
-    def __init__(self):
+    def __init__(self) -> None:
         self.file = tempfile.TemporaryFile()  # both have it open
 
-    def put(self, x):
+    def put(self, x) -> None:
         pickle.dump(x, self.file)
         self.file.flush()
 
@@ -165,7 +166,9 @@ def _on_first(fn):  # rank 0 does it, all wait, and all learn if it cannot
 class Save:
     "A checkpoint on its way to the disk. Every rank asks it the same"
 
-    def __init__(self, engine, root, step, keep):
+    finished: bool
+
+    def __init__(self, engine, root, step, keep) -> None:
         self.root, self.path, self.keep, self.engine = root, root / f'step-{step:06}', keep, engine
         # of its own: writers of a killed run may still be at theirs
         names = [f'.tmp-{step:06}-{uuid.uuid4().hex[:8]}']
