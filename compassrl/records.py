@@ -47,9 +47,7 @@ class Prompt:
     answer: str  # what the verifier compares with
     verifier: str  # name in `tasks.verifiers`
     solution: str = ''  # a written-out correct response for the cold start; '' if there is none
-    messages: list[dict[str, Any]] | None = (
-        None  # the chat that `text` was rendered from; None: plain text
-    )
+    messages: list[dict[str, Any]] | None = None  # the chat behind `text`; None: plain text
     columns: dict[str, Any] = field(default_factory=dict)  # the row it came from, for own rewards
 
 
@@ -143,9 +141,7 @@ class Batch:
         return self.token_mask.sum(1)
 
     @property
-    def fed_mask(
-        self,
-    ) -> Tensor:  # [B, T] all tokens but each sample's last: a rollout knows their routes
+    def fed_mask(self) -> Tensor:  # [B, T] tokens whose routes a rollout knows: all but the last
         return torch.nn.functional.pad(self.token_mask[:, 1:], (0, 1))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Batch:

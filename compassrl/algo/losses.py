@@ -5,6 +5,7 @@
 # %% ../../nbs/algo/03_losses.ipynb #663bf7c9
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 

@@ -55,9 +55,6 @@ class Problem(NamedTuple):
 class Choices:
     "Reads `number` as choices; after a run `size` is how many numbers give something new"
 
-    size: int
-    number: int
-
     def __init__(self, number: int) -> None:
         self.number, self.size = number, 1
 
