@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Protocol
 
@@ -251,7 +251,7 @@ def mini_batches(
 # %% ../nbs/01_records.ipynb #a2d576eb
 Metrics = dict[str, float | None]  # None: not measured in this step
 # (log_probs [B, T], batch, num_tokens, num_samples) -> loss, further sums
-LossFn = Callable[..., tuple[Tensor, Metrics]]
+LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor | float | None]]]
 
 
 class RolloutEngine:
