@@ -166,8 +166,6 @@ time_rollout_s | time/rollout_s | s | 0 or more
     sampling -> most of a step
 time_reward_s | time/reward_s | s | 0 or more
     waiting for verdicts -> near 0: judges work while the engine samples
-time_reward_busy_s | time/reward_busy_s | s | 0 or more
-    work of all judges, added up -> any
 time_log_probs_s | time/log_probs_s | s | 0 or more
     the pass for the old log-probabilities -> a third of the update
 time_ref_log_probs_s | time/ref_log_probs_s | s | 0 or more | loss.kl_coef
@@ -176,10 +174,13 @@ time_update_s | time/update_s | s | 0 or more
     forward, backward and optimiser -> steady
 time_sync_s | time/sync_s | s | 0 or more
     new weights on their way to the rollout engine -> below a tenth of a step
-time_*_at |  | s | of the machine's clock
-    when a phase began; for the chart of who did what when -> any
 sync_bytes | time/sync_bytes | bytes | 0 or more
     size of the weights handed over -> the size of the policy, 0 if nothing was learned
+@ experience
+time_reward_busy_s | time/reward_busy_s | s | 0 or more
+    work of all judges, added up -> any
+time_*_at |  | s | of the machine's clock
+    when a phase began; for the chart of who did what when -> any
 @ runs.run
 step |  | count | 1 or more
     RL step, the x axis -> rises by 1
