@@ -174,7 +174,7 @@ def same(a, b):
 
     def timeless(folder):
         found = rows(folder / 'metrics.jsonl')
-        return [{k: v for k, v in r.items() if not k.startswith('time')} for r in found]
+        return [{k: v for k, v in r.items() if not k.startswith(('time', 'eval'))} for r in found]
 
     name = 'model/model.safetensors'
     return (a / name).read_bytes() == (b / name).read_bytes() and timeless(a) == timeless(b)
