@@ -43,7 +43,7 @@ def metadata(wheel):
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / 'compassrl').rglob('*.py')}
     held = {n for n in wheel.namelist() if '.dist-info/' not in n}
-    assert modules <= held
+    assert modules | {'compassrl/py.typed'} <= held  # which tells type checkers to look
     assert {n.split('/')[0] for n in held} == {'compassrl'}
     assert not [n for n in held if '__pycache__' in n]
 
@@ -105,7 +105,7 @@ def test_the_tested_versions_are_versions_that_the_package_asks_for():
     tested = {re.sub(r'[-_.]+', '-', k).lower(): v for k, v in tested.items()}
     stale = [
         f'{r}: {tested.get(name)}'
-        for r in wanted(['dev', 'docs', 'engines-cpu'])
+        for r in wanted(['dev', 'docs', 'trackers', 'engines-cpu'])
         if (name := re.sub(r'[-_.]+', '-', r.name).lower()) not in tested
         or not r.specifier.contains(tested[name], prereleases=True)
     ]

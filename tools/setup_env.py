@@ -24,6 +24,7 @@ WITHOUT_CUDA = '--override', ROOT / 'tools' / 'overrides-cpu.txt'
 LOCKED = (
     'dev',
     'docs',
+    'trackers',
     'engines-cpu',
 )  # what the tests ran with; these name all other extras but gpu
 HEAD = """\

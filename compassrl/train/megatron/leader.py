@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Thread
+from typing import Any
 
 import torch.distributed as dist
 from fastcore.basics import patch
@@ -34,12 +35,21 @@ class Watch(Thread):
     """Every rank says once a second that it is there. Where one falls silent or reports an error,
     all ranks end"""
 
+    timeout_s: float
+    stopped: Event
+    size: int
+    rank: int
+    every_s: float
+    control: Control
+    cause: str
+    beats: int
+
     def __init__(
         self,
         control: Control,
         timeout_s: float = 60.0,  # silence after which a rank counts as dead
         every_s: float = 1.0,
-    ):
+    ) -> None:
         super().__init__(daemon=True)
         self.control, self.rank, self.size = control, control.rank, control.size
         self.timeout_s, self.every_s = timeout_s, every_s
@@ -56,14 +66,16 @@ class Watch(Thread):
         )
         self.beat()
         control.gather(None)  # from here on every rank has a place in the store
-        self.heard = {r: (b'', time.monotonic()) for r in range(self.size)}
+        self.heard: dict[int, tuple[bytes, float]] = {
+            r: (b'', time.monotonic()) for r in range(self.size)
+        }
         self.start()
 
-    def beat(self):
+    def beat(self) -> None:
         self.beats += 1
         self.store.set(f'rank {self.rank}', str(self.beats))
 
-    def run(self):
+    def run(self) -> None:
         while not self.stopped.wait(self.every_s):
             try:
                 self.beat()
@@ -130,7 +142,12 @@ def guard(self: Watch):
 class Leader:
     "Rank 0's `TrainEngine`: each call is made by all ranks, which meanwhile run `serve`"
 
-    def __init__(self, engine: MegatronTrain, watch: Watch):
+    watch: Watch
+    walking: bool
+    engine: MegatronTrain
+    control: Control
+
+    def __init__(self, engine: MegatronTrain, watch: Watch) -> None:
         self.engine, self.control, self.watch, self.walking = engine, engine.control, watch, False
 
     @contextmanager
@@ -166,14 +183,14 @@ class Leader:
 
     def everywhere(
         self,
-        fn: Callable,  # (engine, *args), can be pickled: a function of a module
+        fn: Callable[..., Any],  # (engine, *args), can be pickled: a function of a module
         *args,
     ):  # what it returned on rank 0
         "Calls `fn` on all ranks"
         with self._all('call', fn, *args) as e:
             return fn(e, *args)
 
-    def stop(self):
+    def stop(self) -> None:
         "All ranks leave `serve`"
         with self._all('stop'):
             self.watch.stop()
@@ -181,14 +198,14 @@ class Leader:
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, error, tb):
+    def __exit__(self, kind, error, tb) -> None:
         if kind is None:
             self.stop()
 
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #21339285
 @patch
-def stop(self: Watch):
+def stop(self: Watch) -> None:
     "Nobody watches any more; every rank calls this"
     self.stopped.set()
     if self.size > 1:
