@@ -2,7 +2,7 @@
 imports its module when it is first used, so `import compassrl` alone is quick."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __version__ = '0.1.0'
 
@@ -74,7 +74,7 @@ if TYPE_CHECKING:  # the same for type checkers
     from .train.torch_engine import OptimConfig as OptimConfig
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _modules:
         return getattr(import_module(f'{__name__}.{_modules[name]}'), name)
     if name in _parts:

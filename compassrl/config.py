@@ -10,7 +10,7 @@ import dataclasses
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from .algo.advantages import AdvantageConfig
 from .algo.espo import EspoConfig
@@ -34,6 +34,7 @@ from .train.torch_engine import OptimConfig
 __all__ = [
     'RolloutEngineName',
     'TrainEngineName',
+    'TrackerName',
     'TrainConfig',
     'config_from_dict',
     'read_run_config',
@@ -42,6 +43,7 @@ __all__ = [
 # %% ../nbs/02_config.ipynb #6caa93f2
 RolloutEngineName = Literal['torch', 'vllm', 'pool']
 TrainEngineName = Literal['torch', 'megatron']
+TrackerName = Literal['tensorboard', 'wandb', 'trackio', 'mlflow']
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class TrainConfig:
     num_threads: Annotated[int, between(1, 1024)] = 1
     init_from: str = ''  # folder of a Hugging Face checkpoint to start from; empty = a new policy
     run_dir: str = ''  # where results go; empty = runs/DATE-TIME
+    # what shows the numbers while they are made: pip install compassrl[trackers]
+    trackers: tuple[TrackerName, ...] = ('tensorboard',)
     # embedded, vLLM in this process, or a pool of vLLM servers
     rollout_engine: RolloutEngineName = 'torch'
     train_engine: TrainEngineName = 'torch'  # embedded, or Megatron-Core under torchrun
@@ -87,7 +91,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # of train_engine 'megatron'
     vllm: VllmConfig = field(default_factory=VllmConfig)  # of rollout_engine 'vllm' and 'pool'
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         _check_rollout(self)
         _check_partial(self)
@@ -169,10 +173,10 @@ def _check_tokens(cfg):
 
 # %% ../nbs/02_config.ipynb #b4d46310
 def config_from_dict(
-    cls: type,  # a config dataclass
-    d: dict,  # as in config.json; what is missing takes its default
+    cls: type[Any],  # a config dataclass
+    d: dict[str, Any],  # as in config.json; what is missing takes its default
     at: str = '',  # where in the whole config, for messages
-):
+) -> Any:
     "A checked config. Raises ValueError that names a key that does not exist or a wrong value"
     if not isinstance(d, dict):
         raise ValueError(f'{at[:-1] or "config"}={d!r:.60}: use an object with keys')

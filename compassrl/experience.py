@@ -69,9 +69,9 @@ def prompts_of_step(
 def requests_of(
     prompts: list[Prompt],
     num: Sequence[int],  # responses to each of them
-    asked: Counter,  # how many were asked before, by prompt id; these are added
+    asked: Counter[str],  # how many were asked before, by prompt id; these are added
     params: SamplingParams,
-    *seed,  # what the randomness depends on beside prompt and index: run seed, step
+    *seed: object,  # what the randomness depends on beside prompt and index: run seed, step
 ) -> list[Request]:  # a prompt's requests side by side, so that they share one prefill
     "One wave of requests; a prompt's indices go on where they ended"
     out = []
@@ -110,7 +110,7 @@ def sample_columns(
 # %% ../nbs/03_experience.ipynb #10f0e92a
 def next_wave(
     samples: list[Sample],  # judged, of all waves so far
-    asked: Counter,  # responses by prompt id, prompts in the order of the groups
+    asked: Counter[str],  # responses by prompt id, prompts in the order of the groups
     spent: list[int],  # tokens generated in each wave
     prompts: list[Prompt],  # all that there are
     step: int,

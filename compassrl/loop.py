@@ -43,7 +43,7 @@ class Stop(KeyboardInterrupt):
 class RunHooks(Protocol):
     "What the loop tells the run"
 
-    def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch):
+    def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch) -> None:
         "After `step` steps; samples in the order of the batch's rows. May raise Stop"
         ...
 

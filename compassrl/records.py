@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Protocol
 
@@ -47,7 +47,7 @@ class Prompt:
     answer: str  # what the verifier compares with
     verifier: str  # name in `tasks.verifiers`
     solution: str = ''  # a written-out correct response for the cold start; '' if there is none
-    messages: list[dict] | None = None  # the chat that `text` was rendered from; None: plain text
+    messages: list[dict[str, Any]] | None = None  # the chat behind `text`; None: plain text
     columns: dict[str, Any] = field(default_factory=dict)  # the row it came from, for own rewards
 
 
@@ -71,7 +71,7 @@ class SamplingParams:
     top_p: Annotated[float, above(0, up_to=1)] = 1.0  # of the likeliest tokens that reach this
     stop_ids: tuple[int, ...] = ()  # a response ends with the first of these, which it keeps
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
 
 
@@ -87,7 +87,7 @@ class Request:
 
 
 # %% ../nbs/01_records.ipynb #adcb9fa9
-def derive_seed(*parts) -> int:  # 63 bits
+def derive_seed(*parts: object) -> int:  # 63 bits
     "Depends on `parts` alone (anything with a stable `str`), the same on every machine"
     digest = hashlib.sha256('/'.join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], 'little') >> 1
@@ -133,15 +133,15 @@ class Batch:
     routes_valid: Tensor | None = None  # [B, T] bool: False = use the live router
     routes_agree: Tensor | None = None  # [B, T] fp32: layers whose live router agrees, their share
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
-    def lengths(self):
+    def lengths(self) -> Tensor:
         return self.token_mask.sum(1)
 
     @property
-    def fed_mask(self):  # [B, T] all tokens but each sample's last: a rollout knows their routes
+    def fed_mask(self) -> Tensor:  # [B, T] tokens whose routes a rollout knows: all but the last
         return torch.nn.functional.pad(self.token_mask[:, 1:], (0, 1))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
@@ -149,7 +149,7 @@ class Batch:
         there = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{k: fn(v) for k, v in there.items() if v is not None})
 
-    def to(self, device) -> Batch:
+    def to(self, device: str | torch.device) -> Batch:
         return self.map(lambda t: t.to(device))
 
 
@@ -251,7 +251,7 @@ def mini_batches(
 # %% ../nbs/01_records.ipynb #a2d576eb
 Metrics = dict[str, float | None]  # None: not measured in this step
 # (log_probs [B, T], batch, num_tokens, num_samples) -> loss, further sums
-LossFn = Callable[..., tuple[Tensor, Metrics]]
+LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor | float | None]]]
 
 
 class RolloutEngine:
@@ -261,22 +261,22 @@ class RolloutEngine:
         "Yields each sample as it finishes, in any order; `whole_groups`: it drops none for others"
         raise NotImplementedError
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         "Takes weights by their Hugging Face names and drops every cache of the old ones"
         raise NotImplementedError
 
-    def state_dict(self) -> dict:  # plain JSON
+    def state_dict(self) -> dict[str, Any]:  # plain JSON
         "What it has learned about its work; a resumed run gives it back"
         return {}
 
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         "As `state_dict` gave it"
 
     def measured(self) -> Metrics:
         "What it has counted since it was last asked"
         return {}
 
-    def close(self):
+    def close(self) -> None:
         "End what was started for it"
 
 

@@ -44,7 +44,7 @@ class Range:
         above = x > self.low if self.open_low else x >= self.low
         return above and (x < self.high if self.open_high else x <= self.high)
 
-    def __str__(self):
+    def __str__(self) -> str:
         if -inf < self.low and self.high < inf and not (self.open_low or self.open_high):
             return f'{self.low} to {self.high}'
         low = f'{"more than" if self.open_low else "at least"} {self.low}'
@@ -55,18 +55,18 @@ class Range:
         return f'({self}; default: {default})'
 
 
-def at_least(low: float, below: float = inf, why: str = ''):
+def at_least(low: float, below: float = inf, why: str = '') -> Any:
     "low <= x < below"
     return arg(help_behavior_hint=Range(low, below, open_high=True, why=why))
 
 
-def above(low: float, up_to: float = inf, below: float = inf, why: str = ''):
+def above(low: float, up_to: float = inf, below: float = inf, why: str = '') -> Any:
     "low < x <= up_to, and x < below"
     r = Range(low, min(up_to, below), open_low=True, open_high=below <= up_to, why=why)
     return arg(help_behavior_hint=r)
 
 
-def between(low: float, high: float, why: str = ''):
+def between(low: float, high: float, why: str = '') -> Any:
     "low <= x <= high"
     return arg(help_behavior_hint=Range(low, high, why=why))
 
@@ -81,7 +81,7 @@ class OneOf:
         return f'(one of {", ".join(self.names)}; default: {default})'
 
 
-def one_of(names: Collection[str]):
+def one_of(names: Collection[str]) -> Any:
     "A name of a registry; the config that has the setting refuses all others"
     return arg(help_behavior_hint=OneOf(names))
 
@@ -97,7 +97,7 @@ def _hints(cls):  # where the class was written, its hints have a meaning
 
 
 def checked(
-    cls: type,  # a dataclass whose `__post_init__` calls `check`
+    cls: type[Any],  # a dataclass whose `__post_init__` calls `check`
     values: dict[str, Any],  # some or all of its fields
     at: str = '',  # where it stands in a larger config, for messages
 ) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def checked(
     return {k: _fit(hints[k], v, at + k) for k, v in values.items()}
 
 
-def check(config):
+def check(config: Any) -> None:
     "What every config does when it is made. Raises ValueError with name, value and fix"
     for k, v in checked(type(config), vars(config)).items():
         object.__setattr__(config, k, v)  # it is frozen
@@ -167,25 +167,25 @@ def _check_number(value, name, numbers):
 
 
 # %% ../nbs/05_settings.ipynb #65e397b8
-class Registry(MutableMapping[str, Callable]):
+class Registry(MutableMapping[str, Callable[..., Any]]):
     "Functions by name. A built-in's module is imported when its name is looked up"
 
     def __init__(
         self,
         **modules: str,  # built-in name -> the module whose import registers it
-    ):
-        self.functions: dict[str, Callable] = {}
+    ) -> None:
+        self.functions: dict[str, Callable[..., Any]] = {}
         self.modules = modules
 
-    def __getitem__(self, name: str) -> Callable:
+    def __getitem__(self, name: str) -> Callable[..., Any]:
         if name not in self.functions and name in self.modules:
             import_module(self.modules[name])
         return self.functions[name]
 
-    def __setitem__(self, name: str, fn: Callable):
+    def __setitem__(self, name: str, fn: Callable[..., Any]) -> None:
         self.functions[name] = fn
 
-    def __delitem__(self, name: str):  # a built-in too is gone for good
+    def __delitem__(self, name: str) -> None:  # a built-in too is gone for good
         del self.functions[name]
         self.modules.pop(name, None)
 

@@ -32,8 +32,8 @@ __all__ = [
 Estimator = Literal['grpo', 'dr_grpo', 'rloo']
 # rewards of a group are equal that differ by no more,
 # times the largest |reward| of the group where that is above 1
-tolerance = 1e-6
-std_eps = 1e-6  # added to the std
+tolerance: float = 1e-6
+std_eps: float = 1e-6  # added to the std
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class AdvantageConfig:
     # over the std, the bare difference, or against the mean of the others
     estimator: Estimator = 'grpo'
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
 
 

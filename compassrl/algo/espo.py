@@ -55,7 +55,7 @@ class EspoConfig:
     # a token's value is its group's ratio, or that times its own ('literal', eq. 9)
     ratio: GroupRatio = 'gspo_token'
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
 
     def for_batch(
@@ -165,7 +165,7 @@ def group_weights(
     groups: Tensor,  # [B, T] int64
     mask: Tensor,  # [B, T] bool
     low_weight: float = 1.0,  # of all groups but group 0
-    dtype=torch.float,
+    dtype: torch.dtype = torch.float,
 ) -> Tensor:  # [B, T] 0 outside the mask; with a low_weight of 1 the weights of a response sum to 1
     "Tokens of a group alike, groups of a response alike: 1/(groups * tokens of the group) (eq. 5)"
     size = group_sums(mask.to(dtype), groups, mask)

@@ -5,9 +5,10 @@
 # %% ../../nbs/algo/03_losses.ipynb #663bf7c9
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from ..settings import Registry, at_least, between, check, one_of
 # %% auto #0
 __all__ = [
     'Aggregation',
+    'PerToken',
     'policy_losses',
     'policy_loss',
     'LossConfig',
@@ -47,7 +49,8 @@ Aggregation = Literal[
     'seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum-norm', 'seq-mean-token-sum'
 ]
 # (log_probs, old_log_probs, advantages, mask, cfg[, own]) -> loss per token, sums
-policy_losses = Registry(espo='compassrl.algo.espo')
+PerToken = TypeVar('PerToken', bound=Callable[..., Any])
+policy_losses: Registry = Registry(espo='compassrl.algo.espo')
 
 
 def policy_loss(
@@ -55,11 +58,11 @@ def policy_loss(
     aggregation: Aggregation = 'seq-mean-token-mean',  # how its paper averages tokens
     kl_aggregation: Aggregation | None = None,  # of the KL term; None = as the loss
     clip: tuple[float, float] = (0.2, 0.2),  # its paper's clip_eps_low and clip_eps_high
-    config: type | None = None,  # dataclass of settings that are its own: the last argument
-):
+    config: type[Any] | None = None,  # dataclass of settings that are its own: the last argument
+) -> Callable[[PerToken], PerToken]:
     "Decorator: enters a loss into `policy_losses` under its own name"
 
-    def add(fn):
+    def add(fn: PerToken) -> PerToken:
         fn.needs, fn.aggregation, fn.clip, fn.config = needs, aggregation, clip, config
         fn.kl_aggregation = kl_aggregation
         policy_losses[fn.__name__] = fn
@@ -91,7 +94,7 @@ class LossConfig:
     tis_cap: Annotated[float, at_least(1, why='where engines agree the weight is 1')] = 2.0
     tis_low: Annotated[float, between(0, 1)] = 0.5  # smallest weight that is not dropped (mask)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         if self.name not in policy_losses:
             raise ValueError(f'name={self.name!r}: use one of {", ".join(policy_losses)}')
@@ -148,7 +151,7 @@ def token_weights(
     num_tokens: int,  # response tokens of the whole mini-batch: all micro-batches, all ranks
     num_samples: int,  # responses of the same
     max_tokens: int = 0,  # the constant of 'seq-mean-token-sum-norm'
-    dtype=torch.float,
+    dtype: torch.dtype = torch.float,
 ) -> Tensor:  # [B, T] 0 outside the mask
     "How much one token counts. Raises ValueError for an unknown mode and for counts below 1"
     if mode not in get_args(Aggregation):
@@ -185,7 +188,9 @@ def aggregate(
 
 # %% ../../nbs/algo/03_losses.ipynb #08f52b9a
 @policy_loss(aggregation='seq-mean-token-sum-norm')
-def dr_grpo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[str, Tensor]]:
+def dr_grpo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, cfg: LossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
     """GRPO's surrogate; the sum of each response over a constant (Dr.GRPO, 2503.20783)
 
     Its advantages are not divided by the std."""
@@ -193,14 +198,18 @@ def dr_grpo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, di
 
 
 @policy_loss(aggregation='token-mean', clip=(0.2, 0.28))
-def dapo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[str, Tensor]]:
+def dapo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, cfg: LossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
     "GRPO's surrogate; all tokens alike, and more room above than below (DAPO, 2503.14476)"
     return grpo(log_probs, old_log_probs, advantages, mask, cfg)
 
 
 # %% ../../nbs/algo/03_losses.ipynb #5f4e202c
 @policy_loss(clip=(3e-4, 4e-4))
-def gspo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[str, Tensor]]:
+def gspo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, cfg: LossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
     """One ratio per response, the geometric mean over its tokens (2507.18071)
 
     In the form of GSPO-token, which gives each token a gradient of its own."""
@@ -214,7 +223,9 @@ def gspo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[
 
 # %% ../../nbs/algo/03_losses.ipynb #ae339310
 @policy_loss(aggregation='token-mean', clip=(1.0, 4.0))
-def cispo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict[str, Tensor]]:
+def cispo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, cfg: LossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
     "REINFORCE with a clipped weight: no token loses its gradient (MiniMax-M1, 2506.13585)"
     delta = log_ratio(log_probs, old_log_probs, mask).detach()
     ratio, low, high = delta.exp(), 1 - cfg.clip_eps_low, 1 + cfg.clip_eps_high
@@ -226,11 +237,15 @@ def cispo(log_probs, old_log_probs, advantages, mask, cfg) -> tuple[Tensor, dict
 class PolicyLoss:
     "A `records.LossFn`: the policy loss plus KL, averaged by global counts"
 
+    cfg: LossConfig
+
     def __init__(
         self,
         cfg: LossConfig = LossConfig(),
-        own=None,  # settings of the loss itself, such as `EspoStep`; None = their defaults
-    ):
+        own: Any = None,  # settings of the loss itself, such as `EspoStep`; None = their defaults
+    ) -> None:
+        self.fn: Callable[..., Any]
+        self.own: tuple[Any, ...]
         self.cfg, self.fn = cfg.resolve(), policy_losses[cfg.name]
         if self.fn.config is None:
             self.own = ()

@@ -69,7 +69,7 @@ class ZeroVarianceConfig:
     # before training, drop prompts that are always or never solved in so many; 0 = off
     screen_samples: Annotated[int, at_least(0)] = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         if (total := self.length_weight + self.repetition_weight) >= 0.5:
             raise ValueError(

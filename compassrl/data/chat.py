@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
@@ -62,11 +63,13 @@ def _to_json(x, ensure_ascii=False, **kwargs):
 class ChatTemplate:
     "How a model writes down a chat. Raises ValueError for a template that is not valid"
 
+    tokens: dict[str, str]
+
     def __init__(
         self,
         template: str,  # Jinja
         tokens: dict[str, str] | None = None,  # eos_token and its like, which the template may name
-    ):
+    ) -> None:
         env = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -91,7 +94,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[dict],  # each with a role and a content
+        messages: Sequence[dict[str, Any]],  # each with a role and a content
     ) -> str:  # with the generation prompt
         "The chat as text. Raises ValueError where the template refuses it"
         try:

@@ -141,7 +141,7 @@ class DataConfig:
     heldout_frac: Annotated[float, above(0, below=1)] = 0.1
     max_prompt_tokens: Annotated[int, at_least(1)] = 64  # a longer prompt is an error
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         if not self.domains or len(set(self.domains)) < len(self.domains):
             raise ValueError(f'domains={self.domains}: name at least one, each once')

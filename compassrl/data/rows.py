@@ -40,7 +40,10 @@ _others = dict(  # where else a field is looked for, if `columns` does not say
 class BadRow(ValueError):
     "A row that cannot be used: why, and what helps if all rows are alike"
 
-    def __init__(self, why: str, kind: str, fix: str = ''):
+    kind: str
+    fix: str
+
+    def __init__(self, why: str, kind: str, fix: str = '') -> None:
         super().__init__(why)
         self.kind, self.fix = kind, fix
 
@@ -139,7 +142,7 @@ class Reading:
     always_chat: bool = False  # is a prompt of text one message of a user?
     keep_row: bool = False  # do reward functions read it? Then nothing else needs an answer
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_reading(self.columns, self.verifier)
         if self.always_chat and not self.chat:
             raise ValueError(
@@ -147,7 +150,9 @@ class Reading:
                 'model (--init-from)'
             )
 
-    def value(self, row: dict, f: str) -> tuple[str, Any]:  # name of the column, what it holds
+    def value(
+        self, row: dict[str, Any], f: str
+    ) -> tuple[str, Any]:  # name of the column, what it holds
         "One of our fields, wherever the row has it"
         if f in self.columns:
             return self.columns[f], _get(row, self.columns[f])
@@ -156,7 +161,7 @@ class Reading:
         return next(found, (next((n for n in names if n in row), f), None))
 
 
-def check_reading(columns: dict[str, str], verifier: str):
+def check_reading(columns: dict[str, str], verifier: str) -> None:
     "What can be wrong before a row is read. Raises ValueError"
     for f in columns:
         if f not in fields:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..records import Prompt, Verdict
 from ..settings import Registry
@@ -56,7 +56,7 @@ class Problem(NamedTuple):
 class Choices:
     "Reads `number` as choices; after a run `size` is how many numbers give something new"
 
-    def __init__(self, number: int):
+    def __init__(self, number: int) -> None:
         self.number, self.size = number, 1
 
     def __call__(self, n: int) -> int:  # 0..n-1
@@ -68,7 +68,7 @@ class Choices:
 task_families: dict[str, Callable[[int, Choices], Problem | None]] = {}
 
 
-def task_family(fn):
+def task_family(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Registers a family by its name
 
     It asks for the same sizes whatever was chosen, and may return None."""
@@ -159,14 +159,14 @@ def strings(
 
 
 # %% ../../nbs/data/02_tasks.ipynb #a3df7730
-verifiers = Registry(
+verifiers: Registry = Registry(
     maths='compassrl.judges.verifiers',
     code='compassrl.judges.verifiers',
     genrm='compassrl.judges.genrm',
 )
 
 
-def verifier(fn):
+def verifier(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Registers `fn(text, answer)` by its name; it returns a `Verdict`, a number or True or False
 
     Raises ValueError for a function that cannot be called so."""
@@ -272,7 +272,7 @@ def as_verdict(
 
 def failure(
     e: BaseException,
-    fn: Callable | None = None,  # the verifier in which it was raised
+    fn: Callable[..., Any] | None = None,  # the verifier in which it was raised
 ) -> Verdict:
     "No verdict, and why: the exception, and the last line of the verifier's own file"
     where, code = '', getattr(fn and inspect.unwrap(fn), '__code__', None)

@@ -67,7 +67,7 @@ def response_text(
 def save_tokenizer(
     tok: Tokenizer,
     dir: str | Path,  # made if it does not exist
-):
+) -> None:
     "Writes the two files that `transformers.AutoTokenizer.from_pretrained(dir)` reads"
     dir = Path(dir)
     dir.mkdir(parents=True, exist_ok=True)

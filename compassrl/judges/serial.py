@@ -59,7 +59,7 @@ class RewardConfig:
     # judges prompts whose verifier is 'genrm'
     genrm: genrm.GenRMConfig = field(default_factory=genrm.GenRMConfig)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         for spec in self.function:
             if ':' not in spec and (spec not in verifiers or spec == 'genrm'):
@@ -81,10 +81,10 @@ class RewardConfig:
 class Judge:
     "Gives each sample its verdict, reward and timings. Every judge has its own `settle`"
 
-    def start(self, sample: Sample):
+    def start(self, sample: Sample) -> None:
         "It has ended: begin to judge it; never waits"
 
-    def settle(self, samples: Iterable[Sample]):
+    def settle(self, samples: Iterable[Sample]) -> None:
         "Until all of these are judged, whether started or not"
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class Judge:
         "What it has counted since it was last asked"
         return {}
 
-    def close(self):
+    def close(self) -> None:
         "End what was started for it"
 
 
@@ -143,7 +143,7 @@ class SerialJudge(Judge):
         self.of = tokenizer, eos_id, cfg
         check_walls({p.verifier for p in self.prompts.values()}, cfg.unsafe)
 
-    def settle(self, samples):
+    def settle(self, samples) -> None:
         for s in samples:
             if s.verdict is None:
                 judge_sample(s, self.prompts[s.prompt_id], *self.of)

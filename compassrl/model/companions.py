@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def companions(
 def config_like(
     folder: str | Path,  # the checkpoint that training began with
     dtype: torch.dtype,  # of the tensors that are written
-) -> dict:
+) -> dict[str, Any]:
     "Its `config.json`, with another type and without layers that only guess ahead"
     d = read_json(Path(folder) / 'config.json')
     name = str(dtype).removeprefix('torch.')
@@ -51,7 +52,7 @@ def copy_companions(
     source: str | Path,  # the checkpoint that training began with
     folder: str | Path,  # where weights of `dtype` lie
     dtype: torch.dtype,
-):
+) -> None:
     "Each file is written under another name and renamed when it is complete"
     source, folder = Path(source), Path(folder)
     for name in [*companions(source), Path('config.json')]:

@@ -7,6 +7,7 @@ in a few lines."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from .shape import Family, PolicyConfig
 
@@ -22,16 +23,22 @@ class Kind:
     architecture: str
     family: Family
     dense: bool = False  # has it no experts at all?
-    implied: dict = field(default_factory=dict)  # of `PolicyConfig`, as no file says it
-    names: dict = field(default_factory=dict)  # of `PolicyConfig` -> of the file, where they differ
-    must: dict = field(default_factory=dict)  # of the file: the only value that is supported
-    assumed: dict = field(default_factory=dict)  # of `PolicyConfig`, if the file leaves it out
+    implied: dict[str, Any] = field(default_factory=dict)  # of `PolicyConfig`, as no file says it
+    names: dict[str, Any] = field(
+        default_factory=dict
+    )  # of `PolicyConfig` -> of the file, where they differ
+    must: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the file: the only value that is supported
+    assumed: dict[str, Any] = field(
+        default_factory=dict
+    )  # of `PolicyConfig`, if the file leaves it out
 
 
 _plain = dict(qk_norm='none')
 _all_sparse = dict(decoder_sparse_step=1, mlp_only_layers=())
 _no_bias = dict(attention_bias=False)
-kinds = dict(
+kinds: dict[str, Kind] = dict(
     qwen3=Kind('Qwen3ForCausalLM', 'qwen3', dense=True, must=_no_bias),
     qwen3_moe=Kind('Qwen3MoeForCausalLM', 'qwen3', must=_no_bias),
     qwen2=Kind('Qwen2ForCausalLM', 'qwen2', dense=True, implied=_plain | dict(qkv_bias=True)),
@@ -76,14 +83,14 @@ kinds = dict(
         'MistralForCausalLM', 'mistral', dense=True, implied=_plain, must=dict(sliding_window=None)
     ),
 )
-lacking = dict(  # what the policy would have to compute for them
+lacking: dict[str, str] = dict(  # what the policy would have to compute for them
     deepseek_v2='multi-head latent attention',
     deepseek_v3='multi-head latent attention',
     gpt_oss='attention sinks and experts with biases',
     llama4='attention in chunks and layers without positions',
     qwen3_next='linear attention',
 )
-everywhere = dict(
+everywhere: dict[str, str | float | None] = dict(
     hidden_act='silu', attention_dropout=0.0, use_sliding_window=False, quantization_config=None
 )
 

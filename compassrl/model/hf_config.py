@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ _sizes += 'max_position_embeddings num_experts num_experts_per_tok moe_intermedi
 
 
 def policy_config(
-    d: dict,  # as in a config.json
+    d: dict[str, Any],  # as in a config.json
 ) -> PolicyConfig:
     "The shape that it describes. Raises ValueError for what this policy does not compute"
     kind = _check_kind(d)
@@ -137,7 +138,7 @@ def read_config(
     return replace(c, eos_token_id=ids[0] if len(ids) == 1 else ids)
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict[str, Any]:
     "A file of a checkpoint. Raises ValueError that names it"
     if not path.exists():
         raise ValueError(f'{path} does not exist: give a folder with a Hugging Face checkpoint')
@@ -151,7 +152,7 @@ def read_json(path: Path) -> dict:
 def config_dict(
     config: PolicyConfig,
     dtype: torch.dtype = torch.float32,  # of the tensors beside it
-) -> dict:
+) -> dict[str, Any]:
     "What `config.json` holds. Raises ValueError for a shape that its family cannot have"
     name = kind_of(config)
     kind, rope = kinds[name], dict(rope_theta=config.rope_theta, rope_type='default')
@@ -205,7 +206,7 @@ def write_config(
     config: PolicyConfig,
     folder: str | Path,
     dtype: torch.dtype = torch.float32,  # of the tensors beside it
-):
+) -> None:
     "`config.json` as transformers and vLLM expect it. Raises ValueError as `config_dict` does"
     text = json.dumps(config_dict(config, dtype), indent=2, default=list)
     Path(folder, 'config.json').write_text(text + '\n')

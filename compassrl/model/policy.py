@@ -5,6 +5,8 @@
 # %% ../../nbs/model/01_policy.ipynb #c5e5bfe6
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,7 +34,11 @@ __all__ = ['MoE', 'DenseMLP', 'SharedExpert', 'Block', 'Policy']
 class MoE(nn.Module):
     "Top-k mixture of SwiGLU experts"
 
-    def __init__(self, c: PolicyConfig):
+    scale: float
+    norm: bool
+    groups: tuple[int, int]
+
+    def __init__(self, c: PolicyConfig) -> None:
         super().__init__()
         E, D, width = c.num_experts, c.hidden_size, c.moe_intermediate_size
         self.K, self.norm = c.num_experts_per_tok, c.norm_topk_prob
@@ -42,9 +48,11 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(E, D, width))
         correction = torch.zeros(E) if c.router_score == 'sigmoid' else None
         self.register_buffer('correction', correction)  # no gradient reaches it
-        self.shared = SharedExpert(c) if c.shared_expert_intermediate_size else None
+        self.shared: SharedExpert | None = (
+            SharedExpert(c) if c.shared_expert_intermediate_size else None
+        )
 
-    def route(self, x, replay=None, valid=None):
+    def route(self, x: Tensor, replay: Tensor | None = None, valid: Tensor | None = None) -> Any:
         """`[N, K]` gates, the ids that they are for (`replay` where `valid`) and the router's own;
         gates are always live"""
         scores = F.linear(x, self.router).to(torch.promote_types(x.dtype, torch.float32))
@@ -52,12 +60,12 @@ class MoE(nn.Module):
         idx = own if replay is None else torch.where(valid[:, None], replay.long(), own)
         return self.gates(scores, idx).to(x.dtype), idx, own
 
-    def choose(self, scores):  # [N, E] -> [N, K]
+    def choose(self, scores: Tensor) -> Tensor:  # [N, E] -> [N, K]
         if self.correction is None:
             return scores.topk(self.K, -1).indices
         return sigmoid_choice(scores.sigmoid(), self.correction, self.K, *self.groups)
 
-    def gates(self, scores, idx):  # [N, E], [N, K] -> [N, K]
+    def gates(self, scores: Tensor, idx: Tensor) -> Tensor:  # [N, E], [N, K] -> [N, K]
         if self.correction is None:
             return softmax_gates(scores, idx, self.norm)
         return sigmoid_gates(scores.sigmoid(), idx, self.norm, self.scale)
@@ -84,13 +92,13 @@ class MoE(nn.Module):
 class DenseMLP(nn.Module):
     "SwiGLU, for the layers that are not mixtures"
 
-    def __init__(self, c: PolicyConfig, width: int | None = None):
+    def __init__(self, c: PolicyConfig, width: int | None = None) -> None:
         super().__init__()
         width = width or c.intermediate_size
         self.gate_up = nn.Parameter(torch.empty(2 * width, c.hidden_size))
         self.down = nn.Parameter(torch.empty(c.hidden_size, width))
 
-    def forward(self, x, replay=None, valid=None):
+    def forward(self, x: Tensor, replay: Any = None, valid: Any = None) -> Any:
         gate, up = F.linear(x, self.gate_up).chunk(2, -1)
         return F.linear(F.silu(gate) * up, self.down), None
 
@@ -98,12 +106,12 @@ class DenseMLP(nn.Module):
 class SharedExpert(DenseMLP):
     "The expert of a mixture that every token uses, in Qwen2-MoE as much as a sigmoid says"
 
-    def __init__(self, c: PolicyConfig):
+    def __init__(self, c: PolicyConfig) -> None:
         super().__init__(c, c.shared_expert_intermediate_size)
         gate = torch.empty(1, c.hidden_size) if c.shared_expert_gate else None
         self.gate = None if gate is None else nn.Parameter(gate)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         y, _ = super().forward(x)
         return y if self.gate is None else F.linear(x, self.gate).sigmoid() * y
 
@@ -112,7 +120,11 @@ class SharedExpert(DenseMLP):
 class Block(nn.Module):
     "Attention with grouped queries, then the MLP, both pre-norm and residual"
 
-    def __init__(self, c: PolicyConfig, layer: int):
+    layer: int
+    eps: float
+    d: int
+
+    def __init__(self, c: PolicyConfig, layer: int) -> None:
         super().__init__()
         H, KV, d, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size
         self.layer, self.H, self.KV, self.d = layer, H, KV, d
@@ -127,9 +139,9 @@ class Block(nn.Module):
         bias = torch.empty((H + 2 * KV) * d) if c.qkv_bias else None
         self.qkv_bias = None if bias is None else nn.Parameter(bias)
         self.out = nn.Parameter(torch.empty(D, H * d))
-        self.mlp = MoE(c) if c.is_sparse(layer) else DenseMLP(c)
+        self.mlp: MoE | DenseMLP = MoE(c) if c.is_sparse(layer) else DenseMLP(c)
 
-    def normed(self, qk):  # queries and keys [N, H+KV, d]
+    def normed(self, qk: Tensor) -> Tensor:  # queries and keys [N, H+KV, d]
         heads = [self.H, self.KV]
         if self.qk_norm == 'none':
             return qk
@@ -139,7 +151,15 @@ class Block(nn.Module):
         pairs = zip(qk.split(heads, 1), (self.q_norm, self.k_norm))
         return torch.cat([rms_norm(t.flatten(1), w, self.eps).view_as(t) for t, w in pairs], 1)
 
-    def forward(self, x, cos, sin, attend: Attend, replay=None, valid=None):
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        replay: Any = None,
+        valid: Any = None,
+    ) -> Any:
         qkv = F.linear(rms_norm(x, self.attn_norm, self.eps), self.qkv, self.qkv_bias)
         qk, v = qkv.view(len(x), -1, self.d).split([self.H + self.KV, self.KV], 1)
         q, k = rotate_part(self.normed(qk), cos, sin).split([self.H, self.KV], 1)
@@ -152,7 +172,7 @@ class Block(nn.Module):
 class Policy(nn.Module):
     "Qwen3-MoE, or a relative, over packed tokens"
 
-    def __init__(self, config: PolicyConfig, seed: int = 0):
+    def __init__(self, config: PolicyConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = c = config
         self.embed = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,7 +37,7 @@ __all__ = [
 
 
 # %% ../../nbs/model/03_pretrained.ipynb #46ace6c3
-def hf_slices(policy: Policy) -> Iterator[tuple[str, Tensor, tuple]]:
+def hf_slices(policy: Policy) -> Iterator[tuple[str, Tensor, tuple[Any, ...]]]:
     "Which part of which tensor a Hugging Face name stands for: (name, tensor, where in it)"
     c = policy.config
     yield 'model.embed_tokens.weight', policy.embed, _all
@@ -161,7 +162,7 @@ def load_hf_weights(
     policy: Policy,
     weights: Iterable[tuple[str, Tensor]],  # every name exactly once, in any order
     strict: bool = True,  # raise ValueError if a name is missing?
-):
+) -> None:
     "Copy weights in by their Hugging Face names. Raises ValueError as `checked_weights` does"
     where = {name: (p, at) for name, p, at in hf_slices(policy)}
     for name, t in checked_weights(weights, policy.config, strict):
@@ -196,7 +197,7 @@ def write_pretrained(
     folder: str | Path,  # made if it does not exist
     max_shard_bytes: int = 4 << 30,  # one shard at a time is in memory
     like: str | Path | None = None,  # a checkpoint whose other files are taken over
-):
+) -> None:
     """Sharded safetensors and `config.json`, in a folder that transformers opens. Raises
     ValueError"""
     if max_shard_bytes < 1:
@@ -231,7 +232,7 @@ def save_pretrained(
     folder: str | Path,
     max_shard_bytes: int = 4 << 30,
     like: str | Path | None = None,
-):
+) -> None:
     "`write_pretrained` of a policy's weights"
     write_pretrained(policy.config, hf_weights(policy), folder, max_shard_bytes, like)
 

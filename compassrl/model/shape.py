@@ -32,7 +32,7 @@ class Yarn:
     attention_factor: Annotated[float | None, above(0)] = None
     truncate: bool = True  # do both bounds lie at whole pairs?
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         if self.factor > 1 and not self.original_max_position_embeddings:
             raise ValueError(
@@ -95,7 +95,7 @@ class PolicyConfig:
     n_group: Annotated[int, at_least(1)] = 1  # of experts, if scored by sigmoids
     topk_group: Annotated[int, at_least(1)] = 1  # groups that a token may choose from
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -147,6 +148,10 @@ class Fp8Rollout(TorchRollout):
     """`TorchRollout` with products in FP8: weights 128x128, activations 1x128. Raises ValueError
     for weights not finite"""
 
+    weights: bool
+    kv_cache: bool
+    activations: bool
+
     def __init__(
         self,
         config: PolicyConfig,
@@ -157,16 +162,16 @@ class Fp8Rollout(TorchRollout):
         weights: bool = True,  # quantise projections and experts at every sync?
         activations: bool = True,  # quantise what they are multiplied with?
         kv_cache: bool = False,  # quantise keys and values?
-    ):
+    ) -> None:
         super().__init__(config, num_slots, dtype, device, return_routes)
         self.weights, self.activations, self.kv_cache = weights, activations, kv_cache
         on_gpu = torch.device(device).type == 'cuda'
         hopper = on_gpu and torch.cuda.get_device_capability(device) == (9, 0)
-        self.has_kernel = weights and activations and hopper
+        self.has_kernel: bool = weights and activations and hopper
         self.wide = torch.promote_types(dtype, torch.float32)
 
     @torch.inference_mode()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         "As of `TorchRollout`, then quantised"
         super().load_weights(weights, version)
         self.version = None  # until all are finite
@@ -193,19 +198,19 @@ class Fp8Rollout(TorchRollout):
             x = dequantise(*quantise(x, row_block), row_block)
         return x.to(w.dtype)
 
-    def product(self, x, w):
+    def product(self, x: Tensor, w: Any) -> Tensor:
         if isinstance(w, tuple):
             return scaled_mm(x, *w)
         return super().product(self.rounded(x, w), w).to(x.dtype)
 
-    def expert_product(self, x, w, ends):
+    def expert_product(self, x: Tensor, w: Any, ends: Tensor) -> Tensor:
         if not isinstance(w, tuple):
             return super().expert_product(self.rounded(x, w), w, ends).to(x.dtype)
         starts = [0, *ends.tolist()]
         experts = zip(starts, starts[1:], *w)
         return torch.cat([scaled_mm(x[a:b], *cs) for a, b, *cs in experts if a < b])
 
-    def cached(self, kv):
+    def cached(self, kv: Tensor) -> Tensor:
         if not self.kv_cache:
             return kv
         vector = (1, kv.shape[-1])

@@ -79,7 +79,7 @@ def turn_heads(
     cos: Tensor,  # [n, 1, r]
     sin: Tensor,  # [n, 1, r] signed
     layer: SimpleNamespace,
-):
+) -> None:
     "`Block.normed`, then `rotate_part`"
     t, r = qk, cos.shape[-1]
     if layer.qk_norm == 'head':

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from fastcore.basics import patch
@@ -21,7 +22,7 @@ __all__ = ['PartialResponses']
 class PartialResponses:
     "Responses that take several steps, `tokens` of each in one. Raises ValueError for less than 1"
 
-    def __init__(self, tokens: int):
+    def __init__(self, tokens: int) -> None:
         if tokens < 1:
             raise ValueError(f'tokens={tokens}: draw at least 1 in a step')
         self.tokens = tokens
@@ -29,7 +30,7 @@ class PartialResponses:
         self.drawn: dict[tuple[str, int], Sample] = {}  # prompt, index -> what there is of it
         self.ended: set[tuple[str, int]] = set()
 
-    def begin(self, requests: Iterable[Request]):
+    def begin(self, requests: Iterable[Request]) -> None:
         for r in requests:
             self.groups.setdefault(r.prompt_id, {})[r.index] = r
 
@@ -92,7 +93,7 @@ _plain = ('prompt_id', 'index', 'prompt_ids', 'response_ids', 'finish_reason', '
 
 
 @patch
-def state_dict(self: PartialResponses) -> dict:
+def state_dict(self: PartialResponses) -> dict[str, Any]:
     "What a checkpoint can hold. Verdicts are left out: who resumes judges again"
     requests = [asdict(r) for g in self.groups.values() for r in g.values()]
     drawn = [{k: getattr(s, k) for k in _plain + _tensors} for s in self.drawn.values()]
@@ -100,7 +101,7 @@ def state_dict(self: PartialResponses) -> dict:
 
 
 @patch
-def load_state_dict(self: PartialResponses, state: dict):
+def load_state_dict(self: PartialResponses, state: dict[str, Any]) -> None:
     self.groups.clear()
     for r in state['requests']:
         self.begin([Request(**r | dict(params=SamplingParams(**r['params'])))])

@@ -22,16 +22,19 @@ __all__ = ['PullQueue', 'Attempt']
 class PullQueue:
     "Which replica works on which request: bookkeeping, without a clock, a thread or a network"
 
+    slots: int
+    requests: list[Request]
+
     def __init__(
         self,
         requests: Iterable[Request],
         slots: int,  # requests that one replica holds at a time
         order: Callable[[Request], Any] = lambda r: 0,  # smallest first; asked again and again
-    ):
+    ) -> None:
         if slots < 1:
             raise ValueError(f'slots={slots}: use at least 1')
         self.requests, self.slots, self.order = list(requests), slots, order
-        self.left = len(self.requests)  # to be answered
+        self.left: int = len(self.requests)  # to be answered
         # prompts have numbers: by their token ids, and of each request
         self.number: dict[tuple[int, ...], int] = {}
         self.group: list[int] = []
@@ -44,17 +47,17 @@ class PullQueue:
         # prompt -> the replica that pulled it last, which has read it
         self.home: dict[int, str] = {}
         # the queue: key -> home -> prompts in their order; a heap of the keys; prompt -> key, home
-        self.bins: dict[tuple, dict[str | None, dict[int, None]]] = {}
-        self.due: list[tuple] = []
-        self.place: dict[int, tuple] = {}
+        self.bins: dict[tuple[Any, ...], dict[str | None, dict[int, None]]] = {}
+        self.due: list[tuple[Any, ...]] = []
+        self.place: dict[int, tuple[Any, ...]] = {}
         # ticket -> replica, request
         self.out: dict[int, tuple[str, int]] = {}
-        self.tickets = count()
+        self.tickets: count[int] = count()
         # replicas at work -> their tickets, last sign of life, number of joining
         self.busy: dict[str, set[int]] = {}
         self.seen: dict[str, float] = {}
         self.joined: dict[str, int] = {}
-        self.turns = count()
+        self.turns: count[int] = count()
         # heap of load, number of joining, replica; old loads are skipped
         self.loads: list[tuple[int, int, str]] = []
         # request -> how often its replica was lost
@@ -112,7 +115,7 @@ class PullQueue:
         "Is this still its load?"
         return replica in self.busy and len(self.busy[replica]) == load
 
-    def join(self, replica: str, now: float):
+    def join(self, replica: str, now: float) -> None:
         "This replica takes requests"
         if replica in self.busy:
             raise ValueError(f'replica {replica} has joined before: let it `leave` first')
@@ -153,7 +156,7 @@ class PullQueue:
             self._file(self.group[i])  # `order` may know more now
         return True
 
-    def alive(self, replica: str, now: float):
+    def alive(self, replica: str, now: float) -> None:
         "It has no answer yet, and said so"
         if replica in self.busy:
             self.seen[replica] = now

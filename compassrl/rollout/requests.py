@@ -16,7 +16,7 @@ __all__ = ['check_request']
 def check_request(
     request: Request,
     policy_config: PolicyConfig,  # of the policy that shall answer
-):
+) -> None:
     "Raises ValueError for a request that cannot be served"
     params, prompt_tokens = request.params, len(request.prompt_ids)
     who = f'prompt {request.prompt_id!r}'

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, inf, log, log2
 from statistics import median
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -34,7 +34,7 @@ class ScheduleConfig:
     # most of a response in a step, the rest in the next: stale tokens, see loss.tis; 0 = all
     partial_tokens: Annotated[int, at_least(0)] = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         if self.partial_tokens and self.over_provision:
             raise ValueError(
@@ -49,11 +49,14 @@ class LengthPredictor:
     """How many tokens a response will have, from lengths that came before; the first link that
     knows anything answers"""
 
+    num_recent: int
+    decay: float
+
     def __init__(
         self,
         decay: float = 0.5,  # weight of older steps in a prompt's history
         recent: int = 256,  # lengths that a median is taken of
-    ):
+    ) -> None:
         self.decay, self.num_recent = decay, recent
         # prompt -> log of its usual length in earlier `generate`s; lengths of this one
         self.history: dict[str, float] = {}
@@ -64,7 +67,7 @@ class LengthPredictor:
         # of this `generate`: predicted when it was handed out, true
         self.pairs: list[tuple[float, int]] = []
 
-    def begin(self):
+    def begin(self) -> None:
         "A new `generate`: the groups of the one before become history"
         for id, lengths in self.group.items():
             new = sum(map(log, lengths)) / len(lengths)
@@ -103,7 +106,7 @@ class LengthPredictor:
     def predict(self, r: Request) -> float:  # response tokens
         return min(self.link(r.prompt_id, len(r.prompt_ids))[1], r.params.max_tokens)
 
-    def observe(self, s: Sample):
+    def observe(self, s: Sample) -> None:
         "A response has ended"
         num, length = len(s.prompt_ids), len(s.response_ids)
         self.group.setdefault(s.prompt_id, []).append(length)
@@ -111,11 +114,11 @@ class LengthPredictor:
             self.recent.setdefault(k, deque(maxlen=self.num_recent)).append(length)
             self.medians.pop(k, None)
 
-    def state_dict(self) -> dict:  # plain JSON
+    def state_dict(self) -> dict[str, Any]:  # plain JSON
         self.begin()
         return dict(history=dict(self.history), recent={k: list(v) for k, v in self.recent.items()})
 
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.begin()
         self.history = dict(state['history'])
         self.recent = {k: deque(v, maxlen=self.num_recent) for k, v in state['recent'].items()}
@@ -145,16 +148,22 @@ def prediction_error(predicted: Sequence[float], lengths: Sequence[int]) -> dict
 class Schedule:
     "What one `generate` knows of its requests: their order, and which samples count"
 
+    requests: list[Request]
+    predictor: LengthPredictor
+    config: ScheduleConfig
+
     def __init__(
         self, requests: Iterable[Request], config: ScheduleConfig, predictor: LengthPredictor
-    ):
+    ) -> None:
         self.requests, self.config, self.predictor = list(requests), config, predictor
         predictor.begin()
         self.guesses: dict[tuple[str, int], float] = {}
         self.open: dict[str, dict[int, Request]] = {}  # prompt -> index -> what is still to come
         for r in self.requests:
             self.open.setdefault(r.prompt_id, {})[r.index] = r
-        self.probes = {id: min(group) for id, group in self.open.items()} if config.probe else {}
+        self.probes: dict[str, int] = (
+            {id: min(group) for id, group in self.open.items()} if config.probe else {}
+        )
         for group in self.open.values():
             self.requests += self._more(list(group.values()))
 
@@ -165,7 +174,7 @@ class Schedule:
             r = group[k % len(group)]
             yield replace(r, index=free + k, seed=derive_seed(r.seed, 'more', k))
 
-    def order(self, r: Request) -> tuple:  # smallest first
+    def order(self, r: Request) -> tuple[Any, ...]:  # smallest first
         """Probes of prompts that nobody knows; the rest of those, whose probe may well be long;
         then the longest"""
         link, tokens = self.predictor.link(r.prompt_id, len(r.prompt_ids))
@@ -178,7 +187,7 @@ class Schedule:
             tier = int(r.index != self.probes[r.prompt_id])
         return tier, -round(4 * log2(min(tokens, r.params.max_tokens)))
 
-    def observe(self, s: Sample):
+    def observe(self, s: Sample) -> None:
         "The predictor learns, and keeps how far off it was"
         guess = self.guesses.get((s.prompt_id, s.index), inf)
         if guess < inf:

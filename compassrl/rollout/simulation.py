@@ -36,6 +36,10 @@ class Fault:
 class Simulation:
     "A queue at work, in virtual time"
 
+    timeout_s: float
+    max_restarts: int
+    d: PullQueue
+
     def __init__(
         self,
         queue: PullQueue,
@@ -44,12 +48,12 @@ class Simulation:
         faults: Iterable[Fault] = (),
         timeout_s: float = inf,  # a replica that owes answers and gives none for so long is lost
         max_restarts: int = 3,  # of one replica
-    ):
+    ) -> None:
         self.d, self.seconds = queue, seconds
         self.timeout_s, self.max_restarts = timeout_s, max_restarts
         self.spans: list[Attempt] = []
-        self.events: list[tuple] = []  # heap of second, number, what, who
-        self.number = count()
+        self.events: list[tuple[Any, ...]] = []  # heap of second, number, what, who
+        self.number: count[int] = count()
         self.given: dict[int, tuple[str, int, float]] = {}  # ticket -> replica, request, start
         self.hung: dict[str, Fault] = {}
         self.gone: set[int] = set()  # tickets of the dead
@@ -59,34 +63,34 @@ class Simulation:
         for f in faults:
             self.at(f.at, 'fault', f)
 
-    def at(self, time, what, who=None):
+    def at(self, time, what, who=None) -> None:
         heapq.heappush(self.events, (time, next(self.number), what, who))
 
-    def span(self, ticket, now, outcome):
+    def span(self, ticket, now, outcome) -> None:
         self.spans.append(Attempt(*self.given[ticket], now, outcome))
 
-    def watch(self, now):
+    def watch(self, now) -> None:
         "Look again when it would have been silent for too long"
         if self.timeout_s < inf:
             self.at(now + self.timeout_s, 'look')
 
-    def join(self, r, now):
+    def join(self, r, now) -> None:
         self.d.join(r, now)
 
-    def begin(self, ticket, r, request, now):
+    def begin(self, ticket, r, request, now) -> None:
         self.at(now + self.seconds(request, r), 'answer', ticket)
 
     def finish(self, ticket, now):
         return self.d.finish(ticket, now)
 
-    def give(self, now):
+    def give(self, now) -> None:
         while handed := self.d.pull(now):
             ticket, r, request = handed
             self.given[ticket] = r, self.d.out[ticket][1], now
             self.begin(ticket, r, request, now)
             self.watch(now)
 
-    def lose(self, r, now, back):
+    def lose(self, r, now, back) -> None:
         for t in sorted(self.d.busy[r]):
             self.span(t, now, 'lost')
         self.d.leave(r)
@@ -103,7 +107,7 @@ class Simulation:
         self.span(ticket, now, 'done' if self.finish(ticket, now) else 'late')
         self.watch(now)
 
-    def fault(self, f, now):
+    def fault(self, f, now) -> None:
         if f.replica not in self.d.busy:
             return
         if f.late is not None:
@@ -112,7 +116,7 @@ class Simulation:
         self.gone |= self.d.busy[f.replica]  # the dead do not answer
         self.lose(f.replica, now, f.back)
 
-    def look(self, _, now):
+    def look(self, _, now) -> None:
         "Who has been silent for too long?"
         for r in self.d.silent(now, self.timeout_s):
             f = self.hung.pop(r, None)

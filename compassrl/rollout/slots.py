@@ -31,9 +31,9 @@ class Slots:
         num_slots: int,  # requests that run at the same time, at most
         dtype: torch.dtype,  # of keys and values
         device: str,
-    ):
+    ) -> None:
         self.num_slots = num_slots
-        self.num_kv_heads = config.num_key_value_heads
+        self.num_kv_heads: int = config.num_key_value_heads
         self.num_running = 0  # busy rows: the first ones
         self.column = 0  # of all newest tokens
         self.oldest = 0  # first column in use
@@ -47,19 +47,19 @@ class Slots:
 
         # by row, and by column of the clock
         L, KV, d = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        self.kv = torch.zeros(L, 2, num_slots, KV, 0, d, dtype=dtype, device=device)
-        self.tokens = zeros(0)
-        self.log_probs = zeros(0, dtype=torch.float32)
+        self.kv: Tensor = torch.zeros(L, 2, num_slots, KV, 0, d, dtype=dtype, device=device)
+        self.tokens: Tensor = zeros(0)
+        self.log_probs: Tensor = zeros(0, dtype=torch.float32)
         experts, per_token = config.num_experts, config.num_experts_per_tok
-        self.routes = zeros(0, L, per_token, dtype=route_dtype(experts))
+        self.routes: Tensor = zeros(0, L, per_token, dtype=route_dtype(experts))
         # by row, and by place in the sequence: the number that draws the token there
-        self.uniforms = zeros(0, dtype=torch.float64)
+        self.uniforms: Tensor = zeros(0, dtype=torch.float64)
         # by row
-        self.first_column = zeros()  # of the prompt
-        self.last_column = zeros()  # of the longest response that was asked for
-        self.temperature = zeros(dtype=torch.float64)
-        self.top_p = zeros(dtype=torch.float64)
-        self.stop_ids = zeros(1)
+        self.first_column: Tensor = zeros()  # of the prompt
+        self.last_column: Tensor = zeros()  # of the longest response that was asked for
+        self.temperature: Tensor = zeros(dtype=torch.float64)
+        self.top_p: Tensor = zeros(dtype=torch.float64)
+        self.stop_ids: Tensor = zeros(1)
 
 
 # %% ../../nbs/rollout/08_slots.ipynb #5631b971
@@ -68,7 +68,7 @@ def reserve(
     self: Slots,
     num_tokens: int,  # of the longest sequence
     num_stop_ids: int,  # in the longest list
-):
+) -> None:
     "Make room; what is running stays"
     missing = num_stop_ids - self.stop_ids.shape[1]
     if missing > 0:
@@ -81,7 +81,7 @@ def reserve(
 
 
 @patch
-def widen(self: Slots, num_columns: int):
+def widen(self: Slots, num_columns: int) -> None:
     "To so many columns"
     for name, dims_after in (('kv', 1), ('tokens', 0), ('log_probs', 0), ('routes', 2)):
         old = getattr(self, name)
@@ -92,7 +92,7 @@ def widen(self: Slots, num_columns: int):
 
 
 @patch
-def make_room(self: Slots):
+def make_room(self: Slots) -> None:
     "For one more tick: slide to the left, or, where that would gain little, add columns"
     if self.column + 1 < self.tokens.shape[1]:
         return
@@ -107,7 +107,7 @@ def make_room(self: Slots):
 def slide(
     self: Slots,
     column: int,  # the newest column's new place
-):
+) -> None:
     "Move the columns in use"
     by = column - self.column
     width = self.column + 1 - self.oldest
@@ -122,7 +122,7 @@ def slide(
 
 @patch
 @torch.inference_mode()
-def changed(self: Slots):
+def changed(self: Slots) -> None:
     "Who runs has changed: where the window begins, and minus infinity before each first token"
     first = self.first_column[: self.num_running]
     self.oldest = int(first.min())
@@ -173,7 +173,7 @@ def set_draws(
     rows: slice,
     requests: list[Request],
     prompt_tokens: Tensor,  # [n] how many each has
-):
+) -> None:
     "How tokens are drawn and what ends a response: parameters, stop ids, and random numbers"
     params = [r.params for r in requests]
     self.temperature[rows] = self.temperature.new_tensor([p.temperature for p in params])
@@ -194,7 +194,7 @@ def copy_prompt(
     ids: tuple[int, ...],  # T token ids
     kv: Tensor,  # [L, 2, KV, T, d]
     routes: Tensor,  # [T, L, K]
-):
+) -> None:
     "Into the columns before the newest one"
     columns = slice(self.column - len(ids), self.column)
     self.kv[:, :, rows, :, columns] = kv[:, :, None]
@@ -226,7 +226,7 @@ def draw(
 def remove(
     self: Slots,
     finished: list[int],  # rows, ascending
-):
+) -> None:
     "Close the gaps with the last busy rows"
     num_left = self.num_running - len(finished)
     holes = [i for i in finished if i < num_left]
@@ -247,7 +247,7 @@ def remove(
 
 
 @patch
-def clear(self: Slots):
+def clear(self: Slots) -> None:
     "Nobody runs"
     self.num_running = 0
     self.requests.clear()

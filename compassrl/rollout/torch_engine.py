@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ class RolloutConfig:
     # of keys and values; the embedded engine emulates it on a CPU (fp8: not run on GPU)
     kv_cache_dtype: Literal['auto', 'fp8'] = 'auto'
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
 
     def params(self, *stop_ids: int | tuple[int, ...]) -> SamplingParams:
@@ -67,6 +67,10 @@ class RolloutConfig:
 class TorchRollout(RolloutEngine):
     "The embedded rollout engine"
 
+    return_routes: bool
+    device: str
+    config: PolicyConfig
+
     def __init__(
         self,
         config: PolicyConfig,
@@ -74,23 +78,23 @@ class TorchRollout(RolloutEngine):
         dtype: torch.dtype = torch.float32,  # of weights and cache; float64: results without batch
         device: str = 'cpu',
         return_routes: bool = True,  # record the experts of every token
-    ):
+    ) -> None:
         if num_slots < 1:
             raise ValueError(f'num_slots={num_slots}: use at least 1')
         self.config, self.return_routes, self.device = config, return_routes, device
-        self.policy = Policy(config).to(device, dtype).requires_grad_(False)
+        self.policy: Policy = Policy(config).to(device, dtype).requires_grad_(False)
         for p in self.policy.blocks.parameters():
             if p.dim() > 1:  # stored input by output: products of few rows read them faster so
                 p.data = p.mT.contiguous().mT
-        self.slots = Slots(config, num_slots, dtype, device)
-        self.prefixes: OrderedDict[tuple[int, ...], tuple] = OrderedDict()
+        self.slots: Slots = Slots(config, num_slots, dtype, device)
+        self.prefixes: OrderedDict[tuple[int, ...], tuple[Any, ...]] = OrderedDict()
         self.version: int | None = None
 
         # for `scaled_rms`
-        self.small = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
+        self.small: Tensor = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
 
     @torch.inference_mode()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """New weights; every cache of the old ones is dropped. Raises RuntimeError while requests
         run"""
         if running := self.slots.num_running:
@@ -105,15 +109,15 @@ class TorchRollout(RolloutEngine):
         self.version = version
 
     # what another precision changes
-    def product(self, x, w):
+    def product(self, x: Tensor, w: Any) -> Tensor:
         "Of a projection: `[n, in] @ [in, out]`"
         return torch.mm(x, w)
 
-    def expert_product(self, x, w, ends):
+    def expert_product(self, x: Tensor, w: Any, ends: Tensor) -> Tensor:
         "Of all experts, as `grouped_linear`"
         return grouped_linear(x, w, ends)
 
-    def cached(self, kv):
+    def cached(self, kv: Tensor) -> Tensor:
         "What the cache keeps of `[N, 2KV, d]` keys, then values"
         return kv
 
@@ -158,7 +162,7 @@ def forward(
 def prefill(
     self: TorchRollout,
     prompts: list[tuple[int, ...]],  # not in the cache yet
-):
+) -> None:
     "Keys, values and routes of all prompt tokens, and the logits of the first response token"
     H, KV = self.config.num_attention_heads, self.config.num_key_value_heads
     lengths = torch.tensor([len(p) for p in prompts], device=self.device)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from tyro import _errors
@@ -40,7 +40,7 @@ from ..train.megatron.layout import ParallelConfig
 __all__ = ['usage', 'Name', 'Quiet', 'parse_train', 'parse_resume', 'main']
 
 # %% ../../nbs/runs/13_cli.ipynb #4e46cb90
-usage = """compassrl: RL for mixture-of-experts language models
+usage: str = """compassrl: RL for mixture-of-experts language models
 
   compassrl train PRESET [--steps 20 --seed 3 ...]   train; PRESET or a .yaml, .toml or .json file
   compassrl train PRESET --help                      the settings that matter; --help-all: all
@@ -235,7 +235,7 @@ def parse_resume(
 
 
 # %% ../../nbs/runs/13_cli.ipynb #ccec4b58
-def _call(args) -> Callable:  # what is to be done
+def _call(args) -> Callable[..., Any]:  # what is to be done
     match args:
         case ['train', *rest]:
             return _train_call(rest)
@@ -274,7 +274,7 @@ def _one_line(e):
 
 def main(
     args: list[str] | None = None,  # None = the command line
-):
+) -> None:
     "The `compassrl` command; its last line is the run directory"
     try:
         try:

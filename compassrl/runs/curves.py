@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 # %% auto #0
 __all__ = [
@@ -26,7 +27,7 @@ __all__ = [
 # %% ../../nbs/runs/03_curves.ipynb #791a09b0
 def read_rows(
     path: Path,  # JSONL with a `step` in each row, possibly still being written
-) -> list[dict]:  # [] if there is no such file
+) -> list[dict[str, Any]]:  # [] if there is no such file
     "Rows in order; a half-written last one is left out. Raises ValueError naming a damaged line"
     rows, lines = [], path.read_bytes().rstrip().split(b'\n') if path.exists() else []
     for i, line in enumerate(lines, 1):
@@ -44,7 +45,9 @@ def read_rows(
 
 def read_metrics(
     run_dir: str | Path,  # holds metrics.jsonl, possibly still being written
-) -> list[dict]:  # one row per step; `resumed_from` marks one that begins again after a kill
+) -> list[
+    dict[str, Any]
+]:  # one row per step; `resumed_from` marks one that begins again after a kill
     "The metrics of a run, finished or live. Raises ValueError for a damaged line, a missing folder"
     run_dir, rows = Path(run_dir), []
     if not run_dir.is_dir():
@@ -59,9 +62,9 @@ def read_metrics(
 
 # %% ../../nbs/runs/03_curves.ipynb #d2a68cba
 def column(
-    metrics: list[dict],  # rows
+    metrics: list[dict[str, Any]],  # rows
     key: str,  # which number
-) -> tuple[list, list[float]]:  # steps, values: of the rows that have a finite number there
+) -> tuple[list[Any], list[float]]:  # steps, values: of the rows that have a finite number there
     "One metric against its steps"
     steps, values = [], []
     for row in metrics:
@@ -83,16 +86,24 @@ def running_mean(
 
 # %% ../../nbs/runs/03_curves.ipynb #d8a1dcdd
 # time_<phase>_s, in order
-phases = ['rollout', 'reward', 'log_probs', 'ref_log_probs', 'update', 'sync', 'checkpoint']
+phases: list[str] = [
+    'rollout',
+    'reward',
+    'log_probs',
+    'ref_log_probs',
+    'update',
+    'sync',
+    'checkpoint',
+]
 
 
-def phase_seconds(row: dict, phase: str) -> float:
+def phase_seconds(row: dict[str, Any], phase: str) -> float:
     "Seconds that a step spent in a phase; 0 if it was not logged"
     x = row.get(f'time_{phase}_s')
     return max(0.0, float(x)) if isinstance(x, (int, float)) and math.isfinite(x) else 0.0
 
 
-def step_seconds(row: dict) -> float:
+def step_seconds(row: dict[str, Any]) -> float:
     "Seconds of a step and of the checkpoint after it; evaluations are not counted"
     if step := phase_seconds(row, 'step'):
         return step + phase_seconds(row, 'checkpoint')
@@ -202,7 +213,7 @@ def _times(ax, metrics):  # seconds of each step, phases stacked
 
 # %% ../../nbs/runs/03_curves.ipynb #4e58f8fc
 def plot_curves(
-    metrics: list[dict],  # rows of `read_metrics`; what is missing leaves its panel empty
+    metrics: list[dict[str, Any]],  # rows of `read_metrics`; what is missing leaves its panel empty
     title: str = '',
 ):  # a matplotlib `Figure` of 3 x 4 panels; needs no display
     "The curves of a run: raw points light, running means on top, dotted lines where it was resumed"

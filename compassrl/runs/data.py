@@ -103,7 +103,7 @@ def load_tokenizer_and_chat(cfg: TrainConfig) -> tuple[Tokenizer, ChatTemplate |
     return tokenizer, ChatTemplate.of(cfg.init_from) if cfg.init_from else None
 
 
-def judged_by(data: Data, own: OwnReward | None):
+def judged_by(data: Data, own: OwnReward | None) -> None:
     "Own reward functions take the place of the prompts' verifiers. Raises ValueError"
     if own is None:
         return
@@ -150,7 +150,7 @@ def misfits(cfg: TrainConfig, found: Loaded) -> list[str]:
 
 
 # %% ../../nbs/runs/07_data.ipynb #d5866620
-def check_prompts(cfg: TrainConfig, prompts: list[Prompt]):
+def check_prompts(cfg: TrainConfig, prompts: list[Prompt]) -> None:
     "Raises ValueError for a prompt that does not fit, or that nobody can judge"
     room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings
     for p in prompts:
@@ -171,7 +171,7 @@ def check_prompts(cfg: TrainConfig, prompts: list[Prompt]):
     GenRM(cfg.rewards.genrm).check()
 
 
-def check_solutions(cfg: TrainConfig, train: list[Prompt]):
+def check_solutions(cfg: TrainConfig, train: list[Prompt]) -> None:
     "Raises ValueError for a prompt of the cold start without a solution"
     if not cfg.cold_start.steps or cfg.init_from:
         return

@@ -7,6 +7,7 @@ it is."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ..judges.serial import Judge
 from ..records import RolloutEngine, SamplingParams
@@ -26,7 +27,7 @@ def evaluate_sets(
     params: SamplingParams,
     seed: int,
     judge: Judge | None = None,  # as of `evaluate`
-) -> dict[str, tuple[EvalResult, dict]]:  # by set: the result, and what the judge counted
+) -> dict[str, tuple[EvalResult, dict[str, Any]]]:  # by set: the result, and what the judge counted
     "All evaluation sets, one after another. Raises what `evaluate` raises"
     out = {}
     for name, prompts in data.eval_sets.items():
@@ -46,8 +47,8 @@ def check_judged(
 
 
 def eval_json(
-    found: dict[str, tuple[EvalResult, dict]],  # of `evaluate_sets`
-) -> dict:  # the first set's result; `sets` holds the others
+    found: dict[str, tuple[EvalResult, dict[str, Any]]],  # of `evaluate_sets`
+) -> dict[str, Any]:  # the first set's result; `sets` holds the others
     "What a run writes of an evaluation"
     (first, *others), dicts = found, {n: r.as_dict() | m for n, (r, m) in found.items()}
     names = {} if first == 'heldout' and not others else dict(name=first)
@@ -84,8 +85,8 @@ def set_line(
 
 
 def eval_lines(
-    before: dict,  # of `eval_json`
-    after: dict,  # of the same sets
+    before: dict[str, Any],  # of `eval_json`
+    after: dict[str, Any],  # of the same sets
 ) -> list[str]:
     "Before and after RL, one line for each set"
     out = []

@@ -10,6 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -76,7 +77,7 @@ class EvalResult:
     avg: float  # avg@k: right responses, mean over each prompt's k, then over prompts
     avg_stderr: float  # over prompts
     pass_at: dict[int, float]  # pass@j for j = 1, 2, 4, ... and k, unbiased
-    by_domain: dict[str, dict]  # num_prompts, avg, avg_stderr, pass_at_k of each domain
+    by_domain: dict[str, dict[str, Any]]  # num_prompts, avg, avg_stderr, pass_at_k of each domain
     response_tokens_mean: float  # the stop token included
     finish_reasons: dict[str, float]  # share of responses
     failed_frac: float  # responses without a verdict; they count as not right
@@ -91,7 +92,7 @@ class EvalResult:
     def truncated_frac(self) -> float:
         return self.finish_reasons.get('length', 0.0)
 
-    def as_dict(self) -> dict:  # for JSON
+    def as_dict(self) -> dict[str, Any]:  # for JSON
         "All fields and both properties"
         return asdict(self) | dict(pass_at_k=self.pass_at_k, truncated_frac=self.truncated_frac)
 

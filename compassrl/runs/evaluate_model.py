@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -58,7 +58,7 @@ class EvalConfig:
     rewards: RewardConfig = field(default_factory=RewardConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
 
 
@@ -115,7 +115,7 @@ def evaluate_model(
     sources: dict[str, str],  # as of `data_of`
     kept: Path | None = None,  # as there
     temperature: float | None = None,  # None = of the config; 0, which cannot train, is greedy
-) -> dict:  # what the file holds of each set: result and interval
+) -> dict[str, Any]:  # what the file holds of each set: result and interval
     "Asks, judges, prints a line for each set. Raises ValueError; RunFailed for no verdicts"
     if out.exists():
         raise ValueError(f'{out} exists: choose another file by --out')
@@ -148,7 +148,7 @@ def evaluate_model(
 def eval_command(
     args: list[str],  # what follows `compassrl eval`
     presets: dict[str, Callable[[], TrainConfig]],
-    parse: Callable = tyro.cli,
+    parse: Callable[..., Any] = tyro.cli,
 ) -> Path:  # the JSON file
     "MODEL_OR_RUN [PRESET] [--data.path ...]. Raises ValueError"
     help = dict(

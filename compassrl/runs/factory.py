@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from ..rollout.vllm.messages import check_vllm, weight_sync
 from .data import resolve
 from .memory import check_memory
 from .process import meet_ranks, need, set_up, world
+from .trackers import check_trackers
 from ..train.megatron.layout import check_parallel
 from ..train.saver import Saver, ShardedState, WholeState
 from ..train.torch_engine import TorchTrain
@@ -149,7 +151,7 @@ def _check_pool(cfg, num_ranks):
         weight_sync(cfg.vllm, cfg.device, num_ranks)
 
 
-rollout_engines = dict(
+rollout_engines: dict[str, RolloutKind] = dict(
     torch=RolloutKind(_torch_rollout),
     vllm=RolloutKind(_vllm, _check_in_process, is_vllm=True),
     pool=RolloutKind(_pool, _check_pool, is_vllm=True, serves=True),
@@ -217,7 +219,7 @@ def _follow_megatron(cfg, watch):
     serve(engine, watch)
 
 
-train_engines = dict(
+train_engines: dict[str, TrainKind] = dict(
     torch=TrainKind(_start_torch, _check_torch, WholeState),
     megatron=TrainKind(
         _lead_megatron,
@@ -231,20 +233,23 @@ train_engines = dict(
 
 
 # %% ../../nbs/runs/09_factory.ipynb #1a830ca4
-def prepare(cfg: TrainConfig):  # the `Watch` over all ranks; None for an engine of one process
+def prepare(
+    cfg: TrainConfig,
+) -> Any:  # the `Watch` over all ranks; None for an engine of one process
     "This process, ready for its engines. Raises ValueError for what cannot be had here"
     train, num_ranks = train_engines[cfg.train_engine], world()[1]
     set_up(cfg)
     train.check(cfg, num_ranks)
     rollout_engines[cfg.rollout_engine].check(cfg, num_ranks)
     if not world()[0]:
+        check_trackers(cfg.trackers)
         check_memory(cfg, num_ranks, int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
         if cfg.init_from:  # names and shapes; nothing is loaded
             list(checked_weights(read_shards(cfg.init_from, whole=False), cfg.policy))
     return train.meet(cfg)
 
 
-def follow(cfg: TrainConfig):
+def follow(cfg: TrainConfig) -> None:
     "What every rank but 0 runs, until rank 0 has done"
     cfg = resolve(cfg)
     watch = prepare(cfg)

@@ -10,6 +10,7 @@ import platform
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,13 +45,15 @@ def _first_responses(samples):
 
 
 def pick_samples(
-    before: list[dict],  # samples of an evaluation: prompt_id, prompt, response, answer, correct
-    after: list[dict],  # of a later one
+    before: list[
+        dict[str, Any]
+    ],  # samples of an evaluation: prompt_id, prompt, response, answer, correct
+    after: list[dict[str, Any]],  # of a later one
     fixed: int = 3,
     still_wrong: int = 2,
     broke: int = 2,
     kept: int = 1,  # how many of each to show
-) -> tuple[list[dict], dict[str, int]]:  # pairs, in order; number of prompts of each kind
+) -> tuple[list[dict[str, Any]], dict[str, int]]:  # pairs, in order; number of prompts of each kind
     "The same prompts before and after: the first response to each, evenly spread over each kind"
     found = {kind: [] for kind in _kinds.values()}
     later = _first_responses(after)
@@ -87,7 +90,7 @@ def machine_info() -> dict[str, object]:
     return info
 
 
-def read_json(path: Path) -> dict | None:  # None if it is not there
+def read_json(path: Path) -> dict[str, Any] | None:  # None if it is not there
     "One JSON file of a run. Raises ValueError for a damaged one"
     if not path.exists():
         return None
@@ -108,7 +111,7 @@ def _evaluations(run_dir, metrics):  # before, after; None where there is none y
 
 def read_curves(
     run_dir: str | Path,  # of a run, finished or live
-) -> list[dict]:  # for `plot_curves`
+) -> list[dict[str, Any]]:  # for `plot_curves`
     "The metrics of a run, with the evaluations before and after as the ends of the held-out curve"
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir)
@@ -243,7 +246,7 @@ _averaged = """
 
 def run_facts(
     run_dir: str | Path,  # of a run, finished or not
-) -> dict:  # all that report.md says; what the run has not written is None or empty
+) -> dict[str, Any]:  # all that report.md says; what the run has not written is None or empty
     "The numbers of a run. Raises ValueError for a folder that is no run"
     run_dir = Path(run_dir)
     metrics, config = read_metrics(run_dir), read_json(run_dir / 'config.json')

@@ -10,7 +10,7 @@ import sys
 import types
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fastcore.docments import docments
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/runs/16_help.ipynb #20685c04
-heavy = {'torch', 'safetensors', 'tokenizers', 'math_verify', 'numpy'}
+heavy: set[str] = {'torch', 'safetensors', 'tokenizers', 'math_verify', 'numpy'}
 
 
 class _Kind(type):
@@ -44,10 +44,10 @@ class _Kind(type):
 
 
 class _Nothing(metaclass=_Kind):
-    def __init__(self, *args, **kw):
+    def __init__(self, *args, **kw) -> None:
         pass
 
-    def __init_subclass__(cls, **kw):
+    def __init_subclass__(cls, **kw) -> None:
         pass
 
     def __call__(self, fn=None):  # as a decorator
@@ -58,7 +58,7 @@ class _Nothing(metaclass=_Kind):
 
 
 class _Module(types.ModuleType):
-    __path__: list = []
+    __path__: list[Any] = []
 
     def __getattr__(self, name):
         if name.startswith('__'):
@@ -74,7 +74,7 @@ class _Finder:
     def create_module(self, spec):
         return _Module(spec.name)
 
-    def exec_module(self, module):
+    def exec_module(self, module) -> None:
         pass
 
 
@@ -84,7 +84,7 @@ def is_a_page(args: list[str]) -> bool:  # help, version, completion: nothing th
     return not args or bool(asked)
 
 
-def without_torch():
+def without_torch() -> None:
     "From now on heavy packages are stand-ins, in a process that prints a page and ends"
     if 'torch' not in sys.modules:
         sys.meta_path.insert(0, _Finder())
@@ -118,7 +118,7 @@ resume_usage = """compassrl resume RUN_DIR [--steps N ...]
 every setting with the run's own value: compassrl resume RUN_DIR --help-all"""
 
 _main = """
-    steps seed run_dir init_from device prompts_per_step group_size eval_every save_every
+    steps seed run_dir trackers init_from device prompts_per_step group_size eval_every save_every
     data.path data.domains data.difficulty data.verifier rollout.max_tokens rollout.temperature
     rollout.num_slots rollout_engine train_engine loss.name optim.lr optim.micro_batch_tokens
 """.split()

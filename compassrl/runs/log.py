@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -26,6 +26,7 @@ __all__ = [
     'logger',
     'replace_text',
     'finite_only',
+    'as_written',
     'json_text',
     'write_json',
     'check_rows',
@@ -34,21 +35,19 @@ __all__ = [
     'say',
     'Progress',
     'left_out',
-    'NoBoard',
-    'open_board',
     'Log',
 ]
 
 
 # %% ../../nbs/runs/10_log.ipynb #35284b47
-def replace_text(path: Path, text: str):
+def replace_text(path: Path, text: str) -> None:
     "Write a file whole or not at all, whenever the process is killed"
     new = path.with_name(f'.{path.name}.tmp')
     new.write_text(text)
     os.replace(new, path)
 
 
-def finite_only(x):  # numbers that are not finite become None: JSON has none
+def finite_only(x: Any) -> Any:  # numbers that are not finite become None: JSON has none
     "Of nested dicts, lists and tuples"
     if isinstance(x, dict):
         return {k: finite_only(v) for k, v in x.items()}
@@ -57,7 +56,14 @@ def finite_only(x):  # numbers that are not finite become None: JSON has none
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def json_text(x, **kw) -> str:
+def as_written(metrics: Metrics) -> Metrics:  # with `num_not_finite`
+    "A row of numbers as it is on file: None for those that are not finite, which are counted"
+    known = finite_only(metrics)
+    lost = [k for k, v in metrics.items() if v is not None and known[k] is None]
+    return known | dict(num_not_finite=float(len(lost)))
+
+
+def json_text(x: Any, **kw: Any) -> str:
     "As `json.dumps`, and always JSON: null for a number that is not finite"
     try:
         return json.dumps(x, allow_nan=False, **kw)
@@ -65,7 +71,7 @@ def json_text(x, **kw) -> str:
         return json.dumps(finite_only(x), allow_nan=False, **kw)
 
 
-def write_json(path: Path, d):
+def write_json(path: Path, d: Any) -> None:
     replace_text(path, json_text(d, indent=2) + '\n')
 
 
@@ -84,7 +90,7 @@ def _rows(path):  # each whole line and its step; what a kill cut short at the e
             yield line, step
 
 
-def check_rows(path: Path):
+def check_rows(path: Path) -> None:
     "Raises ValueError that names a damaged line"
     for _ in _rows(path) if path.exists() else ():
         pass
@@ -93,7 +99,7 @@ def check_rows(path: Path):
 def keep_until(
     path: Path,  # made if it does not exist
     step: int,
-):
+) -> None:
     """Drop rows of later steps and a torn last line, which a killed run may have left behind.
     Raises ValueError that names a damaged line"""
     new = path.with_name(f'.{path.name}.tmp')
@@ -108,12 +114,12 @@ logger = logging.getLogger('compassrl')
 logger.setLevel('INFO')
 
 
-def set_level(level: Level):
+def set_level(level: Level) -> None:
     "How much is said: all numbers, progress, or warnings alone"
     logger.setLevel(level.upper())
 
 
-def say(text: str, level: int = logging.INFO):
+def say(text: str, level: int = logging.INFO) -> None:
     "A line for who watches the run"
     if logger.isEnabledFor(level):
         print(text, flush=True)
@@ -122,23 +128,27 @@ def say(text: str, level: int = logging.INFO):
 class Progress:
     "A bar in a terminal; lines where there is none; nothing where nobody wants to know"
 
+    what: str
+    total: int
+    done: int
+
     def __init__(
         self,
         total: int,
         what: str,  # in front of it
         done: int = 0,
         lines: int = 0,  # at most so many; 0 = one for each step
-    ):
+    ) -> None:
         self.total, self.what, self.done = total, what, done
-        self.every = math.ceil(total / lines) if lines else 1
+        self.every: int = math.ceil(total / lines) if lines else 1
         off = os.environ.get('TQDM_DISABLE', '0') not in ('', '0')
         wanted = logger.isEnabledFor(logging.INFO) and not off
-        self.plain = wanted and not sys.stderr.isatty()
+        self.plain: bool = wanted and not sys.stderr.isatty()
         look = dict(desc=what, unit='step', dynamic_ncols=True)
         bar = wanted and not self.plain
         self.bar = tqdm(total=total, initial=done, disable=not bar, **look)
 
-    def step(self, text: str = ''):
+    def step(self, text: str = '') -> None:
         "One more is done"
         self.done += 1
         self.bar.update()
@@ -147,7 +157,7 @@ class Progress:
             line = f'{self.what} {self.done}/{self.total}' + (f': {text}' if text else '')
             print(line, file=sys.stderr, flush=True)
 
-    def close(self):
+    def close(self) -> None:
         self.bar.close()
 
 
@@ -161,26 +171,6 @@ def left_out() -> str:  # '' if nothing is
     return f'without {", ".join(without)}: pip install "compassrl[report]"' if without else ''
 
 
-class NoBoard:
-    "What is logged where TensorBoard is not installed: nothing"
-
-    def add_scalar(self, name: str, value: float, step: int): ...
-    def flush(self): ...
-    def close(self): ...
-
-
-def open_board(
-    folder: Path,  # of the run
-    start: int,  # steps already done; points beyond are dropped
-):  # torch's `SummaryWriter`, or something that takes its calls
-    "Where TensorBoard reads the numbers of a run"
-    if not find_spec('tensorboard'):
-        return NoBoard()
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(folder / 'tensorboard', purge_step=start + 1 if start else None)
-
-
 # %% ../../nbs/runs/10_log.ipynb #f17592a6
 class Log:
     "The growing files of a run, and its progress"
@@ -190,16 +180,15 @@ class Log:
         folder: Path,
         start: int,  # steps already done; whatever the files hold beyond is dropped
         steps: int,
-    ):
+    ) -> None:
         for name in ('metrics', 'trace'):
             keep_until(folder / f'{name}.jsonl', start)
         self.metrics = open(folder / 'metrics.jsonl', 'r+')
         self.trace = open(folder / 'trace.jsonl', 'r+')
         self.trace.seek(0, os.SEEK_END)
-        self.board = open_board(folder, start)
         if missing := left_out():
             say(missing)
-        self.progress = Progress(steps, 'RL', start)
+        self.progress: Progress = Progress(steps, 'RL', start)
 
     def row(
         self,
@@ -207,10 +196,8 @@ class Log:
         over: int | None = None,  # where the row begins that is written again; None = a new one
         room: int = 0,  # characters that it may become longer; a full disk must not cut it then
     ) -> int:  # where it begins
-        "One step in metrics.jsonl and for TensorBoard; what is not finite is null, and counted"
-        known = finite_only(metrics)
-        lost = [k for k, v in metrics.items() if v is not None and known[k] is None]
-        metrics = known | dict(num_not_finite=float(len(lost)))
+        "One step in metrics.jsonl; what is not finite is null, and counted"
+        metrics = as_written(metrics)
         text, width = json.dumps(metrics), room
         if over is not None:
             self.metrics.seek(over)
@@ -221,19 +208,14 @@ class Log:
         self.metrics.flush()
         if over is None:
             say(json.dumps(metrics), logging.DEBUG)
-        for k in metrics if over is None else ['time_checkpoint_s']:
-            # when a phase began is for the trace
-            if k != 'step' and not k.endswith('_at') and metrics[k] is not None:
-                self.board.add_scalar(k.replace('time_', 'time/', 1), metrics[k], metrics['step'])
-        self.board.flush()
         return at
 
-    def batch(self, rows: Iterable[dict]):
+    def batch(self, rows: Iterable[dict[str, Any]]) -> None:
         "A whole step, for trace.jsonl"
         for row in rows:
             self.trace.write(json_text(row) + '\n')
         self.trace.flush()
 
-    def close(self):
-        for f in (self.metrics, self.trace, self.board, self.progress):
+    def close(self) -> None:
+        for f in (self.metrics, self.trace, self.progress):
             f.close()

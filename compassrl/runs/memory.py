@@ -157,7 +157,7 @@ def check_memory(
     cfg: TrainConfig,
     ranks: int = 1,  # processes that train
     ranks_here: int = 1,  # of those, on this machine
-):
+) -> None:
     "Raises ValueError for a run that this machine has no memory for"
     if cfg.device == 'cuda':
         on_gpu = torch.cuda.mem_get_info()[0]

@@ -9,6 +9,7 @@ import ctypes
 import os
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,14 +31,14 @@ def need(
     module: str,
     package: str,  # that brings it
     why: str,  # the setting that asks for it
-):
+) -> None:
     "Raises ValueError for a package that is not there"
     if not find_spec(module):
         raise ValueError(f'{why}: {package} is not installed, see the extras engines-cpu and gpu')
 
 
 # %% ../../nbs/runs/08_process.ipynb #6e782999
-def keep_freed_memory():
+def keep_freed_memory() -> None:
     "glibc gives large freed blocks back to the kernel, which zeroes their pages anew: keep them"
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if hasattr(libc, 'mallopt'):
@@ -45,7 +46,7 @@ def keep_freed_memory():
         libc.mallopt(-4, 0)  # M_TRIM_THRESHOLD, M_MMAP_MAX
 
 
-def set_up(cfg: TrainConfig):
+def set_up(cfg: TrainConfig) -> None:
     "Threads and memory of this process. Raises ValueError for a device that is not there"
     if cfg.device == 'cuda' and not torch.cuda.is_available():
         raise ValueError("device='cuda': no CUDA device was found, use 'cpu'")
@@ -55,7 +56,9 @@ def set_up(cfg: TrainConfig):
 
 
 # %% ../../nbs/runs/08_process.ipynb #15555ddc
-def meet_ranks(parallel: ParallelConfig, device: str):  # the `Watch` over all ranks, from now on
+def meet_ranks(
+    parallel: ParallelConfig, device: str
+) -> Any:  # the `Watch` over all ranks, from now on
     "The process groups of a layout; an earlier run's are gone"
     from megatron.core import parallel_state
 

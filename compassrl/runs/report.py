@@ -9,6 +9,7 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from .curves import plot_curves
 from .facts import read_curves, read_json, run_facts
@@ -148,7 +149,7 @@ def _settings(config):  # one row per section
 
 # %% ../../nbs/runs/06_report.ipynb #084c7d1f
 def report_markdown(
-    facts: dict,  # of `run_facts`
+    facts: dict[str, Any],  # of `run_facts`
 ) -> str:  # report.md
     "The report of a run as a page"
     f, parts = facts, [f'# Run {facts["run"]}', _headline(facts)]
@@ -187,7 +188,7 @@ def _gantt(run_dir):  # of the step whose timings are there; which one
 
 def write_report(
     run_dir: str | Path,  # of a run, finished or not; a second call replaces the files
-) -> dict:  # the facts, as in report.json
+) -> dict[str, Any]:  # the facts, as in report.json
     "Writes report.md and report.json and, with matplotlib, curves.png and gantt.png into a run"
     run_dir = Path(run_dir)
     facts = finite_only(run_facts(run_dir)) | dict(gantt_step=_gantt(run_dir))

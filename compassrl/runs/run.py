@@ -11,6 +11,7 @@ import shutil
 import time
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from ..config import TrainConfig, read_run_config
 from ..judges.model import make_judge
@@ -33,10 +34,12 @@ from .curves import read_metrics
 from .data import Data, load, resolve
 from .eval_sets import check_judged, eval_json, eval_lines, evaluate_sets
 from .factory import Engines, open_engines, prepare
-from .log import Log, say, write_json
+from .log import Log, as_written, say, write_json
 from .report import write_report
 from .stop import disk_told, failure_noted, locked, stoppable
 from .trace import trace_rows
+from .tracker_names import eval_values, grouped
+from .trackers import Trackers, history
 from ..train.checkpoint import load_checkpoint, save_checkpoint
 from ..train.folders import found_checkpoints, remove_leftovers
 from ..train.guards import last_good
@@ -51,20 +54,25 @@ __all__ = ['may_change', 'Run', 'start_run', 'resume_run']
 class Run:
     "One run and its folder (implements `RunHooks`)"
 
+    folder: Path
+    data: Data
+    cfg: TrainConfig
+
     engines: Engines  # while they live
     log: Log
+    trackers: Trackers
 
-    def __init__(self, cfg: TrainConfig, folder: Path, data: Data):
+    def __init__(self, cfg: TrainConfig, folder: Path, data: Data) -> None:
         self.cfg, self.folder, self.data = cfg, folder, data
         part = cfg.schedule.partial_tokens
-        self.partial_responses = PartialResponses(part) if part else None
-        self.stop = stoppable(folder)
+        self.partial_responses: PartialResponses | None = PartialResponses(part) if part else None
+        self.stop: stoppable = stoppable(folder)
 
     @property
     def source(self) -> Path:  # Hugging Face checkpoint of the policy before RL
         return Path(self.cfg.init_from or self.folder / 'start')
 
-    def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch):
+    def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch) -> None:
         c, m, last = self.cfg, metrics, step == self.cfg.steps
         m |= self.engines.rollout.measured() | self.judge.measured()
         if c.eval_every:
@@ -78,7 +86,9 @@ class Run:
         if saves:
             t = time.perf_counter()
             self.save(step)
-            self.log.row(m | dict(time_checkpoint_s=time.perf_counter() - t), at)
+            m['time_checkpoint_s'] = time.perf_counter() - t
+            self.log.row(m, at)
+        self.trackers.log(grouped(as_written(m)), step)
         self.log.progress.step(
             f'reward {m["reward_mean"]:.2f}, zero variance {m["zero_variance_frac"]:.2f}, '
             f'entropy {m["entropy"]:.2f}, {m["tokens"] / m["time_step_s"]:,.0f} tok/s'
@@ -96,14 +106,14 @@ class Run:
             eval_avg=r['avg'], eval_avg_stderr=r['avg_stderr'], eval_pass=r['pass_at_k']
         )
 
-    def trace(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch):
+    def trace(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch) -> None:
         "A whole step, and when what happened in it"
         rows = trace_rows(step, metrics, samples, batch, self.cfg.optim.num_mini_batches)
         self.log.batch(rows)
         timings = dict(step=step, metrics=metrics, samples=[s.timings for s in samples])
         write_json(self.folder / 'timings.json', timings)
 
-    def save(self, step: int):
+    def save(self, step: int) -> None:
         "What is under way first: an engine's checkpoint without it could not be resumed"
         if self.partial_responses:
             # two more: a checkpoint that is still being written may never be whole
@@ -124,7 +134,7 @@ class Run:
             self.engines.rollout.load_state_dict(state)
         return step
 
-    def load_beside(self, step: int):
+    def load_beside(self, step: int) -> None:
         "What a checkpoint of this step cannot do without. Raises TornCheckpoint"
         if self.partial_responses:
             path = self.folder / 'partial_responses' / f'step-{step:06}'
@@ -144,7 +154,7 @@ class Run:
         finally:
             self.judge.close()
 
-    def evaluate(self) -> dict:
+    def evaluate(self) -> dict[str, Any]:
         "All evaluation sets with the rollout engine's present weights. Raises RunFailed"
         d, c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)
@@ -258,12 +268,15 @@ def _train(run, start):  # the loop and what comes after it
         kept = set(read_part(folder, 'screen'))
         prompts = [p for p in prompts if p.id in kept]
     more = start, e.reference, run.judge, run.partial_responses
-    with last_good(folder / 'checkpoints', e.checkpoints.wait):
+    asked = dataclasses.asdict(c)
+    trackers = Trackers(c.trackers, folder, asked, start, history(folder))
+    with trackers as run.trackers, last_good(folder / 'checkpoints', e.checkpoints.wait):
         with closing(run.log):
             fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, *more)
         before, after = (read_part(folder, f'eval_{when}') for when in ('before', 'after'))
         if after is None or after.get('step') != c.steps:  # a kill came between it and the report
             after = run.evaluate() | dict(step=c.steps)
+            run.trackers.log(eval_values(after), c.steps)
             write_json(folder / 'eval_after.json', after)
     write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()

@@ -39,13 +39,16 @@ def launcher() -> str:
 class stoppable:
     "Ctrl-C (or SIGTERM) asks to stop; a second one stops at once. Threads get no signals"
 
+    folder: Path
+    asked: bool
+
     def __init__(
         self,
         folder: Path,  # of the run
-    ):
+    ) -> None:
         self.folder, self.asked = folder, False
 
-    def ask(self, signum=None, frame=None):
+    def ask(self, signum=None, frame=None) -> None:
         "What a signal calls"
         if self.asked:
             raise KeyboardInterrupt
@@ -57,7 +60,7 @@ class stoppable:
         self.old = {s: signal.signal(s, self.ask) for s in heard}
         return self
 
-    def __exit__(self, kind, error, tb):
+    def __exit__(self, kind, error, tb) -> None:
         for s, handler in self.old.items():
             signal.signal(s, handler)
         if kind and issubclass(kind, KeyboardInterrupt):

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -63,7 +64,7 @@ def trace_rows(
     samples: list[Sample],  # in the order of the batch's rows
     batch: Batch,
     num_mini_batches: int,  # into which the update cut the rows
-) -> Iterator[dict]:  # one row for the step, then one per sample
+) -> Iterator[dict[str, Any]]:  # one row for the step, then one per sample
     "A step as JSON objects; per-token lists cover the response"
     common = dict(version=TRACE_VERSION, step=step)
     counts = dict(num_samples=len(batch), num_mini_batches=num_mini_batches)
@@ -102,7 +103,7 @@ def _row(where, line):  # one checked line
 
 def read_trace(
     path: str | Path,  # trace.jsonl
-) -> Iterator[tuple[dict, list[dict]]]:  # each traced step with its samples
+) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:  # each traced step with its samples
     "What a kill cut short at the end is left out. Raises ValueError that names a damaged line"
     head, rows = None, []
     with open(path, 'rb') as f:
@@ -129,8 +130,8 @@ def read_trace(
 
 # %% ../../nbs/runs/02_trace.ipynb #fb02184c
 def recompute_loss(
-    head: dict,  # a step of `read_trace`
-    rows: list[dict],  # its samples
+    head: dict[str, Any],  # a step of `read_trace`
+    rows: list[dict[str, Any]],  # its samples
     cfg: TrainConfig,  # of the run
 ) -> float:  # mean over the step's mini-batches, as logged
     "From the trace alone. Raises ValueError where the step was skipped or a tensor is missing"
@@ -164,7 +165,7 @@ def recompute_loss(
 
 # %% ../../nbs/runs/02_trace.ipynb #5fa775b7
 def microscope(
-    rows: list[dict],  # samples of `read_trace`
+    rows: list[dict[str, Any]],  # samples of `read_trace`
     tokenizer: Tokenizer,
     color: str = 'entropy',  # or 'advantages', or any other list of the rows
 ) -> str:  # HTML, no scripts

@@ -24,7 +24,7 @@ __all__ = ['Saver', 'WholeState', 'ShardedState']
 class Saver(Protocol):
     "Checkpoints of one train engine"
 
-    def save(self, step: int):
+    def save(self, step: int) -> None:
         "After so many steps"
         ...
 
@@ -33,7 +33,7 @@ class Saver(Protocol):
         to it and may raise TornCheckpoint. Raises CheckpointError where none can be used"""
         ...
 
-    def wait(self):
+    def wait(self) -> None:
         "Until all is on the disk"
         ...
 
@@ -50,10 +50,14 @@ def _newest(root, use):  # its step, and those that were skipped
 class WholeState:
     "Of an engine whose state is in this process"
 
-    def __init__(self, engine: TorchTrain, root: Path, keep: int):
+    engine: TorchTrain
+    root: Path
+    keep: int
+
+    def __init__(self, engine: TorchTrain, root: Path, keep: int) -> None:
         self.engine, self.root, self.keep, self.skipped = engine, root, keep, []
 
-    def save(self, step: int):
+    def save(self, step: int) -> None:
         state = self.engine.state_dict()
         save_checkpoint(self.root, step, state, self.keep, skipped=self.skipped)
         self.skipped = []
@@ -70,7 +74,7 @@ class WholeState:
         step, self.skipped = _newest(self.root, use)
         return step
 
-    def wait(self):
+    def wait(self) -> None:
         pass  # `save` has waited already
 
 
@@ -95,6 +99,9 @@ def _check_state(engine, state):  # before anything is changed
 # %% ../../nbs/train/06_saver.ipynb #781d5e93
 class ShardedState:
     "Of an engine on many ranks: each writes its part; another layout can read it"
+
+    root: Path
+    keep: int
 
     def __init__(self, leader, root: Path, keep: int):
         self.leader, self.root, self.keep, self.skipped = leader, root, keep, []

@@ -46,7 +46,7 @@ class SFTConfig:
     # share of them shown without their working, as distilled data also are
     hasty_frac: Annotated[float, between(0, 1)] = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
 
 

@@ -47,7 +47,7 @@ def _storable(x, path):  # a tensor that safetensors can hold, or the reason why
 
 # %% ../../nbs/train/05_state.ipynb #6bd56118
 class _Encoder:
-    def __init__(self):
+    def __init__(self) -> None:
         self.tensors = {}
 
     def name(self, path):  # of a tensor: safetensors wants ASCII, and every name once
@@ -125,7 +125,7 @@ def check_shapes(
     expected,  # nested state of tensors that the program has, such as `model.state_dict()`
     found,  # the same part of a loaded state
     show: int = 3,  # how many differences to name
-):
+) -> None:
     "Raises CheckpointError if names or shapes differ, before anything is loaded"
     here, there = (
         {n: list(t.shape) for n, t in encode_state(s)[1].items()} for s in (expected, found)

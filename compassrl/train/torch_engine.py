@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import torch
 from fastcore.basics import patch
@@ -52,7 +52,7 @@ class OptimConfig:
     # padded tokens per forward pass: speed and memory, never the result
     micro_batch_tokens: Annotated[int, at_least(1)] = 2048
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
 
     def lr_at(self, step: int) -> float:  # of optimiser step `step`, the first is 0
@@ -107,7 +107,7 @@ def accumulate_grads(
     replay: bool = True,
 ) -> tuple[Metrics, Tensor]:  # 0-dim tensors: the loss and what it reports; [B, T] log-probs it saw
     "The gradient of a mini-batch: its micro-batches divide by the counts of the whole, and add up"
-    metrics: dict = {}
+    metrics: dict[str, Any] = {}
     num_tokens, num_samples = int(batch.response_mask.sum()), len(batch)
     seen = torch.zeros_like(batch.rollout_log_probs)
     policy.zero_grad(set_to_none=True)
@@ -160,13 +160,19 @@ class TorchTrain:
 
     Raises ValueError for a temperature of 0, and for weights that are not finite."""
 
+    temperature: float
+    policy: Policy
+    optimizer: AdamW
+    num_steps: int
+    config: OptimConfig
+
     def __init__(
         self,
         policy: Policy,
         config: OptimConfig,
         temperature: float = 1.0,  # the one that the rollout samples with
         replay: ReplayMode = 'R3',  # whose routes
-    ):
+    ) -> None:
         if not temperature > 0:
             raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
         if replay not in get_args(ReplayMode):
@@ -201,12 +207,12 @@ class TorchTrain:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return hf_weights(self.policy)
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         "All that a resume needs: live tensors, to be written or copied before an update"
         policy, optimizer = dict(hf_weights(self.policy)), self.optimizer.state_dict()
         return dict(policy=policy, optimizer=optimizer, num_steps=self.num_steps)
 
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         "Copies, so that `state` and the engine it came from stay as they are"
         load_hf_weights(self.policy, state['policy'].items())
         self.optimizer.load_state_dict(deepcopy(state['optimizer']))

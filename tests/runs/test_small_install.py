@@ -43,6 +43,7 @@ def test_a_run_says_in_one_line_what_it_leaves_out(run):
     folder, said = run
     lines = [line for line in said.splitlines() if 'compassrl[report]' in line]
     assert len(lines) == 1 and 'TensorBoard' in lines[0] and 'curves.png' in lines[0]
+    assert 'tracker tensorboard' not in said  # it was not tried
 
 
 def test_a_run_has_its_numbers_and_a_report_without_pictures(run):

@@ -37,7 +37,7 @@ class VllmConfig:
     sync: Literal['auto', 'file', 'nccl', 'ipc'] = 'auto'
     sync_dir: str = ''  # files pass through this folder; empty = shared memory, on one machine
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         for url in self.urls:
             if not url.startswith(('http://', 'https://')):

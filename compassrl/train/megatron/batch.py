@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,6 +120,8 @@ def zigzag(
 class Packed:
     "The rows of a part, one after another without padding, as Megatron-Core reads them"
 
+    total: int
+
     def __init__(
         self,
         batch: Batch,  # [b, t]
@@ -127,7 +130,7 @@ class Packed:
         cp_rank: int = 0,
         multiple: int = 1,  # local tokens of a rank are a multiple of this
         at_least: int = 0,  # tokens, padding included
-    ):
+    ) -> None:
         unit = 2 * cp if cp > 1 else 1
         lengths, dev = batch.lengths, batch.token_ids.device
         sizes = (lengths + unit - 1) // unit * unit
@@ -137,9 +140,15 @@ class Packed:
             sizes = torch.cat([sizes, sizes.new_tensor([rest])])  # padding is a sequence of its own
         starts = sizes.cumsum(0) - sizes
         self.total, self.at = int(sizes.sum()), batch.token_mask.nonzero(as_tuple=True)
-        self.place = starts[self.at[0]] + self.at[1]  # [N] of each real token in the packed row
-        self.positions = torch.arange(self.total, device=dev) - starts.repeat_interleave(sizes)
-        self.local = torch.arange(self.total, device=dev) if cp == 1 else zigzag(sizes, cp, cp_rank)
+        self.place: Tensor = (
+            starts[self.at[0]] + self.at[1]
+        )  # [N] of each real token in the packed row
+        self.positions: Tensor = torch.arange(self.total, device=dev) - starts.repeat_interleave(
+            sizes
+        )
+        self.local: Tensor = (
+            torch.arange(self.total, device=dev) if cp == 1 else zigzag(sizes, cp, cp_rank)
+        )
         ends = F.pad(sizes.cumsum(0), (1, 0)).int()
         most = int(sizes.max())
         self.params = PackedSeqParams(
@@ -190,7 +199,7 @@ def response_values(
     logits: Tensor,  # [n_local, V/tp]
     batch: Batch,  # [b, t]
     packed: Packed,
-    score: Callable,  # (logits [m, V/tp], targets [m]) -> values [m] each
+    score: Callable[..., Any],  # (logits [m, V/tp], targets [m]) -> values [m] each
     cp_group=None,  # None = one rank holds all tokens
 ) -> tuple[Tensor, ...]:  # [b, t] each, 0 outside the response
     "Scores each response token by the logits of the token before it, wherever that one is"
@@ -211,19 +220,26 @@ def response_values(
 class Tap:
     "Stands where a Megatron-Core router asks which experts to use (`router.router_replay`)"
 
+    valid: Tensor | None
+    own: None
+    layer: int
+    keep: bool
+    ids: Tensor | None
+    again: bool
+
     def __init__(
         self,
         layer: int,  # absolute number, from 0
         keep: bool,  # will activations be recomputed?
-    ):
+    ) -> None:
         self.layer, self.keep, self.queue = layer, keep, []
         self.forward()
 
-    def forward(self, ids: Tensor | None = None, valid: Tensor | None = None):
+    def forward(self, ids: Tensor | None = None, valid: Tensor | None = None) -> None:
         "The next pass uses `ids` [n, K] where `valid` [n], and the router's own choice elsewhere"
         self.ids, self.valid, self.own, self.again = ids, valid, None, False
 
-    def backward(self):
+    def backward(self) -> None:
         "From now on until the next forward pass: repeat what was used, oldest first"
         self.again = True
 

@@ -130,7 +130,7 @@ def _on_first(fn):  # rank 0 does it, all wait, and all learn if it cannot
 class Save:
     "A checkpoint on its way to the disk. Every rank asks it the same"
 
-    def __init__(self, engine, root, step, keep, skipped):
+    def __init__(self, engine, root, step, keep, skipped) -> None:
         self.root, self.path, self.keep, self.engine = root, root / f'step-{step:06}', keep, engine
         self.step, self.skipped, self.hashes = step, skipped, ShardHashes()
         # of its own: writers of a killed run may still be at theirs

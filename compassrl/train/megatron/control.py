@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,14 +23,18 @@ class Refused(ValueError):
 class Control:
     "Rank 0 hands out work and collects results, as pickled objects over gloo"
 
-    def __init__(self):
+    size: int
+    rank: int
+
+    def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         week = timedelta(days=7)  # a rollout may take long
         self.group = dist.new_group(backend='gloo', timeout=week)
 
     def scatter(
         self,
-        make: Callable | None = None,  # on rank 0: gives one object per rank, or raises ValueError
+        make: Callable[..., Any]
+        | None = None,  # on rank 0: gives one object per rank, or raises ValueError
     ):  # this rank's object
         "Raises `Refused` on all ranks if `make` raised ValueError"
         out, objects = [None], None
@@ -43,7 +48,7 @@ class Control:
             raise out[0]
         return out[0]
 
-    def gather(self, value) -> list | None:  # one per rank on rank 0, None elsewhere
+    def gather(self, value) -> list[Any] | None:  # one per rank on rank 0, None elsewhere
         out = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, out, 0, self.group)
         return out

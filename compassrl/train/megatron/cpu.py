@@ -53,7 +53,7 @@ class _OnCpu(TorchFunctionMode):
 
 # CUDA streams and events order kernels; on a CPU every operation is done when it returns
 class _Stream:
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, **kwargs) -> None:
         pass
 
     def __getattr__(self, name):
@@ -176,7 +176,7 @@ class RMSNorm(nn.RMSNorm):
     """torch's own, allowed under sequence parallelism too
     (WrappedTorchNorm is not: transformer/torch_norm.py)"""
 
-    def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
+    def __init__(self, config, hidden_size, eps=1e-5, **kwargs) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # its gradient is summed over tensor-parallel ranks
         self.weight.sequence_parallel = config.sequence_parallel
@@ -186,7 +186,7 @@ class PackedAttention(nn.Module):
     """Causal attention within each sequence of a packed row, for which Megatron-Core asks for
     Transformer Engine"""
 
-    def __init__(self, config, *args, softmax_scale=None, **kwargs):
+    def __init__(self, config, *args, softmax_scale=None, **kwargs) -> None:
         super().__init__()
         self.scale = softmax_scale
 

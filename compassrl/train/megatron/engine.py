@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from fastcore.basics import patch
@@ -41,6 +41,9 @@ class MegatronTrain(Passes):
     """Megatron-Core as `TrainEngine`: every rank calls the same methods, the batch is rank 0's and
     so is the result"""
 
+    saving: None
+    control: Control
+
     def __init__(
         self,
         policy: PolicyConfig,
@@ -49,7 +52,7 @@ class MegatronTrain(Passes):
         parallel: ParallelConfig = ParallelConfig(),
         temperature: float = 1.0,  # the one that the rollout samples with
         replay: ReplayMode = 'R3',  # whose routes
-    ):
+    ) -> None:
         if not temperature > 0:
             raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
         if replay not in get_args(ReplayMode):
@@ -74,7 +77,7 @@ class MegatronTrain(Passes):
         "The present weights by their names; every rank has to walk through all of them"
         return hf_weights(self.chunks, self.policy)
 
-    def layout(self) -> dict:
+    def layout(self) -> dict[str, Any]:
         names = 'tp', 'pp', 'ep', 'etp', 'cp', 'vpp'
         return dict(ranks=self.control.size) | {k: getattr(self.parallel, k) for k in names}
 

@@ -49,7 +49,7 @@ class ParallelConfig:
     dtype: Literal['float32', 'bfloat16'] = 'float32'
     fp8_recipe: Fp8Recipe = ''  # matrices in FP8 (Transformer Engine, not run on GPU)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
@@ -82,7 +82,7 @@ def _divides(small, what, big, of):  # one line, with the numbers that would do
         raise ValueError(f'{what}={small} does not divide {of}={big}: use one of {fits}')
 
 
-def check_world(p, world_size):
+def check_world(p, world_size) -> None:
     for n, what in (
         (p.tp * p.cp * p.pp, 'tp x cp x pp'),
         (p.expert_tp * p.ep * p.pp, 'expert tp x ep x pp'),
@@ -94,7 +94,7 @@ def check_world(p, world_size):
             )
 
 
-def check_shape(p, c):
+def check_shape(p, c) -> None:
     sparse = [c.is_sparse(i) for i in range(c.num_hidden_layers)]
     for k in ('num_attention_heads', 'num_key_value_heads'):
         _divides(p.tp, 'tp', getattr(c, k), k)
@@ -108,7 +108,7 @@ def check_shape(p, c):
     _divides(p.pp * p.vpp, 'pp x vpp', c.num_hidden_layers, 'num_hidden_layers')
 
 
-def check_family(c: PolicyConfig):
+def check_family(c: PolicyConfig) -> None:
     "Raises ValueError for a part that is not mapped to Megatron-Core"
     for k, plain in dict(
         qk_norm='head', qkv_bias=False, shared_expert_intermediate_size=0, router_score='softmax'
@@ -130,7 +130,7 @@ def check_parallel(
     policy: PolicyConfig,
     world_size: int,  # ranks that train
     device: str = 'cpu',
-):
+) -> None:
     "Raises ValueError for a layout that Megatron-Core cannot build, or would train wrongly"
     p = parallel
     check_family(policy)

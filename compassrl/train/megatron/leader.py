@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from fastcore.basics import patch
@@ -51,13 +52,20 @@ class Watch:
     """Every rank watches every other one. Where one is killed, stops, hangs or reports an error,
     all ranks end"""
 
+    control: Control
+    rank: int
+    size: int
+    timeout_s: float
+    every_s: float
+    pulse: Pulse | None
+
     def __init__(
         self,
         control: Control,
         # a rank that is stopped for so long is dead; None = as `patience_s` says
         timeout_s: float | None = None,
         every_s: float = 1.0,
-    ):
+    ) -> None:
         self.control, self.rank, self.size = control, control.rank, control.size
         self.timeout_s = timeout_s = timeout_s or patience_s()
         self.every_s, self.pulse = every_s, None
@@ -107,7 +115,12 @@ def guard(self: Watch):
 class Leader:
     "Rank 0's `TrainEngine`: each call is made by all ranks, which meanwhile run `serve`"
 
-    def __init__(self, engine: MegatronTrain, watch: Watch):
+    watch: Watch
+    walking: bool
+    engine: MegatronTrain
+    control: Control
+
+    def __init__(self, engine: MegatronTrain, watch: Watch) -> None:
         self.engine, self.control, self.watch, self.walking = engine, engine.control, watch, False
 
     @contextmanager
@@ -143,14 +156,14 @@ class Leader:
 
     def everywhere(
         self,
-        fn: Callable,  # (engine, *args), can be pickled: a function of a module
+        fn: Callable[..., Any],  # (engine, *args), can be pickled: a function of a module
         *args,
     ):  # what it returned on rank 0
         "Calls `fn` on all ranks"
         with self._all('call', fn, *args) as e:
             return fn(e, *args)
 
-    def stop(self):
+    def stop(self) -> None:
         "All ranks leave `serve`"
         with self._all('stop'):
             self.watch.stop()
@@ -158,14 +171,14 @@ class Leader:
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, error, tb):
+    def __exit__(self, kind, error, tb) -> None:
         if kind is None:
             self.stop()
 
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #21339285
 @patch
-def stop(self: Watch):
+def stop(self: Watch) -> None:
     "Nobody watches any more; every rank calls this"
     if self.pulse:
         self.control.gather(None)  # all have come this far

@@ -39,7 +39,7 @@ def init_parallel(
     parallel: ParallelConfig,
     timeout_s: float = 600,  # of each collective
     seed: int = 0,
-):
+) -> None:
     "This process's place in every group: under torchrun, or where a default group exists already"
     gpu, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s)
     if not dist.is_initialized():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,10 +45,10 @@ def _add_up(models, num_tokens, **kwargs):  # and divide by nothing
 
 
 def wrap_and_optimise(
-    chunks: list,  # pieces of the model on this rank
+    chunks: list[Any],  # pieces of the model on this rank
     config: OptimConfig,
     dtype: torch.dtype,  # of the model's weights
-) -> tuple:  # the wrapped pieces, the optimiser
+) -> tuple[Any, ...]:  # the wrapped pieces, the optimiser
     "Gradients are added up over replicas; each replica keeps a slice of the optimiser"
     c, cfg = config, chunks[0].config
     cfg.calculate_per_token_loss = True  # the loss is divided already: add, and nothing else
@@ -73,13 +74,21 @@ def wrap_and_optimise(
         return models, get_megatron_optimizer(adam, models)
 
 
-def inner_optimizers(optimizer) -> list:  # those of torch, one for the experts and one for all else
+def inner_optimizers(
+    optimizer,
+) -> list[Any]:  # those of torch, one for the experts and one for all else
     return [o.optimizer for o in optimizer.chained_optimizers if o.optimizer is not None]
 
 
 # %% ../../../nbs/train/megatron/12_passes.ipynb #87e9a98b
 class Passes:
     "This rank's part of the model, and passes through it"
+
+    temperature: float
+    policy: PolicyConfig
+    parallel: ParallelConfig
+    num_steps: int
+    config: OptimConfig
 
     def __init__(
         self,
@@ -89,19 +98,19 @@ class Passes:
         parallel: ParallelConfig,
         temperature: float,  # the one that the rollout samples with
         replay: ReplayMode,  # whose routes
-    ):
+    ) -> None:
         self.policy, self.config, self.parallel = policy, config, parallel
         self.temperature, self.replay, self.num_steps = temperature, replay, 0
         if not ps.model_parallel_is_initialized():
             init_parallel(parallel)
-        self.chunks = build_model(policy, parallel, router_replay=replay != 'off')
+        self.chunks: list[Any] = build_model(policy, parallel, router_replay=replay != 'off')
         load_hf(self.chunks, policy, weights)
         dtype = getattr(torch, parallel.dtype)
         self.models, self.optimizer = wrap_and_optimise(self.chunks, config, dtype)
         self.chunks[0].config.variable_seq_lengths = parallel.vpp == 1  # parts differ in tokens
         again = parallel.recompute != 'none'
         self.taps = [tap_routers(m, again) if replay != 'off' else [] for m in self.chunks]
-        self.device = next(self.chunks[0].parameters()).device
+        self.device: Any = next(self.chunks[0].parameters()).device
         self._find_place()
 
     def _find_place(self):  # of this rank
@@ -162,7 +171,9 @@ class Passes:
     def run(self, step, parts, forward_only):  # Megatron-Core's own order
         # interleaved pieces send no shapes (with 2 ranks the two directions would be mixed up):
         # all parts get one length
-        self.length = max(self.pack(x.batch).total for x in parts) if self.parallel.vpp > 1 else 0
+        self.length: int = (
+            max(self.pack(x.batch).total for x in parts) if self.parallel.vpp > 1 else 0
+        )
         try:
             with megatron_calls():
                 get_forward_backward_func()(
@@ -182,7 +193,7 @@ class Passes:
                 t.queue.clear()
                 t.forward()
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         with megatron_calls():
             for m in self.models:
                 m.zero_grad_buffer()

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,10 +115,10 @@ def _wait(pids, folder, until):  # all well, or RankError that names the rank wi
 # %% ../../../nbs/train/megatron/02_ranks.ipynb #85afe593
 def run_ranks(
     n: int,  # ranks
-    fn: Callable,  # called by every rank, in a copy of this process
+    fn: Callable[..., Any],  # called by every rank, in a copy of this process
     *args,
     timeout_s: float = 120,  # for all of it, and for each collective
-) -> list:  # what each rank returned (pickled; tensors on the CPU)
+) -> list[Any]:  # what each rank returned (pickled; tensors on the CPU)
     """Forks `n` ranks of a gloo group, which share this process's imports. Raises RankError, and
     leaves no rank behind"""
     pids = []

@@ -138,7 +138,7 @@ def load_hf(
     pieces: list[nn.Module],
     policy: PolicyConfig,
     weights: str | Path | Iterable[tuple[str, Tensor]],  # a folder, or all tensors
-):
+) -> None:
     "Sets this rank's weights; of a folder it reads its parts. Refuses as `checked_weights` does"
     here = {}
     for cut in cuts(pieces, policy):
