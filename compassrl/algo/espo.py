@@ -164,14 +164,17 @@ def adaptive_clip(
 def group_weights(
     groups: Tensor,  # [B, T] int64
     mask: Tensor,  # [B, T] bool
-    low_weight: float = 1.0,  # of all groups but group 0
+    low_weight: float = 1.0,  # of all groups but group 0; of group 0 it is 1
     dtype: torch.dtype = torch.float,
-) -> Tensor:  # [B, T] 0 outside the mask; with a low_weight of 1 the weights of a response sum to 1
+) -> Tensor:  # [B, T] 0 outside the mask; a response's weights sum to 1, or are all 0
     "Tokens of a group alike, groups of a response alike: 1/(groups * tokens of the group) (eq. 5)"
     size = group_sums(mask.to(dtype), groups, mask)
-    num = (size > 0).sum(1, keepdim=True)
-    weight = mask.to(dtype) / (num * size.gather(1, groups)).clamp(min=1)
-    return torch.where(groups == 0, weight, low_weight * weight)
+    say = torch.full_like(size, low_weight)
+    say[:, 0] = 1.0
+    say = say.masked_fill(size == 0, 0.0)
+    share = say.sum(1, keepdim=True) * size
+    weight = say / share.masked_fill(share == 0, 1.0)
+    return weight.gather(1, groups).masked_fill(~mask, 0.0)
 
 
 # %% ../../nbs/algo/04_espo.ipynb #97a7ad09

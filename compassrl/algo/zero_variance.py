@@ -52,7 +52,7 @@ class ZeroVarianceConfig:
     # 'adaptive': a group of at most half this many responses may double
     max_group_size: Annotated[int, at_least(2)] = 32
     # 'adaptive': extra tokens of a step, times those of its first wave; 0 = no growth
-    token_budget: Annotated[float, at_least(0)] = 1.0
+    token_budget: Annotated[float, at_least(0)] = 0.5
     # 'refill': further waves of prompts in a step; 0 = flat groups are dropped
     max_refills: Annotated[int, at_least(0)] = 8
     # of the soft overlong penalty (DAPO); 0 = off
@@ -61,7 +61,8 @@ class ZeroVarianceConfig:
     overlong_frac: Annotated[float, above(0, up_to=1, why='length_weight=0 is the switch')] = 0.2
     # of the penalty for repeated n-grams; 0 = off
     repetition_weight: Annotated[float, at_least(0, below=0.5)] = 0.1
-    ngram: Annotated[int, at_least(1)] = 3  # tokens that make one n-gram
+    # tokens that make one n-gram; shorter ones recur in good working, too
+    ngram: Annotated[int, at_least(1)] = 12
     # the std counts as at least this where only penalties differ; 0 = off
     std_floor: Annotated[float, at_least(0)] = 0.35
     # RL-ZVP: advantage per nat of entropy in groups that are still flat; 0 = off
@@ -98,7 +99,8 @@ def growth(
     cfg: ZeroVarianceConfig,  # sampling, max_group_size
     budget: float,  # tokens that may still be spent
 ) -> Tensor:  # [P] int64, groups in ascending order of their id: how many more responses each gets
-    """Doubles flat groups, smallest first, while the expected tokens fit the budget
+    """Doubles flat groups while the expected tokens fit the budget: those that earn least first, of
+    these the cheapest
 
     Ours; in the paper all groups have one larger N."""
     s = group_stats(rewards, group, valid)
@@ -110,8 +112,9 @@ def growth(
     cost = torch.zeros_like(s.num).index_add(0, s.index, tokens.double())
     # without verdicts, more samples are no remedy
     may = s.flat & (s.num >= 2) & (2 * size <= cfg.max_group_size)
-    for g in torch.argsort(size, stable=True).tolist():
-        if may[g] and cost[g] <= budget:
+    earned = s.mean.tolist()
+    for g in sorted(may.nonzero().flatten().tolist(), key=lambda g: (earned[g], cost[g])):
+        if cost[g] <= budget:
             more[g], budget = size[g], budget - float(cost[g])
     return more
 

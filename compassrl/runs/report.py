@@ -122,7 +122,9 @@ def _training(f):
     table = _table(['', 'mean', 'first quarter', 'last quarter'], rows)
     cold, loss = f['cold_start'], f['cold_start']['loss']
     if not cold['steps']:
-        return table
+        source = (f['config'] or {}).get('init_from')
+        none = f'No cold start: the policy began as `{source}`.'
+        return f'{table}\n\n{none}' if source else table
     note = f'Cold start: {cold["steps"]} steps, {cold["tokens"]:,.0f} tokens'
     if loss:
         note += f', loss {loss["first"]:.3f} in the first quarter, {loss["last"]:.3f} in the last'

@@ -192,6 +192,8 @@ def _go_on(run, watch):  # from wherever it is to its end
     begins = not found_checkpoints(folder / 'checkpoints')
     if begins and not c.init_from:
         start_policy(c, run.data, folder, run.stop)
+    elif begins and c.cold_start.steps:
+        say(f'no cold start: the policy is that of init_from={c.init_from!r} as it is')
     engines = open_engines(c, run.source, folder, watch)
     with run.judging(), engines as run.engines, disk_told(folder):
         _before_rl(run, begins)

@@ -140,7 +140,8 @@ def naive(own, new, batch):
             eps = max(
                 own.alpha * sum(H[t] for t in tokens) / size / math.log(own.vocab_size), own.eps_min
             )
-            weight = (1.0 if j == 0 else own.low_entropy_weight) / (len(groups) * size * B)
+            say = [1.0 if k == 0 else own.low_entropy_weight for k, _ in groups]
+            weight = (1.0 if j == 0 else own.low_entropy_weight) / ((sum(say) or 1) * size * B)
             for t in tokens:
                 r = math.exp(lp[t] - old[t])
                 x = s * r if own.ratio == 'literal' else s
@@ -411,11 +412,12 @@ MUTANTS = dict(
     lowest_entropies=('descending=True', 'descending=False'),
     floor_for_ceil=('.ceil()', '.floor()'),
     tokens_alike=(
-        'num = (size>0).sum(1, keepdim=True)',
-        'num,size = 1, mask.to(dtype).sum(1, keepdim=True)+0*size',
+        'weight = say/share.masked_fill(share==0, 1.0)',
+        'weight = (say>0).to(dtype)/mask.sum(1, keepdim=True).clamp(min=1)',
     ),
-    empty_groups_count=('num = (size>0).sum(1, keepdim=True)', 'num = 2'),
-    low_weight_on_top=('torch.where(groups==0, weight,', 'torch.where(groups!=0, weight,'),
+    empty_groups_count=('say = say.masked_fill(size==0, 0.0)', 'say = say'),
+    low_weight_on_top=('say[:, 0] = 1.0', 'say[:, 0], say[:, 1:] = low_weight, 1.0'),
+    halved_without_the_rest=('say.sum(1, keepdim=True)', '(size>0).sum(1, keepdim=True)'),
     swapped_forms=(
         'delta if literal else delta-delta.detach()',
         'delta-delta.detach() if literal else delta',
@@ -584,7 +586,18 @@ def test_emphasis_of_the_top_fifth():
     w = group_weights(groups, mask, 1.0, torch.double)
     close(w[groups == 0].unique(), double([2.5 / L]))
     close(w[groups == 1].unique(), double([0.625 / L]))
-    close(group_weights(groups, mask, 4.0, torch.double), double([[2.5 / L] * L]))
+    close(group_weights(groups, mask, 4.0, torch.double), double([[1 / L] * L]))
+
+
+@pytest.mark.parametrize('weight', [0.0, 0.25, 1.0, 4.0])
+def test_a_response_weighs_as_much_however_little_its_sure_tokens_do(weight):
+    mask = torch.arange(12) < torch.tensor([12, 5, 1, 0])[:, None]
+    groups = entropy_groups(
+        torch.rand(4, 12, generator=torch.Generator().manual_seed(0)), mask, EspoConfig()
+    )
+    w = group_weights(groups, mask, weight, torch.double)
+    close(w.sum(1), double([1, 1, 1, 0]))
+    assert weight or not w[groups > 0].any()
 
 
 def test_zero_variance_advantages_decide_token_by_token():
@@ -635,7 +648,7 @@ def test_expected_gradient_by_enumeration():
         )
         return -torch.autograd.grad(value, theta, retain_graph=True)[0]
 
-    close(2 * expected(2.0, reward), exact)
+    close(3 * expected(2.0, reward), exact)
     close(expected(2.0, torch.ones(64).double()), 0 * exact)
     assert expected(1.0, torch.ones(64).double()).norm() > 1e-3
 

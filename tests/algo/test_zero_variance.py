@@ -319,10 +319,14 @@ def law_sign(z):
 
 
 def law_growth(z):
-    "Against a loop over groups: the smallest first, whole blocks, within the budget"
-    group, flat = torch.tensor([0, 0, 0, 0, 1, 1]), torch.zeros(6)
-    got = z.growth(flat, group, None, torch.ones(6), ZeroVarianceConfig(), 4.0)
-    assert got.tolist() == [0, 2], 'there is enough for either, and the smaller one gets it'
+    """Against a loop over groups: those that earn least first, of these the cheapest; whole blocks,
+    within the budget"""
+    group = torch.tensor([0, 0, 0, 0, 1, 1])
+    for rewards, want in (([0] * 6, [0, 2]), ([1] * 6, [0, 2]), ([0] * 4 + [1] * 2, [4, 0])):
+        got = z.growth(
+            torch.tensor(rewards).float(), group, None, torch.ones(6), ZeroVarianceConfig(), 4.0
+        )
+        assert got.tolist() == want, 'there is enough for either'
 
     @random
     @seeds
@@ -343,7 +347,12 @@ def law_growth(z):
         budget = r.choice([0.0, 15.0, 30.0, 45.0, 1e9])
         spent = 0
         want = dict.fromkeys(sorted({row[0] for row in rows}), 0)
-        for g in sorted(want, key=lambda g: (sum(row[0] == g for row in rows), g)):
+
+        def turn(g):
+            seen = [row[1] for row in rows if row[0] == g and row[2]]
+            return sum(seen) / max(len(seen), 1), sum(row[3] for row in rows if row[0] == g), g
+
+        for g in sorted(want, key=turn):
             mine = [row for row in rows if row[0] == g]
             seen, cost = [row[1] for row in mine if row[2]], sum(row[3] for row in mine)
             if cfg.sampling != 'adaptive' or len(seen) < 2 or len(set(seen)) > 1:
@@ -463,7 +472,10 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
         grows_beyond_the_cap=('2*size<=cfg', 'size<=cfg'),
         never_pays=('more[g],budget = size[g],budget-float(cost[g])', 'more[g] = size[g]'),
         overdraws=('cost[g]<=budget', 'budget>0'),
-        in_order_of_id=('torch.argsort(size, stable=True)', 'torch.arange(len(size))'),
+        in_order_of_id=('key=lambda g: (earned[g], cost[g])', 'key=lambda g: g'),
+        solved_first=('(earned[g], cost[g])', '(-earned[g], cost[g])'),
+        dearest_first=('(earned[g], cost[g])', '(earned[g], -cost[g])'),
+        cheapest_of_all=('(earned[g], cost[g])', 'cost[g]'),
         grows_anyway=("if cfg.sampling!='adaptive': return more", ''),
     ),
 }

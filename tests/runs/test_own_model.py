@@ -41,8 +41,11 @@ def own(tmp_path_factory):
     return folder
 
 
-def test_a_run_gives_back_what_it_was_given(own, tmp_path):
+def test_a_run_gives_back_what_it_was_given(own, tmp_path, capsys):
     run = start_run(replace(SMALL, init_from=str(own), run_dir=str(tmp_path / 'run')))
+    assert SMALL.cold_start.steps, 'a preset has one'
+    assert 'no cold start: the policy is that of init_from=' in capsys.readouterr().out
+    assert 'No cold start: the policy began as' in (run / 'report.md').read_text()
     model = run / 'model'
     apart = {'model.safetensors', 'config.json', 'README.md'}
     names = {p.name for p in own.iterdir()} - apart
