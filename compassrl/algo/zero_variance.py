@@ -100,7 +100,7 @@ def growth(
     budget: float,  # tokens that may still be spent
 ) -> Tensor:  # [P] int64, groups in ascending order of their id: how many more responses each gets
     """Doubles flat groups while the expected tokens fit the budget: those that earn least first, of
-    these the cheapest
+    these the cheapest. Groups that earn most wait until no other can grow
 
     Ours; in the paper all groups have one larger N."""
     s = group_stats(rewards, group, valid)
@@ -112,6 +112,10 @@ def growth(
     cost = torch.zeros_like(s.num).index_add(0, s.index, tokens.double())
     # without verdicts, more samples are no remedy
     may = s.flat & (s.num >= 2) & (2 * size <= cfg.max_group_size)
+    may &= cost <= budget
+    most = s.mean[may].max() if may.any() else 0.0
+    if (others := may & (s.mean < most - tolerance)).any():
+        may = others
     earned = s.mean.tolist()
     for g in sorted(may.nonzero().flatten().tolist(), key=lambda g: (earned[g], cost[g])):
         if cost[g] <= budget:

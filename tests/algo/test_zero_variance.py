@@ -26,6 +26,8 @@ from compassrl.algo.zero_variance import (
     zvp_advantages,
     zvp_sign,
 )
+from compassrl.data.prompts import make_prompts
+from compassrl.data.tokenizer import build_tokenizer
 from compassrl.records import Batch, Sample, Verdict, collate
 from tests.support.faults import planted
 
@@ -352,14 +354,20 @@ def law_growth(z):
             seen = [row[1] for row in rows if row[0] == g and row[2]]
             return sum(seen) / max(len(seen), 1), sum(row[3] for row in rows if row[0] == g), g
 
-        for g in sorted(want, key=turn):
+        def may_grow(g):
             mine = [row for row in rows if row[0] == g]
-            seen, cost = [row[1] for row in mine if row[2]], sum(row[3] for row in mine)
-            if cfg.sampling != 'adaptive' or len(seen) < 2 or len(set(seen)) > 1:
-                continue
-            if len(mine) * 2 > cfg.max_group_size or spent + cost > budget:
-                continue
-            want[g], spent = len(mine), spent + cost
+            seen = [row[1] for row in mine if row[2]]
+            silent = len(seen) > 1 and len(set(seen)) == 1
+            fits = len(mine) * 2 <= cfg.max_group_size and sum(row[3] for row in mine) <= budget
+            return cfg.sampling == 'adaptive' and silent and fits
+
+        able = [g for g in want if may_grow(g)]
+        least = [g for g in able if turn(g)[0] < max(turn(x)[0] for x in able)]
+        for g in sorted(least or able, key=turn):
+            mine = [row for row in rows if row[0] == g]
+            cost = sum(row[3] for row in mine)
+            if spent + cost <= budget:
+                want[g], spent = len(mine), spent + cost
         got = z.growth(raw, group, valid, tokens, cfg, budget)
         assert got.dtype == torch.long and got.tolist() == list(want.values())
 
@@ -476,6 +484,8 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
         solved_first=('(earned[g], cost[g])', '(-earned[g], cost[g])'),
         dearest_first=('(earned[g], cost[g])', '(earned[g], -cost[g])'),
         cheapest_of_all=('(earned[g], cost[g])', 'cost[g]'),
+        solved_do_not_wait=('if (others := may & (s.mean<most-tolerance)).any(): may = others', ''),
+        who_cannot_pay_holds_up_others=('may &= cost<=budget', ''),
         grows_anyway=("if cfg.sampling!='adaptive': return more", ''),
     ),
 }
@@ -725,13 +735,26 @@ def test_noise_between_equal_rewards_is_no_unit():
     close(got, torch.tensor([0.3, 0.3, 1.0]) - 0.7 * 0.4 / 2, 1e-6)
 
 
+@pytest.mark.parametrize('difficulty', [1.0, 2.0, 4.0])
+def test_a_right_answer_with_its_working_is_not_fined(difficulty):
+    "What repeats in good working is shorter than an n-gram; circles of any period are found"
+    tokenizer, cfg = build_tokenizer(), ZeroVarianceConfig()
+    prompts = make_prompts('arithmetic', 300, difficulty, 0, 'train', tokenizer)
+    ids = [tokenizer.encode(p.solution).ids for p in prompts]
+    assert min(map(len, ids)) > cfg.ngram, 'long enough to be fined'
+    fined, by_trigrams = (sum(repetition_penalty(x, n) < 0 for x in ids) for n in (cfg.ngram, 3))
+    assert fined <= 3 and by_trigrams > 100, (fined, by_trigrams)
+    for period in range(1, cfg.ngram + 1):
+        assert repetition_penalty([*range(period)] * 10, cfg.ngram) < -0.5
+
+
 @pytest.mark.parametrize('apart, flat', [(0.9e-6, True), (1.1e-6, False), (1e-3, False)])
 def test_one_tolerance_for_all(apart, flat):
     "Growth, screen, gaps, signs and advantages agree about what is equal"
     from compassrl.algo.advantages import zero_variance
 
     r = torch.tensor([1.0 - apart, 1.0], dtype=torch.double)
-    g, cfg = torch.zeros(2, dtype=torch.long), ZeroVarianceConfig()
+    g, cfg = torch.zeros(2, dtype=torch.long), ZeroVarianceConfig(ngram=3)
     samples = [sample('p', k, [5, 5, 5, 5], float(x)) for k, x in enumerate(r)]
     batch = replace(
         collate(samples), rewards=r, entropy=torch.ones(2, 5), group=torch.zeros(2, dtype=int)
