@@ -745,7 +745,7 @@ def test_a_right_answer_with_its_working_is_not_fined(difficulty):
     fined, by_trigrams = (sum(repetition_penalty(x, n) < 0 for x in ids) for n in (cfg.ngram, 3))
     assert fined <= 3 and by_trigrams > 100, (fined, by_trigrams)
     for period in range(1, cfg.ngram + 1):
-        assert repetition_penalty([*range(period)] * 10, cfg.ngram) < -0.5
+        assert repetition_penalty([*range(period)] * 30, cfg.ngram) < -0.5
 
 
 @pytest.mark.parametrize('apart, flat', [(0.9e-6, True), (1.1e-6, False), (1e-3, False)])
