@@ -294,6 +294,15 @@ def test_named_files_exist(text):
     assert [n for n in named if not (ROOT / n).exists()] == []
 
 
+TOP = """.ci .dockerignore .github .gitignore .pre-commit-config.yaml CHANGELOG.md CITATION.cff
+CONTRIBUTING.md LICENSE Makefile README.md _quarto.yml benchmarks compassrl constraints.txt docker
+docs index_files nbs pyproject.toml settings.ini tests tools"""
+
+
+def test_nothing_else_lies_at_the_top():
+    assert {p.relative_to(ROOT).parts[0] for p in tracked()} == set(TOP.split())
+
+
 def test_files_that_belong_together():
     "Changelog and package agree on the version; the licence is whole; CI runs what a person runs"
     changes, licence, ci = (ROOT / n for n in ('CHANGELOG.md', 'LICENSE', '.ci/run'))
