@@ -24,6 +24,7 @@ class PullQueue:
 
     slots: int
     requests: list[Request]
+    order: Callable[[Request], Any]
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class PullQueue:
         # heap of load, number of joining, replica; old loads are skipped
         self.loads: list[tuple[int, int, str]] = []
         # request -> how often its replica was lost
-        self.lost = Counter()
+        self.lost: Counter[int] = Counter()
         for g in self.waiting:
             self._file(g)
 

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -70,6 +71,7 @@ class TorchRollout(RolloutEngine):
     return_routes: bool
     device: str
     config: PolicyConfig
+    layers: list[SimpleNamespace]
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
@@ -110,7 +110,7 @@ def keep_until(
 
 # %% ../../nbs/runs/10_log.ipynb #2ba82d72
 Level = Literal['debug', 'info', 'warning']
-logger = logging.getLogger('compassrl')
+logger: logging.Logger = logging.getLogger('compassrl')
 logger.setLevel('INFO')
 
 
@@ -146,7 +146,7 @@ class Progress:
         self.plain: bool = wanted and not sys.stderr.isatty()
         look = dict(desc=what, unit='step', dynamic_ncols=True)
         bar = wanted and not self.plain
-        self.bar = tqdm(total=total, initial=done, disable=not bar, **look)
+        self.bar: tqdm[Any] = tqdm(total=total, initial=done, disable=not bar, **look)
 
     def step(self, text: str = '') -> None:
         "One more is done"
@@ -183,8 +183,8 @@ class Log:
     ) -> None:
         for name in ('metrics', 'trace'):
             keep_until(folder / f'{name}.jsonl', start)
-        self.metrics = open(folder / 'metrics.jsonl', 'r+')
-        self.trace = open(folder / 'trace.jsonl', 'r+')
+        self.metrics: TextIO = open(folder / 'metrics.jsonl', 'r+')
+        self.trace: TextIO = open(folder / 'trace.jsonl', 'r+')
         self.trace.seek(0, os.SEEK_END)
         if missing := left_out():
             say(missing)

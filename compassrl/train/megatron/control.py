@@ -25,6 +25,7 @@ class Control:
 
     size: int
     rank: int
+    group: dist.ProcessGroup | int | None
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -35,7 +36,7 @@ class Control:
         self,
         make: Callable[..., Any]
         | None = None,  # on rank 0: gives one object per rank, or raises ValueError
-    ):  # this rank's object
+    ) -> Any:  # this rank's object
         "Raises `Refused` on all ranks if `make` raised ValueError"
         out, objects = [None], None
         if self.rank == 0:
@@ -48,7 +49,7 @@ class Control:
             raise out[0]
         return out[0]
 
-    def gather(self, value) -> list[Any] | None:  # one per rank on rank 0, None elsewhere
+    def gather(self, value: object) -> list[Any] | None:  # one per rank on rank 0, None elsewhere
         out = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, out, 0, self.group)
         return out

@@ -41,7 +41,7 @@ class MegatronTrain(Passes):
     """Megatron-Core as `TrainEngine`: every rank calls the same methods, the batch is rank 0's and
     so is the result"""
 
-    saving: None
+    saving: Any
     control: Control
 
     def __init__(
@@ -60,7 +60,7 @@ class MegatronTrain(Passes):
         super().__init__(policy, weights, config, parallel, temperature, replay)
         self.control, self.saving = Control(), None  # the save that is under way
         # on rank 0: who belongs to which replica
-        self.dp_of = self.control.gather(ps.get_data_parallel_rank())
+        self.dp_of: list[Any] | None = self.control.gather(ps.get_data_parallel_rank())
         self._refuse_broken(weights)
 
     def _refuse_broken(self, weights):  # all ranks alike, whichever holds the bad number

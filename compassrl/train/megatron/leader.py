@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -91,7 +92,7 @@ def _second_hand(e):  # an error that tells of another rank
 
 @patch
 @contextmanager
-def guard(self: Watch):
+def guard(self: Watch) -> Iterator[None]:
     "Around what all ranks do: an error inside becomes known to all; LostRank names where it began"
     try:
         yield
@@ -157,8 +158,8 @@ class Leader:
     def everywhere(
         self,
         fn: Callable[..., Any],  # (engine, *args), can be pickled: a function of a module
-        *args,
-    ):  # what it returned on rank 0
+        *args: Any,
+    ) -> Any:  # what it returned on rank 0
         "Calls `fn` on all ranks"
         with self._all('call', fn, *args) as e:
             return fn(e, *args)
@@ -168,10 +169,15 @@ class Leader:
         with self._all('stop'):
             self.watch.stop()
 
-    def __enter__(self):
+    def __enter__(self) -> Leader:
         return self
 
-    def __exit__(self, kind, error, tb) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         if kind is None:
             self.stop()
 
@@ -185,7 +191,7 @@ def stop(self: Watch) -> None:
         self.pulse.leave('done')
 
 
-def serve(engine: MegatronTrain, watch: Watch):
+def serve(engine: MegatronTrain, watch: Watch) -> None:
     "What every rank but 0 runs until the leader stops. Raises LostRank, or what went wrong here"
     while True:
         with watch.guard():

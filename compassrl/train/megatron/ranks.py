@@ -116,7 +116,7 @@ def _wait(pids, folder, until):  # all well, or RankError that names the rank wi
 def run_ranks(
     n: int,  # ranks
     fn: Callable[..., Any],  # called by every rank, in a copy of this process
-    *args,
+    *args: Any,
     timeout_s: float = 120,  # for all of it, and for each collective
 ) -> list[Any]:  # what each rank returned (pickled; tensors on the CPU)
     """Forks `n` ranks of a gloo group, which share this process's imports. Raises RankError, and
