@@ -5,8 +5,6 @@
 # %% ../../nbs/model/01_policy.ipynb #c5e5bfe6
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,6 +35,7 @@ class MoE(nn.Module):
     scale: float
     norm: bool
     groups: tuple[int, int]
+    correction: Tensor | None
 
     def __init__(self, c: PolicyConfig) -> None:
         super().__init__()
@@ -52,7 +51,9 @@ class MoE(nn.Module):
             SharedExpert(c) if c.shared_expert_intermediate_size else None
         )
 
-    def route(self, x: Tensor, replay: Tensor | None = None, valid: Tensor | None = None) -> Any:
+    def route(
+        self, x: Tensor, replay: Tensor | None = None, valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`[N, K]` gates, the ids that they are for (`replay` where `valid`) and the router's own;
         gates are always live"""
         scores = F.linear(x, self.router).to(torch.promote_types(x.dtype, torch.float32))
@@ -98,7 +99,9 @@ class DenseMLP(nn.Module):
         self.gate_up: nn.Parameter = nn.Parameter(torch.empty(2 * width, c.hidden_size))
         self.down: nn.Parameter = nn.Parameter(torch.empty(c.hidden_size, width))
 
-    def forward(self, x: Tensor, replay: Any = None, valid: Any = None) -> Any:
+    def forward(
+        self, x: Tensor, replay: Tensor | None = None, valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         gate, up = F.linear(x, self.gate_up).chunk(2, -1)
         return F.linear(F.silu(gate) * up, self.down), None
 
@@ -157,9 +160,9 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         attend: Attend,
-        replay: Any = None,
-        valid: Any = None,
-    ) -> Any:
+        replay: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         qkv = F.linear(rms_norm(x, self.attn_norm, self.eps), self.qkv, self.qkv_bias)
         qk, v = qkv.view(len(x), -1, self.d).split([self.H + self.KV, self.KV], 1)
         q, k = rotate_part(self.normed(qk), cos, sin).split([self.H, self.KV], 1)
@@ -172,6 +175,10 @@ class Block(nn.Module):
 class Policy(nn.Module):
     "Qwen3-MoE, or a relative, over packed tokens"
 
+    head: nn.Parameter
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: PolicyConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = c = config
@@ -180,7 +187,7 @@ class Policy(nn.Module):
         self.norm: nn.Parameter = nn.Parameter(torch.empty(c.hidden_size))
         self.head = self.embed
         if not c.tie_word_embeddings:
-            self.head: nn.Parameter = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
+            self.head = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         cos, sin = rope_table(c.rotary_dim, c.max_position_embeddings, c.rope_theta, c.yarn)
         self.register_buffer('cos', cos, persistent=False)
         self.register_buffer('sin', sin, persistent=False)

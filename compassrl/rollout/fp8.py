@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -199,12 +198,12 @@ class Fp8Rollout(TorchRollout):
             x = dequantise(*quantise(x, row_block), row_block)
         return x.to(w.dtype)
 
-    def product(self, x: Tensor, w: Any) -> Tensor:
+    def product(self, x: Tensor, w: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         if isinstance(w, tuple):
             return scaled_mm(x, *w)
         return super().product(self.rounded(x, w), w).to(x.dtype)
 
-    def expert_product(self, x: Tensor, w: Any, ends: Tensor) -> Tensor:
+    def expert_product(self, x: Tensor, w: Tensor | tuple[Tensor, Tensor], ends: Tensor) -> Tensor:
         if not isinstance(w, tuple):
             return super().expert_product(self.rounded(x, w), w, ends).to(x.dtype)
         starts = [0, *ends.tolist()]

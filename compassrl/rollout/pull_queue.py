@@ -50,7 +50,7 @@ class PullQueue:
         # the queue: key -> home -> prompts in their order; a heap of the keys; prompt -> key, home
         self.bins: dict[tuple[Any, ...], dict[str | None, dict[int, None]]] = {}
         self.due: list[tuple[Any, ...]] = []
-        self.place: dict[int, tuple[Any, ...]] = {}
+        self.place: dict[int, tuple[tuple[Any, ...], str | None]] = {}
         # ticket -> replica, request
         self.out: dict[int, tuple[str, int]] = {}
         self.tickets: count[int] = count()

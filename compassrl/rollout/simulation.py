@@ -53,7 +53,7 @@ class Simulation:
         self.d, self.seconds = queue, seconds
         self.timeout_s, self.max_restarts = timeout_s, max_restarts
         self.spans: list[Attempt] = []
-        self.events: list[tuple[Any, ...]] = []  # heap of second, number, what, who
+        self.events: list[tuple[float, int, str, Any]] = []  # heap of second, number, what, who
         self.number: count[int] = count()
         self.given: dict[int, tuple[str, int, float]] = {}  # ticket -> replica, request, start
         self.hung: dict[str, Fault] = {}

@@ -67,7 +67,7 @@ def read_metrics(
 def column(
     metrics: list[dict[str, Any]],  # rows
     key: str,  # which number
-) -> tuple[list[Any], list[float]]:  # steps, values: of the rows that have a finite number there
+) -> tuple[list[int], list[float]]:  # steps, values: of the rows that have a finite number there
     "One metric against its steps"
     steps, values = [], []
     for row in metrics:

@@ -47,7 +47,7 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def finite_only(x: Any) -> Any:  # numbers that are not finite become None: JSON has none
+def finite_only(x: object) -> Any:  # numbers that are not finite become None: JSON has none
     "Of nested dicts, lists and tuples"
     if isinstance(x, dict):
         return {k: finite_only(v) for k, v in x.items()}
@@ -63,7 +63,7 @@ def as_written(metrics: Metrics) -> Metrics:  # with `num_not_finite`
     return known | dict(num_not_finite=float(len(lost)))
 
 
-def json_text(x: Any, **kw: Any) -> str:
+def json_text(x: object, **kw: Any) -> str:
     "As `json.dumps`, and always JSON: null for a number that is not finite"
     try:
         return json.dumps(x, allow_nan=False, **kw)
@@ -71,7 +71,7 @@ def json_text(x: Any, **kw: Any) -> str:
         return json.dumps(finite_only(x), allow_nan=False, **kw)
 
 
-def write_json(path: Path, d: Any) -> None:
+def write_json(path: Path, d: object) -> None:
     replace_text(path, json_text(d, indent=2) + '\n')
 
 

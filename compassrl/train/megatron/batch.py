@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -198,7 +197,8 @@ def response_values(
     logits: Tensor,  # [n_local, V/tp]
     batch: Batch,  # [b, t]
     packed: Packed,
-    score: Callable[..., Any],  # (logits [m, V/tp], targets [m]) -> values [m] each
+    # (logits [m, V/tp], targets [m]) -> values [m] each
+    score: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     cp_group: dist.ProcessGroup | None = None,  # None = one rank holds all tokens
 ) -> tuple[Tensor, ...]:  # [b, t] each, 0 outside the response
     "Scores each response token by the logits of the token before it, wherever that one is"

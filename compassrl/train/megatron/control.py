@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 # %% auto #0
 __all__ = ['Refused', 'Control']
 
-
 # %% ../../../nbs/train/megatron/11_control.ipynb #17bc58f5
+_T = TypeVar('_T')
+
+
 class Refused(ValueError):
     "Rank 0 would not begin; nobody has computed anything, and all ranks can go on"
 
@@ -49,7 +51,7 @@ class Control:
             raise out[0]
         return out[0]
 
-    def gather(self, value: object) -> list[Any] | None:  # one per rank on rank 0, None elsewhere
+    def gather(self, value: _T) -> list[_T] | None:  # one per rank on rank 0, None elsewhere
         out = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, out, 0, self.group)
         return out

@@ -10,9 +10,9 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from fastcore.basics import patch
@@ -26,8 +26,10 @@ from .pulse import Pulse, patience_s
 # %% auto #0
 __all__ = ['LostRank', 'cluster_address', 'Watch', 'Leader', 'serve']
 
-
 # %% ../../../nbs/train/megatron/10_leader.ipynb #004c961d
+_T = TypeVar('_T')
+
+
 class LostRank(RuntimeError):
     "Another rank failed or died; the message names it"
 
@@ -59,6 +61,11 @@ class Watch:
     timeout_s: float
     every_s: float
     pulse: Pulse | None
+
+    if TYPE_CHECKING:  # they have cells of their own
+
+        def guard(self) -> AbstractContextManager[None]: ...
+        def stop(self) -> None: ...
 
     def __init__(
         self,
@@ -157,9 +164,9 @@ class Leader:
 
     def everywhere(
         self,
-        fn: Callable[..., Any],  # (engine, *args), can be pickled: a function of a module
+        fn: Callable[..., _T],  # (engine, *args), can be pickled: a function of a module
         *args: Any,
-    ) -> Any:  # what it returned on rank 0
+    ) -> _T:  # what it returned on rank 0
         "Calls `fn` on all ranks"
         with self._all('call', fn, *args) as e:
             return fn(e, *args)

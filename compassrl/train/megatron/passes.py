@@ -23,6 +23,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -47,7 +48,7 @@ def _add_up(models, num_tokens, **kwargs):  # and divide by nothing
 
 
 def wrap_and_optimise(
-    chunks: list[Any],  # pieces of the model on this rank
+    chunks: list[GPTModel],  # pieces of the model on this rank
     config: OptimConfig,
     dtype: torch.dtype,  # of the model's weights
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:  # the wrapped pieces, the optimiser
@@ -114,14 +115,14 @@ class Passes:
         self.temperature, self.replay, self.num_steps = temperature, replay, 0
         if not ps.model_parallel_is_initialized():
             init_parallel(parallel)
-        self.chunks: list[Any] = build_model(policy, parallel, router_replay=replay != 'off')
+        self.chunks: list[GPTModel] = build_model(policy, parallel, router_replay=replay != 'off')
         load_hf(self.chunks, policy, weights)
         dtype = getattr(torch, parallel.dtype)
         self.models, self.optimizer = wrap_and_optimise(self.chunks, config, dtype)
         self.chunks[0].config.variable_seq_lengths = parallel.vpp == 1  # parts differ in tokens
         again = parallel.recompute != 'none'
         self.taps = [tap_routers(m, again) if replay != 'off' else [] for m in self.chunks]
-        self.device: Any = next(self.chunks[0].parameters()).device
+        self.device: torch.device = next(self.chunks[0].parameters()).device
         self._find_place()
 
     def _find_place(self):  # of this rank
