@@ -4,7 +4,7 @@ import sys
 from compassrl.runs.help import is_a_page, without_torch
 
 
-def main():
+def main() -> None:
     if is_a_page(sys.argv[1:]):
         without_torch()
     elif int(os.environ.get('WORLD_SIZE', 1)) > 1:

@@ -10,7 +10,7 @@ import dataclasses
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from .algo.advantages import AdvantageConfig
 from .algo.espo import EspoConfig
@@ -172,11 +172,14 @@ def _check_tokens(cfg):
 
 
 # %% ../nbs/02_config.ipynb #b4d46310
+_C = TypeVar('_C')
+
+
 def config_from_dict(
-    cls: type[Any],  # a config dataclass
+    cls: type[_C],  # a config dataclass
     d: dict[str, Any],  # as in config.json; what is missing takes its default
     at: str = '',  # where in the whole config, for messages
-) -> Any:
+) -> _C:
     "A checked config. Raises ValueError that names a key that does not exist or a wrong value"
     if not isinstance(d, dict):
         raise ValueError(f'{at[:-1] or "config"}={d!r:.60}: use an object with keys')

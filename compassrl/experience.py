@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -137,7 +137,7 @@ def next_wave(
 
 # %% ../nbs/03_experience.ipynb #05377102
 @contextmanager
-def timed(metrics: Metrics, phase: str):
+def timed(metrics: Metrics, phase: str) -> Iterator[None]:
     "Adds the seconds spent inside to `time_{phase}_s`; `time_{phase}_at` is when it began"
     t = time.perf_counter()
     metrics.setdefault(f'time_{phase}_at', t)

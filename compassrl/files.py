@@ -10,6 +10,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 # %% auto #0
 __all__ = ['read_text', 'read_data']
@@ -64,7 +65,7 @@ _readers = {'.yaml': ('YAML', _yaml), '.yml': ('YAML', _yaml), '.toml': ('TOML',
 def read_data(
     path: str | Path,  # .yaml, .yml, .toml; any other name is read as JSON
     fix: str = 'write it again',  # what to do about it, said at the end
-):
+) -> Any:
     "What a file says. Raises ValueError that names it, in one line"
     kind, read = _readers.get(Path(path).suffix, ('JSON', json.loads))
     text = read_text(path, fix)

@@ -8,10 +8,15 @@ __all__ = ['stages', 'pipeline', 'predict']
 # %% ../nbs/00_lesson.ipynb #e0352a46
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from IPython.display import HTML, SVG
 
 # %% ../nbs/00_lesson.ipynb #bcb9b4b8
 # From nbs/course.yml, written by `make sync`
-stages = {  # stage -> its place in the course, what its box says; six in a row
+# stage -> its place in the course, what its box says; six in a row
+stages: dict[str, tuple[str, str]] = {
     'tasks': ('I.1', 'prompts'),
     'rollout': ('I.5', 'rollout'),
     'rewards': ('I.3', 'verdicts'),
@@ -124,7 +129,7 @@ def _stage(name):  # a stage or a module -> the stage; a module's is its own or 
 def pipeline(
     # a key of `stages` or a module ('train.sft'); 'records' = the arrows; None = highlight nothing
     stage: str | None = None,
-):  # an SVG that Jupyter and the site both show
+) -> 'SVG':  # an SVG that Jupyter and the site both show
     "The map of the series with one stage highlighted. Raises ValueError for an unknown stage"
     from IPython.display import SVG
 
@@ -145,7 +150,7 @@ def predict(
     options: Sequence[str],  # what to choose from
     answer: int,  # index of the right one, computed by the caller
     why: str = '',  # one sentence
-):  # HTML with the answer folded away
+) -> 'HTML':  # HTML with the answer folded away
     "A question whose answer opens on a click. Raises ValueError if `answer` is no option"
     from IPython.display import HTML
 

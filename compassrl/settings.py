@@ -106,7 +106,7 @@ def checked(
     return {k: _fit(hints[k], v, at + k) for k, v in values.items()}
 
 
-def check(config: Any) -> None:
+def check(config: object) -> None:
     "What every config does when it is made. Raises ValueError with name, value and fix"
     for k, v in checked(type(config), vars(config)).items():
         object.__setattr__(config, k, v)  # it is frozen

@@ -315,7 +315,8 @@ def stages(course):
         [
             '#| export',
             LESSON_MARK,
-            'stages = {  # stage -> its place in the course, what its box says; six in a row',
+            '# stage -> its place in the course, what its box says; six in a row',
+            'stages: dict[str, tuple[str, str]] = {',
             *rows,
             '}',
             '_homes = {  # module or folder -> its stage',

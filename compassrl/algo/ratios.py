@@ -23,7 +23,8 @@ __all__ = [
 ]
 
 # %% ../../nbs/algo/00_ratios.ipynb #a9ee8a43
-max_nats = 20.0  # of a log-ratio before its exponential: beyond any clip range, and no overflow
+# of a log-ratio before its exponential: beyond any clip range, and no overflow
+max_nats: float = 20.0
 _lowest = -1e4  # nats; -inf counts as this
 
 

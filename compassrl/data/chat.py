@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -64,6 +64,7 @@ class ChatTemplate:
     "How a model writes down a chat. Raises ValueError for a template that is not valid"
 
     tokens: dict[str, str]
+    template: Template
 
     def __init__(
         self,

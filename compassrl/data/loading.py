@@ -33,7 +33,7 @@ class Loaded:
     unknown: str = ''  # where the first of them is, and which text
 
     @property
-    def num_rows(self):
+    def num_rows(self) -> int:
         return len(self.prompts) + len(self.bad)
 
     def reasons(self) -> list[str]:  # lines

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/data/05_rows.ipynb #681ea93e
-fields = ('prompt', 'answer', 'solution', 'id', 'domain', 'verifier')
+fields: tuple[str, ...] = ('prompt', 'answer', 'solution', 'id', 'domain', 'verifier')
 _others = dict(  # where else a field is looked for, if `columns` does not say
     prompt=('messages', 'question'),
     answer=('reward_model.ground_truth', 'ground_truth'),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # %% auto #0
@@ -99,7 +99,11 @@ def _dataset(source):  # rows that need the optional package
 
 
 # %% ../../nbs/data/03_sources.ipynb #bcdb97a9
-kinds = {'.jsonl': _jsonl, '.json': _array, '.csv': _csv}
+kinds: dict[str, Callable[[Path], Iterator[tuple[str, Row]]]] = {
+    '.jsonl': _jsonl,
+    '.json': _array,
+    '.csv': _csv,
+}
 
 
 def rows_of(

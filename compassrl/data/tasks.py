@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..records import Prompt, Verdict
 from ..settings import Registry
@@ -57,7 +57,8 @@ class Choices:
     "Reads `number` as choices; after a run `size` is how many numbers give something new"
 
     def __init__(self, number: int) -> None:
-        self.number, self.size = number, 1
+        self.number: int = number
+        self.size: int = 1
 
     def __call__(self, n: int) -> int:  # 0..n-1
         self.number, r = divmod(self.number, n)
@@ -65,10 +66,11 @@ class Choices:
         return r
 
 
+_F = TypeVar('_F', bound=Callable[..., Any])
 task_families: dict[str, Callable[[int, Choices], Problem | None]] = {}
 
 
-def task_family(fn: Callable[..., Any]) -> Callable[..., Any]:
+def task_family(fn: _F) -> _F:
     """Registers a family by its name
 
     It asks for the same sizes whatever was chosen, and may return None."""
@@ -133,11 +135,9 @@ def countdown(
         steps.append(f'{total}{op}{n}={new}')
         total = new
     question = ' '.join(map(str, sorted(nums))) + f' to {total}'
-    return (
-        Problem(question + ':', question, ' '.join(steps) + f' #{expr}', 'countdown_expression')
-        if 0 < total < 100
-        else None
-    )
+    if not 0 < total < 100:
+        return None
+    return Problem(question + ':', question, ' '.join(steps) + f' #{expr}', 'countdown_expression')
 
 
 # %% ../../nbs/data/02_tasks.ipynb #481e8f18
@@ -166,7 +166,7 @@ verifiers: Registry = Registry(
 )
 
 
-def verifier(fn: Callable[..., Any]) -> Callable[..., Any]:
+def verifier(fn: _F) -> _F:
     """Registers `fn(text, answer)` by its name; it returns a `Verdict`, a number or True or False
 
     Raises ValueError for a function that cannot be called so."""

@@ -67,7 +67,7 @@ def _judge_for_ever(conn, number, cfg, tokenizer, eos_id, names):  # never retur
 class _Worker:
     "A forked worker, as its broker sees it"
 
-    def __init__(self, number, others, *work):
+    def __init__(self, number, others, *work) -> None:
         self.number, self.job, self.ready = number, None, False
         self.conn, theirs = Pipe()
         self.pid = os.fork()
@@ -97,7 +97,7 @@ class _Worker:
 
 # %% ../../nbs/judges/06_broker.ipynb #511e06e0
 class _Broker:
-    def __init__(self, trainer, cfg, *work):
+    def __init__(self, trainer, cfg, *work) -> None:
         self.trainer, self.cfg, self.work = trainer, cfg, (cfg, *work)
         self.waiting, self.done, self.asked = deque(), [], False
         self.workers: list[_Worker | None] = [None] * cfg.workers
@@ -173,7 +173,9 @@ class _Broker:
         self.done.append((job.number, no_verdict(Outcome(status, evidence)), timings))
 
 
-def serve_pool(fd: int):  # of the socket to the trainer; what to do is on the standard input
+def serve_pool(
+    fd: int,  # of the socket to the trainer; what to do is on the standard input
+) -> None:
     "The broker's main program"
     trainer = Connection(fd)
     cfg, text, spell_out, eos_id, fns = pickle.load(sys.stdin.buffer)

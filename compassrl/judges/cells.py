@@ -16,12 +16,13 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import IO
 
 from .limits import Limits, Outcome, meaning
 
@@ -112,20 +113,19 @@ class Room:
         walls: str,  # 'bwrap', 'own' (the same namespaces by our own calls) or 'none'
         source: str = '',  # Python text that cells know: functions of ours
         paths: Sequence[str] = (),  # folders that `source` imports from
-    ):
-        self.walls, self.folder = walls, None
+    ) -> None:
+        self.walls: str = walls
+        self.folder: str | None = None
         path = os.environ.get('PATH', os.defpath)
         bare = dict(PATH=path, HOME='/tmp', TMPDIR='/tmp', LANG='C.UTF-8', OMP_NUM_THREADS='1')
         if walls == 'none':
             self.folder = bare['ROOM'] = tempfile.mkdtemp(prefix='compassrl-room-')
         binds, links = _system(paths)
         outer = _bwrap(binds, links) if walls == 'bwrap' else []
-        settings = dict(
-            texts={n: text_of(n) for n in ('walls', 'watch', 'room', 'values')} | dict(ours=source),
-            binds=binds if walls == 'own' else [],
-            links=links,
-            paths=list(paths),
-        )
+        texts = {n: text_of(n) for n in ('walls', 'watch', 'room', 'values')} | dict(ours=source)
+        own = binds if walls == 'own' else []
+        settings = dict(texts=texts, binds=own, links=links, paths=list(paths))
+        self.control: socket.socket
         self.control, theirs = socket.socketpair()
         with theirs:
             self._start(outer, settings, theirs, bare)
@@ -136,7 +136,7 @@ class Room:
         settings['serve'] = walled, walled and _foreign_user(), caller
         python = [os.path.realpath(sys.executable), '-I', '-S', '-c', _inside]
         with tempfile.TemporaryFile() as log:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [*outer, *python, json.dumps(settings)],
                 stdin=theirs,
                 stdout=log,
@@ -162,12 +162,11 @@ class Room:
             lines = log.read().decode(errors='replace').strip().splitlines()
             raise OSError(f'{self.walls}: {lines[-1] if lines else "no answer"}')
 
-    def send(self, limits, fds):
+    def send(self, limits: Limits, fds: list[int]) -> None:
         "Asks for a cell. Raises OSError when the room is gone"
-        message = json.dumps(asdict(limits)).encode().ljust(512)
-        socket.send_fds(self.control, [message], fds)
+        socket.send_fds(self.control, [json.dumps(asdict(limits)).encode().ljust(512)], fds)
 
-    def close(self, kill: bool = False):
+    def close(self, kill: bool = False) -> None:
         "Ends it and all cells, in bounded time"
         self.control.close()
         with suppress(subprocess.TimeoutExpired):
@@ -205,19 +204,22 @@ class Cell:
     def __init__(
         self,
         room: Room,
-        job: dict,
+        job: dict[str, object],
         limits: Limits,
         stdin: str = '',
         channel: socket.socket | None = None,  # the program's end of it is file 3
-    ):
-        self.room, self.limits, self.until = room, limits, time.monotonic() + limits.wall_s + 10
+    ) -> None:
+        self.room: Room = room
+        self.limits: Limits = limits
+        self.until: float = time.monotonic() + limits.wall_s + 10
+        self.hold: socket.socket
         self.hold, theirs = socket.socketpair()
-        self.files = [_file(t) for t in (json.dumps(job), stdin, '', '')]
+        self.files: list[IO[bytes]] = [_file(t) for t in (json.dumps(job), stdin, '', '')]
         with theirs:
             given = [theirs, *self.files, *([channel] if channel else [])]
             room.send(limits, [f.fileno() for f in given])
 
-    def stop(self):
+    def stop(self) -> None:
         "Nobody waits for it any more"
         with suppress(OSError):
             self.hold.shutdown(socket.SHUT_WR)
@@ -252,13 +254,12 @@ _idle: dict[tuple, list[Room]] = defaultdict(list)  # warm rooms, by what they a
 
 
 def _forget():  # a copy of this process must not speak to the rooms of its original
-    for rooms in _idle.values():
-        for room in rooms:
-            room.control.close()
+    for room in sum(_idle.values(), []):
+        room.control.close()
     _idle.clear()
 
 
-def close_rooms():
+def close_rooms() -> None:
     "End all warm sandboxes of this process"
     while _idle:
         for room in _idle.popitem()[1]:
@@ -287,7 +288,7 @@ def best_walls() -> tuple[str, str]:
 
 
 @contextmanager
-def warm_room(within: str, source: str = '', paths: tuple[str, ...] = ()):
+def warm_room(within: str, source: str = '', paths: tuple[str, ...] = ()) -> Iterator[Room]:
     "A room that is idle, or a new one; afterwards others may have it"
     key = within, source, paths
     try:

@@ -12,6 +12,7 @@ import operator
 import socket
 import sys
 import types
+from collections.abc import Callable, Iterator, Sequence
 
 from .values import Gone, Refused, pack, receive, send, unpack
 
@@ -20,7 +21,7 @@ __all__ = ['OURS', 'serve_program', 'Ref', 'Asker', 'Names', 'examine']
 
 
 # %% ../../nbs/judges/13_exchange.ipynb #b2fe5ef7
-def serve_program(program):
+def serve_program(program: str) -> None:
     "In the program's process: runs it as a module, then answers on file 3 until nobody asks"
     module = types.ModuleType('program')
     module.__file__ = 'main.py'
@@ -87,40 +88,40 @@ def _do(what, names, args, kwargs):
 class Ref:
     "In the test's process: an object that stays in the program's"
 
-    __hash__ = None
+    __hash__: None = None
 
-    def __init__(self, asker, number):
+    def __init__(self, asker: Asker, number: int) -> None:
         vars(self).update(_asker=asker, _number=number)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> object:
         return self._asker.ask('getattr', self, name)
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: object) -> None:
         self._asker.ask('setattr', self, name, value)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._asker.ask('__call__', self, *args, **kwargs)
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return bool(self._asker.ask('bool', self))
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[object]:
         it = self._asker.ask('iter', self)
         return it if isinstance(it, Ref) else iter(it)
 
-    def __next__(self):
+    def __next__(self) -> object:
         return self._asker.ask('next', self)
 
-    def __contains__(self, x):  # here: what is looked for does not go over
+    def __contains__(self, x: object) -> bool:  # here: what is looked for does not go over
         return any(e is x or e == x for e in self)
 
-    def __instancecheck__(self, x):
+    def __instancecheck__(self, x: object) -> bool:
         return isinstance(x, Ref) and bool(self._asker.ask('isinstance', x, self))
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self._asker.ask('str', self)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return self._asker.ask('repr', self)
 
 
@@ -167,11 +168,15 @@ for _name in 'add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rs
 class Asker:
     "The test's end of the channel"
 
-    def __init__(self, channel):
-        self.channel, self.count, self.in_assert, self.fault = channel, 0, False, None
-        self.functions, self.errors = [], {}
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel: socket.socket = channel
+        self.count: int = 0
+        self.in_assert: bool = False
+        self.fault: Gone | Refused | None = None
+        self.functions: list[Callable[..., object]] = []
+        self.errors: dict[str, type[Exception]] = {}
 
-    def refer(self, x):
+    def refer(self, x: object) -> dict[str, object]:
         if isinstance(x, Ref):
             return {'ref': x._number}
         if isinstance(x, type) and x in self.errors.values():
@@ -181,7 +186,7 @@ class Asker:
             return {'fn': len(self.functions) - 1}
         raise Refused(f'it hands over a {type(x).__name__}; plain values and functions can go')
 
-    def resolve(self, tag, content):
+    def resolve(self, tag: str, content: object) -> object:
         if tag == 'ref':
             return Ref(self, content)
         kind = self.error_of(content[1])
@@ -189,7 +194,7 @@ class Asker:
             kind._number = content[0]
         return kind
 
-    def error_of(self, names):  # an exception class of the program, as one of ours
+    def error_of(self, names: list[str]) -> type[Exception]:  # of the program, as one of ours
         known = (n for n in names if isinstance(getattr(builtins, n, None), type))
         base = getattr(builtins, next(known, 'Exception'))
         base = base if issubclass(base, Exception) else Exception
@@ -199,7 +204,7 @@ class Asker:
         own = next((self.errors[n] for n in names[1:] if n in self.errors), base)
         return self.errors.setdefault(name, type(name, (own,), {}))
 
-    def ask(self, what, *args, **kwargs):
+    def ask(self, what: str, *args: object, **kwargs: object) -> object:
         try:
             return self._ask(what, args, kwargs)
         except (Gone, Refused) as e:
@@ -225,7 +230,7 @@ class Asker:
             self.changed(args, got.get('after', ()))
         return unpack(got['value'], self.resolve)
 
-    def changed(self, args, after):  # arguments that the program has changed in place
+    def changed(self, args: tuple[object, ...], after: Sequence[object]) -> None:  # in place
         for mine, theirs in zip(args, after):
             if type(mine) in (list, dict, set, bytearray):
                 new = unpack(theirs, self.resolve)
@@ -241,14 +246,14 @@ OURS = dict.fromkeys(
 OURS |= {'Fraction': 'fractions', 'Decimal': 'decimal', 'isclose': 'math'}
 
 
-class Names(dict):
+class Names(dict[str, object]):
     "What a test may name: its own, then ours, then the program's"
 
-    def __init__(self, asker):
+    def __init__(self, asker: Asker) -> None:
         super().__init__(__name__='test', __builtins__=builtins)
-        self.asker = asker
+        self.asker: Asker = asker
 
-    def __missing__(self, name):
+    def __missing__(self, name: str) -> object:
         if hasattr(builtins, name):
             raise KeyError(name)
         if name in OURS:

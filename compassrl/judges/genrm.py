@@ -255,7 +255,7 @@ class GenRMConfig:
     # more attempts after a lost connection, a timeout, HTTP 429 or 5xx
     max_retries: Annotated[int, at_least(0)] = 2
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         if not re.match('https?://.', self.base_url):
             raise ValueError(

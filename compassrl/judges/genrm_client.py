@@ -11,6 +11,7 @@ import string
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 from .genrm import GenRMConfig, Question, Reply, judge_prompt
 
@@ -52,7 +53,12 @@ class GenRM:
 
     A question that gets no answer is a failed reply, not an exception or a hang."""
 
-    def __init__(self, cfg: GenRMConfig):
+    cfg: GenRMConfig
+    silent: int
+    limit_s: float
+    openai: ModuleType
+
+    def __init__(self, cfg: GenRMConfig) -> None:
         if not cfg.model:
             raise ValueError("model='': name the model that the endpoint serves")
         try:
@@ -60,7 +66,7 @@ class GenRM:
         except ImportError:
             raise ValueError('genrm needs `openai`: pip install compassrl[genrm]') from None
         self.cfg, self.openai = cfg, openai
-        self.prompt = _read_prompt(cfg.prompt_file)
+        self.prompt: str = _read_prompt(cfg.prompt_file)
         self.limit_s = cfg.timeout_s * (1 + cfg.max_retries)  # for one question, pauses included
 
     def __call__(self, questions: Sequence[Question]) -> list[Reply]:
@@ -74,7 +80,7 @@ class GenRM:
 
         return _run(ask_all())
 
-    def check(self):
+    def check(self) -> None:
         "Before expensive work. Raises ValueError if `model` is not served at `base_url`"
 
         async def models():

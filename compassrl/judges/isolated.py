@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -43,7 +43,7 @@ terms: ContextVar[Terms] = ContextVar('terms')
 
 
 @contextmanager
-def under(wall_s: float, unsafe: bool):
+def under(wall_s: float, unsafe: bool) -> Iterator[None]:
     "Verdicts that are made within take at most so many seconds"
     token = terms.set(Terms(time.monotonic() + wall_s, unsafe))
     try:
@@ -98,7 +98,7 @@ def run_python(
 def run_function(
     source: str,  # Python text of ours, which is run once, when its room is made
     name: str,  # of a function in it
-    *args,  # what JSON can hold
+    *args: object,  # what JSON can hold
     limits: Limits = Limits(),
     paths: tuple[str, ...] = (),  # folders that `source` imports from
 ) -> Outcome:  # with what it returned (as JSON) as `value`

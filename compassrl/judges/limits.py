@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from ..settings import above, at_least, check
 
@@ -28,7 +28,7 @@ class Limits:
     disk_mb: Annotated[int, at_least(1)] = 64  # of each of /tmp and /dev/shm
     processes: Annotated[int, at_least(1)] = 64  # and threads, at a time
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
 
 
@@ -81,7 +81,7 @@ def outcome_of(
 
 
 def meaning(
-    report: dict,  # of the first process of a cell: how it ended, status, seconds
+    report: dict[str, Any],  # of the first process of a cell: how it ended, status, seconds
     limits: Limits,
     stderr: str,
 ) -> tuple[str, str]:  # status and evidence of an `Outcome`

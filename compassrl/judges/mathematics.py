@@ -18,7 +18,7 @@ for _name in ('parser', 'grader'):
     logging.getLogger(f'math_verify.{_name}').setLevel(logging.ERROR)  # no alarm: known
 
 
-def last_box(text):
+def last_box(text: str) -> str | None:
     "What stands in the last box, or None"
     start = text.rfind('\\boxed{')
     depth = 0
@@ -60,7 +60,7 @@ def _hedged(box, answer, gold):
     return not all(_equal(gold, _read(f'${s}$')) for s in numbers)
 
 
-def same_maths(text, answer):
+def same_maths(text: str, answer: str) -> tuple[str, str]:
     "['ok' or 'wrong' or 'failed', evidence]"
     gold = _read(answer if '$' in answer or '\\boxed' in answer else f'${answer}$')
     if not gold:

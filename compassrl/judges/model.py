@@ -22,7 +22,7 @@ from .own_reward import OwnJudge, OwnReward
 from .pool import RewardPool
 from .serial import Judge, RewardConfig, SerialJudge, record_verdict
 from .verifiers import need_maths
-from ..records import Metrics, Prompt
+from ..records import Metrics, Prompt, Sample
 
 # %% auto #0
 __all__ = ['GenRMJudge', 'JudgePerPrompt', 'make_judge']
@@ -31,6 +31,14 @@ __all__ = ['GenRMJudge', 'JudgePerPrompt', 'make_judge']
 # %% ../../nbs/judges/08_model.ipynb #0f5fbecb
 class GenRMJudge(Judge):
     "A generative reward model beside the rollout: whatever waits is asked as one batch"
+
+    of: tuple[Tokenizer, int | tuple[int, ...]]
+    ask: Ask
+    choice: tuple[int, int]
+    asked: Counter[str]
+    lock: threading.Lock
+    waiting: deque[Sample]
+    batches: list[futures.Future[None]]
 
     def __init__(
         self,
@@ -41,14 +49,14 @@ class GenRMJudge(Judge):
         batches: int = 4,  # under way at a time
         seed: int = 0,  # of the choice of a reference
         group_size: int = 0,  # only so many of a group may become its reference; 0 = any
-    ):
-        self.prompts = {p.id: p for p in prompts}
+    ) -> None:
+        self.prompts: dict[str, Prompt] = {p.id: p for p in prompts}
         self.of, self.ask, self.choice = (tokenizer, eos_id), ask, (seed, group_size)
         self.asked, self.lock = Counter(), threading.Lock()
         self.waiting, self.batches = deque(), []
-        self.threads = ThreadPoolExecutor(batches)
+        self.threads: ThreadPoolExecutor = ThreadPoolExecutor(batches)
 
-    def start(self, sample):
+    def start(self, sample: Sample) -> None:
         if not self.prompts[sample.prompt_id].answer:
             return  # its reference is a response that may not be there yet
         self.waiting.append(sample)
@@ -83,7 +91,7 @@ class GenRMJudge(Judge):
             if is_new:
                 record_verdict(sample, verdict, timings)
 
-    def settle(self, samples):
+    def settle(self, samples: Iterable[Sample]) -> None:
         samples = list(samples)
         # a batch may hold samples of later steps: nobody waits for them
         while self.batches and any(s.verdict is None for s in samples):
@@ -106,7 +114,7 @@ class GenRMJudge(Judge):
             **{f'genrm_{k}_frac': a[k] / n for k in ('failed', 'tie', 'disagree')},
         )
 
-    def close(self):
+    def close(self) -> None:
         self.threads.shutdown(cancel_futures=True)
 
 
@@ -114,16 +122,16 @@ class GenRMJudge(Judge):
 class JudgePerPrompt(Judge):
     "Prompts whose verifier is 'genrm' are judged by a model, the others by verifiers"
 
-    def __init__(self, model: GenRMJudge, verifying: Judge):
-        self.judges = model, verifying
+    def __init__(self, model: GenRMJudge, verifying: Judge) -> None:
+        self.judges: tuple[GenRMJudge, Judge] = model, verifying
 
     def _of(self, s):
         return self.judges[s.prompt_id not in self.judges[0].prompts]
 
-    def start(self, sample):
+    def start(self, sample: Sample) -> None:
         self._of(sample).start(sample)
 
-    def settle(self, samples):
+    def settle(self, samples: Iterable[Sample]) -> None:
         samples = list(samples)
         for j in self.judges[::-1]:
             j.settle([s for s in samples if self._of(s) is j])  # the model is the slower one
@@ -131,7 +139,7 @@ class JudgePerPrompt(Judge):
     def measured(self) -> Metrics:
         return self.judges[0].measured()
 
-    def close(self):
+    def close(self) -> None:
         for j in self.judges:
             j.close()
 

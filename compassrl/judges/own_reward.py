@@ -22,7 +22,7 @@ from .isolated import under
 from .reward_files import RewardFile, check_unchanged, read_reward_file
 from .serial import Judge, RewardConfig, record_verdict
 from .verifiers import check_walls
-from ..records import Prompt, Verdict
+from ..records import Prompt, Sample, Verdict
 
 # %% auto #0
 __all__ = ['inputs_of', 'together', 'RewardFunction', 'OwnReward', 'own_reward', 'OwnJudge']
@@ -56,7 +56,7 @@ def inputs_of(
 
 def together(
     inputs: Sequence[dict[str, Any]],  # of each response, with equal keys
-) -> dict[str, list]:
+) -> dict[str, list[Any]]:
     "All that a function of many responses may ask for: a list by every name, and by its plural"
     lists = {k: [x[k] for x in inputs] for k in inputs[0]}
     plurals = {many: lists[one] for one, many in (_many | _many_too).items()}
@@ -76,19 +76,23 @@ async def _gather(calls):
 class RewardFunction:
     "A user's function, or a built-in verifier, and how it is to be called"
 
-    def __init__(self, name: str, fn: Callable, correct_at: float):
+    name: str
+    correct_at: float
+    fn: Callable[..., Any]
+
+    def __init__(self, name: str, fn: Callable[..., Any], correct_at: float) -> None:
         self.name, self.fn, self.correct_at = name, fn, correct_at
         parameters = inspect.signature(fn).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
-        self.takes = {p.name for p in named}
-        self.needs = {p.name for p in named if p.default is p.empty}
+        self.takes_all: bool = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        self.takes: set[str] = {p.name for p in named}
+        self.needs: set[str] = {p.name for p in named if p.default is p.empty}
         if odd := [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]:
             raise ValueError(f'rewards.function={name!r}: {odd} cannot be given by name')
-        self.many = bool(self.takes & {*_many.values()})
-        self.is_async = inspect.iscoroutinefunction(fn)
+        self.many: bool = bool(self.takes & {*_many.values()})
+        self.is_async: bool = inspect.iscoroutinefunction(fn)
 
-    def check(self, columns: Iterable[str]):
+    def check(self, columns: Iterable[str]) -> None:
         "Raises ValueError for a parameter that no row fills"
         known = {
             *columns,
@@ -102,7 +106,7 @@ class RewardFunction:
                 f'{sorted(columns)}, and there are {sorted(_always)}'
             )
 
-    def verdicts(self, inputs: list[dict]) -> list[Verdict | None]:
+    def verdicts(self, inputs: list[dict[str, Any]]) -> list[Verdict | None]:
         "Of each response; a failure says where"
         try:
             values = self._values(inputs)
@@ -148,22 +152,29 @@ class RewardFunction:
 class OwnReward:
     "The reward functions of a run. As a verifier, it stands in `verifiers` under its own name"
 
-    def __init__(self, files: Sequence[RewardFile | str], weights: Sequence[float], at: float):
+    weights: tuple[float, ...]
+    state: tuple[tuple[RewardFile | str, ...], tuple[float, ...], float]
+    columns: list[str]
+
+    def __init__(
+        self, files: Sequence[RewardFile | str], weights: Sequence[float], at: float
+    ) -> None:
         self.state = tuple(files), tuple(weights) or (1.0,) * len(files), at
-        self.files = [f for f in files if isinstance(f, RewardFile)]
-        self.functions = [
+        self.files: list[RewardFile] = [f for f in files if isinstance(f, RewardFile)]
+        self.functions: list[RewardFunction] = [
             RewardFunction(f.spec, f.load(), at)
             if isinstance(f, RewardFile)
             else RewardFunction(f, lambda text, _answer, name=f: verifiers[name](text, _answer), at)
             for f in files
         ]
         self.weights, self.columns = self.state[1], []
-        self.name = ' + '.join(f.name for f in self.functions)
+        self.name: str = ' + '.join(f.name for f in self.functions)
 
-    def __reduce__(self):  # the functions are loaded again, from the same text
+    def __reduce__(self) -> tuple[Callable[..., OwnReward], tuple[object, ...]]:
+        # the functions are loaded again, from the same text
         return _restored, (self.state, self.columns)
 
-    def check(self, prompts: Sequence[Prompt]):
+    def check(self, prompts: Sequence[Prompt]) -> None:
         "Raises ValueError for a function that asks for what no row has. To be called first"
         self.columns = sorted({k for p in prompts for k in p.columns})
         for f in self.functions:
@@ -218,6 +229,10 @@ class OwnJudge(Judge):
 
     Raises ValueError where one of them runs programs that nothing isolates."""
 
+    of: tuple[Tokenizer, int | tuple[int, ...]]
+    own: OwnReward
+    cfg: RewardConfig
+
     def __init__(
         self,
         prompts: Iterable[Prompt],
@@ -225,12 +240,12 @@ class OwnJudge(Judge):
         eos_id: int | tuple[int, ...],
         own: OwnReward,
         cfg: RewardConfig = RewardConfig(),
-    ):
-        self.prompts = {p.id: p for p in prompts}
+    ) -> None:
+        self.prompts: dict[str, Prompt] = {p.id: p for p in prompts}
         self.of, self.own, self.cfg = (tokenizer, eos_id), own, cfg
         check_walls({*cfg.function}, cfg.unsafe)
 
-    def settle(self, samples):
+    def settle(self, samples: Iterable[Sample]) -> None:
         due = [s for s in samples if s.verdict is None]
         if not due:
             return

@@ -46,22 +46,28 @@ class RewardPool(Judge):
     Raises ValueError for a verifier that has no module, and for programs where nothing isolates
     them, unless the config says `unsafe`."""
 
+    of: tuple[Tokenizer, int | tuple[int, ...]]
+    cfg: RewardConfig
+    count: int
+    ready: bool
+
     def __init__(
         self,
         prompts: Iterable[Prompt],
         tokenizer: Tokenizer,
         eos_id: int | tuple[int, ...],
         cfg: RewardConfig,
-    ):
+    ) -> None:
         if cfg.workers < 1:
             raise ValueError(f'workers={cfg.workers}: use at least 1, or SerialJudge')
-        self.prompts = {p.id: p for p in prompts}
+        self.prompts: dict[str, Prompt] = {p.id: p for p in prompts}
         self.of, self.cfg = (tokenizer, eos_id), cfg
         names = {p.verifier for p in self.prompts.values()} & verifiers.keys()
         check_walls({*names, *cfg.function}, cfg.unsafe)
         fns = {n: _by_name(n, verifiers[n]) for n in sorted(names)}
         self.jobs: dict[int, list[Sample]] = {}  # under way: a response and its equals
-        self.known, self.backlog = {}, deque()
+        self.known: dict[tuple[str, tuple[int, ...]], int] = {}  # a response -> its job
+        self.backlog: deque[object] = deque()  # of messages to the broker
         self.count, self.ready = 0, False
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         limits = {k: v for k, v in asdict(cfg).items() if k != 'genrm'}
@@ -72,16 +78,16 @@ class RewardPool(Judge):
             )
             what.seek(0)
             run = f'from compassrl.judges.broker import serve_pool; serve_pool({theirs.fileno()})'
-            self.broker = subprocess.Popen(
+            self.broker: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, '-c', run],
                 stdin=what,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 env=os.environ | dict(PYTHONPATH=path, TOKENIZERS_PARALLELISM='false'),
             )
-        self.conn = Connection(ours.detach())
+        self.conn: Connection = Connection(ours.detach())
 
-    def start(self, sample: Sample):
+    def start(self, sample: Sample) -> Sample | None:
         prompt = self.prompts[sample.prompt_id]
         if prompt.verifier not in verifiers:
             return judge_sample(sample, prompt, *self.of)  # says so
@@ -122,7 +128,7 @@ class RewardPool(Judge):
             f'reward workers: their broker is gone (exit code {self.broker.wait(5)})'
         )
 
-    def settle(self, samples: Iterable[Sample]):
+    def settle(self, samples: Iterable[Sample]) -> None:
         due = {id(s): s for s in samples if s.verdict is None}
         partial_responses = {id(s) for same in self.jobs.values() for s in same}
         for i, s in due.items():
@@ -146,7 +152,7 @@ class RewardPool(Judge):
             self.backlog.append(False)
             self._send()  # enough: nobody reads now
 
-    def close(self):
+    def close(self) -> None:
         self.conn.close()  # ends the broker
         try:
             self.broker.wait(5)

@@ -109,7 +109,7 @@ def read_reward_file(
 def check_unchanged(
     files: Sequence[RewardFile],
     noted: dict[str, str],  # `function_sha256`
-):
+) -> None:
     "Raises ValueError for another text than the one with which the run began"
     for file in files:
         if file.sha256 != noted.get(file.key, file.sha256):

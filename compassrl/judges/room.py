@@ -42,13 +42,15 @@ __all__ = [
 
 
 # %% ../../nbs/judges/17_room.ipynb #2e9a92e7
-def read_job(fd):
+def read_job(fd: int) -> dict[str, object]:
     with open(fd, closefd=False) as f:
         f.seek(0)
         return json.load(f)
 
 
-def become_program(fds, limits, walled, user):
+def become_program(
+    fds: list[int], limits: dict[str, float], walled: bool, user: int
+) -> dict[str, object]:
     "In the process of the program: its streams, its limits, its rights; returns its job"
     os.setsid()
     if not walled:
@@ -82,7 +84,7 @@ def become_program(fds, limits, walled, user):
 
 
 # %% ../../nbs/judges/17_room.ipynb #9ddf4931
-def run_job(job):
+def run_job(job: dict[str, object]) -> None:
     "What a program's process does; an exception ends the interpreter as usual"
     if 'argv' in job:
         for s in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -105,7 +107,7 @@ def run_job(job):
 MESSAGE = 512  # bytes, always
 
 
-def end_children(pid):
+def end_children(pid: int) -> None:
     "Where no namespace ends them: until there is none, or five seconds are over"
     until = time.monotonic() + 5
     while time.monotonic() < until:
@@ -126,7 +128,9 @@ def end_children(pid):
         time.sleep(0.0005)
 
 
-def run_cell(hold, fds, limits, walled, user):
+def run_cell(
+    hold: int, fds: list[int], limits: dict[str, float], walled: bool, user: int
+) -> dict[str, object]:
     "The first process of a cell; returns in the program's process alone, with its job"
     try:
         walls.die_with_parent()
@@ -166,7 +170,7 @@ def run_cell(hold, fds, limits, walled, user):
 
 
 # %% ../../nbs/judges/17_room.ipynb #baa097e3
-def new_process(walled):
+def new_process(walled: bool) -> int:
     "Like `os.fork`; within walls, the first process of new namespaces"
     if not walled:
         return os.fork()
@@ -175,7 +179,7 @@ def new_process(walled):
     return pid if pid >= 0 else os._exit(1)
 
 
-def serve(walled, user, caller):
+def serve(walled: bool, user: int, caller: int | None) -> dict[str, object]:
     "Makes a cell for every message until the caller is gone; returns in a program's process"
     control, cells = socket.socket(fileno=0), []
     poll = select.poll()
@@ -209,7 +213,7 @@ def serve(walled, user, caller):
         cells = [c for c in cells if not over(c, poll)]
 
 
-def leave(cells, poll):
+def leave(cells: list[dict[str, float]], poll: select.poll) -> None:
     "Nobody asks any more. Cells notice it too; without walls they need a moment to clean up"
     until = time.monotonic() + 6
     while 'ROOM' in os.environ and cells and time.monotonic() < until:
@@ -220,7 +224,7 @@ def leave(cells, poll):
     os._exit(0)
 
 
-def over(cell, poll):
+def over(cell: dict[str, float], poll: select.poll) -> bool:
     "Is nothing left of it? The caller sees it when `hold` is closed"
     if not os.waitpid(cell['pid'], os.WNOHANG)[0]:
         if time.monotonic() > cell['until']:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from . import genrm
 from .isolated import under
 from .limits import Limits
 from .verifiers import check_walls  # registers 'maths' and 'code'
-from ..records import Metrics, Prompt, Sample
+from ..records import Metrics, Prompt, Sample, Verdict
 from ..settings import above, at_least, between, check
 
 # %% auto #0
@@ -74,7 +74,7 @@ class RewardConfig:
             raise ValueError(f'weights={self.weights}: give one for each of {num} functions')
 
     @property
-    def limits(self):
+    def limits(self) -> Limits:
         return Limits(self.wall_s, self.cpu_s, self.memory_mb)
 
 
@@ -97,7 +97,13 @@ class Judge:
 
 
 # %% ../../nbs/judges/05_serial.ipynb #5f059518
-def timed_verdict(prompt, ids, tokenizer, eos_id, cfg):  # and when it was made
+def timed_verdict(
+    prompt: Prompt,
+    ids: Sequence[int],
+    tokenizer: Tokenizer,
+    eos_id: int | tuple[int, ...],
+    cfg: RewardConfig,
+) -> tuple[Verdict, dict[str, float]]:  # and when it was made
     start = time.perf_counter()
     text = response_text(tokenizer, ids, eos_id)
     read = time.perf_counter()
@@ -108,7 +114,7 @@ def timed_verdict(prompt, ids, tokenizer, eos_id, cfg):  # and when it was made
     )
 
 
-def record_verdict(sample, verdict, timings):
+def record_verdict(sample: Sample, verdict: Verdict, timings: dict[str, float]) -> Sample:
     sample.timings |= timings
     sample.reward = verdict.reward
     sample.verdict = verdict  # last: who waits in another thread looks at it
@@ -138,12 +144,12 @@ class SerialJudge(Judge):
         tokenizer: Tokenizer,
         eos_id: int | tuple[int, ...],
         cfg: RewardConfig = RewardConfig(),
-    ):
-        self.prompts = {p.id: p for p in prompts}
-        self.of = tokenizer, eos_id, cfg
+    ) -> None:
+        self.prompts: dict[str, Prompt] = {p.id: p for p in prompts}
+        self.of: tuple[Tokenizer, int | tuple[int, ...], RewardConfig] = tokenizer, eos_id, cfg
         check_walls({p.verifier for p in self.prompts.values()}, cfg.unsafe)
 
-    def settle(self, samples) -> None:
+    def settle(self, samples: Iterable[Sample]) -> None:
         for s in samples:
             if s.verdict is None:
                 judge_sample(s, self.prompts[s.prompt_id], *self.of)

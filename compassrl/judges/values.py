@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
 
 # %% auto #0
 __all__ = [
@@ -36,12 +38,12 @@ class Refused(BaseException):
     "What a test may not ask, for the program would decide it"
 
 
-def send(channel, message):
+def send(channel: socket.socket, message: object) -> None:
     data = json.dumps(message).encode()
     channel.sendall(len(data).to_bytes(8, 'big') + data)
 
 
-def receive(channel):
+def receive(channel: socket.socket) -> dict[str, object]:
     head = _read(channel, 8)
     if (size := int.from_bytes(head, 'big')) > LONGEST:
         raise Gone('an answer of more than 16 MB')
@@ -70,8 +72,10 @@ def _items(x):
     return [list(pair) for pair in x.items()]
 
 
-TYPES = {t.__name__: t for t in (bool, int, float, complex, str, bytes, list, tuple, set, dict)}
-PACK = {
+TYPES: dict[str, type] = {
+    t.__name__: t for t in (bool, int, float, complex, str, bytes, list, tuple, set, dict)
+}
+PACK: dict[type, Callable[..., object]] = {
     bool: lambda x, refer: x,
     type(None): lambda x, refer: x,
     float: lambda x, refer: x,
@@ -91,7 +95,7 @@ PACK = {
     defaultdict: _as('dict', _items),
     deque: _as('deque', lambda x: [list(x), x.maxlen]),
 }
-UNPACK = {
+UNPACK: dict[str, Callable[..., object]] = {
     'int': lambda x: int(x, 16),
     'tuple': tuple,
     'set': set,
@@ -106,7 +110,8 @@ UNPACK = {
     'deque': lambda x: deque(*x),
     'type': TYPES.__getitem__,
 }
-LATE = {  # of modules that are imported when such a value comes: name, how it is read
+# of modules that are imported when such a value comes: name, how it is read
+LATE: dict[str, Callable[..., list[object]]] = {
     'fractions.Fraction': lambda x: [x.numerator, x.denominator],
     'decimal.Decimal': lambda x: [str(x)],
     'datetime.date': lambda x: [x.year, x.month, x.day],
@@ -117,7 +122,7 @@ LATE = {  # of modules that are imported when such a value comes: name, how it i
 
 
 # %% ../../nbs/judges/15_values.ipynb #d905fe27
-def pack(x, refer):
+def pack(x: object, refer: Callable[[object], object]) -> object:
     "A value as JSON, with its type; `refer` names what is no plain value"
     kind = type(x)
     if kind in PACK:
@@ -135,7 +140,7 @@ def pack(x, refer):
     return refer(x)
 
 
-def unpack(x, resolve):
+def unpack(x: object, resolve: Callable[[str, object], object]) -> object:
     "The value that `pack` has packed"
     if type(x) is list:
         return [unpack(e, resolve) for e in x]

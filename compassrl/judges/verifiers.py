@@ -60,7 +60,7 @@ def starved(
 _maths = Limits(wall_s=5, cpu_s=2, memory_mb=1024)
 
 
-def need_maths():
+def need_maths() -> None:
     "Raises ValueError if the package that `maths` asks is not installed"
     if not find_spec('math_verify'):
         raise ValueError('maths needs `math-verify`: pip install "compassrl[maths]"')
@@ -179,7 +179,7 @@ code.check_answer = _suite
 
 def warm_up(
     names: set[str],  # of verifiers
-):
+) -> None:
     "Makes what they need once, before the first verdict waits for it"
     if 'maths' in names:
         maths('1', '1')
@@ -187,7 +187,7 @@ def warm_up(
         run_test('x = 1', 'assert x == 1')
 
 
-def check_walls(names: set[str], unsafe: bool):
+def check_walls(names: set[str], unsafe: bool) -> None:
     "Raises ValueError where programs are to be judged, nothing isolates them, and it is not said"
     if 'code' in names and not unsafe:
         walls_for_programs()

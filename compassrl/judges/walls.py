@@ -79,7 +79,7 @@ SYS_MOUNT_SETATTR, SYS_CLOSE_RANGE = 442, 436
 LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == 'linux' else None
 
 
-def call(name, *args):
+def call(name: str, *args: object) -> int:
     "A function of the C library. Raises OSError"
     args = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in args]
     out = getattr(LIBC, name)(*args)
@@ -88,13 +88,19 @@ def call(name, *args):
     return out
 
 
-def mount(source, target, kind=None, flags=0, options=None):
+def mount(
+    source: str | None,
+    target: str,
+    kind: str | None = None,
+    flags: int = 0,
+    options: str | None = None,
+) -> None:
     texts = (t and os.fsencode(t) for t in (source, target, kind))
     call('mount', *texts, flags, options and options.encode())
 
 
 # %% ../../nbs/judges/16_walls.ipynb #f33b4c78
-def new_namespaces():
+def new_namespaces() -> None:
     """Makes this process the first of new namespaces
 
     Returns in the new process; the old one waits for it and leaves with its exit code."""
@@ -112,7 +118,7 @@ def new_namespaces():
     die_with_parent()
 
 
-def show(fd, target, read_only):
+def show(fd: int, target: str, read_only: bool) -> None:
     "What an open file or folder is, at another place too"
     if os.path.isdir(f'/proc/self/fd/{fd}'):
         os.makedirs(target, exist_ok=True)
@@ -130,7 +136,7 @@ def show(fd, target, read_only):
 def own_walls(
     binds: list[str],  # files and folders that can be read within
     links: dict[str, str],  # symbolic links: where, and to what
-):
+) -> None:
     "New namespaces, and a root that holds this and no more. Raises OSError"
     new_namespaces()
     call('sethostname', b'room', 4)
@@ -192,7 +198,7 @@ PRLIMIT = (302, 261)[ARM]  # of itself (0), not of who watches it
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others are not bound by a namespace
 
 
-def refuse_calls():
+def refuse_calls() -> None:
     "A filter (seccomp) for this process and all that it starts"
     machine = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}.get(platform.machine())
     if machine is None:
@@ -218,7 +224,7 @@ def refuse_calls():
     call('prctl', 22, 2, head, 0, 0)  # PR_SET_SECCOMP
 
 
-def drop_rights(user):
+def drop_rights(user: int) -> None:
     "No capability is left, nor a way to get one; `user` 0: stay who we are"
     for capability in range(64):
         LIBC.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
@@ -230,12 +236,12 @@ def drop_rights(user):
     call('capset', struct.pack('II', 0x20080522, 0), bytes(24))
 
 
-def die_with_parent():
+def die_with_parent() -> None:
     if LIBC:
         LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
-def close_from(first):
+def close_from(first: int) -> None:
     "Every open file from this number on"
     try:
         call('syscall', SYS_CLOSE_RANGE, first, 2**32 - 1, 0)
@@ -243,13 +249,14 @@ def close_from(first):
         os.closerange(first, 2**16)
 
 
-def limit(kind, value):  # a sandbox within a sandbox cannot have more than the outer one
+def limit(kind: int, value: float) -> None:
+    # a sandbox within a sandbox cannot have more than the outer one
     hard = resource.getrlimit(kind)[1]
     value = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
     resource.setrlimit(kind, (value, value))
 
 
-def mapped():  # bytes of address space; 0 where the system does not say
+def mapped() -> int:  # bytes of address space; 0 where the system does not say
     try:
         with open('/proc/self/statm') as f:
             return int(f.read().split()[0]) * resource.getpagesize()

@@ -36,7 +36,7 @@ MOST_STARTED = 256  # processes and threads, one after another
 MOST_SOCKETS = 64  # what waits in them is memory that no process is charged for
 
 
-def usage():
+def usage() -> tuple[float, int]:
     "Of this cell: seconds of computing, bytes of memory"
     own = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu, size = own.ru_utime + own.ru_stime, 0
@@ -53,7 +53,7 @@ def usage():
     return cpu, size
 
 
-def last_number(file):
+def last_number(file: str) -> int:
     "Of the first line of a file of the kernel; 0 where it has none"
     try:
         with open(file, 'rb') as f:
@@ -62,7 +62,7 @@ def last_number(file):
         return 0
 
 
-def longest_wait():
+def longest_wait() -> float:
     "Of any thread of this cell, for a core: seconds"
     waits = [0.0]
     for path in glob.iglob('/proc/[0-9]*/task/*/schedstat'):
@@ -71,7 +71,7 @@ def longest_wait():
     return max(waits)
 
 
-def excess(limits):
+def excess(limits: dict[str, float]) -> tuple[str, float]:
     "What this cell has too much of, '' if nothing; seconds of computing"
     cpu, size = usage()
     if cpu > limits['cpu_s']:
@@ -83,7 +83,7 @@ def excess(limits):
     return 'sockets' if last_number('/proc/net/sockstat') > MOST_SOCKETS else '', cpu
 
 
-def watch(pid, hold, limits, walled):
+def watch(pid: int, hold: int, limits: dict[str, float], walled: bool) -> dict[str, object]:
     "Until the program ends, or has had enough, or nobody wants it: what to report"
     start = time.monotonic()
     poll, how, raw = select.poll(), '', None

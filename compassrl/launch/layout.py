@@ -8,10 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
+from typing import TYPE_CHECKING
 
 from ..model.policy import PolicyConfig
 from ..rollout.vllm.config import VllmConfig
 from ..train.megatron.layout import ParallelConfig, check_shape, check_world, padded_vocab
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # %% auto #0
 __all__ = ['Place', 'Server', 'place', 'Layout', 'layout', 'span', 'plot_layout']
@@ -191,7 +195,7 @@ def _box(x, y, width, height, **look):
 
 
 class _Grid:  # where each GPU is drawn: a row of cells per node, in one to four columns
-    def __init__(self, layout):
+    def __init__(self, layout) -> None:
         nodes, self.per_node = layout.num_nodes, layout.ranks_per_node
         last = max([len(layout.places), *(s.gpus[-1] + 1 for s in layout.servers)])
         self.detail = last <= 16  # is there room for words?
@@ -241,8 +245,8 @@ def _stage_legend(ax, layout):
 
 def plot_layout(
     layout: Layout,
-    ax=None,  # matplotlib axes; None = a new figure
-):  # the axes
+    ax: Axes | None = None,  # matplotlib axes; None = a new figure
+) -> Axes:  # the axes
     "Nodes framed, ranks coloured by pipeline stage (every other replica paler), servers in grey"
     grid = _Grid(layout)
     if ax is None:

@@ -12,23 +12,26 @@ from collections.abc import Callable, Sequence
 from html import escape
 from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
 from ..config import TrainConfig
 from .plan import plan
-from .process import follow, launch, report_parts, resume
+from .process import Launched, follow, launch, report_parts, resume
 from .scripts import node_script
 from ..runs.presets import presets
 
 # %% auto #0
 __all__ = ['with_value', 'Form', 'Panel', 'panel']
 
-
 # %% ../../nbs/launch/08_panel.ipynb #c236a79d
+_Config = TypeVar('_Config')
+
+
 def with_value(
-    cfg,  # a config dataclass
+    cfg: _Config,  # a config dataclass
     key: str,  # 'steps', or 'optim.lr' for a setting of a part
-    value,
-):
+    value: object,
+) -> _Config:
     "A copy with one setting changed, checked as any config is"
     head, _, rest = key.partition('.')
     if rest:
@@ -39,16 +42,20 @@ def with_value(
 class Form:
     "Widgets made from a config: a preset, and the settings that `keys` name"
 
-    def __init__(self, keys: Sequence[str], preset: str, on_change: Callable[[], None]):
+    def __init__(self, keys: Sequence[str], preset: str, on_change: Callable[[], None]) -> None:
         import ipywidgets as w
 
         kinds = {bool: w.Checkbox, int: w.IntText, float: w.FloatText, str: w.Text}
         look = dict(layout=w.Layout(width='270px'), style=dict(description_width='130px'))
-        self.preset = w.Dropdown(options=list(presets), value=preset, description='preset', **look)
+        self.preset: w.Dropdown = w.Dropdown(
+            options=list(presets), value=preset, description='preset', **look
+        )
         values = {k: attrgetter(k)(presets[preset]()) for k in keys}
-        self.fields = {k: kinds[type(v)](value=v, description=k, **look) for k, v in values.items()}
+        self.fields: dict[str, w.DOMWidget] = {
+            k: kinds[type(v)](value=v, description=k, **look) for k, v in values.items()
+        }
         in_rows = w.Layout(flex_flow='row wrap')
-        self.view = w.Box([self.preset, *self.fields.values()], layout=in_rows)
+        self.view: w.Box = w.Box([self.preset, *self.fields.values()], layout=in_rows)
         self.preset.observe(self._fill, 'value')
         for f in self.fields.values():
             f.observe(lambda _: on_change(), 'value')
@@ -69,20 +76,28 @@ class Form:
 class Panel:
     "A form, the run that it launched, its live curves and its report"
 
-    def __init__(self, keys: Sequence[str], preset: str, folder: str | Path):
+    run: Launched | None
+    thread: threading.Thread
+    folder: Path
+
+    def __init__(self, keys: Sequence[str], preset: str, folder: str | Path) -> None:
         import ipywidgets as w
 
         self.run, self.folder = None, Path(folder)
-        self.form = Form(keys, preset, lambda: self._try(self._check))
+        self.form: Form = Form(keys, preset, lambda: self._try(self._check))
         styles = dict(launch='success', stop='danger', resume='info')
-        self.buttons = {k: w.Button(description=k, button_style=s) for k, s in styles.items()}
+        self.buttons: dict[str, w.Button] = {
+            k: w.Button(description=k, button_style=s) for k, s in styles.items()
+        }
         for k, b in self.buttons.items():
             b.on_click(lambda _, k=k: self._try(getattr(self, k)))
-        self.status, self.cluster = w.HTML(), w.HTML()
-        self.curves, self.report = w.Image(format='png'), w.Output()
+        self.status: w.HTML = w.HTML()
+        self.cluster: w.HTML = w.HTML()
+        self.curves: w.Image = w.Image(format='png')
+        self.report: w.Output = w.Output()
         buttons = w.HBox([*self.buttons.values()])
         said, shown = [self.status, self.cluster], [self.curves, self.report]
-        self.view = w.VBox([self.form.view, buttons, *said, *shown])
+        self.view: w.VBox = w.VBox([self.form.view, buttons, *said, *shown])
         self.curves.layout.display = 'none'
         self._enable('launch')
         self._try(self._check)
@@ -90,16 +105,16 @@ class Panel:
     def _repr_mimebundle_(self, **kw):
         return self.view._repr_mimebundle_(**kw)
 
-    def launch(self):
+    def launch(self) -> None:
         cfg = self.form.config()
         name = f'{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}'
         self._follow(launch(cfg, self.folder / name))
 
-    def stop(self):
+    def stop(self) -> None:
         self.run.stop()
         self._enable()
 
-    def resume(self):
+    def resume(self) -> None:
         self._follow(resume(self.run.run_dir))
 
     def _try(self, action):  # what is wrong with the form is said in the form

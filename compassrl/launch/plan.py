@@ -120,7 +120,7 @@ class Plan:
     layout: Layout
     estimate: Estimate
 
-    def show(self):
+    def show(self) -> None:
         "The picture, and the table of what it will take"
         import matplotlib.pyplot as plt
         from IPython.display import display

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +26,9 @@ from ..runs.before import new_folder
 from ..runs.cli import parse_resume
 from ..runs.curves import plot_curves, read_metrics, read_rows
 from ..runs.log import write_json
+
+if TYPE_CHECKING:
+    from IPython.display import Image, Markdown
 
 # %% auto #0
 __all__ = ['Launched', 'launch', 'resume', 'status', 'follow', 'watch', 'report_parts', 'launch_on']
@@ -45,19 +49,23 @@ def _command(args, num_ranks):
 class Launched:
     "A run in a process of its own, which outlives the notebook; what it prints goes to a file"
 
+    cfg: TrainConfig
+    run_dir: Path
+    asked_to_stop: bool
+
     def __init__(
         self,
-        args: list,  # what follows `compassrl`
+        args: list[str],  # what follows `compassrl`
         cfg: TrainConfig,
         run_dir: Path,
         num_ranks: int = 1,  # processes that train; several are started by torchrun
-    ):
+    ) -> None:
         self.cfg, self.run_dir = cfg, run_dir
         self.num_ranks = num_ranks
         self.asked_to_stop = False
-        self.log = run_dir.with_name(run_dir.name + '.log')  # beside the run directory
+        self.log: Path = run_dir.with_name(run_dir.name + '.log')  # beside the run directory
         with open(self.log, 'ab') as f:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 _command(args, num_ranks),
                 stdin=subprocess.DEVNULL,
                 stdout=f,
@@ -70,7 +78,7 @@ class Launched:
         "Exit code; None while it runs"
         return self.process.poll()
 
-    def stop(self):
+    def stop(self) -> None:
         "As Ctrl-C: the step is finished and saved, `resume` goes on from there. Returns at once"
         if self.poll() is None:
             self.asked_to_stop = True
@@ -95,7 +103,7 @@ class Launched:
             )
         return self.run_dir
 
-    def metrics(self) -> list[dict]:
+    def metrics(self) -> list[dict[str, Any]]:
         "One row per finished step"
         return read_metrics(self.run_dir) if self.run_dir.is_dir() else []
 
@@ -204,7 +212,7 @@ def watch(
 # %% ../../nbs/launch/07_process.ipynb #a9000b8a
 def report_parts(
     run_dir: str | Path,  # of a finished run
-) -> list:  # text and pictures, to be displayed
+) -> list[Image | Markdown]:  # text and pictures, to be displayed
     "The report as a notebook shows it: pictures are shown, not linked"
     from IPython.display import Image, Markdown
 

@@ -53,7 +53,7 @@ def serve(
     config: str | Path,  # of the run
     port: int,
     host: str = '127.0.0.1',  # the address where it listens, 0.0.0.0 = all of this machine
-):
+) -> None:
     """Become one rollout server of a run, with the flags that its pool expects; never returns.
     Raises ValueError without the secret that both know"""
     import torch

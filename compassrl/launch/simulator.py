@@ -63,13 +63,13 @@ class StepCost:
 
 # %% ../../nbs/launch/04_simulator.ipynb #2eeeb76e
 class _Replica:  # its batch, as of second t
-    def __init__(self, name, t):
+    def __init__(self, name: str, t: float) -> None:
         self.name, self.t = name, t
         self.step = self.cached = self.turn = 0
-        self.ends = []  # a heap: (last step, ticket) of each running request
-        self.new = []  # tickets of those that begin
-        self.read = set()  # groups whose prompt it knows
-        self.dropped = set()  # tickets
+        self.ends: list[tuple[int, int]] = []  # a heap: (last step, ticket) of each running request
+        self.new: list[int] = []  # tickets of those that begin
+        self.read: set[int] = set()  # groups whose prompt it knows
+        self.dropped: set[int] = set()  # tickets
 
 
 class Cluster(Simulation):
@@ -84,34 +84,35 @@ class Cluster(Simulation):
         faults: Iterable[Fault] = (),
         timeout_s: float = inf,  # as in `Simulation`
         max_restarts: int = 3,
-        plan: Schedule
-        | None = None,  # learns from the answers, and may drop what a group can spare
-    ):
-        self.lengths, self.cost, self.plan = lengths, cost, plan
-        self.at_work = {}  # name -> _Replica
-        self.moved = {}  # names of replicas whose batch has changed, in order
+        plan: Schedule | None = None,  # learns from the answers, may drop what a group can spare
+    ) -> None:
+        self.lengths: Sequence[int] = lengths
+        self.cost: StepCost = cost
+        self.plan: Schedule | None = plan
+        self.at_work: dict[str, _Replica] = {}  # name -> _Replica
+        self.moved: dict[str, None] = {}  # names of replicas whose batch has changed, in order
         super().__init__(dispatcher, None, replicas, faults, timeout_s, max_restarts)
 
-    def join(self, r, now):
+    def join(self, r: str, now: float) -> None:
         super().join(r, now)
         self.at_work[r] = _Replica(r, now)
 
-    def lose(self, r, now, back):
+    def lose(self, r: str, now: float, back: float) -> None:
         del self.at_work[r]
         super().lose(r, now, back)
 
-    def begin(self, ticket, r, request, now):
+    def begin(self, ticket: int, r: str, request: Request, now: float) -> None:
         self.at_work[r].new.append(ticket)
         self.moved[r] = None
 
-    def give(self, now):
+    def give(self, now: float) -> None:
         super().give(now)
         for r in self.moved:
             if r in self.at_work:
                 self.go(self.at_work[r], now)
         self.moved.clear()
 
-    def go(self, s, now):
+    def go(self, s: _Replica, now: float) -> None:
         "Who has come or gone joins at the end of a step; when does the next one finish?"
         if s.ends and now > s.t:
             begun = self.cost.steps_by(now - s.t, len(s.ends), s.cached)
@@ -150,14 +151,14 @@ class Cluster(Simulation):
             heapq.heappush(s.ends, (s.step + self.lengths[i] - 1, ticket))
         s.new.clear()
 
-    def size(self, ticket):  # cached tokens at its end
+    def size(self, ticket: int) -> int:  # cached tokens at its end
         i = self.given[ticket][1]
         return len(self.d.requests[i].prompt_ids) + self.lengths[i] - 1
 
-    def run_steps(self, s, k, t):
+    def run_steps(self, s: _Replica, k: int, t: float) -> None:
         s.t, s.step, s.cached = t, s.step + k, s.cached + k * len(s.ends)
 
-    def turn(self, who, now):  # a batch has come to the end of its shortest request
+    def turn(self, who: tuple[_Replica, int, int], now: float) -> None:  # its shortest request ends
         s, turn, k = who
         if self.at_work.get(s.name) is not s or turn != s.turn:
             return
@@ -168,7 +169,7 @@ class Cluster(Simulation):
             self.answer(ticket, now)
         self.moved[s.name] = None
 
-    def finish(self, ticket, now):
+    def finish(self, ticket: int, now: float) -> bool:
         if not self.plan or ticket not in self.d.out:
             return super().finish(ticket, now)
         i = self.given[ticket][1]
@@ -199,15 +200,16 @@ class RoundRobin(PullQueue):
         requests: Iterable[Request],
         slots: int,
         shares: Sequence[Sequence[int]],  # requests of each replica, in the order of joining
-    ):
+    ) -> None:
         super().__init__(requests, slots)
-        self.shares, self.mine = list(map(deque, shares)), {}
+        self.shares: list[deque[int]] = list(map(deque, shares))
+        self.mine: dict[str, deque[int]] = {}
 
-    def join(self, replica, now):
+    def join(self, replica: str, now: float) -> None:
         self.mine[replica] = self.shares[len(self.mine)]
         super().join(replica, now)
 
-    def leave(self, replica):
+    def leave(self, replica: str) -> list[Request]:
         raise NotImplementedError(f'{replica} is lost, and what was dealt to it with it')
 
     def _fits(self, load, replica):

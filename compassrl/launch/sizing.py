@@ -106,7 +106,7 @@ _known = (
     Gpu('B200', 180, 8000, 2250, 900),
     Gpu('L40S', 48, 864, 362, 32, 25),
 )
-gpus = {g.name: g for g in _known}
+gpus: dict[str, Gpu] = {g.name: g for g in _known}
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Workload:
     # tokens with logits at the same time; 0 = of the whole micro-batch
     logit_tokens: Annotated[int, at_least(0)] = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
         mean, longest = self.response_tokens, self.max_tokens
         if mean > longest:
@@ -209,7 +209,7 @@ def kv_bytes(
     return 2 * policy.num_hidden_layers * heads * policy.head_dim * size
 
 
-reserve = 3e9  # bytes that CUDA, NCCL and a forward pass of vLLM take
+reserve: float = 3e9  # bytes that CUDA, NCCL and a forward pass of vLLM take
 
 
 def server_memory(

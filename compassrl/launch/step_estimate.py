@@ -242,7 +242,7 @@ def fitting(
 def check_fits(
     e: Estimate,
     can_cut: bool = True,  # is another layout a way out? the embedded engine has one
-):
+) -> None:
     "Raises ValueError for a layout that does not fit the GPUs, with one that does"
     gpu = e.gpu
     if gpu is None:

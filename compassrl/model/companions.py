@@ -19,7 +19,7 @@ from .hf_config import read_json
 __all__ = ['patterns', 'companions', 'config_like', 'copy_companions']
 
 # %% ../../nbs/model/09_companions.ipynb #46bd3d4b
-patterns = (
+patterns: tuple[str, ...] = (
     *('*.json', '*.jinja', '*.txt', '*.model', '*.tiktoken', '*.py'),
     *('LICENSE*', 'NOTICE*', 'additional_chat_templates/*.jinja'),
 )

@@ -116,7 +116,7 @@ class MergeConfig:
     scale: Annotated[float, above(0)] = 1.0  # of the merged change that is added to the base
     router_from: Annotated[int, at_least(0)] = 0  # routers of this model, from 1; 0 = merged
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
 
     def weights_of(self, num: int) -> Tensor:  # [num]
@@ -160,7 +160,10 @@ def merge_tensor(
 class Weights:
     "The weights of a checkpoint by name, each read when it is asked for. Raises ValueError"
 
-    def __init__(self, folder: str | Path, stack: ExitStack):
+    folder: Path
+    files: dict[str, safe_open]
+
+    def __init__(self, folder: str | Path, stack: ExitStack) -> None:
         self.folder, self.files = Path(folder), {}
         for path in shard_files(folder):
             try:
@@ -226,7 +229,7 @@ def merge_checkpoints(
     cfg: MergeConfig = MergeConfig(),
     base: str | Path | None = None,  # the checkpoint that all of them began with
     progress: Callable[[int], Callable[[], object]] = lambda total: lambda: None,
-):
+) -> None:
     "Several checkpoints become one, which transformers opens. Raises ValueError"
     cfg.weights_of(len(models))
     if cfg.method == 'linear':

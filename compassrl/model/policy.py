@@ -5,8 +5,6 @@
 # %% ../../nbs/model/01_policy.ipynb #c5e5bfe6
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,22 +35,25 @@ class MoE(nn.Module):
     scale: float
     norm: bool
     groups: tuple[int, int]
+    correction: Tensor | None
 
     def __init__(self, c: PolicyConfig) -> None:
         super().__init__()
         E, D, width = c.num_experts, c.hidden_size, c.moe_intermediate_size
         self.K, self.norm = c.num_experts_per_tok, c.norm_topk_prob
         self.groups, self.scale = (c.n_group, c.topk_group), c.routed_scaling_factor
-        self.router = nn.Parameter(torch.empty(E, D))
-        self.gate_up = nn.Parameter(torch.empty(E, 2 * width, D))
-        self.down = nn.Parameter(torch.empty(E, D, width))
+        self.router: nn.Parameter = nn.Parameter(torch.empty(E, D))
+        self.gate_up: nn.Parameter = nn.Parameter(torch.empty(E, 2 * width, D))
+        self.down: nn.Parameter = nn.Parameter(torch.empty(E, D, width))
         correction = torch.zeros(E) if c.router_score == 'sigmoid' else None
         self.register_buffer('correction', correction)  # no gradient reaches it
         self.shared: SharedExpert | None = (
             SharedExpert(c) if c.shared_expert_intermediate_size else None
         )
 
-    def route(self, x: Tensor, replay: Tensor | None = None, valid: Tensor | None = None) -> Any:
+    def route(
+        self, x: Tensor, replay: Tensor | None = None, valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`[N, K]` gates, the ids that they are for (`replay` where `valid`) and the router's own;
         gates are always live"""
         scores = F.linear(x, self.router).to(torch.promote_types(x.dtype, torch.float32))
@@ -95,10 +96,12 @@ class DenseMLP(nn.Module):
     def __init__(self, c: PolicyConfig, width: int | None = None) -> None:
         super().__init__()
         width = width or c.intermediate_size
-        self.gate_up = nn.Parameter(torch.empty(2 * width, c.hidden_size))
-        self.down = nn.Parameter(torch.empty(c.hidden_size, width))
+        self.gate_up: nn.Parameter = nn.Parameter(torch.empty(2 * width, c.hidden_size))
+        self.down: nn.Parameter = nn.Parameter(torch.empty(c.hidden_size, width))
 
-    def forward(self, x: Tensor, replay: Any = None, valid: Any = None) -> Any:
+    def forward(
+        self, x: Tensor, replay: Tensor | None = None, valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         gate, up = F.linear(x, self.gate_up).chunk(2, -1)
         return F.linear(F.silu(gate) * up, self.down), None
 
@@ -109,7 +112,7 @@ class SharedExpert(DenseMLP):
     def __init__(self, c: PolicyConfig) -> None:
         super().__init__(c, c.shared_expert_intermediate_size)
         gate = torch.empty(1, c.hidden_size) if c.shared_expert_gate else None
-        self.gate = None if gate is None else nn.Parameter(gate)
+        self.gate: nn.Parameter | None = None if gate is None else nn.Parameter(gate)
 
     def forward(self, x: Tensor) -> Tensor:
         y, _ = super().forward(x)
@@ -129,16 +132,16 @@ class Block(nn.Module):
         H, KV, d, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size
         self.layer, self.H, self.KV, self.d = layer, H, KV, d
         self.eps, self.qk_norm = c.rms_norm_eps, c.qk_norm
-        self.attn_norm = nn.Parameter(torch.empty(D))
-        self.mlp_norm = nn.Parameter(torch.empty(D))
+        self.attn_norm: nn.Parameter = nn.Parameter(torch.empty(D))
+        self.mlp_norm: nn.Parameter = nn.Parameter(torch.empty(D))
         if c.qk_norm != 'none':
             q, k = (d, d) if c.qk_norm == 'head' else (H * d, KV * d)
-            self.q_norm = nn.Parameter(torch.empty(q))
-            self.k_norm = nn.Parameter(torch.empty(k))
-        self.qkv = nn.Parameter(torch.empty((H + 2 * KV) * d, D))
+            self.q_norm: nn.Parameter = nn.Parameter(torch.empty(q))
+            self.k_norm: nn.Parameter = nn.Parameter(torch.empty(k))
+        self.qkv: nn.Parameter = nn.Parameter(torch.empty((H + 2 * KV) * d, D))
         bias = torch.empty((H + 2 * KV) * d) if c.qkv_bias else None
-        self.qkv_bias = None if bias is None else nn.Parameter(bias)
-        self.out = nn.Parameter(torch.empty(D, H * d))
+        self.qkv_bias: nn.Parameter | None = None if bias is None else nn.Parameter(bias)
+        self.out: nn.Parameter = nn.Parameter(torch.empty(D, H * d))
         self.mlp: MoE | DenseMLP = MoE(c) if c.is_sparse(layer) else DenseMLP(c)
 
     def normed(self, qk: Tensor) -> Tensor:  # queries and keys [N, H+KV, d]
@@ -157,9 +160,9 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         attend: Attend,
-        replay: Any = None,
-        valid: Any = None,
-    ) -> Any:
+        replay: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         qkv = F.linear(rms_norm(x, self.attn_norm, self.eps), self.qkv, self.qkv_bias)
         qk, v = qkv.view(len(x), -1, self.d).split([self.H + self.KV, self.KV], 1)
         q, k = rotate_part(self.normed(qk), cos, sin).split([self.H, self.KV], 1)
@@ -172,12 +175,16 @@ class Block(nn.Module):
 class Policy(nn.Module):
     "Qwen3-MoE, or a relative, over packed tokens"
 
+    head: nn.Parameter
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: PolicyConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = c = config
-        self.embed = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        self.blocks = nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers))
-        self.norm = nn.Parameter(torch.empty(c.hidden_size))
+        self.embed: nn.Parameter = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
+        self.blocks: nn.ModuleList = nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers))
+        self.norm: nn.Parameter = nn.Parameter(torch.empty(c.hidden_size))
         self.head = self.embed
         if not c.tie_word_embeddings:
             self.head = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import EllipsisType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,7 +37,9 @@ __all__ = [
 
 
 # %% ../../nbs/model/03_pretrained.ipynb #46ace6c3
-def hf_slices(policy: Policy) -> Iterator[tuple[str, Tensor, tuple[Any, ...]]]:
+def hf_slices(
+    policy: Policy,
+) -> Iterator[tuple[str, Tensor, tuple[EllipsisType | slice | int, ...]]]:
     "Which part of which tensor a Hugging Face name stands for: (name, tensor, where in it)"
     c = policy.config
     yield 'model.embed_tokens.weight', policy.embed, _all

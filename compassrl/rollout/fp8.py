@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +31,8 @@ __all__ = [
 ]
 
 # %% ../../nbs/rollout/02_fp8.ipynb #b44ffaa9
-e4m3, largest = torch.float8_e4m3fn, 448.0  # the format of a code and its largest number
+e4m3: torch.dtype = torch.float8_e4m3fn  # the format of a code
+largest: float = 448.0  # its largest number
 
 
 def decode_e4m3(
@@ -60,8 +60,8 @@ def encode_e4m3(
 
 # %% ../../nbs/rollout/02_fp8.ipynb #2864cf8f
 # rows and columns that share a scale
-weight_block = 128, 128
-row_block = 1, 128  # of activations
+weight_block: tuple[int, int] = 128, 128
+row_block: tuple[int, int] = 1, 128  # of activations
 
 
 def _cut(x, block):
@@ -168,7 +168,7 @@ class Fp8Rollout(TorchRollout):
         on_gpu = torch.device(device).type == 'cuda'
         hopper = on_gpu and torch.cuda.get_device_capability(device) == (9, 0)
         self.has_kernel: bool = weights and activations and hopper
-        self.wide = torch.promote_types(dtype, torch.float32)
+        self.wide: torch.dtype = torch.promote_types(dtype, torch.float32)
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -181,7 +181,7 @@ class Fp8Rollout(TorchRollout):
                     setattr(layer, k, self.keep(f'layer {i}: {k}', getattr(layer, k)))
         self.version = version
 
-    def keep(self, name, w):
+    def keep(self, name: str, w: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         "What `product` or `expert_product` gets: codes and scales, or what they stand for"
         out_in = w if w.dim() == 3 else w.mT
         codes, scales = _finite(name, *quantise(out_in))
@@ -192,18 +192,18 @@ class Fp8Rollout(TorchRollout):
         out_in.copy_(dequantise(codes, scales))  # in place: its layout is the fast one
         return w
 
-    def rounded(self, x, w):
+    def rounded(self, x: Tensor, w: Tensor) -> Tensor:
         "An input as `w` meets it"
         if self.activations:
             x = dequantise(*quantise(x, row_block), row_block)
         return x.to(w.dtype)
 
-    def product(self, x: Tensor, w: Any) -> Tensor:
+    def product(self, x: Tensor, w: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         if isinstance(w, tuple):
             return scaled_mm(x, *w)
         return super().product(self.rounded(x, w), w).to(x.dtype)
 
-    def expert_product(self, x: Tensor, w: Any, ends: Tensor) -> Tensor:
+    def expert_product(self, x: Tensor, w: Tensor | tuple[Tensor, Tensor], ends: Tensor) -> Tensor:
         if not isinstance(w, tuple):
             return super().expert_product(self.rounded(x, w), w, ends).to(x.dtype)
         starts = [0, *ends.tolist()]

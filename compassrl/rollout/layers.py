@@ -130,13 +130,17 @@ def _routed(moe, logits):  # `MoE.route`; a softmax needs its top-k's values alo
 
 
 # %% ../../nbs/rollout/09_layers.ipynb #90484ca2
-def swiglu(y: Tensor, gate_up: Tensor, down: Tensor, product=torch.mm) -> Tensor:
+def swiglu(
+    y: Tensor, gate_up: Tensor, down: Tensor, product: Callable[[Tensor, Tensor], Tensor] = torch.mm
+) -> Tensor:
     "Of a dense layer: weights are stored input by output"
     gate, up = product(y, gate_up).chunk(2, -1)
     return product(F.silu(gate) * up, down)
 
 
-def shared_expert(y: Tensor, layer: SimpleNamespace, product=torch.mm) -> Tensor:
+def shared_expert(
+    y: Tensor, layer: SimpleNamespace, product: Callable[[Tensor, Tensor], Tensor] = torch.mm
+) -> Tensor:
     "What a mixture adds for every token"
     out = swiglu(y, layer.shared_gate_up, layer.shared_down, product)
     return out if layer.shared_gate is None else out * torch.mm(y, layer.shared_gate).sigmoid()

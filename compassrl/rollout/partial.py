@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.basics import patch
@@ -21,6 +21,11 @@ __all__ = ['PartialResponses']
 # %% ../../nbs/rollout/05_partial.ipynb #e6336c86
 class PartialResponses:
     "Responses that take several steps, `tokens` of each in one. Raises ValueError for less than 1"
+
+    if TYPE_CHECKING:  # they have a cell of their own
+
+        def state_dict(self) -> dict[str, Any]: ...
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def __init__(self, tokens: int) -> None:
         if tokens < 1:

@@ -24,6 +24,7 @@ class PullQueue:
 
     slots: int
     requests: list[Request]
+    order: Callable[[Request], Any]
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class PullQueue:
         # the queue: key -> home -> prompts in their order; a heap of the keys; prompt -> key, home
         self.bins: dict[tuple[Any, ...], dict[str | None, dict[int, None]]] = {}
         self.due: list[tuple[Any, ...]] = []
-        self.place: dict[int, tuple[Any, ...]] = {}
+        self.place: dict[int, tuple[tuple[Any, ...], str | None]] = {}
         # ticket -> replica, request
         self.out: dict[int, tuple[str, int]] = {}
         self.tickets: count[int] = count()
@@ -61,7 +62,7 @@ class PullQueue:
         # heap of load, number of joining, replica; old loads are skipped
         self.loads: list[tuple[int, int, str]] = []
         # request -> how often its replica was lost
-        self.lost = Counter()
+        self.lost: Counter[int] = Counter()
         for g in self.waiting:
             self._file(g)
 

@@ -174,7 +174,7 @@ class Schedule:
             r = group[k % len(group)]
             yield replace(r, index=free + k, seed=derive_seed(r.seed, 'more', k))
 
-    def order(self, r: Request) -> tuple[Any, ...]:  # smallest first
+    def order(self, r: Request) -> tuple[int, ...]:  # smallest first
         """Probes of prompts that nobody knows; the rest of those, whose probe may well be long;
         then the longest"""
         link, tokens = self.predictor.link(r.prompt_id, len(r.prompt_ids))

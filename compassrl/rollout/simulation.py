@@ -39,6 +39,7 @@ class Simulation:
     timeout_s: float
     max_restarts: int
     d: PullQueue
+    seconds: Callable[[Request, str], float]
 
     def __init__(
         self,
@@ -52,45 +53,45 @@ class Simulation:
         self.d, self.seconds = queue, seconds
         self.timeout_s, self.max_restarts = timeout_s, max_restarts
         self.spans: list[Attempt] = []
-        self.events: list[tuple[Any, ...]] = []  # heap of second, number, what, who
+        self.events: list[tuple[float, int, str, Any]] = []  # heap of second, number, what, who
         self.number: count[int] = count()
         self.given: dict[int, tuple[str, int, float]] = {}  # ticket -> replica, request, start
         self.hung: dict[str, Fault] = {}
         self.gone: set[int] = set()  # tickets of the dead
-        self.losses = Counter()
+        self.losses: Counter[str] = Counter()
         for r in replicas:
             self.join(r, 0)
         for f in faults:
             self.at(f.at, 'fault', f)
 
-    def at(self, time, what, who=None) -> None:
+    def at(self, time: float, what: str, who: object = None) -> None:
         heapq.heappush(self.events, (time, next(self.number), what, who))
 
-    def span(self, ticket, now, outcome) -> None:
+    def span(self, ticket: int, now: float, outcome: str) -> None:
         self.spans.append(Attempt(*self.given[ticket], now, outcome))
 
-    def watch(self, now) -> None:
+    def watch(self, now: float) -> None:
         "Look again when it would have been silent for too long"
         if self.timeout_s < inf:
             self.at(now + self.timeout_s, 'look')
 
-    def join(self, r, now) -> None:
+    def join(self, r: str, now: float) -> None:
         self.d.join(r, now)
 
-    def begin(self, ticket, r, request, now) -> None:
+    def begin(self, ticket: int, r: str, request: Request, now: float) -> None:
         self.at(now + self.seconds(request, r), 'answer', ticket)
 
-    def finish(self, ticket, now):
+    def finish(self, ticket: int, now: float) -> bool:
         return self.d.finish(ticket, now)
 
-    def give(self, now) -> None:
+    def give(self, now: float) -> None:
         while handed := self.d.pull(now):
             ticket, r, request = handed
             self.given[ticket] = r, self.d.out[ticket][1], now
             self.begin(ticket, r, request, now)
             self.watch(now)
 
-    def lose(self, r, now, back) -> None:
+    def lose(self, r: str, now: float, back: float) -> None:
         for t in sorted(self.d.busy[r]):
             self.span(t, now, 'lost')
         self.d.leave(r)
@@ -98,7 +99,7 @@ class Simulation:
         if self.losses[r] <= self.max_restarts and back < inf:
             self.at(now + back, 'join', r)
 
-    def answer(self, ticket, now):
+    def answer(self, ticket: int, now: float) -> None:
         f = self.hung.get(self.given[ticket][0])
         if ticket in self.gone:
             return
@@ -107,7 +108,7 @@ class Simulation:
         self.span(ticket, now, 'done' if self.finish(ticket, now) else 'late')
         self.watch(now)
 
-    def fault(self, f, now) -> None:
+    def fault(self, f: Fault, now: float) -> None:
         if f.replica not in self.d.busy:
             return
         if f.late is not None:
@@ -116,7 +117,7 @@ class Simulation:
         self.gone |= self.d.busy[f.replica]  # the dead do not answer
         self.lose(f.replica, now, f.back)
 
-    def look(self, _, now) -> None:
+    def look(self, _: object, now: float) -> None:
         "Who has been silent for too long?"
         for r in self.d.silent(now, self.timeout_s):
             f = self.hung.pop(r, None)
@@ -139,9 +140,9 @@ def simulate(
     seconds: Callable[[Request, str], float],  # that a request takes on a replica
     replicas: Iterable[str],
     slots: int,
-    *args,
+    *args: Any,
     order: Callable[[Request], Any] = lambda r: 0,
-    **kwargs,
+    **kwargs: Any,
 ) -> list[Attempt]:
     "Runs a `Simulation` of these requests"
     return Simulation(PullQueue(requests, slots, order), seconds, replicas, *args, **kwargs).run()

@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Annotated, Any, Literal
+from types import SimpleNamespace
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,7 @@ class TorchRollout(RolloutEngine):
     return_routes: bool
     device: str
     config: PolicyConfig
+    layers: list[SimpleNamespace]
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class TorchRollout(RolloutEngine):
             if p.dim() > 1:  # stored input by output: products of few rows read them faster so
                 p.data = p.mT.contiguous().mT
         self.slots: Slots = Slots(config, num_slots, dtype, device)
-        self.prefixes: OrderedDict[tuple[int, ...], tuple[Any, ...]] = OrderedDict()
+        self.prefixes: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = OrderedDict()
         self.version: int | None = None
 
         # for `scaled_rms`
@@ -109,11 +111,11 @@ class TorchRollout(RolloutEngine):
         self.version = version
 
     # what another precision changes
-    def product(self, x: Tensor, w: Any) -> Tensor:
+    def product(self, x: Tensor, w: Tensor) -> Tensor:
         "Of a projection: `[n, in] @ [in, out]`"
         return torch.mm(x, w)
 
-    def expert_product(self, x: Tensor, w: Any, ends: Tensor) -> Tensor:
+    def expert_product(self, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         "Of all experts, as `grouped_linear`"
         return grouped_linear(x, w, ends)
 

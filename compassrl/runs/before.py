@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 # %% ../../nbs/runs/19_before.ipynb #a0a8cf61
-decides = (  # what a run asks, and what it starts from
+decides: tuple[str, ...] = (  # what a run asks, and what it starts from
     'seed',
     'init_from',
     'data',
@@ -74,14 +75,14 @@ def _origin(cfg):  # as it comes back from a file
     return json.loads(json.dumps({k: whole[k] for k in decides}))
 
 
-def note_origin(folder: Path, cfg: TrainConfig):
+def note_origin(folder: Path, cfg: TrainConfig) -> None:
     "What is not there yet: settings that decide, and on what machine they are carried out"
     for name, make in dict(origin=lambda: _origin(cfg), machine=machine_info).items():
         if not (path := folder / f'{name}.json').exists():
             write_json(path, make())
 
 
-def check_origin(folder: Path, cfg: TrainConfig):
+def check_origin(folder: Path, cfg: TrainConfig) -> None:
     "Raises ValueError that names what has changed"
     began, now = _flat(read_part(folder, 'origin') or {}), _flat(_origin(cfg))
     for k, v in began.items():
@@ -107,7 +108,7 @@ _parts = dict(  # of which kind, and with what in it
 def read_part(
     folder: Path,  # of a run
     name: str,  # of a JSON file, without its ending
-):  # what it holds; None if it is not there
+) -> Any:  # what it holds; None if it is not there
     "Raises ValueError that names a damaged file"
     path, (kind, needed) = folder / f'{name}.json', _parts[name]
     if not path.exists():
@@ -118,7 +119,7 @@ def read_part(
     return found
 
 
-def check_files(folder: Path):
+def check_files(folder: Path) -> None:
     "All that a resume will read beside checkpoints. Raises ValueError that names a damaged file"
     for name in _parts:
         read_part(folder, name)
@@ -195,7 +196,7 @@ def start_policy(
     d: Data,
     folder: Path,  # of the run
     stop: stoppable,  # asked between two steps
-):
+) -> None:
     """`folder/start`, a new policy after its cold start; trained by the embedded engine, whatever
     trains it later. Goes on where it was stopped. Raises Stop"""
     root, start = folder / 'cold_start', folder / 'start'
@@ -221,7 +222,7 @@ def start_policy(
 
 # %% ../../nbs/runs/19_before.ipynb #26903c26
 def screened(
-    run,  # a `Run` with engines that hold the weights before RL
+    run: Any,  # a `Run` with engines that hold the weights before RL
 ) -> list[str]:  # ids of the prompts that are worth asking
     "Solved sometimes, not always (paper, section 2.4.1). Raises ValueError if too few are left"
     c, d, num = run.cfg, run.data, run.cfg.zero_variance.screen_samples

@@ -9,7 +9,10 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # %% auto #0
 __all__ = [
@@ -64,7 +67,7 @@ def read_metrics(
 def column(
     metrics: list[dict[str, Any]],  # rows
     key: str,  # which number
-) -> tuple[list[Any], list[float]]:  # steps, values: of the rows that have a finite number there
+) -> tuple[list[int], list[float]]:  # steps, values: of the rows that have a finite number there
     "One metric against its steps"
     steps, values = [], []
     for row in metrics:
@@ -215,7 +218,7 @@ def _times(ax, metrics):  # seconds of each step, phases stacked
 def plot_curves(
     metrics: list[dict[str, Any]],  # rows of `read_metrics`; what is missing leaves its panel empty
     title: str = '',
-):  # a matplotlib `Figure` of 3 x 4 panels; needs no display
+) -> Figure:  # a matplotlib `Figure` of 3 x 4 panels; needs no display
     "The curves of a run: raw points light, running means on top, dotted lines where it was resumed"
     from matplotlib.figure import Figure  # costs two seconds: not before there is something to draw
     from matplotlib.ticker import MaxNLocator

@@ -37,9 +37,9 @@ def evaluate_sets(
 
 
 def check_judged(
-    found: dict[str, tuple[EvalResult, dict]],  # of `evaluate_sets`
+    found: dict[str, tuple[EvalResult, dict[str, Any]]],  # of `evaluate_sets`
     cfg: GuardConfig,
-):
+) -> None:
     "Raises RunFailed where most responses have no verdict: they would be counted as wrong"
     for name, (r, _) in found.items():
         if why := why_unjudged([(s.prompt_id, s) for s in r.samples], cfg):

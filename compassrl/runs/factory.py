@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +32,9 @@ from .trackers import check_trackers
 from ..train.megatron.layout import check_parallel
 from ..train.saver import Saver, ShardedState, WholeState
 from ..train.torch_engine import TorchTrain
+
+if TYPE_CHECKING:
+    from compassrl.train.megatron.leader import Watch
 
 # %% auto #0
 __all__ = [
@@ -233,9 +236,7 @@ train_engines: dict[str, TrainKind] = dict(
 
 
 # %% ../../nbs/runs/09_factory.ipynb #1a830ca4
-def prepare(
-    cfg: TrainConfig,
-) -> Any:  # the `Watch` over all ranks; None for an engine of one process
+def prepare(cfg: TrainConfig) -> Watch | None:  # over all ranks; None for an engine of one process
     "This process, ready for its engines. Raises ValueError for what cannot be had here"
     train, num_ranks = train_engines[cfg.train_engine], world()[1]
     set_up(cfg)
@@ -273,7 +274,7 @@ def open_engines(
     cfg: TrainConfig,
     source: Path,  # a Hugging Face checkpoint: the weights to start from
     folder: Path,  # of the run
-    watch=None,  # what `prepare` gave
+    watch: Watch | None = None,  # what `prepare` gave
 ) -> Iterator[Engines]:
     "The engines that a config names; what they started ends with them"
     kind = train_engines[cfg.train_engine]

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..records import Metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # %% auto #0
 __all__ = ['Span', 'spans_of', 'plot_gantt']
@@ -83,9 +86,9 @@ def _in_lines(spans):  # [(span, its line of the row)]; how many lines each row 
 
 def plot_gantt(
     spans: Sequence[Span],
-    ax=None,
+    ax: Axes | None = None,
     begin: float | None = None,  # second 0 of the picture; None: the first start
-):
+) -> Axes:
     "A row per replica, per worker, and for the trainer; what overlaps in a row is side by side"
     import matplotlib.pyplot as plt
 

@@ -92,7 +92,7 @@ def without_torch() -> None:
 
 # %% ../../nbs/runs/16_help.ipynb #384036b4
 def settings_of(
-    cfg,  # a config
+    cfg: Any,  # a config
     at: str = '',
 ) -> dict[str, object]:
     "A nested config as {'optim.lr': 1e-4, ...}"
@@ -144,7 +144,7 @@ def _line(cfg, key):
 
 def short_help(
     command: str,  # 'compassrl train tiny-cpu'
-    cfg,  # what it starts from
+    cfg: Any,  # what it starts from
     about: str,
 ) -> str:
     "The settings that most people set"

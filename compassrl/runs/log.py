@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
@@ -47,7 +47,7 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def finite_only(x: Any) -> Any:  # numbers that are not finite become None: JSON has none
+def finite_only(x: object) -> Any:  # numbers that are not finite become None: JSON has none
     "Of nested dicts, lists and tuples"
     if isinstance(x, dict):
         return {k: finite_only(v) for k, v in x.items()}
@@ -63,7 +63,7 @@ def as_written(metrics: Metrics) -> Metrics:  # with `num_not_finite`
     return known | dict(num_not_finite=float(len(lost)))
 
 
-def json_text(x: Any, **kw: Any) -> str:
+def json_text(x: object, **kw: Any) -> str:
     "As `json.dumps`, and always JSON: null for a number that is not finite"
     try:
         return json.dumps(x, allow_nan=False, **kw)
@@ -71,7 +71,7 @@ def json_text(x: Any, **kw: Any) -> str:
         return json.dumps(finite_only(x), allow_nan=False, **kw)
 
 
-def write_json(path: Path, d: Any) -> None:
+def write_json(path: Path, d: object) -> None:
     replace_text(path, json_text(d, indent=2) + '\n')
 
 
@@ -110,7 +110,7 @@ def keep_until(
 
 # %% ../../nbs/runs/10_log.ipynb #2ba82d72
 Level = Literal['debug', 'info', 'warning']
-logger = logging.getLogger('compassrl')
+logger: logging.Logger = logging.getLogger('compassrl')
 logger.setLevel('INFO')
 
 
@@ -146,7 +146,7 @@ class Progress:
         self.plain: bool = wanted and not sys.stderr.isatty()
         look = dict(desc=what, unit='step', dynamic_ncols=True)
         bar = wanted and not self.plain
-        self.bar = tqdm(total=total, initial=done, disable=not bar, **look)
+        self.bar: tqdm[Any] = tqdm(total=total, initial=done, disable=not bar, **look)
 
     def step(self, text: str = '') -> None:
         "One more is done"
@@ -183,8 +183,8 @@ class Log:
     ) -> None:
         for name in ('metrics', 'trace'):
             keep_until(folder / f'{name}.jsonl', start)
-        self.metrics = open(folder / 'metrics.jsonl', 'r+')
-        self.trace = open(folder / 'trace.jsonl', 'r+')
+        self.metrics: TextIO = open(folder / 'metrics.jsonl', 'r+')
+        self.trace: TextIO = open(folder / 'trace.jsonl', 'r+')
         self.trace.seek(0, os.SEEK_END)
         if missing := left_out():
             say(missing)

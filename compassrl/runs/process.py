@@ -9,13 +9,16 @@ import ctypes
 import os
 import sys
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ..config import TrainConfig
 from ..train.megatron.layout import ParallelConfig
+
+if TYPE_CHECKING:
+    from compassrl.train.megatron.leader import Watch
 
 # %% auto #0
 __all__ = ['world', 'need', 'keep_freed_memory', 'set_up', 'meet_ranks']
@@ -58,7 +61,7 @@ def set_up(cfg: TrainConfig) -> None:
 # %% ../../nbs/runs/08_process.ipynb #15555ddc
 def meet_ranks(
     parallel: ParallelConfig, device: str
-) -> Any:  # the `Watch` over all ranks, from now on
+) -> Watch:  # the `Watch` over all ranks, from now on
     "The process groups of a layout; an earlier run's are gone"
     from megatron.core import parallel_state
 

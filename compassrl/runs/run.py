@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from ..config import TrainConfig, read_run_config
 from ..judges.model import make_judge
 from ..judges.reward_files import keep_reward_files
+from ..judges.serial import Judge
 from ..loop import Stop, fit
 from ..model.pretrained import write_pretrained
 from ..records import Batch, Metrics, Sample
@@ -61,6 +63,7 @@ class Run:
     engines: Engines  # while they live
     log: Log
     trackers: Trackers
+    judge: Judge
 
     def __init__(self, cfg: TrainConfig, folder: Path, data: Data) -> None:
         self.cfg, self.folder, self.data = cfg, folder, data
@@ -145,7 +148,7 @@ class Run:
                 self.partial_responses.load_state_dict(state)
 
     @contextmanager
-    def judging(self):
+    def judging(self) -> Iterator[None]:
         "Workers that judge, if the config asks for them; they start beside the engines"
         d, c = self.data, self.cfg
         self.judge = make_judge(d.prompts, d.tokenizer, d.eos_id, c.rewards, c.seed, c.group_size)
@@ -229,7 +232,7 @@ def _before_rl(run, begins):  # the train engine still holds the weights that th
 
 
 # %% ../../nbs/runs/12_run.ipynb #46da9c56
-may_change = 'steps', 'parallel', 'vllm'  # when a run goes on
+may_change: tuple[str, ...] = 'steps', 'parallel', 'vllm'  # when a run goes on
 
 
 def resume_run(

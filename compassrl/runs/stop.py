@@ -8,9 +8,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
+from types import FrameType, TracebackType
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -41,6 +44,7 @@ class stoppable:
 
     folder: Path
     asked: bool
+    old: dict[int, Callable[..., Any] | int | None]
 
     def __init__(
         self,
@@ -48,19 +52,24 @@ class stoppable:
     ) -> None:
         self.folder, self.asked = folder, False
 
-    def ask(self, signum=None, frame=None) -> None:
+    def ask(self, signum: int | None = None, frame: FrameType | None = None) -> None:
         "What a signal calls"
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
         print('\nstopping after this step (once more: at once)', flush=True)
 
-    def __enter__(self):
+    def __enter__(self) -> stoppable:
         heard = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
         self.old = {s: signal.signal(s, self.ask) for s in heard}
         return self
 
-    def __exit__(self, kind, error, tb) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         for s, handler in self.old.items():
             signal.signal(s, handler)
         if kind and issubclass(kind, KeyboardInterrupt):
@@ -71,7 +80,7 @@ class stoppable:
 @contextmanager
 def locked(
     folder: Path,  # of a run
-):
+) -> Iterator[None]:
     "One process per run; raises ValueError if there is one already"
     with open(folder / '.lock', 'a') as f:
         try:
@@ -90,7 +99,7 @@ def locked(
 @contextmanager
 def failure_noted(
     folder: Path,  # of a run
-):
+) -> Iterator[None]:
     "If the run ends by itself, `failed.json` says why until it goes on"
     path = folder / 'failed.json'
     path.unlink(missing_ok=True)
@@ -109,7 +118,7 @@ _disk = {'ENOSPC', 'EDQUOT', 'EFBIG', 'EROFS', 'EACCES', 'EPERM', 'EIO'}
 def disk_told(
     folder: Path,  # of a run
     command: str = 'resume',  # what to do when there is room again
-):
+) -> Iterator[None]:
     "Around all that writes: what the disk refuses becomes a ValueError of one line"
     try:
         yield

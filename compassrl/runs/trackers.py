@@ -70,11 +70,13 @@ class TensorBoard:
     def __init__(self, folder: Path, config: Mapping[str, Any], start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.is_new = not start
+        self.is_new: bool = not start
         board = folder / 'tensorboard'
         again = board.exists()
-        self.board = SummaryWriter(board, purge_step=start + 1 if start else 0 if again else None)
-        self.cold = SummaryWriter(board / 'cold_start', purge_step=0) if self.is_new else None
+        purge = start + 1 if start else 0 if again else None
+        self.board: SummaryWriter = SummaryWriter(board, purge_step=purge)
+        cold = SummaryWriter(board / 'cold_start', purge_step=0) if self.is_new else None
+        self.cold: SummaryWriter | None = cold
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -91,11 +93,13 @@ class TensorBoard:
 class Wandb:
     "Weights & Biases; what it keeps on the disk is in the run directory"
 
+    is_new: bool
+
     def __init__(self, folder: Path, config: Mapping[str, Any], start: int) -> None:
         import wandb
 
         run_id, self.is_new = _known(folder, 'wandb', lambda: secrets.token_hex(4))
-        self.run = wandb.init(
+        self.run: wandb.Run = wandb.init(
             project=os.environ.get('WANDB_PROJECT', 'compassrl'),
             name=os.environ.get('WANDB_NAME', folder.resolve().name),
             id=run_id,
@@ -119,13 +123,15 @@ class Wandb:
 class Trackio:
     "Hugging Face's tracker: a local database, or a Space"
 
+    is_new: bool
+
     def __init__(self, folder: Path, config: Mapping[str, Any], start: int) -> None:
         import trackio
 
         name = f'{folder.resolve().name}-{secrets.token_hex(2)}'
         run_id, self.is_new = _known(folder, 'trackio', lambda: name)
         project = os.environ.get('TRACKIO_PROJECT', 'compassrl')
-        self.run = trackio.init(
+        self.run: trackio.Run = trackio.init(
             project=project, name=run_id, resume='allow', config=dict(config), embed=False
         )
 
@@ -140,11 +146,15 @@ class Trackio:
 class Mlflow:
     "MLflow; settings are its parameters"
 
+    run_id: str
+    is_new: bool
+
     def __init__(self, folder: Path, config: Mapping[str, Any], start: int) -> None:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
-        self.client, self.metric = MlflowClient(), Metric
+        self.client: MlflowClient = MlflowClient()
+        self.metric: type[Metric] = Metric
         name = os.environ.get('MLFLOW_EXPERIMENT_NAME', 'compassrl')
 
         def make() -> str:

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch as st
 import torch
@@ -79,7 +80,7 @@ def _verify(path):  # raises unless every file is what the manifest says
 def save_checkpoint(
     root: str | Path,  # folder of a run's checkpoints; one process at a time saves here
     step: int,  # 0 or more
-    state: dict,  # nested dict, list, tuple of tensors, int, float, str, bool, None
+    state: dict[str, Any],  # nested dict, list, tuple of tensors, int, float, str, bool, None
     keep: int = 2,  # how many checkpoints stay, this one included
     shard_bytes: int = 2**30,  # of a tensor file; a larger tensor has a file of its own
     skipped: Collection[Path] = (),  # later ones that a resume could not use; they make room
@@ -112,7 +113,7 @@ def save_checkpoint(
 # %% ../../nbs/train/04_checkpoint.ipynb #a4f1567b
 def load_checkpoint(
     path: str | Path,  # one checkpoint, such as root/step-000123
-) -> tuple[int, dict]:  # step; state with tensors on the CPU, each with memory of its own
+) -> tuple[int, dict[str, Any]]:  # step; state with tensors on the CPU, each with memory of its own
     "What `save_checkpoint` wrote, every byte compared with the manifest. Raises CheckpointError"
     path = Path(path)
     if not path.is_dir():

@@ -64,20 +64,20 @@ def _remove(path):  # as far as it can be
     shutil.rmtree(path, ignore_errors=True)
 
 
-def discard(path: Path):
+def discard(path: Path) -> None:
     "Under a name that nothing reads, then away; what resists is tried again by the next save"
     gone = path.with_name(f'.tmp-gone-{uuid.uuid4().hex[:8]}')
     os.replace(path, gone)  # needs no room, which a full disk has not
     _remove(gone)
 
 
-def remove_leftovers(root: Path):
+def remove_leftovers(root: Path) -> None:
     "Removes what killed saves have left"
     for p in root.glob('.tmp-*'):
         _remove(p)
 
 
-def publish(tmp: Path, path: Path):
+def publish(tmp: Path, path: Path) -> None:
     "A complete folder gets its name; one that has it keeps, meanwhile, a name that is read"
     old = path.with_name(f'{path.name}.old')
     if path.exists():

@@ -5,7 +5,7 @@
 # %% ../../nbs/train/09_guards.ipynb #80db3524
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
@@ -42,7 +42,7 @@ class GuardConfig:
     # largest share of responses without a verdict; the first step may not exceed it; 1 = off
     max_failed_frac: Annotated[float, between(0, 1)] = 0.9
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
 
 
@@ -53,7 +53,7 @@ class RunFailed(ValueError):
         self,
         message: str,
         good: float,  # after so many steps the weights were sound; inf = they still are
-    ):
+    ) -> None:
         super().__init__(message)
         self.good = good
 
@@ -78,7 +78,7 @@ def weights_finite(weights: Iterable[Tensor]) -> bool:
 def check_start(
     fine: bool,  # are the weights that an engine starts from finite?
     where: str | Path,  # they came from
-):
+) -> None:
     "Raises ValueError if not"
     if not fine:
         raise ValueError(
@@ -107,16 +107,20 @@ def why_unjudged(
 class Guard:
     "Watches one run. Raises RunFailed"
 
+    cfg: GuardConfig
+    what: str
+    seen: int
+
     def __init__(
         self,
         cfg: GuardConfig,
         what: str = 'step',  # that is numbered from 1
         start: int = 0,  # steps already done
-    ):
+    ) -> None:
         self.cfg, self.what = cfg, what
         self.seen, self.lost, self.skipped = start, 0, False  # steps, in a row, this update
 
-    def sampled(self, step: int, batch: Batch):
+    def sampled(self, step: int, batch: Batch) -> None:
         "Before anything is computed from these tokens"
         drawn = batch.rollout_log_probs[batch.response_mask]
         if len(drawn) and not drawn.isfinite().any():
@@ -131,7 +135,7 @@ class Guard:
         self,
         step: int,
         metrics: Metrics,  # of the update; loses `weights_finite`
-    ):
+    ) -> None:
         "Before the new weights are handed on"
         self.skipped = metrics.get('skipped_frac') == 1
         if not metrics.pop('weights_finite', 1.0):
@@ -147,14 +151,14 @@ class Guard:
         step: int,
         samples: list[Sample] = (),  # judged
         last: bool = False,  # of the run: it may not end with nothing but lost steps
-    ):
+    ) -> None:
         "When the step has been written down"
         unjudged = why = why_unjudged([(s.prompt_id, s.verdict) for s in samples], self.cfg)
         self.seen += 1
-        self.lost = self.lost + 1 if self.skipped or unjudged else 0
+        self.lost: int = self.lost + 1 if self.skipped or unjudged else 0
         if self.skipped and not unjudged:
             why = 'the loss or its gradient is not finite, so nothing is learned'
-        self.skipped = False
+        self.skipped: bool = False
         limit = self.cfg.max_lost_steps
         many = limit and (self.lost == limit or last and self.lost == self.seen)
         if unjudged and self.seen == 1 or many:
@@ -170,7 +174,7 @@ class Guard:
 def last_good(
     root: Path,  # of checkpoints
     wait: Callable[[], None],  # until all of them are on the disk
-):
+) -> Iterator[None]:
     "A failure says where one can go on"
     try:
         yield

@@ -11,13 +11,18 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
 from .state import CheckpointError, TornCheckpoint
+
+if TYPE_CHECKING:
+    from _hashlib import HASH
 
 # %% auto #0
 __all__ = [
@@ -35,13 +40,13 @@ __all__ = [
 
 
 # %% ../../nbs/train/07_manifest.ipynb #ebb47100
-def seal(body: dict) -> tuple[str, bytes]:  # a manifest's hash of itself, and its bytes
+def seal(body: dict[str, Any]) -> tuple[str, bytes]:  # a manifest's hash of itself, and its bytes
     h = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return h, json.dumps({**body, 'sha256': h}, sort_keys=True, indent=1).encode()
 
 
 # %% ../../nbs/train/07_manifest.ipynb #28b1a50d
-def sync_path(path: Path):
+def sync_path(path: Path) -> None:
     "Makes a file durable, or the names in a folder; Windows has no such call"
     if os.name == 'nt':
         return
@@ -55,21 +60,31 @@ def sync_path(path: Path):
 class HashedFile:
     "A file that is written once, from its first byte to its last, and hashed meanwhile"
 
+    file: IO[Any]
+    hash: HASH
+    size: int
+    done: Callable[[dict[str, Any]], object]
+    thread: ThreadPoolExecutor
+    jobs: deque[Future[None]]
+    pieces: list[bytes]
+    loose: int
+
     def __init__(
         self,
         path: str | Path,
         mode: str = 'xb',
-        done: Callable[[dict], object] = lambda entry: None,  # told the entry when it is closed
-    ):
+        # told the entry when it is closed
+        done: Callable[[dict[str, Any]], object] = lambda entry: None,
+    ) -> None:
         self.file, self.hash, self.size, self.done = open(path, mode), hashlib.sha256(), 0, done
         self.thread, self.jobs = ThreadPoolExecutor(1), deque()
         self.pieces, self.loose = [], 0  # written, not yet handed to the thread; their bytes
 
     @property
-    def entry(self) -> dict:  # of the manifest
+    def entry(self) -> dict[str, Any]:  # of the manifest
         return dict(bytes=self.size, sha256=self.hash.hexdigest())
 
-    def write(self, data) -> int:  # bytes written
+    def write(self, data: bytes | bytearray | memoryview) -> int:  # bytes written
         data = bytes(data)  # its memory may go when this returns; no copy of what is bytes already
         self.size += len(data)
         self.loose += len(data)
@@ -88,28 +103,33 @@ class HashedFile:
         for data in pieces:
             self.hash.update(data)
 
-    def sync(self):
+    def sync(self) -> None:
         self.file.flush()
         os.fsync(self.file.fileno())
 
-    def close(self):
+    def close(self) -> None:
         self._hand_on()
         self.thread.shutdown()
         self.file.close()
 
-    def __getattr__(self, name):  # `tell`, `flush`, `fileno`
+    def __getattr__(self, name: str) -> Any:  # `tell`, `flush`, `fileno`
         return getattr(self.file, name)
 
-    def __enter__(self):
+    def __enter__(self) -> HashedFile:
         return self
 
-    def __exit__(self, kind, error, tb):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         self.close()
         if kind is None:
             self.done(self.entry)
 
 
-def write_file(path: Path, data: bytes) -> dict:  # its entry in the manifest
+def write_file(path: Path, data: bytes) -> dict[str, Any]:  # its entry in the manifest
     "A new file, on the disk when this returns"
     with HashedFile(path) as f:
         f.write(data)
@@ -117,7 +137,7 @@ def write_file(path: Path, data: bytes) -> dict:  # its entry in the manifest
     return f.entry
 
 
-def file_entry(path: Path) -> dict:  # bytes, sha256
+def file_entry(path: Path) -> dict[str, Any]:  # bytes, sha256
     "The entry in the manifest of a file that somebody else has written"
     with open(path, 'rb') as f:
         digest = hashlib.file_digest(f, 'sha256').hexdigest()
@@ -158,7 +178,7 @@ def _compare(path, entry, size, digest):
         raise _torn(path, f'sha256 {h[:12]} where the manifest says {entry["sha256"][:12]}')
 
 
-def read_file(path: Path, entry: dict) -> bytes:
+def read_file(path: Path, entry: dict[str, Any]) -> bytes:
     "The bytes of a file that are what the manifest says. Raises TornCheckpoint"
     with _reading(path):
         data = path.read_bytes()
@@ -174,8 +194,8 @@ def _verify_file(path, entry):  # as `read_file`, a piece at a time
 
 def verify_files(
     path: Path,  # one checkpoint
-    files: dict[str, dict],  # entries of its manifest by name
-):
+    files: dict[str, dict[str, Any]],  # entries of its manifest by name
+) -> None:
     "Several at a time; reading a shard does not wait for another one. Raises TornCheckpoint"
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         list(threads.map(lambda name: _verify_file(path / name, files[name]), files))
@@ -226,7 +246,7 @@ def _check_body(body):  # what every reader relies on
 def read_manifest(
     path: Path,  # one checkpoint
     form: tuple[str, int],  # the format that the reader knows, and its version
-) -> dict:  # step, files and what the writer added
+) -> dict[str, Any]:  # step, files and what the writer added
     "Verified by its own hash. Raises TornCheckpoint; CheckpointError for another format"
     body = _unsealed(path / 'manifest.json')
     with makes_sense(path):

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .folders import first_usable, none_usable, remove_leftovers
 from .manifest import makes_sense, step_of
 from .state import CheckpointError, check_shapes
 from .torch_engine import TorchTrain
+
+if TYPE_CHECKING:
+    from compassrl.train.megatron.leader import Leader
 
 # %% auto #0
 __all__ = ['Saver', 'WholeState', 'ShardedState']
@@ -50,6 +53,7 @@ def _newest(root, use):  # its step, and those that were skipped
 class WholeState:
     "Of an engine whose state is in this process"
 
+    skipped: list[Path]
     engine: TorchTrain
     root: Path
     keep: int
@@ -100,10 +104,12 @@ def _check_state(engine, state):  # before anything is changed
 class ShardedState:
     "Of an engine on many ranks: each writes its part; another layout can read it"
 
+    skipped: list[Path]
     root: Path
     keep: int
+    leader: Leader
 
-    def __init__(self, leader, root: Path, keep: int):
+    def __init__(self, leader: Leader, root: Path, keep: int) -> None:
         self.leader, self.root, self.keep, self.skipped = leader, root, keep, []
 
     def _everywhere(self, fn, *args):  # a refusal is raised here, when all ranks are done with it
@@ -114,7 +120,7 @@ class ShardedState:
             raise refusal
         return result
 
-    def save(self, step: int):  # begins to write, when the save before it is done
+    def save(self, step: int) -> None:  # begins to write, when the save before it is done
         from compassrl.train.megatron.checkpoint import save_sharded
 
         self._everywhere(save_sharded, self.root, step, self.keep, self.skipped)
@@ -130,7 +136,7 @@ class ShardedState:
         step, self.skipped = _newest(self.root, use)
         return step
 
-    def wait(self):
+    def wait(self) -> None:
         from compassrl.train.megatron.checkpoint import finish_save
 
         self._everywhere(finish_save)

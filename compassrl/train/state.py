@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ class _Encoder:
 
 
 def encode_state(
-    state,  # nested dict, list, tuple of tensors, int, float, str, bool, None
+    state: object,  # nested dict, list, tuple of tensors, int, float, str, bool, None
 ) -> tuple[object, dict[str, Tensor]]:  # JSON with names of tensors; these, not copied
     "Tensors to one side, everything else to JSON. Raises CheckpointError for what is neither"
     encoder = _Encoder()
@@ -96,9 +97,9 @@ def encode_state(
 
 # %% ../../nbs/train/05_state.ipynb #d9f15866
 def decode_state(
-    tree,  # as `encode_state` made it
+    tree: object,  # as `encode_state` made it
     tensors: dict[str, Tensor],  # by name
-):  # the state
+) -> Any:  # the state
     "The inverse of `encode_state`"
 
     def decode(x):
@@ -122,8 +123,8 @@ def decode_state(
 
 # %% ../../nbs/train/05_state.ipynb #cd84755d
 def check_shapes(
-    expected,  # nested state of tensors that the program has, such as `model.state_dict()`
-    found,  # the same part of a loaded state
+    expected: object,  # nested state of tensors that the program has, such as `model.state_dict()`
+    found: object,  # the same part of a loaded state
     show: int = 3,  # how many differences to name
 ) -> None:
     "Raises CheckpointError if names or shapes differ, before anything is loaded"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import torch
 from fastcore.basics import patch
@@ -165,6 +165,12 @@ class TorchTrain:
     optimizer: AdamW
     num_steps: int
     config: OptimConfig
+
+    if TYPE_CHECKING:  # it has a cell of its own
+
+        def update(
+            self, batch: Batch, loss: LossFn, lr: float | None = None
+        ) -> tuple[Metrics, dict[str, Tensor]]: ...
 
     def __init__(
         self,

@@ -6,8 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compassrl import LossConfig, PolicyLoss, RolloutEngine, TrainConfig, TrainEngine, policy_loss
+from compassrl import (
+    LossConfig,
+    OptimConfig,
+    PolicyLoss,
+    RolloutEngine,
+    TrainConfig,
+    TrainEngine,
+    Verdict,
+    policy_loss,
+    verifier,
+)
+from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Batch, Metrics, Request, Sample
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.train.torch_engine import TorchTrain
 
 
 class Constant(RolloutEngine):
@@ -56,4 +69,15 @@ def step(engine: TrainEngine, batch: Batch, cfg: TrainConfig) -> float:
     return loss + cfg.optim.lr
 
 
+@verifier
+def longer(text: str, answer: str) -> Verdict:
+    return Verdict(1.0, len(text) > len(answer), 'ok', '')
+
+
+verdict: Verdict = longer('abc', 'ab')
 rollout: RolloutEngine = Constant(3)
+policy = Policy(PolicyConfig())
+engines: tuple[RolloutEngine, TrainEngine] = (
+    TorchRollout(policy.config),
+    TorchTrain(policy, OptimConfig()),
+)

@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from dataclasses import field as field_of
 from pathlib import Path
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -27,11 +28,13 @@ class Lost(Exception):
     "A server that does not do its work: gone, silent, broken, or with other weights"
 
 
-silence_s = 40.0  # a server that gives nothing for so long is lost, or sooner: see `timeout_s`
+_T = TypeVar('_T')
+# a server that gives nothing for so long is lost, or sooner: see `timeout_s`
+silence_s: float = 40.0
 most_bytes = 1 << 20  # of an answer without tokens
 
 
-def field(answer, name: str, kind: type):
+def field(answer: object, name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:
     "What `name` is in an answer; raises Lost where a server answers something else"
     found = answer.get(name) if isinstance(answer, dict) else None
     if not isinstance(found, kind):
@@ -65,10 +68,10 @@ class Client:
         self,
         method: str,
         path: str,
-        body: dict | None = None,
+        body: dict[str, Any] | None = None,
         timeout_s: float | None = None,
         max_bytes: int = most_bytes,  # of the answer
-    ):
+    ) -> Any:
         "Raises Lost if there is no proper answer, ValueError if the server refuses the request"
         how = dict(json=body, timeout=aiohttp.ClientTimeout(timeout_s), allow_redirects=False)
         how['headers'] = bearer(self.secret) | {'Accept-Encoding': 'identity'}
@@ -86,7 +89,7 @@ class Client:
             raise Lost(f'{path}: {says}')
         raise ValueError(f'{self.name} refuses {path}: {says}{refusals[code]}')
 
-    async def post(self, path: str, **body):
+    async def post(self, path: str, **body: Any) -> Any:
         return await self.while_alive(self.call('POST', path, body, self.timeout_s))
 
     @property
@@ -96,12 +99,19 @@ class Client:
 
 _routes = ': start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out'
 _secret = f': {variable} has to be the same for this server and for the run'
-refusals = {400: '', 401: _secret, 403: _secret, 404: _routes, 405: _routes, 422: ''}
+refusals: dict[int, str] = {
+    400: '',
+    401: _secret,
+    403: _secret,
+    404: _routes,
+    405: _routes,
+    422: '',
+}
 
 
 # %% ../../../nbs/rollout/vllm/08_client.ipynb #86f955e2
 @patch
-async def while_alive(self: Client, work: Coroutine):
+async def while_alive(self: Client, work: Coroutine[Any, Any, _T]) -> _T:
     "The answer, as long as somebody is there who works on it"
     call, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
     worked, used = loop.time(), self.used_s()
@@ -139,7 +149,7 @@ async def progress(self: Client, wait_s: float) -> int | None:  # tokens; None =
 
 # %% ../../../nbs/rollout/vllm/08_client.ipynb #5db55f94
 @patch
-async def ready(self: Client, limit_s: float):
+async def ready(self: Client, limit_s: float) -> None:
     "Wait until it answers. Raises Lost if it ends, or is not ready in time"
     loop = asyncio.get_running_loop()
     end = loop.time() + limit_s
@@ -164,19 +174,19 @@ async def ready(self: Client, limit_s: float):
 
 # %% ../../../nbs/rollout/vllm/08_client.ipynb #762425ef
 @patch
-async def begin(self: Client):
+async def begin(self: Client) -> None:
     "End what was given up: a forward pass while the weights are gone would end the server"
     await self.post('/pause')
     await self.post('/start_weight_update')
 
 
 @patch
-async def send(self: Client, path: Path):
+async def send(self: Client, path: Path) -> None:
     await self.post('/update_weights', update_info=dict(path=str(path)))
 
 
 @patch
-async def end(self: Client, version: int):
+async def end(self: Client, version: int) -> None:
     "The weights are in: no cache of the old ones survives, and the server says which it has"
     await self.post('/finish_weight_update', weight_version=str(version))
     if not field(await self.post('/reset_prefix_cache'), 'success', bool):
@@ -186,18 +196,18 @@ async def end(self: Client, version: int):
 
 
 @patch
-async def sleep(self: Client):
+async def sleep(self: Client) -> None:
     "Its GPU is the trainer's: weights wait in the host's memory, caches go (not run on GPU)"
     await self.post('/sleep?level=1')
 
 
 @patch
-async def wake(self: Client):
+async def wake(self: Client) -> None:
     await self.post('/wake_up')
 
 
 @patch
-async def verify(self: Client, version: int):
+async def verify(self: Client, version: int) -> None:
     "A server may have been restarted behind our back"
     answer = await self.call('GET', '/weight_info', timeout_s=self.silence_s)
     has = field(answer, 'weight_version', str)

@@ -12,6 +12,7 @@ import math
 import time
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 from fastcore.basics import patch
@@ -22,19 +23,19 @@ from ..pull_queue import Attempt, PullQueue
 from ..schedule import LengthPredictor, Schedule, ScheduleConfig
 from .client import Client, Lost, field, most_bytes, silence_s
 from .messages import sampling_args, to_sample
-from .revival import Replica, Servers, each
+from .revival import Events, Replica, Servers, each
 
 # %% auto #0
 __all__ = ['to_body', 'from_body', 'read_ids', 'read_array', 'Talk', 'Conversation']
 
 
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #4f9b7075
-def to_body(r: Request) -> dict:  # JSON of `/inference/v1/generate`
+def to_body(r: Request) -> dict[str, Any]:  # JSON of `/inference/v1/generate`
     return dict(token_ids=list(r.prompt_ids), sampling_params=sampling_args(r))
 
 
 def from_body(
-    r: Request, answer: dict, config: PolicyConfig, version: int, started: float
+    r: Request, answer: dict[str, Any], config: PolicyConfig, version: int, started: float
 ) -> Sample:
     "Raises Lost for a request that the server gave up, and for what cannot be an answer to it"
     c = (field(answer, 'choices', list) or [None])[0]
@@ -50,7 +51,7 @@ def from_body(
     return to_sample(r, ids, log_probs, routes, config, version, started)
 
 
-def read_ids(r: Request, ids: list, reason: str, config: PolicyConfig) -> list[int]:
+def read_ids(r: Request, ids: list[int], reason: str, config: PolicyConfig) -> list[int]:
     "Raises Lost for tokens that do not exist, and for a response that ends where it cannot"
     if reason not in ('stop', 'length'):
         raise Lost(f'finish_reason={reason[:80]!r}')
@@ -87,13 +88,16 @@ def read_array(text: str, shape: tuple[int, ...], below: int) -> np.ndarray:
 class Talk:
     "What one task asks of one replica"
 
-    task: asyncio.Task
+    task: asyncio.Task[None]
     start: float
     index: int | None = None  # of the request; None = a sign of life
 
 
 class Conversation:
     "Requests that servers answer, from the first to the last"
+
+    servers: Servers
+    policy: PolicyConfig
 
     def __init__(
         self,
@@ -103,16 +107,16 @@ class Conversation:
         num_slots: int,  # responses that run at the same time, on each server
         schedule: ScheduleConfig,
         predictor: LengthPredictor,
-    ):
+    ) -> None:
         self.servers, self.policy = servers, policy
-        self.plan = Schedule(requests, schedule, predictor)
-        self.queue = PullQueue(self.plan.requests, num_slots, self.plan.order)
+        self.plan: Schedule = Schedule(requests, schedule, predictor)
+        self.queue: PullQueue = PullQueue(self.plan.requests, num_slots, self.plan.order)
         self.out: SimpleQueue[Sample | None] = SimpleQueue()  # None = it has ended
         self.talks: dict[int | str, Talk] = {}  # by ticket, or by name for a sign of life
         self.spans: list[Attempt] = []  # seconds of `time.perf_counter`
-        self.events: asyncio.Queue = asyncio.Queue()
+        self.events: Events = asyncio.Queue()
 
-    async def run(self):
+    async def run(self) -> None:
         servers = self.servers
         servers.events = self.events
         servers.raise_errors()
@@ -127,7 +131,7 @@ class Conversation:
             for talk in self.talks.values():
                 talk.task.cancel()
 
-    async def greet(self):
+    async def greet(self) -> None:
         "Have they the present weights? A server may have been restarted behind our back"
         there = [r for r in self.servers.replicas.values() if r.up]
         if self.servers.vllm.colocated:
@@ -137,7 +141,7 @@ class Conversation:
             if not r.up:
                 self.servers.lose(r, r.why)
 
-    def hand_out(self):
+    def hand_out(self) -> None:
         "Every free slot gets a request, also those of a replica that has just come back"
         for r in self.servers.replicas.values():
             if r.up and r.name not in self.queue.busy:
@@ -158,7 +162,7 @@ def route_bytes(self: Conversation, r: Request) -> int:
 
 
 @patch
-async def ask(self: Conversation, ticket: int, r: Replica, request: Request):
+async def ask(self: Conversation, ticket: int, r: Replica, request: Request) -> None:
     start, servers = time.perf_counter(), self.servers
     try:
         most = most_bytes + 1024 * request.params.max_tokens + self.route_bytes(request)
@@ -176,7 +180,7 @@ async def ask(self: Conversation, ticket: int, r: Replica, request: Request):
 
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #6d3b8ec0
 @patch
-async def take(self: Conversation):
+async def take(self: Conversation) -> None:
     "What happens next: an answer, a replica that is back, or nothing for a while"
     try:
         async with asyncio.timeout(min(1, self.servers.vllm.timeout_s / 16)):
@@ -202,7 +206,7 @@ async def take(self: Conversation):
 
 
 @patch
-def keep(self: Conversation, ticket: int, r: Replica, answer: Sample):
+def keep(self: Conversation, ticket: int, r: Replica, answer: Sample) -> None:
     "A sample is there"
     talk, now = self.talks.pop(ticket), time.perf_counter()
     r.tokens = -1  # those that run have fewer without this one
@@ -216,7 +220,7 @@ def keep(self: Conversation, ticket: int, r: Replica, answer: Sample):
 
 
 @patch
-def drop_rest(self: Conversation, index: int, now: float):
+def drop_rest(self: Conversation, index: int, now: float) -> None:
     "What else was asked for this group is not needed"
     where = {ticket: name for ticket, (name, _) in self.queue.out.items()}
     for ticket in self.queue.drop(self.queue.requests[index]):
@@ -228,7 +232,7 @@ def drop_rest(self: Conversation, index: int, now: float):
 
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #d6cbe6fb
 @patch
-def listen(self: Conversation):
+def listen(self: Conversation) -> None:
     "A silent replica is asked how far it has come; one that gives no token is dropped"
     now, replicas = time.perf_counter(), self.servers.replicas
     limit = min(silence_s, self.servers.vllm.timeout_s)
@@ -248,7 +252,7 @@ def listen(self: Conversation):
 
 
 @patch
-async def probe(self: Conversation, r: Replica, limit_s: float):
+async def probe(self: Conversation, r: Replica, limit_s: float) -> None:
     await asyncio.sleep(limit_s / 20)
     try:  # answered between two steps of the engine
         answer = await r.progress(limit_s)
@@ -261,7 +265,7 @@ async def probe(self: Conversation, r: Replica, limit_s: float):
 
 
 @patch
-def drop_replica(self: Conversation, r: Replica, why: str):
+def drop_replica(self: Conversation, r: Replica, why: str) -> None:
     "Its requests go back, its answers do not count any more, and it is brought back"
     for ticket in [r.name, *self.queue.busy[r.name]]:
         if talk := self.talks.pop(ticket, None):

@@ -9,11 +9,15 @@ from __future__ import annotations
 import hmac
 import json
 import os
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 # %% auto #0
 __all__ = [
     'variable',
     'progress_path',
+    'Send',
+    'App',
     'closed',
     'the_secret',
     'bearer',
@@ -25,7 +29,9 @@ __all__ = [
 # %% ../../../nbs/rollout/vllm/14_door.ipynb #f6322bc6
 variable = 'COMPASSRL_SECRET'
 progress_path = '/compassrl/progress'
-closed = ('/collective_rpc',)  # calls any method of a worker; some never return
+Send = Callable[[dict[str, Any]], Awaitable[None]]  # of ASGI
+App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Send], Awaitable[None]]
+closed: tuple[str, ...] = ('/collective_rpc',)  # calls any method of a worker; some never return
 
 
 def the_secret() -> str:
@@ -46,10 +52,15 @@ def bearer(secret: str) -> dict[str, str]:  # headers of a request
 class Door:
     "ASGI middleware: answers 401 to whoever does not show the secret, 404 for `closed`"
 
-    def __init__(self, app):
+    wants: bytes
+    app: App
+
+    def __init__(self, app: App) -> None:
         self.app, self.wants = app, bearer(the_secret())['Authorization'].encode()
 
-    async def __call__(self, scope, receive, send):
+    async def __call__(
+        self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send
+    ) -> None:
         if scope['type'] == 'lifespan':  # the server itself
             return await self.app(scope, receive, send)
         shown = [v for k, v in scope['headers'] if k.lower() == b'authorization']
@@ -64,13 +75,13 @@ class Door:
         await self.app(scope, receive, send)
 
 
-async def reply(send, status: int, body: dict):
+async def reply(send: Send, status: int, body: dict[str, Any]) -> None:
     kind = (b'content-type', b'application/json')
     await send(dict(type='http.response.start', status=status, headers=[kind]))
     await send(dict(type='http.response.body', body=json.dumps(body).encode()))
 
 
-async def progress(engine) -> dict:  # of vLLM's AsyncLLM
+async def progress(engine: Any) -> dict[str, Any]:  # of vLLM's AsyncLLM
     "Tokens of the requests that run, and is the engine paused?"
     states = list(engine.output_processor.request_states.values())
     tokens = sum(s.detokenizer.num_output_tokens() for s in states if s.detokenizer)

@@ -9,6 +9,7 @@ import base64
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,16 +36,20 @@ __all__ = ['AllServers', 'HfSource', 'NcclGroup', 'SharedGpu']
 class AllServers:
     "All servers as the one to which vLLM's trainer side speaks (its `VLLMWeightSyncClient`)"
 
+    num_servers: int
+    num_ranks: int
+    tell: Callable[[str, list[dict[str, Any]]], None]
+
     def __init__(
         self,
         # posts the i-th body to the i-th server, all at once
-        tell: Callable[[str, list[dict]], None],
+        tell: Callable[[str, list[dict[str, Any]]], None],
         num_servers: int,
         num_ranks: int,  # GPUs of one server
-    ):
+    ) -> None:
         self.tell, self.num_servers, self.num_ranks = tell, num_servers, num_ranks
 
-    def init_weight_transfer_engine(self, init_info: dict):
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         first = init_info.get('rank_offset')  # None = no group
         numbers = [
             {} if first is None else dict(rank_offset=first + i * self.num_ranks)
@@ -52,16 +57,16 @@ class AllServers:
         ]
         self.tell('/init_weight_transfer_engine', [dict(init_info=init_info | n) for n in numbers])
 
-    def update_weights(self, update_info: dict):
+    def update_weights(self, update_info: dict[str, Any]) -> None:
         info = dict(update_info)
         if handles := info.pop('ipc_handles', None):
             info['ipc_handles_pickled'] = base64.b64encode(pickle.dumps(handles)).decode()
         self.tell('/update_weights', [dict(update_info=info)] * self.num_servers)
 
-    def start_weight_update(self):
+    def start_weight_update(self) -> None:
         "The pool has said so already"
 
-    def finish_weight_update(self, weight_version=None):
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
         "The pool will say so, with the version"
 
 
@@ -69,7 +74,11 @@ class AllServers:
 class HfSource(WeightSource):
     "The policy's weights by their Hugging Face names, as vLLM's trainer side wants them"
 
-    def __init__(self, config: PolicyConfig, dtype: torch.dtype, device: str):
+    config: PolicyConfig
+    dtype: torch.dtype
+    device: str
+
+    def __init__(self, config: PolicyConfig, dtype: torch.dtype, device: str) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.weights: Iterable[tuple[str, Tensor]] = ()  # of this sync
 
@@ -87,13 +96,17 @@ class HfSource(WeightSource):
 class NcclGroup:
     "This process and all servers' GPUs (not run on GPU); RuntimeError if a transfer hangs"
 
+    source: HfSource
+    timeout_s: float
+    engine: NCCLTrainerWeightTransferEngine
+
     def __init__(
         self,
         everyone: AllServers,
         config: PolicyConfig,
         dtype: torch.dtype,  # of the servers
         timeout_s: float,  # of one sync
-    ):
+    ) -> None:
         self.source, self.timeout_s = HfSource(config, dtype, 'cuda'), timeout_s
         world = 1 + everyone.num_servers * everyone.num_ranks
         info = NCCLTrainerInitInfo(get_ip(), free_port(), world, rank=0)
@@ -105,7 +118,7 @@ class NcclGroup:
 
         self.bounded(join)
 
-    def bounded(self, work: Callable[[], None]):
+    def bounded(self, work: Callable[[], None]) -> None:
         errors, device = [], torch.cuda.current_device()
 
         def run():
@@ -125,7 +138,7 @@ class NcclGroup:
                 f'NCCL did not end in {self.timeout_s:g} s: a server is gone, resume the run'
             )
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]):
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.source.weights = weights
         self.bounded(self.engine.send_weights)
 
@@ -134,13 +147,15 @@ class NcclGroup:
 class SharedGpu:
     "Servers on the GPU of this process read its memory (not run on GPU)"
 
-    def __init__(self, everyone: AllServers, config: PolicyConfig, dtype: torch.dtype):
-        self.source = HfSource(config, dtype, 'cuda')
+    engine: IPCTrainerWeightTransferEngine
+
+    def __init__(self, everyone: AllServers, config: PolicyConfig, dtype: torch.dtype) -> None:
+        self.source: HfSource = HfSource(config, dtype, 'cuda')
         info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=256 << 20)
         self.engine = IPCTrainerWeightTransferEngine.trainer_init(
             info, client=everyone, source=self.source
         )
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]):
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.source.weights = weights
         self.engine.send_weights()

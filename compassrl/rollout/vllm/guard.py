@@ -27,7 +27,7 @@ def stand_guard(
     server: int,  # pid of a child of ours, and its process group
     link: int = 0,  # file number of our end of the connection to the owner
     folder: Path | None = None,  # of the server: removed with it, and its shared memory
-):
+) -> None:
     "Kill the server's process group as soon as the owner or the server has ended"
     with suppress(OSError):
         os.write(link, b'%d' % server)
@@ -47,7 +47,7 @@ def stand_guard(
         remove(folder)
 
 
-def end_with(parent: int):
+def end_with(parent: int) -> None:
     "In a child: when the parent ends, the kernel kills us"
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it has ended already
@@ -62,7 +62,7 @@ def private(env: dict[str, str]) -> tuple[dict[str, str], Path]:
     return dict(TORCHINDUCTOR_CACHE_DIR=caches) | env | dict(TMPDIR=str(folder)), folder
 
 
-def main():
+def main() -> None:
     "Start the command in our arguments as a server, and guard it; our input is the connection"
     env, folder = private(dict(os.environ))
     server = subprocess.Popen(

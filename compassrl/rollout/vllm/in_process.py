@@ -17,6 +17,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from ...model.hf_config import read_config
+from ...model.policy import PolicyConfig
 from ...records import Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights
 from ..requests import check_request
@@ -36,12 +38,16 @@ from compassrl.rollout.vllm.messages import (
     to_sample,
 )
 
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.llm_engine import LLMEngine
+
 # %% auto #0
 __all__ = ['set_environment', 'sampling_params', 'kept_globals', 'VllmRollout']
 
 
 # %% ../../../nbs/rollout/vllm/10_in_process.ipynb #23e15898
-def set_environment():
+def set_environment() -> None:
     "What vLLM reads when it is imported: one process, free threads, few words; ours go first"
     for name, value in dict(
         VLLM_ENABLE_V1_MULTIPROCESSING='0',
@@ -54,7 +60,7 @@ def set_environment():
 
 
 # %% ../../../nbs/rollout/vllm/10_in_process.ipynb #c2ee8787
-def sampling_params(r: Request):  # -> `vllm.SamplingParams`
+def sampling_params(r: Request) -> SamplingParams:
     "What vLLM calls it. Raises ValueError for a temperature that vLLM would raise in silence"
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -64,7 +70,7 @@ def sampling_params(r: Request):  # -> `vllm.SamplingParams`
 
 # %% ../../../nbs/rollout/vllm/10_in_process.ipynb #f90485a9
 @contextmanager
-def kept_globals():
+def kept_globals() -> Iterator[None]:
     "Building a vLLM engine seeds every generator and disables `torch.set_num_threads`: not here"
     threads, states = torch.set_num_threads, (random.getstate(), np.random.get_state())
     with torch.random.fork_rng(devices=[]), redirect_stdout(sys.__stdout__):
@@ -78,7 +84,15 @@ def kept_globals():
 class VllmRollout(RolloutEngine):
     "vLLM as rollout engine. Raises ValueError for what it cannot compute"
 
+    device: str
+    num_slots: int
+    colocated: bool
+    names: count[int]
     live: set[VllmRollout] = set()  # they share vLLM's process groups
+    config: PolicyConfig
+    engine: LLMEngine
+    is_asleep: bool
+    owns_groups: bool
 
     def __init__(
         self,
@@ -90,7 +104,7 @@ class VllmRollout(RolloutEngine):
         return_routes: bool = True,  # record the experts of every token
         quantization: str = '',  # of weights, 'fp8' or none
         kv_cache_dtype: str = 'auto',  # or 'fp8'
-    ):
+    ) -> None:
         set_environment()
         from vllm.platforms import current_platform
 
@@ -100,15 +114,15 @@ class VllmRollout(RolloutEngine):
         fp8 = dict(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
         check_vllm(c, config, dtype, self.device, return_routes, one_process=True, **fp8)
         self.num_slots, self.colocated = num_slots, config.colocated
-        self.as_files = config.tensor_parallel > 1
-        self.emulates_fp8 = bool(quantization) and self.device == 'cpu'  # no kernels there
+        self.as_files: bool = config.tensor_parallel > 1
+        self.emulates_fp8: bool = bool(quantization) and self.device == 'cpu'  # no kernels there
         self.is_asleep, self.names = False, count()
         self.version: int | None = None
         self.running: dict[str, tuple[Request, float]] = {}
         args = engine_args(model, c, config, dtype, T, num_slots, return_routes, self.device, **fp8)
         self.start(args | dict(disable_log_stats=True, enable_sleep_mode=config.colocated))
 
-    def start(self, args: dict):
+    def start(self, args: dict[str, Any]) -> None:
         "vLLM's engine, which leaves this process as it was"
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import EngineArgs
@@ -127,7 +141,7 @@ class VllmRollout(RolloutEngine):
             self.engine = LLMEngine.from_engine_args(args)
         self.engine.collective_rpc('init_weight_transfer_engine', kwargs=dict(init_info={}))
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         "New weights, exactly, and no cache of the old. Raises RuntimeError while requests run"
         from compassrl.rollout.vllm.transfer import transfer
 
@@ -149,17 +163,17 @@ class VllmRollout(RolloutEngine):
             raise RuntimeError('vLLM did not drop its prefix cache')
         self.version = version
 
-    def sleep(self):
+    def sleep(self) -> None:
         "The GPU is the trainer's: weights wait in the host's memory, caches go (not run on GPU)"
         self.engine.sleep(level=1)
         self.is_asleep = True
 
-    def wake(self):
+    def wake(self) -> None:
         if self.is_asleep:
             self.engine.wake_up()
             self.is_asleep = False
 
-    def close(self):
+    def close(self) -> None:
         "Free its memory; the last engine takes vLLM's process groups with it, but no others"
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -199,7 +213,7 @@ def generate(
 
 
 @patch
-def submit(self: VllmRollout, r: Request):
+def submit(self: VllmRollout, r: Request) -> None:
     "Hand one request to vLLM"
     from vllm import TokensPrompt
 
@@ -211,7 +225,7 @@ def submit(self: VllmRollout, r: Request):
 
 
 @patch
-def harvest(self: VllmRollout, o) -> Sample:
+def harvest(self: VllmRollout, o: RequestOutput) -> Sample:
     "The sample that a finished request gave: `o` is a `RequestOutput` of vLLM"
     r, started = self.running.pop(o.request_id)
     out = o.outputs[0]

@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 # %% ../../../nbs/rollout/vllm/15_leftovers.ipynb #b6600e41
-shared = Path('/dev/shm')
-of_servers = 'psm_', 'vllm_dist_', 'sem.mp-'  # how such names begin
+shared: Path = Path('/dev/shm')
+of_servers: tuple[str, ...] = 'psm_', 'vllm_dist_', 'sem.mp-'  # how such names begin
 
 
 def mapped(pid: int | str) -> set[str]:
@@ -69,7 +69,7 @@ def server_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=f'{made_here()}{os.getpid()}-', dir=base))
 
 
-def remember(folder: Path, group: int):
+def remember(folder: Path, group: int) -> None:
     "Add the shared memory of a process group to the list"
     path = folder / listing
     known = set(json.loads(path.read_text())) if path.exists() else set()
@@ -77,7 +77,7 @@ def remember(folder: Path, group: int):
         path.write_text(json.dumps(sorted(known | new)))
 
 
-def remove(path: Path):
+def remove(path: Path) -> None:
     "A file, or a server's folder and the shared memory on its list"
     if path.is_symlink() or not path.is_dir():
         return path.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -41,7 +41,8 @@ __all__ = [
 ]
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #d5d9d5aa
-head_sizes = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # of attention on a CPU
+# of attention on a CPU
+head_sizes: tuple[int, ...] = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512
 
 
 def can_cache_fp8() -> bool:
@@ -58,7 +59,7 @@ def check_vllm(
     one_process: bool,  # no server?
     quantization: str = '',  # of weights, 'fp8' or none
     kv_cache_dtype: str = 'auto',  # or 'fp8'
-):
+) -> None:
     "Raises ValueError for what vLLM 0.30 cannot compute, or gets wrong in silence"
     c, cpu = policy, device == 'cpu'
     sparse = any(map(c.is_sparse, range(c.num_hidden_layers)))
@@ -83,7 +84,7 @@ def check_vllm(
         check_cpu(c, config, sparse, one_process)
 
 
-def check_cpu(c: PolicyConfig, config: VllmConfig, sparse: bool, one_process: bool):
+def check_cpu(c: PolicyConfig, config: VllmConfig, sparse: bool, one_process: bool) -> None:
     "The part of `check_vllm` that is about CPUs"
     if config.tensor_parallel > 1 and one_process:
         raise ValueError(
@@ -137,7 +138,7 @@ def weight_sync(
     return way
 
 
-def transfer_config(way: Literal['file', 'nccl', 'ipc']) -> dict:  # of a server
+def transfer_config(way: Literal['file', 'nccl', 'ipc']) -> dict[str, Any]:  # of a server
     return dict(backend=backend if way == 'file' else way)
 
 
@@ -151,7 +152,9 @@ def cache_bytes(c: PolicyConfig, num_slots: int, max_len: int, dtype: torch.dtyp
     return tokens * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * dtype.itemsize
 
 
-def gpu_args(config: VllmConfig, return_routes: bool, quantization: str) -> dict:  # not run on GPU
+def gpu_args(
+    config: VllmConfig, return_routes: bool, quantization: str
+) -> dict[str, Any]:  # not run on GPU
     d = dict(gpu_memory_utilization=config.gpu_memory_utilization)
     if return_routes:
         d['moe_backend'] = 'triton'  # fused kernels route inside and report zeros
@@ -171,7 +174,7 @@ def engine_args(
     device: str,
     quantization: str = '',  # of weights, 'fp8' or none
     kv_cache_dtype: str = 'auto',  # or 'fp8'
-) -> dict:  # for `EngineArgs`, or the flags of a server
+) -> dict[str, Any]:  # for `EngineArgs`, or the flags of a server
     "What a rollout for training needs, and vLLM does not do by itself"
     d = dict(
         model=str(model),
@@ -203,7 +206,9 @@ def engine_args(
 
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #2667dc06
-def sampling_args(r: Request) -> dict:  # for `vllm.SamplingParams`, or the JSON of a server
+def sampling_args(
+    r: Request,
+) -> dict[str, Any]:  # for `vllm.SamplingParams`, or the JSON of a server
     "What vLLM calls it. Raises ValueError for a temperature that vLLM would raise in silence"
     p = r.params
     if 0 < p.temperature < 0.01:

@@ -19,7 +19,7 @@ import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import IO, ClassVar
 
 from .guard import end_with, private, stand_guard
 
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 # %% ../../../nbs/rollout/vllm/06_nursery.ipynb #9601ed80
-server_modules = (
+server_modules: tuple[str, ...] = (
     'vllm.entrypoints.openai.api_server',
     'vllm.v1.engine.async_llm',
     'vllm.v1.engine.core',
@@ -50,7 +50,7 @@ server_modules = (
 )
 
 
-def import_vllm():
+def import_vllm() -> None:
     "All that a server on a CPU imports; its engine is forked, too"
     for name in server_modules:
         importlib.import_module(name)
@@ -73,7 +73,7 @@ def next_birth(owner: socket.socket) -> list[int]:  # the connection to the guar
             os.close(f)
 
 
-def become_guard_and_server(link: int, log: int):
+def become_guard_and_server(link: int, log: int) -> None:
     "The new process is a guard; its child runs the module that the owner names, as `python -m`"
     os.setsid()
     for file, to in ((link, 0), (log, 1), (log, 2)):
@@ -99,7 +99,7 @@ def become_guard_and_server(link: int, log: int):
     runpy.run_module(argv[0], run_name='__main__', alter_sys=True)
 
 
-def nurse():
+def nurse() -> None:
     "Fork whatever the owner asks for; our input is the connection to it"
     # asyncio writes signals to a file, which children would share with us
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
@@ -109,7 +109,7 @@ def nurse():
     become_guard_and_server(link, log)
 
 
-def main():
+def main() -> None:
     import_vllm()
     nurse()
 
@@ -126,7 +126,7 @@ def read_early(env: dict[str, str]) -> dict[str, str]:
 class Nursery:
     "A process that has imported vLLM; servers are copies of it"
 
-    process: subprocess.Popen
+    process: subprocess.Popen[bytes]
     owner: socket.socket  # our end of the connection
     env: dict[str, str]  # in which it was started
 
@@ -138,8 +138,13 @@ class Nursery:
         return self.process.poll() is None and read_early(self.env) == read_early(env)
 
     def start(
-        self, argv: list[str], env: dict[str, str], link: socket.socket, theirs: socket.socket, log
-    ):
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        link: socket.socket,
+        theirs: socket.socket,
+        log: IO[bytes],
+    ) -> None:
         "Returns at once; whoever holds `link` sees the guard's answer"
         link.sendall(json.dumps([os.getcwd(), argv, env]).encode() + b'\n')
         with suppress(BrokenPipeError):
@@ -148,7 +153,7 @@ class Nursery:
 
 def start_nursery(
     env: dict[str, str],
-    log,  # an open file
+    log: IO[bytes],  # an open file
     enter: str = 'main',  # function of this module that it runs
 ) -> Nursery:
     ours, theirs = socket.socketpair()
@@ -168,7 +173,7 @@ def start_nursery(
     return Nursery(process, ours, env)
 
 
-def nursery_for(env: dict[str, str], log) -> Nursery:
+def nursery_for(env: dict[str, str], log: IO[bytes]) -> Nursery:
     "The one of this process, made anew if it has ended, or has read other variables"
     with Nursery.lock:
         if not Nursery.one or not Nursery.one.serves(env):

@@ -9,14 +9,17 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.basics import patch
 from torch import Tensor
 
 from ...model.hf_config import read_config
+from ...model.policy import PolicyConfig
 from ...model.pretrained import checked_weights
 from ...records import Metrics, Request, RolloutEngine, Sample
 from ..fp8 import fp8_weights
@@ -31,6 +34,9 @@ from .messages import check_vllm, engine_args, transfer_config, weight_sync
 from .revival import Replica, Servers, each
 from .weight_files import file_parts
 
+if TYPE_CHECKING:
+    from compassrl.rollout.vllm.gpu import NcclGroup, SharedGpu
+
 # %% auto #0
 __all__ = ['VllmPool', 'check_gpus']
 
@@ -38,6 +44,11 @@ __all__ = ['VllmPool', 'check_gpus']
 # %% ../../../nbs/rollout/vllm/13_pool.ipynb #8e1f5d9a
 class VllmPool(Servers, RolloutEngine):
     "N vLLM servers as one rollout engine. Raises ValueError for what vLLM cannot compute"
+
+    dtype: torch.dtype
+    num_slots: int
+    schedule: ScheduleConfig
+    config: PolicyConfig
 
     def __init__(
         self,
@@ -53,15 +64,16 @@ class VllmPool(Servers, RolloutEngine):
         first_gpu: int = 0,  # of the servers; they take neighbours (not run on GPU)
         quantization: str = '',  # of weights, 'fp8' or none
         kv_cache_dtype: str = 'auto',  # or 'fp8'
-    ):
+    ) -> None:
         c = read_config(model)
         T = min(max_len or c.max_position_embeddings, c.max_position_embeddings)
         self.config = replace(c, max_position_embeddings=T)
         self.dtype, self.num_slots, self.schedule = dtype, num_slots, schedule
-        self.predictor = LengthPredictor()
+        self.predictor: LengthPredictor = LengthPredictor()
         self.spans: list[Attempt] = []  # of the last `generate`, in seconds of `time.perf_counter`
-        self.job = None  # the conversation that is going on
-        self.group = None  # of GPUs, and the members for which it was made (not run on GPU)
+        self.job: Future[None] | None = None  # the conversation that is going on
+        # of GPUs, after the members for which it was made (not run on GPU)
+        self.group: tuple[list[tuple[str, int]], NcclGroup | SharedGpu] | None = None
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
         self.quantization = quantization
         fp8 = dict(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
@@ -86,20 +98,20 @@ class VllmPool(Servers, RolloutEngine):
         lost = sum(r.losses for r in self.replicas.values())
         return {f'length_{k}': v for k, v in error.items()} | dict(replicas_lost=float(lost))
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         "What was learned about lengths: it decides an order alone"
         return dict(lengths=self.predictor.state_dict())
 
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.predictor.load_state_dict(state['lengths'])
 
-    def close(self):
+    def close(self) -> None:
         if self.job:
             self.job.cancel()
         super().close()
 
 
-def check_gpus(first: int, config: VllmConfig):
+def check_gpus(first: int, config: VllmConfig) -> None:
     "Raises ValueError if there are not enough for the servers (not run on GPU)"
     num, tp, there = config.num_replicas, config.tensor_parallel, torch.cuda.device_count()
     need = first + num * tp
@@ -112,7 +124,7 @@ def check_gpus(first: int, config: VllmConfig):
 
 # %% ../../../nbs/rollout/vllm/13_pool.ipynb #485cc519
 @patch
-def load_weights(self: VllmPool, weights: Iterable[tuple[str, Tensor]], version: int):
+def load_weights(self: VllmPool, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
     "New weights on every server, and no cache of the old. Raises RuntimeError while requests run"
     if self.job:
         raise RuntimeError(
@@ -151,7 +163,9 @@ def load_weights(self: VllmPool, weights: Iterable[tuple[str, Tensor]], version:
 
 
 @patch
-def send_files(self: VllmPool, tell: Callable, weights: Iterable[tuple[str, Tensor]]):
+def send_files(
+    self: VllmPool, tell: Callable[..., Future[None]], weights: Iterable[tuple[str, Tensor]]
+) -> None:
     "The next part is written while one is read; all of them are kept"
     sending = None
     weights = checked_weights(weights, self.config)
@@ -166,7 +180,9 @@ def send_files(self: VllmPool, tell: Callable, weights: Iterable[tuple[str, Tens
 
 
 @patch
-def send_to_gpus(self: VllmPool, there: list[Replica], weights: Iterable[tuple[str, Tensor]]):
+def send_to_gpus(
+    self: VllmPool, there: list[Replica], weights: Iterable[tuple[str, Tensor]]
+) -> None:
     "By a group that is made anew when it has other members (not run on GPU)"
     members = [(r.name, r.losses) for r in there if r.up]  # one that was restarted is another one
     if not self.group or self.group[0] != members:
@@ -175,7 +191,7 @@ def send_to_gpus(self: VllmPool, there: list[Replica], weights: Iterable[tuple[s
 
 
 @patch
-def join_gpus(self: VllmPool, replicas: list[Replica]):  # -> NcclGroup or SharedGpu
+def join_gpus(self: VllmPool, replicas: list[Replica]) -> NcclGroup | SharedGpu:
     "GPUs of all servers and of this process (not run on GPU)"
     from compassrl.rollout.vllm import gpu  # it imports vLLM; nothing else here does
 

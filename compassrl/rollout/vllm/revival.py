@@ -11,10 +11,12 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
+from typing import Any, TypeAlias, TypeVar
 
 import aiohttp
 from fastcore.basics import patch
@@ -26,10 +28,11 @@ from .leftovers import sweep
 from .server import start_server
 
 # %% auto #0
-__all__ = ['window_s', 'Replica', 'each', 'Servers']
+__all__ = ['window_s', 'Events', 'Replica', 'each', 'Servers']
 
 # %% ../../../nbs/rollout/vllm/11_revival.ipynb #ea455b61
-window_s = 3600.0  # losses that are longer ago do not count
+_T = TypeVar('_T')
+window_s: float = 3600.0  # losses that are longer ago do not count
 
 
 @dataclass
@@ -42,10 +45,10 @@ class Replica(Client):
     losses: int = 0
     lost_at: list[float] = field(default_factory=list)  # seconds of `time.monotonic`
     why: str = ''  # it was lost last
-    task: asyncio.Task | None = None  # that brings it back
+    task: asyncio.Task[None] | None = None  # that brings it back
     tokens: int = -1  # of its requests, when it was asked last
 
-    def count_loss(self, why: str):
+    def count_loss(self, why: str) -> None:
         self.up, self.why = False, why
         self.losses += 1
         self.lost_at.append(time.monotonic())
@@ -56,7 +59,7 @@ class Replica(Client):
         return len(self.lost_at) > most
 
 
-async def each(replicas: list[Replica], step: Callable, *args):
+async def each(replicas: list[Replica], step: Callable[..., Any], *args: Any) -> None:
     "One step on all replicas at once; one that fails takes no further steps"
 
     async def one(r):
@@ -69,29 +72,42 @@ async def each(replicas: list[Replica], step: Callable, *args):
     await asyncio.gather(*(one(r) for r in replicas if r.up))
 
 
+# a ticket, or the replica's name for a sign of life; who answered, and what; None: look again
+Events: TypeAlias = 'asyncio.Queue[tuple[int | str, Replica, Any] | None]'
+
+
 # %% ../../../nbs/rollout/vllm/11_revival.ipynb #e986c60c
 class Servers:
     "The servers of a pool: started, lost, brought back with the present weights, and ended"
 
+    vllm: VllmConfig
+    device: str
+    sync: str
+    log_dir: Path
+    start_timeout_s: float
+    first_gpu: int
+    http: aiohttp.ClientSession
+    options: dict[str, Any]
+
     def __init__(
         self,
         config: VllmConfig,
-        options: dict,  # of every server, as `engine_args` gives them
+        options: dict[str, Any],  # of every server, as `engine_args` gives them
         device: str,  # 'cpu' or 'cuda' (not run on GPU)
         sync: str,  # how weights travel: 'file', 'nccl' or 'ipc'
         log_dir: Path,
         start_timeout_s: float,
         first_gpu: int,
-    ):
+    ) -> None:
         self.vllm, self.options, self.device, self.sync = config, options, device, sync
         self.log_dir, self.start_timeout_s, self.first_gpu = log_dir, start_timeout_s, first_gpu
         # servers elsewhere have been given one; ours get a new one
-        self.secret = os.environ.get(variable, '') or ('' if config.urls else token_hex(32))
+        self.secret: str = os.environ.get(variable, '') or ('' if config.urls else token_hex(32))
         self.replicas: dict[str, Replica] = {}
         self.version: int | None = None  # of the present weights
         self.parts: list[Path] = []  # files with them, for servers that come back
-        self.events: asyncio.Queue | None = None  # of a conversation that wants to know who is back
-        self.loop = asyncio.new_event_loop()
+        self.events: Events | None = None  # of a conversation that wants to know who is back
+        self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True, name='vllm-pool').start()
         atexit.register(self.close)
         sweep(Path(tempfile.gettempdir()))
@@ -101,10 +117,10 @@ class Servers:
             self.close()
             raise
 
-    def submit(self, coroutine):
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def close(self):
+    def close(self) -> None:
         "End the servers that we started and remove the weights"
         atexit.unregister(self.close)
         if not self.loop.is_running():
@@ -113,7 +129,7 @@ class Servers:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.forget_weights()
 
-    async def shut(self):
+    async def shut(self) -> None:
         for r in self.replicas.values():
             if r.task:
                 r.task.cancel()
@@ -122,7 +138,7 @@ class Servers:
         ours = [r.server for r in self.replicas.values() if r.server]
         await asyncio.gather(*(asyncio.to_thread(s.kill, 5.0) for s in ours))
 
-    def forget_weights(self):
+    def forget_weights(self) -> None:
         self.version = None
         while self.parts:
             self.parts.pop().unlink(missing_ok=True)
@@ -130,7 +146,7 @@ class Servers:
 
 # %% ../../../nbs/rollout/vllm/11_revival.ipynb #a860887e
 @patch
-async def start_all(self: Servers):
+async def start_all(self: Servers) -> None:
     self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
     names = self.vllm.urls or [f'replica {i}' for i in range(self.vllm.num_replicas)]
     by_file = self.sync == 'file'
@@ -157,7 +173,7 @@ async def start_all(self: Servers):
 
 
 @patch
-def start(self: Servers, r: Replica):
+def start(self: Servers, r: Replica) -> None:
     "A server of ours, on GPUs of its own"
     if self.vllm.urls:
         return
@@ -178,7 +194,7 @@ def patience(self: Servers, r: Replica) -> float:
 
 # %% ../../../nbs/rollout/vllm/11_revival.ipynb #c52cc311
 @patch
-def lose(self: Servers, r: Replica, why: str):
+def lose(self: Servers, r: Replica, why: str) -> None:
     "This replica takes no requests until it is back with the present weights"
     if r.task or r.gone:
         return
@@ -191,7 +207,7 @@ def lose(self: Servers, r: Replica, why: str):
 
 
 @patch
-async def revive(self: Servers, r: Replica):
+async def revive(self: Servers, r: Replica) -> None:
     try:
         while not (r.up or r.waits or r.gone):
             await self.try_again(r)
@@ -209,7 +225,7 @@ async def revive(self: Servers, r: Replica):
 
 
 @patch
-async def try_again(self: Servers, r: Replica):
+async def try_again(self: Servers, r: Replica) -> None:
     "Afterwards it is up, or waits, or is gone, or was lost once more"
     if r.server:
         await asyncio.to_thread(r.server.kill)
@@ -233,7 +249,7 @@ async def try_again(self: Servers, r: Replica):
 
 
 @patch
-async def load(self: Servers, r: Replica):
+async def load(self: Servers, r: Replica) -> None:
     "The weights that were kept"
     await r.begin()
     for path in self.parts:
@@ -243,7 +259,7 @@ async def load(self: Servers, r: Replica):
 
 # %% ../../../nbs/rollout/vllm/11_revival.ipynb #cd877122
 @patch
-async def settle(self: Servers):
+async def settle(self: Servers) -> None:
     "Wait until all that come back are back"
     self.readmit()
     while tasks := [r.task for r in self.replicas.values() if r.task]:
@@ -252,7 +268,7 @@ async def settle(self: Servers):
 
 
 @patch
-def raise_errors(self: Servers, suspect: str = ''):
+def raise_errors(self: Servers, suspect: str = '') -> None:
     "Raises RuntimeError if there is no server any more that works, or will soon"
     replicas = self.replicas.values()
     if not all(r.gone or r.waits for r in replicas):
@@ -274,7 +290,7 @@ def too_often(self: Servers, r: Replica) -> str:
 
 
 @patch
-def readmit(self: Servers):
+def readmit(self: Servers) -> None:
     "Another chance for servers of ours whose losses are long ago"
     for r in self.replicas.values():
         if r.gone and r.server and not r.lost_often(self.vllm.max_restarts):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from .door import variable
 from .nursery import nursery_for
@@ -34,7 +35,7 @@ __all__ = [
 
 # %% ../../../nbs/rollout/vllm/07_server.ipynb #a9e67b5a
 def flags(
-    options: dict,  # names with underscores -> values
+    options: dict[str, Any],  # names with underscores -> values
 ) -> list[str]:  # of a command line
     "True and False become `--name` and `--no-name`, None is left out, a dict becomes JSON"
     out = []
@@ -87,7 +88,11 @@ def server_env(
 
 
 # %% ../../../nbs/rollout/vllm/07_server.ipynb #a8c90caf
-start_guard = [sys.executable, '-c', 'from compassrl.rollout.vllm.guard import main; main()']
+start_guard: list[str] = [
+    sys.executable,
+    '-c',
+    'from compassrl.rollout.vllm.guard import main; main()',
+]
 
 
 def for_us(path: str, how: int) -> int:
@@ -98,15 +103,17 @@ def for_us(path: str, how: int) -> int:
 class Server:
     "A process group that lives no longer than we do"
 
+    link: socket.socket
+
     def __init__(
         self,
         command: list[str],
         env: dict[str, str],
         log: str | Path,  # a file for its output
         fork: bool = False,  # by the nursery? Then the command is `python -m` a module that it has
-    ):
-        self.log = Path(log)
-        self.guard: subprocess.Popen | None = None
+    ) -> None:
+        self.log: Path = Path(log)
+        self.guard: subprocess.Popen[bytes] | None = None
         self.link, theirs = socket.socketpair()
         with open(self.log, 'ab', opener=for_us) as f, theirs:
             if fork:
@@ -139,7 +146,7 @@ class Server:
     def alive(self) -> bool:
         return not self.ended(0)
 
-    def signal(self, sig: int):
+    def signal(self, sig: int) -> None:
         "To the server and its workers"
         with suppress(ProcessLookupError):
             if pid := self.pid:
@@ -148,7 +155,7 @@ class Server:
     def kill(
         self,
         grace_s: float = 0.0,  # time to end by itself
-    ):
+    ) -> None:
         "End it"
         if self.pid:
             if grace_s:
@@ -192,7 +199,7 @@ def free_port() -> int:
 
 
 def server_command(
-    options: dict,  # as `engine_args` gives them
+    options: dict[str, Any],  # as `engine_args` gives them
     device: str,  # 'cpu' or 'cuda' (not run on GPU)
     port: int,
     host: str = '127.0.0.1',  # who may reach it
@@ -215,7 +222,7 @@ def server_command(
 
 
 def start_server(
-    options: dict,
+    options: dict[str, Any],
     device: str,
     log: str | Path,  # a file
     gpus: str = '',  # which it may use

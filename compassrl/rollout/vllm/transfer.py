@@ -47,7 +47,8 @@ class Part(WeightTransferUpdateInfo):
     "Some of the weights, by their Hugging Face names"
 
     path: str = ''  # a safetensors file,
-    weights: list = field(default_factory=list)  # or the tensors themselves, within one process
+    # or the tensors themselves, within one process
+    weights: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
 def read_part(part: Part) -> Iterator[tuple[str, Tensor]]:
@@ -62,12 +63,13 @@ def read_part(part: Part) -> Iterator[tuple[str, Tensor]]:
 class PartTransfer(WeightTransferEngine[NoInit, Part]):
     "The receiving side, in every vLLM worker: exact on CPU mixtures too"
 
-    init_info_cls, update_info_cls = NoInit, Part
+    init_info_cls: type[NoInit] = NoInit
+    update_info_cls: type[Part] = Part
 
-    def init_transfer_engine(self, init_info):
+    def init_transfer_engine(self, init_info: NoInit) -> None:
         pass
 
-    def start_weight_update(self):
+    def start_weight_update(self) -> None:
         for m in self.model.modules():
             info = get_layerwise_info(m)  # an update that failed left its first parts here
             if info.can_load():
@@ -78,10 +80,10 @@ class PartTransfer(WeightTransferEngine[NoInit, Part]):
                 method.moe_kernel = None
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info):
+    def receive_weights(self, update_info: Part) -> None:
         self.model.load_weights(read_part(update_info))
 
-    def finish_weight_update(self):
+    def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type != 'cpu':
             return
@@ -90,7 +92,7 @@ class PartTransfer(WeightTransferEngine[NoInit, Part]):
             if isinstance(m, VocabParallelEmbedding):
                 m.quant_method.process_weights_after_loading(m)
 
-    def shutdown(self):
+    def shutdown(self) -> None:
         pass
 
 
@@ -101,7 +103,7 @@ def transfer(
     config: PolicyConfig,
     as_files: bool = False,  # for workers in other processes
     max_bytes: int = 256 << 20,  # of a part
-):
+) -> None:
     "One update; one that breaks off can simply be repeated. Raises ValueError"
     cut = file_parts if as_files else weight_parts
     parts = cut(checked_weights(weights, config), max_bytes=max_bytes)
@@ -120,7 +122,7 @@ def transfer(
 
 
 # %% ../../../nbs/rollout/vllm/04_transfer.ipynb #15ed9889
-def register():
+def register() -> None:
     "Tell vLLM of the backend: every vLLM process calls this, by its entry point for plugins"
     if backend not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend, PartTransfer)

@@ -20,7 +20,7 @@ from .leftovers import made_here, sweep
 __all__ = ['file_numbers', 'shared_folder', 'file_parts']
 
 # %% ../../../nbs/rollout/vllm/03_weight_files.ipynb #cd1453a7
-file_numbers = count()  # of this process: several senders may be at work
+file_numbers: count[int] = count()  # of this process: several senders may be at work
 
 
 def shared_folder() -> Path:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 __all__ = ['tick', 'Looks', 'look', 'helpers_cpu_s', 'Body']
 
 # %% ../../../nbs/train/megatron/14_alive.ipynb #723d6249
-tick = os.sysconf('SC_CLK_TCK')
+tick: int = os.sysconf('SC_CLK_TCK')
 
 
 @dataclass
@@ -53,7 +53,15 @@ def helpers_cpu_s(pid: int) -> float:
 class Body:
     "A rank as its sentry sees it"
 
-    def __init__(self, pid: int):
+    pid: int
+    fd: int
+    ran: float
+    lived: float
+    work: float
+    state: str
+    helped: float
+
+    def __init__(self, pid: int) -> None:
         self.pid, self.fd = pid, os.pidfd_open(pid)
         self.ran = self.lived = time.monotonic()
         self.work, self.helped = 0.0, 0.0  # CPU seconds, when it was seen working last
@@ -68,7 +76,7 @@ class Body:
         now: float,
         own_s: float = 0.0,  # CPU seconds of threads that do not count
         mute: bool = False,  # has its own thread said nothing for long?
-    ):
+    ) -> None:
         seen = look(self.pid)
         if not seen:
             return
@@ -86,11 +94,11 @@ class Body:
                 self.lived, self.work = now, work
             self.helped = helped
 
-    def skip(self, seconds: float):
+    def skip(self, seconds: float) -> None:
         "We were stopped for so long, so nothing that we have not seen counts"
         self.ran, self.lived = self.ran + seconds, self.lived + seconds
 
-    def kill(self):
+    def kill(self) -> None:
         try:
             signal.pidfd_send_signal(self.fd, signal.SIGKILL)
         except ProcessLookupError:

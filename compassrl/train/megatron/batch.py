@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,7 +119,12 @@ def zigzag(
 class Packed:
     "The rows of a part, one after another without padding, as Megatron-Core reads them"
 
+    at: tuple[Tensor, ...]
     total: int
+    place: Tensor
+    positions: Tensor
+    local: Tensor
+    params: PackedSeqParams
 
     def __init__(
         self,
@@ -140,15 +144,9 @@ class Packed:
             sizes = torch.cat([sizes, sizes.new_tensor([rest])])  # padding is a sequence of its own
         starts = sizes.cumsum(0) - sizes
         self.total, self.at = int(sizes.sum()), batch.token_mask.nonzero(as_tuple=True)
-        self.place: Tensor = (
-            starts[self.at[0]] + self.at[1]
-        )  # [N] of each real token in the packed row
-        self.positions: Tensor = torch.arange(self.total, device=dev) - starts.repeat_interleave(
-            sizes
-        )
-        self.local: Tensor = (
-            torch.arange(self.total, device=dev) if cp == 1 else zigzag(sizes, cp, cp_rank)
-        )
+        self.place = starts[self.at[0]] + self.at[1]  # [N] of each real token in the packed row
+        self.positions = torch.arange(self.total, device=dev) - starts.repeat_interleave(sizes)
+        self.local = torch.arange(self.total, device=dev) if cp == 1 else zigzag(sizes, cp, cp_rank)
         ends = F.pad(sizes.cumsum(0), (1, 0)).int()
         most = int(sizes.max())
         self.params = PackedSeqParams(
@@ -199,8 +197,9 @@ def response_values(
     logits: Tensor,  # [n_local, V/tp]
     batch: Batch,  # [b, t]
     packed: Packed,
-    score: Callable[..., Any],  # (logits [m, V/tp], targets [m]) -> values [m] each
-    cp_group=None,  # None = one rank holds all tokens
+    # (logits [m, V/tp], targets [m]) -> values [m] each
+    score: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+    cp_group: dist.ProcessGroup | None = None,  # None = one rank holds all tokens
 ) -> tuple[Tensor, ...]:  # [b, t] each, 0 outside the response
     "Scores each response token by the logits of the token before it, wherever that one is"
     on = torch.zeros(packed.total + 1, dtype=torch.bool, device=logits.device)
@@ -221,11 +220,12 @@ class Tap:
     "Stands where a Megatron-Core router asks which experts to use (`router.router_replay`)"
 
     valid: Tensor | None
-    own: None
+    own: Tensor | None
     layer: int
     keep: bool
     ids: Tensor | None
     again: bool
+    queue: list[Tensor]
 
     def __init__(
         self,
@@ -244,8 +244,13 @@ class Tap:
         self.again = True
 
     def get_replay_topk(
-        self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None
-    ):
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         if self.again:
             ids = self.queue.pop(0).long()
         else:
@@ -259,7 +264,7 @@ class Tap:
 
 
 def tap_routers(
-    chunk,  # a GPTModel that lives, wrapped or not
+    chunk: torch.nn.Module,  # a GPTModel that lives, wrapped or not
     keep: bool = False,  # will its activations be recomputed?
 ) -> list[Tap]:  # in the order of layers
     "A tap on every router of the decoder of a model. Raises ValueError for fused routers"

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -130,7 +131,23 @@ def _on_first(fn):  # rank 0 does it, all wait, and all learn if it cannot
 class Save:
     "A checkpoint on its way to the disk. Every rank asks it the same"
 
-    def __init__(self, engine, root, step, keep, skipped) -> None:
+    hashes: ShardHashes
+    body: dict[str, Any]
+    path: Path
+    tmp: Path
+    later: list[Path]
+    queue: AsyncCallsQueue
+    written: dict[str, dict[str, Any]]
+    finished: bool
+    engine: MegatronTrain
+    root: Path
+    step: int
+    keep: int
+    skipped: Collection[Path]
+
+    def __init__(
+        self, engine: MegatronTrain, root: Path, step: int, keep: int, skipped: Collection[Path]
+    ) -> None:
         self.root, self.path, self.keep, self.engine = root, root / f'step-{step:06}', keep, engine
         self.step, self.skipped, self.hashes = step, skipped, ShardHashes()
         # of its own: writers of a killed run may still be at theirs

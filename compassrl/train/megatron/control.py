@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 # %% auto #0
 __all__ = ['Refused', 'Control']
 
-
 # %% ../../../nbs/train/megatron/11_control.ipynb #17bc58f5
+_T = TypeVar('_T')
+
+
 class Refused(ValueError):
     "Rank 0 would not begin; nobody has computed anything, and all ranks can go on"
 
@@ -25,6 +27,7 @@ class Control:
 
     size: int
     rank: int
+    group: dist.ProcessGroup | int | None
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -35,7 +38,7 @@ class Control:
         self,
         make: Callable[..., Any]
         | None = None,  # on rank 0: gives one object per rank, or raises ValueError
-    ):  # this rank's object
+    ) -> Any:  # this rank's object
         "Raises `Refused` on all ranks if `make` raised ValueError"
         out, objects = [None], None
         if self.rank == 0:
@@ -48,7 +51,7 @@ class Control:
             raise out[0]
         return out[0]
 
-    def gather(self, value) -> list[Any] | None:  # one per rank on rank 0, None elsewhere
+    def gather(self, value: _T) -> list[_T] | None:  # one per rank on rank 0, None elsewhere
         out = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, out, 0, self.group)
         return out

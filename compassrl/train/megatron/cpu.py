@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -24,6 +26,10 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 # %% auto #0
 __all__ = ['megatron_calls', 'RMSNorm', 'PackedAttention', 'local_layer', 'local_block']
@@ -156,7 +162,7 @@ def _repairs():  # of Megatron-Core itself: where, name, what stands there insid
 
 
 @contextmanager
-def megatron_calls():
+def megatron_calls() -> Iterator[None]:
     "Around every call into Megatron-Core: without a GPU CUDA means CPU inside"
     with ExitStack() as stack:
         for where, name, value in _repairs():
@@ -176,7 +182,9 @@ class RMSNorm(nn.RMSNorm):
     """torch's own, allowed under sequence parallelism too
     (WrappedTorchNorm is not: transformer/torch_norm.py)"""
 
-    def __init__(self, config, hidden_size, eps=1e-5, **kwargs) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # its gradient is summed over tensor-parallel ranks
         self.weight.sequence_parallel = config.sequence_parallel
@@ -186,7 +194,15 @@ class PackedAttention(nn.Module):
     """Causal attention within each sequence of a packed row, for which Megatron-Core asks for
     Transformer Engine"""
 
-    def __init__(self, config, *args, softmax_scale=None, **kwargs) -> None:
+    scale: float | None
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: object,
+        softmax_scale: float | None = None,
+        **kwargs: object,
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale
 
@@ -195,10 +211,10 @@ class PackedAttention(nn.Module):
         query: Tensor,  # [T, H, d] packed (or [T, B, H, d])
         key: Tensor,
         value: Tensor,  # [T, KV, d]
-        attention_mask=None,  # ignored: it is causal
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params=None,
+        attention_mask: Tensor | None = None,  # ignored: it is causal
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:  # [T, H*d] (or [T, B, H*d])
         if packed_seq_params is None:
             return self.attend(query, key, value)
@@ -208,14 +224,14 @@ class PackedAttention(nn.Module):
         parts = zip(*(t[:, None].split(sizes) for t in (query, key, value)))
         return torch.cat([self.attend(*qkv) for qkv in parts])[:, 0]
 
-    def attend(self, *qkv):  # each [T, B, heads, d]
+    def attend(self, *qkv: Tensor) -> Tensor:  # each [T, B, heads, d]
         q, k, v = (t.permute(1, 2, 0, 3) for t in qkv)
         o = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], scale=self.scale
         )
         return o.permute(2, 0, 1, 3).flatten(2)
 
-    def sharded_state_dict(self, *args, **kwargs):
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
         return {}  # has no weights
 
 

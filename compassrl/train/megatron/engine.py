@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from fastcore.basics import patch
@@ -41,8 +41,15 @@ class MegatronTrain(Passes):
     """Megatron-Core as `TrainEngine`: every rank calls the same methods, the batch is rank 0's and
     so is the result"""
 
-    saving: None
+    saving: Any  # a `Save` that is under way, or None
     control: Control
+
+    if TYPE_CHECKING:  # they have cells of their own
+
+        def score(self, batch: Batch | None = None) -> dict[str, Tensor] | None: ...
+        def update(
+            self, batch: Batch | None = None, loss: LossFn | None = None, lr: float | None = None
+        ) -> tuple[Metrics, dict[str, Tensor]] | None: ...
 
     def __init__(
         self,
@@ -58,9 +65,9 @@ class MegatronTrain(Passes):
         if replay not in get_args(ReplayMode):
             raise ValueError(f'{replay=}: use one of {get_args(ReplayMode)}')
         super().__init__(policy, weights, config, parallel, temperature, replay)
-        self.control, self.saving = Control(), None  # the save that is under way
+        self.control, self.saving = Control(), None
         # on rank 0: who belongs to which replica
-        self.dp_of = self.control.gather(ps.get_data_parallel_rank())
+        self.dp_of: list[int] | None = self.control.gather(ps.get_data_parallel_rank())
         self._refuse_broken(weights)
 
     def _refuse_broken(self, weights):  # all ranks alike, whichever holds the bad number

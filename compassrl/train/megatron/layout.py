@@ -82,7 +82,7 @@ def _divides(small, what, big, of):  # one line, with the numbers that would do
         raise ValueError(f'{what}={small} does not divide {of}={big}: use one of {fits}')
 
 
-def check_world(p, world_size) -> None:
+def check_world(p: ParallelConfig, world_size: int) -> None:
     for n, what in (
         (p.tp * p.cp * p.pp, 'tp x cp x pp'),
         (p.expert_tp * p.ep * p.pp, 'expert tp x ep x pp'),
@@ -94,7 +94,7 @@ def check_world(p, world_size) -> None:
             )
 
 
-def check_shape(p, c) -> None:
+def check_shape(p: ParallelConfig, c: PolicyConfig) -> None:
     sparse = [c.is_sparse(i) for i in range(c.num_hidden_layers)]
     for k in ('num_attention_heads', 'num_key_value_heads'):
         _divides(p.tp, 'tp', getattr(c, k), k)

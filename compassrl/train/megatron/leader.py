@@ -10,8 +10,9 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from fastcore.basics import patch
@@ -25,8 +26,10 @@ from .pulse import Pulse, patience_s
 # %% auto #0
 __all__ = ['LostRank', 'cluster_address', 'Watch', 'Leader', 'serve']
 
-
 # %% ../../../nbs/train/megatron/10_leader.ipynb #004c961d
+_T = TypeVar('_T')
+
+
 class LostRank(RuntimeError):
     "Another rank failed or died; the message names it"
 
@@ -58,6 +61,11 @@ class Watch:
     timeout_s: float
     every_s: float
     pulse: Pulse | None
+
+    if TYPE_CHECKING:  # they have cells of their own
+
+        def guard(self) -> AbstractContextManager[None]: ...
+        def stop(self) -> None: ...
 
     def __init__(
         self,
@@ -91,7 +99,7 @@ def _second_hand(e):  # an error that tells of another rank
 
 @patch
 @contextmanager
-def guard(self: Watch):
+def guard(self: Watch) -> Iterator[None]:
     "Around what all ranks do: an error inside becomes known to all; LostRank names where it began"
     try:
         yield
@@ -156,9 +164,9 @@ class Leader:
 
     def everywhere(
         self,
-        fn: Callable[..., Any],  # (engine, *args), can be pickled: a function of a module
-        *args,
-    ):  # what it returned on rank 0
+        fn: Callable[..., _T],  # (engine, *args), can be pickled: a function of a module
+        *args: Any,
+    ) -> _T:  # what it returned on rank 0
         "Calls `fn` on all ranks"
         with self._all('call', fn, *args) as e:
             return fn(e, *args)
@@ -168,10 +176,15 @@ class Leader:
         with self._all('stop'):
             self.watch.stop()
 
-    def __enter__(self):
+    def __enter__(self) -> Leader:
         return self
 
-    def __exit__(self, kind, error, tb) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         if kind is None:
             self.stop()
 
@@ -185,7 +198,7 @@ def stop(self: Watch) -> None:
         self.pulse.leave('done')
 
 
-def serve(engine: MegatronTrain, watch: Watch):
+def serve(engine: MegatronTrain, watch: Watch) -> None:
     "What every rank but 0 runs until the leader stops. Raises LostRank, or what went wrong here"
     while True:
         with watch.guard():

@@ -5,12 +5,13 @@
 # %% ../../../nbs/train/megatron/12_passes.ipynb #90485fcd
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # before Megatron-Core, whose warnings it knows
 from .cpu import megatron_calls
@@ -22,12 +23,14 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from ...model.policy import PolicyConfig
-from .batch import Packed, response_values, tap_routers
+from ...records import Batch
+from .batch import Packed, Part, Tap, response_values, tap_routers
 from .layout import ParallelConfig
 from .model import build_model, init_parallel
 from .vocabulary import vocab_log_probs
@@ -45,10 +48,10 @@ def _add_up(models, num_tokens, **kwargs):  # and divide by nothing
 
 
 def wrap_and_optimise(
-    chunks: list[Any],  # pieces of the model on this rank
+    chunks: list[GPTModel],  # pieces of the model on this rank
     config: OptimConfig,
     dtype: torch.dtype,  # of the model's weights
-) -> tuple[Any, ...]:  # the wrapped pieces, the optimiser
+) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:  # the wrapped pieces, the optimiser
     "Gradients are added up over replicas; each replica keeps a slice of the optimiser"
     c, cfg = config, chunks[0].config
     cfg.calculate_per_token_loss = True  # the loss is divided already: add, and nothing else
@@ -75,8 +78,8 @@ def wrap_and_optimise(
 
 
 def inner_optimizers(
-    optimizer,
-) -> list[Any]:  # those of torch, one for the experts and one for all else
+    optimizer: MegatronOptimizer,
+) -> list[torch.optim.Optimizer]:  # those of torch, one for the experts and one for all else
     return [o.optimizer for o in optimizer.chained_optimizers if o.optimizer is not None]
 
 
@@ -84,11 +87,20 @@ def inner_optimizers(
 class Passes:
     "This rank's part of the model, and passes through it"
 
+    models: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
     temperature: float
     policy: PolicyConfig
     parallel: ParallelConfig
     num_steps: int
     config: OptimConfig
+    taps: list[list[Tap]]
+    tp_rank: int
+    cp_rank: int
+    cp_group: dist.ProcessGroup | None
+    num_dp: int
+    speaks: bool
+    length: int
 
     def __init__(
         self,
@@ -103,14 +115,14 @@ class Passes:
         self.temperature, self.replay, self.num_steps = temperature, replay, 0
         if not ps.model_parallel_is_initialized():
             init_parallel(parallel)
-        self.chunks: list[Any] = build_model(policy, parallel, router_replay=replay != 'off')
+        self.chunks: list[GPTModel] = build_model(policy, parallel, router_replay=replay != 'off')
         load_hf(self.chunks, policy, weights)
         dtype = getattr(torch, parallel.dtype)
         self.models, self.optimizer = wrap_and_optimise(self.chunks, config, dtype)
         self.chunks[0].config.variable_seq_lengths = parallel.vpp == 1  # parts differ in tokens
         again = parallel.recompute != 'none'
         self.taps = [tap_routers(m, again) if replay != 'off' else [] for m in self.chunks]
-        self.device: Any = next(self.chunks[0].parameters()).device
+        self.device: torch.device = next(self.chunks[0].parameters()).device
         self._find_place()
 
     def _find_place(self):  # of this rank
@@ -121,11 +133,13 @@ class Passes:
         last = ps.is_pipeline_last_stage(ignore_virtual=True)
         self.speaks = last and self.tp_rank == self.cp_rank == 0  # for its replica
 
-    def pack(self, batch, at_least=0):
+    def pack(self, batch: Batch, at_least: int = 0) -> Packed:
         p = self.parallel
         return Packed(batch, p.tp, p.cp, self.cp_rank, 16 if p.fp8_recipe else 1, at_least)
 
-    def forward(self, parts, model, use_routes):  # the next part, through this piece of the model
+    def forward(
+        self, parts: Iterator[Part], model: DistributedDataParallel, use_routes: bool
+    ) -> tuple[Tensor, Part, Batch, Packed]:  # the next part, through this piece of the model
         part = next(parts)
         batch = part.batch.to(self.device)
         packed = self.pack(batch, self.length)
@@ -147,7 +161,9 @@ class Passes:
         valid = packed.put(batch.routes_valid, True)
         return [x.chunk(self.parallel.tp)[self.tp_rank] for x in (ids, valid)]
 
-    def own_routes(self, model, batch, packed):
+    def own_routes(
+        self, model: DistributedDataParallel, batch: Batch, packed: Packed
+    ) -> tuple[Tensor, list[int], Tensor] | None:
         "What this rank's routers chose: where (row*t+column), layers, ids"
         taps = self.taps[self.models.index(model)]
         if not taps:
@@ -160,7 +176,9 @@ class Passes:
         ids = torch.stack([x.own for x in taps], 1)[real]
         return flat[real].cpu(), [x.layer for x in taps], ids.cpu()
 
-    def token_values(self, logits, batch, packed):  # [b, t] log-probs and entropies
+    def token_values(
+        self, logits: Tensor, batch: Batch, packed: Packed
+    ) -> tuple[Tensor, ...]:  # [b, t] log-probs and entropies
         def score(z, y):
             group = ps.get_tensor_model_parallel_group()
             size = self.policy.vocab_size
@@ -168,12 +186,12 @@ class Passes:
 
         return response_values(logits[0], batch, packed, score, self.cp_group)
 
-    def run(self, step, parts, forward_only):  # Megatron-Core's own order
+    def run(
+        self, step: Callable[..., Any], parts: Sequence[Part], forward_only: bool
+    ) -> None:  # Megatron-Core's own order
         # interleaved pieces send no shapes (with 2 ranks the two directions would be mixed up):
         # all parts get one length
-        self.length: int = (
-            max(self.pack(x.batch).total for x in parts) if self.parallel.vpp > 1 else 0
-        )
+        self.length = max(self.pack(x.batch).total for x in parts) if self.parallel.vpp > 1 else 0
         try:
             with megatron_calls():
                 get_forward_backward_func()(
@@ -199,7 +217,7 @@ class Passes:
                 m.zero_grad_buffer()
             self.optimizer.zero_grad()
 
-    def step(self, lr):  # as `torch_engine.clip_and_step`
+    def step(self, lr: float | None) -> dict[str, float]:  # as `torch_engine.clip_and_step`
         c = self.config
         lr = c.lr_at(self.num_steps) if lr is None else lr
         for g in self.optimizer.param_groups:

@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 # %% ../../../nbs/train/megatron/16_pulse.ipynb #3ba476d7
-phases = {  # (end of the file's name, function) -> what a person calls it
+# (end of the file's name, function) -> what a person calls it
+phases: dict[tuple[str, str], str] = {
     ('runs/process.py', 'meet_ranks'): 'rendezvous',
     ('runs/factory.py', '_megatron_train'): 'building the engine',
     ('runs/factory.py', '_pool'): 'starting servers',
@@ -59,9 +60,17 @@ phases = {  # (end of the file's name, function) -> what a person calls it
     ('rollout/vllm/pool.py', 'load_weights'): 'weight transfer',
 }
 # whoever is in one of these waits for other ranks
-waits_for_ranks = 'torch/distributed/distributed_c10d.py', 'torch/distributed/rendezvous.py'
+waits_for_ranks: tuple[str, ...] = (
+    'torch/distributed/distributed_c10d.py',
+    'torch/distributed/rendezvous.py',
+)
 # and here for servers, judges or a network, which have limits of their own
-waits_outside = 'compassrl/rollout/vllm/', 'compassrl/judges/', '/socket.py', '/ssl.py'
+waits_outside: tuple[str, ...] = (
+    'compassrl/rollout/vllm/',
+    'compassrl/judges/',
+    '/socket.py',
+    '/ssl.py',
+)
 
 
 def stack(thread: int) -> list[tuple[str, str, int, object]]:
@@ -110,11 +119,15 @@ def place(calls: list[tuple[str, str, int, object]]) -> str:
 class Visits:
     "How long the main thread stays in one call of a phase; time in which it waits does not count"
 
-    def __init__(self, floor_s: float):
+    floor_s: float
+    busy_s: float
+    now: tuple[str, object]
+
+    def __init__(self, floor_s: float) -> None:
         self.floor_s, self.now, self.busy_s = floor_s, ('', None), 0.0
         self.seen: dict[str, list[float]] = {}  # phase -> number of visits that ended, the longest
 
-    def add(self, visit: tuple[str, object], seconds: float):
+    def add(self, visit: tuple[str, object], seconds: float) -> None:
         if visit != self.now:
             name, _ = self.now
             num, longest = self.seen.get(name, (0, 0.0))
@@ -145,14 +158,23 @@ def patience_s() -> float:
 class Pulse(Thread):
     "Starts a sentry beside this rank, tells it what the rank does, and hears from it who failed"
 
+    rank: int
+    every_s: float
+    pid: int
+    stopped: Event
+    visits: Visits
+    link: socket.socket
     one: ClassVar[Pulse | None] = None  # of this process
+    cause: str
+    sentry: subprocess.Popen[bytes]
+    answers: SimpleQueue[int | None]
 
     def __init__(
         self,
         rank: int,
         limit_s: float | None = None,  # it may be stopped for so long; None = as `patience_s` says
         every_s: float = 1.0,
-    ):
+    ) -> None:
         limit_s = limit_s or patience_s()
         super().__init__(daemon=True, name='pulse')
         self.rank, self.every_s, self.pid = rank, every_s, os.getpid()
@@ -166,13 +188,13 @@ class Pulse(Thread):
         Pulse.one = self
         self.start()
 
-    def tell(self, **words):
+    def tell(self, **words: object) -> None:
         try:
             self.link.send(json.dumps(words).encode())
         except OSError:
             pass  # a sentry that is gone is missed by all others
 
-    def run(self):
+    def run(self) -> None:
         self.link.settimeout(self.every_s)
         while not self.stopped.is_set() and not self.cause:
             self.tell(pulse=self.beat())
@@ -182,7 +204,7 @@ class Pulse(Thread):
             print(f'rank {self.rank} ends: {self.cause}', file=sys.stderr, flush=True)
             os._exit(1)
 
-    def beat(self) -> dict:
+    def beat(self) -> dict[str, object]:
         "Holds one frame until the next beat, so that no other call can be taken for the same"
         calls = stack(main_thread().ident)
         phase, visit = doing(calls)
@@ -197,7 +219,7 @@ class Pulse(Thread):
             bound_s=self.visits.bound_s,
         )
 
-    def hear(self, until: float):
+    def hear(self, until: float) -> None:
         while time.monotonic() < until and not self.stopped.is_set() and not self.cause:
             try:
                 text = self.link.recv(1 << 16)
@@ -219,7 +241,7 @@ class Pulse(Thread):
         except Empty:
             raise ValueError(f'{host} is no address of this machine: mend MASTER_ADDR') from None
 
-    def leave(self, how: str):
+    def leave(self, how: str) -> None:
         "The sentry ends ('done'), or tells the others that this rank has ended before its time"
         if self.stopped.is_set() or os.getpid() != self.pid:
             return

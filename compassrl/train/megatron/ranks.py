@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,10 @@ import torch.distributed as dist
 # %% auto #0
 __all__ = ['RankError', 'run_ranks']
 
-
 # %% ../../../nbs/train/megatron/02_ranks.ipynb #498e163d
+_T = TypeVar('_T')
+
+
 class RankError(RuntimeError):
     "A rank that failed, died or did not come to an end; the message names it"
 
@@ -115,10 +117,10 @@ def _wait(pids, folder, until):  # all well, or RankError that names the rank wi
 # %% ../../../nbs/train/megatron/02_ranks.ipynb #85afe593
 def run_ranks(
     n: int,  # ranks
-    fn: Callable[..., Any],  # called by every rank, in a copy of this process
-    *args,
+    fn: Callable[..., _T],  # called by every rank, in a copy of this process
+    *args: Any,
     timeout_s: float = 120,  # for all of it, and for each collective
-) -> list[Any]:  # what each rank returned (pickled; tensors on the CPU)
+) -> list[_T]:  # what each rank returned (pickled; tensors on the CPU)
     """Forks `n` ranks of a gloo group, which share this process's imports. Raises RankError, and
     leaves no rank behind"""
     pids = []

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from typing import Any
 
 from .alive import Body
 
@@ -22,12 +23,12 @@ __all__ = ['outside_s', 'start_sentry', 'seal', 'unseal', 'Ears', 'Judgement', '
 
 
 # %% ../../../nbs/train/megatron/15_sentry.ipynb #2f3d5100
-def seal(key: bytes, words: dict) -> bytes:
+def seal(key: bytes, words: dict[str, Any]) -> bytes:
     text = json.dumps(words).encode()
     return hmac.digest(key, text, 'sha256') + text
 
 
-def unseal(key: bytes, data: bytes) -> dict | None:  # None = from somebody else
+def unseal(key: bytes, data: bytes) -> dict[str, Any] | None:  # None = from somebody else
     n = hashlib.sha256().digest_size
     if not hmac.compare_digest(hmac.digest(key, data[n:], 'sha256'), data[:n]):
         return None
@@ -38,6 +39,21 @@ def unseal(key: bytes, data: bytes) -> dict | None:  # None = from somebody else
 class Ears:
     "What a sentry knows, from its rank and from the other sentries"
 
+    body: Body
+    rank: int
+    limit_s: float
+    every_s: float
+    pulsed: float
+    ticked: float
+    number: int
+    link: socket.socket | None
+    udp: socket.socket | None
+    pulse: dict[str, Any]
+    peers: dict[int, tuple[str, int]]
+    key: bytes
+    cause: str
+    leaves: str
+
     def __init__(
         self,
         pid: int,
@@ -45,17 +61,17 @@ class Ears:
         limit_s: float,  # silence, or a stop, of so many seconds is the end
         every_s: float,
         link: socket.socket,  # to the rank: a message is a packet of JSON
-    ):
+    ) -> None:
         self.body, self.rank, self.limit_s, self.every_s = Body(pid), rank, limit_s, every_s
         self.link, self.udp, self.key, self.peers = link, None, b'', {}
         self.pulse = dict(phase='imports', waits='', where='', own_s=0.0, busy_s=0.0, bound_s=1e9)
         self.pulsed = self.ticked = time.monotonic()
-        self.said: dict[int, dict] = {}  # the last words of each other rank
+        self.said: dict[int, dict[str, Any]] = {}  # the last words of each other rank
         self.heard: dict[int, float] = {}  # and when that was
         self.cause, self.number = '', 0
         self.leaves = ''  # 'done' or 'ended', once the rank has said so
 
-    def listen(self, until: float):
+    def listen(self, until: float) -> None:
         while (left := until - time.monotonic()) > 0 and not (self.cause or self.leaves):
             inputs = [f for f in (self.link, self.body.fd, self.udp) if f]
             ready = select.select(inputs, [], [], left)[0]
@@ -66,7 +82,7 @@ class Ears:
             elif self.body.fd in ready:
                 return
 
-    def hear_rank(self):
+    def hear_rank(self) -> None:
         try:
             text = self.link.recv(1 << 20)
         except OSError:
@@ -91,7 +107,7 @@ class Ears:
         self.cause = words.get('failed', self.cause)
         self.leaves = words.get('leaves', self.leaves)
 
-    def hear_peer(self):
+    def hear_peer(self) -> None:
         words = unseal(self.key, self.udp.recv(1 << 16)) if self.key else None
         r = words and words['rank']
         if r not in self.peers or words['number'] <= self.said.get(r, {}).get('number', 0):
@@ -101,7 +117,7 @@ class Ears:
         if 'bye' in words:
             del self.peers[r], self.heard[r]
 
-    def skip(self, seconds: float):
+    def skip(self, seconds: float) -> None:
         "We were stopped for so long, so what we have not heard does not count"
         self.body.skip(seconds)
         self.pulsed += seconds
@@ -109,7 +125,7 @@ class Ears:
 
 
 # %% ../../../nbs/train/megatron/15_sentry.ipynb #272120ce
-outside_s = 1800.0  # what others may take that have limits of their own
+outside_s: float = 1800.0  # what others may take that have limits of their own
 
 
 class Judgement(Ears):
@@ -159,7 +175,10 @@ class Judgement(Ears):
 class Sentry(Judgement):
     "Looks at one rank, and hears the sentries of the others"
 
-    def run(self):
+    cause: str
+    number: int
+
+    def run(self) -> None:
         "Returns when the rank has ended, and all others know why"
         while not (self.cause or self.leaves):
             self.listen(time.monotonic() + self.every_s)
@@ -178,7 +197,7 @@ class Sentry(Judgement):
             return self.repeat(bye=True)
         self.warn(self.cause or f'rank {self.rank} has ended, {self.during()}')
 
-    def tell(self, **words):
+    def tell(self, **words: object) -> None:
         self.number += 1
         words |= dict(rank=self.rank, number=self.number, phase=self.pulse['phase'])
         data = seal(self.key, words | dict(during=self.during()))
@@ -188,18 +207,18 @@ class Sentry(Judgement):
             except OSError:
                 pass  # an address that cannot be reached is silent, too
 
-    def repeat(self, **words):
+    def repeat(self, **words: object) -> None:
         "A datagram may be lost"
         for _ in range(3):
             self.tell(**words)
             time.sleep(0.05)
 
-    def end(self, cause: str):
+    def end(self, cause: str) -> None:
         self.body.kill()
         print(f'rank {self.rank} ends: {cause}', file=sys.stderr, flush=True)
         self.repeat(failed=cause)
 
-    def warn(self, cause: str):
+    def warn(self, cause: str) -> None:
         if self.link:
             try:
                 self.link.send(json.dumps(dict(failed=cause)).encode())
@@ -210,10 +229,14 @@ class Sentry(Judgement):
             self.end(cause)
 
 
-start_sentry = [sys.executable, '-c', 'from compassrl.train.megatron.sentry import main; main()']
+start_sentry: list[str] = [
+    sys.executable,
+    '-c',
+    'from compassrl.train.megatron.sentry import main; main()',
+]
 
 
-def main():
+def main() -> None:
     "Our input is the connection to the rank; our arguments are pid, rank, limit and interval"
     pid, rank, limit_s, every_s = sys.argv[1:]
     for s in (signal.SIGINT, signal.SIGTERM):

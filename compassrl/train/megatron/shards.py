@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -28,6 +29,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ..manifest import HashedFile, makes_sense, read_file, read_manifest, verify_files
 from ..state import CheckpointError, TornCheckpoint
+
+if TYPE_CHECKING:
+    from compassrl.train.megatron.engine import MegatronTrain
 
 # %% auto #0
 __all__ = [
@@ -47,16 +51,17 @@ __all__ = [
 ]
 
 # %% ../../../nbs/train/megatron/17_shards.ipynb #e225a465
+_T = TypeVar('_T')
 FORM = 'compassrl-sharded', 2  # format and version; 1 had sizes without hashes
 
 
 class ShardHashes:
     "What the writing process of this rank has written"
 
-    def __init__(self):
-        self.file = tempfile.TemporaryFile('w+')
+    def __init__(self) -> None:
+        self.file: IO[str] = tempfile.TemporaryFile('w+')
 
-    def during(self, write: Callable, *args, **kwargs):
+    def during(self, write: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         "Calls Megatron-Core's writer, in the process that writes"
         with patch.object(filesystem_async, 'open', self.open, create=True):
             write(*args, **kwargs)
@@ -70,7 +75,7 @@ class ShardHashes:
 
         return HashedFile(path, mode, note)
 
-    def read(self) -> dict[str, dict]:  # entries of the manifest by the name of the file
+    def read(self) -> dict[str, dict[str, Any]]:  # entries of the manifest by the name of the file
         "When the writer has ended"
         self.file.seek(0)
         return dict(map(json.loads, self.file))
@@ -78,20 +83,20 @@ class ShardHashes:
 
 # %% ../../../nbs/train/megatron/17_shards.ipynb #81f2d3a6
 @lru_cache
-def keep_garbage_in_forks():
+def keep_garbage_in_forks() -> None:
     "A dead process group, collected in a fork, waits for threads that the fork has not"
     os.register_at_fork(after_in_child=gc.freeze)
 
 
 class WriterResults:  # of the writer, for this process
-    def __init__(self):
-        self.file = tempfile.TemporaryFile()  # both have it open
+    def __init__(self) -> None:
+        self.file: IO[bytes] = tempfile.TemporaryFile()  # both have it open
 
-    def put(self, x):
+    def put(self, x: object) -> None:
         pickle.dump(x, self.file)
         self.file.flush()
 
-    def get_nowait(self):
+    def get_nowait(self) -> Any:
         self.file.seek(0)
         try:
             return pickle.load(self.file)
@@ -100,13 +105,13 @@ class WriterResults:  # of the writer, for this process
 
 
 # %% ../../../nbs/train/megatron/17_shards.ipynb #27131f9d
-def everyones(value) -> list:  # of every rank, on every rank
+def everyones(value: _T) -> list[_T]:  # of every rank, on every rank
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
-def together(fn: Callable):  # what it returned here
+def together(fn: Callable[[], _T]) -> _T:  # what it returned here
     "Every rank calls it. Where one of them raises CheckpointError, all raise it"
     result = said = None
     try:
@@ -120,10 +125,12 @@ def together(fn: Callable):  # what it returned here
 
 
 def attempt(
-    engine,
-    fn: Callable,  # (engine, *args), as `save_sharded`
-    *args,
-):  # what it returned, and the CheckpointError that it raised on all ranks
+    engine: MegatronTrain,
+    fn: Callable[..., _T],  # (engine, *args), as `save_sharded`
+    *args: Any,
+) -> tuple[
+    _T | None, CheckpointError | None
+]:  # what it returned, and the CheckpointError that it raised on all ranks
     "A refusal that no rank dies of: the leader decides what comes next"
     try:
         return fn(engine, *args), None
@@ -134,12 +141,12 @@ def attempt(
 # %% ../../../nbs/train/megatron/17_shards.ipynb #7686dd49
 def sharded_manifest(
     path: str | Path,  # one checkpoint
-) -> dict:  # step, num_steps, policy, layout, files
+) -> dict[str, Any]:  # step, num_steps, policy, layout, files
     "Raises TornCheckpoint; CheckpointError for a format of another release"
     return read_manifest(Path(path), FORM)
 
 
-def verify_sharded(path: Path):
+def verify_sharded(path: Path) -> None:
     "All files, in this process"
     verify_files(path, sharded_manifest(path)['files'])
 
@@ -167,7 +174,7 @@ class _Unpickler(pickle.Unpickler):
 
 def read_metadata(
     data: bytes,  # of the file `.metadata`
-    files: dict[str, dict],  # entries of the manifest by name
+    files: dict[str, dict[str, Any]],  # entries of the manifest by name
 ) -> Metadata:
     "Runs no code. Raises UnpicklingError or ValueError for what such a file does not hold"
     found = _Unpickler(io.BytesIO(data)).load()
@@ -181,7 +188,7 @@ def read_metadata(
 
 def verify_shares(
     path: Path,  # one checkpoint
-) -> tuple[dict, bytes]:  # its manifest, the verified bytes of `.metadata`
+) -> tuple[dict[str, Any], bytes]:  # its manifest, the verified bytes of `.metadata`
     "On every rank, a part of the files each. All raise what one of them found"
 
     def share():
@@ -201,7 +208,7 @@ def verify_shares(
 @contextmanager
 def safe_reads(
     data: bytes,  # of the file `.metadata`, verified
-    files: dict[str, dict],  # entries of the manifest by name
+    files: dict[str, dict[str, Any]],  # entries of the manifest by name
 ) -> Iterator[None]:
     "Inside, torch's distributed checkpoints unpickle tensors and plain values alone"
     load = torch.load

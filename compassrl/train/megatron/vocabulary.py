@@ -59,7 +59,7 @@ def vocab_log_probs(
     temperature: float,
     vocab_size: int,  # without padding
     rank: int,  # of the tensor-parallel group
-    group,  # the group
+    group: dist.ProcessGroup | None,  # the group
 ) -> tuple[Tensor, Tensor]:  # [n] log-probs, [n] entropies in nats without gradient
     "Three sums travel per token, never a row of logits; fp32, and the same on all ranks"
     start = rank * logits.shape[1]

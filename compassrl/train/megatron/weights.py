@@ -36,7 +36,7 @@ class Cut:
     stop: int = 0
 
     @property
-    def where(self):  # slices of the whole tensor
+    def where(self) -> tuple[slice, ...]:  # slices of the whole tensor
         if self.dim is None:
             return ()
         return (slice(None),) * self.dim + (slice(self.start, self.stop),)
