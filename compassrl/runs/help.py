@@ -24,6 +24,7 @@ __all__ = [
     'without_torch',
     'settings_of',
     'flag',
+    'range_of',
     'short_help',
 ]
 
@@ -124,7 +125,11 @@ _main = """
 """.split()
 
 
-def _range(part, name):  # what may stand there, as the full help says it
+def range_of(
+    part,  # a config
+    name: str,  # of one of its settings
+) -> Any:  # called with the default, it says both; `OneOf` where there are choices
+    "What a setting may be, as the full help says it"
     hint = get_type_hints(type(part), include_extras=True)[name]
     for note in getattr(hint, '__metadata__', ()):
         return note.help_behavior_hint
@@ -139,7 +144,7 @@ def _line(cfg, key):
     about = (docments(type(part)).get(name) or '').replace('\n', ' ')
     value = getattr(part, name)
     told = ' '.join(map(str, value)) if isinstance(value, tuple) else str(value) or "''"
-    return f'  {flag(key):27} {about} {_range(part, name)(told)}'
+    return f'  {flag(key):27} {about} {range_of(part, name)(told)}'
 
 
 def short_help(

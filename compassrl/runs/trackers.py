@@ -75,6 +75,11 @@ class TensorBoard:
         again = board.exists()
         self.board = SummaryWriter(board, purge_step=start + 1 if start else 0 if again else None)
         self.cold = SummaryWriter(board / 'cold_start', purge_step=0) if self.is_new else None
+        if self.is_new:
+            rows = [f'| {k} | {v} |' for k, v in _flat(config)]
+            self.board.add_text(
+                'settings', '\n'.join(['| setting | value |', '| --- | --- |', *rows])
+            )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
