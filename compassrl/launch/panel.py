@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from html import escape
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
@@ -244,5 +245,7 @@ def panel(
     preset: str = 'tiny-cpu',  # fills the form; `keys` say what it shows
     folder: str | Path = 'runs',  # where the runs go, each in a folder of its own
 ) -> Panel:
-    "Configure, launch, watch, stop and resume by mouse"
+    "Configure, launch, watch, stop and resume by mouse. Raises ValueError without ipywidgets"
+    if not find_spec('ipywidgets'):
+        raise ValueError('the panel needs ipywidgets: pip install "compassrl[notebook]"')
     return Panel(keys, preset, folder)

@@ -82,8 +82,8 @@ class _Finder:
 
 def is_a_page(args: list[str]) -> bool:  # help, version, completion: nothing that runs
     "Does a command print a page and end?"
-    asked = {'-h', '--help', '--help-all', '--version', '--tyro-print-completion'} & set(args)
-    return not args or bool(asked)
+    asked = {'-h', '--help', '--help-all', '--version', '-V', '--tyro-print-completion'}
+    return not args or not asked.isdisjoint(args)
 
 
 def without_torch() -> None:
