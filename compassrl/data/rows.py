@@ -167,7 +167,10 @@ def check_reading(columns: dict[str, str], verifier: str) -> None:
         if f not in fields:
             raise ValueError(f'columns: {f!r} is no field, use {list(fields)}')
     if verifier and verifier not in verifiers:
-        raise ValueError(f'verifier={verifier!r}: use one of {sorted(verifiers)}')
+        raise ValueError(
+            f'verifier={verifier!r}: use one of {sorted(verifiers)}; '
+            'a function of your own is named by --rewards.function'
+        )
 
 
 def _absent(r, row, f, name):  # a column that must be there, or what is wrong with its value

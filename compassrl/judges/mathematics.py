@@ -11,7 +11,7 @@ import re
 from math_verify import parse, verify
 
 # %% auto #0
-__all__ = ['last_box', 'same_maths']
+__all__ = ['last_box', 'last_formula', 'same_maths']
 
 # %% ../../nbs/judges/14_mathematics.ipynb #a80f9a03
 for _name in ('parser', 'grader'):
@@ -29,6 +29,11 @@ def last_box(text: str) -> str | None:
     return None
 
 
+def last_formula(text):
+    "What stands in the last `$...$`, or None"
+    return (re.findall(r'\$+([^$]+)\$+', text) or [None])[-1]
+
+
 def _read(text):
     return parse(text, parsing_timeout=None)
 
@@ -37,11 +42,11 @@ def _equal(gold, got):
     return bool(got) and verify(gold, got, timeout_seconds=None)
 
 
-def _without_percent(box, answer, gold):
+def _without_percent(said, answer, gold):
     "`42\\%` has one meaning: a share where the answer is one, else the number before the sign"
-    if '%' not in box or '%' in answer:
-        return box
-    bare = re.sub(r'\\?%', '', box)
+    if not re.fullmatch(r'[-+\d.,\s]*\\?%\s*', said) or '%' in answer:
+        return said  # `$5 and 20% of $` is two prices and no formula
+    bare = re.sub(r'\\?%', '', said)
     try:
         share = abs(float(gold[0])) <= 1
     except (TypeError, ValueError):
@@ -49,11 +54,11 @@ def _without_percent(box, answer, gold):
     return f'\\frac{{{bare}}}{{100}}' if share else bare
 
 
-def _hedged(box, answer, gold):
-    "Does the box say two things, one of them wrong?"
-    if box.lstrip().startswith('\\{') and answer.strip(' $').startswith('('):
+def _hedged(said, answer, gold):
+    "Are two things said, one of them wrong?"
+    if said.lstrip().startswith('\\{') and answer.strip(' $').startswith('('):
         return True  # a set for a pair
-    sides = box.split('=')
+    sides = said.split('=')
     numbers = [s for s in sides if not re.search('[a-zA-Z]', re.sub(r'\\[a-zA-Z]+', '', s))]
     if len(sides) < 2 or '=' in answer:
         return False
@@ -68,10 +73,12 @@ def same_maths(text: str, answer: str) -> tuple[str, str]:
     try:
         text = text.split('</think>')[-1]
         box = last_box(text)
-        if box is not None:
-            if _hedged(box, answer, gold):
-                return 'wrong', f'{box!r} says two things, wanted {answer!r}'
-            text = f'\\boxed{{{_without_percent(box, answer, gold)}}}'
+        said = last_formula(text) if box is None else box
+        if said is not None:
+            if _hedged(said, answer, gold):
+                return 'wrong', f'{said!r} says two things, wanted {answer!r}'
+            one = _without_percent(said, answer, gold)
+            text = text.replace(said, one) if box is None else f'\\boxed{{{one}}}'
         got = _read(text)
         if not got:
             return 'wrong', f'no mathematical answer in the response, wanted {answer!r}'

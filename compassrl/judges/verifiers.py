@@ -97,9 +97,10 @@ def maths(text: str, answer: str) -> Verdict:
 def program_of(
     text: str,  # a response
 ) -> str:
-    "The last fenced block after any reasoning, or all of it"
+    "The last fenced block after any reasoning, or all of it; without the mark of a UTF-8 file"
     text = text.split('</think>')[-1]
-    return (re.findall(r'```(?:[\w+-]*)\n(.*?)```', text, flags=re.S) or [text])[-1]
+    blocks = re.findall(r'```(?:[\w+-]*)\n(.*?)```', text, flags=re.S)
+    return (blocks or [text])[-1].removeprefix('\ufeff')
 
 
 def _suite(answer):  # tests, prefix, limits

@@ -6,22 +6,29 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from html import escape
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
-from ..config import TrainConfig
+from ..config import TrainConfig, read_run_config
 from .plan import plan
 from .process import Launched, follow, launch, report_parts, resume
 from .scripts import node_script
+from ..runs.before import read_part
+from ..runs.help import range_of
 from ..runs.presets import presets
+from ..runs.stop import holder
+from ..settings import OneOf
 
 # %% auto #0
-__all__ = ['with_value', 'Form', 'Panel', 'panel']
+__all__ = ['with_value', 'Form', 'Attached', 'runs_in', 'Panel', 'panel']
 
 # %% ../../nbs/launch/08_panel.ipynb #c236a79d
 _Config = TypeVar('_Config')
@@ -39,20 +46,30 @@ def with_value(
     return dataclasses.replace(cfg, **{head: value})
 
 
+def _widget(cfg, key, **look):  # for one setting
+    import ipywidgets as w
+
+    head, _, name = key.rpartition('.')
+    part = attrgetter(head)(cfg) if head else cfg
+    value, may_be = getattr(part, name), range_of(part, name)
+    if isinstance(may_be, OneOf):
+        return w.Dropdown(options=list(may_be.names), value=value, description=key, **look)
+    kinds = {bool: w.Checkbox, int: w.IntText, float: w.FloatText, str: w.Text}
+    return kinds[type(value)](value=value, description=key, **look)
+
+
 class Form:
     "Widgets made from a config: a preset, and the settings that `keys` name"
 
     def __init__(self, keys: Sequence[str], preset: str, on_change: Callable[[], None]) -> None:
         import ipywidgets as w
 
-        kinds = {bool: w.Checkbox, int: w.IntText, float: w.FloatText, str: w.Text}
         look = dict(layout=w.Layout(width='270px'), style=dict(description_width='130px'))
         self.preset: w.Dropdown = w.Dropdown(
             options=list(presets), value=preset, description='preset', **look
         )
-        values = {k: attrgetter(k)(presets[preset]()) for k in keys}
         self.fields: dict[str, w.DOMWidget] = {
-            k: kinds[type(v)](value=v, description=k, **look) for k, v in values.items()
+            k: _widget(presets[preset](), k, **look) for k in keys
         }
         in_rows = w.Layout(flex_flow='row wrap')
         self.view: w.Box = w.Box([self.preset, *self.fields.values()], layout=in_rows)
@@ -73,34 +90,80 @@ class Form:
 
 
 # %% ../../nbs/launch/08_panel.ipynb #8392bce7
+class Attached(Launched):
+    "A run that another notebook, a terminal or a queue has started. Raises ValueError"
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.cfg, self.run_dir, self.num_ranks = read_run_config(run_dir), Path(run_dir), 1
+        self.log = self.run_dir.with_name(self.run_dir.name + '.log')
+
+    def poll(self) -> int | None:
+        "None while a process works on it; 0 if it is finished, else 1"
+        if holder(self.run_dir) is not None:
+            return None
+        after = read_part(self.run_dir, 'eval_after') or {}
+        return int(after.get('step') != self.cfg.steps or not (self.run_dir / 'report.md').exists())
+
+    def stop(self) -> None:
+        if process := holder(self.run_dir):
+            os.kill(process, signal.SIGTERM)
+
+    def was_stopped(self) -> bool:  # asked to, or killed: both can go on
+        return self.poll() == 1 and not (self.run_dir / 'failed.json').exists()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        end = time.monotonic() + (float('inf') if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f'{self.run_dir} is still running')
+            time.sleep(0.2)
+        if self.poll() and not self.was_stopped():
+            raise RuntimeError((self.run_dir / 'failed.json').read_text())
+        return self.run_dir
+
+
+def runs_in(folder: Path) -> list[str]:  # names of their folders, the newest first
+    "The runs of a folder"
+    found = [p.parent for p in folder.glob('*/config.json')]
+    return [p.name for p in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)]
+
+
+# %% ../../nbs/launch/08_panel.ipynb #a8c9dc51
 class Panel:
     "A form, the run that it launched, its live curves and its report"
 
     run: Launched | None
     thread: threading.Thread
     folder: Path
+    valid: bool
+    may: tuple[str, ...]
 
     def __init__(self, keys: Sequence[str], preset: str, folder: str | Path) -> None:
         import ipywidgets as w
 
         self.run, self.folder = None, Path(folder)
-        self.form: Form = Form(keys, preset, lambda: self._try(self._check))
+        self.valid, self.may = False, ('launch',)
+        self.form: Form = Form(keys, preset, self._changed)
         styles = dict(launch='success', stop='danger', resume='info')
         self.buttons: dict[str, w.Button] = {
             k: w.Button(description=k, button_style=s) for k, s in styles.items()
         }
         for k, b in self.buttons.items():
             b.on_click(lambda _, k=k: self._try(getattr(self, k)))
+        names = ['', *runs_in(self.folder)]
+        self.runs: w.Dropdown = w.Dropdown(options=names, description='run')
+        self.runs.observe(lambda c: self._try(self._attach), 'value')
         self.status: w.HTML = w.HTML()
         self.cluster: w.HTML = w.HTML()
         self.curves: w.Image = w.Image(format='png')
         self.report: w.Output = w.Output()
-        buttons = w.HBox([*self.buttons.values()])
+        buttons = w.HBox([*self.buttons.values(), self.runs])
         said, shown = [self.status, self.cluster], [self.curves, self.report]
         self.view: w.VBox = w.VBox([self.form.view, buttons, *said, *shown])
         self.curves.layout.display = 'none'
-        self._enable('launch')
-        self._try(self._check)
+        self._changed()
+        running = [n for n in self.runs.options if n and holder(self.folder / n) is not None]
+        self.runs.value = running[0] if running else ''
 
     def _repr_mimebundle_(self, **kw):
         return self.view._repr_mimebundle_(**kw)
@@ -108,6 +171,7 @@ class Panel:
     def launch(self) -> None:
         cfg = self.form.config()
         name = f'{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}'
+        self.runs.value = ''
         self._follow(launch(cfg, self.folder / name))
 
     def stop(self) -> None:
@@ -116,6 +180,15 @@ class Panel:
 
     def resume(self) -> None:
         self._follow(resume(self.run.run_dir))
+
+    def _attach(self):
+        if self.runs.value:
+            self._follow(Attached(self.folder / self.runs.value))
+
+    def _changed(self):  # the form
+        self.valid = False
+        self._try(self._check)
+        self._enable(*self.may)
 
     def _try(self, action):  # what is wrong with the form is said in the form
         try:
@@ -128,8 +201,9 @@ class Panel:
         self.status.value = f'<pre style="{style}">{escape(str(text))}</pre>'
 
     def _enable(self, *names):
+        self.may = names
         for k, b in self.buttons.items():
-            b.disabled = k not in names
+            b.disabled = k not in names or k == 'launch' and not self.valid
 
     def _check(self):  # called at every change
         p = plan(self.form.config())
@@ -140,9 +214,11 @@ class Panel:
         )
         if self.run is None or self.run.poll() is not None:
             self._say('ready')
+        self.valid = True
 
     def _follow(self, run):
         self.run, self.report.outputs = run, ()
+        self.curves.layout.display = 'none'
         self._enable('stop')
         self.thread = threading.Thread(target=self._look, args=(run,), daemon=True)
         self.thread.start()
@@ -150,6 +226,8 @@ class Panel:
     def _look(self, run):  # in a thread, so that the buttons stay alive
         try:
             for line, png in follow(run):
+                if self.run is not run:
+                    return  # another one is shown by now
                 self._say(f'{run.run_dir}: {line}')
                 if png:
                     self.curves.value = png
@@ -165,10 +243,11 @@ class Panel:
             names = ['launch']
             if run.poll() != 0 and (run.run_dir / 'checkpoints').is_dir():
                 names.append('resume')
-            self._enable(*names)
+            if self.run is run:
+                self._enable(*names)
 
 
-# %% ../../nbs/launch/08_panel.ipynb #a8c9dc51
+# %% ../../nbs/launch/08_panel.ipynb #b678a961
 def panel(
     keys: Sequence[str] = (
         'seed',
@@ -176,10 +255,15 @@ def panel(
         'group_size',
         'prompts_per_step',
         'optim.lr',
+        'loss.name',
+        'init_from',
+        'data.path',
         'data.difficulty',
     ),
     preset: str = 'tiny-cpu',  # fills the form; `keys` say what it shows
     folder: str | Path = 'runs',  # where the runs go, each in a folder of its own
 ) -> Panel:
-    "Configure, launch, watch, stop and resume by mouse"
+    "Configure, launch, watch, stop and resume by mouse. Raises ValueError without ipywidgets"
+    if not find_spec('ipywidgets'):
+        raise ValueError('the panel needs ipywidgets: pip install "compassrl[notebook]"')
     return Panel(keys, preset, folder)

@@ -247,7 +247,7 @@ def _call(args) -> Callable[..., Any]:  # what is to be done
             return _parse(_app(), args, 'compassrl', ())
         case [] | ['-h' | '--help' | '--help-all', *_]:
             return partial(print, usage)
-        case ['--version']:
+        case ['--version' | '-V']:
             return partial(print, f'compassrl {__version__}')
     raise ValueError(f'unknown command {args[0]!r}: use train, resume, eval, merge or report')
 

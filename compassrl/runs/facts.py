@@ -250,9 +250,10 @@ def run_facts(
     "The numbers of a run. Raises ValueError for a folder that is no run"
     run_dir = Path(run_dir)
     metrics, config = read_metrics(run_dir), read_json(run_dir / 'config.json')
-    if not metrics and config is None:
+    if not metrics and 'steps' not in (config or {}):
         raise ValueError(
-            f'{run_dir}: neither config.json nor metrics.jsonl is there: give a run directory'
+            f'{run_dir}: neither metrics.jsonl nor the config.json of a run is there: '
+            'give a run directory'
         )
     before, after = _evaluations(run_dir, metrics)
     samples, counts = pick_samples(*((x or {}).get('samples') or [] for x in (before, after)))

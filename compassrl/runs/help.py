@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fastcore.docments import docments
 
-from ..settings import OneOf
+from ..settings import OneOf, Range
 
 # %% auto #0
 __all__ = [
@@ -24,7 +24,9 @@ __all__ = [
     'without_torch',
     'settings_of',
     'flag',
+    'range_of',
     'short_help',
+    'settings_markdown',
 ]
 
 # %% ../../nbs/runs/16_help.ipynb #20685c04
@@ -80,8 +82,8 @@ class _Finder:
 
 def is_a_page(args: list[str]) -> bool:  # help, version, completion: nothing that runs
     "Does a command print a page and end?"
-    asked = {'-h', '--help', '--help-all', '--version', '--tyro-print-completion'} & set(args)
-    return not args or bool(asked)
+    asked = {'-h', '--help', '--help-all', '--version', '-V', '--tyro-print-completion'}
+    return not args or not asked.isdisjoint(args)
 
 
 def without_torch() -> None:
@@ -124,7 +126,11 @@ _main = """
 """.split()
 
 
-def _range(part, name):  # what may stand there, as the full help says it
+def range_of(
+    part,  # a config
+    name: str,  # of one of its settings
+) -> Any:  # called with the default, it says both; `OneOf` where there are choices
+    "What a setting may be, as the full help says it"
     hint = get_type_hints(type(part), include_extras=True)[name]
     for note in getattr(hint, '__metadata__', ()):
         return note.help_behavior_hint
@@ -133,13 +139,17 @@ def _range(part, name):  # what may stand there, as the full help says it
     return '(default: {})'.format
 
 
+def _said(part, name):  # what a setting is about, and its value as one types it
+    about = (docments(type(part)).get(name) or '').replace('\n', ' ')
+    value = getattr(part, name)
+    return about, ' '.join(map(str, value)) if isinstance(value, tuple) else str(value) or "''"
+
+
 def _line(cfg, key):
     head, _, name = key.rpartition('.')
     part = attrgetter(head)(cfg) if head else cfg
-    about = (docments(type(part)).get(name) or '').replace('\n', ' ')
-    value = getattr(part, name)
-    told = ' '.join(map(str, value)) if isinstance(value, tuple) else str(value) or "''"
-    return f'  {flag(key):27} {about} {_range(part, name)(told)}'
+    about, told = _said(part, name)
+    return f'  {flag(key):27} {about} {range_of(part, name)(told)}'
 
 
 def short_help(
@@ -152,3 +162,37 @@ def short_help(
     lines += [_line(cfg, key) for key in _main]
     num = len(settings_of(cfg)) - len(_main)
     return '\n'.join([*lines, '', f'{num} more settings: {command} --help-all'])
+
+
+# %% ../../nbs/runs/16_help.ipynb #9a0d6d55
+def _rows(part, at):
+    for f in fields(part):
+        if is_dataclass(getattr(part, f.name)):
+            continue
+        about, told = _said(part, f.name)
+        may_be = range_of(part, f.name)
+        if isinstance(may_be, OneOf):
+            may_be = ', '.join(may_be.names)
+        elif not isinstance(may_be, Range):
+            may_be = ''
+        cells = f'`{flag(at + f.name)}`', told, str(may_be), about
+        yield '| ' + ' | '.join(c.replace('|', '\\|') for c in cells) + ' |'
+
+
+def settings_markdown(
+    cfg,  # a config: its values are shown as defaults
+    at: str = '',
+    name: str = 'Of the run itself',
+) -> str:
+    "Every setting of a config: a table for each of its parts"
+    about = '' if not at else type(cfg).__doc__.partition('. ')[0].rstrip('.') + '.'
+    head = [
+        f'## {name}',
+        about,
+        '',
+        '| flag | default | may be | what it is |',
+        '| - | - | - | - |',
+    ]
+    parts = [f.name for f in fields(cfg) if is_dataclass(getattr(cfg, f.name))]
+    more = [settings_markdown(getattr(cfg, p), f'{at}{p}.', f'`{at}{p}`') for p in parts]
+    return '\n'.join([*head, *_rows(cfg, at), '', *more])

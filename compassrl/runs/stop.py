@@ -27,7 +27,7 @@ except ImportError:
     fcntl = None  # Windows
 
 # %% auto #0
-__all__ = ['launcher', 'stoppable', 'locked', 'failure_noted', 'disk_told']
+__all__ = ['launcher', 'stoppable', 'locked', 'holder', 'failure_noted', 'disk_told']
 
 
 # %% ../../nbs/runs/11_stop.ipynb #be23c828
@@ -94,6 +94,22 @@ def locked(
         f.write(f'{os.getpid()}\n')
         f.flush()  # whom to ask to stop
         yield
+
+
+def holder(
+    folder: Path,  # of a run
+) -> int | None:  # process id, 0 if it is not known; None if nobody works on the run
+    "The process that has a run's lock"
+    try:
+        with open(folder / '.lock') as f:
+            try:
+                if fcntl:
+                    fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(f.read() or 0)
+    except FileNotFoundError:
+        pass
+    return None
 
 
 @contextmanager

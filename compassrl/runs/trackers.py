@@ -77,6 +77,11 @@ class TensorBoard:
         self.board: SummaryWriter = SummaryWriter(board, purge_step=purge)
         cold = SummaryWriter(board / 'cold_start', purge_step=0) if self.is_new else None
         self.cold: SummaryWriter | None = cold
+        if self.is_new:
+            rows = [f'| {k} | {v} |' for k, v in _flat(config)]
+            self.board.add_text(
+                'settings', '\n'.join(['| setting | value |', '| --- | --- |', *rows])
+            )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():

@@ -10,7 +10,7 @@ from compassrl.data.tasks import verifiers, verify
 from compassrl.judges import verifiers as rewards
 from compassrl.judges.isolated import under
 from compassrl.judges.limits import Limits, Outcome
-from compassrl.judges.verifiers import program_of, run_test, starved
+from compassrl.judges.verifiers import code, program_of, run_test, starved
 from compassrl.records import Prompt
 from tests.support.faults import planted
 
@@ -46,6 +46,15 @@ def anywhere():
         ('\\boxed{x=41=42}', '42', False),
         ('\\boxed{42\\%}', '42', True),
         ('\\boxed{4200\\%}', '42', False),
+        ('it is $4200\\%$', '42', False),
+        ('it is $42\\%$', '42', True),
+        ('it is $50\\%$', '0.5', True),
+        ('he pays $5 and 20% of $10, which is $7', '7', True),
+        ('he pays $0.3 and 20% of $1, which is $0.5$', '0.5', True),
+        ('it is $41=42$', '42', False),
+        ('as $6\\cdot 7=42$', '42', True),
+        ('$41$, no, $x=42$', '42', True),
+        ('it is $\\{1,2\\}$', '(1,2)', False),
         ('\\boxed{50\\%}', '0.5', True),
         ('\\boxed{0.5\\%}', '0.5', False),
         ('\\boxed{50\\%}', '50\\%', True),
@@ -57,6 +66,23 @@ def anywhere():
 def test_maths(text, answer, right):
     v = verify(Prompt('p', 'm', '', [2], answer, 'maths'), text)
     assert (v.correct, v.reward, v.status) == (right, float(right), 'ok' if right else 'wrong'), v
+
+
+@pytest.mark.parametrize(
+    'wrap', ['{}', '\ufeff{}', '```python\n{}```', 'so\n```\n\ufeff{}```'], ids=range(4)
+)
+def test_the_mark_of_a_utf8_file_is_no_error(wrap):
+    "As Python reads a file: only at its head"
+    program = 'def f(x): return 2 * x\n'
+    assert program_of(wrap.format(program)) == program
+    assert program_of(program + '\ufeff') == program + '\ufeff'
+
+
+def test_members_of_an_enumeration_are_read_by_their_value():
+    program = 'from enum import IntEnum\nclass C(IntEnum):\n    A = 4\ndef f(x): return C.A\n'
+    for test, right in (('f(2).value == 4', 1), ('int(f(2)) == 4', 1), ('f(2) == 4', 0)):
+        v = code(program, json.dumps([f'assert {test}']))
+        assert v.reward == right and ('nobody can trust' in v.evidence) != right, v
 
 
 def test_maths_that_cannot_be_judged(monkeypatch):

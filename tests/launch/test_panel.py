@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from compassrl.launch.panel import panel, with_value
+from compassrl.algo.losses import policy_losses
+from compassrl.launch.panel import Attached, panel, with_value
+from compassrl.launch.process import status
 from compassrl.runs.presets import presets, smoke_cpu
 from tests.launch.test_process import until
 
@@ -28,11 +30,9 @@ def test_form_says_the_preset(name):
     assert p.form.config() == presets[name]()
     # it cuts 4 key-value heads, those of the checkpoint that `init_from` gives
     assert ('ready' in p.status.value) == (name != 'multi-node'), p.status.value
+    assert p.buttons['launch'].disabled == (name == 'multi-node')
     assert (
-        p.form.preset.value == name
-        and not p.buttons['launch'].disabled
-        and p.buttons['stop'].disabled
-        and p.buttons['resume'].disabled
+        p.form.preset.value == name and p.buttons['stop'].disabled and p.buttons['resume'].disabled
     )
 
 
@@ -45,13 +45,67 @@ def test_form():
     p.form.fields['optim.lr'].value = 1e-3
     assert p.form.config() == with_value(smoke_cpu(), 'optim.lr', 1e-3)
     p.form.fields['group_size'].value = 1
-    assert 'group_size=1' in p.status.value
+    assert 'group_size=1' in p.status.value and p.buttons['launch'].disabled
     p.buttons['launch'].click()
     assert p.run is None and 'group_size=1' in p.status.value
     p.form.fields['group_size'].value = 4
-    assert 'ready' in p.status.value
+    assert 'ready' in p.status.value and not p.buttons['launch'].disabled
     for words in ('estimate for 1 x CPU', 'python -m compassrl '):
         assert words in p.cluster.value
+
+
+def test_a_setting_with_choices_is_a_list(tmp_path):
+    "Of a registry, or of a few words; what is typed freely has a field of its kind"
+    keys = ['loss.name', 'router_replay', 'data.path', 'init_from', 'schedule.partial_tokens']
+    p = panel(keys, folder=tmp_path)
+    kinds = {k: type(f).__name__ for k, f in p.form.fields.items()}
+    assert kinds == dict(zip(keys, ['Dropdown', 'Dropdown', 'Text', 'Text', 'IntText']))
+    assert p.form.fields['loss.name'].options == tuple(policy_losses)
+    assert p.form.fields['router_replay'].options == ('off', 'R2', 'R3')
+    p.form.fields['loss.name'].value = 'gspo'
+    assert p.form.config().loss.name == 'gspo' and 'ready' in p.status.value
+    assert {'loss.name', 'data.path', 'init_from'} <= set(panel(folder=tmp_path).form.fields)
+
+
+def test_a_panel_finds_the_run_that_another_has_started(tmp_path):
+    "It follows it, stops it and goes on; the first one is not disturbed when it looks elsewhere"
+    first = panel(preset='smoke-cpu', folder=tmp_path)
+    first.form.fields['steps'].value = 1000
+    first.buttons['launch'].click()
+    until(lambda: first.run.metrics())
+    name = first.run.run_dir.name
+    p = panel(preset='smoke-cpu', folder=tmp_path)
+    assert p.runs.value == name and p.run.poll() is None
+    assert p.buttons['launch'].disabled and not p.buttons['stop'].disabled
+    until(lambda: 'step' in p.status.value)
+    p.buttons['stop'].click()
+    p.thread.join(60)
+    assert 'stopped: step' in p.status.value and not p.buttons['resume'].disabled
+    first.thread.join(60)
+    assert first.run.poll() == 130
+    later = panel(preset='smoke-cpu', folder=tmp_path)
+    assert later.run is None and later.runs.value == ''  # it runs no more
+    later.runs.value = name
+    later.thread.join(60)
+    assert 'stopped: step' in later.status.value and not later.buttons['resume'].disabled
+
+
+def test_a_run_by_its_folder(tmp_path):
+    "Finished, stopped or failed, from what stands in it"
+    p = panel(preset='smoke-cpu', folder=tmp_path)
+    p.form.fields['steps'].value = 0
+    p.buttons['launch'].click()
+    p.thread.join(60)
+    folder = p.run.run_dir
+    run = Attached(folder)
+    assert run.poll() == 0 and status(run).startswith('finished') and run.wait(1) == folder
+    (folder / 'eval_after.json').unlink()
+    assert run.poll() == 1 and run.was_stopped() and run.wait(1) == folder
+    (folder / 'failed.json').write_text('{"why": "nothing is learned"}')
+    with pytest.raises(RuntimeError, match='nothing is learned'):
+        run.wait(1)
+    with pytest.raises(ValueError, match='nowhere'):
+        Attached(tmp_path / 'nowhere')
 
 
 def test_panel_launches_stops_and_resumes(tmp_path):
@@ -81,8 +135,8 @@ def test_panel_launches_stops_and_resumes(tmp_path):
 
 
 def test_panel_says_why_a_run_failed(tmp_path):
-    p = panel(keys=['init_from'], preset='smoke-cpu', folder=tmp_path)
-    p.form.fields['init_from'].value = 'nowhere'
+    p = panel(keys=['data.path'], preset='smoke-cpu', folder=tmp_path)
+    p.form.fields['data.path'].value = 'nowhere.jsonl'
     p.buttons['launch'].click()
     p.thread.join(60)
     assert (

@@ -525,7 +525,8 @@ def test_any_subset_of_the_files(tmp_path, have):
             (tmp_path / 'r' / n).unlink()
     if not have & 3:
         with pytest.raises(
-            ValueError, match='neither config.json nor metrics.jsonl.*give a run directory'
+            ValueError,
+            match='neither metrics.jsonl nor the config.json of a run.*give a run directory',
         ):
             run_facts(tmp_path / 'r')
     else:

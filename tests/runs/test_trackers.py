@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from compassrl.config import TrainConfig
+from compassrl.config import TrainConfig, read_run_config
 from compassrl.runs import trackers as module
 from compassrl.runs.cli import main, parse_train
 from compassrl.runs.glossary import cold_start_rows, evaluations, glossary_markdown, metrics_rows
+from compassrl.runs.help import settings_of
 from compassrl.runs.tracker_names import entry, eval_values, grouped
 from compassrl.runs.trackers import Trackers, check_trackers
 from tests.support import ROOT
@@ -108,6 +109,12 @@ def test_tensorboard_shows_steps_evaluations_and_cold_start(runs):
     points = [(0, before['avg']), (2, metrics[1]['eval_avg']), (4, after['avg'])]
     assert found['eval/avg'] == [(step, pytest.approx(v)) for step, v in points]
     assert found['eval/reward_mean'][0] == (0, pytest.approx(before['reward_mean']))
+    events = EventAccumulator(str(runs[0] / 'tensorboard')).Reload()
+    [text] = events.Tensors('settings/text_summary')
+    table = text.tensor_proto.string_val[0].decode()
+    config = settings_of(read_run_config(runs[0]))
+    told = [f'| {k} | {v} |' for k, v in config.items() if isinstance(v, (int, float, str))]
+    assert set(told) < set(table.splitlines())
     loss = [(r['step'], pytest.approx(r['loss'])) for r in rows(runs[0] / 'cold_start.jsonl')]
     assert cold['cold_start/loss'] == loss
 
