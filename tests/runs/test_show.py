@@ -172,4 +172,6 @@ def test_vllm_serves_it_with_its_template(home, served):
         f'{served}/v1/chat/completions', model='mine', messages=CHAT, temperature=0, max_tokens=16
     )
     assert reply['usage']['prompt_tokens'] == size
-    assert reply['choices'][0]['message']['content'] == text
+    unfinished = '\ufffd'  # a character that was cut off: vLLM leaves it out at the end
+    content = reply['choices'][0]['message']['content']
+    assert content.rstrip(unfinished) == text.rstrip(unfinished) != ''
