@@ -6,14 +6,22 @@ line."""
 # %% ../nbs/06_files.ipynb #ef83b3d9
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
+import os
 import re
+import sys
 import tomllib
+import traceback
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 # %% auto #0
-__all__ = ['read_text', 'read_data']
+__all__ = ['read_text', 'read_data', 'own_module', 'own_function']
 
 
 # %% ../nbs/06_files.ipynb #15a7ae0a
@@ -75,3 +83,57 @@ def read_data(
         raise ValueError(f'{path} is not {kind} (nested too deeply): {fix}') from None
     except ValueError as e:
         raise ValueError(f'{path} is not {kind} ({e}): {fix}') from None
+
+
+# %% ../nbs/06_files.ipynb #e3493efa
+def own_module(
+    spec: str,  # FILE.py:NAME or MODULE:NAME
+    setting: str,  # that names it, for messages
+    source: bytes = b'',  # the text of FILE.py
+) -> ModuleType:
+    "Run once for all functions of one text. Raises ValueError that says where it fails"
+    place = spec.rpartition(':')[0]
+    try:
+        if not place.endswith('.py'):
+            if '' not in sys.path and os.getcwd() not in sys.path:
+                sys.path.append(os.getcwd())
+            return import_module(place)
+        name = f'own_{hashlib.sha256(source).hexdigest()[:12]}'
+        if name not in sys.modules:
+            _run(source, place, ModuleType(name))
+        return sys.modules[name]
+    except Exception as e:
+        frames = traceback.extract_tb(e.__traceback__)
+        at = next((f for f in reversed(frames) if f.filename == place), None)
+        where = f' ({place}:{at.lineno})' if at else ''
+        raise ValueError(
+            f'{setting}={spec!r} cannot be imported, {type(e).__name__}: {e}{where}'
+        ) from e
+
+
+def _run(source, place, module):  # errors name the place that the user knows
+    module.__file__ = os.path.abspath(place)
+    if (folder := os.path.dirname(module.__file__)) not in sys.path:
+        sys.path.append(folder)  # for what lies beside it
+    code = compile(source, place, 'exec')
+    sys.modules[module.__name__] = module
+    try:
+        exec(code, module.__dict__)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+
+
+def own_function(
+    spec: str,  # FILE.py:NAME or MODULE:NAME
+    setting: str,  # that names it, for messages
+    source: bytes = b'',  # the text of FILE.py
+) -> Callable:
+    "Raises ValueError for what cannot be imported, and for a name that is not there"
+    module, (place, _, name) = own_module(spec, setting, source), spec.rpartition(':')
+    fn = getattr(module, name, None)
+    if callable(fn):
+        return fn
+    mine = inspect.getmembers(module, lambda x: getattr(x, '__module__', 0) == module.__name__)
+    names = [n for n, f in mine if inspect.isfunction(f)]
+    raise ValueError(f'{setting}={spec!r}: {place} has no function {name!r}, only {names}')

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from .own_loss import Losses
 from compassrl.algo.ratios import (
     KlEstimator,
     Tis,
@@ -24,7 +25,7 @@ from compassrl.algo.ratios import (
     tis_weights,
 )
 from ..records import Batch
-from ..settings import Registry, at_least, between, check, one_of
+from ..settings import at_least, between, check, one_of
 
 # %% auto #0
 __all__ = [
@@ -50,7 +51,7 @@ Aggregation = Literal[
 ]
 # (log_probs, old_log_probs, advantages, mask, cfg[, own]) -> loss per token, sums
 PerToken = TypeVar('PerToken', bound=Callable[..., Any])
-policy_losses: Registry = Registry(espo='compassrl.algo.espo')
+policy_losses: Losses = Losses(espo='compassrl.algo.espo')
 
 
 def policy_loss(
@@ -76,15 +77,14 @@ def policy_loss(
 class LossConfig:
     "What the policy minimises. None = what the loss's own paper does. Raises ValueError"
 
-    # espo: paper section 2.4.2
+    # espo: paper section 2.4.2; or your own FILE.py:NAME
     name: Annotated[str, one_of(policy_losses)] = 'grpo'
     # an unwanted token gets no gradient once its ratio is below 1 - this
     clip_eps_low: Annotated[float | None, between(0, 1)] = None
     # a wanted token gets no gradient once its ratio is above 1 + this
     clip_eps_high: Annotated[float | None, at_least(0)] = None
     aggregation: Aggregation | None = None  # how tokens are averaged
-    # the constant of 'seq-mean-token-sum-norm'
-    max_response_tokens: Annotated[int, at_least(0)] = 0
+    max_response_tokens: Annotated[int, at_least(0)] = 0  # of 'seq-mean-token-sum-norm'
     # weight of KL(policy || reference); 0 needs no reference
     kl_coef: Annotated[float, at_least(0)] = 0.0
     kl_estimator: KlEstimator = 'k3'  # see `kl_estimate`
@@ -97,7 +97,8 @@ class LossConfig:
     def __post_init__(self) -> None:
         check(self)
         if self.name not in policy_losses:
-            raise ValueError(f'name={self.name!r}: use one of {", ".join(policy_losses)}')
+            known = ', '.join(policy_losses)
+            raise ValueError(f'name={self.name!r}: use one of {known}, or your own FILE.py:NAME')
         mode = self.aggregation or policy_losses[self.name].aggregation
         if mode == 'seq-mean-token-sum-norm' and not self.max_response_tokens:
             raise ValueError(
@@ -242,15 +243,13 @@ class PolicyLoss:
     def __init__(
         self,
         cfg: LossConfig = LossConfig(),
-        own: Any = None,  # settings of the loss itself, such as `EspoStep`; None = their defaults
+        own: Any = None,  # settings of the loss itself, such as `EspoStep`; else their defaults
     ) -> None:
         self.fn: Callable[..., Any]
         self.own: tuple[Any, ...]
         self.cfg, self.fn = cfg.resolve(), policy_losses[cfg.name]
-        if self.fn.config is None:
-            self.own = ()
-        else:
-            self.own = (self.fn.config() if own is None else own,)
+        config = self.fn.config
+        self.own = () if not config else (own if isinstance(own, config) else config(),)
 
     def __call__(
         self,

@@ -7,15 +7,12 @@ in every process."""
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
-import sys
-import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
+
+from ..files import own_function, own_module
 
 # %% auto #0
 __all__ = ['RewardFile', 'read_reward_file', 'check_unchanged', 'keep_reward_files']
@@ -46,47 +43,7 @@ class RewardFile(NamedTuple):
 
     def load(self) -> Callable:
         "The function. Raises ValueError for what cannot be imported"
-        module, name = _module(self), self.spec.rpartition(':')[2]
-        fn = getattr(module, name, None)
-        if callable(fn):
-            return fn
-        mine = inspect.getmembers(module, lambda x: getattr(x, '__module__', 0) == module.__name__)
-        names = [n for n, f in mine if inspect.isfunction(f)]
-        raise ValueError(
-            f'rewards.function={self.spec!r}: {self.place} has no function {name!r}, only {names}'
-        )
-
-
-def _module(file):  # run once for all functions of one text
-    try:
-        if not file.is_file:
-            if '' not in sys.path and os.getcwd() not in sys.path:
-                sys.path.append(os.getcwd())
-            return import_module(file.place)
-        name = f'reward_{file.sha256[:12]}'
-        if name not in sys.modules:
-            _run(file, ModuleType(name))
-        return sys.modules[name]
-    except Exception as e:
-        frames = traceback.extract_tb(e.__traceback__)
-        at = next((f for f in reversed(frames) if f.filename == file.place), None)
-        where = f' ({file.place}:{at.lineno})' if at else ''
-        raise ValueError(
-            f'rewards.function={file.spec!r} cannot be imported, {type(e).__name__}: {e}{where}'
-        ) from e
-
-
-def _run(file, module):  # errors name the place that the user knows
-    module.__file__ = os.path.abspath(file.place)
-    if (folder := os.path.dirname(module.__file__)) not in sys.path:
-        sys.path.append(folder)  # for what lies beside it
-    code = compile(file.source, file.place, 'exec')
-    sys.modules[module.__name__] = module
-    try:
-        exec(code, module.__dict__)
-    except BaseException:
-        del sys.modules[module.__name__]
-        raise
+        return own_function(self.spec, 'rewards.function', self.source)
 
 
 # %% ../../nbs/judges/09_reward_files.ipynb #8651529f
@@ -97,7 +54,7 @@ def read_reward_file(
     "Raises ValueError for a file that is not there, or a module that cannot be imported"
     file = RewardFile(spec, b'')
     if not file.is_file:
-        source = getattr(_module(file), '__file__', None)
+        source = getattr(own_module(spec, 'rewards.function'), '__file__', None)
         return file._replace(source=Path(source).read_bytes() if source else b'')
     copy = kept / file.key if kept else Path(file.place)
     path = copy if copy.is_file() else Path(file.place)

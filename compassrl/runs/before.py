@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..algo.losses import policy_losses
 from ..algo.zero_variance import rightness, screen
 from ..config import TrainConfig, read_run_config
 from ..data.tokenizer import save_tokenizer
@@ -71,8 +72,11 @@ def _flat(d, at=''):  # {'data.path': ''}
 
 
 def _origin(cfg):  # as it comes back from a file
-    whole = dataclasses.asdict(cfg)
-    return json.loads(json.dumps({k: whole[k] for k in decides}))
+    whole, name = dataclasses.asdict(cfg), cfg.loss.name
+    out = {k: whole[k] for k in decides}
+    if ':' in name:  # a file of the user's, which may have been edited
+        out[f'the SHA-256 of {name.rpartition(":")[0]}'] = policy_losses.sha256(name)
+    return json.loads(json.dumps(out))
 
 
 def note_origin(folder: Path, cfg: TrainConfig) -> None:
