@@ -1,7 +1,6 @@
 """Whole runs that are killed, stopped and asked to end, at random moments and at operations on the
 disk: started again until they have ended, they end where the undisturbed run does"""
 
-import os
 import signal
 import time
 from functools import cache, partial
@@ -157,12 +156,12 @@ def noted(note, folder, whole, num, seconds):
     assert lost == 0 and not differ, (lost, differ)
 
 
-def cases(name, **numbers):
-    "(kind, number of the trial), each with the mark of its row"
+def cases(name, apart=True, **numbers):
+    "(kind, number of the trial), each with the mark of its row; `apart`: each kind has its own"
     for kind, (short, long) in numbers.items():
         kind = kind.replace('_', ' ')
         for n in range(chaos.trials(short, long)):
-            mark = chaos.kind(f'{name}, {kind}')
+            mark = chaos.kind(f'{name}, {kind}' if apart else name)
             yield pytest.param(kind, n, marks=mark, id=f'{kind}-{n}'.replace(' ', '-'))
 
 

@@ -1,7 +1,7 @@
 """How much is tried, by which seed, and the table of what came of it
 
-`make test` makes the short form of every trial. `make chaos` makes the long form, prints a table and
-writes it to tests/chaos/RESULTS.md."""
+`make test` makes the short form of every trial. `make chaos` makes the long form, prints a table
+and writes it to tests/chaos/RESULTS.md."""
 
 import os
 import random

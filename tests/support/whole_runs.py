@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.forkserver import ForkServer
+from pathlib import Path
 from unittest.mock import patch
 
 import psutil
@@ -28,12 +29,20 @@ MORE = {
     'two ranks': ['--train-engine', 'megatron', '--parallel.ep', '2'],
     'two servers': ['--rollout-engine', 'pool', '--vllm.num-replicas', '2'],
 }
-MORE['two servers'] += ['--policy.head-dim', '32', '--vllm.timeout-s', '20']  # vLLM wants such heads
+MORE['two servers'] += [
+    '--policy.head-dim',
+    '32',
+    '--vllm.timeout-s',
+    '20',
+]  # vLLM wants such heads
 BOUND_S = 60  # whatever was struck, all of it has ended after that
 
 _ranks = ForkServer()
 _ranks.set_forkserver_preload(
-    [*forked.IMPORTS, *(f'compassrl.train.megatron.{m}' for m in ('engine', 'leader', 'checkpoint'))]
+    [
+        *forked.IMPORTS,
+        *(f'compassrl.train.megatron.{m}' for m in ('engine', 'leader', 'checkpoint')),
+    ]
 )
 
 
@@ -55,6 +64,18 @@ def rank_command(args, hook):
         command(args, hook)
     finally:
         atexit._run_exitfuncs()
+
+
+def writing(logs):
+    "Processes whose output goes to one of the files"
+    files, found = {str(f) for log in logs for f in (log, log.with_suffix('.err'))}, set()
+    for fd in Path('/proc').glob('[0-9]*/fd/[12]'):
+        try:
+            if os.readlink(fd) in files:
+                found.add(psutil.Process(int(fd.parts[2])))
+        except (OSError, psutil.Error):
+            pass  # it has ended
+    return found
 
 
 @dataclass
@@ -82,8 +103,9 @@ class Job:
         return self.below(self.nursery) if self.nursery else []
 
     def family(self):
+        "With those that nobody is the parent of any more"
         nursery = [psutil.Process(self.nursery)] if psutil.pid_exists(self.nursery or -1) else []
-        return [*self.own(), *self.helpers(), *nursery, *self.servers()]
+        return {*self.own(), *self.helpers(), *nursery, *self.servers(), *writing(self.logs)}
 
     def ended(self):
         return all(p.exitcode is not None for p in self.processes)

@@ -6,6 +6,7 @@ code."""
 # %% ../../../nbs/train/megatron/17_shards.ipynb #3fb1a9dd
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import json
@@ -13,6 +14,7 @@ import os
 import pickle
 import queue
 import re
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +34,7 @@ from ..state import CheckpointError, TornCheckpoint
 # %% auto #0
 __all__ = [
     'FORM',
+    'end_with',
     'ShardHashes',
     'keep_garbage_in_forks',
     'WriterResults',
@@ -50,14 +53,24 @@ __all__ = [
 FORM = 'compassrl-sharded', 2  # format and version; 1 had sizes without hashes
 
 
+def end_with(parent: int):
+    "In a process that a rank has forked: the kernel kills it when the parent ends"
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
 class ShardHashes:
     "What the writing process of this rank has written"
 
     def __init__(self):
-        self.file = tempfile.TemporaryFile('w+')
+        self.file, self.rank = tempfile.TemporaryFile('w+'), os.getpid()
 
     def during(self, write: Callable, *args, **kwargs):
-        "Calls Megatron-Core's writer, in the process that writes"
+        "Calls Megatron-Core's writer, in the process that writes; no part of it outlives the rank"
+        end_with(self.rank)
+        writer = os.getpid()  # it forks another one, and waits for that
+        os.register_at_fork(after_in_child=lambda: end_with(writer))
         with patch.object(filesystem_async, 'open', self.open, create=True):
             write(*args, **kwargs)
 
