@@ -171,7 +171,7 @@ RUNS = dict(one_process=(1, 26), judge_workers=(0, 8), two_ranks=(1, 26), two_se
 @pytest.mark.parametrize('kind, number', cases('random kills', **RUNS))
 def test_struck_at_random_moments(kind, number, whole, tmp_path, record_property):
     whole, rng = whole(kind), chaos.draw('random', kind, number)
-    most = chaos.trials(1, 3)
+    most = 3 if chaos.SHARE else 1
     folder = tmp_path / 'run'
     landed, seconds = endure(kind, folder, tmp_path / 'home', whole, rng, most)
     print(landed)
