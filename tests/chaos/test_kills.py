@@ -168,7 +168,7 @@ def cases(name, apart=True, **numbers):
 RUNS = dict(one_process=(1, 26), judge_workers=(0, 8), two_ranks=(1, 26), two_servers=(0, 14))
 
 
-@pytest.mark.parametrize('kind, number', cases('random kills', **RUNS))
+@pytest.mark.parametrize('kind, number', list(cases('random kills', **RUNS)))
 def test_struck_at_random_moments(kind, number, whole, tmp_path, record_property):
     whole, rng = whole(kind), chaos.draw('random', kind, number)
     most = 3 if chaos.SHARE else 1
@@ -181,7 +181,7 @@ def test_struck_at_random_moments(kind, number, whole, tmp_path, record_property
 OPERATIONS = dict(one_process=(2, 50), two_ranks=(1, 36), two_servers=(0, 14))
 
 
-@pytest.mark.parametrize('kind, number', cases('kills at file events', **OPERATIONS))
+@pytest.mark.parametrize('kind, number', list(cases('kills at file events', **OPERATIONS)))
 def test_killed_at_an_operation_on_the_disk(kind, number, whole, tmp_path, record_property):
     "One kill, then a resume; the first operations are those before the first checkpoint"
     whole, rng = whole(kind), chaos.draw('operations', kind, number)

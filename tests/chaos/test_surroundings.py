@@ -109,7 +109,7 @@ def jumping(*seed):
 CLOCKS = dict(one_process=(1, 6), two_ranks=(0, 4), two_servers=(0, 3))
 
 
-@pytest.mark.parametrize('kind, number', cases('clock jumps', apart=False, **CLOCKS))
+@pytest.mark.parametrize('kind, number', list(cases('clock jumps', apart=False, **CLOCKS)))
 def test_a_clock_that_jumps(kind, number, whole, tmp_path, record_property):
     "On one rank of two: they do not agree about the hour, either"
     folder = tmp_path / 'run'

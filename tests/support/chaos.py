@@ -100,9 +100,8 @@ class Results:
 
     def whole(self):
         "Was nothing left out?"
-        asked = self.config.option.keyword, self.config.option.lf
         by_path = self.config.args_source == pytest.Config.ArgsSource.ARGS
-        return SHARE > 0 and not any(asked) and not by_path
+        return SHARE > 0 and not self.config.option.keyword and not by_path
 
     def pytest_terminal_summary(self, terminalreporter):
         if not SHARE or not self.rows:

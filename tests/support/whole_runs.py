@@ -236,10 +236,22 @@ def names(folder):
     return {p for p in found if p[0] != 'tensorboard' and p[1:] != ('step-000000',)}
 
 
+def apart(a, b, at):
+    "Where two of them differ, and how"
+    if isinstance(a, dict) and isinstance(b, dict):
+        for k in a.keys() | b.keys():
+            yield from apart(a.get(k), b.get(k), f'{at}.{k}')
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b)):
+            yield from apart(x, y, f'{at}[{i}]')
+    elif a != b:
+        yield f'{at}: {str(a)[:60]} here, {str(b)[:60]} there'
+
+
 def differences(folder, whole):
     "(prompts lost or doubled, what else differs)"
     a, b = content(folder), content(whole)
-    differ = [k for k in b if a[k] != b[k]]
+    differ = [line for k in b for line in apart(a[k], b[k], k)]
     if names(folder) != names(whole):
         differ.append(f'files: {sorted(names(folder) ^ names(whole))}')
     one, other = samples(folder), samples(whole)
