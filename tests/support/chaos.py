@@ -63,15 +63,14 @@ class Row:
     def add(self, failed, properties):
         self.tests, self.failed = self.tests + 1, self.failed + failed
         self.found = self.found or dict.fromkeys(HEAD[3:], None)
-        for k in COUNTED:
-            if k in properties:
-                self.found[k] = (self.found[k] or 0) + properties[k]
+        for k, x in ({HEAD[3]: 1} | properties).items():  # a test is one trial, or says how many
+            if k in COUNTED:
+                self.found[k] = (self.found[k] or 0) + x
         if (s := properties.get(HEAD[6])) is not None:
             self.found[HEAD[6]] = max(self.found[HEAD[6]] or 0, s)
 
     def cells(self, name):
         found = dict(self.found)
-        found['trials'] = self.tests if found['trials'] is None else found['trials']
         seconds = found[HEAD[6]]
         found[HEAD[6]] = None if seconds is None else f'{seconds:.1f}'
         return [name, self.tests, self.failed, *('' if x is None else x for x in found.values())]
