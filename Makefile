@@ -6,7 +6,7 @@ SHAKEN := $(if $(SHAKE),PYTHONPATH=$(CURDIR)/tests/support/another_machine)
 export SHAKE BUSY
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help train test faults lab docs bench notebooks sync check lock clean clean-env
+.PHONY: help train test chaos faults lab docs bench notebooks sync check lock clean clean-env
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -28,6 +28,10 @@ train: .venv/.core ## a tiny mixture of experts learns by RL on two CPU cores: m
 
 test: .venv/.docs ## everything, with the real vLLM and Megatron-Core: the suite and every notebook: make test [ARGS="-k losses"]
 	@OMP_NUM_THREADS=1 $(SHAKEN) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+chaos: .venv/.docs ## half an hour of kills, full disks, lies and bad input: make chaos [SEED=7] [CHAOS=0.1] [ARGS="-k clock"]
+	@CHAOS=$(or $(CHAOS),1) SEED=$(or $(SEED),0) OMP_NUM_THREADS=1 \
+	    $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m chaos $(ARGS)
 
 faults: .venv/.dev ## plant faults in a copy, one after another; a test must notice each: make faults [ARGS=loop]
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/plant.py $(ARGS)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.support import busy, progress, selection
+from tests.support import busy, chaos, progress, selection
 
 for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS'):
     os.environ.setdefault(name, '1')
@@ -17,6 +17,7 @@ os.environ.update(
 def pytest_configure(config):
     progress.register(config)
     busy.start(config)
+    chaos.register(config)
 
 
 def pytest_unconfigure(config):
@@ -25,3 +26,7 @@ def pytest_unconfigure(config):
 
 def pytest_ignore_collect(collection_path, config):
     return selection.ignore(collection_path, config)
+
+
+def pytest_runtest_setup(item):
+    chaos.setup(item)

@@ -44,7 +44,15 @@ def test_a_file_is_imported_where_a_test_of_it_may_be_meant(expression, possible
     ],
 )
 def test_files_that_k_leaves_out(keyword, file, left_out):
-    config = SimpleNamespace(option=SimpleNamespace(keyword=keyword), rootpath=ROOT)
+    config = SimpleNamespace(option=SimpleNamespace(keyword=keyword, markexpr=''), rootpath=ROOT)
+    assert ignore(ROOT / 'tests' / file, config) is left_out
+
+
+@pytest.mark.parametrize(
+    'file, left_out', [('runs/test_resume.py', None), ('algo/test_losses.py', True)]
+)
+def test_files_that_chaos_leaves_out(file, left_out):
+    config = SimpleNamespace(option=SimpleNamespace(keyword='', markexpr='chaos'), rootpath=ROOT)
     assert ignore(ROOT / 'tests' / file, config) is left_out
 
 

@@ -27,6 +27,7 @@ from ..files import read_data
 from ..loop import Stop
 from ..model.policy import Policy
 from ..model.pretrained import save_pretrained
+from ..records import RolloutEngine
 from .curves import read_metrics
 from .data import Data
 from .facts import machine_info
@@ -47,6 +48,8 @@ __all__ = [
     'check_origin',
     'read_part',
     'check_files',
+    'note_learned',
+    'recall_learned',
     'new_folder',
     'has_begun',
     'start_policy',
@@ -129,6 +132,27 @@ def check_files(folder: Path) -> None:
         read_part(folder, name)
     for name in ('cold_start', 'metrics', 'trace'):
         check_rows(folder / f'{name}.jsonl')
+
+
+# %% ../../nbs/runs/19_before.ipynb #709cc34e
+def note_learned(
+    folder: Path,  # of a run
+    engine: RolloutEngine,
+    when: str,  # 'eval_before', 'screen' or the name of a checkpoint
+    keep: int,  # how many earlier ones stay
+):
+    "What the rollout engine knows by now; nothing is written for one that learns nothing"
+    if state := engine.state_dict():
+        known = read_part(folder, 'rollout') or {}
+        known.pop(when, None)
+        earlier = {k: known[k] for k in list(known)[-keep:]}
+        write_json(folder / 'rollout.json', earlier | {when: state})
+
+
+def recall_learned(folder: Path, engine: RolloutEngine, when: str):
+    "Gives it back; without a note the engine stays as it is"
+    if state := (read_part(folder, 'rollout') or {}).get(when):
+        engine.load_state_dict(state)
 
 
 # %% ../../nbs/runs/19_before.ipynb #5e2d7a11

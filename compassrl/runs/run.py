@@ -27,8 +27,10 @@ from compassrl.runs.before import (
     check_origin,
     has_begun,
     new_folder,
+    note_learned,
     note_origin,
     read_part,
+    recall_learned,
     screened,
     start_policy,
 )
@@ -122,9 +124,12 @@ class Run:
             # two more: a checkpoint that is still being written may never be whole
             root, keep = self.folder / 'partial_responses', self.cfg.keep_checkpoints + 2
             save_checkpoint(root, step, self.partial_responses.state_dict(), keep)
-        if state := self.engines.rollout.state_dict():
-            write_json(self.folder / 'rollout.json', state)
+        self.note_learned(f'step-{step:06}')
         self.engines.checkpoints.save(step)
+
+    def note_learned(self, when: str) -> None:
+        "Of the rollout engine; for two checkpoints more than are kept, which may never be whole"
+        note_learned(self.folder, self.engines.rollout, when, self.cfg.keep_checkpoints + 2)
 
     def load(self) -> int:  # the step after which it goes on
         step = self.engines.checkpoints.load(self.load_beside)
@@ -133,8 +138,7 @@ class Run:
             if p.name > f'step-{step:06}':
                 shutil.rmtree(p)
         remove_leftovers(root)
-        if state := read_part(self.folder, 'rollout'):
-            self.engines.rollout.load_state_dict(state)
+        recall_learned(self.folder, self.engines.rollout, f'step-{step:06}')
         return step
 
     def load_beside(self, step: int) -> None:
@@ -224,11 +228,19 @@ def _before_rl(run, begins):  # the train engine still holds the weights that th
     if evaluated is None:
         if not begins:
             say(f'{folder}/eval_before.json is missing: evaluating the starting weights again')
-        write_json(folder / 'eval_before.json', run.evaluate())
+        found = run.evaluate()
+        run.note_learned('eval_before')
+        write_json(folder / 'eval_before.json', found)
+    elif begins:
+        recall_learned(folder, e.rollout, 'eval_before')
     if screens:
-        write_json(folder / 'screen.json', screened(run))
+        found = screened(run)
+        run.note_learned('screen')
+        write_json(folder / 'screen.json', found)
         # without what the engine keeps of the prompts: a resume that reads the file has none of it
         e.rollout.load_weights(e.train.weights(), 0)
+    elif begins:
+        recall_learned(folder, e.rollout, 'screen')
 
 
 # %% ../../nbs/runs/12_run.ipynb #46da9c56

@@ -1,13 +1,12 @@
 """Nothing that a policy may write earns what it has not done, stays, or touches the judge
 
 The tables are examples. That each walls' promise holds is tested in test_isolated.py.
-COMPASSRL_HOSTILE_STRINGS=10000 judges so many strings by maths and code, too: it takes minutes.
 """
 
 import json
 import os
-import random
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from compassrl.judges.verifiers import code
 from compassrl.records import Prompt
 from tests.judges.honest_programs import KINDS, honest
 from tests.judges.hostile_programs import HOSTILE, REWARD
+from tests.support import chaos
 
 TESTS = [
     'assert double(21) == 42',
@@ -54,7 +54,8 @@ def processes_inside():
 
 
 @walled
-def test_hostile_programs(tmp_path):
+@chaos.kind('hostile programs')
+def test_hostile_programs(tmp_path, record_property):
     "No reward, nothing left, the judge untouched; a neighbour is still judged rightly"
     assert len(HOSTILE) > 80
     (tmp_path / 'answers.txt').write_text('42')
@@ -84,6 +85,7 @@ def test_hostile_programs(tmp_path):
     with pytest.raises(BlockingIOError):
         server.accept()
     server.close()
+    record_property('trials', len(HOSTILE))
     assert code(good, json.dumps(TESTS)).reward == 1
 
 
@@ -141,26 +143,34 @@ ANSWERS = dict(exact='42', final='42', countdown_expression='1 2 3 to 6', maths=
 ANSWERS['code'] = json.dumps(dict(tests=TESTS[:1], wall_s=5.0, cpu_s=1.0))
 
 
+@chaos.kind('hostile strings')
 @pytest.mark.parametrize('name', ['exact', 'final', 'countdown_expression'])
-def test_ten_thousand_hostile_strings(name):
+def test_ten_thousand_hostile_strings(name, record_property):
     "No exception, no failed verdict"
-    rng = random.Random(name)
+    rng = chaos.draw(name)
     prompt = Prompt('p', 'd', '', [2], ANSWERS[name], name)
     for _ in range(10_000):
         text = hostile_string(rng)
         v = verify(prompt, text)
         assert v.status in ('ok', 'wrong') and verifiers[name](text, prompt.answer) == v, (text, v)
+    record_property('trials', 10_000)
 
 
+@chaos.kind('hostile strings')
+@pytest.mark.parametrize('part', range(chaos.trials(1, 10)))
 @pytest.mark.parametrize('name', ['maths', pytest.param('code', marks=walled)])
-def test_hostile_strings_in_sandboxes(name):
+def test_hostile_strings_in_sandboxes(name, part, record_property):
     "The same; each within the bound of its sandbox, and in the same room as all others"
-    rng, num = random.Random(0), int(os.environ.get('COMPASSRL_HOSTILE_STRINGS', 60))
+    rng, num = chaos.draw(name, part), chaos.trials(60, 1000)
     prompt = Prompt('p', 'd', '', [2], ANSWERS[name], name)
     verify(prompt, '1')
-    inside = processes_inside()
+    inside, slowest = processes_inside(), 0.0
     for i in range(num):
-        text = hostile_string(rng)
+        text, began = hostile_string(rng), time.monotonic()
         v = verify(prompt, text)
+        slowest = max(slowest, time.monotonic() - began)
         assert v.status in ('ok', 'wrong', 'timeout') and '\n' not in v.evidence, (i, text, v)
     assert processes_inside() == inside
+    record_property('trials', num)
+    record_property('slowest (s)', slowest)
+    assert slowest < 5 + 60  # its bound, and what a busy machine may add

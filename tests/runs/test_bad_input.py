@@ -18,7 +18,9 @@ import pytest
 from compassrl.config import TrainConfig
 from compassrl.runs.cli import main
 from compassrl.settings import Range
+from tests.support import chaos
 
+pytestmark = chaos.kind('bad input')
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1'}
 SMALL = ['smoke-cpu', '--cold-start.steps', '2', '--steps', '1', '--run-dir', 'run']
 

@@ -162,7 +162,8 @@ def test_lengths_were_predicted(run):
     assert all(
         -1 <= m['length_spearman'] <= 1 and m['length_log_error'] < 3 for m in found
     ) and any(m['replicas_lost'] == 1 for m in found)
-    history = json.loads((run['folder'] / 'rollout.json').read_text())['lengths']['history']
+    learned = json.loads((run['folder'] / 'rollout.json').read_text())
+    history = learned[f'step-{STEPS:06}']['lengths']['history']
     assert len(history) > 32 * (STEPS - 1) * 0.9, 'prompts of all steps, before and after'
 
 

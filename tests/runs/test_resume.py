@@ -17,23 +17,10 @@ import pytest
 from compassrl.runs.cli import main
 from compassrl.runs.log import Log
 from compassrl.train.checkpoint import latest_checkpoint
+from tests.support import chaos
 from tests.support import fork_server as forked
-from tests.support.file_events import FileEvents, Killer, Refusing
-
-EVERY = bool(os.environ.get('EVERY'))  # each operation, not some of them
-ENV = {**os.environ, 'OMP_NUM_THREADS': '1'}
-TINY = ['smoke-cpu', '--steps', '2', '--save-every', '1', '--trace-every', '1', '--eval-k', '1']
-TINY += ['--cold-start.steps', '60', '--prompts-per-step', '4', '--data.num-heldout', '4']
-TINY += ['--zero-variance.screen-samples', '8']
-
-
-def nothing():
-    pass
-
-
-def command(args, hook):
-    hook()
-    main(args)
+from tests.support.file_events import Killer, Refusing
+from tests.support.whole_runs import ENV, TINY, command, expect_the_same, note_operations, nothing
 
 
 def cli(*args, hook=nothing, timeout=120):
@@ -42,64 +29,21 @@ def cli(*args, hook=nothing, timeout=120):
         return forked.run(log, command, list(map(str, args)), hook, env=ENV, timeout=timeout)
 
 
-def counted(log, folder):
-    "Notes how many operations there were before each file had its name"
-    events = FileEvents(folder)
-
-    def hit():
-        with os.fdopen(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 'a') as f:
-            f.write(f'{events.seen}\n')
-
-    events.hit = hit
-
-
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
     "A run that nobody disturbed, and the number of its operations"
     home = tmp_path_factory.mktemp('whole')
-    r = cli('train', *TINY, '--run-dir', home / 'run', hook=partial(counted, home / 'n', home))
+    r = cli(
+        'train', *TINY, '--run-dir', home / 'run', hook=partial(note_operations, home / 'n', home)
+    )
     assert r.returncode == 0, r.stderr
     return home / 'run', len((home / 'n').read_text().splitlines())
-
-
-def content(folder):
-    "All that a run says, without what depends on the clock and on this machine"
-
-    def clean(d):
-        if isinstance(d, dict):
-            return {
-                k: clean(v)
-                for k, v in d.items()
-                if k[:4] != 'time' and k not in ('timings', 'run_dir')
-            }
-        return [clean(v) for v in d] if isinstance(d, list) else d
-
-    out = {
-        p: (folder / p).read_bytes() for p in ('model/model.safetensors', 'start/model.safetensors')
-    }
-    for name in ('eval_before', 'eval_after', 'screen', 'config', 'origin'):
-        out[name] = clean(json.loads((folder / f'{name}.json').read_text()))
-    for name in ('metrics', 'trace', 'cold_start'):
-        lines = (folder / f'{name}.jsonl').read_text().splitlines()
-        out[name] = [clean(json.loads(line)) for line in lines]
-    return out
-
-
-def names(folder):
-    "What lies there in the end: nothing half-done; an older checkpoint may have been left"
-    found = {p.relative_to(folder).parts[:2] for p in folder.rglob('*')}
-    return {p for p in found if p[0] != 'tensorboard' and p[1:] != ('step-000000',)}
 
 
 def one_line(r, *words):
     assert r.returncode == 1 and 'Traceback' not in r.stderr, r.stderr
     last = r.stderr.splitlines()[-1]
     assert last.startswith('compassrl: ') and all(w in last for w in words), r.stderr
-
-
-def expect_the_same(folder, whole):
-    assert content(folder) == content(whole)
-    assert names(folder) == names(whole)
 
 
 def begin_or_resume(folder, hook):
@@ -124,23 +68,6 @@ def test_the_same_words_go_on_before_the_first_checkpoint(whole, tmp_path):
     expect_the_same(folder, whole[0])
 
 
-def some(n, seed, k):
-    "k of the numbers 1 to n, or all of them"
-    return range(1, n + 1) if EVERY else sorted(random.Random(seed).sample(range(1, n + 1), k))
-
-
-def test_killed_at_operations_on_the_disk(whole, tmp_path):
-    "One kill, then a resume; the first operations are those before the first checkpoint"
-    folder, operations = whole
-    for n in some(operations, 0, 2):
-        killed = tmp_path / str(n)
-        r = begin_or_resume(killed, partial(Killer, n, under=killed))
-        assert r.returncode == -signal.SIGKILL, (n, r.stderr)
-        r = begin_or_resume(killed, nothing)
-        assert r.returncode == 0, (n, r.stderr)
-        expect_the_same(killed, folder)
-
-
 def test_killed_again_and_again(whole, tmp_path):
     "Each time a little later, until it has come to its end"
     folder, rng = tmp_path / 'run', random.Random(3)
@@ -156,22 +83,24 @@ def test_killed_again_and_again(whole, tmp_path):
     expect_the_same(folder, whole[0])
 
 
-def test_a_full_disk_at_operations(whole, tmp_path):
+@chaos.kind('full disks')
+@pytest.mark.parametrize('number', range(chaos.trials(2, 20)))
+def test_a_full_disk_at_an_operation(number, whole, tmp_path):
     "One line, nothing lost: with room again it goes on to the same end"
     folder, operations = whole
-    for n in some(operations, 1, 2):
-        full = tmp_path / str(n)
-        r = begin_or_resume(full, partial(Refusing, n, errno.ENOSPC, under=full))
-        one_line(r, 'No space left on device')
-        r = begin_or_resume(full, nothing)
-        assert r.returncode == 0, (n, r.stderr)
-        expect_the_same(full, folder)
+    full, n = tmp_path / 'run', chaos.draw('full', number).randint(1, operations)
+    r = begin_or_resume(full, partial(Refusing, n, errno.ENOSPC, under=full))
+    one_line(r, 'No space left on device')
+    r = begin_or_resume(full, nothing)
+    assert r.returncode == 0, (n, r.stderr)
+    expect_the_same(full, folder)
 
 
 def short_files(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
+@chaos.kind('full disks')
 @pytest.mark.parametrize('size', [600, 2_000, 60_000])
 def test_files_that_cannot_grow(whole, tmp_path, size):
     "A write breaks off in its middle: a row, a model, a checkpoint, a trace"

@@ -2,12 +2,12 @@
 
 import json
 import os
-import random
 import shutil
 
 from compassrl.train.manifest import seal
+from tests.support import chaos
 
-FLIPS = int(os.environ.get('FLIPS', 1000))  # of each kind
+FLIPS = chaos.trials(1000, 10_000)  # of each kind
 
 
 def reseal(path, drop=(), **changes):
@@ -28,7 +28,7 @@ def renewed(path, name):
 
 def flips(path, seed):
     "Flips a random bit of a random byte of a random file, yields where, and takes it back"
-    rng, files = random.Random(seed), sorted(p for p in path.iterdir() if p.is_file())
+    rng, files = chaos.draw('flips', seed), sorted(p for p in path.iterdir() if p.is_file())
     for _ in range(FLIPS):
         file = rng.choice(files)
         at, bit = rng.randrange(file.stat().st_size), rng.randrange(8)

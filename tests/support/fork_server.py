@@ -29,13 +29,19 @@ def _child(log, env, fn, args):
     fn(*args)
 
 
-def run(log, fn, *args, env=os.environ, timeout):
-    "Its exit code, output and errors, which pass through files beside `log`, or TimeoutExpired"
+def start(log, fn, *args, env=os.environ):
+    "Returns at once: the process; what it prints passes through files beside `log`"
     p = multiprocessing.get_context('forkserver').Process(
         target=_child, args=(log, dict(env), fn, args)
     )
     with patch.object(forkserver, 'connect_to_new_process', _server.connect_to_new_process):
         p.start()
+    return p
+
+
+def run(log, fn, *args, env=os.environ, timeout):
+    "Its exit code, output and errors, or TimeoutExpired"
+    p = start(log, fn, *args, env=env)
     p.join(timeout)
     out, err = log.read_text(), log.with_suffix('.err').read_text()
     if p.exitcode is None:

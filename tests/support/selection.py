@@ -1,4 +1,4 @@
-"""`-k WORDS` imports only the test files that spell the words.
+"""`-k WORDS` imports only the test files that spell the words, and `-m chaos` those that say so.
 
 Importing a test file may import vLLM and Megatron-Core, tens of seconds that a part of the suite
 need not pay. A file is left out when none of its names can make the expression true: its path, its
@@ -46,6 +46,8 @@ def ignore(path, config):
     "True for a test file that `-k` cannot select from"
     expression = config.option.keyword
     name = path.name
+    if config.option.markexpr == 'chaos' and name.startswith('test_'):
+        return True if 'chaos' not in path.read_text() else None
     if not expression or not name.startswith('test_') or path.suffix != '.py':
         return None
     if path.stem in IDS_FROM_FILES or may_match(expression, spelled(path, config.rootpath)):

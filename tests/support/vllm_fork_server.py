@@ -90,6 +90,13 @@ def _adopting(owner, pid, env, fn, *args):
     fn(*args)
 
 
+def start(log, fn, *args, env=os.environ):
+    "As `forked.start`, and the pid of the nursery that waits for whoever wants servers"
+    owner, pid = _nursery_process(log.with_suffix('.nursery'))
+    with owner, patch.object(forked, '_server', _server):
+        return forked.start(log, _adopting, owner, pid, _env, fn, *args, env=env), pid
+
+
 def run(log, fn, *args, env=os.environ, timeout):
     "As `forked.run`; vLLM is imported there, and a nursery waits for whoever wants servers"
     owner, pid = _nursery_process(log.with_suffix('.nursery'))

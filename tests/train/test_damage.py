@@ -15,6 +15,7 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.train.saver import WholeState
 from compassrl.train.state import CheckpointError, TornCheckpoint
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from tests.support import chaos
 from tests.support.damage import FLIPS, OF_A_FILE, OF_A_FOLDER, SENSELESS, flips, renewed
 
 SMALL = PolicyConfig(hidden_size=32, head_dim=8, moe_intermediate_size=32, num_hidden_layers=1)
@@ -61,7 +62,8 @@ def expect_the_earlier(root, capsys):
     assert sorted(p.name for p in root.iterdir()) == ['step-000001', 'step-000002']
 
 
-def test_random_flips_are_noticed(root):
+@chaos.kind('flipped bits, whole checkpoints')
+def test_random_flips_are_noticed(root, record_property):
     found = 0
     for where in flips(root / 'step-000002', seed=1):
         with pytest.raises(TornCheckpoint):
@@ -69,6 +71,7 @@ def test_random_flips_are_noticed(root):
             pytest.fail(where)
         found += 1
     assert found == FLIPS
+    record_property('trials', FLIPS)
     ck._verify(root / 'step-000002')  # all were taken back
 
 

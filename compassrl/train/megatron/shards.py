@@ -6,6 +6,7 @@ code."""
 # %% ../../../nbs/train/megatron/17_shards.ipynb #3fb1a9dd
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import json
@@ -13,6 +14,7 @@ import os
 import pickle
 import queue
 import re
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = [
     'FORM',
+    'end_with',
     'ShardHashes',
     'keep_garbage_in_forks',
     'WriterResults',
@@ -55,14 +58,25 @@ _T = TypeVar('_T')
 FORM = 'compassrl-sharded', 2  # format and version; 1 had sizes without hashes
 
 
+def end_with(parent: int) -> None:
+    "In a process that a rank has forked: the kernel kills it when the parent ends"
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
 class ShardHashes:
     "What the writing process of this rank has written"
 
     def __init__(self) -> None:
         self.file: IO[str] = tempfile.TemporaryFile('w+')
+        self.rank: int = os.getpid()
 
     def during(self, write: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        "Calls Megatron-Core's writer, in the process that writes"
+        "Calls Megatron-Core's writer, in the process that writes; no part of it outlives the rank"
+        end_with(self.rank)
+        writer = os.getpid()  # it forks another one, and waits for that
+        os.register_at_fork(after_in_child=lambda: end_with(writer))
         with patch.object(filesystem_async, 'open', self.open, create=True):
             write(*args, **kwargs)
 

@@ -14,9 +14,10 @@ from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.pool import VllmPool
-from tests.support import liar
+from tests.support import chaos, liar
 from tests.support.liar import GENERATE, PROGRESS, Server, says, serving, tokens_of, with_choice
 
+pytestmark = chaos.kind('lying, hanging and slow servers')
 CONFIG = PolicyConfig(vocab_size=99, head_dim=32, max_position_embeddings=128)
 POLICY = Policy(CONFIG, 0)
 

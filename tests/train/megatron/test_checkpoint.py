@@ -209,10 +209,11 @@ def test_every_parameter_has_its_own_counter(saved):
 
 
 def hold_writer(gate):
-    "The writer waits until `gate` exists"
+    "The writer notes its number, and waits until `gate` exists"
     write = FileSystemWriterAsync.write_preloaded_data
 
     def held(*args, **kwargs):
+        (gate.parent / f'writer-{os.getpid()}').touch()
         while not gate.exists():
             time.sleep(0.01)
         return write(*args, **kwargs)
@@ -248,6 +249,8 @@ def killed_while_writing(parallel, root):
     hold_writer(root / 'gate')
     train(engine, 2)
     save_sharded(engine, root, 3)
+    while len(list(root.glob('writer-*'))) < 2:
+        time.sleep(0.01)
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -258,8 +261,11 @@ def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path):
     with pytest.raises(RankError, match='rank 1 of 2: was killed by signal 9'):
         run_ranks(2, killed_while_writing, ParallelConfig(ep=2), tmp_path)
     assert latest_sharded(tmp_path).name == 'step-000002' and list(tmp_path.glob('.tmp-000003-*'))
-    (tmp_path / 'gate').touch()  # its writers end, the files are whole, and still nobody takes them
-    assert latest_sharded(tmp_path).name == 'step-000002'
+    writers = [f'/proc/{p.name.removeprefix("writer-")}' for p in tmp_path.glob('writer-*')]
+    until = time.monotonic() + 60
+    while any(map(os.path.exists, writers)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(writers) == 2 and not any(map(os.path.exists, writers)), 'a writer outlives its rank'
     run_ranks(2, resume, ParallelConfig(ep=2), tmp_path / 'step-000002')
     run_ranks(1, lambda: save_sharded(begin(ParallelConfig()), tmp_path, 4).wait())
     assert sorted(p.name for p in tmp_path.glob('[.s]*')) == ['step-000002', 'step-000004']

@@ -19,6 +19,7 @@ from compassrl.train.megatron.leader import Leader, Watch, serve
 from compassrl.train.megatron.shards import verify_sharded
 from compassrl.train.saver import ShardedState
 from compassrl.train.state import CheckpointError, TornCheckpoint
+from tests.support import chaos
 from tests.support.damage import FLIPS, OF_A_FILE, OF_A_FOLDER, SENSELESS, flips, renewed, reseal
 from tests.support.ranks import run_ranks
 from tests.train.megatron.test_checkpoint import batch, begin, equal, push, train, weights
@@ -64,7 +65,8 @@ def expect_the_earlier(damages, saved, tmp_path):
             assert equal(loaded, was[1]), name
 
 
-def test_random_flips_are_noticed(saved, tmp_path):
+@chaos.kind('flipped bits, sharded checkpoints')
+def test_random_flips_are_noticed(saved, tmp_path, record_property):
     root, found = shutil.copytree(saved[0], tmp_path / 'root'), 0
     for where in flips(root / 'step-000002', seed=2):
         with pytest.raises(TornCheckpoint):
@@ -72,6 +74,7 @@ def test_random_flips_are_noticed(saved, tmp_path):
             pytest.fail(where)
         found += 1
     assert found == FLIPS
+    record_property('trials', FLIPS)
     verify_sharded(root / 'step-000002')
 
 

@@ -1,12 +1,10 @@
 """A rank is killed, stopped or hangs at a random moment of random work: it is named, and all end.
 
-`COMPASSRL_TRIALS=30` makes more trials, `COMPASSRL_TRIALS_SEED` others, `COMPASSRL_WATCH_S` sets
-the seconds for which a rank may be stopped. With `-s` a table is printed."""
+`COMPASSRL_WATCH_S` sets the seconds for which a rank may be stopped. `-s` prints a table."""
 
 import ctypes
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -36,12 +34,11 @@ from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.leader import Leader, Watch, serve
 from compassrl.train.megatron.pulse import Pulse, variable
 from tests.launch.test_plan import TWO
+from tests.support import chaos
 from tests.support.ranks import lively
 from tests.train.megatron.test_engine import LOSS, OPTIM, POLICY
 from tests.train.megatron.test_leader import scored, survivors
 
-TRIALS = int(os.environ.get('COMPASSRL_TRIALS', 4))
-SEED = int(os.environ.get('COMPASSRL_TRIALS_SEED', 0))
 LIMIT_S = float(os.environ.get(variable, 4))
 
 
@@ -111,14 +108,16 @@ def run(rank, way, delay_s, folder):
         work(leader, folder)
 
 
-@pytest.mark.parametrize('number', range(TRIALS))
-def test_whatever_happens_to_a_rank(number, tmp_path):
-    draw = random.Random(f'{SEED} {number}')
+@chaos.kind('a rank at work is killed, stopped or hangs')
+@pytest.mark.parametrize('number', range(chaos.trials(4, 30)))
+def test_whatever_happens_to_a_rank(number, tmp_path, record_property):
+    draw = chaos.draw('rank', number)
     way = list(WAYS)[number % len(WAYS)]
     rank, delay_s = draw.randrange(3), draw.uniform(0, 8)
     ends = survivors(3, lambda: run(rank, way, delay_s, tmp_path), 300)
     ended = time.monotonic()
     struck = float(re.search(r'struck at (\S+)', ends[rank][1])[1])
+    record_property('slowest (s)', ended - struck)
     says = f'rank {rank} {WAYS[way][1]}'
     for r in range(3):
         assert ends[r][0] not in (None, 0), ends

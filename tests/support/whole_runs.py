@@ -1,0 +1,263 @@
+"""Whole runs that can be struck at any moment: in one process, with workers that judge, on two
+ranks, with two servers; and what a run says in the end, to compare it with another one"""
+
+import atexit
+import json
+import os
+import socket
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.forkserver import ForkServer
+from pathlib import Path
+from unittest.mock import patch
+
+import psutil
+
+from compassrl.runs.cli import main
+from tests.support import fork_server as forked
+from tests.support.file_events import FileEvents
+
+ENV = {**os.environ, 'OMP_NUM_THREADS': '1'}
+TINY = ['smoke-cpu', '--steps', '2', '--save-every', '1', '--trace-every', '1', '--eval-k', '1']
+TINY += ['--cold-start.steps', '60', '--prompts-per-step', '4', '--data.num-heldout', '4']
+TINY += ['--zero-variance.screen-samples', '8']
+MORE = {
+    'one process': [],
+    'judge workers': ['--rewards.workers', '2'],
+    'two ranks': ['--train-engine', 'megatron', '--parallel.ep', '2'],
+    'two servers': ['--rollout-engine', 'pool', '--vllm.num-replicas', '2'],
+}
+MORE['two servers'] += [
+    '--policy.head-dim',
+    '32',
+    '--vllm.timeout-s',
+    '20',
+]  # vLLM wants such heads
+BOUND_S = 60  # whatever was struck, all of it has ended after that
+
+_ranks = ForkServer()
+_ranks.set_forkserver_preload(
+    [
+        *forked.IMPORTS,
+        *(f'compassrl.train.megatron.{m}' for m in ('engine', 'leader', 'checkpoint')),
+    ]
+)
+
+
+def nothing():
+    pass
+
+
+def command(args, hook):
+    hook()
+    main(args)
+
+
+def rank_command(args, hook):
+    "What `python -m compassrl` does on a rank, and what an interpreter does at its end"
+    from compassrl.train.megatron.pulse import Pulse
+
+    try:
+        Pulse(int(os.environ['RANK']))
+        command(args, hook)
+    finally:
+        atexit._run_exitfuncs()
+
+
+def writing(logs):
+    "Processes whose output goes to one of the files"
+    files, found = {str(f) for log in logs for f in (log, log.with_suffix('.err'))}, set()
+    for fd in Path('/proc').glob('[0-9]*/fd/[12]'):
+        try:
+            if os.readlink(fd) in files:
+                found.add(psutil.Process(int(fd.parts[2])))
+        except (OSError, psutil.Error):
+            pass  # it has ended
+    return found
+
+
+@dataclass
+class Job:
+    "A run under way"
+
+    processes: list  # that somebody has started: the trainer, or each rank
+    logs: list
+    nursery: int | None = None  # the process that makes servers
+
+    def below(self, pid):
+        try:
+            return psutil.Process(pid).children(recursive=True)
+        except psutil.Error:
+            return []
+
+    def own(self):
+        return [psutil.Process(p.pid) for p in self.processes if psutil.pid_exists(p.pid)]
+
+    def helpers(self):
+        "All that the run has started: judges, sentries, writers of checkpoints"
+        return [c for p in self.processes for c in self.below(p.pid)]
+
+    def servers(self):
+        return self.below(self.nursery) if self.nursery else []
+
+    def family(self):
+        "With those that nobody is the parent of any more"
+        nursery = [psutil.Process(self.nursery)] if psutil.pid_exists(self.nursery or -1) else []
+        return {*self.own(), *self.helpers(), *nursery, *self.servers(), *writing(self.logs)}
+
+    def ended(self):
+        return all(p.exitcode is not None for p in self.processes)
+
+    def wait(self, seconds):
+        "Exit codes; None where it still runs"
+        until = time.monotonic() + seconds
+        for p in self.processes:
+            p.join(max(0, until - time.monotonic()))
+        return [p.exitcode for p in self.processes]
+
+    def said(self):
+        files = [f for log in self.logs for f in (log, log.with_suffix('.err'))]
+        return '\n'.join(f'{f.name}: {f.read_text()[-3000:]}' for f in files if f.exists())
+
+    def kill(self):
+        for p in self.family():
+            try:
+                p.kill()
+            except psutil.Error:
+                pass
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+def start(kind, folder, home, hook=nothing, rank=0):
+    """Begins the run in `folder`, or goes on with it, as a script does that is started again and
+    again; `hook` comes first, on that rank alone"""
+    words = ['resume', str(folder)]
+    if not (folder / 'config.json').exists():
+        words = ['train', *TINY, *MORE[kind], '--run-dir', str(folder)]
+    home.mkdir(exist_ok=True)
+    log = home / f'log-{time.monotonic_ns()}'
+    if kind == 'two servers':
+        from tests.support import vllm_fork_server as nursed
+
+        p, nursery = nursed.start(log, command, words, hook, env=ENV)
+        return Job([p], [log], nursery)
+    if kind != 'two ranks':
+        return Job([forked.start(log, command, words, hook, env=ENV)], [log])
+    env = ENV | dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1')
+    env |= dict(MASTER_PORT=str(free_port()), PYTHONWARNINGS='ignore')
+    job = Job([], [])
+    with patch.object(forked, '_server', _ranks):
+        for r in range(2):
+            job.logs.append(log.with_name(f'{log.name}-{r}'))
+            of_rank = env | dict(RANK=str(r), LOCAL_RANK=str(r))
+            args = rank_command, words, hook if r == rank else nothing
+            job.processes.append(forked.start(job.logs[-1], *args, env=of_rank))
+    return job
+
+
+# ---- the run that nobody disturbed
+
+
+def note_operations(log, folder):
+    "Notes the number of each operation on the disk before it is done"
+    events = FileEvents(folder)
+
+    def hit():
+        with os.fdopen(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 'a') as f:
+            f.write(f'{events.seen}\n')
+
+    events.hit = hit
+
+
+@dataclass
+class Whole:
+    folder: object
+    operations: list  # on the disk, of each rank
+    seconds: float
+
+
+def whole_run(kind, home):
+    "Two of them on two ranks: the operations of each"
+    found = []
+    for rank in range(2 if kind == 'two ranks' else 1):
+        folder, log = home / f'run{rank}', home / f'operations{rank}'
+        began = time.monotonic()
+        job = start(kind, folder, home, partial(note_operations, log, folder), rank)
+        codes = job.wait(600)
+        assert not any(codes), job.said()
+        seconds = time.monotonic() - began
+        found.append(max(map(int, log.read_text().split())))
+    return Whole(home / 'run0', found, seconds)
+
+
+# ---- what a run says
+
+
+def clean(d):
+    "Without what depends on the clock, on this machine, and on servers that were lost"
+    if isinstance(d, dict):
+        left_out = 'timings', 'run_dir', 'replicas_lost'
+        return {k: clean(v) for k, v in d.items() if k[:4] != 'time' and k not in left_out}
+    return [clean(v) for v in d] if isinstance(d, list) else d
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def content(folder):
+    "All that a run says"
+    out = {
+        p: (folder / p).read_bytes() for p in ('model/model.safetensors', 'start/model.safetensors')
+    }
+    for name in ('eval_before', 'eval_after', 'screen', 'config', 'origin'):
+        out[name] = clean(json.loads((folder / f'{name}.json').read_text()))
+    for name in ('metrics', 'trace', 'cold_start'):
+        out[name] = clean(rows(folder / f'{name}.jsonl'))
+    return out
+
+
+def samples(folder):
+    "How often each response to each prompt of each step was used"
+    found = (r for r in rows(folder / 'trace.jsonl') if r['kind'] == 'sample')
+    return Counter((r['step'], r['prompt_id'], r['index']) for r in found)
+
+
+def names(folder):
+    "What lies there in the end: nothing half-done; an older checkpoint may have been left"
+    found = {p.relative_to(folder).parts[:2] for p in folder.rglob('*')}
+    return {p for p in found if p[0] != 'tensorboard' and p[1:] != ('step-000000',)}
+
+
+def apart(a, b, at):
+    "Where two of them differ, and how"
+    if isinstance(a, dict) and isinstance(b, dict):
+        for k in a.keys() | b.keys():
+            yield from apart(a.get(k), b.get(k), f'{at}.{k}')
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b)):
+            yield from apart(x, y, f'{at}[{i}]')
+    elif a != b:
+        yield f'{at}: {str(a)[:60]} here, {str(b)[:60]} there'
+
+
+def differences(folder, whole):
+    "(prompts lost or doubled, what else differs)"
+    a, b = content(folder), content(whole)
+    differ = [line for k in b for line in apart(a[k], b[k], k)]
+    if names(folder) != names(whole):
+        differ.append(f'files: {sorted(names(folder) ^ names(whole))}')
+    one, other = samples(folder), samples(whole)
+    return (one - other).total() + (other - one).total(), differ
+
+
+def expect_the_same(folder, whole):
+    lost, differ = differences(folder, whole)
+    assert lost == 0 and not differ, (lost, differ)
