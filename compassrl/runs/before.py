@@ -226,7 +226,11 @@ def start_policy(
     stop: stoppable,  # asked between two steps
 ) -> None:
     """`folder/start`, a new policy after its cold start; trained by the embedded engine, whatever
-    trains it later. Goes on where it was stopped. Raises Stop"""
+    trains it later. Goes on where it was stopped; does nothing for `init_from`. Raises Stop"""
+    if c.init_from:
+        if c.cold_start.steps:
+            say(f'no cold start: the policy is that of init_from={c.init_from!r} as it is')
+        return
     root, start = folder / 'cold_start', folder / 'start'
     optim = dataclasses.replace(c.optim, lr=c.cold_start.lr, num_mini_batches=1)
 

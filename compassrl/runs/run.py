@@ -197,10 +197,8 @@ def _go_on(run, watch):  # from wherever it is to its end
     c, folder = run.cfg, run.folder
     note_origin(folder, c)
     begins = not found_checkpoints(folder / 'checkpoints')
-    if begins and not c.init_from:
+    if begins:
         start_policy(c, run.data, folder, run.stop)
-    elif begins and c.cold_start.steps:
-        say(f'no cold start: the policy is that of init_from={c.init_from!r} as it is')
     engines = open_engines(c, run.source, folder, watch)
     with run.judging(), engines as run.engines, disk_told(folder):
         _before_rl(run, begins)
