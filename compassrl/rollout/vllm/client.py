@@ -20,7 +20,16 @@ from .door import bearer, progress_path, variable
 from .server import Server
 
 # %% auto #0
-__all__ = ['silence_s', 'most_bytes', 'refusals', 'Lost', 'field', 'read_at_most', 'Client']
+__all__ = [
+    'silence_s',
+    'most_bytes',
+    'slow_disk',
+    'refusals',
+    'Lost',
+    'field',
+    'read_at_most',
+    'Client',
+]
 
 
 # %% ../../../nbs/rollout/vllm/08_client.ipynb #a8173f01
@@ -32,6 +41,7 @@ _T = TypeVar('_T')
 # a server that gives nothing for so long is lost, or sooner: see `timeout_s`
 silence_s: float = 40.0
 most_bytes = 1 << 20  # of an answer without tokens
+slow_disk: float = 25e6  # bytes a second; a server that takes weights in slower hangs
 
 
 def field(answer: object, name: str, kind: type[_T] | tuple[type[_T], ...]) -> _T:
@@ -63,6 +73,7 @@ class Client:
     server: Server | None = None  # None = somebody else started it
     by_file: bool = True  # weights come as files (else by NCCL, not run on GPU)
     secret: str = field_of(default='', repr=False)  # that it wants to see; empty = none
+    taken: int = 0  # bytes of weights in this update
 
     async def call(
         self,
@@ -89,8 +100,12 @@ class Client:
             raise Lost(f'{path}: {says}')
         raise ValueError(f'{self.name} refuses {path}: {says}{refusals[code]}')
 
-    async def post(self, path: str, **body: Any) -> Any:
-        return await self.while_alive(self.call('POST', path, body, self.timeout_s))
+    async def post(self, path: str, weights: int | None = None, **body: Any) -> Any:
+        "`weights`: bytes that it takes in meanwhile, None = nobody knows"
+        limit_s = self.timeout_s
+        if weights is not None:
+            limit_s = min(limit_s, silence_s + weights / slow_disk)
+        return await self.while_alive(self.call('POST', path, body, limit_s))
 
     @property
     def silence_s(self) -> float:
@@ -176,23 +191,27 @@ async def ready(self: Client, limit_s: float) -> None:
 @patch
 async def begin(self: Client) -> None:
     "End what was given up: a forward pass while the weights are gone would end the server"
-    await self.post('/pause')
-    await self.post('/start_weight_update')
+    self.taken = 0
+    await self.post('/pause', 0)
+    await self.post('/start_weight_update', 0)
 
 
 @patch
 async def send(self: Client, path: Path) -> None:
-    await self.post('/update_weights', update_info=dict(path=str(path)))
+    size = path.stat().st_size
+    self.taken += size
+    await self.post('/update_weights', size, update_info=dict(path=str(path)))
 
 
 @patch
 async def end(self: Client, version: int) -> None:
     "The weights are in: no cache of the old ones survives, and the server says which it has"
-    await self.post('/finish_weight_update', weight_version=str(version))
-    if not field(await self.post('/reset_prefix_cache'), 'success', bool):
+    weights = self.taken if self.by_file else None  # laid out anew, or quantised
+    await self.post('/finish_weight_update', weights, weight_version=str(version))
+    if not field(await self.post('/reset_prefix_cache', 0), 'success', bool):
         raise Lost(f'{self.name} did not drop its prefix cache')
     await self.verify(version)
-    await self.post('/resume')
+    await self.post('/resume', 0)
 
 
 @patch

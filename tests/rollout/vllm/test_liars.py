@@ -1,6 +1,7 @@
 """Servers that hang, drip, flood, give garbage or lie: they are named, what was asked of them goes
 elsewhere, and no answer of theirs is believed"""
 
+import asyncio
 import json
 import re
 
@@ -12,6 +13,7 @@ from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
+from compassrl.rollout.vllm import client
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.pool import VllmPool
 from tests.support import chaos, liar
@@ -240,6 +242,45 @@ def test_whoever_does_not_take_the_weights_gives_no_sample(name, model):
         finally:
             pool.close()
     assert re.search(reason, false.why), false.why
+
+
+@pytest.mark.parametrize('path', ['/pause', '/update_weights', '/finish_weight_update', '/resume'])
+def test_a_busy_hang_in_an_update_is_lost_long_before_the_time_of_a_call(path, model, monkeypatch):
+    """It answers that it is well, and never ends: the bound follows from the bytes that it takes,
+    not from `timeout_s`"""
+    monkeypatch.setattr(client, 'silence_s', 1.0)
+    good, bad = Server(CONFIG), Server(CONFIG, on(path, liar.hangs))
+    with serving(good, bad) as urls:
+        pool = pool_of(model, urls, timeout_s=600.0)
+        try:
+            honest, false = pool.replicas.values()
+            assert honest.up and not false.up and path in false.why
+        finally:
+            pool.close()
+
+
+def test_who_is_sent_much_has_longer(monkeypatch, tmp_path):
+    monkeypatch.setattr(client, 'silence_s', 0.2)
+    monkeypatch.setattr(client, 'slow_disk', 1000.0)
+    given = {}
+
+    async def call(self, method, path, body, limit_s):
+        given[path] = limit_s
+
+    monkeypatch.setattr(client.Client, 'call', call)
+    (part := tmp_path / 'part').write_bytes(bytes(500))
+
+    async def update():
+        c = client.Client('a', None, 600.0)
+        await c.begin()
+        for _ in range(2):
+            await c.send(part)
+        with pytest.raises(client.Lost):  # this answer has no field
+            await c.end(1)
+
+    asyncio.run(update())
+    assert given['/pause'] == 0.2 and given['/update_weights'] == pytest.approx(0.7)
+    assert given['/finish_weight_update'] == pytest.approx(1.2)
 
 
 def test_nobody_honest_is_left(model):
