@@ -73,13 +73,22 @@ class Form:
         }
         in_rows = w.Layout(flex_flow='row wrap')
         self.view: w.Box = w.Box([self.preset, *self.fields.values()], layout=in_rows)
+        self.on_change: Callable[[], None] = on_change
+        self.is_filling: bool = False
         self.preset.observe(self._fill, 'value')
         for f in self.fields.values():
-            f.observe(lambda _: on_change(), 'value')
+            f.observe(self._changed, 'value')
 
-    def _fill(self, _):  # from the preset that was chosen
+    def _fill(self, _):  # from the preset that was chosen; one change, however many fields
+        self.is_filling = True
         for k, f in self.fields.items():
             f.value = attrgetter(k)(presets[self.preset.value]())
+        self.is_filling = False
+        self.on_change()
+
+    def _changed(self, _):
+        if not self.is_filling:
+            self.on_change()
 
     def config(self) -> TrainConfig:
         "What the form says; raises ValueError"

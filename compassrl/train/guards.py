@@ -110,6 +110,8 @@ class Guard:
     cfg: GuardConfig
     what: str
     seen: int
+    lost: int
+    skipped: bool
 
     def __init__(
         self,
@@ -155,10 +157,10 @@ class Guard:
         "When the step has been written down"
         unjudged = why = why_unjudged([(s.prompt_id, s.verdict) for s in samples], self.cfg)
         self.seen += 1
-        self.lost: int = self.lost + 1 if self.skipped or unjudged else 0
+        self.lost = self.lost + 1 if self.skipped or unjudged else 0
         if self.skipped and not unjudged:
             why = 'the loss or its gradient is not finite, so nothing is learned'
-        self.skipped: bool = False
+        self.skipped = False
         limit = self.cfg.max_lost_steps
         many = limit and (self.lost == limit or last and self.lost == self.seen)
         if unjudged and self.seen == 1 or many:

@@ -167,8 +167,9 @@ def said(page, pattern, timeout=90):
 
 def test_panel(page, lab):
     assert field(page, 'steps').input_value() != '4'
-    page.locator('.widget-dropdown select').select_option('smoke-cpu')
+    page.get_by_label('preset', exact=True).select_option('smoke-cpu')
     playwright.expect(field(page, 'steps')).to_have_value('4')
+    playwright.expect(field(page, 'group_size')).to_have_value('4')  # this one is filled, too
     shot(page, '1_form')
     field(page, 'group_size').fill('1')
     field(page, 'group_size').press('Tab')
