@@ -89,6 +89,7 @@ def is_bar(line):
 def split_noise(text):
     "A stderr text without progress bars and warnings, and what was taken out"
     warning = r'^\S+:\d+: \w*Warning: (?:(?:.*\n){1,20}?  \S.*\n|.*\n)'
+    warning += r'|^(?:\[rank\d+\]:)?\[?W\d{4} [\d:.]+ .*\n'  # torch's log
     noise = re.findall(warning, text, flags=re.M)
     lines = re.sub(warning, '', text, flags=re.M).splitlines(keepends=True)
     return ''.join(line for line in lines if not is_bar(line)), noise
