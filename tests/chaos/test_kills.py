@@ -110,12 +110,21 @@ def gone(processes):
     return time.monotonic() - began, left
 
 
+def as_torchrun(job):
+    "Its agent ends the ranks of a machine where one has crashed; before they meet, nobody else can"
+    others = job.own()
+    send(others, signal.SIGTERM)
+    send(psutil.wait_procs(others, 30)[1], signal.SIGKILL)
+
+
 def strike(job, way, moment, rng):
     "(did it land?, seconds until all had ended, if it was to end)"
     job.wait(moment)
     there = job.family()
     if job.ended() or not way(job, rng):
         return False, None
+    if way is a_rank_killed:
+        as_torchrun(job)
     if way not in (killed, terminated, a_rank_killed):
         return True, None
     seconds, left = gone(there)

@@ -242,7 +242,10 @@ def main() -> None:
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, signal.SIG_IGN)  # we end with our rank
     link = socket.socket(fileno=0)
-    sentry = Sentry(int(pid), int(rank), float(limit_s), float(every_s), link)
+    try:
+        sentry = Sentry(int(pid), int(rank), float(limit_s), float(every_s), link)
+    except ProcessLookupError:
+        return  # the rank ended before there was anything to watch
     try:
         sentry.run()
     except Exception as e:
