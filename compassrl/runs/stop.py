@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from safetensors import SafetensorError
@@ -64,12 +64,7 @@ class stoppable:
         self.old = {s: signal.signal(s, self.ask) for s in heard}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
         for s, handler in self.old.items():
             signal.signal(s, handler)
         if kind and issubclass(kind, KeyboardInterrupt):
