@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from compassrl.runs import before
 from compassrl.runs.cli import main
 from compassrl.runs.log import Log
 from compassrl.train.checkpoint import latest_checkpoint
@@ -251,3 +252,29 @@ def test_steps_without_a_checkpoint_are_not_thrown_away(whole, tmp_path):
     with pytest.raises(SystemExit, match='metrics.jsonl has steps, but .* has no checkpoint'):
         main(['resume', str(folder)])
     assert (folder / 'metrics.jsonl').read_bytes() == (whole[0] / 'metrics.jsonl').read_bytes()
+
+
+# ---- what a rollout engine has learned
+
+
+class Learner:
+    "As much of a rollout engine as keeps something"
+
+    def __init__(self, known):
+        self.known = known
+
+    def state_dict(self):
+        return {'lengths': self.known}
+
+    def load_state_dict(self, state):
+        self.known = state['lengths']
+
+
+def test_a_checkpoint_gives_back_what_was_known_then(tmp_path):
+    "Not what a later one has noted; the oldest are dropped, and without a note nothing changes"
+    for step in range(5):
+        before.note_learned(tmp_path, Learner(step), f'step-{step:06}', keep=2)
+    for step, known in ((4, 4), (3, 3), (2, 2), (1, 9), (7, 9)):
+        engine = Learner(9)
+        before.recall_learned(tmp_path, engine, f'step-{step:06}')
+        assert engine.known == known, step

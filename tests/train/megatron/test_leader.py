@@ -4,6 +4,8 @@ and say which one it was"""
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -330,6 +332,17 @@ def test_a_rank_that_is_gone_during_the_cold_start_is_named(how):
     status, said = survivors(2, cold_start(how))[0]
     assert status not in (None, 0), said
     assert re.search('rank 0 ends: ' + SAID[how].format(1), said), said
+
+
+def test_a_sentry_whose_rank_is_gone_says_nothing():
+    gone = subprocess.Popen(['true'])
+    gone.wait()
+    code = 'from compassrl.train.megatron.sentry import main; main()'
+    words = [sys.executable, '-c', code, str(gone.pid), '0', '3', '1']
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        r = subprocess.run(words, stdin=theirs, capture_output=True, timeout=60)
+    assert (r.returncode, r.stderr) == (0, b'')
 
 
 def test_one_process_is_not_watched():
