@@ -85,11 +85,10 @@ class Launched:
             self.process.terminate()
 
     def was_stopped(self) -> bool:
-        "Did it end because it was asked to?"
-        codes = [130, -signal.SIGTERM]
-        if self.num_ranks > 1:
-            codes.append(1)  # so says torchrun
-        return self.asked_to_stop and self.poll() in codes
+        "Did it end because it was asked to, by us or by somebody else's Ctrl-C?"
+        code = self.poll()
+        by_torchrun = code == 1 and self.num_ranks > 1
+        return code == 130 or self.asked_to_stop and (by_torchrun or code == -signal.SIGTERM)
 
     def wait(
         self,

@@ -266,3 +266,22 @@ def test_too_many_ranks(tmp_path):
     with pytest.raises(ValueError, match="2 ranks: train_engine='torch' is one"):
         launch(SMOKE, tmp_path / 'a', num_ranks=2)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    'code, ranks, asked, stopped',
+    [
+        (130, 1, True, True),
+        (130, 1, False, True),  # somebody else's Ctrl-C: another notebook, a terminal
+        (1, 2, True, True),  # so says torchrun
+        (1, 2, False, False),
+        (1, 1, True, False),
+        (0, 1, True, False),
+    ],
+)
+def test_who_was_asked_to_stop_did_not_fail(code, ranks, asked, stopped):
+    run = object.__new__(module.Launched)
+    run.process, run.num_ranks = subprocess.Popen(['sh', '-c', f'exit {code}']), ranks
+    run.process.wait()
+    run.asked_to_stop = asked
+    assert run.was_stopped() is stopped
