@@ -6,7 +6,7 @@ SHAKEN := $(if $(SHAKE),PYTHONPATH=$(CURDIR)/tests/support/another_machine)
 export SHAKE BUSY
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help train test chaos faults lab docs bench notebooks sync check lock clean clean-env
+.PHONY: help train test chaos faults lab docs bench study notebooks sync check lock clean clean-env
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -44,6 +44,10 @@ docs: .venv/.docs ## the site, into _site/
 
 bench: .venv/.engines ## every benchmark, into benchmarks/results/
 	@$(BIN)/python tools/run_benchmarks.py $(ARGS)
+
+study: .venv/.dev ## learning runs that are compared, into benchmarks/results/: make study NAME=recipe (an hour or two)
+	@test -n "$(NAME)" || { echo 'which one? make study NAME=recipe'; exit 2; }
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/run_benchmarks.py $(NAME)
 
 notebooks: .venv/.engines ## run every notebook and store its outputs
 	@$(BIN)/python tools/execute_nbs.py $(ARGS)

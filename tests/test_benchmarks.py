@@ -11,7 +11,7 @@ from tests.support import ROOT
 from tests.support import fork_server as forked
 from tests.support import vllm_fork_server as nursed
 
-SCRIPTS = sorted((ROOT / 'benchmarks').glob('[!_]*.py'))
+SCRIPTS = sorted(p for d in ('', 'studies') for p in (ROOT / 'benchmarks' / d).glob('[!_]*.py'))
 
 
 def quick(script):  # `python SCRIPT --quick`

@@ -1,9 +1,10 @@
 """Run benchmarks one after another and keep what each reports.
 
-    python tools/run_benchmarks.py [NAME ...]     # benchmarks/NAME.py; none = all
+    python tools/run_benchmarks.py [NAME ...]     # benchmarks/NAME.py; none = all of them
+    python tools/run_benchmarks.py recipe         # or benchmarks/studies/NAME.py: an hour or two
 
 A benchmark ends with one JSON line on stdout and exits 0. The line becomes
-benchmarks/results/NAME.json.
+benchmarks/results/NAME.json. A study that was ended goes on with the runs that are missing.
 """
 
 import json
@@ -34,13 +35,17 @@ def run(script):
 
 
 def main(names):
-    known = {p.stem: p for p in sorted(FOLDER.glob('[!_]*.py'))}
+    benchmarks, studies = (
+        {p.stem: p for p in sorted(folder.glob('[!_]*.py'))}
+        for folder in (FOLDER, FOLDER / 'studies')
+    )
+    known = benchmarks | studies
     unknown = sorted(set(names) - known.keys())
     if unknown:
         sys.exit(f'no benchmark {", ".join(unknown)}: use some of {", ".join(known)}')
     (FOLDER / 'results').mkdir(exist_ok=True)
     failed = []
-    for name in names or known:
+    for name in names or benchmarks:
         print(f'== {name}', flush=True)
         start, result = time.time(), run(known[name])
         if result is None:

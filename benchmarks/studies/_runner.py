@@ -1,0 +1,230 @@
+"""Paired learning runs: tasks x arms x seeds, each from the cold start of its seed, each until it
+has generated the same number of response tokens.
+
+Every trial is a file in `benchmarks/studies/.runs/NAME`: a study that was ended goes on with the
+trials that are missing. What a trial reports is in `trial`.
+"""
+
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from compassrl.config import TrainConfig
+from compassrl.data.prompts import make_prompts
+from compassrl.data.tokenizer import build_tokenizer
+from compassrl.loop import Stop, fit
+from compassrl.model.policy import Policy
+from compassrl.records import derive_seed
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.runs.evaluate import evaluate
+from compassrl.runs.log import write_json
+from compassrl.runs.presets import tiny_cpu
+from compassrl.train.sft import cold_start
+from compassrl.train.torch_engine import TorchTrain
+
+RUNS = Path(__file__).parent / '.runs'
+Mix = tuple[tuple[str, float, float], ...]  # domain, difficulty, share
+Change = Callable[[TrainConfig], TrainConfig]
+
+
+@dataclass(frozen=True)
+class Study:
+    "What is compared"
+
+    name: str
+    tasks: dict[str, Mix]
+    arms: dict[str, Change]  # what each changes in `tiny-cpu`
+    learning_rates: dict[str, float]  # of each arm
+    seeds: tuple[int, ...]
+    budget: int  # response tokens of a trial
+    marks: int = 5  # evaluations on the way, the last one at the end
+    num_heldout: int = 512
+    eval_k: int = 8
+    cold_steps: int = 1200
+    runs: Path = RUNS
+
+    @property
+    def folder(self):
+        return self.runs / self.name
+
+    def config(self, arm, seed, lr=None):
+        cfg = replace(tiny_cpu(), seed=seed, steps=10**6)
+        cfg = replace(cfg, cold_start=replace(cfg.cold_start, steps=self.cold_steps))
+        lr = self.learning_rates[arm] if lr is None else lr
+        return self.arms[arm](replace(cfg, optim=replace(cfg.optim, lr=lr)))
+
+
+# ---- prompts and the cold start
+
+
+def prompts_of(mix, num, seed, split):
+    "A mix in random order"
+    tok = build_tokenizer()
+    parts = [make_prompts(d, round(num * share), hard, seed, split, tok) for d, hard, share in mix]
+    return sorted((p for part in parts for p in part), key=lambda p: derive_seed(seed, p.id))
+
+
+def cold_started(study, seed):
+    "The weights that all trials of a seed begin with: that of `tiny-cpu`, made once"
+    study.folder.mkdir(parents=True, exist_ok=True)
+    path = study.folder / f'cold-{seed}.pt'
+    if not path.exists():
+        torch.set_num_threads(1)
+        cfg = replace(tiny_cpu(), seed=seed)
+        sft = replace(cfg.cold_start, steps=study.cold_steps)
+        train = prompts_of((('arithmetic', cfg.data.difficulty, 1.0),), 4096, seed, 'train')
+        policy = Policy(cfg.policy, seed)
+        optim = replace(cfg.optim, lr=sft.lr, num_mini_batches=1)
+        engine = TorchTrain(policy, optim, replay='off')
+        for _ in cold_start(engine, train, sft, build_tokenizer(), seed):
+            pass
+        torch.save(policy.state_dict(), path.with_suffix('.tmp'))
+        path.with_suffix('.tmp').replace(path)
+    return torch.load(path, weights_only=True)
+
+
+# ---- one trial
+
+
+class Curve:
+    "Counts tokens, evaluates at marks, stops at the budget"
+
+    def __init__(self, study, cfg, rollout, heldout):
+        self.study, self.cfg, self.rollout, self.heldout = study, cfg, rollout, heldout
+        self.rows, self.evals, self.tokens, self.paused = [], [], 0, 0.0
+
+    def evaluate(self):
+        began, k = time.perf_counter(), self.study.eval_k
+        params = self.cfg.rollout.params(self.cfg.policy.eos_ids)
+        tok, seed = build_tokenizer(), self.cfg.seed
+        found = evaluate(self.rollout, self.heldout, k, params, tok, seed)
+        self.evals.append((self.tokens, found.avg))
+        self.paused += time.perf_counter() - began
+
+    def on_step(self, step, metrics, samples, batch):
+        self.rows.append(metrics)
+        self.tokens += int(metrics['tokens'])
+        mark = self.study.budget / self.study.marks * len(self.evals)
+        over = self.tokens >= self.study.budget
+        if self.tokens >= mark or over:
+            self.evaluate()
+        if over:
+            raise Stop
+
+
+KEPT = (  # means over the steps of a trial
+    'zero_variance_first_frac',
+    'zero_variance_raw_frac',
+    'zero_variance_frac',
+    'zero_variance_residual_frac',
+    'gradient_token_frac',
+    'group_size_mean',
+    'response_tokens_mean',
+    'truncated_frac',
+    'clip_frac',
+    'entropy',
+    'tokens',
+)
+
+
+def trial(study, task, arm, seed, lr=None):
+    "One run; what it cost and the curve of held-out avg@k over response tokens"
+    torch.set_num_threads(1)
+    cfg, mix = study.config(arm, seed, lr), study.tasks[task]
+    train = prompts_of(mix, 4096, seed, 'train')
+    heldout = prompts_of(mix, study.num_heldout, seed, 'heldout')
+    policy = Policy(cfg.policy, seed)
+    policy.load_state_dict(cold_started(study, seed))
+    engine = TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
+    rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
+    rollout.load_weights(engine.weights(), 0)
+    curve = Curve(study, cfg, rollout, heldout)
+    curve.evaluate()
+    curve.paused, began = 0.0, time.perf_counter()
+    try:
+        fit(cfg, train, rollout, engine, build_tokenizer(), curve, cfg.policy.eos_ids)
+    except Stop:
+        pass
+    seconds, rows = time.perf_counter() - began - curve.paused, curve.rows
+    means = {k: statistics.fmean(m[k] for m in rows) for k in KEPT if k in rows[0]}
+    means |= dict(first_step={k: rows[0][k] for k in KEPT[:4]}, steps=len(rows))
+    evals = [(n, round(v, 6)) for n, v in curve.evals]
+    found = dict(task=task, arm=arm, seed=seed, lr=cfg.optim.lr, tokens=curve.tokens)
+    return found | dict(seconds=round(seconds, 1), evals=evals, means=rounded(means))
+
+
+def rounded(x):
+    if isinstance(x, dict):
+        return {k: rounded(v) for k, v in x.items()}
+    return float(f'{x:.5g}') if isinstance(x, float) else x
+
+
+# ---- all of them
+
+
+def kept(study, task, arm, seed, lr=None):
+    "A trial from its file, or made now"
+    lr = study.learning_rates[arm] if lr is None else lr
+    path = study.folder / f'{task}-{arm}-{lr:g}-{seed}.json'
+    if not path.exists():
+        found = trial(study, task, arm, seed, lr)
+        write_json(path, found)
+    return json.loads(path.read_text())
+
+
+def run_all(study, trials, processes=2):
+    "Trials in order (task, arm, seed, learning rate); two at a time, each with one thread"
+    seeds = list(dict.fromkeys(t[2] for t in trials))
+    out = {}
+    if not processes:
+        return [kept(study, *t) for t in trials]
+    spawn = multiprocessing.get_context('spawn')
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+        jobs = {pool.submit(cold_started, study, s): s for s in seeds}
+        for _ in tqdm(as_completed(jobs), 'cold starts', len(jobs)):
+            pass
+        jobs = {pool.submit(kept, study, *t): t for t in trials}
+        for job in (bar := tqdm(as_completed(jobs), study.name, len(jobs))):
+            task, arm, seed = jobs[job][:3]
+            out[jobs[job]] = r = job.result()
+            bar.set_postfix_str(f'{task} {arm} {seed}: {r["evals"][-1][1]:.1%}')
+    return [out[t] for t in trials]
+
+
+# ---- what they show
+
+
+def area(evals, budget):
+    "Mean held-out rate over the response tokens of a trial: who learns earlier has more"
+    total, (n, v) = 0.0, evals[0]
+    for m, w in evals[1:]:
+        if m > budget:
+            w = v + (w - v) * (budget - n) / (m - n)
+            m = budget
+        total, n, v = total + (m - n) * (v + w) / 2, m, w
+    return total / n
+
+
+T_975 = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 1))
+
+
+def interval(values):
+    "Mean and 95 % interval by Student's t, for 2 to 10 seeds: a bootstrap of so few is too narrow"
+    mean, n = statistics.fmean(values), len(values)
+    half = T_975[n - 1] * statistics.stdev(values) / n**0.5
+    return [mean, mean - half, mean + half]
+
+
+def against(trials, task, arm, other, measure):
+    "Differences of two arms on the same seeds, in points, and their interval"
+    found = {(r['arm'], r['seed']): measure(r) for r in trials if r['task'] == task}
+    seeds = sorted(s for a, s in found if a == arm and (other, s) in found)
+    return interval([100 * (found[arm, s] - found[other, s]) for s in seeds])

@@ -1,0 +1,161 @@
+"""Does the recipe pay? Default recipe, plain GRPO and DAPO from common cold starts, with equal
+response tokens.
+
+grpo    GRPO's loss; a group whose rewards are equal adds nothing
+dapo    DAPO: clip 0.2 / 0.28, mean over tokens, overlong penalty, dynamic sampling (silent groups
+        are thrown away, other prompts are asked until the batch is full)
+recipe  the default: ESPO, silent groups grow, penalties, RL-ZVP
+stages  the recipe with GRPO's loss
+espo    the recipe without its three stages for silent groups
+eps0    the recipe with equation 8 as printed, without the floor `espo.eps_min`
+
+Tasks are column arithmetic: `default` is that of `tiny-cpu`; `harder` has longer numbers than the
+cold start has seen; of `silent` about two thirds of the groups are silent at first. The learning
+rate of each arm is the best of `--tune`'s on seeds 100 and 101, which are not among those compared.
+Last line: one JSON object; `ratio` is the recipe's gain over that of plain GRPO, task `harder`.
+usage: make study NAME=recipe, python benchmarks/studies/recipe.py [--tune] [--quick]
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from _runner import Study, against, area, interval, run_all
+
+from compassrl.algo.losses import LossConfig
+from compassrl.algo.zero_variance import ZeroVarianceConfig
+from compassrl.runs.facts import machine_info
+
+OFF = ZeroVarianceConfig('uniform', length_weight=0, repetition_weight=0, zvp_alpha=0)
+DYNAMIC = ZeroVarianceConfig('refill', repetition_weight=0, zvp_alpha=0)
+
+
+def grpo(cfg):
+    return replace(cfg, loss=LossConfig('grpo'), zero_variance=OFF)
+
+
+def dapo(cfg):
+    return replace(cfg, loss=LossConfig('dapo'), zero_variance=DYNAMIC)
+
+
+def recipe(cfg):
+    return cfg
+
+
+def stages(cfg):
+    return replace(cfg, loss=LossConfig('grpo'))
+
+
+def espo(cfg):
+    return replace(cfg, zero_variance=OFF)
+
+
+def eps0(cfg):
+    return replace(cfg, espo=replace(cfg.espo, eps_min=0.0))
+
+
+ARMS = dict(grpo=grpo, dapo=dapo, recipe=recipe, stages=stages, espo=espo, eps0=eps0)
+TASKS = dict(
+    default=(('arithmetic', 1.25, 1.0),),
+    harder=(('arithmetic', 1.75, 1.0),),
+    silent=(('arithmetic', 1, 0.3), ('arithmetic', 2, 0.3), ('arithmetic', 3, 0.4)),
+)
+RATES = 2e-4, 4e-4, 8e-4, 1.6e-3
+TUNED = dict.fromkeys(ARMS, 4e-4)
+STUDY = Study('recipe', TASKS, ARMS, TUNED, seeds=tuple(range(6)), budget=1_500_000, marks=10)
+
+
+def final(trial):
+    return trial['evals'][-1][1]
+
+
+def early(trial):
+    return area(trial['evals'], trial['budget'])
+
+
+def summary(trials, tasks, arms):
+    "Per task and arm: held-out avg@8 before and after, and the paired differences from `grpo`"
+    out = {}
+    for task in tasks:
+        for arm in arms:
+            mine = [r for r in trials if (r['task'], r['arm']) == (task, arm)]
+            means = [r['means'] for r in mine]
+            row = dict(
+                lr=mine[0]['lr'],
+                before=interval([100 * r['evals'][0][1] for r in mine]),
+                after=interval([100 * final(r) for r in mine]),
+                silent=statistics.fmean(m['zero_variance_first_frac'] for m in means),
+                silent_shaped=statistics.fmean(m['zero_variance_frac'] for m in means),
+                steps=statistics.fmean(m['steps'] for m in means),
+                seconds=statistics.fmean(r['seconds'] for r in mine),
+            )
+            if arm != 'grpo' and 'grpo' in arms:
+                for name, measure in dict(final=final, area=early).items():
+                    row[f'{name}_against_grpo'] = against(trials, task, arm, 'grpo', measure)
+            out.setdefault(task, {})[arm] = row
+    return out
+
+
+def show(table):
+    for task, arms in table.items():
+        print(
+            f'\n{task:9}{"lr":>8}{"before":>8}{"after":>8}{"after - grpo":>24}{"mean - grpo":>24}'
+        )
+        for arm, row in arms.items():
+            line = f'{arm:9}{row["lr"]:8g}{row["before"][0]:8.1f}{row["after"][0]:8.1f}'
+            for k in ('final_against_grpo', 'area_against_grpo'):
+                if k in row:
+                    line += '{:+8.1f} [{:+6.1f}, {:+6.1f}]'.format(*row[k])
+            print(line)
+
+
+def compare(a):
+    study, processes = STUDY, 2
+    if a.tune:
+        study = replace(study, name='recipe_rates', budget=500_000, marks=5)
+        a.tasks, a.seeds = ['default'], [100, 101]
+    if a.quick:
+        study = replace(
+            study, name='recipe_quick', budget=3000, marks=1, num_heldout=8, cold_steps=9
+        )
+        study = replace(study, runs=Path(a.folder))  # nothing of it is kept
+        a.tasks, a.seeds, a.arms, processes = ['harder'], [0, 1], ['grpo', 'recipe'], 0
+    rates = RATES if a.tune else [None]
+    trials = [(t, m, s, lr) for t in a.tasks for s in a.seeds for m in a.arms for lr in rates]
+    rows = [r | dict(budget=study.budget) for r in run_all(study, trials, processes)]
+    if a.tune:
+        for r in rows:
+            print(f'{r["arm"]:8} {r["seed"]} {r["lr"]:g}: mean {early(r):.3f}, last {final(r):.3f}')
+        return
+    show(table := summary(rows, a.tasks, a.arms))
+    ratio = 1.0
+    if {'grpo', 'recipe'} <= set(a.arms):
+        gains = {m: table[a.tasks[-1]][m] for m in ('recipe', 'grpo')}
+        recipe_gain, plain = (g['after'][0] - g['before'][0] for g in gains.values())
+        ratio = round(recipe_gain / plain, 3) if plain else 1.0
+    settings = dict(budget=study.budget, seeds=a.seeds, heldout=study.num_heldout, eval_k=8)
+    settings |= dict(tasks={t: TASKS[t] for t in a.tasks}, quick=a.quick)
+    units = f'gain of held-out avg@8 with the recipe / with plain GRPO, same tokens, {a.tasks[-1]}'
+    found = dict(name='recipe', ratio=ratio, units=units, table=table, runs=rows)
+    print(json.dumps(found | dict(settings=settings, machine=machine_info())))
+
+
+def main():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument('--arms', nargs='+', default=list(ARMS), choices=ARMS)
+    p.add_argument('--tasks', nargs='+', default=list(TASKS), choices=TASKS)
+    p.add_argument('--seeds', nargs='+', type=int, default=list(STUDY.seeds))
+    p.add_argument('--tune', action='store_true', help='every learning rate, on other seeds')
+    p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
+    a = p.parse_args()
+    with tempfile.TemporaryDirectory() as a.folder:
+        compare(a)
+
+
+if __name__ == '__main__':
+    main()
