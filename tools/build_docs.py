@@ -128,6 +128,15 @@ def link_text(text, here, folder, names, pages):
     )
 
 
+def html_links(html, here, folder):
+    "HTML that a cell wrote, its links to notebooks as links to their pages"
+
+    def moved(m):
+        return f'href="{page_link(m[1], here, folder)}"'
+
+    return re.sub(r'href="([^"#:]+\.ipynb(?:#[^"]*)?)"', moved, html)
+
+
 def offline(html, shows):
     "matplotlib's animation player without its icon font; pictures say what they show"
     html = re.sub(r'<img(?![^>]*\balt=)', f'<img alt="{escape(shows)}"', html)
@@ -182,7 +191,8 @@ def prepare(nb, here, folder, names, pages):
                 if VIEW in o.get('data', {}):
                     o.data = {'text/html': NO_KERNEL}
                 if 'text/html' in o.get('data', {}):
-                    o.data['text/html'] = offline(o.data['text/html'], shows[i])
+                    html = html_links(o.data['text/html'], here, folder)
+                    o.data['text/html'] = offline(html, shows[i])
             if 'export' in opts and (targets := anchors(c.source, here, names)):
                 cells.append(nbformat.v4.new_markdown_cell(''.join(targets)))
         cells.append(c)
