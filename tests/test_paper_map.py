@@ -11,7 +11,8 @@ import yaml
 
 from tests.support import ROOT
 from tests.test_course import COURSE
-from tests.test_links import anchors
+from tests.test_links import anchors, prose
+from tests.test_notebooks import notebooks
 
 MAP = yaml.safe_load((ROOT / 'nbs' / 'paper_map.yml').read_text())
 ENTRIES = [e for g in MAP['groups'] for e in g['entries']]
@@ -255,6 +256,16 @@ def test_links_of_the_page_lead_to_headings():
     for link in links:
         file, _, heading = link.partition('#')
         assert heading in anchors(COURSE.nbs / file), link
+
+
+def test_only_sections_that_are_known_are_cited():
+    "The body of the paper could not be had: its quoted and summarised parts are 2.4.1 to 2.4.4"
+    known = {f'2.4.{i}' for i in range(1, 5)}
+    for path in notebooks():
+        cited = re.findall(r'paper[:,]? section (\d[\d.]*\d)', prose(path))
+        assert set(cited) <= known, f'{path.name}: {sorted(set(cited) - known)}'
+    cited = {s for e in ENTRIES for s in re.findall(r'^Section ([\d.]+)', e['paper'])}
+    assert cited == known
 
 
 # ---- faults are noticed
