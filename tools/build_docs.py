@@ -128,6 +128,20 @@ def link_text(text, here, folder, names, pages):
     )
 
 
+def html_links(html, here, folder, names):
+    "HTML that a cell wrote: links to notebooks lead to their pages, dotted names to their code"
+
+    def moved(m):
+        return f'href="{page_link(m[1], here, folder)}"'
+
+    def code(m):
+        to = home(m[1], here, names)
+        return f'<a href="{relative(to, here)}#{m[1].split(".")[-1]}">{m[0]}</a>' if to else m[0]
+
+    html = re.sub(r'href="([^"#:]+\.ipynb(?:#[^"]*)?)"', moved, html)
+    return re.sub(r'<code>(\w+(?:\.\w+)+)</code>', code, html)
+
+
 def offline(html, shows):
     "matplotlib's animation player without its icon font; pictures say what they show"
     html = re.sub(r'<img(?![^>]*\balt=)', f'<img alt="{escape(shows)}"', html)
@@ -182,7 +196,8 @@ def prepare(nb, here, folder, names, pages):
                 if VIEW in o.get('data', {}):
                     o.data = {'text/html': NO_KERNEL}
                 if 'text/html' in o.get('data', {}):
-                    o.data['text/html'] = offline(o.data['text/html'], shows[i])
+                    html = html_links(o.data['text/html'], here, folder, names)
+                    o.data['text/html'] = offline(html, shows[i])
             if 'export' in opts and (targets := anchors(c.source, here, names)):
                 cells.append(nbformat.v4.new_markdown_cell(''.join(targets)))
         cells.append(c)

@@ -1,0 +1,291 @@
+"nbs/paper_map.yml against the code: lessons, names, calls, tests, numbers; and the page of it"
+
+import ast
+import json
+import re
+from functools import cache
+from html import unescape
+
+import pytest
+import yaml
+
+from tests.support import ROOT
+from tests.test_course import COURSE
+from tests.test_links import anchors, prose
+from tests.test_notebooks import notebooks
+
+MAP = yaml.safe_load((ROOT / 'nbs' / 'paper_map.yml').read_text())
+ENTRIES = [e for g in MAP['groups'] for e in g['entries']]
+KEYS = set('paper claim source state missing lesson symbols called_by tests measured read'.split())
+SOURCES, STATES = {'quoted', 'second-hand', 'our reading', 'ours'}, ('here', 'in part', 'absent')
+PAGE = ROOT / 'nbs' / '07_paper_map.ipynb'
+
+
+def each_entry(check):
+    "One test over all entries, which names those that fail"
+
+    def test():
+        faults = {}
+        for e in ENTRIES:
+            try:
+                check(e)
+            except AssertionError as said:
+                faults[f'{e["paper"]}: {e["claim"]}'] = str(said)
+        assert faults == {}
+
+    return test
+
+
+# ---- what a module holds, by its syntax: nothing is imported, Megatron-Core may be missing
+
+
+def module_of(name):
+    "algo.espo.EspoConfig.for_batch -> its file, its module, what is left; None if there is none"
+    parts = name.split('.')
+    for i in range(len(parts) - 1, 0, -1):
+        path = ROOT.joinpath('compassrl', *parts[:i]).with_suffix('.py')
+        if path.is_file():
+            return path, '.'.join(parts[:i]), '.'.join(parts[i:])
+    return None
+
+
+def targets(node):
+    found = getattr(node, 'targets', [getattr(node, 'target', None)])
+    return [n.id for t in found if t for n in ast.walk(t) if isinstance(n, ast.Name)]
+
+
+def class_of(fn):
+    "The class that a function is patched into"
+    if not any(isinstance(d, ast.Name) and d.id == 'patch' for d in fn.decorator_list):
+        return ''
+    return ast.unparse(fn.args.args[0].annotation).strip('\'"')
+
+
+@cache
+def contents(path):
+    "Name -> node of all that a module defines, `Class.method` too; name -> what it imports"
+    tree, names, imported = ast.parse(path.read_text()), {}, {}
+    here = ['compassrl', *path.relative_to(ROOT / 'compassrl').with_suffix('').parts]
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            names[node.name] = node
+            inside = [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef)]
+            names |= {f'{node.name}.{n.name}': n for n in reversed(inside)}
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names[f'{class_of(node)}.{node.name}'.strip('.')] = node
+        elif isinstance(node, ast.ImportFrom):
+            above = here[: len(here) - node.level] if node.level else []
+            module = '.'.join([*above, *filter(None, [node.module])])
+            imported |= {a.asname or a.name: f'{module}.{a.name}' for a in node.names}
+        else:
+            names |= dict.fromkeys(targets(node), node)
+    return names, imported
+
+
+def calls(caller):
+    "What a function calls: dotted names, and `.method` of anything"
+    path, module, rest = module_of(caller)
+    names, imported = contents(path)
+    for node in ast.walk(names[rest]):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Name):
+            own = node.func.id
+            yield imported.get(own, f'compassrl.{module}.{own}').removeprefix('compassrl.')
+        elif isinstance(node.func, ast.Attribute):
+            yield f'.{node.func.attr}'
+
+
+def is_called(symbol, called):
+    owner, _, last = symbol.rpartition('.')
+    is_method = owner.rpartition('.')[2][:1].isupper()
+    return symbol in called or is_method and f'.{last}' in called
+
+
+# ---- a number that is stored
+
+
+@cache
+def stored(name):
+    "A benchmark's result, or the text that a notebook's cells have printed"
+    path = ROOT / 'benchmarks' / 'results' / f'{name}.json'
+    if path.is_file():
+        return json.loads(path.read_text())
+    cells = json.loads((COURSE.nbs / COURSE.paths[name]).read_text())['cells']
+    texts = [o.get('text') or o.get('data', {}).get('text/plain', '') for o in outputs(cells)]
+    return '\n'.join(map(''.join, texts))
+
+
+def outputs(cells):
+    return [o for c in cells for o in c.get('outputs', [])]
+
+
+def number(name, where, form=''):
+    "One value as the page shows it"
+    found = stored(name)
+    if isinstance(found, str):
+        hits = set(re.findall(where, found))
+        assert len(hits) == 1, f'{name}: {where!r} finds {hits or "nothing"}, it needs one value'
+        return format(float(hits.pop()), form) if form else hits.pop()
+    for key in where.split('.'):
+        found = found[int(key) if isinstance(found, list) else key]
+    return format(found, form)
+
+
+def measured(e):
+    values = {k: number(*v) for k, v in e.get('read', {}).items()}
+    return e.get('measured', '').format(**values)
+
+
+# ---- entries
+
+
+@each_entry
+def test_an_entry_says_what_it_must(e):
+    assert set(e) <= KEYS and e['paper'] and e['claim'].endswith(('.', '?', '”'))
+    assert e['source'] in SOURCES and e['state'] in STATES
+    assert bool(e.get('missing')) == (e['state'] != 'here')
+    if e['state'] != 'absent':
+        assert e['lesson'] and e['symbols'] and e['tests']
+    if e['state'] == 'absent':
+        assert not {'measured', 'called_by', 'tests'} & set(e)
+
+
+def test_no_claim_stands_twice():
+    said = [(e['paper'], e['claim']) for e in ENTRIES]
+    assert len(said) == len(set(said)) >= 50
+
+
+@each_entry
+def test_the_lesson_has_the_heading(e):
+    if 'lesson' not in e:
+        return
+    name, _, heading = e['lesson'].partition('#')
+    assert name in COURSE.paths, f'no notebook {name}'
+    there = anchors(COURSE.nbs / COURSE.paths[name])
+    assert heading in there, f'no heading {heading} in {name}, it has {sorted(there)}'
+
+
+@each_entry
+def test_the_names_are_exported(e):
+    for symbol in e.get('symbols', []):
+        path, module, rest = module_of(symbol)
+        names, _ = contents(path)
+        assert rest in names, f'compassrl.{module} has no {rest}'
+        assert rest.split('.')[0] in exported(path), f'{symbol} is not exported'
+
+
+def exported(path):
+    for node in ast.parse(path.read_text()).body:
+        if '__all__' in targets(node):
+            return ast.literal_eval(node.value)
+    return []
+
+
+@each_entry
+def test_the_trainer_calls_it(e):
+    if 'called_by' not in e:
+        return
+    called = set(calls(e['called_by']))
+    hit = [s for s in e['symbols'] if is_called(s, called)]
+    assert hit, f'{e["called_by"]} calls none of {e["symbols"]}, but {sorted(called)}'
+
+
+@each_entry
+def test_the_tests_exist(e):
+    for node in e.get('tests', []):
+        file, _, name = node.partition('::')
+        path = ROOT / 'tests' / file
+        assert path.is_file() and f'def {name}(' in path.read_text(), f'no test {node}'
+
+
+@each_entry
+def test_the_numbers_are_stored_and_none_is_typed(e):
+    text = e.get('measured', '')
+    assert set(re.findall(r'{(\w+)}', text)) == set(e.get('read', {}))
+    assert bool(text) == bool(e.get('read'))
+    typed = re.findall(r'\d+\.\d+(?!-)|\d+ ?%', re.sub(r'{\w+}', '', text))
+    assert typed == [], 'read numbers from a result'
+    assert '{' not in measured(e)
+
+
+def test_every_name_of_the_algorithm_has_its_place():
+    "What compassrl/algo exports is named by an entry, or listed as no part of the paper"
+    modules = sorted((ROOT / 'compassrl' / 'algo').glob('[!_]*.py'))
+    names = {f'algo.{p.stem}.{n}' for p in modules for n in exported(p)}
+    named = {'.'.join(s.split('.')[:3]) for e in ENTRIES for s in e.get('symbols', [])}
+    listed = set(MAP['not_the_papers'])
+    assert sorted(names - named - listed) == [], 'give it a place in nbs/paper_map.yml'
+    assert sorted(listed - names) == [] and sorted(listed & named) == []
+
+
+# ---- the page
+
+
+def page():
+    "The stored HTML of the page, and its text"
+    found = outputs(json.loads(PAGE.read_text())['cells'])
+    html = '\n'.join(''.join(o.get('data', {}).get('text/html', '')) for o in found)
+    return html, ' '.join(unescape(re.sub(r'<[^>]+>', ' ', html)).split())
+
+
+def plain(text):
+    return ' '.join(text.split())
+
+
+def test_the_page_shows_every_entry_with_the_stored_numbers():
+    html, text = page()
+    run = 'run `python tools/execute_nbs.py nbs/07_paper_map.ipynb`'
+    said = [e[k] for e in ENTRIES for k in ('paper', 'claim', 'missing') if k in e]
+    said += [measured(e) for e in ENTRIES]
+    assert [s for s in said if plain(s) not in text] == [], run
+    assert html.count('<tr class="') == len(ENTRIES), run
+
+
+def test_the_page_counts_its_states():
+    _, text = page()
+    for state in STATES:
+        count = sum(e['state'] == state for e in ENTRIES)
+        assert f'{state} {count}' in text
+
+
+def test_links_of_the_page_lead_to_headings():
+    html, _ = page()
+    links = re.findall(r'href="([^"]+)"', html)
+    assert len(links) == sum('lesson' in e for e in ENTRIES)
+    for link in links:
+        file, _, heading = link.partition('#')
+        assert heading in anchors(COURSE.nbs / file), link
+
+
+def test_only_sections_that_are_known_are_cited():
+    "The body of the paper could not be had: its quoted and summarised parts are 2.4.1 to 2.4.4"
+    known = {f'2.4.{i}' for i in range(1, 5)}
+    for path in notebooks():
+        cited = re.findall(r'paper[:,]? section (\d[\d.]*\d)', prose(path))
+        assert set(cited) <= known, f'{path.name}: {sorted(set(cited) - known)}'
+    cited = {s for e in ENTRIES for s in re.findall(r'^Section ([\d.]+)', e['paper'])}
+    assert cited == known
+
+
+# ---- faults are noticed
+
+
+def test_a_call_that_is_not_there_is_noticed():
+    called = set(calls('algo.espo.espo'))
+    assert 'algo.espo.adaptive_clip' in called and 'algo.losses.clipped_surrogate' in called
+    assert not is_called('algo.losses.grpo', called)
+    assert is_called('algo.espo.EspoConfig.for_batch', set(calls('loop.loss_of')))
+    assert not is_called('algo.espo.EspoConfig.for_batch', set(calls('loop.unmoved')))
+    patched = set(calls('train.torch_engine.TorchTrain.update'))
+    assert 'train.routes.validate_routes' in patched
+
+
+def test_a_number_that_is_not_there_is_noticed():
+    assert number('zero_variance', 'runs.0.seed') == '0'
+    with pytest.raises(KeyError):
+        number('zero_variance', 'table.grpo.gone')
+    with pytest.raises(AssertionError, match='finds nothing'):
+        number('algo/espo', 'no such words')
+    with pytest.raises(AssertionError, match='it needs one value'):
+        number('algo/espo', r'clip range (\S+)')
