@@ -25,17 +25,17 @@ __all__ = ['presets', 'tiny_cpu', 'smoke_cpu', 'engines_cpu', 'one_gpu', 'one_no
 def tiny_cpu() -> TrainConfig:
     "A 0.2 M mixture of experts learns column arithmetic: minutes on two CPU cores"
     return TrainConfig(
-        steps=90,
-        prompts_per_step=64,
+        steps=300,
+        prompts_per_step=16,
         group_size=8,
-        eval_every=20,
-        save_every=20,
-        trace_every=40,
+        eval_every=60,
+        save_every=60,
+        trace_every=120,
         policy=PolicyConfig(max_position_embeddings=128),
         data=DataConfig(difficulty=1.25),
         cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=0.6),
         rollout=RolloutConfig(max_tokens=48, num_slots=256),
-        optim=OptimConfig(lr=2e-4, warmup_steps=10, num_mini_batches=2),
+        optim=OptimConfig(lr=4e-4, warmup_steps=10),
     )
 
 
@@ -52,6 +52,7 @@ def smoke_cpu() -> TrainConfig:
         trace_every=2,
         data=DataConfig(difficulty=0.0, num_train=60, num_heldout=8),
         cold_start=SFTConfig(steps=80, num_solutions=60),
+        optim=OptimConfig(lr=2e-4, warmup_steps=10, num_mini_batches=2),
     )
 
 
@@ -62,6 +63,8 @@ def engines_cpu() -> TrainConfig:
         steps=40,
         prompts_per_step=32,
         eval_every=0,
+        save_every=20,
+        trace_every=40,
         data=DataConfig(num_heldout=64),
         policy=PolicyConfig(head_dim=32, max_position_embeddings=128),
         cold_start=SFTConfig(steps=500, lr=5e-3, num_solutions=4096, hasty_frac=0.5),
@@ -69,6 +72,7 @@ def engines_cpu() -> TrainConfig:
         vllm=VllmConfig(num_replicas=2),
         train_engine='megatron',
         parallel=ParallelConfig(ep=2),
+        optim=OptimConfig(lr=2e-4, warmup_steps=10, num_mini_batches=2),
     )
 
 
