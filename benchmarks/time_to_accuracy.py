@@ -4,13 +4,15 @@
 
 One checkpoint for all, per seed: the policy of `tiny-cpu` after its cold start, as a run writes it.
 The same prompts in the same order, 64 per step in two updates, 8 responses each of at most 48
-tokens; the same verifier on the same decoded text; fp32, one thread. Two contenders:
+tokens; the same verifier on the same decoded text; fp32, one thread. Three contenders:
 
 - default: `tiny-cpu` as it is, its growing groups, penalties, ESPO and router replay included;
-- TRL: GRPOTrainer with the settings in TRL_BEST, in a process of its own (trl_side/learn.py).
+- TRL: GRPOTrainer with the settings in TRL_BEST, in a process of its own (trl_side/learn.py);
+- TRL's recipe here: our engines with its loss, advantages and optimiser, and without growing
+  groups, penalties and router replay: what is left between the two is speed.
 
 They take turns, a few steps each. Then our rollout engine draws 8 responses to each held-out
-prompt from the weights of either, with the same seeds. No clock counts that. What counts is
+prompt from the weights of each, with the same seeds. No clock counts that. What counts is
 rollout, rewards and updates, from the first step to the first evaluation at the target or above
 it. CPU seconds decide: on a machine of its own a process of one thread has as many as seconds, and
 the work of others on a shared one is not counted. Before TRL trains, its log-probs of 16 responses
@@ -41,6 +43,8 @@ from pathlib import Path
 
 from _trl import Trl
 
+from compassrl.algo.losses import LossConfig
+from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.data.prompts import DataConfig
 from compassrl.experience import prompts_of_step
 from compassrl.judges.model import make_judge
@@ -112,8 +116,8 @@ class Start:
 class Ours:
     "`fit` with the engines of a config, one step per call"
 
-    def __init__(self, start, stack):
-        cfg, d = start.cfg, start.data
+    def __init__(self, start, cfg, stack):
+        d = start.data
         self.cfg, self.data = replace(cfg, steps=0), d
         self.prompts = cfg.prompts_per_step
         self.engines = stack.enter_context(open_engines(cfg, start.model, start.folder))
@@ -192,6 +196,26 @@ class Peer(Trl):
         return read_shards(self.now)
 
 
+def same_recipe(cfg, choice):
+    "Our config with the prompts per step, advantages, loss and optimiser that TRL has"
+    return replace(
+        cfg,
+        prompts_per_step=choice['prompts'],
+        zero_variance=ZeroVarianceConfig(
+            'uniform', length_weight=0, repetition_weight=0, zvp_alpha=0
+        ),
+        loss=LossConfig(choice['loss_type'], clip_eps_high=0.2, tis='off'),
+        router_replay='off',
+        optim=replace(
+            cfg.optim,
+            lr=choice['learning_rate'],
+            warmup_steps=choice['warmup_steps'],
+            betas=(0.9, 0.999),
+            num_mini_batches=choice['updates'],
+        ),
+    )
+
+
 def ended(rows, a):
     return bool(rows) and (rows[-1]['avg'] >= a.target or rows[-1]['cpu_seconds'] >= a.cap)
 
@@ -200,8 +224,9 @@ def race(start, choice, a):
     "All in turns, each until it has reached the target or had its time; evaluations by name"
     with ExitStack() as stack:
         contenders = {
-            'default': Ours(start, stack),
+            'default': Ours(start, start.cfg, stack),
             'TRL': stack.enter_context(Peer(start, choice)),
+            "TRL's recipe here": Ours(start, same_recipe(start.cfg, choice), stack),
         }
         curves = {name: [] for name in contenders}
         sums = {name: (0, 0.0, 0.0, 0) for name in contenders}
@@ -212,7 +237,7 @@ def race(start, choice, a):
                     sums[name] = tuple(x + y for x, y in zip(sums[name], (1, *c.step())))
                 row = dict(zip(('steps', *UNITS), sums[name]), avg=start.accuracy(c.weights()))
                 curves[name].append(row)
-                print(f'  {name:7} {line(row)}', flush=True)
+                print(f'  {name:17} {line(row)}', flush=True)
         return curves, contenders['TRL'].about
 
 
@@ -242,11 +267,11 @@ def summary(seeds, target):
     for name in seeds[0]['curves']:
         for s in seeds:
             row, hit = first(s['curves'][name], target)
-            print(f'seed {s["seed"]}  {name:7} {line(row, " " if hit else ">")}')
+            print(f'seed {s["seed"]}  {name:17} {line(row, " " if hit else ">")}')
     for name in seeds[0]['curves']:
         needs, hit = total(seeds, name, target)
         out[name] = needs | dict(reached=hit)
-        print(f'all     {name:7} {" " if hit else ">"}{needs["cpu_seconds"]:.1f} CPU seconds')
+        print(f'all     {name:17} {" " if hit else ">"}{needs["cpu_seconds"]:.1f} CPU seconds')
     return out
 
 
@@ -293,7 +318,9 @@ def main():
     needs = summary(seeds, a.target)
     ratios = {k: needs['TRL'][k] / needs['default'][k] for k in UNITS}
     print(f'the default recipe: {ratios["cpu_seconds"]:.2f} times as fast (goal {PROMISED}),')
-    print(f'TRL draws {ratios["tokens"]:.2f} times as many response tokens')
+    print(f'TRL draws {ratios["tokens"]:.2f} times as many response tokens;')
+    engines = needs['TRL']['cpu_seconds'] / needs["TRL's recipe here"]['cpu_seconds']
+    print(f"TRL's recipe on our engines: {engines:.2f} times as fast as in TRL")
     settings = dict(
         target=a.target, every=a.every, cap_cpu_seconds=a.cap, eval_k=cfg.eval_k, quick=a.quick
     )
@@ -307,6 +334,7 @@ def main():
                 at_least=not needs['TRL']['reached'],
                 seconds_ratio=ratios['seconds'],
                 tokens_ratio=ratios['tokens'],
+                same_recipe_ratio=engines,
                 needs=needs,
                 seeds=seeds,
                 settings=settings,
