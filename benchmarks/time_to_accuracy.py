@@ -3,15 +3,16 @@
     python benchmarks/time_to_accuracy.py [--seeds 0 1 2] [--target 0.7] [--quick]
 
 One checkpoint for all, per seed: the policy of `tiny-cpu` after its cold start, as a run writes it.
-The same prompts in the same order, 64 per step in two updates, 8 responses each of at most 48
-tokens; the same verifier on the same decoded text; fp32, one thread. Three contenders:
+The same prompts in the same order, 32 per update, 8 responses each of at most 48 tokens; the same
+verifier on the same decoded text; fp32, one thread. Three contenders:
 
-- default: `tiny-cpu` as it is, its growing groups, penalties, ESPO and router replay included;
+- default: `tiny-cpu` as it is, 64 prompts a step in two updates, with its growing groups, penalties,
+  ESPO and router replay;
 - TRL: GRPOTrainer with the settings in TRL_BEST, in a process of its own (trl_side/learn.py);
 - TRL's recipe here: our engines with its loss, advantages and optimiser, and without growing
   groups, penalties and router replay: what is left between the two is speed.
 
-They take turns, a few steps each. Then our rollout engine draws 8 responses to each held-out
+They take turns, 320 prompts each. Then our rollout engine draws 8 responses to each held-out
 prompt from the weights of each, with the same seeds. No clock counts that. What counts is
 rollout, rewards and updates, from the first step to the first evaluation at the target or above
 it. CPU seconds decide: on a machine of its own a process of one thread has as many as seconds, and
@@ -26,7 +27,8 @@ batching had not finished a step after 25. One update on 32 prompts needs no pas
 32 CPU seconds were 1,600 prompts, and 1,280 with two updates on 64. Held-out avg@8 after about 32
 CPU seconds, from 35.1 %, with two updates on 64 prompts and DAPO's loss: learning rate 4e-4 57.3 %,
 1e-3 45.9 %, 2e-3 11.1 %; with one update on 32 prompts: 4e-4 57.6 %, 6e-4 54.2 %. GRPO's loss at
-4e-4: 56.2 % after 27 seconds, DAPO's 57.3 % after as many steps.
+4e-4: 56.2 % after 27 seconds, DAPO's 57.3 % after as many steps. Not tried: a mask on truncated
+responses, several passes over a batch, two threads.
 
 Last line: one JSON object. `ratio` is the CPU seconds of TRL over ours, summed over the seeds
 (goal: 3). Where a contender did not get there in its time, its last evaluation is counted and a
