@@ -6,8 +6,8 @@ One checkpoint for all, per seed: the policy of `tiny-cpu` after its cold start,
 The same prompts in the same order, 32 per update, 8 responses each of at most 48 tokens; the same
 verifier on the same decoded text; fp32, one thread. Three contenders:
 
-- default: `tiny-cpu` as it is, 64 prompts a step in two updates, with its growing groups, penalties,
-  ESPO and router replay;
+- default: `tiny-cpu` as it is, 64 prompts a step in two updates, with its growing groups,
+  penalties, ESPO and router replay;
 - TRL: GRPOTrainer with the settings in TRL_BEST, in a process of its own (trl_side/learn.py);
 - TRL's recipe here: our engines with its loss, advantages and optimiser, and without growing
   groups, penalties and router replay: what is left between the two is speed.
