@@ -26,7 +26,8 @@ sdpa 1.7; a static cache 1.7; micro-batches of 256 rows 1.2, of 128 1.3, of 64 1
 batching had not finished a step after 25. One update on 32 prompts needs no pass for old log-probs:
 32 CPU seconds were 1,600 prompts, and 1,280 with two updates on 64. Held-out avg@8 after about 32
 CPU seconds, from 35.1 %, with two updates on 64 prompts and DAPO's loss: learning rate 4e-4 57.3 %,
-1e-3 45.9 %, 2e-3 11.1 %; with one update on 32 prompts: 4e-4 57.6 %, 6e-4 54.2 %. GRPO's loss at
+1e-3 45.9 %, 2e-3 11.1 %; with one update on 32 prompts: 2e-4 56.0 % after 28 and 57.3 % after
+35, 4e-4 58.9 % after 24 and 57.6 % after 31, 6e-4 54.2 %. GRPO's loss at
 4e-4: 56.2 % after 27 seconds, DAPO's 57.3 % after as many steps. Not tried: a mask on truncated
 responses, several passes over a batch, two threads.
 
