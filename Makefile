@@ -66,5 +66,5 @@ clean: ## what was built: site, caches, exported copies
 	rm -rf _site _proc _docs build dist .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-clean-env: ## the environments, that of the TRL benchmark too
+clean-env: ## the environments
 	rm -rf .venv .venv-*

@@ -6,9 +6,8 @@ One step: 8 responses of 64 tokens to each of 16 prompts of 16 tokens, one pass 
 log-probs, two mini-batches of 64 responses with an optimiser step each; fp32, no early stops. Ours
 is `loop.fit` with the embedded engines and its whole default recipe (verification, penalties,
 ESPO with its entropies, router replay) and weight sync; rewards differ within every group, so
-none grows. TRL's loss is GRPO's. TRL is pinned in an environment of its own, .venv-trl, which
-this script makes; its side is trl_side/step.py, which counts what it does so that equal work is
-checked, not assumed. Three settings of it:
+none grows. TRL's loss is GRPO's. TRL is that of the extra `dev`; its side is trl_side/step.py,
+which counts what it does so that equal work is checked, not assumed. Three settings of it:
 
 - fastest: fp32, no gradient checkpointing, no logging; experts, attention, cache and micro-batch
   are searched one after the other;
@@ -29,10 +28,7 @@ and the floor alone: its ratio is floor / ours.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -41,6 +37,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from _trl import Trl
 from rollout import Floor, make_policy, timed
 from tokenizers import Tokenizer, models
 
@@ -55,9 +52,6 @@ from compassrl.runs.facts import machine_info
 from compassrl.runs.process import keep_freed_memory
 from compassrl.train.torch_engine import OptimConfig, TorchTrain
 
-ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / '.venv-trl'
-PINS = 'trl==1.16.0', 'transformers==5.19.0', 'accelerate==1.15.0', 'datasets==5.2.0'
 LR, UPDATES, MICRO_BATCH = 1e-4, 2, 2560  # padded tokens: a mini-batch in two equal parts
 
 
@@ -127,27 +121,10 @@ class Ours:
 
 
 # ---- TRL
-def make_environment():
-    "TRL and what it needs, in .venv-trl"
-    stamp = VENV / 'pins.txt'
-    if stamp.exists() and stamp.read_text().split() == list(PINS):
-        return
-    sys.path.append(str(ROOT / 'tools'))
-    import setup_env as env
-
-    env.VENV, env.PYTHON = VENV, VENV / 'bin' / 'python'
-    env.say(f'{VENV.name} for {PINS[0]}, once')
-    env.make_venv()
-    env.install_torch()
-    env.must(env.uv(*PINS, quiet=True) or env.pip(*PINS), 'installing ' + ' '.join(PINS))
-    stamp.write_text('\n'.join(PINS))
-
-
-class Trl:
-    "GRPOTrainer in a process of its own that makes one step per line it is sent"
+class Stepper(Trl):
+    "GRPOTrainer that makes one step per call"
 
     def __init__(self, a, ids, folder, name, model_args, grpo_args):
-        self.a, self.name = a, name
         spec = dict(
             model=str(folder / 'model'),
             prompts=ids,
@@ -155,47 +132,20 @@ class Trl:
             new_tokens=a.new_tokens,
             vocab_size=64,
             updates=UPDATES,
-            lr=LR,
             threads=a.threads,
-            output=str(folder / 'out'),
             model_args=model_args,
-            grpo_args=grpo_args,
+            grpo_args=grpo_args
+            | dict(
+                learning_rate=LR,
+                lr_scheduler_type='constant',
+                generation_batch_size=a.prompts * a.samples,
+            ),
         )
-        path = folder / f'{name}.json'
-        path.write_text(json.dumps(spec))
-        threads = dict(OMP_NUM_THREADS=str(a.threads), MKL_NUM_THREADS=str(a.threads))
-        self.log = open(folder / f'{name}.log', 'w+')
-        self.process = subprocess.Popen(
-            [VENV / 'bin' / 'python', Path(__file__).parent / 'trl_side' / 'step.py', path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env=os.environ | threads,
-        )
-
-    def __enter__(self):
-        self.versions = self.reply()
-        return self
-
-    def __exit__(self, *_):
-        self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-
-    def reply(self):
-        for line in self.process.stdout:
-            if line.startswith('{"'):
-                return json.loads(line)
-        self.log.seek(0)
-        raise RuntimeError(f'TRL ({self.name}) ended: ' + ''.join(self.log.readlines()[-8:]))
+        super().__init__('step.py', spec, folder, name)
+        self.a = a
 
     def step(self):
-        self.process.stdin.write('step\n')
-        self.process.stdin.flush()
-        work = self.reply()
+        work = self.ask('step')
         seconds = work.pop('seconds'), work.pop('cpu_seconds')
         rows = self.a.prompts * self.a.samples
         assert work == dict(
@@ -235,7 +185,7 @@ def fastest_settings(a, ids, folder):
     ).items():
         for value in values:
             choice = best | {key: value}
-            with Trl(a, ids, folder, 'search', *trl_arguments(a, choice)) as trl:
+            with Stepper(a, ids, folder, 'search', *trl_arguments(a, choice)) as trl:
                 s = trl.step()[0]  # the first is slower, but not by much
                 if s < 3 * best_s:
                     s = min(trl.step()[0] for _ in range(2))
@@ -339,7 +289,6 @@ def main():
     with ExitStack() as stack:
         contenders = {}
         if not a.quick:
-            make_environment()
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             save_pretrained(ours.engine.policy, folder / 'model')
             print('TRL, by settings: one step')
@@ -357,8 +306,8 @@ def main():
                 'TRL defaults fp32': ({}, default | dict(bf16=False)),
                 'TRL defaults': ({}, default),
             }.items():
-                contenders[name] = stack.enter_context(Trl(a, ids, folder, name, *args))
-            versions = {k: v for k, v in contenders['TRL fastest'].versions.items() if k != 'ready'}
+                contenders[name] = stack.enter_context(Stepper(a, ids, folder, name, *args))
+            versions = contenders['TRL fastest'].about['versions']
         ours.step()
         contenders = dict(ours=ours, floor=StepFloor(ours.cfg.policy, a, ours.samples)) | contenders
         times = {k: [] for k in contenders}
