@@ -108,7 +108,7 @@ def gone(job, processes):
     "Waits until none of them is there; the seconds that it took"
     began = time.monotonic()
     job.wait(BOUND_S)  # first: psutil would take the exit code of a child, and keep it
-    left = psutil.wait_procs(processes, BOUND_S)[1]
+    left = psutil.wait_procs(processes, max(0, began + BOUND_S - time.monotonic()))[1]
     return time.monotonic() - began, left
 
 
@@ -125,19 +125,18 @@ def struck(job, kind, rng):
     return next((way for way in ways if not job.ended() and way(job, rng)), None)
 
 
-def disturb(job, kind, seconds, most, rng):
-    """Strikes at moments within so many seconds, until the run has to end: the kills that hit a run
-    which then did not come to its end, or whom they hit, and seconds until all had ended"""
-    landed, until = [], time.monotonic() + seconds
-    while len(landed) < most and (left := until - time.monotonic()) > 0:
-        job.wait(rng.uniform(0, left))
-        there, began = job.family(), time.monotonic()
+def disturb(job, kind, cpu_s, most, rng):
+    """Strikes at moments within so many CPU seconds, until the run has to end: the kills that hit a
+    run which then did not come to its end, or whom they hit, and seconds until all had ended"""
+    landed = []
+    while len(landed) < most and (now := job.cpu_s()) < cpu_s:
+        job.wait_cpu(rng.uniform(now, cpu_s))
+        there = job.family()
         way = struck(job, kind, rng)
-        print(f'{way and way.__name__}, {left:.1f} s were left')
+        print(f'{way and way.__name__}, at {now:.1f} s or later of {cpu_s:.1f} CPU seconds')
         if way is None:
             break
         if way in GOES_ON:
-            until += time.monotonic() - began
             continue
         if way in REPLACED:
             landed.append(way.__name__)

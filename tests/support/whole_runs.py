@@ -126,6 +126,19 @@ class Job:
         nursery = [psutil.Process(self.nursery)] if psutil.pid_exists(self.nursery or -1) else []
         return {*self.own(), *self.helpers(), *nursery, *self.servers(), *writing(self.logs)}
 
+    def cpu_s(self):
+        "Seconds that all of it has computed: whatever else the machine does, they are the same"
+        found = 0.0
+        for p in [*self.own(), *self.helpers(), *self.servers()]:
+            with suppress(psutil.Error):
+                found += sum(p.cpu_times()[:2])
+        return found
+
+    def wait_cpu(self, seconds):
+        "Until they have computed for so long, or all has ended"
+        while not self.ended() and self.cpu_s() < seconds:
+            time.sleep(0.05)
+
     def ended(self):
         return all(p.exitcode is not None for p in self.processes)
 
@@ -202,7 +215,6 @@ AGAIN = 'config.json', 'eval_before.json'  # after these, all that has to be sta
 
 def note_operations(home, folder):
     "Notes the number of each operation on the disk before it is done"
-    (home / 'began').touch()
     events, log = FileEvents(folder), home / f'operations{os.environ.get("RANK", 0)}'
 
     def hit():
@@ -216,24 +228,26 @@ def note_operations(home, folder):
 class Whole:
     folder: object
     operations: list  # on the disk, of each rank
-    took: dict  # a mark -> seconds until it was there, from the mark before
+    took: dict  # a mark -> CPU seconds until it was there, from the mark before
 
     def left(self, folder):
-        "Seconds that another run there takes which starts now, without what it has behind it"
+        "CPU seconds of another run there that starts now, without what it has behind it"
         return sum(s for m, s in self.took.items() if m in AGAIN or not (folder / m).exists())
 
 
 def whole_run(kind, home):
     folder = home / 'run'
-    (home / 'began').touch()
     job = start(kind, folder, home, partial(note_operations, home, folder))
+    took, now = {}, 0.0
+    for mark in MARKS:
+        before = now
+        while not (folder / mark).exists() and not job.ended():
+            now = max(now, job.cpu_s())
+            time.sleep(0.05)
+        took[mark] = now - before
     codes = job.wait(600)
     assert codes == [0] * len(codes), job.said()
     found = [max(map(int, p.read_text().split())) for p in sorted(home.glob('operations*'))]
-    took, at = {}, (home / 'began').stat().st_mtime
-    for mark in MARKS:
-        before, at = at, max(at, (folder / mark).stat().st_mtime)
-        took[mark] = at - before
     return Whole(folder, found, took)
 
 
