@@ -175,7 +175,10 @@ def endure(kind, folder, home, whole, rng, most):
 
 def noted(note, folder, whole, num, seconds):
     "In the table, then as an assertion"
-    lost, differ = differences(folder, whole.folder)
+    note_all(note, *differences(folder, whole.folder), num, seconds)
+
+
+def note_all(note, lost, differ, num, seconds):
     found = {'trials': num, 'lost or doubled': lost, 'differences': len(differ)}
     for k, v in (found | ({'slowest (s)': seconds} if seconds else {})).items():
         note(k, v)
@@ -191,18 +194,25 @@ def cases(name, apart=True, **numbers):
             yield pytest.param(kind, n, marks=mark, id=f'{kind}-{n}'.replace(' ', '-'))
 
 
-RUNS = dict(one_process=(1, 24), judge_workers=(0, 9), two_ranks=(0, 9), two_servers=(0, 9))
-RUNS |= dict(torchrun=(0, 9))
+RUNS = dict(one_process=(1, 18), judge_workers=(0, 8), two_ranks=(0, 8), two_servers=(0, 8))
+RUNS |= dict(torchrun=(0, 10))
 
 
 @pytest.mark.parametrize('kind, number', list(cases('random kills', **RUNS)))
 def test_struck_at_random_moments(kind, number, whole, tmp_path, record_property):
     whole, rng = whole(kind), chaos.draw('random', kind, number)
     most = 1 if not chaos.SHARE else 3 if kind == 'torchrun' else 5
-    folder = tmp_path / 'run'
-    landed, seconds = endure(kind, folder, tmp_path / 'home', whole, rng, most)
+    landed, slowest, lost, differ = [], 0.0, 0, []
+    for n in range(most + 20):  # a run that came to its end too early is followed by another one
+        folder, home = tmp_path / f'run{n}', tmp_path / f'home{n}'
+        kills, seconds = endure(kind, folder, home, whole, rng, most - len(landed))
+        landed, slowest = landed + kills, max(slowest, seconds)
+        here = differences(folder, whole.folder)
+        lost, differ = lost + here[0], differ + here[1]
+        if len(landed) >= most:
+            break
     print(landed)
-    noted(record_property, folder, whole, len(landed), seconds)
+    note_all(record_property, lost, differ, len(landed), slowest)
 
 
 OPERATIONS = dict(one_process=(2, 60), two_ranks=(1, 26), two_servers=(0, 14))
