@@ -34,11 +34,9 @@ def cli(*args, hook=nothing, timeout=120):
 def whole(tmp_path_factory):
     "A run that nobody disturbed, and the number of its operations"
     home = tmp_path_factory.mktemp('whole')
-    r = cli(
-        'train', *TINY, '--run-dir', home / 'run', hook=partial(note_operations, home / 'n', home)
-    )
+    r = cli('train', *TINY, '--run-dir', home / 'run', hook=partial(note_operations, home, home))
     assert r.returncode == 0, r.stderr
-    return home / 'run', len((home / 'n').read_text().splitlines())
+    return home / 'run', len((home / 'operations0').read_text().splitlines())
 
 
 def one_line(r, *words):

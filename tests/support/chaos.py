@@ -18,6 +18,7 @@ KINDS = (
     'random kills, one process',
     'random kills, judge workers',
     'random kills, two ranks',
+    'random kills, torchrun',
     'random kills, two servers',
     'kills at file events, one process',
     'kills at file events, two ranks',

@@ -1,12 +1,16 @@
 """Whole runs that can be struck at any moment: in one process, with workers that judge, on two
-ranks, with two servers; and what a run says in the end, to compare it with another one"""
+ranks, by torchrun, with two servers; and what a run says in the end, to compare it with another
+one"""
 
 import atexit
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.forkserver import ForkServer
@@ -29,6 +33,7 @@ MORE = {
     'two ranks': ['--train-engine', 'megatron', '--parallel.ep', '2'],
     'two servers': ['--rollout-engine', 'pool', '--vllm.num-replicas', '2'],
 }
+MORE['torchrun'] = MORE['two ranks']
 MORE['two servers'] += [
     '--policy.head-dim',
     '32',
@@ -78,11 +83,21 @@ def writing(logs):
     return found
 
 
+class Command(subprocess.Popen):
+    "Answers as a process of `multiprocessing` does"
+
+    exitcode = property(subprocess.Popen.poll)
+
+    def join(self, seconds):
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(seconds)
+
+
 @dataclass
 class Job:
     "A run under way"
 
-    processes: list  # that somebody has started: the trainer, or each rank
+    processes: list  # that somebody has started: the trainer, each rank, or torchrun
     logs: list
     nursery: int | None = None  # the process that makes servers
 
@@ -99,6 +114,10 @@ class Job:
         "All that the run has started: judges, sentries, writers of checkpoints"
         return [c for p in self.processes for c in self.below(p.pid)]
 
+    def ranks(self):
+        "That torchrun has started"
+        return [c for p in self.own() for c in self.below(p.pid) if c.ppid() == p.pid]
+
     def servers(self):
         return self.below(self.nursery) if self.nursery else []
 
@@ -106,6 +125,19 @@ class Job:
         "With those that nobody is the parent of any more"
         nursery = [psutil.Process(self.nursery)] if psutil.pid_exists(self.nursery or -1) else []
         return {*self.own(), *self.helpers(), *nursery, *self.servers(), *writing(self.logs)}
+
+    def cpu_s(self):
+        "Seconds that all of it has computed: whatever else the machine does, they are the same"
+        found = 0.0
+        for p in [*self.own(), *self.helpers(), *self.servers()]:
+            with suppress(psutil.Error):
+                found += sum(p.cpu_times()[:2])
+        return found
+
+    def wait_cpu(self, seconds):
+        "Until they have computed for so long, or all has ended"
+        while not self.ended() and self.cpu_s() < seconds:
+            time.sleep(0.05)
 
     def ended(self):
         return all(p.exitcode is not None for p in self.processes)
@@ -135,9 +167,18 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start(kind, folder, home, hook=nothing, rank=0):
+def torchrun(log, words):
+    "The command that a person types, with a port of its own"
+    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
+    torchrun += ['--nproc-per-node', '2', '-m', 'compassrl', *words]
+    env = ENV | dict(PYTHONWARNINGS='ignore')
+    with open(log, 'wb') as out, open(log.with_suffix('.err'), 'wb') as err:
+        return Command(torchrun, stdout=out, stderr=err, env=env, start_new_session=True)
+
+
+def start(kind, folder, home, hook=nothing, rank=None):
     """Begins the run in `folder`, or goes on with it, as a script does that is started again and
-    again; `hook` comes first, on that rank alone"""
+    again; `hook` comes first, on that rank alone, but torchrun knows no hook"""
     words = ['resume', str(folder)]
     if not (folder / 'config.json').exists():
         words = ['train', *TINY, *MORE[kind], '--run-dir', str(folder)]
@@ -148,6 +189,8 @@ def start(kind, folder, home, hook=nothing, rank=0):
 
         p, nursery = nursed.start(log, command, words, hook, env=ENV)
         return Job([p], [log], nursery)
+    if kind == 'torchrun':
+        return Job([torchrun(log, words)], [log])
     if kind != 'two ranks':
         return Job([forked.start(log, command, words, hook, env=ENV)], [log])
     env = ENV | dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1')
@@ -157,7 +200,7 @@ def start(kind, folder, home, hook=nothing, rank=0):
         for r in range(2):
             job.logs.append(log.with_name(f'{log.name}-{r}'))
             of_rank = env | dict(RANK=str(r), LOCAL_RANK=str(r))
-            args = rank_command, words, hook if r == rank else nothing
+            args = rank_command, words, hook if rank in (r, None) else nothing
             job.processes.append(forked.start(job.logs[-1], *args, env=of_rank))
     return job
 
@@ -165,9 +208,14 @@ def start(kind, folder, home, hook=nothing, rank=0):
 # ---- the run that nobody disturbed
 
 
-def note_operations(log, folder):
+MARKS = 'config.json', 'start', 'eval_before.json', 'screen.json', 'checkpoints/step-000001'
+MARKS += 'checkpoints/step-000002', 'model', 'report.md'  # in the order of a run
+AGAIN = 'config.json', 'eval_before.json'  # after these, all that has to be started is there
+
+
+def note_operations(home, folder):
     "Notes the number of each operation on the disk before it is done"
-    events = FileEvents(folder)
+    events, log = FileEvents(folder), home / f'operations{os.environ.get("RANK", 0)}'
 
     def hit():
         with os.fdopen(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 'a') as f:
@@ -180,21 +228,27 @@ def note_operations(log, folder):
 class Whole:
     folder: object
     operations: list  # on the disk, of each rank
-    seconds: float
+    took: dict  # a mark -> CPU seconds until it was there, from the mark before
+
+    def left(self, folder):
+        "CPU seconds of another run there that starts now, without what it has behind it"
+        return sum(s for m, s in self.took.items() if m in AGAIN or not (folder / m).exists())
 
 
 def whole_run(kind, home):
-    "Two of them on two ranks: the operations of each"
-    found = []
-    for rank in range(2 if kind == 'two ranks' else 1):
-        folder, log = home / f'run{rank}', home / f'operations{rank}'
-        began = time.monotonic()
-        job = start(kind, folder, home, partial(note_operations, log, folder), rank)
-        codes = job.wait(600)
-        assert not any(codes), job.said()
-        seconds = time.monotonic() - began
-        found.append(max(map(int, log.read_text().split())))
-    return Whole(home / 'run0', found, seconds)
+    folder = home / 'run'
+    job = start(kind, folder, home, partial(note_operations, home, folder))
+    took, now = {}, 0.0
+    for mark in MARKS:
+        before = now
+        while not (folder / mark).exists() and not job.ended():
+            now = max(now, job.cpu_s())
+            time.sleep(0.05)
+        took[mark] = now - before
+    codes = job.wait(600)
+    assert codes == [0] * len(codes), job.said()
+    found = [max(map(int, p.read_text().split())) for p in sorted(home.glob('operations*'))]
+    return Whole(folder, found, took)
 
 
 # ---- what a run says

@@ -6,20 +6,33 @@ others."""
 # %% ../../../nbs/train/megatron/15_sentry.ipynb #f4dbb63a
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
+import os
 import select
 import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from .alive import Body
+from .alive import Body, look
 
 # %% auto #0
-__all__ = ['outside_s', 'start_sentry', 'seal', 'unseal', 'Ears', 'Judgement', 'Sentry', 'main']
+__all__ = [
+    'outside_s',
+    'start_sentry',
+    'seal',
+    'unseal',
+    'launcher',
+    'Ears',
+    'Judgement',
+    'Sentry',
+    'main',
+]
 
 
 # %% ../../../nbs/train/megatron/15_sentry.ipynb #2f3d5100
@@ -33,6 +46,23 @@ def unseal(key: bytes, data: bytes) -> dict[str, Any] | None:  # None = from som
     if not hmac.compare_digest(hmac.digest(key, data[n:], 'sha256'), data[:n]):
         return None
     return json.loads(data[n:])
+
+
+# %% ../../../nbs/train/megatron/15_sentry.ipynb #a7aec24f
+def launcher(
+    pid: int,  # of a rank
+    env: Mapping[str, str],  # of it
+) -> int | None:  # 0: it has ended
+    "The process of torchrun that has started a rank; None = another program did"
+    seen = look(pid)
+    if not seen or 'TORCHELASTIC_RUN_ID' not in env:
+        return None
+    alone = env.get('WORLD_SIZE') == env.get('LOCAL_WORLD_SIZE')  # all ranks are on this machine
+    if alone and env.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
+        with socket.socket() as s:
+            if s.connect_ex(('127.0.0.1', int(env['MASTER_PORT']))) == errno.ECONNREFUSED:
+                return 0
+    return seen.parent
 
 
 # %% ../../../nbs/train/megatron/15_sentry.ipynb #c9b89b01
@@ -53,6 +83,7 @@ class Ears:
     key: bytes
     cause: str
     leaves: str
+    launcher: int | None
 
     def __init__(
         self,
@@ -70,6 +101,7 @@ class Ears:
         self.heard: dict[int, float] = {}  # and when that was
         self.cause, self.number = '', 0
         self.leaves = ''  # 'done' or 'ended', once the rank has said so
+        self.launcher = launcher(pid, os.environ)
 
     def listen(self, until: float) -> None:
         while (left := until - time.monotonic()) > 0 and not (self.cause or self.leaves):
@@ -163,6 +195,12 @@ class Judgement(Ears):
                 return f'rank {r} on {host} is gone: nothing heard of it for {now - t:.0f} s, {at}'
         return ''
 
+    def orphaned(self) -> str:
+        seen = look(self.body.pid)
+        if self.launcher is None or not seen or seen.parent == self.launcher:
+            return ''
+        return f'rank {self.rank} has lost the torchrun that started it, {self.during()}'
+
     def during(self) -> str:
         "In which phase; whoever waits for rank 0 is where that is"
         lead = self.said.get(0, {}).get('phase')
@@ -192,7 +230,7 @@ class Sentry(Judgement):
                 break
             if why := 'was killed or crashed' if self.body.gone else self.ailing(now):
                 return self.end(f'rank {self.rank} {why}, {self.during()}')
-            self.cause = self.silent(now)
+            self.cause = self.orphaned() or self.silent(now)
         if self.leaves == 'done':
             return self.repeat(bye=True)
         self.warn(self.cause or f'rank {self.rank} has ended, {self.during()}')

@@ -1,6 +1,7 @@
 """The loop runs on rank 0 alone; whatever happens to another rank, all end within a bounded time
 and say which one it was"""
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -31,6 +33,7 @@ from compassrl.train.megatron import leader
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.leader import Leader, Watch, serve
+from compassrl.train.megatron.sentry import start_sentry
 from compassrl.train.torch_engine import TorchTrain
 from tests.support.ranks import lively, name, run_ranks
 from tests.train.megatron.test_engine import BATCH, DP, LOSS, MIX, OPTIM, POLICY, PP, TP_EP, fresh
@@ -343,6 +346,36 @@ def test_a_sentry_whose_rank_is_gone_says_nothing():
     with ours, theirs:
         r = subprocess.run(words, stdin=theirs, capture_output=True, timeout=60)
     assert (r.returncode, r.stderr) == (0, b'')
+
+
+ORPHANAGE = """import subprocess, time
+print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL).pid, flush=True)
+time.sleep(600)"""
+
+
+def test_a_rank_whose_torchrun_is_killed_ends():
+    "Nobody else would end it"
+    torchrun = subprocess.Popen([sys.executable, '-c', ORPHANAGE], stdout=subprocess.PIPE)
+    rank = int(torchrun.stdout.readline())
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    words = [*start_sentry, str(rank), '0', '30', '0.1']
+    env = os.environ | dict(TORCHELASTIC_RUN_ID='a run')
+    try:
+        with ours, theirs, subprocess.Popen(words, stdin=theirs, env=env) as sentry:
+            theirs.close()
+            ours.settimeout(60)
+            ours.send(json.dumps(dict(bind='127.0.0.1')).encode())
+            assert b'port' in ours.recv(1000)  # it knows who has started the rank
+            torchrun.kill()
+            torchrun.wait()
+            said = json.loads(ours.recv(1000))
+            assert said == dict(failed='rank 0 has lost the torchrun that started it, in: imports')
+            os.kill(rank, signal.SIGKILL)  # it ends, as a rank does that hears this
+            assert sentry.wait(60) == 0
+    finally:
+        torchrun.kill()
+        with suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
 
 
 def test_one_process_is_not_watched():
