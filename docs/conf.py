@@ -3,6 +3,8 @@
 SITE_URL, an address that ends in a slash, makes the cards of shared links absolute.
 """
 
+import functools
+import gc
 import inspect
 import os
 import re
@@ -13,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fastcore.docments import docments
+from sphinx.search.en import SearchEnglish
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
@@ -127,7 +130,24 @@ def skip(app, what, name, obj, skip, options):
     return what == 'class' and not (inspect.isroutine(obj) or isinstance(obj, property)) or None
 
 
+class English(SearchEnglish):
+    "The stem of a word is found once for all pages"
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.stem = functools.cache(self.stem)
+
+
+def one_list(app, pagename, templatename, context, doctree):
+    "The theme asks twice for a page's list of pages: is it empty, and what is it"
+    if 'toctree' in context:
+        context['toctree'] = functools.cache(context['toctree'])
+
+
 def setup(app):
+    gc.set_threshold(200_000, 20, 20)  # most of what is made, nodes of pages, stays
+    app.add_search_language(English)
+    app.connect('html-page-context', one_list, priority=1)
     app.connect('autodoc-process-docstring', docstring)
     app.connect('autodoc-process-signature', signature)
     app.connect('autodoc-skip-member', skip)

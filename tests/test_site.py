@@ -45,15 +45,33 @@ def site(tmp_path_factory):
 
 
 class Page(HTMLParser):
-    "The addresses, the targets, the pictures and the head of a page"
+    "The addresses, the targets, the pictures and the head of a page, and what it has in common"
 
     def __init__(self, path):
         super().__init__()
         self.links, self.targets, self.images, self.head = [], {''}, [], {}
+        self.main, self.script, self.common = False, False, set()
         self.feed(path.read_text())
+
+    def frame(self):
+        "Alike for pages with the same scripts and styles, and the same elements around `main`"
+        return frozenset(self.common)
+
+    def handle_endtag(self, tag):
+        self.main, self.script = self.main and tag != 'main', False
+
+    def handle_data(self, data):
+        if self.script:
+            self.common.add(re.sub(r"(?<=pagename = ')[^']*", '', data))
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
+        self.main |= tag == 'main'
+        self.script = tag in ('script', 'style')
+        if self.script or not self.main:
+            style = attrs.get('rel') == 'stylesheet' and attrs['href']
+            file = attrs.get('src') if tag == 'script' else style
+            self.common.add((tag, attrs.get('class'), re.sub(r'^(\.\./)+', '', file or '')))
         self.targets |= {attrs[k] for k in ('id', 'name') if attrs.get(k)}
         self.links += [attrs[k] for k in ('href', 'src') if attrs.get(k)]
         if tag == 'img':
@@ -218,45 +236,84 @@ def browser():
 
 
 CONTRAST = (ROOT / 'tests' / 'support' / 'contrast.js').read_text()
-# code that a reader must push sideways, and the longest of its lines
-CUT = """() => [...document.querySelectorAll('div.highlight pre')]
-    .filter(e => e.scrollWidth > e.clientWidth)
-    .map(e => Math.max(...e.innerText.split('\\n').map(line => line.length)))"""
+# what an element shows, in both themes; code that a reader must push sideways: its longest line
+LOOK = f"""selector => {{
+    const root = document.querySelector(selector), faint = {CONTRAST}
+    const now = document.documentElement.dataset, seen = {{}}
+    for (const theme of now.theme === 'dark' ? ['dark', 'light'] : ['light', 'dark']) {{
+        if (now.theme !== theme) now.theme = theme  // all styles are computed anew
+        seen[theme] = faint(root)
+    }}
+    const cut = [...root.querySelectorAll('div.highlight pre')]
+        .filter(e => e.scrollWidth > e.clientWidth)
+        .map(e => Math.max(...e.innerText.split('\\n').map(line => line.length)))
+    return {{ ...seen, cut }}
+}}"""
 # wider than the screen: a page that must be pushed sideways itself
 WIDE = '() => document.documentElement.scrollWidth - document.documentElement.clientWidth'
+STILL = '* { animation: none !important; transition: none !important }'
+# the main part of another page in the place of this one's, with its pictures and its formulas
+PUT = """async url => {
+    const html = await (await fetch(url)).text()
+    const main = new DOMParser().parseFromString(html, 'text/html').querySelector('main')
+    const pictures = [...main.querySelectorAll('img')]
+    pictures.forEach(i => { i.src = new URL(i.getAttribute('src'), url).href })
+    document.querySelector('main').replaceWith(document.adoptNode(main))
+    await Promise.all(pictures.map(
+        i => i.complete || new Promise(done => { i.onload = i.onerror = done })))
+    if (window.MathJax) {
+        await MathJax.startup.promise
+        MathJax.typesetClear()
+        await MathJax.typesetPromise([main])
+    }
+}"""
 
 
-def look(page, address, name):
-    "Faults of a page in both themes, and on a phone"
-    page.goto('about:blank')  # nothing is laid out anew when the screen changes, little is painted
-    page.set_viewport_size(dict(width=1280, height=100))
-    page.goto(address + name, wait_until='load')
-    page.add_style_tag(content='* { animation: none !important; transition: none !important }')
-    for theme in 'light', 'dark':
-        page.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
-        seen = page.evaluate(CONTRAST)
-        assert seen['texts'] > 10, name
-        yield from (f'{name}: {theme}: {said}' for said in seen['faint'])
-    if cut := [n for n in page.evaluate(CUT) if n <= 100]:
-        yield f'{name}: code of {cut} columns is cut at 1280 px'
-    for width in 1280, 360:
-        if width != 1280:
-            page.set_viewport_size(dict(width=width, height=100))
+def look(page, name, part='body', widths=(1280, 360)):
+    "Faults of a page, or of a part of it, in both themes on a screen and in width on a phone, too"
+    for width in widths:
+        page.set_viewport_size(dict(width=width, height=100))  # little is painted
+        if width == 1280:
+            seen = page.evaluate(LOOK, part)
+            for theme in 'light', 'dark':
+                assert seen[theme]['texts'] > (10 if part == 'body' else 3), name
+                yield from (f'{name}: {theme}: {said}' for said in seen[theme]['faint'])
+            if cut := [n for n in seen['cut'] if n <= 100]:
+                yield f'{name}: code of {cut} columns is cut at 1280 px'
         if (more := page.evaluate(WIDE)) > 0:
             yield f'{name}: {more} px wider than a screen of {width}'
 
 
+def opened(page, address, name):
+    page.goto('about:blank')  # nothing is laid out anew when the screen changes
+    page.set_viewport_size(dict(width=1280, height=100))
+    page.goto(address + name, wait_until='load')
+    page.add_style_tag(content=STILL)
+
+
 def test_pages_in_a_browser(site, pages, address, browser):
-    "Contrast, code that fits, no request to another host and no error, on every page"
-    page, faults = browser.new_page(), []
-    page.on('console', lambda m: m.type == 'error' and faults.append(f'{page.url}: {m.text}'))
-    page.on('pageerror', lambda e: faults.append(f'{page.url}: {e}'))
-    page.on(
-        'request',
-        lambda r: r.url.startswith((address, 'data:')) or faults.append(f'{page.url}: {r.url}'),
-    )
+    """Contrast, code that fits, no request to another host and no error, on every page.
+
+    A page is opened where its scripts, its styles or its frame are new. Of a page that has them
+    in common with one before, the main part is put into that one.
+    """
+    page, faults, alike, name = browser.new_page(), [], {}, ''
+
+    def fault(text):
+        faults.append(f'{name}: {text}')
+
+    page.on('console', lambda m: m.type == 'error' and fault(m.text))
+    page.on('pageerror', fault)
+    page.on('request', lambda r: r.url.startswith((address, 'data:')) or fault(r.url))
     for path in sorted(pages):
-        faults += look(page, address, path.relative_to(site).as_posix())
+        alike.setdefault(pages[path].frame(), []).append(path.relative_to(site).as_posix())
+    assert len(alike) > 3, alike
+    for name, *rest in alike.values():
+        opened(page, address, name)
+        faults += look(page, name)
+        for i, name in enumerate(rest):
+            page.evaluate(PUT, address + name)
+            faults += look(page, name, 'main', [(360, 1280), (1280, 360)][i % 2])
     assert faults == [], json.dumps(faults, indent=1)
 
 
@@ -268,7 +325,8 @@ def test_faults_would_be_seen(tmp_path, browser):
         f'<body style="width:3000px">{faint}{code.format("x" * 90)}{"<p>more</p>" * 10}'
     )
     page = browser.new_page()
-    faults = list(look(page, f'file://{tmp_path}/', 'a.html'))
+    opened(page, f'file://{tmp_path}/', 'a.html')
+    faults = list(look(page, 'a.html'))
     said = ('light: 1.2', 'dark: 1.2', 'code of [90]', 'px wider than a screen of 1280')
     assert [sum(s in f for f in faults) for s in said] == [1, 1, 1, 1]
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ from .plan import machines, num_gpus, plan
 from .scripts import node_script, slurm_script
 from ..runs.before import new_folder
 from ..runs.cli import parse_resume
-from ..runs.curves import plot_curves, read_metrics, read_rows
+from ..runs.curves import curves_png, read_metrics, read_rows
 from ..runs.log import write_json
 
 if TYPE_CHECKING:
@@ -176,10 +175,7 @@ def follow(
     seen, code = [], None
     while code is None:
         code, rows = run.poll(), run.metrics()
-        png = io.BytesIO()
-        if rows != seen:
-            plot_curves(rows, run.run_dir.name).savefig(png, format='png', dpi=72)
-        yield status(run), png.getvalue() or None
+        yield status(run), curves_png(rows, run.run_dir.name, dpi=72) if rows != seen else None
         seen = rows
         if code is None:
             time.sleep(every)

@@ -5,6 +5,7 @@
 # %% ../../nbs/runs/03_curves.ipynb #4f8ca6ab
 from __future__ import annotations
 
+import io
 import json
 import math
 import statistics
@@ -24,6 +25,7 @@ __all__ = [
     'phase_seconds',
     'step_seconds',
     'plot_curves',
+    'curves_png',
 ]
 
 
@@ -223,8 +225,9 @@ def plot_curves(
     from matplotlib.figure import Figure  # costs two seconds: not before there is something to draw
     from matplotlib.ticker import MaxNLocator
 
-    fig = Figure(figsize=(15, 9.6), layout='constrained', facecolor='white')
-    axes = list(fig.subplots(3, 4).flat)
+    fig = Figure(figsize=(15, 9.6), facecolor='white')
+    space = dict(left=0.04, right=0.985, top=0.92, bottom=0.055, wspace=0.2, hspace=0.2)
+    axes = list(fig.subplots(3, 4, gridspec_kw=space).flat)
     for ax, (name, keys) in zip(axes, _panels.items()):
         ax.set_title(name, fontsize=11)
         _panel(ax, metrics, keys, name in _may_be_log)
@@ -249,3 +252,18 @@ def plot_curves(
     if title:
         fig.suptitle(title)
     return fig
+
+
+# %% ../../nbs/runs/03_curves.ipynb #e457b07b
+def curves_png(
+    metrics: list[dict[str, Any]],  # rows of `read_metrics`
+    title: str = '',
+    dpi: int = 100,
+) -> bytes:
+    "`plot_curves` as a PNG, drawn once"
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    fig, png = plot_curves(metrics, title), io.BytesIO()
+    fig.set_dpi(dpi)
+    FigureCanvasAgg(fig).print_png(png)
+    return png.getvalue()

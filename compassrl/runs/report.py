@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .curves import plot_curves
+from .curves import curves_png
 from .facts import read_curves, read_json, run_facts
 from .gantt import plot_gantt, spans_of
 from .log import finite_only
@@ -196,7 +196,7 @@ def write_report(
     facts = finite_only(run_facts(run_dir)) | dict(gantt_step=_gantt(run_dir))
     facts['curves'] = bool(facts['steps'] and find_spec('matplotlib'))
     if facts['curves']:
-        plot_curves(read_curves(run_dir), facts['run']).savefig(run_dir / 'curves.png', dpi=100)
+        (run_dir / 'curves.png').write_bytes(curves_png(read_curves(run_dir), facts['run']))
     (run_dir / 'report.json').write_text(json.dumps(facts, indent=1, allow_nan=False) + '\n')
     (run_dir / 'report.md').write_text(report_markdown(facts), encoding='utf-8')
     return facts

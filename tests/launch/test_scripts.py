@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from dataclasses import asdict, replace
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 from unittest.mock import patch
 
 import psutil
@@ -26,6 +26,7 @@ from compassrl.runs.cli import parse_resume, parse_train
 from compassrl.runs.presets import presets, smoke_cpu
 from compassrl.train.megatron.layout import ParallelConfig
 from tests.launch.test_plan import BIG, Q30, TWO
+from tests.support import fork_server as forked
 
 BIN = Path(sys.executable).parent
 SECRET = dict(COMPASSRL_SECRET='a secret for the tests')
@@ -318,9 +319,11 @@ def test_one_process_needs_no_torchrun(tmp_path):
 
 
 def test_two_ranks_by_script(tmp_path):
-    "torchrun starts two ranks of Megatron-Core; they train and leave what any run leaves"
-    (tmp_path / 'config.json').write_text(json.dumps(asdict(TWO)))
-    (tmp_path / 'script').write_text(node_script(replace(TWO, run_dir='run')))
+    """torchrun starts two ranks of Megatron-Core; they train and leave what any run leaves. From a
+    checkpoint of theirs one process goes on as they did"""
+    cfg = replace(TWO, steps=3, save_every=1)
+    (tmp_path / 'config.json').write_text(json.dumps(asdict(cfg)))
+    (tmp_path / 'script').write_text(node_script(replace(cfg, run_dir='run')))
     env = dict(
         os.environ, PATH=f'{BIN}:{os.environ["PATH"]}', OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore'
     )
@@ -339,23 +342,13 @@ def test_two_ranks_by_script(tmp_path):
             json.loads(line) for line in (tmp_path / run / 'metrics.jsonl').read_text().splitlines()
         ]
 
-    assert len(rows('run')) == 2
-    copytree(tmp_path / 'run', tmp_path / 'other')
-
-    def go_on(run, words, *more):
-        r = subprocess.run(
-            [*words, '-m', 'compassrl', 'resume', run, '--steps', '3', *more],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert r.returncode == 0, r.stderr[-3000:]
-        return rows(run)[-1]
-
-    same = go_on('run', ['torchrun', '--standalone', '--nproc-per-node=2'])
-    alone = go_on('other', [sys.executable], '--parallel.ep', '1')
+    assert len(rows('run')) == 3
+    other = copytree(tmp_path / 'run', tmp_path / 'other')
+    rmtree(other / 'checkpoints/step-000003')
+    words = ['resume', str(other), '--parallel.ep', '1']
+    r = forked.run(tmp_path / 'log', cli.main, words, env=env, timeout=500)
+    assert r.returncode == 0 and 'after step 2' in r.stdout, r.stdout + r.stderr
+    same, alone = (rows(run)[-1] for run in ('run', 'other'))
     assert read_run_config(tmp_path / 'other').parallel == ParallelConfig()
     for k in ('loss', 'grad_norm', 'reward_mean', 'entropy'):
         assert same[k] == pytest.approx(alone[k], rel=1e-3), k

@@ -187,41 +187,6 @@ def test_what_it_leaves(run):
     assert alive == []
 
 
-def ranks(p):
-    return {
-        c.environ().get('RANK'): c
-        for c in family(p)
-        if '-m compassrl' in ' '.join(c.cmdline()) and 'RANK' in c.environ()
-    }
-
-
-def test_a_dead_rank_ends_the_job(tmp_path):
-    "Within a bounded time, with a message that names it"
-    folder, log = tmp_path / 'run', tmp_path / 'log.txt'
-    p = start(
-        log,
-        'train',
-        'smoke-cpu',
-        '--train-engine',
-        'megatron',
-        '--parallel.ep',
-        2,
-        '--steps',
-        500,
-        '--cold-start.steps',
-        10,
-        '--run-dir',
-        folder,
-    )
-    try:
-        until(lambda: len(rows(folder)) >= 2, p, log)
-        ranks(p)['1'].kill()
-        assert p.wait(120) != 0
-    finally:
-        p.kill()
-    assert 'local_rank: 1' in log.read_text() and 'SIGKILL' in log.read_text()
-
-
 def test_refused_before_anything_starts(tmp_path):
     log = tmp_path / 'log.txt'
     p = start(

@@ -175,25 +175,22 @@ def test_kill_at_any_point(tmp_path, seed, flags, request):
         random.Random(seed),
         request.getfixturevalue('in_parts' if flags else 'whole'),
     )
-    p = start('train', *SMOKE, *flags, '--save-every', '1', '--run-dir', folder)
+    args = 'train', *SMOKE, *flags, '--save-every', '1', '--run-dir', str(folder)
+    p = forked.start(tmp_path / 'log', command, args, '.', env=ENV)
     for _ in range(3):
         deadline = time.monotonic() + 60
         while (
-            p.poll() is None
+            p.exitcode is None
             and not list(folder.glob('checkpoints/step-*'))
             and time.monotonic() < deadline
         ):
             time.sleep(0.01)
-        try:
-            p.wait(rng.uniform(0, 1.5) if rng.random() < 0.5 else rng.uniform(4, 7))
-        except subprocess.TimeoutExpired:
-            p.send_signal(signal.SIGKILL)
-        p.wait()
-        p.stdout.close()
-        p.stderr.close()
-        p = start('resume', folder)
-    out, err = p.communicate(timeout=120)
-    assert p.returncode == 0, err
+        p.join(rng.uniform(0, 0.5) if rng.random() < 0.5 else rng.uniform(0.5, 3))
+        p.kill()
+        p.join()
+        p = forked.start(tmp_path / 'log', command, ['resume', str(folder)], '.', env=ENV)
+    p.join(120)
+    assert p.exitcode == 0, (tmp_path / 'log.err').read_text()
     assert same_model(whole, folder)
     assert rows(whole, 'metrics.jsonl') == rows(folder, 'metrics.jsonl')
 

@@ -6,9 +6,8 @@ import os
 import re
 import sqlite3
 import struct
-import subprocess
-import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from compassrl.runs.help import settings_of
 from compassrl.runs.tracker_names import entry, eval_values, grouped
 from compassrl.runs.trackers import Trackers, check_trackers
 from tests.support import ROOT
+from tests.support import fork_server as forked
 
 SMOKE = 'train smoke-cpu --steps 4 --eval-every 2'.split()
 MORE = [  # settings that bring numbers of their own
@@ -164,15 +164,17 @@ class Failing:
             raise OSError(28, 'No space left on device')
 
 
-@pytest.mark.parametrize('point', ['start', 0, 2, 'close'])
+@pytest.mark.parametrize('points', [('start', 0), (2, 'close')])
 def test_a_tracker_that_fails_costs_one_line_and_nothing_else(
-    point, runs, tmp_path, monkeypatch, capsys
+    points, runs, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(Failing, 'fails_at', point)
-    monkeypatch.setitem(module.kinds, 'tensorboard', Failing)
-    folder = run(tmp_path / 'run')
+    monkeypatch.setattr(module, 'find_spec', lambda name: True)
+    names = 'tensorboard', 'mlflow'
+    for name, point in zip(names, points):
+        monkeypatch.setitem(module.kinds, name, type(name, (Failing,), dict(fails_at=point)))
+    folder = run(tmp_path / 'run', '--trackers', *names)
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith('tracker ')]
-    assert len(told) == 1 and 'tracker tensorboard: OSError' in told[0]
+    assert len(told) == 2 and all(sum(f'{n}: OSError' in t for t in told) == 1 for n in names)
     assert same(folder, runs[0])
 
 
@@ -215,19 +217,31 @@ def test_who_asks_for_wandb_is_logged_in(monkeypatch):
 # The packages themselves, in processes of their own: they keep state, and write where they are told
 
 
-def real(name, folder, **env):
-    "A run of 2 steps with one tracker, resumed to 4"
-    reason = f'{name} is not installed: pip install compassrl[trackers]'
-    pytest.importorskip(name, reason=reason)
-    env = {**os.environ, **env, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
-    at = folder / 'run'
-    args = [*SMOKE, '--trackers', name, '--run-dir', str(at)]
-    for call in (args + ['--steps', '2'], ['resume', str(at), '--steps', '4']):
-        r = subprocess.run(
-            [sys.executable, '-m', 'compassrl', *call], env=env, cwd=folder, capture_output=True
-        )
-        assert r.returncode == 0 and f'tracker {name}' not in r.stdout.decode(), r.stderr.decode()
-    return at
+def command(args, cwd):
+    os.chdir(cwd)
+    main(args)
+
+
+@pytest.fixture(scope='module')
+def tracked(tmp_path_factory):
+    "A run of 2 steps with all that are installed, resumed to 4: its folder is run/"
+    home = tmp_path_factory.mktemp('tracked')
+    names = [name for name in ('wandb', 'trackio', 'mlflow') if find_spec(name)]
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
+    env |= dict(WANDB_MODE='offline', WANDB_SILENT='true', TRACKIO_DIR=str(home / 'db'))
+    env |= dict(MLFLOW_TRACKING_URI=f'file:{home}/store', MLFLOW_ALLOW_FILE_STORE='true')
+    at = str(home / 'run')
+    args = [*SMOKE, '--trackers', *names, '--run-dir', at]
+    for call in (args + ['--steps', '2'], ['resume', at, '--steps', '4']):
+        r = forked.run(home / 'log', command, call, home, env=env, timeout=300)
+        assert r.returncode == 0 and 'tracker ' not in r.stdout, r.stdout + r.stderr
+    return home
+
+
+def run_of(name, home):
+    if not find_spec(name):
+        pytest.skip(f'{name} is not installed: pip install compassrl[trackers]')
+    return home / 'run'
 
 
 def expected(folder):
@@ -236,8 +250,8 @@ def expected(folder):
     return found
 
 
-def test_wandb(runs, tmp_path):
-    at = real('wandb', tmp_path, WANDB_MODE='offline', WANDB_SILENT='true')
+def test_wandb(runs, tracked):
+    at = run_of('wandb', tracked)
     files = sorted((at / 'wandb').glob('offline-run-*/*.wandb'))
     run_id = (at / 'trackers/wandb').read_text().strip()
     assert len(files) == 2 and all(f.name == f'run-{run_id}.wandb' for f in files)
@@ -276,9 +290,9 @@ def history_of(file):
             yield {i.key or '/'.join(i.nested_key): json.loads(i.value_json) for i in items}
 
 
-def test_trackio(runs, tmp_path):
-    at = real('trackio', tmp_path, TRACKIO_DIR=str(tmp_path / 'db'))
-    (file,) = (tmp_path / 'db').glob('compassrl*.db')
+def test_trackio(runs, tracked):
+    at = run_of('trackio', tracked)
+    (file,) = (tracked / 'db').glob('compassrl*.db')
     with sqlite3.connect(file) as db:
         logged = db.execute('select run_name, step, metrics from metrics order by id').fetchall()
     assert {name for name, _, _ in logged} == {(at / 'trackers/trackio').read_text().strip()}
@@ -287,13 +301,10 @@ def test_trackio(runs, tmp_path):
     assert any('cold_start/loss' in v for _, v in points) and same(at, runs[0])
 
 
-def test_mlflow(runs, tmp_path):
-    store = tmp_path / 'store'
-    at = real(
-        'mlflow', tmp_path, MLFLOW_TRACKING_URI=f'file:{store}', MLFLOW_ALLOW_FILE_STORE='true'
-    )
+def test_mlflow(runs, tracked):
+    at = run_of('mlflow', tracked)
     run_id = (at / 'trackers/mlflow').read_text().strip()
-    (folder,) = store.glob(f'*/{run_id}')
+    (folder,) = (tracked / 'store').glob(f'*/{run_id}')
     lines = (folder / 'metrics/policy/entropy').read_text().splitlines()
     found = {int(step): float(value) for _, value, step in map(str.split, lines)}
     assert found == expected(at) and (folder / 'metrics/cold_start/loss').exists()

@@ -1,5 +1,5 @@
-// In a page of the site: texts whose contrast with what is behind them is below WCAG AA
-() => {
+// In an element of a page: texts whose contrast with what is behind them is below WCAG AA
+root => {
   const rgba = text => {
     const n = (text.match(/[\d.]+/g) || [0, 0, 0, 0]).map(Number)
     return text.startsWith('color(srgb') ? [...n.slice(0, 3).map(x => 255 * x), n[3] ?? 1] : [...n.slice(0, 3), n[3] ?? 1]
@@ -21,13 +21,25 @@
     if (!shown.has(e)) shown.set(e, getComputedStyle(e).opacity * opacity(e.parentElement))
     return shown.get(e)
   }
-  document.querySelectorAll('details').forEach(d => (d.open = true))
+  root.querySelectorAll('details').forEach(d => (d.open = true))
   const found = new Map()
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT)
+  const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT)
+  const code = new Map() // in a block of code, words of one class look alike
+  const again = e => {
+    const block = e.parentElement
+    if (e.tagName !== 'SPAN' || block?.tagName !== 'PRE' || e.hasAttribute('style')) return false
+    const known = code.get(block) ?? code.set(block, new Set()).get(block)
+    return known.has(e.className) || !known.add(e.className)
+  }
   let texts = 0
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const e = node.parentElement
-    if (!node.data.trim() || e.closest('svg, script, style, noscript') || !e.checkVisibility({ visibilityProperty: true, opacityProperty: true })) continue
+    if (!node.data.trim()) continue
+    if (again(e)) {
+      texts++
+      continue
+    }
+    if (e.closest('svg, script, style, noscript') || !e.checkVisibility({ visibilityProperty: true, opacityProperty: true })) continue
     texts++
     const style = getComputedStyle(e), back = paper(e)
     const full = rgba(style.color), ink = [...full.slice(0, 3), full[3] * opacity(e)]

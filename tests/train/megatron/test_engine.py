@@ -579,7 +579,7 @@ def mean_loss(log_probs, batch, num_tokens, num_samples):
     return -log_probs.sum() / num_tokens, {}
 
 
-@pytest.mark.parametrize('layout', [DP, TP_EP, MIX], ids=name)
+@pytest.mark.parametrize('layout', [DP, MIX], ids=name)
 def test_all_ranks_skip_a_loss_that_is_not_finite_and_say_what_it_did_to_the_weights(layout):
     "One row of one rank; then a step that blows up the weights of all"
     ids = BATCH.token_ids.clone()

@@ -5,8 +5,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 import weakref
 from dataclasses import replace
@@ -19,20 +17,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import compassrl.train.megatron.model as mm
 import compassrl.train.megatron.weights as mw
 from compassrl.model.layers import causal_attention, rms_norm
 from compassrl.model.policy import PolicyConfig
-from compassrl.model.pretrained import from_pretrained, hf_shapes, save_pretrained
+from compassrl.model.pretrained import hf_shapes, save_pretrained
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.train.megatron.cpu import PackedAttention, RMSNorm, megatron_calls
 from compassrl.train.megatron.layout import ParallelConfig, padded_vocab
 from compassrl.train.megatron.model import build_model, init_parallel, transformer_config
 from compassrl.train.megatron.ranks import _first
 from compassrl.train.megatron.weights import cuts, hf_weights, load_hf
-from tests.support import ROOT
 from tests.support.ranks import (
     DENSE,
     LAYOUTS,
@@ -298,8 +295,13 @@ def test_gradient_norm_counts_every_parameter_once(layout):  # replicas once, pa
 # ---- weights in and out
 
 
-def there_and_back(parallel, config, source):
+def there_and_back(parallel, *policies):
+    "Of each policy, a config and where its weights are: the weights, and how many this rank has"
     init_parallel(parallel)
+    return [one_there_and_back(parallel, *policy) for policy in policies]
+
+
+def one_there_and_back(parallel, config, source):
     pieces = build_model(config, parallel, router_replay=False)
     with torch.no_grad():
         for m in pieces:
@@ -315,11 +317,13 @@ def there_and_back(parallel, config, source):
 @pytest.mark.parametrize('layout', LAYOUTS, ids=name)
 def test_round_trip_is_bit_exact(layout, tmp_path):
     n, kw = layout
-    for i, config in enumerate((MIXED, replace(MIXED, tie_word_embeddings=True))):
-        policy = lively(config)
-        save_pretrained(policy, tmp_path / str(i), max_shard_bytes=100_000)
-        want = dict(policy_weights(policy))
-        out, *others = run_ranks(n, there_and_back, ParallelConfig(**kw), config, tmp_path / str(i))
+    configs = [MIXED, replace(MIXED, tie_word_embeddings=True)]
+    paths = [tmp_path / str(i) for i, _ in enumerate(configs)]
+    for config, path in zip(configs, paths):
+        save_pretrained(lively(config), path, max_shard_bytes=100_000)
+    ranks = run_ranks(n, there_and_back, ParallelConfig(**kw), *zip(configs, paths))
+    for config, (out, *others) in zip(configs, zip(*ranks)):
+        want = dict(policy_weights(lively(config)))
         assert list(out[0]) == list(want) == list(hf_shapes(config)) and all(
             torch.equal(out[0][k], want[k]) for k in want
         )
@@ -329,7 +333,7 @@ def test_round_trip_is_bit_exact(layout, tmp_path):
 def test_round_trip_of_a_dense_policy_from_tensors_in_any_order():
     policy = lively(DENSE)
     weights = list(policy_weights(policy))[::-1]
-    out = run_ranks(2, there_and_back, ParallelConfig(tp=2), DENSE, weights)[0][0]
+    out = run_ranks(2, there_and_back, ParallelConfig(tp=2), (DENSE, weights))[0][0][0]
     assert all(torch.equal(out[k], v) for k, v in weights)
 
 
@@ -500,50 +504,6 @@ def test_fused_routers_and_dropped_tokens_are_off():
         and config.moe_expert_capacity_factor is None
     )
     assert padded_vocab(99, 2) == 100 and padded_vocab(99, 1) == 99
-
-
-# ---- under torchrun
-
-SCRIPT = """
-import sys
-from compassrl.train.megatron.model import build_model, init_parallel
-from compassrl.train.megatron.weights import hf_weights, load_hf
-from compassrl.train.megatron.ranks import _first
-from compassrl.train.megatron.layout import ParallelConfig, padded_vocab
-from compassrl.model.hf_config import read_config
-from safetensors.torch import save_file
-parallel, policy = ParallelConfig(ep=2), read_config(sys.argv[1])
-init_parallel(parallel, timeout_s=60)
-pieces = build_model(policy, parallel)
-load_hf(pieces, policy, sys.argv[1])
-out = {k: v.clone() for k, v in hf_weights(pieces, policy)}
-if out: save_file(out, sys.argv[2])
-"""
-
-
-def test_torchrun(tmp_path):
-    policy = lively(MIXED)
-    save_pretrained(policy, tmp_path / 'in')
-    (tmp_path / 'script.py').write_text(SCRIPT)
-    subprocess.run(
-        [
-            sys.executable,
-            '-m',
-            'torch.distributed.run',
-            '--standalone',
-            '--nproc-per-node',
-            '2',
-            tmp_path / 'script.py',
-            tmp_path / 'in',
-            tmp_path / 'out',
-        ],
-        check=True,
-        timeout=240,
-        cwd=ROOT,
-        capture_output=True,
-    )
-    out = load_file(tmp_path / 'out')
-    assert all(torch.equal(out[k], v) for k, v in policy_weights(from_pretrained(tmp_path / 'in')))
 
 
 # ---- what Transformer Engine is asked for, where it is installed

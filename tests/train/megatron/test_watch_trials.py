@@ -33,6 +33,7 @@ from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.leader import Leader, Watch, serve
 from compassrl.train.megatron.pulse import Pulse, variable
+from compassrl.train.sft import SFTConfig
 from tests.launch.test_plan import TWO
 from tests.support import chaos
 from tests.support.ranks import lively
@@ -147,7 +148,7 @@ def sockets(process, kinds, status):
 @pytest.mark.parametrize('when', ['imports', 'work'])
 def test_a_job_of_torchrun_whose_first_rank_is_stopped(when, tmp_path):
     "It ends, says which rank it was and where; its connections are for this machine alone"
-    cfg = replace(TWO, steps=10_000)
+    cfg = replace(TWO, steps=10_000, cold_start=SFTConfig(steps=5, num_solutions=60))
     (tmp_path / 'config.json').write_text(json.dumps(asdict(cfg)))
     env = os.environ | {'OMP_NUM_THREADS': '1', variable: '4', 'PYTHONWARNINGS': 'ignore'}
     torchrun = [str(Path(sys.executable).parent / 'torchrun'), '--standalone']
