@@ -182,6 +182,7 @@ def kept(study, task, arm, seed, lr=None):
 
 def run_all(study, trials, processes=2):
     "Trials in order (task, arm, seed, learning rate); two at a time, each with one thread"
+    torch.set_num_threads(1)
     seeds = list(dict.fromkeys(t[2] for t in trials))
     out = {}
     if not processes:
