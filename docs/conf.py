@@ -33,6 +33,7 @@ extensions = [
 templates_path = [str(ROOT / 'docs' / '_templates')]  # the pages are laid out elsewhere
 
 # notebooks as they are stored: nothing is run
+nb_render_markdown_format = 'myst'  # tables too, not CommonMark alone
 nb_execution_mode, nb_merge_streams, nb_ipywidgets_js = 'off', True, {}
 myst_enable_extensions, myst_heading_anchors = ['dollarmath', 'amsmath'], 3
 myst_all_links_external = True  # addresses are made by tools/build_docs.py, and a test follows them

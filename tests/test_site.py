@@ -121,6 +121,11 @@ def test_every_page_has_its_icon_and_its_card(site, pages):
     assert 'mixture-of-experts' in pages[site / 'index.html'].head['description']
 
 
+def test_a_table_that_a_cell_has_made_is_a_table(pages):
+    "In CommonMark alone it would be a paragraph of bars"
+    assert not [path for path in pages if re.search(r'<p>\| [^<]*\|', path.read_text())]
+
+
 # ---- the API
 
 
