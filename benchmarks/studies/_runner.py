@@ -5,6 +5,7 @@ Every trial is a file in `benchmarks/studies/.runs/NAME`: a study that was ended
 trials that are missing. What a trial reports is in `trial`.
 """
 
+import hashlib
 import json
 import multiprocessing
 import statistics
@@ -62,6 +63,11 @@ class Study:
         return self.arms[arm](replace(cfg, optim=replace(cfg.optim, lr=lr)))
 
 
+def digest(*settings):
+    "Files of other settings have other names"
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
+
+
 # ---- prompts and the cold start
 
 
@@ -75,11 +81,11 @@ def prompts_of(mix, num, seed, split):
 def cold_started(study, seed):
     "The weights that all trials of a seed begin with: that of `tiny-cpu`, made once"
     study.folder.mkdir(parents=True, exist_ok=True)
-    path = study.folder / f'cold-{seed}.pt'
+    cfg = replace(tiny_cpu(), seed=seed)
+    sft = replace(cfg.cold_start, steps=study.cold_steps)
+    path = study.folder / f'cold-{seed}-{digest(cfg.policy, cfg.data, sft)}.pt'
     if not path.exists():
         torch.set_num_threads(1)
-        cfg = replace(tiny_cpu(), seed=seed)
-        sft = replace(cfg.cold_start, steps=study.cold_steps)
         train = prompts_of((('arithmetic', cfg.data.difficulty, 1.0),), 4096, seed, 'train')
         policy = Policy(cfg.policy, seed)
         optim = replace(cfg.optim, lr=sft.lr, num_mini_batches=1)
@@ -172,8 +178,9 @@ def rounded(x):
 
 def kept(study, task, arm, seed, lr=None):
     "A trial from its file, or made now"
-    lr = study.learning_rates[arm] if lr is None else lr
-    path = study.folder / f'{task}-{arm}-{lr:g}-{seed}.json'
+    cfg, mix = study.config(arm, seed, lr), study.tasks[task]
+    whole = cfg, mix, study.budget, study.marks, study.num_heldout, study.eval_k
+    path = study.folder / f'{task}-{arm}-{seed}-{digest(*whole)}.json'
     if not path.exists():
         found = trial(study, task, arm, seed, lr)
         write_json(path, found)

@@ -5,7 +5,6 @@ grpo    GRPO's loss; a group whose rewards are equal adds nothing
 dapo    DAPO: clip 0.2 / 0.28, mean over tokens, overlong penalty, dynamic sampling (silent groups
         are thrown away, other prompts are asked until the batch is full)
 recipe  the default: ESPO, silent groups grow, penalties, RL-ZVP
-fixed   the recipe without growth: as many responses for every prompt
 
 All is that of `tiny-cpu` but for what an arm changes: column arithmetic, 16 prompts a step, one
 update. Each arm has the learning rate with the highest held-out rate, averaged over a run of a
@@ -43,11 +42,7 @@ def recipe(cfg):
     return cfg
 
 
-def fixed(cfg):
-    return replace(cfg, zero_variance=replace(cfg.zero_variance, sampling='uniform'))
-
-
-ARMS = dict(grpo=grpo, dapo=dapo, recipe=recipe, fixed=fixed)
+ARMS = dict(grpo=grpo, dapo=dapo, recipe=recipe)
 TASKS = dict(default=(('arithmetic', 1.25, 1.0),))  # domain, difficulty, share
 RATES = 2e-4, 4e-4, 8e-4
 STUDY = Study('recipe', TASKS, ARMS, {}, seeds=tuple(range(6)), budget=1_000_000, marks=10)
