@@ -29,12 +29,13 @@ class Loaded:
     bad: list[tuple[str, BadRow]]  # place and why
     too_long: list[int]  # tokens of prompts that were left out for their length
     num_solutions: int = 0  # prompts with one, whatever else is wrong
+    num_merged: int = 0  # rows that were another solution to a prompt before them
     num_unknown: int = 0  # prompts with text that the tokenizer does not know
     unknown: str = ''  # where the first of them is, and which text
 
     @property
     def num_rows(self) -> int:
-        return len(self.prompts) + len(self.bad)
+        return len(self.prompts) + len(self.bad) + self.num_merged
 
     def reasons(self) -> list[str]:  # lines
         "Why rows were left out; the flag that helps where all are alike"
@@ -77,6 +78,20 @@ def _unknown(
     return next((text[a:b] for a, b in places), None)
 
 
+def _question(p):  # all but the solution; of own columns those that hold plain values, too
+    others = {k: v for k, v in p.columns.items() if v != p.solution and k != 'lineage'}
+    return p.domain, p.text, p.answer, p.verifier, repr(sorted(others.items()))
+
+
+def _add(out, at, prompt):  # another solution to the prompt at this place, if it is one
+    p = out.prompts[at]
+    if prompt.solution in ('', p.solution, *p.more_solutions) or prompt.id not in ('', p.id):
+        return False
+    more = (*p.more_solutions, prompt.solution)
+    out.prompts[at], out.num_merged = replace(p, more_solutions=more), out.num_merged + 1
+    return True
+
+
 def _named(prompt, seen, where):  # with an id of its own
     if prompt.id:
         if prompt.id in seen:
@@ -93,12 +108,15 @@ def read_rows(
     r: Reading,
 ) -> Loaded:
     "All rows of a source, read. Raises ValueError for a source that cannot be read at all"
-    out, seen = Loaded(str(source), [], [], []), {}
+    out, seen, taught = Loaded(str(source), [], [], []), {}, {}
     for where, row in rows_of(str(source)):
         try:
             if isinstance(row, str):
                 raise BadRow(row, 'not a row')
-            prompt = _named(row_prompt(r, row), seen, where)
+            prompt = row_prompt(r, row)
+            if (at := taught.get(_question(prompt))) is not None and _add(out, at, prompt):
+                continue
+            prompt = _named(prompt, seen, where)
             if (piece := _unknown(r.tokenizer, prompt.text)) is not None:
                 out.num_unknown += 1
                 out.unknown = out.unknown or f'{piece!r} in {where}'
@@ -112,6 +130,8 @@ def read_rows(
             out.bad.append((where, e))
             continue
         seen[prompt.id] = where
+        if prompt.solution:
+            taught.setdefault(_question(prompt), len(out.prompts))
         out.prompts.append(prompt)
     return out
 

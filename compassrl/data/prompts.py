@@ -122,6 +122,8 @@ class DataConfig:
     weights: Annotated[tuple[float, ...], above(0)] = ()
     # 0 is easiest; a fraction mixes two levels
     difficulty: Annotated[float, between(0, 20)] = 1.0
+    # of each domain; empty = `difficulty` for all
+    difficulties: Annotated[tuple[float, ...], between(0, 20)] = ()
     num_train: Annotated[int, at_least(1)] = 4096  # generated training prompts
     # prompts for evaluation, never trained on; None = 128 generated ones, or `heldout_frac`
     num_heldout: Annotated[int | None, at_least(1)] = None
@@ -140,6 +142,9 @@ class DataConfig:
     # of the loaded data, if neither `num_heldout` nor `eval_path` is given
     heldout_frac: Annotated[float, above(0, below=1)] = 0.1
     max_prompt_tokens: Annotated[int, at_least(1)] = 64  # a longer prompt is an error
+    # folder of an earlier run: some of its training prompts are asked again, against forgetting
+    replay_from: str = ''
+    replay_frac: Annotated[float, above(0, below=1)] = 0.1  # of the training prompts, then
 
     def __post_init__(self) -> None:
         check(self)
@@ -151,6 +156,11 @@ class DataConfig:
         if self.weights and len(self.weights) != len(self.domains):
             raise ValueError(
                 f'weights={self.weights}: give {len(self.domains)} positive numbers, or none'
+            )
+        if self.difficulties and len(self.difficulties) != len(self.domains):
+            raise ValueError(
+                f'difficulties={self.difficulties}: give one for each of the {len(self.domains)} '
+                'domains, or none'
             )
         check_reading(self.columns, self.verifier)
         self.eval_sets()
@@ -175,15 +185,16 @@ class DataConfig:
 def _generate(cfg, tokenizer, seed, num, split):  # prompts of all domains, mixed
     weights = cfg.weights or (1.0,) * len(cfg.domains)
     ends = [round(num * sum(weights[:i]) / sum(weights)) for i in range(len(weights) + 1)]
+    levels = cfg.difficulties or (cfg.difficulty,) * len(cfg.domains)
     out = []
-    for domain, start, end in zip(cfg.domains, ends, ends[1:]):
-        out += make_prompts(domain, end - start, cfg.difficulty, seed, split, tokenizer)
+    for domain, level, start, end in zip(cfg.domains, levels, ends, ends[1:]):
+        out += make_prompts(domain, end - start, level, seed, split, tokenizer)
     longest = max(out, key=lambda p: len(p.token_ids))
     if len(longest.token_ids) > cfg.max_prompt_tokens:
         raise ValueError(
             f'max_prompt_tokens={cfg.max_prompt_tokens}: '
             f'{longest.text!r} has {len(longest.token_ids)} tokens: raise it, or lower '
-            f'difficulty={cfg.difficulty}'
+            f'the difficulty of {longest.domain}, {levels[cfg.domains.index(longest.domain)]}'
         )
     return sorted(out, key=lambda p: derive_seed(seed, 'order', p.id))
 

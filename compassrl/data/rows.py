@@ -88,8 +88,12 @@ def _text(value, name):
     return _valid(value, name)
 
 
+def _takes_json(verifier):  # it says what its answers may be
+    return verifier in verifiers and hasattr(verifiers[verifier], 'check_answer')
+
+
 def _answer(value, name, verifier):  # as text
-    if verifier == 'code' and isinstance(value, (list, dict)):
+    if isinstance(value, (list, dict)) and _takes_json(verifier):
         return _valid(json.dumps(value, ensure_ascii=False), name)
     if isinstance(value, float) and value == int(value):
         value = int(value)  # 42.0, as a table with gaps makes of 42
@@ -97,8 +101,8 @@ def _answer(value, name, verifier):  # as text
         return str(value)
     if isinstance(value, (list, dict)):
         raise BadRow(
-            f'{name!r} is {type(value).__name__} {str(value)[:40]!r}: only the verifier '
-            "'code' takes one",
+            f'{name!r} is {type(value).__name__} {str(value)[:40]!r}: only verifiers '
+            "that read JSON take one, such as 'code' and 'tool_call'",
             'list as answer',
             'if these are tests: --data.verifier code',
         )
@@ -256,5 +260,5 @@ def row_prompt(r: Reading, row: dict[str, Any]) -> Prompt:  # its id is '' unles
     if not r.keep_row:
         _check_answer(verifier, answer)
     ids = encode(r.tokenizer, text)
-    kept = dict(columns=row, messages=messages) if r.keep_row else {}
-    return Prompt(id, domain or 'data', text, ids, answer, verifier, solution, **kept)
+    kept = dict(columns=row) if r.keep_row else {}
+    return Prompt(id, domain or 'data', text, ids, answer, verifier, solution, messages, **kept)

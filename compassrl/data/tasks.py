@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from .registries import task_families, verifiers
 from ..records import Prompt, Verdict
-from ..settings import Registry
+
+_all_ = ['task_families', 'verifiers']
 
 # %% auto #0
 __all__ = [
-    'task_families',
-    'verifiers',
     'Problem',
     'Choices',
     'task_family',
@@ -40,6 +40,8 @@ __all__ = [
     'as_verdict',
     'failure',
     'verify',
+    'task_families',
+    'verifiers',
 ]
 
 
@@ -67,7 +69,6 @@ class Choices:
 
 
 _F = TypeVar('_F', bound=Callable[..., Any])
-task_families: dict[str, Callable[[int, Choices], Problem | None]] = {}
 
 
 def task_family(fn: _F) -> _F:
@@ -159,13 +160,6 @@ def strings(
 
 
 # %% ../../nbs/data/02_tasks.ipynb #a3df7730
-verifiers: Registry = Registry(
-    maths='compassrl.judges.verifiers',
-    code='compassrl.judges.verifiers',
-    genrm='compassrl.judges.genrm',
-)
-
-
 def verifier(fn: _F) -> _F:
     """Registers `fn(text, answer)` by its name; it returns a `Verdict`, a number or True or False
 

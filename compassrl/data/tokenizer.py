@@ -19,6 +19,7 @@ __all__ = [
     'UNK_ID',
     'build_tokenizer',
     'encode',
+    'byte_tokenizer',
     'response_text',
     'save_tokenizer',
     'load_tokenizer',
@@ -48,6 +49,16 @@ def build_tokenizer() -> Tokenizer:  # 3 specials, the newline, 95 printable ASC
 def encode(tok: Tokenizer, text: str) -> list[int]:
     "Token ids of `text`, nothing added"
     return tok.encode(text, add_special_tokens=False).ids
+
+
+# %% ../../nbs/data/01_tokenizer.ipynb #acb63b32
+def byte_tokenizer() -> Tokenizer:  # 256 tokens
+    "A token per byte: no text is unknown to it"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tok = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tok.decoder = decoders.ByteLevel()
+    return tok
 
 
 # %% ../../nbs/data/01_tokenizer.ipynb #da02d5fd

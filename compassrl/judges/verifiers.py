@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..data.tasks import judge, verifier
+from ..data.tasks import judge, verifier, verifiers
 from .cells import Cell, text_of, warm_room
 from compassrl.judges.isolated import (
     in_time,
@@ -23,7 +24,7 @@ from compassrl.judges.isolated import (
     walls_for_programs,
 )
 from .limits import Limits, Outcome
-from ..records import Verdict
+from ..records import Prompt, Verdict
 
 # %% auto #0
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     'program_of',
     'run_test',
     'code',
+    'asked_verifiers',
     'warm_up',
     'check_walls',
 ]
@@ -176,6 +178,16 @@ def code(text: str, answer: str) -> Verdict:
 
 
 code.check_answer = _suite
+
+
+def asked_verifiers(prompts: Iterable[Prompt]) -> set[str]:
+    "Names of all that judge them; a verifier that asks others says whom: `fn.asks(answer)`"
+    out = set()
+    for p in prompts:
+        fn = verifiers[p.verifier] if p.verifier in verifiers else None
+        asks = getattr(fn, 'asks', None)
+        out |= {p.verifier, *(asks(p.answer) if asks else ())}
+    return out
 
 
 def warm_up(

@@ -20,7 +20,7 @@ from compassrl.data import tasks as problems
 from compassrl.data.loading import load_prompts
 from compassrl.data.prompts import DataConfig, levels_of, load_data, make_prompts, split_of
 from compassrl.data.rows import Reading
-from compassrl.data.tasks import num_problems, problem, task_families, verifier, verifiers, verify
+from compassrl.data.tasks import num_problems, problem, verifier, verifiers, verify
 from compassrl.data.tokenizer import (
     EOS_ID,
     PAD_ID,
@@ -105,7 +105,7 @@ def test_tokenizer_files_missing_or_torn(tmp_path):
 # problems and verifiers
 
 
-@pytest.mark.parametrize('domain', task_families)
+@pytest.mark.parametrize('domain', ['arithmetic', 'countdown', 'strings'])
 @pytest.mark.parametrize('level', range(5))
 def test_solutions_are_right(domain, level):
     rng, size = random.Random(level), num_problems(domain, level)
