@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from .algo.advantages import zero_variance
-from .algo.zero_variance import growth, rightness, shape_rewards, token_advantages
+from compassrl.algo.zero_variance import (
+    drawn_ids,
+    growth,
+    rightness,
+    shape_rewards,
+    token_advantages,
+)
 from .config import TrainConfig
 from .judges.serial import Judge
 from compassrl.records import (
@@ -101,8 +107,7 @@ def sample_columns(
     place = {id: i for i, id in enumerate(ids)}
     rewards, valid = task_rewards(samples)
     group, tokens = (
-        [f(s) for s in samples]
-        for f in (lambda s: place[s.prompt_id], lambda s: len(s.response_ids))
+        [f(s) for s in samples] for f in (lambda s: place[s.prompt_id], lambda s: len(drawn_ids(s)))
     )
     return rewards, torch.tensor(group), valid, torch.tensor(tokens)
 
@@ -200,7 +205,7 @@ def collect_waves(
             for s in rollout.generate(new):
                 judge.start(s)
                 samples.append(s)
-        spent.append(sum(len(s.response_ids) for s in samples) - sum(spent))
+        spent.append(sum(len(drawn_ids(s)) for s in samples) - sum(spent))
         if cfg.zero_variance.sampling == 'uniform':
             break
         with timed(metrics, 'reward'):

@@ -49,6 +49,7 @@ class Prompt:
     solution: str = ''  # a written-out correct response for the cold start; '' if there is none
     messages: list[dict[str, Any]] | None = None  # the chat behind `text`; None: plain text
     columns: dict[str, Any] = field(default_factory=dict)  # the row it came from, for own rewards
+    more_solutions: tuple[str, ...] = ()  # others that are as right
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Sample:
     verdict: Verdict | None = None
     timings: dict[str, float] = field(default_factory=dict)  # seconds, by phase
     token_versions: Tensor | None = None  # [Tr] int64, if drawn in parts; None = `weight_version`
+    policy_mask: Tensor | None = None  # [Tr] bool: False where a tool spoke; None = nowhere
 
 
 # %% ../nbs/01_records.ipynb #a0b8e108
@@ -158,7 +160,7 @@ def _check(s):  # what an engine may have got wrong
     Tp, Tr, name = len(s.prompt_ids), len(s.response_ids), f'sample {s.prompt_id}/{s.index}'
     if not Tp:
         raise ValueError(f'{name} has no prompt: nothing is there to predict its first token from')
-    want = dict(rollout_log_probs=Tr, token_versions=Tr)
+    want = dict(rollout_log_probs=Tr, token_versions=Tr, policy_mask=Tr)
     want |= dict(routed_experts=Tp + Tr - 1, routes_valid=Tp + Tr - 1)
     for key, num in want.items():
         v = getattr(s, key)
@@ -198,8 +200,8 @@ def collate(samples: list[Sample]) -> Batch:  # rows as given; groups by first a
     for s in samples:
         _check(s)
     ids = [torch.tensor(s.prompt_ids + s.response_ids) for s in samples]
-    chosen = [torch.ones(len(s.response_ids)) for s in samples]
-    log_probs = [s.rollout_log_probs for s in samples]
+    masks, log_probs = zip(*((s.policy_mask, s.rollout_log_probs) for s in samples))
+    chosen = [torch.ones(len(x)) if m is None else m for m, x in zip(masks, log_probs)]
     starts, T, groups = [len(s.prompt_ids) for s in samples], max(map(len, ids)), {}
     return Batch(
         token_ids=_pad(ids, T, torch.long),

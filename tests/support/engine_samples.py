@@ -4,6 +4,7 @@ import importlib
 import pickle
 import pkgutil
 import sys
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import compassrl
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
+from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.rollout.vllm.config import VllmConfig
 
@@ -29,8 +31,26 @@ POLICY = PolicyConfig(  # what vLLM computes on a CPU
 )
 
 
+class Echo:
+    "A tool of token ids, without a tokenizer: says the last two of them backwards"
+
+    def __init__(self, stop_id, max_calls=3, begin=9):
+        self.stop_id, self.max_calls, self.begin = stop_id, max_calls, begin
+
+    def __call__(self, ids):
+        return [self.begin, *list(ids)[-3:-1][::-1]]
+
+
+def calling(engine, plain):
+    "Four episodes, called by the token that this policy likes best"
+    liked = Counter(i for s in plain for i in s.response_ids if i != 1).most_common(1)[0][0]
+    params = SamplingParams(30, 0.8, stop_ids=(1,))
+    asked = [Request(f'e{i // 2}', (5, 6 + i // 2), i % 2, i, params) for i in range(4)]
+    return list(Episodes(engine, Echo(liked)).generate(asked))
+
+
 def sample(kind, folder):
-    "Two responses to each of six prompts"
+    "Two responses to each of six prompts, and to each of two in which a tool is called"
     if kind == 'torch':
         engine = TorchRollout(POLICY, 8, torch.float)
     elif kind == 'vllm':
@@ -53,7 +73,8 @@ def sample(kind, folder):
             )
             for i in range(12)
         ]
-        return sorted(engine.generate(requests), key=lambda s: (s.prompt_id, s.index))
+        plain = list(engine.generate(requests))
+        return sorted(plain + calling(engine, plain), key=lambda s: (s.prompt_id, s.index))
     finally:
         engine.close()
 

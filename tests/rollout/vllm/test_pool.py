@@ -42,7 +42,7 @@ CONFIG = PolicyConfig(
     moe_intermediate_size=32,
     mlp_only_layers=(0,),
     num_hidden_layers=3,
-    max_position_embeddings=128,
+    max_position_embeddings=1024,
 )
 
 
@@ -266,7 +266,7 @@ def test_sixteen_tokens_are_sixteen(pool):
 @pytest.mark.parametrize('group', [2, 8], ids=['each group on one server', 'one group on both'])
 def test_over_provision(pool, group):
     "Groups are whole, under their own indices; what was not needed is aborted, and short ones win"
-    long, short = SamplingParams(120, 0.8), SamplingParams(2, 0.8)
+    long, short = SamplingParams(600, 0.8), SamplingParams(2, 0.8)
     rs = [
         Request(
             f'p{i // group}',
@@ -288,7 +288,7 @@ def test_over_provision(pool, group):
     assert Counter(s.replica for s in pool.spans) == {'replica 0': 8, 'replica 1': 8}, (
         'each span where it ran'
     )
-    assert sorted(len(s.response_ids) for s in pool.generate(rs)) == [2] * 4 + [120] * 4
+    assert sorted(len(s.response_ids) for s in pool.generate(rs)) == [2] * 4 + [600] * 4
 
 
 def test_fp8_weights_without_kernels(pool, reference):
@@ -358,7 +358,7 @@ def test_no_connection_is_left_idle(pool):
     [
         (dict(prompt_ids=(5, 99)), 'token id 99 is outside 0..98'),
         (dict(prompt_ids=()), 'empty'),
-        (dict(prompt_ids=(5,) * 120), 'exceed the context of 128'),
+        (dict(prompt_ids=(5,) * 1020), 'exceed the context of 1024'),
     ],
 )
 def test_bad_requests_reach_no_server(pool, bad, says):

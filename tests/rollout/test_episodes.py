@@ -1,0 +1,232 @@
+"Episodes: token for token what the model read, alone or among others, and nobody learns answers"
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compassrl.algo.espo import EspoConfig
+from compassrl.algo.losses import LossConfig, PolicyLoss
+from compassrl.config import TrainConfig
+from compassrl.data.prompts import make_prompts
+from compassrl.data.tasks import verify
+from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
+from compassrl.data.tools import ToolConfig, ToolUser
+from compassrl.model.policy import Policy, PolicyConfig
+from compassrl.model.pretrained import hf_weights
+from compassrl.records import Request, SamplingParams, collate, derive_seed
+from compassrl.rollout.episodes import Episodes
+from compassrl.rollout.schedule import ScheduleConfig
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.train.routes import validate_routes
+from compassrl.train.sft import sft_loss, solution_batch
+from compassrl.train.torch_engine import OptimConfig, TorchTrain, accumulate_grads
+from tests.support.engine_samples import Echo
+
+SHAPE = PolicyConfig(
+    vocab_size=10, hidden_size=32, head_dim=8, moe_intermediate_size=32, max_position_embeddings=64
+)
+STOP, CALL = 1, 2
+
+
+class ReadsAll(TorchRollout):
+    "An engine that does not ask again: all requests at once"
+
+    def generate(self, requests, whole_groups=False):
+        return super().generate(list(requests), whole_groups)
+
+
+def requests(num=24, max_tokens=40):
+    params = SamplingParams(max_tokens, stop_ids=(STOP,))
+    return [
+        Request(f'p{i // 4}', (3 + i // 4, 4, 5), i % 4, derive_seed(i), params) for i in range(num)
+    ]
+
+
+def engine(policy, dtype=torch.float64, num_slots=8, kind=TorchRollout, **kwargs):
+    e = kind(policy.config, num_slots, dtype, **kwargs)
+    e.load_weights(hf_weights(policy), 0)
+    return e
+
+
+@pytest.fixture(scope='module')
+def policy():
+    return Policy(SHAPE, seed=3)
+
+
+@pytest.fixture(scope='module')
+def samples(policy):
+    found = {
+        (s.prompt_id, s.index): s for s in Episodes(engine(policy), Echo(CALL)).generate(requests())
+    }
+    assert len(found) == 24
+    return found
+
+
+def turns(s):
+    "What the policy said between two answers, and the answers"
+    said, read = [[]], []
+    for token, own in zip(s.response_ids, s.policy_mask.tolist()):
+        if own:
+            said[-1].append(token)
+            if token == CALL:
+                read.append([])
+                said.append([])
+        else:
+            read[-1].append(token)
+    return said, read
+
+
+def same(a, b):
+    tensors = 'rollout_log_probs', 'policy_mask', 'routed_experts', 'routes_valid'
+    assert a.response_ids == b.response_ids and a.finish_reason == b.finish_reason
+    for k in tensors:
+        x, y = getattr(a, k), getattr(b, k)
+        assert (x is None) == (y is None) and (x is None or x.equal(y)), k
+
+
+def test_answers_stand_behind_their_calls(samples):
+    calls, reasons = [], set()
+    for s in samples.values():
+        reasons.add(s.finish_reason)
+        assert (s.response_ids[-1] == STOP) == (s.finish_reason == 'stop')
+        assert len(s.response_ids) <= 40
+        if s.policy_mask is None:
+            assert CALL not in s.response_ids[:-1]
+            continue
+        said, read = turns(s)
+        answers = [r for r in read if r]
+        calls.append(len(answers))
+        assert answers == [Echo(CALL)(ids) for ids in said[: len(answers)]]
+        assert len(said) - 1 - len(answers) in (0, 1)  # a call that nobody answers ends it
+        assert not s.rollout_log_probs[~s.policy_mask].any()
+        assert (s.rollout_log_probs[s.policy_mask] < 0).all()
+    assert {1, 2, 3} == set(calls) and reasons == {'stop', 'length'}
+
+
+@pytest.mark.parametrize('kind, num_slots', [(TorchRollout, 1), (TorchRollout, 24), (ReadsAll, 8)])
+def test_the_same_alone_and_among_others(policy, samples, kind, num_slots):
+    e = Episodes(engine(policy, num_slots=num_slots, kind=kind), Echo(CALL))
+    found = list(e.generate(requests()[::-1]))
+    assert len(found) == len(samples)
+    for s in found:
+        same(s, samples[s.prompt_id, s.index])
+
+
+def test_without_a_call_it_is_the_response_of_the_engine(policy, samples):
+    plain = {(s.prompt_id, s.index): s for s in engine(policy).generate(requests())}
+    silent = [k for k, s in plain.items() if CALL not in s.response_ids]
+    assert silent
+    for k in silent:
+        same(samples[k], plain[k])
+    without = Episodes(engine(policy, return_routes=False), Echo(CALL)).generate(requests())
+    assert all(s.routed_experts is None for s in without)
+
+
+def test_log_probs_and_routes_are_those_of_the_train_engine(policy):
+    found = list(Episodes(engine(policy, torch.float32), Echo(CALL)).generate(requests()))
+    assert sum(s.policy_mask is not None for s in found) > 5
+    batch, train = collate(found), TorchTrain(policy, OptimConfig(), replay='R3')
+    validate_routes(batch, SHAPE)
+    assert batch.routes_valid.equal(batch.fed_mask)
+    scored = train.score(batch)
+    mask = batch.response_mask
+    assert mask.sum() == sum(
+        int(s.policy_mask.sum()) if s.policy_mask is not None else len(s.response_ids)
+        for s in found
+    )
+    gap = (scored['old_log_probs'] - batch.rollout_log_probs)[mask].abs().max()
+    assert gap < 1e-5
+    assert (scored['routes_agree'] == 1)[batch.fed_mask].float().mean() > 0.99
+    assert not scored['old_log_probs'][~mask].any() and not scored['entropy'][~mask].any()
+
+
+def gradients(policy, batch, loss):
+    metrics, seen = accumulate_grads(policy, batch, loss, 300)
+    return {k: v.clone() for k, v in hf_weights(policy, grad=True)}, metrics, seen
+
+
+@pytest.mark.parametrize('name', ['grpo', 'gspo', 'cispo', 'espo'])
+def test_answers_have_no_gradient(policy, samples, name):
+    "Whatever is claimed about them: no loss, no gradient; without the mask there would be one"
+    g = torch.Generator().manual_seed(0)
+
+    def graded(batch, noise):
+        batch = replace(batch, **TorchTrain(policy, OptimConfig()).score(batch))
+        advantages = torch.linspace(-1, 1, len(batch))[:, None] * batch.response_mask
+        odd = (~batch.response_mask).float() * noise
+        return replace(
+            batch,
+            advantages=advantages + odd * torch.randn(odd.shape, generator=g),
+            old_log_probs=batch.old_log_probs - odd,
+            rollout_log_probs=batch.rollout_log_probs - 2 * odd,
+            entropy=batch.entropy + 3 * odd,
+        )
+
+    some = [s for s in samples.values() if s.policy_mask is not None]
+    cfg, espo = LossConfig(name, tis='truncate'), EspoConfig()
+    found = []
+    for noise in 0, 1:
+        batch = graded(collate(some), noise)
+        loss = PolicyLoss(cfg, espo.for_batch(batch, SHAPE.vocab_size))
+        found.append(gradients(policy, batch, loss))
+    (a, loss_a, _), (b, loss_b, _) = found
+    assert all(a[k].equal(b[k]) for k in a) and any(v.any() for v in a.values())
+    assert loss_a['loss'].equal(loss_b['loss'])
+    batch = graded(collate([replace(s, policy_mask=None) for s in some]), 0)
+    c, *_ = gradients(policy, batch, PolicyLoss(cfg, espo.for_batch(batch, SHAPE.vocab_size)))
+    assert not all(a[k].allclose(c[k]) for k in a)
+
+
+TOKENIZER = build_tokenizer()
+USER = ToolUser(ToolConfig('calculator'), TOKENIZER)
+
+
+def test_a_cold_start_learns_calls_and_no_answers():
+    prompts = make_prompts('calculation', 12, 1.5, 0, 'train', TOKENIZER)
+    policy = Policy(replace(SHAPE, vocab_size=99, max_position_embeddings=96), seed=0).double()
+    batch = solution_batch(prompts, TOKENIZER, tool=USER)
+    total, num = 0.0, 0
+    for i, p in enumerate(prompts):
+        ids, own = USER.play(p.solution)
+        text = TOKENIZER.decode(ids)
+        assert verify(p, text).correct and text.count('<') == text.count(';') >= 2
+        for equation in text.split(';')[:-1]:  # the language's own arithmetic is the oracle
+            call, answer = equation.strip('<').split('>=')
+            assert eval(call) == int(answer)
+        whole = p.token_ids + ids + [EOS_ID]
+        hidden, _ = policy(torch.tensor([whole]))
+        log_probs = (hidden @ policy.head.T).log_softmax(-1)
+        for t, learns in enumerate([*own, True], len(p.token_ids)):
+            assert bool(batch.response_mask[i, t]) == learns
+            if learns:
+                total, num = total - log_probs[t - 1, whole[t]], num + 1
+    found, *_ = accumulate_grads(policy, batch, sft_loss, 300)
+    assert torch.isclose(found['loss'].double(), (total / num).detach().double(), rtol=1e-5)
+
+
+def test_what_is_refused(policy):
+    asked = [replace(r, params=replace(r.params, stop_ids=(CALL,))) for r in requests(1)]
+    with pytest.raises(ValueError, match='token 2 ends a response and a call'):
+        list(Episodes(engine(policy), Echo(CALL)).generate(asked))
+    tools = ToolConfig('calculator')
+    with pytest.raises(ValueError, match='schedule.partial_tokens=8'):
+        TrainConfig(tools=tools, schedule=ScheduleConfig(partial_tokens=8))
+    with pytest.raises(ValueError, match='schedule.over_provision=0.5'):
+        TrainConfig(tools=tools, rollout_engine='pool', schedule=ScheduleConfig(over_provision=0.5))
+    with pytest.raises(ValueError, match="name='abacus'"):
+        ToolConfig('abacus')
+    with pytest.raises(ValueError, match="tools.end='/>' is 2 tokens"):
+        ToolUser(ToolConfig('calculator', end='/>'), TOKENIZER)
+    s = next(iter(Episodes(engine(policy), Echo(CALL)).generate(requests(1))))
+    with pytest.raises(ValueError, match='policy_mask has 1 rows'):
+        collate([replace(s, policy_mask=torch.ones(1, dtype=torch.bool))])
+
+
+def test_an_answer_that_does_not_fit_is_not_read(policy):
+    "The budget is of the whole response, answers included"
+    for s in Episodes(engine(policy), Echo(CALL)).generate(requests(max_tokens=9)):
+        assert len(s.response_ids) <= 9
+        if s.policy_mask is not None:
+            assert s.policy_mask[-1], 'an answer that nobody read'
+    assert encode(TOKENIZER, '=1;') == USER(encode(TOKENIZER, '<3-2>'))

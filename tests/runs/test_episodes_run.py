@@ -1,0 +1,97 @@
+"A run whose responses call a tool: judged, traced, resumed, and told from the outside"
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compassrl.config import TrainConfig, read_run_config
+from compassrl.data.prompts import DataConfig
+from compassrl.data.tools import ToolConfig
+from compassrl.judges.serial import RewardConfig
+from compassrl.model.policy import PolicyConfig
+from compassrl.model.pretrained import from_pretrained, hf_weights
+from compassrl.rollout.torch_engine import RolloutConfig
+from compassrl.runs.evaluate_model import eval_command
+from compassrl.runs.presets import presets
+from compassrl.runs.run import resume_run, start_run
+from compassrl.runs.trace import read_trace, recompute_loss
+from compassrl.train.sft import SFTConfig
+from compassrl.train.torch_engine import OptimConfig
+
+CFG = TrainConfig(
+    steps=4,
+    prompts_per_step=4,
+    group_size=4,
+    save_every=2,
+    trace_every=1,
+    eval_k=1,
+    trackers=(),
+    policy=PolicyConfig(
+        hidden_size=32, head_dim=16, moe_intermediate_size=32, max_position_embeddings=64
+    ),
+    data=DataConfig(
+        domains=('calculation',), difficulty=0, num_train=64, num_heldout=4, max_prompt_tokens=16
+    ),
+    cold_start=SFTConfig(steps=70, lr=1e-2, batch_size=32, num_solutions=64, hasty_frac=0.3),
+    rollout=RolloutConfig(max_tokens=36),
+    tools=ToolConfig('calculator', max_calls=2),
+    rewards=RewardConfig(workers=1),
+    optim=OptimConfig(lr=1e-3, num_mini_batches=2),
+)
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    return start_run(replace(CFG, run_dir=str(tmp_path_factory.mktemp('run') / 'whole')))
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+
+
+def test_the_trace_holds_answers_and_recomputes_the_loss(whole):
+    calls, cfg = 0, read_run_config(whole)
+    assert cfg.tools == CFG.tools
+    for (head, samples), row in zip(read_trace(whole / 'trace.jsonl'), rows(whole)):
+        tokens = 0
+        for s in samples:
+            own = s.get('policy_mask', [1] * len(s['response_ids']))
+            tokens += sum(own)
+            calls += own.count(0)
+            for k in 'rollout_log_probs', 'advantages', 'old_log_probs', 'entropy':
+                assert len(s[k]) == len(own) == len(s['response_ids'])
+                assert not any(x for x, o in zip(s[k], own) if not o)
+            assert sum(s['routes_valid']) == len(s['prompt_ids']) + len(own) - 1
+        mean = pytest.approx(tokens / row['samples'])
+        assert tokens == row['tokens'] and row['response_tokens_mean'] == mean
+        if 'log_probs' in samples[0]:
+            assert recompute_loss(head, samples, cfg) == pytest.approx(row['loss'], abs=1e-6)
+    assert calls > 50
+
+
+def test_a_resume_equals_the_run(whole, tmp_path):
+    half = tmp_path / 'half'
+    shutil.copytree(whole, half)
+    shutil.rmtree(half / 'checkpoints' / 'step-000004')
+    resume_run(half)
+    for a, b in zip(rows(whole), rows(half), strict=True):
+        told = a.keys() - {k for k in a if k.startswith(('time_', 'memory'))}
+        assert {k: a[k] for k in told} == {k: b[k] for k in told}
+    weights = (dict(hf_weights(from_pretrained(f / 'model'))) for f in (whole, half))
+    a, b = weights
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_finished_run_is_evaluated_with_its_tool(whole, tmp_path):
+    out = eval_command([str(whole), '--k', '2', '--out', str(tmp_path / 'e.json')], presets)
+    found = json.loads(out.read_text())['sets']['heldout']['samples']
+    assert any('>=' in s['response'] and ';' in s['response'] for s in found)
+    for s in found:  # each answer stands behind its call
+        for said in s['response'].split(';')[:-1]:
+            call, answer = said.rsplit('<', 1)[-1].split('>=')
+            plain = re.sub(r'\b0+(?=\d)', '', call)  # 007 is no number of the language
+            assert answer == '?' or eval(plain) == int(answer)
