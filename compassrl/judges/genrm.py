@@ -240,13 +240,16 @@ Verdict: Worse"""
 
 @dataclass(frozen=True)
 class GenRMConfig:
-    "A judge behind an OpenAI-compatible endpoint. Raises ValueError for values outside their range"
+    "A judge in a folder, or behind an OpenAI-compatible endpoint. Raises ValueError"
 
-    model: str = ''  # name that the endpoint serves; empty = no generative reward model
+    # folder of a checkpoint, asked in this process, or a name that the endpoint serves;
+    # empty = no generative reward model
+    model: str = ''
     base_url: str = 'http://localhost:8000/v1'  # where `vllm serve MODEL` listens
     # environment variable that holds the key; a local server needs none
     api_key_env: str = 'GENRM_API_KEY'
-    prompt_file: str = ''  # a prompt of your own with {prompt}, {first} and {second}; empty = ours
+    # a prompt of your own with {prompt}, {first} and {second}; empty = that of the folder, or ours
+    prompt_file: str = ''
     # of the reasoning and the label; a longer reply has failed
     max_tokens: Annotated[int, at_least(1)] = 4096
     temperature: Annotated[float, at_least(0)] = 0.0  # of the judge

@@ -8,33 +8,40 @@ from __future__ import annotations
 import asyncio
 import os
 import string
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
 from .genrm import GenRMConfig, Question, Reply, judge_prompt
 
 # %% auto #0
-__all__ = ['GenRM']
-
+__all__ = ['T', 'read_judge_prompt', 'to_its_end', 'GenRM']
 
 # %% ../../nbs/judges/04_genrm_client.ipynb #c19c1b0c
-def _read_prompt(file):  # the prompt, checked
+T = TypeVar('T')
+
+
+def read_judge_prompt(
+    file: str | Path,  # '' = ours
+) -> str:
+    "The prompt of a judge. Raises ValueError for a file that cannot be read or lacks a field"
     try:
         text = Path(file).read_text() if file else judge_prompt
         names = sorted(f for _, f, _, _ in string.Formatter().parse(text) if f is not None)
     except (OSError, ValueError) as e:
-        raise ValueError(f'prompt_file={file!r} cannot be used: {e}') from e
+        raise ValueError(f'prompt_file={str(file)!r} cannot be used: {e}') from e
     if names != ['first', 'prompt', 'second']:
         raise ValueError(
-            f'prompt_file={file!r} has the fields {names}: use {{prompt}}, {{first}} and '
+            f'prompt_file={str(file)!r} has the fields {names}: use {{prompt}}, {{first}} and '
             '{second}, each once, and write any other brace twice'
         )
     return text
 
 
-def _run(coroutine):  # to its end, also where a loop runs already, as in Jupyter
+def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    "Run a coroutine, also where a loop runs already, as in Jupyter"
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -66,7 +73,7 @@ class GenRM:
         except ImportError:
             raise ValueError('genrm needs `openai`: pip install compassrl[genrm]') from None
         self.cfg, self.openai = cfg, openai
-        self.prompt: str = _read_prompt(cfg.prompt_file)
+        self.prompt: str = read_judge_prompt(cfg.prompt_file)
         self.limit_s = cfg.timeout_s * (1 + cfg.max_retries)  # for one question, pauses included
 
     def __call__(self, questions: Sequence[Question]) -> list[Reply]:
@@ -78,7 +85,7 @@ class GenRM:
             async with self._client() as c:
                 return await asyncio.gather(*(self._ask(c, gate, q) for q in questions))
 
-        return _run(ask_all())
+        return to_its_end(ask_all())
 
     def check(self) -> None:
         "Before expensive work. Raises ValueError if `model` is not served at `base_url`"
@@ -89,9 +96,12 @@ class GenRM:
 
         model, url = self.cfg.model, self.cfg.base_url
         try:
-            served = _run(models())
+            served = to_its_end(models())
         except Exception as e:
-            raise ValueError(f'base_url={url}: {_reason(e)} Is `vllm serve {model}` up?') from e
+            raise ValueError(
+                f'base_url={url}: {_reason(e)} Is `vllm serve {model}` up? '
+                f'There is no folder {model!r}, either.'
+            ) from e
         if model not in served:
             raise ValueError(f'model={model!r}: {url} serves {served}, use one of these')
 

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 from ..data.tasks import verifiers
 from ..data.tokenizer import response_text
 from .genrm import Ask, judge_samples
-from .genrm_client import GenRM
+from .local_genrm import LocalGenRM, open_genrm
 from .own_reward import OwnJudge, OwnReward
 from .pool import RewardPool
 from .serial import Judge, RewardConfig, SerialJudge, record_verdict
-from .verifiers import need_maths
+from .verifiers import asked_verifiers, need_maths
 from ..records import Metrics, Prompt, Sample
 
 # %% auto #0
@@ -46,7 +46,7 @@ class GenRMJudge(Judge):
         tokenizer: Tokenizer,
         eos_id: int | tuple[int, ...],
         ask: Ask,  # a `GenRM`, or any function
-        batches: int = 4,  # under way at a time
+        batches: int = 4,  # under way at a time; 0 = none beside the rollout, one when it is over
         seed: int = 0,  # of the choice of a reference
         group_size: int = 0,  # only so many of a group may become its reference; 0 = any
     ) -> None:
@@ -54,10 +54,10 @@ class GenRMJudge(Judge):
         self.of, self.ask, self.choice = (tokenizer, eos_id), ask, (seed, group_size)
         self.asked, self.lock = Counter(), threading.Lock()
         self.waiting, self.batches = deque(), []
-        self.threads: ThreadPoolExecutor = ThreadPoolExecutor(batches)
+        self.threads: ThreadPoolExecutor | None = ThreadPoolExecutor(batches) if batches else None
 
     def start(self, sample: Sample) -> None:
-        if not self.prompts[sample.prompt_id].answer:
+        if not self.threads or not self.prompts[sample.prompt_id].answer:
             return  # its reference is a response that may not be there yet
         self.waiting.append(sample)
         self.batches.append(self.threads.submit(self._next))
@@ -115,7 +115,8 @@ class GenRMJudge(Judge):
         )
 
     def close(self) -> None:
-        self.threads.shutdown(cancel_futures=True)
+        if self.threads:
+            self.threads.shutdown(cancel_futures=True)
 
 
 # %% ../../nbs/judges/08_model.ipynb #2640660a
@@ -157,13 +158,14 @@ def make_judge(
 
     Raises ValueError for a model that is not named, for `maths` without math-verify."""
     prompts = list(prompts)
-    if any(p.verifier == 'maths' for p in prompts):
+    if 'maths' in asked_verifiers(prompts):
         need_maths()
     asked = [p for p in prompts if p.verifier == 'genrm']
     verified = [p for p in prompts if p.verifier != 'genrm']
     if asked:
-        ask = GenRM(cfg.genrm)
-        model = GenRMJudge(asked, tokenizer, eos_id, ask, seed=seed, group_size=group_size)
+        ask = open_genrm(cfg.genrm)
+        batches = 0 if isinstance(ask, LocalGenRM) else 4  # it computes where the rollout does
+        model = GenRMJudge(asked, tokenizer, eos_id, ask, batches, seed, group_size)
     own = next((f for p in verified if isinstance(f := verifiers.get(p.verifier), OwnReward)), None)
     if cfg.workers:
         verifying = RewardPool(verified, tokenizer, eos_id, cfg)

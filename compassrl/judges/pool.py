@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from ..data.tasks import verifiers
 from .serial import Judge, RewardConfig, judge_sample, record_verdict
-from .verifiers import check_walls
+from .verifiers import asked_verifiers, check_walls
 from ..records import Prompt, Sample
 
 # %% auto #0
@@ -62,7 +62,7 @@ class RewardPool(Judge):
             raise ValueError(f'workers={cfg.workers}: use at least 1, or SerialJudge')
         self.prompts: dict[str, Prompt] = {p.id: p for p in prompts}
         self.of, self.cfg = (tokenizer, eos_id), cfg
-        names = {p.verifier for p in self.prompts.values()} & verifiers.keys()
+        names = asked_verifiers(self.prompts.values()) & verifiers.keys()
         check_walls({*names, *cfg.function}, cfg.unsafe)
         fns = {n: _by_name(n, verifiers[n]) for n in sorted(names)}
         self.jobs: dict[int, list[Sample]] = {}  # under way: a response and its equals

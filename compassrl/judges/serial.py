@@ -17,7 +17,7 @@ from ..data.tokenizer import response_text
 from . import genrm
 from .isolated import under
 from .limits import Limits
-from .verifiers import check_walls  # registers 'maths' and 'code'
+from .verifiers import asked_verifiers, check_walls  # registers 'maths' and 'code'
 from ..records import Metrics, Prompt, Sample, Verdict
 from ..settings import above, at_least, between, check
 
@@ -147,7 +147,7 @@ class SerialJudge(Judge):
     ) -> None:
         self.prompts: dict[str, Prompt] = {p.id: p for p in prompts}
         self.of: tuple[Tokenizer, int | tuple[int, ...], RewardConfig] = tokenizer, eos_id, cfg
-        check_walls({p.verifier for p in self.prompts.values()}, cfg.unsafe)
+        check_walls(asked_verifiers(self.prompts.values()), cfg.unsafe)
 
     def settle(self, samples: Iterable[Sample]) -> None:
         for s in samples:

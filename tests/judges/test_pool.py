@@ -638,7 +638,7 @@ def test_each_prompt_has_its_judge():
             for q in questions
         ]
 
-    with patch.object(model, 'GenRM', lambda cfg: ask):
+    with patch.object(model, 'open_genrm', lambda cfg: ask):
         judge = make_judge(prompts, BYTES, EOS, RewardConfig(genrm=genrm.GenRMConfig('judge')))
     samples = [
         sample(id, BYTES.encode(t).ids, i)
