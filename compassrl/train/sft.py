@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from ..data.tokenizer import EOS_ID, encode
+from ..data.tools import ToolUser
 from compassrl.records import (
     Batch,
     Metrics,
@@ -28,7 +29,15 @@ from compassrl.records import (
 from ..settings import above, at_least, between, check
 
 # %% auto #0
-__all__ = ['SFTConfig', 'solution_batch', 'sft_loss', 'without_working', 'cosine_lr', 'cold_start']
+__all__ = [
+    'SFTConfig',
+    'solution_batch',
+    'sft_loss',
+    'without_working',
+    'each_solution',
+    'cosine_lr',
+    'cold_start',
+]
 
 
 # %% ../../nbs/train/02_sft.ipynb #829e3ef5
@@ -41,7 +50,7 @@ class SFTConfig:
     # peak of a linear warm-up and a cosine decay to a tenth
     lr: Annotated[float, above(0)] = 3e-3
     warmup_steps: Annotated[int, at_least(0)] = 20  # optimiser steps of it
-    # distinct training prompts whose solution is shown
+    # distinct training prompts whose solutions are shown
     num_solutions: Annotated[int, at_least(1)] = 2048
     # share of them shown without their working, as distilled data also are
     hasty_frac: Annotated[float, between(0, 1)] = 0.0
@@ -55,6 +64,7 @@ def solution_batch(
     prompts: list[Prompt],  # with a `solution` each
     tokenizer: Tokenizer,
     eos_id: int = EOS_ID,
+    tool: ToolUser | None = None,  # it answers the calls of a solution
 ) -> Batch:  # the solution and the stop token are the response
     "Written-out solutions as if a rollout had sampled them; raises ValueError where there is none"
 
@@ -64,8 +74,11 @@ def solution_batch(
                 f'prompt {p.id} has no solution: the cold start needs one written out; '
                 'set its steps to 0'
             )
-        ids = encode(tokenizer, p.solution) + [eos_id]
-        return Sample(p.id, 0, p.token_ids, ids, torch.zeros(len(ids)), None, None, 'stop', -1)
+        ids, mask = tool.play(p.solution) if tool else (encode(tokenizer, p.solution), None)
+        if mask is not None:
+            mask = torch.tensor([*mask, True])
+        row = p.id, 0, p.token_ids, ids + [eos_id], torch.zeros(len(ids) + 1)
+        return Sample(*row, None, None, 'stop', -1, policy_mask=mask)
 
     return collate([sample(p) for p in prompts])
 
@@ -90,6 +103,12 @@ def without_working(
 
 
 # %% ../../nbs/train/02_sft.ipynb #2276c406
+def each_solution(prompt: Prompt) -> list[Prompt]:  # one for each of its solutions
+    "A prompt may have several right solutions, as a teacher's samples do: all are shown"
+    texts = prompt.solution, *prompt.more_solutions
+    return [replace(prompt, solution=t, more_solutions=()) for t in texts]
+
+
 def cosine_lr(step: int, cfg: SFTConfig) -> float:
     "Linear warm-up, then a cosine down to a tenth"
     if step < cfg.warmup_steps:
@@ -105,6 +124,8 @@ def cold_start(
     tokenizer: Tokenizer,
     seed: int = 0,
     start: int = 0,  # steps that the engine has done already
+    eos_id: int = EOS_ID,  # what ends a solution
+    tool: ToolUser | None = None,  # as of `solution_batch`
 ) -> Iterator[Metrics]:  # step, loss, tokens and grad_norm of every step after `start`
     "Supervised fine-tuning on the first `num_solutions` prompts, reshuffled every epoch"
     if not cfg.steps:
@@ -117,8 +138,10 @@ def cold_start(
     def hasty(p):
         return derive_seed(seed, 'hasty', p.id) < cfg.hasty_frac * 2**63
 
-    pool = [without_working(p) if hasty(p) else p for p in prompts[: cfg.num_solutions]]
-    full = solution_batch(pool, tokenizer)  # refuses a prompt without a solution before any work
+    shown = [q for p in prompts[: cfg.num_solutions] for q in each_solution(p)]
+    pool = [without_working(p) if hasty(p) else p for p in shown]
+    # refuses a prompt without a solution before any work
+    full = solution_batch(pool, tokenizer, eos_id, tool)
     order: list[int] = []
     for step in range(cfg.steps):
         while len(order) < cfg.batch_size:

@@ -170,6 +170,11 @@ class Leader:
         with self._all('call', fn, *args) as e:
             return fn(e, *args)
 
+    def next(self) -> None:
+        "All ranks leave `serve` for another engine; they go on to watch each other"
+        with self._all('next'):
+            pass
+
     def stop(self) -> None:
         "All ranks leave `serve`"
         with self._all('stop'):
@@ -192,13 +197,16 @@ def stop(self: Watch) -> None:
         self.pulse.leave('done')
 
 
-def serve(engine: MegatronTrain, watch: Watch) -> None:
+def serve(engine: MegatronTrain, watch: Watch) -> bool:  # does another engine come after this one?
     "What every rank but 0 runs until the leader stops. Raises LostRank, or what went wrong here"
     while True:
         with watch.guard():
             name, args = engine.control.scatter()
+            if name == 'next':
+                return True
             if name == 'stop':
-                return watch.stop()
+                watch.stop()
+                return False
             try:
                 _obey(engine, name, args)
             except Refused:

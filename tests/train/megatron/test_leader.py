@@ -1,6 +1,7 @@
 """The loop runs on rank 0 alone; whatever happens to another rank, all end within a bounded time
 and say which one it was"""
 
+import ast
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from compassrl.loop import fit
 from compassrl.model.pretrained import hf_weights
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.runs import factory
-from compassrl.train.megatron import leader
+from compassrl.train.megatron import leader, pulse
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.leader import Leader, Watch, serve
@@ -404,3 +405,11 @@ def test_ranks_of_one_machine_meet_on_loopback(env):
     own = {k: v for k, v in os.environ.items() if k not in ('WORLD_SIZE', 'LOCAL_WORLD_SIZE')}
     with patch.dict(os.environ, own | env, clear=True):
         assert leader.cluster_address() == '127.0.0.1'
+
+
+@pytest.mark.parametrize('file, function', pulse.phases)
+def test_a_phase_names_a_function_that_there_is(file, function):
+    root = Path(pulse.__file__).parents[3]
+    (path,) = [p for p in root.glob('compassrl/**/*.py') if p.as_posix().endswith(f'/{file}')]
+    found = {n.name for n in ast.walk(ast.parse(path.read_text())) if hasattr(n, 'name')}
+    assert function in found
