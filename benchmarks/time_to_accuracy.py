@@ -56,7 +56,7 @@ from compassrl.loop import fit
 from compassrl.model.pretrained import read_shards
 from compassrl.records import Request, derive_seed
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
-from compassrl.runs.before import start_policy
+from compassrl.runs.cold_start import start_policy
 from compassrl.runs.data import load
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.factory import open_engines

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
 from compassrl.data.prompts import make_prompts
 from compassrl.data.tokenizer import build_tokenizer
@@ -31,6 +33,8 @@ from compassrl.runs.presets import tiny_cpu
 from compassrl.train.sft import cold_start
 from compassrl.train.torch_engine import TorchTrain
 
+# silent groups add nothing, and rewards are the task's alone
+OFF = ZeroVarianceConfig('uniform', length_weight=0, repetition_weight=0, zvp_alpha=0)
 RUNS = Path(__file__).parent / '.runs'
 Mix = tuple[tuple[str, float, float], ...]  # domain, difficulty, share
 Change = Callable[[TrainConfig], TrainConfig]
@@ -71,6 +75,7 @@ def digest(*settings):
 # ---- prompts and the cold start
 
 
+@cache
 def prompts_of(mix, num, seed, split):
     "A mix in random order"
     tok = build_tokenizer()
@@ -97,6 +102,22 @@ def cold_started(study, seed):
     return torch.load(path, weights_only=True)
 
 
+def engines(cfg, weights):
+    policy = Policy(cfg.policy, cfg.seed)
+    policy.load_state_dict(weights)
+    engine = TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
+    rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
+    rollout.load_weights(engine.weights(), 0)
+    return engine, rollout
+
+
+def run(cfg, train, rollout, engine, hooks):
+    try:
+        fit(cfg, train, rollout, engine, build_tokenizer(), hooks, cfg.policy.eos_ids)
+    except Stop:
+        pass
+
+
 # ---- one trial
 
 
@@ -118,8 +139,8 @@ class Curve:
     def on_step(self, step, metrics, samples, batch):
         self.rows.append(metrics)
         self.tokens += int(metrics['tokens'])
-        mark = self.study.budget / self.study.marks * len(self.evals)
         over = self.tokens >= self.study.budget
+        mark = self.study.budget / self.study.marks * len(self.evals)
         if self.tokens >= mark or over:
             self.evaluate()
         if over:
@@ -147,24 +168,32 @@ def trial(study, task, arm, seed, lr=None):
     cfg, mix = study.config(arm, seed, lr), study.tasks[task]
     train = prompts_of(mix, 4096, seed, 'train')
     heldout = prompts_of(mix, study.num_heldout, seed, 'heldout')
-    policy = Policy(cfg.policy, seed)
-    policy.load_state_dict(cold_started(study, seed))
-    engine = TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
-    rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
-    rollout.load_weights(engine.weights(), 0)
+    engine, rollout = engines(cfg, cold_started(study, seed))
     curve = Curve(study, cfg, rollout, heldout)
     curve.evaluate()
     curve.paused, began = 0.0, time.perf_counter()
-    try:
-        fit(cfg, train, rollout, engine, build_tokenizer(), curve, cfg.policy.eos_ids)
-    except Stop:
-        pass
+    run(cfg, train, rollout, engine, curve)
     seconds, rows = time.perf_counter() - began - curve.paused, curve.rows
     means = {k: statistics.fmean(m[k] for m in rows) for k in KEPT if k in rows[0]}
     means |= dict(first_step={k: rows[0][k] for k in KEPT[:4]}, steps=len(rows))
     evals = [(n, round(v, 6)) for n, v in curve.evals]
     found = dict(task=task, arm=arm, seed=seed, lr=cfg.optim.lr, tokens=curve.tokens)
+    found |= dict(groups=rounded(group_counts(rows)))
     return found | dict(seconds=round(seconds, 1), evals=evals, means=rounded(means))
+
+
+def group_counts(rows):
+    "Groups of a run by what woke them; `first` counts the groups that were asked at first alone"
+    sizes = [m['samples'] / m['group_size_mean'] for m in rows]
+
+    def total(shares):
+        return sum(n * x for n, x in zip(sizes, shares))
+
+    first, raw, shaped, after = ([m[k] for m in rows] for k in KEPT[:4])
+    woken = dict(more=(first, raw), penalties=(raw, shaped), zvp=(shaped, after))
+    found = dict(asked=sum(m['prompts'] for m in rows), trained=sum(sizes))
+    found |= dict(with_gradient=total([1 - x for x in after]))
+    return found | {f'woken_{k}': total([a - b for a, b in zip(*v)]) for k, v in woken.items()}
 
 
 def rounded(x):

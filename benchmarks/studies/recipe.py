@@ -20,13 +20,13 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from _runner import Study, against, area, interval, run_all
+from _runner import OFF, Study, against, interval, run_all
+from _tables import early, final
 
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.runs.facts import machine_info
 
-OFF = ZeroVarianceConfig('uniform', length_weight=0, repetition_weight=0, zvp_alpha=0)
 DYNAMIC = ZeroVarianceConfig('refill', repetition_weight=0, zvp_alpha=0)
 
 
@@ -47,14 +47,6 @@ TASKS = dict(default=(('arithmetic', 1.25, 1.0),))  # domain, difficulty, share
 RATES = 2e-4, 4e-4, 8e-4
 STUDY = Study('recipe', TASKS, ARMS, {}, seeds=tuple(range(6)), budget=1_000_000, marks=10)
 TUNING = replace(STUDY, name='recipe_rates', seeds=(100, 101), budget=250_000, marks=5)
-
-
-def final(trial):
-    return trial['evals'][-1][1]
-
-
-def early(trial):
-    return area(trial['evals'], trial['budget'])
 
 
 def summary(trials, tasks, arms):

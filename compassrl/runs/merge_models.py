@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..model.merge import MergeConfig, merge_checkpoints
 
 # %% auto #0
-__all__ = ['merge_models']
+__all__ = ['merge_models', 'progress_bar']
 
 
 # %% ../../nbs/runs/20_merge_models.ipynb #ac7fcce9
@@ -38,9 +38,10 @@ def merge_models(
 def _merge(models, out, base, merge):
     if len(models) < 2:
         raise ValueError(f'merge needs at least two models, not {len(models)}')
-    merge_checkpoints(models, out, merge, base or None, _bar)
+    merge_checkpoints(models, out, merge, base or None, progress_bar)
     print(out)
 
 
-def _bar(total):
+def progress_bar(total: int) -> Callable[[], object]:
+    "Called after each weight"
     return tqdm(total=total, desc='merge', unit='weight', mininterval=1).update

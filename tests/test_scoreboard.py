@@ -1,0 +1,211 @@
+"nbs/scoreboard.yml, its page and README's table against the stored results, computed again here"
+
+import json
+import math
+import re
+import statistics
+
+import pytest
+import yaml
+
+from tests.support import ROOT
+from tests.test_course import COURSE
+
+ROWS = [
+    row
+    for g in yaml.safe_load((ROOT / 'nbs' / 'scoreboard.yml').read_text())['groups']
+    for row in g['rows']
+]
+MEASURED = [r for r in ROWS if 'effect' in r]
+KINDS = {'effect', 'cannot', 'missing'}
+KEYS = KINDS | set('claim theirs source lesson side than reach flip form measured scale'.split())
+PAGE = ROOT / 'nbs' / 'studies' / '08_scoreboard.ipynb'
+WORDS = {'holds here', 'not seen here', 'not reached here', 'the reverse here'}
+WORDS |= {'not testable on a CPU'}
+WORDS |= {'not measured yet'}
+
+
+def result(name):
+    return json.loads((ROOT / 'benchmarks' / 'results' / f'{name}.json').read_text())
+
+
+def value(name, where):
+    found = result(name)
+    for key in where.split('.'):
+        found = found[key]
+    return found
+
+
+def signed(row):
+    "Mean, low and high of what the claim is about; a result without an interval is three times it"
+    found = value(*row['effect'])
+    mean, low, high = found if isinstance(found, list) else [found] * 3
+    return (-mean, -high, -low) if row.get('flip') else (mean, low, high)
+
+
+def limit(row):
+    found = row['reach'] if 'reach' in row else row.get('than', 0)
+    return value(*found['key']) if isinstance(found, dict) else found
+
+
+def expected(row):
+    "The verdict, by another road than the page's: which of the three regions holds the interval"
+    if 'cannot' in row:
+        return 'not testable on a CPU'
+    if 'missing' in row:
+        return 'not measured yet'
+    mean, low, high = signed(row)
+    regions = {
+        'above' if x > limit(row) else 'below' if x < limit(row) else '' for x in (low, high)
+    }
+    if regions == {row['side']}:
+        return 'holds here'
+    if 'reach' in row and '' not in regions and len(regions) == 1:
+        return 'not reached here'
+    if len(regions) == 1 and '' not in regions and low != high:
+        return 'the reverse here'
+    return 'not seen here'
+
+
+def said(row):
+    "The sentence with its numbers"
+    if 'effect' not in row:
+        return row.get('cannot') or row['missing']
+    shown = [format(x, row['form']) for x in signed(row)]
+    text = shown[0] if len({*signed(row)}) == 1 else '{} [{}, {}]'.format(*shown)
+    return row['measured'].format(effect=text, than=format(limit(row), row['form']))
+
+
+@pytest.mark.parametrize('row', ROWS, ids=lambda r: r['claim'][:40])
+def test_a_row_says_what_it_must(row):
+    assert set(row) <= KEYS and len(KINDS & set(row)) == 1
+    assert row['source'] in {'quoted', 'second-hand', 'our reading'}
+    if 'theirs' in row:
+        assert row['source'] != 'our reading', 'a number of the paper is quoted or second-hand'
+    if 'lesson' in row:
+        assert row['lesson'] in COURSE.paths
+    if 'effect' in row:
+        assert {'side', 'form', 'measured', 'scale', 'lesson'} <= set(row)
+        assert '{effect}' in row['measured']
+        typed = re.findall(r'\d+\.\d+|\d+ ?%', re.sub(r'{\w+}', '', row['measured']))
+        assert typed == [], 'numbers come from stored results'
+
+
+# ---- the page, and README
+
+
+def tables(text):
+    "Claim -> the other cells of its line, in all tables of a Markdown text"
+    lines = [x.strip('|').split(' | ') for x in text.splitlines() if x.startswith('| ')]
+    return {cells[0].strip(): [c.strip() for c in cells[1:]] for cells in lines}
+
+
+def shown(cells):
+    outputs = [o for c in cells for o in c.get('outputs', [])]
+    return '\n'.join(''.join(o.get('data', {}).get('text/markdown', '')) for o in outputs)
+
+
+def test_the_page_shows_every_claim_with_stored_numbers_and_its_verdict():
+    found = tables(shown(json.loads(PAGE.read_text())['cells']))
+    for row in ROWS:
+        theirs, measured, verdict, where = found[row['claim']]
+        run = 'run `python tools/execute_nbs.py nbs/studies/08_scoreboard.ipynb`'
+        assert measured.startswith(said(row)), f'{row["claim"]}: {run}'
+        assert verdict == f'**{expected(row)}**', row['claim']
+        assert row.get('theirs', '') in theirs and row['source'] in theirs
+        assert bool(where) == ('lesson' in row)
+    assert {v.strip('*') for r in ROWS for v in found[r['claim']][2:3]} <= WORDS
+
+
+def test_readme_shows_what_was_measured():
+    text = (ROOT / 'README.md').read_text()
+    found = tables(text)
+    run = 'run `python tools/execute_nbs.py nbs/index.ipynb`, then `python tools/nb.py sync`'
+    for row in ROWS:
+        if expected(row) in ('not measured yet', 'not testable on a CPU'):
+            assert row['claim'].rstrip('.') in text, row['claim']
+            continue
+        measured, verdict = found[row['claim']][:2]
+        assert measured.startswith(said(row)), f'{row["claim"]}: {run}'
+        assert expected(row) in verdict, row['claim']
+
+
+# ---- the tables of the studies, from their runs
+
+
+def half_width(values):
+    "Of the 95 % interval of a mean, Student's t by integrating its density"
+    n = len(values) - 1
+    norm = math.gamma((n + 1) / 2) / math.sqrt(n * math.pi) / math.gamma(n / 2)
+    area, t, dt = 0.0, 0.0, 1e-4
+    while area < 0.475:
+        area += norm * (1 + (t + dt / 2) ** 2 / n) ** (-(n + 1) / 2) * dt
+        t += dt
+    return t * statistics.stdev(values) / math.sqrt(n + 1)
+
+
+def mean_height(run, budget):
+    "Of the curve, a straight line between evaluations, up to the budget"
+    total = 0.0
+    for (a, u), (b, v) in zip(run['evals'], run['evals'][1:]):
+        end = min(b, budget)
+        top = u + (v - u) * (end - a) / (b - a)
+        total += (end - a) * (u + top) / 2
+    return total / min(run['evals'][-1][0], budget)
+
+
+MEASURES = dict(
+    final=lambda run, budget: run['evals'][-1][1],
+    area=mean_height,
+    clip=lambda run, budget: run['means']['clip_frac'],
+)
+
+
+@pytest.mark.parametrize('name', ['recipe', 'parts', 'losses'])
+def test_the_tables_of_a_study_follow_from_its_runs(name):
+    found, compared = result(name), 0
+    budget = found['settings']['budget']
+    for task, arms in found['table'].items():
+        for arm, row in arms.items():
+            for key in [k for k in row if '_against_' in k]:
+                measure, _, other = key.partition('_against_')
+                per = {
+                    (r['arm'], r['seed']): 100 * MEASURES[measure](r, budget)
+                    for r in found['runs']
+                    if r['task'] == task
+                }
+                gaps = [per[arm, s] - per[other, s] for s in found['settings']['seeds']]
+                want = statistics.fmean(gaps), half_width(gaps)
+                mean, low, high = row[key]
+                assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-3), key
+                compared += 1
+    assert compared >= 4
+
+
+def test_rates_of_silent_groups_follow_from_the_runs():
+    found = result('parts')
+    for arm, row in found['table']['silent'].items():
+        means = [r['means'] for r in found['runs'] if r['arm'] == arm]
+        grown = [100 * (m['zero_variance_first_frac'] - m['zero_variance_raw_frac']) for m in means]
+        left = [100 * m['zero_variance_frac'] for m in means]
+        falls = row['silent_falls']
+        assert falls['more'][0] == pytest.approx(statistics.fmean(grown), abs=1e-6), arm
+        assert falls['left'][0] == pytest.approx(statistics.fmean(left), abs=1e-6), arm
+
+
+def test_the_rule_is_that_of_the_page():
+    "The page's own function on intervals on, beside and across the value"
+    cells = json.loads(PAGE.read_text())['cells']
+    source = next(''.join(c['source']) for c in cells if 'def judged(' in ''.join(c['source']))
+    here = {}
+    exec(source.split('for found in')[0], here)
+    judged = here['judged']
+    assert judged((2, 1, 3), 'above') == judged((2, 1, 3), 'below', 4) == 'holds here'
+    assert judged((2, 1, 3), 'below') == judged((2, 1, 3), 'above', 3.5) == 'the reverse here'
+    assert judged((2, 1, 3), 'above', 1.5) == judged((2, 1, 3), 'below', 1.5) == 'not seen here'
+    assert judged((2, None, None), 'above', 1) == 'holds here'
+    assert judged((2, None, None), 'below', 1) == 'not seen here'
+    for found in ((2, 1, 3), (2, None, None)):
+        assert judged(found, 'above', 5, amount=True) == 'not reached here'
+        assert judged(found, 'below', 5, amount=True) == 'holds here'
+    assert judged((2, 1, 3), 'above', 2, amount=True) == 'not seen here'
