@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support import ROOT
 from tests.test_notebooks import notebooks
@@ -69,3 +70,11 @@ def test_the_pages_that_quarto_is_told_of_are_there(project):
     assert [t for t in told if not (project / '_proc' / t).exists()] == []
     assert (project / '_proc' / 'nbdev.yml').exists()
     assert (project / '_proc' / 'styles.css').exists()
+
+
+def test_quarto_is_given_the_labs_and_told_to_keep_them(project):
+    names = {p.name for p in (ROOT / 'nbs' / 'labs').glob('*.js')}
+    assert {p.name for p in (project / '_proc' / 'labs').iterdir()} == names >= {'shared.js'}
+    settings = yaml.safe_load((project / '_proc' / '_quarto.yml').read_text())
+    assert settings['project']['resources'] == ['labs/*.js']
+    assert 'data-lab' in settings['format']['html']['include-after-body']['text']

@@ -117,27 +117,37 @@ def lab(tmp_path):
         server.wait(30)
 
 
-@pytest.fixture
-def page(lab):
+def run_all(browser, address):
     "The notebook in a browser, its cells run"
+    page = browser.new_page(viewport=dict(width=1280, height=1100))
+    page.set_default_timeout(90_000)
+    page.goto(address, wait_until='domcontentloaded')
+    page.wait_for_selector('.jp-Notebook .jp-Cell')
+    try:
+        page.locator('.jp-Dialog button:has-text("Select")').click(
+            timeout=5_000
+        )  # asks for a kernel where the notebook names none
+    except playwright.TimeoutError:
+        pass
+    page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
+    page.click('.lm-MenuBar-itemLabel:text-is("Run")')
+    page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
+    return page
+
+
+@pytest.fixture
+def browser():
     with playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
-        page = browser.new_page(viewport=dict(width=1280, height=1100))
-        page.set_default_timeout(90_000)
-        page.goto(lab[0], wait_until='domcontentloaded')
-        page.wait_for_selector('.jp-Notebook .jp-Cell')
-        try:
-            page.locator('.jp-Dialog button:has-text("Select")').click(
-                timeout=5_000
-            )  # asks for a kernel where the notebook names none
-        except playwright.TimeoutError:
-            pass
-        page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
-        page.click('.lm-MenuBar-itemLabel:text-is("Run")')
-        page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
-        page.wait_for_selector('.jp-OutputArea-output .widget-button')
-        yield page
+        yield browser
         browser.close()
+
+
+@pytest.fixture
+def page(lab, browser):
+    page = run_all(browser, lab[0])
+    page.wait_for_selector('.jp-OutputArea-output .widget-button')
+    return page
 
 
 def shot(page, name):
@@ -203,3 +213,20 @@ def test_panel(page, lab):
     (run,) = [p for p in (lab[1] / 'runs').iterdir() if p.is_dir()]
     steps = [json.loads(line)['step'] for line in (run / 'metrics.jsonl').read_text().splitlines()]
     assert steps == list(range(1, 61)), 'stopped and resumed, each step once'
+
+
+def test_a_lab_of_a_lesson_is_alive(lab, browser):
+    "anywidget shows the module that the site shows"
+    address, root = lab
+    lines = 'import matplotlib.pyplot as plt', 'from compassrl.lesson import lab'
+    code = '\n'.join([*lines, "lab('clip', plt.Figure(), 'An empty figure')"])
+    cell = dict(cell_type='code', metadata={}, outputs=[], execution_count=None, source=code)
+    nb = dict(cells=[cell | dict(id='only')], metadata={}, nbformat=4, nbformat_minor=5)
+    (root / 'clip.ipynb').write_text(json.dumps(nb))
+    page = run_all(browser, address.replace('panel.ipynb', 'clip.ipynb'))
+    line = page.locator('.jp-OutputArea-output .said')
+    playwright.expect(line).to_contain_text('2 unsure: ratio 1.1618')  # exp(0.3 / 2)
+    page.get_by_label('log-ratio of token 5, so').press('Home')  # -0.49995
+    playwright.expect(line).to_contain_text('2 unsure: ratio 0.77882')
+    assert page.locator('.jp-OutputArea-output img').count() == 0  # the widget, not the picture
+    shot(page, 'clip')

@@ -1,0 +1,173 @@
+// GRPO in a hundred lines: a policy with 64 responses, sampled, judged and moved in the page
+import { button, choice, drawn, h, random, show, shown, slider } from './shared.js'
+
+// ---- mathematics: a table of logits, one row of four for each beginning of a response
+
+export const START = () => Array.from({ length: 21 }, () => [0, 0, 0, 0])
+export const RESPONSES = Array.from({ length: 64 }, (_, i) => [i >> 4, (i >> 2) & 3, i & 3])
+export const TASKS = {
+  rising: y => +(y[0] <= y[1] && y[1] <= y[2]),
+  three: y => +y.includes(3),
+  constant: () => 1,
+}
+
+// The rows of the table that a response passes through
+const rows = y => [0, 1 + y[0], 5 + 4 * y[0] + y[1]]
+
+function softmax(logits) {
+  const top = Math.max(...logits), e = logits.map(x => Math.exp(x - top))
+  const all = e.reduce((a, b) => a + b)
+  return e.map(x => x / all)
+}
+
+// The probability of each of the 64 responses
+export function probabilities(theta) {
+  const p = theta.map(softmax)
+  return RESPONSES.map(y => rows(y).reduce((all, s, t) => all * p[s][y[t]], 1))
+}
+
+// Exact: no sampling
+export const expectedReward = (theta, task) =>
+  probabilities(theta).reduce((all, p, i) => all + p * TASKS[task](RESPONSES[i]), 0)
+
+const mean = x => x.reduce((a, b) => a + b, 0) / x.length
+
+// Mean, unbiased std, and the advantage of each reward by a formula of r, mean and std
+export function advantages(rewards, formula) {
+  const m = mean(rewards)
+  const std = Math.sqrt(rewards.reduce((a, r) => a + (r - m) ** 2, 0) / (rewards.length - 1)) + 1e-6
+  return rewards.map(r => formula(r, m, std))
+}
+
+// One step down GRPO's loss. Sampled just now, every ratio is 1, so nothing is clipped
+export function step(theta, picks, A, lr) {
+  const p = theta.map(softmax), next = theta.map(row => [...row])
+  picks.forEach((pick, i) => rows(RESPONSES[pick]).forEach((s, t) => {
+    const share = lr * A[i] / (3 * picks.length) // three tokens, the mean over responses
+    next[s].forEach((_, v) => { next[s][v] += share * (+(v === RESPONSES[pick][t]) - p[s][v]) })
+  }))
+  return { theta: next, loss: -mean(A) }
+}
+
+export function sample(theta, n, draw) {
+  const p = probabilities(theta)
+  return Array.from({ length: n }, () => {
+    let left = draw(), i = 0
+    while (i < 63 && left >= p[i]) left -= p[i++]
+    return i
+  })
+}
+
+// ---- the lab
+
+const FORMULAS = ['(r - mean) / std', 'r - mean', 'r', '(mean - r) / std']
+const LOOKS = `
+.lab .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .6rem 1rem; }
+.lab .chips { display: flex; flex-wrap: wrap; gap: 3px; margin: .5rem 0; min-height: 1.6rem; }
+.lab .chips span { font: 11px ui-monospace, monospace; padding: .1rem .3rem; border-radius: 4px;
+  background: var(--off); color: var(--on-off); }
+.lab .chips span.right { background: var(--pull); color: var(--ink); }
+.lab input[type="text"] { font: 13px ui-monospace, monospace; width: 12rem; padding: .2rem .4rem;
+  color: var(--ink); background: var(--paper); border: 1px solid var(--quiet); border-radius: 6px; }
+.lab .right { fill: var(--cool); }
+.lab .wrong { fill: var(--quiet); }
+.lab .curve { fill: none; stroke: var(--hot); stroke-width: 2; }
+.lab .frame { stroke: var(--line); stroke-width: 1; }
+`
+
+// A curve over steps, between two values
+function curve(values, low, high) {
+  const [w, tall] = [260, 70], n = Math.max(values.length - 1, 20)
+  const y = v => tall - tall * (Math.min(Math.max(v, low), high) - low) / (high - low)
+  const points = values.map((v, i) => `${(w * i / n).toFixed(1)},${y(v).toFixed(1)}`).join(' ')
+  const level = v => drawn('line', { x1: 0, x2: w, y1: y(v), y2: y(v), class: 'frame' })
+  const name = v => drawn('text', { x: w + 4, y: y(v) + 4 }, shown(v))
+  return drawn('svg', { viewBox: `0 -8 ${w + 28} ${tall + 16}`, 'aria-hidden': 'true' },
+    level(low), level(high), name(low), name(high), drawn('polyline', { points, class: 'curve' }))
+}
+
+// The 64 probabilities, in the order of the responses
+function distribution(theta, task) {
+  const p = probabilities(theta), top = Math.max(...p, 0.05)
+  return drawn('svg', { viewBox: '0 0 320 74', 'aria-hidden': 'true' },
+    ...p.map((x, i) => drawn('rect', { x: 5 * i, width: 4, y: 70 - 68 * x / top, height: 68 * x / top,
+      class: TASKS[task](RESPONSES[i]) ? 'right' : 'wrong' })))
+}
+
+function render({ el }) {
+  const settings = { task: 'rising', size: 16, lr: 2 }
+  let run, timer = 0
+  const input = h('input', { type: 'text', 'aria-label': 'advantage', spellcheck: 'false',
+    input: () => { stop(); draw() } })
+  input.value = FORMULAS[0]
+  const [bars, reward, loss] = [0, 1, 2].map(() => h('div')), chips = h('div', { class: 'chips' })
+  const line = h('p', { class: 'said', 'aria-live': 'polite' })
+
+  function reset() {
+    stop()
+    run = { theta: START(), draw: random(0), picks: [], A: [], losses: [] }
+    run.rewards = [expectedReward(run.theta, settings.task)]
+    draw()
+  }
+
+  // The advantage that stands in the line; null where it is no formula
+  function formula() {
+    try {
+      const f = new Function('r', 'mean', 'std', `return ${input.value}`)
+      return Number.isFinite(f(1, 0.5, 0.5)) ? f : null
+    } catch {
+      return null
+    }
+  }
+
+  function once() {
+    const f = formula()
+    if (!f) return stop()
+    run.picks = sample(run.theta, settings.size, run.draw)
+    run.A = advantages(run.picks.map(i => TASKS[settings.task](RESPONSES[i])), f)
+    const { theta, loss } = step(run.theta, run.picks, run.A, settings.lr)
+    Object.assign(run, { theta, losses: [...run.losses, loss] })
+    run.rewards.push(expectedReward(theta, settings.task))
+    draw()
+  }
+
+  function stop() {
+    clearInterval(timer)
+  }
+
+  function several() {
+    stop()
+    let left = 20
+    if (matchMedia('(prefers-reduced-motion: reduce)').matches) while (left--) once()
+    else timer = setInterval(() => left-- > 1 ? once() : (stop(), once()), 120)
+  }
+
+  function draw() {
+    bars.replaceChildren(distribution(run.theta, settings.task))
+    chips.replaceChildren(...run.picks.map((i, k) => {
+      const right = TASKS[settings.task](RESPONSES[i])
+      return h('span', { class: right ? 'right' : '' }, `${RESPONSES[i].join('')} ${shown(run.A[k], 2)}`)
+    }))
+    reward.replaceChildren('expected reward', curve(run.rewards, 0, 1))
+    loss.replaceChildren('loss', curve(run.losses, -1, 1))
+    line.textContent = !formula() ? 'The advantage is no formula of r, mean and std.'
+      : `Step ${run.losses.length}: expected reward ${run.rewards.at(-1).toFixed(6)}`
+        + (run.losses.length ? `, loss ${run.losses.at(-1).toFixed(6).replace(/^-(0\.0+)$/, '$1')}.` : '.')
+  }
+
+  const tasks = choice('Reward 1 if', { rising: 'digits never fall', three: 'there is a 3',
+    constant: 'always' }, 'rising', key => { settings.task = key; reset() })
+  const size = slider('group', { min: 2, max: 32, step: 1, value: 16 }, x => { settings.size = x })
+  const lr = slider('learning rate', { min: 0.5, max: 20, step: 0.5, value: 2 }, x => { settings.lr = x })
+  const presets = FORMULAS.map(text => button(text, () => { input.value = text; stop(); draw() }))
+  reset()
+  show(el, 'GRPO, alive', h('style', {}, LOOKS), h('div', { class: 'knobs' }, tasks.row),
+    h('div', { class: 'knobs' }, h('label', {}, 'advantage =', input), ...presets),
+    h('div', { class: 'knobs' }, size.box, lr.box),
+    h('div', { class: 'knobs' }, button('Step', () => { stop(); once() }), button('Run 20', several),
+      button('Start again', reset)),
+    'The probability of each of the 64 responses, 000 to 333; right ones in colour', bars,
+    chips, h('div', { class: 'pair' }, reward, loss), line)
+}
+
+export default { render }

@@ -1,0 +1,108 @@
+// Scheduler lab: who is generated when, and what the slots do meanwhile
+import { button, choice, drawn, h, normals, show, shown, slider } from './shared.js'
+
+// ---- mathematics: compassrl.rollout.simulation with one replica
+
+// Places in the queue: as they come, or by predicted length; of equal ones the first comes first
+export const queue = (predicted, kind) => {
+  const order = predicted.map((_, i) => i)
+  return kind === 'fifo' ? order : order.sort((a, b) => predicted[b] - predicted[a] || a - b)
+}
+
+// The slot that is free first takes the next request
+export function schedule(lengths, order, slots) {
+  const free = Array(slots).fill(0)
+  return order.map(request => {
+    const slot = free.indexOf(Math.min(...free)), start = free[slot]
+    free[slot] = start + lengths[request]
+    return { request, slot, start, end: free[slot] }
+  })
+}
+
+// When the last ends, the share of slot time that is idle until then, and the least time possible
+export function facts(lengths, spans, slots) {
+  const end = Math.max(...spans.map(s => s.end)), work = lengths.reduce((a, b) => a + b, 0)
+  return { end, idle: 1 - work / (end * slots), bound: Math.max(work / slots, ...lengths) }
+}
+
+// ---- the lab
+
+const COUNT = 40, normal = normals(7)
+const SHAPE = Array.from({ length: COUNT }, normal), NOISE = Array.from({ length: COUNT }, normal)
+// Heavier tails from the same draws; the mean stays 10 seconds
+export function lengthsOf(tail) {
+  const raw = SHAPE.map(z => Math.exp(tail * z)), all = raw.reduce((a, b) => a + b, 0)
+  return raw.map(x => 10 * COUNT * x / all)
+}
+export const guesses = (lengths, noise) => lengths.map((x, i) => x * Math.exp(noise * NOISE[i]))
+
+const LOOKS = `
+.lab .span { fill: var(--cool); stroke: var(--paper); stroke-width: 1; }
+.lab .span.last { fill: var(--hot); }
+.lab .now { stroke: var(--ink); stroke-width: 1.5; }
+.lab .least { stroke: var(--quiet); stroke-width: 1.5; stroke-dasharray: 4 3; }
+.lab .idle { fill: var(--wash); }
+`
+
+function gantt(spans, slots, { end, bound }, now) {
+  const high = 150, unit = high / slots, at = t => 600 * t / end
+  const bar = (s, to) => drawn('rect', { x: at(s.start), y: s.slot * unit + 1, width: Math.max(at(to) - at(s.start), 0),
+    height: unit - 2, class: s.end === end ? 'span last' : 'span' })
+  return drawn('svg', { viewBox: `0 0 600 ${high + 4}`, 'aria-hidden': 'true', preserveAspectRatio: 'none',
+    style: 'height:150px' },
+    drawn('rect', { x: 0, y: 0, width: at(now), height: high, class: 'idle' }),
+    ...spans.filter(s => s.start < now).map(s => bar(s, Math.min(s.end, now))),
+    drawn('line', { x1: at(bound), x2: at(bound), y1: 0, y2: high, class: 'least' }),
+    drawn('line', { x1: at(now), x2: at(now), y1: 0, y2: high, class: 'now' }))
+}
+
+function render({ el }) {
+  const settings = { kind: 'fifo', slots: 6, tail: 1, noise: 0 }
+  let now = 1, timer = 0 // the share of the time that has passed
+  const picture = h('div'), line = h('p', { class: 'said', 'aria-live': 'polite' })
+
+  function draw() {
+    const lengths = lengthsOf(settings.tail), predicted = guesses(lengths, settings.noise)
+    const spans = schedule(lengths, queue(predicted, settings.kind), settings.slots)
+    const found = facts(lengths, spans, settings.slots)
+    picture.replaceChildren(gantt(spans, settings.slots, found, now * found.end))
+    const done = spans.filter(s => s.end <= now * found.end + 1e-9).length
+    line.textContent = `Second ${(now * found.end).toFixed(1)}: ${done} of ${COUNT} have ended. The last ends at `
+      + `second ${found.end.toFixed(2)}; slots are idle ${(100 * found.idle).toFixed(1)} % of the time. `
+      + `No order needs less than ${found.bound.toFixed(2)} s.`
+  }
+
+  function stop() {
+    clearInterval(timer)
+  }
+
+  function play() {
+    stop()
+    now = 0
+    if (matchMedia('(prefers-reduced-motion: reduce)').matches) now = 1
+    else timer = setInterval(() => {
+      now = Math.min(now + 0.02, 1)
+      clock.set(now)
+      draw()
+      if (now === 1) stop()
+    }, 60)
+    clock.set(now)
+    draw()
+  }
+
+  const set = key => x => { settings[key] = x; draw() }
+  const kind = choice('Order', { fifo: 'as they come', longest: 'longest first' }, 'fifo', set('kind'))
+  const slots = slider('slots', { min: 2, max: 12, step: 1, value: 6 }, set('slots'))
+  const tail = slider('tail', { min: 0, max: 2, step: 0.1, value: 1 }, set('tail'))
+  const noise = slider('noise of the prediction', { min: 0, max: 3, step: 0.1, value: 0 }, set('noise'))
+  const percent = x => `${shown(100 * x)} %`
+  const clock = slider('time', { min: 0, max: 1, step: 0.01, value: 1, say: percent },
+    x => { stop(); now = x; draw() })
+  draw()
+  show(el, 'Scheduler lab', h('style', {}, LOOKS), h('div', { class: 'knobs' }, kind.row),
+    h('div', { class: 'knobs' }, slots.box, tail.box, noise.box),
+    h('div', { class: 'knobs' }, button('Play', play), clock.box), picture, line,
+    h('p', { class: 'quiet' }, 'A row is a slot, a bar a response; the one that ends last is orange. Dashed: the least time.'))
+}
+
+export default { render }

@@ -1,0 +1,244 @@
+// Trace viewer: a run's trace.jsonl, token by token, and its loss computed once more
+import { h, show, shown } from './shared.js'
+
+// ---- mathematics: compassrl.runs.trace.recompute_loss
+
+const AVERAGE = {
+  grpo: 'seq-mean-token-mean', gspo: 'seq-mean-token-mean', dapo: 'token-mean', cispo: 'token-mean',
+  dr_grpo: 'seq-mean-token-sum-norm', espo: 'seq-mean-token-sum',
+}
+const CLIP = { grpo: [0.2, 0.2], dr_grpo: [0.2, 0.2], espo: [0.2, 0.2], dapo: [0.2, 0.28],
+  gspo: [3e-4, 4e-4], cispo: [1, 4] }
+const MAX_NATS = 20
+const bound = (x, low, high) => Math.min(Math.max(x, low), high)
+const mean = x => x.reduce((a, b) => a + b, 0) / x.length
+const moved = (a, b) => Math.max(a, -1e4) - Math.max(b, -1e4)
+const share = (n, frac) => Math.ceil(n * frac - 1e-9)
+
+// Whole steps with their samples; what a kill cut short at the end is left out
+export function readTrace(text) {
+  const steps = []
+  text.split('\n').slice(0, -1).forEach((line, i) => {
+    let row
+    try {
+      row = JSON.parse(line)
+    } catch {
+      throw Error(`line ${i + 1} is not JSON: the file is damaged`)
+    }
+    if (row?.version !== 1) throw Error(`line ${i + 1} is no row of a trace of version 1`)
+    if (row.kind === 'step') steps.push({ head: row, rows: [] })
+    else if (steps.at(-1)?.head.step !== row.step) throw Error(`line ${i + 1} is a sample of no step`)
+    else steps.at(-1).rows.push(row)
+  })
+  const whole = steps.filter(s => s.rows.length === s.head.num_samples)
+  if (!whole.length) throw Error('there is no whole step in it')
+  return whole
+}
+
+// What a loss needs of config.json, with the choices of its own paper filled in
+export function settingsOf(config) {
+  const loss = { ...config.loss }
+  if (!(loss.name in AVERAGE)) throw Error(`the loss ${loss.name} is not one that this page knows`)
+  loss.aggregation ??= AVERAGE[loss.name]
+  loss.clip_eps_low ??= CLIP[loss.name][0]
+  loss.clip_eps_high ??= CLIP[loss.name][1]
+  return { loss, espo: config.espo, vocab: config.policy.vocab_size }
+}
+
+// The entropy from which on a token is high, of the whole step
+function threshold(rows, { loss, espo }) {
+  if (loss.name !== 'espo' || espo.groups !== 'batch_quantile') return null
+  const all = rows.flatMap(r => r.entropy).sort((a, b) => b - a)
+  return all[share(all.length, espo.top_frac) - 1]
+}
+
+function espoGroups(entropy, espo, least) {
+  if (least !== null) return entropy.map(x => +(x < least))
+  const n = entropy.length, rank = []
+  entropy.map((_, i) => i).sort((a, b) => entropy[b] - entropy[a] || a - b)
+    .forEach((i, place) => { rank[i] = place })
+  if (espo.groups === 'bins') return rank.map(p => Math.floor(p * Math.min(n, espo.num_bins) / n))
+  return rank.map(p => +(p >= share(n, espo.top_frac)))
+}
+
+// Of each token its ratio, its range, and its weight within the response where the loss gives one
+function views(row, delta, { loss, espo, vocab }, least) {
+  const [low, high] = [loss.clip_eps_low, loss.clip_eps_high]
+  if (loss.name === 'gspo') delta = delta.map(() => mean(delta))
+  if (loss.name !== 'espo')
+    return delta.map(d => ({ ratio: Math.exp(bound(d, -MAX_NATS, MAX_NATS)), low, high, own: 1 }))
+  const groups = espoGroups(row.entropy, espo, least)
+  const say = g => g ? espo.low_entropy_weight : 1
+  const all = [...new Set(groups)].reduce((a, g) => a + say(g), 0)
+  return delta.map((d, t) => {
+    const of = x => x.filter((_, i) => groups[i] === groups[t])
+    const near = mean(of(delta)) + (espo.ratio === 'literal' ? d : 0)
+    const eps = Math.max(espo.alpha / Math.log(vocab) * mean(of(row.entropy)), espo.eps_min)
+    return { ratio: Math.exp(bound(near, -MAX_NATS, MAX_NATS)), low: eps, high: eps,
+      own: all ? say(groups[t]) / (all * of(delta).length) : 0 }
+  })
+}
+
+function tis(delta, { tis: kind, tis_cap: cap, tis_low: low }) {
+  if (kind === 'off') return 1
+  const rho = Math.exp(bound(delta, -MAX_NATS, MAX_NATS))
+  return kind === 'truncate' ? Math.min(rho, cap) : rho < low || rho > cap ? 0 : rho
+}
+
+function klOf(d, kind) {
+  if (kind === 'k1') return d
+  if (kind === 'k2') return d * d / 2
+  return Math.expm1(-bound(d, -MAX_NATS, MAX_NATS)) + bound(d, -MAX_NATS, MAX_NATS)
+}
+
+// How much a token of a response counts in its mini-batch
+function weight(mode, row, tokens, samples, budget) {
+  if (mode === 'token-mean') return 1 / tokens
+  if (mode === 'seq-mean-token-sum') return 1 / samples
+  if (mode === 'seq-mean-token-mean') return 1 / (row.response_ids.length * samples)
+  return 1 / (budget * samples)
+}
+
+// Of each token of a response the loss before it is averaged, and whether it is silent
+export function tokenLosses(row, settings, least) {
+  const { loss } = settings, delta = row.log_probs.map((x, t) => moved(x, row.old_log_probs[t]))
+  return views(row, delta, settings, least).map((v, t) => {
+    const A = row.advantages[t], clipped = bound(v.ratio, 1 - v.low, 1 + v.high)
+    const silent = loss.name !== 'cispo'
+      && ((A < 0 && v.ratio < 1 - v.low) || (A > 0 && v.ratio > 1 + v.high))
+    const value = loss.name === 'cispo' ? -clipped * A * row.log_probs[t]
+      : -Math.min(v.ratio * A, clipped * A)
+    const w = loss.tis === 'off' ? 1 : tis(moved(row.old_log_probs[t], row.rollout_log_probs[t]), loss)
+    return { value: value * v.own * w, silent, ratio: v.ratio }
+  })
+}
+
+// The mean over the step's mini-batches, as a run logs it
+export function recomputeLoss({ head, rows }, settings) {
+  if (!rows[0].log_probs) throw Error(`step ${head.step} has no log_probs: no update was made of it`)
+  const { loss } = settings, least = threshold(rows, settings), parts = []
+  const [size, more] = [Math.floor(rows.length / head.num_mini_batches), rows.length % head.num_mini_batches]
+  for (let i = 0, at = 0; i < head.num_mini_batches; i++) {
+    const n = size + (i < more)
+    if (n) parts.push(rows.slice(at, at + n))
+    at += n
+  }
+  return mean(parts.map(part => {
+    const tokens = part.reduce((a, r) => a + r.response_ids.length, 0)
+    let total = 0
+    for (const row of part) {
+      const w = weight(loss.aggregation, row, tokens, part.length, loss.max_response_tokens)
+      total += w * tokenLosses(row, settings, least).reduce((a, t) => a + t.value, 0)
+      if (!loss.kl_coef) continue
+      const mode = loss.name === 'espo' ? 'seq-mean-token-mean' : loss.aggregation
+      const kl = row.log_probs.reduce((a, x, t) => a + klOf(moved(x, row.ref_log_probs[t]), loss.kl_estimator), 0)
+      total += loss.kl_coef * weight(mode, row, tokens, part.length, loss.max_response_tokens) * kl
+    }
+    return total
+  }))
+}
+
+// ---- the viewer
+
+const COLORS = {
+  entropy: ['entropy', r => r.entropy],
+  advantages: ['advantage', r => r.advantages],
+  silent: ['silent: clipped', (r, s, least) => tokenLosses(r, s, least).map(t => +t.silent)],
+  moved: ['moved by the update', r => r.log_probs.map((x, t) => x - r.old_log_probs[t])],
+  gap: ['gap between engines', r => r.old_log_probs.map((x, t) => x - r.rollout_log_probs[t])],
+}
+const LOOKS = `
+.lab .drop { border: 2px dashed var(--quiet); border-radius: 8px; padding: .8rem; margin: 0 0 .6rem; }
+.lab .drop.over { border-color: var(--hot); }
+.lab .drop input { color: var(--ink); max-width: 100%; }
+.lab .responses { font: 12px/1.9 ui-monospace, monospace; overflow-wrap: anywhere; max-height: 26rem;
+  overflow-y: auto; }
+.lab .responses .token { display: inline-block; line-height: 1.4; padding: 1px 3px; border: 1px solid var(--line); border-radius: 3px;
+  background: color-mix(in srgb, var(--hot) calc(var(--a) * 45%), var(--paper)); }
+.lab .responses .token.up { background: color-mix(in srgb, var(--cool) calc(var(--a) * 45%), var(--paper)); }
+.lab .times { display: grid; grid-template-columns: max-content 1fr max-content; gap: 2px .6rem;
+  align-items: center; font-size: 12px; margin: .6rem 0 0; }
+.lab .times i { display: block; height: .7rem; background: var(--cool); border-radius: 2px; }
+`
+
+function render({ el }) {
+  let steps = null, config = null, words = {}
+  const line = h('p', { class: 'said', 'aria-live': 'polite' }), body = h('div')
+  const pick = (name, changed) => h('select', { 'aria-label': name, change: changed })
+  const [step, group, color] = [pick('step', () => draw(true)), pick('group', () => draw()), pick('colour', () => draw())]
+  const fill = (list, options) => list.replaceChildren(...options.map(([value, text]) => h('option', { value }, text)))
+  fill(color, Object.entries(COLORS).map(([k, [text]]) => [k, text]))
+  const knobs = h('div', { class: 'knobs', hidden: '' }, h('label', {}, 'step', step), h('label', {}, 'group', group),
+    h('label', {}, 'colour', color))
+
+  async function take(files) {
+    try {
+      for (const file of files) {
+        const text = await file.text()
+        if (file.name.endsWith('.jsonl')) steps = readTrace(text)
+        else if (file.name === 'tokenizer.json') words = Object.fromEntries(
+          Object.entries(JSON.parse(text).model.vocab).map(([word, id]) => [id, word.replace('Ġ', '␣')]))
+        else config = settingsOf(JSON.parse(text))
+      }
+    } catch (e) {
+      line.textContent = `This cannot be read: ${e.message}.`
+      return
+    }
+    if (!steps) return void (line.textContent = 'trace.jsonl is missing.')
+    fill(step, steps.map((s, i) => [i, s.head.step]))
+    knobs.hidden = false
+    draw(true)
+  }
+
+  function verdict(now) {
+    const logged = now.head.metrics.loss
+    if (!config) return 'Add config.json of the run, and the loss is computed once more.'
+    const ours = recomputeLoss(now, config)
+    return `Loss logged ${logged.toFixed(9)}, recomputed ${ours.toFixed(9)}: `
+      + (Math.abs(ours - logged) < 1e-6 ? 'equal within 1e-6.' : `off by ${shown(ours - logged)}.`)
+  }
+
+  function responses(rows, least) {
+    const values = rows.map(r => COLORS[color.value][1](r, config, least))
+    const top = Math.max(1e-12, ...values.flat().map(Math.abs))
+    return rows.map((r, i) => h('div', {}, h('b', {}, `${shown(r.reward)} `), ...r.response_ids.map((id, t) => {
+      const x = values[i][t]
+      return h('span', { class: x > 0 && color.value !== 'entropy' ? 'token up' : 'token', style: `--a:${Math.abs(x) / top}`,
+        title: `${COLORS[color.value][0]} ${x}\nlog-prob ${r.old_log_probs?.[t]}` }, words[id] ?? String(id))
+    })))
+  }
+
+  function draw(newStep = false) {
+    const now = steps[+step.value]
+    if (newStep) fill(group, [...new Set(now.rows.map(r => r.group))].map(g => [g, g]))
+    const rows = now.rows.filter(r => r.group === +group.value)
+    const times = Object.entries(now.head.metrics).filter(([k]) => /^time_(?!step).*(?<!busy)_s$/.test(k))
+    const longest = Math.max(...times.map(([, x]) => x))
+    const prompt = rows[0].prompt_ids.map(id => words[id] ?? id).join(' ')
+    body.replaceChildren(h('p', { class: 'quiet' }, `prompt: ${prompt}`))
+    try {
+      line.textContent = `${verdict(now)} Mean reward ${shown(mean(now.rows.map(r => r.reward)))}.`
+      body.append(h('div', { class: 'responses' }, ...responses(rows, config && threshold(now.rows, config))),
+        h('div', { class: 'times' }, ...times.flatMap(([k, x]) => [h('span', {}, k.slice(5, -2)),
+          h('span', {}, h('i', { style: `width:${100 * x / longest}%` })), h('span', { class: 'number' }, `${shown(x)} s`)])))
+    } catch (e) {
+      line.textContent = color.value === 'silent' && !config ? 'Clipping needs config.json of the run.' : `${e.message}.`
+    }
+  }
+
+  const input = h('input', { type: 'file', multiple: '', accept: '.json,.jsonl', 'aria-label': 'files of a run',
+    change: () => {
+      const files = [...input.files]
+      input.value = '' // so that a file that has grown can be chosen again
+      take(files)
+    } })
+  const zone = h('div', { class: 'drop',
+    dragover: e => { e.preventDefault(); zone.classList.add('over') },
+    dragleave: () => zone.classList.remove('over'),
+    drop: e => { e.preventDefault(); zone.classList.remove('over'); take([...e.dataTransfer.files]) } },
+    h('p', { style: 'margin:0 0 .4rem' }, 'Drop trace.jsonl and config.json of a run here, and tokenizer.json of its model '
+      + 'to see words. The files stay on this page; nothing is sent.'), input)
+  show(el, 'Trace viewer', h('style', {}, LOOKS), zone, knobs, line, body)
+}
+
+export default { render }

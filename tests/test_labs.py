@@ -1,0 +1,692 @@
+"""Labs: their mathematics is the library's, and what a page shows follows mouse and keyboard.
+
+One small page per lab, made of the stored output of its notebook as the site makes it.
+"""
+
+import json
+import random
+import re
+import sys
+from dataclasses import asdict, replace
+
+import nbformat
+import pytest
+import torch
+
+from compassrl.algo.advantages import AdvantageConfig, group_advantages
+from compassrl.algo.espo import EspoConfig, EspoStep
+from compassrl.algo.losses import LossConfig, aggregate, policy_losses
+from compassrl.algo.ratios import kl_estimate, log_ratio, tis_weights
+from compassrl.algo.zero_variance import ZeroVarianceConfig, shape_rewards, token_advantages
+from compassrl.config import TrainConfig
+from compassrl.lesson import lab_source
+from compassrl.records import Request, Sample, Verdict, collate
+from compassrl.rollout.fp8 import decode_e4m3, dequantise, encode_e4m3, quantise
+from compassrl.rollout.simulation import simulate
+from compassrl.runs.trace import recompute_loss
+from tests.support import ROOT
+from tests.support.browser import CHROMIUM, FLAGS, MISSING
+
+sys.path.insert(0, str(ROOT / 'tools'))
+import build_docs  # noqa: E402
+
+HOMES = dict(
+    schedule='rollout/04_schedule',
+    trace='runs/02_trace',
+    fp8='rollout/02_fp8',
+    mismatch='algo/05_engine_gap',
+    clip='algo/04_espo',
+    groups='algo/02_zero_variance',
+    grpo='algo/03_losses',
+)
+MODULE = """async ({{ source, points }}) => {{
+    const lab = await import(URL.createObjectURL(new Blob([source], {{ type: 'text/javascript' }})))
+    return points.map(point => ({call})(lab, point))
+}}"""
+CONTRAST = (ROOT / 'tests' / 'support' / 'contrast.js').read_text()
+CONTRAST_OF_BODY = f'() => ({CONTRAST})(document.body)'
+PHONE = dict(width=360, height=800)
+
+
+@pytest.fixture(scope='module')
+def browser():
+    if not CHROMIUM:
+        pytest.skip(MISSING)
+    api = pytest.importorskip('playwright.sync_api', reason='make .venv/.dev')
+    with api.sync_playwright() as p:
+        yield p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+
+
+def in_page(page, name, points, call):
+    "What a lab's mathematics gives for each point; `call` is JavaScript, (lab, point) => number"
+    return page.evaluate(MODULE.format(call=call), dict(source=lab_source(name), points=points))
+
+
+def box(name):
+    "The HTML of a lab on the site"
+    path = ROOT / 'nbs' / f'{HOMES[name]}.ipynb'
+    nb = build_docs.prepare(nbformat.read(path, 4), '', path.parent, {}, set())
+    outputs = [o.get('data', {}) for c in nb.cells for o in c.get('outputs', [])]
+    found = [data.get('text/html', '') for data in outputs]
+    return next(html for html in found if f'data-lab="{name}"' in html)
+
+
+class Opened:
+    "A page with one lab: its requests, its errors, and what can be moved"
+
+    def __init__(self, browser, folder, name, **settings):
+        self.faults = []
+        self.page = browser.new_page(viewport=PHONE, **settings)
+        self.page.on('console', lambda m: m.type == 'error' and self.faults.append(m.text))
+        self.page.on('pageerror', lambda e: self.faults.append(str(e)))
+        self.page.on(
+            'request',
+            lambda r: r.url.startswith(('file:', 'data:', 'blob:')) or self.faults.append(r.url),
+        )
+        path = folder / f'{name}.html'
+        path.write_text(f'<!doctype html><meta charset="utf-8"><body>{box(name)}')
+        self.page.goto(f'file://{path}')
+
+    def named(self, label):
+        return self.page.get_by_label(label, exact=True)
+
+    def text(self, selector):
+        return self.page.locator(selector).inner_text()
+
+    def says(self, part):
+        "Waits until the line under a lab says it: files are read in the background"
+        self.page.locator('.said').filter(has_text=part).wait_for()
+
+    def fits(self):
+        "No fault so far, no wider than a phone, and readable in both themes"
+        assert self.faults == []
+        assert self.page.evaluate('document.documentElement.scrollWidth') <= PHONE['width']
+        for theme in 'light', 'dark':
+            self.page.evaluate('theme => document.documentElement.dataset.theme = theme', theme)
+            seen = self.page.evaluate(CONTRAST_OF_BODY)
+            assert seen['texts'] > 5 and seen['faint'] == [], theme
+
+
+def close(got, want):
+    got, want = torch.tensor(got, dtype=torch.double), torch.as_tensor(want, dtype=torch.double)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_every_lab_stands_in_a_lesson_and_no_dead_widget_is_stored():
+    labs = {p.stem for p in (ROOT / 'nbs' / 'labs').glob('*.js')} - {'shared'}
+    assert set(HOMES) == labs
+    for name, home in HOMES.items():
+        text = (ROOT / 'nbs' / f'{home}.ipynb').read_text()
+        assert 'anywidget' not in text  # a widget's state would hold its code
+        assert box(name).count('<script type="module">') == 1 and 'alt="' in box(name)
+
+
+# ---- clip lab
+
+
+def clip_point(g):
+    n = g.randint(1, 12)
+    return dict(
+        name=g.choice(['grpo', 'dapo', 'gspo', 'cispo', 'espo']),
+        delta=[g.choice([1e-4, 1e-2, 0.5, 3]) * g.uniform(-1, 1) for _ in range(n)],
+        entropy=[g.choice([0.0, 0.5, g.uniform(0, 4.6)]) for _ in range(n)],
+        advantage=g.choice([-1, 1]) * g.uniform(0.1, 2),
+        alpha=g.uniform(0, 0.4),
+        topFrac=g.choice([0.2, 0.28, 1, g.uniform(0.05, 1)]),
+        vocab=g.randint(2, 1000),
+        epsMin=3e-4,
+    )
+
+
+def clip_by_autograd(p):
+    "The gradient that the library gives each token of one response"
+    old = torch.full((1, len(p['delta'])), -2.0, dtype=torch.double)
+    new = (old + torch.tensor([p['delta']], dtype=torch.double)).requires_grad_()
+    adv, mask = torch.full_like(old, p['advantage']), torch.ones_like(old, dtype=torch.bool)
+    own = EspoStep(
+        alpha=p['alpha'], eps_min=p['epsMin'], top_frac=p['topFrac'], vocab_size=p['vocab']
+    )
+    entropy = torch.tensor([p['entropy']], dtype=torch.double)
+    fn = policy_losses[p['name']]
+    more = [own, entropy] if p['name'] == 'espo' else []
+    loss, sums = fn(new, old, adv, mask, LossConfig(p['name']).resolve(), *more)
+    weight = 1 if p['name'] == 'espo' else 1 / old.numel()
+    (loss.sum() * weight).backward()
+    return new.grad[0].tolist()
+
+
+def test_clip_lab_has_the_gradients_of_the_library(browser):
+    g = random.Random(0)
+    points = [clip_point(g) for _ in range(1000)]
+    got = in_page(
+        browser.new_page(), 'clip', points, '(lab, p) => lab.tokens(p.name, p).map(t => t.gradient)'
+    )
+    want = [clip_by_autograd(p) for p in points]
+    silent = [sum(x == 0 for x in w) for w in want]
+    assert 100 < sum(n > 0 for n in silent) < 900  # both cases are met
+    for ours, library in zip(got, want, strict=True):
+        assert [x == 0 for x in ours] == [x == 0 for x in library]
+        close(ours, library)
+
+
+def clip_expected(delta, entropy, advantage):
+    "By Python: loss -> gradients"
+    state = dict(delta=delta, entropy=entropy, advantage=advantage)
+    state |= dict(alpha=0.02, topFrac=0.25, vocab=100, epsMin=3e-4)
+    names = 'grpo', 'dapo', 'gspo', 'cispo', 'espo'
+    return {name: clip_by_autograd(state | dict(name=name)) for name in names}
+
+
+CELLS = """() => Array.from({ length: 5 }, (_, i) => [...document.querySelectorAll('.cell')]
+    .slice(8 * i, 8 * i + 8).map(e => e.title.replace('−', '-').replace('e−', 'e-')))"""
+
+
+MOVED = "() => [...document.querySelectorAll('.number[title]')].map(e => e.title)"
+
+
+def clip_agrees(opened):
+    "What stands in the cells is what Python computes from the handles; how many are silent"
+
+    def values(what):
+        return [float(e.input_value()) for e in opened.page.get_by_label(what).all()]
+
+    bad = opened.page.get_by_role('button', name='bad, A = −1')
+    sign = -1 if bad.get_attribute('aria-pressed') == 'true' else 1
+    delta = [float(x) for x in opened.page.evaluate(MOVED)]
+    want = clip_expected(delta, values(re.compile('^entropy of')), sign)
+    rows = opened.page.evaluate(CELLS)
+    for row, gradients in zip(rows, want.values(), strict=True):
+        for said, gradient in zip(row, gradients, strict=True):
+            if gradient == 0:
+                assert said == 'silent'
+            else:
+                assert float(said.removeprefix('gradient ')) == pytest.approx(gradient, rel=1e-3)
+    return [row.count('silent') for row in rows]
+
+
+def test_clip_lab_follows_mouse_and_keyboard(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'clip', reduced_motion='reduce', color_scheme='dark')
+    assert clip_agrees(opened) == [1, 1, 8, 0, 2]
+    handle = opened.named('log-ratio of token 5, so')
+    for _ in range(10):
+        handle.press('ArrowDown')  # 0.3 is left, and GRPO's range is not
+    assert clip_agrees(opened) == [0, 0, 8, 0, 2]
+    x, moved = float(handle.input_value()), float(opened.page.evaluate(MOVED)[4])
+    assert moved == pytest.approx(5e-5 * (10 ** (4 * x) - 1), rel=1e-9)
+    at = opened.named('log-ratio of token 2, +').bounding_box()
+    opened.page.mouse.move(at['x'] + at['width'] / 2, at['y'] + at['height'] / 2)
+    opened.page.mouse.down()
+    opened.page.mouse.move(at['x'] + at['width'] / 2, at['y'] + 3, steps=3)
+    opened.page.mouse.up()
+    assert clip_agrees(opened)[0] == 1
+    opened.page.get_by_role('button', name='bad, A = −1').click()
+    assert clip_agrees(opened)[0] == 0  # a bad token may become likelier for GRPO
+    opened.page.get_by_role('button', name='GSPO').click()
+    assert opened.text('.said').startswith('GSPO. One ratio for the whole response')
+    opened.fits()
+
+
+# ---- group lab
+
+
+def group_point(g):
+    n, settle = g.randint(1, 8), g.random()
+    return dict(
+        raw=[float(g.random() < settle) if g.random() < 0.7 else float(settle > 0.5)] * n
+        if g.random() < 0.5
+        else [float(g.random() < settle) for _ in range(n)],
+        valid=[g.random() < 0.9 for _ in range(n)],
+        entropy=[
+            [g.choice([0.0, g.uniform(0, 3), 12.0]) for _ in range(g.randint(1, 12))]
+            for _ in range(n)
+        ],
+        estimator=g.choice(['grpo', 'dr_grpo', 'rloo']),
+        stdFloor=g.choice([0.0, g.uniform(0, 0.5)]),
+        lengthWeight=g.choice([0.0, g.uniform(0, 0.4)]),
+        overlongFrac=g.uniform(0.1, 1),
+        zvpAlpha=g.choice([0.0, g.uniform(0, 0.5)]),
+        maxTokens=12,
+    )
+
+
+def by_the_library(p):
+    "Advantages per token, [responses][tokens]"
+    samples = [
+        Sample('a', i, [1], list(range(len(H))), torch.zeros(len(H)), None, None, 'stop', 0)
+        for i, H in enumerate(p['entropy'])
+    ]
+    for s, r, valid in zip(samples, p['raw'], p['valid'], strict=True):
+        s.verdict = Verdict(r, r == 1, 'ok' if valid else 'failed')
+    cfg = ZeroVarianceConfig(
+        length_weight=p['lengthWeight'],
+        overlong_frac=p['overlongFrac'],
+        std_floor=p['stdFloor'],
+        zvp_alpha=p['zvpAlpha'],
+    )
+    batch = collate(samples)
+    entropy = torch.zeros(batch.response_mask.shape)
+    entropy[batch.response_mask] = torch.tensor(sum(p['entropy'], []))
+    batch = replace(batch, rewards=shape_rewards(samples, 12, cfg), entropy=entropy)
+    adv, _ = token_advantages(
+        batch,
+        torch.tensor(p['raw']),
+        torch.tensor(p['valid']),
+        AdvantageConfig(p['estimator']),
+        cfg,
+    )
+    return [row[m].tolist() for row, m in zip(adv, batch.response_mask, strict=True)]
+
+
+def test_group_lab_has_the_advantages_of_the_library(browser):
+    g = random.Random(0)
+    points = [group_point(g) for _ in range(1000)]
+    got = in_page(
+        browser.new_page(), 'groups', points, '(lab, p) => lab.tokenAdvantages(p, p).tokens'
+    )
+    want = [by_the_library(p) for p in points]
+    assert 200 < sum(any(map(any, w)) for w in want) < 950  # some groups are silent
+    close([x for p in got for row in p for x in row], [x for p in want for row in p for x in row])
+
+
+def test_group_lab_has_the_fp64_advantages_of_the_library(browser):
+    "Rewards of any size, before anything is rounded to fp32"
+    g = random.Random(1)
+    points = [
+        dict(
+            rewards=[g.choice([0, 1, g.uniform(-5, 5)]) for _ in range(n)],
+            valid=[g.random() < 0.8 for _ in range(n)],
+            estimator=g.choice(['grpo', 'dr_grpo', 'rloo']),
+            stdFloor=g.choice([0.0, 0.35]),
+        )
+        for n in (g.randint(1, 9) for _ in range(1000))
+    ]
+    got = in_page(
+        browser.new_page(),
+        'groups',
+        points,
+        '(lab, p) => lab.groupAdvantages(p.rewards, p.valid, p)',
+    )
+    for p, ours in zip(points, got, strict=True):
+        rewards = torch.tensor(p['rewards'], dtype=torch.double)
+        zero, valid = torch.zeros(len(rewards), dtype=torch.long), torch.tensor(p['valid'])
+        close(ours, group_advantages(rewards, zero, valid, p['estimator'], p['stdFloor']))
+
+
+def test_group_lab_follows_mouse_and_keyboard(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'groups')
+    page = opened.page
+    lengths = [9, 8, 10, 7, 9, 12, 8, 9]  # of the hard prompt
+
+    def hard(raw, estimator='grpo'):
+        "Mean advantages that Python gives the hard group, whose verdicts differ: no RL-ZVP"
+        p = dict(raw=raw, valid=[True] * 8, entropy=[[0.0] * n for n in lengths])
+        p |= dict(estimator=estimator, stdFloor=0.35, lengthWeight=0.1, overlongFrac=0.5)
+        return [row[0] for row in by_the_library(p | dict(zvpAlpha=0.1))]
+
+    def seen():
+        html = page.locator('.group').last.inner_html()
+        return [float(x) for x in re.findall('mean advantage ([^;]+);', html)]
+
+    page.get_by_label('hard 2: wrong, 8 tokens').click()
+    for _ in range(2):  # wrong, no verdict, right
+        page.keyboard.press('Space')
+    assert page.get_by_label('hard 2: wrong, 8 tokens').count() == 1
+    page.keyboard.press('Space')
+    page.keyboard.press('Enter')
+    assert seen() == pytest.approx(hard([0.0, 1.0] + [0.0] * 6), rel=1e-6)
+    page.get_by_role('button', name='no', exact=True).click()
+    assert seen() == pytest.approx(hard([0.0, 1.0] + [0.0] * 6, 'dr_grpo'), rel=1e-6)
+    slider = opened.named('RL-ZVP alpha')
+    slider.press('Home')
+    assert float(slider.input_value()) == 0
+    opened.named('length penalty').press('Home')
+    all_tokens, mixed_and_hard = 54 + 69 + 72, 69 + 72
+    assert opened.text('.said') == f'{mixed_and_hard} of {all_tokens} tokens have an advantage.'
+    opened.fits()
+
+
+# ---- GRPO, alive
+
+
+RESPONSES = torch.cartesian_prod(*[torch.arange(4)] * 3)
+TASKS = dict(
+    rising=(RESPONSES.diff(dim=1) >= 0).all(1).double(),
+    three=(RESPONSES == 3).any(1).double(),
+    constant=torch.ones(64).double(),
+)
+
+
+def token_log_probs(theta, y):
+    prefix = torch.stack([0 * y[:, 0], 1 + y[:, 0], 5 + 4 * y[:, 0] + y[:, 1]], 1)
+    return theta.log_softmax(-1)[prefix].gather(2, y[..., None]).squeeze(2)
+
+
+def expected_reward(theta, task):
+    return float(token_log_probs(theta, RESPONSES).sum(1).exp() @ TASKS[task])
+
+
+def grpo_step(theta, picks, advantages, lr):
+    "New logits and loss, by the library's loss and autograd"
+    theta = torch.as_tensor(theta, dtype=torch.double).clone().requires_grad_()
+    new = token_log_probs(theta, RESPONSES[picks])
+    adv = torch.tensor(advantages, dtype=torch.double)[:, None].expand(new.shape)
+    mask = torch.ones(new.shape, dtype=torch.bool)
+    values, _ = policy_losses['grpo'](new, new.detach(), adv, mask, LossConfig().resolve())
+    loss = aggregate(values, mask, 'seq-mean-token-mean', mask.sum(), len(picks))
+    (grad,) = torch.autograd.grad(loss, theta)
+    return theta.detach() - lr * grad, loss.item()
+
+
+def test_the_live_grpo_steps_as_the_library(browser):
+    g = random.Random(0)
+    points = []
+    for _ in range(1000):
+        n = g.randint(2, 8)
+        theta = [[g.uniform(-3, 3) for _ in range(4)] for _ in range(21)]
+        A = [g.uniform(-2, 2) for _ in range(n)]
+        task = g.choice(list(TASKS))
+        points.append(
+            dict(
+                theta=theta, picks=g.choices(range(64), k=n), A=A, lr=g.uniform(0.5, 20), task=task
+            )
+        )
+    call = """(lab, p) => {
+        const { theta, loss } = lab.step(p.theta, p.picks, p.A, p.lr)
+        const z = lab.advantages(p.picks.map(i => lab.TASKS[p.task](lab.RESPONSES[i])),
+            (r, mean, std) => (r - mean) / std)
+        return { theta, loss, z, reward: lab.expectedReward(p.theta, p.task) }
+    }"""
+    for p, got in zip(points, in_page(browser.new_page(), 'grpo', points, call), strict=True):
+        theta, loss = grpo_step(p['theta'], p['picks'], p['A'], p['lr'])
+        close(got['theta'], theta)
+        close(
+            [got['loss'], got['reward']],
+            [loss, expected_reward(torch.tensor(p['theta'], dtype=torch.double), p['task'])],
+        )
+        one = torch.zeros(len(p['picks']), dtype=torch.long)
+        close(got['z'], group_advantages(TASKS[p['task']][p['picks']], one))
+
+
+def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'grpo', reduced_motion='reduce')
+    page, theta = opened.page, torch.zeros(21, 4).double()
+
+    def follow(lr, formula, task='rising'):
+        "Python takes the step that the page has taken, from the responses that the page shows"
+        words = [c.split()[0] for c in page.locator('.chips span').all_inner_texts()]
+        picks = [int(w, 4) for w in words]
+        r = TASKS[task][picks]
+        new, loss = grpo_step(theta, picks, formula(r).tolist(), lr)
+        said = f'expected reward {expected_reward(new, task):.6f}, loss {loss + 0.0:.6f}.'
+        assert opened.text('.said').endswith(said.replace('-0.000000', '0.000000'))
+        return new
+
+    def z(r):
+        return (r - r.mean()) / (r.std() + 1e-6)
+
+    page.get_by_role('button', name='Step', exact=True).click()
+    theta = follow(2.0, z)
+    opened.named('learning rate').press('ArrowRight')
+    page.get_by_role('button', name='Step', exact=True).press('Enter')
+    theta = follow(2.5, z)
+    opened.named('advantage').fill('3 * r')
+    page.get_by_role('button', name='Step', exact=True).click()
+    theta = follow(2.5, lambda r: 3 * r)
+    page.get_by_role('button', name='Run 20').click()  # at once where motion is unwanted
+    assert opened.text('.said').startswith('Step 23:')
+    opened.named('advantage').fill('r -')
+    assert 'no formula' in opened.text('.said')
+    opened.fits()
+
+
+# ---- mismatch lab
+
+STORED = dict(
+    fp32=lambda x: x.float().double(),
+    bf16=lambda x: x.bfloat16().double(),
+    e4m3=lambda x: decode_e4m3(encode_e4m3(x)).double(),
+)
+
+
+def mismatch_point(g):
+    C, V = g.randint(1, 4), g.randint(2, 6)
+    return dict(
+        logits=[[g.gauss(0, 2.5) for _ in range(V)] for _ in range(C)],
+        drift=[[g.gauss(0, 0.3) for _ in range(V)] for _ in range(C)],
+        stale=g.choice([0, 1, 8]),
+        format=g.choice(list(STORED)),
+        temperature=g.choice([1, g.uniform(0.5, 1.5)]),
+        raw=g.random() < 0.5,
+        tis=g.choice(['off', 'truncate', 'mask']),
+        cap=g.uniform(1, 4),
+    )
+
+
+def by_enumeration(p):
+    "The lab's measures, every token of every context weighed by the probability to be drawn"
+    logits, drift = (torch.tensor(p[k], dtype=torch.double) for k in ('logits', 'drift'))
+    old = STORED[p['format']](logits - p['stale'] * drift)
+    x = (logits / p['temperature']).requires_grad_()
+    train, sampled = x.log_softmax(-1), (old / p['temperature']).log_softmax(-1)
+    reported = old.log_softmax(-1) if p['raw'] else sampled
+    q, mask = sampled.exp() / len(logits), torch.ones_like(x, dtype=torch.bool)
+    w, hit = tis_weights(train, reported, mask, p['tis'], p['cap'])
+    adv = torch.eye(x.shape[1])[0].double() - train.exp()[:, :1].detach()
+    (got,) = torch.autograd.grad((q * w * adv * train).sum(), x, retain_graph=True)
+    (exact,) = torch.autograd.grad(train.exp()[:, 0].mean(), x)
+    delta = log_ratio(train.detach(), reported, mask)
+    return dict(
+        gap=(q * delta.abs()).sum(),
+        k3=(q * kl_estimate(reported, train.detach(), 'k3')).sum(),
+        f2=(q * (delta.abs() > torch.tensor(2.0).double().log())).sum(),
+        changed=(q * hit).sum(),
+        cosine=((got * exact).sum() / got.norm() / exact.norm()).nan_to_num(),  # all dropped: 0
+        size=got.norm() / exact.norm(),
+    )
+
+
+def test_mismatch_lab_measures_what_the_library_measures(browser):
+    g = random.Random(0)
+    points = [mismatch_point(g) for _ in range(1000)]
+    got = in_page(browser.new_page(), 'mismatch', points, '(lab, p) => lab.measures(p)')
+    for p, ours in zip(points, got, strict=True):
+        want = by_enumeration(p)
+        close(list(ours.values()), torch.stack([want[k] for k in ours]))
+
+
+def test_mismatch_lab_follows_mouse_and_keyboard(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'mismatch')
+    page = opened.page
+    page.get_by_role('button', name='truncate').click()
+    page.get_by_role('button', name='e4m3').press('Enter')
+    page.get_by_role('button', name='reports without temperature').press('Space')
+    opened.named('steps behind').press('End')
+    for _ in range(6):
+        opened.named('temperature').press('ArrowLeft')
+    (world,) = in_page(page, 'mismatch', [0], '(lab) => ({ logits: lab.LOGITS, drift: lab.DRIFT })')
+    settings = dict(stale=8, format='e4m3', temperature=0.7, raw=True, tis='truncate', cap=2)
+    for key, value in by_enumeration(world | settings).items():
+        assert float(opened.text(f'td.{key}').replace('−', '-')) == pytest.approx(
+            float(value), rel=1e-3
+        )
+    page.get_by_role('button', name='Hide a fault').click()
+    assert not page.get_by_label('temperature', exact=True).is_visible()
+    page.get_by_role('button', name='old weights').click()
+    assert re.match('Right: old weights|No: it was', opened.text('.said'))
+    assert float(opened.text('td.f2')) == 0  # all is sound again
+    opened.fits()
+
+
+# ---- FP8 ruler
+
+
+def test_fp8_ruler_has_the_codes_and_the_blocks_of_the_library(browser):
+    g = random.Random(0)
+    size = [1e-6, 1e-3, 1, 300, 1e5]
+    blocks = [
+        [g.choice(size) * g.uniform(-1, 1) for _ in range(g.randint(1, 8))] for _ in range(1000)
+    ]
+    blocks += [[0.0, -0.0], [448.0, 1.0625, 1.1875, 2**-10, 3 * 2**-10]]  # ties
+    call = """(lab, block) => ['e4m3', 'e5m2'].map(format => {
+        const { scale, stored, values } = lab.quantise(block, format)
+        return { scale, stored, values, codes: stored.map(x => lab.encode(x, format)) }
+    })"""
+    page = browser.new_page()
+    for block, got in zip(blocks, in_page(page, 'fp8', blocks, call), strict=True):
+        x, row = torch.tensor([block]), (1, len(block))
+        codes, scale = quantise(x, row)
+        close(got[0]['scale'], scale.item())
+        close(got[0]['stored'], codes.double()[0])
+        close(got[0]['values'], dequantise(codes, scale, row).double()[0])
+        if any(block):
+            assert [c & 127 for c in got[0]['codes']] == [
+                c & 127 for c in codes.view(torch.uint8)[0].tolist()
+            ]
+        top = x.abs().max() / 57344
+        wide = (x / torch.where(top == 0, 1.0, top)).clamp(-57344, 57344).to(torch.float8_e5m2)
+        close(got[1]['stored'], wide.double()[0])
+    (all_numbers,) = in_page(page, 'fp8', ['e4m3'], '(lab, format) => lab.numbers(format)')
+    close(all_numbers, decode_e4m3(torch.arange(127, dtype=torch.uint8)).double())
+
+
+def test_fp8_ruler_follows_mouse_and_keyboard(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'fp8')
+    opened.named('number').press('ArrowRight')
+    opened.named('largest of its block').press('End')
+    x = torch.tensor([[10**-0.99, 1000.0]], dtype=torch.double)
+    codes, scale = quantise(x, (1, 2))
+    stored, value = codes.double()[0, 0].item(), dequantise(codes, scale, (1, 2))[0, 0].item()
+    assert f'Scale {scale.item():.5g}.' in opened.text('.said')
+    assert f'stored {stored:.5g}, code 0 ' in opened.text('.said')
+    assert f'off by {abs(value / x[0, 0].item() - 1):.2%}'.replace('%', ' %') in opened.text(
+        '.said'
+    )
+    mark = opened.page.locator('.kept').bounding_box()
+    assert 0 < mark['x'] < PHONE['width']  # the ruler is wider, and follows the number
+    opened.page.get_by_role('button', name='e5m2').click()
+    assert f'stored {stored:.5g}, code 0 ' not in opened.text('.said')
+    opened.fits()
+
+
+# ---- trace viewer
+
+
+def traced(g, groups=2, size=3):
+    "A step as a run writes it, and the config of the run"
+
+    def near(values, spread):
+        return [x + g.choice([0.01, 1]) * g.gauss(0, spread) for x in values]
+
+    rows = []
+    for i in range(groups * size):
+        n = g.randint(1, 7)
+        old = [g.uniform(-4, -0.1) for _ in range(n)]
+        rows.append(
+            dict(version=1, step=3, kind='sample', group=i // size, prompt_ids=[5, 6])
+            | dict(response_ids=[g.randrange(50) for _ in range(n)], reward=float(i % 2))
+            | dict(old_log_probs=old, log_probs=near(old, 0.3), ref_log_probs=near(old, 0.5))
+            | dict(rollout_log_probs=near(old, 0.5), advantages=near([0.0] * n, 1))
+            | dict(entropy=[g.choice([0.0, 0.7, g.uniform(0, 4)]) for _ in range(n)])
+        )
+    head = dict(version=1, step=3, kind='step', num_samples=len(rows))
+    head |= dict(num_mini_batches=g.choice([1, 2, 4]), metrics=dict(time_rollout_s=2.0))
+    loss = LossConfig(
+        g.choice(['grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'espo']),
+        tis=g.choice(['off', 'truncate', 'mask']),
+        kl_coef=g.choice([0, 0.1]),
+        kl_estimator=g.choice(['k1', 'k2', 'k3']),
+        max_response_tokens=20,
+    )
+    espo = EspoConfig(
+        alpha=g.uniform(0.02, 0.5),
+        top_frac=g.choice([0.2, 0.5, 1]),
+        groups=g.choice(['top_frac', 'batch_quantile', 'bins']),
+        ratio=g.choice(['gspo_token', 'literal']),
+        low_entropy_weight=g.choice([0, 0.5, 1]),
+    )
+    return head, rows, TrainConfig(loss=loss, espo=espo)
+
+
+def as_files(head, rows, cfg):
+    lines = ''.join(json.dumps(r) + '\n' for r in [head, *rows])
+    return lines, json.dumps(asdict(cfg))
+
+
+def test_trace_viewer_recomputes_every_loss_as_the_library(browser):
+    g = random.Random(0)
+    runs = [traced(g) for _ in range(300)]
+    assert len({(cfg.loss.name, cfg.loss.tis) for *_, cfg in runs}) == 18
+    call = """(lab, [trace, config]) =>
+        lab.recomputeLoss(lab.readTrace(trace)[0], lab.settingsOf(JSON.parse(config)))"""
+    got = in_page(browser.new_page(), 'trace', [as_files(*run) for run in runs], call)
+    close(got, [recompute_loss(*run) for run in runs])
+
+
+def test_trace_viewer_opens_the_files_of_a_run(browser, tmp_path):
+    head, rows, cfg = traced(random.Random(7))
+    head['metrics']['loss'] = recompute_loss(head, rows, cfg)
+    trace, config = as_files(head, rows, cfg)
+    (tmp_path / 'trace.jsonl').write_text(trace + '{"half a line')
+    (tmp_path / 'config.json').write_text(config)
+    opened = Opened(browser, tmp_path, 'trace')
+    files = opened.named('files of a run')
+    files.set_input_files(tmp_path / 'trace.jsonl')
+    opened.says('Add config.json')
+    opened.page.get_by_label('colour').select_option('silent')
+    opened.says('needs config.json')
+    files.set_input_files(tmp_path / 'config.json')
+    opened.says(f'recomputed {head["metrics"]["loss"]:.9f}: equal within 1e-6.')
+    opened.page.get_by_label('group').select_option('1')
+    want = [str(i) for r in rows if r['group'] == 1 for i in r['response_ids']]
+    assert opened.page.locator('.token').all_inner_texts() == want
+    head['metrics']['loss'] += 2e-6
+    (tmp_path / 'trace.jsonl').write_text(as_files(head, rows, cfg)[0])
+    files.set_input_files(tmp_path / 'trace.jsonl')
+    opened.says('off by −2.00e−6')
+    (tmp_path / 'trace.jsonl').write_text('{"prompt": "2+2="}\n')
+    files.set_input_files(tmp_path / 'trace.jsonl')
+    opened.says('line 1 is no row of a trace')
+    opened.fits()
+
+
+# ---- scheduler lab
+
+
+def simulated(lengths, predicted, slots):
+    "(request, start, end), in the order of the requests"
+    asked = [Request('p', (2,), k) for k in range(len(lengths))]
+    spans = simulate(
+        asked, lambda r, n: lengths[r.index], ['r'], slots, order=lambda r: -predicted[r.index]
+    )
+    return sorted((s.index, s.start, s.end) for s in spans)
+
+
+def test_scheduler_lab_is_the_simulation(browser):
+    g = random.Random(0)
+    points = []
+    for _ in range(1000):
+        lengths = [g.uniform(0.1, 9) for _ in range(g.randint(1, 20))]
+        guesses = [g.choice([1.0, x * g.uniform(0.5, 2)]) for x in lengths]
+        points.append(dict(lengths=lengths, guesses=guesses, slots=g.randint(1, 6)))
+    call = """(lab, p) => ['fifo', 'longest'].map(kind => lab
+        .schedule(p.lengths, lab.queue(p.guesses, kind), p.slots)
+        .sort((a, b) => a.request - b.request).map(s => [s.request, s.start, s.end]))"""
+    for p, got in zip(points, in_page(browser.new_page(), 'schedule', points, call), strict=True):
+        for ours, guesses in zip(got, ([0.0] * len(p['lengths']), p['guesses']), strict=True):
+            close(ours, simulated(p['lengths'], guesses, p['slots']))
+
+
+def test_scheduler_lab_follows_mouse_and_keyboard(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'schedule', reduced_motion='reduce')
+    opened.page.get_by_role('button', name='longest first').click()
+    opened.named('slots').press('ArrowLeft')
+    opened.named('tail').press('End')
+    (lengths,) = in_page(opened.page, 'schedule', [2], '(lab, tail) => lab.lengthsOf(tail)')
+    end = max(e for *_, e in simulated(lengths, lengths, 5))
+    assert f'The last ends at second {end:.2f};' in opened.text('.said')
+    assert f'needs less than {max(sum(lengths) / 5, *lengths):.2f} s.' in opened.text('.said')
+    opened.named('time').press('Home')
+    assert opened.text('.said').startswith('Second 0.0: 0 of 40 have ended.')
+    opened.page.get_by_role('button', name='Play').click()  # at its end where motion is unwanted
+    assert f'Second {end:.1f}: 40 of 40' in opened.text('.said')
+    opened.fits()
