@@ -29,7 +29,7 @@ train: .venv/.core ## a tiny mixture of experts learns by RL on two CPU cores: m
 test: .venv/.docs ## everything, with the real vLLM and Megatron-Core: the suite and every notebook: make test [ARGS="-k losses"]
 	@OMP_NUM_THREADS=1 $(SHAKEN) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-chaos: .venv/.docs ## half an hour of kills, full disks, lies and bad input: make chaos [SEED=7] [CHAOS=0.1] [ARGS="-k clock"]
+chaos: .venv/.docs ## half an hour and more of kills, full disks, lies and bad input: make chaos [SEED=7] [CHAOS=0.1] [ARGS="-k clock"]
 	@CHAOS=$(or $(CHAOS),1) SEED=$(or $(SEED),0) OMP_NUM_THREADS=1 \
 	    $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m chaos $(ARGS)
 

@@ -17,6 +17,7 @@ from .algo.espo import EspoConfig
 from .algo.losses import LossConfig
 from .algo.zero_variance import ZeroVarianceConfig
 from .data.prompts import DataConfig
+from .data.tools import ToolConfig
 from .files import read_data
 from .judges.serial import RewardConfig
 from .model.policy import PolicyConfig
@@ -80,6 +81,7 @@ class TrainConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     cold_start: SFTConfig = field(default_factory=SFTConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    tools: ToolConfig = field(default_factory=ToolConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # of 'pool', see there
     rewards: RewardConfig = field(default_factory=RewardConfig)
     zero_variance: ZeroVarianceConfig = field(default_factory=ZeroVarianceConfig)
@@ -95,6 +97,7 @@ class TrainConfig:
         check(self)
         _check_rollout(self)
         _check_partial(self)
+        _check_tools(self)
         _check_loss(self)
         _check_lengths(self)
         _check_tokens(self)
@@ -126,6 +129,15 @@ def _check_partial(cfg):
             f'schedule.partial_tokens={part}: every response is whole with '
             f'rollout.max_tokens={cfg.rollout.max_tokens}, use less, or 0'
         )
+
+
+def _check_tools(cfg):
+    for k in ('partial_tokens', 'over_provision') if cfg.tools.name else ():
+        if value := getattr(cfg.schedule, k):
+            raise ValueError(
+                f'tools.name={cfg.tools.name!r} with schedule.{k}={value}: a response that waits '
+                'for a tool is neither cut nor dropped, use 0'
+            )
 
 
 def _check_loss(cfg):

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 # %% auto #0
-__all__ = ['read_text', 'read_data', 'own_module', 'own_function']
+__all__ = ['read_text', 'from_yaml', 'read_data', 'own_module', 'own_function']
 
 
 # %% ../nbs/06_files.ipynb #15a7ae0a
@@ -50,7 +50,8 @@ _numbers = {  # YAML 1.2, core schema: what a plain word may mean beside text
 }
 
 
-def _yaml(text):
+def from_yaml(text: str) -> Any:
+    "Raises ValueError in one line"
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -67,7 +68,11 @@ def _yaml(text):
         raise ValueError(' '.join(str(e).split())) from None
 
 
-_readers = {'.yaml': ('YAML', _yaml), '.yml': ('YAML', _yaml), '.toml': ('TOML', tomllib.loads)}
+_readers = {
+    '.yaml': ('YAML', from_yaml),
+    '.yml': ('YAML', from_yaml),
+    '.toml': ('TOML', tomllib.loads),
+}
 
 
 def read_data(

@@ -4,8 +4,8 @@
 
 Pages show the stored outputs and the exported code; nothing is run. Parts and order come from
 nbs/course.yml. Here the pages are laid out; Sphinx (docs/conf.py) renders them with myst-nb, and
-the API with autodoc. Widgets need a kernel: a line says how to get one. With Quarto installed
-`nbdev-docs` builds nbdev's own site.
+the API with autodoc. Widgets need a kernel: a line says how to get one; labs need none. With Quarto
+installed `nbdev-docs` builds nbdev's own site.
 """
 
 import argparse
@@ -21,8 +21,12 @@ from pathlib import Path
 import nbformat
 from alt import alt, directives
 from course import Course, name_of
+from lesson_table import defined
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from compassrl.lesson import lab_source  # noqa: E402
+
 REPOSITORY = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']['Repository']
 VIEW = 'application/vnd.jupyter.widget-view+json'
 NO_KERNEL = (
@@ -153,18 +157,14 @@ def offline(html, shows):
     return re.sub(r'<i class="fa fa-([\w-]+)( fa-flip-horizontal)?"></i>', symbol, html)
 
 
-def defined(source):
-    "The names that a cell defines at its top level"
-    try:
-        body = ast.parse(source).body
-    except SyntaxError:  # magics and shell lines
-        return
-    for node in body:
-        targets = getattr(node, 'targets', [getattr(node, 'target', None)])
-        if hasattr(node, 'name'):
-            yield node.name
-        for target in filter(None, targets):
-            yield from (n.id for n in ast.walk(target) if isinstance(n, ast.Name))
+def alive(html):
+    "A lab's code beside its box. It imports nothing, so that a page works from a disk, too"
+    found = re.search(r'<div class="lab" data-lab="(\w+)">', html)
+    if not found:
+        return html
+    boxes = f'document.querySelectorAll(\'[data-lab="{found[1]}"]\')'
+    start = f'for (const el of {boxes}) render({{ el }})'
+    return f'{html}<script type="module">\n{lab_source(found[1])}\n{start}\n</script>'
 
 
 def anchors(source, here, names):
@@ -195,9 +195,12 @@ def prepare(nb, here, folder, names, pages):
             for o in c.outputs:
                 if VIEW in o.get('data', {}):
                     o.data = {'text/html': NO_KERNEL}
+                if 'text/markdown' in o.get('data', {}):
+                    text = o.data['text/markdown']
+                    o.data['text/markdown'] = link_text(text, here, folder, names, pages)
                 if 'text/html' in o.get('data', {}):
                     html = html_links(o.data['text/html'], here, folder, names)
-                    o.data['text/html'] = offline(html, shows[i])
+                    o.data['text/html'] = alive(offline(html, shows[i]))
             if 'export' in opts and (targets := anchors(c.source, here, names)):
                 cells.append(nbformat.v4.new_markdown_cell(''.join(targets)))
         cells.append(c)

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 import yaml
+from lesson_table import lesson_table
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = {'lesson': 'Lessons', 'study': 'Studies', 'how-to': 'How-tos', 'reference': 'Reference'}
@@ -293,9 +294,13 @@ def tree(course):
     return '```\n' + '\n'.join(f'{a:{width}}{b}'.rstrip() for a, b in rows) + '\n```'
 
 
-def set_index(course, nb, titles):
+def set_index(course, nb, titles, nbs):
     "Cells of the index that name a block hold it"
-    blocks = dict(tables=lambda: tables(course, titles), tree=lambda: tree(course))
+    blocks = dict(
+        tables=lambda: tables(course, titles),
+        tree=lambda: tree(course),
+        lessons=lambda: lesson_table(course, nbs),
+    )
     for c in nb['cells']:
         m = re.match(r'<!-- (\w+) from nbs/course\.yml[^>]*-->', source(c))
         if c['cell_type'] == 'markdown' and m:
@@ -397,7 +402,7 @@ def sync_text(root=ROOT):
     index = course.nbs / 'index.ipynb'
     nb = read(index)
     before = json.dumps(nb)
-    set_index(course, nb, titles)
+    set_index(course, nb, titles, nbs)
     set_links(course, Path('index.ipynb'), nb)
     write(index, nb, before)
     (course.nbs / 'sidebar.yml').write_text(sidebar(course))

@@ -124,6 +124,18 @@ def drop_bars(nb):
             c.outputs = [o for o in c.outputs if o not in bars]
 
 
+def drop_labs(nb):
+    "A lab is stored as its picture in a marked box: its widget would be dead without the kernel"
+    state = nb.metadata.get('widgets', {}).get(STATE, {}).get('state', {})
+    labs = [key for key, model in state.items() if model['model_module'] == 'anywidget']
+    for key in reach(labs, state):
+        del state[key]
+    for c in nb.cells:
+        for o in c.get('outputs', []):
+            if o.get('data', {}).get(VIEW, {}).get('model_id') in labs:
+                del o.data[VIEW]
+
+
 def tidy_streams(nb):
     "Join the pieces of each stream and drop what is noise to a reader; returns dropped warnings"
     dropped = []
@@ -235,6 +247,7 @@ def run_one(path, flags, check):
         print(f'{path}: FAILED after {time.time() - start:.1f} s\n{e}', flush=True)
         return False
     drop_bars(nb)
+    drop_labs(nb)
     dropped = tidy_streams(nb)
     took = time.time() - start
     figures = sum(

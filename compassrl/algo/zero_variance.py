@@ -31,6 +31,7 @@ __all__ = [
     'growth',
     'length_penalty',
     'repetition_penalty',
+    'drawn_ids',
     'shape_rewards',
     'zvp_sign',
     'rightness',
@@ -145,6 +146,13 @@ def repetition_penalty(
 
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #a4939ff5
+def drawn_ids(s: Sample) -> list[int]:  # all of the response, where no tool spoke
+    "What the policy said"
+    if s.policy_mask is None:
+        return s.response_ids
+    return [i for i, own in zip(s.response_ids, s.policy_mask.tolist()) if own]
+
+
 def shape_rewards(
     samples: list[Sample],  # judged
     max_tokens: int,  # budget of a response
@@ -158,7 +166,7 @@ def shape_rewards(
             raise ValueError(f'sample {s.prompt_id}/{s.index} has no verdict: judge it first')
     lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.double)
     repeats = torch.tensor(
-        [repetition_penalty(s.response_ids, cfg.ngram) for s in samples], dtype=torch.double
+        [repetition_penalty(drawn_ids(s), cfg.ngram) for s in samples], dtype=torch.double
     )
     too_long = length_penalty(lengths, max_tokens, cfg.overlong_frac)
     penalty = cfg.length_weight * too_long + cfg.repetition_weight * repeats

@@ -6,7 +6,6 @@ wrong."""
 # %% ../../nbs/runs/13_cli.ipynb #1d3b8578
 from __future__ import annotations
 
-import errno
 import os
 import select
 import sys
@@ -24,15 +23,18 @@ from tyro.extras import SubcommandApp
 from .. import __version__
 from ..config import TrainConfig, read_run_config
 from ..rollout.vllm.config import VllmConfig
+from .distill import distill_command
 from .evaluate_model import eval_command
 from .factory import follow
 from .help import flag, resume_usage, settings_of, short_help
 from .log import Level, left_out, set_level
 from .merge_models import merge_models
-from .presets import presets
+from .pipeline import pipeline_command
+from .presets import for_checkpoint, names_cold_start, presets
 from .process import world
 from .report import write_report
 from .run import resume_run, start_run
+from .stop import error_line, is_of_disk
 from ..settings import at_least
 from ..train.megatron.layout import ParallelConfig
 
@@ -46,7 +48,9 @@ usage: str = """compassrl: RL for mixture-of-experts language models
   compassrl train PRESET --help                      the settings that matter; --help-all: all
   compassrl resume RUN_DIR [--steps N ...]           go on; --parallel.* and --vllm.* may change
   compassrl eval MODEL_OR_RUN [--data.path FILE ...] pass@1, avg@k and intervals, without training
+  compassrl distill TEACHER --out FILE.jsonl [...]   right answers of a teacher, for a cold start
   compassrl merge MODEL MODEL --base BASE --out DIR  several checkpoints become one (TIES)
+  compassrl pipeline tiny-cpu [--out DIR]            cold start, merge, judge, RL in two phases
   compassrl report RUN_DIR                           write curves.png, report.md, report.json again
   compassrl --version                                `python -m compassrl` is the same command
 
@@ -119,6 +123,7 @@ def _app(file=None, run=None):  # what a command starts from: config of a file, 
     app.command(_resume_from(run or TrainConfig()), name='resume')
     app.command(_report, name='report')
     app.command(merge_models, name='merge')
+    app.command(pipeline_command, name='pipeline')
     return app
 
 
@@ -165,12 +170,12 @@ def _parse(app, args, prog, flags):  # what the command gave
         return app.cli(args=args, prog='compassrl')
 
 
-def _eval(args):
+def _ask(command, args):  # a model
     def parse(kind, **kw):
-        with _refusing('compassrl eval', map(flag, settings_of(kind()))):
+        with _refusing(f'compassrl {command}', map(flag, settings_of(kind()))):
             return tyro.cli(kind, **kw)
 
-    print(eval_command(args, presets, parse))
+    print(dict(eval=eval_command, distill=distill_command)[command](args, presets, parse))
 
 
 # %% ../../nbs/runs/13_cli.ipynb #b51d5f89
@@ -197,10 +202,11 @@ def _train_call(args):  # what follows `compassrl train` -> what is to be done
         print(short_help(prog, default, about))
         raise SystemExit(0)
     is_file = name.endswith(_files)
+    named = names_cold_start(words, name if is_file else '')
     words = ['train', 'file' if is_file else name, *_all(words)]
-    return _parse(
-        _app(file=default if is_file else None), words, prog, map(flag, settings_of(default))
-    )
+    flags = map(flag, settings_of(default))
+    call = _parse(_app(file=default if is_file else None), words, prog, flags)
+    return partial(call.func, for_checkpoint(call.args[0], named), *call.args[1:])
 
 
 def _all(words):  # of help
@@ -235,21 +241,25 @@ def parse_resume(
 
 
 # %% ../../nbs/runs/13_cli.ipynb #ccec4b58
+_commands = 'report', 'merge', 'pipeline', '--tyro-print-completion', '--tyro-write-completion'
+
+
 def _call(args) -> Callable[..., Any]:  # what is to be done
     match args:
         case ['train', *rest]:
             return _train_call(rest)
         case ['resume', *rest]:
             return _resume_call(rest)
-        case ['eval', *rest]:
-            return partial(_eval, rest)
-        case ['report' | 'merge', *_] | ['--tyro-print-completion' | '--tyro-write-completion', *_]:
+        case ['eval' | 'distill' as command, *rest]:
+            return partial(_ask, command, rest)
+        case [name, *_] if name in _commands:
             return _parse(_app(), args, 'compassrl', ())
         case [] | ['-h' | '--help' | '--help-all', *_]:
             return partial(print, usage)
         case ['--version' | '-V']:
             return partial(print, f'compassrl {__version__}')
-    raise ValueError(f'unknown command {args[0]!r}: use train, resume, eval, merge or report')
+    known = 'train', 'resume', 'eval', 'distill', *_commands[:3]
+    raise ValueError(f'unknown command {args[0]!r}: use one of {", ".join(known)}')
 
 
 # %% ../../nbs/runs/13_cli.ipynb #cdaa2352
@@ -260,16 +270,6 @@ def _nobody_reads():  # is standard output a pipe that was closed? then it stays
     if closed:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return closed
-
-
-_full = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
-
-
-def _one_line(e):
-    if not isinstance(e, OSError):
-        return str(e)
-    where = f': {str(e.filename)[:200]!r}' if e.filename else ''
-    return f'{e.strerror}{where}: check the path, its permissions and the disk'
 
 
 def main(
@@ -286,10 +286,10 @@ def main(
             raise
         sys.exit(141)  # as a shell calls it
     except (ValueError, OSError) as e:
-        if isinstance(e, OSError) and not e.filename and e.errno not in _full:
+        if not is_of_disk(e):
             raise  # of a socket, say
         if world()[0]:
             time.sleep(20)  # rank 0 has found the same, and says so
-        sys.exit(f'compassrl: {_one_line(e)}')
+        sys.exit(f'compassrl: {error_line(e)}')
     except KeyboardInterrupt:
         sys.exit(130)

@@ -11,26 +11,32 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from ..config import TrainConfig
+from ..config import TrainConfig, read_run_config
 from ..data.chat import ChatTemplate
 from ..data.loading import Loaded
 from ..data.prompts import load_data, load_eval_set, reading_of
 from ..data.tasks import verifiers
-from ..data.tokenizer import build_tokenizer, end_id, load_tokenizer
-from ..judges.genrm_client import GenRM
+from ..data.tokenizer import build_tokenizer, encode, end_id, load_tokenizer
+from ..data.tools import ToolUser
+from ..judges.local_genrm import check_genrm
 from ..judges.own_reward import OwnReward, own_reward
-from ..judges.verifiers import check_walls
+from ..judges.tools import check_tool
+from ..judges.verifiers import asked_verifiers, check_walls
 from ..model.hf_config import config_dict, read_config
-from ..records import Prompt
+from ..records import Prompt, derive_seed
+from .process import what_fits
 
 # %% auto #0
 __all__ = [
     'Data',
     'resolve',
     'load',
+    'with_replay',
     'load_tokenizer_and_chat',
+    'tool_of',
     'judged_by',
     'end_ids',
+    'solution_end',
     'misfits',
     'check_prompts',
     'check_solutions',
@@ -48,6 +54,7 @@ class Data:
     heldout: list[Prompt]
     named: dict[str, list[Prompt]] = field(default_factory=dict)  # of `data.eval_path`
     own: OwnReward | None = None  # what judges instead of the prompts' verifiers
+    tool: ToolUser | None = None  # what responses may call
 
     @property
     def eval_sets(self) -> dict[str, list[Prompt]]:  # at least one
@@ -60,7 +67,8 @@ class Data:
 
 
 def resolve(cfg: TrainConfig) -> TrainConfig:
-    "With the shape of the checkpoint that the run starts from"
+    "With the shape of the checkpoint that it starts from, and without what the GPU cannot do"
+    cfg = what_fits(cfg)
     if cfg.init_from:
         return replace(cfg, policy=read_config(cfg.init_from))
     config_dict(cfg.policy)  # refused here, not when the model is written
@@ -77,6 +85,8 @@ def load(
     train, heldout = load_data(
         cfg.data, tokenizer, cfg.seed, chat, bool(own), lambda found: misfits(cfg, found)
     )
+    if cfg.data.replay_from:
+        train = with_replay(train, load(_replayed(cfg)).train, cfg.data.replay_frac)
     reading, skip = reading_of(cfg.data, tokenizer, chat, bool(own)), cfg.data.on_bad_row
     sets = cfg.data.eval_sets().items()
     named = {name: load_eval_set(name, path, reading, skip, train) for name, path in sets}
@@ -84,11 +94,38 @@ def load(
         raise ValueError(
             f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts'
         )
-    data = Data(tokenizer, end_ids(cfg, tokenizer), train, heldout, named, own)
+    more = named, own, tool_of(cfg, tokenizer)
+    data = Data(tokenizer, end_ids(cfg, tokenizer), train, heldout, *more)
     judged_by(data, own)
     check_prompts(cfg, data.prompts)
-    check_solutions(cfg, data.train)
+    check_solutions(cfg, data)
     return data
+
+
+def with_replay(
+    prompts: list[Prompt],
+    earlier: list[Prompt],  # training prompts of an earlier run
+    frac: float,  # of the result
+) -> list[Prompt]:  # in the order of a hash
+    "Some of the earlier prompts beside the new ones. Raises ValueError if there are too few"
+    known = {p.text for p in prompts}
+    num = round(frac / (1 - frac) * len(prompts))
+    old = [p for p in earlier if p.text not in known]
+    if len(old) < num:
+        raise ValueError(
+            f'data.replay_frac={frac}: the earlier run has {len(old)} other prompts, {num} are '
+            'needed: use less'
+        )
+    drawn = sorted(old, key=lambda p: derive_seed('replay', p.id))[:num]
+    return sorted(prompts + drawn, key=lambda p: derive_seed('replayed', p.id))
+
+
+def _replayed(cfg):  # the earlier run, read with the tokenizer of this one
+    earlier = read_run_config(cfg.data.replay_from)
+    more = dict(init_from=cfg.init_from, policy=cfg.policy, rollout=cfg.rollout)
+    data = replace(earlier.data, replay_from='')
+    no_start = replace(earlier.cold_start, steps=0)
+    return replace(earlier, **more, data=data, rewards=cfg.rewards, cold_start=no_start)
 
 
 def load_tokenizer_and_chat(cfg: TrainConfig) -> tuple[Tokenizer, ChatTemplate | None]:
@@ -101,6 +138,12 @@ def load_tokenizer_and_chat(cfg: TrainConfig) -> tuple[Tokenizer, ChatTemplate |
             f'use at least the {num_tokens} tokens of the tokenizer'
         )
     return tokenizer, ChatTemplate.of(cfg.init_from) if cfg.init_from else None
+
+
+def tool_of(cfg: TrainConfig, tokenizer: Tokenizer) -> ToolUser | None:
+    "What responses call. Raises ValueError for a mark that is not one token, or without walls"
+    check_tool(cfg.tools.name)
+    return ToolUser(cfg.tools, tokenizer) if cfg.tools.name else None
 
 
 def judged_by(data: Data, own: OwnReward | None) -> None:
@@ -129,13 +172,17 @@ def end_ids(cfg: TrainConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def solution_end(cfg: TrainConfig, data: Data) -> int:
+    "The token that a solution ends with: the tokenizer's own, which ends a turn of a chat"
+    own = end_id(data.tokenizer, cfg.init_from) if cfg.init_from else None
+    return data.eos_id[0] if own is None else own
+
+
 # %% ../../nbs/runs/07_data.ipynb #a3586162
 def misfits(cfg: TrainConfig, found: Loaded) -> list[str]:
     "What a whole file lacks for this run, with the flags that help"
-    if cfg.init_from:
-        return []
     out, longest, room = [], max(found.too_long, default=0), cfg.rollout.max_tokens
-    if longest + room > cfg.policy.max_position_embeddings:
+    if not cfg.init_from and longest + room > cfg.policy.max_position_embeddings:
         out.append(
             f'The longest prompt and rollout.max_tokens={room} need a longer context, too: '
             f'--policy.max-position-embeddings {longest + room}'
@@ -143,8 +190,8 @@ def misfits(cfg: TrainConfig, found: Loaded) -> list[str]:
     if cfg.cold_start.steps and found.num_rows and not found.num_solutions:
         out.append(
             f'No row of {cfg.data.path} has a solution, which the cold start needs: '
-            '--cold-start.steps 0, or a column by --data.columns solution NAME, '
-            'or a model to start from, --init-from FOLDER'
+            '--cold-start.steps 0, or a column by --data.columns solution NAME'
+            + ('' if cfg.init_from else ', or a model to start from, --init-from FOLDER')
         )
     return out
 
@@ -159,25 +206,33 @@ def check_prompts(cfg: TrainConfig, prompts: list[Prompt]) -> None:
                 f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens={room} '
                 f'it exceeds the context of {limit}: lower that'
             )
-    check_walls({p.verifier for p in prompts} | {*cfg.rewards.function}, cfg.rewards.unsafe)
+    check_walls(asked_verifiers(prompts) | {*cfg.rewards.function}, cfg.rewards.unsafe)
     asking = next((p.id for p in prompts if p.verifier == 'genrm'), None)
     if asking is None:
         return
     if not cfg.rewards.genrm.model:
         raise ValueError(
             f"prompt {asking} asks for the verifier 'genrm': "
-            'set rewards.genrm.model and its base_url'
+            'set rewards.genrm.model, a folder, or a name with its base_url'
         )
-    GenRM(cfg.rewards.genrm).check()
+    check_genrm(cfg.rewards.genrm)
 
 
-def check_solutions(cfg: TrainConfig, train: list[Prompt]) -> None:
-    "Raises ValueError for a prompt of the cold start without a solution"
-    if not cfg.cold_start.steps or cfg.init_from:
+def check_solutions(cfg: TrainConfig, data: Data) -> None:
+    "Raises ValueError for a prompt of the cold start without a solution, or with one too long"
+    if not cfg.cold_start.steps:
         return
-    bare = next((p.id for p in train[: cfg.cold_start.num_solutions] if not p.solution), None)
-    if bare is not None:
-        raise ValueError(
-            f'prompt {bare} has no solution, which the cold start needs: '
-            'set cold_start.steps to 0, or start from a checkpoint with init_from'
-        )
+    limit = cfg.policy.max_position_embeddings
+    for p in data.train[: cfg.cold_start.num_solutions]:
+        if not p.solution:
+            raise ValueError(
+                f'prompt {p.id} has no solution, which the cold start needs: set cold_start.steps '
+                'to 0' + ('' if cfg.init_from else ', or start from a checkpoint with init_from')
+            )
+        texts = p.solution, *p.more_solutions
+        num = len(p.token_ids) + max(len(encode(data.tokenizer, t)) for t in texts) + 1
+        if num > limit:
+            raise ValueError(
+                f'prompt {p.id} and its solution have {num} tokens, which exceeds the context of '
+                f'{limit}: leave it out, or set cold_start.steps to 0'
+            )

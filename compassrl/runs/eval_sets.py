@@ -16,7 +16,18 @@ from .evaluate import EvalResult, evaluate
 from ..train.guards import GuardConfig, RunFailed, why_unjudged
 
 # %% auto #0
-__all__ = ['evaluate_sets', 'check_judged', 'eval_json', 'interval', 'set_line', 'eval_lines']
+__all__ = [
+    'evaluate_sets',
+    'check_judged',
+    'set_json',
+    'eval_json',
+    'interval',
+    'wilson',
+    'set_line',
+    'domain_intervals',
+    'domain_lines',
+    'eval_lines',
+]
 
 
 # %% ../../nbs/runs/17_eval_sets.ipynb #400ef0a2
@@ -46,20 +57,36 @@ def check_judged(
             raise RunFailed(f'evaluation {name!r}: {why}', math.inf)
 
 
+def set_json(result: EvalResult) -> dict[str, Any]:
+    "One evaluation, with the interval of each domain"
+    out, bounds = result.as_dict(), domain_intervals(result)
+    out['by_domain'] = {d: x | dict(interval=bounds[d]) for d, x in out['by_domain'].items()}
+    return out
+
+
 def eval_json(
     found: dict[str, tuple[EvalResult, dict[str, Any]]],  # of `evaluate_sets`
 ) -> dict[str, Any]:  # the first set's result; `sets` holds the others
     "What a run writes of an evaluation"
-    (first, *others), dicts = found, {n: r.as_dict() | m for n, (r, m) in found.items()}
+    (first, *others), dicts = found, {n: set_json(r) | m for n, (r, m) in found.items()}
     names = {} if first == 'heldout' and not others else dict(name=first)
     return dicts[first] | names | (dict(sets={n: dicts[n] for n in others}) if others else {})
 
 
 # %% ../../nbs/runs/17_eval_sets.ipynb #5d70ba38
 def interval(result: EvalResult) -> tuple[float, float]:  # within [0, 1]
-    "95 %, of avg@k (Wilson, 1927)"
-    p, s, z = result.avg, result.avg_stderr, 1.96
-    n = p * (1 - p) / s**2 if s and 0 < p < 1 else result.num_prompts
+    "95 %, of avg@k"
+    return wilson(result.avg, result.avg_stderr, result.num_prompts)
+
+
+def wilson(
+    p: float,  # mean over prompts, in [0, 1]
+    stderr: float,  # of the mean
+    num: int,  # prompts
+) -> tuple[float, float]:  # within [0, 1]
+    "95 % (Wilson, 1927), for so many yes-or-no trials as would have the same standard error"
+    z = 1.96
+    n = p * (1 - p) / stderr**2 if stderr and 0 < p < 1 else num
     middle, half = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     return max(0.0, (middle - half) / (1 + z**2 / n)), min(1.0, (middle + half) / (1 + z**2 / n))
 
@@ -84,11 +111,40 @@ def set_line(
     return ', '.join(p for p in parts if p)
 
 
+def domain_intervals(
+    result: EvalResult,
+) -> dict[str, tuple[float, float]]:  # domain -> within [0, 1]
+    "95 %, of avg@k of each domain"
+    found = result.by_domain.items()
+    return {d: wilson(x['avg'], x['avg_stderr'], x['num_prompts']) for d, x in found}
+
+
+def domain_lines(result: EvalResult) -> list[str]:  # empty where there is only one
+    "One line for each domain of a mixed evaluation"
+    if len(result.by_domain) < 2:
+        return []
+    lines, bounds = [], domain_intervals(result)
+    for d, x in result.by_domain.items():
+        low, high = (100 * b for b in bounds[d])
+        lines.append(
+            f'  {d}: avg@{result.k} {100 * x["avg"]:.1f} %, 95 % interval {low:.1f} to '
+            f'{high:.1f}, {x["num_prompts"]} prompts'
+        )
+    return lines
+
+
+def _domains_before_after(before, after):
+    names = [d for d in before.get('by_domain', {}) if d in after.get('by_domain', {})]
+    both = ((d, before['by_domain'][d]['avg'], after['by_domain'][d]['avg']) for d in names)
+    lines = [f'  {d}: {100 * b:.1f} % before RL, {100 * a:.1f} % after' for d, b, a in both]
+    return lines if len(names) > 1 else []
+
+
 def eval_lines(
     before: dict[str, Any],  # of `eval_json`
     after: dict[str, Any],  # of the same sets
 ) -> list[str]:
-    "Before and after RL, one line for each set"
+    "Before and after RL, one line for each set, and for each domain of a mixed one"
     out = []
     first = before.get('name', 'heldout')
     for name in [first, *before.get('sets', {})]:
@@ -100,5 +156,5 @@ def eval_lines(
         graded = any(x.get('reward_mean', x['avg']) != x['avg'] for x in (b, a))
         if graded:  # rewards that are not 0 or 1 say more
             line += f' (mean reward {b["reward_mean"]:.4g}, then {a["reward_mean"]:.4g})'
-        out.append(line)
+        out += [line, *_domains_before_after(b, a)]
     return out

@@ -18,10 +18,12 @@ import tyro
 
 from ..config import RolloutEngineName, TrainConfig, read_run_config
 from ..data.prompts import DataConfig, load_data, load_eval_set, reading_of
+from ..data.tools import ToolConfig
 from ..judges.model import make_judge
 from ..judges.own_reward import own_reward
 from ..judges.serial import RewardConfig
 from ..model.pretrained import from_pretrained, hf_weights
+from ..rollout.episodes import Episodes
 from ..rollout.torch_engine import RolloutConfig
 from ..rollout.vllm.config import VllmConfig
 from compassrl.runs.data import (
@@ -31,15 +33,31 @@ from compassrl.runs.data import (
     judged_by,
     load_tokenizer_and_chat,
     resolve,
+    tool_of,
 )
-from .eval_sets import check_judged, evaluate_sets, interval, set_line
+from compassrl.runs.eval_sets import (
+    check_judged,
+    domain_lines,
+    evaluate_sets,
+    interval,
+    set_json,
+    set_line,
+)
 from .factory import rollout_engines
 from .log import write_json
 from .process import set_up
 from ..settings import at_least, between, check
 
 # %% auto #0
-__all__ = ['EvalConfig', 'defaults_of', 'is_run', 'data_of', 'evaluate_model', 'eval_command']
+__all__ = [
+    'EvalConfig',
+    'defaults_of',
+    'is_run',
+    'data_of',
+    'evaluate_model',
+    'model_first',
+    'eval_command',
+]
 
 
 # %% ../../nbs/runs/18_evaluate_model.ipynb #c8df39a0
@@ -57,12 +75,14 @@ class EvalConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    tools: ToolConfig = field(default_factory=ToolConfig)
 
     def __post_init__(self) -> None:
         check(self)
 
 
-_same = 'seed', 'device', 'num_threads', 'rollout_engine', 'data', 'rollout', 'rewards', 'vllm'
+_same = 'seed', 'device', 'num_threads', 'rollout_engine', 'data', 'rollout', 'rewards'
+_same += 'vllm', 'tools'
 
 
 def defaults_of(
@@ -102,7 +122,8 @@ def data_of(
         heldout = load_data(cfg.data, tokenizer, cfg.seed, chat, bool(own))[1]
     reading, skip = reading_of(cfg.data, tokenizer, chat, bool(own)), cfg.data.on_bad_row
     named = {n: load_eval_set(n, path, reading, skip) for n, path in sources.items()}
-    data = Data(tokenizer, end_ids(cfg, tokenizer), [], heldout, named, own)
+    more = named, own, tool_of(cfg, tokenizer)
+    data = Data(tokenizer, end_ids(cfg, tokenizer), [], heldout, *more)
     judged_by(data, own)
     check_prompts(cfg, data.prompts)
     return data
@@ -130,14 +151,15 @@ def evaluate_model(
     with ExitStack() as stack:
         rollout = kind.build(cfg, Path(cfg.init_from), out.parent)
         stack.callback(rollout.close)
+        rollout = Episodes(rollout, data.tool) if data.tool else rollout
         rollout.load_weights(hf_weights(from_pretrained(cfg.init_from)), 0)
         judge = make_judge(*ask)
         stack.callback(judge.close)
         found = evaluate_sets(rollout, data, cfg.eval_k, params, cfg.seed, judge)
     sets = {}
     for name, (r, counted) in found.items():
-        print(set_line(name, r, own=bool(data.own)))
-        sets[name] = dict(interval=interval(r)) | r.as_dict() | counted
+        print(set_line(name, r, own=bool(data.own)), *domain_lines(r), sep='\n')
+        sets[name] = dict(interval=interval(r)) | set_json(r) | counted
     settings = {k: asdict(getattr(cfg, k)) for k in ('data', 'rollout', 'rewards')}
     write_json(out, dict(settings, params=asdict(params), seed=cfg.seed, sets=sets))
     check_judged(found, cfg.guards)
@@ -145,6 +167,24 @@ def evaluate_model(
 
 
 # %% ../../nbs/runs/18_evaluate_model.ipynb #449027ae
+def model_first(
+    command: str,  # what the user calls
+    needs: str,  # what comes first, and how
+    args: list[str],
+    presets: dict[str, Callable[[], TrainConfig]],
+) -> tuple[str, TrainConfig, list[str], set[str]]:  # it, the preset, the flags, those named
+    "MODEL [PRESET] [--flag ...], which several commands read. Raises ValueError"
+    if not args or args[0].startswith('-'):
+        raise ValueError(f'{command} needs {needs}')
+    what, *flags = args
+    name = flags.pop(0) if flags and not flags[0].startswith('-') else ''
+    preset = name or ('one-gpu' if torch.cuda.is_available() else 'tiny-cpu')
+    if preset not in presets:
+        raise ValueError(f'unknown preset {preset!r}: use one of {", ".join(presets)}')
+    given = {f.split('=')[0].replace('_', '-') for f in flags}
+    return what, presets[preset](), flags, given
+
+
 def eval_command(
     args: list[str],  # what follows `compassrl eval`
     presets: dict[str, Callable[[], TrainConfig]],
@@ -157,16 +197,10 @@ def eval_command(
     )
     if {'-h', '--help'} & set(args[:1]):
         parse(EvalConfig, args=args, **help)  # prints and exits
-    if not args or args[0].startswith('-'):
-        raise ValueError('eval needs a model or a run first: compassrl eval MODEL_OR_RUN')
-    what, *flags = args
-    name = flags.pop(0) if flags and not flags[0].startswith('-') else ''
-    preset = name or ('one-gpu' if torch.cuda.is_available() else 'tiny-cpu')
-    if preset not in presets:
-        raise ValueError(f'unknown preset {preset!r}: use one of {", ".join(presets)}')
-    base, default = defaults_of(what, presets[preset]())
+    needs = 'a model or a run first: compassrl eval MODEL_OR_RUN'
+    what, preset, flags, given = model_first('eval', needs, args, presets)
+    base, default = defaults_of(what, preset)
     c = parse(EvalConfig, args=flags, default=default, **help)
-    given = {f.split('=')[0].replace('_', '-') for f in flags}
     sources = {Path(c.data.path).stem: c.data.path} if '--data.path' in given else {}
     if '--data.eval-path' in given:
         sources |= c.data.eval_sets()

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config import TrainConfig
+from ..data.tools import ToolUser
 from ..loop import Stop
 from ..model.pretrained import checked_weights, from_pretrained, read_shards
 from ..records import RolloutEngine, TrainEngine
+from ..rollout.episodes import Episodes
 from ..rollout.fp8 import Fp8Rollout
 from ..rollout.torch_engine import TorchRollout
 from ..rollout.vllm.messages import check_vllm, weight_sync
@@ -68,7 +70,8 @@ class RolloutKind:
 class TrainKind:
     "One engine that trains"
 
-    start: Callable[..., AbstractContextManager[TrainEngine]]  # (config, weights, watch)
+    # (config, weights, watch, last: does no other engine follow?)
+    start: Callable[..., AbstractContextManager[TrainEngine]]
     check: Callable[[TrainConfig, int], None]  # for so many ranks; raises ValueError
     saver: type[Saver]
     meet: Callable[[TrainConfig], object] = lambda cfg: None  # the ranks; the `Watch` over them
@@ -173,7 +176,7 @@ def _torch_train(cfg, source, replay):
 
 
 @contextmanager
-def _start_torch(cfg, source, watch):
+def _start_torch(cfg, source, watch, last=True):
     yield _torch_train(cfg, source, cfg.router_replay)
 
 
@@ -200,26 +203,28 @@ def _megatron_train(cfg, source):
 
 
 @contextmanager
-def _lead_megatron(cfg, source, watch):
+def _lead_megatron(cfg, source, watch, last=True):
     from compassrl.train.megatron.leader import Leader
 
     with watch.guard():
-        watch.control.scatter(lambda: [source] * watch.size)
+        watch.control.scatter(lambda: [(cfg, source)] * watch.size)
         leader = Leader(_megatron_train(cfg, source), watch)
     try:
         yield leader
     except (Stop, ValueError):
         leader.stop()
         raise  # between two steps: the other ranks end in peace
-    leader.stop()
+    leader.stop() if last else leader.next()
 
 
 def _follow_megatron(cfg, watch):
     from compassrl.train.megatron.leader import serve
 
-    with watch.guard():
-        engine = _megatron_train(cfg, watch.control.scatter())
-    serve(engine, watch)
+    more = True
+    while more:
+        with watch.guard():
+            engine = _megatron_train(*watch.control.scatter())
+        more = serve(engine, watch)
 
 
 train_engines: dict[str, TrainKind] = dict(
@@ -275,12 +280,14 @@ def open_engines(
     source: Path,  # a Hugging Face checkpoint: the weights to start from
     folder: Path,  # of the run
     watch: Watch | None = None,  # what `prepare` gave
+    tool: ToolUser | None = None,  # that responses call
 ) -> Iterator[Engines]:
     "The engines that a config names; what they started ends with them"
     kind = train_engines[cfg.train_engine]
     with ExitStack() as stack:
         rollout = rollout_engines[cfg.rollout_engine].build(cfg, source, folder)
         stack.callback(rollout.close)
+        rollout = Episodes(rollout, tool) if tool else rollout
         train = stack.enter_context(kind.start(cfg, source, watch))
         # the reference chooses its own experts: replay would tie it to a policy that has moved on
         reference = _torch_train(cfg, source, 'off') if cfg.loss.kl_coef else None

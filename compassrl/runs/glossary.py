@@ -246,7 +246,7 @@ num_prompts |  | count | 1 or more
 pass_at |  | share | 0 to 1
     pass@j for j = 1, 2, 4 and so on -> rises with j
 by_domain | | |
-    the first four by domain of the prompts
+    the first three and pass@k by domain of the prompts, and the interval of its average (95 %)
 finish_reasons |  | share | 0 to 1
     how responses ended: `stop` or `length` -> nearly all `stop`
 samples | | |

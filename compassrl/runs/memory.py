@@ -51,7 +51,7 @@ def _prompts(cfg):  # training, held out; of a file nothing is known yet
     return (cfg.prompts_per_step, 1) if d.path else tuple(d.generated().values())
 
 
-def _trainer(cfg, ranks):  # of all ranks; a cold start is done by one
+def _trainer(cfg, ranks):  # of all ranks; the cold start of a new policy is done by one
     P, shares = num_params(cfg.policy), 1 if cfg.train_engine == 'torch' else 1 / ranks
     cold = cfg.cold_start.steps and not cfg.init_from
     return 16 * P * (1 if cold else shares) + (4 * P if cfg.loss.kl_coef else 0)
@@ -78,7 +78,7 @@ def memory_needed(
     c, sample = cfg.policy, _sample_bytes(cfg)
     asked = max(cfg.prompts_per_step * cfg.group_size, heldout * cfg.eval_k)
     screened = train * cfg.zero_variance.screen_samples
-    shown = cfg.cold_start.batch_size if cfg.cold_start.steps and not cfg.init_from else 0
+    shown = cfg.cold_start.batch_size if cfg.cold_start.steps else 0
     on_device = dict(
         trainer=_trainer(cfg, ranks),
         rollout=_rollout(cfg),

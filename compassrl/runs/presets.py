@@ -10,6 +10,9 @@ from dataclasses import replace
 
 from ..config import TrainConfig
 from ..data.prompts import DataConfig
+from ..data.tools import ToolConfig
+from ..files import read_data
+from ..judges.serial import RewardConfig
 from ..model.policy import PolicyConfig
 from ..rollout.torch_engine import RolloutConfig
 from ..rollout.vllm.config import VllmConfig
@@ -18,7 +21,18 @@ from ..train.sft import SFTConfig
 from ..train.torch_engine import OptimConfig
 
 # %% auto #0
-__all__ = ['presets', 'tiny_cpu', 'smoke_cpu', 'engines_cpu', 'one_gpu', 'one_node', 'multi_node']
+__all__ = [
+    'presets',
+    'tiny_cpu',
+    'smoke_cpu',
+    'tool_cpu',
+    'engines_cpu',
+    'one_gpu',
+    'one_node',
+    'multi_node',
+    'names_cold_start',
+    'for_checkpoint',
+]
 
 
 # %% ../../nbs/runs/15_presets.ipynb #8945035a
@@ -56,6 +70,20 @@ def smoke_cpu() -> TrainConfig:
     )
 
 
+def tool_cpu() -> TrainConfig:
+    "A small policy learns to call a calculator: minutes on two CPU cores"
+    return replace(
+        tiny_cpu(),
+        steps=80,
+        eval_every=20,
+        trace_every=80,
+        data=DataConfig(domains=('calculation',), difficulty=0.0, max_prompt_tokens=24),
+        cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=0.7),
+        rollout=RolloutConfig(max_tokens=48, num_slots=256),
+        tools=ToolConfig('calculator'),
+    )
+
+
 def engines_cpu() -> TrainConfig:
     "vLLM, Megatron-Core, two cores: torchrun --nproc-per-node 2 -m compassrl train engines-cpu"
     return replace(
@@ -89,15 +117,18 @@ def one_gpu() -> TrainConfig:
         cold_start=SFTConfig(steps=0),
         policy=PolicyConfig(max_position_embeddings=4096),
         rollout=RolloutConfig(max_tokens=3072, num_slots=256, dtype='bfloat16'),
+        rewards=RewardConfig(workers=8),
         optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=32_768),
     )
 
 
 def one_node() -> TrainConfig:
     "Eight GPUs: four train, two servers take two each; flags as of one-gpu (not run on GPU)"
+    base = one_gpu()
     return replace(
-        one_gpu(),
+        base,
         rollout_engine='pool',
+        rollout=replace(base.rollout, quantization='fp8'),
         vllm=VllmConfig(num_replicas=2, tensor_parallel=2, timeout_s=600.0),
         train_engine='megatron',
         parallel=ParallelConfig(tp=2, ep=4, etp=1, dtype='bfloat16', recompute='full'),
@@ -118,5 +149,23 @@ def multi_node() -> TrainConfig:
 
 presets: dict[str, Callable[[], TrainConfig]] = {
     f.__name__.replace('_', '-'): f
-    for f in (tiny_cpu, smoke_cpu, engines_cpu, one_gpu, one_node, multi_node)
+    for f in (tiny_cpu, smoke_cpu, tool_cpu, engines_cpu, one_gpu, one_node, multi_node)
 }
+
+
+# %% ../../nbs/runs/15_presets.ipynb #af21029d
+def names_cold_start(
+    words: list[str],  # flags
+    file: str = '',  # of a config, if there is one
+) -> bool:
+    "Do the flags or the file say how many steps a cold start has?"
+    flags = {w.split('=')[0].replace('_', '-') for w in words}
+    said = read_data(file) if file else {}
+    return '--cold-start.steps' in flags or 'steps' in (said.get('cold_start') or {})
+
+
+def for_checkpoint(cfg: TrainConfig, named: bool) -> TrainConfig:
+    "Without the cold start of a preset, if the run starts from a checkpoint and nobody named one"
+    if named or not cfg.init_from:
+        return cfg
+    return replace(cfg, cold_start=replace(cfg.cold_start, steps=0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -15,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from ..config import TrainConfig
+from .log import say
 from ..train.megatron.layout import ParallelConfig
 
 if TYPE_CHECKING:
     from compassrl.train.megatron.leader import Watch
 
 # %% auto #0
-__all__ = ['world', 'need', 'keep_freed_memory', 'set_up', 'meet_ranks']
+__all__ = ['world', 'need', 'keep_freed_memory', 'set_up', 'what_fits', 'meet_ranks']
 
 
 # %% ../../nbs/runs/08_process.ipynb #2195e5ad
@@ -56,6 +58,20 @@ def set_up(cfg: TrainConfig) -> None:
     torch.set_num_threads(cfg.num_threads)
     if cfg.device == 'cpu':
         keep_freed_memory()
+
+
+# %% ../../nbs/runs/08_process.ipynb #f8a00002
+def what_fits(cfg: TrainConfig) -> TrainConfig:
+    "Without FP8 where the GPU of this machine computes none (not run on GPU)"
+    r = cfg.rollout
+    asks = r.quantization or r.kv_cache_dtype == 'fp8'
+    if not asks or cfg.device != 'cuda' or cfg.vllm.urls or not torch.cuda.is_available():
+        return cfg
+    if torch.cuda.get_device_capability() >= (8, 9):
+        return cfg
+    name = torch.cuda.get_device_name()
+    say(f'rollout without FP8: {name} computes none, which takes compute capability 8.9')
+    return replace(cfg, rollout=replace(r, quantization='', kv_cache_dtype='auto'))
 
 
 # %% ../../nbs/runs/08_process.ipynb #15555ddc

@@ -119,16 +119,17 @@ def _training(f):
     for k, x in f['training'].items():
         if x:
             rows.append([k.replace('_', ' '), *(f'{v:.4g}' for v in x.values())])
-    table = _table(['', 'mean', 'first quarter', 'last quarter'], rows)
+    table = rows and [_table(['', 'mean', 'first quarter', 'last quarter'], rows)]
     cold, loss = f['cold_start'], f['cold_start']['loss']
+    source = (f['config'] or {}).get('init_from')
     if not cold['steps']:
-        source = (f['config'] or {}).get('init_from')
         none = f'No cold start: the policy began as `{source}`.'
-        return f'{table}\n\n{none}' if source else table
-    note = f'Cold start: {cold["steps"]} steps, {cold["tokens"]:,.0f} tokens'
+        return '\n\n'.join([*table, none] if source else table)
+    begun = f' from `{source}`' if source else ''
+    note = f'Cold start{begun}: {cold["steps"]} steps, {cold["tokens"]:,.0f} tokens'
     if loss:
         note += f', loss {loss["first"]:.3f} in the first quarter, {loss["last"]:.3f} in the last'
-    return f'{table}\n\n{note}.'
+    return '\n\n'.join([*table, f'{note}.'])
 
 
 def _samples(f):
@@ -163,7 +164,7 @@ def report_markdown(
         parts += ['## Time', _timing(f)]
     if f.get('gantt_step'):
         parts += [f'Step {f["gantt_step"]}, who did what and when:', '![Gantt chart](gantt.png)']
-    if any(f['training'].values()):
+    if any(f['training'].values()) or f['cold_start']['steps']:
         parts += ['## Training', _training(f)]
     if f['samples']:
         parts += ['## Samples', _samples(f)]

@@ -32,8 +32,8 @@ from compassrl.runs.before import (
     read_part,
     recall_learned,
     screened,
-    start_policy,
 )
+from .cold_start import start_policy
 from .curves import read_metrics
 from .data import Data, load, resolve
 from .eval_sets import check_judged, eval_json, eval_lines, evaluate_sets
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def source(self) -> Path:  # Hugging Face checkpoint of the policy before RL
-        return Path(self.cfg.init_from or self.folder / 'start')
+        return Path(not self.cfg.cold_start.steps and self.cfg.init_from or self.folder / 'start')
 
     def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch) -> None:
         c, m, last = self.cfg, metrics, step == self.cfg.steps
@@ -198,8 +198,8 @@ def _go_on(run, watch):  # from wherever it is to its end
     note_origin(folder, c)
     begins = not found_checkpoints(folder / 'checkpoints')
     if begins:
-        start_policy(c, run.data, folder, run.stop)
-    engines = open_engines(c, run.source, folder, watch)
+        start_policy(c, run.data, folder, run.stop, watch)
+    engines = open_engines(c, run.source, folder, watch, run.data.tool)
     with run.judging(), engines as run.engines, disk_told(folder):
         _before_rl(run, begins)
         if begins:

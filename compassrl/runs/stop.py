@@ -27,7 +27,16 @@ except ImportError:
     fcntl = None  # Windows
 
 # %% auto #0
-__all__ = ['launcher', 'stoppable', 'locked', 'holder', 'failure_noted', 'disk_told']
+__all__ = [
+    'launcher',
+    'stoppable',
+    'locked',
+    'holder',
+    'failure_noted',
+    'disk_told',
+    'is_of_disk',
+    'error_line',
+]
 
 
 # %% ../../nbs/runs/11_stop.ipynb #be23c828
@@ -143,3 +152,22 @@ def disk_told(
             f'{folder}: {why}: free space or make it writable, '
             f'then go on with: {launcher()} {command} {folder}'
         ) from e
+
+
+# %% ../../nbs/runs/11_stop.ipynb #c1a7e002
+_no_room = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
+
+
+def is_of_disk(
+    e: Exception,  # that ends a command
+) -> bool:
+    "Can a user mend it? A ValueError, a file, a full disk; not what a socket says"
+    return not isinstance(e, OSError) or bool(e.filename) or e.errno in _no_room
+
+
+def error_line(e: Exception) -> str:
+    "What the command says at last"
+    if not isinstance(e, OSError):
+        return str(e)
+    where = f': {str(e.filename)[:200]!r}' if e.filename else ''
+    return f'{e.strerror}{where}: check the path, its permissions and the disk'

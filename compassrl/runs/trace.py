@@ -34,7 +34,7 @@ _per_token = (
 )
 
 
-def _sample_row(s, mask, tokens):  # what a sample knows of itself, and lists of its response
+def _sample_row(s, tokens):  # what a sample knows of itself, and lists of its response
     row = dict(
         prompt_id=s.prompt_id,
         index=s.index,
@@ -49,10 +49,13 @@ def _sample_row(s, mask, tokens):  # what a sample knows of itself, and lists of
         weight_version=s.weight_version,
         timings=s.timings,
     )
-    row |= {k: v[mask].tolist() for k, v in tokens.items()}
+    at = slice(len(s.prompt_ids), len(s.prompt_ids) + len(s.response_ids))
+    row |= {k: v[at].tolist() for k, v in tokens.items()}
     if s.routed_experts is not None:
         row['routed_experts'] = s.routed_experts.tolist()
         row['routes_valid'] = s.routes_valid.int().tolist()
+    if s.policy_mask is not None:
+        row['policy_mask'] = s.policy_mask.int().tolist()
     if s.token_versions is not None:
         row['token_versions'] = s.token_versions.tolist()
     return row
@@ -72,8 +75,7 @@ def trace_rows(
     there = {k: v for k in _per_token if (v := getattr(batch, k)) is not None}
     for i, s in enumerate(samples):
         tokens = {k: v[i] for k, v in there.items()}
-        row = _sample_row(s, batch.response_mask[i], tokens)
-        yield common | dict(kind='sample', group=int(batch.group[i])) | row
+        yield common | dict(kind='sample', group=int(batch.group[i])) | _sample_row(s, tokens)
 
 
 # %% ../../nbs/runs/02_trace.ipynb #ae01893d
@@ -146,6 +148,9 @@ def recompute_loss(
 
     lengths = torch.tensor([len(r['response_ids']) for r in rows])
     mask = (torch.arange(T) > 0) & (torch.arange(T) <= lengths[:, None])
+    for row, r in zip(mask, rows):
+        if 'policy_mask' in r:  # a tool spoke
+            row[1 : len(r['policy_mask']) + 1] = torch.tensor(r['policy_mask'])
     batch = Batch(
         token_ids=torch.zeros(len(rows), T, dtype=torch.long),
         token_mask=mask,

@@ -146,7 +146,7 @@ def test_a_size_of_a_file_of_weights(tmp_path, model):
 
 
 WORDS = {
-    'fly': ['fly', 'train, resume, eval, merge or report'],
+    'fly': ['fly', 'train, resume, eval, distill, report, merge, pipeline'],
     'tiny-cpu': ["unknown command 'tiny-cpu'"],
     '--stepz 3': ["unknown command '--stepz'"],
     'train tiny-gpu': ['tiny-gpu', 'tiny-cpu'],

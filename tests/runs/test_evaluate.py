@@ -16,6 +16,7 @@ from compassrl.data.prompts import make_prompts
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import EOS_ID, PAD_ID, build_tokenizer, encode
 from compassrl.records import RolloutEngine, Sample, SamplingParams, Verdict
+from compassrl.runs.eval_sets import domain_lines, eval_json, interval
 from compassrl.runs.evaluate import EvalResult, evaluate, gain, mean_stderr, pass_at_k
 
 tok = build_tokenizer()
@@ -235,6 +236,10 @@ def test_a_domain_counts_like_an_evaluation_of_its_own(prompts):
             pass_at_k=alone.pass_at_k,
         )
         assert alone.pass_at_k > alone.pass_at[1], 'k is not 1 here'
+        written = eval_json(dict(heldout=(both, {})))['by_domain'][domain]
+        assert written == found | dict(interval=interval(alone))
+        assert any(domain in x and f'{len(own)} prompts' in x for x in domain_lines(both))
+        assert domain_lines(alone) == []
 
 
 def test_gain_is_paired(prompts):

@@ -5,18 +5,25 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from transformers import AutoTokenizer, pipeline
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig
 from compassrl.data.tokenizer import response_text
+from compassrl.loop import Stop
 from compassrl.model.hf_config import read_config
 from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.model.shape import PolicyConfig
 from compassrl.records import Request
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.runs.cli import parse_train
+from compassrl.runs.cold_start import start_policy
 from compassrl.runs.data import load, resolve
+from compassrl.runs.presets import tiny_cpu
 from compassrl.runs.run import start_run
+from compassrl.train.sft import SFTConfig
 from tests.support import families
 
 SMALL = TrainConfig(
@@ -25,6 +32,7 @@ SMALL = TrainConfig(
     group_size=2,
     eval_k=1,
     data=DataConfig(num_train=4, num_heldout=2),
+    cold_start=SFTConfig(steps=0),
     rollout=RolloutConfig(max_tokens=8),
 )
 
@@ -43,7 +51,6 @@ def own(tmp_path_factory):
 
 def test_a_run_gives_back_what_it_was_given(own, tmp_path, capsys):
     run = start_run(replace(SMALL, init_from=str(own), run_dir=str(tmp_path / 'run')))
-    assert SMALL.cold_start.steps, 'a preset has one'
     assert 'no cold start: the policy is that of init_from=' in capsys.readouterr().out
     assert 'No cold start: the policy began as' in (run / 'report.md').read_text()
     model = run / 'model'
@@ -111,6 +118,111 @@ def test_any_of_several_end_tokens_stops(own):
         assert '<|' not in response_text(tok, s.response_ids, (1, 2)).replace(
             '<|pad|>', ''
         ).replace('<|im_start|>', '')
+
+
+# ---- a cold start from it
+
+TAUGHT = replace(SMALL, cold_start=SFTConfig(steps=3, batch_size=4, warmup_steps=0, lr=1e-4))
+
+
+def theirs(model, tok, prompts):
+    "What transformers says the loss is, one row at a time, padded nowhere"
+    total = num = 0
+    for p in prompts:
+        shown = tok.encode(p.solution, add_special_tokens=False).ids + [
+            tok.token_to_id('<|im_end|>')
+        ]
+        ids = torch.tensor([p.token_ids + shown])
+        labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(p.token_ids), -100)
+        with torch.no_grad():
+            total += model(input_ids=ids, labels=labels).loss.item() * len(shown)
+        num += len(shown)
+    return total / num
+
+
+def told(folder):
+    return [json.loads(line) for line in (folder / 'cold_start.jsonl').open()]
+
+
+def test_steps_that_are_named_train_the_checkpoint_before_rl(own, tmp_path, capsys):
+    "The first loss is that of the checkpoint; RL and its reference begin where the last one ended"
+    cfg = replace(TAUGHT, steps=0, init_from=str(own), run_dir=str(tmp_path / 'run'))
+    run = start_run(cfg)
+    assert f'cold start from {own}: 3 steps, learning rate up to 0.0001' in capsys.readouterr().out
+    assert f'Cold start from `{own.name}`: 3 steps' in (run / 'report.md').read_text()
+    data = load(resolve(cfg))
+    model = AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32)
+    losses = [m['loss'] for m in told(run)]
+    assert losses[0] == pytest.approx(theirs(model, data.tokenizer, data.train), rel=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(run / 'start', dtype=torch.float32)
+    assert theirs(model, data.tokenizer, data.train) < losses[-1] < losses[0]
+    # nothing was trained after it, so what comes out is what RL would have started from
+    start, end = (load_file(run / f / 'model.safetensors') for f in ('start', 'model'))
+    assert all(start[k].equal(end[k]) for k in start) and start.keys() == end.keys()
+    for f in ('start', 'model'):
+        for name in ('tokenizer.json', 'chat_template.jinja', 'LICENSE'):
+            assert (run / f / name).read_bytes() == (own / name).read_bytes(), name
+    before, after = (json.loads((run / f'eval_{w}.json').read_text()) for w in ('before', 'after'))
+    assert after['avg'] == before['avg'] and (run / 'metrics.jsonl').read_text() == ''
+
+
+class StopAfter:
+    def __init__(self, num):
+        self.left = num
+
+    @property
+    def asked(self):
+        self.left -= 1
+        return self.left < 0
+
+
+def test_it_goes_on_where_it_was_stopped(own, tmp_path):
+    cfg = resolve(replace(TAUGHT, init_from=str(own)))
+    data, once, twice = load(cfg), tmp_path / 'once', tmp_path / 'twice'
+    for folder in (once, twice):
+        folder.mkdir()
+    start_policy(cfg, data, once, StopAfter(99))
+    with pytest.raises(Stop):
+        start_policy(cfg, data, twice, StopAfter(3))
+    assert 0 < len(told(twice)) < 3 and not (twice / 'start').exists()
+    start_policy(cfg, data, twice, StopAfter(99))
+    for name in ('cold_start.jsonl', 'start/model.safetensors', 'start/config.json'):
+        assert (once / name).read_bytes() == (twice / name).read_bytes(), name
+
+
+def test_a_preset_teaches_its_new_policy_a_checkpoint_only_where_steps_are_named(own, tmp_path):
+    steps, here = tiny_cpu().cold_start.steps, str(own)
+    file, silent = tmp_path / 'c.yaml', tmp_path / 's.yaml'
+    file.write_text(f'init_from: {here}\ncold_start: {{steps: 7}}\n')
+    silent.write_text(f'init_from: {here}\ncold_start: {{lr: 0.5}}\n')
+    for words, want in {
+        ('tiny-cpu',): steps,
+        ('tiny-cpu', '--init-from', here): 0,
+        ('tiny-cpu', f'--init-from={here}', '--cold-start.lr', '1e-5'): 0,
+        ('tiny-cpu', '--init-from', here, '--cold-start.steps', str(steps)): steps,
+        ('tiny-cpu', '--init-from', here, '--cold_start.steps=5'): 5,
+        (str(file),): 7,
+        (str(silent),): 0,
+        (str(silent), '--cold-start.steps', '9'): 9,
+    }.items():
+        assert parse_train([*words]).cold_start.steps == want, words
+
+
+def test_solutions_that_are_missing_or_too_long_are_refused_before_anything_is_written(
+    own, tmp_path
+):
+    file, limit = tmp_path / 'd.jsonl', read_config(own).max_position_embeddings
+    cfg = replace(TAUGHT, init_from=str(own), run_dir=str(tmp_path / 'run'))
+    for solution, says in {
+        None: 'No row of .* has a solution, which the cold start needs: --cold-start.steps 0',
+        'a ' * limit: f'its solution have .* tokens, which exceeds the context of {limit}',
+    }.items():
+        rows = (dict(prompt=f'{i}+1=', answer=str(i + 1), solution=solution) for i in range(9))
+        file.write_text('\n'.join(map(json.dumps, rows)))
+        data = DataConfig(path=str(file), num_heldout=2)
+        with pytest.raises(ValueError, match=says):
+            start_run(replace(cfg, data=data))
+    assert not (tmp_path / 'run').exists()
 
 
 def test_a_shape_that_its_family_cannot_have_is_refused_before_anything_is_written(tmp_path):

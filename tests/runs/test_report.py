@@ -434,7 +434,7 @@ def test_page(run):
         '1,000 tokens/s in the rollout, 476 end to end',
         'compassrl train config.json',
         machine_info()['torch'],
-        'Cold start: 8 steps',
+        'Cold start from `start`: 8 steps',
     ):
         assert part in page
     assert html.count('<table>') == 5 and 'not finished' not in page and 'resumed' not in page

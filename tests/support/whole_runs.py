@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from unittest.mock import patch
@@ -74,7 +75,9 @@ def rank_command(args, hook):
 def writing(logs):
     "Processes whose output goes to one of the files"
     files, found = {str(f) for log in logs for f in (log, log.with_suffix('.err'))}, set()
-    for fd in Path('/proc').glob('[0-9]*/fd/[12]'):
+    # no pattern in the last part: a process that ends would raise while its folder is listed
+    streams = (Path('/proc').glob(f'[0-9]*/fd/{n}') for n in (1, 2))
+    for fd in chain(*streams):
         try:
             if os.readlink(fd) in files:
                 found.add(psutil.Process(int(fd.parts[2])))
