@@ -18,9 +18,9 @@ COURSE = tool.Course(ROOT)
 LESSONS = [n for n, part in COURSE.order.items() if part.kind == 'lesson']
 
 
-def cells(name, kind):
+def cells(name, *kinds):  # sources of cells; without kinds of all
     found = json.loads((COURSE.nbs / COURSE.paths[name]).read_text())['cells']
-    return [tool.source(c) for c in found if c['cell_type'] == kind]
+    return [tool.source(c) for c in found if not kinds or c['cell_type'] in kinds]
 
 
 def imported(name):
@@ -82,9 +82,11 @@ def test_next_leads_through_the_engine_room():
 
 @pytest.mark.parametrize('name', COURSE.paths)
 def test_the_line_under_a_title(name):
-    "Kind, place and measured seconds, once"
-    text = cells(name, 'markdown')[0]
+    "Kind, place and measured seconds, once; the title is the first that a page shows"
+    text = cells(name)[0]
+    assert text.startswith('# ') and '\n' in text, 'the title is not the first cell'
     part = COURSE.order[name]
+    assert len(re.findall(r'^\*\*(?:Lesson|Study|How-to|Reference)\b', text, re.M)) == 1
     assert len(tool.BADGE.findall(text)) == 1 and not tool.OLD_BADGE.search(text), 'run `make sync`'
     assert f'**{part.kind.capitalize()} {COURSE.number(name)}'.strip() in text
     assert isinstance(COURSE.data['seconds'][name], int)
@@ -138,6 +140,15 @@ def test_a_badge_keeps_what_the_notebook_says_itself(stated, rest):
     assert tool.set_badge(COURSE, name, dict(source=[once])) == once
     bare = tool.set_badge(COURSE, name, dict(source=['# T\n\n> promise\n\nMore.']))
     assert bare.startswith('# T\n\n> promise\n\n**Lesson') and bare.endswith('\n\nMore.')
+
+
+@pytest.mark.parametrize('before', ['', '**Lesson II.3** · II The algorithm · runs in 3 seconds\n\n'])
+def test_a_line_that_was_typed_by_hand_becomes_the_only_one(before):
+    name = next(n for n in LESSONS if COURSE.number(n))
+    typed = f'# T\n\n> promise\n\n{before}**Lesson** · prerequisites: [a](b.ipynb)\n\nMore.'
+    once = tool.set_badge(COURSE, name, dict(source=[typed]))
+    title, promise, line, more = once.split('\n\n')
+    assert line == tool.badge(COURSE, name, ' · prerequisites: [a](b.ipynb)')
 
 
 @pytest.mark.parametrize(

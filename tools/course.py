@@ -165,6 +165,14 @@ BADGE = re.compile(
 )
 
 
+# without seconds, or one more: typed by hand
+TYPED_BADGE = re.compile(
+    r'\n*^\*\*(?:Lesson|Study|How-to|Reference)\b(?:(?! · runs in ).)*?'
+    r'(?P<rest> · (?:prerequisites|paper)\b[^\n]*)?$',
+    re.M,
+)
+
+
 def spoken(seconds):
     if seconds < 90:
         return f'{seconds} second' + 's' * (seconds != 1)
@@ -182,13 +190,17 @@ def badge(course, name, rest):
 
 def set_badge(course, name, cell):
     "The title's cell with its badge, below the promise if there was none"
-    text = source(cell)
+    text, rest = source(cell), ''
+    for typed in TYPED_BADGE.finditer(text):
+        rest = typed['rest'] or rest
+    text = TYPED_BADGE.sub('', text)
     m = BADGE.search(text) or OLD_BADGE.search(text)
     if m:
-        return text[: m.start()] + badge(course, name, m['rest']) + text[m.end() :]
+        rest = m['rest'] or rest
+        return text[: m.start()] + badge(course, name, rest) + text[m.end() :]
     lines = text.splitlines()
     last = max(i for i, line in enumerate(lines) if i == 0 or line.startswith('>'))
-    return '\n'.join([*lines[: last + 1], '', badge(course, name, ''), *lines[last + 1 :]])
+    return '\n'.join([*lines[: last + 1], '', badge(course, name, rest), *lines[last + 1 :]])
 
 
 def typed_seconds(nb):
