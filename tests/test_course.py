@@ -142,7 +142,9 @@ def test_a_badge_keeps_what_the_notebook_says_itself(stated, rest):
     assert bare.startswith('# T\n\n> promise\n\n**Lesson') and bare.endswith('\n\nMore.')
 
 
-@pytest.mark.parametrize('before', ['', '**Lesson II.3** · II The algorithm · runs in 3 seconds\n\n'])
+@pytest.mark.parametrize(
+    'before', ['', '**Lesson II.3** · II The algorithm · runs in 3 seconds\n\n']
+)
 def test_a_line_that_was_typed_by_hand_becomes_the_only_one(before):
     name = next(n for n in LESSONS if COURSE.number(n))
     typed = f'# T\n\n> promise\n\n{before}**Lesson** · prerequisites: [a](b.ipynb)\n\nMore.'
