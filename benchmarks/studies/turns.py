@@ -1,0 +1,328 @@
+"""Why is an agent of several turns so much weaker than one call, and what closes the gap (open
+question 1 of the paper)?
+
+A sum of a product and up to three further numbers needs one call of a calculator for each step. The
+cold start has seen many solutions with one call and few with two, three and four. From it, with as
+many response tokens of the policy (what the tool says costs nothing):
+
+one_call    RL on questions that need one call
+mix         RL on questions that need one to four, one reward at the end
+per_turn    the same, and a response that is wrong gets the share of calls that were right
+curriculum  one call, then two, three, four: a quarter of the tokens each, one reward at the end
+state       as mix, and the tool says what is left to be done: <12*34+5>=408+5; instead of
+            <12*34>=408; (its calls are longer, so it has a cold start of its own, as large)
+state_one   as one_call, with the tool of state
+
+All is plain GRPO: silent groups add nothing, no penalties. Held-out questions are counted by the
+calls that they need, and by how many of those were right before the first that was not.
+Last line: one JSON object; `ratio` is the rate at four calls over that at one call after `mix`.
+usage: make study NAME=turns, python benchmarks/studies/turns.py [--quick]
+"""
+
+import argparse
+import json
+import re
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from _runner import OFF, RUNS, digest, interval, prompts_of
+from tqdm import tqdm
+
+from compassrl.algo.losses import LossConfig
+from compassrl.data.tasks import final, verifier
+from compassrl.data.tokenizer import build_tokenizer
+from compassrl.data.tools import ToolConfig, ToolUser, calculator, tool
+from compassrl.loop import Stop, fit
+from compassrl.model.policy import Policy
+from compassrl.records import Verdict
+from compassrl.rollout.episodes import Episodes
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.runs.evaluate import evaluate
+from compassrl.runs.facts import machine_info
+from compassrl.runs.log import write_json
+from compassrl.runs.presets import tool_cpu
+from compassrl.train.sft import cold_start
+from compassrl.train.torch_engine import TorchTrain
+
+CALLS = (1, 2, 3, 4)  # that a question needs
+ROOM, LESS_ROOM = 112, 48  # tokens of a response, what it reads included; 48 is that of `tool-cpu`
+SILENT = 'zero_variance_raw_frac'  # groups of a step whose rewards are equal
+
+
+@tool
+def first_step(call: str) -> str:
+    "The whole sum that is left when its first step is done; `?` for anything else"
+    m = re.fullmatch(r'(-?\d+[-+*]\d+)((?:[-+]\d+)*)', call)
+    return calculator(m[1]) + m[2] if m else '?'
+
+
+def calls_of(text):
+    return re.findall(r'<([^<>]*)>', text)
+
+
+def right_calls(text, solution):
+    "Calls of a response before the first that is not the solution's"
+    n = 0
+    for said, want in zip(calls_of(text), calls_of(solution)):
+        if said != want:
+            break
+        n += 1
+    return n
+
+
+@verifier
+def each_call(text: str, answer: str) -> Verdict:
+    "1 for the right result, else the share of what was due that is right: calls, in order, and it"
+    v = final(text, answer.partition('#')[2])
+    part = right_calls(text, answer) / (len(calls_of(answer)) + 1)
+    return replace(v, reward=1.0 if v.correct else part)
+
+
+@dataclass(frozen=True)
+class Arm:
+    stages: tuple[tuple[int, ...], ...] = (CALLS,)  # calls needed, one stage after another
+    verifier: str = 'final'
+    tool: str = 'calculator'
+
+
+ARMS = dict(
+    one_call=Arm(((1,),)),
+    mix=Arm(),
+    per_turn=Arm(verifier='each_call'),
+    curriculum=Arm(tuple((n,) for n in CALLS)),
+    state=Arm(tool='first_step'),
+    state_one=Arm(((1,),), tool='first_step'),
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    seeds: tuple[int, ...] = tuple(range(4))
+    budget: int = 160_000  # response tokens of a trial
+    shown: tuple[float, ...] = (0.85, 0.05, 0.05, 0.05)  # of the solutions of a cold start
+    hasty: float = 0.5  # share of them with the answer alone
+    cold_steps: int = 800
+    num_heldout: int = 64  # for each number of calls
+    eval_k: int = 4
+
+
+def config(study, arm, seed):
+    base = tool_cpu()
+    sft = replace(base.cold_start, steps=study.cold_steps, hasty_frac=study.hasty)
+    more = dict(cold_start=sft, rollout=replace(base.rollout, max_tokens=ROOM))
+    more |= dict(policy=replace(base.policy, max_position_embeddings=136))
+    more |= dict(zero_variance=OFF, loss=LossConfig('grpo'), tools=ToolConfig(arm.tool))
+    return replace(base, seed=seed, steps=10**6, **more)
+
+
+# ---- questions
+
+
+def with_state(p):
+    "A solution for the tool that says what is left"
+    left, calls = p.text.removesuffix('='), ''
+    while not re.fullmatch(r'-?\d+', left):
+        calls, left = f'{calls}<{left}>', first_step(left)
+    return replace(p, solution=f'{calls}#{left}')
+
+
+@cache
+def questions(arm, shares, num, seed, split):
+    "Calls needed, share of each"
+    mix = tuple(('calculation', float(n - 1), share) for n, share in shares)
+    found = prompts_of(mix, num, seed, split)
+    if arm.tool == 'first_step':
+        found = [with_state(p) for p in found]
+    if arm.verifier == 'each_call':
+        found = [replace(p, verifier='each_call', answer=p.solution) for p in found]
+    return found
+
+
+# ---- one trial
+
+
+def short(found):
+    "Five digits of every number"
+    return json.loads(json.dumps(found), parse_float=lambda x: float(f'{float(x):.5g}'))
+
+
+def engines(cfg, weights):
+    policy = Policy(cfg.policy, cfg.seed)
+    if weights:
+        policy.load_state_dict(weights)
+    engine = TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
+    rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
+    rollout.load_weights(engine.weights(), 0)
+    return engine, Episodes(rollout, ToolUser(cfg.tools, build_tokenizer()))
+
+
+def cold_started(study, arm, seed, folder):
+    "The weights that all trials of a seed and a tool begin with, made once"
+    cfg = config(study, arm, seed)
+    sft, plain = cfg.cold_start, replace(arm, verifier='final')
+    path = folder / f'cold-{arm.tool}-{seed}-{digest(cfg.policy, sft, study.shown)}.pt'
+    if not path.exists():
+        shares = tuple(zip(CALLS, study.shown))
+        prompts = questions(plain, shares, sft.num_solutions, seed, 'train')
+        policy = Policy(cfg.policy, seed)
+        optim = replace(cfg.optim, lr=sft.lr, num_mini_batches=1)
+        engine = TorchTrain(policy, optim, replay='off')
+        tok = build_tokenizer()
+        for _ in cold_start(engine, prompts, sft, tok, seed, tool=ToolUser(cfg.tools, tok)):
+            pass
+        torch.save(policy.state_dict(), path.with_suffix('.tmp'))
+        path.with_suffix('.tmp').replace(path)
+    return torch.load(path, weights_only=True)
+
+
+def seen(study, cfg, arm, rollout, room=None):
+    "Held-out rates of one policy: a row for each number of calls"
+    params = cfg.rollout.params(cfg.policy.eos_ids)
+    params = replace(params, max_tokens=room or params.max_tokens)
+    rows, plain, tok = [], replace(arm, verifier='final'), build_tokenizer()
+    for n in CALLS:
+        prompts = questions(plain, ((n, 1.0),), study.num_heldout, cfg.seed, 'heldout')
+        found = evaluate(rollout, prompts, study.eval_k, params, tok, cfg.seed)
+        solution = {p.id: p.solution for p in prompts}
+        texts = [(s.response, solution[s.prompt_id]) for s in found.samples]
+        right = [right_calls(*t) for t in texts]
+        share = [fmean(r >= k for r in right) for k in range(1, n + 1)]
+        calls = fmean(len(calls_of(t)) for t, _ in texts)
+        rows.append(dict(needed=n, avg=found.avg, stderr=found.avg_stderr, calls=calls))
+        rows[-1] |= dict(right_calls=share, truncated=found.truncated_frac)
+    return rows
+
+
+class Budget:
+    "Stops a stage when its tokens are spent"
+
+    def __init__(self, budget):
+        self.budget, self.tokens, self.steps, self.rows = budget, 0, 0, []
+
+    def on_step(self, step, metrics, samples, batch):
+        self.rows.append(metrics)
+        self.steps, self.tokens = step, self.tokens + int(metrics['tokens'])
+        if self.tokens >= self.budget:
+            raise Stop
+
+
+def learn(study, cfg, arm, engine, rollout):
+    "Stage after stage; the metrics of all steps"
+    tok, steps, rows = build_tokenizer(), 0, []
+    for stage in arm.stages:
+        shares = tuple((n, 1 / len(stage)) for n in stage)
+        prompts = questions(arm, shares, 4096, cfg.seed, 'train')
+        end = Budget(study.budget / len(arm.stages))
+        try:
+            fit(cfg, prompts, rollout, engine, tok, end, cfg.policy.eos_ids, start=steps)
+        except Stop:
+            steps, rows = end.steps, rows + end.rows
+    return rows
+
+
+def trial(study, name, seed, folder):
+    "One run: what the policy can do before, after, and after with less room to answer in"
+    torch.set_num_threads(1)
+    arm = ARMS[name]
+    cfg = config(study, arm, seed)
+    engine, rollout = engines(cfg, cold_started(study, arm, seed, folder))
+    before, began = seen(study, cfg, arm, rollout), time.perf_counter()
+    rows = learn(study, cfg, arm, engine, rollout)
+    found = dict(arm=name, seed=seed, seconds=time.perf_counter() - began, steps=len(rows))
+    found |= dict(tokens=int(sum(m['tokens'] for m in rows)), before=before)
+    found |= dict(after=seen(study, cfg, arm, rollout))
+    found |= dict(less_room=seen(study, cfg, arm, rollout, LESS_ROOM))
+    silent, said = (fmean(m[k] for m in rows) for k in (SILENT, 'response_tokens_mean'))
+    return short(found | dict(silent=silent, silent_first=rows[0][SILENT], response_tokens=said))
+
+
+def kept(study, name, seed, folder):
+    "A trial from its file, or made now"
+    whole = study, ARMS[name], config(study, ARMS[name], seed)
+    path = folder / f'{name}-{seed}-{digest(replace(study, seeds=()), *whole[1:])}.json'
+    if not path.exists():
+        write_json(path, trial(study, name, seed, folder))
+    return json.loads(path.read_text())
+
+
+# ---- what they show
+
+
+def rate(trial, when, needed):
+    return 100 * trial[when][needed - 1]['avg']
+
+
+def gap(trial, when='after'):
+    "Points that the longest questions are behind the shortest"
+    return rate(trial, when, CALLS[0]) - rate(trial, when, CALLS[-1])
+
+
+def several(trial, when='after'):
+    "Mean rate of questions that need more than one call"
+    return fmean(rate(trial, when, n) for n in CALLS[1:])
+
+
+def paired(trials, arm, other, measure):
+    "Differences on the same seeds, in points, and their interval"
+    found = {(r['arm'], r['seed']): measure(r) for r in trials}
+    return interval([found[arm, s] - found[other, s] for a, s in found if a == arm])
+
+
+def summary(trials):
+    "Rates by calls needed, the gap, and the differences from `mix`; each with its interval"
+    out = {}
+    for arm in dict.fromkeys(r['arm'] for r in trials):
+        mine = [r for r in trials if r['arm'] == arm]
+        row = dict(seeds=[r['seed'] for r in mine])
+        for when in ('before', 'after', 'less_room'):
+            row[when] = [interval([rate(r, when, n) for r in mine]) for n in CALLS]
+            row[f'gap_{when}'] = interval([gap(r, when) for r in mine])
+            row[f'several_{when}'] = interval([several(r, when) for r in mine])
+        row['calls'] = [fmean(r['after'][n - 1]['calls'] for r in mine) for n in CALLS]
+        row |= {k: interval([r[k] for r in mine]) for k in ('silent', 'silent_first')}
+        row |= {k: fmean(r[k] for r in mine) for k in ('steps', 'tokens', 'seconds')}
+        if arm != 'mix':
+            row['several_against_mix'] = paired(trials, arm, 'mix', several)
+            row['gap_against_mix'] = paired(trials, arm, 'mix', gap)
+        out[arm] = row
+    return out
+
+
+def show(table):
+    print(f'{"arm":12}{"before":>24}{"after, 1 to 4 calls":>28}{"2 to 4 calls - mix":>28}')
+    for arm, row in table.items():
+        cells = [''.join(f'{x[0]:6.1f}' for x in row[w]) for w in ('before', 'after')]
+        against = '{:+10.1f} [{:+6.1f}, {:+6.1f}]'.format(*row.get('several_against_mix', (0,) * 3))
+        print(f'{arm:12}{cells[0]}{cells[1]:>28}{against}')
+
+
+def main():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
+    quick = p.parse_args().quick
+    study, arms, folder = Study(), tuple(ARMS), RUNS / 'turns'
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as tmp:
+        if quick:
+            small = dict(seeds=(0, 1), budget=2000, cold_steps=9, num_heldout=4, eval_k=1)
+            study, arms, folder = replace(study, **small), ('mix', 'state'), Path(tmp)
+        jobs = [(arm, s) for s in study.seeds for arm in arms]
+        trials = [kept(study, *job, folder) for job in tqdm(jobs, 'turns')]
+    show(table := summary(trials))
+    last, first = (table['mix']['after'][i][0] for i in (-1, 0))
+    found = dict(name='turns', ratio=round(last / first, 3) if first else 0.0)
+    found |= dict(units='held-out avg@k after RL on the mix: four calls needed / one call')
+    settings = asdict(study) | dict(calls=CALLS, room=ROOM, less_room=LESS_ROOM, quick=quick)
+    found |= dict(table=short(table), runs=trials, settings=settings)
+    print(json.dumps(found | dict(machine=machine_info())))
+
+
+if __name__ == '__main__':
+    main()
