@@ -34,12 +34,12 @@ from _runner import OFF, RUNS, digest, interval, prompts_of
 from tqdm import tqdm
 
 from compassrl.algo.losses import LossConfig
-from compassrl.data.tasks import final, verifier
+from compassrl.data.tasks import Choices, Problem, final, task_family, verifier
 from compassrl.data.tokenizer import build_tokenizer
-from compassrl.data.tools import ToolConfig, ToolUser, calculator, tool
+from compassrl.data.tools import ToolConfig, ToolUser, tool
 from compassrl.loop import Stop, fit
 from compassrl.model.policy import Policy
-from compassrl.records import Verdict
+from compassrl.records import Verdict, derive_seed
 from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.runs.evaluate import evaluate
@@ -50,15 +50,36 @@ from compassrl.train.sft import cold_start
 from compassrl.train.torch_engine import TorchTrain
 
 CALLS = (1, 2, 3, 4)  # that a question needs
-ROOM, LESS_ROOM = 112, 48  # tokens of a response, what it reads included; 48 is that of `tool-cpu`
+ROOM = 64  # tokens of a response, with what it reads
 SILENT = 'zero_variance_raw_frac'  # groups of a step whose rewards are equal
 
 
+def follows(key):
+    "What is stored under three letters: nothing to compute, nothing to remember, it must be asked"
+    return ''.join(chr(97 + derive_seed('look up', key, i) % 26) for i in range(3))
+
+
 @tool
-def first_step(call: str) -> str:
-    "The whole sum that is left when its first step is done; `?` for anything else"
-    m = re.fullmatch(r'(-?\d+[-+*]\d+)((?:[-+]\d+)*)', call)
-    return calculator(m[1]) + m[2] if m else '?'
+def look_up(call: str) -> str:
+    "What is stored under three letters; `?` for anything else"
+    return follows(call) if re.fullmatch('[a-z]{3}', call) else '?'
+
+
+@tool
+def look_up_left(call: str) -> str:
+    "The same for a number of steps and three letters, and how many steps are left"
+    m = re.fullmatch('([1-9])([a-z]{3})', call)
+    return f'{int(m[1]) - 1}{follows(m[2])}' if m else '?'
+
+
+@task_family
+def chain(level: int, choose: Choices) -> Problem:
+    "Look up three letters, then what was found, and so on: level + 1 times"
+    key, calls = ''.join(chr(97 + choose(26)) for _ in range(3)), ''
+    text = f'{level + 1}{key}:'
+    for _ in range(level + 1):
+        calls, key = f'{calls}<{key}>', follows(key)
+    return Problem(text, key, f'{calls}#{key}', 'final')
 
 
 def calls_of(text):
@@ -87,35 +108,37 @@ def each_call(text: str, answer: str) -> Verdict:
 class Arm:
     stages: tuple[tuple[int, ...], ...] = (CALLS,)  # calls needed, one stage after another
     verifier: str = 'final'
-    tool: str = 'calculator'
+    tool: str = 'look_up'
 
 
 ARMS = dict(
-    one_call=Arm(((1,),)),
     mix=Arm(),
+    one_call=Arm(((1,),)),
     per_turn=Arm(verifier='each_call'),
+    state=Arm(tool='look_up_left'),
     curriculum=Arm(tuple((n,) for n in CALLS)),
-    state=Arm(tool='first_step'),
-    state_one=Arm(((1,),), tool='first_step'),
 )
 
 
 @dataclass(frozen=True)
 class Study:
     seeds: tuple[int, ...] = tuple(range(4))
-    budget: int = 160_000  # response tokens of a trial
-    shown: tuple[float, ...] = (0.85, 0.05, 0.05, 0.05)  # of the solutions of a cold start
-    hasty: float = 0.5  # share of them with the answer alone
-    cold_steps: int = 800
-    num_heldout: int = 64  # for each number of calls
+    budget: int = 50_000  # response tokens of a trial
+    shown: tuple[float, ...] = (0.985, 0.005, 0.005, 0.005)  # of the solutions of a cold start
+    hasty: float = 0.3  # share of them with the answer alone
+    cold_steps: int = 200
+    num_heldout: int = 48  # for each number of calls
     eval_k: int = 4
 
 
 def config(study, arm, seed):
     base = tool_cpu()
     sft = replace(base.cold_start, steps=study.cold_steps, hasty_frac=study.hasty)
-    more = dict(cold_start=sft, rollout=replace(base.rollout, max_tokens=ROOM))
-    more |= dict(policy=replace(base.policy, max_position_embeddings=136))
+    layers = tuple(range(base.policy.num_hidden_layers))
+    more = dict(
+        policy=replace(base.policy, mlp_only_layers=layers)
+    )  # no experts: three times faster
+    more |= dict(cold_start=sft, rollout=replace(base.rollout, max_tokens=ROOM))
     more |= dict(zero_variance=OFF, loss=LossConfig('grpo'), tools=ToolConfig(arm.tool))
     return replace(base, seed=seed, steps=10**6, **more)
 
@@ -124,19 +147,18 @@ def config(study, arm, seed):
 
 
 def with_state(p):
-    "A solution for the tool that says what is left"
-    left, calls = p.text.removesuffix('='), ''
-    while not re.fullmatch(r'-?\d+', left):
-        calls, left = f'{calls}<{left}>', first_step(left)
-    return replace(p, solution=f'{calls}#{left}')
+    "A solution for the tool that says how many steps are left"
+    keys = calls_of(p.solution)
+    said = ''.join(f'<{len(keys) - i}{key}>' for i, key in enumerate(keys))
+    return replace(p, solution=f'{said}#{p.answer}')
 
 
 @cache
 def questions(arm, shares, num, seed, split):
     "Calls needed, share of each"
-    mix = tuple(('calculation', float(n - 1), share) for n, share in shares)
+    mix = tuple(('chain', float(n - 1), share) for n, share in shares)
     found = prompts_of(mix, num, seed, split)
-    if arm.tool == 'first_step':
+    if arm.tool == 'look_up_left':
         found = [with_state(p) for p in found]
     if arm.verifier == 'each_call':
         found = [replace(p, verifier='each_call', answer=p.solution) for p in found]
@@ -153,8 +175,7 @@ def short(found):
 
 def engines(cfg, weights):
     policy = Policy(cfg.policy, cfg.seed)
-    if weights:
-        policy.load_state_dict(weights)
+    policy.load_state_dict(weights)
     engine = TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
     rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
     rollout.load_weights(engine.weights(), 0)
@@ -162,28 +183,28 @@ def engines(cfg, weights):
 
 
 def cold_started(study, arm, seed, folder):
-    "The weights that all trials of a seed and a tool begin with, made once"
+    "The weights that all trials of a seed and a tool begin with, and their rates: made once"
+    arm = replace(arm, stages=(CALLS,), verifier='final')
     cfg = config(study, arm, seed)
-    sft, plain = cfg.cold_start, replace(arm, verifier='final')
-    path = folder / f'cold-{arm.tool}-{seed}-{digest(cfg.policy, sft, study.shown)}.pt'
+    path = folder / f'cold-{arm.tool}-{seed}-{digest(replace(study, seeds=(), budget=0), cfg)}.pt'
     if not path.exists():
-        shares = tuple(zip(CALLS, study.shown))
-        prompts = questions(plain, shares, sft.num_solutions, seed, 'train')
+        sft, tok = cfg.cold_start, build_tokenizer()
+        prompts = questions(arm, tuple(zip(CALLS, study.shown)), sft.num_solutions, seed, 'train')
         policy = Policy(cfg.policy, seed)
         optim = replace(cfg.optim, lr=sft.lr, num_mini_batches=1)
         engine = TorchTrain(policy, optim, replay='off')
-        tok = build_tokenizer()
         for _ in cold_start(engine, prompts, sft, tok, seed, tool=ToolUser(cfg.tools, tok)):
             pass
-        torch.save(policy.state_dict(), path.with_suffix('.tmp'))
+        weights = policy.state_dict()
+        found = dict(weights=weights, rates=seen(study, cfg, arm, engines(cfg, weights)[1]))
+        torch.save(found, path.with_suffix('.tmp'))
         path.with_suffix('.tmp').replace(path)
     return torch.load(path, weights_only=True)
 
 
-def seen(study, cfg, arm, rollout, room=None):
+def seen(study, cfg, arm, rollout):
     "Held-out rates of one policy: a row for each number of calls"
     params = cfg.rollout.params(cfg.policy.eos_ids)
-    params = replace(params, max_tokens=room or params.max_tokens)
     rows, plain, tok = [], replace(arm, verifier='final'), build_tokenizer()
     for n in CALLS:
         prompts = questions(plain, ((n, 1.0),), study.num_heldout, cfg.seed, 'heldout')
@@ -226,17 +247,17 @@ def learn(study, cfg, arm, engine, rollout):
 
 
 def trial(study, name, seed, folder):
-    "One run: what the policy can do before, after, and after with less room to answer in"
+    "One run: what the policy can do before and after"
     torch.set_num_threads(1)
     arm = ARMS[name]
     cfg = config(study, arm, seed)
-    engine, rollout = engines(cfg, cold_started(study, arm, seed, folder))
-    before, began = seen(study, cfg, arm, rollout), time.perf_counter()
+    start = cold_started(study, arm, seed, folder)
+    engine, rollout = engines(cfg, start['weights'])
+    began = time.perf_counter()
     rows = learn(study, cfg, arm, engine, rollout)
     found = dict(arm=name, seed=seed, seconds=time.perf_counter() - began, steps=len(rows))
-    found |= dict(tokens=int(sum(m['tokens'] for m in rows)), before=before)
+    found |= dict(tokens=int(sum(m['tokens'] for m in rows)), before=start['rates'])
     found |= dict(after=seen(study, cfg, arm, rollout))
-    found |= dict(less_room=seen(study, cfg, arm, rollout, LESS_ROOM))
     silent, said = (fmean(m[k] for m in rows) for k in (SILENT, 'response_tokens_mean'))
     return short(found | dict(silent=silent, silent_first=rows[0][SILENT], response_tokens=said))
 
@@ -279,7 +300,7 @@ def summary(trials):
     for arm in dict.fromkeys(r['arm'] for r in trials):
         mine = [r for r in trials if r['arm'] == arm]
         row = dict(seeds=[r['seed'] for r in mine])
-        for when in ('before', 'after', 'less_room'):
+        for when in ('before', 'after'):
             row[when] = [interval([rate(r, when, n) for r in mine]) for n in CALLS]
             row[f'gap_{when}'] = interval([gap(r, when) for r in mine])
             row[f'several_{when}'] = interval([several(r, when) for r in mine])
@@ -319,7 +340,7 @@ def main():
     last, first = (table['mix']['after'][i][0] for i in (-1, 0))
     found = dict(name='turns', ratio=round(last / first, 3) if first else 0.0)
     found |= dict(units='held-out avg@k after RL on the mix: four calls needed / one call')
-    settings = asdict(study) | dict(calls=CALLS, room=ROOM, less_room=LESS_ROOM, quick=quick)
+    settings = asdict(study) | dict(calls=CALLS, room=ROOM, quick=quick)
     found |= dict(table=short(table), runs=trials, settings=settings)
     print(json.dumps(found | dict(machine=machine_info())))
 
