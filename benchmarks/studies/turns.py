@@ -14,9 +14,9 @@ state       as mix, and the tool says how many steps are left: <3abc>=2xyz; inst
 curriculum  one call, then two, three, four: a quarter of the tokens each, one reward at the end
 
 All is plain GRPO: silent groups add nothing, no penalties. A dense policy as wide as that of
-`tool-cpu`, a shorter cold start and a higher learning rate keep a trial below half a minute of one
-core. Held-out questions are counted by the calls that they need, and by how many of those were
-right before the first that was not.
+`tool-cpu`, a shorter cold start and a higher learning rate keep trials short. Held-out questions
+are counted by the calls that they need, and by how many of those were right before the first that
+was not.
 Last line: one JSON object; `ratio` is the rate at four calls over that at one call after `mix`.
 usage: make study NAME=turns, python benchmarks/studies/turns.py [--quick]
 """
@@ -126,7 +126,7 @@ ARMS = dict(
 class Study:
     seeds: tuple[int, ...] = tuple(range(4))
     budget: int = 30_000  # response tokens of a trial
-    shown: tuple[float, ...] = (0.997, 0.001, 0.001, 0.001)  # of the solutions of a cold start
+    shown: tuple[float, ...] = (0.9925, 0.0025, 0.0025, 0.0025)  # of the solutions of a cold start
     hasty: float = 0.3  # share of them with the answer alone
     cold_steps: int = 200
     num_heldout: int = 32  # for each number of calls
