@@ -9,6 +9,7 @@ tokens that the policy draws (what the tool says costs nothing):
 mix         RL on questions that need one to four calls, one reward at the end
 one_call    RL on questions that need one call
 per_turn    as mix, and a response that is wrong gets the share of its calls that were right
+strict      as per_turn, and a call too many lowers that share
 state       as mix, and the tool says how many steps are left: <3abc>=2xyz; instead of <abc>=xyz;
             (its calls differ, so it has a cold start of its own, made in the same way)
 curriculum  one call, then two, three, four: a quarter of the tokens each, one reward at the end
@@ -98,12 +99,22 @@ def right_calls(text, solution):
     return n
 
 
+def shared_out(text, answer, due):
+    "1 for the right result, else the calls that were right, in order, over what was due"
+    v = final(text, answer.partition('#')[2])
+    return replace(v, reward=1.0 if v.correct else right_calls(text, answer) / due)
+
+
 @verifier
 def each_call(text: str, answer: str) -> Verdict:
-    "1 for the right result, else the share of what was due that is right: calls, in order, and it"
-    v = final(text, answer.partition('#')[2])
-    part = right_calls(text, answer) / (len(calls_of(answer)) + 1)
-    return replace(v, reward=1.0 if v.correct else part)
+    "Due are the calls of the solution and its result"
+    return shared_out(text, answer, len(calls_of(answer)) + 1)
+
+
+@verifier
+def no_call_more(text: str, answer: str) -> Verdict:
+    "The same, and a call too many lowers the share"
+    return shared_out(text, answer, max(len(calls_of(t)) for t in (text, answer)) + 1)
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,7 @@ ARMS = dict(
     mix=Arm(),
     one_call=Arm(((1,),)),
     per_turn=Arm(verifier='each_call'),
+    strict=Arm(verifier='no_call_more'),
     state=Arm(tool='look_up_left'),
     curriculum=Arm(tuple((n,) for n in CALLS)),
 )
@@ -163,8 +175,8 @@ def questions(arm, shares, num, seed, split):
     found = prompts_of(mix, num, seed, split)
     if arm.tool == 'look_up_left':
         found = [with_state(p) for p in found]
-    if arm.verifier == 'each_call':
-        found = [replace(p, verifier='each_call', answer=p.solution) for p in found]
+    if arm.verifier != 'final':
+        found = [replace(p, verifier=arm.verifier, answer=p.solution) for p in found]
     return found
 
 
