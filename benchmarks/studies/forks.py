@@ -93,9 +93,9 @@ STUDY = Study(
     LOSSES,
     {},
     seeds=tuple(range(6)),
-    budget=30_000,
+    budget=25_000,
     marks=2,
-    num_heldout=80,
+    num_heldout=64,
     eval_k=4,
     cold_steps=300,
     cold=(('forks', 0.0, 0.5), ('noise', 0.0, 0.5)),
@@ -111,6 +111,7 @@ TUNING = replace(
     tasks=dict(forks=STUDY.tasks['forks']),
     seeds=(100, 101),
     budget=20_000,
+    num_heldout=80,
     marks=1,
 )
 

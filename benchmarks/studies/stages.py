@@ -1,4 +1,4 @@
-"""Does rising difficulty help? Sums of two, three and four digits: easy first, mixed, or hard first.
+"""Does rising difficulty help? Sums of two, three and four digits: easy first, mixed, hard first.
 
 mixed     all three from the first step to the last, a third of the prompts each
 staged    two digits for a third of the tokens, then three, then four (Compass-Thinker's stages)
@@ -67,7 +67,9 @@ def more(trials):
         mine = [r for r in trials if r['arm'] == arm]
         if mine:
             tokens = [reached(r) for r in mine]
-            found[arm] = dict(tokens=interval(tokens), seeds=sum(t < STUDY.budget for t in tokens))
+            found[arm] = dict(
+                tokens=interval(tokens), seeds=sum(t < r['budget'] for t, r in zip(tokens, mine))
+            )
             if arm != 'mixed':
                 gap = against(trials, 'digits', arm, 'mixed', reached)
                 found[arm]['tokens_against_mixed'] = [x / 100 for x in gap]  # no points: tokens
