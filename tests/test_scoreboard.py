@@ -161,7 +161,7 @@ MEASURES = dict(
 )
 
 
-@pytest.mark.parametrize('name', ['recipe', 'parts', 'losses'])
+@pytest.mark.parametrize('name', ['recipe', 'parts', 'losses', 'forks', 'stages'])
 def test_the_tables_of_a_study_follow_from_its_runs(name):
     found, compared = result(name), 0
     budget = found['settings']['budget']
@@ -212,6 +212,24 @@ def test_the_table_of_several_turns_follows_from_its_runs():
         for (mean, low, high), values in wanted:
             want = statistics.fmean(values), half_width(values)
             assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-2), arm
+
+
+def test_the_lead_with_noise_and_the_forks_found_follow_from_the_runs():
+    found = result('forks')
+    end = {(r['task'], r['arm'], r['seed']): 100 * r['evals'][-1][1] for r in found['runs']}
+    leads = [
+        [end[t, 'espo', s] - end[t, 'gspo', s] for t in ('noise', 'forks')]
+        for s in found['settings']['seeds']
+    ]
+    mean, low, high = found['lead_with_noise']['gspo']
+    gaps = [noise - forks for noise, forks in leads]
+    want = statistics.fmean(gaps), half_width(gaps)
+    assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-3)
+    for task, arms in found['grouping'].items():
+        for arm, row in arms.items():
+            mine = [r for r in found['runs'] if (r['task'], r['arm']) == (task, arm)]
+            shares = [100 * statistics.fmean(r['seen']['recall']) for r in mine]
+            assert row['recall_mean'][0] == pytest.approx(statistics.fmean(shares)), (task, arm)
 
 
 def test_the_rule_is_that_of_the_page():
