@@ -78,7 +78,7 @@ MISTAKES = [  # exercise, the solution's line, with the mistake, what the check 
     (1, 'r.std()', 'r.std(correction=0)', 'rewards 1, 0, 0, 0 .* 1.73'),
     (1, 'r.mean())', 'rewards.double().mean())', 'its own group alone'),
     (1, '> 1e-6', '> 0', 'equal but for rounding'),
-    (1, '.double()', '', 'every bit'),
+    (1, 'r.std()', 'r.float().std()', 'every bit'),
     (2, 'minimum', 'maximum', 'ratios .5, 1, 1.5'),
     (2, '-torch.minimum(ratio * adv, ratio', '-(ratio', 'ratios .5, 1, 1.5 .* -0.8'),
     (2, 'clamp(1 - eps_low, 1 + eps_high)', 'clamp(1 - eps_high, 1 + eps_low)', 'upper range'),
