@@ -18,6 +18,7 @@ from compassrl.data.tools import ToolConfig, ToolUser
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, RolloutEngine, Sample, SamplingParams, collate, derive_seed
+from compassrl.rollout import slots
 from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.partial import PartialResponses, drawn_mask
 from compassrl.rollout.schedule import ScheduleConfig
@@ -87,8 +88,9 @@ def turns(s):
 
 
 def same(a, b):
-    tensors = 'rollout_log_probs', 'policy_mask', 'routed_experts', 'routes_valid'
+    tensors = 'rollout_log_probs', 'routed_experts', 'routes_valid'
     assert a.response_ids == b.response_ids and a.finish_reason == b.finish_reason
+    assert drawn_mask(a).equal(drawn_mask(b))
     for k in tensors:
         x, y = getattr(a, k), getattr(b, k)
         assert (x is None) == (y is None) and (x is None or x.equal(y)), k
@@ -113,11 +115,11 @@ def check_answers(samples):
         assert len(said) - 1 - len(answers) == (s.finish_reason == 'call')
         assert not s.rollout_log_probs[~s.policy_mask].any()
         assert (s.rollout_log_probs[s.policy_mask] < 0).all()
-    assert {1, 2, 3} == set(calls) and reasons >= {'stop', 'length'}
+    return set(calls), reasons
 
 
 def test_answers_stand_behind_their_calls(samples):
-    check_answers(samples.values())
+    assert check_answers(samples.values()) == ({1, 2, 3}, {'stop', 'length'})
 
 
 @pytest.mark.parametrize('kind, num_slots', [(TorchRollout, 1), (TorchRollout, 24), (ReadsAll, 8)])
@@ -127,6 +129,43 @@ def test_the_same_alone_and_among_others(policy, samples, kind, num_slots):
     assert len(found) == len(samples)
     for s in found:
         same(s, samples[s.prompt_id, s.index])
+
+
+@pytest.mark.parametrize('longest', [0, 64])
+def test_a_turn_goes_on_in_its_slot(policy, samples, longest, monkeypatch):
+    "The same tokens, log-probs and routes as if each turn read all again, which it does not"
+    monkeypatch.setattr(slots, 'most_given', longest)
+    e, read = engine(policy, num_slots=8), []
+
+    def prefill(prompts):
+        read.extend(prompts)
+        TorchRollout.prefill(e, prompts)
+
+    e.prefill = prefill
+    found = list(Episodes(e, Echo(CALL)).generate(requests()))
+    assert len(found) == len(samples) and e.slots.num_running == 0
+    for s in found:
+        same(s, samples[s.prompt_id, s.index])
+    turns = {
+        (*s.prompt_ids, *s.response_ids[:end])
+        for s in found
+        for end in ((drawn_mask(s).int().diff() == 1).nonzero()[:, 0] + 1).tolist()
+    }
+    assert len(turns) > 9 and set(read) & turns == (set() if longest else turns)
+
+
+def test_slots_grow_and_slide_while_turns_are_read(policy):
+    "Whoever runs beside it and whatever moves, a row reads its own answer"
+    long = [replace(r, params=replace(r.params, max_tokens=58)) for r in requests(8)]
+    mixed = [x for pair in zip(requests(24)[8:], long * 2) for x in pair]
+    mixed = list({(r.prompt_id, r.index): r for r in mixed}.values())
+    alone = {
+        (r.prompt_id, r.index): s
+        for r in mixed
+        for s in Episodes(engine(policy), Echo(CALL, 9)).generate([r])
+    }
+    for s in Episodes(engine(policy, num_slots=3), Echo(CALL, 9)).generate(mixed):
+        same(s, alone[s.prompt_id, s.index])
 
 
 def test_without_a_call_it_is_the_response_of_the_engine(policy, samples):
@@ -261,8 +300,8 @@ def test_how_a_response_is_cut_does_not_matter(tokens, limit, calls, seed):
 def test_parts_with_weights_that_stay(policy, tokens):
     "Answers behind calls, and the train engine agrees with what was drawn"
     e = engine(policy, torch.float32)
-    found, seams = in_parts(e, Echo(CALL), requests(48), tokens)
-    check_answers(found)
+    found, seams = in_parts(e, Echo(CALL), requests(), tokens)
+    assert check_answers(found)[0] >= {1, 2}
     assert set(seams) == {True, False}, 'a part ends in a turn, and behind the answer to a call'
     batch = collate(found)
     assert batch.routes_valid.equal(batch.fed_mask)
