@@ -337,6 +337,22 @@ TOKENIZER = build_tokenizer()
 USER = ToolUser(ToolConfig('calculator'), TOKENIZER)
 
 
+def test_a_table_is_looked_up(tmp_path):
+    (path := tmp_path / 'table.yaml').write_text('fr: paris\n')
+    user = ToolUser(ToolConfig('lookup', table=str(path)), TOKENIZER)
+    for word, answer in ('fr', 'paris'), (' fr ', 'paris'), ('it', '?'), ('', '?'):
+        assert TOKENIZER.decode(user(encode(TOKENIZER, f'<{word}>'))) == f'={answer};'
+    with pytest.raises(ValueError, match="table='' with name='lookup'"):
+        ToolConfig('lookup')
+    with pytest.raises(ValueError, match="with name='calculator': a file is for lookup"):
+        ToolConfig('calculator', table=str(path))
+    path.write_text('- fr')
+    with pytest.raises(ValueError, match='table.yaml holds no object'):
+        ToolUser(ToolConfig('lookup', table=str(path)), TOKENIZER)
+    with pytest.raises(ValueError, match='gone.json'):
+        ToolUser(ToolConfig('lookup', table=str(tmp_path / 'gone.json')), TOKENIZER)
+
+
 def test_a_cold_start_learns_calls_and_no_answers():
     prompts = make_prompts('calculation', 12, 1.5, 0, 'train', TOKENIZER)
     policy = Policy(replace(SHAPE, vocab_size=99, max_position_embeddings=96), seed=0).double()
