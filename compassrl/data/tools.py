@@ -69,7 +69,7 @@ class ToolConfig:
             raise ValueError(f'name={self.name!r}: use one of {", ".join(tools)}, or register it')
         if (self.name == 'lookup') != bool(self.table):
             raise ValueError(
-                f'table={self.table!r} with name={self.name!r}: a file is for lookup, which needs one'
+                f'table={self.table!r} with name={self.name!r}: a file is for lookup, it needs one'
             )
         if not self.begin or self.begin == self.end:
             raise ValueError(f'begin={self.begin!r}, end={self.end!r}: use two different marks')
