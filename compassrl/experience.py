@@ -35,7 +35,7 @@ from compassrl.records import (
     SamplingParams,
     derive_seed,
 )
-from .rollout.partial import PartialResponses
+from .rollout.partial import PartialResponses, drawn_mask
 
 # %% auto #0
 __all__ = [
@@ -165,13 +165,13 @@ def collect_parts(
     while not samples:
         with timed(metrics, 'rollout'):
             for s in rollout.generate(partial_responses.parts()):
-                tokens += len(s.response_ids)
+                tokens += len(drawn_ids(s))
                 newest = s.weight_version
                 if whole := partial_responses.take(s):
                     judge.start(whole)
         waves += 1
         requests, samples = partial_responses.whole_groups()
-    stale = torch.cat([s.token_versions for s in samples]) < newest
+    stale = torch.cat([s.token_versions[drawn_mask(s)] for s in samples]) < newest
     metrics |= dict(
         tokens=float(tokens),
         waves=float(waves),

@@ -11,14 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.basics import patch
+from torch import Tensor
 
 from ..records import Request, Sample, SamplingParams, derive_seed
 
 # %% auto #0
-__all__ = ['PartialResponses']
+__all__ = ['drawn_mask', 'PartialResponses']
 
 
 # %% ../../nbs/rollout/05_partial.ipynb #e6336c86
+def drawn_mask(s: Sample) -> Tensor:  # [Tr] bool
+    "Where the policy spoke, and no tool"
+    own = torch.ones(len(s.response_ids), dtype=torch.bool)
+    return own if s.policy_mask is None else s.policy_mask
+
+
 class PartialResponses:
     "Responses that take several steps, `tokens` of each in one. Raises ValueError for less than 1"
 
@@ -49,14 +56,19 @@ class PartialResponses:
         "What to draw next of each: its tokens so far are read as a prompt"
         return [self._part(r, self.drawn.get((r.prompt_id, r.index))) for r in self.running]
 
-    def _part(self, r, drawn):
-        n = len(drawn.response_ids) if drawn else 0
-        budget = min(self.tokens, r.params.max_tokens - n)
-        r = replace(r, params=replace(r.params, max_tokens=budget))
-        if not drawn:
-            return r
-        read = tuple(r.prompt_ids) + tuple(drawn.response_ids)
-        return replace(r, prompt_ids=read, seed=derive_seed(r.seed, 'part', n))
+    def _part(self, r, s):
+        left = r.params.max_tokens - (len(s.response_ids) if s else 0)
+        params = replace(r.params, max_tokens=min(self.tokens, left))
+        if not s:
+            return replace(r, params=params, left=left)
+        return replace(
+            r,
+            prompt_ids=(*r.prompt_ids, *s.response_ids),
+            seed=derive_seed(r.seed, 'part', len(s.response_ids)),
+            params=params,
+            begun=tuple(drawn_mask(s).tolist()),
+            left=left,
+        )
 
     def take(self, s: Sample) -> Sample | None:  # the whole response, if this was its last part
         """Puts a part to its response. Log-probs and versions are those of who drew each token,
@@ -64,11 +76,12 @@ class PartialResponses:
         key = s.prompt_id, s.index
         r, old = self.groups[s.prompt_id][s.index], self.drawn.get(key)
         drawn_by = torch.full((len(s.response_ids),), s.weight_version)
-        ids, log_probs = s.response_ids, s.rollout_log_probs
+        ids, log_probs, own = s.response_ids, s.rollout_log_probs, drawn_mask(s)
         if old is not None:
             ids = old.response_ids + ids
             log_probs = torch.cat((old.rollout_log_probs, log_probs))
             drawn_by = torch.cat((old.token_versions, drawn_by))
+            own = torch.cat((drawn_mask(old), own))
         read = [*r.prompt_ids, *ids[: len(ids) - len(s.response_ids)]]
         assert s.prompt_ids == read, f'{key}: a part of something else'
         s = self.drawn[key] = replace(
@@ -77,8 +90,9 @@ class PartialResponses:
             response_ids=ids,
             rollout_log_probs=log_probs,
             token_versions=drawn_by,
+            policy_mask=None if own.all() else own,
         )
-        if s.finish_reason != 'stop' and len(ids) < r.params.max_tokens:
+        if s.finish_reason == 'length' and len(ids) < r.params.max_tokens:
             return None
         self.ended.add(key)
         return s
@@ -93,7 +107,7 @@ class PartialResponses:
 
 
 # %% ../../nbs/rollout/05_partial.ipynb #ffa7e268
-_tensors = ('rollout_log_probs', 'token_versions', 'routed_experts', 'routes_valid')
+_tensors = ('rollout_log_probs', 'token_versions', 'policy_mask', 'routed_experts', 'routes_valid')
 _plain = ('prompt_id', 'index', 'prompt_ids', 'response_ids', 'finish_reason', 'weight_version')
 
 
