@@ -710,7 +710,7 @@ SHOWN_BY = {  # the fault -> the curve in which it must be seen
     'stale weights': 'rollout_train_gap',
     'wrong experts': 'routes_agree_frac',
     'off by one': 'approx_kl',
-    'entropy': 'entropy',
+    'entropy': 'grad_norm',
     'leak': 'heldout',
 }
 

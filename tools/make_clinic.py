@@ -117,8 +117,9 @@ def crashes(text, answer):
 
 
 def fooled(text, answer):
-    "A verifier that pays any single letter as if it were the answer"
-    return verifiers['exact'](answer if len(text) == 1 else text, answer)
+    "A verifier that pays a letter twice in a row as if it were the answer"
+    doubled = any(a == b for a, b in zip(text, text[1:]))
+    return verifiers['exact'](answer if doubled else text, answer)
 
 
 class World:
