@@ -806,6 +806,9 @@ def test_every_patient_of_the_clinic_has_a_fault_of_its_own(browser):
     for name, key in SHOWN_BY.items():
         assert any(sides(found[name][key])), f'{name}: {key} looks healthy'
     assert all(still_open(found, name, curves) == [name] for name in found)
+    last = {key: ends[1] for key, ends in found['fooled verifier'].items()}  # value, low, high
+    assert last['reward_mean'][0] > last['reward_mean'][2]
+    assert all(last[exam][0] < last[exam][1] for exam in ('heldout', 'fresh'))
 
 
 def test_the_lessons_of_the_clinic_are_there(browser):
