@@ -3,8 +3,9 @@
     python tools/make_clinic.py [--out nbs/labs/clinic.json] [--quick]
 
 One cold start, and from it RL on short strings again and again: five healthy runs that say what is
-normal, and for each patient a run in which one thing alone is wrong, or nothing. Minutes on one
-core. The file holds curves and nothing else: what gives a patient away is computed by the lab.
+normal, and for each patient a run in which one thing alone is wrong, or nothing. It takes three
+minutes of one core. The file holds curves and nothing else: what gives a patient away is computed
+by the lab.
 """
 
 import argparse
@@ -141,7 +142,7 @@ class World:
             pass
         return deepcopy(policy.state_dict())
 
-    def score(self, weights, prompts, num=8):
+    def score(self, weights, prompts):
         "Share of correct responses, judged by a verifier that is sound"
         rollout = TorchRollout(SHAPE, num_slots=768)
         rollout.load_weights(weights, 0)
@@ -149,7 +150,7 @@ class World:
         ask = [
             Request(p.id, tuple(p.token_ids), k, derive_seed('exam', p.id, k), params)
             for p in prompts
-            for k in range(num)
+            for k in range(1 if self.quick else 8)
         ]
         by_id = {p.id: p for p in prompts}
         right = [
@@ -162,7 +163,8 @@ class World:
         self, seed, start=None, prompts=None, rollout=Rollout, engine=TorchTrain, config=CONFIG
     ):
         "The curves of one run"
-        cfg = replace(config, seed=seed, steps=2 if self.quick else config.steps)
+        small = dict(steps=2, prompts_per_step=8) if self.quick else {}
+        cfg = replace(config, seed=seed, **small)
         policy = Policy(SHAPE)
         policy.load_state_dict(start or self.start)
         sampler, trainer = rollout(), engine(policy, cfg.optim)
