@@ -731,11 +731,11 @@ def clinic_point(g):
 
 
 def examined(data, curves):
-    "Patient -> curve -> (value, low, high, half widths away) of the first 3 steps, the last 5"
+    "Patient -> curve -> (value, low, high, half widths away) of the first step, the last 5"
     out = {}
     for name, own in data['patients'].items():
         for key, (_, floor) in curves.items():
-            for part in (slice(0, 3), slice(-5, None)):
+            for part in (slice(0, 1), slice(-5, None)):
                 low, *_, high = sorted(fmean(r[part]) for r in data['healthy'][key])
                 value = fmean(own[key][part])
                 away = (value - (low + high) / 2) / max((high - low) / 2, floor)
@@ -847,7 +847,7 @@ def test_clinic_follows_mouse_and_keyboard(browser, tmp_path):
             "all => all.map(e => e.getAttribute('aria-label'))"
         )
         values = [
-            float(re.search('[:;] ([^ ]+) in its first', x)[1].replace('−', '-')) for x in said
+            float(re.search('[:;] ([^ ]+) in its first step', x)[1].replace('−', '-')) for x in said
         ]
         return next(
             n

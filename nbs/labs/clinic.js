@@ -26,8 +26,8 @@ const WRONG = 3 // points of a wrong diagnosis
 
 const mean = x => x.reduce((a, b) => a + b, 0) / x.length
 
-// A curve in two numbers: its first three steps, and its last five
-export const ends = curve => [mean(curve.slice(0, 3)), mean(curve.slice(-5))]
+// A curve in two numbers: its first step, and the mean of its last five
+export const ends = curve => [curve[0], mean(curve.slice(-5))]
 
 // Per end: the value, the healthy range, and how many half widths lie between it and the middle
 export function compare(curve, healthy, floor) {
@@ -109,17 +109,17 @@ export const address = (notebook, pathname) => pathname.endsWith('.html')
 
 const LOOKS = `
 .lab .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(8rem, 1fr)); gap: .6rem 1rem; }
-.lab figure { margin: 0; }
-.lab figcaption { font-size: 12px; color: var(--ink); margin: 0; text-align: left; }
-.lab figcaption b { display: block; }
-.lab .sound { fill: var(--cool); fill-opacity: .35; stroke: none; }
+.lab .bench figure { margin: 0; padding: 0; width: auto; }
+.lab .bench figcaption { font: 12px/1.4 system-ui, sans-serif; color: var(--ink); margin: 0; padding: 0; text-align: left; }
+.lab .bench figcaption b { display: block; }
+.lab .sound { fill: var(--cool); fill-opacity: .35; stroke: var(--cool); stroke-opacity: .5; }
 .lab .sick { fill: none; stroke: var(--hot); stroke-width: 2; }
 .lab .frame { stroke: var(--line); stroke-width: 1; }
 .lab button:disabled { cursor: default; }
 .lab button:disabled:not([aria-pressed="true"]) { color: var(--quiet); border-color: var(--line); }
 .lab .bench a { color: var(--ink); text-decoration: underline; }
 `
-const FIRST_LAST = ['in its first three steps', 'in its last five steps']
+const FIRST_LAST = ['in its first step', 'in its last five steps']
 const range = ({ low, high }) => low === high ? shown(low) : `${shown(low)} to ${shown(high)}`
 const span = ({ low, high }) => low === high ? shown(low, 2) : `${shown(low, 2)}…${shown(high, 2)}`
 const named = keys => keys.map(k => CURVES[k][0]).join(', ')
