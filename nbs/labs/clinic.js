@@ -108,7 +108,7 @@ export const address = (notebook, pathname) => pathname.endsWith('.html')
   ? notebook.replace(/(^|\/)\d+_/g, '$1').replace('.ipynb', '.html') : notebook
 
 const LOOKS = `
-.lab .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(8rem, 1fr)); gap: .6rem 1rem; }
+.lab .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.2rem, 1fr)); gap: .6rem 1rem; }
 .lab .bench figure { margin: 0; padding: 0; width: auto; }
 .lab .bench figcaption { font: 12px/1.4 system-ui, sans-serif; color: var(--ink); margin: 0; padding: 0; text-align: left; }
 .lab .bench figcaption b { display: block; }
