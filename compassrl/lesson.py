@@ -181,7 +181,12 @@ def lab_source(
     shared = known.pop('shared')
     if name not in known:
         raise ValueError(f'lab={name!r}: use one of {sorted(known)}')
-    return shared + re.sub(r"^import .* from '\./shared\.js'$", '', known[name], flags=re.M)
+
+    def data(m):
+        return f'const {m[1]} = {(folder / m[2]).read_text().strip()}'
+
+    code = re.sub(r"^import .* from '\./shared\.js'$", '', known[name], flags=re.M)
+    return shared + re.sub(r"^import (\w+) from '\./(\w+\.json)'.*$", data, code, flags=re.M)
 
 
 # %% ../nbs/00_lesson.ipynb #dcc80d11
