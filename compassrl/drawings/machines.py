@@ -110,10 +110,11 @@ def weight_sync(
 # %% ../../nbs/drawings/04_machines.ipynb #534798fa
 run_files: dict[str, tuple[str, bool]] = {  # name -> what it is, is it needed to go on?
     'config.json': ('every setting', True),
-    'origin.json': ('data and model it began with', True),
+    'origin.json': ('data and model it began with', False),
     'machine.json': ('where it ran', False),
     'start': ('the model before RL', True),
     'cold_start.jsonl': ('a row per step of the cold start', False),
+    'screen.json': ('prompts that are asked', False),
     'metrics.jsonl': ('a row per step', False),
     'trace.jsonl': ('every token of every step', False),
     'checkpoints': ('the newest steps', True),
