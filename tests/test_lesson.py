@@ -12,6 +12,7 @@ PACKAGE = ROOT / 'compassrl'
 MODULES = [
     '.'.join(path.relative_to(PACKAGE).with_suffix('').parts)
     for path in sorted(PACKAGE.glob('*/**/[!_]*.py'))
+    if path.parts[len(PACKAGE.parts)] != 'drawings'  # it is of the notebooks, no stage
 ]
 
 

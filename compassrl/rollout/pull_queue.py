@@ -132,10 +132,8 @@ class PullQueue:
 
     def add(self, request: Request) -> None:
         "One more, at any time; the next turn of a response is at home where the last one was drawn"
-        i, g = (
-            len(self.requests),
-            self.number.setdefault(tuple(request.prompt_ids), len(self.number)),
-        )
+        i, ids = len(self.requests), tuple(request.prompt_ids)
+        g = self.number.setdefault(ids, len(self.number))
         self.requests.append(request)
         self.group.append(g)
         self.left += 1
