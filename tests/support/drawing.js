@@ -16,7 +16,7 @@ svg => {
     const middle = { x: own.x + own.width / 2, y: own.y + own.height / 2, width: 0, height: 0 }
     const behind = boxes.filter(b => inside(middle, b.getBBox())).pop()
     if (!inside(own, sheet)) faults.push(`leaves the paper: ${said}`)
-    if (behind && !inside({ ...own, y: middle.y, height: 0 }, behind.getBBox())) faults.push(`leaves its box: ${said}`)
+    if (behind && !inside({ x: own.x, width: own.width, y: middle.y, height: 0 }, behind.getBBox())) faults.push(`leaves its box: ${said}`)
     if (texts.slice(0, i).some(o => !apart(own, o.getBBox()))) faults.push(`overlaps: ${said}`)
     const size = scale * parseFloat(getComputedStyle(t).fontSize)
     if (size < 11) faults.push(`${size.toFixed(1)} pixels high: ${said}`)
