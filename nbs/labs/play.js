@@ -48,11 +48,13 @@ function render({ el }) {
       : (slides ? track : list)(name, labels, start, changed)
   })
   const note = `Python computed ${frames.length} choices for this page; JupyterLab computes any.`
-  strip.onload = () => {
+  const start = () => {
     show(el, 'Play', h('style', {}, LOOKS), h('div', { class: 'knobs' }, ...knobs), canvas, words,
       h('p', { class: 'quiet' }, note))
     draw()
   }
+  if (!el.dataset.strip) return start()
+  strip.onload = start
   strip.src = el.dataset.strip
 }
 
