@@ -132,12 +132,12 @@ def _check_partial(cfg):
 
 
 def _check_tools(cfg):
-    for k in ('partial_tokens', 'over_provision') if cfg.tools.name else ():
-        if value := getattr(cfg.schedule, k):
-            raise ValueError(
-                f'tools.name={cfg.tools.name!r} with schedule.{k}={value}: a response that waits '
-                'for a tool is neither cut nor dropped, use 0'
-            )
+    if cfg.tools.name and cfg.schedule.over_provision:
+        raise ValueError(
+            f'tools.name={cfg.tools.name!r} with '
+            f'schedule.over_provision={cfg.schedule.over_provision}: a response that waits for a '
+            'tool is not dropped, use 0'
+        )
 
 
 def _check_loss(cfg):

@@ -85,6 +85,9 @@ class Request:
     index: int = 0  # which sample of its group this is
     seed: int = 0  # with equal seeds, equal tokens: alone, in a batch, in any order
     params: SamplingParams = SamplingParams()
+    # if it goes on with a response, of which these are the last prompt_ids: did the policy draw it?
+    begun: tuple[bool, ...] | None = None
+    left: int | None = None  # tokens that the response may still have; None = params.max_tokens
 
 
 # %% ../nbs/01_records.ipynb #adcb9fa9
@@ -106,7 +109,7 @@ class Sample:
     rollout_log_probs: Tensor  # [Tr] fp32, of the distribution that was really sampled
     routed_experts: Tensor | None  # [Tp+Tr-1, L, K] uint8, above 256 experts int16; dense layers: 0
     routes_valid: Tensor | None  # [Tp+Tr-1] bool; the last token was never fed, so it has no row
-    finish_reason: str  # 'stop' or 'length'
+    finish_reason: str  # 'stop', 'length', or 'call': of a tool that did not answer
     weight_version: int  # of the weights that sampled it, or its last part
     reward: float = 0.0
     verdict: Verdict | None = None
@@ -287,14 +290,11 @@ class TrainEngine(Protocol):
 
     def score(self, batch: Batch) -> dict[str, Tensor]:
         "`old_log_probs` and `entropy` of the present weights, and what its routers chose"
-        ...
 
     def update(
         self, batch: Batch, loss: LossFn, lr: float | None = None
     ) -> tuple[Metrics, dict[str, Tensor]]:
         "Optimiser steps, one per mini-batch; metrics, and the `log_probs` that the loss saw"
-        ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         "The present weights by their Hugging Face names"
-        ...

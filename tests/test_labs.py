@@ -4,10 +4,14 @@ One small page per lab, made of the stored output of its notebook as the site ma
 """
 
 import json
+import math
 import random
 import re
+import subprocess
 import sys
 from dataclasses import asdict, replace
+from itertools import combinations
+from statistics import fmean
 
 import nbformat
 import pytest
@@ -26,6 +30,7 @@ from compassrl.rollout.simulation import simulate
 from compassrl.runs.trace import recompute_loss
 from tests.support import ROOT
 from tests.support.browser import CHROMIUM, FLAGS, MISSING
+from tests.test_links import anchors
 
 sys.path.insert(0, str(ROOT / 'tools'))
 import build_docs  # noqa: E402
@@ -38,6 +43,7 @@ HOMES = dict(
     clip='algo/04_espo',
     groups='algo/02_zero_variance',
     grpo='algo/03_losses',
+    clinic='04_loop',
 )
 MODULE = """async ({{ source, points }}) => {{
     const lab = await import(URL.createObjectURL(new Blob([source], {{ type: 'text/javascript' }})))
@@ -690,3 +696,200 @@ def test_scheduler_lab_follows_mouse_and_keyboard(browser, tmp_path):
     opened.page.get_by_role('button', name='Play').click()  # at its end where motion is unwanted
     assert f'Second {end:.1f}: 40 of 40' in opened.text('.said')
     opened.fits()
+
+
+# ---- sick-run clinic
+
+CLINIC = json.loads((ROOT / 'nbs' / 'labs' / 'clinic.json').read_text())
+SHOWN_BY = {  # the fault -> the curve in which it must be seen
+    'broken verifier': 'failed_frac',
+    'fooled verifier': 'reward_mean',
+    'cut off': 'truncated_frac',
+    'too hard': 'zero_variance_frac',
+    'learning rate': 'approx_kl',
+    'stale weights': 'rollout_train_gap',
+    'wrong experts': 'routes_agree_frac',
+    'off by one': 'approx_kl',
+    'entropy': 'grad_norm',
+    'leak': 'heldout',
+}
+
+
+def clinic_point(g):
+    "A small ward: curves that differ clearly, a little, or not at all"
+    curves = {k: ['', g.choice([1e-3, 0.1, 1.0])] for k in 'abcd'[: g.randint(1, 4)]}
+    steps = g.randint(5, 9)
+
+    def run(middle):
+        return [middle + g.choice([0, 1e-4, 0.2]) * g.gauss(0, 1) for _ in range(steps)]
+
+    healthy = {k: [run(0.5) for _ in range(g.randint(2, 4))] for k in curves}
+    names = 'pqrst'[: g.randint(2, 5)]
+    patients = {n: {k: run(g.choice([0.5, 0.5, 0.9, -3])) for k in curves} for n in names}
+    data = dict(healthy=healthy, patients=patients)
+    return dict(data=data, curves=curves, opened=g.sample([*curves], g.randint(0, len(curves))))
+
+
+def examined(data, curves):
+    "Patient -> curve -> (value, low, high, half widths away) of the first step, the last 5"
+    out = {}
+    for name, own in data['patients'].items():
+        for key, (_, floor) in curves.items():
+            for part in (slice(0, 1), slice(-5, None)):
+                low, *_, high = sorted(fmean(r[part]) for r in data['healthy'][key])
+                value = fmean(own[key][part])
+                away = (value - (low + high) / 2) / max((high - low) / 2, floor)
+                out.setdefault(name, {}).setdefault(key, []).append((value, low, high, away))
+    return out
+
+
+def sides(ends):
+    return tuple(0 if abs(e[-1]) <= 3 else 1 if e[-1] > 0 else -1 for e in ends)
+
+
+def still_open(found, name, opened):
+    seen = [sides(found[name][k]) for k in opened]
+    return [n for n in found if [sides(found[n][k]) for k in opened] == seen]
+
+
+def smallest(found, name):
+    "Number of curves that leave one diagnosis, and how clear the clearest such set is; or None"
+    keys = list(found[name])
+
+    def clear(some):
+        return min((max(abs(e[-1]) for e in found[name][k]) for k in some), default=math.inf)
+
+    for n in range(len(keys) + 1):
+        sets = [s for s in combinations(keys, n) if still_open(found, name, s) == [name]]
+        if sets:
+            return n, max(map(clear, sets)), clear
+    return None
+
+
+def test_clinic_compares_as_python_does(browser):
+    g = random.Random(0)
+    points = [clinic_point(g) for _ in range(1000)]
+    call = """(lab, p) => {
+        const all = lab.examine(p.data, p.curves)
+        const per = f => Object.fromEntries(Object.keys(all).map(n => [n, f(n)]))
+        return { all, open: per(n => lab.compatible(all, n, p.opened)),
+            least: per(n => lab.fewest(all, n)),
+            tale: per(n => lab.tellTale(all[n])) }
+    }"""
+    sizes = set()
+    for p, got in zip(points, in_page(browser.new_page(), 'clinic', points, call), strict=True):
+        want = examined(p['data'], p['curves'])
+        for name, curves in want.items():
+            for key, ends in curves.items():
+                ours = got['all'][name][key]
+                close([[e[k] for k in ('value', 'low', 'high', 'away')] for e in ours], ends)
+                assert tuple(e['sick'] for e in ours) == sides(ends)
+            assert got['open'][name] == still_open(want, name, p['opened'])
+            best, ours = smallest(want, name), got['least'][name]
+            assert (best is None) == (ours is None)
+            if best:
+                assert still_open(want, name, ours) == [name]
+                assert (len(ours), best[2](ours)) == pytest.approx(best[:2])
+            furthest = max(abs(e[-1]) for ends in curves.values() for e in ends)
+            assert abs(got['tale'][name]['away']) == pytest.approx(furthest)
+            sizes.add(best and best[0])
+    assert sizes >= {1, 2, None}
+
+
+def test_every_patient_of_the_clinic_has_a_fault_of_its_own(browser):
+    (own,) = in_page(browser.new_page(), 'clinic', [0], '(lab) => [lab.CURVES, lab.DIAGNOSES]')
+    curves, diagnoses = own
+    assert set(CLINIC['healthy']) == set(curves) and set(CLINIC['patients']) == set(diagnoses)
+    assert set(diagnoses) == {'healthy', *SHOWN_BY}
+    found = examined(CLINIC, curves)
+    assert all(sides(ends) == (0, 0) for ends in found['healthy'].values())
+    for name, key in SHOWN_BY.items():
+        assert any(sides(found[name][key])), f'{name}: {key} looks healthy'
+    assert all(still_open(found, name, curves) == [name] for name in found)
+    last = {key: ends[1] for key, ends in found['fooled verifier'].items()}  # value, low, high
+    assert last['reward_mean'][0] > last['reward_mean'][2]
+    assert all(last[exam][0] < last[exam][1] for exam in ('heldout', 'fresh'))
+
+
+def test_the_lessons_of_the_clinic_are_there(browser):
+    call = """(lab) => Object.values(lab.DIAGNOSES).map(d =>
+        [d[2], lab.address(d[2], '/a/loop.html'), lab.address(d[2], '/nbs/04_loop.ipynb')])"""
+    for notebook, page, same in in_page(browser.new_page(), 'clinic', [0], call)[0]:
+        file, _, anchor = notebook.partition('#')
+        assert anchor in anchors(ROOT / 'nbs' / file), notebook
+        assert page == build_docs.page_link(notebook, 'loop', '') and same == notebook
+
+
+def test_clinic_follows_mouse_and_keyboard(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'clinic', reduced_motion='reduce')
+    page = opened.page
+    (facts,) = in_page(
+        page,
+        'clinic',
+        [0],
+        """(lab) => {
+            const all = lab.examine(lab.DATA)
+            return { curves: lab.CURVES, diagnoses: lab.DIAGNOSES,
+                least: Object.fromEntries(Object.keys(all).map(n => [n, lab.fewest(all, n)])) }
+        }""",
+    )
+    curves, diagnoses, least = facts['curves'], facts['diagnoses'], facts['least']
+    found = examined(CLINIC, curves)
+
+    def press(name):
+        page.get_by_role('button', name=name, exact=True).click()
+
+    def patient():
+        "Who it is, by the numbers that the page shows of all curves"
+        for text, _ in curves.values():
+            press(text)
+        said = page.locator('.opened svg').evaluate_all(
+            "all => all.map(e => e.getAttribute('aria-label'))"
+        )
+        values = [
+            float(re.search('[:;] ([^ ]+) in its first step', x)[1].replace('−', '-')) for x in said
+        ]
+        return next(
+            n
+            for n in found
+            if all(v == pytest.approx(found[n][k][0][0], rel=6e-3) for k, v in zip(curves, values))
+        )
+
+    order = []
+    for i in range(len(diagnoses)):
+        order.append(patient())
+        press(diagnoses[order[-1]][0])
+        if i + 1 < len(diagnoses):
+            assert page.evaluate('document.activeElement.textContent') == 'Next patient'
+            page.keyboard.press('Enter')
+    assert sorted(order) == sorted(diagnoses)
+    assert f'Points: {12 * 11}.' in opened.text('.score')
+    opened.fits()
+    press('New round')
+    other = patient()
+    wrong = next(n for n in diagnoses if n != other)
+    press(diagnoses[wrong][0])
+    assert opened.text('.said').startswith('No (3 points). With')
+    assert 'Points: 15.' in opened.text('.score')
+    press(diagnoses[other][0])
+    assert ', '.join(curves[k][0] for k in least[other]) in opened.text('.said')
+    press('New round')
+    assert 'Points: 0.' in opened.text('.score') and page.locator('.opened').count() == 0
+    first = page.get_by_role('button', name='mean reward', exact=True)
+    first.focus()
+    page.keyboard.press('Space')
+    page.keyboard.press('Enter')  # is open already
+    assert 'Points: 1.' in opened.text('.score') and page.locator('.opened').count() == 1
+    opened.fits()
+
+
+def test_the_runs_of_the_clinic_can_be_made_again(tmp_path):
+    out = tmp_path / 'clinic.json'
+    tool = [sys.executable, ROOT / 'tools' / 'make_clinic.py', '--quick', '--out', out]
+    subprocess.run(tool, check=True, cwd=ROOT, capture_output=True, timeout=600)
+    made = json.loads(out.read_text())
+    assert made['healthy'].keys() == CLINIC['healthy'].keys()
+    assert made['patients'].keys() == CLINIC['patients'].keys()
+    steps = {len(x) for own in made['patients'].values() for x in own.values()}
+    assert steps == {2}
+    assert (ROOT / 'nbs' / 'labs' / 'clinic.json').stat().st_size < 300_000

@@ -73,8 +73,8 @@ def test_the_pages_that_quarto_is_told_of_are_there(project):
 
 
 def test_quarto_is_given_the_labs_and_told_to_keep_them(project):
-    names = {p.name for p in (ROOT / 'nbs' / 'labs').glob('*.js')}
+    names = {p.name for p in (ROOT / 'nbs' / 'labs').iterdir()}
     assert {p.name for p in (project / '_proc' / 'labs').iterdir()} == names >= {'shared.js'}
     settings = yaml.safe_load((project / '_proc' / '_quarto.yml').read_text())
-    assert settings['project']['resources'] == ['labs/*.js']
+    assert settings['project']['resources'] == ['labs/*']
     assert 'data-lab' in settings['format']['html']['include-after-body']['text']

@@ -1,9 +1,11 @@
-"nbs/scoreboard.yml, its page and README's table against the stored results, computed again here"
+"nbs/scoreboard.yml, its page and README's tables against the stored results, computed again here"
 
+import importlib
 import json
 import math
 import re
 import statistics
+from collections import Counter
 
 import pytest
 import yaml
@@ -11,11 +13,8 @@ import yaml
 from tests.support import ROOT
 from tests.test_course import COURSE
 
-ROWS = [
-    row
-    for g in yaml.safe_load((ROOT / 'nbs' / 'scoreboard.yml').read_text())['groups']
-    for row in g['rows']
-]
+GROUPS = yaml.safe_load((ROOT / 'nbs' / 'scoreboard.yml').read_text())['groups']
+ROWS = [row for g in GROUPS for row in g['rows']]
 MEASURED = [r for r in ROWS if 'effect' in r]
 KINDS = {'effect', 'cannot', 'missing'}
 KEYS = KINDS | set('claim theirs source lesson side than reach flip form measured scale'.split())
@@ -117,17 +116,35 @@ def test_the_page_shows_every_claim_with_stored_numbers_and_its_verdict():
     assert {v.strip('*') for r in ROWS for v in found[r['claim']][2:3]} <= WORDS
 
 
-def test_readme_shows_what_was_measured():
-    text = (ROOT / 'README.md').read_text()
-    found = tables(text)
-    run = 'run `python tools/execute_nbs.py nbs/index.ipynb`, then `python tools/nb.py sync`'
-    for row in ROWS:
-        if expected(row) in ('not measured yet', 'not testable on a CPU'):
-            assert row['claim'].rstrip('.') in text, row['claim']
-            continue
-        measured, verdict = found[row['claim']][:2]
-        assert measured.startswith(said(row)), f'{row["claim"]}: {run}'
-        assert expected(row) in verdict, row['claim']
+def test_readme_counts_the_verdicts_of_each_group():
+    found = tables((ROOT / 'README.md').read_text())
+    heads = found['claims about']
+    assert set(heads) == {'claims', *map(expected, ROWS)}
+    for name, rows in [*((g['name'], g['rows']) for g in GROUPS), ('all groups', ROWS)]:
+        counts = dict(zip(heads, [int(x or 0) for x in found[name]], strict=True))
+        want = Counter(map(expected, rows))
+        run = 'run `python tools/nb.py sync`'
+        assert counts == {'claims': len(rows), **{v: want[v] for v in heads[1:]}}, f'{name}: {run}'
+
+
+def test_readme_says_of_each_idea_whether_it_works_here():
+    "The first claim's verdict and number, and how many of its claims hold"
+    found, seen = tables((ROOT / 'README.md').read_text()), []
+    for idea in COURSE.data['ideas']:
+        named = [[r for r in ROWS if r['claim'].startswith(c)] for c in idea['claims']]
+        assert [len(n) for n in named] == [1] * len(named), f'{idea["idea"]}: claims'
+        rows = [r for (r,) in named]
+        seen += [r['claim'] for r in rows]
+        lesson, code, works = found[f'**{idea["idea"]}.** {idea["says"]}']
+        assert f'](nbs/{COURSE.paths[idea["lesson"]]})' in lesson
+        module, _, name = idea['code'].rpartition('.')
+        assert code == f'[`{name}`](compassrl/{module.replace(".", "/")}.py)'
+        assert callable(getattr(importlib.import_module(f'compassrl.{module}'), name))
+        assert works.startswith(f'**{expected(rows[0])}**: ')
+        assert said(rows[0]).rstrip('.') in works
+        held = sum(expected(r) == 'holds here' for r in rows)
+        assert len(rows) == 1 or re.search(rf'\b{held} of {len(rows)} claims holds? here$', works)
+    assert len(COURSE.data['ideas']) == 10 and len(set(seen)) == len(seen)
 
 
 # ---- the tables of the studies, from their runs
@@ -161,7 +178,7 @@ MEASURES = dict(
 )
 
 
-@pytest.mark.parametrize('name', ['recipe', 'parts', 'losses'])
+@pytest.mark.parametrize('name', ['recipe', 'parts', 'losses', 'forks', 'stages'])
 def test_the_tables_of_a_study_follow_from_its_runs(name):
     found, compared = result(name), 0
     budget = found['settings']['budget']
@@ -191,6 +208,45 @@ def test_rates_of_silent_groups_follow_from_the_runs():
         falls = row['silent_falls']
         assert falls['more'][0] == pytest.approx(statistics.fmean(grown), abs=1e-6), arm
         assert falls['left'][0] == pytest.approx(statistics.fmean(left), abs=1e-6), arm
+
+
+def test_the_table_of_several_turns_follows_from_its_runs():
+    found, rates = result('turns'), {}
+    for r in found['runs']:
+        rates[r['arm'], r['seed']] = [100 * row['avg'] for row in r['after']]
+    seeds = found['settings']['seeds']
+    assert len(rates) == len(found['table']) * len(seeds)
+    for arm, row in found['table'].items():
+        mine = [rates[arm, s] for s in seeds]
+        gaps = [x[0] - x[-1] for x in mine]
+        wanted = [(row['after'][i], [x[i] for x in mine]) for i in range(4)]
+        wanted.append((row['gap_after'], gaps))
+        if arm != 'mix':
+            several = [statistics.fmean(rates[arm, s][1:]) for s in seeds]
+            mixed = [statistics.fmean(rates['mix', s][1:]) for s in seeds]
+            differ = [a - b for a, b in zip(several, mixed)]
+            wanted.append((row['several_against_mix'], differ))
+        for (mean, low, high), values in wanted:
+            want = statistics.fmean(values), half_width(values)
+            assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-2), arm
+
+
+def test_the_lead_with_noise_and_the_forks_found_follow_from_the_runs():
+    found = result('forks')
+    end = {(r['task'], r['arm'], r['seed']): 100 * r['evals'][-1][1] for r in found['runs']}
+    leads = [
+        [end[t, 'espo', s] - end[t, 'gspo', s] for t in ('noise', 'forks')]
+        for s in found['settings']['seeds']
+    ]
+    mean, low, high = found['lead_with_noise']['gspo']
+    gaps = [noise - forks for noise, forks in leads]
+    want = statistics.fmean(gaps), half_width(gaps)
+    assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-3)
+    for task, arms in found['grouping'].items():
+        for arm, row in arms.items():
+            mine = [r for r in found['runs'] if (r['task'], r['arm']) == (task, arm)]
+            shares = [100 * statistics.fmean(r['seen']['recall']) for r in mine]
+            assert row['recall_mean'][0] == pytest.approx(statistics.fmean(shares)), (task, arm)
 
 
 def test_the_rule_is_that_of_the_page():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+import front
 import yaml
 from lesson_table import lesson_table
 
@@ -312,6 +313,9 @@ def set_index(course, nb, titles, nbs):
         tables=lambda: tables(course, titles),
         tree=lambda: tree(course),
         lessons=lambda: lesson_table(course, nbs),
+        ideas=lambda: front.idea_table(course, nbs, titles),
+        board=lambda: front.board_table(nbs),
+        paths=lambda: front.path_list(course, nbs, titles),
     )
     for c in nb['cells']:
         m = re.match(r'<!-- (\w+) from nbs/course\.yml[^>]*-->', source(c))

@@ -27,6 +27,18 @@ def relink(text):
     return re.sub(r'(?<=\]\()(?!\w+:|#|/)([^)\s]+)', move, text)
 
 
+def still(html, figures):
+    "A lab's picture, which leads to the first lesson that has the lab"
+    lab, shows, data = re.search(
+        r'(data-lab="\w+").*?alt="([^"]*)" src="data:image/png;base64,([^"]+)', html
+    ).groups()
+    name = f'{FIGURES}/figure-{len(figures) + 1}.png'
+    figures[name] = base64.b64decode(data)
+    lessons = (p for p in sorted((ROOT / 'nbs').rglob('*.ipynb')) if p.stem != 'index')
+    home = next(p for p in lessons if lab in p.read_text().replace('\\"', '"'))
+    return f'[![{shows}]({name})]({home.relative_to(ROOT).as_posix()})'
+
+
 def output(o, shows, figures):
     "One stored output as markdown; a figure, that `shows` something, is added to `figures`"
     if o.output_type == 'stream':
@@ -42,6 +54,8 @@ def output(o, shows, figures):
         return f'![{shows}]({name})'
     if 'text/markdown' in data:
         return relink(data['text/markdown'].strip())
+    if 'data-lab=' in data.get('text/html', ''):
+        return still(data['text/html'], figures)
     if 'text/html' in data:
         return re.sub(r'<style.*?</style>\s*', '', data['text/html'], flags=re.S).strip()
     return f'```\n{data.get("text/plain", "").strip()}\n```'

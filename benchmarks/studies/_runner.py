@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from compassrl.data.prompts import make_prompts
 from compassrl.data.tokenizer import build_tokenizer
 from compassrl.loop import Stop, fit
 from compassrl.model.policy import Policy
-from compassrl.records import derive_seed
+from compassrl.records import Batch, derive_seed
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.log import write_json
@@ -54,6 +54,11 @@ class Study:
     num_heldout: int = 512
     eval_k: int = 8
     cold_steps: int = 1200
+    cold: Mix = (('arithmetic', 1.25, 1.0),)  # what the cold start shows
+    cold_seed: int | None = None  # of one cold start for all seeds; None = each its own
+    # of an arm: what is trained on, one mix after the other, each for as many tokens; else the task
+    stages: dict[str, tuple[Mix, ...]] = field(default_factory=dict)
+    look: Callable[[Batch], dict[str, float]] | None = None  # what is kept of every step
     runs: Path = RUNS
 
     @property
@@ -65,6 +70,19 @@ class Study:
         cfg = replace(cfg, cold_start=replace(cfg.cold_start, steps=self.cold_steps))
         lr = self.learning_rates[arm] if lr is None else lr
         return self.arms[arm](replace(cfg, optim=replace(cfg.optim, lr=lr)))
+
+    def mixes(self, task, arm):
+        return self.stages.get(arm, (self.tasks[task],))
+
+    def settings(self, task, arm, seed, lr):
+        "What a trial depends on"
+        found = self.config(arm, seed, lr), self.tasks[task], self.budget, self.marks
+        found += self.num_heldout, self.eval_k
+        return found + tuple(x for x in (self.stages.get(arm), self.shown) if x)
+
+    @property
+    def shown(self):
+        return self.cold if self.cold != Study.cold else ()
 
 
 def digest(*settings):
@@ -84,14 +102,16 @@ def prompts_of(mix, num, seed, split):
 
 
 def cold_started(study, seed):
-    "The weights that all trials of a seed begin with: that of `tiny-cpu`, made once"
+    "The weights that all trials of a seed begin with, made once"
+    seed = seed if study.cold_seed is None else study.cold_seed
     study.folder.mkdir(parents=True, exist_ok=True)
     cfg = replace(tiny_cpu(), seed=seed)
     sft = replace(cfg.cold_start, steps=study.cold_steps)
-    path = study.folder / f'cold-{seed}-{digest(cfg.policy, cfg.data, sft)}.pt'
+    named = cfg.policy, cfg.data, sft, *study.shown
+    path = study.folder / f'cold-{seed}-{digest(*named)}.pt'
     if not path.exists():
         torch.set_num_threads(1)
-        train = prompts_of((('arithmetic', cfg.data.difficulty, 1.0),), 4096, seed, 'train')
+        train = prompts_of(study.cold, 4096, seed, 'train')
         policy = Policy(cfg.policy, seed)
         optim = replace(cfg.optim, lr=sft.lr, num_mini_batches=1)
         engine = TorchTrain(policy, optim, replay='off')
@@ -111,11 +131,15 @@ def engines(cfg, weights):
     return engine, rollout
 
 
-def run(cfg, train, rollout, engine, hooks):
-    try:
-        fit(cfg, train, rollout, engine, build_tokenizer(), hooks, cfg.policy.eos_ids)
-    except Stop:
-        pass
+def run(cfg, pools, rollout, engine, curve):
+    "One pool of prompts after the other, each until its share of the tokens is spent"
+    for i, train in enumerate(pools, 1):
+        curve.until, start = curve.study.budget * i / len(pools), len(curve.rows)
+        try:
+            tok, ends = build_tokenizer(), cfg.policy.eos_ids
+            fit(cfg, train, rollout, engine, tok, curve, ends, start)
+        except Stop:
+            pass
 
 
 # ---- one trial
@@ -127,6 +151,7 @@ class Curve:
     def __init__(self, study, cfg, rollout, heldout):
         self.study, self.cfg, self.rollout, self.heldout = study, cfg, rollout, heldout
         self.rows, self.evals, self.tokens, self.paused = [], [], 0, 0.0
+        self.until = study.budget  # response tokens
 
     def evaluate(self):
         began, k = time.perf_counter(), self.study.eval_k
@@ -137,13 +162,14 @@ class Curve:
         self.paused += time.perf_counter() - began
 
     def on_step(self, step, metrics, samples, batch):
-        self.rows.append(metrics)
+        seen = self.study.look(batch) if self.study.look else {}
+        self.rows.append(metrics | dict(seen=seen))
         self.tokens += int(metrics['tokens'])
         over = self.tokens >= self.study.budget
         mark = self.study.budget / self.study.marks * len(self.evals)
         if self.tokens >= mark or over:
             self.evaluate()
-        if over:
+        if self.tokens >= self.until:
             raise Stop
 
 
@@ -165,20 +191,22 @@ KEPT = (  # means over the steps of a trial
 def trial(study, task, arm, seed, lr=None):
     "One run; what it cost and the curve of held-out avg@k over response tokens"
     torch.set_num_threads(1)
-    cfg, mix = study.config(arm, seed, lr), study.tasks[task]
-    train = prompts_of(mix, 4096, seed, 'train')
-    heldout = prompts_of(mix, study.num_heldout, seed, 'heldout')
+    cfg = study.config(arm, seed, lr)
+    pools = [prompts_of(mix, 4096, seed, 'train') for mix in study.mixes(task, arm)]
+    heldout = prompts_of(study.tasks[task], study.num_heldout, seed, 'heldout')
     engine, rollout = engines(cfg, cold_started(study, seed))
     curve = Curve(study, cfg, rollout, heldout)
     curve.evaluate()
     curve.paused, began = 0.0, time.perf_counter()
-    run(cfg, train, rollout, engine, curve)
+    run(cfg, pools, rollout, engine, curve)
     seconds, rows = time.perf_counter() - began - curve.paused, curve.rows
     means = {k: statistics.fmean(m[k] for m in rows) for k in KEPT if k in rows[0]}
     means |= dict(first_step={k: rows[0][k] for k in KEPT[:4]}, steps=len(rows))
     evals = [(n, round(v, 6)) for n, v in curve.evals]
     found = dict(task=task, arm=arm, seed=seed, lr=cfg.optim.lr, tokens=curve.tokens)
     found |= dict(groups=rounded(group_counts(rows)))
+    if study.look:
+        found |= dict(seen=rounded({k: [m['seen'][k] for m in rows] for k in rows[0]['seen']}))
     return found | dict(seconds=round(seconds, 1), evals=evals, means=rounded(means))
 
 
@@ -199,6 +227,8 @@ def group_counts(rows):
 def rounded(x):
     if isinstance(x, dict):
         return {k: rounded(v) for k, v in x.items()}
+    if isinstance(x, list):
+        return [rounded(v) for v in x]
     return float(f'{x:.5g}') if isinstance(x, float) else x
 
 
@@ -207,9 +237,8 @@ def rounded(x):
 
 def kept(study, task, arm, seed, lr=None):
     "A trial from its file, or made now"
-    cfg, mix = study.config(arm, seed, lr), study.tasks[task]
-    whole = cfg, mix, study.budget, study.marks, study.num_heldout, study.eval_k
-    path = study.folder / f'{task}-{arm}-{seed}-{digest(*whole)}.json'
+    whole = digest(*study.settings(task, arm, seed, lr))
+    path = study.folder / f'{task}-{arm}-{seed}-{whole}.json'
     if not path.exists():
         found = trial(study, task, arm, seed, lr)
         write_json(path, found)

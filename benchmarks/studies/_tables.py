@@ -94,8 +94,8 @@ def show(table, base):
 
 def rates_of(tuning, arms, rates, processes):
     "Held-out rate that each learning rate has brought each arm, on the seeds for that"
-    task = next(iter(tuning.tasks))
-    trials = [(task, m, s, lr) for s in tuning.seeds for m in arms for lr in rates]
+    pairs = [(task, s) for s in tuning.seeds for task in tuning.tasks]
+    trials = [(task, m, s, lr) for task, s in pairs for m in arms for lr in rates]
     rows = [r | dict(budget=tuning.budget) for r in run_all(tuning, trials, processes)]
     found = {m: {f'{lr:g}': [] for lr in rates} for m in arms}
     for r in rows:
@@ -111,7 +111,7 @@ def small(study, compared, folder):
     return replace(study, runs=Path(folder), arms=arms, **fewer)
 
 
-def report(study, base, ratio, quick, rates=None, processes=2):
+def report(study, base, ratio, quick, rates=None, processes=2, more=lambda trials: {}):
     "Makes the trials; the table, and the line that is kept"
     tasks, (one, other) = study.tasks, ratio
     trials = [(t, m, s) for s in study.seeds for t in tasks for m in study.arms]
@@ -124,7 +124,7 @@ def report(study, base, ratio, quick, rates=None, processes=2):
     settings |= dict(eval_k=study.eval_k, tasks=tasks, quick=quick)
     found = dict(name=study.name, ratio=round(gains[0] / gains[1], 3) if gains[1] else 1.0)
     found |= dict(units=f'gain of held-out avg@{study.eval_k} with {one} / with {other}')
-    found |= dict(table=table, rates=rates or {}, runs=rows, settings=settings)
+    found |= dict(table=table, rates=rates or {}, runs=rows, settings=settings) | more(rows)
     print(json.dumps(found | dict(machine=machine_info())))
 
 
@@ -137,6 +137,6 @@ def flags(doc):
     return p.parse_args()
 
 
-def run_quick(study, base, ratio):
+def run_quick(study, base, ratio, more=lambda trials: {}):
     with tempfile.TemporaryDirectory() as folder:
-        report(small(study, ratio, folder), base, ratio, True, processes=0)
+        report(small(study, ratio, folder), base, ratio, True, processes=0, more=more)

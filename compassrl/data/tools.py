@@ -9,16 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from tokenizers import Tokenizer
 
 from .tasks import Choices, Problem, one_line, task_family
 from .tokenizer import encode
+from ..files import read_data
 from ..settings import Registry, at_least, check, one_of
 
 # %% auto #0
-__all__ = ['tools', 'tool', 'calculator', 'ToolConfig', 'ToolUser', 'calculation']
+__all__ = ['tools', 'tool', 'calculator', 'lookup', 'ToolConfig', 'ToolUser', 'calculation']
 
 # %% ../../nbs/data/08_tools.ipynb #39e1d2d6
 _F = TypeVar('_F', bound=Callable[..., Any])
@@ -41,23 +43,34 @@ def calculator(call: str) -> str:
     return str(a + b if m[2] == '+' else a - b if m[2] == '-' else a * b)
 
 
+@tool
+def lookup(call: str, table: dict[str, Any]) -> str:
+    "What a table says of a word; `?` for a word that it does not have"
+    return str(table.get(call.strip(), '?'))
+
+
 # %% ../../nbs/data/08_tools.ipynb #a23a1d22
 @dataclass(frozen=True)
 class ToolConfig:
     "What a response may call. Raises ValueError"
 
-    # calculator, python, or one that you register by `compassrl.data.tools.tool`; empty = none
+    # calculator, lookup, python, or your own by `compassrl.data.tools.tool`; empty = none
     name: Annotated[str, one_of(tools)] = ''
     # answers in one response; a further call ends it
     max_calls: Annotated[int, at_least(1)] = 4
     begin: str = '<'  # what a call begins with
     end: str = '>'  # what a call ends with; one token
+    table: str = ''  # file (.json, .yaml, .toml) of an object: what `lookup` says of each word
     answer: str = '={};'  # what the policy reads, with the tool's words in place of {}
 
     def __post_init__(self) -> None:
         check(self)
         if self.name and self.name not in tools:
             raise ValueError(f'name={self.name!r}: use one of {", ".join(tools)}, or register it')
+        if (self.name == 'lookup') != bool(self.table):
+            raise ValueError(
+                f'table={self.table!r} with name={self.name!r}: a file is for lookup, it needs one'
+            )
         if not self.begin or self.begin == self.end:
             raise ValueError(f'begin={self.begin!r}, end={self.end!r}: use two different marks')
         if self.answer.count('{}') != 1:
@@ -66,10 +79,18 @@ class ToolConfig:
 
 # %% ../../nbs/data/08_tools.ipynb #805b8499
 class ToolUser:
-    """A tool for a rollout engine. Raises ValueError for a mark that is not one token"""
+    """A tool for a rollout engine. Raises ValueError for a mark that is not one token, and for a
+    table that is none"""
 
     def __init__(self, cfg: ToolConfig, tokenizer: Tokenizer) -> None:
         self.cfg, self.tokenizer, self.tool = cfg, tokenizer, tools[cfg.name]
+        if cfg.table:
+            table = read_data(cfg.table)
+            if not isinstance(table, dict):
+                raise ValueError(
+                    f'tools.table={cfg.table} holds no object: use {{"word": "answer"}}'
+                )
+            self.tool = partial(lookup, table=table)
         self.max_calls: int = cfg.max_calls
         ids = encode(tokenizer, cfg.end)
         if len(ids) != 1:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..records import Metrics, Request, RolloutEngine, Sample, derive_seed
+from .partial import drawn_mask
 
 # %% auto #0
 __all__ = ['Tool', 'joined', 'answered', 'Turns', 'Episodes']
@@ -59,13 +60,12 @@ def answered(
     ids: list[int],  # the answer
 ) -> Sample:  # as `joined` takes it: nobody has fed the answer yet, it has no routes
     "A response with what the policy reads next"
-    mask = torch.ones(len(s.response_ids), dtype=torch.bool)
-    mask, none = mask if s.policy_mask is None else s.policy_mask, torch.zeros(len(ids))
+    none = torch.zeros(len(ids))
     return replace(
         s,
         response_ids=s.response_ids + ids,
         rollout_log_probs=torch.cat((s.rollout_log_probs, none)),
-        policy_mask=torch.cat((mask, none.bool())),
+        policy_mask=torch.cat((drawn_mask(s), none.bool())),
     )
 
 
@@ -81,7 +81,6 @@ class Turns(Iterator[Request]):
         self.ready: deque[Request] = deque()  # next turns
         self.asked: dict[tuple[str, int], Request] = {}  # responses that have not ended
         self.drawn: dict[tuple[str, int], Sample] = {}  # what there is of them after a call
-        self.calls: dict[tuple[str, int], int] = {}
 
     def __next__(self) -> Request:
         if self.ready:
@@ -92,33 +91,56 @@ class Turns(Iterator[Request]):
             raise ValueError(
                 f'token {self.tool.stop_id} ends a response and a call: use another mark'
             )
-        return self.turn(r, tuple(r.prompt_ids), r.params.max_tokens, r.seed)
+        return self.turn(r, (), ())
 
-    def turn(self, r: Request, ids: tuple[int, ...], max_tokens: int, seed: int) -> Request:
+    def turn(
+        self,
+        r: Request,
+        ids: Sequence[int],  # that were drawn and read since
+        own: Sequence[bool],  # which of them were drawn?
+    ) -> Request:
         "One request of the engine: it stops at a call, too"
+        budget = r.params.max_tokens - sum(own), (r.left or r.params.max_tokens) - len(ids)
         stop_ids = (*r.params.stop_ids, self.tool.stop_id)
-        params = replace(r.params, max_tokens=max_tokens, stop_ids=stop_ids)
-        return replace(r, prompt_ids=ids, seed=seed, params=params)
+        return replace(
+            r,
+            prompt_ids=(*r.prompt_ids, *ids),
+            seed=derive_seed(r.seed, 'turn', len(ids)) if ids else r.seed,
+            params=replace(r.params, max_tokens=min(budget), stop_ids=stop_ids),
+            begun=(*(r.begun or ()), *own),
+        )
 
-    def take(self, s: Sample) -> Sample | None:  # the whole response, if this was its last turn
+    def answer(self, r: Request, s: Sample) -> list[int] | None:  # None: there were too many calls
+        "What the policy reads after its last token, which ended a call"
+        own = (*(r.begun or ()), *drawn_mask(s).tolist())
+        ids = (*r.prompt_ids, *s.response_ids)[-len(own) :]
+        drawn = [i for i, mine in zip(ids, own) if mine]
+        calls = [k for k, i in enumerate(drawn) if i == self.tool.stop_id]
+        if len(calls) > self.tool.max_calls:
+            return None
+        return self.tool(drawn[calls[-2] + 1 if len(calls) > 1 else 0 :])
+
+    def take(self, s: Sample) -> Sample | None:  # what was asked for, if this was its last turn
         "What the engine drew; a call is answered, and its response goes on"
         key = s.prompt_id, s.index
-        r, old, calls = self.asked[key], self.drawn.pop(key, None), self.calls.pop(key, 0)
+        r, old = self.asked[key], self.drawn.pop(key, None)
         read = [*r.prompt_ids, *(old.response_ids if old else ())]
         assert s.prompt_ids == read, f'{key}: a turn of something else'
-        called = s.response_ids[-1] == self.tool.stop_id and calls < self.tool.max_calls
-        answer = self.tool(s.response_ids) if called else []
         s = joined(old, s) if old else s
-        left = r.params.max_tokens - len(s.response_ids) - len(answer)
-        if not called or left < 1:  # an answer is read, or it is not there
-            del self.asked[key]
-            ended = s.response_ids[-1] in r.params.stop_ids
-            return replace(s, finish_reason='stop' if ended else 'length')
-        s = self.drawn[key] = answered(s, answer)
-        self.calls[key] = calls + 1
-        ids = (*r.prompt_ids, *s.response_ids)
-        self.ready.append(self.turn(r, ids, left, derive_seed(r.seed, 'turn', len(s.response_ids))))
-        return None
+        reason = 'stop' if s.response_ids[-1] in r.params.stop_ids else 'length'
+        if s.response_ids[-1] == self.tool.stop_id:
+            answer, left = self.answer(r, s), (r.left or r.params.max_tokens) - len(s.response_ids)
+            if answer is None or len(answer) >= left:  # an answer is read, or it is not there
+                reason = 'call'
+            else:
+                s = answered(s, answer)
+                own = s.policy_mask.tolist()
+                if sum(own) < r.params.max_tokens:
+                    self.drawn[key] = s
+                    self.ready.append(self.turn(r, s.response_ids, own))
+                    return None
+        del self.asked[key]
+        return replace(s, finish_reason=reason)
 
 
 # %% ../../nbs/rollout/11_episodes.ipynb #a4b88fd9

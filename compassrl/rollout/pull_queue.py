@@ -61,6 +61,8 @@ class PullQueue:
         self.turns: count[int] = count()
         # heap of load, number of joining, replica; old loads are skipped
         self.loads: list[tuple[int, int, str]] = []
+        # prompt, index -> who drew the last turn of this response
+        self.drew: dict[tuple[str, int], str] = {}
         # request -> how often its replica was lost
         self.lost: Counter[int] = Counter()
         for g in self.waiting:
@@ -101,10 +103,13 @@ class PullQueue:
         else:
             home = next(iter(homes))
         g = next(iter(homes[home]))
-        self.home[g] = replica
         i = self.waiting[g].popleft()
+        free = home in self.busy and len(self.busy[home]) < self.slots
+        if free and self.requests[i].begun:
+            replica = home  # it has read all of this response
+        self.home[g] = replica
         self._file(g)
-        return i
+        return replica, i
 
     def _load(self, replica):
         "It has one request more or less"
@@ -125,6 +130,21 @@ class PullQueue:
         self.joined[replica] = next(self.turns)
         self._load(replica)
 
+    def add(self, request: Request) -> None:
+        "One more, at any time; the next turn of a response is at home where the last one was drawn"
+        i, g = (
+            len(self.requests),
+            self.number.setdefault(tuple(request.prompt_ids), len(self.number)),
+        )
+        self.requests.append(request)
+        self.group.append(g)
+        self.left += 1
+        home = self.drew.pop((request.prompt_id, request.index), None)
+        if home in self.busy:
+            self.home.setdefault(g, home)
+        self.waiting.setdefault(g, deque()).append(i)
+        self._file(g)
+
     def pull(
         self,
         now: float,  # seconds, from any start
@@ -134,8 +154,7 @@ class PullQueue:
             heapq.heappop(self.loads)
         if not self.waiting or not self.loads:
             return None
-        replica = self.loads[0][2]
-        i = self._next(replica)
+        replica, i = self._next(self.loads[0][2])
         if not self.busy[replica]:
             self.seen[replica] = now
         ticket = next(self.tickets)
@@ -153,6 +172,9 @@ class PullQueue:
         self._load(replica)
         self.seen[replica] = now
         self.left -= 1
+        request = self.requests[i]
+        if request.begun is not None:
+            self.drew[request.prompt_id, request.index] = replica
         if self.group[i] in self.waiting:
             self._file(self.group[i])  # `order` may know more now
         return True

@@ -159,13 +159,19 @@ class Schedule:
         predictor.begin()
         self.guesses: dict[tuple[str, int], float] = {}
         self.open: dict[str, dict[int, Request]] = {}  # prompt -> index -> what is still to come
+        self.turns: dict[tuple[str, int], tuple[Sample, int]] = {}  # that may not be the last
         for r in self.requests:
-            self.open.setdefault(r.prompt_id, {})[r.index] = r
+            self.add(r)
         self.probes: dict[str, int] = (
             {id: min(group) for id, group in self.open.items()} if config.probe else {}
         )
         for group in self.open.values():
             self.requests += self._more(list(group.values()))
+
+    def add(self, r: Request) -> None:
+        "Another one, or the next turn of a response"
+        self.turns.pop((r.prompt_id, r.index), None)
+        self.open.setdefault(r.prompt_id, {})[r.index] = r
 
     def _more(self, group):
         "Further samples, under indices of their own"
@@ -176,8 +182,9 @@ class Schedule:
 
     def order(self, r: Request) -> tuple[int, ...]:  # smallest first
         """Probes of prompts that nobody knows; the rest of those, whose probe may well be long;
-        then the longest"""
-        link, tokens = self.predictor.link(r.prompt_id, len(r.prompt_ids))
+        then the longest, by what is left of it"""
+        drawn = len(r.begun or ())  # and read
+        link, tokens = self.predictor.link(r.prompt_id, len(r.prompt_ids) - drawn)
         self.guesses[r.prompt_id, r.index] = tokens  # the last time is when it is next
         if self.config.order == 'fifo':
             return ()
@@ -185,14 +192,33 @@ class Schedule:
             tier = 2
         else:
             tier = int(r.index != self.probes[r.prompt_id])
-        return tier, -round(4 * log2(min(tokens, r.params.max_tokens)))
+        return tier, -round(4 * log2(min(max(tokens - drawn, 1), r.params.max_tokens)))
 
-    def observe(self, s: Sample) -> None:
+    def observe(
+        self,
+        s: Sample,
+        begun: int = 0,  # tokens of the response at the end of its prompt_ids
+    ) -> None:
         "The predictor learns, and keeps how far off it was"
+        if begun:
+            ids = s.prompt_ids[-begun:] + s.response_ids
+            s = replace(s, prompt_ids=s.prompt_ids[:-begun], response_ids=ids)
         guess = self.guesses.get((s.prompt_id, s.index), inf)
         if guess < inf:
             self.predictor.pairs.append((guess, len(s.response_ids)))
         self.predictor.observe(s)
+
+    def answered(self, r: Request, s: Sample) -> None:
+        "A whole response is observed; one that may go on waits for `seen`"
+        if r.begun is None:
+            self.observe(s)
+        else:
+            self.turns[s.prompt_id, s.index] = s, len(r.begun)
+
+    def seen(self, s: Sample) -> None:
+        "Nobody asks for more of this response"
+        if turn := self.turns.pop((s.prompt_id, s.index), None):
+            self.observe(*turn)
 
     def label(self, s: Sample) -> Sample:
         "A sample that counts, under an index that was asked for"

@@ -17,13 +17,12 @@ from ..records import Request
 from .sampling import sample_tokens, uniforms
 
 # %% auto #0
-__all__ = ['Slots']
+__all__ = ['most_given', 'Slots']
 
 
 # %% ../../nbs/rollout/08_slots.ipynb #999dcbbb
 class Slots:
-    """Static tensors, a row per running request, a column per tick of one clock: all newest tokens
-    are in column `column`"""
+    "Static tensors: a row per running request, a column per tick; newest tokens are in `column`"
 
     def __init__(
         self,
@@ -37,6 +36,7 @@ class Slots:
         self.num_running = 0  # busy rows: the first ones
         self.column = 0  # of all newest tokens
         self.oldest = 0  # first column in use
+        self.reads_until = 0  # first column in which every row draws
         self.capacity = 0  # tokens that one request may have
         self.requests: list[Request] = []  # of the busy rows
         self.started: list[float] = []  # when they were admitted
@@ -54,6 +54,7 @@ class Slots:
         self.routes: Tensor = zeros(0, L, per_token, dtype=route_dtype(experts))
         # by row, and by place in the sequence: the number that draws the token there
         self.uniforms: Tensor = zeros(0, dtype=torch.float64)
+        self.given: Tensor = zeros(0)  # the token there if it is read, or -1
         # by row
         self.first_column: Tensor = zeros()  # of the prompt
         self.last_column: Tensor = zeros()  # of the longest response that was asked for
@@ -76,7 +77,8 @@ def reserve(
     if num_tokens <= self.capacity:
         return
     self.capacity = max(num_tokens, self.capacity * 5 // 4)
-    self.uniforms = F.pad(self.uniforms, (0, self.capacity - self.uniforms.shape[1]))
+    missing = self.capacity - self.uniforms.shape[1]
+    self.uniforms, self.given = (F.pad(t, (0, missing)) for t in (self.uniforms, self.given))
     self.widen(max(self.capacity, self.tokens.shape[1]))
 
 
@@ -112,9 +114,9 @@ def slide(
     by = column - self.column
     width = self.column + 1 - self.oldest
     for t, dim in ((self.kv, 4), (self.tokens, 1), (self.log_probs, 1), (self.routes, 1)):
-        in_use = t.narrow(dim, self.oldest, width).clone()
-        t.narrow(dim, self.oldest + by, width).copy_(in_use)
+        t.narrow(dim, self.oldest + by, width).copy_(t.narrow(dim, self.oldest, width).clone())
     self.column = column
+    self.reads_until += by
     self.first_column += by
     self.last_column += by
     self.changed()
@@ -133,6 +135,9 @@ def changed(self: Slots) -> None:
 
 
 # %% ../../nbs/rollout/08_slots.ipynb #256a56f6
+most_given = 32  # tokens that a turn may read one by one; a longer answer is read with its prompt
+
+
 @patch
 @torch.inference_mode()
 def enter(
@@ -150,14 +155,12 @@ def enter(
         self.column = max(lengths)
     elif self.column < max(lengths):
         self.slide(max(lengths))  # room for the longest prompt before the newest token
-
     rows = slice(self.num_running, self.num_running + len(requests))
     prompt_tokens = self.first_column.new_tensor(lengths)
     budgets = self.last_column.new_tensor([p.max_tokens for p in params])
     self.first_column[rows] = self.column - prompt_tokens
     self.last_column[rows] = self.column + budgets - 1
     self.set_draws(rows, requests, prompt_tokens)
-
     self.requests += requests
     self.started += [started] * len(requests)
     self.num_running = rows.stop
@@ -184,6 +187,7 @@ def set_draws(
     seeds = prompt_tokens.new_tensor([r.seed for r in requests])
     places = torch.arange(self.capacity, device=seeds.device)
     self.uniforms[rows] = uniforms(seeds, places - prompt_tokens[:, None])
+    self.given[rows] = -1
 
 
 @patch
@@ -214,10 +218,14 @@ def draw(
     u = self.uniforms[rows].gather(1, place)[:, 0]
     top_p = self.top_p[rows] if self.truncates else None
     tokens, log_probs = sample_tokens(logits, u, self.temperature[rows], top_p)
+    stopped = (tokens[:, None] == self.stop_ids[rows]).any(-1)
+    if self.column < self.reads_until:
+        given = self.given[rows].gather(1, place)[:, 0]
+        tokens = torch.where(given < 0, tokens, given)
+        stopped &= given < 0
     self.tokens[rows, self.column] = tokens
     self.log_probs[rows, self.column] = log_probs
     at_limit = self.last_column[rows] <= self.column
-    stopped = (tokens[:, None] == self.stop_ids[rows]).any(-1)
     return ((at_limit | stopped).nonzero()[:, 0] + rows.start).tolist()
 
 
@@ -233,7 +241,7 @@ def remove(
     movers = sorted(set(range(num_left, self.num_running)) - set(finished))
     if holes:
         self.kv[:, :, holes] = self.kv[:, :, movers]
-        by_column = self.tokens, self.log_probs, self.routes, self.uniforms
+        by_column = self.tokens, self.log_probs, self.routes, self.uniforms, self.given
         by_row = self.first_column, self.last_column, self.temperature, self.top_p, self.stop_ids
         for t in by_column + by_row:
             t[holes] = t[movers]
@@ -242,13 +250,51 @@ def remove(
         self.started[hole] = self.started[mover]
     del self.requests[num_left:], self.started[num_left:]
     self.num_running = num_left
-    if num_left:
+    if num_left and finished:
         self.changed()
+
+
+@patch
+@torch.inference_mode()
+def go_on(
+    self: Slots,
+    row: int,  # that has finished
+    request: Request,
+    started: float,
+) -> bool:  # does it go on there?
+    "The next turn of what this row holds: it reads what is new in its prompt, then draws"
+    ids, params, first = request.prompt_ids, request.params, int(self.first_column[row])
+    held, T = self.tokens[row, first : self.column + 1].tolist(), len(ids)
+    if list(ids[: len(held)]) != held or not 0 < T - len(held) <= most_given:
+        return False
+    self.reserve(T + params.max_tokens, len(params.stop_ids))
+    self.last_column[row] = first + T + params.max_tokens - 1
+    self.set_draws(slice(row, row + 1), [request], self.first_column.new_tensor([T]))
+    self.given[row, len(held) : T] = self.given.new_tensor(ids[len(held) :])
+    self.reads_until = max(self.reads_until, first + T)
+    self.requests[row], self.started[row] = request, started
+    return True
+
+
+@patch
+def hand_over(
+    self: Slots, finished: list[int], requests: list[Request], started: float
+) -> list[Request]:  # those that begin
+    "Next turns of responses that have just ended keep their rows; the other rows are freed"
+    begin, rows = [], {(self.requests[i].prompt_id, self.requests[i].index): i for i in finished}
+    for r in requests:
+        row = rows.get((r.prompt_id, r.index), -1)
+        if row in finished and self.go_on(row, r, started):
+            finished = [i for i in finished if i != row]
+        else:
+            begin.append(r)
+    self.remove(finished)
+    return begin
 
 
 @patch
 def clear(self: Slots) -> None:
     "Nobody runs"
-    self.num_running = 0
+    self.num_running = self.reads_until = 0
     self.requests.clear()
     self.started.clear()

@@ -193,8 +193,6 @@ def admit(
 ) -> list[int]:  # slots that finished with their first token
     "Fill free slots and draw the first tokens from their prompts' logits"
     slots, started = self.slots, time.perf_counter()
-    for request in requests:
-        check_request(request, self.config)
     prompts = [tuple(r.prompt_ids) for r in requests]
     missing = [p for p in dict.fromkeys(prompts) if p not in self.prefixes]
     if missing:
@@ -274,24 +272,25 @@ def generate(
     requests: Iterable[Request],
     whole_groups: bool = False,  # of every group all samples? They come in any case
 ) -> Iterator[Sample]:
-    "Yields each sample as it finishes; its slot is refilled at once"
+    "Yields each sample as it finishes; its slot is refilled at once, by its next turn if there is"
     slots, waiting = self.slots, iter(requests)
+    finished: list[int] = []
     if self.version is None:
         raise RuntimeError('this engine has no weights: call `load_weights` first')
     if slots.num_running:
         raise RuntimeError(f'{slots.num_running} requests are running: one `generate` at a time')
     try:
         while True:
-            new = list(islice(waiting, slots.num_slots - slots.num_running))
+            new = list(islice(waiting, slots.num_slots - slots.num_running + len(finished)))
+            for request in new:
+                check_request(request, self.config)
+            new = slots.hand_over(finished, new, time.perf_counter())
             if new:
                 finished = self.admit(new)
             elif slots.num_running:
                 finished = self.step()
             else:
                 break
-            samples = [self.harvest(slot) for slot in finished]
-            if finished:
-                slots.remove(finished)
-            yield from samples
+            yield from [self.harvest(slot) for slot in finished]
     finally:
         slots.clear()

@@ -131,6 +131,7 @@ PIECES = [
     *('0', '1', '42', '-', '+', '*', '**', '.', ',', 'x', 'e', 'i', 'pi', 'nan', 'inf', '\\infty'),
     *('\0', '\n', '\r', '\ud800', '\u202e', 'ü', '١', '𝟜', '\x1b[2J', ' ' * 50, '(' * 40, '1' * 60),
     *('__import__("os")', 'lambda:', '\\begin{pmatrix}', '&', '\\\\', '\\text{', '\\{', '\\}'),
+    *('"', ']', ':', '[[' * 40, '{"a":' * 40, '"name": "f", "arguments": {', 'null', '1e999'),
 ]
 
 
@@ -143,19 +144,33 @@ def hostile_string(rng):
 
 ANSWERS = dict(exact='42', final='42', countdown_expression='1 2 3 to 6', maths='42')
 ANSWERS['code'] = json.dumps(dict(tests=TESTS[:1], wall_s=5.0, cpu_s=1.0))
+ANSWERS['numeric'] = json.dumps(dict(value=42, within=1, unit='m'))
+ANSWERS['set_match'] = json.dumps(['a', '42'])
+ANSWERS['tool_call'] = json.dumps(dict(f=dict(a=[[1], {'k': ['x', '']}, ''])))
+ANSWERS['instructions'] = json.dumps(
+    [dict(check='keyword', word='(', at_least=1), dict(check='json_format'), dict(check='no_comma')]
+)
+ANSWERS['composite'] = json.dumps(
+    [dict(verifier=name, answer=ANSWERS[name]) for name in ('final', 'instructions', 'tool_call')]
+)
+IN_SANDBOXES = 'maths', 'code'
+
+
+def test_no_verifier_is_left_out():
+    assert {*ANSWERS} == {*verifiers} - {'genrm'}, 'genrm asks a model and reads its reply alone'
 
 
 @chaos.kind('hostile strings')
-@pytest.mark.parametrize('name', ['exact', 'final', 'countdown_expression'])
-def test_ten_thousand_hostile_strings(name, record_property):
+@pytest.mark.parametrize('name', [n for n in ANSWERS if n not in IN_SANDBOXES])
+def test_thousands_of_hostile_strings(name, record_property):
     "No exception, no failed verdict"
-    rng = chaos.draw(name)
+    rng, num = chaos.draw(name), chaos.trials(2_000, 10_000)
     prompt = Prompt('p', 'd', '', [2], ANSWERS[name], name)
-    for _ in range(10_000):
+    for _ in range(num):
         text = hostile_string(rng)
         v = verify(prompt, text)
         assert v.status in ('ok', 'wrong') and verifiers[name](text, prompt.answer) == v, (text, v)
-    record_property('trials', 10_000)
+    record_property('trials', num)
 
 
 @chaos.kind('hostile strings')

@@ -370,7 +370,8 @@ from compassrl.judges.isolated import run_python
 walls, why = best_walls()
 assert walls, why
 o = run_python('import os\\nfor _ in range(99): os.fork()')
-assert o.status in ('failed', 'memory', 'timeout'), o
+# a busy machine may not get a word out of so full a room: it is then closed, too
+assert o.status in ('failed', 'memory', 'timeout', 'lost'), o
 for p in ('open("/x", "w")', 'open("/proc/1/mem", "rb")', 'import os; os.listdir("/var")',
           'import resource; resource.prlimit(1, 7, (0, 0))'):
     assert run_python(p).status == 'failed', p

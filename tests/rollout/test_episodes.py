@@ -1,9 +1,12 @@
 "Episodes: token for token what the model read, alone or among others, and nobody learns answers"
 
+import io
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig, PolicyLoss
@@ -14,13 +17,20 @@ from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
 from compassrl.data.tools import ToolConfig, ToolUser
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
-from compassrl.records import Request, SamplingParams, collate, derive_seed
+from compassrl.records import Request, RolloutEngine, Sample, SamplingParams, collate, derive_seed
+from compassrl.rollout import slots
 from compassrl.rollout.episodes import Episodes
+from compassrl.rollout.partial import PartialResponses, drawn_mask
 from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.train.routes import validate_routes
 from compassrl.train.sft import sft_loss, solution_batch
-from compassrl.train.torch_engine import OptimConfig, TorchTrain, accumulate_grads
+from compassrl.train.torch_engine import (
+    OptimConfig,
+    TorchTrain,
+    accumulate_grads,
+    response_log_probs,
+)
 from tests.support.engine_samples import Echo
 
 SHAPE = PolicyConfig(
@@ -78,18 +88,21 @@ def turns(s):
 
 
 def same(a, b):
-    tensors = 'rollout_log_probs', 'policy_mask', 'routed_experts', 'routes_valid'
+    tensors = 'rollout_log_probs', 'routed_experts', 'routes_valid'
     assert a.response_ids == b.response_ids and a.finish_reason == b.finish_reason
+    assert drawn_mask(a).equal(drawn_mask(b))
     for k in tensors:
         x, y = getattr(a, k), getattr(b, k)
         assert (x is None) == (y is None) and (x is None or x.equal(y)), k
 
 
-def test_answers_stand_behind_their_calls(samples):
+def check_answers(samples):
     calls, reasons = [], set()
-    for s in samples.values():
+    for s in samples:
         reasons.add(s.finish_reason)
         assert (s.response_ids[-1] == STOP) == (s.finish_reason == 'stop')
+        assert (s.response_ids[-1] == CALL) == (s.finish_reason == 'call')
+        assert (len(s.response_ids) == 40) >= (s.finish_reason == 'length')
         assert len(s.response_ids) <= 40
         if s.policy_mask is None:
             assert CALL not in s.response_ids[:-1]
@@ -98,10 +111,15 @@ def test_answers_stand_behind_their_calls(samples):
         answers = [r for r in read if r]
         calls.append(len(answers))
         assert answers == [Echo(CALL)(ids) for ids in said[: len(answers)]]
-        assert len(said) - 1 - len(answers) in (0, 1)  # a call that nobody answers ends it
+        # a call that nobody answers ends it
+        assert len(said) - 1 - len(answers) == (s.finish_reason == 'call')
         assert not s.rollout_log_probs[~s.policy_mask].any()
         assert (s.rollout_log_probs[s.policy_mask] < 0).all()
-    assert {1, 2, 3} == set(calls) and reasons == {'stop', 'length'}
+    return set(calls), reasons
+
+
+def test_answers_stand_behind_their_calls(samples):
+    assert check_answers(samples.values()) == ({1, 2, 3}, {'stop', 'length'})
 
 
 @pytest.mark.parametrize('kind, num_slots', [(TorchRollout, 1), (TorchRollout, 24), (ReadsAll, 8)])
@@ -111,6 +129,43 @@ def test_the_same_alone_and_among_others(policy, samples, kind, num_slots):
     assert len(found) == len(samples)
     for s in found:
         same(s, samples[s.prompt_id, s.index])
+
+
+@pytest.mark.parametrize('longest', [0, 64])
+def test_a_turn_goes_on_in_its_slot(policy, samples, longest, monkeypatch):
+    "The same tokens, log-probs and routes as if each turn read all again, which it does not"
+    monkeypatch.setattr(slots, 'most_given', longest)
+    e, read = engine(policy, num_slots=8), []
+
+    def prefill(prompts):
+        read.extend(prompts)
+        TorchRollout.prefill(e, prompts)
+
+    e.prefill = prefill
+    found = list(Episodes(e, Echo(CALL)).generate(requests()))
+    assert len(found) == len(samples) and e.slots.num_running == 0
+    for s in found:
+        same(s, samples[s.prompt_id, s.index])
+    turns = {
+        (*s.prompt_ids, *s.response_ids[:end])
+        for s in found
+        for end in ((drawn_mask(s).int().diff() == 1).nonzero()[:, 0] + 1).tolist()
+    }
+    assert len(turns) > 9 and set(read) & turns == (set() if longest else turns)
+
+
+def test_slots_grow_and_slide_while_turns_are_read(policy):
+    "Whoever runs beside it and whatever moves, a row reads its own answer"
+    long = [replace(r, params=replace(r.params, max_tokens=58)) for r in requests(8)]
+    mixed = [x for pair in zip(requests(24)[8:], long * 2) for x in pair]
+    mixed = list({(r.prompt_id, r.index): r for r in mixed}.values())
+    alone = {
+        (r.prompt_id, r.index): s
+        for r in mixed
+        for s in Episodes(engine(policy), Echo(CALL, 9)).generate([r])
+    }
+    for s in Episodes(engine(policy, num_slots=3), Echo(CALL, 9)).generate(mixed):
+        same(s, alone[s.prompt_id, s.index])
 
 
 def test_without_a_call_it_is_the_response_of_the_engine(policy, samples):
@@ -178,8 +233,124 @@ def test_answers_have_no_gradient(policy, samples, name):
     assert not all(a[k].allclose(c[k]) for k in a)
 
 
+# ---- parts
+
+
+class Hashing(RolloutEngine):
+    "The next token is a hash of all that was read: how a response is cut cannot matter"
+
+    def generate(self, requests, whole_groups=False):
+        for r in requests:
+            ids = list(r.prompt_ids)
+            while len(ids) < len(r.prompt_ids) + r.params.max_tokens:
+                ids.append(1 + derive_seed(r.prompt_id, r.index, ids) % 9)
+                if ids[-1] in r.params.stop_ids:
+                    break
+            said = ids[len(r.prompt_ids) :]
+            reason = 'stop' if said[-1] in r.params.stop_ids else 'length'
+            log_probs = -torch.arange(len(r.prompt_ids), len(ids)).float()
+            row = r.prompt_id, r.index, list(r.prompt_ids), said, log_probs
+            yield Sample(*row, None, None, reason, 0)
+
+
+class Says(Echo):
+    "A tool whose answers have any length; a mark in them is no call"
+
+    def __call__(self, ids):
+        assert ids[-1] == CALL and CALL not in ids[:-1]
+        return [CALL, *ids, CALL, STOP][: derive_seed(ids) % 5]
+
+
+def in_parts(engine, tool, asked, tokens, saved=True):
+    "Each response to its end; what is under way passes through a checkpoint after every step"
+    engine, parts, seams = Episodes(engine, tool), PartialResponses(tokens), []
+    parts.begin(asked)
+    while parts.running:
+        for s in engine.generate(parts.parts()):
+            assert drawn_mask(s).sum() <= tokens
+            if not parts.take(s):
+                seams.append(bool(drawn_mask(s)[-1]))
+        if saved:
+            file = io.BytesIO()
+            torch.save(parts.state_dict(), file)
+            parts = PartialResponses(tokens)
+            parts.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    return parts.whole_groups()[1], seams
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    tokens=st.integers(1, 12),
+    limit=st.integers(1, 40),
+    calls=st.integers(1, 4),
+    seed=st.integers(0, 10**6),
+)
+def test_how_a_response_is_cut_does_not_matter(tokens, limit, calls, seed):
+    "Marks, answers, the number of calls, the budget, and why it ended are those of the whole"
+    tool = Says(CALL, calls)
+    asked = [replace(r, prompt_id=f'{seed}') for r in requests(4, limit)]
+    whole = {s.index: s for s in Episodes(Hashing(), tool).generate(asked)}
+    found, _ = in_parts(Hashing(), tool, asked, tokens)
+    assert len(found) == len(whole) == 4
+    for s in found:
+        same(s, whole[s.index])
+
+
+@pytest.mark.parametrize('tokens', [1, 3, 8])
+def test_parts_with_weights_that_stay(policy, tokens):
+    "Answers behind calls, and the train engine agrees with what was drawn"
+    e = engine(policy, torch.float32)
+    found, seams = in_parts(e, Echo(CALL), requests(), tokens)
+    assert check_answers(found)[0] >= {1, 2}
+    assert set(seams) == {True, False}, 'a part ends in a turn, and behind the answer to a call'
+    batch = collate(found)
+    assert batch.routes_valid.equal(batch.fed_mask)
+    scored = TorchTrain(policy, OptimConfig(), replay='R3').score(batch)
+    gap = (scored['old_log_probs'] - batch.rollout_log_probs)[batch.response_mask]
+    assert gap.abs().max() < 1e-5
+    assert (scored['routes_agree'] == 1)[batch.fed_mask].float().mean() > 0.99
+
+
+def test_each_token_of_a_part_has_its_owner(policy):
+    "Weights change from step to step; a token's log-prob is that of the weights with its version"
+    policies = [Policy(SHAPE, seed=k) for k in (3, 4, 5)]
+    e, parts, tool = engine(policy, torch.float32), PartialResponses(6), Echo(CALL)
+    parts.begin(requests())
+    for k in range(40):
+        e.load_weights(hf_weights(policies[k % 3]), k % 3)
+        for s in Episodes(e, tool).generate(parts.parts()):
+            parts.take(s)
+        if not parts.running:
+            break
+    found = parts.whole_groups()[1]
+    assert sum(s.policy_mask is not None for s in found) > 5
+    batch = collate(found)
+    with torch.no_grad():
+        by = torch.stack([response_log_probs(p, batch, replay=False)[0] for p in policies])
+    for i, s in enumerate(found):
+        own, at = drawn_mask(s), len(s.prompt_ids)
+        by_version = by[:, i, at : at + len(own)].gather(0, s.token_versions[None])[0]
+        assert (by_version - s.rollout_log_probs)[own].abs().max() < 1e-5
+
+
 TOKENIZER = build_tokenizer()
 USER = ToolUser(ToolConfig('calculator'), TOKENIZER)
+
+
+def test_a_table_is_looked_up(tmp_path):
+    (path := tmp_path / 'table.yaml').write_text('fr: paris\n')
+    user = ToolUser(ToolConfig('lookup', table=str(path)), TOKENIZER)
+    for word, answer in ('fr', 'paris'), (' fr ', 'paris'), ('it', '?'), ('', '?'):
+        assert TOKENIZER.decode(user(encode(TOKENIZER, f'<{word}>'))) == f'={answer};'
+    with pytest.raises(ValueError, match="table='' with name='lookup'"):
+        ToolConfig('lookup')
+    with pytest.raises(ValueError, match="with name='calculator': a file is for lookup"):
+        ToolConfig('calculator', table=str(path))
+    path.write_text('- fr')
+    with pytest.raises(ValueError, match='table.yaml holds no object'):
+        ToolUser(ToolConfig('lookup', table=str(path)), TOKENIZER)
+    with pytest.raises(ValueError, match='gone.json'):
+        ToolUser(ToolConfig('lookup', table=str(tmp_path / 'gone.json')), TOKENIZER)
 
 
 def test_a_cold_start_learns_calls_and_no_answers():
@@ -210,8 +381,6 @@ def test_what_is_refused(policy):
     with pytest.raises(ValueError, match='token 2 ends a response and a call'):
         list(Episodes(engine(policy), Echo(CALL)).generate(asked))
     tools = ToolConfig('calculator')
-    with pytest.raises(ValueError, match='schedule.partial_tokens=8'):
-        TrainConfig(tools=tools, schedule=ScheduleConfig(partial_tokens=8))
     with pytest.raises(ValueError, match='schedule.over_provision=0.5'):
         TrainConfig(tools=tools, rollout_engine='pool', schedule=ScheduleConfig(over_provision=0.5))
     with pytest.raises(ValueError, match="name='abacus'"):

@@ -828,8 +828,8 @@ MUTANTS = {
     weights_are_fresh: dict(stale_prefix=('self.prefixes.clear()', 'pass')),
     slots_are_refilled_at_once: dict(
         refill_in_waves=(
-            'slots.num_slots - slots.num_running',
-            'slots.num_slots if not slots.num_running else 0',
+            'slots.num_slots - slots.num_running + len(finished)',
+            'slots.num_slots if slots.num_running == len(finished) else 0',
         ),
         intake_of_everything=(
             'waiting = self.slots, iter(requests)',

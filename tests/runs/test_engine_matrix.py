@@ -3,6 +3,7 @@
 import pickle
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -139,6 +140,93 @@ def test_rollout_and_training_agree_on_log_probs_and_routes(embedded, kind):
     drawn = batch.response_mask.int()
     read = (batch.token_mask & ~batch.response_mask & (drawn.cumsum(1) > 0)).sum(1)
     assert (read >= 3).sum() >= 2, 'episodes with answers of a tool'
+
+
+def claimed(batch, how):
+    "Episodes whose answers are said to have any advantage, log-probs and entropy; or to be drawn"
+    g = torch.Generator().manual_seed(0)
+    answers = (batch.response_mask.int().cumsum(1) > 0) & batch.token_mask & ~batch.response_mask
+    odd = answers * torch.randn(answers.shape, generator=g)
+    if how == 'drawn':
+        batch = replace(batch, response_mask=batch.response_mask | answers)
+    if how != 'plain':
+        batch = replace(
+            batch,
+            advantages=batch.advantages + odd,
+            old_log_probs=batch.old_log_probs + odd,
+            rollout_log_probs=batch.rollout_log_probs - odd,
+            entropy=batch.entropy + odd.abs(),
+        )
+    return batch
+
+
+def first_gradients(start, batch, leads=True):
+    "Of one step from the same weights, whatever is claimed; and what the train engine scored"
+    out = {}
+    for how in ('plain', 'claimed', 'drawn'):
+        engine, grads_of = start()
+        scored = engine.score(batch if leads else None)
+        if leads:
+            engine.update(claimed(replace(batch, **scored), how), LOSS)
+        else:
+            engine.update()
+        out[how] = grads_of()[0]
+    return scored, out
+
+
+def megatron_gradients(parallel, folder, batches):
+    whole_gradients()
+
+    def start():
+        e = MegatronTrain(POLICY, folder, OPTIM, parallel, 0.8, 'R3')
+        return e, recorded(e, POLICY)
+
+    leads = dist.get_rank() == 0
+    out = {k: first_gradients(start, b, leads) for k, b in batches.items()}
+    return out if leads else None
+
+
+def torch_gradients(folder, batch):
+    import compassrl.train.torch_engine as te
+
+    grads, clip = [], te.clip_and_step
+
+    def stepping(policy, *args):
+        grads.insert(0, {k: v.clone() for k, v in policy_weights(policy, grad=True)})
+        return clip(policy, *args)
+
+    def start():
+        return TorchTrain(from_pretrained(folder), OPTIM, 0.8, 'R3'), lambda: grads
+
+    with mock.patch.object(te, 'clip_and_step', stepping):
+        return first_gradients(start, batch)
+
+
+def episodes(batch):
+    "Rows with answers of a tool"
+    begins = (batch.response_mask.int().diff(dim=1) == 1).sum(1)
+    return fresh(select(batch, begins > 1))
+
+
+@pytest.mark.parametrize(
+    'train', ['torch', *LAYOUTS[:3]], ids=lambda x: x if isinstance(x, str) else name(x)
+)
+def test_answers_have_no_gradient(folder, batches, train):
+    "Of every pair of engines: log-probs of episodes are equal, and nobody learns what was read"
+    some = {k: episodes(b) for k, b in batches.items()}
+    if train == 'torch':
+        results = {k: torch_gradients(folder, b) for k, b in some.items()}
+    else:
+        n, how = train
+        results = run_ranks(n, megatron_gradients, ParallelConfig(**how), folder, some)[0]
+    assert set(results) == set(ROLLOUTS)
+    for kind, (scored, grads) in results.items():
+        batch = some[kind]
+        gap = (scored['old_log_probs'] - batch.rollout_log_probs)[batch.response_mask]
+        assert len(batch) >= 2 and gap.abs().max() < 1e-5, kind
+        a, b, c = (grads[k] for k in ('plain', 'claimed', 'drawn'))
+        assert all(a[k].equal(b[k]) for k in a) and any(v.any() for v in a.values()), kind
+        assert not all(a[k].allclose(c[k]) for k in a), kind
 
 
 @pytest.mark.parametrize('layout', LAYOUTS, ids=name)

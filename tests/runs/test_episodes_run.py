@@ -8,12 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from compassrl.algo.losses import LossConfig
+from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig, read_run_config
 from compassrl.data.prompts import DataConfig
+from compassrl.data.tokenizer import build_tokenizer
 from compassrl.data.tools import ToolConfig
 from compassrl.judges.serial import RewardConfig
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import from_pretrained, hf_weights
+from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_engine import RolloutConfig
 from compassrl.runs.evaluate_model import eval_command
 from compassrl.runs.presets import presets
@@ -43,14 +47,35 @@ CFG = TrainConfig(
     optim=OptimConfig(lr=1e-3, num_mini_batches=2),
 )
 
+TOKENIZER = build_tokenizer()
+
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
     return start_run(replace(CFG, run_dir=str(tmp_path_factory.mktemp('run') / 'whole')))
 
 
+@pytest.fixture(scope='module')
+def in_parts(tmp_path_factory):
+    "At most eight tokens of a response in one step"
+    cfg = replace(
+        CFG,
+        schedule=ScheduleConfig(partial_tokens=8),
+        zero_variance=ZeroVarianceConfig('uniform'),
+        loss=LossConfig('grpo', tis='truncate'),
+    )
+    return start_run(replace(cfg, run_dir=str(tmp_path_factory.mktemp('run') / 'in_parts')))
+
+
 def rows(folder):
     return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+
+
+def check_equation(said):
+    "`...<7*6>=42`"
+    call, answer = said.rsplit('<', 1)[-1].split('>=')
+    plain = re.sub(r'\b0+(?=\d)', '', call)  # 007 is no number of the language
+    assert answer == '?' or eval(plain) == int(answer)
 
 
 def test_the_trace_holds_answers_and_recomputes_the_loss(whole):
@@ -73,8 +98,27 @@ def test_the_trace_holds_answers_and_recomputes_the_loss(whole):
     assert calls > 50
 
 
-def test_a_resume_equals_the_run(whole, tmp_path):
-    half = tmp_path / 'half'
+def test_a_response_in_parts_reads_its_answers(in_parts):
+    answers, stale = 0, 0
+    for (_, samples), row in zip(read_trace(in_parts / 'trace.jsonl'), rows(in_parts)):
+        for s in samples:
+            own = s.get('policy_mask', [1] * len(s['response_ids']))
+            said = TOKENIZER.decode(s['response_ids']).split(';')[:-1]
+            answered = ''.join(map(str, own)).count('10')
+            assert answered == len(said) <= CFG.tools.max_calls
+            for part in said:
+                check_equation(part)
+            answers += answered
+            stale += any(v < row['step'] - 1 for v in s['token_versions'])
+            for k in 'rollout_log_probs', 'advantages', 'old_log_probs', 'entropy':
+                assert not any(x for x, o in zip(s[k], own) if not o)
+            assert sum(s['routes_valid']) == len(s['prompt_ids']) + len(own) - 1
+    assert answers > 20 and stale > 10
+
+
+@pytest.mark.parametrize('how', ['whole', 'in_parts'])
+def test_a_resume_equals_the_run(how, request, tmp_path):
+    whole, half = request.getfixturevalue(how), tmp_path / 'half'
     shutil.copytree(whole, half)
     shutil.rmtree(half / 'checkpoints' / 'step-000004')
     resume_run(half)
@@ -92,6 +136,4 @@ def test_a_finished_run_is_evaluated_with_its_tool(whole, tmp_path):
     assert any('>=' in s['response'] and ';' in s['response'] for s in found)
     for s in found:  # each answer stands behind its call
         for said in s['response'].split(';')[:-1]:
-            call, answer = said.rsplit('<', 1)[-1].split('>=')
-            plain = re.sub(r'\b0+(?=\d)', '', call)  # 007 is no number of the language
-            assert answer == '?' or eval(plain) == int(answer)
+            check_equation(said)

@@ -115,6 +115,7 @@ class Conversation:
         self.talks: dict[int | str, Talk] = {}  # by ticket, or by name for a sign of life
         self.spans: list[Attempt] = []  # seconds of `time.perf_counter`
         self.events: Events = asyncio.Queue()
+        self.unseen = 0  # samples after which the caller has not yet asked for more
 
     async def run(self) -> None:
         servers = self.servers
@@ -122,7 +123,7 @@ class Conversation:
         servers.raise_errors()
         await self.greet()
         try:
-            while self.queue.left:
+            while self.queue.left or self.unseen:
                 self.hand_out()
                 servers.raise_errors(self.suspect())
                 await self.take()
@@ -212,11 +213,23 @@ def keep(self: Conversation, ticket: int, r: Replica, answer: Sample) -> None:
     r.tokens = -1  # those that run have fewer without this one
     answer.timings['replica'] = float(list(self.servers.replicas).index(r.name))
     self.spans.append(Attempt(r.name, talk.index, talk.start, now, 'done'))
-    self.plan.observe(answer)  # before the queue moves on: its order may be another now
+    self.plan.answered(self.queue.requests[talk.index], answer)  # the order may be another now
     if self.queue.finish(ticket, now):
+        self.unseen += 1
         self.out.put(self.plan.label(answer))
     if self.plan.full(answer):
         self.drop_rest(talk.index, now)
+
+
+@patch
+def more(self: Conversation, s: Sample, requests: list[Request]) -> None:
+    "The caller has seen this sample, and asks for these: the next turns of responses, among others"
+    for r in requests:
+        self.plan.add(r)
+        self.queue.add(r)
+    self.plan.seen(s)
+    self.unseen -= 1
+    self.events.put_nowait(None)
 
 
 @patch

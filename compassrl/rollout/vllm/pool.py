@@ -211,7 +211,7 @@ def join_gpus(self: VllmPool, replicas: list[Replica]) -> NcclGroup | SharedGpu:
 @patch
 def generate(
     self: VllmPool,
-    requests: Iterable[Request],
+    requests: Iterable[Request],  # an iterator may give more after each sample
     whole_groups: bool = False,  # drop no sample for being long, whatever `over_provision` says
 ) -> Iterator[Sample]:
     "Yields each sample as it finishes. Raises RuntimeError for a server that keeps failing"
@@ -219,17 +219,23 @@ def generate(
         raise RuntimeError('this pool has no weights: call `load_weights` first')
     if self.job:
         raise RuntimeError('requests are running: one `generate` at a time')
-    requests = list(requests)
-    for r in requests:  # a token outside the vocabulary would take one server after another with it
-        check_request(r, self.config)
+    waiting = iter(requests)
+
+    def new():
+        more = list(waiting)
+        for r in more:  # a token outside the vocabulary would take one server after another with it
+            check_request(r, self.config)
+        return more
+
     way = replace(self.schedule, over_provision=0.0) if whole_groups else self.schedule
-    talk = Conversation(self, self.config, requests, self.num_slots, way, self.predictor)
+    talk = Conversation(self, self.config, new(), self.num_slots, way, self.predictor)
     self.spans = talk.spans
     self.job = self.submit(talk.run())
     self.job.add_done_callback(lambda _: talk.out.put(None))
     try:
         while s := talk.out.get():
             yield s
+            self.loop.call_soon_threadsafe(talk.more, s, new())
         self.job.result()
     finally:
         self.job.cancel()

@@ -28,6 +28,7 @@ from compassrl.model.pretrained import (
     weight_parts,
 )
 from compassrl.records import Request, SamplingParams, collate, derive_seed
+from compassrl.rollout.episodes import Turns
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.rollout.vllm import in_process as vllm
@@ -48,6 +49,7 @@ from compassrl.rollout.vllm.weight_files import file_parts, shared_folder
 from compassrl.train.routes import routes_agreement, validate_routes
 from compassrl.train.torch_engine import OptimConfig, TorchTrain, response_log_probs
 from tests.support import ROOT
+from tests.support.engine_samples import Echo
 from tests.support.faults import planted
 
 set_environment()
@@ -552,6 +554,32 @@ def test_prefix_cache(fresh):
         ].min()
         == 1
     )
+
+
+def test_a_later_turn_finds_its_prefix(fresh):
+    "All whole blocks of what was read and drawn before; routes and log-probs are those of one pass"
+    rs = requests(8, 2, length=20, max_tokens=100)
+    drawn = Counter(i for s in fresh.generate(rs) for i in s.response_ids)
+    turns, fed, seen, found = Turns(rs, Echo(drawn.most_common(1)[0][0])), {}, [], []
+
+    def spy(self, o, harvest=VllmRollout.harvest):
+        s = harvest(self, o)
+        if known := fed.get((s.prompt_id, s.index), 0):
+            seen.append((o.num_cached_tokens, known // messages.block * messages.block))
+        fed[s.prompt_id, s.index] = len(s.prompt_ids) + len(s.response_ids) - 1
+        return s
+
+    with patch.object(VllmRollout, 'harvest', spy):
+        for s in fresh.generate(turns):
+            if whole := turns.take(s):
+                found.append(whole)
+    assert len(found) == 8 and len(seen) > 8
+    assert [a for a, _ in seen] == [b for _, b in seen] and max(b for _, b in seen) >= 64
+    b = collate(found)
+    assert (b.routes_valid == b.fed_mask).all() and gaps(lively(), found).max() < 1e-5
+    _, own = lively()(b.token_ids, b.token_mask)
+    agree = routes_agreement(own, b.routed_experts[b.token_mask], CONFIG)
+    assert agree[b.fed_mask[b.token_mask]].min() == 1
 
 
 def test_every_slot_fills_without_recomputation(fresh):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights, load_hf_weights, save_pretrained
 from compassrl.records import Request, SamplingParams, collate, derive_seed
+from compassrl.rollout.episodes import Episodes, Turns
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.partial import PartialResponses
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
@@ -33,6 +35,7 @@ from compassrl.rollout.vllm.pool import VllmPool
 from compassrl.rollout.vllm.server import Server, flags, server_env
 from compassrl.rollout.vllm.weight_files import shared_folder
 from tests.support import vllm_fork_server as nursed
+from tests.support.engine_samples import Echo
 
 CONFIG = PolicyConfig(
     vocab_size=99,
@@ -213,6 +216,35 @@ def test_responses_in_parts(pool):
     _, out = partial_responses.whole_groups()
     assert agrees(out, POLICIES[0]) and Counter(map(key, out)) == Counter(map(key, requests(24)))
     assert max(len(s.response_ids) for s in out) == 24
+
+
+def calls(pool, rs):
+    "The token that is drawn most often, as the end of a call"
+    drawn = Counter(i for s in pool.generate(rs) for i in s.response_ids if i != 1)
+    return Echo(drawn.most_common(1)[0][0])
+
+
+def test_turns_join_those_that_run(pool):
+    "No turn waits for all others to end, and most are drawn where their prefix was read"
+    rs = requests(24, 90)
+    tool, answered = calls(pool, rs), Counter()
+    alone = {key(s): s for r in rs[::3] for s in Episodes(pool, tool).generate([r])}
+    turns, ends, found, where = Turns(rs, tool), [], [], {}
+    for s in pool.generate(turns):
+        answered[key(s)] += 1
+        where.setdefault(key(s), []).append(s.timings['replica'])
+        ends.append((s.timings['rollout_start'], s.timings['rollout_end'], answered[key(s)]))
+        if whole := turns.take(s):
+            found.append(whole)
+    first = [end for _, end, turn in ends if turn == 1]
+    assert min(start for start, _, turn in ends if turn == 2) < max(first), 'a wave'
+    assert len(found) == 24 and max(answered.values()) > 2 and not turns.ready
+    assert len(alone) == 8 and tokens(alone.values()).items() <= tokens(found).items()
+    assert agrees(found, POLICIES[0])
+    stayed = [a == b for w in where.values() for a, b in pairwise(w)]
+    assert sum(stayed) > 0.7 * len(stayed)  # half, if servers were drawn
+    lengths = Counter(len(s.response_ids) for s in found)
+    assert Counter(n for g in pool.predictor.group.values() for n in g) == lengths
 
 
 def test_yields_as_they_finish(pool):
@@ -518,6 +550,21 @@ def test_losses_of_long_ago_do_not_count(pool):
     with patch.object(revival, 'window_s', 0.0):
         pool.load_weights(hf_weights(POLICIES[0]), 10)
         assert all(agrees(out, POLICIES[0]) for out in each_replica(pool, requests(8)).values())
+
+
+def test_killed_between_turns(pool):
+    "What was read there is read again elsewhere: the same episodes"
+    rs = requests(24, 90)
+    tool = calls(pool, rs)
+    want, out = tokens(Episodes(pool, tool).generate(rs)), []
+    with patch.object(revival, 'window_s', 0.0):
+        for s in Episodes(pool, tool).generate(rs):
+            out.append(s)
+            if len(out) == 3:
+                hurt(pool, 'replica 0', signal.SIGKILL)
+    assert len(out) == 24 and tokens(out) == want and agrees(out, POLICIES[0])
+    assert any(s.policy_mask is not None for s in out)
+    assert {s.replica for s in pool.spans if s.outcome == 'lost'} == {'replica 0'}
 
 
 def test_a_server_of_two_workers(model):

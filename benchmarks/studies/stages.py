@@ -1,0 +1,88 @@
+"""Does rising difficulty help? Sums of two, three and four digits: easy first, mixed, hard first.
+
+mixed     all three from the first step to the last, a third of the prompts each
+staged    two digits for a third of the tokens, then three, then four (Compass-Thinker's stages)
+reversed  four digits first, two last
+
+All arms are asked the same held-out questions, a third of each length, and all have plain GRPO,
+16 prompts and 4 updates a step and one learning rate: they differ by the order of prompts alone.
+The cold start shows all three lengths, is short, and is one for all seeds; a seed draws prompts
+and responses.
+`reached`: response tokens until the held-out rate is 10 points above its start, or the whole budget
+where it never is.
+Last line: one JSON object; `ratio` is the gain with `staged` over that with `mixed`.
+usage: make study NAME=stages, python benchmarks/studies/stages.py [--processes 2] [--quick]
+"""
+
+from dataclasses import replace
+
+from _runner import OFF, Study, against, interval
+from _tables import flags, report, run_quick
+
+from compassrl.algo.losses import LossConfig
+
+DIGITS = tuple((('arithmetic', level, 1.0),) for level in (1.0, 2.0, 3.0))
+MIX = tuple((domain, level, 1 / 3) for ((domain, level, _),) in DIGITS)
+GAIN = 0.1  # of held-out avg@k
+
+
+def grpo(cfg):
+    optim = replace(cfg.optim, num_mini_batches=4)
+    return replace(cfg, zero_variance=OFF, optim=optim, loss=LossConfig('grpo'))
+
+
+ORDERS = dict(staged=DIGITS, mixed=(MIX,), reversed=DIGITS[::-1])
+STUDY = Study(
+    'stages',
+    dict(digits=MIX),
+    dict.fromkeys(ORDERS, grpo),
+    dict.fromkeys(ORDERS, 4e-4),
+    seeds=tuple(range(6)),
+    budget=45_000,
+    marks=6,
+    num_heldout=120,
+    eval_k=4,
+    cold_steps=400,
+    cold=MIX,
+    cold_seed=0,
+    stages=ORDERS,
+)
+
+
+def reached(trial):
+    "Response tokens until the curve, straight between evaluations, is `GAIN` above its start"
+    (before, start), *rest = trial['evals']
+    target = start + GAIN
+    value = start
+    for tokens, rate in rest:
+        if rate >= target:
+            return before + (tokens - before) * (target - value) / (rate - value)
+        before, value = tokens, rate
+    return trial['budget']
+
+
+def more(trials):
+    found = {}
+    for arm in ORDERS:
+        mine = [r for r in trials if r['arm'] == arm]
+        if mine:
+            tokens = [reached(r) for r in mine]
+            found[arm] = dict(
+                tokens=interval(tokens), seeds=sum(t < r['budget'] for t, r in zip(tokens, mine))
+            )
+            if arm != 'mixed':
+                gap = against(trials, 'digits', arm, 'mixed', reached)
+                found[arm]['tokens_against_mixed'] = [x / 100 for x in gap]  # no points: tokens
+    return dict(reached=found)
+
+
+def main():
+    a = flags(__doc__)
+    compared = 'staged', 'mixed'
+    if a.quick:
+        return run_quick(STUDY, 'mixed', compared, more)
+    report(STUDY, 'mixed', compared, False, None, a.processes, more)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,364 @@
+"""Why is an agent of several turns so much weaker than one call, and what closes the gap (open
+question 1 of the paper)?
+
+`3abc:` asks to look up three letters, then what was found, and once more: one call for each step.
+Nothing can be computed or remembered, and whoever answers must know when to go on. The cold start
+has seen solutions with one call, and very few with two, three and four. From it, with as many
+tokens that the policy draws (what the tool says costs nothing):
+
+mix         RL on questions that need one to four calls, one reward at the end
+one_call    RL on questions that need one call
+per_turn    as mix, and a response that is wrong gets the share of its calls that were right
+strict      as per_turn, and a call too many lowers that share
+state       as mix, and the tool says how many steps are left: <3abc>=2xyz; instead of <abc>=xyz;
+            (its calls differ, so it has a cold start of its own, made in the same way)
+curriculum  one call, then two, three, four: a quarter of the tokens each, one reward at the end
+
+All is plain GRPO: silent groups add nothing, no penalties. A dense policy as wide as that of
+`tool-cpu`, a shorter cold start and a higher learning rate keep trials short. Held-out questions
+are counted by the calls that they need, and by how many of those were right before the first that
+was not.
+Last line: one JSON object; `ratio` is the rate at four calls over that at one call after `mix`.
+usage: make study NAME=turns, python benchmarks/studies/turns.py [--quick]
+"""
+
+import argparse
+import json
+import re
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from _runner import OFF, RUNS, digest, interval, prompts_of
+from tqdm import tqdm
+
+from compassrl.algo.losses import LossConfig
+from compassrl.data.tasks import Choices, Problem, final, task_family, verifier
+from compassrl.data.tokenizer import build_tokenizer
+from compassrl.data.tools import ToolConfig, ToolUser, tool
+from compassrl.loop import Stop, fit
+from compassrl.model.policy import Policy
+from compassrl.records import Verdict, derive_seed
+from compassrl.rollout.episodes import Episodes
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.runs.evaluate import evaluate
+from compassrl.runs.facts import machine_info
+from compassrl.runs.log import write_json
+from compassrl.runs.presets import tool_cpu
+from compassrl.train.sft import cold_start
+from compassrl.train.torch_engine import TorchTrain
+
+CALLS = (1, 2, 3, 4)  # that a question needs
+ROOM = 64  # tokens of a response, with what it reads
+SILENT = 'zero_variance_raw_frac'  # groups of a step whose rewards are equal
+
+
+def follows(key):
+    "What is stored under three letters: nothing to compute, nothing to remember, it must be asked"
+    return ''.join(chr(97 + derive_seed('look up', key, i) % 26) for i in range(3))
+
+
+@tool
+def look_up(call: str) -> str:
+    "What is stored under three letters; `?` for anything else"
+    return follows(call) if re.fullmatch('[a-z]{3}', call) else '?'
+
+
+@tool
+def look_up_left(call: str) -> str:
+    "The same for a number of steps and three letters, and how many steps are left"
+    m = re.fullmatch('([1-9])([a-z]{3})', call)
+    return f'{int(m[1]) - 1}{follows(m[2])}' if m else '?'
+
+
+@task_family
+def chain(level: int, choose: Choices) -> Problem:
+    "Look up three letters, then what was found, and so on: level + 1 times"
+    key, calls = ''.join(chr(97 + choose(26)) for _ in range(3)), ''
+    text = f'{level + 1}{key}:'
+    for _ in range(level + 1):
+        calls, key = f'{calls}<{key}>', follows(key)
+    return Problem(text, key, f'{calls}#{key}', 'final')
+
+
+def calls_of(text):
+    return re.findall(r'<([^<>]*)>', text)
+
+
+def right_calls(text, solution):
+    "Calls of a response before the first that is not the solution's"
+    n = 0
+    for said, want in zip(calls_of(text), calls_of(solution)):
+        if said != want:
+            break
+        n += 1
+    return n
+
+
+def shared_out(text, answer, due):
+    "1 for the right result, else the calls that were right, in order, over what was due"
+    v = final(text, answer.partition('#')[2])
+    return replace(v, reward=1.0 if v.correct else right_calls(text, answer) / due)
+
+
+@verifier
+def each_call(text: str, answer: str) -> Verdict:
+    "Due are the calls of the solution and its result"
+    return shared_out(text, answer, len(calls_of(answer)) + 1)
+
+
+@verifier
+def no_call_more(text: str, answer: str) -> Verdict:
+    "The same, and a call too many lowers the share"
+    return shared_out(text, answer, max(len(calls_of(t)) for t in (text, answer)) + 1)
+
+
+@dataclass(frozen=True)
+class Arm:
+    stages: tuple[tuple[int, ...], ...] = (CALLS,)  # calls needed, one stage after another
+    verifier: str = 'final'
+    tool: str = 'look_up'
+
+
+ARMS = dict(
+    mix=Arm(),
+    one_call=Arm(((1,),)),
+    per_turn=Arm(verifier='each_call'),
+    strict=Arm(verifier='no_call_more'),
+    state=Arm(tool='look_up_left'),
+    curriculum=Arm(tuple((n,) for n in CALLS)),
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    seeds: tuple[int, ...] = tuple(range(4))
+    budget: int = 30_000  # response tokens of a trial
+    shown: tuple[float, ...] = (0.9925, 0.0025, 0.0025, 0.0025)  # of the solutions of a cold start
+    hasty: float = 0.3  # share of them with the answer alone
+    cold_steps: int = 200
+    num_heldout: int = 32  # for each number of calls
+    eval_k: int = 4
+
+
+def config(study, arm, seed):
+    base = tool_cpu()
+    sft = replace(base.cold_start, steps=study.cold_steps, hasty_frac=study.hasty)
+    layers = tuple(range(base.policy.num_hidden_layers))
+    more = dict(
+        policy=replace(base.policy, mlp_only_layers=layers)
+    )  # no experts: three times faster
+    more |= dict(cold_start=sft, rollout=replace(base.rollout, max_tokens=ROOM))
+    more |= dict(optim=replace(base.optim, lr=1e-3, warmup_steps=3))
+    more |= dict(zero_variance=OFF, loss=LossConfig('grpo'), tools=ToolConfig(arm.tool))
+    return replace(base, seed=seed, steps=10**6, **more)
+
+
+# ---- questions
+
+
+def with_state(p):
+    "A solution for the tool that says how many steps are left"
+    keys = calls_of(p.solution)
+    said = ''.join(f'<{len(keys) - i}{key}>' for i, key in enumerate(keys))
+    return replace(p, solution=f'{said}#{p.answer}')
+
+
+@cache
+def questions(arm, shares, num, seed, split):
+    "Calls needed, share of each"
+    mix = tuple(('chain', float(n - 1), share) for n, share in shares)
+    found = prompts_of(mix, num, seed, split)
+    if arm.tool == 'look_up_left':
+        found = [with_state(p) for p in found]
+    if arm.verifier != 'final':
+        found = [replace(p, verifier=arm.verifier, answer=p.solution) for p in found]
+    return found
+
+
+# ---- one trial
+
+
+def short(found):
+    "Five digits of every number"
+    return json.loads(json.dumps(found), parse_float=lambda x: float(f'{float(x):.5g}'))
+
+
+def engines(cfg, weights):
+    policy = Policy(cfg.policy, cfg.seed)
+    policy.load_state_dict(weights)
+    engine = TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
+    rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
+    rollout.load_weights(engine.weights(), 0)
+    return engine, Episodes(rollout, ToolUser(cfg.tools, build_tokenizer()))
+
+
+def cold_started(study, arm, seed, folder):
+    "The weights that all trials of a seed and a tool begin with, and their rates: made once"
+    arm = replace(arm, stages=(CALLS,), verifier='final')
+    cfg = config(study, arm, seed)
+    path = folder / f'cold-{arm.tool}-{seed}-{digest(replace(study, seeds=(), budget=0), cfg)}.pt'
+    if not path.exists():
+        sft, tok = cfg.cold_start, build_tokenizer()
+        prompts = questions(arm, tuple(zip(CALLS, study.shown)), sft.num_solutions, seed, 'train')
+        policy = Policy(cfg.policy, seed)
+        optim = replace(cfg.optim, lr=sft.lr, num_mini_batches=1)
+        engine = TorchTrain(policy, optim, replay='off')
+        for _ in cold_start(engine, prompts, sft, tok, seed, tool=ToolUser(cfg.tools, tok)):
+            pass
+        weights = policy.state_dict()
+        found = dict(weights=weights, rates=seen(study, cfg, arm, engines(cfg, weights)[1]))
+        torch.save(found, path.with_suffix('.tmp'))
+        path.with_suffix('.tmp').replace(path)
+    return torch.load(path, weights_only=True)
+
+
+def seen(study, cfg, arm, rollout):
+    "Held-out rates of one policy: a row for each number of calls"
+    params = cfg.rollout.params(cfg.policy.eos_ids)
+    rows, plain, tok = [], replace(arm, verifier='final'), build_tokenizer()
+    for n in CALLS:
+        prompts = questions(plain, ((n, 1.0),), study.num_heldout, cfg.seed, 'heldout')
+        found = evaluate(rollout, prompts, study.eval_k, params, tok, cfg.seed)
+        solution = {p.id: p.solution for p in prompts}
+        texts = [(s.response, solution[s.prompt_id]) for s in found.samples]
+        right = [right_calls(*t) for t in texts]
+        share = [fmean(r >= k for r in right) for k in range(1, n + 1)]
+        calls = fmean(len(calls_of(t)) for t, _ in texts)
+        rows.append(dict(needed=n, avg=found.avg, stderr=found.avg_stderr, calls=calls))
+        rows[-1] |= dict(right_calls=share, truncated=found.truncated_frac)
+    return rows
+
+
+class Budget:
+    "Stops a stage when its tokens are spent"
+
+    def __init__(self, budget):
+        self.budget, self.tokens, self.steps, self.rows = budget, 0, 0, []
+
+    def on_step(self, step, metrics, samples, batch):
+        self.rows.append(metrics)
+        self.steps, self.tokens = step, self.tokens + int(metrics['tokens'])
+        if self.tokens >= self.budget:
+            raise Stop
+
+
+def learn(study, cfg, arm, engine, rollout):
+    "Stage after stage; the metrics of all steps"
+    tok, steps, rows = build_tokenizer(), 0, []
+    for stage in arm.stages:
+        shares = tuple((n, 1 / len(stage)) for n in stage)
+        prompts = questions(arm, shares, 4096, cfg.seed, 'train')
+        end = Budget(study.budget / len(arm.stages))
+        try:
+            fit(cfg, prompts, rollout, engine, tok, end, cfg.policy.eos_ids, start=steps)
+        except Stop:
+            steps, rows = end.steps, rows + end.rows
+    return rows
+
+
+def trial(study, name, seed, folder):
+    "One run: what the policy can do before and after"
+    torch.set_num_threads(1)
+    arm = ARMS[name]
+    cfg = config(study, arm, seed)
+    start = cold_started(study, arm, seed, folder)
+    engine, rollout = engines(cfg, start['weights'])
+    began = time.perf_counter()
+    rows = learn(study, cfg, arm, engine, rollout)
+    found = dict(arm=name, seed=seed, seconds=time.perf_counter() - began, steps=len(rows))
+    found |= dict(tokens=int(sum(m['tokens'] for m in rows)), before=start['rates'])
+    found |= dict(after=seen(study, cfg, arm, rollout))
+    silent, said = (fmean(m[k] for m in rows) for k in (SILENT, 'response_tokens_mean'))
+    return short(found | dict(silent=silent, silent_first=rows[0][SILENT], response_tokens=said))
+
+
+def kept(study, name, seed, folder):
+    "A trial from its file, or made now"
+    whole = study, ARMS[name], config(study, ARMS[name], seed)
+    path = folder / f'{name}-{seed}-{digest(replace(study, seeds=()), *whole[1:])}.json'
+    if not path.exists():
+        write_json(path, trial(study, name, seed, folder))
+    return json.loads(path.read_text())
+
+
+# ---- what they show
+
+
+def rate(trial, when, needed):
+    return 100 * trial[when][needed - 1]['avg']
+
+
+def gap(trial, when='after'):
+    "Points that the longest questions are behind the shortest"
+    return rate(trial, when, CALLS[0]) - rate(trial, when, CALLS[-1])
+
+
+def several(trial, when='after'):
+    "Mean rate of questions that need more than one call"
+    return fmean(rate(trial, when, n) for n in CALLS[1:])
+
+
+def paired(trials, arm, other, measure):
+    "Differences on the same seeds, in points, and their interval"
+    found = {(r['arm'], r['seed']): measure(r) for r in trials}
+    return interval([found[arm, s] - found[other, s] for a, s in found if a == arm])
+
+
+def summary(trials):
+    "Rates by calls needed, the gap, and the differences from `mix`; each with its interval"
+    out = {}
+    for arm in dict.fromkeys(r['arm'] for r in trials):
+        mine = [r for r in trials if r['arm'] == arm]
+        row = dict(seeds=[r['seed'] for r in mine])
+        for when in ('before', 'after'):
+            row[when] = [interval([rate(r, when, n) for r in mine]) for n in CALLS]
+            row[f'gap_{when}'] = interval([gap(r, when) for r in mine])
+            row[f'several_{when}'] = interval([several(r, when) for r in mine])
+        row['calls'] = [fmean(r['after'][n - 1]['calls'] for r in mine) for n in CALLS]
+        row |= {k: interval([r[k] for r in mine]) for k in ('silent', 'silent_first')}
+        row |= {k: fmean(r[k] for r in mine) for k in ('steps', 'tokens', 'seconds')}
+        if arm != 'mix':
+            row['several_against_mix'] = paired(trials, arm, 'mix', several)
+            row['gap_against_mix'] = paired(trials, arm, 'mix', gap)
+        out[arm] = row
+    return out
+
+
+def show(table):
+    print(f'{"arm":12}{"before":>24}{"after, 1 to 4 calls":>28}{"2 to 4 calls - mix":>28}')
+    for arm, row in table.items():
+        cells = [''.join(f'{x[0]:6.1f}' for x in row[w]) for w in ('before', 'after')]
+        against = '{:+10.1f} [{:+6.1f}, {:+6.1f}]'.format(*row.get('several_against_mix', (0,) * 3))
+        print(f'{arm:12}{cells[0]}{cells[1]:>28}{against}')
+
+
+def main():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
+    quick = p.parse_args().quick
+    study, arms, folder = Study(), tuple(ARMS), RUNS / 'turns'
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as tmp:
+        if quick:
+            small = dict(seeds=(0, 1), budget=2000, cold_steps=9, num_heldout=4, eval_k=1)
+            study, arms, folder = replace(study, **small), ('mix', 'state'), Path(tmp)
+        jobs = [(arm, s) for s in study.seeds for arm in arms]
+        trials = [kept(study, *job, folder) for job in tqdm(jobs, 'turns')]
+    show(table := summary(trials))
+    last, first = (table['mix']['after'][i][0] for i in (-1, 0))
+    found = dict(name='turns', ratio=round(last / first, 3) if first else 0.0)
+    found |= dict(units='held-out avg@k after RL on the mix: four calls needed / one call')
+    settings = asdict(study) | dict(calls=CALLS, room=ROOM, quick=quick)
+    found |= dict(table=short(table), runs=trials, settings=settings)
+    print(json.dumps(found | dict(machine=machine_info())))
+
+
+if __name__ == '__main__':
+    main()
