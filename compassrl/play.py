@@ -135,10 +135,12 @@ def _box(controls, frames, start):  # frames: as `frame` gives them, the last co
     strip = _joined(pictures, across=True) if pictures else None
     size = (strip.width // len(pictures), strip.height) if strip else (0, 0)
     data = dict(controls=controls, frames=told, width=size[0], height=size[1])
+    text = escape(json.dumps(data, separators=(',', ':')), quote=False).replace("'", '&#39;')
     picture, says, rest = frames[start]
     still = f'<img alt="{escape(says)}" src="{_address(picture)}">' if picture else ''
     return (
-        f'<div class="lab" data-lab="play" data-frames="{escape(json.dumps(data))}" '
+        f'<div class="lab" data-lab="play" '
+        f"data-frames='{text}' "
         f'data-strip="{_address(strip) if strip else ""}">{still}{rest}</div>'
     )
 

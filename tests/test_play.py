@@ -66,7 +66,7 @@ def picture(address):
 
 def opened(html):
     "The data of a box, and its pictures"
-    data = json.loads(unescape(re.search(r'data-frames="([^"]*)"', html)[1]))
+    data = json.loads(unescape(re.search(r"data-frames='([^']*)'", html)[1]))
     strip = re.search(r'data-strip="([^"]*)"', html)[1]
     return data, picture(strip) if strip else None
 
