@@ -30,16 +30,17 @@ def small():
         code('late(_hidden)\nx = 1'),
         code('#| export\n_hidden = 1\nradius = 2'),
         code('box', **{'text/html': '<div class="lab" data-lab="group"></div>'}),
+        code('play', **{'text/html': '<div class="lab" data-lab="play" data-frames=""></div>'}),
     ]
     return nbformat.v4.new_notebook(cells=cells)
 
 
 def test_a_small_notebook_by_hand():
     found = numbers(json.loads(nbformat.writes(small())), 7)
-    lines = 4 + 1 + 2 + 2 + 1  # area and late, print, late and x, _hidden and radius, box
+    lines = 4 + 1 + 2 + 2 + 2  # area and late, print, late and x, _hidden and radius, two boxes
     assert found.pop('minutes') == 6 / 200 + lines / 15
     # late is used by the fourth cell after its own: too late
-    assert found == dict(lines=lines, seconds=7, names=3, used=1, figures=1, said=1, labs=1)
+    assert found == dict(lines=lines, seconds=7, names=3, used=1, figures=1, said=1, alive=2)
 
 
 def test_the_table_counts_all_lessons():

@@ -175,6 +175,7 @@ def shows(cell):
         'lesson.pipeline',
         'lesson.predict',
         'interact',
+        'playground',
     }
     return value and not code(cell).rstrip().endswith(';') or bool(calls & known)
 

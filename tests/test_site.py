@@ -342,3 +342,39 @@ def test_code_can_be_copied(address, browser):
     page.goto(address + 'algo/espo.html')
     blocks, buttons = page.locator('div.highlight pre'), page.locator('button.copybtn')
     assert blocks.count() == buttons.count() > 20
+
+
+PLAY = '.lab[data-lab="play"]'
+# the part of the strip that belongs to the sliders as they stand, and what the page shows
+SHOWN = """async el => {
+    const { controls, frames, width, height } = JSON.parse(el.dataset.frames)
+    const chosen = [...el.querySelectorAll('input, select')].map(e => +e.value)
+    const at = controls.filter(c => c.labels.length > 1)
+        .reduce((n, c, i) => n * c.labels.length + chosen[i], 0)
+    const strip = new Image(), own = document.createElement('canvas')
+    strip.src = el.dataset.strip
+    await strip.decode()
+    Object.assign(own, { width, height })
+    own.getContext('2d').drawImage(strip, -frames[at].picture * width, 0)
+    return [own.toDataURL(), el.querySelector('canvas').toDataURL()]
+}"""
+
+
+def test_a_play_moves_on_a_page_from_a_disk(site, browser):
+    "By keyboard; what it shows is the frame that is stored for these values"
+    page = browser.new_page(viewport=dict(width=360, height=800))
+    page.goto(f'file://{site}/algo/advantages.html')
+    play = page.locator(PLAY)
+    play.locator('canvas').wait_for()
+    pictures = set()
+    for key in 'Home', 'ArrowRight', 'End':
+        play.get_by_label('p', exact=True).press(key)
+        stored, seen = play.evaluate(SHOWN)
+        assert stored == seen
+        pictures.add(seen)
+    assert len(pictures) == 3
+    still = browser.new_page(java_script_enabled=False)
+    still.goto(f'file://{site}/algo/advantages.html')
+    assert (
+        still.locator(f'{PLAY} img').is_visible() and still.locator(f'{PLAY} canvas').count() == 0
+    )

@@ -4,8 +4,8 @@
 
 Pages show the stored outputs and the exported code; nothing is run. Parts and order come from
 nbs/course.yml. Here the pages are laid out; Sphinx (docs/conf.py) renders them with myst-nb, and
-the API with autodoc. Widgets need a kernel: a line says how to get one; labs need none. With Quarto
-installed `nbdev-docs` builds nbdev's own site.
+the API with autodoc. Labs and Plays are alive; other widgets need a kernel, and a line says how to
+get one. With Quarto installed `nbdev-docs` builds nbdev's own site.
 """
 
 import argparse
@@ -158,8 +158,8 @@ def offline(html, shows):
 
 
 def alive(html):
-    "A lab's code beside its box. It imports nothing, so that a page works from a disk, too"
-    found = re.search(r'<div class="lab" data-lab="(\w+)">', html)
+    "The code of a lab or a Play beside its box. It imports nothing: a page works from a disk, too"
+    found = re.search(r'<div class="lab" data-lab="(\w+)"', html)
     if not found:
         return html
     boxes = f'document.querySelectorAll(\'[data-lab="{found[1]}"]\')'

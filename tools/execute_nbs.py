@@ -42,6 +42,7 @@ KERNEL_ENV = dict(
     HF_DATASETS_DISABLE_PROGRESS_BARS='1',
     MATPLOTLIBRC=str(TOOLS / 'matplotlibrc'),
     MPLBACKEND='module://matplotlib_inline.backend_inline',
+    COMPASSRL_STILL='1',  # a Play is stored as its frames
 )
 VIEW, STATE = (
     'application/vnd.jupyter.widget-view+json',
@@ -125,15 +126,17 @@ def drop_bars(nb):
 
 
 def drop_labs(nb):
-    "A lab is stored as its picture in a marked box: its widget would be dead without the kernel"
+    "A lab or a Play is stored as a marked box: its widget would be dead without the kernel"
     state = nb.metadata.get('widgets', {}).get(STATE, {}).get('state', {})
-    labs = [key for key, model in state.items() if model['model_module'] == 'anywidget']
-    for key in reach(labs, state):
+    outputs = [o.data for c in nb.cells for o in c.get('outputs', []) if VIEW in o.get('data', {})]
+    for data in outputs:
+        if 'data-lab=' in data.get('text/html', ''):
+            del data[VIEW]
+    shown = [data[VIEW]['model_id'] for data in outputs if VIEW in data]
+    for key in set(state) - reach(shown, state):
         del state[key]
-    for c in nb.cells:
-        for o in c.get('outputs', []):
-            if o.get('data', {}).get(VIEW, {}).get('model_id') in labs:
-                del o.data[VIEW]
+    if not state:
+        nb.metadata.pop('widgets', None)
 
 
 def tidy_streams(nb):

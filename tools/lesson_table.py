@@ -23,7 +23,7 @@ COLUMNS = (
     'seconds to run, each (most)',
     'exported names shown within three cells',
     'figures, with words for them',
-    'labs',
+    'widgets alive on the page',
 )
 
 
@@ -78,7 +78,7 @@ def numbers(nb, seconds):
         if {'image/png', 'image/svg+xml'} & set(o.get('data', {}))
     ]
     names, used = shown(cells)
-    labs = sum('data-lab=' in str(c.get('outputs')) for c in cells)
+    alive = sum('data-lab=' in str(c.get('outputs')) for c in cells)
     return dict(
         minutes=prose / WORDS_A_MINUTE + lines / LINES_A_MINUTE,
         lines=lines,
@@ -87,7 +87,7 @@ def numbers(nb, seconds):
         used=len(used),
         figures=len(pictures),
         said=sum(pictures),
-        labs=labs,
+        alive=alive,
     )
 
 
@@ -103,7 +103,7 @@ def row(name, rows):
 
     cells = name, len(rows), each(rows, 'minutes'), each(rows, 'lines'), each(rows, 'seconds')
     share = f'{total("used") / max(1, total("names")):.0%} of {total("names")}'
-    more = share, f'{total("said")} of {total("figures")}', total('labs') or ''
+    more = share, f'{total("said")} of {total("figures")}', total('alive') or ''
     return '| ' + ' | '.join(map(str, cells + more)) + ' |'
 
 

@@ -1,0 +1,61 @@
+// Play: what Python computed for a grid of values; sliders and lists choose what is shown of it
+import { h, show, slider } from './shared.js'
+
+// ---- mathematics: where a choice stands in a grid whose last control moves first
+
+export const place = (sizes, chosen) => sizes.reduce((at, size, i) => at * size + chosen[i], 0)
+
+// ---- the box
+
+const LOOKS = `
+.lab canvas { display: block; max-width: 100%; height: auto; background: #fff; }
+.lab .bench pre { margin: .5rem 0 0; padding: 0; border: 0; color: var(--ink); background: none;
+  font: 12px/1.4 ui-monospace, monospace; overflow-x: auto; }
+.lab .knobs label { flex-wrap: wrap; max-width: 100%; }
+.lab .knobs select { max-width: 100%; }
+`
+
+function list(name, labels, start, changed) {
+  const options = labels.map((text, i) => h('option', { value: i, selected: i === start }, text))
+  const input = h('select', { 'aria-label': name, change: () => changed(+input.value) }, ...options)
+  return h('label', {}, h('span', {}, name), input)
+}
+
+function track(name, labels, start, changed) {
+  const { box, input } = slider(name, { min: 0, max: labels.length - 1, step: 1, value: start,
+    say: i => labels[i] }, i => { input.setAttribute('aria-valuetext', labels[i]); changed(i) })
+  input.setAttribute('aria-valuetext', labels[start])
+  return box
+}
+
+function render({ el }) {
+  const { controls, frames, width, height } = JSON.parse(el.dataset.frames)
+  const sizes = controls.map(c => c.labels.length), chosen = controls.map(c => c.start)
+  const strip = new Image(), canvas = h('canvas', { width, height, role: 'img' })
+  const words = h('div', { class: 'said', 'aria-live': 'polite' })
+
+  function draw() {
+    const { picture, says, html } = frames[place(sizes, chosen)]
+    canvas.hidden = picture < 0
+    canvas.setAttribute('aria-label', says)
+    canvas.getContext('2d').drawImage(strip, -picture * width, 0)
+    words.innerHTML = html
+  }
+
+  const knobs = controls.map(({ name, labels, start, slides }, i) => {
+    const changed = now => { chosen[i] = now; draw() }
+    return labels.length < 2 ? h('span', { class: 'quiet' }, `${name} = ${labels[0]}`)
+      : (slides ? track : list)(name, labels, start, changed)
+  })
+  const note = `Python computed ${frames.length} choices for this page; JupyterLab computes any.`
+  const start = () => {
+    show(el, 'Play', h('style', {}, LOOKS), h('div', { class: 'knobs' }, ...knobs), canvas, words,
+      h('p', { class: 'quiet' }, note))
+    draw()
+  }
+  if (!el.dataset.strip) return start()
+  strip.onload = start
+  strip.src = el.dataset.strip
+}
+
+export default { render }

@@ -1,0 +1,206 @@
+"Plays: the grid, the frames, and what a page shows of them when its sliders are moved"
+
+import io
+import json
+import re
+import sys
+from base64 import b64decode
+from html import unescape
+
+import matplotlib.pyplot as plt
+import nbformat
+import numpy as np
+import pytest
+from ipywidgets import Dropdown, FloatLogSlider, IntSlider
+from PIL import Image
+
+from compassrl.play import frame, grid_sizes, playground, spread, still_play
+from tests.support import ROOT
+from tests.support.browser import CHROMIUM, FLAGS, MISSING
+from tests.test_notebooks import notebooks
+
+sys.path.insert(0, str(ROOT / 'tools'))
+import build_docs  # noqa: E402
+
+VIEW = 'application/vnd.jupyter.widget-view+json'
+KERNEL_ONLY = {'launch/08_panel'}  # it starts and stops runs
+
+
+def bars(height, colour, power=1.0):
+    "Draws and prints; `power` is of the third control"
+    fig, ax = plt.subplots(figsize=(3, 1.5))
+    ax.bar(['a', 'b'], [height, 5], color=colour)
+    ax.set(title=f'height {height}', ylim=(0, 10))
+    plt.show()
+    print(f'<{height} {colour} {power:.4g}>')
+
+
+CONTROLS = dict(
+    height=IntSlider(2, min=0, max=8),
+    colour=Dropdown(options=[('dark red', '#c2410c'), ('green', '#0f766e')]),
+    power=FloatLogSlider(30.0, base=10, min=0, max=2, step=1),
+)
+
+
+@pytest.mark.parametrize('available', [[49], [49, 31], [9, 3, 2], [3] * 8, [1, 4], [2], [1, 1]])
+def test_a_grid_is_small_and_fair(available):
+    sizes = grid_sizes(available)
+    assert np.prod(sizes) <= 18 and len(sizes) == len(available)
+    assert all(1 <= s <= n for s, n in zip(sizes, available, strict=True))
+    assert sizes[0] >= min(3, available[0])
+    assert np.prod(available) > 18 or sizes == available  # all of it where that fits
+
+
+@pytest.mark.parametrize('num', range(1, 12))
+@pytest.mark.parametrize('start', [0, 1, 5, 9.5, 10])
+def test_the_start_is_among_the_values_in_their_order(num, start):
+    got = spread(range(11), start, num)
+    assert start in got and got == sorted(set(got)) and len(got) == num
+    assert num < 3 or (got[0], got[-1]) in ((0, 10), (0, start))
+
+
+def picture(address):
+    data = address.removeprefix('data:image/png;base64,')
+    return np.asarray(Image.open(io.BytesIO(b64decode(data))).convert('RGB')).astype(int)
+
+
+def opened(html):
+    "The data of a box, and its pictures"
+    data = json.loads(unescape(re.search(r"data-frames='([^']*)'", html)[1]))
+    strip = re.search(r'data-strip="([^"]*)"', html)[1]
+    return data, picture(strip) if strip else None
+
+
+def drawn(**values):
+    "What Python draws for these values"
+    return np.asarray(frame(bars, **values)[0]).astype(int)
+
+
+def alike(got, want):
+    "The same but for 32 colours"
+    assert got.shape == want.shape
+    return np.abs(got - want).mean() < 1.5
+
+
+def test_a_box_holds_what_python_draws_for_each_choice():
+    data, strip = opened(still_play(bars, **CONTROLS).data)
+    heights, colours, powers = (c['labels'] for c in data['controls'])
+    assert (heights, colours) == (['0', '2', '8'], ['#c2410c', '#0f766e'])
+    assert powers == ['1', '30', '100']
+    assert [c['start'] for c in data['controls']] == [1, 0, 1]
+    points = [(h, c, p) for h in heights for c in colours for p in powers]
+    assert len(data['frames']) == len(points) == 18
+    assert strip.shape[1] == 6 * data['width']  # the third control changes no picture
+    for (h, c, p), found in zip(points, data['frames'], strict=True):
+        assert found['says'] == f'height {h}' and found['html'] == f'<pre>&lt;{h} {c} {p}&gt;</pre>'
+        left = found['picture'] * data['width']
+        assert alike(strip[:, left : left + data['width']], drawn(height=int(h), colour=c))
+    assert not alike(drawn(height=0, colour='#0f766e'), drawn(height=8, colour='#0f766e'))
+
+
+def test_a_function_that_only_prints_has_no_picture():
+    html = still_play(lambda n: print(n), n=(1, 3)).data
+    data, _ = opened(html)
+    assert [f['html'] for f in data['frames']] == [f'<pre>{n}</pre>' for n in (1, 2, 3)]
+    assert {f['picture'] for f in data['frames']} == {-1} and '<img' not in html
+
+
+def test_with_a_kernel_it_is_interact(monkeypatch):
+    calls = []
+    monkeypatch.setattr('ipywidgets.interact', lambda *a, **k: calls.append((a, k)))
+    monkeypatch.delenv('COMPASSRL_STILL', raising=False)
+    assert playground(bars, height=3) is None and calls == [((bars,), dict(height=3))]
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope='module')
+def browser():
+    if not CHROMIUM:
+        pytest.skip(MISSING)
+    api = pytest.importorskip('playwright.sync_api', reason='make .venv/.dev')
+    with api.sync_playwright() as p:
+        yield p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+
+
+def page_with(browser, folder, html, **settings):
+    "A page from a disk with a box as the site has it, and its faults"
+    path, faults = folder / 'page.html', []
+    path.write_text(f'<!doctype html><meta charset="utf-8"><body>{build_docs.alive(html)}')
+    page = browser.new_page(viewport=dict(width=360, height=800), **settings)
+    page.on('pageerror', lambda e: faults.append(str(e)))
+    page.on(
+        'request', lambda r: r.url.startswith(('file:', 'data:', 'blob:')) or faults.append(r.url)
+    )
+    page.goto(f'file://{path}')
+    return page, faults
+
+
+def on_canvas(page):
+    return picture(page.locator('canvas').evaluate('e => e.toDataURL()'))
+
+
+def test_a_play_is_moved_by_keyboard_and_shows_what_python_draws(browser, tmp_path):
+    page, faults = page_with(browser, tmp_path, still_play(bars, **CONTROLS).data)
+    page.locator('canvas').wait_for()
+    slider, colour = page.get_by_label('height', exact=True), page.get_by_label('colour')
+    red, green = '#c2410c', '#0f766e'
+    assert alike(on_canvas(page), drawn(height=2, colour=red))
+    slider.press('ArrowRight')
+    assert alike(on_canvas(page), drawn(height=8, colour=red))
+    assert slider.get_attribute('aria-valuetext') == '8'
+    colour.press('ArrowDown')
+    assert colour.input_value() == '1' and alike(on_canvas(page), drawn(height=8, colour=green))
+    slider.press('Home')
+    page.get_by_label('power').press('End')
+    assert alike(on_canvas(page), drawn(height=0, colour=green))
+    assert page.locator('canvas').get_attribute('aria-label') == 'height 0'
+    assert page.locator('.said').inner_text() == f'<0 {green} 100>'
+    assert faults == [] and page.evaluate('document.documentElement.scrollWidth') <= 360
+    contrast = (ROOT / 'tests' / 'support' / 'contrast.js').read_text()
+    for theme in 'light', 'dark':
+        page.evaluate('theme => document.documentElement.dataset.theme = theme', theme)
+        seen = page.evaluate(f'() => ({contrast})(document.body)')
+        assert seen['texts'] > 5 and seen['faint'] == [], theme
+
+
+def test_a_play_that_only_prints_is_moved_too(browser, tmp_path):
+    html = still_play(lambda n: print('n is', n), n=(1, 3)).data
+    page, faults = page_with(browser, tmp_path, html)
+    page.get_by_label('n', exact=True).press('End')
+    assert page.locator('.said').inner_text() == 'n is 3' and faults == []
+
+
+def test_without_scripts_the_start_stands_there(browser, tmp_path):
+    html = still_play(bars, **CONTROLS).data
+    page, _ = page_with(browser, tmp_path, html, java_script_enabled=False)
+    still = page.locator('img')
+    assert still.count() == 1 and still.get_attribute('alt') == 'height 2'
+    assert alike(picture(still.get_attribute('src')), drawn(height=2, colour='#c2410c'))
+    assert page.locator('pre').inner_text() == '<2 #c2410c 30>'
+
+
+# ---- what the notebooks store
+
+
+def outputs(path):
+    cells = nbformat.read(path, 4).cells
+    return [o.get('data', {}) for c in cells for o in c.get('outputs', [])]
+
+
+@pytest.mark.parametrize(
+    'path', notebooks(), ids=lambda p: p.relative_to(ROOT / 'nbs').with_suffix('').as_posix()
+)
+def test_a_stored_play_is_alive_and_small(path):
+    name = path.relative_to(ROOT / 'nbs').with_suffix('').as_posix()
+    if name in KERNEL_ONLY:
+        return
+    assert not [o for o in outputs(path) if VIEW in o], 'run tools/execute_nbs.py'
+    text = path.read_text()
+    boxes = [h for o in outputs(path) if 'data-lab="play"' in (h := o.get('text/html', ''))]
+    assert bool(boxes) == ('playground(' in text)
+    for html in boxes:
+        data, _ = opened(html)
+        assert 1 < len(data['frames']) <= 18 and len(html) < 150_000
+        assert len({json.dumps(f) for f in data['frames']}) > 1  # it does move
