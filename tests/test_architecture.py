@@ -25,7 +25,7 @@ FLOORS = [  # a module imports from its own room and from the floors below
     {'records'},
 ]
 APART = {('train', 'rollout')}  # they do not know each other
-FREE = {'lesson', 'play', 'settings', 'files'}  # they import nothing of the package
+FREE = {'lesson', 'settings', 'files'}  # they import nothing of the package
 SHARED = {'settings', 'files'}  # and every room may import these
 # a room more than sixteen: drawings, which no other room imports
 MODULE, FUNCTION, COLUMNS, ROOMS = 300, 40, 100, 17

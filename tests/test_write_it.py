@@ -103,7 +103,7 @@ MISTAKES = [  # exercise, the solution's line, with the mistake, what the check 
     (5, '.gather(-1, experts).softmax(-1)', '.softmax(-1).gather(-1, experts)', '.622459'),
     (5, 'scores.gather(', 'scores.detach().gather(', 'the live router learns'),
     (5, 'valid[:, None]', 'valid[:, None] | True', 'the live router chooses'),
-    (5, 'recorded.long(), own)', 'recorded.long(), own).sort(-1).values', 'the live router chooses'),
+    (5, 'recorded.long(), own)', 'recorded.long(), own).sort(-1)[0]', 'the live router chooses'),
     (6, ' * d**-0.5', '', 'its own token and at all before it'),
     (6, 'int(place.max()) + 1', 'int(place.max())', 'its own token'),
     (6, 'scores.masked_fill(later[:, None, None], -torch.inf)', 'scores', 'behind their own'),

@@ -63,8 +63,7 @@ class PullQueue:
         self.loads: list[tuple[int, int, str]] = []
         # prompt, index -> who drew the last turn of this response
         self.drew: dict[tuple[str, int], str] = {}
-        # request -> how often its replica was lost
-        self.lost: Counter[int] = Counter()
+        self.lost: Counter[int] = Counter()  # request -> how often its replica was lost
         for g in self.waiting:
             self._file(g)
 
