@@ -106,7 +106,7 @@ MISTAKES = [  # exercise, the solution's line, with the mistake, what the check 
     (5, 'recorded.long(), own)', 'recorded.long(), own).sort(-1)[0]', 'the live router chooses'),
     (6, ' * d**-0.5', '', 'its own token and at all before it'),
     (6, 'int(place.max()) + 1', 'int(place.max())', 'its own token'),
-    (6, 'scores.masked_fill(later[:, None, None], -torch.inf)', 'scores', 'behind their own'),
+    (6, 'later[:, None, None], -torch', 'later[:, None, None] & False, -torch', 'behind their own'),
     (6, 'q.unflatten(1, (KV, -1))', 'q.unflatten(1, (-1, KV)).transpose(1, 2)', 'share a key head'),
     (6, 'keys[rows, :, :T], values', 'keys[: len(q), :, :T], values', 'may live in any slot'),
     (7, 'if s not in running]', 'if not running]', 'filled before the next step'),
