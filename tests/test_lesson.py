@@ -3,8 +3,9 @@
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
-from compassrl.lesson import pipeline, predict, stages
+from compassrl.lesson import check, expect, pipeline, predict, stages
 from tests.support import ROOT
 
 HOT = '#c2410c'
@@ -12,6 +13,7 @@ PACKAGE = ROOT / 'compassrl'
 MODULES = [
     '.'.join(path.relative_to(PACKAGE).with_suffix('').parts)
     for path in sorted(PACKAGE.glob('*/**/[!_]*.py'))
+    if path.parts[len(PACKAGE.parts)] != 'drawings'  # it is of the notebooks, no stage
 ]
 
 
@@ -71,3 +73,48 @@ def test_predict():
     assert '<b>b</b> &lt;no&gt;' in html and '1 &gt; 0' in html
     with pytest.raises(ValueError, match='answer=2'):
         predict('?', ['x', 'y'], 2)
+
+
+def law_square(fn):
+    "3 times 3 is 9"
+    expect(torch.tensor(fn(3.0)), torch.tensor(9.0))
+
+
+def law_sign(fn):
+    "a square is not negative"
+    assert fn(-1) >= 0, f'{fn(-1)} of -1'
+
+
+def your_turn(x):
+    raise NotImplementedError('square is your turn')
+
+
+@pytest.mark.parametrize(
+    'fn, says',
+    [
+        (lambda x: x * x, 'correct'),
+        (your_turn, 'not yet: square is your turn'),
+        (lambda x: x + 5, 'not yet: 3 times 3 is 9: 8 instead of 9'),
+        (lambda x: abs(x) * x, 'not yet: a square is not negative: -1 of -1'),
+        (lambda x: x / 0, 'not yet: 3 times 3 is 9: it raised ZeroDivisionError'),
+    ],
+)
+def test_a_check_names_the_first_law_that_is_broken(fn, says):
+    assert check([law_square, law_sign], fn).startswith(says)
+
+
+@pytest.mark.parametrize(
+    'got, says',
+    [
+        (None, 'None instead of a tensor [2]'),
+        (torch.zeros(3), 'a tensor [3] instead of a tensor [2]'),
+        (torch.tensor([1.0, torch.nan]), 'nan at [1] instead of 2'),
+        (torch.tensor([1.1, 5.0]), '1.1 at [0] instead of 1'),
+    ],
+)
+def test_where_two_tensors_part(got, says):
+    want = torch.tensor([1.0, 2.0])
+    expect(want + 1e-7, want)
+    with pytest.raises(AssertionError) as e:
+        expect(got, want)
+    assert str(e.value) == says

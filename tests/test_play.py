@@ -14,7 +14,7 @@ import pytest
 from ipywidgets import Dropdown, FloatLogSlider, IntSlider
 from PIL import Image
 
-from compassrl.play import frame, grid_sizes, playground, spread, still_play
+from compassrl.drawings.play import frame, grid_sizes, playground, spread, still_play
 from tests.support import ROOT
 from tests.support.browser import CHROMIUM, FLAGS, MISSING
 from tests.test_notebooks import notebooks

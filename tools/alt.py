@@ -6,6 +6,7 @@ the titles and axes that the cell writes. Where these say little the text above 
 
 import ast
 import re
+from html import unescape
 
 TITLES = {'title', 'set_title', 'suptitle'}
 X, Y = {'xlabel', 'set_xlabel', 'supxlabel'}, {'ylabel', 'set_ylabel', 'supylabel'}
@@ -83,6 +84,12 @@ def series(outputs):
     return f'Map of the series: {", ".join(text for _, text in boxes)}{here}'
 
 
+def drawn(outputs):
+    "What a drawing says of itself: its title and its description"
+    svg = ''.join(''.join(o.get('data', {}).get('image/svg+xml', '')) for o in outputs)
+    return unescape(': '.join(re.findall(r'<(?:title|desc)>([^<]+)</', svg)))
+
+
 def alt(cells, i):
     "For the figures of the i-th cell of a notebook"
     opts, code = directives(cells[i].source)
@@ -90,6 +97,8 @@ def alt(cells, i):
         return said
     if re.search(r'^(?:\w+\.)?pipeline\(', code, flags=re.M):
         return series(cells[i].outputs)
+    if said := drawn(cells[i].outputs):
+        return said
     texts = [c.source for c in cells[:i] if c.cell_type == 'markdown']
     says = labels(code)
     if len(says.split()) < 4:

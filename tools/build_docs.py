@@ -195,6 +195,9 @@ def prepare(nb, here, folder, names, pages):
             for o in c.outputs:
                 if VIEW in o.get('data', {}):
                     o.data = {'text/html': NO_KERNEL}
+                svg = o.get('data', {}).get('image/svg+xml', '')
+                if 'class="drawing"' in svg:  # in the page itself its style sheet reaches it
+                    o.data = {'text/html': svg}
                 if 'text/markdown' in o.get('data', {}):
                     text = o.data['text/markdown']
                     o.data['text/markdown'] = link_text(text, here, folder, names, pages)

@@ -136,12 +136,12 @@ ARMS = dict(
 
 @dataclass(frozen=True)
 class Study:
-    seeds: tuple[int, ...] = tuple(range(4))
-    budget: int = 30_000  # response tokens of a trial
+    seeds: tuple[int, ...] = tuple(range(6))
+    budget: int = 60_000  # response tokens of a trial
     shown: tuple[float, ...] = (0.9925, 0.0025, 0.0025, 0.0025)  # of the solutions of a cold start
     hasty: float = 0.3  # share of them with the answer alone
     cold_steps: int = 200
-    num_heldout: int = 32  # for each number of calls
+    num_heldout: int = 64  # for each number of calls
     eval_k: int = 4
 
 

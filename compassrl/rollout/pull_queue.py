@@ -63,8 +63,7 @@ class PullQueue:
         self.loads: list[tuple[int, int, str]] = []
         # prompt, index -> who drew the last turn of this response
         self.drew: dict[tuple[str, int], str] = {}
-        # request -> how often its replica was lost
-        self.lost: Counter[int] = Counter()
+        self.lost: Counter[int] = Counter()  # request -> how often its replica was lost
         for g in self.waiting:
             self._file(g)
 
@@ -132,10 +131,8 @@ class PullQueue:
 
     def add(self, request: Request) -> None:
         "One more, at any time; the next turn of a response is at home where the last one was drawn"
-        i, g = (
-            len(self.requests),
-            self.number.setdefault(tuple(request.prompt_ids), len(self.number)),
-        )
+        i, ids = len(self.requests), tuple(request.prompt_ids)
+        g = self.number.setdefault(ids, len(self.number))
         self.requests.append(request)
         self.group.append(g)
         self.left += 1

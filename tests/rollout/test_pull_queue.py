@@ -4,6 +4,7 @@ time"""
 import itertools
 import types
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -335,6 +336,39 @@ def test_faults_are_noticed(old, new):
         RuntimeError,
         AttributeError,
     )
+
+
+def drew(slots):
+    "Replica a drew the first turn of p0, and has another request since; b is idle"
+    queue = PullQueue([replace(r, begun=()) for r in requests(2, 1)], slots)
+    queue.join('a', 0)
+    queue.join('b', 0)
+    both = handed(queue)
+    assert [(name, r.prompt_id) for _, name, r in both] == [('a', 'p0'), ('b', 'p1')]
+    for ticket, *_ in both:
+        queue.finish(ticket, 1)
+    queue.add(Request('other', (9,)))
+    assert queue.pull(1)[1] == 'a'
+    return queue, replace(both[0][2], prompt_ids=(2, 0, 7, 8), begun=(True, False))
+
+
+def test_a_next_turn_goes_home():
+    "To the replica that drew the last one, if it has a slot; else to any, at once"
+    queue, turn = drew(2)
+    queue.add(turn)
+    queue.add(replace(turn, prompt_id='p9'))  # the same text, whose first turn nobody drew
+    assert queue.left == 3 and [name for _, name, _ in handed(queue)] == ['a', 'b']
+    queue, turn = drew(1)
+    queue.add(turn)
+    ticket, name, r = queue.pull(2)
+    assert (name, r, queue.left) == ('b', turn, 2), 'nobody waits for a cache'
+    queue.finish(ticket, 3)
+    queue.add(replace(turn, prompt_ids=(2, 0, 7, 8, 9), begun=(True, False, True)))
+    assert queue.pull(4)[1] == 'b', 'its home is another now'
+    queue, turn = drew(2)
+    queue.leave('a')
+    queue.add(turn)
+    assert [r.prompt_id for _, name, r in handed(queue) if name == 'b'] == ['other', 'p0']
 
 
 def test_no_replica_left():

@@ -7,6 +7,7 @@ import math
 import statistics
 import types
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -324,6 +325,35 @@ def test_over_provision_is_rounded_up(share, size, more):
         len({(r.prompt_id, r.index) for r in s.requests})
         == len({r.seed for r in s.requests if r.prompt_id == 'sum-0'}) * 3
     )
+
+
+def test_a_turn_is_placed_by_what_is_left():
+    "The whole response is predicted and learned; a turn has the rest of it"
+    predictor = scheduling.LengthPredictor()
+    fresh = [request(0), request(1)]
+    plan = scheduling.Schedule(fresh, scheduling.ScheduleConfig(), predictor)
+    predictor.group = {'sum-0': [100], 'sum-1': [80]}
+
+    def later(r, n):
+        return replace(r, prompt_ids=(*r.prompt_ids, *range(n)), begun=(True,) * n)
+
+    a, b = fresh
+    order = sorted([a, b, later(a, 60), later(b, 10), later(b, 200)], key=plan.order)
+    assert [len(r.begun or ()) for r in order] == [0, 0, 10, 60, 200]  # 100, 80, 70, 40, none
+    turn = later(a, 5)
+    s = replace(sample(turn, 0), prompt_ids=[*turn.prompt_ids], response_ids=[1] * 7)
+    plan.answered(turn, s)
+    plan.add(later(a, 12))  # it goes on
+    plan.seen(s)
+    assert predictor.group['sum-0'] == [100] and not predictor.pairs
+    plan.answered(turn, s)
+    plan.seen(s)
+    assert predictor.group['sum-0'] == [100, 12] and predictor.pairs == [(100, 12)]
+    assert predictor.recent[predictor.feature('sum-0', len(a.prompt_ids))][-1] == 12
+    plan.answered(
+        b, replace(sample(b, 3), response_ids=[1] * 3)
+    )  # of a whole one it learns at once
+    assert predictor.group['sum-1'] == [80, 3]
 
 
 def test_a_domain_may_have_dashes():

@@ -37,10 +37,12 @@ def honest(body, c):
     "What a vLLM would answer"
     p = body['sampling_params']
     ids = tokens_of(p['seed'], p['max_tokens'], c.vocab_size)
+    ends = [i for i, t in enumerate(ids) if t in p['stop_token_ids']]
+    ids, reason = (ids[: ends[0] + 1], 'stop') if ends else (ids, 'length')
     num = len(body['token_ids']) + len(ids) - 1
     routes = routes_of(num, c.num_hidden_layers, c.num_experts, c.num_experts_per_tok)
     content = [dict(token='', logprob=-0.5) for _ in ids]
-    choice = dict(token_ids=ids, finish_reason='length', logprobs=dict(content=content))
+    choice = dict(token_ids=ids, finish_reason=reason, logprobs=dict(content=content))
     return dict(choices=[choice | dict(routed_experts=packed(routes))])
 
 
