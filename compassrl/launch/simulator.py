@@ -219,7 +219,7 @@ class RoundRobin(PullQueue):
         i = self.mine[replica].popleft()
         self.waiting[self.group[i]].remove(i)
         self._file(self.group[i])
-        return i
+        return replica, i
 
 
 # %% ../../nbs/launch/04_simulator.ipynb #b0f81ba7
