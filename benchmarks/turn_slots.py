@@ -1,6 +1,6 @@
 """What does a turn cost that goes on in its slot, against one that reads its response again?
 
-    python benchmarks/turns.py [--quick] [--repeats 5]
+    python benchmarks/turn_slots.py [--quick] [--repeats 5]
 
 128 episodes in 64 slots of the embedded engine: a prompt of 16 tokens, at most 160 tokens of
 response, a turn of about 16 tokens, four calls, answers of 8, 32 or 64 tokens. Both sides draw the
@@ -100,7 +100,7 @@ def main():
     print(
         json.dumps(
             dict(
-                name='turns',
+                name='turn_slots',
                 ratio=rows[0]['ratio'],
                 units='CPU seconds of turns that read all again over those that go on',
                 by_answer=rows,
