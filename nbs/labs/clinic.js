@@ -82,7 +82,7 @@ export const points = ({ opened, wrong }) => opened + WRONG * wrong
 export const DIAGNOSES = {
   healthy: ['healthy', 'Nothing is wrong with this run', '04_loop.ipynb#a-real-run'],
   'broken verifier': ['the verifier crashes', 'The verifier raises an error on some of the responses',
-    '04_loop.ipynb#steps-without-a-signal-judges-without-a-verdict'],
+    '04_loop.ipynb#steps-without-a-signal'],
   'fooled verifier': ['the verifier can be fooled', 'The verifier pays a letter twice in a row as if it were the answer',
     'judges/02_verifiers.ipynb#what-an-outcome-means'],
   'cut off': ['responses are cut off', 'The longest answers do not fit into the tokens that a response may have',
