@@ -102,7 +102,10 @@ def frame(
     rest = f'<pre>{escape(text.getvalue().strip())}</pre>' if text.getvalue().strip() else ''
     if result is not None:
         rest += result._repr_html_() if hasattr(result, '_repr_html_') else f'<pre>{result}</pre>'
-    return _joined(pictures, across=False) if pictures else None, '; '.join(says), rest
+    words = '; '.join(filter(None, says))
+    if len(words.split()) < 3:  # a figure without titles
+        words += f' What is drawn for {", ".join(f"{k} {v}" for k, v in values.items())}'
+    return _joined(pictures, across=False) if pictures else None, words.strip(), rest
 
 
 # %% ../../nbs/drawings/05_play.ipynb #4f282971
