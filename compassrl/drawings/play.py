@@ -103,7 +103,7 @@ def frame(
     if result is not None:
         rest += result._repr_html_() if hasattr(result, '_repr_html_') else f'<pre>{result}</pre>'
     words = '; '.join(filter(None, says))
-    if len(words.split()) < 3:  # a figure without titles
+    if len(words.split()) < 2:  # a figure without a title
         words += f' What is drawn for {", ".join(f"{k} {v}" for k, v in values.items())}'
     return _joined(pictures, across=False) if pictures else None, words.strip(), rest
 
