@@ -3,8 +3,8 @@
     python benchmarks/turn_slots.py [--quick] [--repeats 5]
 
 128 episodes in 64 slots of the embedded engine: a prompt of 16 tokens, at most 160 tokens of
-response, a turn of about 16 tokens, four calls, answers of 8, 32 or 64 tokens. Both sides draw the
-same tokens; they take turns in one process, and a ratio is the median over the rounds of that
+response, a turn of about 16 tokens, four calls, answers of 8, 16, 32 or 64 tokens. Both sides draw
+the same tokens; they take turns in one process, and a ratio is the median over the rounds of that
 round's ratio of CPU seconds. `again` is how many tokens the second side reads again for each token
 that is drawn. Last line: one JSON object; `ratio` is the gain with answers of 8 tokens.
 """
@@ -89,7 +89,7 @@ def main():
         for i in range(prompts)
         for k in range(8)
     ]
-    rows = [row(engine, requests, num, repeats) for num in (8, 32, 64)]
+    rows = [row(engine, requests, num, repeats) for num in (8, 16, 32, 64)]
     for r in rows:
         print(
             f'answers of {r["answer"]:2} tokens: {r["ratio"]:.2f} times as fast in the slot; else '

@@ -168,6 +168,29 @@ def test_slots_grow_and_slide_while_turns_are_read(policy):
         same(s, alone[s.prompt_id, s.index])
 
 
+def test_a_longer_prompt_moves_what_is_read():
+    "It comes while another row reads its answer, and needs more columns at the left"
+    rows, (r, *_) = slots.Slots(SHAPE, 3, torch.float64, 'cpu'), requests(1)
+    logits = torch.zeros(3, SHAPE.vocab_size).log_softmax(-1)
+    logits[:, 5] = 99  # what everybody draws
+    first, L, K = rows.enter([r], 0.0), SHAPE.num_hidden_layers, SHAPE.num_experts_per_tok
+    kv = torch.zeros(L, 2, SHAPE.num_key_value_heads, 3, SHAPE.head_dim)
+    rows.copy_prompt(first, r.prompt_ids, kv, torch.zeros(3, L, K))
+    rows.draw(first, logits[:1])
+    read = (8, 7, STOP, 6)
+    assert not rows.hand_over([0], [replace(r, prompt_ids=(3, 4, 5, 5, *read))], 0.0)
+    seen = []
+    for tick in range(5):
+        if tick == 2:
+            rows.draw(rows.enter([replace(r, prompt_ids=(3,) * 20)], 0.0), logits[1:2])
+        rows.make_room()
+        rows.column += 1
+        logits[0, STOP] = 199 if tick < 4 else 0  # drawn instead of what is read: it counts nowhere
+        assert not rows.draw(slice(0, rows.num_running), logits[: rows.num_running])
+        seen.append(int(rows.tokens[0, rows.column]))
+    assert seen == [*read, 5]
+
+
 def test_without_a_call_it_is_the_response_of_the_engine(policy, samples):
     plain = {(s.prompt_id, s.index): s for s in engine(policy).generate(requests())}
     silent = [k for k, s in plain.items() if CALL not in s.response_ids]

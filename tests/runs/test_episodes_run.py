@@ -17,12 +17,15 @@ from compassrl.data.tools import ToolConfig
 from compassrl.judges.serial import RewardConfig
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import from_pretrained, hf_weights
+from compassrl.records import Sample
+from compassrl.rollout.partial import drawn_mask
 from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_engine import RolloutConfig
 from compassrl.runs.evaluate_model import eval_command
 from compassrl.runs.presets import presets
 from compassrl.runs.run import resume_run, start_run
 from compassrl.runs.trace import read_trace, recompute_loss
+from compassrl.train.checkpoint import load_checkpoint
 from compassrl.train.sft import SFTConfig
 from compassrl.train.torch_engine import OptimConfig
 
@@ -99,8 +102,10 @@ def test_the_trace_holds_answers_and_recomputes_the_loss(whole):
 
 
 def test_a_response_in_parts_reads_its_answers(in_parts):
-    answers, stale = 0, 0
+    "And what is counted of them is what the policy drew"
+    answers, drawn = 0, 0
     for (_, samples), row in zip(read_trace(in_parts / 'trace.jsonl'), rows(in_parts)):
+        versions = []
         for s in samples:
             own = s.get('policy_mask', [1] * len(s['response_ids']))
             said = TOKENIZER.decode(s['response_ids']).split(';')[:-1]
@@ -109,11 +114,17 @@ def test_a_response_in_parts_reads_its_answers(in_parts):
             for part in said:
                 check_equation(part)
             answers += answered
-            stale += any(v < row['step'] - 1 for v in s['token_versions'])
+            versions += [v for v, o in zip(s['token_versions'], own) if o]
             for k in 'rollout_log_probs', 'advantages', 'old_log_probs', 'entropy':
                 assert not any(x for x, o in zip(s[k], own) if not o)
             assert sum(s['routes_valid']) == len(s['prompt_ids']) + len(own) - 1
-    assert answers > 20 and stale > 10
+        stale = sum(v < row['step'] - 1 for v in versions) / len(versions)
+        assert row['stale_frac'] == pytest.approx(stale, abs=1e-6)
+        drawn += len(versions)
+    _, state = load_checkpoint(in_parts / 'partial_responses' / 'step-000004')
+    drawn += sum(int(drawn_mask(Sample(**d)).sum()) for d in state['drawn'])
+    assert sum(row['tokens'] for row in rows(in_parts)) == drawn
+    assert answers > 20 and max(row['stale_frac'] for row in rows(in_parts)) > 0.1
 
 
 @pytest.mark.parametrize('how', ['whole', 'in_parts'])
