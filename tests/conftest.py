@@ -5,6 +5,7 @@ import os
 import pytest
 
 from tests.support import busy, chaos, progress, selection
+from tests.support.browser import CHROMIUM, FLAGS, MISSING
 
 for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS'):
     os.environ.setdefault(name, '1')
@@ -30,3 +31,13 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_runtest_setup(item):
     chaos.setup(item)
+
+
+@pytest.fixture(scope='module')
+def browser():
+    "A headless Chromium, if one is installed"
+    if not CHROMIUM:
+        pytest.skip(MISSING)
+    api = pytest.importorskip('playwright.sync_api', reason='make .venv/.dev')
+    with api.sync_playwright() as p:
+        yield p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)

@@ -27,7 +27,6 @@ from compassrl.runs.presets import smoke_cpu
 from compassrl.runs.run import resume_run, start_run
 from compassrl.train.megatron.layout import ParallelConfig
 from tests.support import ROOT
-from tests.support.browser import CHROMIUM, FLAGS, MISSING
 
 sys.path.insert(0, str(ROOT / 'tools'))
 import alt  # noqa: E402
@@ -118,12 +117,8 @@ def test_the_alternative_text_and_the_page_are_those_of_the_drawing():
 
 
 @pytest.fixture(scope='module')
-def page():
-    if not CHROMIUM:
-        pytest.skip(MISSING)
-    api = pytest.importorskip('playwright.sync_api', reason='make .venv/.dev')
-    with api.sync_playwright() as p:
-        yield p.chromium.launch(executable_path=CHROMIUM, args=FLAGS).new_page()
+def page(browser):
+    return browser.new_page()
 
 
 def look(page, svg, theme='light', pixels=1200, styles=STYLES):

@@ -29,7 +29,6 @@ from compassrl.rollout.fp8 import decode_e4m3, dequantise, encode_e4m3, quantise
 from compassrl.rollout.simulation import simulate
 from compassrl.runs.trace import recompute_loss
 from tests.support import ROOT
-from tests.support.browser import CHROMIUM, FLAGS, MISSING
 from tests.test_links import anchors
 
 sys.path.insert(0, str(ROOT / 'tools'))
@@ -52,15 +51,6 @@ MODULE = """async ({{ source, points }}) => {{
 CONTRAST = (ROOT / 'tests' / 'support' / 'contrast.js').read_text()
 CONTRAST_OF_BODY = f'() => ({CONTRAST})(document.body)'
 PHONE = dict(width=360, height=800)
-
-
-@pytest.fixture(scope='module')
-def browser():
-    if not CHROMIUM:
-        pytest.skip(MISSING)
-    api = pytest.importorskip('playwright.sync_api', reason='make .venv/.dev')
-    with api.sync_playwright() as p:
-        yield p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
 
 
 def in_page(page, name, points, call):

@@ -16,7 +16,6 @@ from PIL import Image
 
 from compassrl.drawings.play import frame, grid_sizes, playground, spread, still_play
 from tests.support import ROOT
-from tests.support.browser import CHROMIUM, FLAGS, MISSING
 from tests.test_course import COURSE
 from tests.test_notebooks import notebooks
 
@@ -112,6 +111,14 @@ def test_a_function_that_only_prints_has_no_picture():
     assert {f['picture'] for f in data['frames']} == {-1} and '<img' not in html
 
 
+def test_a_figure_without_a_title_is_described_by_its_values():
+    def bare(height, colour):
+        plt.figure(figsize=(1, 1)).gca().bar([0], [height], color=colour)
+
+    _, words, _ = frame(bare, height=2, colour='red')
+    assert words == 'What is drawn for height 2, colour red'
+
+
 def test_with_a_kernel_it_is_interact(monkeypatch):
     calls = []
     monkeypatch.setattr('ipywidgets.interact', lambda *a, **k: calls.append((a, k)))
@@ -120,15 +127,6 @@ def test_with_a_kernel_it_is_interact(monkeypatch):
 
 
 # ---- in a browser
-
-
-@pytest.fixture(scope='module')
-def browser():
-    if not CHROMIUM:
-        pytest.skip(MISSING)
-    api = pytest.importorskip('playwright.sync_api', reason='make .venv/.dev')
-    with api.sync_playwright() as p:
-        yield p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
 
 
 def page_with(browser, folder, html, **settings):

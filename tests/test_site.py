@@ -18,7 +18,6 @@ import pytest
 from filelock import FileLock
 
 from tests.support import ROOT
-from tests.support.browser import CHROMIUM, FLAGS, MISSING
 from tests.test_notebooks import notebooks
 
 sys.path.insert(0, str(ROOT / 'tools'))
@@ -229,15 +228,6 @@ def address(site):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f'http://127.0.0.1:{server.server_port}/'
         server.shutdown()
-
-
-@pytest.fixture(scope='module')
-def browser():
-    if not CHROMIUM:
-        pytest.skip(MISSING)
-    api = pytest.importorskip('playwright.sync_api', reason='make .venv/.dev')
-    with api.sync_playwright() as p:
-        yield p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
 
 
 CONTRAST = (ROOT / 'tests' / 'support' / 'contrast.js').read_text()

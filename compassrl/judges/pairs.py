@@ -126,13 +126,18 @@ def pair_row(q: Question, margin: float = 0.0) -> dict[str, str]:
 
 
 # %% ../../nbs/judges/20_pairs.ipynb #0f94094a
-def wilson(hits: int, num: int, z: float = 1.96) -> tuple[float, float, float]:
-    "A share and its 95 % interval (Wilson, 1927); of nothing it may be anything"
+def wilson(
+    p: float,  # a share, in [0, 1]
+    num: float,  # of so many yes-or-no trials
+) -> tuple[float, float]:  # within [0, 1]
+    "Its 95 % interval (Wilson, 1927); of nothing it may be anything"
     if not num:
-        return 0.0, 0.0, 1.0
-    p, whole = hits / num, 1 + z**2 / num
+        return 0.0, 1.0
+    z = 1.96
     middle, half = p + z**2 / (2 * num), z * (p * (1 - p) / num + z**2 / (4 * num**2)) ** 0.5
-    return p, max(0.0, (middle - half) / whole), min(1.0, (middle + half) / whole)
+    return max(0.0, (middle - half) / (1 + z**2 / num)), min(
+        1.0, (middle + half) / (1 + z**2 / num)
+    )
 
 
 def agreement(
@@ -142,7 +147,12 @@ def agreement(
     "How often a judge is right"
     right = [a == b for a, b in zip(labels, truth, strict=True)]
     ties = [r for r, t in zip(right, truth) if t == 'Tie']
-    return dict(agreement=wilson(sum(right), len(right)), tie_accuracy=wilson(sum(ties), len(ties)))
+    return dict(agreement=_share(right), tie_accuracy=_share(ties))
+
+
+def _share(hits):  # and its interval
+    p = sum(hits) / max(1, len(hits))
+    return p, *wilson(p, len(hits))
 
 
 Answers = dict[str, tuple[Prompt, list[str]]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import compassrl
-from .eval_sets import wilson
+from .eval_sets import mean_interval
 from .evaluate import mean_stderr
 from .facts import read_json
 from .log import replace_text
@@ -53,7 +53,7 @@ def scores(
             column = domain if name == 'heldout' or len(rates) > 1 else name
             right = {p: statistics.fmean(x) for p, x in of_prompt.items()}
             avg, stderr = mean_stderr(list(right.values()))
-            out[column] = Score(avg, *wilson(avg, stderr, len(right)), right)
+            out[column] = Score(avg, *mean_interval(avg, stderr, len(right)), right)
     return out
 
 

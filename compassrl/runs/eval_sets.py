@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..judges.pairs import wilson
 from ..judges.serial import Judge
 from ..records import RolloutEngine, SamplingParams
 from .data import Data
@@ -22,7 +23,7 @@ __all__ = [
     'set_json',
     'eval_json',
     'interval',
-    'wilson',
+    'mean_interval',
     'set_line',
     'domain_intervals',
     'domain_lines',
@@ -76,19 +77,16 @@ def eval_json(
 # %% ../../nbs/runs/17_eval_sets.ipynb #5d70ba38
 def interval(result: EvalResult) -> tuple[float, float]:  # within [0, 1]
     "95 %, of avg@k"
-    return wilson(result.avg, result.avg_stderr, result.num_prompts)
+    return mean_interval(result.avg, result.avg_stderr, result.num_prompts)
 
 
-def wilson(
+def mean_interval(
     p: float,  # mean over prompts, in [0, 1]
     stderr: float,  # of the mean
     num: int,  # prompts
 ) -> tuple[float, float]:  # within [0, 1]
     "95 % (Wilson, 1927), for so many yes-or-no trials as would have the same standard error"
-    z = 1.96
-    n = p * (1 - p) / stderr**2 if stderr and 0 < p < 1 else num
-    middle, half = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    return max(0.0, (middle - half) / (1 + z**2 / n)), min(1.0, (middle + half) / (1 + z**2 / n))
+    return wilson(p, p * (1 - p) / stderr**2 if stderr and 0 < p < 1 else num)
 
 
 def set_line(
@@ -116,7 +114,7 @@ def domain_intervals(
 ) -> dict[str, tuple[float, float]]:  # domain -> within [0, 1]
     "95 %, of avg@k of each domain"
     found = result.by_domain.items()
-    return {d: wilson(x['avg'], x['avg_stderr'], x['num_prompts']) for d, x in found}
+    return {d: mean_interval(x['avg'], x['avg_stderr'], x['num_prompts']) for d, x in found}
 
 
 def domain_lines(result: EvalResult) -> list[str]:  # empty where there is only one

@@ -25,6 +25,7 @@ from compassrl.runs.presets import tiny_cpu
 from compassrl.runs.run import start_run
 from compassrl.train.sft import SFTConfig
 from tests.support import families
+from tests.support.stops import StopAfter
 
 SMALL = TrainConfig(
     steps=1,
@@ -164,16 +165,6 @@ def test_steps_that_are_named_train_the_checkpoint_before_rl(own, tmp_path, caps
             assert (run / f / name).read_bytes() == (own / name).read_bytes(), name
     before, after = (json.loads((run / f'eval_{w}.json').read_text()) for w in ('before', 'after'))
     assert after['avg'] == before['avg'] and (run / 'metrics.jsonl').read_text() == ''
-
-
-class StopAfter:
-    def __init__(self, num):
-        self.left = num
-
-    @property
-    def asked(self):
-        self.left -= 1
-        return self.left < 0
 
 
 def test_it_goes_on_where_it_was_stopped(own, tmp_path):

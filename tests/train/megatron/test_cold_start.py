@@ -26,6 +26,7 @@ from compassrl.train.megatron.layout import ParallelConfig  # noqa: E402
 from compassrl.train.sft import SFTConfig  # noqa: E402
 from compassrl.train.torch_engine import OptimConfig  # noqa: E402
 from tests.support.ranks import lively, run_ranks  # noqa: E402
+from tests.support.stops import StopAfter
 
 CFG = TrainConfig(
     prompts_per_step=4,
@@ -35,16 +36,6 @@ CFG = TrainConfig(
     cold_start=SFTConfig(steps=4, batch_size=8, warmup_steps=1, lr=1e-3),
     optim=OptimConfig(num_mini_batches=2, micro_batch_tokens=300),
 )
-
-
-class StopAfter:
-    def __init__(self, num):
-        self.left = num
-
-    @property
-    def asked(self):
-        self.left -= 1
-        return self.left < 0
 
 
 def taught(cfg, folder, num=99):
