@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from compassrl.model.hf_config import read_config
@@ -53,9 +54,10 @@ def test_the_line_for_one_gpu_is_one_that_vllm_takes(qwen3):
     words = shlex.split(re.search('"""(.*?)"""', cell, re.S)[1])
     shape = read_config(qwen3[2])
     cfg = parse_train(words)
-    check_vllm(shape, cfg.vllm, cfg.rollout.dtype, cfg.device, cfg.router_replay == 'R3')
+    common = shape, cfg.vllm, torch.bfloat16, cfg.device
+    check_vllm(*common, cfg.router_replay == 'R3', one_process=True)
     with pytest.raises(ValueError, match="router_replay='off'"):
-        check_vllm(shape, cfg.vllm, cfg.rollout.dtype, cfg.device, True)
+        check_vllm(*common, True, one_process=True)
 
 
 def test_the_download_has_these_flags():
