@@ -18,7 +18,6 @@ from ..records import Prompt
 # %% auto #0
 __all__ = ['Loaded', 'read_rows', 'load_prompts']
 
-
 # %% ../../nbs/data/07_loading.ipynb #6af4ec51
 @dataclass
 class Loaded:
@@ -134,7 +133,6 @@ def read_rows(
             taught.setdefault(_question(prompt), len(out.prompts))
         out.prompts.append(prompt)
     return out
-
 
 # %% ../../nbs/data/07_loading.ipynb #ebb7dcd3
 def load_prompts(

@@ -22,15 +22,7 @@ from ..records import Metrics, Prompt, Sample, Verdict
 from ..settings import above, at_least, between, check
 
 # %% auto #0
-__all__ = [
-    'RewardConfig',
-    'Judge',
-    'timed_verdict',
-    'record_verdict',
-    'judge_sample',
-    'SerialJudge',
-]
-
+__all__ = ['RewardConfig', 'Judge', 'timed_verdict', 'record_verdict', 'judge_sample', 'SerialJudge']
 
 # %% ../../nbs/judges/05_serial.ipynb #5510bab3
 @dataclass(frozen=True)
@@ -94,7 +86,6 @@ class Judge:
 
     def close(self) -> None:
         "End what was started for it"
-
 
 # %% ../../nbs/judges/05_serial.ipynb #5f059518
 def timed_verdict(

@@ -11,7 +11,6 @@ from ..records import Request
 # %% auto #0
 __all__ = ['check_request']
 
-
 # %% ../../nbs/rollout/06_requests.ipynb #6ae63066
 def check_request(
     request: Request,

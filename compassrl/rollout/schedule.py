@@ -20,7 +20,6 @@ from ..settings import at_least, between, check
 # %% auto #0
 __all__ = ['ScheduleConfig', 'LengthPredictor', 'prediction_error', 'Schedule']
 
-
 # %% ../../nbs/rollout/04_schedule.ipynb #62c4a648
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -42,7 +41,6 @@ class ScheduleConfig:
                 f'partial_tokens={self.partial_tokens} '
                 'would go on with: use one of them'
             )
-
 
 # %% ../../nbs/rollout/04_schedule.ipynb #91351e1b
 class LengthPredictor:
@@ -124,7 +122,6 @@ class LengthPredictor:
         self.recent = {k: deque(v, maxlen=self.num_recent) for k, v in state['recent'].items()}
         self.medians.clear()
 
-
 # %% ../../nbs/rollout/04_schedule.ipynb #ac372533
 def _ranks(x):
     "Equal values share their mean rank"
@@ -142,7 +139,6 @@ def prediction_error(predicted: Sequence[float], lengths: Sequence[int]) -> dict
         log_error=float((p / n).log().abs().median()),
         spearman=float(a @ b / scale) if scale else 0.0,
     )
-
 
 # %% ../../nbs/rollout/04_schedule.ipynb #540cc80b
 class Schedule:
