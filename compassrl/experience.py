@@ -37,8 +37,20 @@ from compassrl.records import (
 from .rollout.partial import PartialResponses, drawn_mask
 
 # %% auto #0
-__all__ = ['prompts_of_step', 'requests_of', 'task_rewards', 'sample_columns', 'next_wave', 'timed', 'collect_parts',
-           'collect_waves', 'collect', 'in_order', 'grade']
+__all__ = [
+    'prompts_of_step',
+    'requests_of',
+    'task_rewards',
+    'sample_columns',
+    'next_wave',
+    'timed',
+    'collect_parts',
+    'collect_waves',
+    'collect',
+    'in_order',
+    'grade',
+]
+
 
 # %% ../nbs/03_experience.ipynb #b790f76f
 def prompts_of_step(
@@ -57,6 +69,7 @@ def prompts_of_step(
         out.append(prompts[order[place]])
     return out
 
+
 # %% ../nbs/03_experience.ipynb #dce6cfd5
 def requests_of(
     prompts: list[Prompt],
@@ -74,6 +87,7 @@ def requests_of(
             )
         asked[p.id] += n
     return out
+
 
 # %% ../nbs/03_experience.ipynb #940afe01
 def task_rewards(
@@ -95,6 +109,7 @@ def sample_columns(
         [f(s) for s in samples] for f in (lambda s: place[s.prompt_id], lambda s: len(drawn_ids(s)))
     )
     return rewards, torch.tensor(group), valid, torch.tensor(tokens)
+
 
 # %% ../nbs/03_experience.ipynb #10f0e92a
 def next_wave(
@@ -122,6 +137,7 @@ def next_wave(
     gen = torch.Generator().manual_seed(derive_seed(cfg.seed, 'refill', step, len(spent)))
     order = torch.randperm(len(fresh), generator=gen)[: max(0, missing)]
     return [(fresh[i], cfg.group_size) for i in order.tolist()]
+
 
 # %% ../nbs/03_experience.ipynb #05377102
 @contextmanager
@@ -164,6 +180,7 @@ def collect_parts(
     )
     return requests, samples, metrics
 
+
 # %% ../nbs/03_experience.ipynb #6d1b2c70
 def collect_waves(
     rollout: RolloutEngine,
@@ -203,6 +220,7 @@ def collect_waves(
         requests, samples = ([x for x in xs if x.prompt_id in kept] for xs in (requests, samples))
     return requests, samples, metrics
 
+
 # %% ../nbs/03_experience.ipynb #c479526c
 def collect(
     rollout: RolloutEngine,
@@ -222,6 +240,7 @@ def collect(
     new = [p for p in first if p.id not in partial_responses.groups]
     new = requests_of(new, [cfg.group_size] * len(new), Counter(), params, cfg.seed, step)
     return collect_parts(rollout, new, partial_responses, judge)
+
 
 # %% ../nbs/03_experience.ipynb #77ae6067
 def in_order(

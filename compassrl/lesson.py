@@ -132,6 +132,7 @@ def _arrows(color):  # along the first row, and from its last box back to the se
         'font-size="11">new weights</text>'
     )
 
+
 # %% ../nbs/00_lesson.ipynb #20f971c5
 def _stage(name):  # a stage or a module -> the stage; a module's is its own or that of its folder
     if name in stages or name in (None, 'records'):
@@ -161,6 +162,7 @@ def pipeline(
         f'{_arrows(_hot if here == "records" else _grey)}{boxes}</svg>'
     )
 
+
 # %% ../nbs/00_lesson.ipynb #84b60fb2
 def predict(
     question: str,  # one question
@@ -180,6 +182,7 @@ def predict(
         f'<b>{"abcdefgh"[answer]}</b> {escape(options[answer])}. {escape(why)}</details></div>'
     )
 
+
 # %% ../nbs/00_lesson.ipynb #65b2b0df
 def lab_source(
     name: str,  # a file of the folder `labs`, without '.js'
@@ -197,6 +200,7 @@ def lab_source(
 
     code = re.sub(r"^import .* from '\./shared\.js'$", '', known[name], flags=re.M)
     return shared + re.sub(r"^import (\w+) from '\./(\w+\.json)'.*$", data, code, flags=re.M)
+
 
 # %% ../nbs/00_lesson.ipynb #dcc80d11
 class Lab:
@@ -235,6 +239,7 @@ def lab(
     except ImportError:  # the extra `notebook` has it
         return Lab(name, html, None)
     return Lab(name, html, type('LabWidget', (AnyWidget,), dict(_esm=source))())
+
 
 # %% ../nbs/00_lesson.ipynb #018297b7
 def check(

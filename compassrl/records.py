@@ -16,8 +16,24 @@ from torch import Tensor
 from .settings import above, at_least, check
 
 # %% auto #0
-__all__ = ['Metrics', 'LossFn', 'Prompt', 'Verdict', 'SamplingParams', 'Request', 'derive_seed', 'Sample', 'Batch', 'collate',
-           'select', 'micro_batches', 'mini_batches', 'RolloutEngine', 'TrainEngine']
+__all__ = [
+    'Metrics',
+    'LossFn',
+    'Prompt',
+    'Verdict',
+    'SamplingParams',
+    'Request',
+    'derive_seed',
+    'Sample',
+    'Batch',
+    'collate',
+    'select',
+    'micro_batches',
+    'mini_batches',
+    'RolloutEngine',
+    'TrainEngine',
+]
+
 
 # %% ../nbs/01_records.ipynb #837da68b
 @dataclass(frozen=True)
@@ -44,6 +60,7 @@ class Verdict:
     correct: bool  # raw correctness, before any shaping
     status: str = 'ok'  # 'ok', 'wrong', 'failed' (the verifier could not judge) or 'timeout'
     evidence: str = ''  # one line: what was compared with what
+
 
 # %% ../nbs/01_records.ipynb #2c0b4ff1
 @dataclass(frozen=True)
@@ -72,11 +89,13 @@ class Request:
     begun: tuple[bool, ...] | None = None
     left: int | None = None  # tokens that the response may still have; None = params.max_tokens
 
+
 # %% ../nbs/01_records.ipynb #adcb9fa9
 def derive_seed(*parts: object) -> int:  # 63 bits
     "Depends on `parts` alone (anything with a stable `str`), the same on every machine"
     digest = hashlib.sha256('/'.join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], 'little') >> 1
+
 
 # %% ../nbs/01_records.ipynb #51ded4ae
 @dataclass
@@ -97,6 +116,7 @@ class Sample:
     timings: dict[str, float] = field(default_factory=dict)  # seconds, by phase
     token_versions: Tensor | None = None  # [Tr] int64, if drawn in parts; None = `weight_version`
     policy_mask: Tensor | None = None  # [Tr] bool: False where a tool spoke; None = nowhere
+
 
 # %% ../nbs/01_records.ipynb #a0b8e108
 @dataclass(frozen=True)
@@ -136,6 +156,7 @@ class Batch:
 
     def to(self, device: str | torch.device) -> Batch:
         return self.map(lambda t: t.to(device))
+
 
 # %% ../nbs/01_records.ipynb #cfada60a
 def _check(s):  # what an engine may have got wrong
@@ -195,6 +216,7 @@ def collate(samples: list[Sample]) -> Batch:  # rows as given; groups by first a
         **_routes(samples, T),
     )
 
+
 # %% ../nbs/01_records.ipynb #99077c04
 def select(batch: Batch, rows: Tensor | list[int]) -> Batch:
     "Some rows, in the order given (or a bool mask [B]); padding that none of them needs is gone"
@@ -202,6 +224,7 @@ def select(batch: Batch, rows: Tensor | list[int]) -> Batch:
     rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
     T = int(batch.lengths[rows].max()) if len(rows) else 0
     return batch.map(lambda t: t[rows] if t.dim() == 1 else t[rows, :T])
+
 
 # %% ../nbs/01_records.ipynb #31e6f1f7
 def micro_batches(
@@ -220,6 +243,7 @@ def micro_batches(
         cur.append(i)
     return out + [torch.tensor(cur)] if cur else out
 
+
 # %% ../nbs/01_records.ipynb #37105267
 def mini_batches(
     num_rows: int,  # of the batch
@@ -227,6 +251,7 @@ def mini_batches(
 ) -> list[Tensor]:  # row indices of each, neighbours together; none is empty
     "The rows of each optimiser step"
     return [r for r in torch.arange(num_rows).tensor_split(num) if len(r)]
+
 
 # %% ../nbs/01_records.ipynb #a2d576eb
 Metrics = dict[str, float | None]  # None: not measured in this step

@@ -16,7 +16,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from tyro.conf import arg
 
 # %% auto #0
-__all__ = ['Range', 'at_least', 'above', 'between', 'OneOf', 'one_of', 'checked', 'check', 'Registry']
+__all__ = [
+    'Range',
+    'at_least',
+    'above',
+    'between',
+    'OneOf',
+    'one_of',
+    'checked',
+    'check',
+    'Registry',
+]
+
 
 # %% ../nbs/05_settings.ipynb #09f9bff4
 @dataclass(frozen=True)
@@ -73,6 +84,7 @@ class OneOf:
 def one_of(names: Collection[str]) -> Any:
     "A name of a registry; the config that has the setting refuses all others"
     return arg(help_behavior_hint=OneOf(names))
+
 
 # %% ../nbs/05_settings.ipynb #1c8f27a3
 _largest = 2**63 - 1  # that torch's whole numbers hold
@@ -152,6 +164,7 @@ def _check_number(value, name, numbers):
         why = f'{numbers.why}, ' if numbers.why else ''
         most = f', at most {_largest}' if value in numbers else ''
         raise ValueError(f'{name}={value}: {why}use {numbers}{most}')
+
 
 # %% ../nbs/05_settings.ipynb #65e397b8
 class Registry(MutableMapping[str, Callable[..., Any]]):

@@ -11,6 +11,7 @@ from torch import Tensor
 # %% auto #0
 __all__ = ['bt_loss']
 
+
 # %% ../../nbs/algo/07_bradley_terry.ipynb #d0538511
 def bt_loss(
     first: Tensor,  # [B] scores

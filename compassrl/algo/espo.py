@@ -18,8 +18,19 @@ from ..records import Batch
 from ..settings import above, at_least, between, check
 
 # %% auto #0
-__all__ = ['Groups', 'GroupRatio', 'EspoConfig', 'EspoStep', 'entropy_groups', 'group_sums', 'group_mean', 'group_ratio',
-           'adaptive_clip', 'group_weights', 'espo']
+__all__ = [
+    'Groups',
+    'GroupRatio',
+    'EspoConfig',
+    'EspoStep',
+    'entropy_groups',
+    'group_sums',
+    'group_mean',
+    'group_ratio',
+    'adaptive_clip',
+    'group_weights',
+    'espo',
+]
 
 # %% ../../nbs/algo/04_espo.ipynb #11cd2259
 Groups = Literal['top_frac', 'batch_quantile', 'bins']
@@ -75,6 +86,7 @@ class EspoStep(EspoConfig):
     vocab_size: Annotated[int, at_least(0)] = 0  # its log is the largest possible entropy
     threshold: float | None = None  # lowest entropy of the high group, for 'batch_quantile'
 
+
 # %% ../../nbs/algo/04_espo.ipynb #32eded08
 def _share(n, frac):
     # ceil(frac*n), where fp64 makes .28*25 more than 7
@@ -104,6 +116,7 @@ def entropy_groups(
         group = (rank >= _share(n, cfg.top_frac)).long()
     return group.masked_fill(~mask, 0)
 
+
 # %% ../../nbs/algo/04_espo.ipynb #a55c981b
 def group_sums(
     values: Tensor,  # [B, T]
@@ -120,6 +133,7 @@ def group_mean(values: Tensor, groups: Tensor, mask: Tensor) -> Tensor:  # [B, T
     num = group_sums(mask.to(values), groups, mask).clamp(min=1)
     return (group_sums(values, groups, mask) / num).gather(1, groups).masked_fill(~mask, 0.0)
 
+
 # %% ../../nbs/algo/04_espo.ipynb #00046bb5
 def group_ratio(
     delta: Tensor,  # [B, T] log(new/old), 0 outside the mask
@@ -132,6 +146,7 @@ def group_ratio(
     own = delta if literal else delta - delta.detach()
     return (mean + own).clamp(-max_nats, max_nats).exp()
 
+
 # %% ../../nbs/algo/04_espo.ipynb #13db919c
 def adaptive_clip(
     entropy: Tensor,  # [...] nats, mean over a group
@@ -143,6 +158,7 @@ def adaptive_clip(
             f'vocab_size={cfg.vocab_size}: eq. 8 divides by its log; use `cfg.for_batch`'
         )
     return (cfg.alpha / log(cfg.vocab_size) * entropy).clamp(min=cfg.eps_min)
+
 
 # %% ../../nbs/algo/04_espo.ipynb #7ac65f80
 def group_weights(
@@ -159,6 +175,7 @@ def group_weights(
     share = say.sum(1, keepdim=True) * size
     weight = say / share.masked_fill(share == 0, 1.0)
     return weight.gather(1, groups).masked_fill(~mask, 0.0)
+
 
 # %% ../../nbs/algo/04_espo.ipynb #97a7ad09
 @policy_loss(

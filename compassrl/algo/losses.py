@@ -28,8 +28,21 @@ from ..records import Batch
 from ..settings import at_least, between, check, one_of
 
 # %% auto #0
-__all__ = ['Aggregation', 'policy_losses', 'policy_loss', 'LossConfig', 'clipped_surrogate', 'grpo', 'token_weights', 'aggregate',
-           'dr_grpo', 'dapo', 'gspo', 'cispo', 'PolicyLoss']
+__all__ = [
+    'Aggregation',
+    'policy_losses',
+    'policy_loss',
+    'LossConfig',
+    'clipped_surrogate',
+    'grpo',
+    'token_weights',
+    'aggregate',
+    'dr_grpo',
+    'dapo',
+    'gspo',
+    'cispo',
+    'PolicyLoss',
+]
 
 # %% ../../nbs/algo/03_losses.ipynb #612270b5
 Aggregation = Literal[
@@ -56,6 +69,7 @@ def policy_loss(
         return fn
 
     return add
+
 
 # %% ../../nbs/algo/03_losses.ipynb #f7738c41
 @dataclass(frozen=True)
@@ -96,6 +110,7 @@ class LossConfig:
         own = dict(aggregation=fn.aggregation, clip_eps_low=fn.clip[0], clip_eps_high=fn.clip[1])
         return replace(self, **{k: v for k, v in own.items() if getattr(self, k) is None})
 
+
 # %% ../../nbs/algo/03_losses.ipynb #f42f6502
 def clipped_surrogate(
     ratio: Tensor,  # [B, T] new/old, by whatever definition
@@ -127,6 +142,7 @@ def grpo(
         delta.exp(), advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high
     )
     return loss, ratio_sums(delta.detach(), mask, *clipped)
+
 
 # %% ../../nbs/algo/03_losses.ipynb #f42ef9c1
 def token_weights(
@@ -169,6 +185,7 @@ def aggregate(
         values * token_weights(mask, mode, num_tokens, num_samples, max_tokens, values.dtype)
     ).sum()
 
+
 # %% ../../nbs/algo/03_losses.ipynb #08f52b9a
 @policy_loss(aggregation='seq-mean-token-sum-norm')
 def dr_grpo(
@@ -187,6 +204,7 @@ def dapo(
     "GRPO's surrogate; all tokens alike, and more room above than below (DAPO, 2503.14476)"
     return grpo(log_probs, old_log_probs, advantages, mask, cfg)
 
+
 # %% ../../nbs/algo/03_losses.ipynb #5f4e202c
 @policy_loss(clip=(3e-4, 4e-4))
 def gspo(
@@ -202,6 +220,7 @@ def gspo(
     loss, *clipped = clipped_surrogate(ratio, advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high)
     return loss, ratio_sums(delta.detach(), mask, *clipped)
 
+
 # %% ../../nbs/algo/03_losses.ipynb #ae339310
 @policy_loss(aggregation='token-mean', clip=(1.0, 4.0))
 def cispo(
@@ -212,6 +231,7 @@ def cispo(
     ratio, low, high = delta.exp(), 1 - cfg.clip_eps_low, 1 + cfg.clip_eps_high
     new, adv = (at_least_fp32(x).masked_fill(~mask, 0.0) for x in (log_probs, advantages.detach()))
     return -ratio.clamp(low, high) * adv * new, ratio_sums(delta, mask, ratio < low, ratio > high)
+
 
 # %% ../../nbs/algo/03_losses.ipynb #ae0cb0d5
 class PolicyLoss:

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['max_nats', 'KlEstimator', 'Tis', 'at_least_fp32', 'log_ratio', 'ratio_sums', 'kl_estimate', 'tis_weights']
+__all__ = [
+    'max_nats',
+    'KlEstimator',
+    'Tis',
+    'at_least_fp32',
+    'log_ratio',
+    'ratio_sums',
+    'kl_estimate',
+    'tis_weights',
+]
 
 # %% ../../nbs/algo/00_ratios.ipynb #a9ee8a43
 # of a log-ratio before its exponential: beyond any clip range, and no overflow
@@ -40,6 +49,7 @@ def log_ratio(
     "How far each token moved. Nothing outside the mask has an influence, on the gradient neither"
     return _moved(log_probs, old_log_probs).masked_fill(~mask, 0.0).clamp(-limit, limit)
 
+
 # %% ../../nbs/algo/00_ratios.ipynb #387c18c7
 def ratio_sums(
     delta: Tensor,  # [B, T] log-ratio, 0 outside the mask
@@ -57,6 +67,7 @@ def ratio_sums(
         ratio_mean=ratio.masked_fill(~mask, 0.0).sum(),
         approx_kl=(torch.expm1(delta) - delta).sum(),
     )
+
 
 # %% ../../nbs/algo/00_ratios.ipynb #c7691289
 KlEstimator = Literal['k1', 'k2', 'k3']
@@ -79,6 +90,7 @@ def kl_estimate(
         return d**2 / 2
     d = d.clamp(-max_nats, max_nats)  # as in `log_ratio`
     return torch.expm1(-d) + d
+
 
 # %% ../../nbs/algo/00_ratios.ipynb #c64d7fe6
 Tis = Literal['off', 'truncate', 'mask']

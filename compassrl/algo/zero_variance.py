@@ -24,8 +24,21 @@ from ..records import Batch, Metrics, Sample, Verdict
 from ..settings import above, at_least, between, check
 
 # %% auto #0
-__all__ = ['Sampling', 'ZeroVarianceConfig', 'zero_variance_rate', 'growth', 'length_penalty', 'repetition_penalty', 'drawn_ids',
-           'shape_rewards', 'zvp_sign', 'rightness', 'zvp_advantages', 'token_advantages', 'screen']
+__all__ = [
+    'Sampling',
+    'ZeroVarianceConfig',
+    'zero_variance_rate',
+    'growth',
+    'length_penalty',
+    'repetition_penalty',
+    'drawn_ids',
+    'shape_rewards',
+    'zvp_sign',
+    'rightness',
+    'zvp_advantages',
+    'token_advantages',
+    'screen',
+]
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #0bc34b02
 Sampling = Literal['uniform', 'adaptive', 'refill']
@@ -66,6 +79,7 @@ class ZeroVarianceConfig:
                 'a right answer could end up closer to a wrong one than to its own reward'
             )
 
+
 # %% ../../nbs/algo/02_zero_variance.ipynb #21d7617a
 def zero_variance_rate(
     p: float | Tensor,  # [...] pass rate
@@ -75,6 +89,7 @@ def zero_variance_rate(
     if N < 1:
         raise ValueError(f'N={N}: a group has at least one response')
     return p**N + (1 - p) ** N
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #67dfc159
 def growth(
@@ -108,6 +123,7 @@ def growth(
             more[g], budget = size[g], budget - float(cost[g])
     return more
 
+
 # %% ../../nbs/algo/02_zero_variance.ipynb #b4bba3d0
 def length_penalty(
     lengths: Tensor,  # [B] response tokens
@@ -118,6 +134,7 @@ def length_penalty(
     window = frac * max_tokens
     return ((max_tokens - window - lengths) / window).clamp(-1, 0).float()
 
+
 # %% ../../nbs/algo/02_zero_variance.ipynb #f1b5dbfa
 def repetition_penalty(
     ids: list[int],  # tokens of one response
@@ -126,6 +143,7 @@ def repetition_penalty(
     "Minus the share of n-grams that have been there before (ours: the paper gives no formula)"
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #a4939ff5
 def drawn_ids(s: Sample) -> list[int]:  # all of the response, where no tool spoke
@@ -168,6 +186,7 @@ def _gaps(samples):
     }
     return torch.tensor([gaps.get(s.prompt_id, 1.0) for s in samples], dtype=torch.double)
 
+
 # %% ../../nbs/algo/02_zero_variance.ipynb #497a8218
 def zvp_sign(
     raw_rewards: Tensor,  # [B] task rewards, before any penalty
@@ -180,6 +199,7 @@ def zvp_sign(
     sign = sign.masked_fill(~s.flat | (s.num < 2), 0.0)[s.index]
     return sign if valid is None else sign.masked_fill(~valid, 0.0)
 
+
 # %% ../../nbs/algo/02_zero_variance.ipynb #d4307f7f
 def rightness(
     verdict: Verdict,
@@ -189,6 +209,7 @@ def rightness(
     if 0 < r < 1:
         return r
     return 1.0 if verdict.correct else 0.0 if r <= 0 else 0.5
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #3d9cb05b
 def zvp_advantages(
@@ -202,6 +223,7 @@ def zvp_advantages(
     up, down = H, H - H.amax(1, keepdim=True)
     adv = (alpha * torch.where(sign[:, None] > 0, up, down)).clamp(-1, 1)
     return torch.where(response_mask & (sign[:, None] != 0), adv, 0.0)
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #bd0b2ebe
 def token_advantages(
@@ -239,6 +261,7 @@ def token_advantages(
 
 def _frac(x):  # share of True; 0 of nothing
     return float(x.sum()) / max(x.numel(), 1)
+
 
 # %% ../../nbs/algo/02_zero_variance.ipynb #11f555ac
 def screen(

@@ -57,6 +57,7 @@ def instructions(
         solution = solution.upper()
     return Problem(text + ':', json.dumps(checks), solution, 'instructions')
 
+
 # %% ../../nbs/data/09_gym_tasks.ipynb #d1ccef61
 _tools = tuple('add cut get hit mix put run set tap win'.split())
 
@@ -100,6 +101,7 @@ def tools(
     text = ' '.join(_written(*tool) for tool in offered) + f': {request}:'
     call = json.dumps(dict(name=name, arguments=given), separators=(',', ':'))
     return Problem(text, json.dumps(dict(name=name, arguments=allowed)), call, 'tool_call')
+
 
 # %% ../../nbs/data/09_gym_tasks.ipynb #cb0cb33c
 @task_family

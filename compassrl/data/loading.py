@@ -18,6 +18,7 @@ from ..records import Prompt
 # %% auto #0
 __all__ = ['Loaded', 'read_rows', 'load_prompts']
 
+
 # %% ../../nbs/data/07_loading.ipynb #6af4ec51
 @dataclass
 class Loaded:
@@ -133,6 +134,7 @@ def read_rows(
             taught.setdefault(_question(prompt), len(out.prompts))
         out.prompts.append(prompt)
     return out
+
 
 # %% ../../nbs/data/07_loading.ipynb #ebb7dcd3
 def load_prompts(

@@ -22,7 +22,17 @@ from ..records import Prompt, derive_seed
 from ..settings import above, at_least, between, check
 
 # %% auto #0
-__all__ = ['split_of', 'levels_of', 'make_prompts', 'DataConfig', 'hold_out', 'load_data', 'reading_of', 'load_eval_set']
+__all__ = [
+    'split_of',
+    'levels_of',
+    'make_prompts',
+    'DataConfig',
+    'hold_out',
+    'load_data',
+    'reading_of',
+    'load_eval_set',
+]
+
 
 # %% ../../nbs/data/04_prompts.ipynb #0b38807c
 def split_of(
@@ -33,6 +43,7 @@ def split_of(
 
     So no seed, difficulty or order can put one prompt on both sides."""
     return 'heldout' if derive_seed('split', text) < heldout_frac * 2**63 else 'train'
+
 
 # %% ../../nbs/data/04_prompts.ipynb #f15f28db
 def _problems(domain, level, seed, num):
@@ -63,6 +74,7 @@ def levels_of(
     low = math.floor(difficulty)
     high = round(num * (difficulty - low))
     return [(level, n) for level, n in ((low, num - high), (low + 1, high)) if n]
+
 
 # %% ../../nbs/data/04_prompts.ipynb #c3c5fadd
 def make_prompts(
@@ -98,6 +110,7 @@ def make_prompts(
             )
         out += [_prompt(domain, p, tokenizer) for p in found]
     return sorted(out, key=lambda p: derive_seed(seed, 'order', p.id))
+
 
 # %% ../../nbs/data/04_prompts.ipynb #1e90c8c0
 @dataclass(frozen=True)
@@ -167,6 +180,7 @@ class DataConfig:
         heldout = self.num_heldout or (0 if self.eval_path else 128)
         return dict(train=self.num_train, heldout=heldout)
 
+
 # %% ../../nbs/data/04_prompts.ipynb #ff4f469a
 def _generate(cfg, tokenizer, seed, num, split):  # prompts of all domains, mixed
     weights = cfg.weights or (1.0,) * len(cfg.domains)
@@ -213,6 +227,7 @@ def _split(cfg, prompts):  # train and held out
             '--data.eval-path'
         )
     return sides
+
 
 # %% ../../nbs/data/04_prompts.ipynb #7e2a830f
 def load_data(

@@ -18,7 +18,15 @@ from .tokenizer import encode
 from ..records import Prompt, derive_seed
 
 # %% auto #0
-__all__ = ['fields', 'BadRow', 'prompt_id', 'worked_answer', 'Reading', 'check_reading', 'row_prompt']
+__all__ = [
+    'fields',
+    'BadRow',
+    'prompt_id',
+    'worked_answer',
+    'Reading',
+    'check_reading',
+    'row_prompt',
+]
 
 # %% ../../nbs/data/05_rows.ipynb #681ea93e
 fields: tuple[str, ...] = ('prompt', 'answer', 'solution', 'id', 'domain', 'verifier')
@@ -50,6 +58,7 @@ def _get(row, name):  # 'a.b' is the b of a
 def prompt_id(domain: str, text: str) -> str:  # equal questions have equal ids
     "A name that is the same in every run"
     return f'{domain}-{derive_seed("id", domain, text):016x}'
+
 
 # %% ../../nbs/data/05_rows.ipynb #60d623af
 _worked = re.compile(r'(?:^|\s)####(?!#)[ \t]*([^\n]*\S)\s*\Z')
@@ -121,6 +130,7 @@ def _messages(value, name):  # a chat that the assistant is to go on with
             'rows that end with the turn of the user',
         )
     return value
+
 
 # %% ../../nbs/data/05_rows.ipynb #fdf18de8
 @dataclass(frozen=True)

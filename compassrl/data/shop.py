@@ -12,7 +12,18 @@ from typing import NamedTuple
 from .tasks import Choices, Problem, task_family
 
 # %% auto #0
-__all__ = ['COLOURS', 'SIZES', 'KINDS', 'BRIEF', 'Item', 'shop', 'good_answer', 'read_question', 'shop_points', 'shop_quality']
+__all__ = [
+    'COLOURS',
+    'SIZES',
+    'KINDS',
+    'BRIEF',
+    'Item',
+    'shop',
+    'good_answer',
+    'read_question',
+    'shop_points',
+    'shop_quality',
+]
 
 # %% ../../nbs/data/08_shop.ipynb #adbdd731
 COLOURS, SIZES = ('red', 'tan', 'sky'), 'SML'
@@ -64,6 +75,7 @@ def shop(
 def good_answer(item: Item) -> str:
     "It names the item and says what it costs"
     return f'{item.name} for {item.price}'
+
 
 # %% ../../nbs/data/08_shop.ipynb #e5bd5b40
 @lru_cache(4096)

@@ -97,6 +97,7 @@ def _dataset(source):  # rows that need the optional package
         raise ValueError(f'{source} holds several splits: give {splits}')
     return data
 
+
 # %% ../../nbs/data/03_sources.ipynb #bcdb97a9
 kinds: dict[str, Callable[[Path], Iterator[tuple[str, Row]]]] = {
     '.jsonl': _jsonl,

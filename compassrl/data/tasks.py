@@ -22,9 +22,28 @@ from ..records import Prompt, Verdict
 _all_ = ['task_families', 'verifiers']
 
 # %% auto #0
-__all__ = ['Problem', 'Choices', 'task_family', 'problem', 'num_problems', 'arithmetic', 'countdown', 'strings', 'verifier',
-           'one_line', 'judge', 'exact', 'final', 'countdown_expression', 'as_verdict', 'failure', 'verify',
-           'task_families', 'verifiers']
+__all__ = [
+    'Problem',
+    'Choices',
+    'task_family',
+    'problem',
+    'num_problems',
+    'arithmetic',
+    'countdown',
+    'strings',
+    'verifier',
+    'one_line',
+    'judge',
+    'exact',
+    'final',
+    'countdown_expression',
+    'as_verdict',
+    'failure',
+    'verify',
+    'task_families',
+    'verifiers',
+]
+
 
 # %% ../../nbs/data/02_tasks.ipynb #7368d907
 class Problem(NamedTuple):
@@ -59,6 +78,7 @@ def task_family(fn: _F) -> _F:
     task_families[fn.__name__] = fn
     return fn
 
+
 # %% ../../nbs/data/02_tasks.ipynb #a5939552
 def problem(
     domain: str,  # name in `task_families`
@@ -73,6 +93,7 @@ def num_problems(domain: str, level: int) -> int:  # some entries are None, some
     "How many combinations of choices there are"
     task_families[domain](level, choices := Choices(0))
     return choices.size
+
 
 # %% ../../nbs/data/02_tasks.ipynb #f58253a0
 @task_family
@@ -96,6 +117,7 @@ def arithmetic(
     answer = str(a + sign * b)
     return Problem(f'{a}{op}{b}=', answer, ' '.join(steps) + f' #{answer}', 'final')
 
+
 # %% ../../nbs/data/02_tasks.ipynb #a874e7fe
 @task_family
 def countdown(
@@ -118,6 +140,7 @@ def countdown(
         return None
     return Problem(question + ':', question, ' '.join(steps) + f' #{expr}', 'countdown_expression')
 
+
 # %% ../../nbs/data/02_tasks.ipynb #481e8f18
 @task_family
 def strings(
@@ -134,6 +157,7 @@ def strings(
         (f'keep {keep}', word[:keep]),
     ][choose(3)]
     return Problem(f'{name} {word}:', answer, answer, 'exact')
+
 
 # %% ../../nbs/data/02_tasks.ipynb #a3df7730
 def verifier(fn: _F) -> _F:
@@ -180,6 +204,7 @@ def final(text: str, answer: str) -> Verdict:
     why = f'{got!r} against {answer!r}' if mark else "no '#' in the response"
     return judge(bool(mark) and got == answer, why)
 
+
 # %% ../../nbs/data/02_tasks.ipynb #f0024957
 _ops = {ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b}
 
@@ -217,6 +242,7 @@ def countdown_expression(text: str, answer: str) -> Verdict:
 
 
 countdown_expression.check_answer = _given
+
 
 # %% ../../nbs/data/02_tasks.ipynb #88058097
 def as_verdict(

@@ -13,8 +13,18 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from ..files import read_data
 
 # %% auto #0
-__all__ = ['PAD_ID', 'EOS_ID', 'UNK_ID', 'build_tokenizer', 'encode', 'byte_tokenizer', 'response_text', 'save_tokenizer',
-           'load_tokenizer', 'end_id']
+__all__ = [
+    'PAD_ID',
+    'EOS_ID',
+    'UNK_ID',
+    'build_tokenizer',
+    'encode',
+    'byte_tokenizer',
+    'response_text',
+    'save_tokenizer',
+    'load_tokenizer',
+    'end_id',
+]
 
 # %% ../../nbs/data/01_tokenizer.ipynb #826f19ae
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
@@ -34,10 +44,12 @@ def build_tokenizer() -> Tokenizer:  # 3 specials, the newline, 95 printable ASC
     tok.encode_special_tokens = True
     return tok
 
+
 # %% ../../nbs/data/01_tokenizer.ipynb #f48cf478
 def encode(tok: Tokenizer, text: str) -> list[int]:
     "Token ids of `text`, nothing added"
     return tok.encode(text, add_special_tokens=False).ids
+
 
 # %% ../../nbs/data/01_tokenizer.ipynb #acb63b32
 def byte_tokenizer() -> Tokenizer:  # 256 tokens
@@ -47,6 +59,7 @@ def byte_tokenizer() -> Tokenizer:  # 256 tokens
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tok.decoder = decoders.ByteLevel()
     return tok
+
 
 # %% ../../nbs/data/01_tokenizer.ipynb #da02d5fd
 def response_text(
@@ -59,6 +72,7 @@ def response_text(
     Any other special stays visible and cannot hide a wrong answer."""
     ids, ends = list(ids), eos_id if isinstance(eos_id, tuple) else (eos_id,)
     return tok.decode(ids[:-1] if ids and ids[-1] in ends else ids, skip_special_tokens=False)
+
 
 # %% ../../nbs/data/01_tokenizer.ipynb #7d24e4b9
 def save_tokenizer(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from IPython.display import HTML
     from PIL.Image import Image
 
+
 # %% ../../nbs/drawings/05_play.ipynb #3c440087
 def grid_sizes(
     available: Sequence[int],  # how many values each control has
@@ -54,6 +55,7 @@ def spread(
     inner = range(1, num - 1) if num > 2 and 0 < at < len(values) - 1 else range(num)
     near = min(inner, key=lambda i: abs(places[i] - at))
     return [start if i == near else values[p] for i, p in enumerate(places)]
+
 
 # %% ../../nbs/drawings/05_play.ipynb #6eface59
 def _joined(pictures, across):  # side by side or below each other, on white
@@ -104,6 +106,7 @@ def frame(
     if len(words.split()) < 2:  # a figure without a title
         words += f' What is drawn for {", ".join(f"{k} {v}" for k, v in values.items())}'
     return _joined(pictures, across=False) if pictures else None, words.strip(), rest
+
 
 # %% ../../nbs/drawings/05_play.ipynb #4f282971
 def _values(control):  # all values of a widget: a list, a box to tick, a slider
@@ -171,6 +174,7 @@ def still_play(
         for w, v in zip(widgets, some, strict=True)
     ]
     return HTML(_box(told, frames, points.index(tuple(starts))))
+
 
 # %% ../../nbs/drawings/05_play.ipynb #dd2f1eff
 def playground(

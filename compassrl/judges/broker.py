@@ -94,6 +94,7 @@ class _Worker:
         self.conn.close()
         return os.waitpid(self.pid, 0)[1]
 
+
 # %% ../../nbs/judges/06_broker.ipynb #511e06e0
 class _Broker:
     def __init__(self, trainer, cfg, *work) -> None:

@@ -29,6 +29,7 @@ from .limits import Limits, Outcome, meaning
 # %% auto #0
 __all__ = ['text_of', 'Room', 'Cell', 'close_rooms', 'best_walls', 'warm_room']
 
+
 # %% ../../nbs/judges/11_cells.ipynb #a4776783
 def _system(more=()):  # what a program may read: directories and files; symbolic links
     binds, links = [], {'/dev/fd': '/proc/self/fd'}
@@ -75,6 +76,7 @@ def _bwrap(binds, links):
     for name in ('null', 'zero', 'full', 'random', 'urandom'):
         out += ['--dev-bind', f'/dev/{name}', f'/dev/{name}']
     return out + '--proc /proc --dir /tmp --dir /dev/shm --remount-ro / --chdir / --'.split()
+
 
 # %% ../../nbs/judges/11_cells.ipynb #aefdf251
 _inside = """
@@ -186,6 +188,7 @@ def _children(pid):
     except OSError:
         return []
 
+
 # %% ../../nbs/judges/11_cells.ipynb #b3b85384
 def _file(text):
     f = os.memfd_create('sandbox') if hasattr(os, 'memfd_create') else None
@@ -244,6 +247,7 @@ class Cell:
         status, evidence = meaning(r, self.limits, err)
         seconds = (r[k] for k in ('wall_s', 'cpu_s', 'waited_s'))
         return Outcome(status, evidence, None, out, err, *seconds, self.room.walls)
+
 
 # %% ../../nbs/judges/11_cells.ipynb #582a002d
 _idle: dict[tuple, list[Room]] = defaultdict(list)  # warm rooms, by what they are

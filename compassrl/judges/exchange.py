@@ -19,6 +19,7 @@ from .values import Gone, Refused, pack, receive, send, unpack
 # %% auto #0
 __all__ = ['OURS', 'serve_program', 'Ref', 'Asker', 'Names', 'examine']
 
+
 # %% ../../nbs/judges/13_exchange.ipynb #b2fe5ef7
 def serve_program(program: str) -> None:
     "In the program's process: runs it as a module, then answers on file 3 until nobody asks"
@@ -81,6 +82,7 @@ def _do(what, names, args, kwargs):
     if what in ('bool', 'isinstance', 'iter', 'str', 'repr', 'getattr', 'setattr', 'next', 'dir'):
         return getattr(builtins, what)(*args)
     return getattr(args[0], what)(*args[1:], **kwargs)
+
 
 # %% ../../nbs/judges/13_exchange.ipynb #46e9c60b
 class Ref:
@@ -161,6 +163,7 @@ for _name in 'add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rs
     setattr(Ref, f'__{_name.strip("_")}__', _binary(_name))
     setattr(Ref, f'__r{_name.strip("_")}__', _binary(_name))
 
+
 # %% ../../nbs/judges/13_exchange.ipynb #c94a0a32
 class Asker:
     "The test's end of the channel"
@@ -234,6 +237,7 @@ class Asker:
                 if type(new) is type(mine):
                     mine.clear()
                     (mine.extend if type(mine) in (list, bytearray) else mine.update)(new)
+
 
 # %% ../../nbs/judges/13_exchange.ipynb #8fc5c213
 OURS = dict.fromkeys(

@@ -53,6 +53,7 @@ def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
 def _reason(e):  # one line
     return ' '.join(f'{type(e).__name__}: {e}'.split())[:160]
 
+
 # %% ../../nbs/judges/04_genrm_client.ipynb #64834145
 class GenRM:
     """Asks an OpenAI-compatible endpoint

@@ -18,7 +18,18 @@ from .cells import Cell, best_walls, warm_room
 from .limits import Limits, Outcome
 
 # %% auto #0
-__all__ = ['terms', 'Terms', 'under', 'walls_for_programs', 'in_time', 'run_program', 'run_python', 'run_function', 'returned']
+__all__ = [
+    'terms',
+    'Terms',
+    'under',
+    'walls_for_programs',
+    'in_time',
+    'run_program',
+    'run_python',
+    'run_function',
+    'returned',
+]
+
 
 # %% ../../nbs/judges/01_isolated.ipynb #741968a1
 class Terms(NamedTuple):
@@ -56,6 +67,7 @@ def in_time(limits: Limits) -> Limits:
     "With what is left of the time for this verdict"
     left = max(0.05, terms.get(Terms()).until - time.monotonic())
     return replace(limits, wall_s=min(limits.wall_s, left))
+
 
 # %% ../../nbs/judges/01_isolated.ipynb #3d08b431
 def run_program(

@@ -15,6 +15,7 @@ from ..settings import above, at_least, check
 # %% auto #0
 __all__ = ['Limits', 'Outcome', 'how_it_ended', 'outcome_of', 'meaning']
 
+
 # %% ../../nbs/judges/12_limits.ipynb #499f04e0
 @dataclass(frozen=True)
 class Limits:
@@ -46,6 +47,7 @@ class Outcome:
     cpu_s: float = 0.0  # seconds of computing
     waited_s: float = 0.0  # seconds that a thread of it waited for a core, where its time was up
     walls: str = ''  # what was around it: 'bwrap', 'own', 'none'
+
 
 # %% ../../nbs/judges/12_limits.ipynb #f58c8661
 def how_it_ended(

@@ -78,6 +78,7 @@ class LocalGenRM:
             return Reply('', 'failed', 'cut off at max_tokens', num)
         return Reply(response_text(self.tokenizer, sample.response_ids, self.ends), num_tokens=num)
 
+
 # %% ../../nbs/judges/19_local_genrm.ipynb #f5e10d5f
 def open_genrm(cfg: GenRMConfig) -> GenRM | LocalGenRM:
     "The judge that `model` means. Raises ValueError for a folder that does not exist"

@@ -27,6 +27,7 @@ from ..records import Metrics, Prompt, Sample
 # %% auto #0
 __all__ = ['GenRMJudge', 'JudgePerPrompt', 'make_judge']
 
+
 # %% ../../nbs/judges/08_model.ipynb #0f5fbecb
 class GenRMJudge(Judge):
     "A generative reward model beside the rollout: whatever waits is asked as one batch"
@@ -117,6 +118,7 @@ class GenRMJudge(Judge):
         if self.threads:
             self.threads.shutdown(cancel_futures=True)
 
+
 # %% ../../nbs/judges/08_model.ipynb #2640660a
 class JudgePerPrompt(Judge):
     "Prompts whose verifier is 'genrm' are judged by a model, the others by verifiers"
@@ -141,6 +143,7 @@ class JudgePerPrompt(Judge):
     def close(self) -> None:
         for j in self.judges:
             j.close()
+
 
 # %% ../../nbs/judges/08_model.ipynb #5df2244f
 def make_judge(

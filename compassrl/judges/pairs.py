@@ -20,8 +20,23 @@ from .genrm import Ask, Label, Question, compare, label_rewards, pair_order
 from ..records import Prompt, derive_seed
 
 # %% auto #0
-__all__ = ['TALK', 'JUDGE_TEXT', 'Answers', 'any_answer', 'label_of', 'true_label', 'shop_pairs', 'reading', 'verdict_text',
-           'pair_row', 'wilson', 'agreement', 'answer_groups', 'orders', 'judge_rewards']
+__all__ = [
+    'TALK',
+    'JUDGE_TEXT',
+    'Answers',
+    'any_answer',
+    'label_of',
+    'true_label',
+    'shop_pairs',
+    'reading',
+    'verdict_text',
+    'pair_row',
+    'wilson',
+    'agreement',
+    'answer_groups',
+    'orders',
+    'judge_rewards',
+]
 
 # %% ../../nbs/judges/20_pairs.ipynb #4b5a2e2d
 TALK = ', trust me', ', a great buy', ' and it is so nice', ', best of all', '!', ' :)'
@@ -72,6 +87,7 @@ def shop_pairs(
         out.append(q)
     return out
 
+
 # %% ../../nbs/judges/20_pairs.ipynb #af688838
 JUDGE_TEXT = '1 {first}\n2 {second}\n{prompt}\n'  # the prompt of this judge
 
@@ -107,6 +123,7 @@ def pair_row(q: Question, margin: float = 0.0) -> dict[str, str]:
     solution = verdict_text(q, margin)
     label = true_label(q, margin)
     return dict(prompt=text, answer=label, solution=solution, verifier='final', domain='judge')
+
 
 # %% ../../nbs/judges/20_pairs.ipynb #0f94094a
 def wilson(

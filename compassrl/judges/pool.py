@@ -26,6 +26,7 @@ from ..records import Prompt, Sample
 # %% auto #0
 __all__ = ['RewardPool']
 
+
 # %% ../../nbs/judges/07_pool.ipynb #bfe136cd
 def _by_name(name, fn):  # how another process finds a verifier
     try:

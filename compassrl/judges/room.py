@@ -27,8 +27,19 @@ except ImportError:
     resource = None  # Windows
 
 # %% auto #0
-__all__ = ['MESSAGE', 'read_job', 'become_program', 'run_job', 'end_children', 'run_cell', 'new_process', 'serve', 'leave',
-           'over']
+__all__ = [
+    'MESSAGE',
+    'read_job',
+    'become_program',
+    'run_job',
+    'end_children',
+    'run_cell',
+    'new_process',
+    'serve',
+    'leave',
+    'over',
+]
+
 
 # %% ../../nbs/judges/17_room.ipynb #2e9a92e7
 def read_job(fd: int) -> dict[str, object]:
@@ -71,6 +82,7 @@ def become_program(
         setattr(sys, f'__{name}__', stream)
     return job
 
+
 # %% ../../nbs/judges/17_room.ipynb #9ddf4931
 def run_job(job: dict[str, object]) -> None:
     "What a program's process does; an exception ends the interpreter as usual"
@@ -89,6 +101,7 @@ def run_job(job: dict[str, object]) -> None:
     main.__file__, main.__builtins__ = 'main.py', __builtins__
     sys.modules['__main__'], sys.argv = main, ['main.py']
     exec(compile(job['program'], 'main.py', 'exec', dont_inherit=True), vars(main))
+
 
 # %% ../../nbs/judges/17_room.ipynb #bed7f89e
 MESSAGE = 512  # bytes, always
@@ -154,6 +167,7 @@ def run_cell(
     with suppress(OSError):  # the caller has gone
         os.write(hold, json.dumps(report).encode())
     os._exit(0)
+
 
 # %% ../../nbs/judges/17_room.ipynb #baa097e3
 def new_process(walled: bool) -> int:

@@ -22,7 +22,15 @@ from ..records import Metrics, Prompt, Sample, Verdict
 from ..settings import above, at_least, between, check
 
 # %% auto #0
-__all__ = ['RewardConfig', 'Judge', 'timed_verdict', 'record_verdict', 'judge_sample', 'SerialJudge']
+__all__ = [
+    'RewardConfig',
+    'Judge',
+    'timed_verdict',
+    'record_verdict',
+    'judge_sample',
+    'SerialJudge',
+]
+
 
 # %% ../../nbs/judges/05_serial.ipynb #5510bab3
 @dataclass(frozen=True)
@@ -86,6 +94,7 @@ class Judge:
 
     def close(self) -> None:
         "End what was started for it"
+
 
 # %% ../../nbs/judges/05_serial.ipynb #5f059518
 def timed_verdict(

@@ -12,6 +12,7 @@ from typing import Any
 # %% auto #0
 __all__ = ['read_json', 'unfenced']
 
+
 # %% ../../nbs/judges/19_strict_json.ipynb #92628858
 def _no_constant(name):
     raise ValueError(f'{name} is no JSON')

@@ -15,6 +15,7 @@ from ..records import Verdict
 # %% auto #0
 __all__ = ['same_value', 'misfit', 'calls_of', 'pairing', 'expected_calls', 'tool_call']
 
+
 # %% ../../nbs/judges/21_tool_calls.ipynb #6f415a02
 def _plain(text):
     return re.sub(r'[ ,./\-_*^]', '', text).lower().replace("'", '"')
@@ -51,6 +52,7 @@ def misfit(
             return f'{k}={got!r} is none of {values}'
     return ''
 
+
 # %% ../../nbs/judges/21_tool_calls.ipynb #dcd5a4e6
 def _is_call(call):
     return (
@@ -77,6 +79,7 @@ def calls_of(
     if odd := [c for c in calls if not _is_call(c)]:
         raise ValueError(f'{str(odd[0])[:60]} is not {{"name": ..., "arguments": {{...}}}}')
     return calls
+
 
 # %% ../../nbs/judges/21_tool_calls.ipynb #0f2dee58
 def pairing(

@@ -12,7 +12,19 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 
 # %% auto #0
-__all__ = ['LONGEST', 'TYPES', 'PACK', 'UNPACK', 'LATE', 'Gone', 'Refused', 'send', 'receive', 'pack', 'unpack']
+__all__ = [
+    'LONGEST',
+    'TYPES',
+    'PACK',
+    'UNPACK',
+    'LATE',
+    'Gone',
+    'Refused',
+    'send',
+    'receive',
+    'pack',
+    'unpack',
+]
 
 # %% ../../nbs/judges/15_values.ipynb #a9cf62ac
 LONGEST = 2**24  # bytes of one message
@@ -49,6 +61,7 @@ def _read(channel, size):
             raise Gone('the program has ended')
         data += more
     return bytes(data)
+
 
 # %% ../../nbs/judges/15_values.ipynb #bfc3f5c0
 def _as(tag, read=list):  # how a type travels: a tag, and what JSON can hold
@@ -106,6 +119,7 @@ LATE: dict[str, Callable[..., list[object]]] = {
     'datetime.datetime': lambda x: [*x.timetuple()[:6], x.microsecond],
     'datetime.time': lambda x: [x.hour, x.minute, x.second, x.microsecond],
 }
+
 
 # %% ../../nbs/judges/15_values.ipynb #d905fe27
 def pack(x: object, refer: Callable[[object], object]) -> object:

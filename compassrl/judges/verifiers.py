@@ -27,8 +27,19 @@ from .limits import Limits, Outcome
 from ..records import Prompt, Verdict
 
 # %% auto #0
-__all__ = ['no_verdict', 'starved', 'need_maths', 'maths', 'program_of', 'run_test', 'code', 'asked_verifiers', 'warm_up',
-           'check_walls']
+__all__ = [
+    'no_verdict',
+    'starved',
+    'need_maths',
+    'maths',
+    'program_of',
+    'run_test',
+    'code',
+    'asked_verifiers',
+    'warm_up',
+    'check_walls',
+]
+
 
 # %% ../../nbs/judges/02_verifiers.ipynb #54c07000
 def no_verdict(
@@ -45,6 +56,7 @@ def starved(
 ) -> bool:
     "Did it wait for a core for at least half of its time? If not, it took too long by itself"
     return o.status == 'timeout' and o.waited_s >= o.wall_s / 2
+
 
 # %% ../../nbs/judges/02_verifiers.ipynb #aa0f1c47
 _maths = Limits(wall_s=5, cpu_s=2, memory_mb=1024)
@@ -81,6 +93,7 @@ def maths(text: str, answer: str) -> Verdict:
     if status == 'failed':
         raise ValueError(evidence)
     return judge(status == 'ok', evidence)
+
 
 # %% ../../nbs/judges/02_verifiers.ipynb #be4422a6
 def program_of(

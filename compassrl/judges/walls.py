@@ -18,11 +18,46 @@ except ImportError:
     resource = None  # Windows
 
 # %% auto #0
-__all__ = ['NEW_MOUNTS', 'NEW_CGROUP', 'NEW_NAMES', 'NEW_IPC', 'NEW_USER', 'NEW_PIDS', 'NEW_NET', 'NEW_ANY', 'READ_ONLY',
-           'NO_SUID', 'NO_DEVICES', 'REMOUNT', 'BIND', 'RECURSIVE', 'PRIVATE', 'ARM', 'SYS_CLONE', 'SYS_PIVOT_ROOT',
-           'SYS_MOUNT_SETATTR', 'SYS_CLOSE_RANGE', 'LIBC', 'REFUSED', 'CLONE3', 'SOCKET', 'SOCKETPAIR', 'PRLIMIT',
-           'FAMILIES', 'call', 'mount', 'new_namespaces', 'show', 'own_walls', 'refuse_calls', 'drop_rights',
-           'die_with_parent', 'close_from', 'limit', 'mapped']
+__all__ = [
+    'NEW_MOUNTS',
+    'NEW_CGROUP',
+    'NEW_NAMES',
+    'NEW_IPC',
+    'NEW_USER',
+    'NEW_PIDS',
+    'NEW_NET',
+    'NEW_ANY',
+    'READ_ONLY',
+    'NO_SUID',
+    'NO_DEVICES',
+    'REMOUNT',
+    'BIND',
+    'RECURSIVE',
+    'PRIVATE',
+    'ARM',
+    'SYS_CLONE',
+    'SYS_PIVOT_ROOT',
+    'SYS_MOUNT_SETATTR',
+    'SYS_CLOSE_RANGE',
+    'LIBC',
+    'REFUSED',
+    'CLONE3',
+    'SOCKET',
+    'SOCKETPAIR',
+    'PRLIMIT',
+    'FAMILIES',
+    'call',
+    'mount',
+    'new_namespaces',
+    'show',
+    'own_walls',
+    'refuse_calls',
+    'drop_rights',
+    'die_with_parent',
+    'close_from',
+    'limit',
+    'mapped',
+]
 
 # %% ../../nbs/judges/16_walls.ipynb #d28254df
 # linux/sched.h, linux/prctl.h, linux/mount.h
@@ -62,6 +97,7 @@ def mount(
 ) -> None:
     texts = (t and os.fsencode(t) for t in (source, target, kind))
     call('mount', *texts, flags, options and options.encode())
+
 
 # %% ../../nbs/judges/16_walls.ipynb #f33b4c78
 def new_namespaces() -> None:
@@ -122,6 +158,7 @@ def own_walls(
     call('umount2', b'.', 2)  # the old root, with all that stood in it
     mount(None, '/', None, REMOUNT | BIND | READ_ONLY | NO_SUID)
     os.chdir('/')
+
 
 # %% ../../nbs/judges/16_walls.ipynb #033d287d
 # system calls that no judged program needs: x86_64, aarch64

@@ -17,7 +17,16 @@ except ImportError:
     resource = None  # Windows
 
 # %% auto #0
-__all__ = ['TICK', 'MOST_STARTED', 'MOST_SOCKETS', 'usage', 'last_number', 'longest_wait', 'excess', 'watch']
+__all__ = [
+    'TICK',
+    'MOST_STARTED',
+    'MOST_SOCKETS',
+    'usage',
+    'last_number',
+    'longest_wait',
+    'excess',
+    'watch',
+]
 
 # %% ../../nbs/judges/18_watch.ipynb #f49e8bb9
 TICK = os.sysconf('SC_CLK_TCK')

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['Place', 'place', 'Server', 'Layout', 'layout', 'span', 'plot_layout']
 
+
 # %% ../../nbs/launch/01_layout.ipynb #045d95f3
 @dataclass(frozen=True)
 class Place:
@@ -44,6 +45,7 @@ class Place:
     @property
     def num_layers(self) -> int:
         return sum(map(len, self.layers))
+
 
 # %% ../../nbs/launch/01_layout.ipynb #22fcf9b9
 def _axes(rank, **sizes):  # the first axis turns fastest
@@ -86,6 +88,7 @@ def place(
         expert_rows=_share(c.moe_intermediate_size, p.expert_tp, at['etp']),
         vocab=rows,
     )
+
 
 # %% ../../nbs/launch/01_layout.ipynb #c6d4717d
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ def _servers(start, ranks_per_node, vllm):  # on the GPUs from `start` on
         servers.append(Server(i, range(start, start + n), start // ranks_per_node))
         start += n
     return tuple(servers)
+
 
 # %% ../../nbs/launch/01_layout.ipynb #e0985048
 _stages = '#c2410c', '#0f766e', '#6d28d9', '#a16207', '#1d4ed8', '#be185d', '#4d7c0f', '#334155'

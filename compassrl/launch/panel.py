@@ -97,6 +97,7 @@ class Form:
             cfg = with_value(cfg, k, f.value)
         return cfg
 
+
 # %% ../../nbs/launch/08_panel.ipynb #8392bce7
 class Attached(Launched):
     "A run that another notebook, a terminal or a queue has started. Raises ValueError"
@@ -134,6 +135,7 @@ def runs_in(folder: Path) -> list[str]:  # names of their folders, the newest fi
     "The runs of a folder"
     found = [p.parent for p in folder.glob('*/config.json')]
     return [p.name for p in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)]
+
 
 # %% ../../nbs/launch/08_panel.ipynb #a8c9dc51
 class Panel:
@@ -252,6 +254,7 @@ class Panel:
                 names.append('resume')
             if self.run is run:
                 self._enable(*names)
+
 
 # %% ../../nbs/launch/08_panel.ipynb #b678a961
 def panel(

@@ -19,6 +19,7 @@ from ..train.megatron.layout import ParallelConfig, check_parallel
 # %% auto #0
 __all__ = ['Machines', 'num_gpus', 'machines', 'workload', 'Plan', 'plan']
 
+
 # %% ../../nbs/launch/05_plan.ipynb #eb279e4c
 @dataclass(frozen=True)
 class Machines:
@@ -87,6 +88,7 @@ def _check_split(cfg, found, gpus):
             f'{replicas} data-parallel replicas: a step has {batch} responses, '
             'use fewer GPUs or raise prompts_per_step'
         )
+
 
 # %% ../../nbs/launch/05_plan.ipynb #b4652bed
 def workload(

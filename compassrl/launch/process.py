@@ -111,6 +111,7 @@ class Launched:
         lines = [line.rstrip('\r').split('\r')[-1] for line in text.split('\n')]
         return '\n'.join([line for line in lines if line.strip()][-num_lines:])
 
+
 # %% ../../nbs/launch/07_process.ipynb #366b8de2
 def launch(
     cfg: TrainConfig,
@@ -140,6 +141,7 @@ def resume(
 def _ranks(cfg, num):
     return machines(cfg, 1, num and num + num_gpus(cfg)).world_size
 
+
 # %% ../../nbs/launch/07_process.ipynb #85dcfa49
 def status(run: Launched) -> str:
     "Where a run is, in one line"
@@ -162,6 +164,7 @@ def _where(run):
         r = rows[-1]
         return f'cold start, step {r["step"]} of {run.cfg.cold_start.steps}, loss {r["loss"]:.2f}'
     return 'starting'
+
 
 # %% ../../nbs/launch/07_process.ipynb #953db251
 def follow(
@@ -200,6 +203,7 @@ def watch(
         print('no longer watched; the run goes on until stop()')
     return run.run_dir
 
+
 # %% ../../nbs/launch/07_process.ipynb #a9000b8a
 def report_parts(
     run_dir: str | Path,  # of a finished run
@@ -213,6 +217,7 @@ def report_parts(
     for name, text in zip(parts[::2], parts[1::2]):
         shown += [Image((run_dir / name).read_bytes()), Markdown(text)]
     return shown
+
 
 # %% ../../nbs/launch/07_process.ipynb #5a028f56
 def launch_on(

@@ -21,6 +21,7 @@ from ..rollout.vllm.messages import check_vllm, engine_args, transfer_config, we
 # %% auto #0
 __all__ = ['torchrun_args', 'train_command', 'serve', 'slurm_script', 'node_script']
 
+
 # %% ../../nbs/launch/06_scripts.ipynb #726f8d22
 def torchrun_args(
     world: Machines,
@@ -45,6 +46,7 @@ def train_command(world: Machines, what: str, head: str = '') -> str:
         return f'python -m compassrl {what}'
     *words, m, module, what = torchrun_args(world, what, head)
     return f'torchrun {" ".join(words)} \\\n    {m} {module} {what}'
+
 
 # %% ../../nbs/launch/06_scripts.ipynb #abca7c36
 def serve(
@@ -84,6 +86,7 @@ def serve(
     command = server_command(options, cfg.device, port, host)
     env = server_env(cfg.device, os.environ.get('CUDA_VISIBLE_DEVICES', ''))
     os.execve(command[0], command, env)
+
 
 # %% ../../nbs/launch/06_scripts.ipynb #e35f314a
 _bash = """set -euo pipefail
@@ -180,6 +183,7 @@ def _path(name):  # one word of bash that no command takes for an option
     name = name.rstrip('/') or '/'  # what lies beside it begins with its name
     return shlex.quote(f'./{name}' if name.startswith('-') else name)
 
+
 # %% ../../nbs/launch/06_scripts.ipynb #0727fefa
 def slurm_script(
     cfg: TrainConfig,
@@ -218,6 +222,7 @@ def node_script(
         wait = f'for host in {serving}; do on "$host" eval "wait; exit"; done'
         lines += [*_serving(p, 'on'), wait]
     return '\n'.join([*lines, _training(p, True), ''])
+
 
 # %% ../../nbs/launch/06_scripts.ipynb #0864579a
 if __name__ == '__main__':

@@ -19,7 +19,18 @@ from ..rollout.schedule import Schedule
 from ..rollout.simulation import Fault, Simulation
 
 # %% auto #0
-__all__ = ['StepCost', 'Cluster', 'RoundRobin', 'makespan', 'idle_frac', 'lower_bound', 'work', 'fit_cost', 'rewards_done']
+__all__ = [
+    'StepCost',
+    'Cluster',
+    'RoundRobin',
+    'makespan',
+    'idle_frac',
+    'lower_bound',
+    'work',
+    'fit_cost',
+    'rewards_done',
+]
+
 
 # %% ../../nbs/launch/04_simulator.ipynb #d3d4db2c
 @dataclass(frozen=True)
@@ -48,6 +59,7 @@ class StepCost:
         if a < 1e-9 * b:  # the cache costs nothing: all steps are equal
             return ceil(seconds / b - 1e-9)
         return ceil((sqrt(b * b + 4 * a * seconds) - b) / (2 * a) - 1e-9)
+
 
 # %% ../../nbs/launch/04_simulator.ipynb #2eeeb76e
 class _Replica:  # its batch, as of second t
@@ -178,6 +190,7 @@ class Cluster(Simulation):
         s.dropped.add(ticket)
         self.moved[s.name] = None
 
+
 # %% ../../nbs/launch/04_simulator.ipynb #d5f525df
 class RoundRobin(PullQueue):
     "Not a queue: every request was given to one replica before anything began"
@@ -207,6 +220,7 @@ class RoundRobin(PullQueue):
         self.waiting[self.group[i]].remove(i)
         self._file(self.group[i])
         return replica, i
+
 
 # %% ../../nbs/launch/04_simulator.ipynb #b0f81ba7
 def makespan(spans: Iterable[Attempt]) -> float:  # seconds

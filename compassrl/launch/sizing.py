@@ -17,8 +17,21 @@ from ..settings import at_least, check
 from ..train.megatron.layout import ParallelConfig
 
 # %% auto #0
-__all__ = ['gpus', 'reserve', 'layer_params', 'place_params', 'num_params', 'Gpu', 'Workload', 'kept_elements', 'rank_memory',
-           'weight_bytes', 'kv_bytes', 'server_memory']
+__all__ = [
+    'gpus',
+    'reserve',
+    'layer_params',
+    'place_params',
+    'num_params',
+    'Gpu',
+    'Workload',
+    'kept_elements',
+    'rank_memory',
+    'weight_bytes',
+    'kv_bytes',
+    'server_memory',
+]
+
 
 # %% ../../nbs/launch/02_sizing.ipynb #24960031
 def layer_params(
@@ -72,6 +85,7 @@ def num_params(
     idle = experts * (c.num_experts - c.num_experts_per_tok) // c.num_experts
     return total, total - idle
 
+
 # %% ../../nbs/launch/02_sizing.ipynb #b8249932
 @dataclass(frozen=True)
 class Gpu:
@@ -118,6 +132,7 @@ class Workload:
         mean, longest = self.response_tokens, self.max_tokens
         if mean > longest:
             raise ValueError(f'response_tokens={mean} exceeds max_tokens={longest}: lower it')
+
 
 # %% ../../nbs/launch/02_sizing.ipynb #d6e81d8b
 def kept_elements(
@@ -175,6 +190,7 @@ def rank_memory(
         activations=wide * tokens * (kept + again),
         logits=min(tokens, workload.logit_tokens or tokens) * logits,
     )
+
 
 # %% ../../nbs/launch/02_sizing.ipynb #43609865
 def weight_bytes(policy: PolicyConfig, quantization: str = '') -> dict[str, int]:

@@ -26,7 +26,19 @@ from ..rollout.vllm.config import VllmConfig
 from ..train.megatron.layout import ParallelConfig, check_parallel
 
 # %% auto #0
-__all__ = ['Guess', 'token_flops', 'decode_s', 'rollout_s', 'train_s', 'sync_s', 'Estimate', 'estimate', 'fitting', 'check_fits']
+__all__ = [
+    'Guess',
+    'token_flops',
+    'decode_s',
+    'rollout_s',
+    'train_s',
+    'sync_s',
+    'Estimate',
+    'estimate',
+    'fitting',
+    'check_fits',
+]
+
 
 # %% ../../nbs/launch/03_step_estimate.ipynb #34c626c4
 @dataclass(frozen=True)
@@ -70,6 +82,7 @@ def decode_s(
     reading = read / (gpu.bandwidth_gbs * 1e9 * guess.memory_frac)
     multiplying = flops / (gpu.bf16_tflops * 1e12 * guess.matrix_frac)
     return max(reading, multiplying) + guess.token_s
+
 
 # %% ../../nbs/launch/03_step_estimate.ipynb #c568a03b
 def rollout_s(
@@ -119,6 +132,7 @@ def sync_s(
     "The whole model in bfloat16, once through the slowest link from the first rank to the servers"
     link = gpu.network_gbs if num_nodes > 1 or vllm.urls else gpu.link_gbs
     return 2 * num_params(policy)[0] / (link * 1e9 * guess.link_frac)
+
 
 # %% ../../nbs/launch/03_step_estimate.ipynb #cb77cd8b
 def _bytes(n):
@@ -183,6 +197,7 @@ def estimate(
         sync = sync_s(c, vllm, gpu, layout.num_nodes, guess)
         times = dict(rollout_s=drawn, sync_s=sync) | times
     return Estimate(layout, gpu, workload, stages, server, times)
+
 
 # %% ../../nbs/launch/03_step_estimate.ipynb #75f3464a
 _recompute = ('none', 'moe', 'full')  # from the least to the most

@@ -16,8 +16,21 @@ from torch.autograd.function import once_differentiable
 from .shape import Yarn
 
 # %% auto #0
-__all__ = ['Attend', 'rms_norm', 'rope_table', 'rotate', 'rotate_part', 'dispatch', 'combine', 'gated_swiglu', 'grouped_linear',
-           'causal_attention', 'route_dtype', 'stack_routes']
+__all__ = [
+    'Attend',
+    'rms_norm',
+    'rope_table',
+    'rotate',
+    'rotate_part',
+    'dispatch',
+    'combine',
+    'gated_swiglu',
+    'grouped_linear',
+    'causal_attention',
+    'route_dtype',
+    'stack_routes',
+]
+
 
 # %% ../../nbs/model/05_layers.ipynb #f5e00c06
 class _RmsNorm(torch.autograd.Function):
@@ -48,6 +61,7 @@ def rms_norm(
     if x.device.type != 'cpu':
         return F.rms_norm(x, x.shape[-1:], eps=eps) * weight  # one fused kernel
     return _RmsNorm.apply(x, weight, eps)
+
 
 # %% ../../nbs/model/05_layers.ipynb #fa5b47ff
 def rope_table(
@@ -121,6 +135,7 @@ def rotate_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(x, cos, sin)
     return torch.cat([rotate(x[..., :r], cos, sin), x[..., r:]], -1)
 
+
 # %% ../../nbs/model/05_layers.ipynb #b283d078
 class _Dispatch(torch.autograd.Function):
     "The gradient gathers by the inverse instead of scattering, and adds at once"
@@ -170,6 +185,7 @@ def combine(
     "Adds up each token's K rows"
     return _Combine.apply(y, order, inverse, K)
 
+
 # %% ../../nbs/model/05_layers.ipynb #ddbd8c63
 class _GatedSwiGLU(torch.autograd.Function):
     "Both halves of the gradient are written where they belong"
@@ -213,6 +229,7 @@ def grouped_linear(
     ends = offsets.tolist()
     return torch.cat([x[a:b] @ w.T for a, b, w in zip([0] + ends, ends, weight)])
 
+
 # %% ../../nbs/model/05_layers.ipynb #24312316
 # (layer, q [N, H, d], k [N, KV, d], v [N, KV, d]) -> [N, H, d]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -242,6 +259,7 @@ def causal_attention(
         return out.reshape(-1, *out.shape[2:]) if full else out[rows, columns]
 
     return attend
+
 
 # %% ../../nbs/model/05_layers.ipynb #ba700cb2
 def route_dtype(num_experts: int) -> torch.dtype:

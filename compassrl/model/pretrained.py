@@ -21,8 +21,20 @@ from .hf_config import config_dict, read_config, read_json, write_config
 from .policy import Policy, PolicyConfig
 
 # %% auto #0
-__all__ = ['hf_slices', 'hf_weights', 'hf_shapes', 'checked_weights', 'load_hf_weights', 'weight_parts', 'write_pretrained',
-           'save_pretrained', 'shard_files', 'read_shards', 'from_pretrained']
+__all__ = [
+    'hf_slices',
+    'hf_weights',
+    'hf_shapes',
+    'checked_weights',
+    'load_hf_weights',
+    'weight_parts',
+    'write_pretrained',
+    'save_pretrained',
+    'shard_files',
+    'read_shards',
+    'from_pretrained',
+]
+
 
 # %% ../../nbs/model/03_pretrained.ipynb #46ace6c3
 def hf_slices(
@@ -85,6 +97,7 @@ def _swiglu(mlp, p, width, at=(), names=_names):
     yield f'{p}{up}.weight', mlp.gate_up, at + (slice(width, 2 * width),)
     yield f'{p}{down}.weight', mlp.down, at or _all
 
+
 # %% ../../nbs/model/03_pretrained.ipynb #7835ee8d
 def hf_weights(
     policy: Policy,
@@ -104,6 +117,7 @@ def hf_shapes(policy: PolicyConfig) -> dict[str, tuple[int, ...]]:
     "Names and shapes of a checkpoint, in its order; no memory is needed"
     with torch.device('meta'):
         return {name: tuple(p[at].shape) for name, p, at in hf_slices(Policy(policy))}
+
 
 # %% ../../nbs/model/03_pretrained.ipynb #a97fff0e
 def checked_weights(
@@ -157,6 +171,7 @@ def load_hf_weights(
         p, at = where[name]
         p.detach()[at].copy_(t)
 
+
 # %% ../../nbs/model/03_pretrained.ipynb #083fafc7
 def weight_parts(
     weights: Iterable[tuple[str, Tensor]],
@@ -172,6 +187,7 @@ def weight_parts(
         size += t.nbytes
     if part:
         yield part
+
 
 # %% ../../nbs/model/03_pretrained.ipynb #6e9b3aa0
 _index = 'model.safetensors.index.json'
@@ -222,6 +238,7 @@ def save_pretrained(
     "`write_pretrained` of a policy's weights"
     write_pretrained(policy.config, hf_weights(policy), folder, max_shard_bytes, like)
 
+
 # %% ../../nbs/model/03_pretrained.ipynb #aa3f1b89
 def _shard_names(n):
     if n == 1:
@@ -241,6 +258,7 @@ def _remove_others(folder, keep):  # weights of an older checkpoint
     for old in [folder / 'model.safetensors', folder / _index, *shards]:
         if old.name not in keep:
             old.unlink(missing_ok=True)
+
 
 # %% ../../nbs/model/03_pretrained.ipynb #a8d90fa9
 def shard_files(folder: str | Path) -> list[Path]:

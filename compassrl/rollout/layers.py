@@ -18,6 +18,7 @@ from ..model.policy import Block, MoE
 # %% auto #0
 __all__ = ['folded', 'scaled_rms', 'turn_heads', 'add_experts', 'swiglu', 'shared_expert']
 
+
 # %% ../../nbs/rollout/09_layers.ipynb #e6ab30ea
 def folded(
     block: Block,  # its weights change, what it computes does not
@@ -60,6 +61,7 @@ def _fold_qk(layer, block):  # weights with the sqrt of what a norm is over, and
     layer.scale = torch.cat(scales).view(-1, d)
     layer.small = [torch.tensor((width * block.eps) ** 0.5) for width in widths]
 
+
 # %% ../../nbs/rollout/09_layers.ipynb #57a76b98
 def scaled_rms(
     x: Tensor,  # [..., D]
@@ -69,6 +71,7 @@ def scaled_rms(
     if x.element_size() < 4:
         return scaled_rms(x.float(), small).to(x.dtype)
     return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), small)
+
 
 # %% ../../nbs/rollout/09_layers.ipynb #007a702f
 def turn_heads(
@@ -90,6 +93,7 @@ def turn_heads(
             qk[..., r:] = t[..., r:]
         t, qk = t[..., :r], qk[..., :r]
     torch.addcmul(t * cos, t.roll(r // 2, -1), sin, out=qk)  # `rotate`, in place
+
 
 # %% ../../nbs/rollout/09_layers.ipynb #9e1db826
 def add_experts(
@@ -123,6 +127,7 @@ def _routed(moe, logits):  # `MoE.route`; a softmax needs its top-k's values alo
     else:
         gates = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
     return gates, idx
+
 
 # %% ../../nbs/rollout/09_layers.ipynb #90484ca2
 def swiglu(

@@ -17,6 +17,7 @@ from ..records import Request
 # %% auto #0
 __all__ = ['PullQueue', 'Attempt']
 
+
 # %% ../../nbs/rollout/03_pull_queue.ipynb #214a945c
 class PullQueue:
     "Which replica works on which request: bookkeeping, without a clock, a thread or a network"
@@ -214,6 +215,7 @@ class PullQueue:
         return [
             r for r, tickets in self.busy.items() if tickets and now - self.seen[r] >= timeout_s
         ]
+
 
 # %% ../../nbs/rollout/03_pull_queue.ipynb #b9fde482
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ..records import Request
 # %% auto #0
 __all__ = ['check_request']
 
+
 # %% ../../nbs/rollout/06_requests.ipynb #6ae63066
 def check_request(
     request: Request,

@@ -11,6 +11,7 @@ from torch import Tensor
 # %% auto #0
 __all__ = ['uniforms', 'sample_tokens']
 
+
 # %% ../../nbs/rollout/07_sampling.ipynb #42555503
 def _signed(x):
     "A 64-bit constant for torch, which has no unsigned shifts"
@@ -27,6 +28,7 @@ def uniforms(
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(mult)
     x = x ^ ((x >> 31) & ((1 << 33) - 1))
     return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
 
 # %% ../../nbs/rollout/07_sampling.ipynb #b4b28f37
 def sample_tokens(

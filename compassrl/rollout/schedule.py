@@ -20,6 +20,7 @@ from ..settings import at_least, between, check
 # %% auto #0
 __all__ = ['ScheduleConfig', 'LengthPredictor', 'prediction_error', 'Schedule']
 
+
 # %% ../../nbs/rollout/04_schedule.ipynb #62c4a648
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -41,6 +42,7 @@ class ScheduleConfig:
                 f'partial_tokens={self.partial_tokens} '
                 'would go on with: use one of them'
             )
+
 
 # %% ../../nbs/rollout/04_schedule.ipynb #91351e1b
 class LengthPredictor:
@@ -122,6 +124,7 @@ class LengthPredictor:
         self.recent = {k: deque(v, maxlen=self.num_recent) for k, v in state['recent'].items()}
         self.medians.clear()
 
+
 # %% ../../nbs/rollout/04_schedule.ipynb #ac372533
 def _ranks(x):
     "Equal values share their mean rank"
@@ -139,6 +142,7 @@ def prediction_error(predicted: Sequence[float], lengths: Sequence[int]) -> dict
         log_error=float((p / n).log().abs().median()),
         spearman=float(a @ b / scale) if scale else 0.0,
     )
+
 
 # %% ../../nbs/rollout/04_schedule.ipynb #540cc80b
 class Schedule:

@@ -37,6 +37,7 @@ from ..settings import above, at_least, check
 # %% auto #0
 __all__ = ['RolloutConfig', 'TorchRollout']
 
+
 # %% ../../nbs/rollout/01_torch_engine.ipynb #11a8d5a9
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -61,6 +62,7 @@ class RolloutConfig:
         "Any of these ends a response"
         ids = (i for s in stop_ids for i in (s if isinstance(s, tuple) else (s,)))
         return SamplingParams(self.max_tokens, self.temperature, self.top_p, tuple(ids))
+
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #1e7d4e67
 class TorchRollout(RolloutEngine):
@@ -121,6 +123,7 @@ class TorchRollout(RolloutEngine):
         "What the cache keeps of `[N, 2KV, d]` keys, then values"
         return kv
 
+
 # %% ../../nbs/rollout/01_torch_engine.ipynb #cd48956b
 @patch
 @torch.inference_mode()
@@ -154,6 +157,7 @@ def forward(
     hidden = scaled_rms(x, self.small) * (self.policy.norm * c.hidden_size**0.5)
     return hidden, stack_routes(routes, len(ids), K)
 
+
 # %% ../../nbs/rollout/01_torch_engine.ipynb #242fe0c1
 @patch
 @torch.inference_mode()
@@ -178,6 +182,7 @@ def prefill(
     for p, end, logits in zip(prompts, ends.tolist(), self.policy.logits(hidden[ends - 1])):
         at = slice(end - len(p), end)
         self.prefixes[p] = kv[:, :, :, at].clone(), routes[at].clone(), logits
+
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #5430ba74
 @patch
@@ -204,6 +209,7 @@ def admit(
     while len(self.prefixes) > slots.num_slots:
         self.prefixes.popitem(last=False)
     return slots.draw(rows, torch.cat(logits))
+
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #b43a23cc
 @patch
@@ -232,6 +238,7 @@ def step(self: TorchRollout) -> list[int]:  # slots that finished
         slots.routes[:n, column] = routes.to(slots.routes)
     slots.column += 1
     return slots.draw(slice(0, n), self.policy.logits(hidden))
+
 
 # %% ../../nbs/rollout/01_torch_engine.ipynb #eb1d4177
 @patch

@@ -16,8 +16,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['phases', 'read_rows', 'read_metrics', 'column', 'running_mean', 'phase_seconds', 'step_seconds', 'plot_curves',
-           'curves_png']
+__all__ = [
+    'phases',
+    'read_rows',
+    'read_metrics',
+    'column',
+    'running_mean',
+    'phase_seconds',
+    'step_seconds',
+    'plot_curves',
+    'curves_png',
+]
+
 
 # %% ../../nbs/runs/03_curves.ipynb #791a09b0
 def read_rows(
@@ -54,6 +64,7 @@ def read_metrics(
         rows.append(row)
     return rows
 
+
 # %% ../../nbs/runs/03_curves.ipynb #d2a68cba
 def column(
     metrics: list[dict[str, Any]],  # rows
@@ -76,6 +87,7 @@ def running_mean(
     "Centred running mean, so that the smooth curve does not lag"
     h = window // 2
     return [statistics.fmean(values[max(0, i - h) : i + h + 1]) for i in range(len(values))]
+
 
 # %% ../../nbs/runs/03_curves.ipynb #d8a1dcdd
 # time_<phase>_s, in order
@@ -101,6 +113,7 @@ def step_seconds(row: dict[str, Any]) -> float:
     if step := phase_seconds(row, 'step'):
         return step + phase_seconds(row, 'checkpoint')
     return sum(phase_seconds(row, p) for p in phases)
+
 
 # %% ../../nbs/runs/03_curves.ipynb #03e1c894
 _panels = {  # title: metric -> label
@@ -182,6 +195,7 @@ def _panel(ax, metrics, keys, log):
                 _line(ax, metrics, k, name, ink, dashed=any(_hides(drawn[k], v) for v in before))
             before.append(drawn[k])
 
+
 # %% ../../nbs/runs/03_curves.ipynb #942d3987
 def _times(ax, metrics):  # seconds of each step, phases stacked
     metrics = [r for r in metrics if step_seconds(r)]
@@ -200,6 +214,7 @@ def _times(ax, metrics):  # seconds of each step, phases stacked
     ax.stackplot(xs, *map(wide, seconds.values()), labels=seconds, colors=_ink, lw=0)
     ax.plot(xs, wide(whole), color='#1c1917', lw=0.9, label='whole step')
     ax.set_ylim(0, 1.5 * max(whole) or 1)
+
 
 # %% ../../nbs/runs/03_curves.ipynb #4e58f8fc
 def plot_curves(
@@ -237,6 +252,7 @@ def plot_curves(
     if title:
         fig.suptitle(title)
     return fig
+
 
 # %% ../../nbs/runs/03_curves.ipynb #e457b07b
 def curves_png(

@@ -22,6 +22,7 @@ from ..records import Prompt, Request, RolloutEngine, SamplingParams, derive_see
 # %% auto #0
 __all__ = ['pass_at_k', 'mean_stderr', 'EvalSample', 'EvalResult', 'evaluate', 'gain']
 
+
 # %% ../../nbs/runs/01_evaluate.ipynb #7cc2d7c0
 def pass_at_k(
     n: int,  # responses
@@ -38,6 +39,7 @@ def pass_at_k(
     few, many = sorted((c, k))
     return -math.expm1(sum(math.log1p(-many / i) for i in range(n - few + 1, n + 1)))
 
+
 # %% ../../nbs/runs/01_evaluate.ipynb #231529b7
 def mean_stderr(
     values: Sequence[float],  # [P] one per prompt, in [0, 1] or differences of such
@@ -45,6 +47,7 @@ def mean_stderr(
     "The mean over prompts and how far it may be off; for one prompt 0.5, the most it can be"
     P = len(values)
     return statistics.fmean(values), statistics.stdev(values) / P**0.5 if P > 1 else 0.5
+
 
 # %% ../../nbs/runs/01_evaluate.ipynb #a5aca11a
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class EvalResult:
         "All fields and both properties"
         return asdict(self) | dict(pass_at_k=self.pass_at_k, truncated_frac=self.truncated_frac)
 
+
 # %% ../../nbs/runs/01_evaluate.ipynb #ed9f3464
 def _judge(sample, prompt, params, tokenizer):  # Sample to EvalSample
     ids = sample.response_ids
@@ -131,6 +135,7 @@ def _by_domain(rows, k):
         avg, err, passed = _scores(mine, k)
         found[name] = dict(num_prompts=len(mine), avg=avg, avg_stderr=err, pass_at_k=passed[k])
     return found
+
 
 # %% ../../nbs/runs/01_evaluate.ipynb #78254978
 def evaluate(
@@ -189,6 +194,7 @@ def _draw(engine, prompts, k, params, seed, judge):  # (prompt id, index) -> Sam
     if judge:
         judge.settle(found.values())
     return found
+
 
 # %% ../../nbs/runs/01_evaluate.ipynb #1066a8a7
 def gain(

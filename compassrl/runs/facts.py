@@ -68,6 +68,7 @@ def pick_samples(
         picked += [pairs[i * len(pairs) // n] for i in range(n)]
     return picked, {kind: len(pairs) for kind, pairs in found.items()}
 
+
 # %% ../../nbs/runs/05_facts.ipynb #66f3be0e
 def machine_info() -> dict[str, object]:
     "What the numbers of a run depend on: processor, threads, versions; no names, no paths"
@@ -134,6 +135,7 @@ def _flat(d, at=''):  # nested config -> {'rollout.temperature': 1.0}; no folder
         return {k: v for key, x in d.items() for k, v in _flat(x, f'{at}.{key}'.strip('.')).items()}
     return {at: _folders.sub(r'\1', d) if isinstance(d, str) else d}
 
+
 # %% ../../nbs/runs/05_facts.ipynb #aaa1ab1d
 def _rates(result, domain):  # prompt -> share of its responses that are right
     right = {}
@@ -186,6 +188,7 @@ def _held_out(before, after):
         **both,
     )
 
+
 # %% ../../nbs/runs/05_facts.ipynb #66b14c7f
 def _first_last(values):  # means of all steps, of the first and of the last quarter
     q = max(1, len(values) // 4)
@@ -228,6 +231,7 @@ def _speed(metrics):
 
     per_s = dict(rollout=rate(in_rollout), end_to_end=rate(seconds))
     return dict(seconds=seconds, tokens=tokens, tokens_per_s=per_s)
+
 
 # %% ../../nbs/runs/05_facts.ipynb #f66e038c
 _averaged = """

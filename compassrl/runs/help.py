@@ -17,8 +17,17 @@ from fastcore.docments import docments
 from ..settings import OneOf, Range
 
 # %% auto #0
-__all__ = ['heavy', 'resume_usage', 'is_a_page', 'without_torch', 'settings_of', 'flag', 'range_of', 'short_help',
-           'settings_markdown']
+__all__ = [
+    'heavy',
+    'resume_usage',
+    'is_a_page',
+    'without_torch',
+    'settings_of',
+    'flag',
+    'range_of',
+    'short_help',
+    'settings_markdown',
+]
 
 # %% ../../nbs/runs/16_help.ipynb #20685c04
 heavy: set[str] = {'torch', 'safetensors', 'tokenizers', 'math_verify', 'numpy'}
@@ -81,6 +90,7 @@ def without_torch() -> None:
     "From now on heavy packages are stand-ins, in a process that prints a page and ends"
     if 'torch' not in sys.modules:
         sys.meta_path.insert(0, _Finder())
+
 
 # %% ../../nbs/runs/16_help.ipynb #384036b4
 def settings_of(
@@ -152,6 +162,7 @@ def short_help(
     lines += [_line(cfg, key) for key in _main]
     num = len(settings_of(cfg)) - len(_main)
     return '\n'.join([*lines, '', f'{num} more settings: {command} --help-all'])
+
 
 # %% ../../nbs/runs/16_help.ipynb #9a0d6d55
 def _rows(part, at):

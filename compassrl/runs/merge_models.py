@@ -17,6 +17,7 @@ from ..model.merge import MergeConfig, merge_checkpoints
 # %% auto #0
 __all__ = ['merge_models', 'progress_bar']
 
+
 # %% ../../nbs/runs/20_merge_models.ipynb #ac7fcce9
 def merge_models(
     models: tyro.conf.Positional[tuple[str, ...]],

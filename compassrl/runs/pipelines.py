@@ -13,6 +13,7 @@ from .stages import Pipeline, Stage
 # %% auto #0
 __all__ = ['pipelines', 'smoke_cpu', 'tiny_cpu', 'one_node', 'multi_node']
 
+
 # %% ../../nbs/runs/29_pipelines.ipynb #579dce8d
 def _cold(name, about, start, data, **cold_start):  # a cold start alone
     begin = dict(init_from=start) if start else {}
@@ -52,6 +53,7 @@ def smoke_cpu() -> Pipeline:
         settings=dict(eval_every=0),
         evaluation=dict(data=both | dict(num_heldout=16), eval_k=2),
     )
+
 
 # %% ../../nbs/runs/29_pipelines.ipynb #a11c0002
 _domains = dict(  # difficulty and share of the prompts
@@ -101,6 +103,7 @@ def tiny_cpu() -> Pipeline:
         ),
         evaluation=dict(data=all_domains | dict(num_heldout=320, weights=[1.0] * 5), eval_k=4),
     )
+
 
 # %% ../../nbs/runs/29_pipelines.ipynb #a11c0004
 def one_node() -> Pipeline:

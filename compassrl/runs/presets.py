@@ -21,8 +21,19 @@ from ..train.sft import SFTConfig
 from ..train.torch_engine import OptimConfig
 
 # %% auto #0
-__all__ = ['presets', 'tiny_cpu', 'smoke_cpu', 'tool_cpu', 'engines_cpu', 'one_gpu', 'one_node', 'multi_node', 'names_cold_start',
-           'for_checkpoint']
+__all__ = [
+    'presets',
+    'tiny_cpu',
+    'smoke_cpu',
+    'tool_cpu',
+    'engines_cpu',
+    'one_gpu',
+    'one_node',
+    'multi_node',
+    'names_cold_start',
+    'for_checkpoint',
+]
+
 
 # %% ../../nbs/runs/15_presets.ipynb #8945035a
 def tiny_cpu() -> TrainConfig:
@@ -140,6 +151,7 @@ presets: dict[str, Callable[[], TrainConfig]] = {
     f.__name__.replace('_', '-'): f
     for f in (tiny_cpu, smoke_cpu, tool_cpu, engines_cpu, one_gpu, one_node, multi_node)
 }
+
 
 # %% ../../nbs/runs/15_presets.ipynb #af21029d
 def names_cold_start(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['world', 'need', 'keep_freed_memory', 'set_up', 'what_fits', 'meet_ranks']
 
+
 # %% ../../nbs/runs/08_process.ipynb #2195e5ad
 def world() -> tuple[int, int]:
     "This process's rank and how many there are, as torchrun says"
@@ -39,6 +40,7 @@ def need(
     "Raises ValueError for a package that is not there"
     if not find_spec(module):
         raise ValueError(f'{why}: {package} is not installed, see the extras engines-cpu and gpu')
+
 
 # %% ../../nbs/runs/08_process.ipynb #6e782999
 def keep_freed_memory() -> None:
@@ -57,6 +59,7 @@ def set_up(cfg: TrainConfig) -> None:
     if cfg.device == 'cpu':
         keep_freed_memory()
 
+
 # %% ../../nbs/runs/08_process.ipynb #f8a00002
 def what_fits(cfg: TrainConfig) -> TrainConfig:
     "Without FP8 where the GPU of this machine computes none (not run on GPU)"
@@ -69,6 +72,7 @@ def what_fits(cfg: TrainConfig) -> TrainConfig:
     name = torch.cuda.get_device_name()
     say(f'rollout without FP8: {name} computes none, which takes compute capability 8.9')
     return replace(cfg, rollout=replace(r, quantization='', kv_cache_dtype='auto'))
+
 
 # %% ../../nbs/runs/08_process.ipynb #15555ddc
 def meet_ranks(

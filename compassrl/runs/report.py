@@ -19,6 +19,7 @@ from .log import finite_only
 # %% auto #0
 __all__ = ['report_markdown', 'write_report']
 
+
 # %% ../../nbs/runs/06_report.ipynb #300c015d
 def _code(text, longest=300):  # one table cell: a code span per line, whatever the text holds
     text = str(text)
@@ -46,6 +47,7 @@ def _pm(x, err, scale=100, sign=''):
 
 def _gain(x):
     return _pm(x['gain_points'], x['gain_stderr_points'], 1, '+')
+
 
 # %% ../../nbs/runs/06_report.ipynb #5f59600f
 def _headline(f):
@@ -97,6 +99,7 @@ def _before_after(h):  # table of the evaluation, whole and by domain
         rows.append(['tokens per response', f'{b:.1f}', f'{a:.1f}', f'{a - b:+.1f}'])
     return _table(['', 'before', 'after', 'gain'], rows)
 
+
 # %% ../../nbs/runs/06_report.ipynb #a3bc2930
 def _timing(f):
     rows = []
@@ -145,6 +148,7 @@ def _settings(config):  # one row per section
             sections.setdefault(section or 'run', []).append(f'{name}={v}')
     rows = [[k, ' '.join(map(_code, vs))] for k, vs in sections.items()]
     return _table(['section', 'settings'], rows, right=2)
+
 
 # %% ../../nbs/runs/06_report.ipynb #084c7d1f
 def report_markdown(

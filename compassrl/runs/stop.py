@@ -27,7 +27,17 @@ except ImportError:
     fcntl = None  # Windows
 
 # %% auto #0
-__all__ = ['launcher', 'stoppable', 'locked', 'holder', 'failure_noted', 'disk_told', 'is_of_disk', 'error_line']
+__all__ = [
+    'launcher',
+    'stoppable',
+    'locked',
+    'holder',
+    'failure_noted',
+    'disk_told',
+    'is_of_disk',
+    'error_line',
+]
+
 
 # %% ../../nbs/runs/11_stop.ipynb #be23c828
 def launcher() -> str:
@@ -68,6 +78,7 @@ class stoppable:
             signal.signal(s, handler)
         if kind and issubclass(kind, KeyboardInterrupt):
             print(f'stopped; go on with: {launcher()} resume {self.folder}')
+
 
 # %% ../../nbs/runs/11_stop.ipynb #c38fa18d
 @contextmanager
@@ -118,6 +129,7 @@ def failure_noted(
         write_json(path, dict(why=str(e)))
         raise
 
+
 # %% ../../nbs/runs/11_stop.ipynb #7c0e2a29
 _disk = {'ENOSPC', 'EDQUOT', 'EFBIG', 'EROFS', 'EACCES', 'EPERM', 'EIO'}
 
@@ -140,6 +152,7 @@ def disk_told(
             f'{folder}: {why}: free space or make it writable, '
             f'then go on with: {launcher()} {command} {folder}'
         ) from e
+
 
 # %% ../../nbs/runs/11_stop.ipynb #c1a7e002
 _no_room = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS

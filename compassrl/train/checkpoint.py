@@ -75,6 +75,7 @@ def _save(root, step, tree, tensors, shard_bytes):  # written aside, synced, ren
 def _verify(path):  # raises unless every file is what the manifest says
     verify_files(path, read_manifest(path, FORM)['files'])
 
+
 # %% ../../nbs/train/04_checkpoint.ipynb #04b5ee9d
 def save_checkpoint(
     root: str | Path,  # folder of a run's checkpoints; one process at a time saves here
@@ -108,6 +109,7 @@ def save_checkpoint(
             'free space or use another folder; what was saved before is still there'
         ) from e
 
+
 # %% ../../nbs/train/04_checkpoint.ipynb #a4f1567b
 def load_checkpoint(
     path: str | Path,  # one checkpoint, such as root/step-000123
@@ -132,6 +134,7 @@ def load_checkpoint(
         if not isinstance(state, dict):
             raise TypeError(f'the state is a {type(state).__name__}')
         return body['step'], state
+
 
 # %% ../../nbs/train/04_checkpoint.ipynb #5f856d48
 def latest_checkpoint(

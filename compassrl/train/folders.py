@@ -15,7 +15,16 @@ from .manifest import step_of, sync_path
 from .state import CheckpointError, TornCheckpoint
 
 # %% auto #0
-__all__ = ['found_checkpoints', 'first_usable', 'none_usable', 'discard', 'remove_leftovers', 'publish', 'later_ones']
+__all__ = [
+    'found_checkpoints',
+    'first_usable',
+    'none_usable',
+    'discard',
+    'remove_leftovers',
+    'publish',
+    'later_ones',
+]
+
 
 # %% ../../nbs/train/08_folders.ipynb #bc724a1d
 def found_checkpoints(root: Path) -> list[Path]:
@@ -46,6 +55,7 @@ def none_usable(root: Path) -> CheckpointError:
     torn = f'no valid checkpoint ({len(found_checkpoints(root))} torn)'
     why = torn if root.is_dir() else 'no such folder'
     return CheckpointError(f'{root}: {why}: check the path, or begin another run')
+
 
 # %% ../../nbs/train/08_folders.ipynb #f9183c9e
 def _remove(path):  # as far as it can be
@@ -78,6 +88,7 @@ def publish(tmp: Path, path: Path) -> None:
     sync_path(path.parent)
     if old.exists():
         discard(old)
+
 
 # %% ../../nbs/train/08_folders.ipynb #b4b077bd
 def later_ones(

@@ -20,7 +20,17 @@ from ..settings import at_least, between, check
 from .folders import found_checkpoints, step_of
 
 # %% auto #0
-__all__ = ['GuardConfig', 'RunFailed', 'or_nan', 'weights_finite', 'check_start', 'why_unjudged', 'Guard', 'last_good']
+__all__ = [
+    'GuardConfig',
+    'RunFailed',
+    'or_nan',
+    'weights_finite',
+    'check_start',
+    'why_unjudged',
+    'Guard',
+    'last_good',
+]
+
 
 # %% ../../nbs/train/09_guards.ipynb #5efead3e
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class RunFailed(ValueError):
     ) -> None:
         super().__init__(message)
         self.good = good
+
 
 # %% ../../nbs/train/09_guards.ipynb #80de2ebd
 def or_nan(
@@ -74,6 +85,7 @@ def check_start(
             f'{where} is not finite, or too large to be squared: start from another checkpoint'
         )
 
+
 # %% ../../nbs/train/09_guards.ipynb #5b0e91d3
 def why_unjudged(
     verdicts: Sequence[tuple[str, Verdict]],  # prompt id and verdict of each response
@@ -89,6 +101,7 @@ def why_unjudged(
         f'(guards.max_failed_frac={cfg.max_failed_frac}), the first one, to prompt {id}: '
         f'{" ".join(v.evidence.split())}'
     )
+
 
 # %% ../../nbs/train/09_guards.ipynb #2710fe98
 class Guard:
@@ -156,6 +169,7 @@ class Guard:
 
     def _fail(self, step, why, good):
         raise RunFailed(f'{self.what} {step}: {why}', good)
+
 
 # %% ../../nbs/train/09_guards.ipynb #7d20b3f5
 @contextmanager

@@ -24,13 +24,25 @@ if TYPE_CHECKING:
     from _hashlib import HASH
 
 # %% auto #0
-__all__ = ['seal', 'sync_path', 'HashedFile', 'write_file', 'file_entry', 'step_of', 'read_file', 'verify_files', 'makes_sense',
-           'read_manifest']
+__all__ = [
+    'seal',
+    'sync_path',
+    'HashedFile',
+    'write_file',
+    'file_entry',
+    'step_of',
+    'read_file',
+    'verify_files',
+    'makes_sense',
+    'read_manifest',
+]
+
 
 # %% ../../nbs/train/07_manifest.ipynb #ebb47100
 def seal(body: dict[str, Any]) -> tuple[str, bytes]:  # a manifest's hash of itself, and its bytes
     h = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return h, json.dumps({**body, 'sha256': h}, sort_keys=True, indent=1).encode()
+
 
 # %% ../../nbs/train/07_manifest.ipynb #28b1a50d
 def sync_path(path: Path) -> None:
@@ -125,6 +137,7 @@ def file_entry(path: Path) -> dict[str, Any]:  # bytes, sha256
         digest = hashlib.file_digest(f, 'sha256').hexdigest()
         return dict(bytes=os.fstat(f.fileno()).st_size, sha256=digest)
 
+
 # %% ../../nbs/train/07_manifest.ipynb #8ca7b094
 _name = re.compile(r'step-(\d{6,})(\.old)?')  # .old: being replaced by another save of its step
 
@@ -180,6 +193,7 @@ def verify_files(
     "Several at a time; reading a shard does not wait for another one. Raises TornCheckpoint"
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         list(threads.map(lambda name: _verify_file(path / name, files[name]), files))
+
 
 # %% ../../nbs/train/07_manifest.ipynb #93a7d430
 @contextmanager

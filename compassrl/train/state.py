@@ -15,6 +15,7 @@ from torch import Tensor
 # %% auto #0
 __all__ = ['CheckpointError', 'TornCheckpoint', 'encode_state', 'decode_state', 'check_shapes']
 
+
 # %% ../../nbs/train/05_state.ipynb #4f934ab8
 class CheckpointError(ValueError):
     "A checkpoint that cannot be saved or used; the message names it and the fix in one line"
@@ -22,6 +23,7 @@ class CheckpointError(ValueError):
 
 class TornCheckpoint(CheckpointError):
     "A checkpoint whose files are not what its manifest says"
+
 
 # %% ../../nbs/train/05_state.ipynb #b73c0402
 _names = (
@@ -42,6 +44,7 @@ def _storable(x, path):  # a tensor that safetensors can hold, or the reason why
         f'{_at(path)} is a tensor of {x.dtype}, {x.layout}, on {x.device}: make it dense '
         f'and one of {", ".join(sorted(str(d)[6:] for d in _dtypes))}'
     )
+
 
 # %% ../../nbs/train/05_state.ipynb #6bd56118
 class _Encoder:
@@ -91,6 +94,7 @@ def encode_state(
     encoder = _Encoder()
     return encoder.encode(state, []), encoder.tensors
 
+
 # %% ../../nbs/train/05_state.ipynb #d9f15866
 def decode_state(
     tree: object,  # as `encode_state` made it
@@ -115,6 +119,7 @@ def decode_state(
         return int(v, 16) if tag == '$int' else struct.unpack('>d', bytes.fromhex(v))[0]
 
     return decode(tree)
+
 
 # %% ../../nbs/train/05_state.ipynb #cd84755d
 def check_shapes(

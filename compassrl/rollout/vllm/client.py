@@ -20,7 +20,17 @@ from .door import bearer, progress_path, variable
 from .server import Server
 
 # %% auto #0
-__all__ = ['silence_s', 'most_bytes', 'slow_disk', 'refusals', 'Lost', 'field', 'read_at_most', 'Client']
+__all__ = [
+    'silence_s',
+    'most_bytes',
+    'slow_disk',
+    'refusals',
+    'Lost',
+    'field',
+    'read_at_most',
+    'Client',
+]
+
 
 # %% ../../../nbs/rollout/vllm/08_client.ipynb #a8173f01
 class Lost(Exception):
@@ -113,6 +123,7 @@ refusals: dict[int, str] = {
     422: '',
 }
 
+
 # %% ../../../nbs/rollout/vllm/08_client.ipynb #86f955e2
 @patch
 async def while_alive(self: Client, work: Coroutine[Any, Any, _T]) -> _T:
@@ -150,6 +161,7 @@ async def progress(self: Client, wait_s: float) -> int | None:  # tokens; None =
         raise Lost('it is paused, and nobody here has paused it')
     return tokens
 
+
 # %% ../../../nbs/rollout/vllm/08_client.ipynb #5db55f94
 @patch
 async def ready(self: Client, limit_s: float) -> None:
@@ -173,6 +185,7 @@ async def ready(self: Client, limit_s: float) -> None:
         await asyncio.sleep(0.2)
     if self.by_file:
         await self.post('/init_weight_transfer_engine', init_info={})
+
 
 # %% ../../../nbs/rollout/vllm/08_client.ipynb #762425ef
 @patch

@@ -13,6 +13,7 @@ from ...settings import above, at_least, check
 # %% auto #0
 __all__ = ['VllmConfig']
 
+
 # %% ../../../nbs/rollout/vllm/01_config.ipynb #1da98672
 @dataclass(frozen=True)
 class VllmConfig:

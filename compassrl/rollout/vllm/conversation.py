@@ -28,6 +28,7 @@ from .revival import Events, Replica, Servers, each
 # %% auto #0
 __all__ = ['to_body', 'from_body', 'read_ids', 'read_array', 'Talk', 'Conversation']
 
+
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #4f9b7075
 def to_body(r: Request) -> dict[str, Any]:  # JSON of `/inference/v1/generate`
     return dict(token_ids=list(r.prompt_ids), sampling_params=sampling_args(r))
@@ -80,6 +81,7 @@ def read_array(text: str, shape: tuple[int, ...], below: int) -> np.ndarray:
     if out.size and out.max() >= below:
         raise Lost(f'it answered with expert {out.max()} of {below}')
     return out
+
 
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #9501eb3c
 @dataclass
@@ -151,6 +153,7 @@ class Conversation:
             index = self.queue.out[ticket][1]
             self.talks[ticket] = Talk(task, time.perf_counter(), index)
 
+
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #4ce0ae9a
 @patch
 def route_bytes(self: Conversation, r: Request) -> int:
@@ -174,6 +177,7 @@ async def ask(self: Conversation, ticket: int, r: Replica, request: Request) -> 
     except Exception as e:
         answer = e
     self.events.put_nowait((ticket, r, answer))
+
 
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #6d3b8ec0
 @patch
@@ -237,6 +241,7 @@ def drop_rest(self: Conversation, index: int, now: float) -> None:
         talk.task.cancel()
         self.servers.replicas[where[ticket]].tokens = -1
         self.spans.append(Attempt(where[ticket], talk.index, talk.start, now, 'dropped'))
+
 
 # %% ../../../nbs/rollout/vllm/12_conversation.ipynb #d6cbe6fb
 @patch

@@ -31,6 +31,7 @@ from .server import free_port
 # %% auto #0
 __all__ = ['AllServers', 'HfSource', 'NcclGroup', 'SharedGpu']
 
+
 # %% ../../../nbs/rollout/vllm/09_gpu.ipynb #909e5912
 class AllServers:
     "All servers as the one to which vLLM's trainer side speaks (its `VLLMWeightSyncClient`)"
@@ -68,6 +69,7 @@ class AllServers:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         "The pool will say so, with the version"
 
+
 # %% ../../../nbs/rollout/vllm/09_gpu.ipynb #ab0087e2
 class HfSource(WeightSource):
     "The policy's weights by their Hugging Face names, as vLLM's trainer side wants them"
@@ -88,6 +90,7 @@ class HfSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for n, t in checked_weights(self.weights, self.config):
             yield n, t.to(self.device, self.dtype)
+
 
 # %% ../../../nbs/rollout/vllm/09_gpu.ipynb #41a11601
 class NcclGroup:
@@ -138,6 +141,7 @@ class NcclGroup:
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.source.weights = weights
         self.bounded(self.engine.send_weights)
+
 
 # %% ../../../nbs/rollout/vllm/09_gpu.ipynb #e8949702
 class SharedGpu:

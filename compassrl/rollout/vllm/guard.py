@@ -21,6 +21,7 @@ from .leftovers import remember, remove, server_folder
 # %% auto #0
 __all__ = ['stand_guard', 'end_with', 'private', 'main']
 
+
 # %% ../../../nbs/rollout/vllm/05_guard.ipynb #4b5c4d34
 def stand_guard(
     server: int,  # pid of a child of ours, and its process group

@@ -23,8 +23,22 @@ from ...records import Request, Sample
 from .config import VllmConfig
 
 # %% auto #0
-__all__ = ['head_sizes', 'backend', 'block', 'can_cache_fp8', 'check_vllm', 'check_cpu', 'weight_sync', 'transfer_config',
-           'cache_bytes', 'gpu_args', 'engine_args', 'sampling_args', 'read_routes', 'to_sample']
+__all__ = [
+    'head_sizes',
+    'backend',
+    'block',
+    'can_cache_fp8',
+    'check_vllm',
+    'check_cpu',
+    'weight_sync',
+    'transfer_config',
+    'cache_bytes',
+    'gpu_args',
+    'engine_args',
+    'sampling_args',
+    'read_routes',
+    'to_sample',
+]
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #d5d9d5aa
 # of attention on a CPU
@@ -88,6 +102,7 @@ def check_cpu(c: PolicyConfig, config: VllmConfig, sparse: bool, one_process: bo
         if sparse and getattr(c, k) % 32:
             raise ValueError(f'{k}={getattr(c, k)}: experts on a CPU need a multiple of 32')
 
+
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #29ca4ac3
 backend = 'compassrl'  # of `WeightTransferConfig`, for files
 
@@ -125,6 +140,7 @@ def weight_sync(
 
 def transfer_config(way: Literal['file', 'nccl', 'ipc']) -> dict[str, Any]:  # of a server
     return dict(backend=backend if way == 'file' else way)
+
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #9c029d1a
 block = 32  # tokens: what the prefix cache shares
@@ -188,6 +204,7 @@ def engine_args(
         kv_cache_memory_bytes=cache_bytes(policy, num_slots, max_len, dtype),
     )
 
+
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #2667dc06
 def sampling_args(
     r: Request,
@@ -207,6 +224,7 @@ def sampling_args(
         flat_logprobs=True,
         detokenize=False,
     )
+
 
 # %% ../../../nbs/rollout/vllm/02_messages.ipynb #ba006e63
 def read_routes(

@@ -24,8 +24,18 @@ from typing import IO, ClassVar
 from .guard import end_with, private, stand_guard
 
 # %% auto #0
-__all__ = ['server_modules', 'import_vllm', 'next_birth', 'become_guard_and_server', 'nurse', 'main', 'read_early', 'Nursery',
-           'start_nursery', 'nursery_for']
+__all__ = [
+    'server_modules',
+    'import_vllm',
+    'next_birth',
+    'become_guard_and_server',
+    'nurse',
+    'main',
+    'read_early',
+    'Nursery',
+    'start_nursery',
+    'nursery_for',
+]
 
 # %% ../../../nbs/rollout/vllm/06_nursery.ipynb #9601ed80
 server_modules: tuple[str, ...] = (
@@ -102,6 +112,7 @@ def nurse() -> None:
 def main() -> None:
     import_vllm()
     nurse()
+
 
 # %% ../../../nbs/rollout/vllm/06_nursery.ipynb #b9f69ed9
 def read_early(env: dict[str, str]) -> dict[str, str]:

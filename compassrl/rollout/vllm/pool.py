@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['VllmPool', 'check_gpus']
 
+
 # %% ../../../nbs/rollout/vllm/13_pool.ipynb #8e1f5d9a
 class VllmPool(Servers, RolloutEngine):
     "N vLLM servers as one rollout engine. Raises ValueError for what vLLM cannot compute"
@@ -119,6 +120,7 @@ def check_gpus(first: int, config: VllmConfig) -> None:
             f'num_replicas={num} with tensor_parallel={tp} after the first {first} GPUs '
             f'need {need}, there are {there}: use fewer, or servers on other machines by urls'
         )
+
 
 # %% ../../../nbs/rollout/vllm/13_pool.ipynb #485cc519
 @patch
@@ -203,6 +205,7 @@ def join_gpus(self: VllmPool, replicas: list[Replica]) -> NcclGroup | SharedGpu:
     if self.sync == 'nccl':
         return gpu.NcclGroup(everyone, self.config, self.dtype, self.vllm.timeout_s)
     return gpu.SharedGpu(everyone, self.config, self.dtype)
+
 
 # %% ../../../nbs/rollout/vllm/13_pool.ipynb #e3c501f6
 @patch

@@ -75,6 +75,7 @@ async def each(replicas: list[Replica], step: Callable[..., Any], *args: Any) ->
 # a ticket, or the replica's name for a sign of life; who answered, and what; None: look again
 Events: TypeAlias = 'asyncio.Queue[tuple[int | str, Replica, Any] | None]'
 
+
 # %% ../../../nbs/rollout/vllm/11_revival.ipynb #e986c60c
 class Servers:
     "The servers of a pool: started, lost, brought back with the present weights, and ended"
@@ -142,6 +143,7 @@ class Servers:
         while self.parts:
             self.parts.pop().unlink(missing_ok=True)
 
+
 # %% ../../../nbs/rollout/vllm/11_revival.ipynb #a860887e
 @patch
 async def start_all(self: Servers) -> None:
@@ -188,6 +190,7 @@ def start(self: Servers, r: Replica) -> None:
 def patience(self: Servers, r: Replica) -> float:
     "Seconds that it may need until it answers"
     return self.start_timeout_s if r.server else self.vllm.timeout_s
+
 
 # %% ../../../nbs/rollout/vllm/11_revival.ipynb #c52cc311
 @patch
@@ -252,6 +255,7 @@ async def load(self: Servers, r: Replica) -> None:
     for path in self.parts:
         await r.send(path)
     await r.end(self.version)
+
 
 # %% ../../../nbs/rollout/vllm/11_revival.ipynb #cd877122
 @patch

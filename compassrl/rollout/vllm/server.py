@@ -21,7 +21,17 @@ from .door import variable
 from .nursery import nursery_for
 
 # %% auto #0
-__all__ = ['start_guard', 'flags', 'server_env', 'for_us', 'Server', 'free_port', 'server_command', 'start_server']
+__all__ = [
+    'start_guard',
+    'flags',
+    'server_env',
+    'for_us',
+    'Server',
+    'free_port',
+    'server_command',
+    'start_server',
+]
+
 
 # %% ../../../nbs/rollout/vllm/07_server.ipynb #a9e67b5a
 def flags(
@@ -36,6 +46,7 @@ def flags(
         elif v is not None:
             out += [f'--{k}', json.dumps(v) if isinstance(v, dict) else str(v)]
     return out
+
 
 # %% ../../../nbs/rollout/vllm/07_server.ipynb #1e5c4e81
 _of_torchrun = (
@@ -74,6 +85,7 @@ def server_env(
     elif gpus:
         env['CUDA_VISIBLE_DEVICES'] = gpus
     return env
+
 
 # %% ../../../nbs/rollout/vllm/07_server.ipynb #a8c90caf
 start_guard: list[str] = [
@@ -174,6 +186,7 @@ class Server:
     def tail(self, lines: int = 12) -> str:
         "The last lines of its log"
         return '\n'.join(self.log.read_text(errors='replace').splitlines()[-lines:])
+
 
 # %% ../../../nbs/rollout/vllm/07_server.ipynb #9c13513c
 def free_port() -> int:

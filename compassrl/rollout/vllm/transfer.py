@@ -35,6 +35,7 @@ from .weight_files import file_parts
 # %% auto #0
 __all__ = ['NoInit', 'Part', 'read_part', 'PartTransfer', 'transfer', 'register']
 
+
 # %% ../../../nbs/rollout/vllm/04_transfer.ipynb #daedcb11
 @dataclass
 class NoInit(WeightTransferInitInfo):
@@ -56,6 +57,7 @@ def read_part(part: Part) -> Iterator[tuple[str, Tensor]]:
         with safe_open(part.path, 'pt') as f:
             for name in f.keys():
                 yield name, f.get_tensor(name)
+
 
 # %% ../../../nbs/rollout/vllm/04_transfer.ipynb #476cbfd8
 class PartTransfer(WeightTransferEngine[NoInit, Part]):
@@ -93,6 +95,7 @@ class PartTransfer(WeightTransferEngine[NoInit, Part]):
     def shutdown(self) -> None:
         pass
 
+
 # %% ../../../nbs/rollout/vllm/04_transfer.ipynb #21071b7e
 def transfer(
     call: Callable[..., object],  # (method, **arguments): asks every worker
@@ -116,6 +119,7 @@ def transfer(
     finally:
         parts.close()
     call('finish_weight_update')
+
 
 # %% ../../../nbs/rollout/vllm/04_transfer.ipynb #15ed9889
 def register() -> None:

@@ -48,6 +48,7 @@ def helpers_cpu_s(pid: int) -> float:
     session = there[pid].session if pid in there else 0
     return sum(there[p].cpu_s for p in family - {pid} if p in there and there[p].session == session)
 
+
 # %% ../../../nbs/train/megatron/14_alive.ipynb #b18053f0
 class Body:
     "A rank as its sentry sees it"

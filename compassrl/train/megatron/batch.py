@@ -23,7 +23,19 @@ from ...records import Batch, micro_batches, select
 from ..balance import balance
 
 # %% auto #0
-__all__ = ['Cost', 'Part', 'Work', 'share_rows', 'plan', 'zigzag', 'Packed', 'response_values', 'Tap', 'tap_routers']
+__all__ = [
+    'Cost',
+    'Part',
+    'Work',
+    'share_rows',
+    'plan',
+    'zigzag',
+    'Packed',
+    'response_values',
+    'Tap',
+    'tap_routers',
+]
+
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #b67602b2
 @dataclass
@@ -42,6 +54,7 @@ class Work:
     parts: list[Part]
     num_tokens: int  # response tokens of the mini-batch, on all ranks
     num_samples: int  # responses of the same
+
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #dda867d6
 Cost = Callable[[list[int]], Sequence[float]]
@@ -86,6 +99,7 @@ def plan(
         Work([Part(r, select(batch, r)) for r in c] + [_idle(batch)] * (most - len(c)), *num)
         for c in cut
     ]
+
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #5b86d086
 def zigzag(
@@ -163,6 +177,7 @@ class Packed:
         out = values.new_zeros(*like.shape, *values.shape[1:])
         return out.index_put(self.at, values[self.place])
 
+
 # %% ../../../nbs/train/megatron/07_batch.ipynb #77cb044b
 class _Sum(torch.autograd.Function):
     "Every rank goes on with the whole and so has the whole gradient already"
@@ -198,6 +213,7 @@ def response_values(
     if cp_group is not None:
         whole = [_Sum.apply(v, cp_group) for v in whole]
     return tuple(packed.take(v, batch.token_ids) for v in whole)
+
 
 # %% ../../../nbs/train/megatron/07_batch.ipynb #55a6ca9b
 class Tap:

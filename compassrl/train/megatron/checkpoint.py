@@ -83,6 +83,7 @@ def _sharded(engine, optimizer=True, loading=False):
         )
     return state
 
+
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #f938d8ae
 def _plain(config):
     return json.loads(json.dumps(asdict(config)))  # as it comes back from a file
@@ -99,6 +100,7 @@ def _seal_folder(tmp, body, written):  # on rank 0, when every rank has written 
     write_file(tmp / 'manifest.json', seal(body | dict(files=files))[1])
     sync_path(tmp)
 
+
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #cd7f9a6a
 def latest_sharded(
     root: str | Path,
@@ -109,6 +111,7 @@ def latest_sharded(
     if path is None and required:
         raise none_usable(Path(root))
     return path
+
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #2d1a8fa5
 def _on_first(fn):  # rank 0 does it, all wait, and all learn if it cannot
@@ -207,6 +210,7 @@ class Save:
         for p in found_checkpoints(self.root)[self.keep :]:
             discard(p)
 
+
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #a3b87ec3
 def save_sharded(
     engine: MegatronTrain,
@@ -229,6 +233,7 @@ def save_sharded(
 def finish_save(engine: MegatronTrain) -> Path | None:  # of the last checkpoint
     "Waits for the last save, if there was one, on every rank"
     return engine.saving and engine.saving.wait()
+
 
 # %% ../../../nbs/train/megatron/09_checkpoint.ipynb #ad055ddd
 def _set_states(optimizer, model_param, tensors):

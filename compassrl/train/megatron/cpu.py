@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['megatron_calls', 'RMSNorm', 'PackedAttention', 'local_layer', 'local_block']
 
+
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #24d8f8aa
 def _cuda(d):
     return isinstance(d, (str, torch.device)) and str(d).startswith('cuda')
@@ -69,6 +70,7 @@ class _Stream:
 
     __hash__ = object.__hash__
 
+
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #51dbcd4b
 def _answers():  # what Megatron-Core asks of CUDA -> where it asks (the first of the places)
     get, put = torch.get_rng_state, torch.set_rng_state
@@ -87,6 +89,7 @@ def _answers():  # what Megatron-Core asks of CUDA -> where it asks (the first o
         _get_cuda_rng_state=lambda *a, **k: get(), _set_cuda_rng_state=lambda s, *a, **k: put(s)
     )
     return (torch.cuda, cuda), (mcore_random, rng)
+
 
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #737cdf3b
 def _to_numpy(t, as_numpy=False, record_stream=False):
@@ -116,6 +119,7 @@ def _scatter_rows(x, group, input_split_sizes=None, use_global_buffer=False):
 _equal_gather = mappings._gather_along_first_dim  # as upstream has them
 _equal_scatter = mappings._reduce_scatter_along_first_dim
 
+
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #24f9ff80
 def _communicate_shapes(stage, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
     """As upstream, but sends and receives are in one order: of two stages each is both next and
@@ -142,6 +146,7 @@ def _communicate_shapes(stage, tensor_send_next, tensor_send_prev, recv_prev, re
     torch.cuda.synchronize()
     after, before = (t.tolist() for t in out)
     return before, after
+
 
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #3c4c1a7f
 def _repairs():  # of Megatron-Core itself: where, name, what stands there inside
@@ -170,6 +175,7 @@ def megatron_calls() -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance('force_eager'))
             stack.enter_context(_OnCpu())
         yield
+
 
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #65e04f67
 class RMSNorm(nn.RMSNorm):
@@ -227,6 +233,7 @@ class PackedAttention(nn.Module):
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
         return {}  # has no weights
+
 
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #441e0d56
 def local_layer(

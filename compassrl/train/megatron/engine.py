@@ -35,6 +35,7 @@ from ..torch_engine import OptimConfig
 # %% auto #0
 __all__ = ['MegatronTrain']
 
+
 # %% ../../../nbs/train/megatron/08_engine.ipynb #50f6cbbd
 class MegatronTrain(Passes):
     """Megatron-Core as `TrainEngine`: every rank calls the same methods, the batch is rank 0's and
@@ -87,6 +88,7 @@ class MegatronTrain(Passes):
         names = 'tp', 'pp', 'ep', 'etp', 'cp', 'vpp'
         return dict(ranks=self.control.size) | {k: getattr(self.parallel, k) for k in names}
 
+
 # %% ../../../nbs/train/megatron/08_engine.ipynb #86f263ce
 @patch
 def _check(self: MegatronTrain, batch):  # on rank 0, before anybody computes
@@ -107,6 +109,7 @@ def _deal(self: MegatronTrain, batch, parts):  # one list of Work per rank
     cost, most = partial(train_flops, c=self.policy), self.config.micro_batch_tokens
     plans = [plan(batch, r, self.num_dp, most, multiple, cost) for r in parts]
     return [[works[d] for works in plans] for d in self.dp_of]
+
 
 # %% ../../../nbs/train/megatron/08_engine.ipynb #ce27137b
 @patch
@@ -160,6 +163,7 @@ def _assemble(self: MegatronTrain, batch, told):  # on rank 0: results of all, i
     if self.replay != 'off':
         fields |= route_records(own[batch.token_mask], batch, c, self.replay == 'R2')
     return fields
+
 
 # %% ../../../nbs/train/megatron/08_engine.ipynb #5b4b7488
 @patch
@@ -216,6 +220,7 @@ def _gradients(self: MegatronTrain, work, loss):  # of a mini-batch: metrics, [(
 
     self.run(step, work.parts, False)
     return sums, seen
+
 
 # %% ../../../nbs/train/megatron/08_engine.ipynb #d9d97a3d
 def _report(batch, told):  # on rank 0: metrics of all ranks, averaged over mini-batches

@@ -13,8 +13,16 @@ from ...model.policy import PolicyConfig
 from ...settings import at_least, check
 
 # %% auto #0
-__all__ = ['Recompute', 'Fp8Recipe', 'ParallelConfig', 'check_world', 'check_shape', 'check_family', 'check_parallel',
-           'padded_vocab']
+__all__ = [
+    'Recompute',
+    'Fp8Recipe',
+    'ParallelConfig',
+    'check_world',
+    'check_shape',
+    'check_family',
+    'check_parallel',
+    'padded_vocab',
+]
 
 # %% ../../../nbs/train/megatron/01_layout.ipynb #97ca0e41
 # what the backward pass computes again instead of keeping
@@ -65,6 +73,7 @@ class ParallelConfig:
     def edp(self, world_size: int) -> int:
         "Data-parallel replicas of each expert"
         return world_size // (self.expert_tp * self.ep * self.pp)
+
 
 # %% ../../../nbs/train/megatron/01_layout.ipynb #af4fe15e
 def _divides(small, what, big, of):  # one line, with the numbers that would do

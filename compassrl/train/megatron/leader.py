@@ -89,6 +89,7 @@ class Watch:
     def cause(self) -> str:  # why all end; '' = all is well
         return self.pulse.cause if self.pulse else ''
 
+
 # %% ../../../nbs/train/megatron/10_leader.ipynb #790faea8
 def _second_hand(e):  # an error that tells of another rank
     said = 'gloo', 'NCCL', 'Connection closed', 'Connection reset'
@@ -115,6 +116,7 @@ def guard(self: Watch) -> Iterator[None]:
             time.sleep(self.every_s / 10)
         self.pulse.stopped.set()
         raise LostRank(self.cause or f'rank {self.rank}: {e}') from e
+
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #24ea6a10
 class Leader:
@@ -184,6 +186,7 @@ class Leader:
     def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
         if kind is None:
             self.stop()
+
 
 # %% ../../../nbs/train/megatron/10_leader.ipynb #21339285
 @patch

@@ -33,6 +33,7 @@ from .layout import ParallelConfig, check_parallel, padded_vocab
 # %% auto #0
 __all__ = ['init_parallel', 'has_te', 'transformer_config', 'build_model']
 
+
 # %% ../../../nbs/train/megatron/04_model.ipynb #6f23439d
 def init_parallel(
     parallel: ParallelConfig,
@@ -60,6 +61,7 @@ def init_parallel(
             distributed_timeout_minutes=timeout_s / 60,
         )
         model_parallel_cuda_manual_seed(seed)
+
 
 # %% ../../../nbs/train/megatron/04_model.ipynb #036640dd
 @lru_cache
@@ -181,6 +183,7 @@ def _spread(p):  # over ranks
         moe_token_dispatcher_type='alltoall',
         batch_p2p_comm=torch.cuda.is_available() and p.pp > 2,
     )
+
 
 # %% ../../../nbs/train/megatron/04_model.ipynb #d007b2c3
 # the layers of one piece: Transformer Engine's, or Megatron-Core's own

@@ -41,6 +41,7 @@ from ..torch_engine import OptimConfig
 # %% auto #0
 __all__ = ['wrap_and_optimise', 'inner_optimizers', 'Passes']
 
+
 # %% ../../../nbs/train/megatron/12_passes.ipynb #7656b97c
 def _add_up(models, num_tokens, **kwargs):  # and divide by nothing
     finalize_model_grads(models, None, **kwargs)
@@ -80,6 +81,7 @@ def inner_optimizers(
     optimizer: MegatronOptimizer,
 ) -> list[torch.optim.Optimizer]:  # those of torch, one for the experts and one for all else
     return [o.optimizer for o in optimizer.chained_optimizers if o.optimizer is not None]
+
 
 # %% ../../../nbs/train/megatron/12_passes.ipynb #87e9a98b
 class Passes:

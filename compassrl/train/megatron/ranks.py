@@ -58,6 +58,7 @@ def _child(rank, n, folder, timeout_s, fn, args):  # never returns
     finally:
         os._exit(not answer[0])
 
+
 # %% ../../../nbs/train/megatron/02_ranks.ipynb #7f828c11
 def _answer(folder, rank):  # what a rank left behind: fine?, its result or its traceback
     try:
@@ -111,6 +112,7 @@ def _wait(pids, folder, until):  # all well, or RankError that names the rank wi
             late = [r for r in left if _answer(folder, r) is None]
             raise RankError(f'ranks {late} of {len(pids)} did not come to an end')
         time.sleep(0.005)
+
 
 # %% ../../../nbs/train/megatron/02_ranks.ipynb #85afe593
 def run_ranks(

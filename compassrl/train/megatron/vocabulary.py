@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 # %% auto #0
 __all__ = ['vocab_log_probs']
 
+
 # %% ../../../nbs/train/megatron/13_vocabulary.ipynb #08476224
 class _VocabParallel(torch.autograd.Function):
     "Forgets its fp32 numbers; the gradient computes them again"

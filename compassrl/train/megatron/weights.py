@@ -21,6 +21,7 @@ from ...model.pretrained import checked_weights, hf_shapes, read_shards
 # %% auto #0
 __all__ = ['Cut', 'cuts', 'load_hf', 'hf_weights']
 
+
 # %% ../../../nbs/train/megatron/05_weights.ipynb #86940a21
 @dataclass
 class Cut:
@@ -39,6 +40,7 @@ class Cut:
         if self.dim is None:
             return ()
         return (slice(None),) * self.dim + (slice(self.start, self.stop),)
+
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #73c09dc6
 # what Megatron-Core calls it, on its own and in Transformer Engine -> Hugging Face names, cut along
@@ -89,6 +91,7 @@ def _names(model, name, ep):  # Hugging Face names in one parameter, cut along
             return [f'{layer}{n.format(*e)}.weight' for n in names], dim
     raise ValueError(f'{name} is a parameter that no Hugging Face name is known for')
 
+
 # %% ../../../nbs/train/megatron/05_weights.ipynb #fe10988c
 # for each name: its elements of a parameter; `rows` that each has here
 def _views(names, policy, rows):
@@ -128,6 +131,7 @@ def cuts(pieces: list[nn.Module], policy: PolicyConfig) -> Iterator[Cut]:
             names, dim = _names(model, name, ep)
             yield from _cuts(names, dim, param, policy, *(etp if '.experts.' in name else tp))
 
+
 # %% ../../../nbs/train/megatron/05_weights.ipynb #48eee955
 @torch.no_grad()
 def load_hf(
@@ -146,6 +150,7 @@ def load_hf(
         for cut in here.get(name, ()):
             view = cut.view(cut.param)
             view.copy_(t[cut.where or ...].reshape(view.shape))
+
 
 # %% ../../../nbs/train/megatron/05_weights.ipynb #6bbbae87
 def _senders(here):  # name -> which rank sends which part; of equal parts the first rank's
