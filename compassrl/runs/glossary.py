@@ -39,8 +39,7 @@ class Metric:
 
 def read(text: str) -> list[Metric]:
     "Entries: `@ module`; `key | name | unit | range | when`; indented `what it is -> healthy`"
-    found: list[Metric] = []
-    where = ''
+    found, where = list[Metric](), ''
     for line in text.strip().split('\n'):
         if line.startswith('@ '):
             where = line[2:]
@@ -295,8 +294,7 @@ def glossary_markdown() -> str:
         rows = [head, ['---'] * len(head)]
         for m in metrics:
             about = m.about + (f' (only with {m.when})' if m.when else '')
-            name = f'`{m.name}`' if m.name else ''
+            name = m.name and f'`{m.name}`'
             rows.append([f'`{m.key}`', name, m.unit, m.range, about, m.healthy, f'`{m.where}`'])
-        lines = [f'| {" | ".join(r)} |' for r in rows]
-        parts.append('\n'.join([f'**{title}**', '', *lines]))
+        parts.append('\n'.join([f'**{title}**', '', *(f'| {" | ".join(r)} |' for r in rows)]))
     return '\n\n'.join(parts)
