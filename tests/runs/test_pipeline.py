@@ -98,11 +98,13 @@ def test_what_is_asked_after_a_stage_was_never_trained_on(whole):
         assert not asked & {p.text for p in load(cfg).train}
 
 
-def test_killed_in_any_stage_it_goes_on_as_if_nothing_had_happened(whole, tmp_path):
+def test_killed_in_every_stage_it_goes_on_as_if_nothing_had_happened(whole, tmp_path):
     folder, file = tmp_path / 'killed', tmp_path / 'pipeline.yaml'
     file.write_text(yaml.safe_dump(json.loads(json.dumps(pipeline_dict(short())))))
     what = str(file)
-    for sign in ('2-long-cot/cold_start.jsonl', '5-reasoning-rl/checkpoints/step-000001'):
+    cold = [f'{stage}/cold_start.jsonl' for stage in ('1-base', '2-long-cot', '3-domain')]
+    rl = [f'{stage}/checkpoints/step-000001' for stage in ('5-reasoning-rl', '6-domain-rl')]
+    for sign in (*cold, '4-merge', *rl):
         words = ['-m', 'compassrl', 'pipeline', what]
         words += ['--out', str(folder)] if what == str(file) else []
         run = subprocess.Popen([sys.executable, *words], env={**os.environ, 'OMP_NUM_THREADS': '1'})
