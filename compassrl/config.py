@@ -176,10 +176,13 @@ def _check_batch(cfg):
 
 
 def _check_tokens(cfg):
-    for k in () if cfg.init_from else ('pad_token_id', 'eos_token_id'):
-        if (token := getattr(cfg.policy, k)) >= cfg.policy.vocab_size:
+    policy = cfg.policy
+    ends = policy.eos_token_id if isinstance(policy.eos_token_id, tuple) else (policy.eos_token_id,)
+    named = [('pad_token_id', policy.pad_token_id), *(('eos_token_id', i) for i in ends)]
+    for k, token in () if cfg.init_from else named:
+        if token >= policy.vocab_size:
             raise ValueError(
-                f'policy.{k}={token}: use less than policy.vocab_size={cfg.policy.vocab_size}'
+                f'policy.{k}={token}: use less than policy.vocab_size={policy.vocab_size}'
             )
 
 
