@@ -201,7 +201,6 @@ KEPT = (  # means over the steps of a trial
     'entropy',
     'tokens',
     'gradient_noise',
-    'gradient_square',
 )
 
 
