@@ -1,12 +1,27 @@
 "Every benchmark runs, in a small case, and ends with one JSON line that `make bench` can keep"
 
+import importlib
 import json
 import math
 import runpy
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
+from compassrl.algo.losses import LossConfig
+from compassrl.data.prompts import make_prompts
+from compassrl.data.tasks import verifiers
+from compassrl.data.tokenizer import build_tokenizer
+from compassrl.experience import in_order, requests_of
+from compassrl.loop import loss_of
+from compassrl.model.policy import Policy
+from compassrl.records import collate
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.runs.presets import smoke_cpu
+from compassrl.train.torch_engine import TorchTrain, accumulate_grads
 from tests.support import ROOT
 from tests.support import fork_server as forked
 from tests.support import vllm_fork_server as nursed
@@ -31,3 +46,52 @@ def test_quick(script, tmp_path):
     assert isinstance(result['ratio'], (int, float)) and math.isfinite(result['ratio'])
     assert result['settings'] and {'cpu', 'threads', 'torch'} <= result['machine'].keys()
     assert str(ROOT) not in r.stdout.splitlines()[-1], 'no paths of this machine'
+
+
+def spread_of_groups(policy, batch, loss):
+    "Variance of a sum, from one gradient per group, a group whose advantages alone are not 0"
+    rows = []
+    for g in batch.group.unique():
+        own = batch.advantages * (batch.group == g)[:, None]
+        accumulate_grads(policy, replace(batch, advantages=own), loss, 10**6)
+        rows.append(
+            torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        )
+    return float(len(rows) * torch.stack(rows).var(0).sum())
+
+
+def test_gradients_of_groups_add_up_to_the_trainers_step(monkeypatch):
+    "The study of silent groups adds them up itself; a hot second wave has log-probs of its own"
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks' / 'studies'))
+    before = set(verifiers)
+    residual = importlib.import_module('residual')
+    for name in {*verifiers} - before:
+        monkeypatch.delitem(verifiers, name)
+    assert residual.digits('1+1 #1134', '1234').reward == 0.75
+    assert not residual.digits('#1134', '1234').correct and residual.digits('#7', '7').correct
+    cfg = replace(smoke_cpu(), zero_variance=residual.OFF, loss=LossConfig('grpo'))
+    optim, tok = replace(cfg.optim, num_mini_batches=1), build_tokenizer()
+    policies = [Policy(cfg.policy, 0) for _ in range(2)]
+    plain = TorchTrain(policies[0], optim)
+    rollout = TorchRollout(cfg.policy, 32)
+    rollout.load_weights(plain.weights(), 0)
+    prompts = make_prompts('arithmetic', 3, 0.0, 0, 'train', tok)
+    params = replace(cfg.rollout.params(cfg.policy.eos_ids), max_tokens=6)
+    asked = requests_of(prompts, [4, 4, 2], Counter(), params)
+    for hot in (1.0, 1.5):
+        mine = residual.ByGroup(policies[1], optim, 2, hot)
+        samples = in_order(asked, list(residual.Hotter(rollout, 2, hot).generate(asked)))
+        batch = collate(samples)
+        batch = replace(batch, **mine.score(batch))
+        gap = (batch.old_log_probs - batch.rollout_log_probs).abs().max()
+        assert gap < 1e-4 and mine.late(batch).tolist() == [s.index >= 2 for s in samples]
+        lot = torch.Generator().manual_seed(0)
+        pull = torch.randn(len(batch), 1, generator=lot) * batch.response_mask
+        batch = replace(batch, advantages=pull, rewards=torch.zeros(len(batch)))
+        if hot == 1:
+            loss = loss_of(cfg, batch)
+            noise = spread_of_groups(policies[0], batch, loss)
+            steps = [engine.update(batch, loss)[0] for engine in (plain, mine)]
+            assert steps[0]['grad_norm'] == pytest.approx(steps[1]['grad_norm'], rel=1e-4)
+            assert steps[1]['gradient_noise'] == pytest.approx(noise, rel=1e-3)
+            rollout.load_weights(mine.weights(), 1)

@@ -178,7 +178,7 @@ MEASURES = dict(
 )
 
 
-@pytest.mark.parametrize('name', ['recipe', 'parts', 'losses', 'forks', 'stages'])
+@pytest.mark.parametrize('name', ['recipe', 'parts', 'losses', 'forks', 'stages', 'residual'])
 def test_the_tables_of_a_study_follow_from_its_runs(name):
     found, compared = result(name), 0
     budget = found['settings']['budget']
@@ -247,6 +247,27 @@ def test_the_lead_with_noise_and_the_forks_found_follow_from_the_runs():
             mine = [r for r in found['runs'] if (r['task'], r['arm']) == (task, arm)]
             shares = [100 * statistics.fmean(r['seen']['recall']) for r in mine]
             assert row['recall_mean'][0] == pytest.approx(statistics.fmean(shares)), (task, arm)
+
+
+def test_groups_left_and_noise_follow_from_the_runs():
+    found, arms = result('residual'), {}
+    for r in found['runs']:
+        m = r['means']
+        arms.setdefault(r['arm'], {})[r['seed']] = dict(
+            left=100 * m['zero_variance_frac'],
+            noise=100 * m['gradient_noise'],
+            final=100 * r['evals'][-1][1],
+        )
+    tables = [(found['residual'], 'none', '_against_none'), (found['against_zvp'], 'zvp', '')]
+    for table, other, end in tables:
+        for arm, row in table.items():
+            for key in ('left', 'noise', 'final'):
+                if key + end in row and arm != other:
+                    gaps = [x[key] - arms[other][s][key] for s, x in arms[arm].items()]
+                    mean, low, high = row[key + end]
+                    want = statistics.fmean(gaps), half_width(gaps)
+                    assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-2), arm
+    assert len(arms) == 6 and all(len(x) == 6 for x in arms.values())
 
 
 def test_the_rule_is_that_of_the_page():

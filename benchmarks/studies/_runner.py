@@ -59,6 +59,7 @@ class Study:
     # of an arm: what is trained on, one mix after the other, each for as many tokens; else the task
     stages: dict[str, tuple[Mix, ...]] = field(default_factory=dict)
     look: Callable[[Batch], dict[str, float]] | None = None  # what is kept of every step
+    ways: dict[str, Callable] = field(default_factory=dict)  # of an arm that `run` cannot do
     runs: Path = RUNS
 
     @property
@@ -78,7 +79,7 @@ class Study:
         "What a trial depends on"
         found = self.config(arm, seed, lr), self.tasks[task], self.budget, self.marks
         found += self.num_heldout, self.eval_k
-        return found + tuple(x for x in (self.stages.get(arm), self.shown) if x)
+        return found + tuple(x for x in (self.stages.get(arm), self.shown, self.ways.get(arm)) if x)
 
     @property
     def shown(self):
@@ -173,6 +174,20 @@ class Curve:
             raise Stop
 
 
+STARTS = {}  # what this process has evaluated
+
+
+def begin(curve, task):
+    "The held-out rate of a seed's cold start, which its arms share"
+    study, cfg = curve.study, curve.cfg
+    same = study.folder, study.tasks[task], study.cold_steps, study.cold_seed, study.cold
+    key = digest(*same, study.num_heldout, study.eval_k, cfg.seed, cfg.policy, cfg.rollout)
+    if key not in STARTS:
+        curve.evaluate()
+        STARTS[key] = curve.evals[0]
+    curve.evals = [STARTS[key]]
+
+
 KEPT = (  # means over the steps of a trial
     'zero_variance_first_frac',
     'zero_variance_raw_frac',
@@ -185,6 +200,7 @@ KEPT = (  # means over the steps of a trial
     'clip_frac',
     'entropy',
     'tokens',
+    'gradient_noise',
 )
 
 
@@ -196,11 +212,11 @@ def trial(study, task, arm, seed, lr=None):
     heldout = prompts_of(study.tasks[task], study.num_heldout, seed, 'heldout')
     engine, rollout = engines(cfg, cold_started(study, seed))
     curve = Curve(study, cfg, rollout, heldout)
-    curve.evaluate()
+    begin(curve, task)
     curve.paused, began = 0.0, time.perf_counter()
-    run(cfg, pools, rollout, engine, curve)
+    study.ways.get(arm, run)(cfg, pools, rollout, engine, curve)
     seconds, rows = time.perf_counter() - began - curve.paused, curve.rows
-    means = {k: statistics.fmean(m[k] for m in rows) for k in KEPT if k in rows[0]}
+    means = {k: statistics.fmean(m[k] for m in rows if k in m) for k in KEPT if k in rows[0]}
     means |= dict(first_step={k: rows[0][k] for k in KEPT[:4]}, steps=len(rows))
     evals = [(n, round(v, 6)) for n, v in curve.evals]
     found = dict(task=task, arm=arm, seed=seed, lr=cfg.optim.lr, tokens=curve.tokens)
