@@ -17,6 +17,7 @@ from compassrl.experience import collect, grade, in_order, next_wave, prompts_of
 from compassrl.judges.serial import Judge, SerialJudge, judge_sample, sample_columns, task_rewards
 from compassrl.records import Prompt, RolloutEngine, Sample, SamplingParams, Verdict, collate
 from compassrl.rollout.requests import requests_of
+from tests.rollout.test_torch_engine import make_engine, make_policy
 
 TOKENIZER = build_tokenizer()
 ZERO, ONE = encode(TOKENIZER, '01')
@@ -511,3 +512,30 @@ def test_a_pool_that_drops_the_longest_is_not_asked_early():
     schedule = replace(cfg.schedule, over_provision=0.5)
     dropping = replace(cfg, rollout_engine='pool', schedule=schedule)
     assert step_of(cfg, 3)[2]['early_frac'] > 0 == step_of(dropping, 3)[2]['early_frac']
+
+
+class ByPrompt(Judge):
+    "Verdicts that are known: the first prompt is solved, the second mixed, the others hopeless"
+
+    def __init__(self, beside):
+        self.beside = beside
+
+    def settle(self, samples):
+        for s in samples:
+            right = s.prompt_id == 'p0' or (s.prompt_id == 'p1' and s.index % 2 == 1)
+            s.verdict = Verdict(float(right), right)
+
+
+def test_the_real_engine_draws_an_early_wave_as_any_other():
+    cfg = config('adaptive', prompts=8, token_budget=3.0)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, max_tokens=24))
+    found = []
+    for beside in (False, True):
+        engine = make_engine(make_policy(), 16, dtype=torch.float64)
+        found.append(collect(engine, questions(8), 0, cfg, ByPrompt(beside), 7))
+    (q, s, m), (q2, s2, m2) = found
+    assert m2['early_frac'] > 0 == m['early_frac'] and m2['waves'] == m['waves'] > 1
+    for a, b in zip(in_order(q, s), in_order(q2, s2)):
+        assert (a.prompt_id, a.index, a.response_ids) == (b.prompt_id, b.index, b.response_ids)
+        assert torch.allclose(a.rollout_log_probs, b.rollout_log_probs, rtol=0, atol=1e-9)
+        assert torch.equal(a.routed_experts, b.routed_experts)
