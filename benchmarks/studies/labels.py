@@ -13,9 +13,10 @@ oracle         the true quality
 One generative judge and one Bradley-Terry model serve all seeds: the same trunk, the same 24,000
 pairs of a seed of their own, 1500 steps of 16. The band fits 1000 further pairs best. All is plain
 GRPO: silent groups add nothing, no penalties. A dense policy as wide as that of `tiny-cpu`. Each
-arm has the learning rate with the higher true quality at the end on seeds 100 and 101, which are
-not compared; the judge, who is slow, has that of the oracle's labels. A judge is asked once about a
-response to a prompt.
+arm has the learning rate with the higher true quality at the end on seed 100, which is not
+compared; the judge, who is slow, has that of the oracle's labels. All runs begin with the weights
+of one cold start; a seed draws prompts and responses. A judge is asked once about a response to a
+prompt.
 Inverted: pairs of a group of which the better answer has the lower advantage. Split: pairs of equal
 quality whose advantages differ.
 Last line: one JSON object; `ratio` is the true quality gained with `judge` over that with `bt`.
@@ -77,12 +78,12 @@ def browse(level: int, choose: Choices) -> Problem | None:
 @dataclass(frozen=True)
 class Study:
     seeds: tuple[int, ...] = tuple(range(6))
-    tuning: tuple[int, ...] = (100, 101)
+    tuning: tuple[int, ...] = (100,)
     rates: tuple[float, ...] = (1e-3, 3e-3)
-    budget: int = 24_000  # response tokens of a trial
-    marks: int = 4
+    budget: int = 18_000  # response tokens of a trial
+    marks: int = 3
     cold_steps: int = 200
-    num_heldout: int = 192
+    num_heldout: int = 128
     eval_k: int = 4
     judges: JudgeModelConfig = PAIRS
 
@@ -252,8 +253,9 @@ class Curve:
             raise Stop
 
 
-def cold_started(study, seed, folder):
-    "The weights that all trials of a seed begin with, made once"
+def cold_started(study, folder):
+    "The weights that all trials begin with, made once"
+    seed = JUDGE_SEED
     cfg = config(study, seed, study.rates[0])
     path = Path(folder) / f'cold-{seed}-{digest(cfg.policy, cfg.cold_start)}.pt'
     if not path.exists():
@@ -272,7 +274,7 @@ def trial(study, arm, seed, lr, folder):
     "One run: true quality on the way, and what every step's advantages made of it"
     cfg = config(study, seed, lr)
     policy = Policy(cfg.policy, seed)
-    policy.load_state_dict(cold_started(study, seed, folder))
+    policy.load_state_dict(cold_started(study, folder))
     engine = TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
     rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
     rollout.load_weights(engine.weights(), 0)
