@@ -321,14 +321,14 @@ DIFFER = 'right', 'tied', 'inverted'
 
 
 def fell(trial):
-    "Steps after which the mean reward rose and the mean true quality fell, ends against the middle"
+    "Did the mean reward rise and true quality fall from the middle third of the steps to the last?"
     s = trial['steps']
     third = len(s['reward']) // 3
 
     def change(k):
         return fmean(s[k][-third:]) - fmean(s[k][third : 2 * third])
 
-    return change('reward') > 0 > change('quality')
+    return bool(third) and change('reward') > 0 > change('quality')
 
 
 MEASURES = dict(
