@@ -11,7 +11,9 @@ from compassrl.data.tokenizer import build_tokenizer, response_text
 from compassrl.judges.genrm import Question, compare, label_rewards
 from compassrl.judges.pairs import agreement, label_of, shop_pairs, true_label
 from compassrl.judges.serial import Judge, record_verdict
+from compassrl.model.pretrained import read_shards
 from compassrl.records import Verdict
+from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.runs.judge_model import JUDGE_SHAPE, make_judge_model, open_judge
 from compassrl.train.reward_model import RewardModel, score_texts, train_reward_model
 from compassrl.train.sft import SFTConfig
@@ -55,7 +57,12 @@ def reward_model(folder, c):
 
 @cache
 def judge_of(folder, c):
-    return open_judge(make_judge_model(Path(folder) / 'judge', c))
+    "In single precision and large waves: twice as fast"
+    path = make_judge_model(Path(folder) / 'judge', c)
+    ask = open_judge(path)
+    ask.rollout = TorchRollout(ask.rollout.config, 256, return_routes=False)
+    ask.rollout.load_weights(read_shards(path), 0)
+    return ask
 
 
 def accuracy(folder, c):
