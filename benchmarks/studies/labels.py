@@ -13,11 +13,10 @@ oracle         the true quality
 One generative judge and one Bradley-Terry model serve all seeds: the same trunk, the same 24,000
 pairs of a seed of their own, 1500 steps of 16. The band fits 1000 further pairs best. All is plain
 GRPO: silent groups add nothing, no penalties. A dense policy as wide as that of `tiny-cpu`. All
-have the learning rate 1e-3. Runs half as long again on seed 100, which is not compared, could not
-choose between it and 3e-3 (kept as `rates`; the judge, who is slow, was left out), and with 3e-3
-one arm fell far below its start on seed 0. All runs begin with the weights
-of one cold start; a seed draws prompts and responses. A judge is asked once about a response to a
-prompt.
+have the learning rate 1e-3. Runs half as long again on seed 100, which is not compared, did no
+better with 3e-3 (kept as `rates`; the judge, who is slow, was left out), and with 3e-3 one arm fell
+far below its start on seed 0. All runs begin with the weights of one cold start; a seed draws
+prompts and responses. A judge is asked once about a response to a prompt.
 Inverted: pairs of a group of which the better answer has the lower advantage. Split: pairs of equal
 quality whose advantages differ.
 Last line: one JSON object; `ratio` is the true quality gained with `judge` over that with `bt`.
@@ -34,7 +33,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from _runner import OFF, RUNS, digest, prompts_of, rounded
+from _runner import OFF, RUNS, digest, interval, prompts_of, rounded
 from _shop_judges import TOK, ArmJudge, accuracy, rewards_of
 from tqdm import tqdm
 
@@ -200,14 +199,6 @@ def kept(study, arm, seed, lr, folder):
 # ---- what they show
 
 
-def bootstrap(values, num=10_000):
-    "Mean over seeds, and a 95 % interval by a bootstrap over them"
-    x = torch.tensor(values, dtype=torch.double)
-    rows = torch.randint(len(x), (num, len(x)), generator=torch.Generator().manual_seed(0))
-    low, high = x[rows].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=torch.double))
-    return [float(x.mean()), float(low), float(high)]
-
-
 def share(trial, part, of):
     "Of the pairs of a trial, in percent"
     s = trial['steps']
@@ -247,11 +238,11 @@ def summary(trials):
         row = dict(
             lr=mine[0]['lr'], hacked=sum(map(fell, mine)), seconds=fmean(r['seconds'] for r in mine)
         )
-        row |= {k: bootstrap([f(r) for r in mine]) for k, f in MEASURES.items()}
+        row |= {k: interval([f(r) for r in mine]) for k, f in MEASURES.items()}
         base = {r['seed']: r for r in trials if r['arm'] == 'bt'}
         for k in ('after', 'inverted'):
             f = MEASURES[k]
-            row[f'{k}_against_bt'] = bootstrap([f(r) - f(base[r['seed']]) for r in mine])
+            row[f'{k}_against_bt'] = interval([f(r) - f(base[r['seed']]) for r in mine])
         out[arm] = row
     return out
 
