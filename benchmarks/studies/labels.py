@@ -13,10 +13,10 @@ oracle         the true quality
 One generative judge and one Bradley-Terry model serve all seeds: the same trunk, the same 24,000
 pairs of a seed of their own, 1500 steps of 16. The band fits 1000 further pairs best. All is plain
 GRPO: silent groups add nothing, no penalties. A dense policy as wide as that of `tiny-cpu`. All
-have the learning rate 1e-3. Runs half as long again on seed 100, which is not compared, did no
-better with 3e-3 (kept as `rates`; the judge, who is slow, was left out), and with 3e-3 one arm fell
-far below its start on seed 0. All runs begin with the weights of one cold start; a seed draws
-prompts and responses. A judge is asked once about a response to a prompt.
+have the learning rate 1e-3. Runs half as long again on seed 100, which is not compared, did
+hardly better with 3e-3 (kept as `rates`; the judge, who is slow, was left out), and with 3e-3 one
+arm fell far below its start on seed 0. All runs begin with the weights of one cold start; a seed
+draws prompts and responses. A judge is asked once about a response to a prompt.
 Inverted: pairs of a group of which the better answer has the lower advantage. Split: pairs of equal
 quality whose advantages differ.
 Last line: one JSON object; `ratio` is the true quality gained with `judge` over that with `bt`.
