@@ -252,7 +252,7 @@ def test_the_lead_with_noise_and_the_forks_found_follow_from_the_runs():
 def test_the_table_of_labels_follows_from_its_runs():
     found = result('labels')
     seeds, runs = found['settings']['seeds'], {(r['arm'], r['seed']): r for r in found['runs']}
-    assert len(runs) == len(found['table']) * len(seeds) and len(seeds) >= 2
+    assert len(runs) == len(found['table']) * len(seeds) and len(seeds) >= 6
 
     def after(arm, seed):
         return runs[arm, seed]['evals'][-1][1]
