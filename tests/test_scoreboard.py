@@ -270,6 +270,34 @@ def test_groups_left_and_noise_follow_from_the_runs():
     assert len(arms) == 6 and all(len(x) == 6 for x in arms.values())
 
 
+def test_the_table_of_labels_follows_from_its_runs():
+    found = result('labels')
+    seeds, runs = found['settings']['seeds'], {(r['arm'], r['seed']): r for r in found['runs']}
+    assert len(runs) == len(found['table']) * len(seeds) and len(seeds) >= 6
+
+    def after(arm, seed):
+        return runs[arm, seed]['evals'][-1][1]
+
+    def inverted(arm, seed):
+        steps = runs[arm, seed]['steps']
+        pairs = [sum(steps[k]) for k in ('right', 'tied', 'inverted')]
+        return 100 * pairs[-1] / sum(pairs)
+
+    for arm, row in found['table'].items():
+        for name, of in dict(after=after, inverted=inverted).items():
+            values = [of(arm, s) for s in seeds]
+            gaps = [v - of('bt', s) for v, s in zip(values, seeds)]
+            for key, want in {name: values, f'{name}_against_bt': gaps}.items():
+                mean, low, high = row[key]
+                want = statistics.fmean(want), half_width(want)
+                assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-3), (
+                    arm,
+                    key,
+                )
+    for arm in ('oracle', 'oracle_labels'):
+        assert found['table'][arm]['inverted'][0] == 0
+
+
 def test_the_rule_is_that_of_the_page():
     "The page's own function on intervals on, beside and across the value"
     cells = json.loads(PAGE.read_text())['cells']

@@ -1,0 +1,127 @@
+"""The judges of the study of labels against scores: made once, and asked for rewards."""
+
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from compassrl.data.shop import shop_quality
+from compassrl.data.tokenizer import build_tokenizer, response_text
+from compassrl.judges.genrm import Question, compare, label_rewards
+from compassrl.judges.pairs import agreement, label_of, shop_pairs, true_label
+from compassrl.judges.serial import Judge, record_verdict
+from compassrl.model.pretrained import read_shards
+from compassrl.records import Verdict
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.runs.judge_model import JUDGE_SHAPE, make_judge_model, open_judge
+from compassrl.train.reward_model import RewardModel, score_texts, train_reward_model
+from compassrl.train.sft import SFTConfig
+
+TOK = build_tokenizer()
+
+
+# ---- the judges, made once
+
+
+def text_of(prompt, answer):
+    return f'{prompt}\n{answer}\n'
+
+
+def gaps_of(model, pairs):
+    parts = [[text_of(q.prompt, a) for q, a in zip(pairs, x)] for x in zip(*(q[1:] for q in pairs))]
+    first, second = (score_texts(model, part, TOK) for part in parts)
+    return (first - second).tolist()
+
+
+@cache
+def reward_model(folder, c):
+    "The same trunk, the same pairs, as many steps, and the band within which scores are a tie"
+    path, model = Path(folder) / 'reward_model.pt', RewardModel(JUDGE_SHAPE, c.seed)
+    if not path.exists():
+        pairs = shop_pairs(c.num_pairs, 'train', c.seed, c.level, c.margin)
+        rows = [
+            (text_of(q.prompt, q.first), text_of(q.prompt, q.second), label_rewards[true_label(q)])
+            for q in pairs
+        ]
+        cfg = SFTConfig(steps=c.sft_steps, batch_size=16, lr=2e-3, warmup_steps=50)
+        for _ in train_reward_model(model, rows, cfg, TOK, c.seed):
+            pass
+        torch.save(model.state_dict(), path)
+    model.load_state_dict(torch.load(path, weights_only=True))
+    pairs = shop_pairs(1000, 'train', c.seed + 1, c.level, c.margin)
+    gaps, truth = gaps_of(model, pairs), [true_label(q) for q in pairs]
+    bands = [0.05 * i for i in range(60)]
+    return model, max(bands, key=lambda b: sum(label_of(g, b) == t for g, t in zip(gaps, truth)))
+
+
+@cache
+def judge_of(folder, c):
+    "In single precision and large waves: twice as fast"
+    path = make_judge_model(Path(folder) / 'judge', c)
+    ask = open_judge(path)
+    ask.rollout = TorchRollout(ask.rollout.config, 256, return_routes=False)
+    ask.rollout.load_weights(read_shards(path), 0)
+    return ask
+
+
+def accuracy(folder, c):
+    "Agreement of both on the same held-out pairs"
+    model, band = reward_model(folder, c)
+    pairs = shop_pairs(c.num_heldout, 'heldout', c.seed, c.level, c.margin)
+    pairs = [q for q in dict.fromkeys(pairs) if q.first != q.second]
+    truth = [true_label(q) for q in pairs]
+    labels = dict(bt=[label_of(g, band) for g in gaps_of(model, pairs)])
+    labels['judge'] = [x.label for x in compare(judge_of(folder, c), pairs)[0]]
+    return {k: agreement(v, truth) for k, v in labels.items()} | dict(band=band, pairs=len(pairs))
+
+
+# ---- rewards
+
+
+def rewards_of(arm, study, folder):
+    "A function of prompts and texts"
+
+    def oracle(asked):
+        return [float(shop_quality(p.text, t)) for p, t in asked]
+
+    def oracle_labels(asked):
+        return [label_rewards[true_label(Question(p.text, t, p.answer))] for p, t in asked]
+
+    def bt(asked):
+        texts = [text_of(p.text, t) for p, t in asked]
+        return score_texts(reward_model(folder, study.judges)[0], texts, TOK).tolist()
+
+    def bt_labels(asked):
+        model, band = reward_model(folder, study.judges)
+        gaps = gaps_of(model, [Question(p.text, t, p.answer) for p, t in asked])
+        return [label_rewards[label_of(g, band)] for g in gaps]
+
+    def judge(asked):
+        questions = [Question(p.text, t, p.answer) for p, t in asked]
+        done, _ = compare(judge_of(folder, study.judges), questions)
+        return [label_rewards.get(c.label, 0.5) for c in done]
+
+    return dict(
+        oracle=oracle, oracle_labels=oracle_labels, bt=bt, bt_labels=bt_labels, judge=judge
+    )[arm]
+
+
+class ArmJudge(Judge):
+    "Each response to a prompt is judged once"
+
+    def __init__(self, prompts, rewards, ends):
+        self.prompts, self.rewards, self.ends = {p.id: p for p in prompts}, rewards, ends
+        self.known = {}
+
+    def settle(self, samples):
+        samples = [s for s in samples if s.verdict is None]
+        start = time.perf_counter()
+        keys = [(s.prompt_id, response_text(TOK, s.response_ids, self.ends)) for s in samples]
+        new = [k for k in dict.fromkeys(keys) if k not in self.known]
+        if new:
+            asked = [(self.prompts[i], text) for i, text in new]
+            self.known |= dict(zip(new, self.rewards(asked), strict=True))
+        times = dict(reward_start=start, detokenise=0.0, reward_end=time.perf_counter())
+        for s, k in zip(samples, keys):
+            record_verdict(s, Verdict(self.known[k], False, 'ok', ''), times)
