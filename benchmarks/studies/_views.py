@@ -31,7 +31,6 @@ VIEWS = dict(
     plain=View(),
     left=View('left'),
     noise=View('noise'),
-    window=View(window=True),
     left_window=View('left', True),
     noise_window=View('noise', True),
 )
@@ -105,7 +104,7 @@ class Viewed(Episodes):
 
 
 class ViewedPolicy(Policy):
-    "A dense policy. With a window, each turn attends to the question and its last observation alone"
+    "A dense policy. With a window, a turn attends to the question and its last observation alone"
 
     def __init__(self, config, seed, tokenizer):
         super().__init__(config, seed)
@@ -132,7 +131,7 @@ class ViewedPolicy(Policy):
 
 
 def taught(engine, prompts, cfg, views, tokenizer):
-    "A cold start that shows every solution in every view, one view a step in turn; trained in place"
+    "A cold start that shows each solution in every view, one step for each in turn; in place"
     sft, shows = cfg.cold_start, {}
     for view in views:
         tool = Watcher(cfg.tools, tokenizer, view)

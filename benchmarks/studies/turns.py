@@ -12,15 +12,15 @@ per_turn    as mix, and a response that is wrong gets the share of its calls tha
 strict      as per_turn, and a call too many lowers that share
 curriculum  one call, then two, three, four: a quarter of the tokens each, one reward at the end
 
-What the policy sees of its own episode is varied from a second cold start. It has shown every
-solution in every view, so that its policy can read them all. Then comes RL on the mix:
+What the policy sees of its own episode is varied from a second cold start. Each observation there
+holds one number more: =2xyz; and in the cold start that number says nothing. It has shown every
+solution twice, once with all of the history in view and once through the window. Then comes RL on
+the mix, from the same weights, with observations of the same form:
 
-mix           an observation is what was found: =xyz;  All of the history is in view
-room          as mix, and while it learns a response has room for three calls
-question      the question stands in each observation again: =xyz;3abc:
-state         each observation says how many steps are left: =2xyz;
-window        in view are the question and the last observation, no call and nothing earlier
-window_state  the same, and the observation says how many steps are left
+mix           the number says nothing, all of the history is in view
+state         the number says how many steps are left, all of the history is in view
+window        as mix, and in view are the question and the last observation, nothing between
+window_state  as state, through the window
 
 All is plain GRPO: silent groups add nothing, no penalties. A dense policy as wide as that of
 `tool-cpu`, a shorter cold start and a higher learning rate keep trials short. Held-out questions
@@ -120,7 +120,6 @@ class Arm:
     stages: tuple[tuple[int, ...], ...] = (CALLS,)  # calls needed, one stage after another
     verifier: str = 'final'
     view: str = 'plain'
-    room: int | None = None  # tokens of a response while it learns; None = as in the study
 
 
 ARMS = dict(
@@ -130,7 +129,8 @@ ARMS = dict(
     strict=Arm(verifier='no_call_more'),
     curriculum=Arm(tuple((n,) for n in CALLS)),
 )
-SEEN = dict(mix=Arm(view='noise'), state=Arm(view='left'), room=Arm(view='noise', room=39))
+SHOWN = 'noise', 'noise_window'  # in the cold start of the arms below
+SEEN = dict(mix=Arm(view='noise'), state=Arm(view='left'))
 SEEN |= dict(window=Arm(view='noise_window'), window_state=Arm(view='left_window'))
 
 
@@ -147,14 +147,13 @@ class Study:
     eval_k: int = 4
 
 
-def config(study, arm, seed):
+def config(study, seed):
     base = tool_cpu()
     sft = replace(base.cold_start, steps=study.cold_steps, hasty_frac=study.hasty)
     layers = tuple(range(base.policy.num_hidden_layers))
-    more = dict(
-        policy=replace(base.policy, mlp_only_layers=layers)
-    )  # no experts: three times faster
-    more |= dict(cold_start=sft, rollout=replace(base.rollout, max_tokens=arm.room or study.room))
+    # no experts: three times faster
+    more = dict(policy=replace(base.policy, mlp_only_layers=layers))
+    more |= dict(cold_start=sft, rollout=replace(base.rollout, max_tokens=study.room))
     more |= dict(optim=replace(base.optim, lr=1e-3, warmup_steps=3))
     more |= dict(zero_variance=OFF, loss=LossConfig('grpo'), tools=ToolConfig('look_up'))
     return replace(base, seed=seed, steps=10**6, **more)
@@ -195,7 +194,7 @@ def engines(cfg, view, weights):
 def cold_started(study, seed, folder):
     "The weights that all trials of a seed begin with, and their rates in each view: made once"
     arm = Arm()
-    cfg = config(study, arm, seed)
+    cfg = config(study, seed)
     path = folder / f'cold-{seed}-{digest(replace(study, seeds=(), budget=0), cfg)}.pt'
     if not path.exists():
         sft, tok = cfg.cold_start, build_tokenizer()
@@ -214,7 +213,7 @@ def cold_started(study, seed, folder):
 def seen(study, seed, rollout):
     "Held-out rates of one policy, with all the room: a row for each number of calls"
     arm, rows, tok = Arm(), [], build_tokenizer()
-    cfg = config(study, arm, seed)
+    cfg = config(study, seed)
     params = cfg.rollout.params(cfg.policy.eos_ids)
     for n in CALLS:
         prompts = questions(arm, ((n, 1.0),), study.num_heldout, seed, 'heldout')
@@ -259,7 +258,7 @@ def learn(study, cfg, arm, engine, rollout):
 def trial(study, name, arm, seed, folder):
     "One run: what the policy can do before and after"
     torch.set_num_threads(1)
-    cfg = config(study, arm, seed)
+    cfg = config(study, seed)
     start = cold_started(study, seed, folder)
     engine, rollout = engines(cfg, VIEWS[arm.view], start['weights'])
     began = time.perf_counter()
@@ -273,7 +272,7 @@ def trial(study, name, arm, seed, folder):
 
 def kept(study, name, arm, seed, folder):
     "A trial from its file, or made now"
-    whole = digest(replace(study, seeds=()), arm, config(study, arm, seed))
+    whole = digest(replace(study, seeds=()), arm, config(study, seed))
     path = folder / f'{name}-{seed}-{whole}.json'
     if not path.exists():
         write_json(path, trial(study, name, arm, seed, folder))
@@ -331,27 +330,38 @@ def show(table):
         print(f'{arm:12}{cells[0]}{cells[1]:>28}{against}')
 
 
+def made(study, arms, folder):
+    "All trials of some arms, their table, and what they depend on"
+    jobs = [(name, arm, s) for s in study.seeds for name, arm in arms.items()]
+    trials = [kept(study, *job, folder) for job in tqdm(jobs, 'turns')]
+    table = summary(trials)
+    if 'window_state' in table:
+        pair = paired(trials, 'window_state', 'window', several)
+        table['window_state']['several_against_window'] = pair
+    show(table)
+    return dict(table=short(table), runs=trials, settings=asdict(study) | dict(calls=CALLS))
+
+
 def main():
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
     quick = p.parse_args().quick
-    study, arms, folder = Study(), tuple(ARMS), RUNS / 'turns'
+    small, folder = {}, RUNS / 'turns'
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as tmp:
         if quick:
             small = dict(seeds=(0, 1), budget=2000, cold_steps=9, num_heldout=4, eval_k=1)
-            study, arms, folder = replace(study, **small), ('mix', 'state'), Path(tmp)
-        jobs = [(arm, s) for s in study.seeds for arm in arms]
-        trials = [kept(study, *job, folder) for job in tqdm(jobs, 'turns')]
-    show(table := summary(trials))
-    last, first = (table['mix']['after'][i][0] for i in (-1, 0))
-    found = dict(name='turns', ratio=round(last / first, 3) if first else 0.0)
-    found |= dict(units='held-out avg@k after RL on the mix: four calls needed / one call')
-    settings = asdict(study) | dict(calls=CALLS, room=ROOM, quick=quick)
-    found |= dict(table=short(table), runs=trials, settings=settings)
-    print(json.dumps(found | dict(machine=machine_info())))
+            folder = Path(tmp)
+        arms = {k: ARMS[k] for k in ('mix', 'one_call')} if quick else ARMS
+        found = made(replace(Study(), **small), arms, folder)
+        seen = made(replace(Study(), views=SHOWN, **small), SEEN, folder)
+    last, first = (found['table']['mix']['after'][i][0] for i in (-1, 0))
+    found['settings']['quick'] = quick
+    head = dict(name='turns', ratio=round(last / first, 3) if first else 0.0)
+    head |= dict(units='held-out avg@k after RL on the mix: four calls needed / one call')
+    print(json.dumps(head | found | dict(views=seen, machine=machine_info())))
 
 
 if __name__ == '__main__':
