@@ -335,9 +335,9 @@ def made(study, arms, folder):
     jobs = [(name, arm, s) for s in study.seeds for name, arm in arms.items()]
     trials = [kept(study, *job, folder) for job in tqdm(jobs, 'turns')]
     table = summary(trials)
-    if 'window_state' in table:
-        pair = paired(trials, 'window_state', 'window', several)
-        table['window_state']['several_against_window'] = pair
+    for other in {'window', 'state'} & set(arms):
+        pair = paired(trials, 'window_state', other, several)
+        table['window_state'][f'several_against_{other}'] = pair
     show(table)
     return dict(table=short(table), runs=trials, settings=asdict(study) | dict(calls=CALLS))
 
