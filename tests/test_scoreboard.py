@@ -210,22 +210,25 @@ def test_rates_of_silent_groups_follow_from_the_runs():
         assert falls['left'][0] == pytest.approx(statistics.fmean(left), abs=1e-6), arm
 
 
-def test_the_table_of_several_turns_follows_from_its_runs():
+@pytest.mark.parametrize('part', ['', 'views'], ids=['arms', 'views'])
+def test_the_table_of_several_turns_follows_from_its_runs(part):
     found, rates = result('turns'), {}
+    found = found[part] if part else found
     for r in found['runs']:
         rates[r['arm'], r['seed']] = [100 * row['avg'] for row in r['after']]
-    seeds = found['settings']['seeds']
+    seeds, against = found['settings']['seeds'], 'several_against_'
     assert len(rates) == len(found['table']) * len(seeds)
+    several = {k: statistics.fmean(x[1:]) for k, x in rates.items()}
     for arm, row in found['table'].items():
         mine = [rates[arm, s] for s in seeds]
         gaps = [x[0] - x[-1] for x in mine]
         wanted = [(row['after'][i], [x[i] for x in mine]) for i in range(4)]
         wanted.append((row['gap_after'], gaps))
-        if arm != 'mix':
-            several = [statistics.fmean(rates[arm, s][1:]) for s in seeds]
-            mixed = [statistics.fmean(rates['mix', s][1:]) for s in seeds]
-            differ = [a - b for a, b in zip(several, mixed)]
-            wanted.append((row['several_against_mix'], differ))
+        others = [k.removeprefix(against) for k in row if k.startswith(against)]
+        assert ('mix' in others) == (arm != 'mix')
+        for other in others:
+            differ = [several[arm, s] - several[other, s] for s in seeds]
+            wanted.append((row[against + other], differ))
         for (mean, low, high), values in wanted:
             want = statistics.fmean(values), half_width(values)
             assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-2), arm

@@ -10,9 +10,17 @@ mix         RL on questions that need one to four calls, one reward at the end
 one_call    RL on questions that need one call
 per_turn    as mix, and a response that is wrong gets the share of its calls that were right
 strict      as per_turn, and a call too many lowers that share
-state       as mix, and the tool says how many steps are left: <3abc>=2xyz; instead of <abc>=xyz;
-            (its calls differ, so it has a cold start of its own, made in the same way)
 curriculum  one call, then two, three, four: a quarter of the tokens each, one reward at the end
+
+What the policy sees of its own episode is varied from a second cold start. Each observation there
+holds one number more: =2xyz; and in the cold start that number says nothing. It has shown every
+solution twice, once with all of the history in view and once through the window. Then comes RL on
+the mix, from the same weights, with observations of the same form:
+
+mix           the number says nothing, all of the history is in view
+state         the number says how many steps are left, all of the history is in view
+window        as mix, and in view are the question and the last observation, nothing between
+window_state  as state, through the window
 
 All is plain GRPO: silent groups add nothing, no penalties. A dense policy as wide as that of
 `tool-cpu`, a shorter cold start and a higher learning rate keep trials short. Held-out questions
@@ -34,26 +42,23 @@ from statistics import fmean
 
 import torch
 from _runner import OFF, RUNS, digest, interval, prompts_of
+from _views import VIEWS, Viewed, ViewedPolicy, Watcher, taught
 from tqdm import tqdm
 
 from compassrl.algo.losses import LossConfig
 from compassrl.data.tasks import Choices, Problem, final, task_family, verifier
 from compassrl.data.tokenizer import build_tokenizer
-from compassrl.data.tools import ToolConfig, ToolUser, tool
+from compassrl.data.tools import ToolConfig, tool
 from compassrl.loop import Stop, fit
-from compassrl.model.policy import Policy
 from compassrl.records import Verdict, derive_seed
-from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.facts import machine_info
 from compassrl.runs.log import write_json
 from compassrl.runs.presets import tool_cpu
-from compassrl.train.sft import cold_start
 from compassrl.train.torch_engine import TorchTrain
 
 CALLS = (1, 2, 3, 4)  # that a question needs
-ROOM = 64  # tokens of a response, with what it reads
 SILENT = 'zero_variance_raw_frac'  # groups of a step whose rewards are equal
 
 
@@ -66,13 +71,6 @@ def follows(key):
 def look_up(call: str) -> str:
     "What is stored under three letters; `?` for anything else"
     return follows(call) if re.fullmatch('[a-z]{3}', call) else '?'
-
-
-@tool
-def look_up_left(call: str) -> str:
-    "The same for a number of steps and three letters, and how many steps are left"
-    m = re.fullmatch('([1-9])([a-z]{3})', call)
-    return f'{int(m[1]) - 1}{follows(m[2])}' if m else '?'
 
 
 @task_family
@@ -121,7 +119,7 @@ def no_call_more(text: str, answer: str) -> Verdict:
 class Arm:
     stages: tuple[tuple[int, ...], ...] = (CALLS,)  # calls needed, one stage after another
     verifier: str = 'final'
-    tool: str = 'look_up'
+    view: str = 'plain'
 
 
 ARMS = dict(
@@ -129,43 +127,39 @@ ARMS = dict(
     one_call=Arm(((1,),)),
     per_turn=Arm(verifier='each_call'),
     strict=Arm(verifier='no_call_more'),
-    state=Arm(tool='look_up_left'),
     curriculum=Arm(tuple((n,) for n in CALLS)),
 )
+SHOWN = 'noise', 'noise_window'  # in the cold start of the arms below
+SEEN = dict(mix=Arm(view='noise'), state=Arm(view='left'))
+SEEN |= dict(window=Arm(view='noise_window'), window_state=Arm(view='left_window'))
 
 
 @dataclass(frozen=True)
 class Study:
+    views: tuple[str, ...] = ('plain',)  # that the cold start has shown
+    room: int = 64  # tokens of a response, with what it reads
     seeds: tuple[int, ...] = tuple(range(6))
     budget: int = 60_000  # response tokens of a trial
     shown: tuple[float, ...] = (0.9925, 0.0025, 0.0025, 0.0025)  # of the solutions of a cold start
     hasty: float = 0.3  # share of them with the answer alone
-    cold_steps: int = 200
+    cold_steps: int = 200  # for each view
     num_heldout: int = 64  # for each number of calls
     eval_k: int = 4
 
 
-def config(study, arm, seed):
+def config(study, seed):
     base = tool_cpu()
     sft = replace(base.cold_start, steps=study.cold_steps, hasty_frac=study.hasty)
     layers = tuple(range(base.policy.num_hidden_layers))
-    more = dict(
-        policy=replace(base.policy, mlp_only_layers=layers)
-    )  # no experts: three times faster
-    more |= dict(cold_start=sft, rollout=replace(base.rollout, max_tokens=ROOM))
+    # no experts: three times faster
+    more = dict(policy=replace(base.policy, mlp_only_layers=layers))
+    more |= dict(cold_start=sft, rollout=replace(base.rollout, max_tokens=study.room))
     more |= dict(optim=replace(base.optim, lr=1e-3, warmup_steps=3))
-    more |= dict(zero_variance=OFF, loss=LossConfig('grpo'), tools=ToolConfig(arm.tool))
+    more |= dict(zero_variance=OFF, loss=LossConfig('grpo'), tools=ToolConfig('look_up'))
     return replace(base, seed=seed, steps=10**6, **more)
 
 
 # ---- questions
-
-
-def with_state(p):
-    "A solution for the tool that says how many steps are left"
-    keys = calls_of(p.solution)
-    said = ''.join(f'<{len(keys) - i}{key}>' for i, key in enumerate(keys))
-    return replace(p, solution=f'{said}#{p.answer}')
 
 
 @cache
@@ -173,8 +167,6 @@ def questions(arm, shares, num, seed, split):
     "Calls needed, share of each"
     mix = tuple(('chain', float(n - 1), share) for n, share in shares)
     found = prompts_of(mix, num, seed, split)
-    if arm.tool == 'look_up_left':
-        found = [with_state(p) for p in found]
     if arm.verifier != 'final':
         found = [replace(p, verifier=arm.verifier, answer=p.solution) for p in found]
     return found
@@ -188,42 +180,44 @@ def short(found):
     return json.loads(json.dumps(found), parse_float=lambda x: float(f'{float(x):.5g}'))
 
 
-def engines(cfg, weights):
-    policy = Policy(cfg.policy, cfg.seed)
+def engines(cfg, view, weights):
+    tok = build_tokenizer()
+    policy = ViewedPolicy(cfg.policy, cfg.seed, tok)
     policy.load_state_dict(weights)
+    policy.window = view.window
     engine = TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
     rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
     rollout.load_weights(engine.weights(), 0)
-    return engine, Episodes(rollout, ToolUser(cfg.tools, build_tokenizer()))
+    return engine, Viewed(rollout, Watcher(cfg.tools, tok, view))
 
 
-def cold_started(study, arm, seed, folder):
-    "The weights that all trials of a seed and a tool begin with, and their rates: made once"
-    arm = replace(arm, stages=(CALLS,), verifier='final')
-    cfg = config(study, arm, seed)
-    path = folder / f'cold-{arm.tool}-{seed}-{digest(replace(study, seeds=(), budget=0), cfg)}.pt'
+def cold_started(study, seed, folder):
+    "The weights that all trials of a seed begin with, and their rates in each view: made once"
+    arm = Arm()
+    cfg = config(study, seed)
+    path = folder / f'cold-{seed}-{digest(replace(study, seeds=(), budget=0), cfg)}.pt'
     if not path.exists():
         sft, tok = cfg.cold_start, build_tokenizer()
         prompts = questions(arm, tuple(zip(CALLS, study.shown)), sft.num_solutions, seed, 'train')
-        policy = Policy(cfg.policy, seed)
+        policy = ViewedPolicy(cfg.policy, seed, tok)
         optim = replace(cfg.optim, lr=sft.lr, num_mini_batches=1)
-        engine = TorchTrain(policy, optim, replay='off')
-        for _ in cold_start(engine, prompts, sft, tok, seed, tool=ToolUser(cfg.tools, tok)):
-            pass
+        views = {name: VIEWS[name] for name in study.views}
+        taught(TorchTrain(policy, optim, replay='off'), prompts, cfg, views.values(), tok)
         weights = policy.state_dict()
-        found = dict(weights=weights, rates=seen(study, cfg, arm, engines(cfg, weights)[1]))
-        torch.save(found, path.with_suffix('.tmp'))
+        rates = {k: seen(study, seed, engines(cfg, v, weights)[1]) for k, v in VIEWS.items()}
+        torch.save(dict(weights=weights, rates=rates), path.with_suffix('.tmp'))
         path.with_suffix('.tmp').replace(path)
     return torch.load(path, weights_only=True)
 
 
-def seen(study, cfg, arm, rollout):
-    "Held-out rates of one policy: a row for each number of calls"
+def seen(study, seed, rollout):
+    "Held-out rates of one policy, with all the room: a row for each number of calls"
+    arm, rows, tok = Arm(), [], build_tokenizer()
+    cfg = config(study, seed)
     params = cfg.rollout.params(cfg.policy.eos_ids)
-    rows, plain, tok = [], replace(arm, verifier='final'), build_tokenizer()
     for n in CALLS:
-        prompts = questions(plain, ((n, 1.0),), study.num_heldout, cfg.seed, 'heldout')
-        found = evaluate(rollout, prompts, study.eval_k, params, tok, cfg.seed)
+        prompts = questions(arm, ((n, 1.0),), study.num_heldout, seed, 'heldout')
+        found = evaluate(rollout, prompts, study.eval_k, params, tok, seed)
         solution = {p.id: p.solution for p in prompts}
         texts = [(s.response, solution[s.prompt_id]) for s in found.samples]
         right = [right_calls(*t) for t in texts]
@@ -261,28 +255,27 @@ def learn(study, cfg, arm, engine, rollout):
     return rows
 
 
-def trial(study, name, seed, folder):
+def trial(study, name, arm, seed, folder):
     "One run: what the policy can do before and after"
     torch.set_num_threads(1)
-    arm = ARMS[name]
-    cfg = config(study, arm, seed)
-    start = cold_started(study, arm, seed, folder)
-    engine, rollout = engines(cfg, start['weights'])
+    cfg = config(study, seed)
+    start = cold_started(study, seed, folder)
+    engine, rollout = engines(cfg, VIEWS[arm.view], start['weights'])
     began = time.perf_counter()
     rows = learn(study, cfg, arm, engine, rollout)
     found = dict(arm=name, seed=seed, seconds=time.perf_counter() - began, steps=len(rows))
-    found |= dict(tokens=int(sum(m['tokens'] for m in rows)), before=start['rates'])
-    found |= dict(after=seen(study, cfg, arm, rollout))
+    found |= dict(tokens=int(sum(m['tokens'] for m in rows)), before=start['rates'][arm.view])
+    found |= dict(after=seen(study, seed, rollout))
     silent, said = (fmean(m[k] for m in rows) for k in (SILENT, 'response_tokens_mean'))
     return short(found | dict(silent=silent, silent_first=rows[0][SILENT], response_tokens=said))
 
 
-def kept(study, name, seed, folder):
+def kept(study, name, arm, seed, folder):
     "A trial from its file, or made now"
-    whole = study, ARMS[name], config(study, ARMS[name], seed)
-    path = folder / f'{name}-{seed}-{digest(replace(study, seeds=()), *whole[1:])}.json'
+    whole = digest(replace(study, seeds=()), arm, config(study, seed))
+    path = folder / f'{name}-{seed}-{whole}.json'
     if not path.exists():
-        write_json(path, trial(study, name, seed, folder))
+        write_json(path, trial(study, name, arm, seed, folder))
     return json.loads(path.read_text())
 
 
@@ -337,27 +330,38 @@ def show(table):
         print(f'{arm:12}{cells[0]}{cells[1]:>28}{against}')
 
 
+def made(study, arms, folder):
+    "All trials of some arms, their table, and what they depend on"
+    jobs = [(name, arm, s) for s in study.seeds for name, arm in arms.items()]
+    trials = [kept(study, *job, folder) for job in tqdm(jobs, 'turns')]
+    table = summary(trials)
+    for other in {'window', 'state'} & set(arms):
+        pair = paired(trials, 'window_state', other, several)
+        table['window_state'][f'several_against_{other}'] = pair
+    show(table)
+    return dict(table=short(table), runs=trials, settings=asdict(study) | dict(calls=CALLS))
+
+
 def main():
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
     quick = p.parse_args().quick
-    study, arms, folder = Study(), tuple(ARMS), RUNS / 'turns'
+    small, folder = {}, RUNS / 'turns'
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as tmp:
         if quick:
             small = dict(seeds=(0, 1), budget=2000, cold_steps=9, num_heldout=4, eval_k=1)
-            study, arms, folder = replace(study, **small), ('mix', 'state'), Path(tmp)
-        jobs = [(arm, s) for s in study.seeds for arm in arms]
-        trials = [kept(study, *job, folder) for job in tqdm(jobs, 'turns')]
-    show(table := summary(trials))
-    last, first = (table['mix']['after'][i][0] for i in (-1, 0))
-    found = dict(name='turns', ratio=round(last / first, 3) if first else 0.0)
-    found |= dict(units='held-out avg@k after RL on the mix: four calls needed / one call')
-    settings = asdict(study) | dict(calls=CALLS, room=ROOM, quick=quick)
-    found |= dict(table=short(table), runs=trials, settings=settings)
-    print(json.dumps(found | dict(machine=machine_info())))
+            folder = Path(tmp)
+        arms = {k: ARMS[k] for k in ('mix', 'one_call')} if quick else ARMS
+        found = made(replace(Study(), **small), arms, folder)
+        seen = made(replace(Study(), views=SHOWN, **small), SEEN, folder)
+    last, first = (found['table']['mix']['after'][i][0] for i in (-1, 0))
+    found['settings']['quick'] = quick
+    head = dict(name='turns', ratio=round(last / first, 3) if first else 0.0)
+    head |= dict(units='held-out avg@k after RL on the mix: four calls needed / one call')
+    print(json.dumps(head | found | dict(views=seen, machine=machine_info())))
 
 
 if __name__ == '__main__':
