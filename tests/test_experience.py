@@ -449,7 +449,7 @@ def seen_of(samples):
 @pytest.mark.parametrize('sampling', ['adaptive', 'refill'])
 def test_what_is_asked_early_is_what_would_be_asked(sampling, engine):
     early, later_waves = 0, 0
-    for seed in range(100):
+    for seed in range(50):
         rng = random.Random(seed)
         cfg = config(
             sampling,

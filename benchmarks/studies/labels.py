@@ -290,8 +290,8 @@ def main():
             few = JudgeModelConfig(
                 num_pairs=64, sft_steps=4, rl_steps=1, num_heldout=24, num_groups=4
             )
-            small = dict(seeds=(0, 1), tuning=(100,), rates=(4e-4,), budget=2500, cold_steps=30)
-            study = replace(study, **small, num_heldout=8, eval_k=1, judges=few)
+            small = dict(seeds=(0, 1), tuning=(100,), rates=(4e-4,), budget=600, cold_steps=10)
+            study = replace(study, **small, num_heldout=4, eval_k=1, judges=few)
             arms, folder = ('bt', 'judge'), Path(tmp)
         found = measured(study, arms, str(folder), quick)
     print(json.dumps(found | dict(machine=machine_info())))
