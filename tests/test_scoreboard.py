@@ -249,6 +249,34 @@ def test_the_lead_with_noise_and_the_forks_found_follow_from_the_runs():
             assert row['recall_mean'][0] == pytest.approx(statistics.fmean(shares)), (task, arm)
 
 
+def test_the_tables_of_replay_follow_from_its_runs():
+    found = result('replay')
+    seeds = found['settings']['seeds']
+    of = {(r['arm'], r['seed']): r for r in found['runs']}
+    assert len(of) == len(found['runs']) == len(found['table']) * len(seeds)
+    wanted = []
+    for arm, row in found['table'].items():
+        wanted.append((row['after'], [100 * of[arm, s]['evals'][1] for s in seeds]))
+        gaps = [x for s in seeds for x in of[arm, s]['series']['gap']]
+        assert row['gap'] == pytest.approx(statistics.fmean(gaps), rel=1e-3), arm
+    for name, row in found['pairs'].items():
+        off, r3 = (name.replace('-', f'-{mode}-') for mode in ('off', 'R3'))
+        ends = [[100 * of[arm, s]['evals'][1] for arm in (r3, off)] for s in seeds]
+        wanted.append((row['final'], [a - b for a, b in ends]))
+        logs = []
+        for s in seeds:
+            live, replayed = (of[r3, s]['probes'][k]['k3'] for k in ('live', 'replayed'))
+            late = len(live) // 3
+            logs.append(math.log(sum(live[-late:]) / sum(replayed[-late:])))
+        wanted.append(([x and math.log(x) for x in row['k3_same_late']], logs))
+    for (mean, low, high), values in wanted:
+        assert mean == pytest.approx(statistics.fmean(values), rel=1e-3, abs=1e-3)
+        if len(seeds) > 1:
+            assert (high - low) / 2 == pytest.approx(half_width(values), rel=1e-2, abs=1e-2)
+        else:
+            assert low is high is None, 'one seed has no interval'
+
+
 def test_the_rule_is_that_of_the_page():
     "The page's own function on intervals on, beside and across the value"
     cells = json.loads(PAGE.read_text())['cells']

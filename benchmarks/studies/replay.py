@@ -57,7 +57,6 @@ ARMS = dict(  # rollout, replay, TIS
         ('fp8', 'R3', 'truncate'),
     ]
 )
-PAIRS = {a.replace('-R3', ''): (a, a.replace('R3', 'off')) for a in ARMS if '-R3-' in a}
 MIX = (('arithmetic', 1.0, 1.0),)
 BLOCK = 10  # steps whose means are kept
 KEPT = dict(
@@ -73,7 +72,7 @@ KEPT = dict(
 
 @dataclass(frozen=True)
 class Study:
-    seeds: tuple[int, ...] = tuple(range(3))
+    seeds: tuple[int, ...] = tuple(range(6))
     steps: int = 150
     cold_steps: int = 400
     num_heldout: int = 512
@@ -217,33 +216,50 @@ def thirds(values):
     return values[:n], values[-n:]
 
 
+def spread(values):
+    "Mean and interval; of one seed there is none"
+    return interval(values) if len(values) > 1 else [values[0], None, None]
+
+
 def mean_factor(pairs):
-    "Of paired numbers without and with replay: geometric mean and its interval"
-    return [math.exp(x) for x in interval([math.log(a / b) for a, b in pairs])]
+    "Of paired numbers without and with replay: geometric mean over seeds and its interval"
+    found = spread([math.log(a / b) for a, b in pairs])
+    return [x if x is None else math.exp(x) for x in found]
 
 
 def tables(runs, seeds):
+    "Of each arm, and of each pair of arms that differ by replay alone"
     of = {(r['arm'], r['seed']): r for r in runs}
-    table, pairs = {}, {}
-    for arm in ARMS:
-        mine = [of[arm, s] for s in seeds]
-        ends = {k: [100 * r['evals'][i] for r in mine] for i, k in enumerate(('before', 'after'))}
-        table[arm] = {k: interval(v) for k, v in ends.items()}
-        table[arm] |= {k: fmean(fmean(r['series'][k]) for r in mine) for k in KEPT}
-        table[arm]['collapses'] = sum(map(collapsed, mine))
-        for i, when in enumerate(('early', 'late')):
-            seen = [thirds(r['probes']['live']['agree'])[i] for r in mine]
-            table[arm][f'agree_{when}'] = fmean(map(fmean, seen))
-    for name, (r3, off) in PAIRS.items():
-        both = [(of[off, s], of[r3, s]) for s in seeds]
-        pairs[name] = dict(final=interval([100 * (b['evals'][1] - a['evals'][1]) for a, b in both]))
-        for k in ('gap', 'k3'):
-            pairs[name][k] = mean_factor([[fmean(r['series'][k]) for r in p] for p in both])
-            for i, when in enumerate(('early', 'late')):
-                probes = [r['probes'] for p in both for r in p]
-                seen = [[fmean(thirds(p[m][k])[i]) for m in ('live', 'replayed')] for p in probes]
-                pairs[name][f'{k}_same_{when}'] = mean_factor(seen)
+    table = {arm: row_of([of[arm, s] for s in seeds]) for arm in dict.fromkeys(a for a, _ in of)}
+    pairs = {}
+    for r3 in [arm for arm in table if '-R3-' in arm]:
+        both = [(of[r3.replace('R3', 'off'), s], of[r3, s]) for s in seeds]
+        pairs[r3.replace('-R3', '')] = pair_of(both)
     return table, pairs
+
+
+def row_of(mine):
+    ends = {k: [100 * r['evals'][i] for r in mine] for i, k in enumerate(('before', 'after'))}
+    row = {k: spread(v) for k, v in ends.items()}
+    row |= {k: fmean(fmean(r['series'][k]) for r in mine) for k in KEPT}
+    row['collapses'] = sum(map(collapsed, mine))
+    for i, when in enumerate(('early', 'late')):
+        row[f'agree_{when}'] = fmean(fmean(thirds(r['probes']['live']['agree'])[i]) for r in mine)
+    return row
+
+
+def pair_of(both):
+    "Learned more by; gaps of one run over those of the other; of the R3 run, looked at both ways"
+    row = dict(final=spread([100 * (b['evals'][1] - a['evals'][1]) for a, b in both]))
+    for k in ('gap', 'k3'):
+        row[k] = mean_factor([[fmean(r['series'][k]) for r in p] for p in both])
+        for i, when in enumerate(('early', 'late')):
+            seen = [
+                [fmean(thirds(r3['probes'][m][k])[i]) for m in ('live', 'replayed')]
+                for _, r3 in both
+            ]
+            row[f'{k}_same_{when}'] = mean_factor(seen)
+    return row
 
 
 def main():
