@@ -23,10 +23,10 @@ from dataclasses import replace
 from zero_variance import prepare as prepare_mix
 
 from compassrl.algo.zero_variance import ZeroVarianceConfig, repetition_penalty
-from compassrl.experience import requests_of
 from compassrl.judges.serial import SerialJudge
 from compassrl.loop import fit
 from compassrl.model.policy import Policy
+from compassrl.rollout.requests import requests_of
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.runs.data import load
 from compassrl.runs.facts import machine_info

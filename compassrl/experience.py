@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from .algo.advantages import zero_variance
 from compassrl.algo.zero_variance import (
@@ -23,7 +22,7 @@ from compassrl.algo.zero_variance import (
     token_advantages,
 )
 from .config import TrainConfig
-from .judges.serial import Judge
+from .judges.serial import Judge, sample_columns, task_rewards
 from compassrl.records import (
     Batch,
     Metrics,
@@ -35,16 +34,17 @@ from compassrl.records import (
     derive_seed,
 )
 from .rollout.partial import PartialResponses, drawn_mask
+from .rollout.requests import requests_of
+from .rollout.waves import Waves
 
 # %% auto #0
 __all__ = [
     'prompts_of_step',
-    'requests_of',
-    'task_rewards',
-    'sample_columns',
+    'tokens_left',
     'next_wave',
     'timed',
     'collect_parts',
+    'StepWaves',
     'collect_waves',
     'collect',
     'in_order',
@@ -70,72 +70,40 @@ def prompts_of_step(
     return out
 
 
-# %% ../nbs/03_experience.ipynb #dce6cfd5
-def requests_of(
-    prompts: list[Prompt],
-    num: Sequence[int],  # responses to each of them
-    asked: Counter[str],  # how many were asked before, by prompt id; these are added
-    params: SamplingParams,
-    *seed: object,  # what the randomness depends on beside prompt and index: run seed, step
-) -> list[Request]:  # a prompt's requests side by side, so that they share one prefill
-    "One wave of requests; a prompt's indices go on where they ended"
-    out = []
-    for p, n in zip(prompts, num):
-        for k in range(asked[p.id], asked[p.id] + n):
-            out.append(
-                Request(p.id, tuple(p.token_ids), k, derive_seed('rollout', *seed, p.id, k), params)
-            )
-        asked[p.id] += n
-    return out
-
-
-# %% ../nbs/03_experience.ipynb #940afe01
-def task_rewards(
-    samples: list[Sample],  # judged
-) -> tuple[Tensor, Tensor]:  # [B] fp32 before any shaping, [B] bool: the verifier gave a verdict
-    "What the verifiers said"
-    rewards = torch.tensor([s.verdict.reward for s in samples])
-    return rewards, torch.tensor([s.verdict.status not in ('failed', 'timeout') for s in samples])
-
-
-def sample_columns(
-    samples: list[Sample],  # judged
-    ids: Sequence[str],  # of the prompts, in the order of the groups
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [B] task rewards, groups, valid, response tokens
-    "Samples as the columns that the rollout stage decides by"
-    place = {id: i for i, id in enumerate(ids)}
-    rewards, valid = task_rewards(samples)
-    group, tokens = (
-        [f(s) for s in samples] for f in (lambda s: place[s.prompt_id], lambda s: len(drawn_ids(s)))
-    )
-    return rewards, torch.tensor(group), valid, torch.tensor(tokens)
-
-
 # %% ../nbs/03_experience.ipynb #10f0e92a
+def tokens_left(spent: Sequence[float], cfg: TrainConfig) -> float:
+    "Of growth's budget, after so many tokens in each wave: `token_budget` times the first wave"
+    return cfg.zero_variance.token_budget * spent[0] - sum(spent[1:])
+
+
 def next_wave(
     samples: list[Sample],  # judged, of all waves so far
-    asked: Counter[str],  # responses by prompt id, prompts in the order of the groups
-    spent: list[int],  # tokens generated in each wave
-    prompts: list[Prompt],  # all that there are
+    asked: Iterable[str],  # prompt ids, in the order of the groups
+    spent: Sequence[float],  # tokens generated in each wave
+    prompts: Iterable[Prompt],  # all that there are
     step: int,
     cfg: TrainConfig,
+    unseen: Mapping[str, float] | None = None,  # groups that run -> their tokens, at most
 ) -> list[tuple[str, int]]:  # prompt ids and how many more responses; [] = nothing is missing
-    "More for groups that are still silent (`adaptive`), or for other prompts (`refill`, DAPO)"
-    zv = cfg.zero_variance
-    if zv.sampling == 'uniform':
+    """More for groups that are still silent (`adaptive`), or for other prompts (`refill`, DAPO)
+
+    With `unseen`, a part of it: what is missing whatever these groups turn out to be."""
+    zv, asked = cfg.zero_variance, list(asked)
+    known = [id for id in asked if id not in (unseen or ())]
+    if zv.sampling == 'uniform' or not known:
         return []
-    rewards, group, valid, tokens = sample_columns(samples, asked)
+    rewards, group, valid, tokens = sample_columns(samples, known)
     if zv.sampling == 'adaptive':
-        more = growth(
-            rewards, group, valid, tokens, zv, zv.token_budget * spent[0] - sum(spent[1:])
-        )
-        return [(id, n) for id, n in zip(asked, more.tolist()) if n]
+        wanted = None if unseen is None else sum(unseen.values())
+        more = growth(rewards, group, valid, tokens, zv, tokens_left(spent, cfg), wanted)
+        return [(id, n) for id, n in zip(known, more.tolist()) if n]
     if len(spent) > zv.max_refills:
         return []
-    missing = cfg.prompts_per_step - int((~zero_variance(rewards, group, valid)).sum())
-    fresh = [p.id for p in prompts if p.id not in asked]
+    awake = int((~zero_variance(rewards, group, valid)).sum()) + len(unseen or ())
+    taken = set(asked)
+    fresh = [p.id for p in prompts if p.id not in taken]
     gen = torch.Generator().manual_seed(derive_seed(cfg.seed, 'refill', step, len(spent)))
-    order = torch.randperm(len(fresh), generator=gen)[: max(0, missing)]
+    order = torch.randperm(len(fresh), generator=gen)[: max(0, cfg.prompts_per_step - awake)]
     return [(fresh[i], cfg.group_size) for i in order.tolist()]
 
 
@@ -181,6 +149,56 @@ def collect_parts(
     return requests, samples, metrics
 
 
+# %% ../nbs/03_experience.ipynb #6b4ce170
+class StepWaves(Waves):
+    "What one step asks: the waves that `next_wave` decides by the verdicts of `judge`"
+
+    def __init__(
+        self,
+        prompts: list[Prompt],  # all that there are
+        step: int,  # 0-based
+        cfg: TrainConfig,
+        judge: Judge,
+        params: SamplingParams,
+    ) -> None:
+        # a pool that drops the longest of a group must not be asked for more of it meanwhile
+        super().__init__(judge.beside and not cfg.schedule.over_provision, params.max_tokens)
+        self.prompts, self.step, self.cfg = {p.id: p for p in prompts}, step, cfg
+        self.judge, self.params = judge, params
+        self.over = cfg.zero_variance.sampling == 'uniform'  # nothing is decided
+        self.asked: Counter[str] = Counter()  # responses, by prompt
+        self.flat: list[bool] = []  # by group, at the last decision
+        self.metrics: Metrics = dict(time_reward_s=0.0)
+        first = prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)
+        self.ask(0, [(p.id, cfg.group_size) for p in first])
+
+    def new(self, wave: list[tuple[str, int]]) -> list[Request]:
+        prompts, num = [self.prompts[id] for id, _ in wave], [n for _, n in wave]
+        return requests_of(prompts, num, self.asked, self.params, self.cfg.seed, self.step)
+
+    def take(self, s: Sample) -> None:
+        self.judge.start(s)
+        super().take(s)
+
+    def missing(
+        self,
+        samples: list[Sample],
+        groups: list[str],
+        spent: list[int],
+        unseen: Mapping[str, int] | None,
+    ) -> list[tuple[str, int]]:
+        if unseen and self.cfg.zero_variance.sampling == 'adaptive':
+            if sum(unseen.values()) > tokens_left(spent, self.cfg):
+                return []  # nothing can be certain
+        with timed(self.metrics, 'reward'):
+            self.judge.settle(samples)
+        if unseen is None:
+            self.flat = zero_variance(*sample_columns(samples, groups)[:3]).tolist()
+            self.metrics.setdefault('zero_variance_first_frac', sum(self.flat) / len(self.flat))
+        prompts = self.prompts.values()
+        return next_wave(samples, groups, spent, prompts, self.step, self.cfg, unseen)
+
+
 # %% ../nbs/03_experience.ipynb #6d1b2c70
 def collect_waves(
     rollout: RolloutEngine,
@@ -191,32 +209,25 @@ def collect_waves(
     params: SamplingParams,
 ) -> tuple[list[Request], list[Sample], Metrics]:
     "Wave after wave; settled only where the next one depends on the rewards"
-    by_id = {p.id: p for p in prompts}
-    asked, requests, samples, spent = Counter(), [], [], []
-    metrics: Metrics = dict(time_reward_s=0.0)
-    first = prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)
-    wave = [(p.id, cfg.group_size) for p in first]
-    while wave:
-        ids, num = zip(*wave)
-        new = requests_of([by_id[i] for i in ids], num, asked, params, cfg.seed, step)
-        requests += new
+    waves = StepWaves(prompts, step, cfg, judge, params)
+    requests, samples, metrics = waves.requests, waves.samples, waves.metrics
+    while waves.ready:
         with timed(metrics, 'rollout'):
-            for s in rollout.generate(new):
-                judge.start(s)
-                samples.append(s)
-        spent.append(sum(len(drawn_ids(s)) for s in samples) - sum(spent))
-        if cfg.zero_variance.sampling == 'uniform':
-            break
-        with timed(metrics, 'reward'):
-            judge.settle(samples)
-        flat = zero_variance(*sample_columns(samples, asked)[:3])
-        metrics.setdefault('zero_variance_first_frac', float(flat.float().mean()))
-        wave = next_wave(samples, asked, spent, prompts, step, cfg)
-    counts = dict(tokens=sum(spent), waves=len(spent), prompts=len(asked))
-    metrics |= {k: float(n) for k, n in counts.items()}
+            for s in rollout.generate(waves if waves.joins else list(waves)):
+                waves.take(s)
+        if not waves.ready:
+            waves.decide()
+    if waves.joins:  # it waited for verdicts inside of `generate`
+        metrics['time_rollout_s'] -= metrics['time_reward_s']
+    metrics |= dict(
+        tokens=float(sum(waves.spent)),
+        waves=float(len(waves.spent)),
+        prompts=float(len(waves.asked)),
+        early_frac=waves.early / len(requests),
+    )
     if cfg.zero_variance.sampling == 'refill':
         # what is silent is thrown away, unless everything is
-        kept = {id for id, f in zip(asked, flat.tolist()) if not f} or set(asked)
+        kept = {id for id, f in zip(waves.asked, waves.flat) if not f} or set(waves.asked)
         requests, samples = ([x for x in xs if x.prompt_id in kept] for xs in (requests, samples))
     return requests, samples, metrics
 

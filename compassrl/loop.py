@@ -32,22 +32,10 @@ from .rollout.partial import PartialResponses
 from .train.guards import Guard
 
 # %% auto #0
-__all__ = ['Stop', 'RunHooks', 'counted', 'loss_of', 'unmoved', 'train_step', 'fit']
+__all__ = ['counted', 'loss_of', 'unmoved', 'train_step', 'Stop', 'RunHooks', 'fit']
 
 
 # %% ../nbs/04_loop.ipynb #3650f67c
-class Stop(KeyboardInterrupt):
-    "The run ends here, between two steps"
-
-
-class RunHooks(Protocol):
-    "What the loop tells the run"
-
-    def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch) -> None:
-        "After `step` steps; samples in the order of the batch's rows. May raise Stop"
-        ...
-
-
 def counted(
     weights: Iterable[tuple[str, Tensor]], metrics: Metrics
 ) -> Iterator[tuple[str, Tensor]]:
@@ -122,6 +110,18 @@ def train_step(
 
 
 # %% ../nbs/04_loop.ipynb #f22472b0
+class Stop(KeyboardInterrupt):
+    "The run ends here, between two steps"
+
+
+class RunHooks(Protocol):
+    "What the loop tells the run"
+
+    def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch) -> None:
+        "After `step` steps; samples in the order of the batch's rows. May raise Stop"
+        ...
+
+
 def fit(
     cfg: TrainConfig,
     prompts: list[Prompt],

@@ -13,18 +13,10 @@ from hypothesis import strategies as st
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
-from compassrl.experience import (
-    collect,
-    grade,
-    in_order,
-    next_wave,
-    prompts_of_step,
-    requests_of,
-    sample_columns,
-    task_rewards,
-)
-from compassrl.judges.serial import Judge, SerialJudge, judge_sample
+from compassrl.experience import collect, grade, in_order, next_wave, prompts_of_step
+from compassrl.judges.serial import Judge, SerialJudge, judge_sample, sample_columns, task_rewards
 from compassrl.records import Prompt, RolloutEngine, Sample, SamplingParams, Verdict, collate
+from compassrl.rollout.requests import requests_of
 
 TOKENIZER = build_tokenizer()
 ZERO, ONE = encode(TOKENIZER, '01')
@@ -391,3 +383,131 @@ def test_each_sample_is_started_once_and_settled_only_if_the_next_wave_needs_it(
         )
     else:
         assert settled == list(itertools.accumulate(map(len, engine.waves))) and len(settled) > 1
+
+
+# ---- waves that do not wait for each other
+
+
+class Slots(RolloutEngine):
+    "Draws in a few slots; a response takes as many passes as it has tokens"
+
+    def __init__(self, slots, seed):
+        self.slots, self.seed, self.asked = slots, seed, []
+
+    def generate(self, requests, whole_groups=False):
+        waiting, left = iter(requests), {}
+        while True:
+            for r in itertools.islice(waiting, self.slots - len(left)):
+                self.asked.append((r.prompt_id, r.index))
+                left[r] = self.answer(r)
+            if not left:
+                return
+            for r, s in list(left.items()):
+                s.timings['left'] = s.timings.get('left', len(s.response_ids)) - 1
+                if not s.timings['left']:
+                    yield left.pop(r)
+
+    def answer(self, r):
+        rng = random.Random(f'{self.seed}/{r.seed}')
+        right = rng.random() < random.Random(f'{self.seed}/{r.prompt_id}').choice(
+            [0, 0, 0.1, 0.9, 1]
+        )
+        ids = [ONE] if right else [ZERO] * rng.choice([1, 2, 5])
+        zeros = torch.zeros(len(ids) + 1)
+        return Sample(
+            r.prompt_id, r.index, [2], [*ids, EOS_ID], zeros, None, None, 'stop', 0, timings={}
+        )
+
+
+class Beside(SerialJudge):
+    "Has its verdicts when it is asked, as one that works beside the rollout"
+
+    beside = True
+
+
+class Stubborn(Slots):
+    "Reads all requests before it draws"
+
+    def generate(self, requests, whole_groups=False):
+        yield from super().generate(list(requests))
+
+
+def step_of(cfg, seed, judge=Beside, engine=Slots, slots=16, **kw):
+    prompts, engine = questions(72), engine(slots, seed)
+    judge = judge(prompts, TOKENIZER, EOS_ID)
+    requests, samples, m = collect(engine, prompts, 0, cfg, judge, EOS_ID)
+    judge.settle(samples)
+    return engine, in_order(requests, samples), m
+
+
+def seen_of(samples):
+    return [(s.prompt_id, s.index, s.response_ids, s.verdict) for s in samples]
+
+
+@pytest.mark.parametrize('engine', [Slots, Stubborn])
+@pytest.mark.parametrize('sampling', ['adaptive', 'refill'])
+def test_what_is_asked_early_is_what_would_be_asked(sampling, engine):
+    early, later_waves = 0, 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        cfg = config(
+            sampling,
+            token_budget=rng.choice([0.3, 1.5, 2.0]),
+            max_group_size=rng.choice([8, 32, 32]),
+            max_refills=rng.choice([1, 3]),
+        )
+        cfg = replace(cfg, rollout=replace(cfg.rollout, max_tokens=6))
+        slots = rng.choice([3, 16, 400])
+        _, want, m = step_of(cfg, seed, SerialJudge, engine, slots)
+        _, found, n = step_of(cfg, seed, Beside, engine, slots)
+        assert seen_of(found) == seen_of(want)
+        shared = 'tokens', 'waves', 'prompts', 'zero_variance_first_frac'
+        assert {k: n[k] for k in shared} == {k: m[k] for k in shared}
+        assert m['early_frac'] == 0
+        early += n['early_frac'] > 0
+        later_waves += n['waves'] > 2
+    assert early > 10 and later_waves > 10
+
+
+def test_an_early_wave_fills_the_slots_that_the_last_one_leaves():
+    cfg = config('adaptive', token_budget=3.0)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, max_tokens=6))
+    engine, samples, m = step_of(cfg, 3)
+    first = cfg.prompts_per_step * cfg.group_size
+    drawn = [(s.prompt_id, s.index) for s in samples]
+    assert sorted(engine.asked) == sorted(drawn) and m['early_frac'] > 0
+    again, _, _ = step_of(cfg, 3)
+    assert again.asked == engine.asked, 'in an order that does not hang on the clock'
+    patient, _, _ = step_of(cfg, 3, SerialJudge)
+    assert patient.asked[:first] == engine.asked[:first]
+    assert patient.asked != engine.asked
+
+
+class Noting(Beside):
+    "Notes who ended last whenever it is asked for verdicts"
+
+    def start(self, sample):
+        self.newest = sample.prompt_id
+
+    def settle(self, samples):
+        samples = list(samples)
+        early = 48 > len(samples)  # before the first wave has come
+        assert not (early and self.newest in {s.prompt_id for s in samples}), 'give it time'
+        self.early = getattr(self, 'early', 0) + early
+        super().settle(samples)
+
+
+def test_nobody_waits_for_the_verdict_of_a_response_that_has_just_ended():
+    cfg = config('refill')
+    prompts = questions(72)
+    judge = Noting(prompts, TOKENIZER, EOS_ID)
+    collect(Slots(16, 3), prompts, 0, cfg, judge, EOS_ID)
+    assert judge.early > 3
+
+
+def test_a_pool_that_drops_the_longest_is_not_asked_early():
+    cfg = config('adaptive', token_budget=3.0)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, max_tokens=6))
+    schedule = replace(cfg.schedule, over_provision=0.5)
+    dropping = replace(cfg, rollout_engine='pool', schedule=schedule)
+    assert step_of(cfg, 3)[2]['early_frac'] > 0 == step_of(dropping, 3)[2]['early_frac']

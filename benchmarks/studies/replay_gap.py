@@ -21,10 +21,10 @@ from _runner import RUNS, Study, cold_started, interval, prompts_of, rounded
 from _tables import flags
 
 from compassrl.algo.engine_gap import discrepancy
-from compassrl.experience import requests_of
 from compassrl.model.policy import Policy
 from compassrl.records import collate
 from compassrl.rollout.fp8 import Fp8Rollout
+from compassrl.rollout.requests import requests_of
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.runs.facts import machine_info
 from compassrl.train.torch_engine import TorchTrain

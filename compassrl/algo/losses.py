@@ -30,7 +30,6 @@ from ..settings import at_least, between, check, one_of
 # %% auto #0
 __all__ = [
     'Aggregation',
-    'PerToken',
     'policy_losses',
     'policy_loss',
     'LossConfig',
@@ -50,7 +49,7 @@ Aggregation = Literal[
     'seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum-norm', 'seq-mean-token-sum'
 ]
 # (log_probs, old_log_probs, advantages, mask, cfg[, own]) -> loss per token, sums
-PerToken = TypeVar('PerToken', bound=Callable[..., Any])
+_PerToken = TypeVar('_PerToken', bound=Callable[..., Any])
 policy_losses: Losses = Losses(espo='compassrl.algo.espo')
 
 
@@ -60,10 +59,10 @@ def policy_loss(
     kl_aggregation: Aggregation | None = None,  # of the KL term; None = as the loss
     clip: tuple[float, float] = (0.2, 0.2),  # its paper's clip_eps_low and clip_eps_high
     config: type[Any] | None = None,  # dataclass of settings that are its own: the last argument
-) -> Callable[[PerToken], PerToken]:
+) -> Callable[[_PerToken], _PerToken]:
     "Decorator: enters a loss into `policy_losses` under its own name"
 
-    def add(fn: PerToken) -> PerToken:
+    def add(fn: _PerToken) -> _PerToken:
         fn.needs, fn.aggregation, fn.clip, fn.config = needs, aggregation, clip, config
         fn.kl_aggregation = kl_aggregation
         policy_losses[fn.__name__] = fn

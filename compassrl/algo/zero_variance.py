@@ -99,9 +99,11 @@ def growth(
     tokens: Tensor,  # [B] response tokens, which predict the cost of more
     cfg: ZeroVarianceConfig,  # sampling, max_group_size
     budget: float,  # tokens that may still be spent
+    unseen: float | None = None,  # tokens that groups which are not here may want; None = all are
 ) -> Tensor:  # [P] int64, groups in ascending order of their id: how many more responses each gets
     """Doubles flat groups while the expected tokens fit the budget: those that earn least first, of
-    these the cheapest. Groups that earn most wait until no other can grow
+    these the cheapest. Groups that earn most wait until no other can grow. With `unseen`, only what
+    is certain whatever the others turn out to be
 
     Ours; in the paper all groups have one larger N."""
     s = group_stats(rewards, group, valid)
@@ -112,15 +114,18 @@ def growth(
     # as much again as the group has cost so far
     cost = torch.zeros_like(s.num).index_add(0, s.index, tokens.double())
     # without verdicts, more samples are no remedy
-    may = s.flat & (s.num >= 2) & (2 * size <= cfg.max_group_size)
-    may &= cost <= budget
+    wants = s.flat & (s.num >= 2) & (2 * size <= cfg.max_group_size)
+    may = wants & (cost <= budget)
     most = s.mean[may].max() if may.any() else 0.0
-    if (others := may & (s.mean < most - tolerance)).any():
+    others = may & (s.mean < most - tolerance)
+    if unseen is not None or others.any():
         may = others
     earned = s.mean.tolist()
-    for g in sorted(may.nonzero().flatten().tolist(), key=lambda g: (earned[g], cost[g])):
-        if cost[g] <= budget:
-            more[g], budget = size[g], budget - float(cost[g])
+    for g in sorted(wants.nonzero().flatten().tolist(), key=lambda g: (earned[g], cost[g])):
+        if may[g] and cost[g] + (unseen or 0.0) <= budget:
+            more[g] = size[g]
+        if more[g] or unseen is not None:  # who comes first may get its share yet
+            budget -= float(cost[g])
     return more
 
 

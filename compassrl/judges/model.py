@@ -55,6 +55,7 @@ class GenRMJudge(Judge):
         self.asked, self.lock = Counter(), threading.Lock()
         self.waiting, self.batches = deque(), []
         self.threads: ThreadPoolExecutor | None = ThreadPoolExecutor(batches) if batches else None
+        self.beside = bool(batches) and all(p.answer for p in self.prompts.values())
 
     def start(self, sample: Sample) -> None:
         if not self.threads or not self.prompts[sample.prompt_id].answer:
@@ -125,6 +126,7 @@ class JudgePerPrompt(Judge):
 
     def __init__(self, model: GenRMJudge, verifying: Judge) -> None:
         self.judges: tuple[GenRMJudge, Judge] = model, verifying
+        self.beside = all(j.beside for j in self.judges)
 
     def _of(self, s):
         return self.judges[s.prompt_id not in self.judges[0].prompts]

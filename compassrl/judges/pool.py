@@ -46,6 +46,7 @@ class RewardPool(Judge):
     Raises ValueError for a verifier that has no module, and for programs where nothing isolates
     them, unless the config says `unsafe`."""
 
+    beside = True
     of: tuple[Tokenizer, int | tuple[int, ...]]
     cfg: RewardConfig
     count: int

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
+from ..algo.zero_variance import drawn_ids
 from ..data.tasks import verifiers, verify
 from ..data.tokenizer import response_text
 from . import genrm
@@ -29,6 +32,8 @@ __all__ = [
     'record_verdict',
     'judge_sample',
     'SerialJudge',
+    'task_rewards',
+    'sample_columns',
 ]
 
 
@@ -80,6 +85,8 @@ class RewardConfig:
 
 class Judge:
     "Gives each sample its verdict, reward and timings. Every judge has its own `settle`"
+
+    beside: bool = False  # does it judge while the rollout goes on?
 
     def start(self, sample: Sample) -> None:
         "It has ended: begin to judge it; never waits"
@@ -153,3 +160,25 @@ class SerialJudge(Judge):
         for s in samples:
             if s.verdict is None:
                 judge_sample(s, self.prompts[s.prompt_id], *self.of)
+
+
+# %% ../../nbs/judges/05_serial.ipynb #6f4ea81c
+def task_rewards(
+    samples: list[Sample],  # judged
+) -> tuple[Tensor, Tensor]:  # [B] fp32 before any shaping, [B] bool: the verifier gave a verdict
+    "What the verifiers said"
+    rewards = torch.tensor([s.verdict.reward for s in samples])
+    return rewards, torch.tensor([s.verdict.status not in ('failed', 'timeout') for s in samples])
+
+
+def sample_columns(
+    samples: list[Sample],  # judged
+    ids: Sequence[str],  # of the prompts, in the order of the groups
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [B] task rewards, groups, valid, response tokens
+    "Samples as the columns that the rollout stage decides by"
+    place = {id: i for i, id in enumerate(ids)}
+    rewards, valid = task_rewards(samples)
+    group, tokens = (
+        [f(s) for s in samples] for f in (lambda s: place[s.prompt_id], lambda s: len(drawn_ids(s)))
+    )
+    return rewards, torch.tensor(group), valid, torch.tensor(tokens)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # %% auto #0
-__all__ = ['Place', 'Server', 'place', 'Layout', 'layout', 'span', 'plot_layout']
+__all__ = ['Place', 'place', 'Server', 'Layout', 'layout', 'span', 'plot_layout']
 
 
 # %% ../../nbs/launch/01_layout.ipynb #045d95f3
@@ -45,15 +45,6 @@ class Place:
     @property
     def num_layers(self) -> int:
         return sum(map(len, self.layers))
-
-
-@dataclass(frozen=True)
-class Server:
-    "A vLLM server that the run starts on GPUs that do not train"
-
-    index: int
-    gpus: range  # counted through all nodes
-    node: int  # of the first one
 
 
 # %% ../../nbs/launch/01_layout.ipynb #22fcf9b9
@@ -100,6 +91,15 @@ def place(
 
 
 # %% ../../nbs/launch/01_layout.ipynb #c6d4717d
+@dataclass(frozen=True)
+class Server:
+    "A vLLM server that the run starts on GPUs that do not train"
+
+    index: int
+    gpus: range  # counted through all nodes
+    node: int  # of the first one
+
+
 @dataclass(frozen=True)
 class Layout:
     "Every rank's place, and the rollout servers on the GPUs after them"

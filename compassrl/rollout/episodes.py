@@ -21,7 +21,7 @@ from .partial import drawn_mask
 __all__ = ['Tool', 'joined', 'answered', 'Turns', 'Episodes']
 
 
-# %% ../../nbs/rollout/11_episodes.ipynb #f5211880
+# %% ../../nbs/rollout/11_episodes.ipynb #492488d7
 class Tool(Protocol):
     "What stands between a rollout engine and a tool: token ids in, token ids out"
 

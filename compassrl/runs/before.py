@@ -19,9 +19,10 @@ import torch
 from ..algo.losses import policy_losses
 from ..algo.zero_variance import rightness, screen
 from ..config import TrainConfig, read_run_config
-from ..experience import requests_of, sample_columns
 from ..files import read_data
+from ..judges.serial import sample_columns
 from ..records import RolloutEngine
+from ..rollout.requests import requests_of
 from .curves import read_metrics
 from .facts import machine_info
 from .log import Progress, check_rows, say, write_json

@@ -23,11 +23,11 @@ from ..data.chat import ChatTemplate
 from ..data.duplicates import repeats
 from ..data.prompts import load_data
 from ..data.tokenizer import byte_tokenizer, response_text
-from ..experience import requests_of
 from ..files import read_data
 from ..judges.genrm import GenRMConfig
 from ..judges.model import make_judge
 from ..judges.own_reward import own_reward
+from ..rollout.requests import requests_of
 from .choose import DistillConfig, chosen, data_row, stats_line
 from compassrl.runs.data import (
     Data,

@@ -374,6 +374,29 @@ def law_growth(z):
     check()
 
 
+def law_certain(z):
+    "What grows while some groups run, grows whatever they turn out to be"
+    cfg, found = ZeroVarianceConfig('adaptive', max_group_size=8), 0
+    for seed in range(1500):
+        r, rows = rnd.Random(seed), []
+        for g in range(r.randint(3, 8)):
+            kind = r.choice([[0.0], [0.0], [0.5], [1.0], [0.0, 1.0]])
+            tokens = r.randint(1, 5)
+            rows += [(g, r.choice(kind), tokens) for _ in range(r.choice([2, 4, 8]))]
+        group, raw, tokens = (torch.tensor(c) for c in zip(*rows))
+        running = {g for g in range(group.max()) if r.random() < 0.4}
+        here = torch.tensor([g not in running for g in group.tolist()])
+        budget, more = r.uniform(0, 50), r.choice([0, 0, 20])
+        unseen = float(tokens[~here].sum()) + r.choice([0, 9])
+        seen = group[here], raw[here], tokens[here]
+        early = z.growth(seen[1], seen[0], None, seen[2], cfg, budget, unseen).tolist()
+        final = z.growth(raw, group, None, tokens, cfg, budget + more).tolist()
+        ids = sorted(set(seen[0].tolist()))
+        found += sum(n > 0 for n in early)
+        assert all(final[g] == n for g, n in zip(ids, early) if n)
+    assert found > 100
+
+
 LAWS = [
     law_loop,
     law_order,
@@ -384,6 +407,7 @@ LAWS = [
     law_sign,
     law_shape,
     law_growth,
+    law_certain,
 ]
 
 
@@ -475,18 +499,23 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
         one_ngram_short=('range(len(ids)-n+1)', 'range(len(ids)-n)'),
     ),
     law_growth: dict(
-        grows_live_groups=('may = s.flat & ', 'may = '),
+        grows_live_groups=('wants = s.flat & ', 'wants = '),
         grows_without_verdicts=('(s.num>=2) & ', ''),
         grows_beyond_the_cap=('2*size<=cfg', 'size<=cfg'),
-        never_pays=('more[g],budget = size[g],budget-float(cost[g])', 'more[g] = size[g]'),
-        overdraws=('cost[g]<=budget', 'budget>0'),
+        never_pays=('budget -= float(cost[g])', 'pass'),
+        overdraws=('cost[g]+(unseen or 0.0)<=budget', 'budget>0'),
         in_order_of_id=('key=lambda g: (earned[g], cost[g])', 'key=lambda g: g'),
         solved_first=('(earned[g], cost[g])', '(-earned[g], cost[g])'),
         dearest_first=('(earned[g], cost[g])', '(earned[g], -cost[g])'),
         cheapest_of_all=('(earned[g], cost[g])', 'cost[g]'),
-        solved_do_not_wait=('if (others := may & (s.mean<most-tolerance)).any(): may = others', ''),
-        who_cannot_pay_holds_up_others=('may &= cost<=budget', ''),
+        solved_do_not_wait=('if unseen is not None or others.any(): may = others', ''),
+        who_cannot_pay_holds_up_others=('may = wants & (cost<=budget)', 'may = wants'),
         grows_anyway=("if cfg.sampling!='adaptive': return more", ''),
+    ),
+    law_certain: dict(
+        others_cost_nothing=('(unseen or 0.0)', '0.0'),
+        who_comes_first_pays_nothing=('if more[g] or unseen is not None:', 'if more[g]:'),
+        the_best_may_be_missing=('if unseen is not None or others.any():', 'if others.any():'),
     ),
 }
 
