@@ -46,20 +46,13 @@ from compassrl.train.routes import routes_agreement
 from compassrl.train.sft import cold_start
 from compassrl.train.torch_engine import TorchTrain, packed_states, score_response
 
-ARMS = dict(  # rollout, replay, TIS
-    (f'{r}-{m}-{t}', (r, m, t))
-    for r, m, t in [
-        ('bfloat16', 'off', 'off'),
-        ('bfloat16', 'R3', 'off'),
-        ('fp8', 'off', 'off'),
-        ('fp8', 'R3', 'off'),
-        ('fp8', 'off', 'truncate'),
-        ('fp8', 'R3', 'truncate'),
-    ]
-)
+ARMS = """
+bfloat16-off-off bfloat16-R3-off fp8-off-off fp8-R3-off fp8-off-truncate fp8-R3-truncate
+""".split()  # rollout, replay, TIS
 PARTS = ('fp8', 'bfloat16', 'fp8'), ('replay', 'off', 'R3'), ('tis', 'off', 'truncate')
 MIX = (('arithmetic', 1.0, 1.0),)
 BLOCK = 10  # steps whose means are kept
+GAPS = 'gap', 'k3', 'f2'
 KEPT = dict(
     gap='rollout_train_gap',
     k3='rollout_train_k3',
@@ -82,7 +75,7 @@ class Study:
 
 
 def config(study, arm, seed):
-    rollout, mode, tis = ARMS[arm]
+    rollout, mode, tis = arm.split('-')
     base = tiny_cpu()
     shape = dict(num_hidden_layers=3, num_experts=16, num_experts_per_tok=4, hidden_size=48)
     shape |= dict(moe_intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
@@ -140,7 +133,7 @@ class Probed(TorchTrain):
                 agree.append(same[part.routes_valid[part.token_mask]])
             found = discrepancy(replace(batch, old_log_probs=old))
             agree = torch.cat(agree)
-            out[name] = {k: found[KEPT[k]] for k in ('gap', 'k3', 'f2')}
+            out[name] = {k: found[KEPT[k]] for k in GAPS}
             out[name] |= dict(agree=float(agree.mean()), whole=float((agree == 1).float().mean()))
         return out
 
@@ -218,15 +211,9 @@ def thirds(values):
     return values[:n], values[-n:]
 
 
-def spread(values):
-    "Mean and interval; of one seed there is none"
-    return interval(values) if len(values) > 1 else [values[0], None, None]
-
-
 def mean_factor(pairs):
     "Of paired numbers without and with replay: geometric mean over seeds and its interval"
-    found = spread([math.log(a / b) for a, b in pairs])
-    return [x if x is None else math.exp(x) for x in found]
+    return [math.exp(x) for x in interval([math.log(a / b) for a, b in pairs])]
 
 
 def tables(runs, seeds):
@@ -247,17 +234,20 @@ def differences(runs, seeds):
     for i, (name, base, other) in enumerate(PARTS):
         found = {}
         for arm in [a for a in ARMS if a.split('-')[i] == other]:
-            without = '-'.join(base if j == i else x for j, x in enumerate(arm.split('-')))
+            parts = arm.split('-')
+            without = '-'.join([*parts[:i], base, *parts[i + 1 :]])
             if without in ARMS:
                 found[arm] = [ends[arm, s] - ends[without, s] for s in seeds]
         found['all'] = [fmean(x) for x in zip(*found.values())]
-        out[name] = {arm: spread(v) for arm, v in found.items()}
+        out[name] = {arm: interval(v) for arm, v in found.items()}
     return out
 
 
 def row_of(mine):
-    ends = {k: [100 * r['evals'][i] for r in mine] for i, k in enumerate(('before', 'after'))}
-    row = {k: spread(v) for k, v in ends.items()}
+    row = {
+        k: interval([100 * r['evals'][i] for r in mine]) for i, k in enumerate(('before', 'after'))
+    }
+    row['gain'] = interval([100 * (r['evals'][1] - r['evals'][0]) for r in mine])
     row |= {k: fmean(fmean(r['series'][k]) for r in mine) for k in KEPT}
     row['collapses'] = sum(map(collapsed, mine))
     for i, when in enumerate(('early', 'late')):
@@ -267,9 +257,8 @@ def row_of(mine):
 
 def pair_of(both):
     "Gaps of one run over those of the other; of the R3 run, looked at both ways"
-    row = {}
-    for k in ('gap', 'k3'):
-        row[k] = mean_factor([[fmean(r['series'][k]) for r in p] for p in both])
+    row = {k: mean_factor([[fmean(r['series'][k]) for r in p] for p in both]) for k in GAPS[:2]}
+    for k in GAPS[:2]:
         for i, when in enumerate(('early', 'late')):
             seen = [
                 [fmean(thirds(r3['probes'][m][k])[i]) for m in ('live', 'replayed')]
@@ -291,9 +280,11 @@ def main():
         print(f'{arm:18} {row["before"][0]:5.1f} {row["after"][0]:5.1f} {row["gap"]:.2e}')
     found = dict(name='replay', ratio=round(pairs['fp8-off']['gap'][0], 3))
     found |= dict(units='mean gap of FP8 runs without replay / with R3', table=rounded(table))
-    found |= dict(pairs=rounded(pairs), differences=rounded(differences(runs, study.seeds)))
-    found |= dict(runs=runs)
-    settings = asdict(study) | dict(task=MIX, block=BLOCK, quick=a.quick)
+    apart = differences(runs, study.seeds)
+    found |= dict(pairs=rounded(pairs), differences=rounded(apart), runs=runs)
+    cfg, settings = config(study, ARMS[0], 0), asdict(study)
+    settings |= dict(prompts=cfg.prompts_per_step, group=cfg.group_size, task=MIX, block=BLOCK)
+    settings |= dict(updates=cfg.optim.num_mini_batches, quick=a.quick)
     print(json.dumps(found | dict(settings=settings, machine=machine_info())))
 
 
