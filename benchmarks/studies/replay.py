@@ -12,7 +12,7 @@ step is looked at twice before its updates, with live routers and with the rollo
 whatever the arm trains with. Held-out rates are those of the trained weights in float32. The
 learning rate is the first that was tried, on seed 100, which is not among those compared.
 Last line: one JSON object; `ratio` is the mean gap of FP8 runs without replay over that with R3.
-usage: make study NAME=replay, python benchmarks/studies/replay.py [--processes 2] [--quick]
+usage: make study NAME=replay, python benchmarks/studies/replay.py [--seeds 0 1 ..] [--quick]
 """
 
 import json
@@ -269,10 +269,10 @@ def pair_of(both):
 
 
 def main():
-    a = flags(__doc__)
-    study = Study()
+    a = flags(__doc__, Study.seeds)
+    study = Study(tuple(a.seeds))
     with tempfile.TemporaryDirectory() as folder:
-        small = Study((0, 1), 4, 9, 8, 1)
+        small = Study((0, 1), 4, cold_steps=9, num_heldout=8, eval_k=1)
         path, study = (Path(folder), small) if a.quick else (RUNS / 'replay', study)
         runs = run_all(study, path, 0 if a.quick else a.processes)
     table, pairs = tables(runs, study.seeds)
