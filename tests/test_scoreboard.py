@@ -1,6 +1,7 @@
 "nbs/scoreboard.yml, its page and README's tables against the stored results, computed again here"
 
 import importlib
+import itertools
 import json
 import math
 import re
@@ -299,6 +300,44 @@ def test_the_table_of_labels_follows_from_its_runs():
                 )
     for arm in ('oracle', 'oracle_labels'):
         assert found['table'][arm]['inverted'][0] == 0
+
+
+def test_the_tables_of_replay_follow_from_its_runs():
+    found = result('replay')
+    seeds = found['settings']['seeds']
+    of = {(r['arm'], r['seed']): r for r in found['runs']}
+    assert len(of) == len(found['runs']) == len(found['table']) * len(seeds)
+    wanted = []
+    changes = dict(fp8=('fp8-', 'bfloat16-'), replay=('-R3-', '-off-'), tis=('-truncate', '-off'))
+    for arm, row in found['table'].items():
+        first, last = ([100 * of[arm, s]['evals'][i] for s in seeds] for i in (0, 1))
+        wanted += [(row['after'], last), (row['gain'], [b - a for a, b in zip(first, last)])]
+        gaps = [x for s in seeds for x in of[arm, s]['series']['gap']]
+        assert row['gap'] == pytest.approx(statistics.fmean(gaps), rel=1e-3), arm
+        rewards = [of[arm, s]['series']['reward'] for s in seeds]
+        falls = sum(any(b < a / 2 for a, b in itertools.combinations(r, 2)) for r in rewards)
+        assert row['collapses'] == falls, arm
+    for name, part in found['differences'].items():
+        new, old = changes[name]
+        each = []
+        for arm, row in part.items():
+            if arm != 'all':
+                other = arm.replace(new, old)
+                ends = [[100 * of[a, s]['evals'][1] for a in (arm, other)] for s in seeds]
+                each.append([a - b for a, b in ends])
+                wanted.append((row, each[-1]))
+        wanted.append((part['all'], [statistics.fmean(x) for x in zip(*each)]))
+    for name, row in found['pairs'].items():
+        r3 = name.replace('-', '-R3-')
+        logs = []
+        for s in seeds:
+            live, replayed = (of[r3, s]['probes'][k]['k3'] for k in ('live', 'replayed'))
+            late = len(live) // 3
+            logs.append(math.log(sum(live[-late:]) / sum(replayed[-late:])))
+        wanted.append((list(map(math.log, row['k3_same_late'])), logs))
+    for (mean, low, high), values in wanted:
+        assert mean == pytest.approx(statistics.fmean(values), rel=1e-3, abs=1e-3)
+        assert (high - low) / 2 == pytest.approx(half_width(values), rel=1e-2, abs=1e-2)
 
 
 def test_the_rule_is_that_of_the_page():

@@ -1,0 +1,292 @@
+"""What do router replay and TIS change while a policy learns, with rollouts in bfloat16 and in FP8?
+
+A policy of 3 layers with 16 experts, 4 per token, learns sums of two digits by GRPO: 8
+prompts of 8 responses and 4 updates a step, equal steps in all arms. The trainer computes in
+float32. FP8: weights 128x128, activations 1x128, emulated; the rest in bfloat16. An arm is named by
+rollout, replay and TIS:
+
+bfloat16-off-off  bfloat16-R3-off  fp8-off-off  fp8-R3-off  fp8-off-truncate  fp8-R3-truncate
+
+All runs begin with the weights of one cold start; a seed draws prompts and responses. Every tenth
+step is looked at twice before its updates, with live routers and with the rollout's routes,
+whatever the arm trains with. Held-out rates are those of the trained weights in float32. The
+learning rate is the first that was tried, on seed 100, which is not among those compared.
+Last line: one JSON object; `ratio` is the mean gap of FP8 runs without replay over that with R3.
+usage: make study NAME=replay, python benchmarks/studies/replay.py [--seeds 0 1 ..] [--quick]
+"""
+
+import json
+import math
+import multiprocessing
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from _runner import OFF, RUNS, digest, interval, prompts_of, rounded
+from _tables import flags
+from tqdm import tqdm
+
+from compassrl.algo.engine_gap import discrepancy
+from compassrl.algo.losses import LossConfig
+from compassrl.data.tokenizer import build_tokenizer
+from compassrl.loop import fit
+from compassrl.model.policy import Policy
+from compassrl.model.shape import PolicyConfig
+from compassrl.records import micro_batches, select
+from compassrl.rollout.fp8 import Fp8Rollout
+from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.runs.evaluate import evaluate
+from compassrl.runs.facts import machine_info
+from compassrl.runs.log import write_json
+from compassrl.runs.presets import tiny_cpu
+from compassrl.train.routes import routes_agreement
+from compassrl.train.sft import cold_start
+from compassrl.train.torch_engine import TorchTrain, packed_states, score_response
+
+ARMS = """
+bfloat16-off-off bfloat16-R3-off fp8-off-off fp8-R3-off fp8-off-truncate fp8-R3-truncate
+""".split()  # rollout, replay, TIS
+PARTS = ('fp8', 'bfloat16', 'fp8'), ('replay', 'off', 'R3'), ('tis', 'off', 'truncate')
+MIX = (('arithmetic', 1.0, 1.0),)
+BLOCK = 10  # steps whose means are kept
+GAPS = 'gap', 'k3', 'f2'
+KEPT = dict(
+    gap='rollout_train_gap',
+    k3='rollout_train_k3',
+    f2='rollout_train_f2',
+    reward='reward_mean',
+    clip='clip_frac',
+    grad='grad_norm',
+    tokens='tokens',
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    seeds: tuple[int, ...] = tuple(range(6))
+    steps: int = 60
+    lr: float = 2e-4
+    cold_steps: int = 1200
+    num_heldout: int = 512
+    eval_k: int = 2
+
+
+def config(study, arm, seed):
+    rollout, mode, tis = arm.split('-')
+    base = tiny_cpu()
+    shape = dict(num_hidden_layers=3, num_experts=16, num_experts_per_tok=4, hidden_size=48)
+    shape |= dict(moe_intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
+    more = dict(policy=PolicyConfig(max_position_embeddings=128, head_dim=32, **shape))
+    more |= dict(cold_start=replace(base.cold_start, steps=study.cold_steps))
+    more |= dict(prompts_per_step=8, zero_variance=OFF, loss=LossConfig('grpo', tis=tis))
+    more |= dict(optim=replace(base.optim, lr=study.lr, num_mini_batches=4), router_replay=mode)
+    more |= dict(rollout=replace(base.rollout, dtype='bfloat16', num_slots=64))
+    more['rollout'] = replace(more['rollout'], quantization='fp8' if rollout == 'fp8' else '')
+    return replace(base, seed=seed, steps=study.steps, **more)
+
+
+def cold_started(study, folder):
+    "The weights that all trials begin with, made once"
+    cfg = config(study, 'bfloat16-off-off', 0)
+    path = folder / f'cold-{digest(cfg.policy, cfg.cold_start, MIX)}.pt'
+    if not path.exists():
+        policy = Policy(cfg.policy, 0)
+        optim = replace(cfg.optim, lr=cfg.cold_start.lr, num_mini_batches=1)
+        engine = TorchTrain(policy, optim, replay='off')
+        train = prompts_of(MIX, 4096, 0, 'train')
+        for _ in cold_start(engine, train, cfg.cold_start, build_tokenizer(), 0):
+            pass
+        torch.save(policy.state_dict(), path.with_suffix('.tmp'))
+        path.with_suffix('.tmp').replace(path)
+    return torch.load(path, weights_only=True)
+
+
+class Probed(TorchTrain):
+    "Looks at every tenth batch with live routers and with the rollout's routes, before it learns"
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scored, self.probes = 0, []
+
+    @torch.no_grad()
+    def score(self, batch):
+        if self.scored % BLOCK == 0:
+            self.probes.append(self.looked_at(batch))
+        self.scored += 1
+        return super().score(batch)
+
+    def looked_at(self, batch):
+        out = {}
+        for name, replayed in (('live', False), ('replayed', True)):
+            old, agree = torch.zeros_like(batch.rollout_log_probs), []
+            for rows in micro_batches(batch, self.config.micro_batch_tokens):
+                part = select(batch, rows)
+                hidden, own = packed_states(self.policy, part, replayed)
+                value, _ = score_response(self.policy, hidden, part, self.temperature)
+                old[rows, : value.shape[1]] = value
+                same = routes_agreement(
+                    own, part.routed_experts[part.token_mask], self.policy.config
+                )
+                agree.append(same[part.routes_valid[part.token_mask]])
+            found = discrepancy(replace(batch, old_log_probs=old))
+            agree = torch.cat(agree)
+            out[name] = {k: found[KEPT[k]] for k in GAPS}
+            out[name] |= dict(agree=float(agree.mean()), whole=float((agree == 1).float().mean()))
+        return out
+
+
+class Rows(list):
+    def on_step(self, step, metrics, samples, batch):
+        self.append(metrics)
+
+
+def trial(study, arm, seed, weights):
+    torch.set_num_threads(1)
+    cfg, tok = config(study, arm, seed), build_tokenizer()
+    policy = Policy(cfg.policy, seed)
+    policy.load_state_dict(weights)
+    engine = Probed(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
+    kind = Fp8Rollout if cfg.rollout.quantization else TorchRollout
+    rollout = kind(cfg.policy, cfg.rollout.num_slots, torch.bfloat16)
+    rollout.load_weights(engine.weights(), 0)
+    heldout = prompts_of(MIX, study.num_heldout, seed, 'heldout')
+
+    def rate():
+        plain = TorchRollout(cfg.policy, 256)
+        plain.load_weights(engine.weights(), 0)
+        params = cfg.rollout.params(cfg.policy.eos_ids)
+        return evaluate(plain, heldout, study.eval_k, params, tok, seed).avg
+
+    evals, rows = [rate()], Rows()
+    fit(cfg, prompts_of(MIX, 4096, seed, 'train'), rollout, engine, tok, rows, cfg.policy.eos_ids)
+    evals.append(rate())
+    blocks = range(0, len(rows), BLOCK)
+    series = {
+        k: [fmean(m[v] for m in rows[i : i + BLOCK]) for i in blocks] for k, v in KEPT.items()
+    }
+    probes = {
+        name: {k: [p[name][k] for p in engine.probes] for k in engine.probes[0][name]}
+        for name in engine.probes[0]
+    }
+    return rounded(dict(arm=arm, seed=seed, evals=evals, series=series, probes=probes))
+
+
+def kept(study, arm, seed, folder):
+    "A trial from its file, or made now"
+    whole = digest(config(study, arm, seed), study.num_heldout, study.eval_k, MIX)
+    path = folder / f'{arm}-{seed}-{whole}.json'
+    if not path.exists():
+        write_json(path, trial(study, arm, seed, cold_started(study, folder)))
+    return json.loads(path.read_text())
+
+
+def run_all(study, folder, processes):
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    cold_started(study, folder)
+    trials = [(arm, seed) for seed in study.seeds for arm in ARMS]
+    if not processes:
+        return [kept(study, *t, folder) for t in trials]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context('spawn')) as pool:
+        jobs = [pool.submit(kept, study, *t, folder) for t in trials]
+        for _ in tqdm(as_completed(jobs), 'replay', len(jobs)):
+            pass
+        return [j.result() for j in jobs]
+
+
+# ---- what they show
+
+
+def collapsed(run):
+    "Does the reward of ten steps fall below half of the best ten before them?"
+    r = run['series']['reward']
+    return any(x < max(r[:i]) / 2 for i, x in enumerate(r) if i)
+
+
+def thirds(values):
+    n = max(1, len(values) // 3)
+    return values[:n], values[-n:]
+
+
+def mean_factor(pairs):
+    "Of paired numbers without and with replay: geometric mean over seeds and its interval"
+    return [math.exp(x) for x in interval([math.log(a / b) for a, b in pairs])]
+
+
+def tables(runs, seeds):
+    "Of each arm, and of each pair of arms that differ by replay alone"
+    of = {(r['arm'], r['seed']): r for r in runs}
+    table = {arm: row_of([of[arm, s] for s in seeds]) for arm in dict.fromkeys(a for a, _ in of)}
+    pairs = {}
+    for r3 in [arm for arm in table if '-R3-' in arm]:
+        both = [(of[r3.replace('R3', 'off'), s], of[r3, s]) for s in seeds]
+        pairs[r3.replace('-R3', '')] = pair_of(both)
+    return table, pairs
+
+
+def differences(runs, seeds):
+    "In held-out points, of arms that differ by one thing; `all` is their mean, seed by seed"
+    ends = {(r['arm'], r['seed']): 100 * r['evals'][1] for r in runs}
+    out = {}
+    for i, (name, base, other) in enumerate(PARTS):
+        found = {}
+        for arm in [a for a in ARMS if a.split('-')[i] == other]:
+            parts = arm.split('-')
+            without = '-'.join([*parts[:i], base, *parts[i + 1 :]])
+            if without in ARMS:
+                found[arm] = [ends[arm, s] - ends[without, s] for s in seeds]
+        found['all'] = [fmean(x) for x in zip(*found.values())]
+        out[name] = {arm: interval(v) for arm, v in found.items()}
+    return out
+
+
+def row_of(mine):
+    row = {
+        k: interval([100 * r['evals'][i] for r in mine]) for i, k in enumerate(('before', 'after'))
+    }
+    row['gain'] = interval([100 * (r['evals'][1] - r['evals'][0]) for r in mine])
+    row |= {k: fmean(fmean(r['series'][k]) for r in mine) for k in KEPT}
+    row['collapses'] = sum(map(collapsed, mine))
+    for i, when in enumerate(('early', 'late')):
+        row[f'agree_{when}'] = fmean(fmean(thirds(r['probes']['live']['agree'])[i]) for r in mine)
+    return row
+
+
+def pair_of(both):
+    "Gaps of one run over those of the other; of the R3 run, looked at both ways"
+    row = {k: mean_factor([[fmean(r['series'][k]) for r in p] for p in both]) for k in GAPS[:2]}
+    for k in GAPS[:2]:
+        for i, when in enumerate(('early', 'late')):
+            seen = [
+                [fmean(thirds(r3['probes'][m][k])[i]) for m in ('live', 'replayed')]
+                for _, r3 in both
+            ]
+            row[f'{k}_same_{when}'] = mean_factor(seen)
+    return row
+
+
+def main():
+    a = flags(__doc__, Study.seeds)
+    study = Study(tuple(a.seeds))
+    with tempfile.TemporaryDirectory() as folder:
+        small = Study((0, 1), 4, cold_steps=9, num_heldout=8, eval_k=1)
+        path, study = (Path(folder), small) if a.quick else (RUNS / 'replay', study)
+        runs = run_all(study, path, 0 if a.quick else a.processes)
+    table, pairs = tables(runs, study.seeds)
+    for arm, row in table.items():
+        print(f'{arm:18} {row["before"][0]:5.1f} {row["after"][0]:5.1f} {row["gap"]:.2e}')
+    found = dict(name='replay', ratio=round(pairs['fp8-off']['gap'][0], 3))
+    found |= dict(units='mean gap of FP8 runs without replay / with R3', table=rounded(table))
+    apart = differences(runs, study.seeds)
+    found |= dict(pairs=rounded(pairs), differences=rounded(apart), runs=runs)
+    cfg, settings = config(study, ARMS[0], 0), asdict(study)
+    settings |= dict(prompts=cfg.prompts_per_step, group=cfg.group_size, task=MIX, block=BLOCK)
+    settings |= dict(updates=cfg.optim.num_mini_batches, quick=a.quick)
+    print(json.dumps(found | dict(settings=settings, machine=machine_info())))
+
+
+if __name__ == '__main__':
+    main()
