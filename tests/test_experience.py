@@ -470,6 +470,15 @@ def test_what_is_asked_early_is_what_would_be_asked(sampling, engine):
     assert early > 10 and later_waves > 10
 
 
+def test_what_still_runs_of_a_later_wave_may_use_up_the_budget():
+    "Here the early decision would ask for too much if it took the rest of the wave for free"
+    cfg = config('adaptive', token_budget=2.0, max_group_size=32)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, max_tokens=6))
+    for seed in range(60):
+        _, want, _ = step_of(cfg, seed, SerialJudge)
+        assert seen_of(step_of(cfg, seed)[1]) == seen_of(want)
+
+
 def test_an_early_wave_fills_the_slots_that_the_last_one_leaves():
     cfg = config('adaptive', token_budget=3.0)
     cfg = replace(cfg, rollout=replace(cfg.rollout, max_tokens=6))

@@ -288,10 +288,10 @@ def main():
     with tempfile.TemporaryDirectory() as tmp:
         if quick:
             few = JudgeModelConfig(
-                num_pairs=64, sft_steps=4, rl_steps=1, num_heldout=24, num_groups=4
+                num_pairs=48, sft_steps=3, rl_steps=1, num_heldout=8, num_groups=2
             )
-            small = dict(seeds=(0, 1), tuning=(100,), rates=(4e-4,), budget=600, cold_steps=10)
-            study = replace(study, **small, num_heldout=4, eval_k=1, judges=few)
+            small = dict(seeds=(0, 1), tuning=(100,), rates=(4e-4,), budget=200, cold_steps=4)
+            study = replace(study, **small, num_heldout=2, eval_k=1, judges=few)
             arms, folder = ('bt', 'judge'), Path(tmp)
         found = measured(study, arms, str(folder), quick)
     print(json.dumps(found | dict(machine=machine_info())))
