@@ -177,8 +177,7 @@ def _check_batch(cfg):
 
 def _check_tokens(cfg):
     policy = cfg.policy
-    ends = policy.eos_token_id if isinstance(policy.eos_token_id, tuple) else (policy.eos_token_id,)
-    named = [('pad_token_id', policy.pad_token_id), *(('eos_token_id', i) for i in ends)]
+    named = [('pad_token_id', policy.pad_token_id), *(('eos_token_id', i) for i in policy.eos_ids)]
     for k, token in () if cfg.init_from else named:
         if token >= policy.vocab_size:
             raise ValueError(

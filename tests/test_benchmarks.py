@@ -15,10 +15,11 @@ from compassrl.algo.losses import LossConfig
 from compassrl.data.prompts import make_prompts
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import build_tokenizer
-from compassrl.experience import in_order, requests_of
+from compassrl.experience import in_order
 from compassrl.loop import loss_of
 from compassrl.model.policy import Policy
 from compassrl.records import collate
+from compassrl.rollout.requests import requests_of
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.runs.presets import smoke_cpu
 from compassrl.train.torch_engine import TorchTrain, accumulate_grads

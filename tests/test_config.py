@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from dataclasses import replace
 from typing import get_args, get_origin, get_type_hints
 
 import pytest
@@ -206,3 +207,11 @@ def test_words_of_ranges():
         between(0, 20): '0 to 20',
     }
     assert [str(k.help_behavior_hint) for k in said] == list(said.values())
+
+
+def test_every_token_that_ends_a_response_is_in_the_vocabulary():
+    policy = replace(TrainConfig().policy, eos_token_id=(1, 2))
+    assert TrainConfig(policy=policy).policy.eos_ids == (1, 2)
+    size = policy.vocab_size
+    with pytest.raises(ValueError, match=f'policy.eos_token_id={size}: use less than'):
+        TrainConfig(policy=replace(policy, eos_token_id=(1, size)))

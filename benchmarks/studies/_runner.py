@@ -37,6 +37,8 @@ from compassrl.train.torch_engine import TorchTrain
 OFF = ZeroVarianceConfig('uniform', length_weight=0, repetition_weight=0, zvp_alpha=0)
 RUNS = Path(__file__).parent / '.runs'
 Mix = tuple[tuple[str, float, float], ...]  # domain, difficulty, share
+# most groups are silent: easy, and mostly too hard
+SILENT: Mix = (('arithmetic', 1.0, 0.25), ('arithmetic', 2.0, 0.25), ('arithmetic', 3.0, 0.5))
 Change = Callable[[TrainConfig], TrainConfig]
 
 

@@ -128,14 +128,12 @@ def report(study, base, ratio, quick, rates=None, processes=2, more=lambda trial
     print(json.dumps(found | dict(machine=machine_info())))
 
 
-def flags(doc, seeds=()):
+def flags(doc):
     p = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument('--processes', type=int, default=2, help='trials at a time')
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
-    if seeds:
-        p.add_argument('--seeds', nargs='+', type=int, default=seeds, help='two or more')
     return p.parse_args()
 
 

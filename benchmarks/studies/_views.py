@@ -93,14 +93,7 @@ class ViewedTurns(Turns):
 class Viewed(Episodes):
     "A rollout engine for a policy that sees a part of its episode"
 
-    def generate(self, requests, whole_groups=False):
-        turns = ViewedTurns(requests, self.tool)
-        while True:
-            for s in self.engine.generate(turns, whole_groups=True):
-                if whole := turns.take(s):
-                    yield whole
-            if not turns.ready:
-                break
+    queue = ViewedTurns
 
 
 class ViewedPolicy(Policy):

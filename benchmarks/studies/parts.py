@@ -20,7 +20,7 @@ usage: make study NAME=parts, python benchmarks/studies/parts.py [--processes 2]
 from dataclasses import replace
 from functools import partial
 
-from _runner import OFF, Study
+from _runner import OFF, SILENT, Study
 from _tables import flags, report, run_quick
 
 from compassrl.algo.losses import LossConfig
@@ -53,7 +53,7 @@ ARMS = dict(
 )
 STUDY = Study(
     'parts',
-    dict(silent=(('arithmetic', 1.0, 0.25), ('arithmetic', 2.0, 0.25), ('arithmetic', 3.0, 0.5))),
+    dict(silent=SILENT),
     ARMS,
     dict.fromkeys(ARMS, 4e-4),
     seeds=tuple(range(6)),

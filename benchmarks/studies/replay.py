@@ -12,7 +12,7 @@ step is looked at twice before its updates, with live routers and with the rollo
 whatever the arm trains with. Held-out rates are those of the trained weights in float32. The
 learning rate is the first that was tried, on seed 100, which is not among those compared.
 Last line: one JSON object; `ratio` is the mean gap of FP8 runs without replay over that with R3.
-usage: make study NAME=replay, python benchmarks/studies/replay.py [--seeds 0 1 ..] [--quick]
+usage: make study NAME=replay, python benchmarks/studies/replay.py [--quick]
 """
 
 import json
@@ -269,8 +269,8 @@ def pair_of(both):
 
 
 def main():
-    a = flags(__doc__, Study.seeds)
-    study = Study(tuple(a.seeds))
+    a = flags(__doc__)
+    study = Study()
     with tempfile.TemporaryDirectory() as folder:
         small = Study((0, 1), 4, cold_steps=9, num_heldout=8, eval_k=1)
         path, study = (Path(folder), small) if a.quick else (RUNS / 'replay', study)

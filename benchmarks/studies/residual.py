@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from _runner import OFF, Study, against, interval
+from _runner import OFF, SILENT, Study, against, interval
 from _tables import final as last
 from _tables import flags, report, run_quick
 
@@ -35,8 +35,7 @@ from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.data.tasks import final, verifier
 from compassrl.data.tokenizer import build_tokenizer
-from compassrl.experience import sample_columns
-from compassrl.judges.serial import SerialJudge
+from compassrl.judges.serial import SerialJudge, sample_columns
 from compassrl.loop import Stop, fit
 from compassrl.records import RolloutEngine, derive_seed, select
 from compassrl.train.torch_engine import TorchTrain, accumulate_grads, clip_and_step
@@ -216,7 +215,7 @@ WAYS = dict.fromkeys(ARMS, Way()) | dict(
 )
 STUDY = Study(
     'residual',
-    dict(silent=(('arithmetic', 1.0, 0.25), ('arithmetic', 2.0, 0.25), ('arithmetic', 3.0, 0.5))),
+    dict(silent=SILENT),
     ARMS,
     dict.fromkeys(ARMS, 4e-4),
     seeds=tuple(range(6)),

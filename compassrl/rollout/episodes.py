@@ -147,13 +147,15 @@ class Turns(Iterator[Request]):
 class Episodes(RolloutEngine):
     "Any rollout engine, for a policy that calls a tool"
 
+    queue: type[Turns] = Turns
+
     def __init__(self, engine: RolloutEngine, tool: Tool) -> None:
         self.engine, self.tool = engine, tool
 
     def generate(self, requests: Iterable[Request], whole_groups: bool = False) -> Iterator[Sample]:
         """Yields each response as it finishes; `max_tokens` counts what it reads, too. Raises
         ValueError for a call that ends with a stop token"""
-        turns = Turns(requests, self.tool)
+        turns = self.queue(requests, self.tool)
         while True:
             for s in self.engine.generate(turns, whole_groups=True):
                 if whole := turns.take(s):

@@ -19,8 +19,8 @@ __all__ = ['Waves']
 class Waves(Iterator[Request]):
     """What one step asks an engine: wave after wave, and what is certain of the next one early
 
-    Where nothing waits, `next` fails; after another sample it may succeed. The heir says what is
-    asked and decided: `new` and `missing`."""
+    Where nothing waits, `next` fails; after another sample it may succeed. A subclass says what
+    is asked and decided: `new` and `missing`."""
 
     def __init__(
         self,

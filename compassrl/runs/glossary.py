@@ -68,9 +68,9 @@ failed_frac | reward/failed_frac | share | 0 to 1
 tokens | rollout/tokens | tokens | 1 or more
     response tokens that were drawn in the step, thrown away ones included -> steady
 waves | rollout/waves | count | 1 or more
-    times that the step asked the rollout engine -> 1, or a little more with adaptive sampling
+    waves of requests in the step -> 1, or a little more with adaptive sampling
 early_frac | rollout/early_frac | share | 0 to 1
-    responses of later waves that were asked while the wave before ran -> any
+    of the responses: asked while the wave before theirs ran -> 0 without reward workers
 prompts | rollout/prompts | count | 1 or more
     different prompts of the step -> `prompts_per_step`, more with refills
 samples | rollout/samples | count | 1 or more
