@@ -32,8 +32,7 @@ walled = pytest.mark.skipif(not best_walls()[0], reason='this machine isolates n
 
 
 def left():
-    "What outlives a process: processes, shared memory, folders, open files"
-    gc.collect()  # files that earlier tests of this process forgot close now, not in the middle
+    "What outlives a process: shared memory, folders, open files"
     shm = Path('/proc/sysvipc/shm').read_text().count('\n')
     names = [sorted(os.listdir(d)) for d in ('/dev/shm', '/tmp')]
     mine = [n for folder in names for n in folder if WORD in n or n.startswith('compassrl-room')]
@@ -69,6 +68,7 @@ def test_hostile_programs(tmp_path, record_property):
     good = 'def double(x): return 2 * x'
     assert code(good, json.dumps(TESTS)).reward == 1
     assert run_python('print(1)').status == 'ok'  # the second room is warm, too
+    gc.collect()  # files that earlier tests of this process forgot close now, not in the middle
     before, inside = left(), processes_inside()
     for name, what, program in HOSTILE:
         for mark, value in (
