@@ -35,7 +35,7 @@ from compassrl.train.reward_model import RewardModel, score_texts, train_reward_
 from compassrl.train.sft import SFTConfig
 
 TOK = build_tokenizer()
-QUICK = dict(num_pairs=64, num_heldout=24, num_groups=8, sft_steps=4, rl_steps=1)
+QUICK = dict(num_pairs=16, num_heldout=6, num_groups=2, sft_steps=4, rl_steps=1)
 
 
 def text_of(prompt, answer):

@@ -92,7 +92,7 @@ def main():
     if a.measure:
         return measure(a.measure, a.tokens, a)
     if a.quick:
-        a.tokens, a.hidden = 256, 16
+        a.tokens, a.hidden, a.vocab = 256, 16, 20_000
     keys = ('hidden', 'vocab', 'chunk_tokens', 'threads', 'dtype')
     sizes = [f'--{k.replace("_", "-")}={getattr(a, k)}' for k in keys]
     got = {

@@ -272,7 +272,7 @@ def main():
     a = flags(__doc__)
     study = Study()
     with tempfile.TemporaryDirectory() as folder:
-        small = Study((0, 1), 4, cold_steps=9, num_heldout=8, eval_k=1)
+        small = Study((0, 1), 2, cold_steps=4, num_heldout=4, eval_k=1)
         path, study = (Path(folder), small) if a.quick else (RUNS / 'replay', study)
         runs = run_all(study, path, 0 if a.quick else a.processes)
     table, pairs = tables(runs, study.seeds)
