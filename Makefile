@@ -27,6 +27,7 @@ train: .venv/.core ## a tiny mixture of experts learns by RL on two CPU cores: m
 	@$(BIN)/compassrl train tiny-cpu $(ARGS)
 
 test: .venv/.docs ## everything, with the real vLLM and Megatron-Core: the suite and every notebook: make test [ARGS="-k losses"]
+	@$(BIN)/python -m compileall -q compassrl # once, for the thousand processes of the suite
 	@OMP_NUM_THREADS=1 $(SHAKEN) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 chaos: .venv/.docs ## half an hour and more of kills, full disks, lies and bad input: make chaos [SEED=7] [CHAOS=0.1] [ARGS="-k clock"]
