@@ -1,7 +1,7 @@
 """Which alpha is best for ESPO, and what carries it over to another policy, vocabulary or task?
 
-ESPO's clip range is alpha times the mean entropy of a group over log V. Six values, among them the
-four of the paper's table, in six settings:
+ESPO's clip range is alpha times the mean entropy of a group over log V. Eight values, among them
+the four of the paper's table, in six settings:
 
 two       sums of two digits, 99 characters, 0.2 M parameters
 three     sums of three digits, the same weights
@@ -37,7 +37,7 @@ from compassrl.algo.losses import LossConfig
 from compassrl.model.policy import Policy
 from compassrl.runs.facts import machine_info
 
-ALPHAS = 0.005, 0.01, 0.02, 0.05, 0.1, 0.2
+ALPHAS = 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0
 
 
 def changed(cfg, alpha):
