@@ -179,7 +179,9 @@ MEASURES = dict(
 )
 
 
-@pytest.mark.parametrize('name', ['recipe', 'parts', 'losses', 'forks', 'stages', 'residual'])
+@pytest.mark.parametrize(
+    'name', ['recipe', 'parts', 'losses', 'alpha', 'forks', 'stages', 'residual']
+)
 def test_the_tables_of_a_study_follow_from_its_runs(name):
     found, compared = result(name), 0
     budget = found['settings']['budget']
@@ -198,6 +200,29 @@ def test_the_tables_of_a_study_follow_from_its_runs(name):
                 assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-3), key
                 compared += 1
     assert compared >= 4
+
+
+def test_what_five_settings_choose_for_the_sixth_follows_from_the_runs():
+    found = result('alpha')
+    seeds = found['settings']['seeds']
+    gains = {}  # of a setting: of an alpha: seed by seed, in points
+    for r in found['runs']:
+        gain = 100 * (r['evals'][-1][1] - r['evals'][0][1])
+        gains.setdefault(r['task'], {}).setdefault(int(r['arm'][1:]) / 1000, {})[r['seed']] = gain
+    means = {t: {a: statistics.fmean(x.values()) for a, x in of.items()} for t, of in gains.items()}
+    assert len(means) == 6 and all(len(of) == 8 for of in means.values())
+    for rule, of in found['rules'].items():
+        for task, row in of.items():
+            mine, others = means[task], [m for t, m in means.items() if t != task]
+            assert row['best'] == max(mine, key=mine.get)
+            if rule == 'alpha':
+                shares = {a: sum(m[a] / max(m.values()) for m in others) for a in mine}
+                assert row['wanted'] == row['alpha'] == max(shares, key=shares.get)
+            best, got = gains[task][row['best']], gains[task][row['alpha']]
+            gaps = [best[s] - got[s] for s in seeds]
+            mean, low, high = row['behind']
+            want = statistics.fmean(gaps), half_width(gaps)
+            assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-3), task
 
 
 def test_rates_of_silent_groups_follow_from_the_runs():
@@ -309,6 +334,7 @@ def test_the_tables_of_replay_follow_from_its_runs():
     assert len(of) == len(found['runs']) == len(found['table']) * len(seeds)
     wanted = []
     changes = dict(fp8=('fp8-', 'bfloat16-'), replay=('-R3-', '-off-'), tis=('-truncate', '-off'))
+    changes |= dict(r2=('-R2-', '-off-'))
     for arm, row in found['table'].items():
         first, last = ([100 * of[arm, s]['evals'][i] for s in seeds] for i in (0, 1))
         wanted += [(row['after'], last), (row['gain'], [b - a for a, b in zip(first, last)])]

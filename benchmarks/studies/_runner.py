@@ -17,12 +17,13 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, trainers
 from tqdm import tqdm
 
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
 from compassrl.data.prompts import make_prompts
-from compassrl.data.tokenizer import build_tokenizer
+from compassrl.data.tokenizer import build_tokenizer, encode
 from compassrl.loop import Stop, fit
 from compassrl.model.policy import Policy
 from compassrl.records import Batch, derive_seed
@@ -58,6 +59,7 @@ class Study:
     cold_steps: int = 1200
     cold: Mix = (('arithmetic', 1.25, 1.0),)  # what the cold start shows
     cold_seed: int | None = None  # of one cold start for all seeds; None = each its own
+    shape: dict[str, int] = field(default_factory=dict)  # what its policy has of its own
     # of an arm: what is trained on, one mix after the other, each for as many tokens; else the task
     stages: dict[str, tuple[Mix, ...]] = field(default_factory=dict)
     look: Callable[[Batch], dict[str, float]] | None = None  # what is kept of every step
@@ -68,8 +70,24 @@ class Study:
     def folder(self):
         return self.runs / self.name
 
+    def preset(self, seed):
+        base = tiny_cpu()
+        return replace(base, seed=seed, policy=replace(base.policy, **self.shape))
+
+    @property
+    def tokenizer(self):
+        "Of characters, or with as many merged pairs as the vocabulary has room for"
+        size = self.shape.get('vocab_size')
+        return merged_tokenizer(size, self.cold) if size else build_tokenizer()
+
+    def prompts(self, mix, num, seed, split):
+        found = prompts_of(mix, num, seed, split)
+        if 'vocab_size' not in self.shape:
+            return found
+        return [replace(p, token_ids=encode(self.tokenizer, p.text)) for p in found]
+
     def config(self, arm, seed, lr=None):
-        cfg = replace(tiny_cpu(), seed=seed, steps=10**6)
+        cfg = replace(self.preset(seed), steps=10**6)
         cfg = replace(cfg, cold_start=replace(cfg.cold_start, steps=self.cold_steps))
         lr = self.learning_rates[arm] if lr is None else lr
         return self.arms[arm](replace(cfg, optim=replace(cfg.optim, lr=lr)))
@@ -81,7 +99,8 @@ class Study:
         "What a trial depends on"
         found = self.config(arm, seed, lr), self.tasks[task], self.budget, self.marks
         found += self.num_heldout, self.eval_k
-        return found + tuple(x for x in (self.stages.get(arm), self.shown, self.ways.get(arm)) if x)
+        own = self.stages.get(arm), self.shown, self.ways.get(arm), self.shape
+        return found + tuple(x for x in own if x)
 
     @property
     def shown(self):
@@ -104,21 +123,45 @@ def prompts_of(mix, num, seed, split):
     return sorted((p for part in parts for p in part), key=lambda p: derive_seed(seed, p.id))
 
 
+@cache
+def merged_tokenizer(vocab_size, mix):
+    "Characters, and the pairs of tokens that are most frequent in 4,096 questions and solutions"
+    characters = build_tokenizer()
+    specials = [characters.id_to_token(i) for i in range(3)]
+    letters = sorted(set(characters.get_vocab()) - set(specials))
+    tok = Tokenizer(models.BPE(unk_token='<unk>'))
+    shown = [text for p in prompts_of(mix, 4096, 0, 'train') for text in (p.text, p.solution)]
+    tok.train_from_iterator(
+        shown,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=specials,
+            initial_alphabet=letters,
+            show_progress=False,
+        ),
+    )
+    tok.decoder = decoders.Fuse()
+    tok.encode_special_tokens = True
+    if tok.get_vocab_size() != vocab_size:
+        raise ValueError(f'{vocab_size} tokens: these texts have only {tok.get_vocab_size()}')
+    return tok
+
+
 def cold_started(study, seed):
     "The weights that all trials of a seed begin with, made once"
     seed = seed if study.cold_seed is None else study.cold_seed
     study.folder.mkdir(parents=True, exist_ok=True)
-    cfg = replace(tiny_cpu(), seed=seed)
+    cfg = study.preset(seed)
     sft = replace(cfg.cold_start, steps=study.cold_steps)
     named = cfg.policy, cfg.data, sft, *study.shown
     path = study.folder / f'cold-{seed}-{digest(*named)}.pt'
     if not path.exists():
         torch.set_num_threads(1)
-        train = prompts_of(study.cold, 4096, seed, 'train')
+        train = study.prompts(study.cold, 4096, seed, 'train')
         policy = Policy(cfg.policy, seed)
         optim = replace(cfg.optim, lr=sft.lr, num_mini_batches=1)
         engine = TorchTrain(policy, optim, replay='off')
-        for _ in cold_start(engine, train, sft, build_tokenizer(), seed):
+        for _ in cold_start(engine, train, sft, study.tokenizer, seed):
             pass
         torch.save(policy.state_dict(), path.with_suffix('.tmp'))
         path.with_suffix('.tmp').replace(path)
@@ -139,7 +182,7 @@ def run(cfg, pools, rollout, engine, curve):
     for i, train in enumerate(pools, 1):
         curve.until, start = curve.study.budget * i / len(pools), len(curve.rows)
         try:
-            tok, ends = build_tokenizer(), cfg.policy.eos_ids
+            tok, ends = curve.study.tokenizer, cfg.policy.eos_ids
             fit(cfg, train, rollout, engine, tok, curve, ends, start)
         except Stop:
             pass
@@ -159,7 +202,7 @@ class Curve:
     def evaluate(self):
         began, k = time.perf_counter(), self.study.eval_k
         params = self.cfg.rollout.params(self.cfg.policy.eos_ids)
-        tok, seed = build_tokenizer(), self.cfg.seed
+        tok, seed = self.study.tokenizer, self.cfg.seed
         found = evaluate(self.rollout, self.heldout, k, params, tok, seed)
         self.evals.append((self.tokens, found.avg))
         self.paused += time.perf_counter() - began
@@ -200,6 +243,7 @@ KEPT = (  # means over the steps of a trial
     'response_tokens_mean',
     'truncated_frac',
     'clip_frac',
+    'clip_eps',
     'entropy',
     'tokens',
     'gradient_noise',
@@ -210,8 +254,8 @@ def trial(study, task, arm, seed, lr=None):
     "One run; what it cost and the curve of held-out avg@k over response tokens"
     torch.set_num_threads(1)
     cfg = study.config(arm, seed, lr)
-    pools = [prompts_of(mix, 4096, seed, 'train') for mix in study.mixes(task, arm)]
-    heldout = prompts_of(study.tasks[task], study.num_heldout, seed, 'heldout')
+    pools = [study.prompts(mix, 4096, seed, 'train') for mix in study.mixes(task, arm)]
+    heldout = study.prompts(study.tasks[task], study.num_heldout, seed, 'heldout')
     engine, rollout = engines(cfg, cold_started(study, seed))
     curve = Curve(study, cfg, rollout, heldout)
     begin(curve, task)
@@ -219,6 +263,8 @@ def trial(study, task, arm, seed, lr=None):
     study.ways.get(arm, run)(cfg, pools, rollout, engine, curve)
     seconds, rows = time.perf_counter() - began - curve.paused, curve.rows
     means = {k: statistics.fmean(m[k] for m in rows if k in m) for k in KEPT if k in rows[0]}
+    norms = [m['grad_norm'] for m in rows]
+    means |= dict(grad_spike=max(norms) / max(statistics.median(norms), 1e-12))
     means |= dict(first_step={k: rows[0][k] for k in KEPT[:4]}, steps=len(rows))
     evals = [(n, round(v, 6)) for n, v in curve.evals]
     found = dict(task=task, arm=arm, seed=seed, lr=cfg.optim.lr, tokens=curve.tokens)
