@@ -49,7 +49,7 @@ def reward_model(folder, c):
             pass
         torch.save(model.state_dict(), path)
     model.load_state_dict(torch.load(path, weights_only=True))
-    pairs = shop_pairs(1000, 'train', c.seed + 1, c.level, c.margin)
+    pairs = shop_pairs(min(1000, c.num_pairs), 'train', c.seed + 1, c.level, c.margin)
     gaps, truth = gaps_of(model, pairs), [true_label(q) for q in pairs]
     bands = [0.05 * i for i in range(60)]
     return model, max(bands, key=lambda b: sum(label_of(g, b) == t for g, t in zip(gaps, truth)))
