@@ -500,7 +500,8 @@ def test_some_law_kills_the_mutant(name):
 def trl_loss():
     """`GRPOTrainer._compute_loss` itself;
     what stands in for the trainer hands out our log-probs as the model's"""
-    from trl import GRPOTrainer
+    with patch('trl.import_utils.is_vllm_available', lambda **_: False):  # to import it takes long
+        from trl import GRPOTrainer
 
     def compute(x, batch, loss_type, low, high, level='token', beta=0.0, weights=None):
         mask, same = batch.response_mask.long(), lambda v, **_: v
