@@ -412,11 +412,11 @@ def test_log_probs_and_routes_in_float64():
 @pytest.mark.parametrize('head', [1.0, 6.0], ids=['flat', 'peaked'])
 def test_seeds_fp32(head):
     # logits `head` times as large
-    seeds_hold(rollout, 1000, needed=0.999, head=head, tol=1e-5 * head)
+    seeds_hold(rollout, 200, needed=0.995, head=head, tol=1e-5 * head)
 
 
 def test_seeds_float64():
-    seeds_hold(rollout, 300, torch.float64, needed=1.0, tol=1e-6, head=3.0)
+    seeds_hold(rollout, 120, torch.float64, needed=1.0, tol=1e-6, head=3.0)
 
 
 @pytest.mark.parametrize(
