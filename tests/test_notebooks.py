@@ -58,7 +58,7 @@ def test_notebook_runs(path, tmp_path):
     env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'}
     run = (
         nursed.run
-        if re.search(r'(from|import) vllm\b|start_server\(|VllmPool\(', path.read_text())
+        if re.search(r'(from|import) (vllm|trl)\b|start_server\(|VllmPool\(', path.read_text())
         else forked.run
     )
     r = run(tmp_path / 'log', run_cells, path, env=env, timeout=800)
