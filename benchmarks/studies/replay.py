@@ -3,9 +3,8 @@
 A policy of 3 layers with 16 experts, 4 per token, learns sums of two digits by GRPO: 8
 prompts of 8 responses and 4 updates a step, equal steps in all arms. The trainer computes in
 float32. FP8: weights 128x128, activations 1x128, emulated; the rest in bfloat16. An arm is named by
-rollout, replay and TIS:
-
-bfloat16-off-off  bfloat16-R3-off  fp8-off-off  fp8-R3-off  fp8-off-truncate  fp8-R3-truncate
+rollout (bfloat16, fp8), replay (off, R3, R2) and TIS (off, truncate), as in fp8-R3-off. R2, which
+repeats what the trainer's own routers chose before the updates, is tried without TIS alone.
 
 All runs begin with the weights of one cold start; a seed draws prompts and responses. Every tenth
 step is looked at twice before its updates, with live routers and with the rollout's routes,
@@ -46,10 +45,18 @@ from compassrl.train.routes import routes_agreement
 from compassrl.train.sft import cold_start
 from compassrl.train.torch_engine import TorchTrain, packed_states, score_response
 
-ARMS = """
-bfloat16-off-off bfloat16-R3-off fp8-off-off fp8-R3-off fp8-off-truncate fp8-R3-truncate
-""".split()  # rollout, replay, TIS
-PARTS = ('fp8', 'bfloat16', 'fp8'), ('replay', 'off', 'R3'), ('tis', 'off', 'truncate')
+ARMS = tuple(  # rollout, replay, TIS
+    f'{rollout}-{how}'
+    for rollout in ('bfloat16', 'fp8')
+    for how in ('off-off', 'R3-off', 'R2-off', 'off-truncate', 'R3-truncate')
+)
+FEW = 'fp8-off-off', 'fp8-R3-off', 'fp8-off-truncate', 'bfloat16-off-off'
+PARTS = (  # name, place in the name of an arm, without it, with it
+    ('fp8', 0, 'bfloat16', 'fp8'),
+    ('replay', 1, 'off', 'R3'),
+    ('r2', 1, 'off', 'R2'),
+    ('tis', 2, 'off', 'truncate'),
+)
 MIX = (('arithmetic', 1.0, 1.0),)
 BLOCK = 10  # steps whose means are kept
 GAPS = 'gap', 'k3', 'f2'
@@ -67,11 +74,12 @@ KEPT = dict(
 @dataclass(frozen=True)
 class Study:
     seeds: tuple[int, ...] = tuple(range(6))
-    steps: int = 60
+    steps: int = 150
     lr: float = 2e-4
     cold_steps: int = 1200
     num_heldout: int = 512
     eval_k: int = 2
+    arms: tuple[str, ...] = ARMS
 
 
 def config(study, arm, seed):
@@ -187,7 +195,7 @@ def run_all(study, folder, processes):
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     cold_started(study, folder)
-    trials = [(arm, seed) for seed in study.seeds for arm in ARMS]
+    trials = [(arm, seed) for seed in study.seeds for arm in study.arms]
     if not processes:
         return [kept(study, *t, folder) for t in trials]
     with ProcessPoolExecutor(processes, multiprocessing.get_context('spawn')) as pool:
@@ -231,15 +239,17 @@ def differences(runs, seeds):
     "In held-out points, of arms that differ by one thing; `all` is their mean, seed by seed"
     ends = {(r['arm'], r['seed']): 100 * r['evals'][1] for r in runs}
     out = {}
-    for i, (name, base, other) in enumerate(PARTS):
+    arms = dict.fromkeys(arm for arm, _ in ends)
+    for name, i, base, other in PARTS:
         found = {}
-        for arm in [a for a in ARMS if a.split('-')[i] == other]:
+        for arm in [a for a in arms if a.split('-')[i] == other]:
             parts = arm.split('-')
             without = '-'.join([*parts[:i], base, *parts[i + 1 :]])
-            if without in ARMS:
+            if without in arms:
                 found[arm] = [ends[arm, s] - ends[without, s] for s in seeds]
-        found['all'] = [fmean(x) for x in zip(*found.values())]
-        out[name] = {arm: interval(v) for arm, v in found.items()}
+        if found:
+            found['all'] = [fmean(x) for x in zip(*found.values())]
+            out[name] = {arm: interval(v) for arm, v in found.items()}
     return out
 
 
@@ -272,7 +282,7 @@ def main():
     a = flags(__doc__)
     study = Study()
     with tempfile.TemporaryDirectory() as folder:
-        small = Study((0, 1), 2, cold_steps=4, num_heldout=4, eval_k=1)
+        small = Study((0, 1), 2, cold_steps=4, num_heldout=4, eval_k=1, arms=FEW)
         path, study = (Path(folder), small) if a.quick else (RUNS / 'replay', study)
         runs = run_all(study, path, 0 if a.quick else a.processes)
     table, pairs = tables(runs, study.seeds)
