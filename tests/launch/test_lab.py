@@ -62,10 +62,11 @@ def panel_notebook(folder):
     )
 
 
-@pytest.fixture
-def lab(tmp_path):
+@pytest.fixture(scope='module')
+def lab(tmp_path_factory):
     "JupyterLab on this machine alone, with its own settings -> address of the notebook, its folder"
-    root, home, token = tmp_path / 'root', tmp_path / 'home', secrets.token_hex(16)
+    folder, token = tmp_path_factory.mktemp('lab'), secrets.token_hex(16)
+    root, home = folder / 'root', folder / 'home'
     root.mkdir()
     home.mkdir()
     panel_notebook(root)
@@ -135,7 +136,7 @@ def run_all(browser, address):
     return page
 
 
-@pytest.fixture
+@pytest.fixture(scope='module')
 def browser():
     with playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
