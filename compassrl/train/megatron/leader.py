@@ -34,11 +34,13 @@ class LostRank(RuntimeError):
 
 
 def cluster_address() -> str:
-    "Where this machine hears the others. Raises ValueError if they could not reach it there"
+    "Where this machine hears the others. Raises ValueError where they cannot reach it"
     ranks = os.environ.get('WORLD_SIZE', '1')
     if ranks in ('1', os.environ.get('LOCAL_WORLD_SIZE', ranks)):
         return '127.0.0.1'  # all ranks are on this machine
-    master = os.environ['MASTER_ADDR']
+    master = os.environ.get('MASTER_ADDR')
+    if not master:
+        raise ValueError(f'WORLD_SIZE={ranks} without MASTER_ADDR: start the ranks with torchrun')
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((master, 9))  # sends nothing
         host = s.getsockname()[0]

@@ -407,6 +407,14 @@ def test_ranks_of_one_machine_meet_on_loopback(env):
         assert leader.cluster_address() == '127.0.0.1'
 
 
+def test_ranks_on_other_machines_without_an_address_are_refused_in_one_line():
+    ranks = dict(WORLD_SIZE='4', LOCAL_WORLD_SIZE='2')
+    own = {k: v for k, v in os.environ.items() if k != 'MASTER_ADDR'}
+    with patch.dict(os.environ, own | ranks, clear=True):
+        with pytest.raises(ValueError, match='WORLD_SIZE=4 without MASTER_ADDR: .*torchrun'):
+            leader.cluster_address()
+
+
 @pytest.mark.parametrize('file, function', pulse.phases)
 def test_a_phase_names_a_function_that_there_is(file, function):
     root = Path(pulse.__file__).parents[3]
