@@ -1,10 +1,19 @@
-"""Which loss learns most from the same tokens, where ratios matter? ESPO, GSPO, GRPO, DAPO, CISPO.
+"""Which loss learns most from the same tokens, where ratios matter? ESPO, GSPO, GRPO, DAPO, CISPO,
+and what ESPO is without one of its parts.
 
 A step has 32 prompts and 8 updates, so seven of eight updates meet ratios that are not 1. In no arm
 do silent groups add anything, nor grow, nor are there penalties: arms differ by the loss alone.
 Sums of two and three digits, half and half, from the cold start of `tiny-cpu`.
 
 espo, gspo, grpo, dapo, cispo   each with the clip range and the average of its own paper
+wide        ESPO with alpha 0.5 in place of 0.02: the study of alpha found that, on other seeds
+`wide` with one change:
+fixed       one clip range for all groups, whatever their entropy
+one_group   a response is one group
+token_wise  a token is a group of its own
+top10, top40   that share of the tokens in the high-entropy group, in place of 20 %
+filter      only the high-entropy group learns
+literal     equation 9 as printed
 
 All have the learning rate 2e-4. At 4e-4 some seeds fell below their start with every loss, and a
 choice between the two for each loss on two further seeds (kept as `rates`) hung on one point.
@@ -15,11 +24,12 @@ usage: make study NAME=losses, python benchmarks/studies/losses.py [--processes 
 from dataclasses import replace
 from functools import partial
 
-from _runner import OFF, Study
-from _tables import flags, rates_of, report, run_quick
+from _runner import OFF, Study, against
+from _tables import early, final, flags, rates_of, report, run_quick
 
 from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig
+from compassrl.runs.presets import tiny_cpu
 
 
 def changed(cfg, loss, low, high, espo):
@@ -34,20 +44,44 @@ def arm(loss, low=None, high=None, **espo):
 
 
 LOSSES = {name: arm(name) for name in ('espo', 'gspo', 'grpo', 'dapo', 'cispo')}
+WIDE = dict(alpha=0.5)
+LOSSES |= dict(wide=arm('espo', **WIDE))
+PARTS = dict(
+    fixed=arm('espo', alpha=0.0, eps_min=0.05),
+    one_group=arm('espo', top_frac=1.0, **WIDE),
+    # as many bins as a response has tokens
+    token_wise=arm('espo', groups='bins', num_bins=tiny_cpu().rollout.max_tokens, **WIDE),
+    top10=arm('espo', top_frac=0.1, **WIDE),
+    top40=arm('espo', top_frac=0.4, **WIDE),
+    filter=arm('espo', low_entropy_weight=0.0, **WIDE),
+    literal=arm('espo', ratio='literal', **WIDE),
+)
 STUDY = Study(
     'losses',
     dict(sums=(('arithmetic', 1.5, 1.0),)),
-    LOSSES,
+    LOSSES | PARTS,
     {},
-    seeds=tuple(range(6)),
+    seeds=tuple(range(6, 12)),
     budget=48_000,
     marks=3,
-    num_heldout=160,
+    eval_k=4,
 )
 RATES = 2e-4, 4e-4
 TUNING = replace(
     STUDY, name='losses_rates', seeds=(100, 101), budget=32_000, marks=2, num_heldout=192
 )
+
+
+def against_wide(trials):
+    "Paired differences from ESPO with the wide range, which its parts are taken from"
+    arms = [m for m in STUDY.arms if m != 'wide' and any(r['arm'] == m for r in trials)]
+    measures = dict(final=final, area=early)
+    return dict(
+        against_wide={
+            m: {k: against(trials, 'sums', m, 'wide', of) for k, of in measures.items()}
+            for m in arms
+        }
+    )
 
 
 def main():
@@ -56,8 +90,8 @@ def main():
     if a.quick:
         return run_quick(STUDY, 'espo', ratio)
     found = rates_of(TUNING, LOSSES, RATES, a.processes)
-    study = replace(STUDY, learning_rates=dict.fromkeys(LOSSES, RATES[0]))
-    report(study, 'espo', ratio, False, found, a.processes)
+    study = replace(STUDY, learning_rates=dict.fromkeys(STUDY.arms, RATES[0]))
+    report(study, 'espo', ratio, False, found, a.processes, against_wide)
 
 
 if __name__ == '__main__':

@@ -1,14 +1,17 @@
 """Does the recipe pay? Default recipe, plain GRPO and DAPO from common cold starts, with equal
 response tokens.
 
-grpo    GRPO's loss; a group whose rewards are equal adds nothing
-dapo    DAPO: clip 0.2 / 0.28, mean over tokens, overlong penalty, dynamic sampling (silent groups
-        are thrown away, other prompts are asked until the batch is full)
-recipe  the default: ESPO, silent groups grow, penalties, RL-ZVP
+grpo       GRPO's loss; a group whose rewards are equal adds nothing
+dapo       DAPO: clip 0.2 / 0.28, mean over tokens, overlong penalty, dynamic sampling (silent
+           groups are thrown away, other prompts are asked until the batch is full)
+recipe     the default: ESPO, silent groups grow, penalties, RL-ZVP
+no_growth  the same, where no group grows
 
-All is that of `tiny-cpu` but for what an arm changes: column arithmetic, 16 prompts a step, one
-update. Each arm has the learning rate with the highest held-out rate, averaged over a run of a
-quarter of the tokens, on seeds 100 and 101, which are not among those compared.
+`default` is the task of `tiny-cpu`, sums of two and three digits. `silent` is the mix of the study
+of parts: a quarter have two digits, a quarter three, half four, and most groups are silent.
+All is that of `tiny-cpu` but for what an arm changes: 16 prompts a step, one update. Each arm has
+the learning rate with the highest held-out rate, averaged over a run of a quarter of the tokens of
+the default task, on seeds 100 and 101, which are not among those compared.
 Last line: one JSON object; `ratio` is the recipe's gain over that of plain GRPO.
 usage: make study NAME=recipe, python benchmarks/studies/recipe.py [--arms ..] [--quick]
 """
@@ -18,9 +21,10 @@ import json
 import statistics
 import tempfile
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
-from _runner import OFF, Study, against, interval, run_all
+from _runner import OFF, SILENT, Study, against, interval, run_all
 from _tables import early, final
 
 from compassrl.algo.losses import LossConfig
@@ -42,11 +46,31 @@ def recipe(cfg):
     return cfg
 
 
-ARMS = dict(grpo=grpo, dapo=dapo, recipe=recipe)
-TASKS = dict(default=(('arithmetic', 1.25, 1.0),))  # domain, difficulty, share
+def no_growth(cfg):
+    return replace(cfg, zero_variance=ZeroVarianceConfig('uniform'))
+
+
+ARMS = dict(grpo=grpo, dapo=dapo, recipe=recipe, no_growth=no_growth)
+# domain, difficulty, share
+TASKS = dict(default=(('arithmetic', 1.25, 1.0),), silent=SILENT)
 RATES = 2e-4, 4e-4, 8e-4
-STUDY = Study('recipe', TASKS, ARMS, {}, seeds=tuple(range(6)), budget=1_000_000, marks=10)
-TUNING = replace(STUDY, name='recipe_rates', seeds=(100, 101), budget=250_000, marks=5)
+STUDY = Study('recipe', TASKS, ARMS, {}, seeds=tuple(range(6)), budget=600_000, marks=6)
+TUNING = replace(STUDY, name='recipe_rates', seeds=(100, 101), budget=150_000, marks=3, eval_k=4)
+
+
+def one(trials, task, arm, seed):
+    "The trial of an arm and a seed"
+    return next(r for r in trials if (r['task'], r['arm'], r['seed']) == (task, arm, seed))
+
+
+def needed(trial, rate):
+    "Share of the budget after which a trial first has this held-out rate; 1 where it never has"
+    points = trial['evals']
+    for (n, v), (m, w) in pairwise(points):
+        if w >= rate:
+            at = m if v >= w else n + (m - n) * max(rate - v, 0) / (w - v)
+            return min(at / trial['budget'], 1.0)
+    return 1.0
 
 
 def summary(trials, tasks, arms):
@@ -65,9 +89,13 @@ def summary(trials, tasks, arms):
                 steps=statistics.fmean(m['steps'] for m in means),
                 seconds=statistics.fmean(r['seconds'] for r in mine),
             )
-            if arm != 'grpo' and 'grpo' in arms:
+            for other in {'grpo', 'dapo'} & set(arms) - {arm}:
                 for name, measure in dict(final=final, area=early).items():
-                    row[f'{name}_against_grpo'] = against(trials, task, arm, 'grpo', measure)
+                    row[f'{name}_against_{other}'] = against(trials, task, arm, other, measure)
+            if 'dapo' in arms:
+                row['tokens_to_dapo'] = statistics.fmean(
+                    needed(r, final(one(trials, task, 'dapo', r['seed']))) for r in mine
+                )
             out.setdefault(task, {})[arm] = row
     return out
 
