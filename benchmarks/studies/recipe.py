@@ -89,7 +89,7 @@ def summary(trials, tasks, arms):
                 steps=statistics.fmean(m['steps'] for m in means),
                 seconds=statistics.fmean(r['seconds'] for r in mine),
             )
-            for other in {'grpo', 'dapo'} & set(arms) - {arm}:
+            for other in [m for m in ('grpo', 'dapo') if m in arms and m != arm]:
                 for name, measure in dict(final=final, area=early).items():
                     row[f'{name}_against_{other}'] = against(trials, task, arm, other, measure)
             if 'dapo' in arms:
@@ -127,17 +127,17 @@ def tuned(arms, processes):
 
 def compare(a):
     if a.quick:
-        a.seeds, a.arms = [0, 1], ['grpo', 'recipe']
+        a.seeds, a.arms, tasks = [0, 1], ['grpo', 'recipe'], ['default']
         study = replace(STUDY, runs=Path(a.folder), budget=3000, marks=1, num_heldout=8)
         study = replace(study, cold_steps=9, learning_rates=dict.fromkeys(a.arms, 4e-4))
         processes, rates = 0, {}
     else:
-        processes = 2
+        processes, tasks = 2, list(TASKS)
         best, rates = tuned(a.arms, processes)
         study = replace(STUDY, learning_rates=best)
-    trials = [(t, m, s) for t in TASKS for s in a.seeds for m in a.arms]
+    trials = [(t, m, s) for t in tasks for s in a.seeds for m in a.arms]
     rows = [r | dict(budget=study.budget) for r in run_all(study, trials, processes)]
-    show(table := summary(rows, TASKS, a.arms))
+    show(table := summary(rows, tasks, a.arms))
     ratio = 1.0
     if {'grpo', 'recipe'} <= set(a.arms):
         gains = {m: table['default'][m] for m in ('recipe', 'grpo')}
