@@ -46,8 +46,8 @@ SHOWN = dict(  # column -> of a trial's means
 )
 
 
-def summary(trials, tasks, arms, base):
-    "Per task and arm: held-out avg@8 before and after, and the paired differences from `base`"
+def summary(trials, tasks, arms, *bases):
+    "Per task and arm: held-out rate before and after, and the paired differences from `bases`"
     out = {}
     for task in tasks:
         for arm in arms:
@@ -59,7 +59,7 @@ def summary(trials, tasks, arms, base):
             row |= {k: mean_of([r['means'] for r in mine], v) for k, v in SHOWN.items()}
             row |= dict(seconds=mean_of(mine, 'seconds'), groups=totals(mine))
             row |= dict(silent_falls=falls(mine))
-            if arm != base and base in arms:
+            for base in [b for b in bases if b != arm and b in arms]:
                 for name, measure in MEASURES.items():
                     row[f'{name}_against_{base}'] = against(trials, task, arm, base, measure)
             out.setdefault(task, {})[arm] = row
@@ -111,12 +111,12 @@ def small(study, compared, folder):
     return replace(study, runs=Path(folder), arms=arms, **fewer)
 
 
-def report(study, base, ratio, quick, rates=None, processes=2, more=lambda trials: {}):
+def report(study, base, ratio, quick, rates=None, processes=2, more=lambda trials: {}, also=()):
     "Makes the trials; the table, and the line that is kept"
     tasks, (one, other) = study.tasks, ratio
     trials = [(t, m, s) for s in study.seeds for t in tasks for m in study.arms]
     rows = [r | dict(budget=study.budget) for r in run_all(study, trials, processes)]
-    show(table := summary(rows, tasks, study.arms, base), base)
+    show(table := summary(rows, tasks, study.arms, base, *also), base)
     gains = [
         of['after'][0] - of['before'][0] for of in (table[next(iter(tasks))][m] for m in ratio)
     ]

@@ -24,8 +24,8 @@ usage: make study NAME=losses, python benchmarks/studies/losses.py [--processes 
 from dataclasses import replace
 from functools import partial
 
-from _runner import OFF, Study, against
-from _tables import early, final, flags, rates_of, report, run_quick
+from _runner import OFF, Study
+from _tables import flags, rates_of, report, run_quick
 
 from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig
@@ -72,18 +72,6 @@ TUNING = replace(
 )
 
 
-def against_wide(trials):
-    "Paired differences from ESPO with the wide range, which its parts are taken from"
-    arms = [m for m in STUDY.arms if m != 'wide' and any(r['arm'] == m for r in trials)]
-    measures = dict(final=final, area=early)
-    return dict(
-        against_wide={
-            m: {k: against(trials, 'sums', m, 'wide', of) for k, of in measures.items()}
-            for m in arms
-        }
-    )
-
-
 def main():
     a = flags(__doc__)
     ratio = 'espo', 'gspo'
@@ -91,7 +79,7 @@ def main():
         return run_quick(STUDY, 'espo', ratio)
     found = rates_of(TUNING, LOSSES, RATES, a.processes)
     study = replace(STUDY, learning_rates=dict.fromkeys(STUDY.arms, RATES[0]))
-    report(study, 'espo', ratio, False, found, a.processes, against_wide)
+    report(study, 'espo', ratio, False, found, a.processes, also=['wide'])
 
 
 if __name__ == '__main__':
