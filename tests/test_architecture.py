@@ -27,8 +27,7 @@ FLOORS = [  # a module imports from its own room and from the floors below
 APART = {('train', 'rollout')}  # they do not know each other
 FREE = {'lesson', 'settings', 'files'}  # they import nothing of the package
 SHARED = {'settings', 'files'}  # and every room may import these
-# a room more than sixteen: drawings, which no other room imports
-MODULE, FUNCTION, COLUMNS, ROOMS = 300, 40, 100, 17
+MODULE, FUNCTION, COLUMNS, ROOMS = 300, 40, 100, 16
 
 
 def files():
@@ -145,7 +144,8 @@ def test_no_circles_between_modules_nor_between_rooms(arrows):
 
 def test_few_rooms(arrows):
     rooms = {room(module) for module in arrows} - {''}
-    assert len(rooms) <= ROOMS, sorted(rooms)
+    # `python -m compassrl` is a door
+    assert len(rooms - {'__main__'}) <= ROOMS, sorted(rooms)
     assert rooms <= {r for floor in FLOORS for r in floor} | FREE, 'give the new room a floor'
 
 
