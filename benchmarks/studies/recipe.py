@@ -74,7 +74,7 @@ def needed(trial, rate):
 
 
 def summary(trials, tasks, arms):
-    "Per task and arm: held-out avg@8 before and after, and the paired differences from `grpo`"
+    "Per task and arm: held-out avg@8 before and after, and the paired differences of arms"
     out = {}
     for task in tasks:
         for arm in arms:
@@ -89,7 +89,7 @@ def summary(trials, tasks, arms):
                 steps=statistics.fmean(m['steps'] for m in means),
                 seconds=statistics.fmean(r['seconds'] for r in mine),
             )
-            for other in [m for m in ('grpo', 'dapo') if m in arms and m != arm]:
+            for other in [m for m in ('grpo', 'dapo', 'no_growth') if m in arms and m != arm]:
                 for name, measure in dict(final=final, area=early).items():
                     row[f'{name}_against_{other}'] = against(trials, task, arm, other, measure)
             if 'dapo' in arms:
