@@ -8,6 +8,7 @@ import re
 import statistics
 from collections import Counter
 
+import numpy as np
 import pytest
 import yaml
 
@@ -223,6 +224,21 @@ def test_what_five_settings_choose_for_the_sixth_follows_from_the_runs():
             mean, low, high = row['behind']
             want = statistics.fmean(gaps), half_width(gaps)
             assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-3), task
+
+
+def test_tokens_until_the_rate_of_dapo_follow_from_the_runs():
+    "A fine grid over the curve, where the library's study solves for the crossing"
+    found = result('recipe')
+    budget, grid = found['settings']['budget'], np.linspace(0, 1, 20_001)
+    ends = {(r['task'], r['seed']): r['evals'][-1][1] for r in found['runs'] if r['arm'] == 'dapo'}
+    for task, arms in found['table'].items():
+        for arm, row in arms.items():
+            shares = []
+            for r in [r for r in found['runs'] if (r['task'], r['arm']) == (task, arm)]:
+                curve = np.interp(grid * budget, *zip(*r['evals']))
+                there = grid[curve >= ends[task, r['seed']]]
+                shares.append(there[0] if len(there) else 1)
+            assert row['tokens_to_dapo'] == pytest.approx(statistics.fmean(shares), abs=1e-3)
 
 
 def test_rates_of_silent_groups_follow_from_the_runs():
