@@ -12,6 +12,8 @@ of parts: a quarter have two digits, a quarter three, half four, and most groups
 All is that of `tiny-cpu` but for what an arm changes: 16 prompts a step, one update. Each arm has
 the learning rate with the highest held-out rate, averaged over a run of a quarter of the tokens of
 the default task, on seeds 100 and 101, which are not among those compared.
+`tried` has shorter runs of changed recipes on the same two seeds: without growth, stronger RL-ZVP,
+groups of 4 or 16, dynamic sampling, two updates a step with a wide alpha.
 Last line: one JSON object; `ratio` is the recipe's gain over that of plain GRPO.
 usage: make study NAME=recipe, python benchmarks/studies/recipe.py [--arms ..] [--quick]
 """
@@ -21,6 +23,7 @@ import json
 import statistics
 import tempfile
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -58,18 +61,43 @@ STUDY = Study('recipe', TASKS, ARMS, {}, seeds=tuple(range(6)), budget=600_000, 
 TUNING = replace(STUDY, name='recipe_rates', seeds=(100, 101), budget=150_000, marks=3, eval_k=4)
 
 
-def one(trials, task, arm, seed):
-    "The trial of an arm and a seed"
-    return next(r for r in trials if (r['task'], r['arm'], r['seed']) == (task, arm, seed))
+def changed(cfg, sampling, num_mini_batches=1, alpha=None, **more):
+    "The recipe with other settings; `sampling` has those of `ZeroVarianceConfig`"
+    cfg = replace(cfg, zero_variance=replace(cfg.zero_variance, **sampling), **more)
+    optim = replace(cfg.optim, num_mini_batches=num_mini_batches)
+    espo = cfg.espo if alpha is None else replace(cfg.espo, alpha=alpha)
+    return replace(cfg, optim=optim, espo=espo)
+
+
+UNIFORM = dict(sampling='uniform')
+TRIED = dict(
+    grpo=grpo,
+    recipe=recipe,
+    no_growth=no_growth,
+    zvp=partial(changed, sampling=dict(UNIFORM, zvp_alpha=0.2)),
+    four=partial(changed, sampling=dict(max_group_size=16), group_size=4, prompts_per_step=32),
+    sixteen=partial(changed, sampling=UNIFORM, group_size=16, prompts_per_step=8),
+    refill=partial(changed, sampling=dict(sampling='refill', zvp_alpha=0)),
+    two_updates=partial(changed, sampling=UNIFORM, num_mini_batches=2, alpha=0.5),
+)
+TRIALS = Study(
+    'recipe_tried',
+    dict(default=TASKS['default']),
+    TRIED,
+    dict.fromkeys(TRIED, 4e-4),
+    seeds=(100, 101),
+    budget=250_000,
+    eval_k=4,
+)
 
 
 def needed(trial, rate):
     "Share of the budget after which a trial first has this held-out rate; 1 where it never has"
-    points = trial['evals']
-    for (n, v), (m, w) in pairwise(points):
+    for (n, v), (m, w) in pairwise(trial['evals']):
+        if v >= rate:
+            return n / trial['budget']
         if w >= rate:
-            at = m if v >= w else n + (m - n) * max(rate - v, 0) / (w - v)
-            return min(at / trial['budget'], 1.0)
+            return min((n + (m - n) * (rate - v) / (w - v)) / trial['budget'], 1.0)
     return 1.0
 
 
@@ -77,6 +105,7 @@ def summary(trials, tasks, arms):
     "Per task and arm: held-out avg@8 before and after, and the paired differences of arms"
     out = {}
     for task in tasks:
+        dapo = {r['seed']: final(r) for r in trials if (r['task'], r['arm']) == (task, 'dapo')}
         for arm in arms:
             mine = [r for r in trials if (r['task'], r['arm']) == (task, arm)]
             means = [r['means'] for r in mine]
@@ -92,10 +121,8 @@ def summary(trials, tasks, arms):
             for other in [m for m in ('grpo', 'dapo', 'no_growth') if m in arms and m != arm]:
                 for name, measure in dict(final=final, area=early).items():
                     row[f'{name}_against_{other}'] = against(trials, task, arm, other, measure)
-            if 'dapo' in arms:
-                row['tokens_to_dapo'] = statistics.fmean(
-                    needed(r, final(one(trials, task, 'dapo', r['seed']))) for r in mine
-                )
+            if dapo:
+                row['tokens_to_dapo'] = statistics.fmean(needed(r, dapo[r['seed']]) for r in mine)
             out.setdefault(task, {})[arm] = row
     return out
 
@@ -125,15 +152,23 @@ def tuned(arms, processes):
     return {m: max(RATES, key=lambda lr: found[m][f'{lr:g}']) for m in arms}, found
 
 
+def attempts(processes):
+    "What was tried for a better recipe, in short runs on the seeds of the rates"
+    trials = [('default', m, s) for s in TRIALS.seeds for m in TRIED]
+    rows = run_all(TRIALS, trials, processes)
+    return [{k: r[k] for k in ('arm', 'seed', 'evals')} for r in rows]
+
+
 def compare(a):
     if a.quick:
         a.seeds, a.arms, tasks = [0, 1], ['grpo', 'recipe'], ['default']
         study = replace(STUDY, runs=Path(a.folder), budget=3000, marks=1, num_heldout=8)
         study = replace(study, cold_steps=9, learning_rates=dict.fromkeys(a.arms, 4e-4))
-        processes, rates = 0, {}
+        processes, rates, tried = 0, {}, []
     else:
         processes, tasks = 2, list(TASKS)
         best, rates = tuned(a.arms, processes)
+        tried = attempts(processes)
         study = replace(STUDY, learning_rates=best)
     trials = [(t, m, s) for t in tasks for s in a.seeds for m in a.arms]
     rows = [r | dict(budget=study.budget) for r in run_all(study, trials, processes)]
@@ -147,6 +182,7 @@ def compare(a):
     settings |= dict(tasks=TASKS, quick=a.quick)
     units = 'gain of held-out avg@8 with the recipe / with plain GRPO, same tokens'
     found = dict(name='recipe', ratio=ratio, units=units, table=table, rates=rates, runs=rows)
+    found |= dict(tried=tried)
     print(json.dumps(found | dict(settings=settings, machine=machine_info())))
 
 
