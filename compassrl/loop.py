@@ -67,6 +67,12 @@ def unmoved(
 
 
 # %% ../nbs/04_loop.ipynb #5988e1d6
+def _update(cfg, step, engine, batch, loss, learns):  # at one learning rate for the whole step
+    num = cfg.optim.num_mini_batches
+    lr = cfg.optim.lr_at(step * num, cfg.steps * num)
+    return engine.update(batch, loss, lr) if learns else (unmoved(batch, loss), {})
+
+
 def train_step(
     cfg: TrainConfig,
     step: int,  # 0-based
@@ -101,7 +107,7 @@ def train_step(
         metrics.setdefault('zero_variance_first_frac', metrics['zero_variance_raw_frac'])
         loss, learns = loss_of(cfg, batch), batch.advantages.any() or cfg.loss.kl_coef
         with timed(metrics, 'update'):
-            learned, seen = engine.update(batch, loss) if learns else (unmoved(batch, loss), {})
+            learned, seen = _update(cfg, step, engine, batch, loss, learns)
         with timed(metrics, 'sync'):
             if learns:
                 guard.updated(step + 1, learned)

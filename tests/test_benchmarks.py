@@ -6,6 +6,7 @@ import math
 import runpy
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,9 +17,9 @@ from compassrl.data.prompts import make_prompts
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import build_tokenizer
 from compassrl.experience import in_order
-from compassrl.loop import loss_of
+from compassrl.loop import Stop, loss_of
 from compassrl.model.policy import Policy
-from compassrl.records import collate
+from compassrl.records import Sample, collate
 from compassrl.rollout.requests import requests_of
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.runs.presets import smoke_cpu
@@ -59,6 +60,27 @@ def spread_of_groups(policy, batch, loss):
             torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
         )
     return float(len(rows) * torch.stack(rows).var(0).sum())
+
+
+def test_the_learning_rate_of_a_study_falls_with_its_tokens(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks' / 'studies'))
+    runner = importlib.import_module('_runner')
+    base = smoke_cpu()
+    optim = replace(base.optim, lr=0.1, warmup_steps=0, num_mini_batches=1, final_lr_frac=0.2)
+    policy = Policy(base.policy, 0)
+    engine, _ = runner.engines(replace(base, optim=optim), policy.state_dict())
+    study = runner.Study('falls', {}, {}, {}, (), budget=100, marks=1)
+    curve = runner.Curve(study, base, None, engine, [])
+    monkeypatch.setattr(curve, 'evaluate', lambda: curve.evals.append((curve.tokens, 0.0)))
+    curve.evaluate()
+    sample = Sample('p', 0, [5, 6], [7, 8], torch.zeros(2), None, None, 'stop', 0)
+    batch, rates = collate([sample]), []
+    for tokens in (50, 40, 30):
+        metrics, _ = engine.update(batch, lambda log_probs, *_: (log_probs.sum(), {}))
+        rates.append(metrics['lr'])
+        with pytest.raises(Stop) if curve.tokens + tokens > 100 else nullcontext():
+            curve.on_step(1, dict(tokens=tokens), [], batch)
+    assert rates == pytest.approx([0.1, 0.1 * 0.6, 0.1 * 0.28]) and engine.done == 1
 
 
 def test_gradients_of_groups_add_up_to_the_trainers_step(monkeypatch):

@@ -124,6 +124,15 @@ def no_clock(metrics):
     return {k: v for k, v in metrics.items() if not k.startswith('time_')}
 
 
+def test_learning_rate_of_a_run_falls_with_its_steps():
+    optim = OptimConfig(lr=0.01, warmup_steps=1, final_lr_frac=0.5, num_mini_batches=2)
+    _, log = run(replace(CFG, steps=3, optim=optim))
+    learns = [not m['skipped_frac'] for _, m, _, _ in log]
+    expected = [0.01 * (1 / 2), 0.01 * (1 - 0.5 * 2 / 6), 0.01 * (1 - 0.5 * 4 / 6)]
+    assert sum(learns) >= 2, 'steps that learn'
+    assert log.lr == pytest.approx([r * on for r, on in zip(expected, learns)])
+
+
 @pytest.fixture(scope='module')
 def whole():
     verifiers['even'] = even
@@ -812,7 +821,7 @@ class TableTrain:
         entropy = torch.zeros_like(batch.rollout_log_probs)
         return dict(old_log_probs=self.rows(batch).detach(), entropy=entropy)
 
-    def update(self, batch, loss):
+    def update(self, batch, loss, lr=None):
         value, metrics = loss(self.rows(batch), batch, len(batch), len(batch))
         self.theta.data -= self.lr * torch.autograd.grad(value, self.theta)[0]
         return {k: float(v) for k, v in metrics.items()}, {}

@@ -334,6 +334,7 @@ def stages(course):
         homes += [f'    {of.replace("/", ".")!r}: {stage!r},' for of in box['of']]
     return '\n'.join(
         [
+            '#| code-fold: true',
             '#| export',
             LESSON_MARK,
             '# stage -> its place in the course, what its box says; six in a row',

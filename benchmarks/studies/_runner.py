@@ -71,8 +71,11 @@ class Study:
         return self.runs / self.name
 
     def preset(self, seed):
+        "`tiny-cpu`; its learning rate is constant, where an arm says nothing else"
         base = tiny_cpu()
-        return replace(base, seed=seed, policy=replace(base.policy, **self.shape))
+        optim = replace(base.optim, final_lr_frac=1.0)
+        policy = replace(base.policy, **self.shape)
+        return replace(base, seed=seed, policy=policy, optim=optim)
 
     @property
     def tokenizer(self):
@@ -168,10 +171,21 @@ def cold_started(study, seed):
     return torch.load(path, weights_only=True)
 
 
+class Paced(TorchTrain):
+    "Its learning rate falls with the tokens that are spent: how many steps a trial has shows later"
+
+    done = 0.0  # share of the trial's tokens
+
+    def update(self, batch, loss, lr=None):
+        c = self.config
+        left = 1 - (1 - c.final_lr_frac) * self.done
+        return super().update(batch, loss, c.lr_at(self.num_steps) * left)
+
+
 def engines(cfg, weights):
     policy = Policy(cfg.policy, cfg.seed)
     policy.load_state_dict(weights)
-    engine = TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
+    engine = Paced(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
     rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
     rollout.load_weights(engine.weights(), 0)
     return engine, rollout
@@ -194,8 +208,9 @@ def run(cfg, pools, rollout, engine, curve):
 class Curve:
     "Counts tokens, evaluates at marks, stops at the budget"
 
-    def __init__(self, study, cfg, rollout, heldout):
+    def __init__(self, study, cfg, rollout, engine, heldout):
         self.study, self.cfg, self.rollout, self.heldout = study, cfg, rollout, heldout
+        self.engine = engine
         self.rows, self.evals, self.tokens, self.paused = [], [], 0, 0.0
         self.until = study.budget  # response tokens
 
@@ -211,6 +226,7 @@ class Curve:
         seen = self.study.look(batch) if self.study.look else {}
         self.rows.append(metrics | dict(seen=seen))
         self.tokens += int(metrics['tokens'])
+        self.engine.done = min(self.tokens / self.study.budget, 1.0)
         over = self.tokens >= self.study.budget
         mark = self.study.budget / self.study.marks * len(self.evals)
         if self.tokens >= mark or over:
@@ -257,7 +273,7 @@ def trial(study, task, arm, seed, lr=None):
     pools = [study.prompts(mix, 4096, seed, 'train') for mix in study.mixes(task, arm)]
     heldout = study.prompts(study.tasks[task], study.num_heldout, seed, 'heldout')
     engine, rollout = engines(cfg, cold_started(study, seed))
-    curve = Curve(study, cfg, rollout, heldout)
+    curve = Curve(study, cfg, rollout, engine, heldout)
     begin(curve, task)
     curve.paused, began = 0.0, time.perf_counter()
     study.ways.get(arm, run)(cfg, pools, rollout, engine, curve)

@@ -7,13 +7,16 @@ dapo       DAPO: clip 0.2 / 0.28, mean over tokens, overlong penalty, dynamic sa
 recipe     the default: ESPO, silent groups grow, penalties, RL-ZVP
 no_growth  the same, where no group grows
 
+In all of these the learning rate falls on a straight line to a twentieth while the tokens are
+spent. Three arms more have a constant rate: grpo_constant, dapo_constant, recipe_constant.
+
 `default` is the task of `tiny-cpu`, sums of two and three digits. `silent` is the mix of the study
 of parts: a quarter have two digits, a quarter three, half four, and most groups are silent.
 All is that of `tiny-cpu` but for what an arm changes: 16 prompts a step, one update. Each arm has
-the learning rate with the highest held-out rate, averaged over a run of a quarter of the tokens of
-the default task, on seeds 100 and 101, which are not among those compared.
-`tried` has shorter runs of changed recipes on the same two seeds: without growth, stronger RL-ZVP,
-groups of 4 or 16, dynamic sampling, two updates a step with a wide alpha.
+the learning rate with the highest held-out rate at the end of a run of the same length on the
+default task, on seeds 100 and 101, which are not among those compared.
+`tried` has runs of other arms on the same two seeds: stronger RL-ZVP, groups of 4, dynamic
+sampling, GRPO's loss with all the rest of the recipe, more or fewer prompts per step.
 Last line: one JSON object; `ratio` is the recipe's gain over that of plain GRPO.
 usage: make study NAME=recipe, python benchmarks/studies/recipe.py [--arms ..] [--quick]
 """
@@ -37,6 +40,9 @@ from compassrl.runs.facts import machine_info
 DYNAMIC = ZeroVarianceConfig('refill', repetition_weight=0, zvp_alpha=0)
 
 
+LEFT = 0.05  # of a learning rate that falls
+
+
 def grpo(cfg):
     return replace(cfg, loss=LossConfig('grpo'), zero_variance=OFF)
 
@@ -45,49 +51,43 @@ def dapo(cfg):
     return replace(cfg, loss=LossConfig('dapo'), zero_variance=DYNAMIC)
 
 
-def recipe(cfg):
-    return cfg
+def recipe(cfg, **more):
+    "With other settings of `ZeroVarianceConfig`"
+    return replace(cfg, zero_variance=replace(cfg.zero_variance, **more))
 
 
-def no_growth(cfg):
-    return replace(cfg, zero_variance=ZeroVarianceConfig('uniform'))
+def falling(arm, cfg, **more):
+    "An arm whose learning rate falls; `more` are other settings of the run"
+    return replace(arm(cfg), optim=replace(cfg.optim, final_lr_frac=LEFT), **more)
 
 
-ARMS = dict(grpo=grpo, dapo=dapo, recipe=recipe, no_growth=no_growth)
+no_growth = partial(recipe, sampling='uniform')
+FALLING = dict(grpo=grpo, dapo=dapo, recipe=recipe, no_growth=no_growth)
+ARMS = {name: partial(falling, arm) for name, arm in FALLING.items()}
+ARMS |= dict(grpo_constant=grpo, dapo_constant=dapo, recipe_constant=recipe)
 # domain, difficulty, share
 TASKS = dict(default=(('arithmetic', 1.25, 1.0),), silent=SILENT)
 RATES = 2e-4, 4e-4, 8e-4
-STUDY = Study('recipe', TASKS, ARMS, {}, seeds=tuple(range(6)), budget=600_000, marks=6)
-TUNING = replace(STUDY, name='recipe_rates', seeds=(100, 101), budget=150_000, marks=3, eval_k=4)
+STUDY = Study('recipe', TASKS, ARMS, {}, seeds=tuple(range(6)), budget=250_000)
+TUNING = replace(STUDY, name='recipe_rates', seeds=(100, 101), marks=1, eval_k=4)
 
-
-def changed(cfg, sampling, num_mini_batches=1, alpha=None, **more):
-    "The recipe with other settings; `sampling` has those of `ZeroVarianceConfig`"
-    cfg = replace(cfg, zero_variance=replace(cfg.zero_variance, **sampling), **more)
-    optim = replace(cfg.optim, num_mini_batches=num_mini_batches)
-    espo = cfg.espo if alpha is None else replace(cfg.espo, alpha=alpha)
-    return replace(cfg, optim=optim, espo=espo)
-
-
-UNIFORM = dict(sampling='uniform')
-TRIED = dict(
-    grpo=grpo,
-    recipe=recipe,
-    no_growth=no_growth,
-    zvp=partial(changed, sampling=dict(UNIFORM, zvp_alpha=0.2)),
-    four=partial(changed, sampling=dict(max_group_size=16), group_size=4, prompts_per_step=32),
-    sixteen=partial(changed, sampling=UNIFORM, group_size=16, prompts_per_step=8),
-    refill=partial(changed, sampling=dict(sampling='refill', zvp_alpha=0)),
-    two_updates=partial(changed, sampling=UNIFORM, num_mini_batches=2, alpha=0.5),
+TRIED = {name: ARMS[name] for name in FALLING}
+TRIED |= dict(
+    zvp=partial(falling, partial(recipe, sampling='uniform', zvp_alpha=0.2)),
+    refill=partial(falling, partial(recipe, sampling='refill', zvp_alpha=0)),
+    grpo_loss=partial(falling, recipe, loss=LossConfig('grpo')),
+    four=partial(falling, partial(recipe, max_group_size=16), group_size=4, prompts_per_step=32),
+    grpo_8=partial(falling, grpo, prompts_per_step=8),
+    grpo_32=partial(falling, grpo, prompts_per_step=32),
+    dapo_8=partial(falling, dapo, prompts_per_step=8),
+    recipe_11=partial(falling, recipe, prompts_per_step=11),
 )
-TRIALS = Study(
-    'recipe_tried',
-    dict(default=TASKS['default']),
-    TRIED,
-    dict.fromkeys(TRIED, 4e-4),
-    seeds=(100, 101),
-    budget=250_000,
-    eval_k=4,
+TRIALS = replace(
+    TUNING,
+    name='recipe_tried',
+    tasks=dict(default=TASKS['default']),
+    arms=TRIED,
+    learning_rates=dict.fromkeys(TRIED, 4e-4),
 )
 
 
@@ -118,7 +118,11 @@ def summary(trials, tasks, arms):
                 steps=statistics.fmean(m['steps'] for m in means),
                 seconds=statistics.fmean(r['seconds'] for r in mine),
             )
-            for other in [m for m in ('grpo', 'dapo', 'no_growth') if m in arms and m != arm]:
+            for other in [
+                m
+                for m in ('grpo', 'dapo', 'no_growth', f'{arm}_constant')
+                if m in arms and m != arm
+            ]:
                 for name, measure in dict(final=final, area=early).items():
                     row[f'{name}_against_{other}'] = against(trials, task, arm, other, measure)
             if dapo:
@@ -130,10 +134,10 @@ def summary(trials, tasks, arms):
 def show(table):
     for task, arms in table.items():
         print(
-            f'\n{task:9}{"lr":>8}{"before":>8}{"after":>8}{"after - grpo":>24}{"mean - grpo":>24}'
+            f'\n{task:16}{"lr":>8}{"before":>8}{"after":>8}{"after - grpo":>24}{"mean - grpo":>24}'
         )
         for arm, row in arms.items():
-            line = f'{arm:9}{row["lr"]:8g}{row["before"][0]:8.1f}{row["after"][0]:8.1f}'
+            line = f'{arm:16}{row["lr"]:8g}{row["before"][0]:8.1f}{row["after"][0]:8.1f}'
             for k in ('final_against_grpo', 'area_against_grpo'):
                 if k in row:
                     line += '{:+8.1f} [{:+6.1f}, {:+6.1f}]'.format(*row[k])
@@ -143,17 +147,17 @@ def show(table):
 def tuned(arms, processes):
     "The learning rate of each arm, and what each rate has brought on the seeds for that"
     trials = [('default', m, s, lr) for s in TUNING.seeds for m in arms for lr in RATES]
-    rows = [r | dict(budget=TUNING.budget) for r in run_all(TUNING, trials, processes)]
+    rows = run_all(TUNING, trials, processes)
 
     def mean(arm, lr):
-        return statistics.fmean(early(r) for r in rows if (r['arm'], r['lr']) == (arm, lr))
+        return statistics.fmean(final(r) for r in rows if (r['arm'], r['lr']) == (arm, lr))
 
     found = {m: {f'{lr:g}': round(mean(m, lr), 4) for lr in RATES} for m in arms}
     return {m: max(RATES, key=lambda lr: found[m][f'{lr:g}']) for m in arms}, found
 
 
 def attempts(processes):
-    "What was tried for a better recipe, in short runs on the seeds of the rates"
+    "Other arms, on the seeds of the rates"
     trials = [('default', m, s) for s in TRIALS.seeds for m in TRIED]
     rows = run_all(TRIALS, trials, processes)
     return [{k: r[k] for k in ('arm', 'seed', 'evals')} for r in rows]

@@ -4,7 +4,8 @@ A policy of 3 layers with 16 experts, 4 per token, learns sums of two digits by 
 prompts of 8 responses and 4 updates a step, equal steps in all arms. The trainer computes in
 float32. FP8: weights 128x128, activations 1x128, emulated; the rest in bfloat16. An arm is named by
 rollout (bfloat16, fp8), replay (off, R3, R2) and TIS (off, truncate), as in fp8-R3-off. R2, which
-repeats what the trainer's own routers chose before the updates, is tried without TIS alone.
+repeats what the trainer's own routers chose before the updates, is tried without TIS alone. Four
+arms with one or eight updates a step have their number at the end, as in bfloat16-R3-off-8.
 
 All runs begin with the weights of one cold start; a seed draws prompts and responses. Every tenth
 step is looked at twice before its updates, with live routers and with the rollout's routes,
@@ -50,6 +51,7 @@ ARMS = tuple(  # rollout, replay, TIS
     for rollout in ('bfloat16', 'fp8')
     for how in ('off-off', 'R3-off', 'R2-off', 'off-truncate', 'R3-truncate')
 )
+ARMS += tuple(f'bfloat16-{how}-off-{updates}' for updates in (1, 8) for how in ('off', 'R3'))
 FEW = 'fp8-off-off', 'fp8-R3-off', 'fp8-off-truncate', 'bfloat16-off-off'
 PARTS = (  # name, place in the name of an arm, without it, with it
     ('fp8', 0, 'bfloat16', 'fp8'),
@@ -83,14 +85,16 @@ class Study:
 
 
 def config(study, arm, seed):
-    rollout, mode, tis = arm.split('-')
+    rollout, mode, tis, *updates = arm.split('-')
     base = tiny_cpu()
     shape = dict(num_hidden_layers=3, num_experts=16, num_experts_per_tok=4, hidden_size=48)
     shape |= dict(moe_intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
     more = dict(policy=PolicyConfig(max_position_embeddings=128, head_dim=32, **shape))
     more |= dict(cold_start=replace(base.cold_start, steps=study.cold_steps))
     more |= dict(prompts_per_step=8, zero_variance=OFF, loss=LossConfig('grpo', tis=tis))
-    more |= dict(optim=replace(base.optim, lr=study.lr, num_mini_batches=4), router_replay=mode)
+    optim = replace(base.optim, lr=study.lr, final_lr_frac=1.0)
+    optim = replace(optim, num_mini_batches=int(updates[0]) if updates else 4)
+    more |= dict(optim=optim, router_replay=mode)
     more |= dict(rollout=replace(base.rollout, dtype='bfloat16', num_slots=64))
     more['rollout'] = replace(more['rollout'], quantization='fp8' if rollout == 'fp8' else '')
     return replace(base, seed=seed, steps=study.steps, **more)

@@ -79,8 +79,9 @@ def tiny_cpu() -> Pipeline:
     reasoning_mix, all_domains = _mix(*reasoning), _mix(*reasoning, *domain, num_train=4096)
     domain_mix = _mix(*domain)
     again = dict(replay_from='@reasoning-rl', replay_frac=0.3)
-    first = dict(steps=300, save_every=50, optim=dict(lr=6e-4))
-    second = dict(steps=150, save_every=50, optim=dict(lr=3e-4))  # more would forget the first
+    # constant rates, as they were measured; a higher second one would forget the first phase
+    first = dict(steps=300, save_every=50, optim=dict(lr=6e-4, final_lr_frac=1.0))
+    second = dict(steps=150, save_every=50, optim=dict(lr=3e-4, final_lr_frac=1.0))
     return Pipeline(
         'tiny-cpu',
         (

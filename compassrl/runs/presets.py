@@ -39,17 +39,17 @@ __all__ = [
 def tiny_cpu() -> TrainConfig:
     "A 0.2 M mixture of experts learns column arithmetic: minutes on two CPU cores"
     return TrainConfig(
-        steps=300,
+        steps=150,
         prompts_per_step=16,
         group_size=8,
-        eval_every=60,
-        save_every=60,
-        trace_every=120,
+        eval_every=30,
+        save_every=30,
+        trace_every=60,
         policy=PolicyConfig(max_position_embeddings=128),
         data=DataConfig(difficulty=1.25),
         cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=0.6),
         rollout=RolloutConfig(max_tokens=48, num_slots=256),
-        optim=OptimConfig(lr=4e-4, warmup_steps=10),
+        optim=OptimConfig(lr=4e-4, warmup_steps=10, final_lr_frac=0.05),
     )
 
 
@@ -80,6 +80,7 @@ def tool_cpu() -> TrainConfig:
         data=DataConfig(domains=('calculation',), difficulty=0.0, max_prompt_tokens=24),
         cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=0.7),
         rollout=RolloutConfig(max_tokens=48, num_slots=256),
+        optim=OptimConfig(lr=4e-4, warmup_steps=10),
         tools=ToolConfig('calculator'),
     )
 

@@ -20,7 +20,7 @@ from ..model.log_probs import token_log_probs
 from ..model.policy import Policy
 from ..model.pretrained import hf_weights, load_hf_weights
 from ..records import Batch, LossFn, Metrics, micro_batches, mini_batches, select
-from ..settings import above, at_least, check
+from ..settings import above, at_least, between, check
 from .guards import check_start, or_nan, weights_finite
 from .routes import ReplayMode, route_records, validate_routes
 
@@ -42,8 +42,10 @@ __all__ = [
 class OptimConfig:
     "AdamW and how a batch is cut for it"
 
-    lr: Annotated[float, above(0)] = 1e-3  # peak; constant after the warm-up
+    lr: Annotated[float, above(0)] = 1e-3  # peak
     warmup_steps: Annotated[int, at_least(0)] = 0  # optimiser steps of linear warm-up
+    # share of the peak that is left at the end of a run, on a straight line; 1 = constant
+    final_lr_frac: Annotated[float, between(0, 1)] = 1.0
     betas: Annotated[tuple[float, float], at_least(0, below=1)] = (0.9, 0.95)
     adam_eps: Annotated[float, at_least(0)] = 1e-8
     weight_decay: Annotated[float, at_least(0)] = 0.0  # on matrices, not on norms
@@ -55,9 +57,15 @@ class OptimConfig:
     def __post_init__(self) -> None:
         check(self)
 
-    def lr_at(self, step: int) -> float:  # of optimiser step `step`, the first is 0
-        "Linear warm-up, then constant"
-        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1))
+    def lr_at(
+        self,
+        step: int,  # an optimiser step, the first is 0
+        num_steps: int | None = None,  # of the whole run; None = unknown, nothing decays
+    ) -> float:
+        "Linear warm-up, and a straight line from `lr` to `final_lr_frac` of it"
+        warm = min(1.0, (step + 1) / (self.warmup_steps + 1))
+        done = step / num_steps if num_steps else 0.0
+        return self.lr * warm * (1 - (1 - self.final_lr_frac) * done)
 
 
 # %% ../../nbs/train/01_torch_engine.ipynb #b0075760

@@ -300,7 +300,7 @@ COLUMNS = {  # of the table: its head -> what is executed
     'round trip': round_trip,
     'generates in transformers': generates,
     'serves in vLLM': serves,
-    'trains in Megatron-Core': check_parallel,
+    'layout accepted by Megatron-Core': check_parallel,
 }
 
 
@@ -308,7 +308,7 @@ def claim(name, column, model, policy, out, run):
     "Is it so? None where there is nothing to claim; raises where it should be and is not"
     if column == 'routes' and name not in MIXTURES:
         return None
-    if column == 'trains in Megatron-Core':
+    if column == 'layout accepted by Megatron-Core':
         try:
             check_parallel(ParallelConfig(), policy.config, 1)
         except ValueError:
