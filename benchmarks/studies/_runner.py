@@ -71,11 +71,11 @@ class Study:
         return self.runs / self.name
 
     def preset(self, seed):
-        "`tiny-cpu`; its learning rate is constant, where an arm says nothing else"
+        "`tiny-cpu`, where no arm says anything else with a constant learning rate and with growth"
         base = tiny_cpu()
-        optim = replace(base.optim, final_lr_frac=1.0)
-        policy = replace(base.policy, **self.shape)
-        return replace(base, seed=seed, policy=policy, optim=optim)
+        more = dict(optim=replace(base.optim, final_lr_frac=1.0))
+        more |= dict(zero_variance=ZeroVarianceConfig())
+        return replace(base, seed=seed, policy=replace(base.policy, **self.shape), **more)
 
     @property
     def tokenizer(self):

@@ -1,14 +1,15 @@
 """Does the recipe pay? Default recipe, plain GRPO and DAPO from common cold starts, with equal
 response tokens.
 
-grpo       GRPO's loss; a group whose rewards are equal adds nothing
-dapo       DAPO: clip 0.2 / 0.28, mean over tokens, overlong penalty, dynamic sampling (silent
-           groups are thrown away, other prompts are asked until the batch is full)
-recipe     the default: ESPO, silent groups grow, penalties, RL-ZVP
-no_growth  the same, where no group grows
+grpo    GRPO's loss; a group whose rewards are equal adds nothing
+dapo    DAPO: clip 0.2 / 0.28, mean over tokens, overlong penalty, dynamic sampling (silent
+        groups are thrown away, other prompts are asked until the batch is full)
+recipe  the default of `tiny-cpu`: ESPO, penalties, RL-ZVP
+growth  the same, and silent groups grow
 
 In all of these the learning rate falls on a straight line to a twentieth while the tokens are
-spent. Three arms more have a constant rate: grpo_constant, dapo_constant, recipe_constant.
+spent. Three arms more have a constant rate, on the default task: grpo_constant, dapo_constant,
+growth_constant.
 
 `default` is the task of `tiny-cpu`, sums of two and three digits. `silent` is the mix of the study
 of parts: a quarter have two digits, a quarter three, half four, and most groups are silent.
@@ -17,7 +18,7 @@ the lowest learning rate that ends within a point of its best one, in runs of th
 default task, on seeds 100 and 101, which are not among those compared: two seeds tell no more.
 `fast` has runs of the four arms with the highest rate.
 `tried` has runs of other arms on the same two seeds: stronger RL-ZVP, groups of 4, dynamic
-sampling, GRPO's loss with all the rest of the recipe, more or fewer prompts per step.
+sampling, GRPO's loss with growth and all the rest, more or fewer prompts per step.
 Last line: one JSON object; `ratio` is the recipe's gain over that of plain GRPO.
 usage: make study NAME=recipe, python benchmarks/studies/recipe.py [--arms ..] [--quick]
 """
@@ -52,9 +53,9 @@ def dapo(cfg):
     return replace(cfg, loss=LossConfig('dapo'), zero_variance=DYNAMIC)
 
 
-def recipe(cfg, **more):
-    "With other settings of `ZeroVarianceConfig`"
-    return replace(cfg, zero_variance=replace(cfg.zero_variance, **more))
+def recipe(cfg, sampling='uniform', **more):
+    "`more` are other settings of `ZeroVarianceConfig`"
+    return replace(cfg, zero_variance=replace(cfg.zero_variance, sampling=sampling, **more))
 
 
 def falling(arm, cfg, **more):
@@ -62,10 +63,10 @@ def falling(arm, cfg, **more):
     return replace(arm(cfg), optim=replace(cfg.optim, final_lr_frac=LEFT), **more)
 
 
-no_growth = partial(recipe, sampling='uniform')
-FALLING = dict(grpo=grpo, dapo=dapo, recipe=recipe, no_growth=no_growth)
+growth = partial(recipe, sampling='adaptive')
+FALLING = dict(grpo=grpo, dapo=dapo, recipe=recipe, growth=growth)
 ARMS = {name: partial(falling, arm) for name, arm in FALLING.items()}
-ARMS |= dict(grpo_constant=grpo, dapo_constant=dapo, recipe_constant=recipe)
+ARMS |= dict(grpo_constant=grpo, dapo_constant=dapo, growth_constant=growth)
 # domain, difficulty, share
 TASKS = dict(default=(('arithmetic', 1.25, 1.0),), silent=SILENT)
 RATES = 2e-4, 4e-4, 8e-4
@@ -74,14 +75,16 @@ TUNING = replace(STUDY, name='recipe_rates', seeds=(100, 101), marks=1, eval_k=4
 
 TRIED = {name: ARMS[name] for name in FALLING}
 TRIED |= dict(
-    zvp=partial(falling, partial(recipe, sampling='uniform', zvp_alpha=0.2)),
+    zvp_2=partial(falling, partial(recipe, zvp_alpha=0.2)),
+    zvp_5=partial(falling, partial(recipe, zvp_alpha=0.5)),
+    zvp_10=partial(falling, partial(recipe, zvp_alpha=1.0)),
     refill=partial(falling, partial(recipe, sampling='refill', zvp_alpha=0)),
-    grpo_loss=partial(falling, recipe, loss=LossConfig('grpo')),
-    four=partial(falling, partial(recipe, max_group_size=16), group_size=4, prompts_per_step=32),
+    grpo_loss=partial(falling, growth, loss=LossConfig('grpo')),
+    four=partial(falling, partial(growth, max_group_size=16), group_size=4, prompts_per_step=32),
     grpo_8=partial(falling, grpo, prompts_per_step=8),
     grpo_32=partial(falling, grpo, prompts_per_step=32),
     dapo_8=partial(falling, dapo, prompts_per_step=8),
-    recipe_11=partial(falling, recipe, prompts_per_step=11),
+    growth_11=partial(falling, growth, prompts_per_step=11),
 )
 TRIALS = replace(
     TUNING,
@@ -107,7 +110,8 @@ def summary(trials, tasks, arms):
     out = {}
     for task in tasks:
         dapo = {r['seed']: final(r) for r in trials if (r['task'], r['arm']) == (task, 'dapo')}
-        for arm in arms:
+        there = [arm for arm in arms if any((r['task'], r['arm']) == (task, arm) for r in trials)]
+        for arm in there:
             mine = [r for r in trials if (r['task'], r['arm']) == (task, arm)]
             means = [r['means'] for r in mine]
             row = dict(
@@ -119,11 +123,8 @@ def summary(trials, tasks, arms):
                 steps=statistics.fmean(m['steps'] for m in means),
                 seconds=statistics.fmean(r['seconds'] for r in mine),
             )
-            for other in [
-                m
-                for m in ('grpo', 'dapo', 'no_growth', f'{arm}_constant')
-                if m in arms and m != arm
-            ]:
+            others = {'grpo', 'dapo', 'recipe', f'{arm}_constant'} & {*there} - {arm}
+            for other in sorted(others):
                 for name, measure in dict(final=final, area=early).items():
                     row[f'{name}_against_{other}'] = against(trials, task, arm, other, measure)
             if dapo:
@@ -182,7 +183,9 @@ def compare(a):
         study = replace(STUDY, learning_rates=best)
         quickest = [('default', m, s, RATES[-1]) for s in a.seeds for m in FALLING]
         fast = run_all(study, quickest, processes)
-    trials = [(t, m, s) for t in tasks for s in a.seeds for m in a.arms]
+    trials = [
+        (t, m, s) for t in tasks for s in a.seeds for m in a.arms if t == 'default' or m in FALLING
+    ]
     rows = [r | dict(budget=study.budget) for r in run_all(study, trials, processes)]
     show(table := summary(rows, tasks, a.arms))
     ratio = 1.0

@@ -79,7 +79,7 @@ def tiny_cpu() -> Pipeline:
     reasoning_mix, all_domains = _mix(*reasoning), _mix(*reasoning, *domain, num_train=4096)
     domain_mix = _mix(*domain)
     again = dict(replay_from='@reasoning-rl', replay_frac=0.3)
-    # constant rates, as they were measured; a higher second one would forget the first phase
+    # constant rates; with a higher second one, phase 2 would forget phase 1
     first = dict(steps=300, save_every=50, optim=dict(lr=6e-4, final_lr_frac=1.0))
     second = dict(steps=150, save_every=50, optim=dict(lr=3e-4, final_lr_frac=1.0))
     return Pipeline(
@@ -100,7 +100,10 @@ def tiny_cpu() -> Pipeline:
             ),
         ),
         settings=dict(
-            eval_every=0, eval_k=2, rewards=dict(workers=1, genrm=dict(model='@judge/model'))
+            eval_every=0,
+            eval_k=2,
+            rewards=dict(workers=1, genrm=dict(model='@judge/model')),
+            zero_variance=dict(sampling='adaptive'),
         ),
         evaluation=dict(data=all_domains | dict(num_heldout=320, weights=[1.0] * 5), eval_k=4),
     )

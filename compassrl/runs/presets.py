@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ..algo.zero_variance import ZeroVarianceConfig
 from ..config import TrainConfig
 from ..data.prompts import DataConfig
 from ..data.tools import ToolConfig
@@ -36,27 +37,37 @@ __all__ = [
 
 
 # %% ../../nbs/runs/15_presets.ipynb #8945035a
-def tiny_cpu() -> TrainConfig:
-    "A 0.2 M mixture of experts learns column arithmetic: minutes on two CPU cores"
+def _small_run():  # what the presets for a CPU share
     return TrainConfig(
-        steps=150,
         prompts_per_step=16,
         group_size=8,
-        eval_every=30,
-        save_every=30,
-        trace_every=60,
+        save_every=60,
         policy=PolicyConfig(max_position_embeddings=128),
         data=DataConfig(difficulty=1.25),
         cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=0.6),
         rollout=RolloutConfig(max_tokens=48, num_slots=256),
-        optim=OptimConfig(lr=4e-4, warmup_steps=10, final_lr_frac=0.05),
+        optim=OptimConfig(lr=4e-4, warmup_steps=10),
+    )
+
+
+def tiny_cpu() -> TrainConfig:
+    "A 0.2 M mixture of experts learns column arithmetic: minutes on two CPU cores"
+    base = _small_run()
+    return replace(
+        base,
+        steps=200,
+        eval_every=40,
+        save_every=40,
+        trace_every=80,
+        optim=replace(base.optim, final_lr_frac=0.05),
+        zero_variance=ZeroVarianceConfig('uniform'),  # no growth: see the study of the recipe
     )
 
 
 def smoke_cpu() -> TrainConfig:
     "The same pipeline in seconds: does everything run here?"
     return replace(
-        tiny_cpu(),
+        _small_run(),
         steps=4,
         prompts_per_step=8,
         group_size=4,
@@ -73,14 +84,13 @@ def smoke_cpu() -> TrainConfig:
 def tool_cpu() -> TrainConfig:
     "A small policy learns to call a calculator: minutes on two CPU cores"
     return replace(
-        tiny_cpu(),
+        _small_run(),
         steps=80,
         eval_every=20,
         trace_every=80,
         data=DataConfig(domains=('calculation',), difficulty=0.0, max_prompt_tokens=24),
         cold_start=SFTConfig(steps=1200, lr=5e-3, num_solutions=4096, hasty_frac=0.7),
         rollout=RolloutConfig(max_tokens=48, num_slots=256),
-        optim=OptimConfig(lr=4e-4, warmup_steps=10),
         tools=ToolConfig('calculator'),
     )
 
@@ -88,7 +98,7 @@ def tool_cpu() -> TrainConfig:
 def engines_cpu() -> TrainConfig:
     "vLLM, Megatron-Core, two cores: torchrun --nproc-per-node 2 -m compassrl train engines-cpu"
     return replace(
-        tiny_cpu(),
+        _small_run(),
         steps=40,
         prompts_per_step=32,
         eval_every=0,
