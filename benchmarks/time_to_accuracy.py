@@ -1,4 +1,4 @@
-"""How long until the policy is right this often? Our default recipe against TRL's GRPOTrainer.
+"""How long until the policy is right this often? Our recipe with growth against TRL's GRPOTrainer.
 
     python benchmarks/time_to_accuracy.py [--seeds 0 1 2] [--target 0.7] [--quick]
 
@@ -6,8 +6,8 @@ One checkpoint for all, per seed: the policy of `tiny-cpu` after its cold start,
 The same prompts in the same order, 8 responses each of at most 48 tokens; the same
 verifier on the same decoded text; fp32, one thread. Three contenders:
 
-- default: `tiny-cpu`, 16 prompts an update, with its growing groups, penalties, ESPO and router
-  replay, at a constant learning rate, as all three: nobody knows which step will be the last;
+- default: the recipe of `tiny-cpu`, 16 prompts an update, with growing groups, penalties, ESPO and
+  router replay, at a constant learning rate, as all three: nobody knows which step is the last;
 - TRL: GRPOTrainer with the settings in TRL_BEST, in a process of its own (trl_side/learn.py);
 - TRL's recipe here: our engines with its loss, advantages and optimiser, and without growing
   groups, penalties and router replay: what is left between the two is speed.
@@ -307,7 +307,8 @@ def arguments():
 
 def main():
     a, cfg, choice = arguments(), presets['tiny-cpu'](), TRL_BEST
-    cfg = replace(cfg, optim=replace(cfg.optim, final_lr_frac=1.0))  # the last step is unknown
+    constant = replace(cfg.optim, final_lr_frac=1.0)  # which step is the last is unknown
+    cfg = replace(cfg, optim=constant, zero_variance=ZeroVarianceConfig())
     if a.quick:
         cfg, choice = small(cfg), TRL_BEST | dict(prompts=4, micro_batch=16)
         a.seeds, a.target, a.every = [0], 0.0, 8
