@@ -68,8 +68,7 @@ def unmoved(
 
 # %% ../nbs/04_loop.ipynb #5988e1d6
 def _update(cfg, step, engine, batch, loss, learns):  # at one learning rate for the whole step
-    num = cfg.optim.num_mini_batches
-    lr = cfg.optim.lr_at(step * num, cfg.steps * num)
+    lr = cfg.optim.lr_at(step * cfg.optim.num_mini_batches, step / cfg.steps)
     return engine.update(batch, loss, lr) if learns else (unmoved(batch, loss), {})
 
 

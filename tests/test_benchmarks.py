@@ -22,7 +22,7 @@ from compassrl.model.policy import Policy
 from compassrl.records import Sample, collate
 from compassrl.rollout.requests import requests_of
 from compassrl.rollout.torch_engine import TorchRollout
-from compassrl.runs.presets import smoke_cpu
+from compassrl.runs.presets import smoke_cpu, tiny_cpu
 from compassrl.train.torch_engine import TorchTrain, accumulate_grads
 from tests.support import ROOT
 from tests.support import fork_server as forked
@@ -60,6 +60,19 @@ def spread_of_groups(policy, batch, loss):
             torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
         )
     return float(len(rows) * torch.stack(rows).var(0).sum())
+
+
+def test_the_study_of_the_recipe_compares_the_default_of_tiny_cpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks' / 'studies'))
+    study = importlib.import_module('recipe')
+    stored = json.loads((ROOT / 'benchmarks' / 'results' / 'recipe.json').read_text())
+    rates = {arm: row['lr'] for arm, row in stored['table']['default'].items()}
+    assert {arm: study.lowest(row) for arm, row in stored['rates'].items()} == rates
+    assert set(rates) == set(study.ARMS)
+    compared = replace(study.STUDY, learning_rates=rates).config('recipe', 0)
+    default = replace(tiny_cpu(), steps=compared.steps)
+    assert compared == default, 'what make train does'
+    assert replace(study.STUDY, learning_rates=rates).config('growth', 0) != default
 
 
 def test_the_learning_rate_of_a_study_falls_with_its_tokens(monkeypatch):

@@ -125,10 +125,11 @@ def no_clock(metrics):
 
 
 def test_learning_rate_of_a_run_falls_with_its_steps():
-    optim = OptimConfig(lr=0.01, warmup_steps=1, final_lr_frac=0.5, num_mini_batches=2)
+    optim = OptimConfig(lr=0.01, warmup_steps=3, final_lr_frac=0.5, num_mini_batches=2)
     _, log = run(replace(CFG, steps=3, optim=optim))
     learns = [not m['skipped_frac'] for _, m, _, _ in log]
-    expected = [0.01 * (1 / 2), 0.01 * (1 - 0.5 * 2 / 6), 0.01 * (1 - 0.5 * 4 / 6)]
+    warm, left = (1 / 4, 3 / 4, 1), (1, 5 / 6, 4 / 6)  # after 0, 2 and 4 of 6 updates
+    expected = [0.01 * w * x for w, x in zip(warm, left)]
     assert sum(learns) >= 2, 'steps that learn'
     assert log.lr == pytest.approx([r * on for r, on in zip(expected, learns)])
 

@@ -71,7 +71,7 @@ class Study:
         return self.runs / self.name
 
     def preset(self, seed):
-        "`tiny-cpu`, where no arm says anything else with a constant learning rate and with growth"
+        "`tiny-cpu` with growth and a constant learning rate; an arm may change both"
         base = tiny_cpu()
         more = dict(optim=replace(base.optim, final_lr_frac=1.0))
         more |= dict(zero_variance=ZeroVarianceConfig())
@@ -177,9 +177,7 @@ class Paced(TorchTrain):
     done = 0.0  # share of the trial's tokens
 
     def update(self, batch, loss, lr=None):
-        c = self.config
-        left = 1 - (1 - c.final_lr_frac) * self.done
-        return super().update(batch, loss, c.lr_at(self.num_steps) * left)
+        return super().update(batch, loss, self.config.lr_at(self.num_steps, self.done))
 
 
 def engines(cfg, weights):

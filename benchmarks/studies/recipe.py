@@ -40,8 +40,6 @@ from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.runs.facts import machine_info
 
 DYNAMIC = ZeroVarianceConfig('refill', repetition_weight=0, zvp_alpha=0)
-
-
 LEFT = 0.05  # of a learning rate that falls
 
 

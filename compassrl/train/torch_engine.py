@@ -60,11 +60,10 @@ class OptimConfig:
     def lr_at(
         self,
         step: int,  # an optimiser step, the first is 0
-        num_steps: int | None = None,  # of the whole run; None = unknown, nothing decays
+        done: float = 0.0,  # share of the run that is over
     ) -> float:
         "Linear warm-up, and a straight line from `lr` to `final_lr_frac` of it"
         warm = min(1.0, (step + 1) / (self.warmup_steps + 1))
-        done = step / num_steps if num_steps else 0.0
         return self.lr * warm * (1 - (1 - self.final_lr_frac) * done)
 
 

@@ -499,10 +499,10 @@ def test_warm_up_and_given_lr():
 
 def test_learning_rate_falls_to_the_end_of_a_run():
     c = OptimConfig(lr=0.1, warmup_steps=1, final_lr_frac=0.2)
-    assert [c.lr_at(i, 4) for i in range(5)] == pytest.approx([0.05, 0.08, 0.06, 0.04, 0.02])
+    assert [c.lr_at(i, i / 4) for i in range(5)] == pytest.approx([0.05, 0.08, 0.06, 0.04, 0.02])
     assert c.lr_at(3) == 0.1, 'of unknown length'
     constant = replace(c, final_lr_frac=1.0)
-    assert [constant.lr_at(i, 4) for i in range(4)] == [constant.lr_at(i) for i in range(4)]
+    assert [constant.lr_at(i, i / 4) for i in range(4)] == [constant.lr_at(i) for i in range(4)]
     with pytest.raises(ValueError, match='final_lr_frac=1.5'):
         replace(c, final_lr_frac=1.5)
 
