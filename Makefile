@@ -28,11 +28,11 @@ train: .venv/.core ## a tiny mixture of experts learns by RL on two CPU cores: m
 
 test: .venv/.docs ## everything, with the real vLLM and Megatron-Core: the suite and every notebook: make test [ARGS="-k losses"]
 	@$(BIN)/python -m compileall -q compassrl # once, for the thousand processes of the suite
-	@OMP_NUM_THREADS=1 $(SHAKEN) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(SHAKEN) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 chaos: .venv/.docs ## half an hour and more of kills, full disks, lies and bad input: make chaos [SEED=7] [CHAOS=0.1] [ARGS="-k clock"]
 	@CHAOS=$(or $(CHAOS),1) SEED=$(or $(SEED),0) OMP_NUM_THREADS=1 \
-	    $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m chaos $(ARGS)
+	    $(BIN)/python -m pytest -n $(JOBS) -m chaos $(ARGS)
 
 faults: .venv/.dev ## plant faults in a copy, one after another; a test must notice each: make faults [ARGS=loop]
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/plant.py $(ARGS)

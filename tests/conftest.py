@@ -25,6 +25,13 @@ def pytest_unconfigure(config):
     busy.stop(config)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from tests.support.scheduler import ByFile  # needs xdist, which a run of one test does not
+
+    return ByFile(config, log)
+
+
 def pytest_ignore_collect(collection_path, config):
     return selection.ignore(collection_path, config)
 

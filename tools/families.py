@@ -12,19 +12,25 @@ from pathlib import Path
 from tests.support import ROOT, families, vllm_fork_server
 
 
-def row(name, home):
-    model = families.original(name, home / 'in')
-    policy = families.there_and_back(home / 'in', home / 'out')
-    of = model, policy, home / 'out', vllm_fork_server.run
-    return {column: families.claim(name, column, *of) for column in families.COLUMNS}
+def make(home):
+    "Every family, as its makers publish it and as we have written it: model, policy, our folder"
+    made = {}
+    for name in families.FAMILIES:
+        model = families.original(name, home / name / 'in')
+        out = home / name / 'out'
+        made[name] = model, families.there_and_back(home / name / 'in', out), out
+    return made
 
 
 def main():
-    table = {}
-    for name in families.FAMILIES:
-        with tempfile.TemporaryDirectory() as home:
-            table[name] = row(name, Path(home))
-        print(name, table[name], flush=True)
+    with tempfile.TemporaryDirectory() as home:
+        made = make(Path(home))
+        folders = {name: out for name, (*_, out) in made.items()}
+        served = families.served(folders, Path(home) / 'log', vllm_fork_server.run)
+        table = {
+            name: {c: families.claim(name, c, *of, served) for c in families.COLUMNS}
+            for name, of in made.items()
+        }
     text = json.dumps(table, indent=2) + '\n'
     (ROOT / 'benchmarks' / 'results' / 'families.json').write_text(text)
 

@@ -255,7 +255,7 @@ def greedy(policy, prompt, num):
 
 
 def serves(folder, routes):
-    "vLLM, in a process of its own: a chat from the folder as it lies, then a rollout as in a run"
+    "vLLM, in this process: a chat from the folder as it lies, then a rollout as in a run"
     from compassrl.rollout.vllm.in_process import VllmRollout, set_environment
 
     set_environment()
@@ -278,6 +278,20 @@ def serves(folder, routes):
     if routes:
         same = routes_agreement(own, b.routed_experts[b.token_mask], policy.config)
         assert (same[b.routes_valid[b.token_mask]] == 1).all()
+
+
+def serve(folders):
+    "Says of each family that vLLM serves it. Mixtures first: vLLM's expert ranks begin with them"
+    for name in sorted(folders, key=lambda n: n not in MIXTURES):
+        serves(folders[name], name in MIXTURES)
+        print(f'served: {name}', flush=True)
+
+
+def served(folders, log, run):
+    "The families that one process has served, one after another; what it said if one was not"
+    r = run(log, serve, folders, timeout=600)
+    names = {n for n in folders if f'served: {n}' in r.stdout.split('\n')}
+    return names, f'exit code {r.returncode}: {r.stderr[-3000:]}'
 
 
 def chats(folder):
@@ -304,8 +318,10 @@ COLUMNS = {  # of the table: its head -> what is executed
 }
 
 
-def claim(name, column, model, policy, out, run):
-    "Is it so? None where there is nothing to claim; raises where it should be and is not"
+def claim(name, column, model, policy, out, served):
+    """Is it so? `served` are the names of those that vLLM serves, and what it said of others
+
+    None where there is nothing to claim; raises where it should be and is not"""
     if column == 'routes' and name not in MIXTURES:
         return None
     if column == 'layout accepted by Megatron-Core':
@@ -315,8 +331,8 @@ def claim(name, column, model, policy, out, run):
             return False
         return True
     if column == 'serves in vLLM':
-        r = run(out / 'log', serves, out, name in MIXTURES, timeout=300)
-        assert r.returncode == 0, r.stderr[-3000:]
+        names, said = served
+        assert name in names, said
     else:
         COLUMNS[column](model, policy, out)
     return True
