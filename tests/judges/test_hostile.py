@@ -83,7 +83,10 @@ def test_hostile_programs(tmp_path, record_property):
             v = code(program, json.dumps(dict(tests=tests, wall_s=0.6, cpu_s=0.3)))
             assert v.reward == 0 and not v.correct, (name, what, tests, v)
         assert processes_inside() == inside, (name, what)
-        assert left() == before, (name, what)
+        now = left()
+        fewest = min(before['fds'], now['fds'])  # others may close a file in the middle
+        assert now == before | dict(fds=fewest), (name, what)
+        before = now
     with pytest.raises(BlockingIOError):
         server.accept()
     server.close()
