@@ -371,7 +371,7 @@ def test_the_tables_of_replay_follow_from_its_runs():
                 wanted.append((row, each[-1]))
         wanted.append((part['all'], [statistics.fmean(x) for x in zip(*each)]))
     for name, row in found['pairs'].items():
-        r3 = name.replace('-', '-R3-')
+        r3 = name.replace('-', '-R3-', 1)
         logs = []
         for s in seeds:
             live, replayed = (of[r3, s]['probes'][k]['k3'] for k in ('live', 'replayed'))
