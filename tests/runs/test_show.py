@@ -48,9 +48,10 @@ def write(path, numbers):
 
 
 def python(*args, cwd):
-    env = dict(WANDB_MODE='offline', PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
+    env = os.environ | dict(WANDB_MODE='offline', PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
+    env.pop('WANDB_SERVICE', None)  # that of an earlier test in this process
     run = [sys.executable, *map(str, args)]
-    return subprocess.run(run, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True)
+    return subprocess.run(run, cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def steps(run):
