@@ -1,4 +1,4 @@
-"""How long until the policy is right this often? Our recipe with growth against TRL's GRPOTrainer.
+"""How long until the policy is right this often? Our default recipe against TRL's GRPOTrainer.
 
     python benchmarks/time_to_accuracy.py [--seeds 0 1 2] [--target 0.7] [--quick]
 
@@ -6,13 +6,13 @@ One checkpoint for all, per seed: the policy of `tiny-cpu` after its cold start,
 The same prompts in the same order, 8 responses each of at most 48 tokens; the same
 verifier on the same decoded text; fp32, one thread. Three contenders:
 
-- default: the recipe of `tiny-cpu`, 16 prompts an update, with growing groups, penalties, ESPO and
-  router replay, at a constant learning rate, as all three: nobody knows which step is the last;
+- default: the recipe of `tiny-cpu`, 16 prompts an update, with penalties, RL-ZVP, ESPO and router
+  replay, at a constant learning rate, as all three: nobody knows which step is the last;
 - TRL: GRPOTrainer with the settings in TRL_BEST, in a process of its own (trl_side/learn.py);
-- TRL's recipe here: our engines with its loss, advantages and optimiser, and without growing
-  groups, penalties and router replay: what is left between the two is speed.
+- TRL's recipe here: our engines with its loss, advantages and optimiser, and without penalties,
+  RL-ZVP and router replay: what is left between the two is speed.
 
-They take turns, 320 prompts each. Then our rollout engine draws 8 responses to each held-out
+They take turns, 160 prompts each. Then our rollout engine draws 8 responses to each held-out
 prompt from the weights of each, with the same seeds. No clock counts that. What counts is
 rollout, rewards and updates, from the first step to the first evaluation at the target or above
 it. CPU seconds decide: on a machine of its own a process of one thread has as many as seconds, and
@@ -298,7 +298,7 @@ def arguments():
     )
     p.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
     p.add_argument('--target', type=float, default=0.7, help='held-out avg@k to reach')
-    p.add_argument('--every', type=int, default=320, help='prompts from one evaluation to the next')
+    p.add_argument('--every', type=int, default=160, help='prompts from one evaluation to the next')
     p.add_argument('--cap', type=float, default=100.0, help='CPU seconds of each contender')
     p.add_argument('--starts', help='folder that keeps cold starts; without it they are made anew')
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
@@ -308,7 +308,7 @@ def arguments():
 def main():
     a, cfg, choice = arguments(), presets['tiny-cpu'](), TRL_BEST
     constant = replace(cfg.optim, final_lr_frac=1.0)  # which step is the last is unknown
-    cfg = replace(cfg, optim=constant, zero_variance=ZeroVarianceConfig())
+    cfg = replace(cfg, optim=constant)
     if a.quick:
         cfg, choice = small(cfg), TRL_BEST | dict(prompts=4, micro_batch=16)
         a.seeds, a.target, a.every = [0], 0.0, 8
