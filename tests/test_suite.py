@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import ROOT, busy
 from tests.support.progress import Progress, part
+from tests.support.scheduler import unit
 from tests.support.selection import ignore, may_match
 
 TEXT = 'algo/test_losses.py\ntest_gradient\nespo\ngrpo'
@@ -58,6 +59,30 @@ def test_files_that_chaos_leaves_out(file, left_out):
 
 NOTEBOOK = 'tests/test_notebooks.py::test_notebook_runs[rollout/02_fp8]'
 LOSSES = 'tests/algo/test_losses.py::test_gradient'
+
+
+def test_a_file_stays_with_one_worker_and_every_notebook_is_alone():
+    other = NOTEBOOK.replace('02_fp8', '05_partial')
+    assert unit(LOSSES) == unit(LOSSES + '[espo]') != unit(LOSSES.replace('losses', 'espo'))
+    assert unit(NOTEBOOK) != unit(other)
+
+
+def test_workers_are_given_whole_files(tmp_path):
+    "Two workers, three files whose tests would be dealt out one by one"
+    for name in 'abc':
+        text = 'import os\ndef write(n):\n    open(f"{n}.worker", "w").write(os.environ["W"])\n'
+        text = text.replace('"W"', '"PYTEST_XDIST_WORKER"')
+        tests = [f'def test_{i}():\n    write("{name}{i}")\n' for i in range(6)]
+        (tmp_path / f'test_{name}.py').write_text(text + ''.join(tests))
+    hook = 'import sys\nsys.path.insert(0, {!r})\nfrom tests.conftest import {} as {}\n'
+    name = 'pytest_xdist_make_scheduler'
+    (tmp_path / 'conftest.py').write_text(hook.format(str(ROOT), name, name))
+    command = [sys.executable, '-m', 'pytest', '-q', '-n', '2', '-p', 'no:cacheprovider']
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    for name in 'abc':
+        seen = {p.read_text() for p in tmp_path.glob(f'{name}*.worker')}
+        assert len(seen) == 1, name
+    assert len({p.read_text() for p in tmp_path.glob('*.worker')}) == 2
 
 
 def test_parts():
