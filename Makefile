@@ -1,6 +1,5 @@
 # Every target makes the environment it needs in .venv; `make` alone lists the targets.
 PYTHON ?= python3
-# three fill the waits of two cores, and disturb what is timed
 JOBS ?= 2
 # another machine: SHAKE=1 (weights off by a millionth), BUSY=1 (a core at work), ATEN_CPU_CAPABILITY=avx2
 SHAKEN := $(if $(SHAKE),PYTHONPATH=$(CURDIR)/tests/support/another_machine)

@@ -12,21 +12,11 @@ from pathlib import Path
 from tests.support import ROOT, families, vllm_fork_server
 
 
-def make(home):
-    "Every family, as its makers publish it and as we have written it: model, policy, our folder"
-    made = {}
-    for name in families.FAMILIES:
-        model = families.original(name, home / name / 'in')
-        out = home / name / 'out'
-        made[name] = model, families.there_and_back(home / name / 'in', out), out
-    return made
-
-
 def main():
-    with tempfile.TemporaryDirectory() as home:
-        made = make(Path(home))
-        folders = {name: out for name, (*_, out) in made.items()}
-        served = families.served(folders, Path(home) / 'log', vllm_fork_server.run)
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        made = {name: families.made(name, home / name) for name in families.FAMILIES}
+        served = families.served(made, home / 'log', vllm_fork_server.run)
         table = {
             name: {c: families.claim(name, c, *of, served) for c in families.COLUMNS}
             for name, of in made.items()

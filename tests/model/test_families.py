@@ -22,29 +22,22 @@ from tests.support.gates import replay_gates
 TABLE = json.loads((ROOT / 'benchmarks' / 'results' / 'families.json').read_text())
 
 
-def made(name, folder):
-    "A family's model in `in`, and in `out` as we have written it"
-    model = families.original(name, folder / 'in')
-    return name, model, families.there_and_back(folder / 'in', folder / 'out'), folder
-
-
 @pytest.fixture(scope='module', params=FAMILIES)
 def family(request, tmp_path_factory):
-    return made(request.param, tmp_path_factory.mktemp('family'))
+    return request.param, *families.made(request.param, tmp_path_factory.mktemp('family'))
 
 
 @pytest.fixture(scope='module')
 def served(tmp_path_factory):
     home = tmp_path_factory.mktemp('served')
-    folders = {name: made(name, home / name)[-1] / 'out' for name in FAMILIES}
-    return families.served(folders, home / 'log', nursed.run)
+    made = {name: families.made(name, home / name) for name in FAMILIES}
+    return families.served(made, home / 'log', nursed.run)
 
 
 @pytest.mark.parametrize('column', COLUMNS)
 def test_the_table_says_what_is_so(family, column, served):
-    name, model, policy, folder = family
-    found = families.claim(name, column, model, policy, folder / 'out', served)
-    assert TABLE[name][column] == found
+    name, model, policy, out = family
+    assert TABLE[name][column] == families.claim(name, column, model, policy, out, served)
 
 
 def test_the_table_is_whole():

@@ -131,6 +131,12 @@ def there_and_back(folder: Path, out: Path):
     return policy
 
 
+def made(name, home: Path):
+    "The model as published, in `home/in`; our policy; and our folder, `home/out`"
+    model, out = original(name, home / 'in'), home / 'out'
+    return model, there_and_back(home / 'in', out), out
+
+
 def relative(a, b):
     return ((a - b).norm() / b.norm()).item() if b.norm() > 0 else a.norm().item()
 
@@ -287,8 +293,9 @@ def serve(folders):
         print(f'served: {name}', flush=True)
 
 
-def served(folders, log, run):
-    "The families that one process has served, one after another; what it said if one was not"
+def served(families, log, run):
+    "Which of those `made` one process has served, one after another; what it said of others"
+    folders = {name: out for name, (*_, out) in families.items()}
     r = run(log, serve, folders, timeout=600)
     names = {n for n in folders if f'served: {n}' in r.stdout.split('\n')}
     return names, f'exit code {r.returncode}: {r.stderr[-3000:]}'
