@@ -1,6 +1,7 @@
 "One thread per process, no network: set before torch is imported"
 
 import os
+import sys
 
 import pytest
 
@@ -38,6 +39,15 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_runtest_setup(item):
     chaos.setup(item)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def own_rewards():
+    "Functions of a user's file are registered for a whole process: they end with their test file"
+    yield
+    if registries := sys.modules.get('compassrl.data.registries'):
+        for name in [n for n in registries.verifiers if ':' in n]:
+            del registries.verifiers[name]
 
 
 @pytest.fixture(scope='module')
