@@ -587,7 +587,7 @@ def traced(g, groups=2, size=3):
     head = dict(version=1, step=3, kind='step', num_samples=len(rows))
     head |= dict(num_mini_batches=g.choice([1, 2, 4]), metrics=dict(time_rollout_s=2.0))
     loss = LossConfig(
-        g.choice(['grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'espo']),
+        g.choice(['grpo', 'dr_grpo', 'dapo', 'gspo', 'gmpo', 'cispo', 'espo']),
         tis=g.choice(['off', 'truncate', 'mask']),
         kl_coef=g.choice([0, 0.1]),
         kl_estimator=g.choice(['k1', 'k2', 'k3']),
@@ -611,7 +611,7 @@ def as_files(head, rows, cfg):
 def test_trace_viewer_recomputes_every_loss_as_the_library(browser):
     g = random.Random(0)
     runs = [traced(g) for _ in range(300)]
-    assert len({(cfg.loss.name, cfg.loss.tis) for *_, cfg in runs}) == 18
+    assert len({(cfg.loss.name, cfg.loss.tis) for *_, cfg in runs}) == 21
     call = """(lab, [trace, config]) =>
         lab.recomputeLoss(lab.readTrace(trace)[0], lab.settingsOf(JSON.parse(config)))"""
     got = in_page(browser.new_page(), 'trace', [as_files(*run) for run in runs], call)

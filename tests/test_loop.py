@@ -911,7 +911,7 @@ def test_order_and_resume_hold_for_the_recipe(tmp_path, sampling):
     'loss',
     [
         LossConfig('dr_grpo', max_response_tokens=6),
-        *map(LossConfig, ('dapo', 'gspo', 'cispo', 'espo')),
+        *map(LossConfig, ('dapo', 'gspo', 'gmpo', 'cispo', 'espo')),
         LossConfig('espo', tis='mask'),
     ],
     ids=lambda c: f'{c.name}-{c.tis}',

@@ -92,15 +92,20 @@ def show(table, base):
             print(line)
 
 
-def rates_of(tuning, arms, rates, processes):
+def rates_of(tuning, arms, rates, processes, measure=early):
     "Held-out rate that each learning rate has brought each arm, on the seeds for that"
     pairs = [(task, s) for s in tuning.seeds for task in tuning.tasks]
     trials = [(task, m, s, lr) for task, s in pairs for m in arms for lr in rates]
     rows = [r | dict(budget=tuning.budget) for r in run_all(tuning, trials, processes)]
     found = {m: {f'{lr:g}': [] for lr in rates} for m in arms}
     for r in rows:
-        found[r['arm']][f'{r["lr"]:g}'].append(early(r))
+        found[r['arm']][f'{r["lr"]:g}'].append(measure(r))
     return {m: {k: statistics.fmean(v) for k, v in of.items()} for m, of in found.items()}
+
+
+def lowest(rates):
+    "The lowest learning rate that is within a point of the best"
+    return min(float(lr) for lr, rate in rates.items() if rate > max(rates.values()) - 0.01)
 
 
 def small(study, compared, folder):

@@ -17,8 +17,7 @@ All is that of `tiny-cpu` but for what an arm changes: 16 prompts a step, one up
 the lowest learning rate that ends within a point of its best one, in runs of the same length on the
 default task, on seeds 100 and 101, which are not among those compared: two seeds tell no more.
 `fast` has runs of the four arms with the highest rate.
-`tried` has runs of other arms on the same two seeds: stronger RL-ZVP, groups of 4, dynamic
-sampling, GRPO's loss with growth and all the rest, more or fewer prompts per step.
+What else was tried is in recipe_tried.py.
 Last line: one JSON object; `ratio` is the recipe's gain over that of plain GRPO.
 usage: make study NAME=recipe, python benchmarks/studies/recipe.py [--arms ..] [--quick]
 """
@@ -33,7 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from _runner import OFF, SILENT, Study, against, interval, run_all
-from _tables import early, final
+from _tables import early, final, lowest
 
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
@@ -70,27 +69,6 @@ TASKS = dict(default=(('arithmetic', 1.25, 1.0),), silent=SILENT)
 RATES = 2e-4, 4e-4, 8e-4
 STUDY = Study('recipe', TASKS, ARMS, {}, seeds=tuple(range(6)), budget=250_000)
 TUNING = replace(STUDY, name='recipe_rates', seeds=(100, 101), marks=1, eval_k=4)
-
-TRIED = {name: ARMS[name] for name in FALLING}
-TRIED |= dict(
-    zvp_2=partial(falling, partial(recipe, zvp_alpha=0.2)),
-    zvp_5=partial(falling, partial(recipe, zvp_alpha=0.5)),
-    zvp_10=partial(falling, partial(recipe, zvp_alpha=1.0)),
-    refill=partial(falling, partial(recipe, sampling='refill', zvp_alpha=0)),
-    grpo_loss=partial(falling, growth, loss=LossConfig('grpo')),
-    four=partial(falling, partial(growth, max_group_size=16), group_size=4, prompts_per_step=32),
-    grpo_8=partial(falling, grpo, prompts_per_step=8),
-    grpo_32=partial(falling, grpo, prompts_per_step=32),
-    dapo_8=partial(falling, dapo, prompts_per_step=8),
-    growth_11=partial(falling, growth, prompts_per_step=11),
-)
-TRIALS = replace(
-    TUNING,
-    name='recipe_tried',
-    tasks=dict(default=TASKS['default']),
-    arms=TRIED,
-    learning_rates=dict.fromkeys(TRIED, 4e-4),
-)
 
 
 def needed(trial, rate):
@@ -156,28 +134,15 @@ def tuned(arms, processes):
     return {m: lowest(row) for m, row in found.items()}, found
 
 
-def lowest(row):
-    "The lowest rate that is within a point of the best"
-    return min(float(lr) for lr, rate in row.items() if rate > max(row.values()) - 0.01)
-
-
-def attempts(processes):
-    "Other arms, on the seeds of the rates"
-    trials = [('default', m, s) for s in TRIALS.seeds for m in TRIED]
-    rows = run_all(TRIALS, trials, processes)
-    return [{k: r[k] for k in ('arm', 'seed', 'evals')} for r in rows]
-
-
 def compare(a):
     if a.quick:
         a.seeds, a.arms, tasks = [0, 1], ['grpo', 'recipe'], ['default']
         study = replace(STUDY, runs=Path(a.folder), budget=3000, marks=1, num_heldout=8)
         study = replace(study, cold_steps=9, learning_rates=dict.fromkeys(a.arms, 4e-4))
-        processes, rates, tried, fast = 0, {}, [], []
+        processes, rates, fast = 0, {}, []
     else:
         processes, tasks = 2, list(TASKS)
         best, rates = tuned(a.arms, processes)
-        tried = attempts(processes)
         study = replace(STUDY, learning_rates=best)
         quickest = [('default', m, s, RATES[-1]) for s in a.seeds for m in FALLING]
         fast = run_all(study, quickest, processes)
@@ -196,7 +161,7 @@ def compare(a):
     units = 'gain of held-out avg@8 with the recipe / with plain GRPO, same tokens'
     found = dict(name='recipe', ratio=ratio, units=units, table=table, rates=rates, runs=rows)
     fast = [{k: r[k] for k in ('arm', 'seed', 'evals')} for r in fast]
-    found |= dict(tried=tried, fast=fast)
+    found |= dict(fast=fast)
     print(json.dumps(found | dict(settings=settings, machine=machine_info())))
 
 

@@ -26,18 +26,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from _choice import BySilence, InTurn
 from _runner import OFF, SILENT, Study, against, interval
 from _tables import final as last
 from _tables import flags, report, run_quick
 
-from compassrl.algo.advantages import zero_variance
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.data.tasks import final, verifier
 from compassrl.data.tokenizer import build_tokenizer
-from compassrl.judges.serial import SerialJudge, sample_columns
+from compassrl.judges.serial import SerialJudge
 from compassrl.loop import Stop, fit
-from compassrl.records import RolloutEngine, derive_seed, select
+from compassrl.records import RolloutEngine, select
 from compassrl.train.torch_engine import TorchTrain, accumulate_grads, clip_and_step
 
 
@@ -146,7 +146,7 @@ class Way:
         judge = SerialJudge(judged, tok, ends)
         engine = ByGroup(engine.policy, cfg.optim, first, self.hot)
         rollout = Hotter(rollout, first, self.hot)
-        history = History(curve, prompts, cfg, self.skip)
+        history = (BySilence if self.skip else InTurn)(curve, prompts, cfg)
         try:
             while True:
                 chosen, cfg = history.next(), replace(cfg, steps=step + 1)
@@ -154,42 +154,6 @@ class Way:
                 step += 1
         except Stop:
             pass
-
-
-class History:
-    "Which prompts come next; how often in a row each was silent"
-
-    def __init__(self, curve, prompts, cfg, skip):
-        self.curve, self.prompts, self.cfg, self.skip = curve, prompts, cfg, skip
-        self.silent, self.place = Counter(), 0
-
-    def asks(self, prompt):
-        if not self.skip:
-            return True
-        lot = derive_seed(self.cfg.seed, 'skip', self.place, prompt.id) / 2**63
-        return lot < 0.5 ** self.silent[prompt.id]
-
-    def next(self):
-        out, num = {}, self.cfg.prompts_per_step
-        while len(out) < num:
-            epoch, at = divmod(self.place, len(self.prompts))
-            if not at:
-                self.order = sorted(
-                    self.prompts, key=lambda p: derive_seed(self.cfg.seed, 'epoch', epoch, p.id)
-                )
-            p = self.order[at]
-            if p.id not in out and self.asks(p):
-                out[p.id] = p
-            self.place += 1
-        return list(out.values())
-
-    def on_step(self, step, metrics, samples, batch):
-        ids = list(dict.fromkeys(s.prompt_id for s in samples))
-        flat = zero_variance(*sample_columns(samples, ids)[:3]).tolist()
-        for id, silent in zip(ids, flat):
-            self.silent[id] = self.silent[id] + 1 if silent else 0
-        nothing = dict(gradient_noise=0.0)  # where all groups are silent
-        self.curve.on_step(step, nothing | metrics, samples, batch)
 
 
 DEFAULT = ZeroVarianceConfig()

@@ -4,11 +4,12 @@ import { h, show, shown } from './shared.js'
 // ---- mathematics: compassrl.runs.trace.recompute_loss
 
 const AVERAGE = {
-  grpo: 'seq-mean-token-mean', gspo: 'seq-mean-token-mean', dapo: 'token-mean', cispo: 'token-mean',
+  grpo: 'seq-mean-token-mean', gspo: 'seq-mean-token-mean', gmpo: 'seq-mean-token-mean',
+  dapo: 'token-mean', cispo: 'token-mean',
   dr_grpo: 'seq-mean-token-sum-norm', espo: 'seq-mean-token-sum',
 }
 const CLIP = { grpo: [0.2, 0.2], dr_grpo: [0.2, 0.2], espo: [0.2, 0.2], dapo: [0.2, 0.28],
-  gspo: [3e-4, 4e-4], cispo: [1, 4] }
+  gspo: [3e-4, 4e-4], gmpo: [-Math.expm1(-0.4), Math.expm1(0.4)], cispo: [1, 4] }
 const MAX_NATS = 20
 const bound = (x, low, high) => Math.min(Math.max(x, low), high)
 const mean = x => x.reduce((a, b) => a + b, 0) / x.length
@@ -61,10 +62,20 @@ function espoGroups(entropy, espo, least) {
   return rank.map(p => +(p >= share(n, espo.top_frac)))
 }
 
+// Of each token the mean of the response's ratios, each up to the limit that its advantage asks for
+function geometric(row, delta, low, high) {
+  const most = Math.log1p(high), least = Math.log1p(-low), up = t => row.advantages[t] > 0
+  const near = delta.map(d => bound(d, -MAX_NATS, MAX_NATS))
+  const kept = near.map((d, t) => up(t) ? Math.min(d, most) : Math.max(d, least))
+  return near.map((d, t) => ({ ratio: Math.exp(mean(kept)), low: Infinity, high: Infinity, own: 1,
+    silent: row.advantages[t] !== 0 && kept[t] !== d }))
+}
+
 // Of each token its ratio, its range, and its weight within the response where the loss gives one
 function views(row, delta, { loss, espo, vocab }, least) {
   const [low, high] = [loss.clip_eps_low, loss.clip_eps_high]
   if (loss.name === 'gspo') delta = delta.map(() => mean(delta))
+  if (loss.name === 'gmpo') return geometric(row, delta, low, high)
   if (loss.name !== 'espo')
     return delta.map(d => ({ ratio: Math.exp(bound(d, -MAX_NATS, MAX_NATS)), low, high, own: 1 }))
   const groups = espoGroups(row.entropy, espo, least)
@@ -104,8 +115,8 @@ export function tokenLosses(row, settings, least) {
   const { loss } = settings, delta = row.log_probs.map((x, t) => moved(x, row.old_log_probs[t]))
   return views(row, delta, settings, least).map((v, t) => {
     const A = row.advantages[t], clipped = bound(v.ratio, 1 - v.low, 1 + v.high)
-    const silent = loss.name !== 'cispo'
-      && ((A < 0 && v.ratio < 1 - v.low) || (A > 0 && v.ratio > 1 + v.high))
+    const silent = v.silent ?? (loss.name !== 'cispo'
+      && ((A < 0 && v.ratio < 1 - v.low) || (A > 0 && v.ratio > 1 + v.high)))
     const value = loss.name === 'cispo' ? -clipped * A * row.log_probs[t]
       : -Math.min(v.ratio * A, clipped * A)
     const w = loss.tis === 'off' ? 1 : tis(moved(row.old_log_probs[t], row.rollout_log_probs[t]), loss)

@@ -103,6 +103,7 @@ def test_the_logged_loss(tmp_path, num):
 LOSSES = [
     LossConfig('espo'),
     LossConfig('gspo'),
+    LossConfig('gmpo'),
     LossConfig('cispo'),
     LossConfig('grpo', tis='mask'),
     LossConfig('grpo', aggregation='token-mean', clip_eps_high=0.28),
