@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import expm1, inf, log1p
+from math import inf
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import torch
@@ -40,7 +40,6 @@ __all__ = [
     'dr_grpo',
     'dapo',
     'gspo',
-    'gmpo',
     'cispo',
     'PolicyLoss',
 ]
@@ -51,7 +50,7 @@ Aggregation = Literal[
 ]
 # (log_probs, old_log_probs, advantages, mask, cfg[, own]) -> loss per token, sums
 _PerToken = TypeVar('_PerToken', bound=Callable[..., Any])
-policy_losses: Losses = Losses(espo='compassrl.algo.espo')
+policy_losses: Losses = Losses(espo='compassrl.algo.espo', gmpo='compassrl.algo.gmpo')
 
 
 def policy_loss(
@@ -220,25 +219,6 @@ def gspo(
     ratio = (mean + (delta - delta.detach())).clamp(-max_nats, max_nats).exp()
     loss, *clipped = clipped_surrogate(ratio, advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high)
     return loss, ratio_sums(delta.detach(), mask, *clipped)
-
-
-# %% ../../nbs/algo/03_losses.ipynb #6d7b1a02
-@policy_loss(clip=(-expm1(-0.4), expm1(0.4)))
-def gmpo(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, cfg: LossConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One ratio per response, the geometric mean of its tokens' clipped ratios (2507.20673)
-
-    In the form of `gspo`, which gives each token a gradient of its own."""
-    delta = log_ratio(log_probs, old_log_probs, mask)
-    adv = at_least_fp32(advantages).detach().masked_fill(~mask, 0.0)
-    low = log1p(-cfg.clip_eps_low) if cfg.clip_eps_low < 1 else -inf
-    high = log1p(cfg.clip_eps_high)
-    kept = torch.where(adv > 0, delta.clamp(max=high), delta.clamp(min=low))
-    mean = kept.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = (mean + (kept - kept.detach())).exp()
-    stopped = (adv < 0) & (delta < low), (adv > 0) & (delta > high)
-    return -ratio * adv, ratio_sums(delta.detach(), mask, *stopped)
 
 
 # %% ../../nbs/algo/03_losses.ipynb #ae339310

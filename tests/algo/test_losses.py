@@ -23,7 +23,7 @@ from tests.support.faults import noticed, planted
 from tests.support.loss_laws import close, counts, random, value_and_grad
 
 MODES = ('seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum-norm', 'seq-mean-token-sum')
-NAMES = ('grpo', 'dr_grpo', 'dapo', 'gspo', 'gmpo', 'cispo')
+NAMES = ('grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo')
 configs = st.builds(
     LossConfig,
     name=st.sampled_from(NAMES),
@@ -83,19 +83,11 @@ def batches(draw):
     return new, as_batch(mask, (adv * mask).double(), old, ref, rollout, group)
 
 
-def naive_kept(cfg, a, r):
-    "What GMPO averages: the ratio of a token, up to the limit that its advantage asks for"
-    return min(r, 1 + cfg.clip_eps_high) if a > 0 else max(r, 1 - cfg.clip_eps_low)
-
-
 def naive_token(cfg, lp, old, a, mean):
     "Loss of a token and its derivative, in Python floats; `mean` is the response's mean log-ratio"
     name, low, high = cfg.name, 1 - cfg.clip_eps_low, 1 + cfg.clip_eps_high
     r = math.exp(mean if name == 'gspo' else lp - old)
     clipped = min(max(r, low), high)
-    if name == 'gmpo':
-        stopped = naive_kept(cfg, a, r) != r
-        return -math.exp(mean) * a, 0.0 if stopped else -math.exp(mean) * a
     if name == 'cispo':
         return -clipped * a * lp, -clipped * a
     return -min(r * a, clipped * a), 0.0 if (a > 0 and r > high) or (a < 0 and r < low) else -r * a
@@ -108,9 +100,6 @@ def naive(cfg, new, batch):
     for i, row in enumerate(batch.response_mask.tolist()):
         here = [t for t, m in enumerate(row) if m]
         delta = [float(new[i, t] - batch.old_log_probs[i, t]) for t in here]
-        if cfg.name == 'gmpo':
-            signs = batch.advantages[i, here].tolist()
-            delta = [math.log(naive_kept(cfg, a, math.exp(d))) for a, d in zip(signs, delta)]
         scale = {
             'seq-mean-token-mean': max(len(here), 1) * B,
             'token-mean': n,
@@ -264,25 +253,6 @@ def law_gspo_clip(make):
         assert metrics[f'clip_frac_{key}'].item() * 42 == pytest.approx(want)
 
 
-def law_gmpo_clip(make):
-    """The response's ratio is the paper's: autograd through the geometric mean of clipped ratios,
-    with one advantage per response"""
-    signs = torch.tensor([[1.0], [-1.0]], dtype=torch.double)
-    old = torch.zeros(2, 5).double() - 2
-    new = old + torch.tensor([[0.1, 0.9, -0.9, 0.3, -0.2]] * 2, dtype=torch.double)
-    batch = as_batch(torch.ones(2, 5, dtype=torch.bool), signs.expand(2, 5), old)
-    value, grad, metrics = value_and_grad(make(LossConfig('gmpo', tis='off')), new, batch, 10, 2)
-    x = new.clone().requires_grad_()
-    moved = signs * (x - old)  # the paper's form: (r^sgn A), clipped in nats on the wanted side
-    ratio = (signs * torch.minimum(moved, moved.clamp(-0.4, 0.4))).mean(1).exp()
-    want = -(ratio * signs[:, 0]).mean()
-    close(value, want.detach(), 1e-12)
-    close(grad, torch.autograd.grad(want, x)[0], 1e-12)
-    assert (grad == 0).nonzero().tolist() == [[0, 1], [1, 2]]
-    for key in ('low', 'high'):
-        assert metrics[f'clip_frac_{key}'].item() == pytest.approx(0.1)
-
-
 def law_far(make):
     """Beyond 20 nats a ratio stands still: of a token where tokens have ratios, of the mean where
     the response has one. One token of ten at -50 is a mean of -5"""
@@ -417,7 +387,6 @@ LAWS = [
     law_impossible,
     law_every_average,
     law_gspo_clip,
-    law_gmpo_clip,
     law_tis,
     law_kl,
     law_naive,
@@ -444,7 +413,6 @@ def mutant(old, new):
 
 
 MEAN = 'delta.detach().sum(-1, keepdim=True)'
-KEPT = 'kept.detach().sum(-1, keepdim=True)'
 ROWS = 'mask.sum(-1, keepdim=True)'
 RHO = 'rho = log_ratio('
 GSPO = '(mean+(delta-delta.detach())).clamp(-max_nats, max_nats).exp()'
@@ -474,20 +442,12 @@ MUTANTS = dict(
     ),
     gspo_sum=(f'mean = {MEAN}/{ROWS}.clamp(min=1)', f'mean = {MEAN}'),
     gspo_mean_over_padding=(f'{MEAN}/{ROWS}.clamp(min=1)', f'{MEAN}/mask.shape[-1]'),
-    gmpo_mean_over_padding=(f'{KEPT}/{ROWS}.clamp(min=1)', f'{KEPT}/mask.shape[-1]'),
     gspo_mean_over_the_batch=(f'{MEAN}/{ROWS}', 'delta.detach().sum()/mask.sum()'),
     gspo_missing_stop=(
         GSPO,
         f'(delta.sum(-1, keepdim=True)/{ROWS}.clamp(min=1)).exp().expand_as(delta)',
     ),
     gspo_times_the_token_ratio=(GSPO, '(mean+delta).exp()'),
-    gmpo_clips_both_sides=(
-        'torch.where(adv>0, delta.clamp(max=high), delta.clamp(min=low))',
-        'delta.clamp(low, high)',
-    ),
-    gmpo_other_side=('torch.where(adv>0, delta.clamp', 'torch.where(adv<0, delta.clamp'),
-    gmpo_mean_before_the_clip=('mean = kept.detach()', 'mean = delta.detach()'),
-    gmpo_own_ratio=('(mean+(kept-kept.detach())).exp()', 'kept.exp()'),
     cispo_with_gradient=('old_log_probs, mask).detach()', 'old_log_probs, mask)'),
     cispo_unclipped=('-ratio.clamp(low, high)*adv*new', '-ratio*adv*new'),
     dapo_symmetric=('clip=(.2,.28)', 'clip=(.28,.28)'),
