@@ -57,7 +57,8 @@ def recipe(cfg, sampling='uniform', **more):
 
 def falling(arm, cfg, **more):
     "An arm whose learning rate falls; `more` are other settings of the run"
-    return replace(arm(cfg), optim=replace(cfg.optim, final_lr_frac=LEFT), **more)
+    cfg = arm(cfg)
+    return replace(cfg, optim=replace(cfg.optim, final_lr_frac=LEFT), **more)
 
 
 growth = partial(recipe, sampling='adaptive')

@@ -13,16 +13,19 @@ where they differ (probe); prompts by what became of prompts of their length (le
 that come back in turn (few), and those by what became of each (skip).
 
 The tasks and the falling learning rate are those of recipe.py; the seeds are others. All arms have
-one learning rate, which is the tuned one of plain GRPO, DAPO, recipe and growth.
+one learning rate, which is the tuned one of plain GRPO, DAPO, recipe and growth. `again`: the arm
+with the highest mean gain, picked among so many, ran once more on fresh seeds, with plain GRPO.
 Last line: one JSON object; `ratio` is the gain with the recipe over that with plain GRPO.
 usage: make study NAME=recipe_tried, python benchmarks/studies/recipe_tried.py [--quick]
 """
 
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 
 from _choice import Asked, Probe
-from _tables import flags, report, run_quick
+from _runner import run_all
+from _tables import final, flags, report, run_quick, show, summary
 from recipe import STUDY as RECIPE
 from recipe import dapo, falling, growth, grpo, recipe
 
@@ -67,6 +70,23 @@ STUDY = replace(
     seeds=tuple(range(100, 106)),
     marks=5,
 )
+AGAIN = replace(STUDY, name='recipe_again', seeds=tuple(range(200, 206)))
+
+
+def best(trials, base):
+    "The arm whose mean rate over tasks and seeds is highest at the end"
+    rates = {m: fmean(final(r) for r in trials if r['arm'] == m) for m in ARMS if m != base}
+    return max(rates, key=rates.get)
+
+
+def once_more(processes, base, trials):
+    "The best arm and `base` on other seeds"
+    arms = base, best(trials, base)
+    pairs = [(t, m, s) for s in AGAIN.seeds for t in AGAIN.tasks for m in arms]
+    rows = [r | dict(budget=AGAIN.budget) for r in run_all(AGAIN, pairs, processes)]
+    table = summary(rows, AGAIN.tasks, arms, base)
+    show(table, base)
+    return dict(again=dict(table=table, runs=rows, seeds=AGAIN.seeds))
 
 
 def main():
@@ -74,6 +94,7 @@ def main():
     if a.quick:
         return run_quick(STUDY, 'probe', ('skip', 'probe'))
     more = dict(processes=a.processes, also=('recipe', 'few'))
+    more |= dict(more=partial(once_more, a.processes, 'grpo'))
     report(STUDY, 'grpo', ('recipe', 'grpo'), False, **more)
 
 
