@@ -180,12 +180,32 @@ MEASURES = dict(
 )
 
 
-@pytest.mark.parametrize(
-    'name', ['recipe', 'parts', 'losses', 'alpha', 'forks', 'stages', 'residual']
-)
+STUDIES = ['recipe', 'recipe_tried', 'parts', 'losses', 'alpha', 'forks', 'stages', 'residual']
+
+
+@pytest.mark.parametrize('name', STUDIES)
 def test_the_tables_of_a_study_follow_from_its_runs(name):
-    found, compared = result(name), 0
-    budget = found['settings']['budget']
+    found = result(name)
+    assert follows(found, found['settings']) >= 4
+
+
+def test_the_arm_that_ran_again_was_the_best_of_those_tried():
+    found = result('recipe_tried')
+    mean = {arm: [] for arm in found['table']['default']}
+    for r in found['runs']:
+        mean[r['arm']].append(r['evals'][-1][1])
+    rates = {arm: statistics.fmean(v) for arm, v in mean.items() if arm != 'grpo'}
+    again = found['again']
+    assert all(
+        list(arms) == ['grpo', max(rates, key=rates.get)] for arms in again['table'].values()
+    )
+    assert not set(again['seeds']) & set(found['settings']['seeds'])
+    assert follows(again, found['settings'] | dict(seeds=again['seeds'])) >= 4
+
+
+def follows(found, settings):
+    "How many differences of its table were computed again"
+    budget, compared = settings['budget'], 0
     for task, arms in found['table'].items():
         for arm, row in arms.items():
             for key in [k for k in row if '_against_' in k]:
@@ -195,12 +215,12 @@ def test_the_tables_of_a_study_follow_from_its_runs(name):
                     for r in found['runs']
                     if r['task'] == task
                 }
-                gaps = [per[arm, s] - per[other, s] for s in found['settings']['seeds']]
+                gaps = [per[arm, s] - per[other, s] for s in settings['seeds']]
                 want = statistics.fmean(gaps), half_width(gaps)
                 mean, low, high = row[key]
                 assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-3), key
                 compared += 1
-    assert compared >= 4
+    return compared
 
 
 def test_what_five_settings_choose_for_the_sixth_follows_from_the_runs():
@@ -211,7 +231,7 @@ def test_what_five_settings_choose_for_the_sixth_follows_from_the_runs():
         gain = 100 * (r['evals'][-1][1] - r['evals'][0][1])
         gains.setdefault(r['task'], {}).setdefault(int(r['arm'][1:]) / 1000, {})[r['seed']] = gain
     means = {t: {a: statistics.fmean(x.values()) for a, x in of.items()} for t, of in gains.items()}
-    assert len(means) == 6 and all(len(of) == 8 for of in means.values())
+    assert len(means) == 6 and all(len(of) == 10 for of in means.values())
     for rule, of in found['rules'].items():
         for task, row in of.items():
             mine, others = means[task], [m for t, m in means.items() if t != task]
