@@ -231,7 +231,7 @@ def test_what_five_settings_choose_for_the_sixth_follows_from_the_runs():
         gain = 100 * (r['evals'][-1][1] - r['evals'][0][1])
         gains.setdefault(r['task'], {}).setdefault(int(r['arm'][1:]) / 1000, {})[r['seed']] = gain
     means = {t: {a: statistics.fmean(x.values()) for a, x in of.items()} for t, of in gains.items()}
-    assert len(means) == 6 and all(len(of) == 10 for of in means.values())
+    assert len(means) == 6 and all(len(of) == 8 for of in means.values())
     for rule, of in found['rules'].items():
         for task, row in of.items():
             mine, others = means[task], [m for t, m in means.items() if t != task]
