@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def home(tmp_path_factory):
     "A folder with all that people bring"
     import datasets
 
-    folder, before = tmp_path_factory.mktemp('own'), os.getcwd()
+    folder, before, paths = tmp_path_factory.mktemp('own'), os.getcwd(), [*sys.path]
     os.chdir(folder)
     questions = [problem(i) for i in range(60)]
     write('gsm8k.jsonl', map(gsm8k, range(60)))
@@ -106,6 +107,7 @@ def home(tmp_path_factory):
     save_model('model', [q for q, _ in questions])
     yield folder
     os.chdir(before)
+    sys.path[:] = paths  # the folder of a reward's file is among them
 
 
 def loaded(*args):

@@ -137,7 +137,8 @@ def test_a_loss_that_needs_more_than_log_probs(tmp_path, monkeypatch):
     def by_entropy(log_probs, old_log_probs, advantages, mask, cfg, entropy):
         return -advantages * entropy * (log_probs - old_log_probs).exp(), {}
 
-    monkeypatch.setitem(policy_losses, 'by_entropy', policy_loss('entropy')(by_entropy))
+    monkeypatch.setattr(policy_losses, 'functions', dict(policy_losses.functions))
+    policy_loss('entropy')(by_entropy)
     loss = LossConfig(name='by_entropy')
     for head, rows in read_trace(write(tmp_path / 't', run(replace(CFG, loss=loss)))):
         assert recompute_loss(head, rows, replace(CFG, loss=loss)) == pytest.approx(
