@@ -99,10 +99,8 @@ def test_the_learning_rate_of_a_study_falls_with_its_tokens(monkeypatch):
 def test_gradients_of_groups_add_up_to_the_trainers_step(monkeypatch):
     "The study of silent groups adds them up itself; a hot second wave has log-probs of its own"
     monkeypatch.syspath_prepend(str(ROOT / 'benchmarks' / 'studies'))
-    before = set(verifiers)
     residual = importlib.import_module('residual')
-    for name in {*verifiers} - before:
-        monkeypatch.delitem(verifiers, name)
+    del verifiers['digits']  # which the study has registered for the whole process
     assert residual.digits('1+1 #1134', '1234').reward == 0.75
     assert not residual.digits('#1134', '1234').correct and residual.digits('#7', '7').correct
     cfg = replace(smoke_cpu(), zero_variance=residual.OFF, loss=LossConfig('grpo'))
