@@ -6,7 +6,7 @@ do silent groups add anything, nor grow, nor are there penalties: arms differ by
 Sums of two and three digits, half and half, from the cold start of `tiny-cpu`.
 
 espo, gspo, gmpo, grpo, dapo, cispo   each with the clip range and the average of its own paper
-wide        ESPO with alpha 0.5 in place of 0.02: the study of alpha found that, on other seeds
+wide        ESPO with alpha 0.5 in place of 0.02: wide ranges do well in the study of alpha
 `wide` with one change:
 fixed       one clip range for all groups, whatever their entropy: 0.05
 fixed_narrow, fixed_wide   the same with about the paper's two fixed ranges, which are not
