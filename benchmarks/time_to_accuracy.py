@@ -46,11 +46,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from _trl import Trl
+from compassrl.data.selection import prompts_of_step
 
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.data.prompts import DataConfig
-from compassrl.experience import prompts_of_step
 from compassrl.judges.model import make_judge
 from compassrl.loop import fit
 from compassrl.model.pretrained import read_shards

@@ -22,6 +22,7 @@ from compassrl.algo.zero_variance import (
     token_advantages,
 )
 from .config import TrainConfig
+from .data.selection import PromptSelection, prompts_of_step
 from .judges.serial import Judge, sample_columns, task_rewards
 from compassrl.records import (
     Batch,
@@ -39,7 +40,6 @@ from .rollout.waves import Waves
 
 # %% auto #0
 __all__ = [
-    'prompts_of_step',
     'tokens_left',
     'next_wave',
     'timed',
@@ -48,26 +48,9 @@ __all__ = [
     'collect_waves',
     'collect',
     'in_order',
+    'silent_groups',
     'grade',
 ]
-
-
-# %% ../nbs/03_experience.ipynb #b790f76f
-def prompts_of_step(
-    prompts: list[Prompt],
-    step: int,  # 0-based
-    num: int,  # prompts per step
-    seed: int,
-) -> list[Prompt]:  # [num]; the end of one epoch and the start of the next may share a step
-    "The prompts of one step"
-    out = []
-    for i in range(step * num, (step + 1) * num):
-        epoch, place = divmod(i, len(prompts))
-        if not out or not place:
-            gen = torch.Generator().manual_seed(derive_seed(seed, 'epoch', epoch))
-            order = torch.randperm(len(prompts), generator=gen)
-        out.append(prompts[order[place]])
-    return out
 
 
 # %% ../nbs/03_experience.ipynb #10f0e92a
@@ -156,6 +139,7 @@ class StepWaves(Waves):
     def __init__(
         self,
         prompts: list[Prompt],  # all that there are
+        first: list[Prompt],  # those of the first wave
         step: int,  # 0-based
         cfg: TrainConfig,
         judge: Judge,
@@ -169,7 +153,6 @@ class StepWaves(Waves):
         self.asked: Counter[str] = Counter()  # responses, by prompt
         self.flat: list[bool] = []  # by group, at the last decision
         self.metrics: Metrics = dict(time_reward_s=0.0)
-        first = prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)
         self.ask(0, [(p.id, cfg.group_size) for p in first])
 
     def new(self, wave: list[tuple[str, int]]) -> list[Request]:
@@ -203,13 +186,14 @@ class StepWaves(Waves):
 def collect_waves(
     rollout: RolloutEngine,
     prompts: list[Prompt],  # all that there are
+    first: list[Prompt],  # those of the first wave
     step: int,  # 0-based
     cfg: TrainConfig,
     judge: Judge,
     params: SamplingParams,
 ) -> tuple[list[Request], list[Sample], Metrics]:
     "Wave after wave; settled only where the next one depends on the rewards"
-    waves = StepWaves(prompts, step, cfg, judge, params)
+    waves = StepWaves(prompts, first, step, cfg, judge, params)
     requests, samples, metrics = waves.requests, waves.samples, waves.metrics
     while waves.ready:
         with timed(metrics, 'rollout'):
@@ -241,16 +225,20 @@ def collect(
     judge: Judge,  # begins with each sample as it comes
     eos_id: int | tuple[int, ...],
     partial_responses: PartialResponses | None = None,  # responses that take several steps
+    selection: PromptSelection | None = None,  # None: all prompts in turn
 ) -> tuple[list[Request], list[Sample], Metrics]:  # what trains; tokens: all that was drawn
     "What one step brings home: in waves, or one part of each response"
-    params = cfg.rollout.params(eos_id)
-    if not partial_responses:
-        return collect_waves(rollout, prompts, step, cfg, judge, params)
-    # a prompt whose last group has not ended waits for its next turn
-    first = prompts_of_step(prompts, step, cfg.prompts_per_step, cfg.seed)
-    new = [p for p in first if p.id not in partial_responses.groups]
-    new = requests_of(new, [cfg.group_size] * len(new), Counter(), params, cfg.seed, step)
-    return collect_parts(rollout, new, partial_responses, judge)
+    params, num = cfg.rollout.params(eos_id), cfg.prompts_per_step
+    first = selection.next() if selection else prompts_of_step(prompts, step, num, cfg.seed)
+    if partial_responses:
+        # a prompt whose last group has not ended waits for its next turn
+        new = [p for p in first if p.id not in partial_responses.groups]
+        new = requests_of(new, [cfg.group_size] * len(new), Counter(), params, cfg.seed, step)
+        found = collect_parts(rollout, new, partial_responses, judge)
+    else:
+        found = collect_waves(rollout, prompts, first, step, cfg, judge, params)
+    found[2]['prompts_skipped'] = float(selection.skipped if selection else 0)
+    return found
 
 
 # %% ../nbs/03_experience.ipynb #77ae6067
@@ -268,6 +256,12 @@ def in_order(
         f'lost, repeated or not asked for: {odd[:3]}'
     )
     return sorted(samples, key=lambda s: (first[s.prompt_id], s.index))
+
+
+def silent_groups(samples: list[Sample]) -> dict[str, bool]:  # prompt id -> is its group silent?
+    "By verdicts, before penalties; groups in the order of their first samples"
+    ids = list(dict.fromkeys(s.prompt_id for s in samples))
+    return dict(zip(ids, zero_variance(*sample_columns(samples, ids)[:3]).tolist()))
 
 
 def grade(

@@ -16,7 +16,8 @@ from torch import Tensor
 from .algo.engine_gap import discrepancy
 from .algo.losses import PolicyLoss
 from .config import TrainConfig
-from .experience import collect, grade, in_order, timed
+from .data.selection import PromptSelection
+from .experience import collect, grade, in_order, silent_groups, timed
 from .judges.serial import Judge, SerialJudge
 from compassrl.records import (
     Batch,
@@ -32,7 +33,7 @@ from .rollout.partial import PartialResponses
 from .train.guards import Guard
 
 # %% auto #0
-__all__ = ['counted', 'loss_of', 'unmoved', 'train_step', 'Stop', 'RunHooks', 'fit']
+__all__ = ['counted', 'loss_of', 'unmoved', 'train_step', 'Stop', 'RunHooks', 'selection_of', 'fit']
 
 
 # %% ../nbs/04_loop.ipynb #3650f67c
@@ -83,12 +84,13 @@ def train_step(
     guard: Guard,
     reference: TrainEngine | None = None,
     partial_responses: PartialResponses | None = None,
+    selection: PromptSelection | None = None,
 ) -> tuple[Metrics, list[Sample], Batch]:  # samples in the order of the batch's rows
     "Ask, sample, look again, judge and compare, update, hand over. Every step has the same metrics"
     metrics: Metrics = dict(step=step + 1, sync_bytes=0.0)
     with timed(metrics, 'step'):
         requests, samples, found = collect(
-            rollout, prompts, step, cfg, judge, eos_id, partial_responses
+            rollout, prompts, step, cfg, judge, eos_id, partial_responses, selection
         )
         metrics |= found
         samples = in_order(requests, samples)
@@ -102,6 +104,8 @@ def train_step(
         with timed(metrics, 'reward'):
             judge.settle(samples)  # not earlier: nothing so far needed a reward
         batch, graded = grade(batch, samples, cfg)
+        if selection:
+            selection.took(silent_groups(samples))
         metrics |= graded | discrepancy(batch)
         metrics.setdefault('zero_variance_first_frac', metrics['zero_variance_raw_frac'])
         loss, learns = loss_of(cfg, batch), batch.advantages.any() or cfg.loss.kl_coef
@@ -127,6 +131,12 @@ class RunHooks(Protocol):
         ...
 
 
+def selection_of(cfg: TrainConfig, prompts: list[Prompt]) -> PromptSelection | None:
+    "As the config asks; None: all prompts in turn"
+    by = cfg.data.select_by
+    return None if by == 'turn' else PromptSelection(prompts, by, cfg.prompts_per_step, cfg.seed)
+
+
 def fit(
     cfg: TrainConfig,
     prompts: list[Prompt],
@@ -139,6 +149,7 @@ def fit(
     reference: TrainEngine | None = None,  # holds the starting weights; needed if loss.kl_coef > 0
     judge: Judge | None = None,  # None: verdicts here, one after another
     partial_responses: PartialResponses | None = None,  # begun by earlier steps
+    selection: PromptSelection | None = None,  # with what earlier steps have seen
 ) -> None:
     """Group-relative policy optimisation
 
@@ -151,8 +162,9 @@ def fit(
     judge = judge or SerialJudge(prompts, tokenizer, eos_id)
     if cfg.schedule.partial_tokens:
         partial_responses = partial_responses or PartialResponses(cfg.schedule.partial_tokens)
+    selection = selection or selection_of(cfg, prompts)
     guard = Guard(cfg.guards, start=start)
-    more = guard, reference, partial_responses
+    more = guard, reference, partial_responses, selection
     for step in range(start, cfg.steps):
         metrics, samples, batch = train_step(
             cfg, step, prompts, rollout, engine, judge, eos_id, *more

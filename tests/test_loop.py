@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compassrl.data.selection import prompts_of_step
 
 from compassrl import loop as trainer
 from compassrl.algo.advantages import AdvantageConfig
@@ -19,7 +20,6 @@ from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
-from compassrl.experience import prompts_of_step
 from compassrl.judges import serial
 from compassrl.judges.pool import RewardPool
 from compassrl.judges.serial import RewardConfig, SerialJudge

@@ -24,6 +24,7 @@ from ..settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
+    'SelectBy',
     'split_of',
     'levels_of',
     'make_prompts',
@@ -114,6 +115,9 @@ def make_prompts(
 
 
 # %% ../../nbs/data/04_prompts.ipynb #1e90c8c0
+SelectBy = Literal['turn', 'length', 'domain']
+
+
 @dataclass(frozen=True)
 class DataConfig:
     "Which prompts to train on"
@@ -142,6 +146,8 @@ class DataConfig:
     on_bad_row: Literal['raise', 'skip'] = 'raise'
     # of the loaded data, if neither `num_heldout` nor `eval_path` is given
     heldout_frac: Annotated[float, above(0, below=1)] = 0.1
+    # what is asked: all in turn, or those more often whose length or domain is seldom silent
+    select_by: SelectBy = 'turn'
     max_prompt_tokens: Annotated[int, at_least(1)] = 64  # a longer prompt is an error
     # folder of an earlier run: some of its training prompts are asked again, against forgetting
     replay_from: str = ''

@@ -9,17 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 # %% auto #0
-__all__ = [
-    'experience',
-    'algorithm',
-    'system',
-    'metrics_rows',
-    'evaluations',
-    'cold_start_rows',
-    'Metric',
-    'read',
-    'glossary_markdown',
-]
+__all__ = ['metrics_rows', 'evaluations', 'cold_start_rows', 'Metric', 'read', 'glossary_markdown']
 
 
 # %% ../../nbs/runs/22_glossary.ipynb #d260f48a
@@ -55,7 +45,7 @@ def read(text: str) -> list[Metric]:
 
 
 # %% ../../nbs/runs/22_glossary.ipynb #da7765b2
-experience: list[Metric] = read("""
+_experience = read("""
 @ experience
 reward_mean | reward/mean | reward | the task's
     mean task reward of the samples that train, before penalties -> rises, with noise
@@ -73,6 +63,8 @@ early_frac | rollout/early_frac | share | 0 to 1
     of the responses: asked while the wave before theirs ran -> 0 without reward workers
 prompts | rollout/prompts | count | 1 or more
     different prompts of the step -> `prompts_per_step`, more with refills
+prompts_skipped | rollout/prompts_skipped | count | 0 or more
+    passed over because their kind was seldom awake -> 0 without `data.select_by`
 samples | rollout/samples | count | 1 or more
     responses that train -> prompts times group size
 group_size_mean | rollout/group_size_mean | count | 1 or more
@@ -90,7 +82,7 @@ entropy | policy/entropy | nats | 0 to log V
 """)
 
 # %% ../../nbs/runs/22_glossary.ipynb #8610a34e
-algorithm: list[Metric] = read("""
+_algorithm = read("""
 @ loop
 zero_variance_first_frac | zero_variance/first_frac | share | 0 to 1
     groups with equal rewards after the first wave -> below 0.5; more: too easy or too hard
@@ -144,7 +136,7 @@ lr | optim/lr | per update | 0 or more
 """)
 
 # %% ../../nbs/runs/22_glossary.ipynb #6a2dbd96
-system: list[Metric] = read("""
+_system = read("""
 @ algo.engine_gap
 rollout_train_gap | gap/mean | nats | 0 to 20
     mean distance of both engines' log-probabilities -> below 1e-5 embedded, 0.05 with vLLM
@@ -222,7 +214,7 @@ eval_pass | eval/pass | share | 0 to 1 | eval_every
 eval_*_avg | eval/*/avg | share | 0 to 1 | eval_every and several sets
     avg@k of another evaluation set -> rises
 """)
-metrics_rows: list[Metric] = experience + algorithm + system + _evaluated
+metrics_rows: list[Metric] = _experience + _algorithm + _system + _evaluated
 
 evaluations: list[Metric] = read("""
 @ runs.evaluate
@@ -260,7 +252,7 @@ name |  |  |  | data.eval_path
     name of the first set
 sets |  |  |  | several sets
     the same of all further sets
-""") + [replace(m, name='') for m in system if m.where == 'judges.model']
+""") + [replace(m, name='') for m in _system if m.where == 'judges.model']
 
 cold_start_rows: list[Metric] = read("""
 @ train.sft

@@ -7,7 +7,6 @@ results."""
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,9 +17,9 @@ from ..config import TrainConfig, read_run_config
 from ..judges.model import make_judge
 from ..judges.reward_files import keep_reward_files
 from ..judges.serial import Judge
-from ..loop import Stop, fit
+from ..loop import Stop, fit, selection_of
 from ..model.pretrained import write_pretrained
-from ..records import Batch, Metrics, Sample
+from ..records import Batch, Metrics, Prompt, Sample
 from ..rollout.partial import PartialResponses
 from compassrl.runs.before import (
     check_files,
@@ -33,6 +32,7 @@ from compassrl.runs.before import (
     recall_learned,
     screened,
 )
+from .beside import Beside
 from .cold_start import start_policy
 from .curves import read_metrics
 from .data import Data, load, resolve
@@ -44,11 +44,8 @@ from .stop import disk_told, failure_noted, locked, stoppable
 from .trace import trace_rows
 from .tracker_names import eval_values, grouped
 from .trackers import Trackers, history
-from ..train.checkpoint import load_checkpoint, save_checkpoint
-from ..train.folders import found_checkpoints, remove_leftovers
+from ..train.folders import found_checkpoints
 from ..train.guards import last_good
-from ..train.manifest import makes_sense
-from ..train.state import TornCheckpoint
 
 # %% auto #0
 __all__ = ['may_change', 'Run', 'start_run', 'resume_run']
@@ -66,11 +63,11 @@ class Run:
     log: Log
     trackers: Trackers
     judge: Judge
+    prompts: list[Prompt]  # that are asked, once it is known which
+    beside: Beside
 
     def __init__(self, cfg: TrainConfig, folder: Path, data: Data) -> None:
         self.cfg, self.folder, self.data = cfg, folder, data
-        part = cfg.schedule.partial_tokens
-        self.partial_responses: PartialResponses | None = PartialResponses(part) if part else None
         self.stop: stoppable = stoppable(folder)
 
     @property
@@ -120,36 +117,31 @@ class Run:
 
     def save(self, step: int) -> None:
         "What is under way first: an engine's checkpoint without it could not be resumed"
-        if self.partial_responses:
-            # two more: a checkpoint that is still being written may never be whole
-            root, keep = self.folder / 'partial_responses', self.cfg.keep_checkpoints + 2
-            save_checkpoint(root, step, self.partial_responses.state_dict(), keep)
+        self.beside.save(step)
         self.note_learned(f'step-{step:06}')
         self.engines.checkpoints.save(step)
+
+    def open_prompts(self) -> None:
+        "What is asked, and what the loop keeps from step to step"
+        c, self.prompts = self.cfg, self.data.train
+        if c.zero_variance.screen_samples:
+            kept = set(read_part(self.folder, 'screen'))
+            self.prompts = [p for p in self.prompts if p.id in kept]
+        part = c.schedule.partial_tokens
+        responses = PartialResponses(part) if part else None
+        chosen = selection_of(c, self.prompts)
+        keep = c.keep_checkpoints + 2  # one that is still being written may never be whole
+        self.beside = Beside(self.folder, keep, partial_responses=responses, selection=chosen)
 
     def note_learned(self, when: str) -> None:
         "Of the rollout engine; for two checkpoints more than are kept, which may never be whole"
         note_learned(self.folder, self.engines.rollout, when, self.cfg.keep_checkpoints + 2)
 
     def load(self) -> int:  # the step after which it goes on
-        step = self.engines.checkpoints.load(self.load_beside)
-        root = self.folder / 'partial_responses'
-        for p in found_checkpoints(root):  # of steps that are done again
-            if p.name > f'step-{step:06}':
-                shutil.rmtree(p)
-        remove_leftovers(root)
+        step = self.engines.checkpoints.load(self.beside.load)
+        self.beside.forget_after(step)
         recall_learned(self.folder, self.engines.rollout, f'step-{step:06}')
         return step
-
-    def load_beside(self, step: int) -> None:
-        "What a checkpoint of this step cannot do without. Raises TornCheckpoint"
-        if self.partial_responses:
-            path = self.folder / 'partial_responses' / f'step-{step:06}'
-            if not path.is_dir():
-                raise TornCheckpoint(f'{path}: missing: use an earlier checkpoint')
-            _, state = load_checkpoint(path)
-            with makes_sense(path):
-                self.partial_responses.load_state_dict(state)
 
     @contextmanager
     def judging(self) -> Iterator[None]:
@@ -202,6 +194,7 @@ def _go_on(run, watch):  # from wherever it is to its end
     engines = open_engines(c, run.source, folder, watch, run.data.tool)
     with run.judging(), engines as run.engines, disk_told(folder):
         _before_rl(run, begins)
+        run.open_prompts()
         if begins:
             run.save(0)
             run.engines.checkpoints.wait()  # a row of metrics always has a checkpoint before it
@@ -278,16 +271,22 @@ def resume_run(
 def _train(run, start):  # the loop and what comes after it
     c, d, e, folder = run.cfg, run.data, run.engines, run.folder
     run.log = Log(folder, start, c.steps)
-    prompts = d.train
-    if c.zero_variance.screen_samples:
-        kept = set(read_part(folder, 'screen'))
-        prompts = [p for p in prompts if p.id in kept]
-    more = start, e.reference, run.judge, run.partial_responses
+    more = start, e.reference, run.judge
     asked = dataclasses.asdict(c)
     trackers = Trackers(c.trackers, folder, asked, start, history(folder))
     with trackers as run.trackers, last_good(folder / 'checkpoints', e.checkpoints.wait):
         with closing(run.log):
-            fit(c, prompts, e.rollout, e.train, d.tokenizer, run, d.eos_id, *more)
+            fit(
+                c,
+                run.prompts,
+                e.rollout,
+                e.train,
+                d.tokenizer,
+                run,
+                d.eos_id,
+                *more,
+                **run.beside.parts,
+            )
         before, after = (read_part(folder, f'eval_{when}') for when in ('before', 'after'))
         if after is None or after.get('step') != c.steps:  # a kill came between it and the report
             after = run.evaluate() | dict(step=c.steps)
