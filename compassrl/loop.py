@@ -73,6 +73,13 @@ def _update(cfg, step, engine, batch, loss, learns):  # at one learning rate for
     return engine.update(batch, loss, lr) if learns else (unmoved(batch, loss), {})
 
 
+def _with_reference(cfg, batch, reference, metrics):  # log-probs of the starting weights
+    if not cfg.loss.kl_coef:
+        return batch
+    with timed(metrics, 'ref_log_probs'):
+        return replace(batch, ref_log_probs=reference.score(batch)['old_log_probs'])
+
+
 def train_step(
     cfg: TrainConfig,
     step: int,  # 0-based
@@ -93,14 +100,11 @@ def train_step(
             rollout, prompts, step, cfg, judge, eos_id, partial_responses, selection
         )
         metrics |= found
-        samples = in_order(requests, samples)
-        batch = collate(samples)
+        batch = collate(samples := in_order(requests, samples))
         guard.sampled(step + 1, batch)
         with timed(metrics, 'log_probs'):
             batch = replace(batch, **engine.score(batch))
-        if cfg.loss.kl_coef:
-            with timed(metrics, 'ref_log_probs'):
-                batch = replace(batch, ref_log_probs=reference.score(batch)['old_log_probs'])
+        batch = _with_reference(cfg, batch, reference, metrics)
         with timed(metrics, 'reward'):
             judge.settle(samples)  # not earlier: nothing so far needed a reward
         batch, graded = grade(batch, samples, cfg)
