@@ -71,10 +71,10 @@ class Study:
         return self.runs / self.name
 
     def preset(self, seed):
-        "`tiny-cpu` with growth and a constant learning rate; an arm may change both"
+        "`tiny-cpu` with growth, prompts in turn, a constant learning rate; an arm may change all"
         base = tiny_cpu()
         more = dict(optim=replace(base.optim, final_lr_frac=1.0))
-        more |= dict(zero_variance=ZeroVarianceConfig())
+        more |= dict(zero_variance=ZeroVarianceConfig(), data=replace(base.data, select_by='turn'))
         return replace(base, seed=seed, policy=replace(base.policy, **self.shape), **more)
 
     @property

@@ -4,8 +4,10 @@ response tokens.
 grpo    GRPO's loss; a group whose rewards are equal adds nothing
 dapo    DAPO: clip 0.2 / 0.28, mean over tokens, overlong penalty, dynamic sampling (silent
         groups are thrown away, other prompts are asked until the batch is full)
-recipe  the default of `tiny-cpu`: ESPO, penalties, RL-ZVP
+recipe  the default of `tiny-cpu`: ESPO, penalties, RL-ZVP, prompts selected by length
 growth  the same, and silent groups grow
+turn    the recipe with all prompts in turn
+chosen  plain GRPO with prompts selected by length
 
 In all of these the learning rate falls on a straight line to a twentieth while the tokens are
 spent. Three arms more have a constant rate, on the default task: grpo_constant, dapo_constant,
@@ -16,7 +18,7 @@ of parts: a quarter have two digits, a quarter three, half four, and most groups
 All is that of `tiny-cpu` but for what an arm changes: 16 prompts a step, one update. Each arm has
 the lowest learning rate that ends within a point of its best one, in runs of the same length on the
 default task, on seeds 100 and 101, which are not among those compared: two seeds tell no more.
-`fast` has runs of the four arms with the highest rate.
+`fast` has runs of all arms whose rate falls with the highest peak.
 What else was tried is in recipe_tried.py.
 Last line: one JSON object; `ratio` is the recipe's gain over that of plain GRPO.
 usage: make study NAME=recipe, python benchmarks/studies/recipe.py [--arms ..] [--quick]
@@ -50,9 +52,15 @@ def dapo(cfg):
     return replace(cfg, loss=LossConfig('dapo'), zero_variance=DYNAMIC)
 
 
-def recipe(cfg, sampling='uniform', **more):
-    "`more` are other settings of `ZeroVarianceConfig`"
+def turn(cfg, sampling='uniform', **more):
+    "The recipe with prompts in turn; `more` are other settings of `ZeroVarianceConfig`"
     return replace(cfg, zero_variance=replace(cfg.zero_variance, sampling=sampling, **more))
+
+
+def by_length(arm, cfg):
+    "An arm whose prompts are selected by their length"
+    cfg = arm(cfg)
+    return replace(cfg, data=replace(cfg.data, select_by='length'))
 
 
 def falling(arm, cfg, **more):
@@ -61,8 +69,10 @@ def falling(arm, cfg, **more):
     return replace(cfg, optim=replace(cfg.optim, final_lr_frac=LEFT), **more)
 
 
-growth = partial(recipe, sampling='adaptive')
+recipe = partial(by_length, turn)
+growth = partial(by_length, partial(turn, sampling='adaptive'))
 FALLING = dict(grpo=grpo, dapo=dapo, recipe=recipe, growth=growth)
+FALLING |= dict(turn=turn, chosen=partial(by_length, grpo))
 ARMS = {name: partial(falling, arm) for name, arm in FALLING.items()}
 ARMS |= dict(grpo_constant=grpo, dapo_constant=dapo, growth_constant=growth)
 # domain, difficulty, share
@@ -100,7 +110,7 @@ def summary(trials, tasks, arms):
                 steps=statistics.fmean(m['steps'] for m in means),
                 seconds=statistics.fmean(r['seconds'] for r in mine),
             )
-            others = {'grpo', 'dapo', 'recipe', f'{arm}_constant'} & {*there} - {arm}
+            others = {'grpo', 'dapo', 'recipe', 'turn', f'{arm}_constant'} & {*there} - {arm}
             for other in sorted(others):
                 for name, measure in dict(final=final, area=early).items():
                     row[f'{name}_against_{other}'] = against(trials, task, arm, other, measure)

@@ -2,7 +2,7 @@
 
 grpo       plain GRPO, 16 prompts a step, 8 responses each
 dapo       DAPO
-recipe     the default of `tiny-cpu`
+recipe     the default of `tiny-cpu`, with all prompts in turn
 
 Of plain GRPO: 8 or 32 prompts a step (grpo_8, grpo_32), two updates a step (grpo_two).
 Of the recipe: RL-ZVP five and ten times as strong (zvp_5, zvp_10), dynamic sampling in place of
@@ -27,7 +27,8 @@ from _choice import Asked, Probe
 from _runner import run_all
 from _tables import final, flags, report, run_quick, show, summary
 from recipe import STUDY as RECIPE
-from recipe import dapo, falling, growth, grpo, recipe
+from recipe import dapo, falling, grpo
+from recipe import turn as recipe
 
 from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig
@@ -39,7 +40,7 @@ def updates(arm, num, cfg):
     return replace(cfg, optim=replace(cfg.optim, num_mini_batches=num))
 
 
-adaptive = partial(recipe, sampling='adaptive')
+growth = partial(recipe, sampling='adaptive')
 ARMS = dict(
     grpo=partial(falling, grpo),
     dapo=partial(falling, dapo),
@@ -54,7 +55,7 @@ ARMS = dict(
     growth=partial(falling, growth),
     grpo_loss=partial(falling, growth, loss=LossConfig('grpo')),
     four=partial(falling, partial(growth, max_group_size=16), group_size=4, prompts_per_step=32),
-    probe=partial(falling, adaptive, group_size=4),
+    probe=partial(falling, growth, group_size=4),
     length=partial(falling, recipe),
     few=partial(falling, recipe),
     skip=partial(falling, recipe),
