@@ -78,8 +78,7 @@ class PromptSelection:
 
     def chance(self, kind: str) -> float:
         "Probability that a prompt of this kind is asked when its turn comes"
-        best = max(self.awake.values())
-        return max(self.awake[kind] / best, LEAST) if best else 1.0
+        return max(self.awake[kind] / max(self.awake.values()), LEAST)
 
     def next(self) -> list[Prompt]:  # [num], each once
         "The prompts of the next step"

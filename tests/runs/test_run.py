@@ -154,16 +154,18 @@ def test_resume_equals_an_uninterrupted_run(whole, tmp_path):
 
 
 PARTS = ['--schedule.partial-tokens', '5', '--zero-variance.sampling', 'uniform']
+PARTS += ['--data.select-by', 'length', '--data.difficulty', '0.5']  # what else is kept beside
 
 
 @pytest.fixture(scope='module')
 def in_parts(tmp_path_factory):
-    "One run of partial rollouts"
+    "One run of partial rollouts, with prompts by what became of their like"
     folder = tmp_path_factory.mktemp('runs') / 'parts'
     assert cli('train', *SMOKE, *PARTS, '--run-dir', folder).returncode == 0
     assert any(m['stale_frac'] > 0 for m in rows(folder, 'metrics.jsonl')), (
         'some responses take two steps'
     )
+    assert any(m['prompts_skipped'] > 0 for m in rows(folder, 'metrics.jsonl'))
     return folder
 
 
@@ -196,7 +198,7 @@ def test_kill_at_any_point(tmp_path, seed, flags, request):
 
 
 def test_resume_from_an_older_checkpoint_in_parts(in_parts, tmp_path):
-    "The newest checkpoint is lost: what was under way goes back with the weights"
+    "The newest checkpoint is lost: what was kept beside it goes back with the weights"
     folder = shutil.copytree(in_parts, tmp_path / 'run')
     shutil.rmtree(folder / 'checkpoints/step-000006')
     r = cli('resume', folder)
@@ -204,9 +206,17 @@ def test_resume_from_an_older_checkpoint_in_parts(in_parts, tmp_path):
     assert same_model(in_parts, folder) and rows(in_parts, 'metrics.jsonl') == rows(
         folder, 'metrics.jsonl'
     )
-    assert (
-        sorted(p.name for p in (folder / 'partial_responses').glob('step-*'))[-1] == 'step-000006'
-    )
+    for name in ('partial_responses', 'selection'):
+        assert sorted(p.name for p in (folder / name).glob('step-*'))[-1] == 'step-000006'
+
+
+def test_a_run_whose_selection_is_lost_does_not_go_on(in_parts, tmp_path):
+    "Without it the rest would ask other prompts"
+    folder = shutil.copytree(in_parts, tmp_path / 'run')
+    shutil.rmtree(folder / 'selection')
+    r = cli('resume', folder, '--steps', '8')
+    assert r.returncode and 'selection/step-000006: missing' in r.stdout, r.stdout
+    assert 'no valid checkpoint' in r.stderr
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(whole, tmp_path):

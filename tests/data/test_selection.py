@@ -1,0 +1,106 @@
+"Which prompts a step asks, against a list that is walked along by hand"
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compassrl.config import TrainConfig
+from compassrl.data.prompts import DataConfig
+from compassrl.data.selection import LEAST, PromptSelection, kinds_of, prompts_of_step
+from compassrl.records import Prompt, derive_seed
+
+
+def questions(lengths, domains=('a', 'b', 'c')):
+    return [
+        Prompt(f'p{i}', domains[i % len(domains)], '', [7] * n, '1', 'exact')
+        for i, n in enumerate(lengths)
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=200))
+def test_classes_of_length(lengths):
+    "Ordered, equal lengths together, at most 16, none much larger than its equals demand"
+    prompts = questions(lengths)
+    kinds = kinds_of(prompts, 'length')
+    found = [kinds[p.id] for p in sorted(prompts, key=lambda p: len(p.token_ids))]
+    assert found == sorted(found) and len({*found}) <= 16
+    by_length = {}
+    for p in prompts:
+        by_length.setdefault(len(p.token_ids), set()).add(kinds[p.id])
+    assert all(len(k) == 1 for k in by_length.values())
+    equals = Counter(lengths)
+    for kind, size in Counter(found).items():
+        own = [n for n, k in by_length.items() if k == {kind}]
+        assert size - equals[max(own)] <= len(lengths) / 16 + 1
+
+
+def test_domains_are_kinds():
+    assert kinds_of(questions([3, 3, 9]), 'domain') == dict(p0='a', p1='b', p2='c')
+
+
+def by_hand(prompts, kinds, num, seed, history):
+    "Steps of a selection: every place in turn, its lot, its kind's share against the best"
+    awake, place = {k: 1.0 for k in kinds.values()}, 0
+    for silent_kinds in history:
+        chosen = []
+        while len(chosen) < num:
+            step, place = place, place + 1
+            (p,) = prompts_of_step(prompts, step, 1, seed)
+            lot = derive_seed(seed, 'select', step, p.id) / 2**63
+            if p not in chosen and lot < max(LEAST, awake[kinds[p.id]] / max(awake.values())):
+                chosen.append(p)
+        yield chosen
+        for p in chosen:
+            k = kinds[p.id]
+            awake[k] += 0.1 * ((k not in silent_kinds) - awake[k])
+
+
+HISTORY = st.lists(st.sets(st.sampled_from('abc')), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(num=st.integers(1, 9), total=st.integers(9, 60), seed=st.integers(0, 5), history=HISTORY)
+def test_a_selection_by_hand(num, total, seed, history):
+    prompts = questions([5] * total)
+    s = PromptSelection(prompts, 'domain', num, seed)
+    for chosen, silent in zip(by_hand(prompts, s.kinds, num, seed, history), history):
+        before = s.place
+        assert s.next() == chosen
+        assert s.skipped == s.place - before - num
+        s = reopened(s, prompts, num, seed)
+        s.took({p.id: p.domain in silent for p in chosen})
+
+
+def reopened(s, prompts, num, seed):
+    "Another one with the same state, through a file"
+    other = PromptSelection(prompts, 'domain', num, seed)
+    other.load_state_dict(json.loads(json.dumps(s.state_dict())))
+    return other
+
+
+def test_it_goes_on_where_nobody_is_awake():
+    "Thousands of silent groups: the shares are as small as numbers get, and all come in turn"
+    prompts = questions([5] * 9)
+    s = PromptSelection(prompts, 'domain', 9, 0)
+    for _ in range(8000):
+        s.took({p.id: True for p in prompts})
+    assert 0 < max(s.awake.values()) < 1e-300
+    assert {p.id for p in s.next()} == {p.id for p in prompts} and s.skipped == 0
+
+
+def test_more_prompts_a_step_than_there_are():
+    assert len(PromptSelection(questions([5] * 4), 'length', 9, 0).next()) == 4
+
+
+def test_what_cannot_be_asked_for():
+    with pytest.raises(ValueError, match="data.select_by='length'.*refill"):
+        TrainConfig(
+            data=DataConfig(select_by='length'),
+            zero_variance=TrainConfig().zero_variance.__class__('refill'),
+        )
+    with pytest.raises(ValueError, match='select_by'):
+        DataConfig(select_by='size')
