@@ -42,6 +42,7 @@ def prepare_tiny(a):
     "Parts of `make train`, cold-started"
     cfg = replace(tiny_cpu(), seed=a.seed, zero_variance=GRPO)
     cfg = replace(cfg, optim=replace(cfg.optim, final_lr_frac=1.0))
+    cfg = replace(cfg, data=replace(cfg.data, select_by='turn'))
     cfg = replace(cfg, cold_start=replace(cfg.cold_start, steps=a.cold_steps))
     parts = load(cfg)
     parts.policy = Policy(cfg.policy, cfg.seed)

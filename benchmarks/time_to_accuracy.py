@@ -3,14 +3,16 @@
     python benchmarks/time_to_accuracy.py [--seeds 0 1 2] [--target 0.7] [--quick]
 
 One checkpoint for all, per seed: the policy of `tiny-cpu` after its cold start, as a run writes it.
-The same prompts in the same order, 8 responses each of at most 48 tokens; the same
-verifier on the same decoded text; fp32, one thread. Three contenders:
+The same prompts, in the same order but for the default, which passes some over; 8 responses each
+of at most 48 tokens; the same verifier on the same decoded text; fp32, one thread. Three
+contenders:
 
-- default: the recipe of `tiny-cpu`, 16 prompts an update, with penalties, RL-ZVP, ESPO and router
-  replay, at a constant learning rate, as all three: nobody knows which step is the last;
+- default: the recipe of `tiny-cpu`, 16 prompts an update, with penalties, RL-ZVP, ESPO, router
+  replay and prompts selected by length, at a constant learning rate, as all three: nobody knows
+  which step is the last;
 - TRL: GRPOTrainer with the settings in TRL_BEST, in a process of its own (trl_side/learn.py);
-- TRL's recipe here: our engines with its loss, advantages and optimiser, and without penalties,
-  RL-ZVP and router replay: what is left between the two is speed.
+- TRL's recipe here: our engines with its loss, advantages and optimiser, all prompts in turn,
+  and without penalties, RL-ZVP and router replay: what is left between the two is speed.
 
 They take turns, 160 prompts each. Then our rollout engine draws 8 responses to each held-out
 prompt from the weights of each, with the same seeds. No clock counts that. What counts is
@@ -46,13 +48,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from _trl import Trl
-from compassrl.data.selection import prompts_of_step
 
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.data.prompts import DataConfig
+from compassrl.data.selection import prompts_of_step
 from compassrl.judges.model import make_judge
-from compassrl.loop import fit
+from compassrl.loop import fit, selection_of
 from compassrl.model.pretrained import read_shards
 from compassrl.records import Request, derive_seed
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
@@ -125,6 +127,7 @@ class Ours:
         self.cfg, self.data = replace(cfg, steps=0), d
         self.prompts = cfg.prompts_per_step
         self.engines = stack.enter_context(open_engines(cfg, start.model, start.folder))
+        self.selection = selection_of(cfg, d.train)
         self.judge = make_judge(
             d.prompts, d.tokenizer, d.eos_id, cfg.rewards, cfg.seed, cfg.group_size
         )
@@ -138,7 +141,7 @@ class Ours:
         "CPU seconds, seconds, response tokens"
         n, d, e = self.cfg.steps, self.data, self.engines
         self.cfg = replace(self.cfg, steps=n + 1)
-        more = n, e.reference, self.judge
+        more = n, e.reference, self.judge, None, self.selection
         start = time.process_time(), time.perf_counter()
         fit(self.cfg, d.train, e.rollout, e.train, d.tokenizer, self, d.eos_id, *more)
         return time.process_time() - start[0], time.perf_counter() - start[1], self.tokens
@@ -210,6 +213,7 @@ def same_recipe(cfg, choice):
         ),
         loss=LossConfig(choice['loss_type'], clip_eps_high=0.2, tis='off'),
         router_replay='off',
+        data=replace(cfg.data, select_by='turn'),
         optim=replace(
             cfg.optim,
             lr=choice['learning_rate'],

@@ -91,6 +91,7 @@ def config(study, seed, lr):
     more |= dict(cold_start=SFTConfig(steps=study.cold_steps, lr=5e-3))
     more |= dict(rollout=replace(base.rollout, max_tokens=24), loss=LossConfig('grpo'))
     more |= dict(optim=replace(base.optim, lr=lr, warmup_steps=3, final_lr_frac=1.0))
+    more |= dict(data=replace(base.data, select_by='turn'))
     return replace(base, seed=seed, steps=10**6, **more)
 
 

@@ -96,6 +96,7 @@ def config(study, arm, seed):
     optim = replace(optim, num_mini_batches=int(updates[0]) if updates else 4)
     more |= dict(optim=optim, router_replay=mode)
     more |= dict(rollout=replace(base.rollout, dtype='bfloat16', num_slots=64))
+    more |= dict(data=replace(base.data, select_by='turn'))
     more['rollout'] = replace(more['rollout'], quantization='fp8' if rollout == 'fp8' else '')
     return replace(base, seed=seed, steps=study.steps, **more)
 
