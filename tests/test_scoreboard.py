@@ -403,6 +403,17 @@ def test_the_tables_of_replay_follow_from_its_runs():
         assert (high - low) / 2 == pytest.approx(half_width(values), rel=1e-2, abs=1e-2)
 
 
+def test_what_a_weight_does_to_a_merge_follows_from_the_pairs():
+    found = result('merge')
+    low, high = (found['settings']['weights'].index(w) for w in (0.1, 0.9))
+    for way in ('TIES 0.2', 'TIES 0.5', 'linear'):
+        rates = [[points['sums'][0] for points in pair[way]] for pair in found['table'].values()]
+        gaps = [100 * (r[high] - r[low]) for r in rates]
+        mean, *ends = found['sums_by_weight'][way.replace('.', '').replace(' ', '_')]
+        want = statistics.fmean(gaps), half_width(gaps)
+        assert (mean, (ends[1] - ends[0]) / 2) == pytest.approx(want, rel=1e-3, abs=1e-2), way
+
+
 def test_the_rule_is_that_of_the_page():
     "The page's own function on intervals on, beside and across the value"
     cells = json.loads(PAGE.read_text())['cells']

@@ -9,6 +9,8 @@ model answers held-out sums and strings. Dense models and mixtures of two sizes,
 small steps; and one pair whose children took more and larger ones, and so are far apart.
 
 Every model that was trained and every evaluation is kept in `benchmarks/studies/.runs/merge`.
+`sums_by_weight`: how many points more of the sums are right with a weight of 0.9 than with 0.1,
+mean over the pairs and 95 % interval.
 Last line: one JSON object; `ratio` is the mean rate of the best merge over that of the better
 parent, the least of the pairs with small steps.
 usage: make study NAME=merge, python benchmarks/studies/merge.py [--quick]
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import torch
 from _runner import RUNS, digest, prompts_of
+from _runner import interval as over
 from tqdm import tqdm
 
 from compassrl.data.tokenizer import build_tokenizer, save_tokenizer
@@ -157,6 +160,17 @@ def best_of(found, weights):
     return dict(way=way, weight=weight, mean=round(value, 4), better_parent=round(better, 4))
 
 
+def sums_by_weight(table, weights, low, high):
+    "Sums that are right with the one weight of the reasoner more than with the other, in points"
+    a, b = weights.index(low), weights.index(high)
+    out = {}
+    for way in (w for w in WAYS if all(w in found for found in table.values())):
+        gaps = [100 * (f[way][b]['sums'][0] - f[way][a]['sums'][0]) for f in table.values()]
+        mean = over(gaps) if len(gaps) > 1 else gaps * 3
+        out[way.replace('.', '').replace(' ', '_')] = [round(x, 3) for x in mean]
+    return out
+
+
 def show(table, weights):
     for pair, found in table.items():
         p = found['parents']
@@ -176,11 +190,13 @@ def main():
     a = p.parse_args()
     torch.set_num_threads(1)
     pairs, weights, ways, steps, num, k = PAIRS, WEIGHTS, WAYS, 700, 128, 4
+    low, high = 0.1, 0.9
     with tempfile.TemporaryDirectory() as tmp:
         root = RUNS / 'merge'
         if a.quick:
             root, pairs, weights = Path(tmp), {'small, mixture': (SMALL, (3, 1e-3))}, (0.0, 0.5)
             ways, steps, num, k = {'linear': WAYS['linear']}, 4, 6, 1
+            low, high = weights
         table = {}
         for name, (shape, child) in pairs.items():
             table[name] = sweep(Work(root, shape, steps, child, num, k), weights, ways)
@@ -191,6 +207,7 @@ def main():
     settings = dict(steps=steps, heldout=num, eval_k=k, weights=weights, quick=a.quick)
     units = 'held-out avg@k, mean of both domains: best merge / better parent, least of all'
     found = dict(name='merge', ratio=round(ratio, 3), units=units, table=table)
+    found['sums_by_weight'] = sums_by_weight(table, weights, low, high)
     print(json.dumps(found | dict(settings=settings, machine=machine_info())))
 
 
