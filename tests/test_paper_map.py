@@ -16,7 +16,8 @@ from tests.test_notebooks import notebooks
 
 MAP = yaml.safe_load((ROOT / 'nbs' / 'paper_map.yml').read_text())
 ENTRIES = [e for g in MAP['groups'] for e in g['entries']]
-KEYS = set('paper claim source state missing lesson symbols called_by tests measured read'.split())
+KEYS = set('paper claim source state missing looked_for lesson'.split())
+KEYS |= set('symbols called_by tests measured read'.split())
 SOURCES, STATES = {'quoted', 'second-hand', 'our reading', 'ours'}, ('here', 'in part', 'absent')
 PAGE = ROOT / 'nbs' / '07_paper_map.ipynb'
 
@@ -219,6 +220,80 @@ def test_every_name_of_the_algorithm_has_its_place():
     assert sorted(listed - names) == [] and sorted(listed & named) == []
 
 
+# ---- what is called missing is not there
+
+
+def one_spelling(name):
+    "two_phases, TwoPhases, two-phases, two phases -> _two_phases_"
+    words = re.sub(r'(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+', ' ', name).lower().split()
+    return f'_{"_".join(words)}_'
+
+
+def kept(value):
+    "Keys of a stored result that hold something: of a benchmark that was not run they do not"
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if inner not in ('', None) and not str(inner).startswith('not run'):
+                yield key
+                yield from kept(inner)
+    elif isinstance(value, list):
+        for inner in value[:1]:
+            yield from kept(inner)
+
+
+@cache
+def names_there():
+    "Of modules, what they export, notebooks, ideas, studies, and what a stored result has"
+    names = {*COURSE.paths, *(i['idea'] for i in COURSE.data['ideas'])}
+    for path in (ROOT / 'compassrl').rglob('[!_]*.py'):
+        names |= {path.stem, *exported(path)}
+    for path in (ROOT / 'benchmarks').rglob('[!_]*.py'):
+        names.add(path.stem)
+    for path in (ROOT / 'benchmarks' / 'results').glob('*.json'):
+        names |= set(kept(json.loads(path.read_text())))
+    return {one_spelling(n): n for n in names}
+
+
+def there(word):
+    "Names that have this word, or these words one after another"
+    return sorted(name for spelled, name in names_there().items() if one_spelling(word) in spelled)
+
+
+DENIED = r'\b(no|none|nothing|nobody|never)\b|\b(not|never) (\w+ )?'
+DENIED += r'(compared|measured|trained|made|read|counted|run|evaluated|tried|there|here)\b'
+
+
+def words_looked_for(e):
+    "The names that were looked for in vain, or an AssertionError"
+    words = e.get('looked_for', [])
+    if e['state'] == 'here':
+        assert words == [], 'nothing is missing'
+    elif e['state'] == 'absent' or re.search(DENIED, e['missing']):
+        assert words, f'{e["missing"]!r}: name in looked_for what was searched for'
+    return words
+
+
+@each_entry
+def test_what_is_missing_was_looked_for_in_vain(e):
+    found = {w: there(w) for w in words_looked_for(e) if there(w)}
+    assert found == {}, f'{e["missing"]!r}, but there is {found}'
+
+
+def ideas_of(e):
+    "Ideas of nbs/course.yml that an entry is about: it names them, or is in their lesson"
+    text = one_spelling(f'{e["paper"]} {e["claim"]}')
+    lesson = e.get('lesson', '').partition('#')[0]
+    for idea in COURSE.data['ideas']:
+        if one_spelling(idea['idea']) in text or lesson == idea['lesson']:
+            yield idea
+
+
+@each_entry
+def test_nothing_that_an_idea_has_code_for_is_absent(e):
+    has_code = {i['idea']: i['code'] for i in ideas_of(e) if i.get('code')}
+    assert e['state'] != 'absent' or has_code == {}, f'the front page has code for {has_code}'
+
+
 # ---- the page
 
 
@@ -279,6 +354,20 @@ def test_a_call_that_is_not_there_is_noticed():
     assert not is_called('algo.espo.EspoConfig.for_batch', set(calls('loop.unmoved')))
     patched = set(calls('train.torch_engine.TorchTrain.update'))
     assert 'train.routes.validate_routes' in patched
+
+
+def test_what_is_there_after_all_is_noticed():
+    "Entries as they once were, when the code had grown and the map had not"
+    assert there('instructions') and there('tool calls') and there('shop') and there('literal')
+    assert {'make_judge_model', 'runs/judge_model'} <= set(there('judge model'))
+    assert there('PromptSelection') and not there('PromptSelector')
+    assert not there('rollout_speedup'), 'its result says: not run'
+    old = dict(state='absent', claim='One.', missing='No command joins them.')
+    with pytest.raises(AssertionError, match='name in looked_for'):
+        words_looked_for(old)
+    for more in (dict(paper='Two phases of RL'), dict(paper='', lesson='judges/genrm#hook')):
+        assert [i['code'] for i in ideas_of(old | more)]
+    assert not list(ideas_of(old | dict(paper='Results', lesson='studies/growth#hook')))
 
 
 def test_a_number_that_is_not_there_is_noticed():
