@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compassrl.data.selection import prompts_of_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
+from compassrl.data.selection import prompts_of_step
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
 from compassrl.experience import collect, grade, in_order, next_wave
 from compassrl.judges.serial import Judge, SerialJudge, judge_sample, sample_columns, task_rewards

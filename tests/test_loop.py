@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compassrl.data.selection import prompts_of_step
 
 from compassrl import loop as trainer
 from compassrl.algo.advantages import AdvantageConfig
@@ -18,6 +17,7 @@ from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig
+from compassrl.data.selection import prompts_of_step
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
 from compassrl.judges import serial
