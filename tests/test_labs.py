@@ -21,7 +21,7 @@ from compassrl.algo.advantages import AdvantageConfig, group_advantages
 from compassrl.algo.espo import EspoConfig, EspoStep
 from compassrl.algo.losses import LossConfig, aggregate, policy_losses
 from compassrl.algo.ratios import kl_estimate, log_ratio, tis_weights
-from compassrl.algo.zero_variance import ZeroVarianceConfig, shape_rewards, token_advantages
+from compassrl.algo.zero_variance import ZeroVarianceConfig, growth, shape_rewards, token_advantages
 from compassrl.config import TrainConfig
 from compassrl.lesson import lab_source
 from compassrl.model.routers import softmax_gates
@@ -309,6 +309,100 @@ def test_group_lab_has_the_fp64_advantages_of_the_library(browser):
         rewards = torch.tensor(p['rewards'], dtype=torch.double)
         zero, valid = torch.zeros(len(rewards), dtype=torch.long), torch.tensor(p['valid'])
         close(ours, group_advantages(rewards, zero, valid, p['estimator'], p['stdFloor']))
+
+
+def growing_group(g):
+    "Often silent, some without a verdict; few lengths, so that costs are equal at times"
+    n, reward = g.choice([1, 2, 4, 4, 8]), g.choice([0.0, 0.0, 1.0, 1.0, 0.5])
+    return dict(
+        raw=[reward if g.random() < 0.97 else 1 - reward for _ in range(n)],
+        valid=[g.random() < 0.9 for _ in range(n)],
+        lengths=[g.choice([5, 6])] * n,
+    )
+
+
+def grown(groups, budget, largest):
+    "By the library: how many more responses each group gets"
+    rows = [(x, i) for i, p in enumerate(groups) for x in zip(p['raw'], p['valid'], p['lengths'])]
+    raw, valid, lengths = map(torch.tensor, zip(*(x for x, _ in rows)))
+    cfg = ZeroVarianceConfig(max_group_size=largest)
+    return growth(raw, torch.tensor([i for _, i in rows]), valid, lengths, cfg, budget).tolist()
+
+
+def test_group_lab_grows_the_groups_that_the_library_grows(browser):
+    g = random.Random(0)
+    points = [
+        dict(
+            groups=[growing_group(g) for _ in range(g.randint(1, 6))],
+            budget=g.choice([0, 24, g.uniform(0, 120)]),
+            largest=g.choice([2, 8, 16]),
+        )
+        for _ in range(1000)
+    ]
+    call = '(lab, p) => lab.growth(p.groups, p.budget, p.largest)'
+    got = in_page(browser.new_page(), 'groups', points, call)
+    assert got == [grown(**p) for p in points]
+    assert {0, 1, 2, 3} <= {sum(n > 0 for n in more) for more in got}
+
+
+VERDICT = re.compile(r'(\w+) (\d+): (right|wrong|no verdict), (\d+) tokens')
+
+
+def asked(page, name):
+    "The responses of a group that the page shows"
+    buttons = page.locator('.verdicts button')
+    labels = buttons.evaluate_all("all => all.map(e => e.getAttribute('aria-label'))")
+    rows = [m.groups() for m in map(VERDICT.fullmatch, labels) if m[1] == name]
+    assert [int(i) for _, i, *_ in rows] == list(range(1, len(rows) + 1))
+    return dict(
+        raw=[float(v == 'right') for _, _, v, _ in rows],
+        valid=[v != 'no verdict' for _, _, v, _ in rows],
+        lengths=[int(n) for *_, n in rows],
+    )
+
+
+def test_silent_groups_grow_by_keyboard_and_what_they_cost_is_shown(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'groups')
+    page, names = opened.page, ('easy', 'mixed', 'hard')
+    opened.named('RL-ZVP alpha').press('Home')
+
+    def look():
+        return [asked(page, name) for name in names]
+
+    def cost(groups):
+        return sum(sum(p['lengths']) for p in groups)
+
+    def press(budget):
+        "Python says who grows, from what the page showed before"
+        was = look()
+        more = grown(was, (1 + budget) * first - cost(was), 32)
+        page.get_by_role('button', name='Grow silent groups').press('Enter')
+        now = look()
+        assert [len(p['raw']) for p in now] == [len(p['raw']) + n for p, n in zip(was, more)]
+        who = [f'The {x} group has {n} more responses.' for x, n in zip(names, more) if n]
+        spent = f' {cost(now) - first} of {budget * first:g} extra tokens are spent.'
+        assert opened.text('.grown') == (' '.join(who) or 'No group grows.') + spent
+        return more
+
+    first = cost(look())
+    assert [press(0.5), press(0.5)] == [[0, 0, 8], [0, 0, 0]]  # the budget is used up
+    opened.named('budget of growth').press('End')
+    assert [press(3), press(3), press(3)] == [[8, 0, 0], [16, 0, 0], [0, 0, 0]]
+    hard = look()[2]
+    assert sum(hard['raw']) == 1  # it speaks now
+    p = dict(estimator='grpo', stdFloor=0.35, lengthWeight=0.1, overlongFrac=0.5, zvpAlpha=0.0)
+    p |= hard | dict(entropy=[[0.0] * n for n in hard['lengths']])
+    html = page.locator('.group').last.inner_html()
+    seen = [float(x) for x in re.findall('mean advantage ([^;]+);', html)]
+    wide = page.locator('.verdicts button').evaluate_all('all => all.map(e => e.offsetWidth)')
+    assert min(wide) > 30  # a finger's, on a phone
+    assert seen == pytest.approx([row[0] for row in by_the_library(p)], rel=1e-6)
+    opened.fits()
+    after = look()
+    page.get_by_role('button', name='Back to eight').press('Space')
+    assert [len(p['raw']) for p in look()] == [8, 8, 8]
+    assert [press(3), press(3), press(3)] == [[0, 0, 8], [8, 0, 0], [16, 0, 0]]
+    assert look() == after  # the same verdicts again
 
 
 def test_group_lab_follows_mouse_and_keyboard(browser, tmp_path):
