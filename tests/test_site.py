@@ -421,3 +421,14 @@ def test_a_lab_without_its_picture_would_be_seen(site, browser, tmp_path):
         path.write_text('<style>img { max-width: 100% }</style>' + re.sub(was, becomes, box))
         faults = list(still_pictures(still, path))
         assert [fault in f for f in faults] == [True] * bool(fault), (was, faults)
+
+
+def test_the_looks_of_a_play_stay_in_its_own_box(site, browser):
+    "A long name may wrap there; in a lab on the same page a number stands beside its slider"
+    page = browser.new_page(viewport=dict(width=360, height=800))
+    page.goto(f'file://{site}/algo/engine_gap.html')
+    for name, wraps in ('play', 'wrap'), ('mismatch', 'nowrap'):
+        labels = page.locator(f'.lab[data-lab="{name}"] label')
+        labels.first.wait_for()
+        seen = labels.evaluate_all('all => all.map(e => getComputedStyle(e).flexWrap)')
+        assert set(seen) == {wraps}, name
