@@ -21,13 +21,16 @@ from compassrl.algo.advantages import AdvantageConfig, group_advantages
 from compassrl.algo.espo import EspoConfig, EspoStep
 from compassrl.algo.losses import LossConfig, aggregate, policy_losses
 from compassrl.algo.ratios import kl_estimate, log_ratio, tis_weights
-from compassrl.algo.zero_variance import ZeroVarianceConfig, shape_rewards, token_advantages
+from compassrl.algo.zero_variance import ZeroVarianceConfig, growth, shape_rewards, token_advantages
 from compassrl.config import TrainConfig
 from compassrl.lesson import lab_source
+from compassrl.model.routers import softmax_gates
+from compassrl.model.shape import PolicyConfig
 from compassrl.records import Request, Sample, Verdict, collate
 from compassrl.rollout.fp8 import decode_e4m3, dequantise, encode_e4m3, quantise
 from compassrl.rollout.simulation import simulate
 from compassrl.runs.trace import recompute_loss
+from compassrl.train.routes import routes_agreement
 from tests.support import ROOT
 from tests.test_links import anchors
 
@@ -308,6 +311,100 @@ def test_group_lab_has_the_fp64_advantages_of_the_library(browser):
         close(ours, group_advantages(rewards, zero, valid, p['estimator'], p['stdFloor']))
 
 
+def growing_group(g):
+    "Often silent, some without a verdict; few lengths, so that costs are equal at times"
+    n, reward = g.choice([1, 2, 4, 4, 8]), g.choice([0.0, 0.0, 1.0, 1.0, 0.5])
+    return dict(
+        raw=[reward if g.random() < 0.97 else 1 - reward for _ in range(n)],
+        valid=[g.random() < 0.9 for _ in range(n)],
+        lengths=[g.choice([5, 6])] * n,
+    )
+
+
+def grown(groups, budget, largest):
+    "By the library: how many more responses each group gets"
+    rows = [(x, i) for i, p in enumerate(groups) for x in zip(p['raw'], p['valid'], p['lengths'])]
+    raw, valid, lengths = map(torch.tensor, zip(*(x for x, _ in rows)))
+    cfg = ZeroVarianceConfig(max_group_size=largest)
+    return growth(raw, torch.tensor([i for _, i in rows]), valid, lengths, cfg, budget).tolist()
+
+
+def test_group_lab_grows_the_groups_that_the_library_grows(browser):
+    g = random.Random(0)
+    points = [
+        dict(
+            groups=[growing_group(g) for _ in range(g.randint(1, 6))],
+            budget=g.choice([0, 24, g.uniform(0, 120)]),
+            largest=g.choice([2, 8, 16]),
+        )
+        for _ in range(1000)
+    ]
+    call = '(lab, p) => lab.growth(p.groups, p.budget, p.largest)'
+    got = in_page(browser.new_page(), 'groups', points, call)
+    assert got == [grown(**p) for p in points]
+    assert {0, 1, 2, 3} <= {sum(n > 0 for n in more) for more in got}
+
+
+VERDICT = re.compile(r'(\w+) (\d+): (right|wrong|no verdict), (\d+) tokens')
+
+
+def asked(page, name):
+    "The responses of a group that the page shows"
+    buttons = page.locator('.verdicts button')
+    labels = buttons.evaluate_all("all => all.map(e => e.getAttribute('aria-label'))")
+    rows = [m.groups() for m in map(VERDICT.fullmatch, labels) if m[1] == name]
+    assert [int(i) for _, i, *_ in rows] == list(range(1, len(rows) + 1))
+    return dict(
+        raw=[float(v == 'right') for _, _, v, _ in rows],
+        valid=[v != 'no verdict' for _, _, v, _ in rows],
+        lengths=[int(n) for *_, n in rows],
+    )
+
+
+def test_silent_groups_grow_by_keyboard_and_what_they_cost_is_shown(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'groups')
+    page, names = opened.page, ('easy', 'mixed', 'hard')
+    opened.named('RL-ZVP alpha').press('Home')
+
+    def look():
+        return [asked(page, name) for name in names]
+
+    def cost(groups):
+        return sum(sum(p['lengths']) for p in groups)
+
+    def press(budget):
+        "Python says who grows, from what the page showed before"
+        was = look()
+        more = grown(was, (1 + budget) * first - cost(was), 32)
+        page.get_by_role('button', name='Grow silent groups').press('Enter')
+        now = look()
+        assert [len(p['raw']) for p in now] == [len(p['raw']) + n for p, n in zip(was, more)]
+        who = [f'The {x} group has {n} more responses.' for x, n in zip(names, more) if n]
+        spent = f' {cost(now) - first} of {budget * first:g} extra tokens are spent.'
+        assert opened.text('.grown') == (' '.join(who) or 'No group grows.') + spent
+        return more
+
+    first = cost(look())
+    assert [press(0.5), press(0.5)] == [[0, 0, 8], [0, 0, 0]]  # the budget is used up
+    opened.named('budget of growth').press('End')
+    assert [press(3), press(3), press(3)] == [[8, 0, 0], [16, 0, 0], [0, 0, 0]]
+    hard = look()[2]
+    assert sum(hard['raw']) == 1  # it speaks now
+    p = dict(estimator='grpo', stdFloor=0.35, lengthWeight=0.1, overlongFrac=0.5, zvpAlpha=0.0)
+    p |= hard | dict(entropy=[[0.0] * n for n in hard['lengths']])
+    html = page.locator('.group').last.inner_html()
+    seen = [float(x) for x in re.findall('mean advantage ([^;]+);', html)]
+    wide = page.locator('.verdicts button').evaluate_all('all => all.map(e => e.offsetWidth)')
+    assert min(wide) > 30  # a finger's, on a phone
+    assert seen == pytest.approx([row[0] for row in by_the_library(p)], rel=1e-6)
+    opened.fits()
+    after = look()
+    page.get_by_role('button', name='Back to eight').press('Space')
+    assert [len(p['raw']) for p in look()] == [8, 8, 8]
+    assert [press(3), press(3), press(3)] == [[0, 0, 8], [8, 0, 0], [16, 0, 0]]
+    assert look() == after  # the same verdicts again
+
+
 def test_group_lab_follows_mouse_and_keyboard(browser, tmp_path):
     opened = Opened(browser, tmp_path, 'groups')
     page = opened.page
@@ -445,10 +542,19 @@ STORED = dict(
 
 
 def mismatch_point(g):
-    C, V = g.randint(1, 4), g.randint(2, 6)
+    C, V, E = g.randint(1, 4), g.randint(2, 6), g.randint(1, 5)
+
+    def table(width, size):
+        return [[g.gauss(0, size) for _ in range(width)] for _ in range(C)]
+
     return dict(
-        logits=[[g.gauss(0, 2.5) for _ in range(V)] for _ in range(C)],
-        drift=[[g.gauss(0, 0.3) for _ in range(V)] for _ in range(C)],
+        logits=table(V, 2.5),
+        drift=table(V, 0.3),
+        scores=[[x, *(g.choice([x + 1e-3, y]) for y in row)] for x, *row in table(E, 1)],
+        turn=table(E, 0.1),
+        experts=[[[g.gauss(0, 2) for _ in range(V)] for _ in range(E)] for _ in range(C)],
+        top=g.randint(1, E),
+        routes=g.choice(['live', 'replayed', 'late']),
         stale=g.choice([0, 1, 8]),
         format=g.choice(list(STORED)),
         temperature=g.choice([1, g.uniform(0.5, 1.5)]),
@@ -458,13 +564,39 @@ def mismatch_point(g):
     )
 
 
+def first_of_the_best(scores, top):
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+
+
+def mixed(logits, scores, experts, idx):
+    "The library's gates; a sum over the experts used"
+    gates = softmax_gates(scores, idx, norm=True)
+    used = experts.gather(1, idx[..., None].expand(-1, -1, experts.shape[-1]))
+    return logits + (gates[..., None] * used).sum(1)
+
+
+def by_two_engines(p):
+    "Logits of the trainer and of the rollout; their routes, recorded and the trainer's own"
+    logits, drift, scores, turn, experts = (
+        torch.tensor(p[k], dtype=torch.double)
+        for k in ('logits', 'drift', 'scores', 'turn', 'experts')
+    )
+    stored = STORED[p['format']]
+    past = stored(scores - p['stale'] * turn)
+    chosen, own = (first_of_the_best(x, p['top']) for x in (past, scores))
+    recorded = chosen.roll(1, 0) if p['routes'] == 'late' else chosen
+    old = mixed(stored(logits - p['stale'] * drift), past, stored(experts), chosen)
+    new = mixed(logits, scores, experts, own if p['routes'] == 'live' else recorded)
+    return new, old, recorded, own
+
+
 def by_enumeration(p):
     "The lab's measures, every token of every context weighed by the probability to be drawn"
-    logits, drift = (torch.tensor(p[k], dtype=torch.double) for k in ('logits', 'drift'))
-    old = STORED[p['format']](logits - p['stale'] * drift)
+    logits, old, recorded, own = by_two_engines(p)
     x = (logits / p['temperature']).requires_grad_()
     train, sampled = x.log_softmax(-1), (old / p['temperature']).log_softmax(-1)
     reported = old.log_softmax(-1) if p['raw'] else sampled
+    shape = PolicyConfig(num_hidden_layers=1)
     q, mask = sampled.exp() / len(logits), torch.ones_like(x, dtype=torch.bool)
     w, hit = tis_weights(train, reported, mask, p['tis'], p['cap'])
     adv = torch.eye(x.shape[1])[0].double() - train.exp()[:, :1].detach()
@@ -475,6 +607,7 @@ def by_enumeration(p):
         gap=(q * delta.abs()).sum(),
         k3=(q * kl_estimate(reported, train.detach(), 'k3')).sum(),
         f2=(q * (delta.abs() > torch.tensor(2.0).double().log())).sum(),
+        agree=routes_agreement(own[:, None], recorded[:, None], shape).double().mean(),
         changed=(q * hit).sum(),
         cosine=((got * exact).sum() / got.norm() / exact.norm()).nan_to_num(),  # all dropped: 0
         size=got.norm() / exact.norm(),
@@ -485,9 +618,50 @@ def test_mismatch_lab_measures_what_the_library_measures(browser):
     g = random.Random(0)
     points = [mismatch_point(g) for _ in range(1000)]
     got = in_page(browser.new_page(), 'mismatch', points, '(lab, p) => lab.measures(p)')
+    agreed = []
     for p, ours in zip(points, got, strict=True):
         want = by_enumeration(p)
+        assert ours.keys() == want.keys()
         close(list(ours.values()), torch.stack([want[k] for k in ours]))
+        agreed.append((p['routes'], float(want['agree']) == 1))
+    assert len(set(agreed)) == 6  # each kind of routes, with other experts and without
+
+
+def mismatch_shows(opened, state):
+    for key, value in by_enumeration(state).items():
+        seen = float(opened.text(f'td.{key}').replace('−', '-'))
+        assert seen == pytest.approx(float(value), rel=1e-3, abs=1e-12), key
+
+
+def test_the_world_of_the_mismatch_lab_is_the_one_its_lesson_describes(browser):
+    (world,) = in_page(browser.new_page(), 'mismatch', [0], '(lab) => lab.WORLD')
+    shapes = {k: tuple(torch.tensor(world[k]).shape) for k in ('logits', 'scores', 'experts')}
+    assert shapes == dict(logits=(24, 6), scores=(24, 4), experts=(24, 4, 6))
+    assert world['top'] == 2
+    best = torch.tensor(world['scores'], dtype=torch.double).sort().values
+    assert int((best[:, -2] - best[:, -3] < 2e-3).sum()) == 4
+
+
+def test_replay_takes_away_what_other_experts_add_and_nothing_else(browser):
+    "In the lab's own world, context by context: the gap, and where other experts were used"
+    call = """(lab, p) => {
+        const { train, reported, other } = lab.engines({ ...lab.WORLD, ...p })
+        return other.map((x, c) => [x, train[c].map((y, v) => Math.abs(y - reported[c][v]))])
+    }"""
+    still = dict(temperature=1, raw=False, stale=0)
+    points = [
+        still | dict(format=f, routes=r) for f in ('bf16', 'e4m3') for r in ('live', 'replayed')
+    ]
+    found = in_page(browser.new_page(), 'mismatch', points, call)
+    for live, replayed in (found[:2], found[2:]):
+        assert not any(other for other, _ in replayed)
+        for (other, gap), (_, left) in zip(live, replayed, strict=True):
+            assert max(left) > 0  # rounding is still there
+            if other:
+                assert fmean(gap) > 2 * fmean(left)
+            else:
+                assert gap == left
+        assert 1 < sum(other for other, _ in live) < 12
 
 
 def test_mismatch_lab_follows_mouse_and_keyboard(browser, tmp_path):
@@ -495,22 +669,56 @@ def test_mismatch_lab_follows_mouse_and_keyboard(browser, tmp_path):
     page = opened.page
     page.get_by_role('button', name='truncate').click()
     page.get_by_role('button', name='e4m3').press('Enter')
+    hot = page.locator('.dot.other')
+    assert hot.count() > 0  # tokens of other experts, which replay takes away
+    page.get_by_role('button', name='replayed (R3)').press('Space')
+    assert hot.count() == 0
     page.get_by_role('button', name='reports without temperature').press('Space')
     opened.named('steps behind').press('End')
     for _ in range(6):
         opened.named('temperature').press('ArrowLeft')
-    (world,) = in_page(page, 'mismatch', [0], '(lab) => ({ logits: lab.LOGITS, drift: lab.DRIFT })')
+    (world,) = in_page(page, 'mismatch', [0], '(lab) => lab.WORLD')
     settings = dict(stale=8, format='e4m3', temperature=0.7, raw=True, tis='truncate', cap=2)
-    for key, value in by_enumeration(world | settings).items():
-        assert float(opened.text(f'td.{key}').replace('−', '-')) == pytest.approx(
-            float(value), rel=1e-3
-        )
+    mismatch_shows(opened, world | settings | dict(routes='replayed'))
+    page.get_by_role('button', name='one late').click()
+    mismatch_shows(opened, world | settings | dict(routes='late'))
+    assert hot.count() > 0
     page.get_by_role('button', name='Hide a fault').click()
     assert not page.get_by_label('temperature', exact=True).is_visible()
     page.get_by_role('button', name='old weights').click()
     assert re.match('Right: old weights|No: it was', opened.text('.said'))
-    assert float(opened.text('td.f2')) == 0  # all is sound again
+    assert float(opened.text('td.f2')) == hot.count() == 0  # all is sound again
+    pressed = page.locator('[aria-pressed="true"]').all_inner_texts()
+    assert pressed == ['FP32', 'live', 'truncate']
     opened.fits()
+
+
+HIDDEN = {
+    'coarse numbers': dict(format='e4m3'),
+    'raw temperature': dict(temperature=0.7, raw=True),
+    'old weights': dict(stale=4),
+    'routes not replayed': dict(routes='live'),
+    'routes one late': dict(routes='late'),
+    'no fault': {},
+}
+
+
+def test_a_hidden_fault_is_seen_in_the_numbers_and_named(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'mismatch')
+    page = opened.page
+    (world,) = in_page(page, 'mismatch', [0], '(lab) => lab.WORLD')
+    still = world | dict(temperature=1, raw=False, stale=0, tis='off', cap=2)
+    run = still | dict(format='bf16', routes='replayed')
+    sound = float(by_enumeration(run)['k3'])
+    for i, (fault, change) in enumerate(HIDDEN.items()):
+        page.evaluate('x => { Math.random = () => x }', (i + 0.5) / len(HIDDEN))
+        page.get_by_role('button', name='Hide a fault').press('Enter')
+        mismatch_shows(opened, run | change)
+        assert page.locator('.dot.other').count() == 0  # the colour would tell
+        assert fault == 'no fault' or float(by_enumeration(run | change)['k3']) > 100 * sound
+        page.get_by_role('button', name=fault).press('Enter')
+        assert opened.text('.said') == f'Right: {fault}.'
+        mismatch_shows(opened, still | dict(format='fp32', routes='live'))
 
 
 # ---- FP8 ruler

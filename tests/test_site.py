@@ -368,3 +368,67 @@ def test_a_play_moves_on_a_page_from_a_disk(site, browser):
     assert (
         still.locator(f'{PLAY} img').is_visible() and still.locator(f'{PLAY} canvas').count() == 0
     )
+
+
+def labs_of(path):
+    return set(re.findall(r'<div class="lab" data-lab="(\w+)"', path.read_text())) - {'play'}
+
+
+def still_pictures(page, path):
+    "Faults of a page's labs where no script runs: a picture that is whole, fits and says something"
+    page.goto(f'file://{path}')
+    for name in sorted(labs_of(path)):
+        box = page.locator(f'.lab[data-lab="{name}"]')
+        images = box.locator('img')
+        if (n := images.count()) != 1 or not images.is_visible():
+            yield f'{path.name}: {name}: {n} pictures, or a hidden one'
+            continue
+        at = images.bounding_box()
+        if at['x'] < 0 or at['x'] + at['width'] > 360:
+            yield f'{path.name}: {name}: the picture is at {at}'
+        if not images.evaluate('e => e.complete && e.naturalWidth > 100'):
+            yield f'{path.name}: {name}: the picture is broken'
+        if len((images.get_attribute('alt') or '').split()) < 4:
+            yield f'{path.name}: {name}: no words for the picture'
+        if box.locator('.bench').count():
+            yield f'{path.name}: {name}: a script has run'
+
+
+def test_every_lab_is_a_picture_with_words_where_no_script_runs(site, browser):
+    homes = [p for p in sorted(site.rglob('*.html')) if labs_of(p)]
+    labs = {p.stem for p in (ROOT / 'nbs' / 'labs').glob('*.js')} - {'shared', 'play'}
+    assert set().union(*map(labs_of, homes)) == labs
+    still = browser.new_page(java_script_enabled=False, viewport=dict(width=360, height=800))
+    faults = [f for path in homes for f in still_pictures(still, path)]
+    assert faults == [], json.dumps(faults, indent=1)
+
+
+def test_a_lab_without_its_picture_would_be_seen(site, browser, tmp_path):
+    "The measures themselves, on copies of one lab's box"
+    html = (site / 'algo' / 'espo.html').read_text()
+    box = re.search('<div class="lab" data-lab="clip"><img [^>]*></div>', html)[0]
+    broken = {
+        '<img alt="[^"]*"': ('<img', 'no words'),
+        'base64,[^"]{500}': ('base64,', 'broken'),
+        '<img ': ('<img hidden ', 'hidden'),
+        '<img [^>]*>': ('', '0 pictures'),
+        '<img  ?(?=alt)': ('<img style="margin-left: 99px" ', 'picture is at'),
+        '$': ('', ''),
+    }
+    still = browser.new_page(java_script_enabled=False, viewport=dict(width=360, height=800))
+    for i, (was, (becomes, fault)) in enumerate(broken.items()):
+        path = tmp_path / f'{i}.html'
+        path.write_text('<style>img { max-width: 100% }</style>' + re.sub(was, becomes, box))
+        faults = list(still_pictures(still, path))
+        assert [fault in f for f in faults] == [True] * bool(fault), (was, faults)
+
+
+def test_the_looks_of_a_play_stay_in_its_own_box(site, browser):
+    "A long name may wrap there; in a lab on the same page a number stands beside its slider"
+    page = browser.new_page(viewport=dict(width=360, height=800))
+    page.goto(f'file://{site}/algo/engine_gap.html')
+    for name, wraps in ('play', 'wrap'), ('mismatch', 'nowrap'):
+        labels = page.locator(f'.lab[data-lab="{name}"] label')
+        labels.first.wait_for()
+        seen = labels.evaluate_all('all => all.map(e => getComputedStyle(e).flexWrap)')
+        assert set(seen) == {wraps}, name

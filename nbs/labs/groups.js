@@ -1,5 +1,5 @@
 // Group lab: from the verdicts of three groups to an advantage for every token
-import { choice, drawn, h, show, slider } from './shared.js'
+import { button, choice, drawn, h, random, show, slider } from './shared.js'
 
 // ---- mathematics: compassrl.algo.advantages and compassrl.algo.zero_variance
 // `Math.fround` stands where the library keeps fp32; sums run in fp64 there, too
@@ -58,12 +58,37 @@ export function tokenAdvantages(group, settings) {
   return { rewards, tokens, rawFlat: before.flat, flat: after.flat, sign }
 }
 
+// How many more responses each group gets, { raw, valid, lengths } of each: a silent one as many as
+// it has, if the tokens fit the budget. Who earns least comes first, then who costs least. Who earns
+// most waits until no other can grow
+export function growth(groups, budget, maxGroupSize) {
+  const stats = groups.map(({ raw, valid, lengths }, g) =>
+    ({ ...groupStats(raw, valid), g, size: raw.length, cost: sum(lengths) }))
+  const want = stats.filter(s => s.flat && s.num > 1 && 2 * s.size <= maxGroupSize)
+  const may = want.filter(s => s.cost <= budget), most = Math.max(...may.map(s => s.mean))
+  const others = may.filter(s => s.mean < most - TOLERANCE)
+  const more = groups.map(() => 0)
+  for (const s of (others.length ? others : may).sort((a, b) =>
+    a.mean - b.mean || a.cost - b.cost || a.g - b.g)) {
+    if (s.cost > budget) continue
+    more[s.g] = s.size
+    budget -= s.cost
+  }
+  return more
+}
+
 // ---- the lab
 
-const MAX_TOKENS = 12
+const MAX_TOKENS = 12, MAX_GROUP_SIZE = 32, WAVE = 8
 const NAMES = ['easy', 'mixed', 'hard']
 const VERDICTS = [[1, 1, 1, 1, 1, 1, 1, 1], [1, 0, 0, 1, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
 const LENGTHS = [[5, 6, 12, 7, 5, 6, 8, 5], [6, 9, 12, 7, 10, 8, 11, 6], [9, 8, 10, 7, 9, 12, 8, 9]]
+// whether a further response is right: drawn from its prompt's pass rate, the same for everybody
+const PASS_RATES = [0.9, 0.4, 0.1], next = random(2)
+const FURTHER = PASS_RATES.map(p =>
+  Array.from({ length: MAX_GROUP_SIZE - WAVE }, () => +(next() < p)))
+const lengthOf = (g, i) => LENGTHS[g][i % WAVE]
+const FIRST_WAVE = sum(LENGTHS.flat())
 const MARKS = { 1: '✓', 0: '✗', '-1': '?' }, WORDS = { 1: 'right', 0: 'wrong', '-1': 'no verdict' }
 // the entropy of a token: made up, the same for everybody
 const nats = (g, i, t) => [0.1, 0.4, 2.2, 0.05, 0.9, 0.2, 1.5, 0.3, 0.02, 0.6, 1.1, 0.1][(5 * g + 3 * i + t) % 12]
@@ -75,15 +100,16 @@ const LOOKS = `
 .lab .group .verdicts button.right { background: var(--pull); }
 .lab .group .verdicts button.wrong { background: var(--off); color: var(--on-off); }
 .lab .group .number { font-size: 10.5px; text-align: center; white-space: nowrap; }
-.lab .group .state { float: right; }
+.lab .group .head { display: flex; flex-wrap: wrap; justify-content: space-between; }
+.lab .group .lane + .lane { border-top: 1px dashed var(--line); padding-top: 3px; }
 .lab .up { fill: var(--cool); }
 .lab .down { fill: var(--hot); }
 .lab .zero { stroke: var(--quiet); stroke-width: 1; }
 `
 const HIGH = 26 // pixels of an advantage of 1, at most
 
-function bars(tokens) {
-  const most = Math.max(1, ...tokens.flat().map(Math.abs)), unit = HIGH / most, wide = 8 * 40
+function bars(tokens, most) {
+  const unit = HIGH / most, wide = WAVE * 40
   const picture = drawn('svg', { viewBox: `0 0 ${wide} ${2 * HIGH + 4}`, 'aria-hidden': 'true',
     preserveAspectRatio: 'none', style: 'height:56px' })
   tokens.forEach((row, i) => row.forEach((a, t) => {
@@ -95,47 +121,102 @@ function bars(tokens) {
   return picture
 }
 
+// Eight responses of a group, from number `from` on: their buttons, bars and numbers
+function lane(group, from, changed) {
+  function turn(i) {
+    group.verdicts[i] = { 1: 0, 0: -1, '-1': 1 }[group.verdicts[i]]
+    changed()
+  }
+  const buttons = Array.from({ length: WAVE }, (_, k) =>
+    h('button', { type: 'button', click: () => turn(from + k) }))
+  const picture = h('div'), numbers = buttons.map(() => h('span', { class: 'number' }))
+  const box = h('div', { class: 'lane' }, h('div', { class: 'verdicts' }, ...buttons), picture,
+    h('div', { class: 'verdicts' }, ...numbers))
+  return { from, buttons, picture, numbers, box }
+}
+
+function drawLane({ g, verdicts }, { from, buttons, picture, numbers }, tokens, most) {
+  buttons.forEach((b, k) => {
+    const i = from + k, v = verdicts[i], length = lengthOf(g, i)
+    b.replaceChildren(MARKS[v], h('small', {}, `\u2009${length}`))
+    b.className = WORDS[v]
+    b.setAttribute('aria-label', `${NAMES[g]} ${i + 1}: ${WORDS[v]}, ${length} tokens`)
+    const A = sum(tokens[i]) / length
+    numbers[k].textContent = Math.abs(A) < 5e-3 ? '0' : A.toFixed(2).replace('-', '−')
+    numbers[k].title = `mean advantage ${A}; ${length} tokens`
+  })
+  picture.replaceChildren(bars(tokens.slice(from, from + WAVE), most))
+}
+
+// What the mathematics needs of a group
+function columns({ g, verdicts }) {
+  const lengths = verdicts.map((_, i) => lengthOf(g, i))
+  const entropy = lengths.map((n, i) => Array.from({ length: n }, (_, t) => nats(g, i, t)))
+  const valid = verdicts.map(v => v >= 0), raw = verdicts.map(v => Math.max(v, 0))
+  return { lengths, entropy, valid, raw }
+}
+
+function drawGroup(group, settings) {
+  const found = tokenAdvantages(columns(group), settings), all = found.tokens.flat()
+  const most = Math.max(1, ...all.map(Math.abs)), moved = all.filter(a => a).length
+  group.lanes.forEach(l => drawLane(group, l, found.tokens, most))
+  const why = !found.rawFlat ? 'verdicts differ' : !found.flat ? 'penalties differ'
+    : found.sign && moved ? 'RL-ZVP' : 'silent'
+  group.state.textContent = `${group.verdicts.length} responses, ${all.length} tokens: ${why}`
+  return [moved, all.length]
+}
+
 function render({ el }) {
   const settings = { estimator: 'grpo', stdFloor: 0.35, lengthWeight: 0.1, zvpAlpha: 0.1,
     overlongFrac: 0.5, maxTokens: MAX_TOKENS }
   const groups = NAMES.map((name, g) => {
-    const verdicts = [...VERDICTS[g]]
-    const buttons = verdicts.map((_, i) => h('button', { type: 'button', click: () => {
-      verdicts[i] = { 1: 0, 0: -1, '-1': 1 }[verdicts[i]]
-      draw()
-    } }))
-    const state = h('span', { class: 'state quiet' }), picture = h('div')
-    const numbers = verdicts.map(() => h('span', { class: 'number' }))
-    const box = h('div', { class: 'group' }, h('b', {}, `${name} prompt`), state,
-      h('div', { class: 'verdicts' }, ...buttons), picture, h('div', { class: 'verdicts' }, ...numbers))
-    return { g, verdicts, buttons, state, picture, numbers, box }
+    const state = h('span', { class: 'quiet' })
+    const group = { g, verdicts: [...VERDICTS[g]], lanes: [], state }
+    group.box = h('div', { class: 'group' },
+      h('div', { class: 'head' }, h('b', {}, `${name} prompt`), group.state))
+    return group
   })
+  let times = 0.5 // tokens for growth, times those of the first wave
   const line = h('p', { class: 'said', 'aria-live': 'polite' })
+  const grown = h('p', { class: 'grown', 'aria-live': 'polite' })
 
-  function drawGroup({ g, verdicts, buttons, state, picture, numbers }) {
-    const entropy = LENGTHS[g].map((n, i) => Array.from({ length: n }, (_, t) => nats(g, i, t)))
-    const valid = verdicts.map(v => v >= 0), raw = verdicts.map(v => Math.max(v, 0))
-    const found = tokenAdvantages({ raw, valid, entropy }, settings)
-    verdicts.forEach((v, i) => {
-      buttons[i].replaceChildren(MARKS[v], h('small', {}, `\u2009${LENGTHS[g][i]}`))
-      buttons[i].className = WORDS[v]
-      buttons[i].setAttribute('aria-label',
-        `${NAMES[g]} ${i + 1}: ${WORDS[v]}, ${LENGTHS[g][i]} tokens`)
-      const A = sum(found.tokens[i]) / entropy[i].length
-      numbers[i].textContent = Math.abs(A) < 5e-3 ? '0' : A.toFixed(2).replace('-', '−')
-      numbers[i].title = `mean advantage ${A}; ${entropy[i].length} tokens`
-    })
-    const moved = found.tokens.flat().filter(a => a).length, all = found.tokens.flat().length
-    state.textContent = !found.rawFlat ? 'verdicts differ' : !found.flat ? 'penalties differ'
-      : found.sign && moved ? 'RL-ZVP' : 'silent'
-    picture.replaceChildren(bars(found.tokens))
-    return [moved, all]
+  // Rows of eight buttons for as many responses as there are
+  function lanes(group) {
+    group.lanes.splice(group.verdicts.length / WAVE).forEach(l => l.box.remove())
+    while (group.lanes.length * WAVE < group.verdicts.length) {
+      group.lanes.push(lane(group, group.lanes.length * WAVE, draw))
+      group.box.append(group.lanes.at(-1).box)
+    }
   }
 
   function draw() {
-    const counts = groups.map(drawGroup)
+    const counts = groups.map(group => drawGroup(group, settings))
     const [moved, all] = [0, 1].map(k => sum(counts.map(c => c[k])))
     line.textContent = `${moved} of ${all} tokens have an advantage.`
+    return all
+  }
+
+  // After the tokens of growth were counted or its budget changed
+  function say(what) {
+    const spent = draw() - FIRST_WAVE, most = times * FIRST_WAVE
+    grown.textContent = `${what} ${spent} of ${most} extra tokens are spent.`
+  }
+
+  function grow() {
+    const left = (1 + times) * FIRST_WAVE - draw()
+    const more = growth(groups.map(columns), left, MAX_GROUP_SIZE)
+    groups.forEach((group, g) => {
+      const num = group.verdicts.length
+      group.verdicts.push(...FURTHER[g].slice(num - WAVE, num - WAVE + more[g]))
+      lanes(group)
+    })
+    const who = NAMES.map((name, g) => `The ${name} group has ${more[g]} more responses.`)
+    say(who.filter((_, g) => more[g]).join(' ') || 'No group grows.')
+  }
+
+  function back() {
+    groups.forEach(group => { group.verdicts.splice(WAVE); lanes(group) })
+    say('Every group has eight responses.')
   }
 
   const set = key => x => { settings[key] = x; draw() }
@@ -144,12 +225,19 @@ function render({ el }) {
   const floor = slider('std_floor', { min: 0, max: 0.5, step: 0.01, value: 0.35 }, set('stdFloor'))
   const long = slider('length penalty', { min: 0, max: 0.35, step: 0.01, value: 0.1 }, set('lengthWeight'))
   const alpha = slider('RL-ZVP alpha', { min: 0, max: 0.5, step: 0.01, value: 0.1 }, set('zvpAlpha'))
+  const budget = slider('budget of growth', { min: 0, max: 3, step: 0.25, value: times },
+    x => { times = x; say('') })
   show(el, 'Group lab', h('style', {}, LOOKS),
     h('div', { class: 'knobs' }, by.row), h('div', { class: 'knobs' }, floor.box, long.box, alpha.box),
-    ...groups.map(g => g.box), line,
-    h('p', { class: 'quiet' }, 'Click a verdict: ✓ right, ✗ wrong, ? none; beside it the response’s tokens. Bars: the advantage of every '
-      + 'token, up or down; below, its mean over a response. The limit is 12 tokens; from 6 on the penalty grows.'))
-  draw()
+    h('div', { class: 'knobs' }, budget.box, button('Grow silent groups', grow),
+      button('Back to eight', back)),
+    ...groups.map(g => g.box), line, grown,
+    h('p', { class: 'quiet' }, 'Click a verdict: ✓ right, ✗ wrong, ? none; beside it the '
+      + 'response’s tokens. Bars: the advantage of every token, up or down; below, its mean over a response. The limit is 12 '
+      + 'tokens; from 6 on the penalty grows. New verdicts are drawn with pass rates of 0.9 (easy), '
+      + '0.4 (mixed) and 0.1 (hard), the same for everybody. The budget is in first waves, of '
+      + `${FIRST_WAVE} tokens.`))
+  back()
 }
 
 export default { render }

@@ -8,11 +8,11 @@ export const place = (sizes, chosen) => sizes.reduce((at, size, i) => at * size 
 // ---- the box
 
 const LOOKS = `
-.lab canvas { display: block; max-width: 100%; height: auto; background: #fff; }
-.lab .bench pre { margin: .5rem 0 0; padding: 0; border: 0; color: var(--ink); background: none;
-  font: 12px/1.4 ui-monospace, monospace; overflow-x: auto; }
-.lab .knobs label { flex-wrap: wrap; max-width: 100%; }
-.lab .knobs select { max-width: 100%; }
+.lab[data-lab="play"] canvas { display: block; max-width: 100%; height: auto; background: #fff; }
+.lab[data-lab="play"] .bench pre { margin: .5rem 0 0; padding: 0; border: 0;
+  color: var(--ink); background: none; font: 12px/1.4 ui-monospace, monospace; overflow-x: auto; }
+.lab[data-lab="play"] .knobs label { flex-wrap: wrap; max-width: 100%; }
+.lab[data-lab="play"] .knobs select { max-width: 100%; }
 `
 
 function list(name, labels, start, changed) {

@@ -17,9 +17,10 @@ html[data-theme="dark"] .lab, [data-jp-theme-light="false"] .lab, .quarto-dark .
 .lab p { margin: .5rem 0 0; }
 .lab .quiet { color: var(--quiet); font-size: 12px; }
 .lab output, .lab .number { font-variant-numeric: tabular-nums; }
-.lab label { display: inline-flex; gap: .4rem; align-items: center; margin: 0; }
+.lab label { display: inline-flex; flex-wrap: nowrap; gap: .4rem; align-items: center;
+  margin: 0; }
 .lab input[type="range"] { accent-color: var(--hot); margin: 0; padding: 0; }
-.lab label input[type="range"] { width: 8rem; }
+.lab label input[type="range"] { width: 8rem; min-width: 4rem; }
 .lab label output { min-width: 3.2rem; }
 .lab button, .lab select { font: inherit; color: var(--ink); background: var(--wash); cursor: pointer;
   border: 1px solid var(--quiet); border-radius: 6px; padding: .2rem .6rem; min-height: 1.9rem; }
