@@ -8,12 +8,12 @@ import pytest
 
 from tests.support import ROOT
 from tests.test_course import COURSE
-from tests.test_links import slug
 
 sys.path.insert(0, str(ROOT / 'tools'))
 import front  # noqa: E402
 from course import read  # noqa: E402
 from lesson_table import numbers  # noqa: E402
+from links import slug  # noqa: E402
 
 NBS = {n: read(COURSE.nbs / COURSE.paths[n]) for n in COURSE.order}
 PATHS = {p['name']: p for p in COURSE.data['paths']}

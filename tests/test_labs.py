@@ -32,10 +32,10 @@ from compassrl.rollout.simulation import simulate
 from compassrl.runs.trace import recompute_loss
 from compassrl.train.routes import routes_agreement
 from tests.support import ROOT
-from tests.test_links import anchors
 
 sys.path.insert(0, str(ROOT / 'tools'))
 import build_docs  # noqa: E402
+from links import anchors  # noqa: E402
 
 HOMES = dict(
     schedule='rollout/04_schedule',

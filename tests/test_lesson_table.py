@@ -4,12 +4,18 @@ import json
 import sys
 
 import nbformat
+import pytest
 
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / 'tools'))
+from alt import titles_of  # noqa: E402
 from course import Course, read  # noqa: E402
-from lesson_table import lesson_table, numbers  # noqa: E402
+from lesson_table import LABELS, concludes, lesson_table, lessons, numbers, pictures  # noqa: E402
+
+COURSE = Course(ROOT)
+NBS = {n: read(COURSE.nbs / COURSE.paths[n]) for n in COURSE.order}
+LESSONS = {n: row for part in lessons(COURSE, NBS).values() for n, row in part.items()}
 
 
 def code(source, **data):
@@ -24,7 +30,8 @@ def small():
         code(
             '#| export\ndef area(r):\n\n    return math.pi * r**2\n\n\ndef late(x):\n    return x'
         ),
-        code('#| code-fold: true\nplt.plot([area(1)])', **{'image/png': 'AA=='}),
+        code("#| code-fold: true\nplt.xlabel('the radius in mm')", **{'image/png': 'AA=='}),
+        code("#| code-fold: true\nplt.title('Area grows with r²')\narea(1)", **{'image/png': 'A'}),
         code('#| hide\nassert area(1) > 3'),
         code('print(2)'),
         code('late(_hidden)\nx = 1'),
@@ -39,17 +46,51 @@ def test_a_small_notebook_by_hand():
     found = numbers(json.loads(nbformat.writes(small())), 7)
     lines = 4 + 1 + 2 + 2 + 2  # area and late, print, late and x, _hidden and radius, two boxes
     assert found.pop('minutes') == 6 / 200 + lines / 15
-    # late is used by the fourth cell after its own: too late
-    assert found == dict(lines=lines, seconds=7, names=3, used=1, figures=1, said=1, alive=2)
+    # late is used by the fifth cell after its own: too late
+    assert found == dict(
+        lines=lines,
+        seconds=7,
+        names=3,
+        used=1,
+        figures=2,
+        said=1,  # the other has a label alone
+        charts=2,
+        concluded=1,
+        alive=2,
+        dead=0,
+    )
+
+
+def test_a_conclusion_has_four_words():
+    assert concludes('Area grows with r') and concludes('… of the groups are silent')
+    assert not concludes('loss against step') and not concludes('… of 12 × 3, …')
+    assert not any(map(concludes, LABELS))
+
+
+def test_each_bare_label_is_a_title_of_today():
+    titles = set()
+    for n in LESSONS:
+        cells = nbformat.v4.reads(json.dumps(NBS[n])).cells
+        titles |= {t for i in pictures(cells, 'image/png') for t in titles_of(cells, i)}
+    assert titles >= LABELS
+
+
+@pytest.mark.parametrize('name', LESSONS)
+def test_a_lesson_keeps_its_limits(name):
+    found = LESSONS[name]
+    assert found['minutes'] <= 25 and found['lines'] <= 150 and found['seconds'] <= 60
+    assert found['said'] == found['figures'] and found['dead'] == 0
+
+
+def test_nearly_all_names_are_shown():
+    used, names = (sum(r[k] for r in LESSONS.values()) for k in ('used', 'names'))
+    assert used >= 0.95 * names
 
 
 def test_the_table_counts_all_lessons():
-    course = Course(ROOT)
-    nbs = {n: read(course.nbs / course.paths[n]) for n in course.order}
-    *_, last = lesson_table(course, nbs).splitlines()
-    lessons = [n for n, part in course.order.items() if part.kind == 'lesson']
+    *_, last = lesson_table(COURSE, NBS).splitlines()
     kinds = {'image/png', 'image/svg+xml'}
-    outputs = [o for n in lessons for c in nbs[n]['cells'] for o in c.get('outputs', [])]
-    pictures = sum(not kinds.isdisjoint(o.get('data', [])) for o in outputs)
-    assert f'| all | {len(lessons)} |' in last and f'| {pictures} of {pictures} |' in last
+    outputs = [o for n in LESSONS for c in NBS[n]['cells'] for o in c.get('outputs', [])]
+    num = sum(not kinds.isdisjoint(o.get('data', [])) for o in outputs)
+    assert f'| all | {len(LESSONS)} |' in last and f'| {num} of {num} |' in last
     assert last in (ROOT / 'README.md').read_text()

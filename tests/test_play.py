@@ -91,7 +91,8 @@ def test_a_box_holds_what_python_draws_for_each_choice():
     assert len(data['frames']) == len(points) == 18
     assert strip.shape[1] == 6 * data['width']  # the third control changes no picture
     for (h, c, p), found in zip(points, data['frames'], strict=True):
-        assert found['says'] == f'height {h}' and found['html'] == f'<pre>&lt;{h} {c} {p}&gt;</pre>'
+        assert found['says'] == f'height {h} (height {h}, colour {c}, power {p})'
+        assert found['html'] == f'<pre>&lt;{h} {c} {p}&gt;</pre>'
         left = found['picture'] * data['width']
         assert alike(strip[:, left : left + data['width']], drawn(height=int(h), colour=c))
     assert not alike(drawn(height=0, colour='#0f766e'), drawn(height=8, colour='#0f766e'))
@@ -102,6 +103,15 @@ def test_a_function_that_only_prints_has_no_picture():
     data, _ = opened(html)
     assert [f['html'] for f in data['frames']] == [f'<pre>{n}</pre>' for n in (1, 2, 3)]
     assert {f['picture'] for f in data['frames']} == {-1} and '<img' not in html
+
+
+def test_only_a_text_that_repeats_is_told_apart():
+    def steps(at, colour):
+        bars(at // 2, colour)
+
+    data, _ = opened(still_play(steps, at=(0, 2), colour=['red']).data)
+    says = [f['says'] for f in data['frames']]
+    assert says == ['height 0 (at 0)', 'height 0 (at 1)', 'height 1']
 
 
 def test_a_figure_without_a_title_is_described_by_its_values():
@@ -142,7 +152,10 @@ def on_canvas(page):
 def test_a_play_is_moved_by_keyboard_and_shows_what_python_draws(browser, tmp_path):
     page, faults = page_with(browser, tmp_path, still_play(bars, **CONTROLS).data)
     page.locator('canvas').wait_for()
-    slider, colour = page.get_by_label('height', exact=True), page.get_by_label('colour')
+    slider, colour = (
+        page.get_by_label('height', exact=True),
+        page.get_by_label('colour', exact=True),
+    )
     red, green = '#c2410c', '#0f766e'
     assert alike(on_canvas(page), drawn(height=2, colour=red))
     slider.press('ArrowRight')
@@ -151,9 +164,10 @@ def test_a_play_is_moved_by_keyboard_and_shows_what_python_draws(browser, tmp_pa
     colour.press('ArrowDown')
     assert colour.input_value() == '1' and alike(on_canvas(page), drawn(height=8, colour=green))
     slider.press('Home')
-    page.get_by_label('power').press('End')
+    page.get_by_label('power', exact=True).press('End')
     assert alike(on_canvas(page), drawn(height=0, colour=green))
-    assert page.locator('canvas').get_attribute('aria-label') == 'height 0'
+    said = page.locator('canvas').get_attribute('aria-label')
+    assert said == f'height 0 (height 0, colour {green}, power 100)'
     assert page.locator('.said').inner_text() == f'<0 {green} 100>'
     assert faults == [] and page.evaluate('document.documentElement.scrollWidth') <= 360
     contrast = (ROOT / 'tests' / 'support' / 'contrast.js').read_text()
@@ -174,7 +188,7 @@ def test_without_scripts_the_start_stands_there(browser, tmp_path):
     html = still_play(bars, **CONTROLS).data
     page, _ = page_with(browser, tmp_path, html, java_script_enabled=False)
     still = page.locator('img')
-    assert still.count() == 1 and still.get_attribute('alt') == 'height 2'
+    assert still.count() == 1 and still.get_attribute('alt').startswith('height 2 (')
     assert alike(picture(still.get_attribute('src')), drawn(height=2, colour='#c2410c'))
     assert page.locator('pre').inner_text() == '<2 #c2410c 30>'
 
@@ -202,3 +216,5 @@ def test_a_stored_play_is_alive_and_small(path):
         data, _ = opened(html)
         assert 1 < len(data['frames']) <= 18 and len(html) < 160_000
         assert len({json.dumps(f) for f in data['frames']}) > 1  # it does move
+        said = [f['says'] for f in data['frames'] if f['picture'] >= 0]
+        assert len(set(said)) == len(said)  # each picture has words of its own

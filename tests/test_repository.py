@@ -201,6 +201,14 @@ def test_outputs_are_stored(path):
     ] == []
 
 
+@each_notebook
+def test_no_output_names_a_part_of_a_plot(path):
+    "`ax.legend()` as the last line of a cell would show `<matplotlib.legend.Legend>`"
+    outputs = [o for c in cells(path, 'code') for o in c['outputs']]
+    texts = [''.join(o.get('data', {}).get('text/plain', '')) for o in outputs]
+    assert [t for t in texts if re.search(r'<matplotlib\.|\bText\(\d', t)] == []
+
+
 def module_of(path):
     "Module name that a notebook exports to, '' if none"
     found = re.search(

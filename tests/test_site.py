@@ -185,6 +185,20 @@ class alt_cell(dict):
         ("ax.set_title(f'{n} of  seeds')", 'Hook: A batch is cut in two (of seeds)'),
         ("ax.set_title(f'{a}: {b} s')", 'Hook: A batch is cut in two'),
         ("ax.set_title('x')", 'Hook: A batch is cut in two'),
+        ("t = 'The loss falls'\nax.set(title=t, xlabel='step')", 'Hook: The loss falls: step'),
+        (
+            "for a, t in zip(axs, ('It rises', f'{n} fall')):\n    a.set(title=t, xlabel='step')",
+            'Hook: It rises; fall: step',
+        ),
+        (
+            "for a, (k, y) in zip(axs, dict(A=1, B=2).items()):\n    a.set_title(f'{k} of {y}')",
+            'Hook: A of; B of',
+        ),
+        (
+            "def draw(y, title):\n    ax.set_title(title)\ndraw(y, 'It rises at once')",
+            'Hook: It rises at once',
+        ),
+        ("t = f'{t} again'\nax.set_title(t)", 'Hook: A batch is cut in two (again)'),
         ('draw(4, 8)', 'Hook: A batch is cut in two'),
         ('%matplotlib inline', 'Hook: A batch is cut in two'),
     ],

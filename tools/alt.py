@@ -6,7 +6,10 @@ the titles and axes that the cell writes. Where these say little the text above 
 
 import ast
 import re
+from functools import cache
 from html import unescape
+
+from spoken import bindings, called, texts
 
 TITLES = {'title', 'set_title', 'suptitle'}
 X, Y = {'xlabel', 'set_xlabel', 'supxlabel'}, {'ylabel', 'set_ylabel', 'supylabel'}
@@ -21,36 +24,65 @@ def directives(source):
     return opts, '\n'.join(lines).strip()
 
 
-def words(node):
-    "A text that stands in the code; what is filled in is an ellipsis, or left out at an end"
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return ' '.join(node.value.split())
-    if isinstance(node, ast.JoinedStr):
-        said = ''.join(v.value if isinstance(v, ast.Constant) else '…' for v in node.values)
-        return ' '.join(said.split()).strip('…:, ')
-    return ''
+@cache
+def helpers(*codes):
+    "Functions of a notebook that draw and are handed the `title`: name -> its place"
+    found = {}
+    for node in (n for tree in filter(None, map(parsed, codes)) for n in ast.walk(tree)):
+        names = [a.arg for a in node.args.args] if isinstance(node, ast.FunctionDef) else []
+        if 'title' in names:
+            found[node.name] = names.index('title')
+    return found
 
 
-def written(call):
-    "Title, x and y that a call writes"
-    name = getattr(call.func, 'attr', getattr(call.func, 'id', ''))
-    said = {k.arg: words(k.value) for k in call.keywords}
-    if call.args:
-        said[name] = words(call.args[0])
-    return [next((said[k] for k in said if k in kind and said[k]), '') for kind in (TITLES, X, Y)]
-
-
-def labels(code):
-    "What the titles and axes of a cell's figures say"
+def parsed(code):
+    "None for magics and shell lines"
     try:
-        calls = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Call)]
-    except SyntaxError:  # magics and shell lines
-        return ''
-    found = []
+        return ast.parse(code)
+    except SyntaxError:
+        return None
+
+
+def words(node, names):
+    "The texts that a node may be; what is filled in is an ellipsis, or left out at an end"
+    said = [re.sub(r'\{:[^{}]*\}|…+', '…', ' '.join(t.split())) for t in texts(node, names)]
+    return [t.strip('…:, ') for t in said]
+
+
+def written(call, names, places):
+    "Titles, x and y that a call writes"
+    name, at = called(call), 0
+    said = {k.arg: k.value for k in call.keywords}
+    if name in places:
+        name, at = 'title', places[name]
+    if len(call.args) > at:
+        said[name] = call.args[at]
+    kinds = TITLES, X, Y
+    return [next((words(said[k], names) for k in said if k in kind), []) for kind in kinds]
+
+
+def calls_of(code, places=()):
+    "Titles, x and y of each call of some code, in order"
+    tree = parsed(code)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)] if tree else []
+    names = bindings(tree) if calls else {}
     for call in sorted(calls, key=lambda c: (c.lineno, c.col_offset)):
-        title, x, y = written(call)
+        yield written(call, names, places)
+
+
+def titles(code, places=()):
+    "What the titles of a cell's figures say"
+    return [t for found, _, _ in calls_of(code, places) for t in found if t]
+
+
+def labels(code, places=()):
+    "What the titles and axes of a cell's figures say"
+    found = []
+    for title, x, y in calls_of(code, places):
+        x, y = (next(filter(None, z), '') for z in (x, y))
         axes = f'{y} against {x}' if x and y else x or y
-        found.append(': '.join(filter(None, (title, axes))))
+        titled = '; '.join(filter(None, dict.fromkeys(title)))
+        found.append(': '.join(filter(None, (titled, axes))))
     said = [f for f in found if re.search(r'[^\W\d_]{2}', f)]  # more than a symbol
     return '; '.join(dict.fromkeys(said))
 
@@ -90,17 +122,37 @@ def drawn(outputs):
     return unescape(': '.join(re.findall(r'<(?:title|desc)>([^<]+)</', svg)))
 
 
-def alt(cells, i):
-    "For the figures of the i-th cell of a notebook"
+def places_of(cells):
+    return helpers(*(directives(c.source)[1] for c in cells if c.cell_type == 'code'))
+
+
+def titles_of(cells, i):
+    "What the titles of the figures of the i-th cell say"
+    return titles(directives(cells[i].source)[1], places_of(cells))
+
+
+def said_by_itself(cells, i):
+    "The cell's own line, or what a drawing says; '' for a chart without such a line"
     opts, code = directives(cells[i].source)
     if said := opts.get('fig-alt', '').strip('"\''):
         return said
     if re.search(r'^(?:\w+\.)?pipeline\(', code, flags=re.M):
         return series(cells[i].outputs)
-    if said := drawn(cells[i].outputs):
+    return drawn(cells[i].outputs)
+
+
+def own(cells, i):
+    "Words of its own for the figures of the i-th cell: its line, its drawing's, or its titles"
+    letters = [t for t in titles_of(cells, i) if re.search(r'[^\W\d_]{2}', t)]
+    return said_by_itself(cells, i) or '; '.join(letters)
+
+
+def alt(cells, i):
+    "For the figures of the i-th cell of a notebook"
+    if said := said_by_itself(cells, i):
         return said
     texts = [c.source for c in cells[:i] if c.cell_type == 'markdown']
-    says = labels(code)
+    says = labels(directives(cells[i].source)[1], places_of(cells))
     if len(says.split()) < 4:
         says = prose(texts) + f' ({says})' * bool(says)
     return ': '.join(filter(None, (heading(texts), says)))

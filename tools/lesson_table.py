@@ -12,7 +12,8 @@ import statistics
 import sys
 
 import nbformat
-from alt import alt, directives
+from alt import directives, own, titles_of
+from links import broken
 
 WORDS_A_MINUTE, LINES_A_MINUTE = 200, 15  # of prose, of code that is seen
 COLUMNS = (
@@ -22,9 +23,20 @@ COLUMNS = (
     'lines of code in sight, each (most)',
     'seconds to run, each (most)',
     'exported names shown within three cells',
-    'figures, with words for them',
+    'figures, with words of their own',
+    'charts, with a conclusion as title',
     'widgets alive on the page',
+    'dead links',
 )
+# titles of four words and more that name what is drawn, and conclude nothing
+LABELS = {
+    'as they are median error',
+    'divided by max/448 median error',
+    'Hatched: idle. Dashed: the lower bound',
+    'live choice: experts 0 and 1',
+    'tokens… can be drawn, entropy',
+    'Word … has log-prob …; the choice has … of at most … nats of uncertainty',
+}
 
 
 def defined(code):
@@ -66,17 +78,24 @@ def shown(cells):
     return names, used
 
 
-def numbers(nb, seconds):
-    "What one lesson asks of its reader"
+def concludes(title):
+    "A title of four words or more that is no bare label: this can be tested, a verb cannot"
+    return len(re.findall(r"[^\W\d_][\w'-]*", title)) > 3 and title not in LABELS
+
+
+def pictures(cells, *kinds):
+    "Numbers of the cells of all pictures"
+    outputs = [(i, o) for i, c in enumerate(cells) for o in c.get('outputs', ())]
+    return [i for i, o in outputs if set(kinds) & set(o.get('data', {}))]
+
+
+def numbers(nb, seconds, dead=0):
+    "What one lesson asks of its reader, and offers"
     cells = nbformat.v4.reads(json.dumps(nb)).cells
     prose = sum(len(c.source.split()) for c in cells if c['cell_type'] == 'markdown')
     lines = sum(len(seen(c)) for c in cells if c['cell_type'] == 'code')
-    pictures = [
-        bool(alt(cells, i))
-        for i, c in enumerate(cells)
-        for o in c.get('outputs', ())
-        if {'image/png', 'image/svg+xml'} & set(o.get('data', {}))
-    ]
+    figures = pictures(cells, 'image/png', 'image/svg+xml')
+    charts = pictures(cells, 'image/png')
     names, used = shown(cells)
     alive = sum('data-lab=' in str(c.get('outputs')) for c in cells)
     return dict(
@@ -85,9 +104,12 @@ def numbers(nb, seconds):
         seconds=seconds,
         names=len(names),
         used=len(used),
-        figures=len(pictures),
-        said=sum(pictures),
+        figures=len(figures),
+        said=sum(bool(own(cells, i)) for i in figures),
+        charts=len(charts),
+        concluded=sum(any(map(concludes, titles_of(cells, i))) for i in charts),
         alive=alive,
+        dead=dead,
     )
 
 
@@ -103,30 +125,39 @@ def row(name, rows):
 
     cells = name, len(rows), each(rows, 'minutes'), each(rows, 'lines'), each(rows, 'seconds')
     share = f'{total("used") / max(1, total("names")):.0%} of {total("names")}'
-    more = share, f'{total("said")} of {total("figures")}', total('alive') or ''
+    said, told = (
+        f'{total(a)} of {total(b)}' for a, b in (('said', 'figures'), ('concluded', 'charts'))
+    )
+    more = share, said, told, total('alive') or '', total('dead')
     return '| ' + ' | '.join(map(str, cells + more)) + ' |'
+
+
+def lessons(course, nbs):
+    "Part -> the numbers of each of its lessons, by name"
+    seconds = course.data['seconds']
+
+    def row(n):
+        return numbers(nbs[n], seconds[n], len([*broken(course.nbs / course.paths[n])]))
+
+    found = [p for p in course.parts if p.kind == 'lesson']
+    return {p.name: {n: row(n) for n in p.notebooks} for p in found}
 
 
 def lesson_table(course, nbs):
     "Markdown: a row for each part of lessons, and one for all"
-    seconds, every = course.data['seconds'], []
+    found = lessons(course, nbs)
     lines = ['| ' + ' | '.join(COLUMNS) + ' |', '|' + ' --- |' * len(COLUMNS)]
-    for part in course.parts:
-        if part.kind == 'lesson':
-            rows = [numbers(nbs[n], seconds[n]) for n in part.notebooks]
-            lines.append(row(part.name, rows))
-            every += rows
-    return '\n'.join([*lines, row('all', every)])
+    lines += [row(name, [*rows.values()]) for name, rows in found.items()]
+    return '\n'.join([*lines, row('all', [r for rows in found.values() for r in rows.values()])])
 
 
 def main():
     from course import ROOT, Course, read
 
     course = Course(ROOT)
-    for name, part in course.order.items():
-        if part.kind == 'lesson':
-            nb = read(course.nbs / course.paths[name])
-            found = numbers(nb, course.data['seconds'][name])
+    nbs = {n: read(course.nbs / course.paths[n]) for n in course.order}
+    for part in lessons(course, nbs).values():
+        for name, found in part.items():
             print(f'{name:28}', *(f'{k} {v:.0f}' for k, v in found.items()))
 
 

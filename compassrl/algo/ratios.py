@@ -47,7 +47,7 @@ def log_ratio(
     mask: Tensor,  # [B, T] bool
     limit: float = max_nats,  # of its absolute value; inf where a mean of it is bounded instead
 ) -> Tensor:  # [B, T] log(new/old), 0 outside the mask
-    "How far each token moved. Nothing outside the mask has an influence, on the gradient neither"
+    "How far each token moved. Nothing outside the mask changes the value or the gradient"
     return _moved(log_probs, old_log_probs).masked_fill(~mask, 0.0).clamp(-limit, limit)
 
 

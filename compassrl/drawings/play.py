@@ -128,19 +128,27 @@ def _label(value):
     return f'{value:.4g}' if isinstance(value, float) else str(value)
 
 
+def _told_apart(says, controls):  # a text of several frames: with the values of its controls
+    moves = [c for c in controls if len(c['labels']) > 1]
+    points = product(*(c['labels'] for c in moves))
+    values = [', '.join(f'{c["name"]} {x}' for c, x in zip(moves, p, strict=True)) for p in points]
+    return [f'{s} ({v})' if says.count(s) > 1 else s for s, v in zip(says, values, strict=True)]
+
+
 def _box(controls, frames, start):  # frames: as `frame` gives them, the last control moves first
     pictures = list({p.tobytes(): p for p, _, _ in frames if p}.values())
     places = {p.tobytes(): i for i, p in enumerate(pictures)}
+    words = _told_apart([says for _, says, _ in frames], controls)
     told = [
         dict(picture=places[p.tobytes()] if p else -1, says=says, html=rest)
-        for p, says, rest in frames
+        for (p, _, rest), says in zip(frames, words, strict=True)
     ]
     strip = _joined(pictures, across=True) if pictures else None
     size = (strip.width // len(pictures), strip.height) if strip else (0, 0)
     data = dict(controls=controls, frames=told, width=size[0], height=size[1])
     text = escape(json.dumps(data, separators=(',', ':')), quote=False).replace("'", '&#39;')
-    picture, says, rest = frames[start]
-    still = f'<img alt="{escape(says)}" src="{_address(picture)}">' if picture else ''
+    picture, _, rest = frames[start]
+    still = f'<img alt="{escape(words[start])}" src="{_address(picture)}">' if picture else ''
     return (
         f'<div class="lab" data-lab="play" '
         f"data-frames='{text}' "

@@ -48,7 +48,7 @@ class Place:
 
 
 # %% ../../nbs/launch/01_layout.ipynb #22fcf9b9
-def _axes(rank, **sizes):  # the first axis turns fastest
+def _axes(rank, **sizes):  # the first axis changes fastest
     at = {}
     for axis, n in sizes.items():
         rank, at[axis] = divmod(rank, n)
