@@ -161,6 +161,7 @@ def recompute_loss(
     )
     log_probs, loss, total = table('log_probs'), loss_of(cfg, batch), 0.0
     parts = mini_batches(len(rows), head['num_mini_batches'])
+    parts = [p for p in parts if mask[p].any()]  # the others are no step of an engine either
     for p in parts:
         part = batch.map(lambda t: t[p])
         value, _ = loss(log_probs[p], part, int(part.response_mask.sum()), len(p))

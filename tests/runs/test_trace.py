@@ -15,7 +15,7 @@ from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
-from compassrl.loop import fit
+from compassrl.loop import fit, loss_of
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Prompt, Verdict
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
@@ -162,6 +162,25 @@ def test_without_routes(tmp_path):
     for head, rows in read_trace(write(tmp_path / 't', run(routes=False))):
         assert 'routed_experts' not in rows[0]
         assert recompute_loss(head, rows, CFG) == pytest.approx(head['metrics']['loss'], abs=1e-6)
+
+
+@pytest.mark.parametrize('silent', [range(6), range(6, 12), [0, 3, 7]], ids=str)
+def test_responses_of_which_the_policy_drew_nothing(kept, tmp_path, silent):
+    "A mini-batch of such responses alone is no step of the engine"
+    step, _, samples, batch = kept[0]
+    mask = batch.response_mask.clone()
+    mask[silent] = False
+    samples = [
+        replace(s, policy_mask=mask[i, len(s.prompt_ids) :][: len(s.response_ids)])
+        for i, s in enumerate(samples)
+    ]
+    batch, engine = replace(batch, response_mask=mask), TorchTrain(Policy(SHAPE), CFG.optim)
+    batch = replace(batch, **engine.score(batch))
+    metrics, seen = engine.update(batch, loss_of(CFG, batch))
+    assert engine.num_steps == (2 if silent == [0, 3, 7] else 1)
+    written = write(tmp_path / 't', [(step, metrics, samples, replace(batch, **seen))])
+    for head, rows in read_trace(written):
+        assert recompute_loss(head, rows, CFG) == pytest.approx(metrics['loss'], abs=1e-6)
 
 
 def test_a_skipped_step_has_no_loss(tmp_path):
