@@ -567,7 +567,7 @@ def test_fp8_ruler_follows_mouse_and_keyboard(browser, tmp_path):
 # ---- trace viewer
 
 
-def traced(g, groups=2, size=3):
+def traced(g, groups=2, size=3, tool=False):
     "A step as a run writes it, and the config of the run"
 
     def near(values, spread):
@@ -584,6 +584,9 @@ def traced(g, groups=2, size=3):
             | dict(rollout_log_probs=near(old, 0.5), advantages=near([0.0] * n, 1))
             | dict(entropy=[g.choice([0.0, 0.7, g.uniform(0, 4)]) for _ in range(n)])
         )
+        if tool and g.random() < 0.7:  # the values where it wrote must not matter
+            rows[-1]['policy_mask'] = [int(g.random() < 0.6) for _ in range(n)]
+    rows[0].pop('policy_mask', None)
     head = dict(version=1, step=3, kind='step', num_samples=len(rows))
     head |= dict(num_mini_batches=g.choice([1, 2, 4]), metrics=dict(time_rollout_s=2.0))
     loss = LossConfig(
@@ -610,8 +613,9 @@ def as_files(head, rows, cfg):
 
 def test_trace_viewer_recomputes_every_loss_as_the_library(browser):
     g = random.Random(0)
-    runs = [traced(g) for _ in range(300)]
-    assert len({(cfg.loss.name, cfg.loss.tis) for *_, cfg in runs}) == 21
+    runs = [traced(g, tool=tool) for tool in (False, True) for _ in range(300)]
+    for some in runs[:300], runs[300:]:
+        assert len({(cfg.loss.name, cfg.loss.tis) for *_, cfg in some}) == 21
     call = """(lab, [trace, config]) =>
         lab.recomputeLoss(lab.readTrace(trace)[0], lab.settingsOf(JSON.parse(config)))"""
     got = in_page(browser.new_page(), 'trace', [as_files(*run) for run in runs], call)
@@ -642,6 +646,36 @@ def test_trace_viewer_opens_the_files_of_a_run(browser, tmp_path):
     (tmp_path / 'trace.jsonl').write_text('{"prompt": "2+2="}\n')
     files.set_input_files(tmp_path / 'trace.jsonl')
     opened.says('line 1 is no row of a trace')
+    opened.fits()
+
+
+def coloured(opened):
+    "Of each token on the page: how strong its colour is, and what it says when it is pointed at"
+    say = 'all => all.map(e => [+e.style.getPropertyValue("--a"), e.title])'
+    return opened.page.locator('.token').evaluate_all(say)
+
+
+def test_trace_viewer_leaves_out_what_a_tool_wrote(browser, tmp_path):
+    "Which tokens are silent, by hand: clipped ones of the policy"
+    head, rows, cfg = traced(random.Random(5), groups=1, size=20, tool=True)
+    cfg = replace(cfg, loss=LossConfig('grpo'))
+    head['metrics']['loss'] = recompute_loss(head, rows, cfg)
+    for name, text in zip(('trace.jsonl', 'config.json'), as_files(head, rows, cfg), strict=True):
+        (tmp_path / name).write_text(text)
+    opened = Opened(browser, tmp_path, 'trace')
+    opened.named('files of a run').set_input_files(
+        [tmp_path / 'trace.jsonl', tmp_path / 'config.json']
+    )
+    opened.says('equal within 1e-6.')
+    opened.page.get_by_label('colour').select_option('silent')
+    want = []
+    for r in rows:
+        for t, by_policy in enumerate(r.get('policy_mask', [1] * len(r['response_ids']))):
+            a, ratio = r['advantages'][t], math.exp(r['log_probs'][t] - r['old_log_probs'][t])
+            clipped = ratio < 0.8 if a < 0 else ratio > 1.2
+            want.append((int(clipped and by_policy), not by_policy))
+    assert [(a, title == 'a tool wrote this') for a, title in coloured(opened)] == want
+    assert len(set(want)) == 3
     opened.fits()
 
 

@@ -46,10 +46,20 @@ export function settingsOf(config) {
   return { loss, espo: config.espo, vocab: config.policy.vocab_size }
 }
 
+// A response without the tokens that a tool wrote: no loss sees them
+const LISTS = ['response_ids', 'log_probs', 'old_log_probs', 'ref_log_probs', 'rollout_log_probs',
+  'entropy', 'advantages']
+function chosen(row) {
+  const own = row.policy_mask
+  if (!own) return row
+  const kept = LISTS.filter(k => row[k]).map(k => [k, row[k].filter((_, t) => own[t])])
+  return { ...row, ...Object.fromEntries(kept), policy_mask: null }
+}
+
 // The entropy from which on a token is high, of the whole step
 function threshold(rows, { loss, espo }) {
   if (loss.name !== 'espo' || espo.groups !== 'batch_quantile') return null
-  const all = rows.flatMap(r => r.entropy).sort((a, b) => b - a)
+  const all = rows.flatMap(r => chosen(r).entropy).sort((a, b) => b - a)
   return all[share(all.length, espo.top_frac) - 1]
 }
 
@@ -106,12 +116,12 @@ function klOf(d, kind) {
 function weight(mode, row, tokens, samples, budget) {
   if (mode === 'token-mean') return 1 / tokens
   if (mode === 'seq-mean-token-sum') return 1 / samples
-  if (mode === 'seq-mean-token-mean') return 1 / (row.response_ids.length * samples)
+  if (mode === 'seq-mean-token-mean') return 1 / (Math.max(row.response_ids.length, 1) * samples)
   return 1 / (budget * samples)
 }
 
-// Of each token of a response the loss before it is averaged, and whether it is silent
-export function tokenLosses(row, settings, least) {
+// Of each token that the policy drew the loss before it is averaged, and whether it is silent
+function tokenLosses(row, settings, least) {
   const { loss } = settings, delta = row.log_probs.map((x, t) => moved(x, row.old_log_probs[t]))
   return views(row, delta, settings, least).map((v, t) => {
     const A = row.advantages[t], clipped = bound(v.ratio, 1 - v.low, 1 + v.high)
@@ -125,17 +135,18 @@ export function tokenLosses(row, settings, least) {
 }
 
 // The mean over the step's mini-batches, as a run logs it
-export function recomputeLoss({ head, rows }, settings) {
-  if (!rows[0].log_probs) throw Error(`step ${head.step} has no log_probs: no update was made of it`)
-  const { loss } = settings, least = threshold(rows, settings), parts = []
+export function recomputeLoss({ head, rows: written }, settings) {
+  if (!written[0].log_probs) throw Error(`step ${head.step} has no log_probs: no update was made of it`)
+  const rows = written.map(chosen), { loss } = settings, least = threshold(rows, settings), parts = []
   const [size, more] = [Math.floor(rows.length / head.num_mini_batches), rows.length % head.num_mini_batches]
   for (let i = 0, at = 0; i < head.num_mini_batches; i++) {
     const n = size + (i < more)
-    if (n) parts.push(rows.slice(at, at + n))
+    parts.push(rows.slice(at, at + n))
     at += n
   }
-  return mean(parts.map(part => {
-    const tokens = part.reduce((a, r) => a + r.response_ids.length, 0)
+  const count = part => part.reduce((a, r) => a + r.response_ids.length, 0)
+  return mean(parts.filter(count).map(part => {
+    const tokens = count(part)
     let total = 0
     for (const row of part) {
       const w = weight(loss.aggregation, row, tokens, part.length, loss.max_response_tokens)
@@ -151,10 +162,17 @@ export function recomputeLoss({ head, rows }, settings) {
 
 // ---- the viewer
 
+const byTool = (row, t) => row.policy_mask && !row.policy_mask[t]
+// Values of the tokens that the policy drew, at their places; 0 where a tool wrote
+function placed(row, values) {
+  let next = 0
+  return row.response_ids.map((_, t) => byTool(row, t) ? 0 : values[next++])
+}
+
 const COLORS = {
   entropy: ['entropy', r => r.entropy],
   advantages: ['advantage', r => r.advantages],
-  silent: ['silent: clipped', (r, s, least) => tokenLosses(r, s, least).map(t => +t.silent)],
+  silent: ['silent: clipped', (r, s, least) => placed(r, tokenLosses(chosen(r), s, least).map(t => +t.silent))],
   moved: ['moved by the update', r => r.log_probs.map((x, t) => x - r.old_log_probs[t])],
   gap: ['gap between engines', r => r.old_log_probs.map((x, t) => x - r.rollout_log_probs[t])],
 }
@@ -167,6 +185,7 @@ const LOOKS = `
 .lab .responses .token { display: inline-block; line-height: 1.4; padding: 1px 3px; border: 1px solid var(--line); border-radius: 3px;
   background: color-mix(in srgb, var(--hot) calc(var(--a) * 45%), var(--paper)); }
 .lab .responses .token.up { background: color-mix(in srgb, var(--cool) calc(var(--a) * 45%), var(--paper)); }
+.lab .responses .token.tool { border-style: dashed; color: var(--quiet); }
 .lab .times { display: grid; grid-template-columns: max-content 1fr max-content; gap: 2px .6rem;
   align-items: center; font-size: 12px; margin: .6rem 0 0; }
 .lab .times i { display: block; height: .7rem; background: var(--cool); border-radius: 2px; }
@@ -214,8 +233,10 @@ function render({ el }) {
     const top = Math.max(1e-12, ...values.flat().map(Math.abs))
     return rows.map((r, i) => h('div', {}, h('b', {}, `${shown(r.reward)} `), ...r.response_ids.map((id, t) => {
       const x = values[i][t]
-      return h('span', { class: x > 0 && color.value !== 'entropy' ? 'token up' : 'token', style: `--a:${Math.abs(x) / top}`,
-        title: `${COLORS[color.value][0]} ${x}\nlog-prob ${r.old_log_probs?.[t]}` }, words[id] ?? String(id))
+      const told = `${COLORS[color.value][0]} ${x}\nlog-prob ${r.old_log_probs?.[t]}`, tool = byTool(r, t)
+      const looks = ['token', tool && 'tool', x > 0 && color.value !== 'entropy' && 'up'].filter(Boolean).join(' ')
+      return h('span', { class: looks, style: `--a:${Math.abs(x) / top}`, title: tool ? 'a tool wrote this' : told },
+        words[id] ?? String(id))
     })))
   }
 
