@@ -655,18 +655,28 @@ def coloured(opened):
     return opened.page.locator('.token').evaluate_all(say)
 
 
+def choose(opened, *paths):
+    "Files, by the page's button; what it says then is new"
+    opened.page.locator('.said').evaluate('line => { line.textContent = "" }')
+    opened.named('files of a run').set_input_files(paths)
+
+
+def give(opened, folder, head, rows, cfg):
+    "The two files of a run"
+    head['metrics']['loss'] = loss = recompute_loss(head, rows, cfg)
+    paths = folder / 'trace.jsonl', folder / 'config.json'
+    for path, text in zip(paths, as_files(head, rows, cfg), strict=True):
+        path.write_text(text)
+    choose(opened, *paths)
+    opened.says(f'recomputed {loss:.9f}: equal within 1e-6.')
+
+
 def test_trace_viewer_leaves_out_what_a_tool_wrote(browser, tmp_path):
     "Which tokens are silent, by hand: clipped ones of the policy"
     head, rows, cfg = traced(random.Random(5), groups=1, size=20, tool=True)
     cfg = replace(cfg, loss=LossConfig('grpo'))
-    head['metrics']['loss'] = recompute_loss(head, rows, cfg)
-    for name, text in zip(('trace.jsonl', 'config.json'), as_files(head, rows, cfg), strict=True):
-        (tmp_path / name).write_text(text)
     opened = Opened(browser, tmp_path, 'trace')
-    opened.named('files of a run').set_input_files(
-        [tmp_path / 'trace.jsonl', tmp_path / 'config.json']
-    )
-    opened.says('equal within 1e-6.')
+    give(opened, tmp_path, head, rows, cfg)
     opened.page.get_by_label('colour').select_option('silent')
     want = []
     for r in rows:
@@ -674,8 +684,58 @@ def test_trace_viewer_leaves_out_what_a_tool_wrote(browser, tmp_path):
             a, ratio = r['advantages'][t], math.exp(r['log_probs'][t] - r['old_log_probs'][t])
             clipped = ratio < 0.8 if a < 0 else ratio > 1.2
             want.append((int(clipped and by_policy), not by_policy))
-    assert [(a, title == 'a tool wrote this') for a, title in coloured(opened)] == want
+    assert [(a, 'a tool wrote this' in title) for a, title in coloured(opened)] == want
     assert len(set(want)) == 3
+    opened.fits()
+
+
+def routed(g, row):
+    "With what a rollout's routes and the trainer's routers have in common; some are unknown"
+    n, prompt = len(row['response_ids']), len(row['prompt_ids'])
+    valid = [1] * prompt + [int(g.random() < 0.8) for _ in range(n - 1)]
+    agree = [g.choice([0.5, 0.75, 1.0]) * v for v in [*valid[prompt:], 0]]
+    return row | dict(routes_agree=agree, routes_valid=valid)
+
+
+def test_trace_viewer_colours_by_route_agreement(browser, tmp_path):
+    "Strong where layers disagree, with tokens of a tool; a trace without routes has no such colour"
+    g = random.Random(3)
+    head, rows, cfg = traced(g, groups=1, size=8, tool=True)
+    opened, color = Opened(browser, tmp_path, 'trace'), 'route agreement'
+    told = opened.page.get_by_label('colour')
+    give(opened, tmp_path, head, rows, cfg)
+    assert told.locator('option').count() == 5 and color not in told.inner_text()
+    rows = [routed(g, r) for r in rows]
+    give(opened, tmp_path, head, rows, cfg)
+    told.select_option(color)
+    want = []
+    for r in rows:
+        known = [*r['routes_valid'][len(r['prompt_ids']) :], 0]
+        for x, v in zip(r['routes_agree'], known, strict=True):
+            want.append((2 * (1 - x), f'{color} {x:g}') if v else (0, f'{color} unknown'))
+    assert [(a, title.split('\n')[0]) for a, title in coloured(opened)] == want
+    assert {a for a, _ in want} == {0, 0.5, 1}
+    choose(opened, tmp_path / 'config.json')
+    opened.says('equal within 1e-6.')
+    assert told.input_value() == 'routes'  # a file more does not change what is looked at
+    old = [{k: v for k, v in r.items() if k != 'routes_agree'} for r in rows]
+    give(opened, tmp_path, head, old, cfg)
+    assert told.input_value() == 'entropy' and color not in told.inner_text()
+    opened.fits()
+
+
+def test_trace_viewer_shows_a_step_without_an_update(browser, tmp_path):
+    head, rows, cfg = traced(random.Random(7))
+    head['metrics']['loss'] = 0.0
+    rows = [{k: v for k, v in r.items() if k != 'log_probs'} for r in rows]
+    paths = tmp_path / 'trace.jsonl', tmp_path / 'config.json'
+    for path, text in zip(paths, as_files(head, rows, cfg), strict=True):
+        path.write_text(text)
+    opened = Opened(browser, tmp_path, 'trace')
+    choose(opened, *paths)
+    opened.says('No update was made of this step. Mean reward')
+    first = sum(len(r['response_ids']) for r in rows if r['group'] == 0)
+    assert len(coloured(opened)) == first
     opened.fits()
 
 

@@ -163,19 +163,31 @@ export function recomputeLoss({ head, rows: written }, settings) {
 // ---- the viewer
 
 const byTool = (row, t) => row.policy_mask && !row.policy_mask[t]
-// Values of the tokens that the policy drew, at their places; 0 where a tool wrote
+// Values of the tokens that the policy drew, at their places; null where a tool wrote
 function placed(row, values) {
   let next = 0
-  return row.response_ids.map((_, t) => byTool(row, t) ? 0 : values[next++])
+  return row.response_ids.map((_, t) => byTool(row, t) ? null : values[next++])
 }
 
+// Shares of layers; null of a token that was never fed, or whose experts nobody named
+const agreement = row =>
+  row.routes_agree.map((x, t) => row.routes_valid?.[row.prompt_ids.length + t] ? x : null)
+
+// Of each colour its name, the list that not every trace has, and its values for the tokens of a
+// response, or for those that the policy drew; `deep`: how strong a value is, if not by its size
 const COLORS = {
-  entropy: ['entropy', r => r.entropy],
-  advantages: ['advantage', r => r.advantages],
-  silent: ['silent: clipped', (r, s, least) => placed(r, tokenLosses(chosen(r), s, least).map(t => +t.silent))],
-  moved: ['moved by the update', r => r.log_probs.map((x, t) => x - r.old_log_probs[t])],
-  gap: ['gap between engines', r => r.old_log_probs.map((x, t) => x - r.rollout_log_probs[t])],
+  entropy: { name: 'entropy', own: r => r.entropy },
+  advantages: { name: 'advantage', signed: true, own: r => r.advantages },
+  silent: { name: 'silent: clipped', needs: 'log_probs', signed: true,
+    own: (r, s, least) => tokenLosses(r, s, least).map(t => +t.silent) },
+  moved: { name: 'moved by the update', needs: 'log_probs', signed: true,
+    own: r => r.log_probs.map((x, t) => x - r.old_log_probs[t]) },
+  gap: { name: 'gap between engines', signed: true,
+    own: r => r.old_log_probs.map((x, t) => x - r.rollout_log_probs[t]) },
+  routes: { name: 'route agreement', needs: 'routes_agree', all: agreement, deep: x => 1 - x },
 }
+const valuesOf = (row, { own, all }, settings, least) =>
+  all ? all(row) : placed(row, own(chosen(row), settings, least))
 const LOOKS = `
 .lab .drop { border: 2px dashed var(--quiet); border-radius: 8px; padding: .8rem; margin: 0 0 .6rem; }
 .lab .drop.over { border-color: var(--hot); }
@@ -197,7 +209,6 @@ function render({ el }) {
   const pick = (name, changed) => h('select', { 'aria-label': name, change: changed })
   const [step, group, color] = [pick('step', () => draw(true)), pick('group', () => draw()), pick('colour', () => draw())]
   const fill = (list, options) => list.replaceChildren(...options.map(([value, text]) => h('option', { value }, text)))
-  fill(color, Object.entries(COLORS).map(([k, [text]]) => [k, text]))
   const knobs = h('div', { class: 'knobs', hidden: '' }, h('label', {}, 'step', step), h('label', {}, 'group', group),
     h('label', {}, 'colour', color))
 
@@ -216,6 +227,10 @@ function render({ el }) {
     }
     if (!steps) return void (line.textContent = 'trace.jsonl is missing.')
     fill(step, steps.map((s, i) => [i, s.head.step]))
+    const was = color.value, has = key => steps.some(s => s.rows[0][key])
+    const there = Object.entries(COLORS).filter(([, { needs }]) => !needs || has(needs))
+    fill(color, there.map(([key, { name }]) => [key, name]))
+    if (there.some(([key]) => key === was)) color.value = was
     knobs.hidden = false
     draw(true)
   }
@@ -223,20 +238,23 @@ function render({ el }) {
   function verdict(now) {
     const logged = now.head.metrics.loss
     if (!config) return 'Add config.json of the run, and the loss is computed once more.'
+    if (!now.rows[0].log_probs) return 'No update was made of this step.'
     const ours = recomputeLoss(now, config)
     return `Loss logged ${logged.toFixed(9)}, recomputed ${ours.toFixed(9)}: `
-      + (Math.abs(ours - logged) < 1e-6 ? 'equal within 1e-6.' : `off by ${shown(ours - logged)}.`)
+      + (Math.abs(ours - logged) < 1e-6 * Math.max(1, Math.abs(logged)) ? 'equal within 1e-6.' : `off by ${shown(ours - logged)}.`)
   }
 
   function responses(rows, least) {
-    const values = rows.map(r => COLORS[color.value][1](r, config, least))
-    const top = Math.max(1e-12, ...values.flat().map(Math.abs))
+    const { name, needs, signed, deep = Math.abs } = COLORS[color.value]
+    if (needs && !rows[0][needs]) throw Error(`This step has no ${needs}`)
+    const values = rows.map(r => valuesOf(r, COLORS[color.value], config, least))
+    const depth = x => x === null ? 0 : deep(x)
+    const top = Math.max(1e-12, ...values.flat().map(depth))
     return rows.map((r, i) => h('div', {}, h('b', {}, `${shown(r.reward)} `), ...r.response_ids.map((id, t) => {
-      const x = values[i][t]
-      const told = `${COLORS[color.value][0]} ${x}\nlog-prob ${r.old_log_probs?.[t]}`, tool = byTool(r, t)
-      const looks = ['token', tool && 'tool', x > 0 && color.value !== 'entropy' && 'up'].filter(Boolean).join(' ')
-      return h('span', { class: looks, style: `--a:${Math.abs(x) / top}`, title: tool ? 'a tool wrote this' : told },
-        words[id] ?? String(id))
+      const x = values[i][t], tool = byTool(r, t)
+      const looks = ['token', tool && 'tool', signed && x > 0 && 'up'].filter(Boolean).join(' ')
+      const title = `${name} ${x ?? 'unknown'}\n${tool ? 'a tool wrote this' : `log-prob ${r.old_log_probs?.[t]}`}`
+      return h('span', { class: looks, style: `--a:${depth(x) / top}`, title }, words[id] ?? String(id))
     })))
   }
 
