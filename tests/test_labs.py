@@ -23,12 +23,12 @@ from compassrl.algo.losses import LossConfig, aggregate, policy_losses
 from compassrl.algo.ratios import kl_estimate, log_ratio, tis_weights
 from compassrl.algo.zero_variance import ZeroVarianceConfig, shape_rewards, token_advantages
 from compassrl.config import TrainConfig
-from compassrl.lesson import lab_source
 from compassrl.records import Request, Sample, Verdict, collate
 from compassrl.rollout.fp8 import decode_e4m3, dequantise, encode_e4m3, quantise
 from compassrl.rollout.simulation import simulate
 from compassrl.runs.trace import recompute_loss
 from tests.support import ROOT
+from tests.support.labs import in_page
 from tests.test_links import anchors
 
 sys.path.insert(0, str(ROOT / 'tools'))
@@ -44,18 +44,9 @@ HOMES = dict(
     grpo='algo/03_losses',
     clinic='04_loop',
 )
-MODULE = """async ({{ source, points }}) => {{
-    const lab = await import(URL.createObjectURL(new Blob([source], {{ type: 'text/javascript' }})))
-    return points.map(point => ({call})(lab, point))
-}}"""
 CONTRAST = (ROOT / 'tests' / 'support' / 'contrast.js').read_text()
 CONTRAST_OF_BODY = f'() => ({CONTRAST})(document.body)'
 PHONE = dict(width=360, height=800)
-
-
-def in_page(page, name, points, call):
-    "What a lab's mathematics gives for each point; `call` is JavaScript, (lab, point) => number"
-    return page.evaluate(MODULE.format(call=call), dict(source=lab_source(name), points=points))
 
 
 def box(name):
@@ -611,6 +602,14 @@ def as_files(head, rows, cfg):
     return lines, json.dumps(asdict(cfg))
 
 
+def written(folder, head, rows, cfg):
+    "The two files of a run"
+    paths = folder / 'trace.jsonl', folder / 'config.json'
+    for path, text in zip(paths, as_files(head, rows, cfg), strict=True):
+        path.write_text(text)
+    return paths
+
+
 def test_trace_viewer_recomputes_every_loss_as_the_library(browser):
     g = random.Random(0)
     runs = [traced(g, tool=tool) for tool in (False, True) for _ in range(300)]
@@ -662,12 +661,9 @@ def choose(opened, *paths):
 
 
 def give(opened, folder, head, rows, cfg):
-    "The two files of a run"
+    "A run to the page, which finds its loss to be right"
     head['metrics']['loss'] = loss = recompute_loss(head, rows, cfg)
-    paths = folder / 'trace.jsonl', folder / 'config.json'
-    for path, text in zip(paths, as_files(head, rows, cfg), strict=True):
-        path.write_text(text)
-    choose(opened, *paths)
+    choose(opened, *written(folder, head, rows, cfg))
     opened.says(f'recomputed {loss:.9f}: equal within 1e-6.')
 
 
@@ -728,14 +724,36 @@ def test_trace_viewer_shows_a_step_without_an_update(browser, tmp_path):
     head, rows, cfg = traced(random.Random(7))
     head['metrics']['loss'] = 0.0
     rows = [{k: v for k, v in r.items() if k != 'log_probs'} for r in rows]
-    paths = tmp_path / 'trace.jsonl', tmp_path / 'config.json'
-    for path, text in zip(paths, as_files(head, rows, cfg), strict=True):
-        path.write_text(text)
+    paths = written(tmp_path, head, rows, cfg)
     opened = Opened(browser, tmp_path, 'trace')
     choose(opened, *paths)
     opened.says('No update was made of this step. Mean reward')
     first = sum(len(r['response_ids']) for r in rows if r['group'] == 0)
     assert len(coloured(opened)) == first
+    opened.fits()
+
+
+def drop(page, selector, paths):
+    "What a person does who drags files from a folder: the browser itself makes the events"
+    box, client = page.locator(selector).bounding_box(), page.context.new_cdp_session(page)
+    at = dict(x=box['x'] + box['width'] / 2, y=box['y'] + 10)
+    data = dict(items=[], files=list(map(str, paths)), dragOperationsMask=1)
+    for kind in ('dragEnter', 'dragOver', 'drop'):
+        client.send('Input.dispatchDragEvent', dict(type=kind, data=data, **at))
+
+
+def test_trace_viewer_takes_files_that_are_dropped(browser, tmp_path):
+    head, rows, cfg = traced(random.Random(7))
+    head['metrics']['loss'] = loss = recompute_loss(head, rows, cfg)
+    paths = written(tmp_path, head, rows, cfg)
+    opened = Opened(browser, tmp_path, 'trace')
+    drop(opened.page, '.drop', paths[:1])
+    opened.says('Add config.json')
+    want = [str(i) for r in rows if r['group'] == 0 for i in r['response_ids']]
+    assert opened.page.locator('.token').all_inner_texts() == want
+    drop(opened.page, '.drop', paths[1:])
+    opened.says(f'recomputed {loss:.9f}: equal within 1e-6.')
+    assert opened.page.locator('.drop.over').count() == 0
     opened.fits()
 
 
