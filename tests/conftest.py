@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.support import busy, chaos, progress, selection
-from tests.support.browser import CHROMIUM, FLAGS, MISSING
+from tests.support.browser import chromium
 
 for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS'):
     os.environ.setdefault(name, '1')
@@ -53,8 +53,5 @@ def own_rewards():
 @pytest.fixture(scope='module')
 def browser():
     "A headless Chromium, if one is installed"
-    if not CHROMIUM:
-        pytest.skip(MISSING)
-    api = pytest.importorskip('playwright.sync_api', reason='make .venv/.dev')
-    with api.sync_playwright() as p:
-        yield p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with chromium() as started:
+        yield started

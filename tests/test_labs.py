@@ -23,7 +23,6 @@ from compassrl.algo.losses import LossConfig, aggregate, policy_losses
 from compassrl.algo.ratios import kl_estimate, log_ratio, tis_weights
 from compassrl.algo.zero_variance import ZeroVarianceConfig, growth, shape_rewards, token_advantages
 from compassrl.config import TrainConfig
-from compassrl.lesson import lab_source
 from compassrl.model.routers import softmax_gates
 from compassrl.model.shape import PolicyConfig
 from compassrl.records import Request, Sample, Verdict, collate
@@ -32,6 +31,7 @@ from compassrl.rollout.simulation import simulate
 from compassrl.runs.trace import recompute_loss
 from compassrl.train.routes import routes_agreement
 from tests.support import ROOT
+from tests.support.labs import in_page
 
 sys.path.insert(0, str(ROOT / 'tools'))
 import build_docs  # noqa: E402
@@ -47,18 +47,9 @@ HOMES = dict(
     grpo='algo/03_losses',
     clinic='04_loop',
 )
-MODULE = """async ({{ source, points }}) => {{
-    const lab = await import(URL.createObjectURL(new Blob([source], {{ type: 'text/javascript' }})))
-    return points.map(point => ({call})(lab, point))
-}}"""
 CONTRAST = (ROOT / 'tests' / 'support' / 'contrast.js').read_text()
 CONTRAST_OF_BODY = f'() => ({CONTRAST})(document.body)'
 PHONE = dict(width=360, height=800)
-
-
-def in_page(page, name, points, call):
-    "What a lab's mathematics gives for each point; `call` is JavaScript, (lab, point) => number"
-    return page.evaluate(MODULE.format(call=call), dict(source=lab_source(name), points=points))
 
 
 def box(name):
@@ -775,7 +766,7 @@ def test_fp8_ruler_follows_mouse_and_keyboard(browser, tmp_path):
 # ---- trace viewer
 
 
-def traced(g, groups=2, size=3):
+def traced(g, groups=2, size=3, tool=False):
     "A step as a run writes it, and the config of the run"
 
     def near(values, spread):
@@ -792,6 +783,9 @@ def traced(g, groups=2, size=3):
             | dict(rollout_log_probs=near(old, 0.5), advantages=near([0.0] * n, 1))
             | dict(entropy=[g.choice([0.0, 0.7, g.uniform(0, 4)]) for _ in range(n)])
         )
+        if tool and g.random() < 0.7:  # the values where it wrote must not matter
+            rows[-1]['policy_mask'] = [int(g.random() < 0.6) for _ in range(n)]
+    rows[0].pop('policy_mask', None)
     head = dict(version=1, step=3, kind='step', num_samples=len(rows))
     head |= dict(num_mini_batches=g.choice([1, 2, 4]), metrics=dict(time_rollout_s=2.0))
     loss = LossConfig(
@@ -816,10 +810,19 @@ def as_files(head, rows, cfg):
     return lines, json.dumps(asdict(cfg))
 
 
+def written(folder, head, rows, cfg):
+    "The two files of a run"
+    paths = folder / 'trace.jsonl', folder / 'config.json'
+    for path, text in zip(paths, as_files(head, rows, cfg), strict=True):
+        path.write_text(text)
+    return paths
+
+
 def test_trace_viewer_recomputes_every_loss_as_the_library(browser):
     g = random.Random(0)
-    runs = [traced(g) for _ in range(300)]
-    assert len({(cfg.loss.name, cfg.loss.tis) for *_, cfg in runs}) == 21
+    runs = [traced(g, tool=tool) for tool in (False, True) for _ in range(300)]
+    for some in runs[:300], runs[300:]:
+        assert len({(cfg.loss.name, cfg.loss.tis) for *_, cfg in some}) == 21
     call = """(lab, [trace, config]) =>
         lab.recomputeLoss(lab.readTrace(trace)[0], lab.settingsOf(JSON.parse(config)))"""
     got = in_page(browser.new_page(), 'trace', [as_files(*run) for run in runs], call)
@@ -850,6 +853,115 @@ def test_trace_viewer_opens_the_files_of_a_run(browser, tmp_path):
     (tmp_path / 'trace.jsonl').write_text('{"prompt": "2+2="}\n')
     files.set_input_files(tmp_path / 'trace.jsonl')
     opened.says('line 1 is no row of a trace')
+    opened.fits()
+
+
+def coloured(opened):
+    "Of each token on the page: how strong its colour is, and what it says when it is pointed at"
+    say = 'all => all.map(e => [+e.style.getPropertyValue("--a"), e.title])'
+    return opened.page.locator('.token').evaluate_all(say)
+
+
+def choose(opened, *paths):
+    "Files, by the page's button; what it says then is new"
+    opened.page.locator('.said').evaluate('line => { line.textContent = "" }')
+    opened.named('files of a run').set_input_files(paths)
+
+
+def give(opened, folder, head, rows, cfg):
+    "A run to the page, which finds its loss to be right"
+    head['metrics']['loss'] = loss = recompute_loss(head, rows, cfg)
+    choose(opened, *written(folder, head, rows, cfg))
+    opened.says(f'recomputed {loss:.9f}: equal within 1e-6.')
+
+
+def test_trace_viewer_leaves_out_what_a_tool_wrote(browser, tmp_path):
+    "Which tokens are silent, by hand: clipped ones of the policy"
+    head, rows, cfg = traced(random.Random(5), groups=1, size=20, tool=True)
+    cfg = replace(cfg, loss=LossConfig('grpo'))
+    opened = Opened(browser, tmp_path, 'trace')
+    give(opened, tmp_path, head, rows, cfg)
+    opened.page.get_by_label('colour').select_option('silent')
+    want = []
+    for r in rows:
+        for t, by_policy in enumerate(r.get('policy_mask', [1] * len(r['response_ids']))):
+            a, ratio = r['advantages'][t], math.exp(r['log_probs'][t] - r['old_log_probs'][t])
+            clipped = ratio < 0.8 if a < 0 else ratio > 1.2
+            want.append((int(clipped and by_policy), not by_policy))
+    assert [(a, 'a tool wrote this' in title) for a, title in coloured(opened)] == want
+    assert len(set(want)) == 3
+    opened.fits()
+
+
+def routed(g, row):
+    "With what a rollout's routes and the trainer's routers have in common; some are unknown"
+    n, prompt = len(row['response_ids']), len(row['prompt_ids'])
+    valid = [1] * prompt + [int(g.random() < 0.8) for _ in range(n - 1)]
+    agree = [g.choice([0.5, 0.75, 1.0]) * v for v in [*valid[prompt:], 0]]
+    return row | dict(routes_agree=agree, routes_valid=valid)
+
+
+def test_trace_viewer_colours_by_route_agreement(browser, tmp_path):
+    "Strong where layers disagree, with tokens of a tool; a trace without routes has no such colour"
+    g = random.Random(3)
+    head, rows, cfg = traced(g, groups=1, size=8, tool=True)
+    opened, color = Opened(browser, tmp_path, 'trace'), 'route agreement'
+    told = opened.page.get_by_label('colour')
+    give(opened, tmp_path, head, rows, cfg)
+    assert told.locator('option').count() == 5 and color not in told.inner_text()
+    rows = [routed(g, r) for r in rows]
+    give(opened, tmp_path, head, rows, cfg)
+    told.select_option(color)
+    want = []
+    for r in rows:
+        known = [*r['routes_valid'][len(r['prompt_ids']) :], 0]
+        for x, v in zip(r['routes_agree'], known, strict=True):
+            want.append((2 * (1 - x), f'{color} {x:g}') if v else (0, f'{color} unknown'))
+    assert [(a, title.split('\n')[0]) for a, title in coloured(opened)] == want
+    assert {a for a, _ in want} == {0, 0.5, 1}
+    choose(opened, tmp_path / 'config.json')
+    opened.says('equal within 1e-6.')
+    assert told.input_value() == 'routes'  # a file more does not change what is looked at
+    old = [{k: v for k, v in r.items() if k != 'routes_agree'} for r in rows]
+    give(opened, tmp_path, head, old, cfg)
+    assert told.input_value() == 'entropy' and color not in told.inner_text()
+    opened.fits()
+
+
+def test_trace_viewer_shows_a_step_without_an_update(browser, tmp_path):
+    head, rows, cfg = traced(random.Random(7))
+    head['metrics']['loss'] = 0.0
+    rows = [{k: v for k, v in r.items() if k != 'log_probs'} for r in rows]
+    paths = written(tmp_path, head, rows, cfg)
+    opened = Opened(browser, tmp_path, 'trace')
+    choose(opened, *paths)
+    opened.says('No update was made of this step. Mean reward')
+    first = sum(len(r['response_ids']) for r in rows if r['group'] == 0)
+    assert len(coloured(opened)) == first
+    opened.fits()
+
+
+def drop(page, selector, paths):
+    "What a person does who drags files from a folder: the browser itself makes the events"
+    box, client = page.locator(selector).bounding_box(), page.context.new_cdp_session(page)
+    at = dict(x=box['x'] + box['width'] / 2, y=box['y'] + 10)
+    data = dict(items=[], files=list(map(str, paths)), dragOperationsMask=1)
+    for kind in ('dragEnter', 'dragOver', 'drop'):
+        client.send('Input.dispatchDragEvent', dict(type=kind, data=data, **at))
+
+
+def test_trace_viewer_takes_files_that_are_dropped(browser, tmp_path):
+    head, rows, cfg = traced(random.Random(7))
+    head['metrics']['loss'] = loss = recompute_loss(head, rows, cfg)
+    paths = written(tmp_path, head, rows, cfg)
+    opened = Opened(browser, tmp_path, 'trace')
+    drop(opened.page, '.drop', paths[:1])
+    opened.says('Add config.json')
+    want = [str(i) for r in rows if r['group'] == 0 for i in r['response_ids']]
+    assert opened.page.locator('.token').all_inner_texts() == want
+    drop(opened.page, '.drop', paths[1:])
+    opened.says(f'recomputed {loss:.9f}: equal within 1e-6.')
+    assert opened.page.locator('.drop.over').count() == 0
     opened.fits()
 
 

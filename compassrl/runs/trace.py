@@ -31,7 +31,9 @@ _per_token = (
     'ref_log_probs',
     'entropy',
     'advantages',
+    'routes_agree',  # 0 where `routes_valid` is 0, and at the last token, which was never fed
 )
+_on_hover = _per_token[:-1]  # the 0 of an unknown route would be read as one that differs
 
 
 def _sample_row(s, tokens):  # what a sample knows of itself, and lists of its response
@@ -161,6 +163,7 @@ def recompute_loss(
     )
     log_probs, loss, total = table('log_probs'), loss_of(cfg, batch), 0.0
     parts = mini_batches(len(rows), head['num_mini_batches'])
+    parts = [p for p in parts if mask[p].any()]  # the others are no step of an engine either
     for p in parts:
         part = batch.map(lambda t: t[p])
         value, _ = loss(log_probs[p], part, int(part.response_mask.sum()), len(p))
@@ -183,7 +186,7 @@ def microscope(
         x, text = r[color][t], tokenizer.decode([r['response_ids'][t]], skip_special_tokens=False)
         text = escape(text) if text.strip() else repr(text)[1:-1] or '∅'
         rgb = '15,118,110' if color == 'advantages' and x > 0 else '194,65,12'
-        title = '\n'.join(f'{k} {r[k][t]:+.4f}' for k in _per_token if k in r)
+        title = '\n'.join(f'{k} {r[k][t]:+.4f}' for k in _on_hover if k in r)
         style = f'background:rgba({rgb},{0.75 * abs(x) / top:.3f});color:#1c1917;'
         style += 'border:1px solid #e7e5e4;padding:0 2px'
         return f'<span title="{escape(title)}" style="{style}">{text}</span>'

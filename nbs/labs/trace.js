@@ -46,10 +46,20 @@ export function settingsOf(config) {
   return { loss, espo: config.espo, vocab: config.policy.vocab_size }
 }
 
+// A response without the tokens that a tool wrote: no loss sees them
+const LISTS = ['response_ids', 'log_probs', 'old_log_probs', 'ref_log_probs', 'rollout_log_probs',
+  'entropy', 'advantages']
+function chosen(row) {
+  const own = row.policy_mask
+  if (!own) return row
+  const kept = LISTS.filter(k => row[k]).map(k => [k, row[k].filter((_, t) => own[t])])
+  return { ...row, ...Object.fromEntries(kept), policy_mask: null }
+}
+
 // The entropy from which on a token is high, of the whole step
 function threshold(rows, { loss, espo }) {
   if (loss.name !== 'espo' || espo.groups !== 'batch_quantile') return null
-  const all = rows.flatMap(r => r.entropy).sort((a, b) => b - a)
+  const all = rows.flatMap(r => chosen(r).entropy).sort((a, b) => b - a)
   return all[share(all.length, espo.top_frac) - 1]
 }
 
@@ -106,12 +116,12 @@ function klOf(d, kind) {
 function weight(mode, row, tokens, samples, budget) {
   if (mode === 'token-mean') return 1 / tokens
   if (mode === 'seq-mean-token-sum') return 1 / samples
-  if (mode === 'seq-mean-token-mean') return 1 / (row.response_ids.length * samples)
+  if (mode === 'seq-mean-token-mean') return 1 / (Math.max(row.response_ids.length, 1) * samples)
   return 1 / (budget * samples)
 }
 
-// Of each token of a response the loss before it is averaged, and whether it is silent
-export function tokenLosses(row, settings, least) {
+// Of each token that the policy drew the loss before it is averaged, and whether it is silent
+function tokenLosses(row, settings, least) {
   const { loss } = settings, delta = row.log_probs.map((x, t) => moved(x, row.old_log_probs[t]))
   return views(row, delta, settings, least).map((v, t) => {
     const A = row.advantages[t], clipped = bound(v.ratio, 1 - v.low, 1 + v.high)
@@ -125,17 +135,18 @@ export function tokenLosses(row, settings, least) {
 }
 
 // The mean over the step's mini-batches, as a run logs it
-export function recomputeLoss({ head, rows }, settings) {
-  if (!rows[0].log_probs) throw Error(`step ${head.step} has no log_probs: no update was made of it`)
-  const { loss } = settings, least = threshold(rows, settings), parts = []
+export function recomputeLoss({ head, rows: written }, settings) {
+  if (!written[0].log_probs) throw Error(`step ${head.step} has no log_probs: no update was made of it`)
+  const rows = written.map(chosen), { loss } = settings, least = threshold(rows, settings), parts = []
   const [size, more] = [Math.floor(rows.length / head.num_mini_batches), rows.length % head.num_mini_batches]
   for (let i = 0, at = 0; i < head.num_mini_batches; i++) {
     const n = size + (i < more)
-    if (n) parts.push(rows.slice(at, at + n))
+    parts.push(rows.slice(at, at + n))
     at += n
   }
-  return mean(parts.map(part => {
-    const tokens = part.reduce((a, r) => a + r.response_ids.length, 0)
+  const count = part => part.reduce((a, r) => a + r.response_ids.length, 0)
+  return mean(parts.filter(count).map(part => {
+    const tokens = count(part)
     let total = 0
     for (const row of part) {
       const w = weight(loss.aggregation, row, tokens, part.length, loss.max_response_tokens)
@@ -151,13 +162,32 @@ export function recomputeLoss({ head, rows }, settings) {
 
 // ---- the viewer
 
-const COLORS = {
-  entropy: ['entropy', r => r.entropy],
-  advantages: ['advantage', r => r.advantages],
-  silent: ['silent: clipped', (r, s, least) => tokenLosses(r, s, least).map(t => +t.silent)],
-  moved: ['moved by the update', r => r.log_probs.map((x, t) => x - r.old_log_probs[t])],
-  gap: ['gap between engines', r => r.old_log_probs.map((x, t) => x - r.rollout_log_probs[t])],
+const byTool = (row, t) => row.policy_mask && !row.policy_mask[t]
+// Values of the tokens that the policy drew, at their places; null where a tool wrote
+function placed(row, values) {
+  let next = 0
+  return row.response_ids.map((_, t) => byTool(row, t) ? null : values[next++])
 }
+
+// Shares of layers; null of a token that was never fed, or whose experts nobody named
+const agreement = row =>
+  row.routes_agree.map((x, t) => row.routes_valid?.[row.prompt_ids.length + t] ? x : null)
+
+// Of each colour its name, the list that not every trace has, and its values for the tokens of a
+// response, or for those that the policy drew; `deep`: how strong a value is, if not by its size
+const COLORS = {
+  entropy: { name: 'entropy', own: r => r.entropy },
+  advantages: { name: 'advantage', signed: true, own: r => r.advantages },
+  silent: { name: 'silent: clipped', needs: 'log_probs', signed: true,
+    own: (r, s, least) => tokenLosses(r, s, least).map(t => +t.silent) },
+  moved: { name: 'moved by the update', needs: 'log_probs', signed: true,
+    own: r => r.log_probs.map((x, t) => x - r.old_log_probs[t]) },
+  gap: { name: 'gap between engines', signed: true,
+    own: r => r.old_log_probs.map((x, t) => x - r.rollout_log_probs[t]) },
+  routes: { name: 'route agreement', needs: 'routes_agree', all: agreement, deep: x => 1 - x },
+}
+const valuesOf = (row, { own, all }, settings, least) =>
+  all ? all(row) : placed(row, own(chosen(row), settings, least))
 const LOOKS = `
 .lab .drop { border: 2px dashed var(--quiet); border-radius: 8px; padding: .8rem; margin: 0 0 .6rem; }
 .lab .drop.over { border-color: var(--hot); }
@@ -167,6 +197,7 @@ const LOOKS = `
 .lab .responses .token { display: inline-block; line-height: 1.4; padding: 1px 3px; border: 1px solid var(--line); border-radius: 3px;
   background: color-mix(in srgb, var(--hot) calc(var(--a) * 45%), var(--paper)); }
 .lab .responses .token.up { background: color-mix(in srgb, var(--cool) calc(var(--a) * 45%), var(--paper)); }
+.lab .responses .token.tool { border-style: dashed; color: var(--quiet); }
 .lab .times { display: grid; grid-template-columns: max-content 1fr max-content; gap: 2px .6rem;
   align-items: center; font-size: 12px; margin: .6rem 0 0; }
 .lab .times i { display: block; height: .7rem; background: var(--cool); border-radius: 2px; }
@@ -178,7 +209,6 @@ function render({ el }) {
   const pick = (name, changed) => h('select', { 'aria-label': name, change: changed })
   const [step, group, color] = [pick('step', () => draw(true)), pick('group', () => draw()), pick('colour', () => draw())]
   const fill = (list, options) => list.replaceChildren(...options.map(([value, text]) => h('option', { value }, text)))
-  fill(color, Object.entries(COLORS).map(([k, [text]]) => [k, text]))
   const knobs = h('div', { class: 'knobs', hidden: '' }, h('label', {}, 'step', step), h('label', {}, 'group', group),
     h('label', {}, 'colour', color))
 
@@ -197,6 +227,10 @@ function render({ el }) {
     }
     if (!steps) return void (line.textContent = 'trace.jsonl is missing.')
     fill(step, steps.map((s, i) => [i, s.head.step]))
+    const was = color.value, has = key => steps.some(s => s.rows[0][key])
+    const there = Object.entries(COLORS).filter(([, { needs }]) => !needs || has(needs))
+    fill(color, there.map(([key, { name }]) => [key, name]))
+    if (there.some(([key]) => key === was)) color.value = was
     knobs.hidden = false
     draw(true)
   }
@@ -204,18 +238,23 @@ function render({ el }) {
   function verdict(now) {
     const logged = now.head.metrics.loss
     if (!config) return 'Add config.json of the run, and the loss is computed once more.'
+    if (!now.rows[0].log_probs) return 'No update was made of this step.'
     const ours = recomputeLoss(now, config)
     return `Loss logged ${logged.toFixed(9)}, recomputed ${ours.toFixed(9)}: `
-      + (Math.abs(ours - logged) < 1e-6 ? 'equal within 1e-6.' : `off by ${shown(ours - logged)}.`)
+      + (Math.abs(ours - logged) < 1e-6 * Math.max(1, Math.abs(logged)) ? 'equal within 1e-6.' : `off by ${shown(ours - logged)}.`)
   }
 
   function responses(rows, least) {
-    const values = rows.map(r => COLORS[color.value][1](r, config, least))
-    const top = Math.max(1e-12, ...values.flat().map(Math.abs))
+    const { name, needs, signed, deep = Math.abs } = COLORS[color.value]
+    if (needs && !rows[0][needs]) throw Error(`This step has no ${needs}`)
+    const values = rows.map(r => valuesOf(r, COLORS[color.value], config, least))
+    const depth = x => x === null ? 0 : deep(x)
+    const top = Math.max(1e-12, ...values.flat().map(depth))
     return rows.map((r, i) => h('div', {}, h('b', {}, `${shown(r.reward)} `), ...r.response_ids.map((id, t) => {
-      const x = values[i][t]
-      return h('span', { class: x > 0 && color.value !== 'entropy' ? 'token up' : 'token', style: `--a:${Math.abs(x) / top}`,
-        title: `${COLORS[color.value][0]} ${x}\nlog-prob ${r.old_log_probs?.[t]}` }, words[id] ?? String(id))
+      const x = values[i][t], tool = byTool(r, t)
+      const looks = ['token', tool && 'tool', signed && x > 0 && 'up'].filter(Boolean).join(' ')
+      const title = `${name} ${x ?? 'unknown'}\n${tool ? 'a tool wrote this' : `log-prob ${r.old_log_probs?.[t]}`}`
+      return h('span', { class: looks, style: `--a:${depth(x) / top}`, title }, words[id] ?? String(id))
     })))
   }
 

@@ -16,6 +16,7 @@ pytest.importorskip('megatron.core')
 
 from compassrl.model.pretrained import from_pretrained  # noqa: E402
 from compassrl.train.megatron.checkpoint import latest_sharded  # noqa: E402
+from tests.support.labs import expect_the_logged_losses  # noqa: E402
 
 STEPS = 10
 TORCHRUN = [
@@ -96,6 +97,8 @@ def run(tmp_path_factory):
         2,
         '--eval-k',
         4,
+        '--trace-every',
+        5,
         '--run-dir',
         folder,
     )
@@ -154,6 +157,11 @@ def test_the_engines_agree(run):
             and m['routes_valid_frac'] == 1
             and m['tokens_agree_frac'] > 0.999
         )
+
+
+def test_the_trace_recomputes_the_logged_loss(run):
+    "Before the kills and after them, of what two ranks have added up"
+    assert expect_the_logged_losses(run['folder']) == 3
 
 
 def test_lengths_were_predicted(run):

@@ -24,10 +24,11 @@ from compassrl.rollout.torch_engine import RolloutConfig
 from compassrl.runs.evaluate_model import eval_command
 from compassrl.runs.presets import presets
 from compassrl.runs.run import resume_run, start_run
-from compassrl.runs.trace import read_trace, recompute_loss
+from compassrl.runs.trace import read_trace
 from compassrl.train.checkpoint import load_checkpoint
 from compassrl.train.sft import SFTConfig
 from compassrl.train.torch_engine import OptimConfig
+from tests.support.labs import expect_the_logged_losses
 
 CFG = TrainConfig(
     steps=4,
@@ -81,10 +82,10 @@ def check_equation(said):
     assert answer == '?' or eval(plain) == int(answer)
 
 
-def test_the_trace_holds_answers_and_recomputes_the_loss(whole):
-    calls, cfg = 0, read_run_config(whole)
-    assert cfg.tools == CFG.tools
-    for (head, samples), row in zip(read_trace(whole / 'trace.jsonl'), rows(whole)):
+def test_the_trace_holds_answers(whole):
+    calls = 0
+    assert read_run_config(whole).tools == CFG.tools
+    for (_, samples), row in zip(read_trace(whole / 'trace.jsonl'), rows(whole)):
         tokens = 0
         for s in samples:
             own = s.get('policy_mask', [1] * len(s['response_ids']))
@@ -96,9 +97,13 @@ def test_the_trace_holds_answers_and_recomputes_the_loss(whole):
             assert sum(s['routes_valid']) == len(s['prompt_ids']) + len(own) - 1
         mean = pytest.approx(tokens / row['samples'])
         assert tokens == row['tokens'] and row['response_tokens_mean'] == mean
-        if 'log_probs' in samples[0]:
-            assert recompute_loss(head, samples, cfg) == pytest.approx(row['loss'], abs=1e-6)
     assert calls > 50
+
+
+@pytest.mark.parametrize('how', ['whole', 'in_parts'])
+def test_the_trace_recomputes_the_logged_loss(how, request):
+    "No loss sees what the tool wrote"
+    assert expect_the_logged_losses(request.getfixturevalue(how)) > 1
 
 
 def test_a_response_in_parts_reads_its_answers(in_parts):

@@ -15,7 +15,7 @@ from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
-from compassrl.loop import fit
+from compassrl.loop import fit, loss_of
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Prompt, Verdict
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
@@ -160,8 +160,37 @@ def test_the_loss_needs_what_the_update_saw(path):
 
 def test_without_routes(tmp_path):
     for head, rows in read_trace(write(tmp_path / 't', run(routes=False))):
-        assert 'routed_experts' not in rows[0]
+        assert not {'routed_experts', 'routes_agree'} & rows[0].keys()
         assert recompute_loss(head, rows, CFG) == pytest.approx(head['metrics']['loss'], abs=1e-6)
+
+
+@pytest.mark.parametrize('silent', [range(6), range(6, 12), [0, 3, 7]], ids=str)
+def test_responses_of_which_the_policy_drew_nothing(kept, tmp_path, silent):
+    "A mini-batch of such responses alone is no step of the engine"
+    step, _, samples, batch = kept[0]
+    mask = batch.response_mask.clone()
+    mask[silent] = False
+    samples = [
+        replace(s, policy_mask=mask[i, len(s.prompt_ids) :][: len(s.response_ids)])
+        for i, s in enumerate(samples)
+    ]
+    batch, engine = replace(batch, response_mask=mask), TorchTrain(Policy(SHAPE), CFG.optim)
+    batch = replace(batch, **engine.score(batch))
+    metrics, seen = engine.update(batch, loss_of(CFG, batch))
+    assert engine.num_steps == (2 if silent == [0, 3, 7] else 1)
+    written = write(tmp_path / 't', [(step, metrics, samples, replace(batch, **seen))])
+    for head, rows in read_trace(written):
+        assert recompute_loss(head, rows, CFG) == pytest.approx(metrics['loss'], abs=1e-6)
+
+
+def test_a_trace_from_before_the_agreement_of_routes(path):
+    "Reads, recomputes and shows as it did"
+    now = list(read_trace(path))
+    old = [{k: v for k, v in json.loads(r).items() if k != 'routes_agree'} for r in lines_of(path)]
+    path.write_text(''.join(json.dumps(r) + '\n' for r in old))
+    for (head, rows), (_, same) in zip(read_trace(path), now, strict=True):
+        assert recompute_loss(head, rows, CFG) == pytest.approx(head['metrics']['loss'], abs=1e-6)
+        assert microscope(rows, TOKENIZER) == microscope(same, TOKENIZER)
 
 
 def test_a_skipped_step_has_no_loss(tmp_path):
@@ -202,13 +231,14 @@ SAMPLE = {
     'log_probs',
     'entropy',
     'advantages',
+    'routes_agree',
     'routed_experts',
     'routes_valid',
 }
 
 
 def test_schema_of_version_1(path):
-    "If this changes, TRACE_VERSION has to"
+    "If a key goes or says something else, TRACE_VERSION has to change; not for a new key"
     assert TRACE_VERSION == 1
     for head, rows in read_trace(path):
         assert head.keys() == {
@@ -226,7 +256,14 @@ def test_every_bit_survives(kept, path):
     for (head, rows), (step, metrics, samples, batch) in zip(read_trace(path), kept, strict=True):
         assert head['metrics'] == metrics and head['step'] == step
         for i, (r, s) in enumerate(zip(rows, samples, strict=True)):
-            for key in ('rollout_log_probs', 'old_log_probs', 'log_probs', 'entropy', 'advantages'):
+            for key in (
+                'rollout_log_probs',
+                'old_log_probs',
+                'log_probs',
+                'entropy',
+                'advantages',
+                'routes_agree',
+            ):
                 assert torch.equal(
                     torch.tensor(r[key]), getattr(batch, key)[i][batch.response_mask[i]]
                 ), key

@@ -1,6 +1,9 @@
 "A Chromium that is installed, driven by playwright"
 
 import shutil
+from contextlib import contextmanager
+
+import pytest
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None
@@ -14,3 +17,13 @@ FLAGS = [
     '--disable-component-update',
     '--disable-sync',
 ]
+
+
+@contextmanager
+def chromium():
+    "Without a window; a test is skipped where none is installed"
+    if not CHROMIUM:
+        pytest.skip(MISSING)
+    api = pytest.importorskip('playwright.sync_api', reason='make .venv/.dev')
+    with api.sync_playwright() as p:
+        yield p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
