@@ -93,13 +93,16 @@ def _takes_json(verifier):  # it says what its answers may be
     return verifier in verifiers and hasattr(verifiers[verifier], 'check_answer')
 
 
+def _number(value):  # as text, if it is one
+    if isinstance(value, float) and value == int(value):
+        value = int(value)  # 42.0, as a table with gaps makes of 42
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return str(value) if number else value
+
+
 def _answer(value, name, verifier):  # as text
     if isinstance(value, (list, dict)) and _takes_json(verifier):
         return _valid(json.dumps(value, ensure_ascii=False), name)
-    if isinstance(value, float) and value == int(value):
-        value = int(value)  # 42.0, as a table with gaps makes of 42
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
     if isinstance(value, (list, dict)):
         raise BadRow(
             f'{name!r} is {type(value).__name__} {str(value)[:40]!r}: only verifiers '
@@ -107,7 +110,7 @@ def _answer(value, name, verifier):  # as text
             'list as answer',
             'if these are tests: --data.verifier code',
         )
-    return _text(value, name)
+    return _text(_number(value), name)
 
 
 def _messages(value, name):  # a chat that the assistant is to go on with
@@ -219,8 +222,8 @@ def _optional(r, row, f):  # text, '' if there is none
     name, value = r.value(row, f)
     if value is None and f in r.columns and name not in row:
         _absent(r, row, f, name)
-    if isinstance(value, int) and f == 'id':
-        value = str(value)
+    if f in ('id', 'domain'):
+        value = _number(value)
     return '' if value is None else _text(value, name)
 
 

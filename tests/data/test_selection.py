@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compassrl.config import TrainConfig
-from compassrl.data.prompts import DataConfig
+from compassrl.data.prompts import DataConfig, load_data
 from compassrl.data.selection import LEAST, PromptSelection, kinds_of, prompts_of_step
+from compassrl.data.tokenizer import build_tokenizer
 from compassrl.records import Prompt, derive_seed
 
 
@@ -40,6 +41,16 @@ def test_classes_of_length(lengths):
 
 def test_domains_are_kinds():
     assert kinds_of(questions([3, 3, 9]), 'domain') == dict(p0='a', p1='b', p2='c')
+
+
+@pytest.mark.parametrize('level', ['3', 3, 3.0])
+def test_a_level_in_a_column_is_a_kind(tmp_path, level):
+    "A number will do, as a table with gaps holds it, too"
+    rows = [dict(prompt=f'{i}+1=', answer=i + 1, level=level) for i in range(20)]
+    (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    cfg = DataConfig(path=f'{tmp_path}/rows.jsonl', columns=dict(domain='level'), num_heldout=4)
+    train, _ = load_data(cfg, build_tokenizer(), 0)
+    assert set(kinds_of(train, 'domain').values()) == {'3'}
 
 
 def by_hand(prompts, kinds, num, seed, history):
