@@ -120,7 +120,8 @@ def fresh(tmp_path_factory):
     by_hand = (ROOT / 'compassrl').glob('__*__.py')
     for file in (*(ROOT / f for f in ('pyproject.toml', 'settings.ini', '_quarto.yml')), *by_hand):
         shutil.copy2(file, new / file.relative_to(ROOT))
-    typed = [ROOT / 'nbs' / f'{name}.yml' for name in ('course', 'paper_map', 'scoreboard')]
+    names = 'course', 'paper_map', 'scoreboard', 'words'
+    typed = [ROOT / 'nbs' / f'{name}.yml' for name in names]
     for path in [*notebooks(), *typed]:
         to = new / path.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,7 @@ class Page(HTMLParser):
         super().__init__()
         self.links, self.targets, self.images, self.head = [], {''}, [], {}
         self.main, self.script, self.common = False, False, set()
+        self.own = False  # a script in `main`, which works on this page's data
         self.feed(path.read_text())
 
     def frame(self):
@@ -66,6 +67,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
         self.main |= tag == 'main'
+        self.own |= self.main and tag == 'script'
         self.script = tag in ('script', 'style')
         if self.script or not self.main:
             style = attrs.get('rel') == 'stylesheet' and attrs['href']
@@ -260,6 +262,19 @@ LOOK = f"""selector => {{
 }}"""
 # wider than the screen: a page that must be pushed sideways itself
 WIDE = '() => document.documentElement.scrollWidth - document.documentElement.clientWidth'
+# every box holds what its script has made
+ALIVE = """async patience => {
+    const boxes = [...document.querySelectorAll('.lab[data-lab]')], begun = performance.now()
+    while (!boxes.every(box => box.querySelector('.bench'))) {
+        if (performance.now() - begun > patience) return false
+        await new Promise(done => setTimeout(done, 20))
+    }
+    return true
+}"""
+ASK = """src => new Promise(done => {
+    const image = new Image()
+    Object.assign(image, { onload: () => done('came'), onerror: () => done('did not come'), src })
+})"""
 STILL = '* { animation: none !important; transition: none !important }'
 # the main part of another page in the place of this one's, with its pictures and its formulas
 PUT = """async url => {
@@ -293,37 +308,83 @@ def look(page, name, part='body', widths=(1280, 360)):
             yield f'{name}: {more} px wider than a screen of {width}'
 
 
-def opened(page, address, name):
+def opened(page, address, name, patience_ms=30_000):
+    "Loads a page, and waits until its labs and its Plays are alive; says it where they are not"
     page.goto('about:blank')  # nothing is laid out anew when the screen changes
     page.set_viewport_size(dict(width=1280, height=100))
     page.goto(address + name, wait_until='load')
     page.add_style_tag(content=STILL)
+    return [] if page.evaluate(ALIVE, patience_ms) else [f'{name}: a lab or a Play is not alive']
+
+
+def watched(browser, address, fault):
+    """A page that reaches no host but the site's; what it asks of others, and errors, are faults.
+
+    Outside requests go to a proxy that is not there. A route that aborts them would do so, too, but
+    with routes Chromium has no cache: every page would fetch the scripts of the site anew.
+    """
+    page = browser.new_page(proxy=dict(server='http://127.0.0.1:1', bypass='<-loopback>,127.0.0.1'))
+    page.on('console', lambda m: m.type == 'error' and fault(m.text))
+    page.on('pageerror', lambda e: fault(str(e)))
+    page.on('request', lambda r: r.url.startswith((address, 'data:')) or fault(r.url))
+    return page
 
 
 def test_pages_in_a_browser(site, pages, address, browser):
     """Contrast, code that fits, no request to another host and no error, on every page.
 
-    A page is opened where its scripts, its styles or its frame are new. Of a page that has them
-    in common with one before, the main part is put into that one.
+    A page is opened where its scripts, its styles or its frame are new, or a script of its own
+    works on its data: a lab, a Play. Of a page that has them in common with one before, the main
+    part is put into that one.
     """
-    page, faults, alike, name = browser.new_page(), [], {}, ''
+    faults, alike, name = [], {}, ''
 
     def fault(text):
         faults.append(f'{name}: {text}')
 
-    page.on('console', lambda m: m.type == 'error' and fault(m.text))
-    page.on('pageerror', fault)
-    page.on('request', lambda r: r.url.startswith((address, 'data:')) or fault(r.url))
+    page = watched(browser, address, fault)
     for path in sorted(pages):
-        alike.setdefault(pages[path].frame(), []).append(path.relative_to(site).as_posix())
+        alike.setdefault(pages[path].frame(), []).append(path)
     assert len(alike) > 3, alike
-    for name, *rest in alike.values():
-        opened(page, address, name)
-        faults += look(page, name)
-        for i, name in enumerate(rest):
-            page.evaluate(PUT, address + name)
-            faults += look(page, name, 'main', [(360, 1280), (1280, 360)][i % 2])
+    for paths in alike.values():
+        for i, path in enumerate(paths):
+            name = path.relative_to(site).as_posix()
+            if i and not pages[path].own:
+                page.evaluate(PUT, address + name)
+                faults += look(page, name, 'main', [(1280, 360), (360, 1280)][i % 2])
+                continue
+            faults += opened(page, address, name)
+            faults += look(page, name, 'main' if i else 'body')
     assert faults == [], json.dumps(faults, indent=1)
+
+
+def test_labs_and_plays_are_on_pages_with_a_script_of_their_own(pages):
+    own = {path for path, page in pages.items() if page.own}
+    boxes = {path for path in pages if '<div class="lab" data-lab=' in path.read_text()}
+    assert len(boxes) > 50 and boxes - own == set()
+
+
+def test_a_request_to_another_host_is_blocked_and_seen(address, browser):
+    faults = []
+    page = watched(browser, address, faults.append)
+    page.goto(address + 'genindex.html')
+    assert faults == []
+    other = address.replace('127.0.0.1', 'localhost') + '_static/favicon.svg'  # it would answer
+    assert page.evaluate(ASK, address + '_static/favicon.svg') == 'came'
+    assert page.evaluate(ASK, other) == 'did not come'
+    assert faults[0] == other
+
+
+def test_a_play_that_does_not_find_its_data_is_seen(site, tmp_path, browser):
+    html = (site / 'algo' / 'advantages.html').read_text()
+    box = re.search(r'<div class="lab" data-lab="play".*?</script>', html, flags=re.S)[0]
+    for name, text in {'whole': box, 'spoilt': box.replace('"controls"', '"x"')}.items():
+        (tmp_path / f'{name}.html').write_text(f'<main>{text}</main>')
+    faults, address = [], f'file://{tmp_path}/'
+    page = watched(browser, address, faults.append)
+    assert opened(page, address, 'whole.html') == faults == []
+    assert 'is not alive' in opened(page, address, 'spoilt.html', patience_ms=300)[0]
+    assert faults != []
 
 
 def test_faults_would_be_seen(tmp_path, browser):

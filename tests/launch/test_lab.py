@@ -1,4 +1,4 @@
-"The panel in JupyterLab, in a real browser: form, launch, live curves, stop, resume, report"
+"In JupyterLab, in a real browser: whole lessons, a lesson's lab, and the panel of a run"
 
 import json
 import os
@@ -92,6 +92,7 @@ def lab(tmp_path_factory):
         f'--IdentityProvider.token={token}',
         f'--ServerApp.root_dir={root}',
         '--LabApp.news_url=None',
+        '--LabApp.expose_app_in_browser=True',  # a test asks it which cells have run
         '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate',
     ]
     with open(home / 'log', 'w') as log:
@@ -118,19 +119,21 @@ def lab(tmp_path_factory):
         server.wait(30)
 
 
+# the notebook in front has a kernel, which waits for work
+READY = """() => {
+    const session = window.jupyterapp?.shell.currentWidget?.sessionContext
+    return session?.isReady && session.session?.kernel?.connectionStatus === 'connected'
+        && session.session.kernel.status === 'idle'
+}"""
+
+
 def run_all(browser, address):
     "The notebook in a browser, its cells run"
     page = browser.new_page(viewport=dict(width=1280, height=1100))
     page.set_default_timeout(90_000)
     page.goto(address, wait_until='domcontentloaded')
     page.wait_for_selector('.jp-Notebook .jp-Cell')
-    try:
-        page.locator('.jp-Dialog button:has-text("Select")').click(
-            timeout=5_000
-        )  # asks for a kernel where the notebook names none
-    except playwright.TimeoutError:
-        pass
-    page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
+    page.wait_for_function(READY, polling=100)
     page.click('.lm-MenuBar-itemLabel:text-is("Run")')
     page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
     return page
@@ -216,18 +219,80 @@ def test_panel(page, lab):
     assert steps == list(range(1, 61)), 'stopped and resumed, each step once'
 
 
-def test_a_lab_of_a_lesson_is_alive(lab, browser):
-    "anywidget shows the module that the site shows"
-    address, root = lab
-    lines = 'import matplotlib.pyplot as plt', 'from compassrl.lesson import lab'
-    code = '\n'.join([*lines, "lab('clip', plt.Figure(), 'An empty figure')"])
-    cell = dict(cell_type='code', metadata={}, outputs=[], execution_count=None, source=code)
-    nb = dict(cells=[cell | dict(id='only')], metadata={}, nbformat=4, nbformat_minor=5)
-    (root / 'clip.ipynb').write_text(json.dumps(nb))
-    page = run_all(browser, address.replace('panel.ipynb', 'clip.ipynb'))
+# ---- lessons
+
+
+def lesson(root, name, last=None):
+    "A copy without outputs, whole or up to the first cell that has `last`; the code that it runs"
+    nb = json.loads((ROOT / 'nbs' / f'{name}.ipynb').read_text())
+    codes = [c for c in nb['cells'] if c['cell_type'] == 'code']
+    for c in codes:
+        c.update(outputs=[], execution_count=None)
+    if last:
+        at = next(i for i, c in enumerate(nb['cells']) if last in ''.join(c['source']))
+        nb['cells'] = nb['cells'][: at + 1]
+    path = root / f'{Path(name).name}.ipynb'
+    path.write_text(json.dumps(nb))
+    return path.name
+
+
+# of the notebook in front: cells that have run, errors, kinds of output; null while it runs
+RAN = """() => {
+    const cells = jupyterapp.shell.currentWidget.content.widgets.map(w => w.model)
+        .filter(m => m.type === 'code' && m.sharedModel.source.trim())
+    const outputs = cells.flatMap(m => m.outputs.toJSON())
+    const errors = outputs.filter(o => o.output_type === 'error').map(o => o.evalue)
+    const left = cells.filter(m => m.executionCount === null).length
+    const kinds = [...new Set(outputs.flatMap(o => Object.keys(o.data ?? {})))]
+    return left && !errors.length ? null : { ran: cells.length - left, left, errors, kinds }
+}"""
+VIEW = 'application/vnd.jupyter.widget-view+json'
+
+
+@pytest.fixture
+def ran(lab, browser):
+    "Runs a notebook of the folder to its end -> its page, and what has run; its kernel ends later"
+    opened = []
+
+    def run(name):
+        page = run_all(browser, lab[0].replace('panel.ipynb', name))
+        opened.append(page)
+        return page, page.wait_for_function(RAN, polling=200).json_value()
+
+    yield run
+    for page in opened:
+        page.evaluate('jupyterapp.serviceManager.sessions.shutdownAll()')
+        page.close()
+
+
+@pytest.mark.parametrize('name', ['data/02_tasks', 'algo/01_advantages', 'judges/22_gym'])
+def test_a_lesson_runs(lab, ran, name):
+    "Every cell, without an error; its figures and its Play are there"
+    page, found = ran(lesson(lab[1], name))
+    assert found['errors'] == [] and found['left'] == 0
+    assert found['ran'] > 20 and {'image/png', VIEW} <= set(found['kinds'])
+    shot(page, Path(name).name)
+
+
+def test_an_error_of_a_lesson_is_seen(lab, ran):
+    path = lab[1] / lesson(lab[1], 'judges/22_gym', last='default_exp')
+    nb = json.loads(path.read_text())
+    cell = dict(cell_type='code', metadata={}, outputs=[], execution_count=None)
+    nb['cells'] += [cell | dict(id=f'own{i}', source=s) for i, s in enumerate(['1 / 0', '2'])]
+    path.write_text(json.dumps(nb))
+    _, found = ran(path.name)
+    assert found['errors'] == ['division by zero'] and found['left'] == 1
+
+
+def test_a_lab_of_a_lesson_is_alive(lab, ran):
+    "The lesson's own cells up to its lab: anywidget shows the module that the site shows"
+    page, found = ran(lesson(lab[1], 'algo/03_losses', last="lab('grpo'"))
+    assert found['errors'] == [] and found['left'] == 0
     line = page.locator('.jp-OutputArea-output .said')
-    playwright.expect(line).to_contain_text('2 unsure: ratio 1.1618')  # exp(0.3 / 2)
-    page.get_by_label('log-ratio of token 5, so').press('Home')  # -0.49995
-    playwright.expect(line).to_contain_text('2 unsure: ratio 0.77882')
-    assert page.locator('.jp-OutputArea-output img').count() == 0  # the widget, not the picture
-    shot(page, 'clip')
+    playwright.expect(line).to_have_text('Step 0: expected reward 0.312500.')  # 20 of 64
+    page.get_by_role('button', name='Step', exact=True).press('Enter')
+    playwright.expect(line).to_contain_text('Step 1: ')
+    assert '0.312500' not in line.inner_text() and 'loss 0.000000' in line.inner_text()
+    shown = page.locator('.jp-OutputArea-output:has(.said)')
+    assert shown.count() == 1 and shown.locator('img').count() == 0  # the widget, no picture
+    shot(page, 'grpo')
