@@ -60,7 +60,9 @@ def tiny_cpu() -> TrainConfig:
         save_every=40,
         trace_every=80,
         optim=replace(base.optim, final_lr_frac=0.05),
-        zero_variance=ZeroVarianceConfig('uniform'),  # no growth: see the study of the recipe
+        # no growth, and prompts by their length: see the study of the recipe
+        zero_variance=ZeroVarianceConfig('uniform'),
+        data=replace(base.data, select_by='length'),
     )
 
 
