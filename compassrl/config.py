@@ -97,7 +97,6 @@ class TrainConfig:
         check(self)
         _check_rollout(self)
         _check_partial(self)
-        _check_selection(self)
         _check_tools(self)
         _check_loss(self)
         _check_lengths(self)
@@ -129,15 +128,6 @@ def _check_partial(cfg):
         raise ValueError(
             f'schedule.partial_tokens={part}: every response is whole with '
             f'rollout.max_tokens={cfg.rollout.max_tokens}, use less, or 0'
-        )
-
-
-def _check_selection(cfg):
-    by = cfg.data.select_by
-    if by != 'turn' and cfg.zero_variance.sampling == 'refill':
-        raise ValueError(
-            f"data.select_by={by!r}: zero_variance.sampling='refill' throws away the silent groups "
-            "that it would learn from, use 'uniform' or 'adaptive', or select_by='turn'"
         )
 
 

@@ -191,6 +191,7 @@ def collect_waves(
     cfg: TrainConfig,
     judge: Judge,
     params: SamplingParams,
+    selection: PromptSelection | None = None,
 ) -> tuple[list[Request], list[Sample], Metrics]:
     "Wave after wave; settled only where the next one depends on the rewards"
     waves = StepWaves(prompts, first, step, cfg, judge, params)
@@ -213,6 +214,8 @@ def collect_waves(
         # what is silent is thrown away, unless everything is
         kept = {id for id, f in zip(waves.asked, waves.flat) if not f} or set(waves.asked)
         requests, samples = ([x for x in xs if x.prompt_id in kept] for xs in (requests, samples))
+        if selection:  # later nobody knows of those
+            selection.took(dict(zip(waves.asked, waves.flat)))
     return requests, samples, metrics
 
 
@@ -236,7 +239,7 @@ def collect(
         new = requests_of(new, [cfg.group_size] * len(new), Counter(), params, cfg.seed, step)
         found = collect_parts(rollout, new, partial_responses, judge)
     else:
-        found = collect_waves(rollout, prompts, first, step, cfg, judge, params)
+        found = collect_waves(rollout, prompts, first, step, cfg, judge, params, selection)
     found[2]['prompts_skipped'] = float(selection.skipped if selection else 0)
     return found
 

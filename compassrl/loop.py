@@ -108,7 +108,7 @@ def train_step(
         with timed(metrics, 'reward'):
             judge.settle(samples)  # not earlier: nothing so far needed a reward
         batch, graded = grade(batch, samples, cfg)
-        if selection:
+        if selection and cfg.zero_variance.sampling != 'refill':  # it has, before it threw any away
             selection.took(silent_groups(samples))
         metrics |= graded | discrepancy(batch)
         metrics.setdefault('zero_variance_first_frac', metrics['zero_variance_raw_frac'])

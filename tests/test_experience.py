@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
-from compassrl.data.selection import prompts_of_step
+from compassrl.data.selection import PromptSelection, prompts_of_step
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
 from compassrl.experience import collect, grade, in_order, next_wave
 from compassrl.judges.serial import Judge, SerialJudge, judge_sample, sample_columns, task_rewards
@@ -421,6 +421,18 @@ class Slots(RolloutEngine):
         )
 
 
+class Halves(Slots):
+    "Every second prompt is always answered wrong, the others half of the time"
+
+    def answer(self, r):
+        s = super().answer(r)
+        right = int(r.prompt_id[1:]) % 2 == 0 and r.seed % 2
+        return replace(s, response_ids=[ONE if right else ZERO, EOS_ID], rollout_log_probs=ZEROS)
+
+
+ZEROS = torch.zeros(2)
+
+
 class Beside(SerialJudge):
     "Has its verdicts when it is asked, as one that works beside the rollout"
 
@@ -534,6 +546,20 @@ class ByPrompt(Judge):
         for s in samples:
             right = s.prompt_id == 'p0' or (s.prompt_id == 'p1' and s.index % 2 == 1)
             s.verdict = Verdict(float(right), right)
+
+
+@pytest.mark.parametrize('beside', [False, True])
+def test_a_selection_learns_of_what_refill_throws_away(beside):
+    "Half of the kinds are always wrong: they are asked less, though no silent group is kept"
+    prompts = [replace(p, domain=f'kind {i % 2}') for i, p in enumerate(questions(400))]
+    cfg = config('refill', max_refills=1)
+    selection = PromptSelection(prompts, 'domain', cfg.prompts_per_step, 0)
+    judge = (Beside if beside else SerialJudge)(prompts, TOKENIZER, EOS_ID)
+    for step in range(6):
+        engine = Halves(16, step)
+        collect(engine, prompts, step, cfg, judge, EOS_ID, selection=selection)
+    assert selection.awake['kind 0'] > 0.6 > 0.1 > selection.awake['kind 1']
+    assert selection.skipped > 0
 
 
 def test_the_real_engine_draws_an_early_wave_as_any_other():

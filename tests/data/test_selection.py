@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig, load_data
 from compassrl.data.selection import LEAST, PromptSelection, kinds_of, prompts_of_step
 from compassrl.data.tokenizer import build_tokenizer
@@ -108,10 +107,5 @@ def test_more_prompts_a_step_than_there_are():
 
 
 def test_what_cannot_be_asked_for():
-    with pytest.raises(ValueError, match="data.select_by='length'.*refill"):
-        TrainConfig(
-            data=DataConfig(select_by='length'),
-            zero_variance=TrainConfig().zero_variance.__class__('refill'),
-        )
     with pytest.raises(ValueError, match='select_by'):
         DataConfig(select_by='size')
