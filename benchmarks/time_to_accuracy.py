@@ -8,8 +8,8 @@ of at most 48 tokens; the same verifier on the same decoded text; fp32, one thre
 contenders:
 
 - default: the recipe of `tiny-cpu`, 16 prompts an update, with penalties, RL-ZVP, ESPO, router
-  replay and prompts selected by length, at a constant learning rate, as all three: nobody knows
-  which step is the last;
+  replay and prompts selected by length. It is planned for the 200 steps of that preset, over
+  which its learning rate falls; TRL is planned for as many prompts;
 - TRL: GRPOTrainer with the settings in TRL_BEST, in a process of its own (trl_side/learn.py);
 - TRL's recipe here: our engines with its loss, advantages and optimiser, all prompts in turn,
   and without penalties, RL-ZVP and router replay: what is left between the two is speed.
@@ -43,7 +43,7 @@ import argparse
 import json
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -54,7 +54,7 @@ from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.data.prompts import DataConfig
 from compassrl.data.selection import prompts_of_step
 from compassrl.judges.model import make_judge
-from compassrl.loop import fit, selection_of
+from compassrl.loop import Stop, fit, selection_of
 from compassrl.model.pretrained import read_shards
 from compassrl.records import Request, derive_seed
 from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
@@ -124,7 +124,7 @@ class Ours:
 
     def __init__(self, start, cfg, stack):
         d = start.data
-        self.cfg, self.data = replace(cfg, steps=0), d
+        self.cfg, self.data, self.done = cfg, d, 0
         self.prompts = cfg.prompts_per_step
         self.engines = stack.enter_context(open_engines(cfg, start.model, start.folder))
         self.selection = selection_of(cfg, d.train)
@@ -135,15 +135,16 @@ class Ours:
         self.engines.rollout.load_weights(self.engines.train.weights(), 0)
 
     def on_step(self, step, metrics, samples, batch):
-        self.tokens = int(metrics['tokens'])
+        self.done, self.tokens = step, int(metrics['tokens'])
+        raise Stop
 
     def step(self):
         "CPU seconds, seconds, response tokens"
-        n, d, e = self.cfg.steps, self.data, self.engines
-        self.cfg = replace(self.cfg, steps=n + 1)
-        more = n, e.reference, self.judge, None, self.selection
+        d, e = self.data, self.engines
+        more = self.done, e.reference, self.judge, None, self.selection
         start = time.process_time(), time.perf_counter()
-        fit(self.cfg, d.train, e.rollout, e.train, d.tokenizer, self, d.eos_id, *more)
+        with suppress(Stop):
+            fit(self.cfg, d.train, e.rollout, e.train, d.tokenizer, self, d.eos_id, *more)
         return time.process_time() - start[0], time.perf_counter() - start[1], self.tokens
 
     def weights(self):
@@ -179,6 +180,7 @@ class Peer(Trl):
             samples=c.group_size,
             new_tokens=c.rollout.max_tokens,
             updates=choice['updates'],
+            steps=c.steps * c.prompts_per_step // choice['prompts'] * choice['updates'],
             threads=c.num_threads,
             model_args=model_args,
             grpo_args=grpo_args,
@@ -207,6 +209,7 @@ def same_recipe(cfg, choice):
     "Our config with the prompts per step, advantages, loss and optimiser that TRL has"
     return replace(
         cfg,
+        steps=cfg.steps * cfg.prompts_per_step // choice['prompts'],
         prompts_per_step=choice['prompts'],
         zero_variance=ZeroVarianceConfig(
             'uniform', length_weight=0, repetition_weight=0, zvp_alpha=0
@@ -218,14 +221,18 @@ def same_recipe(cfg, choice):
             cfg.optim,
             lr=choice['learning_rate'],
             warmup_steps=choice['warmup_steps'],
+            final_lr_frac=0.0 if choice['lr_scheduler_type'] == 'linear' else 1.0,
             betas=(0.9, 0.999),
             num_mini_batches=choice['updates'],
         ),
     )
 
 
-def ended(rows, a):
-    return bool(rows) and (rows[-1]['avg'] >= a.target or rows[-1]['cpu_seconds'] >= a.cap)
+def ended(rows, planned, a):
+    "It has reached the target, had its time, or taken its last step"
+    last = rows[-1] if rows else dict(avg=-1, cpu_seconds=0, steps=0)
+    over = last['cpu_seconds'] >= a.cap or last['steps'] >= planned
+    return last['avg'] >= a.target or over
 
 
 def race(start, choice, a):
@@ -238,7 +245,9 @@ def race(start, choice, a):
         }
         curves = {name: [] for name in contenders}
         sums = {name: (0, 0.0, 0.0, 0) for name in contenders}
-        while running := [name for name in contenders if not ended(curves[name], a)]:
+        plan = start.cfg.steps * start.cfg.prompts_per_step
+        planned = {k: plan // x.prompts for k, x in contenders.items()}
+        while running := [k for k in contenders if not ended(curves[k], planned[k], a)]:
             for name in running:
                 c = contenders[name]
                 for _ in range(a.every // c.prompts):
@@ -311,8 +320,6 @@ def arguments():
 
 def main():
     a, cfg, choice = arguments(), presets['tiny-cpu'](), TRL_BEST
-    constant = replace(cfg.optim, final_lr_frac=1.0)  # which step is the last is unknown
-    cfg = replace(cfg, optim=constant)
     if a.quick:
         cfg, choice = small(cfg), TRL_BEST | dict(prompts=4, micro_batch=16)
         a.seeds, a.target, a.every = [0], 0.0, 8

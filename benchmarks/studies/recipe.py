@@ -8,6 +8,7 @@ recipe  the default of `tiny-cpu`: ESPO, penalties, RL-ZVP, prompts selected by 
 growth  the same, and silent groups grow
 turn    the recipe with all prompts in turn
 chosen  plain GRPO with prompts selected by length
+refill  the recipe with dynamic sampling in place of RL-ZVP, so that no silent group is left
 
 In all of these the learning rate falls on a straight line to a twentieth while the tokens are
 spent. Three arms more have a constant rate, on the default task: grpo_constant, dapo_constant,
@@ -72,7 +73,8 @@ def falling(arm, cfg, **more):
 recipe = partial(by_length, turn)
 growth = partial(by_length, partial(turn, sampling='adaptive'))
 FALLING = dict(grpo=grpo, dapo=dapo, recipe=recipe, growth=growth)
-FALLING |= dict(turn=turn, chosen=partial(by_length, grpo))
+refill = partial(by_length, partial(turn, sampling='refill', zvp_alpha=0))
+FALLING |= dict(turn=turn, chosen=partial(by_length, grpo), refill=refill)
 ARMS = {name: partial(falling, arm) for name, arm in FALLING.items()}
 ARMS |= dict(grpo_constant=grpo, dapo_constant=dapo, growth_constant=growth)
 # domain, difficulty, share
