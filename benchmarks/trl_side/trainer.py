@@ -75,14 +75,14 @@ def read_model(spec):
 
 
 def make_trainer(spec, model, rows, reward, tokenizer):
-    "In the order of `rows`, at most one epoch; a spec may say how many `steps` are planned"
+    "In the order of `rows`, at most one epoch"
     args = GRPOConfig(
         output_dir=spec['output'],
         use_cpu=True,
         report_to='none',
         save_strategy='no',
         disable_tqdm=True,
-        max_steps=spec.get('steps', len(rows)),
+        max_steps=len(rows),
         beta=0.0,
         num_generations=spec['samples'],
         max_completion_length=spec['new_tokens'],
