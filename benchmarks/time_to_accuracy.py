@@ -31,9 +31,10 @@ CPU seconds, from 35.1 %, with two updates on 64 prompts and DAPO's loss: learni
 1e-3 45.9 %, 2e-3 11.1 %; with one update on 32 prompts: 2e-4 56.0 % after 28 and 57.3 % after
 35, 4e-4 58.9 % after 24 and 57.6 % after 31, 6e-4 54.2 %. GRPO's loss at
 4e-4: 56.2 % after 27 seconds, DAPO's 57.3 % after as many steps. One update on 16 prompts: 56.1 %
-after 11 seconds, 55.2 % after 35; on 32, on the same day, 53.2 % after 16 and 60.4 % after 31. A learning
-rate that falls to 0 over 3,200 prompts, another day, after 1,600 of them: peak 4e-4 55.0 %, 8e-4
-53.8 %, and a constant one 57.6 %. Not tried: a mask on truncated responses, several passes over a batch, two threads.
+after 11 seconds, 55.2 % after 35; on 32, on the same day, 53.2 % after 16 and 60.4 % after 31. A
+learning rate that falls to 0 over 3,200 prompts, another day, after 1,600 of them: peak 4e-4 55.0
+%, 8e-4 53.8 %, and a constant one 57.6 %. Not tried: a mask on truncated responses, several passes
+over a batch, two threads.
 
 Last line: one JSON object. `ratio` is the CPU seconds of TRL over ours, summed over the seeds
 (goal: 3). Where a contender did not get there in its time, its last evaluation is counted and a
