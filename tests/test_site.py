@@ -276,26 +276,11 @@ ASK = """src => new Promise(done => {
     Object.assign(image, { onload: () => done('came'), onerror: () => done('did not come'), src })
 })"""
 STILL = '* { animation: none !important; transition: none !important }'
-# the main part of another page in the place of this one's, with its pictures and its formulas
-PUT = """async url => {
-    const html = await (await fetch(url)).text()
-    const main = new DOMParser().parseFromString(html, 'text/html').querySelector('main')
-    const pictures = [...main.querySelectorAll('img')]
-    pictures.forEach(i => { i.src = new URL(i.getAttribute('src'), url).href })
-    document.querySelector('main').replaceWith(document.adoptNode(main))
-    await Promise.all(pictures.map(
-        i => i.complete || new Promise(done => { i.onload = i.onerror = done })))
-    if (window.MathJax) {
-        await MathJax.startup.promise
-        MathJax.typesetClear()
-        await MathJax.typesetPromise([main])
-    }
-}"""
 
 
-def look(page, name, part='body', widths=(1280, 360)):
+def look(page, name, part='body'):
     "Faults of a page, or of a part of it, in both themes on a screen and in width on a phone, too"
-    for width in widths:
+    for width in (1280, 360):
         page.set_viewport_size(dict(width=width, height=100))  # little is painted
         if width == 1280:
             seen = page.evaluate(LOOK, part)
@@ -331,12 +316,9 @@ def watched(browser, address, fault):
 
 
 def test_pages_in_a_browser(site, pages, address, browser):
-    """Contrast, code that fits, no request to another host and no error, on every page.
+    """Contrast, code that fits, no request to another host and no error, on every page
 
-    A page is opened where its scripts, its styles or its frame are new, or a script of its own
-    works on its data: a lab, a Play. Of a page that has them in common with one before, the main
-    part is put into that one.
-    """
+    A frame that pages have in common is looked at once."""
     faults, alike, name = [], {}, ''
 
     def fault(text):
@@ -349,10 +331,6 @@ def test_pages_in_a_browser(site, pages, address, browser):
     for paths in alike.values():
         for i, path in enumerate(paths):
             name = path.relative_to(site).as_posix()
-            if i and not pages[path].own:
-                page.evaluate(PUT, address + name)
-                faults += look(page, name, 'main', [(1280, 360), (360, 1280)][i % 2])
-                continue
             faults += opened(page, address, name)
             faults += look(page, name, 'main' if i else 'body')
     assert faults == [], json.dumps(faults, indent=1)
