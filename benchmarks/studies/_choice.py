@@ -8,17 +8,10 @@ from unittest.mock import patch
 from _runner import run
 
 from compassrl import experience
-from compassrl.algo.advantages import zero_variance
 from compassrl.data.tokenizer import build_tokenizer
-from compassrl.judges.serial import sample_columns
+from compassrl.experience import silent_groups
 from compassrl.loop import Stop, fit
 from compassrl.records import derive_seed
-
-
-def silent_groups(samples):
-    "Prompt -> are all its rewards the same?"
-    ids = list(dict.fromkeys(s.prompt_id for s in samples))
-    return dict(zip(ids, zero_variance(*sample_columns(samples, ids)[:3]).tolist()))
 
 
 class InTurn:

@@ -7,6 +7,7 @@ option that helps."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,10 +95,10 @@ def _takes_json(verifier):  # it says what its answers may be
 
 
 def _number(value):  # as text, if it is one
-    if isinstance(value, float) and value == int(value):
+    if isinstance(value, float) and value.is_integer():
         value = int(value)  # 42.0, as a table with gaps makes of 42
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return str(value) if number else value
+    return str(value) if number and math.isfinite(value) else value
 
 
 def _answer(value, name, verifier):  # as text

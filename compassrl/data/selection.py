@@ -69,8 +69,9 @@ class PromptSelection:
         num: int,  # prompts per step; with fewer prompts, all of them
         seed: int,
     ) -> None:
-        self.prompts, self.num, self.seed = prompts, min(num, len(prompts)), seed
+        self.prompts, self.seed = prompts, seed
         self.kinds = kinds_of(prompts, by)
+        self.num = min(num, len(self.kinds))  # a prompt that is given twice is asked once
         self.awake = dict.fromkeys(self.kinds.values(), 1.0)  # share of groups, lately
         self.place = 0  # in the order of all epochs
         self.skipped = 0  # prompts, in the last step
@@ -86,8 +87,8 @@ class PromptSelection:
         began = self.place
         while len(out) < self.num:
             p, lot = self._at(self.place)
-            if p.id not in out and lot < self.chance(self.kinds[p.id]):
-                out[p.id] = p
+            if lot < self.chance(self.kinds[p.id]):
+                out[p.id] = p  # a second time at the end of an epoch changes nothing
             self.place += 1
         self.skipped = self.place - began - self.num
         return list(out.values())

@@ -52,6 +52,17 @@ def test_a_level_in_a_column_is_a_kind(tmp_path, level):
     assert set(kinds_of(train, 'domain').values()) == {'3'}
 
 
+@pytest.mark.parametrize('key', ['domain', 'id', 'answer'])
+@pytest.mark.parametrize('value', [float('nan'), float('inf'), True])
+def test_what_is_no_number_is_named_with_its_row(tmp_path, key, value):
+    rows = [dict(prompt=f'{i}+1=', answer=i + 1) for i in range(20)]
+    rows[3][key] = value
+    (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    cfg = DataConfig(path=f'{tmp_path}/rows.jsonl', num_heldout=4)
+    with pytest.raises(ValueError, match=f"rows.jsonl:4: '{key}' is .*, not a string"):
+        load_data(cfg, build_tokenizer(), 0)
+
+
 def by_hand(prompts, kinds, num, seed, history):
     "Steps of a selection: every place in turn, its lot, its kind's share against the best"
     awake, place = {k: 1.0 for k in kinds.values()}, 0
@@ -104,6 +115,8 @@ def test_it_goes_on_where_nobody_is_awake():
 
 def test_more_prompts_a_step_than_there_are():
     assert len(PromptSelection(questions([5] * 4), 'length', 9, 0).next()) == 4
+    twice = questions([5] * 4) * 2
+    assert len(PromptSelection(twice, 'length', 9, 0).next()) == 4, 'each once'
 
 
 def test_what_cannot_be_asked_for():
