@@ -370,7 +370,8 @@ from compassrl.judges.isolated import run_python
 walls, why = best_walls()
 assert walls, why
 # it waits for its 1,024 children: what ends before the watcher looks has broken no rule
-o = run_python('import os, time\\nfor _ in range(1024): os.fork() or time.sleep(60)\\ntime.sleep(60)')
+bomb = 'import os, time\\nfor _ in range(1024): os.fork() or time.sleep(60)\\ntime.sleep(60)'
+o = run_python(bomb)
 # a busy machine may not get a word out of so full a room: it is then closed, too
 assert o.status in ('failed', 'memory', 'timeout', 'lost'), o
 for p in ('open("/x", "w")', 'open("/proc/1/mem", "rb")', 'import os; os.listdir("/var")',
