@@ -3,9 +3,13 @@
 A policy of 3 layers with 16 experts, 4 per token, learns sums of two digits by GRPO: 8
 prompts of 8 responses and 4 updates a step, equal steps in all arms. The trainer computes in
 float32. FP8: weights 128x128, activations 1x128, emulated; the rest in bfloat16. An arm is named by
-rollout (bfloat16, fp8), replay (off, R3, R2) and TIS (off, truncate), as in fp8-R3-off. R2, which
-repeats what the trainer's own routers chose before the updates, is tried without TIS alone. Four
-arms with one or eight updates a step have their number at the end, as in bfloat16-R3-off-8.
+rollout (bfloat16, fp8), replay (off, R3, R2: what the trainer's own routers chose before the
+updates) and TIS (off, truncate), as in fp8-R3-off. Eight arms with one or eight updates a step have
+their number at the end, as in bfloat16-R3-off-8.
+
+Rollouts by the real vLLM, in bfloat16, are the arms vllm-... On a CPU it wants experts whose widths
+are multiples of 32, so these arms have a wider policy with a cold start of its own, and the arms
+wide-... beside them: the same policy, rollouts by the embedded engine in bfloat16.
 
 All runs begin with the weights of one cold start; a seed draws prompts and responses. Every tenth
 step is looked at twice before its updates, with live routers and with the rollout's routes,
@@ -33,6 +37,7 @@ from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import LossConfig
 from compassrl.data.tokenizer import build_tokenizer
 from compassrl.loop import fit
+from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy
 from compassrl.model.shape import PolicyConfig
 from compassrl.records import micro_batches, select
@@ -47,14 +52,27 @@ from compassrl.train.sft import cold_start
 from compassrl.train.torch_engine import TorchTrain, packed_states, score_response
 
 ARMS = tuple(  # rollout, replay, TIS
-    f'{rollout}-{how}'
+    f'{rollout}-{mode}-{tis}'
     for rollout in ('bfloat16', 'fp8')
-    for how in ('off-off', 'R3-off', 'R2-off', 'off-truncate', 'R3-truncate')
+    for tis in ('off', 'truncate')
+    for mode in ('off', 'R3', 'R2')
 )
-ARMS += tuple(f'bfloat16-{how}-off-{updates}' for updates in (1, 8) for how in ('off', 'R3'))
+ARMS += tuple(
+    f'{rollout}-{mode}-{tis}'
+    for rollout in ('wide', 'vllm')
+    for tis in ('off', 'truncate')
+    for mode in ('off', 'R3')
+)
+ARMS += tuple(
+    f'{rollout}-{mode}-off-{updates}'
+    for rollout in ('bfloat16', 'fp8')
+    for updates in (1, 8)
+    for mode in ('off', 'R3')
+)
 FEW = 'fp8-off-off', 'fp8-R3-off', 'fp8-off-truncate', 'bfloat16-off-off'
 PARTS = (  # name, place in the name of an arm, without it, with it
     ('fp8', 0, 'bfloat16', 'fp8'),
+    ('vllm', 0, 'wide', 'vllm'),
     ('replay', 1, 'off', 'R3'),
     ('r2', 1, 'off', 'R2'),
     ('tis', 2, 'off', 'truncate'),
@@ -79,6 +97,7 @@ class Study:
     steps: int = 150
     lr: float = 2e-4
     cold_steps: int = 1200
+    wide_cold_steps: int = 1000  # both policies begin with a held-out rate of about 71 %
     num_heldout: int = 512
     eval_k: int = 2
     arms: tuple[str, ...] = ARMS
@@ -89,8 +108,12 @@ def config(study, arm, seed):
     base = tiny_cpu()
     shape = dict(num_hidden_layers=3, num_experts=16, num_experts_per_tok=4, hidden_size=48)
     shape |= dict(moe_intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
+    cold_steps = study.cold_steps
+    if rollout in ('wide', 'vllm'):
+        shape |= dict(hidden_size=64, moe_intermediate_size=32)
+        cold_steps = study.wide_cold_steps
     more = dict(policy=PolicyConfig(max_position_embeddings=128, head_dim=32, **shape))
-    more |= dict(cold_start=replace(base.cold_start, steps=study.cold_steps))
+    more |= dict(cold_start=replace(base.cold_start, steps=cold_steps))
     more |= dict(prompts_per_step=8, zero_variance=OFF, loss=LossConfig('grpo', tis=tis))
     optim = replace(base.optim, lr=study.lr, final_lr_frac=1.0)
     optim = replace(optim, num_mini_batches=int(updates[0]) if updates else 4)
@@ -98,12 +121,13 @@ def config(study, arm, seed):
     more |= dict(rollout=replace(base.rollout, dtype='bfloat16', num_slots=64))
     more |= dict(data=replace(base.data, select_by='turn'))
     more['rollout'] = replace(more['rollout'], quantization='fp8' if rollout == 'fp8' else '')
+    more['rollout_engine'] = 'vllm' if rollout == 'vllm' else 'torch'
     return replace(base, seed=seed, steps=study.steps, **more)
 
 
-def cold_started(study, folder):
-    "The weights that all trials begin with, made once"
-    cfg = config(study, 'bfloat16-off-off', 0)
+def cold_started(study, folder, arm='bfloat16-off-off'):
+    "The weights that all trials of a policy begin with, made once"
+    cfg = config(study, arm, 0)
     path = folder / f'cold-{digest(cfg.policy, cfg.cold_start, MIX)}.pt'
     if not path.exists():
         policy = Policy(cfg.policy, 0)
@@ -156,14 +180,25 @@ class Rows(list):
         self.append(metrics)
 
 
+def rollout_of(arm, cfg):
+    slots = cfg.rollout.num_slots
+    if arm.startswith('vllm'):
+        from compassrl.rollout.vllm.in_process import VllmRollout  # seconds
+
+        with tempfile.TemporaryDirectory() as folder:
+            write_config(cfg.policy, folder)
+            return VllmRollout(folder, dtype=torch.bfloat16, num_slots=slots)
+    kind = Fp8Rollout if cfg.rollout.quantization else TorchRollout
+    return kind(cfg.policy, slots, torch.bfloat16)
+
+
 def trial(study, arm, seed, weights):
     torch.set_num_threads(1)
     cfg, tok = config(study, arm, seed), build_tokenizer()
     policy = Policy(cfg.policy, seed)
     policy.load_state_dict(weights)
     engine = Probed(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
-    kind = Fp8Rollout if cfg.rollout.quantization else TorchRollout
-    rollout = kind(cfg.policy, cfg.rollout.num_slots, torch.bfloat16)
+    rollout = rollout_of(arm, cfg)
     rollout.load_weights(engine.weights(), 0)
     heldout = prompts_of(MIX, study.num_heldout, seed, 'heldout')
 
@@ -176,6 +211,8 @@ def trial(study, arm, seed, weights):
     evals, rows = [rate()], Rows()
     fit(cfg, prompts_of(MIX, 4096, seed, 'train'), rollout, engine, tok, rows, cfg.policy.eos_ids)
     evals.append(rate())
+    if hasattr(rollout, 'close'):
+        rollout.close()
     blocks = range(0, len(rows), BLOCK)
     series = {
         k: [fmean(m[v] for m in rows[i : i + BLOCK]) for i in blocks] for k, v in KEPT.items()
@@ -192,14 +229,15 @@ def kept(study, arm, seed, folder):
     whole = digest(config(study, arm, seed), study.num_heldout, study.eval_k, MIX)
     path = folder / f'{arm}-{seed}-{whole}.json'
     if not path.exists():
-        write_json(path, trial(study, arm, seed, cold_started(study, folder)))
+        write_json(path, trial(study, arm, seed, cold_started(study, folder, arm)))
     return json.loads(path.read_text())
 
 
 def run_all(study, folder, processes):
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    cold_started(study, folder)
+    for arm in study.arms:
+        cold_started(study, folder, arm)
     trials = [(arm, seed) for seed in study.seeds for arm in study.arms]
     if not processes:
         return [kept(study, *t, folder) for t in trials]
@@ -287,7 +325,7 @@ def main():
     a = flags(__doc__)
     study = Study()
     with tempfile.TemporaryDirectory() as folder:
-        small = Study((0, 1), 2, cold_steps=4, num_heldout=4, eval_k=1, arms=FEW)
+        small = Study((0, 1), 2, cold_steps=4, wide_cold_steps=4, num_heldout=4, eval_k=1, arms=FEW)
         path, study = (Path(folder), small) if a.quick else (RUNS / 'replay', study)
         runs = run_all(study, path, 0 if a.quick else a.processes)
     table, pairs = tables(runs, study.seeds)
