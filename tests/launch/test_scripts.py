@@ -52,10 +52,13 @@ def test_every_preset_has_a_script(name):
 STUB = """#!/bin/bash
 # one write: servers start side by side
 printf '%s\\0' "$(basename "$0")" "CUDA=${CUDA_VISIBLE_DEVICES:-}" "$@" END >> "$CALLS"
+begun() { tr '\\0' '\\n' < "$CALLS" | grep -c '^compassrl.launch.scripts$'; }
 case $(basename "$0") in
     scontrol) printf 'n%s\\n' 0 1 2 3 4 5;;
     hostname) echo "$HOST";;
-    curl) grep -q 'Bearer [0-9a-f]\\{64\\}"$';;
+    curl) # a server answers when it has begun
+          until [ "$(begun)" -ge "$SERVERS" ]; do sleep 0.02; done
+          grep -q 'Bearer [0-9a-f]\\{64\\}"$';;
     srun) while [ "${1#--}" != "$1" ]; do [ "$1" = --nodelist ] && shift; shift; done
           [ "${1#n}" = "$1" ] || shift
           "$@";;
@@ -63,8 +66,10 @@ esac
 """
 
 
-def run_script(text, tmp_path, *args, host='n0'):
-    "What each command of a script was called with; the script must end well"
+def run_script(text, tmp_path, *args, host='n0', servers=0):
+    """What each command of a script was called with; the script must end well
+
+    It ends its servers: `servers` of them answer no earlier than all have begun."""
     folder = tmp_path / 'bin'
     folder.mkdir(exist_ok=True)
     for name in ('scontrol', 'srun', 'torchrun', 'python', 'curl', 'hostname'):
@@ -80,6 +85,7 @@ def run_script(text, tmp_path, *args, host='n0'):
         CALLS=str(calls),
         SLURM_JOB_NODELIST='n[0-5]',
         HOST=host,
+        SERVERS=str(servers),
     )
     subprocess.run(
         ['bash', tmp_path / 'script', *args],
@@ -123,7 +129,7 @@ def test_slurm_script(tmp_path, config):
     for line in ('#SBATCH --nodes=6', '#SBATCH --gpus-per-node=8'):
         assert line in text.splitlines()
     assert text.startswith('#!/bin/bash\n') and '(not run on GPU)' in text
-    calls = run_script(text, tmp_path)
+    calls = run_script(text, tmp_path, servers=3)
     sruns = [c for c in calls if c[0] == 'srun']
     assert sorted(c[c.index('--nodelist') + 1] for c in sruns) == ['n0,n1,n2,n3', 'n4', 'n4', 'n5']
     servers = sorted(c[1:] for c in calls if c[0] == 'python')
