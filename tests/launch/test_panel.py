@@ -1,6 +1,7 @@
 "The panel without a browser: what the form says, what the buttons do"
 
 import base64
+import json
 from dataclasses import replace
 
 import pytest
@@ -79,14 +80,14 @@ def test_a_panel_finds_the_run_that_another_has_started(tmp_path):
     assert p.buttons['launch'].disabled and not p.buttons['stop'].disabled
     until(lambda: 'step' in p.status.value)
     p.buttons['stop'].click()
-    p.thread.join(60)
+    p.thread.join(300)
     assert 'stopped: step' in p.status.value and not p.buttons['resume'].disabled
-    first.thread.join(60)
+    first.thread.join(300)
     assert first.run.poll() == 130
     later = panel(preset='smoke-cpu', folder=tmp_path)
     assert later.run is None and later.runs.value == ''  # it runs no more
     later.runs.value = name
-    later.thread.join(60)
+    later.thread.join(300)
     assert 'stopped: step' in later.status.value and not later.buttons['resume'].disabled
 
 
@@ -95,7 +96,7 @@ def test_a_run_by_its_folder(tmp_path):
     p = panel(preset='smoke-cpu', folder=tmp_path)
     p.form.fields['steps'].value = 0
     p.buttons['launch'].click()
-    p.thread.join(60)
+    p.thread.join(300)
     folder = p.run.run_dir
     run = Attached(folder)
     assert run.poll() == 0 and status(run).startswith('finished') and run.wait(1) == folder
@@ -111,17 +112,19 @@ def test_a_run_by_its_folder(tmp_path):
 def test_panel_launches_stops_and_resumes(tmp_path):
     "The buttons, without a browser"
     p = panel(preset='smoke-cpu', folder=tmp_path / 'runs')
-    p.form.fields['steps'].value = 8
+    p.form.fields['steps'].value = 400  # it cannot end before
     p.buttons['launch'].click()
     assert p.buttons['launch'].disabled and not p.buttons['stop'].disabled
     until(lambda: p.run.metrics())
     p.buttons['stop'].click()
-    p.thread.join(60)
+    p.thread.join(300)
     assert p.run.was_stopped() and 'stopped' in p.status.value and not p.buttons['resume'].disabled
-    first = p.run.run_dir
+    first, end = p.run.run_dir, p.run.metrics()[-1]['step'] + 2
+    config = json.loads((first / 'config.json').read_text())
+    (first / 'config.json').write_text(json.dumps(config | dict(steps=end)))
     p.buttons['resume'].click()
-    p.thread.join(60)
-    assert p.run.run_dir == first and 'finished: step 8 of 8' in p.status.value
+    p.thread.join(300)
+    assert p.run.run_dir == first and f'finished: step {end} of {end}' in p.status.value
     assert [o['output_type'] for o in p.report.outputs] == ['display_data'] * 5
     pictures = [
         base64.b64decode(o['data']['image/png'])
@@ -138,7 +141,7 @@ def test_panel_says_why_a_run_failed(tmp_path):
     p = panel(keys=['data.path'], preset='smoke-cpu', folder=tmp_path)
     p.form.fields['data.path'].value = 'nowhere.jsonl'
     p.buttons['launch'].click()
-    p.thread.join(60)
+    p.thread.join(300)
     assert (
         'nowhere' in p.status.value
         and 'exit code 1' in p.status.value

@@ -52,7 +52,7 @@ def test_every_preset_has_a_script(name):
 STUB = """#!/bin/bash
 # one write: servers start side by side
 printf '%s\\0' "$(basename "$0")" "CUDA=${CUDA_VISIBLE_DEVICES:-}" "$@" END >> "$CALLS"
-begun() { tr '\\0' '\\n' < "$CALLS" | grep -c '^compassrl.launch.scripts$'; }
+begun() { tr '\\0' ' ' < "$CALLS" | grep -o 'python CUDA=' | wc -l; }  # as a server says it
 case $(basename "$0") in
     scontrol) printf 'n%s\\n' 0 1 2 3 4 5;;
     hostname) echo "$HOST";;
@@ -71,10 +71,11 @@ def run_script(text, tmp_path, *args, host='n0', servers=0):
 
     It ends its servers: `servers` of them answer no earlier than all have begun."""
     folder = tmp_path / 'bin'
-    folder.mkdir(exist_ok=True)
-    for name in ('scontrol', 'srun', 'torchrun', 'python', 'curl', 'hostname'):
-        (folder / name).write_text(STUB)
-        (folder / name).chmod(0o755)
+    if not folder.exists():  # a server of an earlier call may still be read
+        folder.mkdir()
+        for name in ('scontrol', 'srun', 'torchrun', 'python', 'curl', 'hostname'):
+            (folder / name).write_text(STUB)
+            (folder / name).chmod(0o755)
     calls = tmp_path / 'calls'
     calls.write_text('')
     subprocess.run(['bash', '-n'], input=text, text=True, check=True)

@@ -218,7 +218,9 @@ def test_answers_have_no_gradient(folder, batches, train):
         results = {k: torch_gradients(folder, b) for k, b in some.items()}
     else:
         n, how = train
-        results = run_ranks(n, megatron_gradients, ParallelConfig(**how), folder, some)[0]
+        results = run_ranks(
+            n, megatron_gradients, ParallelConfig(**how), folder, some, timeout_s=600
+        )[0]
     assert set(results) == set(ROLLOUTS)
     for kind, (scored, grads) in results.items():
         batch = some[kind]
@@ -232,7 +234,7 @@ def test_answers_have_no_gradient(folder, batches, train):
 @pytest.mark.parametrize('layout', LAYOUTS, ids=name)
 def test_three_steps(folder, batches, embedded, layout):
     n, how = layout
-    results = run_ranks(n, megatron_steps, ParallelConfig(**how), folder, batches)[0]
+    results = run_ranks(n, megatron_steps, ParallelConfig(**how), folder, batches, timeout_s=600)[0]
     for kind in ROLLOUTS:
         (batch, steps, grads, weights), (wbatch, wsteps, wgrads, wweights) = (
             results[kind],
@@ -263,11 +265,15 @@ def plain(batch):
 def test_what_vllm_routed_is_what_every_layout_replays(batches, layout):
     "Routers would choose otherwise: the experts are vLLM's, routers learn as in one process"
     n, how = layout
-    results = run_ranks(n, used, ParallelConfig(**how), fresh(batches['vllm']), POLICY)
+    results = run_ranks(
+        n, used, ParallelConfig(**how), fresh(batches['vllm']), POLICY, timeout_s=600
+    )
     assert all(wrong == 0 and total > 100 for wrong, total, _ in results)
     assert results[0][2] < 0.9  # the live routers would have chosen others
     kw = dict(policy=perturbed(POLICY), config=POLICY, steps=1)
-    got = run_ranks(n, partial(job, **kw), ParallelConfig(**how), plain(batches['vllm']))[0]
+    got = run_ranks(
+        n, partial(job, **kw), ParallelConfig(**how), plain(batches['vllm']), timeout_s=600
+    )[0]
     # perturbed routers make logits large: seven digits
     equal(got, one_process(plain(batches['vllm']), **kw), rtol=1e-5)
     routers = [v for k, v in got[1].items() if k.endswith('mlp.gate.weight')]

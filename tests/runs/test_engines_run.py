@@ -208,7 +208,7 @@ def test_refused_before_anything_starts(tmp_path):
         '--run-dir',
         tmp_path / 'run',
     )
-    assert p.wait(120) != 0
+    assert p.wait(400) != 0
     assert (
         'compassrl: 2 ranks are not a multiple of tp x cp x pp = 4' in log.read_text()
         and not (tmp_path / 'run').exists()

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compassrl.data.prompts import make_prompts
@@ -74,6 +74,7 @@ def test_mutants_of_pass_at_k_are_caught():
         )
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.floats(0, 1), st.data())
 def test_pass_at_k_is_unbiased(n, p, data):
     k = data.draw(st.integers(1, n))
@@ -83,6 +84,7 @@ def test_pass_at_k_is_unbiased(n, p, data):
     assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**6), st.data())
 def test_pass_at_k_is_stable(n, data):
     c, k = data.draw(st.integers(0, min(n, 2000))), data.draw(st.integers(1, n))

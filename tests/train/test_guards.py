@@ -201,6 +201,7 @@ def test_rows_are_always_json(tmp_path):
     assert trace['samples'] == [dict(log_probs=[0.5, None])]
 
 
+@settings(deadline=None)
 @given(
     st.recursive(
         st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text()),

@@ -163,10 +163,9 @@ def test_the_future_has_no_influence():
     for change, differs in ((t + 1, False), (t - 1, True)):
         ids = BATCH.token_ids.clone()
         ids[2, change] = (ids[2, change] + 1) % 13
-        assert (
-            bool((response_log_probs(p, replace(BATCH, token_ids=ids))[0][2, t] != base[t]).item())
-            == differs
-        )
+        got = response_log_probs(p, replace(BATCH, token_ids=ids))[0][2, t]
+        # other experts may have another number of rows, and their product another last bit
+        assert bool((got - base[t]).abs() > 1e-12) == differs
 
 
 @pytest.mark.parametrize('max_tokens', [1, 20, 10**6])

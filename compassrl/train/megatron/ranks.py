@@ -100,6 +100,7 @@ def _wait(pids, folder, until):  # all well, or RankError that names the rank wi
             del left[r]
         failed = {r: status for r, status in ended.items() if status}
         if failed:
+            time.sleep(0.05)  # a killed one lets go of its connections before it has ended
             failed |= {
                 r: s
                 for r, pid in left.items()

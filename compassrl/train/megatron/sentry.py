@@ -104,9 +104,15 @@ class Ears:
         self.launcher = launcher(pid, os.environ)
 
     def listen(self, until: float) -> None:
-        while (left := until - time.monotonic()) > 0 and not (self.cause or self.leaves):
-            inputs = [f for f in (self.link, self.body.fd, self.udp) if f]
+        "What has come is heard, however late this process is; until they have met, it waits"
+        late = 0
+        while not (self.cause or self.leaves) and late < 1000:  # a flood does not keep it here
+            left = max(until - time.monotonic(), 0)
+            late += not left
+            inputs = [f for f in (self.link, self.body.fd, self.key and self.udp) if f]
             ready = select.select(inputs, [], [], left)[0]
+            if not ready:
+                return
             if self.udp in ready:
                 self.hear_peer()
             if self.link in ready:
@@ -140,7 +146,7 @@ class Ears:
         self.leaves = words.get('leaves', self.leaves)
 
     def hear_peer(self) -> None:
-        words = unseal(self.key, self.udp.recv(1 << 16)) if self.key else None
+        words = unseal(self.key, self.udp.recv(1 << 16))
         r = words and words['rank']
         if r not in self.peers or words['number'] <= self.said.get(r, {}).get('number', 0):
             return

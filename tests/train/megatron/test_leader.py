@@ -140,7 +140,7 @@ def test_the_loop_runs_unchanged(layout):
 # ---- how it ends
 
 
-def survivors(n, fn, timeout_s=100):
+def survivors(n, fn, timeout_s=300):
     "How each rank of `n` ended, and what it printed, however the others did"
     with tempfile.TemporaryDirectory() as folder:
         folder, pids = Path(folder), []
@@ -250,7 +250,7 @@ def test_ranks_that_wait_for_each_other_end():
     def lead(leader):
         leader.everywhere(everybody_waits)
 
-    ends = survivors(2, lambda: job(lead, timeout_s=3.0))
+    ends = survivors(2, lambda: job(lead, timeout_s=3.0, every_s=0.2))
     assert all(status not in (None, 0) for status, _ in ends.values()), ends
     assert any('all others wait for each other' in said for _, said in ends.values()), ends
 
@@ -264,7 +264,7 @@ def test_whoever_waits_for_a_rank_that_works_is_left_in_peace():
             sum(range(10_000))
         leader.everywhere(rank_plus, 1)
 
-    ends = survivors(2, lambda: job(lead, timeout_s=2.0))
+    ends = survivors(2, lambda: job(lead, timeout_s=2.0, every_s=0.2))
     assert [status for status, _ in ends.values()] == [0, 0], ends
 
 
