@@ -371,7 +371,7 @@ def test_the_tables_of_replay_follow_from_its_runs():
     assert len(of) == len(found['runs']) == len(found['table']) * len(seeds)
     wanted = []
     changes = dict(fp8=('fp8-', 'bfloat16-'), replay=('-R3-', '-off-'), tis=('-truncate', '-off'))
-    changes |= dict(r2=('-R2-', '-off-'))
+    changes |= dict(r2=('-R2-', '-off-'), vllm=('vllm-', 'wide-'))
     for arm, row in found['table'].items():
         first, last = ([100 * of[arm, s]['evals'][i] for s in seeds] for i in (0, 1))
         wanted += [(row['after'], last), (row['gain'], [b - a for a, b in zip(first, last)])]

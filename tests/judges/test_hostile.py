@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -31,11 +32,11 @@ WORD = '86420.75'
 walled = pytest.mark.skipif(not best_walls()[0], reason='this machine isolates no program')
 
 
-def left():
-    "What outlives a process: shared memory, folders, open files"
+def left(rooms):
+    "What outlives a process: shared memory, folders, open files; `rooms` is where ours would be"
     shm = Path('/proc/sysvipc/shm').read_text().count('\n')
     names = [sorted(os.listdir(d)) for d in ('/dev/shm', '/tmp')]
-    mine = [n for folder in names for n in folder if WORD in n or n.startswith('compassrl-room')]
+    mine = [n for folder in names for n in folder if WORD in n] + os.listdir(rooms)
     return dict(shm=shm, mine=mine, fds=len(os.listdir('/proc/self/fd')))
 
 
@@ -56,7 +57,7 @@ def processes_inside():
 
 @walled
 @chaos.kind('hostile programs')
-def test_hostile_programs(tmp_path, record_property):
+def test_hostile_programs(tmp_path, record_property, monkeypatch):
     "No reward, nothing left, the judge untouched; a neighbour is still judged rightly"
     assert len(HOSTILE) > 80
     (tmp_path / 'answers.txt').write_text('42')
@@ -64,12 +65,14 @@ def test_hostile_programs(tmp_path, record_property):
     server.bind(str(tmp_path / 'port'))
     server.listen()
     server.setblocking(False)
+    (rooms := tmp_path / 'rooms').mkdir()
+    monkeypatch.setattr(tempfile, 'tempdir', str(rooms))
     close_rooms()
     good = 'def double(x): return 2 * x'
     assert code(good, json.dumps(TESTS)).reward == 1
     assert run_python('print(1)').status == 'ok'  # the second room is warm, too
     gc.collect()  # files that earlier tests of this process forgot close now, not in the middle
-    before, inside = left(), processes_inside()
+    before, inside = left(rooms), processes_inside()
     for name, what, program in HOSTILE:
         for mark, value in (
             ('TRAINER', os.getpid()),
@@ -83,7 +86,7 @@ def test_hostile_programs(tmp_path, record_property):
             v = code(program, json.dumps(dict(tests=tests, wall_s=0.6, cpu_s=0.3)))
             assert v.reward == 0 and not v.correct, (name, what, tests, v)
         assert processes_inside() == inside, (name, what)
-        now = left()
+        now = left(rooms)
         fewest = min(before['fds'], now['fds'])  # others may close a file in the middle
         assert now == before | dict(fds=fewest), (name, what)
         before = now

@@ -165,11 +165,11 @@ def test_a_missing_program_and_bad_limits():
                 Limits(**{k: bad})
 
 
-def test_a_killed_caller_leaves_nothing(any_walls):
-    word, before = marker(), set(Path('/tmp').glob('compassrl-room-*'))
+def test_a_killed_caller_leaves_nothing(any_walls, tmp_path):
+    word = marker()
     code = f'from compassrl.judges.isolated import run_program\nrun_program(["sleep", "{word}"], '
     code += f'within={any_walls!r})'
-    env = os.environ | dict(PYTHONPATH=str(ROOT))
+    env = os.environ | dict(PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
     caller = subprocess.Popen([sys.executable, '-c', code], env=env)
     until = time.monotonic() + 30
     while not running(word) and time.monotonic() < until:
@@ -179,9 +179,7 @@ def test_a_killed_caller_leaves_nothing(any_walls):
     caller.wait()
     assert gone(word)
     until = time.monotonic() + 10
-    while (
-        left := set(Path('/tmp').glob('compassrl-room-*')) - before
-    ) and time.monotonic() < until:
+    while (left := list(tmp_path.glob('compassrl-room-*'))) and time.monotonic() < until:
         time.sleep(0.01)
     assert not left
 

@@ -284,13 +284,17 @@ def test_what_a_hanging_verifier_started_ends_with_it(pool):
 
 
 def test_start_never_waits(pool):
-    hanging = moody(*(f'hang {i}' for i in range(5)))
+    hanging, quick = (
+        moody(*[f'{x} {i}' for i in range(n)]) for x, n in (('hang', 5), ('slow', 300))
+    )
     start = time.monotonic()
-    for s in hanging + moody(*[f'slow {i}' for i in range(300)]):
+    for s in hanging + quick:
         pool.start(s)
     # if it did, five verdicts by four workers and more would be in it
     assert time.monotonic() - start < 4 * CFG.wall_s
-    assert {v.status for v in verdicts(pool, hanging)} == {'timeout'} and not pool.jobs
+    assert {v.status for v in verdicts(pool, hanging)} == {'timeout'}
+    pool.settle(quick)
+    assert not pool.jobs
 
 
 def test_an_unknown_verifier_says_the_same(pool, prompts):
@@ -478,7 +482,7 @@ def test_a_verdict_is_bounded_whatever_its_tests_are():
     cfg = RewardConfig(wall_s=1.0, unsafe=True)
     SerialJudge([Prompt('p', 'c', 'x', [65], tests, 'code')], BYTES, EOS, cfg).settle([lone])
     t = lone.timings
-    assert lone.reward == 0 and t['reward_end'] - t['reward_start'] < 15  # not a hundred
+    assert lone.reward == 0 and t['reward_end'] - t['reward_start'] < 60  # not a hundred
 
 
 def test_programs_need_walls_or_a_word(monkeypatch):
@@ -505,7 +509,7 @@ def test_a_killed_worker_leaves_no_folder(tmp_path, monkeypatch):
     pool = RewardPool(prompts, BYTES, EOS, RewardConfig(workers=1, wall_s=60, unsafe=True))
     try:
         pool.start(sample('c', BYTES.encode(program).ids))
-        until(lambda: pool.conn.poll())
+        assert pool.conn.poll(180)  # the broker imports
         pool._send()
         until(lambda: named(word))
         [worker] = [p for p in descendants(pool.broker.pid) if p in children_of(pool.broker.pid)]
@@ -547,13 +551,13 @@ def test_serial_judge_waits_until_asked(prompts):
 def test_genrm_beside_the_rollout(answer):
     """The verdicts of one call for all, in fewer and larger requests than one per sample,
     two at a time"""
-    busy, most, sizes = [], [0], []
+    busy, most, sizes, gate = [], [0], [], threading.Event()
 
     def ask(questions):
         busy.append(1)
         most[0] = max(most[0], len(busy))
         sizes.append(len(questions))
-        time.sleep(0.02)
+        gate.wait(30)
         busy.pop()
         return [
             genrm.Reply('Verdict: ' + ('Better' if q.first < q.second else 'Worse'))
@@ -563,9 +567,11 @@ def test_genrm_beside_the_rollout(answer):
     prompts = [Prompt(f'p{i}', 'g', 'x', [65], answer, 'none') for i in range(3)]
     samples = [sample(f'p{i % 3}', BYTES.encode(f't{i % 17}').ids, i) for i in range(60)]
     judge = GenRMJudge(prompts, BYTES, EOS, ask, batches=2)
-    for s in samples:
+    for n, s in enumerate(samples):
         judge.start(s)
-        time.sleep(0.002)
+        if answer and n < 2:  # both ask; whatever comes next waits, and goes together
+            until(lambda: len(sizes) == n + 1)
+    gate.set()
     judge.settle(samples)
     judge.settle(samples)
     judge.close()
@@ -578,7 +584,7 @@ def test_genrm_beside_the_rollout(answer):
     assert [s.verdict for s in samples] == want and all(
         s.reward == s.verdict.reward for s in samples
     )
-    assert most[0] == (2 if answer else 1) and len(sizes[:-1]) < (40 if answer else 2), sizes
+    assert most[0] == (2 if answer else 1) and len(sizes[:-1]) <= (4 if answer else 1), sizes
 
 
 def test_a_genrm_that_raises_is_heard():

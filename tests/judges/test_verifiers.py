@@ -154,7 +154,8 @@ def loops_and_sleeps(rewards=rewards):
     v = rewards.code('while True: pass', suite(ASSERTS[:1]))
     assert v.status == 'wrong' and 'computed' in v.evidence
     sleeps = json.dumps(dict(tests=ASSERTS[:1], wall_s=0.4))
-    v = rewards.code('import time; time.sleep(60)', sleeps)
+    with patch.dict(rewards.code.__globals__, starved=lambda o: False):  # on a busy machine, too
+        v = rewards.code('import time; time.sleep(60)', sleeps)
     assert v.status == 'wrong' and 'still running' in v.evidence
 
 

@@ -31,7 +31,7 @@ def command(args, cwd):
     main(args)
 
 
-def cli(*args, cwd='.', timeout=120):
+def cli(*args, cwd='.', timeout=600):
     with tempfile.TemporaryDirectory() as folder:
         return forked.run(
             Path(folder) / 'log', command, list(map(str, args)), cwd, env=ENV, timeout=timeout

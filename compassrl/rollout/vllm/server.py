@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -190,13 +191,18 @@ class Server:
 
 
 # %% ../../../nbs/rollout/vllm/07_server.ipynb #9c13513c
+_given = deque(maxlen=256)  # to servers that may still be loading and have not bound it
+
+
 def free_port() -> int:
     "One that no outgoing connection takes while a server is still loading: those are higher"
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as s, suppress(OSError):
             s.bind(('127.0.0.1', port))
-            return port
+            if port not in _given:
+                _given.append(port)
+                return port
 
 
 def server_command(

@@ -958,7 +958,7 @@ def test_in_a_process_of_its_own(tmp_path):
     write_config(CONFIG, tmp_path)
     code = 'import sys; from tests.support import engine_samples as e; e.late_vllm(sys.argv[1])'
     command = [sys.executable, '-c', code, str(tmp_path)]
-    r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert r.returncode == 0 and r.stdout.split()[-2:] == ['all', '2.0'], (
         r.stdout[-500:] + r.stderr[-2000:]
     )
