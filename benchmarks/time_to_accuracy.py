@@ -225,6 +225,7 @@ def same_recipe(cfg, choice):
             final_lr_frac=1.0,
             betas=(0.9, 0.999),
             num_mini_batches=choice['updates'],
+            micro_batch_tokens=16_384,  # its one update: one pass over the batch
         ),
     )
 

@@ -291,5 +291,7 @@ def open_engines(
         train = stack.enter_context(kind.start(cfg, source, watch))
         # the reference chooses its own experts: replay would tie it to a policy that has moved on
         reference = _torch_train(cfg, source, 'off') if cfg.loss.kl_coef else None
+        if reference:
+            reference.policy.requires_grad_(False)
         saver = kind.saver(train, folder / 'checkpoints', cfg.keep_checkpoints)
         yield Engines(rollout, train, reference, saver)

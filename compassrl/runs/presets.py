@@ -59,7 +59,8 @@ def tiny_cpu() -> TrainConfig:
         eval_every=40,
         save_every=40,
         trace_every=80,
-        optim=replace(base.optim, final_lr_frac=0.05),
+        # a step is one micro-batch, so its log-probs and its update share a forward pass
+        optim=replace(base.optim, final_lr_frac=0.05, micro_batch_tokens=8192),
         # no growth, and prompts by their length: see the study of the recipe
         zero_variance=ZeroVarianceConfig('uniform'),
         data=replace(base.data, select_by='length'),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import torch
@@ -112,6 +112,7 @@ def accumulate_grads(
     max_tokens: int,  # padded tokens per forward pass
     temperature: float = 1.0,
     replay: bool = True,
+    known: Tensor | None = None,  # log-probs of a batch that is one micro-batch, with their graph
 ) -> tuple[Metrics, Tensor]:  # 0-dim tensors: the loss and what it reports; [B, T] log-probs it saw
     "The gradient of a mini-batch: its micro-batches divide by the counts of the whole, and add up"
     metrics: dict[str, Any] = {}
@@ -120,7 +121,9 @@ def accumulate_grads(
     policy.zero_grad(set_to_none=True)
     for rows in micro_batches(batch, max_tokens):
         part = select(batch, rows).to(policy.embed.device)
-        log_probs, _ = response_log_probs(policy, part, temperature, replay)
+        log_probs = known
+        if known is None:
+            log_probs, _ = response_log_probs(policy, part, temperature, replay)
         value, extra = loss(log_probs, part, num_tokens, num_samples)
         or_nan(value).backward()
         seen[rows, : log_probs.shape[1]] = log_probs.detach().to(seen)
@@ -162,6 +165,16 @@ def clip_and_step(
 
 
 # %% ../../nbs/train/01_torch_engine.ipynb #451daebd
+def _read(policy, batch):  # what a forward pass reads, and how often that was changed in place
+    tensors = [batch.token_ids, batch.token_mask, batch.response_mask]
+    tensors += [batch.routed_experts, batch.routes_valid, *policy.parameters()]
+    return [(t, t._version) for t in tensors if t is not None]
+
+
+def _same(a, b):
+    return len(a) == len(b) and all(x is y and n == m for (x, n), (y, m) in zip(a, b))
+
+
 class TorchTrain:
     """The embedded train engine (implements `TrainEngine`)
 
@@ -196,25 +209,32 @@ class TorchTrain:
         self.policy, self.config = policy, config
         self.temperature, self.replay = temperature, replay
         self.optimizer, self.num_steps = adamw(policy, config), 0
+        self.kept: tuple[Any, Tensor | None] = (), None  # what was read, and its log-probs
 
     @torch.no_grad()
     def score(self, batch: Batch) -> dict[str, Tensor]:  # fields of the batch
         "Log-probs and entropies of the present weights; unless 'off', what the routers chose"
         c, mode, B, T = self.policy.config, self.replay, *batch.token_ids.shape
+        self.kept = (), None
         whole = {k: torch.zeros_like(batch.rollout_log_probs) for k in ('old_log_probs', 'entropy')}
         if mode != 'off':
             validate_routes(batch, c)
-        for rows in micro_batches(batch, self.config.micro_batch_tokens):
+        parts, values = micro_batches(batch, self.config.micro_batch_tokens), [None]
+        once = len(parts) == self.config.num_mini_batches == 1  # the update needs the same pass
+        for rows in parts:
             part = select(batch, rows).to(self.policy.embed.device)
-            hidden, own = packed_states(self.policy, part, mode == 'R3')
-            values = score_response(self.policy, hidden, part, self.temperature)
-            new = dict(zip(('old_log_probs', 'entropy'), values))
+            with torch.set_grad_enabled(once):
+                hidden, own = packed_states(self.policy, part, mode == 'R3')
+                values = score_response(self.policy, hidden, part, self.temperature)
+            new = dict(zip(('old_log_probs', 'entropy'), (v.detach() for v in values)))
             if mode != 'off':
                 new |= route_records(own, part, c, mode == 'R2')
             for k, v in new.items():
                 if k not in whole:
                     whole[k] = v.new_zeros(B, T, *v.shape[2:]).to(batch.token_ids.device)
                 whole[k][rows, : v.shape[1]] = v.to(whole[k])
+        if once:
+            self.kept = _read(self.policy, replace(batch, **whole)), values[0]
         return whole
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -248,15 +268,16 @@ def update(
         )
     if self.replay != 'off':
         validate_routes(batch, self.policy.config)
+    (read, known), self.kept = self.kept, ((), None)
+    known = known if _same(read, _read(self.policy, batch)) else None
     seen = torch.zeros_like(batch.rollout_log_probs)
     parts = [
         r for r in mini_batches(len(batch), c.num_mini_batches) if batch.response_mask[r].any()
     ]
     for rows in parts:
         mini = select(batch, rows)
-        metrics, log_probs = accumulate_grads(
-            self.policy, mini, loss, c.micro_batch_tokens, self.temperature, self.replay != 'off'
-        )
+        how = self.temperature, self.replay != 'off', known
+        metrics, log_probs = accumulate_grads(self.policy, mini, loss, c.micro_batch_tokens, *how)
         step_lr = c.lr_at(self.num_steps) if lr is None else lr
         metrics |= clip_and_step(self.policy, self.optimizer, step_lr, c.grad_clip)
         self.num_steps += 1

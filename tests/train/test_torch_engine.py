@@ -156,6 +156,95 @@ def test_log_probs_equal_the_loop(b, temperature, replay):
         torch.testing.assert_close(entropy[i][b.response_mask[i]], h, rtol=1e-12, atol=1e-12)
 
 
+class Counted(TorchTrain):
+    "Counts the forward passes of its policy"
+
+    def __init__(self, *args, **kw):
+        super().__init__(*args, **kw)
+        self.passes = 0
+        self.policy.register_forward_hook(self.count)
+
+    def count(self, *args):
+        self.passes += 1
+
+
+def entropy_loss(log_probs, batch, num_tokens, num_samples):
+    "Of the old policy, too: what `score` has found is in it"
+    ratio = (log_probs - batch.old_log_probs).exp() * batch.entropy
+    return (ratio * batch.response_mask).sum() / num_tokens, {}
+
+
+def stepped(change=lambda e, b: b, replay='R3', **optim):
+    "Score, perhaps a change, update -> passes of the update, weights, and what the loss saw"
+    engine = Counted(
+        policy(), OptimConfig(**dict(lr=1e-2, micro_batch_tokens=10**6) | optim), 1.3, replay
+    )
+    scored = replace(BATCH, **engine.score(BATCH))
+    scored = change(engine, scored)
+    before = engine.passes
+    _, seen = engine.update(scored, entropy_loss)
+    return engine.passes - before, list(engine.policy.parameters()), seen['log_probs']
+
+
+def copied(engine, batch):
+    return replace(batch, token_ids=batch.token_ids.clone())
+
+
+@pytest.mark.parametrize('replay', ['off', 'R2', 'R3'])
+def test_one_pass_is_enough_for_a_batch_that_is_one_micro_batch(replay):
+    "The same step to the last bit as that of an engine which computes again"
+    (none, kept, saw), (one, anew, seen) = stepped(replay=replay), stepped(copied, replay)
+    assert (none, one) == (0, 1) and torch.equal(saw, seen)
+    assert all(torch.equal(p, q) for p, q in zip(kept, anew, strict=True))
+
+
+def moved(engine, batch):
+    with torch.no_grad():
+        engine.policy.embed.add_(0.01)
+    return batch
+
+
+def loaded(engine, batch):
+    engine.load_state_dict(TorchTrain(policy(3), engine.config).state_dict())
+    return batch
+
+
+def rerouted(engine, batch):
+    return replace(batch, routed_experts=batch.routed_experts.flip(-1).clone())
+
+
+def updated(engine, batch):
+    engine.update(batch, entropy_loss)
+    return batch
+
+
+@pytest.mark.parametrize('change', [copied, moved, loaded, rerouted, updated])
+def test_a_pass_is_not_used_after_a_change(change):
+    "Weights, tokens or routes: the loss sees what the engine computes now"
+    seen = []
+
+    def noted(engine, batch):
+        batch = change(engine, batch)
+        with torch.no_grad():
+            seen.append(response_log_probs(engine.policy, batch, 1.3)[0])
+        return batch
+
+    passes, _, saw = stepped(noted)
+    assert passes == 1
+    torch.testing.assert_close(saw, seen[0].float())
+
+
+def test_a_pass_is_kept_for_one_update_of_one_micro_batch_alone():
+    sizes = dict(num_mini_batches=2), dict(micro_batch_tokens=20)
+    for optim in sizes:
+        engine = Counted(policy(), OptimConfig(**optim))
+        engine.score(BATCH)
+        assert engine.kept == ((), None), optim
+    frozen = Counted(policy().requires_grad_(False), OptimConfig())
+    frozen.score(BATCH)
+    assert not frozen.kept[1].requires_grad
+
+
 def test_the_future_has_no_influence():
     "Token t's log-prob is the same whatever comes after it, and changes with what came before"
     p, t = policy(), 6
