@@ -14,7 +14,7 @@ contenders:
 - TRL's recipe here: our engines with its loss, advantages and optimiser, all prompts in turn,
   and without penalties, RL-ZVP and router replay: what is left between the two is speed.
 
-They take turns, 160 prompts each. Then our rollout engine draws 8 responses to each held-out
+They take turns, 64 prompts each. Then our rollout engine draws 8 responses to each held-out
 prompt from the weights of each, with the same seeds. No clock counts that. What counts is
 rollout, rewards and updates, from the first step to the first evaluation at the target or above
 it. CPU seconds decide: on a machine of its own a process of one thread has as many as seconds, and
@@ -37,8 +37,10 @@ learning rate that falls to 0 over 3,200 prompts, another day, after 1,600 of th
 over a batch, two threads.
 
 Last line: one JSON object. `ratio` is the CPU seconds of TRL over ours, summed over the seeds
-(goal: 3). Where a contender did not get there in its time, its last evaluation is counted and a
-`>` printed; `"at_least": true` says that of TRL.
+(goal: 3). `by_target` has it for lower targets, too: a target near the rate at which a seed stops
+to improve is reached when the evaluations are lucky, by all contenders. Where a contender did not
+get there in its time, its last evaluation is counted and a `>` printed; `"at_least": true` says
+that of TRL.
 """
 
 import argparse
@@ -84,6 +86,7 @@ TRL_BEST = dict(
     warmup_steps=10,
 )
 UNITS = 'cpu_seconds', 'seconds', 'tokens'
+TARGETS = 0.5, 0.55, 0.6, 0.65  # below the one that is raced for
 
 
 class Start:
@@ -280,6 +283,17 @@ def total(seeds, name, target):
     return needs, all(hit for _, hit in found)
 
 
+def by_target(seeds, target):
+    "CPU seconds to lower targets and to this one: of TRL over those of the others"
+    out = {}
+    for t in [t for t in TARGETS if t < target] + [target]:
+        needs = {name: total(seeds, name, t)[0]['cpu_seconds'] for name in seeds[0]['curves']}
+        out[f'{t:.0%}'] = {k: needs['TRL'] / v for k, v in needs.items() if k != 'TRL'}
+        said = ', '.join(f'{k} {v:.2f}' for k, v in out[f'{t:.0%}'].items())
+        print(f'to {t:.0%}, times as fast as TRL: {said}')
+    return out
+
+
 def summary(seeds, target):
     "One line per seed and contender, one per contender; the numbers of the last ones by name"
     out = {}
@@ -313,7 +327,7 @@ def arguments():
     )
     p.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2, 4, 5, 6])
     p.add_argument('--target', type=float, default=0.7, help='held-out avg@k to reach')
-    p.add_argument('--every', type=int, default=160, help='prompts from one evaluation to the next')
+    p.add_argument('--every', type=int, default=64, help='prompts from one evaluation to the next')
     p.add_argument('--cap', type=float, default=100.0, help='CPU seconds of each contender')
     p.add_argument('--starts', help='folder that keeps cold starts; without it they are made anew')
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
@@ -338,6 +352,7 @@ def main():
     ratios = {k: needs['TRL'][k] / needs['default'][k] for k in UNITS}
     print(f'the default recipe: {ratios["cpu_seconds"]:.2f} times as fast (goal {PROMISED}),')
     print(f'TRL draws {ratios["tokens"]:.2f} times as many response tokens;')
+    found = by_target(seeds, a.target)
     engines = needs['TRL']['cpu_seconds'] / needs["TRL's recipe here"]['cpu_seconds']
     print(f"TRL's recipe on our engines: {engines:.2f} times as fast as in TRL")
     settings = dict(
@@ -354,6 +369,7 @@ def main():
                 seconds_ratio=ratios['seconds'],
                 tokens_ratio=ratios['tokens'],
                 same_recipe_ratio=engines,
+                by_target=found,
                 needs=needs,
                 seeds=seeds,
                 settings=settings,
