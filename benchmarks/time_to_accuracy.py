@@ -38,9 +38,10 @@ over a batch, two threads.
 
 Last line: one JSON object. `ratio` is the CPU seconds of TRL over ours, summed over the seeds
 (goal: 3). `by_target` has it for lower targets, too: a target near the rate at which a seed stops
-to improve is reached when the evaluations are lucky, by all contenders. Where a contender did not
-get there in its time, its last evaluation is counted and a `>` printed; `"at_least": true` says
-that of TRL.
+to improve is reached when the evaluations are lucky, by all contenders. But TRL_BEST was chosen by
+rates after 24 CPU seconds and more: for an early target other settings may suit TRL better. Where
+a contender did not get there in its time, its last evaluation is counted and a `>` printed;
+`"at_least": true` says that of TRL.
 """
 
 import argparse
