@@ -41,7 +41,7 @@ Last line: one JSON object. `ratio` is the CPU seconds of TRL over ours, summed 
 to improve is reached when the evaluations are lucky, by all contenders. But TRL_BEST was chosen by
 rates after 24 CPU seconds and more: for an early target other settings may suit TRL better. Where
 a contender did not get there in its time, its last evaluation is counted and a `>` printed;
-`"at_least": true` says that of TRL.
+`"at_least": true` says that of TRL alone.
 """
 
 import argparse
@@ -285,10 +285,11 @@ def total(seeds, name, target):
 
 
 def by_target(seeds, target):
-    "CPU seconds to lower targets and to this one: of TRL over those of the others"
+    "CPU seconds to lower targets and to this one, of seeds that begin below it: TRL's over others'"
     out = {}
     for t in [t for t in TARGETS if t < target] + [target]:
-        needs = {name: total(seeds, name, t)[0]['cpu_seconds'] for name in seeds[0]['curves']}
+        below = [s for s in seeds if s['before'] < t] or seeds
+        needs = {name: total(below, name, t)[0]['cpu_seconds'] for name in seeds[0]['curves']}
         out[f'{t:.0%}'] = {k: needs['TRL'] / v for k, v in needs.items() if k != 'TRL'}
         said = ', '.join(f'{k} {v:.2f}' for k, v in out[f'{t:.0%}'].items())
         print(f'to {t:.0%}, times as fast as TRL: {said}')
@@ -366,7 +367,7 @@ def main():
                 name='time_to_accuracy',
                 ratio=ratios['cpu_seconds'],
                 units='CPU seconds to the target: of TRL over those of the default recipe',
-                at_least=not needs['TRL']['reached'],
+                at_least=needs['default']['reached'] and not needs['TRL']['reached'],
                 seconds_ratio=ratios['seconds'],
                 tokens_ratio=ratios['tokens'],
                 same_recipe_ratio=engines,

@@ -11,10 +11,10 @@ Rollouts by the real vLLM, in bfloat16, are the arms vllm-... On a CPU it wants 
 are multiples of 32, so these arms have a wider policy with a cold start of its own, and the arms
 wide-... beside them: the same policy, rollouts by the embedded engine in bfloat16.
 
-All runs begin with the weights of one cold start; a seed draws prompts and responses. Every tenth
-step is looked at twice before its updates, with live routers and with the rollout's routes,
-whatever the arm trains with. Held-out rates are those of the trained weights in float32. The
-learning rate is the first that was tried, on seed 100, which is not among those compared.
+All runs of a policy begin with the weights of one cold start; a seed draws prompts and responses.
+Every tenth step is looked at twice before its updates, with live routers and with the rollout's
+routes, whatever the arm trains with. Held-out rates are those of the trained weights in float32.
+The learning rate is the first that was tried, on seed 100, which is not among those compared.
 Last line: one JSON object; `ratio` is the mean gap of FP8 runs without replay over that with R3.
 usage: make study NAME=replay, python benchmarks/studies/replay.py [--quick]
 """

@@ -142,7 +142,11 @@ def adamw(policy: Policy, config: OptimConfig) -> AdamW:
         dict(params=matrices, weight_decay=config.weight_decay),
         dict(params=norms, weight_decay=0.0),
     ]
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.adam_eps, fused=True)
+    optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.adam_eps, fused=True)
+    # a fused step does not count as a change of the weights by itself
+    changed = torch.autograd.graph.increment_version
+    optimizer.register_step_post_hook(lambda *_: changed([*matrices, *norms]))
+    return optimizer
 
 
 def clip_and_step(
@@ -165,14 +169,16 @@ def clip_and_step(
 
 
 # %% ../../nbs/train/01_torch_engine.ipynb #451daebd
-def _read(policy, batch):  # what a forward pass reads, and how often that was changed in place
+def _read(engine, batch):  # what a pass depends on: tensors, and how; their states, and settings
     tensors = [batch.token_ids, batch.token_mask, batch.response_mask]
-    tensors += [batch.routed_experts, batch.routes_valid, *policy.parameters()]
-    return [(t, t._version) for t in tensors if t is not None]
+    tensors += [t for t in (batch.routed_experts, batch.routes_valid) if t is not None]
+    tensors += [*engine.policy.parameters(), *engine.policy.buffers()]
+    states = [(t._version, t.data_ptr(), t.dtype) for t in tensors]
+    return tensors, (states, engine.temperature, engine.replay, engine.config)
 
 
 def _same(a, b):
-    return len(a) == len(b) and all(x is y and n == m for (x, n), (y, m) in zip(a, b))
+    return a[1] == b[1] and all(x is y for x, y in zip(a[0], b[0], strict=True))
 
 
 class TorchTrain:
@@ -209,17 +215,17 @@ class TorchTrain:
         self.policy, self.config = policy, config
         self.temperature, self.replay = temperature, replay
         self.optimizer, self.num_steps = adamw(policy, config), 0
-        self.kept: tuple[Any, Tensor | None] = (), None  # what was read, and its log-probs
+        self.kept: tuple[Any, Tensor] | None = None  # what was read, and its log-probs
 
     @torch.no_grad()
     def score(self, batch: Batch) -> dict[str, Tensor]:  # fields of the batch
         "Log-probs and entropies of the present weights; unless 'off', what the routers chose"
         c, mode, B, T = self.policy.config, self.replay, *batch.token_ids.shape
-        self.kept = (), None
+        self.kept = None
         whole = {k: torch.zeros_like(batch.rollout_log_probs) for k in ('old_log_probs', 'entropy')}
         if mode != 'off':
             validate_routes(batch, c)
-        parts, values = micro_batches(batch, self.config.micro_batch_tokens), [None]
+        parts = micro_batches(batch, self.config.micro_batch_tokens)
         once = len(parts) == self.config.num_mini_batches == 1  # the update needs the same pass
         for rows in parts:
             part = select(batch, rows).to(self.policy.embed.device)
@@ -233,9 +239,12 @@ class TorchTrain:
                 if k not in whole:
                     whole[k] = v.new_zeros(B, T, *v.shape[2:]).to(batch.token_ids.device)
                 whole[k][rows, : v.shape[1]] = v.to(whole[k])
-        if once:
-            self.kept = _read(self.policy, replace(batch, **whole)), values[0]
+        if once and values[0].requires_grad:
+            self.kept = _read(self, replace(batch, **whole)), values[0]
         return whole
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | dict(kept=None)  # a graph cannot be copied
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return hf_weights(self.policy)
@@ -268,8 +277,8 @@ def update(
         )
     if self.replay != 'off':
         validate_routes(batch, self.policy.config)
-    (read, known), self.kept = self.kept, ((), None)
-    known = known if _same(read, _read(self.policy, batch)) else None
+    kept, self.kept = self.kept, None
+    known = kept[1] if kept and _same(kept[0], _read(self, batch)) else None
     seen = torch.zeros_like(batch.rollout_log_probs)
     parts = [
         r for r in mini_batches(len(batch), c.num_mini_batches) if batch.response_mask[r].any()

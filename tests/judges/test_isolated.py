@@ -368,8 +368,9 @@ from compassrl.judges.isolated import run_python
 walls, why = best_walls()
 assert walls, why
 # it waits for its 1,024 children: what ends before the watcher looks has broken no rule
-bomb = 'import os, time\\nfor _ in range(1024): os.fork() or time.sleep(60)\\ntime.sleep(60)'
-o = run_python(bomb)
+bomb = 'import os, time\\nfor _ in range(1024): os.fork() or time.sleep(60)\\n'
+o = run_python(bomb + 'print("all of them", flush=True)\\ntime.sleep(60)')
+assert not o.stdout, o
 # a busy machine may not get a word out of so full a room: it is then closed, too
 assert o.status in ('failed', 'memory', 'timeout', 'lost'), o
 for p in ('open("/x", "w")', 'open("/proc/1/mem", "rb")', 'import os; os.listdir("/var")',

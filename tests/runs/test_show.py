@@ -36,7 +36,9 @@ from tests.support.file_events import Killer
 from compassrl.runs.cli import main
 class Later(Killer):
     def hit(self):  # wandb opens its file in a thread of its own
-        while self.seen >= self.n and not [*Path('run/wandb').glob('offline-run-*/*.wandb')]:
+        for _ in range(30_000 * (self.seen >= self.n)):
+            if [*Path('run/wandb').glob('offline-run-*/*.wandb')]:
+                break
             time.sleep(0.01)
         super().hit()
 Later(int(sys.argv.pop(1)), under='run/checkpoints')

@@ -158,8 +158,9 @@ class Ears:
     def skip(self, seconds: float) -> None:
         "We were stopped for so long, so what we have not heard does not count"
         self.body.skip(seconds)
-        self.pulsed += seconds
-        self.heard = {r: t + seconds for r, t in self.heard.items()}
+        now = time.monotonic()  # what has been heard since then is not moved into the future
+        self.pulsed = min(self.pulsed + seconds, now)
+        self.heard = {r: min(t + seconds, now) for r, t in self.heard.items()}
 
 
 # %% ../../../nbs/train/megatron/15_sentry.ipynb #272120ce
