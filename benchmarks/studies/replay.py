@@ -180,9 +180,10 @@ class Rows(list):
         self.append(metrics)
 
 
-def rollout_of(arm, cfg):
+def rollout_of(cfg):
+    "Of either engine; it records the routes, whatever the arm trains with"
     slots = cfg.rollout.num_slots
-    if arm.startswith('vllm'):
+    if cfg.rollout_engine == 'vllm':
         from compassrl.rollout.vllm.in_process import VllmRollout  # seconds
 
         with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +199,7 @@ def trial(study, arm, seed, weights):
     policy = Policy(cfg.policy, seed)
     policy.load_state_dict(weights)
     engine = Probed(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
-    rollout = rollout_of(arm, cfg)
+    rollout = rollout_of(cfg)
     rollout.load_weights(engine.weights(), 0)
     heldout = prompts_of(MIX, study.num_heldout, seed, 'heldout')
 
@@ -211,8 +212,7 @@ def trial(study, arm, seed, weights):
     evals, rows = [rate()], Rows()
     fit(cfg, prompts_of(MIX, 4096, seed, 'train'), rollout, engine, tok, rows, cfg.policy.eos_ids)
     evals.append(rate())
-    if hasattr(rollout, 'close'):
-        rollout.close()
+    rollout.close()
     blocks = range(0, len(rows), BLOCK)
     series = {
         k: [fmean(m[v] for m in rows[i : i + BLOCK]) for i in blocks] for k, v in KEPT.items()

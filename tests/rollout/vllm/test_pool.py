@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -25,7 +25,7 @@ from compassrl.rollout.episodes import Episodes, Turns
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.partial import PartialResponses
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
-from compassrl.rollout.vllm import conversation, leftovers, revival
+from compassrl.rollout.vllm import conversation, leftovers, revival, server
 from compassrl.rollout.vllm import pool as vllm_pool
 from compassrl.rollout.vllm.client import Client
 from compassrl.rollout.vllm.config import VllmConfig
@@ -242,12 +242,38 @@ def test_turns_of_episodes(pool):
     assert {w[0] for w in where.values()} == {0, 1}
 
 
+def test_a_port_is_given_once(monkeypatch):
+    "A server that is still loading has not bound its own"
+    first, second = server.free_port(), server.free_port()
+    drawn = [first, first, second]
+    monkeypatch.setattr(server, '_given', deque())
+    monkeypatch.setattr(server.random, 'randrange', lambda *_: drawn.pop(0))
+    assert [server.free_port(), server.free_port()] == [first, second]
+
+
+def held(max_tokens, until):
+    "Answers to requests for so many tokens come after all that `until` waits for, on any machine"
+
+    async def call(self, method, path, body=None, *more, call=Client.call, **kw):
+        answer = await call(self, method, path, body, *more, **kw)
+        if body and body.get('sampling_params', {}).get('max_tokens') == max_tokens:
+            start = time.monotonic()
+            while not until():
+                assert time.monotonic() < start + 300, 'nobody gets what has come'
+                await asyncio.sleep(0.01)
+        return answer
+
+    return call
+
+
 def test_yields_as_they_finish(pool):
     "A short response does not wait for a long one that began before it"
-    long, short = requests(1, 120)[0], requests(8, 2)[4:]
+    long, short, came = requests(1, 120)[0], requests(8, 2)[4:], []
     long = replace(long, params=replace(long.params, stop_ids=()))
-    came = [key(s) for s in pool.generate([long, *short])]
-    assert len(came) == 5 and came[0] != key(long), 'of four on two servers, one may be held up'
+    with patch.object(Client, 'call', held(120, lambda: len(came) == 4)):
+        for s in pool.generate([long, *short]):
+            came.append(key(s))
+    assert len(came) == 5 and came[-1] == key(long)
 
 
 def test_order(pool):
@@ -304,16 +330,9 @@ def test_over_provision(pool, group):
         )
         for i in range(8)
     ]
-
-    async def held(self, method, path, body=None, *more, call=Client.call, **kw):
-        answer = await call(self, method, path, body, *more, **kw)
-        if body and body.get('sampling_params', {}).get('max_tokens') == 600:
-            await asyncio.sleep(600)  # whichever server is held up, no long one comes first
-        return answer
-
     before, pool.schedule = pool.schedule, ScheduleConfig('fifo', over_provision=1.0)
     try:
-        with patch.object(Client, 'call', held):
+        with patch.object(Client, 'call', held(600, lambda: False)):
             out = list(pool.generate(rs))  # all 16 begin at once
     finally:
         pool.schedule = before

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams
 from compassrl.rollout.torch_engine import TorchRollout
-from compassrl.train.megatron import alive
+from compassrl.train.megatron import alive, sentry
 from compassrl.train.megatron.checkpoint import (
     finish_save,
     latest_sharded,
@@ -175,6 +176,42 @@ def test_a_job_of_torchrun_whose_first_rank_is_stopped(when, tmp_path):
     finally:
         job.kill()
         job.wait()
+
+
+def test_words_that_came_early_or_are_read_late_count():
+    "Before the ranks have met they wait; a sentry that was held up reads before it judges"
+    link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ears, key = sentry.Ears(os.getpid(), 0, 1.0, 0.1, theirs), bytes(32)
+    link.send(json.dumps(dict(bind='127.0.0.1')).encode())
+    ears.listen(time.monotonic())
+    port = json.loads(link.recv(1000))['port']
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+        peer.bind(('127.0.0.1', 0))
+
+        def says(number, **words):
+            words |= dict(rank=1, number=number)
+            peer.sendto(sentry.seal(key, words), ('127.0.0.1', port))
+
+        says(1)
+        ears.listen(time.monotonic() + 0.05)
+        assert not ears.said
+        met = dict(meet=[['127.0.0.1', port], list(peer.getsockname())], key=key.hex())
+        link.send(json.dumps(met).encode())
+        ears.listen(time.monotonic() - 1)
+        assert ears.said[1]['number'] == 1
+        says(2, failed='the reason')
+        ears.listen(time.monotonic() - 1)
+        assert ears.cause == 'the reason'
+    link.close()
+
+
+def test_a_stop_of_the_sentry_itself_is_no_credit_for_later():
+    _, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ears, now = sentry.Ears(os.getpid(), 0, 1.0, 0.1, theirs), time.monotonic()
+    ears.heard = {1: now - 50.0, 2: now}  # the second was heard after the stop
+    ears.skip(30.0)
+    assert ears.heard[1] == now - 20.0
+    assert now <= ears.heard[2] <= time.monotonic() and ears.pulsed <= time.monotonic()
 
 
 def test_names_of_other_processes_are_any_bytes():
