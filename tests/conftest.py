@@ -1,5 +1,6 @@
 "One thread per process, no network: set before torch is imported"
 
+import gc
 import os
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from tests.support import busy, chaos, progress, selection
 from tests.support.browser import chromium
 
+gc.disable()  # until all is imported: what stays is looked through again and again
 for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS'):
     os.environ.setdefault(name, '1')
 os.environ.update(
@@ -24,6 +26,11 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     busy.stop(config)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,15 +8,19 @@ from multiprocessing.forkserver import ForkServer
 from unittest.mock import patch
 
 IMPORTS = (  # no engine: those have state
+    'tests.support.unswept',
+    'pytest',  # a function of a test file comes with it
     'matplotlib.pyplot',
+    'matplotlib_inline.backend_inline',
     'ipywidgets',
     'nbdev.test',
     'torch._dynamo',
     'transformers',
     'compassrl.runs.cli',
 )
+LAST = 'tests.support.frozen'
 _server = ForkServer()  # of our own: to fork it takes longer than the one that others use
-_server.set_forkserver_preload(list(IMPORTS))
+_server.set_forkserver_preload([*IMPORTS, LAST])
 
 
 def _child(log, env, fn, args):
