@@ -23,6 +23,7 @@ from tests.support import fork_server as forked
 from tests.support.labs import expect_the_logged_losses
 
 SMOKE = ['smoke-cpu', '--steps', '6', '--save-every', '2', '--trace-every', '1']
+SMOKE += ['--cold-start.steps', '20']
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1'}
 
 
