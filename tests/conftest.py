@@ -1,5 +1,6 @@
 "One thread per process, no network: set before torch is imported"
 
+import gc
 import os
 import sys
 
@@ -35,6 +36,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_ignore_collect(collection_path, config):
     return selection.ignore(collection_path, config)
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # imports stay: they are not searched for garbage again and again
 
 
 def pytest_runtest_setup(item):

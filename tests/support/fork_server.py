@@ -16,7 +16,8 @@ IMPORTS = (  # no engine: those have state
     'compassrl.runs.cli',
 )
 _server = ForkServer()  # of our own: to fork it takes longer than the one that others use
-_server.set_forkserver_preload(list(IMPORTS))
+# what lives after the imports is searched for garbage neither meanwhile nor in any child
+_server.set_forkserver_preload(['tests.support.gc_off', *IMPORTS, 'tests.support.gc_frozen'])
 
 
 def _child(log, env, fn, args):

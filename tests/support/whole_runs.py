@@ -46,8 +46,10 @@ BOUND_S = 60  # whatever was struck, all of it has ended after that
 _ranks = ForkServer()
 _ranks.set_forkserver_preload(
     [
+        'tests.support.gc_off',
         *forked.IMPORTS,
         *(f'compassrl.train.megatron.{m}' for m in ('engine', 'leader', 'checkpoint')),
+        'tests.support.gc_frozen',
     ]
 )
 
