@@ -176,9 +176,9 @@ def main():
     p.add_argument('--slots', type=int, default=4, help='requests that one server runs at a time')
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
     a = p.parse_args()
-    num_prompts, group, workers = (4, 2, 1) if a.quick else (16, 4, 4)
+    num_prompts, group, workers = (2, 2, 1) if a.quick else (16, 4, 4)
     if a.quick:
-        a.rounds, LIMIT = 1, 64
+        a.rounds, LIMIT = 1, 16
     torch.set_num_threads(1)
     tokenizer = build_tokenizer()
     policy = PolicyConfig(

@@ -18,9 +18,9 @@ this number is noise.
 
 import argparse
 import json
-import subprocess
-import sys
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
@@ -61,15 +61,13 @@ def measure(version, tokens, a):
     before, start = memory('VmRSS'), time.perf_counter()
     step(tokens)
     seconds = time.perf_counter() - start
-    print(json.dumps(dict(mb=round((memory('VmHWM') - before) / MB, 1), seconds=round(seconds, 2))))
+    return dict(mb=round((memory('VmHWM') - before) / MB, 1), seconds=round(seconds, 2))
 
 
-def run(version, tokens, sizes):
-    command = [sys.executable, __file__, *sizes, '--measure', version, '--tokens', str(tokens)]
-    out = subprocess.run(command, capture_output=True, text=True)
-    if out.returncode:
-        sys.exit(f'{version}, {tokens} tokens: {out.stderr[-500:] or f"exit {out.returncode}"}')
-    got = json.loads(out.stdout.splitlines()[-1])
+def run(version, tokens, a):
+    # forked: this process has the imports and has computed nothing yet
+    with ProcessPoolExecutor(1, multiprocessing.get_context('fork')) as pool:
+        got = pool.submit(measure, version, tokens, a).result()
     print(
         f'{version:8s} {tokens:6,d} tokens: {got["mb"]:8,.1f} MB {got["seconds"]:6.2f} s',
         flush=True,
@@ -87,17 +85,10 @@ def main():
         p.add_argument(f'--{key.replace("_", "-")}', type=int, default=value)
     p.add_argument('--dtype', default='float32', choices=['float32', 'bfloat16'])
     p.add_argument('--quick', action='store_true', help='fewer and narrower hidden states')
-    p.add_argument('--measure', help=argparse.SUPPRESS)
     a = p.parse_args()
-    if a.measure:
-        return measure(a.measure, a.tokens, a)
     if a.quick:
         a.tokens, a.hidden, a.vocab = 256, 16, 20_000
-    keys = ('hidden', 'vocab', 'chunk_tokens', 'threads', 'dtype')
-    sizes = [f'--{k.replace("_", "-")}={getattr(a, k)}' for k in keys]
-    got = {
-        v: {n: run(v, n, sizes) for n in (a.tokens // 2, a.tokens)} for v in ('dense', 'chunked')
-    }
+    got = {v: {n: run(v, n, a) for n in (a.tokens // 2, a.tokens)} for v in ('dense', 'chunked')}
     dense, chunked = (got[v][a.tokens] for v in got)
 
     def slope(v):

@@ -185,9 +185,9 @@ def main():
     )
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
     a = p.parse_args()
-    a.prompts, a.samples = (6, 4) if a.quick else (32, 4)
+    a.prompts, a.samples = (4, 2) if a.quick else (32, 4)
     if a.quick:
-        a.repeats, LIMIT = 1, 64
+        a.repeats, LIMIT = 1, 24
     torch.set_num_threads(1)
     config = PolicyConfig(
         vocab_size=99,

@@ -108,10 +108,14 @@ def lowest(rates):
     return min(float(lr) for lr, rate in rates.items() if rate > max(rates.values()) - 0.01)
 
 
+def few_prompts(arm):
+    return lambda cfg: replace(arm(cfg), prompts_per_step=8)
+
+
 def small(study, compared, folder):
-    "Two arms, two seeds, a few steps: does it run?"
-    arms = {m: study.arms[m] for m in compared}
-    fewer = dict(budget=2000, marks=1, num_heldout=8, cold_steps=9)
+    "Two arms, two seeds, a few small steps: does it run?"
+    arms = {m: few_prompts(study.arms[m]) for m in compared}
+    fewer = dict(budget=600, marks=1, num_heldout=4, cold_steps=4)
     fewer |= dict(seeds=(0, 1), learning_rates=dict.fromkeys(arms, 4e-4))
     return replace(study, runs=Path(folder), arms=arms, **fewer)
 

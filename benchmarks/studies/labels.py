@@ -92,11 +92,12 @@ def config(study, seed, lr):
     more |= dict(rollout=replace(base.rollout, max_tokens=24), loss=LossConfig('grpo'))
     more |= dict(optim=replace(base.optim, lr=lr, warmup_steps=3, final_lr_frac=1.0))
     more |= dict(data=replace(base.data, select_by='turn'))
-    return replace(base, seed=seed, steps=10**6, **more)
+    return replace(base, seed=seed, steps=10**6, **more, **STEP)
 
 
 LR = 1e-3  # of all arms
 MIX = (('browse', 0.0, 1.0),)
+POOL, STEP = 4096, {}  # prompts of a seed; what --quick changes of a step
 
 
 # ---- one trial
@@ -158,7 +159,7 @@ def cold_started(study, folder):
     if not path.exists():
         policy = Policy(cfg.policy, seed)
         optim = replace(cfg.optim, lr=cfg.cold_start.lr, num_mini_batches=1)
-        train = prompts_of(MIX, 4096, seed, 'train')
+        train = prompts_of(MIX, POOL, seed, 'train')
         for _ in cold_start(
             TorchTrain(policy, optim, replay='off'), train, cfg.cold_start, TOK, seed
         ):
@@ -175,7 +176,7 @@ def trial(study, arm, seed, lr, folder):
     engine = TorchTrain(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
     rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
     rollout.load_weights(engine.weights(), 0)
-    train = prompts_of(MIX, 4096, seed, 'train')
+    train = prompts_of(MIX, POOL, seed, 'train')
     curve, ends = Curve(study, cfg, rollout, train), cfg.policy.eos_ids
     judge, began = ArmJudge(train, rewards_of(arm, study, folder), ends), time.perf_counter()
     try:
@@ -279,6 +280,7 @@ def measured(study, arms, folder, quick):
 
 
 def main():
+    global POOL, STEP
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -294,6 +296,7 @@ def main():
             small = dict(seeds=(0, 1), tuning=(100,), rates=(4e-4,), budget=200, cold_steps=4)
             study = replace(study, **small, num_heldout=2, eval_k=1, judges=few)
             arms, folder = ('bt', 'judge'), Path(tmp)
+            POOL, STEP = 64, dict(prompts_per_step=4)
         found = measured(study, arms, str(folder), quick)
     print(json.dumps(found | dict(machine=machine_info())))
 

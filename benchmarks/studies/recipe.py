@@ -150,8 +150,8 @@ def tuned(arms, processes):
 def compare(a):
     if a.quick:
         a.seeds, a.arms, tasks = [0, 1], ['grpo', 'recipe'], ['default']
-        study = replace(STUDY, runs=Path(a.folder), budget=3000, marks=1, num_heldout=8)
-        study = replace(study, cold_steps=9, learning_rates=dict.fromkeys(a.arms, 4e-4))
+        study = replace(STUDY, runs=Path(a.folder), budget=600, marks=1, num_heldout=4)
+        study = replace(study, cold_steps=4, learning_rates=dict.fromkeys(a.arms, 4e-4))
         processes, rates, fast = 0, {}, []
     else:
         processes, tasks = 2, list(TASKS)

@@ -129,6 +129,7 @@ ARMS = dict(
     strict=Arm(verifier='no_call_more'),
     curriculum=Arm(tuple((n,) for n in CALLS)),
 )
+POOL = 4096  # prompts of a trial, solutions of a cold start
 SHOWN = 'noise', 'noise_window'  # in the cold start of the arms below
 SEEN = dict(mix=Arm(view='noise'), state=Arm(view='left'))
 SEEN |= dict(window=Arm(view='noise_window'), window_state=Arm(view='left_window'))
@@ -150,6 +151,7 @@ class Study:
 def config(study, seed):
     base = tool_cpu()
     sft = replace(base.cold_start, steps=study.cold_steps, hasty_frac=study.hasty)
+    sft = replace(sft, num_solutions=POOL)
     layers = tuple(range(base.policy.num_hidden_layers))
     # no experts: three times faster
     more = dict(policy=replace(base.policy, mlp_only_layers=layers))
@@ -246,7 +248,7 @@ def learn(study, cfg, arm, engine, rollout):
     tok, steps, rows = build_tokenizer(), 0, []
     for stage in arm.stages:
         shares = tuple((n, 1 / len(stage)) for n in stage)
-        prompts = questions(arm, shares, 4096, cfg.seed, 'train')
+        prompts = questions(arm, shares, POOL, cfg.seed, 'train')
         end = Budget(study.budget / len(arm.stages))
         try:
             fit(cfg, prompts, rollout, engine, tok, end, cfg.policy.eos_ids, start=steps)
@@ -343,6 +345,7 @@ def made(study, arms, folder):
 
 
 def main():
+    global POOL
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -352,8 +355,9 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as tmp:
         if quick:
-            small = dict(seeds=(0, 1), budget=2000, cold_steps=9, num_heldout=4, eval_k=1)
-            folder = Path(tmp)
+            small = dict(seeds=(0, 1), budget=1, cold_steps=4, num_heldout=2, eval_k=1)
+            small |= dict(room=24)
+            folder, POOL = Path(tmp), 512
         arms = {k: ARMS[k] for k in ('mix', 'one_call')} if quick else ARMS
         found = made(replace(Study(), **small), arms, folder)
         seen = made(replace(Study(), views=SHOWN, **small), SEEN, folder)

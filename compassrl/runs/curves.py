@@ -228,10 +228,11 @@ def plot_curves(
     fig = Figure(figsize=(15, 9.6), facecolor='white')
     space = dict(left=0.04, right=0.985, top=0.92, bottom=0.055, wspace=0.2, hspace=0.2)
     axes = list(fig.subplots(3, 4, gridspec_kw=space).flat)
+    head = dict(fontsize=11, y=1.0)  # where it is anyway: nobody measures the labels for it
     for ax, (name, keys) in zip(axes, _panels.items()):
-        ax.set_title(name, fontsize=11)
+        ax.set_title(name, **head)
         _panel(ax, metrics, keys, name in _may_be_log)
-    axes[-1].set_title('seconds per step', fontsize=11)
+    axes[-1].set_title('seconds per step', **head)
     _times(axes[-1], metrics)
     for ax in axes:
         ax.spines[['top', 'right']].set_visible(False)

@@ -83,7 +83,7 @@ def test_hostile_programs(tmp_path, record_property, monkeypatch):
             program = program.replace(mark, str(value))
         quick = (name, what) in {row[:2] for row in REWARD}
         for tests in (TESTS if quick else TESTS[:1], [PAIR]):
-            v = code(program, json.dumps(dict(tests=tests, wall_s=0.6, cpu_s=0.3)))
+            v = code(program, json.dumps(dict(tests=tests, wall_s=0.6, cpu_s=0.15)))
             assert v.reward == 0 and not v.correct, (name, what, tests, v)
         assert processes_inside() == inside, (name, what)
         now = left(rooms)

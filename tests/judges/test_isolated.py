@@ -273,7 +273,7 @@ time.sleep(60)
 
 def test_limits_count_all_processes(walls):
     loops = 'import os\nfor _ in range(3): os.fork()\nwhile True: pass'
-    o = run_python(loops, limits=Limits(cpu_s=0.5, wall_s=8), within=walls)
+    o = run_python(loops, limits=Limits(cpu_s=0.5, wall_s=4), within=walls)
     assert o.status == 'cpu' and o.cpu_s < 2
     hoard = 'import os, time\nfor _ in range(4): os.fork()\nx = b"x" * 40_000_000\ntime.sleep(60)'
     o = run_python(hoard, limits=Limits(memory_mb=300, wall_s=60), within=walls)

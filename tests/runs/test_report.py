@@ -492,8 +492,7 @@ def test_programs_without_isolation_are_told_of(run):
     for unsafe in (False, True):
         config['rewards'] = dict(unsafe=unsafe)
         (folder / 'config.json').write_text(json.dumps(config))
-        write_report(folder)
-        assert ('isolated no program' in (folder / 'report.md').read_text()) == unsafe
+        assert ('isolated no program' in report_markdown(run_facts(folder))) == unsafe
 
 
 def test_an_evaluation_of_an_earlier_end_does_not_count(run):
@@ -540,8 +539,8 @@ def test_any_metric_may_be_missing_or_odd(key):
     for r, value in zip(rows, (None, float('nan'), float('inf'), 0.0, -1.0)):
         r[key] = value  # the last stays as it is
     plot_curves(rows)
-    plot_curves([{k: v for k, v in r.items() if k != key} for r in rows])
-    plot_curves([r | {key: float('nan')} for r in rows])
+    without = [{k: v for k, v in r.items() if k != key} for r in rows]
+    plot_curves([r | {key: float('nan')} if i % 2 else r for i, r in enumerate(without)])
 
 
 def test_a_strange_run_still_gets_a_report(tmp_path):

@@ -23,6 +23,7 @@ from tests.support import fork_server as forked
 from tests.support.labs import expect_the_logged_losses
 
 SMOKE = ['smoke-cpu', '--steps', '6', '--save-every', '2', '--trace-every', '1']
+SMOKE += ['--cold-start.steps', '20']
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1'}
 
 
@@ -429,5 +430,6 @@ def test_the_screen_drops_prompts_and_a_resume_remembers(tmp_path):
         and len(asked) > 30
         and [m['step'] for m in rows(folder, 'metrics.jsonl')] == [1, 2, 3, 4]
     )
-    r = cli('train', *args[:-1], tmp_path / 'strict', '--prompts-per-step', '60')
+    strict = '--prompts-per-step', '60', '--cold-start.steps', '10'
+    r = cli('train', *args[:-1], tmp_path / 'strict', *strict)
     one_line(r, 'screen_samples=8', 'prompts_per_step=60')

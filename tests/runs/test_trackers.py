@@ -23,7 +23,7 @@ from compassrl.runs.trackers import Trackers, check_trackers
 from tests.support import ROOT
 from tests.support import fork_server as forked
 
-SMOKE = 'train smoke-cpu --steps 4 --eval-every 2'.split()
+SMOKE = 'train smoke-cpu --steps 4 --eval-every 2 --cold-start.steps 8'.split()
 MORE = [  # settings that bring numbers of their own
     '--loss.kl-coef 0.01 --schedule.partial-tokens 8 --zero-variance.sampling uniform',
     '--loss.name grpo --loss.tis off',

@@ -8,7 +8,6 @@ from multiprocessing.forkserver import ForkServer
 from unittest.mock import patch
 
 IMPORTS = (  # no engine: those have state
-    'tests.support.unswept',
     'pytest',  # a function of a test file comes with it
     'matplotlib.pyplot',
     'matplotlib_inline.backend_inline',
@@ -18,9 +17,15 @@ IMPORTS = (  # no engine: those have state
     'transformers',
     'compassrl.runs.cli',
 )
-LAST = 'tests.support.frozen'
+
+
+def preloaded(*more):
+    "What a server imports; all of it stays, so it is not searched for garbage then or in a child"
+    return ['tests.support.gc_off', *IMPORTS, *more, 'tests.support.gc_frozen']
+
+
 _server = ForkServer()  # of our own: to fork it takes longer than the one that others use
-_server.set_forkserver_preload([*IMPORTS, LAST])
+_server.set_forkserver_preload(preloaded())
 
 
 def _child(log, env, fn, args):

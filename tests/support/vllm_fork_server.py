@@ -21,7 +21,7 @@ def _ready():
         from compassrl.rollout.vllm.nursery import server_modules
         from compassrl.rollout.vllm.server import server_env
 
-        _server.set_forkserver_preload([*forked.IMPORTS, *server_modules, forked.LAST])
+        _server.set_forkserver_preload(forked.preloaded(*server_modules))
         _env.update(server_env('cpu'))
         with patch.dict(os.environ, _env, clear=True):
             _server.ensure_running()

@@ -45,10 +45,7 @@ BOUND_S = 60  # whatever was struck, all of it has ended after that
 
 _ranks = ForkServer()
 _ranks.set_forkserver_preload(
-    [
-        *forked.IMPORTS,
-        *(f'compassrl.train.megatron.{m}' for m in ('engine', 'leader', 'checkpoint')),
-    ]
+    forked.preloaded(*(f'compassrl.train.megatron.{m}' for m in ('engine', 'leader', 'checkpoint')))
 )
 
 

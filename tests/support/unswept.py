@@ -1,5 +1,0 @@
-"Imported first, `frozen` last: what imports leave stays, and nobody looks for garbage among it"
-
-import gc
-
-gc.disable()
