@@ -45,6 +45,7 @@ server_modules: tuple[str, ...] = (
     'vllm.v1.engine.core',
     'vllm.v1.engine.utils',
     'vllm.v1.executor.uniproc_executor',
+    'vllm.v1.executor.multiproc_executor',
     'vllm.v1.worker.cpu_worker',
     'vllm.model_executor.models.qwen3_moe',
     'compassrl.rollout.vllm.transfer',
@@ -52,12 +53,13 @@ server_modules: tuple[str, ...] = (
 
 
 def import_vllm() -> None:
-    "All that a server on a CPU imports; its engine is forked, too"
+    "All that a server on a CPU imports; its engine and that one's workers are forked, too"
     for name in server_modules:
         importlib.import_module(name)
-    engine_utils = sys.modules['vllm.v1.engine.utils']
-    engine_utils.get_mp_context = lambda: multiprocessing.get_context('fork')
+    for name in 'vllm.v1.engine.utils', 'vllm.v1.executor.multiproc_executor':
+        sys.modules[name].get_mp_context = lambda: multiprocessing.get_context('fork')
     gc.freeze()
+    gc.unfreeze = lambda: None  # an engine that ends would search all of it for garbage
 
 
 def next_birth(owner: socket.socket) -> list[int]:  # the connection to the guard, the log
