@@ -21,7 +21,9 @@ def _ready():
         from compassrl.rollout.vllm.nursery import server_modules
         from compassrl.rollout.vllm.server import server_env
 
-        _server.set_forkserver_preload([*forked.IMPORTS, *server_modules])
+        # what lives after the imports is searched for garbage neither meanwhile nor later
+        within = 'tests.support.gc_off', *forked.IMPORTS, *server_modules, 'tests.support.gc_frozen'
+        _server.set_forkserver_preload([*within])
         _env.update(server_env('cpu'))
         with patch.dict(os.environ, _env, clear=True):
             _server.ensure_running()
