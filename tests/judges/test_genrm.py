@@ -775,7 +775,7 @@ def test_a_judge_that_loses_replies_is_a_bug():
 
 @pytest.fixture
 def vllm_server(tmp_path):
-    "A tiny generative judge of digits, trained in seconds and served by vLLM on the CPU"
+    "A tiny generative judge of digits up to 4, trained in seconds and served by vLLM on the CPU"
     pytest.importorskip('vllm')
     from compassrl.data.tokenizer import build_tokenizer, encode, save_tokenizer
     from compassrl.model.policy import Policy, PolicyConfig
@@ -794,11 +794,11 @@ def vllm_server(tmp_path):
 
     # vLLM's CPU attention has no head_dim 16
     policy = Policy(PolicyConfig(num_attention_heads=2, head_dim=32))
-    cfg = SFTConfig(steps=120, lr=5e-3)
+    cfg = SFTConfig(steps=140, lr=5e-3, batch_size=25)
     list(
         cold_start(
             TorchTrain(policy, OptimConfig()),
-            [pair(a, b) for a in range(10) for b in range(10)],
+            [pair(a, b) for a in range(5) for b in range(5)],
             cfg,
             tok,
         )
@@ -845,10 +845,10 @@ def test_a_vllm_server_judges_and_dies(vllm_server):
             time.sleep(1)
         else:
             break
-    asked = [Question('', str(a), str(b)) for a in range(10) for b in range(10)]
+    asked = [Question('', str(a), str(b)) for a in range(5) for b in range(5)]
     replies = judge(asked)
     right = [parse_label(r.text) == opinion(q.first, q.second) for q, r in zip(asked, replies)]
-    assert sum(right) > 90 and all(r.num_tokens > 20 for r in replies)
+    assert sum(right) > 22 and all(r.num_tokens > 20 for r in replies)
     server.kill()
     after = judge(asked * 50)
     assert {r.status for r in after} == {'failed'} and 'not asked' in after[-1].detail

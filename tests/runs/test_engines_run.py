@@ -18,7 +18,7 @@ from compassrl.model.pretrained import from_pretrained  # noqa: E402
 from compassrl.train.megatron.checkpoint import latest_sharded  # noqa: E402
 from tests.support.labs import expect_the_logged_losses  # noqa: E402
 
-STEPS = 10
+STEPS = 7
 TORCHRUN = [
     Path(sys.executable).parent / 'torchrun',
     '--nproc-per-node',
@@ -55,6 +55,13 @@ def until(what, p, log, seconds=600):
         assert p.poll() is None, f'the run ended with {p.returncode}:\n{log.read_text()[-4000:]}'
         assert time.monotonic() < deadline, f'nothing for {seconds} s:\n{log.read_text()[-4000:]}'
         time.sleep(0.2)
+
+
+def is_back(folder):
+    "A checkpoint knows of the loss, and the step after it began with all servers"
+    lost = [m['step'] for m in rows(folder) if m['replicas_lost']]
+    kept = latest_sharded(folder / 'checkpoints')
+    return lost and kept and int(kept.name[-6:]) >= lost[0] < len(rows(folder))
 
 
 def servers(p):
@@ -98,7 +105,7 @@ def run(tmp_path_factory):
         '--eval-k',
         4,
         '--trace-every',
-        5,
+        3,
         '--run-dir',
         folder,
     )
@@ -107,7 +114,7 @@ def run(tmp_path_factory):
         until(lambda: rows(folder), p, log)
         first = servers(p)
         first[0].send_signal(signal.SIGKILL)
-        until(lambda: len(rows(folder)) >= 5 and latest_sharded(folder / 'checkpoints'), p, log)
+        until(lambda: is_back(folder), p, log)
         again, everyone = servers(p), family(p)
         for c in (p, *everyone):  # torchrun, ranks, servers: all at once
             try:

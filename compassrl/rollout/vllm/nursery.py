@@ -6,6 +6,7 @@ paid once."""
 # %% ../../../nbs/rollout/vllm/06_nursery.ipynb #0c6366a8
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -45,6 +46,7 @@ server_modules: tuple[str, ...] = (
     'vllm.v1.engine.core',
     'vllm.v1.engine.utils',
     'vllm.v1.executor.uniproc_executor',
+    'vllm.v1.executor.multiproc_executor',
     'vllm.v1.worker.cpu_worker',
     'vllm.model_executor.models.qwen3_moe',
     'compassrl.rollout.vllm.transfer',
@@ -52,12 +54,15 @@ server_modules: tuple[str, ...] = (
 
 
 def import_vllm() -> None:
-    "All that a server on a CPU imports; its engine is forked, too"
+    "All that a server on a CPU imports; its engine and that one's workers are forked, too"
+    gc.disable()  # a fourth of the time goes to a search that finds nothing
     for name in server_modules:
         importlib.import_module(name)
-    engine_utils = sys.modules['vllm.v1.engine.utils']
-    engine_utils.get_mp_context = lambda: multiprocessing.get_context('fork')
+    gc.enable()
+    for name in 'vllm.v1.engine.utils', 'vllm.v1.executor.multiproc_executor':
+        sys.modules[name].get_mp_context = lambda: multiprocessing.get_context('fork')
     gc.freeze()
+    gc.unfreeze = lambda: None  # an engine that ends would search all of it for garbage
 
 
 def next_birth(owner: socket.socket) -> list[int]:  # the connection to the guard, the log
@@ -98,6 +103,9 @@ def become_guard_and_server(link: int, log: int) -> None:
     sys.argv = argv
     sys.modules.pop(argv[0], None)  # it runs as __main__ now
     runpy.run_module(argv[0], run_name='__main__', alter_sys=True)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)  # to take a process with vLLM apart costs half as much as its start
 
 
 def nurse() -> None:

@@ -83,6 +83,8 @@ def server_env(
     if device == 'cpu':
         # threads that wait for a core cost more than they bring
         env.setdefault('OMP_NUM_THREADS', '1')
+        # so does a compiler in every server, for one comparison of what it samples
+        env.setdefault('TORCH_COMPILE_DISABLE', '1')
         env |= dict(VLLM_CPU_OMP_THREADS_BIND='nobind', VLLM_ENABLE_V1_MULTIPROCESSING='0')
     elif gpus:
         env['CUDA_VISIBLE_DEVICES'] = gpus

@@ -4,6 +4,8 @@ elsewhere, and no answer of theirs is believed"""
 import asyncio
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -179,19 +181,27 @@ HANGS = {
 }
 
 
+@pytest.fixture(scope='module')
+def waits(model):
+    "Of each of them the samples that are drawn beside it, and the replicas: all wait at once"
+    with ExitStack() as stack, ThreadPoolExecutor(len(HANGS)) as threads:
+        pools = {}
+        for name, (lies, _) in HANGS.items():
+            bad = Server(CONFIG, lambda path, number, body, lies=lies: lies.get(path))
+            urls = stack.enter_context(serving(Server(CONFIG), bad))
+            pools[name] = pool_of(model, urls, timeout_s=4.0)
+            stack.callback(pools[name].close)
+        jobs = {k: threads.submit(list, p.generate(requests())) for k, p in pools.items()}
+        wait(jobs.values())
+        return {k: (jobs[k], p.replicas.values()) for k, p in pools.items()}
+
+
 @pytest.mark.parametrize('name', HANGS)
-def test_a_server_that_gives_nothing(name, model):
+def test_a_server_that_gives_nothing(name, waits):
     "Within the time that it is given, and not the longer the more it talks"
-    lies, reason = HANGS[name]
-    good = Server(CONFIG)
-    bad = Server(CONFIG, lambda path, number, body: lies.get(path))
-    with serving(good, bad) as urls:
-        pool = pool_of(model, urls, timeout_s=4.0)
-        try:
-            check(list(pool.generate(requests())))
-            honest, false = pool.replicas.values()
-        finally:
-            pool.close()
+    job, (honest, false) = waits[name]
+    reason = HANGS[name][1]
+    check(job.result())
     assert honest.losses == 0 and false.losses > 0
     assert re.search(reason, false.why), false.why
 

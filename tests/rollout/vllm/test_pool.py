@@ -25,12 +25,12 @@ from compassrl.rollout.episodes import Episodes, Turns
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.partial import PartialResponses
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
-from compassrl.rollout.vllm import conversation, leftovers, revival, server
+from compassrl.rollout.vllm import conversation, leftovers, nursery, revival, server
 from compassrl.rollout.vllm import pool as vllm_pool
 from compassrl.rollout.vllm.client import Client
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.conversation import from_body
-from compassrl.rollout.vllm.nursery import Nursery, nursery_for
+from compassrl.rollout.vllm.nursery import Nursery, nursery_for, start_nursery
 from compassrl.rollout.vllm.pool import VllmPool
 from compassrl.rollout.vllm.server import Server, flags, server_env
 from compassrl.rollout.vllm.weight_files import shared_folder
@@ -761,6 +761,13 @@ def soon(what, seconds=60):
     return what()
 
 
+def halted(*args):
+    "A nursery that has not begun, and that needs no vLLM: other tests have one that imports it"
+    made = start_nursery(*args, enter='nurse')
+    made.process.send_signal(signal.SIGSTOP)
+    return made
+
+
 def nurseries(folder):
     "An owner is given one nursery and makes another; it ends beside a server that is stopped"
     servers = [forked(folder / f'log{i}') for i in range(2)]
@@ -775,10 +782,12 @@ def nurseries(folder):
     first.kill()
     first.wait()
     assert not gone_now(pids[1]) and servers[1].alive
-    early = forked(folder / 'log2')
+    with patch.object(nursery, 'start_nursery', halted):
+        early = forked(folder / 'log2')
     assert Nursery.one.process.pid != first.pid and early.alive and not early.pid
     early.kill(5.0)  # before it was born
     assert not early.alive
+    Nursery.one.process.send_signal(signal.SIGCONT)
     failing = forked(folder / 'log3', 'compassrl.rollout.no_such')
     assert failing.ended(300) and 'No module named compassrl.rollout.no_such' in failing.tail(), (
         failing.tail()
