@@ -80,11 +80,12 @@ def meet_ranks(
     parallel: ParallelConfig, device: str
 ) -> Watch:  # the `Watch` over all ranks, from now on
     "The process groups of a layout; an earlier run's are gone"
-    from megatron.core import parallel_state
-
     from compassrl.train.megatron.control import Control
     from compassrl.train.megatron.leader import Watch, cluster_address
     from compassrl.train.megatron.model import init_parallel
+
+    # isort: split
+    from megatron.core import parallel_state
 
     if cluster_address() == '127.0.0.1' and os.path.exists('/sys/class/net/lo'):
         os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')  # nobody else can reach it
