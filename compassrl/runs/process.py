@@ -7,6 +7,7 @@ ranks."""
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 from dataclasses import replace
@@ -96,5 +97,7 @@ def meet_ranks(
             torch.cuda.set_device(0)
         backend = 'cpu:gloo,cuda:nccl' if device == 'cuda' else 'gloo'
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if world()[1] > 1:  # a process that is nothing but a rank
+        gc.freeze()  # each checkpoint collects garbage: not among all that was imported
     init_parallel(parallel)
     return Watch(Control())

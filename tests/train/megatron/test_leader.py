@@ -2,6 +2,7 @@
 and say which one it was"""
 
 import ast
+import gc
 import json
 import os
 import re
@@ -323,6 +324,7 @@ def cold_start(how):
         ):
             watch = factory.prepare(TWO)
         assert watch.pulse.is_alive()
+        assert gc.get_freeze_count(), 'checkpoints collect garbage among all imports'
         if rank:
             os.kill(os.getpid(), how)
         while True:
