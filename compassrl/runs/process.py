@@ -7,6 +7,7 @@ ranks."""
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 from dataclasses import replace
@@ -80,11 +81,12 @@ def meet_ranks(
     parallel: ParallelConfig, device: str
 ) -> Watch:  # the `Watch` over all ranks, from now on
     "The process groups of a layout; an earlier run's are gone"
-    from megatron.core import parallel_state
-
     from compassrl.train.megatron.control import Control
     from compassrl.train.megatron.leader import Watch, cluster_address
     from compassrl.train.megatron.model import init_parallel
+
+    # isort: split
+    from megatron.core import parallel_state
 
     if cluster_address() == '127.0.0.1' and os.path.exists('/sys/class/net/lo'):
         os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')  # nobody else can reach it
@@ -95,5 +97,7 @@ def meet_ranks(
             torch.cuda.set_device(0)
         backend = 'cpu:gloo,cuda:nccl' if device == 'cuda' else 'gloo'
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if world()[1] > 1:  # a process that is nothing but a rank
+        gc.freeze()  # each checkpoint collects garbage: not among all that was imported
     init_parallel(parallel)
     return Watch(Control())

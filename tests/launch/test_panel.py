@@ -10,7 +10,18 @@ from compassrl.algo.losses import policy_losses
 from compassrl.launch.panel import Attached, panel, with_value
 from compassrl.launch.process import status
 from compassrl.runs.presets import presets, smoke_cpu
+from compassrl.runs.run import start_run
+from compassrl.train.sft import SFTConfig
 from tests.launch.test_process import until
+
+
+def quick(folder):
+    "A panel whose run learns little before its first step"
+    few = {'steps': 400, 'eval_every': 0, 'data.num_heldout': 2, 'cold_start.steps': 6}
+    p = panel(list(few), 'smoke-cpu', folder)
+    for key, value in few.items():
+        p.form.fields[key].value = value
+    return p
 
 
 def test_with_value():
@@ -68,15 +79,16 @@ def test_a_setting_with_choices_is_a_list(tmp_path):
     assert {'loss.name', 'data.path', 'init_from'} <= set(panel(folder=tmp_path).form.fields)
 
 
-def test_a_panel_finds_the_run_that_another_has_started(tmp_path):
-    "It follows it, stops it and goes on; the first one is not disturbed when it looks elsewhere"
-    first = panel(preset='smoke-cpu', folder=tmp_path)
-    first.form.fields['steps'].value = 1000
+def test_two_panels_launch_follow_stop_and_resume_a_run(tmp_path):
+    """The buttons, without a browser. A second panel finds the run that the first has started,
+    follows it and stops it; the first is not disturbed, resumes it, stops it and resumes it"""
+    first = quick(tmp_path)
     first.buttons['launch'].click()
+    assert first.buttons['launch'].disabled and not first.buttons['stop'].disabled
     until(lambda: first.run.metrics())
-    name = first.run.run_dir.name
-    p = panel(preset='smoke-cpu', folder=tmp_path)
-    assert p.runs.value == name and p.run.poll() is None
+    folder = first.run.run_dir
+    p = quick(tmp_path)
+    assert p.runs.value == folder.name and p.run.poll() is None
     assert p.buttons['launch'].disabled and not p.buttons['stop'].disabled
     until(lambda: 'step' in p.status.value)
     p.buttons['stop'].click()
@@ -84,20 +96,39 @@ def test_a_panel_finds_the_run_that_another_has_started(tmp_path):
     assert 'stopped: step' in p.status.value and not p.buttons['resume'].disabled
     first.thread.join(300)
     assert first.run.poll() == 130
-    later = panel(preset='smoke-cpu', folder=tmp_path)
+    later = quick(tmp_path)
     assert later.run is None and later.runs.value == ''  # it runs no more
-    later.runs.value = name
+    later.runs.value = folder.name
     later.thread.join(300)
     assert 'stopped: step' in later.status.value and not later.buttons['resume'].disabled
+
+    done = len(first.run.metrics())
+    first.buttons['resume'].click()
+    until(lambda: len(first.run.metrics()) > done)
+    first.buttons['stop'].click()
+    first.thread.join(300)
+    assert first.run.was_stopped() and 'stopped' in first.status.value
+    assert not first.buttons['resume'].disabled
+    end = first.run.metrics()[-1]['step'] + 2
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps(config | dict(steps=end)))
+    first.buttons['resume'].click()
+    first.thread.join(300)
+    assert first.run.run_dir == folder and f'finished: step {end} of {end}' in first.status.value
+    shown = first.report.outputs
+    assert [o['output_type'] for o in shown] == ['display_data'] * 5
+    pictures = [base64.b64decode(o['data']['image/png']) for o in shown if 'image/png' in o['data']]
+    assert len(pictures) == 2 and all(png.startswith(b'\x89PNG') for png in pictures), (
+        'curves and Gantt chart'
+    )
+    assert first.buttons['resume'].disabled and not first.buttons['launch'].disabled
 
 
 def test_a_run_by_its_folder(tmp_path):
     "Finished, stopped or failed, from what stands in it"
-    p = panel(preset='smoke-cpu', folder=tmp_path)
-    p.form.fields['steps'].value = 0
-    p.buttons['launch'].click()
-    p.thread.join(300)
-    folder = p.run.run_dir
+    folder = tmp_path / 'run'
+    cold_start = SFTConfig(steps=2, num_solutions=10)
+    start_run(replace(smoke_cpu(), steps=0, cold_start=cold_start, run_dir=str(folder)))
     run = Attached(folder)
     assert run.poll() == 0 and status(run).startswith('finished') and run.wait(1) == folder
     (folder / 'eval_after.json').unlink()
@@ -107,34 +138,6 @@ def test_a_run_by_its_folder(tmp_path):
         run.wait(1)
     with pytest.raises(ValueError, match='nowhere'):
         Attached(tmp_path / 'nowhere')
-
-
-def test_panel_launches_stops_and_resumes(tmp_path):
-    "The buttons, without a browser"
-    p = panel(preset='smoke-cpu', folder=tmp_path / 'runs')
-    p.form.fields['steps'].value = 400  # it cannot end before
-    p.buttons['launch'].click()
-    assert p.buttons['launch'].disabled and not p.buttons['stop'].disabled
-    until(lambda: p.run.metrics())
-    p.buttons['stop'].click()
-    p.thread.join(300)
-    assert p.run.was_stopped() and 'stopped' in p.status.value and not p.buttons['resume'].disabled
-    first, end = p.run.run_dir, p.run.metrics()[-1]['step'] + 2
-    config = json.loads((first / 'config.json').read_text())
-    (first / 'config.json').write_text(json.dumps(config | dict(steps=end)))
-    p.buttons['resume'].click()
-    p.thread.join(300)
-    assert p.run.run_dir == first and f'finished: step {end} of {end}' in p.status.value
-    assert [o['output_type'] for o in p.report.outputs] == ['display_data'] * 5
-    pictures = [
-        base64.b64decode(o['data']['image/png'])
-        for o in p.report.outputs
-        if 'image/png' in o['data']
-    ]
-    assert len(pictures) == 2 and all(png.startswith(b'\x89PNG') for png in pictures), (
-        'curves and Gantt chart'
-    )
-    assert p.buttons['resume'].disabled and not p.buttons['launch'].disabled
 
 
 def test_panel_says_why_a_run_failed(tmp_path):

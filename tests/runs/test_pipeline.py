@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +24,7 @@ from compassrl.runs.stages import (
     train_config,
     with_setting,
 )
+from tests.support import fork_server
 
 pytestmark = pytest.mark.xdist_group('pipeline')
 
@@ -105,14 +103,15 @@ def test_killed_in_every_stage_it_goes_on_as_if_nothing_had_happened(whole, tmp_
     cold = [f'{stage}/cold_start.jsonl' for stage in ('1-base', '2-long-cot', '3-domain')]
     rl = [f'{stage}/checkpoints/step-000001' for stage in ('5-reasoning-rl', '6-domain-rl')]
     for sign in (*cold, '4-merge', *rl):
-        words = ['-m', 'compassrl', 'pipeline', what]
+        words = ['pipeline', what]
         words += ['--out', str(folder)] if what == str(file) else []
-        run = subprocess.Popen([sys.executable, *words], env={**os.environ, 'OMP_NUM_THREADS': '1'})
-        while run.poll() is None and not (folder / sign).exists():
+        log = tmp_path / 'log'
+        run = fork_server.start(log, main, words, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+        while run.exitcode is None and not (folder / sign).exists():
             time.sleep(0.005)
-        assert run.poll() is None, f'it ended before {sign} was there'
-        run.send_signal(signal.SIGKILL)
-        run.wait()
+        assert run.exitcode is None, f'it ended before {sign} was there: {log.read_text()}'
+        run.kill()
+        run.join()
         assert not (folder / Path(sign).parts[0] / 'evaluation.json').exists()
         what = str(folder)
     main(['pipeline', what])

@@ -6,6 +6,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+import compassrl.train.megatron.cpu  # noqa: F401  before Megatron-Core, which it makes lighter
+
+# isort: split
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import (
     DistributedDataParallel,

@@ -6,6 +6,7 @@ those calls on a machine without a GPU."""
 # %% ../../../nbs/train/megatron/03_cpu.ipynb #fa2bbca8
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -13,13 +14,36 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo  # for `set_stance` and optimisers: once, before ranks are forked
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-with warnings.catch_warnings():
-    warnings.simplefilter('ignore')  # Apex and Transformer Engine are missed aloud
+
+def _as_it_is(fn=None, **settings):  # in the place of `torch.compile`
+    return fn or _as_it_is
+
+
+@contextmanager
+def _lighter():
+    """Without what takes most of the import's time: compilers, which no CPU uses here, and wandb,
+    which only its inference engine does"""
+    # the number of devices, since that leaves CUDA alone: this process may still fork
+    compiles = torch.compile if torch.cuda.device_count() else _as_it_is
+    hides = 'wandb' not in sys.modules
+    with patch.object(torch, 'compile', compiles), warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # Apex and Transformer Engine are missed aloud
+        if hides:
+            sys.modules['wandb'] = None
+        try:
+            yield
+        finally:
+            if hides:
+                del sys.modules['wandb']
+
+
+with _lighter():
     import megatron.core.tensor_parallel.random as mcore_random
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -22,9 +22,14 @@ from compassrl.train.state import CheckpointError, TornCheckpoint
 from tests.support import chaos
 from tests.support.damage import FLIPS, OF_A_FILE, OF_A_FOLDER, SENSELESS, flips, renewed, reseal
 from tests.support.ranks import run_ranks
-from tests.train.megatron.test_checkpoint import batch, begin, equal, push, train, weights
+from tests.train.megatron.test_checkpoint import batch, begin, push, train
 
 TWO = ParallelConfig(ep=2)
+
+
+def held(engine):
+    "What this rank holds of the weights"
+    return [p.detach().clone() for m in engine.chunks for p in m.parameters()]
 
 
 def save_two(root):
@@ -32,7 +37,7 @@ def save_two(root):
     for step in (1, 2):
         train(engine, step)
         save_sharded(engine, root, step).wait()
-        states[step] = weights(engine)
+        states[step] = held(engine)
     return states
 
 
@@ -43,26 +48,30 @@ def saved(tmp_path_factory):
     return root, run_ranks(2, save_two, root)
 
 
-def load_all(roots):
+def load_all(roots, optimizer):
     "On both ranks: which checkpoint each folder gave, and its weights"
     engine, found = begin(TWO, seed=9), []
     for root in roots:
-        path, step, _ = first_usable(root, lambda p: load_sharded(engine, p))
-        found.append((path and path.name, step, weights(engine)))
+        for m in engine.chunks:
+            for p in m.parameters():
+                p.data.zero_()  # what the folder before gave is no answer
+        path, step, _ = first_usable(root, lambda p: load_sharded(engine, p, optimizer))
+        found.append((path and path.name, step, held(engine)))
     return found
 
 
-def expect_the_earlier(damages, saved, tmp_path):
-    "Each in a folder of its own; all are loaded by the same two ranks, one after another"
+def expect_the_earlier(damages, saved, tmp_path, optimizer=True):
+    """Each in a folder of its own; all are loaded by the same two ranks, one after another.
+    Without the moments it takes half the time; every file is verified all the same"""
     root, states = saved
     for name, damage in damages.items():
         shutil.copytree(root, tmp_path / name)
         damage(tmp_path / name / 'step-000002', tmp_path / name / 'step-000001')
-    ranks = run_ranks(2, load_all, [tmp_path / name for name in damages])
-    for found, was in zip(ranks, states):  # rank 0 has all weights, the other one none
+    ranks = run_ranks(2, load_all, [tmp_path / name for name in damages], optimizer)
+    for found, was in zip(ranks, states):
         for name, (used, step, loaded) in zip(damages, found):
             assert (used, step) == ('step-000001', 1), name
-            assert equal(loaded, was[1]), name
+            assert len(loaded) > 10 and all(map(torch.equal, loaded, was[1])), name
 
 
 @chaos.kind('flipped bits, sharded checkpoints')
@@ -90,11 +99,11 @@ def test_damaged_files(name, saved, tmp_path):
     if name == 'metadata.json':  # the same in every checkpoint: nothing is changed by these
         for k in ('swapped', 'link', 'hard_link'):
             del damages[k]
-    expect_the_earlier(damages, saved, tmp_path)
+    expect_the_earlier(damages, saved, tmp_path, optimizer=False)
 
 
 def test_damaged_folders(saved, tmp_path):
-    expect_the_earlier(OF_A_FOLDER, saved, tmp_path)
+    expect_the_earlier(OF_A_FOLDER, saved, tmp_path, optimizer=False)
 
 
 def test_senseless_manifests(saved, tmp_path):
