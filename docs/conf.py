@@ -157,8 +157,8 @@ def marked(builder, page, **options):
         above, found, below = html.partition(link)
         if found:
             before, _, beside = above.rpartition('<ul>')
-            now = ('current reference internal', '#') if name == page else ('reference internal', to)
-            link = f'<li class="toctree-l1 current"><a class="{now[0]}" href="{now[1]}">'
+            own, at = ('current ', '#') if name == page else ('', to)
+            link = f'<li class="toctree-l1 current"><a class="{own}reference internal" href="{at}">'
             html = f'{before}<ul class="current">{beside}{link}{below}'
     return html
 
@@ -170,7 +170,7 @@ def one_list(app, pagename, templatename, context, doctree):
 
 
 def setup(app):
-    gc.set_threshold(200_000, 20, 20)  # most of what is made, nodes of pages, stays
+    gc.set_threshold(2_000_000, 20, 20)  # most of what is made, nodes of pages, stays
     app.add_search_language(English)
     app.connect('html-page-context', one_list, priority=1)
     app.connect('autodoc-process-docstring', docstring)

@@ -18,6 +18,7 @@ import pytest
 from filelock import FileLock
 
 from tests.support import ROOT
+from tests.support.browser import CHROMIUM, FLAGS
 from tests.test_notebooks import notebooks
 
 sys.path.insert(0, str(ROOT / 'tools'))
@@ -338,7 +339,18 @@ def watched(browser, address, fault):
     return page
 
 
-def test_pages_in_a_browser(site, pages, address, browser):
+@pytest.fixture
+def still(browser):
+    """A Chromium for pages that nothing moves: frames cost more than what is seen of them
+
+    Its pictures never `decode()`: the other tests have the usual one."""
+    few = '--in-process-gpu', '--disable-threaded-compositing', '--js-flags=--no-opt --no-maglev'
+    started = browser.browser_type.launch(executable_path=CHROMIUM, args=[*FLAGS, *few])
+    yield started
+    started.close()
+
+
+def test_pages_in_a_browser(site, pages, address, still):
     """Contrast, code that fits, no request to another host and no error, on every page
 
     A frame that pages have in common is looked at once."""
@@ -347,7 +359,7 @@ def test_pages_in_a_browser(site, pages, address, browser):
     def fault(text):
         faults.append(f'{name}: {text}')
 
-    page = watched(browser, address, fault)
+    page = watched(still, address, fault)
     for path in sorted(pages):
         alike.setdefault(pages[path].frame(), []).append(path)
     assert len(alike) > 3, alike

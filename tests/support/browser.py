@@ -12,9 +12,6 @@ MISSING = 'no Chromium is installed (Debian: apt-get install chromium)'
 FLAGS = [
     '--no-sandbox',
     '--disable-gpu',
-    '--in-process-gpu',
-    '--disable-threaded-compositing',  # frames cost more than what is seen of them
-    '--js-flags=--no-opt --no-maglev',  # no script runs for long
     '--no-first-run',
     '--disable-background-networking',
     '--disable-component-update',
