@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fastcore.docments import docments
+from sphinx.environment.adapters.toctree import TocTree
 from sphinx.search.en import SearchEnglish
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,14 +140,37 @@ class English(SearchEnglish):
         self.stem = functools.cache(self.stem)
 
 
+@functools.cache
+def list_of_pages(builder, folder, **options):
+    "The list of pages as a page in this folder sees it that is not in the list"
+    tree = TocTree(builder.env).get_toctree_for(f'{folder}-', builder, collapse=True, **options)
+    return builder.render_partial(tree)['fragment']
+
+
+def marked(builder, page, **options):
+    "A page's list of pages: that of its folder, with its own place marked"
+    folder = page[: page.rfind('/') + 1]
+    html = list_of_pages(builder, folder, **options)
+    for name in TocTree(builder.env).get_toctree_ancestors(page) or [page]:
+        to = builder.get_relative_uri(f'{folder}-', name)
+        link = f'<li class="toctree-l1"><a class="reference internal" href="{to}">'
+        above, found, below = html.partition(link)
+        if found:
+            before, _, beside = above.rpartition('<ul>')
+            own, at = ('current ', '#') if name == page else ('', to)
+            link = f'<li class="toctree-l1 current"><a class="{own}reference internal" href="{at}">'
+            html = f'{before}<ul class="current">{beside}{link}{below}'
+    return html
+
+
 def one_list(app, pagename, templatename, context, doctree):
-    "The theme asks twice for a page's list of pages: is it empty, and what is it"
+    "Sphinx would lay out the list of all pages anew for each page, and the theme asks for it twice"
     if 'toctree' in context:
-        context['toctree'] = functools.cache(context['toctree'])
+        context['toctree'] = functools.partial(marked, app.builder, pagename)
 
 
 def setup(app):
-    gc.set_threshold(200_000, 20, 20)  # most of what is made, nodes of pages, stays
+    gc.set_threshold(2_000_000, 20, 20)  # most of what is made, nodes of pages, stays
     app.add_search_language(English)
     app.connect('html-page-context', one_list, priority=1)
     app.connect('autodoc-process-docstring', docstring)

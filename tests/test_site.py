@@ -18,6 +18,7 @@ import pytest
 from filelock import FileLock
 
 from tests.support import ROOT
+from tests.support.browser import CHROMIUM, FLAGS
 from tests.test_notebooks import notebooks
 
 sys.path.insert(0, str(ROOT / 'tools'))
@@ -89,13 +90,18 @@ def pages(site):
 
 
 def broken(pages):
+    @functools.cache  # the list of pages stands on every page
+    def place(folder, file):
+        to = (folder / file).resolve()
+        return to, to.exists()
+
     for path, page in pages.items():
         for link in page.links:
             if re.match(r'\w+:|//', link):
                 continue
             file, _, anchor = unquote(link).partition('#')
-            to = (path.parent / file.partition('?')[0]).resolve() if file else path
-            if not to.exists():
+            to, there = place(path.parent, file.partition('?')[0]) if file else (path, True)
+            if not there:
                 yield f'{path.name}: {link}: no such page'
             elif to in pages and anchor not in pages[to].targets:
                 yield f'{path.name}: {link}: no such anchor'
@@ -260,8 +266,12 @@ LOOK = f"""selector => {{
         .map(e => Math.max(...e.innerText.split('\\n').map(line => line.length)))
     return {{ ...seen, cut }}
 }}"""
-# wider than the screen: a page that must be pushed sideways itself
-WIDE = '() => document.documentElement.scrollWidth - document.documentElement.clientWidth'
+# wider than the screen: a page that must be pushed sideways itself, with all that can be unfolded
+WIDE = """() => {
+    const page = document.documentElement
+    page.querySelectorAll('details').forEach(d => (d.open = true))
+    return page.scrollWidth - page.clientWidth
+}"""
 # every box holds what its script has made
 ALIVE = """async patience => {
     const boxes = [...document.querySelectorAll('.lab[data-lab]')], begun = performance.now()
@@ -275,30 +285,42 @@ ASK = """src => new Promise(done => {
     const image = new Image()
     Object.assign(image, { onload: () => done('came'), onerror: () => done('did not come'), src })
 })"""
-STILL = '* { animation: none !important; transition: none !important }'
+STILL = """{
+    const still = new CSSStyleSheet()
+    still.replaceSync('* { animation: none !important; transition: none !important }')
+    document.adoptedStyleSheets = [still]
+}"""
+SCREEN, PHONE = 1280, 360  # px; little is painted
+WIDTHS = {px: dict(width=px, height=100) for px in (SCREEN, PHONE)}
 
 
 def look(page, name, part='body'):
     "Faults of a page, or of a part of it, in both themes on a screen and in width on a phone, too"
-    for width in (1280, 360):
-        page.set_viewport_size(dict(width=width, height=100))  # little is painted
-        if width == 1280:
+    now = page.viewport_size['width']
+    for width in (now, SCREEN + PHONE - now):
+        if width != now:
+            page.set_viewport_size(WIDTHS[width])
+        if width == SCREEN:
             seen = page.evaluate(LOOK, part)
             for theme in 'light', 'dark':
                 assert seen[theme]['texts'] > (10 if part == 'body' else 3), name
                 yield from (f'{name}: {theme}: {said}' for said in seen[theme]['faint'])
             if cut := [n for n in seen['cut'] if n <= 100]:
-                yield f'{name}: code of {cut} columns is cut at 1280 px'
+                yield f'{name}: code of {cut} columns is cut at {SCREEN} px'
         if (more := page.evaluate(WIDE)) > 0:
             yield f'{name}: {more} px wider than a screen of {width}'
 
 
-def opened(page, address, name, patience_ms=30_000):
-    "Loads a page, and waits until its labs and its Plays are alive; says it where they are not"
-    page.goto('about:blank')  # nothing is laid out anew when the screen changes
-    page.set_viewport_size(dict(width=1280, height=100))
+def opened(page, address, name, own=True, patience_ms=30_000):
+    """Loads a page, and waits until its labs and its Plays are alive; says it where they are not
+
+    A page with a script of its `own` begins as wide as a screen; the others, which have no more
+    than styles for a width, begin as the page before has ended.
+    """
+    if own and page.viewport_size != WIDTHS[SCREEN]:
+        page.goto('about:blank')  # nothing is laid out anew when the screen changes
+        page.set_viewport_size(WIDTHS[SCREEN])
     page.goto(address + name, wait_until='load')
-    page.add_style_tag(content=STILL)
     return [] if page.evaluate(ALIVE, patience_ms) else [f'{name}: a lab or a Play is not alive']
 
 
@@ -308,14 +330,27 @@ def watched(browser, address, fault):
     Outside requests go to a proxy that is not there. A route that aborts them would do so, too, but
     with routes Chromium has no cache: every page would fetch the scripts of the site anew.
     """
-    page = browser.new_page(proxy=dict(server='http://127.0.0.1:1', bypass='<-loopback>,127.0.0.1'))
+    proxy = dict(server='http://127.0.0.1:1', bypass='<-loopback>,127.0.0.1')
+    page = browser.new_page(proxy=proxy, viewport=WIDTHS[SCREEN])
+    page.add_init_script(STILL)
     page.on('console', lambda m: m.type == 'error' and fault(m.text))
     page.on('pageerror', lambda e: fault(str(e)))
     page.on('request', lambda r: r.url.startswith((address, 'data:')) or fault(r.url))
     return page
 
 
-def test_pages_in_a_browser(site, pages, address, browser):
+@pytest.fixture
+def still(browser):
+    """A Chromium for pages that nothing moves: frames cost more than what is seen of them
+
+    Its pictures never `decode()`: the other tests have the usual one."""
+    few = '--in-process-gpu', '--disable-threaded-compositing', '--js-flags=--no-opt --no-maglev'
+    started = browser.browser_type.launch(executable_path=CHROMIUM, args=[*FLAGS, *few])
+    yield started
+    started.close()
+
+
+def test_pages_in_a_browser(site, pages, address, still):
     """Contrast, code that fits, no request to another host and no error, on every page
 
     A frame that pages have in common is looked at once."""
@@ -324,14 +359,14 @@ def test_pages_in_a_browser(site, pages, address, browser):
     def fault(text):
         faults.append(f'{name}: {text}')
 
-    page = watched(browser, address, fault)
+    page = watched(still, address, fault)
     for path in sorted(pages):
         alike.setdefault(pages[path].frame(), []).append(path)
     assert len(alike) > 3, alike
     for paths in alike.values():
         for i, path in enumerate(paths):
             name = path.relative_to(site).as_posix()
-            faults += opened(page, address, name)
+            faults += opened(page, address, name, pages[path].own)
             faults += look(page, name, 'main' if i else 'body')
     assert faults == [], json.dumps(faults, indent=1)
 
@@ -372,9 +407,12 @@ def test_faults_would_be_seen(tmp_path, browser):
     (tmp_path / 'a.html').write_text(
         f'<body style="width:3000px">{faint}{code.format("x" * 90)}{"<p>more</p>" * 10}'
     )
-    page = browser.new_page()
+    page = watched(browser, 'file:', pytest.fail)
     opened(page, f'file://{tmp_path}/', 'a.html')
     faults = list(look(page, 'a.html'))
+    page.set_viewport_size(WIDTHS[PHONE])
+    assert opened(page, f'file://{tmp_path}/', 'a.html', own=False) == []
+    assert page.viewport_size == WIDTHS[PHONE] and sorted(look(page, 'a.html')) == sorted(faults)
     said = ('light: 1.2', 'dark: 1.2', 'code of [90]', 'px wider than a screen of 1280')
     assert [sum(s in f for f in faults) for s in said] == [1, 1, 1, 1]
 

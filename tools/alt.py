@@ -28,7 +28,8 @@ def directives(source):
 def helpers(*codes):
     "Functions of a notebook that draw and are handed the `title`: name -> its place"
     found = {}
-    for node in (n for tree in filter(None, map(parsed, codes)) for n in ast.walk(tree)):
+    trees = (parsed(code) for code in codes if 'title' in code)
+    for node in (n for tree in filter(None, trees) for n in ast.walk(tree)):
         names = [a.arg for a in node.args.args] if isinstance(node, ast.FunctionDef) else []
         if 'title' in names:
             found[node.name] = names.index('title')
@@ -63,7 +64,7 @@ def written(call, names, places):
 
 def calls_of(code, places=()):
     "Titles, x and y of each call of some code, in order"
-    tree = parsed(code)
+    tree = parsed(code) if any(word in code for word in ('title', 'label', *places)) else None
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)] if tree else []
     names = bindings(tree) if calls else {}
     for call in sorted(calls, key=lambda c: (c.lineno, c.col_offset)):

@@ -173,11 +173,17 @@ def anchors(source, here, names):
     return [f'<a id="{n}"></a>' for n in dict.fromkeys(defined(source)) if n in own]
 
 
+def pictured(cell):
+    "Whether a cell's outputs may hold a picture"
+    kinds = {kind for o in cell.get('outputs', ()) for kind in o.get('data', {})}
+    return any(kind == 'text/html' or kind.startswith('image/') for kind in kinds)
+
+
 def prepare(nb, here, folder, names, pages):
     "A notebook as myst-nb shows it: directives become tags, exported names become link targets"
     nb.metadata.pop('widgets', None)
     cells = []
-    shows = {i: alt(nb.cells, i) for i, c in enumerate(nb.cells) if c.cell_type == 'code'}
+    shows = [alt(nb.cells, i) if pictured(c) else '' for i, c in enumerate(nb.cells)]
     for i, c in enumerate(nb.cells):
         if c.cell_type == 'markdown':
             c.source = link_text(c.source, here, folder, names, pages)
