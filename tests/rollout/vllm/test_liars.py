@@ -168,15 +168,15 @@ async def wavers(server, request, body):
 
 HANGS = {
     'hangs': ({GENERATE: liar.hangs, PROGRESS: liar.hangs}, '.'),
-    'drips': ({GENERATE: liar.drips}, 'gave nothing for 4 s'),
+    'drips': ({GENERATE: liar.drips}, 'gave nothing for 10 s'),
     'drips everywhere': ({GENERATE: liar.drips, PROGRESS: liar.drips}, '.'),
-    'says that it runs': ({GENERATE: liar.hangs}, 'gave nothing for 4 s'),
+    'says that it runs': ({GENERATE: liar.hangs}, 'gave nothing for 10 s'),
     'is paused': (
         {GENERATE: liar.hangs, PROGRESS: says(b'{"paused": true, "tokens": 3}')},
         'it is paused',
     ),
     'claims what cannot be': ({GENERATE: liar.hangs, PROGRESS: claims}, 'runs .* tokens, of at'),
-    'wavers': ({GENERATE: liar.hangs, PROGRESS: wavers}, 'gave nothing for 4 s'),
+    'wavers': ({GENERATE: liar.hangs, PROGRESS: wavers}, 'gave nothing for 10 s'),
     'progress is garbage': ({GENERATE: liar.hangs, PROGRESS: says(b'<a>')}, 'it answered'),
 }
 
@@ -189,7 +189,7 @@ def waits(model):
         for name, (lies, _) in HANGS.items():
             bad = Server(CONFIG, lambda path, number, body, lies=lies: lies.get(path))
             urls = stack.enter_context(serving(Server(CONFIG), bad))
-            pools[name] = pool_of(model, urls, timeout_s=4.0)
+            pools[name] = pool_of(model, urls, timeout_s=10.0)
             stack.callback(pools[name].close)
         jobs = {k: threads.submit(list, p.generate(requests())) for k, p in pools.items()}
         wait(jobs.values())
