@@ -417,6 +417,16 @@ def test_faults_would_be_seen(tmp_path, browser):
     assert [sum(s in f for f in faults) for s in said] == [1, 1, 1, 1]
 
 
+def test_the_search_finds_a_word(address, browser):
+    "Its index is fetched by its own page alone"
+    page = watched(browser, address, pytest.fail)
+    page.goto(f'{address}search.html?q=advantage')
+    page.wait_for_function('document.querySelectorAll("ul.search > li").length > 3', timeout=60_000)
+    found = page.locator('ul.search > li').all_inner_texts()
+    assert any('dvantage' in text.splitlines()[0] for text in found), found
+    page.close()
+
+
 def test_code_can_be_copied(address, browser):
     "The button stands in every block of code, and gives the code alone"
     page = browser.new_page()
