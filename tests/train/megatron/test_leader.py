@@ -289,7 +289,7 @@ def test_a_rank_that_goes_round_in_circles_is_named():
             leader.update(b, slow_loss)
         leader.update(b, endless_loss)
 
-    ends = survivors(2, lambda: job(lead, timeout_s=3.0, every_s=0.2))
+    ends = survivors(2, lambda: job(lead, timeout_s=5.0, every_s=0.2))
     assert all(status not in (None, 0) for status, _ in ends.values()), ends
     assert re.search(r'rank \d hangs: it computes for .* endless_loss', ends[0][1] + ends[1][1])
 
