@@ -118,6 +118,13 @@ def test_the_site_has_every_notebook_under_its_folder_and_name(site):
     assert [str(p) for p in pages if not (site / p).exists()] == []
 
 
+def test_a_page_is_marked_in_the_list_of_pages(site):
+    here = r'<li class="toctree-l1 current"><a class="current reference internal" href="#">([^<]+)'
+    for name, title in (('algo/espo', 'ESPO'), ('rollout/vllm/pool', 'A pool of vLLM servers')):
+        found = re.findall(here, (site / f'{name}.html').read_text())
+        assert len(found) == 1 and found[0].endswith(title), (name, found)
+
+
 def test_every_page_has_its_icon_and_its_card(site, pages):
     for path, page in pages.items():
         assert page.head['icon'].endswith('_static/favicon.svg'), path

@@ -137,8 +137,6 @@ class VllmRollout(RolloutEngine):
             VllmRollout.owns_groups = not torch.distributed.is_initialized()
         self.live.add(self)
         args = EngineArgs(**args, weight_transfer_config=WeightTransferConfig(backend=backend))
-        if self.device == 'cpu':  # no memory of a GPU waits there to be freed
-            gc.freeze()  # until an engine closes: vLLM searches the rest for garbage, three times
         with kept_globals():
             self.engine = LLMEngine.from_engine_args(args)
         self.engine.collective_rpc('init_weight_transfer_engine', kwargs=dict(init_info={}))
@@ -181,7 +179,7 @@ class VllmRollout(RolloutEngine):
 
         self.engine.model_executor.shutdown()
         self.live.discard(self)
-        gc.unfreeze()  # what lived when it started had been frozen
+        gc.unfreeze()  # vLLM had frozen what lived when it started
         if not self.live and self.owns_groups:
             cleanup_dist_env_and_memory()
 
