@@ -34,7 +34,7 @@ from tests.train.megatron.test_engine import (
 )
 
 OPTIM, LOSS, STEPS = (
-    OptimConfig(lr=2e-4, weight_decay=0.1, micro_batch_tokens=150),
+    OptimConfig(lr=2e-4, weight_decay=0.1, adam_eps=1e-4, micro_batch_tokens=150),
     PolicyLoss(LossConfig()),
     3,
 )
@@ -275,6 +275,6 @@ def test_what_vllm_routed_is_what_every_layout_replays(batches, layout):
         n, partial(job, **kw), ParallelConfig(**how), plain(batches['vllm']), timeout_s=600
     )[0]
     # perturbed routers make logits large: seven digits
-    equal(got, one_process(plain(batches['vllm']), **kw), rtol=1e-5, least=1e-4)
+    equal(got, one_process(plain(batches['vllm']), **kw), rtol=1e-5)
     routers = [v for k, v in got[1].items() if k.endswith('mlp.gate.weight')]
     assert len(routers) == 3 and all(v.abs().max() > 1e-4 for v in routers)

@@ -44,8 +44,13 @@ POLICY = PolicyConfig(
     mlp_only_layers=(1,),
     max_position_embeddings=64,
 )
-OPTIM = OptimConfig(
-    lr=1e-3, weight_decay=0.1, num_mini_batches=2, micro_batch_tokens=60, grad_clip=0.5
+OPTIM = OptimConfig(  # `adam_eps`: where a gradient is a rounding, the step is small, too
+    lr=1e-3,
+    weight_decay=0.1,
+    adam_eps=1e-4,
+    num_mini_batches=2,
+    micro_batch_tokens=60,
+    grad_clip=0.5,
 )
 LOSS = PolicyLoss(LossConfig())
 ONE, DP, TP_EP, PP = (1, {}), (2, {}), (2, dict(tp=2, ep=2, etp=1)), (2, dict(pp=2))
@@ -165,10 +170,9 @@ def worst(a, b):
     return max((a[k] - b[k]).abs().max().item() for k in b)
 
 
-def equal(got, want, rtol=0, least=0.0):
+def equal(got, want, rtol=0):
     """Log-probs, entropies and gradients to 1e-5 (and `rtol` of the first two), metrics too,
-    weights after Adam to 1e-4, where the gradient has `least` of the largest: a step of Adam is
-    long for the smallest, too, and its way may be that of a rounding"""
+    weights after Adam to 1e-4"""
     (b, grads, metrics, weights), (wb, wgrads, wmetrics, wweights) = got, want
     for k in ('old_log_probs', 'entropy', 'log_probs', 'routes_agree'):
         if getattr(wb, k) is None:
@@ -183,11 +187,8 @@ def equal(got, want, rtol=0, least=0.0):
         assert m.keys() == w.keys()
         for k in w:
             assert m[k] == pytest.approx(w[k], rel=1e-4, abs=1e-5), k
-    clear = {k: wgrads[k].abs() >= least * scale for k in wweights}
-    assert sum(c.sum().item() for c in clear.values()) > 1000
     assert list(weights) == list(wweights)
-    far = {k: (weights[k] - w).abs().where(clear[k], 0).max().item() for k, w in wweights.items()}
-    assert max(far.values()) < 1e-4, far
+    assert worst(weights, wweights) < 1e-4, worst(weights, wweights)
     return b
 
 
