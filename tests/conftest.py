@@ -29,8 +29,7 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_finish():
-    gc.freeze()
-    gc.enable()
+    import tests.support.gc_frozen  # noqa: F401
 
 
 @pytest.hookimpl(optionalhook=True)

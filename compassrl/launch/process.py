@@ -39,7 +39,7 @@ _patient = dict(PYTHONUNBUFFERED='1', TORCH_ELASTIC_SHUTDOWN_TIMEOUT='600')
 
 
 def _command(args, num_ranks):
-    run = [sys.executable, '-c', 'from compassrl.runs.cli import main; main()', *map(str, args)]
+    run = [sys.executable, '-m', 'compassrl', *map(str, args)]
     if num_ranks == 1:
         return run
     torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--max-restarts=0']

@@ -41,7 +41,7 @@ def cli(*args, cwd='.', timeout=600):
 
 def start(*args):
     return subprocess.Popen(
-        [sys.executable, '-c', 'from compassrl.runs.cli import main; main()', *map(str, args)],
+        [sys.executable, '-m', 'compassrl', *map(str, args)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

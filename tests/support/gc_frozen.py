@@ -3,4 +3,5 @@
 import gc
 
 gc.freeze()
+gc.set_threshold(50_000, 20, 20)  # the rest seldom: a test leaves little, and its process ends
 gc.enable()

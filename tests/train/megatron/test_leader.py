@@ -153,6 +153,7 @@ def survivors(n, fn, timeout_s=300):
         for r in range(n):
             pids.append(os.fork())
             if not pids[-1]:
+                gc.freeze()  # a checkpoint collects garbage: not among what was imported
                 code, sys.stdout = 1, open(folder / f'{r}', 'w', buffering=1)
                 sys.stderr = sys.stdout
                 os.dup2(sys.stdout.fileno(), 2)  # its sentry is another process
