@@ -118,11 +118,13 @@ def import_all_but_engines():
 
 
 def late_vllm(folder):
-    "Two engines, one after the other is closed; then one beside a process group of somebody else"
+    """Two engines, one after the other is closed; then one beside a process group of somebody else.
+    None compiles"""
     import_all_but_engines()
     from compassrl.rollout.vllm.in_process import VllmRollout
 
     assert 'vllm' not in sys.modules and 'megatron' not in sys.modules
+    from torch._dynamo.utils import counters
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
 
     def engine():
@@ -145,6 +147,7 @@ def late_vllm(folder):
     c = engine()
     assert responses(c) == first
     c.close()
+    assert not counters['frames'], 'a CPU waits for no compiler'
     x = torch.ones(2)
     dist.all_reduce(x)
     dist.destroy_process_group()

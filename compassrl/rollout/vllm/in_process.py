@@ -13,7 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 # %% auto #0
-__all__ = ['set_environment', 'sampling_params', 'kept_globals', 'VllmRollout']
+__all__ = ['set_environment', 'sampling_params', 'kept_globals', 'without_compiler', 'VllmRollout']
 
 
 # %% ../../../nbs/rollout/vllm/10_in_process.ipynb #23e15898
@@ -78,6 +78,11 @@ def kept_globals() -> Iterator[None]:
     torch.set_num_threads = threads
     random.setstate(states[0])
     np.random.set_state(states[1])
+
+
+def without_compiler(device: str) -> AbstractContextManager[None]:
+    "Within it, on a CPU, what was given to `torch.compile` runs as it is written"
+    return torch.compiler.set_stance('force_eager') if device == 'cpu' else nullcontext()
 
 
 # %% ../../../nbs/rollout/vllm/10_in_process.ipynb #59e19d29
@@ -137,7 +142,7 @@ class VllmRollout(RolloutEngine):
             VllmRollout.owns_groups = not torch.distributed.is_initialized()
         self.live.add(self)
         args = EngineArgs(**args, weight_transfer_config=WeightTransferConfig(backend=backend))
-        with kept_globals():
+        with kept_globals(), without_compiler(self.device):
             self.engine = LLMEngine.from_engine_args(args)
         self.engine.collective_rpc('init_weight_transfer_engine', kwargs=dict(init_info={}))
 
@@ -204,7 +209,9 @@ def generate(
                 self.submit(r)
             if not self.running:
                 break
-            yield from [self.harvest(o) for o in self.engine.step() if o.finished]
+            with without_compiler(self.device):
+                outputs = self.engine.step()
+            yield from [self.harvest(o) for o in outputs if o.finished]
     finally:
         self.engine.abort_request(list(self.running))
         self.running.clear()
