@@ -121,6 +121,7 @@ def late_vllm(folder):
     """Two engines, one after the other is closed; then one beside a process group of somebody else.
     None compiles"""
     import_all_but_engines()
+    import tests.support.gc_frozen  # noqa: F401
     from compassrl.rollout.vllm.in_process import VllmRollout
 
     assert 'vllm' not in sys.modules and 'megatron' not in sys.modules
