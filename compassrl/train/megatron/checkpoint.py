@@ -18,7 +18,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -40,14 +39,15 @@ from .passes import inner_optimizers
 from compassrl.train.megatron.shards import (
     FORM,
     ShardHashes,
-    WriterResults,
     everyones,
     keep_garbage_in_forks,
+    one_writer,
     safe_reads,
     together,
     usable,
     verify_sharded,
     verify_shares,
+    why_not_written,
 )
 from ..state import CheckpointError, TornCheckpoint
 
@@ -159,7 +159,7 @@ class Save:
         self.body = dict(format=FORM[0], version=FORM[1], step=step, num_steps=engine.num_steps)
         self.body |= dict(layout=engine.layout(), policy=_plain(engine.policy))
         how = dict(async_sharded_save=True, content_metadata=_metadata)
-        with patch.object(filesystem_async, '_get_write_results_queue', WriterResults):
+        with one_writer():
             writer = TorchDistSaveShardedStrategy('torch_dist', 1, thread_count=1)
             request = dist_checkpointing.save(_sharded(engine), str(self.tmp), writer, **how)
         keep_garbage_in_forks()
@@ -192,9 +192,9 @@ class Save:
             try:
                 self.queue.maybe_finalize_async_calls(blocking=blocking)
             except CheckpointException as e:
-                why = ' '.join(str(e).split())
                 raise CheckpointError(
-                    f'{self.path} was not written: {why}: free space or use another folder'
+                    f'{self.path} was not written: {why_not_written(e)}: '
+                    'free space and memory, or use another folder'
                 ) from e
             if self.queue.get_num_unfinalized_calls():
                 return False

@@ -26,6 +26,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -42,6 +43,9 @@ __all__ = [
     'ShardHashes',
     'keep_garbage_in_forks',
     'WriterResults',
+    'write_buckets',
+    'why_not_written',
+    'one_writer',
     'everyones',
     'together',
     'attempt',
@@ -73,10 +77,8 @@ class ShardHashes:
         self.rank: int = os.getpid()
 
     def during(self, write: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        "Calls Megatron-Core's writer, in the process that writes; no part of it outlives the rank"
+        "Calls Megatron-Core's writer, in the process that writes, which does not outlive the rank"
         end_with(self.rank)
-        writer = os.getpid()  # it forks another one, and waits for that
-        os.register_at_fork(after_in_child=lambda: end_with(writer))
         with patch.object(filesystem_async, 'open', self.open, create=True):
             write(*args, **kwargs)
 
@@ -102,7 +104,9 @@ def keep_garbage_in_forks() -> None:
     os.register_at_fork(after_in_child=gc.freeze)
 
 
-class WriterResults:  # of the writer, for this process
+class WriterResults:
+    "What the writer leaves for its rank: entries of files, or why there are none"
+
     def __init__(self) -> None:
         self.file: IO[bytes] = tempfile.TemporaryFile()  # both have it open
 
@@ -114,8 +118,39 @@ class WriterResults:  # of the writer, for this process
         self.file.seek(0)
         try:
             return pickle.load(self.file)
-        except EOFError:
-            raise queue.Empty from None
+        except EOFError:  # it has ended without a word
+            return RuntimeError('the process that writes was killed')
+
+
+def write_buckets(
+    transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: WriterResults
+) -> None:
+    """As `write_preloaded_data_multiproc` upstream, but in this process, which does nothing else.
+    Upstream forks one more for each bucket and waits for ever if it is killed"""
+    found, count = queue.SimpleQueue(), queue.Queue()
+    for i, bucket in enumerate(buckets):
+        count.put(i)
+        write = FileSystemWriterAsync.write_preloaded_data
+        write(transforms, i, bucket, found, count, use_fsync=True, use_msc=use_msc)
+    parts = dict(found.get() for _ in buckets)
+    results.put(next((x for x in parts.values() if isinstance(x, Exception)), parts))
+
+
+def why_not_written(e: CheckpointException) -> str:
+    "What the ranks have said, on rank 0; upstream leaves nothing for the others"
+    said = (f'rank {rank}: {failure[0]}' for rank, failure in e.failures.items())
+    return '; '.join(said) or 'rank 0 says why'
+
+
+@contextmanager
+def one_writer() -> Iterator[None]:
+    "While a save is begun: one process of each rank is going to write it"
+    own, name = staticmethod(write_buckets), 'write_preloaded_data_multiproc'
+    with (
+        patch.object(filesystem_async, '_get_write_results_queue', WriterResults),
+        patch.object(FileSystemWriterAsync, name, own),
+    ):
+        yield
 
 
 # %% ../../../nbs/train/megatron/17_shards.ipynb #27131f9d

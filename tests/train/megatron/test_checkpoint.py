@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -271,6 +272,27 @@ def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path):
     assert sorted(p.name for p in tmp_path.glob('[.s]*')) == ['step-000002', 'step-000004']
 
 
+def writer_killed(parallel, root):
+    hold_writer(root / 'gate')
+    saving = save_sharded(begin(parallel), root, 1)
+    while len(noted := list(root.glob('writer-*'))) < 2:
+        time.sleep(0.01)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        own = {p.pid for p in psutil.Process().children(recursive=True)}
+        numbers = [int(p.name.removeprefix('writer-')) for p in noted]
+        os.kill(next(n for n in numbers if n in own), signal.SIGKILL)
+        (root / 'gate').touch()
+    why = '.*was killed.*memory' * (dist.get_rank() == 0)  # who says it
+    with pytest.raises(CheckpointError, match='step-000001 was not written' + why):
+        saving.wait()
+
+
+def test_a_writer_that_is_killed_is_told_on_every_rank(tmp_path):
+    run_ranks(2, writer_killed, ParallelConfig(tp=2), tmp_path, timeout_s=60)
+    assert latest_sharded(tmp_path) is None
+
+
 def crash_before_the_rename(root):
     saving = save_sharded(begin(ParallelConfig()), root, 1)
     with (
@@ -298,7 +320,7 @@ def no_space(parallel, root):
     if dist.get_rank() == 1:
         FileSystemWriterAsync.write_preloaded_data = staticmethod(full)
     saving = save_sharded(begin(parallel), root, 1)
-    with pytest.raises(CheckpointError, match='step-000001 was not written.*free space'):
+    with pytest.raises(CheckpointError, match='step-000001 was not written: rank .*free space'):
         saving.wait()
 
 
