@@ -68,17 +68,19 @@ def _cuda(d):
 # literal 'cuda' devices, and types compared by name (optimizer/distrib_optimizer.py)
 class _OnCpu(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return 'torch.cuda.' + func(*args).removeprefix('torch.').removeprefix('cuda.')
+        if func is torch.Tensor.to:
+            args = [torch.device('cpu') if _cuda(a) else a for a in args]
+        if not kwargs:  # nearly always
+            return func(*args)
+        kwargs = dict(kwargs)
         if _cuda(kwargs.get('device')):
             kwargs['device'] = 'cpu'
         if kwargs.get('pin_memory'):
             kwargs['pin_memory'] = False
-        if func is torch.Tensor.to:
-            args = [torch.device('cpu') if _cuda(a) else a for a in args]
         return func(*args, **kwargs)
 
 

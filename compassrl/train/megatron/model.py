@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from ...model.policy import PolicyConfig
 from .cpu import local_block, megatron_calls
 from .layout import ParallelConfig, check_parallel, padded_vocab
+from .ranks import wait_for_a_core
 
 # %% auto #0
 __all__ = ['init_parallel', 'has_te', 'transformer_config', 'build_model']
@@ -47,8 +48,10 @@ def init_parallel(
         alone = os.environ.get('LOCAL_WORLD_SIZE') == os.environ.get('WORLD_SIZE')
         if gpu:
             torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
-        elif alone:  # one machine: ask no name server
-            os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
+        else:
+            wait_for_a_core()
+            if alone:  # one machine: ask no name server
+                os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
         dist.init_process_group('cpu:gloo,cuda:nccl' if gpu else 'gloo', timeout=timeout)
     p = parallel
     with megatron_calls():

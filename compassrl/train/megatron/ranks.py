@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 # %% auto #0
-__all__ = ['RankError', 'run_ranks']
+__all__ = ['RankError', 'wait_for_a_core', 'run_ranks']
 
 # %% ../../../nbs/train/megatron/02_ranks.ipynb #498e163d
 _T = TypeVar('_T')
@@ -30,6 +31,14 @@ _T = TypeVar('_T')
 
 class RankError(RuntimeError):
     "A rank that failed, died or did not come to an end; the message names it"
+
+
+def wait_for_a_core() -> None:
+    """A thread of this process that wakes up takes no core from one that runs: a thread of gloo
+    spins while another one, which it may have put off, holds its lock"""
+    with suppress(AttributeError, OSError):  # macOS has no such class, a sandbox may refuse it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _child(rank, n, folder, timeout_s, fn, args):  # never returns
@@ -42,6 +51,7 @@ def _child(rank, n, folder, timeout_s, fn, args):  # never returns
             os.dup2(fd, out)
         # a kernel's own streams stay with it
         sys.stdout = sys.stderr = open(fd, 'w', buffering=1, closefd=False)
+        wait_for_a_core()
         torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
         store = dist.FileStore(str(folder / 'store'), n)
         dist.init_process_group(
