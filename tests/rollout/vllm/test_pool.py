@@ -319,7 +319,7 @@ def test_sixteen_tokens_are_sixteen(pool):
 @pytest.mark.parametrize('group', [2, 8], ids=['each group on one server', 'one group on both'])
 def test_over_provision(pool, group):
     "Groups are whole, under their own indices; what was not needed is aborted, and short ones win"
-    long, short = SamplingParams(600, 0.8), SamplingParams(2, 0.8)
+    long, short = SamplingParams(150, 0.8), SamplingParams(2, 0.8)
     rs = [
         Request(
             f'p{i // group}',
@@ -332,7 +332,7 @@ def test_over_provision(pool, group):
     ]
     before, pool.schedule = pool.schedule, ScheduleConfig('fifo', over_provision=1.0)
     try:
-        with patch.object(Client, 'call', held(600, lambda: False)):
+        with patch.object(Client, 'call', held(150, lambda: False)):
             out = list(pool.generate(rs))  # all 16 begin at once
     finally:
         pool.schedule = before
@@ -342,7 +342,7 @@ def test_over_provision(pool, group):
     assert Counter(s.replica for s in pool.spans) == {'replica 0': 8, 'replica 1': 8}, (
         'each span where it ran'
     )
-    assert sorted(len(s.response_ids) for s in pool.generate(rs)) == [2] * 4 + [600] * 4
+    assert sorted(len(s.response_ids) for s in pool.generate(rs)) == [2] * 4 + [150] * 4
 
 
 def test_fp8_weights_without_kernels(pool, reference):
