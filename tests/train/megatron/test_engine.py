@@ -44,6 +44,7 @@ POLICY = PolicyConfig(
     mlp_only_layers=(1,),
     max_position_embeddings=64,
 )
+SHORT = replace(POLICY, num_hidden_layers=2)  # a mixture and a dense layer
 OPTIM = OptimConfig(  # `adam_eps`: where a gradient is a rounding, the step is small, too
     lr=1e-3,
     weight_decay=0.1,
@@ -90,7 +91,7 @@ def sampled(config=POLICY, num=13, policy=None):
     return b
 
 
-BATCH = sampled()
+BATCH, SHORT_BATCH = sampled(), sampled(SHORT)
 
 
 def fresh(b):
@@ -235,7 +236,7 @@ def espo(b):
     ids=['espo', 'cispo', 'gspo'],
 )
 def test_losses(loss):
-    agrees(TP_EP, BATCH, make_loss=loss)
+    agrees(TP_EP, SHORT_BATCH, make_loss=loss, config=SHORT)
 
 
 @pytest.mark.parametrize(
@@ -250,12 +251,14 @@ def test_recomputation_replays_what_was_used(layout, recompute):
 def test_odd_numbers_of_rows(rows):
     "Ranks without a row keep in step"
     for layout in (DP, (4, dict(ep=2)))[: 2 if len(rows) == 1 else 1]:
-        agrees(layout, select(BATCH, rows), optim=replace(OPTIM, num_mini_batches=3))
+        optim = replace(OPTIM, num_mini_batches=3)
+        agrees(layout, select(SHORT_BATCH, rows), optim=optim, config=SHORT)
 
 
 @pytest.mark.parametrize('tokens', [1, 10**6])
 def test_the_size_of_micro_batches_changes_nothing(tokens):
-    agrees(PP, select(BATCH, range(6)), optim=replace(OPTIM, micro_batch_tokens=tokens))
+    optim = replace(OPTIM, micro_batch_tokens=tokens)
+    agrees(PP, select(SHORT_BATCH, range(6)), optim=optim, config=SHORT)
 
 
 def holes(b):
@@ -548,7 +551,7 @@ def mean_loss(log_probs, batch, num_tokens, num_samples):
 def skipped(parallel, batch):
     "Of each update: its metrics, and does this rank hold the weights that it began with?"
     optim = replace(OPTIM, num_mini_batches=1, micro_batch_tokens=1)  # each row is a part
-    e = MegatronTrain(POLICY, policy_weights(lively(POLICY)), optim, parallel, replay='off')
+    e = MegatronTrain(SHORT, policy_weights(lively(SHORT)), optim, parallel, replay='off')
     leads, found = dist.get_rank() == 0, []
     before = [p.detach().clone() for m in e.chunks for p in m.parameters()]
     for loss, lr in ((nan_loss, None), (constant_loss, None), (LOSS, None), (mean_loss, 1e30)):
@@ -562,7 +565,7 @@ def skipped(parallel, batch):
 def test_all_ranks_skip_what_is_not_finite_and_say_what_it_did_to_the_weights(layout):
     """A gradient that is not finite; a loss that is not, in one row of one rank; a good step; one
     that blows up the weights of all"""
-    batch = select(BATCH, range(5))
+    batch = select(SHORT_BATCH, range(5))
     ids = batch.token_ids.clone()
     ids[:, 0], ids[4, 0] = 3, 7
     batch = replace(batch, token_ids=ids, old_log_probs=batch.rollout_log_probs)
