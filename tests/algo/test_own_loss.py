@@ -13,8 +13,8 @@ import torch
 from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig, PolicyLoss, policy_loss, policy_losses
 from compassrl.records import Batch
-from compassrl.runs.cli import parse_train
-from tests.support import ROOT
+from compassrl.runs.cli import main, parse_train
+from tests.support import ROOT, fork_server
 
 LOSS = """
 from compassrl import policy_loss
@@ -43,6 +43,11 @@ def python(*args):
     "A process of its own"
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
     return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True)
+
+
+def main_there(folder, words):
+    os.chdir(folder)
+    main(words)
 
 
 def batch():
@@ -81,18 +86,22 @@ def test_what_is_no_loss_is_refused_in_one_line(folder, name, said):
 
 
 def test_a_fresh_process_trains_with_it_and_does_not_go_on_with_another(folder):
-    "Nothing was imported before; the run is resumed by another process, once the file has changed"
+    "Nothing was imported before; the run is resumed by other processes, once the file has changed"
     r = python('-m', 'compassrl', *SMOKE, '--loss.name', 'loss.py:mine')
     assert r.returncode == 0, r.stderr
     rows = [json.loads(line) for line in Path('run/metrics.jsonl').read_text().splitlines()]
     assert [m['mine_sum'] for m in rows] == [1, 1]
-    more = '-m', 'compassrl', 'resume', 'run', '--steps', '3'
+
+    def resumed():  # in a process that has not seen the file
+        words = ['resume', 'run', '--steps', '3']
+        return fork_server.run(folder / 'log', main_there, folder, words, timeout=300)
+
     Path('loss.py').write_text(LOSS.format(factor=2))
-    r = python(*more)
+    r = resumed()
     assert r.returncode == 1 and r.stderr.startswith('compassrl: run/config.json: the SHA-256 of')
     assert len(r.stderr.splitlines()) == 1 and 'loss.py' in r.stderr
     Path('loss.py').write_text(LOSS.format(factor=1))
-    r = python(*more)
+    r = resumed()
     assert r.returncode == 0 and len(Path('run/metrics.jsonl').read_text().splitlines()) == 3
 
 

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.runs.presets import one_gpu, smoke_cpu
 from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.sft import SFTConfig
+from tests.support import fork_server as forked
 
 SMOKE = replace(
     smoke_cpu(), steps=6, save_every=0, cold_start=SFTConfig(steps=45, lr=5e-3, num_solutions=60)
@@ -87,11 +87,18 @@ def test_report_is_shown_whole(whole):
 
 
 def test_stop_and_resume(whole, tmp_path):
-    "Stopped after its first steps, resumed by another process: as the run that was left alone"
+    """Stopped after its first steps, resumed by another process: as the run that was left alone.
+    A second process that wants the same folder is refused while the first is there"""
     run = launch(replace(SMOKE, steps=400), tmp_path / 'stopped')  # it cannot end before
     until(lambda: run.metrics())
-    run.stop()
-    run.stop()  # a second click changes nothing: the first has not been answered yet
+    run.process.send_signal(signal.SIGSTOP)  # no steps meanwhile
+    try:
+        with pytest.raises(RuntimeError, match='in use by another process'):
+            resume(run.run_dir).wait(300)
+        run.stop()
+        run.stop()  # a second click changes nothing: the first has not been answered yet
+    finally:
+        run.process.send_signal(signal.SIGCONT)
     run.wait(300)
     assert run.was_stopped() and re.match(r'stopped: step \d+ of 400', status(run)), run.log_tail()
     assert 'compassrl resume' in run.log_tail()
@@ -106,9 +113,7 @@ def test_stop_and_resume(whole, tmp_path):
     assert weights(run.run_dir) == weights(alone.run_dir)
     rewards = [[m['reward_mean'] for m in r.metrics()] for r in (again, alone)]
     assert rewards[0] == rewards[1]
-    more = resume(run.run_dir, '--steps', end + 1)
-    more.wait(300)
-    assert more.metrics()[-1]['step'] == read_run_config(run.run_dir).steps == end + 1
+    assert again.metrics()[-1]['step'] == read_run_config(run.run_dir).steps == end
 
 
 def test_stop_at_once(tmp_path):
@@ -138,40 +143,27 @@ def test_a_killed_run_is_a_failure(tmp_path):
         run.wait(300)
 
 
-def test_one_process_per_run(whole, tmp_path):
-    "A second process that wants the same folder is refused while the first is at work"
-    run = launch(LONG, tmp_path / 'busy')
-    try:
-        until(lambda: run.metrics())
-        second = resume(run.run_dir)
-        with pytest.raises(RuntimeError, match='in use by another process'):
-            second.wait(300)
-    finally:
-        run.stop()
-        run.wait(300)
+def test_a_folder_that_holds_a_run_is_refused(whole):
     with pytest.raises(ValueError, match='is not empty'):
         launch(SMOKE, whole[0].run_dir)
 
 
+def notebook(folder):
+    os.setsid()
+    cold_start = SFTConfig(steps=2, num_solutions=10)
+    launch(replace(smoke_cpu(), steps=1, eval_every=0, cold_start=cold_start), folder)
+    print('started', flush=True)
+    time.sleep(300)
+
+
 def test_it_outlives_its_notebook(tmp_path):
     "The notebook's process group is killed, as when a kernel restarts; the run goes on to its end"
-    code = f"""import sys, time
-from dataclasses import replace
-from compassrl.launch.process import launch
-from compassrl.train.sft import SFTConfig
-from compassrl.runs.presets import smoke_cpu
-cold_start = SFTConfig(steps=2, num_solutions=10)
-cfg = replace(smoke_cpu(), steps=1, eval_every=0, cold_start=cold_start)
-launch(cfg, {str(tmp_path / 'orphan')!r})
-print('started', flush=True)
-time.sleep(60)"""
-    notebook = subprocess.Popen(
-        [sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert notebook.stdout.readline() == 'started\n'
-    os.killpg(notebook.pid, signal.SIGKILL)
-    notebook.wait()
-    notebook.stdout.close()
+    log = tmp_path / 'log'
+    kernel = forked.start(log, notebook, tmp_path / 'orphan')
+    until(lambda: log.exists() and 'started' in log.read_text() or kernel.exitcode is not None)
+    assert kernel.exitcode is None, log.with_suffix('.err').read_text()
+    os.killpg(kernel.pid, signal.SIGKILL)
+    kernel.join()
     until(lambda: (tmp_path / 'orphan' / 'report.json').exists(), 120)
 
 

@@ -18,7 +18,12 @@ from compassrl.model.pretrained import from_pretrained  # noqa: E402
 from compassrl.train.megatron.checkpoint import latest_sharded  # noqa: E402
 from tests.support.labs import expect_the_logged_losses  # noqa: E402
 
-STEPS = 7
+STEPS, LENGTH = 7, 24
+# learned within a few steps, by a policy that knows next to nothing: no long cold start
+REWARD = f"""
+def digits(text, answer):
+    return sum(c.isdigit() for c in text) / {LENGTH}
+"""
 TORCHRUN = [
     Path(sys.executable).parent / 'torchrun',
     '--nproc-per-node',
@@ -89,7 +94,8 @@ def family(p):
 def run(tmp_path_factory):
     "One server killed, then everything; resumed to its end. The folder, and what was seen"
     home = tmp_path_factory.mktemp('engines')
-    folder, log = home / 'run', home / 'log.txt'
+    folder, log, reward = home / 'run', home / 'log.txt', home / 'reward.py'
+    reward.write_text(REWARD)
     p = start(
         log,
         'train',
@@ -98,8 +104,16 @@ def run(tmp_path_factory):
         STEPS,
         '--save-every',
         2,
+        '--cold-start.steps',
+        60,
+        '--cold-start.num-solutions',
+        512,
+        '--rewards.function',
+        f'{reward}:low',
+        '--rollout.max-tokens',
+        24,
         '--optim.lr',
-        '2e-4',
+        '1e-3',
         '--optim.warmup-steps',
         2,
         '--eval-k',
@@ -149,10 +163,12 @@ def test_every_step_is_there_once(run):
 
 
 def test_it_learned(run):
+    "From less than 0.4 to 0.64 and more, with four seeds"
     before, after = (
-        json.loads((run['folder'] / f'eval_{w}.json').read_text()) for w in ('before', 'after')
+        json.loads((run['folder'] / f'eval_{w}.json').read_text())['reward_mean']
+        for w in ('before', 'after')
     )
-    assert after['avg'] > before['avg'] + after['avg_stderr'], (before['avg'], after['avg'])
+    assert after > before + 0.1, (before, after)
 
 
 def test_the_engines_agree(run):

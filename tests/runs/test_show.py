@@ -8,15 +8,19 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from compassrl.runs.cli import main
 from tests.runs.test_trackers import history_of, records_of
 from tests.support import ROOT, families
+from tests.support import fork_server as forked
 from tests.support import vllm_fork_server as nursed
+from tests.support.file_events import Killer
 
 STEPS, SETS = 6, ('easy', 'hard')
 TRAIN = f"""train smoke-cpu --init-from model --data.path train.jsonl --data.apply-chat-template
@@ -29,11 +33,8 @@ def near(text, answer):
     digits = ''.join(c for c in text if c in '0123456789')
     return 1 / (1 + abs(len(digits) - len(answer))) if digits else 0.0
 """
-KILLED = """
-import sys, time
-from pathlib import Path
-from tests.support.file_events import Killer
-from compassrl.runs.cli import main
+
+
 class Later(Killer):
     def hit(self):  # wandb opens its file in a thread of its own
         for _ in range(30_000 * (self.seen >= self.n)):
@@ -41,9 +42,13 @@ class Later(Killer):
                 break
             time.sleep(0.01)
         super().hit()
-Later(int(sys.argv.pop(1)), under='run/checkpoints')
-main()
-"""
+
+
+def killed_train(home, at):
+    "The run, until this operation on its checkpoints"
+    os.chdir(home)
+    Later(at, under='run/checkpoints')
+    main(TRAIN)
 
 
 def write(path, numbers):
@@ -55,11 +60,15 @@ def write(path, numbers):
     path.write_text('\n'.join(json.dumps(row(i)) for i in numbers))
 
 
-def python(*args, cwd):
+def environment():
     env = os.environ | dict(WANDB_MODE='offline', PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
     env.pop('WANDB_SERVICE', None)  # that of an earlier test in this process
-    run = [sys.executable, *map(str, args)]
-    return subprocess.run(run, cwd=cwd, env=env, capture_output=True, text=True)
+    return env
+
+
+def compassrl(*words, cwd):
+    run = [sys.executable, '-m', 'compassrl', *words]
+    return subprocess.run(run, cwd=cwd, env=environment(), capture_output=True, text=True)
 
 
 def steps(run):
@@ -76,12 +85,12 @@ def home(tmp_path_factory):
         write(home / f'{name}.jsonl', numbers)
     (home / 'reward.py').write_text(REWARD)
 
-    killed = python('-c', KILLED, 16, *TRAIN, cwd=home)
+    killed = forked.run(home / 'log', killed_train, home, 16, env=environment(), timeout=600)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert 1 <= len(steps(home / 'run')) < STEPS, 'not in the middle: choose another operation'
     (home / 'reward.py').unlink()  # the run has its own copy
 
-    resumed = python('-m', 'compassrl', 'resume', 'run', cwd=home)
+    resumed = compassrl('resume', 'run', cwd=home)
     assert resumed.returncode == 0 and 'resuming run after step' in resumed.stdout, resumed.stderr
     assert resumed.stdout.splitlines()[-1] == 'run'
     return home
