@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import copytree, rmtree
@@ -362,7 +363,8 @@ def test_two_ranks_by_script(tmp_path):
 
 
 def test_a_server_of_a_script(tmp_path):
-    "`python -m compassrl.launch.scripts` becomes a vLLM server that takes weights"
+    """`python -m compassrl.launch.scripts` becomes a vLLM server that takes weights; killed, it
+    leaves nothing that holds its port"""
     cfg = replace(
         TWO, rollout_engine='pool', policy=PolicyConfig(head_dim=32, max_position_embeddings=128)
     )
@@ -423,6 +425,10 @@ def test_a_server_of_a_script(tmp_path):
         assert not [text for text in public if SECRET['COMPASSRL_SECRET'] in text]
         listens = psutil.Process(server.pid).net_connections('inet')
         assert {c.laddr.ip for c in listens if c.status == 'LISTEN'} == {'127.0.0.1'}
+        engines = psutil.Process(server.pid).children(recursive=True)
+        server.kill()
+        assert engines and not psutil.wait_procs(engines, 60)[1], 'an engine outlives its server'
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
         server.wait(60)

@@ -30,9 +30,11 @@ __all__ = [
     'server_modules',
     'import_vllm',
     'next_birth',
+    'run_server',
     'become_guard_and_server',
     'nurse',
     'main',
+    'serve_alone',
     'read_early',
     'Nursery',
     'start_nursery',
@@ -79,6 +81,16 @@ def next_birth(owner: socket.socket) -> list[int]:  # the connection to the guar
             os.close(f)
 
 
+def run_server(argv: list[str]) -> None:  # a module of vLLM's, and what it is told
+    "As `python -m`, in this process; never returns"
+    sys.argv = argv
+    sys.modules.pop(argv[0], None)  # it runs as __main__ now
+    runpy.run_module(argv[0], run_name='__main__', alter_sys=True)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)  # to take a process with vLLM apart costs half as much as its start
+
+
 def become_guard_and_server(link: int, log: int) -> None:
     "The new process is a guard; its child runs the module that the owner names, as `python -m`"
     os.setsid()
@@ -100,12 +112,7 @@ def become_guard_and_server(link: int, log: int) -> None:
     end_with(guard)
     os.setpgid(0, 0)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    sys.argv = argv
-    sys.modules.pop(argv[0], None)  # it runs as __main__ now
-    runpy.run_module(argv[0], run_name='__main__', alter_sys=True)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(0)  # to take a process with vLLM apart costs half as much as its start
+    run_server(argv)
 
 
 def nurse() -> None:
@@ -121,6 +128,14 @@ def nurse() -> None:
 def main() -> None:
     import_vllm()
     nurse()
+
+
+def serve_alone() -> None:
+    "The one server of a process that nobody owns; its engine is forked, so imports nothing again"
+    import_vllm()
+    # it holds the port, too, and vLLM's engine would outlive a server that is killed
+    os.register_at_fork(after_in_child=lambda: end_with(os.getppid()))
+    run_server(sys.argv[1:])
 
 
 # %% ../../../nbs/rollout/vllm/06_nursery.ipynb #b9f69ed9
