@@ -92,12 +92,14 @@ def test_stop_and_resume(whole, tmp_path):
     run = launch(replace(SMOKE, steps=400), tmp_path / 'stopped')  # it cannot end before
     until(lambda: run.metrics())
     run.process.send_signal(signal.SIGSTOP)  # no steps meanwhile
+    second = resume(run.run_dir)
     try:
         with pytest.raises(RuntimeError, match='in use by another process'):
-            resume(run.run_dir).wait(300)
+            second.wait(300)
         run.stop()
         run.stop()  # a second click changes nothing: the first has not been answered yet
     finally:
+        second.process.kill()
         run.process.send_signal(signal.SIGCONT)
     run.wait(300)
     assert run.was_stopped() and re.match(r'stopped: step \d+ of 400', status(run)), run.log_tail()
