@@ -2,7 +2,9 @@
 
 import os
 import re
+from functools import partial
 from importlib.util import find_spec
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -40,10 +42,15 @@ def missing(path):
     return {e for e in needed if not find_spec(e)}
 
 
-def run_cells(path):  # `nbdev-test PATH`
-    from nbdev.test import nbdev_test
+def run_cells(path):
+    "`nbdev-test PATH`, but each figure is drawn once and coarsely: a page first looks for its edges"
+    import nbdev.test
+    from matplotlib_inline.config import InlineBackend
 
-    nbdev_test(str(path), flags=FLAGS)
+    InlineBackend.instance().print_figure_kwargs = dict(bbox_inches=None, dpi=50)
+    shell = partial(nbdev.test.CaptureShell, mpl_format='png')
+    with patch.object(nbdev.test, 'CaptureShell', shell):
+        nbdev.test.nbdev_test(str(path), flags=FLAGS)
 
 
 def name(path):

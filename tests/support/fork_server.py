@@ -11,6 +11,7 @@ IMPORTS = (  # no engine: those have state
     'pytest',  # a function of a test file comes with it
     'matplotlib.pyplot',
     'matplotlib_inline.backend_inline',
+    'tests.support.figure_drawn',
     'ipywidgets',
     'nbdev.test',
     'torch._dynamo',
