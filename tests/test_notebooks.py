@@ -43,7 +43,7 @@ def missing(path):
 
 
 def run_cells(path):
-    "`nbdev-test PATH`, but each figure is drawn once and coarsely: a page first looks for its edges"
+    "`nbdev-test PATH`, but no figure is drawn a second time, to find its edges"
     import nbdev.test
     from matplotlib_inline.config import InlineBackend
 

@@ -17,6 +17,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+
+# before Megatron-Core, whose import it makes lighter
+from .cpu import megatron_calls
+
+# isort: split
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -33,7 +38,6 @@ from compassrl.train.folders import (
     remove_leftovers,
 )
 from ..manifest import file_entry, seal, sync_path, write_file
-from .cpu import megatron_calls
 from .engine import MegatronTrain
 from .passes import inner_optimizers
 from compassrl.train.megatron.shards import (
@@ -64,9 +68,7 @@ _metadata = dict(
 
 # Adam makes its moments in its first step; a checkpoint may come before it
 def _begin_states(optimizer):
-    for o in inner_optimizers(optimizer):
-        if o.state:
-            continue
+    for o in (o for o in inner_optimizers(optimizer) if not o.state):
         for p in (p for group in o.param_groups for p in group['params']):
             moments = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             o.state[p] = dict(step=torch.zeros(()), **moments)
@@ -79,9 +81,8 @@ def _sharded(engine, optimizer=True, loading=False):
     state = dict(models, num_steps=engine.num_steps)
     if optimizer:
         _begin_states(engine.optimizer)
-        state['optimizer'] = engine.optimizer.sharded_state_dict(
-            models, is_loading=loading, metadata=_metadata
-        )
+        how = dict(is_loading=loading, metadata=_metadata)
+        state['optimizer'] = engine.optimizer.sharded_state_dict(models, **how)
     return state
 
 
@@ -224,8 +225,7 @@ def save_sharded(
     CheckpointError for a full disk, a good checkpoint of a later step in `root`"""
     if keep < 1:
         raise ValueError(f'keep={keep}: use at least 1')
-    if engine.saving:
-        engine.saving.wait()
+    finish_save(engine)
     with megatron_calls():
         engine.saving = Save(engine, Path(root), step, keep, skipped)
     return engine.saving

@@ -13,6 +13,11 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+# before Megatron-Core, whose import it makes lighter
+from .cpu import local_block, megatron_calls
+
+# isort: split
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -28,7 +33,6 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from ...model.policy import PolicyConfig
-from .cpu import local_block, megatron_calls
 from .layout import ParallelConfig, check_parallel, padded_vocab
 from .ranks import wait_for_a_core
 

@@ -25,6 +25,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+
+# before Megatron-Core, whose import it makes lighter
+import compassrl.train.megatron.cpu  # noqa: F401
+
+# isort: split
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader

@@ -13,6 +13,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+# before Megatron-Core, whose import it makes lighter
+import compassrl.train.megatron.cpu  # noqa: F401
+
+# isort: split
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
