@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fastcore.docments import docments
+from sphinx.domains.python import PythonDomain
 from sphinx.environment.adapters.toctree import TocTree
 from sphinx.search.en import SearchEnglish
 
@@ -82,6 +83,7 @@ autodoc_default_options = {'members': True, 'undoc-members': True, 'no-value': T
 autodoc_member_order, autodoc_preserve_defaults = 'bysource', True
 autodoc_typehints_format, python_maximum_signature_line_length = 'short', 80
 toc_object_entries_show_parents = 'hide'
+autodoc_use_type_comments = False  # there are none, and each object would be parsed for them
 autodoc_mock_imports = [m for m in ('vllm', 'megatron', 'transformers') if not find_spec(m)]
 
 
@@ -132,6 +134,19 @@ def skip(app, what, name, obj, skip, options):
     return what == 'class' and not (inspect.isroutine(obj) or isinstance(obj, property)) or None
 
 
+class Python(PythonDomain):
+    "Of a type in a signature that is none of ours, the list of all names is not searched"
+
+    @functools.cached_property
+    def ends(self):
+        return {name.rpartition('.')[2] for name in self.objects}
+
+    def find_obj(self, env, modname, classname, name, type, searchmode=0):
+        if name.removesuffix('()').rpartition('.')[2] not in self.ends:
+            return []
+        return super().find_obj(env, modname, classname, name, type, searchmode)
+
+
 class English(SearchEnglish):
     "The stem of a word is found once for all pages"
 
@@ -170,7 +185,11 @@ def one_list(app, pagename, templatename, context, doctree):
 
 
 def setup(app):
-    gc.set_threshold(2_000_000, 20, 20)  # most of what is made, nodes of pages, stays
+    gc.disable()  # most of what is made, nodes of pages, stays
+    inspect.getsourcelines = functools.cache(
+        inspect.getsourcelines
+    )  # asked six times of a function
+    app.add_domain(Python, override=True)
     app.add_search_language(English)
     app.connect('html-page-context', one_list, priority=1)
     app.connect('autodoc-process-docstring', docstring)
