@@ -21,29 +21,36 @@ needs_pyright = pytest.mark.skipif(
 )
 
 
-def check(folder, text):
-    "Errors of pyright in strict mode: (line, message)"
-    (folder / 'own.py').write_text(text)
-    settings = dict(typeCheckingMode='strict', extraPaths=[str(ROOT)], include=['own.py'])
+@pytest.fixture(scope='module')
+def errors(tmp_path_factory):
+    "Of pyright in strict mode, by file: a user's own, and one with two mistakes"
+    folder, own = tmp_path_factory.mktemp('typed'), OWN.read_text()
+    wrong = own.replace('version: int) -> None:', 'version: str) -> None:')
+    texts = dict(own=own, wrong=wrong.replace('cfg.optim.lr', 'cfg.optim.rate'))
+    for name, text in texts.items():
+        (folder / f'{name}.py').write_text(text)
+    include = [f'{name}.py' for name in texts]
+    settings = dict(typeCheckingMode='strict', extraPaths=[str(ROOT)], include=include)
     (folder / 'pyrightconfig.json').write_text(json.dumps(settings))
     args = [tool, '--outputjson', '--pythonpath', sys.executable, '-p', str(folder)]
     r = subprocess.run(args, capture_output=True, text=True, cwd=folder, env={**os.environ})
-    found = json.loads(r.stdout)
-    assert found['summary']['filesAnalyzed'] == 1, r.stdout
-    wrong = [d for d in found['generalDiagnostics'] if d['severity'] == 'error']
-    return [(d['range']['start']['line'] + 1, d['message']) for d in wrong]
+    said = json.loads(r.stdout)
+    assert said['summary']['filesAnalyzed'] == len(texts), r.stdout
+    found = {name: [] for name in texts}
+    for d in said['generalDiagnostics']:
+        if d['severity'] == 'error':
+            found[Path(d['file']).stem].append(d['message'])
+    return found
 
 
 @needs_pyright
-def test_own_engine_and_loss_are_strictly_typed(tmp_path):
-    assert check(tmp_path, OWN.read_text()) == []
+def test_own_engine_and_loss_are_strictly_typed(errors):
+    assert errors['own'] == []
 
 
 @needs_pyright
-def test_an_engine_of_another_shape_is_noticed(tmp_path):
-    text = OWN.read_text().replace('version: int) -> None:', 'version: str) -> None:')
-    text = text.replace('cfg.optim.lr', 'cfg.optim.rate')
-    found = [message for _, message in check(tmp_path, text)]
+def test_an_engine_of_another_shape_is_noticed(errors):
+    found = errors['wrong']
     assert any('load_weights' in m for m in found) and any('"rate"' in m for m in found)
 
 
