@@ -439,14 +439,17 @@ def test_faults_would_be_seen(tmp_path, browser):
     "The measures themselves: grey on grey, a long line, a page too wide"
     faint = '<p>dark</p><p style="color:#999;background:#aaa">grey</p>'
     code = '<div class="highlight"><pre style="width:99px;overflow:auto">{}</pre></div>'
+    word = f'<span class="n">{"x" * 45}</span>'
     (tmp_path / 'a.html').write_text(
-        f'<body style="width:3000px">{faint}{code.format("x" * 90)}{"<p>more</p>" * 10}'
+        f'<body style="width:3000px">{faint}{code.format(word * 2)}{"<p>more</p>" * 10}'
     )
     page = watched(browser, 'file:', pytest.fail)
     opened(page, f'file://{tmp_path}/', 'a.html')
     faults = list(look(page, 'a.html'))
     page.set_viewport_size(WIDTHS[PHONE])
+    page.add_init_script(PLAIN)
     assert opened(page, f'file://{tmp_path}/', 'a.html', own=False) == []
+    assert page.locator('pre > span').count() == 1
     assert page.viewport_size == WIDTHS[PHONE] and sorted(look(page, 'a.html')) == sorted(faults)
     said = ('light: 1.2', 'dark: 1.2', 'code of [90]', 'px wider than a screen of 1280')
     assert [sum(s in f for f in faults) for s in said] == [1, 1, 1, 1]
