@@ -1,4 +1,4 @@
-"Any rollout engine with any train engine: two steps on the same samples end in the same place"
+"Any rollout engine with any train engine: three steps on the same samples end in the same place"
 
 import pickle
 from dataclasses import replace
@@ -36,7 +36,7 @@ from tests.train.megatron.test_engine import (
 OPTIM, LOSS, STEPS = (
     OptimConfig(lr=2e-4, weight_decay=0.1, adam_eps=1e-4, micro_batch_tokens=150),
     PolicyLoss(LossConfig()),
-    2,  # the second with the moments of the first
+    3,
 )
 LAYOUTS = [
     (1, {}),
@@ -72,7 +72,7 @@ def batches(folder):
     return out
 
 
-def two_steps(engine, batch, grads_of, leads=True):
+def three_steps(engine, batch, grads_of, leads=True):
     "Log-probs, then losses, log-probs seen, gradients of each step, and the weights in the end"
     out, steps = engine.score(batch if leads else None), []
     if leads:
@@ -102,7 +102,7 @@ def megatron_steps(parallel, folder, batches):
     leads, out = dist.get_rank() == 0, {}
     for kind, batch in batches.items():
         e = MegatronTrain(POLICY, folder, OPTIM, parallel, 0.8, 'R3')
-        out[kind] = two_steps(e, batch, recorded(e, POLICY), leads)
+        out[kind] = three_steps(e, batch, recorded(e, POLICY), leads)
     return out if leads else None
 
 
@@ -117,7 +117,7 @@ def torch_steps(folder, batch):
 
     te.clip_and_step = stepping
     try:
-        return two_steps(e, batch, lambda: grads)
+        return three_steps(e, batch, lambda: grads)
     finally:
         te.clip_and_step = clip
 
@@ -232,7 +232,7 @@ def test_answers_have_no_gradient(folder, batches, train):
 
 
 @pytest.mark.parametrize('layout', LAYOUTS, ids=name)
-def test_two_steps(folder, batches, embedded, layout):
+def test_three_steps(folder, batches, embedded, layout):
     n, how = layout
     results = run_ranks(n, megatron_steps, ParallelConfig(**how), folder, batches, timeout_s=600)[0]
     for kind in ROLLOUTS:
@@ -252,7 +252,7 @@ def test_two_steps(folder, batches, embedded, layout):
             )  # later: of weights that differ
         assert worst(weights, wweights) < 1e-4
         moved = worst(wweights, dict(policy_weights(from_pretrained(folder))))
-        assert moved > 2.5e-4 and len(grads) == STEPS
+        assert moved > 4e-4 and len(grads) == STEPS
 
 
 def plain(batch):
