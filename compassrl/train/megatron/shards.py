@@ -31,7 +31,6 @@ import compassrl.train.megatron.cpu  # noqa: F401
 
 # isort: split
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -135,7 +134,7 @@ def write_buckets(
     found, count = queue.SimpleQueue(), queue.Queue()
     for i, bucket in enumerate(buckets):
         count.put(i)
-        write = FileSystemWriterAsync.write_preloaded_data
+        write = filesystem_async.FileSystemWriterAsync.write_preloaded_data
         write(transforms, i, bucket, found, count, use_fsync=True, use_msc=use_msc)
     parts = dict(found.get() for _ in buckets)
     results.put(next((x for x in parts.values() if isinstance(x, Exception)), parts))
@@ -153,7 +152,7 @@ def one_writer() -> Iterator[None]:
     own, name = staticmethod(write_buckets), 'write_preloaded_data_multiproc'
     with (
         patch.object(filesystem_async, '_get_write_results_queue', WriterResults),
-        patch.object(FileSystemWriterAsync, name, own),
+        patch.object(filesystem_async.FileSystemWriterAsync, name, own),
     ):
         yield
 
