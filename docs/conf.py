@@ -22,6 +22,8 @@ from sphinx.search.en import SearchEnglish
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
 sys.path.insert(0, str(ROOT))
+# jsonschema would build a grammar, for a second, to check addresses that no schema here has
+sys.modules.setdefault('rfc3987_syntax', None)
 
 project = html_title = 'CompassRL'
 author = copyright = PROJECT['authors'][0]['name']

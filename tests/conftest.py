@@ -1,15 +1,14 @@
 "One thread per process, no network: set before torch is imported"
 
-import gc
 import os
 import sys
 
 import pytest
 
+import tests.support.light_imports  # noqa: F401
 from tests.support import busy, chaos, progress, selection
 from tests.support.browser import chromium
 
-gc.disable()  # until all is imported: what stays is looked through again and again
 for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS'):
     os.environ.setdefault(name, '1')
 os.environ.update(

@@ -58,7 +58,7 @@ def name(path):
 
 
 def longest_first():
-    "So that two workers end at about the same time"
+    "So that the workers end at about the same time"
     measured = yaml.safe_load((ROOT / 'nbs' / 'course.yml').read_text())['seconds']
 
     def seconds(path):  # the course knows a notebook without its number

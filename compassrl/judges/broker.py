@@ -6,6 +6,7 @@ that crashed."""
 # %% ../../nbs/judges/06_broker.ipynb #7d75529f
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -178,6 +179,8 @@ def serve_pool(
     fd: int,  # of the socket to the trainer; what to do is on the standard input
 ) -> None:
     "The broker's main program"
+    gc.freeze()
+    gc.enable()
     trainer = Connection(fd)
     cfg, text, spell_out, eos_id, fns = pickle.load(sys.stdin.buffer)
     cfg = RewardConfig(**cfg)

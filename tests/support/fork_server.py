@@ -22,7 +22,7 @@ IMPORTS = (  # no engine: those have state
 
 def preloaded(*more):
     "What a server imports; all of it stays, so it is not searched for garbage then or in a child"
-    return ['tests.support.gc_off', *IMPORTS, *more, 'tests.support.gc_frozen']
+    return ['tests.support.light_imports', *IMPORTS, *more, 'tests.support.gc_frozen']
 
 
 _server = ForkServer()  # of our own: to fork it takes longer than the one that others use
