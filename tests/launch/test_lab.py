@@ -240,11 +240,12 @@ def lesson(root, name, last=None):
 RAN = """() => {
     const cells = jupyterapp.shell.currentWidget.content.widgets.map(w => w.model)
         .filter(m => m.type === 'code' && m.sharedModel.source.trim())
-    const outputs = cells.flatMap(m => m.outputs.toJSON())
+    const ended = cells.filter(m => m.executionCount !== null)  // an error is there before
+    const outputs = ended.flatMap(m => m.outputs.toJSON())
     const errors = outputs.filter(o => o.output_type === 'error').map(o => o.evalue)
-    const left = cells.filter(m => m.executionCount === null).length
+    const left = cells.length - ended.length
     const kinds = [...new Set(outputs.flatMap(o => Object.keys(o.data ?? {})))]
-    return left && !errors.length ? null : { ran: cells.length - left, left, errors, kinds }
+    return left && !errors.length ? null : { ran: ended.length, left, errors, kinds }
 }"""
 VIEW = 'application/vnd.jupyter.widget-view+json'
 
