@@ -75,6 +75,34 @@ def test_the_study_of_the_recipe_compares_the_default_of_tiny_cpu(monkeypatch):
     assert replace(study.STUDY, learning_rates=rates).config('growth', 0) != default
 
 
+def test_a_race_goes_to_the_rate_that_trl_ends_with(monkeypatch, capsys):
+    "By hand: one seed where TRL ends at 30 %, one that begins above the first goal of the other"
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks'))
+    race = importlib.import_module('time_to_accuracy')
+
+    def curve(each, *rates):  # evaluations, so many CPU seconds apart
+        return [
+            dict(steps=i, cpu_seconds=each * i, seconds=each * i, tokens=i, avg=r)
+            for i, r in enumerate(rates, 1)
+        ]
+
+    trl = curve(2, 0.1, 0.15, 0.29, 0.31, 0.28, 0.32, 0.3)  # the last five: 30 %
+    first = dict(default=curve(1, 0.2, 0.24, 0.31), TRL=trl)
+    second = dict(default=curve(1, 0.5, 0.55, 0.59), TRL=curve(2, *[0.6] * 5))
+    seeds = [dict(seed=i, before=b, curves=c) for i, b, c in ((0, 0.1, first), (1, 0.5, second))]
+    found = race.summary(seeds, race.TASKS['silent'])
+    levels = found['levels'].values()
+    needs = {k: [level['needs'][k]['cpu_seconds'] for level in levels] for k in first}
+    assert needs == dict(default=[1 + 2, 3 + 3, 3 + 3, 3 + 3], TRL=[6 + 2, 6 + 2, 6 + 2, 8 + 2])
+    assert [level['needs']['default']['missed'] for level in levels] == [0, 0, 0, 1]
+    assert found['ratio'] == pytest.approx(10 / 6) and found['to'] == "100% of TRL's gain"
+    assert '> ' in capsys.readouterr().out
+
+    easy = race.by_level(seeds, race.TASKS['default'])
+    assert easy['50%']['needs']['TRL'] == dict(cpu_seconds=14, seconds=14, tokens=7, missed=1)
+    assert easy['55%']['needs']['TRL']['cpu_seconds'] == 14 + 2, 'the second begins below 55 %'
+
+
 def test_the_learning_rate_of_a_study_falls_with_its_tokens(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / 'benchmarks' / 'studies'))
     runner = importlib.import_module('_runner')

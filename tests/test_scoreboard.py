@@ -180,7 +180,8 @@ MEASURES = dict(
 )
 
 
-STUDIES = ['recipe', 'recipe_tried', 'parts', 'losses', 'alpha', 'forks', 'stages', 'residual']
+STUDIES = ['recipe', 'recipe_tried', 'parts', 'losses', 'alpha', 'forks', 'stages', 'phases']
+STUDIES += ['residual']
 
 
 @pytest.mark.parametrize('name', STUDIES)
