@@ -2,10 +2,12 @@
 
 import os
 import re
+import traceback
 from functools import partial
 from importlib.util import find_spec
 from unittest.mock import patch
 
+import nbformat
 import pytest
 import yaml
 
@@ -43,14 +45,23 @@ def missing(path):
 
 
 def run_cells(path):
-    "`nbdev-test PATH`, but no figure is drawn a second time, to find its edges"
+    """`nbdev-test PATH`, but no figure is drawn a second time, to find its edges, and what cannot
+    be shown is an error: IPython prints its traceback and goes on"""
     import nbdev.test
     from matplotlib_inline.config import InlineBackend
 
+    broken = []
+
+    class Shell(nbdev.test.CaptureShell):
+        def showtraceback(self, *args, **kwargs):
+            broken.append(traceback.format_exc())
+            super().showtraceback(*args, **kwargs)
+
     InlineBackend.instance().print_figure_kwargs = dict(bbox_inches=None, dpi=50)
-    shell = partial(nbdev.test.CaptureShell, mpl_format='png')
+    shell = partial(Shell, mpl_format='png')
     with patch.object(nbdev.test, 'CaptureShell', shell):
         nbdev.test.nbdev_test(str(path), flags=FLAGS)
+    assert not broken, broken[0]
 
 
 def name(path):
@@ -81,3 +92,18 @@ def test_notebook_runs(path, tmp_path):
     )
     r = run(tmp_path / 'log', run_cells, path, env=env, timeout=800)
     assert r.returncode == 0 and 'Success.' in r.stdout, f'{r.stdout[-3000:]}\n{r.stderr[-6000:]}'
+
+
+@pytest.mark.parametrize(
+    'source',
+    [
+        'class Table:\n    def _repr_html_(self):\n        raise ValueError("no table")\n\nTable()',
+        'import matplotlib.pyplot as plt\nplt.figure().text(0, 0, "$\\\\nothing$")',
+    ],
+    ids=['table', 'figure'],
+)
+def test_a_notebook_fails_where_something_cannot_be_shown(source, tmp_path):
+    path = tmp_path / 'shown.ipynb'
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]), path)
+    r = forked.run(tmp_path / 'log', run_cells, path, timeout=100)
+    assert r.returncode != 0 and 'ValueError' in r.stderr, f'{r.stdout}\n{r.stderr}'
