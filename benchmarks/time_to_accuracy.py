@@ -298,7 +298,7 @@ def ended(rows, steps, task):
     return over or there
 
 
-def race(start, choice, task):
+def race(start, choice, task, every):
     "All in turns, each until it has reached the goal or had its time; evaluations by name"
     with ExitStack() as stack:
         contenders = {
@@ -312,7 +312,7 @@ def race(start, choice, task):
         while running := [k for k in contenders if not ended(curves[k], steps[k], task)]:
             for name in running:
                 c = contenders[name]
-                for _ in range(max(1, EVERY // c.rows)):
+                for _ in range(max(1, every // c.rows)):
                     sums[name] = tuple(x + y for x, y in zip(sums[name], (1, *c.step())))
                 row = dict(zip(('steps', *UNITS), sums[name]), avg=start.accuracy(c.weights()))
                 row |= {k: round(row[k], 4) for k in ('cpu_seconds', 'seconds')}
@@ -401,33 +401,34 @@ def arguments():
     return p.parse_args()
 
 
-def race_all(cfg, task, choice, home, seeds):
+def race_all(cfg, task, choice, home, seeds, every):
     "Every seed of a task: its curves; what TRL says of itself"
     out = []
     for seed in seeds:
         start = Start(replace(cfg, seed=seed), home / f'seed{seed}', task.mix)
         print(f'seed {seed}: {100 * start.before:.1f} % after the cold start', flush=True)
-        curves, about = race(start, choice, task)
+        curves, about = race(start, choice, task, every)
         out.append(dict(seed=seed, before=start.before, curves=curves))
     return out, about
 
 
 def main():
     a, cfg, tasks, choice = arguments(), presets['tiny-cpu'](), TASKS, TRL_BEST
+    every = EVERY
     cfg = replace(cfg, data=replace(cfg.data, num_heldout=256))
     if a.quick:
         cfg, a.tasks, a.seeds = small(cfg), ['silent'], [0]
         tasks = dict(silent=replace(TASKS['silent'], cap=1e-3))  # one evaluation of each
-        choice = TRL_BEST | dict(prompts=4, micro_batch=16)
+        choice, every = TRL_BEST | dict(prompts=4, micro_batch=16), 1
     set_up(cfg)
     found = {}
     with ExitStack() as stack:
         home = Path(a.starts or stack.enter_context(tempfile.TemporaryDirectory()))
         for name in a.tasks:
             print(f'== {name}')
-            seeds, about = race_all(cfg, tasks[name], choice, home, a.seeds)
+            seeds, about = race_all(cfg, tasks[name], choice, home, a.seeds, every)
             found[name] = summary(seeds, tasks[name])
-    settings = dict(every=EVERY, eval_k=cfg.eval_k, heldout=cfg.data.num_heldout, trl=choice)
+    settings = dict(every=every, eval_k=cfg.eval_k, heldout=cfg.data.num_heldout, trl=choice)
     settings |= dict(largest_gap=about['largest_gap'], versions=about['versions'], quick=a.quick)
     units = 'CPU seconds to the target: of TRL over those of the default recipe'
     main_ratio = found[a.tasks[0]]['ratio']
