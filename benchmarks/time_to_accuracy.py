@@ -31,7 +31,7 @@ batched_mm 9.2; attention eager 1.3, sdpa 1.7; a static cache 1.7; micro-batches
 128 1.3, of 64 1.4. Continuous batching had not finished a step after 25. One update needs no pass
 for old log-probs. DAPO's loss and GRPO's came to the same rate; a rate that falls to 0 was no
 better than a constant one. Then the rest, with one update a step and DAPO's loss, on four seeds.
-Sums of CPU seconds; `>`: a seed did not get there in 12.
+Sums of CPU seconds; `>`: a seed did not get there in its time.
 
     prompts x responses, rate, warm-up   default to 60 %, 65 %, 70 %     silent to +5, +8, +10
     TRL's recipe on our engines, seeds 3, 7, 8, 9

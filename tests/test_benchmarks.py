@@ -86,7 +86,7 @@ def test_a_race_goes_to_the_rate_that_trl_ends_with(monkeypatch, capsys):
             for i, r in enumerate(rates, 1)
         ]
 
-    trl = curve(2, 0.1, 0.15, 0.29, 0.31, 0.28, 0.32, 0.3)  # the last five: 30 %
+    trl = curve(2, 0.1, 0.15, 0.29, 0.31, 0.3, 0.28, 0.32)  # the last five: 30 %
     first = dict(default=curve(1, 0.2, 0.24, 0.31), TRL=trl)
     second = dict(default=curve(1, 0.5, 0.55, 0.59), TRL=curve(2, *[0.6] * 5))
     seeds = [dict(seed=i, before=b, curves=c) for i, b, c in ((0, 0.1, first), (1, 0.5, second))]
