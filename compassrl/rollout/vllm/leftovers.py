@@ -73,7 +73,9 @@ def remember(folder: Path, group: int) -> None:
     path = folder / listing
     known = set(json.loads(path.read_text())) if path.exists() else set()
     if new := mapped_by_group(group) - known:
-        path.write_text(json.dumps(sorted(known | new)))
+        part = folder / f'{listing}.part'
+        part.write_text(json.dumps(sorted(known | new)))
+        part.replace(path)  # whole or not at all, whenever this process is killed
 
 
 def remove(path: Path) -> None:

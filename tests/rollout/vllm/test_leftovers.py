@@ -1,6 +1,7 @@
 """Whatever a killed run leaves is removed, by its guard or by the next run; what belongs to a
 living one stays; and nobody else can read any of it"""
 
+import json
 import os
 import socket
 import subprocess
@@ -101,6 +102,29 @@ def test_a_server_whose_guard_is_killed_ends(tmp_path):
     server.kill()
     sweep(folder.parent)
     assert not memory.exists() and not folder.exists()
+
+
+def test_a_list_is_whole_or_not_there(tmp_path, monkeypatch):
+    "Its guard can be killed while it writes"
+
+    def killed(path, text):
+        with open(path, 'w') as f:
+            f.write(text[:5])
+        raise KeyboardInterrupt
+
+    def remember(*names, write=Path.write_text):
+        monkeypatch.setattr(leftovers, 'mapped_by_group', lambda group: set(names))
+        monkeypatch.setattr(Path, 'write_text', write)
+        leftovers.remember(tmp_path, 0)
+
+    path = tmp_path / leftovers.listing
+    with pytest.raises(KeyboardInterrupt):
+        remember('psm_a', write=killed)
+    assert not path.exists()
+    remember('psm_a')
+    with pytest.raises(KeyboardInterrupt):
+        remember('psm_b', write=killed)
+    assert json.loads(path.read_text()) == ['psm_a']
 
 
 def test_what_is_swept(tmp_path):
