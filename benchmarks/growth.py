@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+from studies._runner import common
 from zero_variance import prepare as prepare_mix
 
 from compassrl.algo.zero_variance import ZeroVarianceConfig, repetition_penalty
@@ -30,7 +31,6 @@ from compassrl.rollout.requests import requests_of
 from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.runs.data import load
 from compassrl.runs.facts import machine_info
-from compassrl.runs.presets import tiny_cpu
 from compassrl.train.sft import cold_start
 from compassrl.train.torch_engine import TorchTrain
 
@@ -40,7 +40,7 @@ NGRAMS = 3, 4, 5, 6, 8, 10, 12
 
 def prepare_tiny(a):
     "Parts of `make train`, cold-started"
-    cfg = replace(tiny_cpu(), seed=a.seed, zero_variance=GRPO)
+    cfg = replace(common(), seed=a.seed, zero_variance=GRPO)
     cfg = replace(cfg, optim=replace(cfg.optim, final_lr_frac=1.0))
     cfg = replace(cfg, data=replace(cfg.data, select_by='turn'))
     cfg = replace(cfg, cold_start=replace(cfg.cold_start, steps=a.cold_steps))

@@ -49,7 +49,7 @@ class Study:
 
     name: str
     tasks: dict[str, Mix]
-    arms: dict[str, Change]  # what each changes in `tiny-cpu`
+    arms: dict[str, Change]  # what each changes in `preset`
     learning_rates: dict[str, float]  # of each arm
     seeds: tuple[int, ...]
     budget: int  # response tokens of a trial
@@ -71,8 +71,8 @@ class Study:
         return self.runs / self.name
 
     def preset(self, seed):
-        "`tiny-cpu` with growth, prompts in turn, a constant learning rate; an arm may change all"
-        base = tiny_cpu()
+        "With growth, prompts in turn, a constant learning rate; an arm may change all"
+        base = common()
         more = dict(optim=replace(base.optim, final_lr_frac=1.0))
         more |= dict(zero_variance=ZeroVarianceConfig(), data=replace(base.data, select_by='turn'))
         return replace(base, seed=seed, policy=replace(base.policy, **self.shape), **more)
@@ -108,6 +108,13 @@ class Study:
     @property
     def shown(self):
         return self.cold if self.cold != Study.cold else ()
+
+
+def common():
+    "`tiny-cpu` with the step of all studies but the recipe's: 16 prompts of 8 responses"
+    base = tiny_cpu()
+    optim = replace(base.optim, warmup_steps=10)
+    return replace(base, prompts_per_step=16, group_size=8, optim=optim)
 
 
 def digest(*settings):

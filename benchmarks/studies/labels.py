@@ -12,11 +12,10 @@ oracle         the true quality
 
 One generative judge and one Bradley-Terry model serve all seeds: the same trunk, the same 24,000
 pairs of a seed of their own, 1500 steps of 16. The band fits 1000 further pairs best. All is plain
-GRPO: silent groups add nothing, no penalties. A dense policy as wide as that of `tiny-cpu`. All
-have the learning rate 1e-3. Runs half as long again on seed 100, which is not compared, did
-hardly better with 3e-3 (kept as `rates`; the judge, who is slow, was left out), and with 3e-3 one
-arm fell far below its start on seed 0. All runs begin with the weights of one cold start; a seed
-draws prompts and responses. A judge is asked once about a response to a prompt.
+GRPO: silent groups add nothing, no penalties. A dense policy as wide as that of `tiny-cpu`. Each
+arm has the learning rate with which runs as long end at the highest true quality, on seeds 100 and
+101, which are not compared. All runs begin with the weights of one cold start; a seed draws prompts
+and responses. A judge is asked once about a response to a prompt.
 Inverted: pairs of a group of which the better answer has the lower advantage. Split: pairs of equal
 quality whose advantages differ.
 Last line: one JSON object; `ratio` is the true quality gained with `judge` over that with `bt`.
@@ -33,7 +32,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from _runner import OFF, RUNS, digest, interval, prompts_of, rounded
+from _runner import OFF, RUNS, common, digest, interval, prompts_of, rounded
 from _shop_judges import TOK, ArmJudge, accuracy, rewards_of
 from tqdm import tqdm
 
@@ -50,7 +49,6 @@ from compassrl.runs.evaluate import evaluate
 from compassrl.runs.facts import machine_info
 from compassrl.runs.judge_model import JudgeModelConfig
 from compassrl.runs.log import write_json
-from compassrl.runs.presets import tiny_cpu
 from compassrl.train.sft import SFTConfig, cold_start
 from compassrl.train.torch_engine import TorchTrain
 
@@ -74,18 +72,18 @@ def browse(level: int, choose: Choices) -> Problem | None:
 @dataclass(frozen=True)
 class Study:
     seeds: tuple[int, ...] = tuple(range(6))
-    tuning: tuple[int, ...] = (100,)
-    rates: tuple[float, ...] = (1e-3, 3e-3)
-    budget: int = 12_000  # response tokens of a trial
-    marks: int = 2
+    tuning: tuple[int, ...] = (100, 101)
+    rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3, 4e-3)
+    budget: int = 24_000  # response tokens of a trial
+    marks: int = 4
     cold_steps: int = 200
-    num_heldout: int = 128
+    num_heldout: int = 512
     eval_k: int = 4
     judges: JudgeModelConfig = PAIRS
 
 
 def config(study, seed, lr):
-    base = tiny_cpu()
+    base = common()
     layers = tuple(range(base.policy.num_hidden_layers))
     more = dict(policy=replace(base.policy, mlp_only_layers=layers), zero_variance=OFF)
     more |= dict(cold_start=SFTConfig(steps=study.cold_steps, lr=5e-3))
@@ -95,7 +93,6 @@ def config(study, seed, lr):
     return replace(base, seed=seed, steps=10**6, **more, **STEP)
 
 
-LR = 1e-3  # of all arms
 MIX = (('browse', 0.0, 1.0),)
 POOL, STEP = 4096, {}  # prompts of a seed; what --quick changes of a step
 
@@ -253,7 +250,6 @@ def tuned(study, arms, folder):
     "Per arm, the true quality that each rate has brought on the seeds for that"
     found = {arm: {f'{lr:g}': [] for lr in study.rates} for arm in arms}
     jobs = [(arm, s, lr) for arm in arms for s in study.tuning for lr in study.rates]
-    study = replace(study, budget=3 * study.budget // 2, marks=3)
     for arm, s, lr in tqdm(jobs, 'rates'):
         found[arm][f'{lr:g}'].append(kept(study, arm, s, lr, folder)['evals'][-1][1])
     return {arm: {lr: fmean(v) for lr, v in of.items()} for arm, of in found.items()}
@@ -263,9 +259,10 @@ def measured(study, arms, folder, quick):
     Path(folder).mkdir(parents=True, exist_ok=True)
     judges = accuracy(folder, study.judges)
     print(judges)
-    rates = tuned(study, [arm for arm in arms if arm != 'judge'], folder)
+    rates = tuned(study, arms, folder)
     print(rates)
-    jobs = [(arm, s, LR) for s in study.seeds for arm in arms]
+    best = {arm: float(max(of, key=of.get)) for arm, of in rates.items()}
+    jobs = [(arm, s, best[arm]) for s in study.seeds for arm in arms]
     trials = [kept(study, *job, folder) for job in tqdm(jobs, 'labels')]
     table = summary(trials)
     for arm, row in table.items():

@@ -16,9 +16,10 @@ growth_constant.
 
 `default` is the task of `tiny-cpu`, sums of two and three digits. `silent` is the mix of the study
 of parts: a quarter have two digits, a quarter three, half four, and most groups are silent.
-All is that of `tiny-cpu` but for what an arm changes: 16 prompts a step, one update. Each arm has
-the lowest learning rate that ends within a point of its best one, in runs of the same length on the
-default task, on seeds 100 and 101, which are not among those compared: two seeds tell no more.
+All is that of `tiny-cpu` but for what an arm changes: a step has 32 prompts of 4 responses and one
+update. Each arm has the lowest learning rate that ends within a point of its best one, in runs of
+the same length on the default task, on seeds 100 and 101, which are not among those compared: two
+seeds tell no more.
 `fast` has runs of grpo, dapo, recipe and growth with the highest rate.
 What else was tried is in recipe_tried.py.
 Last line: one JSON object; `ratio` is the recipe's gain over that of plain GRPO.
@@ -40,6 +41,7 @@ from _tables import early, final, lowest
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.runs.facts import machine_info
+from compassrl.runs.presets import tiny_cpu
 
 DYNAMIC = ZeroVarianceConfig('refill', repetition_weight=0, zvp_alpha=0)
 LEFT = 0.05  # of a learning rate that falls
@@ -70,13 +72,22 @@ def falling(arm, cfg, **more):
     return replace(cfg, optim=replace(cfg.optim, final_lr_frac=LEFT), **more)
 
 
+def as_default(arm, cfg):
+    "An arm with the prompts a step, responses and warm-up of `tiny-cpu`"
+    base, cfg = tiny_cpu(), arm(cfg)
+    optim = replace(cfg.optim, warmup_steps=base.optim.warmup_steps)
+    step = dict(prompts_per_step=base.prompts_per_step, group_size=base.group_size)
+    return replace(cfg, optim=optim, **step)
+
+
 recipe = partial(by_length, turn)
 growth = partial(by_length, partial(turn, sampling='adaptive'))
 FALLING = dict(grpo=grpo, dapo=dapo, recipe=recipe, growth=growth)
 refill = partial(by_length, partial(turn, sampling='refill', zvp_alpha=0))
 FALLING |= dict(turn=turn, chosen=partial(by_length, grpo), refill=refill)
-ARMS = {name: partial(falling, arm) for name, arm in FALLING.items()}
-ARMS |= dict(grpo_constant=grpo, dapo_constant=dapo, growth_constant=growth)
+CHANGES = {name: partial(falling, arm) for name, arm in FALLING.items()}
+CHANGES |= dict(grpo_constant=grpo, dapo_constant=dapo, growth_constant=growth)
+ARMS = {name: partial(as_default, arm) for name, arm in CHANGES.items()}
 # domain, difficulty, share
 TASKS = dict(default=(('arithmetic', 1.25, 1.0),), silent=SILENT)
 RATES = 2e-4, 4e-4, 8e-4

@@ -2,7 +2,7 @@
 
 grpo       plain GRPO, 16 prompts a step, 8 responses each
 dapo       DAPO
-recipe     the default of `tiny-cpu`, with all prompts in turn
+recipe     ESPO, penalties and RL-ZVP
 
 Of plain GRPO: 8 or 32 prompts a step (grpo_8, grpo_32), two updates a step (grpo_two).
 Of the recipe: RL-ZVP five and ten times as strong (zvp_5, zvp_10), dynamic sampling in place of

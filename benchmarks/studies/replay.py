@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from _runner import OFF, RUNS, digest, interval, prompts_of, rounded
+from _runner import OFF, RUNS, common, digest, interval, prompts_of, rounded
 from _tables import flags
 from tqdm import tqdm
 
@@ -46,7 +46,6 @@ from compassrl.rollout.torch_engine import TorchRollout
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.facts import machine_info
 from compassrl.runs.log import write_json
-from compassrl.runs.presets import tiny_cpu
 from compassrl.train.routes import routes_agreement
 from compassrl.train.sft import cold_start
 from compassrl.train.torch_engine import TorchTrain, packed_states, score_response
@@ -105,7 +104,7 @@ class Study:
 
 def config(study, arm, seed):
     rollout, mode, tis, *updates = arm.split('-')
-    base = tiny_cpu()
+    base = common()
     shape = dict(num_hidden_layers=3, num_experts=16, num_experts_per_tok=4, hidden_size=48)
     shape |= dict(moe_intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
     cold_steps = study.cold_steps

@@ -104,6 +104,9 @@ def tiny_cpu() -> Pipeline:
             eval_k=2,
             rewards=dict(workers=1, genrm=dict(model='@judge/model')),
             zero_variance=dict(sampling='adaptive'),
+            prompts_per_step=16,
+            group_size=8,
+            optim=dict(warmup_steps=10),
         ),
         evaluation=dict(data=all_domains | dict(num_heldout=320, weights=[1.0] * 5), eval_k=4),
     )

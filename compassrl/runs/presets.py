@@ -59,8 +59,11 @@ def tiny_cpu() -> TrainConfig:
         eval_every=40,
         save_every=40,
         trace_every=80,
+        # many prompts, few responses: more is learned from as many tokens
+        prompts_per_step=32,
+        group_size=4,
         # a step is one micro-batch, so its log-probs and its update share a forward pass
-        optim=replace(base.optim, final_lr_frac=0.05, micro_batch_tokens=8192),
+        optim=replace(base.optim, warmup_steps=2, final_lr_frac=0.05, micro_batch_tokens=8192),
         # no growth, and prompts by their length: see the study of the recipe
         zero_variance=ZeroVarianceConfig('uniform'),
         data=replace(base.data, select_by='length'),
