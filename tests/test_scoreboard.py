@@ -190,6 +190,17 @@ def test_the_tables_of_a_study_follow_from_its_runs(name):
     assert follows(found, found['settings']) >= 4
 
 
+@pytest.mark.parametrize('name', ['parts', 'stages', 'phases', 'losses', 'labels'])
+def test_each_arm_has_the_lowest_learning_rate_that_is_near_its_best(name):
+    found, near = result(name), 0.05 if name == 'labels' else 0.01
+    table = found['table'] if name == 'labels' else next(iter(found['table'].values()))
+    assert found['rates'].keys() == table.keys()
+    for arm, of in found['rates'].items():
+        by_rate = sorted((float(lr), value) for lr, value in of.items())
+        best = max(value for _, value in by_rate)
+        assert table[arm]['lr'] == next(lr for lr, value in by_rate if value > best - near), arm
+
+
 def test_the_arm_that_ran_again_was_the_best_of_those_tried():
     found = result('recipe_tried')
     mean = {arm: [] for arm in found['table']['default']}

@@ -103,9 +103,16 @@ def rates_of(tuning, arms, rates, processes, measure=early):
     return {m: {k: statistics.fmean(v) for k, v in of.items()} for m, of in found.items()}
 
 
-def lowest(rates):
-    "The lowest learning rate that is within a point of the best"
-    return min(float(lr) for lr, rate in rates.items() if rate > max(rates.values()) - 0.01)
+def lowest(rates, within=0.01):
+    "The lowest learning rate that is as near to the best as this, by default a point"
+    return min(float(lr) for lr, rate in rates.items() if rate > max(rates.values()) - within)
+
+
+def tuned(study, tuning, rates, processes, measure=early):
+    "A study whose arms have a learning rate of their own, and what each rate has brought"
+    found = rates_of(tuning, study.arms, rates, processes, measure)
+    best = {m: lowest(of) for m, of in found.items()}
+    return replace(study, learning_rates=best), found
 
 
 def few_prompts(arm):

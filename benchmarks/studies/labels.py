@@ -35,6 +35,7 @@ from statistics import fmean
 import torch
 from _runner import OFF, RUNS, common, digest, interval, prompts_of, rounded
 from _shop_judges import TOK, ArmJudge, accuracy, rewards_of
+from _tables import lowest
 from tqdm import tqdm
 
 from compassrl.algo.losses import LossConfig
@@ -256,18 +257,13 @@ def tuned(study, arms, folder):
     return {arm: {lr: fmean(v) for lr, v in of.items()} for arm, of in found.items()}
 
 
-def lowest(rates):
-    "The lowest learning rate whose true quality is within 0.05 of the best"
-    return min(float(lr) for lr, value in rates.items() if value > max(rates.values()) - 0.05)
-
-
 def measured(study, arms, folder, quick):
     Path(folder).mkdir(parents=True, exist_ok=True)
     judges = accuracy(folder, study.judges)
     print(judges)
     rates = tuned(study, arms, folder)
     print(rates)
-    jobs = [(arm, s, lowest(rates[arm])) for s in study.seeds for arm in arms]
+    jobs = [(arm, s, lowest(rates[arm], 0.05)) for s in study.seeds for arm in arms]
     trials = [kept(study, *job, folder) for job in tqdm(jobs, 'labels')]
     table = summary(trials)
     for arm, row in table.items():

@@ -28,7 +28,7 @@ from dataclasses import replace
 from functools import partial
 
 from _runner import OFF, Study
-from _tables import final, flags, lowest, rates_of, report, run_quick
+from _tables import final, flags, report, run_quick, tuned
 
 from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig
@@ -80,9 +80,8 @@ def main():
     ratio = 'espo', 'gspo'
     if a.quick:
         return run_quick(STUDY, 'espo', ratio)
-    found = rates_of(TUNING, STUDY.arms, RATES, a.processes, final)
-    study = replace(STUDY, learning_rates={m: lowest(of) for m, of in found.items()})
-    report(study, 'espo', ratio, False, found, a.processes, also=['wide'])
+    study, rates = tuned(STUDY, TUNING, RATES, a.processes, final)
+    report(study, 'espo', ratio, False, rates, a.processes, also=['wide'])
 
 
 if __name__ == '__main__':

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 
 from _runner import OFF, SILENT, Study
-from _tables import flags, lowest, rates_of, report, run_quick
+from _tables import flags, report, run_quick, tuned
 
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
@@ -62,9 +62,8 @@ def main():
     a = flags(__doc__)
     if a.quick:
         return run_quick(STUDY, 'grpo', ('recipe', 'grpo'))
-    rates = rates_of(TUNING, ARMS, RATES, a.processes)
-    tuned = replace(STUDY, learning_rates={m: lowest(of) for m, of in rates.items()})
-    report(tuned, 'grpo', ('recipe', 'grpo'), False, rates, a.processes)
+    study, rates = tuned(STUDY, TUNING, RATES, a.processes)
+    report(study, 'grpo', ('recipe', 'grpo'), False, rates, a.processes)
 
 
 if __name__ == '__main__':

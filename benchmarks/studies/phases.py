@@ -21,7 +21,7 @@ usage: make study NAME=phases, python benchmarks/studies/phases.py [--processes 
 from dataclasses import replace
 
 from _runner import OFF, Study
-from _tables import final, flags, lowest, rates_of, report, run_quick
+from _tables import final, flags, report, run_quick, tuned
 
 from compassrl.algo.losses import LossConfig
 
@@ -63,9 +63,8 @@ def main():
     compared = 'two_mix', 'one_mix'
     if a.quick:
         return run_quick(STUDY, 'one_mix', compared)
-    rates = rates_of(TUNING, STUDY.arms, RATES, a.processes, final)
-    tuned = replace(STUDY, learning_rates={m: lowest(of) for m, of in rates.items()})
-    report(tuned, 'one_mix', compared, False, rates, a.processes, also=('one',))
+    study, rates = tuned(STUDY, TUNING, RATES, a.processes, final)
+    report(study, 'one_mix', compared, False, rates, a.processes, also=('one',))
 
 
 if __name__ == '__main__':

@@ -19,7 +19,7 @@ usage: make study NAME=stages, python benchmarks/studies/stages.py [--processes 
 from dataclasses import replace
 
 from _runner import OFF, Study, against, interval
-from _tables import flags, lowest, rates_of, report, run_quick
+from _tables import flags, report, run_quick, tuned
 
 from compassrl.algo.losses import LossConfig
 
@@ -82,9 +82,8 @@ def main():
     compared = 'staged', 'mixed'
     if a.quick:
         return run_quick(STUDY, 'mixed', compared, more)
-    rates = rates_of(TUNING, STUDY.arms, RATES, a.processes)
-    tuned = replace(STUDY, learning_rates={m: lowest(of) for m, of in rates.items()})
-    report(tuned, 'mixed', compared, False, rates, a.processes, more)
+    study, rates = tuned(STUDY, TUNING, RATES, a.processes)
+    report(study, 'mixed', compared, False, rates, a.processes, more)
 
 
 if __name__ == '__main__':

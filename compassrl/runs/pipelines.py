@@ -104,6 +104,7 @@ def tiny_cpu() -> Pipeline:
             eval_k=2,
             rewards=dict(workers=1, genrm=dict(model='@judge/model')),
             zero_variance=dict(sampling='adaptive'),
+            # the step that its stored numbers were measured with
             prompts_per_step=16,
             group_size=8,
             optim=dict(warmup_steps=10),
