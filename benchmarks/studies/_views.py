@@ -104,7 +104,9 @@ class ViewedPolicy(Policy):
         self.window = False
         (self.asked,), (self.called,) = (encode(tokenizer, x) for x in (ASKED, CALLED))
 
-    def forward(self, token_ids, token_mask=None, routed_experts=None, routes_valid=None):
+    def forward(
+        self, token_ids, token_mask=None, routed_experts=None, routes_valid=None, tree=None
+    ):  # its rows are others than those of the tree
         if not self.window:
             return super().forward(token_ids, token_mask)
         rows, kept = [], []  # every turn; which of its tokens are not the question once more

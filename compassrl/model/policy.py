@@ -21,6 +21,7 @@ from compassrl.model.layers import (
     rotate_part,
     stack_routes,
 )
+from .prefix_tree import PrefixTree, tree_attention
 from .routers import sigmoid_choice, sigmoid_gates, softmax_gates
 from .shape import PolicyConfig
 
@@ -227,23 +228,24 @@ class Policy(nn.Module):
         token_mask: Tensor | None = None,  # [B, T] bool; None = no padding
         routed_experts: Tensor | None = None,  # [B, T, L, K]
         routes_valid: Tensor | None = None,  # [B, T] bool
+        tree: PrefixTree | None = None,  # what rows share is computed once
     ) -> tuple[Tensor, Tensor]:  # of the real tokens: hidden states [N, D], own routes [N, L, K]
         """Padded rows in, packed tokens out. Raises ValueError for rows that are too long and
         routes of another shape"""
         _check_rows(self.config, token_ids, routed_experts, routes_valid)
         if token_mask is None:
             token_mask = torch.ones_like(token_ids, dtype=torch.bool)
-        places = torch.arange(token_ids.shape[1], device=token_ids.device)
-        positions = places.expand_as(token_ids)[token_mask]
+        at = token_mask.nonzero(as_tuple=True) if tree is None else (tree.row, tree.column)
+        attend = causal_attention(token_mask) if tree is None else tree_attention(tree)
 
         def pick(t):
-            return None if t is None else t[token_mask]
+            return None if t is None else t[at]
 
-        attend = causal_attention(token_mask)
         hidden, routes = self.trunk(
-            token_ids[token_mask], positions, attend, pick(routed_experts), pick(routes_valid)
+            pick(token_ids), at[1], attend, pick(routed_experts), pick(routes_valid)
         )
-        return hidden, stack_routes(routes, len(hidden), self.config.num_experts_per_tok)
+        own = stack_routes(routes, len(hidden), self.config.num_experts_per_tok)
+        return (hidden, own) if tree is None else (tree.spread(hidden), own[tree.node])
 
 
 def _check_rows(c, token_ids, routed_experts, routes_valid):
