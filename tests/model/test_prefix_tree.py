@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from compassrl.model.policy import Policy, PolicyConfig
@@ -76,6 +76,7 @@ def with_gradient(policy, passes):
 
 @random
 @given(rows_of_tokens)
+@example([[1, 0], [1], [1, 0]])  # what pads the second is the last token of the others
 def test_a_node_is_a_prefix(rows):
     ids, mask = padded(rows)
     tree, want = prefix_tree(ids, mask), list(keys(ids, mask))
