@@ -274,6 +274,19 @@ def test_tokens_until_the_rate_of_dapo_follow_from_the_runs():
             assert row['tokens_to_dapo'] == pytest.approx(statistics.fmean(shares), abs=1e-3)
 
 
+def test_the_tokens_of_a_step_follow_from_the_runs():
+    found = result('recipe')
+    seeds, tokens = found['settings']['seeds'], {}
+    for r in found['runs']:
+        tokens[r['task'], r['arm'], r['seed']] = r['means']['tokens']
+    for task, arms in found['table'].items():
+        for arm, row in arms.items():
+            ratios = [tokens[task, arm, s] / tokens[task, 'recipe', s] for s in seeds]
+            mean, low, high = row['step_to_recipe']
+            want = statistics.fmean(ratios), half_width(ratios)
+            assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-3), (task, arm)
+
+
 def test_rates_of_silent_groups_follow_from_the_runs():
     found = result('parts')
     for arm, row in found['table']['silent'].items():

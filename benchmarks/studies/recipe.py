@@ -105,6 +105,13 @@ def needed(trial, rate):
     return 1.0
 
 
+def step_tokens(trials, task, arm, other):
+    "Per seed, response tokens of a step over those of another arm's"
+    tokens = {(r['arm'], r['seed']): r['means']['tokens'] for r in trials if r['task'] == task}
+    seeds = sorted(seed for name, seed in tokens if name == arm)
+    return [tokens[arm, seed] / tokens[other, seed] for seed in seeds]
+
+
 def summary(trials, tasks, arms):
     "Per task and arm: held-out avg@8 before and after, and the paired differences of arms"
     out = {}
@@ -123,6 +130,8 @@ def summary(trials, tasks, arms):
                 steps=statistics.fmean(m['steps'] for m in means),
                 seconds=statistics.fmean(r['seconds'] for r in mine),
             )
+            if 'recipe' in there:
+                row['step_to_recipe'] = interval(step_tokens(trials, task, arm, 'recipe'))
             others = {'grpo', 'dapo', 'recipe', 'turn', f'{arm}_constant'} & {*there} - {arm}
             for other in sorted(others):
                 for name, measure in dict(final=final, area=early).items():
