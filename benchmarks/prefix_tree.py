@@ -44,8 +44,7 @@ def make_batch(groups, prompt_tokens, device):
 
 def gradient(policy, ids, mask, shares):
     "Of a sum over all tokens"
-    tree = prefix_tree(ids, mask) if shares else None
-    hidden, _ = policy(ids, mask, tree=tree)
+    hidden, _ = policy(ids, mask, share=shares)
     up = torch.linspace(-1, 1, hidden.numel(), device=hidden.device).view_as(hidden)
     grads = torch.autograd.grad((hidden * up).sum(), policy.blocks.parameters())
     return torch.cat([g.flatten() for g in grads])

@@ -105,10 +105,10 @@ class ViewedPolicy(Policy):
         (self.asked,), (self.called,) = (encode(tokenizer, x) for x in (ASKED, CALLED))
 
     def forward(
-        self, token_ids, token_mask=None, routed_experts=None, routes_valid=None, tree=None
-    ):  # its rows are others than those of the tree
+        self, token_ids, token_mask=None, routed_experts=None, routes_valid=None, share=False
+    ):
         if not self.window:
-            return super().forward(token_ids, token_mask)
+            return super().forward(token_ids, token_mask, share=share)
         rows, kept = [], []  # every turn; which of its tokens are not the question once more
         for ids, n in zip(token_ids.tolist(), token_mask.sum(1).tolist()):
             asked = ids.index(self.asked) + 1
@@ -120,7 +120,7 @@ class ViewedPolicy(Policy):
         lengths = torch.tensor([len(r) for r in rows])
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = torch.arange(padded.shape[1]) < lengths[:, None]
-        hidden, routes = super().forward(padded, mask)
+        hidden, routes = super().forward(padded, mask, share=share)
         kept = torch.cat(kept)
         return hidden[kept], routes[kept]
 

@@ -21,7 +21,7 @@ from compassrl.model.layers import (
     rotate_part,
     stack_routes,
 )
-from .prefix_tree import PrefixTree, tree_attention
+from .prefix_tree import prefix_tree, tree_attention
 from .routers import sigmoid_choice, sigmoid_gates, softmax_gates
 from .shape import PolicyConfig
 
@@ -228,13 +228,15 @@ class Policy(nn.Module):
         token_mask: Tensor | None = None,  # [B, T] bool; None = no padding
         routed_experts: Tensor | None = None,  # [B, T, L, K]
         routes_valid: Tensor | None = None,  # [B, T] bool
-        tree: PrefixTree | None = None,  # what rows share is computed once
+        share: bool = False,  # compute what rows have in common once?
     ) -> tuple[Tensor, Tensor]:  # of the real tokens: hidden states [N, D], own routes [N, L, K]
         """Padded rows in, packed tokens out. Raises ValueError for rows that are too long and
         routes of another shape"""
         _check_rows(self.config, token_ids, routed_experts, routes_valid)
         if token_mask is None:
             token_mask = torch.ones_like(token_ids, dtype=torch.bool)
+        rows = token_ids, token_mask, routed_experts, routes_valid
+        tree = prefix_tree(*rows) if share else None
         at = token_mask.nonzero(as_tuple=True) if tree is None else (tree.row, tree.column)
         attend = causal_attention(token_mask) if tree is None else tree_attention(tree)
 

@@ -18,7 +18,6 @@ from torch.optim import AdamW, Optimizer
 
 from ..model.log_probs import token_log_probs
 from ..model.policy import Policy
-from ..model.prefix_tree import prefix_tree
 from ..model.pretrained import hf_weights, load_hf_weights
 from ..records import Batch, LossFn, Metrics, micro_batches, mini_batches, select
 from ..settings import above, at_least, between, check
@@ -77,10 +76,8 @@ def packed_states(
     "One forward pass. Raises ValueError for a response without a prompt"
     if batch.response_mask[:, :1].any():
         raise ValueError('a response starts in column 0: give every sample a prompt')
-    rows = batch.token_ids, batch.token_mask
-    if replay and batch.routed_experts is not None:
-        rows += batch.routed_experts, batch.routes_valid
-    return policy(*rows, tree=prefix_tree(*rows))
+    routes = (batch.routed_experts, batch.routes_valid) if replay else ()
+    return policy(batch.token_ids, batch.token_mask, *routes, share=True)
 
 
 def score_response(

@@ -100,7 +100,7 @@ def test_attention_works_on_rows_that_no_other_begins_with(rows):
 @random
 @given(rows_of_tokens, st.integers(0, 99))
 def test_other_routes_are_another_prefix(rows, seed):
-    "Two tokens have one node only if routes were the same, too; where none is valid, they do"
+    "Two tokens have one node only if their valid routes were the same, too"
     batch = with_routes(rows, seed)
     tree, want = prefix_tree(*batch), list(keys(*batch))
     owners = {}
@@ -119,7 +119,7 @@ def test_states_and_gradients_are_those_of_each_row_alone(kw, replayed, rows, se
     policy, batch = double(**kw), with_routes(rows, seed)
     batch = batch if replayed else batch[:2]
     alone = [[t[i : i + 1, : len(r)] for t in batch] for i, r in enumerate(rows)]
-    got = with_gradient(policy, [policy(*batch, tree=prefix_tree(*batch))])
+    got = with_gradient(policy, [policy(*batch, share=True)])
     want = with_gradient(policy, [policy(*row) for row in alone])
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
@@ -152,3 +152,9 @@ def test_left_padding_is_refused():
     ids, mask = padded([[1, 2], [1]])
     with pytest.raises(ValueError, match='pad rows on the right'):
         prefix_tree(ids, mask.flip(1))
+
+
+def test_routes_without_their_mask_are_refused_by_name():
+    ids, mask, routes, _ = with_routes([[1, 2], [1]], 0)
+    with pytest.raises(ValueError, match='without routes_valid'):
+        double()(ids, mask, routes, share=True)
