@@ -32,7 +32,7 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.runs.facts import machine_info
 from compassrl.train.checkpoint import save_checkpoint
-from compassrl.train.torch_engine import OptimConfig
+from compassrl.train.torch_train import OptimConfig
 
 MB = 2**20
 
@@ -117,7 +117,7 @@ def sharded(megabytes, a):
 
 
 def saves(config, root, a):
-    from compassrl.train.megatron.checkpoint import save_sharded
+    from compassrl.train.megatron.dist_checkpoint import save_sharded
     from compassrl.train.megatron.engine import MegatronTrain
 
     engine = MegatronTrain(config, hf_weights(Policy(config)), OptimConfig(), replay='off')

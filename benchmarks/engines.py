@@ -31,9 +31,9 @@ from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.rollout.vllm.in_process import VllmRollout
-from compassrl.train.torch_engine import response_log_probs
+from compassrl.train.torch_train import response_log_probs
 
 # name: hidden size, width of one expert, experts, layers, heads
 SIZES = dict(

@@ -19,7 +19,7 @@ from compassrl.data.tokenizer import build_tokenizer
 from compassrl.data.tools import ToolUser
 from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.rollout.episodes import Episodes
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.facts import machine_info
 from compassrl.runs.presets import tool_cpu

@@ -29,9 +29,9 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.fp8 import Fp8Rollout, quantise, takes_fp8
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.facts import machine_info
-from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.train.torch_train import OptimConfig, TorchTrain
 
 NOT_RUN = 'not run: needs a Hopper GPU'
 ENGINES = {

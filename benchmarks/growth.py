@@ -7,7 +7,7 @@ tiny, 35 steps      the same after 35 steps of plain GRPO: most groups are solve
 mix, cold start     a policy on easy, medium and hard prompts, some of them hopeless
 
 Kept are reward and length of every response, and how often right responses repeat an n-gram. The
-study nbs/studies/04_growth.ipynb draws groups from these pools. Last line: one JSON object; `ratio`
+study nbs/studies/growth.ipynb draws groups from these pools. Last line: one JSON object; `ratio`
 is what a token earns in groups of 32 over what it earns in groups of 8, on the mix: the sum of
 |z-scores| per token, expected from the pools.
 usage: python benchmarks/growth.py [--seed 0] [--quick]
@@ -28,11 +28,11 @@ from compassrl.judges.serial import SerialJudge
 from compassrl.loop import fit
 from compassrl.model.policy import Policy
 from compassrl.rollout.requests import requests_of
-from compassrl.rollout.torch_engine import TorchRollout
-from compassrl.runs.data import load
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.facts import machine_info
+from compassrl.runs.run_data import load
 from compassrl.train.sft import cold_start
-from compassrl.train.torch_engine import TorchTrain
+from compassrl.train.torch_train import TorchTrain
 
 GRPO = ZeroVarianceConfig('uniform', length_weight=0.0, repetition_weight=0.0, zvp_alpha=0.0)
 NGRAMS = 3, 4, 5, 6, 8, 10, 12

@@ -7,7 +7,7 @@ Two servers of a tiny Qwen3-MoE (random weights, fp32, CPU build of vLLM) roll o
 engine trains, weights are synced: `trainer.fit`, one step at a time. Lengths are heavy-tailed,
 belong to the prompt and vary within its group; the servers generate exactly so many tokens, and the
 pool is not told. The reward of a response is a program run in an isolated process
-(`compassrl.judges.isolated`): nine of ten compute for a moment, the tenth waits for something.
+(`compassrl.sandbox.isolated`): nine of ten compute for a moment, the tenth waits for something.
 Every round runs the same step at every rung, in turn:
 
   serial      dealt out round robin before the rollout starts;
@@ -44,23 +44,23 @@ from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
 from compassrl.data.tasks import judge, verifier
 from compassrl.data.tokenizer import build_tokenizer, encode
-from compassrl.judges.isolated import run_program
-from compassrl.judges.limits import Limits
-from compassrl.judges.pool import RewardPool
+from compassrl.judges.reward_pool import RewardPool
 from compassrl.judges.serial import RewardConfig, SerialJudge
-from compassrl.launch.simulator import RoundRobin, idle_frac
 from compassrl.loop import fit
 from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
+from compassrl.plan.simulator import RoundRobin, idle_frac
 from compassrl.records import Prompt
 from compassrl.rollout.pull_queue import PullQueue
 from compassrl.rollout.schedule import ScheduleConfig
-from compassrl.rollout.torch_engine import RolloutConfig
-from compassrl.rollout.vllm import conversation
+from compassrl.rollout.torch_rollout import RolloutConfig
+from compassrl.rollout.vllm import dispatcher
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.pool import VllmPool
-from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.sandbox.isolated import run_program
+from compassrl.sandbox.limits import Limits
+from compassrl.train.torch_train import OptimConfig, TorchTrain
 
 LIMIT = 960
 # cumulative; FP8 before scheduling
@@ -130,7 +130,7 @@ class Rows:
         )
 
 
-def said(r, body=conversation.to_body):
+def said(r, body=dispatcher.to_body):
     d = body(r)
     return d | dict(
         sampling_params=d['sampling_params'] | dict(max_tokens=length(r), stop_token_ids=[])
@@ -148,7 +148,7 @@ def one_step(rung, step, cfg, prompts, pool, engine, tokenizer, judges):
     pool.schedule = ScheduleConfig('longest' if pulls else 'fifo')
     cfg = TrainConfig(**{**cfg, 'steps': step + 1})
     queue = PullQueue if pulls else RoundRobin
-    with patch.multiple(conversation, to_body=said, read_ids=read, PullQueue=queue):
+    with patch.multiple(dispatcher, to_body=said, read_ids=read, PullQueue=queue):
         fit(
             cfg,
             prompts,

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights, save_pretrained
 from compassrl.records import Request, SamplingParams, derive_seed
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 
 
 def cpu_model():

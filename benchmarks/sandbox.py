@@ -17,10 +17,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from compassrl.judges.cells import best_walls, close_rooms
-from compassrl.judges.isolated import under
 from compassrl.judges.verifiers import code
 from compassrl.runs.facts import machine_info
+from compassrl.sandbox.client import best_walls, close_rooms
+from compassrl.sandbox.isolated import under
 
 PROGRAM, TEST = 'def double(x): return 2 * x\n', 'assert double(2) == 4'
 PYTHON = os.path.realpath(sys.executable)

@@ -40,14 +40,14 @@ from unittest.mock import patch
 os.environ.update(HF_HUB_OFFLINE='1', TRANSFORMERS_VERBOSITY='error', TQDM_DISABLE='1')
 import torch
 
-from compassrl.launch.simulator import Cluster, RoundRobin, fit_cost, idle_frac, makespan, work
 from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
+from compassrl.plan.simulator import Cluster, RoundRobin, fit_cost, idle_frac, makespan, work
 from compassrl.records import Request, SamplingParams, derive_seed
 from compassrl.rollout.pull_queue import PullQueue
 from compassrl.rollout.schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error
-from compassrl.rollout.vllm import conversation
+from compassrl.rollout.vllm import dispatcher
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.pool import VllmPool
 
@@ -88,7 +88,7 @@ def run(pool, requests, lengths, way, predictor):
         def __init__(self, rs, slots, order):
             super().__init__(rs, slots, [range(0, len(rs), 2), range(1, len(rs), 2)])
 
-    said = conversation.to_body
+    said = dispatcher.to_body
 
     def body(r):
         return said(replace(r, params=replace(r.params, max_tokens=lengths[r.prompt_id, r.index])))
@@ -106,7 +106,7 @@ def run(pool, requests, lengths, way, predictor):
         return ids
 
     sent = dict(to_body=body, read_ids=read, Schedule=schedule, PullQueue=queue)
-    with patch.multiple(conversation, **sent):
+    with patch.multiple(dispatcher, **sent):
         start = time.perf_counter()
         samples = list(pool.generate(requests))
     got = {(s.prompt_id, s.index): len(s.response_ids) for s in samples}

@@ -94,18 +94,18 @@ from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.data.prompts import DataConfig
 from compassrl.data.selection import prompts_of_step
-from compassrl.judges.model import make_judge
+from compassrl.judges.genrm_judge import make_judge
 from compassrl.loop import Stop, fit, selection_of
 from compassrl.model.pretrained import read_shards
 from compassrl.records import Request, derive_seed
-from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
 from compassrl.runs.cold_start import start_policy
-from compassrl.runs.data import load
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.factory import open_engines
 from compassrl.runs.facts import machine_info
 from compassrl.runs.presets import presets
 from compassrl.runs.process import set_up
+from compassrl.runs.run_data import load
 from compassrl.runs.stop import stoppable
 from compassrl.train.sft import SFTConfig
 

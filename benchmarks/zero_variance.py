@@ -27,12 +27,12 @@ from compassrl.data.prompts import make_prompts
 from compassrl.loop import fit
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import derive_seed
-from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
-from compassrl.runs.data import load
+from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.facts import machine_info
+from compassrl.runs.run_data import load
 from compassrl.train.sft import SFTConfig, cold_start
-from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.train.torch_train import OptimConfig, TorchTrain
 
 OFF = dict(length_weight=0.0, repetition_weight=0.0, zvp_alpha=0.0)
 METHODS = dict(

@@ -12,13 +12,13 @@ _modules = {  # name -> where it is
     'DataConfig': 'data.prompts',
     'EspoConfig': 'algo.espo',
     'LossConfig': 'algo.losses',
-    'OptimConfig': 'train.torch_engine',
+    'OptimConfig': 'train.torch_train',
     'PolicyConfig': 'model.policy',
     'PolicyLoss': 'algo.losses',
     'Prompt': 'records',
     'Request': 'records',
     'RewardConfig': 'judges.serial',
-    'RolloutConfig': 'rollout.torch_engine',
+    'RolloutConfig': 'rollout.torch_rollout',
     'RolloutEngine': 'records',
     'SFTConfig': 'train.sft',
     'Sample': 'records',
@@ -38,7 +38,10 @@ _modules = {  # name -> where it is
     'task_family': 'data.tasks',
     'verifier': 'data.tasks',
 }
-_parts = 'algo config data experience judges launch loop model records rollout runs settings train'
+_parts = (
+    'algo config data experience judges launch loop model plan records rollout runs sandbox '
+    'settings train'
+)
 _parts = frozenset(_parts.split())
 
 if TYPE_CHECKING:  # the same for type checkers
@@ -65,13 +68,13 @@ if TYPE_CHECKING:  # the same for type checkers
     from .records import SamplingParams as SamplingParams
     from .records import TrainEngine as TrainEngine
     from .records import Verdict as Verdict
-    from .rollout.torch_engine import RolloutConfig as RolloutConfig
+    from .rollout.torch_rollout import RolloutConfig as RolloutConfig
     from .runs.cli import presets as presets
     from .runs.evaluate import evaluate as evaluate
     from .runs.run import resume_run as resume_run
     from .runs.run import start_run as start_run
     from .train.sft import SFTConfig as SFTConfig
-    from .train.torch_engine import OptimConfig as OptimConfig
+    from .train.torch_train import OptimConfig as OptimConfig
 
 
 def __getattr__(name: str) -> Any:

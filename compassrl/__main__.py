@@ -10,7 +10,7 @@ def main() -> None:
     if is_a_page(sys.argv[1:]):
         without_torch()
     elif int(os.environ.get('WORLD_SIZE', 1)) > 1:
-        from compassrl.train.megatron.pulse import Pulse
+        from compassrl.train.megatron.heartbeat import Pulse
 
         try:
             Pulse(int(os.environ['RANK']))  # watched from the first import on

@@ -21,9 +21,9 @@ from compassrl.loop import Stop, loss_of
 from compassrl.model.policy import Policy
 from compassrl.records import Sample, collate
 from compassrl.rollout.requests import requests_of
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.presets import smoke_cpu, tiny_cpu
-from compassrl.train.torch_engine import TorchTrain, accumulate_grads
+from compassrl.train.torch_train import TorchTrain, accumulate_grads
 from tests.support import ROOT
 from tests.support import fork_server as forked
 from tests.support import vllm_fork_server as nursed

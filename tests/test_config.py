@@ -13,7 +13,7 @@ from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig
 from compassrl.config import TrainConfig, config_from_dict, read_run_config
 from compassrl.model.policy import PolicyConfig
-from compassrl.rollout.torch_engine import RolloutConfig
+from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.runs.cli import parse_train
 from compassrl.runs.presets import presets
 from compassrl.settings import Range, above, at_least, between

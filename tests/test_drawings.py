@@ -15,27 +15,27 @@ from compassrl.algo.advantages import group_advantages
 from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig, PolicyLoss, clipped_surrogate
 from compassrl.config import read_run_config
-from compassrl.drawings import algorithm, canvas, machines, rollout
-from compassrl.launch.layout import layout
-from compassrl.launch.simulator import rewards_done
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_shapes
+from compassrl.plan.layout import layout
+from compassrl.plan.queue_simulation import simulate
+from compassrl.plan.simulator import rewards_done
 from compassrl.records import Request
 from compassrl.rollout.fp8 import quantise
-from compassrl.rollout.simulation import simulate
 from compassrl.runs.presets import smoke_cpu
 from compassrl.runs.run import resume_run, start_run
-from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.parallel import ParallelConfig
+from course import algorithm, canvas, machines, rollout
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / 'tools'))
 import alt  # noqa: E402
 import build_docs  # noqa: E402
-import course  # noqa: E402
+import toc  # noqa: E402
 
 CHECK = (ROOT / 'tests' / 'support' / 'drawing.js').read_text()
 STYLES = (ROOT / 'nbs' / 'styles.css').read_text()
-COURSE = course.Course(ROOT)
+COURSE = toc.Course(ROOT)
 NAMES = dict(
     algorithm=('loop_shapes', 'group', 'clip_ranges', 'token_groups', 'router_tie'),
     rollout=('kv_cache', 'batching', 'timelines', 'fp8_blocks'),
@@ -51,7 +51,7 @@ def stored():
             for o in c.get('outputs', []):
                 svg = ''.join(o.get('data', {}).get('image/svg+xml', []))
                 if 'class="drawing"' in svg:
-                    yield name, course.source(c), svg
+                    yield name, toc.source(c), svg
 
 
 STORED = list(stored())
@@ -107,7 +107,7 @@ def test_it_is_an_image_with_a_text_alternative_and_fetches_nothing(name):
 
 
 def test_the_alternative_text_and_the_page_are_those_of_the_drawing():
-    path = ROOT / 'nbs' / 'algo' / '01_advantages.ipynb'
+    path = ROOT / 'nbs' / 'algo' / 'advantages.ipynb'
     cells = nbformat.read(path, 4).cells
     i = next(i for i, c in enumerate(cells) if c.source == 'drawings.group([1, 0, 0, 0])')
     assert alt.alt(cells, i).startswith('A group, its baseline and its advantages: Rewards [1, 0,')

@@ -18,7 +18,7 @@ from compassrl.experience import collect, grade, in_order, next_wave
 from compassrl.judges.serial import Judge, SerialJudge, judge_sample, sample_columns, task_rewards
 from compassrl.records import Prompt, RolloutEngine, Sample, SamplingParams, Verdict, collate
 from compassrl.rollout.requests import requests_of
-from tests.rollout.test_torch_engine import make_engine, make_policy
+from tests.rollout.test_torch_rollout import make_engine, make_policy
 
 TOKENIZER = build_tokenizer()
 ZERO, ONE = encode(TOKENIZER, '01')

@@ -11,9 +11,9 @@ from tests.test_course import COURSE
 
 sys.path.insert(0, str(ROOT / 'tools'))
 import front  # noqa: E402
-from course import read  # noqa: E402
 from lesson_table import numbers  # noqa: E402
 from links import slug  # noqa: E402
+from toc import read  # noqa: E402
 
 NBS = {n: read(COURSE.nbs / COURSE.paths[n]) for n in COURSE.order}
 PATHS = {p['name']: p for p in COURSE.data['paths']}

@@ -25,9 +25,9 @@ from compassrl.algo.zero_variance import ZeroVarianceConfig, growth, shape_rewar
 from compassrl.config import TrainConfig
 from compassrl.model.routers import softmax_gates
 from compassrl.model.shape import PolicyConfig
+from compassrl.plan.queue_simulation import simulate
 from compassrl.records import Request, Sample, Verdict, collate
 from compassrl.rollout.fp8 import decode_e4m3, dequantise, encode_e4m3, quantise
-from compassrl.rollout.simulation import simulate
 from compassrl.runs.trace import recompute_loss
 from compassrl.train.routes import routes_agreement
 from tests.support import ROOT
@@ -38,14 +38,14 @@ import build_docs  # noqa: E402
 from links import anchors  # noqa: E402
 
 HOMES = dict(
-    schedule='rollout/04_schedule',
-    trace='runs/02_trace',
-    fp8='rollout/02_fp8',
-    mismatch='algo/05_engine_gap',
-    clip='algo/04_espo',
-    groups='algo/02_zero_variance',
-    grpo='algo/03_losses',
-    clinic='04_loop',
+    schedule='rollout/schedule',
+    trace='runs/trace',
+    fp8='rollout/fp8',
+    mismatch='algo/engine_gap',
+    clip='algo/espo',
+    groups='algo/zero_variance',
+    grpo='algo/losses',
+    clinic='loop',
 )
 CONTRAST = (ROOT / 'tests' / 'support' / 'contrast.js').read_text()
 CONTRAST_OF_BODY = f'() => ({CONTRAST})(document.body)'
@@ -1123,7 +1123,7 @@ def test_every_patient_of_the_clinic_has_a_fault_of_its_own(browser):
 
 def test_the_lessons_of_the_clinic_are_there(browser):
     call = """(lab) => Object.values(lab.DIAGNOSES).map(d =>
-        [d[2], lab.address(d[2], '/a/loop.html'), lab.address(d[2], '/nbs/04_loop.ipynb')])"""
+        [d[2], lab.address(d[2], '/a/loop.html'), lab.address(d[2], '/nbs/loop.ipynb')])"""
     for notebook, page, same in in_page(browser.new_page(), 'clinic', [0], call)[0]:
         file, _, anchor = notebook.partition('#')
         assert anchor in anchors(ROOT / 'nbs' / file), notebook

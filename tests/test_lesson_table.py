@@ -10,8 +10,8 @@ from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / 'tools'))
 from alt import titles_of  # noqa: E402
-from course import Course, read  # noqa: E402
 from lesson_table import LABELS, concludes, lesson_table, lessons, numbers, pictures  # noqa: E402
+from toc import Course, read  # noqa: E402
 
 COURSE = Course(ROOT)
 NBS = {n: read(COURSE.nbs / COURSE.paths[n]) for n in COURSE.order}

@@ -21,15 +21,15 @@ from compassrl.data.selection import prompts_of_step
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
 from compassrl.judges import serial
-from compassrl.judges.pool import RewardPool
+from compassrl.judges.reward_pool import RewardPool
 from compassrl.judges.serial import RewardConfig, SerialJudge
 from compassrl.loop import fit
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Prompt, RolloutEngine, Sample, Verdict
-from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
 from compassrl.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from compassrl.train.guards import GuardConfig, RunFailed
-from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.train.torch_train import OptimConfig, TorchTrain
 from tests.support import misbehaving_verifiers as odd_verifiers
 
 torch.set_num_threads(1)

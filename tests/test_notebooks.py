@@ -11,7 +11,7 @@ import nbformat
 import pytest
 import yaml
 
-from compassrl.judges.cells import best_walls
+from compassrl.sandbox.client import best_walls
 from tests.support import ROOT
 from tests.support import fork_server as forked
 from tests.support import vllm_fork_server as nursed
@@ -34,7 +34,7 @@ ENGINES = {
     r'megatron\b': 'megatron',
     r'compassrl\.train\.megatron\.(?!layout)': 'megatron',
 }
-WALLED = {'judges/01_isolated', 'judges/02_verifiers', 'judges/07_pool'}  # they run programs
+WALLED = {'judges/isolated', 'judges/verifiers', 'judges/reward_pool'}  # they run programs
 
 
 def missing(path):

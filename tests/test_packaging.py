@@ -43,8 +43,7 @@ def metadata(wheel):
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / 'compassrl').rglob('*.py')}
     held = {n for n in wheel.namelist() if '.dist-info/' not in n}
-    labs = {f'compassrl/labs/{p.name}' for p in (ROOT / 'nbs' / 'labs').iterdir()}
-    assert modules | labs | {'compassrl/py.typed'} <= held  # which tells type checkers to look
+    assert modules | {'compassrl/py.typed'} <= held  # which tells type checkers to look
     assert {n.split('/')[0] for n in held} == {'compassrl'}
     assert not [n for n in held if '__pycache__' in n]
 

@@ -13,7 +13,7 @@ from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / 'tools'))
 from alt import directives  # noqa: E402
-from course import Course, read, source  # noqa: E402
+from toc import Course, read, source  # noqa: E402
 
 TEALS = '0f766e 5eaaa2 5eada5 5eb5aa 7cc0b8 99f6e4 ccfbf1 d7efec teal'
 ORANGES = 'c2410c fb923c fdba74 fed7aa orange Oranges'

@@ -22,7 +22,7 @@ ENTRIES = [e for g in MAP['groups'] for e in g['entries']]
 KEYS = set('paper claim source state missing looked_for lesson'.split())
 KEYS |= set('symbols called_by tests measured read'.split())
 SOURCES, STATES = {'quoted', 'second-hand', 'our reading', 'ours'}, ('here', 'in part', 'absent')
-PAGE = ROOT / 'nbs' / '07_paper_map.ipynb'
+PAGE = ROOT / 'nbs' / 'paper_map.ipynb'
 
 
 def each_entry(check):
@@ -313,7 +313,7 @@ def plain(text):
 
 def test_the_page_shows_every_entry_with_the_stored_numbers():
     html, text = page()
-    run = 'run `python tools/execute_nbs.py nbs/07_paper_map.ipynb`'
+    run = 'run `python tools/execute_nbs.py nbs/paper_map.ipynb`'
     said = [e[k] for e in ENTRIES for k in ('paper', 'claim', 'missing') if k in e]
     said += [measured(e) for e in ENTRIES]
     assert [s for s in said if plain(s) not in text] == [], run

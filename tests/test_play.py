@@ -14,7 +14,7 @@ import pytest
 from ipywidgets import Dropdown, FloatLogSlider, IntSlider
 from PIL import Image
 
-from compassrl.drawings.play import frame, grid_sizes, playground, spread, still_play
+from course.play import frame, grid_sizes, playground, spread, still_play
 from tests.support import ROOT
 from tests.test_notebooks import notebooks
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / 'tools'))
 import build_docs  # noqa: E402
 
 VIEW = 'application/vnd.jupyter.widget-view+json'
-PANEL = 'launch/08_panel'  # it starts and stops runs: alive with a kernel alone
+PANEL = 'launch/panel'  # it starts and stops runs: alive with a kernel alone
 
 
 def bars(height, colour, power=1.0):

@@ -109,7 +109,7 @@ def test_format():
     assert code == 0, f'{said}\nrun `.venv/bin/ruff format`'
 
 
-GENERATED = ('compassrl/**/*.py', 'nbs/*.yml', 'README.md', 'index_files/*')
+GENERATED = ('compassrl/**/*.py', 'course/stages.py', 'nbs/*.yml', 'README.md', 'index_files/*')
 
 
 @pytest.fixture(scope='module')
@@ -127,7 +127,9 @@ def fresh(tmp_path_factory):
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, to)
     os.symlink('../_quarto.yml', new / 'nbs' / '_quarto.yml')
-    shutil.copytree(ROOT / 'tools', new / 'tools', ignore=shutil.ignore_patterns('__pycache__'))
+    for folder in ('tools', 'course'):
+        skipped = shutil.ignore_patterns('__pycache__', 'stages.py')
+        shutil.copytree(ROOT / folder, new / folder, ignore=skipped)
     env = {k: v for k, v in os.environ.items() if k not in ('IN_TEST', 'PYTHONPATH')}
     command = [sys.executable, 'tools/nb.py', 'sync']
     r = subprocess.run(command, cwd=new, capture_output=True, text=True, env=env)
@@ -220,11 +222,11 @@ def module_of(path):
 
 @each_notebook
 def test_a_notebook_has_the_folder_and_the_name_of_its_module(path):
-    "A number orders a folder and means nothing else"
+    "The reading order is in nbs/course.yml, not in the names of files"
     folder, stem = path.parent.relative_to(ROOT / 'nbs').parts, path.stem
-    assert stem == 'index' or re.fullmatch(r'\d\d_[a-z0-9_]+', stem)
+    assert re.fullmatch(r'[a-z][a-z0-9_]*', stem)
     if module_of(path):
-        assert module_of(path) == '.'.join([*folder, stem[3:]])
+        assert module_of(path) == '.'.join([*folder, stem])
 
 
 def test_one_notebook_per_module():
@@ -306,8 +308,8 @@ def test_named_files_exist(text):
 
 
 TOP = """.ci .dockerignore .github .gitignore .pre-commit-config.yaml CHANGELOG.md CITATION.cff
-CONTRIBUTING.md LICENSE Makefile README.md _quarto.yml benchmarks compassrl constraints.txt docker
-docs index_files nbs pyproject.toml settings.ini tests tools"""
+CONTRIBUTING.md LICENSE Makefile README.md _quarto.yml benchmarks compassrl constraints.txt course
+docker docs index_files nbs pyproject.toml settings.ini tests tools"""
 
 
 def test_nothing_else_lies_at_the_top():

@@ -20,7 +20,7 @@ ROWS = [row for g in GROUPS for row in g['rows']]
 MEASURED = [r for r in ROWS if 'effect' in r]
 KINDS = {'effect', 'cannot', 'missing'}
 KEYS = KINDS | set('claim theirs source lesson side than reach flip form measured scale'.split())
-PAGE = ROOT / 'nbs' / 'studies' / '08_scoreboard.ipynb'
+PAGE = ROOT / 'nbs' / 'studies' / 'scoreboard.ipynb'
 WORDS = {'holds here', 'not seen here', 'not reached here', 'the reverse here'}
 WORDS |= {'not testable on a CPU'}
 WORDS |= {'not measured yet'}
@@ -110,7 +110,7 @@ def test_the_page_shows_every_claim_with_stored_numbers_and_its_verdict():
     found = tables(shown(json.loads(PAGE.read_text())['cells']))
     for row in ROWS:
         theirs, measured, verdict, where = found[row['claim']]
-        run = 'run `python tools/execute_nbs.py nbs/studies/08_scoreboard.ipynb`'
+        run = 'run `python tools/execute_nbs.py nbs/studies/scoreboard.ipynb`'
         assert measured.startswith(said(row)), f'{row["claim"]}: {run}'
         assert verdict == f'**{expected(row)}**', row['claim']
         assert row.get('theirs', '') in theirs and row['source'] in theirs

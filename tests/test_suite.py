@@ -57,12 +57,12 @@ def test_files_that_chaos_leaves_out(file, left_out):
     assert ignore(ROOT / 'tests' / file, config) is left_out
 
 
-NOTEBOOK = 'tests/test_notebooks.py::test_notebook_runs[rollout/02_fp8]'
+NOTEBOOK = 'tests/test_notebooks.py::test_notebook_runs[rollout/fp8]'
 LOSSES = 'tests/algo/test_losses.py::test_gradient'
 
 
 def test_a_file_stays_with_one_worker_and_every_notebook_is_alone():
-    other = NOTEBOOK.replace('02_fp8', '05_partial')
+    other = NOTEBOOK.replace('fp8', 'partial')
     assert unit(LOSSES) == unit(LOSSES + '[espo]') != unit(LOSSES.replace('losses', 'espo'))
     assert unit(NOTEBOOK) != unit(other)
 
@@ -86,7 +86,7 @@ def test_workers_are_given_whole_files(tmp_path):
 
 
 def test_parts():
-    assert part(NOTEBOOK) == 'notebook rollout/02_fp8' and part(LOSSES) == 'algo/test_losses'
+    assert part(NOTEBOOK) == 'notebook rollout/fp8' and part(LOSSES) == 'algo/test_losses'
 
 
 def test_progress_says_how_far_it_is_what_runs_and_what_failed():
@@ -101,7 +101,7 @@ def test_progress_says_how_far_it_is_what_runs_and_what_failed():
     p.pytest_runtest_logstart(NOTEBOOK)
     clock[0] = 75
     assert lines == [f' 1:01  FAILED {LOSSES}']
-    assert p.line() == ' 1:15   12 %  1 of 8, 1 failed  notebook rollout/02_fp8 (14 s)'
+    assert p.line() == ' 1:15   12 %  1 of 8, 1 failed  notebook rollout/fp8 (14 s)'
 
 
 @pytest.mark.parametrize(

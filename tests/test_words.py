@@ -14,8 +14,8 @@ from tests.test_course import COURSE, LESSONS
 
 sys.path.insert(0, str(ROOT / 'tools'))
 import front  # noqa: E402
-from course import read  # noqa: E402
 from links import anchors, prose  # noqa: E402
+from toc import read  # noqa: E402
 
 WORDS = yaml.safe_load((ROOT / 'nbs' / 'words.yml').read_text())
 ROWS = [w for g in WORDS['groups'] for w in g['words']]

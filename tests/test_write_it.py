@@ -11,20 +11,20 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from compassrl.lesson import check
+from course.lesson import check
 from tests.algo.test_espo import batches
 from tests.support import ROOT, loss_laws
 
 FOLDER = ROOT / 'nbs' / 'write_it'
 EXERCISES = {  # number: page, functions
-    1: ('01_update', 'group_advantages'),
-    2: ('01_update', 'clipped_surrogate aggregate'),
-    3: ('01_update', 'group_ratio adaptive_clip'),
-    4: ('01_update', 'zvp_advantages'),
-    5: ('02_engine', 'replay_gates'),
-    6: ('02_engine', 'cached_attention'),
-    7: ('02_engine', 'continuous_batching'),
-    8: ('03_loop', 'pass_at_k'),
+    1: ('update', 'group_advantages'),
+    2: ('update', 'clipped_surrogate aggregate'),
+    3: ('update', 'group_ratio adaptive_clip'),
+    4: ('update', 'zvp_advantages'),
+    5: ('engine', 'replay_gates'),
+    6: ('engine', 'cached_attention'),
+    7: ('engine', 'continuous_batching'),
+    8: ('loop', 'pass_at_k'),
 }
 
 
@@ -133,7 +133,7 @@ def test_a_mistake_is_named(pages, number, old, new, says):
 
 def test_the_solutions_have_the_weights_of_the_library_bit_for_bit(pages):
     "The loop in the notebook against `fit`; the engines share no function of the eight"
-    loop = pages['03_loop']
+    loop = pages['loop']
     steps = list(loop['library_run'].steps)
     assert len(steps) == loop['cfg'].steps > 1
     for (batch, engine), want in zip(loop['small_loop'](loop['solutions']), steps, strict=True):
@@ -160,13 +160,13 @@ IN_THE_LOOP = [  # exercise, the solution's line, with the mistake, the function
 
 @pytest.mark.parametrize('number, old, new, says', IN_THE_LOOP)
 def test_the_loop_names_the_first_function_that_differs(pages, number, old, new, says):
-    loop, wrong = pages['03_loop'], with_change(pages, number, old, new)
+    loop, wrong = pages['loop'], with_change(pages, number, old, new)
     verdict = loop['report'](SimpleNamespace(**{**vars(loop['solutions']), **wrong}))
     assert re.match(rf'not yet: step \d: {says}', verdict), verdict
 
 
 def test_another_order_of_rounding_is_no_mistake(pages):
-    loop = pages['03_loop']
+    loop = pages['loop']
     by_division = '(p := scores.softmax(-1).gather(-1, experts)) / p.sum(-1, keepdim=True)'
     other = with_change(pages, 5, 'scores.gather(-1, experts).softmax(-1)', by_division)
     verdict = loop['report'](SimpleNamespace(**{**vars(loop['solutions']), **other}))
@@ -174,8 +174,8 @@ def test_another_order_of_rounding_is_no_mistake(pages):
 
 
 def test_the_loop_finds_what_a_reader_has_saved(pages, tmp_path):
-    loop = pages['03_loop']
-    notebook = json.loads((FOLDER / '01_update.ipynb').read_text())
+    loop = pages['loop']
+    notebook = json.loads((FOLDER / 'update.ipynb').read_text())
     for cell in notebook['cells']:
         if ''.join(cell['source']).startswith('def group_advantages('):
             cell['source'] = ['def group_advantages(rewards, group):\n', '    return rewards + 1\n']
@@ -187,7 +187,7 @@ def test_the_loop_finds_what_a_reader_has_saved(pages, tmp_path):
 
 
 def test_the_loss_of_the_solutions_obeys_the_laws_of_every_loss(pages):
-    loop = pages['03_loop']
+    loop = pages['loop']
 
     def make(_):
         return lambda *args: loop['espo_loss'](loop['solutions'], *args)

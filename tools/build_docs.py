@@ -20,12 +20,12 @@ from pathlib import Path
 
 import nbformat
 from alt import alt, directives
-from course import Course, name_of
 from lesson_table import defined
+from toc import Course, name_of
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from compassrl.lesson import lab_source  # noqa: E402
+from course.lesson import lab_source  # noqa: E402
 
 REPOSITORY = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']['Repository']
 VIEW = 'application/vnd.jupyter.widget-view+json'

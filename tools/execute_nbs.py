@@ -1,6 +1,6 @@
 """Execute notebooks in a real kernel and store what a reader should see: outputs, figures, widgets.
 
-    python tools/execute_nbs.py [--flags "slow gpu"] [--check] [nbs/algo/04_espo.ipynb ...]
+    python tools/execute_nbs.py [--flags "slow gpu"] [--check] [nbs/algo/espo.ipynb ...]
 
 No names = all of them. Cells that nbdev-test would skip (`#| slow`, `#| gpu`, `#| eval: false`) are
 not run and keep their stored outputs. Progress bars and Python warnings never go into the notebook;
@@ -20,8 +20,8 @@ import time
 import uuid
 from pathlib import Path
 
-import course
 import nbformat
+import toc
 from fastcore.nbio import read_nb, write_nb
 from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
@@ -227,11 +227,11 @@ def rounded(seconds):
 
 def keep_seconds(path, took):
     "Write what a notebook took into course.yml, unless it is about what stands there"
-    place = course.Course(get_config().config_path)
-    name = course.name_of(path.resolve().relative_to(place.nbs))
+    place = toc.Course(get_config().config_path)
+    name = toc.name_of(path.resolve().relative_to(place.nbs))
     known = place.data['seconds'].get(name)
     if name in place.order and not (known and known / 1.5 < took < known * 1.5):
-        course.write_seconds(place, {name: rounded(took)})
+        toc.write_seconds(place, {name: rounded(took)})
 
 
 def run_one(path, flags, check):
@@ -281,7 +281,7 @@ def main():
     p.add_argument('--check', action='store_true', help='run and write nothing')
     p.add_argument('files', nargs='*', type=Path)
     a = p.parse_args()
-    files = a.files or course.notebooks(Path(os.path.relpath(get_config().nbs_path)))
+    files = a.files or toc.notebooks(Path(os.path.relpath(get_config().nbs_path)))
     ok = [run_one(f, a.flags.split(), a.check) for f in files]
     sys.exit(0 if all(ok) else 1)
 

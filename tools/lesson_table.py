@@ -152,7 +152,7 @@ def lesson_table(course, nbs):
 
 
 def main():
-    from course import ROOT, Course, read
+    from toc import ROOT, Course, read
 
     course = Course(ROOT)
     nbs = {n: read(course.nbs / course.paths[n]) for n in course.order}

@@ -26,10 +26,10 @@ from compassrl.data.tokenizer import EOS_ID, build_tokenizer, response_text
 from compassrl.loop import fit
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Request, RolloutEngine, derive_seed
-from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
 from compassrl.train.guards import GuardConfig
 from compassrl.train.sft import SFTConfig, cold_start
-from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.train.torch_train import OptimConfig, TorchTrain
 
 OUT = Path(__file__).resolve().parent.parent / 'nbs' / 'labs' / 'clinic.json'
 SHAPE = PolicyConfig(max_position_embeddings=32, rope_theta=100.0)

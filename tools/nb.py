@@ -1,8 +1,8 @@
 """Edit notebooks as text, safely, from a terminal.
 
-    python tools/nb.py open rollout/01_torch_engine   # -> nbs_py/rollout/01_torch_engine.py
-    python tools/nb.py save rollout/01_torch_engine   # text -> notebook, cleaned and exported
-    python tools/nb.py new judges/07_oracle           # an empty notebook, opened as text
+    python tools/nb.py open rollout/torch_rollout   # -> nbs_py/rollout/torch_rollout.py
+    python tools/nb.py save rollout/torch_rollout   # text -> notebook, cleaned and exported
+    python tools/nb.py new judges/oracle           # an empty notebook, opened as text
     python tools/nb.py sync                           # all that is generated
 
 `save` keeps the outputs of unchanged cells, and refuses when the notebook changed since it was
@@ -16,15 +16,18 @@ import sys
 import textwrap
 from pathlib import Path
 
-import course
+import nbdev.maker
 import nbformat
 import readme
+import toc
 from nbdev.clean import nbdev_clean
 from nbdev.config import get_config
 from nbdev.doclinks import nbdev_export
 from nbdev.quarto import refresh_quarto_yml
 
 cfg = get_config()
+# a module has the imports of its notebook, absolute and sorted
+nbdev.maker._import2relative = lambda cells, lib_path=None: None
 NBS, TEXT = cfg.nbs_path, cfg.config_path / 'nbs_py'
 
 
@@ -35,9 +38,8 @@ def paths(name):
 
 
 def module(nb):
-    "The module of a notebook: its folder and its name without the number"
-    parts = nb.relative_to(NBS).with_suffix('').parts
-    return '.'.join([*parts[:-1], parts[-1].split('_', 1)[-1]])
+    "The module of a notebook: its folder and its name"
+    return '.'.join(nb.relative_to(NBS).with_suffix('').parts)
 
 
 def cells_hash(nb):
@@ -74,9 +76,9 @@ def export():
 
 def sync():
     "All that is generated; a second time changes nothing"
-    faults = course.sync_text(cfg.config_path)
+    faults = toc.sync_text(cfg.config_path)
     export()
-    course.sync_maps(cfg.config_path)
+    toc.sync_maps(cfg.config_path)
     nbdev_clean.__wrapped__()
     readme.main([])
     if faults:

@@ -27,12 +27,12 @@ from compassrl.data.tokenizer import build_tokenizer, encode
 from compassrl.loop import Stop, fit
 from compassrl.model.policy import Policy
 from compassrl.records import Batch, derive_seed
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.log import write_json
 from compassrl.runs.presets import tiny_cpu
 from compassrl.train.sft import cold_start
-from compassrl.train.torch_engine import TorchTrain
+from compassrl.train.torch_train import TorchTrain
 
 # silent groups add nothing, and rewards are the task's alone
 OFF = ZeroVarianceConfig('uniform', length_weight=0, repetition_weight=0, zvp_alpha=0)

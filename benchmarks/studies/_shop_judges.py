@@ -13,7 +13,7 @@ from compassrl.judges.pairs import agreement, label_of, shop_pairs, true_label
 from compassrl.judges.serial import Judge, record_verdict
 from compassrl.model.pretrained import read_shards
 from compassrl.records import Verdict
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.judge_model import JUDGE_SHAPE, make_judge_model, open_judge
 from compassrl.train.reward_model import RewardModel, score_texts, train_reward_model
 from compassrl.train.sft import SFTConfig

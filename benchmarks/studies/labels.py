@@ -46,13 +46,13 @@ from compassrl.judges.pairs import any_answer
 from compassrl.loop import Stop, fit
 from compassrl.model.policy import Policy
 from compassrl.records import derive_seed
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.facts import machine_info
 from compassrl.runs.judge_model import JudgeModelConfig
 from compassrl.runs.log import write_json
 from compassrl.train.sft import SFTConfig, cold_start
-from compassrl.train.torch_engine import TorchTrain
+from compassrl.train.torch_train import TorchTrain
 
 ARMS = 'bt', 'bt_labels', 'judge', 'oracle_labels', 'oracle'
 JUDGE_SEED = 1000

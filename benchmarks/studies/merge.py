@@ -31,14 +31,14 @@ from compassrl.data.tokenizer import build_tokenizer, save_tokenizer
 from compassrl.model.merge import MergeConfig, merge_checkpoints
 from compassrl.model.policy import Policy
 from compassrl.model.pretrained import from_pretrained, hf_weights, save_pretrained
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.eval_sets import interval
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.facts import machine_info
 from compassrl.runs.log import write_json
 from compassrl.runs.presets import tiny_cpu
 from compassrl.train.sft import SFTConfig, cold_start
-from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.train.torch_train import OptimConfig, TorchTrain
 
 SUMS, STRINGS = (('arithmetic', 1.0, 1.0),), (('strings', 0.0, 1.0),)
 BOTH = tuple((d, hard, 0.5) for d, hard, _ in (*SUMS, *STRINGS))

@@ -42,13 +42,13 @@ from compassrl.model.policy import Policy
 from compassrl.model.shape import PolicyConfig
 from compassrl.records import micro_batches, select
 from compassrl.rollout.fp8 import Fp8Rollout
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.facts import machine_info
 from compassrl.runs.log import write_json
 from compassrl.train.routes import routes_agreement
 from compassrl.train.sft import cold_start
-from compassrl.train.torch_engine import TorchTrain, packed_states, score_response
+from compassrl.train.torch_train import TorchTrain, packed_states, score_response
 
 ARMS = tuple(  # rollout, replay, TIS
     f'{rollout}-{mode}-{tis}'

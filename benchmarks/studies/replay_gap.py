@@ -25,9 +25,9 @@ from compassrl.model.policy import Policy
 from compassrl.records import collate
 from compassrl.rollout.fp8 import Fp8Rollout
 from compassrl.rollout.requests import requests_of
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.facts import machine_info
-from compassrl.train.torch_engine import TorchTrain
+from compassrl.train.torch_train import TorchTrain
 
 MIX = (('arithmetic', 1.25, 1.0),)
 STUDY = Study('replay_gap', dict(default=MIX), dict(plain=lambda cfg: cfg), {}, range(6), 0)

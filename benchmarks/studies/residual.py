@@ -38,7 +38,7 @@ from compassrl.data.tokenizer import build_tokenizer
 from compassrl.judges.serial import SerialJudge
 from compassrl.loop import Stop, fit
 from compassrl.records import RolloutEngine, select
-from compassrl.train.torch_engine import TorchTrain, accumulate_grads, clip_and_step
+from compassrl.train.torch_train import TorchTrain, accumulate_grads, clip_and_step
 
 
 @verifier

@@ -51,12 +51,12 @@ from compassrl.data.tokenizer import build_tokenizer
 from compassrl.data.tools import ToolConfig, tool
 from compassrl.loop import Stop, fit
 from compassrl.records import Verdict, derive_seed
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.facts import machine_info
 from compassrl.runs.log import write_json
 from compassrl.runs.presets import tool_cpu
-from compassrl.train.torch_engine import TorchTrain
+from compassrl.train.torch_train import TorchTrain
 
 CALLS = (1, 2, 3, 4)  # that a question needs
 SILENT = 'zero_variance_raw_frac'  # groups of a step whose rewards are equal

@@ -80,27 +80,27 @@ export const points = ({ opened, wrong }) => opened + WRONG * wrong
 
 // What the button says, what it is, and the lesson
 export const DIAGNOSES = {
-  healthy: ['healthy', 'Nothing is wrong with this run', '04_loop.ipynb#a-real-run'],
+  healthy: ['healthy', 'Nothing is wrong with this run', 'loop.ipynb#a-real-run'],
   'broken verifier': ['the verifier crashes', 'The verifier raises an error on some of the responses',
-    '04_loop.ipynb#steps-without-a-signal'],
+    'loop.ipynb#steps-without-a-signal'],
   'fooled verifier': ['the verifier can be fooled', 'The verifier pays a letter twice in a row as if it were the answer',
-    'judges/02_verifiers.ipynb#what-an-outcome-means'],
+    'judges/verifiers.ipynb#what-an-outcome-means'],
   'cut off': ['responses are cut off', 'The longest answers do not fit into the tokens that a response may have',
-    '04_loop.ipynb#why-does-my-reward-not-rise'],
+    'loop.ipynb#why-does-my-reward-not-rise'],
   'too hard': ['prompts are too hard', 'Nearly no response is right, so nearly all groups are silent',
-    'algo/02_zero_variance.ipynb#hook'],
+    'algo/zero_variance.ipynb#hook'],
   'learning rate': ['learning rate too high', 'Twelve times the learning rate of the healthy runs',
-    '04_loop.ipynb#a-learning-rate-from-the-cold-start'],
+    'loop.ipynb#a-learning-rate-from-the-cold-start'],
   'stale weights': ['stale weights', 'New weights never reach the engine that samples',
-    '04_loop.ipynb#stale-weights'],
+    'loop.ipynb#stale-weights'],
   'wrong experts': ['wrong experts are replayed', 'Each token is trained with the experts of the next one',
-    'algo/05_engine_gap.ipynb#wrong-routes-are-worse-than-none'],
+    'algo/engine_gap.ipynb#wrong-routes-are-worse-than-none'],
   'off by one': ['loss mask off by one', 'The mask of the loss begins and ends one token early',
-    'train/01_torch_engine.ipynb#token-t-is-predicted-from-token-t-1'],
+    'train/torch_rollout.ipynb#token-t-is-predicted-from-token-t-1'],
   entropy: ['entropy bonus with the wrong sign', 'The entropy bonus is subtracted, so likely tokens become likelier',
-    '04_loop.ipynb#a-real-run'],
+    'loop.ipynb#a-real-run'],
   leak: ['held-out prompts have leaked', 'The cold start has read the solutions of the held-out prompts',
-    'data/04_prompts.ipynb#the-split-and-names-that-last'],
+    'data/prompts.ipynb#the-split-and-names-that-last'],
 }
 
 // A notebook's address: beside this one in Jupyter, or as a page of the site

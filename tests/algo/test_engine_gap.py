@@ -25,9 +25,9 @@ from compassrl.records import (
     micro_batches,
     select,
 )
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.train.routes import routes_agreement, validate_routes
-from compassrl.train.torch_engine import (
+from compassrl.train.torch_train import (
     OptimConfig,
     TorchTrain,
     accumulate_grads,

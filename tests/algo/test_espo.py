@@ -726,7 +726,7 @@ def test_gradient_of_a_policy_however_the_rows_are_cut(own):
     """fp64: parameters get the same gradient from one packed pass, from many,
     and as a sum over two ranks"""
     from compassrl.model.policy import Policy, PolicyConfig
-    from compassrl.train.torch_engine import accumulate_grads, response_log_probs
+    from compassrl.train.torch_train import accumulate_grads, response_log_probs
 
     torch.manual_seed(0)
     policy = Policy(

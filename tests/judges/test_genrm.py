@@ -782,7 +782,7 @@ def vllm_server(tmp_path):
     from compassrl.model.pretrained import save_pretrained
     from compassrl.rollout.vllm.server import Server, flags, free_port, server_env
     from compassrl.train.sft import SFTConfig, cold_start
-    from compassrl.train.torch_engine import OptimConfig, TorchTrain
+    from compassrl.train.torch_train import OptimConfig, TorchTrain
     from tests.support import vllm_fork_server as nursed
 
     tok, template = build_tokenizer(), tmp_path / 'template.jinja'

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from compassrl.data.tasks import verifiers, verify
-from compassrl.judges.cells import best_walls, close_rooms
-from compassrl.judges.isolated import run_python
 from compassrl.judges.verifiers import code
 from compassrl.records import Prompt
+from compassrl.sandbox.client import best_walls, close_rooms
+from compassrl.sandbox.isolated import run_python
 from tests.judges.honest_programs import KINDS, honest
 from tests.judges.hostile_programs import HOSTILE, REWARD
 from tests.support import chaos

@@ -8,10 +8,10 @@ import pytest
 
 from compassrl.data.tasks import verifiers, verify
 from compassrl.judges import verifiers as rewards
-from compassrl.judges.isolated import under
-from compassrl.judges.limits import Limits, Outcome
 from compassrl.judges.verifiers import code, program_of, run_test, starved
 from compassrl.records import Prompt
+from compassrl.sandbox.isolated import under
+from compassrl.sandbox.limits import Limits, Outcome
 from tests.support.faults import planted
 
 

@@ -28,7 +28,7 @@ SHOTS = os.environ.get('LAB_SCREENSHOTS')  # a folder, to look at what the test 
 
 def panel_notebook(folder):
     "The panel notebook cut down to its imports and the cell that shows the panel"
-    nb = json.loads((ROOT / 'nbs' / 'launch' / '08_panel.ipynb').read_text())
+    nb = json.loads((ROOT / 'nbs' / 'launch' / 'panel.ipynb').read_text())
 
     def source(c):
         return ''.join(c['source'])
@@ -266,7 +266,7 @@ def ran(lab, browser):
         page.close()
 
 
-@pytest.mark.parametrize('name', ['data/02_tasks', 'algo/01_advantages', 'judges/22_gym'])
+@pytest.mark.parametrize('name', ['data/tasks', 'algo/advantages', 'judges/gym'])
 def test_a_lesson_runs(lab, ran, name):
     "Every cell, without an error; its figures and its Play are there"
     page, found = ran(lesson(lab[1], name))
@@ -276,7 +276,7 @@ def test_a_lesson_runs(lab, ran, name):
 
 
 def test_an_error_of_a_lesson_is_seen(lab, ran):
-    path = lab[1] / lesson(lab[1], 'judges/22_gym', last='default_exp')
+    path = lab[1] / lesson(lab[1], 'judges/gym', last='default_exp')
     nb = json.loads(path.read_text())
     cell = dict(cell_type='code', metadata={}, outputs=[], execution_count=None)
     nb['cells'] += [cell | dict(id=f'own{i}', source=s) for i, s in enumerate(['1 / 0', '2'])]
@@ -287,7 +287,7 @@ def test_an_error_of_a_lesson_is_seen(lab, ran):
 
 def test_a_lab_of_a_lesson_is_alive(lab, ran):
     "The lesson's own cells up to its lab: anywidget shows the module that the site shows"
-    page, found = ran(lesson(lab[1], 'algo/03_losses', last="lab('grpo'"))
+    page, found = ran(lesson(lab[1], 'algo/losses', last="lab('grpo'"))
     assert found['errors'] == [] and found['left'] == 0
     line = page.locator('.jp-OutputArea-output .said')
     playwright.expect(line).to_have_text('Step 0: expected reward 0.312500.')  # 20 of 64

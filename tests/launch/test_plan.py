@@ -10,7 +10,7 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.runs import factory
 from compassrl.runs.presets import one_gpu, smoke_cpu
-from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.parallel import ParallelConfig
 from tests.support.faults import noticed, planted
 
 Q30 = PolicyConfig(151936, 2048, 48, 32, 4, 128, 6144, 768, 128, 8, max_position_embeddings=8192)

@@ -17,7 +17,7 @@ from compassrl.launch import process as module
 from compassrl.launch.process import follow, launch, launch_on, report_parts, resume, status, watch
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.runs.presets import one_gpu, smoke_cpu
-from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.sft import SFTConfig
 from tests.support import fork_server as forked
 

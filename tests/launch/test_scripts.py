@@ -25,7 +25,7 @@ from compassrl.rollout.vllm.server import free_port
 from compassrl.runs import cli
 from compassrl.runs.cli import parse_resume, parse_train
 from compassrl.runs.presets import presets, smoke_cpu
-from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.parallel import ParallelConfig
 from tests.launch.test_plan import BIG, Q30, TWO
 from tests.support import fork_server as forked
 

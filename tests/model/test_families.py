@@ -11,9 +11,9 @@ from compassrl.model.policy import MoE
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate
 from compassrl.rollout.fp8 import Fp8Rollout
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.train.routes import routes_agreement, validate_routes
-from compassrl.train.torch_engine import response_log_probs
+from compassrl.train.torch_train import response_log_probs
 from tests.support import ROOT, families
 from tests.support import vllm_fork_server as nursed
 from tests.support.families import COLUMNS, FAMILIES, MIXTURES

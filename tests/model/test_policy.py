@@ -33,7 +33,7 @@ from compassrl.model.pretrained import (
     save_pretrained,
 )
 from compassrl.records import Request, SamplingParams
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.prefix_tree import prefix_tree
 from compassrl.records import Batch
-from compassrl.train.torch_engine import packed_states
+from compassrl.train.torch_train import packed_states
 
 VOCAB, EXPERTS = 5, 4
 CONFIG = PolicyConfig(

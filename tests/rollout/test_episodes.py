@@ -22,10 +22,10 @@ from compassrl.rollout import slots
 from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.partial import PartialResponses, drawn_mask
 from compassrl.rollout.schedule import ScheduleConfig
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.train.routes import validate_routes
 from compassrl.train.sft import sft_loss, solution_batch
-from compassrl.train.torch_engine import (
+from compassrl.train.torch_train import (
     OptimConfig,
     TorchTrain,
     accumulate_grads,

@@ -30,8 +30,8 @@ from compassrl.rollout.fp8 import (
     takes_fp8,
     weight_block,
 )
-from compassrl.rollout.torch_engine import TorchRollout
-from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.rollout.torch_rollout import TorchRollout
+from compassrl.train.torch_train import OptimConfig, TorchTrain
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import random
 

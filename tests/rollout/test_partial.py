@@ -23,10 +23,10 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Request, Sample, SamplingParams, collate, derive_seed
 from compassrl.rollout.partial import PartialResponses
 from compassrl.rollout.schedule import ScheduleConfig
-from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
 from compassrl.train.checkpoint import load_checkpoint, save_checkpoint
 from compassrl.train.sft import SFTConfig, cold_start
-from compassrl.train.torch_engine import OptimConfig, TorchTrain, response_log_probs
+from compassrl.train.torch_train import OptimConfig, TorchTrain, response_log_probs
 
 TOKENIZER = build_tokenizer()
 SHAPE = PolicyConfig(

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compassrl.plan import queue_simulation
+from compassrl.plan.queue_simulation import Fault, simulate
 from compassrl.records import Request
-from compassrl.rollout import pull_queue, simulation
+from compassrl.rollout import pull_queue
 from compassrl.rollout.pull_queue import PullQueue
-from compassrl.rollout.simulation import Fault, simulate
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import random
 
@@ -329,7 +330,7 @@ def test_law(law):
 def test_faults_are_noticed(old, new):
     assert noticed(
         LAWS,
-        planted((pull_queue, simulation), old, new),
+        planted((pull_queue, queue_simulation), old, new),
         KeyError,
         ValueError,
         TypeError,

@@ -20,7 +20,7 @@ from compassrl.records import Request, Sample, SamplingParams, collate, select
 from compassrl.rollout import schedule as scheduling
 from compassrl.rollout.pull_queue import PullQueue
 from compassrl.train import balance as balancing
-from compassrl.train.torch_engine import response_log_probs
+from compassrl.train.torch_train import response_log_probs
 from tests.support import scheduled
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import random

@@ -11,8 +11,8 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.partial import drawn_mask
-from compassrl.rollout.torch_engine import TorchRollout
-from compassrl.train.torch_engine import response_log_probs
+from compassrl.rollout.torch_rollout import TorchRollout
+from compassrl.train.torch_train import response_log_probs
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / 'benchmarks' / 'studies'))

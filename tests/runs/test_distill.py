@@ -18,7 +18,7 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import save_pretrained
 from compassrl.runs import distill
 from compassrl.runs.cli import main
-from compassrl.runs.data import load
+from compassrl.runs.run_data import load
 from compassrl.runs.teachers import EngineTeacher, weights_name
 from compassrl.train.sft import SFTConfig, cold_start
 

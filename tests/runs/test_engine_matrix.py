@@ -15,9 +15,9 @@ from compassrl.model.pretrained import from_pretrained, save_pretrained
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import collate, select
 from compassrl.train.megatron.engine import MegatronTrain
-from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.weights import hf_weights
-from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.train.torch_train import OptimConfig, TorchTrain
 from tests.support import vllm_fork_server as nursed
 from tests.support.engine_samples import POLICY, sample, write_samples
 from tests.support.ranks import lively, name, run_ranks
@@ -107,7 +107,7 @@ def megatron_steps(parallel, folder, batches):
 
 
 def torch_steps(folder, batch):
-    import compassrl.train.torch_engine as te
+    import compassrl.train.torch_train as te
 
     e, grads, clip = TorchTrain(from_pretrained(folder), OPTIM, 0.8, 'R3'), [], te.clip_and_step
 
@@ -187,7 +187,7 @@ def megatron_gradients(parallel, folder, batches):
 
 
 def torch_gradients(folder, batch):
-    import compassrl.train.torch_engine as te
+    import compassrl.train.torch_train as te
 
     grads, clip = [], te.clip_and_step
 

@@ -20,14 +20,14 @@ from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.records import Sample
 from compassrl.rollout.partial import drawn_mask
 from compassrl.rollout.schedule import ScheduleConfig
-from compassrl.rollout.torch_engine import RolloutConfig
+from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.runs.evaluate_model import eval_command
 from compassrl.runs.presets import presets
 from compassrl.runs.run import resume_run, start_run
 from compassrl.runs.trace import read_trace
 from compassrl.train.checkpoint import load_checkpoint
 from compassrl.train.sft import SFTConfig
-from compassrl.train.torch_engine import OptimConfig
+from compassrl.train.torch_train import OptimConfig
 from tests.support.labs import expect_the_logged_losses
 
 CFG = TrainConfig(

@@ -281,7 +281,7 @@ def test_real_engine(prompts):
     "The embedded engine: batch size and order of prompts change nothing"
     from compassrl.model.policy import Policy, PolicyConfig
     from compassrl.model.pretrained import hf_weights
-    from compassrl.rollout.torch_engine import TorchRollout
+    from compassrl.rollout.torch_rollout import TorchRollout
 
     results = []
     for slots, ps in ((7, prompts[:6]), (64, prompts[5::-1])):

@@ -11,12 +11,12 @@ import pytest
 from compassrl.data.rows import BadRow, Reading, row_prompt, worked_answer
 from compassrl.data.tasks import verifier, verifiers, verify
 from compassrl.data.tokenizer import build_tokenizer
-from compassrl.judges.isolated import under
 from compassrl.judges.own_reward import own_reward
 from compassrl.judges.serial import RewardConfig
 from compassrl.records import Prompt
 from compassrl.runs.cli import main, parse_train
-from compassrl.runs.data import load, resolve
+from compassrl.runs.run_data import load, resolve
+from compassrl.sandbox.isolated import under
 from tests.runs.test_run import cli, rows, same_model
 
 FRUIT = ('apples', 'pears', 'plums', 'figs')

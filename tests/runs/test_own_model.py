@@ -17,12 +17,12 @@ from compassrl.model.hf_config import read_config
 from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.model.shape import PolicyConfig
 from compassrl.records import Request
-from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
 from compassrl.runs.cli import parse_train
 from compassrl.runs.cold_start import start_policy
-from compassrl.runs.data import load, resolve
 from compassrl.runs.presets import tiny_cpu
 from compassrl.runs.run import start_run
+from compassrl.runs.run_data import load, resolve
 from compassrl.train.sft import SFTConfig
 from tests.support import families
 from tests.support.stops import StopAfter

@@ -13,9 +13,9 @@ from compassrl.config import read_run_config
 from compassrl.model.merge import MergeConfig, merge_checkpoints
 from compassrl.runs.cards import scores
 from compassrl.runs.cli import main
-from compassrl.runs.data import load, with_replay
 from compassrl.runs.pipeline import run_pipeline
 from compassrl.runs.pipelines import pipelines, smoke_cpu
+from compassrl.runs.run_data import load, with_replay
 from compassrl.runs.stages import (
     check_complete,
     pipeline_dict,

@@ -17,7 +17,7 @@ from compassrl.runs.cli import parse_train
 from tests.support import ROOT, families
 from tests.support import vllm_fork_server as nursed
 
-CELLS = nbformat.read(ROOT / 'nbs/how_to/08_qwen3.ipynb', 4).cells
+CELLS = nbformat.read(ROOT / 'nbs/how_to/qwen3.ipynb', 4).cells
 SMALL = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6)
 
 

@@ -18,9 +18,9 @@ from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
 from compassrl.loop import fit, loss_of
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Prompt, Verdict
-from compassrl.rollout.torch_engine import RolloutConfig, TorchRollout
+from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
 from compassrl.runs.trace import TRACE_VERSION, microscope, read_trace, recompute_loss, trace_rows
-from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.train.torch_train import OptimConfig, TorchTrain
 
 torch.set_num_threads(1)
 TOKENIZER = build_tokenizer()

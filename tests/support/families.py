@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from compassrl.model.pretrained import from_pretrained, hf_weights, save_pretrained
 from compassrl.records import Request, SamplingParams, collate
-from compassrl.rollout.torch_engine import TorchRollout
-from compassrl.train.megatron.layout import ParallelConfig, check_parallel
+from compassrl.rollout.torch_rollout import TorchRollout
+from compassrl.train.megatron.parallel import ParallelConfig, check_parallel
 from compassrl.train.routes import routes_agreement
-from compassrl.train.torch_engine import response_log_probs
+from compassrl.train.torch_train import response_log_probs
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()

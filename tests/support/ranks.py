@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.train.megatron.cpu import megatron_calls
-from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.model import build_model, init_parallel
+from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.ranks import RankError, run_ranks  # noqa: F401
 from compassrl.train.megatron.weights import hf_weights, load_hf
 

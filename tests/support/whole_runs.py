@@ -60,7 +60,7 @@ def command(args, hook):
 
 def rank_command(args, hook):
     "What `python -m compassrl` does on a rank, and what an interpreter does at its end"
-    from compassrl.train.megatron.pulse import Pulse
+    from compassrl.train.megatron.heartbeat import Pulse
 
     try:
         Pulse(int(os.environ['RANK']))

@@ -14,7 +14,7 @@ import compassrl.train.checkpoint as ck
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.train.saver import WholeState
 from compassrl.train.state import CheckpointError, TornCheckpoint
-from compassrl.train.torch_engine import OptimConfig, TorchTrain
+from compassrl.train.torch_train import OptimConfig, TorchTrain
 from tests.support import chaos
 from tests.support.damage import FLIPS, OF_A_FILE, OF_A_FOLDER, SENSELESS, flips, renewed
 

@@ -12,7 +12,7 @@ from compassrl.data.tasks import task_families, verify
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode, response_text
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Prompt, Request, SamplingParams, derive_seed, select
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.train.sft import (
     SFTConfig,
     cold_start,
@@ -21,7 +21,7 @@ from compassrl.train.sft import (
     solution_batch,
     without_working,
 )
-from compassrl.train.torch_engine import (
+from compassrl.train.torch_train import (
     OptimConfig,
     TorchTrain,
     accumulate_grads,

@@ -19,8 +19,8 @@ from compassrl import (
 )
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Batch, Metrics, Request, Sample
-from compassrl.rollout.torch_engine import TorchRollout
-from compassrl.train.torch_engine import TorchTrain
+from compassrl.rollout.torch_rollout import TorchRollout
+from compassrl.train.torch_train import TorchTrain
 
 
 class Constant(RolloutEngine):

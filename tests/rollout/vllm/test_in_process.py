@@ -30,12 +30,12 @@ from compassrl.model.pretrained import (
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.episodes import Turns
 from compassrl.rollout.fp8 import fp8_weights
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.rollout.vllm import in_process as vllm
 from compassrl.rollout.vllm import messages
+from compassrl.rollout.vllm.cleanup import made_here, sweep
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.in_process import VllmRollout, set_environment
-from compassrl.rollout.vllm.leftovers import made_here, sweep
 from compassrl.rollout.vllm.messages import (
     can_cache_fp8,
     check_vllm,
@@ -47,7 +47,7 @@ from compassrl.rollout.vllm.messages import (
 )
 from compassrl.rollout.vllm.weight_files import file_parts, shared_folder
 from compassrl.train.routes import routes_agreement, validate_routes
-from compassrl.train.torch_engine import OptimConfig, TorchTrain, response_log_probs
+from compassrl.train.torch_train import OptimConfig, TorchTrain, response_log_probs
 from tests.support import ROOT
 from tests.support.engine_samples import Echo
 from tests.support.faults import planted
@@ -904,7 +904,7 @@ def test_a_server_hears_what_an_engine_hears():
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
     from vllm.sampling_params import RequestOutputKind
 
-    from compassrl.rollout.vllm.conversation import to_body
+    from compassrl.rollout.vllm.dispatcher import to_body
 
     for kw in (
         dict(temperature=0.0),

@@ -25,11 +25,11 @@ from compassrl.rollout.episodes import Episodes, Turns
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.partial import PartialResponses
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
-from compassrl.rollout.vllm import conversation, leftovers, nursery, revival, server
+from compassrl.rollout.vllm import cleanup, dispatcher, nursery, replica_manager, server
 from compassrl.rollout.vllm import pool as vllm_pool
 from compassrl.rollout.vllm.client import Client
 from compassrl.rollout.vllm.config import VllmConfig
-from compassrl.rollout.vllm.conversation import from_body
+from compassrl.rollout.vllm.dispatcher import from_body
 from compassrl.rollout.vllm.nursery import Nursery, nursery_for, start_nursery
 from compassrl.rollout.vllm.pool import VllmPool
 from compassrl.rollout.vllm.server import Server, flags, server_env
@@ -369,7 +369,7 @@ def test_routes_that_get_lost_on_the_way(pool, reference, monkeypatch):
         return s
 
     with monkeypatch.context() as m:
-        m.setattr(conversation, 'from_body', stripped)
+        m.setattr(dispatcher, 'from_body', stripped)
         with pytest.raises(ValueError, match='sent no routes'):
             list(pool.generate(requests(4)))
     assert tokens(pool.generate(requests(48))) == reference
@@ -570,7 +570,7 @@ def test_restarts_are_bounded(pool):
 
 def test_losses_of_long_ago_do_not_count(pool):
     "A run of a month may lose a server now and then"
-    with patch.object(revival, 'window_s', 0.0):
+    with patch.object(replica_manager, 'window_s', 0.0):
         pool.load_weights(hf_weights(POLICIES[0]), 10)
         assert all(agrees(out, POLICIES[0]) for out in each_replica(pool, requests(8)).values())
 
@@ -580,7 +580,7 @@ def test_killed_between_turns(pool):
     rs = requests(24, 90)
     tool = calls(pool, rs)
     want, out = tokens(Episodes(pool, tool).generate(rs)), []
-    with patch.object(revival, 'window_s', 0.0):
+    with patch.object(replica_manager, 'window_s', 0.0):
         for s in Episodes(pool, tool).generate(rs):
             out.append(s)
             if len(out) == 3:
@@ -598,11 +598,11 @@ def test_a_server_of_two_workers(model):
             pool.load_weights(hf_weights(policy), version)
             out = list(pool.generate(requests(12)))
             assert agrees(out, policy) and {s.weight_version for s in out} == {version}
-        shared = leftovers.mapped_by_group(pool.replicas['replica 0'].server.pid)
-        assert shared and all((leftovers.shared / name).exists() for name in shared)
+        shared = cleanup.mapped_by_group(pool.replicas['replica 0'].server.pid)
+        assert shared and all((cleanup.shared / name).exists() for name in shared)
     finally:
         pool.close()
-    assert not [name for name in shared if (leftovers.shared / name).exists()]
+    assert not [name for name in shared if (cleanup.shared / name).exists()]
 
 
 # ---- before anything runs
@@ -632,7 +632,10 @@ def test_a_server_that_does_not_start(model, tmp_path):
         ), 'http://127.0.0.1:9'
 
     says = r'replica \d ended while it started:\nno room'
-    with patch.object(revival, 'start_server', start), pytest.raises(RuntimeError, match=says):
+    with (
+        patch.object(replica_manager, 'start_server', start),
+        pytest.raises(RuntimeError, match=says),
+    ):
         VllmPool(model, VllmConfig(num_replicas=2), log_dir=tmp_path)
 
 

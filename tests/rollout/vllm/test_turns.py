@@ -13,7 +13,7 @@ from compassrl.records import Request, RolloutEngine, SamplingParams, derive_see
 from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.partial import drawn_mask
 from compassrl.rollout.vllm.config import VllmConfig
-from compassrl.rollout.vllm.conversation import from_body, to_body
+from compassrl.rollout.vllm.dispatcher import from_body, to_body
 from compassrl.rollout.vllm.pool import VllmPool
 from tests.support.engine_samples import Echo
 from tests.support.liar import GENERATE, Server, honest, says, serving

@@ -18,13 +18,13 @@ from compassrl.data.tokenizer import build_tokenizer, save_tokenizer  # noqa: E4
 from compassrl.loop import Stop  # noqa: E402
 from compassrl.model.policy import PolicyConfig  # noqa: E402
 from compassrl.model.pretrained import save_pretrained  # noqa: E402
-from compassrl.rollout.torch_engine import RolloutConfig  # noqa: E402
+from compassrl.rollout.torch_rollout import RolloutConfig  # noqa: E402
 from compassrl.runs import factory  # noqa: E402
 from compassrl.runs.cold_start import start_policy  # noqa: E402
-from compassrl.runs.data import load, resolve  # noqa: E402
-from compassrl.train.megatron.layout import ParallelConfig  # noqa: E402
+from compassrl.runs.run_data import load, resolve  # noqa: E402
+from compassrl.train.megatron.parallel import ParallelConfig  # noqa: E402
 from compassrl.train.sft import SFTConfig  # noqa: E402
-from compassrl.train.torch_engine import OptimConfig  # noqa: E402
+from compassrl.train.torch_train import OptimConfig  # noqa: E402
 from tests.support.ranks import lively, run_ranks  # noqa: E402
 from tests.support.stops import StopAfter
 

@@ -13,16 +13,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import compassrl.train.megatron.shards as shards
 from compassrl.train.folders import first_usable
-from compassrl.train.megatron.checkpoint import latest_sharded, load_sharded, save_sharded
-from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.dist_checkpoint import latest_sharded, load_sharded, save_sharded
 from compassrl.train.megatron.leader import Leader, Watch, serve
+from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.shards import verify_sharded
 from compassrl.train.saver import ShardedState
 from compassrl.train.state import CheckpointError, TornCheckpoint
 from tests.support import chaos
 from tests.support.damage import FLIPS, OF_A_FILE, OF_A_FOLDER, SENSELESS, flips, renewed, reseal
 from tests.support.ranks import run_ranks
-from tests.train.megatron.test_checkpoint import batch, begin, push, train
+from tests.train.megatron.test_dist_checkpoint import batch, begin, push, train
 
 TWO = ParallelConfig(ep=2)
 

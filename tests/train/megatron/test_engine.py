@@ -19,13 +19,13 @@ from compassrl.model.log_probs import dense_log_probs
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed, select
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.train.megatron.batch import Packed, Tap, plan, share_rows, zigzag
 from compassrl.train.megatron.engine import MegatronTrain, _report
-from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.vocabulary import vocab_log_probs
 from compassrl.train.megatron.weights import hf_weights
-from compassrl.train.torch_engine import OptimConfig, TorchTrain, accumulate_grads
+from compassrl.train.torch_train import OptimConfig, TorchTrain, accumulate_grads
 from tests.support.ranks import RankError, lively, name, run_ranks
 
 random = settings(

@@ -29,14 +29,14 @@ from compassrl.data.prompts import load_data
 from compassrl.data.tokenizer import build_tokenizer
 from compassrl.loop import fit
 from compassrl.model.pretrained import hf_weights
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs import factory
-from compassrl.train.megatron import leader, pulse
+from compassrl.train.megatron import heartbeat, leader
 from compassrl.train.megatron.engine import MegatronTrain
-from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.leader import Leader, Watch, serve
-from compassrl.train.megatron.sentry import start_sentry
-from compassrl.train.torch_engine import TorchTrain
+from compassrl.train.megatron.parallel import ParallelConfig
+from compassrl.train.megatron.watchdog import start_sentry
+from compassrl.train.torch_train import TorchTrain
 from tests.support.ranks import lively, name, run_ranks
 from tests.train.megatron.test_engine import BATCH, DP, LOSS, MIX, OPTIM, POLICY, PP, TP_EP, fresh
 
@@ -354,7 +354,7 @@ def test_a_rank_that_is_gone_during_the_cold_start_is_named(how):
 def test_a_sentry_whose_rank_is_gone_says_nothing():
     gone = subprocess.Popen(['true'])
     gone.wait()
-    code = 'from compassrl.train.megatron.sentry import main; main()'
+    code = 'from compassrl.train.megatron.watchdog import main; main()'
     words = [sys.executable, '-c', code, str(gone.pid), '0', '3', '1']
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -428,9 +428,9 @@ def test_ranks_on_other_machines_without_an_address_are_refused_in_one_line():
             leader.cluster_address()
 
 
-@pytest.mark.parametrize('file, function', pulse.phases)
+@pytest.mark.parametrize('file, function', heartbeat.phases)
 def test_a_phase_names_a_function_that_there_is(file, function):
-    root = Path(pulse.__file__).parents[3]
+    root = Path(heartbeat.__file__).parents[3]
     (path,) = [p for p in root.glob('compassrl/**/*.py') if p.as_posix().endswith(f'/{file}')]
     found = {n.name for n in ast.walk(ast.parse(path.read_text())) if hasattr(n, 'name')}
     assert function in found

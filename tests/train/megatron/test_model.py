@@ -28,8 +28,8 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_shapes, save_pretrained
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.train.megatron.cpu import PackedAttention, RMSNorm, megatron_calls
-from compassrl.train.megatron.layout import ParallelConfig, padded_vocab
 from compassrl.train.megatron.model import build_model, init_parallel, transformer_config
+from compassrl.train.megatron.parallel import ParallelConfig, padded_vocab
 from compassrl.train.megatron.ranks import _first
 from compassrl.train.megatron.weights import cuts, hf_weights, load_hf
 from tests.support.ranks import (

@@ -15,15 +15,15 @@ from compassrl.algo.engine_gap import discrepancy
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.model.pretrained import save_pretrained
 from compassrl.records import Batch, Request, SamplingParams, collate
-from compassrl.rollout.torch_engine import TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.messages import engine_args, read_routes, to_sample
 from compassrl.train.megatron.batch import Packed, Tap, plan, tap_routers
 from compassrl.train.megatron.engine import MegatronTrain
-from compassrl.train.megatron.layout import ParallelConfig
 from compassrl.train.megatron.model import build_model, init_parallel, transformer_config
+from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.routes import validate_routes
-from compassrl.train.torch_engine import TorchTrain
+from compassrl.train.torch_train import TorchTrain
 from tests.support import vllm_fork_server as nursed
 from tests.support.engine_samples import POLICY as ROLLED_OUT
 from tests.support.engine_samples import shared_prefixes

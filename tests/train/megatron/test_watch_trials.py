@@ -22,18 +22,18 @@ import torch.distributed as dist
 
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams
-from compassrl.rollout.torch_engine import TorchRollout
-from compassrl.train.megatron import alive, sentry
-from compassrl.train.megatron.checkpoint import (
+from compassrl.rollout.torch_rollout import TorchRollout
+from compassrl.train.megatron import procfs, watchdog
+from compassrl.train.megatron.dist_checkpoint import (
     finish_save,
     latest_sharded,
     load_sharded,
     save_sharded,
 )
 from compassrl.train.megatron.engine import MegatronTrain
-from compassrl.train.megatron.layout import ParallelConfig
+from compassrl.train.megatron.heartbeat import Pulse, variable
 from compassrl.train.megatron.leader import Leader, Watch, serve
-from compassrl.train.megatron.pulse import Pulse, variable
+from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.sft import SFTConfig
 from tests.launch.test_plan import TWO
 from tests.support import chaos
@@ -158,12 +158,12 @@ def test_a_job_of_torchrun_whose_first_rank_is_stopped(when, tmp_path):
         job = subprocess.Popen([*torchrun, *words], cwd=tmp_path, env=env, stdout=log, stderr=log)
     try:
         first, second = soon(partial(ranks_of, job))
-        sentry = soon(first.children)[0]
+        watchdog_process = soon(first.children)[0]
         if when == 'work':
             assert soon((tmp_path / 'run/metrics.jsonl').exists)
             for p in (first, second):
                 assert sockets(p, 'inet', psutil.CONN_LISTEN) <= {'127.0.0.1', '::1'}
-            hears = sockets(sentry, 'udp', psutil.CONN_NONE)
+            hears = sockets(watchdog_process, 'udp', psutil.CONN_NONE)
             assert hears == {'127.0.0.1'}
         os.kill(first.pid, signal.SIGSTOP)
         assert job.wait(300) != 0
@@ -172,7 +172,7 @@ def test_a_job_of_torchrun_whose_first_rank_is_stopped(when, tmp_path):
         assert soon(lambda: told.search((tmp_path / 'log').read_text()), 20), (
             tmp_path / 'log'
         ).read_text()[-3000:]
-        assert soon(lambda: not any(p.is_running() for p in (first, second, sentry)))
+        assert soon(lambda: not any(p.is_running() for p in (first, second, watchdog)))
     finally:
         job.kill()
         job.wait()
@@ -181,7 +181,7 @@ def test_a_job_of_torchrun_whose_first_rank_is_stopped(when, tmp_path):
 def test_words_that_came_early_or_are_read_late_count():
     "Before the ranks have met they wait; a sentry that was held up reads before it judges"
     link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ears, key = sentry.Ears(os.getpid(), 0, 1.0, 0.1, theirs), bytes(32)
+    ears, key = watchdog.Ears(os.getpid(), 0, 1.0, 0.1, theirs), bytes(32)
     link.send(json.dumps(dict(bind='127.0.0.1')).encode())
     ears.listen(time.monotonic())
     port = json.loads(link.recv(1000))['port']
@@ -190,7 +190,7 @@ def test_words_that_came_early_or_are_read_late_count():
 
         def says(number, **words):
             words |= dict(rank=1, number=number)
-            peer.sendto(sentry.seal(key, words), ('127.0.0.1', port))
+            peer.sendto(watchdog.seal(key, words), ('127.0.0.1', port))
 
         says(1)
         ears.listen(time.monotonic() + 0.05)
@@ -207,7 +207,7 @@ def test_words_that_came_early_or_are_read_late_count():
 
 def test_a_stop_of_the_sentry_itself_is_no_credit_for_later():
     _, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ears, now = sentry.Ears(os.getpid(), 0, 1.0, 0.1, theirs), time.monotonic()
+    ears, now = watchdog.Ears(os.getpid(), 0, 1.0, 0.1, theirs), time.monotonic()
     ears.heard = {1: now - 50.0, 2: now}  # the second was heard after the stop
     ears.skip(30.0)
     assert ears.heard[1] == now - 20.0
@@ -226,7 +226,7 @@ time.sleep(600)"""
         try:
             p.stdout.readline()
             assert b'\xff' in Path(f'/proc/{p.pid}/stat').read_bytes()
-            assert alive.look(p.pid).parent == os.getpid()
-            assert alive.helpers_cpu_s(os.getpid()) > 0
+            assert procfs.look(p.pid).parent == os.getpid()
+            assert procfs.helpers_cpu_s(os.getpid()) > 0
         finally:
             p.kill()

@@ -1,0 +1,243 @@
+"""The loop with its shapes, a group, clip ranges, token groups and a router near a tie: drawn from
+the library's own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from compassrl.algo.advantages import Estimator, group_advantages
+from compassrl.algo.espo import EspoConfig, adaptive_clip, entropy_groups, group_mean, group_ratio
+from compassrl.algo.losses import clipped_surrogate, policy_losses
+from compassrl.model.routers import softmax_gates
+from compassrl.records import Batch, Sample, collate
+
+from .canvas import Role, arrow, box, dot, drawing, line, text, width
+
+if TYPE_CHECKING:
+    from IPython.display import SVG
+
+__all__ = ['loop_shapes', 'group', 'clip_ranges', 'token_groups', 'router_tie']
+
+
+def _small_batch():  # two prompts, four responses each
+    def sample(i):
+        ids = list(range(2, 6 + i % 4))
+        log_probs = torch.full((len(ids),), -1.0)
+        return Sample(f'{i // 4}', i % 4, [2] * 7, ids, log_probs, None, None, 'stop', 0)
+
+    return collate([sample(i) for i in range(8)])
+
+
+def loop_shapes(
+    batch: Batch | None = None,  # None = a small example
+) -> SVG:
+    "The loop, and what its arrows carry"
+    batch = batch or _small_batch()
+    (B, T), P = batch.token_ids.shape, len(batch.group.unique())
+    names = 'prompts', 'rollout', 'verdicts', 'train engine', 'loss', 'advantages'
+    boxes = [box(8 + 244 * (i // 3), 10 + 122 * (i % 3), 140, 40, n) for i, n in enumerate(names)]
+    arrows = [
+        *(arrow((28, y), (28, y + 76)) for y in (53, 175)),
+        arrow((151, 274), (249, 274)),
+        *(arrow((372, y + 76), (372, y)) for y in (53, 175)),
+        arrow((249, 30), (202, 30), (202, 152), (151, 152), role='good', thick=2),
+    ]
+    words = [
+        text(40, 87, f'{B} requests of\n{P} prompts'),
+        text(40, 209, f'tokens [{B}, {T}]\nlog-probs [{B}, {T}]'),
+        text(width / 2, 326, f'rewards [{B}], one per response', anchor='middle'),
+        text(360, 209, f'advantages [{B}, {T}]\nlog-probs [{B}, {T}]', anchor='end'),
+        text(360, 87, 'one number\nits gradient', anchor='end'),
+        text(209, 124, 'weights', 'good'),
+    ]
+    says = (
+        f'{P} prompts become {B} requests. The rollout answers with tokens and log-probs of shape '
+        f'{B} by {T}, the verdicts are {B} rewards, and with the advantages they make one number, '
+        'the loss. Its gradient moves the train engine, whose new weights go back to the rollout.'
+    )
+    return drawing('The loop and what its arrows carry', says, 340, *boxes, *arrows, *words)
+
+
+def _sign(a):
+    return 'good' if a > 0 else 'hot' if a < 0 else 'plain'
+
+
+def group(
+    rewards: Sequence[float] = (1, 0, 0, 0),  # of one prompt, two to eight
+    estimator: Estimator = 'grpo',
+) -> SVG:
+    "Rewards, their mean and the advantages as arrows. Raises ValueError for another number"
+    n = len(rewards)
+    if not 2 <= n <= 8:
+        raise ValueError(f'{n} rewards: draw two to eight of one group')
+    r = torch.tensor(rewards).double()
+    found = group_advantages(r, torch.zeros(n, dtype=torch.long), estimator=estimator).tolist()
+    longest, step, mean, zero = max(map(abs, found)) or 1, 380 / n, r.mean().item(), 148
+    parts = [text(10, 22, 'rewards of one group', bold=True)]
+    for i, (reward, a) in enumerate(zip(rewards, found, strict=True)):
+        x, role = 10 + step * (i + 0.5), _sign(a)
+        parts.append(box(x - step / 2 + 3, 32, step - 6, 28, f'{reward:g}', role))
+        tip = zero - 52 * a / longest
+        if a:
+            parts.append(arrow((x, zero), (x, tip), role=role, thick=3))
+        parts.append(
+            text(x, tip + (-6 if a >= 0 else 17), f'{a:+.{2 if n < 7 else 1}f}', role, 'middle')
+        )
+    parts += [
+        line((10, zero), (390, zero), dashed=True),
+        line((10, 235), (40, 235), dashed=True),
+        text(48, 240, f'mean {mean:.3g}, the baseline'),
+    ]
+    end = 'up = more likely, down = less' if any(found) else 'no arrow: this group teaches nothing'
+    says = f'Rewards {list(rewards)} with mean {mean:.3g}. Advantages: ' + (
+        ', '.join(f'{a:+.2f}' for a in found)
+    )
+    return drawing(
+        'A group, its baseline and its advantages', says, 270, *parts, text(10, 258, end)
+    )
+
+
+def _panel(x, A, ratios, low, high):  # 180 wide; the curve from ratio 1 - reach to 1 + reach
+    reach = 1.15 * max(low, high, *(abs(r - 1) for r in ratios), 0.3)
+    at = torch.tensor([[1 - reach, 1 - low, 1 + high, 1 + reach, *ratios]]).double()
+    adv = torch.full_like(at, A)
+    loss, *flat = clipped_surrogate(at, adv, adv != 0, low, high)
+    values, clipped = (-loss[0]).tolist(), (flat[0] | flat[1])[0].tolist()
+    top, span = max(values), max(values) - min(values)
+    points = [
+        (x + 90 * (1 + (r - 1) / reach), 50 + 100 * (top - v) / span)
+        for r, v in zip(at[0].tolist(), values, strict=True)
+    ]
+    corners = points[:4]
+    parts = [
+        text(
+            x + 90, 24, 'wanted, A > 0' if A > 0 else 'unwanted, A < 0', anchor='middle', bold=True
+        )
+    ]
+    for a, b, c in zip(corners, corners[1:], (clipped[0], False, clipped[3]), strict=False):
+        parts.append(line(a, b, role='hot' if c else 'good', thick=3))
+    parts.append(line((x, 165), (x + 180, 165)))
+    for r, (u, _) in zip((1 - low, 1 + high), corners[1:3], strict=True):
+        parts += [line((u, 160), (u, 170)), text(u, 186, f'{r:g}', anchor='middle')]
+    for r, (u, v), c in zip(ratios, points[4:], clipped[4:], strict=True):
+        role, side, up = 'hot' if c else 'good', 0 if c else 5, -9 if A < 0 else 20
+        anchor = 'middle' if c else 'start'
+        parts += [dot(u, v, role), text(u + side, v + up, f'{r:g}', role, anchor)]
+    return parts
+
+
+def clip_ranges(
+    # ratio new/old and advantage of each token
+    tokens: Sequence[tuple[float, float]] = ((1.5, 1), (1, 1), (0.5, -1), (1.1, -1), (0.9, -1)),
+    eps: tuple[float, float] | None = None,  # lower, upper; None = GRPO's
+) -> SVG:
+    "What the clipped surrogate makes of a ratio, and which tokens keep their gradient"
+    low, high = eps or policy_losses['grpo'].clip
+    sides = [[r for r, A in tokens if A * sign > 0] for sign in (1, -1)]
+    parts = [*_panel(10, 1, sides[0], low, high), *_panel(210, -1, sides[1], low, high)]
+    parts += [
+        text(width / 2, 206, 'ratio: probability now / before', anchor='middle'),
+        line((10, 231), (40, 231), role='good', thick=3),
+        text(48, 236, 'has a gradient', 'good'),
+        line((190, 231), (220, 231), role='hot', thick=3),
+        text(228, 236, 'clipped, has none', 'hot'),
+    ]
+    drawn = ', '.join(f'ratio {r:g} with A {A:+g}' for r, A in tokens)
+    says = (
+        f'A wanted token has no gradient once its ratio is above {1 + high:g}, an unwanted one '
+        f'once it is below {1 - low:g}. Drawn: {drawn}.'
+    )
+    return drawing('Ratio and clip', says, 250, *parts)
+
+
+def _ratios(delta, entropy, A, vocab_size, cfg):  # loss -> groups, ratio and clipped? per token
+    mask = torch.ones_like(delta, dtype=torch.bool)
+    own, step = torch.arange(delta.shape[1])[None], cfg.for_batch(None, vocab_size)
+    groups = dict(GRPO=own, GSPO=0 * own, ESPO=entropy_groups(entropy, mask, step))
+    eps = {k: policy_losses[k.lower()].clip for k in ('GRPO', 'GSPO')}
+    eps['ESPO'] = (adaptive_clip(group_mean(entropy, groups['ESPO'], mask), step),) * 2
+    for name, g in groups.items():
+        ratio = group_ratio(delta, g, mask)
+        _, low, high = clipped_surrogate(ratio, torch.full_like(delta, A), mask, *eps[name])
+        yield name, g[0].tolist(), ratio[0].tolist(), (low | high)[0].tolist()
+
+
+def _shared(y, groups, ratios, clipped, step):  # a row per group, if there are few
+    rows = {g: i for i, g in enumerate(dict.fromkeys(sorted(groups)))}
+    many = len(rows) > 2
+    for g, i in rows.items():
+        own = [t for t, other in enumerate(groups) if other == g]
+        at = y if many else y + 34 * i
+        role = 'hot' if clipped[own[0]] else 'good'
+        yield line(
+            *((10 + step * (t + 0.5), at + 14) for t in (own[0], own[-1])), role=role, thick=3
+        )
+        for t in own:
+            yield box(10 + step * t + 3, at, step - 6, 28, f'{ratios[t]:.3f}', role)
+
+
+def token_groups(
+    log_ratios: Sequence[float] = (0.01, 0.1, 0, -0.05, -0.01),  # of a response, two to six
+    entropy: Sequence[float] = (0.1, 2, 0.05, 1.5, 0.2),  # nats, before the update
+    advantage: float = 1.0,
+    vocab_size: int = 100,
+    cfg: EspoConfig = EspoConfig(top_frac=0.4),
+) -> SVG:
+    "Which tokens share a ratio, and who loses the gradient. Raises ValueError for another number"
+    n = len(log_ratios)
+    if not 2 <= n <= 6 or len(entropy) != n:
+        raise ValueError(f'{n} log-ratios, {len(entropy)} entropies: draw two to six, as many each')
+    delta, H = (torch.tensor([x]).double() for x in (log_ratios, entropy))
+    step, y, parts = 380 / n, 118, [text(10, 22, 'entropy of each token', bold=True)]
+    for t, h in enumerate(entropy):
+        tall = 46 * h / max(entropy)
+        parts += [
+            box(10 + step * (t + 0.5) - 9, 82 - tall, 18, tall),
+            text(10 + step * (t + 0.5), 100, f'{h:g}', anchor='middle'),
+        ]
+    about = dict(GRPO='its own ratio each', GSPO='one ratio for all', ESPO='one per entropy group')
+    said = []
+    for name, groups, ratios, clipped in _ratios(delta, H, advantage, vocab_size, cfg):
+        parts += [text(10, y + 14, f'{name}: {about[name]}', bold=True)]
+        parts += _shared(y + 22, groups, ratios, clipped, step)
+        y += 62 + 34 * (len(set(groups)) == 2)
+        said.append(f'{name} clips {sum(clipped)} of {n} tokens')
+    parts.append(text(10, y + 12, 'orange: clipped, no gradient', 'hot'))
+    return drawing('Which tokens share a ratio', f'{"; ".join(said)}.', y + 26, *parts)
+
+
+def _experts(y, title, scores, chosen, gates, roles):
+    step = 380 / len(scores)
+    parts = [text(10, y + 14, title, bold=True)]
+    for e, s in enumerate(scores):
+        gate = f'{gates[chosen.index(e)]:.0%}' if e in chosen else '-'
+        look = dict(role=roles.get(e, 'plain'), dashed=e not in chosen)
+        parts.append(box(10 + step * e + 4, y + 22, step - 8, 46, f'{s:g}\n{gate}', **look))
+    return parts
+
+
+def router_tie(
+    rollout_scores: Sequence[float] = (1.2, 2, 1.21, -1),  # of two to six experts, as it rounds
+    train_scores: Sequence[float] = (1.21, 2, 1.2, -1),
+    num_chosen: int = 2,
+) -> SVG:
+    "Scores, choices and gates of one token in two engines, without and with replay"
+    seen, own = (torch.tensor([s]).double() for s in (rollout_scores, train_scores))
+    ids, live = (s.topk(num_chosen).indices for s in (seen, own))
+    rows = [
+        ('rollout', rollout_scores, ids, seen),
+        ('training: its own choice', train_scores, live, own),
+        ('training with replay: experts of the rollout', train_scores, ids, own),
+    ]
+    parts, said = [], []
+    for i, (title, shown, chosen, scores) in enumerate(rows):
+        gates, chosen = softmax_gates(scores, chosen, norm=True)[0].tolist(), chosen[0].tolist()
+        roles: dict[int, Role] = {e: 'good' if e in ids[0].tolist() else 'hot' for e in chosen}
+        parts += _experts(8 + 86 * i, title, shown, chosen, gates, roles)
+        shares = ', '.join(f'expert {e} {g:.1%}' for e, g in zip(chosen, gates, strict=True))
+        said.append(f'{title}: {shares}')
+    parts.append(text(10, 280, 'a box: score, and gate if it is chosen'))
+    return drawing('A router near a tie', '; '.join(said) + '.', 294, *parts)

@@ -1,0 +1,196 @@
+"""How the notebooks work: one pipeline, one stage per notebook, every claim checked by a cell."""
+
+__all__ = ['stages', 'pipeline', 'predict', 'lab_source', 'Lab', 'lab', 'check', 'expect']
+
+import re
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from IPython.display import HTML, SVG
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+from course.stages import homes, stages
+
+_w, _h, _gx, _gy = 118, 34, 20, 46  # boxes and the gaps between them
+_hot, _grey = '#c2410c', '#78716c'
+
+
+def _place(i):  # the i-th box, six in a row; the arrow back needs room below the first row
+    row, col = divmod(i, 6)
+    return 8 + col * (_w + _gx), 8 + row * (_h + _gy) - max(0, row - 1) * _gy * 2 // 3
+
+
+def _box(i, stage, on):
+    x, y = _place(i)
+    number, label = stages[stage]
+    fill, ink, faint = ('#f5f5f4', '#44403c', _grey)
+    if on:
+        fill, ink, faint = (_hot, '#ffffff', '#fed7aa')
+    line = _hot if on else '#a8a29e'
+    return (
+        f'<rect x="{x}" y="{y}" width="{_w}" height="{_h}" rx="6" fill="{fill}" stroke="{line}"/>'
+        f'<text x="{x + 6}" y="{y + _h / 2 + 4}" fill="{faint}" font-size="9">{number}</text>'
+        f'<text x="{x + _w / 2 + 11}" y="{y + _h / 2 + 4.5}" text-anchor="middle" '
+        f'fill="{ink}">{label}</text>'
+    )
+
+
+def _arrows(color):  # along the first row, and from its last box back to the second
+    middle, below = 8 + _h / 2, 8 + _h
+    along = [f'{_place(i)[0] + _w + 2} {middle}h{_gx - 5}' for i in range(5)]
+    first, last = _place(1)[0] + _w / 2, _place(5)[0] + _w / 2
+    back = f'{last} {below + 2}v22H{first}v-19'
+    name = f'arrow-{color[1:]}'
+    paths = ''.join(f'<path d="M{p}" marker-end="url(#{name})"/>' for p in [*along, back])
+    head = (
+        f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+        f'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{color}"/></marker>'
+    )
+    return (
+        f'<defs>{head}</defs><g stroke="{color}" fill="none">{paths}</g>'
+        f'<text x="{(last + first) / 2}" y="{below + 18}" text-anchor="middle" fill="{color}" '
+        'font-size="11">new weights</text>'
+    )
+
+
+def _stage(name):  # a stage or a module -> the stage; a module's is its own or that of its folder
+    if name in stages or name in (None, 'records'):
+        return name
+    parts = name.split('.')
+    above = ['.'.join(parts[: i + 1]) for i in reversed(range(len(parts)))]
+    found = [homes[n] for n in above if n in homes]
+    if not found:
+        raise ValueError(f"stage={name!r}: use 'records', a module, or one of {list(stages)}")
+    return found[0]
+
+
+def pipeline(
+    # a key of `stages` or a module ('train.sft'); 'records' = the arrows; None = highlight nothing
+    stage: str | None = None,
+) -> 'SVG':  # an SVG that Jupyter and the site both show
+    "The map of the series with one stage highlighted. Raises ValueError for an unknown stage"
+    from IPython.display import SVG
+
+    here = _stage(stage)
+    width = 16 + 6 * _w + 5 * _gx
+    height = _place(len(stages) - 1)[1] + _h + 8
+    boxes = ''.join(_box(i, s, s == here) for i, s in enumerate(stages))
+    return SVG(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        'style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="13">'
+        f'{_arrows(_hot if here == "records" else _grey)}{boxes}</svg>'
+    )
+
+
+def predict(
+    question: str,  # one question
+    options: Sequence[str],  # what to choose from
+    answer: int,  # index of the right one, computed by the caller
+    why: str = '',  # one sentence
+) -> 'HTML':  # HTML with the answer folded away
+    "A question whose answer opens on a click. Raises ValueError if `answer` is no option"
+    from IPython.display import HTML
+
+    if not 0 <= answer < len(options):
+        raise ValueError(f'answer={answer}: use the index of one of {len(options)} options')
+    items = ''.join(f'<li>{escape(o)}</li>' for o in options)
+    return HTML(
+        '<div style="border-left:4px solid #c2410c;padding:.4em 1em"><b>Predict.</b> '
+        f'{escape(question)}<ol type="a">{items}</ol><details><summary>Answer</summary>'
+        f'<b>{"abcdefgh"[answer]}</b> {escape(options[answer])}. {escape(why)}</details></div>'
+    )
+
+
+def lab_source(
+    name: str,  # a file of the folder `labs`, without '.js'
+) -> str:  # an ES module that imports nothing: it exports the lab's mathematics and `render`
+    "The code of a lab, for a widget or a page. Raises ValueError for an unknown lab"
+    folder = Path(__file__).resolve().parents[1] / 'nbs' / 'labs'
+    scripts = [p for p in folder.iterdir() if p.name.endswith('.js')]
+    known = {p.name.removesuffix('.js'): p.read_text() for p in scripts}
+    shared = known.pop('shared')
+    if name not in known:
+        raise ValueError(f'lab={name!r}: use one of {sorted(known)}')
+
+    def data(m):
+        return f'const {m[1]} = {(folder / m[2]).read_text().strip()}'
+
+    code = re.sub(r"^import .* from '\./shared\.js'$", '', known[name], flags=re.M)
+    return shared + re.sub(r"^import (\w+) from '\./(\w+\.json)'.*$", data, code, flags=re.M)
+
+
+class Lab:
+    "What a cell shows of a lab: the widget where one can be alive, or else its still picture"
+
+    def __init__(
+        self,
+        name: str,
+        html: str,  # the picture in a marked box
+        widget: Any,  # of anywidget; None = it is not installed
+    ) -> None:
+        self.name, self.html, self.widget = name, html, widget
+
+    def _repr_mimebundle_(self, **kwargs):
+        data = {'text/html': self.html, 'text/plain': f'Lab: {self.name}'}
+        if self.widget is None:
+            return data
+        view = 'application/vnd.jupyter.widget-view+json'
+        return data | {view: dict(version_major=2, version_minor=0, model_id=self.widget.model_id)}
+
+
+def lab(
+    name: str,  # a file of the folder `labs`, without '.js'
+    figure: 'Figure',  # of matplotlib, drawn by Python: what stands there without scripts
+    says: str,  # what the figure shows, for whoever does not see it
+) -> Lab:  # for the last line of a cell
+    "A lab, alive where scripts run. Raises ValueError for an unknown lab"
+    source, picture = lab_source(name), BytesIO()
+    figure.savefig(picture, dpi=80, bbox_inches='tight')
+    data = b64encode(picture.getvalue()).decode()
+    html = f'<div class="lab" data-lab="{name}">' + (
+        f'<img alt="{escape(says)}" src="data:image/png;base64,{data}"></div>'
+    )
+    try:
+        from anywidget import AnyWidget
+    except ImportError:  # the extra `notebook` has it
+        return Lab(name, html, None)
+    return Lab(name, html, type('LabWidget', (AnyWidget,), dict(_esm=source))())
+
+
+def check(
+    laws: Sequence[Callable[..., None]],  # each raises where the functions break it
+    *functions: Callable[..., Any],
+) -> str:  # 'correct', or 'not yet: ', the docstring of the first broken law, and what was found
+    "What an exercise says of its reader's functions"
+    for law in laws:
+        try:
+            law(*functions)
+        except NotImplementedError as e:
+            return f'not yet: {e}'
+        except AssertionError as e:
+            return f'not yet: {law.__doc__}: {e}'
+        except Exception as e:  # whatever a first attempt may raise
+            return f'not yet: {law.__doc__}: it raised {type(e).__name__}: {e}'
+    return 'correct'
+
+
+def expect(
+    got: 'Tensor',  # what a function has returned
+    want: 'Tensor',
+    tol: float = 1e-6,  # of each element, absolute or relative
+) -> None:
+    "Raises AssertionError that names the first place where they differ"
+    if not hasattr(got, 'shape') or got.shape != want.shape:
+        found = f'a tensor {list(got.shape)}' if hasattr(got, 'shape') else repr(got)
+        raise AssertionError(f'{found} instead of a tensor {list(want.shape)}')
+    a, b = got.detach().double(), want.detach().double()
+    wrong = ~((a == b) | ((a - b).abs() <= tol * b.abs().clamp(min=1)))  # NaN is wrong
+    for at in wrong.nonzero().tolist()[:1]:
+        place = f' at {at}' if at else ''
+        raise AssertionError(f'{a[tuple(at)]:.6g}{place} instead of {b[tuple(at)]:.6g}')

@@ -1,0 +1,170 @@
+"The reading order of nbs/course.yml: complete, in import order, and what the notebooks show"
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from course.lesson import stages
+from tests.support import ROOT
+
+sys.path.insert(0, str(ROOT / 'tools'))
+import toc as tool  # noqa: E402
+
+COURSE = tool.Course(ROOT)
+LESSONS = [n for n, part in COURSE.order.items() if part.kind == 'lesson']
+
+
+def cells(name, *kinds):  # sources of cells; without kinds of all
+    found = json.loads((COURSE.nbs / COURSE.paths[name]).read_text())['cells']
+    return [tool.source(c) for c in found if not kinds or c['cell_type'] in kinds]
+
+
+def imported(name):
+    "The notebooks whose modules a notebook imports"
+    found = set()
+    for text in cells(name, 'code'):
+        try:
+            nodes = list(ast.walk(ast.parse(text)))
+        except SyntaxError:  # magics and shell lines
+            continue
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                found |= {a.name for a in node.names}
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found |= {node.module, *(f'{node.module}.{a.name}' for a in node.names)}
+    names = {m.removeprefix('compassrl.').replace('.', '/') for m in found}
+    return (names & set(COURSE.paths)) - {name}
+
+
+def test_every_notebook_has_one_place():
+    assert list(COURSE.problems()) == []
+
+
+def test_a_lesson_imports_what_earlier_lessons_and_the_engine_room_export():
+    allowed = {n for n, part in COURSE.order.items() if part.kind == 'reference'}
+    wrong = []
+    for name in LESSONS:
+        wrong += [f'{name} imports {n}' for n in sorted(imported(name) - allowed)]
+        allowed.add(name)
+    assert wrong == [], 'mend the order in nbs/course.yml'
+
+
+def next_of(name):
+    "Where the last lines of a notebook lead; None at an end"
+    last = cells(name, 'markdown')[-1]
+    m = re.search(r'^Next: \[.*?\]\(([^)#]+)\)', last, flags=re.M)
+    if not m:
+        return None
+    here = COURSE.nbs / COURSE.paths[name]
+    return tool.name_of((here.parent / m[1]).resolve().relative_to(COURSE.nbs))
+
+
+def walk(first):
+    seen = [first]
+    while (after := next_of(seen[-1])) and after not in seen:
+        seen.append(after)
+    return seen
+
+
+def test_next_leads_through_all_lessons_studies_and_how_tos_without_a_jump():
+    course = [n for n, part in COURSE.order.items() if part.kind != 'reference']
+    assert walk(LESSONS[0]) == course, 'run `make sync`'
+
+
+def test_next_leads_through_the_engine_room():
+    room = [n for n, part in COURSE.order.items() if part.kind == 'reference']
+    assert walk(room[0]) == room, 'run `make sync`'
+
+
+@pytest.mark.parametrize('name', COURSE.paths)
+def test_the_line_under_a_title(name):
+    "Kind, place and measured seconds, once; the title is the first that a page shows"
+    text = cells(name)[0]
+    assert text.startswith('# ') and '\n' in text, 'the title is not the first cell'
+    part = COURSE.order[name]
+    assert len(re.findall(r'^\*\*(?:Lesson|Study|How-to|Reference)\b', text, re.M)) == 1
+    assert len(tool.BADGE.findall(text)) == 1 and not tool.OLD_BADGE.search(text), 'run `make sync`'
+    assert f'**{part.kind.capitalize()} {COURSE.number(name)}'.strip() in text
+    assert isinstance(COURSE.data['seconds'][name], int)
+
+
+def test_the_map_says_where_its_stages_are_taught():
+    boxes = COURSE.data['map']
+    want = {s: (COURSE.number(b['of'][0]), b['label']) for s, b in boxes.items()}
+    assert stages == want, 'run `make sync`'
+    assert len(stages) <= 20  # six in a row: each idea of the paper has one, in three rows and two
+    folders = {p.name for p in (ROOT / 'compassrl').iterdir() if p.is_dir()}
+    known = {*COURSE.paths, *folders}
+    assert [of for b in boxes.values() for of in b['of'] if of not in known] == []
+
+
+def test_the_tree_names_the_folders_that_are_there():
+    package = ROOT / 'compassrl'
+    files = {p.name for p in package.glob('[!_]*.py')}
+    inits = package.glob('*/**/__init__.py')
+    folders = {p.parent.relative_to(package).as_posix() for p in inits}
+    assert set(COURSE.data['tree']) == files | folders, 'see `tree` in nbs/course.yml'
+    readme = (ROOT / 'README.md').read_text()
+    assert tool.tree(COURSE) in readme, 'run `make sync`'
+
+
+def test_a_notebook_without_a_place_is_told_where_to_go(tmp_path):
+    (tmp_path / 'nbs' / 'algo').mkdir(parents=True)
+    (tmp_path / 'nbs' / 'course.yml').write_text(
+        'parts:\n- {name: I Start, kind: lesson, about: "", notebooks: [algo/losses, algo/gone]}\n'
+    )
+    for name in ('index', 'algo/losses', 'algo/new'):
+        (tmp_path / 'nbs' / f'{name}.ipynb').write_text('{}')
+    new, gone = tool.Course(tmp_path).problems()
+    assert 'add `- algo/new` to a part of nbs/course.yml' in new
+    assert 'names algo/gone' in gone
+
+
+OLD = '# T\n\n> promise\n\nCPU time: {} · prerequisites: [a](b.ipynb) · paper: section 3'
+
+
+@pytest.mark.parametrize(
+    'stated, rest', [('3 seconds', ''), ('20 seconds, and no vLLM', ', and no vLLM')]
+)
+def test_a_badge_keeps_what_the_notebook_says_itself(stated, rest):
+    "Twice is as once; prerequisites and remarks stay"
+    name = next(n for n in LESSONS if COURSE.number(n))
+    cell = dict(source=[OLD.format(stated)])
+    once = tool.set_badge(COURSE, name, cell)
+    assert f'**Lesson {COURSE.number(name)}**' in once
+    assert once.endswith(f'{rest} · prerequisites: [a](b.ipynb) · paper: section 3')
+    assert tool.set_badge(COURSE, name, dict(source=[once])) == once
+    bare = tool.set_badge(COURSE, name, dict(source=['# T\n\n> promise\n\nMore.']))
+    assert bare.startswith('# T\n\n> promise\n\n**Lesson') and bare.endswith('\n\nMore.')
+
+
+@pytest.mark.parametrize(
+    'before', ['', '**Lesson II.3** · II The algorithm · runs in 3 seconds\n\n']
+)
+def test_a_line_that_was_typed_by_hand_becomes_the_only_one(before):
+    name = next(n for n in LESSONS if COURSE.number(n))
+    typed = f'# T\n\n> promise\n\n{before}**Lesson** · prerequisites: [a](b.ipynb)\n\nMore.'
+    once = tool.set_badge(COURSE, name, dict(source=[typed]))
+    title, promise, line, more = once.split('\n\n')
+    assert line == tool.badge(COURSE, name, ' · prerequisites: [a](b.ipynb)')
+
+
+@pytest.mark.parametrize(
+    'target, today',
+    [
+        ('../train/espo.ipynb#break-it', 'algo/espo'),
+        ('../judges/pull_queue.ipynb', 'rollout/pull_queue'),
+    ],
+)
+def test_links_follow_a_notebook_that_moves_to_another_folder(target, today):
+    here = Path('rollout/torch_rollout.ipynb')
+    now = tool.followed(COURSE, here, target)
+    file, _, anchor = now.partition('#')
+    assert (COURSE.nbs / here.parent / file).resolve() == COURSE.nbs / COURSE.paths[today]
+    assert anchor == target.partition('#')[2]
+    assert tool.followed(COURSE, here, now) == now
+    assert tool.followed(COURSE, here, 'gone.ipynb') == 'gone.ipynb'

@@ -1,0 +1,434 @@
+"""What follows from nbs/course.yml: numbers, neighbours, sidebar, badges, tables, the map.
+
+    python tools/toc.py     # says what course.yml lacks, or nothing
+
+`make sync` calls `sync`, which writes it into the notebooks; nothing of it is typed twice.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import front
+import yaml
+from lesson_table import lesson_table
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = {'lesson': 'Lessons', 'study': 'Studies', 'how-to': 'How-tos', 'reference': 'Reference'}
+MARK = '<!-- from nbs/course.yml, written by `make sync` -->'
+
+
+def notebooks(nbs):
+    "Every notebook of a folder but checkpoints and hidden ones"
+
+    def hidden(path):
+        return any(p.startswith(('.', '_')) for p in path.relative_to(nbs).parts)
+
+    return sorted(p for p in nbs.rglob('*.ipynb') if not hidden(p))
+
+
+def name_of(path):
+    "rollout/torch_rollout.ipynb -> rollout/torch_rollout"
+    return path.with_name(re.sub(r'^\d+_', '', path.stem)).as_posix()
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    kind: str
+    about: str
+    notebooks: list = field(default_factory=list)
+
+    @property
+    def numeral(self):
+        "I, II, ...; '' for a part without a number"
+        return m[0] if (m := re.match(r'[IVX]+(?= )', self.name)) else ''
+
+    @property
+    def title(self):
+        return self.name.removeprefix(self.numeral).strip()
+
+
+@dataclass(frozen=True)
+class Course:
+    "course.yml beside the notebooks that it speaks of"
+
+    root: Path
+
+    @property
+    def nbs(self):
+        return self.root / 'nbs'
+
+    @cached_property
+    def data(self):
+        return yaml.safe_load((self.nbs / 'course.yml').read_text())
+
+    @cached_property
+    def listed(self):
+        "The parts as course.yml has them"
+        return [Part(**p) for p in self.data['parts']]
+
+    @cached_property
+    def parts(self):
+        "The parts with the notebooks that exist"
+        return [
+            replace(p, notebooks=[n for n in p.notebooks if n in self.paths]) for p in self.listed
+        ]
+
+    @cached_property
+    def paths(self):
+        "Name -> file relative to nbs, the index left out"
+        found = [p.relative_to(self.nbs) for p in notebooks(self.nbs)]
+        return {name_of(p): p for p in found if p.stem != 'index'}
+
+    @cached_property
+    def order(self):
+        "Every notebook of the course that exists: name -> its part"
+        return {n: part for part in self.parts for n in part.notebooks}
+
+    def number(self, name):
+        "III.2; '' where the part has no number"
+        part = self.order[name]
+        if not part.numeral:
+            return ''
+        return f'{part.numeral}.{part.notebooks.index(name) + 1}'
+
+    def chain(self, name):
+        "The sequence that Previous and Next walk: the course, or the engine room beside it"
+        aside = self.order[name].kind == 'reference'
+        return [n for n, part in self.order.items() if (part.kind == 'reference') == aside]
+
+    def neighbours(self, name):
+        chain = [None, *self.chain(name), None]
+        i = chain.index(name)
+        return chain[i - 1], chain[i + 1]
+
+    def problems(self):
+        "What is wrong with course.yml, one line each"
+        named = [n for part in self.listed for n in part.notebooks]
+        yield from (
+            f'nbs/course.yml, part {p.name}: kind {p.kind!r}, use one of {[*KINDS]}'
+            for p in self.listed
+            if p.kind not in KINDS
+        )
+        for n in sorted(set(self.paths) - set(named)):
+            yield f'nbs/{self.paths[n]} has no place: add `- {n}` to a part of nbs/course.yml'
+        for n in sorted(set(named) - set(self.paths)):
+            folder, _, stem = n.rpartition('/')
+            file = Path('nbs', folder, f'{stem}.ipynb')
+            yield f'nbs/course.yml names {n}, but there is no {file}'
+        for n in sorted({n for n in named if named.count(n) > 1}):
+            yield f'nbs/course.yml names {n} more than once: it has one place'
+
+
+def link(to, here, text):
+    "A link from one notebook to another, relative as Jupyter wants it"
+    return f'[{text}]({os.path.relpath(to, here.parent)})'
+
+
+def first_cell(nb):
+    "The cell that holds the title, its promise and the badge"
+    return next(c for c in nb['cells'] if c['cell_type'] == 'markdown' and source(c)[:2] == '# ')
+
+
+def source(cell):
+    return ''.join(cell['source'])
+
+
+def title(nb):
+    return source(first_cell(nb)).splitlines()[0][2:].strip()
+
+
+def promise(nb):
+    "The quoted line below the title, its links as plain words"
+    lines = source(first_cell(nb)).splitlines()
+    line = next((line[1:].strip() for line in lines if line.startswith('>')), '')
+    return re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', line)
+
+
+# The line under a title
+
+OLD_BADGE = re.compile(r'^CPU time: (?P<seconds>[\d.]+) seconds?(?P<rest>.*)$', re.M)
+BADGE = re.compile(
+    r'^\*\*(?:Lesson|Study|How-to|Reference)\b.*? · runs in [\d.]+ (?:seconds?|minutes?)'
+    r'(?P<rest>.*)$',
+    re.M,
+)
+
+
+# without seconds, or one more: typed by hand
+TYPED_BADGE = re.compile(
+    r'\n*^\*\*(?:Lesson|Study|How-to|Reference)\b(?:(?! · runs in ).)*?'
+    r'(?P<rest> · (?:prerequisites|paper)\b[^\n]*)?$',
+    re.M,
+)
+
+
+def spoken(seconds):
+    if seconds < 90:
+        return f'{seconds} second' + 's' * (seconds != 1)
+    return f'{seconds / 60:.2g} minutes'
+
+
+def badge(course, name, rest):
+    "Kind, part and seconds; `rest` (prerequisites, paper) is the notebook's own"
+    part, number = course.order[name], course.number(name)
+    what = f'**{" ".join([part.kind.capitalize(), number]).strip()}** · {part.title}'
+    if part.kind == 'reference':
+        what += ', not needed to understand the paper'
+    return f'{what} · runs in {spoken(course.data["seconds"][name])}{rest}'
+
+
+def set_badge(course, name, cell):
+    "The title's cell with its badge, below the promise if there was none"
+    text, rest = source(cell), ''
+    for typed in TYPED_BADGE.finditer(text):
+        rest = typed['rest'] or rest
+    text = TYPED_BADGE.sub('', text)
+    m = BADGE.search(text) or OLD_BADGE.search(text)
+    if m:
+        rest = m['rest'] or rest
+        return text[: m.start()] + badge(course, name, rest) + text[m.end() :]
+    lines = text.splitlines()
+    last = max(i for i, line in enumerate(lines) if i == 0 or line.startswith('>'))
+    return '\n'.join([*lines[: last + 1], '', badge(course, name, rest), *lines[last + 1 :]])
+
+
+def typed_seconds(nb):
+    "Seconds that a new notebook states itself, till they are measured"
+    m = OLD_BADGE.search(source(first_cell(nb)))
+    return round(float(m['seconds'])) if m else None
+
+
+# Previous and Next
+
+HAND_NEXT = re.compile(r'(?:\n\s*\n|\A)(?:Next: |This was the last notebook\.)[^\n]*\s*\Z')
+
+
+def set_neighbours(course, name, nb, titles):
+    "The last cell leads on; a line typed by hand makes way"
+    here = course.paths[name]
+    cells = [c for c in nb['cells'] if MARK not in source(c)]
+    for c in cells:
+        if c['cell_type'] == 'markdown' and HAND_NEXT.search(source(c)):
+            set_source(c, HAND_NEXT.sub('', source(c)))
+    cells = [c for c in cells if c['cell_type'] != 'markdown' or source(c).strip()]
+    before, after = course.neighbours(name)
+    lines = [MARK]
+    if after:
+        text, what = titles[after]
+        lines += [f'Next: {link(course.paths[after], here, text)}. {what}', '']
+    ends = [link(course.paths[before], here, titles[before][0])] if before else []
+    ends += [link(Path('index.ipynb'), here, 'all notebooks')]
+    lines += [('Previous: ' if before else 'Back to ') + ' · '.join(ends)]
+    nb['cells'] = [*cells, markdown('\n'.join(lines), name)]
+
+
+def markdown(text, seed):
+    "A markdown cell whose id follows from `seed`"
+    cell = dict(cell_type='markdown', id=hashlib.sha256(seed.encode()).hexdigest()[:8])
+    return dict(**cell, metadata={}, source=text.splitlines(keepends=True))
+
+
+def set_source(cell, text):
+    cell['source'] = text.splitlines(keepends=True)
+
+
+# Links
+
+
+def followed(course, here, target):
+    "A link to a notebook that has left its folder leads to where the notebook is today"
+    file, mark, anchor = target.partition('#')
+    to = Path(os.path.normpath(here.parent / file))
+    moved = [p for p in course.paths.values() if p.name == to.name]
+    if to.suffix != '.ipynb' or (course.nbs / to).exists() or len(moved) != 1:
+        return target
+    return os.path.relpath(moved[0], here.parent) + mark + anchor
+
+
+def set_links(course, here, nb):
+    for c in nb['cells']:
+        if c['cell_type'] == 'markdown':
+            text = source(c)
+
+            def moved(m):
+                return f']({followed(course, here, m[1])})'
+
+            set_source(c, re.sub(r'\]\(([^)\s:]+\.ipynb(?:#[^)\s]*)?)\)', moved, text))
+
+
+# The index
+
+HEAD = '| | notebook | what it is about |\n| --- | --- | --- |\n'
+
+
+def table(course, part, titles):
+    "One row per notebook, or for the engine room one line per folder"
+    if part.kind != 'reference':
+        rows = [
+            f'| {course.number(n)} | [{titles[n][0]}]({course.paths[n]}) | {titles[n][1]} |'
+            for n in part.notebooks
+        ]
+        return HEAD + '\n'.join(rows)
+    folders = {}
+    for n in part.notebooks:
+        folder = n.rpartition('/')[0] or 'top'
+        folders.setdefault(folder, []).append(f'[{titles[n][0]}]({course.paths[n]})')
+    return '\n'.join(f'- **{f}**: {", ".join(names)}' for f, names in folders.items())
+
+
+def tables(course, titles):
+    parts = [
+        f'### {p.name}\n{KINDS[p.kind]}: {p.about}.\n\n{table(course, p, titles)}'
+        for p in course.parts
+    ]
+    return '\n\n'.join(parts)
+
+
+def tree(course):
+    "What is where, one line per folder"
+    rows = [('compassrl/', '')]
+    for name, about in course.data['tree'].items():
+        *above, last = name.split('/')
+        rows.append(('  ' * (1 + len(above)) + last + '/' * ('.' not in name), about))
+    width = max(len(left) for left, _ in rows) + 2
+    return '```\n' + '\n'.join(f'{a:{width}}{b}'.rstrip() for a, b in rows) + '\n```'
+
+
+def set_index(course, nb, titles, nbs):
+    "Cells of the index that name a block hold it"
+    blocks = dict(
+        tables=lambda: tables(course, titles),
+        tree=lambda: tree(course),
+        lessons=lambda: lesson_table(course, nbs),
+        ideas=lambda: front.idea_table(course, nbs, titles),
+        board=lambda: front.board_table(nbs),
+        paths=lambda: front.path_list(course, nbs, titles),
+    )
+    for c in nb['cells']:
+        m = re.match(r'<!-- (\w+) from nbs/course\.yml[^>]*-->', source(c))
+        if c['cell_type'] == 'markdown' and m:
+            set_source(c, f'{m[0]}\n{blocks[m[1]]()}')
+
+
+# The map
+
+
+def stages(course):
+    "Source of course/stages.py, which holds the map"
+    rows, homes = [], []
+    for stage, box in course.data['map'].items():
+        rows.append(f'    {stage!r}: ({course.number(box["of"][0])!r}, {box["label"]!r}),')
+        homes += [f'    {of.replace("/", ".")!r}: {stage!r},' for of in box['of']]
+    return '\n'.join(
+        [
+            '"The map of the series: the number and the label of each box"',
+            '',
+            '# From nbs/course.yml, written by `make sync`',
+            '# stage -> its place in the course, what its box says; six in a row',
+            'stages: dict[str, tuple[str, str]] = {',
+            *rows,
+            '}',
+            'homes = {  # module or folder -> its stage',
+            *homes,
+            '}',
+            '',
+        ]
+    )
+
+
+def set_maps(nb, pipeline):
+    "Stored pictures of the map follow the course"
+    for c in nb['cells']:
+        m = re.search(r"^pipeline\((?:'([\w.]+)')?\)\s*\Z", source(c), flags=re.M)
+        if c['cell_type'] != 'code' or not m:
+            continue
+        for o in c['outputs']:
+            if 'image/svg+xml' in o.get('data', {}):
+                o['data']['image/svg+xml'] = pipeline(m[1]).data.splitlines(keepends=True)
+
+
+# The sidebar
+
+
+def sidebar(course):
+    sections = [
+        dict(section=p.name, contents=[str(course.paths[n]) for n in p.notebooks])
+        for p in course.parts
+    ]
+    site = dict(website=dict(sidebar=dict(contents=['index.ipynb', *sections])))
+    return '# From nbs/course.yml by `make sync`\n' + yaml.safe_dump(site, sort_keys=False)
+
+
+# All together
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def write(path, nb, before):
+    if json.dumps(nb) != before:
+        path.write_text(json.dumps(nb, indent=1, ensure_ascii=False) + '\n')
+
+
+def write_seconds(course, new):
+    "Put measured seconds into course.yml, in its order; all else stays as it is, comments too"
+    path = course.nbs / 'course.yml'
+    known = {**course.data['seconds'], **new}
+    rows = [f'  {n}: {known[n]}' for n in course.order if n in known]
+    head = re.split(r'^seconds:.*\n', path.read_text(), flags=re.M)[0]
+    text = head + 'seconds:\n' + '\n'.join(rows) + '\n'
+    if text != path.read_text():
+        path.write_text(text)
+
+
+def sync_text(root=ROOT):
+    "Everything but the stored maps, which need the exported module; returns what course.yml lacks"
+    course = Course(root)
+    nbs = {n: read(course.nbs / course.paths[n]) for n in course.order}
+    stated = {n: typed_seconds(nb) for n, nb in nbs.items() if n not in course.data['seconds']}
+    write_seconds(course, {n: s or 1 for n, s in stated.items()})
+    course = Course(root)
+    titles = {n: (title(nb), promise(nb)) for n, nb in nbs.items()}
+    for n, nb in nbs.items():
+        before = json.dumps(nb)
+        cell = first_cell(nb)
+        set_source(cell, set_badge(course, n, cell))
+        set_links(course, course.paths[n], nb)
+        set_neighbours(course, n, nb, titles)
+        write(course.nbs / course.paths[n], nb, before)
+    index = course.nbs / 'index.ipynb'
+    nb = read(index)
+    before = json.dumps(nb)
+    set_index(course, nb, titles, nbs)
+    set_links(course, Path('index.ipynb'), nb)
+    write(index, nb, before)
+    (course.nbs / 'sidebar.yml').write_text(sidebar(course))
+    (root / 'course' / 'stages.py').write_text(stages(course))
+    return list(course.problems())
+
+
+def sync_maps(root=ROOT):
+    "Stored pictures of the map, drawn from the stages that were just written"
+    sys.path.insert(0, str(root))
+    from course.lesson import pipeline
+
+    for path in notebooks(root / 'nbs'):
+        nb = read(path)
+        before = json.dumps(nb)
+        try:
+            set_maps(nb, pipeline)
+        except ValueError as e:
+            raise ValueError(f'{path}: {e}') from e
+        write(path, nb, before)
+
+
+if __name__ == '__main__':
+    sys.exit('\n'.join(Course(ROOT).problems()) or 0)
