@@ -4,7 +4,7 @@ imports its module when it is first used, so `import compassrl` alone is quick."
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 
 _modules = {  # name -> where it is
     'AdvantageConfig': 'algo.advantages',

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.support import ROOT
-from tests.test_course import COURSE
+from tests.test_toc import COURSE
 from tests.test_notebooks import notebooks
 
 sys.path.insert(0, str(ROOT / 'tools'))
