@@ -196,9 +196,9 @@ def collect_waves(
     "Wave after wave; settled only where the next one depends on the rewards"
     waves = StepWaves(prompts, first, step, cfg, judge, params)
     requests, samples, metrics = waves.requests, waves.samples, waves.metrics
-    while waves.ready:
+    while not waves.done:
         with timed(metrics, 'rollout'):
-            for s in rollout.generate(waves if waves.joins else list(waves)):
+            for s in rollout.generate(waves if waves.joins else waves.poll()):
                 waves.take(s)
         if not waves.ready:
             waves.decide()

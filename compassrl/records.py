@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -30,6 +32,8 @@ __all__ = [
     'select',
     'micro_batches',
     'mini_batches',
+    'Requests',
+    'as_requests',
     'RolloutEngine',
     'TrainEngine',
 ]
@@ -253,6 +257,44 @@ def mini_batches(
     return [r for r in torch.arange(num_rows).tensor_split(num) if len(r)]
 
 
+# %% ../nbs/records.ipynb #72b88a0f
+class Requests(Iterable[Request]):
+    """What a rollout engine is asked for; subclasses add to `ready` as samples come
+
+    Who calls an engine's `generate` calls it again until `done`: later requests may depend on all
+    samples of one call."""
+
+    def __init__(self, requests: Iterable[Request] = ()) -> None:
+        self.ready: deque[Request] = deque()
+        self.rest: Iterator[Request] | None = iter(requests)  # None = used up
+
+    @property
+    def done(self) -> bool:
+        "Will no poll return another request, whatever samples come?"
+        return self.rest is None and not self.ready
+
+    def poll(self, num: int | None = None) -> list[Request]:
+        "Up to `num` requests that are ready now (None = all); [] = none is"
+        out: list[Request] = []
+        while self.ready and len(out) != num:
+            out.append(self.ready.popleft())
+        if self.rest is not None and len(out) != num:
+            out += islice(self.rest, None if num is None else num - len(out))
+            if len(out) != num:
+                self.rest = None
+        return out
+
+    def __iter__(self) -> Iterator[Request]:
+        "One after another, up to the first time that none is ready"
+        while ready := self.poll(1):
+            yield ready[0]
+
+
+def as_requests(requests: Iterable[Request]) -> Requests:
+    "`Requests` as they are; a list or an iterator is read no further than it is polled"
+    return requests if isinstance(requests, Requests) else Requests(requests)
+
+
 # %% ../nbs/records.ipynb #a2d576eb
 Metrics = dict[str, float | None]  # None: not measured in this step
 # (log_probs [B, T], batch, num_tokens, num_samples) -> loss, further sums
@@ -263,7 +305,12 @@ class RolloutEngine:
     "Draws responses. Every engine has its own `generate` and `load_weights`"
 
     def generate(self, requests: Iterable[Request], whole_groups: bool = False) -> Iterator[Sample]:
-        "Yields each sample as it finishes, in any order; `whole_groups`: it drops none for others"
+        """Yields each sample as it finishes, in any order; with `whole_groups` it drops none
+
+        `requests` is a list, or `Requests`, which grow with the samples. An engine polls
+        `as_requests(requests)` when it has room, and returns when nothing runs and nothing is
+        ready. One that simply loops over `requests` is correct, too: the caller calls it again for
+        what became ready meanwhile."""
         raise NotImplementedError
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -16,7 +16,15 @@ from compassrl.data.selection import PromptSelection, prompts_of_step
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
 from compassrl.experience import collect, grade, in_order, next_wave
 from compassrl.judges.serial import Judge, SerialJudge, judge_sample, sample_columns, task_rewards
-from compassrl.records import Prompt, RolloutEngine, Sample, SamplingParams, Verdict, collate
+from compassrl.records import (
+    Prompt,
+    RolloutEngine,
+    Sample,
+    SamplingParams,
+    Verdict,
+    as_requests,
+    collate,
+)
 from compassrl.rollout.requests import requests_of
 from tests.rollout.test_torch_rollout import make_engine, make_policy
 
@@ -397,9 +405,9 @@ class Slots(RolloutEngine):
         self.slots, self.seed, self.asked = slots, seed, []
 
     def generate(self, requests, whole_groups=False):
-        waiting, left = iter(requests), {}
+        waiting, left = as_requests(requests), {}
         while True:
-            for r in itertools.islice(waiting, self.slots - len(left)):
+            for r in waiting.poll(self.slots - len(left)):
                 self.asked.append((r.prompt_id, r.index))
                 left[r] = self.answer(r)
             if not left:

@@ -6,10 +6,10 @@ wave has come."""
 # %% ../../nbs/rollout/waves.ipynb #0a303b7c
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from compassrl.records import Request, Sample
+from compassrl.records import Request, Requests, Sample
 from compassrl.rollout.partial import drawn_mask
 
 # %% auto #0
@@ -17,20 +17,19 @@ __all__ = ['Waves']
 
 
 # %% ../../nbs/rollout/waves.ipynb #cff1f0bb
-class Waves(Iterator[Request]):
+class Waves(Requests):
     """What one step asks an engine: wave after wave, and what is certain of the next one early
 
-    Where nothing waits, `next` fails; after another sample it may succeed. A subclass says what
-    is asked and decided: `new` and `missing`."""
+    A subclass says what is asked and decided: `new` and `missing`."""
 
     def __init__(
         self,
         joins: bool,  # may the next wave begin while this one runs?
         max_tokens: int,  # of a response
     ) -> None:
+        super().__init__()
         self.joins, self.max_tokens = joins, max_tokens
         self.over = False  # nothing more will be asked
-        self.ready: deque[Request] = deque()
         self.requests: list[Request] = []
         self.samples: list[Sample] = []
         self.tokens: Counter[str] = Counter()  # of the responses that have come, by prompt
@@ -55,10 +54,9 @@ class Waves(Iterator[Request]):
         "The next wave; early a part of it, which is right whatever becomes of `unseen`"
         raise NotImplementedError
 
-    def __next__(self) -> Request:
-        if not self.ready:
-            raise StopIteration
-        return self.ready.popleft()
+    @property
+    def done(self) -> bool:
+        return self.over and not self.ready
 
     def ask(self, number: int, wave: Sequence[tuple[str, int]]) -> None:
         "These belong to wave `number`"
