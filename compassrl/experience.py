@@ -43,6 +43,7 @@ __all__ = [
     'tokens_left',
     'next_wave',
     'timed',
+    'drawn',
     'collect_parts',
     'StepWaves',
     'collect_waves',
@@ -97,7 +98,17 @@ def timed(metrics: Metrics, phase: str) -> Iterator[None]:
     t = time.perf_counter()
     metrics.setdefault(f'time_{phase}_at', t)
     yield
-    metrics[f'time_{phase}_s'] = metrics.get(f'time_{phase}_s', 0.0) + time.perf_counter() - t
+    metrics[f'time_{phase}_s'] = (metrics.get(f'time_{phase}_s') or 0.0) + time.perf_counter() - t
+
+
+def drawn(samples: Iterator[Sample], metrics: Metrics) -> Iterator[Sample]:
+    "Passes samples on and adds the seconds spent waiting for them, and no others, to the rollout"
+    while True:
+        with timed(metrics, 'rollout'):
+            s = next(samples, None)
+        if s is None:
+            return
+        yield s
 
 
 def collect_parts(
@@ -113,12 +124,11 @@ def collect_parts(
     tokens, waves, samples = 0, 0, []
     metrics: Metrics = dict(time_reward_s=0.0)
     while not samples:
-        with timed(metrics, 'rollout'):
-            for s in rollout.generate(partial_responses.parts()):
-                tokens += len(drawn_ids(s))
-                newest = s.weight_version
-                if whole := partial_responses.take(s):
-                    judge.start(whole)
+        for s in drawn(rollout.generate(partial_responses.parts()), metrics):
+            tokens += len(drawn_ids(s))
+            newest = s.weight_version
+            if whole := partial_responses.take(s):
+                judge.start(whole)
         waves += 1
         requests, samples = partial_responses.whole_groups()
     stale = torch.cat([s.token_versions[drawn_mask(s)] for s in samples]) < newest
@@ -197,13 +207,10 @@ def collect_waves(
     waves = StepWaves(prompts, first, step, cfg, judge, params)
     requests, samples, metrics = waves.requests, waves.samples, waves.metrics
     while not waves.done:
-        with timed(metrics, 'rollout'):
-            for s in rollout.generate(waves if waves.joins else waves.poll()):
-                waves.take(s)
+        for s in drawn(rollout.generate(waves if waves.joins else waves.poll()), metrics):
+            waves.take(s)
         if not waves.ready:
             waves.decide()
-    if waves.joins:  # it waited for verdicts inside of `generate`
-        metrics['time_rollout_s'] -= metrics['time_reward_s']
     metrics |= dict(
         tokens=float(sum(waves.spent)),
         waves=float(len(waves.spent)),

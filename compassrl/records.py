@@ -115,7 +115,7 @@ class Sample:
     routes_valid: Tensor | None  # [Tp+Tr-1] bool; the last token was never fed, so it has no row
     finish_reason: str  # 'stop', 'length', or 'call': of a tool that did not answer
     weight_version: int  # of the weights that sampled it, or its last part
-    reward: float = 0.0
+    reward: float | None = None  # the verdict's, later with penalties; None = not judged
     verdict: Verdict | None = None
     timings: dict[str, float] = field(default_factory=dict)  # seconds, by phase
     token_versions: Tensor | None = None  # [Tr] int64, if drawn in parts; None = `weight_version`
@@ -132,7 +132,7 @@ class Batch:
     response_mask: Tensor  # [B, T] bool: a token that the policy chose
     rollout_log_probs: Tensor  # [B, T] fp32, 0 outside the response
     group: Tensor  # [B] int64: which prompt
-    rewards: Tensor  # [B] fp32
+    rewards: Tensor | None = None  # [B] fp32; None until all samples are judged
     advantages: Tensor | None = None  # [B, T] fp32, 0 outside the response
     old_log_probs: Tensor | None = None  # [B, T] fp32: the train engine's own, before the update
     ref_log_probs: Tensor | None = None  # [B, T] fp32: only if kl_coef > 0
@@ -200,6 +200,11 @@ def _routes(samples, T):  # where no sample has any, none; of a sample without r
     return dict(routed_experts=_pad(routes, T, none.dtype), routes_valid=_pad(valid, T, torch.bool))
 
 
+def _rewards(samples: list[Sample]) -> Tensor | None:
+    known = [s.reward for s in samples if s.reward is not None]
+    return torch.tensor(known, dtype=torch.float) if len(known) == len(samples) else None
+
+
 def collate(samples: list[Sample]) -> Batch:  # rows as given; groups by first appearance
     "One right-padded batch; raises ValueError for a tensor that does not fit its tokens"
     if not samples:
@@ -216,7 +221,7 @@ def collate(samples: list[Sample]) -> Batch:  # rows as given; groups by first a
         response_mask=_pad(chosen, T, torch.bool, starts),
         rollout_log_probs=_pad(log_probs, T, torch.float, starts),
         group=torch.tensor([groups.setdefault(s.prompt_id, len(groups)) for s in samples]),
-        rewards=torch.tensor([s.reward for s in samples], dtype=torch.float),
+        rewards=_rewards(samples),
         **_routes(samples, T),
     )
 

@@ -514,6 +514,33 @@ def test_an_early_wave_fills_the_slots_that_the_last_one_leaves():
     assert patient.asked != engine.asked
 
 
+@pytest.mark.parametrize('judge', [Beside, SerialJudge])
+def test_seconds_of_verdicts_are_not_seconds_of_the_rollout(monkeypatch, judge):
+    "On a clock that stands still but for the work: a second per sample, 1000 per verdict"
+    now, verdicts = [0.0], []
+    monkeypatch.setattr('compassrl.experience.time.perf_counter', lambda: now[0])
+
+    class Slow(judge):
+        def settle(self, samples):
+            new = [s for s in samples if s.verdict is None]
+            now[0] += 1000 * len(new)
+            verdicts.extend(new)
+            super().settle(new)
+
+    class Timed(Slots):
+        def generate(self, requests, whole_groups=False):
+            for s in super().generate(requests):
+                now[0] += 1
+                yield s
+
+    cfg = config('adaptive', token_budget=3.0)
+    prompts = questions(72)
+    slow = Slow(prompts, TOKENIZER, EOS_ID)
+    _, samples, m = collect(Timed(16, 3), prompts, 0, cfg, slow, EOS_ID)
+    assert m['waves'] > 1 and m['early_frac'] * slow.beside == m['early_frac']
+    assert m['time_rollout_s'] == len(samples) and m['time_reward_s'] == 1000 * len(verdicts) > 0
+
+
 class Noting(Beside):
     "Notes who ended last whenever it is asked for verdicts"
 

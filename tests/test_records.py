@@ -207,6 +207,17 @@ def test_chain_of_transformations(samples, rnd):
     assert sorted(b.rewards.tolist()) == sorted(s.reward for s in samples)
 
 
+def test_rewards_are_absent_until_all_samples_are_judged():
+    judged = [sample(1, 2, 3), sample(2, 1, 2)]
+    assert collate(judged).rewards.tolist() == [s.reward for s in judged]
+    waits = replace(judged[1], reward=None)
+    for samples in ([judged[0], waits], [waits, judged[0]], [waits]):
+        b = collate(samples)
+        assert b.rewards is None and select(b, [0]).rewards is b.to('cpu').rewards is None
+    unjudged = Sample('p', 0, [1], [2], torch.zeros(1), None, None, 'stop', 0)
+    assert collate([unjudged]).rewards is None
+
+
 def test_map_reaches_every_field():
     b, seen = full([sample(1, 2, 3), sample(2, 1, 2)]), []
     b.map(lambda t: seen.append(id(t)) or t)
