@@ -35,15 +35,14 @@ from compassrl.records import (
     derive_seed,
 )
 from compassrl.rollout.partial import PartialResponses, drawn_mask
-from compassrl.rollout.requests import requests_of
-from compassrl.rollout.waves import Waves
+from compassrl.rollout.requests import Waves, requests_of
 
 # %% auto #0
 __all__ = [
     'tokens_left',
     'next_wave',
     'timed',
-    'drawn',
+    'timed_samples',
     'collect_parts',
     'StepWaves',
     'collect_waves',
@@ -101,7 +100,7 @@ def timed(metrics: Metrics, phase: str) -> Iterator[None]:
     metrics[f'time_{phase}_s'] = (metrics.get(f'time_{phase}_s') or 0.0) + time.perf_counter() - t
 
 
-def drawn(samples: Iterator[Sample], metrics: Metrics) -> Iterator[Sample]:
+def timed_samples(samples: Iterator[Sample], metrics: Metrics) -> Iterator[Sample]:
     "Passes samples on and adds the seconds spent waiting for them, and no others, to the rollout"
     while True:
         with timed(metrics, 'rollout'):
@@ -124,7 +123,7 @@ def collect_parts(
     tokens, waves, samples = 0, 0, []
     metrics: Metrics = dict(time_reward_s=0.0)
     while not samples:
-        for s in drawn(rollout.generate(partial_responses.parts()), metrics):
+        for s in timed_samples(rollout.generate(partial_responses.parts()), metrics):
             tokens += len(drawn_ids(s))
             newest = s.weight_version
             if whole := partial_responses.take(s):
@@ -207,7 +206,8 @@ def collect_waves(
     waves = StepWaves(prompts, first, step, cfg, judge, params)
     requests, samples, metrics = waves.requests, waves.samples, waves.metrics
     while not waves.done:
-        for s in drawn(rollout.generate(waves if waves.joins else waves.poll()), metrics):
+        asked = waves if waves.joins else waves.poll()
+        for s in timed_samples(rollout.generate(asked), metrics):
             waves.take(s)
         if not waves.ready:
             waves.decide()

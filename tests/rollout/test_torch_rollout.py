@@ -12,9 +12,9 @@ from compassrl.model.layers import causal_attention, grouped_linear
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
-from compassrl.rollout import cached_layers, sampling, slots
+from compassrl.rollout import cached_layers, slots
 from compassrl.rollout import torch_rollout as rollout
-from compassrl.rollout.sampling import sample_tokens, uniforms
+from compassrl.rollout.slots import sample_tokens, uniforms
 from tests.support.faults import planted
 from tests.support.growing import law_requests_that_grow
 
@@ -856,6 +856,4 @@ CASES = {
 def test_mutants_are_caught(name):
     law, old, new = CASES[name]
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        law(
-            planted((cached_layers, sampling, slots, rollout), old, new)
-        )  # or an index out of range
+        law(planted((cached_layers, slots, rollout), old, new))  # or an index out of range
