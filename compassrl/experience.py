@@ -35,14 +35,14 @@ from compassrl.records import (
     derive_seed,
 )
 from compassrl.rollout.partial import PartialResponses, drawn_mask
-from compassrl.rollout.requests import requests_of
-from compassrl.rollout.waves import Waves
+from compassrl.rollout.requests import Waves, requests_of
 
 # %% auto #0
 __all__ = [
     'tokens_left',
     'next_wave',
     'timed',
+    'timed_samples',
     'collect_parts',
     'StepWaves',
     'collect_waves',
@@ -97,7 +97,17 @@ def timed(metrics: Metrics, phase: str) -> Iterator[None]:
     t = time.perf_counter()
     metrics.setdefault(f'time_{phase}_at', t)
     yield
-    metrics[f'time_{phase}_s'] = metrics.get(f'time_{phase}_s', 0.0) + time.perf_counter() - t
+    metrics[f'time_{phase}_s'] = (metrics.get(f'time_{phase}_s') or 0.0) + time.perf_counter() - t
+
+
+def timed_samples(samples: Iterator[Sample], metrics: Metrics) -> Iterator[Sample]:
+    "Passes samples on and adds the seconds spent waiting for them, and no others, to the rollout"
+    while True:
+        with timed(metrics, 'rollout'):
+            s = next(samples, None)
+        if s is None:
+            return
+        yield s
 
 
 def collect_parts(
@@ -113,12 +123,11 @@ def collect_parts(
     tokens, waves, samples = 0, 0, []
     metrics: Metrics = dict(time_reward_s=0.0)
     while not samples:
-        with timed(metrics, 'rollout'):
-            for s in rollout.generate(partial_responses.parts()):
-                tokens += len(drawn_ids(s))
-                newest = s.weight_version
-                if whole := partial_responses.take(s):
-                    judge.start(whole)
+        for s in timed_samples(rollout.generate(partial_responses.parts()), metrics):
+            tokens += len(drawn_ids(s))
+            newest = s.weight_version
+            if whole := partial_responses.take(s):
+                judge.start(whole)
         waves += 1
         requests, samples = partial_responses.whole_groups()
     stale = torch.cat([s.token_versions[drawn_mask(s)] for s in samples]) < newest
@@ -196,14 +205,12 @@ def collect_waves(
     "Wave after wave; settled only where the next one depends on the rewards"
     waves = StepWaves(prompts, first, step, cfg, judge, params)
     requests, samples, metrics = waves.requests, waves.samples, waves.metrics
-    while waves.ready:
-        with timed(metrics, 'rollout'):
-            for s in rollout.generate(waves if waves.joins else list(waves)):
-                waves.take(s)
+    while not waves.done:
+        asked = waves if waves.joins else waves.poll()
+        for s in timed_samples(rollout.generate(asked), metrics):
+            waves.take(s)
         if not waves.ready:
             waves.decide()
-    if waves.joins:  # it waited for verdicts inside of `generate`
-        metrics['time_rollout_s'] -= metrics['time_reward_s']
     metrics |= dict(
         tokens=float(sum(waves.spent)),
         waves=float(len(waves.spent)),

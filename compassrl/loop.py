@@ -33,7 +33,17 @@ from compassrl.rollout.partial import PartialResponses
 from compassrl.train.guards import Guard
 
 # %% auto #0
-__all__ = ['counted', 'loss_of', 'unmoved', 'train_step', 'Stop', 'RunHooks', 'selection_of', 'fit']
+__all__ = [
+    'counted',
+    'loss_of',
+    'unmoved',
+    'train_step',
+    'Stop',
+    'RunHooks',
+    'selection_of',
+    'partial_of',
+    'fit',
+]
 
 
 # %% ../nbs/loop.ipynb #3650f67c
@@ -141,6 +151,12 @@ def selection_of(cfg: TrainConfig, prompts: list[Prompt]) -> PromptSelection | N
     return None if by == 'turn' else PromptSelection(prompts, by, cfg.prompts_per_step, cfg.seed)
 
 
+def partial_of(cfg: TrainConfig) -> PartialResponses | None:
+    "What keeps responses from step to step; None: each is drawn in one step"
+    tokens = cfg.schedule.partial_tokens
+    return PartialResponses(tokens) if tokens else None
+
+
 def fit(
     cfg: TrainConfig,
     prompts: list[Prompt],
@@ -155,23 +171,29 @@ def fit(
     partial_responses: PartialResponses | None = None,  # begun by earlier steps
     selection: PromptSelection | None = None,  # with what earlier steps have seen
 ) -> None:
-    """Group-relative policy optimisation
-
-    Raises ValueError for a KL penalty without a reference, RunFailed (see `Guard`)."""
+    """Group-relative policy optimisation. Raises ValueError for a KL penalty without a reference,
+    RunFailed (see `Guard`)"""
     if cfg.loss.kl_coef and reference is None:
         raise ValueError(
-            f'loss.kl_coef={cfg.loss.kl_coef}: '
-            'pass an engine with the starting weights as `reference`'
+            f'loss.kl_coef={cfg.loss.kl_coef}: use an engine of the starting weights as `reference`'
         )
     judge = judge or SerialJudge(prompts, tokenizer, eos_id)
-    if cfg.schedule.partial_tokens:
-        partial_responses = partial_responses or PartialResponses(cfg.schedule.partial_tokens)
+    partial_responses = partial_responses or partial_of(cfg)
     selection = selection or selection_of(cfg, prompts)
     guard = Guard(cfg.guards, start=start)
-    more = guard, reference, partial_responses, selection
     for step in range(start, cfg.steps):
         metrics, samples, batch = train_step(
-            cfg, step, prompts, rollout, engine, judge, eos_id, *more
+            cfg,
+            step,
+            prompts,
+            rollout,
+            engine,
+            judge,
+            eos_id,
+            guard,
+            reference=reference,
+            partial_responses=partial_responses,
+            selection=selection,
         )
         hooks.on_step(step + 1, metrics, samples, batch)
         guard.ended(step + 1, samples, step + 1 == cfg.steps)

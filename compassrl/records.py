@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -30,6 +32,8 @@ __all__ = [
     'select',
     'micro_batches',
     'mini_batches',
+    'Requests',
+    'as_requests',
     'RolloutEngine',
     'TrainEngine',
 ]
@@ -111,7 +115,7 @@ class Sample:
     routes_valid: Tensor | None  # [Tp+Tr-1] bool; the last token was never fed, so it has no row
     finish_reason: str  # 'stop', 'length', or 'call': of a tool that did not answer
     weight_version: int  # of the weights that sampled it, or its last part
-    reward: float = 0.0
+    reward: float | None = None  # the verdict's, later with penalties; None = not judged
     verdict: Verdict | None = None
     timings: dict[str, float] = field(default_factory=dict)  # seconds, by phase
     token_versions: Tensor | None = None  # [Tr] int64, if drawn in parts; None = `weight_version`
@@ -128,7 +132,7 @@ class Batch:
     response_mask: Tensor  # [B, T] bool: a token that the policy chose
     rollout_log_probs: Tensor  # [B, T] fp32, 0 outside the response
     group: Tensor  # [B] int64: which prompt
-    rewards: Tensor  # [B] fp32
+    rewards: Tensor | None = None  # [B] fp32; None until all samples are judged
     advantages: Tensor | None = None  # [B, T] fp32, 0 outside the response
     old_log_probs: Tensor | None = None  # [B, T] fp32: the train engine's own, before the update
     ref_log_probs: Tensor | None = None  # [B, T] fp32: only if kl_coef > 0
@@ -196,6 +200,11 @@ def _routes(samples, T):  # where no sample has any, none; of a sample without r
     return dict(routed_experts=_pad(routes, T, none.dtype), routes_valid=_pad(valid, T, torch.bool))
 
 
+def _rewards(samples: list[Sample]) -> Tensor | None:
+    known = [s.reward for s in samples if s.reward is not None]
+    return torch.tensor(known, dtype=torch.float) if len(known) == len(samples) else None
+
+
 def collate(samples: list[Sample]) -> Batch:  # rows as given; groups by first appearance
     "One right-padded batch; raises ValueError for a tensor that does not fit its tokens"
     if not samples:
@@ -212,7 +221,7 @@ def collate(samples: list[Sample]) -> Batch:  # rows as given; groups by first a
         response_mask=_pad(chosen, T, torch.bool, starts),
         rollout_log_probs=_pad(log_probs, T, torch.float, starts),
         group=torch.tensor([groups.setdefault(s.prompt_id, len(groups)) for s in samples]),
-        rewards=torch.tensor([s.reward for s in samples], dtype=torch.float),
+        rewards=_rewards(samples),
         **_routes(samples, T),
     )
 
@@ -253,6 +262,44 @@ def mini_batches(
     return [r for r in torch.arange(num_rows).tensor_split(num) if len(r)]
 
 
+# %% ../nbs/records.ipynb #72b88a0f
+class Requests(Iterable[Request]):
+    """What a rollout engine is asked for; subclasses add to `ready` as samples come
+
+    Who calls an engine's `generate` calls it again until `done`: later requests may depend on all
+    samples of one call."""
+
+    def __init__(self, requests: Iterable[Request] = ()) -> None:
+        self.ready: deque[Request] = deque()
+        self.rest: Iterator[Request] | None = iter(requests)  # None = used up
+
+    @property
+    def done(self) -> bool:
+        "Will no poll return another request, whatever samples come?"
+        return self.rest is None and not self.ready
+
+    def poll(self, num: int | None = None) -> list[Request]:
+        "Up to `num` requests that are ready now (None = all); [] = none is"
+        out: list[Request] = []
+        while self.ready and len(out) != num:
+            out.append(self.ready.popleft())
+        if self.rest is not None and len(out) != num:
+            out += islice(self.rest, None if num is None else num - len(out))
+            if len(out) != num:
+                self.rest = None
+        return out
+
+    def __iter__(self) -> Iterator[Request]:
+        "One after another, up to the first time that none is ready"
+        while ready := self.poll(1):
+            yield ready[0]
+
+
+def as_requests(requests: Iterable[Request]) -> Requests:
+    "`Requests` as they are; a list or an iterator is read no further than it is polled"
+    return requests if isinstance(requests, Requests) else Requests(requests)
+
+
 # %% ../nbs/records.ipynb #a2d576eb
 Metrics = dict[str, float | None]  # None: not measured in this step
 # (log_probs [B, T], batch, num_tokens, num_samples) -> loss, further sums
@@ -263,7 +310,12 @@ class RolloutEngine:
     "Draws responses. Every engine has its own `generate` and `load_weights`"
 
     def generate(self, requests: Iterable[Request], whole_groups: bool = False) -> Iterator[Sample]:
-        "Yields each sample as it finishes, in any order; `whole_groups`: it drops none for others"
+        """Yields each sample as it finishes, in any order; with `whole_groups` it drops none
+
+        `requests` is a list, or `Requests`, which grow with the samples. An engine polls
+        `as_requests(requests)` when it has room, and returns when nothing runs and nothing is
+        ready. One that simply loops over `requests` is correct, too: the caller calls it again for
+        what became ready meanwhile."""
         raise NotImplementedError
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -16,7 +16,15 @@ from compassrl.data.selection import PromptSelection, prompts_of_step
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
 from compassrl.experience import collect, grade, in_order, next_wave
 from compassrl.judges.serial import Judge, SerialJudge, judge_sample, sample_columns, task_rewards
-from compassrl.records import Prompt, RolloutEngine, Sample, SamplingParams, Verdict, collate
+from compassrl.records import (
+    Prompt,
+    RolloutEngine,
+    Sample,
+    SamplingParams,
+    Verdict,
+    as_requests,
+    collate,
+)
 from compassrl.rollout.requests import requests_of
 from tests.rollout.test_torch_rollout import make_engine, make_policy
 
@@ -397,9 +405,9 @@ class Slots(RolloutEngine):
         self.slots, self.seed, self.asked = slots, seed, []
 
     def generate(self, requests, whole_groups=False):
-        waiting, left = iter(requests), {}
+        waiting, left = as_requests(requests), {}
         while True:
-            for r in itertools.islice(waiting, self.slots - len(left)):
+            for r in waiting.poll(self.slots - len(left)):
                 self.asked.append((r.prompt_id, r.index))
                 left[r] = self.answer(r)
             if not left:
@@ -504,6 +512,33 @@ def test_an_early_wave_fills_the_slots_that_the_last_one_leaves():
     patient, _, _ = step_of(cfg, 3, SerialJudge)
     assert patient.asked[:first] == engine.asked[:first]
     assert patient.asked != engine.asked
+
+
+@pytest.mark.parametrize('judge', [Beside, SerialJudge])
+def test_seconds_of_verdicts_are_not_seconds_of_the_rollout(monkeypatch, judge):
+    "On a clock that stands still but for the work: a second per sample, 1000 per verdict"
+    now, verdicts = [0.0], []
+    monkeypatch.setattr('compassrl.experience.time.perf_counter', lambda: now[0])
+
+    class Slow(judge):
+        def settle(self, samples):
+            new = [s for s in samples if s.verdict is None]
+            now[0] += 1000 * len(new)
+            verdicts.extend(new)
+            super().settle(new)
+
+    class Timed(Slots):
+        def generate(self, requests, whole_groups=False):
+            for s in super().generate(requests):
+                now[0] += 1
+                yield s
+
+    cfg = config('adaptive', token_budget=3.0)
+    prompts = questions(72)
+    slow = Slow(prompts, TOKENIZER, EOS_ID)
+    _, samples, m = collect(Timed(16, 3), prompts, 0, cfg, slow, EOS_ID)
+    assert m['waves'] > 1 and m['early_frac'] * slow.beside == m['early_frac']
+    assert m['time_rollout_s'] == len(samples) and m['time_reward_s'] == 1000 * len(verdicts) > 0
 
 
 class Noting(Beside):

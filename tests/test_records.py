@@ -9,13 +9,17 @@ from hypothesis import strategies as st
 
 from compassrl.records import (
     Batch,
+    Request,
+    RolloutEngine,
     Sample,
     SamplingParams,
+    as_requests,
     collate,
     derive_seed,
     micro_batches,
     select,
 )
+from tests.support.growing import law_requests_that_grow
 
 random = settings(deadline=None, max_examples=80, derandomize=True)
 TAGS = (
@@ -203,6 +207,17 @@ def test_chain_of_transformations(samples, rnd):
     assert sorted(b.rewards.tolist()) == sorted(s.reward for s in samples)
 
 
+def test_rewards_are_absent_until_all_samples_are_judged():
+    judged = [sample(1, 2, 3), sample(2, 1, 2)]
+    assert collate(judged).rewards.tolist() == [s.reward for s in judged]
+    waits = replace(judged[1], reward=None)
+    for samples in ([judged[0], waits], [waits, judged[0]], [waits]):
+        b = collate(samples)
+        assert b.rewards is None and select(b, [0]).rewards is b.to('cpu').rewards is None
+    unjudged = Sample('p', 0, [1], [2], torch.zeros(1), None, None, 'stop', 0)
+    assert collate([unjudged]).rewards is None
+
+
 def test_map_reaches_every_field():
     b, seen = full([sample(1, 2, 3), sample(2, 1, 2)]), []
     b.map(lambda t: seen.append(id(t)) or t)
@@ -311,6 +326,76 @@ def test_sampling_params(kw):
 @given(st.lists(st.integers(), max_size=3), st.lists(st.integers(), max_size=3))
 def test_seeds_depend_on_the_parts(a, b):
     assert (derive_seed(*a) == derive_seed(*b)) == (a == b) and 0 <= derive_seed(*a) < 2**63
+
+
+ASKED = [Request(f'p{i}', (5, 6), seed=i) for i in range(7)]
+
+
+@random
+@given(st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=12), st.booleans())
+def test_polls_give_each_request_once_and_in_order(sizes, later):
+    "Whatever was ready later goes first; `done` is never said too early, and holds"
+    source, out, added = as_requests(iter(ASKED)), [], []
+    for k, n in enumerate(sizes):
+        if later and k == 3:
+            added = [Request('later', (1,))]
+            source.ready.extend(added)
+        was_done, new = source.done, source.poll(n)
+        out += new
+        assert not (was_done and new and not added)
+        assert n is None or len(new) <= n
+    out += source.poll()
+    assert [r for r in out if r.prompt_id != 'later'] == ASKED
+    assert len(out) == len(set(r.prompt_id for r in out)) == 7 + len(added)
+    assert source.done and source.poll() == source.poll(3) == list(source) == []
+
+
+def test_a_source_that_ended_is_not_asked_again():
+    "An iterator that would begin again has no say"
+
+    class Again:
+        left = 2
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.left -= 1
+            if self.left == 0:
+                raise StopIteration
+            return ASKED[0]
+
+    source = as_requests(Again())
+    assert source.poll() == [ASKED[0]] and source.done
+    assert source.poll() == [] and as_requests(source) is source
+
+
+def test_a_source_is_read_no_further_than_it_is_polled():
+    read = []
+    source = as_requests(read.append(r.prompt_id) or r for r in ASKED)
+    assert source.poll(0) == [] and not read and not source.done
+    assert source.poll(2) == ASKED[:2] and read == ['p0', 'p1']
+    assert next(iter(source)) == ASKED[2] and len(read) == 3
+
+
+class OneByOne(RolloutEngine):
+    def generate(self, requests, whole_groups=False):
+        for r in requests:
+            yield Sample(r.prompt_id, r.index, [5], [r.seed], torch.zeros(1), *NOTHING)
+
+
+class AllAtOnce(OneByOne):
+    def generate(self, requests, whole_groups=False):
+        yield from super().generate(list(requests))
+
+
+NOTHING = None, None, 'stop', 0
+
+
+def test_engines_that_know_of_lists_alone():
+    "What was not ready comes in the next call of `generate`"
+    law_requests_that_grow(OneByOne(), ASKED)
+    law_requests_that_grow(AllAtOnce(), ASKED, calls=3)
 
 
 def test_seeds_are_the_same_on_every_machine():

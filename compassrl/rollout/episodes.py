@@ -6,7 +6,6 @@ token what the model read."""
 # %% ../../nbs/rollout/episodes.ipynb #00e91118
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -14,7 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from compassrl.records import Metrics, Request, RolloutEngine, Sample, derive_seed
+from compassrl.records import (
+    Metrics,
+    Request,
+    Requests,
+    RolloutEngine,
+    Sample,
+    as_requests,
+    derive_seed,
+)
 from compassrl.rollout.partial import drawn_mask
 
 # %% auto #0
@@ -70,22 +77,29 @@ def answered(
 
 
 # %% ../../nbs/rollout/episodes.ipynb #99638caf
-class Turns(Iterator[Request]):
+class Turns(Requests):
     """What an engine is asked: whole responses, and more of those whose call was answered
 
-    Where nothing waits, `next` fails; later it may succeed. An engine that asks again whenever a
-    slot is free mixes turns of all responses; one that reads all it can get works in waves."""
+    An engine that polls whenever a slot is free mixes turns of all responses; one that reads all
+    it can get works in waves."""
 
     def __init__(self, requests: Iterable[Request], tool: Tool) -> None:
-        self.new, self.tool = iter(requests), tool
-        self.ready: deque[Request] = deque()  # next turns
+        super().__init__()  # `ready` holds next turns
+        self.new, self.tool = as_requests(requests), tool
         self.asked: dict[tuple[str, int], Request] = {}  # responses that have not ended
         self.drawn: dict[tuple[str, int], Sample] = {}  # what there is of them after a call
 
-    def __next__(self) -> Request:
-        if self.ready:
-            return self.ready.popleft()
-        r = next(self.new)
+    @property
+    def done(self) -> bool:
+        return self.new.done and not self.asked
+
+    def poll(self, num: int | None = None) -> list[Request]:
+        turns = super().poll(num)
+        new = self.new.poll(None if num is None else num - len(turns))
+        return turns + [self.begin(r) for r in new]
+
+    def begin(self, r: Request) -> Request:
+        "The first turn of a response"
         self.asked[r.prompt_id, r.index] = r
         if self.tool.stop_id in r.params.stop_ids:
             raise ValueError(
@@ -160,7 +174,7 @@ class Episodes(RolloutEngine):
             for s in self.engine.generate(turns, whole_groups=True):
                 if whole := turns.take(s):
                     yield whole
-            if not turns.ready:
+            if not turns.ready:  # what the caller adds after these samples is another call
                 break
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Annotated, Literal
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from compassrl.model.layers import causal_attention, grouped_linear, stack_routes
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import load_hf_weights
-from compassrl.records import Request, RolloutEngine, Sample, SamplingParams
+from compassrl.records import Request, RolloutEngine, Sample, SamplingParams, as_requests
 from compassrl.rollout.cached_layers import (
     add_experts,
     folded,
@@ -273,7 +273,7 @@ def generate(
     whole_groups: bool = False,  # of every group all samples? They come in any case
 ) -> Iterator[Sample]:
     "Yields each sample as it finishes; its slot is refilled at once, by its next turn if there is"
-    slots, waiting = self.slots, iter(requests)
+    slots, waiting = self.slots, as_requests(requests)
     finished: list[int] = []
     if self.version is None:
         raise RuntimeError('this engine has no weights: call `load_weights` first')
@@ -281,7 +281,7 @@ def generate(
         raise RuntimeError(f'{slots.num_running} requests are running: one `generate` at a time')
     try:
         while True:
-            new = list(islice(waiting, slots.num_slots - slots.num_running + len(finished)))
+            new = waiting.poll(slots.num_slots - slots.num_running + len(finished))
             for request in new:
                 check_request(request, self.config)
             new = slots.hand_over(finished, new, time.perf_counter())

@@ -17,10 +17,9 @@ from compassrl.config import TrainConfig, read_run_config
 from compassrl.judges.genrm_judge import make_judge
 from compassrl.judges.reward_files import keep_reward_files
 from compassrl.judges.serial import Judge
-from compassrl.loop import Stop, fit, selection_of
+from compassrl.loop import Stop, fit, partial_of, selection_of
 from compassrl.model.pretrained import write_pretrained
 from compassrl.records import Batch, Metrics, Prompt, Sample
-from compassrl.rollout.partial import PartialResponses
 from compassrl.runs.cold_start import start_policy
 from compassrl.runs.curves import read_metrics
 from compassrl.runs.eval_sets import check_judged, eval_json, eval_lines, evaluate_sets
@@ -127,9 +126,7 @@ class Run:
         if c.zero_variance.screen_samples:
             kept = set(read_part(self.folder, 'screen'))
             self.prompts = [p for p in self.prompts if p.id in kept]
-        part = c.schedule.partial_tokens
-        responses = PartialResponses(part) if part else None
-        chosen = selection_of(c, self.prompts)
+        responses, chosen = partial_of(c), selection_of(c, self.prompts)
         keep = c.keep_checkpoints + 2  # one that is still being written may never be whole
         self.beside = Beside(self.folder, keep, partial_responses=responses, selection=chosen)
 
@@ -271,7 +268,6 @@ def resume_run(
 def _train(run, start):  # the loop and what comes after it
     c, d, e, folder = run.cfg, run.data, run.engines, run.folder
     run.log = Log(folder, start, c.steps)
-    more = start, e.reference, run.judge
     asked = dataclasses.asdict(c)
     trackers = Trackers(c.trackers, folder, asked, start, history(folder))
     with trackers as run.trackers, last_good(folder / 'checkpoints', e.checkpoints.wait):
@@ -284,8 +280,11 @@ def _train(run, start):  # the loop and what comes after it
                 d.tokenizer,
                 run,
                 d.eos_id,
-                *more,
-                **run.beside.parts,
+                start=start,
+                reference=e.reference,
+                judge=run.judge,
+                partial_responses=run.beside.parts.get('partial_responses'),
+                selection=run.beside.parts.get('selection'),
             )
         before, after = (read_part(folder, f'eval_{when}') for when in ('before', 'after'))
         if after is None or after.get('step') != c.steps:  # a kill came between it and the report

@@ -32,6 +32,7 @@ from compassrl.train.torch_train import (
     response_log_probs,
 )
 from tests.support.engine_samples import Echo
+from tests.support.growing import Growing, key, law_requests_that_grow
 
 SHAPE = PolicyConfig(
     vocab_size=10, hidden_size=32, head_dim=8, moe_intermediate_size=32, max_position_embeddings=64
@@ -71,6 +72,18 @@ def samples(policy):
     }
     assert len(found) == 24
     return found
+
+
+def test_requests_that_grow(policy):
+    "Turns are mixed with requests that come late; an engine that reads all it can needs more calls"
+    law_requests_that_grow(Episodes(engine(policy, num_slots=3), Echo(CALL)), requests())
+    source, out = Growing(requests()), []
+    episodes = Episodes(engine(policy, num_slots=3, kind=ReadsAll), Echo(CALL))
+    while not source.done:
+        for s in episodes.generate(source):
+            out.append(s)
+            source.take(s)
+    assert sorted(map(key, out)) == sorted(map(key, requests()))
 
 
 def turns(s):

@@ -12,10 +12,11 @@ from compassrl.model.layers import causal_attention, grouped_linear
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
-from compassrl.rollout import cached_layers, sampling, slots
+from compassrl.rollout import cached_layers, slots
 from compassrl.rollout import torch_rollout as rollout
-from compassrl.rollout.sampling import sample_tokens, uniforms
+from compassrl.rollout.slots import sample_tokens, uniforms
 from tests.support.faults import planted
+from tests.support.growing import law_requests_that_grow
 
 torch.set_num_threads(1)
 TINY = dict(
@@ -682,6 +683,11 @@ def test_a_generator_that_ends_early_leaves_a_clean_engine(how):
     }
 
 
+@pytest.mark.parametrize('num_slots', [1, 3, 64])
+def test_requests_that_grow(num_slots):
+    law_requests_that_grow(make_engine(make_policy(), num_slots), make_requests(20, **MIXED))
+
+
 def test_weights_that_overflow_leave_no_trace():
     policy = make_policy()
     e, requests = make_engine(policy, 4), make_requests(12, max_tokens=(4, 12))
@@ -832,8 +838,8 @@ MUTANTS = {
             'slots.num_slots if slots.num_running == len(finished) else 0',
         ),
         intake_of_everything=(
-            'waiting = self.slots, iter(requests)',
-            'waiting = self.slots, iter(list(requests))',
+            'waiting = self.slots, as_requests(requests)',
+            'waiting = self.slots, as_requests(list(requests))',
         ),
     ),
     frequencies_hold: dict(
@@ -850,6 +856,4 @@ CASES = {
 def test_mutants_are_caught(name):
     law, old, new = CASES[name]
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        law(
-            planted((cached_layers, sampling, slots, rollout), old, new)
-        )  # or an index out of range
+        law(planted((cached_layers, slots, rollout), old, new))  # or an index out of range

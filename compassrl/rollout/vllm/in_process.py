@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from compassrl.model.hf_config import read_config
 from compassrl.model.policy import PolicyConfig
-from compassrl.records import Request, RolloutEngine, Sample
+from compassrl.records import Request, RolloutEngine, Sample, as_requests
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.requests import check_request
 from compassrl.rollout.vllm.config import VllmConfig
@@ -202,10 +202,10 @@ def generate(
     if self.running:
         raise RuntimeError(f'{len(self.running)} requests are running: one `generate` at a time')
     self.wake()
-    waiting = iter(requests)
+    waiting = as_requests(requests)
     try:
         while True:
-            for r in islice(waiting, self.num_slots - len(self.running)):
+            for r in waiting.poll(self.num_slots - len(self.running)):
                 self.submit(r)
             if not self.running:
                 break

@@ -22,7 +22,7 @@ from torch import Tensor
 from compassrl.model.hf_config import read_config
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights
-from compassrl.records import Metrics, Request, RolloutEngine, Sample
+from compassrl.records import Metrics, Request, RolloutEngine, Sample, as_requests
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.pull_queue import Attempt
 from compassrl.rollout.requests import check_request
@@ -212,7 +212,7 @@ def join_gpus(self: VllmPool, replicas: list[Replica]) -> NcclGroup | SharedGpu:
 @patch
 def generate(
     self: VllmPool,
-    requests: Iterable[Request],  # an iterator may give more after each sample
+    requests: Iterable[Request],  # polled again after each sample
     whole_groups: bool = False,  # drop no sample for being long, whatever `over_provision` says
 ) -> Iterator[Sample]:
     "Yields each sample as it finishes. Raises RuntimeError for a server that keeps failing"
@@ -220,10 +220,10 @@ def generate(
         raise RuntimeError('this pool has no weights: call `load_weights` first')
     if self.job:
         raise RuntimeError('requests are running: one `generate` at a time')
-    waiting = iter(requests)
+    waiting = as_requests(requests)
 
     def new():
-        more = list(waiting)
+        more = waiting.poll()
         for r in more:  # a token outside the vocabulary would take one server after another with it
             check_request(r, self.config)
         return more

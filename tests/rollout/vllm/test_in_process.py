@@ -51,6 +51,7 @@ from compassrl.train.torch_train import OptimConfig, TorchTrain, response_log_pr
 from tests.support import ROOT
 from tests.support.engine_samples import Echo
 from tests.support.faults import planted
+from tests.support.growing import law_requests_that_grow
 
 set_environment()
 from compassrl.rollout.vllm import transfer as vllm_transfer  # imports vLLM
@@ -531,6 +532,10 @@ def test_yields_as_they_finish(fresh):
         (r.prompt_id, r.index) for r in rs
     )
     assert gaps(lively(), done).mean() < CLOSE
+
+
+def test_requests_that_grow(fresh):
+    law_requests_that_grow(fresh, requests(24, 2))
 
 
 def test_prefix_cache(fresh):

@@ -16,6 +16,7 @@ from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.dispatcher import from_body, to_body
 from compassrl.rollout.vllm.pool import VllmPool
 from tests.support.engine_samples import Echo
+from tests.support.growing import law_requests_that_grow
 from tests.support.liar import GENERATE, Server, honest, says, serving
 
 CONFIG = PolicyConfig(vocab_size=12, head_dim=32, max_position_embeddings=256)
@@ -66,6 +67,18 @@ def episodes(model, *servers):
         try:
             pool.load_weights(hf_weights(Policy(CONFIG, 0)), 3)
             return told(Episodes(pool, TOOL).generate(requests())), pool
+        finally:
+            pool.close()
+
+
+def test_requests_that_grow(model):
+    "Where every server is idle and nothing is ready, the pool waits for what the caller adds"
+    with serving(Server(CONFIG), Server(CONFIG)) as urls:
+        pool = VllmPool(model, VllmConfig(urls=tuple(urls), timeout_s=60.0), num_slots=3)
+        try:
+            pool.load_weights(hf_weights(Policy(CONFIG, 0)), 3)
+            law_requests_that_grow(pool, requests())
+            law_requests_that_grow(pool, requests(8), more=1)
         finally:
             pool.close()
 
