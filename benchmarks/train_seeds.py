@@ -43,12 +43,12 @@ def train(preset, seed, folder, *flags):
     return time.perf_counter() - t, usage.ru_maxrss / (1024 if sys.platform == 'linux' else 1024**2)
 
 
-def curve(folder, each=10):
-    "Share of right responses to the training prompts, a mean over `each` steps"
+def curve(folder, before, after):
+    "(step, held-out avg@k) before RL, at each evaluation of the run, and after"
     rows = map(json.loads, (folder / 'metrics.jsonl').read_text().splitlines())
-    right = [m['correct_frac'] for m in rows]
-    parts = [right[i : i + each] for i in range(0, len(right), each)]
-    return [round(sum(p) / len(p), 3) for p in parts]
+    at = {m['step']: m.get('eval_avg') for m in rows}
+    between = [(step, avg) for step, avg in at.items() if avg is not None]
+    return [(0, before['avg']), *between, (max(at), after['avg'])]
 
 
 def samples(before, after):
@@ -109,7 +109,7 @@ def main():
                 gain_points=100 * (after['avg'] - before['avg']),
                 minutes=seconds / 60,
                 peak_mb=peak,
-                curve=curve(folder),
+                curve=curve(folder, before, after),
                 samples=samples(before, after),
             )
             rows.append(row)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tests.support import ROOT
-from tests.test_toc import COURSE
 from tests.test_notebooks import notebooks
+from tests.test_toc import COURSE
 
 sys.path.insert(0, str(ROOT / 'tools'))
 from links import anchors, prose  # noqa: E402

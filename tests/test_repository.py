@@ -109,7 +109,13 @@ def test_format():
     assert code == 0, f'{said}\nrun `.venv/bin/ruff format`'
 
 
-GENERATED = ('compassrl/**/*.py', 'course/stages.py', 'nbs/*.yml', 'README.md', 'readme_files/*.[ps]*')
+GENERATED = (
+    'compassrl/**/*.py',
+    'course/stages.py',
+    'nbs/*.yml',
+    'README.md',
+    'readme_files/*.[ps]*',
+)
 
 
 @pytest.fixture(scope='module')
