@@ -10,10 +10,10 @@ def main() -> None:
     if is_a_page(sys.argv[1:]):
         without_torch()
     elif int(os.environ.get('WORLD_SIZE', 1)) > 1:
-        from compassrl.train.megatron.heartbeat import Pulse
+        from compassrl.train.megatron.heartbeat import Heartbeat
 
         try:
-            Pulse(int(os.environ['RANK']))  # watched from the first import on
+            Heartbeat(int(os.environ['RANK']))  # watched from the first import on
         except ValueError as e:
             sys.exit(str(e))
     from compassrl.runs.cli import main

@@ -24,6 +24,7 @@ from compassrl.algo.zero_variance import (
 from compassrl.config import TrainConfig
 from compassrl.data.selection import PromptSelection, prompts_of_step
 from compassrl.judges.serial import Judge, sample_columns, task_rewards
+from compassrl.phases import phase
 from compassrl.records import (
     Batch,
     Metrics,
@@ -92,12 +93,13 @@ def next_wave(
 
 # %% ../nbs/experience.ipynb #05377102
 @contextmanager
-def timed(metrics: Metrics, phase: str) -> Iterator[None]:
-    "Adds the seconds spent inside to `time_{phase}_s`; `time_{phase}_at` is when it began"
+def timed(metrics: Metrics, name: str) -> Iterator[None]:
+    "Adds the seconds spent inside to `time_{name}_s`; `time_{name}_at` is when it began"
     t = time.perf_counter()
-    metrics.setdefault(f'time_{phase}_at', t)
-    yield
-    metrics[f'time_{phase}_s'] = (metrics.get(f'time_{phase}_s') or 0.0) + time.perf_counter() - t
+    metrics.setdefault(f'time_{name}_at', t)
+    with phase(name):
+        yield
+    metrics[f'time_{name}_s'] = (metrics.get(f'time_{name}_s') or 0.0) + time.perf_counter() - t
 
 
 def timed_samples(samples: Iterator[Sample], metrics: Metrics) -> Iterator[Sample]:

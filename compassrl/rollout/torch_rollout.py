@@ -21,6 +21,7 @@ from torch import Tensor
 from compassrl.model.layers import causal_attention, grouped_linear, stack_routes
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import load_hf_weights
+from compassrl.phases import phase
 from compassrl.records import Request, RolloutEngine, Sample, SamplingParams, as_requests
 from compassrl.rollout.cached_layers import (
     add_experts,
@@ -95,6 +96,7 @@ class TorchRollout(RolloutEngine):
         # for `scaled_rms`
         self.small: Tensor = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
 
+    @phase('weight transfer')
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """New weights; every cache of the old ones is dropped. Raises RuntimeError while requests

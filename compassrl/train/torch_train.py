@@ -19,6 +19,7 @@ from torch.optim import AdamW, Optimizer
 from compassrl.model.log_probs import token_log_probs
 from compassrl.model.policy import Policy
 from compassrl.model.pretrained import hf_weights, load_hf_weights
+from compassrl.phases import phase
 from compassrl.records import Batch, LossFn, Metrics, micro_batches, mini_batches, select
 from compassrl.settings import above, at_least, between, check
 from compassrl.train.guards import check_start, or_nan, weights_finite
@@ -262,6 +263,7 @@ class TorchTrain:
 
 # %% ../../nbs/train/torch_train.ipynb #e0f5236e
 @patch
+@phase('update')
 def update(
     self: TorchTrain,
     batch: Batch,

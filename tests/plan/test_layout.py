@@ -19,8 +19,8 @@ from compassrl.runs.factory import prepare
 from compassrl.train.megatron import parallel as settings
 from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.parallel import ParallelConfig, check_parallel, padded_vocab
-from compassrl.train.megatron.ranks import run_ranks
 from compassrl.train.megatron.weights import cuts
+from course.ranks import run_ranks
 from tests.support.faults import noticed, planted
 
 matplotlib.use('Agg')

@@ -22,6 +22,7 @@ from torch import Tensor
 from compassrl.model.hf_config import read_config
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights
+from compassrl.phases import phase
 from compassrl.records import Metrics, Request, RolloutEngine, Sample, as_requests
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.pull_queue import Attempt
@@ -125,6 +126,7 @@ def check_gpus(first: int, config: VllmConfig) -> None:
 
 # %% ../../../nbs/rollout/vllm/pool.ipynb #485cc519
 @patch
+@phase('weight transfer')
 def load_weights(self: VllmPool, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
     "New weights on every server, and no cache of the old. Raises RuntimeError while requests run"
     if self.job:
