@@ -7,41 +7,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, exp, inf, log, log2
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 
 from compassrl.records import Request, Sample, derive_seed
-from compassrl.settings import at_least, between, check
+from compassrl.rollout.rollout_settings import ScheduleConfig as ScheduleConfig
 
 # %% auto #0
-__all__ = ['ScheduleConfig', 'LengthPredictor', 'prediction_error', 'Schedule']
-
-
-# %% ../../nbs/rollout/schedule.ipynb #62c4a648
-@dataclass(frozen=True)
-class ScheduleConfig:
-    "Which request is generated when. Raises ValueError"
-
-    order: Literal['longest', 'fifo'] = 'longest'  # by predicted length, or as they come
-    # of a prompt that nobody knows, one sample goes before all others: it tells the length
-    probe: bool = True
-    # share of samples asked beyond each group; the last to end are dropped: short ones win
-    over_provision: Annotated[float, between(0, 4)] = 0.0
-    # most of a response in a step, the rest in the next: stale tokens, see loss.tis; 0 = all
-    partial_tokens: Annotated[int, at_least(0)] = 0
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.partial_tokens and self.over_provision:
-            raise ValueError(
-                f'over_provision={self.over_provision} drops what '
-                f'partial_tokens={self.partial_tokens} '
-                'would go on with: use one of them'
-            )
+__all__ = ['LengthPredictor', 'prediction_error', 'Schedule']
 
 
 # %% ../../nbs/rollout/schedule.ipynb #91351e1b

@@ -8,10 +8,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +20,7 @@ from compassrl.model.layers import causal_attention, grouped_linear, stack_route
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import load_hf_weights
 from compassrl.phases import phase
-from compassrl.records import Request, RolloutEngine, Sample, SamplingParams, as_requests
+from compassrl.records import Request, RolloutEngine, Sample, as_requests
 from compassrl.rollout.cached_layers import (
     add_experts,
     folded,
@@ -32,37 +30,11 @@ from compassrl.rollout.cached_layers import (
     turn_heads,
 )
 from compassrl.rollout.requests import check_request
+from compassrl.rollout.rollout_settings import RolloutConfig as RolloutConfig
 from compassrl.rollout.slots import Slots
-from compassrl.settings import above, at_least, check
 
 # %% auto #0
-__all__ = ['RolloutConfig', 'TorchRollout']
-
-
-# %% ../../nbs/rollout/torch_rollout.ipynb #11a8d5a9
-@dataclass(frozen=True)
-class RolloutConfig:
-    "How responses are drawn"
-
-    temperature: Annotated[float, at_least(0)] = 1.0  # 0 = greedy
-    # below 1 the train engine cannot follow the truncation
-    top_p: Annotated[float, above(0, up_to=1)] = 1.0
-    max_tokens: Annotated[int, at_least(1)] = 64  # response tokens, the stop token included
-    num_slots: Annotated[int, at_least(1)] = 128  # responses that run at the same time
-    # float64: tokens do not depend on the batch
-    dtype: Literal['float32', 'float64', 'bfloat16'] = 'float32'
-    # of products with weights, again at every sync; emulated on a CPU (not run on GPU)
-    quantization: Literal['', 'fp8'] = ''
-    # of keys and values; the embedded engine emulates it on a CPU (fp8: not run on GPU)
-    kv_cache_dtype: Literal['auto', 'fp8'] = 'auto'
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    def params(self, *stop_ids: int | tuple[int, ...]) -> SamplingParams:
-        "Any of these ends a response"
-        ids = (i for s in stop_ids for i in (s if isinstance(s, tuple) else (s,)))
-        return SamplingParams(self.max_tokens, self.temperature, self.top_p, tuple(ids))
+__all__ = ['TorchRollout']
 
 
 # %% ../../nbs/rollout/torch_rollout.ipynb #1e7d4e67

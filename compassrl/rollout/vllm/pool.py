@@ -27,10 +27,10 @@ from compassrl.records import Metrics, Request, RolloutEngine, Sample, as_reques
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.pull_queue import Attempt
 from compassrl.rollout.requests import check_request
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
 from compassrl.rollout.vllm.cleanup import made_here
 from compassrl.rollout.vllm.client import Client
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.dispatcher import Conversation
 from compassrl.rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
 from compassrl.rollout.vllm.replica_manager import Replica, Servers, each
