@@ -63,7 +63,8 @@ def from_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader)
     except yaml.MarkedYAMLError as e:
-        raise ValueError(f'{e.problem}: line {e.problem_mark.line + 1}') from None
+        line = e.problem_mark.line + 1 if e.problem_mark else '?'
+        raise ValueError(f'{e.problem}: line {line}') from None
     except yaml.YAMLError as e:  # characters that no YAML may hold
         raise ValueError(' '.join(str(e).split())) from None
 
@@ -93,7 +94,7 @@ def read_data(
 # %% ../nbs/files.ipynb #e3493efa
 def own_module(
     spec: str,  # FILE.py:NAME or MODULE:NAME
-    setting: str,  # that names it, for messages
+    setting: str,  # name of the setting, for messages
     source: bytes = b'',  # the text of FILE.py
 ) -> ModuleType:
     "Run once for all functions of one text. Raises ValueError that says where it fails"
@@ -116,10 +117,11 @@ def own_module(
         ) from e
 
 
-def _run(source, place, module):  # errors name the place that the user knows
+def _run(source: bytes, place: str, module: ModuleType) -> None:
+    "Errors name `place`, the file that the user knows"
     module.__file__ = os.path.abspath(place)
     if (folder := os.path.dirname(module.__file__)) not in sys.path:
-        sys.path.append(folder)  # for what lies beside it
+        sys.path.append(folder)  # it may import its neighbours
     code = compile(source, place, 'exec')
     sys.modules[module.__name__] = module
     try:
@@ -131,7 +133,7 @@ def _run(source, place, module):  # errors name the place that the user knows
 
 def own_function(
     spec: str,  # FILE.py:NAME or MODULE:NAME
-    setting: str,  # that names it, for messages
+    setting: str,  # name of the setting, for messages
     source: bytes = b'',  # the text of FILE.py
 ) -> Callable:
     "Raises ValueError for what cannot be imported, and for a name that is not there"
