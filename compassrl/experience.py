@@ -115,9 +115,7 @@ def collect_parts(
     new: list[Request],  # those of this step
     partial_responses: PartialResponses,  # what earlier steps have begun; changes
     judge: Judge,
-) -> tuple[
-    list[Request], list[Sample], Metrics
-]:  # groups that have ended; tokens: all that was drawn
+) -> tuple[list[Request], list[Sample], Metrics]:  # groups that have ended
     "One part of each response, or more until a group is whole"
     partial_responses.begin(new)
     tokens, waves, samples = 0, 0, []

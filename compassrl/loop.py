@@ -61,7 +61,7 @@ def loss_of(
     cfg: TrainConfig,
     batch: Batch,  # a whole step, before it is cut into mini-batches
 ) -> PolicyLoss:
-    "The configured loss, with what it needs to know of the step"
+    "The configured loss, with the statistics of the step that it needs"
     return PolicyLoss(cfg.loss, cfg.espo.for_batch(batch, cfg.policy.vocab_size))
 
 

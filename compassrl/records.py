@@ -58,7 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Verdict:
-    "What a verifier says about one response"
+    "Judgement of a verifier about one response"
 
     reward: float  # finite; in [0, 1] if a built-in verifier pays it
     correct: bool  # raw correctness, before any shaping
@@ -150,7 +150,7 @@ class Batch:
         return self.token_mask.sum(1)
 
     @property
-    def fed_mask(self) -> Tensor:  # [B, T] tokens whose routes a rollout knows: all but the last
+    def fed_mask(self) -> Tensor:  # [B, T] True: the rollout engine fed it; all but the last
         return torch.nn.functional.pad(self.token_mask[:, 1:], (0, 1))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
@@ -321,8 +321,8 @@ class RolloutEngine:
 
         `requests` is a list, or `Requests`, which grow with the samples. An engine polls
         `as_requests(requests)` when it has room, and returns when nothing runs and nothing is
-        ready. One that simply loops over `requests` is correct, too: the caller calls it again for
-        what became ready meanwhile."""
+        ready. An engine may also loop over `requests`: the caller calls it again for what became
+        ready meanwhile."""
         raise NotImplementedError
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -115,7 +115,7 @@ class Turns(Requests):
         ids: Sequence[int],  # tokens drawn and read since
         own: Sequence[bool],  # was it drawn? for each of them
     ) -> Request:
-        "One request of the engine: it stops at a call, too"
+        "One request to the engine: it also stops at a call"
         budget = r.params.max_tokens - sum(own), (r.left or r.params.max_tokens) - len(ids)
         stop_ids = (*r.params.stop_ids, self.tool.stop_id)
         return replace(
@@ -169,14 +169,14 @@ class Episodes(RolloutEngine):
         self.engine, self.tool = engine, tool
 
     def generate(self, requests: Iterable[Request], whole_groups: bool = False) -> Iterator[Sample]:
-        """Yields each response as it finishes; `max_tokens` counts what it reads, too. Raises
-        ValueError for a call that ends with a stop token"""
+        """Yields each response as it finishes; its `max_tokens` include the answers that it reads.
+        Raises ValueError for a call that ends with a stop token"""
         turns = self.queue(requests, self.tool)
         while True:
             for s in self.engine.generate(turns, whole_groups=True):
                 if whole := turns.take(s):
                     yield whole
-            if not turns.ready:  # what the caller adds after these samples is another call
+            if not turns.ready:  # for what the caller adds now, it calls `generate` again
                 break
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -47,8 +47,8 @@ class ScheduleConfig:
 
 # %% ../../nbs/rollout/schedule.ipynb #91351e1b
 class LengthPredictor:
-    """How many tokens a response will have, from lengths that came before; the first link that
-    knows anything answers"""
+    """Predicts the tokens of a response from lengths that came before: of its prompt, else of
+    similar prompts, else of all"""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class LengthPredictor:
         prompt_id: str,
         num_tokens: int,  # length of the prompt
     ) -> tuple[str, float]:
-        "Which link answers, and response tokens; 'limit', inf = none knows anything"
+        "Source of the prediction, and response tokens; 'limit', inf = no length has been seen"
         own: list[float] = [*self.group.get(prompt_id, ())]
         if prompt_id in self.history:
             own.append(exp(self.history[prompt_id]))
@@ -144,7 +144,7 @@ def prediction_error(predicted: Sequence[float], lengths: Sequence[int]) -> dict
 
 # %% ../../nbs/rollout/schedule.ipynb #540cc80b
 class Schedule:
-    "What one `generate` knows of its requests: their order, and which samples count"
+    "Requests of one `generate`: their order, and which samples count"
 
     def __init__(
         self, requests: Iterable[Request], config: ScheduleConfig, predictor: LengthPredictor
