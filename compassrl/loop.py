@@ -52,7 +52,7 @@ def counted(
 ) -> Iterator[tuple[str, Tensor]]:
     "Passes weights on and adds their size to `sync_bytes`"
     for name, t in weights:
-        metrics['sync_bytes'] = metrics.get('sync_bytes', 0.0) + t.nbytes
+        metrics['sync_bytes'] = (metrics.get('sync_bytes') or 0.0) + t.nbytes
         yield name, t
 
 
@@ -61,30 +61,41 @@ def loss_of(
     cfg: TrainConfig,
     batch: Batch,  # a whole step, before it is cut into mini-batches
 ) -> PolicyLoss:
-    "The configured loss, with what it needs to know of the step"
+    "The configured loss, with the statistics of the step that it needs"
     return PolicyLoss(cfg.loss, cfg.espo.for_batch(batch, cfg.policy.vocab_size))
 
 
 # %% ../nbs/loop.ipynb #7e2c4d18
 def unmoved(
-    batch: Batch,  # whose advantages are all 0
+    batch: Batch,  # its advantages are all 0
     loss: LossFn,
 ) -> Metrics:
-    "What an update would report of a batch that pulls nowhere: its loss and gradient are 0"
+    "Metrics of the update that is left out: without advantages, loss and gradient are 0"
     num_tokens, num_samples = int(batch.response_mask.sum()), len(batch)
     value, sums = loss(batch.old_log_probs, batch, num_tokens, num_samples)
-    found = {k: float(v) + 0.0 for k, v in (dict(loss=value) | sums).items()}  # no -0.0
+    found: Metrics = {k: float(v) + 0.0 for k, v in [('loss', value), *sums.items()]}  # no -0.0
     return found | dict(grad_norm=0.0, skipped_frac=1.0, lr=0.0)
 
 
 # %% ../nbs/loop.ipynb #5988e1d6
-def _update(cfg, step, engine, batch, loss, learns):  # at one learning rate for the whole step
+def _learns(cfg: TrainConfig, batch: Batch) -> bool:
+    "Can an update change the weights?"
+    return bool(cfg.loss.kl_coef or batch.advantages is not None and batch.advantages.any())
+
+
+def _update(
+    cfg: TrainConfig, step: int, engine: TrainEngine, batch: Batch, loss: PolicyLoss, learns: bool
+) -> tuple[Metrics, dict[str, Tensor]]:
+    # one learning rate for all mini-batches of the step
     lr = cfg.optim.lr_at(step * cfg.optim.num_mini_batches, step / cfg.steps)
     return engine.update(batch, loss, lr) if learns else (unmoved(batch, loss), {})
 
 
-def _with_reference(cfg, batch, reference, metrics):  # log-probs of the starting weights
-    if not cfg.loss.kl_coef:
+def _with_reference(
+    cfg: TrainConfig, batch: Batch, reference: TrainEngine | None, metrics: Metrics
+) -> Batch:
+    "With log-probs of the starting weights, if the loss needs them"
+    if not cfg.loss.kl_coef or reference is None:
         return batch
     with timed(metrics, 'ref_log_probs'):
         return replace(batch, ref_log_probs=reference.score(batch)['old_log_probs'])
@@ -118,11 +129,11 @@ def train_step(
         with timed(metrics, 'reward'):
             judge.settle(samples)  # not earlier: nothing so far needed a reward
         batch, graded = grade(batch, samples, cfg)
-        if selection and cfg.zero_variance.sampling != 'refill':  # it has, before it threw any away
+        if selection and cfg.zero_variance.sampling != 'refill':  # `collect_waves` did it there
             selection.took(silent_groups(samples))
         metrics |= graded | discrepancy(batch)
         metrics.setdefault('zero_variance_first_frac', metrics['zero_variance_raw_frac'])
-        loss, learns = loss_of(cfg, batch), batch.advantages.any() or cfg.loss.kl_coef
+        loss, learns = loss_of(cfg, batch), _learns(cfg, batch)
         with timed(metrics, 'update'):
             learned, seen = _update(cfg, step, engine, batch, loss, learns)
         with timed(metrics, 'sync'):
@@ -134,11 +145,11 @@ def train_step(
 
 # %% ../nbs/loop.ipynb #f22472b0
 class Stop(KeyboardInterrupt):
-    "The run ends here, between two steps"
+    "Raised by a hook: the run ends here, between two steps"
 
 
 class RunHooks(Protocol):
-    "What the loop tells the run"
+    "What the loop calls after each step"
 
     def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch) -> None:
         "After `step` steps; samples in the order of the batch's rows. May raise Stop"
@@ -146,7 +157,7 @@ class RunHooks(Protocol):
 
 
 def selection_of(cfg: TrainConfig, prompts: list[Prompt]) -> PromptSelection | None:
-    "As the config asks; None: all prompts in turn"
+    "The selection that the config asks for; None: all prompts in turn"
     by = cfg.data.select_by
     return None if by == 'turn' else PromptSelection(prompts, by, cfg.prompts_per_step, cfg.seed)
 

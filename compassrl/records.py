@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Annotated, Any, Protocol
@@ -58,7 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Verdict:
-    "What a verifier says about one response"
+    "Judgement of a verifier about one response"
 
     reward: float  # finite; in [0, 1] if a built-in verifier pays it
     correct: bool  # raw correctness, before any shaping
@@ -113,13 +113,13 @@ class Sample:
     rollout_log_probs: Tensor  # [Tr] fp32, of the distribution that was really sampled
     routed_experts: Tensor | None  # [Tp+Tr-1, L, K] uint8, above 256 experts int16; dense layers: 0
     routes_valid: Tensor | None  # [Tp+Tr-1] bool; the last token was never fed, so it has no row
-    finish_reason: str  # 'stop', 'length', or 'call': of a tool that did not answer
-    weight_version: int  # of the weights that sampled it, or its last part
+    finish_reason: str  # 'stop', 'length', or 'call': a tool did not answer
+    weight_version: int  # version of the weights that drew it, or its last part
     reward: float | None = None  # the verdict's, later with penalties; None = not judged
     verdict: Verdict | None = None
     timings: dict[str, float] = field(default_factory=dict)  # seconds, by phase
     token_versions: Tensor | None = None  # [Tr] int64, if drawn in parts; None = `weight_version`
-    policy_mask: Tensor | None = None  # [Tr] bool: False where a tool spoke; None = nowhere
+    policy_mask: Tensor | None = None  # [Tr] bool: False where a tool wrote; None = nowhere
 
 
 # %% ../nbs/records.ipynb #a0b8e108
@@ -150,7 +150,7 @@ class Batch:
         return self.token_mask.sum(1)
 
     @property
-    def fed_mask(self) -> Tensor:  # [B, T] tokens whose routes a rollout knows: all but the last
+    def fed_mask(self) -> Tensor:  # [B, T] True: the rollout engine fed it; all but the last
         return torch.nn.functional.pad(self.token_mask[:, 1:], (0, 1))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
@@ -163,7 +163,8 @@ class Batch:
 
 
 # %% ../nbs/records.ipynb #cfada60a
-def _check(s):  # what an engine may have got wrong
+def _check(s: Sample) -> None:
+    "Raises ValueError for what an engine may have got wrong"
     Tp, Tr, name = len(s.prompt_ids), len(s.response_ids), f'sample {s.prompt_id}/{s.index}'
     if not Tp:
         raise ValueError(f'{name} has no prompt: nothing is there to predict its first token from')
@@ -179,14 +180,20 @@ def _check(s):  # what an engine may have got wrong
         raise ValueError(f'{name} has routed_experts, no routes_valid: say which rows hold a route')
 
 
-def _pad(rows, T, dtype, starts=None):  # rows placed at `starts[i]`, or 0: one [B, T, ...] tensor
+def _pad(
+    rows: Sequence[Tensor],
+    T: int,
+    dtype: torch.dtype,
+    starts: list[int] | None = None,  # column in which each row begins; None = 0
+) -> Tensor:  # [B, T, ...]
     out = torch.zeros(len(rows), T, *rows[0].shape[1:], dtype=dtype)
     for row, r, start in zip(out, rows, starts or [0] * len(rows)):
         row[start : start + len(r)] = r
     return out
 
 
-def _routes(samples, T):  # where no sample has any, none; of a sample without routes none is valid
+def _routes(samples: list[Sample], T: int) -> dict[str, Tensor]:
+    "Nothing if no sample has routes; a sample without them has no valid ones"
     known = [s.routed_experts for s in samples if s.routed_experts is not None]
     if not known:
         return {}
@@ -255,7 +262,7 @@ def micro_batches(
 
 # %% ../nbs/records.ipynb #37105267
 def mini_batches(
-    num_rows: int,  # of the batch
+    num_rows: int,  # rows of the batch
     num: int,  # optimiser steps
 ) -> list[Tensor]:  # row indices of each, neighbours together; none is empty
     "The rows of each optimiser step"
@@ -314,8 +321,8 @@ class RolloutEngine:
 
         `requests` is a list, or `Requests`, which grow with the samples. An engine polls
         `as_requests(requests)` when it has room, and returns when nothing runs and nothing is
-        ready. One that simply loops over `requests` is correct, too: the caller calls it again for
-        what became ready meanwhile."""
+        ready. An engine may also loop over `requests`: the caller calls it again for what became
+        ready meanwhile."""
         raise NotImplementedError
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -327,7 +334,7 @@ class RolloutEngine:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        "As `state_dict` gave it"
+        "Takes back what `state_dict` gave"
 
     def measured(self) -> Metrics:
         "What it has counted since it was last asked"
@@ -338,15 +345,18 @@ class RolloutEngine:
 
 
 class TrainEngine(Protocol):
-    "Owns the policy that learns. What it computes comes back as fields of the batch"
+    "Owns the policy that learns; returns what it computes as fields of the batch"
 
     def score(self, batch: Batch) -> dict[str, Tensor]:
         "`old_log_probs` and `entropy` of the present weights, and what its routers chose"
+        ...
 
     def update(
         self, batch: Batch, loss: LossFn, lr: float | None = None
     ) -> tuple[Metrics, dict[str, Tensor]]:
         "Optimiser steps, one per mini-batch; metrics, and the `log_probs` that the loss saw"
+        ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         "The present weights by their Hugging Face names"
+        ...

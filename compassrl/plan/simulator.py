@@ -217,7 +217,7 @@ class RoundRobin(PullQueue):
 
     def _next(self, replica):
         i = self.mine[replica].popleft()
-        self.waiting[self.group[i]].remove(i)
+        self.group[i].waiting.remove(i)
         self._file(self.group[i])
         return replica, i
 

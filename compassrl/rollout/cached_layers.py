@@ -23,7 +23,7 @@ __all__ = ['folded', 'scaled_rms', 'turn_heads', 'add_experts', 'swiglu', 'share
 # %% ../../nbs/rollout/cached_layers.ipynb #e6ab30ea
 def folded(
     block: Block,  # its weights change, what it computes does not
-) -> SimpleNamespace:  # what decoding needs, as views
+) -> SimpleNamespace:  # weights for decoding, as views
     "Multiply each norm's weight, and the sqrt(D) of its mean, into the products that follow"
     D = block.attn_norm.shape[0]
     mlp = block.mlp
@@ -53,7 +53,8 @@ def folded(
     return layer
 
 
-def _fold_qk(layer, block):  # weights with the sqrt of what a norm is over, and `small` of it
+def _fold_qk(layer: SimpleNamespace, block: Block) -> None:
+    "Weights of the norms of queries and keys, with the sqrt of their widths, and their `small`"
     H, KV, d = block.H, block.KV, block.d
     each = block.qk_norm == 'head'
     widths = (d, d) if each else (H * d, KV * d)
@@ -118,7 +119,8 @@ def add_experts(
     return idx
 
 
-def _routed(moe, logits):  # `MoE.route`; a softmax needs its top-k's values alone
+def _routed(moe: MoE, logits: Tensor) -> tuple[Tensor, Tensor]:
+    "`MoE.route`: gates and expert ids; a softmax over the top k needs only their logits"
     if moe.correction is not None:
         idx = moe.choose(logits)
         return moe.gates(logits, idx), idx
@@ -134,7 +136,7 @@ def _routed(moe, logits):  # `MoE.route`; a softmax needs its top-k's values alo
 def swiglu(
     y: Tensor, gate_up: Tensor, down: Tensor, product: Callable[[Tensor, Tensor], Tensor] = torch.mm
 ) -> Tensor:
-    "Of a dense layer: weights are stored input by output"
+    "MLP of a dense layer: weights are stored input by output"
     gate, up = product(y, gate_up).chunk(2, -1)
     return product(F.silu(gate) * up, down)
 
@@ -142,6 +144,6 @@ def swiglu(
 def shared_expert(
     y: Tensor, layer: SimpleNamespace, product: Callable[[Tensor, Tensor], Tensor] = torch.mm
 ) -> Tensor:
-    "What a mixture adds for every token"
+    "Output of the expert that sees every token"
     out = swiglu(y, layer.shared_gate_up, layer.shared_down, product)
     return out if layer.shared_gate is None else out * torch.mm(y, layer.shared_gate).sigmoid()

@@ -33,19 +33,21 @@ class Tool(Protocol):
     "What stands between a rollout engine and a tool: token ids in, token ids out"
 
     stop_id: int  # a turn that ends with it is a call
-    max_calls: int  # that are answered in one response
+    max_calls: int  # most calls that are answered in one response
 
-    def __call__(self, ids: Sequence[int]) -> list[int]:  # what is read after these
+    def __call__(self, ids: Sequence[int]) -> list[int]:  # the answer to a call
         ...
 
 
 def joined(
     old: Sample,  # a response so far, with the answer to its last call
-    new: Sample,  # of a request whose prompt was all of that
-) -> Sample:  # to the prompt of `old`; its routes are of the pass that drew the token after them
-    "A response and what the policy said next"
+    new: Sample,  # its request's prompt was all of that
+) -> Sample:  # response to the prompt of `old`
+    "A response and what the policy drew next; routes are those of the first pass that knew them"
     routes, valid = new.routed_experts, new.routes_valid
-    if routes is not None:
+    assert old.policy_mask is not None
+    if old.routed_experts is not None and routes is not None:
+        assert old.routes_valid is not None and valid is not None
         known = len(old.routed_experts)
         routes = torch.cat((old.routed_experts, routes[known:]))
         valid = torch.cat((old.routes_valid, valid[known:]))
@@ -65,7 +67,7 @@ def joined(
 def answered(
     s: Sample,  # ends with a call
     ids: list[int],  # the answer
-) -> Sample:  # as `joined` takes it: nobody has fed the answer yet, it has no routes
+) -> Sample:  # for `joined`: no pass has read the answer yet, so it has no routes
     "A response with what the policy reads next"
     none = torch.zeros(len(ids))
     return replace(
@@ -110,10 +112,10 @@ class Turns(Requests):
     def turn(
         self,
         r: Request,
-        ids: Sequence[int],  # that were drawn and read since
-        own: Sequence[bool],  # which of them were drawn?
+        ids: Sequence[int],  # tokens drawn and read since
+        own: Sequence[bool],  # was it drawn? for each of them
     ) -> Request:
-        "One request of the engine: it stops at a call, too"
+        "One request to the engine: it also stops at a call"
         budget = r.params.max_tokens - sum(own), (r.left or r.params.max_tokens) - len(ids)
         stop_ids = (*r.params.stop_ids, self.tool.stop_id)
         return replace(
@@ -125,7 +127,7 @@ class Turns(Requests):
         )
 
     def answer(self, r: Request, s: Sample) -> list[int] | None:  # None: there were too many calls
-        "What the policy reads after its last token, which ended a call"
+        "The answer to the call that the last token ended"
         own = (*(r.begun or ()), *drawn_mask(s).tolist())
         ids = (*r.prompt_ids, *s.response_ids)[-len(own) :]
         drawn = [i for i, mine in zip(ids, own) if mine]
@@ -144,11 +146,11 @@ class Turns(Requests):
         reason = 'stop' if s.response_ids[-1] in r.params.stop_ids else 'length'
         if s.response_ids[-1] == self.tool.stop_id:
             answer, left = self.answer(r, s), (r.left or r.params.max_tokens) - len(s.response_ids)
-            if answer is None or len(answer) >= left:  # an answer is read, or it is not there
+            if answer is None or len(answer) >= left:  # no room to go on after the answer
                 reason = 'call'
             else:
                 s = answered(s, answer)
-                own = s.policy_mask.tolist()
+                own = drawn_mask(s).tolist()
                 if sum(own) < r.params.max_tokens:
                     self.drawn[key] = s
                     self.ready.append(self.turn(r, s.response_ids, own))
@@ -167,14 +169,14 @@ class Episodes(RolloutEngine):
         self.engine, self.tool = engine, tool
 
     def generate(self, requests: Iterable[Request], whole_groups: bool = False) -> Iterator[Sample]:
-        """Yields each response as it finishes; `max_tokens` counts what it reads, too. Raises
-        ValueError for a call that ends with a stop token"""
+        """Yields each response as it finishes; its `max_tokens` include the answers that it reads.
+        Raises ValueError for a call that ends with a stop token"""
         turns = self.queue(requests, self.tool)
         while True:
             for s in self.engine.generate(turns, whole_groups=True):
                 if whole := turns.take(s):
                     yield whole
-            if not turns.ready:  # what the caller adds after these samples is another call
+            if not turns.ready:  # for what the caller adds now, it calls `generate` again
                 break
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

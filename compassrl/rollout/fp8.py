@@ -61,10 +61,10 @@ def encode_e4m3(
 # %% ../../nbs/rollout/fp8.ipynb #2864cf8f
 # rows and columns that share a scale
 weight_block: tuple[int, int] = 128, 128
-row_block: tuple[int, int] = 1, 128  # of activations
+row_block: tuple[int, int] = 1, 128  # for activations
 
 
-def _cut(x, block):
+def _cut(x: Tensor, block: tuple[int, int]) -> Tensor:
     "`[..., O, I]` to `[..., blocks, o, blocks, i]`; a block is not larger than the matrix"
     rows, columns = x.shape[-2:]
     height, width = (max(1, min(b, n)) for b, n in zip(block, (rows, columns)))
@@ -73,7 +73,7 @@ def _cut(x, block):
     return x.unflatten(-3, (-(-rows // height), height))
 
 
-def _join(blocks, rows, columns):
+def _join(blocks: Tensor, rows: int, columns: int) -> Tensor:
     "The way back"
     return blocks.flatten(-4, -3).flatten(-2)[..., :rows, :columns]
 
@@ -109,7 +109,7 @@ def takes_fp8(
     return name.endswith(('_proj.weight', '.w1.weight', '.w2.weight', '.w3.weight'))
 
 
-def _finite(name, codes, scales):
+def _finite(name: str, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     if scales.isfinite().all():
         return codes, scales
     raise ValueError(
@@ -141,22 +141,19 @@ def scaled_mm(
     a, row = quantise(F.pad(x, (0, 0, 0, -n % 4)), row_block)  # it wants whole fours of rows ...
     row = row.t().contiguous().t()  # ... the scales of one piece side by side ...
     scales = F.pad(scales, (0, -k % 4))[:, :k]  # ... and rows of scales at whole 16 bytes
-    return torch._scaled_mm(a, codes.t(), row, scales.t(), out_dtype=torch.bfloat16)[:n].to(x.dtype)
+    mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return mm(a, codes.t(), row, scales.t(), out_dtype=torch.bfloat16)[:n].to(x.dtype)
 
 
 class Fp8Rollout(TorchRollout):
     """`TorchRollout` with products in FP8: weights 128x128, activations 1x128. Raises ValueError
     for weights not finite"""
 
-    weights: bool
-    kv_cache: bool
-    activations: bool
-
     def __init__(
         self,
         config: PolicyConfig,
         num_slots: int = 128,  # responses that run at the same time
-        dtype: torch.dtype = torch.float32,  # of what is not FP8
+        dtype: torch.dtype = torch.float32,  # all that is not FP8
         device: str = 'cpu',
         return_routes: bool = True,  # record the experts of every token
         weights: bool = True,  # quantise projections and experts at every sync?
@@ -167,12 +164,12 @@ class Fp8Rollout(TorchRollout):
         self.weights, self.activations, self.kv_cache = weights, activations, kv_cache
         on_gpu = torch.device(device).type == 'cuda'
         hopper = on_gpu and torch.cuda.get_device_capability(device) == (9, 0)
-        self.has_kernel: bool = weights and activations and hopper
-        self.wide: torch.dtype = torch.promote_types(dtype, torch.float32)
+        self.has_kernel = weights and activations and hopper
+        self.wide = torch.promote_types(dtype, torch.float32)
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        "As of `TorchRollout`, then quantised"
+        "Weights as in `TorchRollout`, then quantised"
         super().load_weights(weights, version)
         self.version = None  # until all are finite
         for i, layer in enumerate(self.layers if self.weights else []):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from fastcore.basics import patch
 from torch import Tensor
 
 from compassrl.records import Request, Sample, SamplingParams, derive_seed
@@ -22,25 +21,24 @@ __all__ = ['drawn_mask', 'PartialResponses']
 
 # %% ../../nbs/rollout/partial.ipynb #e6336c86
 def drawn_mask(s: Sample) -> Tensor:  # [Tr] bool
-    "Where the policy spoke, and no tool"
+    "True where the policy drew the token, False where a tool wrote it"
     own = torch.ones(len(s.response_ids), dtype=torch.bool)
     return own if s.policy_mask is None else s.policy_mask
+
+
+_tensors = ('rollout_log_probs', 'token_versions', 'policy_mask', 'routed_experts', 'routes_valid')
+_plain = ('prompt_id', 'index', 'prompt_ids', 'response_ids', 'finish_reason', 'weight_version')
 
 
 class PartialResponses:
     "Responses that take several steps, `tokens` of each in one. Raises ValueError for less than 1"
 
-    if TYPE_CHECKING:  # they have a cell of their own
-
-        def state_dict(self) -> dict[str, Any]: ...
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
     def __init__(self, tokens: int) -> None:
         if tokens < 1:
             raise ValueError(f'tokens={tokens}: draw at least 1 in a step')
         self.tokens = tokens
-        self.groups: dict[str, dict[int, Request]] = {}  # prompt -> index -> what was asked
-        self.drawn: dict[tuple[str, int], Sample] = {}  # prompt, index -> what there is of it
+        self.groups: dict[str, dict[int, Request]] = {}  # prompt -> index -> the first request
+        self.drawn: dict[tuple[str, int], Sample] = {}  # prompt, index -> the response so far
         self.ended: set[tuple[str, int]] = set()
 
     def begin(self, requests: Iterable[Request]) -> None:
@@ -57,7 +55,7 @@ class PartialResponses:
         "What to draw next of each: its tokens so far are read as a prompt"
         return [self._part(r, self.drawn.get((r.prompt_id, r.index))) for r in self.running]
 
-    def _part(self, r, s):
+    def _part(self, r: Request, s: Sample | None) -> Request:
         left = r.params.max_tokens - (len(s.response_ids) if s else 0)
         params = replace(r.params, max_tokens=min(self.tokens, left))
         if not s:
@@ -72,13 +70,14 @@ class PartialResponses:
         )
 
     def take(self, s: Sample) -> Sample | None:  # the whole response, if this was its last part
-        """Puts a part to its response. Log-probs and versions are those of who drew each token,
-        routes of the last pass"""
+        """Adds a part to its response. Each token keeps the log-prob and the version of the weights
+        that drew it; routes are those of the last pass"""
         key = s.prompt_id, s.index
         r, old = self.groups[s.prompt_id][s.index], self.drawn.get(key)
         drawn_by = torch.full((len(s.response_ids),), s.weight_version)
         ids, log_probs, own = s.response_ids, s.rollout_log_probs, drawn_mask(s)
         if old is not None:
+            assert old.token_versions is not None
             ids = old.response_ids + ids
             log_probs = torch.cat((old.rollout_log_probs, log_probs))
             drawn_by = torch.cat((old.token_versions, drawn_by))
@@ -106,24 +105,15 @@ class PartialResponses:
         self.ended -= set(keys)
         return requests, [self.drawn.pop(k) for k in keys]
 
+    def state_dict(self) -> dict[str, Any]:
+        "What a checkpoint can hold; without verdicts: a resumed run judges again"
+        requests = [asdict(r) for g in self.groups.values() for r in g.values()]
+        drawn = [{k: getattr(s, k) for k in _plain + _tensors} for s in self.drawn.values()]
+        return dict(requests=requests, drawn=drawn, ended=sorted(self.ended))
 
-# %% ../../nbs/rollout/partial.ipynb #ffa7e268
-_tensors = ('rollout_log_probs', 'token_versions', 'policy_mask', 'routed_experts', 'routes_valid')
-_plain = ('prompt_id', 'index', 'prompt_ids', 'response_ids', 'finish_reason', 'weight_version')
-
-
-@patch
-def state_dict(self: PartialResponses) -> dict[str, Any]:
-    "What a checkpoint can hold. Verdicts are left out: who resumes judges again"
-    requests = [asdict(r) for g in self.groups.values() for r in g.values()]
-    drawn = [{k: getattr(s, k) for k in _plain + _tensors} for s in self.drawn.values()]
-    return dict(requests=requests, drawn=drawn, ended=sorted(self.ended))
-
-
-@patch
-def load_state_dict(self: PartialResponses, state: dict[str, Any]) -> None:
-    self.groups.clear()
-    for r in state['requests']:
-        self.begin([Request(**r | dict(params=SamplingParams(**r['params'])))])
-    self.drawn = {(d['prompt_id'], d['index']): Sample(**d) for d in state['drawn']}
-    self.ended = {tuple(k) for k in state['ended']}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.groups.clear()
+        for r in state['requests']:
+            self.begin([Request(**r | dict(params=SamplingParams(**r['params'])))])
+        self.drawn = {(d['prompt_id'], d['index']): Sample(**d) for d in state['drawn']}
+        self.ended = {tuple(k) for k in state['ended']}

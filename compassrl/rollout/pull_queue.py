@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -19,12 +19,16 @@ __all__ = ['PullQueue', 'Attempt']
 
 
 # %% ../../nbs/rollout/pull_queue.ipynb #214a945c
+@dataclass(eq=False)
+class _Prompt:
+    "Requests with equal prompts: one replica should read their tokens"
+
+    waiting: deque[int] = field(default_factory=deque)  # numbers of requests, in their order
+    place: tuple[Any, str | None] | None = None  # key and replica under which it waits
+
+
 class PullQueue:
     "Which replica works on which request: bookkeeping, without a clock, a thread or a network"
-
-    slots: int
-    requests: list[Request]
-    order: Callable[[Request], Any]
 
     def __init__(
         self,
@@ -35,65 +39,58 @@ class PullQueue:
         if slots < 1:
             raise ValueError(f'slots={slots}: use at least 1')
         self.requests, self.slots, self.order = list(requests), slots, order
-        self.left: int = len(self.requests)  # to be answered
-        # prompts have numbers: by their token ids, and of each request
-        self.number: dict[tuple[int, ...], int] = {}
-        self.group: list[int] = []
-        for r in self.requests:
-            self.group.append(self.number.setdefault(tuple(r.prompt_ids), len(self.number)))
-        # prompt -> its requests that wait
-        self.waiting: dict[int, deque[int]] = {g: deque() for g in range(len(self.number))}
+        self.left = len(self.requests)  # those not answered yet
+        self.prompts: dict[tuple[int, ...], _Prompt] = {}  # by token ids
+        self.group = [self._prompt(r) for r in self.requests]  # request -> its prompt
         for i in sorted(range(len(self.group)), key=lambda i: order(self.requests[i])):
-            self.waiting[self.group[i]].append(i)
-        # prompt -> the replica that pulled it last, which has read it
-        self.home: dict[int, str] = {}
-        # the queue: key -> home -> prompts in their order; a heap of the keys; prompt -> key, home
-        self.bins: dict[tuple[Any, ...], dict[str | None, dict[int, None]]] = {}
-        self.due: list[tuple[Any, ...]] = []
-        self.place: dict[int, tuple[tuple[Any, ...], str | None]] = {}
-        # ticket -> replica, request
-        self.out: dict[int, tuple[str, int]] = {}
-        self.tickets: count[int] = count()
+            self.group[i].waiting.append(i)
+        # prompt -> replica that pulled one of its requests last, and has read it
+        self.home: dict[_Prompt, str] = {}
+        # the queue: key -> home -> prompts in their order; and a heap of its keys
+        self.bins: dict[Any, dict[str | None, dict[_Prompt, None]]] = {}
+        self.due: list[Any] = []
+        self.out: dict[int, tuple[str, int]] = {}  # ticket -> replica, request
+        self.tickets = count()
         # replicas at work -> their tickets, last sign of life, number of joining
         self.busy: dict[str, set[int]] = {}
         self.seen: dict[str, float] = {}
         self.joined: dict[str, int] = {}
-        self.turns: count[int] = count()
-        # heap of load, number of joining, replica; old loads are skipped
+        self.joins = count()
+        # heap of load, number of joining, replica; outdated loads are skipped
         self.loads: list[tuple[int, int, str]] = []
-        # prompt, index -> who drew the last turn of this response
+        # prompt, index -> replica that drew the last turn of this response
         self.drew: dict[tuple[str, int], str] = {}
         self.lost: Counter[int] = Counter()  # request -> how often its replica was lost
-        for g in self.waiting:
-            self._file(g)
+        for p in self.prompts.values():
+            self._file(p)
 
-    def _file(self, g):
-        "Where a prompt stands: by its first request, and what was lost before all else"
-        waiting, old, new = self.waiting[g], self.place.get(g), None
-        if waiting:
-            first = waiting[0]
+    def _prompt(self, r: Request) -> _Prompt:
+        return self.prompts.setdefault(tuple(r.prompt_ids), _Prompt())
+
+    def _file(self, p: _Prompt) -> None:
+        "Where a prompt stands: by its first request; what was lost comes before all else"
+        old, new = p.place, None
+        if p.waiting:
+            first = p.waiting[0]
             key = (0, 0) if self.lost[first] else (1, self.order(self.requests[first]))
-            new = key, self.home.get(g)
-        if new and new == old:
+            new = key, self.home.get(p)
+        if new == old:
             return
         if old:
-            key, home = self.place.pop(g)
-            del self.bins[key][home][g]
+            key, home = old
+            del self.bins[key][home][p]
             if not self.bins[key][home]:
                 del self.bins[key][home]
-        if not new:
-            del self.waiting[g]
-            return
-        key, home = self.place[g] = new
-        if key not in self.bins:
-            self.bins[key] = {}
-            heapq.heappush(self.due, key)
-        self.bins[key].setdefault(home, {})[g] = None
+        p.place = new
+        if new:
+            key, home = new
+            if key not in self.bins:
+                self.bins[key] = {}
+                heapq.heappush(self.due, key)
+            self.bins[key].setdefault(home, {})[p] = None
 
-    def _next(self, replica):
-        "Of what is due: a prompt that it has read, else one that nobody has, else share one"
-        while not self.bins[self.due[0]]:
-            del self.bins[heapq.heappop(self.due)]
+    def _next(self, replica: str) -> tuple[str, int]:
+        "From the smallest key: a prompt that it has read, else an unread one, else share one"
         homes = self.bins[self.due[0]]
         if replica in homes:
             home = replica
@@ -101,22 +98,22 @@ class PullQueue:
             home = None
         else:
             home = next(iter(homes))
-        g = next(iter(homes[home]))
-        i = self.waiting[g].popleft()
+        p = next(iter(homes[home]))
+        i = p.waiting.popleft()
         free = home in self.busy and len(self.busy[home]) < self.slots
-        if free and self.requests[i].begun:
+        if home and free and self.requests[i].begun:
             replica = home  # it has read all of this response
-        self.home[g] = replica
-        self._file(g)
+        self.home[p] = replica
+        self._file(p)
         return replica, i
 
-    def _load(self, replica):
+    def _load(self, replica: str) -> None:
         "It has one request more or less"
         load = len(self.busy[replica])
         if load < self.slots:
             heapq.heappush(self.loads, (load, self.joined[replica], replica))
 
-    def _fits(self, load, replica):
+    def _fits(self, load: int, replica: str) -> bool:
         "Is this still its load?"
         return replica in self.busy and len(self.busy[replica]) == load
 
@@ -126,21 +123,20 @@ class PullQueue:
             raise ValueError(f'replica {replica} has joined before: let it `leave` first')
         self.busy[replica] = set()
         self.seen[replica] = now
-        self.joined[replica] = next(self.turns)
+        self.joined[replica] = next(self.joins)
         self._load(replica)
 
     def add(self, request: Request) -> None:
-        "One more, at any time; the next turn of a response is at home where the last one was drawn"
-        i, ids = len(self.requests), tuple(request.prompt_ids)
-        g = self.number.setdefault(ids, len(self.number))
+        "One more, at any time; the next turn of a response goes where the last one was drawn"
+        p = self._prompt(request)
+        p.waiting.append(len(self.requests))
         self.requests.append(request)
-        self.group.append(g)
+        self.group.append(p)
         self.left += 1
         home = self.drew.pop((request.prompt_id, request.index), None)
         if home in self.busy:
-            self.home.setdefault(g, home)
-        self.waiting.setdefault(g, deque()).append(i)
-        self._file(g)
+            self.home.setdefault(p, home)
+        self._file(p)
 
     def pull(
         self,
@@ -149,7 +145,9 @@ class PullQueue:
         "The replica with the fewest requests takes one more; None if nothing waits or none is free"
         while self.loads and not self._fits(self.loads[0][0], self.loads[0][2]):
             heapq.heappop(self.loads)
-        if not self.waiting or not self.loads:
+        while self.due and not self.bins[self.due[0]]:
+            del self.bins[heapq.heappop(self.due)]
+        if not self.due or not self.loads:
             return None
         replica, i = self._next(self.loads[0][2])
         if not self.busy[replica]:
@@ -161,7 +159,7 @@ class PullQueue:
         return ticket, replica, self.requests[i]
 
     def finish(self, ticket: int, now: float) -> bool:
-        "Does this answer count? Only once, and not when its request was given to another replica"
+        "Does this answer count? Only once, and not if its request was given to another replica"
         if ticket not in self.out:
             return False
         replica, i = self.out.pop(ticket)
@@ -172,12 +170,11 @@ class PullQueue:
         request = self.requests[i]
         if request.begun is not None:
             self.drew[request.prompt_id, request.index] = replica
-        if self.group[i] in self.waiting:
-            self._file(self.group[i])  # `order` may know more now
+        self._file(self.group[i])  # `order` may know more now
         return True
 
     def alive(self, replica: str, now: float) -> None:
-        "It has no answer yet, and said so"
+        "It has no answer yet, but gave a sign of life"
         if replica in self.busy:
             self.seen[replica] = now
 
@@ -186,23 +183,21 @@ class PullQueue:
         lost = [self.out.pop(t)[1] for t in sorted(self.busy.pop(replica, ()))]
         self.lost.update(lost)
         for i in reversed(lost):
-            self.waiting.setdefault(self.group[i], deque()).appendleft(i)
-        read = [g for g, home in self.home.items() if home == replica]
-        for g in read:
-            del self.home[g]
-        for g in dict.fromkeys([*(self.group[i] for i in lost), *read]):
-            if g in self.waiting:
-                self._file(g)
+            self.group[i].waiting.appendleft(i)
+        read = [p for p, home in self.home.items() if home == replica]
+        for p in read:
+            del self.home[p]
+        for p in dict.fromkeys([*(self.group[i] for i in lost), *read]):
+            self._file(p)
         return [self.requests[i] for i in lost]
 
     def drop(self, request: Request) -> list[int]:  # tickets whose answers will not count
         "No more responses to this prompt"
-        g = self.number[tuple(request.prompt_ids)]
-        self.left -= len(self.waiting.get(g, ()))
-        if g in self.waiting:
-            self.waiting[g].clear()
-            self._file(g)
-        running = [t for t, (_, i) in self.out.items() if self.group[i] == g]
+        p = self.prompts[tuple(request.prompt_ids)]
+        self.left -= len(p.waiting)
+        p.waiting.clear()
+        self._file(p)
+        running = [t for t, (_, i) in self.out.items() if self.group[i] is p]
         for t in running:
             replica, _ = self.out.pop(t)
             self.busy[replica].remove(t)
@@ -223,7 +218,7 @@ class Attempt:
     "One request on one replica, from when it was given out until it was answered or lost"
 
     replica: str
-    index: int  # of the request
+    index: int  # number of the request in the queue
     start: float
     end: float
     outcome: str  # 'done', 'lost', 'late' or 'dropped'

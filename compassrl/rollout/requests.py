@@ -66,7 +66,7 @@ def requests_of(
 class Waves(Requests):
     """What one step asks an engine: wave after wave, and what is certain of the next one early
 
-    A subclass says what is asked and decided: `new` and `missing`."""
+    A subclass decides about the next wave (`missing`) and makes its requests (`new`)."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, RolloutEngine, Sample, SamplingParams, collate, derive_seed
 from compassrl.rollout import slots
-from compassrl.rollout.episodes import Episodes
+from compassrl.rollout.episodes import Episodes, Turns
 from compassrl.rollout.partial import PartialResponses, drawn_mask
 from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_rollout import TorchRollout
@@ -84,6 +84,14 @@ def test_requests_that_grow(policy):
             out.append(s)
             source.take(s)
     assert sorted(map(key, out)) == sorted(map(key, requests()))
+
+
+def test_turns_are_done_when_every_response_has_ended(policy):
+    queue, left = Turns(requests(4), Echo(CALL)), 4
+    for s in engine(policy).generate(queue):
+        assert not queue.done
+        left -= queue.take(s) is not None
+    assert queue.done and left == 0 and queue.poll() == []
 
 
 def turns(s):

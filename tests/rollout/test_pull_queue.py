@@ -68,7 +68,7 @@ def once(m):
                 d.requests[i].index + 3 * int(d.requests[i].prompt_id[1:])
                 for _, i in d.out.values()
             )
-            waiting = Counter(i for q in d.waiting.values() for i in q)
+            waiting = Counter(i for p in d.prompts.values() for i in p.waiting)
             assert len(d.out) + sum(waiting.values()) + sum(
                 counted.values()
             ) == num and d.left == num - sum(counted.values())
@@ -80,7 +80,8 @@ def once(m):
             for t, (_, i) in list(d.out.items()):
                 answer(t, d.requests[i])
             handed(d)
-        assert not d.left and not d.waiting and not d.out and set(counted.values()) == {1}
+        assert not any(p.waiting for p in d.prompts.values())
+        assert not d.left and not d.out and set(counted.values()) == {1}
 
     check()
 
@@ -296,11 +297,7 @@ def test_law(law):
         # a late answer counts
         ('self.out.pop(t)[1] for t in sorted', 'self.out[t][1] for t in sorted'),
         # stay lost
-        (
-            'for i in reversed(lost):'
-            ' self.waiting.setdefault(self.group[i], deque()).appendleft(i)\n',
-            '',
-        ),
+        ('for i in reversed(lost): self.group[i].waiting.appendleft(i)\n', ''),
         ('(0, 0) if self.lost[first] else', '(0, 0) if False else'),  # they queue at the end
         ('for i in reversed(lost)', 'for i in lost'),  # the last comes first
         ('if load < self.slots', 'if load < 99'),  # no bound in flight
@@ -311,7 +308,7 @@ def test_law(law):
             'elif None in homes: home = None\nelse: home = next(iter(homes))',
             'else: home = next(reversed(homes))',
         ),
-        ('if self.group[i] in self.waiting: self._file(self.group[i])\n', ''),
+        ('self._file(self.group[i])', 'pass'),
         ('key=lambda i: order(self.requests[i])', 'key=lambda i: 0'),
         ('(1, self.order(self.requests[first]))', '(1, 0)'),  # no order among prompts
         ('        self.left -= len(running)\n', ''),  # the dropped are waited for
