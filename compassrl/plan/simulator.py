@@ -62,7 +62,7 @@ class StepCost:
 
 
 # %% ../../nbs/plan/simulator.ipynb #2eeeb76e
-class _Replica:  # its batch, as of second t
+class _Replica:  # its batch at second t
     def __init__(self, name: str, t: float) -> None:
         self.name, self.t = name, t
         self.step = self.cached = self.turn = 0
@@ -82,7 +82,7 @@ class Cluster(Simulation):
         cost: StepCost,
         replicas: Iterable[str],
         faults: Iterable[Fault] = (),
-        timeout_s: float = inf,  # as in `Simulation`
+        timeout_s: float = inf,  # see `Simulation`
         max_restarts: int = 3,
         plan: Schedule | None = None,  # learns from the answers, may drop what a group can spare
     ) -> None:
@@ -229,7 +229,7 @@ def makespan(spans: Iterable[Attempt]) -> float:  # seconds
 
 def idle_frac(
     spans: Sequence[Attempt],
-    num_slots: int,  # of all replicas together
+    num_slots: int,  # slots of all replicas together
 ) -> float:  # slot-seconds without a request until the last answer, as a share of all
     busy = sum(s.end - s.start for s in spans if s.outcome != 'late')
     return 1 - busy / (num_slots * makespan(spans))
@@ -288,7 +288,7 @@ def fit_cost(
 
 def rewards_done(
     spans: Sequence[Attempt],
-    seconds: Callable[[int], float],  # that the reward of a request takes
+    seconds: Callable[[int], float],  # the reward of a request takes
     workers: int,
     overlap: bool = True,  # each begins when its sample ends; else all after the last one
 ) -> float:  # second at which the last reward is there
