@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ __all__ = [
 _patient = dict(PYTHONUNBUFFERED='1', TORCH_ELASTIC_SHUTDOWN_TIMEOUT='600')
 
 
-def _command(args: list[str], num_ranks: int) -> list[str]:
+def _command(args: Sequence[object], num_ranks: int) -> list[str]:
     run = [sys.executable, '-m', 'compassrl', *map(str, args)]
     if num_ranks == 1:
         return run
@@ -60,7 +60,7 @@ class Launched:
 
     def __init__(
         self,
-        args: list[str],  # what follows `compassrl`
+        args: Sequence[object],  # words after `compassrl`
         cfg: TrainConfig,
         run_dir: Path,
         num_ranks: int = 1,  # processes that train; several are started by torchrun
@@ -220,7 +220,7 @@ def report_parts(
 
     run_dir = Path(run_dir)
     head, *parts = re.split(r'!\[.*?\]\((\w+\.png)\)\n*', (run_dir / 'report.md').read_text())
-    shown = [Markdown(head)]
+    shown: list[Image | Markdown] = [Markdown(head)]
     for name, text in zip(parts[::2], parts[1::2]):
         shown += [Image((run_dir / name).read_bytes()), Markdown(text)]
     return shown

@@ -103,7 +103,7 @@ class Plan:
         import matplotlib.pyplot as plt
         from IPython.display import display
 
-        picture = plot_layout(self.layout).figure
+        picture = plot_layout(self.layout).get_figure(root=True)
         display(picture)  # now: what follows in the cell may take hours
         plt.close(picture)
         print(self.estimate.table())

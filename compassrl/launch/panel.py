@@ -15,7 +15,7 @@ from html import escape
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from compassrl.config import TrainConfig, read_run_config
 from compassrl.launch.background import Launched, follow_run, launch, report_parts, resume
@@ -27,11 +27,14 @@ from compassrl.runs.resume_checks import read_part
 from compassrl.runs.stop import holder
 from compassrl.settings import OneOf
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 # %% auto #0
 __all__ = ['with_value', 'Form', 'Attached', 'runs_in', 'Panel', 'panel']
 
 # %% ../../nbs/launch/panel.ipynb #c236a79d
-_Config = TypeVar('_Config')
+_Config = TypeVar('_Config', bound='DataclassInstance')
 
 
 def with_value(
@@ -65,12 +68,10 @@ class Form:
         import ipywidgets as w
 
         look = dict(layout=w.Layout(width='270px'), style=dict(description_width='130px'))
-        self.preset: w.Dropdown = w.Dropdown(
+        self.preset: Any = w.Dropdown(
             options=list(presets), value=preset, description='preset', **look
         )
-        self.fields: dict[str, w.DOMWidget] = {
-            k: _widget(presets[preset](), k, **look) for k in keys
-        }
+        self.fields: dict[str, Any] = {k: _widget(presets[preset](), k, **look) for k in keys}
         in_rows = w.Layout(flex_flow='row wrap')
         self.view: w.Box = w.Box([self.preset, *self.fields.values()], layout=in_rows)
         self.on_change: Callable[[], None] = on_change
@@ -180,11 +181,13 @@ class Panel:
         self._follow(launch(cfg, self.folder / name))
 
     def stop(self) -> None:
-        self.run.stop()
+        if self.run:
+            self.run.stop()
         self._enable()
 
     def resume(self) -> None:
-        self._follow(resume(self.run.run_dir))
+        if self.run:
+            self._follow(resume(self.run.run_dir))
 
     def _attach(self) -> None:
         if self.runs.value:

@@ -228,8 +228,8 @@ class _Grid:  # where each GPU is drawn: a row of cells per node, in one to four
         (x, y), width = self.corner(i), num * self.w
         size = width - 0.06, self.h - 0.06
         ax.add_patch(_box(x + 0.03, y + 0.03, *size, fc=fill, ec='white'))
-        middle = dict(ha='center', va='center', fontsize=6.5)
-        ax.text(x + width / 2, y + self.h / 2, text, color=ink, **middle)
+        x, y = x + width / 2, y + self.h / 2
+        ax.text(x, y, text, color=ink, ha='center', va='center', fontsize=6.5)
 
 
 def _plot_server(ax: Axes, grid: _Grid, server: ServerPlace) -> None:
@@ -243,8 +243,9 @@ def _stage_legend(ax: Axes, layout: Layout) -> None:
     for p in layout.places:
         label = f'stage {p.pp}: layers {", ".join(map(span, p.layers))}'
         handles[p.pp] = _box(0, 0, 1, 1, fc=_tint(p.pp, 0.45), label=label)
-    below = dict(loc='upper center', bbox_to_anchor=(0.5, 0))
-    ax.legend(handles=[*handles.values()], ncol=4, fontsize=7, frameon=False, **below)
+    look = dict(ncol=4, fontsize=7, frameon=False)
+    boxes = [*handles.values()]
+    ax.legend(handles=boxes, loc='upper center', bbox_to_anchor=(0.5, 0), **look)
 
 
 def plot_layout(

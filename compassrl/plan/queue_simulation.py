@@ -97,11 +97,12 @@ class Simulation:
             self.at(now + back, 'join', r)
 
     def answer(self, ticket: int, now: float) -> None:
-        f = self.hung.get(self.given[ticket][0])
         if ticket in self.gone:
             return
-        if f and ticket in self.d.out and now < f.at + f.late:
-            return self.at(now + f.late, 'answer', ticket)
+        f = self.hung.get(self.given[ticket][0])
+        late = f.late if f and ticket in self.d.out else None
+        if f and late is not None and now < f.at + late:
+            return self.at(now + late, 'answer', ticket)
         self.span(ticket, now, 'done' if self.finish(ticket, now) else 'late')
         self.watch(now)
 

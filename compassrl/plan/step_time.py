@@ -251,7 +251,7 @@ def check_fits(
     if gpu is None:
         return
     if e.peak > _room(gpu):
-        most, use = max(e.fullest, key=lambda k: e.fullest[k]), _way_out(e, can_cut)
+        most, use = max(e.fullest, key=lambda k: e.fullest[k]), _way_out(e, gpu, can_cut)
         raise ValueError(
             f'a rank needs {e.peak / 1e9:,.0f} GB of the {gpu.memory_gb:,} GB of a {gpu.name}, '
             f'most for {most} (estimate): use {use}'
@@ -265,11 +265,11 @@ def check_fits(
         )
 
 
-def _way_out(e: Estimate, can_cut: bool) -> str:
+def _way_out(e: Estimate, gpu: Gpu, can_cut: bool) -> str:
     found, at = [], e.layout
     if can_cut:
         n = len(at.places)
-        found = fitting(at.policy, n, e.gpu, e.workload, at.parallel, at.ranks_per_node)
+        found = fitting(at.policy, n, gpu, e.workload, at.parallel, at.ranks_per_node)
     if not found:
         return 'a smaller optim.micro_batch_tokens, or more GPUs'
     f = found[0]

@@ -263,7 +263,7 @@ def test_launch_on_too_few_gpus(tmp_path):
 
 def test_too_many_ranks(tmp_path):
     "Refused before a process or a file exists"
-    with pytest.raises(ValueError, match="2 ranks: train_engine='torch' is one"):
+    with pytest.raises(ValueError, match="2 processes: train_engine='torch' is one"):
         launch(SMOKE, tmp_path / 'a', num_ranks=2)
     assert list(tmp_path.iterdir()) == []
 
