@@ -64,7 +64,7 @@ homes = {  # module or folder -> its stage
     'runs.merge_models': 'merge',
     'runs.evaluate': 'evaluate',
     'runs': 'evaluate',
-    'launch.process': 'launch',
+    'launch.background': 'launch',
     'launch': 'launch',
     'plan': 'launch',
     'runs.run': 'launch',

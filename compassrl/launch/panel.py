@@ -15,11 +15,11 @@ from html import escape
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from compassrl.config import TrainConfig, read_run_config
-from compassrl.launch.plan import plan
-from compassrl.launch.process import Launched, follow, launch, report_parts, resume
+from compassrl.launch.background import Launched, follow_run, launch, report_parts, resume
+from compassrl.launch.machines import plan_run
 from compassrl.launch.scripts import node_script
 from compassrl.runs.help import range_of
 from compassrl.runs.presets import presets
@@ -27,11 +27,14 @@ from compassrl.runs.resume_checks import read_part
 from compassrl.runs.stop import holder
 from compassrl.settings import OneOf
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 # %% auto #0
 __all__ = ['with_value', 'Form', 'Attached', 'runs_in', 'Panel', 'panel']
 
 # %% ../../nbs/launch/panel.ipynb #c236a79d
-_Config = TypeVar('_Config')
+_Config = TypeVar('_Config', bound='DataclassInstance')
 
 
 def with_value(
@@ -46,7 +49,7 @@ def with_value(
     return dataclasses.replace(cfg, **{head: value})
 
 
-def _widget(cfg, key, **look):  # for one setting
+def _widget(cfg: object, key: str, **look: Any) -> Any:  # for one setting
     import ipywidgets as w
 
     head, _, name = key.rpartition('.')
@@ -65,12 +68,10 @@ class Form:
         import ipywidgets as w
 
         look = dict(layout=w.Layout(width='270px'), style=dict(description_width='130px'))
-        self.preset: w.Dropdown = w.Dropdown(
+        self.preset: Any = w.Dropdown(
             options=list(presets), value=preset, description='preset', **look
         )
-        self.fields: dict[str, w.DOMWidget] = {
-            k: _widget(presets[preset](), k, **look) for k in keys
-        }
+        self.fields: dict[str, Any] = {k: _widget(presets[preset](), k, **look) for k in keys}
         in_rows = w.Layout(flex_flow='row wrap')
         self.view: w.Box = w.Box([self.preset, *self.fields.values()], layout=in_rows)
         self.on_change: Callable[[], None] = on_change
@@ -79,14 +80,14 @@ class Form:
         for f in self.fields.values():
             f.observe(self._changed, 'value')
 
-    def _fill(self, _):  # from the preset that was chosen; one change, however many fields
+    def _fill(self, _: object) -> None:  # from the preset; one change, however many fields
         self.is_filling = True
         for k, f in self.fields.items():
             f.value = attrgetter(k)(presets[self.preset.value]())
         self.is_filling = False
         self.on_change()
 
-    def _changed(self, _):
+    def _changed(self, _: object) -> None:
         if not self.is_filling:
             self.on_change()
 
@@ -141,17 +142,13 @@ def runs_in(folder: Path) -> list[str]:  # names of their folders, the newest fi
 class Panel:
     "A form, the run that it launched, its live curves and its report"
 
-    run: Launched | None
-    thread: threading.Thread
-    folder: Path
-    valid: bool
-    may: tuple[str, ...]
-
     def __init__(self, keys: Sequence[str], preset: str, folder: str | Path) -> None:
         import ipywidgets as w
 
-        self.run, self.folder = None, Path(folder)
-        self.valid, self.may = False, ('launch',)
+        self.run: Launched | None = None
+        self.folder: Path = Path(folder)
+        self.valid: bool = False
+        self.may: tuple[str, ...] = ('launch',)
         self.form: Form = Form(keys, preset, self._changed)
         styles = dict(launch='success', stop='danger', resume='info')
         self.buttons: dict[str, w.Button] = {
@@ -174,7 +171,7 @@ class Panel:
         running = [n for n in self.runs.options if n and holder(self.folder / n) is not None]
         self.runs.value = running[0] if running else ''
 
-    def _repr_mimebundle_(self, **kw):
+    def _repr_mimebundle_(self, **kw: Any) -> Any:
         return self.view._repr_mimebundle_(**kw)
 
     def launch(self) -> None:
@@ -184,38 +181,40 @@ class Panel:
         self._follow(launch(cfg, self.folder / name))
 
     def stop(self) -> None:
-        self.run.stop()
+        if self.run:
+            self.run.stop()
         self._enable()
 
     def resume(self) -> None:
-        self._follow(resume(self.run.run_dir))
+        if self.run:
+            self._follow(resume(self.run.run_dir))
 
-    def _attach(self):
+    def _attach(self) -> None:
         if self.runs.value:
             self._follow(Attached(self.folder / self.runs.value))
 
-    def _changed(self):  # the form
+    def _changed(self) -> None:  # the form
         self.valid = False
         self._try(self._check)
         self._enable(*self.may)
 
-    def _try(self, action):  # what is wrong with the form is said in the form
+    def _try(self, action: Callable[[], None]) -> None:  # an error of the form is shown in it
         try:
             action()
         except (ValueError, OSError) as e:
             self._say(e, 'b91c1c')
 
-    def _say(self, text, color='44403c'):
+    def _say(self, text: object, color: str = '44403c') -> None:
         style = f'white-space:pre-wrap;color:#{color}'
         self.status.value = f'<pre style="{style}">{escape(str(text))}</pre>'
 
-    def _enable(self, *names):
+    def _enable(self, *names: str) -> None:
         self.may = names
         for k, b in self.buttons.items():
             b.disabled = k not in names or k == 'launch' and not self.valid
 
-    def _check(self):  # called at every change
-        p = plan(self.form.config())
+    def _check(self) -> None:  # called at every change
+        p = plan_run(self.form.config())
         parts = {'What it will take': p.estimate.table(), 'As a script': node_script(p.cfg)}
         self.cluster.value = ''.join(
             f'<details><summary>{k}</summary><pre>{escape(v)}</pre></details>'
@@ -225,16 +224,18 @@ class Panel:
             self._say('ready')
         self.valid = True
 
-    def _follow(self, run):
+    def _follow(self, run: Launched) -> None:
         self.run, self.report.outputs = run, ()
         self.curves.layout.display = 'none'
         self._enable('stop')
-        self.thread = threading.Thread(target=self._look, args=(run,), daemon=True)
+        self.thread: threading.Thread = threading.Thread(
+            target=self._look, args=(run,), daemon=True
+        )
         self.thread.start()
 
-    def _look(self, run):  # in a thread, so that the buttons stay alive
+    def _look(self, run: Launched) -> None:  # in a thread, so that the buttons stay alive
         try:
-            for line, png in follow(run):
+            for line, png in follow_run(run):
                 if self.run is not run:
                     return  # another one is shown by now
                 self._say(f'{run.run_dir}: {line}')

@@ -8,80 +8,62 @@ from __future__ import annotations
 
 import os
 import shlex
+import stat
 import sys
 import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from compassrl.config import TrainConfig, read_run_config
-from compassrl.launch.plan import Machines, plan
+from compassrl.launch.machines import Plan, plan_run
 from compassrl.model.hf_config import read_config, write_config
 from compassrl.rollout.vllm.auth import the_secret
 from compassrl.rollout.vllm.cleanup import made_here
 from compassrl.rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
+from compassrl.runs.factory import vllm_settings
+from compassrl.runs.log import replace_text, write_json
+from compassrl.runs.stages import (
+    Pipeline,
+    check_complete,
+    pipeline_dict,
+    stage_folders,
+    train_config,
+)
 
 # %% auto #0
-__all__ = ['torchrun_args', 'train_command', 'serve', 'slurm_script', 'node_script']
-
-
-# %% ../../nbs/launch/scripts.ipynb #726f8d22
-def torchrun_args(
-    world: Machines,
-    what: str,  # to run: words of `python -m compassrl`, quoted already
-    head: str = '',  # host of the first node; empty = there is one node
-) -> list[str]:
-    "What follows `torchrun`, the same on every node"
-    ranks = [f'--nnodes={world.train_nodes}', f'--nproc-per-node={world.ranks_per_node}']
-    meet = ['--standalone']
-    if head:
-        meet = [
-            '--rdzv-backend=c10d',
-            f'--rdzv-endpoint={head}:29500',
-            '--rdzv-id="${SLURM_JOB_ID:-compassrl}"',
-        ]
-    return [*ranks, '--max-restarts=0', *meet, '-m', 'compassrl', what]
-
-
-def train_command(world: Machines, what: str, head: str = '') -> str:
-    "One shell command over several lines"
-    if world.world_size == 1:
-        return f'python -m compassrl {what}'
-    *words, m, module, what = torchrun_args(world, what, head)
-    return f'torchrun {" ".join(words)} \\\n    {m} {module} {what}'
+__all__ = [
+    'serve_rollout',
+    'slurm_script',
+    'node_script',
+    'pipeline_scripts',
+    'write_pipeline_scripts',
+]
 
 
 # %% ../../nbs/launch/scripts.ipynb #abca7c36
-def serve(
-    config: str | Path,  # of the run
+def serve_rollout(
+    config: str | Path,  # file with the config of the run
     port: int,
-    host: str = '127.0.0.1',  # the address where it listens, 0.0.0.0 = all of this machine
+    host: str = '127.0.0.1',  # address where it listens, 0.0.0.0 = all of this machine
 ) -> None:
     """Become one rollout server of a run, with the flags that its pool expects; never returns.
     Raises ValueError without the secret that both know"""
-    import torch
-
     from compassrl.rollout.vllm.server import server_command, server_env
 
     the_secret()
     cfg = read_run_config(config)
     policy = read_config(cfg.init_from) if cfg.init_from else cfg.policy
-    dtype = getattr(torch, cfg.rollout.dtype)
+    settings = vllm_settings(cfg)
     model = cfg.init_from or tempfile.mkdtemp(prefix=f'{made_here()}{os.getpid()}-')
     if not cfg.init_from:
-        write_config(policy, model, dtype)
-    routes = cfg.router_replay == 'R3'
-    r = cfg.rollout
-    fp8 = dict(quantization=r.quantization, kv_cache_dtype=r.kv_cache_dtype)
-    check_vllm(policy, cfg.vllm, dtype, cfg.device, routes, one_process=False, **fp8)
+        write_config(policy, model, settings['dtype'])
+    check_vllm(policy, device=cfg.device, one_process=False, **settings)
+    length, slots = policy.max_position_embeddings, cfg.rollout.num_slots
     options = engine_args(
-        model,
-        policy,
-        cfg.vllm,
-        dtype,
-        policy.max_position_embeddings,
-        cfg.rollout.num_slots,
-        routes,
-        cfg.device,
-        **fp8,
+        model, policy, max_len=length, num_slots=slots, device=cfg.device, **settings
     )
     options['weight_transfer_config'] = transfer_config(weight_sync(cfg.vllm, cfg.device))
     command = server_command(options, cfg.device, port, host)
@@ -92,102 +74,48 @@ def serve(
 
 
 # %% ../../nbs/launch/scripts.ipynb #e35f314a
-_bash = """set -euo pipefail
-config={config} run={run_dir}
-mkdir -p "$run.logs"
-"""
-
-# whoever comes first makes it; it is on no command line, and only its user can read it
-_secret = """secret="$run.secret" new="$run.secret.$(hostname).$$"
-(umask 077; head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \\n' > "$new")
-ln "$new" "$secret" 2>/dev/null || true; rm -f "$new"
-COMPASSRL_SECRET=$(<"$secret"); export COMPASSRL_SECRET
-ask() {
-    printf 'header = "Authorization: Bearer %s"\\n' "$COMPASSRL_SECRET" \\
-        | curl -sf -K - "$1" > /dev/null
-}""".splitlines()
-
-_slurm = """#!/bin/bash
-# {nodes} nodes x {per_node} GPUs: give this to sbatch (not run on GPU)
-#SBATCH --job-name=compassrl
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={per_node}
-#SBATCH --exclusive
-#SBATCH --requeue
-{bash}mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-"""
-
-_plain = """#!/bin/bash
-# start this on each of {nodes} nodes (not run on GPU)
-# its arguments are their names, in the same order everywhere
-{bash}hosts=("$@")
-[ "${{#hosts[@]}}" = {nodes} ] || {{ echo "give the names of {nodes} nodes" >&2; exit 2; }}
-on() {{ local host=$1; shift; [ "$host" != "$(hostname)" ] || "$@"; }} # only there
-"""
+_templates = Environment(
+    loader=PackageLoader('compassrl.launch'),
+    comment_start_string='<#',  # bash has `${#name}`
+    comment_end_string='#>',
+    trim_blocks=True,
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+)
 
 
-def _by_file(p):
-    return weight_sync(p.cfg.vllm, p.cfg.device, p.machines.world_size) == 'file'
-
-
-def _serving(p, on):  # shell lines that start the servers, on the nodes after those that train
-    lines = ["trap 'kill $(jobs -p) 2>/dev/null || true' EXIT", 'urls=()', *_secret]
-    if _by_file(p):
-        lines.append('mkdir -p "$run.sync"')
-    for i in range(p.cfg.vllm.num_replicas):
-        lines += _server(p, on, i)
-    ask = 'ask "$url/health" && break'
-    return lines + [
-        'for url in "${urls[@]}"; do',
-        f'    for _ in {{1..900}}; do {ask}; sleep 1; done',
-        'done',
-    ]
-
-
-def _server(p, on, i):  # the i-th server: its node, its GPUs there, its port
-    node, k = divmod(i, p.machines.servers_per_node)
-    tp, port = p.cfg.vllm.tensor_parallel, 8100 + k
-    host = f'${{hosts[{p.machines.train_nodes + node}]}}'
-    used = ','.join(map(str, range(k * tp, (k + 1) * tp)))
-    log = f'"$run.logs/server-{i}.log" 2>&1 &'
-    return [
-        f'{on} "{host}" env CUDA_VISIBLE_DEVICES={used} \\',
-        f'    python -m compassrl.launch.scripts "$config" {port} 0.0.0.0 > {log}',
-        f'urls+=("http://{host}:{port}")',
-    ]
-
-
-_what = """if [ -f "$run/config.json" ]
-then what=(resume "$run"{urls})
-else what=(train "$config" --run-dir "$run"{urls}{sync}); fi
-"""
-
-
-def _training(p, many, start=''):
-    # a job that is started again goes on; `start` begins the ranks of all nodes
-    urls = sync = ''
-    if p.machines.server_nodes:
-        urls = ' --vllm.urls "${urls[@]}"'
-        sync = ' --vllm.sync-dir "$run.sync"' if _by_file(p) else ''
-    head = '"${hosts[0]}"' if many else ''
-    train = train_command(p.machines, '"${what[@]}"', head)
-    return _what.format(urls=urls, sync=sync) + start + train
-
-
-def _settings(cfg, config):
-    run_dir = cfg.run_dir or 'runs/cluster'
-    return _bash.format(config=_path(config), run_dir=_path(run_dir))
-
-
-def _path(name):  # one word of bash that no command takes for an option
+def _path(name: str) -> str:  # one word of bash that no command takes for an option
     if not name.isprintable():
         raise ValueError(f'{name!r} has characters that cannot be seen: use another name')
     name = name.rstrip('/') or '/'  # what lies beside it begins with its name
     return shlex.quote(f'./{name}' if name.startswith('-') else name)
 
 
-# %% ../../nbs/launch/scripts.ipynb #0727fefa
+def _servers(p: Plan) -> list[dict[str, Any]]:  # node, GPUs there and port of each server
+    if not p.machines.server_nodes:
+        return []  # the run starts them
+    n, tp, found = p.layout.ranks_per_node, p.cfg.vllm.tensor_parallel, []
+    for s in p.layout.servers:
+        gpus = [gpu % n for gpu in s.gpus]
+        found.append(dict(node=s.node, gpus=','.join(map(str, gpus)), port=8100 + gpus[0] // tp))
+    return found
+
+
+def _script(template: str, p: Plan, config: str, **more: Any) -> str:
+    by_file = weight_sync(p.cfg.vllm, p.cfg.device, p.machines.world_size) == 'file'
+    return _templates.get_template(template).render(
+        config=_path(config),
+        run=_path(p.cfg.run_dir or 'runs/cluster'),
+        machines=p.machines,
+        servers=_servers(p),
+        by_file=by_file,
+        on_gpu=p.cfg.device == 'cuda',
+        start='',
+        **more,
+    )
+
+
+# %% ../../nbs/launch/scripts.ipynb #0864579a
 def slurm_script(
     cfg: TrainConfig,
     nodes: int,
@@ -196,15 +124,8 @@ def slurm_script(
     gpu: str = '',  # its name in `gpus`, for the check that all fits
 ) -> str:
     "For `sbatch`: rollout servers on the last nodes, training on the others. Raises ValueError"
-    p = plan(cfg, nodes, gpus_per_node, gpu)
-    n, lines = p.machines.train_nodes, []
-    if p.machines.server_nodes:
-        lines = _serving(p, 'srun --overlap --nodes=1 --ntasks=1 --nodelist')
-    train = f'"$(IFS=,; echo "${{hosts[*]:0:{n}}}")"'
-    srun = f'srun --overlap --kill-on-bad-exit=1 --nodes={n} --ntasks={n} --nodelist {train}'
-    lines += [_training(p, n > 1, f'{srun} \\\n    '), '']
-    bash = _settings(cfg, config)
-    return _slurm.format(nodes=nodes, per_node=gpus_per_node, bash=bash) + '\n'.join(lines)
+    p = plan_run(cfg, nodes, gpus_per_node, gpu)
+    return _script('slurm.sh.j2', p, config, nodes=nodes, per_node=gpus_per_node)
 
 
 def node_script(
@@ -215,18 +136,70 @@ def node_script(
     gpu: str = '',  # its name in `gpus`, for the check that all fits
 ) -> str:
     "Plain torchrun; servers on the last nodes serve until they are stopped. Raises ValueError"
-    p = plan(cfg, nodes, per_node, gpu)
-    mark = '# (not run on GPU)\n' if cfg.device == 'cuda' else ''
-    if nodes == 1:
-        return f'#!/bin/bash\n{mark}{_settings(cfg, config)}{_training(p, False)}\n'
-    lines = [_plain.format(nodes=nodes, bash=_settings(cfg, config))]
-    if p.machines.server_nodes:
-        serving = f'"${{hosts[@]:{p.machines.train_nodes}}}"'
-        wait = f'for host in {serving}; do on "$host" eval "wait; exit"; done'
-        lines += [*_serving(p, 'on'), wait]
-    return '\n'.join([*lines, _training(p, True), ''])
+    return _script('node.sh.j2', plan_run(cfg, nodes, per_node, gpu), config, nodes=nodes)
 
 
-# %% ../../nbs/launch/scripts.ipynb #0864579a
+# %% ../../nbs/launch/scripts.ipynb #2a981e5a
 if __name__ == '__main__':
-    serve(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    serve_rollout(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+
+
+# %% ../../nbs/launch/scripts.ipynb #a97efff8
+def _shaped(p: Pipeline, folders: dict[str, Path]) -> dict[str, TrainConfig]:
+    "Configs of the training stages; later ones have the policy of the checkpoint at the start"
+    configs = {s.name: train_config(p, s, folders) for s in p.stages if s.kind == 'train'}
+    begun = [c.init_from for c in configs.values() if Path(c.init_from, 'config.json').is_file()]
+    if not begun:
+        raise ValueError('no stage begins with a checkpoint that is there: set its init_from')
+    policy = read_config(begun[0])
+    return {name: replace(c, policy=policy) for name, c in configs.items()}
+
+
+def pipeline_scripts(
+    p: Pipeline,
+    folder: str | Path,  # folder of the pipeline, which every node can read
+    nodes: int,
+    gpus_per_node: int = 8,
+) -> dict[str, str]:  # by the name of the file, in the order of the jobs; submit.sh is the last
+    "For Slurm: `bash FOLDER/jobs/submit.sh` sends all jobs, each after the one before it"
+    check_complete(p)
+    folders, out = stage_folders(p, folder), {}
+    for name, cfg in _shaped(p, folders).items():
+        number = folders[name].name
+        config = Path(folder, 'jobs', f'{number}.json')
+        known = replace(cfg, init_from='')  # what it starts from may not be there yet
+        out[f'{number}.sh'] = slurm_script(known, nodes, gpus_per_node, str(config))
+        last = _next_before_training(p, name)
+        after = _templates.get_template('after.sh.j2')
+        out[f'{number}-after.sh'] = after.render(folder=shlex.quote(str(folder)), stage=last)
+    submit = _templates.get_template('submit.sh.j2').render(jobs=list(out))
+    return out | {'submit.sh': submit}
+
+
+def _next_before_training(p: Pipeline, name: str) -> str:
+    "The last stage up to which no further training is needed"
+    names = [s.name for s in p.stages]
+    i = names.index(name)
+    while i + 1 < len(names) and p.stages[i + 1].kind != 'train':
+        i += 1
+    return names[i]
+
+
+def write_pipeline_scripts(
+    p: Pipeline,
+    folder: str | Path,  # folder of the pipeline, which every node can read
+    nodes: int,
+    gpus_per_node: int = 8,
+) -> Path:  # submit.sh
+    "Scripts and configs into `folder/jobs`; the pipeline itself into `folder/pipeline.json`"
+    folder, scripts = Path(folder), pipeline_scripts(p, folder, nodes, gpus_per_node)
+    jobs = folder / 'jobs'
+    jobs.mkdir(parents=True, exist_ok=True)
+    write_json(folder / 'pipeline.json', pipeline_dict(p))
+    folders = stage_folders(p, folder)
+    for name, cfg in _shaped(p, folders).items():
+        write_json(jobs / f'{folders[name].name}.json', asdict(cfg))
+    for name, text in scripts.items():
+        replace_text(jobs / name, text)
+        (jobs / name).chmod(stat.S_IRWXU)
+    return jobs / 'submit.sh'

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.rollout_settings import VllmConfig
@@ -16,9 +16,10 @@ from compassrl.train.megatron.parallel import ParallelConfig, check_shape, check
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Rectangle
 
 # %% auto #0
-__all__ = ['Place', 'place', 'Server', 'Layout', 'layout', 'span', 'plot_layout']
+__all__ = ['Place', 'rank_place', 'ServerPlace', 'Layout', 'layout', 'span', 'plot_layout']
 
 
 # %% ../../nbs/plan/layout.ipynb #045d95f3
@@ -32,15 +33,15 @@ class Place:
     cp: int
     dp: int
     pp: int
-    etp: int  # the last three count for experts alone
+    etp: int  # this and the next two count for experts alone
     ep: int
     edp: int
-    layers: tuple[range, ...]  # of each of its `vpp` pieces
+    layers: tuple[range, ...]  # layers of each of its `vpp` pieces
     heads: range
     kv_heads: range
-    experts: range  # of every mixture among its layers
-    expert_rows: range  # of `moe_intermediate_size`
-    vocab: range  # of embedding and head, padding included; empty where a stage has neither
+    experts: range  # the same in every mixture among its layers
+    expert_rows: range  # rows of `moe_intermediate_size`
+    vocab: range  # rows of embedding and head, with padding; empty if a stage has neither
 
     @property
     def num_layers(self) -> int:
@@ -48,19 +49,19 @@ class Place:
 
 
 # %% ../../nbs/plan/layout.ipynb #22fcf9b9
-def _axes(rank, **sizes):  # the first axis changes fastest
+def _axes(rank: int, **sizes: int) -> dict[str, int]:  # the first axis changes fastest
     at = {}
     for axis, n in sizes.items():
         rank, at[axis] = divmod(rank, n)
     return at
 
 
-def _share(total, parts, i):  # the i-th of equal parts
+def _share(total: int, parts: int, i: int) -> range:  # the i-th of equal parts
     n = total // parts
     return range(n * i, n * (i + 1))
 
 
-def place(
+def rank_place(
     parallel: ParallelConfig,
     policy: PolicyConfig,
     world_size: int,
@@ -92,12 +93,12 @@ def place(
 
 # %% ../../nbs/plan/layout.ipynb #c6d4717d
 @dataclass(frozen=True)
-class Server:
+class ServerPlace:
     "A vLLM server that the run starts on GPUs that do not train"
 
     index: int
     gpus: range  # counted through all nodes
-    node: int  # of the first one
+    node: int  # where the first one is
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Layout:
     policy: PolicyConfig
     ranks_per_node: int
     places: tuple[Place, ...]
-    servers: tuple[Server, ...] = ()
+    servers: tuple[ServerPlace, ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -117,7 +118,7 @@ class Layout:
 
     def groups(
         self,
-        *axes: str,  # of tp, cp, dp, pp, or of etp, ep, edp, pp
+        *axes: str,  # some of tp, cp, dp, pp, or of etp, ep, edp, pp
     ) -> list[list[int]]:  # the ranks that differ in these axes alone
         "Who talks to whom. Raises ValueError for axes of both kinds"
         for kind in (('tp', 'cp', 'dp', 'pp'), ('etp', 'ep', 'edp', 'pp')):
@@ -143,13 +144,14 @@ def layout(
     check_world(parallel, world_size)
     check_shape(parallel, policy)
     places = tuple(
-        place(parallel, policy, world_size, r, ranks_per_node) for r in range(world_size)
+        rank_place(parallel, policy, world_size, r, ranks_per_node) for r in range(world_size)
     )
     servers = _servers(world_size, ranks_per_node, vllm)
     return Layout(parallel, policy, ranks_per_node, places, servers)
 
 
-def _servers(start, ranks_per_node, vllm):  # on the GPUs from `start` on
+def _servers(start: int, ranks_per_node: int, vllm: VllmConfig | None) -> tuple[ServerPlace, ...]:
+    "Servers on the GPUs from `start` on"
     if vllm is None or vllm.urls:
         return ()
     servers, n = [], vllm.tensor_parallel
@@ -157,7 +159,7 @@ def _servers(start, ranks_per_node, vllm):  # on the GPUs from `start` on
         left = -start % ranks_per_node  # GPUs left on this node
         if left < n and left:
             start += left  # a server stays on one node where it fits on one
-        servers.append(Server(i, range(start, start + n), start // ranks_per_node))
+        servers.append(ServerPlace(i, range(start, start + n), start // ranks_per_node))
         start += n
     return tuple(servers)
 
@@ -173,12 +175,12 @@ def span(r: range) -> str:
     return f'{r[0]}' if len(r) == 1 else f'{r[0]}-{r[-1]}'
 
 
-def _tint(stage, white):  # the colour of a pipeline stage, mixed with white
+def _tint(stage: int, white: float) -> list[float]:  # the colour of a stage, mixed with white
     code = _stages[stage % len(_stages)]
     return [white + (1 - white) * int(code[i : i + 2], 16) / 255 for i in (1, 3, 5)]
 
 
-def _label(p, layout, detail):  # what stands in a rank's cell
+def _label(p: Place, layout: Layout, detail: bool) -> str:  # what stands in a rank's cell
     axes = [f'{k}{getattr(p, k)}' for k in ('tp', 'cp', 'ep') if getattr(layout.parallel, k) > 1]
     if not detail:
         return '\n'.join([f'{p.rank}', ' '.join(axes).replace('p', '')])
@@ -188,59 +190,62 @@ def _label(p, layout, detail):  # what stands in a rank's cell
     return '\n'.join([f'rank {p.rank}: ' + ' '.join([f'dp{p.dp}', *axes]), *held])
 
 
-def _box(x, y, width, height, **look):
+def _box(x: float, y: float, width: float, height: float, **look: Any) -> Rectangle:
     from matplotlib.patches import Rectangle  # takes a second: not before something is drawn
 
     return Rectangle((x, y), width, height, **look)
 
 
 class _Grid:  # where each GPU is drawn: a row of cells per node, in one to four columns
-    def __init__(self, layout) -> None:
+    def __init__(self, layout: Layout) -> None:
         nodes, self.per_node = layout.num_nodes, layout.ranks_per_node
         last = max([len(layout.places), *(s.gpus[-1] + 1 for s in layout.servers)])
         self.detail = last <= 16  # is there room for words?
-        self.w, self.h = (1.55, 0.8) if self.detail else (0.62, 0.42)  # of a cell
+        self.w, self.h = (1.55, 0.8) if self.detail else (0.62, 0.42)  # size of a cell
         self.cols = 1 if nodes <= 8 else 2 if nodes <= 16 else 4
         self.rows = ceil(nodes / self.cols)
         self.node_width = min(self.per_node, last) * self.w
 
-    def size(self):  # of the figure, in inches
+    def size(self) -> tuple[float, float]:  # inches
         width, height = self.cols * (self.node_width + 0.5), self.rows * (self.h + 0.42) + 0.5
         scale = min(1, 13 / width)
         return scale * width, scale * height
 
-    def corner(self, i):  # of the i-th cell
+    def corner(self, i: int) -> tuple[float, float]:  # lower left of the i-th cell
         col, row = divmod(i // self.per_node, self.rows)
         return col * (self.node_width + 0.5) + i % self.per_node * self.w, -row * (self.h + 0.42)
 
-    def frame(self, ax, node):
+    def frame(self, ax: Axes, node: int) -> None:
         x, y = self.corner(node * self.per_node)
         size = self.node_width + 0.12, self.h + 0.12
         look = dict(fc='none', ec='#78716c', lw=1)
         ax.add_patch(_box(x - 0.06, y - 0.06, *size, **look))
         ax.text(x, y + self.h + 0.1, f'node {node}', fontsize=7, color='#44403c')
 
-    def cell(self, ax, i, text, fill, num=1, ink='black'):  # as wide as `num` GPUs
+    def cell(
+        self, ax: Axes, i: int, text: str, fill: Any, num: int = 1, ink: str = 'black'
+    ) -> None:
         (x, y), width = self.corner(i), num * self.w
         size = width - 0.06, self.h - 0.06
         ax.add_patch(_box(x + 0.03, y + 0.03, *size, fc=fill, ec='white'))
-        middle = dict(ha='center', va='center', fontsize=6.5)
-        ax.text(x + width / 2, y + self.h / 2, text, color=ink, **middle)
+        x, y = x + width / 2, y + self.h / 2
+        ax.text(x, y, text, color=ink, ha='center', va='center', fontsize=6.5)
 
 
-def _plot_server(ax, grid, server):
+def _plot_server(ax: Axes, grid: _Grid, server: ServerPlace) -> None:
     R, end = grid.per_node, server.gpus[-1] + 1
     for i in {max(server.gpus[0], g // R * R) for g in server.gpus}:  # its first GPU on each node
         grid.cell(ax, i, f'vLLM {server.index}', '#57534e', min(end - i, R - i % R), 'white')
 
 
-def _stage_legend(ax, layout):
+def _stage_legend(ax: Axes, layout: Layout) -> None:
     handles = {}
     for p in layout.places:
         label = f'stage {p.pp}: layers {", ".join(map(span, p.layers))}'
         handles[p.pp] = _box(0, 0, 1, 1, fc=_tint(p.pp, 0.45), label=label)
-    below = dict(loc='upper center', bbox_to_anchor=(0.5, 0))
-    ax.legend(handles=[*handles.values()], ncol=4, fontsize=7, frameon=False, **below)
+    look = dict(ncol=4, fontsize=7, frameon=False)
+    boxes = [*handles.values()]
+    ax.legend(handles=boxes, loc='upper center', bbox_to_anchor=(0.5, 0), **look)
 
 
 def plot_layout(

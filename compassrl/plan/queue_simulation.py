@@ -36,22 +36,19 @@ class Fault:
 class Simulation:
     "A queue at work, in virtual time"
 
-    timeout_s: float
-    max_restarts: int
-    d: PullQueue
-    seconds: Callable[[Request, str], float]
-
     def __init__(
         self,
         queue: PullQueue,
-        seconds: Callable[[Request, str], float],  # that a request takes on a replica
+        seconds: Callable[[Request, str], float],  # a request takes on a replica
         replicas: Iterable[str],
         faults: Iterable[Fault] = (),
         timeout_s: float = inf,  # a replica that owes answers and gives none for so long is lost
-        max_restarts: int = 3,  # of one replica
+        max_restarts: int = 3,  # restarts of one replica
     ) -> None:
-        self.d, self.seconds = queue, seconds
-        self.timeout_s, self.max_restarts = timeout_s, max_restarts
+        self.d: PullQueue = queue
+        self.seconds: Callable[[Request, str], float] = seconds
+        self.timeout_s: float = timeout_s
+        self.max_restarts: int = max_restarts
         self.spans: list[Attempt] = []
         self.events: list[tuple[float, int, str, Any]] = []  # heap of second, number, what, who
         self.number: count[int] = count()
@@ -100,11 +97,12 @@ class Simulation:
             self.at(now + back, 'join', r)
 
     def answer(self, ticket: int, now: float) -> None:
-        f = self.hung.get(self.given[ticket][0])
         if ticket in self.gone:
             return
-        if f and ticket in self.d.out and now < f.at + f.late:
-            return self.at(now + f.late, 'answer', ticket)
+        f = self.hung.get(self.given[ticket][0])
+        late = f.late if f and ticket in self.d.out else None
+        if f and late is not None and now < f.at + late:
+            return self.at(now + late, 'answer', ticket)
         self.span(ticket, now, 'done' if self.finish(ticket, now) else 'late')
         self.watch(now)
 
@@ -137,7 +135,7 @@ class Simulation:
 
 def simulate(
     requests: Sequence[Request],
-    seconds: Callable[[Request, str], float],  # that a request takes on a replica
+    seconds: Callable[[Request, str], float],  # a request takes on a replica
     replicas: Iterable[str],
     slots: int,
     *args: Any,

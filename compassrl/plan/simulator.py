@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil, inf, sqrt
+from typing import Any
 
 import torch
 
@@ -62,7 +63,7 @@ class StepCost:
 
 
 # %% ../../nbs/plan/simulator.ipynb #2eeeb76e
-class _Replica:  # its batch, as of second t
+class _Replica:  # its batch at second t
     def __init__(self, name: str, t: float) -> None:
         self.name, self.t = name, t
         self.step = self.cached = self.turn = 0
@@ -82,7 +83,7 @@ class Cluster(Simulation):
         cost: StepCost,
         replicas: Iterable[str],
         faults: Iterable[Fault] = (),
-        timeout_s: float = inf,  # as in `Simulation`
+        timeout_s: float = inf,  # see `Simulation`
         max_restarts: int = 3,
         plan: Schedule | None = None,  # learns from the answers, may drop what a group can spare
     ) -> None:
@@ -91,7 +92,10 @@ class Cluster(Simulation):
         self.plan: Schedule | None = plan
         self.at_work: dict[str, _Replica] = {}  # name -> _Replica
         self.moved: dict[str, None] = {}  # names of replicas whose batch has changed, in order
-        super().__init__(dispatcher, None, replicas, faults, timeout_s, max_restarts)
+        super().__init__(dispatcher, self._apart, replicas, faults, timeout_s, max_restarts)
+
+    def _apart(self, request: Request, replica: str) -> float:
+        raise NotImplementedError('replicas decode in batches: no request has seconds of its own')
 
     def join(self, r: str, now: float) -> None:
         super().join(r, now)
@@ -126,7 +130,7 @@ class Cluster(Simulation):
             k = s.ends[0][0] - s.step
             self.at(s.t + self.cost.steps(k, len(s.ends), s.cached), 'turn', (s, s.turn, k))
 
-    def _remove_dropped(self, s):
+    def _remove_dropped(self, s: _Replica) -> None:
         kept = []
         for end, ticket in s.ends:
             if ticket in s.dropped:
@@ -137,7 +141,7 @@ class Cluster(Simulation):
         s.ends = kept
         s.dropped.clear()
 
-    def _admit_new(self, s):
+    def _admit_new(self, s: _Replica) -> None:
         if s.new:
             s.t += self.cost.admit
         for ticket in s.new:
@@ -174,8 +178,10 @@ class Cluster(Simulation):
             return super().finish(ticket, now)
         i = self.given[ticket][1]
         r = self.d.requests[i]
-        ids = range(self.lengths[i])
-        sample = Sample(r.prompt_id, r.index, r.prompt_ids, ids, None, None, None, 'stop', 0)
+        ids: Any = range(self.lengths[i])  # only its length counts
+        nothing: Any = None
+        prompt = list(r.prompt_ids)
+        sample = Sample(r.prompt_id, r.index, prompt, ids, nothing, None, None, 'stop', 0)
         self.plan.observe(sample)
         counts = super().finish(ticket, now)
         self.plan.label(sample)
@@ -184,7 +190,7 @@ class Cluster(Simulation):
                 self._drop(dropped, now)
         return counts
 
-    def _drop(self, ticket, now):
+    def _drop(self, ticket: int, now: float) -> None:
         self.span(ticket, now, 'dropped')
         s = self.at_work[self.given[ticket][0]]
         s.dropped.add(ticket)
@@ -212,10 +218,10 @@ class RoundRobin(PullQueue):
     def leave(self, replica: str) -> list[Request]:
         raise NotImplementedError(f'{replica} is lost, and what was dealt to it with it')
 
-    def _fits(self, load, replica):
+    def _fits(self, load: int, replica: str) -> bool:
         return super()._fits(load, replica) and bool(self.mine[replica])
 
-    def _next(self, replica):
+    def _next(self, replica: str) -> tuple[str, int]:
         i = self.mine[replica].popleft()
         self.group[i].waiting.remove(i)
         self._file(self.group[i])
@@ -229,7 +235,7 @@ def makespan(spans: Iterable[Attempt]) -> float:  # seconds
 
 def idle_frac(
     spans: Sequence[Attempt],
-    num_slots: int,  # of all replicas together
+    num_slots: int,  # slots of all replicas together
 ) -> float:  # slot-seconds without a request until the last answer, as a share of all
     busy = sum(s.end - s.start for s in spans if s.outcome != 'late')
     return 1 - busy / (num_slots * makespan(spans))
@@ -244,7 +250,7 @@ def lower_bound(
 ) -> dict[str, float]:  # seconds: the even share of full batches; the longest, alone
     "What no schedule can beat: max(total/m, longest)"
 
-    def alone(c):  # seconds of each request without company
+    def alone(c: StepCost) -> list[float]:  # seconds of each request without company
         return [c.steps(n - 1, 1, len(r.prompt_ids)) for r, n in zip(requests, lengths)]
 
     full = replace(cost, base=cost.base / slots)
@@ -260,7 +266,7 @@ def work(
     "What one replica does depends on lengths alone, and its seconds are linear in these numbers"
     zero = StepCost(0, 0)
 
-    def spent(name):
+    def spent(name: str) -> float:
         cost = replace(zero, **{name: 1.0})
         return makespan(Cluster(PullQueue(requests, slots), lengths, cost, ['a']).run())
 
@@ -288,7 +294,7 @@ def fit_cost(
 
 def rewards_done(
     spans: Sequence[Attempt],
-    seconds: Callable[[int], float],  # that the reward of a request takes
+    seconds: Callable[[int], float],  # the reward of a request takes
     workers: int,
     overlap: bool = True,  # each begins when its sample ends; else all after the last one
 ) -> float:  # second at which the last reward is there

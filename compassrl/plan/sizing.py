@@ -5,12 +5,15 @@
 # %% ../../nbs/plan/sizing.ipynb #da944298
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import chain
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Annotated
 
-from compassrl.model.policy import PolicyConfig
-from compassrl.plan.layout import Place, place
+import torch
+
+from compassrl.model.policy import Block, PolicyConfig
+from compassrl.plan.layout import Place, rank_place
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.settings import at_least, check
@@ -23,6 +26,7 @@ __all__ = [
     'layer_params',
     'place_params',
     'num_params',
+    'whole_place',
     'Gpu',
     'Workload',
     'kept_elements',
@@ -32,58 +36,74 @@ __all__ = [
     'server_memory',
 ]
 
-
 # %% ../../nbs/plan/sizing.ipynb #24960031
-def layer_params(
-    policy: PolicyConfig,
-    layer: int,
-    heads: int,
-    kv_heads: int,
-    experts: int,  # of a mixture
-    rows: int,  # of `moe_intermediate_size`
-    dense_rows: int,  # of `intermediate_size`
-) -> dict[str, int]:  # part -> parameters
-    "Parameters in a slice of one layer"
-    c, D = policy, policy.hidden_size
-    out = dict(attention=2 * (heads + kv_heads) * c.head_dim * D, norms=2 * D + 2 * c.head_dim)
-    if not c.is_sparse(layer):
-        return out | dict(dense=3 * dense_rows * D)
-    return out | dict(router=c.num_experts * D, experts=3 * experts * rows * D)
+_parts = dict(
+    qkv='attention',
+    qkv_bias='attention',
+    out='attention',
+    router='router',
+    correction='correction',  # a buffer, which no gradient reaches
+)
 
 
-def _sum(dicts):
-    total: dict = {}
-    for d in dicts:
-        for k, v in d.items():
-            total[k] = total.get(k, 0) + v
-    return total
+def _part(tensor: str, is_sparse: bool) -> str:
+    for word, part in (('shared', 'shared'), ('norm', 'norms')):
+        if word in tensor:
+            return part
+    return _parts.get(tensor.split('.')[-1], 'experts' if is_sparse else 'dense')
+
+
+@lru_cache
+def layer_params(policy: PolicyConfig, is_sparse: bool) -> Counter[str]:  # part -> parameters
+    "Parameters of one layer, counted on tensors that have a shape and take no memory"
+    dense = () if is_sparse else (0,)
+    c = replace(policy, num_hidden_layers=1, decoder_sparse_step=1, mlp_only_layers=dense)
+    with torch.device('meta'):
+        block = Block(c, 0)
+    found: Counter[str] = Counter()
+    for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+        found[_part(name, is_sparse)] += tensor.numel()
+    return found
+
+
+def _num_layers(c: PolicyConfig, place: Place) -> dict[bool, int]:  # mixtures, dense layers
+    step, sparse = c.decoder_sparse_step, 0
+    for r in place.layers:  # without a loop over them: a wrong config may name a billion
+        dense = {i for i in c.mlp_only_layers if i in r and (i + 1) % step == 0}
+        sparse += r.stop // step - r.start // step - len(dense)
+    return {k: n for k, n in {True: sparse, False: place.num_layers - sparse}.items() if n}
 
 
 def place_params(
     policy: PolicyConfig, place: Place, parallel: ParallelConfig = ParallelConfig()
 ) -> dict[str, int]:  # part -> parameters
     "Parameters that one rank holds"
-    first, last = place.pp == 0, place.pp == parallel.pp - 1
-    slices = [len(x) for x in (place.heads, place.kv_heads, place.experts, place.expert_rows)]
-    dense_rows = policy.intermediate_size // parallel.tp
-    layers = chain(*place.layers)
-    out = _sum(layer_params(policy, i, *slices, dense_rows) for i in layers)
+    p, found = parallel, Counter()
+    cuts = dict(attention=p.tp, dense=p.tp, experts=p.ep * p.expert_tp)
+    for is_sparse, n in _num_layers(policy, place).items():
+        for part, size in layer_params(policy, is_sparse).items():
+            found[part] += n * size // cuts.get(part, 1)
+    first, last = place.pp == 0, place.pp == p.pp - 1
     # a stage between the ends has no rows
     tables = 1 if policy.tie_word_embeddings else first + last
-    out['vocabulary'] = tables * len(place.vocab) * policy.hidden_size
-    if last:
-        out['norms'] += policy.hidden_size
-    return out
+    found['vocabulary'] = tables * len(place.vocab) * policy.hidden_size
+    found['norms'] += last * policy.hidden_size
+    return dict(found)
 
 
 def num_params(
     policy: PolicyConfig,
 ) -> tuple[int, int]:  # all; active, as model cards count: without the experts that a token misses
     "Parameters of a policy, without building it"
-    c, parts = policy, place_params(policy, place(ParallelConfig(), policy, 1, 0))
+    c, parts = policy, place_params(policy, whole_place(policy))
     total, experts = sum(parts.values()), parts.get('experts', 0)
     idle = experts * (c.num_experts - c.num_experts_per_tok) // c.num_experts
     return total, total - idle
+
+
+def whole_place(policy: PolicyConfig) -> Place:
+    "The place of the only rank, which holds everything"
+    return rank_place(ParallelConfig(), policy, 1, 0)
 
 
 # %% ../../nbs/plan/sizing.ipynb #b8249932
@@ -114,11 +134,11 @@ class Workload:
     "One step of a run. Raises ValueError"
 
     responses: Annotated[int, at_least(1)] = 1024
-    prompt_tokens: Annotated[int, at_least(1)] = 512  # of a prompt, mean
-    # of a response, mean: the guess that matters most
+    prompt_tokens: Annotated[int, at_least(1)] = 512  # mean of a prompt
+    # mean of a response: the guess that matters most
     response_tokens: Annotated[int, at_least(1)] = 2048
-    max_tokens: Annotated[int, at_least(1)] = 4096  # of the longest response
-    # of one data-parallel rank, padding included
+    max_tokens: Annotated[int, at_least(1)] = 4096  # the longest response
+    # tokens of one data-parallel rank, padding included
     micro_batch_tokens: Annotated[int, at_least(1)] = 16_384
     # responses that one server works on at the same time
     num_slots: Annotated[int, at_least(1)] = 256
@@ -136,24 +156,26 @@ class Workload:
 
 # %% ../../nbs/plan/sizing.ipynb #d6e81d8b
 def kept_elements(
-    policy: PolicyConfig, layer: int, recompute: str = 'none'
+    policy: PolicyConfig, is_sparse: bool, recompute: str = 'none'
 ) -> int:  # numbers per token
     "What the backward pass of one layer needs from the forward pass"
     c, D = policy, policy.hidden_size
     if recompute == 'full':
-        return D  # the layer's input; the rest is made again
+        return D  # the layer's input; the rest is computed again
     H, KV, d, K = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_experts_per_tok
     norms = 2 * D  # in and out
-    heads = 2 * (H + KV) * d + KV * d + H * d  # q and k around their norm; v; what comes out
+    heads = 2 * (H + KV) * d + KV * d + H * d  # q and k around their norm; v; the output
     kept = 2 * norms + heads
-    if not c.is_sparse(layer):
+    if not is_sparse:
         return kept + 3 * c.intermediate_size
     if recompute == 'moe':
         return kept
-    return kept + K * (D + 3 * c.moe_intermediate_size) + c.num_experts
+    width = K * c.moe_intermediate_size + c.shared_expert_intermediate_size
+    return kept + K * D + 3 * width + c.num_experts
 
 
-def _in_flight(parallel, stage):  # micro-batches whose activations one stage holds
+def _in_flight(parallel: ParallelConfig, stage: int) -> float:
+    "Micro-batches whose activations one stage holds"
     left, vpp = parallel.pp - stage, parallel.vpp
     if vpp == 1:
         return left
@@ -170,34 +192,38 @@ def rank_memory(
     "What one rank that trains holds"
     p, wide = parallel, 4 if parallel.dtype == 'float32' else 2
     params = place_params(policy, place, p)
-    expert = params.pop('experts', 0)
+    fixed, expert = params.pop('correction', 0), params.pop('experts', 0)
     rest = sum(params.values())
     state = 8 if wide == 4 else 12  # Adam's moments; below fp32 also the master weights
     longest = workload.prompt_tokens + workload.max_tokens
     tokens = min(workload.micro_batch_tokens, workload.responses * longest) / (p.tp * p.cp)
-    layers = [i for piece in place.layers for i in piece]
-    kept = sum(kept_elements(policy, i, p.recompute) for i in layers) * _in_flight(p, place.pp)
-    again = 0
+    layers = _num_layers(policy, place)
+    kept = sum(n * kept_elements(policy, k, p.recompute) for k, n in layers.items())
+    kept *= _in_flight(p, place.pp)
     if p.recompute != 'none':
-        again = max(kept_elements(policy, i) for i in layers)  # one layer at a time
+        kept += max(kept_elements(policy, k) for k in layers)  # one layer at a time
     logits = 0
     if place.pp == p.pp - 1:  # [tokens, V] all, of the response, in fp32; a gradient
         logits = len(place.vocab) * p.tp * (4 + 3 * wide)
     return dict(
-        weights=wide * (rest + expert),
+        weights=wide * (rest + expert + fixed),
         gradients=4 * (rest + expert),
         optimizer=state * (rest / (p.dp(world_size) * p.cp) + expert / p.edp(world_size)),
-        activations=wide * tokens * (kept + again),
+        activations=wide * tokens * kept,
         logits=min(tokens, workload.logit_tokens or tokens) * logits,
     )
 
 
 # %% ../../nbs/plan/sizing.ipynb #43609865
-def weight_bytes(policy: PolicyConfig, quantization: str = '') -> dict[str, int]:
-    "Bytes by part as vLLM holds them: FP8 for what is quantised, else bfloat16"
-    params = place_params(policy, place(ParallelConfig(), policy, 1, 0))
-    small = ('attention', 'dense', 'experts') if quantization == 'fp8' else ()
-    return {k: n * (1 if k in small else 2) for k, n in params.items()}
+def weight_bytes(
+    policy: PolicyConfig,
+    quantization: str = '',
+    wide: int = 2,  # bytes of a number that is not quantised
+) -> dict[str, int]:  # part -> bytes
+    "Weights as vLLM holds them: FP8 for what is quantised, else bfloat16"
+    params = place_params(policy, whole_place(policy))
+    small = ('attention', 'dense', 'experts', 'shared') if quantization == 'fp8' else ()
+    return {k: n * (1 if k in small else wide) for k, n in params.items()}
 
 
 def kv_bytes(

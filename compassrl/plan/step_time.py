@@ -11,7 +11,7 @@ from itertools import product
 from math import ceil
 
 from compassrl.model.policy import PolicyConfig
-from compassrl.plan.layout import Layout, place
+from compassrl.plan.layout import Layout, rank_place
 from compassrl.plan.sizing import (
     Gpu,
     Workload,
@@ -46,15 +46,15 @@ __all__ = [
 class Guess:
     "What no data sheet says: shares of the peak that are reached, and a fixed cost"
 
-    matrix_frac: float = 0.35  # of the matrix units, in training
-    memory_frac: float = 0.6  # of the memory's bandwidth, in decoding
-    link_frac: float = 0.7  # of a link's bandwidth, in the weight sync
-    token_s: float = 0.003  # of each decoding step that no data sheet explains
+    matrix_frac: float = 0.35  # share of the matrix units' peak, in training
+    memory_frac: float = 0.6  # share of the memory's bandwidth, in decoding
+    link_frac: float = 0.7  # share of a link's bandwidth, in the weight sync
+    token_s: float = 0.003  # seconds of each decoding step that no data sheet explains
 
 
 def token_flops(
     policy: PolicyConfig,
-    length: float,  # of the sequence that the token belongs to
+    length: float,  # tokens in its sequence
 ) -> float:
     "Forward, per token: 2 per parameter that it meets, and attention over half the sequence"
     c = policy
@@ -136,13 +136,13 @@ def sync_s(
 
 
 # %% ../../nbs/plan/step_time.ipynb #cb77cd8b
-def _bytes(n):
+def _bytes(n: float) -> str:
     return f'{n / 1e9:,.2f} GB' if n >= 1e7 else f'{n / 1e6:,.2f} MB'
 
 
 @dataclass(frozen=True)
 class Estimate:
-    "Of a layout on a kind of GPU; nothing of it was measured"
+    "Memory and time of a layout on a kind of GPU; nothing was measured"
 
     layout: Layout
     gpu: Gpu | None  # None = a CPU: bytes alone
@@ -161,7 +161,7 @@ class Estimate:
 
     def table(self) -> str:
         "Memory of the fullest rank and of a server, and the time of a step"
-        rows = {f'rank, {k}': _bytes(v) for k, v in self.fullest.items()}
+        rows = {f'rank, {k}': _bytes(v) for k, v in self.fullest.items() if v}
         rows['rank, all'] = _bytes(self.peak)
         for k, v in self.server.items():
             what = f'server GPU, {k.replace("_", " ")}'
@@ -183,14 +183,16 @@ def estimate(
     vllm: VllmConfig | None = None,  # None = nothing of the rollout is estimated
     guess: Guess = Guess(),
     rollout: RolloutConfig = RolloutConfig(),  # how its weights and cache are stored
+    stages: list[dict[str, float]] | None = None,  # one rank of each stage; None = training alone
 ) -> Estimate:
     "Memory per rank and time per step"
     p, c, n = layout.parallel, layout.policy, len(layout.places)
-    stages = [rank_memory(c, p, n, layout.places[s * n // p.pp], workload) for s in range(p.pp)]
+    firsts = [layout.places[s * n // p.pp] for s in range(p.pp)]
+    stages = stages or [rank_memory(c, p, n, place, workload) for place in firsts]
     if gpu is None:
         return Estimate(layout, gpu, workload, stages, {}, {})
     own = vllm is None or bool(vllm.urls or layout.servers)  # has the rollout GPUs of its own?
-    taken = 0.0 if own else max(sum(s.values()) for s in stages)
+    taken = 0.0 if own else max(sum(s.values()) - s.get('rollout', 0) for s in stages)
     server = server_memory(c, vllm, gpu, taken, rollout) if vllm else {}
     times = train_s(c, p, n, gpu, workload, guess)
     if vllm:
@@ -204,7 +206,7 @@ def estimate(
 _recompute = ('none', 'moe', 'full')  # from the least to the most
 
 
-def _room(gpu):
+def _room(gpu: Gpu) -> float:
     return gpu.memory_gb * 1e9 - reserve
 
 
@@ -215,8 +217,8 @@ def fitting(
     workload: Workload = Workload(),
     parallel: ParallelConfig = ParallelConfig(dtype='bfloat16'),  # what is not searched
     ranks_per_node: int = 8,
-) -> list[ParallelConfig]:  # that fit, with the least recomputation and cutting first
-    "Layouts for so many GPUs"
+) -> list[ParallelConfig]:  # the least recomputation and cutting first
+    "Layouts that fit on so many GPUs"
 
     def fits(p):
         try:
@@ -225,7 +227,7 @@ def fitting(
             return False
         first_ranks = [s * world_size // p.pp for s in range(p.pp)]  # one of each stage
         for rank in first_ranks:
-            at = place(p, policy, world_size, rank, ranks_per_node)
+            at = rank_place(p, policy, world_size, rank, ranks_per_node)
             if sum(rank_memory(policy, p, world_size, at, workload).values()) > _room(gpu):
                 return False
         return True
@@ -249,7 +251,7 @@ def check_fits(
     if gpu is None:
         return
     if e.peak > _room(gpu):
-        most, use = max(e.fullest, key=e.fullest.get), _way_out(e, can_cut)
+        most, use = max(e.fullest, key=lambda k: e.fullest[k]), _way_out(e, gpu, can_cut)
         raise ValueError(
             f'a rank needs {e.peak / 1e9:,.0f} GB of the {gpu.memory_gb:,} GB of a {gpu.name}, '
             f'most for {most} (estimate): use {use}'
@@ -263,11 +265,11 @@ def check_fits(
         )
 
 
-def _way_out(e, can_cut):
+def _way_out(e: Estimate, gpu: Gpu, can_cut: bool) -> str:
     found, at = [], e.layout
     if can_cut:
         n = len(at.places)
-        found = fitting(at.policy, n, e.gpu, e.workload, at.parallel, at.ranks_per_node)
+        found = fitting(at.policy, n, gpu, e.workload, at.parallel, at.ranks_per_node)
     if not found:
         return 'a smaller optim.micro_batch_tokens, or more GPUs'
     f = found[0]

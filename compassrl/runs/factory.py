@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,6 +45,8 @@ __all__ = [
     'train_engines',
     'RolloutKind',
     'TrainKind',
+    'vllm_settings',
+    'check_engines',
     'prepare',
     'follow',
     'Engines',
@@ -58,12 +60,14 @@ class RolloutKind:
     "One engine that samples"
 
     build: Callable[[TrainConfig, Path, Path], RolloutEngine]  # of config, weights, run's folder
-    check: Callable[[TrainConfig, int], None] = lambda cfg, num_ranks: None  # raises ValueError
+    # (config, ranks, here: with what this machine has?); raises ValueError
+    check: Callable[..., None] = lambda cfg, num_ranks, here=True: None
     is_vllm: bool = False  # do the settings `vllm.*` count?
     serves: bool = False  # does it run in servers beside the ranks?
 
     def gpus(self, cfg: TrainConfig) -> int:  # of servers that a run starts itself
-        own = self.serves and not cfg.vllm.urls and cfg.device == 'cuda'
+        apart = not cfg.vllm.urls and not cfg.vllm.colocated and cfg.device == 'cuda'
+        own = self.serves and apart
         return cfg.vllm.num_replicas * cfg.vllm.tensor_parallel if own else 0
 
 
@@ -73,7 +77,7 @@ class TrainKind:
 
     # (config, weights, watch, last: does no other engine follow?)
     start: Callable[..., AbstractContextManager[TrainEngine]]
-    check: Callable[[TrainConfig, int], None]  # for so many ranks; raises ValueError
+    check: Callable[..., None]  # (config, ranks, here: with what this machine has?)
     saver: type[Saver]
     meet: Callable[[TrainConfig], object] = lambda cfg: (
         None
@@ -96,67 +100,59 @@ def _torch_rollout(cfg, source, folder):
     return Fp8Rollout(*common, weights=products, activations=products, kv_cache=cache)
 
 
-def _vllm(cfg, source, folder):
-    from compassrl.rollout.vllm.in_process import VllmRollout
-
-    return VllmRollout(
-        source,
-        cfg.vllm,
-        getattr(torch, cfg.rollout.dtype),
-        num_slots=cfg.rollout.num_slots,
+def vllm_settings(cfg: TrainConfig) -> dict[str, Any]:
+    "What a config says to vLLM, in this process, in a pool or in a server that a script starts"
+    r = cfg.rollout
+    return dict(
+        config=cfg.vllm,
+        dtype=getattr(torch, r.dtype),
         return_routes=cfg.router_replay == 'R3',
-        quantization=cfg.rollout.quantization,
-        kv_cache_dtype=cfg.rollout.kv_cache_dtype,
+        quantization=r.quantization,
+        kv_cache_dtype=r.kv_cache_dtype,
     )
 
 
+def _vllm(cfg: TrainConfig, source: Path, folder: Path) -> RolloutEngine:
+    from compassrl.rollout.vllm.in_process import VllmRollout
+
+    return VllmRollout(source, num_slots=cfg.rollout.num_slots, **vllm_settings(cfg))
+
+
 @phase('starting servers')
-def _pool(cfg, source, folder):
+def _pool(cfg: TrainConfig, source: Path, folder: Path) -> RolloutEngine:
     from compassrl.rollout.vllm.pool import VllmPool
 
-    v = replace(cfg.vllm, sync=weight_sync(cfg.vllm, cfg.device, world()[1]))
+    sync = weight_sync(cfg.vllm, cfg.device, world()[1])
     return VllmPool(
         source,
-        v,
-        getattr(torch, cfg.rollout.dtype),
         num_slots=cfg.rollout.num_slots,
-        return_routes=cfg.router_replay == 'R3',
-        quantization=cfg.rollout.quantization,
-        kv_cache_dtype=cfg.rollout.kv_cache_dtype,
         schedule=cfg.schedule,
         log_dir=folder / 'servers',
-        first_gpu=0 if v.colocated else int(os.environ.get('LOCAL_WORLD_SIZE', 1)),
+        first_gpu=0 if cfg.vllm.colocated else int(os.environ.get('LOCAL_WORLD_SIZE', 1)),
+        **vllm_settings(replace(cfg, vllm=replace(cfg.vllm, sync=sync))),
     )
 
 
 # %% ../../nbs/runs/factory.ipynb #56c08f12
-def _check_settings(cfg, one_process):
-    need('vllm', 'vllm', f'rollout_engine={cfg.rollout_engine!r}')
+def _check_settings(cfg: TrainConfig, one_process: bool, here: bool) -> None:
+    if here:
+        need('vllm', 'vllm', f'rollout_engine={cfg.rollout_engine!r}')
     if world()[0]:
         return  # rank 0 talks to the servers
-    check_vllm(
-        cfg.policy,
-        cfg.vllm,
-        getattr(torch, cfg.rollout.dtype),
-        cfg.device,
-        cfg.router_replay == 'R3',
-        one_process=one_process,
-        quantization=cfg.rollout.quantization,
-        kv_cache_dtype=cfg.rollout.kv_cache_dtype,
-    )
+    check_vllm(cfg.policy, device=cfg.device, one_process=one_process, **vllm_settings(cfg))
 
 
-def _check_in_process(cfg, num_ranks):
+def _check_in_process(cfg: TrainConfig, num_ranks: int, here: bool = True) -> None:
     if num_ranks > 1:
         raise ValueError(
             f'{num_ranks} processes: vLLM does not start inside one of them, '
             "use rollout_engine='pool'"
         )
-    _check_settings(cfg, one_process=True)
+    _check_settings(cfg, True, here)
 
 
-def _check_pool(cfg, num_ranks):
-    _check_settings(cfg, one_process=False)
+def _check_pool(cfg: TrainConfig, num_ranks: int, here: bool = True) -> None:
+    _check_settings(cfg, False, here)
     if not world()[0]:
         weight_sync(cfg.vllm, cfg.device, num_ranks)
 
@@ -184,7 +180,7 @@ def _start_torch(cfg, source, watch, last=True):
     yield _torch_train(cfg, source, cfg.router_replay)
 
 
-def _check_torch(cfg, num_ranks):
+def _check_torch(cfg: TrainConfig, num_ranks: int, here: bool = True) -> None:
     if num_ranks > 1:
         raise ValueError(
             f"{num_ranks} processes: train_engine='torch' is one, "
@@ -192,9 +188,10 @@ def _check_torch(cfg, num_ranks):
         )
 
 
-def _check_megatron(cfg, num_ranks):
-    need('megatron', 'megatron-core', "train_engine='megatron'")
-    device = cfg.device if find_spec('transformer_engine') else 'cpu'
+def _check_megatron(cfg: TrainConfig, num_ranks: int, here: bool = True) -> None:
+    if here:
+        need('megatron', 'megatron-core', "train_engine='megatron'")
+    device = cfg.device if not here or find_spec('transformer_engine') else 'cpu'
     check_parallel(cfg.parallel, cfg.policy, num_ranks, device=device)
 
 
@@ -246,14 +243,23 @@ train_engines: dict[str, TrainKind] = dict(
 
 
 # %% ../../nbs/runs/factory.ipynb #1a830ca4
+def check_engines(
+    cfg: TrainConfig,
+    num_ranks: int,
+    here: bool = True,  # also what this machine has installed?
+) -> None:
+    "Raises ValueError for settings that an engine refuses; a run and its plan ask alike"
+    train_engines[cfg.train_engine].check(cfg, num_ranks, here)
+    rollout_engines[cfg.rollout_engine].check(cfg, num_ranks, here)
+
+
 def prepare(
     cfg: TrainConfig,
 ) -> RankMonitor | None:  # over all ranks; None for an engine of one process
     "This process, ready for its engines. Raises ValueError for what cannot be had here"
     train, num_ranks = train_engines[cfg.train_engine], world()[1]
     set_up(cfg)
-    train.check(cfg, num_ranks)
-    rollout_engines[cfg.rollout_engine].check(cfg, num_ranks)
+    check_engines(cfg, num_ranks)
     if not world()[0]:
         check_trackers(cfg.trackers)
         check_memory(cfg, num_ranks, int(os.environ.get('LOCAL_WORLD_SIZE', 1)))

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from compassrl.algo.losses import policy_losses
+from compassrl.launch.background import status
 from compassrl.launch.panel import Attached, panel, with_value
-from compassrl.launch.process import status
 from compassrl.runs.presets import presets, smoke_cpu
 from compassrl.runs.run import start_run
 from compassrl.train.sft import SFTConfig
-from tests.launch.test_process import until
+from tests.launch.test_background import until
 
 
 def quick(folder):

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from compassrl.config import read_run_config
-from compassrl.launch.scripts import node_script, serve, slurm_script
+from compassrl.launch.scripts import node_script, serve_rollout, slurm_script
 from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.vllm.server import free_port
@@ -26,7 +26,7 @@ from compassrl.runs import cli
 from compassrl.runs.cli import parse_resume, parse_train
 from compassrl.runs.presets import presets, smoke_cpu
 from compassrl.train.megatron.parallel import ParallelConfig
-from tests.launch.test_plan import BIG, Q30, TWO
+from tests.launch.test_machines import BIG, Q30, TWO
 from tests.support import fork_server as forked
 
 BIN = Path(sys.executable).parent
@@ -170,9 +170,9 @@ def test_a_server_expects_the_weights_as_they_will_come(tmp_path, device, sync, 
     )
     (tmp_path / 'config.json').write_text(json.dumps(asdict(cfg)))
     with pytest.raises(ValueError, match='COMPASSRL_SECRET has 0 characters: export'):
-        serve(tmp_path / 'config.json', 8100)
+        serve_rollout(tmp_path / 'config.json', 8100)
     with patch.object(os, 'execve') as became, patch.dict(os.environ, SECRET):
-        serve(tmp_path / 'config.json', 8100)
+        serve_rollout(tmp_path / 'config.json', 8100)
     command = became.call_args[0][1]
     assert command[command.index('--host') + 1] == '127.0.0.1'
     assert not [word for word in command if SECRET['COMPASSRL_SECRET'] in word]

@@ -1,4 +1,4 @@
-"The count on paper against engines that are built, and against the count of the launch notebooks"
+"The count on paper against engines that are built; the panel and a run count alike"
 
 from dataclasses import replace
 
@@ -6,66 +6,118 @@ import pytest
 import torch
 
 from compassrl.config import TrainConfig
+from compassrl.launch.machines import plan_run
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.plan import memory
-from compassrl.plan.memory import check_memory, free_memory, memory_needed, num_params
-from compassrl.plan.sizing import num_params as by_rank
+from compassrl.plan.memory import check_memory, free_memory, memory_needed, run_memory
+from compassrl.plan.sizing import num_params
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
+from compassrl.runs.presets import presets
+from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.torch_train import OptimConfig, adamw
 
-SHAPES = [
-    PolicyConfig(),
-    PolicyConfig(tie_word_embeddings=True, num_hidden_layers=5, decoder_sparse_step=2),
-    PolicyConfig(num_hidden_layers=4, mlp_only_layers=(0, 3, 9), num_experts=300),
-    PolicyConfig(num_hidden_layers=6, decoder_sparse_step=3, mlp_only_layers=(1, 2, 2)),
-    PolicyConfig(151936, 2048, 48, 32, 4, 128, 6144, 768, 128, 8, max_position_embeddings=40960),
-]
-
-
-@pytest.mark.parametrize('shape', SHAPES, ids=lambda c: str(c.num_hidden_layers))
-def test_parameters(shape):
-    with torch.device('meta'):
-        built = sum(p.numel() for p in Policy(shape).parameters())
-    assert num_params(shape) == built == by_rank(shape)[0]
+MIXED = PolicyConfig(tie_word_embeddings=True, num_hidden_layers=5, decoder_sparse_step=2)
+GLM = PolicyConfig(
+    family='glm4_moe',
+    qk_norm='none',
+    router_score='sigmoid',
+    shared_expert_intermediate_size=64,
+    mlp_only_layers=(0,),
+)
+Q30 = PolicyConfig(151936, 2048, 48, 32, 4, 128, 6144, 768, 128, 8, max_position_embeddings=8192)
 
 
 def num_bytes(tensors):
     return sum(t.nbytes for t in tensors)
 
 
-def test_what_a_trainer_holds():
-    "Weights, gradients, and the moments of the optimiser after a step"
-    policy = Policy(SHAPES[1])
+@pytest.mark.parametrize('shape', [PolicyConfig(), MIXED, GLM], ids=['moe', 'mixed', 'glm'])
+def test_what_a_trainer_holds(shape):
+    "Weights, gradients, and the moments of the optimiser after a step; weights of a reference"
+    policy = Policy(shape)
     optim = adamw(policy, OptimConfig())
     for p in policy.parameters():
         p.grad = torch.ones_like(p)
     optim.step()
-    weights = list(policy.parameters())
+    corrections = [b for name, b in policy.named_buffers() if name.endswith('correction')]
+    weights = [*policy.parameters(), *corrections]
     moments = [t for s in optim.state.values() for t in s.values() if t.dim()]
-    held = num_bytes(weights) + num_bytes(p.grad for p in weights) + num_bytes(moments)
-    cfg = TrainConfig(policy=SHAPES[1])
-    assert memory_needed(cfg)[0]['trainer'] == held
-    loss = replace(cfg.loss, kl_coef=0.1)
-    with_reference = memory_needed(replace(cfg, loss=loss))[0]['trainer']
-    assert with_reference == held + num_bytes(weights)
+    cfg = TrainConfig(policy=shape)
+    held = run_memory(cfg)
+    assert held['weights'] == num_bytes(weights) and held['optimizer'] == num_bytes(moments)
+    assert held['gradients'] == num_bytes(p.grad for p in policy.parameters())
+    assert 'reference' not in held
+    with_reference = run_memory(replace(cfg, loss=replace(cfg.loss, kl_coef=0.1)))
+    assert with_reference['reference'] == num_bytes(weights)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'float64', 'bfloat16'])
 def test_what_a_rollout_holds(dtype):
     "Weights, and keys and values of the longest sequence in each slot"
-    cfg = TrainConfig(policy=SHAPES[1], rollout=RolloutConfig(num_slots=7, dtype=dtype))
+    cfg = TrainConfig(policy=MIXED, rollout=RolloutConfig(num_slots=7, dtype=dtype))
     engine = TorchRollout(cfg.policy, 7, getattr(torch, dtype))
     engine.slots.reserve(cfg.data.max_prompt_tokens + cfg.rollout.max_tokens, 1)
     held = num_bytes(engine.policy.parameters()) + engine.slots.kv.nbytes
-    assert memory_needed(cfg)[0]['rollout'] == held
+    assert run_memory(cfg)['rollout'] == held
+
+
+def test_where_vllm_holds_its_weights():
+    "In this process, or in servers on this CPU; other GPUs and machines have memory of their own"
+    size = num_params(PolicyConfig())[0]
+
+    def rollout(engine, device='cpu', dtype='bfloat16', **kw):
+        how = RolloutConfig(dtype=dtype)
+        cfg = TrainConfig(rollout_engine=engine, device=device, vllm=VllmConfig(**kw), rollout=how)
+        return run_memory(cfg)['rollout'] / size
+
+    assert rollout('vllm') == 2 == rollout('vllm', 'cuda') and rollout('vllm', dtype='float32') == 4
+    assert rollout('pool', num_replicas=3) == 6
+    assert rollout('pool', 'cuda', num_replicas=3) == 0 == rollout('pool', urls=('http://a:1',))
 
 
 def test_ranks_share_the_trainer():
-    cfg = TrainConfig(train_engine='megatron', init_from='m')
-    whole = memory_needed(cfg)[0]['trainer']
-    assert memory_needed(cfg, 4)[0]['trainer'] == whole / 4
-    alone = replace(cfg, train_engine='torch')
-    assert memory_needed(alone, 4)[0]['trainer'] == whole
+    "Experts by `ep`, the rest's optimiser by all; a cold start is done by one process alone"
+    cfg = TrainConfig(train_engine='megatron', init_from='m', parallel=ParallelConfig(ep=2))
+    whole, half = run_memory(replace(cfg, train_engine='torch')), run_memory(cfg, 2, 1)
+    assert whole['optimizer'] == 2 * half['optimizer'] and half['weights'] > whole['weights'] / 2
+    assert 'rollout' not in half and run_memory(cfg, 2)['rollout'] == whole['rollout']
+    cold = run_memory(replace(cfg, init_from=''), 2)
+    assert all(cold[k] == whole[k] for k in ('weights', 'gradients', 'optimizer'))
+    on_device, _ = memory_needed(cfg, 2, 2)
+    both = sum(sum(run_memory(cfg, 2, r).values()) for r in (0, 1))
+    assert sum(on_device.values()) == both
+
+
+def test_the_fullest_gpu_counts():
+    "A middle stage has no vocabulary; the first one holds the most micro-batches"
+    p = ParallelConfig(pp=4, ep=2, etp=1, dtype='bfloat16', recompute='full')
+    cfg = replace(presets['one-node'](), policy=Q30, parallel=p)
+    stages = [sum(run_memory(cfg, 8, r).values()) for r in (0, 2, 4, 6)]
+    assert sum(memory_needed(cfg, 8)[0].values()) == max(stages) > min(stages)
+
+
+MACHINES = {'one-node': (1, 8), 'multi-node': (4, 8)}
+
+
+@pytest.mark.parametrize('name', presets)
+def test_panel_and_run_give_the_same_number(name):
+    "The panel asks `plan_run`, the run `check_memory`: rank by rank the same parts"
+    cfg = presets[name]()
+    if name in MACHINES:
+        cfg = replace(cfg, policy=Q30)
+    p = plan_run(cfg, *MACHINES.get(name, (1, 0)))
+    n, found = p.machines.world_size, p.estimate
+    per_stage = n // len(found.stages)
+    assert found.stages == [run_memory(cfg, n, s * per_stage) for s in range(len(found.stages))]
+    if cfg.device == 'cuda' or n == 1:
+        assert found.peak == sum(memory_needed(cfg, n)[0].values())
+
+
+def test_a_model_of_30_billion_on_four_gpus():
+    "Weights and gradients are not shared by all ranks, as a sixteenth part of 16 bytes would be"
+    cfg = replace(presets['one-node'](), policy=Q30)
+    assert round(sum(memory_needed(cfg, 4)[0].values()) / 1e9) == 147
 
 
 def group(folder, limit, used, droppable):
@@ -88,10 +140,14 @@ def test_a_container_has_less(tmp_path, monkeypatch):
     assert free_memory() > 3000
 
 
+SHORT = TrainConfig(optim=OptimConfig(micro_batch_tokens=1), rollout=RolloutConfig(num_slots=1))
+
+
 @pytest.mark.parametrize(
     'cfg, advice',
     [
-        (TrainConfig(), 'use a smaller policy'),
+        (TrainConfig(), 'lower optim.micro_batch_tokens=2048'),
+        (SHORT, 'use a smaller policy'),
         (TrainConfig(eval_k=9000, group_size=9), 'lower eval_k=9000'),
         (TrainConfig(rollout=RolloutConfig(num_slots=99_999)), 'lower rollout.num_slots=99999'),
         (TrainConfig(policy=PolicyConfig(num_experts=9999)), 'lower policy.num_experts=9999'),

@@ -35,7 +35,7 @@ from compassrl.train.megatron.heartbeat import LIMIT_VARIABLE, Heartbeat
 from compassrl.train.megatron.leader import Leader, RankMonitor, serve_leader
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.sft import SFTConfig
-from tests.launch.test_plan import TWO
+from tests.launch.test_machines import TWO
 from tests.support import chaos
 from tests.support.ranks import lively
 from tests.train.megatron.test_engine import LOSS, OPTIM, POLICY

@@ -4,13 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from compassrl.launch import plan as module
-from compassrl.launch.plan import machines, plan, workload
+from compassrl.launch import machines as module
+from compassrl.launch.machines import machines, plan_run
+from compassrl.launch.scripts import node_script
 from compassrl.model.policy import PolicyConfig
+from compassrl.plan.memory import workload
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.runs import factory
 from compassrl.runs.presets import one_gpu, smoke_cpu
+from compassrl.runs.run_data import resolve
 from compassrl.train.megatron.parallel import ParallelConfig
+from tests.support.families import FAMILIES, original
 from tests.support.faults import noticed, planted
 
 Q30 = PolicyConfig(151936, 2048, 48, 32, 4, 128, 6144, 768, 128, 8, max_position_embeddings=8192)
@@ -46,6 +50,8 @@ def whole_nodes(m):
     assert m.machines(replace(BIG, vllm=VllmConfig(urls=('http://a:1',))), 4, 8) == m.Machines(4, 8)
     assert m.machines(replace(BIG, rollout_engine='torch'), 4, 8) == m.Machines(4, 8)
     assert m.machines(replace(BIG, device='cpu'), 1, 8) == m.Machines(1, 8), 'processes need no GPU'
+    colocated = VllmConfig(num_replicas=2, tensor_parallel=4, colocated=True)
+    assert m.machines(replace(BIG, vllm=colocated), 1, 8) == m.Machines(1, 8), 'they share GPUs'
 
 
 def smallest(m):
@@ -76,6 +82,7 @@ def test_machines(law):
         ('nodes-serving', 'nodes'),
         ('per_node//v.tensor_parallel', 'per_node'),
         ('not cfg.vllm.urls and', ''),
+        ('not cfg.vllm.colocated and', ''),
         ("and cfg.device=='cuda'", ''),
         ('lcm(p.tp*p.cp, p.expert_tp*p.ep)', 'p.tp*p.cp*p.expert_tp*p.ep'),
     ],
@@ -91,7 +98,7 @@ def test_faults_are_noticed(old, new):
         (BIG, 1, 8, '1 x 8 GPUs: 3 servers of 4 leave none'),
         (BIG, 2, 8, '2 x 8 GPUs: 3 servers'),
         (BIG, 6, 3, r'vllm.tensor_parallel=4: a node has 3 GPUs'),
-        (smoke_cpu(), 1, 2, "2 ranks: train_engine='torch' is one process"),
+        (smoke_cpu(), 1, 2, "2 processes: train_engine='torch' is one, start it without torchrun"),
         (ONE_PROMPT, 1, 5, 'a step has 4 responses'),
     ],
 )
@@ -105,7 +112,7 @@ def test_refusals(cfg, nodes, per_node, said):
 
 def test_plan():
     "Layout with servers, and an estimate; refused where it does not fit, with a way out"
-    p = plan(BIG, 6, 8, 'H200')
+    p = plan_run(BIG, 6, 8, 'H200')
     assert len(p.layout.places) == 32 and p.layout.num_nodes == 6
     assert [s.node for s in p.layout.servers] == [4, 4, 5]
     assert set(p.estimate.times) == {'rollout_s', 'sync_s', 'log_probs_s', 'update_s'}
@@ -113,14 +120,68 @@ def test_plan():
     assert workload(BIG).response_tokens == 1536
     assert workload(BIG, 1.0).response_tokens == 3072
     with pytest.raises(ValueError, match='of the 80 GB of a H100.*use parallel.tp='):
-        plan(BIG, 6, 8, 'H100')
+        plan_run(BIG, 6, 8, 'H100')
     with pytest.raises(ValueError, match=r"gpu='H1000': use one of \['A100"):
-        plan(BIG, 6, 8, 'H1000')
+        plan_run(BIG, 6, 8, 'H1000')
     with pytest.raises(ValueError, match='ep=3 does not divide num_experts=8'):
-        plan(replace(TWO, parallel=ParallelConfig(ep=3)))
-    small = plan(replace(TWO, rollout_engine='pool', vllm=VllmConfig(num_replicas=2)))
+        plan_run(replace(TWO, parallel=ParallelConfig(ep=3)))
+    pool = replace(TWO, rollout_engine='pool', vllm=VllmConfig(num_replicas=2))
+    with pytest.raises(ValueError, match='head_dim=16: attention on a CPU needs'):
+        plan_run(pool)
+    small = plan_run(replace(pool, policy=replace(TWO.policy, head_dim=32)))
     assert len(small.layout.places) == len(small.layout.servers) == 2
     assert small.layout.num_nodes == 1
     assert small.estimate.times == {} and 'CPU' in small.estimate.table()
     with pytest.raises(ValueError, match='nowhere'):
-        plan(replace(TWO, init_from='nowhere'))
+        plan_run(replace(TWO, init_from='nowhere'))
+
+
+# ---- a plan and a run refuse the same
+
+
+def refusal(ask, *args):
+    try:
+        ask(*args)
+    except ValueError as e:
+        return str(e)
+
+
+CASES = {
+    'as it is': (1, {}),
+    'two ranks': (2, {}),
+    'three ranks': (3, {}),
+    'split experts': (2, dict(parallel=ParallelConfig(ep=2))),
+    'split context': (2, dict(parallel=ParallelConfig(cp=2))),
+    'in process': (1, dict(rollout_engine='vllm')),
+    'in two processes': (2, dict(rollout_engine='vllm')),
+    'servers': (1, dict(rollout_engine='pool')),
+    'servers by NCCL': (1, dict(rollout_engine='pool', vllm=VllmConfig(sync='nccl'))),
+    'colocated': (1, dict(rollout_engine='pool', vllm=VllmConfig(colocated=True))),
+    'no routes': (1, dict(rollout_engine='vllm', router_replay='off')),
+}
+
+
+@pytest.mark.parametrize('train_engine', factory.train_engines)
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_plan_accepts_what_a_run_accepts(family, train_engine, tmp_path, monkeypatch):
+    "Every family on every engine: with the same message where both refuse"
+    original(family, tmp_path)
+    started = replace(smoke_cpu(), init_from=str(tmp_path), train_engine=train_engine)
+    monkeypatch.setattr(factory, 'check_memory', lambda *args: None)
+    monkeypatch.setattr(factory, 'meet_ranks', lambda *args: None)
+    accepted = 0
+    for name, (ranks, settings) in CASES.items():
+        cfg = replace(started, **settings)
+        monkeypatch.setenv('WORLD_SIZE', str(ranks))
+        said = refusal(lambda c: factory.prepare(resolve(c)), cfg)
+        assert refusal(plan_run, cfg, 1, ranks) == said, name
+        accepted += said is None
+    mapped = family in ('Qwen3', 'Qwen3-MoE')
+    assert accepted >= (1 if train_engine == 'torch' or mapped else 0)
+    if train_engine == 'torch':
+        plan_run(started), node_script(started)
+
+
+def test_a_shape_that_no_family_has_is_refused_by_both():
+    odd = replace(smoke_cpu(), policy=PolicyConfig(family='llama', qk_norm='width'))
+    assert refusal(resolve, odd) == refusal(plan_run, odd) is not None

@@ -13,8 +13,16 @@ import pytest
 import torch
 
 from compassrl.config import read_run_config
-from compassrl.launch import process as module
-from compassrl.launch.process import follow, launch, launch_on, report_parts, resume, status, watch
+from compassrl.launch import background as module
+from compassrl.launch.background import (
+    follow_run,
+    launch,
+    launch_on,
+    report_parts,
+    resume,
+    status,
+    watch_run,
+)
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.runs.presets import one_gpu, smoke_cpu
 from compassrl.train.megatron.parallel import ParallelConfig
@@ -46,7 +54,7 @@ def weights(folder):
 def whole(tmp_path_factory):
     "One run that nobody disturbed, looked at from start to end"
     run = launch(SMOKE, tmp_path_factory.mktemp('runs') / 'whole run')  # a blank in the name
-    seen = list(follow(run, 0.05))
+    seen = list(follow_run(run, 0.05))
     assert run.wait() == run.run_dir
     return run, seen
 
@@ -134,7 +142,7 @@ def test_a_failure_shows_its_last_words(tmp_path):
     assert status(run) == 'failed with exit code 1: starting'
     assert not run.was_stopped() and not run.run_dir.exists()
     with pytest.raises(RuntimeError, match='exit code 1'):
-        watch(run)
+        watch_run(run)
 
 
 def test_a_killed_run_is_a_failure(tmp_path):
@@ -255,7 +263,7 @@ def test_launch_on_too_few_gpus(tmp_path):
 
 def test_too_many_ranks(tmp_path):
     "Refused before a process or a file exists"
-    with pytest.raises(ValueError, match="2 ranks: train_engine='torch' is one"):
+    with pytest.raises(ValueError, match="2 processes: train_engine='torch' is one"):
         launch(SMOKE, tmp_path / 'a', num_ranks=2)
     assert list(tmp_path.iterdir()) == []
 
