@@ -10,7 +10,7 @@ _modules = {  # name -> where it is
     'AdvantageConfig': 'algo.advantages',
     'Batch': 'records',
     'DataConfig': 'data.prompts',
-    'EspoConfig': 'algo.espo',
+    'EspoConfig': 'algo.losses.espo',
     'LossConfig': 'algo.losses',
     'OptimConfig': 'train.torch_train',
     'PolicyConfig': 'model.policy',
@@ -30,7 +30,7 @@ _modules = {  # name -> where it is
     'fit': 'loop',
     'group_advantages': 'algo.advantages',
     'load_prompts': 'data.loading',
-    'policy_loss': 'algo.losses',
+    'policy_loss': 'algo.loss_registry',
     'presets': 'runs.cli',
     'read_run_config': 'config',
     'resume_run': 'runs.run',
@@ -47,10 +47,10 @@ _parts = frozenset(_parts.split())
 if TYPE_CHECKING:  # the same for type checkers
     from .algo.advantages import AdvantageConfig as AdvantageConfig
     from .algo.advantages import group_advantages as group_advantages
-    from .algo.espo import EspoConfig as EspoConfig
+    from .algo.loss_registry import policy_loss as policy_loss
     from .algo.losses import LossConfig as LossConfig
     from .algo.losses import PolicyLoss as PolicyLoss
-    from .algo.losses import policy_loss as policy_loss
+    from .algo.losses.espo import EspoConfig as EspoConfig
     from .config import TrainConfig as TrainConfig
     from .config import read_run_config as read_run_config
     from .data.loading import load_prompts as load_prompts

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from compassrl.algo.advantages import AdvantageConfig
-from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig
+from compassrl.algo.losses.espo import EspoConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.data.prompts import DataConfig
 from compassrl.data.tools import ToolConfig

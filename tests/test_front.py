@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 from tests.support import ROOT
-from tests.test_course import COURSE
+from tests.test_toc import COURSE
 
 sys.path.insert(0, str(ROOT / 'tools'))
 import front  # noqa: E402

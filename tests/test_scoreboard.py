@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.support import ROOT
-from tests.test_course import COURSE
+from tests.test_toc import COURSE
 
 GROUPS = yaml.safe_load((ROOT / 'nbs' / 'scoreboard.yml').read_text())['groups']
 ROWS = [row for g in GROUPS for row in g['rows']]

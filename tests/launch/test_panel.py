@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from compassrl.algo.losses import policy_losses
+from compassrl.algo.loss_registry import policy_losses
 from compassrl.launch.panel import Attached, panel, with_value
 from compassrl.launch.process import status
 from compassrl.runs.presets import presets, smoke_cpu
