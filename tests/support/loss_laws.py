@@ -188,7 +188,7 @@ def law_first_update(make, name):
         value, _ = loss(x, replace(batch, old_log_probs=x), *counts(batch))
         mode = loss.cfg.aggregation
         weights = token_weights(batch.response_mask, mode, *counts(batch), 16, torch.double)
-        close(torch.autograd.grad(value, x)[0], -batch.advantages * weights, 1e-9)
+        close(torch.autograd.grad(value, x)[0], -batch.advantages * weights, 1e-6)
 
     check()
 
