@@ -18,7 +18,7 @@ from compassrl.algo.losses.espo import (
     group_mean,
     group_ratio,
 )
-from compassrl.model.routers import softmax_gates
+from compassrl.model.layers import softmax_gates
 from compassrl.records import Batch, Sample, collate
 
 from .canvas import Role, arrow, box, dot, drawing, line, text, width

@@ -24,7 +24,7 @@ from compassrl.algo.losses.espo import EspoConfig, EspoStep
 from compassrl.algo.ratios import kl_estimate, log_ratio, tis_weights
 from compassrl.algo.zero_variance import ZeroVarianceConfig, growth, shape_rewards, token_advantages
 from compassrl.config import TrainConfig
-from compassrl.model.routers import softmax_gates
+from compassrl.model.layers import softmax_gates
 from compassrl.model.shape import PolicyConfig
 from compassrl.plan.queue_simulation import simulate
 from compassrl.records import Request, Sample, Verdict, collate

@@ -14,9 +14,8 @@ from typing import Annotated, Literal
 
 from tokenizers import Tokenizer
 
-from compassrl.data.chat import ChatTemplate
 from compassrl.data.loading import Loaded, load_prompts
-from compassrl.data.rows import Reading, check_reading, prompt_id
+from compassrl.data.rows import ChatTemplate, Reading, check_reading, prompt_id
 from compassrl.data.tasks import num_problems, problem, task_families
 from compassrl.data.tokenizer import encode
 from compassrl.records import Prompt, derive_seed

@@ -12,8 +12,8 @@ __all__ = ['task_families', 'verifiers']
 
 # %% ../../nbs/data/registries.ipynb #a1e1beba
 task_families: Registry = Registry(
-    **dict.fromkeys(('instructions', 'tools', 'programs'), 'compassrl.data.gym_tasks'),
-    shop='compassrl.data.shop',
+    **dict.fromkeys(('instructions', 'tools', 'programs'), 'compassrl.data.toys'),
+    shop='compassrl.data.toys',
     calculation='compassrl.data.tools',
 )
 

@@ -20,16 +20,24 @@ from compassrl.files import read_data
 from compassrl.settings import Registry, at_least, check, one_of
 
 # %% auto #0
-__all__ = ['tools', 'tool', 'calculator', 'lookup', 'ToolConfig', 'ToolUser', 'calculation']
+__all__ = [
+    'tool_functions',
+    'tool',
+    'calculator',
+    'lookup',
+    'ToolConfig',
+    'ToolUser',
+    'calculation',
+]
 
 # %% ../../nbs/data/tools.ipynb #39e1d2d6
 _F = TypeVar('_F', bound=Callable[..., Any])
-tools: Registry = Registry(python='compassrl.judges.python_tool')
+tool_functions: Registry = Registry(python='compassrl.judges.python_tool')
 
 
 def tool(fn: _F) -> _F:
     "Registers `fn(call)` by its name; it returns what the policy reads"
-    tools[fn.__name__] = fn
+    tool_functions[fn.__name__] = fn
     return fn
 
 
@@ -55,7 +63,7 @@ class ToolConfig:
     "What a response may call. Raises ValueError"
 
     # calculator, lookup, python, or your own by `compassrl.data.tools.tool`; empty = none
-    name: Annotated[str, one_of(tools)] = ''
+    name: Annotated[str, one_of(tool_functions)] = ''
     # answers in one response; a further call ends it
     max_calls: Annotated[int, at_least(1)] = 4
     begin: str = '<'  # what a call begins with
@@ -65,8 +73,10 @@ class ToolConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.name and self.name not in tools:
-            raise ValueError(f'name={self.name!r}: use one of {", ".join(tools)}, or register it')
+        if self.name and self.name not in tool_functions:
+            raise ValueError(
+                f'name={self.name!r}: use one of {", ".join(tool_functions)}, or register it'
+            )
         if (self.name == 'lookup') != bool(self.table):
             raise ValueError(
                 f'table={self.table!r} with name={self.name!r}: a file is for lookup, it needs one'
@@ -83,7 +93,7 @@ class ToolUser:
     table that is none"""
 
     def __init__(self, cfg: ToolConfig, tokenizer: Tokenizer) -> None:
-        self.cfg, self.tokenizer, self.tool = cfg, tokenizer, tools[cfg.name]
+        self.cfg, self.tokenizer, self.tool = cfg, tokenizer, tool_functions[cfg.name]
         if cfg.table:
             table = read_data(cfg.table)
             if not isinstance(table, dict):
