@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from compassrl.algo.advantages import group_advantages
-from compassrl.data.shop import shop_quality
 from compassrl.data.tokenizer import build_tokenizer
+from compassrl.data.toys import shop_quality
 from compassrl.judges.genrm import compare, label_rewards
 from compassrl.judges.local_genrm import JUDGE_PROMPT
 from compassrl.judges.pairs import (

@@ -30,7 +30,7 @@ _modules = {  # name -> where it is
     'fit': 'loop',
     'group_advantages': 'algo.advantages',
     'load_prompts': 'data.loading',
-    'policy_loss': 'algo.losses',
+    'policy_loss': 'algo.loss_registry',
     'presets': 'runs.cli',
     'read_run_config': 'config',
     'resume_run': 'runs.run',
@@ -50,7 +50,6 @@ if TYPE_CHECKING:  # the same for type checkers
     from .algo.algo_settings import EspoConfig as EspoConfig
     from .algo.algo_settings import LossConfig as LossConfig
     from .algo.losses import PolicyLoss as PolicyLoss
-    from .algo.losses import policy_loss as policy_loss
     from .config import TrainConfig as TrainConfig
     from .config import read_run_config as read_run_config
     from .data.data_settings import DataConfig as DataConfig

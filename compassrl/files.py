@@ -142,5 +142,5 @@ def own_function(
     if callable(fn):
         return fn
     mine = inspect.getmembers(module, lambda x: getattr(x, '__module__', 0) == module.__name__)
-    names = [n for n, f in mine if inspect.isfunction(f)]
+    names = [n for n, f in mine if callable(f) and not inspect.isclass(f)]
     raise ValueError(f'{setting}={spec!r}: {place} has no function {name!r}, only {names}')

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from compassrl.algo.advantages import Estimator, group_advantages
-from compassrl.algo.espo import EspoConfig, adaptive_clip, entropy_groups, group_mean, group_ratio
-from compassrl.algo.losses import clipped_surrogate, policy_losses
-from compassrl.model.routers import softmax_gates
+from compassrl.algo.loss_registry import policy_losses
+from compassrl.algo.losses import clipped_surrogate
+from compassrl.algo.losses.espo import (
+    EspoConfig,
+    adaptive_clip,
+    entropy_groups,
+    group_mean,
+    group_ratio,
+)
+from compassrl.model.layers import softmax_gates
 from compassrl.records import Batch, Sample, collate
 
 from .canvas import Role, arrow, box, dot, drawing, line, text, width

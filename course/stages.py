@@ -44,7 +44,7 @@ homes = {  # module or folder -> its stage
     'judges.genrm_judge': 'genrm',
     'algo.zero_variance': 'zero_variance',
     'studies.zero_variance': 'zero_variance',
-    'algo.espo': 'espo',
+    'algo.losses.espo': 'espo',
     'model.log_probs': 'log_probs',
     'train.sft': 'sft',
     'rollout.fp8': 'fp8',

@@ -9,8 +9,8 @@ from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
-from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig
+from compassrl.algo.losses.espo import EspoConfig
 from compassrl.config import TrainConfig, config_from_dict, read_run_config
 from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.torch_rollout import RolloutConfig

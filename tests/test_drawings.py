@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from compassrl.algo.advantages import group_advantages
-from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig, PolicyLoss, clipped_surrogate
+from compassrl.algo.losses.espo import EspoConfig
 from compassrl.config import read_run_config
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_shapes

@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from compassrl.algo.advantages import AdvantageConfig, group_advantages
-from compassrl.algo.espo import EspoConfig, EspoStep
-from compassrl.algo.losses import LossConfig, aggregate, policy_losses
+from compassrl.algo.loss_registry import policy_losses
+from compassrl.algo.losses import LossConfig, aggregate
+from compassrl.algo.losses.espo import EspoConfig, EspoStep
 from compassrl.algo.ratios import kl_estimate, log_ratio, tis_weights
 from compassrl.algo.zero_variance import ZeroVarianceConfig, growth, shape_rewards, token_advantages
 from compassrl.config import TrainConfig
-from compassrl.model.routers import softmax_gates
+from compassrl.model.layers import softmax_gates
 from compassrl.model.shape import PolicyConfig
 from compassrl.plan.queue_simulation import simulate
 from compassrl.records import Request, Sample, Verdict, collate
@@ -42,7 +43,7 @@ HOMES = dict(
     trace='runs/trace',
     fp8='rollout/fp8',
     mismatch='algo/engine_gap',
-    clip='algo/espo',
+    clip='algo/losses/espo',
     groups='algo/zero_variance',
     grpo='algo/losses',
     clinic='loop',

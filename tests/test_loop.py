@@ -12,8 +12,8 @@ import torch
 
 from compassrl import loop as trainer
 from compassrl.algo.advantages import AdvantageConfig
-from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig
+from compassrl.algo.losses.espo import EspoConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig

@@ -223,7 +223,7 @@ def module_of(path):
     found = re.search(
         r'^#\|\s*default_exp:?\s+(\S+)', '\n'.join(map(code, cells(path, 'code'))), flags=re.M
     )
-    return found[1] if found else ''
+    return found[1].removesuffix('.__init__') if found else ''
 
 
 @each_notebook

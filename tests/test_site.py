@@ -123,7 +123,10 @@ def test_the_site_has_every_notebook_under_its_folder_and_name(site):
 
 def test_a_page_is_marked_in_the_list_of_pages(site):
     here = r'<li class="toctree-l1 current"><a class="current reference internal" href="#">([^<]+)'
-    for name, title in (('algo/espo', 'ESPO'), ('rollout/vllm/pool', 'A pool of vLLM servers')):
+    for name, title in (
+        ('algo/losses/espo', 'ESPO'),
+        ('rollout/vllm/pool', 'A pool of vLLM servers'),
+    ):
         found = re.findall(here, (site / f'{name}.html').read_text())
         assert len(found) == 1 and found[0].endswith(title), (name, found)
 
@@ -176,7 +179,7 @@ def test_the_api_shows_signatures_comments_and_patched_methods(site):
         html = (site / 'api' / f'compassrl.{module}.html').read_text()
         return ' '.join(unescape(re.sub(r'<[^>]*>', '', html)).split())
 
-    espo = text('algo.espo')
+    espo = text('algo.losses.espo')
     assert 'entropy_groups( entropy: Tensor, mask: Tensor, cfg: EspoConfig, ) → Tensor' in espo
     assert 'entropy – [B, T] nats, of the old policy' in espo  # a comment beside a parameter
     pool = text('rollout.vllm.pool')
@@ -468,7 +471,7 @@ def test_the_search_finds_a_word(address, browser):
 def test_code_can_be_copied(address, browser):
     "The button stands in every block of code, and gives the code alone"
     page = browser.new_page()
-    page.goto(address + 'algo/espo.html')
+    page.goto(address + 'algo/losses/espo.html')
     blocks, buttons = page.locator('div.highlight pre'), page.locator('button.copybtn')
     assert blocks.count() == buttons.count() > 20
 

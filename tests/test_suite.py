@@ -37,7 +37,7 @@ def test_a_file_is_imported_where_a_test_of_it_may_be_meant(expression, possible
 @pytest.mark.parametrize(
     'keyword, file, left_out',
     [
-        ('espo', 'algo/test_espo.py', None),
+        ('espo', 'algo/losses/test_espo.py', None),
         ('genrm', 'launch/test_sizing.py', True),
         ('algo', 'algo/test_losses.py', None),
         ('', 'launch/test_sizing.py', None),

@@ -156,7 +156,7 @@ def test_a_line_that_was_typed_by_hand_becomes_the_only_one(before):
 @pytest.mark.parametrize(
     'target, today',
     [
-        ('../train/espo.ipynb#break-it', 'algo/espo'),
+        ('../train/espo.ipynb#break-it', 'algo/losses/espo'),
         ('../judges/pull_queue.ipynb', 'rollout/pull_queue'),
     ],
 )

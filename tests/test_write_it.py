@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from course.lesson import check
-from tests.algo.test_espo import batches
+from tests.algo.losses.test_espo import batches
 from tests.support import ROOT, loss_laws
 
 FOLDER = ROOT / 'nbs' / 'write_it'

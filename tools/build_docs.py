@@ -67,9 +67,10 @@ def exported(tree):
 def symbols(package=ROOT / 'compassrl'):
     "Page of a module -> its public names, from the generated files"
     found = {}
-    for path in sorted(package.rglob('[!_]*.py')):
-        page = path.relative_to(package).with_suffix('').as_posix()
-        found[page] = exported(ast.parse(path.read_text()))
+    for path in sorted(package.rglob('*.py')):
+        page = path.relative_to(package).with_suffix('').as_posix().removesuffix('/__init__')
+        if names := exported(ast.parse(path.read_text())):
+            found[page] = names
     return found
 
 

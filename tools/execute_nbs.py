@@ -1,6 +1,6 @@
 """Execute notebooks in a real kernel and store what a reader should see: outputs, figures, widgets.
 
-    python tools/execute_nbs.py [--flags "slow gpu"] [--check] [nbs/algo/espo.ipynb ...]
+    python tools/execute_nbs.py [--flags "slow gpu"] [--check] [nbs/algo/losses/espo.ipynb ...]
 
 No names = all of them. Cells that nbdev-test would skip (`#| slow`, `#| gpu`, `#| eval: false`) are
 not run and keep their stored outputs. Progress bars and Python warnings never go into the notebook;

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tools/families.py     # writes benchmarks/results/families.json
 
-`tests/model/test_families.py` executes the same and compares.
+`tests/model/test_hf_config.py` executes the same and compares.
 """
 
 import json

@@ -71,8 +71,16 @@ class Course:
 
     @cached_property
     def listed(self):
-        "The parts as course.yml has them"
-        return [Part(**p) for p in self.data['parts']]
+        "The parts of course.yml; `folder/*` stands for its notebooks that are named nowhere else"
+        parts = [Part(**p) for p in self.data['parts']]
+        named = {n for p in parts for n in p.notebooks}
+        return [replace(p, notebooks=[*self.spelled_out(p.notebooks, named)]) for p in parts]
+
+    def spelled_out(self, names, named):
+        for n in names:
+            folder = n.removesuffix('*')
+            found = (p for p in self.paths if p.rpartition('/')[0] + '/' == folder)
+            yield from sorted({*found} - named) if n.endswith('/*') else [n]
 
     @cached_property
     def parts(self):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from compassrl.data.shop import shop_quality
 from compassrl.data.tokenizer import build_tokenizer, response_text
+from compassrl.data.toys import shop_quality
 from compassrl.judges.genrm import Question, compare, label_rewards
 from compassrl.judges.pairs import agreement, label_of, shop_pairs, true_label
 from compassrl.judges.serial import Judge, record_verdict

@@ -34,8 +34,8 @@ from statistics import fmean
 from _runner import OFF, Study, interval, rounded, run_all
 from _tables import final, flags, lowest, rates_of, show, small, summary
 
-from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig
+from compassrl.algo.losses.espo import EspoConfig
 from compassrl.model.policy import Policy
 from compassrl.runs.facts import machine_info
 

@@ -30,8 +30,8 @@ import torch
 from _runner import OFF, Study, interval
 from _tables import final, flags, rates_of, report, run_quick
 
-from compassrl.algo.espo import EspoConfig, entropy_groups
 from compassrl.algo.losses import LossConfig
+from compassrl.algo.losses.espo import EspoConfig, entropy_groups
 from compassrl.data.tasks import Problem, judge, task_family, verifier
 from compassrl.data.tokenizer import build_tokenizer
 from compassrl.records import derive_seed

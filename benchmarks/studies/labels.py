@@ -39,9 +39,9 @@ from _tables import lowest
 from tqdm import tqdm
 
 from compassrl.algo.losses import LossConfig
-from compassrl.data.shop import shop, shop_quality
 from compassrl.data.tasks import Choices, Problem, task_family
 from compassrl.data.tokenizer import response_text
+from compassrl.data.toys import shop, shop_quality
 from compassrl.judges.pairs import any_answer
 from compassrl.loop import Stop, fit
 from compassrl.model.policy import Policy

@@ -30,8 +30,8 @@ from functools import partial
 from _runner import OFF, Study
 from _tables import final, flags, report, run_quick, tuned
 
-from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig
+from compassrl.algo.losses.espo import EspoConfig
 from compassrl.runs.presets import tiny_cpu
 
 

@@ -30,8 +30,8 @@ from recipe import STUDY as RECIPE
 from recipe import dapo, falling, grpo
 from recipe import turn as recipe
 
-from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig
+from compassrl.algo.losses.espo import EspoConfig
 
 
 def updates(arm, num, cfg):

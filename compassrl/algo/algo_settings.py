@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from compassrl.algo.own_loss import policy_losses
+from compassrl.algo.loss_registry import Aggregation, policy_losses
 from compassrl.settings import above, at_least, between, check, one_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     'Estimator',
     'Sampling',
-    'Aggregation',
     'KlEstimator',
     'Tis',
     'Groups',
@@ -88,9 +87,6 @@ class ZeroVarianceConfig:
 
 
 # %% ../../nbs/algo/algo_settings.ipynb #92d6d321
-Aggregation = Literal[
-    'seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum-norm', 'seq-mean-token-sum'
-]
 KlEstimator = Literal['k1', 'k2', 'k3']
 Tis = Literal['off', 'truncate', 'mask']
 
@@ -130,8 +126,8 @@ class LossConfig:
             raise ValueError(
                 f'max_response_tokens=0: {mode} divides by it; use the budget of a response'
             )
-        own = dict(aggregation=fn.aggregation, clip_eps_low=fn.clip[0], clip_eps_high=fn.clip[1])
-        return replace(self, **{k: v for k, v in own.items() if getattr(self, k) is None})
+        own = fn.choices().items()
+        return replace(self, **{k: v for k, v in own if getattr(self, k) is None})
 
 
 # %% ../../nbs/algo/algo_settings.ipynb #67d75ec2

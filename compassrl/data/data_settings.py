@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from compassrl.data.registries import task_families, tools, verifiers
+from compassrl.data.registries import task_families, tool_functions, verifiers
 from compassrl.settings import above, at_least, between, check, one_of
 
 # %% auto #0
@@ -112,7 +112,7 @@ class ToolConfig:
     "What a response may call. Raises ValueError"
 
     # calculator, lookup, python, or your own by `compassrl.data.tools.tool`; empty = none
-    name: Annotated[str, one_of(tools)] = ''
+    name: Annotated[str, one_of(tool_functions)] = ''
     # answers in one response; a further call ends it
     max_calls: Annotated[int, at_least(1)] = 4
     begin: str = '<'  # what a call begins with
@@ -122,8 +122,9 @@ class ToolConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.name and self.name not in tools:
-            raise ValueError(f'name={self.name!r}: use one of {", ".join(tools)}, or register it')
+        if self.name and self.name not in tool_functions:
+            known = ', '.join(tool_functions)
+            raise ValueError(f'name={self.name!r}: use one of {known}, or register it')
         if (self.name == 'lookup') != bool(self.table):
             raise ValueError(
                 f'table={self.table!r} with name={self.name!r}: a file is for lookup, it needs one'

@@ -13,11 +13,10 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
-from compassrl.data.chat import ChatTemplate
 from compassrl.data.data_settings import DataConfig as DataConfig
 from compassrl.data.data_settings import SelectBy as SelectBy
 from compassrl.data.loading import Loaded, load_prompts
-from compassrl.data.rows import Reading, prompt_id
+from compassrl.data.rows import ChatTemplate, Reading, prompt_id
 from compassrl.data.tasks import num_problems, problem, task_families
 from compassrl.data.tokenizer import encode
 from compassrl.records import Prompt, derive_seed

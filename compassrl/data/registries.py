@@ -8,14 +8,14 @@ from __future__ import annotations
 from compassrl.settings import Registry
 
 # %% auto #0
-__all__ = ['task_families', 'verifiers', 'tools']
+__all__ = ['task_families', 'verifiers', 'tool_functions']
 
 # %% ../../nbs/data/registries.ipynb #a1e1beba
 task_families: Registry = Registry(
     **dict.fromkeys(('arithmetic', 'countdown', 'strings'), 'compassrl.data.tasks'),
     calculation='compassrl.data.tools',
-    **dict.fromkeys(('instructions', 'tools', 'programs'), 'compassrl.data.gym_tasks'),
-    shop='compassrl.data.shop',
+    **dict.fromkeys(('instructions', 'tools', 'programs'), 'compassrl.data.toys'),
+    shop='compassrl.data.toys',
 )
 
 verifiers: Registry = Registry(
@@ -27,7 +27,7 @@ verifiers: Registry = Registry(
     **dict.fromkeys(('numeric', 'set_match', 'composite'), 'compassrl.judges.gym'),
 )
 
-tools: Registry = Registry(
+tool_functions: Registry = Registry(
     **dict.fromkeys(('calculator', 'lookup'), 'compassrl.data.tools'),
     python='compassrl.judges.python_tool',
 )

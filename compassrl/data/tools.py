@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from compassrl.data.data_settings import ToolConfig as ToolConfig
-from compassrl.data.registries import tools as tools
+from compassrl.data.registries import tool_functions as tool_functions
 from compassrl.data.tasks import Choices, Problem, one_line, task_family
 from compassrl.data.tokenizer import encode
 from compassrl.files import read_data
@@ -28,7 +28,7 @@ _F = TypeVar('_F', bound=Callable[..., Any])
 
 def tool(fn: _F) -> _F:
     "Registers `fn(call)` by its name; it returns what the policy reads"
-    tools[fn.__name__] = fn
+    tool_functions[fn.__name__] = fn
     return fn
 
 
@@ -54,7 +54,7 @@ class ToolUser:
     table that is none"""
 
     def __init__(self, cfg: ToolConfig, tokenizer: Tokenizer) -> None:
-        self.cfg, self.tokenizer, self.tool = cfg, tokenizer, tools[cfg.name]
+        self.cfg, self.tokenizer, self.tool = cfg, tokenizer, tool_functions[cfg.name]
         if cfg.table:
             table = read_data(cfg.table)
             if not isinstance(table, dict):

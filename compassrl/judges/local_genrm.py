@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from compassrl.data.chat import ChatTemplate
+from compassrl.data.rows import ChatTemplate
 from compassrl.data.tokenizer import encode, end_id, load_tokenizer, response_text
 from compassrl.judges.genrm import GenRMConfig, Question, Reply
 from compassrl.judges.genrm_client import GenRM, read_judge_prompt

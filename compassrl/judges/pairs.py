@@ -15,8 +15,8 @@ from torch import Tensor
 
 from compassrl.algo.advantages import group_advantages
 from compassrl.data.prompts import make_prompts
-from compassrl.data.shop import read_question, shop_points, shop_quality
 from compassrl.data.tokenizer import build_tokenizer
+from compassrl.data.toys import read_question, shop_points, shop_quality
 from compassrl.judges.genrm import Ask, Label, Question, compare, label_rewards, pair_order
 from compassrl.records import Prompt, derive_seed
 

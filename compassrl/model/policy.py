@@ -12,17 +12,19 @@ from torch import Tensor, nn
 from compassrl.model.layers import (
     Attend,
     causal_attention,
-    combine,
+    combine_experts,
     dispatch,
     gated_swiglu,
     grouped_linear,
     rms_norm,
     rope_table,
     rotate_part,
+    sigmoid_choice,
+    sigmoid_gates,
+    softmax_gates,
     stack_routes,
 )
 from compassrl.model.prefix_tree import prefix_tree, tree_attention
-from compassrl.model.routers import sigmoid_choice, sigmoid_gates, softmax_gates
 from compassrl.model.shape import PolicyConfig
 
 # %% auto #0
@@ -86,7 +88,7 @@ class MoE(nn.Module):
         offsets = flat.bincount(minlength=len(self.router)).cumsum(0).int()
         h = grouped_linear(dispatch(x, order, inverse, self.K), self.gate_up, offsets)
         h = gated_swiglu(h, gates.flatten().index_select(0, order))
-        y = combine(grouped_linear(h, self.down, offsets), order, inverse, self.K)
+        y = combine_experts(grouped_linear(h, self.down, offsets), order, inverse, self.K)
         return (y if self.shared is None else y + self.shared(x)), own
 
 

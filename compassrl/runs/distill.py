@@ -19,9 +19,9 @@ from typing import Any
 import tyro
 
 from compassrl.config import TrainConfig
-from compassrl.data.chat import ChatTemplate
-from compassrl.data.duplicates import repeats
+from compassrl.data.loading import repeats
 from compassrl.data.prompts import load_data
+from compassrl.data.rows import ChatTemplate
 from compassrl.data.tokenizer import byte_tokenizer, response_text
 from compassrl.files import read_data
 from compassrl.judges.genrm import GenRMConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from compassrl.config import RolloutEngineName
-from compassrl.data.duplicates import repeats
+from compassrl.data.loading import repeats
 from compassrl.data.prompts import DataConfig
 from compassrl.data.tasks import verifiers
 from compassrl.judges.own_reward import OwnReward

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from compassrl.algo.losses import policy_losses
+from compassrl.algo.loss_registry import policy_losses
 from compassrl.algo.zero_variance import rightness, screen
 from compassrl.config import TrainConfig, read_run_config
 from compassrl.files import read_data

@@ -12,9 +12,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from compassrl.config import TrainConfig, read_run_config
-from compassrl.data.chat import ChatTemplate
 from compassrl.data.loading import Loaded
 from compassrl.data.prompts import load_data, load_eval_set, reading_of
+from compassrl.data.rows import ChatTemplate
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import build_tokenizer, encode, end_id, load_tokenizer
 from compassrl.data.tools import ToolUser

@@ -1,7 +1,7 @@
 // Clip lab: which tokens of a response lose their gradient, by five losses at once
 import { button, choice, h, show, shown, slider } from './shared.js'
 
-// ---- mathematics: compassrl.algo.losses and compassrl.algo.espo for one response
+// ---- mathematics: compassrl.algo.losses and compassrl.algo.losses.espo for one response
 
 // clip_eps_low and clip_eps_high of each paper; ESPO's depend on the entropies
 export const CLIPS = { grpo: [0.2, 0.2], dapo: [0.2, 0.28], gspo: [3e-4, 4e-4], cispo: [1, 4] }

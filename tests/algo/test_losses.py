@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from compassrl.algo import algo_settings, losses, ratios
 from compassrl.algo.advantages import group_advantages
-from compassrl.algo.losses import LossConfig, PolicyLoss, aggregate, policy_loss, token_weights
+from compassrl.algo.loss_registry import policy_loss
+from compassrl.algo.losses import LossConfig, PolicyLoss, aggregate, token_weights
 from compassrl.algo.ratios import kl_estimate, ratio_sums, tis_weights
 from compassrl.model.log_probs import token_log_probs
 from compassrl.records import Batch
@@ -165,28 +166,7 @@ PER_TOKEN = ('old_log_probs', 'advantages', 'ref_log_probs', 'rollout_log_probs'
 
 
 def law_packing(make):
-    "Where in its row a token stands does not matter: behind any prompt, in pieces, in any order"
-
-    @random
-    @given(batches(), configs, st.integers(0, 4), st.integers(0, 10**6))
-    def check(data, cfg, extra, seed):
-        new, batch = data
-        value, grad, _ = value_and_grad(make(cfg), new, batch, *counts(batch))
-        B, T = new.shape
-        # new columns
-        to = torch.rand(B, T + extra, generator=torch.Generator().manual_seed(seed)).argsort(1)[
-            :, :T
-        ]
-
-        def move(x):
-            return x.new_zeros(B, T + extra).scatter(1, to, x)
-
-        moved = replace(batch, **{k: move(getattr(batch, k)) for k in PER_TOKEN})
-        v, g, _ = value_and_grad(make(cfg), move(new), moved, *counts(batch))
-        close(v, value)
-        close(g, move(grad))
-
-    check()
+    laws.packing(make, batches(), configs, PER_TOKEN[:-1])
 
 
 def law_padding(make):

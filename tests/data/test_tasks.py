@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compassrl.data import loading, rows, sources
+from compassrl.data import loading, rows
 from compassrl.data import prompts as tasks
 from compassrl.data import tasks as problems
 from compassrl.data.loading import load_prompts
@@ -600,7 +600,7 @@ def test_hf_names(monkeypatch):
 
 
 def test_import_needs_no_optional_package():
-    src = ''.join(Path(m.__file__).read_text() for m in (tasks, problems, sources, rows, loading))
+    src = ''.join(Path(m.__file__).read_text() for m in (tasks, problems, rows, loading))
     assert not [
         line
         for line in src.splitlines()

@@ -20,7 +20,7 @@ from compassrl.judges.pairs import (
     verdict_text,
     wilson,
 )
-from tests.data.test_shop import by_words
+from tests.data.test_toys import by_words
 
 TEXT = 'red M cap to 5: A tan M 8, B red S 4, C red M 5?'
 ALL = [f'{n}{p}{t}' for n, p, t in itertools.product('ABCD', ('', ' for 4', ' for 8'), ('', '!'))]

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbed
 from compassrl.data.tokenizer import build_tokenizer, save_tokenizer
 from compassrl.model.hf_config import read_config, write_config
 from compassrl.model.layers import (
-    combine,
+    combine_experts,
     dispatch,
     gated_swiglu,
     grouped_linear,
@@ -339,11 +339,11 @@ def test_hand_written_gradients_against_finite_differences():
     assert check(lambda x: rotate(x, cos, sin), leaf(5, 3, 8))
     assert check(gated_swiglu, (leaf(6, 8), leaf(6)))
     assert check(lambda x: dispatch(x, order, inverse, 2), leaf(5, 4))
-    assert check(lambda y: combine(y, order, inverse, 2), leaf(10, 4))
+    assert check(lambda y: combine_experts(y, order, inverse, 2), leaf(10, 4))
     assert check(lambda x, w: rms_norm(x, w, 1e-6), (leaf(5, 3, 8), leaf(3, 8)))
     # adding up and spreading are each other's transpose
     x, y = leaf(5, 4), leaf(10, 4)
-    spread, summed = dispatch(x, order, inverse, 2), combine(y, order, inverse, 2)
+    spread, summed = dispatch(x, order, inverse, 2), combine_experts(y, order, inverse, 2)
     torch.testing.assert_close((spread * y).sum(), (x * summed).sum())
 
 

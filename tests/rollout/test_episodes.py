@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compassrl.algo.espo import EspoConfig
 from compassrl.algo.losses import LossConfig, PolicyLoss
+from compassrl.algo.losses.espo import EspoConfig
 from compassrl.config import TrainConfig
 from compassrl.data.prompts import make_prompts
 from compassrl.data.tasks import verify

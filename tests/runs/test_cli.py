@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from compassrl.algo.losses import policy_losses
+from compassrl.algo.loss_registry import policy_losses
 from compassrl.runs.cli import main, parse_resume, parse_train
 from compassrl.runs.help import settings_of
 from compassrl.runs.log import Progress, set_level

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compassrl.algo.advantages import AdvantageConfig
-from compassrl.algo.losses import LossConfig, policy_loss, policy_losses
+from compassrl.algo.loss_registry import policy_loss, policy_losses
+from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig

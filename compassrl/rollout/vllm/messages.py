@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compassrl.model.families import architecture
+from compassrl.model.hf_config import architecture
 from compassrl.model.layers import route_dtype
 from compassrl.model.policy import PolicyConfig
 from compassrl.records import Request, Sample

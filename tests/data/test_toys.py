@@ -5,9 +5,9 @@ import random
 import pytest
 
 from compassrl.data.prompts import make_prompts
-from compassrl.data.shop import read_question, shop_quality
 from compassrl.data.tasks import num_problems, problem
 from compassrl.data.tokenizer import UNK_ID, build_tokenizer, encode
+from compassrl.data.toys import read_question, shop_quality
 
 TOK = build_tokenizer()
 

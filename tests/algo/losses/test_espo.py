@@ -2,7 +2,6 @@
 wrong versions to catch"""
 
 import math
-import sys
 from dataclasses import asdict, replace
 from fractions import Fraction
 from unittest.mock import patch
@@ -12,7 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compassrl.algo.espo import (
+from compassrl.algo.loss_registry import policy_losses
+from compassrl.algo.losses import LossConfig, PolicyLoss
+from compassrl.algo.losses import espo as espo_module
+from compassrl.algo.losses.espo import (
     EspoConfig,
     EspoStep,
     adaptive_clip,
@@ -21,14 +23,11 @@ from compassrl.algo.espo import (
     group_ratio,
     group_weights,
 )
-from compassrl.algo.losses import LossConfig, PolicyLoss, policy_losses
 from compassrl.records import Batch, Sample, collate, select
 from tests.support import loss_laws as laws
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import counts, random, value_and_grad
 
-# the name `compassrl.algo.espo` may mean the function
-espo_module = sys.modules['compassrl.algo.espo']
 PLAIN = LossConfig('espo', tis='off')
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compassrl.algo.espo import EspoConfig
-from compassrl.algo.losses import LossConfig, PolicyLoss, policy_loss, policy_losses
+from compassrl.algo.loss_registry import policy_loss, policy_losses
+from compassrl.algo.losses import LossConfig, PolicyLoss
+from compassrl.algo.losses.espo import EspoConfig
 from compassrl.records import Batch
 from compassrl.runs.cli import main, parse_train
 from tests.support import ROOT, fork_server

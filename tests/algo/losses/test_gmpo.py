@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compassrl.algo import gmpo as module
-from compassrl.algo.losses import LossConfig, PolicyLoss, policy_losses
+from compassrl.algo.loss_registry import policy_losses
+from compassrl.algo.losses import LossConfig, PolicyLoss
+from compassrl.algo.losses import gmpo as module
 from tests.algo.test_losses import PER_TOKEN, as_batch, batches, fp64
 from tests.support import loss_laws as laws
 from tests.support.faults import noticed, planted

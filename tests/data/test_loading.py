@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from compassrl.data.duplicates import repeats, shingles
+from compassrl.data.loading import repeats, shingles
 
 WORDS = [f'w{i}' for i in range(40)]
 
