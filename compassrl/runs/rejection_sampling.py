@@ -29,23 +29,27 @@ __all__ = ['DistillConfig', 'chosen', 'data_row', 'stats_line']
 class DistillConfig:
     "What is asked of a teacher, and what is kept. Raises ValueError"
 
-    out: str = ''  # .jsonl file of what is kept
-    k: Annotated[int, at_least(1)] = 4  # responses to each prompt
-    # tokens, the stop token included; a shorter response is left out
+    out: str = ''  # JSONL file for the responses that are kept
+    k: Annotated[int, at_least(1)] = 4  # Responses per prompt
+    # Shortest response to keep, in tokens, the stop token included
     min_tokens: Annotated[int, at_least(0)] = 0
-    # a longer response is left out; 0 = only those that rollout.max_tokens has cut off
+    # Longest response to keep, in tokens; 0 = drop only responses cut off by rollout.max_tokens
     max_tokens: Annotated[int, at_least(0)] = 0
-    # prompt and response at least so much alike are a duplicate; 1 = word for word
+    # Similarity from which on a prompt with its response is a duplicate; 1 = equal word for word
     alike: Annotated[float, between(0.6, 1)] = 0.8
-    seed: Annotated[int, at_least(0)] = 0
-    model: str = ''  # that a TEACHER by address serves
-    api_key_env: str = 'OPENAI_API_KEY'  # environment variable that holds its key
-    concurrency: Annotated[int, at_least(1)] = 64  # requests to it in flight
-    timeout_s: Annotated[float, above(0)] = 600.0  # of one request to it
-    device: str = 'cpu'  # 'cpu' or 'cuda'
-    num_threads: Annotated[int, between(1, 1024)] = 1  # of torch on the CPU
-    rollout_engine: RolloutEngineName = 'torch'  # as of training
-    data: DataConfig = field(default_factory=DataConfig)  # its training prompts are asked
+    seed: Annotated[int, at_least(0)] = 0  # Seed of all random choices
+    model: str = ''  # Name of the model at the address that TEACHER gives
+    api_key_env: str = 'OPENAI_API_KEY'  # Environment variable with the key of that server
+    concurrency: Annotated[int, at_least(1)] = 64  # Requests to that server in flight at a time
+    timeout_s: Annotated[float, above(0)] = 600.0  # Seconds allowed for one request to that server
+    device: str = 'cpu'  # Device of the model, 'cpu' or 'cuda' (not run on GPU)
+    # Torch CPU threads. More are slower for small models
+    num_threads: Annotated[int, between(1, 1024)] = 1
+    # Engine that generates responses. 'torch': embedded; 'vllm': vLLM in this process; 'pool': a
+    # pool of vLLM servers
+    rollout_engine: RolloutEngineName = 'torch'
+    # Prompts to ask; the training prompts are used
+    data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
