@@ -219,7 +219,7 @@ def distill_command(
     "TEACHER [PRESET] --out FILE.jsonl [...]. Raises ValueError"
     help = dict(
         prog='compassrl distill TEACHER [PRESET]',
-        description='Collect correct answers of a run, a Hugging Face checkpoint or http://HOST/v1.',
+        description='Collect correct answers of a run, a Hugging Face model or http://HOST/v1.',
     )
     if {'-h', '--help'} & set(args[:1]):
         parse(DistillConfig, args=args, **help)  # prints and exits
