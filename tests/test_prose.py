@@ -26,7 +26,7 @@ def test_no_new_faults(rule, found):
 def test_a_setting_is_described_by_a_noun_or_a_verb(found):
     assert [f for f in found if f.rule == 'setting'] == []
     code = (ROOT / 'compassrl/algo/algo_settings.py').read_text()
-    assert len(list(settings(code))) > 30  # the comments were read
+    assert len(list(settings(code))) > 20  # the comments were read
 
 
 FRAGMENTS = """
