@@ -45,32 +45,38 @@ TrackerName = Literal['tensorboard', 'wandb', 'trackio', 'mlflow']
 
 @dataclass(frozen=True)
 class TrainConfig:
-    "A whole run. Raises ValueError for values outside their range and for parts that do not fit"
+    "All settings of a run. Raises ValueError for a bad value and for parts that do not fit"
 
-    seed: Annotated[int, at_least(0)] = 0  # of all that is drawn at random
-    steps: Annotated[int, at_least(0)] = 60  # RL steps
-    prompts_per_step: Annotated[int, at_least(1)] = 32  # prompts in one batch
-    # responses per prompt
+    seed: Annotated[int, at_least(0)] = 0  # Seed of all random choices of the run
+    steps: Annotated[int, at_least(0)] = 60  # RL steps in all
+    prompts_per_step: Annotated[int, at_least(1)] = 32  # Prompts per RL step
+    # Responses per prompt
     group_size: Annotated[int, at_least(2, why='responses to a prompt are compared')] = 8
-    # RL steps between evaluations; 0 = before and after only
+    # RL steps between evaluations; 0 = only before and after training
     eval_every: Annotated[int, at_least(0)] = 0
-    # RL steps between batches written whole to trace.jsonl; 0 = never
+    # RL steps between batches written in full to trace.jsonl; 0 = never
     trace_every: Annotated[int, at_least(0)] = 20
-    eval_k: Annotated[int, at_least(1)] = 8  # responses per held-out prompt
-    # RL steps between checkpoints; there is always one at the end
+    eval_k: Annotated[int, at_least(1)] = 8  # Responses per held-out prompt in an evaluation
+    # RL steps between checkpoints; 0 = only at the end
     save_every: Annotated[int, at_least(0)] = 20
-    keep_checkpoints: Annotated[int, at_least(1)] = 2  # the newest ones; older ones are deleted
-    device: Literal['cpu', 'cuda'] = 'cpu'  # 'cuda': not run on GPU
-    # of torch on the CPU; for small models more is slower
+    # Newest checkpoints to keep; older ones are deleted
+    keep_checkpoints: Annotated[int, at_least(1)] = 2
+    device: Literal['cpu', 'cuda'] = 'cpu'  # Device of training ('cuda': not run on GPU)
+    # Torch CPU threads. More are slower for small models
     num_threads: Annotated[int, between(1, 1024)] = 1
-    init_from: str = ''  # folder of a Hugging Face checkpoint to start from; empty = a new policy
-    run_dir: str = ''  # where results go; empty = runs/DATE-TIME
-    # what shows the numbers while they are made: pip install compassrl[trackers]
+    # Folder of a Hugging Face checkpoint to start from; empty = a new policy of shape `policy`
+    init_from: str = ''
+    run_dir: str = ''  # Folder for results; empty = runs/DATE-TIME
+    # Services that show metrics while the run goes on; all but tensorboard need `pip install
+    # compassrl[trackers]`
     trackers: tuple[TrackerName, ...] = ('tensorboard',)
-    # embedded, vLLM in this process, or a pool of vLLM servers
+    # Engine that generates responses. 'torch': embedded; 'vllm': vLLM in this process; 'pool': a
+    # pool of vLLM servers
     rollout_engine: RolloutEngineName = 'torch'
-    train_engine: TrainEngineName = 'torch'  # embedded, or Megatron-Core under torchrun
-    # train with the rollout's experts (R3, paper section 2.4.4) or the trainer's own (R2)
+    # Engine that trains. 'torch': embedded, one process; 'megatron': Megatron-Core under torchrun
+    train_engine: TrainEngineName = 'torch'
+    # Experts that training uses. 'R3': those of the rollout (paper section 2.4.4); 'R2': those of
+    # the trainer's own scoring pass; 'off': chosen again
     router_replay: ReplayMode = 'R3'
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -78,16 +84,20 @@ class TrainConfig:
     cold_start: SFTConfig = field(default_factory=SFTConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     tools: ToolConfig = field(default_factory=ToolConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # of 'pool', see there
+    # Order of requests; most of it needs rollout_engine 'pool'
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     zero_variance: ZeroVarianceConfig = field(default_factory=ZeroVarianceConfig)
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=lambda: LossConfig('espo'))
     espo: EspoConfig = field(default_factory=EspoConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    guards: GuardConfig = field(default_factory=GuardConfig)  # when it ends by itself
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # of train_engine 'megatron'
-    vllm: VllmConfig = field(default_factory=VllmConfig)  # of rollout_engine 'vllm' and 'pool'
+    # Conditions under which a run that does not learn ends by itself
+    guards: GuardConfig = field(default_factory=GuardConfig)
+    # Layout over ranks, for train_engine 'megatron'
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    # vLLM, for rollout_engine 'vllm' and 'pool'
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def __post_init__(self) -> None:
         check(self)
@@ -101,33 +111,33 @@ class TrainConfig:
 
 
 # %% ../nbs/config.ipynb #8d24b0be
-def _check_rollout(cfg):
+def _check_rollout(cfg: TrainConfig) -> None:
     if not cfg.rollout.temperature:
         raise ValueError(
             'rollout.temperature=0: greedy responses of a group are all equal, use more than 0'
         )
     if cfg.schedule.over_provision and cfg.rollout_engine != 'pool':
         raise ValueError(
-            f'schedule.over_provision={cfg.schedule.over_provision}: only a pool can abort what '
-            "is running, use rollout_engine='pool', or 0"
+            f'schedule.over_provision={cfg.schedule.over_provision}: only a pool can stop a '
+            "running response, use rollout_engine='pool', or 0"
         )
 
 
-def _check_partial(cfg):
+def _check_partial(cfg: TrainConfig) -> None:
     part, sampling = cfg.schedule.partial_tokens, cfg.zero_variance.sampling
     if part and sampling != 'uniform':
         raise ValueError(
-            f'schedule.partial_tokens={part}: zero_variance.sampling={sampling!r} asks for more by '
+            f'schedule.partial_tokens={part}: zero_variance.sampling={sampling!r} needs '
             "the verdicts of whole groups, use 'uniform'"
         )
     if part and part >= cfg.rollout.max_tokens:
         raise ValueError(
-            f'schedule.partial_tokens={part}: every response is whole with '
-            f'rollout.max_tokens={cfg.rollout.max_tokens}, use less, or 0'
+            f'schedule.partial_tokens={part}: with rollout.max_tokens={cfg.rollout.max_tokens} no '
+            'response is cut, use less, or 0'
         )
 
 
-def _check_tools(cfg):
+def _check_tools(cfg: TrainConfig) -> None:
     if cfg.tools.name and cfg.schedule.over_provision:
         raise ValueError(
             f'tools.name={cfg.tools.name!r} with '
@@ -136,7 +146,7 @@ def _check_tools(cfg):
         )
 
 
-def _check_loss(cfg):
+def _check_loss(cfg: TrainConfig) -> None:
     if cfg.train_engine == 'megatron' and cfg.loss.kl_coef:
         raise ValueError(
             f"loss.kl_coef={cfg.loss.kl_coef}: train_engine='megatron' holds no reference weights, "
@@ -147,12 +157,12 @@ def _check_loss(cfg):
     for k in ('clip_eps_low', 'clip_eps_high', 'aggregation'):
         if getattr(cfg.loss, k) is not None:
             raise ValueError(
-                f'loss.{k}={getattr(cfg.loss, k)!r}: espo clips and averages in its own way, '
+                f'loss.{k}={getattr(cfg.loss, k)!r}: espo has its own clip and average, '
                 'use espo.alpha and espo.eps_min, or another loss.name'
             )
 
 
-def _check_lengths(cfg):
+def _check_lengths(cfg: TrainConfig) -> None:
     prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_tokens
     longest = cfg.policy.max_position_embeddings
     if not cfg.init_from and prompt + response > longest:
@@ -163,15 +173,15 @@ def _check_lengths(cfg):
         )
 
 
-def _check_batch(cfg):
+def _check_batch(cfg: TrainConfig) -> None:
     num, responses = cfg.optim.num_mini_batches, cfg.prompts_per_step * cfg.group_size
     if num > responses:
         raise ValueError(
-            f'optim.num_mini_batches={num}: a step has {responses} responses, use at most so many'
+            f'optim.num_mini_batches={num}: use at most {responses}, the responses of a step'
         )
 
 
-def _check_tokens(cfg):
+def _check_tokens(cfg: TrainConfig) -> None:
     policy = cfg.policy
     named = [('pad_token_id', policy.pad_token_id), *(('eos_token_id', i) for i in policy.eos_ids)]
     for k, token in () if cfg.init_from else named:
@@ -186,14 +196,15 @@ _C = TypeVar('_C')
 
 
 def config_from_dict(
-    cls: type[_C],  # a config dataclass
-    d: dict[str, Any],  # as in config.json; what is missing takes its default
-    at: str = '',  # where in the whole config, for messages
+    cls: type[_C],  # a dataclass of settings
+    d: dict[str, Any],  # settings as in config.json; missing ones take their default
+    at: str = '',  # place in the whole config, for messages: 'optim.'
 ) -> _C:
-    "A checked config. Raises ValueError that names a key that does not exist or a wrong value"
+    "A checked config. Raises ValueError with the name of an unknown key or a wrong value"
     if not isinstance(d, dict):
         raise ValueError(f'{at[:-1] or "config"}={d!r:.60}: use an object with keys')
-    kinds, names = typing.get_type_hints(cls), [f.name for f in dataclasses.fields(cls)]
+    kinds = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     unknown = sorted(map(str, d.keys() - set(names)))
     if unknown:
         raise ValueError(f'config key {at + unknown[0]!r} does not exist: use one of {names}')
@@ -209,7 +220,7 @@ def config_from_dict(
 def read_run_config(
     path: str | Path,  # a .json, .yaml or .toml file, or a run directory with a config.json
 ) -> TrainConfig:
-    "The config of a run. Raises ValueError that names the file"
+    "The config of a run. Raises ValueError with the name of the file"
     path = Path(path) / 'config.json' if Path(path).is_dir() else Path(path)
     if not path.is_file():
         raise ValueError(f'{path} does not exist: give a run directory or a config file')

@@ -39,7 +39,7 @@ class Range:
     high: float = inf
     open_low: bool = False  # `low` itself is refused
     open_high: bool = False  # `high` itself is refused
-    why: str = ''  # said before the fix, where a value is refused
+    why: str = ''  # reason that a refusal gives before the fix
 
     def __contains__(self, x: float) -> bool:
         above = x > self.low if self.open_low else x >= self.low
@@ -52,7 +52,8 @@ class Range:
         high = f'{"less than" if self.open_high else "at most"} {self.high}'
         return low if self.high == inf else f'{low}, {high}'
 
-    def __call__(self, default: str) -> str:  # what tyro prints behind the help
+    def __call__(self, default: str) -> str:
+        "What tyro prints after the help of a setting"
         return f'({self}; default: {default})'
 
 
@@ -76,10 +77,14 @@ def between(low: float, high: float, why: str = '') -> Any:
 class OneOf:
     "Names that a setting may have"
 
-    names: Collection[str]  # a registry, which may still grow
+    names: Collection[str]  # such as a registry, which may still grow
 
-    def __call__(self, default: str) -> str:  # what tyro prints behind the help
-        return f'(one of {", ".join(self.names)}; default: {default})'
+    def __str__(self) -> str:
+        return ', '.join(name or "''" for name in self.names)
+
+    def __call__(self, default: str) -> str:
+        "What tyro prints after the help of a setting"
+        return f'(one of {self}; default: {default})'
 
 
 def one_of(names: Collection[str]) -> Any:
@@ -88,33 +93,34 @@ def one_of(names: Collection[str]) -> Any:
 
 
 # %% ../nbs/settings.ipynb #1c8f27a3
-_largest = 2**63 - 1  # that torch's whole numbers hold
+_largest = 2**63 - 1  # the largest int64
 _kinds = {int: 'a whole number', float: 'a number', bool: 'True or False', str: 'text'}
 
 
 @cache
-def _hints(cls):  # where the class was written, its hints have a meaning
+def _hints(cls: Any) -> dict[str, Any]:  # hints name things of the module that wrote the class
     return get_type_hints(cls, cls.__post_init__.__globals__, include_extras=True)
 
 
 def checked(
     cls: type[Any],  # a dataclass whose `__post_init__` calls `check`
     values: dict[str, Any],  # some or all of its fields
-    at: str = '',  # where it stands in a larger config, for messages
+    at: str = '',  # place in a larger config, for messages: 'optim.'
 ) -> dict[str, Any]:
-    "The values as their hints say. Raises ValueError with name, value and fix"
+    "The values in the types of their hints. Raises ValueError with name, value and fix"
     hints = _hints(cls)
     return {k: _fit(hints[k], v, at + k) for k, v in values.items()}
 
 
 def check(config: object) -> None:
-    "What every config does when it is made. Raises ValueError with name, value and fix"
+    "Checks all fields of a config. Raises ValueError with name, value and fix"
     for k, v in checked(type(config), vars(config)).items():
-        object.__setattr__(config, k, v)  # it is frozen
+        object.__setattr__(config, k, v)  # the dataclass is frozen
 
 
-def _fit(hint, value, name, numbers=Range()):
-    kind, args = get_origin(hint) or hint, get_args(hint)
+def _fit(hint: Any, value: Any, name: str, numbers: Range = Range()) -> Any:
+    kind: Any = get_origin(hint) or hint
+    args = get_args(hint)
     if kind is Annotated:
         ranges = [m.help_behavior_hint for m in hint.__metadata__]
         return _fit(args[0], value, name, ranges[0])
@@ -127,7 +133,7 @@ def _fit(hint, value, name, numbers=Range()):
     if kind in (tuple, dict):
         return _fit_many(kind, args, value, name, numbers)
     if is_dataclass(kind) and is_dataclass(value):
-        return value  # was checked when it was made
+        return value  # it checked itself when it was made
     if kind is Literal:
         if value not in args:
             raise ValueError(f'{name}={value!r}: use one of {", ".join(map(repr, args))}')
@@ -143,7 +149,8 @@ def _fit(hint, value, name, numbers=Range()):
     return float(value) if kind is float else value
 
 
-def _fit_many(kind, args, value, name, numbers):  # tuple[X, X], tuple[X, ...] or dict[X, Y]
+def _fit_many(kind: Any, args: tuple[Any, ...], value: Any, name: str, numbers: Range) -> Any:
+    "A value of tuple[X, X], tuple[X, ...] or dict[X, Y]"
     if kind is dict and isinstance(value, dict):
         return {
             _fit(args[0], k, f'key of {name}'): _fit(args[1], v, f'{name}[{k!r}]')
@@ -158,7 +165,7 @@ def _fit_many(kind, args, value, name, numbers):  # tuple[X, X], tuple[X, ...] o
     return tuple(_fit(h, v, f'{name}[{i}]', numbers) for i, (h, v) in enumerate(zip(args, value)))
 
 
-def _check_number(value, name, numbers):
+def _check_number(value: float, name: str, numbers: Range) -> None:
     if not -inf < value < inf:
         raise ValueError(f'{name}={value}: use a finite number')
     if value not in numbers or abs(value) > _largest:
@@ -173,7 +180,7 @@ class Registry(MutableMapping[str, Callable[..., Any]]):
 
     def __init__(
         self,
-        **modules: str,  # built-in name -> the module whose import registers it
+        **modules: str,  # name of a built-in -> module whose import registers it
     ) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.modules = modules
@@ -186,11 +193,13 @@ class Registry(MutableMapping[str, Callable[..., Any]]):
     def __setitem__(self, name: str, fn: Callable[..., Any]) -> None:
         self.functions[name] = fn
 
-    def __delitem__(self, name: str) -> None:  # a built-in too is gone for good
+    def __delitem__(self, name: str) -> None:
+        "Also forgets where a built-in is"
         del self.functions[name]
         self.modules.pop(name, None)
 
-    def __contains__(self, name: object) -> bool:  # imports nothing
+    def __contains__(self, name: object) -> bool:
+        "Imports nothing"
         return name in self.functions or name in self.modules
 
     def __iter__(self) -> Iterator[str]:

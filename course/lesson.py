@@ -212,6 +212,9 @@ def show_settings(
     "The settings of one part of a run, with their defaults and ranges"
     from IPython.display import Markdown
 
+    from compassrl.config import TrainConfig
     from compassrl.runs.help import settings_table
 
-    return Markdown(settings_table(config()))
+    run = vars(TrainConfig())
+    at = next((f'{name}.' for name, part in run.items() if type(part) is config), '')
+    return Markdown(settings_table(config(), at))

@@ -3,20 +3,30 @@
 import dataclasses
 import json
 import math
+import os
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
-from compassrl.algo.losses import LossConfig
-from compassrl.algo.losses.espo import EspoConfig
-from compassrl.config import TrainConfig, config_from_dict, read_run_config
-from compassrl.model.policy import PolicyConfig
-from compassrl.rollout.torch_rollout import RolloutConfig
+from compassrl.algo.algo_settings import EspoConfig, LossConfig
+from compassrl.config import (
+    RolloutEngineName,
+    TrainConfig,
+    TrainEngineName,
+    config_from_dict,
+    read_run_config,
+)
+from compassrl.model.shape import PolicyConfig
+from compassrl.rollout.rollout_settings import RolloutConfig
 from compassrl.runs.cli import parse_train
 from compassrl.runs.presets import presets
 from compassrl.settings import Range, above, at_least, between
+from tests.support import ROOT
 
 
 @pytest.mark.parametrize(
@@ -165,7 +175,7 @@ def test_every_number_has_a_range():
     assert bare == [] and len(ranged) > 70
 
 
-@pytest.mark.parametrize('at, cls, name, numbers', ranges(), ids=lambda x: str(x).strip('.'))
+@pytest.mark.parametrize('at, cls, name, numbers', list(ranges()), ids=lambda x: str(x).strip('.'))
 def test_a_number_outside_its_range_is_refused(at, cls, name, numbers):
     "Where it is made and where it is read from a file, by one line with name, value and fix"
     hint = get_type_hints(cls)[name]
@@ -215,3 +225,53 @@ def test_every_token_that_ends_a_response_is_in_the_vocabulary():
     size = policy.vocab_size
     with pytest.raises(ValueError, match=f'policy.eos_token_id={size}: use less than'):
         TrainConfig(policy=replace(policy, eos_token_id=(1, size)))
+
+
+# ---- the recipes of CONTRIBUTING
+
+
+def test_an_engine_has_a_name_and_a_row():
+    "The names on the command line are those of the tables that build engines"
+    from compassrl.runs.factory import rollout_engines, train_engines
+
+    assert get_args(RolloutEngineName) == tuple(rollout_engines)
+    assert get_args(TrainEngineName) == tuple(train_engines)
+
+
+FIELD = """
+    look_ahead: Annotated[int, at_least(1)] = 7  # Steps of a new optimiser
+"""
+NEW_SETTING = """
+import contextlib, dataclasses, io, json
+from compassrl.config import TrainConfig, config_from_dict
+from compassrl.runs.cli import parse_train
+c = parse_train(['tiny-cpu', '--optim.look-ahead', '3'])
+page = io.StringIO()
+with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
+    parse_train(['tiny-cpu', '--help-all'])
+read = config_from_dict(TrainConfig, json.loads(json.dumps(dataclasses.asdict(c))))
+assert c.optim.look_ahead == read.optim.look_ahead == 3
+text = ' '.join(page.getvalue().split())
+assert '--optim.look-ahead INT' in text
+assert 'Steps of a new optimiser (at least 1; default: 7)' in text
+try:
+    parse_train(['tiny-cpu', '--optim.look-ahead', '0'])
+except ValueError as e:
+    assert 'look_ahead=0: use at least 1' in str(e)
+"""
+
+
+def test_a_setting_is_one_field(tmp_path):
+    "It is then a flag with its range, a line of `--help` and a key of config.json"
+    copy = tmp_path / 'compassrl'
+    shutil.copytree(ROOT / 'compassrl', copy, ignore=shutil.ignore_patterns('__pycache__'))
+    module = copy / 'train/train_settings.py'
+    before, head, after = module.read_text().partition(
+        '    "AdamW and how a batch is cut for it"\n'
+    )
+    assert head
+    module.write_text(before + head + FIELD + after)
+    env = {**os.environ, 'PYTHONPATH': str(tmp_path), 'COLUMNS': '200'}
+    run = [sys.executable, '-c', NEW_SETTING]
+    r = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert not r.returncode, r.stderr

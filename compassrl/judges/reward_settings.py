@@ -22,20 +22,25 @@ __all__ = ['GenRMConfig', 'RewardConfig']
 class GenRMConfig:
     "A judge in a folder, or behind an OpenAI-compatible endpoint. Raises ValueError"
 
-    # folder of a checkpoint, asked in this process, or a name that the endpoint serves;
-    # empty = no generative reward model
+    # Folder of a checkpoint to ask in this process, or the name of a model at `base_url`; empty =
+    # no generative reward model
     model: str = ''
-    base_url: str = 'http://localhost:8000/v1'  # where `vllm serve MODEL` listens
-    # environment variable that holds the key; a local server needs none
+    # Address of an OpenAI-compatible server, such as `vllm serve MODEL`
+    base_url: str = 'http://localhost:8000/v1'
+    # Environment variable with the key of that server; a local server needs none
     api_key_env: str = 'GENRM_API_KEY'
-    # a prompt of your own with {prompt}, {first} and {second}; empty = that of the folder, or ours
+    # File with your own prompt for the judge, with {prompt}, {first} and {second}; empty = the one
+    # stored with the checkpoint, or ours
     prompt_file: str = ''
-    # of the reasoning and the label; a longer reply has failed
+    # Longest reply of the judge in tokens, reasoning included; a reply that is cut off counts as
+    # failed
     max_tokens: Annotated[int, at_least(1)] = 4096
-    temperature: Annotated[float, at_least(0)] = 0.0  # of the judge
-    concurrency: Annotated[int, at_least(1)] = 64  # requests in flight; the server batches them
-    timeout_s: Annotated[float, above(0)] = 120.0  # seconds for one attempt
-    # more attempts after a lost connection, a timeout, HTTP 429 or 5xx
+    # Sampling temperature of the judge; 0 = greedy
+    temperature: Annotated[float, at_least(0)] = 0.0
+    # Requests in flight at a time; the server batches them
+    concurrency: Annotated[int, at_least(1)] = 64
+    timeout_s: Annotated[float, above(0)] = 120.0  # Seconds allowed for one attempt
+    # Further attempts after a lost connection, a timeout, HTTP 429 or 5xx
     max_retries: Annotated[int, at_least(0)] = 2
 
     def __post_init__(self) -> None:
@@ -49,28 +54,30 @@ class GenRMConfig:
 # %% ../../nbs/judges/reward_settings.ipynb #97404d71
 @dataclass(frozen=True)
 class RewardConfig:
-    "Who judges responses, and how long it may take. Raises ValueError"
+    "Judges of responses and their limits. Raises ValueError"
 
-    # processes that judge beside the rollout; 0 = the trainer judges, after it
+    # Processes that judge while responses are generated; 0 = the trainer judges after them
     workers: Annotated[int, at_least(0)] = 0
-    # seconds by the clock for one verdict; then its worker is killed
+    # Seconds of wall-clock time allowed for one verdict; then its worker is killed
     wall_s: Annotated[float, above(0)] = 10.0
-    # seconds of computing in the worker for one verdict
-    cpu_s: Annotated[float, above(0)] = 10.0
-    memory_mb: Annotated[int, at_least(1)] = 512  # that a verdict may add to its worker
-    # more attempts when a worker dies; none when the time is up
+    cpu_s: Annotated[float, above(0)] = 10.0  # Seconds of CPU time allowed for one verdict
+    # Memory in MB that one verdict may add to its worker
+    memory_mb: Annotated[int, at_least(1)] = 512
+    # Further attempts when a worker dies; a verdict that ran out of time gets none
     retries: Annotated[int, at_least(0)] = 1
-    # run programs of the policy with the trainer's rights where the machine isolates none
+    # Run the policy's programs without isolation where the machine offers none. They then have the
+    # trainer's rights
     unsafe: bool = False
-    # your own FILE.py:NAME or MODULE:NAME, or names of verifiers; they judge every prompt
+    # Your own reward functions as FILE.py:NAME or MODULE:NAME, or names of verifiers; they judge
+    # every prompt
     function: tuple[str, ...] = ()
-    # of each function, in the sum that is the reward; empty = 1
+    # Weight of each function in the reward, in their order; empty = 1 each
     weights: Annotated[tuple[float, ...], between(-1e6, 1e6)] = ()
-    # a number of at least this counts as correct; of several functions the first decides
+    # Smallest number that counts as correct. Of several functions, the first one decides
     correct_at: Annotated[float, between(-1e6, 1e6)] = 1.0
-    # of the functions' files, noted when a run begins
+    # SHA-256 of each function's file, written when a run begins; do not set it
     function_sha256: dict[str, str] = field(default_factory=dict)
-    # judges prompts whose verifier is 'genrm'
+    # Generative reward model for prompts whose verifier is 'genrm'
     genrm: GenRMConfig = field(default_factory=GenRMConfig)
 
     def __post_init__(self) -> None:

@@ -106,15 +106,19 @@ def _column(weights, like):  # [M] so that it multiplies [M, ...]
 class MergeConfig:
     "How several models become one. Raises ValueError"
 
-    # 'ties' (arXiv 2306.01708), 'linear' = mean of weights, 'task_arithmetic' = sum of changes
+    # Merge method. 'ties' (arXiv 2306.01708): agreed signs of trimmed changes; 'linear': mean of
+    # weights; 'task_arithmetic': sum of changes
     method: Literal['ties', 'linear', 'task_arithmetic'] = 'ties'
-    # one per model, in their order; empty = 1 for each
+    # Weight of each model, in their order; empty = 1 each
     weights: tuple[Annotated[float, at_least(0)], ...] = ()
-    # 'ties': share of the changes of a model that is kept, the largest
+    # Share of a model's changes that 'ties' keeps, the largest ones
     density: Annotated[float, above(0, up_to=1)] = 0.2
-    density_of: Literal['model', 'tensor'] = 'model'  # one threshold for all, or one per tensor
-    scale: Annotated[float, above(0)] = 1.0  # of the merged change that is added to the base
-    router_from: Annotated[int, at_least(0)] = 0  # routers of this model, from 1; 0 = merged
+    # Scope of that share: the whole 'model', or each 'tensor'
+    density_of: Literal['model', 'tensor'] = 'model'
+    # Factor on the merged change before it is added to the base
+    scale: Annotated[float, above(0)] = 1.0
+    # Number of the model, counted from 1, whose routers are taken whole; 0 = merge routers as well
+    router_from: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
         check(self)

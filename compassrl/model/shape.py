@@ -21,16 +21,17 @@ __all__ = ['Family', 'Yarn', 'PolicyConfig']
 class Yarn:
     "Rotary embeddings for texts that are `factor` times longer than in pretraining"
 
-    factor: Annotated[float, at_least(1)] = 1.0  # 1 = plain rotary embeddings
-    # longest sequence of the pretraining
+    # How many times longer than in pretraining a text may be; 1 = plain rotary embeddings
+    factor: Annotated[float, at_least(1)] = 1.0
+    # Longest sequence of the pretraining, in tokens
     original_max_position_embeddings: Annotated[int, at_least(0)] = 0
-    # turns over that length: a pair with more of them stays as it is,
+    # Pairs that turn more often than this over that length stay as they are
     beta_fast: Annotated[float, above(0)] = 32.0
-    # one with fewer is slowed down by the whole factor
+    # Pairs that turn less often than this are slowed down by the whole factor
     beta_slow: Annotated[float, above(0)] = 1.0
-    # of queries and of keys; None = 0.1 ln(factor) + 1
+    # Scale of queries and keys; None = 0.1 ln(factor) + 1
     attention_factor: Annotated[float | None, above(0)] = None
-    truncate: bool = True  # do both bounds lie at whole pairs?
+    truncate: bool = True  # Round both bounds to whole pairs
 
     def __post_init__(self) -> None:
         check(self)
@@ -56,44 +57,51 @@ Family = Literal['qwen3', 'qwen2', 'mixtral', 'olmoe', 'glm4_moe', 'llama', 'mis
 class PolicyConfig:
     "Shape of a Qwen3-MoE or of a relative. Raises ValueError for one that cannot be built"
 
-    vocab_size: Annotated[int, at_least(1)] = 99
-    hidden_size: Annotated[int, at_least(1)] = 64
-    num_hidden_layers: Annotated[int, at_least(1)] = 2
-    num_attention_heads: Annotated[int, at_least(1)] = 4
+    vocab_size: Annotated[int, at_least(1)] = 99  # Tokens in the vocabulary
+    hidden_size: Annotated[int, at_least(1)] = 64  # Width of the residual stream
+    num_hidden_layers: Annotated[int, at_least(1)] = 2  # Layers
+    num_attention_heads: Annotated[int, at_least(1)] = 4  # Query heads per layer
+    # Key-value heads per layer; must divide the query heads
     num_key_value_heads: Annotated[int, at_least(1)] = 2
-    head_dim: Annotated[int, at_least(1)] = 16
-    intermediate_size: Annotated[int, at_least(1)] = 128  # of dense layers
-    moe_intermediate_size: Annotated[int, at_least(1)] = 64  # of one expert
-    num_experts: Annotated[int, at_least(1)] = 8
-    num_experts_per_tok: Annotated[int, at_least(1)] = 2
-    norm_topk_prob: bool = True  # do the chosen gates sum to 1?
-    decoder_sparse_step: Annotated[int, at_least(1)] = 1  # every how manyth layer is a mixture
-    # layers that are dense whatever the step says
+    head_dim: Annotated[int, at_least(1)] = 16  # Width of one head; must be even
+    intermediate_size: Annotated[int, at_least(1)] = 128  # Inner width of dense layers
+    moe_intermediate_size: Annotated[int, at_least(1)] = 64  # Inner width of one expert
+    num_experts: Annotated[int, at_least(1)] = 8  # Experts per mixture layer
+    num_experts_per_tok: Annotated[int, at_least(1)] = 2  # Experts that process each token
+    norm_topk_prob: bool = True  # Scale the gates of the chosen experts so that they sum to 1
+    # Distance between mixture layers; 1 = every layer is a mixture
+    decoder_sparse_step: Annotated[int, at_least(1)] = 1
+    # Layers, counted from 0, that are dense whatever `decoder_sparse_step` says
     mlp_only_layers: Annotated[tuple[int, ...], at_least(0)] = ()
-    rms_norm_eps: Annotated[float, above(0)] = 1e-6  # added to the mean square
-    rope_theta: Annotated[float, above(0)] = 10_000.0  # base of the rotary wavelengths
-    # longest sequence, prompt and response together
+    rms_norm_eps: Annotated[float, above(0)] = 1e-6  # Constant added to the mean square in norms
+    rope_theta: Annotated[float, above(0)] = 10_000.0  # Base of the rotary wavelengths
+    # Longest sequence in tokens, prompt and response together
     max_position_embeddings: Annotated[int, at_least(1)] = 256
-    tie_word_embeddings: bool = False  # is the output matrix that of the input?
-    pad_token_id: Annotated[int, at_least(0)] = 0  # fills rows that are shorter
-    # what ends a response: one token, or any of several
+    tie_word_embeddings: bool = False  # Use the input embedding as output matrix
+    pad_token_id: Annotated[int, at_least(0)] = 0  # Token that fills shorter rows
+    # Token that ends a response, or several such tokens
     eos_token_id: Annotated[int | tuple[int, ...], at_least(0)] = 1
 
-    family: Family = 'qwen3'  # whose names and files; Qwen2 and Qwen3 are dense or mixtures
-    # norm of queries and keys: of each head, of all heads together, or none
+    # Model family whose weight names and files are used; Qwen2 and Qwen3 are dense or mixtures
+    family: Family = 'qwen3'
+    # Norm of queries and keys. 'head': per head; 'width': over all heads together; 'none': none
     qk_norm: Literal['head', 'width', 'none'] = 'head'
-    qkv_bias: bool = False  # is something added to queries, keys and values?
-    # share of each head that is turned by its position
+    qkv_bias: bool = False  # Add a bias to queries, keys and values
+    # Share of each head that rotary embeddings turn
     partial_rotary_factor: Annotated[float, above(0, up_to=1)] = 1.0
-    yarn: Yarn = field(default_factory=Yarn)  # for texts longer than in pretraining
-    # width of an expert that every token uses; 0 = none
+    # Rotary embeddings for texts longer than in pretraining
+    yarn: Yarn = field(default_factory=Yarn)
+    # Inner width of an expert that processes every token; 0 = none
     shared_expert_intermediate_size: Annotated[int, at_least(0)] = 0
-    shared_expert_gate: bool = False  # is that expert weighed by a sigmoid of its own?
-    # experts compete for a token, or each is scored alone, with a correction when they are chosen
+    shared_expert_gate: bool = False  # Weigh that expert by a sigmoid gate of its own
+    # Scoring of experts. 'softmax': they compete; 'sigmoid': each alone, with a correction when
+    # they are chosen
     router_score: Literal['softmax', 'sigmoid'] = 'softmax'
-    routed_scaling_factor: Annotated[float, above(0)] = 1.0  # of sigmoid gates
-    n_group: Annotated[int, at_least(1)] = 1  # of experts, if scored by sigmoids
-    topk_group: Annotated[int, at_least(1)] = 1  # groups that a token may choose from
+    # Factor on the gates of chosen experts, for 'sigmoid'
+    routed_scaling_factor: Annotated[float, above(0)] = 1.0
+    # Groups of experts to choose from, for 'sigmoid'; 1 = no groups
+    n_group: Annotated[int, at_least(1)] = 1
+    topk_group: Annotated[int, at_least(1)] = 1  # Groups that a token may choose from
 
     def __post_init__(self) -> None:
         check(self)

@@ -22,16 +22,23 @@ __all__ = ['RolloutConfig', 'ScheduleConfig', 'VllmConfig']
 class RolloutConfig:
     "How responses are drawn"
 
-    temperature: Annotated[float, at_least(0)] = 1.0  # 0 = greedy
-    # below 1 the train engine cannot follow the truncation
+    # Sampling temperature in training; 0 = greedy, for evaluation alone
+    temperature: Annotated[float, at_least(0)] = 1.0
+    # Sample from the likeliest tokens that together reach this probability. Below 1, the train
+    # engine does not follow the truncation
     top_p: Annotated[float, above(0, up_to=1)] = 1.0
-    max_tokens: Annotated[int, at_least(1)] = 64  # response tokens, the stop token included
-    num_slots: Annotated[int, at_least(1)] = 128  # responses that run at the same time
-    # float64: tokens do not depend on the batch
+    # Longest response in tokens, the stop token included
+    max_tokens: Annotated[int, at_least(1)] = 64
+    # Responses generated at the same time. Lower it if memory runs out
+    num_slots: Annotated[int, at_least(1)] = 128
+    # Number type of the embedded engine's weights. With 'float64', tokens do not depend on the
+    # batch
     dtype: Literal['float32', 'float64', 'bfloat16'] = 'float32'
-    # of products with weights, again at every sync; emulated on a CPU (not run on GPU)
+    # Number format of products with weights: '' = none, 'fp8' = 8 bits, quantised again at every
+    # sync (emulated on a CPU; not run on GPU)
     quantization: Literal['', 'fp8'] = ''
-    # of keys and values; the embedded engine emulates it on a CPU (fp8: not run on GPU)
+    # Number format of cached keys and values: 'auto' = as `dtype`, 'fp8' = 8 bits (emulated on a
+    # CPU; not run on GPU)
     kv_cache_dtype: Literal['auto', 'fp8'] = 'auto'
 
     def __post_init__(self) -> None:
@@ -50,12 +57,16 @@ class RolloutConfig:
 class ScheduleConfig:
     "Which request is generated when. Raises ValueError"
 
-    order: Literal['longest', 'fifo'] = 'longest'  # by predicted length, or as they come
-    # of a prompt that nobody knows, one sample goes before all others: it tells the length
+    # Request that starts first. 'longest': the one with the longest predicted response; 'fifo': in
+    # the order of arrival
+    order: Literal['longest', 'fifo'] = 'longest'
+    # Generate one response of an unknown prompt before the rest of its group, to learn its length
     probe: bool = True
-    # share of samples asked beyond each group; the last to end are dropped: short ones win
+    # Extra responses per group, as a share of it. The last ones to finish are dropped, which
+    # favours short ones; needs rollout_engine 'pool'
     over_provision: Annotated[float, between(0, 4)] = 0.0
-    # most of a response in a step, the rest in the next: stale tokens, see loss.tis; 0 = all
+    # Largest number of tokens drawn of one response per step; the rest follows in the next steps
+    # with newer weights, see loss.tis (0 = no limit)
     partial_tokens: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
@@ -73,23 +84,28 @@ class ScheduleConfig:
 class VllmConfig:
     "vLLM as rollout engine, in this process or as a pool of servers. Raises ValueError"
 
-    num_replicas: Annotated[int, at_least(1)] = 1  # servers that the run starts itself
-    urls: tuple[str, ...] = ()  # servers reached by URL instead
-    # GPUs (on a CPU: processes) of one server (not run on GPU)
+    num_replicas: Annotated[int, at_least(1)] = 1  # Servers that the run starts itself
+    urls: tuple[str, ...] = ()  # Addresses of servers that already run, instead of those
+    # GPUs per server (on a CPU: processes; not run on GPU)
     tensor_parallel: Annotated[int, at_least(1)] = 1
-    # whole experts, not their rows, over the GPUs of a server (not run on GPU)
+    # Spread whole experts over the GPUs of a server, not rows of each (not run on GPU)
     expert_parallel: bool = False
-    # of a GPU's memory, weights and KV cache together (not run on GPU)
+    # Share of a GPU's memory for weights and KV cache together. Lower it if vLLM runs out of memory
+    # (not run on GPU)
     gpu_memory_utilization: Annotated[float, above(0, up_to=1)] = 0.85
-    colocated: bool = False  # on the trainer's GPUs: vLLM sleeps while that works (not run on GPU)
-    prefix_caching: bool = True  # prompts of one group are read once
-    # of one server within an hour; then it is left out
+    # Share the trainer's GPUs: vLLM sleeps while the trainer works (not run on GPU)
+    colocated: bool = False
+    prefix_caching: bool = True  # Read the prompt of a group once and reuse its keys and values
+    # Restarts of one server within an hour; then the pool goes on without it
     max_restarts: Annotated[int, at_least(0)] = 3
-    # a request that changes a server (weights) may take so long; 40 s of silence are too long
+    # Seconds that a server may take to load new weights; raise it for large models. Any other
+    # request fails after 40 seconds without a sign of life
     timeout_s: Annotated[float, above(0)] = 120.0
-    # of weights; auto: the fastest way (nccl, ipc: not run on GPU)
+    # Transfer of weights to the servers. 'auto': the fastest that works here; 'file': a file in
+    # memory or in `sync_dir`; 'nccl', 'ipc': from GPU to GPU (not run on GPU)
     sync: Literal['auto', 'file', 'nccl', 'ipc'] = 'auto'
-    sync_dir: str = ''  # files pass through this folder; empty = shared memory, on one machine
+    # Folder for weight files, for servers on other machines; empty = shared memory of this machine
+    sync_dir: str = ''
 
     def __post_init__(self) -> None:
         check(self)

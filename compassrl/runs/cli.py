@@ -36,16 +36,17 @@ __all__ = ['usage', 'Name', 'Quiet', 'parse_train', 'parse_resume', 'main']
 usage: str = """compassrl: RL for mixture-of-experts language models
 
   compassrl train PRESET [--steps 20 --seed 3 ...]   train; PRESET or a .yaml, .toml or .json file
-  compassrl train PRESET --help                      the settings that matter; --help-all: all
-  compassrl resume RUN_DIR [--steps N ...]           go on; --parallel.* and --vllm.* may change
-  compassrl eval MODEL_OR_RUN [--data.path FILE ...] pass@1, avg@k and intervals, without training
-  compassrl distill TEACHER --out FILE.jsonl [...]   right answers of a teacher, for a cold start
-  compassrl merge MODEL MODEL --base BASE --out DIR  several checkpoints become one (TIES)
+  compassrl train PRESET --help                      the main settings; --help-all: every setting
+  compassrl resume RUN_DIR [--steps N ...]           resume; --parallel.* and --vllm.* may change
+  compassrl eval MODEL_OR_RUN [--data.path FILE ...] pass@1, avg@k and their intervals
+  compassrl distill TEACHER --out FILE.jsonl [...]   a teacher's correct answers, for a cold start
+  compassrl merge MODEL MODEL --base BASE --out DIR  merge checkpoints into one (TIES)
   compassrl pipeline tiny-cpu [--out DIR]            cold start, merge, judge, RL in two phases
-  compassrl report RUN_DIR                           write curves.png, report.md, report.json again
-  compassrl --version                                `python -m compassrl` is the same command
+  compassrl report RUN_DIR                           rewrite curves.png, report.md, report.json
+  compassrl --version                                print the version
 
-  train and resume: --quiet for warnings alone, --log-level debug, info, warning or error
+  `python -m compassrl` is the same command
+  train and resume: --quiet shows only warnings; --log-level debug, info, warning or error
   completion: compassrl --tyro-print-completion bash > FILE (or zsh, tcsh), then `source FILE`
 
 presets:
@@ -99,7 +100,7 @@ def _resume_from(cfg):
         quiet: Quiet = False,
         log_level: Level = 'info',
     ):
-        "Go on from the newest checkpoint"
+        "Resume from the newest checkpoint"
         new = replace(cfg, steps=steps, parallel=parallel, vllm=vllm)
         return partial(_run, new, _level(quiet, log_level), run_dir)
 
@@ -107,7 +108,7 @@ def _resume_from(cfg):
 
 
 def _report(run_dir: tyro.conf.Positional[str]):
-    "Write curves.png, report.md and report.json of a run again"
+    "Rewrite curves.png, report.md and report.json of a run"
     return partial(_write, run_dir)
 
 

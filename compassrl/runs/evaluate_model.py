@@ -65,13 +65,17 @@ __all__ = [
 class EvalConfig:
     "What an evaluation needs of a run's settings. Raises ValueError"
 
-    k: Annotated[int, at_least(1)] = 8  # responses to each prompt
-    seed: Annotated[int, at_least(0)] = 0
-    out: str = ''  # JSON file of the results; empty = eval-DATE-TIME.json, of a run in its folder
-    device: str = 'cpu'  # 'cpu' or 'cuda'
-    num_threads: Annotated[int, between(1, 1024)] = 1  # of torch on the CPU
-    rollout_engine: RolloutEngineName = 'torch'  # as of training
-    data: DataConfig = field(default_factory=DataConfig)  # all rows of `path` are asked
+    k: Annotated[int, at_least(1)] = 8  # Responses per prompt
+    seed: Annotated[int, at_least(0)] = 0  # Seed of all random choices
+    out: str = ''  # JSON file for the results; empty = eval-DATE-TIME.json, in the folder of a run
+    device: str = 'cpu'  # Device of the model, 'cpu' or 'cuda' (not run on GPU)
+    # Torch CPU threads. More are slower for small models
+    num_threads: Annotated[int, between(1, 1024)] = 1
+    # Engine that generates responses. 'torch': embedded; 'vllm': vLLM in this process; 'pool': a
+    # pool of vLLM servers
+    rollout_engine: RolloutEngineName = 'torch'
+    # Data to evaluate on; all rows of `path` are used
+    data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)

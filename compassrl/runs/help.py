@@ -5,19 +5,21 @@
 # %% ../../nbs/runs/help.ipynb #a01e8cf0
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fastcore.docments import docments
 
-from compassrl.settings import OneOf, Range
+from compassrl.settings import OneOf
 
 # %% auto #0
 __all__ = [
     'resume_usage',
     'settings_of',
     'flag',
+    'choices',
     'range_of',
     'short_help',
     'settings_table',
@@ -27,8 +29,8 @@ __all__ = [
 
 # %% ../../nbs/runs/help.ipynb #384036b4
 def settings_of(
-    cfg: Any,  # a config
-    at: str = '',
+    cfg: Any,  # a dataclass of settings
+    at: str = '',  # place in a larger config: 'optim.'
 ) -> dict[str, object]:
     "A nested config as {'optim.lr': 1e-4, ...}"
     out = {}
@@ -38,17 +40,19 @@ def settings_of(
     return out
 
 
-def flag(name: str) -> str:  # 'optim.adam_eps' -> '--optim.adam-eps'
+def flag(name: str) -> str:
+    "'optim.adam_eps' -> '--optim.adam-eps'"
     return '--' + name.replace('_', '-')
 
 
-resume_usage = """compassrl resume RUN_DIR [--steps N ...]
+resume_usage: str = """compassrl resume RUN_DIR [--steps N ...]
 
-  Go on from the newest checkpoint, as if without a break. What is not given stays as in the run.
+  Resume from the newest checkpoint, as if there had been no break. Settings that you
+  leave out stay as in the run.
 
   --steps       RL steps in all
-  --parallel.*  another layout of the ranks that train
-  --vllm.*      other rollout servers
+  --parallel.*  layout of the ranks that train
+  --vllm.*      rollout servers
 
 every setting with the run's own value: compassrl resume RUN_DIR --help-all"""
 
@@ -59,36 +63,47 @@ _main = """
 """.split()
 
 
+def choices(hint: Any) -> tuple[str, ...]:
+    "Names that a `Literal` lists, in a union or a tuple too"
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return next((found for h in get_args(hint) if (found := choices(h))), ())
+
+
 def range_of(
-    part,  # a config
-    name: str,  # of one of its settings
-) -> Any:  # called with the default, it says both; `OneOf` where there are choices
-    "What a setting may be, as the full help says it"
+    part: Any,  # a dataclass of settings
+    name: str,  # one of its fields
+) -> Any:  # a `Range`, a `OneOf`, or None
+    "Which values a setting may have"
     hint = get_type_hints(type(part), include_extras=True)[name]
     for note in getattr(hint, '__metadata__', ()):
         return note.help_behavior_hint
-    if get_origin(hint) is Literal:
-        return OneOf(get_args(hint))
-    return '(default: {})'.format
+    return OneOf(names) if (names := choices(hint)) else None
 
 
-def _said(part, name):  # what a setting is about, and its value as one types it
-    about = (docments(type(part)).get(name) or '').replace('\n', ' ')
-    value = getattr(part, name)
-    return about, ' '.join(map(str, value)) if isinstance(value, tuple) else str(value) or "''"
+def _about(part: Any, name: str) -> str:
+    "The comment of a field, in one line"
+    return (docments(type(part)).get(name) or '').replace('\n', ' ')
 
 
-def _line(cfg, key):
+def _typed(value: object) -> str:
+    "A value as one types it on the command line"
+    return ' '.join(map(str, value)) if isinstance(value, tuple) else str(value) or "''"
+
+
+def _line(cfg: Any, key: str) -> str:
     head, _, name = key.rpartition('.')
     part = attrgetter(head)(cfg) if head else cfg
-    about, told = _said(part, name)
-    return f'  {flag(key):27} {about} {range_of(part, name)(told)}'
+    default = _typed(getattr(part, name))
+    allowed = range_of(part, name)
+    end = allowed(default) if allowed else f'(default: {default})'
+    return f'  {flag(key):27} {_about(part, name)} {end}'
 
 
 def short_help(
     command: str,  # 'compassrl train tiny-cpu'
-    cfg: Any,  # what it starts from
-    about: str,
+    cfg: Any,  # the config that it starts from
+    about: str,  # one line on it
 ) -> str:
     "The settings that most people set"
     lines = [f'{command} [--steps 20 --optim.lr 1e-3 ...]', '', f'  {about}', '']
@@ -98,36 +113,31 @@ def short_help(
 
 
 # %% ../../nbs/runs/help.ipynb #9a0d6d55
-def _rows(part, at):
+def _rows(part: Any, at: str) -> Iterator[str]:
     for f in fields(part):
-        if is_dataclass(getattr(part, f.name)):
-            continue
-        about, told = _said(part, f.name)
-        may_be = range_of(part, f.name)
-        if isinstance(may_be, OneOf):
-            may_be = ', '.join(may_be.names)
-        elif not isinstance(may_be, Range):
-            may_be = ''
-        cells = f'`{flag(at + f.name)}`', told, str(may_be), about
-        yield '| ' + ' | '.join(c.replace('|', '\\|') for c in cells) + ' |'
+        value = getattr(part, f.name)
+        if not is_dataclass(value):
+            allowed = range_of(part, f.name) or ''
+            cells = f'`{flag(at + f.name)}`', _typed(value), str(allowed), _about(part, f.name)
+            yield '| ' + ' | '.join(c.replace('|', '\\|') for c in cells) + ' |'
 
 
 def settings_table(
-    part: Any,  # a config: its values are shown as defaults
-    at: str = '',  # where it stands in a larger config, 'optim.'
+    part: Any,  # a dataclass of settings; its values are shown as defaults
+    at: str = '',  # place in a larger config: 'optim.'
 ) -> str:
     "The settings of one part as a Markdown table"
-    head = ['| flag | default | may be | what it is |', '| - | - | - | - |']
+    head = ['| flag | default | allowed | meaning |', '| - | - | - | - |']
     return '\n'.join([*head, *_rows(part, at)])
 
 
 def settings_markdown(
-    cfg: Any,  # a config: its values are shown as defaults
-    at: str = '',
+    cfg: Any,  # a config; its values are shown as defaults
+    at: str = '',  # place in a larger config: 'optim.'
     name: str = 'The run itself',
 ) -> str:
     "Every setting of a config: a table for each of its parts"
-    about = '' if not at else type(cfg).__doc__.partition('. ')[0].rstrip('.') + '.'
+    about = '' if not at else (type(cfg).__doc__ or '').partition('. ')[0].rstrip('.') + '.'
     parts = [f.name for f in fields(cfg) if is_dataclass(getattr(cfg, f.name))]
     more = [settings_markdown(getattr(cfg, p), f'{at}{p}.', f'`{at}{p}`') for p in parts]
     return '\n'.join([f'## {name}', about, '', settings_table(cfg, at), '', *more])

@@ -52,16 +52,19 @@ __all__ = [
 class JudgeModelConfig:
     "How a judge of the shop is made. Raises ValueError"
 
-    num_pairs: Annotated[int, at_least(1)] = 36_000  # to learn from
-    num_heldout: Annotated[int, at_least(1)] = 512  # to measure it with
-    num_groups: Annotated[int, at_least(1)] = 128  # of eight answers, to count inversions
-    level: Annotated[int, at_least(0)] = 0  # of the questions
-    margin: Annotated[float, at_least(0)] = 0.0  # qualities that differ by no more are a tie
-    sft_steps: Annotated[int, at_least(1)] = 2250  # of 16 pairs
-    lr: float = 3e-3  # peak, of the cold start
-    rl_steps: Annotated[int, at_least(1)] = 24
-    rl_lr: float = 3e-4
-    seed: int = 0
+    num_pairs: Annotated[int, at_least(1)] = 36_000  # Pairs of answers to learn from
+    num_heldout: Annotated[int, at_least(1)] = 512  # Pairs of answers to measure the judge on
+    # Groups of eight answers in which inversions are counted
+    num_groups: Annotated[int, at_least(1)] = 128
+    level: Annotated[int, at_least(0)] = 0  # Difficulty level of the questions
+    # Largest difference in quality that counts as a tie
+    margin: Annotated[float, at_least(0)] = 0.0
+    # Optimiser steps of the cold start, each of 16 pairs
+    sft_steps: Annotated[int, at_least(1)] = 2250
+    lr: float = 3e-3  # Peak learning rate of the cold start
+    rl_steps: Annotated[int, at_least(1)] = 24  # RL steps
+    rl_lr: float = 3e-4  # Peak learning rate of RL
+    seed: int = 0  # Seed of all random choices
 
     def __post_init__(self) -> None:
         check(self)

@@ -25,12 +25,12 @@ def merge_models(
     base: str = '',
     merge: Annotated[MergeConfig, tyro.conf.arg(name='')] = MergeConfig(),
 ) -> Callable[[], None]:
-    """Several checkpoints become one
+    """Merge several checkpoints into one
 
     Args:
-        models: folders of Hugging Face checkpoints, at least two
-        out: a new folder
-        base: the checkpoint that they all began with; 'linear' needs none
+        models: Folders of Hugging Face checkpoints, at least two
+        out: New folder for the merged checkpoint
+        base: Checkpoint that all models were trained from; 'linear' needs none
     """
     return partial(_merge, models, out, base, merge)
 

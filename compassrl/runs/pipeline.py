@@ -192,12 +192,12 @@ def pipeline_command(
     """Cold start, merge, judge, RL in phases
 
     Args:
-        what: a preset, a .yaml, .toml or .json file, or the folder of a pipeline that goes on
-        out: a new folder; empty = pipelines/DATE-TIME
-        seed: of all stages
-        set: STAGE.SETTING=VALUE ...; STAGE may be 'settings', for all stages that train
-        until: the last stage of today; the same command without it goes on
-        show: print the pipeline as a file, and do nothing else
+        what: Preset, .yaml, .toml or .json file, or the folder of a pipeline to resume
+        out: New folder; empty = pipelines/DATE-TIME
+        seed: Seed of all stages
+        set: Changes STAGE.SETTING=VALUE; STAGE 'settings' means every stage that trains
+        until: Last stage to run now; resume later by the same command without it
+        show: Print the pipeline as a file and do nothing else
     """
     return partial(_command, what, out, seed, set, until, show)
 

@@ -28,14 +28,14 @@ __all__ = [
 class SFTConfig:
     "The cold start"
 
-    steps: Annotated[int, at_least(0)] = 200  # optimiser steps; 0 = no cold start
-    batch_size: Annotated[int, at_least(1)] = 64  # solutions per step
-    # peak of a linear warm-up and a cosine decay to a tenth
+    # Optimiser steps of supervised training before RL; 0 = no cold start
+    steps: Annotated[int, at_least(0)] = 200
+    batch_size: Annotated[int, at_least(1)] = 64  # Solutions per step
+    # Peak learning rate: linear warm-up, then a cosine down to a tenth
     lr: Annotated[float, above(0)] = 3e-3
-    warmup_steps: Annotated[int, at_least(0)] = 20  # optimiser steps of it
-    # distinct training prompts whose solutions are shown
-    num_solutions: Annotated[int, at_least(1)] = 2048
-    # share of them shown without their working, as distilled data also are
+    warmup_steps: Annotated[int, at_least(0)] = 20  # Optimiser steps of warm-up
+    num_solutions: Annotated[int, at_least(1)] = 2048  # Training prompts whose solutions are shown
+    # Share of solutions shown without their working, as distilled data often are
     hasty_frac: Annotated[float, between(0, 1)] = 0.0
 
     def __post_init__(self) -> None:
@@ -47,16 +47,20 @@ class SFTConfig:
 class OptimConfig:
     "AdamW and how a batch is cut for it"
 
-    lr: Annotated[float, above(0)] = 1e-3  # peak
-    warmup_steps: Annotated[int, at_least(0)] = 0  # optimiser steps of linear warm-up
-    # share of the peak that is left at the end of a run, on a straight line; 1 = constant
+    lr: Annotated[float, above(0)] = 1e-3  # Peak learning rate of AdamW
+    warmup_steps: Annotated[int, at_least(0)] = 0  # Optimiser steps of linear warm-up; 0 = none
+    # Share of the peak learning rate that remains at the end of the run, on a straight line; 1 =
+    # constant
     final_lr_frac: Annotated[float, between(0, 1)] = 1.0
+    # Decay rates of AdamW's first and second moment
     betas: Annotated[tuple[float, float], at_least(0, below=1)] = (0.9, 0.95)
-    adam_eps: Annotated[float, at_least(0)] = 1e-8
-    weight_decay: Annotated[float, at_least(0)] = 0.0  # on matrices, not on norms
-    grad_clip: Annotated[float, at_least(0)] = 1.0  # largest global gradient norm; 0 = no clipping
-    num_mini_batches: Annotated[int, at_least(1)] = 1  # optimiser steps per batch
-    # padded tokens per forward pass: speed and memory, never the result
+    adam_eps: Annotated[float, at_least(0)] = 1e-8  # Constant that AdamW adds to the denominator
+    weight_decay: Annotated[float, at_least(0)] = 0.0  # Weight decay of matrices; norms have none
+    grad_clip: Annotated[float, at_least(0)] = 1.0  # Largest global gradient norm; 0 = no clipping
+    # Optimiser steps per batch. More than 1 trains off-policy after the first
+    num_mini_batches: Annotated[int, at_least(1)] = 1
+    # Padded tokens per forward pass. Changes speed and memory, never the result; lower it if memory
+    # runs out
     micro_batch_tokens: Annotated[int, at_least(1)] = 2048
 
     def __post_init__(self) -> None:
@@ -77,9 +81,11 @@ class OptimConfig:
 class GuardConfig:
     "When a run that does not learn ends by itself. Raises ValueError"
 
-    # steps in a row whose update was skipped, or most of whose responses had no verdict; 0 = any
+    # Steps in a row that teach nothing before the run ends: their update was skipped, or too many
+    # responses had no verdict. 0 = never stop
     max_lost_steps: Annotated[int, at_least(0)] = 5
-    # largest share of responses without a verdict; the first step may not exceed it; 1 = off
+    # Largest share of a step's responses without a verdict. More in the first step ends the run at
+    # once; 1 = off
     max_failed_frac: Annotated[float, between(0, 1)] = 0.9
 
     def __post_init__(self) -> None:
@@ -88,9 +94,8 @@ class GuardConfig:
 
 # %% ../../nbs/train/train_settings.ipynb #2b124228
 ReplayMode = Literal['off', 'R2', 'R3']
-# what the backward pass computes again instead of keeping
 Recompute = Literal['none', 'moe', 'full']
-# of Transformer Engine; empty = no FP8
+# recipes of Transformer Engine; '' = no FP8
 Fp8Recipe = Literal['', 'blockwise', 'tensorwise', 'delayed']
 
 
@@ -98,19 +103,25 @@ Fp8Recipe = Literal['', 'blockwise', 'tensorwise', 'delayed']
 class ParallelConfig:
     "How the policy is spread over ranks; what is left over is data parallel. Raises ValueError"
 
-    # tensor parallel: heads, rows of dense layers and of the vocabulary
+    # Tensor parallel size: ranks that share the heads, the rows of dense layers and the vocabulary
     tp: Annotated[int, at_least(1)] = 1
-    pp: Annotated[int, at_least(1)] = 1  # pipeline parallel: layers
-    ep: Annotated[int, at_least(1)] = 1  # expert parallel: whole experts
-    # expert tensor parallel: rows inside each expert; 0 = as tp
+    pp: Annotated[int, at_least(1)] = 1  # Pipeline parallel size: ranks that share the layers
+    # Expert parallel size: ranks that share the experts, each of them whole
+    ep: Annotated[int, at_least(1)] = 1
+    # Expert tensor parallel size: ranks that share the rows of each expert; 0 = as `tp`
     etp: Annotated[int, at_least(0)] = 0
-    # context parallel: tokens of one sequence (Transformer Engine, not run on GPU)
+    # Context parallel size: ranks that share the tokens of one sequence (Transformer Engine, not
+    # run on GPU)
     cp: Annotated[int, at_least(1)] = 1
-    vpp: Annotated[int, at_least(1)] = 1  # pieces of the model per pipeline rank, interleaved
-    recompute: Recompute = 'none'  # 'moe' = experts, 'full' = every layer
-    # of the forward and backward pass; master weights stay fp32
+    # Pieces of the model per pipeline rank, interleaved; 1 = not interleaved
+    vpp: Annotated[int, at_least(1)] = 1
+    # Activations that the backward pass computes again to save memory. 'none': nothing; 'moe':
+    # experts; 'full': every layer
+    recompute: Recompute = 'none'
+    # Number type of the forward and backward pass; master weights stay in float32
     dtype: Literal['float32', 'bfloat16'] = 'float32'
-    fp8_recipe: Fp8Recipe = ''  # matrices in FP8 (Transformer Engine, not run on GPU)
+    # Transformer Engine's FP8 recipe for matrix products; '' = no FP8 (not run on GPU)
+    fp8_recipe: Fp8Recipe = ''
 
     def __post_init__(self) -> None:
         check(self)
