@@ -25,7 +25,7 @@ from compassrl.launch.scripts import node_script, slurm_script
 from compassrl.runs.cli import parse_resume
 from compassrl.runs.curves import curves_png, read_metrics, read_rows
 from compassrl.runs.log import write_json
-from compassrl.runs.resume_checks import new_folder
+from compassrl.runs.resume import new_folder
 
 if TYPE_CHECKING:
     from IPython.display import Image, Markdown

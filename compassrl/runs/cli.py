@@ -22,24 +22,49 @@ from tyro.extras import SubcommandApp
 
 from compassrl import __version__
 from compassrl.config import TrainConfig, read_run_config
+from compassrl.model.merge import MergeConfig, merge_checkpoints
+from compassrl.procs import world
 from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.runs.distill import distill_command
-from compassrl.runs.evaluate_model import eval_command
+from compassrl.runs.eval_sets import eval_command
 from compassrl.runs.factory import follow
 from compassrl.runs.help import flag, resume_usage, settings_of, short_help
-from compassrl.runs.log import Level, left_out, set_level
-from compassrl.runs.merge_models import merge_models
+from compassrl.runs.log import Level, left_out, progress_bar, set_level
 from compassrl.runs.pipeline import pipeline_command
 from compassrl.runs.presets import for_checkpoint, names_cold_start, presets
-from compassrl.runs.process import world
 from compassrl.runs.report import write_report
 from compassrl.runs.run import resume_run, start_run
-from compassrl.runs.stop import error_line, is_of_disk
+from compassrl.runs.run_process import error_line, is_of_disk
 from compassrl.settings import at_least
 from compassrl.train.megatron.parallel import ParallelConfig
 
 # %% auto #0
-__all__ = ['usage', 'Name', 'Quiet', 'parse_train', 'parse_resume', 'main']
+__all__ = ['usage', 'Name', 'Quiet', 'merge_models', 'parse_train', 'parse_resume', 'main']
+
+
+# %% ../../nbs/runs/cli.ipynb #b0aa6580
+def merge_models(
+    models: tyro.conf.Positional[tuple[str, ...]],
+    out: str,
+    base: str = '',
+    merge: Annotated[MergeConfig, tyro.conf.arg(name='')] = MergeConfig(),
+) -> Callable[[], None]:
+    """Several checkpoints become one
+
+    Args:
+        models: folders of Hugging Face checkpoints, at least two
+        out: a new folder
+        base: the checkpoint that they all began with; 'linear' needs none
+    """
+    return partial(_merge, models, out, base, merge)
+
+
+def _merge(models: tuple[str, ...], out: str, base: str, merge: MergeConfig) -> None:
+    if len(models) < 2:
+        raise ValueError(f'merge needs at least two models, not {len(models)}')
+    merge_checkpoints(models, out, merge, base or None, progress_bar)
+    print(out)
+
 
 # %% ../../nbs/runs/cli.ipynb #4e46cb90
 usage: str = """compassrl: RL for mixture-of-experts language models

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -34,6 +34,7 @@ __all__ = [
     'set_level',
     'say',
     'Progress',
+    'progress_bar',
     'left_out',
     'Log',
 ]
@@ -159,6 +160,12 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
+
+
+# %% ../../nbs/runs/log.ipynb #2871619d
+def progress_bar(total: int) -> Callable[[], object]:
+    "A bar for a merge; what it returns is called after each weight"
+    return tqdm(total=total, desc='merge', unit='weight', mininterval=1).update
 
 
 # %% ../../nbs/runs/log.ipynb #2eb31277

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from compassrl.runs.curves import curves_png
-from compassrl.runs.facts import read_curves, read_json, run_facts
-from compassrl.runs.gantt import plot_gantt, spans_of
+from compassrl.runs.curves import curves_png, plot_gantt, spans_of
 from compassrl.runs.log import finite_only
+from compassrl.runs.summary import read_curves, read_json, run_facts
 
 # %% auto #0
-__all__ = ['report_markdown', 'write_report']
+__all__ = ['markdown_table', 'report_markdown', 'write_report']
 
 
 # %% ../../nbs/runs/report.ipynb #300c015d
@@ -36,7 +36,12 @@ def _code(text, longest=300):  # one table cell: a code span per line, whatever 
     return '<br>'.join(spans) if any(spans) else '(empty)'
 
 
-def _table(head, rows, right=1):  # markdown; columns from `right` on hold numbers
+def markdown_table(
+    head: Sequence[object],
+    rows: Iterable[Sequence[object]],
+    right: int = 1,  # columns from here on hold numbers
+) -> str:
+    "A table in markdown"
     marks = ['---' if i < right else '---:' for i in range(len(head))]
     return '\n'.join(f'| {" | ".join(map(str, r))} |' for r in [head, marks, *rows])
 
@@ -97,7 +102,7 @@ def _before_after(h):  # table of the evaluation, whole and by domain
     if 'response_tokens_mean' in h:
         b, a = h['response_tokens_mean'].values()
         rows.append(['tokens per response', f'{b:.1f}', f'{a:.1f}', f'{a - b:+.1f}'])
-    return _table(['', 'before', 'after', 'gain'], rows)
+    return markdown_table(['', 'before', 'after', 'gain'], rows)
 
 
 # %% ../../nbs/runs/report.ipynb #a3bc2930
@@ -108,7 +113,7 @@ def _timing(f):
         rows.append([phase.replace('_', ' '), *numbers])
     rollout, whole = ('unknown' if x is None else f'{x:,.0f}' for x in f['tokens_per_s'].values())
     return (
-        _table(['phase', 'seconds', 'per step', 'share'], rows)
+        markdown_table(['phase', 'seconds', 'per step', 'share'], rows)
         + f'\n\n{f["tokens"]:,.0f} response tokens in {f["seconds"]:,.1f} s, '
         f'evaluations not counted: {rollout} tokens/s in the rollout, {whole} end to end.'
     )
@@ -119,7 +124,7 @@ def _training(f):
     for k, x in f['training'].items():
         if x:
             rows.append([k.replace('_', ' '), *(f'{v:.4g}' for v in x.values())])
-    table = rows and [_table(['', 'mean', 'first quarter', 'last quarter'], rows)]
+    table = rows and [markdown_table(['', 'mean', 'first quarter', 'last quarter'], rows)]
     cold, loss = f['cold_start'], f['cold_start']['loss']
     source = (f['config'] or {}).get('init_from')
     if not cold['steps']:
@@ -136,7 +141,7 @@ def _samples(f):
     counts = ', '.join(f'{n} {k}' for k, n in f['sample_counts'].items())
     texts = ['prompt', 'answer', 'before', 'after']
     rows = [[s['kind'], *(_code(s[k]) for k in texts)] for s in f['samples']]
-    table = _table(['', *texts], rows, right=5)
+    table = markdown_table(['', *texts], rows, right=5)
     return f'The first response to each held-out prompt: {counts}.\n\n{table}'
 
 
@@ -147,7 +152,7 @@ def _settings(config):  # one row per section
         if v not in (None, ''):
             sections.setdefault(section or 'run', []).append(f'{name}={v}')
     rows = [[k, ' '.join(map(_code, vs))] for k, vs in sections.items()]
-    return _table(['section', 'settings'], rows, right=2)
+    return markdown_table(['section', 'settings'], rows, right=2)
 
 
 # %% ../../nbs/runs/report.ipynb #084c7d1f

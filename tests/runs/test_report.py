@@ -16,8 +16,8 @@ from markdown_it import MarkdownIt
 
 from compassrl.runs.curves import column, plot_curves, read_metrics, running_mean, step_seconds
 from compassrl.runs.evaluate import EvalResult, EvalSample, gain, mean_stderr
-from compassrl.runs.facts import machine_info, pick_samples, read_curves, run_facts
 from compassrl.runs.report import _code, _table, report_markdown, write_report
+from compassrl.runs.summary import machine_info, pick_samples, read_curves, run_facts
 
 # ---- a made-up run, with evaluations that are real EvalResults
 

@@ -38,11 +38,11 @@ __all__ = [
 # %% ../../../nbs/train/megatron/heartbeat.ipynb #3ba476d7
 # (end of the file's name, function) -> what a person calls it
 phases: dict[tuple[str, str], str] = {
-    ('runs/process.py', 'meet_ranks'): 'rendezvous',
+    ('runs/run_process.py', 'meet_ranks'): 'rendezvous',
     ('runs/factory.py', '_megatron_train'): 'building the engine',
     ('runs/factory.py', '_pool'): 'starting servers',
     ('runs/cold_start.py', 'start_policy'): 'cold start',
-    ('runs/resume_checks.py', 'screened'): 'screen',
+    ('runs/cold_start.py', 'screened'): 'screen',
     ('runs/run.py', 'evaluate'): 'evaluation',
     ('runs/run.py', 'save'): 'save',
     ('runs/run.py', 'load'): 'load',
