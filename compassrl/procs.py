@@ -65,8 +65,7 @@ def end_with_parent(
 # %% ../nbs/procs.ipynb #26a94fb9
 def keep_freed_memory() -> None:
     "Without this, glibc gives freed blocks back to the kernel, which zeroes their pages again"
-    libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
-    if hasattr(libc, 'mallopt'):
+    if sys.platform == 'linux' and hasattr(libc := ctypes.CDLL(None), 'mallopt'):
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
         libc.mallopt(-4, 0)  # M_MMAP_MAX
 

@@ -23,7 +23,7 @@ from compassrl.config import TrainConfig
 from compassrl.launch.plan import machines, num_gpus, plan
 from compassrl.launch.scripts import node_script, slurm_script
 from compassrl.runs.cli import parse_resume
-from compassrl.runs.curves import curves_png, read_metrics, read_rows
+from compassrl.runs.curves import curves_png, read_metrics, read_step_rows
 from compassrl.runs.log import write_json
 from compassrl.runs.resume import new_folder
 
@@ -161,7 +161,7 @@ def _where(run):
         speed = r['tokens'] / r['time_step_s']
         done = f'step {r["step"]} of {run.cfg.steps}'
         return f'{done}, reward {r["reward_mean"]:.2f}, {speed:,.0f} tokens/s'
-    if rows := read_rows(run.run_dir / 'cold_start.jsonl'):
+    if rows := read_step_rows(run.run_dir / 'cold_start.jsonl'):
         r = rows[-1]
         return f'cold start, step {r["step"]} of {run.cfg.cold_start.steps}, loss {r["loss"]:.2f}'
     return 'starting'

@@ -10,7 +10,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -39,7 +39,7 @@ from compassrl.settings import at_least
 from compassrl.train.megatron.parallel import ParallelConfig
 
 # %% auto #0
-__all__ = ['usage', 'Name', 'Quiet', 'merge_models', 'parse_train', 'parse_resume', 'main']
+__all__ = ['overview', 'Name', 'Quiet', 'merge_models', 'parse_train', 'parse_resume', 'main']
 
 
 # %% ../../nbs/runs/cli.ipynb #b0aa6580
@@ -67,7 +67,7 @@ def _merge(models: tuple[str, ...], out: str, base: str, merge: MergeConfig) -> 
 
 
 # %% ../../nbs/runs/cli.ipynb #4e46cb90
-usage: str = """compassrl: RL for mixture-of-experts language models
+overview: str = """compassrl: RL for mixture-of-experts language models
 
   compassrl train PRESET [--steps 20 --seed 3 ...]   train; PRESET or a .yaml, .toml or .json file
   compassrl train PRESET --help                      the settings that matter; --help-all: all
@@ -91,7 +91,7 @@ Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _files = '.json', '.yaml', '.yml', '.toml'
 
 
-def _run(cfg, level, folder=None):
+def _run(cfg: TrainConfig, level: Level, folder: str = '') -> None:
     set_level(level)
     if world()[0]:
         follow(cfg)
@@ -99,25 +99,25 @@ def _run(cfg, level, folder=None):
         print(resume_run(folder, cfg) if folder else start_run(cfg))
 
 
-def _write(folder):
+def _write(folder: str) -> None:
     write_report(folder)
     if missing := left_out():
         print(missing)
     print(folder)
 
 
-def _level(quiet, log_level):
+def _level(quiet: bool, log_level: Level) -> Level:
     return 'warning' if quiet else log_level
 
 
-def _train_from(default):
+def _train_from(default: TrainConfig) -> Callable[..., Any]:
     def train(cfg: Name = default, quiet: Quiet = False, log_level: Level = 'info'):
         return partial(_run, cfg, _level(quiet, log_level))
 
     return train
 
 
-def _resume_from(cfg):
+def _resume_from(cfg: TrainConfig) -> Callable[..., Any]:
     def resume(
         run_dir: tyro.conf.Positional[str],
         steps: Annotated[int, at_least(0)] = cfg.steps,
@@ -133,13 +133,17 @@ def _resume_from(cfg):
     return resume
 
 
-def _report(run_dir: tyro.conf.Positional[str]):
+def _report(run_dir: tyro.conf.Positional[str]) -> Callable[[], None]:
     "Write curves.png, report.md and report.json of a run again"
     return partial(_write, run_dir)
 
 
-def _app(file=None, run=None):  # what a command starts from: config of a file, of a run
-    app, train = SubcommandApp(), SubcommandApp()
+def _app(
+    file: TrainConfig | None = None,  # config that `train` starts from, beside the presets
+    run: TrainConfig | None = None,  # config that `resume` starts from
+) -> Any:
+    app: Any = SubcommandApp()
+    train: Any = SubcommandApp()
     for name, preset in presets.items():
         train.command(_train_from(preset()), name=name, help=preset.__doc__)
     if file:
@@ -153,7 +157,7 @@ def _app(file=None, run=None):  # what a command starts from: config of a file, 
 
 
 # %% ../../nbs/runs/cli.ipynb #75e4f864
-def _meant(word, flags):  # the two flags that look most like a word
+def _meant(word: str, flags: Iterable[str]) -> list[str]:  # the flags that look most like a word
     flags = list(flags)
     ends = ['--' + name.lstrip('-').rpartition('.')[2] for name in flags]
     return get_close_matches(word, flags, 1, 0.8) or [
@@ -161,7 +165,9 @@ def _meant(word, flags):  # the two flags that look most like a word
     ]
 
 
-def _why(event, flags):  # an event of tyro's in one line; None for one that we do not know
+def _why(
+    event: Any, flags: Iterable[str]
+) -> str | None:  # an event of tyro's in one line; None for one that we do not know
     setting = getattr(event, 'argument', None)
     name = setting and setting.lowered.name_or_flags[-1]
     kind = setting and setting.lowered.metavar
@@ -204,9 +210,11 @@ def _ask(command, args):  # a model
 
 
 # %% ../../nbs/runs/cli.ipynb #b51d5f89
-def _start(args):  # name; config and sentence to start from
+def _start(
+    args: list[str],
+) -> tuple[str, TrainConfig, str]:  # name; config and sentence to start from
     if not args or args[0].startswith('-'):
-        print(usage)
+        print(overview)
         raise SystemExit(0 if args else 2)
     name = args[0]
     if name.endswith(_files):
@@ -217,10 +225,12 @@ def _start(args):  # name; config and sentence to start from
             f'unknown preset {name!r}: use one of {", ".join(presets)}, '
             'or a .yaml, .toml or .json file'
         )
-    return name.replace('_', '-'), preset(), preset.__doc__
+    return name.replace('_', '-'), preset(), preset.__doc__ or ''
 
 
-def _train_call(args):  # what follows `compassrl train` -> what is to be done
+def _train_call(
+    args: list[str],
+) -> partial[Any]:  # what follows `compassrl train` -> what is to be done
     name, default, about = _start(args)
     prog, words = f'compassrl train {args[0]}', args[1:]
     if {'-h', '--help'} & set(words):
@@ -234,7 +244,7 @@ def _train_call(args):  # what follows `compassrl train` -> what is to be done
     return partial(call.func, for_checkpoint(call.args[0], named), *call.args[1:])
 
 
-def _all(words):  # of help
+def _all(words: list[str]) -> list[str]:  # the flag of the full help by the name that tyro knows
     return ['--help' if w == '--help-all' else w for w in words]
 
 
@@ -245,7 +255,7 @@ def parse_train(
     return _train_call(args).args[0]
 
 
-def _resume_call(args):
+def _resume_call(args: list[str]) -> Any:
     if {'-h', '--help'} & set(args):
         print(resume_usage)
         raise SystemExit(0)
@@ -269,7 +279,7 @@ def parse_resume(
 _commands = 'report', 'merge', 'pipeline', '--tyro-print-completion', '--tyro-write-completion'
 
 
-def _call(args) -> Callable[..., Any]:  # what is to be done
+def _call(args: list[str]) -> Callable[..., Any]:  # what is to be done
     match args:
         case ['train', *rest]:
             return _train_call(rest)
@@ -280,7 +290,7 @@ def _call(args) -> Callable[..., Any]:  # what is to be done
         case [name, *_] if name in _commands:
             return _parse(_app(), args, 'compassrl', ())
         case [] | ['-h' | '--help' | '--help-all', *_]:
-            return partial(print, usage)
+            return partial(print, overview)
         case ['--version' | '-V']:
             return partial(print, f'compassrl {__version__}')
     known = 'train', 'resume', 'eval', 'distill', *_commands[:3]
@@ -288,7 +298,7 @@ def _call(args) -> Callable[..., Any]:  # what is to be done
 
 
 # %% ../../nbs/runs/cli.ipynb #cdaa2352
-def _nobody_reads():  # is standard output a pipe that was closed? then it stays silent
+def _nobody_reads() -> bool:  # is standard output a pipe that was closed? then it stays silent
     out = select.poll()
     out.register(1, 0)
     closed = any(event & select.POLLERR for _, event in out.poll(0))
@@ -309,10 +319,10 @@ def main(
     except BrokenPipeError:
         if not _nobody_reads():
             raise
-        sys.exit(141)  # as a shell calls it
+        sys.exit(141)  # the status that a shell gives for SIGPIPE
     except (ValueError, OSError) as e:
         if not is_of_disk(e):
-            raise  # of a socket, say
+            raise  # a socket, say: nothing that the user can mend
         if world()[0]:
             time.sleep(20)  # rank 0 has found the same, and says so
         sys.exit(f'compassrl: {error_line(e)}')

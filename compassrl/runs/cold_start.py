@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
@@ -26,7 +26,7 @@ from compassrl.judges.serial import Judge, sample_columns
 from compassrl.loop import Stop
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import from_pretrained, write_pretrained
-from compassrl.records import Prompt, RolloutEngine, SamplingParams, TrainEngine
+from compassrl.records import Prompt, RolloutEngine, Sample, SamplingParams, TrainEngine
 from compassrl.rollout.requests import requests_of
 from compassrl.runs.factory import TrainKind, TrainSetup, train_engines, train_setup
 from compassrl.runs.log import Progress, json_text, keep_until, say
@@ -103,12 +103,13 @@ def _learn(
     guard = Guard(guards, 'cold start step', start)
     with open(file, 'a', buffering=1) as f, closing(bar):
         for m in cold_start(engine, data.train, cfg, data.tokenizer, seed, start, end, data.tool):
-            guard.updated(m['step'], m)
+            step = int(m['step'] or 0)
+            guard.updated(step, m)
             f.write(json_text(m) + '\n')
-            guard.ended(m['step'])
+            guard.ended(step)
             bar.step(f'loss {m["loss"]:.3f}')
-            if stop.asked or m['step'] % every == 0 and m['step'] < total:
-                saver.save(m['step'])
+            if stop.asked or step % every == 0 and step < total:
+                saver.save(step)
             if stop.asked:
                 saver.wait()
                 raise Stop
@@ -172,7 +173,8 @@ def screened(
     seed: int,
 ) -> list[str]:  # ids of prompts that are solved sometimes, not always (paper, section 2.4.1)
     "Asks each prompt before RL, to leave out those that would teach nothing"
-    asked, samples = Counter(), []
+    asked: Counter[str] = Counter()
+    samples: list[Sample] = []
     num = [num_samples] * len(prompts)
     requests = requests_of(prompts, num, asked, params, seed, 'screen')
     with closing(Progress(len(requests), 'screen', lines=10)) as bar:
@@ -182,8 +184,9 @@ def screened(
             bar.step()
     judge.settle(samples)
     judge.measured()  # these counts belong to no step
-    _, group, valid, _ = sample_columns(samples, asked)
-    right = torch.tensor([rightness(s.verdict) for s in samples])
+    _, group, valid, _ = sample_columns(samples, list(asked))
+    verdicts: list[Any] = [s.verdict for s in samples]  # settled: each sample has one
+    right = torch.tensor([rightness(v) for v in verdicts])
     kept = [id for id, k in zip(asked, screen(right, group, valid).tolist()) if k]
     say(f'screen: {len(kept)} of {len(asked)} prompts are solved sometimes, but not always')
     return kept

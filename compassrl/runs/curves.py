@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'phases',
-    'read_rows',
+    'phase_names',
+    'read_step_rows',
     'read_metrics',
     'column',
     'running_mean',
@@ -37,7 +37,7 @@ __all__ = [
 
 
 # %% ../../nbs/runs/curves.ipynb #791a09b0
-def read_rows(
+def read_step_rows(
     path: Path,  # JSONL with a `step` in each row, possibly still being written
 ) -> list[dict[str, Any]]:  # [] if there is no such file
     "Rows in order; a half-written last one is left out. Raises ValueError naming a damaged line"
@@ -64,7 +64,7 @@ def read_metrics(
     run_dir, rows = Path(run_dir), []
     if not run_dir.is_dir():
         raise ValueError(f'{run_dir}: no such run directory: check the path')
-    for row in read_rows(run_dir / 'metrics.jsonl'):
+    for row in read_step_rows(run_dir / 'metrics.jsonl'):
         if rows and row['step'] <= rows[-1]['step']:
             rows = [r for r in rows if r['step'] < row['step']]
             row.setdefault('resumed_from', row['step'] - 1)
@@ -98,7 +98,7 @@ def running_mean(
 
 # %% ../../nbs/runs/curves.ipynb #d8a1dcdd
 # time_<phase>_s, in order
-phases: list[str] = [
+phase_names: list[str] = [
     'rollout',
     'reward',
     'log_probs',
@@ -119,7 +119,7 @@ def step_seconds(row: dict[str, Any]) -> float:
     "Seconds of a step and of the checkpoint after it; evaluations are not counted"
     if step := phase_seconds(row, 'step'):
         return step + phase_seconds(row, 'checkpoint')
-    return sum(phase_seconds(row, p) for p in phases)
+    return sum(phase_seconds(row, p) for p in phase_names)
 
 
 # %% ../../nbs/runs/curves.ipynb #03e1c894
@@ -207,7 +207,7 @@ def _panel(ax, metrics, keys, log):
 def _times(ax, metrics):  # seconds of each step, phases stacked
     metrics = [r for r in metrics if step_seconds(r)]
     seconds = {}
-    for phase in phases:
+    for phase in phase_names:
         if any(ys := [phase_seconds(r, phase) for r in metrics]):
             seconds[phase.replace('_', ' ')] = ys
     if not seconds:
@@ -287,15 +287,15 @@ class Span(NamedTuple):
     end: float
 
 
-def _judge(timing):  # who gave the verdict
+def _judge(timing: dict[str, float]) -> str:  # the process that gave the verdict
     if timing.get('worker'):
         return f'worker {timing["worker"]:.0f}'
     return 'genrm' if 'genrm' in timing else 'trainer'
 
 
 def spans_of(
-    timings: Iterable[dict[str, float]],  # of samples
-    metrics: Metrics | None = None,  # of the step: its phases are those with `time_{phase}_at`
+    timings: Iterable[dict[str, float]],  # timings of samples
+    metrics: Metrics | None = None,  # metrics of the step; phases are those with `time_{phase}_at`
 ) -> list[Span]:
     "Who did what, when"
     out = []
@@ -307,10 +307,11 @@ def spans_of(
             who, read = _judge(t), t['reward_start'] + t['detokenise']
             out.append(Span(who, 'detokenise', t['reward_start'], read))
             out.append(Span(who, 'reward', read, t['reward_end']))
-    for k, at in (metrics or {}).items():
+    known: dict[str, Any] = dict(metrics or {})
+    for k, at in known.items():
         phase = k.removeprefix('time_').removesuffix('_at')
         if k == f'time_{phase}_at' and phase not in ('step', 'rollout', 'reward'):
-            out.append(Span('trainer', phase, at, at + metrics[f'time_{phase}_s']))
+            out.append(Span('trainer', phase, at, at + known[f'time_{phase}_s']))
     return out
 
 
@@ -355,7 +356,7 @@ def plot_gantt(
     ax = ax or plt.subplots(figsize=(9, 2.4))[1]
     begin = min(s.start for s in spans) if begin is None else begin
     names, (placed, num_lines) = _row_names(spans), _in_lines(spans)
-    look = dict(edgecolor='white', lw=0.3 if max(num_lines.values()) < 50 else 0)
+    look: dict[str, Any] = dict(edgecolor='white', lw=0.3 if max(num_lines.values()) < 50 else 0)
     for phase in dict.fromkeys(s.phase for s, _ in placed):
         bars = [(s, line) for s, line in placed if s.phase == phase]
         height = [0.8 / num_lines[s.row] for s, _ in bars]

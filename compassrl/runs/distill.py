@@ -44,7 +44,7 @@ from compassrl.runs.run_data import (
     load_tokenizer_and_chat,
     resolve,
 )
-from compassrl.runs.teachers import Endpoint, EngineTeacher, Teacher
+from compassrl.runs.teachers import Endpoint, EngineTeacher, Teacher, Told
 from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
@@ -76,13 +76,13 @@ class DistillConfig:
     # prompt and response at least so much alike are a duplicate; 1 = word for word
     alike: Annotated[float, between(0.6, 1)] = 0.8
     seed: Annotated[int, at_least(0)] = 0
-    model: str = ''  # that a TEACHER by address serves
+    model: str = ''  # name of the model, where TEACHER is an address
     api_key_env: str = 'OPENAI_API_KEY'  # environment variable that holds its key
     concurrency: Annotated[int, at_least(1)] = 64  # requests to it in flight
-    timeout_s: Annotated[float, above(0)] = 600.0  # of one request to it
+    timeout_s: Annotated[float, above(0)] = 600.0  # seconds for one request to it
     device: str = 'cpu'  # 'cpu' or 'cuda'
-    num_threads: Annotated[int, between(1, 1024)] = 1  # of torch on the CPU
-    rollout_engine: RolloutEngineName = 'torch'  # as of training
+    num_threads: Annotated[int, between(1, 1024)] = 1  # threads of torch on the CPU
+    rollout_engine: RolloutEngineName = 'torch'  # engine of the teacher, as for training
     data: DataConfig = field(default_factory=DataConfig)  # its training prompts are asked
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
@@ -122,7 +122,13 @@ def chosen(
     )
 
 
-def data_row(row, prompt, c, origin):  # as `--data.path` reads it
+def data_row(
+    row: dict[str, Any],  # sample that is kept
+    prompt: Prompt,
+    c: DistillConfig,
+    origin: dict[str, Any],  # teacher and sampling parameters
+) -> dict[str, Any]:
+    "A row that `--data.path` reads"
     v = dict(row['verdict'])
     lineage = dict(
         teacher=origin['teacher'],
@@ -138,7 +144,7 @@ def data_row(row, prompt, c, origin):  # as `--data.path` reads it
     if prompt.messages and c.data.apply_chat_template and len(prompt.messages) == 1:
         text = prompt.messages[0]['content']
     mine = dict(answer=prompt.answer, domain=prompt.domain)
-    if not isinstance(verifiers[prompt.verifier], OwnReward):  # that one is a flag of the run
+    if not isinstance(verifiers[prompt.verifier], OwnReward):  # a flag of the run names it
         mine['verifier'] = prompt.verifier
     mine = prompt.columns or dict(prompt=text) | mine
     return mine | dict(solution=row['text'], lineage=lineage)
@@ -220,8 +226,9 @@ def known_samples(out: Path) -> list[dict[str, Any]]:
 
 
 # %% ../../nbs/runs/distill.ipynb #3876559b
-def _row(told, data):  # of the samples
+def _row(told: Told, data: Data) -> dict[str, Any]:  # one line of FILE.samples.jsonl
     s, v = told.sample, told.sample.verdict
+    assert v, 'it was settled'
     return dict(
         prompt_id=s.prompt_id,
         index=s.index,
@@ -268,7 +275,7 @@ def distill(
     c: DistillConfig,
     endpoint: str = '',  # its address, if it is
     kept: Path | None = None,  # folder of a run's reward functions
-) -> dict[str, int]:  # of `chosen`
+) -> dict[str, int]:  # counts, from `chosen`
     "Asks, judges, chooses, writes. Goes on where it was stopped. Raises ValueError"
     out = Path(c.out)
     if out.suffix != '.jsonl':

@@ -74,7 +74,7 @@ def evaluate_sets(
     k: int,  # responses to each prompt
     params: SamplingParams,
     seed: int,
-    judge: Judge | None = None,  # as of `evaluate`
+    judge: Judge | None = None,  # as for `evaluate`
 ) -> dict[str, tuple[EvalResult, dict[str, Any]]]:  # by set: the result, and what the judge counted
     "All evaluation sets, one after another. Raises what `evaluate` raises"
     out = {}
@@ -85,12 +85,13 @@ def evaluate_sets(
 
 
 def check_judged(
-    found: dict[str, tuple[EvalResult, dict[str, Any]]],  # of `evaluate_sets`
+    found: dict[str, tuple[EvalResult, dict[str, Any]]],  # results of `evaluate_sets`
     cfg: GuardConfig,
 ) -> None:
     "Raises RunFailed where most responses have no verdict: they would be counted as wrong"
     for name, (r, _) in found.items():
-        if why := why_unjudged([(s.prompt_id, s) for s in r.samples], cfg):
+        samples: list[Any] = [(s.prompt_id, s) for s in r.samples]  # they carry the verdict
+        if why := why_unjudged(samples, cfg):
             raise RunFailed(f'evaluation {name!r}: {why}', math.inf)
 
 
@@ -102,7 +103,7 @@ def set_json(result: EvalResult) -> dict[str, Any]:
 
 
 def eval_json(
-    found: dict[str, tuple[EvalResult, dict[str, Any]]],  # of `evaluate_sets`
+    found: dict[str, tuple[EvalResult, dict[str, Any]]],  # results of `evaluate_sets`
 ) -> dict[str, Any]:  # the first set's result; `sets` holds the others
     "What a run writes of an evaluation"
     (first, *others), dicts = found, {n: set_json(r) | m for n, (r, m) in found.items()}
@@ -118,7 +119,7 @@ def interval(result: EvalResult) -> tuple[float, float]:  # within [0, 1]
 
 def mean_interval(
     p: float,  # mean over prompts, in [0, 1]
-    stderr: float,  # of the mean
+    stderr: float,  # standard error of the mean
     num: int,  # prompts
 ) -> tuple[float, float]:  # within [0, 1]
     "95 % (Wilson, 1927), for so many yes-or-no trials as would have the same standard error"
@@ -175,8 +176,8 @@ def _domains_before_after(before, after):
 
 
 def eval_lines(
-    before: dict[str, Any],  # of `eval_json`
-    after: dict[str, Any],  # of the same sets
+    before: dict[str, Any],  # from `eval_json`
+    after: dict[str, Any],  # the same sets later
 ) -> list[str]:
     "Before and after RL, one line for each set, and for each domain of a mixed one"
     out = []
@@ -203,8 +204,8 @@ class EvalConfig:
     seed: Annotated[int, at_least(0)] = 0
     out: str = ''  # JSON file of the results; empty = eval-DATE-TIME.json, of a run in its folder
     device: str = 'cpu'  # 'cpu' or 'cuda'
-    num_threads: Annotated[int, between(1, 1024)] = 1  # of torch on the CPU
-    rollout_engine: RolloutEngineName = 'torch'  # as of training
+    num_threads: Annotated[int, between(1, 1024)] = 1  # threads of torch on the CPU
+    rollout_engine: RolloutEngineName = 'torch'  # engine that samples, as for training
     data: DataConfig = field(default_factory=DataConfig)  # all rows of `path` are asked
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
@@ -268,8 +269,8 @@ def data_of(
 def evaluate_model(
     cfg: TrainConfig,  # `init_from` is the model, a Hugging Face checkpoint
     out: Path,  # JSON file of the results
-    sources: dict[str, str],  # as of `data_of`
-    kept: Path | None = None,  # as there
+    sources: dict[str, str],  # as for `data_of`
+    kept: Path | None = None,  # as for `data_of`
     temperature: float | None = None,  # None = of the config; 0, which cannot train, is greedy
 ) -> dict[str, Any]:  # what the file holds of each set: result and interval
     "Asks, judges, prints a line for each set. Raises ValueError; RunFailed for no verdicts"

@@ -35,10 +35,12 @@ from compassrl.runs.run_data import resolve
 from compassrl.runs.run_process import meet_ranks, need, set_up
 from compassrl.runs.trackers import check_trackers
 from compassrl.train.megatron.parallel import ParallelConfig, check_parallel
+from compassrl.train.routes import ReplayMode
 from compassrl.train.saver import Saver, ShardedState, WholeState
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 
 if TYPE_CHECKING:
+    from compassrl.train.megatron.engine import MegatronTrain
     from compassrl.train.megatron.leader import Watch
 
 # %% auto #0
@@ -99,7 +101,7 @@ class TrainSetup(NamedTuple):
     optim: OptimConfig
     parallel: ParallelConfig
     temperature: float  # temperature of the samples, for their log-probs
-    router_replay: str  # 'R3', 'R2' or 'off'
+    router_replay: ReplayMode
     device: str  # 'cpu' or 'cuda'
 
 
@@ -138,7 +140,7 @@ class TrainKind:
     # takes setup, weights, watch, and `last`: does no other engine follow?
     start: Callable[..., AbstractContextManager[TrainEngine]]
     refuse: Callable[[TrainSetup, int], None]  # for a number of ranks; raises ValueError
-    saver: type[Saver]
+    saver: Callable[[Any, Path, int], Saver]  # engine, folder, number of checkpoints that stay
     # the ranks meet; returns the `Watch` over them, if there are several
     meet: Callable[[ParallelConfig, str], Any] = lambda parallel, device: None
     follow: Callable[[Watch], None] | None = None  # what ranks other than 0 do
@@ -256,7 +258,7 @@ def _check_megatron(s: TrainSetup, num_ranks: int) -> None:
     check_parallel(s.parallel, s.policy, num_ranks, device=device)
 
 
-def _megatron_train(s: TrainSetup, source: Path) -> TrainEngine:
+def _megatron_train(s: TrainSetup, source: Path) -> MegatronTrain:
     from compassrl.train.megatron.engine import MegatronTrain
 
     return MegatronTrain(s.policy, source, s.optim, s.parallel, s.temperature, s.router_replay)
@@ -312,28 +314,31 @@ class Machine(NamedTuple):
 
 
 def check(
-    cfg: TrainConfig,  # as `resolve` returned it
+    cfg: TrainConfig,  # result of `resolve`
     machine: Machine,
 ) -> list[str]:  # one line each; [] = this machine can do it
     "Problems that can be found before anything expensive begins"
     train, rollout = train_engines[cfg.train_engine], rollout_engines[cfg.rollout_engine]
-    found = [
-        *_refused(train.check, cfg, machine.num_ranks),
-        *_refused(rollout.check, cfg, machine.num_ranks),
-    ]
+    found = _problems(
+        lambda: train.check(cfg, machine.num_ranks), lambda: rollout.check(cfg, machine.num_ranks)
+    )
     if machine.rank or found:
         return found
-    found = [*_refused(check_trackers, cfg.trackers)]
-    found += _refused(check_memory, cfg, machine.num_ranks, machine.local_ranks)
-    return found + (_refused(_check_shapes, cfg.init_from, cfg.policy) if cfg.init_from else [])
+    return _problems(
+        lambda: check_trackers(cfg.trackers),
+        lambda: check_memory(cfg, machine.num_ranks, machine.local_ranks),
+        lambda: _check_shapes(cfg.init_from, cfg.policy) if cfg.init_from else None,
+    )
 
 
-def _refused(check: Callable[..., None], *args: Any) -> list[str]:
-    try:
-        check(*args)
-    except ValueError as e:
-        return [str(e)]
-    return []
+def _problems(*checks: Callable[[], None]) -> list[str]:
+    found = []
+    for raises in checks:
+        try:
+            raises()
+        except ValueError as e:
+            found.append(str(e))
+    return found
 
 
 def _check_shapes(source: str, policy: PolicyConfig) -> None:
@@ -355,7 +360,9 @@ def follow(cfg: TrainConfig) -> None:
     watch = prepare(cfg)
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, signal.SIG_IGN)  # rank 0 ends the step first
-    train_engines[cfg.train_engine].follow(watch)
+    lead = train_engines[cfg.train_engine].follow
+    assert lead and watch, 'several ranks passed the checks of an engine that spreads'
+    lead(watch)
 
 
 @dataclass

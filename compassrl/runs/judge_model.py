@@ -54,10 +54,10 @@ class JudgeModelConfig:
 
     num_pairs: Annotated[int, at_least(1)] = 36_000  # to learn from
     num_heldout: Annotated[int, at_least(1)] = 512  # to measure it with
-    num_groups: Annotated[int, at_least(1)] = 128  # of eight answers, to count inversions
-    level: Annotated[int, at_least(0)] = 0  # of the questions
+    num_groups: Annotated[int, at_least(1)] = 128  # groups of eight answers, to count inversions
+    level: Annotated[int, at_least(0)] = 0  # level of the questions
     margin: Annotated[float, at_least(0)] = 0.0  # qualities that differ by no more are a tie
-    sft_steps: Annotated[int, at_least(1)] = 2250  # of 16 pairs
+    sft_steps: Annotated[int, at_least(1)] = 2250  # cold-start steps of 16 pairs
     lr: float = 3e-3  # peak, of the cold start
     rl_steps: Annotated[int, at_least(1)] = 24
     rl_lr: float = 3e-4
@@ -67,7 +67,7 @@ class JudgeModelConfig:
         check(self)
 
 
-# of a judge: short waves, because what it looks for is at most 200 tokens away
+# A judge gets short waves, because what it looks for is at most 200 tokens away.
 JUDGE_SHAPE = PolicyConfig(
     num_attention_heads=8, num_key_value_heads=8, rope_theta=100.0, max_position_embeddings=256
 )
@@ -102,8 +102,8 @@ def judge_run(folder: str | Path, c: JudgeModelConfig) -> TrainConfig:
 
 # %% ../../nbs/runs/judge_model.ipynb #78591602
 def open_judge(
-    folder: str | Path,  # of a checkpoint
-    prompt_file: str | Path = '',  # '' = that of the folder
+    folder: str | Path,  # folder of a checkpoint
+    prompt_file: str | Path = '',  # '' = the one in the folder
 ) -> LocalGenRM:
     "A judge with room for its reason. Raises ValueError"
     return LocalGenRM(GenRMConfig(str(folder), prompt_file=str(prompt_file), concurrency=128))
@@ -113,9 +113,9 @@ def measure_judge(
     ask: LocalGenRM, pairs: Sequence[Question], num_groups: int, margin: float = 0.0, level: int = 0
 ) -> dict[str, Any]:
     "Agreement, tie accuracy and the order of advantages, each share with its interval"
-    # of equal answers nobody is asked, of equal pairs once
+    # equal answers are not asked about, equal pairs once
     pairs = [q for q in dict.fromkeys(pairs) if q.first != q.second]
-    truth = [true_label(q, margin) for q in pairs]
+    truth: list[Any] = [true_label(q, margin) for q in pairs]
     done, replies = compare(ask, pairs)
     once = agreement([parse_label(r.text) for r in replies[::2]], truth)
     both = agreement([c.label for c in done], truth)
@@ -125,7 +125,7 @@ def measure_judge(
 
 # %% ../../nbs/runs/judge_model.ipynb #915965c6
 def make_judge_model(
-    folder: str | Path,  # of the judge: a Hugging Face checkpoint, judge_prompt.txt, judge.json
+    folder: str | Path,  # gets a Hugging Face checkpoint, judge_prompt.txt, judge.json
     c: JudgeModelConfig = JudgeModelConfig(),
 ) -> Path:  # the folder
     """Data, cold start, RL, measures, publication; goes on where it was stopped
@@ -156,7 +156,8 @@ def make_judge_model(
     return folder
 
 
-def _write_pairs(folder, c):  # both files, unless they are there; the held-out pairs
+def _write_pairs(folder: Path, c: JudgeModelConfig) -> list[Question]:
+    "Both files, unless they are there; returns the held-out pairs"
     held = shop_pairs(c.num_heldout, 'heldout', c.seed, c.level, c.margin)
     for name in ('pairs', 'heldout'):
         if not (path := folder / f'{name}.jsonl').exists():

@@ -54,7 +54,7 @@ from compassrl.runs.stages import (
     train_config,
     with_setting,
 )
-from compassrl.runs.summary import read_json
+from compassrl.runs.summary import read_record
 from compassrl.train.folders import found_checkpoints
 from compassrl.train.guards import RunFailed
 
@@ -90,7 +90,7 @@ def scores(
 ) -> dict[str, Score]:  # by domain, or by set where one has a single domain and a name
     "The results in `evaluation.json`; {} before there is one"
     out = {}
-    for name, found in ((read_json(folder / 'evaluation.json') or {}).get('sets', {})).items():
+    for name, found in ((read_record(folder / 'evaluation.json') or {}).get('sets', {})).items():
         rates: dict[str, dict[str, list[bool]]] = {}
         for s in found['samples']:
             rates.setdefault(s['domain'], {}).setdefault(s['prompt_id'], []).append(s['correct'])
@@ -124,7 +124,7 @@ def domain_table(
 
 
 def forgetting(
-    by_stage: dict[str, dict[str, Score]],  # as for `domain_table`
+    by_stage: dict[str, dict[str, Score]],  # results, as for `domain_table`
 ) -> list[tuple[str, str, float, float]]:  # domain, best stage, last minus best, standard error
     "The last stage against the best one, domain by domain"
     (*before, last), out = by_stage, []
@@ -371,7 +371,7 @@ def _command(
     begun = (folder / 'pipeline.json').is_file()
     if begun and (out or seed or changes):
         raise ValueError(f'{folder} goes on as it began: leave out --out, --seed and --set')
-    d = _read(folder / 'pipeline.json' if begun else what)
+    d = _read(str(folder / 'pipeline.json') if begun else what)
     for text in [*([f'settings.seed={seed}'] if seed else []), *changes]:
         d = with_setting(d, text)
     if show:

@@ -14,7 +14,7 @@ from typing import Any
 
 from compassrl.runs.curves import curves_png, plot_gantt, spans_of
 from compassrl.runs.log import finite_only
-from compassrl.runs.summary import read_curves, read_json, run_facts
+from compassrl.runs.summary import read_curves, read_record, run_summary
 
 # %% auto #0
 __all__ = ['markdown_table', 'report_markdown', 'write_report']
@@ -157,7 +157,7 @@ def _settings(config):  # one row per section
 
 # %% ../../nbs/runs/report.ipynb #084c7d1f
 def report_markdown(
-    facts: dict[str, Any],  # of `run_facts`
+    facts: dict[str, Any],  # result of `run_summary`
 ) -> str:  # report.md
     "The report of a run as a page"
     f, parts = facts, [f'# Run {facts["run"]}', _headline(facts)]
@@ -181,25 +181,27 @@ def report_markdown(
     return '\n\n'.join(p for p in parts if p) + '\n'
 
 
-def _gantt(run_dir):  # of the step whose timings are there; which one
-    t = read_json(run_dir / 'timings.json')
-    spans = t and spans_of(t['samples'], t['metrics'])
-    if not spans or not find_spec('matplotlib'):
+def _gantt(run_dir: Path) -> int | None:  # the step whose timings are there
+    t = read_record(run_dir / 'timings.json')
+    if t is None or not find_spec('matplotlib'):
+        return None
+    if not (spans := spans_of(t['samples'], t['metrics'])):
         return None
     from matplotlib.figure import Figure
 
     num_rows = len({s.row for s in spans})
-    ax = Figure(figsize=(9, 1 + 0.45 * num_rows)).subplots()  # a notebook would show pyplot's
-    plot_gantt(spans, ax).figure.savefig(run_dir / 'gantt.png', dpi=100, bbox_inches='tight')
+    figure = Figure(figsize=(9, 1 + 0.45 * num_rows))  # a notebook would show pyplot's
+    plot_gantt(spans, figure.subplots())
+    figure.savefig(run_dir / 'gantt.png', dpi=100, bbox_inches='tight')
     return t['step']
 
 
 def write_report(
-    run_dir: str | Path,  # of a run, finished or not; a second call replaces the files
+    run_dir: str | Path,  # a run, finished or not; a second call replaces the files
 ) -> dict[str, Any]:  # the facts, as in report.json
     "Writes report.md and report.json and, with matplotlib, curves.png and gantt.png into a run"
     run_dir = Path(run_dir)
-    facts = finite_only(run_facts(run_dir)) | dict(gantt_step=_gantt(run_dir))
+    facts = finite_only(run_summary(run_dir)) | dict(gantt_step=_gantt(run_dir))
     facts['curves'] = bool(facts['steps'] and find_spec('matplotlib'))
     if facts['curves']:
         (run_dir / 'curves.png').write_bytes(curves_png(read_curves(run_dir), facts['run']))

@@ -72,7 +72,8 @@ class Run:
         return Path(not self.cfg.cold_start.steps and self.cfg.init_from or self.folder / 'start')
 
     def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch) -> None:
-        c, m, last = self.cfg, metrics, step == self.cfg.steps
+        c, last = self.cfg, step == self.cfg.steps
+        m: dict[str, Any] = metrics
         m |= self.engines.rollout.measured() | self.judge.measured()
         if c.eval_every:
             m |= self.evaluated(now=step % c.eval_every == 0 and not last)
@@ -98,7 +99,8 @@ class Run:
 
     def evaluated(self, now: bool) -> Metrics:
         "Metrics of the held-out prompts; None where they are not asked now"
-        r = self.evaluate() if now else dict.fromkeys(('avg', 'avg_stderr', 'pass_at_k'))
+        none: dict[str, Any] = dict.fromkeys(('avg', 'avg_stderr', 'pass_at_k'))
+        r = self.evaluate() if now else none
         _, *others = self.data.eval_sets
         m = {f'eval_{name}_avg': r['sets'][name]['avg'] if now else None for name in others}
         return m | dict(
@@ -202,7 +204,7 @@ def _go_on(run: Run, watch: Any) -> Path:  # from wherever the run is to its end
         if c.steps < step:
             raise ValueError(f'steps={c.steps}: the run has done {step}, use at least that many')
         if step < c.steps:
-            (folder / 'eval_after.json').unlink(missing_ok=True)  # of other weights
+            (folder / 'eval_after.json').unlink(missing_ok=True)  # it speaks of other weights
         run.engines.rollout.load_weights(run.engines.train.weights(), step)
         write_json(folder / 'config.json', dataclasses.asdict(c))
         say(f'resuming {folder} after step {step}')

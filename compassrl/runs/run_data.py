@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -27,6 +28,7 @@ from compassrl.judges.verifiers import asked_verifiers, check_walls
 from compassrl.model.hf_config import config_dict, read_config
 from compassrl.model.policy import PolicyConfig
 from compassrl.records import Prompt, derive_seed
+from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.runs.log import say
 
 # %% auto #0
@@ -72,23 +74,21 @@ class Data:
 
 
 # %% ../../nbs/runs/run_data.ipynb #5e1e2f4f
-def without_fp8(cfg: TrainConfig) -> TrainConfig:
+def without_fp8(rollout: RolloutConfig) -> RolloutConfig:
     "Without FP8 where the GPU of this machine computes none (not run on GPU)"
-    r = cfg.rollout
-    asks = r.quantization or r.kv_cache_dtype == 'fp8'
-    if not asks or cfg.device != 'cuda' or cfg.vllm.urls or not torch.cuda.is_available():
-        return cfg
-    if torch.cuda.get_device_capability() >= (8, 9):
-        return cfg
+    asks = rollout.quantization or rollout.kv_cache_dtype == 'fp8'
+    if not asks or not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9):
+        return rollout
     name = torch.cuda.get_device_name()
     say(f'rollout without FP8: {name} computes none, which takes compute capability 8.9')
-    return replace(cfg, rollout=replace(r, quantization='', kv_cache_dtype='auto'))
+    return replace(rollout, quantization='', kv_cache_dtype='auto')
 
 
 # %% ../../nbs/runs/run_data.ipynb #2b848a8b
 def resolve(cfg: TrainConfig) -> TrainConfig:
     "With the shape of the checkpoint that it starts from, and without what the GPU cannot do"
-    cfg = without_fp8(cfg)
+    if cfg.device == 'cuda' and not cfg.vllm.urls:
+        cfg = replace(cfg, rollout=without_fp8(cfg.rollout))
     if cfg.init_from:
         return replace(cfg, policy=read_config(cfg.init_from))
     config_dict(cfg.policy)  # refused here, not when the model is written
@@ -184,7 +184,8 @@ def judged_by(data: Data, own: OwnReward | None) -> None:
     if own is None:
         return
     own.check(data.prompts)
-    verifiers[own.name] = own
+    judge: Any = own  # the registry of verifiers holds it in the place of a function
+    verifiers[own.name] = judge
 
     def judged(prompts: list[Prompt]) -> list[Prompt]:
         return [replace(p, verifier=own.name) for p in prompts]

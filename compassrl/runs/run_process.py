@@ -152,7 +152,7 @@ def disk_told(
     except (OSError, SafetensorError) as e:
         why = str(e).splitlines()[0]
         if isinstance(e, OSError):
-            if errno.errorcode.get(e.errno) not in _disk:
+            if errno.errorcode.get(e.errno or 0) not in _disk:
                 raise
             why = f'{e.filename}: {e.strerror}' if e.filename else e.strerror
         raise ValueError(
@@ -222,7 +222,8 @@ def meet_ranks(parallel: ParallelConfig, device: str) -> Watch:  # notices a ran
         if device == 'cuda':
             torch.cuda.set_device(0)
         backend = 'cpu:gloo,cuda:nccl' if device == 'cuda' else 'gloo'
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if world()[1] > 1:  # a process that is nothing but a rank
         gc.freeze()  # each checkpoint collects garbage, and need not look at all imported objects
     init_parallel(parallel)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -208,9 +208,9 @@ def pipeline_from_dict(d: dict[str, Any]) -> Pipeline:
     return _read(Pipeline, d | dict(stages=stages), 'pipeline')
 
 
-def _read(cls: type[_C], d: Any, at: str) -> _C:
-    known = cls.__dataclass_fields__
-    if not isinstance(d, dict) or (unknown := sorted(map(str, d.keys() - known.keys()))):
+def _read(cls: type[Any], d: Any, at: str) -> Any:
+    known = [f.name for f in fields(cls)]
+    if not isinstance(d, dict) or (unknown := sorted(map(str, d.keys() - set(known)))):
         what = repr(unknown[0]) if isinstance(d, dict) else repr(d)[:60]
         raise ValueError(f'{at}: {what} is not known, use {", ".join(known)}')
     if missing := [k for k in ('name', 'preset') if k in known and not isinstance(d.get(k), str)]:
@@ -248,7 +248,7 @@ def with_setting(
             f'--set {text!r}: use STAGE.SETTING=VALUE, STAGE one of {", ".join(names)}, '
             'settings (all stages that train), evaluation'
         )
-    change = value if value.startswith('@') else from_yaml(value)
+    change: Any = value if value.startswith('@') else from_yaml(value)
     for k in reversed(key.split('.')):
         change = {k: change}
     if where not in names:

@@ -18,16 +18,16 @@ from compassrl.config import flat
 from compassrl.files import read_data
 from compassrl.runs.curves import (
     column,
+    phase_names,
     phase_seconds,
-    phases,
     read_metrics,
-    read_rows,
+    read_step_rows,
     step_seconds,
 )
 from compassrl.runs.evaluate import mean_stderr
 
 # %% auto #0
-__all__ = ['pick_samples', 'machine_info', 'read_json', 'read_curves', 'run_facts']
+__all__ = ['pick_samples', 'machine_info', 'read_record', 'read_curves', 'run_summary']
 
 # %% ../../nbs/runs/summary.ipynb #13cacd5e
 _changes = {  # was it right before, is it right after
@@ -49,7 +49,7 @@ def pick_samples(
     before: list[
         dict[str, Any]
     ],  # samples of an evaluation: prompt_id, prompt, response, answer, correct
-    after: list[dict[str, Any]],  # of a later one
+    after: list[dict[str, Any]],  # samples of a later evaluation
     fixed: int = 3,
     still_wrong: int = 2,
     broke: int = 2,
@@ -78,7 +78,7 @@ def machine_info() -> dict[str, object]:
     cpuinfo = Path('/proc/cpuinfo')
     model = re.search(r'model name\s*:\s*(.+)', cpuinfo.read_text()) if cpuinfo.exists() else None
     cpu = model[1].strip() if model else platform.processor() or platform.machine()
-    info = dict(
+    info: dict[str, object] = dict(
         cpu=cpu,
         threads=torch.get_num_threads(),
         system=f'{platform.system()} {platform.machine()}',
@@ -91,7 +91,7 @@ def machine_info() -> dict[str, object]:
     return info
 
 
-def read_json(path: Path) -> dict[str, Any] | None:  # None if it is not there
+def read_record(path: Path) -> dict[str, Any] | None:  # None if it is not there
     "One JSON file of a run. Raises ValueError for a damaged one"
     if not path.exists():
         return None
@@ -103,7 +103,7 @@ def read_json(path: Path) -> dict[str, Any] | None:  # None if it is not there
 
 def _evaluations(run_dir, metrics):  # before, after; None where there is none yet
     before, after, config = (
-        read_json(run_dir / f'{name}.json') for name in ('eval_before', 'eval_after', 'config')
+        read_record(run_dir / f'{name}.json') for name in ('eval_before', 'eval_after', 'config')
     )
     done = metrics[-1]['step'] if metrics else 0
     planned = (config or {}).get('steps') or 0
@@ -111,7 +111,7 @@ def _evaluations(run_dir, metrics):  # before, after; None where there is none y
 
 
 def read_curves(
-    run_dir: str | Path,  # of a run, finished or live
+    run_dir: str | Path,  # a run, finished or live
 ) -> list[dict[str, Any]]:  # for `plot_curves`
     "The metrics of a run, with the evaluations before and after as the ends of the held-out curve"
     run_dir = Path(run_dir)
@@ -200,7 +200,7 @@ def _total(rows, key):
 
 
 def _cold_start(run_dir):
-    rows = read_rows(run_dir / 'cold_start.jsonl')
+    rows = read_step_rows(run_dir / 'cold_start.jsonl')
     loss = _first_last(column(rows, 'loss')[1])
     return dict(steps=len(rows), tokens=_total(rows, 'tokens'), loss=loss)
 
@@ -212,7 +212,7 @@ def _last_eval(metrics):
 
 def _phase_table(metrics):  # phase -> seconds, seconds per step, share
     total = sum(map(step_seconds, metrics))
-    seconds = {p: sum(phase_seconds(r, p) for r in metrics) for p in phases}
+    seconds = {p: sum(phase_seconds(r, p) for r in metrics) for p in phase_names}
     seconds['other'] = max(0.0, total - sum(seconds.values()))  # 0 where phases overlap
     return {
         p: dict(seconds=s, per_step_s=s / len(metrics), share=s / total)
@@ -243,25 +243,26 @@ _averaged = """
 """.split()
 
 
-def run_facts(
-    run_dir: str | Path,  # of a run, finished or not
+def run_summary(
+    run_dir: str | Path,  # a run, finished or not
 ) -> dict[str, Any]:  # all that report.md says; what the run has not written is None or empty
     "The numbers of a run. Raises ValueError for a folder that is no run"
     run_dir = Path(run_dir)
-    metrics, config = read_metrics(run_dir), read_json(run_dir / 'config.json')
+    metrics, config = read_metrics(run_dir), read_record(run_dir / 'config.json')
     if not metrics and 'steps' not in (config or {}):
         raise ValueError(
             f'{run_dir}: neither metrics.jsonl nor the config.json of a run is there: '
             'give a run directory'
         )
     before, after = _evaluations(run_dir, metrics)
-    samples, counts = pick_samples(*((x or {}).get('samples') or [] for x in (before, after)))
+    asked = [(x or {}).get('samples') or [] for x in (before, after)]
+    samples, counts = pick_samples(asked[0], asked[1])
     return dict(
         run=run_dir.resolve().name,
         steps=metrics[-1]['step'] if metrics else 0,
         steps_planned=(config or {}).get('steps'),
         finished=after is not None,
-        failed=(read_json(run_dir / 'failed.json') or {}).get('why'),
+        failed=(read_record(run_dir / 'failed.json') or {}).get('why'),
         resumed_from=[r['resumed_from'] for r in metrics if 'resumed_from' in r],
         held_out=_held_out(before, after),
         eval_before=before and before['avg'],
@@ -273,5 +274,5 @@ def run_facts(
         samples=samples,
         sample_counts=counts,
         config=_settings(config or {}),
-        machine=read_json(run_dir / 'machine.json') or machine_info(),
+        machine=read_record(run_dir / 'machine.json') or machine_info(),
     )

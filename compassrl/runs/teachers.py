@@ -34,7 +34,7 @@ class Told(NamedTuple):
     "One response"
 
     sample: Sample
-    num_tokens: int  # as the teacher counts them, the stop token included
+    num_tokens: int  # tokens by the count of the teacher, the stop token included
 
 
 class Teacher(Protocol):

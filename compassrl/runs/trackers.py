@@ -24,15 +24,15 @@ from typing import Any, Literal, Protocol
 
 from compassrl.config import flat
 from compassrl.files import read_data
-from compassrl.runs.curves import read_rows
+from compassrl.runs.curves import read_step_rows
 from compassrl.runs.log import replace_text, say
 
 # %% auto #0
 __all__ = [
-    'Kind',
+    'FileKind',
     'tracker_types',
     'Point',
-    'Metric',
+    'Entry',
     'glossary',
     'glossary_markdown',
     'entry',
@@ -49,11 +49,11 @@ __all__ = [
 ]
 
 # %% ../../nbs/runs/trackers.ipynb #d260f48a
-Kind = Literal['metrics', 'evaluation', 'cold_start']  # kinds of files that hold numbers
+FileKind = Literal['metrics', 'evaluation', 'cold_start']  # kinds of files that hold numbers
 
 
 @dataclass(frozen=True)
-class Metric:
+class Entry:
     "One number and how to read it"
 
     key: str  # name in the file; `*` stands for a name that the run chooses
@@ -67,25 +67,26 @@ class Metric:
 
 
 @cache
-def glossary() -> dict[Kind, tuple[Metric, ...]]:
+def glossary() -> dict[FileKind, tuple[Entry, ...]]:
     "The entries of `glossary.yml`, read when they are first needed"
     kinds = read_data(str(files('compassrl.runs') / 'glossary.yml'))
-    found = {
-        kind: tuple(Metric(key, where, **d) for where, ds in of.items() for key, d in ds.items())
+    found: dict[FileKind, tuple[Entry, ...]] = {
+        kind: tuple(Entry(key, where, **d) for where, ds in of.items() for key, d in ds.items())
         for kind, of in kinds.items()
     }
     judge = [replace(m, name='') for m in found['metrics'] if m.key.startswith('genrm_')]
-    return found | dict(evaluation=(*found['evaluation'], *judge))
+    found['evaluation'] += tuple(judge)
+    return found
 
 
 def glossary_markdown() -> str:
     "All entries as tables, one for each kind of file"
     head = 'in the file', 'in a tracker', 'unit', 'range', 'what it is', 'healthy', 'module'
-    titles: dict[Kind, str] = dict(
-        metrics='metrics.jsonl, a row per RL step',
-        evaluation='eval_before.json and eval_after.json',
-        cold_start='cold_start.jsonl, a row per step of the cold start',
-    )
+    titles: dict[FileKind, str] = {
+        'metrics': 'metrics.jsonl, a row per RL step',
+        'evaluation': 'eval_before.json and eval_after.json',
+        'cold_start': 'cold_start.jsonl, a row per step of the cold start',
+    }
     parts = []
     for kind, title in titles.items():
         rows = [head, ['---'] * len(head)]
@@ -100,8 +101,8 @@ def glossary_markdown() -> str:
 # %% ../../nbs/runs/trackers.ipynb #da7765b2
 def entry(
     key: str,  # name in the file
-    kind: Kind = 'metrics',
-) -> Metric | None:
+    kind: FileKind = 'metrics',
+) -> Entry | None:
     "What the glossary says about a name; an exact entry before one with a `*`"
     found = [m for m in glossary()[kind] if fnmatchcase(key, m.key)]
     return min(found, key=lambda m: '*' in m.key, default=None)
@@ -109,7 +110,7 @@ def entry(
 
 def grouped(
     row: Mapping[str, Any],
-    kind: Kind = 'metrics',  # kind of file that the row is in
+    kind: FileKind = 'metrics',  # kind of file that the row is in
 ) -> dict[str, float]:  # finite numbers that are sent to trackers
     "The same numbers under the names that trackers show"
     out = {}
@@ -230,7 +231,7 @@ class Trackio:
         name = f'{folder.resolve().name}-{secrets.token_hex(2)}'
         run_id, self.is_new = _known(folder, 'trackio', lambda: name)
         project = os.environ.get('TRACKIO_PROJECT', 'compassrl')
-        self.run: trackio.Run = trackio.init(
+        self.run: Any = trackio.init(
             project=project, name=run_id, resume='allow', config=dict(config), embed=False
         )
 
@@ -250,7 +251,7 @@ class Mlflow:
         from mlflow.tracking import MlflowClient
 
         self.client: MlflowClient = MlflowClient()
-        self.metric: type[Metric] = Metric
+        self.metric = Metric
         name = os.environ.get('MLFLOW_EXPERIMENT_NAME', 'compassrl')
 
         def make() -> str:
@@ -306,7 +307,7 @@ def history(
     folder: Path,  # the run directory
 ) -> list[Point]:
     "What a run has measured before its first step: the cold start and the first evaluation"
-    rows = read_rows(folder / 'cold_start.jsonl')
+    rows = read_step_rows(folder / 'cold_start.jsonl')
     before = read_data(folder / 'eval_before.json')
     return [*((grouped(r, 'cold_start'), r['step']) for r in rows), (eval_values(before), 0)]
 
@@ -328,9 +329,8 @@ class Trackers:
             if name == 'tensorboard' and not find_spec(name):
                 continue  # `left_out` tells it
             queue: SimpleQueue[Point | bool] = SimpleQueue()
-            work = dict(name=name, queue=queue, folder=folder, config=config, start=start)
-            work['before'] = before
-            thread = threading.Thread(target=_send, kwargs=work, name=name, daemon=True)
+            work = name, queue, folder, config, start, before
+            thread = threading.Thread(target=_send, args=work, name=name, daemon=True)
             self.threads[thread] = queue
             thread.start()
 
