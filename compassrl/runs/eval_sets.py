@@ -74,7 +74,7 @@ def evaluate_sets(
     k: int,  # responses to each prompt
     params: SamplingParams,
     seed: int,
-    judge: Judge | None = None,  # as for `evaluate`
+    judge: Judge | None = None,  # the judge, as for `evaluate`
 ) -> dict[str, tuple[EvalResult, dict[str, Any]]]:  # by set: the result, and what the judge counted
     "All evaluation sets, one after another. Raises what `evaluate` raises"
     out = {}
@@ -269,8 +269,8 @@ def data_of(
 def evaluate_model(
     cfg: TrainConfig,  # `init_from` is the model, a Hugging Face checkpoint
     out: Path,  # JSON file of the results
-    sources: dict[str, str],  # as for `data_of`
-    kept: Path | None = None,  # as for `data_of`
+    sources: dict[str, str],  # sets, as for `data_of`
+    kept: Path | None = None,  # folder, as for `data_of`
     temperature: float | None = None,  # None = of the config; 0, which cannot train, is greedy
 ) -> dict[str, Any]:  # what the file holds of each set: result and interval
     "Asks, judges, prints a line for each set. Raises ValueError; RunFailed for no verdicts"
