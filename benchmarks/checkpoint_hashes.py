@@ -30,7 +30,7 @@ import torch
 import compassrl.train.manifest as manifest
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
-from compassrl.runs.facts import machine_info
+from compassrl.runs.summary import machine_info
 from compassrl.train.checkpoint import save_checkpoint
 from compassrl.train.torch_train import OptimConfig
 

@@ -21,9 +21,9 @@ from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.evaluate import evaluate
-from compassrl.runs.facts import machine_info
 from compassrl.runs.presets import tool_cpu
 from compassrl.runs.run import start_run
+from compassrl.runs.summary import machine_info
 
 PROMISED = 0.7
 

@@ -30,7 +30,7 @@ from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.fp8 import Fp8Rollout, quantise, takes_fp8
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.runs.facts import machine_info
+from compassrl.runs.summary import machine_info
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 
 NOT_RUN = 'not run: needs a Hopper GPU'

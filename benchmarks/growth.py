@@ -29,8 +29,8 @@ from compassrl.loop import fit
 from compassrl.model.policy import Policy
 from compassrl.rollout.requests import requests_of
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.runs.facts import machine_info
 from compassrl.runs.run_data import load
+from compassrl.runs.summary import machine_info
 from compassrl.train.sft import cold_start
 from compassrl.train.torch_train import TorchTrain
 

@@ -29,8 +29,8 @@ from compassrl.judges.pairs import (
     shop_pairs,
     true_label,
 )
-from compassrl.runs.facts import machine_info
 from compassrl.runs.judge_model import JUDGE_SHAPE, JudgeModelConfig, make_judge_model, open_judge
+from compassrl.runs.summary import machine_info
 from compassrl.train.reward_model import RewardModel, score_texts, train_reward_model
 from compassrl.train.sft import SFTConfig
 

@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from compassrl.model.log_probs import dense_log_probs, token_log_probs
-from compassrl.runs.facts import machine_info
+from compassrl.runs.summary import machine_info
 
 MB = 2**20
 

@@ -15,11 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from compassrl.files import read_data
-from compassrl.runs.cards import difference, forgetting, scores
-from compassrl.runs.facts import machine_info
-from compassrl.runs.pipeline import run_pipeline
-from compassrl.runs.pipelines import smoke_cpu, tiny_cpu
-from compassrl.runs.stages import stage_folders
+from compassrl.runs.pipeline import difference, forgetting, run_pipeline, scores
+from compassrl.runs.stages import pipeline_presets, stage_folders
+from compassrl.runs.summary import machine_info
 
 
 def rounded(values):
@@ -42,7 +40,7 @@ def mean(row):
 
 
 def measure(a):
-    p = smoke_cpu() if a.quick else tiny_cpu()
+    p = pipeline_presets()['smoke-cpu' if a.quick else 'tiny-cpu']
     p = replace(p, settings=p.settings | dict(seed=a.seed))
     run_pipeline(p, a.folder)
     folders = stage_folders(p, a.folder)

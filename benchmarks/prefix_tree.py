@@ -23,8 +23,8 @@ import torch
 
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.prefix_tree import prefix_tree
-from compassrl.runs.facts import machine_info
-from compassrl.runs.process import keep_freed_memory
+from compassrl.procs import keep_freed_memory
+from compassrl.runs.summary import machine_info
 
 VOCAB, LENGTH, SAMPLES = 99, 96, 8
 

@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from compassrl.judges.verifiers import code
-from compassrl.runs.facts import machine_info
+from compassrl.runs.summary import machine_info
 from compassrl.sandbox.client import best_walls, close_rooms
 from compassrl.sandbox.isolated import under
 

@@ -102,11 +102,10 @@ from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
 from compassrl.runs.cold_start import start_policy
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.factory import open_engines
-from compassrl.runs.facts import machine_info
 from compassrl.runs.presets import presets
-from compassrl.runs.process import set_up
 from compassrl.runs.run_data import load
-from compassrl.runs.stop import stoppable
+from compassrl.runs.run_process import set_up, stoppable
+from compassrl.runs.summary import machine_info
 from compassrl.train.sft import SFTConfig
 
 PROMISED = 3  # times as fast as TRL
@@ -439,7 +438,7 @@ def main():
         cfg, a.tasks, a.seeds = small(cfg), ['silent'], [0]
         tasks = dict(silent=replace(TASKS['silent'], cap=1e-3))  # one evaluation of each
         choice, every = TRL_BEST | dict(prompts=4, micro_batch=16), 1
-    set_up(cfg)
+    set_up(cfg.device, cfg.num_threads)
     found = {}
     with ExitStack() as stack:
         home = Path(a.starts or stack.enter_context(tempfile.TemporaryDirectory()))

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from compassrl.runs.facts import machine_info
+from compassrl.runs.summary import machine_info
 
 PROMISED_POINTS = 30
 

@@ -46,10 +46,10 @@ from compassrl.data.prompts import DataConfig
 from compassrl.data.tasks import verifier
 from compassrl.loop import fit
 from compassrl.model.pretrained import save_pretrained
+from compassrl.procs import keep_freed_memory
 from compassrl.records import Prompt, Verdict
 from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
-from compassrl.runs.facts import machine_info
-from compassrl.runs.process import keep_freed_memory
+from compassrl.runs.summary import machine_info
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 
 LR, UPDATES, MICRO_BATCH = 1e-4, 2, 2560  # padded tokens: a mini-batch in two equal parts

@@ -23,7 +23,7 @@ from compassrl.rollout import slots
 from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.partial import drawn_mask
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.runs.facts import machine_info
+from compassrl.runs.summary import machine_info
 
 MOST = 64  # more than `slots.most_given`, to see where it should be
 

@@ -29,8 +29,8 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import derive_seed
 from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
 from compassrl.runs.evaluate import evaluate
-from compassrl.runs.facts import machine_info
 from compassrl.runs.run_data import load
+from compassrl.runs.summary import machine_info
 from compassrl.train.sft import SFTConfig, cold_start
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 

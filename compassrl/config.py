@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -35,6 +36,7 @@ __all__ = [
     'TrainConfig',
     'config_from_dict',
     'read_run_config',
+    'flat',
 ]
 
 # %% ../nbs/config.ipynb #6caa93f2
@@ -229,3 +231,16 @@ def read_run_config(
         return config_from_dict(TrainConfig, d)
     except ValueError as e:
         raise ValueError(f'{path}: {e}') from None
+
+
+# %% ../nbs/config.ipynb #b450ea27
+def flat(
+    d: Mapping[str, Any],  # nested settings
+    at: str = '',  # name of the whole, in front of every key
+) -> dict[str, Any]:  # {'optim.lr': 1e-4, ...}
+    "Nested settings with dotted keys"
+    out = {}
+    for key, value in d.items():
+        key = f'{at}.{key}'.strip('.')
+        out |= flat(value, key) if isinstance(value, Mapping) else {key: value}
+    return out

@@ -61,7 +61,6 @@ homes = {  # module or folder -> its stage
     'settings': 'trainer',
     'train.megatron.leader': 'trainer',
     'model.merge': 'merge',
-    'runs.merge_models': 'merge',
     'runs.evaluate': 'evaluate',
     'runs': 'evaluate',
     'launch.background': 'launch',

@@ -26,9 +26,9 @@ FLOORS = [  # a module imports from its own room and from the floors below
     {'records'},
 ]
 APART = {('train', 'rollout')}  # they do not know each other
-FREE = {'settings', 'files', 'phases'}  # they import nothing of the package
-SHARED = {'settings', 'files', 'phases'}  # and every room may import these
-MODULE, FUNCTION, COLUMNS, ROOMS = 400, 40, 100, 17
+FREE = {'settings', 'files', 'phases', 'procs'}  # they import nothing of the package
+SHARED = FREE  # and every room may import these
+MODULE, FUNCTION, COLUMNS, ROOMS = 400, 40, 100, 18
 
 
 def files():

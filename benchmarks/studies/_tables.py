@@ -10,7 +10,7 @@ from pathlib import Path
 
 from _runner import against, area, interval, run_all
 
-from compassrl.runs.facts import machine_info
+from compassrl.runs.summary import machine_info
 
 
 def final(trial):

@@ -37,7 +37,7 @@ from _tables import final, flags, lowest, rates_of, show, small, summary
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.losses.espo import EspoConfig
 from compassrl.model.policy import Policy
-from compassrl.runs.facts import machine_info
+from compassrl.runs.summary import machine_info
 
 ALPHAS = 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0
 RATES = 1e-4, 2e-4, 4e-4

@@ -48,9 +48,9 @@ from compassrl.model.policy import Policy
 from compassrl.records import derive_seed
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.evaluate import evaluate
-from compassrl.runs.facts import machine_info
 from compassrl.runs.judge_model import JudgeModelConfig
 from compassrl.runs.log import write_json
+from compassrl.runs.summary import machine_info
 from compassrl.train.sft import SFTConfig, cold_start
 from compassrl.train.torch_train import TorchTrain
 

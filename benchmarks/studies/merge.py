@@ -34,9 +34,9 @@ from compassrl.model.pretrained import from_pretrained, hf_weights, save_pretrai
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.eval_sets import interval
 from compassrl.runs.evaluate import evaluate
-from compassrl.runs.facts import machine_info
 from compassrl.runs.log import write_json
 from compassrl.runs.presets import tiny_cpu
+from compassrl.runs.summary import machine_info
 from compassrl.train.sft import SFTConfig, cold_start
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 

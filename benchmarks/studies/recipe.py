@@ -40,8 +40,8 @@ from _tables import early, final, lowest
 
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
-from compassrl.runs.facts import machine_info
 from compassrl.runs.presets import tiny_cpu
+from compassrl.runs.summary import machine_info
 
 DYNAMIC = ZeroVarianceConfig('refill', repetition_weight=0, zvp_alpha=0)
 LEFT = 0.05  # of a learning rate that falls

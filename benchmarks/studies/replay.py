@@ -44,8 +44,8 @@ from compassrl.records import micro_batches, select
 from compassrl.rollout.fp8 import Fp8Rollout
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.evaluate import evaluate
-from compassrl.runs.facts import machine_info
 from compassrl.runs.log import write_json
+from compassrl.runs.summary import machine_info
 from compassrl.train.routes import routes_agreement
 from compassrl.train.sft import cold_start
 from compassrl.train.torch_train import TorchTrain, packed_states, score_response

@@ -26,7 +26,7 @@ from compassrl.records import collate
 from compassrl.rollout.fp8 import Fp8Rollout
 from compassrl.rollout.requests import requests_of
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.runs.facts import machine_info
+from compassrl.runs.summary import machine_info
 from compassrl.train.torch_train import TorchTrain
 
 MIX = (('arithmetic', 1.25, 1.0),)

@@ -53,9 +53,9 @@ from compassrl.loop import Stop, fit
 from compassrl.records import Verdict, derive_seed
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.evaluate import evaluate
-from compassrl.runs.facts import machine_info
 from compassrl.runs.log import write_json
 from compassrl.runs.presets import tool_cpu
+from compassrl.runs.summary import machine_info
 from compassrl.train.torch_train import TorchTrain
 
 CALLS = (1, 2, 3, 4)  # that a question needs

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from compassrl.data.tasks import verify
 from compassrl.data.tokenizer import load_tokenizer, response_text
+from compassrl.procs import keep_freed_memory
 from compassrl.records import Prompt
-from compassrl.runs.process import keep_freed_memory
 
 
 def make_reward(spec):

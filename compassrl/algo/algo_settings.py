@@ -39,7 +39,8 @@ Estimator = Literal['grpo', 'dr_grpo', 'rloo']
 class AdvantageConfig:
     "How rewards become advantages. Raises ValueError for values outside their range"
 
-    # over the std, the bare difference, or against the mean of the others
+    # Baseline of a reward. 'grpo': the group's mean, divided by its standard deviation; 'dr_grpo':
+    # the mean alone; 'rloo': the mean of the other responses
     estimator: Estimator = 'grpo'
 
     def __post_init__(self) -> None:
@@ -54,27 +55,32 @@ Sampling = Literal['uniform', 'adaptive', 'refill']
 class ZeroVarianceConfig:
     "What is done about flat groups (paper section 2.4.1). Raises ValueError"
 
-    # flat groups: 'uniform' = off, 'adaptive' = they grow, 'refill' = are replaced (DAPO)
+    # Handling of groups whose rewards are all equal. 'uniform': nothing; 'adaptive': draw more
+    # responses for them; 'refill': replace their prompts (DAPO)
     sampling: Sampling = 'adaptive'
-    # 'adaptive': a group of at most half this many responses may double
+    # Largest group that 'adaptive' may reach; each growth doubles a group
     max_group_size: Annotated[int, at_least(2)] = 32
-    # 'adaptive': extra tokens of a step, times those of its first wave; 0 = no growth
+    # Extra tokens that 'adaptive' may draw per step, as a multiple of the first wave's; 0 = no
+    # growth. Lower it if steps take too long
     token_budget: Annotated[float, at_least(0)] = 0.5
-    # 'refill': further waves of prompts in a step; 0 = flat groups are dropped
+    # Further waves of prompts that 'refill' may draw per step; 0 = drop equal groups
     max_refills: Annotated[int, at_least(0)] = 8
-    # of the soft overlong penalty (DAPO); 0 = off
+    # Largest penalty for a response that comes close to the token limit (DAPO's soft overlong
+    # punishment); 0 = off
     length_weight: Annotated[float, at_least(0, below=0.5)] = 0.1
-    # the last part of a response's budget, where that penalty grows (DAPO: 4096/20480)
+    # Last part of the token limit in which that penalty grows from 0 (DAPO: 4096/20480)
     overlong_frac: Annotated[float, above(0, up_to=1, why='length_weight=0 is the switch')] = 0.2
-    # of the penalty for repeated n-grams; 0 = off
+    # Largest penalty for repeated n-grams; 0 = off
     repetition_weight: Annotated[float, at_least(0, below=0.5)] = 0.1
-    # tokens that make one n-gram; shorter ones recur in good working, too
+    # Tokens per n-gram. Shorter ones also recur in good working
     ngram: Annotated[int, at_least(1)] = 12
-    # the std counts as at least this where only penalties differ; 0 = off
+    # Smallest standard deviation to divide by in groups that differ only in penalties; 0 = off.
+    # Raise it if penalties outweigh rewards
     std_floor: Annotated[float, at_least(0)] = 0.35
-    # RL-ZVP: advantage per nat of entropy in groups that are still flat; 0 = off
+    # Advantage per nat of entropy in groups that are still equal (RL-ZVP); 0 = off
     zvp_alpha: Annotated[float, between(0, 1)] = 0.1
-    # before training, drop prompts that are always or never solved in so many; 0 = off
+    # Responses per prompt drawn before training. Prompts solved always or never are dropped; 0 =
+    # keep all
     screen_samples: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
@@ -95,22 +101,31 @@ Tis = Literal['off', 'truncate', 'mask']
 class LossConfig:
     "What the policy minimises. None = what the loss's own paper does. Raises ValueError"
 
-    # espo: paper section 2.4.2; or your own FILE.py:NAME
+    # Loss that the policy minimises, or FILE.py:NAME for your own. 'espo' is the paper's (section
+    # 2.4.2)
     name: Annotated[str, one_of(policy_losses)] = 'grpo'
-    # an unwanted token gets no gradient once its ratio is below 1 - this
+    # Tokens with a negative advantage get no gradient once their ratio is below 1 minus this. None
+    # = the value of the loss's own paper
     clip_eps_low: Annotated[float | None, between(0, 1)] = None
-    # a wanted token gets no gradient once its ratio is above 1 + this
+    # Tokens with a positive advantage get no gradient once their ratio is above 1 plus this. None =
+    # the value of the loss's own paper
     clip_eps_high: Annotated[float | None, at_least(0)] = None
-    aggregation: Aggregation | None = None  # how tokens are averaged
-    max_response_tokens: Annotated[int, at_least(0)] = 0  # of 'seq-mean-token-sum-norm'
-    # weight of KL(policy || reference); 0 needs no reference
+    # Average over the losses of tokens. None = the one of the loss's own paper
+    aggregation: Aggregation | None = None
+    # Constant length by which 'seq-mean-token-sum-norm' divides (Dr.GRPO); set it to the token
+    # limit of a response
+    max_response_tokens: Annotated[int, at_least(0)] = 0
+    # Weight of KL(policy || reference) in the loss; 0 = no reference model is held
     kl_coef: Annotated[float, at_least(0)] = 0.0
-    kl_estimator: KlEstimator = 'k3'  # see `kl_estimate`
-    # how tokens are reweighed to the engine that sampled them; see `tis_weights`
+    # Estimator of that KL, by Schulman's names; 'k3' is never negative
+    kl_estimator: KlEstimator = 'k3'
+    # Correction for tokens that another engine sampled (truncated importance sampling). 'truncate':
+    # cap the weight; 'mask': drop tokens with extreme weights; 'off': none
     tis: Tis = 'truncate'
-    # largest weight (truncate), or largest that is not dropped (mask)
+    # Largest weight for 'truncate'; 'mask' drops tokens above it
     tis_cap: Annotated[float, at_least(1, why='where engines agree the weight is 1')] = 2.0
-    tis_low: Annotated[float, between(0, 1)] = 0.5  # smallest weight that is not dropped (mask)
+    # 'mask' also drops tokens whose weight is below this
+    tis_low: Annotated[float, between(0, 1)] = 0.5
 
     def __post_init__(self) -> None:
         check(self)
@@ -139,18 +154,22 @@ GroupRatio = Literal['gspo_token', 'literal']
 class EspoConfig:
     "Entropy groups and their clip (arXiv 2512.00499). Raises ValueError"
 
-    # clip range of a group at the largest possible entropy (eq. 8)
+    # Clip range of a group with the largest possible entropy (equation 8). Raise it if too many
+    # tokens are clipped
     alpha: Annotated[float, between(0, 1)] = 0.02
-    # smallest clip range (ours, GSPO's size); 0 = equation 8 alone
+    # Smallest clip range of a group (ours; about GSPO's range); 0 = equation 8 alone
     eps_min: Annotated[float, between(0, 1)] = 3e-4
-    # share of tokens in the high-entropy group (best in figure 6)
+    # Share of tokens in the high-entropy group (best value of figure 6: 0.2)
     top_frac: Annotated[float, above(0, up_to=1)] = 0.2
-    # top_frac of each response, of the batch ('batch_quantile'), or equal 'bins'
+    # Grouping of tokens by entropy. 'top_frac': the top share of each response; 'batch_quantile':
+    # the top share of the whole step; 'bins': `num_bins` groups of equal size
     groups: Groups = 'top_frac'
-    num_bins: Annotated[int, at_least(1)] = 4  # groups of a response, for 'bins'
-    # of all groups but the most uncertain; 0 = that one alone (80/20, 2506.01939)
+    num_bins: Annotated[int, at_least(1)] = 4  # Groups per response for 'bins'
+    # Weight of every group but the one with the highest entropy; 0 = train on that group alone
+    # (80/20 rule, arXiv 2506.01939)
     low_entropy_weight: Annotated[float, at_least(0)] = 1.0
-    # a token's value is its group's ratio, or that times its own ('literal', eq. 9)
+    # Ratio at a token. 'gspo_token': the mean of its group; 'literal': that times the token's own
+    # ratio (equation 9 as printed)
     ratio: GroupRatio = 'gspo_token'
 
     def __post_init__(self) -> None:
@@ -158,23 +177,20 @@ class EspoConfig:
 
     def for_batch(
         self,
-        batch: Batch,  # the whole step, before it is cut in any way; `entropy` is set
+        batch: Batch | None,  # the whole step, before it is cut; only 'batch_quantile' reads it
         vocab_size: int,
     ) -> EspoStep:
-        """With what only the step knows
+        """Adds what only a step knows: the vocabulary and, for 'batch_quantile', a threshold
 
-        That is the vocabulary and, for 'batch_quantile', from which entropy a token is high.
-        Raises ValueError for 'batch_quantile' without a response token."""
+        Raises ValueError for 'batch_quantile' without response tokens or their entropy."""
         if self.groups != 'batch_quantile':
             return EspoStep(**asdict(self), vocab_size=vocab_size)
+        if batch is None or batch.entropy is None:
+            raise ValueError('entropy=None: batch_quantile needs `score(batch)` first')
         values = batch.entropy[batch.response_mask]
         if not len(values):
-            raise ValueError(
-                'no response tokens: batch_quantile needs some to tell what a high entropy is'
-            )
-        k = ceil(
-            self.top_frac * len(values) - 1e-9
-        )  # the largest share of a response is rounded in the same way
+            raise ValueError('no response tokens: batch_quantile needs some for its threshold')
+        k = ceil(self.top_frac * len(values) - 1e-9)  # rounded as the share of one response is
         threshold = float(values.topk(k).values[-1])
         return EspoStep(**asdict(self), vocab_size=vocab_size, threshold=threshold)
 
@@ -183,5 +199,6 @@ class EspoConfig:
 class EspoStep(EspoConfig):
     "`EspoConfig` for one step"
 
-    vocab_size: Annotated[int, at_least(0)] = 0  # its log is the largest possible entropy
-    threshold: float | None = None  # lowest entropy of the high group, for 'batch_quantile'
+    # Tokens in the vocabulary; the logarithm is the largest possible entropy
+    vocab_size: Annotated[int, at_least(0)] = 0
+    threshold: float | None = None  # Lowest entropy of the high-entropy group, for 'batch_quantile'

@@ -40,36 +40,45 @@ SelectBy = Literal['turn', 'length', 'domain']
 class DataConfig:
     "Which prompts to train on"
 
-    domains: tuple[str, ...] = ('arithmetic',)  # generated task families, used when `path` is empty
-    # share of each domain; empty = equal shares
+    # Kinds of generated problems; ignored if `path` is set
+    domains: tuple[str, ...] = ('arithmetic',)
+    # Share of each domain, in their order; empty = equal shares
     weights: Annotated[tuple[float, ...], above(0)] = ()
-    # 0 is easiest; a fraction mixes two levels
+    # Difficulty level of generated problems, 0 = easiest; 1.25 mixes levels 1 and 2 three to one
     difficulty: Annotated[float, between(0, 20)] = 1.0
-    # of each domain; empty = `difficulty` for all
+    # Difficulty of each domain, in their order; empty = `difficulty` for all
     difficulties: Annotated[tuple[float, ...], between(0, 20)] = ()
-    num_train: Annotated[int, at_least(1)] = 4096  # generated training prompts
-    # prompts for evaluation, never trained on; None = 128 generated ones, or `heldout_frac`
+    num_train: Annotated[int, at_least(1)] = 4096  # Generated training prompts
+    # Prompts for evaluation, never trained on. None = 128 generated ones, or `heldout_frac` of the
+    # loaded data
     num_heldout: Annotated[int | None, at_least(1)] = None
-    # of training prompts: .jsonl, .json, .csv, .parquet, a saved dataset's folder, or hf:NAME
+    # Training prompts: a .jsonl, .json, .csv or .parquet file, the folder of a saved dataset, or
+    # hf:NAME; empty = generate them
     path: str = ''
-    # evaluation sets of their own, each NAME=PATH; then `path` is split only by `num_heldout`
+    # Evaluation sets of their own, each NAME=PATH; then `path` is split only by `num_heldout`
     eval_path: tuple[str, ...] = ()
-    # our field (prompt answer solution id domain verifier) -> column of the data
+    # Column of your data for each of our fields: prompt, answer, solution, id, domain, verifier
     columns: dict[str, str] = field(default_factory=dict)
-    # for rows that name none; empty = 'maths' for the schemas of GSM8K and verl, else 'exact'
+    # Verifier for rows that name none. Empty = 'maths' for the schemas of GSM8K and verl, else
+    # 'exact'
     verifier: str = ''
-    # a prompt of text too is one message of a user, in the model's chat template
+    # Wrap plain-text prompts as one user message in the model's chat template
     apply_chat_template: bool = False
-    # refuse data with a bad row, or leave it out and say so
+    # Effect of a row that cannot be used: 'raise' ends the run before it starts, 'skip' drops the
+    # row and counts it
     on_bad_row: Literal['raise', 'skip'] = 'raise'
-    # of the loaded data, if neither `num_heldout` nor `eval_path` is given
+    # Share of the loaded data held out for evaluation, if neither `num_heldout` nor `eval_path` is
+    # given
     heldout_frac: Annotated[float, above(0, below=1)] = 0.1
-    # what is asked: all in turn, or those more often whose length or domain is seldom silent
+    # Choice of the prompts for a step. 'turn': all of them, one after another; 'length', 'domain':
+    # more often those of a length or domain that lately gave a signal
     select_by: SelectBy = 'turn'
-    max_prompt_tokens: Annotated[int, at_least(1)] = 64  # a longer prompt is an error
-    # folder of an earlier run: some of its training prompts are asked again, against forgetting
+    # Longest prompt in tokens; a longer one is an error
+    max_prompt_tokens: Annotated[int, at_least(1)] = 64
+    # Folder of an earlier run. Some of its training prompts are asked again, against forgetting
     replay_from: str = ''
-    replay_frac: Annotated[float, above(0, below=1)] = 0.1  # of the training prompts, then
+    # Share of the training prompts that come from `replay_from`
+    replay_frac: Annotated[float, above(0, below=1)] = 0.1
 
     def __post_init__(self) -> None:
         check(self)
@@ -111,14 +120,16 @@ class DataConfig:
 class ToolConfig:
     "What a response may call. Raises ValueError"
 
-    # calculator, lookup, python, or your own by `compassrl.data.tools.tool`; empty = none
+    # Tool that a response may call, or your own by `compassrl.data.tools.tool`; empty = none
     name: Annotated[str, one_of(tool_functions)] = ''
-    # answers in one response; a further call ends it
+    # Tool answers per response; a further call ends the response
     max_calls: Annotated[int, at_least(1)] = 4
-    begin: str = '<'  # what a call begins with
-    end: str = '>'  # what a call ends with; one token
-    table: str = ''  # file (.json, .yaml, .toml) of an object: what `lookup` says of each word
-    answer: str = '={};'  # what the policy reads, with the tool's words in place of {}
+    begin: str = '<'  # Text that begins a call
+    end: str = '>'  # Text that ends a call; must be one token
+    # File (.json, .yaml, .toml) with an object: the answer of `lookup` for each word
+    table: str = ''
+    # Text that the policy reads after a call, with the tool's answer in place of {}
+    answer: str = '={};'
 
     def __post_init__(self) -> None:
         check(self)

@@ -23,9 +23,9 @@ from compassrl.config import TrainConfig
 from compassrl.launch.machines import machines, num_gpus, plan_run
 from compassrl.launch.scripts import node_script, slurm_script
 from compassrl.runs.cli import parse_resume
-from compassrl.runs.curves import curves_png, read_metrics, read_rows
+from compassrl.runs.curves import curves_png, read_metrics, read_step_rows
 from compassrl.runs.log import write_json
-from compassrl.runs.resume_checks import new_folder
+from compassrl.runs.resume import new_folder
 
 if TYPE_CHECKING:
     from IPython.display import Image, Markdown
@@ -167,7 +167,7 @@ def _where(run: Launched) -> str:
         speed = r['tokens'] / r['time_step_s']
         done = f'step {r["step"]} of {run.cfg.steps}'
         return f'{done}, reward {r["reward_mean"]:.2f}, {speed:,.0f} tokens/s'
-    if rows := read_rows(run.run_dir / 'cold_start.jsonl'):
+    if rows := read_step_rows(run.run_dir / 'cold_start.jsonl'):
         r = rows[-1]
         return f'cold start, step {r["step"]} of {run.cfg.cold_start.steps}, loss {r["loss"]:.2f}'
     return 'starting'

@@ -23,8 +23,8 @@ from compassrl.launch.machines import plan_run
 from compassrl.launch.scripts import node_script
 from compassrl.runs.help import range_of
 from compassrl.runs.presets import presets
-from compassrl.runs.resume_checks import read_part
-from compassrl.runs.stop import holder
+from compassrl.runs.resume import read_result
+from compassrl.runs.run_process import holder
 from compassrl.settings import OneOf
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Attached(Launched):
         "None while a process works on it; 0 if it is finished, else 1"
         if holder(self.run_dir) is not None:
             return None
-        after = read_part(self.run_dir, 'eval_after') or {}
+        after = read_result(self.run_dir, 'eval_after') or {}
         return int(after.get('step') != self.cfg.steps or not (self.run_dir / 'report.md').exists())
 
     def stop(self) -> None:

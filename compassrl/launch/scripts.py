@@ -23,7 +23,7 @@ from compassrl.model.hf_config import read_config, write_config
 from compassrl.rollout.vllm.auth import the_secret
 from compassrl.rollout.vllm.cleanup import made_here
 from compassrl.rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
-from compassrl.runs.factory import vllm_settings
+from compassrl.runs.factory import rollout_setup
 from compassrl.runs.log import replace_text, write_json
 from compassrl.runs.stages import (
     Pipeline,
@@ -56,7 +56,7 @@ def serve_rollout(
     the_secret()
     cfg = read_run_config(config)
     policy = read_config(cfg.init_from) if cfg.init_from else cfg.policy
-    settings = vllm_settings(cfg)
+    settings = rollout_setup(cfg).vllm_arguments
     model = cfg.init_from or tempfile.mkdtemp(prefix=f'{made_here()}{os.getpid()}-')
     if not cfg.init_from:
         write_config(policy, model, settings['dtype'])

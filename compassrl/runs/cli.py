@@ -10,7 +10,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -30,10 +30,10 @@ from compassrl.settings import at_least
 from compassrl.train.train_settings import ParallelConfig
 
 # %% auto #0
-__all__ = ['usage', 'Name', 'Quiet', 'parse_train', 'parse_resume', 'main']
+__all__ = ['overview', 'Name', 'Quiet', 'parse_train', 'parse_resume', 'main']
 
 # %% ../../nbs/runs/cli.ipynb #4e46cb90
-usage: str = """compassrl: RL for mixture-of-experts language models
+overview: str = """compassrl: RL for mixture-of-experts language models
 
   compassrl train PRESET [--steps 20 --seed 3 ...]   train; PRESET or a .yaml, .toml or .json file
   compassrl train PRESET --help                      the main settings; --help-all: every setting
@@ -58,10 +58,10 @@ Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _files = '.json', '.yaml', '.yml', '.toml'
 
 
-def _run(cfg, level, folder=None):
+def _run(cfg: TrainConfig, level: Level, folder: str = '') -> None:
     # a page of help needs none of these, and torch takes seconds to load
+    from compassrl.procs import world
     from compassrl.runs.factory import follow
-    from compassrl.runs.process import world
     from compassrl.runs.run import resume_run, start_run
 
     set_level(level)
@@ -71,7 +71,7 @@ def _run(cfg, level, folder=None):
         print(resume_run(folder, cfg) if folder else start_run(cfg))
 
 
-def _write(folder):
+def _write(folder: str) -> None:
     from compassrl.runs.report import write_report
 
     write_report(folder)
@@ -80,18 +80,18 @@ def _write(folder):
     print(folder)
 
 
-def _level(quiet, log_level):
+def _level(quiet: bool, log_level: Level) -> Level:
     return 'warning' if quiet else log_level
 
 
-def _train_from(default):
+def _train_from(default: TrainConfig) -> Callable[..., Any]:
     def train(cfg: Name = default, quiet: Quiet = False, log_level: Level = 'info'):
         return partial(_run, cfg, _level(quiet, log_level))
 
     return train
 
 
-def _resume_from(cfg):
+def _resume_from(cfg: TrainConfig) -> Callable[..., Any]:
     def resume(
         run_dir: tyro.conf.Positional[str],
         steps: Annotated[int, at_least(0)] = cfg.steps,
@@ -107,17 +107,18 @@ def _resume_from(cfg):
     return resume
 
 
-def _report(run_dir: tyro.conf.Positional[str]):
+def _report(run_dir: tyro.conf.Positional[str]) -> Callable[[], None]:
     "Rewrite curves.png, report.md and report.json of a run"
     return partial(_write, run_dir)
 
 
 def _app(
-    command: str = '',  # the only one that is asked for; empty = all, for completion in the shell
-    file: TrainConfig | None = None,  # a config file to start from
-    run: TrainConfig | None = None,  # the config of a run that goes on
-) -> SubcommandApp:
-    app, train = SubcommandApp(), SubcommandApp()
+    command: str = '',  # the only command that is needed; empty = all, for completion in the shell
+    file: TrainConfig | None = None,  # config that `train` starts from, as well as the presets
+    run: TrainConfig | None = None,  # config that `resume` starts from
+) -> Any:
+    app: Any = SubcommandApp()
+    train: Any = SubcommandApp()
     for name, preset in presets.items():
         train.command(_train_from(preset()), name=name, help=preset.__doc__)
     if file:
@@ -137,7 +138,7 @@ def _app(
 
 
 # %% ../../nbs/runs/cli.ipynb #75e4f864
-def _meant(word, flags):  # the two flags that look most like a word
+def _meant(word: str, flags: Iterable[str]) -> list[str]:  # the flags that look most like a word
     flags = list(flags)
     ends = ['--' + name.lstrip('-').rpartition('.')[2] for name in flags]
     return get_close_matches(word, flags, 1, 0.8) or [
@@ -145,7 +146,9 @@ def _meant(word, flags):  # the two flags that look most like a word
     ]
 
 
-def _why(event, flags):  # an event of tyro's in one line; None for one that we do not know
+def _why(
+    event: Any, flags: Iterable[str]
+) -> str | None:  # an event of tyro's in one line; None for one that we do not know
     setting = getattr(event, 'argument', None)
     name = setting and setting.lowered.name_or_flags[-1]
     kind = setting and setting.lowered.metavar
@@ -181,7 +184,7 @@ def _parse(app, args, prog, flags):  # what the command gave
 
 def _ask(command, args):  # a model
     from compassrl.runs.distill import distill_command
-    from compassrl.runs.evaluate_model import eval_command
+    from compassrl.runs.eval_sets import eval_command
 
     def parse(kind, **kw):
         with _refusing(f'compassrl {command}', map(flag, settings_of(kind()))):
@@ -191,9 +194,11 @@ def _ask(command, args):  # a model
 
 
 # %% ../../nbs/runs/cli.ipynb #b51d5f89
-def _start(args):  # name; config and sentence to start from
+def _start(
+    args: list[str],
+) -> tuple[str, TrainConfig, str]:  # name; config and sentence to start from
     if not args or args[0].startswith('-'):
-        print(usage)
+        print(overview)
         raise SystemExit(0 if args else 2)
     name = args[0]
     if name.endswith(_files):
@@ -204,10 +209,12 @@ def _start(args):  # name; config and sentence to start from
             f'unknown preset {name!r}: use one of {", ".join(presets)}, '
             'or a .yaml, .toml or .json file'
         )
-    return name.replace('_', '-'), preset(), preset.__doc__
+    return name.replace('_', '-'), preset(), preset.__doc__ or ''
 
 
-def _train_call(args):  # what follows `compassrl train` -> what is to be done
+def _train_call(
+    args: list[str],
+) -> partial[Any]:  # what follows `compassrl train` -> what is to be done
     name, default, about = _start(args)
     prog, words = f'compassrl train {args[0]}', args[1:]
     if {'-h', '--help'} & set(words):
@@ -221,7 +228,7 @@ def _train_call(args):  # what follows `compassrl train` -> what is to be done
     return partial(call.func, for_checkpoint(call.args[0], named), *call.args[1:])
 
 
-def _all(words):  # of help
+def _all(words: list[str]) -> list[str]:  # the flag of the full help by the name that tyro knows
     return ['--help' if w == '--help-all' else w for w in words]
 
 
@@ -232,7 +239,7 @@ def parse_train(
     return _train_call(args).args[0]
 
 
-def _resume_call(args):
+def _resume_call(args: list[str]) -> Any:
     if {'-h', '--help'} & set(args):
         print(resume_usage)
         raise SystemExit(0)
@@ -256,7 +263,7 @@ def parse_resume(
 _commands = 'report', 'merge', 'pipeline', '--tyro-print-completion', '--tyro-write-completion'
 
 
-def _call(args) -> Callable[..., Any]:  # what is to be done
+def _call(args: list[str]) -> Callable[..., Any]:  # what is to be done
     match args:
         case ['train', *rest]:
             return _train_call(rest)
@@ -267,7 +274,7 @@ def _call(args) -> Callable[..., Any]:  # what is to be done
         case [name, *_] if name in _commands:
             return _parse(_app('' if name.startswith('-') else name), args, 'compassrl', ())
         case [] | ['-h' | '--help' | '--help-all', *_]:
-            return partial(print, usage)
+            return partial(print, overview)
         case ['--version' | '-V']:
             return partial(print, f'compassrl {__version__}')
     known = 'train', 'resume', 'eval', 'distill', *_commands[:3]
@@ -275,7 +282,7 @@ def _call(args) -> Callable[..., Any]:  # what is to be done
 
 
 # %% ../../nbs/runs/cli.ipynb #cdaa2352
-def _nobody_reads():  # is standard output a pipe that was closed? then it stays silent
+def _nobody_reads() -> bool:  # is standard output a pipe that was closed? then it stays silent
     out = select.poll()
     out.register(1, 0)
     closed = any(event & select.POLLERR for _, event in out.poll(0))
@@ -296,13 +303,13 @@ def main(
     except BrokenPipeError:
         if not _nobody_reads():
             raise
-        sys.exit(141)  # as a shell calls it
+        sys.exit(141)  # the status that a shell gives for SIGPIPE
     except (ValueError, OSError) as e:
-        from compassrl.runs.process import world
-        from compassrl.runs.stop import error_line, is_of_disk
+        from compassrl.procs import world
+        from compassrl.runs.run_process import error_line, is_of_disk
 
         if not is_of_disk(e):
-            raise  # of a socket, say
+            raise  # a socket, say: nothing that the user can mend
         if world()[0]:
             time.sleep(20)  # rank 0 has found the same, and says so
         sys.exit(f'compassrl: {error_line(e)}')

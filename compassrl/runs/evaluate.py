@@ -62,11 +62,11 @@ class EvalSample:
     answer: str
     response: str  # text; one final stop token is not shown
     correct: bool
-    status: str  # of the verdict: 'ok', 'wrong', 'failed' or 'timeout'
+    status: str  # status of the verdict: 'ok', 'wrong', 'failed' or 'timeout'
     evidence: str
     finish_reason: str  # 'stop' or 'length'
     num_tokens: int  # the stop token included
-    reward: float = 0.0  # of the task, before any penalty
+    reward: float = 0.0  # the task's reward, before any penalty
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class EvalResult:
     finish_reasons: dict[str, float]  # share of responses
     failed_frac: float  # responses without a verdict; they count as not right
     samples: list[EvalSample]  # [num_prompts*k] by prompt, then index
-    reward_mean: float = 0.0  # of the task, over responses
+    reward_mean: float = 0.0  # mean of the task's reward, over responses
 
     @property
     def pass_at_k(self) -> float:

@@ -70,7 +70,7 @@ class JudgeModelConfig:
         check(self)
 
 
-# of a judge: short waves, because what it looks for is at most 200 tokens away
+# A judge gets short waves, because what it looks for is at most 200 tokens away.
 JUDGE_SHAPE = PolicyConfig(
     num_attention_heads=8, num_key_value_heads=8, rope_theta=100.0, max_position_embeddings=256
 )
@@ -105,8 +105,8 @@ def judge_run(folder: str | Path, c: JudgeModelConfig) -> TrainConfig:
 
 # %% ../../nbs/runs/judge_model.ipynb #78591602
 def open_judge(
-    folder: str | Path,  # of a checkpoint
-    prompt_file: str | Path = '',  # '' = that of the folder
+    folder: str | Path,  # folder of a checkpoint
+    prompt_file: str | Path = '',  # '' = the one in the folder
 ) -> LocalGenRM:
     "A judge with room for its reason. Raises ValueError"
     return LocalGenRM(GenRMConfig(str(folder), prompt_file=str(prompt_file), concurrency=128))
@@ -116,9 +116,9 @@ def measure_judge(
     ask: LocalGenRM, pairs: Sequence[Question], num_groups: int, margin: float = 0.0, level: int = 0
 ) -> dict[str, Any]:
     "Agreement, tie accuracy and the order of advantages, each share with its interval"
-    # of equal answers nobody is asked, of equal pairs once
+    # equal answers are not asked about, equal pairs once
     pairs = [q for q in dict.fromkeys(pairs) if q.first != q.second]
-    truth = [true_label(q, margin) for q in pairs]
+    truth: list[Any] = [true_label(q, margin) for q in pairs]
     done, replies = compare(ask, pairs)
     once = agreement([parse_label(r.text) for r in replies[::2]], truth)
     both = agreement([c.label for c in done], truth)
@@ -128,7 +128,7 @@ def measure_judge(
 
 # %% ../../nbs/runs/judge_model.ipynb #915965c6
 def make_judge_model(
-    folder: str | Path,  # of the judge: a Hugging Face checkpoint, judge_prompt.txt, judge.json
+    folder: str | Path,  # gets a Hugging Face checkpoint, judge_prompt.txt, judge.json
     c: JudgeModelConfig = JudgeModelConfig(),
 ) -> Path:  # the folder
     """Data, cold start, RL, measures, publication; goes on where it was stopped
@@ -159,7 +159,8 @@ def make_judge_model(
     return folder
 
 
-def _write_pairs(folder, c):  # both files, unless they are there; the held-out pairs
+def _write_pairs(folder: Path, c: JudgeModelConfig) -> list[Question]:
+    "Both files, unless they are there; returns the held-out pairs"
     held = shop_pairs(c.num_heldout, 'heldout', c.seed, c.level, c.margin)
     for name in ('pairs', 'heldout'):
         if not (path := folder / f'{name}.jsonl').exists():

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -35,6 +35,7 @@ __all__ = [
     'set_level',
     'say',
     'Progress',
+    'progress_bar',
     'left_out',
     'Log',
 ]
@@ -76,7 +77,7 @@ def write_json(path: Path, d: object) -> None:
     replace_text(path, json_text(d, indent=2) + '\n')
 
 
-def _rows(path):  # each whole line and its step; what a kill cut short at the end is left out
+def _rows(path: Path) -> Iterator[tuple[bytes, int]]:  # each whole line and its step
     with open(path, 'rb') as f:
         for n, line in enumerate(f, 1):
             if not line.endswith(b'\n'):
@@ -129,23 +130,19 @@ def say(text: str, level: int = logging.INFO) -> None:
 class Progress:
     "A bar in a terminal; lines where there is none; nothing where nobody wants to know"
 
-    what: str
-    total: int
-    done: int
-
     def __init__(
         self,
         total: int,
-        what: str,  # in front of it
+        what: str,  # text in front of it
         done: int = 0,
-        lines: int = 0,  # at most so many; 0 = one for each step
+        lines: int = 0,  # most lines that are printed; 0 = one for each step
     ) -> None:
         self.total, self.what, self.done = total, what, done
         self.every: int = math.ceil(total / lines) if lines else 1
         off = os.environ.get('TQDM_DISABLE', '0') not in ('', '0')
         wanted = logger.isEnabledFor(logging.INFO) and not off
         self.plain: bool = wanted and not sys.stderr.isatty()
-        look = dict(desc=what, unit='step', dynamic_ncols=True)
+        look: dict[str, Any] = dict(desc=what, unit='step', dynamic_ncols=True)
         bar = wanted and not self.plain
         self.bar: tqdm[Any] = tqdm(total=total, initial=done, disable=not bar, **look)
 
@@ -160,6 +157,12 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
+
+
+# %% ../../nbs/runs/log.ipynb #2871619d
+def progress_bar(total: int) -> Callable[[], object]:
+    "A bar for a merge; what it returns is called after each weight"
+    return tqdm(total=total, desc='merge', unit='weight', mininterval=1).update
 
 
 # %% ../../nbs/runs/log.ipynb #2eb31277

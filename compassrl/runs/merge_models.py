@@ -10,12 +10,12 @@ from functools import partial
 from typing import Annotated
 
 import tyro
-from tqdm import tqdm
 
 from compassrl.model.merge import MergeConfig, merge_checkpoints
+from compassrl.runs.log import progress_bar
 
 # %% auto #0
-__all__ = ['merge_models', 'progress_bar']
+__all__ = ['merge_models']
 
 
 # %% ../../nbs/runs/merge_models.ipynb #ac7fcce9
@@ -35,13 +35,8 @@ def merge_models(
     return partial(_merge, models, out, base, merge)
 
 
-def _merge(models, out, base, merge):
+def _merge(models: tuple[str, ...], out: str, base: str, merge: MergeConfig) -> None:
     if len(models) < 2:
         raise ValueError(f'merge needs at least two models, not {len(models)}')
     merge_checkpoints(models, out, merge, base or None, progress_bar)
     print(out)
-
-
-def progress_bar(total: int) -> Callable[[], object]:
-    "Called after each weight"
-    return tqdm(total=total, desc='merge', unit='weight', mininterval=1).update

@@ -169,7 +169,7 @@ presets: dict[str, Callable[[], TrainConfig]] = {
 # %% ../../nbs/runs/presets.ipynb #af21029d
 def names_cold_start(
     words: list[str],  # flags
-    file: str = '',  # of a config, if there is one
+    file: str = '',  # config file, if there is one
 ) -> bool:
     "Do the flags or the file say how many steps a cold start has?"
     flags = {w.split('=')[0].replace('_', '-') for w in words}

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from compassrl.runs.curves import curves_png
-from compassrl.runs.facts import read_curves, read_json, run_facts
-from compassrl.runs.gantt import plot_gantt, spans_of
+from compassrl.runs.curves import curves_png, plot_gantt, spans_of
 from compassrl.runs.log import finite_only
+from compassrl.runs.summary import read_curves, read_record, run_summary
 
 # %% auto #0
-__all__ = ['report_markdown', 'write_report']
+__all__ = ['markdown_table', 'report_markdown', 'write_report']
 
 
 # %% ../../nbs/runs/report.ipynb #300c015d
@@ -36,7 +36,12 @@ def _code(text, longest=300):  # one table cell: a code span per line, whatever 
     return '<br>'.join(spans) if any(spans) else '(empty)'
 
 
-def _table(head, rows, right=1):  # markdown; columns from `right` on hold numbers
+def markdown_table(
+    head: Sequence[object],
+    rows: Iterable[Sequence[object]],
+    right: int = 1,  # columns from here on hold numbers
+) -> str:
+    "A table in markdown"
     marks = ['---' if i < right else '---:' for i in range(len(head))]
     return '\n'.join(f'| {" | ".join(map(str, r))} |' for r in [head, marks, *rows])
 
@@ -97,7 +102,7 @@ def _before_after(h):  # table of the evaluation, whole and by domain
     if 'response_tokens_mean' in h:
         b, a = h['response_tokens_mean'].values()
         rows.append(['tokens per response', f'{b:.1f}', f'{a:.1f}', f'{a - b:+.1f}'])
-    return _table(['', 'before', 'after', 'gain'], rows)
+    return markdown_table(['', 'before', 'after', 'gain'], rows)
 
 
 # %% ../../nbs/runs/report.ipynb #a3bc2930
@@ -108,7 +113,7 @@ def _timing(f):
         rows.append([phase.replace('_', ' '), *numbers])
     rollout, whole = ('unknown' if x is None else f'{x:,.0f}' for x in f['tokens_per_s'].values())
     return (
-        _table(['phase', 'seconds', 'per step', 'share'], rows)
+        markdown_table(['phase', 'seconds', 'per step', 'share'], rows)
         + f'\n\n{f["tokens"]:,.0f} response tokens in {f["seconds"]:,.1f} s, '
         f'evaluations not counted: {rollout} tokens/s in the rollout, {whole} end to end.'
     )
@@ -119,7 +124,7 @@ def _training(f):
     for k, x in f['training'].items():
         if x:
             rows.append([k.replace('_', ' '), *(f'{v:.4g}' for v in x.values())])
-    table = rows and [_table(['', 'mean', 'first quarter', 'last quarter'], rows)]
+    table = rows and [markdown_table(['', 'mean', 'first quarter', 'last quarter'], rows)]
     cold, loss = f['cold_start'], f['cold_start']['loss']
     source = (f['config'] or {}).get('init_from')
     if not cold['steps']:
@@ -136,7 +141,7 @@ def _samples(f):
     counts = ', '.join(f'{n} {k}' for k, n in f['sample_counts'].items())
     texts = ['prompt', 'answer', 'before', 'after']
     rows = [[s['kind'], *(_code(s[k]) for k in texts)] for s in f['samples']]
-    table = _table(['', *texts], rows, right=5)
+    table = markdown_table(['', *texts], rows, right=5)
     return f'The first response to each held-out prompt: {counts}.\n\n{table}'
 
 
@@ -147,12 +152,12 @@ def _settings(config):  # one row per section
         if v not in (None, ''):
             sections.setdefault(section or 'run', []).append(f'{name}={v}')
     rows = [[k, ' '.join(map(_code, vs))] for k, vs in sections.items()]
-    return _table(['section', 'settings'], rows, right=2)
+    return markdown_table(['section', 'settings'], rows, right=2)
 
 
 # %% ../../nbs/runs/report.ipynb #084c7d1f
 def report_markdown(
-    facts: dict[str, Any],  # of `run_facts`
+    facts: dict[str, Any],  # result of `run_summary`
 ) -> str:  # report.md
     "The report of a run as a page"
     f, parts = facts, [f'# Run {facts["run"]}', _headline(facts)]
@@ -176,25 +181,27 @@ def report_markdown(
     return '\n\n'.join(p for p in parts if p) + '\n'
 
 
-def _gantt(run_dir):  # of the step whose timings are there; which one
-    t = read_json(run_dir / 'timings.json')
-    spans = t and spans_of(t['samples'], t['metrics'])
-    if not spans or not find_spec('matplotlib'):
+def _gantt(run_dir: Path) -> int | None:  # the step whose timings are there
+    t = read_record(run_dir / 'timings.json')
+    if t is None or not find_spec('matplotlib'):
+        return None
+    if not (spans := spans_of(t['samples'], t['metrics'])):
         return None
     from matplotlib.figure import Figure
 
     num_rows = len({s.row for s in spans})
-    ax = Figure(figsize=(9, 1 + 0.45 * num_rows)).subplots()  # a notebook would show pyplot's
-    plot_gantt(spans, ax).figure.savefig(run_dir / 'gantt.png', dpi=100, bbox_inches='tight')
+    figure = Figure(figsize=(9, 1 + 0.45 * num_rows))  # a notebook would show pyplot's
+    plot_gantt(spans, figure.subplots())
+    figure.savefig(run_dir / 'gantt.png', dpi=100, bbox_inches='tight')
     return t['step']
 
 
 def write_report(
-    run_dir: str | Path,  # of a run, finished or not; a second call replaces the files
+    run_dir: str | Path,  # a run, finished or not; a second call replaces the files
 ) -> dict[str, Any]:  # the facts, as in report.json
     "Writes report.md and report.json and, with matplotlib, curves.png and gantt.png into a run"
     run_dir = Path(run_dir)
-    facts = finite_only(run_facts(run_dir)) | dict(gantt_step=_gantt(run_dir))
+    facts = finite_only(run_summary(run_dir)) | dict(gantt_step=_gantt(run_dir))
     facts['curves'] = bool(facts['steps'] and find_spec('matplotlib'))
     if facts['curves']:
         (run_dir / 'curves.png').write_bytes(curves_png(read_curves(run_dir), facts['run']))

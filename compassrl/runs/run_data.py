@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 
 from compassrl.config import TrainConfig, read_run_config
@@ -17,18 +19,22 @@ from compassrl.data.prompts import load_data, load_eval_set, reading_of
 from compassrl.data.rows import ChatTemplate
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import build_tokenizer, encode, end_id, load_tokenizer
-from compassrl.data.tools import ToolUser
+from compassrl.data.tools import ToolConfig, ToolUser
 from compassrl.judges.local_genrm import check_genrm
 from compassrl.judges.own_reward import OwnReward, own_reward
 from compassrl.judges.python_tool import check_tool
+from compassrl.judges.serial import RewardConfig
 from compassrl.judges.verifiers import asked_verifiers, check_walls
 from compassrl.model.hf_config import config_dict, read_config
+from compassrl.model.policy import PolicyConfig
 from compassrl.records import Prompt, derive_seed
-from compassrl.runs.process import what_fits
+from compassrl.rollout.torch_rollout import RolloutConfig
+from compassrl.runs.log import say
 
 # %% auto #0
 __all__ = [
     'Data',
+    'without_fp8',
     'resolve',
     'load',
     'with_replay',
@@ -37,7 +43,8 @@ __all__ = [
     'judged_by',
     'end_ids',
     'solution_end',
-    'misfits',
+    'too_long',
+    'no_solutions',
     'check_prompts',
     'check_solutions',
 ]
@@ -52,9 +59,9 @@ class Data:
     eos_id: tuple[int, ...]  # any of them ends a response
     train: list[Prompt]
     heldout: list[Prompt]
-    named: dict[str, list[Prompt]] = field(default_factory=dict)  # of `data.eval_path`
-    own: OwnReward | None = None  # what judges instead of the prompts' verifiers
-    tool: ToolUser | None = None  # what responses may call
+    named: dict[str, list[Prompt]] = field(default_factory=dict)  # sets of `data.eval_path`
+    own: OwnReward | None = None  # judges instead of the prompts' verifiers
+    tool: ToolUser | None = None  # tool that responses may call
 
     @property
     def eval_sets(self) -> dict[str, list[Prompt]]:  # at least one
@@ -66,9 +73,22 @@ class Data:
         return self.train + [p for prompts in self.eval_sets.values() for p in prompts]
 
 
+# %% ../../nbs/runs/run_data.ipynb #5e1e2f4f
+def without_fp8(rollout: RolloutConfig) -> RolloutConfig:
+    "Without FP8 where the GPU of this machine computes none (not run on GPU)"
+    asks = rollout.quantization or rollout.kv_cache_dtype == 'fp8'
+    if not asks or not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9):
+        return rollout
+    name = torch.cuda.get_device_name()
+    say(f'rollout without FP8: {name} computes none, which takes compute capability 8.9')
+    return replace(rollout, quantization='', kv_cache_dtype='auto')
+
+
+# %% ../../nbs/runs/run_data.ipynb #2b848a8b
 def resolve(cfg: TrainConfig) -> TrainConfig:
     "With the shape of the checkpoint that it starts from, and without what the GPU cannot do"
-    cfg = what_fits(cfg)
+    if cfg.device == 'cuda' and not cfg.vllm.urls:
+        cfg = replace(cfg, rollout=without_fp8(cfg.rollout))
     cfg.loss.resolve()  # raises where the loss needs a setting that is missing
     if cfg.init_from:
         return replace(cfg, policy=read_config(cfg.init_from))
@@ -78,14 +98,19 @@ def resolve(cfg: TrainConfig) -> TrainConfig:
 
 def load(
     cfg: TrainConfig,
-    folder: Path | None = None,  # of a run that goes on: it keeps its reward functions
+    folder: Path | None = None,  # folder of a run that goes on: it keeps its reward functions
 ) -> Data:
     "Tokenizer and prompts. Raises ValueError for what does not fit together"
     own = own_reward(cfg.rewards, folder and folder / 'rewards')
-    tokenizer, chat = load_tokenizer_and_chat(cfg)
-    train, heldout = load_data(
-        cfg.data, tokenizer, cfg.seed, chat, bool(own), lambda found: misfits(cfg, found)
-    )
+    tokenizer, chat = load_tokenizer_and_chat(cfg.init_from, cfg.policy.vocab_size)
+    room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings
+
+    def advice(found: Loaded) -> list[str]:
+        out = [] if cfg.init_from else too_long(found, room, limit)
+        return out + (no_solutions(found, cfg.data.path, cfg.init_from) if teaches else [])
+
+    teaches = cfg.cold_start.steps > 0
+    train, heldout = load_data(cfg.data, tokenizer, cfg.seed, chat, bool(own), advice)
     if cfg.data.replay_from:
         train = with_replay(train, load(_replayed(cfg)).train, cfg.data.replay_frac)
     reading, skip = reading_of(cfg.data, tokenizer, chat, bool(own)), cfg.data.on_bad_row
@@ -95,20 +120,21 @@ def load(
         raise ValueError(
             f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts'
         )
-    more = named, own, tool_of(cfg, tokenizer)
-    data = Data(tokenizer, end_ids(cfg, tokenizer), train, heldout, *more)
+    ends, tool = end_ids(cfg.init_from, cfg.policy, tokenizer), tool_of(cfg.tools, tokenizer)
+    data = Data(tokenizer, ends, train, heldout, named, own, tool)
     judged_by(data, own)
-    check_prompts(cfg, data.prompts)
-    check_solutions(cfg, data)
+    check_prompts(data.prompts, room, limit, cfg.rewards)
+    if teaches:
+        check_solutions(data, cfg.cold_start.num_solutions, limit, cfg.init_from)
     return data
 
 
 def with_replay(
     prompts: list[Prompt],
     earlier: list[Prompt],  # training prompts of an earlier run
-    frac: float,  # of the result
+    frac: float,  # share of the result that is earlier prompts
 ) -> list[Prompt]:  # in the order of a hash
-    "Some of the earlier prompts beside the new ones. Raises ValueError if there are too few"
+    "Some of the earlier prompts next to the new ones. Raises ValueError if there are too few"
     known = {p.text for p in prompts}
     num = round(frac / (1 - frac) * len(prompts))
     old = [p for p in earlier if p.text not in known]
@@ -121,30 +147,37 @@ def with_replay(
     return sorted(prompts + drawn, key=lambda p: derive_seed('replayed', p.id))
 
 
-def _replayed(cfg):  # the earlier run, read with the tokenizer of this one
+def _replayed(cfg: TrainConfig) -> TrainConfig:  # the earlier run, with the tokenizer of this one
     earlier = read_run_config(cfg.data.replay_from)
-    more = dict(init_from=cfg.init_from, policy=cfg.policy, rollout=cfg.rollout)
-    data = replace(earlier.data, replay_from='')
-    no_start = replace(earlier.cold_start, steps=0)
-    return replace(earlier, **more, data=data, rewards=cfg.rewards, cold_start=no_start)
+    return replace(
+        earlier,
+        init_from=cfg.init_from,
+        policy=cfg.policy,
+        rollout=cfg.rollout,
+        rewards=cfg.rewards,
+        data=replace(earlier.data, replay_from=''),
+        cold_start=replace(earlier.cold_start, steps=0),
+    )
 
 
-def load_tokenizer_and_chat(cfg: TrainConfig) -> tuple[Tokenizer, ChatTemplate | None]:
-    "Of the model. Raises ValueError for a policy that is too small for the tokens"
-    tokenizer = load_tokenizer(cfg.init_from) if cfg.init_from else build_tokenizer()
+def load_tokenizer_and_chat(
+    model: str,  # folder of a checkpoint; '' = a new policy
+    vocab_size: int,
+) -> tuple[Tokenizer, ChatTemplate | None]:
+    "Raises ValueError for a policy that is too small for the tokens"
+    tokenizer = load_tokenizer(model) if model else build_tokenizer()
     num_tokens = tokenizer.get_vocab_size()
-    if num_tokens > cfg.policy.vocab_size:
+    if num_tokens > vocab_size:
         raise ValueError(
-            f'policy.vocab_size={cfg.policy.vocab_size}: '
-            f'use at least the {num_tokens} tokens of the tokenizer'
+            f'policy.vocab_size={vocab_size}: use at least the {num_tokens} tokens of the tokenizer'
         )
-    return tokenizer, ChatTemplate.of(cfg.init_from) if cfg.init_from else None
+    return tokenizer, ChatTemplate.of(model) if model else None
 
 
-def tool_of(cfg: TrainConfig, tokenizer: Tokenizer) -> ToolUser | None:
-    "What responses call. Raises ValueError for a mark that is not one token, or without walls"
-    check_tool(cfg.tools.name)
-    return ToolUser(cfg.tools, tokenizer) if cfg.tools.name else None
+def tool_of(tools: ToolConfig, tokenizer: Tokenizer) -> ToolUser | None:
+    "The tool that responses call. Raises ValueError for a mark of several tokens, or no sandbox"
+    check_tool(tools.name)
+    return ToolUser(tools, tokenizer) if tools.name else None
 
 
 def judged_by(data: Data, own: OwnReward | None) -> None:
@@ -152,88 +185,118 @@ def judged_by(data: Data, own: OwnReward | None) -> None:
     if own is None:
         return
     own.check(data.prompts)
-    verifiers[own.name] = own
+    judge: Any = own  # the registry of verifiers holds it in the place of a function
+    verifiers[own.name] = judge
 
-    def judged(prompts):
+    def judged(prompts: list[Prompt]) -> list[Prompt]:
         return [replace(p, verifier=own.name) for p in prompts]
 
     data.train, data.heldout = judged(data.train), judged(data.heldout)
     data.named = {name: judged(prompts) for name, prompts in data.named.items()}
 
 
-def end_ids(cfg: TrainConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+def end_ids(
+    model: str,  # folder of a checkpoint; '' = a new policy
+    policy: PolicyConfig,
+    tokenizer: Tokenizer,
+) -> tuple[int, ...]:
     "All tokens that end a response: the model's, and the tokenizer's own. Raises ValueError"
-    own = end_id(tokenizer, cfg.init_from) if cfg.init_from else None
-    ids = cfg.policy.eos_ids + (() if own is None else (own,))
+    own = end_id(tokenizer, model) if model else None
+    ids = policy.eos_ids + (() if own is None else (own,))
     if not ids:
         raise ValueError(
-            f'{cfg.init_from} names no token that ends a response: '
-            'set eos_token_id in its config.json'
+            f'{model} names no token that ends a response: set eos_token_id in its config.json'
         )
     return tuple(dict.fromkeys(ids))
 
 
-def solution_end(cfg: TrainConfig, data: Data) -> int:
+def solution_end(
+    model: str,  # folder of a checkpoint; '' = a new policy
+    data: Data,
+) -> int:
     "The token that a solution ends with: the tokenizer's own, which ends a turn of a chat"
-    own = end_id(data.tokenizer, cfg.init_from) if cfg.init_from else None
+    own = end_id(data.tokenizer, model) if model else None
     return data.eos_id[0] if own is None else own
 
 
 # %% ../../nbs/runs/run_data.ipynb #a3586162
-def misfits(cfg: TrainConfig, found: Loaded) -> list[str]:
-    "What a whole file lacks for this run, with the flags that help"
-    out, longest, room = [], max(found.too_long, default=0), cfg.rollout.max_tokens
-    if not cfg.init_from and longest + room > cfg.policy.max_position_embeddings:
-        out.append(
+def too_long(
+    found: Loaded,
+    room: int,  # tokens of the longest response
+    limit: int,  # tokens of the policy's context
+) -> list[str]:
+    "The flag that makes room for the longest prompt, if it needs any"
+    longest = max(found.too_long, default=0) + room
+    return (
+        []
+        if longest <= limit
+        else [
             f'The longest prompt and rollout.max_tokens={room} need a longer context, too: '
-            f'--policy.max-position-embeddings {longest + room}'
-        )
-    if cfg.cold_start.steps and found.num_rows and not found.num_solutions:
-        out.append(
-            f'No row of {cfg.data.path} has a solution, which the cold start needs: '
+            f'--policy.max-position-embeddings {longest}'
+        ]
+    )
+
+
+def no_solutions(
+    found: Loaded,
+    path: str,  # file of the rows
+    model: str,  # folder of a checkpoint; '' = a new policy
+) -> list[str]:
+    "The flags that help a cold start without any solution"
+    return (
+        []
+        if found.num_solutions or not found.num_rows
+        else [
+            f'No row of {path} has a solution, which the cold start needs: '
             '--cold-start.steps 0, or a column by --data.columns solution NAME'
-            + ('' if cfg.init_from else ', or a model to start from, --init-from FOLDER')
-        )
-    return out
+            + ('' if model else ', or a model to start from, --init-from FOLDER')
+        ]
+    )
 
 
 # %% ../../nbs/runs/run_data.ipynb #d5866620
-def check_prompts(cfg: TrainConfig, prompts: list[Prompt]) -> None:
+def check_prompts(
+    prompts: list[Prompt],
+    room: int,  # tokens of the longest response
+    limit: int,  # tokens of the policy's context
+    rewards: RewardConfig,
+) -> None:
     "Raises ValueError for a prompt that does not fit, or that nobody can judge"
-    room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings
     for p in prompts:
         if len(p.token_ids) + room > limit:
             raise ValueError(
                 f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens={room} '
                 f'it exceeds the context of {limit}: lower that'
             )
-    check_walls(asked_verifiers(prompts) | {*cfg.rewards.function}, cfg.rewards.unsafe)
+    check_walls(asked_verifiers(prompts) | {*rewards.function}, rewards.unsafe)
     asking = next((p.id for p in prompts if p.verifier == 'genrm'), None)
     if asking is None:
         return
-    if not cfg.rewards.genrm.model:
+    if not rewards.genrm.model:
         raise ValueError(
             f"prompt {asking} asks for the verifier 'genrm': "
             'set rewards.genrm.model, a folder, or a name with its base_url'
         )
-    check_genrm(cfg.rewards.genrm)
+    check_genrm(rewards.genrm)
 
 
-def check_solutions(cfg: TrainConfig, data: Data) -> None:
+def check_solutions(
+    data: Data,
+    num: int,  # prompts whose solutions are learned
+    limit: int,  # tokens of the policy's context
+    model: str,  # folder of a checkpoint; '' = a new policy
+) -> None:
     "Raises ValueError for a prompt of the cold start without a solution, or with one too long"
-    if not cfg.cold_start.steps:
-        return
-    limit = cfg.policy.max_position_embeddings
-    for p in data.train[: cfg.cold_start.num_solutions]:
+    for p in data.train[:num]:
         if not p.solution:
             raise ValueError(
                 f'prompt {p.id} has no solution, which the cold start needs: set cold_start.steps '
-                'to 0' + ('' if cfg.init_from else ', or start from a checkpoint with init_from')
+                'to 0' + ('' if model else ', or start from a checkpoint with init_from')
             )
         texts = p.solution, *p.more_solutions
-        num = len(p.token_ids) + max(len(encode(data.tokenizer, t)) for t in texts) + 1
-        if num > limit:
+        length = len(p.token_ids) + max(len(encode(data.tokenizer, t)) for t in texts) + 1
+        if length > limit:
             raise ValueError(
-                f'prompt {p.id} and its solution have {num} tokens, which exceeds the context of '
-                f'{limit}: leave it out, or set cold_start.steps to 0'
+                f'prompt {p.id} and its solution have {length} tokens, which exceeds the context '
+                f'of {limit}: leave it out, or set cold_start.steps to 0'
             )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from compassrl.config import TrainConfig, config_from_dict
+from compassrl.config import TrainConfig, config_from_dict, flat
 from compassrl.files import from_yaml, read_data
 from compassrl.model.merge import MergeConfig
 from compassrl.runs.judge_model import JudgeModelConfig
@@ -36,6 +38,7 @@ __all__ = [
     'pipeline_from_dict',
     'read_pipeline',
     'with_setting',
+    'pipeline_presets',
 ]
 
 # %% ../../nbs/runs/stages.ipynb #206c6cd1
@@ -46,11 +49,11 @@ Settings = dict[str, Any]  # nested, as in a config file
 class Stage:
     "One step of a pipeline"
 
-    name: str  # of its folder: letters, digits and -
+    name: str  # letters, digits and -; also names its folder
     about: str = ''  # one line
     # 'train': cold start, RL, or both; 'merge': several models become one; 'judge': a reward model
     kind: Literal['train', 'merge', 'judge'] = 'train'
-    # what it changes; '@NAME' is the folder of an earlier stage
+    # changes to the preset; '@NAME' is the folder of an earlier stage
     settings: Settings = field(default_factory=dict)
 
 
@@ -58,10 +61,10 @@ class Stage:
 class Pipeline:
     "Stages, in their order. Raises ValueError for what does not fit together"
 
-    preset: str  # that all stages of kind 'train' start from
+    preset: str  # preset that all stages of kind 'train' start from
     stages: tuple[Stage, ...]
-    settings: Settings = field(default_factory=dict)  # what all of them change in it
-    # what every model is asked after its stage: `data`, `eval_k`, `rewards` ...
+    settings: Settings = field(default_factory=dict)  # changes that all of them make in it
+    # questions to every model after its stage: `data`, `eval_k`, `rewards` ...
     evaluation: Settings = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,25 +82,19 @@ class Pipeline:
 
 
 # %% ../../nbs/runs/stages.ipynb #8eb44e25
-def _leaves(settings, at=''):  # ('data.path', value)
-    if isinstance(settings, dict):
-        for k, v in settings.items():
-            yield from _leaves(v, f'{at}.{k}'.strip('.'))
-    elif isinstance(settings, (list, tuple)):
-        for v in settings:
-            yield from _leaves(v, at)
-    else:
-        yield at, settings
+def _words(settings: Settings) -> Iterator[tuple[str, str]]:  # setting, each text in its value
+    for key, value in flat(settings).items():
+        for v in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(v, str):
+                yield key, v
 
 
 def references(settings: Settings) -> Iterator[tuple[str, str]]:  # setting, name of a stage
     "Where settings say `@NAME`"
-    for key, value in _leaves(settings):
-        if isinstance(value, str) and value.startswith('@'):
-            yield key, value[1:].partition('/')[0]
+    return ((k, v[1:].partition('/')[0]) for k, v in _words(settings) if v.startswith('@'))
 
 
-def _check_references(where, settings, known):
+def _check_references(where: str, settings: Settings, known: list[str]) -> None:
     for key, name in references(settings):
         if name not in known:
             raise ValueError(
@@ -110,8 +107,8 @@ def check_complete(p: Pipeline) -> None:
     parts = [(s.name, s.settings) for s in p.stages]
     parts += [('settings', p.settings), ('evaluation', p.evaluation)]
     for where, settings in parts:
-        for key, value in _leaves(settings):
-            if isinstance(value, str) and value.startswith('<') and value.endswith('>'):
+        for key, value in _words(settings):
+            if value.startswith('<') and value.endswith('>'):
                 raise ValueError(
                     f'{where}.{key} is missing: give {value[1:-1]} by --set {where}.{key}=...'
                 )
@@ -119,7 +116,7 @@ def check_complete(p: Pipeline) -> None:
 
 def changed(
     base: Settings,
-    *more: Settings,  # one after another
+    *more: Settings,  # changes, applied one after another
 ) -> Settings:
     "Nested settings with changes; both stay as they were"
     out = dict(base)
@@ -132,7 +129,7 @@ def changed(
 
 def placed(
     value: Any,  # settings, or a part of them
-    folders: dict[str, Path],  # of the stages
+    folders: dict[str, Path],  # folder of each stage
 ) -> Any:
     "With folders in the place of `@NAME`"
     if isinstance(value, dict):
@@ -148,58 +145,58 @@ def placed(
 # %% ../../nbs/runs/stages.ipynb #1eb1e502
 def stage_folders(
     p: Pipeline,
-    folder: str | Path,  # of the whole pipeline
-) -> dict[str, Path]:  # by stage
-    "Numbered, so that a listing shows them in their order"
+    folder: str | Path,  # folder of the whole pipeline
+) -> dict[str, Path]:  # name of a stage -> its folder
+    "Folders have numbers, so that a listing shows them in their order"
     return {s.name: Path(folder) / f'{i}-{s.name}' for i, s in enumerate(p.stages, 1)}
 
 
-def _config(p, where, folders, *more):
-    base, mine = asdict(presets[p.preset]()), placed(changed(p.settings, *more), folders)
+_C = TypeVar('_C')
+
+
+def _made(cls: type[_C], stage: str, settings: Settings) -> _C:
     try:
-        return config_from_dict(TrainConfig, changed(base, mine))
+        return config_from_dict(cls, settings)
     except ValueError as e:
-        raise ValueError(f'stage {where}: {e}') from None
+        raise ValueError(f'stage {stage}: {e}') from None
+
+
+def _train(p: Pipeline, stage: str, folders: dict[str, Path], *more: Settings) -> TrainConfig:
+    mine = placed(changed(p.settings, *more), folders)
+    return _made(TrainConfig, stage, changed(asdict(presets[p.preset]()), mine))
 
 
 def train_config(p: Pipeline, stage: Stage, folders: dict[str, Path]) -> TrainConfig:
-    "Of a stage of kind 'train'. Raises ValueError that names the stage"
+    "The run of a stage of kind 'train'. Raises ValueError that names the stage"
     run_dir = str(folders[stage.name])
-    return _config(p, stage.name, folders, stage.settings, dict(run_dir=run_dir))
+    return _train(p, stage.name, folders, stage.settings, dict(run_dir=run_dir))
 
 
 def evaluation_config(p: Pipeline, model: Path, folders: dict[str, Path]) -> TrainConfig:
-    "What a model is asked after its stage. Raises ValueError"
-    return _config(p, 'evaluation', folders, p.evaluation, dict(init_from=str(model)))
+    "The questions to a model after its stage. Raises ValueError"
+    return _train(p, 'evaluation', folders, p.evaluation, dict(init_from=str(model)))
 
 
 def merge_config(
     p: Pipeline, stage: Stage, folders: dict[str, Path]
-) -> tuple[list[str], str | None, MergeConfig]:  # models, base, how
-    "Of a stage of kind 'merge'. Raises ValueError that names the stage"
+) -> tuple[list[str], str | None, MergeConfig]:  # models, base, method
+    "A stage of kind 'merge'. Raises ValueError that names the stage"
     settings = placed(stage.settings, folders)
     models, base = settings.pop('models', []), settings.pop('base', None)
     if len(models) < 2:
         raise ValueError(f'stage {stage.name}: models={models}: name at least two')
-    return models, base, _config_of(MergeConfig, stage, settings)
+    return models, base, _made(MergeConfig, stage.name, settings)
 
 
 def judge_config(p: Pipeline, stage: Stage, folders: dict[str, Path]) -> JudgeModelConfig:
-    "Of a stage of kind 'judge', with the seed of the pipeline. Raises ValueError"
+    "A stage of kind 'judge', with the seed of the pipeline. Raises ValueError"
     seed = {k: v for k, v in p.settings.items() if k == 'seed'}
-    return _config_of(JudgeModelConfig, stage, seed | stage.settings)
-
-
-def _config_of(cls, stage, settings):
-    try:
-        return config_from_dict(cls, settings)
-    except ValueError as e:
-        raise ValueError(f'stage {stage.name}: {e}') from None
+    return _made(JudgeModelConfig, stage.name, seed | stage.settings)
 
 
 # %% ../../nbs/runs/stages.ipynb #45538bf8
 def pipeline_dict(p: Pipeline) -> dict[str, Any]:
-    "As in a file"
+    "The content of its file"
     return asdict(p) | dict(stages=[asdict(s) for s in p.stages])
 
 
@@ -207,15 +204,13 @@ def pipeline_from_dict(d: dict[str, Any]) -> Pipeline:
     "Raises ValueError that names what is wrong"
     if not isinstance(d, dict) or not isinstance(d.get('stages'), list):
         raise ValueError('a pipeline needs a preset and a list of stages')
-    stages = []
-    for i, s in enumerate(d['stages']):
-        stages.append(_made(Stage, s, f'stages[{i}]'))
-    return _made(Pipeline, d | dict(stages=tuple(stages)), 'pipeline')
+    stages = tuple(_read(Stage, s, f'stages[{i}]') for i, s in enumerate(d['stages']))
+    return _read(Pipeline, d | dict(stages=stages), 'pipeline')
 
 
-def _made(cls, d, at):
-    known = cls.__dataclass_fields__
-    if not isinstance(d, dict) or (unknown := sorted(map(str, d.keys() - known.keys()))):
+def _read(cls: type[Any], d: Any, at: str) -> Any:
+    known = [f.name for f in fields(cls)]
+    if not isinstance(d, dict) or (unknown := sorted(map(str, d.keys() - set(known)))):
         what = repr(unknown[0]) if isinstance(d, dict) else repr(d)[:60]
         raise ValueError(f'{at}: {what} is not known, use {", ".join(known)}')
     if missing := [k for k in ('name', 'preset') if k in known and not isinstance(d.get(k), str)]:
@@ -241,7 +236,7 @@ def read_pipeline(
 
 # %% ../../nbs/runs/stages.ipynb #bd316cda
 def with_setting(
-    d: dict[str, Any],  # of a pipeline, as in a file
+    d: dict[str, Any],  # pipeline, as in a file
     text: str,  # STAGE.SETTING=VALUE; STAGE may be 'settings' (all of them) or 'evaluation'
 ) -> dict[str, Any]:
     "One value is another. Raises ValueError"
@@ -253,13 +248,21 @@ def with_setting(
             f'--set {text!r}: use STAGE.SETTING=VALUE, STAGE one of {", ".join(names)}, '
             'settings (all stages that train), evaluation'
         )
-    change = value if value.startswith('@') else from_yaml(value)
+    change: Any = value if value.startswith('@') else from_yaml(value)
     for k in reversed(key.split('.')):
         change = {k: change}
-    if where in names:
-        i = names.index(where)
-        stage = d['stages'][i]
-        stages = [*d['stages']]
-        stages[i] = stage | dict(settings=changed(stage['settings'], change))
-        return d | dict(stages=stages)
-    return d | {where: changed(d[where], change)}
+    if where not in names:
+        return d | {where: changed(d[where], change)}
+    mine = (s | dict(settings=changed(s['settings'], change)) for s in d['stages'])
+    return d | dict(
+        stages=[new if new['name'] == where else s for s, new in zip(d['stages'], mine)]
+    )
+
+
+# %% ../../nbs/runs/stages.ipynb #a11c0007
+@cache
+def pipeline_presets() -> dict[str, Pipeline]:
+    "The pipelines that come with the library"
+    found = read_data(str(files('compassrl.runs') / 'pipelines.yml'))
+    whole = {name: found.get(d.pop('like', ''), {}) | d for name, d in found.items()}
+    return {name: pipeline_from_dict(d) for name, d in whole.items()}

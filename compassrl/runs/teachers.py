@@ -22,8 +22,8 @@ from compassrl.judges.genrm import GenRMConfig
 from compassrl.judges.genrm_client import GenRM, to_its_end
 from compassrl.model.pretrained import from_pretrained, hf_weights, shard_files
 from compassrl.records import Prompt, Request, Sample
-from compassrl.runs.factory import rollout_engines
-from compassrl.runs.process import set_up
+from compassrl.runs.factory import rollout_engines, rollout_setup
+from compassrl.runs.run_process import set_up
 
 # %% auto #0
 __all__ = ['Told', 'Teacher', 'weights_name', 'EngineTeacher', 'Endpoint']
@@ -34,7 +34,7 @@ class Told(NamedTuple):
     "One response"
 
     sample: Sample
-    num_tokens: int  # as the teacher counts them, the stop token included
+    num_tokens: int  # tokens by the count of the teacher, the stop token included
 
 
 class Teacher(Protocol):
@@ -80,10 +80,10 @@ class EngineTeacher:
         folder: Path,  # where servers write
     ) -> None:
         kind = rollout_engines[cfg.rollout_engine]
-        set_up(cfg)
+        set_up(cfg.device, cfg.num_threads)
         kind.check(cfg, 1)
         self.cfg, self.stack, self.failed = cfg, ExitStack(), []
-        self.engine = kind.build(cfg, Path(cfg.init_from), folder)
+        self.engine = kind.build(rollout_setup(cfg), Path(cfg.init_from), folder)
         self.stack.callback(self.engine.close)
         self.engine.load_weights(hf_weights(from_pretrained(cfg.init_from)), 0)
 

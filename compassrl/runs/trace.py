@@ -65,7 +65,7 @@ def _sample_row(s, tokens):  # what a sample knows of itself, and lists of its r
 
 def trace_rows(
     step: int,
-    metrics: Metrics,  # of the step
+    metrics: Metrics,  # metrics of the step
     samples: list[Sample],  # in the order of the batch's rows
     batch: Batch,
     num_mini_batches: int,  # into which the update cut the rows
@@ -109,7 +109,8 @@ def read_trace(
     path: str | Path,  # trace.jsonl
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:  # each traced step with its samples
     "What a kill cut short at the end is left out. Raises ValueError that names a damaged line"
-    head, rows = None, []
+    head: dict[str, Any] | None = None
+    rows: list[dict[str, Any]] = []
     with open(path, 'rb') as f:
         for n, line in enumerate(f, 1):
             if not line.endswith(b'\n'):
@@ -118,7 +119,7 @@ def read_trace(
             row = _row(where, line)
             whole = head is None or len(rows) == head['num_samples']
             if row['kind'] == 'step':
-                if not whole:
+                if head is not None and not whole:
                     have = f'{len(rows)} of {head["num_samples"]} samples'
                     raise ValueError(f'{where}: step {head["step"]} has {have}')
                 if head:
@@ -136,7 +137,7 @@ def read_trace(
 def recompute_loss(
     head: dict[str, Any],  # a step of `read_trace`
     rows: list[dict[str, Any]],  # its samples
-    cfg: TrainConfig,  # of the run
+    cfg: TrainConfig,  # settings of the run
 ) -> float:  # mean over the step's mini-batches, as logged
     "From the trace alone. Raises ValueError where the step was skipped or a tensor is missing"
     if 'log_probs' not in rows[0]:

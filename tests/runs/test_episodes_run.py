@@ -21,7 +21,7 @@ from compassrl.records import Sample
 from compassrl.rollout.partial import drawn_mask
 from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
-from compassrl.runs.evaluate_model import eval_command
+from compassrl.runs.eval_sets import eval_command
 from compassrl.runs.presets import presets
 from compassrl.runs.run import resume_run, start_run
 from compassrl.runs.trace import read_trace

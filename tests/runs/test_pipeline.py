@@ -11,15 +11,14 @@ import yaml
 
 from compassrl.config import read_run_config
 from compassrl.model.merge import MergeConfig, merge_checkpoints
-from compassrl.runs.cards import scores
 from compassrl.runs.cli import main
-from compassrl.runs.pipeline import run_pipeline
-from compassrl.runs.pipelines import pipelines, smoke_cpu
+from compassrl.runs.pipeline import run_pipeline, scores
 from compassrl.runs.run_data import load, with_replay
 from compassrl.runs.stages import (
     check_complete,
     pipeline_dict,
     pipeline_from_dict,
+    pipeline_presets,
     stage_folders,
     train_config,
     with_setting,
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.xdist_group('pipeline')
 
 
 def short():
-    d = pipeline_dict(smoke_cpu())
+    d = pipeline_dict(pipeline_presets()['smoke-cpu'])
     for change in ('settings.cold_start.steps=20', 'settings.steps=2', 'settings.save_every=1'):
         d = with_setting(d, change)
     for stage in d['stages']:
@@ -135,7 +134,7 @@ def test_killed_after_its_verdicts_a_stage_still_gets_its_card(whole):
 
 def test_ranks_get_torchrun(tmp_path):
     "A stage of Megatron-Core on two ranks, from a new policy to a model that is asked"
-    d = pipeline_dict(smoke_cpu())
+    d = pipeline_dict(pipeline_presets()['smoke-cpu'])
     d |= dict(stages=d['stages'][:1])
     for change in (
         'base.train_engine=megatron',
@@ -204,9 +203,9 @@ def test_what_is_shown_is_a_file_that_means_the_same(capsys, tmp_path):
     assert (cfg.optim.lr, cfg.seed) == (1e-4, 3)
 
 
-@pytest.mark.parametrize('name', pipelines)
+@pytest.mark.parametrize('name', pipeline_presets())
 def test_every_preset_can_be_shown_and_built(name):
-    p = pipelines[name]()
+    p = pipeline_presets()[name]
     folders = stage_folders(p, 'out')
     for stage in p.stages:
         if stage.kind == 'train':

@@ -16,8 +16,8 @@ from markdown_it import MarkdownIt
 
 from compassrl.runs.curves import column, plot_curves, read_metrics, running_mean, step_seconds
 from compassrl.runs.evaluate import EvalResult, EvalSample, gain, mean_stderr
-from compassrl.runs.facts import machine_info, pick_samples, read_curves, run_facts
-from compassrl.runs.report import _code, _table, report_markdown, write_report
+from compassrl.runs.report import _code, markdown_table, report_markdown, write_report
+from compassrl.runs.summary import machine_info, pick_samples, read_curves, run_summary
 
 # ---- a made-up run, with evaluations that are real EvalResults
 
@@ -192,7 +192,7 @@ def test_resumed_runs(tmp_path):
     (tmp_path / 'metrics.jsonl').write_text(
         lines([dict(step=1), dict(step=2, resumed_from=1), dict(step=3)])
     )
-    facts = run_facts(tmp_path)
+    facts = run_summary(tmp_path)
     assert facts['resumed_from'] == [1] and 'resumed from step 1.' in report_markdown(facts)
 
 
@@ -240,7 +240,7 @@ def test_column_keeps_finite_numbers():
 
 def test_facts(run):
     folder, m = run
-    f = run_facts(folder)
+    f = run_summary(folder)
     assert (f['run'], f['steps'], f['steps_planned'], f['finished'], f['resumed_from']) == (
         'run-1',
         20,
@@ -276,7 +276,7 @@ def test_facts(run):
 @pytest.mark.parametrize('domain', 'ab')
 def test_gain_of_a_domain_is_paired(run, domain):
     folder, m = run
-    h = run_facts(folder)['held_out']['by_domain'][domain]
+    h = run_summary(folder)['held_out']['by_domain'][domain]
 
     def only(r):
         return EvalResult(
@@ -309,7 +309,7 @@ def test_gain_without_all_samples_takes_both_errors(run, cut):
         ]
     )[cut]
     (folder / 'eval_after.json').write_text(json.dumps(d))
-    h = run_facts(folder)['held_out']
+    h = run_summary(folder)['held_out']
     assert h['gain_stderr_points'] == pytest.approx(
         100 * math.hypot(m.before.avg_stderr, m.after.avg_stderr)
     )
@@ -396,7 +396,7 @@ def cell_text(page):  # what a reader sees in the second cell of the first row
     )
 )
 def test_any_text_survives_in_a_table_cell(text):
-    page = _table(['kind', 'text', 'end'], [['x', _code(text), 'y']], right=3)
+    page = markdown_table(['kind', 'text', 'end'], [['x', _code(text), 'y']], right=3)
     cells = cell_text(page)
     assert len(cells) == 3 and cells[2] == 'y'
     printable = ''.join(c if c.isprintable() or c == '\n' else '\N{MIDDLE DOT}' for c in text)
@@ -455,7 +455,7 @@ def test_loss_is_shown_as_such(run):
     (folder / 'eval_after.json').write_text(json.dumps(m.before.as_dict()))
     (folder / 'eval_before.json').write_text(json.dumps(m.after.as_dict()))
     assert f'a gain of **-{100 * (m.after.avg - m.before.avg):.1f} ±' in report_markdown(
-        run_facts(folder)
+        run_summary(folder)
     )
 
 
@@ -492,14 +492,14 @@ def test_programs_without_isolation_are_told_of(run):
     for unsafe in (False, True):
         config['rewards'] = dict(unsafe=unsafe)
         (folder / 'config.json').write_text(json.dumps(config))
-        assert ('isolated no program' in report_markdown(run_facts(folder))) == unsafe
+        assert ('isolated no program' in report_markdown(run_summary(folder))) == unsafe
 
 
 def test_an_evaluation_of_an_earlier_end_does_not_count(run):
     folder, m = run  # finished with 20 steps, resumed for 50, killed at 20-something
     config = json.loads((folder / 'config.json').read_text())
     (folder / 'config.json').write_text(json.dumps(config | dict(steps=50)))
-    f = run_facts(folder)
+    f = run_summary(folder)
     assert (
         not f['finished'] and f['held_out'] is None and read_curves(folder)[-1]['eval_avg'] == 0.3
     )
@@ -528,9 +528,9 @@ def test_any_subset_of_the_files(tmp_path, have):
             ValueError,
             match='neither metrics.jsonl nor the config.json of a run.*give a run directory',
         ):
-            run_facts(tmp_path / 'r')
+            run_summary(tmp_path / 'r')
     else:
-        report_markdown(run_facts(tmp_path / 'r'))
+        report_markdown(run_summary(tmp_path / 'r'))
 
 
 @pytest.mark.parametrize('key', sorted(set(row(5)) - {'step'}))
@@ -573,7 +573,7 @@ def test_a_strange_run_still_gets_a_report(tmp_path):
 def test_machine_of_the_run_wins(run):
     folder, _ = run
     (folder / 'machine.json').write_text(json.dumps(dict(cpu='a big one')))
-    assert 'Machine: cpu a big one.' in report_markdown(run_facts(folder))
+    assert 'Machine: cpu a big one.' in report_markdown(run_summary(folder))
 
 
 @pytest.mark.parametrize(
@@ -639,7 +639,7 @@ def test_addresses_stay_and_folders_go(run):
     config |= dict(rewards=dict(genrm=dict(base_url=address)), data=dict(path=place))
     config |= dict(vllm=dict(urls='https://a.b:1/c/d/'))
     (folder / 'config.json').write_text(json.dumps(config))
-    page = report_markdown(run_facts(folder))
+    page = report_markdown(run_summary(folder))
     assert f'base_url={address}`' in page and 'urls=https://a.b:1/c/d/`' in page
     assert 'path=a.jsonl`' in page and 'somebody' not in page
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from compassrl.runs import resume_checks
+from compassrl.runs import resume
 from compassrl.runs.cli import main
 from compassrl.runs.log import Log
 from compassrl.train.checkpoint import latest_checkpoint
@@ -271,8 +271,8 @@ class Learner:
 def test_a_checkpoint_gives_back_what_was_known_then(tmp_path):
     "Not what a later one has noted; the oldest are dropped, and without a note nothing changes"
     for step in range(5):
-        resume_checks.note_learned(tmp_path, Learner(step), f'step-{step:06}', keep=2)
+        resume.note_learned(tmp_path, Learner(step), f'step-{step:06}', keep=2)
     for step, known in ((4, 4), (3, 3), (2, 2), (1, 9), (7, 9)):
         engine = Learner(9)
-        resume_checks.recall_learned(tmp_path, engine, f'step-{step:06}')
+        resume.recall_learned(tmp_path, engine, f'step-{step:06}')
         assert engine.known == known, step

@@ -8,6 +8,7 @@ import sqlite3
 import struct
 import threading
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from compassrl.config import TrainConfig, read_run_config
 from compassrl.runs import trackers as module
 from compassrl.runs.cli import main, parse_train
-from compassrl.runs.glossary import cold_start_rows, evaluations, glossary_markdown, metrics_rows
 from compassrl.runs.help import settings_of
-from compassrl.runs.tracker_names import entry, eval_values, grouped
-from compassrl.runs.trackers import Trackers, check_trackers
+from compassrl.runs.trackers import (
+    Trackers,
+    check_trackers,
+    entry,
+    eval_values,
+    glossary,
+    glossary_markdown,
+    grouped,
+)
 from tests.support import ROOT
 from tests.support import fork_server as forked
 
@@ -53,26 +60,26 @@ def test_every_number_of_a_run_is_in_the_glossary(runs):
         for row in rows(folder / 'metrics.jsonl'):
             assert [k for k in row if not entry(k)] == []
         for row in rows(folder / 'cold_start.jsonl'):
-            assert {*row} == {m.key for m in cold_start_rows}
+            assert {*row} == {m.key for m in glossary()['cold_start']}
         for name in ('before', 'after'):
             found = json.loads((folder / f'eval_{name}.json').read_text())
-            assert [k for k in found if not entry(k, evaluations)] == []
+            assert [k for k in found if not entry(k, 'evaluation')] == []
 
 
 def test_the_glossary_names_nothing_else(runs):
     found = {entry(k).key for folder in runs for k in rows(folder / 'metrics.jsonl')[0]}
     plain = {entry(k).key for k in rows(runs[0] / 'metrics.jsonl')[0]}
-    for m in metrics_rows:
+    for m in glossary()['metrics']:
         other = m.when in RUN_BY_OTHER_TESTS or m.key == 'eval_*_avg'
         assert other or m.key in found, f'{m.key} is in no run'
         assert m.when or m.key in plain, f'{m.key} is not in every run'
     evaluated = {*json.loads((runs[0] / 'eval_before.json').read_text())}
-    for m in evaluations:
+    for m in glossary()['evaluation']:
         assert m.when or m.key in evaluated, f'{m.key} is in no evaluation'
 
 
 def test_an_entry_names_the_module_that_spells_the_number():
-    for m in [*metrics_rows, *evaluations, *cold_start_rows]:
+    for m in chain(*glossary().values()):
         source = (ROOT / 'compassrl' / f'{m.where.replace(".", "/")}.py').read_text()
         parts = re.split(r'[*]', m.key)
         words = [m.key] if len(parts) == 1 else [p for p in parts if p]
@@ -83,11 +90,11 @@ def test_an_entry_names_the_module_that_spells_the_number():
 
 
 def test_names_and_page():
-    names = [m.name for m in metrics_rows if m.name]
+    names = [m.name for m in glossary()['metrics'] if m.name]
     assert len(names) == len(set(names)) and all(re.fullmatch(r'[a-z_]+/\S+', n) for n in names)
     page = glossary_markdown()
-    assert all(f'| `{m.key}` |' in page for m in [*metrics_rows, *evaluations, *cold_start_rows])
-    for m in metrics_rows:
+    assert all(f'| `{m.key}` |' in page for m in chain(*glossary().values()))
+    for m in glossary()['metrics']:
         assert m.unit and m.range and m.about and m.healthy, m
 
 
@@ -99,7 +106,7 @@ def shown(folder, run='.'):
 def test_tensorboard_shows_steps_evaluations_and_cold_start(runs):
     found, cold = shown(runs[0]), shown(runs[0], 'cold_start')
     metrics = rows(runs[0] / 'metrics.jsonl')
-    for m in metrics_rows:
+    for m in glossary()['metrics']:
         if m.name and not m.when:
             wanted = [(r['step'], pytest.approx(r[m.key])) for r in metrics]
             assert found[m.name] == wanted, m.name
@@ -171,7 +178,9 @@ def test_a_tracker_that_fails_costs_one_line_and_nothing_else(
     monkeypatch.setattr(module, 'find_spec', lambda name: True)
     names = 'tensorboard', 'mlflow'
     for name, point in zip(names, points):
-        monkeypatch.setitem(module.kinds, name, type(name, (Failing,), dict(fails_at=point)))
+        monkeypatch.setitem(
+            module.tracker_types, name, type(name, (Failing,), dict(fails_at=point))
+        )
     folder = run(tmp_path / 'run', '--trackers', *names)
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith('tracker ')]
     assert len(told) == 2 and all(sum(f'{n}: OSError' in t for t in told) == 1 for n in names)
@@ -198,7 +207,7 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path, monkeypatch, capsys):
         def log(self, values, step):
             free.wait()
 
-    monkeypatch.setitem(module.kinds, 'tensorboard', Hanging)
+    monkeypatch.setitem(module.tracker_types, 'tensorboard', Hanging)
     monkeypatch.setattr(module, '_patience_s', 0.05)
     with Trackers(['tensorboard'], tmp_path, {}, 0) as found:
         for step in range(3):

@@ -5,7 +5,6 @@
 # %% ../../../nbs/algo/losses.ipynb #663bf7c9
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 from typing import Any, get_args
 

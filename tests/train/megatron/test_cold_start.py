@@ -45,13 +45,13 @@ def taught(cfg, folder, num=99):
         watch = factory.prepare(resolve(cfg))
         kind = factory.train_engines['megatron']
         if rank != '0':
-            return kind.follow(cfg, watch)
+            return kind.follow(watch)
         cfg = resolve(cfg)
         try:
             start_policy(cfg, load(cfg), folder, StopAfter(num), watch)
         except Stop:
             return sorted(p.name for p in (folder / 'cold_start').glob('step-*'))
-        with kind.start(cfg, folder / 'start', watch) as engine:
+        with kind.start(factory.train_setup(cfg), folder / 'start', watch) as engine:
             return {k: v.clone() for k, v in engine.weights()}
 
 
