@@ -59,7 +59,7 @@ sync: .venv/.dev ## all that is generated: modules, README, and what follows fro
 
 check: .venv/.dev ## lint, architecture, course, links; all that is generated is in sync (seconds)
 	@$(BIN)/python -m pytest -q -p no:cacheprovider -k 'not site' tests/test_repository.py tests/test_architecture.py \
-	    tests/test_course.py tests/test_links.py
+	    tests/test_toc.py tests/test_links.py
 
 lock: ## constraints.txt anew, the versions that the tests run with: make lock [ARGS=--upgrade]
 	@$(PYTHON) tools/setup_env.py --lock $(ARGS)

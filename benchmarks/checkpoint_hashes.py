@@ -107,7 +107,7 @@ def policy_of(megabytes):  # weights and two moments in fp32 make 12 bytes per p
 
 
 def sharded(megabytes, a):
-    from compassrl.train.megatron.ranks import run_ranks
+    from course.ranks import run_ranks
 
     root = Path(tempfile.mkdtemp(dir=a.folder))
     try:

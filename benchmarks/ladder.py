@@ -53,10 +53,10 @@ from compassrl.model.pretrained import hf_weights
 from compassrl.plan.simulator import RoundRobin, idle_frac
 from compassrl.records import Prompt
 from compassrl.rollout.pull_queue import PullQueue
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.rollout.vllm import dispatcher
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.pool import VllmPool
 from compassrl.sandbox.isolated import run_program
 from compassrl.sandbox.limits import Limits

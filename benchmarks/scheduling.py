@@ -46,9 +46,9 @@ from compassrl.model.pretrained import hf_weights
 from compassrl.plan.simulator import Cluster, RoundRobin, fit_cost, idle_frac, makespan, work
 from compassrl.records import Request, SamplingParams, derive_seed
 from compassrl.rollout.pull_queue import PullQueue
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error
 from compassrl.rollout.vllm import dispatcher
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.pool import VllmPool
 
 LIMIT = 960

@@ -43,6 +43,28 @@ def train(preset, seed, folder, *flags):
     return time.perf_counter() - t, usage.ru_maxrss / (1024 if sys.platform == 'linux' else 1024**2)
 
 
+def curve(folder, before, after):
+    "(step, held-out avg@k) before RL, at each evaluation of the run, and after"
+    rows = map(json.loads, (folder / 'metrics.jsonl').read_text().splitlines())
+    at = {m['step']: m.get('eval_avg') for m in rows}
+    between = [(step, avg) for step, avg in at.items() if avg is not None]
+    return [(0, before['avg']), *between, (max(at), after['avg'])]
+
+
+def samples(before, after):
+    "The first response to a prompt before and after: the first two prompts that RL has mended"
+    first = [{s['prompt_id']: s for s in e['samples'] if s['index'] == 0} for e in (before, after)]
+    mended = [i for i, s in first[0].items() if not s['correct'] and first[1][i]['correct']]
+    return [
+        dict(
+            prompt=first[0][i]['prompt'],
+            before=first[0][i]['response'],
+            after=first[1][i]['response'],
+        )
+        for i in mended[:2]
+    ]
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
@@ -87,6 +109,8 @@ def main():
                 gain_points=100 * (after['avg'] - before['avg']),
                 minutes=seconds / 60,
                 peak_mb=peak,
+                curve=curve(folder, before, after),
+                samples=samples(before, after),
             )
             rows.append(row)
             gain = f'{100 * row["before"]:.1f} % -> {100 * row["after"]:.1f} %'

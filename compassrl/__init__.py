@@ -4,23 +4,23 @@ imports its module when it is first used, so `import compassrl` alone is quick."
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 
 _modules = {  # name -> where it is
-    'AdvantageConfig': 'algo.advantages',
+    'AdvantageConfig': 'algo.algo_settings',
     'Batch': 'records',
-    'DataConfig': 'data.prompts',
-    'EspoConfig': 'algo.espo',
-    'LossConfig': 'algo.losses',
-    'OptimConfig': 'train.torch_train',
-    'PolicyConfig': 'model.policy',
+    'DataConfig': 'data.data_settings',
+    'EspoConfig': 'algo.algo_settings',
+    'LossConfig': 'algo.algo_settings',
+    'OptimConfig': 'train.train_settings',
+    'PolicyConfig': 'model.shape',
     'PolicyLoss': 'algo.losses',
     'Prompt': 'records',
     'Request': 'records',
-    'RewardConfig': 'judges.serial',
-    'RolloutConfig': 'rollout.torch_rollout',
+    'RewardConfig': 'judges.reward_settings',
+    'RolloutConfig': 'rollout.rollout_settings',
     'RolloutEngine': 'records',
-    'SFTConfig': 'train.sft',
+    'SFTConfig': 'train.train_settings',
     'Sample': 'records',
     'SamplingParams': 'records',
     'TrainConfig': 'config',
@@ -45,21 +45,21 @@ _parts = (
 _parts = frozenset(_parts.split())
 
 if TYPE_CHECKING:  # the same for type checkers
-    from .algo.advantages import AdvantageConfig as AdvantageConfig
     from .algo.advantages import group_advantages as group_advantages
-    from .algo.espo import EspoConfig as EspoConfig
-    from .algo.losses import LossConfig as LossConfig
+    from .algo.algo_settings import AdvantageConfig as AdvantageConfig
+    from .algo.algo_settings import EspoConfig as EspoConfig
+    from .algo.algo_settings import LossConfig as LossConfig
     from .algo.losses import PolicyLoss as PolicyLoss
     from .algo.losses import policy_loss as policy_loss
     from .config import TrainConfig as TrainConfig
     from .config import read_run_config as read_run_config
+    from .data.data_settings import DataConfig as DataConfig
     from .data.loading import load_prompts as load_prompts
-    from .data.prompts import DataConfig as DataConfig
     from .data.tasks import task_family as task_family
     from .data.tasks import verifier as verifier
-    from .judges.serial import RewardConfig as RewardConfig
+    from .judges.reward_settings import RewardConfig as RewardConfig
     from .loop import fit as fit
-    from .model.policy import PolicyConfig as PolicyConfig
+    from .model.shape import PolicyConfig as PolicyConfig
     from .records import Batch as Batch
     from .records import Prompt as Prompt
     from .records import Request as Request
@@ -68,13 +68,13 @@ if TYPE_CHECKING:  # the same for type checkers
     from .records import SamplingParams as SamplingParams
     from .records import TrainEngine as TrainEngine
     from .records import Verdict as Verdict
-    from .rollout.torch_rollout import RolloutConfig as RolloutConfig
+    from .rollout.rollout_settings import RolloutConfig as RolloutConfig
     from .runs.cli import presets as presets
     from .runs.evaluate import evaluate as evaluate
     from .runs.run import resume_run as resume_run
     from .runs.run import start_run as start_run
-    from .train.sft import SFTConfig as SFTConfig
-    from .train.torch_train import OptimConfig as OptimConfig
+    from .train.train_settings import OptimConfig as OptimConfig
+    from .train.train_settings import SFTConfig as SFTConfig
 
 
 def __getattr__(name: str) -> Any:

@@ -12,24 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from compassrl.algo.advantages import AdvantageConfig
-from compassrl.algo.espo import EspoConfig
-from compassrl.algo.losses import LossConfig
-from compassrl.algo.zero_variance import ZeroVarianceConfig
-from compassrl.data.prompts import DataConfig
-from compassrl.data.tools import ToolConfig
+from compassrl.algo.algo_settings import AdvantageConfig, EspoConfig, LossConfig, ZeroVarianceConfig
+from compassrl.data.data_settings import DataConfig, ToolConfig
 from compassrl.files import read_data
-from compassrl.judges.serial import RewardConfig
-from compassrl.model.policy import PolicyConfig
-from compassrl.rollout.schedule import ScheduleConfig
-from compassrl.rollout.torch_rollout import RolloutConfig
-from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.judges.reward_settings import RewardConfig
+from compassrl.model.shape import PolicyConfig
+from compassrl.rollout.rollout_settings import RolloutConfig, ScheduleConfig, VllmConfig
 from compassrl.settings import at_least, between, check, checked
-from compassrl.train.guards import GuardConfig
-from compassrl.train.megatron.parallel import ParallelConfig
-from compassrl.train.routes import ReplayMode
-from compassrl.train.sft import SFTConfig
-from compassrl.train.torch_train import OptimConfig
+from compassrl.train.train_settings import (
+    GuardConfig,
+    OptimConfig,
+    ParallelConfig,
+    ReplayMode,
+    SFTConfig,
+)
 
 # %% auto #0
 __all__ = [

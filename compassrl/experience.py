@@ -24,6 +24,7 @@ from compassrl.algo.zero_variance import (
 from compassrl.config import TrainConfig
 from compassrl.data.selection import PromptSelection, prompts_of_step
 from compassrl.judges.serial import Judge, sample_columns, task_rewards
+from compassrl.phases import phase
 from compassrl.records import (
     Batch,
     Metrics,
@@ -92,12 +93,13 @@ def next_wave(
 
 # %% ../nbs/experience.ipynb #05377102
 @contextmanager
-def timed(metrics: Metrics, phase: str) -> Iterator[None]:
-    "Adds the seconds spent inside to `time_{phase}_s`; `time_{phase}_at` is when it began"
+def timed(metrics: Metrics, name: str) -> Iterator[None]:
+    "Adds the seconds spent inside to `time_{name}_s`; `time_{name}_at` is when it began"
     t = time.perf_counter()
-    metrics.setdefault(f'time_{phase}_at', t)
-    yield
-    metrics[f'time_{phase}_s'] = metrics.get(f'time_{phase}_s', 0.0) + time.perf_counter() - t
+    metrics.setdefault(f'time_{name}_at', t)
+    with phase(name):
+        yield
+    metrics[f'time_{name}_s'] = (metrics.get(f'time_{name}_s') or 0.0) + time.perf_counter() - t
 
 
 def timed_samples(samples: Iterator[Sample], metrics: Metrics) -> Iterator[Sample]:
@@ -112,10 +114,12 @@ def timed_samples(samples: Iterator[Sample], metrics: Metrics) -> Iterator[Sampl
 
 def collect_parts(
     rollout: RolloutEngine,
-    new: list[Request],  # those of this step
+    new: list[Request],  # of this step
     partial_responses: PartialResponses,  # what earlier steps have begun; changes
     judge: Judge,
-) -> tuple[list[Request], list[Sample], Metrics]:  # groups that have ended
+) -> tuple[
+    list[Request], list[Sample], Metrics
+]:  # groups that have ended; tokens: all that was drawn
     "One part of each response, or more until a group is whole"
     partial_responses.begin(new)
     tokens, waves, samples = 0, 0, []
@@ -128,8 +132,7 @@ def collect_parts(
                 judge.start(whole)
         waves += 1
         requests, samples = partial_responses.whole_groups()
-    versions = [s.token_versions[drawn_mask(s)] for s in samples if s.token_versions is not None]
-    stale = torch.cat(versions) < newest
+    stale = torch.cat([s.token_versions[drawn_mask(s)] for s in samples]) < newest
     metrics |= dict(
         tokens=float(tokens),
         waves=float(waves),
@@ -180,7 +183,7 @@ class StepWaves(Waves):
     ) -> list[tuple[str, int]]:
         if unseen and self.cfg.zero_variance.sampling == 'adaptive':
             if sum(unseen.values()) > tokens_left(spent, self.cfg):
-                return []  # what runs may use up the budget: nothing is certain
+                return []  # nothing can be certain
         with timed(self.metrics, 'reward'):
             self.judge.settle(samples)
         if unseen is None:
@@ -217,11 +220,10 @@ def collect_waves(
         early_frac=waves.early / len(requests),
     )
     if cfg.zero_variance.sampling == 'refill':
-        # silent groups are thrown away, unless all are silent
+        # what is silent is thrown away, unless everything is
         kept = {id for id, f in zip(waves.asked, waves.flat) if not f} or set(waves.asked)
-        requests = [r for r in requests if r.prompt_id in kept]
-        samples = [s for s in samples if s.prompt_id in kept]
-        if selection:  # now, because the silent groups are gone afterwards
+        requests, samples = ([x for x in xs if x.prompt_id in kept] for xs in (requests, samples))
+        if selection:  # later nobody knows of those
             selection.took(dict(zip(waves.asked, waves.flat)))
     return requests, samples, metrics
 
@@ -237,11 +239,11 @@ def collect(
     partial_responses: PartialResponses | None = None,  # responses that take several steps
     selection: PromptSelection | None = None,  # None: all prompts in turn
 ) -> tuple[list[Request], list[Sample], Metrics]:  # what trains; tokens: all that was drawn
-    "Requests and samples of one step: in waves, or one part of each response"
+    "What one step brings home: in waves, or one part of each response"
     params, num = cfg.rollout.params(eos_id), cfg.prompts_per_step
     first = selection.next() if selection else prompts_of_step(prompts, step, num, cfg.seed)
     if partial_responses:
-        # a prompt is not asked again before its last group has ended
+        # a prompt whose last group has not ended waits for its next turn
         new = [p for p in first if p.id not in partial_responses.groups]
         new = requests_of(new, [cfg.group_size] * len(new), Counter(), params, cfg.seed, step)
         found = collect_parts(rollout, new, partial_responses, judge)
@@ -275,7 +277,7 @@ def silent_groups(samples: list[Sample]) -> dict[str, bool]:  # prompt id -> is 
 
 
 def grade(
-    batch: Batch,  # these samples, with the entropy that the train engine saw
+    batch: Batch,  # of these samples, with the entropy that the train engine saw
     samples: list[Sample],  # judged, in the order of its rows; they get their shaped rewards
     cfg: TrainConfig,
 ) -> tuple[Batch, Metrics]:  # with rewards and advantages
@@ -285,9 +287,7 @@ def grade(
     for s, r in zip(samples, rewards.tolist()):
         s.reward = r
     batch = replace(batch, rewards=rewards.float())
-    assert batch.rewards is not None and batch.entropy is not None
-    verdicts = [s.verdict for s in samples if s.verdict is not None]
-    right = torch.tensor([rightness(v) for v in verdicts])
+    right = torch.tensor([rightness(s.verdict) for s in samples])
     advantages, spared = token_advantages(
         batch, task, valid, cfg.advantages, cfg.zero_variance, right
     )
@@ -295,7 +295,7 @@ def grade(
     return replace(batch, advantages=advantages), spared | dict(
         reward_mean=float(task.mean()),
         penalty_mean=float((task - batch.rewards).mean()),
-        correct_frac=sum(v.correct for v in verdicts) / num,
+        correct_frac=sum(s.verdict.correct for s in samples) / num,
         failed_frac=float((~valid).float().mean()),
         samples=float(num),
         group_size_mean=num / len({s.prompt_id for s in samples}),

@@ -194,7 +194,7 @@ class Registry(MutableMapping[str, Callable[..., Any]]):
         return name in self.functions or name in self.modules
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self.functions, *self.modules]))
+        return iter(dict.fromkeys([*self.modules, *self.functions]))
 
     def __len__(self) -> int:
         return len({*self.functions, *self.modules})

@@ -1,6 +1,16 @@
 """How the notebooks work: one pipeline, one stage per notebook, every claim checked by a cell."""
 
-__all__ = ['stages', 'pipeline', 'predict', 'lab_source', 'Lab', 'lab', 'check', 'expect']
+__all__ = [
+    'stages',
+    'pipeline',
+    'predict',
+    'lab_source',
+    'Lab',
+    'lab',
+    'check',
+    'expect',
+    'show_settings',
+]
 
 import re
 from base64 import b64encode
@@ -11,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from IPython.display import HTML, SVG
+    from IPython.display import HTML, SVG, Markdown
     from matplotlib.figure import Figure
     from torch import Tensor
 
@@ -194,3 +204,14 @@ def expect(
     for at in wrong.nonzero().tolist()[:1]:
         place = f' at {at}' if at else ''
         raise AssertionError(f'{a[tuple(at)]:.6g}{place} instead of {b[tuple(at)]:.6g}')
+
+
+def show_settings(
+    config: type[Any],  # a dataclass of settings
+) -> 'Markdown':
+    "The settings of one part of a run, with their defaults and ranges"
+    from IPython.display import Markdown
+
+    from compassrl.runs.help import settings_table
+
+    return Markdown(settings_table(config()))

@@ -26,9 +26,9 @@ FLOORS = [  # a module imports from its own room and from the floors below
     {'records'},
 ]
 APART = {('train', 'rollout')}  # they do not know each other
-FREE = {'settings', 'files'}  # they import nothing of the package
-SHARED = {'settings', 'files'}  # and every room may import these
-MODULE, FUNCTION, COLUMNS, ROOMS = 400, 40, 100, 16
+FREE = {'settings', 'files', 'phases'}  # they import nothing of the package
+SHARED = {'settings', 'files', 'phases'}  # and every room may import these
+MODULE, FUNCTION, COLUMNS, ROOMS = 400, 40, 100, 17
 
 
 def files():

@@ -6,8 +6,8 @@ import sys
 import nbformat
 import pytest
 
-from tests.support import ROOT
-from tests.test_course import COURSE
+from tests.support import ROOT, front_page
+from tests.test_toc import COURSE
 
 sys.path.insert(0, str(ROOT / 'tools'))
 import front  # noqa: E402
@@ -54,10 +54,10 @@ def minutes(step):
 
 
 @pytest.mark.parametrize('name', PATHS)
-def test_a_path_says_its_minutes_in_readme(name):
+def test_a_path_says_its_minutes_on_the_front_page(name):
     path = PATHS[name]
     each = [minutes(s) for s in path['steps']]
-    told = (ROOT / 'README.md').read_text().split(f'<summary><b>{name}</b>: {path["about"]} ')[1]
+    told = front_page().split(f'<summary><b>{name}</b>: {path["about"]} ')[1]
     told = told.split('</details>')[0]
     number, unit = re.match(r'\(([\d.]+) (minutes|hours) to read\)', told).groups()
     half = 0.5 if unit == 'minutes' else 3  # as it is rounded

@@ -38,8 +38,8 @@ def test_every_name_is_there_and_type_checkers_know_the_same_ones():
     'code',
     [
         "from compassrl.algo.losses import LossConfig; print(LossConfig('espo').name)",
-        "from compassrl.data.prompts import *; print(DataConfig(verifier='maths').verifier)",
-        "from compassrl.data.prompts import *; print(DataConfig(verifier='code').verifier)",
+        "from compassrl.data.prompts import DataConfig as C; print(C(verifier='maths').verifier)",
+        "from compassrl.data.prompts import DataConfig as C; print(C(verifier='code').verifier)",
         'from compassrl import TrainConfig; print(TrainConfig().loss.name)',
     ],
 )

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tests.support import ROOT
-from tests.test_course import COURSE
 from tests.test_notebooks import notebooks
+from tests.test_toc import COURSE
 
 sys.path.insert(0, str(ROOT / 'tools'))
 from links import anchors, prose  # noqa: E402
@@ -44,7 +44,7 @@ def each_entry(check):
 
 
 def module_of(name):
-    "algo.espo.EspoConfig.for_batch -> its file, its module, what is left; None if there is none"
+    "algo.espo.espo -> its file, its module, what is left; None if there is none"
     parts = name.split('.')
     for i in range(len(parts) - 1, 0, -1):
         path = ROOT.joinpath('compassrl', *parts[:i]).with_suffix('.py')
@@ -353,8 +353,8 @@ def test_a_call_that_is_not_there_is_noticed():
     called = set(calls('algo.espo.espo'))
     assert 'algo.espo.adaptive_clip' in called and 'algo.losses.clipped_surrogate' in called
     assert not is_called('algo.losses.grpo', called)
-    assert is_called('algo.espo.EspoConfig.for_batch', set(calls('loop.loss_of')))
-    assert not is_called('algo.espo.EspoConfig.for_batch', set(calls('loop.unmoved')))
+    assert is_called('algo.algo_settings.EspoConfig.for_batch', set(calls('loop.loss_of')))
+    assert not is_called('algo.algo_settings.EspoConfig.for_batch', set(calls('loop.unmoved')))
     patched = set(calls('train.torch_engine.TorchTrain.update'))
     assert 'train.routes.validate_routes' in patched
 

@@ -109,7 +109,13 @@ def test_format():
     assert code == 0, f'{said}\nrun `.venv/bin/ruff format`'
 
 
-GENERATED = ('compassrl/**/*.py', 'course/stages.py', 'nbs/*.yml', 'README.md', 'index_files/*')
+GENERATED = (
+    'compassrl/**/*.py',
+    'course/stages.py',
+    'nbs/*.yml',
+    'README.md',
+    'readme_files/*.[ps]*',
+)
 
 
 @pytest.fixture(scope='module')
@@ -267,7 +273,7 @@ def test_no_trace_of_a_machine():
     texts = {
         str(p.relative_to(ROOT)): readable(p)
         for p in tracked()
-        if p.suffix not in ('.png', '.safetensors')
+        if p.suffix not in ('.png', '.gif', '.safetensors')
     }
     assert {
         name: sorted(set(hits))
@@ -309,7 +315,7 @@ def test_named_files_exist(text):
 
 TOP = """.ci .dockerignore .github .gitignore .pre-commit-config.yaml CHANGELOG.md CITATION.cff
 CONTRIBUTING.md LICENSE Makefile README.md _quarto.yml benchmarks compassrl constraints.txt course
-docker docs index_files nbs pyproject.toml settings.ini tests tools"""
+docker docs nbs pyproject.toml readme_files settings.ini tests tools"""
 
 
 def test_nothing_else_lies_at_the_top():

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.support import ROOT
-from tests.test_course import COURSE
+from tests.support import ROOT, front_page
+from tests.test_toc import COURSE
 
 GROUPS = yaml.safe_load((ROOT / 'nbs' / 'scoreboard.yml').read_text())['groups']
 ROWS = [row for g in GROUPS for row in g['rows']]
@@ -92,7 +92,7 @@ def test_a_row_says_what_it_must(row):
         assert typed == [], 'numbers come from stored results'
 
 
-# ---- the page, and README
+# ---- the page, and the front page
 
 
 def tables(text):
@@ -118,8 +118,8 @@ def test_the_page_shows_every_claim_with_stored_numbers_and_its_verdict():
     assert {v.strip('*') for r in ROWS for v in found[r['claim']][2:3]} <= WORDS
 
 
-def test_readme_counts_the_verdicts_of_each_group():
-    found = tables((ROOT / 'README.md').read_text())
+def test_the_front_page_counts_the_verdicts_of_each_group():
+    found = tables(front_page())
     heads = found['claims about']
     assert set(heads) == {'claims', *map(expected, ROWS)}
     for name, rows in [*((g['name'], g['rows']) for g in GROUPS), ('all groups', ROWS)]:
@@ -129,18 +129,18 @@ def test_readme_counts_the_verdicts_of_each_group():
         assert counts == {'claims': len(rows), **{v: want[v] for v in heads[1:]}}, f'{name}: {run}'
 
 
-def test_readme_says_of_each_idea_whether_it_works_here():
+def test_the_front_page_says_of_each_idea_whether_it_works_here():
     "The first claim's verdict and number, and how many of its claims hold"
-    found, seen = tables((ROOT / 'README.md').read_text()), []
+    found, seen = tables(front_page()), []
     for idea in COURSE.data['ideas']:
         named = [[r for r in ROWS if r['claim'].startswith(c)] for c in idea['claims']]
         assert [len(n) for n in named] == [1] * len(named), f'{idea["idea"]}: claims'
         rows = [r for (r,) in named]
         seen += [r['claim'] for r in rows]
         lesson, code, works = found[f'**{idea["idea"]}.** {idea["says"]}']
-        assert f'](nbs/{COURSE.paths[idea["lesson"]]})' in lesson
+        assert f']({COURSE.paths[idea["lesson"]]})' in lesson
         module, _, name = idea['code'].rpartition('.')
-        assert code == f'[`{name}`](compassrl/{module.replace(".", "/")}.py)'
+        assert code == f'[`{name}`](../compassrl/{module.replace(".", "/")}.py)'
         assert callable(getattr(importlib.import_module(f'compassrl.{module}'), name))
         assert works.startswith(f'**{expected(rows[0])}**: ')
         assert said(rows[0]).rstrip('.') in works

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.support import ROOT
-from tests.test_course import COURSE, LESSONS
+from tests.test_toc import COURSE, LESSONS
 
 sys.path.insert(0, str(ROOT / 'tools'))
 import front  # noqa: E402

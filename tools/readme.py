@@ -1,4 +1,4 @@
-"""README.md from nbs/index.ipynb: its text, its code and its stored outputs, as GitHub shows them.
+"""README.md from nbs/readme.ipynb: its text, its code and its stored outputs, as GitHub shows them.
 
 python tools/readme.py [--check]     # --check: write nothing, fail if something is out of date
 """
@@ -12,8 +12,9 @@ import nbformat
 from alt import alt, directives
 
 ROOT = Path(__file__).resolve().parent.parent
-FIGURES = 'index_files'
-NOTE = '<!-- Generated from nbs/index.ipynb by tools/readme.py: edit the notebook. -->'
+FIGURES = 'readme_files'
+LAB = f'{FIGURES}/grpo-lab.gif'  # tools/record_lab.py makes it
+NOTE = '<!-- Generated from nbs/readme.ipynb by tools/readme.py: edit the notebook. -->'
 
 
 def relink(text):
@@ -24,38 +25,25 @@ def relink(text):
             return m[1].removeprefix('../')
         return f'nbs/{m[1]}' if (ROOT / 'nbs' / m[1].split('#')[0]).exists() else m[1]
 
-    return re.sub(r'(?<=\]\()(?!\w+:|#|/)([^)\s]+)', move, text)
+    text = re.sub(r'(?<=\]\()(?!\w+:|#|/)([^)\s]+)', move, text)
+    return re.sub(r'(?<=(?:src|ref)=")(?!\w+:|#|/)([^"]+)', move, text)
 
 
-def still(html, figures):
-    "A lab's picture, which leads to the first lesson that has the lab"
-    lab, shows, data = re.search(
-        r'(data-lab="\w+").*?alt="([^"]*)" src="data:image/png;base64,([^"]+)', html
-    ).groups()
-    name = f'{FIGURES}/figure-{len(figures) + 1}.png'
-    figures[name] = base64.b64decode(data)
-    lessons = (p for p in sorted((ROOT / 'nbs').rglob('*.ipynb')) if p.stem != 'index')
-    home = next(p for p in lessons if lab in p.read_text().replace('\\"', '"'))
-    return f'[![{shows}]({name})]({home.relative_to(ROOT).as_posix()})'
-
-
-def output(o, shows, figures):
+def output(o, shows, figures, label):
     "One stored output as markdown; a figure, that `shows` something, is added to `figures`"
     if o.output_type == 'stream':
         return f'```\n{o.text.strip()}\n```'
     if o.output_type == 'error':
-        sys.exit(f'nbs/index.ipynb stores an error: {o.ename}: {o.evalue}')
+        sys.exit(f'nbs/readme.ipynb stores an error: {o.ename}: {o.evalue}')
     data = o.data
     for kind, decode in {'image/svg+xml': str.encode, 'image/png': base64.b64decode}.items():
         if kind not in data:
             continue
-        name = f'{FIGURES}/figure-{len(figures) + 1}.{kind[6:9]}'
+        name = f'{FIGURES}/{label}.{kind[6:9]}'
         figures[name] = decode(data[kind])
         return f'![{shows}]({name})'
     if 'text/markdown' in data:
         return relink(data['text/markdown'].strip())
-    if 'data-lab=' in data.get('text/html', ''):
-        return still(data['text/html'], figures)
     if 'text/html' in data:
         return re.sub(r'<style.*?</style>\s*', '', data['text/html'], flags=re.S).strip()
     return f'```\n{data.get("text/plain", "").strip()}\n```'
@@ -64,7 +52,7 @@ def output(o, shows, figures):
 def readme():
     "What the README and its figures should hold: file name -> bytes"
     parts, figures = [NOTE], {}
-    cells = nbformat.read(ROOT / 'nbs' / 'index.ipynb', 4).cells
+    cells = nbformat.read(ROOT / 'nbs' / 'readme.ipynb', 4).cells
     for i, c in enumerate(cells):
         if c.cell_type == 'markdown':
             parts.append(relink(c.source.strip()))
@@ -78,15 +66,17 @@ def readme():
             block = f'<details><summary>Code</summary>\n\n{block}\n\n</details>'
         if opts.get('echo') != 'false':
             parts.append(block)
+        label = opts.get('label', f'figure-{i}')
+        said = [output(o, alt(cells, i), figures, label) for o in c.outputs]
         if opts.get('output') != 'false':
-            parts += [output(o, alt(cells, i), figures) for o in c.outputs]
+            parts += said
     return {'README.md': ('\n\n'.join(parts) + '\n').encode(), **figures}
 
 
 def main(args):
     files = readme()
     stale = [n for n, b in files.items() if not (ROOT / n).exists() or (ROOT / n).read_bytes() != b]
-    extra = [f for f in (ROOT / FIGURES).glob('*') if f'{FIGURES}/{f.name}' not in files]
+    extra = [f for f in (ROOT / FIGURES).glob('*') if f'{FIGURES}/{f.name}' not in {*files, LAB}]
     if '--check' in args:
         sys.exit(
             f'out of date: {", ".join(stale + [f.name for f in extra])}: run `make sync`'

@@ -19,6 +19,7 @@ import yaml
 from lesson_table import lesson_table
 
 ROOT = Path(__file__).resolve().parent.parent
+FRONT = 'index', 'readme'  # the front page of the site, and that of the repository
 KINDS = {'lesson': 'Lessons', 'study': 'Studies', 'how-to': 'How-tos', 'reference': 'Reference'}
 MARK = '<!-- from nbs/course.yml, written by `make sync` -->'
 
@@ -84,7 +85,7 @@ class Course:
     def paths(self):
         "Name -> file relative to nbs, the index left out"
         found = [p.relative_to(self.nbs) for p in notebooks(self.nbs)]
-        return {name_of(p): p for p in found if p.stem != 'index'}
+        return {name_of(p): p for p in found if p.stem not in FRONT}
 
     @cached_property
     def order(self):
@@ -404,12 +405,13 @@ def sync_text(root=ROOT):
         set_links(course, course.paths[n], nb)
         set_neighbours(course, n, nb, titles)
         write(course.nbs / course.paths[n], nb, before)
-    index = course.nbs / 'index.ipynb'
-    nb = read(index)
-    before = json.dumps(nb)
-    set_index(course, nb, titles, nbs)
-    set_links(course, Path('index.ipynb'), nb)
-    write(index, nb, before)
+    for name in FRONT:
+        path = Path(f'{name}.ipynb')
+        nb = read(course.nbs / path)
+        before = json.dumps(nb)
+        set_index(course, nb, titles, nbs)
+        set_links(course, path, nb)
+        write(course.nbs / path, nb, before)
     (course.nbs / 'sidebar.yml').write_text(sidebar(course))
     (root / 'course' / 'stages.py').write_text(stages(course))
     return list(course.problems())

@@ -6,21 +6,19 @@ siblings."""
 # %% ../../nbs/algo/advantages.ipynb #27f7457b
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from compassrl.settings import check
+from compassrl.algo.algo_settings import AdvantageConfig as AdvantageConfig
+from compassrl.algo.algo_settings import Estimator as Estimator
 
 # %% auto #0
 __all__ = [
-    'Estimator',
     'tolerance',
     'std_eps',
-    'AdvantageConfig',
     'GroupStats',
     'group_stats',
     'group_advantages',
@@ -29,22 +27,10 @@ __all__ = [
 ]
 
 # %% ../../nbs/algo/advantages.ipynb #7e8bd490
-Estimator = Literal['grpo', 'dr_grpo', 'rloo']
 # rewards of a group are equal that differ by no more,
 # times the largest |reward| of the group where that is above 1
 tolerance: float = 1e-6
 std_eps: float = 1e-6  # added to the std
-
-
-@dataclass(frozen=True)
-class AdvantageConfig:
-    "How rewards become advantages. Raises ValueError for values outside their range"
-
-    # over the std, the bare difference, or against the mean of the others
-    estimator: Estimator = 'grpo'
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def _check_estimator(name):

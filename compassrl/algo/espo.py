@@ -5,24 +5,20 @@
 # %% ../../nbs/algo/espo.ipynb #8e774bf7
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from math import inf, log
-from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from compassrl.algo.algo_settings import EspoConfig as EspoConfig
+from compassrl.algo.algo_settings import EspoStep as EspoStep
+from compassrl.algo.algo_settings import GroupRatio as GroupRatio
+from compassrl.algo.algo_settings import Groups as Groups
 from compassrl.algo.losses import LossConfig, clipped_surrogate, policy_loss
 from compassrl.algo.ratios import log_ratio, max_nats, ratio_sums
-from compassrl.records import Batch
-from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
-    'Groups',
-    'GroupRatio',
-    'EspoConfig',
-    'EspoStep',
     'entropy_groups',
     'group_sums',
     'group_mean',
@@ -31,60 +27,6 @@ __all__ = [
     'group_weights',
     'espo',
 ]
-
-# %% ../../nbs/algo/espo.ipynb #11cd2259
-Groups = Literal['top_frac', 'batch_quantile', 'bins']
-GroupRatio = Literal['gspo_token', 'literal']
-
-
-@dataclass(frozen=True)
-class EspoConfig:
-    "Entropy groups and their clip (arXiv 2512.00499). Raises ValueError"
-
-    # clip range of a group at the largest possible entropy (eq. 8)
-    alpha: Annotated[float, between(0, 1)] = 0.02
-    # smallest clip range (ours, GSPO's size); 0 = equation 8 alone
-    eps_min: Annotated[float, between(0, 1)] = 3e-4
-    # share of tokens in the high-entropy group (best in figure 6)
-    top_frac: Annotated[float, above(0, up_to=1)] = 0.2
-    # top_frac of each response, of the batch ('batch_quantile'), or equal 'bins'
-    groups: Groups = 'top_frac'
-    num_bins: Annotated[int, at_least(1)] = 4  # groups of a response, for 'bins'
-    # of all groups but the most uncertain; 0 = that one alone (80/20, 2506.01939)
-    low_entropy_weight: Annotated[float, at_least(0)] = 1.0
-    # a token's value is its group's ratio, or that times its own ('literal', eq. 9)
-    ratio: GroupRatio = 'gspo_token'
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    def for_batch(
-        self,
-        batch: Batch,  # the whole step, before it is cut in any way; `entropy` is set
-        vocab_size: int,
-    ) -> EspoStep:
-        """With what only the step knows
-
-        That is the vocabulary and, for 'batch_quantile', from which entropy a token is high.
-        Raises ValueError for 'batch_quantile' without a response token."""
-        if self.groups != 'batch_quantile':
-            return EspoStep(**asdict(self), vocab_size=vocab_size)
-        values = batch.entropy[batch.response_mask]
-        if not len(values):
-            raise ValueError(
-                'no response tokens: batch_quantile needs some to tell what a high entropy is'
-            )
-        k = int(_share(torch.tensor(len(values)), self.top_frac))
-        threshold = float(values.topk(k).values[-1])
-        return EspoStep(**asdict(self), vocab_size=vocab_size, threshold=threshold)
-
-
-@dataclass(frozen=True)
-class EspoStep(EspoConfig):
-    "`EspoConfig` for one step"
-
-    vocab_size: Annotated[int, at_least(0)] = 0  # its log is the largest possible entropy
-    threshold: float | None = None  # lowest entropy of the high group, for 'batch_quantile'
 
 
 # %% ../../nbs/algo/espo.ipynb #32eded08

@@ -6,17 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from math import inf
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from compassrl.algo.own_loss import Losses
+from compassrl.algo.algo_settings import Aggregation as Aggregation
+from compassrl.algo.algo_settings import LossConfig as LossConfig
+from compassrl.algo.own_loss import policy_losses as policy_losses
 from compassrl.algo.ratios import (
-    KlEstimator,
-    Tis,
     at_least_fp32,
     kl_estimate,
     log_ratio,
@@ -25,14 +24,10 @@ from compassrl.algo.ratios import (
     tis_weights,
 )
 from compassrl.records import Batch
-from compassrl.settings import at_least, between, check, one_of
 
 # %% auto #0
 __all__ = [
-    'Aggregation',
-    'policy_losses',
     'policy_loss',
-    'LossConfig',
     'clipped_surrogate',
     'grpo',
     'token_weights',
@@ -45,12 +40,8 @@ __all__ = [
 ]
 
 # %% ../../nbs/algo/losses.ipynb #612270b5
-Aggregation = Literal[
-    'seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum-norm', 'seq-mean-token-sum'
-]
 # (log_probs, old_log_probs, advantages, mask, cfg[, own]) -> loss per token, sums
 _PerToken = TypeVar('_PerToken', bound=Callable[..., Any])
-policy_losses: Losses = Losses(espo='compassrl.algo.espo', gmpo='compassrl.algo.gmpo')
 
 
 def policy_loss(
@@ -69,46 +60,6 @@ def policy_loss(
         return fn
 
     return add
-
-
-# %% ../../nbs/algo/losses.ipynb #f7738c41
-@dataclass(frozen=True)
-class LossConfig:
-    "What the policy minimises. None = what the loss's own paper does. Raises ValueError"
-
-    # espo: paper section 2.4.2; or your own FILE.py:NAME
-    name: Annotated[str, one_of(policy_losses)] = 'grpo'
-    # an unwanted token gets no gradient once its ratio is below 1 - this
-    clip_eps_low: Annotated[float | None, between(0, 1)] = None
-    # a wanted token gets no gradient once its ratio is above 1 + this
-    clip_eps_high: Annotated[float | None, at_least(0)] = None
-    aggregation: Aggregation | None = None  # how tokens are averaged
-    max_response_tokens: Annotated[int, at_least(0)] = 0  # of 'seq-mean-token-sum-norm'
-    # weight of KL(policy || reference); 0 needs no reference
-    kl_coef: Annotated[float, at_least(0)] = 0.0
-    kl_estimator: KlEstimator = 'k3'  # see `kl_estimate`
-    # how tokens are reweighed to the engine that sampled them; see `tis_weights`
-    tis: Tis = 'truncate'
-    # largest weight (truncate), or largest that is not dropped (mask)
-    tis_cap: Annotated[float, at_least(1, why='where engines agree the weight is 1')] = 2.0
-    tis_low: Annotated[float, between(0, 1)] = 0.5  # smallest weight that is not dropped (mask)
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.name not in policy_losses:
-            known = ', '.join(policy_losses)
-            raise ValueError(f'name={self.name!r}: use one of {known}, or your own FILE.py:NAME')
-        mode = self.aggregation or policy_losses[self.name].aggregation
-        if mode == 'seq-mean-token-sum-norm' and not self.max_response_tokens:
-            raise ValueError(
-                f'max_response_tokens=0: {mode} divides by it; use the budget of a response'
-            )
-
-    def resolve(self) -> LossConfig:  # without None
-        "The same with the choices of the loss's own paper filled in"
-        fn = policy_losses[self.name]
-        own = dict(aggregation=fn.aggregation, clip_eps_low=fn.clip[0], clip_eps_high=fn.clip[1])
-        return replace(self, **{k: v for k, v in own.items() if getattr(self, k) is None})
 
 
 # %% ../../nbs/algo/losses.ipynb #f42f6502

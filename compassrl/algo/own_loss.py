@@ -15,7 +15,7 @@ from compassrl.files import own_function, own_module
 from compassrl.settings import Registry
 
 # %% auto #0
-__all__ = ['Losses']
+__all__ = ['policy_losses', 'Losses']
 
 
 # %% ../../nbs/algo/own_loss.ipynb #60590347
@@ -58,3 +58,10 @@ def _read(spec):
     if not hasattr(fn, 'aggregation'):
         raise ValueError(f'{setting}={spec!r}: put @policy_loss() above it, from compassrl')
     return fn, hashlib.sha256(source).hexdigest()
+
+
+policy_losses: Losses = Losses(
+    **dict.fromkeys(('grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo'), 'compassrl.algo.losses'),
+    espo='compassrl.algo.espo',
+    gmpo='compassrl.algo.gmpo',
+)

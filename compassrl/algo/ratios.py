@@ -6,22 +6,16 @@ sample of another policy counts."""
 # %% ../../nbs/algo/ratios.ipynb #d007bf0e
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from compassrl.algo.algo_settings import KlEstimator as KlEstimator
+from compassrl.algo.algo_settings import Tis as Tis
+
 # %% auto #0
-__all__ = [
-    'max_nats',
-    'KlEstimator',
-    'Tis',
-    'at_least_fp32',
-    'log_ratio',
-    'ratio_sums',
-    'kl_estimate',
-    'tis_weights',
-]
+__all__ = ['max_nats', 'at_least_fp32', 'log_ratio', 'ratio_sums', 'kl_estimate', 'tis_weights']
 
 # %% ../../nbs/algo/ratios.ipynb #a9ee8a43
 # of a log-ratio before its exponential: beyond any clip range, and no overflow
@@ -71,9 +65,6 @@ def ratio_sums(
 
 
 # %% ../../nbs/algo/ratios.ipynb #c7691289
-KlEstimator = Literal['k1', 'k2', 'k3']
-
-
 def kl_estimate(
     log_probs: Tensor,  # [...] of tokens that this policy sampled
     ref_log_probs: Tensor,  # [...] of the same tokens under the reference
@@ -94,9 +85,6 @@ def kl_estimate(
 
 
 # %% ../../nbs/algo/ratios.ipynb #c64d7fe6
-Tis = Literal['off', 'truncate', 'mask']
-
-
 def tis_weights(
     old_log_probs: Tensor,  # [B, T] of the engine that trains
     rollout_log_probs: Tensor,  # [B, T] of the engine that sampled

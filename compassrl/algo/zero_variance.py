@@ -5,10 +5,8 @@
 # %% ../../nbs/algo/zero_variance.ipynb #1bf7bfad
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -20,13 +18,12 @@ from compassrl.algo.advantages import (
     per_token,
     tolerance,
 )
+from compassrl.algo.algo_settings import Sampling as Sampling
+from compassrl.algo.algo_settings import ZeroVarianceConfig as ZeroVarianceConfig
 from compassrl.records import Batch, Metrics, Sample, Verdict
-from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
-    'Sampling',
-    'ZeroVarianceConfig',
     'zero_variance_rate',
     'growth',
     'length_penalty',
@@ -39,45 +36,6 @@ __all__ = [
     'token_advantages',
     'screen',
 ]
-
-# %% ../../nbs/algo/zero_variance.ipynb #0bc34b02
-Sampling = Literal['uniform', 'adaptive', 'refill']
-
-
-@dataclass(frozen=True)
-class ZeroVarianceConfig:
-    "What is done about flat groups (paper section 2.4.1). Raises ValueError"
-
-    # flat groups: 'uniform' = off, 'adaptive' = they grow, 'refill' = are replaced (DAPO)
-    sampling: Sampling = 'adaptive'
-    # 'adaptive': a group of at most half this many responses may double
-    max_group_size: Annotated[int, at_least(2)] = 32
-    # 'adaptive': extra tokens of a step, times those of its first wave; 0 = no growth
-    token_budget: Annotated[float, at_least(0)] = 0.5
-    # 'refill': further waves of prompts in a step; 0 = flat groups are dropped
-    max_refills: Annotated[int, at_least(0)] = 8
-    # of the soft overlong penalty (DAPO); 0 = off
-    length_weight: Annotated[float, at_least(0, below=0.5)] = 0.1
-    # the last part of a response's budget, where that penalty grows (DAPO: 4096/20480)
-    overlong_frac: Annotated[float, above(0, up_to=1, why='length_weight=0 is the switch')] = 0.2
-    # of the penalty for repeated n-grams; 0 = off
-    repetition_weight: Annotated[float, at_least(0, below=0.5)] = 0.1
-    # tokens that make one n-gram; shorter ones recur in good working, too
-    ngram: Annotated[int, at_least(1)] = 12
-    # the std counts as at least this where only penalties differ; 0 = off
-    std_floor: Annotated[float, at_least(0)] = 0.35
-    # RL-ZVP: advantage per nat of entropy in groups that are still flat; 0 = off
-    zvp_alpha: Annotated[float, between(0, 1)] = 0.1
-    # before training, drop prompts that are always or never solved in so many; 0 = off
-    screen_samples: Annotated[int, at_least(0)] = 0
-
-    def __post_init__(self) -> None:
-        check(self)
-        if (total := self.length_weight + self.repetition_weight) >= 0.5:
-            raise ValueError(
-                f'length_weight + repetition_weight = {total:g}: keep them below 0.5 together, or '
-                'a right answer could end up closer to a wrong one than to its own reward'
-            )
 
 
 # %% ../../nbs/algo/zero_variance.ipynb #21d7617a

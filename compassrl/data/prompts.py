@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Literal
 
 from tokenizers import Tokenizer
 
 from compassrl.data.chat import ChatTemplate
+from compassrl.data.data_settings import DataConfig as DataConfig
+from compassrl.data.data_settings import SelectBy as SelectBy
 from compassrl.data.loading import Loaded, load_prompts
-from compassrl.data.rows import Reading, check_reading, prompt_id
+from compassrl.data.rows import Reading, prompt_id
 from compassrl.data.tasks import num_problems, problem, task_families
 from compassrl.data.tokenizer import encode
 from compassrl.records import Prompt, derive_seed
-from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
-    'SelectBy',
     'split_of',
     'levels_of',
     'make_prompts',
-    'DataConfig',
     'hold_out',
     'load_data',
     'reading_of',
@@ -112,80 +110,6 @@ def make_prompts(
             )
         out += [_prompt(domain, p, tokenizer) for p in found]
     return sorted(out, key=lambda p: derive_seed(seed, 'order', p.id))
-
-
-# %% ../../nbs/data/prompts.ipynb #1e90c8c0
-SelectBy = Literal['turn', 'length', 'domain']
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    "Which prompts to train on"
-
-    domains: tuple[str, ...] = ('arithmetic',)  # generated task families, used when `path` is empty
-    # share of each domain; empty = equal shares
-    weights: Annotated[tuple[float, ...], above(0)] = ()
-    # 0 is easiest; a fraction mixes two levels
-    difficulty: Annotated[float, between(0, 20)] = 1.0
-    # of each domain; empty = `difficulty` for all
-    difficulties: Annotated[tuple[float, ...], between(0, 20)] = ()
-    num_train: Annotated[int, at_least(1)] = 4096  # generated training prompts
-    # prompts for evaluation, never trained on; None = 128 generated ones, or `heldout_frac`
-    num_heldout: Annotated[int | None, at_least(1)] = None
-    # of training prompts: .jsonl, .json, .csv, .parquet, a saved dataset's folder, or hf:NAME
-    path: str = ''
-    # evaluation sets of their own, each NAME=PATH; then `path` is split only by `num_heldout`
-    eval_path: tuple[str, ...] = ()
-    # our field (prompt answer solution id domain verifier) -> column of the data
-    columns: dict[str, str] = field(default_factory=dict)
-    # for rows that name none; empty = 'maths' for the schemas of GSM8K and verl, else 'exact'
-    verifier: str = ''
-    # a prompt of text too is one message of a user, in the model's chat template
-    apply_chat_template: bool = False
-    # refuse data with a bad row, or leave it out and say so
-    on_bad_row: Literal['raise', 'skip'] = 'raise'
-    # of the loaded data, if neither `num_heldout` nor `eval_path` is given
-    heldout_frac: Annotated[float, above(0, below=1)] = 0.1
-    # what is asked: all in turn, or those more often whose length or domain is seldom silent
-    select_by: SelectBy = 'turn'
-    max_prompt_tokens: Annotated[int, at_least(1)] = 64  # a longer prompt is an error
-    # folder of an earlier run: some of its training prompts are asked again, against forgetting
-    replay_from: str = ''
-    replay_frac: Annotated[float, above(0, below=1)] = 0.1  # of the training prompts, then
-
-    def __post_init__(self) -> None:
-        check(self)
-        if not self.domains or len(set(self.domains)) < len(self.domains):
-            raise ValueError(f'domains={self.domains}: name at least one, each once')
-        for d in self.domains:
-            if d not in task_families:
-                raise ValueError(f'domains: {d!r} does not exist, use {sorted(task_families)}')
-        if self.weights and len(self.weights) != len(self.domains):
-            raise ValueError(
-                f'weights={self.weights}: give {len(self.domains)} positive numbers, or none'
-            )
-        if self.difficulties and len(self.difficulties) != len(self.domains):
-            raise ValueError(
-                f'difficulties={self.difficulties}: give one for each of the {len(self.domains)} '
-                'domains, or none'
-            )
-        check_reading(self.columns, self.verifier)
-        self.eval_sets()
-
-    def eval_sets(self) -> dict[str, str]:  # name -> path
-        "The evaluation sets that have a source of their own; a bare path is named by its file"
-        pairs = [p.rpartition('=') for p in self.eval_path]
-        sets = {name or Path(path).stem: path for name, _, path in pairs}
-        if len(sets) < len(pairs) or not all(sets.values()) or 'heldout' in sets:
-            raise ValueError(
-                f'eval_path={self.eval_path}: give NAME=PATH, each name once, and not heldout'
-            )
-        return sets
-
-    def generated(self) -> dict[str, int]:  # split -> prompts
-        "How many prompts are made where none are loaded"
-        heldout = self.num_heldout or (0 if self.eval_path else 128)
-        return dict(train=self.num_train, heldout=heldout)
 
 
 # %% ../../nbs/data/prompts.ipynb #ff4f469a

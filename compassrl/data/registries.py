@@ -8,22 +8,26 @@ from __future__ import annotations
 from compassrl.settings import Registry
 
 # %% auto #0
-__all__ = ['task_families', 'verifiers']
+__all__ = ['task_families', 'verifiers', 'tools']
 
 # %% ../../nbs/data/registries.ipynb #a1e1beba
 task_families: Registry = Registry(
+    **dict.fromkeys(('arithmetic', 'countdown', 'strings'), 'compassrl.data.tasks'),
+    calculation='compassrl.data.tools',
     **dict.fromkeys(('instructions', 'tools', 'programs'), 'compassrl.data.gym_tasks'),
     shop='compassrl.data.shop',
-    calculation='compassrl.data.tools',
 )
 
 verifiers: Registry = Registry(
-    maths='compassrl.judges.verifiers',
-    code='compassrl.judges.verifiers',
+    **dict.fromkeys(('exact', 'final', 'countdown_expression'), 'compassrl.data.tasks'),
+    **dict.fromkeys(('maths', 'code'), 'compassrl.judges.verifiers'),
     genrm='compassrl.judges.genrm',
     instructions='compassrl.judges.instructions',
     tool_call='compassrl.judges.tool_calls',
-    numeric='compassrl.judges.gym',
-    set_match='compassrl.judges.gym',
-    composite='compassrl.judges.gym',
+    **dict.fromkeys(('numeric', 'set_match', 'composite'), 'compassrl.judges.gym'),
+)
+
+tools: Registry = Registry(
+    **dict.fromkeys(('calculator', 'lookup'), 'compassrl.data.tools'),
+    python='compassrl.judges.python_tool',
 )

@@ -15,23 +15,16 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from compassrl.data.chat import ChatTemplate
+from compassrl.data.data_settings import check_reading as check_reading
+from compassrl.data.data_settings import fields as fields
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import encode
 from compassrl.records import Prompt, derive_seed
 
 # %% auto #0
-__all__ = [
-    'fields',
-    'BadRow',
-    'prompt_id',
-    'worked_answer',
-    'Reading',
-    'check_reading',
-    'row_prompt',
-]
+__all__ = ['BadRow', 'prompt_id', 'worked_answer', 'Reading', 'row_prompt']
 
 # %% ../../nbs/data/rows.ipynb #681ea93e
-fields: tuple[str, ...] = ('prompt', 'answer', 'solution', 'id', 'domain', 'verifier')
 _others = dict(  # where else a field is looked for, if `columns` does not say
     prompt=('messages', 'question'),
     answer=('reward_model.ground_truth', 'ground_truth'),
@@ -168,18 +161,6 @@ class Reading:
         names = (f, *_others.get(f, ()))
         found = ((n, v) for n in names if (v := _get(row, n)) is not None)
         return next(found, (next((n for n in names if n in row), f), None))
-
-
-def check_reading(columns: dict[str, str], verifier: str) -> None:
-    "What can be wrong before a row is read. Raises ValueError"
-    for f in columns:
-        if f not in fields:
-            raise ValueError(f'columns: {f!r} is no field, use {list(fields)}')
-    if verifier and verifier not in verifiers:
-        raise ValueError(
-            f'verifier={verifier!r}: use one of {sorted(verifiers)}; '
-            'a function of your own is named by --rewards.function'
-        )
 
 
 def _absent(r, row, f, name):  # a column that must be there, or what is wrong with its value

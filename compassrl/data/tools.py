@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from compassrl.data.data_settings import ToolConfig as ToolConfig
+from compassrl.data.registries import tools as tools
 from compassrl.data.tasks import Choices, Problem, one_line, task_family
 from compassrl.data.tokenizer import encode
 from compassrl.files import read_data
-from compassrl.settings import Registry, at_least, check, one_of
 
 # %% auto #0
-__all__ = ['tools', 'tool', 'calculator', 'lookup', 'ToolConfig', 'ToolUser', 'calculation']
+__all__ = ['tool', 'calculator', 'lookup', 'ToolUser', 'calculation']
 
 # %% ../../nbs/data/tools.ipynb #39e1d2d6
 _F = TypeVar('_F', bound=Callable[..., Any])
-tools: Registry = Registry(python='compassrl.judges.python_tool')
 
 
 def tool(fn: _F) -> _F:
@@ -47,34 +46,6 @@ def calculator(call: str) -> str:
 def lookup(call: str, table: dict[str, Any]) -> str:
     "What a table says of a word; `?` for a word that it does not have"
     return str(table.get(call.strip(), '?'))
-
-
-# %% ../../nbs/data/tools.ipynb #a23a1d22
-@dataclass(frozen=True)
-class ToolConfig:
-    "What a response may call. Raises ValueError"
-
-    # calculator, lookup, python, or your own by `compassrl.data.tools.tool`; empty = none
-    name: Annotated[str, one_of(tools)] = ''
-    # answers in one response; a further call ends it
-    max_calls: Annotated[int, at_least(1)] = 4
-    begin: str = '<'  # what a call begins with
-    end: str = '>'  # what a call ends with; one token
-    table: str = ''  # file (.json, .yaml, .toml) of an object: what `lookup` says of each word
-    answer: str = '={};'  # what the policy reads, with the tool's words in place of {}
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.name and self.name not in tools:
-            raise ValueError(f'name={self.name!r}: use one of {", ".join(tools)}, or register it')
-        if (self.name == 'lookup') != bool(self.table):
-            raise ValueError(
-                f'table={self.table!r} with name={self.name!r}: a file is for lookup, it needs one'
-            )
-        if not self.begin or self.begin == self.end:
-            raise ValueError(f'begin={self.begin!r}, end={self.end!r}: use two different marks')
-        if self.answer.count('{}') != 1:
-            raise ValueError(f'answer={self.answer!r}: use {{}} once, for what the tool says')
 
 
 # %% ../../nbs/data/tools.ipynb #805b8499

@@ -9,15 +9,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compassrl.data.tasks import verifier
+from compassrl.judges.reward_settings import GenRMConfig as GenRMConfig
 from compassrl.records import Metrics, Prompt, Sample, Verdict, derive_seed
-from compassrl.settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     'genrm',
     'to_verdict',
     'judge_samples',
-    'GenRMConfig',
 ]
 
 
@@ -237,31 +235,3 @@ and is one of
 Verdict: Better
 Verdict: Tie
 Verdict: Worse"""
-
-
-@dataclass(frozen=True)
-class GenRMConfig:
-    "A judge in a folder, or behind an OpenAI-compatible endpoint. Raises ValueError"
-
-    # folder of a checkpoint, asked in this process, or a name that the endpoint serves;
-    # empty = no generative reward model
-    model: str = ''
-    base_url: str = 'http://localhost:8000/v1'  # where `vllm serve MODEL` listens
-    # environment variable that holds the key; a local server needs none
-    api_key_env: str = 'GENRM_API_KEY'
-    # a prompt of your own with {prompt}, {first} and {second}; empty = that of the folder, or ours
-    prompt_file: str = ''
-    # of the reasoning and the label; a longer reply has failed
-    max_tokens: Annotated[int, at_least(1)] = 4096
-    temperature: Annotated[float, at_least(0)] = 0.0  # of the judge
-    concurrency: Annotated[int, at_least(1)] = 64  # requests in flight; the server batches them
-    timeout_s: Annotated[float, above(0)] = 120.0  # seconds for one attempt
-    # more attempts after a lost connection, a timeout, HTTP 429 or 5xx
-    max_retries: Annotated[int, at_least(0)] = 2
-
-    def __post_init__(self) -> None:
-        check(self)
-        if not re.match('https?://.', self.base_url):
-            raise ValueError(
-                f'base_url={self.base_url!r}: use an address such as http://localhost:8000/v1'
-            )

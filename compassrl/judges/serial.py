@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from compassrl.algo.zero_variance import drawn_ids
-from compassrl.data.tasks import verifiers, verify
+from compassrl.data.tasks import verify
 from compassrl.data.tokenizer import response_text
-from compassrl.judges import genrm
+from compassrl.judges.reward_settings import RewardConfig as RewardConfig
 from compassrl.judges.verifiers import asked_verifiers, check_walls  # registers 'maths' and 'code'
 from compassrl.records import Metrics, Prompt, Sample, Verdict
 from compassrl.sandbox.isolated import under
-from compassrl.sandbox.limits import Limits
-from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
-    'RewardConfig',
     'Judge',
     'timed_verdict',
     'record_verdict',
@@ -39,51 +34,6 @@ __all__ = [
 
 
 # %% ../../nbs/judges/serial.ipynb #5510bab3
-@dataclass(frozen=True)
-class RewardConfig:
-    "Who judges responses, and how long it may take. Raises ValueError"
-
-    # processes that judge beside the rollout; 0 = the trainer judges, after it
-    workers: Annotated[int, at_least(0)] = 0
-    # seconds by the clock for one verdict; then its worker is killed
-    wall_s: Annotated[float, above(0)] = 10.0
-    # seconds of computing in the worker for one verdict
-    cpu_s: Annotated[float, above(0)] = 10.0
-    memory_mb: Annotated[int, at_least(1)] = 512  # that a verdict may add to its worker
-    # more attempts when a worker dies; none when the time is up
-    retries: Annotated[int, at_least(0)] = 1
-    # run programs of the policy with the trainer's rights where the machine isolates none
-    unsafe: bool = False
-    # your own FILE.py:NAME or MODULE:NAME, or names of verifiers; they judge every prompt
-    function: tuple[str, ...] = ()
-    # of each function, in the sum that is the reward; empty = 1
-    weights: Annotated[tuple[float, ...], between(-1e6, 1e6)] = ()
-    # a number of at least this counts as correct; of several functions the first decides
-    correct_at: Annotated[float, between(-1e6, 1e6)] = 1.0
-    # of the functions' files, noted when a run begins
-    function_sha256: dict[str, str] = field(default_factory=dict)
-    # judges prompts whose verifier is 'genrm'
-    genrm: genrm.GenRMConfig = field(default_factory=genrm.GenRMConfig)
-
-    def __post_init__(self) -> None:
-        check(self)
-        for spec in self.function:
-            if ':' not in spec and (spec not in verifiers or spec == 'genrm'):
-                known = ', '.join(sorted({*verifiers} - {'genrm'}))
-                raise ValueError(
-                    f'function={spec!r}: use FILE.py:NAME, MODULE:NAME, or a verifier ({known})'
-                )
-        if len(set(self.function)) < len(self.function):
-            raise ValueError(f'function={self.function}: name each once')
-        if self.weights and len(self.weights) != len(self.function):
-            num = len(self.function)
-            raise ValueError(f'weights={self.weights}: give one for each of {num} functions')
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(self.wall_s, self.cpu_s, self.memory_mb)
-
-
 class Judge:
     "Gives each sample its verdict, reward and timings. Every judge has its own `settle`"
 

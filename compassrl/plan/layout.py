@@ -11,7 +11,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from compassrl.model.policy import PolicyConfig
-from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.train.megatron.parallel import ParallelConfig, check_shape, check_world, padded_vocab
 
 if TYPE_CHECKING:

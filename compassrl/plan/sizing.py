@@ -11,8 +11,8 @@ from typing import Annotated
 
 from compassrl.model.policy import PolicyConfig
 from compassrl.plan.layout import Place, place
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.settings import at_least, check
 from compassrl.train.megatron.parallel import ParallelConfig
 

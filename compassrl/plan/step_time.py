@@ -22,8 +22,8 @@ from compassrl.plan.sizing import (
     server_memory,
     weight_bytes,
 )
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.train.megatron.parallel import ParallelConfig, check_parallel
 
 # %% auto #0

@@ -8,10 +8,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +17,10 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from compassrl.model.layers import causal_attention, grouped_linear, stack_routes
-from compassrl.model.policy import Block, Policy, PolicyConfig
+from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import load_hf_weights
-from compassrl.records import Request, RolloutEngine, Sample, SamplingParams, as_requests
+from compassrl.phases import phase
+from compassrl.records import Request, RolloutEngine, Sample, as_requests
 from compassrl.rollout.cached_layers import (
     add_experts,
     folded,
@@ -31,76 +30,45 @@ from compassrl.rollout.cached_layers import (
     turn_heads,
 )
 from compassrl.rollout.requests import check_request
+from compassrl.rollout.rollout_settings import RolloutConfig as RolloutConfig
 from compassrl.rollout.slots import Slots
-from compassrl.settings import above, at_least, check
 
 # %% auto #0
-__all__ = ['RolloutConfig', 'TorchRollout']
-
-
-# %% ../../nbs/rollout/torch_rollout.ipynb #11a8d5a9
-@dataclass(frozen=True)
-class RolloutConfig:
-    "How responses are drawn"
-
-    temperature: Annotated[float, at_least(0)] = 1.0  # 0 = greedy
-    # below 1 the train engine cannot follow the truncation
-    top_p: Annotated[float, above(0, up_to=1)] = 1.0
-    max_tokens: Annotated[int, at_least(1)] = 64  # response tokens, the stop token included
-    num_slots: Annotated[int, at_least(1)] = 128  # responses that run at the same time
-    # float64: tokens do not depend on the batch
-    dtype: Literal['float32', 'float64', 'bfloat16'] = 'float32'
-    # of products with weights, again at every sync; emulated on a CPU (not run on GPU)
-    quantization: Literal['', 'fp8'] = ''
-    # of keys and values; the embedded engine emulates it on a CPU (fp8: not run on GPU)
-    kv_cache_dtype: Literal['auto', 'fp8'] = 'auto'
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    def params(self, *stop_ids: int | tuple[int, ...]) -> SamplingParams:
-        "Any of these ends a response"
-        ids = (i for s in stop_ids for i in (s if isinstance(s, tuple) else (s,)))
-        return SamplingParams(self.max_tokens, self.temperature, self.top_p, tuple(ids))
+__all__ = ['TorchRollout']
 
 
 # %% ../../nbs/rollout/torch_rollout.ipynb #1e7d4e67
 class TorchRollout(RolloutEngine):
     "The embedded rollout engine"
 
-    if TYPE_CHECKING:  # methods with cells of their own
-
-        def forward(
-            self, ids: Tensor, place: Tensor, attend: Callable[[int, Tensor], Tensor]
-        ) -> tuple[Tensor, Tensor]: ...
-        def prefill(self, prompts: list[tuple[int, ...]]) -> None: ...
-        def admit(self, requests: list[Request]) -> list[int]: ...
-        def step(self) -> list[int]: ...
-        def harvest(self, slot: int) -> Sample: ...
+    return_routes: bool
+    device: str
+    config: PolicyConfig
+    layers: list[SimpleNamespace]
 
     def __init__(
         self,
         config: PolicyConfig,
         num_slots: int = 128,  # responses that run at the same time
-        # weights and cache; with float64 tokens do not depend on the batch
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32,  # of weights and cache; float64: results without batch
         device: str = 'cpu',
         return_routes: bool = True,  # record the experts of every token
     ) -> None:
         if num_slots < 1:
             raise ValueError(f'num_slots={num_slots}: use at least 1')
         self.config, self.return_routes, self.device = config, return_routes, device
-        self.policy = Policy(config).to(device, dtype).requires_grad_(False)
+        self.policy: Policy = Policy(config).to(device, dtype).requires_grad_(False)
         for p in self.policy.blocks.parameters():
             if p.dim() > 1:  # stored input by output: products of few rows read them faster so
                 p.data = p.mT.contiguous().mT
-        self.layers: list[SimpleNamespace] = []  # views on the weights, made by `load_weights`
-        self.slots = Slots(config, num_slots, dtype, device)
+        self.slots: Slots = Slots(config, num_slots, dtype, device)
         self.prefixes: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = OrderedDict()
-        self.version: int | None = None  # None = there are no weights yet
-        # the epsilon of `scaled_rms`
-        self.small = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
+        self.version: int | None = None
 
+        # for `scaled_rms`
+        self.small: Tensor = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
+
+    @phase('weight transfer')
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """New weights; every cache of the old ones is dropped. Raises RuntimeError while requests
@@ -113,20 +81,20 @@ class TorchRollout(RolloutEngine):
         self.prefixes.clear()
         self.slots.kv.zero_()  # masked places count 0 times a number, which must be finite
         load_hf_weights(self.policy, weights)
-        self.layers = [folded(cast(Block, b)) for b in self.policy.blocks]
+        self.layers = [folded(b) for b in self.policy.blocks]
         self.version = version
 
     # what another precision changes
     def product(self, x: Tensor, w: Tensor) -> Tensor:
-        "Projection: `[n, in] @ [in, out]`"
+        "Of a projection: `[n, in] @ [in, out]`"
         return torch.mm(x, w)
 
     def expert_product(self, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-        "Products of all experts, like `grouped_linear`"
+        "Of all experts, as `grouped_linear`"
         return grouped_linear(x, w, ends)
 
     def cached(self, kv: Tensor) -> Tensor:
-        "Keys, then values `[N, 2KV, d]` as the cache keeps them"
+        "What the cache keeps of `[N, 2KV, d]` keys, then values"
         return kv
 
 
@@ -136,8 +104,8 @@ class TorchRollout(RolloutEngine):
 def forward(
     self: TorchRollout,
     ids: Tensor,  # [N] packed
-    place: Tensor,  # [N] where each token stands in its own sequence
-    # (layer, rotated queries and keys, values [N, H+2KV, d]) -> [N, H*d]
+    place: Tensor,  # [N] of each token in its own sequence
+    # layer, rotated queries and keys, values [N, H+2KV, d] -> [N, H*d]
     attend: Callable[[int, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:  # hidden states [N, D], routes [N, L, K]
     "What `Policy.trunk` computes"
@@ -177,7 +145,7 @@ def prefill(
     mask = torch.arange(int(lengths.max()), device=self.device) < lengths[:, None]
     causal, kept = causal_attention(mask), []
 
-    def attend(layer: int, qkv: Tensor) -> Tensor:
+    def attend(layer, qkv):
         kept.append(kv := self.cached(qkv[:, H:]))
         return causal(layer, qkv[:, :H], *kv.chunk(2, 1)).flatten(1)
 
@@ -232,7 +200,7 @@ def step(self: TorchRollout) -> list[int]:  # slots that finished
     in_use = slots.kv[:, :, :n, :, window].flatten(2, 3)  # [L, 2, n*KV, T, d]
     keys, values = (t.unbind() for t in in_use.unbind(1))
 
-    def attend(layer: int, qkv: Tensor) -> Tensor:
+    def attend(layer, qkv):
         newest[layer].copy_(self.cached(qkv[:, H:]).view(n, 2, KV, d))
         queries = qkv[:, :H].reshape(n * KV, -1, d)
         scores = torch.baddbmm(bias, queries, keys[layer].mT, alpha=d**-0.5)
@@ -250,7 +218,6 @@ def step(self: TorchRollout) -> list[int]:  # slots that finished
 @patch
 def harvest(self: TorchRollout, slot: int) -> Sample:
     "The sample that a finished slot holds"
-    assert self.version is not None
     slots, request = self.slots, self.slots.requests[slot]
     first, column = int(slots.first_column[slot]), slots.column
     response = slice(first + len(request.prompt_ids), column + 1)
@@ -277,7 +244,7 @@ def harvest(self: TorchRollout, slot: int) -> Sample:
 def generate(
     self: TorchRollout,
     requests: Iterable[Request],
-    whole_groups: bool = False,  # without effect: every sample of every group comes
+    whole_groups: bool = False,  # of every group all samples? They come in any case
 ) -> Iterator[Sample]:
     "Yields each sample as it finishes; its slot is refilled at once, by its next turn if there is"
     slots, waiting = self.slots, as_requests(requests)

@@ -22,21 +22,12 @@ from tyro.extras import SubcommandApp
 
 from compassrl import __version__
 from compassrl.config import TrainConfig, read_run_config
-from compassrl.rollout.vllm.config import VllmConfig
-from compassrl.runs.distill import distill_command
-from compassrl.runs.evaluate_model import eval_command
-from compassrl.runs.factory import follow
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.runs.help import flag, resume_usage, settings_of, short_help
 from compassrl.runs.log import Level, left_out, set_level
-from compassrl.runs.merge_models import merge_models
-from compassrl.runs.pipeline import pipeline_command
 from compassrl.runs.presets import for_checkpoint, names_cold_start, presets
-from compassrl.runs.process import world
-from compassrl.runs.report import write_report
-from compassrl.runs.run import resume_run, start_run
-from compassrl.runs.stop import error_line, is_of_disk
 from compassrl.settings import at_least
-from compassrl.train.megatron.parallel import ParallelConfig
+from compassrl.train.train_settings import ParallelConfig
 
 # %% auto #0
 __all__ = ['usage', 'Name', 'Quiet', 'parse_train', 'parse_resume', 'main']
@@ -67,6 +58,11 @@ _files = '.json', '.yaml', '.yml', '.toml'
 
 
 def _run(cfg, level, folder=None):
+    # a page of help needs none of these, and torch takes seconds to load
+    from compassrl.runs.factory import follow
+    from compassrl.runs.process import world
+    from compassrl.runs.run import resume_run, start_run
+
     set_level(level)
     if world()[0]:
         follow(cfg)
@@ -75,6 +71,8 @@ def _run(cfg, level, folder=None):
 
 
 def _write(folder):
+    from compassrl.runs.report import write_report
+
     write_report(folder)
     if missing := left_out():
         print(missing)
@@ -113,7 +111,11 @@ def _report(run_dir: tyro.conf.Positional[str]):
     return partial(_write, run_dir)
 
 
-def _app(file=None, run=None):  # what a command starts from: config of a file, of a run
+def _app(
+    command: str = '',  # the only one that is asked for; empty = all, for completion in the shell
+    file: TrainConfig | None = None,  # a config file to start from
+    run: TrainConfig | None = None,  # the config of a run that goes on
+) -> SubcommandApp:
     app, train = SubcommandApp(), SubcommandApp()
     for name, preset in presets.items():
         train.command(_train_from(preset()), name=name, help=preset.__doc__)
@@ -122,8 +124,14 @@ def _app(file=None, run=None):  # what a command starts from: config of a file, 
     app.command(train, name='train', help='Train from a preset or a config file')
     app.command(_resume_from(run or TrainConfig()), name='resume')
     app.command(_report, name='report')
-    app.command(merge_models, name='merge')
-    app.command(pipeline_command, name='pipeline')
+    if command in ('', 'merge'):
+        from compassrl.runs.merge_models import merge_models
+
+        app.command(merge_models, name='merge')
+    if command in ('', 'pipeline'):
+        from compassrl.runs.pipeline import pipeline_command
+
+        app.command(pipeline_command, name='pipeline')
     return app
 
 
@@ -171,6 +179,9 @@ def _parse(app, args, prog, flags):  # what the command gave
 
 
 def _ask(command, args):  # a model
+    from compassrl.runs.distill import distill_command
+    from compassrl.runs.evaluate_model import eval_command
+
     def parse(kind, **kw):
         with _refusing(f'compassrl {command}', map(flag, settings_of(kind()))):
             return tyro.cli(kind, **kw)
@@ -205,7 +216,7 @@ def _train_call(args):  # what follows `compassrl train` -> what is to be done
     named = names_cold_start(words, name if is_file else '')
     words = ['train', 'file' if is_file else name, *_all(words)]
     flags = map(flag, settings_of(default))
-    call = _parse(_app(file=default if is_file else None), words, prog, flags)
+    call = _parse(_app('train', file=default if is_file else None), words, prog, flags)
     return partial(call.func, for_checkpoint(call.args[0], named), *call.args[1:])
 
 
@@ -229,7 +240,7 @@ def _resume_call(args):
     cfg = read_run_config(args[0])
     parts = settings_of(cfg.parallel, 'parallel.') | settings_of(cfg.vllm, 'vllm.')
     flags = map(flag, ['steps', *parts])
-    return _parse(_app(run=cfg), ['resume', *_all(args)], 'compassrl resume', flags)
+    return _parse(_app('resume', run=cfg), ['resume', *_all(args)], 'compassrl resume', flags)
 
 
 def parse_resume(
@@ -253,7 +264,7 @@ def _call(args) -> Callable[..., Any]:  # what is to be done
         case ['eval' | 'distill' as command, *rest]:
             return partial(_ask, command, rest)
         case [name, *_] if name in _commands:
-            return _parse(_app(), args, 'compassrl', ())
+            return _parse(_app('' if name.startswith('-') else name), args, 'compassrl', ())
         case [] | ['-h' | '--help' | '--help-all', *_]:
             return partial(print, usage)
         case ['--version' | '-V']:
@@ -286,6 +297,9 @@ def main(
             raise
         sys.exit(141)  # as a shell calls it
     except (ValueError, OSError) as e:
+        from compassrl.runs.process import world
+        from compassrl.runs.stop import error_line, is_of_disk
+
         if not is_of_disk(e):
             raise  # of a socket, say
         if world()[0]:

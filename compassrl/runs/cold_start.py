@@ -19,6 +19,7 @@ from compassrl.data.tokenizer import save_tokenizer
 from compassrl.loop import Stop
 from compassrl.model.policy import Policy
 from compassrl.model.pretrained import from_pretrained, write_pretrained
+from compassrl.phases import phase
 from compassrl.records import TrainEngine
 from compassrl.runs.factory import train_engines
 from compassrl.runs.log import Progress, json_text, keep_until, say
@@ -33,7 +34,7 @@ from compassrl.train.state import CheckpointError
 from compassrl.train.torch_train import TorchTrain
 
 if TYPE_CHECKING:
-    from compassrl.train.megatron.leader import Watch
+    from compassrl.train.megatron.leader import RankMonitor
 
 # %% auto #0
 __all__ = ['start_policy']
@@ -110,12 +111,13 @@ def _publish(policy, weights, tokenizer, start, like):  # whole or not at all
     sync_path(start.parent)
 
 
+@phase('cold start')
 def start_policy(
     c: TrainConfig,
     d: Data,
     folder: Path,  # of the run
     stop: stoppable,  # asked between two steps
-    watch: Watch | None = None,  # over the ranks that train, if there are several
+    watch: RankMonitor | None = None,  # over the ranks that train, if there are several
 ) -> None:
     """`folder/start`: a new policy, or that of `init_from`, after its cold start. Goes on where it
     was stopped; does nothing for `init_from` without a cold start. Raises Stop; ValueError"""

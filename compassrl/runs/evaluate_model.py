@@ -24,8 +24,8 @@ from compassrl.judges.own_reward import own_reward
 from compassrl.judges.serial import RewardConfig
 from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.rollout.episodes import Episodes
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.runs.eval_sets import (
     check_judged,
     domain_lines,

@@ -22,6 +22,7 @@ from compassrl.config import TrainConfig
 from compassrl.data.tools import ToolUser
 from compassrl.loop import Stop
 from compassrl.model.pretrained import checked_weights, from_pretrained, read_shards
+from compassrl.phases import phase
 from compassrl.plan.memory import check_memory
 from compassrl.records import RolloutEngine, TrainEngine
 from compassrl.rollout.episodes import Episodes
@@ -36,7 +37,7 @@ from compassrl.train.saver import Saver, ShardedState, WholeState
 from compassrl.train.torch_train import TorchTrain
 
 if TYPE_CHECKING:
-    from compassrl.train.megatron.leader import Watch
+    from compassrl.train.megatron.leader import RankMonitor
 
 # %% auto #0
 __all__ = [
@@ -74,7 +75,9 @@ class TrainKind:
     start: Callable[..., AbstractContextManager[TrainEngine]]
     check: Callable[[TrainConfig, int], None]  # for so many ranks; raises ValueError
     saver: type[Saver]
-    meet: Callable[[TrainConfig], object] = lambda cfg: None  # the ranks; the `Watch` over them
+    meet: Callable[[TrainConfig], object] = lambda cfg: (
+        None
+    )  # the ranks; the `RankMonitor` over them
     follow: Callable[..., None] | None = None  # (config, watch): what ranks beside 0 do
     spreads: bool = False  # do several ranks train, as `cfg.parallel` says?
 
@@ -107,6 +110,7 @@ def _vllm(cfg, source, folder):
     )
 
 
+@phase('starting servers')
 def _pool(cfg, source, folder):
     from compassrl.rollout.vllm.pool import VllmPool
 
@@ -194,6 +198,7 @@ def _check_megatron(cfg, num_ranks):
     check_parallel(cfg.parallel, cfg.policy, num_ranks, device=device)
 
 
+@phase('building the engine')
 def _megatron_train(cfg, source):
     from compassrl.train.megatron.engine import MegatronTrain
 
@@ -206,7 +211,7 @@ def _megatron_train(cfg, source):
 def _lead_megatron(cfg, source, watch, last=True):
     from compassrl.train.megatron.leader import Leader
 
-    with watch.guard():
+    with watch.share_errors():
         watch.control.scatter(lambda: [(cfg, source)] * watch.size)
         leader = Leader(_megatron_train(cfg, source), watch)
     try:
@@ -218,13 +223,13 @@ def _lead_megatron(cfg, source, watch, last=True):
 
 
 def _follow_megatron(cfg, watch):
-    from compassrl.train.megatron.leader import serve
+    from compassrl.train.megatron.leader import serve_leader
 
     more = True
     while more:
-        with watch.guard():
+        with watch.share_errors():
             engine = _megatron_train(*watch.control.scatter())
-        more = serve(engine, watch)
+        more = serve_leader(engine, watch)
 
 
 train_engines: dict[str, TrainKind] = dict(
@@ -241,7 +246,9 @@ train_engines: dict[str, TrainKind] = dict(
 
 
 # %% ../../nbs/runs/factory.ipynb #1a830ca4
-def prepare(cfg: TrainConfig) -> Watch | None:  # over all ranks; None for an engine of one process
+def prepare(
+    cfg: TrainConfig,
+) -> RankMonitor | None:  # over all ranks; None for an engine of one process
     "This process, ready for its engines. Raises ValueError for what cannot be had here"
     train, num_ranks = train_engines[cfg.train_engine], world()[1]
     set_up(cfg)
@@ -279,7 +286,7 @@ def open_engines(
     cfg: TrainConfig,
     source: Path,  # a Hugging Face checkpoint: the weights to start from
     folder: Path,  # of the run
-    watch: Watch | None = None,  # what `prepare` gave
+    watch: RankMonitor | None = None,  # what `prepare` gave
     tool: ToolUser | None = None,  # that responses call
 ) -> Iterator[Engines]:
     "The engines that a config names; what they started ends with them"

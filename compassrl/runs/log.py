@@ -14,11 +14,12 @@ import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from tqdm import tqdm
 
-from compassrl.records import Metrics
+if TYPE_CHECKING:
+    from compassrl.records import Metrics
 
 # %% auto #0
 __all__ = [

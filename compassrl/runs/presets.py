@@ -8,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from compassrl.algo.zero_variance import ZeroVarianceConfig
+from compassrl.algo.algo_settings import ZeroVarianceConfig
 from compassrl.config import TrainConfig
-from compassrl.data.prompts import DataConfig
-from compassrl.data.tools import ToolConfig
+from compassrl.data.data_settings import DataConfig, ToolConfig
 from compassrl.files import read_data
-from compassrl.judges.serial import RewardConfig
-from compassrl.model.policy import PolicyConfig
-from compassrl.rollout.torch_rollout import RolloutConfig
-from compassrl.rollout.vllm.config import VllmConfig
-from compassrl.train.megatron.parallel import ParallelConfig
-from compassrl.train.sft import SFTConfig
-from compassrl.train.torch_train import OptimConfig
+from compassrl.judges.reward_settings import RewardConfig
+from compassrl.model.shape import PolicyConfig
+from compassrl.rollout.rollout_settings import RolloutConfig, VllmConfig
+from compassrl.train.train_settings import OptimConfig, ParallelConfig, SFTConfig
 
 # %% auto #0
 __all__ = [

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from compassrl.config import TrainConfig
+from compassrl.phases import phase
 from compassrl.runs.log import say
 from compassrl.train.megatron.parallel import ParallelConfig
 
 if TYPE_CHECKING:
-    from compassrl.train.megatron.leader import Watch
+    from compassrl.train.megatron.leader import RankMonitor
 
 # %% auto #0
 __all__ = ['world', 'need', 'keep_freed_memory', 'set_up', 'what_fits', 'meet_ranks']
@@ -77,12 +78,13 @@ def what_fits(cfg: TrainConfig) -> TrainConfig:
 
 
 # %% ../../nbs/runs/process.ipynb #15555ddc
+@phase('rendezvous')
 def meet_ranks(
     parallel: ParallelConfig, device: str
-) -> Watch:  # the `Watch` over all ranks, from now on
+) -> RankMonitor:  # the `RankMonitor` over all ranks, from now on
     "The process groups of a layout; an earlier run's are gone"
-    from compassrl.train.megatron.control import Control
-    from compassrl.train.megatron.leader import Watch, cluster_address
+    from compassrl.train.megatron.engine import Control
+    from compassrl.train.megatron.leader import RankMonitor, cluster_address
     from compassrl.train.megatron.model import init_parallel
 
     # isort: split
@@ -100,4 +102,4 @@ def meet_ranks(
     if world()[1] > 1:  # a process that is nothing but a rank
         gc.freeze()  # each checkpoint collects garbage: not among all that was imported
     init_parallel(parallel)
-    return Watch(Control())
+    return RankMonitor(Control())

@@ -16,8 +16,8 @@ from compassrl.data.tasks import verifiers
 from compassrl.judges.own_reward import OwnReward
 from compassrl.judges.serial import RewardConfig
 from compassrl.records import Prompt
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.settings import above, at_least, between, check
 
 # %% auto #0

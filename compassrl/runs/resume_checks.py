@@ -21,6 +21,7 @@ from compassrl.algo.zero_variance import rightness, screen
 from compassrl.config import TrainConfig, read_run_config
 from compassrl.files import read_data
 from compassrl.judges.serial import sample_columns
+from compassrl.phases import phase
 from compassrl.records import RolloutEngine
 from compassrl.rollout.requests import requests_of
 from compassrl.runs.curves import read_metrics
@@ -178,6 +179,7 @@ def has_begun(cfg: TrainConfig) -> bool:
 
 
 # %% ../../nbs/runs/resume_checks.ipynb #26903c26
+@phase('screen')
 def screened(
     run: Any,  # a `Run` with engines that hold the weights before RL
 ) -> list[str]:  # ids of the prompts that are worth asking

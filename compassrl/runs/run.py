@@ -19,6 +19,7 @@ from compassrl.judges.reward_files import keep_reward_files
 from compassrl.judges.serial import Judge
 from compassrl.loop import Stop, fit, partial_of, selection_of
 from compassrl.model.pretrained import write_pretrained
+from compassrl.phases import phase
 from compassrl.records import Batch, Metrics, Prompt, Sample
 from compassrl.runs.cold_start import start_policy
 from compassrl.runs.curves import read_metrics
@@ -114,6 +115,7 @@ class Run:
         timings = dict(step=step, metrics=metrics, samples=[s.timings for s in samples])
         write_json(self.folder / 'timings.json', timings)
 
+    @phase('save')
     def save(self, step: int) -> None:
         "What is under way first: an engine's checkpoint without it could not be resumed"
         self.beside.save(step)
@@ -134,6 +136,7 @@ class Run:
         "Of the rollout engine; for two checkpoints more than are kept, which may never be whole"
         note_learned(self.folder, self.engines.rollout, when, self.cfg.keep_checkpoints + 2)
 
+    @phase('load')
     def load(self) -> int:  # the step after which it goes on
         step = self.engines.checkpoints.load(self.beside.load)
         self.beside.forget_after(step)
@@ -150,6 +153,7 @@ class Run:
         finally:
             self.judge.close()
 
+    @phase('evaluation')
     def evaluate(self) -> dict[str, Any]:
         "All evaluation sets with the rollout engine's present weights. Raises RunFailed"
         d, c = self.data, self.cfg

@@ -69,6 +69,7 @@ class Data:
 def resolve(cfg: TrainConfig) -> TrainConfig:
     "With the shape of the checkpoint that it starts from, and without what the GPU cannot do"
     cfg = what_fits(cfg)
+    cfg.loss.resolve()  # raises where the loss needs a setting that is missing
     if cfg.init_from:
         return replace(cfg, policy=read_config(cfg.init_from))
     config_dict(cfg.policy)  # refused here, not when the model is written

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import nan
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from compassrl.records import Batch, Metrics, Sample, Verdict
-from compassrl.settings import at_least, between, check
 from compassrl.train.folders import found_checkpoints, step_of
+from compassrl.train.train_settings import GuardConfig as GuardConfig
 
 # %% auto #0
 __all__ = [
-    'GuardConfig',
     'RunFailed',
     'or_nan',
     'weights_finite',
@@ -33,19 +30,6 @@ __all__ = [
 
 
 # %% ../../nbs/train/guards.ipynb #5efead3e
-@dataclass(frozen=True)
-class GuardConfig:
-    "When a run that does not learn ends by itself. Raises ValueError"
-
-    # steps in a row whose update was skipped, or most of whose responses had no verdict; 0 = any
-    max_lost_steps: Annotated[int, at_least(0)] = 5
-    # largest share of responses without a verdict; the first step may not exceed it; 1 = off
-    max_failed_frac: Annotated[float, between(0, 1)] = 0.9
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
 class RunFailed(ValueError):
     "The run cannot go on. One line says why"
 

@@ -7,7 +7,6 @@ engines agree."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,13 +14,10 @@ from torch import Tensor
 from compassrl.model.layers import route_dtype
 from compassrl.model.policy import PolicyConfig
 from compassrl.records import Batch, Sample, collate
+from compassrl.train.train_settings import ReplayMode as ReplayMode
 
 # %% auto #0
-__all__ = ['ReplayMode', 'validate_routes', 'routes_agreement', 'route_records']
-
-# %% ../../nbs/train/routes.ipynb #6158f2e4
-ReplayMode = Literal['off', 'R2', 'R3']
-"Live routers; routes of the trainer's own `score`; routes of the rollout"
+__all__ = ['validate_routes', 'routes_agreement', 'route_records']
 
 
 # %% ../../nbs/train/routes.ipynb #cb17e55f

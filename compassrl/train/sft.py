@@ -7,8 +7,7 @@ are right and some are wrong."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import replace
 
 import torch
 from tokenizers import Tokenizer
@@ -26,11 +25,10 @@ from compassrl.records import (
     derive_seed,
     select,
 )
-from compassrl.settings import above, at_least, between, check
+from compassrl.train.train_settings import SFTConfig as SFTConfig
 
 # %% auto #0
 __all__ = [
-    'SFTConfig',
     'solution_batch',
     'sft_loss',
     'without_working',
@@ -38,25 +36,6 @@ __all__ = [
     'cosine_lr',
     'cold_start',
 ]
-
-
-# %% ../../nbs/train/sft.ipynb #829e3ef5
-@dataclass(frozen=True)
-class SFTConfig:
-    "The cold start"
-
-    steps: Annotated[int, at_least(0)] = 200  # optimiser steps; 0 = no cold start
-    batch_size: Annotated[int, at_least(1)] = 64  # solutions per step
-    # peak of a linear warm-up and a cosine decay to a tenth
-    lr: Annotated[float, above(0)] = 3e-3
-    warmup_steps: Annotated[int, at_least(0)] = 20  # optimiser steps of it
-    # distinct training prompts whose solutions are shown
-    num_solutions: Annotated[int, at_least(1)] = 2048
-    # share of them shown without their working, as distilled data also are
-    hasty_frac: Annotated[float, between(0, 1)] = 0.0
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 # %% ../../nbs/train/sft.ipynb #248cbd69

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from fastcore.basics import patch
@@ -19,14 +19,15 @@ from torch.optim import AdamW, Optimizer
 from compassrl.model.log_probs import token_log_probs
 from compassrl.model.policy import Policy
 from compassrl.model.pretrained import hf_weights, load_hf_weights
+from compassrl.phases import phase
 from compassrl.records import Batch, LossFn, Metrics, micro_batches, mini_batches, select
-from compassrl.settings import above, at_least, between, check
 from compassrl.train.guards import check_start, or_nan, weights_finite
-from compassrl.train.routes import ReplayMode, route_records, validate_routes
+from compassrl.train.routes import route_records, validate_routes
+from compassrl.train.train_settings import OptimConfig as OptimConfig
+from compassrl.train.train_settings import ReplayMode as ReplayMode
 
 # %% auto #0
 __all__ = [
-    'OptimConfig',
     'packed_states',
     'score_response',
     'response_log_probs',
@@ -35,36 +36,6 @@ __all__ = [
     'clip_and_step',
     'TorchTrain',
 ]
-
-
-# %% ../../nbs/train/torch_train.ipynb #9ccbaae1
-@dataclass(frozen=True)
-class OptimConfig:
-    "AdamW and how a batch is cut for it"
-
-    lr: Annotated[float, above(0)] = 1e-3  # peak
-    warmup_steps: Annotated[int, at_least(0)] = 0  # optimiser steps of linear warm-up
-    # share of the peak that is left at the end of a run, on a straight line; 1 = constant
-    final_lr_frac: Annotated[float, between(0, 1)] = 1.0
-    betas: Annotated[tuple[float, float], at_least(0, below=1)] = (0.9, 0.95)
-    adam_eps: Annotated[float, at_least(0)] = 1e-8
-    weight_decay: Annotated[float, at_least(0)] = 0.0  # on matrices, not on norms
-    grad_clip: Annotated[float, at_least(0)] = 1.0  # largest global gradient norm; 0 = no clipping
-    num_mini_batches: Annotated[int, at_least(1)] = 1  # optimiser steps per batch
-    # padded tokens per forward pass: speed and memory, never the result
-    micro_batch_tokens: Annotated[int, at_least(1)] = 2048
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    def lr_at(
-        self,
-        step: int,  # an optimiser step, the first is 0
-        done: float = 0.0,  # share of the run that is over
-    ) -> float:
-        "Linear warm-up, and a straight line from `lr` to `final_lr_frac` of it"
-        warm = min(1.0, (step + 1) / (self.warmup_steps + 1))
-        return self.lr * warm * (1 - (1 - self.final_lr_frac) * done)
 
 
 # %% ../../nbs/train/torch_train.ipynb #b0075760
@@ -262,6 +233,7 @@ class TorchTrain:
 
 # %% ../../nbs/train/torch_train.ipynb #e0f5236e
 @patch
+@phase('update')
 def update(
     self: TorchTrain,
     batch: Batch,

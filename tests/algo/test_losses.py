@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compassrl.algo import losses, ratios
+from compassrl.algo import algo_settings, losses, ratios
 from compassrl.algo.advantages import group_advantages
 from compassrl.algo.losses import LossConfig, PolicyLoss, aggregate, policy_loss, token_weights
 from compassrl.algo.ratios import kl_estimate, ratio_sums, tis_weights
@@ -408,8 +408,15 @@ def test_law(law):
 
 def mutant(old, new):
     "`PolicyLoss` of the copy"
-    copy = planted((ratios, losses), old, new)
-    return lambda cfg: copy.PolicyLoss(copy.LossConfig(**vars(cfg)))
+    with patch.dict(losses.policy_losses.functions):  # the copy registers its own
+        copy = planted((algo_settings, ratios, losses), old, new)
+        own = dict(losses.policy_losses.functions)
+
+    def make(cfg):
+        with patch.dict(losses.policy_losses.functions, own):
+            return copy.PolicyLoss(copy.LossConfig(**vars(cfg)))
+
+    return make
 
 
 MEAN = 'delta.detach().sum(-1, keepdim=True)'
@@ -1063,7 +1070,7 @@ def test_a_row_without_response_is_harmless():
 )
 def test_bad_config(kw, message):
     with pytest.raises(ValueError, match=message):
-        LossConfig(**kw)
+        LossConfig(**kw).resolve()
 
 
 @pytest.mark.parametrize(

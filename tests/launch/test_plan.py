@@ -7,7 +7,7 @@ import pytest
 from compassrl.launch import plan as module
 from compassrl.launch.plan import machines, plan, workload
 from compassrl.model.policy import PolicyConfig
-from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.runs import factory
 from compassrl.runs.presets import one_gpu, smoke_cpu
 from compassrl.train.megatron.parallel import ParallelConfig

@@ -15,7 +15,7 @@ import torch
 from compassrl.config import read_run_config
 from compassrl.launch import process as module
 from compassrl.launch.process import follow, launch, launch_on, report_parts, resume, status, watch
-from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.runs.presets import one_gpu, smoke_cpu
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.sft import SFTConfig

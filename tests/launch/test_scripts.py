@@ -20,7 +20,7 @@ import pytest
 from compassrl.config import read_run_config
 from compassrl.launch.scripts import node_script, serve, slurm_script
 from compassrl.model.policy import PolicyConfig
-from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.vllm.server import free_port
 from compassrl.runs import cli
 from compassrl.runs.cli import parse_resume, parse_train

@@ -23,13 +23,13 @@ from compassrl.plan.sizing import (
 )
 from compassrl.plan.step_time import Guess, check_fits, decode_s, estimate, fitting, token_flops
 from compassrl.records import Batch
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.passes import inner_optimizers
-from compassrl.train.megatron.ranks import run_ranks
 from compassrl.train.torch_train import OptimConfig, accumulate_grads
+from course.ranks import run_ranks
 from tests.support.faults import noticed, planted
 
 # Qwen3-30B-A3B and Qwen3-235B-A22B

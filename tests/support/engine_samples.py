@@ -14,8 +14,8 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
 from compassrl.rollout.episodes import Episodes
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.rollout.vllm.config import VllmConfig
 
 POLICY = PolicyConfig(  # what vLLM computes on a CPU
     vocab_size=70,

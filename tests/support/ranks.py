@@ -25,8 +25,8 @@ from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.train.megatron.cpu import megatron_calls
 from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.parallel import ParallelConfig
-from compassrl.train.megatron.ranks import RankError, run_ranks  # noqa: F401
 from compassrl.train.megatron.weights import hf_weights, load_hf
+from course.ranks import RankError, run_ranks  # noqa: F401
 
 MIXED = PolicyConfig(
     vocab_size=99, num_hidden_layers=4, moe_intermediate_size=32, mlp_only_layers=(1,)

@@ -11,7 +11,7 @@ import re
 
 from _pytest.mark.expression import Expression
 
-IDS_FROM_FILES = ('test_notebooks', 'test_repository', 'test_benchmarks', 'test_course')
+IDS_FROM_FILES = ('test_notebooks', 'test_repository', 'test_benchmarks', 'test_toc')
 IDS_FROM_FILES += ('test_links', 'test_lesson')
 
 

@@ -45,7 +45,9 @@ BOUND_S = 60  # whatever was struck, all of it has ended after that
 
 _ranks = ForkServer()
 _ranks.set_forkserver_preload(
-    forked.preloaded(*(f'compassrl.train.megatron.{m}' for m in ('engine', 'leader', 'checkpoint')))
+    forked.preloaded(
+        *(f'compassrl.train.megatron.{m}' for m in ('engine', 'leader', 'dist_checkpoint'))
+    )
 )
 
 
@@ -60,10 +62,10 @@ def command(args, hook):
 
 def rank_command(args, hook):
     "What `python -m compassrl` does on a rank, and what an interpreter does at its end"
-    from compassrl.train.megatron.heartbeat import Pulse
+    from compassrl.train.megatron.heartbeat import Heartbeat
 
     try:
-        Pulse(int(os.environ['RANK']))
+        Heartbeat(int(os.environ['RANK']))
         command(args, hook)
     finally:
         atexit._run_exitfuncs()

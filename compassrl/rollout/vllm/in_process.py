@@ -29,7 +29,7 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.records import Request, RolloutEngine, Sample, as_requests
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.requests import check_request
-from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.vllm.messages import (
     backend,
     check_vllm,

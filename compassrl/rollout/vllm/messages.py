@@ -21,7 +21,7 @@ from compassrl.model.families import architecture
 from compassrl.model.layers import route_dtype
 from compassrl.model.policy import PolicyConfig
 from compassrl.records import Request, Sample
-from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.rollout.rollout_settings import VllmConfig
 
 # %% auto #0
 __all__ = [

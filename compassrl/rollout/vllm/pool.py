@@ -22,14 +22,15 @@ from torch import Tensor
 from compassrl.model.hf_config import read_config
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights
+from compassrl.phases import phase
 from compassrl.records import Metrics, Request, RolloutEngine, Sample, as_requests
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.pull_queue import Attempt
 from compassrl.rollout.requests import check_request
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
 from compassrl.rollout.vllm.cleanup import made_here
 from compassrl.rollout.vllm.client import Client
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.dispatcher import Conversation
 from compassrl.rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
 from compassrl.rollout.vllm.replica_manager import Replica, Servers, each
@@ -125,6 +126,7 @@ def check_gpus(first: int, config: VllmConfig) -> None:
 
 # %% ../../../nbs/rollout/vllm/pool.ipynb #485cc519
 @patch
+@phase('weight transfer')
 def load_weights(self: VllmPool, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
     "New weights on every server, and no cache of the old. Raises RuntimeError while requests run"
     if self.job:

@@ -22,10 +22,10 @@ from typing import Any, TypeAlias, TypeVar
 import aiohttp
 from fastcore.basics import patch
 
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.vllm.auth import variable
 from compassrl.rollout.vllm.cleanup import sweep
 from compassrl.rollout.vllm.client import Client, Lost
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.server import start_server
 
 # %% auto #0

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
+from compassrl.phases import phase
 from compassrl.train.folders import (
     discard,
     first_usable,
@@ -214,6 +215,7 @@ class Save:
 
 
 # %% ../../../nbs/train/megatron/dist_checkpoint.ipynb #a3b87ec3
+@phase('save')
 def save_sharded(
     engine: MegatronTrain,
     root: str | Path,  # folder of checkpoints that every rank sees
@@ -231,6 +233,7 @@ def save_sharded(
     return engine.saving
 
 
+@phase('save')
 def finish_save(engine: MegatronTrain) -> Path | None:  # of the last checkpoint
     "Waits for the last save, if there was one, on every rank"
     return engine.saving and engine.saving.wait()
@@ -277,6 +280,7 @@ def _read(engine, path, optimizer):
     engine.num_steps = state['num_steps']
 
 
+@phase('load')
 @torch.no_grad()
 def load_sharded(
     engine: MegatronTrain,  # of any layout

@@ -6,15 +6,17 @@ number of ranks."""
 # %% ../../../nbs/train/megatron/engine.ipynb #17bf7440
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
+import torch.distributed as dist
 from fastcore.basics import patch
 
-# before Megatron-Core, whose warnings it knows
+# before Megatron-Core, whose import it makes lighter
 import compassrl.train.megatron.cpu  # noqa: F401
 
 # isort: split
@@ -22,11 +24,11 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from compassrl.model.policy import PolicyConfig
+from compassrl.phases import phase
 from compassrl.records import Batch, LossFn, Metrics, mini_batches
 from compassrl.train.balance import train_flops
 from compassrl.train.guards import check_start, or_nan, weights_finite
 from compassrl.train.megatron.batch import plan
-from compassrl.train.megatron.control import Control
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.passes import Passes
 from compassrl.train.megatron.weights import hf_weights
@@ -34,7 +36,49 @@ from compassrl.train.routes import ReplayMode, route_records, validate_routes
 from compassrl.train.torch_train import OptimConfig
 
 # %% auto #0
-__all__ = ['MegatronTrain']
+__all__ = ['ScatterRefused', 'Control', 'MegatronTrain']
+
+# %% ../../../nbs/train/megatron/engine.ipynb #17bc58f5
+_T = TypeVar('_T')
+
+
+class ScatterRefused(ValueError):
+    "Rank 0 would not begin; nobody has computed anything, and all ranks can go on"
+
+
+class Control:
+    "Rank 0 hands out work and collects results, as pickled objects over gloo"
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | int | None
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        week = timedelta(days=7)  # a rollout may take long
+        self.group = dist.new_group(backend='gloo', timeout=week)
+
+    def scatter(
+        self,
+        make: Callable[..., Any]
+        | None = None,  # on rank 0: gives one object per rank, or raises ValueError
+    ) -> Any:  # this rank's object
+        "Raises `ScatterRefused` on all ranks if `make` raised ValueError"
+        out, objects = [None], None
+        if self.rank == 0:
+            try:
+                objects = make()
+            except ValueError as e:
+                objects = [ScatterRefused(str(e))] * self.size
+        dist.scatter_object_list(out, objects, 0, self.group)
+        if isinstance(out[0], ScatterRefused):
+            raise out[0]
+        return out[0]
+
+    def gather(self, value: _T) -> list[_T] | None:  # one per rank on rank 0, None elsewhere
+        out = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, out, 0, self.group)
+        return out
 
 
 # %% ../../../nbs/train/megatron/engine.ipynb #50f6cbbd
@@ -114,6 +158,7 @@ def _deal(self: MegatronTrain, batch, parts):  # one list of Work per rank
 
 # %% ../../../nbs/train/megatron/engine.ipynb #ce27137b
 @patch
+@phase('scoring')
 @torch.no_grad()
 def score(
     self: MegatronTrain,
@@ -168,6 +213,7 @@ def _assemble(self: MegatronTrain, batch, told):  # on rank 0: results of all, i
 
 # %% ../../../nbs/train/megatron/engine.ipynb #5b4b7488
 @patch
+@phase('update')
 def update(
     self: MegatronTrain,
     batch: Batch | None = None,  # on rank 0

@@ -16,56 +16,30 @@ import time
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event, Thread, main_thread
+from traceback import walk_stack
 from typing import ClassVar
 
-from compassrl.train.megatron.watchdog import outside_s, start_sentry
+from compassrl.phases import open_phases
+from compassrl.train.megatron.watchdog import OUTSIDE_S, watchdog_command
 
 # %% auto #0
 __all__ = [
-    'phases',
-    'waits_for_ranks',
-    'waits_outside',
-    'variable',
+    'WAITS_FOR_RANKS',
+    'WAITS_OUTSIDE',
+    'LIMIT_VARIABLE',
     'stack',
     'waits_for',
-    'doing',
-    'place',
-    'Visits',
-    'patience_s',
-    'Pulse',
+    'where',
+    'PhaseTimes',
+    'limit_from_env',
+    'Heartbeat',
 ]
 
 # %% ../../../nbs/train/megatron/heartbeat.ipynb #3ba476d7
-# (end of the file's name, function) -> what a person calls it
-phases: dict[tuple[str, str], str] = {
-    ('runs/process.py', 'meet_ranks'): 'rendezvous',
-    ('runs/factory.py', '_megatron_train'): 'building the engine',
-    ('runs/factory.py', '_pool'): 'starting servers',
-    ('runs/cold_start.py', 'start_policy'): 'cold start',
-    ('runs/resume_checks.py', 'screened'): 'screen',
-    ('runs/run.py', 'evaluate'): 'evaluation',
-    ('runs/run.py', 'save'): 'save',
-    ('runs/run.py', 'load'): 'load',
-    ('compassrl/loop.py', 'train_step'): 'step',
-    ('compassrl/experience.py', 'collect'): 'sampling',
-    ('train/torch_train.py', 'update'): 'update',
-    ('train/megatron/engine.py', 'score'): 'scoring',
-    ('train/megatron/engine.py', 'update'): 'update',
-    ('train/megatron/leader.py', 'weights'): 'weight transfer',
-    ('train/megatron/weights.py', 'hf_weights'): 'weight transfer',
-    ('train/megatron/dist_checkpoint.py', 'save_sharded'): 'save',
-    ('train/megatron/dist_checkpoint.py', 'finish_save'): 'save',
-    ('train/megatron/dist_checkpoint.py', 'load_sharded'): 'load',
-    ('rollout/torch_rollout.py', 'load_weights'): 'weight transfer',
-    ('rollout/vllm/pool.py', 'load_weights'): 'weight transfer',
-}
-# whoever is in one of these waits for other ranks
-waits_for_ranks: tuple[str, ...] = (
-    'torch/distributed/distributed_c10d.py',
-    'torch/distributed/rendezvous.py',
-)
-# and here for servers, judges or a network, which have limits of their own
-waits_outside: tuple[str, ...] = (
+# The innermost call is in one of these files: the main thread waits for other ranks.
+WAITS_FOR_RANKS = ('torch/distributed/distributed_c10d.py', 'torch/distributed/rendezvous.py')
+# Any call is in one of these: it waits for servers, judges or a network, which have own limits.
+WAITS_OUTSIDE = (
     'compassrl/rollout/vllm/',
     'compassrl/judges/',
     'compassrl/sandbox/',
@@ -74,153 +48,125 @@ waits_outside: tuple[str, ...] = (
 )
 
 
-def stack(thread: int) -> list[tuple[str, str, int, object]]:
-    "File, function, line and frame of every call of a thread, the outermost first"
-    found, frame = [], sys._current_frames().get(thread)
-    while frame:
-        code = frame.f_code
-        found.append((code.co_filename, code.co_name, frame.f_lineno, frame))
-        frame = frame.f_back
-    return found[::-1]
+def stack() -> list[tuple[str, str, int]]:
+    "File, function and line of every call of the main thread, the innermost first"
+    frame = sys._current_frames().get(main_thread().ident or 0)
+    if frame is None:
+        return []
+    return [(f.f_code.co_filename, f.f_code.co_name, line) for f, line in walk_stack(frame)]
 
 
-def waits_for(calls: list[tuple[str, str, int, object]]) -> str:  # 'ranks', 'others' or ''
+def waits_for(calls: list[tuple[str, str, int]]) -> str:  # 'ranks', 'outside' or ''
     "Modules that are being imported wait for nobody; an engine's own wait is for its ranks"
-    files = [file for file, name, _, _ in calls if name != '<module>']
-    last = files[-1] if files else ''  # a handler of signals that stands in a wait is no wait
-    if last.endswith(waits_for_ranks):
+    files = [file for file, name, _ in calls if name != '<module>']
+    # a handler of signals that runs in a wait does not wait, so the innermost call alone counts
+    last = files[0] if files else ''
+    if last.endswith(WAITS_FOR_RANKS):
         return 'ranks'
-    if any(part in f for f in files for part in waits_outside):
-        return 'others'
+    if any(part in f for f in files for part in WAITS_OUTSIDE):
+        return 'outside'
     return 'ranks' if 'megatron/core/' in last else ''
 
 
-def doing(calls: list[tuple[str, str, int, object]]) -> tuple[str, tuple[str, object]]:
-    "The phases in which it is, and the innermost one: its name and which call of it"
-    found = [
-        (name, which)
-        for file, function, _, which in calls
-        for (end, f), name in phases.items()
-        if f == function and file.endswith(end)
-    ]
-    if not found:
-        importing = any('importlib' in file for file, *_ in calls)
-        return ('imports' if importing else 'preparation'), ('', None)
-    return ', '.join(dict.fromkeys(name for name, _ in found)), found[-1]
-
-
-def place(calls: list[tuple[str, str, int, object]]) -> str:
-    "Where it is: the innermost call, and the innermost of this library"
-    own = [c for c in calls if '/compassrl/' in c[0]][-1:]
-    last = list(dict.fromkeys([*calls[-1:], *own]))
-    return ', in '.join(f'{"/".join(f.split("/")[-2:])}:{at} {name}' for f, name, at, _ in last)
+def where(calls: list[tuple[str, str, int]]) -> str:
+    "The innermost call, and the innermost of this library"
+    own = [c for c in calls if '/compassrl/' in c[0]][:1]
+    last = dict.fromkeys([*calls[:1], *own])
+    return ', in '.join(f'{"/".join(f.split("/")[-2:])}:{at} {name}' for f, name, at in last)
 
 
 # %% ../../../nbs/train/megatron/heartbeat.ipynb #4a9c37eb
-class Visits:
-    "How long the main thread stays in one call of a phase; time in which it waits does not count"
-
-    floor_s: float
-    busy_s: float
-    now: tuple[str, object]
+class PhaseTimes:
+    "Busy seconds of each visit to a phase; time in which the rank waits does not count"
 
     def __init__(self, floor_s: float) -> None:
-        self.floor_s, self.now, self.busy_s = floor_s, ('', None), 0.0
-        self.seen: dict[str, list[float]] = {}  # phase -> number of visits that ended, the longest
+        self.floor_s, self.busy_s = floor_s, 0.0
+        self.visit: tuple[str, object] = '', None
+        self.past: dict[str, list[float]] = {}  # seconds of the visits that have ended, by phase
 
     def add(self, visit: tuple[str, object], seconds: float) -> None:
-        if visit != self.now:
-            name, _ = self.now
-            num, longest = self.seen.get(name, (0, 0.0))
-            self.seen[name] = [num + 1, max(longest, self.busy_s)]
-            self.now, self.busy_s = visit, 0.0
+        if visit != self.visit:
+            self.past.setdefault(self.visit[0], []).append(self.busy_s)
+            self.visit, self.busy_s = visit, 0.0
         self.busy_s += seconds
 
     @property
     def bound_s(self) -> float:
-        num, longest = self.seen.get(self.now[0], (0, 0.0))
-        return max(self.floor_s, 20 * longest) if num > 2 and self.now[0] else outside_s
+        past = self.past.get(self.visit[0], [])
+        return max(self.floor_s, 20 * max(past)) if len(past) > 2 and self.visit[0] else OUTSIDE_S
 
 
 # %% ../../../nbs/train/megatron/heartbeat.ipynb #449918af
-variable = 'COMPASSRL_WATCH_S'
+LIMIT_VARIABLE = 'COMPASSRL_WATCH_S'
 
 
-def patience_s() -> float:
-    "Seconds. Raises ValueError"
-    text = os.environ.get(variable, '25')
+def limit_from_env() -> float:
+    "Seconds for which a rank may be stopped. Raises ValueError"
+    text = os.environ.get(LIMIT_VARIABLE, '25')
     with suppress(ValueError):
         if 1 <= float(text) < 1e6:
             return float(text)
-    raise ValueError(f'{variable}={text!r}: give seconds, 1 or more')
+    raise ValueError(f'{LIMIT_VARIABLE}={text!r}: give seconds, 1 or more')
 
 
 # %% ../../../nbs/train/megatron/heartbeat.ipynb #7f29b4e4
-class Pulse(Thread):
-    "Starts a sentry beside this rank, tells it what the rank does, and hears from it who failed"
+class Heartbeat(Thread):
+    "Starts the watchdog of this rank, reports to it, and learns from it who failed"
 
-    rank: int
-    every_s: float
-    pid: int
-    stopped: Event
-    visits: Visits
-    link: socket.socket
-    one: ClassVar[Pulse | None] = None  # of this process
-    cause: str
-    sentry: subprocess.Popen[bytes]
-    answers: SimpleQueue[int | None]
+    one: ClassVar[Heartbeat | None] = None  # this process's
 
     def __init__(
         self,
         rank: int,
-        limit_s: float | None = None,  # it may be stopped for so long; None = as `patience_s` says
-        every_s: float = 1.0,
+        limit_s: float | None = None,  # a rank may be stopped so long; None = `limit_from_env`
+        every_s: float = 1.0,  # seconds between two beats
     ) -> None:
-        limit_s = limit_s or patience_s()
-        super().__init__(daemon=True, name='pulse')
+        limit_s = limit_s or limit_from_env()
+        super().__init__(daemon=True, name='heartbeat')
         self.rank, self.every_s, self.pid = rank, every_s, os.getpid()
         self.stopped, self.cause = Event(), ''
-        self.answers, self.visits = SimpleQueue(), Visits(1.8 * limit_s)
+        self.ports: SimpleQueue[int] = SimpleQueue()
+        self.times = PhaseTimes(1.8 * limit_s)
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [*start_sentry, str(self.pid), str(rank), str(limit_s), str(every_s)]
+        command = [*watchdog_command, str(self.pid), str(rank), str(limit_s), str(every_s)]
         with theirs:
-            self.sentry = subprocess.Popen(command, stdin=theirs, start_new_session=True)
+            self.watchdog = subprocess.Popen(command, stdin=theirs, start_new_session=True)
         atexit.register(self.leave, 'ended')
-        Pulse.one = self
+        Heartbeat.one = self
         self.start()
 
-    def tell(self, **words: object) -> None:
+    def send(self, **message: object) -> None:
         try:
-            self.link.send(json.dumps(words).encode())
+            self.link.send(json.dumps(message).encode())
         except OSError:
-            pass  # a sentry that is gone is missed by all others
+            pass  # a watchdog that is gone is missed by all others
 
     def run(self) -> None:
         self.link.settimeout(self.every_s)
         while not self.stopped.is_set() and not self.cause:
-            self.tell(pulse=self.beat())
-            self.hear(time.monotonic() + self.every_s)
-        # the main thread hangs where nobody answers
+            self.send(beat=self.beat())
+            self.receive(time.monotonic() + self.every_s)
+        # the main thread may hang in a call to a rank that does not answer
         if self.cause and not self.stopped.wait(2 * self.every_s):
             print(f'rank {self.rank} ends: {self.cause}', file=sys.stderr, flush=True)
             os._exit(1)
 
     def beat(self) -> dict[str, object]:
-        "Holds one frame until the next beat, so that no other call can be taken for the same"
-        calls = stack(main_thread().ident)
-        phase, visit = doing(calls)
+        calls, phases = stack(), open_phases[:]
         waits = waits_for(calls)
-        self.visits.add(visit, 0.0 if waits else self.every_s)
+        self.times.add(phases[-1] if phases else ('', None), 0.0 if waits else self.every_s)
+        importing = any('importlib' in file for file, *_ in calls)
+        names = dict.fromkeys(name for name, _ in phases)
         return dict(
-            phase=phase,
+            phase=', '.join(names) or ('imports' if importing else 'preparation'),
             waits=waits,
-            where=place(calls)[:300],
+            where=where(calls)[:300],
             own_s=time.thread_time(),
-            busy_s=self.visits.busy_s,
-            bound_s=self.visits.bound_s,
+            busy_s=self.times.busy_s,
+            bound_s=self.times.bound_s,
         )
 
-    def hear(self, until: float) -> None:
+    def receive(self, until: float) -> None:
         while time.monotonic() < until and not self.stopped.is_set() and not self.cause:
             try:
                 text = self.link.recv(1 << 16)
@@ -228,27 +174,28 @@ class Pulse(Thread):
                 return
             except OSError:
                 text = b''
-            words = json.loads(text or '{"failed": "its sentry was killed"}')
+            message = json.loads(text or '{"failed": "its watchdog was killed"}')
             if text or not self.stopped.is_set():
-                self.cause = words.get('failed', '')
-            if 'port' in words:
-                self.answers.put(words['port'])
+                self.cause = message.get('failed', '')
+            if 'port' in message:
+                self.ports.put(message['port'])
 
     def bind(self, host: str) -> int:  # the port
-        "Where the sentry hears others. Raises ValueError for an address that is not ours"
-        self.tell(bind=host)
+        "Where the watchdog receives. Raises ValueError for an address that this machine has not"
+        self.send(bind=host)
         try:
-            return self.answers.get(timeout=20)
+            return self.ports.get(timeout=20)
         except Empty:
             raise ValueError(f'{host} is no address of this machine: mend MASTER_ADDR') from None
 
     def leave(self, how: str) -> None:
-        "The sentry ends ('done'), or tells the others that this rank has ended before its time"
+        "The watchdog ends ('done'), or tells the others that this rank has ended before its time"
         if self.stopped.is_set() or os.getpid() != self.pid:
             return
         self.stopped.set()
         atexit.unregister(self.leave)
-        Pulse.one = None
-        self.tell(leaves=how)
+        Heartbeat.one = None
+        self.send(leaves=how)
         self.link.close()
-        self.sentry.wait(30) if how == 'done' else None
+        if how == 'done':
+            self.watchdog.wait(30)

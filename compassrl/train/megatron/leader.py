@@ -11,20 +11,19 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from fastcore.basics import patch
 from torch import Tensor
 
+from compassrl.phases import phase
 from compassrl.records import Batch, LossFn, Metrics
-from compassrl.train.megatron.control import Control, Refused
-from compassrl.train.megatron.engine import MegatronTrain
-from compassrl.train.megatron.heartbeat import Pulse, patience_s
+from compassrl.train.megatron.engine import Control, MegatronTrain, ScatterRefused
+from compassrl.train.megatron.heartbeat import Heartbeat, limit_from_env
 
 # %% auto #0
-__all__ = ['LostRank', 'cluster_address', 'Watch', 'Leader', 'serve']
+__all__ = ['LostRank', 'cluster_address', 'RankMonitor', 'Leader', 'serve_leader']
 
 # %% ../../../nbs/train/megatron/leader.ipynb #004c961d
 _T = TypeVar('_T')
@@ -35,7 +34,7 @@ class LostRank(RuntimeError):
 
 
 def cluster_address() -> str:
-    "Where this machine hears the others. Raises ValueError where they cannot reach it"
+    "Where this machine receives from the others. Raises ValueError if they cannot reach it"
     ranks = os.environ.get('WORLD_SIZE', '1')
     if ranks in ('1', os.environ.get('LOCAL_WORLD_SIZE', ranks)):
         return '127.0.0.1'  # all ranks are on this machine
@@ -53,108 +52,100 @@ def cluster_address() -> str:
     return host
 
 
-class Watch:
-    """Every rank watches every other one. Where one is killed, stops, hangs or reports an error,
-    all ranks end"""
-
-    control: Control
-    rank: int
-    size: int
-    timeout_s: float
-    every_s: float
-    pulse: Pulse | None
-
-    if TYPE_CHECKING:  # they have cells of their own
-
-        def guard(self) -> AbstractContextManager[None]: ...
-        def stop(self) -> None: ...
+class RankMonitor:
+    """Every rank learns what happens to every other one. Where one is killed, stops, hangs or
+    reports an error, all ranks end"""
 
     def __init__(
         self,
         control: Control,
-        # a rank that is stopped for so long is dead; None = as `patience_s` says
+        # a rank that is stopped for so many seconds is lost; None = as `limit_from_env` says
         timeout_s: float | None = None,
         every_s: float = 1.0,
     ) -> None:
         self.control, self.rank, self.size = control, control.rank, control.size
-        self.timeout_s = timeout_s = timeout_s or patience_s()
-        self.every_s, self.pulse = every_s, None
+        self.timeout_s, self.every_s = timeout_s or limit_from_env(), every_s
+        self.heartbeat: Heartbeat | None = None
         if self.size == 1:
-            return  # nobody to watch
-        self.pulse = Pulse.one or Pulse(self.rank, timeout_s, every_s)
+            return  # no other rank
+        self.heartbeat = Heartbeat.one or Heartbeat(self.rank, self.timeout_s, every_s)
         host = cluster_address()
-        hears = control.gather((host, self.pulse.bind(host)))
+        receives = control.gather((host, self.heartbeat.bind(host)))
         key = secrets.token_hex(32)
-        addresses, key = control.scatter(lambda: [(hears, key)] * self.size)
-        self.pulse.tell(meet=addresses, key=key)
+        addresses, key = control.scatter(lambda: [(receives, key)] * self.size)
+        self.heartbeat.send(meet=addresses, key=key)
 
     @property
     def cause(self) -> str:  # why all end; '' = all is well
-        return self.pulse.cause if self.pulse else ''
+        return self.heartbeat.cause if self.heartbeat else ''
 
-
-# %% ../../../nbs/train/megatron/leader.ipynb #790faea8
-def _second_hand(e):  # an error that tells of another rank
-    said = 'gloo', 'NCCL', 'Connection closed', 'Connection reset'
-    return isinstance(e, dist.DistError) or any(s in str(e) for s in said)
-
-
-@patch
-@contextmanager
-def guard(self: Watch) -> Iterator[None]:
-    "Around what all ranks do: an error inside becomes known to all; LostRank names where it began"
-    try:
-        yield
-    except (Refused, LostRank):
-        raise
-    except Exception as e:
-        if self.size == 1:
+    @contextmanager
+    def share_errors(self) -> Iterator[None]:
+        "Around what all ranks do: all learn of an error inside; LostRank names where it began"
+        try:
+            yield
+        except (ScatterRefused, LostRank):
             raise
-        if not _second_hand(e):
-            self.pulse.stopped.set()
-            self.pulse.tell(failed=f'rank {self.rank}: {type(e).__name__}: {e}')
-            raise
-        until = time.monotonic() + 2 * self.timeout_s
-        while not self.cause and time.monotonic() < until:
-            time.sleep(self.every_s / 10)
-        self.pulse.stopped.set()
-        raise LostRank(self.cause or f'rank {self.rank}: {e}') from e
+        except Exception as e:
+            if not self.heartbeat:
+                raise
+            if not _second_hand(e):
+                self.heartbeat.stopped.set()
+                self.heartbeat.send(failed=f'rank {self.rank}: {type(e).__name__}: {e}')
+                raise
+            until = time.monotonic() + 2 * self.timeout_s
+            while not self.cause and time.monotonic() < until:
+                time.sleep(self.every_s / 10)
+            self.heartbeat.stopped.set()
+            raise LostRank(self.cause or f'rank {self.rank}: {e}') from e
+
+    def stop(self) -> None:
+        "Monitoring ends; every rank calls this"
+        if self.heartbeat:
+            self.control.gather(None)  # all have come this far
+            self.heartbeat.leave('done')
+
+
+def _second_hand(error: Exception) -> bool:  # does it only say that another rank is gone?
+    signs = 'gloo', 'NCCL', 'Connection closed', 'Connection reset'
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 
 
 # %% ../../../nbs/train/megatron/leader.ipynb #24ea6a10
 class Leader:
-    "Rank 0's `TrainEngine`: each call is made by all ranks, which meanwhile run `serve`"
+    "Rank 0's `TrainEngine`: each call is made by all ranks, which meanwhile run `serve_leader`"
 
-    watch: Watch
-    walking: bool
-    engine: MegatronTrain
-    control: Control
-
-    def __init__(self, engine: MegatronTrain, watch: Watch) -> None:
-        self.engine, self.control, self.watch, self.walking = engine, engine.control, watch, False
+    def __init__(self, engine: MegatronTrain, monitor: RankMonitor) -> None:
+        self.engine, self.control, self.monitor = engine, engine.control, monitor
+        self.walking = False  # are all ranks walking through `weights`?
 
     @contextmanager
-    def _all(self, name, *args):  # every rank calls the method `name` with `args`
+    def _all(self, name: str, *args: Any) -> Iterator[MegatronTrain]:
+        "Every rank calls the method `name` with `args`"
         if self.walking:
             doing = 'walk through all of weights() first, every rank is doing so'
             raise RuntimeError(f'{name}: {doing}')
-        with self.watch.guard():
+        with self.monitor.share_errors():
             self.control.scatter(lambda: [(name, args)] * self.control.size)
             yield self.engine
 
     def score(self, batch: Batch) -> dict[str, Tensor]:
         with self._all('score') as e:
-            return e.score(batch)
+            found = e.score(batch)
+            assert found is not None  # this is rank 0
+            return found
 
     def update(
         self, batch: Batch, loss: LossFn, lr: float | None = None
     ) -> tuple[Metrics, dict[str, Tensor]]:
         with self._all('update') as e:
-            return e.update(batch, loss, lr)
+            found = e.update(batch, loss, lr)
+            assert found is not None  # this is rank 0
+            return found
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        "Begins when the first weight is asked for; whoever stops early makes it run to its end"
-        with self._all('weights') as e:
+        "Begins when the first weight is asked for; if the caller stops early, it runs to its end"
+        with phase('weight transfer'), self._all('weights') as e:
             self.walking, walk = True, e.weights()
             try:
                 for weight in walk:  # noqa: UP028  `yield from` would end the walk too early
@@ -174,14 +165,14 @@ class Leader:
             return fn(e, *args)
 
     def next(self) -> None:
-        "All ranks leave `serve` for another engine; they go on to watch each other"
+        "All ranks leave `serve_leader` for another engine; monitoring goes on"
         with self._all('next'):
             pass
 
     def stop(self) -> None:
-        "All ranks leave `serve`"
+        "All ranks leave `serve_leader`"
         with self._all('stop'):
-            self.watch.stop()
+            self.monitor.stop()
 
     def __enter__(self) -> Leader:
         return self
@@ -192,34 +183,29 @@ class Leader:
 
 
 # %% ../../../nbs/train/megatron/leader.ipynb #21339285
-@patch
-def stop(self: Watch) -> None:
-    "Nobody watches any more; every rank calls this"
-    if self.pulse:
-        self.control.gather(None)  # all have come this far
-        self.pulse.leave('done')
-
-
-def serve(engine: MegatronTrain, watch: Watch) -> bool:  # does another engine come after this one?
+def serve_leader(
+    engine: MegatronTrain, monitor: RankMonitor
+) -> bool:  # does another engine come next?
     "What every rank but 0 runs until the leader stops. Raises LostRank, or what went wrong here"
     while True:
-        with watch.guard():
+        with monitor.share_errors():
             name, args = engine.control.scatter()
             if name == 'next':
                 return True
             if name == 'stop':
-                watch.stop()
+                monitor.stop()
                 return False
             try:
                 _obey(engine, name, args)
-            except Refused:
+            except ScatterRefused:
                 pass  # rank 0 says why
 
 
-def _obey(engine, name, args):
+def _obey(engine: MegatronTrain, name: str, args: tuple[Any, ...]) -> None:
     if name == 'weights':
-        for _ in engine.weights():
-            pass
+        with phase('weight transfer'):
+            for _ in engine.weights():
+                pass
     elif name == 'call':
         args[0](engine, *args[1:])
     else:

@@ -7,6 +7,7 @@ weights."""
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 
@@ -34,13 +35,20 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from compassrl.model.policy import PolicyConfig
 from compassrl.train.megatron.parallel import ParallelConfig, check_parallel, padded_vocab
-from compassrl.train.megatron.ranks import wait_for_a_core
 
 # %% auto #0
-__all__ = ['init_parallel', 'has_te', 'transformer_config', 'build_model']
+__all__ = ['wait_for_a_core', 'init_parallel', 'has_te', 'transformer_config', 'build_model']
 
 
 # %% ../../../nbs/train/megatron/model.ipynb #6f23439d
+def wait_for_a_core() -> None:
+    """A thread of this process that wakes up takes no core from one that runs: a thread of gloo
+    spins while another one, which it may have put off, holds its lock"""
+    with suppress(AttributeError, OSError):  # macOS has no such class, a sandbox may refuse it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def init_parallel(
     parallel: ParallelConfig,
     timeout_s: float = 600,  # of each collective

@@ -5,74 +5,15 @@
 # %% ../../../nbs/train/megatron/parallel.ipynb #e2adb89c
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
-from typing import Annotated, Literal
 
 from compassrl.model.policy import PolicyConfig
-from compassrl.settings import at_least, check
+from compassrl.train.train_settings import Fp8Recipe as Fp8Recipe
+from compassrl.train.train_settings import ParallelConfig as ParallelConfig
+from compassrl.train.train_settings import Recompute as Recompute
 
 # %% auto #0
-__all__ = [
-    'Recompute',
-    'Fp8Recipe',
-    'ParallelConfig',
-    'check_world',
-    'check_shape',
-    'check_family',
-    'check_parallel',
-    'padded_vocab',
-]
-
-# %% ../../../nbs/train/megatron/parallel.ipynb #97ca0e41
-# what the backward pass computes again instead of keeping
-Recompute = Literal['none', 'moe', 'full']
-# of Transformer Engine; empty = no FP8
-Fp8Recipe = Literal['', 'blockwise', 'tensorwise', 'delayed']
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    "How the policy is spread over ranks; what is left over is data parallel. Raises ValueError"
-
-    # tensor parallel: heads, rows of dense layers and of the vocabulary
-    tp: Annotated[int, at_least(1)] = 1
-    pp: Annotated[int, at_least(1)] = 1  # pipeline parallel: layers
-    ep: Annotated[int, at_least(1)] = 1  # expert parallel: whole experts
-    # expert tensor parallel: rows inside each expert; 0 = as tp
-    etp: Annotated[int, at_least(0)] = 0
-    # context parallel: tokens of one sequence (Transformer Engine, not run on GPU)
-    cp: Annotated[int, at_least(1)] = 1
-    vpp: Annotated[int, at_least(1)] = 1  # pieces of the model per pipeline rank, interleaved
-    recompute: Recompute = 'none'  # 'moe' = experts, 'full' = every layer
-    # of the forward and backward pass; master weights stay fp32
-    dtype: Literal['float32', 'bfloat16'] = 'float32'
-    fp8_recipe: Fp8Recipe = ''  # matrices in FP8 (Transformer Engine, not run on GPU)
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.vpp > 1 and self.pp == 1:
-            raise ValueError(
-                f'vpp={self.vpp} with pp=1: pieces interleave over pipeline ranks, '
-                'use pp>1 or vpp=1'
-            )
-
-    @property
-    def expert_tp(self) -> int:
-        return self.etp or self.tp
-
-    @property
-    def sequence_parallel(self) -> bool:
-        "Norms and dropout work on each rank's own tokens; mixtures need it, all else profits"
-        return self.tp > 1
-
-    def dp(self, world_size: int) -> int:
-        "Data-parallel replicas of the layers that are not experts"
-        return world_size // (self.tp * self.cp * self.pp)
-
-    def edp(self, world_size: int) -> int:
-        "Data-parallel replicas of each expert"
-        return world_size // (self.expert_tp * self.ep * self.pp)
+__all__ = ['check_world', 'check_shape', 'check_family', 'check_parallel', 'padded_vocab']
 
 
 # %% ../../../nbs/train/megatron/parallel.ipynb #af4fe15e

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# before Megatron-Core, whose warnings it knows
+# before Megatron-Core, whose import it makes lighter
 from compassrl.train.megatron.cpu import megatron_calls
 
 # isort: split
@@ -28,19 +28,71 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from compassrl.model.policy import PolicyConfig
 from compassrl.records import Batch
 from compassrl.train.megatron.batch import Packed, Part, Tap, response_values, tap_routers
 from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.parallel import ParallelConfig
-from compassrl.train.megatron.vocabulary import vocab_log_probs
 from compassrl.train.megatron.weights import load_hf
 from compassrl.train.routes import ReplayMode
 from compassrl.train.torch_train import OptimConfig
 
 # %% auto #0
-__all__ = ['wrap_and_optimise', 'inner_optimizers', 'Passes']
+__all__ = ['vocab_log_probs', 'wrap_and_optimise', 'inner_optimizers', 'Passes']
+
+
+# %% ../../../nbs/train/megatron/passes.ipynb #08476224
+class _VocabParallel(torch.autograd.Function):
+    "Forgets its fp32 numbers; the gradient computes them again"
+
+    @staticmethod
+    def scaled(logits, temperature, size):  # fp32; columns beyond the vocabulary can never be drawn
+        z = logits.to(torch.promote_types(logits.dtype, torch.float)) / temperature
+        if size < z.shape[1]:
+            z[:, max(size, 0) :] = -1e30
+        return z
+
+    @staticmethod
+    def forward(ctx, logits, targets, temperature, size, group):
+        z = _VocabParallel.scaled(logits, temperature, size)
+        top = z.amax(1)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        z -= top[:, None]
+        e, mine = z.exp(), (targets >= 0) & (targets < z.shape[1])
+        chosen = z.gather(1, (targets * mine)[:, None])[:, 0] * mine
+        sums = torch.stack([e.sum(1), torch.linalg.vecdot(e, z), chosen])
+        dist.all_reduce(sums, group=group)
+        total, weighted, chosen = sums
+        entropy = total.log() - weighted / total
+        ctx.save_for_backward(logits, targets * mine, mine, top + total.log())
+        ctx.temperature, ctx.size = temperature, size
+        ctx.mark_non_differentiable(entropy)
+        return chosen - total.log(), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        logits, targets, mine, log_z = ctx.saved_tensors
+        g = grad[:, None] / ctx.temperature
+        z = _VocabParallel.scaled(logits, ctx.temperature, ctx.size)
+        d = z.sub_(log_z[:, None]).exp_().mul_(-g)
+        d.scatter_add_(1, targets[:, None], g * mine[:, None])  # g (1[v = y] - p_v)
+        return d.to(logits.dtype), None, None, None, None
+
+
+def vocab_log_probs(
+    logits: Tensor,  # [n, V/tp] this rank's columns, padding of the vocabulary included
+    targets: Tensor,  # [n] int64 tokens
+    temperature: float,
+    vocab_size: int,  # without padding
+    rank: int,  # of the tensor-parallel group
+    group: dist.ProcessGroup | None,  # the group
+) -> tuple[Tensor, Tensor]:  # [n] log-probs, [n] entropies in nats without gradient
+    "Three sums travel per token, never a row of logits; fp32, and the same on all ranks"
+    start = rank * logits.shape[1]
+    return _VocabParallel.apply(logits, targets - start, temperature, vocab_size - start, group)
 
 
 # %% ../../../nbs/train/megatron/passes.ipynb #7656b97c

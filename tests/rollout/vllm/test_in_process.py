@@ -30,11 +30,11 @@ from compassrl.model.pretrained import (
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.episodes import Turns
 from compassrl.rollout.fp8 import fp8_weights
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.rollout.vllm import in_process as vllm
 from compassrl.rollout.vllm import messages
 from compassrl.rollout.vllm.cleanup import made_here, sweep
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.in_process import VllmRollout, set_environment
 from compassrl.rollout.vllm.messages import (
     can_cache_fp8,

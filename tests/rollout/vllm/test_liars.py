@@ -15,8 +15,8 @@ from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.vllm import client
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.pool import VllmPool
 from tests.support import chaos, liar
 from tests.support.liar import GENERATE, PROGRESS, Server, says, serving, tokens_of, with_choice

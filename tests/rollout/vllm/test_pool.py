@@ -24,11 +24,11 @@ from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.episodes import Episodes, Turns
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.partial import PartialResponses
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
 from compassrl.rollout.vllm import cleanup, dispatcher, nursery, replica_manager, server
 from compassrl.rollout.vllm import pool as vllm_pool
 from compassrl.rollout.vllm.client import Client
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.dispatcher import from_body
 from compassrl.rollout.vllm.nursery import Nursery, nursery_for, start_nursery
 from compassrl.rollout.vllm.pool import VllmPool

@@ -12,7 +12,7 @@ from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, RolloutEngine, SamplingParams, derive_seed
 from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.partial import drawn_mask
-from compassrl.rollout.vllm.config import VllmConfig
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.vllm.dispatcher import from_body, to_body
 from compassrl.rollout.vllm.pool import VllmPool
 from tests.support.engine_samples import Echo

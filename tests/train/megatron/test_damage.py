@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 import compassrl.train.megatron.shards as shards
 from compassrl.train.folders import first_usable
 from compassrl.train.megatron.dist_checkpoint import latest_sharded, load_sharded, save_sharded
-from compassrl.train.megatron.leader import Leader, Watch, serve
+from compassrl.train.megatron.leader import Leader, RankMonitor, serve_leader
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.shards import verify_sharded
 from compassrl.train.saver import ShardedState
@@ -226,9 +226,9 @@ def test_a_forged_checkpoint_runs_nothing(saved, tmp_path):
 
 def lead(fn, root):
     engine = begin(TWO, seed=9)
-    watch = Watch(engine.control)
+    watch = RankMonitor(engine.control)
     if dist.get_rank():
-        return serve(engine, watch)
+        return serve_leader(engine, watch)
     with Leader(engine, watch) as leader:
         return fn(leader, root)
 

@@ -23,7 +23,7 @@ from compassrl.train.megatron.dist_checkpoint import (
     save_sharded,
 )
 from compassrl.train.megatron.engine import MegatronTrain
-from compassrl.train.megatron.leader import Leader, Watch, serve
+from compassrl.train.megatron.leader import Leader, RankMonitor, serve_leader
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.passes import inner_optimizers
 from compassrl.train.megatron.shards import keep_garbage_in_forks, sharded_manifest
@@ -410,9 +410,9 @@ def test_another_policy_is_refused_and_nothing_changes(saved):
 
 def led(root):
     engine = begin(ParallelConfig(ep=2))
-    watch = Watch(engine.control)
+    watch = RankMonitor(engine.control)
     if dist.get_rank():
-        return serve(engine, watch)
+        return serve_leader(engine, watch)
     with Leader(engine, watch) as leader:
         leader.update(batch(0), push)
         leader.everywhere(save_sharded, root, 2)

@@ -23,7 +23,7 @@ from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.train.megatron.batch import Packed, Tap, plan, share_rows, zigzag
 from compassrl.train.megatron.engine import MegatronTrain, _report
 from compassrl.train.megatron.parallel import ParallelConfig
-from compassrl.train.megatron.vocabulary import vocab_log_probs
+from compassrl.train.megatron.passes import vocab_log_probs
 from compassrl.train.megatron.weights import hf_weights
 from compassrl.train.torch_train import OptimConfig, TorchTrain, accumulate_grads
 from tests.support.ranks import RankError, lively, name, run_ranks

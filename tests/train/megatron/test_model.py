@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
 
 import compassrl.train.megatron.model as mm
-import compassrl.train.megatron.ranks as ranks
 import compassrl.train.megatron.weights as mw
+import course.ranks as ranks
 from compassrl.model.layers import causal_attention, rms_norm
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_shapes, save_pretrained
@@ -30,8 +30,8 @@ from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.train.megatron.cpu import PackedAttention, RMSNorm, megatron_calls
 from compassrl.train.megatron.model import build_model, init_parallel, transformer_config
 from compassrl.train.megatron.parallel import ParallelConfig, padded_vocab
-from compassrl.train.megatron.ranks import _first
 from compassrl.train.megatron.weights import cuts, hf_weights, load_hf
+from course.ranks import _first
 from tests.support.ranks import (
     DENSE,
     LAYOUTS,

@@ -15,8 +15,8 @@ from compassrl.algo.engine_gap import discrepancy
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.model.pretrained import save_pretrained
 from compassrl.records import Batch, Request, SamplingParams, collate
+from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.rollout.vllm.config import VllmConfig
 from compassrl.rollout.vllm.messages import engine_args, read_routes, to_sample
 from compassrl.train.megatron.batch import Packed, Tap, plan, tap_routers
 from compassrl.train.megatron.engine import MegatronTrain

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.train.megatron import procfs, watchdog
+from compassrl.train.megatron import watchdog
 from compassrl.train.megatron.dist_checkpoint import (
     finish_save,
     latest_sharded,
@@ -31,8 +31,8 @@ from compassrl.train.megatron.dist_checkpoint import (
     save_sharded,
 )
 from compassrl.train.megatron.engine import MegatronTrain
-from compassrl.train.megatron.heartbeat import Pulse, variable
-from compassrl.train.megatron.leader import Leader, Watch, serve
+from compassrl.train.megatron.heartbeat import LIMIT_VARIABLE, Heartbeat
+from compassrl.train.megatron.leader import Leader, RankMonitor, serve_leader
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.sft import SFTConfig
 from tests.launch.test_plan import TWO
@@ -41,7 +41,7 @@ from tests.support.ranks import lively
 from tests.train.megatron.test_engine import LOSS, OPTIM, POLICY
 from tests.train.megatron.test_leader import scored, survivors
 
-LIMIT_S = float(os.environ.get(variable, 4))
+LIMIT_S = float(os.environ.get(LIMIT_VARIABLE, 4))
 
 
 def hang(*args):
@@ -99,13 +99,13 @@ def load(engine, folder):
 def run(rank, way, delay_s, folder):
     signal.signal(signal.SIGUSR1, hang)
     own = dist.get_rank()
-    Pulse(own, LIMIT_S)
+    Heartbeat(own, LIMIT_S)
     e = MegatronTrain(POLICY, hf_weights(lively(POLICY)), OPTIM, ParallelConfig())
-    watch = Watch(e.control, LIMIT_S)
+    watch = RankMonitor(e.control, LIMIT_S)
     if own == rank:
         threading.Thread(target=strike, args=(way, delay_s), daemon=True).start()
     if own:
-        return serve(e, watch)
+        return serve_leader(e, watch)
     with Leader(e, watch) as leader:
         work(leader, folder)
 
@@ -151,7 +151,7 @@ def test_a_job_of_torchrun_whose_first_rank_is_stopped(when, tmp_path):
     "It ends, says which rank it was and where; its connections are for this machine alone"
     cfg = replace(TWO, steps=10_000, cold_start=SFTConfig(steps=5, num_solutions=60))
     (tmp_path / 'config.json').write_text(json.dumps(asdict(cfg)))
-    env = os.environ | {'OMP_NUM_THREADS': '1', variable: '4', 'PYTHONWARNINGS': 'ignore'}
+    env = os.environ | {'OMP_NUM_THREADS': '1', LIMIT_VARIABLE: '4', 'PYTHONWARNINGS': 'ignore'}
     torchrun = [str(Path(sys.executable).parent / 'torchrun'), '--standalone']
     words = ['--nproc-per-node=2', '-m', 'compassrl', 'train', 'config.json', '--run-dir', 'run']
     with open(tmp_path / 'log', 'wb') as log:
@@ -168,50 +168,50 @@ def test_a_job_of_torchrun_whose_first_rank_is_stopped(when, tmp_path):
         os.kill(first.pid, signal.SIGSTOP)
         assert job.wait(300) != 0
         told = re.compile(r'rank 0 was stopped for \d+ s, in: [a-z]{4}')  # whatever it was doing
-        # a sentry ends its rank first, and says why then
+        # a watchdog ends its rank first, and says why then
         assert soon(lambda: told.search((tmp_path / 'log').read_text()), 20), (
             tmp_path / 'log'
         ).read_text()[-3000:]
-        assert soon(lambda: not any(p.is_running() for p in (first, second, watchdog)))
+        assert soon(lambda: not any(p.is_running() for p in (first, second, watchdog_process)))
     finally:
         job.kill()
         job.wait()
 
 
 def test_words_that_came_early_or_are_read_late_count():
-    "Before the ranks have met they wait; a sentry that was held up reads before it judges"
+    "Before the ranks have met they wait; a watchdog that was held up reads before it judges"
     link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ears, key = watchdog.Ears(os.getpid(), 0, 1.0, 0.1, theirs), bytes(32)
+    dog, key = watchdog.Watchdog(os.getpid(), 0, 1.0, 0.1, theirs), '00' * 32
     link.send(json.dumps(dict(bind='127.0.0.1')).encode())
-    ears.listen(time.monotonic())
+    dog.receive(time.monotonic())
     port = json.loads(link.recv(1000))['port']
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
         peer.bind(('127.0.0.1', 0))
 
         def says(number, **words):
             words |= dict(rank=1, number=number)
-            peer.sendto(watchdog.seal(key, words), ('127.0.0.1', port))
+            peer.sendto(f'{key} {json.dumps(words)}'.encode(), ('127.0.0.1', port))
 
         says(1)
-        ears.listen(time.monotonic() + 0.05)
-        assert not ears.said
-        met = dict(meet=[['127.0.0.1', port], list(peer.getsockname())], key=key.hex())
+        dog.receive(time.monotonic() + 0.05)
+        assert not dog.reports
+        met = dict(meet=[['127.0.0.1', port], list(peer.getsockname())], key=key)
         link.send(json.dumps(met).encode())
-        ears.listen(time.monotonic() - 1)
-        assert ears.said[1]['number'] == 1
+        dog.receive(time.monotonic() - 1)
+        assert dog.reports[1]['number'] == 1
         says(2, failed='the reason')
-        ears.listen(time.monotonic() - 1)
-        assert ears.cause == 'the reason'
+        dog.receive(time.monotonic() - 1)
+        assert dog.cause == 'the reason'
     link.close()
 
 
 def test_a_stop_of_the_sentry_itself_is_no_credit_for_later():
     _, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ears, now = watchdog.Ears(os.getpid(), 0, 1.0, 0.1, theirs), time.monotonic()
-    ears.heard = {1: now - 50.0, 2: now}  # the second was heard after the stop
-    ears.skip(30.0)
-    assert ears.heard[1] == now - 20.0
-    assert now <= ears.heard[2] <= time.monotonic() and ears.pulsed <= time.monotonic()
+    dog, now = watchdog.Watchdog(os.getpid(), 0, 1.0, 0.1, theirs), time.monotonic()
+    dog.reported_at = {1: now - 50.0, 2: now}  # the second was heard after the stop
+    dog.skip(30.0)
+    assert dog.reported_at[1] == now - 20.0
+    assert now <= dog.reported_at[2] <= time.monotonic() and dog.beat_at <= time.monotonic()
 
 
 def test_names_of_other_processes_are_any_bytes():
@@ -226,7 +226,7 @@ time.sleep(600)"""
         try:
             p.stdout.readline()
             assert b'\xff' in Path(f'/proc/{p.pid}/stat').read_bytes()
-            assert procfs.look(p.pid).parent == os.getpid()
-            assert procfs.helpers_cpu_s(os.getpid()) > 0
+            assert watchdog.proc_stat(p.pid).parent == os.getpid()
+            assert watchdog.helpers_cpu_s(os.getpid()) > 0
         finally:
             p.kill()
