@@ -99,27 +99,30 @@ def timed(metrics: Metrics, name: str) -> Iterator[None]:
     metrics.setdefault(f'time_{name}_at', t)
     with phase(name):
         yield
-    metrics[f'time_{name}_s'] = (metrics.get(f'time_{name}_s') or 0.0) + time.perf_counter() - t
+    before = metrics.get(f'time_{name}_s') or 0.0
+    metrics[f'time_{name}_s'] = before + time.perf_counter() - t
 
 
 def timed_samples(samples: Iterator[Sample], metrics: Metrics) -> Iterator[Sample]:
     "Passes samples on and adds the seconds spent waiting for them, and no others, to the rollout"
-    while True:
-        with timed(metrics, 'rollout'):
+    metrics.setdefault('time_rollout_at', time.perf_counter())
+    seconds = metrics.get('time_rollout_s') or 0.0
+    with phase('rollout'):  # one visit, in which the caller works, too
+        while True:
+            t = time.perf_counter()
             s = next(samples, None)
-        if s is None:
-            return
-        yield s
+            metrics['time_rollout_s'] = seconds = seconds + time.perf_counter() - t
+            if s is None:
+                return
+            yield s
 
 
 def collect_parts(
     rollout: RolloutEngine,
-    new: list[Request],  # of this step
+    new: list[Request],  # those of this step
     partial_responses: PartialResponses,  # what earlier steps have begun; changes
     judge: Judge,
-) -> tuple[
-    list[Request], list[Sample], Metrics
-]:  # groups that have ended; tokens: all that was drawn
+) -> tuple[list[Request], list[Sample], Metrics]:  # groups that have ended
     "One part of each response, or more until a group is whole"
     partial_responses.begin(new)
     tokens, waves, samples = 0, 0, []
@@ -132,7 +135,8 @@ def collect_parts(
                 judge.start(whole)
         waves += 1
         requests, samples = partial_responses.whole_groups()
-    stale = torch.cat([s.token_versions[drawn_mask(s)] for s in samples]) < newest
+    versions = [s.token_versions[drawn_mask(s)] for s in samples if s.token_versions is not None]
+    stale = torch.cat(versions) < newest
     metrics |= dict(
         tokens=float(tokens),
         waves=float(waves),
@@ -183,7 +187,7 @@ class StepWaves(Waves):
     ) -> list[tuple[str, int]]:
         if unseen and self.cfg.zero_variance.sampling == 'adaptive':
             if sum(unseen.values()) > tokens_left(spent, self.cfg):
-                return []  # nothing can be certain
+                return []  # what runs may use up the budget: nothing is certain
         with timed(self.metrics, 'reward'):
             self.judge.settle(samples)
         if unseen is None:
@@ -220,10 +224,11 @@ def collect_waves(
         early_frac=waves.early / len(requests),
     )
     if cfg.zero_variance.sampling == 'refill':
-        # what is silent is thrown away, unless everything is
+        # silent groups are thrown away, unless all are silent
         kept = {id for id, f in zip(waves.asked, waves.flat) if not f} or set(waves.asked)
-        requests, samples = ([x for x in xs if x.prompt_id in kept] for xs in (requests, samples))
-        if selection:  # later nobody knows of those
+        requests = [r for r in requests if r.prompt_id in kept]
+        samples = [s for s in samples if s.prompt_id in kept]
+        if selection:  # now, because the silent groups are gone afterwards
             selection.took(dict(zip(waves.asked, waves.flat)))
     return requests, samples, metrics
 
@@ -239,11 +244,11 @@ def collect(
     partial_responses: PartialResponses | None = None,  # responses that take several steps
     selection: PromptSelection | None = None,  # None: all prompts in turn
 ) -> tuple[list[Request], list[Sample], Metrics]:  # what trains; tokens: all that was drawn
-    "What one step brings home: in waves, or one part of each response"
+    "Requests and samples of one step: in waves, or one part of each response"
     params, num = cfg.rollout.params(eos_id), cfg.prompts_per_step
     first = selection.next() if selection else prompts_of_step(prompts, step, num, cfg.seed)
     if partial_responses:
-        # a prompt whose last group has not ended waits for its next turn
+        # a prompt is not asked again before its last group has ended
         new = [p for p in first if p.id not in partial_responses.groups]
         new = requests_of(new, [cfg.group_size] * len(new), Counter(), params, cfg.seed, step)
         found = collect_parts(rollout, new, partial_responses, judge)
@@ -277,7 +282,7 @@ def silent_groups(samples: list[Sample]) -> dict[str, bool]:  # prompt id -> is 
 
 
 def grade(
-    batch: Batch,  # of these samples, with the entropy that the train engine saw
+    batch: Batch,  # these samples, with the entropy that the train engine saw
     samples: list[Sample],  # judged, in the order of its rows; they get their shaped rewards
     cfg: TrainConfig,
 ) -> tuple[Batch, Metrics]:  # with rewards and advantages
@@ -287,7 +292,9 @@ def grade(
     for s, r in zip(samples, rewards.tolist()):
         s.reward = r
     batch = replace(batch, rewards=rewards.float())
-    right = torch.tensor([rightness(s.verdict) for s in samples])
+    assert batch.rewards is not None and batch.entropy is not None
+    verdicts = [s.verdict for s in samples if s.verdict is not None]
+    right = torch.tensor([rightness(v) for v in verdicts])
     advantages, spared = token_advantages(
         batch, task, valid, cfg.advantages, cfg.zero_variance, right
     )
@@ -295,7 +302,7 @@ def grade(
     return replace(batch, advantages=advantages), spared | dict(
         reward_mean=float(task.mean()),
         penalty_mean=float((task - batch.rewards).mean()),
-        correct_frac=sum(s.verdict.correct for s in samples) / num,
+        correct_frac=sum(v.correct for v in verdicts) / num,
         failed_frac=float((~valid).float().mean()),
         samples=float(num),
         group_size_mean=num / len({s.prompt_id for s in samples}),

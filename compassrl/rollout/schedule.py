@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil, exp, inf, log, log2
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compassrl.records import Request, Sample, derive_seed
 from compassrl.rollout.rollout_settings import ScheduleConfig as ScheduleConfig
@@ -23,25 +24,22 @@ __all__ = ['LengthPredictor', 'prediction_error', 'Schedule']
 
 # %% ../../nbs/rollout/schedule.ipynb #91351e1b
 class LengthPredictor:
-    """How many tokens a response will have, from lengths that came before; the first link that
-    knows anything answers"""
-
-    num_recent: int
-    decay: float
+    """Predicts the tokens of a response from lengths that came before: of its prompt, else of
+    similar prompts, else of all"""
 
     def __init__(
         self,
         decay: float = 0.5,  # weight of older steps in a prompt's history
-        recent: int = 256,  # lengths that a median is taken of
+        recent: int = 256,  # most lengths in a median
     ) -> None:
         self.decay, self.num_recent = decay, recent
-        # prompt -> log of its usual length in earlier `generate`s; lengths of this one
+        # prompt -> log of its usual length in earlier `generate`s; lengths in this one
         self.history: dict[str, float] = {}
         self.group: dict[str, list[int]] = {}
         # feature -> last lengths, '' = all; their medians, until the next comes
         self.recent: dict[str, deque[int]] = {}
         self.medians: dict[str, float] = {}
-        # of this `generate`: predicted when it was handed out, true
+        # lengths in this `generate`: predicted when the request was handed out, true
         self.pairs: list[tuple[float, int]] = []
 
     def begin(self) -> None:
@@ -57,7 +55,7 @@ class LengthPredictor:
         "Domain (the id up to its last dash) and size of the prompt"
         return f'{prompt_id.rpartition("-")[0]}/{num_tokens.bit_length()}'
 
-    def _median(self, key):
+    def _median(self, key: str) -> float:
         if key not in self.medians:
             self.medians[key] = median(self.recent[key])
         return self.medians[key]
@@ -65,10 +63,10 @@ class LengthPredictor:
     def link(
         self,
         prompt_id: str,
-        num_tokens: int,  # of the prompt
+        num_tokens: int,  # length of the prompt
     ) -> tuple[str, float]:
-        "Which link answers, and response tokens; 'limit', inf = none knows anything"
-        own = list(self.group.get(prompt_id, ()))
+        "Source of the prediction, and response tokens; 'limit', inf = no length has been seen"
+        own: list[float] = [*self.group.get(prompt_id, ())]
         if prompt_id in self.history:
             own.append(exp(self.history[prompt_id]))
         if own:
@@ -103,7 +101,7 @@ class LengthPredictor:
 
 
 # %% ../../nbs/rollout/schedule.ipynb #ac372533
-def _ranks(x):
+def _ranks(x: Tensor) -> Tensor:
     "Equal values share their mean rank"
     _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - (counts.double() - 1) / 2)[inverse]
@@ -123,11 +121,7 @@ def prediction_error(predicted: Sequence[float], lengths: Sequence[int]) -> dict
 
 # %% ../../nbs/rollout/schedule.ipynb #540cc80b
 class Schedule:
-    "What one `generate` knows of its requests: their order, and which samples count"
-
-    requests: list[Request]
-    predictor: LengthPredictor
-    config: ScheduleConfig
+    "Requests of one `generate`: their order, and which samples count"
 
     def __init__(
         self, requests: Iterable[Request], config: ScheduleConfig, predictor: LengthPredictor
@@ -136,7 +130,7 @@ class Schedule:
         predictor.begin()
         self.guesses: dict[tuple[str, int], float] = {}
         self.open: dict[str, dict[int, Request]] = {}  # prompt -> index -> what is still to come
-        self.turns: dict[tuple[str, int], tuple[Sample, int]] = {}  # that may not be the last
+        self.turns: dict[tuple[str, int], tuple[Sample, int]] = {}  # perhaps not the last ones
         for r in self.requests:
             self.add(r)
         self.probes: dict[str, int] = (
@@ -150,7 +144,7 @@ class Schedule:
         self.turns.pop((r.prompt_id, r.index), None)
         self.open.setdefault(r.prompt_id, {})[r.index] = r
 
-    def _more(self, group):
+    def _more(self, group: list[Request]) -> Iterator[Request]:
         "Further samples, under indices of their own"
         free = max(r.index for r in group) + 1
         for k in range(ceil(self.config.over_provision * len(group))):
@@ -158,8 +152,8 @@ class Schedule:
             yield replace(r, index=free + k, seed=derive_seed(r.seed, 'more', k))
 
     def order(self, r: Request) -> tuple[int, ...]:  # smallest first
-        """Probes of prompts that nobody knows; the rest of those, whose probe may well be long;
-        then the longest, by what is left of it"""
+        """Probes of unknown prompts, then their other requests, which may well be long; then the
+        longest, by what is left of it"""
         drawn = len(r.begun or ())  # and read
         link, tokens = self.predictor.link(r.prompt_id, len(r.prompt_ids) - drawn)
         self.guesses[r.prompt_id, r.index] = tokens  # the last time is when it is next
@@ -174,7 +168,7 @@ class Schedule:
     def observe(
         self,
         s: Sample,
-        begun: int = 0,  # tokens of the response at the end of its prompt_ids
+        begun: int = 0,  # how many of the response's tokens stand at the end of its prompt_ids
     ) -> None:
         "The predictor learns, and keeps how far off it was"
         if begun:
@@ -193,7 +187,7 @@ class Schedule:
             self.turns[s.prompt_id, s.index] = s, len(r.begun)
 
     def seen(self, s: Sample) -> None:
-        "Nobody asks for more of this response"
+        "The caller has this response and asked for no further turn of it"
         if turn := self.turns.pop((s.prompt_id, s.index), None):
             self.observe(*turn)
 

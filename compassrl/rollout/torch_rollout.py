@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from compassrl.model.layers import causal_attention, grouped_linear, stack_routes
-from compassrl.model.policy import Policy, PolicyConfig
+from compassrl.model.policy import Block, Policy, PolicyConfig
 from compassrl.model.pretrained import load_hf_weights
 from compassrl.phases import phase
 from compassrl.records import Request, RolloutEngine, Sample, as_requests
@@ -41,32 +42,38 @@ __all__ = ['TorchRollout']
 class TorchRollout(RolloutEngine):
     "The embedded rollout engine"
 
-    return_routes: bool
-    device: str
-    config: PolicyConfig
-    layers: list[SimpleNamespace]
+    if TYPE_CHECKING:  # methods with cells of their own
+
+        def forward(
+            self, ids: Tensor, place: Tensor, attend: Callable[[int, Tensor], Tensor]
+        ) -> tuple[Tensor, Tensor]: ...
+        def prefill(self, prompts: list[tuple[int, ...]]) -> None: ...
+        def admit(self, requests: list[Request]) -> list[int]: ...
+        def step(self) -> list[int]: ...
+        def harvest(self, slot: int) -> Sample: ...
 
     def __init__(
         self,
         config: PolicyConfig,
         num_slots: int = 128,  # responses that run at the same time
-        dtype: torch.dtype = torch.float32,  # of weights and cache; float64: results without batch
+        # weights and cache; with float64 tokens do not depend on the batch
+        dtype: torch.dtype = torch.float32,
         device: str = 'cpu',
         return_routes: bool = True,  # record the experts of every token
     ) -> None:
         if num_slots < 1:
             raise ValueError(f'num_slots={num_slots}: use at least 1')
         self.config, self.return_routes, self.device = config, return_routes, device
-        self.policy: Policy = Policy(config).to(device, dtype).requires_grad_(False)
+        self.policy = Policy(config).to(device, dtype).requires_grad_(False)
         for p in self.policy.blocks.parameters():
             if p.dim() > 1:  # stored input by output: products of few rows read them faster so
                 p.data = p.mT.contiguous().mT
-        self.slots: Slots = Slots(config, num_slots, dtype, device)
+        self.layers: list[SimpleNamespace] = []  # views on the weights, made by `load_weights`
+        self.slots = Slots(config, num_slots, dtype, device)
         self.prefixes: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = OrderedDict()
-        self.version: int | None = None
-
-        # for `scaled_rms`
-        self.small: Tensor = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
+        self.version: int | None = None  # None = there are no weights yet
+        # the epsilon of `scaled_rms`
+        self.small = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
 
     @phase('weight transfer')
     @torch.inference_mode()
@@ -81,20 +88,20 @@ class TorchRollout(RolloutEngine):
         self.prefixes.clear()
         self.slots.kv.zero_()  # masked places count 0 times a number, which must be finite
         load_hf_weights(self.policy, weights)
-        self.layers = [folded(b) for b in self.policy.blocks]
+        self.layers = [folded(cast(Block, b)) for b in self.policy.blocks]
         self.version = version
 
     # what another precision changes
     def product(self, x: Tensor, w: Tensor) -> Tensor:
-        "Of a projection: `[n, in] @ [in, out]`"
+        "Projection: `[n, in] @ [in, out]`"
         return torch.mm(x, w)
 
     def expert_product(self, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-        "Of all experts, as `grouped_linear`"
+        "Products of all experts, like `grouped_linear`"
         return grouped_linear(x, w, ends)
 
     def cached(self, kv: Tensor) -> Tensor:
-        "What the cache keeps of `[N, 2KV, d]` keys, then values"
+        "Keys, then values `[N, 2KV, d]` as the cache keeps them"
         return kv
 
 
@@ -104,8 +111,8 @@ class TorchRollout(RolloutEngine):
 def forward(
     self: TorchRollout,
     ids: Tensor,  # [N] packed
-    place: Tensor,  # [N] of each token in its own sequence
-    # layer, rotated queries and keys, values [N, H+2KV, d] -> [N, H*d]
+    place: Tensor,  # [N] where each token stands in its own sequence
+    # (layer, rotated queries and keys, values [N, H+2KV, d]) -> [N, H*d]
     attend: Callable[[int, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:  # hidden states [N, D], routes [N, L, K]
     "What `Policy.trunk` computes"
@@ -145,7 +152,7 @@ def prefill(
     mask = torch.arange(int(lengths.max()), device=self.device) < lengths[:, None]
     causal, kept = causal_attention(mask), []
 
-    def attend(layer, qkv):
+    def attend(layer: int, qkv: Tensor) -> Tensor:
         kept.append(kv := self.cached(qkv[:, H:]))
         return causal(layer, qkv[:, :H], *kv.chunk(2, 1)).flatten(1)
 
@@ -200,7 +207,7 @@ def step(self: TorchRollout) -> list[int]:  # slots that finished
     in_use = slots.kv[:, :, :n, :, window].flatten(2, 3)  # [L, 2, n*KV, T, d]
     keys, values = (t.unbind() for t in in_use.unbind(1))
 
-    def attend(layer, qkv):
+    def attend(layer: int, qkv: Tensor) -> Tensor:
         newest[layer].copy_(self.cached(qkv[:, H:]).view(n, 2, KV, d))
         queries = qkv[:, :H].reshape(n * KV, -1, d)
         scores = torch.baddbmm(bias, queries, keys[layer].mT, alpha=d**-0.5)
@@ -218,6 +225,7 @@ def step(self: TorchRollout) -> list[int]:  # slots that finished
 @patch
 def harvest(self: TorchRollout, slot: int) -> Sample:
     "The sample that a finished slot holds"
+    assert self.version is not None
     slots, request = self.slots, self.slots.requests[slot]
     first, column = int(slots.first_column[slot]), slots.column
     response = slice(first + len(request.prompt_ids), column + 1)
@@ -244,7 +252,7 @@ def harvest(self: TorchRollout, slot: int) -> Sample:
 def generate(
     self: TorchRollout,
     requests: Iterable[Request],
-    whole_groups: bool = False,  # of every group all samples? They come in any case
+    whole_groups: bool = False,  # without effect: every sample of every group comes
 ) -> Iterator[Sample]:
     "Yields each sample as it finishes; its slot is refilled at once, by its next turn if there is"
     slots, waiting = self.slots, as_requests(requests)
