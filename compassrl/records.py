@@ -73,7 +73,8 @@ class SamplingParams:
 
     max_tokens: Annotated[int, at_least(1)] = 64  # response tokens, the stop token included
     temperature: Annotated[float, at_least(0)] = 1.0  # 0 = greedy
-    top_p: Annotated[float, above(0, up_to=1)] = 1.0  # of the likeliest tokens that reach this
+    # draw among the likeliest tokens whose probabilities reach this sum; 1 = among all
+    top_p: Annotated[float, above(0, up_to=1)] = 1.0
     stop_ids: tuple[int, ...] = ()  # a response ends with the first of these, which it keeps
 
     def __post_init__(self) -> None:
