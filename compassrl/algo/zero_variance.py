@@ -56,11 +56,11 @@ class ZeroVarianceConfig:
     token_budget: Annotated[float, at_least(0)] = 0.5
     # 'refill': further waves of prompts in a step; 0 = flat groups are dropped
     max_refills: Annotated[int, at_least(0)] = 8
-    # of the soft overlong penalty (DAPO); 0 = off
+    # weight of the soft overlong penalty (DAPO); 0 = off
     length_weight: Annotated[float, at_least(0, below=0.5)] = 0.1
     # the last part of a response's budget, where that penalty grows (DAPO: 4096/20480)
     overlong_frac: Annotated[float, above(0, up_to=1, why='length_weight=0 is the switch')] = 0.2
-    # of the penalty for repeated n-grams; 0 = off
+    # weight of the penalty for repeated n-grams; 0 = off
     repetition_weight: Annotated[float, at_least(0, below=0.5)] = 0.1
     # tokens that make one n-gram; shorter ones recur in good working, too
     ngram: Annotated[int, at_least(1)] = 12
@@ -96,10 +96,10 @@ def growth(
     rewards: Tensor,  # [B] task rewards, before any penalty
     group: Tensor,  # [B] integers
     valid: Tensor | None,  # [B] bool: the verifier gave a verdict (None: all)
-    tokens: Tensor,  # [B] response tokens, which predict the cost of more
+    tokens: Tensor,  # [B] response tokens; a group's sum predicts what doubling it costs
     cfg: ZeroVarianceConfig,  # sampling, max_group_size
     budget: float,  # tokens that may still be spent
-    unseen: float | None = None,  # tokens that groups which are not here may want; None = all are
+    unseen: float | None = None,  # tokens that groups still in flight may want; None = none is
 ) -> Tensor:  # [P] int64, groups in ascending order of their id: how many more responses each gets
     """Doubles flat groups while the expected tokens fit the budget: those that earn least first, of
     these the cheapest. Groups that earn most wait until no other can grow. With `unseen`, only what
@@ -111,7 +111,7 @@ def growth(
     if cfg.sampling != 'adaptive':
         return more
     size = more.index_add(0, s.index, torch.ones_like(s.index))
-    # as much again as the group has cost so far
+    # doubling a group costs what it has cost so far
     cost = torch.zeros_like(s.num).index_add(0, s.index, tokens.double())
     # without verdicts, more samples are no remedy
     wants = s.flat & (s.num >= 2) & (2 * size <= cfg.max_group_size)
@@ -124,7 +124,7 @@ def growth(
     for g in sorted(wants.nonzero().flatten().tolist(), key=lambda g: (earned[g], cost[g])):
         if may[g] and cost[g] + (unseen or 0.0) <= budget:
             more[g] = size[g]
-        if more[g] or unseen is not None:  # who comes first may get its share yet
+        if more[g] or unseen is not None:  # an earlier group may still get its share
             budget -= float(cost[g])
     return more
 
@@ -179,7 +179,7 @@ def shape_rewards(
     return (rewards + _gaps(samples) * penalty).float()
 
 
-def _gaps(samples):
+def _gaps(samples: list[Sample]) -> Tensor:
     "[B] smallest difference between task rewards of the sample's group; 1 in a flat group"
     rewards = {}
     for s in samples:
@@ -264,7 +264,7 @@ def token_advantages(
     )
 
 
-def _frac(x):  # share of True; 0 of nothing
+def _frac(x: Tensor) -> float:  # share of True; 0 if x is empty
     return float(x.sum()) / max(x.numel(), 1)
 
 

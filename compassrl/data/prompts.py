@@ -37,7 +37,7 @@ __all__ = [
 
 # %% ../../nbs/data/prompts.ipynb #0b38807c
 def split_of(
-    text: str,  # of the prompt
+    text: str,  # the prompt's
     heldout_frac: float = 0.1,
 ) -> str:  # 'train' or 'heldout'
     """Decided by a hash of the text alone
@@ -126,12 +126,12 @@ class DataConfig:
     weights: Annotated[tuple[float, ...], above(0)] = ()
     # 0 is easiest; a fraction mixes two levels
     difficulty: Annotated[float, between(0, 20)] = 1.0
-    # of each domain; empty = `difficulty` for all
+    # level of each domain; empty = `difficulty` for all
     difficulties: Annotated[tuple[float, ...], between(0, 20)] = ()
     num_train: Annotated[int, at_least(1)] = 4096  # generated training prompts
     # prompts for evaluation, never trained on; None = 128 generated ones, or `heldout_frac`
     num_heldout: Annotated[int | None, at_least(1)] = None
-    # of training prompts: .jsonl, .json, .csv, .parquet, a saved dataset's folder, or hf:NAME
+    # training prompts: .jsonl, .json, .csv, .parquet, a saved dataset's folder, or hf:NAME
     path: str = ''
     # evaluation sets of their own, each NAME=PATH; then `path` is split only by `num_heldout`
     eval_path: tuple[str, ...] = ()
@@ -143,14 +143,14 @@ class DataConfig:
     apply_chat_template: bool = False
     # refuse data with a bad row, or leave it out and say so
     on_bad_row: Literal['raise', 'skip'] = 'raise'
-    # of the loaded data, if neither `num_heldout` nor `eval_path` is given
+    # share of the loaded data held out, if neither `num_heldout` nor `eval_path` is given
     heldout_frac: Annotated[float, above(0, below=1)] = 0.1
     # what is asked: all in turn, or those more often whose length or domain is seldom silent
     select_by: SelectBy = 'turn'
     max_prompt_tokens: Annotated[int, at_least(1)] = 64  # a longer prompt is an error
     # folder of an earlier run: some of its training prompts are asked again, against forgetting
     replay_from: str = ''
-    replay_frac: Annotated[float, above(0, below=1)] = 0.1  # of the training prompts, then
+    replay_frac: Annotated[float, above(0, below=1)] = 0.1  # share of training prompts, then
 
     def __post_init__(self) -> None:
         check(self)
@@ -239,8 +239,8 @@ def _split(cfg, prompts):  # train and held out
 def load_data(
     cfg: DataConfig,
     tokenizer: Tokenizer,
-    seed: int,  # of generated prompts
-    chat: ChatTemplate | None = None,  # of the model, for prompts that are messages
+    seed: int,  # seed of generated prompts
+    chat: ChatTemplate | None = None,  # the model's, for prompts that are messages
     keep_row: bool = False,  # for reward functions; then a row needs no answer
     more: Callable[[Loaded], list[str]] = lambda loaded: [],  # further reasons against the data
 ) -> tuple[list[Prompt], list[Prompt]]:  # train and held out: no text is in both
@@ -257,8 +257,8 @@ def load_data(
 def reading_of(
     cfg: DataConfig,
     tokenizer: Tokenizer,
-    chat: ChatTemplate | None = None,  # as of `load_data`
-    keep_row: bool = False,  # as there
+    chat: ChatTemplate | None = None,  # see `load_data`
+    keep_row: bool = False,  # see `load_data`
 ) -> Reading:
     "How the rows of a config are read"
     c = cfg
@@ -267,7 +267,7 @@ def reading_of(
 
 
 def load_eval_set(
-    name: str,  # of the set; its prompts' ids begin with it
+    name: str,  # the set's; its prompts' ids begin with it
     path: str,
     reading: Reading,
     on_bad_row: Literal['raise', 'skip'] = 'raise',

@@ -57,7 +57,7 @@ def kth_largest(
     return torch.tensor(bin << 15 | rest, dtype=torch.int32).view(torch.float32).item()
 
 
-def _bits(x):  # of absolute values; they sort as the numbers do
+def _bits(x):  # bits of absolute values sort like the numbers
     return x.abs().flatten().contiguous().view(torch.int32)
 
 
@@ -71,7 +71,7 @@ def _bin_of(counts, k):  # the bin of the k-th largest, and how many lie in bins
 # %% ../../nbs/model/merge.ipynb #d3afd378
 def trim(
     delta: Tensor,  # [...] task vector, or a part of it
-    threshold: float,  # of absolute values
+    threshold: float,  # least absolute value
 ) -> Tensor:  # [...]
     "Small changes become 0 (TIES, step 1)"
     return torch.where(delta.abs() >= threshold, delta, 0.0)
@@ -113,7 +113,7 @@ class MergeConfig:
     # 'ties': share of the changes of a model that is kept, the largest
     density: Annotated[float, above(0, up_to=1)] = 0.2
     density_of: Literal['model', 'tensor'] = 'model'  # one threshold for all, or one per tensor
-    scale: Annotated[float, above(0)] = 1.0  # of the merged change that is added to the base
+    scale: Annotated[float, above(0)] = 1.0  # factor of the merged change added to the base
     router_from: Annotated[int, at_least(0)] = 0  # routers of this model, from 1; 0 = merged
 
     def __post_init__(self) -> None:
@@ -132,7 +132,9 @@ class MergeConfig:
 
 
 # %% ../../nbs/model/merge.ipynb #5874d7ed
-def is_router(name: str) -> bool:  # of a weight in a Hugging Face checkpoint
+def is_router(
+    name: str,  # a weight's in a Hugging Face checkpoint
+) -> bool:
     "A gate that chooses experts, or its correction"
     return name.split('.')[-2] == 'gate'
 
@@ -141,7 +143,7 @@ def merge_tensor(
     base: Tensor | None,  # [...] None: 'linear', which needs none
     models: Tensor,  # [M, ...]
     cfg: MergeConfig,
-    thresholds: Sequence[float] | None = None,  # of 'ties', one per model; None = of this tensor
+    thresholds: Sequence[float] | None = None,  # for 'ties', one per model; None = by this tensor
 ) -> Tensor:  # [...]
     "One weight of the merged model"
     weights = cfg.weights_of(len(models))

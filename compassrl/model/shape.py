@@ -24,11 +24,11 @@ class Yarn:
     factor: Annotated[float, at_least(1)] = 1.0  # 1 = plain rotary embeddings
     # longest sequence of the pretraining
     original_max_position_embeddings: Annotated[int, at_least(0)] = 0
-    # turns over that length: a pair with more of them stays as it is,
+    # a pair of dimensions with more turns than this over that length stays as it is
     beta_fast: Annotated[float, above(0)] = 32.0
-    # one with fewer is slowed down by the whole factor
+    # a pair with fewer turns than this is slowed down by the whole factor
     beta_slow: Annotated[float, above(0)] = 1.0
-    # of queries and of keys; None = 0.1 ln(factor) + 1
+    # factor of queries and keys; None = 0.1 ln(factor) + 1
     attention_factor: Annotated[float | None, above(0)] = None
     truncate: bool = True  # do both bounds lie at whole pairs?
 
@@ -42,7 +42,7 @@ class Yarn:
 
     @property
     def scale(self) -> float:
-        "Of queries and of keys"
+        "Factor of queries and keys"
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * log(self.factor) + 1
@@ -62,8 +62,8 @@ class PolicyConfig:
     num_attention_heads: Annotated[int, at_least(1)] = 4
     num_key_value_heads: Annotated[int, at_least(1)] = 2
     head_dim: Annotated[int, at_least(1)] = 16
-    intermediate_size: Annotated[int, at_least(1)] = 128  # of dense layers
-    moe_intermediate_size: Annotated[int, at_least(1)] = 64  # of one expert
+    intermediate_size: Annotated[int, at_least(1)] = 128  # width of dense layers
+    moe_intermediate_size: Annotated[int, at_least(1)] = 64  # width of one expert
     num_experts: Annotated[int, at_least(1)] = 8
     num_experts_per_tok: Annotated[int, at_least(1)] = 2
     norm_topk_prob: bool = True  # do the chosen gates sum to 1?
@@ -79,7 +79,7 @@ class PolicyConfig:
     # what ends a response: one token, or any of several
     eos_token_id: Annotated[int | tuple[int, ...], at_least(0)] = 1
 
-    family: Family = 'qwen3'  # whose names and files; Qwen2 and Qwen3 are dense or mixtures
+    family: Family = 'qwen3'  # decides names and files; Qwen2 and Qwen3 are dense or mixtures
     # norm of queries and keys: of each head, of all heads together, or none
     qk_norm: Literal['head', 'width', 'none'] = 'head'
     qkv_bias: bool = False  # is something added to queries, keys and values?
@@ -91,8 +91,8 @@ class PolicyConfig:
     shared_expert_gate: bool = False  # is that expert weighed by a sigmoid of its own?
     # experts compete for a token, or each is scored alone, with a correction when they are chosen
     router_score: Literal['softmax', 'sigmoid'] = 'softmax'
-    routed_scaling_factor: Annotated[float, above(0)] = 1.0  # of sigmoid gates
-    n_group: Annotated[int, at_least(1)] = 1  # of experts, if scored by sigmoids
+    routed_scaling_factor: Annotated[float, above(0)] = 1.0  # factor of sigmoid gates
+    n_group: Annotated[int, at_least(1)] = 1  # groups of experts, if scored by sigmoids
     topk_group: Annotated[int, at_least(1)] = 1  # groups that a token may choose from
 
     def __post_init__(self) -> None:
