@@ -27,11 +27,11 @@ def discrepancy(
     fed = batch.fed_mask
     valid = torch.zeros_like(fed) if batch.routes_valid is None else batch.routes_valid & fed
 
-    def mean(x):
+    def mean(x: torch.Tensor) -> float:
         return float(x.double().mean()) if len(x) else 0.0
 
     gap, near = delta.abs(), delta.clamp(-max_nats, max_nats)  # only k3 has an exponential
-    out = dict(
+    out: Metrics = dict(
         rollout_train_gap=mean(gap),
         rollout_train_gap_max=float(gap.max()) if len(gap) else 0.0,
         rollout_train_k3=mean(torch.expm1(near.double()) - near),

@@ -73,7 +73,11 @@ class Losses(Registry):
 
     def __getitem__(self, name: str) -> Loss:
         "Raises ValueError for a place that holds no loss"
-        return self._own(name)[0] if ':' in name else super().__getitem__(name)
+        if ':' in name:
+            return self._own(name)[0]
+        loss = super().__getitem__(name)
+        assert isinstance(loss, Loss)
+        return loss
 
     def __contains__(self, name: object) -> bool:
         "Raises ValueError for a place that holds no loss"

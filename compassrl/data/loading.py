@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -37,17 +37,17 @@ __all__ = [
 Row = dict[str, object] | str  # a row, or the reason why there is none
 
 
-def _json(text, column=0):  # one value; or why it is none
+def _json(text: str) -> Row:  # an object, or the reason why there is none
     try:
         row = json.loads(text)
     except json.JSONDecodeError as e:
-        return f'invalid JSON ({e.msg}, column {e.colno + column})'
+        return f'invalid JSON ({e.msg}, column {e.colno})'
     except (ValueError, RecursionError) as e:
         return f'invalid JSON ({e})'
     return row if isinstance(row, dict) else f'not an object but {type(row).__name__}'
 
 
-def _jsonl(path):
+def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
     with path.open('rb') as f:
         for i, line in enumerate(f, 1):
             try:
@@ -59,7 +59,8 @@ def _jsonl(path):
                 yield f'{path}:{i}', _json(text)
 
 
-def _array(path):  # of objects; a file of lines that is only called .json is read as such
+def _array(path: Path) -> Iterator[tuple[str, Row]]:
+    "A JSON array of objects; a file of lines that is only called .json is read line by line"
     with path.open('rb') as f:
         start = f.read(4096).removeprefix(b'\xef\xbb\xbf').lstrip()
     if not start.startswith(b'['):
@@ -83,9 +84,10 @@ def _array(path):  # of objects; a file of lines that is only called .json is re
 _blank = re.compile(r'[\s,]*')
 
 
-def _csv(path):  # with names in the first line; all values are text
+def _csv(path: Path) -> Iterator[tuple[str, Row]]:
+    "The first line holds names; all values are text"
     with path.open(encoding='utf-8-sig', newline='') as f:
-        rows = csv.DictReader(f, strict=True)
+        rows: Any = csv.DictReader(f, strict=True)
         try:
             for row in rows:
                 place, num = f'{path}:{rows.line_num}', len(rows.fieldnames)
@@ -95,7 +97,7 @@ def _csv(path):  # with names in the first line; all values are text
             yield f'{path}:{rows.line_num}', f'invalid CSV ({e})'
 
 
-def _dataset(source):  # rows that need the optional package
+def _dataset(source: str) -> Any:  # rows; needs the optional package `datasets`
     try:
         import datasets
         import pyarrow.parquet as parquet
@@ -203,12 +205,14 @@ def _unknown(
     return next((text[a:b] for a, b in places), None)
 
 
-def _question(p):  # all but the solution; of own columns those that hold plain values, too
+def _question(p: Prompt) -> tuple[str, ...]:
+    "What makes two prompts the same question: all but the solution and the lineage"
     others = {k: v for k, v in p.columns.items() if v != p.solution and k != 'lineage'}
     return p.domain, p.text, p.answer, p.verifier, repr(sorted(others.items()))
 
 
-def _add(out, at, prompt):  # another solution to the prompt at this place, if it is one
+def _add(out: Loaded, at: int, prompt: Prompt) -> bool:
+    "Adds another solution to the prompt at this place; False if it is none"
     p = out.prompts[at]
     if prompt.solution in ('', p.solution, *p.more_solutions) or prompt.id not in ('', p.id):
         return False
@@ -217,7 +221,7 @@ def _add(out, at, prompt):  # another solution to the prompt at this place, if i
     return True
 
 
-def _named(prompt, seen, where):  # with an id of its own
+def _named(prompt: Prompt, seen: dict[str, str]) -> Prompt:  # with an id of its own
     if prompt.id:
         if prompt.id in seen:
             raise BadRow(f'id {prompt.id!r} is taken by {seen[prompt.id]} already', 'id taken')
@@ -229,7 +233,7 @@ def _named(prompt, seen, where):  # with an id of its own
 
 
 def read_source(
-    source: str,  # as of `rows_of`
+    source: str,  # whatever `rows_of` takes
     r: Reading,
 ) -> Loaded:
     "All rows of a source, read. Raises ValueError for a source that cannot be read at all"
@@ -241,7 +245,7 @@ def read_source(
             prompt = row_prompt(r, row)
             if (at := taught.get(_question(prompt))) is not None and _add(out, at, prompt):
                 continue
-            prompt = _named(prompt, seen, where)
+            prompt = _named(prompt, seen)
             if (piece := _unknown(r.tokenizer, prompt.text)) is not None:
                 out.num_unknown += 1
                 out.unknown = out.unknown or f'{piece!r} in {where}'
@@ -315,7 +319,7 @@ def repeats(
     if not 0.6 <= threshold <= 1:
         raise ValueError(f'threshold={threshold}: use 0.6 to 1')
     try:
-        from rensa import RMinHash, RMinHashLSH
+        from rensa import RMinHash, RMinHashLSH  # type: ignore[attr-defined]
     except ImportError:
         raise ValueError('near duplicates need `rensa`: pip install compassrl[data]') from None
     index = RMinHashLSH(threshold=threshold, num_perm=128, num_bands=32)
@@ -337,5 +341,5 @@ def repeats(
     return out
 
 
-def _alike(mine, row, threshold):
+def _alike(mine: list[frozenset[str]], row: tuple[str, ...], threshold: float) -> bool:
     return all(likeness(a, shingles(b)) >= threshold for a, b in zip(mine, row))

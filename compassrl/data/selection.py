@@ -19,7 +19,7 @@ __all__ = ['NUM_LENGTHS', 'KEPT', 'LEAST', 'prompts_of_step', 'kinds_of', 'Promp
 
 
 # %% ../../nbs/data/selection.ipynb #b790f76f
-def _order(num, epoch, seed):  # of so many prompts
+def _order(num: int, epoch: int, seed: int) -> list[int]:
     gen = torch.Generator().manual_seed(derive_seed(seed, 'epoch', epoch))
     return torch.randperm(num, generator=gen).tolist()
 
@@ -42,7 +42,7 @@ def prompts_of_step(
 
 # %% ../../nbs/data/selection.ipynb #5e1ec710
 NUM_LENGTHS = 16  # classes of length, at most
-KEPT = 0.9  # of what is known of a kind, when one more group of it comes back
+KEPT = 0.9  # weight of the old estimate when one more group of a kind comes back
 LEAST = 0.05  # probability that a prompt is asked when its turn comes
 
 
@@ -75,7 +75,7 @@ class PromptSelection:
         self.awake = dict.fromkeys(self.kinds.values(), 1.0)  # share of groups, lately
         self.place = 0  # in the order of all epochs
         self.skipped = 0  # prompts, in the last step
-        self.epoch = -1  # whose order is known
+        self.epoch = -1  # epoch whose order was drawn last
 
     def chance(self, kind: str) -> float:
         "Probability that a prompt of this kind is asked when its turn comes"

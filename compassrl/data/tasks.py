@@ -251,7 +251,7 @@ def as_verdict(
     correct_at: float = 1.0,  # a number of at least this is correct
 ) -> Verdict:
     "What was meant. Raises TypeError for a value that is no reward, ValueError for NaN"
-    value = value.item() if hasattr(value, 'item') else value  # of NumPy or torch
+    value = value.item() if hasattr(value, 'item') else value  # a NumPy or torch scalar
     if isinstance(value, bool):
         return judge(value, f'{name}: {value}')
     if isinstance(value, (int, float)):

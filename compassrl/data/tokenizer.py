@@ -120,5 +120,5 @@ def end_id(
     "The token that ends a response, as the tokenizer's own files say"
     config = Path(dir) / 'tokenizer_config.json'
     token = json.loads(config.read_text()).get('eos_token') if config.is_file() else None
-    token = token.get('content') if isinstance(token, dict) else token  # as older files have it
+    token = token.get('content') if isinstance(token, dict) else token  # older files have an object
     return tok.token_to_id(token) if token else None

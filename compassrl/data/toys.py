@@ -207,7 +207,7 @@ def read_question(
 
 
 def shop_points(
-    text: str,  # of the prompt
+    text: str,  # the prompt's
     response: str,
 ) -> tuple[Item | None, tuple[bool, ...]]:  # the item that is named; the five points
     "Colour, size, price within the limit; the price said as it is listed; brief"
@@ -221,7 +221,7 @@ def shop_points(
 
 
 def shop_quality(
-    text: str,  # of the prompt
+    text: str,  # the prompt's
     response: str,
 ) -> int:  # 0 to 5
     "The true quality, for data and for measuring; never a reward"

@@ -42,16 +42,14 @@ class Kind:
     architecture: str
     family: Family
     dense: bool = False  # has it no experts at all?
-    implied: dict[str, Any] = field(default_factory=dict)  # of `PolicyConfig`, as no file says it
-    names: dict[str, Any] = field(
-        default_factory=dict
-    )  # of `PolicyConfig` -> of the file, where they differ
-    must: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the file: the only value that is supported
-    assumed: dict[str, Any] = field(
-        default_factory=dict
-    )  # of `PolicyConfig`, if the file leaves it out
+    # fields of `PolicyConfig` that no file names
+    implied: dict[str, Any] = field(default_factory=dict)
+    # field of `PolicyConfig` -> field of the file, where they differ
+    names: dict[str, str] = field(default_factory=dict)
+    # field of the file -> the only value that is supported
+    must: dict[str, Any] = field(default_factory=dict)
+    # field of `PolicyConfig` -> its value if the file leaves it out
+    assumed: dict[str, Any] = field(default_factory=dict)
 
 
 _plain = dict(qk_norm='none')
@@ -145,7 +143,7 @@ _sizes += 'max_position_embeddings num_experts num_experts_per_tok moe_intermedi
 
 
 def policy_config(
-    d: dict[str, Any],  # as in a config.json
+    d: dict[str, Any],  # content of a config.json
 ) -> PolicyConfig:
     "The shape that it describes. Raises ValueError for what this policy does not compute"
     kind = _check_kind(d)
@@ -154,7 +152,7 @@ def policy_config(
     rope = d.get('rope_parameters') or d.get('rope_scaling') or {}
     d |= {k: rope[k] for k in ('rope_theta', 'partial_rotary_factor') if k in rope}
     if 'num_local_experts' in d and kind.family != 'glm4_moe':
-        d.setdefault('num_experts', d['num_local_experts'])  # as transformers 5 writes it
+        d.setdefault('num_experts', d['num_local_experts'])  # the name in transformers 5
     values = _assumed | kind.assumed | {ours: d[ours] for ours in _fields if ours in d}
     values |= {ours: d[theirs] for ours, theirs in kind.names.items() if theirs in d}
     if kind.family == 'glm4_moe':
@@ -175,7 +173,7 @@ _fields = [f for f in PolicyConfig.__dataclass_fields__ if f not in ('family', '
 
 
 # %% ../../nbs/model/hf_config.ipynb #21c162d4
-def _check_kind(d):
+def _check_kind(d: dict[str, Any]) -> Kind:
     name = d.get('model_type')
     if name in lacking:
         raise ValueError(f'model_type={name!r}: the policy has no {lacking[name]}')
@@ -192,7 +190,9 @@ def _check_kind(d):
     return model_types[name]
 
 
-def _as_dense(d):  # a mixture without sparse layers; its experts exist on paper alone
+def _as_dense(
+    d: dict[str, Any],
+) -> dict[str, Any]:  # a mixture without sparse layers; its experts exist on paper alone
     num = d.get('num_hidden_layers')
     # what is no number is refused later, and what is absurd finds no memory
     layers = tuple(range(num)) if type(num) is int and num < 10_000 else ()
@@ -201,7 +201,7 @@ def _as_dense(d):  # a mixture without sparse layers; its experts exist on paper
     return experts | dict(mlp_only_layers=layers) | d
 
 
-def _read_glm(d):
+def _read_glm(d: dict[str, Any]) -> dict[str, Any]:
     dense, shared = d.get('first_k_dense_replace', 1), d.get('n_shared_experts', 1)
     return dict(
         mlp_only_layers=tuple(range(dense)) if dense < 10_000 else (),
@@ -210,7 +210,7 @@ def _read_glm(d):
     )
 
 
-def _read_yarn(rope, length):
+def _read_yarn(rope: dict[str, Any], length: int) -> Yarn:
     kind = rope.get('rope_type', rope.get('type', 'default'))
     if kind not in ('default', 'yarn'):
         raise ValueError(f"rope_type={kind!r}, only 'default' and 'yarn' are supported")
@@ -221,7 +221,7 @@ def _read_yarn(rope, length):
     given.setdefault('factor', length / given['original_max_position_embeddings'])
     yarn = Yarn(**given)
     m, all_dims = rope.get('mscale'), rope.get('mscale_all_dim')
-    if m and all_dims and yarn.attention_factor is None:  # as DeepSeek writes it
+    if m and all_dims and yarn.attention_factor is None:  # DeepSeek's form
         slope = yarn.scale - 1
         yarn = replace(yarn, attention_factor=(m * slope + 1) / (all_dims * slope + 1))
     return yarn
@@ -258,7 +258,7 @@ def read_checkpoint_json(path: Path) -> dict[str, Any]:
 # %% ../../nbs/model/hf_config.ipynb #899cbb02
 def config_dict(
     config: PolicyConfig,
-    dtype: torch.dtype = torch.float32,  # of the tensors beside it
+    dtype: torch.dtype = torch.float32,  # type of the tensors beside it
 ) -> dict[str, Any]:
     "What `config.json` holds. Raises ValueError for a shape that its family cannot have"
     name = kind_of(config)
@@ -289,7 +289,7 @@ def config_dict(
     return d
 
 
-def _write_glm(c):
+def _write_glm(c: PolicyConfig) -> dict[str, Any]:
     groups = 'n_group', 'topk_group', 'routed_scaling_factor'
     return {k: getattr(c, k) for k in groups} | dict(
         first_k_dense_replace=len(c.mlp_only_layers),
@@ -299,7 +299,7 @@ def _write_glm(c):
     )
 
 
-def _check_back(config, d):
+def _check_back(config: PolicyConfig, d: dict[str, Any]) -> None:
     back = policy_config(d)
     for k in PolicyConfig.__dataclass_fields__:
         if getattr(back, k) != getattr(config, k):
@@ -312,7 +312,7 @@ def _check_back(config, d):
 def write_config(
     config: PolicyConfig,
     folder: str | Path,
-    dtype: torch.dtype = torch.float32,  # of the tensors beside it
+    dtype: torch.dtype = torch.float32,  # type of the tensors beside it
 ) -> None:
     "`config.json` as transformers and vLLM expect it. Raises ValueError as `config_dict` does"
     text = json.dumps(config_dict(config, dtype), indent=2, default=list)

@@ -89,7 +89,7 @@ def rope_table(
 def _stretched(
     waves, d, theta, yarn
 ):  # YaRN, section 3.2: slow pairs slower, fast ones as they are
-    def pair(turns):  # that makes so many turns over the length of the pretraining
+    def pair(turns: float) -> float:  # the pair with so many turns over the pretraining's length
         length = yarn.original_max_position_embeddings
         return d * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -301,7 +301,7 @@ def sigmoid_choice(
     correction: Tensor,  # [E] added for the choice alone
     K: int,  # experts per token
     num_groups: int = 1,
-    best_groups: int = 1,  # that a token may choose from
+    best_groups: int = 1,  # groups that a token may choose from
 ) -> Tensor:  # [N, K] int64
     "Auxiliary-loss-free, group-limited top-k (DeepSeek-V3, section 2.1.2)"
     marks = marks + correction.to(marks.dtype)

@@ -231,7 +231,7 @@ class Policy(nn.Module):
         routed_experts: Tensor | None = None,  # [B, T, L, K]
         routes_valid: Tensor | None = None,  # [B, T] bool
         share: bool = False,  # compute what rows have in common once?
-    ) -> tuple[Tensor, Tensor]:  # of the real tokens: hidden states [N, D], own routes [N, L, K]
+    ) -> tuple[Tensor, Tensor]:  # hidden states [N, D] and own routes [N, L, K] of the real tokens
         """Padded rows in, packed tokens out. Raises ValueError for rows that are too long and
         routes of another shape"""
         _check_rows(self.config, token_ids, routed_experts, routes_valid)

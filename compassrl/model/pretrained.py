@@ -198,7 +198,7 @@ def companions(
 # %% ../../nbs/model/pretrained.ipynb #c2e9559c
 def config_like(
     folder: str | Path,  # the checkpoint that training began with
-    dtype: torch.dtype,  # of the tensors that are written
+    dtype: torch.dtype,  # type of the tensors that are written
 ) -> dict[str, Any]:
     "Its `config.json`, with another type and without layers that only guess ahead"
     d = read_checkpoint_json(Path(folder) / 'config.json')
@@ -228,7 +228,7 @@ def copy_companions(
 # %% ../../nbs/model/pretrained.ipynb #083fafc7
 def weight_parts(
     weights: Iterable[tuple[str, Tensor]],
-    max_bytes: int = 256 << 20,  # of a part; a part has at least one tensor
+    max_bytes: int = 256 << 20,  # size of a part; a part has at least one tensor
 ) -> Iterator[list[tuple[str, Tensor]]]:
     "Weights in parts, so that no copy of the whole model exists"
     part, size = [], 0
