@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from compassrl.data.chat import ChatTemplate
-from compassrl.data.tasks import verifiers
+from compassrl.data.tasks import find_verifier, verifiers
 from compassrl.data.tokenizer import encode
 from compassrl.records import Prompt, derive_seed
 
@@ -91,7 +91,7 @@ def _text(value, name):
 
 
 def _takes_json(verifier):  # it says what its answers may be
-    return verifier in verifiers and hasattr(verifiers[verifier], 'check_answer')
+    return verifier in verifiers and bool(find_verifier(verifier).check_answer)
 
 
 def _number(value):  # as text, if it is one
@@ -243,7 +243,7 @@ def _answer_and_solution(r, row, verifier):
 
 
 def _check_answer(verifier, answer):
-    check = getattr(verifiers[verifier], 'check_answer', None)
+    check = find_verifier(verifier).check_answer
     try:
         return check and check(answer)
     except Exception as e:  # whatever it meets there, it would meet again with every response

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from compassrl.data.tasks import judge, verifier
-from compassrl.judges.strict_json import read_json, unfenced
+from compassrl.judges.gym import parse_json, unfenced
 from compassrl.records import Verdict
 
 # %% auto #0
@@ -23,7 +23,7 @@ def _plain(text):
 
 
 def same_value(
-    got: Any,  # of a response
+    got: Any,  # what the response has
     allowed: Any,  # one allowed value
 ) -> bool:
     "Type and value, as BFCL compares them"
@@ -39,7 +39,7 @@ def same_value(
 
 
 def misfit(
-    arguments: dict[str, Any],  # of a response
+    arguments: dict[str, Any],  # what the response has
     allowed: dict[str, list[Any]],  # argument -> values; '' among them: it may be left out
 ) -> str:  # '' if they fit
     "What is wrong with the arguments of a call"
@@ -73,9 +73,9 @@ def calls_of(
         blocks = re.findall(r'<tool_call>(.*?)</tool_call>', text, flags=re.S)
         if text.count('<tool_call>') != len(blocks):
             raise ValueError('a <tool_call> is not closed')
-        calls = [read_json(b) for b in blocks]
+        calls = [parse_json(b) for b in blocks]
     else:
-        found = read_json(unfenced(text))
+        found = parse_json(unfenced(text))
         calls = found if isinstance(found, list) else [found]
     if odd := [c for c in calls if not _is_call(c)]:
         raise ValueError(f'{str(odd[0])[:60]} is not {{"name": ..., "arguments": {{...}}}}')
@@ -127,11 +127,11 @@ def expected_calls(
     answer: str,  # JSON: a call with lists of allowed values, or a list of such calls
 ) -> list[tuple[str, dict[str, list[Any]]]]:  # name and allowed arguments of each
     "The calls that a prompt asks for. Raises ValueError for an answer of another form"
-    found = read_json(answer)
+    found = parse_json(answer)
     return [_expected(c) for c in (found if isinstance(found, list) else [found])]
 
 
-@verifier
+@verifier(check_answer=expected_calls)
 def tool_call(text: str, answer: str) -> Verdict:
     "All expected calls and no other, in any order, as BFCL compares them"
     wanted = expected_calls(answer)
@@ -151,6 +151,3 @@ def _why_not(call, name, allowed):  # '' if it fits
     if call['name'] != name:
         return f'{call["name"]!r} is called, not {name!r}'
     return misfit(call['arguments'], allowed)
-
-
-tool_call.check_answer = expected_calls

@@ -18,10 +18,10 @@ from compassrl.data.prompts import load_data, load_eval_set, reading_of
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import build_tokenizer, encode, end_id, load_tokenizer
 from compassrl.data.tools import ToolUser
-from compassrl.judges.local_genrm import check_genrm
+from compassrl.judges.genrm_client import check_genrm
 from compassrl.judges.own_reward import OwnReward, own_reward
 from compassrl.judges.python_tool import check_tool
-from compassrl.judges.verifiers import asked_verifiers, check_walls
+from compassrl.judges.verifiers import asked_verifiers, check_isolation
 from compassrl.model.hf_config import config_dict, read_config
 from compassrl.records import Prompt, derive_seed
 from compassrl.runs.process import what_fits
@@ -206,7 +206,7 @@ def check_prompts(cfg: TrainConfig, prompts: list[Prompt]) -> None:
                 f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens={room} '
                 f'it exceeds the context of {limit}: lower that'
             )
-    check_walls(asked_verifiers(prompts) | {*cfg.rewards.function}, cfg.rewards.unsafe)
+    check_isolation(asked_verifiers(prompts) | {*cfg.rewards.function}, cfg.rewards.unsafe)
     asking = next((p.id for p in prompts if p.verifier == 'genrm'), None)
     if asking is None:
         return
