@@ -71,7 +71,7 @@ _texts = {  # annotation -> may it be this value?
 }
 
 
-def _takes(fn):  # argument -> annotation, without the text
+def _takes(fn: Any) -> dict[str, str]:  # argument -> annotation, without the text
     _, *rest = inspect.signature(fn).parameters.values()
     said = ((p.name, p.annotation) for p in rest)
     return {name: 'str' if a is str else str(a) for name, a in said}
@@ -211,7 +211,7 @@ def script(text: str, name: str) -> bool:
 _bounds = ('at_least', 'at_most', 'exactly')
 
 
-def _check_bounds(name, bounds):
+def _check_bounds(name: str, bounds: dict[str, Any]) -> None:
     whole = all(type(v) is int and v >= 0 for v in bounds.values())
     if not bounds or not whole or ('exactly' in bounds and len(bounds) > 1):
         raise ValueError(
@@ -221,7 +221,7 @@ def _check_bounds(name, bounds):
         raise ValueError(f'{name}: {bounds} holds for no number')
 
 
-def _check_arguments(name, given):
+def _check_arguments(name: str, given: dict[str, Any]) -> None:
     takes, counted = _takes(checks[name]), _counts(name)
     known = [*takes, *(_bounds if counted else ())]
     if odd := sorted({*given} - {*known}) + sorted({*takes} - {*given}):
@@ -235,7 +235,7 @@ def _check_arguments(name, given):
         raise ValueError(f'script: name={given["name"]!r}: use one of {sorted(scripts)}')
 
 
-def _counts(name):
+def _counts(name: str) -> bool:
     return inspect.signature(checks[name]).return_annotation in ('int', int)
 
 

@@ -268,10 +268,10 @@ class OwnReward:
         return [self._sum(v) for v in zip(*(f.verdicts(inputs) for f in self.functions))]
 
     def judge_one(self, prompt: Prompt, text: str) -> Verdict:
-        "As `judge_many`; a function of lists gets lists of one"
+        "One verdict; a function of lists gets lists of one"
         return self.judge_many([prompt], [text])[0]
 
-    def _sum(self, verdicts):
+    def _sum(self, verdicts: Sequence[Verdict | None]) -> Verdict:
         parts = [(w, v) for w, v in zip(self.weights, verdicts) if v is not None]
         failed = [v for _, v in parts if v.status in ('failed', 'timeout')]
         if failed:
@@ -286,7 +286,7 @@ class OwnReward:
         return Verdict(reward, first.correct, first.status, one_line(evidence))
 
 
-def _restored(state, columns):
+def _restored(state: tuple[Any, Any, float], columns: list[str]) -> OwnReward:
     out = OwnReward(*state)
     out.columns = columns
     return out

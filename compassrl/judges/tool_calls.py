@@ -18,7 +18,7 @@ __all__ = ['same_value', 'misfit', 'calls_of', 'pairing', 'expected_calls', 'too
 
 
 # %% ../../nbs/judges/tool_calls.ipynb #6f415a02
-def _plain(text):
+def _plain(text: str) -> str:
     return re.sub(r'[ ,./\-_*^]', '', text).lower().replace("'", '"')
 
 
@@ -55,7 +55,7 @@ def misfit(
 
 
 # %% ../../nbs/judges/tool_calls.ipynb #dcd5a4e6
-def _is_call(call):
+def _is_call(call: Any) -> bool:
     return (
         isinstance(call, dict)
         and call.keys() == {'name', 'arguments'}
@@ -89,7 +89,7 @@ def pairing(
     "Each expected call with one that fits it (augmenting paths)"
     taken: dict[int, int] = {}
 
-    def place(i, seen):
+    def place(i: int, seen: set[int]) -> bool:
         for j in (j for j, fit in enumerate(fits[i]) if fit and j not in seen):
             seen.add(j)
             if j not in taken or place(taken[j], seen):
@@ -102,7 +102,7 @@ def pairing(
     return [taken[j] for j in sorted(taken)]
 
 
-def _expected(call):  # name, allowed arguments
+def _expected(call: Any) -> tuple[str, dict[str, list[Any]]]:  # name, allowed arguments
     if isinstance(call, dict) and call.keys() != {'name', 'arguments'} and len(call) == 1:
         call = dict(zip(('name', 'arguments'), *call.items()))
     if not _is_call(call):
@@ -114,7 +114,7 @@ def _expected(call):  # name, allowed arguments
     return call['name'], call['arguments']
 
 
-def _check_allowed(k, values):
+def _check_allowed(k: str, values: Any) -> None:
     if not (isinstance(values, list) and values):
         raise ValueError(f'{k}={values!r}: give a list of the values that are right')
     for v in values:
@@ -147,7 +147,7 @@ def tool_call(text: str, answer: str) -> Verdict:
     return judge(found is not None, f'{len(got)} calls fit' if found is not None else first)
 
 
-def _why_not(call, name, allowed):  # '' if it fits
+def _why_not(call: dict[str, Any], name: str, allowed: dict[str, Any]) -> str:  # '' if it fits
     if call['name'] != name:
         return f'{call["name"]!r} is called, not {name!r}'
     return misfit(call['arguments'], allowed)
