@@ -20,7 +20,7 @@ from compassrl.algo.advantages import group_advantages
 from compassrl.data.tokenizer import build_tokenizer
 from compassrl.data.toys import shop_quality
 from compassrl.judges.genrm import compare, label_rewards
-from compassrl.judges.local_genrm import JUDGE_PROMPT
+from compassrl.judges.genrm_client import JUDGE_PROMPT
 from compassrl.judges.pairs import (
     agreement,
     answer_groups,

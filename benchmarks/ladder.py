@@ -58,8 +58,7 @@ from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.rollout.vllm import dispatcher
 from compassrl.rollout.vllm.pool import VllmPool
-from compassrl.sandbox.isolated import run_program
-from compassrl.sandbox.limits import Limits
+from compassrl.sandbox.isolated import Limits, run_program
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 
 LIMIT = 960

@@ -1,6 +1,6 @@
 """Verdicts on trivial programs per second: the sandbox beside a plain Python per program.
 
-Each verdict runs one program and one assert line, in two cells of a warm sandbox, by as many
+Each verdict runs one program and one assert line, in two sandboxes of a fork server, by as many
 threads as there are cores. A plain Python (`python -I -c`, program and test in one source) keeps
 nothing in, and must be started for every program. Both take turns, so that a busy machine is busy
 for both. Last line: one JSON object; `ratio` is the sandbox's verdicts per second over plain
@@ -19,15 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from compassrl.judges.verifiers import code
 from compassrl.runs.summary import machine_info
-from compassrl.sandbox.client import best_walls, close_rooms
-from compassrl.sandbox.isolated import under
+from compassrl.sandbox.fork_client import close_fork_servers
+from compassrl.sandbox.isolated import best_isolation, verdict_budget
 
 PROGRAM, TEST = 'def double(x): return 2 * x\n', 'assert double(2) == 4'
 PYTHON = os.path.realpath(sys.executable)
 
 
 def sandboxed(_):
-    with under(60.0, unsafe=True):  # where nothing isolates, the result says so
+    with verdict_budget(60.0, unsafe=True):  # where nothing isolates, the result says so
         assert code(PROGRAM, json.dumps([TEST])).correct
 
 
@@ -53,12 +53,12 @@ def main():
     if a.quick:
         num, a.rounds = 6, 2
     rates = {'sandboxed': [], 'plain': []}
-    per_second(sandboxed, 4 * a.threads, a.threads)  # rooms are made once per run
+    per_second(sandboxed, 4 * a.threads, a.threads)  # fork servers start once per run
     for i in range(a.rounds):
         for verdict in (sandboxed, plain):
             rates[verdict.__name__].append(per_second(verdict, num, a.threads))
         print(f'round {i + 1}: ' + ', '.join(f'{k} {v[-1]:.0f}/s' for k, v in rates.items()))
-    close_rooms()
+    close_fork_servers()
     median = {k: round(statistics.median(v), 1) for k, v in rates.items()}
     ratios = [s / p for s, p in zip(rates['sandboxed'], rates['plain'])]
     result = dict(
@@ -68,7 +68,7 @@ def main():
         verdicts_per_s=median['sandboxed'],
         plain_per_s=median['plain'],
         best_verdicts_per_s=round(max(rates['sandboxed']), 1),
-        walls=best_walls()[0] or 'none',
+        walls=best_isolation()[0] or 'none',
         settings=dict(verdicts=num, rounds=a.rounds, threads=a.threads),
         machine=machine_info() | dict(cores=os.cpu_count(), load=round(os.getloadavg()[0], 1)),
     )

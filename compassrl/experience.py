@@ -99,17 +99,22 @@ def timed(metrics: Metrics, name: str) -> Iterator[None]:
     metrics.setdefault(f'time_{name}_at', t)
     with phase(name):
         yield
-    metrics[f'time_{name}_s'] = metrics.get(f'time_{name}_s', 0.0) + time.perf_counter() - t
+    before = metrics.get(f'time_{name}_s') or 0.0
+    metrics[f'time_{name}_s'] = before + time.perf_counter() - t
 
 
 def timed_samples(samples: Iterator[Sample], metrics: Metrics) -> Iterator[Sample]:
     "Passes samples on and adds the seconds spent waiting for them, and no others, to the rollout"
-    while True:
-        with timed(metrics, 'rollout'):
+    metrics.setdefault('time_rollout_at', time.perf_counter())
+    seconds = metrics.get('time_rollout_s') or 0.0
+    with phase('rollout'):  # one visit, in which the caller works, too
+        while True:
+            t = time.perf_counter()
             s = next(samples, None)
-        if s is None:
-            return
-        yield s
+            metrics['time_rollout_s'] = seconds = seconds + time.perf_counter() - t
+            if s is None:
+                return
+            yield s
 
 
 def collect_parts(

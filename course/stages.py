@@ -50,7 +50,6 @@ homes = {  # module or folder -> its stage
     'rollout.fp8': 'fp8',
     'studies.fp8': 'fp8',
     'judges.reward_pool': 'overlap',
-    'judges.broker': 'overlap',
     'rollout.schedule': 'schedule',
     'rollout.pull_queue': 'schedule',
     'plan.queue_simulation': 'schedule',

@@ -26,6 +26,7 @@ FLOORS = [  # a module imports from its own room and from the floors below
     {'records'},
 ]
 APART = {('train', 'rollout')}  # they do not know each other
+DOORS = {'sandbox': 'sandbox.isolated'}  # the one module of a room that other rooms import
 FREE = {'settings', 'files', 'phases', 'procs'}  # they import nothing of the package
 SHARED = FREE  # and every room may import these
 MODULE, FUNCTION, COLUMNS, ROOMS = 400, 40, 100, 18
@@ -109,6 +110,20 @@ def climbs(arrows):
 
 def test_arrows_run_down(arrows):
     assert sorted(climbs(arrows)) == []
+
+
+def past_doors(arrows):
+    "Imports of an inner module of a room that has one door"
+    for module, imported in arrows.items():
+        for other, line in imported.items():
+            door = DOORS.get(room(other), other)
+            if room(module) != room(other) and other not in (door, room(other)):
+                yield f'{where(module, line)} imports {other}: use {door}'
+
+
+def test_a_room_with_a_door_is_entered_by_it(arrows):
+    assert sorted(past_doors(arrows)) == []
+    assert set(DOORS.values()) <= set(arrows)
 
 
 def circles(arrows):
@@ -267,6 +282,19 @@ def test_a_planted_arrow_is_noticed(tmp_path, what):
     module, text = PLANTED[what]
     write(tmp_path, **{module: text})
     assert len(list(climbs(graph(tmp_path)))) == 1
+
+
+def test_a_planted_way_past_a_door_is_noticed(tmp_path):
+    door = 'from compassrl.sandbox.fork_client import f'
+    write(tmp_path, sandbox__fork_client='', sandbox__isolated=door, judges__verifiers='')
+    write(tmp_path, judges__verifiers='from compassrl.sandbox.isolated import f')
+    assert list(past_doors(graph(tmp_path))) == []
+    for inner in (
+        'from compassrl.sandbox.fork_client import f',
+        'from compassrl.sandbox import fork_client',
+    ):
+        write(tmp_path, judges__verifiers=inner)
+        assert len(list(past_doors(graph(tmp_path)))) == 1
 
 
 def test_a_planted_circle_is_noticed(tmp_path):

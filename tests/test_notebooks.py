@@ -11,7 +11,7 @@ import nbformat
 import pytest
 import yaml
 
-from compassrl.sandbox.client import best_walls
+from compassrl.sandbox.isolated import best_isolation
 from tests.support import ROOT
 from tests.support import fork_server as forked
 from tests.support import vllm_fork_server as nursed
@@ -82,7 +82,7 @@ def longest_first():
 def test_notebook_runs(path, tmp_path):
     if missing(path):
         pytest.skip(f'needs {missing(path)}: python tools/setup_env.py dev engines-cpu')
-    if name(path) in WALLED and not best_walls()[0]:
+    if name(path) in WALLED and not best_isolation()[0]:
         pytest.skip('this machine isolates no program: install bubblewrap')
     env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'}
     run = (

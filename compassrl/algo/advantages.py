@@ -27,13 +27,12 @@ __all__ = [
 ]
 
 # %% ../../nbs/algo/advantages.ipynb #7e8bd490
-# rewards of a group are equal that differ by no more,
-# times the largest |reward| of the group where that is above 1
+# two rewards count as equal if they differ by at most tolerance * max(1, max |reward|)
 tolerance: float = 1e-6
 std_eps: float = 1e-6  # added to the std
 
 
-def _check_estimator(name):
+def _check_estimator(name: str) -> None:
     if name not in get_args(Estimator):
         raise ValueError(f'estimator={name!r}: use one of {get_args(Estimator)}')
 
@@ -72,7 +71,7 @@ def group_stats(
     return GroupStats(index, num, mean, std, (num < 2) | (top - low <= tolerance * scale))
 
 
-def _valid_mask(rewards, group, valid):  # [B] bool
+def _valid_mask(rewards: Tensor, group: Tensor, valid: Tensor | None) -> Tensor:  # [B] bool
     if rewards.dim() != 1 or rewards.shape != group.shape:
         raise ValueError(
             f'rewards {list(rewards.shape)} and group {list(group.shape)}: pass one of each per '
@@ -123,7 +122,7 @@ def group_advantages(
     return adv.masked_fill(skip, 0.0).to(torch.promote_types(rewards.dtype, torch.float))
 
 
-def _check_floor(floor, std):  # as fp64, one number or one per group
+def _check_floor(floor: float | Tensor, std: Tensor) -> Tensor:  # [] or [P] fp64
     floor = torch.as_tensor(floor, dtype=std.dtype, device=std.device)
     if floor.dim() and floor.shape != std.shape:
         raise ValueError(

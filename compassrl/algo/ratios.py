@@ -18,7 +18,7 @@ from compassrl.algo.algo_settings import Tis as Tis
 __all__ = ['max_nats', 'at_least_fp32', 'log_ratio', 'ratio_sums', 'kl_estimate', 'tis_weights']
 
 # %% ../../nbs/algo/ratios.ipynb #a9ee8a43
-# of a log-ratio before its exponential: beyond any clip range, and no overflow
+# bound of a log-ratio before its exponential: beyond any clip range, and no overflow
 max_nats: float = 20.0
 _lowest = -1e4  # nats; -inf counts as this
 
@@ -30,7 +30,8 @@ def at_least_fp32(
     return x if x.dtype == torch.double else x.float()
 
 
-def _moved(log_probs, old_log_probs):  # [...] log(new/old), also where both are impossible
+def _moved(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    "[...] log(new/old), also where both are impossible"
     new, old = (at_least_fp32(x).clamp(min=_lowest) for x in (log_probs, old_log_probs))
     return new - old.detach()
 
@@ -39,7 +40,7 @@ def log_ratio(
     log_probs: Tensor,  # [B, T]
     old_log_probs: Tensor,  # [B, T]
     mask: Tensor,  # [B, T] bool
-    limit: float = max_nats,  # of its absolute value; inf where a mean of it is bounded instead
+    limit: float = max_nats,  # bound of |log-ratio|; inf where a loss bounds a mean instead
 ) -> Tensor:  # [B, T] log(new/old), 0 outside the mask
     "How far each token moved. Nothing outside the mask changes the value or the gradient"
     return _moved(log_probs, old_log_probs).masked_fill(~mask, 0.0).clamp(-limit, limit)
@@ -80,7 +81,7 @@ def kl_estimate(
         return d
     if kind == 'k2':
         return d**2 / 2
-    d = d.clamp(-max_nats, max_nats)  # as in `log_ratio`
+    d = d.clamp(-max_nats, max_nats)  # the bound of `log_ratio`
     return torch.expm1(-d) + d
 
 

@@ -54,10 +54,10 @@ def growth(
     rewards: Tensor,  # [B] task rewards, before any penalty
     group: Tensor,  # [B] integers
     valid: Tensor | None,  # [B] bool: the verifier gave a verdict (None: all)
-    tokens: Tensor,  # [B] response tokens, which predict the cost of more
+    tokens: Tensor,  # [B] response tokens; a group's sum predicts what doubling it costs
     cfg: ZeroVarianceConfig,  # sampling, max_group_size
     budget: float,  # tokens that may still be spent
-    unseen: float | None = None,  # tokens that groups which are not here may want; None = all are
+    unseen: float | None = None,  # tokens that groups still in flight may want; None = none is
 ) -> Tensor:  # [P] int64, groups in ascending order of their id: how many more responses each gets
     """Doubles flat groups while the expected tokens fit the budget: those that earn least first, of
     these the cheapest. Groups that earn most wait until no other can grow. With `unseen`, only what
@@ -69,7 +69,7 @@ def growth(
     if cfg.sampling != 'adaptive':
         return more
     size = more.index_add(0, s.index, torch.ones_like(s.index))
-    # as much again as the group has cost so far
+    # doubling a group costs what it has cost so far
     cost = torch.zeros_like(s.num).index_add(0, s.index, tokens.double())
     # without verdicts, more samples are no remedy
     wants = s.flat & (s.num >= 2) & (2 * size <= cfg.max_group_size)
@@ -82,7 +82,7 @@ def growth(
     for g in sorted(wants.nonzero().flatten().tolist(), key=lambda g: (earned[g], cost[g])):
         if may[g] and cost[g] + (unseen or 0.0) <= budget:
             more[g] = size[g]
-        if more[g] or unseen is not None:  # who comes first may get its share yet
+        if more[g] or unseen is not None:  # an earlier group may still get its share
             budget -= float(cost[g])
     return more
 
@@ -137,7 +137,7 @@ def shape_rewards(
     return (rewards + _gaps(samples) * penalty).float()
 
 
-def _gaps(samples):
+def _gaps(samples: list[Sample]) -> Tensor:
     "[B] smallest difference between task rewards of the sample's group; 1 in a flat group"
     rewards = {}
     for s in samples:
@@ -222,7 +222,7 @@ def token_advantages(
     )
 
 
-def _frac(x):  # share of True; 0 of nothing
+def _frac(x: Tensor) -> float:  # share of True; 0 if x is empty
     return float(x.sum()) / max(x.numel(), 1)
 
 

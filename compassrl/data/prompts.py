@@ -35,7 +35,7 @@ __all__ = [
 
 # %% ../../nbs/data/prompts.ipynb #0b38807c
 def split_of(
-    text: str,  # of the prompt
+    text: str,  # the prompt's
     heldout_frac: float = 0.1,
 ) -> str:  # 'train' or 'heldout'
     """Decided by a hash of the text alone
@@ -163,8 +163,8 @@ def _split(cfg, prompts):  # train and held out
 def load_data(
     cfg: DataConfig,
     tokenizer: Tokenizer,
-    seed: int,  # of generated prompts
-    chat: ChatTemplate | None = None,  # of the model, for prompts that are messages
+    seed: int,  # seed of generated prompts
+    chat: ChatTemplate | None = None,  # the model's, for prompts that are messages
     keep_row: bool = False,  # for reward functions; then a row needs no answer
     more: Callable[[Loaded], list[str]] = lambda loaded: [],  # further reasons against the data
 ) -> tuple[list[Prompt], list[Prompt]]:  # train and held out: no text is in both
@@ -181,8 +181,8 @@ def load_data(
 def reading_of(
     cfg: DataConfig,
     tokenizer: Tokenizer,
-    chat: ChatTemplate | None = None,  # as of `load_data`
-    keep_row: bool = False,  # as there
+    chat: ChatTemplate | None = None,  # see `load_data`
+    keep_row: bool = False,  # see `load_data`
 ) -> Reading:
     "How the rows of a config are read"
     c = cfg
@@ -191,7 +191,7 @@ def reading_of(
 
 
 def load_eval_set(
-    name: str,  # of the set; its prompts' ids begin with it
+    name: str,  # the set's; its prompts' ids begin with it
     path: str,
     reading: Reading,
     on_bad_row: Literal['raise', 'skip'] = 'raise',

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from compassrl.data.data_settings import check_reading
-from compassrl.data.tasks import verifiers
+from compassrl.data.tasks import find_verifier, verifiers
 from compassrl.data.tokenizer import encode
 from compassrl.records import Prompt, derive_seed
 
@@ -30,11 +30,11 @@ __all__ = ['ChatTemplate', 'BadRow', 'prompt_id', 'worked_answer', 'Reading', 'r
 
 
 # %% ../../nbs/data/rows.ipynb #531e3dc6
-def _read(path):
+def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding='utf-8')) if path.is_file() else {}
 
 
-def _template_of(folder, config):  # None if the model has none
+def _template_of(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / 'chat_template.jinja'
     if file.is_file():
         return file.read_text(encoding='utf-8')
@@ -45,7 +45,7 @@ def _template_of(folder, config):  # None if the model has none
     return found
 
 
-def _special_tokens(folder, config):  # name -> text, as templates know them
+def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:  # name -> text
     both = _read(folder / 'special_tokens_map.json') | config
     texts = {k: v.get('content') if isinstance(v, dict) else v for k, v in both.items()}
     return {k: v for k, v in texts.items() if k.endswith('_token') and isinstance(v, str)}
@@ -56,7 +56,7 @@ class _Generation(Extension):  # {% generation %} marks what trains; here it is 
 
     def parse(self, parser):
         line = next(parser.stream).lineno
-        body = parser.parse_statements(['name:endgeneration'], drop_needle=True)
+        body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
         return nodes.Scope(body, lineno=line)
 
 
@@ -71,9 +71,6 @@ def _to_json(x, ensure_ascii=False, **kwargs):
 # %% ../../nbs/data/rows.ipynb #76f3af21
 class ChatTemplate:
     "How a model writes down a chat. Raises ValueError for a template that is not valid"
-
-    tokens: dict[str, str]
-    template: Template
 
     def __init__(
         self,
@@ -90,9 +87,10 @@ class ChatTemplate:
             raise_exception=_refuse, strftime_now=lambda how: datetime.now().strftime(how)
         )
         try:
-            self.template, self.tokens = env.from_string(template), tokens or {}
+            self.template: Template = env.from_string(template)
         except TemplateError as e:
             raise ValueError(f'the chat template is not valid ({e})') from e
+        self.tokens: dict[str, str] = tokens or {}
 
     @classmethod
     def of(cls, folder: str | Path) -> ChatTemplate | None:  # None if the folder has none
@@ -100,7 +98,7 @@ class ChatTemplate:
         folder = Path(folder)
         config = _read(folder / 'tokenizer_config.json')
         template = _template_of(folder, config)
-        return template and cls(template, _special_tokens(folder, config))
+        return cls(template, _special_tokens(folder, config)) if template else None
 
     def render(
         self,
@@ -126,15 +124,13 @@ _others = dict(  # where else a field is looked for, if `columns` does not say
 class BadRow(ValueError):
     "A row that cannot be used: why, and what helps if all rows are alike"
 
-    kind: str
-    fix: str
-
     def __init__(self, why: str, kind: str, fix: str = '') -> None:
         super().__init__(why)
-        self.kind, self.fix = kind, fix
+        self.kind: str = kind
+        self.fix: str = fix
 
 
-def _get(row, name):  # 'a.b' is the b of a
+def _get(row: dict[str, Any], name: str) -> Any:  # 'a.b' is the b of a
     if name in row or '.' not in name:
         return row.get(name)
     outer, _, inner = name.partition('.')
@@ -159,7 +155,7 @@ def worked_answer(text: str) -> str | None:  # None: no worked solution
     return number[1] + number[2].replace(',', '') + number[3] if number else m[1]
 
 
-def _valid(text, name):
+def _valid(text: str, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -167,25 +163,25 @@ def _valid(text, name):
     return text
 
 
-def _text(value, name):
+def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         what = f'{type(value).__name__} {str(value)[:40]!r}'
         raise BadRow(f'{name!r} is {what}, not a string', f'type of {name}')
     return _valid(value, name)
 
 
-def _takes_json(verifier):  # it says what its answers may be
-    return verifier in verifiers and hasattr(verifiers[verifier], 'check_answer')
+def _takes_json(verifier: str) -> bool:  # does it check its answers itself?
+    return verifier in verifiers and bool(find_verifier(verifier).check_answer)
 
 
-def _number(value):  # as text, if it is one
+def _number(value: Any) -> Any:  # a number becomes text
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # 42.0, as a table with gaps makes of 42
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return str(value) if number and math.isfinite(value) else value
 
 
-def _answer(value, name, verifier):  # as text
+def _answer(value: Any, name: str, verifier: str) -> str:
     if isinstance(value, (list, dict)) and _takes_json(verifier):
         return _valid(json.dumps(value, ensure_ascii=False), name)
     if isinstance(value, (list, dict)):
@@ -198,7 +194,8 @@ def _answer(value, name, verifier):  # as text
     return _text(_number(value), name)
 
 
-def _messages(value, name):  # a chat that the assistant is to go on with
+def _messages(value: Sequence[Any], name: str) -> list[dict[str, Any]]:
+    "A chat that the assistant continues"
     value = [
         {k: v for k, v in m.items() if v is not None or k == 'content'}
         if isinstance(m, dict)
@@ -231,7 +228,7 @@ class Reading:
     # for rows that name none; '' = 'maths' for the schemas of GSM8K and verl, else 'exact'
     verifier: str = ''
     max_prompt_tokens: int = 0  # 0 = any length
-    chat: ChatTemplate | None = None  # of the model; None: it cannot chat
+    chat: ChatTemplate | None = None  # the model's template; None: it cannot chat
     always_chat: bool = False  # is a prompt of text one message of a user?
     keep_row: bool = False  # do reward functions read it? Then nothing else needs an answer
 
@@ -254,9 +251,11 @@ class Reading:
         return next(found, (next((n for n in names if n in row), f), None))
 
 
-def _absent(r, row, f, name):  # a column that must be there, or what is wrong with its value
+def _absent(r: Reading, row: dict[str, Any], f: str, name: str) -> None:
+    "Raises BadRow for a column that must be there, or for its value"
     if name in row or '.' in name and _get(row, name.rpartition('.')[0]):
-        return _text(_get(row, name), name)
+        _text(_get(row, name), name)
+        return
     looked = [name] if f in r.columns else [f, *_others[f]]
     raise BadRow(
         f'no column {" or ".join(map(repr, looked))}, only {sorted(row)}',
@@ -265,7 +264,8 @@ def _absent(r, row, f, name):  # a column that must be there, or what is wrong w
     )
 
 
-def _prompt_text(r, row):  # text, and the messages it was made of
+def _prompt_text(r: Reading, row: dict[str, Any]) -> tuple[str, list[dict[str, Any]] | None]:
+    "The text, and the messages that it was made of"
     name, value = r.value(row, 'prompt')
     if value is None:
         _absent(r, row, 'prompt', name)
@@ -291,7 +291,7 @@ def _prompt_text(r, row):  # text, and the messages it was made of
         raise BadRow(str(e), 'template') from None
 
 
-def _optional(r, row, f):  # text, '' if there is none
+def _optional(r: Reading, row: dict[str, Any], f: str) -> str:  # '' if there is none
     name, value = r.value(row, f)
     if value is None and f in r.columns and name not in row:
         _absent(r, row, f, name)
@@ -300,7 +300,7 @@ def _optional(r, row, f):  # text, '' if there is none
     return '' if value is None else _text(value, name)
 
 
-def _answer_and_solution(r, row, verifier):
+def _answer_and_solution(r: Reading, row: dict[str, Any], verifier: str) -> tuple[str, str, str]:
     name, value = r.value(row, 'answer')
     if value is None and not r.keep_row:
         _absent(r, row, 'answer', name)
@@ -314,10 +314,11 @@ def _answer_and_solution(r, row, verifier):
     return short, solution or answer, 'maths'
 
 
-def _check_answer(verifier, answer):
-    check = getattr(verifiers[verifier], 'check_answer', None)
+def _check_answer(verifier: str, answer: str) -> None:
+    check = find_verifier(verifier).check_answer
     try:
-        return check and check(answer)
+        if check:
+            check(answer)
     except Exception as e:  # whatever it meets there, it would meet again with every response
         said = ' '.join(str(e).split())
         raise BadRow(f'verifier {verifier!r} cannot use the answer: {said}', 'answer') from None
@@ -337,5 +338,5 @@ def row_prompt(r: Reading, row: dict[str, Any]) -> Prompt:  # its id is '' unles
     if not r.keep_row:
         _check_answer(verifier, answer)
     ids = encode(r.tokenizer, text)
-    kept = dict(columns=row) if r.keep_row else {}
-    return Prompt(id, domain or 'data', text, ids, answer, verifier, solution, messages, **kept)
+    prompt = Prompt(id, domain or 'data', text, ids, answer, verifier, solution, messages)
+    return replace(prompt, columns=row) if r.keep_row else prompt

@@ -12,9 +12,10 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 from compassrl.data.registries import task_families, verifiers
 from compassrl.records import Prompt, Verdict
@@ -31,7 +32,9 @@ __all__ = [
     'arithmetic',
     'countdown',
     'strings',
+    'Verifier',
     'verifier',
+    'find_verifier',
     'one_line',
     'judge',
     'exact',
@@ -160,10 +163,46 @@ def strings(
 
 
 # %% ../../nbs/data/tasks.ipynb #a3df7730
-def verifier(fn: _F) -> _F:
-    """Registers `fn(text, answer)` by its name; it returns a `Verdict`, a number or True or False
+@dataclass(frozen=True)
+class Verifier:
+    "Judges a response by its text and by the answer of its prompt"
 
-    Raises ValueError for a function that cannot be called so."""
+    fn: Callable[[str, str], Any]  # (text, answer) -> a `Verdict`, a number, True or False
+    # raises ValueError for an answer that `fn` cannot use; None = every answer will do
+    check_answer: Callable[[str], object] | None = None
+    # names of the verifiers that `fn` asks, given an answer; None = it asks no other
+    asks: Callable[[str], set[str]] | None = None
+
+    def __post_init__(self) -> None:  # it has the name, the place and the text of its function
+        names = '__module__', '__name__', '__qualname__', '__doc__'
+        vars(self).update({n: getattr(self.fn, n) for n in names}, __wrapped__=self.fn)
+
+    def __call__(self, text: str, answer: str) -> Any:
+        return self.fn(text, answer)
+
+    def __reduce__(self) -> str:  # another process imports it by its name
+        return self.fn.__qualname__
+
+    def judge_one(self, prompt: Prompt, text: str) -> Verdict:
+        return as_verdict(self.fn(text, prompt.answer), prompt.verifier)
+
+
+@overload
+def verifier(fn: Callable[[str, str], Any]) -> Verifier: ...
+@overload
+def verifier(
+    *,
+    name: str = '',
+    check_answer: Callable[[str], object] | None = None,
+    asks: Callable[[str], set[str]] | None = None,
+) -> Callable[[Callable[[str, str], Any]], Verifier]: ...
+def verifier(fn: Callable[[str, str], Any] | None = None, *, name: str = '', **extras: Any) -> Any:
+    """Registers a function of (text, answer) by its name, or by `name`
+
+    The function returns a `Verdict`, a number, True or False. `check_answer` and `asks`: see
+    `Verifier`. Raises ValueError for a function that cannot be called so."""
+    if fn is None:
+        return partial(verifier, name=name, **extras)
     try:
         fits = inspect.signature(fn).bind('text', 'answer') and not inspect.iscoroutinefunction(fn)
     except TypeError:
@@ -173,8 +212,16 @@ def verifier(fn: _F) -> _F:
             f'verifier {fn.__name__}: use a plain function of (text, answer), or give this one to '
             'a run by --rewards.function FILE.py:NAME'
         )
-    verifiers[fn.__name__] = fn
-    return fn
+    made = verifiers[name or fn.__name__] = Verifier(fn, **extras)
+    return made
+
+
+def find_verifier(name: str) -> Any:  # a `Verifier`, or what judges like one
+    "By its name; a plain function will do. Raises KeyError"
+    if name not in verifiers:
+        raise KeyError(f'{name!r} is none of {sorted(verifiers)}')
+    found = verifiers[name]
+    return Verifier(found) if inspect.isfunction(found) else found
 
 
 def one_line(text: str, width: int = 160) -> str:
@@ -225,7 +272,7 @@ def _given(answer):  # numbers, target
     return Counter(map(int, m[1].split())), int(m[2])
 
 
-@verifier
+@verifier(check_answer=_given)
 def countdown_expression(text: str, answer: str) -> Verdict:
     "The expression after the first `#` uses given numbers, each at most once, and gives the target"
     given, target = _given(answer)
@@ -239,9 +286,6 @@ def countdown_expression(text: str, answer: str) -> Verdict:
     if more := sorted((used - given).elements()):
         return judge(False, f'{expr!r} uses {more}, not given that often')
     return judge(value == target, f'{expr}={value} against {target}')
-
-
-countdown_expression.check_answer = _given
 
 
 # %% ../../nbs/data/tasks.ipynb #88058097
@@ -284,11 +328,7 @@ def verify(
     "The verdict on one response; never raises"
     fn = None
     try:
-        if prompt.verifier not in verifiers:
-            raise KeyError(f'{prompt.verifier!r} is none of {sorted(verifiers)}')
-        fn = verifiers[prompt.verifier]
-        if hasattr(fn, 'judge_one'):  # it wants more of the prompt than the answer
-            return fn.judge_one(prompt, text)
-        return as_verdict(fn(text, prompt.answer), prompt.verifier)
+        fn = find_verifier(prompt.verifier)
+        return fn.judge_one(prompt, text)
     except (Exception, SystemExit, GeneratorExit) as e:
         return failure(e, fn)

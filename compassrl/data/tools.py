@@ -73,7 +73,7 @@ class ToolUser:
 
     def __call__(
         self,
-        ids: Sequence[int],  # of the policy since it last read an answer; the last one is `stop_id`
+        ids: Sequence[int],  # policy tokens since the last answer; the last one is `stop_id`
     ) -> list[int]:
         "What the policy reads next"
         said = self.tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -27,7 +27,7 @@ __all__ = [
     'PairOrder',
     'pair_order',
     'parse_label',
-    'combine',
+    'combine_labels',
     'Question',
     'Reply',
     'Comparison',
@@ -66,9 +66,10 @@ def pair_order(
 
 
 # %% ../../nbs/judges/genrm.ipynb #7b6395a2
-Label = Literal['Better', 'Tie', 'Worse']  # of an answer, against its reference
+Label = Literal['Better', 'Tie', 'Worse']  # an answer against its reference
 label_rewards: dict[str, float] = dict(Better=1.0, Tie=0.5, Worse=0.0)
-_swapped = dict(Better='Worse', Tie='Tie', Worse='Better')
+_swapped: dict[Label, Label] = {'Better': 'Worse', 'Tie': 'Tie', 'Worse': 'Better'}
+_labels: dict[str, Label] = {'better': 'Better', 'tie': 'Tie', 'worse': 'Worse'}
 
 
 def parse_label(
@@ -77,10 +78,10 @@ def parse_label(
     "The label on the last line, after any reasoning"
     lines = text.split('</think>')[-1].strip().splitlines() or ['']
     found = re.fullmatch(r'(?:.*\bverdict\b)?\W*(better|tie|worse)\W*', lines[-1], flags=re.I)
-    return found[1].capitalize() if found else None
+    return _labels[found[1].lower()] if found else None
 
 
-def combine(
+def combine_labels(
     forward: Label,  # the answer came first, the reference second
     backward: Label,  # the reference came first: what the judge then said of the *reference*
 ) -> Label:
@@ -118,15 +119,18 @@ class Comparison(NamedTuple):
 Ask = Callable[[Sequence[Question]], list[Reply]]  # one reply per question, in their order
 
 
-def _outcome(replies):  # of one comparison, both orders
+def _outcome(replies: Sequence[Reply]) -> Comparison:  # one comparison, both orders
+    labels: list[Label] = []
     for r in replies:
         if r.status != 'ok':
             return Comparison(None, r.status, r.detail)
-        if parse_label(r.text) is None:
+        label = parse_label(r.text)
+        if label is None:
             return Comparison(None, 'failed', f'no label at the end of {r.text[-60:]!r}')
-    a, b = (parse_label(r.text) for r in replies)
+        labels.append(label)
+    a, b = labels
     return Comparison(
-        combine(a, b), 'ok', f'{a}; in the other order {_swapped[b]}', a == _swapped[b]
+        combine_labels(a, b), 'ok', f'{a}; in the other order {_swapped[b]}', a == _swapped[b]
     )
 
 
@@ -149,7 +153,7 @@ def compare(
 def reference_texts(
     samples: Sequence[Sample],
     prompts: dict[str, Prompt],  # by id
-    texts: Sequence[str],  # of the responses
+    texts: Sequence[str],  # what each response says
     seed: int = 0,
     num_candidates: int = 0,  # only responses of a lower index may become a reference; 0 = any
 ) -> list[str]:  # what each response is compared with
@@ -198,17 +202,16 @@ def judge_samples(
     prompts: dict[str, Prompt],  # by id
     texts: Sequence[str],  # what each response says
     ask: Ask,  # a `GenRM`, or any function
-    seed: int = 0,  # of the choice of a reference
-    num_candidates: int = 0,  # as in `reference_texts`; where groups grow: their first size
+    seed: int = 0,  # draws the references
+    num_candidates: int = 0,  # see `reference_texts`; where groups grow: their first size
 ) -> tuple[list[Verdict], Metrics]:  # verdicts in the order of the samples
     "Compares responses with their references (Each Prompt Matters, section 2.4.3)"
     refs = reference_texts(samples, prompts, texts, seed, num_candidates)
     new = [i for i, s in enumerate(samples) if s.verdict is None]
     questions = [Question(prompts[samples[i].prompt_id].text, texts[i], refs[i]) for i in new]
     done, replies = compare(ask, questions)
-    verdicts = [s.verdict for s in samples]
-    for i, c in zip(new, done):
-        verdicts[i] = to_verdict(c)
+    made = {i: to_verdict(c) for i, c in zip(new, done)}
+    verdicts = [s.verdict or made[i] for i, s in enumerate(samples)]
     n, counts = max(len(done), 1), Counter(c.label for c in done)
     return verdicts, dict(
         genrm_calls=len(replies),

@@ -9,23 +9,40 @@ from __future__ import annotations
 import asyncio
 import os
 import string
+import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
+import torch
+
+from compassrl.data.rows import ChatTemplate
+from compassrl.data.tokenizer import encode, end_id, load_tokenizer, response_text
 from compassrl.judges.genrm import GenRMConfig, Question, Reply, judge_prompt
+from compassrl.model.hf_config import read_config
+from compassrl.model.pretrained import read_shards
+from compassrl.records import Request, Sample, SamplingParams, derive_seed
+from compassrl.rollout.torch_rollout import TorchRollout
 
 # %% auto #0
-__all__ = ['T', 'read_judge_prompt', 'to_its_end', 'GenRM']
+__all__ = [
+    'T',
+    'JUDGE_PROMPT',
+    'read_judge_prompt',
+    'to_its_end',
+    'GenRM',
+    'LocalGenRM',
+    'open_genrm',
+    'check_genrm',
+]
 
 # %% ../../nbs/judges/genrm_client.ipynb #c19c1b0c
 T = TypeVar('T')
 
 
 def read_judge_prompt(
-    file: str | Path,  # '' = ours
+    file: str | Path,  # '' = the built-in one
 ) -> str:
     "The prompt of a judge. Raises ValueError for a file that cannot be read or lacks a field"
     try:
@@ -51,7 +68,7 @@ def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
         return pool.submit(asyncio.run, coroutine).result()
 
 
-def _reason(e):  # one line
+def _reason(e: BaseException) -> str:  # one line
     return ' '.join(f'{type(e).__name__}: {e}'.split())[:160]
 
 
@@ -61,11 +78,6 @@ class GenRM:
 
     A question that gets no answer is a failed reply, not an exception or a hang."""
 
-    cfg: GenRMConfig
-    silent: int
-    limit_s: float
-    openai: ModuleType
-
     def __init__(self, cfg: GenRMConfig) -> None:
         if not cfg.model:
             raise ValueError("model='': name the model that the endpoint serves")
@@ -74,14 +86,15 @@ class GenRM:
         except ImportError:
             raise ValueError('genrm needs `openai`: pip install compassrl[genrm]') from None
         self.cfg, self.openai = cfg, openai
-        self.prompt: str = read_judge_prompt(cfg.prompt_file)
+        self.silent = 0  # questions in a row without an answer
+        self.prompt = read_judge_prompt(cfg.prompt_file)
         self.limit_s = cfg.timeout_s * (1 + cfg.max_retries)  # for one question, pauses included
 
     def __call__(self, questions: Sequence[Question]) -> list[Reply]:
         "One reply per question, in their order, whatever finished first"
 
-        async def ask_all():
-            self.silent = 0  # questions in a row without an answer
+        async def ask_all() -> list[Reply]:
+            self.silent = 0
             gate = asyncio.Semaphore(self.cfg.concurrency)
             async with self._client() as c:
                 return await asyncio.gather(*(self._ask(c, gate, q) for q in questions))
@@ -91,7 +104,7 @@ class GenRM:
     def check(self) -> None:
         "Before expensive work. Raises ValueError if `model` is not served at `base_url`"
 
-        async def models():
+        async def models() -> list[str]:
             async with asyncio.timeout(self.limit_s), self._client() as c:
                 return [m.id async for m in c.models.list()]
 
@@ -106,7 +119,7 @@ class GenRM:
         if model not in served:
             raise ValueError(f'model={model!r}: {url} serves {served}, use one of these')
 
-    def _client(self):
+    def _client(self) -> Any:
         return self.openai.AsyncOpenAI(
             base_url=self.cfg.base_url,
             timeout=self.cfg.timeout_s,
@@ -114,7 +127,7 @@ class GenRM:
             max_retries=self.cfg.max_retries,
         )
 
-    async def _ask(self, client, gate, q):
+    async def _ask(self, client: Any, gate: asyncio.Semaphore, q: Question) -> Reply:
         text = self.prompt.format(prompt=q.prompt, first=q.first, second=q.second)
         async with gate:
             if self.silent >= self.cfg.concurrency:  # it is dead: nobody waits for it in turn
@@ -134,7 +147,8 @@ class GenRM:
                 late = isinstance(e, (TimeoutError, self.openai.APITimeoutError))
                 return Reply('', 'timeout' if late else 'failed', _reason(e))
 
-    def _reply(self, r):  # of a completion, or of whatever a server sends in its place
+    def _reply(self, r: Any) -> Reply:
+        "Reads a completion, or whatever a server sends in its place"
         if not getattr(r, 'choices', None):
             raise ValueError(f'no completion but {str(r)[:80]!r}')
         choice, self.silent = r.choices[0], 0
@@ -142,3 +156,79 @@ class GenRM:
         if choice.finish_reason == 'length':
             return Reply('', 'failed', 'cut off at max_tokens', tokens)
         return Reply(choice.message.content or '', num_tokens=tokens)
+
+
+# %% ../../nbs/judges/genrm_client.ipynb #3265283d
+JUDGE_PROMPT = 'judge_prompt.txt'  # file in the folder of a judge
+
+
+class LocalGenRM:
+    """Asks a checkpoint in this process
+
+    Raises ValueError for a folder that is incomplete, and for a prompt without its fields."""
+
+    def __init__(self, cfg: GenRMConfig) -> None:
+        folder = Path(cfg.model).expanduser()
+        own = folder / JUDGE_PROMPT
+        self.cfg, self.lock = cfg, threading.Lock()
+        self.prompt = read_judge_prompt(cfg.prompt_file or (own if own.is_file() else ''))
+        policy = read_config(folder)
+        self.tokenizer, self.chat = load_tokenizer(folder), ChatTemplate.of(folder)
+        if (num := self.tokenizer.get_vocab_size()) > policy.vocab_size:
+            raise ValueError(f'{folder}: {num} tokens, but weights for {policy.vocab_size}')
+        own_end = end_id(self.tokenizer, folder)
+        self.ends = policy.eos_ids + (() if own_end is None else (own_end,))
+        dtype = torch.float64  # a verdict does not depend on what else is asked
+        self.rollout = TorchRollout(policy, cfg.concurrency, dtype, 'cpu', False)
+        self.rollout.load_weights(read_shards(folder), 0)
+
+    def __call__(self, questions: Sequence[Question]) -> list[Reply]:
+        "One reply per question, in their order; what does not fit the context is a failed one"
+        ids = [self._ids(q) for q in questions]
+        room = [self.rollout.config.max_position_embeddings - len(i) for i in ids]
+        requests = [
+            Request(str(n), tuple(i), 0, derive_seed('genrm', *q), self._params(left))
+            for n, (q, i, left) in enumerate(zip(questions, ids, room))
+            if left > 0
+        ]
+        with self.lock:
+            samples = {int(s.prompt_id): s for s in self.rollout.generate(requests)}
+        return [self._reply(i, samples.get(n)) for n, i in enumerate(ids)]
+
+    def _ids(self, q: Question) -> list[int]:
+        text = self.prompt.format(prompt=q.prompt, first=q.first, second=q.second)
+        text = self.chat.render([dict(role='user', content=text)]) if self.chat else text
+        return encode(self.tokenizer, text)
+
+    def _params(self, room: int) -> SamplingParams:
+        most = min(self.cfg.max_tokens, room)
+        return SamplingParams(most, self.cfg.temperature, 1.0, self.ends)
+
+    def _reply(self, ids: list[int], sample: Sample | None) -> Reply:
+        if sample is None:
+            context = self.rollout.config.max_position_embeddings
+            return Reply('', 'failed', f'{len(ids)} tokens leave no room in {context}')
+        num = len(ids) + len(sample.response_ids)
+        if sample.finish_reason == 'length':
+            return Reply('', 'failed', 'cut off at max_tokens', num)
+        return Reply(response_text(self.tokenizer, sample.response_ids, self.ends), num_tokens=num)
+
+
+# %% ../../nbs/judges/genrm_client.ipynb #f5e10d5f
+def open_genrm(cfg: GenRMConfig) -> GenRM | LocalGenRM:
+    "The judge that `model` means. Raises ValueError for a folder that does not exist"
+    if cfg.model and Path(cfg.model).expanduser().is_dir():
+        return LocalGenRM(cfg)
+    if cfg.model.startswith(('.', '/', '~')) and cfg.base_url == GenRMConfig.base_url:
+        raise ValueError(
+            f'genrm.model={cfg.model!r}: there is no such folder; '
+            'give that of a checkpoint, or a name that base_url serves'
+        )
+    return GenRM(cfg)
+
+
+def check_genrm(cfg: GenRMConfig) -> None:
+    "Before expensive work. Raises ValueError for a judge that cannot be asked"
+    judge = open_genrm(cfg)  # one in a folder is checked by being loaded
+    if isinstance(judge, GenRM):
+        judge.check()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import response_text
 from compassrl.judges.genrm import Ask, judge_samples
-from compassrl.judges.local_genrm import LocalGenRM, open_genrm
+from compassrl.judges.genrm_client import LocalGenRM, open_genrm
 from compassrl.judges.own_reward import OwnJudge, OwnReward
 from compassrl.judges.reward_pool import RewardPool
 from compassrl.judges.serial import Judge, RewardConfig, SerialJudge, record_verdict
@@ -33,14 +33,6 @@ __all__ = ['GenRMJudge', 'JudgePerPrompt', 'make_judge']
 class GenRMJudge(Judge):
     "A generative reward model beside the rollout: whatever waits is asked as one batch"
 
-    of: tuple[Tokenizer, int | tuple[int, ...]]
-    ask: Ask
-    choice: tuple[int, int]
-    asked: Counter[str]
-    lock: threading.Lock
-    waiting: deque[Sample]
-    batches: list[futures.Future[None]]
-
     def __init__(
         self,
         prompts: Iterable[Prompt],
@@ -48,14 +40,17 @@ class GenRMJudge(Judge):
         eos_id: int | tuple[int, ...],
         ask: Ask,  # a `GenRM`, or any function
         batches: int = 4,  # under way at a time; 0 = none beside the rollout, one when it is over
-        seed: int = 0,  # of the choice of a reference
+        seed: int = 0,  # draws the references
         group_size: int = 0,  # only so many of a group may become its reference; 0 = any
     ) -> None:
-        self.prompts: dict[str, Prompt] = {p.id: p for p in prompts}
-        self.of, self.ask, self.choice = (tokenizer, eos_id), ask, (seed, group_size)
-        self.asked, self.lock = Counter(), threading.Lock()
-        self.waiting, self.batches = deque(), []
-        self.threads: ThreadPoolExecutor | None = ThreadPoolExecutor(batches) if batches else None
+        self.prompts = {p.id: p for p in prompts}
+        self.tokenizer, self.eos_id, self.ask = tokenizer, eos_id, ask
+        self.seed, self.group_size = seed, group_size
+        self.asked: dict[str, float] = defaultdict(float)  # what was asked since the last time
+        self.lock = threading.Lock()
+        self.waiting: deque[Sample] = deque()
+        self.batches: list[futures.Future[None]] = []
+        self.threads = ThreadPoolExecutor(batches) if batches else None
         self.beside = bool(batches) and all(p.answer for p in self.prompts.values())
 
     def start(self, sample: Sample) -> None:
@@ -64,7 +59,7 @@ class GenRMJudge(Judge):
         self.waiting.append(sample)
         self.batches.append(self.threads.submit(self._next))
 
-    def _next(self):  # everything that waits; nothing, if another thread has taken it
+    def _next(self) -> None:  # everything that waits; nothing, if another thread has taken it
         taken = []
         while self.waiting:
             try:
@@ -74,20 +69,21 @@ class GenRMJudge(Judge):
         if taken:
             self._judge(taken)
 
-    def _judge(self, samples):
+    def _judge(self, samples: list[Sample]) -> None:
         start = time.perf_counter()
-        texts = [response_text(self.of[0], s.response_ids, self.of[1]) for s in samples]
+        texts = [response_text(self.tokenizer, s.response_ids, self.eos_id) for s in samples]
         read = time.perf_counter()
         new = [s.verdict is None for s in samples]
-        verdicts, m = judge_samples(samples, self.prompts, texts, self.ask, *self.choice)
+        verdicts, m = judge_samples(
+            samples, self.prompts, texts, self.ask, self.seed, self.group_size
+        )
         end = time.perf_counter()
         with self.lock:
-            self.asked.update(
-                calls=m['genrm_calls'],
-                tokens=m['genrm_tokens'],
-                new=sum(new),
-                **{k: m[f'genrm_{k}_frac'] * sum(new) for k in ('failed', 'tie', 'disagree')},
-            )
+            self.asked['new'] += sum(new)
+            for k in ('calls', 'tokens'):
+                self.asked[k] += m[f'genrm_{k}'] or 0
+            for k in ('failed', 'tie', 'disagree'):
+                self.asked[k] += (m[f'genrm_{k}_frac'] or 0) * sum(new)
         timings = dict(reward_start=start, detokenise=read - start, reward_end=end, genrm=1.0)
         for sample, verdict, is_new in zip(samples, verdicts, new):
             if is_new:
@@ -108,7 +104,7 @@ class GenRMJudge(Judge):
     def measured(self) -> Metrics:
         "What was asked since the last time"
         with self.lock:
-            a, self.asked = self.asked, Counter()
+            a, self.asked = self.asked, defaultdict(float)
         n = max(a['new'], 1)
         return dict(
             genrm_calls=float(a['calls']),
@@ -126,10 +122,10 @@ class JudgePerPrompt(Judge):
     "Prompts whose verifier is 'genrm' are judged by a model, the others by verifiers"
 
     def __init__(self, model: GenRMJudge, verifying: Judge) -> None:
-        self.judges: tuple[GenRMJudge, Judge] = model, verifying
+        self.judges = model, verifying
         self.beside = all(j.beside for j in self.judges)
 
-    def _of(self, s):
+    def _of(self, s: Sample) -> Judge:
         return self.judges[s.prompt_id not in self.judges[0].prompts]
 
     def start(self, sample: Sample) -> None:
@@ -154,8 +150,8 @@ def make_judge(
     tokenizer: Tokenizer,
     eos_id: int | tuple[int, ...],
     cfg: RewardConfig,
-    seed: int = 0,  # as of `GenRMJudge`
-    group_size: int = 0,  # as there
+    seed: int = 0,  # see `GenRMJudge`
+    group_size: int = 0,  # see `GenRMJudge`
 ) -> Judge:
     """The judge that a config and the prompts ask for
 

@@ -11,23 +11,59 @@ import re
 from dataclasses import replace
 from decimal import Decimal
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from compassrl.data.tasks import as_verdict, judge, one_line, verifier, verifiers
-from compassrl.judges.strict_json import read_json, unfenced
+from compassrl.data.tasks import as_verdict, find_verifier, judge, one_line, verifier, verifiers
 from compassrl.records import Verdict
 
 # %% auto #0
 __all__ = [
+    'parse_json',
+    'unfenced',
     'Number',
     'read_number',
     'numeric',
     'read_items',
     'set_match',
-    'Part',
+    'VerifierPart',
     'read_parts',
     'composite',
 ]
+
+
+# %% ../../nbs/judges/gym.ipynb #973d4a31
+def _no_constant(name: str) -> None:
+    raise ValueError(f'{name} is no JSON')
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # an object's names, each once
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError('an object has one name twice')
+    return found
+
+
+def parse_json(
+    text: str,
+    **kw: Any,  # passed on to `json.loads`
+) -> Any:
+    "What a JSON text holds. Raises ValueError for anything else"
+    try:
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once, **kw)
+    except json.JSONDecodeError as e:
+        raise ValueError(f'{text[:40]!r} is no JSON ({e})') from None
+    except RecursionError:
+        raise ValueError('JSON that is nested too deeply') from None
+
+
+def unfenced(
+    text: str,  # a response
+) -> str:
+    "What stands after any reasoning, without white space around it and without one code fence"
+    text = text.split('</think>')[-1].strip()
+    fence = re.fullmatch(r'```(?:\w+)?\n(.*?)\n?```', text, flags=re.S)
+    return fence[1].strip() if fence else text
+
 
 # %% ../../nbs/judges/gym.ipynb #7fe3a655
 _number = re.compile(
@@ -41,14 +77,14 @@ class Number(NamedTuple):
     value: Decimal
     within: Decimal = Decimal(0)  # distance that is allowed
     relative: Decimal = Decimal(0)  # the same, as a share of `value`; the larger counts
-    unit: str = ''  # that must follow the number; '': any
+    unit: str = ''  # must follow the number; '' = any
 
 
 def read_number(
     answer: str,  # a number, or JSON: {"value": 9.81, "within": 0.01, "relative": 0, "unit": "m"}
 ) -> Number:
     "What the answer of a prompt says. Raises ValueError"
-    found = read_json(answer, parse_float=Decimal, parse_int=Decimal)
+    found = parse_json(answer, parse_float=Decimal, parse_int=Decimal)
     given = found if isinstance(found, dict) else dict(value=found)
     unit, numbers = given.get('unit', ''), {k: v for k, v in given.items() if k != 'unit'}
     if odd := sorted({*given} - {*Number._fields}):
@@ -61,12 +97,12 @@ def read_number(
     return Number(**numbers, unit=unit)
 
 
-def _numbers_in(text):  # (number, what follows it)
+def _numbers_in(text: str) -> list[tuple[Decimal, str]]:  # each with what follows it
     found = _number.finditer(text)
     return [(Decimal(m[0].replace(',', '')), text[m.end() :].strip()) for m in found]
 
 
-@verifier
+@verifier(check_answer=read_number)
 def numeric(text: str, answer: str) -> Verdict:
     "The one number of the response, or of what follows its first `#`, is close enough"
     want, text = read_number(answer), text.split('</think>')[-1]
@@ -80,11 +116,8 @@ def numeric(text: str, answer: str) -> Verdict:
     return judge(abs(got - want.value) <= room, f'{got} against {want.value}, within {room}')
 
 
-numeric.check_answer = read_number
-
-
 # %% ../../nbs/judges/gym.ipynb #bfb67e2a
-def _items(text):
+def _items(text: str) -> set[str]:
     parts = re.split(r'[,;\n]', unfenced(text))
     plain = (re.sub(r'^\s*(?:[*-]|\d+[.)])\s+', '', p).strip(' \t"\'.').lower() for p in parts)
     return {' '.join(p.split()) for p in plain if p}
@@ -94,7 +127,7 @@ def read_items(
     answer: str,  # JSON: a list of texts
 ) -> set[str]:
     "The items that are due. Raises ValueError"
-    found = read_json(answer)
+    found = parse_json(answer)
     if not (isinstance(found, list) and found and all(isinstance(x, str) for x in found)):
         raise ValueError(f'{answer[:60]!r}: give a JSON list of texts')
     if odd := [x for x in found if len(_items(x)) != 1]:
@@ -102,7 +135,7 @@ def read_items(
     return set().union(*map(_items, found))
 
 
-@verifier
+@verifier(check_answer=read_items)
 def set_match(text: str, answer: str) -> Verdict:
     "Share of common items among all that are due or named; `correct` is all and no other"
     want, got = read_items(answer), _items(text)
@@ -111,11 +144,8 @@ def set_match(text: str, answer: str) -> Verdict:
     return Verdict(len(want & got) / len(want | got), v.correct, v.status, v.evidence)
 
 
-set_match.check_answer = read_items
-
-
 # %% ../../nbs/judges/gym.ipynb #16cef22d
-class Part(NamedTuple):
+class VerifierPart(NamedTuple):
     "One verifier of several"
 
     verifier: str
@@ -124,25 +154,25 @@ class Part(NamedTuple):
     required: bool = False  # must it be correct for any reward at all?
 
 
-def _part(given):
+def _part(given: Any) -> VerifierPart:
     fields = given.keys() if isinstance(given, dict) else set()
-    if not {'verifier'} <= fields <= {*Part._fields}:
-        raise ValueError(f'{str(given)[:60]}: give an object of {list(Part._fields)}')
+    if not {'verifier'} <= fields <= {*VerifierPart._fields}:
+        raise ValueError(f'{str(given)[:60]}: give an object of {list(VerifierPart._fields)}')
     name, answer = given['verifier'], given.get('answer', '')
     if name in ('composite', 'genrm') or name not in verifiers:
         known = sorted({*verifiers} - {'composite', 'genrm'})
         raise ValueError(f'verifier {name!r} cannot be a part, use one of {known}')
     answer = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-    if check := getattr(verifiers[name], 'check_answer', None):
+    if check := find_verifier(name).check_answer:
         check(answer)
-    return Part(**{**given, 'answer': answer})
+    return VerifierPart(**{**given, 'answer': answer})
 
 
 def read_parts(
     answer: str,  # JSON: [{"verifier", "answer", "weight": 1, "required": false}, ...]
-) -> list[Part]:
+) -> list[VerifierPart]:
     "The parts of a prompt. Raises ValueError, also for what one of the verifiers refuses"
-    found = read_json(answer)
+    found = parse_json(answer)
     if not (isinstance(found, list) and found):
         raise ValueError(f'{answer[:60]!r}: give a JSON list of parts')
     parts = [_part(p) for p in found]
@@ -158,7 +188,11 @@ def read_parts(
     return parts
 
 
-@verifier
+def _asked(answer: str) -> set[str]:
+    return {p.verifier for p in read_parts(answer)}
+
+
+@verifier(check_answer=read_parts, asks=_asked)
 def composite(text: str, answer: str) -> Verdict:
     "The weighted mean of several verifiers; 0 where a required one says wrong"
     parts, found = read_parts(answer), []
@@ -175,7 +209,3 @@ def composite(text: str, answer: str) -> Verdict:
         '; '.join(f'{p.weight:g} x {p.verifier}: {v.evidence}' for p, v in found),
     )
     return replace(said, reward=reward)
-
-
-composite.check_answer = read_parts
-composite.asks = lambda answer: {p.verifier for p in read_parts(answer)}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from compassrl.data.tasks import judge, verifier
-from compassrl.judges.strict_json import read_json, unfenced
+from compassrl.judges.gym import parse_json, unfenced
 from compassrl.records import Verdict
 
 # %% auto #0
@@ -43,7 +43,7 @@ __all__ = [
     'script',
     'read_checks',
     'holds',
-    'instructions',
+    'instruction_following',
 ]
 
 # %% ../../nbs/judges/instructions.ipynb #e2b323a4
@@ -71,7 +71,7 @@ _texts = {  # annotation -> may it be this value?
 }
 
 
-def _takes(fn):  # argument -> annotation, without the text
+def _takes(fn: Any) -> dict[str, str]:  # argument -> annotation, without the text
     _, *rest = inspect.signature(fn).parameters.values()
     said = ((p.name, p.annotation) for p in rest)
     return {name: 'str' if a is str else str(a) for name, a in said}
@@ -186,7 +186,7 @@ def no_comma(text: str) -> bool:
 def json_format(text: str) -> bool:
     "All of it is JSON, in a code fence or not"
     try:
-        read_json(unfenced(text))
+        parse_json(unfenced(text))
     except ValueError:
         return False
     return True
@@ -211,7 +211,7 @@ def script(text: str, name: str) -> bool:
 _bounds = ('at_least', 'at_most', 'exactly')
 
 
-def _check_bounds(name, bounds):
+def _check_bounds(name: str, bounds: dict[str, Any]) -> None:
     whole = all(type(v) is int and v >= 0 for v in bounds.values())
     if not bounds or not whole or ('exactly' in bounds and len(bounds) > 1):
         raise ValueError(
@@ -221,7 +221,7 @@ def _check_bounds(name, bounds):
         raise ValueError(f'{name}: {bounds} holds for no number')
 
 
-def _check_arguments(name, given):
+def _check_arguments(name: str, given: dict[str, Any]) -> None:
     takes, counted = _takes(checks[name]), _counts(name)
     known = [*takes, *(_bounds if counted else ())]
     if odd := sorted({*given} - {*known}) + sorted({*takes} - {*given}):
@@ -235,7 +235,7 @@ def _check_arguments(name, given):
         raise ValueError(f'script: name={given["name"]!r}: use one of {sorted(scripts)}')
 
 
-def _counts(name):
+def _counts(name: str) -> bool:
     return inspect.signature(checks[name]).return_annotation in ('int', int)
 
 
@@ -243,7 +243,7 @@ def read_checks(
     answer: str,  # JSON: [{"check": name, argument: value, ...}, ...]
 ) -> list[dict[str, Any]]:
     "The checks of a prompt. Raises ValueError for what is unknown or cannot hold"
-    found = read_json(answer)
+    found = parse_json(answer)
     if not (isinstance(found, list) and found):
         raise ValueError(f'{answer[:60]!r}: give a JSON list of [{{"check": NAME, ...}}]')
     for c in found:
@@ -267,8 +267,8 @@ def holds(
     return low <= found <= check.get('exactly', check.get('at_most', float('inf')))
 
 
-@verifier
-def instructions(text: str, answer: str) -> Verdict:
+@verifier(name='instructions', check_answer=read_checks)
+def instruction_following(text: str, answer: str) -> Verdict:
     "Share of the checks that hold, after any reasoning; `correct` is all of them"
     wanted, text = read_checks(answer), text.split('</think>')[-1]
     missed = [c for c in wanted if not (text.strip() and holds(text, c))]
@@ -276,6 +276,3 @@ def instructions(text: str, answer: str) -> Verdict:
     why = f'; not {json.dumps(missed[0], ensure_ascii=False)}' if missed else ''
     v = judge(not missed, f'{kept} of {len(wanted)} hold{why}')
     return Verdict(kept / len(wanted), v.correct, v.status, v.evidence)
-
-
-instructions.check_answer = read_checks

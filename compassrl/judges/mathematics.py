@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 from math_verify import parse, verify
 
@@ -29,20 +30,20 @@ def last_box(text: str) -> str | None:
     return None
 
 
-def last_formula(text):
+def last_formula(text: str) -> str | None:
     "What stands in the last `$...$`, or None"
     return (re.findall(r'\$+([^$]+)\$+', text) or [None])[-1]
 
 
-def _read(text):
-    return parse(text, parsing_timeout=None)
+def _read(text: str) -> list[Any]:
+    return parse(text, parsing_timeout=None)  # type: ignore[arg-type] (None: no alarm)
 
 
-def _equal(gold, got):
+def _equal(gold: list[Any], got: list[Any]) -> bool:
     return bool(got) and verify(gold, got, timeout_seconds=None)
 
 
-def _without_percent(said, answer, gold):
+def _without_percent(said: str, answer: str, gold: list[Any]) -> str:
     "`42\\%` has one meaning: a share where the answer is one, else the number before the sign"
     if not re.fullmatch(r'[-+\d.,\s]*\\?%\s*', said) or '%' in answer:
         return said  # `$5 and 20% of $` is two prices and no formula
@@ -54,7 +55,7 @@ def _without_percent(said, answer, gold):
     return f'\\frac{{{bare}}}{{100}}' if share else bare
 
 
-def _hedged(said, answer, gold):
+def _hedged(said: str, answer: str, gold: list[Any]) -> bool:
     "Are two things said, one of them wrong?"
     if said.lstrip().startswith('\\{') and answer.strip(' $').startswith('('):
         return True  # a set for a pair

@@ -7,25 +7,113 @@ see."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from compassrl.data.tasks import as_verdict, failure, one_line, verifiers
 from compassrl.data.tokenizer import response_text
-from compassrl.judges.reward_files import RewardFile, check_unchanged, read_reward_file
+from compassrl.files import own_function, own_module
 from compassrl.judges.serial import Judge, RewardConfig, record_verdict
-from compassrl.judges.verifiers import check_walls
+from compassrl.judges.verifiers import check_isolation
 from compassrl.records import Prompt, Sample, Verdict
-from compassrl.sandbox.isolated import under
+from compassrl.sandbox.isolated import verdict_budget
 
 # %% auto #0
-__all__ = ['inputs_of', 'together', 'RewardFunction', 'OwnReward', 'own_reward', 'OwnJudge']
+__all__ = [
+    'RewardFile',
+    'read_reward_file',
+    'check_unchanged',
+    'keep_reward_files',
+    'inputs_of',
+    'batched_inputs',
+    'RewardFunction',
+    'OwnReward',
+    'own_reward',
+    'OwnJudge',
+]
+
+
+# %% ../../nbs/judges/own_reward.ipynb #68c128ae
+class RewardFile(NamedTuple):
+    "A function by its place, and the text that it stands in"
+
+    spec: str  # FILE.py:NAME or MODULE:NAME, as given
+    source: bytes  # text of the file, or of the module's own file
+
+    @property
+    def place(self) -> str:  # FILE.py or MODULE
+        return self.spec.rpartition(':')[0]
+
+    @property
+    def is_file(self) -> bool:
+        return self.place.endswith('.py')
+
+    @property
+    def key(self) -> str:  # file name or module: how `function_sha256` and the copy are called
+        return os.path.basename(self.place) if self.is_file else self.place
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.source).hexdigest()
+
+    def load(self) -> Callable:
+        "The function. Raises ValueError for what cannot be imported"
+        return own_function(self.spec, 'rewards.function', self.source)
+
+
+# %% ../../nbs/judges/own_reward.ipynb #8651529f
+def read_reward_file(
+    spec: str,  # FILE.py:NAME or MODULE:NAME
+    kept: Path | None = None,  # folder of a run's copies; None, or without one: the place itself
+) -> RewardFile:
+    "Raises ValueError for a file that is not there, or a module that cannot be imported"
+    file = RewardFile(spec, b'')
+    if not file.is_file:
+        source = getattr(own_module(spec, 'rewards.function'), '__file__', None)
+        return file._replace(source=Path(source).read_bytes() if source else b'')
+    copy = kept / file.key if kept else Path(file.place)
+    path = copy if copy.is_file() else Path(file.place)
+    if not path.is_file():
+        raise ValueError(f'rewards.function={spec!r}: {file.place} does not exist')
+    return file._replace(source=path.read_bytes())
+
+
+def check_unchanged(
+    files: Sequence[RewardFile],
+    noted: dict[str, str],  # `function_sha256`
+) -> None:
+    "Raises ValueError for another text than the one with which the run began"
+    for file in files:
+        if file.sha256 != noted.get(file.key, file.sha256):
+            raise ValueError(
+                f'{file.key} is not the one with which the run began (its SHA-256 is '
+                f'{file.sha256[:12]}..., it was {noted[file.key][:12]}...): put it back, or start '
+                'a new run'
+            )
+
+
+def keep_reward_files(
+    files: Sequence[RewardFile],
+    folder: Path,  # receives the copies; made if there is something to keep
+) -> dict[str, str]:  # `function_sha256`
+    "Copies the files and notes their hashes. Raises ValueError for two files of one name"
+    texts = {}
+    for file in files:
+        if texts.setdefault(file.key, file.source) != file.source:
+            raise ValueError(f'rewards.function: two files are called {file.key}, rename one')
+        if file.is_file:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / file.key).write_bytes(file.source)
+    return {file.key: file.sha256 for file in files}
+
 
 # %% ../../nbs/judges/own_reward.ipynb #fcfa7b6d
 _many = dict(prompt='prompts', completion='completions', text='texts', solution_str='solution_strs')
@@ -36,7 +124,7 @@ _always = {'answer', *_many, *_many_too}
 def inputs_of(
     prompt: Prompt,
     text: str,  # the response
-    columns: Iterable[str] = (),  # that some row of the data has; None where this one has not
+    columns: Iterable[str] = (),  # columns of the data; None where this row lacks one
 ) -> dict[str, Any]:
     "All that a function of one response may ask for, by name"
     chat = prompt.messages is not None
@@ -50,12 +138,12 @@ def inputs_of(
         'completion': [dict(role='assistant', content=text)] if chat else text,
         'text': text,
         'solution_str': text,
-        '_answer': prompt.answer,  # as a verifier reads it, whatever the row holds
+        '_answer': prompt.answer,  # for verifiers: a column of the row may be called `answer`
     }
 
 
-def together(
-    inputs: Sequence[dict[str, Any]],  # of each response, with equal keys
+def batched_inputs(
+    inputs: Sequence[dict[str, Any]],  # one for each response, with equal keys
 ) -> dict[str, list[Any]]:
     "All that a function of many responses may ask for: a list by every name, and by its plural"
     lists = {k: [x[k] for x in inputs] for k in inputs[0]}
@@ -64,33 +152,29 @@ def together(
 
 
 # %% ../../nbs/judges/own_reward.ipynb #0870ea30
-def _wait(coroutine):  # also where a loop is running, as in a notebook
+def _wait(coroutine: Coroutine[Any, Any, Any]) -> Any:  # also in a notebook, where a loop runs
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, coroutine).result()
 
 
-async def _gather(calls):
+async def _gather(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
 class RewardFunction:
     "A user's function, or a built-in verifier, and how it is to be called"
 
-    name: str
-    correct_at: float
-    fn: Callable[..., Any]
-
     def __init__(self, name: str, fn: Callable[..., Any], correct_at: float) -> None:
         self.name, self.fn, self.correct_at = name, fn, correct_at
         parameters = inspect.signature(fn).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.takes_all: bool = any(p.kind == p.VAR_KEYWORD for p in parameters)
-        self.takes: set[str] = {p.name for p in named}
-        self.needs: set[str] = {p.name for p in named if p.default is p.empty}
+        self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        self.takes = {p.name for p in named}
+        self.needs = {p.name for p in named if p.default is p.empty}
         if odd := [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]:
             raise ValueError(f'rewards.function={name!r}: {odd} cannot be given by name')
-        self.many: bool = bool(self.takes & {*_many.values()})
-        self.is_async: bool = inspect.iscoroutinefunction(fn)
+        self.many = bool(self.takes & {*_many.values()})
+        self.is_async = inspect.iscoroutinefunction(fn)
 
     def check(self, columns: Iterable[str]) -> None:
         "Raises ValueError for a parameter that no row fills"
@@ -107,16 +191,16 @@ class RewardFunction:
             )
 
     def verdicts(self, inputs: list[dict[str, Any]]) -> list[Verdict | None]:
-        "Of each response; a failure says where"
+        "One for each response; a failure says where it happened"
         try:
             values = self._values(inputs)
         except Exception as e:
             return [failure(e, self.fn)] * len(inputs)
         return [self._verdict(v) for v in values]
 
-    def _values(self, inputs):  # what it returned; an exception in place of one response
+    def _values(self, inputs: list[dict[str, Any]]) -> list[Any]:  # an exception may be one
         if self.many:
-            values = self._call(together(inputs))
+            values = self._call(batched_inputs(inputs))
             values = _wait(values) if self.is_async else values
             if not hasattr(values, '__len__') or len(values) != len(inputs):
                 got = f'{len(values)} values' if hasattr(values, '__len__') else repr(values)
@@ -126,16 +210,16 @@ class RewardFunction:
             return _wait(_gather([self._call(x) for x in inputs]))
         return [self._try(x) for x in inputs]
 
-    def _call(self, known):
+    def _call(self, known: dict[str, Any]) -> Any:
         return self.fn(**{k: v for k, v in known.items() if self.takes_all or k in self.takes})
 
-    def _try(self, known):
+    def _try(self, known: dict[str, Any]) -> Any:
         try:
             return self._call(known)
         except Exception as e:
             return e
 
-    def _verdict(self, value):
+    def _verdict(self, value: Any) -> Verdict | None:
         if isinstance(value, dict) and 'score' in value:
             value = value['score']
         if value is None:
@@ -152,9 +236,7 @@ class RewardFunction:
 class OwnReward:
     "The reward functions of a run. As a verifier, it stands in `verifiers` under its own name"
 
-    weights: tuple[float, ...]
-    state: tuple[tuple[RewardFile | str, ...], tuple[float, ...], float]
-    columns: list[str]
+    check_answer = asks = None  # every answer will do, and no verifier is asked
 
     def __init__(
         self, files: Sequence[RewardFile | str], weights: Sequence[float], at: float
@@ -186,10 +268,10 @@ class OwnReward:
         return [self._sum(v) for v in zip(*(f.verdicts(inputs) for f in self.functions))]
 
     def judge_one(self, prompt: Prompt, text: str) -> Verdict:
-        "As `judge_many`; a function of lists gets lists of one"
+        "One verdict; a function of lists gets lists of one"
         return self.judge_many([prompt], [text])[0]
 
-    def _sum(self, verdicts):
+    def _sum(self, verdicts: Sequence[Verdict | None]) -> Verdict:
         parts = [(w, v) for w, v in zip(self.weights, verdicts) if v is not None]
         failed = [v for _, v in parts if v.status in ('failed', 'timeout')]
         if failed:
@@ -204,7 +286,7 @@ class OwnReward:
         return Verdict(reward, first.correct, first.status, one_line(evidence))
 
 
-def _restored(state, columns):
+def _restored(state: tuple[Any, Any, float], columns: list[str]) -> OwnReward:
     out = OwnReward(*state)
     out.columns = columns
     return out
@@ -229,10 +311,6 @@ class OwnJudge(Judge):
 
     Raises ValueError where one of them runs programs that nothing isolates."""
 
-    of: tuple[Tokenizer, int | tuple[int, ...]]
-    own: OwnReward
-    cfg: RewardConfig
-
     def __init__(
         self,
         prompts: Iterable[Prompt],
@@ -241,19 +319,19 @@ class OwnJudge(Judge):
         own: OwnReward,
         cfg: RewardConfig = RewardConfig(),
     ) -> None:
-        self.prompts: dict[str, Prompt] = {p.id: p for p in prompts}
-        self.of, self.own, self.cfg = (tokenizer, eos_id), own, cfg
-        check_walls({*cfg.function}, cfg.unsafe)
+        self.prompts = {p.id: p for p in prompts}
+        self.tokenizer, self.eos_id, self.own, self.cfg = tokenizer, eos_id, own, cfg
+        check_isolation({*cfg.function}, cfg.unsafe)
 
     def settle(self, samples: Iterable[Sample]) -> None:
         due = [s for s in samples if s.verdict is None]
         if not due:
             return
         start = time.perf_counter()
-        texts = [response_text(self.of[0], s.response_ids, self.of[1]) for s in due]
+        texts = [response_text(self.tokenizer, s.response_ids, self.eos_id) for s in due]
         read = time.perf_counter()
         prompts = [self.prompts[s.prompt_id] for s in due]
-        with under(self.cfg.wall_s * len(due), self.cfg.unsafe):
+        with verdict_budget(self.cfg.wall_s * len(due), self.cfg.unsafe):
             verdicts = self.own.judge_many(prompts, texts)
         share = (time.perf_counter() - start) / len(due)  # nobody knows how long one took
         for i, (s, v) in enumerate(zip(due, verdicts)):

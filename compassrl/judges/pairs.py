@@ -71,9 +71,9 @@ def true_label(q: Question, margin: float = 0.0) -> Label:
 
 def shop_pairs(
     num: int,
-    split: str,  # of the questions: 'train' or 'heldout'
+    split: str,  # 'train' or 'heldout' questions
     seed: int = 0,
-    level: int = 0,  # of the questions
+    level: int = 0,  # difficulty of the questions
     margin: float = 0.0,
 ) -> list[Question]:
     "Pairs of different answers; each label is about equally frequent"
@@ -95,7 +95,7 @@ JUDGE_TEXT = '1 {first}\n2 {second}\n{prompt}\n'  # the prompt of this judge
 
 def reading(
     number: int,  # 1 or 2
-    text: str,  # of the prompt
+    text: str,  # the prompt
     answer: str,
 ) -> str:
     "What a judge should write about one answer"
@@ -129,7 +129,7 @@ def pair_row(q: Question, margin: float = 0.0) -> dict[str, str]:
 # %% ../../nbs/judges/pairs.ipynb #0f94094a
 def wilson(
     p: float,  # a share, in [0, 1]
-    num: float,  # of so many yes-or-no trials
+    num: float,  # yes-or-no trials
 ) -> tuple[float, float]:  # within [0, 1]
     "Its 95 % interval (Wilson, 1927); of nothing it may be anything"
     if not num:
@@ -151,7 +151,7 @@ def agreement(
     return dict(agreement=_share(right), tie_accuracy=_share(ties))
 
 
-def _share(hits):  # and its interval
+def _share(hits: list[bool]) -> tuple[float, float, float]:  # and its interval
     p = sum(hits) / max(1, len(hits))
     return p, *wilson(p, len(hits))
 
@@ -167,7 +167,7 @@ def answer_groups(num: int, size: int = 8, seed: int = 0, level: int = 0) -> Ans
 
 
 def orders(
-    rewards: Callable[[Prompt, list[str]], Tensor],  # of a group, [G]
+    rewards: Callable[[Prompt, list[str]], Tensor],  # [G] rewards of one group
     groups: Answers,
 ) -> dict[str, float]:  # shares of pairs of a group whose true quality differs; they sum to 1
     "Right, tied and inverted pairs after group normalisation"
@@ -184,8 +184,8 @@ def orders(
 def judge_rewards(ask: Ask) -> Callable[[Prompt, list[str]], Tensor]:
     "Labels against the reference answer, as rewards; without a label 0.5, as if tied"
 
-    def rewards(prompt, answers):
+    def rewards(prompt: Prompt, answers: list[str]) -> Tensor:
         done, _ = compare(ask, [Question(prompt.text, a, prompt.answer) for a in answers])
-        return torch.tensor([label_rewards.get(c.label, 0.5) for c in done])
+        return torch.tensor([label_rewards[c.label] if c.label else 0.5 for c in done])
 
     return rewards

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from compassrl.data.tasks import one_line
 from compassrl.data.tools import tool
-from compassrl.sandbox.client import best_walls
-from compassrl.sandbox.isolated import run_python
-from compassrl.sandbox.limits import Limits
+from compassrl.sandbox.isolated import Limits, best_isolation, run_python
 
 # %% auto #0
 __all__ = ['tool_limits', 'most_characters', 'python', 'check_tool']
 
 # %% ../../nbs/judges/python_tool.ipynb #54a5a83a
-tool_limits = Limits(wall_s=5.0, cpu_s=2.0, memory_mb=256)  # of one call
-most_characters = 400  # that a policy reads of an answer
+tool_limits = Limits(wall_s=5.0, cpu_s=2.0, memory_mb=256)  # for one call
+most_characters = 400  # longer answers are cut before the policy reads them
 
 
 @tool
@@ -28,8 +26,8 @@ def python(call: str) -> str:
 
 def check_tool(name: str) -> None:
     "Raises ValueError where a run's tool is `python` and nothing isolates programs"
-    walls, why = best_walls()
-    if name == 'python' and not walls:
+    isolation, why = best_isolation()
+    if name == 'python' and not isolation:
         raise ValueError(
             f"tools.name='python': this machine isolates no program ({why}): install bubblewrap, "
             'permit user namespaces, or use another tool'

@@ -5,30 +5,45 @@
 # %% ../../nbs/judges/reward_pool.ipynb #4aab1068
 from __future__ import annotations
 
+import gc
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing.connection import Connection
+from math import inf
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NamedTuple, NoReturn
 
 from tokenizers import Tokenizer
 
 from compassrl.data.tasks import verifiers
-from compassrl.judges.serial import Judge, RewardConfig, judge_sample, record_verdict
-from compassrl.judges.verifiers import asked_verifiers, check_walls
+from compassrl.judges.serial import Judge, RewardConfig, judge_sample, record_verdict, timed_verdict
+from compassrl.judges.verifiers import asked_verifiers, check_isolation, no_verdict, warm_up
 from compassrl.records import Prompt, Sample
+from compassrl.sandbox.isolated import (
+    Outcome,
+    die_with_parent,
+    how_it_ended,
+    limit_memory,
+    outcome_of,
+    verdict_budget,
+)
 
 # %% auto #0
-__all__ = ['RewardPool']
+__all__ = ['GRACE', 'RewardPool', 'broker_process']
 
 
 # %% ../../nbs/judges/reward_pool.ipynb #bfe136cd
-def _by_name(name, fn):  # how another process finds a verifier
+def _by_name(name: str, fn: Any) -> bytes:
+    "How another process finds a verifier"
     try:
         data = pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -47,10 +62,6 @@ class RewardPool(Judge):
     them, unless the config says `unsafe`."""
 
     beside = True
-    of: tuple[Tokenizer, int | tuple[int, ...]]
-    cfg: RewardConfig
-    count: int
-    ready: bool
 
     def __init__(
         self,
@@ -61,42 +72,48 @@ class RewardPool(Judge):
     ) -> None:
         if cfg.workers < 1:
             raise ValueError(f'workers={cfg.workers}: use at least 1, or SerialJudge')
-        self.prompts: dict[str, Prompt] = {p.id: p for p in prompts}
-        self.of, self.cfg = (tokenizer, eos_id), cfg
+        self.prompts = {p.id: p for p in prompts}
+        self.tokenizer, self.eos_id, self.cfg = tokenizer, eos_id, cfg
         names = asked_verifiers(self.prompts.values()) & verifiers.keys()
-        check_walls({*names, *cfg.function}, cfg.unsafe)
+        check_isolation({*names, *cfg.function}, cfg.unsafe)
         fns = {n: _by_name(n, verifiers[n]) for n in sorted(names)}
-        self.jobs: dict[int, list[Sample]] = {}  # under way: a response and its equals
-        self.known: dict[tuple[str, tuple[int, ...]], int] = {}  # a response -> its job
-        self.backlog: deque[object] = deque()  # of messages to the broker
+        self.jobs: dict[int, list[Sample]] = {}  # under way: number -> a response and its equals
+        self.known: dict[tuple[str, tuple[int, ...]], int] = {}  # a response -> its number
+        self.backlog: deque[object] = deque()  # messages to the broker
         self.count, self.ready = 0, False
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         limits = {k: v for k, v in asdict(cfg).items() if k != 'genrm'}
+        special = tokenizer.encode_special_tokens
+        self._start_broker((limits, tokenizer.to_str(), special, eos_id, fns))
+
+    def _start_broker(self, work: tuple[object, ...]) -> None:
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         ours, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as what:
-            pickle.dump(
-                (limits, tokenizer.to_str(), tokenizer.encode_special_tokens, eos_id, fns), what
+        with theirs, tempfile.TemporaryFile() as stdin:
+            pickle.dump(work, stdin)
+            stdin.seek(0)
+            # no garbage collection while it imports: that would take a third longer
+            run = (
+                'import gc; gc.disable(); from compassrl.judges.reward_pool import broker_process; '
             )
-            what.seek(0)
-            # what it imports stays: searched for garbage, that takes a third longer
-            run = 'import gc; gc.disable(); from compassrl.judges.broker import serve_pool; '
-            run += f'serve_pool({theirs.fileno()})'
-            self.broker: subprocess.Popen[bytes] = subprocess.Popen(
+            run += f'broker_process({theirs.fileno()})'
+            self.broker = subprocess.Popen(
                 [sys.executable, '-c', run],
-                stdin=what,
+                stdin=stdin,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 env=os.environ | dict(PYTHONPATH=path, TOKENIZERS_PARALLELISM='false'),
             )
-        self.conn: Connection = Connection(ours.detach())
+        self.conn = Connection(ours.detach())
 
-    def start(self, sample: Sample) -> Sample | None:
+    def start(self, sample: Sample) -> None:
         prompt = self.prompts[sample.prompt_id]
         if prompt.verifier not in verifiers:
-            return judge_sample(sample, prompt, *self.of)  # says so
+            judge_sample(sample, prompt, self.tokenizer, self.eos_id)  # a failed verdict
+            return
         key = sample.prompt_id, tuple(sample.response_ids)
         if key in self.known:
-            return self.jobs[self.known[key]].append(sample)
+            self.jobs[self.known[key]].append(sample)
+            return
         self.known[key] = self.count
         self.jobs[self.count] = [sample]
         self.backlog.append((self.count, prompt, sample.response_ids))
@@ -104,7 +121,7 @@ class RewardPool(Judge):
         if self.ready or self.conn.poll():
             self._send()
 
-    def _send(self):  # all that waits here, when the broker is up
+    def _send(self) -> None:  # all that waits here, when the broker is up
         if not self.ready:
             if fault := self._recv():
                 raise ValueError(f'reward workers: {fault}')
@@ -115,7 +132,7 @@ class RewardPool(Judge):
         except OSError:
             self._gone()
 
-    def _recv(self):
+    def _recv(self) -> Any:
         patience = self.cfg.wall_s * (1 + self.cfg.retries) + 60
         try:
             if self.conn.poll(patience):
@@ -126,23 +143,23 @@ class RewardPool(Judge):
             f'reward workers: silent for {patience:g} s, and {len(self.jobs)} verdicts are due'
         )
 
-    def _gone(self):
+    def _gone(self) -> NoReturn:
         raise RuntimeError(
             f'reward workers: their broker is gone (exit code {self.broker.wait(5)})'
         )
 
     def settle(self, samples: Iterable[Sample]) -> None:
         due = {id(s): s for s in samples if s.verdict is None}
-        partial_responses = {id(s) for same in self.jobs.values() for s in same}
+        started = {id(s) for same in self.jobs.values() for s in same}
         for i, s in due.items():
-            if i not in partial_responses:
+            if i not in started:
                 self.start(s)
-        due = {i for i, s in due.items() if s.verdict is None}
-        if not due:
+        left = {i for i, s in due.items() if s.verdict is None}
+        if not left:
             return
         self.backlog.append(True)  # results, please
         self._send()
-        while due and self.jobs:  # what is judged for later steps goes on
+        while left and self.jobs:  # samples of later steps are judged on
             number, verdict, timings = self._recv()
             first, *equals = same = self.jobs.pop(number)
             del self.known[first.prompt_id, tuple(first.response_ids)]
@@ -150,7 +167,7 @@ class RewardPool(Judge):
             again = timings | dict(reward_start=timings['reward_end'], detokenise=0.0)
             for s in equals:
                 record_verdict(s, verdict, again)
-            due -= set(map(id, same))
+            left -= set(map(id, same))
         if self.jobs:
             self.backlog.append(False)
             self._send()  # enough: nobody reads now
@@ -162,3 +179,182 @@ class RewardPool(Judge):
         except subprocess.TimeoutExpired:
             self.broker.kill()
             self.broker.wait()
+
+
+# %% ../../nbs/judges/reward_pool.ipynb #c94df704
+GRACE = 2.0  # seconds: a verdict that ends itself in time need not be ended
+
+
+class _Job(NamedTuple):
+    "One response to judge"
+
+    number: int
+    prompt: Prompt
+    response_ids: list[int]
+    attempt: int = 0
+
+
+def _worker_process(
+    conn: Any,  # connection to its broker
+    number: int,  # 1 to `workers`
+    cfg: RewardConfig,
+    tokenizer: Tokenizer,
+    eos_id: int | tuple[int, ...],
+    names: set[str],  # verifiers
+) -> NoReturn:
+    "All that a worker does: it reads ids, makes text of them, judges, answers, and begins again"
+    os.setsid()
+    die_with_parent()
+    with verdict_budget(60.0, cfg.unsafe):
+        warm_up(names)
+    limit_memory(cfg.memory_mb)
+    try:
+        conn.send(None)  # ready: from now on the clock runs
+        while True:
+            job = conn.recv()
+            signal.setitimer(signal.ITIMER_PROF, cfg.cpu_s)  # the end of it kills
+            verdict, timings = timed_verdict(job.prompt, job.response_ids, tokenizer, eos_id, cfg)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            conn.send((verdict, timings | dict(worker=number)))
+    finally:  # its broker is gone, or it is asked to leave
+        os._exit(0)
+
+
+class _Worker:
+    "A forked worker, as its broker sees it"
+
+    def __init__(self, number: int, pid: int, conn: Any) -> None:
+        self.number, self.pid, self.conn, self.ready = number, pid, conn, False
+        self.job: _Job | None = None
+        self.start = self.until = 0.0
+
+    def give(self, job: _Job, wall_s: float) -> None:
+        self.job, self.start = job, time.perf_counter()
+        self.until = self.start + wall_s + (0 if self.ready else 60)
+        with suppress(OSError):  # it has died: `conn` will say so
+            self.conn.send(job)
+
+    def end(self) -> int:  # exit status
+        for kill in (os.kill, os.killpg):
+            with suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
+        self.conn.close()
+        return os.waitpid(self.pid, 0)[1]
+
+
+class _Broker:
+    def __init__(
+        self,
+        trainer: Connection,
+        cfg: RewardConfig,
+        tokenizer: Tokenizer,
+        eos_id: int | tuple[int, ...],
+        names: set[str],  # verifiers
+    ) -> None:
+        self.trainer, self.cfg = trainer, cfg
+        self.tokenizer, self.eos_id, self.names = tokenizer, eos_id, names
+        self.waiting: deque[_Job] = deque()
+        self.done: list[tuple[object, ...]] = []
+        self.asked = False  # does the trainer wait for results?
+        self.workers: dict[int, _Worker] = {}  # by number, 1 to `workers`
+
+    def run(self) -> None:
+        while True:
+            self._hand_out()
+            busy = [w for w in self.workers.values() if w.job]
+            if self.asked:
+                for d in self.done:
+                    self.trainer.send(d)
+                self.done, self.asked = [], bool(busy)
+            until = min((w.until for w in busy), default=inf)
+            pause = None if until == inf else max(0, until - time.perf_counter())
+            connections: dict[Any, _Worker] = {w.conn: w for w in self.workers.values()}
+            ready = wait([self.trainer, *connections], pause)
+            for conn in ready:
+                if conn is not self.trainer:
+                    self._answer(connections[conn])
+                elif not self._listen():
+                    return
+            for w in busy:
+                if w.job and time.perf_counter() >= w.until and w in self.workers.values():
+                    self._lost(w, late=True)
+
+    def _hand_out(self) -> None:  # to idle workers; a missing one is forked when it is needed
+        for number in range(1, self.cfg.workers + 1):
+            w = self.workers.get(number)
+            if self.waiting and not (w and w.job):
+                w = self.workers[number] = w or self._fork(number)
+                w.give(self.waiting.popleft(), self.cfg.wall_s + GRACE)
+
+    def _fork(self, number: int) -> _Worker:
+        ours, theirs = Pipe()
+        pid = os.fork()
+        if not pid:
+            for c in (ours, self.trainer, *(w.conn for w in self.workers.values())):
+                c.close()
+            _worker_process(theirs, number, self.cfg, self.tokenizer, self.eos_id, self.names)
+        theirs.close()
+        return _Worker(number, pid, ours)
+
+    def _listen(self) -> bool:
+        "A job, or whether results are wanted; False when the trainer is gone"
+        try:
+            job = self.trainer.recv()
+        except (EOFError, OSError):
+            for w in self.workers.values():
+                w.end()
+            return False
+        if isinstance(job, bool):
+            self.asked = job
+        else:
+            self.waiting.append(_Job(*job))
+        return True
+
+    def _answer(self, w: _Worker) -> None:
+        try:
+            answer = w.conn.recv()
+        except (EOFError, OSError):
+            return self._lost(w, late=False)
+        if answer is None:  # it is warm, and begins
+            w.ready, w.start = True, time.perf_counter()
+            w.until = w.start + self.cfg.wall_s + GRACE
+            return
+        assert w.job, 'an answer without a job'
+        self.done.append((w.job.number, *answer))
+        w.job = None
+
+    def _lost(self, w: _Worker, late: bool) -> None:
+        "Ends the worker; its job is repeated, or has no verdict"
+        del self.workers[w.number]
+        raw, job = w.end(), w.job
+        if not job:
+            return
+        status, evidence = outcome_of(None if late else raw, 0.0, self.cfg.limits)
+        if status in ('killed', 'failed') and job.attempt < self.cfg.retries:
+            return self.waiting.appendleft(job._replace(attempt=job.attempt + 1))
+        if status == 'ok':
+            status, evidence = 'failed', how_it_ended(raw)
+        timings = dict(
+            reward_start=w.start, detokenise=0.0, reward_end=time.perf_counter(), worker=w.number
+        )
+        self.done.append((job.number, no_verdict(Outcome(status, evidence)), timings))
+
+
+def broker_process(
+    fd: int,  # socket to the trainer; the settings are on the standard input
+) -> None:
+    "All that a broker does"
+    gc.freeze()
+    gc.enable()
+    trainer = Connection(fd)
+    cfg, text, spell_out, eos_id, fns = pickle.load(sys.stdin.buffer)
+    cfg = RewardConfig(**cfg)
+    try:
+        for name, data in fns.items():
+            verifiers[name] = pickle.loads(data)
+    except Exception as e:
+        return trainer.send(f'{type(e).__name__}: {e}')
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.encode_special_tokens = spell_out
+    trainer.send('')
+    _Broker(trainer, cfg, tokenizer, eos_id, {*fns}).run()

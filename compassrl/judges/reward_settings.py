@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from compassrl.data.registries import verifiers
-from compassrl.sandbox.limits import Limits
+from compassrl.sandbox.isolated import Limits
 from compassrl.settings import above, at_least, between, check
 
 # %% auto #0

@@ -17,9 +17,12 @@ from compassrl.algo.zero_variance import drawn_ids
 from compassrl.data.tasks import verify
 from compassrl.data.tokenizer import response_text
 from compassrl.judges.reward_settings import RewardConfig as RewardConfig
-from compassrl.judges.verifiers import asked_verifiers, check_walls  # registers 'maths' and 'code'
+from compassrl.judges.verifiers import (  # registers 'maths' and 'code'
+    asked_verifiers,
+    check_isolation,
+)  # registers 'maths' and 'code'
 from compassrl.records import Metrics, Prompt, Sample, Verdict
-from compassrl.sandbox.isolated import under
+from compassrl.sandbox.isolated import verdict_budget
 
 # %% auto #0
 __all__ = [
@@ -57,7 +60,7 @@ class Judge:
 # %% ../../nbs/judges/serial.ipynb #5f059518
 def timed_verdict(
     prompt: Prompt,
-    ids: Sequence[int],
+    ids: list[int],
     tokenizer: Tokenizer,
     eos_id: int | tuple[int, ...],
     cfg: RewardConfig,
@@ -65,7 +68,7 @@ def timed_verdict(
     start = time.perf_counter()
     text = response_text(tokenizer, ids, eos_id)
     read = time.perf_counter()
-    with under(cfg.wall_s, cfg.unsafe):
+    with verdict_budget(cfg.wall_s, cfg.unsafe):
         verdict = verify(prompt, text)
     return verdict, dict(
         reward_start=start, detokenise=read - start, reward_end=time.perf_counter()
@@ -103,14 +106,14 @@ class SerialJudge(Judge):
         eos_id: int | tuple[int, ...],
         cfg: RewardConfig = RewardConfig(),
     ) -> None:
-        self.prompts: dict[str, Prompt] = {p.id: p for p in prompts}
-        self.of: tuple[Tokenizer, int | tuple[int, ...], RewardConfig] = tokenizer, eos_id, cfg
-        check_walls(asked_verifiers(self.prompts.values()), cfg.unsafe)
+        self.prompts = {p.id: p for p in prompts}
+        self.tokenizer, self.eos_id, self.cfg = tokenizer, eos_id, cfg
+        check_isolation(asked_verifiers(self.prompts.values()), cfg.unsafe)
 
     def settle(self, samples: Iterable[Sample]) -> None:
         for s in samples:
             if s.verdict is None:
-                judge_sample(s, self.prompts[s.prompt_id], *self.of)
+                judge_sample(s, self.prompts[s.prompt_id], self.tokenizer, self.eos_id, self.cfg)
 
 
 # %% ../../nbs/judges/serial.ipynb #6f4ea81c
@@ -118,13 +121,15 @@ def task_rewards(
     samples: list[Sample],  # judged
 ) -> tuple[Tensor, Tensor]:  # [B] fp32 before any shaping, [B] bool: the verifier gave a verdict
     "What the verifiers said"
-    rewards = torch.tensor([s.verdict.reward for s in samples])
-    return rewards, torch.tensor([s.verdict.status not in ('failed', 'timeout') for s in samples])
+    verdicts = [s.verdict for s in samples if s.verdict]
+    assert len(verdicts) == len(samples), 'a sample without a verdict'
+    rewards = torch.tensor([v.reward for v in verdicts])
+    return rewards, torch.tensor([v.status not in ('failed', 'timeout') for v in verdicts])
 
 
 def sample_columns(
     samples: list[Sample],  # judged
-    ids: Sequence[str],  # of the prompts, in the order of the groups
+    ids: Sequence[str],  # prompt ids in the order of the groups
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [B] task rewards, groups, valid, response tokens
     "Samples as the columns that the rollout stage decides by"
     place = {id: i for i, id in enumerate(ids)}

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from compassrl.data.tasks import judge, verifier
-from compassrl.judges.strict_json import read_json, unfenced
+from compassrl.judges.gym import parse_json, unfenced
 from compassrl.records import Verdict
 
 # %% auto #0
@@ -18,12 +18,12 @@ __all__ = ['same_value', 'misfit', 'calls_of', 'pairing', 'expected_calls', 'too
 
 
 # %% ../../nbs/judges/tool_calls.ipynb #6f415a02
-def _plain(text):
+def _plain(text: str) -> str:
     return re.sub(r'[ ,./\-_*^]', '', text).lower().replace("'", '"')
 
 
 def same_value(
-    got: Any,  # of a response
+    got: Any,  # what the response has
     allowed: Any,  # one allowed value
 ) -> bool:
     "Type and value, as BFCL compares them"
@@ -39,7 +39,7 @@ def same_value(
 
 
 def misfit(
-    arguments: dict[str, Any],  # of a response
+    arguments: dict[str, Any],  # what the response has
     allowed: dict[str, list[Any]],  # argument -> values; '' among them: it may be left out
 ) -> str:  # '' if they fit
     "What is wrong with the arguments of a call"
@@ -55,7 +55,7 @@ def misfit(
 
 
 # %% ../../nbs/judges/tool_calls.ipynb #dcd5a4e6
-def _is_call(call):
+def _is_call(call: Any) -> bool:
     return (
         isinstance(call, dict)
         and call.keys() == {'name', 'arguments'}
@@ -73,9 +73,9 @@ def calls_of(
         blocks = re.findall(r'<tool_call>(.*?)</tool_call>', text, flags=re.S)
         if text.count('<tool_call>') != len(blocks):
             raise ValueError('a <tool_call> is not closed')
-        calls = [read_json(b) for b in blocks]
+        calls = [parse_json(b) for b in blocks]
     else:
-        found = read_json(unfenced(text))
+        found = parse_json(unfenced(text))
         calls = found if isinstance(found, list) else [found]
     if odd := [c for c in calls if not _is_call(c)]:
         raise ValueError(f'{str(odd[0])[:60]} is not {{"name": ..., "arguments": {{...}}}}')
@@ -89,7 +89,7 @@ def pairing(
     "Each expected call with one that fits it (augmenting paths)"
     taken: dict[int, int] = {}
 
-    def place(i, seen):
+    def place(i: int, seen: set[int]) -> bool:
         for j in (j for j, fit in enumerate(fits[i]) if fit and j not in seen):
             seen.add(j)
             if j not in taken or place(taken[j], seen):
@@ -102,7 +102,7 @@ def pairing(
     return [taken[j] for j in sorted(taken)]
 
 
-def _expected(call):  # name, allowed arguments
+def _expected(call: Any) -> tuple[str, dict[str, list[Any]]]:  # name, allowed arguments
     if isinstance(call, dict) and call.keys() != {'name', 'arguments'} and len(call) == 1:
         call = dict(zip(('name', 'arguments'), *call.items()))
     if not _is_call(call):
@@ -114,7 +114,7 @@ def _expected(call):  # name, allowed arguments
     return call['name'], call['arguments']
 
 
-def _check_allowed(k, values):
+def _check_allowed(k: str, values: Any) -> None:
     if not (isinstance(values, list) and values):
         raise ValueError(f'{k}={values!r}: give a list of the values that are right')
     for v in values:
@@ -127,11 +127,11 @@ def expected_calls(
     answer: str,  # JSON: a call with lists of allowed values, or a list of such calls
 ) -> list[tuple[str, dict[str, list[Any]]]]:  # name and allowed arguments of each
     "The calls that a prompt asks for. Raises ValueError for an answer of another form"
-    found = read_json(answer)
+    found = parse_json(answer)
     return [_expected(c) for c in (found if isinstance(found, list) else [found])]
 
 
-@verifier
+@verifier(check_answer=expected_calls)
 def tool_call(text: str, answer: str) -> Verdict:
     "All expected calls and no other, in any order, as BFCL compares them"
     wanted = expected_calls(answer)
@@ -147,10 +147,7 @@ def tool_call(text: str, answer: str) -> Verdict:
     return judge(found is not None, f'{len(got)} calls fit' if found is not None else first)
 
 
-def _why_not(call, name, allowed):  # '' if it fits
+def _why_not(call: dict[str, Any], name: str, allowed: dict[str, Any]) -> str:  # '' if it fits
     if call['name'] != name:
         return f'{call["name"]!r} is called, not {name!r}'
     return misfit(call['arguments'], allowed)
-
-
-tool_call.check_answer = expected_calls

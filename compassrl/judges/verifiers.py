@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 
-from compassrl.data.tasks import judge, verifier, verifiers
+from compassrl.data.tasks import find_verifier, judge, verifier, verifiers
 from compassrl.records import Prompt, Verdict
-from compassrl.sandbox.client import Cell, text_of, warm_room
 from compassrl.sandbox.isolated import (
-    in_time,
-    returned,
+    Limits,
+    Outcome,
+    isolation_for_programs,
+    run_assert,
     run_function,
     run_python,
-    walls_for_programs,
 )
-from compassrl.sandbox.limits import Limits, Outcome
 
 # %% auto #0
 __all__ = [
@@ -37,22 +37,22 @@ __all__ = [
     'code',
     'asked_verifiers',
     'warm_up',
-    'check_walls',
+    'check_isolation',
 ]
 
 
 # %% ../../nbs/judges/verifiers.ipynb #54c07000
 def no_verdict(
-    o: Outcome,  # of a verifier that should have returned one
+    o: Outcome,  # outcome of a verifier that should have returned a verdict
 ) -> Verdict:
-    "What is said of a response that could not be judged"
+    "The verdict on a response that could not be judged"
     return Verdict(
         0.0, False, 'timeout' if o.status in ('timeout', 'cpu') else 'failed', o.evidence
     )
 
 
 def starved(
-    o: Outcome,  # of a program that was stopped by the clock
+    o: Outcome,  # outcome of a program that the clock has stopped
 ) -> bool:
     "Did it wait for a core for at least half of its time? If not, it took too long by itself"
     return o.status == 'timeout' and o.waited_s >= o.wall_s / 2
@@ -69,27 +69,25 @@ def need_maths() -> None:
 
 
 @cache
-def _inside(name):  # text of a module that runs in a sandbox; where it imports from
+def _mathematics() -> tuple[str, tuple[str, ...]]:
+    "Text of the module that compares mathematics in a sandbox; folders that it imports from"
+    need_maths()
     packages = 'math_verify', 'latex2sympy2_extended', 'sympy', 'mpmath', 'antlr4'
-    needed = packages if name == 'mathematics' else ()
-    if needed:
-        need_maths()
-    folders = {str(Path(find_spec(p).origin).parents[1]) for p in needed}
-    return text_of(name), tuple(sorted(folders))
+    specs = [s for p in packages if (s := find_spec(p)) and s.origin]
+    folders = {str(Path(s.origin).parents[1]) for s in specs if s.origin}
+    return files('compassrl.judges').joinpath('mathematics.py').read_text(), tuple(sorted(folders))
 
 
 @verifier
 def maths(text: str, answer: str) -> Verdict:
     "The answer in the text, mathematically equal to a LaTeX expression (math-verify)"
-    source, paths = _inside('mathematics')
+    source, paths = _mathematics()
     o = run_function(source, 'same_maths', text, answer, limits=_maths, paths=paths)
-    if starved(o):
-        return no_verdict(o)
-    if o.status == 'lost':
+    if o.status == 'lost' or starved(o):
         return no_verdict(o)
     if o.status != 'ok':  # it asks for more than any answer needs
         return judge(False, o.evidence)
-    status, evidence = o.value
+    status, evidence = cast(list[str], o.value)
     if status == 'failed':
         raise ValueError(evidence)
     return judge(status == 'ok', evidence)
@@ -105,7 +103,7 @@ def program_of(
     return (blocks or [text])[-1].removeprefix('\ufeff')
 
 
-def _suite(answer):  # tests, prefix, limits
+def _suite(answer: str) -> tuple[list[Any], str, Limits]:  # tests, prefix, limits of one test
     try:
         spec = json.loads(answer)
     except json.JSONDecodeError as e:
@@ -116,29 +114,17 @@ def _suite(answer):  # tests, prefix, limits
         raise ValueError(
             f'tests={str(tests)[:60]}: use a list of assert lines or of {{"stdin", "stdout"}}'
         )
-    return tests, prefix, Limits(**dict(wall_s=10.0, cpu_s=2.0, memory_mb=512) | spec)
+    limits: dict[str, Any] = dict(wall_s=10.0, cpu_s=2.0, memory_mb=512) | spec
+    return tests, prefix, Limits(**limits)
 
 
-def _is_test(test):
+def _is_test(test: Any) -> bool:
     pair = isinstance(test, dict) and test.keys() == {'stdin', 'stdout'}
     return pair or isinstance(test, str)
 
 
-def _lines(text):
+def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
-
-
-def _examined(program, test, limits):  # the program and its test in two cells
-    walls, limits = walls_for_programs(), in_time(limits)
-    ours = socket.socketpair()
-    with warm_room(walls, _inside('exchange')[0]) as room, ours[0], ours[1]:
-        tester = Cell(room, dict(call='examine', args=[test]), limits, '', ours[1])
-        subject = Cell(room, dict(call='serve_program', args=[program]), limits, '', ours[0])
-        for end in ours:
-            end.close()  # each has its own: when one is gone, the other hears it
-        verdict = returned(tester.outcome())
-        subject.stop()
-        return subject.outcome(), verdict
 
 
 def run_test(
@@ -150,7 +136,7 @@ def run_test(
     if isinstance(test, dict):
         o = run_python(program, test['stdin'], limits)
         return o.status == 'ok' and _lines(o.stdout) == _lines(test['stdout']), o
-    subject, tester = _examined(program, test, limits)
+    subject, tester = run_assert(program, test, limits)
     if subject.status == tester.status == 'ok':
         passed = tester.value == 'passed'
         failed = replace(subject, status='failed', evidence=str(tester.value)[:160])
@@ -158,7 +144,7 @@ def run_test(
     return False, subject if subject.status != 'ok' else tester
 
 
-@verifier
+@verifier(check_answer=_suite)
 def code(text: str, answer: str) -> Verdict:
     "Share of tests that a program passes; `correct` is all of them"
     tests, prefix, limits = _suite(answer)
@@ -177,21 +163,17 @@ def code(text: str, answer: str) -> Verdict:
     return Verdict(passed / len(tests), v.correct, v.status, v.evidence)
 
 
-code.check_answer = _suite
-
-
 def asked_verifiers(prompts: Iterable[Prompt]) -> set[str]:
-    "Names of all that judge them; a verifier that asks others says whom: `fn.asks(answer)`"
+    "Names of all that judge them, with the verifiers that a verifier asks"
     out = set()
     for p in prompts:
-        fn = verifiers[p.verifier] if p.verifier in verifiers else None
-        asks = getattr(fn, 'asks', None)
+        asks = find_verifier(p.verifier).asks if p.verifier in verifiers else None
         out |= {p.verifier, *(asks(p.answer) if asks else ())}
     return out
 
 
 def warm_up(
-    names: set[str],  # of verifiers
+    names: set[str],  # verifiers
 ) -> None:
     "Makes what they need once, before the first verdict waits for it"
     if 'maths' in names:
@@ -200,7 +182,7 @@ def warm_up(
         run_test('x = 1', 'assert x == 1')
 
 
-def check_walls(names: set[str], unsafe: bool) -> None:
-    "Raises ValueError where programs are to be judged, nothing isolates them, and it is not said"
+def check_isolation(names: set[str], unsafe: bool) -> None:
+    "Raises ValueError where `code` would judge programs that nothing isolates"
     if 'code' in names and not unsafe:
-        walls_for_programs()
+        isolation_for_programs()

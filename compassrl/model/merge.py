@@ -57,7 +57,7 @@ def kth_largest(
     return torch.tensor(bin << 15 | rest, dtype=torch.int32).view(torch.float32).item()
 
 
-def _bits(x):  # of absolute values; they sort as the numbers do
+def _bits(x):  # bits of absolute values sort like the numbers
     return x.abs().flatten().contiguous().view(torch.int32)
 
 
@@ -71,7 +71,7 @@ def _bin_of(counts, k):  # the bin of the k-th largest, and how many lie in bins
 # %% ../../nbs/model/merge.ipynb #d3afd378
 def trim(
     delta: Tensor,  # [...] task vector, or a part of it
-    threshold: float,  # of absolute values
+    threshold: float,  # least absolute value
 ) -> Tensor:  # [...]
     "Small changes become 0 (TIES, step 1)"
     return torch.where(delta.abs() >= threshold, delta, 0.0)
@@ -136,7 +136,9 @@ class MergeConfig:
 
 
 # %% ../../nbs/model/merge.ipynb #5874d7ed
-def is_router(name: str) -> bool:  # of a weight in a Hugging Face checkpoint
+def is_router(
+    name: str,  # a weight's in a Hugging Face checkpoint
+) -> bool:
     "A gate that chooses experts, or its correction"
     return name.split('.')[-2] == 'gate'
 
@@ -145,7 +147,7 @@ def merge_tensor(
     base: Tensor | None,  # [...] None: 'linear', which needs none
     models: Tensor,  # [M, ...]
     cfg: MergeConfig,
-    thresholds: Sequence[float] | None = None,  # of 'ties', one per model; None = of this tensor
+    thresholds: Sequence[float] | None = None,  # for 'ties', one per model; None = by this tensor
 ) -> Tensor:  # [...]
     "One weight of the merged model"
     weights = cfg.weights_of(len(models))

@@ -43,7 +43,7 @@ class Yarn:
 
     @property
     def scale(self) -> float:
-        "Of queries and of keys"
+        "Factor of queries and keys"
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * log(self.factor) + 1

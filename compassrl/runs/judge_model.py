@@ -17,7 +17,7 @@ from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig
 from compassrl.files import read_data
 from compassrl.judges.genrm import GenRMConfig, Question, compare, parse_label
-from compassrl.judges.local_genrm import JUDGE_PROMPT, LocalGenRM
+from compassrl.judges.genrm_client import JUDGE_PROMPT, LocalGenRM
 from compassrl.judges.pairs import (
     JUDGE_TEXT,
     agreement,

@@ -15,7 +15,7 @@ from typing import Any
 
 from compassrl.config import TrainConfig, read_run_config
 from compassrl.judges.genrm_judge import make_judge
-from compassrl.judges.reward_files import keep_reward_files
+from compassrl.judges.own_reward import keep_reward_files
 from compassrl.judges.serial import Judge
 from compassrl.loop import Stop, fit, selection_of
 from compassrl.model.pretrained import write_pretrained

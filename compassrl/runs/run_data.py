@@ -20,11 +20,11 @@ from compassrl.data.rows import ChatTemplate
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import build_tokenizer, encode, end_id, load_tokenizer
 from compassrl.data.tools import ToolConfig, ToolUser
-from compassrl.judges.local_genrm import check_genrm
+from compassrl.judges.genrm_client import check_genrm
 from compassrl.judges.own_reward import OwnReward, own_reward
 from compassrl.judges.python_tool import check_tool
 from compassrl.judges.serial import RewardConfig
-from compassrl.judges.verifiers import asked_verifiers, check_walls
+from compassrl.judges.verifiers import asked_verifiers, check_isolation
 from compassrl.model.hf_config import config_dict, read_config
 from compassrl.model.policy import PolicyConfig
 from compassrl.records import Prompt, derive_seed
@@ -268,7 +268,7 @@ def check_prompts(
                 f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens={room} '
                 f'it exceeds the context of {limit}: lower that'
             )
-    check_walls(asked_verifiers(prompts) | {*rewards.function}, rewards.unsafe)
+    check_isolation(asked_verifiers(prompts) | {*rewards.function}, rewards.unsafe)
     asking = next((p.id for p in prompts if p.verifier == 'genrm'), None)
     if asking is None:
         return

@@ -7,6 +7,7 @@ nothing behind."""
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,58 +16,65 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from compassrl.sandbox.client import Cell, best_walls, warm_room
-from compassrl.sandbox.limits import Limits, Outcome
+from compassrl.sandbox.fork_client import (
+    Limits,
+    Outcome,
+    Sandbox,
+    best_isolation,
+    module_text,
+    warm_server,
+)
+from compassrl.sandbox.fork_client import how_it_ended as how_it_ended
+from compassrl.sandbox.fork_client import outcome_of as outcome_of
+from compassrl.sandbox.namespaces import die_with_parent as die_with_parent
+from compassrl.sandbox.namespaces import limit_memory as limit_memory
 
 # %% auto #0
 __all__ = [
-    'terms',
-    'Terms',
-    'under',
-    'walls_for_programs',
-    'in_time',
+    'Budget',
+    'verdict_budget',
+    'isolation_for_programs',
     'run_program',
     'run_python',
     'run_function',
-    'returned',
+    'run_assert',
 ]
 
 
 # %% ../../nbs/sandbox/isolated.ipynb #741968a1
-class Terms(NamedTuple):
-    "What whoever asks for verdicts allows"
+class Budget(NamedTuple):
+    "What a verdict may use"
 
     until: float = inf  # on the clock of `time.monotonic`: then a verdict must be there
-    unsafe: bool = False  # may foreign programs run where this machine permits no walls?
+    unsafe: bool = False  # may foreign programs run where this machine isolates none?
 
 
-terms: ContextVar[Terms] = ContextVar('terms')
+_budget: ContextVar[Budget] = ContextVar('budget')
 
 
 @contextmanager
-def under(wall_s: float, unsafe: bool) -> Iterator[None]:
-    "Verdicts that are made within take at most so many seconds"
-    token = terms.set(Terms(time.monotonic() + wall_s, unsafe))
+def verdict_budget(wall_s: float, unsafe: bool) -> Iterator[None]:
+    "Verdicts that are made in this context end after so many seconds"
+    token = _budget.set(Budget(time.monotonic() + wall_s, unsafe))
     try:
         yield
     finally:
-        terms.reset(token)
+        _budget.reset(token)
 
 
-def walls_for_programs() -> str:
-    "Those of this machine. Raises ValueError where there are none and nobody has said `unsafe`"
-    walls, why = best_walls()
-    if not walls and not terms.get(Terms()).unsafe:
+def isolation_for_programs() -> str:
+    "The best isolation here. Raises ValueError where there is none and it is not `unsafe`"
+    isolation, why = best_isolation()
+    if not isolation and not _budget.get(Budget()).unsafe:
         raise ValueError(
             f'this machine isolates no program ({why}): install bubblewrap, permit user '
             'namespaces, or say rewards.unsafe and run them with the rights of the trainer'
         )
-    return walls or 'none'
+    return isolation or 'none'
 
 
-def in_time(limits: Limits) -> Limits:
-    "With what is left of the time for this verdict"
-    left = max(0.05, terms.get(Terms()).until - time.monotonic())
+def _in_time(limits: Limits) -> Limits:  # with what is left of the time for this verdict
+    left = max(0.05, _budget.get(Budget()).until - time.monotonic())
     return replace(limits, wall_s=min(limits.wall_s, left))
 
 
@@ -76,44 +84,60 @@ def run_program(
     stdin: str = '',
     limits: Limits = Limits(),
     files: dict[str, str] | None = None,  # name -> text
-    within: str = '',  # walls, as of `Room`; '': the best that there are
+    isolation: str = '',  # 'bwrap', 'namespaces', 'none'; '' = the best that there is
 ) -> Outcome:
-    "A program nobody has read, with a bare environment. Raises ValueError where nothing isolates"
-    with warm_room(within or walls_for_programs()) as room:
-        job = dict(argv=list(argv), files=files or {})
-        return Cell(room, job, in_time(limits), stdin).outcome()
+    "Runs a program with a bare environment. Raises ValueError where nothing isolates it"
+    with warm_server(isolation or isolation_for_programs()) as server:
+        job: dict[str, object] = dict(argv=list(argv), files=files or {})
+        return Sandbox(server, job, _in_time(limits), stdin).outcome()
 
 
 def run_python(
     program: str,  # it is its own `main.py`; with the standard library, and no other
     stdin: str = '',
     limits: Limits = Limits(),
-    within: str = '',  # as of `run_program`
+    isolation: str = '',  # see `run_program`
 ) -> Outcome:
-    "A Python program nobody has read, in a copy of a warm interpreter"
-    with warm_room(within or walls_for_programs()) as room:
-        job = dict(program=program, files={'main.py': program})
-        return Cell(room, job, in_time(limits), stdin).outcome()
+    "Runs a Python program in a copy of a warm interpreter"
+    with warm_server(isolation or isolation_for_programs()) as server:
+        job: dict[str, object] = dict(program=program, files={'main.py': program})
+        return Sandbox(server, job, _in_time(limits), stdin).outcome()
 
 
 def run_function(
-    source: str,  # Python text of ours, which is run once, when its room is made
-    name: str,  # of a function in it
+    source: str,  # Python text of ours, which is run once, when its fork server starts
+    name: str,  # function in it
     *args: object,  # what JSON can hold
     limits: Limits = Limits(),
     paths: tuple[str, ...] = (),  # folders that `source` imports from
 ) -> Outcome:  # with what it returned (as JSON) as `value`
     "A function of ours on foreign data: it may hang or crash, but what it returns is believed"
-    with warm_room(best_walls()[0] or 'none', source, paths) as room:
-        o = Cell(room, dict(call=name, args=args), in_time(limits)).outcome()
-    return returned(o)
+    with warm_server(best_isolation()[0] or 'none', source, paths) as server:
+        return _returned(Sandbox(server, dict(call=name, args=args), _in_time(limits)).outcome())
 
 
-def returned(o: Outcome) -> Outcome:
-    "With the value that a function of ours has left on its output"
+def _returned(o: Outcome) -> Outcome:  # with the value that a function of ours left on its output
     if o.status != 'ok':
         return o
     try:
         return replace(o, value=json.loads(o.stdout))
     except ValueError:
         return replace(o, status='failed', evidence='it left before it returned')
+
+
+def run_assert(
+    program: str,  # a module
+    test: str,  # lines of Python that call its functions
+    limits: Limits = Limits(),  # for each of the two processes
+) -> tuple[Outcome, Outcome]:  # the program's; the test's, with 'passed' or a reason as `value`
+    "Runs a test and its program in two sandboxes. Values are compared in the test's"
+    isolation, limits = isolation_for_programs(), _in_time(limits)
+    ours = socket.socketpair()
+    with warm_server(isolation, module_text('rpc')) as server, ours[0], ours[1]:
+        tester = Sandbox(server, dict(call='examine', args=[test]), limits, '', ours[1])
+        subject = Sandbox(server, dict(call='serve_program', args=[program]), limits, '', ours[0])
+        for end in ours:
+            end.close()  # each process has its own: when one ends, the other notices
+        verdict = _returned(tester.outcome())
+        subject.stop()
+        return subject.outcome(), verdict

@@ -11,52 +11,29 @@ import platform
 import signal
 import struct
 import sys
+from typing import Any
 
 try:
     import resource
 except ImportError:
-    resource = None  # Windows
+    resource: Any = None  # Windows
 
 # %% auto #0
 __all__ = [
-    'NEW_MOUNTS',
-    'NEW_CGROUP',
-    'NEW_NAMES',
-    'NEW_IPC',
-    'NEW_USER',
-    'NEW_PIDS',
-    'NEW_NET',
-    'NEW_ANY',
-    'READ_ONLY',
-    'NO_SUID',
-    'NO_DEVICES',
-    'REMOUNT',
-    'BIND',
-    'RECURSIVE',
-    'PRIVATE',
-    'ARM',
-    'SYS_CLONE',
-    'SYS_PIVOT_ROOT',
-    'SYS_MOUNT_SETATTR',
-    'SYS_CLOSE_RANGE',
-    'LIBC',
-    'REFUSED',
-    'CLONE3',
-    'SOCKET',
-    'SOCKETPAIR',
-    'PRLIMIT',
-    'FAMILIES',
     'call',
     'mount',
-    'new_namespaces',
-    'show',
-    'own_walls',
+    'continue_in_new_namespaces',
+    'bind_at',
+    'isolate',
     'refuse_calls',
     'drop_rights',
+    'prctl',
     'die_with_parent',
+    'adopt_orphans',
+    'set_dumpable',
     'close_from',
-    'limit',
-    'mapped',
+    'set_limit',
+    'limit_memory',
 ]
 
 # %% ../../nbs/sandbox/namespaces.ipynb #d28254df
@@ -64,25 +41,18 @@ __all__ = [
 NEW_MOUNTS, NEW_CGROUP, NEW_NAMES, NEW_IPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 NEW_USER, NEW_PIDS, NEW_NET = 0x10000000, 0x20000000, 0x40000000
 NEW_ANY = NEW_MOUNTS | NEW_CGROUP | NEW_NAMES | NEW_IPC | NEW_USER | NEW_PIDS | NEW_NET
-READ_ONLY, NO_SUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = (
-    1,
-    2,
-    4,
-    32,
-    4096,
-    16384,
-    1 << 18,
-)
+READ_ONLY, NO_SUID, NO_DEVICES, REMOUNT = 1, 2, 4, 32
+BIND, RECURSIVE, PRIVATE = 4096, 16384, 1 << 18
 ARM = platform.machine() == 'aarch64'
 SYS_CLONE, SYS_PIVOT_ROOT = (220, 41) if ARM else (56, 155)
 SYS_MOUNT_SETATTR, SYS_CLOSE_RANGE = 442, 436
 LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == 'linux' else None
 
 
+# %% ../../nbs/sandbox/namespaces.ipynb #7dba22a8
 def call(name: str, *args: object) -> int:
     "A function of the C library. Raises OSError"
-    args = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in args]
-    out = getattr(LIBC, name)(*args)
+    out = getattr(LIBC, name)(*(ctypes.c_ulong(a) if isinstance(a, int) else a for a in args))
     if out < 0:
         raise OSError(ctypes.get_errno(), f'{name}: {os.strerror(ctypes.get_errno())}')
     return out
@@ -100,10 +70,10 @@ def mount(
 
 
 # %% ../../nbs/sandbox/namespaces.ipynb #f33b4c78
-def new_namespaces() -> None:
-    """Makes this process the first of new namespaces
+def continue_in_new_namespaces() -> None:
+    """Goes on as the first process of new namespaces
 
-    Returns in the new process; the old one waits for it and leaves with its exit code."""
+    The process that called this stays behind, waits, and ends with the exit code of the new one."""
     user, group, flags = os.getuid(), os.getgid(), NEW_ANY & ~NEW_USER
     try:
         call('unshare', flags)
@@ -118,8 +88,8 @@ def new_namespaces() -> None:
     die_with_parent()
 
 
-def show(fd: int, target: str, read_only: bool) -> None:
-    "What an open file or folder is, at another place too"
+def bind_at(fd: int, target: str, read_only: bool) -> None:
+    "Shows an open file or folder at another place, too"
     if os.path.isdir(f'/proc/self/fd/{fd}'):
         os.makedirs(target, exist_ok=True)
     else:
@@ -133,20 +103,20 @@ def show(fd: int, target: str, read_only: bool) -> None:
     os.close(fd)
 
 
-def own_walls(
+def isolate(
     binds: list[str],  # files and folders that can be read within
-    links: dict[str, str],  # symbolic links: where, and to what
+    links: dict[str, str],  # path of each symbolic link -> its target
 ) -> None:
-    "New namespaces, and a root that holds this and no more. Raises OSError"
-    new_namespaces()
-    call('sethostname', b'room', 4)
+    "Moves this process to new namespaces and a root that holds no more than this. Raises OSError"
+    continue_in_new_namespaces()
+    call('sethostname', b'sandbox', 7)
     mount(None, '/', None, RECURSIVE | PRIVATE)
     devices = [f'/dev/{n}' for n in ('null', 'zero', 'full', 'random', 'urandom')]
     sources = {p: os.open(p, os.O_PATH) for p in [*binds, *devices]}
-    root = '/tmp'  # what stood there is reached through `sources`
+    root = '/tmp'  # open files in `sources` still reach what it hides
     mount('tmpfs', root, 'tmpfs', NO_SUID, 'size=1m,mode=755')
     for path, fd in sources.items():
-        show(fd, root + path, path not in devices)
+        bind_at(fd, root + path, path not in devices)
     for name in ('tmp', 'proc', 'dev/shm'):
         os.makedirs(f'{root}/{name}', exist_ok=True)
     for path, to in links.items():
@@ -161,8 +131,8 @@ def own_walls(
 
 
 # %% ../../nbs/sandbox/namespaces.ipynb #033d287d
-# system calls that no judged program needs: x86_64, aarch64
-REFUSED = dict(
+# numbers (x86_64, aarch64) of system calls that no judged program needs
+REFUSED_CALLS = dict(
     shmget=(29, 194),
     msgget=(68, 186),
     semget=(64, 190),
@@ -194,10 +164,11 @@ REFUSED = dict(
     ioprio_set=(251, 30),
 )
 CLONE3, SOCKET, SOCKETPAIR = 435, (41, 198)[ARM], (53, 199)[ARM]
-PRLIMIT = (302, 261)[ARM]  # of itself (0), not of who watches it
+PRLIMIT = (302, 261)[ARM]  # a program may limit itself (0), not its monitor
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others are not bound by a namespace
 
 
+# %% ../../nbs/sandbox/namespaces.ipynb #e5e9edc6
 def refuse_calls() -> None:
     "A filter (seccomp) for this process and all that it starts"
     machine = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}.get(platform.machine())
@@ -205,18 +176,18 @@ def refuse_calls() -> None:
         return
     allow, error = 0x7FFF0000, 0x50000
     load, equal, at_least, any_of, end = 0x20, 0x15, 0x35, 0x45, 0x06
-    no = (end, 0, 0, error | 1)  # EPERM
-    program = [(load, 0, 0, 4), (equal, 1, 0, machine), no, (load, 0, 0, 0)]
-    program += [(at_least, 0, 1, 0x40000000), no]  # a second numbering of x86_64
-    for numbers in REFUSED.values():
-        program += [(equal, 0, 1, numbers[ARM]), no]
+    refuse = (end, 0, 0, error | 1)  # EPERM
+    program = [(load, 0, 0, 4), (equal, 1, 0, machine), refuse, (load, 0, 0, 0)]
+    program += [(at_least, 0, 1, 0x40000000), refuse]  # a second numbering of x86_64
+    for numbers in REFUSED_CALLS.values():
+        program += [(equal, 0, 1, numbers[ARM]), refuse]
     program += [(equal, 0, 1, CLONE3), (end, 0, 0, error | 38)]  # ENOSYS: then they use `clone`
-    program += [(equal, 0, 3, SYS_CLONE), (load, 0, 0, 16), (any_of, 0, 1, NEW_ANY), no]
-    program += [(load, 0, 0, 0), (equal, 0, 3, PRLIMIT), (load, 0, 0, 16), (equal, 1, 0, 0), no]
+    program += [(equal, 0, 3, SYS_CLONE), (load, 0, 0, 16), (any_of, 0, 1, NEW_ANY), refuse]
+    program += [(load, 0, 0, 0), (equal, 0, 3, PRLIMIT), (load, 0, 0, 16), (equal, 1, 0, 0), refuse]
     program += [(load, 0, 0, 0), (equal, 1, 0, SOCKET), (equal, 0, 2 + len(FAMILIES), SOCKETPAIR)]
     program += [(load, 0, 0, 16)]
     program += [(equal, len(FAMILIES) - i, 0, f) for i, f in enumerate(FAMILIES)]
-    program += [no, (end, 0, 0, allow)]
+    program += [refuse, (end, 0, 0, allow)]
     code = b''.join(struct.pack('HBBI', *line) for line in program)
     code = ctypes.create_string_buffer(code)
     head = struct.pack('HxxxxxxQ', len(program), ctypes.addressof(code))
@@ -225,40 +196,60 @@ def refuse_calls() -> None:
 
 
 def drop_rights(user: int) -> None:
-    "No capability is left, nor a way to get one; `user` 0: stay who we are"
+    "Leaves no capability, nor a way to get one; `user` 0 = this process keeps its user"
     for capability in range(64):
-        LIBC.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+        prctl(24, capability)  # PR_CAPBSET_DROP
     if user:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    LIBC.prctl(47, 4, 0, 0, 0)  # PR_CAP_AMBIENT, clear all
+    prctl(47, 4)  # PR_CAP_AMBIENT, clear all
     call('capset', struct.pack('II', 0x20080522, 0), bytes(24))
 
 
-def die_with_parent() -> None:
+# %% ../../nbs/sandbox/namespaces.ipynb #d9ed37d7
+def prctl(option: int, value: int) -> None:
     if LIBC:
-        LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)
+        LIBC.prctl(option, value, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    "The kernel kills this process when its parent ends"
+    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def adopt_orphans() -> None:
+    "This process becomes the parent of whatever its children leave behind"
+    prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def set_dumpable(allowed: bool) -> None:
+    "May processes of the same user read the memory of this one?"
+    prctl(4, int(allowed))  # PR_SET_DUMPABLE
 
 
 def close_from(first: int) -> None:
-    "Every open file from this number on"
+    "Closes every open file from this number on"
     try:
         call('syscall', SYS_CLOSE_RANGE, first, 2**32 - 1, 0)
     except (OSError, AttributeError):  # an old kernel, another system
         os.closerange(first, 2**16)
 
 
-def limit(kind: int, value: float) -> None:
+def set_limit(kind: int, value: float) -> None:
     # a sandbox within a sandbox cannot have more than the outer one
     hard = resource.getrlimit(kind)[1]
     value = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
     resource.setrlimit(kind, (value, value))
 
 
-def mapped() -> int:  # bytes of address space; 0 where the system does not say
-    try:
-        with open('/proc/self/statm') as f:
-            return int(f.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
+def limit_memory(memory_mb: int, in_addition: bool = True) -> None:
+    "Bounds the address space; `in_addition`: to what this process has mapped already"
+    mapped = 0
+    if in_addition:
+        try:
+            with open('/proc/self/statm') as f:
+                mapped = int(f.read().split()[0]) * resource.getpagesize()
+        except OSError:
+            pass  # the system does not say
+    set_limit(resource.RLIMIT_AS, mapped + memory_mb * 2**20)

@@ -9,16 +9,129 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import json
 import operator
 import socket
 import sys
 import types
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Sequence
-
-from compassrl.sandbox.values import Gone, Refused, pack, receive, send, unpack
+from contextlib import suppress
+from typing import Any
 
 # %% auto #0
-__all__ = ['OURS', 'serve_program', 'Ref', 'Asker', 'Names', 'examine']
+__all__ = ['Gone', 'Denied', 'send', 'receive', 'pack', 'unpack', 'serve_program', 'Ref', 'examine']
+
+# %% ../../nbs/sandbox/rpc.ipynb #b964aebd
+_LONGEST = 2**24  # bytes of one message
+
+
+class Gone(BaseException):
+    "The other side has ended; no `except Exception` of a test takes it for an answer"
+
+
+class Denied(BaseException):
+    "What a test may not ask, for the program would decide it"
+
+
+def send(channel: socket.socket, message: object) -> None:
+    data = json.dumps(message).encode()
+    channel.sendall(len(data).to_bytes(8, 'big') + data)
+
+
+def receive(channel: socket.socket) -> dict[str, Any]:
+    if (size := int.from_bytes(_read(channel, 8), 'big')) > _LONGEST:
+        raise Gone('an answer of more than 16 MB')
+    return json.loads(_read(channel, size))
+
+
+def _read(channel: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        more = b''
+        with suppress(OSError):
+            more = channel.recv(min(size - len(data), 2**20))
+        if not more:
+            raise Gone('the program has ended')
+        data += more
+    return bytes(data)
+
+
+# %% ../../nbs/sandbox/rpc.ipynb #bfc3f5c0
+_PLAIN = bool, type(None), int, float, str  # JSON holds these as they are, except large integers
+
+# type -> how JSON holds it, and how it is made of that
+_FORMS: dict[type, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    tuple: (list, tuple),
+    set: (list, set),
+    frozenset: (list, frozenset),
+    dict: (lambda x: [list(pair) for pair in x.items()], dict),
+    Counter: (lambda x: [list(pair) for pair in x.items()], lambda x: Counter(dict(x))),
+    OrderedDict: (lambda x: [list(pair) for pair in x.items()], OrderedDict),
+    defaultdict: (lambda x: [list(pair) for pair in x.items()], dict),
+    bytes: (bytes.hex, bytes.fromhex),
+    bytearray: (bytearray.hex, bytearray.fromhex),
+    int: (hex, lambda x: int(x, 16)),
+    complex: (lambda x: [x.real, x.imag], lambda x: complex(*x)),
+    range: (lambda x: [x.start, x.stop, x.step], lambda x: range(*x)),
+    deque: (lambda x: [list(x), x.maxlen], lambda x: deque(*x)),
+}
+_READ = {kind.__name__: read for kind, (_, read) in _FORMS.items()}
+_CLASSES = {t.__name__: t for t in (*_PLAIN[2:], bool, complex, bytes, list, tuple, set, dict)}
+
+# types whose module is imported when such a value comes -> arguments that make it again
+_LATE: dict[str, Callable[[Any], list[object]]] = {
+    'fractions.Fraction': lambda x: [x.numerator, x.denominator],
+    'decimal.Decimal': lambda x: [str(x)],
+    'datetime.date': lambda x: [x.year, x.month, x.day],
+    'datetime.timedelta': lambda x: [x.days, x.seconds, x.microseconds],
+    'datetime.datetime': lambda x: [*x.timetuple()[:6], x.microsecond],
+    'datetime.time': lambda x: [x.hour, x.minute, x.second, x.microsecond],
+}
+
+
+# %% ../../nbs/sandbox/rpc.ipynb #d905fe27
+def pack(x: Any, refer: Callable[[object], object]) -> object:
+    "A value as JSON, with its type; `refer` names what is no plain value"
+    kind = type(x)
+    if kind in _PLAIN and not (kind is int and abs(x) >= 2**53):
+        return x
+    if kind is list:
+        return [pack(e, refer) for e in x]
+    if kind in _FORMS:
+        return {kind.__name__: pack(_FORMS[kind][0](x), refer)}
+    late = f'{kind.__module__}.{kind.__qualname__}'
+    if late in _LATE and getattr(x, 'tzinfo', None) is None:
+        return {'late': [late, _LATE[late](x)]}
+    if kind is type and _CLASSES.get(x.__name__) is x:
+        return {'type': x.__name__}
+    if isinstance(x, tuple) and isinstance(fields := getattr(x, '_fields', None), tuple):
+        return {'named': [kind.__name__, list(fields), pack(list(x), refer)]}
+    if isinstance(x, (int, float, str)) and not hasattr(kind, '__members__'):
+        return pack(json.loads(json.dumps(x)), refer)
+    return refer(x)
+
+
+def unpack(x: Any, resolve: Callable[[str, Any], object]) -> Any:
+    "The value that `pack` has packed"
+    if type(x) is list:
+        return [unpack(e, resolve) for e in x]
+    if type(x) is not dict:
+        return x
+    [(tag, content)] = x.items()
+    if tag in ('ref', 'fn', 'error'):
+        return resolve(tag, content)
+    if tag == 'type':
+        return _CLASSES[content]
+    if tag == 'late':
+        name, numbers = content
+        if name not in _LATE:
+            raise ValueError(f'{name!r} is no type that travels')
+        module, _, kind = name.partition('.')
+        return getattr(importlib.import_module(module), kind)(*numbers)
+    if tag == 'named':
+        return namedtuple(content[0], content[1])(*unpack(content[2], resolve))
+    return _READ[tag](unpack(content, resolve))
 
 
 # %% ../../nbs/sandbox/rpc.ipynb #b2fe5ef7
@@ -30,44 +143,39 @@ def serve_program(program: str) -> None:
     exec(compile(program, 'main.py', 'exec', dont_inherit=True), vars(module))
     channel, objects = socket.socket(fileno=3), []
     send(channel, {'value': True})
-    try:
+    with suppress(Gone):
         while True:
             send(channel, _answer(receive(channel), vars(module), objects, channel))
-    except Gone:
-        pass
 
 
-def _refer_to(objects):
-    def refer(x):
-        objects.append(x)
-        name = x.__name__ if isinstance(x, type) and issubclass(x, BaseException) else None
-        return {'error': [len(objects) - 1, _ancestors(x)]} if name else {'ref': len(objects) - 1}
-
-    return refer
-
-
-def _ancestors(kind):
+def _ancestors(kind: type) -> list[str]:
     return [c.__name__ for c in kind.__mro__ if c is not object]
 
 
-def _answer(m, names, objects, channel):
-    def callback(tag, n):
+def _answer(
+    m: dict[str, Any], names: dict[str, Any], objects: list[Any], channel: socket.socket
+) -> dict[str, object]:
+    def refer(x: Any) -> dict[str, object]:
+        objects.append(x)
+        number, is_error = len(objects) - 1, isinstance(x, type) and issubclass(x, BaseException)
+        return {'error': [number, _ancestors(x)]} if is_error else {'ref': number}
+
+    def resolve(tag: str, n: Any) -> Any:
         if tag != 'fn':
             return objects[n if tag == 'ref' else n[0]]
 
-        def ask(*args):
+        def ask(*args: object) -> object:
             send(channel, {'callback': n, 'args': pack(list(args), refer)})
             got = receive(channel)
             while 'do' in got:  # the test's function has a question in turn
                 send(channel, _answer(got, names, objects, channel))
                 got = receive(channel)
-            return unpack(got['value'], callback)
+            return unpack(got['value'], resolve)
 
         return ask
 
-    refer = _refer_to(objects)
     try:
-        args, kwargs = unpack(m['args'], callback), unpack(m.get('kwargs', {'dict': []}), callback)
+        args, kwargs = unpack(m['args'], resolve), unpack(m.get('kwargs', {'dict': []}), resolve)
         out = {'value': pack(_do(m['do'], names, args, kwargs), refer)}
         after = [pack(a, refer) if type(a) in (list, dict, set, bytearray) else 0 for a in args]
         return out | {'after': after}
@@ -75,7 +183,7 @@ def _answer(m, names, objects, channel):
         return {'raised': [_ancestors(type(e)), str(e)[:200]]}
 
 
-def _do(what, names, args, kwargs):
+def _do(what: str, names: dict[str, Any], args: list[Any], kwargs: dict[str, Any]) -> object:
     if what == 'name':
         return names[args[0]]
     if what == 'binary':
@@ -86,19 +194,44 @@ def _do(what, names, args, kwargs):
 
 
 # %% ../../nbs/sandbox/rpc.ipynb #46e9c60b
+def _asked(what: str) -> Callable[..., Any]:
+    "A method that asks the program"
+
+    def ask(self: Ref, *args: object) -> object:
+        return self._asker.ask(what, self, *args)
+
+    return ask
+
+
+def _comparison(name: str) -> Callable[..., bool]:
+    def compare(self: Ref, other: object) -> bool:
+        if other is None and name in ('__eq__', '__ne__'):
+            return name == '__ne__'
+        why = "it compares an object of the program's own class, which nobody can trust"
+        raise self._asker.forbid(why)
+
+    return compare
+
+
+def _operator(name: str) -> Callable[..., object]:
+    def operate(self: Ref, other: object) -> object:
+        if isinstance(other, Ref):
+            return self._asker.ask('binary', name, self, other)
+        why = "it gives a value of its own to an operator of the program's class"
+        raise self._asker.forbid(why)
+
+    return operate
+
+
 class Ref:
     "In the test's process: an object that stays in the program's"
 
-    __hash__: None = None
+    __hash__ = None  # type: ignore[assignment]
+    __getattr__, __setattr__ = _asked('getattr'), _asked('setattr')
+    __next__, __str__, __repr__ = _asked('next'), _asked('str'), _asked('repr')
 
-    def __init__(self, asker: Asker, number: int) -> None:
+    def __init__(self, asker: _Asker, number: int) -> None:
         vars(self).update(_asker=asker, _number=number)
-
-    def __getattr__(self, name: str) -> object:
-        return self._asker.ask('getattr', self, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        self._asker.ask('setattr', self, name, value)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self._asker.ask('__call__', self, *args, **kwargs)
@@ -110,92 +243,59 @@ class Ref:
         it = self._asker.ask('iter', self)
         return it if isinstance(it, Ref) else iter(it)
 
-    def __next__(self) -> object:
-        return self._asker.ask('next', self)
-
-    def __contains__(self, x: object) -> bool:  # here: what is looked for does not go over
+    def __contains__(self, x: object) -> bool:  # here, so that `x` does not go to the program
         return any(e is x or e == x for e in self)
 
     def __instancecheck__(self, x: object) -> bool:
         return isinstance(x, Ref) and bool(self._asker.ask('isinstance', x, self))
 
-    def __str__(self) -> str:
-        return self._asker.ask('str', self)
 
-    def __repr__(self) -> str:
-        return self._asker.ask('repr', self)
+# Python looks up special methods in the class alone, so each stands there
+_ASKED = 'len getitem setitem delitem int float index abs neg pos invert round enter exit'.split()
+_COMPARISONS = 'eq ne lt le gt ge'.split()
+_OPERATORS = 'add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift'.split()
 
-
-def _method(name):
-    return lambda self, *args: self._asker.ask(name, self, *args)
-
-
-def _never(name):
-    def compare(self, other):
-        if other is None and name in ('__eq__', '__ne__'):
-            return name == '__ne__'
-        self._asker.fault = Refused(
-            "it compares an object of the program's own class, which nobody can trust"
-        )
-        raise self._asker.fault
-
-    return compare
-
-
-def _binary(name):
-    def both(self, other):
-        if not isinstance(other, Ref):
-            self._asker.fault = Refused(
-                "it gives a value of its own to an operator of the program's class"
-            )
-            raise self._asker.fault
-        return self._asker.ask('binary', name, self, other)
-
-    return both
-
-
-for (
-    _name
-) in 'len getitem setitem delitem int float index abs neg pos invert round enter exit'.split():
-    setattr(Ref, f'__{_name}__', _method(f'__{_name}__'))
-for _name in 'eq ne lt le gt ge'.split():
-    setattr(Ref, f'__{_name}__', _never(f'__{_name}__'))
-for _name in 'add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift'.split():
-    setattr(Ref, f'__{_name.strip("_")}__', _binary(_name))
-    setattr(Ref, f'__r{_name.strip("_")}__', _binary(_name))
+for _name in _ASKED:
+    setattr(Ref, f'__{_name}__', _asked(f'__{_name}__'))
+for _name in _COMPARISONS:
+    setattr(Ref, f'__{_name}__', _comparison(f'__{_name}__'))
+for _name in _OPERATORS:  # `and_` is its name in the module `operator`, `__and__` in a class
+    setattr(Ref, f'__{_name.strip("_")}__', _operator(_name))
+    setattr(Ref, f'__r{_name.strip("_")}__', _operator(_name))
 
 
 # %% ../../nbs/sandbox/rpc.ipynb #c94a0a32
-class Asker:
+class _Asker:
     "The test's end of the channel"
 
     def __init__(self, channel: socket.socket) -> None:
-        self.channel: socket.socket = channel
-        self.count: int = 0
-        self.in_assert: bool = False
-        self.fault: Gone | Refused | None = None
+        self.channel, self.count, self.in_assert = channel, 0, False
+        self.fault: Gone | Denied | None = None
         self.functions: list[Callable[..., object]] = []
-        self.errors: dict[str, type[Exception]] = {}
+        self.errors: dict[str, Any] = {}  # exception classes, with their `_number`
+
+    def forbid(self, why: str) -> Denied:
+        self.fault = Denied(why)  # a bare `except:` of the test does not undo it
+        return self.fault
 
     def refer(self, x: object) -> dict[str, object]:
-        if isinstance(x, Ref):
-            return {'ref': x._number}
-        if isinstance(x, type) and x in self.errors.values():
-            return {'ref': x._number}
+        if isinstance(x, Ref) or isinstance(x, type) and x in self.errors.values():
+            return {'ref': vars(x)['_number']}
         if callable(x):
             self.functions.append(x)
             return {'fn': len(self.functions) - 1}
-        raise Refused(f'it hands over a {type(x).__name__}; plain values and functions can go')
+        raise Denied(f'it hands over a {type(x).__name__}; plain values and functions can go')
 
-    def resolve(self, tag: str, content: object) -> object:
+    def resolve(self, tag: str, content: Any) -> object:
         if tag == 'ref':
             return Ref(self, content)
-        kind = self.error_of(content[1])
+        kind: Any = self.error_of(content[1])
         if kind in self.errors.values():
             kind._number = content[0]
         return kind
 
-    def error_of(self, names: list[str]) -> type[Exception]:  # of the program, as one of ours
+    def error_of(self, names: list[str]) -> type[Exception]:
+        "A class here that stands for an exception class of the program"
         known = (n for n in names if isinstance(getattr(builtins, n, None), type))
         base = getattr(builtins, next(known, 'Exception'))
         base = base if issubclass(base, Exception) else Exception
@@ -208,16 +308,14 @@ class Asker:
     def ask(self, what: str, *args: object, **kwargs: object) -> object:
         try:
             return self._ask(what, args, kwargs)
-        except (Gone, Refused) as e:
+        except (Gone, Denied) as e:
             self.fault = e  # a bare `except:` does not undo it
             raise
 
-    def _ask(self, what, args, kwargs):
+    def _ask(self, what: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         self.count += 1
-        send(
-            self.channel,
-            {'do': what, 'args': pack(list(args), self.refer), 'kwargs': pack(kwargs, self.refer)},
-        )
+        given = dict(args=pack(list(args), self.refer), kwargs=pack(kwargs, self.refer))
+        send(self.channel, dict(do=what) | given)
         while 'callback' in (got := receive(self.channel)):
             fn = self.functions[got['callback']]
             value = fn(*unpack(got['args'], self.resolve))
@@ -225,13 +323,14 @@ class Asker:
         if 'raised' in got:
             names, text = got['raised']
             if what == '__len__' and names[0] == 'AttributeError':
-                raise TypeError(text)  # as `list` expects it of what has no length
+                raise TypeError(text)  # `list` expects it where there is no length
             raise self.error_of(names)(text)
         if not self.in_assert:
             self.changed(args, got.get('after', ()))
         return unpack(got['value'], self.resolve)
 
-    def changed(self, args: tuple[object, ...], after: Sequence[object]) -> None:  # in place
+    def changed(self, args: tuple[Any, ...], after: Sequence[object]) -> None:
+        "Repeats here what the program has changed in its copies of the arguments"
         for mine, theirs in zip(args, after):
             if type(mine) in (list, dict, set, bytearray):
                 new = unpack(theirs, self.resolve)
@@ -241,43 +340,40 @@ class Asker:
 
 
 # %% ../../nbs/sandbox/rpc.ipynb #8fc5c213
-OURS = dict.fromkeys(
-    ('Counter', 'OrderedDict', 'defaultdict', 'deque', 'namedtuple'), 'collections'
-)
-OURS |= {'Fraction': 'fractions', 'Decimal': 'decimal', 'isclose': 'math'}
+_PYTHONS = dict.fromkeys('Counter OrderedDict defaultdict deque namedtuple'.split(), 'collections')
+_PYTHONS |= {'Fraction': 'fractions', 'Decimal': 'decimal', 'isclose': 'math'}
 
 
-class Names(dict[str, object]):
+class _Names(dict[str, object]):
     "What a test may name: its own, then ours, then the program's"
 
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, asker: _Asker) -> None:
         super().__init__(__name__='test', __builtins__=builtins)
-        self.asker: Asker = asker
+        self.asker = asker
 
     def __missing__(self, name: str) -> object:
         if hasattr(builtins, name):
             raise KeyError(name)
-        if name in OURS:
-            return getattr(importlib.import_module(OURS[name]), name)
+        if name in _PYTHONS:
+            return getattr(importlib.import_module(_PYTHONS[name]), name)
         try:
             return self.asker.ask('name', name)
         except KeyError:
             raise NameError(f'name {name!r} is not defined') from None
 
 
-class _Marked(ast.NodeTransformer):  # says when an assert begins and ends
-    def visit_Assert(self, node):
+class _Marked(ast.NodeTransformer):
+    "Says when an assert begins and ends"
+
+    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         marks = [ast.parse(f'__in_assert__({b})').body[0] for b in (True, False)]
         return [ast.copy_location(marks[0], node), node, ast.copy_location(marks[1], node)]
 
 
-def _modules(tree):  # `math` in `math.sqrt(2)`: ours, even where the test forgot to import it
-    used = {n.value.id for n in ast.walk(tree) if _is_attribute(n)}
-    return used & set(sys.stdlib_module_names)
-
-
-def _is_attribute(node):
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+def _modules(tree: ast.AST) -> set[str]:
+    "`math` in `math.sqrt(2)` is Python's, even where the test forgot to import it"
+    owners = [n.value for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+    return {n.id for n in owners if isinstance(n, ast.Name)} & set(sys.stdlib_module_names)
 
 
 def examine(
@@ -285,8 +381,7 @@ def examine(
     channel: socket.socket | None = None,  # to the program; None: file 3
 ) -> str:  # 'passed', or why not
     "In the test's process: runs the test, which asks the program"
-    asker = Asker(channel or socket.socket(fileno=3))
-    names = Names(asker)
+    names = _Names(asker := _Asker(channel or socket.socket(fileno=3)))
     try:
         receive(asker.channel)  # the program has been read
         tree = _Marked().visit(ast.parse(test))

@@ -25,7 +25,7 @@ from compassrl.judges.genrm import (
     PairOrder,
     Question,
     Reply,
-    combine,
+    combine_labels,
     compare,
     judge_prompt,
     judge_samples,
@@ -220,14 +220,14 @@ def first_order(replies):
 
 OUTCOME, REFERENCES = genrm._outcome, genrm.reference_texts
 MUTANTS = dict(
-    not_swapped_back=mutated(combine=lambda a, b: a if a == b else 'Tie'),
+    not_swapped_back=mutated(combine_labels=lambda a, b: a if a == b else 'Tie'),
     tie_as_worse=mutated(label_rewards=dict(Better=1.0, Tie=0.0, Worse=0.0)),
     unreadable_as_worse=mutated(parse_label=lambda text: parse_label(text) or 'Worse'),
     unreadable_as_tie=mutated(parse_label=lambda text: parse_label(text) or 'Tie'),
     one_order_only=mutated(_outcome=first_order),
-    second_order_only=mutated(combine=lambda a, b: SWAPPED[b]),
+    second_order_only=mutated(combine_labels=lambda a, b: SWAPPED[b]),
     inverted=mutated(label_rewards=dict(Better=0.0, Tie=0.5, Worse=1.0)),
-    either_order=mutated(combine=lambda a, b: a if a != 'Tie' else SWAPPED[b]),
+    either_order=mutated(combine_labels=lambda a, b: a if a != 'Tie' else SWAPPED[b]),
     first_label=mutated(
         parse_label=lambda text: (re.findall('Better|Tie|Worse', text) or [None])[0]
     ),
@@ -295,7 +295,7 @@ def test_parse_label_never_raises(text):
 def test_combine_table():
     for a in LABELS:
         for b in LABELS:
-            assert combine(a, SWAPPED[b]) == (a if a == b else 'Tie')
+            assert combine_labels(a, SWAPPED[b]) == (a if a == b else 'Tie')
     assert label_rewards == dict(Better=1.0, Tie=0.5, Worse=0.0)
 
 

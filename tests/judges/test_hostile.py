@@ -1,6 +1,6 @@
 """Nothing that a policy may write earns what it has not done, stays, or touches the judge
 
-The tables are examples. That each walls' promise holds is tested in test_isolated.py.
+The tables are examples. The promises of each kind of isolation are tested in test_isolated.py.
 """
 
 import gc
@@ -16,8 +16,8 @@ import pytest
 from compassrl.data.tasks import verifiers, verify
 from compassrl.judges.verifiers import code
 from compassrl.records import Prompt
-from compassrl.sandbox.client import best_walls, close_rooms
-from compassrl.sandbox.isolated import run_python
+from compassrl.sandbox.fork_client import close_fork_servers
+from compassrl.sandbox.isolated import best_isolation, run_python
 from tests.judges.honest_programs import KINDS, honest
 from tests.judges.hostile_programs import HOSTILE, REWARD
 from tests.support import chaos
@@ -29,19 +29,19 @@ TESTS = [
 ]
 PAIR = dict(stdin='21\n', stdout='42\n')
 WORD = '86420.75'
-walled = pytest.mark.skipif(not best_walls()[0], reason='this machine isolates no program')
+isolated = pytest.mark.skipif(not best_isolation()[0], reason='this machine isolates no program')
 
 
-def left(rooms):
-    "What outlives a process: shared memory, folders, open files; `rooms` is where ours would be"
+def left(folder):
+    "What outlives a process: shared memory, folders, open files; `folder` is where ours would be"
     shm = Path('/proc/sysvipc/shm').read_text().count('\n')
     names = [sorted(os.listdir(d)) for d in ('/dev/shm', '/tmp')]
-    mine = [n for folder in names for n in folder if WORD in n] + os.listdir(rooms)
+    mine = [n for found in names for n in found if WORD in n] + os.listdir(folder)
     return dict(shm=shm, mine=mine, fds=len(os.listdir('/proc/self/fd')))
 
 
 def processes_inside():
-    "Below this process, without the first two of each room"
+    "All below this process"
     found, new = [], [os.getpid()]
     while new:
         for p in new[:]:
@@ -55,7 +55,7 @@ def processes_inside():
     return len(found)
 
 
-@walled
+@isolated
 @chaos.kind('hostile programs')
 def test_hostile_programs(tmp_path, record_property, monkeypatch):
     "No reward, nothing left, the judge untouched; a neighbour is still judged rightly"
@@ -65,14 +65,14 @@ def test_hostile_programs(tmp_path, record_property, monkeypatch):
     server.bind(str(tmp_path / 'port'))
     server.listen()
     server.setblocking(False)
-    (rooms := tmp_path / 'rooms').mkdir()
-    monkeypatch.setattr(tempfile, 'tempdir', str(rooms))
-    close_rooms()
+    (folder := tmp_path / 'sandboxes').mkdir()
+    monkeypatch.setattr(tempfile, 'tempdir', str(folder))
+    close_fork_servers()
     good = 'def double(x): return 2 * x'
     assert code(good, json.dumps(TESTS)).reward == 1
-    assert run_python('print(1)').status == 'ok'  # the second room is warm, too
+    assert run_python('print(1)').status == 'ok'  # the second server is warm, too
     gc.collect()  # files that earlier tests of this process forgot close now, not in the middle
-    before, inside = left(rooms), processes_inside()
+    before, inside = left(folder), processes_inside()
     for name, what, program in HOSTILE:
         for mark, value in (
             ('TRAINER', os.getpid()),
@@ -86,7 +86,7 @@ def test_hostile_programs(tmp_path, record_property, monkeypatch):
             v = code(program, json.dumps(dict(tests=tests, wall_s=0.6, cpu_s=0.15)))
             assert v.reward == 0 and not v.correct, (name, what, tests, v)
         assert processes_inside() == inside, (name, what)
-        now = left(rooms)
+        now = left(folder)
         fewest = min(before['fds'], now['fds'])  # others may close a file in the middle
         assert now == before | dict(fds=fewest), (name, what)
         before = now
@@ -97,7 +97,7 @@ def test_hostile_programs(tmp_path, record_property, monkeypatch):
     assert code(good, json.dumps(TESTS)).reward == 1
 
 
-@walled
+@isolated
 @pytest.mark.parametrize('kind', range(len(KINDS)), ids=lambda i: KINDS[i].__name__)
 def test_honest_programs_keep_their_reward(kind):
     "Fourteen of each kind, 210 in all"
@@ -108,7 +108,7 @@ def test_honest_programs_keep_their_reward(kind):
         assert v.reward == 1 and v.correct, (tests, program, v)
 
 
-@walled
+@isolated
 @pytest.mark.parametrize('kind', range(len(KINDS) - 1), ids=lambda i: KINDS[i].__name__)
 @pytest.mark.parametrize(
     'wrong',
@@ -181,9 +181,9 @@ def test_thousands_of_hostile_strings(name, record_property):
 
 @chaos.kind('hostile strings')
 @pytest.mark.parametrize('part', range(chaos.trials(1, 10)))
-@pytest.mark.parametrize('name', ['maths', pytest.param('code', marks=walled)])
+@pytest.mark.parametrize('name', ['maths', pytest.param('code', marks=isolated)])
 def test_hostile_strings_in_sandboxes(name, part, record_property):
-    "The same; each within the bound of its sandbox, and in the same room as all others"
+    "The same; each within the bound of its sandbox, and with the same server as all others"
     rng, num = chaos.draw(name, part), chaos.trials(60, 1000)
     prompt = Prompt('p', 'd', '', [2], ANSWERS[name], name)
     verify(prompt, '1')

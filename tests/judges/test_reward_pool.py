@@ -25,9 +25,8 @@ from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode, response_text
 from compassrl.judges import genrm, genrm_judge
 from compassrl.judges import reward_pool as pool_module
-from compassrl.judges.broker import GRACE
 from compassrl.judges.genrm_judge import GenRMJudge, make_judge
-from compassrl.judges.reward_pool import RewardPool
+from compassrl.judges.reward_pool import GRACE, RewardPool
 from compassrl.judges.serial import RewardConfig, SerialJudge, judge_sample
 from compassrl.records import Prompt, Sample, Verdict
 from compassrl.runs.curves import plot_gantt, spans_of
@@ -322,7 +321,7 @@ def test_a_killed_trainer_leaves_nothing():
 import sys; sys.path.insert(0, {str(ROOT)!r})
 import json, torch
 from tests.support import misbehaving_verifiers as odd_verifiers
-from compassrl.judges.reward_pool import RewardPool
+from compassrl.judges.reward_pool import GRACE, RewardPool
 from compassrl.judges.serial import RewardConfig
 from compassrl.records import Prompt, Sample
 from compassrl.data.tasks import verifiers
@@ -454,12 +453,12 @@ def test_duplicates(pool):
     'old, new',
     [
         (
-            'if key in self.known: return self.jobs[self.known[key]].append(sample)',
+            'if key in self.known: self.jobs[self.known[key]].append(sample); return',
             'if key in self.known: return',
         ),
-        ('if key in self.known: return self.jobs[self.known[key]].append(sample)', 'pass'),
+        ('if key in self.known: self.jobs[self.known[key]].append(sample); return', 'pass'),
         ('key = sample.prompt_id, tuple(sample.response_ids)', 'key = sample.prompt_id'),
-        ('            if i not in partial_responses: self.start(s)', '            pass'),
+        ('            if i not in started: self.start(s)', '            pass'),
         (
             'for s in equals: record_verdict(s, verdict, again)',
             'for s in equals[1:]: record_verdict(s, verdict, again)',
@@ -498,10 +497,10 @@ def test_a_verdict_is_bounded_whatever_its_tests_are():
     assert lone.reward == 0 and t['reward_end'] - t['reward_start'] < 60  # not a hundred
 
 
-def test_programs_need_walls_or_a_word(monkeypatch):
+def test_programs_need_isolation_or_unsafe(monkeypatch):
     "Of every judge, when it is made"
     prompts = [Prompt('c', 'c', 'x', [65], '["assert f(1)"]', 'code')]
-    monkeypatch.setattr(isolated, 'best_walls', lambda: ('', 'a container'))
+    monkeypatch.setattr(isolated, 'best_isolation', lambda: ('', 'a container'))
     for cfg in (RewardConfig(), RewardConfig(workers=1)):
         with pytest.raises(
             ValueError, match=r'isolates no program \(a container\).*rewards.unsafe'
@@ -530,7 +529,7 @@ def test_a_killed_worker_leaves_no_folder(tmp_path, monkeypatch):
         until(lambda: not named(word) or worker not in descendants(pool.broker.pid))
     finally:
         pool.close()
-    until(lambda: not named(word) and not list(tmp_path.glob('compassrl-room-*')))
+    until(lambda: not named(word) and not list(tmp_path.glob('compassrl-sandbox-*')))
 
 
 def children_of(pid):

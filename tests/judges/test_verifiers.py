@@ -10,15 +10,14 @@ from compassrl.data.tasks import verifiers, verify
 from compassrl.judges import verifiers as rewards
 from compassrl.judges.verifiers import code, program_of, run_test, starved
 from compassrl.records import Prompt
-from compassrl.sandbox.isolated import under
-from compassrl.sandbox.limits import Limits, Outcome
+from compassrl.sandbox.isolated import Limits, Outcome, verdict_budget
 from tests.support.faults import planted
 
 
 @pytest.fixture(autouse=True)
 def anywhere():
     "The verdicts are the same where a machine isolates no program"
-    with under(600.0, unsafe=True):
+    with verdict_budget(600.0, unsafe=True):
         yield
 
 
@@ -154,7 +153,7 @@ def loops_and_sleeps(rewards=rewards):
     v = rewards.code('while True: pass', suite(ASSERTS[:1]))
     assert v.status == 'wrong' and 'computed' in v.evidence
     sleeps = json.dumps(dict(tests=ASSERTS[:1], wall_s=0.4))
-    with patch.dict(rewards.code.__globals__, starved=lambda o: False):  # on a busy machine, too
+    with patch.dict(rewards.code.fn.__globals__, starved=lambda o: False):  # on a busy machine, too
         v = rewards.code('import time; time.sleep(60)', sleeps)
     assert v.status == 'wrong' and 'still running' in v.evidence
 

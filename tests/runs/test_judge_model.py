@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from compassrl.judges.genrm import Question
-from compassrl.judges.local_genrm import LocalGenRM
+from compassrl.judges.genrm_client import LocalGenRM
 from compassrl.model.pretrained import read_shards
 from compassrl.runs.judge_model import JudgeModelConfig, make_judge_model, open_judge
 

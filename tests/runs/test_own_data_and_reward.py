@@ -16,7 +16,7 @@ from compassrl.judges.serial import RewardConfig
 from compassrl.records import Prompt
 from compassrl.runs.cli import main, parse_train
 from compassrl.runs.run_data import load, resolve
-from compassrl.sandbox.isolated import under
+from compassrl.sandbox.isolated import verdict_budget
 from tests.runs.test_run import cli, rows, same_model
 
 FRUIT = ('apples', 'pears', 'plums', 'figs')
@@ -205,7 +205,7 @@ def test_numbers_are_answers(home):
 def test_a_list_of_tests_is_what_the_verifier_code_reads(home):
     flags = '--data.path code.jsonl --data.columns answer tests'.split()
     p = loaded(*MODEL, *flags, '--data.verifier', 'code', '--rewards.unsafe').train[0]
-    with under(60.0, unsafe=True):
+    with verdict_budget(60.0, unsafe=True):
         v = verify(p, '```python\ndef add(a, b):\n    return a + b\n```')
     assert (v.reward, v.correct) == (0.5, False)
     assert '--data.verifier code' in refused(*MODEL, *flags)

@@ -1,6 +1,6 @@
 """The sandbox: every trouble ends in its own status, in time, and nothing is left or reached
 
-Everything that walls promise is tested with each kind of walls that this machine permits.
+Every promise is tested with each kind of isolation that this machine permits.
 """
 
 import json
@@ -17,10 +17,17 @@ from pathlib import Path
 import pytest
 
 from compassrl.judges.verifiers import maths
-from compassrl.sandbox import client
-from compassrl.sandbox.client import Room, best_walls, close_rooms, warm_room
-from compassrl.sandbox.isolated import run_function, run_program, run_python, under
-from compassrl.sandbox.limits import Limits, Outcome
+from compassrl.sandbox import fork_client
+from compassrl.sandbox.fork_client import ForkServer, close_fork_servers, warm_server
+from compassrl.sandbox.isolated import (
+    Limits,
+    Outcome,
+    best_isolation,
+    run_function,
+    run_program,
+    run_python,
+    verdict_budget,
+)
 from tests.support import ROOT
 from tests.support.faults import places
 
@@ -28,25 +35,25 @@ SMALL = Limits(wall_s=30.0, cpu_s=0.3, memory_mb=200, output_kb=16)
 PYTHON = [sys.executable, '-I', '-c']
 
 
-def permitted(walls):
+def permitted(isolation):
     try:
-        with warm_room(walls):
+        with warm_server(isolation):
             return True
     except OSError:
         return False
 
 
-@pytest.fixture(params=['bwrap', 'own'])
-def walls(request):
+@pytest.fixture(params=['bwrap', 'namespaces'])
+def isolation(request):
     if not permitted(request.param):
-        pytest.skip(f'this machine has no walls of the kind {request.param}')
+        pytest.skip(f'this machine has no isolation of the kind {request.param}')
     return request.param
 
 
-@pytest.fixture(params=['bwrap', 'own', 'none'])
-def any_walls(request):
+@pytest.fixture(params=['bwrap', 'namespaces', 'none'])
+def any_isolation(request):
     if not permitted(request.param):
-        pytest.skip(f'this machine has no walls of the kind {request.param}')
+        pytest.skip(f'this machine has no isolation of the kind {request.param}')
     return request.param
 
 
@@ -92,43 +99,45 @@ def marker():
         ('failed', 'x = 1\0'),
     ],
 )
-def test_every_trouble_has_its_status(status, program, any_walls):
+def test_every_trouble_has_its_status(status, program, any_isolation):
     limits = Limits(wall_s=0.7 if status == 'timeout' else 30.0, cpu_s=0.3, memory_mb=200)
-    if any_walls == 'none' and status == 'cpu':
+    if any_isolation == 'none' and status == 'cpu':
         program += '  # ended by the kernel: whole seconds'
-    o = run_python(program, limits=Limits(**vars(limits) | dict(output_kb=16)), within=any_walls)
+    o = run_python(
+        program, limits=Limits(**vars(limits) | dict(output_kb=16)), isolation=any_isolation
+    )
     assert o.status == status, o
     assert bool(o.evidence) == (status != 'ok') and '\n' not in o.evidence
-    assert o.walls == any_walls and o.wall_s < limits.wall_s + 3
+    assert o.isolation == any_isolation and o.wall_s < limits.wall_s + 3
 
 
 @pytest.mark.parametrize(
     'hide', ['', 'os.setsid()', 'os.setsid(); os.fork() and os._exit(0); os.setsid()']
 )
 @pytest.mark.parametrize('then', ['', 'import time; time.sleep(60)', 'os.kill(os.getpid(), 9)'])
-def test_no_grandchild_survives(hide, then, any_walls):
+def test_no_grandchild_survives(hide, then, any_isolation):
     word = marker()
     o = run_python(
         f"import os\nif os.fork() == 0:\n  {hide or 'pass'}\n  os.execvp('sleep', ['sleep', "
         f"'{word}'])\n{then}",
         limits=Limits(wall_s=0.4),
-        within=any_walls,
+        isolation=any_isolation,
     )
     assert not running(word), o
 
 
-def test_streams_files_and_folder(any_walls):
+def test_streams_files_and_folder(any_isolation):
     argv = ['sh', '-c', 'cat; cat given; echo oops >&2; pwd; ls']
-    o = run_program(argv, 'in\n', files=dict(given='file\n'), within=any_walls)
+    o = run_program(argv, 'in\n', files=dict(given='file\n'), isolation=any_isolation)
     assert o.stdout.startswith('in\nfile\n') and o.stdout.endswith('\ngiven\n'), o
     assert o.stderr == 'oops\n' and o.status == 'ok'
-    long = run_python('while True: print("x"*99)', limits=SMALL, within=any_walls)
+    long = run_python('while True: print("x"*99)', limits=SMALL, isolation=any_isolation)
     assert len(long.stdout) <= 16 * 1024
-    again = run_python('import os; print(os.listdir(os.getcwd()))', within=any_walls)
+    again = run_python('import os; print(os.listdir(os.getcwd()))', isolation=any_isolation)
     assert again.stdout == "['main.py']\n", 'a new folder for each'
 
 
-def test_a_program_is_its_own_main(any_walls):
+def test_a_program_is_its_own_main(any_isolation):
     program = (
         'import sys, atexit\n'
         'atexit.register(print, "last")\n'
@@ -138,37 +147,37 @@ def test_a_program_is_its_own_main(any_walls):
         'print(__name__, sys.argv, __file__, text.count("A"), "json" in globals())\n'
         'print(input(), file=sys.stderr)\n'
     )
-    o = run_python(program, 'ü\n', within=any_walls)
+    o = run_python(program, 'ü\n', isolation=any_isolation)
     assert (o.status, o.stderr) == ('ok', 'ü\n'), o
     assert o.stdout == "__main__ ['main.py'] main.py 3 False\nlast\n"
 
 
-def test_the_interpreter_of_the_caller_starts(any_walls):
+def test_the_interpreter_of_the_caller_starts(any_isolation):
     o = run_program(
-        [*PYTHON, 'import colorsys, sys; print(sys.version_info[:2])'], within=any_walls
+        [*PYTHON, 'import colorsys, sys; print(sys.version_info[:2])'], isolation=any_isolation
     )
     assert o.stdout == f'{sys.version_info[:2]}\n', o
 
 
-def test_environment_is_bare(monkeypatch, any_walls):
+def test_environment_is_bare(monkeypatch, any_isolation):
     monkeypatch.setenv('SECRET_OF_THE_CALLER', 'x')
-    close_rooms()
-    o = run_python('import os; print(dict(os.environ))', within=any_walls)
+    close_fork_servers()
+    o = run_python('import os; print(dict(os.environ))', isolation=any_isolation)
     assert 'HOME' in o.stdout and 'SECRET_OF_THE_CALLER' not in o.stdout
 
 
 def test_a_missing_program_and_bad_limits():
-    assert run_program(['no such program'], within='none').status == 'failed'
+    assert run_program(['no such program'], isolation='none').status == 'failed'
     for k in ('wall_s', 'cpu_s', 'memory_mb', 'output_kb', 'disk_mb', 'processes'):
         for bad in (0, -1, float('nan'), float('inf')):
             with pytest.raises(ValueError, match=f'{k}=.*: use '):
                 Limits(**{k: bad})
 
 
-def test_a_killed_caller_leaves_nothing(any_walls, tmp_path):
+def test_a_killed_caller_leaves_nothing(any_isolation, tmp_path):
     word = marker()
     code = f'from compassrl.sandbox.isolated import run_program\nrun_program(["sleep", "{word}"], '
-    code += f'within={any_walls!r})'
+    code += f'isolation={any_isolation!r})'
     env = os.environ | dict(PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
     caller = subprocess.Popen([sys.executable, '-c', code], env=env)
     until = time.monotonic() + 30
@@ -179,38 +188,38 @@ def test_a_killed_caller_leaves_nothing(any_walls, tmp_path):
     caller.wait()
     assert gone(word)
     until = time.monotonic() + 10
-    while (left := list(tmp_path.glob('compassrl-room-*'))) and time.monotonic() < until:
+    while (left := list(tmp_path.glob('compassrl-sandbox-*'))) and time.monotonic() < until:
         time.sleep(0.01)
     assert not left
 
 
-# ---- walls
+# ---- isolation
 
 
-def sees(program, walls, **kw):
-    o = run_python(program, within=walls, **kw)
+def sees(program, isolation, **kw):
+    o = run_python(program, isolation=isolation, **kw)
     assert o.status == 'ok', o
     return o.stdout.strip()
 
 
-def test_what_is_not_there_cannot_be_reached(walls, tmp_path):
+def test_what_is_not_there_cannot_be_reached(isolation, tmp_path):
     "Files, processes, environment, queues: of the caller and of the machine"
     (tmp_path / 'answers').write_text('42')
     look = f'import os; print(os.path.exists({str(tmp_path / "answers")!r}))'
-    assert sees(look, walls) == 'False'
-    assert sees('import os; print(os.listdir("/tmp"))', walls) == "['main.py']"
+    assert sees(look, isolation) == 'False'
+    assert sees('import os; print(os.listdir("/tmp"))', isolation) == "['main.py']"
     pids = json.loads(sees('import os; print(sorted(map(int, filter(str.isdigit, '
-                           'os.listdir("/proc")))))', walls))  # fmt: skip
+                           'os.listdir("/proc")))))', isolation))  # fmt: skip
     assert pids == [1, 2]
     for place in (Path.home(), ROOT, '/etc/passwd', '/sys/fs/cgroup', '/run', '/var'):
-        o = run_python(f'import os; print(os.listdir({str(place)!r}))', within=walls)
+        o = run_python(f'import os; print(os.listdir({str(place)!r}))', isolation=isolation)
         assert o.status == 'failed' or not set(eval(o.stdout)) & {'README.md', '.bashrc', 'lib'}, o
-    assert sees('import socket; print(socket.gethostname())', walls) != socket.gethostname() or (
-        walls == 'bwrap'
-    )
+    assert sees(
+        'import socket; print(socket.gethostname())', isolation
+    ) != socket.gethostname() or (isolation == 'bwrap')
 
 
-def test_nothing_can_be_written_outside(walls):
+def test_nothing_can_be_written_outside(isolation):
     program = """
 import os
 found = []
@@ -225,32 +234,33 @@ for folder, folders, _ in os.walk('/'):
         pass
 print(found)
 """
-    assert sees(program, walls) == '[]'
+    assert sees(program, isolation) == '[]'
 
 
-def test_no_open_file_of_the_caller(walls):
+def test_no_open_file_of_the_caller(isolation):
     ours = socket.socketpair()
     os.set_inheritable(ours[0].fileno(), True)
-    close_rooms()
-    assert sees('import os; print(sorted(map(int, os.listdir("/proc/self/fd"))))', walls) == (
+    close_fork_servers()
+    assert sees('import os; print(sorted(map(int, os.listdir("/proc/self/fd"))))', isolation) == (
         '[0, 1, 2, 3]'  # 3: of the listing itself
     )
     for s in ours:
         s.close()
 
 
-def test_no_network(walls):
+def test_no_network(isolation):
     with socket.create_server(('127.0.0.1', 0)) as server:
         port = server.getsockname()[1]
         o = run_python(
-            f'import socket; socket.create_connection(("127.0.0.1", {port}), 2)', within=walls
+            f'import socket; socket.create_connection(("127.0.0.1", {port}), 2)',
+            isolation=isolation,
         )
         assert o.status == 'failed' and ('unreachable' in o.evidence or 'refused' in o.evidence)
-    o = run_python('import socket; socket.socket(40)', within=walls)  # AF_VSOCK
+    o = run_python('import socket; socket.socket(40)', isolation=isolation)  # AF_VSOCK
     assert 'not permitted' in o.evidence
 
 
-def test_the_first_process_can_be_neither_killed_nor_read(walls):
+def test_the_first_process_can_be_neither_killed_nor_read(isolation):
     program = """
 import os, signal, time
 for s in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM):
@@ -265,39 +275,39 @@ except PermissionError:
     print('no')
 time.sleep(60)
 """
-    o = run_python(program, limits=Limits(wall_s=0.5), within=walls)
+    o = run_python(program, limits=Limits(wall_s=0.5), isolation=isolation)
     assert (o.status, o.stdout) == ('timeout', ''), 'it is there, and ends what sleeps'
-    o = run_python(program.replace('time.sleep(60)', ''), within=walls)
+    o = run_python(program.replace('time.sleep(60)', ''), isolation=isolation)
     assert (o.status, o.stdout) == ('ok', 'no\n')
 
 
-def test_limits_count_all_processes(walls):
+def test_limits_count_all_processes(isolation):
     loops = 'import os\nfor _ in range(3): os.fork()\nwhile True: pass'
-    o = run_python(loops, limits=Limits(cpu_s=0.5, wall_s=4), within=walls)
+    o = run_python(loops, limits=Limits(cpu_s=0.5, wall_s=4), isolation=isolation)
     assert o.status == 'cpu' and o.cpu_s < 2
     hoard = 'import os, time\nfor _ in range(4): os.fork()\nx = b"x" * 40_000_000\ntime.sleep(60)'
-    o = run_python(hoard, limits=Limits(memory_mb=300, wall_s=60), within=walls)
+    o = run_python(hoard, limits=Limits(memory_mb=300, wall_s=60), isolation=isolation)
     assert o.status == 'memory' and '300 MB' in o.evidence
     bomb = (
         'import os\nn = 0\ntry:\n  while True:\n    if os.fork() == 0: os.read(os.pipe()[0], 1)\n'
     )
     bomb += '    n += 1\nexcept OSError: print(n)'
-    o = run_python(bomb, limits=Limits(processes=20, wall_s=60), within=walls)
+    o = run_python(bomb, limits=Limits(processes=20, wall_s=60), isolation=isolation)
     assert 10 <= int(o.stdout) <= 20, o
     disk = 'for i in range(99): open(str(i), "w").write("x" * 200_000)'
-    o = run_python(disk, limits=Limits(disk_mb=4), within=walls)
+    o = run_python(disk, limits=Limits(disk_mb=4), isolation=isolation)
     assert 'No space left' in o.evidence
 
 
-def test_what_no_process_is_charged_for_is_counted(walls):
+def test_what_no_process_is_charged_for_is_counted(isolation):
     orphans = (
         'import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n'
         '  if os.fork() == 0: os._exit(0)\n  time.sleep(0.002)'
     )
-    o = run_python(orphans, limits=Limits(wall_s=60), within=walls)
+    o = run_python(orphans, limits=Limits(wall_s=60), isolation=isolation)
     assert (o.status, o.evidence) == ('failed', 'too many processes'), o
     sockets = 'import socket, time\nx = [socket.socketpair() for _ in range(60)]\ntime.sleep(60)'
-    o = run_python(sockets, limits=Limits(wall_s=60), within=walls)
+    o = run_python(sockets, limits=Limits(wall_s=60), isolation=isolation)
     assert (o.status, o.evidence) == ('failed', 'too many sockets'), o
 
 
@@ -310,35 +320,37 @@ def test_what_no_process_is_charged_for_is_counted(walls):
     ],
     ids=['a name that is no text', 'limits of the first process'],
 )
-def test_the_first_process_goes_on_watching(trick, walls):
-    o = run_python(f'{trick}\nimport time\ntime.sleep(60)', limits=Limits(wall_s=0.7), within=walls)
+def test_the_first_process_goes_on_watching(trick, isolation):
+    o = run_python(
+        f'{trick}\nimport time\ntime.sleep(60)', limits=Limits(wall_s=0.7), isolation=isolation
+    )
     assert (o.status, o.stdout) == ('timeout', ''), o
 
 
-def test_what_a_program_expects_of_python(any_walls):
-    o = run_python('print(open("/dev/stdin").read())\nexit()', 'in', within=any_walls)
+def test_what_a_program_expects_of_python(any_isolation):
+    o = run_python('print(open("/dev/stdin").read())\nexit()', 'in', isolation=any_isolation)
     assert (o.status, o.stdout) == ('ok', 'in\n'), o
-    assert 'exit code 3' in run_python('quit(3)', within=any_walls).evidence
+    assert 'exit code 3' in run_python('quit(3)', isolation=any_isolation).evidence
 
 
-def test_a_stopped_or_lost_room_does_not_hang_the_caller(monkeypatch):
+def test_a_stopped_or_lost_server_does_not_hang_the_caller(monkeypatch):
     "Not even if its first process never answers again"
-    r = Room('none')
+    r = ForkServer('none')
     os.kill(r.process.pid, signal.SIGSTOP)
-    cell = client.Cell(r, dict(program=''), Limits(wall_s=0.1))
-    cell.until = time.monotonic() + 0.3
-    o = cell.outcome()
+    sandbox = fork_client.Sandbox(r, dict(program=''), Limits(wall_s=0.1))
+    sandbox.until = time.monotonic() + 0.3
+    o = sandbox.outcome()
     assert o.status == 'lost' and r.process.poll() is not None
     with pytest.raises(OSError):
-        client.Cell(r, dict(program=''), Limits())
+        fork_client.Sandbox(r, dict(program=''), Limits())
 
 
-def test_a_room_leaves_with_all_that_it_was(any_walls):
-    close_rooms()
+def test_a_server_leaves_with_all_that_it_was(any_isolation):
+    close_fork_servers()
     before = children()
-    run_python('print(1)', within=any_walls)
+    run_python('print(1)', isolation=any_isolation)
     assert children() != before
-    close_rooms()
+    close_fork_servers()
     assert children() == before
 
 
@@ -346,73 +358,72 @@ def children():
     return Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text().split()
 
 
-def test_a_copy_of_the_caller_has_rooms_of_its_own(any_walls):
-    run_python('print(1)', within=any_walls)
+def test_a_copy_of_the_caller_has_servers_of_its_own(any_isolation):
+    run_python('print(1)', isolation=any_isolation)
     pid = os.fork()
     if not pid:
         try:
-            os._exit(run_python('print(2)', within=any_walls).stdout != '2\n')
+            os._exit(run_python('print(2)', isolation=any_isolation).stdout != '2\n')
         finally:
-            close_rooms()
+            close_fork_servers()
             os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert run_python('print(3)', within=any_walls).stdout == '3\n'
+    assert run_python('print(3)', isolation=any_isolation).stdout == '3\n'
 
 
 @pytest.mark.parametrize('who', ['--map-user=1000 --map-group=1000', '--map-root-user'])
-def test_a_user_without_rights_has_walls_too(who):
+def test_a_user_without_rights_has_isolation_too(who):
     "Neither root, nor any id but its own"
     code = """
-from compassrl.sandbox.client import best_walls
-from compassrl.sandbox.isolated import run_python
-walls, why = best_walls()
-assert walls, why
-# it waits for its 1,024 children: what ends before the watcher looks has broken no rule
+from compassrl.sandbox.isolated import best_isolation, run_python
+isolation, why = best_isolation()
+assert isolation, why
+# it waits for its 1,024 children: what ends before the monitor looks has broken no rule
 bomb = 'import os, time\\nfor _ in range(1024): os.fork() or time.sleep(60)\\n'
 o = run_python(bomb + 'print("all of them", flush=True)\\ntime.sleep(60)')
 assert not o.stdout, o
-# a busy machine may not get a word out of so full a room: it is then closed, too
+# a busy machine may not get a word out of so full a sandbox: its server is then closed, too
 assert o.status in ('failed', 'memory', 'timeout', 'lost'), o
 for p in ('open("/x", "w")', 'open("/proc/1/mem", "rb")', 'import os; os.listdir("/var")',
           'import resource; resource.prlimit(1, 7, (0, 0))'):
     assert run_python(p).status == 'failed', p
-print('walls', walls)
+print('isolation', isolation)
 """
     argv = ['unshare', '--user', *who.split(), sys.executable, '-c', code]
     env = os.environ | dict(PYTHONPATH=str(ROOT))
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env)
     if 'unshare' in done.stderr:
         pytest.skip(done.stderr.strip())
-    assert done.stdout.startswith('walls '), done.stderr
+    assert done.stdout.startswith('isolation '), done.stderr
 
 
 # ---- where nothing isolates
 
 
 @pytest.fixture
-def no_walls(monkeypatch):
+def no_isolation(monkeypatch):
     "As in a container that permits no namespaces, and has no bwrap"
 
-    def refuse(self, walls, *rest, make=Room.__init__):
-        if walls != 'none':
-            raise OSError(f'{walls}: Operation not permitted')
-        make(self, walls, *rest)
+    def refuse(self, isolation, *rest, make=ForkServer.__init__):
+        if isolation != 'none':
+            raise OSError(f'{isolation}: Operation not permitted')
+        make(self, isolation, *rest)
 
-    close_rooms()
-    best_walls.cache_clear()
-    monkeypatch.setattr(Room, '__init__', refuse)
+    close_fork_servers()
+    best_isolation.cache_clear()
+    monkeypatch.setattr(ForkServer, '__init__', refuse)
     yield
-    best_walls.cache_clear()
+    best_isolation.cache_clear()
 
 
-def test_programs_are_refused_where_nothing_isolates_them(no_walls):
+def test_programs_are_refused_where_nothing_isolates_them(no_isolation):
     with pytest.raises(ValueError, match='isolates no program.*bubblewrap.*rewards.unsafe'):
         run_python('print(1)')
     with pytest.raises(ValueError, match='Operation not permitted'):
         run_program(['true'])
-    with under(60.0, unsafe=True):
+    with verdict_budget(60.0, unsafe=True):
         o = run_python('print(1)')
-    assert (o.status, o.walls, o.stdout) == ('ok', 'none', '1\n')
+    assert (o.status, o.isolation, o.stdout) == ('ok', 'none', '1\n')
     assert maths('$0.5$', '1/2').correct, 'mathematics is no program'
 
 
@@ -450,9 +461,9 @@ def test_from_a_thread():
 
 
 def test_a_verdict_has_a_bound_over_all_its_programs():
-    with under(0.5, unsafe=True):
+    with verdict_budget(0.5, unsafe=True):
         for _ in range(3):
-            assert run_python('import time; time.sleep(60)', within='none').wall_s < 3
+            assert run_python('import time; time.sleep(60)', isolation='none').wall_s < 3
 
 
 def test_outcomes_compare():
@@ -463,46 +474,44 @@ def test_outcomes_compare():
 
 
 def plant(monkeypatch, name, old, new):
-    close_rooms()
-    text = client.text_of(name)
+    close_fork_servers()
+    text = fork_client.module_text(name)
     [(begin, end)] = places(text, old)
 
-    def planted(module, texts=client.text_of):
+    def planted(module, texts=fork_client.module_text):
         return text[:begin] + new + text[end:] if module == name else texts(module)
 
-    monkeypatch.setattr(client, 'text_of', planted)
+    monkeypatch.setattr(fork_client, 'module_text', planted)
 
 
 @pytest.mark.parametrize(
     'module, old, new, law',
     [
-        ('room', 'flags = walls.NEW_PIDS | walls.NEW_MOUNTS', 'flags = walls.NEW_MOUNTS',
+        ('fork_server', 'flags = ns.NEW_PIDS | ns.NEW_MOUNTS', 'flags = ns.NEW_MOUNTS',
          test_what_is_not_there_cannot_be_reached),
-        ('room', 'walls.close_from(len(fds) - 1)', 'pass', test_no_open_file_of_the_caller),
-        ('watch', 'cpu > limits["cpu_s"]', 'False', test_limits_count_all_processes),
-        ('room', 'walls.limit(resource.RLIMIT_NPROC, limits["processes"])', 'pass',
+        ('fork_server', 'ns.close_from(len(fds) - 1)', 'pass', test_no_open_file_of_the_caller),
+        ('fork_server', 'cpu > limits["cpu_s"]', 'False', test_limits_count_all_processes),
+        ('fork_server', 'ns.set_limit(resource.RLIMIT_NPROC, limits["processes"])', 'pass',
          test_limits_count_all_processes),
-        ('room', 'walls.refuse_calls()', 'pass', test_no_network),
+        ('fork_server', 'ns.refuse_calls()', 'pass', test_no_network),
     ],
 )  # fmt: skip
 def test_planted_faults(module, old, new, law, monkeypatch, tmp_path):
-    if not permitted('own'):
-        pytest.skip('no walls of our own here')
+    if not permitted('namespaces'):
+        pytest.skip('no namespaces here')
     plant(monkeypatch, module, old, new)
     try:
         with pytest.raises((AssertionError, ValueError)):
-            law('own', tmp_path) if law is test_what_is_not_there_cannot_be_reached else law('own')
+            law('namespaces', tmp_path) if law is test_what_is_not_there_cannot_be_reached else law(
+                'namespaces'
+            )
     finally:
-        close_rooms()
+        close_fork_servers()
 
 
 def test_inside_needs_nothing_of_the_package():
     "What runs inside is text: it must not import what is not there"
-    for name in ('walls', 'watch', 'room', 'values', 'exchange', 'mathematics'):
-        lines = client.text_of(name).splitlines()
+    for name in ('namespaces', 'fork_server', 'rpc'):
+        lines = fork_client.module_text(name).splitlines()
         ours = [x for x in lines if x.startswith(('from .', 'import compassrl', 'from compassrl'))]
-        assert set(ours) <= {
-            'from . import walls',
-            'from .watch import watch',
-            'from .values import Gone, Refused, pack, receive, send, unpack',
-        }
+        assert ours == ['from compassrl.sandbox import namespaces as ns'] * (name == 'fork_server')

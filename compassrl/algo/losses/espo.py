@@ -31,7 +31,7 @@ __all__ = [
 
 
 # %% ../../../nbs/algo/losses/espo.ipynb #32eded08
-def _share(n, frac):
+def _share(n: Tensor, frac: float) -> Tensor:
     # ceil(frac*n), where fp64 makes .28*25 more than 7
     return (n.double() * frac - 1e-9).ceil().long()
 
@@ -107,7 +107,7 @@ def adaptive_clip(
 def group_weights(
     groups: Tensor,  # [B, T] int64
     mask: Tensor,  # [B, T] bool
-    low_weight: float = 1.0,  # of all groups but group 0; of group 0 it is 1
+    low_weight: float = 1.0,  # weight of every group but group 0, whose weight is 1
     dtype: torch.dtype = torch.float,
 ) -> Tensor:  # [B, T] 0 outside the mask; a response's weights sum to 1, or are all 0
     "Tokens of a group alike, groups of a response alike: 1/(groups * tokens of the group) (eq. 5)"

@@ -8,9 +8,8 @@ import torch
 
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode, response_text, save_tokenizer
 from compassrl.judges.genrm import GenRMConfig, Question
-from compassrl.judges.genrm_client import GenRM
+from compassrl.judges.genrm_client import JUDGE_PROMPT, GenRM, LocalGenRM, check_genrm, open_genrm
 from compassrl.judges.genrm_judge import GenRMJudge, make_judge
-from compassrl.judges.local_genrm import JUDGE_PROMPT, LocalGenRM, check_genrm, open_genrm
 from compassrl.judges.serial import RewardConfig
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import from_pretrained, save_pretrained
