@@ -15,9 +15,9 @@ from pathlib import Path
 from compassrl.config import TrainConfig, read_run_config
 from compassrl.launch.plan import Machines, plan
 from compassrl.model.hf_config import read_config, write_config
-from compassrl.rollout.vllm.auth import the_secret
-from compassrl.rollout.vllm.cleanup import made_here
+from compassrl.rollout.vllm.auth import read_secret
 from compassrl.rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
+from compassrl.rollout.vllm.server import machine_prefix
 
 # %% auto #0
 __all__ = ['torchrun_args', 'train_command', 'serve', 'slurm_script', 'node_script']
@@ -61,11 +61,11 @@ def serve(
 
     from compassrl.rollout.vllm.server import server_command, server_env
 
-    the_secret()
+    read_secret()
     cfg = read_run_config(config)
     policy = read_config(cfg.init_from) if cfg.init_from else cfg.policy
     dtype = getattr(torch, cfg.rollout.dtype)
-    model = cfg.init_from or tempfile.mkdtemp(prefix=f'{made_here()}{os.getpid()}-')
+    model = cfg.init_from or tempfile.mkdtemp(prefix=f'{machine_prefix()}{os.getpid()}-')
     if not cfg.init_from:
         write_config(policy, model, dtype)
     routes = cfg.router_replay == 'R3'
@@ -85,8 +85,6 @@ def serve(
     )
     options['weight_transfer_config'] = transfer_config(weight_sync(cfg.vllm, cfg.device))
     command = server_command(options, cfg.device, port, host)
-    if cfg.device == 'cpu':  # half the time: what it imports is there for its engine, too
-        command[1:2] = ['-c', 'from compassrl.rollout.vllm.nursery import serve_alone as s; s()']
     env = server_env(cfg.device, os.environ.get('CUDA_VISIBLE_DEVICES', ''))
     os.execve(command[0], command, env)
 

@@ -19,23 +19,23 @@ __all__ = ['VllmConfig']
 class VllmConfig:
     "vLLM as rollout engine, in this process or as a pool of servers. Raises ValueError"
 
-    num_replicas: Annotated[int, at_least(1)] = 1  # servers that the run starts itself
-    urls: tuple[str, ...] = ()  # servers reached by URL instead
-    # GPUs (on a CPU: processes) of one server (not run on GPU)
+    num_replicas: Annotated[int, at_least(1)] = 1  # Servers that the run starts itself
+    urls: tuple[str, ...] = ()  # URLs of servers that are there already, in place of own ones
+    # GPUs of one server (on a CPU: processes), for a model too large for one GPU (not run on GPU)
     tensor_parallel: Annotated[int, at_least(1)] = 1
-    # whole experts, not their rows, over the GPUs of a server (not run on GPU)
+    # Spread whole experts over the GPUs of a server, not slices of each (not run on GPU)
     expert_parallel: bool = False
-    # of a GPU's memory, weights and KV cache together (not run on GPU)
+    # Part of a GPU's memory for weights and KV cache; less if it runs out (not run on GPU)
     gpu_memory_utilization: Annotated[float, above(0, up_to=1)] = 0.85
-    colocated: bool = False  # on the trainer's GPUs: vLLM sleeps while that works (not run on GPU)
-    prefix_caching: bool = True  # prompts of one group are read once
-    # of one server within an hour; then it is left out
+    colocated: bool = False  # Share the trainer's GPUs; vLLM sleeps meanwhile (not run on GPU)
+    prefix_caching: bool = True  # Compute the prompt of a group once for all its responses
+    # Restarts of one server within an hour; lost once more, it is left out
     max_restarts: Annotated[int, at_least(0)] = 3
-    # a request that changes a server (weights) may take so long; 40 s of silence are too long
+    # Seconds for one request to take in weights; raise it for a slow disk or a large model
     timeout_s: Annotated[float, above(0)] = 120.0
-    # of weights; auto: the fastest way (nccl, ipc: not run on GPU)
+    # How weights reach the servers; auto = the fastest way (nccl, ipc: not run on GPU)
     sync: Literal['auto', 'file', 'nccl', 'ipc'] = 'auto'
-    sync_dir: str = ''  # files pass through this folder; empty = shared memory, on one machine
+    sync_dir: str = ''  # Folder for weights that all servers see; empty = shared memory
 
     def __post_init__(self) -> None:
         check(self)
