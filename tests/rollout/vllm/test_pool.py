@@ -433,10 +433,12 @@ def test_sync_is_exact_on_every_replica(pool):
         for out in each_replica(pool, rs).values():
             assert agrees(out, policy) and not agrees(out, POLICIES[1 - version % 2])
             assert {s.weight_version for s in out} == {version}
-        assert len(pool.parts) > 3
-        size = sum(path.stat().st_size for path in pool.parts)
+        assert len(pool.servers.parts) > 3
+        size = sum(path.stat().st_size for path in pool.servers.parts)
         assert size > sum(w.nbytes for _, w in hf_weights(policy))
-        assert sorted(shared_folder().glob(f'compassrl-*-{os.getpid()}-*')) == sorted(pool.parts)
+        assert sorted(shared_folder().glob(f'compassrl-*-{os.getpid()}-*')) == sorted(
+            pool.servers.parts
+        )
 
 
 def test_a_sync_that_breaks_off(pool, reference):
