@@ -748,7 +748,7 @@ def test_no_server_outlives_its_owner(tmp_path, sig):
 # another module in place of vLLM's server
 def web_server(log):
     command = [sys.executable, '-m', 'http.server', '0', '--bind', '127.0.0.1']
-    return ServerProcess(command, server_env('cpu'), log)
+    return ServerProcess(command, vllm_forks.current.env, log)
 
 
 def born(server):
