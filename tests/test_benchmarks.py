@@ -26,7 +26,7 @@ from compassrl.runs.presets import smoke_cpu, tiny_cpu
 from compassrl.train.torch_train import TorchTrain, accumulate_grads
 from tests.support import ROOT
 from tests.support import fork_server as forked
-from tests.support import vllm_fork_server as nursed
+from tests.support import vllm_fork_server as vllm_forks
 
 SCRIPTS = sorted(p for d in ('', 'studies') for p in (ROOT / 'benchmarks' / d).glob('[!_]*.py'))
 
@@ -39,7 +39,7 @@ def quick(script):  # `python SCRIPT --quick`
 
 @pytest.mark.parametrize('script', SCRIPTS, ids=lambda p: p.stem)
 def test_quick(script, tmp_path):
-    run = nursed.run if 'compassrl.rollout.vllm' in script.read_text() else forked.run
+    run = vllm_forks.run if 'compassrl.rollout.vllm' in script.read_text() else forked.run
     r = run(tmp_path / 'log', quick, script, timeout=300)
     assert r.returncode == 0, r.stderr[-2000:]
     result = json.loads(r.stdout.splitlines()[-1])

@@ -14,7 +14,7 @@ import yaml
 from compassrl.sandbox.isolated import best_isolation
 from tests.support import ROOT
 from tests.support import fork_server as forked
-from tests.support import vllm_fork_server as nursed
+from tests.support import vllm_fork_server as vllm_forks
 
 FLAGS = os.environ.get('NB_FLAGS', '')  # e.g. NB_FLAGS="slow gpu"
 
@@ -30,7 +30,7 @@ def notebooks():
 
 ENGINES = {
     r'vllm\b': 'vllm',
-    r'compassrl\.rollout\.vllm\.(?!config|messages|weight_files)': 'vllm',
+    r'compassrl\.rollout\.vllm\.(?!config|messages|server|auth)': 'vllm',
     r'megatron\b': 'megatron',
     r'compassrl\.train\.megatron\.(?!layout)': 'megatron',
 }
@@ -86,7 +86,7 @@ def test_notebook_runs(path, tmp_path):
         pytest.skip('this machine isolates no program: install bubblewrap')
     env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'}
     run = (
-        nursed.run
+        vllm_forks.run
         if re.search(r'(from|import) (vllm|trl)\b|start_server\(|VllmPool\(', path.read_text())
         else forked.run
     )

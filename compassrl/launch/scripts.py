@@ -20,9 +20,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from compassrl.config import TrainConfig, read_run_config
 from compassrl.launch.machines import Plan, plan_run
 from compassrl.model.hf_config import read_config, write_config
-from compassrl.rollout.vllm.auth import the_secret
-from compassrl.rollout.vllm.cleanup import made_here
+from compassrl.rollout.vllm.auth import read_secret
 from compassrl.rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
+from compassrl.rollout.vllm.server import machine_prefix
 from compassrl.runs.factory import rollout_setup
 from compassrl.runs.log import replace_text, write_json
 from compassrl.runs.stages import (
@@ -53,11 +53,11 @@ def serve_rollout(
     Raises ValueError without the secret that both know"""
     from compassrl.rollout.vllm.server import server_command, server_env
 
-    the_secret()
+    read_secret()
     cfg = read_run_config(config)
     policy = read_config(cfg.init_from) if cfg.init_from else cfg.policy
     settings = rollout_setup(cfg).vllm_arguments
-    model = cfg.init_from or tempfile.mkdtemp(prefix=f'{made_here()}{os.getpid()}-')
+    model = cfg.init_from or tempfile.mkdtemp(prefix=f'{machine_prefix()}{os.getpid()}-')
     if not cfg.init_from:
         write_config(policy, model, settings['dtype'])
     check_vllm(policy, device=cfg.device, one_process=False, **settings)
@@ -67,8 +67,6 @@ def serve_rollout(
     )
     options['weight_transfer_config'] = transfer_config(weight_sync(cfg.vllm, cfg.device))
     command = server_command(options, cfg.device, port, host)
-    if cfg.device == 'cpu':  # half the time: what it imports is there for its engine, too
-        command[1:2] = ['-c', 'from compassrl.rollout.vllm.nursery import serve_alone as s; s()']
     env = server_env(cfg.device, os.environ.get('CUDA_VISIBLE_DEVICES', ''))
     os.execve(command[0], command, env)
 

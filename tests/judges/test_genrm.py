@@ -780,10 +780,10 @@ def vllm_server(tmp_path):
     from compassrl.data.tokenizer import build_tokenizer, encode, save_tokenizer
     from compassrl.model.policy import Policy, PolicyConfig
     from compassrl.model.pretrained import save_pretrained
-    from compassrl.rollout.vllm.server import Server, flags, free_port, server_env
+    from compassrl.rollout.vllm.server import ServerProcess, flags, free_port, server_env
     from compassrl.train.sft import SFTConfig, cold_start
     from compassrl.train.torch_train import OptimConfig, TorchTrain
-    from tests.support import vllm_fork_server as nursed
+    from tests.support import vllm_fork_server as vllm_forks
 
     tok, template = build_tokenizer(), tmp_path / 'template.jinja'
 
@@ -821,8 +821,8 @@ def vllm_server(tmp_path):
         kv_cache_memory_bytes=1 << 30,
     )
     command = [sys.executable, '-m', 'vllm.entrypoints.openai.api_server', *flags(args)]
-    nursed.adopt(tmp_path / 'nursery.log')
-    server = Server(command, server_env('cpu'), tmp_path / 'server.log', fork=True)
+    vllm_forks.adopt(tmp_path / 'forks.log')
+    server = ServerProcess(command, server_env('cpu'), tmp_path / 'server.log')
     cfg = dict(
         model='judge',
         base_url=f'http://127.0.0.1:{port}/v1',

@@ -15,7 +15,7 @@ from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.train.routes import routes_agreement, validate_routes
 from compassrl.train.torch_train import response_log_probs
 from tests.support import ROOT, families
-from tests.support import vllm_fork_server as nursed
+from tests.support import vllm_fork_server as vllm_forks
 from tests.support.families import COLUMNS, FAMILIES, MIXTURES
 from tests.support.gates import replay_gates
 
@@ -31,7 +31,7 @@ def family(request, tmp_path_factory):
 def served(tmp_path_factory):
     home = tmp_path_factory.mktemp('served')
     made = {name: families.made(name, home / name) for name in FAMILIES}
-    return families.served(made, home / 'log', nursed.run)
+    return families.served(made, home / 'log', vllm_forks.run)
 
 
 @pytest.mark.parametrize('column', COLUMNS)

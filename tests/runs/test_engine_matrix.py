@@ -18,7 +18,7 @@ from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.weights import hf_weights
 from compassrl.train.torch_train import OptimConfig, TorchTrain
-from tests.support import vllm_fork_server as nursed
+from tests.support import vllm_fork_server as vllm_forks
 from tests.support.engine_samples import POLICY, sample, write_samples
 from tests.support.ranks import lively, name, run_ranks
 from tests.train.megatron.test_engine import (
@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope='module')
 def batches(folder):
     "By rollout engine; vLLM in a process of its own, since ranks are forked from this one"
-    r = nursed.run(
+    r = vllm_forks.run(
         folder / 'log', write_samples, ['pool', 'vllm'], folder, timeout=600
     )  # the engine changes its environment
     assert r.returncode == 0, r.stderr[-3000:]

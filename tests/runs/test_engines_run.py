@@ -70,20 +70,17 @@ def is_back(folder):
 
 
 def servers(p):
-    "Copies of the nursery: it forks guards, and these fork the servers"
+    "Children of supervisors"
 
-    def is_copy(c):
+    def supervises(c):
         try:
-            return 'rollout.vllm.nursery' in ' '.join(c.cmdline())
+            return 'supervise_command' in ' '.join(c.cmdline())
         except psutil.Error:
             return False
 
-    parent = {c.pid: c.ppid() for c in family(p) if is_copy(c)}
-
-    def depth(pid):
-        return 1 + depth(parent[pid]) if pid in parent else 0
-
-    return [psutil.Process(pid) for pid in parent if depth(pid) == 3]
+    found = family(p)
+    supervisors = {c.pid for c in found if supervises(c)}
+    return [c for c in found if c.ppid() in supervisors]
 
 
 def family(p):

@@ -15,7 +15,7 @@ from compassrl.model.hf_config import read_config
 from compassrl.rollout.vllm.messages import check_vllm
 from compassrl.runs.cli import parse_train
 from tests.support import ROOT, families
-from tests.support import vllm_fork_server as nursed
+from tests.support import vllm_fork_server as vllm_forks
 
 CELLS = nbformat.read(ROOT / 'nbs/how_to/qwen3.ipynb', 4).cells
 SMALL = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6)
@@ -44,7 +44,7 @@ def test_it_is_what_transformers_computes_and_comes_back(qwen3, column):
 
 def test_vllm_serves_it_and_samples_as_the_policy_says(qwen3):
     out = qwen3[2]
-    r = nursed.run(out.parent / 'log', families.serves, out, False, timeout=300)
+    r = vllm_forks.run(out.parent / 'log', families.serves, out, False, timeout=300)
     assert r.returncode == 0, r.stderr[-3000:]
 
 

@@ -19,7 +19,7 @@ from compassrl.runs.cli import main
 from tests.runs.test_trackers import history_of, records_of
 from tests.support import ROOT, families
 from tests.support import fork_server as forked
-from tests.support import vllm_fork_server as nursed
+from tests.support import vllm_fork_server as vllm_forks
 from tests.support.file_events import Killer
 
 STEPS, SETS = 6, ('easy', 'hard')
@@ -160,15 +160,15 @@ def post(url, **body):
 def served(home):
     "The address of `vllm serve run/model`"
     pytest.importorskip('vllm', reason='needs vLLM: python tools/setup_env.py engines-cpu')
-    from compassrl.rollout.vllm.server import Server, flags, free_port, server_env
+    from compassrl.rollout.vllm.server import ServerProcess, flags, free_port, server_env
 
     port = free_port()
     small = dict(max_model_len=128, max_num_seqs=4, kv_cache_memory_bytes=8 << 20)
     args = dict(model=home / 'run/model', host='127.0.0.1', port=port, served_model_name='mine')
     args |= dict(dtype='float32', enforce_eager=True, **small)
     command = [sys.executable, '-m', 'vllm.entrypoints.openai.api_server', *flags(args)]
-    nursed.adopt(home / 'nursery.log')
-    server = Server(command, server_env('cpu'), home / 'server.log', fork=True)
+    vllm_forks.adopt(home / 'forks.log')
+    server = ServerProcess(command, server_env('cpu'), home / 'server.log')
     url = f'http://127.0.0.1:{port}'
     try:
         for _ in range(300):

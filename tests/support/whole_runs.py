@@ -101,7 +101,7 @@ class Job:
 
     processes: list  # that somebody has started: the trainer, each rank, or torchrun
     logs: list
-    nursery: int | None = None  # the process that makes servers
+    forks: int | None = None  # the process that forks servers
 
     def below(self, pid, recursive=True):
         try:
@@ -125,13 +125,13 @@ class Job:
         return [c for p in self.own() for c in self.below(p.pid, recursive=False)]
 
     def servers(self):
-        return self.below(self.nursery) if self.nursery else []
+        return self.below(self.forks) if self.forks else []
 
     def family(self):
         "With those that nobody is the parent of any more"
         found = {*self.own(), *self.helpers(), *self.servers(), *writing(self.logs)}
         with suppress(psutil.Error):
-            return found | ({psutil.Process(self.nursery)} if self.nursery else set())
+            return found | ({psutil.Process(self.forks)} if self.forks else set())
         return found
 
     def cpu_s(self):
@@ -187,10 +187,10 @@ def start(kind, folder, home, hook=nothing, rank=None):
     home.mkdir(exist_ok=True)
     log = home / f'log-{time.monotonic_ns()}'
     if kind == 'two servers':
-        from tests.support import vllm_fork_server as nursed
+        from tests.support import vllm_fork_server as vllm_forks
 
-        p, nursery = nursed.start(log, command, words, hook, env=ENV)
-        return Job([p], [log], nursery)
+        p, forks = vllm_forks.start(log, command, words, hook, env=ENV)
+        return Job([p], [log], forks)
     if kind == 'torchrun':
         return Job([torchrun(log, words)], [log])
     if kind != 'two ranks':

@@ -15,22 +15,29 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-from fastcore.basics import patch
 
 from compassrl.model.policy import PolicyConfig
 from compassrl.records import Request, Sample
 from compassrl.rollout.pull_queue import Attempt, PullQueue
 from compassrl.rollout.schedule import LengthPredictor, Schedule, ScheduleConfig
-from compassrl.rollout.vllm.client import Client, Lost, field, most_bytes, silence_s
 from compassrl.rollout.vllm.messages import sampling_args, to_sample
-from compassrl.rollout.vllm.replica_manager import Events, Replica, Servers, each
+from compassrl.rollout.vllm.replica import (
+    Lost,
+    Replica,
+    answer_field,
+    max_answer_bytes,
+    on_all,
+    silence_s,
+)
+from compassrl.rollout.vllm.replica_manager import Events, ReplicaManager
 
 # %% auto #0
-__all__ = ['to_body', 'from_body', 'read_ids', 'read_array', 'Talk', 'Conversation']
+__all__ = ['to_body', 'from_body', 'check_ids', 'read_array', 'InFlight', 'Dispatcher']
 
 
 # %% ../../../nbs/rollout/vllm/dispatcher.ipynb #4f9b7075
-def to_body(r: Request) -> dict[str, Any]:  # JSON of `/inference/v1/generate`
+def to_body(r: Request) -> dict[str, Any]:
+    "JSON of `/inference/v1/generate`"
     return dict(token_ids=list(r.prompt_ids), sampling_params=sampling_args(r))
 
 
@@ -38,10 +45,11 @@ def from_body(
     r: Request, answer: dict[str, Any], config: PolicyConfig, version: int, started: float
 ) -> Sample:
     "Raises Lost for a request that the server gave up, and for what cannot be an answer to it"
-    c = (field(answer, 'choices', list) or [None])[0]
-    ids = read_ids(r, field(c, 'token_ids', list), field(c, 'finish_reason', str), config)
-    content = field(field(c, 'logprobs', dict), 'content', list)
-    log_probs = [field(t, 'logprob', (int, float)) for t in content]
+    c = (answer_field(answer, 'choices', list) or [None])[0]
+    tokens = answer_field(c, 'token_ids', list)
+    ids = check_ids(r, tokens, answer_field(c, 'finish_reason', str), config)
+    content = answer_field(answer_field(c, 'logprobs', dict), 'content', list)
+    log_probs = [answer_field(t, 'logprob', (int, float)) for t in content]
     if len(log_probs) != len(ids) or not all(-math.inf < x < 0.01 for x in log_probs):
         raise Lost(f'it answered {len(ids)} tokens with log-probs {str(log_probs)[:80]}')
     text, routes = c.get('routed_experts'), None
@@ -51,7 +59,7 @@ def from_body(
     return to_sample(r, ids, log_probs, routes, config, version, started)
 
 
-def read_ids(r: Request, ids: list[int], reason: str, config: PolicyConfig) -> list[int]:
+def check_ids(r: Request, ids: list[int], reason: str, config: PolicyConfig) -> list[int]:
     "Raises Lost for tokens that do not exist, and for a response that ends where it cannot"
     if reason not in ('stop', 'length'):
         raise Lost(f'finish_reason={reason[:80]!r}')
@@ -67,8 +75,12 @@ def read_ids(r: Request, ids: list[int], reason: str, config: PolicyConfig) -> l
     return ids
 
 
-def read_array(text: str, shape: tuple[int, ...], below: int) -> np.ndarray:
-    "Whole numbers from 0 on, in the format of `np.save`. Nothing is unpickled. Raises Lost"
+def read_array(
+    text: str,  # base64 of the format of `np.save`
+    shape: tuple[int, ...],
+    below: int,  # bound of the values
+) -> np.ndarray:
+    "Unsigned integers; nothing is unpickled. Raises Lost for anything else"
     try:
         file = io.BytesIO(base64.b64decode(text, validate=True))
         np.lib.format.read_magic(file)
@@ -85,23 +97,20 @@ def read_array(text: str, shape: tuple[int, ...], below: int) -> np.ndarray:
 
 # %% ../../../nbs/rollout/vllm/dispatcher.ipynb #9501eb3c
 @dataclass
-class Talk:
-    "What one task asks of one replica"
+class InFlight:
+    "A task that waits for one answer of one replica"
 
     task: asyncio.Task[None]
-    start: float
-    index: int | None = None  # of the request; None = a sign of life
+    start: float  # seconds of `time.perf_counter`
+    index: int  # number of the request in the queue; -1 = a sign of life
 
 
-class Conversation:
-    "Requests that servers answer, from the first to the last"
-
-    servers: Servers
-    policy: PolicyConfig
+class Dispatcher:
+    "Hands requests to servers, from the first to the last"
 
     def __init__(
         self,
-        servers: Servers,
+        servers: ReplicaManager,
         policy: PolicyConfig,
         requests: list[Request],
         num_slots: int,  # responses that run at the same time, on each server
@@ -109,41 +118,41 @@ class Conversation:
         predictor: LengthPredictor,
     ) -> None:
         self.servers, self.policy = servers, policy
-        self.plan: Schedule = Schedule(requests, schedule, predictor)
-        self.queue: PullQueue = PullQueue(self.plan.requests, num_slots, self.plan.order)
+        self.plan = Schedule(requests, schedule, predictor)
+        self.queue = PullQueue(self.plan.requests, num_slots, self.plan.order)
         self.out: SimpleQueue[Sample | None] = SimpleQueue()  # None = it has ended
-        self.talks: dict[int | str, Talk] = {}  # by ticket, or by name for a sign of life
+        # by ticket, or by name of a replica for a sign of life
+        self.in_flight: dict[int | str, InFlight] = {}
         self.spans: list[Attempt] = []  # seconds of `time.perf_counter`
         self.events: Events = asyncio.Queue()
         self.unseen = 0  # samples after which the caller has not yet asked for more
 
     async def run(self) -> None:
-        servers = self.servers
-        servers.events = self.events
-        servers.raise_errors()
-        await self.greet()
+        self.servers.events = self.events
+        self.servers.raise_errors()
+        await self.verify_all()
         try:
             while self.queue.left or self.unseen:
                 self.hand_out()
-                servers.raise_errors(self.suspect())
-                await self.take()
-                self.listen()
+                self.servers.raise_errors(self.suspect())
+                await self.handle_event()
+                self.check_silent()
         finally:
-            for talk in self.talks.values():
-                talk.task.cancel()
+            for flight in self.in_flight.values():
+                flight.task.cancel()
 
-    async def greet(self) -> None:
-        "Have they the present weights? A server may have been restarted behind our back"
-        there = [r for r in self.servers.replicas.values() if r.up]
+    async def verify_all(self) -> None:
+        "Lose the servers without the present weights: somebody may have restarted them"
+        up = [r for r in self.servers.replicas.values() if r.up]
         if self.servers.vllm.colocated:
-            await each(there, Client.wake)
-        await each(there, Client.verify, self.servers.version)
-        for r in there:
+            await on_all(up, Replica.wake)
+        await on_all(up, Replica.verify, self.servers.version)
+        for r in up:
             if not r.up:
                 self.servers.lose(r, r.why)
 
     def hand_out(self) -> None:
-        "Every free slot gets a request, also those of a replica that has just come back"
+        "Give every free slot a request, also those of a replica that has just come back"
         for r in self.servers.replicas.values():
             if r.up and r.name not in self.queue.busy:
                 self.queue.join(r.name, time.perf_counter())
@@ -151,150 +160,129 @@ class Conversation:
             ticket, name, request = handed
             task = asyncio.create_task(self.ask(ticket, self.servers.replicas[name], request))
             index = self.queue.out[ticket][1]
-            self.talks[ticket] = Talk(task, time.perf_counter(), index)
+            self.in_flight[ticket] = InFlight(task, time.perf_counter(), index)
 
+    def max_bytes(self, r: Request) -> int:
+        "Size of the largest answer: the routes are base64 of 16 bits per expert"
+        tokens = len(r.prompt_ids) + r.params.max_tokens
+        routes = 3 * tokens * self.policy.num_hidden_layers * self.policy.num_experts_per_tok
+        return max_answer_bytes + 1024 * r.params.max_tokens + routes
 
-# %% ../../../nbs/rollout/vllm/dispatcher.ipynb #4ce0ae9a
-@patch
-def route_bytes(self: Conversation, r: Request) -> int:
-    "Of an answer, at most: base64 of 16 bits per expert"
-    tokens = len(r.prompt_ids) + r.params.max_tokens
-    return 3 * tokens * self.policy.num_hidden_layers * self.policy.num_experts_per_tok
+    async def ask(self, ticket: int, r: Replica, request: Request) -> None:
+        start, servers = time.perf_counter(), self.servers
+        try:
+            assert servers.version is not None  # the pool has loaded weights
+            body, most = to_body(request), self.max_bytes(request)
+            found = await r.call('POST', '/inference/v1/generate', body, None, most)
+            answer = from_body(request, found, self.policy, servers.version, start)
+            if servers.options['enable_return_routed_experts'] and answer.routed_experts is None:
+                raise ValueError(
+                    f'{r.name} sent no routes: start it with --enable-return-routed-experts, '
+                    'and let nothing between it and us drop them'
+                )
+        except Exception as e:
+            answer = e
+        self.events.put_nowait((ticket, r, answer))
 
+    async def handle_event(self) -> None:
+        "Wait a while for an answer, or a replica that is back"
+        try:
+            async with asyncio.timeout(min(1, self.servers.vllm.timeout_s / 16)):
+                event = await self.events.get()
+        except TimeoutError:
+            return
+        if event is None:
+            return
+        ticket, r, answer = event
+        if ticket not in self.in_flight:
+            return  # its replica was given up
+        if isinstance(answer, Lost):
+            self.drop_replica(r, str(answer))
+        elif isinstance(answer, Exception):
+            raise answer
+        elif isinstance(ticket, str):
+            del self.in_flight[ticket]
+            if answer is None or r.tokens is None or answer > r.tokens:
+                r.tokens = answer
+                self.queue.alive(r.name, time.perf_counter())
+        else:
+            self.keep(ticket, r, answer)
 
-@patch
-async def ask(self: Conversation, ticket: int, r: Replica, request: Request) -> None:
-    start, servers = time.perf_counter(), self.servers
-    try:
-        most = most_bytes + 1024 * request.params.max_tokens + self.route_bytes(request)
-        answer = await r.call('POST', '/inference/v1/generate', to_body(request), None, most)
-        answer = from_body(request, answer, self.policy, servers.version, start)
-        if servers.options['enable_return_routed_experts'] and answer.routed_experts is None:
-            raise ValueError(
-                f'{r.name} sent no routes: start it with --enable-return-routed-experts, '
-                'and let nothing between it and us drop them'
-            )
-    except Exception as e:
-        answer = e
-    self.events.put_nowait((ticket, r, answer))
+    def keep(self, ticket: int, r: Replica, answer: Sample) -> None:
+        "Hand a sample to the caller"
+        flight, now = self.in_flight.pop(ticket), time.perf_counter()
+        r.tokens = -1  # without this response the others have fewer
+        answer.timings['replica'] = float(list(self.servers.replicas).index(r.name))
+        self.spans.append(Attempt(r.name, flight.index, flight.start, now, 'done'))
+        self.plan.answered(self.queue.requests[flight.index], answer)  # may change the order
+        if self.queue.finish(ticket, now):
+            self.unseen += 1
+            self.out.put(self.plan.label(answer))
+        if self.plan.full(answer):
+            self.drop_rest(flight.index, now)
 
+    def more(self, s: Sample, requests: list[Request]) -> None:
+        "The caller has seen this sample, and asks for these: next turns of responses, for example"
+        for r in requests:
+            self.plan.add(r)
+            self.queue.add(r)
+        self.plan.seen(s)
+        self.unseen -= 1
+        self.events.put_nowait(None)
 
-# %% ../../../nbs/rollout/vllm/dispatcher.ipynb #6d3b8ec0
-@patch
-async def take(self: Conversation) -> None:
-    "What happens next: an answer, a replica that is back, or nothing for a while"
-    try:
-        async with asyncio.timeout(min(1, self.servers.vllm.timeout_s / 16)):
-            event = await self.events.get()
-    except TimeoutError:
-        return
-    if event is None:
-        return
-    ticket, r, answer = event
-    if ticket not in self.talks:
-        return  # of a replica that was given up
-    if isinstance(answer, Lost):
-        self.drop_replica(r, str(answer))
-    elif isinstance(answer, Exception):
-        raise answer
-    elif ticket == r.name:
-        del self.talks[ticket]
-        if answer is None or answer > r.tokens:
-            r.tokens = answer
-            self.queue.alive(r.name, time.perf_counter())
-    else:
-        self.keep(ticket, r, answer)
+    def drop_rest(self, index: int, now: float) -> None:
+        "Cancel the other requests of a group that is full"
+        where = {ticket: name for ticket, (name, _) in self.queue.out.items()}
+        for ticket in self.queue.drop(self.queue.requests[index]):
+            flight, name = self.in_flight.pop(ticket), where[ticket]
+            flight.task.cancel()
+            self.servers.replicas[name].tokens = -1
+            self.spans.append(Attempt(name, flight.index, flight.start, now, 'dropped'))
 
+    def check_silent(self) -> None:
+        "Ask a silent replica for its progress; drop one that gives no token"
+        now, replicas = time.perf_counter(), self.servers.replicas
+        limit = min(silence_s, self.servers.vllm.timeout_s)
+        for name in self.queue.silent(now, limit / 4):
+            if name not in self.in_flight:
+                probe = self.probe(replicas[name], limit)
+                self.in_flight[name] = InFlight(asyncio.create_task(probe), now, -1)
+        late = dict.fromkeys(self.queue.silent(now, limit), f'gave nothing for {limit:g} s')
+        # a token takes one second at most
+        slow = limit + max(r.params.max_tokens for r in self.queue.requests)
+        for ticket, flight in self.in_flight.items():
+            name = self.queue.out[ticket][0] if isinstance(ticket, int) else ''
+            if name and replicas[name].tokens is None and now - flight.start > slow:
+                late[name] = f'did not finish a response in {slow:g} s'
+        for name, why in late.items():
+            self.drop_replica(replicas[name], why)
 
-@patch
-def keep(self: Conversation, ticket: int, r: Replica, answer: Sample) -> None:
-    "A sample is there"
-    talk, now = self.talks.pop(ticket), time.perf_counter()
-    r.tokens = -1  # those that run have fewer without this one
-    answer.timings['replica'] = float(list(self.servers.replicas).index(r.name))
-    self.spans.append(Attempt(r.name, talk.index, talk.start, now, 'done'))
-    self.plan.answered(self.queue.requests[talk.index], answer)  # the order may be another now
-    if self.queue.finish(ticket, now):
-        self.unseen += 1
-        self.out.put(self.plan.label(answer))
-    if self.plan.full(answer):
-        self.drop_rest(talk.index, now)
+    async def probe(self, r: Replica, limit_s: float) -> None:
+        await asyncio.sleep(limit_s / 20)
+        try:  # the engine answers between two steps
+            answer = await r.progress(limit_s)
+            most = self.queue.slots * max(r.params.max_tokens for r in self.queue.requests)
+            if answer is not None and not 0 <= answer <= most:
+                raise Lost(f'it claims that it runs {answer} tokens, of at most {most}')
+        except (Lost, ValueError) as e:
+            answer = e if isinstance(e, Lost) else Lost(str(e))
+        self.events.put_nowait((r.name, r, answer))
 
+    def drop_replica(self, r: Replica, why: str) -> None:
+        "Give its requests to others, ignore its late answers, and bring it back"
+        for ticket in [r.name, *self.queue.busy[r.name]]:
+            if flight := self.in_flight.pop(ticket, None):
+                flight.task.cancel()
+                if flight.index >= 0:
+                    now = time.perf_counter()
+                    self.spans.append(Attempt(r.name, flight.index, flight.start, now, 'lost'))
+        self.queue.leave(r.name)
+        self.servers.lose(r, why)
 
-@patch
-def more(self: Conversation, s: Sample, requests: list[Request]) -> None:
-    "The caller has seen this sample, and asks for these: the next turns of responses, among others"
-    for r in requests:
-        self.plan.add(r)
-        self.queue.add(r)
-    self.plan.seen(s)
-    self.unseen -= 1
-    self.events.put_nowait(None)
-
-
-@patch
-def drop_rest(self: Conversation, index: int, now: float) -> None:
-    "What else was asked for this group is not needed"
-    where = {ticket: name for ticket, (name, _) in self.queue.out.items()}
-    for ticket in self.queue.drop(self.queue.requests[index]):
-        talk = self.talks.pop(ticket)
-        talk.task.cancel()
-        self.servers.replicas[where[ticket]].tokens = -1
-        self.spans.append(Attempt(where[ticket], talk.index, talk.start, now, 'dropped'))
-
-
-# %% ../../../nbs/rollout/vllm/dispatcher.ipynb #d6cbe6fb
-@patch
-def listen(self: Conversation) -> None:
-    "A silent replica is asked how far it has come; one that gives no token is dropped"
-    now, replicas = time.perf_counter(), self.servers.replicas
-    limit = min(silence_s, self.servers.vllm.timeout_s)
-    for name in self.queue.silent(now, limit / 4):
-        if name not in self.talks:
-            probe = self.probe(replicas[name], limit)
-            self.talks[name] = Talk(asyncio.create_task(probe), now)
-    late = dict.fromkeys(self.queue.silent(now, limit), f'gave nothing for {limit:g} s')
-    # seconds: a token takes no more than one
-    slow = limit + max(r.params.max_tokens for r in self.queue.requests)
-    for ticket, talk in self.talks.items():
-        name = self.queue.out[ticket][0] if talk.index is not None else ''
-        if name and replicas[name].tokens is None and now - talk.start > slow:
-            late[name] = f'did not finish a response in {slow:g} s'
-    for name, why in late.items():
-        self.drop_replica(replicas[name], why)
-
-
-@patch
-async def probe(self: Conversation, r: Replica, limit_s: float) -> None:
-    await asyncio.sleep(limit_s / 20)
-    try:  # answered between two steps of the engine
-        answer = await r.progress(limit_s)
-        most = self.queue.slots * max(r.params.max_tokens for r in self.queue.requests)
-        if answer is not None and not 0 <= answer <= most:
-            raise Lost(f'it says that it runs {answer} tokens, of at most {most}')
-    except (Lost, ValueError) as e:
-        answer = e if isinstance(e, Lost) else Lost(str(e))
-    self.events.put_nowait((r.name, r, answer))
-
-
-@patch
-def drop_replica(self: Conversation, r: Replica, why: str) -> None:
-    "Its requests go back, its answers do not count any more, and it is brought back"
-    for ticket in [r.name, *self.queue.busy[r.name]]:
-        if talk := self.talks.pop(ticket, None):
-            talk.task.cancel()
-            if talk.index is not None:
-                now = time.perf_counter()
-                self.spans.append(Attempt(r.name, talk.index, talk.start, now, 'lost'))
-    self.queue.leave(r.name)
-    self.servers.lose(r, why)
-
-
-@patch
-def suspect(self: Conversation) -> str:
-    "A request that was on every server that was lost"
-    ((index, num),) = self.queue.lost.most_common(1) or [(0, 0)]
-    if num < 2:
-        return ''
-    r = self.queue.requests[index]
-    return f' (request {r.prompt_id}/{r.index} was on a server that was lost {num} times)'
+    def suspect(self) -> str:
+        "Name the request that was on every server that was lost"
+        ((index, num),) = self.queue.lost.most_common(1) or [(0, 0)]
+        if num < 2:
+            return ''
+        r = self.queue.requests[index]
+        return f' (request {r.prompt_id}/{r.index} was on a server that was lost {num} times)'

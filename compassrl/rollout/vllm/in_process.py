@@ -7,7 +7,6 @@ routes."""
 from __future__ import annotations
 
 import gc
-import math
 import os
 import random
 import sys
@@ -17,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,8 +38,7 @@ from compassrl.rollout.vllm.messages import (
 )
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
-    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm import SamplingParams
 
 # %% auto #0
 __all__ = ['set_environment', 'sampling_params', 'kept_globals', 'without_compiler', 'VllmRollout']
@@ -48,7 +46,7 @@ __all__ = ['set_environment', 'sampling_params', 'kept_globals', 'without_compil
 
 # %% ../../../nbs/rollout/vllm/in_process.ipynb #23e15898
 def set_environment() -> None:
-    "What vLLM reads when it is imported: one process, free threads, few words; ours go first"
+    "Variables that vLLM reads when it is imported: one process, free threads, few log lines"
     for name, value in dict(
         VLLM_ENABLE_V1_MULTIPROCESSING='0',
         VLLM_CPU_OMP_THREADS_BIND='nobind',
@@ -61,7 +59,7 @@ def set_environment() -> None:
 
 # %% ../../../nbs/rollout/vllm/in_process.ipynb #c2ee8787
 def sampling_params(r: Request) -> SamplingParams:
-    "What vLLM calls it. Raises ValueError for a temperature that vLLM would raise in silence"
+    "A request in vLLM's words. Raises ValueError for a temperature that vLLM would change silently"
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -89,15 +87,8 @@ def without_compiler(device: str) -> AbstractContextManager[None]:
 class VllmRollout(RolloutEngine):
     "vLLM as rollout engine. Raises ValueError for what it cannot compute"
 
-    device: str
-    num_slots: int
-    colocated: bool
-    names: count[int]
-    live: set[VllmRollout] = set()  # they share vLLM's process groups
-    config: PolicyConfig
-    engine: LLMEngine
-    is_asleep: bool
-    owns_groups: bool
+    live: ClassVar[set[VllmRollout]] = set()  # engines of this process share process groups
+    owns_groups: ClassVar[bool] = False  # did vLLM make them?
 
     def __init__(
         self,
@@ -107,20 +98,20 @@ class VllmRollout(RolloutEngine):
         max_len: int | None = None,  # longest sequence; None = the policy's context
         num_slots: int = 128,  # responses that run at the same time
         return_routes: bool = True,  # record the experts of every token
-        quantization: str = '',  # of weights, 'fp8' or none
+        quantization: str = '',  # weights in 'fp8'; empty = in `dtype`
         kv_cache_dtype: str = 'auto',  # or 'fp8'
     ) -> None:
         set_environment()
         from vllm.platforms import current_platform
 
         c, self.device = read_config(model), current_platform.device_type
-        T = min(max_len or math.inf, c.max_position_embeddings)
+        T = min(max_len or c.max_position_embeddings, c.max_position_embeddings)
         self.config = replace(c, max_position_embeddings=T)
         fp8 = dict(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
         check_vllm(c, config, dtype, self.device, return_routes, one_process=True, **fp8)
         self.num_slots, self.colocated = num_slots, config.colocated
-        self.as_files: bool = config.tensor_parallel > 1
-        self.emulates_fp8: bool = bool(quantization) and self.device == 'cpu'  # no kernels there
+        self.as_files = config.tensor_parallel > 1
+        self.emulates_fp8 = bool(quantization) and self.device == 'cpu'  # which has no kernels
         self.is_asleep, self.names = False, count()
         self.version: int | None = None
         self.running: dict[str, tuple[Request, float]] = {}
@@ -128,7 +119,7 @@ class VllmRollout(RolloutEngine):
         self.start(args | dict(disable_log_stats=True, enable_sleep_mode=config.colocated))
 
     def start(self, args: dict[str, Any]) -> None:
-        "vLLM's engine, which leaves this process as it was"
+        "Build vLLM's engine and leave this process as it was"
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -141,9 +132,10 @@ class VllmRollout(RolloutEngine):
         if not self.live:
             VllmRollout.owns_groups = not torch.distributed.is_initialized()
         self.live.add(self)
-        args = EngineArgs(**args, weight_transfer_config=WeightTransferConfig(backend=backend))
+        transfer = WeightTransferConfig(backend=backend)
+        all_args = EngineArgs(**args, weight_transfer_config=transfer)
         with kept_globals(), without_compiler(self.device):
-            self.engine = LLMEngine.from_engine_args(args)
+            self.engine = LLMEngine.from_engine_args(all_args)
         self.engine.collective_rpc('init_weight_transfer_engine', kwargs=dict(init_info={}))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -169,7 +161,7 @@ class VllmRollout(RolloutEngine):
         self.version = version
 
     def sleep(self) -> None:
-        "The GPU is the trainer's: weights wait in the host's memory, caches go (not run on GPU)"
+        "Give the GPU to the trainer: weights go to the host's memory, caches go (not run on GPU)"
         self.engine.sleep(level=1)
         self.is_asleep = True
 
@@ -184,9 +176,29 @@ class VllmRollout(RolloutEngine):
 
         self.engine.model_executor.shutdown()
         self.live.discard(self)
-        gc.unfreeze()  # vLLM had frozen what lived when it started
+        gc.unfreeze()  # vLLM has frozen the objects that existed at its start
         if not self.live and self.owns_groups:
             cleanup_dist_env_and_memory()
+
+    def submit(self, r: Request) -> None:
+        "Hand one request to vLLM"
+        from vllm import TokensPrompt
+
+        check_request(r, self.config)
+        name = str(next(self.names))
+        prompt = TokensPrompt(prompt_token_ids=list(r.prompt_ids))
+        self.engine.add_request(name, prompt, sampling_params(r))
+        self.running[name] = r, time.perf_counter()
+
+    def harvest(self, o: Any) -> Sample:  # a `RequestOutput` of vLLM
+        "The sample of a finished request"
+        assert self.version is not None  # `generate` has checked it
+        r, started = self.running.pop(o.request_id)
+        out = o.outputs[0]
+        ids, routes = list(out.token_ids), out.routed_experts
+        flat: Any = out.logprobs  # requests have `flat_logprobs`
+        log_probs = (flat.logprobs[i] for i in flat.start_indices)
+        return to_sample(r, ids, log_probs, routes, self.config, self.version, started)
 
 
 # %% ../../../nbs/rollout/vllm/in_process.ipynb #582a88a6
@@ -217,25 +229,3 @@ def generate(
         self.running.clear()
         if self.colocated:
             self.sleep()
-
-
-@patch
-def submit(self: VllmRollout, r: Request) -> None:
-    "Hand one request to vLLM"
-    from vllm import TokensPrompt
-
-    check_request(r, self.config)
-    name = str(next(self.names))
-    prompt = TokensPrompt(prompt_token_ids=list(r.prompt_ids))
-    self.engine.add_request(name, prompt, sampling_params(r))
-    self.running[name] = r, time.perf_counter()
-
-
-@patch
-def harvest(self: VllmRollout, o: RequestOutput) -> Sample:
-    "The sample that a finished request gave: `o` is a `RequestOutput` of vLLM"
-    r, started = self.running.pop(o.request_id)
-    out = o.outputs[0]
-    ids, routes = list(out.token_ids), out.routed_experts
-    log_probs = (out.logprobs.logprobs[i] for i in out.logprobs.start_indices)
-    return to_sample(r, ids, log_probs, routes, self.config, self.version, started)

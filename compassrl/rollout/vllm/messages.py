@@ -7,27 +7,33 @@ mistakes."""
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from compassrl.model.hf_config import architecture
 from compassrl.model.layers import route_dtype
 from compassrl.model.policy import PolicyConfig
+from compassrl.model.pretrained import weight_parts
 from compassrl.records import Request, Sample
 from compassrl.rollout.rollout_settings import VllmConfig
+from compassrl.rollout.vllm.server import machine_prefix, sweep
 
 # %% auto #0
 __all__ = [
     'head_sizes',
     'backend',
     'block',
+    'file_numbers',
     'can_cache_fp8',
     'check_vllm',
     'check_cpu',
@@ -39,15 +45,17 @@ __all__ = [
     'sampling_args',
     'read_routes',
     'to_sample',
+    'shared_folder',
+    'file_parts',
 ]
 
 # %% ../../../nbs/rollout/vllm/messages.ipynb #d5d9d5aa
-# of attention on a CPU
+# sizes that attention on a CPU has kernels for
 head_sizes: tuple[int, ...] = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512
 
 
 def can_cache_fp8() -> bool:
-    "Has this CPU what vLLM's FP8 KV cache needs?"
+    "Has this CPU the instructions that vLLM's FP8 KV cache needs?"
     return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -57,11 +65,11 @@ def check_vllm(
     dtype: torch.dtype,
     device: str,  # 'cpu' or 'cuda'
     return_routes: bool,
-    one_process: bool,  # no server?
-    quantization: str = '',  # of weights, 'fp8' or none
+    one_process: bool,  # False = servers
+    quantization: str = '',  # weights in 'fp8'; empty = in `dtype`
     kv_cache_dtype: str = 'auto',  # or 'fp8'
 ) -> None:
-    "Raises ValueError for what vLLM 0.30 cannot compute, or gets wrong in silence"
+    "Raises ValueError for what vLLM 0.30 cannot compute, or gets wrong silently"
     c, cpu = policy, device == 'cpu'
     sparse = any(map(c.is_sparse, range(c.num_hidden_layers)))
     if dtype == torch.float64:
@@ -105,15 +113,15 @@ def check_cpu(c: PolicyConfig, config: VllmConfig, sparse: bool, one_process: bo
 
 
 # %% ../../../nbs/rollout/vllm/messages.ipynb #29ca4ac3
-backend = 'compassrl'  # of `WeightTransferConfig`, for files
+backend = 'compassrl'  # name in `WeightTransferConfig`; weights come as files
 
 
 def weight_sync(
     config: VllmConfig,
     device: str,  # 'cpu' or 'cuda'
-    num_ranks: int = 1,  # that train
+    num_ranks: int = 1,  # ranks of the trainer
 ) -> Literal['file', 'nccl', 'ipc']:
-    "How weights travel to the servers of a pool. Raises ValueError for a way that cannot be had"
+    "How weights travel to the servers of a pool. Raises ValueError for an impossible way"
     c, way, gpus = config, config.sync, config.num_replicas * config.tensor_parallel
     alone = c.colocated and not c.urls and gpus == num_ranks == 1
     if way == 'auto':
@@ -139,16 +147,17 @@ def weight_sync(
     return way
 
 
-def transfer_config(way: Literal['file', 'nccl', 'ipc']) -> dict[str, Any]:  # of a server
+def transfer_config(way: Literal['file', 'nccl', 'ipc']) -> dict[str, Any]:
+    "Option `weight_transfer_config` of a server"
     return dict(backend=backend if way == 'file' else way)
 
 
 # %% ../../../nbs/rollout/vllm/messages.ipynb #9c029d1a
-block = 32  # tokens: what the prefix cache shares
+block = 32  # tokens; the prefix cache shares whole blocks
 
 
 def cache_bytes(c: PolicyConfig, num_slots: int, max_len: int, dtype: torch.dtype) -> int:
-    "Keys and values of all slots, filled: nothing is ever recomputed"
+    "Bytes of keys and values if all slots are full, so that nothing is ever recomputed"
     tokens = (num_slots * math.ceil(max_len / block) + 2) * block
     return tokens * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * dtype.itemsize
 
@@ -156,7 +165,7 @@ def cache_bytes(c: PolicyConfig, num_slots: int, max_len: int, dtype: torch.dtyp
 def gpu_args(
     config: VllmConfig, return_routes: bool, quantization: str
 ) -> dict[str, Any]:  # not run on GPU
-    d = dict(gpu_memory_utilization=config.gpu_memory_utilization)
+    d: dict[str, Any] = dict(gpu_memory_utilization=config.gpu_memory_utilization)
     if return_routes:
         d['moe_backend'] = 'triton'  # fused kernels route inside and report zeros
     if quantization:  # 128x128 blocks; the routers stay as they are
@@ -173,11 +182,11 @@ def engine_args(
     num_slots: int,  # responses that run at the same time
     return_routes: bool,
     device: str,
-    quantization: str = '',  # of weights, 'fp8' or none
+    quantization: str = '',  # weights in 'fp8'; empty = in `dtype`
     kv_cache_dtype: str = 'auto',  # or 'fp8'
 ) -> dict[str, Any]:  # for `EngineArgs`, or the flags of a server
-    "What a rollout for training needs, and vLLM does not do by itself"
-    d = dict(
+    "Options that training needs, because vLLM has other defaults"
+    d: dict[str, Any] = dict(
         model=str(model),
         load_format='dummy',
         dtype=str(dtype).removeprefix('torch.'),
@@ -195,7 +204,7 @@ def engine_args(
         enable_expert_parallel=config.expert_parallel,
     )
     if not any(map(policy.is_sparse, range(policy.num_hidden_layers))):
-        d['hf_overrides'] = dict(architectures=[architecture(policy)])  # a mixture's wants experts
+        d['hf_overrides'] = dict(architectures=[architecture(policy)])  # a mixture needs experts
     if device != 'cpu':
         return d | gpu_args(config, return_routes, quantization)
     return d | dict(
@@ -210,7 +219,7 @@ def engine_args(
 def sampling_args(
     r: Request,
 ) -> dict[str, Any]:  # for `vllm.SamplingParams`, or the JSON of a server
-    "What vLLM calls it. Raises ValueError for a temperature that vLLM would raise in silence"
+    "A request in vLLM's words. Raises ValueError for a temperature that vLLM would change silently"
     p = r.params
     if 0 < p.temperature < 0.01:
         raise ValueError(f'temperature={p.temperature}: vLLM takes 0.01 instead, use that or 0')
@@ -251,23 +260,52 @@ def to_sample(
     log_probs: Iterable[float],  # [Tr]
     experts: np.ndarray | None,  # [Tp+Tr-1, L, K]
     c: PolicyConfig,
-    version: int,  # of the weights
+    version: int,  # version of the weights
     started: float,  # when vLLM got the request, seconds of `time.perf_counter`
 ) -> Sample:
-    "What vLLM gave, as `TorchRollout` would"
+    "The sample that `TorchRollout` would make of the same tokens"
     routes, valid = (None, None) if experts is None else read_routes(experts, c)
-    log_probs = torch.tensor(list(log_probs), dtype=torch.float)
+    drawn = torch.tensor(list(log_probs), dtype=torch.float)
     if r.params.temperature == 0:
-        log_probs.zero_()  # greedy is certain
+        drawn.zero_()  # a greedy choice is certain
     return Sample(
         r.prompt_id,
         r.index,
         list(r.prompt_ids),
         response_ids,
-        log_probs,
+        drawn,
         routes,
         valid,
         finish_reason='stop' if response_ids[-1] in r.params.stop_ids else 'length',
         weight_version=version,
         timings=dict(rollout_start=started, rollout_end=time.perf_counter()),
     )
+
+
+# %% ../../../nbs/rollout/vllm/messages.ipynb #cd1453a7
+file_numbers: count[int] = count()  # unique in this process, which may have several senders
+
+
+def shared_folder() -> Path:
+    return Path('/dev/shm' if os.path.isdir('/dev/shm') else '/tmp')
+
+
+def file_parts(
+    weights: Iterable[tuple[str, Tensor]],
+    folder: str | Path | None = None,  # folder that all servers see; None = shared memory
+    max_bytes: int = 256 << 20,
+) -> Generator[Path]:  # safetensors; each is removed as soon as the next is asked for
+    "Weights as one file after another: written under another name, renamed when complete"
+    folder = shared_folder() if folder is None else Path(folder)
+    sweep(folder)
+    sender = f'{machine_prefix()}{os.getpid()}'
+    for part in weight_parts(weights, max_bytes):
+        path = folder / f'{sender}-{next(file_numbers)}.safetensors'
+        new = path.with_suffix('.tmp')
+        try:
+            save_file({n: t.cpu().contiguous() for n, t in part}, new)
+            os.replace(new, path)
+            yield path
+        finally:
+            for p in (path, new):
+                p.unlink(missing_ok=True)

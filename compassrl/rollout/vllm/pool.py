@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,7 +19,6 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from compassrl.model.hf_config import read_config
-from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights
 from compassrl.phases import phase
 from compassrl.records import Metrics, Request, RolloutEngine, Sample, as_requests
@@ -29,52 +27,52 @@ from compassrl.rollout.pull_queue import Attempt
 from compassrl.rollout.requests import check_request
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
-from compassrl.rollout.vllm.cleanup import made_here
-from compassrl.rollout.vllm.client import Client
-from compassrl.rollout.vllm.dispatcher import Conversation
-from compassrl.rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
-from compassrl.rollout.vllm.replica_manager import Replica, Servers, each
-from compassrl.rollout.vllm.weight_files import file_parts
+from compassrl.rollout.vllm.dispatcher import Dispatcher
+from compassrl.rollout.vllm.messages import (
+    check_vllm,
+    engine_args,
+    file_parts,
+    transfer_config,
+    weight_sync,
+)
+from compassrl.rollout.vllm.replica import Replica, on_all
+from compassrl.rollout.vllm.replica_manager import ReplicaManager
 
 if TYPE_CHECKING:
-    from compassrl.rollout.vllm.gpu import NcclGroup, SharedGpu
+    from compassrl.rollout.vllm.transfer import NcclGroup, SharedGpu
 
 # %% auto #0
 __all__ = ['VllmPool', 'check_gpus']
 
 
 # %% ../../../nbs/rollout/vllm/pool.ipynb #8e1f5d9a
-class VllmPool(Servers, RolloutEngine):
+class VllmPool(RolloutEngine):
     "N vLLM servers as one rollout engine. Raises ValueError for what vLLM cannot compute"
-
-    dtype: torch.dtype
-    num_slots: int
-    schedule: ScheduleConfig
-    config: PolicyConfig
 
     def __init__(
         self,
         model: str | Path,  # a folder with a `config.json`; servers by URL need the same one
         config: VllmConfig = VllmConfig(),
         dtype: torch.dtype = torch.float32,
+        *,
         max_len: int | None = None,  # longest sequence; None = the policy's context
         num_slots: int = 64,  # responses that run at the same time, on each server
         return_routes: bool = True,  # record the experts of every token
-        schedule: ScheduleConfig = ScheduleConfig(),  # which request first
+        quantization: str = '',  # weights in 'fp8'; empty = in `dtype`
+        kv_cache_dtype: str = 'auto',  # or 'fp8'
+        schedule: ScheduleConfig = ScheduleConfig(),  # order of the requests
         log_dir: str | Path | None = None,  # logs of the servers; None = a temporary folder
         start_timeout_s: float = 600.0,  # a server that is not ready by then has failed
-        first_gpu: int = 0,  # of the servers; they take neighbours (not run on GPU)
-        quantization: str = '',  # of weights, 'fp8' or none
-        kv_cache_dtype: str = 'auto',  # or 'fp8'
+        first_gpu: int = 0,  # first of the servers' GPUs, which are neighbours (not run on GPU)
     ) -> None:
         c = read_config(model)
         T = min(max_len or c.max_position_embeddings, c.max_position_embeddings)
         self.config = replace(c, max_position_embeddings=T)
         self.dtype, self.num_slots, self.schedule = dtype, num_slots, schedule
-        self.predictor: LengthPredictor = LengthPredictor()
-        self.spans: list[Attempt] = []  # of the last `generate`, in seconds of `time.perf_counter`
-        self.job: Future[None] | None = None  # the conversation that is going on
-        # of GPUs, after the members for which it was made (not run on GPU)
+        self.predictor = LengthPredictor()
+        self.spans: list[Attempt] = []  # attempts of the last `generate`, by `time.perf_counter`
+        self.job: Future[None] | None = None  # the dispatcher that runs
+        # a group of GPUs, and the members for which it was made (not run on GPU)
         self.group: tuple[list[tuple[str, int]], NcclGroup | SharedGpu] | None = None
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
         self.quantization = quantization
@@ -87,21 +85,22 @@ class VllmPool(Servers, RolloutEngine):
         options['weight_transfer_config'] = transfer_config(sync)
         if config.colocated:
             options['enable_sleep_mode'] = True
-        logs = Path(log_dir or tempfile.mkdtemp(prefix=f'{made_here()}{os.getpid()}-'))
-        logs.mkdir(parents=True, exist_ok=True)
-        super().__init__(config, options, device, sync, logs, start_timeout_s, first_gpu)
+        self.servers = ReplicaManager(
+            config, options, device, sync, log_dir, start_timeout_s, first_gpu
+        )
+        self.replicas = self.servers.replicas
 
     def measured(self) -> Metrics:
-        "How well lengths were predicted in the last `generate`; how many servers were lost so far"
+        "Errors of predicted lengths in the last `generate`; servers that were lost so far"
         pairs = self.predictor.pairs
-        error = dict(log_error=None, spearman=None)  # two lengths at least make an error
+        error = dict(log_error=None, spearman=None)  # an error needs two lengths at least
         if len(pairs) > 1:
             error = prediction_error(*zip(*pairs))
         lost = sum(r.losses for r in self.replicas.values())
         return {f'length_{k}': v for k, v in error.items()} | dict(replicas_lost=float(lost))
 
     def state_dict(self) -> dict[str, Any]:
-        "What was learned about lengths: it decides an order alone"
+        "What was learned about lengths, which decides the order of requests and nothing else"
         return dict(lengths=self.predictor.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,7 +109,86 @@ class VllmPool(Servers, RolloutEngine):
     def close(self) -> None:
         if self.job:
             self.job.cancel()
-        super().close()
+        self.servers.close()
+
+    @phase('weight transfer')
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        "New weights on every server, no cache of the old. Raises RuntimeError while requests run"
+        if self.job:
+            raise RuntimeError(
+                'requests are running: finish or close `generate` before loading weights'
+            )
+        servers = self.servers
+        if self.quantization and servers.device == 'cpu':
+            weights = fp8_weights(weights)  # a CPU has no FP8 kernels, but gets the values
+        servers.submit(servers.settle()).result()
+        servers.forget_weights()
+        for r in self.replicas.values():
+            r.up = r.up or r.waits
+            r.waits = False
+        up = [r for r in self.replicas.values() if r.up]
+
+        def step(method: Callable[..., Any], *args: Any) -> Future[None]:
+            return servers.submit(on_all(up, method, *args))
+
+        try:
+            if servers.vllm.colocated:
+                step(Replica.wake).result()
+            step(Replica.begin).result()
+            if servers.sync == 'file':
+                self.send_files(step, weights)
+            else:
+                self.send_to_gpus(up, weights)
+            step(Replica.end, version).result()
+            servers.version = version
+        except BaseException:
+            # ends the update of half-loaded layers
+            step(Replica.post, '/finish_weight_update').result()
+            raise
+        finally:
+            for r in up:
+                if not r.up:
+                    servers.loop.call_soon_threadsafe(servers.lose, r, r.why)
+
+    def send_files(
+        self, step: Callable[..., Future[None]], weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        "Write the next part while the servers read one; keep all parts"
+        sending = None
+        weights = checked_weights(weights, self.config)
+        for path in file_parts(weights, self.servers.vllm.sync_dir or None):
+            kept = path.with_name(f'{path.stem}-{id(self)}{path.suffix}')
+            os.link(path, kept)
+            self.servers.parts.append(kept)
+            if sending:
+                sending.result()
+            sending = step(Replica.send, kept)
+        if sending:
+            sending.result()
+
+    def send_to_gpus(self, up: list[Replica], weights: Iterable[tuple[str, Tensor]]) -> None:
+        "Send through a group, a new one if its members changed (not run on GPU)"
+        members = [(r.name, r.losses) for r in up if r.up]  # a restarted server is a new member
+        if not self.group or self.group[0] != members:
+            self.group = members, self.join_gpus([self.replicas[name] for name, _ in members])
+        self.group[1].send(weights)
+
+    def join_gpus(self, replicas: list[Replica]) -> NcclGroup | SharedGpu:
+        "A group of the GPUs of all servers and of this process (not run on GPU)"
+        from compassrl.rollout.vllm import transfer  # imports vLLM, which nothing else here does
+
+        vllm, submit = self.servers.vllm, self.servers.submit
+
+        async def post(path: str, bodies: list[dict[str, Any]]) -> None:
+            await asyncio.gather(*(r.post(path, **b) for r, b in zip(replicas, bodies)))
+
+        def post_all(path: str, bodies: list[dict[str, Any]]) -> None:
+            submit(post(path, bodies)).result()
+
+        clients = transfer.AllServers(post_all, len(replicas), vllm.tensor_parallel)
+        if self.servers.sync == 'nccl':
+            return transfer.NcclGroup(clients, self.config, self.dtype, vllm.timeout_s)
+        return transfer.SharedGpu(clients, self.config, self.dtype)
 
 
 def check_gpus(first: int, config: VllmConfig) -> None:
@@ -126,122 +204,36 @@ def check_gpus(first: int, config: VllmConfig) -> None:
 
 # %% ../../../nbs/rollout/vllm/pool.ipynb #485cc519
 @patch
-@phase('weight transfer')
-def load_weights(self: VllmPool, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-    "New weights on every server, and no cache of the old. Raises RuntimeError while requests run"
-    if self.job:
-        raise RuntimeError(
-            'requests are running: finish or close `generate` before loading weights'
-        )
-    if self.quantization and self.device == 'cpu':
-        weights = fp8_weights(weights)  # no kernels there: values alone
-    self.submit(self.settle()).result()
-    self.forget_weights()
-    for r in self.replicas.values():
-        r.up = r.up or r.waits
-        r.waits = False
-    there = [r for r in self.replicas.values() if r.up]
-
-    def tell(step, *args):
-        return self.submit(each(there, step, *args))
-
-    try:
-        if self.vllm.colocated:
-            tell(Client.wake).result()
-        tell(Client.begin).result()
-        if self.sync == 'file':
-            self.send_files(tell, weights)
-        else:
-            self.send_to_gpus(there, weights)
-        tell(Client.end, version).result()
-        self.version = version
-    except BaseException:
-        # takes half-loaded layers out of their limbo
-        tell(Client.post, '/finish_weight_update').result()
-        raise
-    finally:
-        for r in there:
-            if not r.up:
-                self.loop.call_soon_threadsafe(self.lose, r, r.why)
-
-
-@patch
-def send_files(
-    self: VllmPool, tell: Callable[..., Future[None]], weights: Iterable[tuple[str, Tensor]]
-) -> None:
-    "The next part is written while one is read; all of them are kept"
-    sending = None
-    weights = checked_weights(weights, self.config)
-    for path in file_parts(weights, self.vllm.sync_dir or None):
-        kept = path.with_name(f'{path.stem}-{id(self)}{path.suffix}')
-        os.link(path, kept)
-        self.parts.append(kept)
-        if sending:
-            sending.result()
-        sending = tell(Client.send, kept)
-    sending.result()
-
-
-@patch
-def send_to_gpus(
-    self: VllmPool, there: list[Replica], weights: Iterable[tuple[str, Tensor]]
-) -> None:
-    "By a group that is made anew when it has other members (not run on GPU)"
-    members = [(r.name, r.losses) for r in there if r.up]  # one that was restarted is another one
-    if not self.group or self.group[0] != members:
-        self.group = members, self.join_gpus([self.replicas[name] for name, _ in members])
-    self.group[1].send(weights)
-
-
-@patch
-def join_gpus(self: VllmPool, replicas: list[Replica]) -> NcclGroup | SharedGpu:
-    "GPUs of all servers and of this process (not run on GPU)"
-    from compassrl.rollout.vllm import gpu  # it imports vLLM; nothing else here does
-
-    async def post(path, bodies):
-        await asyncio.gather(*(r.post(path, **b) for r, b in zip(replicas, bodies)))
-
-    def tell(path, bodies):
-        self.submit(post(path, bodies)).result()
-
-    everyone = gpu.AllServers(tell, len(replicas), self.vllm.tensor_parallel)
-    if self.sync == 'nccl':
-        return gpu.NcclGroup(everyone, self.config, self.dtype, self.vllm.timeout_s)
-    return gpu.SharedGpu(everyone, self.config, self.dtype)
-
-
-# %% ../../../nbs/rollout/vllm/pool.ipynb #e3c501f6
-@patch
 def generate(
     self: VllmPool,
     requests: Iterable[Request],  # polled again after each sample
     whole_groups: bool = False,  # drop no sample for being long, whatever `over_provision` says
 ) -> Iterator[Sample]:
     "Yields each sample as it finishes. Raises RuntimeError for a server that keeps failing"
-    if self.version is None:
+    if self.servers.version is None:
         raise RuntimeError('this pool has no weights: call `load_weights` first')
     if self.job:
         raise RuntimeError('requests are running: one `generate` at a time')
     waiting = as_requests(requests)
 
-    def new():
+    def new() -> list[Request]:
         more = waiting.poll()
         for r in more:  # a token outside the vocabulary would take one server after another with it
             check_request(r, self.config)
         return more
 
-    way = replace(self.schedule, over_provision=0.0) if whole_groups else self.schedule
-    talk = Conversation(self, self.config, new(), self.num_slots, way, self.predictor)
-    self.spans = talk.spans
-    self.job = self.submit(talk.run())
-    self.job.add_done_callback(lambda _: talk.out.put(None))
+    order = replace(self.schedule, over_provision=0.0) if whole_groups else self.schedule
+    run = Dispatcher(self.servers, self.config, new(), self.num_slots, order, self.predictor)
+    self.spans = run.spans
+    self.job = self.servers.submit(run.run())
+    self.job.add_done_callback(lambda _: run.out.put(None))
     try:
-        while s := talk.out.get():
+        while s := run.out.get():
             yield s
-            self.loop.call_soon_threadsafe(talk.more, s, new())
+            self.servers.loop.call_soon_threadsafe(run.more, s, new())
         self.job.result()
     finally:
         self.job.cancel()
         self.job = None
-        if self.vllm.colocated:
-            self.submit(each(list(self.replicas.values()), Client.sleep)).result()
+        if self.servers.vllm.colocated:
+            self.servers.submit(on_all(list(self.replicas.values()), Replica.sleep)).result()

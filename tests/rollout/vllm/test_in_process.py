@@ -34,18 +34,19 @@ from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.rollout.vllm import in_process as vllm
 from compassrl.rollout.vllm import messages
-from compassrl.rollout.vllm.cleanup import made_here, sweep
 from compassrl.rollout.vllm.in_process import VllmRollout, set_environment
 from compassrl.rollout.vllm.messages import (
     can_cache_fp8,
     check_vllm,
     engine_args,
+    file_parts,
     head_sizes,
     read_routes,
+    shared_folder,
     to_sample,
     weight_sync,
 )
-from compassrl.rollout.vllm.weight_files import file_parts, shared_folder
+from compassrl.rollout.vllm.server import machine_prefix, sweep
 from compassrl.train.routes import routes_agreement, validate_routes
 from compassrl.train.torch_train import OptimConfig, TorchTrain, response_log_probs
 from tests.support import ROOT
@@ -308,7 +309,7 @@ def test_broken_updates(fresh, kind, message, as_files):
         next(fresh.generate(requests()))
     fresh.load_weights(hf_weights(lively(2)), 2)
     assert gaps(lively(2), list(fresh.generate(requests()))).mean() < CLOSE
-    mine = f'{made_here()}{os.getpid()}'
+    mine = f'{machine_prefix()}{os.getpid()}'
     assert not [p for p in set(shared_folder().iterdir()) - before if p.name.startswith(mine)]
 
 
@@ -352,7 +353,7 @@ def test_files_come_and_go(tmp_path):
 
 def test_leftovers_of_the_dead(tmp_path):
     child = subprocess.Popen(['sleep', '60'])
-    name = made_here()
+    name = machine_prefix()
     files = {
         k: tmp_path / k
         for k in (

@@ -16,7 +16,7 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, derive_seed
 from compassrl.rollout.rollout_settings import VllmConfig
-from compassrl.rollout.vllm import client
+from compassrl.rollout.vllm import replica
 from compassrl.rollout.vllm.pool import VllmPool
 from tests.support import chaos, liar
 from tests.support.liar import GENERATE, PROGRESS, Server, says, serving, tokens_of, with_choice
@@ -246,7 +246,7 @@ def test_whoever_does_not_take_the_weights_gives_no_sample(name, model):
         try:
             check(list(pool.generate(requests())))
             assert {s.replica for s in pool.spans if s.outcome == 'done'} == {urls[0]}
-            pool.submit(pool.settle()).result()
+            pool.servers.submit(pool.servers.settle()).result()
             honest, false = pool.replicas.values()
             assert honest.losses == 0 and honest.up and false.gone and not false.up
         finally:
@@ -258,16 +258,16 @@ def test_whoever_does_not_take_the_weights_gives_no_sample(name, model):
 def test_a_busy_hang_in_an_update_is_lost_long_before_the_time_of_a_call(path, model, monkeypatch):
     """It answers that it is well, and never ends: the bound follows from the bytes that it takes,
     not from `timeout_s`"""
-    monkeypatch.setattr(client, 'silence_s', 1.0)
+    monkeypatch.setattr(replica, 'silence_s', 1.0)
     good, bad = Server(CONFIG), Server(CONFIG, on(path, liar.hangs))
-    call = client.Client.call
+    call = replica.Replica.call
 
     def patient(self, method, path, body=None, timeout_s=None, *more):
         if timeout_s and self.url == urls[0]:  # it may be held up: the liar alone has little time
             timeout_s = 60.0
         return call(self, method, path, body, timeout_s, *more)
 
-    monkeypatch.setattr(client.Client, 'call', patient)
+    monkeypatch.setattr(replica.Replica, 'call', patient)
     with serving(good, bad) as urls:
         pool = pool_of(model, urls, timeout_s=600.0)
         try:
@@ -278,22 +278,22 @@ def test_a_busy_hang_in_an_update_is_lost_long_before_the_time_of_a_call(path, m
 
 
 def test_who_is_sent_much_has_longer(monkeypatch, tmp_path):
-    monkeypatch.setattr(client, 'silence_s', 0.2)
-    monkeypatch.setattr(client, 'slow_disk', 1000.0)
+    monkeypatch.setattr(replica, 'silence_s', 0.2)
+    monkeypatch.setattr(replica, 'slow_disk', 1000.0)
     given = {}
 
     async def call(self, method, path, body, limit_s):
         given[path] = limit_s
 
-    monkeypatch.setattr(client.Client, 'call', call)
+    monkeypatch.setattr(replica.Replica, 'call', call)
     (part := tmp_path / 'part').write_bytes(bytes(500))
 
     async def update():
-        c = client.Client('a', None, 600.0)
+        c = replica.Replica('a', None, 600.0)
         await c.begin()
         for _ in range(2):
             await c.send(part)
-        with pytest.raises(client.Lost):  # this answer has no field
+        with pytest.raises(replica.Lost):  # this answer has no field
             await c.end(1)
 
     asyncio.run(update())

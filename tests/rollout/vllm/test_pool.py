@@ -26,15 +26,14 @@ from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.partial import PartialResponses
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
-from compassrl.rollout.vllm import cleanup, dispatcher, nursery, replica_manager, server
+from compassrl.rollout.vllm import dispatcher, replica, replica_manager, server
 from compassrl.rollout.vllm import pool as vllm_pool
-from compassrl.rollout.vllm.client import Client
 from compassrl.rollout.vllm.dispatcher import from_body
-from compassrl.rollout.vllm.nursery import Nursery, nursery_for, start_nursery
+from compassrl.rollout.vllm.messages import shared_folder
 from compassrl.rollout.vllm.pool import VllmPool
-from compassrl.rollout.vllm.server import Server, flags, server_env
-from compassrl.rollout.vllm.weight_files import shared_folder
-from tests.support import vllm_fork_server as nursed
+from compassrl.rollout.vllm.replica import Replica
+from compassrl.rollout.vllm.server import ServerProcess, flags, server_env
+from tests.support import vllm_fork_server as vllm_forks
 from tests.support.engine_samples import Echo
 
 CONFIG = PolicyConfig(
@@ -85,7 +84,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def pool(model):
-    nursed.adopt(model / 'nursery.log')
+    vllm_forks.adopt(model / 'forks.log')
     pool = VllmPool(model, VllmConfig(num_replicas=2), num_slots=8)
     pool.load_weights(hf_weights(POLICIES[0]), 0)
     yield pool
@@ -154,10 +153,9 @@ def imported(statement):
     return {name.partition('.')[0] for name in said.split()}
 
 
-@pytest.mark.parametrize('module', ['guard', 'nursery'])
-def test_the_standard_library_alone(module):
-    "There is a guard beside every server, and a nursery is asked for before vLLM is there"
-    new = imported(f'import compassrl.rollout.vllm.{module}') - imported('pass')
+def test_a_supervisor_needs_the_standard_library_alone():
+    "There is one beside every server"
+    new = imported('import compassrl.rollout.vllm.server') - imported('pass')
     assert new - {'compassrl', '__mp_main__'} <= sys.stdlib_module_names
 
 
@@ -254,7 +252,7 @@ def test_a_port_is_given_once(monkeypatch):
 def held(max_tokens, until):
     "Answers to requests for so many tokens come after all that `until` waits for, on any machine"
 
-    async def call(self, method, path, body=None, *more, call=Client.call, **kw):
+    async def call(self, method, path, body=None, *more, call=Replica.call, **kw):
         answer = await call(self, method, path, body, *more, **kw)
         if body and body.get('sampling_params', {}).get('max_tokens') == max_tokens:
             start = time.monotonic()
@@ -270,7 +268,7 @@ def test_yields_as_they_finish(pool):
     "A short response does not wait for a long one that began before it"
     long, short, came = requests(1, 120)[0], requests(8, 2)[4:], []
     long = replace(long, params=replace(long.params, stop_ids=()))
-    with patch.object(Client, 'call', held(120, lambda: len(came) == 4)):
+    with patch.object(Replica, 'call', held(120, lambda: len(came) == 4)):
         for s in pool.generate([long, *short]):
             came.append(key(s))
     assert len(came) == 5 and came[-1] == key(long)
@@ -332,7 +330,7 @@ def test_over_provision(pool, group):
     ]
     before, pool.schedule = pool.schedule, ScheduleConfig('fifo', over_provision=1.0)
     try:
-        with patch.object(Client, 'call', held(150, lambda: False)):
+        with patch.object(Replica, 'call', held(150, lambda: False)):
             out = list(pool.generate(rs))  # all 16 begin at once
     finally:
         pool.schedule = before
@@ -435,10 +433,12 @@ def test_sync_is_exact_on_every_replica(pool):
         for out in each_replica(pool, rs).values():
             assert agrees(out, policy) and not agrees(out, POLICIES[1 - version % 2])
             assert {s.weight_version for s in out} == {version}
-        assert len(pool.parts) > 3
-        size = sum(path.stat().st_size for path in pool.parts)
+        assert len(pool.servers.parts) > 3
+        size = sum(path.stat().st_size for path in pool.servers.parts)
         assert size > sum(w.nbytes for _, w in hf_weights(policy))
-        assert sorted(shared_folder().glob(f'compassrl-*-{os.getpid()}-*')) == sorted(pool.parts)
+        assert sorted(shared_folder().glob(f'compassrl-*-{os.getpid()}-*')) == sorted(
+            pool.servers.parts
+        )
 
 
 def test_a_sync_that_breaks_off(pool, reference):
@@ -465,10 +465,10 @@ def test_a_colocated_pool_sleeps_when_it_has_nothing_to_do(pool):
 
         return step
 
-    shared = replace(pool.vllm, colocated=True)
+    shared = replace(pool.servers.vllm, colocated=True)
     with (
-        patch.multiple(Client, sleep=note('sleep'), wake=note('wake')),
-        patch.object(pool, 'vllm', shared),
+        patch.multiple(Replica, sleep=note('sleep'), wake=note('wake')),
+        patch.object(pool.servers, 'vllm', shared),
     ):
         assert len(list(pool.generate(requests(8)))) == 8
         assert calls == ['wake'] * 2 + ['sleep'] * 2
@@ -498,22 +498,22 @@ def test_killed_in_mid_generation(pool, reference):
 
 def test_hangs_in_mid_generation(pool, reference):
     "The other one hangs before the first is back: the queue waits, nothing is lost or doubled"
-    out, before = [], pool.vllm
-    pool.vllm = replace(before, timeout_s=15.0)
+    out, before = [], pool.servers.vllm
+    pool.servers.vllm = replace(before, timeout_s=15.0)
     try:
         for s in pool.generate(requests(48)):
             out.append(s)
             if len(out) == 5:
                 hurt(pool, 'replica 1', signal.SIGSTOP)
     finally:
-        pool.vllm = before
+        pool.servers.vllm = before
     assert len(out) == 48 and tokens(out) == reference and agrees(out, POLICIES[0])
     assert {s.replica for s in pool.spans if s.outcome == 'lost'} >= {'replica 1'}
     assert 'gave nothing for 15 s' in pool.replicas['replica 1'].why
 
 
 def test_back_with_the_present_weights(pool):
-    pool.submit(pool.settle()).result()
+    pool.servers.submit(pool.servers.settle()).result()
     assert all(r.up and r.server.alive and r.losses == 1 for r in pool.replicas.values())
     assert all(agrees(out, POLICIES[0]) for out in each_replica(pool, requests(8)).values())
     pool.load_weights(hf_weights(POLICIES[1]), 6)
@@ -525,7 +525,7 @@ def test_servers_by_url(pool, model, capsys, monkeypatch):
     urls = tuple(r.url for r in pool.replicas.values())
     with pytest.raises(ValueError, match='COMPASSRL_SECRET has to be the same'):
         VllmPool(model, VllmConfig(urls=urls), num_slots=4)
-    monkeypatch.setenv('COMPASSRL_SECRET', pool.secret)
+    monkeypatch.setenv('COMPASSRL_SECRET', pool.servers.secret)
     other = VllmPool(model, VllmConfig(urls=urls), num_slots=4)
     try:
         other.load_weights(hf_weights(POLICIES[0]), 7)
@@ -533,19 +533,21 @@ def test_servers_by_url(pool, model, capsys, monkeypatch):
         pool.load_weights(hf_weights(POLICIES[1]), 8)  # behind the back of the other pool
         out = list(other.generate(requests(16)))
         assert tokens(out) == good and agrees(out, POLICIES[0])
-        other.submit(other.settle()).result()  # one may have drawn all while the other came back
+        other.servers.submit(
+            other.servers.settle()
+        ).result()  # one may have drawn all while the other came back
         assert {u: (r.losses, r.up) for u, r in other.replicas.items()} == dict.fromkeys(
             urls, (1, True)
         )
         assert all("has weights '8' instead of '7'" in r.why for r in other.replicas.values())
-        other.vllm = replace(other.vllm, timeout_s=10.0)
+        other.servers.vllm = replace(other.servers.vllm, timeout_s=10.0)
         n = 0
         for _ in other.generate(requests(64)):  # so many that it is killed in the middle
             n += 1
             if n == 2:
                 hurt(pool, 'replica 0', signal.SIGKILL)
         assert n == 64 and other.replicas[urls[1]].up
-        other.submit(other.settle()).result()
+        other.servers.submit(other.servers.settle()).result()
         assert other.replicas[urls[0]].gone and f'{urls[0]} is dropped: ' in capsys.readouterr().out
         other.load_weights(hf_weights(POLICIES[1]), 9)
         assert agrees(list(other.generate(requests(4))), POLICIES[1])
@@ -558,7 +560,9 @@ def test_servers_by_url(pool, model, capsys, monkeypatch):
 
 def test_restarts_are_bounded(pool):
     "A server that cannot be kept alive ends the run, by name, with its log"
-    pool.vllm = replace(pool.vllm, max_restarts=1)  # each was lost once, and is dead again
+    pool.servers.vllm = replace(
+        pool.servers.vllm, max_restarts=1
+    )  # each was lost once, and is dead again
     with pytest.raises(
         RuntimeError,
         match=r'replica \d was lost 2 times within an hour, more than max_restarts=1. The last',
@@ -570,7 +574,7 @@ def test_restarts_are_bounded(pool):
 
 def test_losses_of_long_ago_do_not_count(pool):
     "A run of a month may lose a server now and then"
-    with patch.object(replica_manager, 'window_s', 0.0):
+    with patch.object(replica, 'window_s', 0.0):
         pool.load_weights(hf_weights(POLICIES[0]), 10)
         assert all(agrees(out, POLICIES[0]) for out in each_replica(pool, requests(8)).values())
 
@@ -580,7 +584,7 @@ def test_killed_between_turns(pool):
     rs = requests(24, 90)
     tool = calls(pool, rs)
     want, out = tokens(Episodes(pool, tool).generate(rs)), []
-    with patch.object(replica_manager, 'window_s', 0.0):
+    with patch.object(replica, 'window_s', 0.0):
         for s in Episodes(pool, tool).generate(rs):
             out.append(s)
             if len(out) == 3:
@@ -598,11 +602,11 @@ def test_a_server_of_two_workers(model):
             pool.load_weights(hf_weights(policy), version)
             out = list(pool.generate(requests(12)))
             assert agrees(out, policy) and {s.weight_version for s in out} == {version}
-        shared = cleanup.mapped_by_group(pool.replicas['replica 0'].server.pid)
-        assert shared and all((cleanup.shared / name).exists() for name in shared)
+        shared = server.group_memory(pool.replicas['replica 0'].server.pid)
+        assert shared and all((server.shared_memory / name).exists() for name in shared)
     finally:
         pool.close()
-    assert not [name for name in shared if (cleanup.shared / name).exists()]
+    assert not [name for name in shared if (server.shared_memory / name).exists()]
 
 
 # ---- before anything runs
@@ -627,7 +631,7 @@ def test_a_server_that_does_not_start(model, tmp_path):
     "The error shows the end of its log"
 
     def start(options, device, log, gpus, secret):
-        return Server(
+        return ServerProcess(
             [sys.executable, '-c', 'exit("no room")'], server_env(device), log
         ), 'http://127.0.0.1:9'
 
@@ -644,7 +648,7 @@ def test_a_server_that_does_not_start(model, tmp_path):
 
 def test_everyone_has_a_number():
     "Rank offsets of servers with several GPUs; pausing and versions stay with the pool"
-    from compassrl.rollout.vllm.gpu import AllServers  # it imports vLLM
+    from compassrl.rollout.vllm.transfer import AllServers  # it imports vLLM
 
     said = []
     e = AllServers(lambda path, bodies: said.append((path, bodies)), 3, 2)
@@ -661,7 +665,7 @@ def test_everyone_has_a_number():
 
 
 def test_weights_come_as_announced():
-    from compassrl.rollout.vllm.gpu import HfSource
+    from compassrl.rollout.vllm.transfer import HfSource
 
     s = HfSource(CONFIG, torch.bfloat16, 'cpu')
     s.weights = hf_weights(POLICIES[0])
@@ -703,7 +707,7 @@ def grandchild(server):
 
 
 def test_kill_takes_the_whole_group(tmp_path):
-    s = Server([sys.executable, '-c', CHILD], dict(os.environ), tmp_path / 'log')
+    s = ServerProcess([sys.executable, '-c', CHILD], dict(os.environ), tmp_path / 'log')
     pid = grandchild(s)
     s.kill()
     assert gone(pid) and not s.alive
@@ -732,7 +736,7 @@ def owner(start):
 def test_no_server_outlives_its_owner(tmp_path, sig):
     "Killed without a chance to clean up, also if the server is stopped"
     p, (pid, child) = owner(
-        f"s = Server([sys.executable, '-c', {CHILD!r}], dict(os.environ), "
+        f"s = ServerProcess([sys.executable, '-c', {CHILD!r}], dict(os.environ), "
         f'{str(tmp_path / "log")!r}); more = lambda: s.log.read_text().split()'
     )
     os.killpg(pid, sig)
@@ -742,13 +746,9 @@ def test_no_server_outlives_its_owner(tmp_path, sig):
 
 
 # another module in place of vLLM's server
-def forked(log, *argv):
-    return Server(
-        ['', '', *(argv or ('http.server', '0', '--bind', '127.0.0.1'))],
-        server_env('cpu'),
-        log,
-        fork=True,
-    )
+def web_server(log):
+    command = [sys.executable, '-m', 'http.server', '0', '--bind', '127.0.0.1']
+    return ServerProcess(command, vllm_forks.current.env, log)
 
 
 def born(server):
@@ -757,70 +757,36 @@ def born(server):
     return server.pid
 
 
-def soon(what, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not what() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return what()
-
-
-def halted(*args):
-    "A nursery that has not begun, and that needs no vLLM: other tests have one that imports it"
-    made = start_nursery(*args, enter='nurse')
-    made.process.send_signal(signal.SIGSTOP)
-    return made
-
-
-def nurseries(folder):
-    "An owner is given one nursery and makes another; it ends beside a server that is stopped"
-    servers = [forked(folder / f'log{i}') for i in range(2)]
-    first = Nursery.one.process
+def forks(folder):
+    "An owner has two forks of one process; then it is killed beside a server that is stopped"
+    servers = [web_server(folder / f'log{i}') for i in range(2)]
     pids = list(map(born, servers))
-    assert {parent(parent(p)) for p in pids} == {first.pid}
-    # a number comes before the process has made itself at home
-    assert soon(lambda: len({os.getpgid(p) for p in pids}) == 2)
-    assert soon(lambda: all(os.readlink(f'/proc/{p}/fd/0') == '/dev/null' for p in pids))
-    servers[0].signal(signal.SIGKILL)
-    assert servers[0].ended(10) and gone(pids[0]) and servers[1].alive
-    first.kill()
-    first.wait()
-    assert not gone_now(pids[1]) and servers[1].alive
-    with patch.object(nursery, 'start_nursery', halted):
-        early = forked(folder / 'log2')
-    assert Nursery.one.process.pid != first.pid and early.alive and not early.pid
-    early.kill(5.0)  # before it was born
-    assert not early.alive
-    Nursery.one.process.send_signal(signal.SIGCONT)
-    failing = forked(folder / 'log3', 'compassrl.rollout.no_such')
-    assert failing.ended(300) and 'No module named compassrl.rollout.no_such' in failing.tail(), (
-        failing.tail()
-    )
-    servers[1].kill(5.0)
-    assert gone(pids[1])
-    with patch.dict(os.environ, OMP_NUM_THREADS='3', OTHER='1'):
-        env = server_env('cpu')
-    with patch.object(Nursery, 'one', Nursery.one), open(os.devnull, 'wb') as f:
-        now = Nursery.one.process.pid
-        assert nursery_for(server_env('cpu') | dict(OTHER='1'), f).process.pid == now
-        other = nursery_for(env, f).process
-        assert other.pid != now
-        other.kill()
-        other.wait()
-    last = forked(folder / 'log4')
-    pid = born(last)
-    assert parent(parent(pid)) == now
-    (folder / 'pids').write_text(f'{now} {pid}')
-    os.killpg(pid, signal.SIGSTOP)
+    assert {parent(parent(p)) for p in pids} == {vllm_forks.current.pid}
+    servers[0].kill()
+    assert gone(pids[0]) and servers[1].alive
+    (folder / 'pid').write_text(str(pids[1]))
+    os.killpg(pids[1], signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_one_import_for_all(tmp_path):
-    """Servers, and their environments, come from one nursery; one that was killed is replaced, and
-    harms none of its own. It ends with its owner, and so do its servers, also those that are
-    stopped"""
-    r = nursed.run(tmp_path / 'log', nurseries, tmp_path, timeout=400)
+def test_servers_of_the_tests_are_forks(tmp_path):
+    "They end as other servers do: alone, or with their owner, also those that are stopped"
+    r = vllm_forks.run(tmp_path / 'log', forks, tmp_path, timeout=400)
     assert r.returncode == -signal.SIGKILL, r.stderr[-3000:]
-    assert all(gone(int(pid)) for pid in (tmp_path / 'pids').read_text().split())
+    assert gone(int((tmp_path / 'pid').read_text()))
+
+
+def test_a_server_is_killed_before_it_is_there(tmp_path):
+    start = time.monotonic()
+    s = ServerProcess([sys.executable, '-c', CHILD], dict(os.environ), tmp_path / 'log')
+    s.kill(5.0)
+    assert not s.alive and s.supervisor.poll() is not None and time.monotonic() < start + 60
+    time.sleep(1)
+    assert not [
+        p
+        for p in psutil.process_iter(['cmdline'])
+        if CHILD in (p.info['cmdline'] or []) and p.ppid() == s.supervisor.pid
+    ]
 
 
 def test_flags():

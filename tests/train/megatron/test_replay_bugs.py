@@ -24,7 +24,7 @@ from compassrl.train.megatron.model import build_model, init_parallel, transform
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.routes import validate_routes
 from compassrl.train.torch_train import TorchTrain
-from tests.support import vllm_fork_server as nursed
+from tests.support import vllm_fork_server as vllm_forks
 from tests.support.engine_samples import POLICY as ROLLED_OUT
 from tests.support.engine_samples import shared_prefixes
 from tests.support.ranks import RankError, lively, name, run_ranks
@@ -348,7 +348,7 @@ def test_bug_13_a_rollout_that_sends_no_routes_is_seen():
 
 def test_bugs_14_and_15_every_row_of_a_shared_prefix_and_of_a_stream_has_its_route(tmp_path):
     save_pretrained(lively(ROLLED_OUT), tmp_path)
-    out = nursed.run(tmp_path / 'log', shared_prefixes, tmp_path, timeout=500)
+    out = vllm_forks.run(tmp_path / 'log', shared_prefixes, tmp_path, timeout=500)
     assert out.returncode == 0 and 'all routes are there' in out.stdout, out.stderr[-3000:]
 
 

@@ -1,4 +1,4 @@
-"""Whatever a killed run leaves is removed, by its guard or by the next run; what belongs to a
+"""Whatever a killed run leaves is removed, by its supervisor or by the next run; what belongs to a
 living one stays; and nobody else can read any of it"""
 
 import json
@@ -15,10 +15,9 @@ import psutil
 import pytest
 import torch
 
-from compassrl.rollout.vllm import cleanup
-from compassrl.rollout.vllm.cleanup import made_here, server_folder, sweep
-from compassrl.rollout.vllm.server import Server
-from compassrl.rollout.vllm.weight_files import file_parts
+from compassrl.rollout.vllm import server as vllm_server
+from compassrl.rollout.vllm.messages import file_parts
+from compassrl.rollout.vllm.server import ServerProcess, machine_prefix, server_folder, sweep
 
 SERVER = """
 import os, sys, tempfile, time
@@ -31,8 +30,8 @@ print(memory.name, tempfile.gettempdir(), flush=True)
 """
 OWNER = """
 import os, sys, time
-from compassrl.rollout.vllm.server import Server
-server = Server([sys.executable, '-c', {code!r}], dict(os.environ), {log!r})
+from compassrl.rollout.vllm.server import ServerProcess
+server = ServerProcess([sys.executable, '-c', {code!r}], dict(os.environ), {log!r})
 time.sleep(600)
 """
 
@@ -59,16 +58,16 @@ def dead_pid():
 
 @pytest.mark.parametrize('then', ['os.abort()', 'time.sleep(600)'], ids=['crashes', 'is killed'])
 def test_a_server_leaves_nothing(then, tmp_path):
-    if 'abort' in then:  # not before its guard has seen it
+    if 'abort' in then:  # not before its supervisor has seen it
         then = f"while not os.path.exists(tempfile.gettempdir() + '/go'): time.sleep(0.05)\n{then}"
-    server = Server(
+    server = ServerProcess(
         [sys.executable, '-c', SERVER.format(then=then)], dict(os.environ), tmp_path / 'log'
     )
     memory, folder = words(tmp_path / 'log')
     assert folder.stat().st_mode & 0o777 == 0o700 and list(folder.iterdir())
     assert (tmp_path / 'log').stat().st_mode & 0o777 == 0o600
     if 'abort' in then:
-        assert soon((folder / cleanup.listing).exists)
+        assert soon((folder / vllm_server.memory_list).exists)
         (folder / 'go').touch()
     else:
         server.kill()
@@ -86,16 +85,16 @@ def test_a_server_whose_owner_is_killed_leaves_nothing(tmp_path):
     assert soon(lambda: not memory.exists() and not folder.exists())
 
 
-def test_a_server_whose_guard_is_killed_ends(tmp_path):
+def test_a_server_whose_supervisor_is_killed_ends(tmp_path):
     "The kernel sees to it; the next run removes what it left"
     log = tmp_path / 'log'
-    server = Server(
+    server = ServerProcess(
         [sys.executable, '-c', SERVER.format(then='time.sleep(600)')], dict(os.environ), log
     )
     memory, folder = words(log)
     process = psutil.Process(server.pid)
-    assert soon((folder / cleanup.listing).exists)
-    assert sweep(Path(tempfile.gettempdir())) == [] or folder.exists()  # the guard lives
+    assert soon((folder / vllm_server.memory_list).exists)
+    assert sweep(Path(tempfile.gettempdir())) == [] or folder.exists()  # the supervisor lives
     process.parent().kill()
     assert soon(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
     assert server.ended(60) and memory.exists()
@@ -105,7 +104,7 @@ def test_a_server_whose_guard_is_killed_ends(tmp_path):
 
 
 def test_a_list_is_whole_or_not_there(tmp_path, monkeypatch):
-    "Its guard can be killed while it writes"
+    "Its supervisor can be killed while it writes"
 
     def killed(path, text):
         with open(path, 'w') as f:
@@ -113,11 +112,11 @@ def test_a_list_is_whole_or_not_there(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     def remember(*names, write=Path.write_text):
-        monkeypatch.setattr(cleanup, 'mapped_by_group', lambda group: set(names))
+        monkeypatch.setattr(vllm_server, 'group_memory', lambda group: set(names))
         monkeypatch.setattr(Path, 'write_text', write)
-        cleanup.remember(tmp_path, 0)
+        vllm_server.list_memory(tmp_path, 0)
 
-    path = tmp_path / cleanup.listing
+    path = tmp_path / vllm_server.memory_list
     with pytest.raises(KeyboardInterrupt):
         remember('psm_a', write=killed)
     assert not path.exists()
@@ -129,7 +128,7 @@ def test_a_list_is_whole_or_not_there(tmp_path, monkeypatch):
 
 def test_what_is_swept(tmp_path):
     "Of processes that are no more; of this machine; of this user; and no link is followed"
-    mine, dead, outside = made_here(), dead_pid(), tmp_path / 'outside'
+    mine, dead, outside = machine_prefix(), dead_pid(), tmp_path / 'outside'
     outside.mkdir()
     (outside / 'file').touch()
     here = tmp_path / 'here'
@@ -148,7 +147,7 @@ def test_what_is_swept(tmp_path):
     (here / f'{mine}{dead}-folder').mkdir()
     (here / f'{mine}{dead}-folder' / 'x').touch()
     # a list that names what is no shared memory of a server
-    (here / f'{mine}{dead}-folder' / cleanup.listing).write_text('["../x", "psm_/../x", 3]')
+    (here / f'{mine}{dead}-folder' / vllm_server.memory_list).write_text('["../x", "psm_/../x", 3]')
     sweep(here)
     assert sorted(p.name for p in here.iterdir()) == sorted(stay)
     assert (outside / 'file').exists()
@@ -163,11 +162,11 @@ def test_what_is_swept(tmp_path):
 
 
 def test_machines_and_containers_do_not_sweep_for_each_other():
-    names = {made_here()}
+    names = {machine_prefix()}
     with patch.object(socket, 'gethostname', lambda: 'another'):
-        names.add(made_here())
+        names.add(machine_prefix())
     with patch.object(os, 'readlink', lambda path: 'pid:[7]'):
-        names.add(made_here())
+        names.add(machine_prefix())
     assert len(names) == 3
 
 
@@ -179,7 +178,7 @@ def test_weights_on_their_way_are_private(tmp_path):
             assert path.stat().st_mode & 0o777 == 0o600
         folder = server_folder()
         assert folder.stat().st_mode & 0o777 == 0o700
-        cleanup.remove(folder)
+        vllm_server.remove(folder)
     finally:
         os.umask(before)
 
@@ -191,5 +190,5 @@ def test_names_of_sockets_fit(monkeypatch):
         folder = server_folder()
         with socket.socket(socket.AF_UNIX) as s:
             s.bind(str(folder / ('x' * 37)))
-        cleanup.remove(folder)
+        vllm_server.remove(folder)
         assert not folder.exists() and len(str(folder)) < 107 - 38
