@@ -25,12 +25,10 @@ from compassrl.runs.factory import train_engines
 from compassrl.runs.log import Progress, json_text, keep_until, say
 from compassrl.runs.run_data import Data, solution_end
 from compassrl.runs.stop import stoppable
-from compassrl.train.folders import found_checkpoints
+from compassrl.train.checkpoint import Saver, WholeState
+from compassrl.train.checkpoint_files import CheckpointError, found_checkpoints, sync_path
 from compassrl.train.guards import Guard
-from compassrl.train.manifest import sync_path
-from compassrl.train.saver import Saver, WholeState
 from compassrl.train.sft import cold_start
-from compassrl.train.state import CheckpointError
 from compassrl.train.torch_train import TorchTrain
 
 if TYPE_CHECKING:

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from compassrl.train.checkpoint import load_checkpoint, save_checkpoint
-from compassrl.train.folders import found_checkpoints, remove_leftovers
-from compassrl.train.manifest import makes_sense
-from compassrl.train.state import TornCheckpoint
+from compassrl.train.checkpoint_files import (
+    TornCheckpoint,
+    found_checkpoints,
+    makes_sense,
+    remove_leftovers,
+)
 
 # %% auto #0
 __all__ = ['Part', 'Beside']

@@ -32,8 +32,8 @@ from compassrl.rollout.vllm.messages import check_vllm, weight_sync
 from compassrl.runs.process import meet_ranks, need, set_up, world
 from compassrl.runs.run_data import resolve
 from compassrl.runs.trackers import check_trackers
+from compassrl.train.checkpoint import Saver, ShardedState, WholeState
 from compassrl.train.megatron.parallel import check_parallel
-from compassrl.train.saver import Saver, ShardedState, WholeState
 from compassrl.train.torch_train import TorchTrain
 
 if TYPE_CHECKING:

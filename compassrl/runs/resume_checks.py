@@ -28,7 +28,7 @@ from compassrl.runs.curves import read_metrics
 from compassrl.runs.facts import machine_info
 from compassrl.runs.log import Progress, check_rows, say, write_json
 from compassrl.runs.stop import launcher
-from compassrl.train.folders import found_checkpoints
+from compassrl.train.checkpoint_files import found_checkpoints
 
 # %% auto #0
 __all__ = [

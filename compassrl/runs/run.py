@@ -45,7 +45,7 @@ from compassrl.runs.stop import disk_told, failure_noted, locked, stoppable
 from compassrl.runs.trace import trace_rows
 from compassrl.runs.tracker_names import eval_values, grouped
 from compassrl.runs.trackers import Trackers, history
-from compassrl.train.folders import found_checkpoints
+from compassrl.train.checkpoint_files import found_checkpoints
 from compassrl.train.guards import last_good
 
 # %% auto #0

@@ -27,7 +27,7 @@ __all__ = [
 # %% ../../../nbs/train/megatron/parallel.ipynb #97ca0e41
 # what the backward pass computes again instead of keeping
 Recompute = Literal['none', 'moe', 'full']
-# of Transformer Engine; empty = no FP8
+# recipes of Transformer Engine; empty = no FP8
 Fp8Recipe = Literal['', 'blockwise', 'tensorwise', 'delayed']
 
 
@@ -39,13 +39,13 @@ class ParallelConfig:
     tp: Annotated[int, at_least(1)] = 1
     pp: Annotated[int, at_least(1)] = 1  # pipeline parallel: layers
     ep: Annotated[int, at_least(1)] = 1  # expert parallel: whole experts
-    # expert tensor parallel: rows inside each expert; 0 = as tp
+    # expert tensor parallel: rows inside each expert; 0 = the same as tp
     etp: Annotated[int, at_least(0)] = 0
     # context parallel: tokens of one sequence (Transformer Engine, not run on GPU)
     cp: Annotated[int, at_least(1)] = 1
     vpp: Annotated[int, at_least(1)] = 1  # pieces of the model per pipeline rank, interleaved
     recompute: Recompute = 'none'  # 'moe' = experts, 'full' = every layer
-    # of the forward and backward pass; master weights stay fp32
+    # dtype of the forward and backward pass; master weights stay fp32
     dtype: Literal['float32', 'bfloat16'] = 'float32'
     fp8_recipe: Fp8Recipe = ''  # matrices in FP8 (Transformer Engine, not run on GPU)
 
@@ -76,7 +76,8 @@ class ParallelConfig:
 
 
 # %% ../../../nbs/train/megatron/parallel.ipynb #af4fe15e
-def _divides(small, what, big, of):  # one line, with the numbers that would do
+def _divides(small: int, what: str, big: int, of: str) -> None:
+    "Raises ValueError in one line, with the numbers that are possible"
     if big % small:
         fits = [n for n in range(1, big + 1) if big % n == 0]
         raise ValueError(f'{what}={small} does not divide {of}={big}: use one of {fits}')
