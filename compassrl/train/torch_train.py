@@ -286,7 +286,8 @@ def update(
         raise ValueError(
             "no routes: replay='R2' repeats those of `score(batch)`, put them into the batch first"
         )
-    if self.replay != 'off':
+    replay = self.replay != 'off'
+    if replay:
         validate_routes(batch, self.policy.config)
     last, self.last_pass = self.last_pass, None
     known = last[1] if last and last[0].same(_inputs(self, batch)) else None
@@ -296,14 +297,9 @@ def update(
     ]
     for rows in parts:
         mini = select(batch, rows)
+        most = c.micro_batch_tokens
         metrics, log_probs = accumulate_grads(
-            self.policy,
-            mini,
-            loss,
-            c.micro_batch_tokens,
-            self.temperature,
-            self.replay != 'off',
-            known,
+            self.policy, mini, loss, most, self.temperature, replay, known
         )
         step_lr = c.lr_at(self.num_steps) if lr is None else lr
         stepped = clip_and_step(self.policy, self.optimizer, step_lr, c.grad_clip)

@@ -134,7 +134,7 @@ def wrap_and_optimise(
 
 
 def inner_optimizers(
-    optimizer: Any,  # of Megatron-Core
+    optimizer: Any,  # an optimiser of Megatron-Core
 ) -> list[torch.optim.Optimizer]:  # torch's own, one for the experts and one for all else
     return [o.optimizer for o in optimizer.chained_optimizers if o.optimizer is not None]
 
