@@ -114,8 +114,8 @@ class Guard:
         start: int = 0,  # steps already done
     ) -> None:
         self.cfg, self.what = cfg, what
-        self.seen, self.lost = start, 0  # steps in all; lost ones in a row
-        self.skipped = False  # was the last update skipped?
+        # steps in all, lost ones in a row; was the last update skipped?
+        self.seen, self.lost, self.skipped = start, 0, False
 
     def sampled(self, step: int, batch: Batch) -> None:
         "Before anything is computed from these tokens"
