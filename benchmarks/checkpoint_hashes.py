@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import torch
 
-import compassrl.train.manifest as manifest
+import compassrl.train.checkpoint_files as manifest
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.runs.summary import machine_info

@@ -31,8 +31,8 @@ from compassrl.judges.pairs import (
 )
 from compassrl.runs.judge_model import JUDGE_SHAPE, JudgeModelConfig, make_judge_model, open_judge
 from compassrl.runs.summary import machine_info
-from compassrl.train.reward_model import RewardModel, score_texts, train_reward_model
 from compassrl.train.sft import SFTConfig
+from course.reward_model import RewardModel, score_texts, train_reward_model
 
 TOK = build_tokenizer()
 QUICK = dict(num_pairs=16, num_heldout=6, num_groups=2, sft_steps=4, rl_steps=1)

@@ -15,8 +15,8 @@ from compassrl.model.pretrained import read_shards
 from compassrl.records import Verdict
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.judge_model import JUDGE_SHAPE, make_judge_model, open_judge
-from compassrl.train.reward_model import RewardModel, score_texts, train_reward_model
 from compassrl.train.sft import SFTConfig
+from course.reward_model import RewardModel, score_texts, train_reward_model
 
 TOK = build_tokenizer()
 

@@ -33,12 +33,10 @@ from compassrl.runs.factory import TrainKind, TrainSetup, train_engines, train_s
 from compassrl.runs.log import Progress, json_text, keep_until, say
 from compassrl.runs.run_data import Data, solution_end
 from compassrl.runs.run_process import stoppable
-from compassrl.train.folders import found_checkpoints
+from compassrl.train.checkpoint import Saver, WholeState
+from compassrl.train.checkpoint_files import CheckpointError, found_checkpoints, sync_path
 from compassrl.train.guards import Guard, GuardConfig
-from compassrl.train.manifest import sync_path
-from compassrl.train.saver import Saver, WholeState
 from compassrl.train.sft import SFTConfig, cold_start
-from compassrl.train.state import CheckpointError
 from compassrl.train.torch_train import TorchTrain
 
 if TYPE_CHECKING:
@@ -166,6 +164,7 @@ def start_policy(
 
 
 # %% ../../nbs/runs/cold_start.ipynb #ef155eb0
+@phase('screen')
 def screened(
     prompts: list[Prompt],
     rollout: RolloutEngine,  # holds the weights before RL

@@ -55,7 +55,7 @@ from compassrl.runs.stages import (
     with_setting,
 )
 from compassrl.runs.summary import read_record
-from compassrl.train.folders import found_checkpoints
+from compassrl.train.checkpoint_files import found_checkpoints
 from compassrl.train.guards import RunFailed
 
 # %% auto #0

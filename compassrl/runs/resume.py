@@ -22,9 +22,12 @@ from compassrl.runs.log import check_rows, write_json
 from compassrl.runs.run_process import launch_command
 from compassrl.runs.summary import machine_info
 from compassrl.train.checkpoint import load_checkpoint, save_checkpoint
-from compassrl.train.folders import found_checkpoints, remove_leftovers
-from compassrl.train.manifest import makes_sense
-from compassrl.train.state import TornCheckpoint
+from compassrl.train.checkpoint_files import (
+    TornCheckpoint,
+    found_checkpoints,
+    makes_sense,
+    remove_leftovers,
+)
 
 # %% auto #0
 __all__ = [

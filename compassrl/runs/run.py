@@ -44,7 +44,7 @@ from compassrl.runs.run_data import Data, load, resolve
 from compassrl.runs.run_process import disk_told, failure_noted, locked, stoppable
 from compassrl.runs.trace import trace_rows
 from compassrl.runs.trackers import Trackers, eval_values, grouped, history
-from compassrl.train.folders import found_checkpoints
+from compassrl.train.checkpoint_files import found_checkpoints
 from compassrl.train.guards import last_good
 
 # %% auto #0

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from compassrl.phases import phase
 from compassrl.procs import keep_freed_memory, local_world, world
 from compassrl.runs.log import write_json
 from compassrl.train.guards import RunFailed
 from compassrl.train.megatron.parallel import ParallelConfig
 
 if TYPE_CHECKING:
-    from compassrl.train.megatron.leader import Watch
+    from compassrl.train.megatron.leader import RankMonitor
 
 try:
     import fcntl
@@ -205,10 +206,13 @@ def set_up(
 
 
 # %% ../../nbs/runs/run_process.ipynb #ef25987a
-def meet_ranks(parallel: ParallelConfig, device: str) -> Watch:  # notices a rank that falls silent
+@phase('rendezvous')
+def meet_ranks(
+    parallel: ParallelConfig, device: str
+) -> RankMonitor:  # notices a rank that falls silent
     "Process groups of a layout; those of an earlier run are gone"
     from compassrl.train.megatron.engine import Control
-    from compassrl.train.megatron.leader import Watch, cluster_address
+    from compassrl.train.megatron.leader import RankMonitor, cluster_address
     from compassrl.train.megatron.model import init_parallel
 
     # isort: split
@@ -227,4 +231,4 @@ def meet_ranks(parallel: ParallelConfig, device: str) -> Watch:  # notices a ran
     if world()[1] > 1:  # a process that is nothing but a rank
         gc.freeze()  # each checkpoint collects garbage, and need not look at all imported objects
     init_parallel(parallel)
-    return Watch(Control())
+    return RankMonitor(Control())

@@ -18,7 +18,7 @@ __all__ = ['train_flops', 'longest_to_least', 'karmarkar_karp', 'balance']
 # %% ../../nbs/train/balance.ipynb #e254147d
 def train_flops(
     lengths: Sequence[int], c: PolicyConfig
-) -> list[float]:  # of each row, forwards and backwards
+) -> list[float]:  # FLOPs of each row, forwards and backwards
     "Linear and quadratic: what a row costs a training rank"
     heads, D = c.num_attention_heads * c.head_dim, c.hidden_size
     total = D * c.vocab_size + c.num_hidden_layers * (
@@ -64,14 +64,14 @@ def karmarkar_karp(costs: Sequence[float], num: int) -> list[list[int]]:
 
 
 def balance(
-    costs: Sequence[float],  # of each row
+    costs: Sequence[float],  # cost of each row
     num: int,  # ranks
 ) -> list[list[int]]:  # rows of each rank; every row once
     "The better of two heuristics: the costliest rank costs less"
     if num < 1:
         raise ValueError(f'num={num}: use at least 1 rank')
 
-    def worst(parts):
+    def worst(parts: list[list[int]]) -> float:
         return max(sum(costs[i] for i in p) for p in parts)
 
     return min(karmarkar_karp(costs, num), longest_to_least(costs, num), key=worst)

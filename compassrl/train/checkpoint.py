@@ -6,43 +6,149 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Collection
+import struct
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import safetensors.torch as st
 import torch
+from torch import Tensor
 
 from compassrl.model.pretrained import weight_parts
-from compassrl.train.folders import (
+from compassrl.train.checkpoint_files import (
+    CheckpointError,
     discard,
     first_usable,
     found_checkpoints,
     later_ones,
+    makes_sense,
     none_usable,
     publish,
-    remove_leftovers,
-)
-from compassrl.train.manifest import (
-    makes_sense,
     read_file,
     read_manifest,
+    remove_leftovers,
     seal,
+    step_of,
     sync_path,
     verify_files,
     write_file,
 )
-from compassrl.train.state import CheckpointError, decode_state, encode_state
+from compassrl.train.torch_train import TorchTrain
+
+if TYPE_CHECKING:
+    from compassrl.train.megatron.leader import Leader
 
 # %% auto #0
-__all__ = ['FORM', 'save_checkpoint', 'load_checkpoint', 'latest_checkpoint']
+__all__ = [
+    'FORMAT',
+    'encode_state',
+    'decode_state',
+    'save_checkpoint',
+    'load_checkpoint',
+    'latest_checkpoint',
+    'check_shapes',
+    'Saver',
+    'WholeState',
+    'ShardedState',
+]
+
+# %% ../../nbs/train/checkpoint.ipynb #b73c0402
+_names = (
+    'bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 '
+    'float32 float64 complex64 float8_e4m3fn float8_e5m2'
+)
+_dtypes = {getattr(torch, name) for name in _names.split()}
+
+
+def _at(path: list[str]) -> str:
+    return 'state' + ''.join(f'[{p}]' for p in path)
+
+
+def _storable(x: Tensor, path: list[str]) -> Tensor:  # or raises the reason why not
+    if x.layout is torch.strided and x.device.type != 'meta' and x.dtype in _dtypes:
+        return x.detach()
+    raise CheckpointError(
+        f'{_at(path)} is a tensor of {x.dtype}, {x.layout}, on {x.device}: make it dense '
+        f'and one of {", ".join(sorted(str(d)[6:] for d in _dtypes))}'
+    )
+
+
+# %% ../../nbs/train/checkpoint.ipynb #6bd56118
+def encode_state(
+    state: object,  # nested dict, list, tuple of tensors, int, float, str, bool, None
+) -> tuple[Any, dict[str, Tensor]]:  # JSON with names of tensors; the tensors, not copied
+    "Tensors to one side, everything else to JSON. Raises CheckpointError for what is neither"
+    tensors: dict[str, Tensor] = {}
+
+    def add(x: Tensor, path: list[str]) -> str:
+        # safetensors wants ASCII, and every name once
+        name = '.'.join(path).encode('ascii', 'backslashreplace').decode()
+        while name in tensors or name in ('', '__metadata__'):
+            name += '~'
+        tensors[name] = _storable(x, path)
+        return name
+
+    def encode(x: Any, path: list[str]) -> Any:
+        if x is None or isinstance(x, (bool, str)):
+            return x
+        if isinstance(x, int):
+            return int(x) if abs(x) < 2**63 else {'$int': hex(x)}
+        if isinstance(x, float):
+            return float(x) if math.isfinite(x) else {'$float': struct.pack('>d', x).hex()}
+        if isinstance(x, Tensor):
+            return {'$tensor': add(x, path)}
+        if isinstance(x, (list, tuple)):
+            items = [encode(v, path + [str(i)]) for i, v in enumerate(x)]
+            return items if isinstance(x, list) else {'$tuple': items}
+        if not isinstance(x, dict):
+            raise CheckpointError(
+                f'{_at(path)} is a {type(x).__name__}: '
+                'use tensors, int, float, str, bool, None, lists, tuples and dicts'
+            )
+        if all(isinstance(k, str) and k[:1] != '$' for k in x):
+            return {k: encode(v, path + [k]) for k, v in x.items()}
+        pairs = [[encode(k, path + ['key']), encode(v, path + [str(k)])] for k, v in x.items()]
+        return {'$dict': pairs}
+
+    return encode(state, []), tensors
+
+
+# %% ../../nbs/train/checkpoint.ipynb #d9f15866
+def decode_state(
+    tree: object,  # JSON from `encode_state`
+    tensors: dict[str, Tensor],  # by name
+) -> Any:  # the state
+    "The inverse of `encode_state`"
+
+    def decode(x: Any) -> Any:
+        if isinstance(x, list):
+            return [decode(v) for v in x]
+        if not isinstance(x, dict):
+            return x
+        if len(x) != 1 or next(iter(x))[:1] != '$':
+            return {k: decode(v) for k, v in x.items()}
+        ((tag, v),) = x.items()
+        if tag == '$tensor':
+            return tensors[v]
+        if tag == '$tuple':
+            return tuple(map(decode, v))
+        if tag == '$dict':
+            return {decode(k): decode(w) for k, w in v}
+        return int(v, 16) if tag == '$int' else struct.unpack('>d', bytes.fromhex(v))[0]
+
+    return decode(tree)
+
 
 # %% ../../nbs/train/checkpoint.ipynb #c236bf65
-FORM = 'compassrl-checkpoint', 1  # format and version
+FORMAT = 'compassrl-checkpoint', 1  # its name and version
 
 
-def _fill(folder, step, tree, tensors, shard_bytes):  # all files of a checkpoint, the manifest last
+def _fill(
+    folder: Path, step: int, tree: Any, tensors: dict[str, Tensor], shard_bytes: int
+) -> None:  # all files of a checkpoint, the manifest last
     state = json.dumps(tree, allow_nan=False).encode()
     files = {'state.json': write_file(folder / 'state.json', state)}
     for i, part in enumerate(weight_parts(tensors.items(), shard_bytes)):
@@ -50,12 +156,14 @@ def _fill(folder, step, tree, tensors, shard_bytes):  # all files of a checkpoin
         own = {n: torch.empty(t.shape, dtype=t.dtype).copy_(t) for n, t in part}
         name = f'tensors-{i:05}.safetensors'
         files[name] = write_file(folder / name, st.save(own))
-    body = dict(format=FORM[0], version=FORM[1], step=step, files=files)
+    body = dict(format=FORMAT[0], version=FORMAT[1], step=step, files=files)
     write_file(folder / 'manifest.json', seal(body)[1])
     sync_path(folder)
 
 
-def _save(root, step, tree, tensors, shard_bytes):  # written aside, synced, renamed
+def _save(
+    root: Path, step: int, tree: Any, tensors: dict[str, Tensor], shard_bytes: int
+) -> Path:  # written under another name, synced, renamed
     new = [p for p in (root, *root.parents) if not p.exists()]
     root.mkdir(parents=True, exist_ok=True)
     for p in new:
@@ -72,8 +180,8 @@ def _save(root, step, tree, tensors, shard_bytes):  # written aside, synced, ren
     return path
 
 
-def _verify(path):  # raises unless every file is what the manifest says
-    verify_files(path, read_manifest(path, FORM)['files'])
+def _verify(path: Path) -> None:  # raises unless every file is what the manifest says
+    verify_files(path, read_manifest(path, FORMAT)['files'])
 
 
 # %% ../../nbs/train/checkpoint.ipynb #04b5ee9d
@@ -81,9 +189,9 @@ def save_checkpoint(
     root: str | Path,  # folder of a run's checkpoints; one process at a time saves here
     step: int,  # 0 or more
     state: dict[str, Any],  # nested dict, list, tuple of tensors, int, float, str, bool, None
-    keep: int = 2,  # how many checkpoints stay, this one included
-    shard_bytes: int = 2**30,  # of a tensor file; a larger tensor has a file of its own
-    skipped: Collection[Path] = (),  # later ones that a resume could not use; they make room
+    keep: int = 2,  # number of checkpoints that stay, this one included
+    shard_bytes: int = 2**30,  # most bytes of a tensor file; a larger tensor has its own file
+    skipped: Collection[Path] = (),  # later ones that a resume could not use; removed afterwards
 ) -> Path:  # root/step-000123, complete and on the disk
     """All of `state` or nothing, whatever happens on the way. Raises CheckpointError for a state
     that cannot be saved, a full disk, a good checkpoint of a later step in `root`"""
@@ -122,7 +230,7 @@ def load_checkpoint(
     if inside and not (path / 'manifest.json').exists():
         names = ', '.join(p.name for p in inside)
         raise CheckpointError(f'{path} holds checkpoints and is none: give one of {names}')
-    body, tree, tensors = read_manifest(path, FORM), None, {}
+    body, tree, tensors = read_manifest(path, FORMAT), None, {}
     with makes_sense(path):
         for name, entry in body['files'].items():
             data = read_file(path / name, entry)
@@ -147,3 +255,141 @@ def latest_checkpoint(
     if path is None and required:
         raise none_usable(root)
     return path
+
+
+# %% ../../nbs/train/checkpoint.ipynb #cd84755d
+def check_shapes(
+    expected: object,  # nested state of the program, such as `model.state_dict()`
+    found: object,  # the same part of a loaded state
+    show: int = 3,  # how many differences to name
+) -> None:
+    "Raises CheckpointError if names or shapes differ, before anything is loaded"
+    here, there = (
+        {n: list(t.shape) for n, t in encode_state(s)[1].items()} for s in (expected, found)
+    )
+    wrong = [
+        f'{n} is {there.get(n, "missing")} in the checkpoint and {here.get(n, "unknown")} here'
+        for n in dict.fromkeys([*here, *there])
+        if here.get(n) != there.get(n)
+    ]
+    if not wrong:
+        return
+    more = f'; and {len(wrong) - show} more' if len(wrong) > show else ''
+    raise CheckpointError(
+        f'a checkpoint of another shape: {"; ".join(wrong[:show])}{more}: '
+        'use the config it was saved with'
+    )
+
+
+# %% ../../nbs/train/checkpoint.ipynb #129d14bf
+class Saver(Protocol):
+    "Checkpoints of one train engine"
+
+    def save(self, step: int) -> None:
+        "Saves the state after so many steps"
+        ...
+
+    def load(self, beside: Callable[[int], object] = lambda step: None) -> int:
+        """Loads the newest checkpoint that can be used and returns its step. `beside(step)` loads
+        what belongs to it and may raise TornCheckpoint. Raises CheckpointError if none can be"""
+        ...
+
+    def wait(self) -> None:
+        "Returns when all is on the disk"
+        ...
+
+
+def _newest(root: Path, use: Callable[[Path], int]) -> tuple[int, list[Path]]:
+    "Its step, and the checkpoints that were skipped"
+    path, step, skipped = first_usable(root, use)
+    if path is None or step is None:
+        raise none_usable(root)
+    remove_leftovers(root)
+    return step, skipped
+
+
+# %% ../../nbs/train/checkpoint.ipynb #f70024a2
+class WholeState:
+    "Checkpoints of an engine whose state is in this process"
+
+    def __init__(self, engine: TorchTrain, root: Path, keep: int) -> None:
+        self.engine, self.root, self.keep = engine, root, keep
+        self.skipped: list[Path] = []  # checkpoints that the last `load` could not use
+
+    def save(self, step: int) -> None:
+        state = self.engine.state_dict()
+        save_checkpoint(self.root, step, state, self.keep, skipped=self.skipped)
+        self.skipped = []
+
+    def load(self, beside: Callable[[int], object] = lambda step: None) -> int:
+        def use(path: Path) -> int:
+            step, state = load_checkpoint(path)
+            beside(step)
+            with makes_sense(path):
+                _check_state(self.engine, state)
+                self.engine.load_state_dict(state)
+            return step
+
+        step, self.skipped = _newest(self.root, use)
+        return step
+
+    def wait(self) -> None:
+        pass  # `save` returns when all is on the disk
+
+
+def _check_state(engine: TorchTrain, state: dict[str, Any]) -> None:  # before a change
+    own = engine.state_dict()
+    try:
+        check_shapes(own['policy'], state['policy'])
+    except CheckpointError as e:
+        raise ValueError(e) from e
+    if type(state['num_steps']) is not int:
+        raise TypeError(f'num_steps={state["num_steps"]!r}')
+    groups = [len(g['params']) for g in own['optimizer']['param_groups']]
+    if groups != [len(g['params']) for g in state['optimizer']['param_groups']]:
+        raise ValueError('the optimiser has other parameters')
+    params = [p for g in engine.optimizer.param_groups for p in g['params']]
+    for i, moments in state['optimizer']['state'].items():
+        shapes = {k: params[i].shape for k in ('exp_avg', 'exp_avg_sq')}
+        if {k: moments[k].shape for k in shapes} != shapes:
+            raise ValueError(f'moments of parameter {i} have another shape')
+
+
+# %% ../../nbs/train/checkpoint.ipynb #781d5e93
+class ShardedState:
+    "Checkpoints of an engine on many ranks: each writes its part; another layout can read them"
+
+    def __init__(self, leader: Leader, root: Path, keep: int) -> None:
+        self.leader, self.root, self.keep = leader, root, keep
+        self.skipped: list[Path] = []  # checkpoints that the last `load` could not use
+
+    def _everywhere(self, fn: Callable[..., Any], *args: Any) -> Any:
+        "A refusal is raised here, when all ranks are done with it"
+        from compassrl.train.megatron.shards import attempt
+
+        result, refusal = self.leader.everywhere(attempt, fn, *args)
+        if refusal:
+            raise refusal
+        return result
+
+    def save(self, step: int) -> None:
+        "Begins to write, as soon as the save before it is done"
+        from compassrl.train.megatron.dist_checkpoint import save_sharded
+
+        self._everywhere(save_sharded, self.root, step, self.keep, self.skipped)
+        self.skipped = []
+
+    def load(self, beside: Callable[[int], object] = lambda step: None) -> int:
+        from compassrl.train.megatron.dist_checkpoint import load_sharded
+
+        def use(path: Path) -> int:
+            beside(step_of(path) or 0)
+            return self._everywhere(load_sharded, path)
+
+        step, self.skipped = _newest(self.root, use)
+        return step
+
+    def wait(self) -> None:
+        from compassrl.train.megatron.dist_checkpoint import finish_save
+
+        self._everywhere(finish_save)

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import nan
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from compassrl.records import Batch, Metrics, Sample, Verdict
-from compassrl.train.folders import found_checkpoints, step_of
+from compassrl.train.checkpoint_files import found_checkpoints, step_of
 from compassrl.train.train_settings import GuardConfig as GuardConfig
 
 # %% auto #0
@@ -61,7 +62,7 @@ def weights_finite(weights: Iterable[Tensor]) -> bool:
 
 def check_start(
     fine: bool,  # are the weights that an engine starts from finite?
-    where: str | Path,  # they came from
+    where: str | Path,  # the place they came from
 ) -> None:
     "Raises ValueError if not"
     if not fine:
@@ -72,11 +73,11 @@ def check_start(
 
 # %% ../../nbs/train/guards.ipynb #5b0e91d3
 def why_unjudged(
-    verdicts: Sequence[tuple[str, Verdict]],  # prompt id and verdict of each response
+    verdicts: Sequence[tuple[str, Verdict | None]],  # prompt id and verdict of each response
     cfg: GuardConfig,
 ) -> str:  # '' if enough of them have a verdict
     "How many have none, and why the first one has none"
-    failed = [(id, v) for id, v in verdicts if v.status in ('failed', 'timeout')]
+    failed = [(id, v) for id, v in verdicts if v and v.status in ('failed', 'timeout')]
     if len(failed) <= cfg.max_failed_frac * len(verdicts):
         return ''
     id, v = failed[0]
@@ -91,20 +92,15 @@ def why_unjudged(
 class Guard:
     "Watches one run. Raises RunFailed"
 
-    cfg: GuardConfig
-    what: str
-    seen: int
-    lost: int
-    skipped: bool
-
     def __init__(
         self,
         cfg: GuardConfig,
-        what: str = 'step',  # that is numbered from 1
+        what: str = 'step',  # name of what is numbered from 1, for messages
         start: int = 0,  # steps already done
     ) -> None:
         self.cfg, self.what = cfg, what
-        self.seen, self.lost, self.skipped = start, 0, False  # steps, in a row, this update
+        # steps in all, lost ones in a row; was the last update skipped?
+        self.seen, self.lost, self.skipped = start, 0, False
 
     def sampled(self, step: int, batch: Batch) -> None:
         "Before anything is computed from these tokens"
@@ -120,7 +116,7 @@ class Guard:
     def updated(
         self,
         step: int,
-        metrics: Metrics,  # of the update; loses `weights_finite`
+        metrics: Metrics,  # the update's; loses `weights_finite`
     ) -> None:
         "Before the new weights are handed on"
         self.skipped = metrics.get('skipped_frac') == 1
@@ -135,8 +131,8 @@ class Guard:
     def ended(
         self,
         step: int,
-        samples: list[Sample] = (),  # judged
-        last: bool = False,  # of the run: it may not end with nothing but lost steps
+        samples: Sequence[Sample] = (),  # judged
+        last: bool = False,  # is it the run's last? (a run may not end with lost steps alone)
     ) -> None:
         "When the step has been written down"
         unjudged = why = why_unjudged([(s.prompt_id, s.verdict) for s in samples], self.cfg)
@@ -151,14 +147,14 @@ class Guard:
             again = f'; {self.lost} steps in a row (guards.max_lost_steps)' if many else ''
             self._fail(step, why + again, good=step - self.lost)
 
-    def _fail(self, step, why, good):
+    def _fail(self, step: int, why: str, good: float) -> NoReturn:
         raise RunFailed(f'{self.what} {step}: {why}', good)
 
 
 # %% ../../nbs/train/guards.ipynb #7d20b3f5
 @contextmanager
 def last_good(
-    root: Path,  # of checkpoints
+    root: Path,  # folder of checkpoints
     wait: Callable[[], None],  # until all of them are on the disk
 ) -> Iterator[None]:
     "A failure says where one can go on"
@@ -167,6 +163,6 @@ def last_good(
     except RunFailed as failed:
         wait()
         steps = ((step_of(p), p) for p in found_checkpoints(root))
-        good = next((p for step, p in steps if step <= failed.good), None)
+        good = next((p for step, p in steps if (step or 0) <= failed.good), None)
         where = f'the last good checkpoint is {good}' if good else 'no checkpoint is good'
         raise RunFailed(f'{failed}; {where}', failed.good) from failed

@@ -7,6 +7,7 @@ engines agree."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ __all__ = ['validate_routes', 'routes_agreement', 'route_records']
 
 
 # %% ../../nbs/train/routes.ipynb #cb17e55f
-def _check_format(batch, config):  # shapes and places of routes, not their values
+def _check_format(batch: Any, config: PolicyConfig) -> None:  # shapes and places, not values
     c, ids, valid = config, batch.routed_experts, batch.routes_valid
     want = [*batch.token_ids.shape, c.num_hidden_layers, c.num_experts_per_tok]
     if list(ids.shape) != want or ids.is_floating_point():
@@ -70,6 +71,7 @@ def validate_routes(batch: Batch | Sample, config: PolicyConfig) -> None:
         return
     _check_format(batch, config)
     ids, valid = batch.routed_experts, batch.routes_valid
+    assert valid is not None  # `_check_format` says so
     many = len(batch.token_ids[valid].unique()) >= 8
     varied = config.num_experts > config.num_experts_per_tok and many
     for bad, why in _faults(ids[valid], config, varied):
@@ -95,17 +97,17 @@ def routes_agreement(
 
 def route_records(
     own: Tensor,  # [N, L, K] what the routers chose
-    batch: Batch,  # whose tokens they were
+    batch: Batch,  # the tokens that the routers saw
     config: PolicyConfig,
     record: bool,  # are these the routes to replay?
 ) -> dict[str, Tensor]:  # `Batch` fields [B, T, ...]
     "What a forward pass says about routes"
     out, mask = {}, batch.token_mask
 
-    def unpack(v):
+    def unpack(v: Tensor) -> Tensor:
         return v.new_zeros(*mask.shape, *v.shape[1:]).index_put(mask.nonzero(as_tuple=True), v)
 
-    if batch.routed_experts is not None:
+    if batch.routed_experts is not None and batch.routes_valid is not None:
         agree = routes_agreement(own, batch.routed_experts[mask], config)
         out['routes_agree'] = unpack(agree) * batch.routes_valid
     if record:

@@ -47,7 +47,7 @@ def solution_batch(
 ) -> Batch:  # the solution and the stop token are the response
     "Written-out solutions as if a rollout had sampled them; raises ValueError where there is none"
 
-    def sample(p):
+    def sample(p: Prompt) -> Sample:
         if not p.solution:
             raise ValueError(
                 f'prompt {p.id} has no solution: the cold start needs one written out; '
@@ -65,7 +65,7 @@ def solution_batch(
 def sft_loss(
     log_probs: Tensor,  # [B, T]
     batch: Batch,
-    num_tokens: int,  # of the whole batch
+    num_tokens: int,  # response tokens of the whole batch
     num_samples: int,
 ) -> tuple[Tensor, Metrics]:
     "Mean negative log-likelihood per response token, in nats (a `LossFn`)"
@@ -74,7 +74,7 @@ def sft_loss(
 
 # %% ../../nbs/train/sft.ipynb #c5bce92c
 def without_working(
-    prompt: Prompt,  # whose solution is `working #answer`; any other stays as it is
+    prompt: Prompt,  # one with a solution `working #answer`; any other stays the same
 ) -> Prompt:
     "The same prompt with the answer alone as its solution"
     _, mark, answer = prompt.solution.partition('#')
@@ -104,7 +104,7 @@ def cold_start(
     seed: int = 0,
     start: int = 0,  # steps that the engine has done already
     eos_id: int = EOS_ID,  # what ends a solution
-    tool: ToolUser | None = None,  # as of `solution_batch`
+    tool: ToolUser | None = None,  # see `solution_batch`
 ) -> Iterator[Metrics]:  # step, loss, tokens and grad_norm of every step after `start`
     "Supervised fine-tuning on the first `num_solutions` prompts, reshuffled every epoch"
     if not cfg.steps:
@@ -114,7 +114,7 @@ def cold_start(
             'no prompts: the cold start needs some with a solution; set its steps to 0'
         )
 
-    def hasty(p):
+    def hasty(p: Prompt) -> bool:
         return derive_seed(seed, 'hasty', p.id) < cfg.hasty_frac * 2**63
 
     shown = [q for p in prompts[: cfg.num_solutions] for q in each_solution(p)]

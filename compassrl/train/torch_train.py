@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -34,6 +34,7 @@ __all__ = [
     'accumulate_grads',
     'adamw',
     'clip_and_step',
+    'PassInputs',
     'TorchTrain',
 ]
 
@@ -43,7 +44,7 @@ def packed_states(
     policy: Policy,
     batch: Batch,
     replay: bool = True,  # use the batch's routes where they are valid?
-) -> tuple[Tensor, Tensor]:  # of the real tokens: [N, D] hidden states, [N, L, K] routers' choices
+) -> tuple[Tensor, Tensor]:  # [N, D] hidden states, [N, L, K] routers' choices; N real tokens
     "One forward pass. Raises ValueError for a response without a prompt"
     if batch.response_mask[:, :1].any():
         raise ValueError('a response starts in column 0: give every sample a prompt')
@@ -62,9 +63,11 @@ def score_response(
     at = batch.response_mask[batch.token_mask].nonzero()[:, 0]
     targets = batch.token_ids[batch.response_mask]
     values = token_log_probs(hidden.index_select(0, at - 1), policy.head, targets, temperature)
-    return tuple(
-        v.new_zeros(batch.token_ids.shape).masked_scatter(batch.response_mask, v) for v in values
+    shape = batch.token_ids.shape
+    log_probs, entropies = (
+        v.new_zeros(shape).masked_scatter(batch.response_mask, v) for v in values
     )
+    return log_probs, entropies
 
 
 def response_log_probs(
@@ -91,13 +94,14 @@ def accumulate_grads(
     policy.zero_grad(set_to_none=True)
     for rows in micro_batches(batch, max_tokens):
         part = select(batch, rows).to(policy.embed.device)
-        log_probs = known
         if known is None:
             log_probs, _ = response_log_probs(policy, part, temperature, replay)
+        else:
+            log_probs = known
         value, extra = loss(log_probs, part, num_tokens, num_samples)
         or_nan(value).backward()
         seen[rows, : log_probs.shape[1]] = log_probs.detach().to(seen)
-        for k, v in ({'loss': value.detach()} | extra).items():
+        for k, v in ({'loss': value.detach()} | dict(extra)).items():
             metrics[k] = metrics.get(k, 0) + v
     return metrics, seen
 
@@ -139,16 +143,26 @@ def clip_and_step(
 
 
 # %% ../../nbs/train/torch_train.ipynb #451daebd
-def _read(engine, batch):  # what a pass depends on: tensors, and how; their states, and settings
+@dataclass
+class PassInputs:
+    "What the log-probs of a forward pass depend on; equal inputs give equal log-probs"
+
+    tensors: list[Tensor]  # the batch, weights, buffers
+    # torch's counter of in-place writes to each tensor, its address and dtype; settings
+    state: tuple[Any, ...]
+
+    def same(self, other: PassInputs) -> bool:
+        "The same tensors, and none of them was written to in between"
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return self.state == other.state and all(a is b for a, b in pairs)
+
+
+def _inputs(engine: TorchTrain, batch: Batch) -> PassInputs:
     tensors = [batch.token_ids, batch.token_mask, batch.response_mask]
     tensors += [t for t in (batch.routed_experts, batch.routes_valid) if t is not None]
     tensors += [*engine.policy.parameters(), *engine.policy.buffers()]
-    states = [(t._version, t.data_ptr(), t.dtype) for t in tensors]
-    return tensors, (states, engine.temperature, engine.replay, engine.config)
-
-
-def _same(a, b):
-    return a[1] == b[1] and all(x is y for x, y in zip(a[0], b[0], strict=True))
+    written = [(t._version, t.data_ptr(), t.dtype) for t in tensors]
+    return PassInputs(tensors, (written, engine.temperature, engine.replay, engine.config))
 
 
 class TorchTrain:
@@ -156,13 +170,7 @@ class TorchTrain:
 
     Raises ValueError for a temperature of 0, and for weights that are not finite."""
 
-    temperature: float
-    policy: Policy
-    optimizer: AdamW
-    num_steps: int
-    config: OptimConfig
-
-    if TYPE_CHECKING:  # it has a cell of its own
+    if TYPE_CHECKING:  # a method that has a cell of its own
 
         def update(
             self, batch: Batch, loss: LossFn, lr: float | None = None
@@ -172,8 +180,8 @@ class TorchTrain:
         self,
         policy: Policy,
         config: OptimConfig,
-        temperature: float = 1.0,  # the one that the rollout samples with
-        replay: ReplayMode = 'R3',  # whose routes
+        temperature: float = 1.0,  # sampling temperature of the rollout
+        replay: ReplayMode = 'R3',  # where routes come from
     ) -> None:
         if not temperature > 0:
             raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
@@ -185,13 +193,14 @@ class TorchTrain:
         self.policy, self.config = policy, config
         self.temperature, self.replay = temperature, replay
         self.optimizer, self.num_steps = adamw(policy, config), 0
-        self.kept: tuple[Any, Tensor] | None = None  # what was read, and its log-probs
+        # inputs and log-probs of the last `score`, with their graph, for an `update` with the same
+        self.last_pass: tuple[PassInputs, Tensor] | None = None
 
     @torch.no_grad()
     def score(self, batch: Batch) -> dict[str, Tensor]:  # fields of the batch
         "Log-probs and entropies of the present weights; unless 'off', what the routers chose"
         c, mode, B, T = self.policy.config, self.replay, *batch.token_ids.shape
-        self.kept = None
+        self.last_pass = None
         whole = {k: torch.zeros_like(batch.rollout_log_probs) for k in ('old_log_probs', 'entropy')}
         if mode != 'off':
             validate_routes(batch, c)
@@ -210,11 +219,11 @@ class TorchTrain:
                     whole[k] = v.new_zeros(B, T, *v.shape[2:]).to(batch.token_ids.device)
                 whole[k][rows, : v.shape[1]] = v.to(whole[k])
         if once and values[0].requires_grad:
-            self.kept = _read(self, replace(batch, **whole)), values[0]
+            self.last_pass = _inputs(self, replace(batch, **whole)), values[0]
         return whole
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | dict(kept=None)  # a graph cannot be copied
+        return self.__dict__ | dict(last_pass=None)  # a graph cannot be copied
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return hf_weights(self.policy)
@@ -238,31 +247,36 @@ def update(
     self: TorchTrain,
     batch: Batch,
     loss: LossFn,
-    lr: float | None = None,  # of this update; None = the configured one after its warm-up
+    lr: float | None = None,  # learning rate; None = the configured one after its warm-up
 ) -> tuple[Metrics, dict[str, Tensor]]:  # fields of the batch: the log-probs that the loss saw
-    "One optimiser step per mini-batch, whose metrics are averaged; `weights_finite` is of the last"
-    c, total = self.config, {}
+    "One optimiser step per mini-batch; metrics are averaged, `weights_finite` is that of the end"
+    c = self.config
+    total: dict[str, Any] = {}
     if self.replay == 'R2' and batch.routed_experts is None:
         raise ValueError(
             "no routes: replay='R2' repeats those of `score(batch)`, put them into the batch first"
         )
-    if self.replay != 'off':
+    replay = self.replay != 'off'
+    if replay:
         validate_routes(batch, self.policy.config)
-    kept, self.kept = self.kept, None
-    known = kept[1] if kept and _same(kept[0], _read(self, batch)) else None
+    last, self.last_pass = self.last_pass, None
+    known = last[1] if last and last[0].same(_inputs(self, batch)) else None
     seen = torch.zeros_like(batch.rollout_log_probs)
     parts = [
         r for r in mini_batches(len(batch), c.num_mini_batches) if batch.response_mask[r].any()
     ]
     for rows in parts:
         mini = select(batch, rows)
-        how = self.temperature, self.replay != 'off', known
-        metrics, log_probs = accumulate_grads(self.policy, mini, loss, c.micro_batch_tokens, *how)
+        most = c.micro_batch_tokens
+        metrics, log_probs = accumulate_grads(
+            self.policy, mini, loss, most, self.temperature, replay, known
+        )
         step_lr = c.lr_at(self.num_steps) if lr is None else lr
-        metrics |= clip_and_step(self.policy, self.optimizer, step_lr, c.grad_clip)
+        stepped = clip_and_step(self.policy, self.optimizer, step_lr, c.grad_clip)
         self.num_steps += 1
         seen[rows, : log_probs.shape[1]] = log_probs
-        for k, v in metrics.items():
+        found: dict[str, Any] = dict(metrics) | dict(stepped)
+        for k, v in found.items():
             total[k] = total.get(k, 0.0) + float(v) / len(parts)
     if parts:
         total['weights_finite'] = float(weights_finite(self.policy.parameters()))

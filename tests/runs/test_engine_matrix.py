@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import LossConfig, PolicyLoss
-from compassrl.model.pretrained import from_pretrained, save_pretrained
+from compassrl.model.pretrained import from_pretrained, hf_weights, save_pretrained
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import collate, select
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.parallel import ParallelConfig
-from compassrl.train.megatron.weights import hf_weights
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 from tests.support import vllm_fork_server as vllm_forks
 from tests.support.engine_samples import POLICY, sample, write_samples

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 
-from compassrl.train.manifest import seal
+from compassrl.train.checkpoint_files import seal
 from tests.support import chaos
 
 FLIPS = chaos.trials(1000, 10_000)  # of each kind
@@ -20,7 +20,7 @@ def reseal(path, drop=(), **changes):
 
 def renewed(path, name):
     "After the content of a file was changed, its right hash"
-    import compassrl.train.manifest as mf
+    import compassrl.train.checkpoint_files as mf
 
     files = json.loads((path / 'manifest.json').read_text())['files']
     reseal(path, files=files | {name: mf.file_entry(path / name)})

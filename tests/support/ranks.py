@@ -25,7 +25,7 @@ from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.train.megatron.cpu import megatron_calls
 from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.parallel import ParallelConfig
-from compassrl.train.megatron.weights import hf_weights, load_hf
+from compassrl.train.megatron.weights import gather_hf_weights, load_hf
 from course.ranks import RankError, run_ranks  # noqa: F401
 
 MIXED = PolicyConfig(
@@ -161,7 +161,9 @@ def model_pass(parallel, policy, parts, replay=False):
         ]
         models = wrapped(pieces)
         logits = run_schedule(models, config, parallel.tp, mine, sum(len(x) for x, _ in parts))
-    return logits, {k: v.clone() for k, v in hf_weights(pieces, config, lambda p: p.main_grad)}
+    return logits, {
+        k: v.clone() for k, v in gather_hf_weights(pieces, config, lambda p: p.main_grad)
+    }
 
 
 def rank():

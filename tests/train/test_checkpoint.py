@@ -20,17 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as hs
 
 import compassrl.train.checkpoint as ck
-import compassrl.train.manifest as mf
-from compassrl.train import state as states_module
-from compassrl.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from compassrl.train.folders import found_checkpoints
-from compassrl.train.state import (
-    CheckpointError,
-    TornCheckpoint,
+import compassrl.train.checkpoint_files as mf
+from compassrl.train import checkpoint as states_module
+from compassrl.train.checkpoint import (
     check_shapes,
     decode_state,
     encode_state,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
 )
+from compassrl.train.checkpoint_files import CheckpointError, TornCheckpoint, found_checkpoints
 from tests.support.file_events import Killer
 
 torch.set_num_threads(1)

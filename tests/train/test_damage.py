@@ -12,8 +12,8 @@ import torch
 
 import compassrl.train.checkpoint as ck
 from compassrl.model.policy import Policy, PolicyConfig
-from compassrl.train.saver import WholeState
-from compassrl.train.state import CheckpointError, TornCheckpoint
+from compassrl.train.checkpoint import WholeState
+from compassrl.train.checkpoint_files import CheckpointError, TornCheckpoint
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 from tests.support import chaos
 from tests.support.damage import FLIPS, OF_A_FILE, OF_A_FOLDER, SENSELESS, flips, renewed
@@ -198,7 +198,7 @@ def test_leftovers_go_with_the_next_save(root):
 
 
 def test_every_byte_is_read_and_hashed_once(root, monkeypatch):
-    import compassrl.train.manifest as mf
+    import compassrl.train.checkpoint_files as mf
 
     hashed, read = [], []
     sha256 = mf.hashlib.sha256

@@ -260,13 +260,13 @@ def test_a_pass_is_kept_for_one_update_of_one_micro_batch_alone():
     for optim in sizes:
         engine = Counted(policy(), OptimConfig(**optim))
         engine.score(BATCH)
-        assert engine.kept is None, optim
+        assert engine.last_pass is None, optim
     frozen = Counted(policy().requires_grad_(False), OptimConfig())
     frozen.score(BATCH)
-    assert frozen.kept is None
+    assert frozen.last_pass is None
     engine = TorchTrain(policy(), OptimConfig())
     engine.score(BATCH)
-    assert engine.kept and deepcopy(engine).kept is None
+    assert engine.last_pass and deepcopy(engine).last_pass is None
 
 
 def test_the_future_has_no_influence():

@@ -24,7 +24,6 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from compassrl.model.hf_config import read_config
-from compassrl.model.policy import PolicyConfig
 from compassrl.records import Request, RolloutEngine, Sample, as_requests
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.requests import check_request

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import compassrl.train.megatron.cpu  # noqa: F401  before Megatron-Core, whose warnings it knows
+import compassrl.train.megatron.cpu  # noqa: F401  before Megatron-Core, which it makes lighter
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -26,10 +27,10 @@ from compassrl.train.balance import balance
 # %% auto #0
 __all__ = [
     'Cost',
-    'Part',
+    'MicroBatch',
     'Work',
     'share_rows',
-    'plan',
+    'deal_rows',
     'zigzag',
     'Packed',
     'response_values',
@@ -40,11 +41,10 @@ __all__ = [
 
 # %% ../../../nbs/train/megatron/batch.ipynb #b67602b2
 @dataclass
-class Part:
+class MicroBatch:
     "One micro-batch of one data-parallel rank"
 
-    # [b] where its rows stand in the whole batch; none = it only keeps this rank in step
-    rows: Tensor
+    rows: Tensor  # [b] its rows of the whole batch; none = it only keeps this rank in step
     batch: Batch  # [b, t] those rows
 
 
@@ -52,7 +52,7 @@ class Part:
 class Work:
     "What one data-parallel rank computes of a mini-batch"
 
-    parts: list[Part]
+    parts: list[MicroBatch]
     num_tokens: int  # response tokens of the mini-batch, on all ranks
     num_samples: int  # responses of the same
 
@@ -64,27 +64,27 @@ Cost = Callable[[list[int]], Sequence[float]]
 def share_rows(
     lengths: Tensor,  # [B] tokens
     num_ranks: int,
-    cost: Cost = list,  # of rows of these lengths; as it is, their tokens
+    cost: Cost = list,  # cost of rows with these lengths; by default their tokens
 ) -> list[list[int]]:  # rows of each rank, longest first
-    "Ranks cost the same, as nearly as `balance` can have it"
+    "Every rank gets about the same cost (see `balance`)"
     shares = balance(cost(lengths.tolist()), num_ranks)
     return [sorted(rows, key=lambda i: (-lengths[i], i)) for rows in shares]
 
 
-# two tokens that nobody asked about: they cost little, and gradients pass through them as zeros
-def _idle(batch):
+def _idle(batch: Batch) -> MicroBatch:
+    "Two tokens without a response: they cost little, and their gradients are zero"
     one = select(batch, [0]).map(lambda t: t[:, :2] if t.dim() > 1 else t)
     nothing = torch.zeros_like(one.response_mask)
-    return Part(torch.zeros(0, dtype=torch.long), replace(one, response_mask=nothing))
+    return MicroBatch(torch.zeros(0, dtype=torch.long), replace(one, response_mask=nothing))
 
 
-def plan(
+def deal_rows(
     batch: Batch,
     rows: Tensor,  # [n] the rows of one mini-batch
     num_ranks: int,  # data-parallel ranks
     max_tokens: int,  # padded tokens of a micro-batch
     multiple: int = 1,  # the number of parts is a multiple of this
-    cost: Cost = list,  # as in `share_rows`
+    cost: Cost = list,  # see `share_rows`
 ) -> list[Work]:  # one per rank, all with equally many parts
     "The one function that deals a mini-batch out: every tensor of a row goes with its row"
     num = int(batch.response_mask[rows].sum()), len(rows)
@@ -97,7 +97,7 @@ def plan(
     most = max(map(len, cut))
     most += -most % multiple
     return [
-        Work([Part(r, select(batch, r)) for r in c] + [_idle(batch)] * (most - len(c)), *num)
+        Work([MicroBatch(r, select(batch, r)) for r in c] + [_idle(batch)] * (most - len(c)), *num)
         for c in cut
     ]
 
@@ -119,13 +119,6 @@ def zigzag(
 
 class Packed:
     "The rows of a part, one after another without padding, as Megatron-Core reads them"
-
-    at: tuple[Tensor, ...]
-    total: int
-    place: Tensor
-    positions: Tensor
-    local: Tensor
-    params: PackedSeqParams
 
     def __init__(
         self,
@@ -161,7 +154,7 @@ class Packed:
     def put(
         self,
         values: Tensor,  # [b, t, ...]
-        fill: Tensor | int | bool = 0,  # of padding
+        fill: Tensor | int | bool = 0,  # value in padding
     ) -> Tensor:  # [n_local, ...] of this context-parallel rank
         "From padded rows to packed tokens"
         out = values.new_empty(self.total, *values.shape[2:])
@@ -184,13 +177,13 @@ class _Sum(torch.autograd.Function):
     "Every rank goes on with the whole and so has the whole gradient already"
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -202,7 +195,7 @@ def response_values(
     score: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     cp_group: dist.ProcessGroup | None = None,  # None = one rank holds all tokens
 ) -> tuple[Tensor, ...]:  # [b, t] each, 0 outside the response
-    "Scores each response token by the logits of the token before it, wherever that one is"
+    "Scores each response token by the logits of the token before it, on whichever rank that is"
     on = torch.zeros(packed.total + 1, dtype=torch.bool, device=logits.device)
     on[packed.place] = batch.response_mask[packed.at]
     ids = torch.zeros(packed.total, dtype=torch.long, device=logits.device)
@@ -220,20 +213,14 @@ def response_values(
 class Tap:
     "Stands where a Megatron-Core router asks which experts to use (`router.router_replay`)"
 
-    valid: Tensor | None
-    own: Tensor | None
-    layer: int
-    keep: bool
-    ids: Tensor | None
-    again: bool
-    queue: list[Tensor]
-
     def __init__(
         self,
         layer: int,  # absolute number, from 0
         keep: bool,  # will activations be recomputed?
     ) -> None:
-        self.layer, self.keep, self.queue = layer, keep, []
+        self.layer, self.keep = layer, keep
+        self.queue: list[Tensor] = []
+        self.own: Any = None  # [n, K] the router's own choice in the last pass
         self.forward()
 
     def forward(self, ids: Tensor | None = None, valid: Tensor | None = None) -> None:
@@ -250,14 +237,14 @@ class Tap:
         topk: int,
         num_groups: int | None = None,
         group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        default_compute_topk: Any = None,  # the router's own choice
     ) -> tuple[Tensor, Tensor]:
         if self.again:
             ids = self.queue.pop(0).long()
         else:
             ids = own = default_compute_topk(scores, topk, num_groups, group_topk)[1]
             self.own = own.to(torch.uint8 if scores.shape[1] <= 256 else torch.int16)
-            if self.ids is not None:
+            if self.ids is not None and self.valid is not None:
                 ids = torch.where(self.valid[:, None], self.ids.long(), own)
             if self.keep:
                 self.queue.append(ids.to(self.own.dtype))
@@ -265,7 +252,7 @@ class Tap:
 
 
 def tap_routers(
-    chunk: torch.nn.Module,  # a GPTModel that lives, wrapped or not
+    chunk: Any,  # a GPTModel, wrapped or not
     keep: bool = False,  # will its activations be recomputed?
 ) -> list[Tap]:  # in the order of layers
     "A tap on every router of the decoder of a model. Raises ValueError for fused routers"

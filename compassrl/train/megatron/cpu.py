@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-def _as_it_is(fn=None, **settings):  # in the place of `torch.compile`
+def _as_it_is(fn: Any = None, **settings: Any) -> Any:  # replaces `torch.compile`
     return fn or _as_it_is
 
 
@@ -35,7 +35,7 @@ def _lighter():
     with patch.object(torch, 'compile', compiles), warnings.catch_warnings():
         warnings.simplefilter('ignore')  # Apex and Transformer Engine are missed aloud
         if hides:
-            sys.modules['wandb'] = None
+            sys.modules['wandb'] = None  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -61,7 +61,7 @@ __all__ = ['megatron_calls', 'RMSNorm', 'PackedAttention', 'local_layer', 'local
 
 
 # %% ../../../nbs/train/megatron/cpu.ipynb #24d8f8aa
-def _cuda(d):
+def _cuda(d: object) -> bool:
     return isinstance(d, (str, torch.device)) and str(d).startswith('cuda')
 
 
@@ -86,20 +86,21 @@ class _OnCpu(TorchFunctionMode):
 
 # CUDA streams and events order kernels; on a CPU every operation is done when it returns
 class _Stream:
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: self
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream)
 
     __hash__ = object.__hash__
 
 
 # %% ../../../nbs/train/megatron/cpu.ipynb #51dbcd4b
-def _answers():  # what Megatron-Core asks of CUDA -> where it asks (the first of the places)
+def _answers() -> tuple[tuple[Any, dict[str, Any]], ...]:
+    "What Megatron-Core asks of CUDA; the comments name the first place where it asks"
     get, put = torch.get_rng_state, torch.set_rng_state
     cuda = dict(
         current_device=lambda: torch.device('cpu'),  # tensor_parallel/mappings.py:91
@@ -119,12 +120,14 @@ def _answers():  # what Megatron-Core asks of CUDA -> where it asks (the first o
 
 
 # %% ../../../nbs/train/megatron/cpu.ipynb #737cdf3b
-def _to_numpy(t, as_numpy=False, record_stream=False):
+def _to_numpy(t: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return t.numpy() if as_numpy and torch.is_tensor(t) else t
 
 
-# gloo gathers equal parts alone
-def _gather_rows(x, group, output_split_sizes=None, use_global_buffer=False):
+def _gather_rows(
+    x: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+) -> Tensor:
+    "gloo gathers equal parts alone"
     if group.size() == 1 or output_split_sizes is None:
         return _equal_gather(x, group, None, use_global_buffer)
     padded = x.new_zeros(max(output_split_sizes), *x.shape[1:])
@@ -134,8 +137,10 @@ def _gather_rows(x, group, output_split_sizes=None, use_global_buffer=False):
     return torch.cat([p[:n] for p, n in zip(parts, output_split_sizes)])
 
 
-# and scatters equal parts alone
-def _scatter_rows(x, group, input_split_sizes=None, use_global_buffer=False):
+def _scatter_rows(
+    x: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+) -> Tensor:
+    "gloo scatters equal parts alone"
     if group.size() == 1 or input_split_sizes is None:
         return _equal_scatter(x, group, None, use_global_buffer)
     total = x.clone()
@@ -143,14 +148,17 @@ def _scatter_rows(x, group, input_split_sizes=None, use_global_buffer=False):
     return total.split(input_split_sizes)[group.rank()].clone()
 
 
-_equal_gather = mappings._gather_along_first_dim  # as upstream has them
+# the functions of upstream, for equal parts
+_equal_gather = mappings._gather_along_first_dim
 _equal_scatter = mappings._reduce_scatter_along_first_dim
 
 
 # %% ../../../nbs/train/megatron/cpu.ipynb #24f9ff80
-def _communicate_shapes(stage, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
-    """As upstream, but sends and receives are in one order: of two stages each is both next and
-    previous to the other"""
+def _communicate_shapes(
+    stage: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+) -> Any:
+    """Upstream's method with sends and receives in one order: with two stages each is both next
+    and previous to the other"""
     device, out, ops = torch.cuda.current_device(), [], []
     plan = (
         (tensor_send_prev, recv_next, stage.prev_rank, stage.next_rank),
@@ -176,7 +184,8 @@ def _communicate_shapes(stage, tensor_send_next, tensor_send_prev, recv_prev, re
 
 
 # %% ../../../nbs/train/megatron/cpu.ipynb #3c4c1a7f
-def _repairs():  # of Megatron-Core itself: where, name, what stands there inside
+def _repairs() -> Iterator[tuple[Any, str, Any]]:
+    "What is replaced in Megatron-Core itself: where, which name, by what"
     if not torch.cuda.is_available():
         yield mappings, '_gather_along_first_dim', _gather_rows  # tensor_parallel/mappings.py:150
         yield mappings, '_reduce_scatter_along_first_dim', _scatter_rows  # the same file, line 196
@@ -214,14 +223,12 @@ class RMSNorm(nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # its gradient is summed over tensor-parallel ranks
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class PackedAttention(nn.Module):
     """Causal attention within each sequence of a packed row, for which Megatron-Core asks for
     Transformer Engine"""
-
-    scale: float | None
 
     def __init__(
         self,
@@ -264,10 +271,10 @@ class PackedAttention(nn.Module):
 
 # %% ../../../nbs/train/megatron/cpu.ipynb #441e0d56
 def local_layer(
-    num_experts: int | None,  # of this layer; None = a dense one
+    num_experts: int | None,  # experts of this layer; None = a dense one
 ) -> ModuleSpec:
     "A Qwen3 layer from Megatron-Core's own modules, which need neither Apex nor Transformer Engine"
-    spec = get_gpt_layer_local_spec(
+    spec: Any = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=True, normalization='RMSNorm'
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
@@ -278,10 +285,11 @@ def local_layer(
 
 
 def local_block(
-    sparse: list[bool],  # of the layers of this piece of the model: is it a mixture?
+    sparse: list[bool],  # for each layer of this piece of the model: is it a mixture?
     num_experts: int | None,
 ) -> TransformerBlockSubmodules:
     "The layers of one piece of the model"
+    norm: Any = RMSNorm
     return TransformerBlockSubmodules(
-        [local_layer(num_experts if s else None) for s in sparse], layer_norm=RMSNorm
+        [local_layer(num_experts if s else None) for s in sparse], layer_norm=norm
     )

@@ -7,8 +7,9 @@ ranks can read it."""
 from __future__ import annotations
 
 import json
+import os
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,38 +24,44 @@ from compassrl.train.megatron.cpu import megatron_calls
 
 # isort: split
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed.checkpoint import CheckpointException
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from compassrl.phases import phase
-from compassrl.train.folders import (
+from compassrl.train.checkpoint_files import (
+    CheckpointError,
+    TornCheckpoint,
     discard,
+    file_entry,
     first_usable,
     found_checkpoints,
     later_ones,
     none_usable,
     publish,
     remove_leftovers,
+    seal,
+    sync_path,
+    write_file,
 )
-from compassrl.train.manifest import file_entry, seal, sync_path, write_file
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.passes import inner_optimizers
 from compassrl.train.megatron.shards import (
-    FORM,
-    ShardHashes,
-    everyones,
+    SHARDED_FORMAT,
+    WriterResults,
+    all_or_none,
+    gather_all,
     keep_garbage_in_forks,
-    one_writer,
-    safe_reads,
-    together,
     usable,
     verify_sharded,
     verify_shares,
+    weights_only_loads,
     why_not_written,
+    write_buckets,
 )
-from compassrl.train.state import CheckpointError, TornCheckpoint
 
 # %% auto #0
 __all__ = ['latest_sharded', 'Save', 'save_sharded', 'finish_save', 'load_sharded']
@@ -67,32 +74,37 @@ _metadata = dict(
 )
 
 
-# Adam makes its moments in its first step; a checkpoint may come before it
-def _begin_states(optimizer):
+def _begin_states(optimizer: Any) -> None:
+    "Adam makes its moments in its first step; a checkpoint may come before it"
     for o in (o for o in inner_optimizers(optimizer) if not o.state):
         for p in (p for group in o.param_groups for p in group['params']):
             moments = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             o.state[p] = dict(step=torch.zeros(()), **moments)
 
 
-# what Megatron-Core is to write or to read, no copies
-def _sharded(engine, optimizer=True, loading=False):
+def _sharded(
+    engine: MegatronTrain, optimizer: bool = True, loading: bool = False
+) -> dict[str, Any]:
+    "The state that Megatron-Core writes or reads, without copies"
     pieces = enumerate(engine.chunks)
     models = {f'model{i}': m.sharded_state_dict(metadata=_metadata) for i, m in pieces}
-    state = dict(models, num_steps=engine.num_steps)
+    state: dict[str, Any] = dict(models, num_steps=engine.num_steps)
     if optimizer:
         _begin_states(engine.optimizer)
-        how = dict(is_loading=loading, metadata=_metadata)
-        state['optimizer'] = engine.optimizer.sharded_state_dict(models, **how)
+        state['optimizer'] = engine.optimizer.sharded_state_dict(
+            models, is_loading=loading, metadata=_metadata
+        )
     return state
 
 
 # %% ../../../nbs/train/megatron/dist_checkpoint.ipynb #f938d8ae
-def _plain(config):
-    return json.loads(json.dumps(asdict(config)))  # as it comes back from a file
+def _plain(config: Any) -> dict[str, Any]:  # a dataclass in the form in which JSON gives it back
+    return json.loads(json.dumps(asdict(config)))
 
 
-def _seal_folder(tmp, body, written):  # on rank 0, when every rank has written its files
+def _seal_folder(
+    tmp: Path, body: dict[str, Any], written: dict[str, dict[str, Any]]
+) -> None:  # on rank 0, when every rank has written its files
     files = {}
     for p in sorted(tmp.iterdir()):
         sync_path(p)
@@ -117,7 +129,8 @@ def latest_sharded(
 
 
 # %% ../../../nbs/train/megatron/dist_checkpoint.ipynb #2d1a8fa5
-def _on_first(fn):  # rank 0 does it, all wait, and all learn if it cannot
+def _on_first(fn: Callable[[], object]) -> None:
+    "Rank 0 calls it, all wait, and all learn if it fails"
     said = ['']
     if dist.get_rank() == 0:
         try:
@@ -132,45 +145,39 @@ def _on_first(fn):  # rank 0 does it, all wait, and all learn if it cannot
 
 
 class Save:
-    "A checkpoint on its way to the disk. Every rank asks it the same"
-
-    hashes: ShardHashes
-    body: dict[str, Any]
-    path: Path
-    tmp: Path
-    later: list[Path]
-    queue: AsyncCallsQueue
-    written: dict[str, dict[str, Any]]
-    finished: bool
-    engine: MegatronTrain
-    root: Path
-    step: int
-    keep: int
-    skipped: Collection[Path]
+    "A checkpoint on its way to the disk. Every rank makes the same calls"
 
     def __init__(
         self, engine: MegatronTrain, root: Path, step: int, keep: int, skipped: Collection[Path]
     ) -> None:
-        self.root, self.path, self.keep, self.engine = root, root / f'step-{step:06}', keep, engine
-        self.step, self.skipped, self.hashes = step, skipped, ShardHashes()
-        # of its own: writers of a killed run may still be at theirs
+        self.root, self.path, self.keep = root, root / f'step-{step:06}', keep
+        self.step, self.skipped, self.later = step, skipped, []
+        # a name of its own: writers of a killed run may still be at work
         names = [f'.tmp-{step:06}-{uuid.uuid4().hex[:8]}']
         dist.broadcast_object_list(names, 0)
-        self.tmp, self.finished, self.queue = root / names[0], False, AsyncCallsQueue()
+        self.tmp, self.finished = root / names[0], False
         _on_first(self._begin)
-        self.body = dict(format=FORM[0], version=FORM[1], step=step, num_steps=engine.num_steps)
+        form, version = SHARDED_FORMAT
+        self.body = dict(format=form, version=version, step=step, num_steps=engine.num_steps)
         self.body |= dict(layout=engine.layout(), policy=_plain(engine.policy))
-        how = dict(async_sharded_save=True, content_metadata=_metadata)
-        with one_writer():
-            writer = TorchDistSaveShardedStrategy('torch_dist', 1, thread_count=1)
-            request = dist_checkpointing.save(_sharded(engine), str(self.tmp), writer, **how)
+        # upstream would start a server process for them
+        filesystem_async._results_queue = self.results = WriterResults()
+        request: Any = dist_checkpointing.save(
+            _sharded(engine),
+            str(self.tmp),
+            TorchDistSaveShardedStrategy('torch_dist', 1, thread_count=1),
+            async_sharded_save=True,
+            content_metadata=_metadata,
+        )
         keep_garbage_in_forks()
         if request.async_fn:  # None where this rank has nothing to write
-            request = request._replace(async_fn=partial(self.hashes.during, request.async_fn))
-        # forks the writer, which sees this moment's weights for good
+            write = partial(write_buckets, os.getpid(), *request.async_fn.args)
+            request = request._replace(async_fn=write)
+        # forks the writer, which keeps this moment's weights
+        self.queue: Any = AsyncCallsQueue()
         self.queue.schedule_async_request(request)
 
-    def _begin(self):
+    def _begin(self) -> None:
         self.later = later_ones(self.root, self.step, verify_sharded, self.skipped)
         remove_leftovers(self.root)
         self.tmp.mkdir(parents=True)
@@ -187,7 +194,7 @@ class Save:
         self._finish(True)
         return self.path
 
-    def _finish(self, blocking):
+    def _finish(self, blocking: bool) -> bool:
         if self.finished:
             return True
         with megatron_calls():
@@ -200,13 +207,13 @@ class Save:
                 ) from e
             if self.queue.get_num_unfinalized_calls():
                 return False
-        self.written = {k: v for part in everyones(self.hashes.read()) for k, v in part.items()}
-        _on_first(self._end)
+        written = {k: v for part in gather_all(self.results.files) for k, v in part.items()}
+        _on_first(partial(self._end, written))
         self.finished = True
         return True
 
-    def _end(self):
-        _seal_folder(self.tmp, self.body, self.written)
+    def _end(self, written: dict[str, dict[str, Any]]) -> None:
+        _seal_folder(self.tmp, self.body, written)
         publish(self.tmp, self.path)
         for p in self.later:
             discard(p)
@@ -221,7 +228,7 @@ def save_sharded(
     root: str | Path,  # folder of checkpoints that every rank sees
     step: int,
     keep: int = 2,  # how many stay
-    skipped: Collection[Path] = (),  # later ones that a resume could not use; they make room
+    skipped: Collection[Path] = (),  # later ones that a resume could not use; removed afterwards
 ) -> Save:  # training may go on: it writes what was there at the call
     """Begins to write `root/step-000123`, on every rank; waits for the save before it. Raises
     CheckpointError for a full disk, a good checkpoint of a later step in `root`"""
@@ -234,15 +241,15 @@ def save_sharded(
 
 
 @phase('save')
-def finish_save(engine: MegatronTrain) -> Path | None:  # of the last checkpoint
+def finish_save(engine: MegatronTrain) -> Path | None:  # the last checkpoint
     "Waits for the last save, if there was one, on every rank"
     return engine.saving and engine.saving.wait()
 
 
 # %% ../../../nbs/train/megatron/dist_checkpoint.ipynb #ad055ddd
-def _set_states(optimizer, model_param, tensors):
-    """As upstream (distrib_optimizer.py:911), which asks for torch's `step` too; that one is kept
-    with the groups"""
+def _set_states(optimizer: Any, model_param: Any, tensors: dict[str, Tensor]) -> None:
+    """Upstream's method (distrib_optimizer.py:911), without torch's `step`, which it asks for
+    although it keeps it with the groups"""
     group, order = optimizer.model_param_group_index_map[model_param]
     param = optimizer.optimizer.param_groups[group]['params'][order]
     for k, v in dict(param=param, **optimizer.optimizer.state[param]).items():
@@ -250,15 +257,16 @@ def _set_states(optimizer, model_param, tensors):
             v.copy_(tensors[k])
 
 
-# one counter per parameter: a shared one counts a step of all of them many times
-def _own_steps(optimizer):
+def _own_steps(optimizer: Any) -> None:
+    "One counter per parameter: a shared one counts a step of all of them many times"
     for o in inner_optimizers(optimizer):
         for state in o.state.values():
             if torch.is_tensor(state.get('step')):
                 state['step'] = state['step'].clone()
 
 
-def _check(engine, path, body):  # before anything is changed
+def _check_policy(engine: MegatronTrain, path: Path, body: dict[str, Any]) -> None:
+    "Before anything is changed"
     here, there = _plain(engine.policy), body['policy'].items()
     wrong = [f'{k}={v!r} there and {here.get(k)!r} here' for k, v in there if here.get(k) != v]
     if wrong:
@@ -267,8 +275,8 @@ def _check(engine, path, body):  # before anything is changed
         )
 
 
-def _read(engine, path, optimizer):
-    state = dist_checkpointing.load(_sharded(engine, optimizer, True), str(path))
+def _read(engine: MegatronTrain, path: Path, optimizer: bool) -> None:
+    state: Any = dist_checkpointing.load(_sharded(engine, optimizer, True), str(path))
     for i, m in enumerate(engine.chunks):
         m.load_state_dict(state[f'model{i}'])
     if not optimizer:
@@ -283,22 +291,22 @@ def _read(engine, path, optimizer):
 @phase('load')
 @torch.no_grad()
 def load_sharded(
-    engine: MegatronTrain,  # of any layout
+    engine: MegatronTrain,  # may have another layout than the one that saved
     path: str | Path,  # one checkpoint
-    optimizer: bool = True,  # its moments and counters too? (False: they begin anew)
+    optimizer: bool = True,  # also its moments and counters? (False = they start from zero)
 ) -> int:  # its step
-    """Weights and optimiser as they were, on every rank, from bytes that verify. Raises
+    """Weights and optimiser, on every rank, from bytes that verify. Raises
     TornCheckpoint on all ranks if one of them cannot use it; CheckpointError for another format"""
     path = Path(path)
-    body, metadata = verify_shares(path)
+    body = verify_shares(path)
 
-    def read():
+    def read() -> None:
         with usable(path):
-            _check(engine, path, body)
+            _check_policy(engine, path, body)
             name = '_set_main_param_and_optimizer_states'
             repair = patch.object(DistributedOptimizer, name, _set_states)
-            with megatron_calls(), repair, safe_reads(metadata, body['files']):
+            with megatron_calls(), repair, weights_only_loads():
                 _read(engine, path, optimizer)
 
-    together(read)
+    all_or_none(read)
     return body['step']

@@ -28,10 +28,10 @@ from compassrl.phases import phase
 from compassrl.records import Batch, LossFn, Metrics, mini_batches
 from compassrl.train.balance import train_flops
 from compassrl.train.guards import check_start, or_nan, weights_finite
-from compassrl.train.megatron.batch import plan
+from compassrl.train.megatron.batch import MicroBatch, Work, deal_rows
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.passes import Passes
-from compassrl.train.megatron.weights import hf_weights
+from compassrl.train.megatron.weights import gather_hf_weights
 from compassrl.train.routes import ReplayMode, route_records, validate_routes
 from compassrl.train.torch_train import OptimConfig
 
@@ -49,23 +49,20 @@ class ScatterRefused(ValueError):
 class Control:
     "Rank 0 hands out work and collects results, as pickled objects over gloo"
 
-    size: int
-    rank: int
-    group: dist.ProcessGroup | int | None
-
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         week = timedelta(days=7)  # a rollout may take long
-        self.group = dist.new_group(backend='gloo', timeout=week)
+        self.group: Any = dist.new_group(backend='gloo', timeout=week)
 
     def scatter(
         self,
-        make: Callable[..., Any]
-        | None = None,  # on rank 0: gives one object per rank, or raises ValueError
+        # on rank 0: gives one object per rank, or raises ValueError
+        make: Callable[[], list[Any]] | None = None,
     ) -> Any:  # this rank's object
         "Raises `ScatterRefused` on all ranks if `make` raised ValueError"
-        out, objects = [None], None
-        if self.rank == 0:
+        out: list[Any] = [None]
+        objects: list[Any] | None = None
+        if self.rank == 0 and make:
             try:
                 objects = make()
             except ValueError as e:
@@ -76,7 +73,7 @@ class Control:
         return out[0]
 
     def gather(self, value: _T) -> list[_T] | None:  # one per rank on rank 0, None elsewhere
-        out = [None] * self.size if self.rank == 0 else None
+        out: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, out, 0, self.group)
         return out
 
@@ -86,10 +83,7 @@ class MegatronTrain(Passes):
     """Megatron-Core as `TrainEngine`: every rank calls the same methods, the batch is rank 0's and
     so is the result"""
 
-    saving: Any  # a `Save` that is under way, or None
-    control: Control
-
-    if TYPE_CHECKING:  # they have cells of their own
+    if TYPE_CHECKING:  # methods that have cells of their own
 
         def score(self, batch: Batch | None = None) -> dict[str, Tensor] | None: ...
         def update(
@@ -102,32 +96,34 @@ class MegatronTrain(Passes):
         weights: Iterable[tuple[str, Tensor]] | str | Path,  # on every rank; or a folder
         config: OptimConfig,
         parallel: ParallelConfig = ParallelConfig(),
-        temperature: float = 1.0,  # the one that the rollout samples with
-        replay: ReplayMode = 'R3',  # whose routes
+        temperature: float = 1.0,  # sampling temperature of the rollout
+        replay: ReplayMode = 'R3',  # where routes come from
     ) -> None:
         if not temperature > 0:
             raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
         if replay not in get_args(ReplayMode):
             raise ValueError(f'{replay=}: use one of {get_args(ReplayMode)}')
         super().__init__(policy, weights, config, parallel, temperature, replay)
-        self.control, self.saving = Control(), None
-        # on rank 0: who belongs to which replica
-        self.dp_of: list[int] | None = self.control.gather(ps.get_data_parallel_rank())
+        self.control = Control()
+        self.saving: Any = None  # a `Save` that is under way
+        # data-parallel rank of every rank; empty on all but rank 0
+        self.dp_of: list[int] = self.control.gather(ps.get_data_parallel_rank()) or []
         self._refuse_broken(weights)
 
-    def _refuse_broken(self, weights):  # all ranks alike, whichever holds the bad number
-        told = self.control.gather(weights_finite(p for m in self.chunks for p in m.parameters()))
+    def _refuse_broken(self, weights: object) -> None:
+        "On all ranks, whichever holds the bad number"
+        fine = self.control.gather(weights_finite(p for m in self.chunks for p in m.parameters()))
         where = weights if isinstance(weights, (str, Path)) else 'a weight'
 
-        def make():
-            check_start(all(told), where)
+        def make() -> list[Any]:
+            check_start(all(fine or ()), where)
             return [None] * self.control.size
 
         self.control.scatter(make)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:  # complete on rank 0
         "The present weights by their names; every rank has to walk through all of them"
-        return hf_weights(self.chunks, self.policy)
+        return gather_hf_weights(self.chunks, self.policy)
 
     def layout(self) -> dict[str, Any]:
         names = 'tp', 'pp', 'ep', 'etp', 'cp', 'vpp'
@@ -135,25 +131,25 @@ class MegatronTrain(Passes):
 
 
 # %% ../../../nbs/train/megatron/engine.ipynb #86f263ce
-@patch
-def _check(self: MegatronTrain, batch):  # on rank 0, before anybody computes
+def _check_batch(engine: MegatronTrain, batch: Batch) -> None:  # on rank 0, before all compute
     if batch.response_mask[:, :1].any():
         raise ValueError('a response starts in column 0: give every sample a prompt')
-    longest, limit = int(batch.lengths.max()), self.policy.max_position_embeddings
+    longest, limit = int(batch.lengths.max()), engine.policy.max_position_embeddings
     if longest > limit:
         raise ValueError(
             f'rows of {longest} tokens exceed max_position_embeddings={limit}: shorten them'
         )
-    if self.replay != 'off':
-        validate_routes(batch, self.policy)
+    if engine.replay != 'off':
+        validate_routes(batch, engine.policy)
 
 
-@patch
-def _deal(self: MegatronTrain, batch, parts):  # one list of Work per rank
-    multiple = self.parallel.pp if self.parallel.vpp > 1 else 1
-    cost, most = partial(train_flops, c=self.policy), self.config.micro_batch_tokens
-    plans = [plan(batch, r, self.num_dp, most, multiple, cost) for r in parts]
-    return [[works[d] for works in plans] for d in self.dp_of]
+def _deal(
+    engine: MegatronTrain, batch: Batch, mini: list[Tensor]
+) -> list[list[Work]]:  # for each rank, its work in each mini-batch
+    multiple = engine.parallel.pp if engine.parallel.vpp > 1 else 1
+    cost, most = partial(train_flops, c=engine.policy), engine.config.micro_batch_tokens
+    shares = [deal_rows(batch, r, engine.num_dp, most, multiple, cost) for r in mini]
+    return [[works[d] for works in shares] for d in engine.dp_of]
 
 
 # %% ../../../nbs/train/megatron/engine.ipynb #ce27137b
@@ -166,18 +162,19 @@ def score(
 ) -> dict[str, Tensor] | None:  # fields of the batch, on rank 0
     "Log-probs and entropies of the present weights; unless 'off', what the routers chose"
 
-    def make():
-        self._check(batch)
-        return self._deal(batch, [torch.arange(len(batch))])
+    def make() -> list[list[Work]]:
+        assert batch is not None  # this is rank 0
+        _check_batch(self, batch)
+        return _deal(self, batch, [torch.arange(len(batch))])
 
     (work,) = self.control.scatter(make)
-    found = []
+    found: list[Any] = []
 
-    def step(parts, model):
+    def step(parts: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         out, part, b, packed = self.forward(parts, model, self.replay == 'R3')
         own = self.own_routes(model, b, packed)
 
-        def values(logits):
+        def values(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             scores = self.token_values(logits, b, packed)
             if self.speaks:
                 found.append((part.rows, 'scores', [v.cpu() for v in scores]))
@@ -189,16 +186,17 @@ def score(
         return out, values
 
     self.run(step, work.parts, True)
-    told = self.control.gather(found)
-    return None if told is None else self._assemble(batch, told)
+    results = self.control.gather(found)
+    return None if batch is None or results is None else _assemble(self, batch, results)
 
 
-@patch
-def _assemble(self: MegatronTrain, batch, told):  # on rank 0: results of all, in the batch's order
-    c, (B, T) = self.policy, batch.token_ids.shape
+def _assemble(
+    engine: MegatronTrain, batch: Batch, results: list[list[Any]]
+) -> dict[str, Tensor]:  # on rank 0: results of all ranks, in the batch's order
+    c, (B, T) = engine.policy, batch.token_ids.shape
     fields = {k: torch.zeros(B, T) for k in ('old_log_probs', 'entropy')}
     own = torch.zeros(B, T, c.num_hidden_layers, c.num_experts_per_tok, dtype=torch.long)
-    for rows, kind, values in (x for found in told for x in found):
+    for rows, kind, values in (x for found in results for x in found):
         if kind == 'scores':
             for k, v in zip(('old_log_probs', 'entropy'), values):
                 fields[k][rows, : v.shape[1]] = v
@@ -206,8 +204,8 @@ def _assemble(self: MegatronTrain, batch, told):  # on rank 0: results of all, i
             flat, layers, ids = values
             t = int(batch.lengths[rows].max())  # columns of the part
             own[rows[flat // t][:, None], (flat % t)[:, None], torch.tensor(layers)] = ids.long()
-    if self.replay != 'off':
-        fields |= route_records(own[batch.token_mask], batch, c, self.replay == 'R2')
+    if engine.replay != 'off':
+        fields |= route_records(own[batch.token_mask], batch, c, engine.replay == 'R2')
     return fields
 
 
@@ -220,61 +218,68 @@ def update(
     loss: LossFn | None = None,  # on rank 0; it can be pickled
     lr: float | None = None,  # on rank 0; None = the configured one after its warm-up
 ) -> tuple[Metrics, dict[str, Tensor]] | None:  # on rank 0; fields: the log-probs that it saw
-    "One optimiser step per mini-batch, whose metrics are averaged; `weights_finite` is of the last"
+    "One optimiser step per mini-batch; metrics are averaged, `weights_finite` is that of the end"
 
-    def make():
+    def make() -> list[Any]:
+        assert batch is not None  # this is rank 0
         if self.replay == 'R2' and batch.routed_experts is None:
             raise ValueError(
                 "no routes: replay='R2' repeats those of `score(batch)`, "
                 'put them into the batch first'
             )
-        self._check(batch)
+        _check_batch(self, batch)
         parts = mini_batches(len(batch), self.config.num_mini_batches)
         parts = [rows for rows in parts if batch.response_mask[rows].any()]
-        return [(works, loss, lr) for works in self._deal(batch, parts)]
+        return [(works, loss, lr) for works in _deal(self, batch, parts)]
 
     works, loss, lr = self.control.scatter(make)
     found = []
     for work in works:
-        sums, seen = self._gradients(work, loss)
+        assert loss is not None  # rank 0 has sent it
+        sums, seen = _gradients(self, work, loss)
         found.append((sums, seen, self.step(lr)))
-    fine = weights_finite(p for m in self.chunks for p in m.parameters())  # of this rank
-    told = self.control.gather((found, fine))
-    return None if told is None else _report(batch, told)
+    fine = weights_finite(p for m in self.chunks for p in m.parameters())  # this rank's part
+    results = self.control.gather((found, fine))
+    return None if batch is None or results is None else _report(batch, results)
 
 
-@patch
-def _gradients(self: MegatronTrain, work, loss):  # of a mini-batch: metrics, [(rows, log-probs)]
-    sums, seen = {}, []
-    self.zero_grad()
+def _gradients(
+    engine: MegatronTrain, work: Work, loss: LossFn
+) -> tuple[dict[str, float], list[tuple[Tensor, Tensor]]]:  # metrics; rows and log-probs
+    "One mini-batch"
+    sums: dict[str, float] = {}
+    seen: list[tuple[Tensor, Tensor]] = []
+    engine.zero_grad()
 
-    def step(parts, model):
-        out, part, b, packed = self.forward(parts, model, self.replay != 'off')
+    def step(parts: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        out, part, b, packed = engine.forward(parts, model, engine.replay != 'off')
 
-        def value(logits):
-            log_probs, _ = self.token_values(logits, b, packed)
-            total, extra = log_probs.sum(), {}  # of an idle part: 0, and so are its gradients
+        def value(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            log_probs, _ = engine.token_values(logits, b, packed)
+            total = log_probs.sum()  # an idle part gives 0, and zero gradients
             if len(part.rows):
                 plain, extra = loss(log_probs, b, work.num_tokens, work.num_samples)
                 total = or_nan(plain)  # then the norm of all ranks is not finite either
-                if self.speaks:
+                if engine.speaks:
                     seen.append((part.rows, log_probs.detach().cpu()))
-                    for k, v in ({'loss': plain.detach()} | extra).items():
+                    values: dict[str, Any] = {'loss': plain.detach()} | dict(extra)
+                    for k, v in values.items():
                         sums[k] = sums.get(k, 0.0) + float(v)
-            return total, torch.zeros((), dtype=torch.int, device=self.device), {}
+            return total, torch.zeros((), dtype=torch.int, device=engine.device), {}
 
         return out, value
 
-    self.run(step, work.parts, False)
+    engine.run(step, work.parts, False)
     return sums, seen
 
 
 # %% ../../../nbs/train/megatron/engine.ipynb #d9d97a3d
-def _report(batch, told):  # on rank 0: metrics of all ranks, averaged over mini-batches
-    told, fine = zip(*told)
-    total, num = {}, len(told[0])
+def _report(batch: Batch, results: list[Any]) -> tuple[Metrics, dict[str, Tensor]]:
+    "On rank 0: metrics of all ranks, averaged over mini-batches"
+    found, fine = zip(*results)
+    total, num = {}, len(found[0])
     log_probs = torch.zeros_like(batch.rollout_log_probs)
-    for minis in zip(*told):  # what each rank says of one mini-batch
+    for minis in zip(*found):  # the results of each rank for one mini-batch
         metrics = dict(minis[0][2])
         for sums, seen, _ in minis:
             for k, v in sums.items():

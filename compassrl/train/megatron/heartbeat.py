@@ -130,7 +130,7 @@ class Heartbeat(Thread):
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [*watchdog_command, str(self.pid), str(rank), str(limit_s), str(every_s)]
         with theirs:
-            self.watchdog = subprocess.Popen(command, stdin=theirs, start_new_session=True)
+            self.watchdog = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
         atexit.register(self.leave, 'ended')
         Heartbeat.one = self
         self.start()

@@ -10,6 +10,7 @@ import os
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ def wait_for_a_core() -> None:
 
 def init_parallel(
     parallel: ParallelConfig,
-    timeout_s: float = 600,  # of each collective
+    timeout_s: float = 600,  # limit of each collective
     seed: int = 0,
 ) -> None:
     "This process's place in every group: under torchrun, or where a default group exists already"
@@ -74,7 +75,8 @@ def init_parallel(
             context_parallel_size=p.cp,
             expert_model_parallel_size=p.ep,
             expert_tensor_parallel_size=p.expert_tp,
-            distributed_timeout_minutes=timeout_s / 60,
+            # Megatron-Core makes a timedelta of it
+            distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
         )
         model_parallel_cuda_manual_seed(seed)
 
@@ -86,7 +88,7 @@ def has_te() -> bool:
     if not torch.cuda.is_available():
         return False
     try:
-        import transformer_engine.pytorch  # noqa: F401
+        import transformer_engine.pytorch  # noqa: F401  # type: ignore[import-not-found]
     except ImportError:
         return False
     return True
@@ -97,7 +99,7 @@ def transformer_config(
     parallel: ParallelConfig,
     router_replay: bool = True,  # can routers be told what to choose?
 ) -> TransformerConfig:
-    "The same policy in Megatron-Core's words. Raises ValueError for what it computes otherwise"
+    "The same policy as a config of Megatron-Core. Raises ValueError for what it cannot compute"
     if parallel.fp8_recipe and not has_te():
         raise ValueError(f'fp8_recipe={parallel.fp8_recipe!r} needs a GPU and Transformer Engine')
     dtype = getattr(torch, parallel.dtype)
@@ -114,20 +116,20 @@ def transformer_config(
     )
 
 
-_recomputed = dict(
+_recomputed: dict[str, dict[str, Any]] = dict(
     none={},
     moe=dict(recompute_granularity='selective', recompute_modules=['moe']),
     full=dict(recompute_granularity='full', recompute_method='uniform', recompute_num_layers=1),
 )
 
 
-def _fp8(recipe):
+def _fp8(recipe: str) -> dict[str, Any]:
     if not recipe:
         return {}
     return dict(fp8='e4m3' if recipe == 'blockwise' else 'hybrid', fp8_recipe=recipe)
 
 
-def _layers(c):  # sizes, attention, norms
+def _layers(c: PolicyConfig) -> dict[str, Any]:  # sizes, attention, norms
     return dict(
         num_layers=c.num_hidden_layers,
         hidden_size=c.hidden_size,
@@ -147,7 +149,7 @@ def _layers(c):  # sizes, attention, norms
     )
 
 
-def _mixture(c, router_replay):  # experts and routers
+def _mixture(c: PolicyConfig, router_replay: bool) -> dict[str, Any]:  # experts and routers
     sparse = [c.is_sparse(i) for i in range(c.num_hidden_layers)]
     if not any(sparse):
         return {}
@@ -173,7 +175,7 @@ def _mixture(c, router_replay):  # experts and routers
     )
 
 
-def _kernels():  # which of them are fused, and where weights are born
+def _kernels() -> dict[str, Any]:  # which of them are fused, and where weights are made
     return dict(
         persist_layer_norm=has_te(),
         apply_rope_fusion=has_te(),
@@ -186,7 +188,7 @@ def _kernels():  # which of them are fused, and where weights are born
     )
 
 
-def _spread(p):  # over ranks
+def _spread(p: ParallelConfig) -> dict[str, Any]:  # over ranks
     return dict(
         tensor_model_parallel_size=p.tp,
         sequence_parallel=p.sequence_parallel,
@@ -202,8 +204,8 @@ def _spread(p):  # over ranks
 
 
 # %% ../../../nbs/train/megatron/model.ipynb #d007b2c3
-# the layers of one piece: Transformer Engine's, or Megatron-Core's own
-def _block(cfg, policy, stage):
+def _block(cfg: TransformerConfig, policy: PolicyConfig, stage: int | None) -> Any:
+    "The layers of one piece: Transformer Engine's, or Megatron-Core's own"
     if has_te():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -222,7 +224,7 @@ def build_model(
     RouterReplay.clear_global_router_replay_instances()
     for v in range(parallel.vpp):
         stage = v if parallel.vpp > 1 else None
-        ends = dict(ignore_virtual=False, vp_stage=stage)
+        ends: dict[str, Any] = dict(ignore_virtual=False, vp_stage=stage)
         with megatron_calls():
             model = GPTModel(
                 cfg,
@@ -232,7 +234,7 @@ def build_model(
                 pre_process=mpu.is_pipeline_first_stage(**ends),
                 post_process=mpu.is_pipeline_last_stage(**ends),
                 position_embedding_type='rope',
-                rotary_base=policy.rope_theta,
+                rotary_base=policy.rope_theta,  # type: ignore[arg-type]
                 vp_stage=stage,
                 share_embeddings_and_output_weights=policy.tie_word_embeddings,
             )
@@ -244,9 +246,9 @@ def build_model(
     return pieces
 
 
-# what Megatron-Core notes on a parameter while it draws random weights, which nobody needs here
-def _mark(model):
-    cut = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+def _mark(model: torch.nn.Module) -> None:
+    "What Megatron-Core notes on a parameter while it draws random weights, which are not needed"
+    cut: dict[Any, int] = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for m in model.modules():
         w = getattr(m, 'weight', None)
         if type(m) in cut and w is not None and not hasattr(w, 'tensor_model_parallel'):
@@ -254,4 +256,5 @@ def _mark(model):
             set_tensor_model_parallel_attributes(w, True, cut[type(m)], 1)
     for name, p in model.named_parameters():
         if '.experts.' in name:
-            p.allreduce = False  # its replicas are the expert-data-parallel group's, always
+            # its replicas are always those of the expert-data-parallel group
+            p.allreduce = False  # type: ignore[attr-defined]

@@ -17,7 +17,8 @@ __all__ = ['check_world', 'check_shape', 'check_family', 'check_parallel', 'padd
 
 
 # %% ../../../nbs/train/megatron/parallel.ipynb #af4fe15e
-def _divides(small, what, big, of):  # one line, with the numbers that would do
+def _divides(small: int, what: str, big: int, of: str) -> None:
+    "Raises ValueError in one line, with the numbers that are possible"
     if big % small:
         fits = [n for n in range(1, big + 1) if big % n == 0]
         raise ValueError(f'{what}={small} does not divide {of}={big}: use one of {fits}')

@@ -25,14 +25,14 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from compassrl.model.policy import PolicyConfig
 from compassrl.records import Batch
-from compassrl.train.megatron.batch import Packed, Part, Tap, response_values, tap_routers
+from compassrl.train.megatron.batch import MicroBatch, Packed, response_values, tap_routers
 from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.weights import load_hf
@@ -48,14 +48,17 @@ class _VocabParallel(torch.autograd.Function):
     "Forgets its fp32 numbers; the gradient computes them again"
 
     @staticmethod
-    def scaled(logits, temperature, size):  # fp32; columns beyond the vocabulary can never be drawn
+    def scaled(logits: Tensor, temperature: float, size: int) -> Tensor:
+        "In fp32; columns beyond the vocabulary can never be drawn"
         z = logits.to(torch.promote_types(logits.dtype, torch.float)) / temperature
         if size < z.shape[1]:
             z[:, max(size, 0) :] = -1e30
         return z
 
     @staticmethod
-    def forward(ctx, logits, targets, temperature, size, group):
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, size: int, group: Any
+    ) -> tuple[Tensor, Tensor]:
         z = _VocabParallel.scaled(logits, temperature, size)
         top = z.amax(1)
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
@@ -73,7 +76,7 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, _):
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         logits, targets, mine, log_z = ctx.saved_tensors
         g = grad[:, None] / ctx.temperature
         z = _VocabParallel.scaled(logits, ctx.temperature, ctx.size)
@@ -87,8 +90,8 @@ def vocab_log_probs(
     targets: Tensor,  # [n] int64 tokens
     temperature: float,
     vocab_size: int,  # without padding
-    rank: int,  # of the tensor-parallel group
-    group: dist.ProcessGroup | None,  # the group
+    rank: int,  # rank in the tensor-parallel group
+    group: dist.ProcessGroup | None,  # the tensor-parallel group
 ) -> tuple[Tensor, Tensor]:  # [n] log-probs, [n] entropies in nats without gradient
     "Three sums travel per token, never a row of logits; fp32, and the same on all ranks"
     start = rank * logits.shape[1]
@@ -96,15 +99,15 @@ def vocab_log_probs(
 
 
 # %% ../../../nbs/train/megatron/passes.ipynb #7656b97c
-def _add_up(models, num_tokens, **kwargs):  # and divide by nothing
+def _add_up(models: Any, num_tokens: Any, **kwargs: Any) -> None:  # and divide by nothing
     finalize_model_grads(models, None, **kwargs)
 
 
 def wrap_and_optimise(
     chunks: list[GPTModel],  # pieces of the model on this rank
     config: OptimConfig,
-    dtype: torch.dtype,  # of the model's weights
-) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:  # the wrapped pieces, the optimiser
+    dtype: torch.dtype,  # dtype of the model's weights
+) -> tuple[list[Any], Any]:  # the wrapped pieces, the optimiser
     "Gradients are added up over replicas; each replica keeps a slice of the optimiser"
     c, cfg = config, chunks[0].config
     cfg.calculate_per_token_loss = True  # the loss is divided already: add, and nothing else
@@ -123,7 +126,7 @@ def wrap_and_optimise(
         use_distributed_optimizer=True,
     )
     with megatron_calls():
-        models = [
+        models: list[Any] = [
             DistributedDataParallel(cfg, ddp, m, disable_bucketing=i > 0)
             for i, m in enumerate(chunks)
         ]
@@ -131,8 +134,8 @@ def wrap_and_optimise(
 
 
 def inner_optimizers(
-    optimizer: MegatronOptimizer,
-) -> list[torch.optim.Optimizer]:  # those of torch, one for the experts and one for all else
+    optimizer: Any,  # an optimiser of Megatron-Core
+) -> list[torch.optim.Optimizer]:  # torch's own, one for the experts and one for all else
     return [o.optimizer for o in optimizer.chained_optimizers if o.optimizer is not None]
 
 
@@ -140,32 +143,17 @@ def inner_optimizers(
 class Passes:
     "This rank's part of the model, and passes through it"
 
-    models: list[DistributedDataParallel]
-    optimizer: MegatronOptimizer
-    temperature: float
-    policy: PolicyConfig
-    parallel: ParallelConfig
-    num_steps: int
-    config: OptimConfig
-    taps: list[list[Tap]]
-    tp_rank: int
-    cp_rank: int
-    cp_group: dist.ProcessGroup | None
-    num_dp: int
-    speaks: bool
-    length: int
-
     def __init__(
         self,
         policy: PolicyConfig,
         weights: Iterable[tuple[str, Tensor]] | str | Path,  # all of them, or a folder
         config: OptimConfig,
         parallel: ParallelConfig,
-        temperature: float,  # the one that the rollout samples with
-        replay: ReplayMode,  # whose routes
+        temperature: float,  # sampling temperature of the rollout
+        replay: ReplayMode,  # where routes come from
     ) -> None:
         self.policy, self.config, self.parallel = policy, config, parallel
-        self.temperature, self.replay, self.num_steps = temperature, replay, 0
+        self.temperature, self.replay, self.num_steps, self.length = temperature, replay, 0, 0
         if not ps.model_parallel_is_initialized():
             init_parallel(parallel)
         self.chunks: list[GPTModel] = build_model(policy, parallel, router_replay=replay != 'off')
@@ -178,10 +166,11 @@ class Passes:
         self.device: torch.device = next(self.chunks[0].parameters()).device
         self._find_place()
 
-    def _find_place(self):  # of this rank
+    def _find_place(self) -> None:  # the place of this rank in the groups
         self.tp_rank = ps.get_tensor_model_parallel_rank()
         self.cp_rank = ps.get_context_parallel_rank()
-        self.cp_group = ps.get_context_parallel_group() if self.parallel.cp > 1 else None
+        spread = self.parallel.cp > 1
+        self.cp_group: Any = ps.get_context_parallel_group() if spread else None
         self.num_dp = ps.get_data_parallel_world_size()
         last = ps.is_pipeline_last_stage(ignore_virtual=True)
         self.speaks = last and self.tp_rank == self.cp_rank == 0  # for its replica
@@ -191,8 +180,8 @@ class Passes:
         return Packed(batch, p.tp, p.cp, self.cp_rank, 16 if p.fp8_recipe else 1, at_least)
 
     def forward(
-        self, parts: Iterator[Part], model: DistributedDataParallel, use_routes: bool
-    ) -> tuple[Tensor, Part, Batch, Packed]:  # the next part, through this piece of the model
+        self, parts: Iterator[MicroBatch], model: Any, use_routes: bool
+    ) -> tuple[Tensor, MicroBatch, Batch, Packed]:  # the next part, through this piece of the model
         part = next(parts)
         batch = part.batch.to(self.device)
         packed = self.pack(batch, self.length)
@@ -208,14 +197,15 @@ class Passes:
             t.backward()
         return out, part, batch, packed
 
-    def _routes(self, batch, packed):  # [n, L, K], [n]: routers see a slice of the tokens each
+    def _routes(self, batch: Any, packed: Packed) -> list[Tensor]:
+        "[n, L, K], [n]: routers see a slice of the tokens each"
         pads = torch.arange(self.policy.num_experts_per_tok, device=self.device)
         ids = packed.put(batch.routed_experts, pads.to(batch.routed_experts.dtype))
         valid = packed.put(batch.routes_valid, True)
         return [x.chunk(self.parallel.tp)[self.tp_rank] for x in (ids, valid)]
 
     def own_routes(
-        self, model: DistributedDataParallel, batch: Batch, packed: Packed
+        self, model: Any, batch: Batch, packed: Packed
     ) -> tuple[Tensor, list[int], Tensor] | None:
         "What this rank's routers chose: where (row*t+column), layers, ids"
         taps = self.taps[self.models.index(model)]
@@ -232,15 +222,15 @@ class Passes:
     def token_values(
         self, logits: Tensor, batch: Batch, packed: Packed
     ) -> tuple[Tensor, ...]:  # [b, t] log-probs and entropies
-        def score(z, y):
-            group = ps.get_tensor_model_parallel_group()
+        def score(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            group: Any = ps.get_tensor_model_parallel_group()
             size = self.policy.vocab_size
             return vocab_log_probs(z, y, self.temperature, size, self.tp_rank, group)
 
         return response_values(logits[0], batch, packed, score, self.cp_group)
 
     def run(
-        self, step: Callable[..., Any], parts: Sequence[Part], forward_only: bool
+        self, step: Callable[..., Any], parts: Sequence[MicroBatch], forward_only: bool
     ) -> None:  # Megatron-Core's own order
         # interleaved pieces send no shapes (with 2 ranks the two directions would be mixed up):
         # all parts get one length
@@ -270,7 +260,7 @@ class Passes:
                 m.zero_grad_buffer()
             self.optimizer.zero_grad()
 
-    def step(self, lr: float | None) -> dict[str, float]:  # as `torch_engine.clip_and_step`
+    def step(self, lr: float | None) -> dict[str, float]:  # see `torch_train.clip_and_step`
         c = self.config
         lr = c.lr_at(self.num_steps) if lr is None else lr
         for g in self.optimizer.param_groups:

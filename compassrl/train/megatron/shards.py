@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
-import json
 import os
 import pickle
 import queue
@@ -21,7 +20,6 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,77 +29,45 @@ import compassrl.train.megatron.cpu  # noqa: F401
 
 # isort: split
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
-from compassrl.train.manifest import HashedFile, makes_sense, read_file, read_manifest, verify_files
-from compassrl.train.state import CheckpointError, TornCheckpoint
+from compassrl.train.checkpoint_files import (
+    CheckpointError,
+    TornCheckpoint,
+    file_entry,
+    makes_sense,
+    read_file,
+    read_manifest,
+    verify_files,
+)
 
 if TYPE_CHECKING:
     from compassrl.train.megatron.engine import MegatronTrain
 
 # %% auto #0
 __all__ = [
-    'FORM',
-    'end_with',
-    'ShardHashes',
+    'SHARDED_FORMAT',
     'keep_garbage_in_forks',
     'WriterResults',
     'write_buckets',
     'why_not_written',
-    'one_writer',
-    'everyones',
-    'together',
+    'gather_all',
+    'all_or_none',
     'attempt',
     'sharded_manifest',
     'verify_sharded',
     'read_metadata',
     'verify_shares',
-    'safe_reads',
+    'weights_only_loads',
     'usable',
 ]
 
 # %% ../../../nbs/train/megatron/shards.ipynb #e225a465
 _T = TypeVar('_T')
-FORM = 'compassrl-sharded', 2  # format and version; 1 had sizes without hashes
+SHARDED_FORMAT = 'compassrl-sharded', 2  # format and version; version 1 had sizes without hashes
 
 
-def end_with(parent: int) -> None:
-    "In a process that a rank has forked: the kernel kills it when the parent ends"
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it has ended already
-        os._exit(1)
-
-
-class ShardHashes:
-    "What the writing process of this rank has written"
-
-    def __init__(self) -> None:
-        self.file: IO[str] = tempfile.TemporaryFile('w+')
-        self.rank: int = os.getpid()
-
-    def during(self, write: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        "Calls Megatron-Core's writer, in the process that writes, which does not outlive the rank"
-        end_with(self.rank)
-        with patch.object(filesystem_async, 'open', self.open, create=True):
-            write(*args, **kwargs)
-
-    def open(self, path: str, mode: str) -> HashedFile:
-        "In the place of `open`"
-
-        def note(entry):
-            self.file.write(json.dumps([Path(path).name, entry]) + '\n')
-            self.file.flush()
-
-        return HashedFile(path, mode, note)
-
-    def read(self) -> dict[str, dict[str, Any]]:  # entries of the manifest by the name of the file
-        "When the writer has ended"
-        self.file.seek(0)
-        return dict(map(json.loads, self.file))
-
-
-# %% ../../../nbs/train/megatron/shards.ipynb #81f2d3a6
 @lru_cache
 def keep_garbage_in_forks() -> None:
     "A dead process group, collected in a fork, waits for threads that the fork has not"
@@ -109,69 +75,72 @@ def keep_garbage_in_forks() -> None:
 
 
 class WriterResults:
-    "What the writer leaves for its rank: entries of files, or why there are none"
+    "What the writing process leaves for its rank, in a file that both have open"
 
     def __init__(self) -> None:
-        self.file: IO[bytes] = tempfile.TemporaryFile()  # both have it open
+        self.file: IO[bytes] = tempfile.TemporaryFile()
+        self.files: dict[str, dict[str, Any]] = {}  # entries for the manifest, by name
 
-    def put(self, x: object) -> None:
-        pickle.dump(x, self.file)
+    def put(self, results: object, files: dict[str, dict[str, Any]]) -> None:
+        pickle.dump((results, files), self.file)
         self.file.flush()
 
-    def get_nowait(self) -> Any:
+    def get_nowait(self) -> Any:  # Megatron-Core asks for it when the writer has ended
         self.file.seek(0)
         try:
-            return pickle.load(self.file)
-        except EOFError:  # it has ended without a word
+            results, self.files = pickle.load(self.file)
+        except EOFError:
             return RuntimeError('the process that writes was killed')
+        return results
 
 
 def write_buckets(
-    transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: WriterResults
+    parent: int,  # process id of the rank
+    transforms: list[Any],
+    use_msc: bool,
+    rank: int,
+    buckets: list[Any],
+    results: WriterResults,
 ) -> None:
-    """As `write_preloaded_data_multiproc` upstream, but in this process, which does nothing else.
+    """`write_preloaded_data_multiproc` upstream, but in this process, which does nothing else.
     Upstream forks one more for each bucket and waits for ever if it is killed"""
-    found, count = queue.SimpleQueue(), queue.Queue()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed when the rank ends
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+    found: Any = queue.SimpleQueue()
+    count: Any = queue.Queue()
     for i, bucket in enumerate(buckets):
         count.put(i)
         write = filesystem_async.FileSystemWriterAsync.write_preloaded_data
         write(transforms, i, bucket, found, count, use_fsync=True, use_msc=use_msc)
     parts = dict(found.get() for _ in buckets)
-    results.put(next((x for x in parts.values() if isinstance(x, Exception)), parts))
+    failed = next((x for x in parts.values() if isinstance(x, Exception)), None)
+    paths = [] if failed else [Path(name) for name, *_ in buckets]
+    results.put(failed or parts, {p.name: file_entry(p) for p in paths})
 
 
 def why_not_written(e: CheckpointException) -> str:
-    "What the ranks have said, on rank 0; upstream leaves nothing for the others"
+    "The reasons of the ranks, on rank 0; upstream leaves nothing for the others"
     said = (f'rank {rank}: {failure[0]}' for rank, failure in e.failures.items())
     return '; '.join(said) or 'rank 0 says why'
 
 
-@contextmanager
-def one_writer() -> Iterator[None]:
-    "While a save is begun: one process of each rank is going to write it"
-    own, name = staticmethod(write_buckets), 'write_preloaded_data_multiproc'
-    with (
-        patch.object(filesystem_async, '_get_write_results_queue', WriterResults),
-        patch.object(filesystem_async.FileSystemWriterAsync, name, own),
-    ):
-        yield
-
-
 # %% ../../../nbs/train/megatron/shards.ipynb #27131f9d
-def everyones(value: _T) -> list[_T]:  # of every rank, on every rank
-    found = [None] * dist.get_world_size()
+def gather_all(value: _T) -> list[_T]:  # one value per rank, on every rank
+    found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
-def together(fn: Callable[[], _T]) -> _T:  # what it returned here
-    "Every rank calls it. Where one of them raises CheckpointError, all raise it"
-    result = said = None
+def all_or_none(fn: Callable[[], _T]) -> _T:  # the result of `fn` on this rank
+    "Every rank calls it. If `fn` raises CheckpointError on one of them, all raise it"
+    result: Any = None
+    error = None
     try:
         result = fn()
     except CheckpointError as e:
-        said = e
-    for e in everyones(said):
+        error = e
+    for e in gather_all(error):
         if e is not None:
             raise e
     return result
@@ -179,12 +148,10 @@ def together(fn: Callable[[], _T]) -> _T:  # what it returned here
 
 def attempt(
     engine: MegatronTrain,
-    fn: Callable[..., _T],  # (engine, *args), as `save_sharded`
+    fn: Callable[..., _T],  # (engine, *args), such as `save_sharded`
     *args: Any,
-) -> tuple[
-    _T | None, CheckpointError | None
-]:  # what it returned, and the CheckpointError that it raised on all ranks
-    "A refusal that no rank dies of: the leader decides what comes next"
+) -> tuple[_T | None, CheckpointError | None]:  # the result, or the error of all ranks
+    "A refusal ends no rank: the leader decides what comes next"
     try:
         return fn(engine, *args), None
     except CheckpointError as e:
@@ -196,7 +163,7 @@ def sharded_manifest(
     path: str | Path,  # one checkpoint
 ) -> dict[str, Any]:  # step, num_steps, policy, layout, files
     "Raises TornCheckpoint; CheckpointError for a format of another release"
-    return read_manifest(Path(path), FORM)
+    return read_manifest(Path(path), SHARDED_FORMAT)
 
 
 def verify_sharded(path: Path) -> None:
@@ -218,7 +185,7 @@ _admitted = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _admitted:
             return super().find_class(module, name)
@@ -226,10 +193,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(
-    data: bytes,  # of the file `.metadata`
+    data: bytes,  # content of the file `.metadata`
     files: dict[str, dict[str, Any]],  # entries of the manifest by name
 ) -> Metadata:
-    "Runs no code. Raises UnpicklingError or ValueError for what such a file does not hold"
+    "Runs no code. Raises UnpicklingError or ValueError for content that such a file never has"
     found = _Unpickler(io.BytesIO(data)).load()
     if type(found) is not Metadata:
         raise ValueError(f'.metadata holds a {type(found).__name__}')
@@ -239,62 +206,48 @@ def read_metadata(
     return found
 
 
-def verify_shares(
-    path: Path,  # one checkpoint
-) -> tuple[dict[str, Any], bytes]:  # its manifest, the verified bytes of `.metadata`
-    "On every rank, a part of the files each. All raise what one of them found"
+def verify_shares(path: Path) -> dict[str, Any]:  # the manifest of a checkpoint
+    "Every rank verifies a part of the files. All raise the error that one of them found"
 
-    def share():
+    def share() -> dict[str, Any]:
         body = sharded_manifest(path)
         files = body['files']
         mine = sorted(files, key=lambda n: (files[n]['bytes'], n))
         mine = mine[dist.get_rank() :: dist.get_world_size()]
         verify_files(path, {n: files[n] for n in mine})
         with makes_sense(path):
-            data = read_file(path / '.metadata', files['.metadata'])
-            read_metadata(data, files)
-            return body, data
+            read_metadata(read_file(path / '.metadata', files['.metadata']), files)
+            return body
 
-    return together(share)
+    return all_or_none(share)
 
 
 @contextmanager
-def safe_reads(
-    data: bytes,  # of the file `.metadata`, verified
-    files: dict[str, dict[str, Any]],  # entries of the manifest by name
-) -> Iterator[None]:
-    "Inside, torch's distributed checkpoints unpickle tensors and plain values alone"
-    load = torch.load
-
-    def plain(*args, **kwargs):
-        return load(*args, **kwargs | dict(weights_only=True))
-
-    def metadata(reader, *args, **kwargs):
-        found = read_metadata(data, files)
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = reader.load_id
-        return found
-
-    with (
-        patch.object(torch, 'load', plain),
-        patch.object(FileSystemReader, 'read_metadata', metadata),
-        torch.serialization.safe_globals([io.BytesIO]),  # what Transformer Engine adds
-    ):
-        yield
+def weights_only_loads() -> Iterator[None]:
+    "Inside, `torch.load` unpickles tensors and plain values alone, whatever its caller asks for"
+    name = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+    before = os.environ.get(name, '0')
+    os.environ[name] = '1'
+    try:
+        # Transformer Engine adds a BytesIO
+        with torch.serialization.safe_globals([io.BytesIO]):
+            yield
+    finally:
+        os.environ[name] = before
 
 
 # %% ../../../nbs/train/megatron/shards.ipynb #8ff9beb7
 @contextmanager
 def usable(path: Path) -> Iterator[None]:  # one checkpoint
-    "As `makes_sense`, for what all ranks do together"
+    "`makes_sense`, for what all ranks do together"
     try:
         with makes_sense(path):
             try:
                 yield
-            except CheckpointException as e:  # of torch, and no Exception
+            except CheckpointException as e:  # torch's own is no subclass of Exception
                 raise ValueError(str(e).splitlines()[-1]) from e
     except TornCheckpoint as e:
         why = e.__cause__
         if isinstance(why, dist.DistError) or re.search('gloo|NCCL|Connection ', str(why)):
-            raise why from None
+            raise why from None  # type: ignore[misc]
         raise

@@ -35,7 +35,8 @@ __all__ = [
 class ProcStat(NamedTuple):
     "A process, from outside"
 
-    state: str  # of its main thread: R runs, S sleeps, D waits for a disk, T is stopped, Z is dead
+    # its main thread: R runs, S sleeps, D waits for a disk, T is stopped, Z is dead
+    state: str
     parent: int
     session: int
     cpu_s: float  # all its threads together
@@ -160,9 +161,9 @@ class Watchdog:
             ready = select.select(inputs, [], [], left)[0]
             if not ready:
                 return
-            if self.udp in ready:
+            if self.udp and self.udp in ready:
                 self._receive_report(self.udp)
-            if self.link in ready:
+            if self.link and self.link in ready:
                 self._receive_message(self.link)
             elif self.process.fd in ready:
                 return
@@ -285,7 +286,8 @@ class Watchdog:
             data = f'{self.key} {json.dumps(more | dict(during=self.during()))}'.encode()
             for address in self.peers.values():
                 try:
-                    self.udp and self.udp.sendto(data, address)
+                    if self.udp:
+                        self.udp.sendto(data, address)
                 except OSError:
                     pass  # a rank whose address cannot be reached counts as silent
             if times > 1:

@@ -7,9 +7,10 @@ given back bit for bit."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights, hf_shapes, read_shards
 
 # %% auto #0
-__all__ = ['Cut', 'cuts', 'load_hf', 'hf_weights']
+__all__ = ['Cut', 'cuts', 'load_hf', 'gather_hf_weights']
 
 
 # %% ../../../nbs/train/megatron/weights.ipynb #86940a21
@@ -35,9 +36,9 @@ class Cut:
 
     name: str  # Hugging Face
     param: Tensor
-    view: Callable[[Tensor], Tensor]  # of a tensor shaped like `param`: its elements of this part
-    shape: tuple[int, ...]  # of the whole tensor
-    dim: int | None  # along which it is cut; None = every rank of the group holds all of it
+    view: Callable[[Tensor], Tensor]  # from a tensor shaped like `param` to this part's elements
+    shape: tuple[int, ...]  # the whole tensor's
+    dim: int | None  # dimension that is cut; None = every rank of the group holds all of it
     start: int = 0  # first row or column
     stop: int = 0
 
@@ -77,7 +78,8 @@ _layer_names = {
 }
 
 
-def _names(model, name, ep):  # Hugging Face names in one parameter, cut along
+def _names(model: Any, name: str, ep: int) -> tuple[list[str], int | None]:
+    "Hugging Face names in one parameter, and the dimension that is cut"
     ends = {
         'embedding.word_embeddings.weight': ('model.embed_tokens', 0),
         'decoder.final_layernorm.weight': ('model.norm', None),
@@ -88,7 +90,9 @@ def _names(model, name, ep):  # Hugging Face names in one parameter, cut along
     }
     if name in ends:
         return [ends[name][0] + '.weight'], ends[name][1]
-    i, rest = re.fullmatch(r'decoder\.layers\.(\d+)\.(.*)', name).groups()
+    found = re.fullmatch(r'decoder\.layers\.(\d+)\.(.*)', name)
+    assert found, name
+    i, rest = found.groups()
     layer = f'model.layers.{model.decoder.layers[int(i)].layer_number - 1}.'
     for pattern, (names, dim) in _layer_names.items():
         if m := re.fullmatch(pattern, rest):
@@ -99,8 +103,8 @@ def _names(model, name, ep):  # Hugging Face names in one parameter, cut along
 
 
 # %% ../../../nbs/train/megatron/weights.ipynb #fe10988c
-# for each name: its elements of a parameter; `rows` that each has here
-def _views(names, policy, rows):
+def _views(names: list[str], policy: PolicyConfig, rows: int) -> list[Callable[[Tensor], Tensor]]:
+    "For each name its elements of a parameter; each has `rows` rows here"
     if len(names) == 3:  # for every group of queries its heads, its key, its value
         d, r = policy.head_dim, policy.num_attention_heads // policy.num_key_value_heads
         parts = (0, r * d), (r * d, r * d + d), (r * d + d, r * d + 2 * d)
@@ -110,9 +114,11 @@ def _views(names, policy, rows):
     return [lambda t: t[:rows]]
 
 
-def _cuts(names, dim, param, policy, rank, size):  # of one parameter on this rank of its group
+def _cuts(
+    names: list[str], dim: int | None, param: Tensor, policy: PolicyConfig, rank: int, size: int
+) -> list[Cut]:  # cuts of one parameter, on this rank of its group
     shapes = [hf_shapes(policy)[n] for n in names]
-    # of each rank, padding included
+    # rows of each rank, padding included
     whole = [-(-s[dim or 0] // size) if dim is not None else s[0] for s in shapes]
     starts = [rank * n if dim is not None else 0 for n in whole]
     stops = [min(a + n, s[dim or 0]) for a, n, s in zip(starts, whole, shapes)]
@@ -125,13 +131,19 @@ def _cuts(names, dim, param, policy, rank, size):  # of one parameter on this ra
     ]
 
 
-def cuts(pieces: list[nn.Module], policy: PolicyConfig) -> Iterator[Cut]:
+def cuts(pieces: Sequence[nn.Module], policy: PolicyConfig) -> Iterator[Cut]:
     "Which part of which Hugging Face tensor each of this rank's parameters holds"
     ep = mpu.get_expert_model_parallel_rank() * (
         policy.num_experts // mpu.get_expert_model_parallel_world_size()
     )
-    tp = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-    etp = mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
+    tp: tuple[Any, Any] = (
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_tensor_model_parallel_world_size(),
+    )
+    etp: tuple[Any, Any] = (
+        mpu.get_expert_tensor_parallel_rank(),
+        mpu.get_expert_tensor_parallel_world_size(),
+    )
     for model in pieces:
         for name, param in model.named_parameters():
             names, dim = _names(model, name, ep)
@@ -141,12 +153,12 @@ def cuts(pieces: list[nn.Module], policy: PolicyConfig) -> Iterator[Cut]:
 # %% ../../../nbs/train/megatron/weights.ipynb #48eee955
 @torch.no_grad()
 def load_hf(
-    pieces: list[nn.Module],
+    pieces: Sequence[nn.Module],
     policy: PolicyConfig,
     weights: str | Path | Iterable[tuple[str, Tensor]],  # a folder, or all tensors
 ) -> None:
     "Sets this rank's weights; of a folder it reads its parts. Refuses as `checked_weights` does"
-    here = {}
+    here: dict[str, list[Cut]] = {}
     for cut in cuts(pieces, policy):
         here.setdefault(cut.name, []).append(cut)
         cut.param.zero_()  # rows of padding
@@ -159,8 +171,10 @@ def load_hf(
 
 
 # %% ../../../nbs/train/megatron/weights.ipynb #6bbbae87
-def _senders(here):  # name -> which rank sends which part; of equal parts the first rank's
-    table, out = [None] * dist.get_world_size(), {}
+def _senders(here: dict[str, tuple[Any, ...]]) -> dict[str, list[tuple[Any, ...]]]:
+    "For each name the parts and the ranks that send them; of equal parts the first rank's"
+    table: list[Any] = [None] * dist.get_world_size()
+    out: dict[str, dict[int, tuple[Any, ...]]] = {}
     dist.all_gather_object(table, {name: part[:-1] for name, part in here.items()})
     for rank, held in enumerate(table):
         for name, (dim, start, stop, dtype) in held.items():
@@ -170,30 +184,33 @@ def _senders(here):  # name -> which rank sends which part; of equal parts the f
 
 
 @torch.no_grad()
-def hf_weights(
-    pieces: list[nn.Module],
+def gather_hf_weights(
+    pieces: Sequence[nn.Module],
     policy: PolicyConfig,
-    of: Callable[[Tensor], Tensor] = Tensor.detach,  # of each parameter: or its gradient, say
+    # what is sent of each parameter: itself, or its gradient
+    of: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> Iterator[tuple[str, Tensor]]:  # whole tensors on rank 0, one at a time; nothing on the others
     "Weights by their names, in a checkpoint's order. Every rank must run through it to its end"
-    here = {}
+    here: dict[str, tuple[Any, ...]] = {}
     for c in cuts(pieces, policy):
         v = c.view(of(c.param))
         here.setdefault(c.name, (c.dim, c.start, c.stop, v.dtype, v))
     rank, senders = dist.get_rank(), _senders(here)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     for name, shape in hf_shapes(policy).items():
-        whole = torch.empty(shape, dtype=senders[name][0][4], device=device) if rank == 0 else None
+        dtype = senders[name][0][4]
+        whole = torch.empty(shape if rank == 0 else (), dtype=dtype, device=device)
         for sender, dim, start, stop, _ in senders[name]:
-            part = here[name][4].contiguous().view(-1) if rank == sender else None
             if rank == sender != 0:
-                dist.send(part, 0)
+                dist.send(here[name][4].contiguous().view(-1), 0)
             if rank:
                 continue
             at = whole if dim is None else whole.narrow(dim, start, stop - start)
             if sender:
-                part = torch.empty(at.numel(), dtype=whole.dtype, device=device)
+                part = torch.empty(at.numel(), dtype=dtype, device=device)
                 dist.recv(part, sender)
-            at.copy_(part.view(at.shape))
+            else:
+                part = here[name][4]
+            at.copy_(part.reshape(at.shape))
         if rank == 0:
             yield name, whole

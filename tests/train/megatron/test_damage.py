@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import compassrl.train.megatron.shards as shards
-from compassrl.train.folders import first_usable
+from compassrl.train.checkpoint import ShardedState
+from compassrl.train.checkpoint_files import CheckpointError, TornCheckpoint, first_usable
 from compassrl.train.megatron.dist_checkpoint import latest_sharded, load_sharded, save_sharded
 from compassrl.train.megatron.leader import Leader, RankMonitor, serve_leader
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.shards import verify_sharded
-from compassrl.train.saver import ShardedState
-from compassrl.train.state import CheckpointError, TornCheckpoint
 from tests.support import chaos
 from tests.support.damage import FLIPS, OF_A_FILE, OF_A_FOLDER, SENSELESS, flips, renewed, reseal
 from tests.support.ranks import run_ranks
@@ -297,7 +296,7 @@ def hashed_where_it_was_written(root):
     "What each rank's writer has hashed: its own file, no other"
     saving = save_sharded(begin(TWO), root, 1)
     saving.wait()
-    return saving.hashes.read()
+    return saving.results.files
 
 
 def test_every_rank_hashes_its_own_file(tmp_path):

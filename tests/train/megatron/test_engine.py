@@ -20,11 +20,11 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed, select
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.train.megatron.batch import Packed, Tap, plan, share_rows, zigzag
+from compassrl.train.megatron.batch import Packed, Tap, deal_rows, share_rows, zigzag
 from compassrl.train.megatron.engine import MegatronTrain, _report
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.passes import vocab_log_probs
-from compassrl.train.megatron.weights import hf_weights
+from compassrl.train.megatron.weights import gather_hf_weights
 from compassrl.train.torch_train import OptimConfig, TorchTrain, accumulate_grads
 from tests.support.ranks import RankError, lively, name, run_ranks
 
@@ -98,7 +98,7 @@ def fresh(b):
     return replace(b)
 
 
-def whole_gradients():  # so that every rank holds complete gradients, as `hf_weights` wants them
+def whole_gradients():  # every rank holds complete gradients, which `gather_hf_weights` needs
     schedule = passes.get_forward_backward_func
     passes.get_forward_backward_func = lambda: partial(schedule(), force_all_reduce=True)
 
@@ -124,7 +124,7 @@ def job(
 
     def stepping(lr):
         e.step = step
-        walk = hf_weights(e.chunks, config, lambda p: p.main_grad)
+        walk = gather_hf_weights(e.chunks, config, lambda p: p.main_grad)
         grads.update((k, v.clone()) for k, v in walk)
         return step(lr)
 
@@ -408,7 +408,7 @@ lengths = st.lists(st.integers(2, 30), min_size=1, max_size=12)
 def test_every_row_goes_to_one_rank_with_all_its_tensors(sizes, ranks, tokens, multiple):
     b = numbered(sizes)
     rows = torch.arange(len(b))[::2]
-    works = plan(b, rows, ranks, tokens, multiple)
+    works = deal_rows(b, rows, ranks, tokens, multiple)
     assert (
         len(works) == ranks
         and len({len(w.parts) for w in works}) == 1

@@ -30,7 +30,7 @@ from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.train.megatron.cpu import PackedAttention, RMSNorm, megatron_calls
 from compassrl.train.megatron.model import build_model, init_parallel, transformer_config
 from compassrl.train.megatron.parallel import ParallelConfig, padded_vocab
-from compassrl.train.megatron.weights import cuts, hf_weights, load_hf
+from compassrl.train.megatron.weights import cuts, gather_hf_weights, load_hf
 from course.ranks import _first
 from tests.support.ranks import (
     DENSE,
@@ -317,7 +317,7 @@ def one_there_and_back(parallel, config, source):
                 p.fill_(torch.nan)
     load_hf(pieces, config, source)
     assert not any(p.isnan().any() for m in pieces for p in m.parameters())  # padding too
-    return {k: v.clone() for k, v in hf_weights(pieces, config)}, sum(
+    return {k: v.clone() for k, v in gather_hf_weights(pieces, config)}, sum(
         p.numel() for m in pieces for p in m.parameters()
     )
 
@@ -413,7 +413,7 @@ def alive_at_once(parallel, policy):
     load_hf(pieces, MIXED, stream())
     gc.collect()
     refs.clear()
-    for _, v in hf_weights(pieces, MIXED):
+    for _, v in gather_hf_weights(pieces, MIXED):
         note(1, v)
     return most
 

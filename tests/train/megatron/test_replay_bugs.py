@@ -18,7 +18,7 @@ from compassrl.records import Batch, Request, SamplingParams, collate
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.rollout.vllm.messages import engine_args, read_routes, to_sample
-from compassrl.train.megatron.batch import Packed, Tap, plan, tap_routers
+from compassrl.train.megatron.batch import Packed, Tap, deal_rows, tap_routers
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.model import build_model, init_parallel, transformer_config
 from compassrl.train.megatron.parallel import ParallelConfig
@@ -178,7 +178,7 @@ def test_bug_5_R2_through_packing_padding_and_interleaved_pieces(layout):
 
 
 def after_others(parallel, batch, others):
-    from compassrl.train.megatron.weights import hf_weights
+    from compassrl.train.megatron.weights import gather_hf_weights
     from tests.train.megatron.test_engine import whole_gradients
 
     whole_gradients()
@@ -191,7 +191,9 @@ def after_others(parallel, batch, others):
     grads, step = {}, e.step
 
     def stepping(lr):
-        grads.update({k: v.clone() for k, v in hf_weights(e.chunks, POLICY, lambda p: p.main_grad)})
+        grads.update(
+            {k: v.clone() for k, v in gather_hf_weights(e.chunks, POLICY, lambda p: p.main_grad)}
+        )
         return step(lr)
 
     e.step = stepping
@@ -329,7 +331,7 @@ def test_bug_12_no_path_drops_a_tensor():
             if getattr(BATCH, f.name) is None
         },
     )
-    for work in plan(b, torch.arange(len(b)), 3, 60):
+    for work in deal_rows(b, torch.arange(len(b)), 3, 60):
         for part in work.parts:
             assert all(getattr(part.batch, f.name) is not None for f in fields(Batch))
 

@@ -5,8 +5,8 @@ import torch
 
 from compassrl.data.tokenizer import build_tokenizer, encode
 from compassrl.model.policy import PolicyConfig
-from compassrl.train.reward_model import RewardModel, score_texts, train_reward_model
 from compassrl.train.sft import SFTConfig
+from course.reward_model import RewardModel, score_texts, train_reward_model
 
 TOK = build_tokenizer()
 SMALL = PolicyConfig(hidden_size=32, num_hidden_layers=1, num_experts=2, num_attention_heads=2)
