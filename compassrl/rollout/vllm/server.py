@@ -31,6 +31,7 @@ __all__ = [
     'shared_memory',
     'server_memory',
     'memory_list',
+    'engine_ends',
     'group_pids',
     'mapped_memory',
     'group_memory',
@@ -342,6 +343,7 @@ def flags(
 
 
 # %% ../../../nbs/rollout/vllm/server.ipynb #f87086fd
+engine_ends = 'COMPASSRL_ENGINE_ENDS'  # variable: vLLM's engine ends with the server
 _given = deque(maxlen=256)  # ports of servers that may still be loading and have not bound them
 
 
