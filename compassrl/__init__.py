@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # the same for type checkers
     from .algo.algo_settings import AdvantageConfig as AdvantageConfig
     from .algo.algo_settings import EspoConfig as EspoConfig
     from .algo.algo_settings import LossConfig as LossConfig
+    from .algo.loss_registry import policy_loss as policy_loss
     from .algo.losses import PolicyLoss as PolicyLoss
     from .config import TrainConfig as TrainConfig
     from .config import read_run_config as read_run_config

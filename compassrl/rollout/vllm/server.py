@@ -29,8 +29,9 @@ from compassrl.rollout.vllm.auth import secret_variable
 # %% auto #0
 __all__ = [
     'shared_memory',
-    'server_memory',
+    'memory_prefixes',
     'memory_list',
+    'engine_ends',
     'group_pids',
     'mapped_memory',
     'group_memory',
@@ -55,7 +56,7 @@ __all__ = [
 
 # %% ../../../nbs/rollout/vllm/server.ipynb #a9e67b5a
 shared_memory: Path = Path('/dev/shm')
-server_memory: tuple[str, ...] = 'psm_', 'vllm_dist_', 'sem.mp-'  # first letters of the names
+memory_prefixes: tuple[str, ...] = 'psm_', 'vllm_dist_', 'sem.mp-'  # first letters of the names
 
 
 def group_pids(group: int) -> list[int]:
@@ -76,7 +77,7 @@ def mapped_memory(*pids: int) -> set[str]:
             lines = [line for line in f if f' {shared_memory}/' in line]
             files = {line.split(maxsplit=5)[-1].rstrip('\n') for line in lines}
             names |= {os.path.basename(n) for n in files if not n.endswith('(deleted)')}
-    return {name for name in names if name.startswith(server_memory)}
+    return {name for name in names if name.startswith(memory_prefixes)}
 
 
 def group_memory(group: int) -> set[str]:
@@ -117,7 +118,7 @@ def remove(path: Path) -> None:
         return path.unlink(missing_ok=True)
     with suppress(OSError, ValueError):
         for name in json.loads((path / memory_list).read_text()):
-            if isinstance(name, str) and name.startswith(server_memory) and '/' not in name:
+            if isinstance(name, str) and name.startswith(memory_prefixes) and '/' not in name:
                 (shared_memory / name).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
@@ -342,6 +343,7 @@ def flags(
 
 
 # %% ../../../nbs/rollout/vllm/server.ipynb #f87086fd
+engine_ends = 'COMPASSRL_ENGINE_ENDS'  # variable: vLLM's engine ends with the server
 _given = deque(maxlen=256)  # ports of servers that may still be loading and have not bound them
 
 

@@ -7,6 +7,8 @@ GPUs weights travel without files, by NCCL or CUDA IPC."""
 from __future__ import annotations
 
 import base64
+import multiprocessing
+import os
 import pickle
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -48,7 +50,7 @@ from vllm.utils.network_utils import get_ip
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights, hf_shapes, weight_parts
 from compassrl.rollout.vllm.messages import backend, file_parts
-from compassrl.rollout.vllm.server import free_port
+from compassrl.rollout.vllm.server import end_with_parent, engine_ends, free_port
 
 # %% auto #0
 __all__ = [
@@ -156,6 +158,9 @@ def transfer(
 # %% ../../../nbs/rollout/vllm/transfer.ipynb #15ed9889
 def register() -> None:
     "Add the backend to vLLM: every vLLM process calls this, by its entry point for plugins"
+    parent = multiprocessing.parent_process()  # None = this is the server itself
+    if parent and parent.pid and os.environ.get(engine_ends):
+        end_with_parent(parent.pid)
     if backend not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend, PartTransfer)
 
