@@ -366,7 +366,7 @@ def test_a_call_that_is_not_there_is_noticed():
     assert not is_called('algo.losses.grpo', called)
     assert is_called('algo.algo_settings.EspoConfig.for_batch', set(calls('loop.loss_of')))
     assert not is_called('algo.algo_settings.EspoConfig.for_batch', set(calls('loop.unmoved')))
-    patched = set(calls('train.torch_engine.TorchTrain.update'))
+    patched = set(calls('train.torch_train.TorchTrain.update'))
     assert 'train.routes.validate_routes' in patched
 
 

@@ -184,7 +184,7 @@ def test_the_api_shows_signatures_comments_and_patched_methods(site):
     assert 'entropy – [B, T] nats, of the old policy' in espo  # a comment beside a parameter
     pool = text('rollout.vllm.pool')
     assert all(f'{method}(' in pool for method in ('generate', 'load_weights', 'close'))
-    assert 'update( batch: Batch' in text('train.torch_engine')
+    assert 'update( batch: Batch' in text('train.torch_train')
 
 
 # ---- what a figure shows

@@ -54,7 +54,6 @@ __all__ = [
     'train_setup',
     'RolloutKind',
     'TrainKind',
-    'Machine',
     'check_engines',
     'check',
     'prepare',
@@ -305,14 +304,6 @@ train_engines: dict[str, TrainKind] = dict(
 
 
 # %% ../../nbs/runs/factory.ipynb #1a830ca4
-class Machine(NamedTuple):
-    "Where a run would run"
-
-    rank: int  # 0 reads files and talks to servers
-    num_ranks: int
-    local_ranks: int  # ranks on this machine
-
-
 def check_engines(
     cfg: TrainConfig,
     num_ranks: int,
@@ -325,32 +316,32 @@ def check_engines(
 
 def check(
     cfg: TrainConfig,  # result of `resolve`
-    machine: Machine,
+    rank: int = 0,  # 0 reads files and talks to servers
+    num_ranks: int = 1,
+    local_ranks: int = 1,  # ranks on this machine
 ) -> list[str]:  # one line each; [] = this machine can do it
     "Problems that can be found before anything expensive begins"
-    found = _problems(lambda: check_engines(cfg, machine.num_ranks))
-    if machine.rank or found:
-        return found
-    return _problems(
-        lambda: check_trackers(cfg.trackers),
-        lambda: check_memory(cfg, machine.num_ranks, machine.local_ranks),
-        lambda: _check_shapes(cfg.init_from, cfg.policy) if cfg.init_from else None,
-    )
-
-
-def _problems(*checks: Callable[[], None]) -> list[str]:
+    checks = [lambda: check_engines(cfg, num_ranks)]
+    if not rank:
+        checks += [
+            lambda: check_trackers(cfg.trackers),
+            lambda: check_memory(cfg, num_ranks, local_ranks),
+            lambda: _check_shapes(cfg),
+        ]
     found = []
-    for raises in checks:
+    for i, raises in enumerate(checks):
         try:
             raises()
         except ValueError as e:
             found.append(str(e))
+            if not i:
+                break  # without engines the other checks say nothing
     return found
 
 
-def _check_shapes(source: str, policy: PolicyConfig) -> None:
-    for _ in checked_weights(read_shards(source, whole=False), policy):
-        pass  # names and shapes; nothing is loaded
+def _check_shapes(cfg: TrainConfig) -> None:
+    if cfg.init_from:  # names and shapes; nothing is loaded
+        list(checked_weights(read_shards(cfg.init_from, whole=False), cfg.policy))
 
 
 def prepare(
@@ -358,7 +349,7 @@ def prepare(
 ) -> RankMonitor | None:  # over all ranks; None for an engine of one process
     "This process, ready for its engines. Raises ValueError for what cannot be had here"
     set_up(cfg.device, cfg.num_threads)
-    for problem in check(cfg, Machine(*world(), local_world())):
+    for problem in check(cfg, *world(), local_world()):
         raise ValueError(problem)
     return train_engines[cfg.train_engine].meet(cfg.parallel, cfg.device)
 

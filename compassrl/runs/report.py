@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from compassrl.runs.curves import curves_png, plot_gantt, spans_of
+from compassrl.runs.curves import curves_png
+from compassrl.runs.gantt import plot_gantt, spans_of
 from compassrl.runs.log import finite_only
 from compassrl.runs.summary import read_curves, read_record, run_summary
 
