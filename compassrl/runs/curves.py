@@ -297,7 +297,7 @@ def spans_of(
     timings: Iterable[dict[str, float]],  # timings of samples
     metrics: Metrics | None = None,  # metrics of the step; phases are those with `time_{phase}_at`
 ) -> list[Span]:
-    "Who did what, when"
+    "Spans of each replica, judge and trainer"
     out = []
     for t in timings:
         if 'rollout_start' in t:
