@@ -121,7 +121,7 @@ def rung(size, a):
             vllm=VllmRollout(folder, num_slots=len(requests)),
         )
     for k, e in engines.items():
-        gaps[k] = gap(policy, run(e, weights, requests, 0)[1])  # warms up, too
+        gaps[k] = gap(policy, run(e, weights, requests, 0)[1])  # also warms up
     assert max(gaps.values()) < 1e-4, gaps
     for r in range(a.repeats):
         for k, e in engines.items():

@@ -121,7 +121,7 @@ def main():
     model, band, loss = reward_model(c)
     reward_s = time.process_time() - t
     pairs = shop_pairs(c.num_heldout, 'heldout', c.seed, c.level, c.margin)
-    # of equal answers nobody is asked, of equal pairs once
+    # Nobody is asked about equal answers, and once about equal pairs
     pairs = [q for q in dict.fromkeys(pairs) if q.first != q.second]
     groups = answer_groups(c.num_groups, level=c.level)
     truth = [true_label(q, c.margin) for q in pairs]

@@ -57,7 +57,7 @@ def measure(version, tokens, a):
     step(1)  # what is loaded on first use
     hidden.grad = head.grad = None
     with open('/proc/self/clear_refs', 'w') as f:
-        f.write('5')  # VmHWM starts anew
+        f.write('5')  # VmHWM starts again
     before, start = memory('VmRSS'), time.perf_counter()
     step(tokens)
     seconds = time.perf_counter() - start

@@ -5,7 +5,7 @@ without.
 
 16 groups of 8 rows of 96 tokens. Of each row the first 0, 24, 48 or 72 tokens are its group's
 prompt; the others are random, so nothing else is shared. Both passes take turns, medians are
-compared. The tree is made anew each time, and its gradient is compared with the other's. The bound
+compared. The tree is made again each time, and its gradient is compared with the other's. The bound
 is the number of tokens over that of nodes: attention, which works on whole rows, keeps the pass
 from it.
 

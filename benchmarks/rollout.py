@@ -88,7 +88,7 @@ def make_requests(a, prompts):
 
 
 def ours(engine, weights, requests):
-    # as before every step of training; it also drops the cached prompts
+    # every step of training begins like this; it also drops the cached prompts
     engine.load_weights(weights.items(), 0)
     return lambda: list(engine.generate(requests))
 

@@ -1,4 +1,4 @@
-"""Verdicts on trivial programs per second: the sandbox beside a plain Python per program.
+"""Verdicts on trivial programs per second: the sandbox against a plain Python per program.
 
 Each verdict runs one program and one assert line, in two sandboxes of a fork server, by as many
 threads as there are cores. A plain Python (`python -I -c`, program and test in one source) keeps

@@ -11,7 +11,7 @@ round runs five ways of giving the same requests out, in turn:
   round robin     dealt out before it starts: request i to server i % 2
   fifo            servers pull, in the order in which the requests come
   ours            servers pull, the longest by prediction first; the predictor has seen one earlier
-                  step of the prompts, in which all lengths were drawn anew
+                  step of the prompts, in which all lengths were drawn again
   cold            the same, by a predictor that has seen nothing: one probe of each prompt first
   oracle          servers pull, the truly longest first
 

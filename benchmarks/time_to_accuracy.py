@@ -109,7 +109,7 @@ from compassrl.runs.summary import machine_info
 from compassrl.train.sft import SFTConfig
 
 PROMISED = 3  # times as fast as TRL
-LARGEST_GAP = 1e-4  # of log-probs, in nats
+LARGEST_GAP = 1e-4  # gap of log-probs, in nats
 EPOCH = 480  # steps of the preset whose prompts TRL is given
 EVERY = 512  # responses from one evaluation to the next
 TRL_BEST = dict(
@@ -130,7 +130,7 @@ UNITS = 'cpu_seconds', 'seconds', 'tokens'
 class Task:
     "What is asked after the cold start, and how much is enough"
 
-    levels: tuple[float, ...]  # of held-out avg@k, the last one is what is raced for
+    levels: tuple[float, ...]  # levels of held-out avg@k, the last one is what is raced for
     cap: float  # CPU seconds of each contender
     shares: bool = False  # are the levels shares of what TRL gains in its time?
     mix: tuple = ()  # domain, difficulty, share; () = the prompts of the cold start
@@ -414,7 +414,7 @@ def arguments():
     )
     p.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2, 4, 5, 6])
     p.add_argument('--tasks', nargs='+', default=list(TASKS), choices=TASKS)
-    p.add_argument('--starts', help='folder that keeps cold starts; without it they are made anew')
+    p.add_argument('--starts', help='folder that keeps cold starts; without it they are made again')
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
     return p.parse_args()
 

@@ -281,7 +281,7 @@ def main():
         a.repeats = 2
     a.tokens = a.prompts * a.samples * a.new_tokens
     torch.set_num_threads(a.threads)
-    keep_freed_memory()  # as `compassrl train` does; the floor has it, too
+    keep_freed_memory()  # `compassrl train` does so, and the floor also has it
     torch.manual_seed(0)
     ids = torch.randint(2, 64, (a.prompts, a.prompt_tokens)).tolist()
     ours = Ours(a, ids)

@@ -59,7 +59,7 @@ def row(engine, requests, num, repeats):
     drawn = sum(int(drawn_mask(s).sum()) for s in b)
     read = 0
     for s in b:
-        ends = (drawn_mask(s).int().diff() == 1).nonzero()[:, 0] + 1  # of answers
+        ends = (drawn_mask(s).int().diff() == 1).nonzero()[:, 0] + 1  # ends of answers
         read += sum(len(s.prompt_ids) + int(e) - num for e in ends)
     return dict(answer=num, ratio=statistics.median(ratios), again=read / drawn, same=same)
 

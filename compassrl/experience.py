@@ -107,7 +107,7 @@ def timed_samples(samples: Iterator[Sample], metrics: Metrics) -> Iterator[Sampl
     "Passes samples on and adds the seconds spent waiting for them, and no others, to the rollout"
     metrics.setdefault('time_rollout_at', time.perf_counter())
     seconds = metrics.get('time_rollout_s') or 0.0
-    with phase('rollout'):  # one visit, in which the caller works, too
+    with phase('rollout'):  # one visit, in which the caller also works
         while True:
             t = time.perf_counter()
             s = next(samples, None)

@@ -73,7 +73,7 @@ def _sign(a):
 
 
 def group(
-    rewards: Sequence[float] = (1, 0, 0, 0),  # of one prompt, two to eight
+    rewards: Sequence[float] = (1, 0, 0, 0),  # Rewards of one prompt, two to eight
     estimator: Estimator = 'grpo',
 ) -> SVG:
     "Rewards, their mean and the advantages as arrows. Raises ValueError for another number"
@@ -187,7 +187,7 @@ def _shared(y, groups, ratios, clipped, step):  # a row per group, if there are 
 
 
 def token_groups(
-    log_ratios: Sequence[float] = (0.01, 0.1, 0, -0.05, -0.01),  # of a response, two to six
+    log_ratios: Sequence[float] = (0.01, 0.1, 0, -0.05, -0.01),  # Log-ratios of 2 to 6 tokens
     entropy: Sequence[float] = (0.1, 2, 0.05, 1.5, 0.2),  # nats, before the update
     advantage: float = 1.0,
     vocab_size: int = 100,
@@ -227,7 +227,7 @@ def _experts(y, title, scores, chosen, gates, roles):
 
 
 def router_tie(
-    rollout_scores: Sequence[float] = (1.2, 2, 1.21, -1),  # of two to six experts, as it rounds
+    rollout_scores: Sequence[float] = (1.2, 2, 1.21, -1),  # Scores of 2 to 6 experts, rounded
     train_scores: Sequence[float] = (1.21, 2, 1.2, -1),
     num_chosen: int = 2,
 ) -> SVG:

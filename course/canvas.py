@@ -26,8 +26,8 @@ __all__ = [
 ]
 
 Role = Literal['plain', 'good', 'hot']
-width: int = 400  # of every drawing; at 360 pixels a letter is still 11 pixels high
-size: int = 14  # of letters
+width: int = 400  # width of every drawing; at 360 pixels a letter is still 11 pixels high
+size: int = 14  # size of letters
 leading: int = 18  # from line to line
 paper: str = '#ffffff'
 colors: dict[str, tuple[str, str, str]] = {  # role -> area, line, words
@@ -45,7 +45,7 @@ def _colors(role):
 
 def text(
     x: float,
-    y: float,  # of the first line: where its letters stand
+    y: float,  # baseline of the first line
     words: str,  # may have several lines
     role: Role = 'plain',
     anchor: Literal['start', 'middle', 'end'] = 'start',

@@ -142,7 +142,7 @@ class Lab:
         self,
         name: str,
         html: str,  # the picture in a marked box
-        widget: Any,  # of anywidget; None = it is not installed
+        widget: Any,  # widget of anywidget; None = it is not installed
     ) -> None:
         self.name, self.html, self.widget = name, html, widget
 
@@ -156,7 +156,7 @@ class Lab:
 
 def lab(
     name: str,  # a file of the folder `labs`, without '.js'
-    figure: 'Figure',  # of matplotlib, drawn by Python: what stands there without scripts
+    figure: 'Figure',  # matplotlib's, drawn by Python: what stands there without scripts
     says: str,  # what the figure shows, for whoever does not see it
 ) -> Lab:  # for the last line of a cell
     "A lab, alive where scripts run. Raises ValueError for an unknown lab"
@@ -193,7 +193,7 @@ def check(
 def expect(
     got: 'Tensor',  # what a function has returned
     want: 'Tensor',
-    tol: float = 1e-6,  # of each element, absolute or relative
+    tol: float = 1e-6,  # tolerance of each element, absolute or relative
 ) -> None:
     "Raises AssertionError that names the first place where they differ"
     if not hasattr(got, 'shape') or got.shape != want.shape:

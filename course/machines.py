@@ -1,4 +1,4 @@
-"""Who holds what, how new weights travel, and what a run leaves on the disk: drawn from a layout,
+"""What each rank holds, how new weights travel, what a run leaves on the disk: drawn from a layout,
 from weights, and from a folder."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def ranks(
     parallel: ParallelConfig = ParallelConfig(tp=2, pp=2, ep=2, etp=1),
     world_size: int = 8,  # ranks that train, at most 16
     policy: PolicyConfig | None = None,  # None = the default one
-    rank: int = 0,  # whose copies are marked
+    rank: int = 0,  # the rank with marked copies
 ) -> SVG:
     "Stages, replicas and ranks as nested boxes. Raises ValueError for a layout that cannot be"
     policy = policy or PolicyConfig()
@@ -125,7 +125,7 @@ run_files: dict[str, tuple[str, bool]] = {  # name -> what it is, is it needed t
 
 
 def run_folder(
-    folder: str | Path,  # of a run
+    folder: str | Path,  # folder of a run
 ) -> SVG:
     "What is in it and what for, in the order in which it is written. Raises ValueError if empty"
     found = {p.name: p for p in Path(folder).iterdir() if not p.name.startswith('.')}

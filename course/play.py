@@ -37,7 +37,7 @@ def grid_sizes(
 
 
 def spread(
-    values: Sequence[Any],  # of a control, in order
+    values: Sequence[Any],  # values of a control, in order
     start: Any,  # one of them, or a number between two of them
     num: int,
 ) -> list[Any]:  # `num` of them
@@ -112,7 +112,7 @@ def _values(control):  # all values of a widget: a list, a box to tick, a slider
     return [control.base**v for v in values] if hasattr(control, 'base') else values
 
 
-def _address(picture):  # of an image in few colours
+def _address(picture):  # data address of an image in few colours
     picture.quantize(32, dither=0).save(file := BytesIO(), 'PNG', optimize=True)
     return f'data:image/png;base64,{b64encode(file.getvalue()).decode()}'
 
@@ -151,7 +151,7 @@ def _box(controls, frames, start):  # frames: as `frame` gives them, the last co
 
 def still_play(
     fn: Callable[..., Any],  # draws with matplotlib, prints, or returns what Jupyter shows
-    **controls: Any,  # as `interact` of ipywidgets takes them
+    **controls: Any,  # controls, written like those of `interact` of ipywidgets
 ) -> 'HTML':  # a box with all frames, for the page
     "What a function shows on a grid of its controls"
     from IPython.display import HTML
@@ -179,7 +179,7 @@ def still_play(
 
 def playground(
     fn: Callable[..., Any],  # draws with matplotlib, prints, or returns what Jupyter shows
-    **controls: Any,  # as `interact` of ipywidgets takes them
+    **controls: Any,  # controls, written like those of `interact` of ipywidgets
 ) -> None:
     "Sliders over a function: alive with a kernel, stored as frames for a page"
     from IPython.display import display

@@ -36,7 +36,7 @@ def _child(rank, n, folder, timeout_s, fn, args):  # never returns
             os.dup2(fd, out)
         # a kernel's own streams stay with it
         sys.stdout = sys.stderr = open(fd, 'w', buffering=1, closefd=False)
-        with suppress(AttributeError, OSError):  # as `model.wait_for_a_core`, without Megatron-Core
+        with suppress(AttributeError, OSError):  # `model.wait_for_a_core` without Megatron-Core
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
         store = dist.FileStore(str(folder / 'store'), n)

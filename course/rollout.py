@@ -70,7 +70,7 @@ class Bar(NamedTuple):
     lane: int
     start: float  # seconds, or steps
     end: float
-    number: int  # of its request
+    number: int  # number of its request
 
 
 def _lanes(spans):  # (start, end, request) -> bars, each in a lane that is free
@@ -88,7 +88,7 @@ def queue_bars(
     longest_first: bool = False,
     begin: float = 0.0,
 ) -> list[Bar]:
-    "Who begins when, by the library's queue"
+    "Start and end of each request, by the library's queue"
     requests = [Request(str(i), (i,)) for i in range(len(lengths))]
     order = (lambda r: -lengths[int(r.prompt_id)]) if longest_first else (lambda r: 0)
     done = simulate(requests, lambda r, _: lengths[int(r.prompt_id)], ['a'], slots, order=order)
@@ -147,7 +147,7 @@ def plan_bars(
     slots: int,
     judge_s: float,  # seconds of a verdict
     judges: int,
-) -> tuple[list[Bar], list[Bar]]:  # of the rollout, of the judges
+) -> tuple[list[Bar], list[Bar]]:  # bars of the rollout, bars of the judges
     "The whole step: a verdict waits for its response and for a judge that is free"
     if plan not in get_args(Plan):
         raise ValueError(f'plan={plan!r}: use one of {get_args(Plan)}')
@@ -162,7 +162,7 @@ def plan_bars(
 
 def timelines(
     lengths: Sequence[float] = (1, 1, 2, 4),  # seconds of one to twelve responses
-    slots: int = 2,  # of the rollout, one to six
+    slots: int = 2,  # slots of the rollout, one to six
     judge_s: float = 0.5,  # seconds of a verdict
     judges: int = 1,
     plans: Sequence[Plan] = get_args(Plan),

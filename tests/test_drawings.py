@@ -55,7 +55,7 @@ def stored():
 
 
 STORED = list(stored())
-# as wide and as full as they can be
+# The widest and fullest drawings
 FULL = {
     'group of eight': lambda: algorithm.group([0.25, 1, 0.5, 0, 1, 0, -1, 0.125]),
     'clip, DAPO': lambda: algorithm.clip_ranges([(1.26, 1), (0.7, -1)], (0.2, 0.28)),
@@ -242,7 +242,7 @@ def test_the_loop_has_the_shapes_of_its_batch():
 def test_the_cache_computes_one_entry_a_row():
     lengths = [(3, 2), (1, 6)]
     svg = rollout.kv_cache(lengths).data
-    assert roles(svg, 'box').count('good') == len(lengths) + 1  # and one beside its name
+    assert roles(svg, 'box').count('good') == len(lengths) + 1  # and one next to its name
     assert len(roles(svg, 'box')) == 12 + 3
     assert 'without a cache it computes 12' in words(svg)
     assert 'a step computes 2 entries; the cache has 10' in words(svg)

@@ -60,7 +60,7 @@ def test_a_path_says_its_minutes_on_the_front_page(name):
     told = front_page().split(f'<summary><b>{name}</b>: {path["about"]} ')[1]
     told = told.split('</details>')[0]
     number, unit = re.match(r'\(([\d.]+) (minutes|hours) to read\)', told).groups()
-    half = 0.5 if unit == 'minutes' else 3  # as it is rounded
+    half = 0.5 if unit == 'minutes' else 3  # half of the unit it is rounded to
     assert float(number) * (60 if unit == 'hours' else 1) == pytest.approx(sum(each), abs=half)
     lines = re.findall(r'^\d+\. \[.* \((\d+)\)$', told, flags=re.M)
     assert list(map(int, lines)) == [max(1, round(m)) for m in each], 'run `make sync`'

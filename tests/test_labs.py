@@ -400,7 +400,7 @@ def test_silent_groups_grow_by_keyboard_and_what_they_cost_is_shown(browser, tmp
 def test_group_lab_follows_mouse_and_keyboard(browser, tmp_path):
     opened = Opened(browser, tmp_path, 'groups')
     page = opened.page
-    lengths = [9, 8, 10, 7, 9, 12, 8, 9]  # of the hard prompt
+    lengths = [9, 8, 10, 7, 9, 12, 8, 9]  # tokens of the hard prompt's responses
 
     def hard(raw, estimator='grpo'):
         "Mean advantages that Python gives the hard group, whose verdicts differ: no RL-ZVP"

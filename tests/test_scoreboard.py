@@ -238,7 +238,7 @@ def follows(found, settings):
 def test_what_five_settings_choose_for_the_sixth_follows_from_the_runs():
     found = result('alpha')
     seeds = found['settings']['seeds']
-    gains = {}  # of a setting: of an alpha: seed by seed, in points
+    gains = {}  # setting -> alpha -> seed -> points
     for r in found['runs']:
         gain = 100 * (r['evals'][-1][1] - r['evals'][0][1])
         gains.setdefault(r['task'], {}).setdefault(int(r['arm'][1:]) / 1000, {})[r['seed']] = gain
@@ -268,7 +268,7 @@ def test_tokens_until_the_rate_of_dapo_follow_from_the_runs():
             shares = []
             for r in [r for r in found['runs'] if (r['task'], r['arm']) == (task, arm)]:
                 marks, rates = zip(*r['evals'])
-                at = np.union1d(grid, [n / budget for n in marks if n <= budget])  # peaks, too
+                at = np.union1d(grid, [n / budget for n in marks if n <= budget])  # also peaks
                 there = at[np.interp(at * budget, marks, rates) >= ends[task, r['seed']]]
                 shares.append(there[0] if len(there) else 1)
             assert row['tokens_to_dapo'] == pytest.approx(statistics.fmean(shares), abs=1e-3)

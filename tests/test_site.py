@@ -44,7 +44,7 @@ def site(tmp_path_factory):
     return out
 
 
-WORD = re.compile(r'<span class="\w{1,2}">([^<]*)</span>')  # of code; most of what a page has
+WORD = re.compile(r'<span class="\w{1,2}">([^<]*)</span>')  # Words of code: most of what a page has
 
 
 class Page(HTMLParser):
@@ -181,7 +181,7 @@ def test_the_api_shows_signatures_comments_and_patched_methods(site):
 
     espo = text('algo.losses.espo')
     assert 'entropy_groups( entropy: Tensor, mask: Tensor, cfg: EspoConfig, ) → Tensor' in espo
-    assert 'entropy – [B, T] nats, of the old policy' in espo  # a comment beside a parameter
+    assert 'entropy – [B, T] nats, of the old policy' in espo  # a comment next to a parameter
     pool = text('rollout.vllm.pool')
     assert all(f'{method}(' in pool for method in ('generate', 'load_weights', 'close'))
     assert 'update( batch: Batch' in text('train.torch_train')
@@ -232,7 +232,7 @@ def test_alt_is_the_cells_own_line_or_its_labels_or_the_text_above(code, want):
 def test_every_picture_says_what_it_shows(pages):
     said = [(p.name, i) for p, page in pages.items() for i in page.images]
     assert len(said) > 300
-    # the logo stands beside its name
+    # the logo stands next to its name
     silent = [
         f'{name}: {i["src"]}'
         for name, i in said
@@ -347,7 +347,7 @@ def opened(page, address, name, own=True, patience_ms=30_000):
     than styles for a width, begin as the page before has ended.
     """
     if own and page.viewport_size != WIDTHS[SCREEN]:
-        page.evaluate('document.documentElement.hidden = true')  # it is not laid out anew
+        page.evaluate('document.documentElement.hidden = true')  # it is not laid out again
         page.set_viewport_size(WIDTHS[SCREEN])
     page.goto(address + name, wait_until='load')
     return [] if page.evaluate(ALIVE, patience_ms) else [f'{name}: a lab or a Play is not alive']

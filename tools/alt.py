@@ -1,7 +1,7 @@
 """What a figure shows, in words, for whoever does not see it.
 
 `#| fig-alt: ...` on top of a cell says it. Without that line it is said by the heading above and by
-the titles and axes that the cell writes. Where these say little the text above is asked, too.
+the titles and axes that the cell writes. Where these say little the text above is also asked.
 """
 
 import ast

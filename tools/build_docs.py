@@ -49,7 +49,7 @@ PLAYER = {
     'fast-forward': '⏭',
     'plus': '+',
 }
-TEXTS = ('CONTRIBUTING.md', 'CHANGELOG.md')  # files beside the notebooks that become pages
+TEXTS = ('CONTRIBUTING.md', 'CHANGELOG.md')  # files next to the notebooks that become pages
 
 
 def title(nb):
@@ -159,7 +159,7 @@ def offline(html, shows):
 
 
 def alive(html):
-    "The code of a lab or a Play beside its box. It imports nothing: a page works from a disk, too"
+    "The code of a lab or a Play next to its box. It imports nothing: a page also works from a disk"
     found = re.search(r'<div class="lab" data-lab="(\w+)"', html)
     if not found:
         return html

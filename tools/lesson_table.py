@@ -15,7 +15,7 @@ import nbformat
 from alt import directives, own, titles_of
 from links import broken
 
-WORDS_A_MINUTE, LINES_A_MINUTE = 200, 15  # of prose, of code that is seen
+WORDS_A_MINUTE, LINES_A_MINUTE = 200, 15  # words of prose, lines of code that is seen
 COLUMNS = (
     'part',
     'lessons',

@@ -48,7 +48,7 @@ def run(copy, tests):
             for name in [m for m in sys.modules if m.split('.')[0] in ('tests', 'compassrl')]:
                 del sys.modules[name]
             sys.path[:] = [str(copy), *(p for p in sys.path if Path(p or '.').resolve() != ROOT)]
-            os.environ['PYTHONPATH'] = str(copy)  # of processes that a test starts
+            os.environ['PYTHONPATH'] = str(copy)  # for processes that a test starts
             sys.dont_write_bytecode = True  # a fault of the same second would not be seen
             code = pytest.main(['-qx', '-p', 'no:cacheprovider', *tests])
         finally:

@@ -18,7 +18,7 @@ NOTE = '<!-- Generated from nbs/readme.ipynb by tools/readme.py: edit the notebo
 
 
 def relink(text):
-    "Links beside the notebook become links beside the README"
+    "Links next to the notebook become links next to the README"
 
     def move(m):
         if m[1].startswith('../'):

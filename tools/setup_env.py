@@ -1,7 +1,7 @@
 """Make or complete the project's environment, .venv, with the versions of constraints.txt.
 
     python tools/setup_env.py [extra ...]    # none = the package alone; e.g. dev engines-cpu
-    python tools/setup_env.py --lock [option ...]    # constraints.txt anew, by uv pip compile
+    python tools/setup_env.py --lock [option ...]    # rewrites constraints.txt, by uv pip compile
 
 Standard library only. uv does the installing. constraints.txt names versions and no addresses, so
 it serves every index. On Linux without a GPU the CPU build of torch is wanted, 0.2 GB instead of

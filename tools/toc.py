@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Course:
-    "course.yml beside the notebooks that it speaks of"
+    "course.yml, with the notebooks that it speaks of"
 
     root: Path
 
@@ -108,7 +108,7 @@ class Course:
         return f'{part.numeral}.{part.notebooks.index(name) + 1}'
 
     def chain(self, name):
-        "The sequence that Previous and Next walk: the course, or the engine room beside it"
+        "The sequence that Previous and Next walk: the course, or the engine room next to it"
         aside = self.order[name].kind == 'reference'
         return [n for n, part in self.order.items() if (part.kind == 'reference') == aside]
 

@@ -50,7 +50,7 @@ class Study:
     name: str
     tasks: dict[str, Mix]
     arms: dict[str, Change]  # what each changes in `preset`
-    learning_rates: dict[str, float]  # of each arm
+    learning_rates: dict[str, float]  # arm -> learning rate
     seeds: tuple[int, ...]
     budget: int  # response tokens of a trial
     marks: int = 5  # evaluations on the way, the last one at the end
@@ -58,12 +58,12 @@ class Study:
     eval_k: int = 8
     cold_steps: int = 1200
     cold: Mix = (('arithmetic', 1.25, 1.0),)  # what the cold start shows
-    cold_seed: int | None = None  # of one cold start for all seeds; None = each its own
+    cold_seed: int | None = None  # seed of one cold start for all seeds; None = each its own
     shape: dict[str, int] = field(default_factory=dict)  # what its policy has of its own
-    # of an arm: what is trained on, one mix after the other, each for as many tokens; else the task
+    # what an arm is trained on, one mix after the other, each for as many tokens; else the task
     stages: dict[str, tuple[Mix, ...]] = field(default_factory=dict)
     look: Callable[[Batch], dict[str, float]] | None = None  # what is kept of every step
-    ways: dict[str, Callable] = field(default_factory=dict)  # of an arm that `run` cannot do
+    ways: dict[str, Callable] = field(default_factory=dict)  # code for arms that `run` cannot do
     runs: Path = RUNS
 
     @property

@@ -54,7 +54,7 @@ PARTS = dict(
     fixed_narrow=arm('espo', alpha=0.0, eps_min=3.5e-4),
     fixed_wide=arm('espo', alpha=0.0, eps_min=0.24),
     one_group=arm('espo', top_frac=1.0, **WIDE),
-    # as many bins as a response has tokens
+    # one bin for each token that a response can have
     token_wise=arm('espo', groups='bins', num_bins=tiny_cpu().rollout.max_tokens, **WIDE),
     top10=arm('espo', top_frac=0.1, **WIDE),
     top40=arm('espo', top_frac=0.4, **WIDE),

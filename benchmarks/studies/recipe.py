@@ -44,7 +44,7 @@ from compassrl.runs.presets import tiny_cpu
 from compassrl.runs.summary import machine_info
 
 DYNAMIC = ZeroVarianceConfig('refill', repetition_weight=0, zvp_alpha=0)
-LEFT = 0.05  # of a learning rate that falls
+LEFT = 0.05  # share left of a learning rate that falls
 
 
 def grpo(cfg):

@@ -9,7 +9,7 @@ their number at the end, as in bfloat16-R3-off-8.
 
 Rollouts by the real vLLM, in bfloat16, are the arms vllm-... On a CPU it wants experts whose widths
 are multiples of 32, so these arms have a wider policy with a cold start of its own, and the arms
-wide-... beside them: the same policy, rollouts by the embedded engine in bfloat16.
+wide-... next to them: the same policy, rollouts by the embedded engine in bfloat16.
 
 All runs of a policy begin with the weights of one cold start; a seed draws prompts and responses.
 Every tenth step is looked at twice before its updates, with live routers and with the rollout's

@@ -58,7 +58,7 @@ from compassrl.runs.presets import tool_cpu
 from compassrl.runs.summary import machine_info
 from compassrl.train.torch_train import TorchTrain
 
-CALLS = (1, 2, 3, 4)  # that a question needs
+CALLS = (1, 2, 3, 4)  # calls that a question needs
 SILENT = 'zero_variance_raw_frac'  # groups of a step whose rewards are equal
 
 
@@ -137,11 +137,11 @@ SEEN |= dict(window=Arm(view='noise_window'), window_state=Arm(view='left_window
 
 @dataclass(frozen=True)
 class Study:
-    views: tuple[str, ...] = ('plain',)  # that the cold start has shown
+    views: tuple[str, ...] = ('plain',)  # views that the cold start has shown
     room: int = 64  # tokens of a response, with what it reads
     seeds: tuple[int, ...] = tuple(range(6))
     budget: int = 60_000  # response tokens of a trial
-    shown: tuple[float, ...] = (0.9925, 0.0025, 0.0025, 0.0025)  # of the solutions of a cold start
+    shown: tuple[float, ...] = (0.9925, 0.0025, 0.0025, 0.0025)  # shares of the cold solutions
     hasty: float = 0.3  # share of them with the answer alone
     cold_steps: int = 200  # for each view
     num_heldout: int = 64  # for each number of calls

@@ -49,7 +49,7 @@ def largest_gap(trainer, checks):
 
 
 def main(spec):
-    keep_freed_memory()  # as `compassrl train` does
+    keep_freed_memory()  # `compassrl train` does the same
     rows = Dataset.from_list([dict(prompt=p['text']) for p in spec['prompts']])
     tokenizer = AutoTokenizer.from_pretrained(spec['model'])
     for p in spec['prompts']:

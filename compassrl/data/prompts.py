@@ -201,5 +201,5 @@ def load_eval_set(
     prompts, _ = load_prompts(path, reading, on_bad_row)
     known = {p.text for p in train}
     if twice := sum(p.text in known for p in prompts):
-        print(f'{path}: {twice} of {len(prompts)} prompts of {name!r} are trained on, too')
+        print(f'{path}: {twice} of {len(prompts)} prompts of {name!r} are also trained on')
     return [replace(p, id=f'{name}/{p.id}') for p in prompts]

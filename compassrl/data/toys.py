@@ -54,7 +54,7 @@ def _demand(choose, word, taken):  # text, check, kind; None where two demands c
 
 @task_family
 def instructions(
-    level: int,  # demands beside the number of words and the given one: 0, 1 or 2
+    level: int,  # demands besides the number of words and the given one: 0, 1 or 2
     choose: Choices,
 ) -> Problem | None:  # None where two demands clash
     "So many words, one of them given; several responses are right"

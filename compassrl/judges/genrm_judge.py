@@ -31,7 +31,7 @@ __all__ = ['GenRMJudge', 'JudgePerPrompt', 'make_judge']
 
 # %% ../../nbs/judges/genrm_judge.ipynb #0f5fbecb
 class GenRMJudge(Judge):
-    "A generative reward model beside the rollout: whatever waits is asked as one batch"
+    "Asks a generative reward model during the rollout: whatever waits is one batch"
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class GenRMJudge(Judge):
         tokenizer: Tokenizer,
         eos_id: int | tuple[int, ...],
         ask: Ask,  # a `GenRM`, or any function
-        batches: int = 4,  # under way at a time; 0 = none beside the rollout, one when it is over
+        batches: int = 4,  # Batches under way at a time; 0 = none during the rollout, one after it
         seed: int = 0,  # draws the references
         group_size: int = 0,  # only so many of a group may become its reference; 0 = any
     ) -> None:

@@ -162,7 +162,7 @@ async def _gather(calls: Iterable[Awaitable[Any]]) -> list[Any]:
 
 
 class RewardFunction:
-    "A user's function, or a built-in verifier, and how it is to be called"
+    "A user's function, or a built-in verifier, and how to call it"
 
     def __init__(self, name: str, fn: Callable[..., Any], correct_at: float) -> None:
         self.name, self.fn, self.correct_at = name, fn, correct_at

@@ -69,7 +69,7 @@ class Launched:
         self.run_dir: Path = run_dir
         self.num_ranks: int = num_ranks
         self.asked_to_stop: bool = False
-        self.log: Path = run_dir.with_name(run_dir.name + '.log')  # beside the run directory
+        self.log: Path = run_dir.with_name(run_dir.name + '.log')  # next to the run directory
         with open(self.log, 'ab') as f:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 _command(args, num_ranks),
@@ -113,7 +113,7 @@ class Launched:
         return read_metrics(self.run_dir) if self.run_dir.is_dir() else []
 
     def log_tail(self, num_lines: int = 8) -> str:
-        "The end of what was printed, as a terminal shows it: the last of a bar that is drawn anew"
+        "The end of what was printed, as a terminal shows it: of a bar that is redrawn, the last"
         text = self.log.read_bytes().decode(errors='replace')
         lines = [line.rstrip('\r').split('\r')[-1] for line in text.split('\n')]
         return '\n'.join([line for line in lines if line.strip()][-num_lines:])

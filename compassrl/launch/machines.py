@@ -25,7 +25,7 @@ __all__ = ['Machines', 'num_gpus', 'machines', 'Plan', 'plan_run']
 # %% ../../nbs/launch/machines.ipynb #eb279e4c
 @dataclass(frozen=True)
 class Machines:
-    "Who trains and who serves, in whole nodes where there are several"
+    "Ranks that train and servers, in whole nodes where there are several"
 
     train_nodes: int
     ranks_per_node: int  # ranks on each of the train nodes

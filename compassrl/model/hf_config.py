@@ -258,7 +258,7 @@ def read_checkpoint_json(path: Path) -> dict[str, Any]:
 # %% ../../nbs/model/hf_config.ipynb #899cbb02
 def config_dict(
     config: PolicyConfig,
-    dtype: torch.dtype = torch.float32,  # type of the tensors beside it
+    dtype: torch.dtype = torch.float32,  # type of the tensors next to it
 ) -> dict[str, Any]:
     "What `config.json` holds. Raises ValueError for a shape that its family cannot have"
     name = kind_of(config)
@@ -312,7 +312,7 @@ def _check_back(config: PolicyConfig, d: dict[str, Any]) -> None:
 def write_config(
     config: PolicyConfig,
     folder: str | Path,
-    dtype: torch.dtype = torch.float32,  # type of the tensors beside it
+    dtype: torch.dtype = torch.float32,  # type of the tensors next to it
 ) -> None:
     "`config.json` as transformers and vLLM expect it. Raises ValueError as `config_dict` does"
     text = json.dumps(config_dict(config, dtype), indent=2, default=list)

@@ -27,7 +27,7 @@ def dense_log_probs(
     targets: Tensor,  # [N] int64
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # [N] log-probs; [N] entropies in nats, without gradient
-    "All logits at once, and as many log-probs beside them"
+    "All logits at once, and as many log-probs next to them"
     all_log_probs = _logits(hidden, head, temperature).log_softmax(-1)
     with torch.no_grad():
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)

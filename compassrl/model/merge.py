@@ -39,7 +39,7 @@ __all__ = [
 # %% ../../nbs/model/merge.ipynb #77b7aba1
 def kth_largest(
     parts: Callable[[], Iterable[Tensor]],  # called twice; fp32 tensors of any shape
-    density: float,  # share that is to be kept, in (0, 1]
+    density: float,  # share to keep, in (0, 1]
 ) -> float:  # at least int(density * numbers) of them are this large; inf = none is kept
     "The threshold of absolute values, exact, in two passes and 2 MB"
     high = torch.zeros(2**16, dtype=torch.long)
@@ -230,7 +230,7 @@ def merged_weights(
 
 
 def merge_checkpoints(
-    models: Sequence[str | Path],  # Hugging Face checkpoints; files beside weights: of the first
+    models: Sequence[str | Path],  # Hugging Face checkpoints; all but weights: from the first
     out: str | Path,  # a new folder
     cfg: MergeConfig = MergeConfig(),
     base: str | Path | None = None,  # the checkpoint that all of them began with

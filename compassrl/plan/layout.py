@@ -120,7 +120,7 @@ class Layout:
         self,
         *axes: str,  # some of tp, cp, dp, pp, or of etp, ep, edp, pp
     ) -> list[list[int]]:  # the ranks that differ in these axes alone
-        "Who talks to whom. Raises ValueError for axes of both kinds"
+        "Ranks that talk to each other. Raises ValueError for axes of both kinds"
         for kind in (('tp', 'cp', 'dp', 'pp'), ('etp', 'ep', 'edp', 'pp')):
             if set(axes) <= set(kind):
                 break

@@ -212,9 +212,7 @@ def _start(
     return name.replace('_', '-'), preset(), preset.__doc__ or ''
 
 
-def _train_call(
-    args: list[str],
-) -> partial[Any]:  # what follows `compassrl train` -> what is to be done
+def _train_call(args: list[str]) -> partial[Any]:  # what follows `compassrl train` -> what to do
     name, default, about = _start(args)
     prog, words = f'compassrl train {args[0]}', args[1:]
     if {'-h', '--help'} & set(words):
@@ -263,7 +261,7 @@ def parse_resume(
 _commands = 'report', 'merge', 'pipeline', '--tyro-print-completion', '--tyro-write-completion'
 
 
-def _call(args: list[str]) -> Callable[..., Any]:  # what is to be done
+def _call(args: list[str]) -> Callable[..., Any]:  # what to do
     match args:
         case ['train', *rest]:
             return _train_call(rest)

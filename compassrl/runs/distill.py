@@ -281,7 +281,7 @@ def distill(
     if out.suffix != '.jsonl':
         raise ValueError(f'out={c.out!r}: name a .jsonl file by --out')
     if out.exists():
-        raise ValueError(f'{out} exists: remove it to choose anew, or name another by --out')
+        raise ValueError(f'{out} exists: remove it to choose again, or name another by --out')
     repeats([], c.alike)  # refused now if its package is missing
     cfg = resolve(cfg) if cfg.init_from else cfg
     data = asked_of(cfg, kept)

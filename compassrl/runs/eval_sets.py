@@ -129,7 +129,7 @@ def mean_interval(
 def set_line(
     name: str,
     result: EvalResult,
-    own: bool = False,  # do reward functions judge? Then their mean is said, too
+    own: bool = False,  # do reward functions judge? Then their mean is also said
 ) -> str:
     "One evaluation in one line"
     low, high = interval(result)

@@ -183,7 +183,7 @@ def write_card(
     p: Pipeline,
     stage: Stage,  # stage with a model
     folder: Path,  # folder of the pipeline
-) -> Path:  # README.md beside the weights
+) -> Path:  # README.md next to the weights
     "What the model is, from what it was made and how, and how it does"
     folders = stage_folders(p, folder)
     place, found = folders[stage.name], scores(folders[stage.name])

@@ -117,7 +117,7 @@ def read_result(
 
 
 def check_files(folder: Path) -> None:
-    "All that a resume will read beside checkpoints. Raises ValueError that names a damaged file"
+    "All that a resume will read besides checkpoints. Raises ValueError that names a damaged file"
     for name in _results:
         read_result(folder, name)
     for name in ('cold_start', 'metrics', 'trace'):

@@ -231,7 +231,7 @@ def too_long(
         []
         if longest <= limit
         else [
-            f'The longest prompt and rollout.max_tokens={room} need a longer context, too: '
+            f'The longest prompt and rollout.max_tokens={room} also need a longer context: '
             f'--policy.max-position-embeddings {longest}'
         ]
     )

@@ -89,7 +89,7 @@ def continue_in_new_namespaces() -> None:
 
 
 def bind_at(fd: int, target: str, read_only: bool) -> None:
-    "Shows an open file or folder at another place, too"
+    "Also shows an open file or folder at another place"
     if os.path.isdir(f'/proc/self/fd/{fd}'):
         os.makedirs(target, exist_ok=True)
     else:

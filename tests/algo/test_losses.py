@@ -141,7 +141,7 @@ def law_naive(make):
         want = naive(cfg, *data)
         close(value, want[0], 1e-12)
         close(grad, want[1], 1e-12)
-        if cfg.kl_coef:  # of a token, however the loss is averaged
+        if cfg.kl_coef:  # mean over tokens, however the loss is averaged
             close(metrics['kl'], fp64(want[2]), 1e-12)
 
     check()

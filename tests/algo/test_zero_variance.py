@@ -795,7 +795,7 @@ def test_one_tolerance_for_all(apart, flat):
     assert found['zero_variance_raw_frac'] == flat
     assert found['zero_variance_frac'] == flat
     assert bool((adv[:, 1] < 0).any()) == (not flat), 'z-scores have both signs'
-    unit = (r.float() - shape_rewards(samples, 9, cfg)).max() / (0.1 * 2 / 4)  # of the penalty
+    unit = (r.float() - shape_rewards(samples, 9, cfg)).max() / (0.1 * 2 / 4)  # unit of the penalty
     assert unit.item() == pytest.approx(1.0 if flat else apart, rel=0.2, abs=2e-6)
     assert screen(r, g).item() == (apart / 2 > 1e-6)
     for sign, same in ((-1, apart), (1, 1 - apart)):  # rewards that are equal, at both ends

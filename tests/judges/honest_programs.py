@@ -7,7 +7,7 @@ functions as arguments; and habits of programmers that a sandbox must forgive.
 
 import random
 
-HABITS = [  # what honest programs do beside their task
+HABITS = [  # what honest programs do besides their task
     '',
     'if __name__ == "__main__":\n    print(solve(int(input())))\n',
     'input = 3\n',

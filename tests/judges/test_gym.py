@@ -200,7 +200,7 @@ def test_parallel_calls_against_all_orders():
     world = [dict(name='f', arguments=a) for a in ({}, dict(a=1), dict(a=2))]
     expected = [
         dict(f=dict(a=v)) for v in ([1], [2], [1, 2], [1, ''], [1, 2, ''])
-    ]  # as BFCL writes them
+    ]  # BFCL writes them like this
 
     def fits(call, e):
         a = call['arguments'].get('a', '')

@@ -70,7 +70,7 @@ def test_hostile_programs(tmp_path, record_property, monkeypatch):
     close_fork_servers()
     good = 'def double(x): return 2 * x'
     assert code(good, json.dumps(TESTS)).reward == 1
-    assert run_python('print(1)').status == 'ok'  # the second server is warm, too
+    assert run_python('print(1)').status == 'ok'  # the second server is also warm
     gc.collect()  # files that earlier tests of this process forgot close now, not in the middle
     before, inside = left(folder), processes_inside()
     for name, what, program in HOSTILE:

@@ -153,7 +153,7 @@ def loops_and_sleeps(rewards=rewards):
     v = rewards.code('while True: pass', suite(ASSERTS[:1]))
     assert v.status == 'wrong' and 'computed' in v.evidence
     sleeps = json.dumps(dict(tests=ASSERTS[:1], wall_s=0.4))
-    with patch.dict(rewards.code.fn.__globals__, starved=lambda o: False):  # on a busy machine, too
+    with patch.dict(rewards.code.fn.__globals__, starved=lambda o: False):  # also on a busy machine
         v = rewards.code('import time; time.sleep(60)', sleeps)
     assert v.status == 'wrong' and 'still running' in v.evidence
 

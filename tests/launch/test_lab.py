@@ -21,7 +21,7 @@ if not CHROMIUM:
 playwright = pytest.importorskip(
     'playwright.sync_api', reason='playwright is not installed (pip install playwright)'
 )
-playwright.expect.set_options(timeout=90_000)  # as of the pages
+playwright.expect.set_options(timeout=90_000)  # milliseconds, the same as in the tests of the pages
 
 SHOTS = os.environ.get('LAB_SCREENSHOTS')  # a folder, to look at what the test saw
 
@@ -182,7 +182,7 @@ def test_panel(page, lab):
     assert field(page, 'steps').input_value() != '4'
     page.get_by_label('preset', exact=True).select_option('smoke-cpu')
     playwright.expect(field(page, 'steps')).to_have_value('4')
-    playwright.expect(field(page, 'group_size')).to_have_value('4')  # this one is filled, too
+    playwright.expect(field(page, 'group_size')).to_have_value('4')  # this one is also filled
     shot(page, '1_form')
     field(page, 'group_size').fill('1')
     field(page, 'group_size').press('Tab')
@@ -236,7 +236,7 @@ def lesson(root, name, last=None):
     return path.name
 
 
-# of the notebook in front: cells that have run, errors, kinds of output; null while it runs
+# The notebook in front: cells that have run, errors, kinds of output; null while it runs
 RAN = """() => {
     const cells = jupyterapp.shell.currentWidget.content.widgets.map(w => w.model)
         .filter(m => m.type === 'code' && m.sharedModel.source.trim())

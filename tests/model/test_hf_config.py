@@ -63,7 +63,7 @@ def test_the_embedded_engine_samples_what_the_policy_says(family, fp8):
     assert 1e-4 < gap.mean() < 0.5 if fp8 else gap.max() < 1e-4
     if name in MIXTURES and not fp8:
         same = routes_agreement(own, b.routed_experts[b.token_mask], c)
-        # of thousands, a near tie may fall the other way
+        # Among thousands, a near tie may fall the other way
         assert (same[b.routes_valid[b.token_mask]] == 1).float().mean() > 0.99
 
 

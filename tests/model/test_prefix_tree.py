@@ -29,7 +29,7 @@ SHAPES = [
     dict(num_key_value_heads=4, mlp_only_layers=(0,)),
     dict(mlp_only_layers=(0, 1)),  # no routes at all
 ]
-# few tokens, so that rows often begin alike; token 0 is what padding has, too
+# few tokens, so that rows often begin alike; padding also has token 0
 rows_of_tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1)
 random = settings(deadline=None, max_examples=60, derandomize=True)
 

@@ -523,7 +523,7 @@ def training(m):
     assert m.train_s(Q30, p, 8, H100, replace(w, num_forward=2))['log_probs_s'] == pytest.approx(
         2 * forward
     )
-    micro = 1024 * 2560 / 16384 / 2  # of each of two replicas
+    micro = 1024 * 2560 / 16384 / 2  # tokens of each of two replicas
     piped = m.train_s(Q30, replace(p, pp=4), 8, H100, w)['update_s']
     assert piped == pytest.approx(one['update_s'] * (1 + 3 / micro))
     assert m.train_s(Q30, replace(p, pp=4, vpp=2), 8, H100, w)['update_s'] == pytest.approx(

@@ -78,7 +78,7 @@ def chain(m):
             p.begin()
             for prompt, n, size in answers:
                 p.observe(sample(request(prompt + 5 * size, tokens=8 * size), n))
-                p.predict(request(99, tokens=8 * size))  # asked in between, too
+                p.predict(request(99, tokens=8 * size))  # also asked in between
             log.append([(prompt + 5 * size, n, size) for prompt, n, size in answers])
         flat = [x for answers in log for x in answers]
         for prompt, size in itertools.product(range(5), (1, 2)):
@@ -352,7 +352,7 @@ def test_a_turn_is_placed_by_what_is_left():
     assert predictor.recent[predictor.feature('sum-0', len(a.prompt_ids))][-1] == 12
     plan.answered(
         b, replace(sample(b, 3), response_ids=[1] * 3)
-    )  # of a whole one it learns at once
+    )  # It learns from a whole response at once
     assert predictor.group['sum-1'] == [80, 3]
 
 

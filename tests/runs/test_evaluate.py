@@ -189,7 +189,7 @@ def test_what_is_judged(prompts):
     "One final stop token is dropped; truncation, padding and failed verdicts are seen"
     p = replace(prompts[0], answer='75', solution='#75')
 
-    def result(ids, reason='stop', prompt=p):  # of one response with these tokens
+    def result(ids, reason='stop', prompt=p):  # result of one response with these tokens
         engine = Oracle(
             [prompt], [1], lambda s: [replace(x, response_ids=ids, finish_reason=reason) for x in s]
         )

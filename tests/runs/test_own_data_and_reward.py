@@ -537,7 +537,7 @@ def test_eval_of_a_run_and_of_a_model(own_run, home, capsys, monkeypatch):
     found = json.loads(Path('own.json').read_text())['sets']
     want = json.loads((own_run[0] / 'eval_after.json').read_text())
     assert list(found) == ['heldout', 'test', 'again']
-    assert found['heldout']['samples'] == want['samples']  # as the run saw itself
+    assert found['heldout']['samples'] == want['samples']  # the run saw the same
     assert found['test']['reward_mean'] == want['sets']['test']['reward_mean']
     main(['eval', 'run', '--data.path', 'test.jsonl', '--k', '1', '--out', 'one.json'])
     assert list(json.loads(Path('one.json').read_text())['sets']) == ['test']

@@ -145,7 +145,7 @@ def test_resume_equals_an_uninterrupted_run(whole, tmp_path):
 
 
 PARTS = ['--schedule.partial-tokens', '5', '--zero-variance.sampling', 'uniform']
-PARTS += ['--data.select-by', 'length', '--data.difficulty', '0.5']  # what else is kept beside
+PARTS += ['--data.select-by', 'length', '--data.difficulty', '0.5']  # what else is kept
 
 
 @pytest.fixture(scope='module')
@@ -279,7 +279,7 @@ def one_line(r, *words):
 def test_bad_input_is_refused_in_one_line(args, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match='^compassrl: ') as e:
-        main(args)  # as `test_bad_files` does by processes
+        main(args)  # `test_bad_files` does the same by processes
     assert '\n' not in str(e.value) and all(w in str(e.value) for w in words)
     assert not (tmp_path / 'runs').exists(), 'refused before anything was written'
 

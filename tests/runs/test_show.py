@@ -62,7 +62,7 @@ def write(path, numbers):
 
 def environment():
     env = os.environ | dict(WANDB_MODE='offline', PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
-    env.pop('WANDB_SERVICE', None)  # that of an earlier test in this process
+    env.pop('WANDB_SERVICE', None)  # An earlier test in this process may have left it
     return env
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import ROOT
 
-SHARE = float(os.environ.get('CHAOS', 0))  # of the long form; 0 = the short form
+SHARE = float(os.environ.get('CHAOS', 0))  # Share of the long form; 0 = the short form
 SEED = int(os.environ.get('SEED', 0))
 TABLE = ROOT / 'tests/chaos/RESULTS.md'
 KINDS = (
@@ -90,7 +90,7 @@ class Results:
 
     def pytest_runtest_logreport(self, report):
         properties = dict(report.user_properties)
-        over = report.when == 'call' or report.failed  # before the call, too
+        over = report.when == 'call' or report.failed  # also before the call
         if 'chaos' not in properties or not over or report.skipped:
             return
         name = properties['chaos']

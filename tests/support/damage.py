@@ -7,7 +7,7 @@ import shutil
 from compassrl.train.checkpoint_files import seal
 from tests.support import chaos
 
-FLIPS = chaos.trials(1000, 10_000)  # of each kind
+FLIPS = chaos.trials(1000, 10_000)  # trials of each kind
 
 
 def reseal(path, drop=(), **changes):

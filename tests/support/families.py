@@ -283,7 +283,7 @@ def serves(folder, routes):
     assert gap.mean() < CLOSE, gap.mean()
     if routes:
         same = routes_agreement(own, b.routed_experts[b.token_mask], policy.config)
-        # of thousands, a near tie may fall the other way
+        # Among thousands, a near tie may fall the other way
         assert (same[b.routes_valid[b.token_mask]] == 1).float().mean() > 0.99
 
 
@@ -315,7 +315,7 @@ def chats(folder):
     assert prompt + list(out.outputs[0].token_ids) == greedy(policy, prompt, 24)
 
 
-COLUMNS = {  # of the table: its head -> what is executed
+COLUMNS = {  # columns of the table: the head -> what is executed
     'values': values,
     'gradients': gradients,
     'routes': routes,

@@ -25,7 +25,7 @@ def preloaded(*more):
     return ['tests.support.light_imports', *IMPORTS, *more, 'tests.support.gc_frozen']
 
 
-_server = ForkServer()  # of our own: to fork it takes longer than the one that others use
+_server = ForkServer()  # a server of our own: to fork it takes longer than the one that others use
 _server.set_forkserver_preload(preloaded())
 
 

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-# of all experts, then top-k; of the top-k alone; one by one
+# Softmax of all experts, then top-k; softmax of the top-k alone; sigmoid of each score
 Score = Literal['softmax', 'topk_softmax', 'sigmoid']
 
 
@@ -14,7 +14,7 @@ def replay_gates(
     idx: Tensor,  # [N, K] int64, the experts to use, whoever chose them
     score: Score = 'softmax',
     norm: bool = True,  # gates of a token sum to 1? ('topk_softmax' always)
-    scale: float = 1.0,  # of the gates, `routed_scaling_factor` of DeepSeek-V3
+    scale: float = 1.0,  # Factor of the gates, `routed_scaling_factor` of DeepSeek-V3
 ) -> Tensor:  # [N, K] fp32, or fp64 if given that
     "Raises ValueError for a kind that it does not know"
     if score not in get_args(Score):

@@ -19,7 +19,7 @@ def spelled(path, root):
     "All that may become a name of a test, in lower case"
     tree = ast.parse(path.read_text())
     words = [path.relative_to(root).as_posix()]
-    said = (ast.Import, ast.ImportFrom, ast.Expr)  # names that are used stand elsewhere, too
+    said = (ast.Import, ast.ImportFrom, ast.Expr)  # names that are used also stand elsewhere
     for node in (n for n in tree.body if not isinstance(n, said)):
         inside = [*node.decorator_list, *node.args.defaults] if is_function(node) else [node]
         words += [getattr(node, 'name', '')]

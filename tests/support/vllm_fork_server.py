@@ -175,7 +175,7 @@ class ServerForks:
         return Supervisor()
 
 
-current = None  # of this process
+current = None  # fork server of this process
 
 
 def _fork_process(log):

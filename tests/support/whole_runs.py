@@ -99,7 +99,7 @@ class Command(subprocess.Popen):
 class Job:
     "A run under way"
 
-    processes: list  # that somebody has started: the trainer, each rank, or torchrun
+    processes: list  # processes that somebody has started: the trainer, each rank, or torchrun
     logs: list
     forks: int | None = None  # the process that forks servers
 

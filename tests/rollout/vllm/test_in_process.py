@@ -339,7 +339,7 @@ def test_files_come_and_go(tmp_path):
     weights, seen = dict(hf_weights(lively())), {}
     parts = file_parts(iter(weights.items()), tmp_path, 30_000)
     for path in parts:
-        assert list(tmp_path.iterdir()) == [path]  # one at a time, no temporary name beside it
+        assert list(tmp_path.iterdir()) == [path]  # one at a time, no temporary name next to it
         seen |= load_file(path)
     assert not list(tmp_path.iterdir())
     assert seen.keys() == weights.keys() and all((seen[k] == weights[k]).all() for k in weights)

@@ -148,7 +148,7 @@ def test_an_answer_without_an_end_has_one(model):
         finally:
             pool.close()
     assert re.search(r'answered with more than \d+ bytes', false.why), false.why
-    assert bad.sent < 64 << 20  # of four requests, with what lies in buffers on the way
+    assert bad.sent < 64 << 20  # bytes of four requests, with what lies in buffers on the way
 
 
 async def claims(server, request, body):

@@ -232,7 +232,7 @@ def test_turns_of_episodes(pool):
     assert len(alone) == 8 and tokens(alone.values()).items() <= tokens(found).items()
     lengths = Counter(len(s.response_ids) for s in found)
     assert Counter(n for g in pool.predictor.group.values() for n in g) == lengths
-    turns = Turns(rs[:12], tool)  # of 16 slots
+    turns = Turns(rs[:12], tool)  # The two servers have 16 slots
     for s in pool.generate(turns):
         where.setdefault(key(s), []).append(s.timings['replica'])
         turns.take(s)

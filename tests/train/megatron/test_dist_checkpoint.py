@@ -177,7 +177,7 @@ def test_weights_alone(saved):
     bare = run_ranks(1, resume, ParallelConfig(), path, False, SMALL)[0]
     assert (
         equal(bare[3], two) and bare[2] == 2 and worst(bare[0], three) > 1e-4
-    )  # the optimiser begins anew
+    )  # the optimiser begins again
 
 
 def test_weights_alone_in_bfloat16(tmp_path):  # the master weights follow them
@@ -288,7 +288,7 @@ def writer_killed(parallel, root):
         numbers = [int(p.name.removeprefix('writer-')) for p in noted]
         os.kill(next(n for n in numbers if n in own), signal.SIGKILL)
         (root / 'gate').touch()
-    why = '.*was killed.*memory' * (dist.get_rank() == 0)  # who says it
+    why = '.*was killed.*memory' * (dist.get_rank() == 0)  # rank 0 says it
     with pytest.raises(CheckpointError, match='step-000001 was not written' + why):
         saving.wait()
 

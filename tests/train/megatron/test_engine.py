@@ -45,7 +45,7 @@ POLICY = PolicyConfig(
     max_position_embeddings=64,
 )
 SHORT = replace(POLICY, num_hidden_layers=2)  # a mixture and a dense layer
-OPTIM = OptimConfig(  # `adam_eps`: where a gradient is a rounding, the step is small, too
+OPTIM = OptimConfig(  # `adam_eps`: where a gradient is a rounding, the step is also small
     lr=1e-3,
     weight_decay=0.1,
     adam_eps=1e-4,
@@ -505,7 +505,7 @@ def scored(hidden, head, targets, temperature, V):
     mine = torch.zeros(rows, hidden.shape[1]).index_put(
         (torch.arange(max(min(V - rank * rows, rows), 0)),), head[rank * rows : (rank + 1) * rows]
     )
-    mine[max(V - rank * rows, 0) :] = 50.0  # padding of the vocabulary must have no say
+    mine[max(V - rank * rows, 0) :] = 50.0  # padding of the vocabulary must not count
     logits = (hidden @ mine.T).requires_grad_()
     lp, h = vocab_log_probs(logits, targets, temperature, V, rank, dist.group.WORLD)
     assert not h.requires_grad
@@ -589,7 +589,7 @@ def test_the_weights_of_every_rank_count(fine):
 def broken_start(parallel):
     policy = lively(POLICY)
     with torch.no_grad():
-        policy.blocks[3].mlp.down[7, 0, 0] = float('nan')  # of one rank's expert
+        policy.blocks[3].mlp.down[7, 0, 0] = float('nan')  # an expert of one rank
     try:
         MegatronTrain(POLICY, policy_weights(policy), OPTIM, parallel)
     except ValueError as e:

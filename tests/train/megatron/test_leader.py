@@ -301,7 +301,7 @@ def slow_loss(*args):
 
 
 def endless_loss(*args):
-    while True:  # as `some_work`
+    while True:  # the same as `some_work`
         sum(range(100_000))
         time.sleep(0.005)
 
@@ -327,7 +327,7 @@ def cold_start(how):
 
     def run():
         rank = dist.get_rank()
-        alone = dict(RANK=str(rank), WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')  # as torchrun does
+        alone = dict(RANK=str(rank), WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')  # torchrun sets the same
         with (
             patch.dict(os.environ, alone),
             patch.object(leader, 'RankMonitor', partial(RankMonitor, timeout_s=3.0, every_s=0.2)),
