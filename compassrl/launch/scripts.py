@@ -87,7 +87,7 @@ _templates = Environment(
 def _path(name: str) -> str:  # one word of bash that no command takes for an option
     if not name.isprintable():
         raise ValueError(f'{name!r} has characters that cannot be seen: use another name')
-    name = name.rstrip('/') or '/'  # what lies beside it begins with its name
+    name = name.rstrip('/') or '/'  # files next to it begin with its name
     return shlex.quote(f'./{name}' if name.startswith('-') else name)
 
 

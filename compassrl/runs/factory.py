@@ -123,7 +123,7 @@ class RolloutKind:
     # (setup, ranks, here: also what this machine has installed?); raises ValueError
     refuse: Callable[[RolloutSetup, int, bool], None] = lambda setup, num_ranks, here: None
     is_vllm: bool = False  # do the settings `vllm.*` count?
-    serves: bool = False  # does it run in servers beside the ranks?
+    serves: bool = False  # does it run in servers next to the ranks?
 
     def check(self, cfg: TrainConfig, num_ranks: int, here: bool = True) -> None:
         "Raises ValueError for what it cannot do; `here`: also for what is not installed"
