@@ -177,6 +177,9 @@ class PolicyLoss:
         if config:
             self.own = (own if isinstance(own, config) else config(),)
 
+    def __reduce__(self) -> tuple[Any, ...]:  # other ranks find the loss by its name
+        return PolicyLoss, (self.cfg, *self.own)
+
     def __call__(
         self,
         log_probs: Tensor,  # [B, T] with gradient; column t belongs to token t

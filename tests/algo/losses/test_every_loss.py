@@ -1,7 +1,10 @@
 "Laws of every loss of the folder algo/losses; a loss is put under them by its line in LOSSES"
 
+import pickle
+
 import pytest
 
+from compassrl.algo.algo_settings import LossConfig
 from compassrl.algo.loss_registry import policy_losses
 from compassrl.algo.losses import PolicyLoss
 from compassrl.algo.losses.espo import EspoStep
@@ -36,3 +39,11 @@ def test_law(name, law):
         return
     with pytest.raises(AssertionError):  # an exception that is none any more
         law(make, name)
+
+
+@pytest.mark.parametrize('name', LOSSES)
+def test_ranks_get_the_loss_of_rank_0(name):
+    "It travels by its name, with its settings; the function stays the one object of its module"
+    mine = PolicyLoss(LossConfig(name), LOSSES[name].get('own'))
+    theirs = pickle.loads(pickle.dumps(mine))
+    assert theirs.loss is mine.loss and (theirs.cfg, theirs.own) == (mine.cfg, mine.own)
