@@ -53,17 +53,27 @@ def _part(tensor: str, is_sparse: bool) -> str:
     return _parts.get(tensor.split('.')[-1], 'experts' if is_sparse else 'dense')
 
 
-@lru_cache
-def layer_params(policy: PolicyConfig, is_sparse: bool) -> Counter[str]:  # part -> parameters
-    "Parameters of one layer, counted on tensors that have a shape and take no memory"
-    dense = () if is_sparse else (0,)
-    c = replace(policy, num_hidden_layers=1, decoder_sparse_step=1, mlp_only_layers=dense)
+def _count(c: PolicyConfig, is_sparse: bool) -> Counter[str]:
     with torch.device('meta'):
         block = Block(c, 0)
     found: Counter[str] = Counter()
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
         found[_part(name, is_sparse)] += tensor.numel()
     return found
+
+
+@lru_cache
+def layer_params(policy: PolicyConfig, is_sparse: bool) -> Counter[str]:  # part -> parameters
+    "Parameters of one layer, counted on tensors that have a shape and take no memory"
+    dense = () if is_sparse else (0,)
+    c = replace(policy, num_hidden_layers=1, decoder_sparse_step=1, mlp_only_layers=dense)
+    few = c.num_experts_per_tok * c.n_group
+    if not is_sparse or c.num_experts <= 2 * few:
+        return _count(c, is_sparse)
+    # every part is a line in the number of experts; a wrong config may name more than torch counts
+    low, high = (_count(replace(c, num_experts=n), is_sparse) for n in (few, 2 * few))
+    each = {k: (high[k] - low[k]) // few for k in low}
+    return Counter({k: n + each[k] * (c.num_experts - few) for k, n in low.items()})
 
 
 def _num_layers(c: PolicyConfig, place: Place) -> dict[bool, int]:  # mixtures, dense layers

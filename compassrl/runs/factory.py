@@ -321,21 +321,20 @@ def check(
     local_ranks: int = 1,  # ranks on this machine
 ) -> list[str]:  # one line each; [] = this machine can do it
     "Problems that can be found before anything expensive begins"
-    checks = [lambda: check_engines(cfg, num_ranks)]
-    if not rank:
-        checks += [
-            lambda: check_trackers(cfg.trackers),
-            lambda: check_memory(cfg, num_ranks, local_ranks),
-            lambda: _check_shapes(cfg),
-        ]
-    found = []
-    for i, raises in enumerate(checks):
-        try:
-            raises()
-        except ValueError as e:
-            found.append(str(e))
-            if not i:
-                break  # without engines the other checks say nothing
+    stages: list[list[Callable[[], None]]] = [
+        [lambda: check_engines(cfg, num_ranks)],
+        [lambda: check_trackers(cfg.trackers), lambda: check_memory(cfg, num_ranks, local_ranks)],
+        [lambda: _check_shapes(cfg)],  # only of what fits
+    ]
+    found: list[str] = []
+    for stage in stages[:1] if rank else stages:
+        for raises in stage:
+            try:
+                raises()
+            except ValueError as e:
+                found.append(str(e))
+        if found:
+            break
     return found
 
 

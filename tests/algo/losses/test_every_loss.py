@@ -44,6 +44,6 @@ def test_law(name, law):
 @pytest.mark.parametrize('name', LOSSES)
 def test_ranks_get_the_loss_of_rank_0(name):
     "It travels by its name, with its settings; the function stays the one object of its module"
-    mine = PolicyLoss(LossConfig(name), LOSSES[name].get('own'))
+    mine = PolicyLoss(LossConfig(name, max_response_tokens=8), LOSSES[name].get('own'))
     theirs = pickle.loads(pickle.dumps(mine))
     assert theirs.loss is mine.loss and (theirs.cfg, theirs.own) == (mine.cfg, mine.own)
