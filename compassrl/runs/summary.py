@@ -38,8 +38,8 @@ _changes = {  # was it right before, is it right after
 }
 
 
-def _first_responses(samples):
-    first = {}
+def _first_responses(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    first: dict[str, dict[str, Any]] = {}
     for s in samples:
         first.setdefault(s['prompt_id'], s)
     return first
@@ -118,7 +118,7 @@ def read_curves(
     rows = read_metrics(run_dir)
     before, after = _evaluations(run_dir, rows)
 
-    def point(e):
+    def point(e: dict[str, Any]) -> dict[str, Any]:
         averages = dict(eval_avg=e['avg'], eval_avg_stderr=e.get('avg_stderr'))
         return averages | dict(eval_pass=e.get('pass_at_k'))
 
@@ -136,19 +136,23 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:  # dotted, without fold
 
 
 # %% ../../nbs/runs/summary.ipynb #aaa1ab1d
-def _rates(result, domain):  # prompt -> share of its responses that are right
-    right = {}
+def _rates(result: dict[str, Any], domain: str | None) -> dict[str, float]:
+    "Prompt -> share of its responses that are right"
+    right: dict[str, list[bool]] = {}
     for s in result.get('samples') or []:
         if domain in (None, s.get('domain')):
             right.setdefault(s['prompt_id'], []).append(bool(s['correct']))
     return {p: statistics.fmean(v) for p, v in right.items()}
 
 
-def _has_all(rates, average):  # are the samples there from which the average was made?
+def _has_all(rates: dict[str, float], average: float) -> bool:
+    "Are the samples there from which the average was made?"
     return bool(rates) and abs(statistics.fmean(rates.values()) - average) < 1e-6
 
 
-def _gain_of(before, after, domain=None):  # averages in [0, 1], gain in points
+def _gain_of(
+    before: dict[str, Any], after: dict[str, Any], domain: str | None = None
+) -> dict[str, Any]:  # averages in [0, 1], gain in points
     rb, ra = _rates(before, domain), _rates(after, domain)
     if domain is not None:
         before, after = before['by_domain'][domain], after['by_domain'][domain]
@@ -169,7 +173,7 @@ def _gain_of(before, after, domain=None):  # averages in [0, 1], gain in points
     )
 
 
-def _held_out(before, after):
+def _held_out(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
     if not before or not after:
         return None
     domains = [d for d in before.get('by_domain') or {} if d in (after.get('by_domain') or {})]
@@ -189,7 +193,8 @@ def _held_out(before, after):
 
 
 # %% ../../nbs/runs/summary.ipynb #66b14c7f
-def _first_last(values):  # means of all steps, of the first and of the last quarter
+def _first_last(values: list[float]) -> dict[str, float]:
+    "Means of all steps, of the first and of the last quarter"
     q = max(1, len(values) // 4)
     parts = dict(mean=values, first=values[:q], last=values[-q:]) if values else {}
     return {k: statistics.fmean(v) for k, v in parts.items()}
