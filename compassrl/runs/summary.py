@@ -101,7 +101,11 @@ def read_record(path: Path) -> dict[str, Any] | None:  # None if it is not there
         raise ValueError(str(e).removeprefix(f'{path.parent}/')) from None
 
 
-def _evaluations(run_dir, metrics):  # before, after; None where there is none yet
+def _evaluations(
+    run_dir: Path, metrics: list[dict[str, Any]]
+) -> tuple[
+    dict[str, Any] | None, dict[str, Any] | None
+]:  # before, after; None where there is none yet
     before, after, config = (
         read_record(run_dir / f'{name}.json') for name in ('eval_before', 'eval_after', 'config')
     )
@@ -200,22 +204,23 @@ def _first_last(values: list[float]) -> dict[str, float]:
     return {k: statistics.fmean(v) for k, v in parts.items()}
 
 
-def _total(rows, key):
+def _total(rows: list[dict[str, Any]], key: str) -> float:
     return sum(column(rows, key)[1])
 
 
-def _cold_start(run_dir):
+def _cold_start(run_dir: Path) -> dict[str, Any]:
     rows = read_step_rows(run_dir / 'cold_start.jsonl')
     loss = _first_last(column(rows, 'loss')[1])
     return dict(steps=len(rows), tokens=_total(rows, 'tokens'), loss=loss)
 
 
-def _last_eval(metrics):
+def _last_eval(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
     steps, averages = column(metrics, 'eval_avg')
     return dict(step=steps[-1], avg=averages[-1]) if steps else None
 
 
-def _phase_table(metrics):  # phase -> seconds, seconds per step, share
+def _phase_table(metrics: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    "Phase -> seconds, seconds per step, share"
     total = sum(map(step_seconds, metrics))
     seconds = {p: sum(phase_seconds(r, p) for r in metrics) for p in phase_names}
     seconds['other'] = max(0.0, total - sum(seconds.values()))  # 0 where phases overlap
@@ -226,11 +231,11 @@ def _phase_table(metrics):  # phase -> seconds, seconds per step, share
     }
 
 
-def _speed(metrics):
+def _speed(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     tokens, seconds = _total(metrics, 'tokens'), sum(map(step_seconds, metrics))
     in_rollout = sum(phase_seconds(r, 'rollout') for r in metrics)
 
-    def rate(s):
+    def rate(s: float) -> float | None:
         return tokens / s if s and tokens else None
 
     per_s = dict(rollout=rate(in_rollout), end_to_end=rate(seconds))
