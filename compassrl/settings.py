@@ -132,7 +132,7 @@ def _fit(hint: Any, value: Any, name: str, numbers: Range = Range()) -> Any:
         return _fit((fits or args)[0], value, name, numbers)
     if kind in (tuple, dict):
         return _fit_many(kind, args, value, name, numbers)
-    if is_dataclass(kind) and is_dataclass(value):
+    if all(map(is_dataclass, (kind, value))):
         return value  # it checked itself when it was made
     if kind is Literal:
         if value not in args:

@@ -133,6 +133,13 @@ class LossConfig:
             known = ', '.join(policy_losses)
             raise ValueError(f'name={self.name!r}: use one of {known}, or your own FILE.py:NAME')
 
+    @property
+    def clip(self) -> tuple[float, float]:  # clip_eps_low and clip_eps_high
+        "The clip range of a config without None"
+        low, high = self.clip_eps_low, self.clip_eps_high
+        assert low is not None and high is not None, 'clip_eps is None: use `cfg.resolve()`'
+        return low, high
+
     def resolve(self) -> LossConfig:  # without None
         "The same with the choices of the loss's own paper filled in. Raises ValueError"
         fn = policy_losses[self.name]

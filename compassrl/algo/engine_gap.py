@@ -22,6 +22,7 @@ def discrepancy(
     batch: Batch,  # with `old_log_probs`, and the routes as the train engine left them
 ) -> Metrics:
     "How far apart sampling and training are (R3, arXiv 2510.11370; paper section 2.4.4)"
+    assert batch.old_log_probs is not None, 'score the batch first'
     mask = batch.response_mask
     delta = log_ratio(batch.old_log_probs, batch.rollout_log_probs, mask, inf)[mask]
     fed = batch.fed_mask

@@ -124,25 +124,30 @@ def shape_rewards(
     """Task reward + penalties, in units of the group's smallest task-reward gap
 
     Raises ValueError without a verdict."""
-    for s in samples:
-        if s.verdict is None:
-            raise ValueError(f'sample {s.prompt_id}/{s.index} has no verdict: judge it first')
+    verdicts = [_verdict(s) for s in samples]
     lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.double)
     repeats = torch.tensor(
         [repetition_penalty(drawn_ids(s), cfg.ngram) for s in samples], dtype=torch.double
     )
     too_long = length_penalty(lengths, max_tokens, cfg.overlong_frac)
     penalty = cfg.length_weight * too_long + cfg.repetition_weight * repeats
-    rewards = torch.tensor([s.verdict.reward for s in samples], dtype=torch.double)
+    rewards = torch.tensor([v.reward for v in verdicts], dtype=torch.double)
     return (rewards + _gaps(samples) * penalty).float()
+
+
+def _verdict(s: Sample) -> Verdict:
+    if s.verdict is None:
+        raise ValueError(f'sample {s.prompt_id}/{s.index} has no verdict: judge it first')
+    return s.verdict
 
 
 def _gaps(samples: list[Sample]) -> Tensor:
     "[B] smallest difference between task rewards of the sample's group; 1 in a flat group"
-    rewards = {}
+    rewards: dict[str, set[float]] = {}
     for s in samples:
-        if s.verdict.status not in ('failed', 'timeout'):
-            rewards.setdefault(s.prompt_id, set()).add(s.verdict.reward)
+        v = _verdict(s)
+        if v.status not in ('failed', 'timeout'):
+            rewards.setdefault(s.prompt_id, set()).add(v.reward)
     gaps = {
         k: min((b - a for a, b in pairwise(sorted(v)) if b - a > tolerance), default=1.0)
         for k, v in rewards.items()
@@ -200,6 +205,7 @@ def token_advantages(
     """One advantage per token for groups of any kind (paper section 2.4.1)
 
     Flat groups never raise; bad input does."""
+    assert batch.rewards is not None, 'judge all samples first'
     raw = group_stats(raw_rewards, batch.group, valid)
     shaped = group_stats(batch.rewards, batch.group, valid)
     floor = cfg.std_floor * raw.flat.double()

@@ -69,7 +69,7 @@ def _array(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         text = path.read_text(encoding='utf-8-sig')
         at, last, line, decoder = text.index('[') + 1, 0, 1, json.JSONDecoder()
-        while (at := _blank.match(text, at).end()) < len(text) and text[at] != ']':
+        while (at := _after_blank(text, at)) < len(text) and text[at] != ']':
             row, end = decoder.raw_decode(text, at)
             line, last = line + text.count('\n', last, at), at
             fault = f'not an object but {type(row).__name__}'
@@ -82,6 +82,12 @@ def _array(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 _blank = re.compile(r'[\s,]*')
+
+
+def _after_blank(text: str, at: int) -> int:
+    blank = _blank.match(text, at)
+    assert blank  # it also matches nothing
+    return blank.end()
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Row]]:
@@ -193,9 +199,8 @@ class Loaded:
         )
 
 
-def _unknown(
-    tokenizer: Tokenizer, text: str
-):  # the first piece that becomes the unknown token, or None
+def _unknown(tokenizer: Tokenizer, text: str) -> str | None:
+    "The first piece that becomes the unknown token"
     token = getattr(tokenizer.model, 'unk_token', None)
     number = token and tokenizer.token_to_id(token)
     if number is None or number == '':

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -54,17 +55,17 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:  # 
 class _Generation(Extension):  # {% generation %} marks what trains; here it is only text
     tags = {'generation'}
 
-    def parse(self, parser):
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
         return nodes.Scope(body, lineno=line)
 
 
-def _refuse(message):  # what a template calls for a chat that it cannot write
+def _refuse(message: str) -> NoReturn:  # what a template calls for a chat that it cannot write
     raise TemplateError(message)
 
 
-def _to_json(x, ensure_ascii=False, **kwargs):
+def _to_json(x: object, ensure_ascii: bool = False, **kwargs: Any) -> str:
     return json.dumps(x, ensure_ascii=ensure_ascii, **kwargs)
 
 

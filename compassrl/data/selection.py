@@ -93,7 +93,8 @@ class PromptSelection:
         self.skipped = self.place - began - self.num
         return list(out.values())
 
-    def _at(self, place):  # the prompt whose turn it is, and its lot in [0, 1)
+    def _at(self, place: int) -> tuple[Prompt, float]:
+        "The prompt whose turn it is, and its lot in [0, 1)"
         epoch, i = divmod(place, len(self.prompts))
         if epoch != self.epoch:
             self.epoch, self.order = epoch, _order(len(self.prompts), epoch, self.seed)

@@ -253,10 +253,15 @@ def final(text: str, answer: str) -> Verdict:
 
 
 # %% ../../nbs/data/tasks.ipynb #f0024957
-_ops = {ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b}
+_ops: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+}
 
 
-def _evaluate(node):  # (value, numbers used) of an expression of integers, + - * and brackets
+def _evaluate(node: ast.expr) -> tuple[int, Counter[int]]:
+    "Value and numbers used of an expression of integers, + - * and brackets"
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value, Counter([node.value])
     if isinstance(node, ast.BinOp) and type(node.op) in _ops:
@@ -265,7 +270,7 @@ def _evaluate(node):  # (value, numbers used) of an expression of integers, + - 
     raise SyntaxError('only numbers, + - * and brackets are allowed')
 
 
-def _given(answer):  # numbers, target
+def _given(answer: str) -> tuple[Counter[int], int]:  # numbers, target
     m = re.fullmatch(r'([\d ]+) to (-?\d+)', answer)
     if not m:
         raise ValueError(f"{answer!r} is not like '3 5 8 to 9'")
@@ -290,7 +295,7 @@ def countdown_expression(text: str, answer: str) -> Verdict:
 
 # %% ../../nbs/data/tasks.ipynb #88058097
 def as_verdict(
-    value: object,  # what a verifier or a reward function returned
+    value: Any,  # what a verifier or a reward function returned
     name: str,  # its own, for the evidence
     correct_at: float = 1.0,  # a number of at least this is correct
 ) -> Verdict:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ __all__ = [
 # %% ../../nbs/model/layers.ipynb #f5e00c06
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         scale = (norm.square() / x.shape[-1] + eps).rsqrt()
@@ -48,7 +49,7 @@ class _RmsNorm(torch.autograd.Function):
         return y * weight
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         y, scale, weight = ctx.saved_tensors
         g = dy * weight
         dx = g.addcmul_(y, (g * y).mean(-1, keepdim=True), value=-1).mul_(scale)
@@ -86,9 +87,9 @@ def rope_table(
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def _stretched(
-    waves, d, theta, yarn
-):  # YaRN, section 3.2: slow pairs slower, fast ones as they are
+def _stretched(waves: Tensor, d: int, theta: float, yarn: Yarn) -> Tensor:
+    "YaRN, section 3.2: slow pairs slower, fast ones as they are"
+
     def pair(turns: float) -> float:  # the pair with so many turns over the pretraining's length
         length = yarn.original_max_position_embeddings
         return d * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -102,7 +103,7 @@ def _stretched(
     return 1 / (yarn.factor * waves) * (1 - fast) + 1 / waves * fast
 
 
-def _turn(x, cos, sin, way):
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
     "Each half gets its partner's share in place"
     y, h = x * cos, x.shape[-1] // 2
     y[..., :h].addcmul_(x[..., h:], sin[..., :h], value=way)
@@ -114,13 +115,14 @@ class _Rotate(torch.autograd.Function):
     "The gradient turns back"
 
     @staticmethod
-    def forward(ctx, x, cos, sin):
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _turn(x, cos, sin, 1)
 
     @staticmethod
-    def backward(ctx, dy):
-        return _turn(dy, *ctx.saved_tensors, -1), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(dy, cos, sin, -1), None, None
 
 
 def rotate(
@@ -145,13 +147,13 @@ class _Dispatch(torch.autograd.Function):
     "The gradient gathers by the inverse instead of scattering, and adds at once"
 
     @staticmethod
-    def forward(ctx, x, order, inverse, K):
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, K: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.K = K
         return x.index_select(0, order // K)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
         return F.embedding_bag(inverse.view(-1, ctx.K), dy, mode='sum'), None, None, None
 
@@ -160,13 +162,13 @@ class _Combine(torch.autograd.Function):
     "The gradient is what `_Dispatch` does forward"
 
     @staticmethod
-    def forward(ctx, y, order, inverse, K):
+    def forward(ctx: Any, y: Tensor, order: Tensor, inverse: Tensor, K: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.K = K
         return F.embedding_bag(inverse.view(-1, K), y, mode='sum')
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         return dy.index_select(0, ctx.saved_tensors[0] // ctx.K), None, None, None
 
 
@@ -195,14 +197,14 @@ class _GatedSwiGLU(torch.autograd.Function):
     "Both halves of the gradient are written where they belong"
 
     @staticmethod
-    def forward(ctx, h, g):
+    def forward(ctx: Any, h: Tensor, g: Tensor) -> Tensor:
         ctx.save_for_backward(h, g)
         gate, up = h.chunk(2, -1)
         return F.silu(gate).mul_(up).mul_(g[:, None])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         h, g = ctx.saved_tensors
         dh = torch.empty_like(h)
         (gate, up), (dgate, dup) = h.chunk(2, -1), dh.chunk(2, -1)
@@ -250,12 +252,12 @@ def causal_attention(
         raise ValueError('token_mask has a token after padding: pad rows on the right')
     rows, columns = token_mask.nonzero(as_tuple=True)
 
-    def pad(t):
+    def pad(t: Tensor) -> Tensor:
         if full:
             return t.view(B, T, *t.shape[1:])
         return t.new_zeros(B, T, *t.shape[1:]).index_put((rows, columns), t)
 
-    def attend(layer, q, k, v):
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (pad(t).transpose(1, 2) for t in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

@@ -61,7 +61,10 @@ class MoE(nn.Module):
         gates are always live"""
         scores = F.linear(x, self.router).to(torch.promote_types(x.dtype, torch.float32))
         own = self.choose(scores)
-        idx = own if replay is None else torch.where(valid[:, None], replay.long(), own)
+        idx = own
+        if replay is not None:
+            assert valid is not None, 'replay without valid'
+            idx = torch.where(valid[:, None], replay.long(), own)
         return self.gates(scores, idx).to(x.dtype), idx, own
 
     def choose(self, scores: Tensor) -> Tensor:  # [N, E] -> [N, K]
@@ -186,7 +189,8 @@ class Policy(nn.Module):
         super().__init__()
         self.config = c = config
         self.embed: nn.Parameter = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        self.blocks: nn.ModuleList = nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers))
+        blocks = [Block(c, i) for i in range(c.num_hidden_layers)]
+        self.blocks: nn.ModuleList = nn.ModuleList(blocks)
         self.norm: nn.Parameter = nn.Parameter(torch.empty(c.hidden_size))
         self.head = self.embed
         if not c.tie_word_embeddings:
@@ -197,7 +201,7 @@ class Policy(nn.Module):
         gen = torch.Generator().manual_seed(seed)
         for p in self.parameters():  # norms start at 1, matrices at std 0.02 as in the reference
             nn.init.ones_(p) if p.dim() == 1 else nn.init.normal_(p, std=0.02, generator=gen)
-        for b in self.blocks:
+        for b in blocks:
             if b.qkv_bias is not None:
                 nn.init.zeros_(b.qkv_bias)
 
@@ -242,17 +246,19 @@ class Policy(nn.Module):
         at = token_mask.nonzero(as_tuple=True) if tree is None else (tree.row, tree.column)
         attend = causal_attention(token_mask) if tree is None else tree_attention(tree)
 
-        def pick(t):
+        def pick(t: Tensor | None) -> Tensor | None:
             return None if t is None else t[at]
 
         hidden, routes = self.trunk(
-            pick(token_ids), at[1], attend, pick(routed_experts), pick(routes_valid)
+            token_ids[at], at[1], attend, pick(routed_experts), pick(routes_valid)
         )
         own = stack_routes(routes, len(hidden), self.config.num_experts_per_tok)
         return (hidden, own) if tree is None else (tree.spread(hidden), own[tree.node])
 
 
-def _check_rows(c, token_ids, routed_experts, routes_valid):
+def _check_rows(
+    c: PolicyConfig, token_ids: Tensor, routed_experts: Tensor | None, routes_valid: Tensor | None
+) -> None:
     "Shapes alone: reads no tensor"
     B, T = token_ids.shape
     if T > c.max_position_embeddings:

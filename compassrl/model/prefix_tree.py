@@ -35,9 +35,11 @@ class PrefixTree:
         return F.embedding(self.node, states)
 
 
-def _as_above(ids, mask, routes, valid):  # sorted rows: [B, T] is it shared with the row above?
+def _as_above(ids: Tensor, mask: Tensor, routes: Tensor | None, valid: Tensor | None) -> Tensor:
+    "Sorted rows: [B, T] is it shared with the row above?"
     same = (ids[1:] == ids[:-1]) & mask[1:] & mask[:-1]
     if routes is not None:
+        assert valid is not None, 'routes without valid'
         alike = (routes[1:] == routes[:-1]).flatten(2).all(-1)
         same &= (valid[1:] == valid[:-1]) & (alike | ~valid[1:])
     return F.pad(same.cumprod(1).bool(), (0, 0, 1, 0))
@@ -55,8 +57,8 @@ def prefix_tree(
     lengths = token_mask.sum(1).tolist()
     rows = [ids[:n] for ids, n in zip(token_ids.tolist(), lengths)]
     order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=token_ids.device)
-    batch = token_ids, token_mask, routed_experts, routes_valid
-    ids, mask, routes, valid = (None if t is None else t[order] for t in batch)
+    routes, valid = (None if t is None else t[order] for t in (routed_experts, routes_valid))
+    ids, mask = token_ids[order], token_mask[order]
     shared = _as_above(ids, mask, routes, valid)
     new = mask & ~shared
     number = new.flatten().cumsum(0).view_as(new) - 1
@@ -76,13 +78,15 @@ def tree_attention(tree: PrefixTree) -> Attend:
     "Attention within each row; nodes in, nodes out"
     R, T = tree.cells.shape
 
-    def in_rows(x):
+    def in_rows(x: Tensor) -> Tensor:
         return F.embedding(tree.cells, x.flatten(1)).view(R, T, *x.shape[1:]).transpose(1, 2)
 
-    def attend(layer, q, k, v):
-        rows = [in_rows(x) for x in (q, k, v)]
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        queries, keys, values = (in_rows(x) for x in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=grouped
+        )
         return F.embedding(tree.place, out.transpose(1, 2).reshape(R * T, -1)).view_as(q)
 
     return attend

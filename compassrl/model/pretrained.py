@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compassrl.model.hf_config import config_dict, read_checkpoint_json, read_config, write_config
-from compassrl.model.policy import Policy, PolicyConfig
+from compassrl.model.policy import Block, DenseMLP, MoE, Policy, PolicyConfig
 
 # %% auto #0
 __all__ = [
@@ -49,12 +49,12 @@ def hf_slices(
     "Which part of which tensor a Hugging Face name stands for: (name, tensor, where in it)"
     c = policy.config
     yield 'model.embed_tokens.weight', policy.embed, _all
-    for i, b in enumerate(policy.blocks):
-        p = f'model.layers.{i}.'
+    for i, block in enumerate(policy.blocks):
+        b, p = cast(Block, block), f'model.layers.{i}.'
         yield p + 'input_layernorm.weight', b.attn_norm, _all
         yield from _attention(c, b, p + 'self_attn.')
         yield p + 'post_attention_layernorm.weight', b.mlp_norm, _all
-        if c.is_sparse(i):
+        if isinstance(b.mlp, MoE):
             yield from _mixture(c, b.mlp, p)
         else:
             yield from _swiglu(b.mlp, p + 'mlp.', c.intermediate_size)
@@ -64,13 +64,14 @@ def hf_slices(
 
 
 _all = (Ellipsis,)
+_Slices = Iterator[tuple[str, Tensor, tuple[EllipsisType | slice | int, ...]]]
 
 
-def _attention(c, b, p):
+def _attention(c: PolicyConfig, b: Block, p: str) -> _Slices:
     H, KV = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     for n, (s, e) in dict(q=(0, H), k=(H, H + KV), v=(H + KV, H + 2 * KV)).items():
         yield p + f'{n}_proj.weight', b.qkv, (slice(s, e),)
-        if c.qkv_bias:
+        if b.qkv_bias is not None:
             yield p + f'{n}_proj.bias', b.qkv_bias, (slice(s, e),)
     yield p + 'o_proj.weight', b.out, _all
     if c.qk_norm != 'none':
@@ -78,7 +79,7 @@ def _attention(c, b, p):
         yield p + 'k_norm.weight', b.k_norm, _all
 
 
-def _mixture(c, mlp, p):  # Mixtral alone has other names
+def _mixture(c: PolicyConfig, mlp: MoE, p: str) -> _Slices:  # Mixtral alone has other names
     mixtral = c.family == 'mixtral'
     p += 'block_sparse_moe.' if mixtral else 'mlp.'
     names = ('w1', 'w3', 'w2') if mixtral else _names
@@ -90,14 +91,20 @@ def _mixture(c, mlp, p):  # Mixtral alone has other names
     if mlp.shared is not None:
         q = p + ('shared_expert.' if c.shared_expert_gate else 'shared_experts.')
         yield from _swiglu(mlp.shared, q, c.shared_expert_intermediate_size)
-    if c.shared_expert_gate:
-        yield p + 'shared_expert_gate.weight', mlp.shared.gate, _all
+        if mlp.shared.gate is not None:
+            yield p + 'shared_expert_gate.weight', mlp.shared.gate, _all
 
 
 _names = 'gate_proj', 'up_proj', 'down_proj'
 
 
-def _swiglu(mlp, p, width, at=(), names=_names):
+def _swiglu(
+    mlp: MoE | DenseMLP,
+    p: str,
+    width: int,
+    at: tuple[int, ...] = (),
+    names: tuple[str, str, str] = _names,
+) -> _Slices:
     gate, up, down = names
     yield f'{p}{gate}.weight', mlp.gate_up, at + (slice(0, width),)
     yield f'{p}{up}.weight', mlp.gate_up, at + (slice(width, 2 * width),)
@@ -113,9 +120,10 @@ def hf_weights(
     for name, p, at in hf_slices(policy):
         if grad and not isinstance(p, nn.Parameter):
             continue  # a router's correction has none
-        if grad and p.grad is None:
+        values = p.grad if grad else p.detach()
+        if values is None:
             raise ValueError(f'{name} has no gradient: call backward first')
-        yield name, (p.grad if grad else p.detach())[at]
+        yield name, values[at]
 
 
 @lru_cache
@@ -155,14 +163,15 @@ def checked_weights(
         )
 
 
-def _unused(name, c):  # a second name of the same weight, a table, layers that only guess ahead
+def _unused(name: str, c: PolicyConfig) -> bool:
+    "A second name of the same weight, a table, layers that only guess ahead"
     if name == 'lm_head.weight' and c.tie_word_embeddings or name.endswith('rotary_emb.inv_freq'):
         return True
     layer = name.removeprefix('model.layers.').split('.')[0]
     return c.family == 'glm4_moe' and layer.isdigit() and int(layer) >= c.num_hidden_layers
 
 
-def _shape(t):
+def _shape(t: Any) -> list[int]:  # a tensor's, or a slice's of a file
     return list(t.shape if isinstance(t, Tensor) else t.get_shape())
 
 
@@ -293,20 +302,22 @@ def save_pretrained(
 
 
 # %% ../../nbs/model/pretrained.ipynb #aa3f1b89
-def _shard_names(n):
+def _shard_names(n: int) -> list[str]:
     if n == 1:
         return ['model.safetensors']
     return [f'model-{i + 1:05d}-of-{n:05d}.safetensors' for i in range(n)]
 
 
-def _write_index(folder, files, shards):  # which name is in which file
+def _write_index(folder: Path, files: list[str], shards: list[dict[str, int]]) -> None:
+    "Which name is in which file"
     total = sum(sum(sizes.values()) for sizes in shards)
     where = {name: file for file, sizes in zip(files, shards) for name in sizes}
     index = dict(metadata=dict(total_size=total), weight_map=where)
     (folder / _index).write_text(json.dumps(index, indent=2) + '\n')
 
 
-def _remove_others(folder, keep):  # weights of an older checkpoint
+def _remove_others(folder: Path, keep: Container[str]) -> None:
+    "Weights of an older checkpoint"
     shards = folder.glob('model-*-of-*.safetensors')
     for old in [folder / 'model.safetensors', folder / _index, *shards]:
         if old.name not in keep:

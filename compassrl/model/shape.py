@@ -135,7 +135,7 @@ class PolicyConfig:
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
-def _check_experts(c):
+def _check_experts(c: PolicyConfig) -> None:
     E, K = c.num_experts, c.num_experts_per_tok
     if K > E:
         raise ValueError(f'num_experts_per_tok={K} exceeds num_experts={E}')

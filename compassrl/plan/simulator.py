@@ -69,7 +69,7 @@ class _Replica:  # its batch at second t
         self.step = self.cached = self.turn = 0
         self.ends: list[tuple[int, int]] = []  # a heap: (last step, ticket) of each running request
         self.new: list[int] = []  # tickets of those that begin
-        self.read: set[int] = set()  # groups whose prompt it knows
+        self.read: set[object] = set()  # prompts that it knows
         self.dropped: set[int] = set()  # tickets
 
 

@@ -220,7 +220,7 @@ def fitting(
 ) -> list[ParallelConfig]:  # the least recomputation and cutting first
     "Layouts that fit on so many GPUs"
 
-    def fits(p):
+    def fits(p: ParallelConfig) -> bool:
         try:
             check_parallel(p, policy, world_size, device='cuda')
         except ValueError:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from compassrl.data.tasks import verify
 from compassrl.data.tokenizer import response_text
 from compassrl.judges.serial import Judge
-from compassrl.records import Prompt, Request, RolloutEngine, SamplingParams, derive_seed
+from compassrl.records import Prompt, Request, RolloutEngine, Sample, SamplingParams, derive_seed
 
 # %% auto #0
 __all__ = ['pass_at_k', 'mean_stderr', 'EvalSample', 'EvalResult', 'evaluate', 'gain']
@@ -99,7 +99,9 @@ class EvalResult:
 
 
 # %% ../../nbs/runs/evaluate.ipynb #ed9f3464
-def _judge(sample, prompt, params, tokenizer):  # Sample to EvalSample
+def _judge(
+    sample: Sample, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer
+) -> EvalSample:
     ids = sample.response_ids
     stop = ids[-1] if ids and ids[-1] in params.stop_ids else -1
     text = response_text(tokenizer, ids, stop)
@@ -120,15 +122,18 @@ def _judge(sample, prompt, params, tokenizer):  # Sample to EvalSample
     )
 
 
-def _scores(rows, k):  # rows: per prompt, its k samples
+def _scores(
+    rows: list[list[EvalSample]],  # per prompt, its k samples
+    k: int,
+) -> tuple[float, float, dict[int, float]]:  # avg@k, its standard error, pass@j
     right = [sum(s.correct for s in row) for row in rows]
     avg, err = mean_stderr([c / k for c in right])
     js = sorted({2**i for i in range(k.bit_length()) if 2**i <= k} | {k})
     return avg, err, {j: statistics.fmean(pass_at_k(k, c, j) for c in right) for j in js}
 
 
-def _by_domain(rows, k):
-    domains = {}
+def _by_domain(rows: list[list[EvalSample]], k: int) -> dict[str, dict[str, Any]]:
+    domains: dict[str, list[list[EvalSample]]] = {}
     for row in rows:
         domains.setdefault(row[0].domain, []).append(row)
     found = {}
@@ -176,7 +181,14 @@ def evaluate(
     )
 
 
-def _draw(engine, prompts, k, params, seed, judge):  # (prompt id, index) -> Sample
+def _draw(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    k: int,
+    params: SamplingParams,
+    seed: int,
+    judge: Judge | None,
+) -> dict[tuple[str, int], Sample]:  # by prompt id and index
     requests = [
         Request(p.id, tuple(p.token_ids), i, derive_seed(seed, 'eval', p.id, i), params)
         for p in prompts
@@ -204,8 +216,8 @@ def gain(
 ) -> tuple[float, float]:  # gain of avg@k and its standard error, paired by prompt
     "How much better, and how sure; Raises: ValueError"
 
-    def rates(result):
-        out = {}
+    def rates(result: EvalResult) -> dict[str, float]:
+        out: dict[str, list[bool]] = {}
         for s in result.samples:
             out.setdefault(s.prompt_id, []).append(s.correct)
         return {p: statistics.fmean(v) for p, v in out.items()}

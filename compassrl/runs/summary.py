@@ -38,8 +38,8 @@ _changes = {  # was it right before, is it right after
 }
 
 
-def _first_responses(samples):
-    first = {}
+def _first_responses(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    first: dict[str, dict[str, Any]] = {}
     for s in samples:
         first.setdefault(s['prompt_id'], s)
     return first
@@ -101,7 +101,11 @@ def read_record(path: Path) -> dict[str, Any] | None:  # None if it is not there
         raise ValueError(str(e).removeprefix(f'{path.parent}/')) from None
 
 
-def _evaluations(run_dir, metrics):  # before, after; None where there is none yet
+def _evaluations(
+    run_dir: Path, metrics: list[dict[str, Any]]
+) -> tuple[
+    dict[str, Any] | None, dict[str, Any] | None
+]:  # before, after; None where there is none yet
     before, after, config = (
         read_record(run_dir / f'{name}.json') for name in ('eval_before', 'eval_after', 'config')
     )
@@ -118,7 +122,7 @@ def read_curves(
     rows = read_metrics(run_dir)
     before, after = _evaluations(run_dir, rows)
 
-    def point(e):
+    def point(e: dict[str, Any]) -> dict[str, Any]:
         averages = dict(eval_avg=e['avg'], eval_avg_stderr=e.get('avg_stderr'))
         return averages | dict(eval_pass=e.get('pass_at_k'))
 
@@ -136,19 +140,23 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:  # dotted, without fold
 
 
 # %% ../../nbs/runs/summary.ipynb #aaa1ab1d
-def _rates(result, domain):  # prompt -> share of its responses that are right
-    right = {}
+def _rates(result: dict[str, Any], domain: str | None) -> dict[str, float]:
+    "Prompt -> share of its responses that are right"
+    right: dict[str, list[bool]] = {}
     for s in result.get('samples') or []:
         if domain in (None, s.get('domain')):
             right.setdefault(s['prompt_id'], []).append(bool(s['correct']))
     return {p: statistics.fmean(v) for p, v in right.items()}
 
 
-def _has_all(rates, average):  # are the samples there from which the average was made?
+def _has_all(rates: dict[str, float], average: float) -> bool:
+    "Are the samples there from which the average was made?"
     return bool(rates) and abs(statistics.fmean(rates.values()) - average) < 1e-6
 
 
-def _gain_of(before, after, domain=None):  # averages in [0, 1], gain in points
+def _gain_of(
+    before: dict[str, Any], after: dict[str, Any], domain: str | None = None
+) -> dict[str, Any]:  # averages in [0, 1], gain in points
     rb, ra = _rates(before, domain), _rates(after, domain)
     if domain is not None:
         before, after = before['by_domain'][domain], after['by_domain'][domain]
@@ -169,7 +177,7 @@ def _gain_of(before, after, domain=None):  # averages in [0, 1], gain in points
     )
 
 
-def _held_out(before, after):
+def _held_out(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
     if not before or not after:
         return None
     domains = [d for d in before.get('by_domain') or {} if d in (after.get('by_domain') or {})]
@@ -189,28 +197,30 @@ def _held_out(before, after):
 
 
 # %% ../../nbs/runs/summary.ipynb #66b14c7f
-def _first_last(values):  # means of all steps, of the first and of the last quarter
+def _first_last(values: list[float]) -> dict[str, float]:
+    "Means of all steps, of the first and of the last quarter"
     q = max(1, len(values) // 4)
     parts = dict(mean=values, first=values[:q], last=values[-q:]) if values else {}
     return {k: statistics.fmean(v) for k, v in parts.items()}
 
 
-def _total(rows, key):
+def _total(rows: list[dict[str, Any]], key: str) -> float:
     return sum(column(rows, key)[1])
 
 
-def _cold_start(run_dir):
+def _cold_start(run_dir: Path) -> dict[str, Any]:
     rows = read_step_rows(run_dir / 'cold_start.jsonl')
     loss = _first_last(column(rows, 'loss')[1])
     return dict(steps=len(rows), tokens=_total(rows, 'tokens'), loss=loss)
 
 
-def _last_eval(metrics):
+def _last_eval(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
     steps, averages = column(metrics, 'eval_avg')
     return dict(step=steps[-1], avg=averages[-1]) if steps else None
 
 
-def _phase_table(metrics):  # phase -> seconds, seconds per step, share
+def _phase_table(metrics: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    "Phase -> seconds, seconds per step, share"
     total = sum(map(step_seconds, metrics))
     seconds = {p: sum(phase_seconds(r, p) for r in metrics) for p in phase_names}
     seconds['other'] = max(0.0, total - sum(seconds.values()))  # 0 where phases overlap
@@ -221,11 +231,11 @@ def _phase_table(metrics):  # phase -> seconds, seconds per step, share
     }
 
 
-def _speed(metrics):
+def _speed(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     tokens, seconds = _total(metrics, 'tokens'), sum(map(step_seconds, metrics))
     in_rollout = sum(phase_seconds(r, 'rollout') for r in metrics)
 
-    def rate(s):
+    def rate(s: float) -> float | None:
         return tokens / s if s and tokens else None
 
     per_s = dict(rollout=rate(in_rollout), end_to_end=rate(seconds))

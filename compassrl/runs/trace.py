@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from compassrl.config import TrainConfig
 from compassrl.loop import loss_of
@@ -36,8 +37,10 @@ _per_token = (
 _on_hover = _per_token[:-1]  # the 0 of an unknown route would be read as one that differs
 
 
-def _sample_row(s, tokens):  # what a sample knows of itself, and lists of its response
-    row = dict(
+def _sample_row(s: Sample, tokens: dict[str, Tensor]) -> dict[str, Any]:
+    "What a sample knows of itself, and lists of its response"
+    assert s.verdict is not None, 'judge all samples first'
+    row: dict[str, Any] = dict(
         prompt_id=s.prompt_id,
         index=s.index,
         prompt_ids=s.prompt_ids,
@@ -54,6 +57,7 @@ def _sample_row(s, tokens):  # what a sample knows of itself, and lists of its r
     at = slice(len(s.prompt_ids), len(s.prompt_ids) + len(s.response_ids))
     row |= {k: v[at].tolist() for k, v in tokens.items()}
     if s.routed_experts is not None:
+        assert s.routes_valid is not None, 'routes without valid'
         row['routed_experts'] = s.routed_experts.tolist()
         row['routes_valid'] = s.routes_valid.int().tolist()
     if s.policy_mask is not None:
@@ -87,7 +91,7 @@ _needed = dict(
 )
 
 
-def _row(where, line):  # one checked line
+def _row(where: str, line: bytes) -> dict[str, Any]:  # one checked line
     try:
         row = json.loads(line)
     except ValueError as e:
@@ -145,7 +149,7 @@ def recompute_loss(
     # entry t speaks of token t; column 0 stands for the prompt
     T = max(len(r['response_ids']) for r in rows) + 1
 
-    def table(key):
+    def table(key: str) -> Tensor:
         padded = [[0.0] + r[key] + [0.0] * (T - 1 - len(r[key])) for r in rows]
         return torch.tensor(padded, dtype=torch.float64)
 
@@ -183,7 +187,7 @@ def microscope(
         raise ValueError(f'color={color!r}: use one of {[k for k in _per_token if k in rows[0]]}')
     top = max((abs(x) for r in rows for x in r[color]), default=0.0) or 1.0
 
-    def token(r, t):
+    def token(r: dict[str, Any], t: int) -> str:
         x, text = r[color][t], tokenizer.decode([r['response_ids'][t]], skip_special_tokens=False)
         text = escape(text) if text.strip() else repr(text)[1:-1] or '∅'
         rgb = '15,118,110' if color == 'advantages' and x > 0 else '194,65,12'
@@ -192,7 +196,7 @@ def microscope(
         style += 'border:1px solid #e7e5e4;padding:0 2px'
         return f'<span title="{escape(title)}" style="{style}">{text}</span>'
 
-    def line(r):
+    def line(r: dict[str, Any]) -> str:
         prompt = escape(tokenizer.decode(r['prompt_ids'], skip_special_tokens=False))
         tokens = ''.join(token(r, t) for t in range(len(r['response_ids'])))
         return f'<div><span style="color:#78716c">{r["reward"]:.0f} {prompt}</span> {tokens}</div>'

@@ -493,7 +493,7 @@ MUTANTS = {  # the law that must notice -> what is replaced by what
             '.setdefault(s.prompt_id, set())',
             '.setdefault(samples[0].prompt_id, set())',
         ),
-        failed_set_the_gap=("if s.verdict.status not in ('failed', 'timeout'): ", ''),
+        failed_set_the_gap=("if v.status not in ('failed', 'timeout'):", 'if True:'),
         window_upside_down=('window = frac*max_tokens', 'window = (1-frac)*max_tokens+1e-9'),
         penalty_without_end=('.clamp(-1, 0).float()', '.clamp(max=0).float()'),
         one_ngram_short=('range(len(ids)-n+1)', 'range(len(ids)-n)'),

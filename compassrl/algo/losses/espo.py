@@ -45,7 +45,7 @@ def entropy_groups(
 
     Raises ValueError where `batch_quantile` has no threshold."""
     if cfg.groups == 'batch_quantile':
-        if cfg.threshold is None:
+        if not isinstance(cfg, EspoStep) or cfg.threshold is None:
             raise ValueError('threshold=None: batch_quantile needs `cfg.for_batch(whole batch)`')
         return ((entropy < cfg.threshold) & mask).long()
     # padding last

@@ -29,8 +29,9 @@ def gmpo(
     In the form of `gspo`, which gives each token a gradient of its own."""
     delta = log_ratio(log_probs, old_log_probs, mask)
     adv = at_least_fp32(advantages).detach().masked_fill(~mask, 0.0)
-    low = log1p(-cfg.clip_eps_low) if cfg.clip_eps_low < 1 else -inf
-    high = log1p(cfg.clip_eps_high)
+    eps_low, eps_high = cfg.clip
+    low = log1p(-eps_low) if eps_low < 1 else -inf
+    high = log1p(eps_high)
     kept = torch.where(adv > 0, delta.clamp(max=high), delta.clamp(min=low))
     mean = kept.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     ratio = (mean + (kept - kept.detach())).exp()

@@ -149,7 +149,7 @@ class VllmRollout(RolloutEngine):
         self.version = None  # until all have arrived
         self.wake()
 
-        def call(method, **kwargs):
+        def call(method: str, **kwargs: Any) -> None:
             self.engine.collective_rpc(method, kwargs=kwargs)
 
         if self.emulates_fp8:

@@ -128,7 +128,7 @@ MUTANTS = dict(
     mean_before_the_clip=('mean = kept.detach()', 'mean = delta.detach()'),
     own_ratio=('(mean+(kept-kept.detach())).exp()', 'kept.exp()'),
     mean_over_padding=(f'{KEPT}/{ROWS}.clamp(min=1)', f'{KEPT}/mask.shape[-1]'),
-    limits_in_nats=('high = log1p(cfg.clip_eps_high)', 'high = cfg.clip_eps_high'),
+    limits_in_nats=('high = log1p(eps_high)', 'high = eps_high'),
     counts_the_wanted=('(adv<0)&(delta<low)', '(adv>0)&(delta<low)'),
     own_limits=('clip=(-expm1(-0.4), expm1(0.4))', 'clip=(0.2, 0.2)'),
 )
