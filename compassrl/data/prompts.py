@@ -7,7 +7,7 @@ out."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from compassrl.data.data_settings import DataConfig as DataConfig
 from compassrl.data.data_settings import SelectBy as SelectBy
 from compassrl.data.loading import Loaded, load_prompts
 from compassrl.data.rows import ChatTemplate, Reading, prompt_id
-from compassrl.data.tasks import num_problems, problem, task_families
+from compassrl.data.tasks import Problem, num_problems, problem, task_families
 from compassrl.data.tokenizer import encode
 from compassrl.records import Prompt, derive_seed
 
@@ -45,7 +45,7 @@ def split_of(
 
 
 # %% ../../nbs/data/prompts.ipynb #f15f28db
-def _problems(domain, level, seed, num):
+def _problems(domain: str, level: int, seed: int, num: int) -> Iterator[Problem]:
     "Distinct ones in random order; all of them if the list is short"
     size, key = num_problems(domain, level), (seed, domain, level)
     if size <= max(2**16, 50 * num):
@@ -60,7 +60,7 @@ def _problems(domain, level, seed, num):
             yield p
 
 
-def _prompt(domain, p, tokenizer):  # Problem to Prompt
+def _prompt(domain: str, p: Problem, tokenizer: Tokenizer) -> Prompt:
     ids = encode(tokenizer, p.text)
     return Prompt(prompt_id(domain, p.text), domain, p.text, ids, p.answer, p.verifier, p.solution)
 
@@ -112,7 +112,10 @@ def make_prompts(
 
 
 # %% ../../nbs/data/prompts.ipynb #ff4f469a
-def _generate(cfg, tokenizer, seed, num, split):  # prompts of all domains, mixed
+def _generate(
+    cfg: DataConfig, tokenizer: Tokenizer, seed: int, num: int, split: str
+) -> list[Prompt]:
+    "Prompts of all domains, mixed"
     weights = cfg.weights or (1.0,) * len(cfg.domains)
     ends = [round(num * sum(weights[:i]) / sum(weights)) for i in range(len(weights) + 1)]
     levels = cfg.difficulties or (cfg.difficulty,) * len(cfg.domains)
@@ -136,27 +139,28 @@ def hold_out(
     "Those whose texts have the smallest hashes: more of them hold out the same, and others"
     order = sorted(prompts, key=lambda p: derive_seed('split', p.text))
     texts = {p.text for p in order[:num]}
-    return tuple([p for p in prompts if (p.text in texts) == side] for side in (False, True))
+    return [p for p in prompts if p.text not in texts], [p for p in prompts if p.text in texts]
 
 
-def _split(cfg, prompts):  # train and held out
+def _split(cfg: DataConfig, prompts: list[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    "Train and held out"
     if cfg.num_heldout:
-        sides = hold_out(prompts, cfg.num_heldout)
+        train, heldout = hold_out(prompts, cfg.num_heldout)
     elif cfg.eval_path:
         return prompts, []
     else:
-        sides = tuple(
+        train, heldout = (
             [p for p in prompts if split_of(p.text, cfg.heldout_frac) == s]
             for s in ('train', 'heldout')
         )
-    if not all(sides):
+    if not (train and heldout):
         raise ValueError(
-            f'{cfg.path}: {len(prompts)} rows give {len(sides[0])} training and '
-            f'{len(sides[1])} held-out prompts at heldout_frac={cfg.heldout_frac} and '
+            f'{cfg.path}: {len(prompts)} rows give {len(train)} training and '
+            f'{len(heldout)} held-out prompts at heldout_frac={cfg.heldout_frac} and '
             f'num_heldout={cfg.num_heldout}: change them, add rows, or name another file by '
             '--data.eval-path'
         )
-    return sides
+    return train, heldout
 
 
 # %% ../../nbs/data/prompts.ipynb #7e2a830f
@@ -171,9 +175,10 @@ def load_data(
     "The prompts of a run, generated or loaded"
     if not cfg.path:
         sizes = cfg.generated()
-        return tuple(
+        train, heldout = (
             _generate(cfg, tokenizer, seed, n, split) if n else [] for split, n in sizes.items()
         )
+        return train, heldout
     reading = reading_of(cfg, tokenizer, chat, keep_row)
     return _split(cfg, load_prompts(cfg.path, reading, cfg.on_bad_row, more)[0])
 
@@ -195,7 +200,7 @@ def load_eval_set(
     path: str,
     reading: Reading,
     on_bad_row: Literal['raise', 'skip'] = 'raise',
-    train: list[Prompt] = (),  # equal texts are counted, and said
+    train: Sequence[Prompt] = (),  # equal texts are counted, and said
 ) -> list[Prompt]:
     "Prompts that are only asked"
     prompts, _ = load_prompts(path, reading, on_bad_row)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from compassrl.data.tasks import Choices, Problem, task_family
 
@@ -39,7 +39,9 @@ words: tuple[str, ...] = tuple(
 )
 
 
-def _demand(choose, word, taken):  # text, check, kind; None where two demands clash
+def _demand(
+    choose: Choices, word: str, taken: dict[int, str]
+) -> tuple[str, dict[str, Any]] | None:  # text and check; None where two demands clash
     kind, other = choose(4), words[choose(len(words))]
     text, check = [
         (f'first {other}', dict(check='first_word', word=other)),
@@ -58,9 +60,10 @@ def instructions(
     choose: Choices,
 ) -> Problem | None:  # None where two demands clash
     "So many words, one of them given; several responses are right"
-    n, word, taken = 2 + choose(4), words[choose(len(words))], {}
-    more = [_demand(choose, word, taken) for _ in range(min(level, 2))]
-    if None in more or (taken.get(2) in (taken.get(0, ''), taken.get(1, ''))):
+    n, word, num = 2 + choose(4), words[choose(len(words))], min(level, 2)
+    taken: dict[int, str] = {}
+    more = [d for _ in range(num) if (d := _demand(choose, word, taken))]
+    if len(more) < num or (taken.get(2) in (taken.get(0, ''), taken.get(1, ''))):
         return None
     said = [word] * n
     if 0 in taken:
@@ -69,7 +72,10 @@ def instructions(
         said[-1] = taken[1]
     if word not in said:  # first and last are all there is room for
         return None
-    checks = [dict(check='num_words', exactly=n), dict(check='contains', words=[word])]
+    checks: list[dict[str, Any]] = [
+        dict(check='num_words', exactly=n),
+        dict(check='contains', words=[word]),
+    ]
     checks += [check for _, check in more]
     text, solution = ', '.join([f'{n} words with {word}', *(t for t, _ in more)]), ' '.join(said)
     if 3 in taken:
@@ -78,16 +84,16 @@ def instructions(
 
 
 # %% ../../nbs/data/toys.ipynb #d1ccef61
-_tools = tuple('add cut get hit mix put run set tap win'.split())
+_tools: tuple[str, ...] = tuple('add cut get hit mix put run set tap win'.split())
 
 
-def _pick(choose, names):  # one that is left
+def _pick(choose: Choices, names: list[str]) -> str:  # one that is left
     return names.pop(choose(len(names)))
 
 
 def _signature(
-    choose, names, level, usual
-):  # name, arguments, the usual value of the second or None
+    choose: Choices, names: list[str], level: int, usual: int
+) -> tuple[str, list[str], int | None]:  # name, arguments, the usual value of the second or None
     name, letters = _pick(choose, names), list('kmnpstxy')
     arguments = [_pick(choose, letters) for _ in range(2)]
     if choose(2) and level:
@@ -95,7 +101,7 @@ def _signature(
     return name, arguments[:1], None
 
 
-def _written(name, arguments, usual):
+def _written(name: str, arguments: list[str], usual: int | None) -> str:
     return f'{name}({",".join(arguments)}{"" if usual is None else f"={usual}"})'
 
 
@@ -113,7 +119,7 @@ def tools(
     if left_out and usual is not None:
         values = values[:1]  # the usual value is meant
     given = dict(zip(arguments, values))
-    allowed = {k: [v] for k, v in given.items()}
+    allowed: dict[str, list[int | str]] = {k: [v] for k, v in given.items()}
     if usual is not None and given.get(arguments[1], usual) == usual:
         allowed[arguments[1]] = [usual, '']
     request = ' '.join(map(str, [name, *values]))
@@ -214,7 +220,7 @@ def shop_points(
     wanted, items = read_question(text)
     found = re.fullmatch(r'([A-Z])(?: for (\d))?(?!\w).*', response, flags=re.DOTALL)
     item = items.get(found[1]) if found else None
-    if item is None:
+    if found is None or item is None:
         return None, (False,) * 5
     said = found[2] == str(item.price)
     return item, (*item.met(wanted), said, len(response) <= BRIEF)

@@ -125,7 +125,7 @@ def architecture(config: PolicyConfig) -> str:
 
 
 # %% ../../nbs/model/hf_config.ipynb #ac1bce0b
-_assumed = dict(  # what a config.json may leave out; sizes must be there
+_assumed: dict[str, Any] = dict(  # what a config.json may leave out; sizes must be there
     norm_topk_prob=False,
     decoder_sparse_step=1,
     mlp_only_layers=(),
@@ -196,7 +196,7 @@ def _as_dense(
     num = d.get('num_hidden_layers')
     # what is no number is refused later, and what is absurd finds no memory
     layers = tuple(range(num)) if type(num) is int and num < 10_000 else ()
-    experts = dict(num_experts=1, num_experts_per_tok=1)
+    experts: dict[str, Any] = dict(num_experts=1, num_experts_per_tok=1)
     experts['moe_intermediate_size'] = d.get('intermediate_size')
     return experts | dict(mlp_only_layers=layers) | d
 

@@ -5,6 +5,8 @@
 # %% ../../nbs/model/log_probs.ipynb #9f63ccb6
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +17,7 @@ __all__ = ['dense_log_probs', 'token_log_probs']
 
 
 # %% ../../nbs/model/log_probs.ipynb #79754d31
-def _logits(hidden, head, temperature):
+def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
     "In fp32, or in fp64 if given that"
     z = F.linear(hidden, head)
     return z.to(torch.promote_types(z.dtype, torch.float)).div_(temperature)
@@ -35,7 +37,9 @@ def dense_log_probs(
 
 
 # %% ../../nbs/model/log_probs.ipynb #e37e229e
-def _chunk(hidden, head, targets, temperature):
+def _chunk(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
     "`[n]` log-probs, entropies, and the log of the softmax's denominator"
     log_probs = _logits(hidden, head, temperature)
     log_z = log_probs.logsumexp(1, keepdim=True)
@@ -48,7 +52,9 @@ class _Chunked(torch.autograd.Function):
     "Forgets the logits, and computes them again when the gradient asks"
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, temperature, rows):
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, rows: int
+    ) -> tuple[Tensor, Tensor]:
         chunks = zip(hidden.split(rows), targets.split(rows))
         parts = [_chunk(h, head, y, temperature) for h, y in chunks]
         log_probs, entropy, log_z = map(torch.cat, zip(*parts))
@@ -59,7 +65,9 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, _):
+    def backward(
+        ctx: Any, grad: Tensor, _: Any
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, head, targets, log_z = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_head = None

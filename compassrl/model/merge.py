@@ -57,11 +57,12 @@ def kth_largest(
     return torch.tensor(bin << 15 | rest, dtype=torch.int32).view(torch.float32).item()
 
 
-def _bits(x):  # bits of absolute values sort like the numbers
+def _bits(x: Tensor) -> Tensor:  # bits of absolute values sort like the numbers
     return x.abs().flatten().contiguous().view(torch.int32)
 
 
-def _bin_of(counts, k):  # the bin of the k-th largest, and how many lie in bins above it
+def _bin_of(counts: Tensor, k: int) -> tuple[int, int]:
+    "The bin of the k-th largest, and how many lie in bins above it"
     from_above = counts.flip(0).cumsum(0)
     place = int((from_above < k).sum())
     above = int(from_above[place - 1]) if place else 0
@@ -97,7 +98,7 @@ def disjoint_mean(
     return torch.where(total > 0, (w * deltas).sum(0) / total.clamp(min=1e-30), 0.0)
 
 
-def _column(weights, like):  # [M] so that it multiplies [M, ...]
+def _column(weights: Tensor, like: Tensor) -> Tensor:  # [M] so that it multiplies [M, ...]
     return weights.view(-1, *[1] * (like.dim() - 1))
 
 
@@ -188,7 +189,7 @@ class Weights:
 
 
 # %% ../../nbs/model/merge.ipynb #f63ea5f1
-def _read(weights, name, shape):
+def _read(weights: Weights, name: str, shape: tuple[int, ...]) -> Tensor:
     t = weights[name]
     if tuple(t.shape) != shape:
         raise ValueError(
@@ -207,7 +208,8 @@ def merged_weights(
 ) -> Iterator[tuple[str, Tensor]]:  # in the type of the first model
     "The merged model, weight by weight. Raises ValueError"
 
-    def changes(model):
+    def changes(model: Weights) -> Iterator[Tensor]:
+        assert base is not None, 'changes need a base'
         for name, shape in shapes.items():
             if not (cfg.router_from and is_router(name)):
                 yield _read(model, name, shape) - _read(base, name, shape)
@@ -256,7 +258,7 @@ def merge_checkpoints(
         write_pretrained(config, weights, out, like=models[0])
 
 
-def _same_shape(folders) -> PolicyConfig:
+def _same_shape(folders: Sequence[str | Path]) -> PolicyConfig:
     first, *others = (replace(read_config(f), eos_token_id=0) for f in folders)
     for folder, other in zip(folders[1:], others):
         if other != first:

@@ -151,20 +151,24 @@ _may_be_log = {'gradient norm', 'how far log-probs move'}
 _ink = ['#c2410c', '#0f766e', '#4338ca', '#b45309', '#78716c', '#be185d', '#94a3b8']
 
 
-def _evaluations(ax, metrics, key, label, ink):  # points with error bars
+def _evaluations(ax: Axes, metrics: list[dict[str, Any]], key: str, label: str, ink: str) -> None:
+    "Points with error bars"
     steps, values = column(metrics, key)
     is_average = key == 'eval_avg'
     errors = dict(zip(*column(metrics, 'eval_avg_stderr'))) if is_average else {}
     bars = [max(0.0, errors.get(step, 0.0)) for step in steps]
-    look = dict(fmt='o-' if is_average else 'o--', color=ink, ms=4, capsize=2)
+    look: dict[str, Any] = dict(fmt='o-' if is_average else 'o--', color=ink, ms=4, capsize=2)
     ax.errorbar(steps, values, bars, label=label, **look)
 
 
-def _line(ax, metrics, key, label, ink, dashed=False):  # raw points light, running mean on top
+def _line(
+    ax: Axes, metrics: list[dict[str, Any]], key: str, label: str, ink: str, dashed: bool = False
+) -> None:
+    "Raw points light, running mean on top"
     steps, values = column(metrics, key)
     window = max(1, len(values) // 12) | 1
 
-    def shown(ys):
+    def shown(ys: Sequence[float]) -> list[float]:
         return [y if y > 0 or ax.get_yscale() == 'linear' else math.nan for y in ys]
 
     if window > 1:
@@ -174,12 +178,14 @@ def _line(ax, metrics, key, label, ink, dashed=False):  # raw points light, runn
     ax.plot(steps, shown(smooth), mark, color=ink, lw=1.8, label=label)
 
 
-def _hides(values, others):  # would a whole line lie on the other one?
+def _hides(
+    values: list[float], others: list[float]
+) -> bool:  # would a whole line lie on the other one?
     gap = max((abs(a - b) for a, b in zip(values, others)), default=0)
     return len(values) == len(others) and gap <= 0.02 * max(map(abs, values))
 
 
-def _panel(ax, metrics, keys, log):
+def _panel(ax: Axes, metrics: list[dict[str, Any]], keys: dict[str, str], log: bool) -> None:
     drawn = {k: v for k in keys if (v := column(metrics, k)[1])}
     values = [y for v in drawn.values() for y in v if y]
     if log and values and min(values) > 0 and (ratio := max(values) / min(values)) > 50:
@@ -197,7 +203,7 @@ def _panel(ax, metrics, keys, log):
 
 
 # %% ../../nbs/runs/curves.ipynb #942d3987
-def _times(ax, metrics):  # seconds of each step, phases stacked
+def _times(ax: Axes, metrics: list[dict[str, Any]]) -> None:  # seconds of each step, phases stacked
     metrics = [r for r in metrics if step_seconds(r)]
     seconds = {}
     for phase in phase_names:
@@ -207,7 +213,7 @@ def _times(ax, metrics):  # seconds of each step, phases stacked
         return
     steps, whole = [r['step'] for r in metrics], [*map(step_seconds, metrics)]
 
-    def wide(ys):
+    def wide(ys: list[float]) -> list[float]:
         return ys * 2 if len(metrics) == 1 else ys  # a single step is drawn as wide as it is
 
     xs = [steps[0] - 0.5, steps[0] + 0.5] if len(metrics) == 1 else steps

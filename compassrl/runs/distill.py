@@ -187,7 +187,7 @@ def asked_of(
 _decide = 'seed', 'data', 'rollout', 'rewards'
 
 
-def _beside(out, what):  # FILE.samples.jsonl, FILE.settings.json
+def _beside(out: Path, what: str) -> Path:  # FILE.samples.jsonl, FILE.settings.json
     return out.with_name(f'{out.stem}.{what}')
 
 
@@ -318,10 +318,10 @@ def _all_samples(out, teacher, data, cfg, k, part):  # known and new
     return rows
 
 
-def _open(cfg, c, endpoint, folder):
+def _open(cfg: TrainConfig, c: DistillConfig, endpoint: str, folder: Path) -> Teacher:
     if not endpoint:
         return EngineTeacher(cfg, folder)
-    same = dict(model=c.model, api_key_env=c.api_key_env, concurrency=c.concurrency)
+    same: dict[str, Any] = dict(model=c.model, api_key_env=c.api_key_env, concurrency=c.concurrency)
     return Endpoint(GenRMConfig(base_url=endpoint, timeout_s=c.timeout_s, **same))
 
 
@@ -355,7 +355,7 @@ def distill_command(
     return Path(c.out)
 
 
-def _behind(preset):  # whatever its context is, the server knows
+def _behind(preset: TrainConfig) -> TrainConfig:  # whatever its context is, the server knows
     data = replace(preset.data, max_prompt_tokens=2**20)
     policy = replace(preset.policy, max_position_embeddings=2**30)
     return replace(preset, data=data, policy=policy)

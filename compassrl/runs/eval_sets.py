@@ -168,7 +168,7 @@ def domain_lines(result: EvalResult) -> list[str]:  # empty where there is only 
     return lines
 
 
-def _domains_before_after(before, after):
+def _domains_before_after(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     names = [d for d in before.get('by_domain', {}) if d in after.get('by_domain', {})]
     both = ((d, before['by_domain'][d]['avg'], after['by_domain'][d]['avg']) for d in names)
     lines = [f'  {d}: {100 * b:.1f} % before RL, {100 * a:.1f} % after' for d, b, a in both]

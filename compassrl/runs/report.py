@@ -22,12 +22,13 @@ __all__ = ['markdown_table', 'report_markdown', 'write_report']
 
 
 # %% ../../nbs/runs/report.ipynb #300c015d
-def _code(text, longest=300):  # one table cell: a code span per line, whatever the text holds
+def _code(text: object, longest: int = 300) -> str:
+    "One table cell: a code span per line, whatever the text holds"
     text = str(text)
     if len(text) > longest:
         text = text[:longest] + f' … {len(text) - longest} more characters'
 
-    def span(line):
+    def span(line: str) -> str:
         line = ''.join(c if c.isprintable() else '\N{MIDDLE DOT}' for c in line).replace('|', '\\|')
         fence = '`' * (max(map(len, re.findall('`+', line)), default=0) + 1)
         pad = ' ' if line[:1] == '`' or line[-1:] == '`' else ''
@@ -47,16 +48,16 @@ def markdown_table(
     return '\n'.join(f'| {" | ".join(map(str, r))} |' for r in [head, marks, *rows])
 
 
-def _pm(x, err, scale=100, sign=''):
+def _pm(x: float, err: float | None, scale: float = 100, sign: str = '') -> str:
     return f'{scale * x:{sign}.1f}' + (f' ± {scale * err:.1f}' if err is not None else '')
 
 
-def _gain(x):
+def _gain(x: dict[str, Any]) -> str:
     return _pm(x['gain_points'], x['gain_stderr_points'], 1, '+')
 
 
 # %% ../../nbs/runs/report.ipynb #5f59600f
-def _headline(f):
+def _headline(f: dict[str, Any]) -> str:
     h, last, out = f['held_out'], f['last_eval'], []
     if h:
         b, a = _pm(h['before'], h['stderr_before']), _pm(h['after'], h['stderr_after'])
@@ -83,8 +84,8 @@ def _headline(f):
     return '\n\n'.join(out)
 
 
-def _before_after(h):  # table of the evaluation, whole and by domain
-    def row(name, x):
+def _before_after(h: dict[str, Any]) -> str:  # table of the evaluation, whole and by domain
+    def row(name: str, x: dict[str, Any]) -> list[str]:
         before = _pm(x['before'], x.get('stderr_before'))
         after = _pm(x['after'], x.get('stderr_after'))
         gain = _gain(x) if 'gain_points' in x else _pm(x['after'] - x['before'], None, sign='+')
@@ -107,7 +108,7 @@ def _before_after(h):  # table of the evaluation, whole and by domain
 
 
 # %% ../../nbs/runs/report.ipynb #a3bc2930
-def _timing(f):
+def _timing(f: dict[str, Any]) -> str:
     rows = []
     for phase, x in f['phases'].items():
         numbers = f'{x["seconds"]:.2f}', f'{x["per_step_s"]:.3f}', f'{100 * x["share"]:.1f} %'
@@ -120,7 +121,7 @@ def _timing(f):
     )
 
 
-def _training(f):
+def _training(f: dict[str, Any]) -> str:
     rows = []
     for k, x in f['training'].items():
         if x:
@@ -138,7 +139,7 @@ def _training(f):
     return '\n\n'.join([*table, f'{note}.'])
 
 
-def _samples(f):
+def _samples(f: dict[str, Any]) -> str:
     counts = ', '.join(f'{n} {k}' for k, n in f['sample_counts'].items())
     texts = ['prompt', 'answer', 'before', 'after']
     rows = [[s['kind'], *(_code(s[k]) for k in texts)] for s in f['samples']]
@@ -146,8 +147,8 @@ def _samples(f):
     return f'The first response to each held-out prompt: {counts}.\n\n{table}'
 
 
-def _settings(config):  # one row per section
-    sections = {}
+def _settings(config: dict[str, Any]) -> str:  # one row per section
+    sections: dict[str, list[str]] = {}
     for k, v in config.items():
         section, _, name = k.rpartition('.')
         if v not in (None, ''):

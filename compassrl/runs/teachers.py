@@ -148,7 +148,7 @@ class Endpoint(GenRM):
                 self.failed.append(' '.join(f'{type(e).__name__}: {e}'.split())[:160])
                 return None
 
-    def _read(self, r, completion):
+    def _read(self, r: Request, completion: Any) -> Told:
         if not getattr(completion, 'choices', None):
             raise ValueError(f'no completion but {str(completion)[:80]!r}')
         choice = completion.choices[0]
@@ -163,9 +163,9 @@ class Endpoint(GenRM):
 _refuses = 400, 413, 422  # this prompt, now and forever: it counts as an empty response
 
 
-def _sample(r, ids, how):
+def _sample(r: Request, ids: list[int], how: str) -> Sample:
     return Sample(r.prompt_id, r.index, [], ids, torch.zeros(len(ids)), None, None, how, 0)
 
 
-def _thoughts(message):  # vLLM and DeepSeek, by either name
+def _thoughts(message: Any) -> str:  # vLLM and DeepSeek, by either name
     return getattr(message, 'reasoning_content', None) or getattr(message, 'reasoning', None) or ''

@@ -52,7 +52,8 @@ def clipped_surrogate(
     Also says which tokens get no gradient, those on the low side and those on the high side."""
     low, high = 1 - eps_low, 1 + eps_high
     adv = at_least_fp32(advantages).detach().masked_fill(~mask, 0.0)
-    loss = -torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)
+    # torch declares a clamp by two numbers and by two tensors, not by either
+    loss = -torch.minimum(ratio * adv, ratio.clamp(low, high) * adv)  # type: ignore[call-overload]
     return loss, (adv < 0) & (ratio < low), (adv > 0) & (ratio > high)
 
 
@@ -66,9 +67,7 @@ def grpo(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # [B, T] loss per token; metric sums
     "A ratio per token, the mean of each response (DeepSeekMath, section 4.1)"
     delta = log_ratio(log_probs, old_log_probs, mask)
-    loss, *clipped = clipped_surrogate(
-        delta.exp(), advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high
-    )
+    loss, *clipped = clipped_surrogate(delta.exp(), advantages, mask, *cfg.clip)
     return loss, ratio_sums(delta.detach(), mask, *clipped)
 
 
@@ -145,7 +144,7 @@ def gspo(
     mean = delta.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     # the response's value, its tokens' gradients
     ratio = (mean + (delta - delta.detach())).clamp(-max_nats, max_nats).exp()
-    loss, *clipped = clipped_surrogate(ratio, advantages, mask, cfg.clip_eps_low, cfg.clip_eps_high)
+    loss, *clipped = clipped_surrogate(ratio, advantages, mask, *cfg.clip)
     return loss, ratio_sums(delta.detach(), mask, *clipped)
 
 
@@ -156,7 +155,8 @@ def cispo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     "REINFORCE with a clipped weight: no token loses its gradient (MiniMax-M1, 2506.13585)"
     delta = log_ratio(log_probs, old_log_probs, mask).detach()
-    ratio, low, high = delta.exp(), 1 - cfg.clip_eps_low, 1 + cfg.clip_eps_high
+    eps_low, eps_high = cfg.clip
+    ratio, low, high = delta.exp(), 1 - eps_low, 1 + eps_high
     new, adv = (at_least_fp32(x).masked_fill(~mask, 0.0) for x in (log_probs, advantages.detach()))
     return -ratio.clamp(low, high) * adv * new, ratio_sums(delta, mask, ratio < low, ratio > high)
 
@@ -192,6 +192,7 @@ class PolicyLoss:
         Raises ValueError where a tensor is missing or not aligned with tokens."""
         extra = self._check(log_probs, batch)
         cfg, mask = self.cfg, batch.response_mask
+        assert cfg.aggregation and batch.old_log_probs is not None  # resolved, and checked
         counts = num_tokens, num_samples, cfg.max_response_tokens
 
         values, sums = self.loss(
@@ -206,6 +207,7 @@ class PolicyLoss:
         metrics = {k: v.detach() / num_tokens for k, v in sums.items()}
         metrics = {'policy_loss': loss.detach(), **metrics}
         if cfg.kl_coef:
+            assert batch.ref_log_probs is not None  # checked
             new, ref = (x.masked_fill(~mask, 0.0) for x in (log_probs, batch.ref_log_probs))
             kl = kl_estimate(new, ref, cfg.kl_estimator)
             how = self.loss.kl_aggregation or cfg.aggregation
