@@ -37,7 +37,7 @@ def spans_of(
     timings: Iterable[dict[str, float]],  # timings of samples
     metrics: Metrics | None = None,  # metrics of the step; phases are those with `time_{phase}_at`
 ) -> list[Span]:
-    "Who did what, when"
+    "Bars of each process in a step: its phases on one clock"
     out = []
     for t in timings:
         if 'rollout_start' in t:
