@@ -55,7 +55,7 @@ __all__ = [
     'RolloutKind',
     'TrainKind',
     'check_engines',
-    'check',
+    'find_problems',
     'prepare',
     'follow',
     'Engines',
@@ -314,7 +314,7 @@ def check_engines(
     rollout_engines[cfg.rollout_engine].check(cfg, num_ranks, here)
 
 
-def check(
+def find_problems(
     cfg: TrainConfig,  # result of `resolve`
     rank: int = 0,  # 0 reads files and talks to servers
     num_ranks: int = 1,
@@ -348,7 +348,7 @@ def prepare(
 ) -> RankMonitor | None:  # over all ranks; None for an engine of one process
     "This process, ready for its engines. Raises ValueError for what cannot be had here"
     set_up(cfg.device, cfg.num_threads)
-    for problem in check(cfg, *world(), local_world()):
+    for problem in find_problems(cfg, *world(), local_world()):
         raise ValueError(problem)
     return train_engines[cfg.train_engine].meet(cfg.parallel, cfg.device)
 

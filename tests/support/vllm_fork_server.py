@@ -18,8 +18,9 @@ from multiprocessing import forkserver
 from multiprocessing.forkserver import ForkServer
 from unittest.mock import patch
 
+from compassrl.procs import end_with_parent
 from compassrl.rollout.vllm import server as vllm_server
-from compassrl.rollout.vllm.server import end_with_parent, private_env, server_env, supervise
+from compassrl.rollout.vllm.server import private_env, server_env, supervise
 from tests.support import fork_server as forked
 
 MODULES = (  # what a server on a CPU imports
@@ -104,7 +105,7 @@ def become_supervisor_and_server(link, log, request):
         os.setpgid(server, server)
         supervise(server, own)
         os._exit(0)
-    end_with_parent(supervisor)
+    end_with_parent(parent=supervisor)
     os.setpgid(0, 0)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     run_module(argv)

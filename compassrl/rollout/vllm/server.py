@@ -6,7 +6,6 @@ leaves nothing behind."""
 # %% ../../../nbs/rollout/vllm/server.ipynb #3137f38e
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from compassrl.procs import end_with_parent, process_stat
 from compassrl.rollout.vllm.auth import secret_variable
 
 # %% auto #0
@@ -41,7 +41,6 @@ __all__ = [
     'remove',
     'sweep',
     'supervise',
-    'end_with_parent',
     'private_env',
     'supervise_command',
     'start_supervisor',
@@ -162,13 +161,6 @@ def supervise(
     remove(folder)
 
 
-def end_with_parent(parent: int) -> None:
-    "In a child: the kernel kills us when the parent ends"
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
-
-
 def private_env(env: dict[str, str]) -> tuple[dict[str, str], Path]:
     "The environment of a server with a temporary folder that only this user can read"
     os.umask(0o077)
@@ -185,7 +177,7 @@ def supervise_command() -> None:
         stdin=subprocess.DEVNULL,
         process_group=0,
         env=env,
-        preexec_fn=partial(end_with_parent, os.getpid()),
+        preexec_fn=partial(end_with_parent, parent=os.getpid()),
     )
     supervise(server.pid, folder)
 
@@ -273,13 +265,8 @@ class ServerProcess:
 
     def used_s(self) -> float:
         "CPU seconds of all its processes"
-        ticks, group = 0, self.pid
-        for pid in group_pids(group) if group else ():
-            with suppress(OSError):
-                text = Path(f'/proc/{pid}/stat').read_text(errors='replace')
-                words = text.rpartition(')')[2].split()
-                ticks += int(words[11]) + int(words[12])  # user and system time
-        return ticks / os.sysconf('SC_CLK_TCK')
+        found = [process_stat(pid) for pid in (group_pids(self.pid) if self.pid else ())]
+        return sum(p.cpu_s for p in found if p)
 
     def tail(self, lines: int = 12) -> str:
         "Last lines of its log"

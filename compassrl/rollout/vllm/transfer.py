@@ -49,8 +49,9 @@ from vllm.utils.network_utils import get_ip
 
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights, hf_shapes, weight_parts
+from compassrl.procs import end_with_parent
 from compassrl.rollout.vllm.messages import backend, file_parts
-from compassrl.rollout.vllm.server import end_with_parent, engine_ends, free_port
+from compassrl.rollout.vllm.server import engine_ends, free_port
 
 # %% auto #0
 __all__ = [
@@ -160,7 +161,7 @@ def register() -> None:
     "Add the backend to vLLM: every vLLM process calls this, by its entry point for plugins"
     parent = multiprocessing.parent_process()  # None = this is the server itself
     if parent and parent.pid and os.environ.get(engine_ends):
-        end_with_parent(parent.pid)
+        end_with_parent(parent=parent.pid)
     if backend not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend, PartTransfer)
 

@@ -6,14 +6,12 @@ cannot run code."""
 # %% ../../../nbs/train/megatron/shards.ipynb #3fb1a9dd
 from __future__ import annotations
 
-import ctypes
 import gc
 import io
 import os
 import pickle
 import queue
 import re
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +30,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from compassrl.procs import end_with_parent
 from compassrl.train.checkpoint_files import (
     CheckpointError,
     TornCheckpoint,
@@ -104,9 +103,7 @@ def write_buckets(
 ) -> None:
     """`write_preloaded_data_multiproc` upstream, but in this process, which does nothing else.
     Upstream forks one more for each bucket and waits for ever if it is killed"""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed when the rank ends
-    if os.getppid() != parent:  # it has ended already
-        os._exit(1)
+    end_with_parent(parent=parent)
     found: Any = queue.SimpleQueue()
     count: Any = queue.Queue()
     for i, bucket in enumerate(buckets):

@@ -15,14 +15,14 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from compassrl.procs import process_stat
 
 # %% auto #0
 __all__ = [
     'OUTSIDE_S',
     'watchdog_command',
-    'ProcStat',
-    'proc_stat',
     'helpers_cpu_s',
     'WatchedProcess',
     'torchrun_pid',
@@ -32,29 +32,9 @@ __all__ = [
 
 
 # %% ../../../nbs/train/megatron/watchdog.ipynb #2f3d5100
-class ProcStat(NamedTuple):
-    "A process, from outside"
-
-    # its main thread: R runs, S sleeps, D waits for a disk, T is stopped, Z is dead
-    state: str
-    parent: int
-    session: int
-    cpu_s: float  # all its threads together
-
-
-def proc_stat(pid: int) -> ProcStat | None:  # None = there is no such process
-    try:
-        with open(f'/proc/{pid}/stat', errors='replace') as f:  # names may be any bytes
-            words = f.read().rpartition(')')[2].split()
-    except OSError:
-        return None
-    ticks = int(words[11]) + int(words[12])
-    return ProcStat(words[0], int(words[1]), int(words[3]), ticks / os.sysconf('SC_CLK_TCK'))
-
-
 def helpers_cpu_s(pid: int) -> float:
     "CPU seconds of the descendants in its session: writers of a checkpoint, say, but no servers"
-    stats = {int(p): s for p in os.listdir('/proc') if p.isdigit() and (s := proc_stat(int(p)))}
+    stats = {int(p): s for p in os.listdir('/proc') if p.isdigit() and (s := process_stat(int(p)))}
     family, found = {pid}, {pid}
     while found:
         found = {p for p, s in stats.items() if s.parent in found} - family
@@ -82,7 +62,7 @@ class WatchedProcess:
         own_s: float = 0.0,  # CPU seconds of threads that do not count
         silent: bool = False,  # has its heartbeat been silent for long?
     ) -> None:
-        seen = proc_stat(self.pid)
+        seen = process_stat(self.pid)
         if not seen:
             return
         self.state = seen.state
@@ -110,7 +90,7 @@ def torchrun_pid(
     env: Mapping[str, str],  # its environment
 ) -> int | None:  # 0 = it has ended already
     "The process of torchrun that has started a rank; None = another program did"
-    seen = proc_stat(pid)
+    seen = process_stat(pid)
     if not seen or 'TORCHELASTIC_RUN_ID' not in env:
         return None
     one_machine = env.get('WORLD_SIZE') == env.get('LOCAL_WORLD_SIZE')
@@ -241,7 +221,7 @@ class Watchdog:
         return report.get('waits') == 'ranks' and report['idle_s'] > bound
 
     def lost(self, now: float) -> str:  # '' = torchrun is there, and all others report
-        seen = proc_stat(self.process.pid)
+        seen = process_stat(self.process.pid)
         if self.torchrun is not None and seen and seen.parent != self.torchrun:
             return f'rank {self.rank} has lost the torchrun that started it, {self.during()}'
         for r, t in self.reported_at.items():

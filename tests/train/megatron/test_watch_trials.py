@@ -226,7 +226,7 @@ time.sleep(600)"""
         try:
             p.stdout.readline()
             assert b'\xff' in Path(f'/proc/{p.pid}/stat').read_bytes()
-            assert watchdog.proc_stat(p.pid).parent == os.getpid()
+            assert watchdog.process_stat(p.pid).parent == os.getpid()
             assert watchdog.helpers_cpu_s(os.getpid()) > 0
         finally:
             p.kill()
