@@ -307,6 +307,15 @@ def test_named_make_targets_exist():
 FOLDERS = '|'.join(('nbs', 'tests', 'tools', 'benchmarks', 'compassrl'))
 
 
+def test_the_readme_is_a_door():
+    "All else is on the front page of the site and in the notebooks"
+    text = (ROOT / 'README.md').read_text()
+    assert len(text.encode()) <= 9 * 1024
+    first_screen = text[: text.index('## ')]
+    for word in ('make train', 'make test', '--data.path train.jsonl', 'grpo-lab.gif'):
+        assert word in first_screen
+
+
 @pytest.mark.parametrize('text', ['README.md', 'CONTRIBUTING.md'])
 def test_named_files_exist(text):
     named = re.findall(rf'(?<![\w./-])(?:{FOLDERS})/[\w./]*[\w/]', (ROOT / text).read_text())
