@@ -147,7 +147,7 @@ def one_step(rung, step, cfg, prompts, pool, engine, tokenizer, judges):
     pool.schedule = ScheduleConfig('longest' if pulls else 'fifo')
     cfg = TrainConfig(**{**cfg, 'steps': step + 1})
     queue = PullQueue if pulls else RoundRobin
-    with patch.multiple(dispatcher, to_body=said, read_ids=read, PullQueue=queue):
+    with patch.multiple(dispatcher, to_body=said, check_ids=read, PullQueue=queue):
         fit(
             cfg,
             prompts,

@@ -105,7 +105,7 @@ def run(pool, requests, lengths, way, predictor):
     def read(r, ids, reason, config):  # it ends where `body` told it to
         return ids
 
-    sent = dict(to_body=body, read_ids=read, Schedule=schedule, PullQueue=queue)
+    sent = dict(to_body=body, check_ids=read, Schedule=schedule, PullQueue=queue)
     with patch.multiple(dispatcher, **sent):
         start = time.perf_counter()
         samples = list(pool.generate(requests))

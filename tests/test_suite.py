@@ -38,9 +38,9 @@ def test_a_file_is_imported_where_a_test_of_it_may_be_meant(expression, possible
     'keyword, file, left_out',
     [
         ('espo', 'algo/losses/test_espo.py', None),
-        ('genrm', 'launch/test_sizing.py', True),
+        ('genrm', 'plan/test_sizing.py', True),
         ('algo', 'algo/test_losses.py', None),
-        ('', 'launch/test_sizing.py', None),
+        ('', 'plan/test_sizing.py', None),
         ('rollout', 'test_notebooks.py', None),  # its tests have the names of notebooks
     ],
 )

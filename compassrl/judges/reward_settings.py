@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from compassrl.data.registries import verifiers
-from compassrl.sandbox.isolated import Limits
 from compassrl.settings import above, at_least, between, check
+
+if TYPE_CHECKING:
+    from compassrl.sandbox.isolated import Limits
 
 # %% auto #0
 __all__ = ['GenRMConfig', 'RewardConfig']
@@ -96,4 +98,6 @@ class RewardConfig:
 
     @property
     def limits(self) -> Limits:
+        from compassrl.sandbox.isolated import Limits  # pages of help do without it
+
         return Limits(self.wall_s, self.cpu_s, self.memory_mb)

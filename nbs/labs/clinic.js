@@ -96,7 +96,7 @@ export const DIAGNOSES = {
   'wrong experts': ['wrong experts are replayed', 'Each token is trained with the experts of the next one',
     'algo/engine_gap.ipynb#wrong-routes-are-worse-than-none'],
   'off by one': ['loss mask off by one', 'The mask of the loss begins and ends one token early',
-    'train/torch_rollout.ipynb#token-t-is-predicted-from-token-t-1'],
+    'train/torch_train.ipynb#token-t-is-predicted-from-token-t-1'],
   entropy: ['entropy bonus with the wrong sign', 'The entropy bonus is subtracted, so likely tokens become likelier',
     'loop.ipynb#a-real-run'],
   leak: ['held-out prompts have leaked', 'The cold start has read the solutions of the held-out prompts',

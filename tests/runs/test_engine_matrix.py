@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import LossConfig, PolicyLoss
-from compassrl.model.pretrained import from_pretrained, hf_weights, save_pretrained
+from compassrl.model.pretrained import from_pretrained, save_pretrained
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import collate, select
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.parallel import ParallelConfig
+from compassrl.train.megatron.weights import gather_hf_weights
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 from tests.support import vllm_fork_server as vllm_forks
 from tests.support.engine_samples import POLICY, sample, write_samples
@@ -88,7 +89,10 @@ def recorded(engine, policy):  # gradients of every step, taken before the optim
 
     def stepping(lr):
         grads.append(
-            {k: v.clone() for k, v in hf_weights(engine.chunks, policy, lambda p: p.main_grad)}
+            {
+                k: v.clone()
+                for k, v in gather_hf_weights(engine.chunks, policy, lambda p: p.main_grad)
+            }
         )
         return step(lr)
 

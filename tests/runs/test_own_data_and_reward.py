@@ -283,7 +283,7 @@ def test_evaluation_sets_have_names(home, capsys):
     assert {n: len(s) for n, s in data.eval_sets.items()} == dict(test=10, again=60)
     assert len(data.train) == 60  # nothing is taken away from training
     assert len({p.id for p in data.prompts}) == 130
-    assert "60 of 60 prompts of 'again' are trained on" in capsys.readouterr().out
+    assert "60 of 60 prompts of 'again' are also trained on" in capsys.readouterr().out
     said = refused(*MODEL, '--data.eval-path', 'a=test.jsonl', 'a=gsm8k.jsonl')
     assert 'each name once' in said
 

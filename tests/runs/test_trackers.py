@@ -80,7 +80,8 @@ def test_the_glossary_names_nothing_else(runs):
 
 def test_an_entry_names_the_module_that_spells_the_number():
     for m in chain(*glossary().values()):
-        source = (ROOT / 'compassrl' / f'{m.where.replace(".", "/")}.py').read_text()
+        path = ROOT / 'compassrl' / m.where.replace('.', '/')
+        source = (path / '__init__.py' if path.is_dir() else path.with_suffix('.py')).read_text()
         parts = re.split(r'[*]', m.key)
         words = [m.key] if len(parts) == 1 else [p for p in parts if p]
         # `timed` and a few others put a prefix in front
