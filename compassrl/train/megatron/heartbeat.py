@@ -56,13 +56,15 @@ def stack() -> list[tuple[str, str, int]]:
     return [(f.f_code.co_filename, f.f_code.co_name, line) for f, line in walk_stack(frame)]
 
 
-def waits_for(calls: list[tuple[str, str, int]]) -> str:  # 'ranks', 'outside' or ''
+def waits_for(calls: list[tuple[str, str, int]]) -> str:  # 'ranks', 'outside', 'helpers' or ''
     "Modules that are being imported wait for nobody; an engine's own wait is for its ranks"
     files = [file for file, name, _ in calls if name != '<module>']
     # a handler of signals that runs in a wait does not wait, so the innermost call alone counts
     last = files[0] if files else ''
     if last.endswith(WAITS_FOR_RANKS):
         return 'ranks'
+    if last.endswith('multiprocessing/popen_fork.py'):
+        return 'helpers'
     if any(part in f for f in files for part in WAITS_OUTSIDE):
         return 'outside'
     return 'ranks' if 'megatron/core/' in last else ''

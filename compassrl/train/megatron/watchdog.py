@@ -17,13 +17,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from compassrl.procs import process_stat
+from compassrl.procs import ProcessStat, process_stat
 
 # %% auto #0
 __all__ = [
     'OUTSIDE_S',
     'watchdog_command',
-    'helpers_cpu_s',
+    'helpers',
     'WatchedProcess',
     'torchrun_pid',
     'Watchdog',
@@ -32,15 +32,15 @@ __all__ = [
 
 
 # %% ../../../nbs/train/megatron/watchdog.ipynb #2f3d5100
-def helpers_cpu_s(pid: int) -> float:
-    "CPU seconds of the descendants in its session: writers of a checkpoint, say, but no servers"
+def helpers(pid: int) -> dict[int, ProcessStat]:
+    "The descendants in its session: writers of a checkpoint, say, but no servers"
     stats = {int(p): s for p in os.listdir('/proc') if p.isdigit() and (s := process_stat(int(p)))}
     family, found = {pid}, {pid}
     while found:
         found = {p for p, s in stats.items() if s.parent in found} - family
         family |= found
     session = stats[pid].session if pid in stats else 0
-    return sum(s.cpu_s for p, s in stats.items() if p in family - {pid} and s.session == session)
+    return {p: s for p, s in stats.items() if p in family - {pid} and s.session == session}
 
 
 # %% ../../../nbs/train/megatron/watchdog.ipynb #a7aec24f
@@ -50,7 +50,9 @@ class WatchedProcess:
     def __init__(self, pid: int) -> None:
         self.pid, self.fd, self.state = pid, os.pidfd_open(pid), 'R'
         self.ran_at = self.worked_at = time.monotonic()
-        self.cpu_s, self.helpers_s = 0.0, 0.0  # CPU seconds when it was last seen working
+        self.cpu_s = 0.0  # CPU seconds when it was last seen working
+        self.helpers: dict[int, ProcessStat] = {}  # at the last look
+        self.helpers_s = 0.0  # their CPU seconds when they were last seen working
 
     @property
     def gone(self) -> bool:
@@ -70,12 +72,26 @@ class WatchedProcess:
             self.ran_at = now
         idle, cpu_s = now - self.worked_at, seen.cpu_s - own_s
         wants = seen.state == 'R' and not silent
-        if wants or cpu_s - self.cpu_s > (0.2 if silent else 0.02) + 0.03 * idle:
+        works = wants or cpu_s - self.cpu_s > (0.2 if silent else 0.02) + 0.03 * idle
+        if not works and idle > 5:
+            works = self._helpers_work(idle)
+        elif works:
+            self.helpers = {}
+        if works:
             self.worked_at, self.cpu_s = now, cpu_s
-        elif idle > 5:
-            before, self.helpers_s = self.helpers_s, helpers_cpu_s(self.pid)
-            if abs(self.helpers_s - before) > 0.03 * idle:
-                self.worked_at, self.cpu_s = now, cpu_s
+
+    def _helpers_work(self, idle: float) -> bool:
+        "So does one that waits for a core or a disk at two looks"
+        before, self.helpers = self.helpers, helpers(self.pid)
+        cpu_s = sum(s.cpu_s for s in self.helpers.values())
+        if not before:
+            self.helpers_s = cpu_s
+        waiting = {p for p, s in self.helpers.items() if s.state in 'RD'}
+        waited = {p for p, s in before.items() if s.state in 'RD'}
+        works = bool(waiting & waited) or cpu_s - self.helpers_s > 0.03 * idle
+        if works:
+            self.helpers_s = cpu_s
+        return works
 
     def kill(self) -> None:
         try:
