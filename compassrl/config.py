@@ -107,6 +107,7 @@ class TrainConfig:
         _check_partial(self)
         _check_tools(self)
         _check_loss(self)
+        _check_experts(self)
         _check_lengths(self)
         _check_tokens(self)
         _check_batch(self)
@@ -137,6 +138,18 @@ def _check_partial(cfg: TrainConfig) -> None:
             f'schedule.partial_tokens={part}: with rollout.max_tokens={cfg.rollout.max_tokens} no '
             'response is cut, use less, or 0'
         )
+
+
+def _check_experts(cfg: TrainConfig) -> None:
+    asked = {k: v for k in ('aux_loss_coef', 'expert_bias_rate') if (v := getattr(cfg.optim, k))}
+    for name, value in asked.items():
+        p, what = cfg.policy, f'optim.{name}={value}'
+        if not any(map(p.is_sparse, range(p.num_hidden_layers))):
+            raise ValueError(f'{what}: a dense policy has no experts, use 0')
+        if cfg.router_replay == 'off':
+            raise ValueError(f"{what} counts recorded routes: use router_replay='R2' or 'R3'")
+        if name == 'expert_bias_rate' and p.router_score != 'sigmoid':
+            raise ValueError(f'{what}: softmax routers have no bias, use optim.aux_loss_coef')
 
 
 def _check_tools(cfg: TrainConfig) -> None:

@@ -30,6 +30,7 @@ from compassrl.records import (
     collate,
 )
 from compassrl.rollout.partial import PartialResponses
+from compassrl.train.expert_load import expert_load
 from compassrl.train.guards import Guard
 
 # %% auto #0
@@ -131,7 +132,7 @@ def train_step(
         batch, graded = grade(batch, samples, cfg)
         if selection and cfg.zero_variance.sampling != 'refill':  # `collect_waves` did it there
             selection.took(silent_groups(samples))
-        metrics |= graded | discrepancy(batch)
+        metrics |= graded | discrepancy(batch) | expert_load(batch, cfg.policy)
         metrics.setdefault('zero_variance_first_frac', metrics['zero_variance_raw_frac'])
         loss, learns = loss_of(cfg, batch), _learns(cfg, batch)
         with timed(metrics, 'update'):

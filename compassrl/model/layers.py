@@ -34,6 +34,7 @@ __all__ = [
     'softmax_gates',
     'sigmoid_choice',
     'sigmoid_gates',
+    'with_balance_loss',
 ]
 
 
@@ -326,3 +327,27 @@ def sigmoid_gates(
     if norm:
         chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
     return chosen * scale
+
+
+class _WithLoss(torch.autograd.Function):
+    "The backward pass gives the loss a gradient of 1, as if it were added to the total"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return dy, torch.ones_like(ctx.saved_tensors[0])
+
+
+def with_balance_loss(
+    gates: Tensor,  # [N, K] in use, so that the backward pass comes here
+    probs: Tensor,  # [N, E] what the router gives to each expert
+    slopes: Tensor,  # [E] weight of each expert's probability in the loss
+    weights: Tensor | None = None,  # [N] how often each token counts; None = once
+) -> Tensor:  # `gates`
+    "Adds `sum(weights * probs * slopes)` to whatever loss the gates will lead to"
+    loss = probs @ slopes.to(probs)
+    return _WithLoss.apply(gates, (loss if weights is None else loss * weights).sum())

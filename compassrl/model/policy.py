@@ -22,6 +22,7 @@ from compassrl.model.layers import (
     sigmoid_choice,
     sigmoid_gates,
     softmax_gates,
+    with_balance_loss,
     stack_routes,
 )
 from compassrl.model.prefix_tree import prefix_tree, tree_attention
@@ -39,6 +40,10 @@ class MoE(nn.Module):
     norm: bool
     groups: tuple[int, int]
     correction: Tensor | None
+    # set for an update that balances experts: weights of their probabilities in the loss [E], and
+    # how many rows share each token [N]
+    slopes: Tensor | None = None
+    num_rows: Tensor | None = None
 
     def __init__(self, c: PolicyConfig) -> None:
         super().__init__()
@@ -65,7 +70,15 @@ class MoE(nn.Module):
         if replay is not None:
             assert valid is not None, 'replay without valid'
             idx = torch.where(valid[:, None], replay.long(), own)
-        return self.gates(scores, idx).to(x.dtype), idx, own
+        gates = self.gates(scores, idx).to(x.dtype)
+        if self.slopes is not None and torch.is_grad_enabled():
+            gates = with_balance_loss(gates, self.probs(scores), self.slopes, self.num_rows)
+        return gates, idx, own
+
+    def probs(self, scores: Tensor) -> Tensor:  # [N, E] -> [N, E], of all experts
+        if self.correction is None:
+            return scores.softmax(-1)
+        return F.normalize(scores.sigmoid(), p=1.0, dim=-1)
 
     def choose(self, scores: Tensor) -> Tensor:  # [N, E] -> [N, K]
         if self.correction is None:
@@ -245,6 +258,10 @@ class Policy(nn.Module):
         tree = prefix_tree(*rows) if share else None
         at = token_mask.nonzero(as_tuple=True) if tree is None else (tree.row, tree.column)
         attend = causal_attention(token_mask) if tree is None else tree_attention(tree)
+
+        for block in self.blocks:
+            if isinstance(block.mlp, MoE) and block.mlp.slopes is not None:
+                block.mlp.num_rows = None if tree is None else tree.node.bincount()
 
         def pick(t: Tensor | None) -> Tensor | None:
             return None if t is None else t[at]

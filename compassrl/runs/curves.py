@@ -145,8 +145,11 @@ _panels = {  # title: metric -> label
         rollout_train_gap='rollout / train gap',
         rollout_train_k3='rollout / train k3',
     ),
-    'routes of rollout and trainer': dict(
-        routes_agree_frac='same in a layer', tokens_agree_frac='same in all layers'
+    'experts: routes of both engines, load': dict(
+        routes_agree_frac='same in a layer',
+        tokens_agree_frac='same in all layers',
+        expert_entropy='load, 1 is even',
+        expert_busiest_frac='busiest expert',
     ),
 }
 _may_be_log = {'gradient norm', 'how far log-probs move'}

@@ -127,6 +127,12 @@ def _training(f: dict[str, Any]) -> str:
         if x:
             rows.append([k.replace('_', ' '), *(f'{v:.4g}' for v in x.values())])
     table = rows and [markdown_table(['', 'mean', 'first quarter', 'last quarter'], rows)]
+    load = f['training'].get('expert_busiest_frac')
+    if load and load['last'] > 0.95:
+        table.append(
+            'A layer sends nearly all tokens through the same experts: its router has collapsed. '
+            'A lower `optim.lr` or an `optim.aux_loss_coef` of 1e-3 or more helps.'
+        )
     cold, loss = f['cold_start'], f['cold_start']['loss']
     source = (f['config'] or {}).get('init_from')
     if not cold['steps']:

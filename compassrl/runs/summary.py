@@ -249,6 +249,7 @@ _averaged = """
     gradient_token_frac group_size_mean response_tokens_mean truncated_frac entropy
     grad_norm skipped_frac num_not_finite clip_frac approx_kl
     rollout_train_gap rollout_train_k3 routes_agree_frac
+    expert_entropy expert_busiest_frac experts_idle_frac
     length_log_error length_spearman genrm_failed_frac genrm_tie_frac genrm_disagree_frac
 """.split()
 

@@ -22,6 +22,7 @@ from compassrl.model.pretrained import hf_weights, load_hf_weights
 from compassrl.phases import phase
 from compassrl.records import Batch, LossFn, Metrics, micro_batches, mini_batches, select
 from compassrl.train.guards import check_start, or_nan, weights_finite
+from compassrl.train.expert_load import balanced, move_expert_bias
 from compassrl.train.routes import route_records, validate_routes
 from compassrl.train.train_settings import OptimConfig as OptimConfig
 from compassrl.train.train_settings import ReplayMode as ReplayMode
@@ -205,7 +206,8 @@ class TorchTrain:
         if mode != 'off':
             validate_routes(batch, c)
         parts = micro_batches(batch, self.config.micro_batch_tokens)
-        once = len(parts) == self.config.num_mini_batches == 1  # the update needs the same pass
+        # the update needs the same pass, unless it balances experts, too
+        once = len(parts) == self.config.num_mini_batches == 1 and not self.config.aux_loss_coef
         for rows in parts:
             part = select(batch, rows).to(self.policy.embed.device)
             with torch.set_grad_enabled(once):
@@ -268,12 +270,15 @@ def update(
     for rows in parts:
         mini = select(batch, rows)
         most = c.micro_batch_tokens
-        metrics, log_probs = accumulate_grads(
-            self.policy, mini, loss, most, self.temperature, replay, known
-        )
+        with balanced(self.policy, mini, c.aux_loss_coef):
+            metrics, log_probs = accumulate_grads(
+                self.policy, mini, loss, most, self.temperature, replay, known
+            )
         step_lr = c.lr_at(self.num_steps) if lr is None else lr
         stepped = clip_and_step(self.policy, self.optimizer, step_lr, c.grad_clip)
         self.num_steps += 1
+        if c.expert_bias_rate:
+            move_expert_bias(self.policy, mini, c.expert_bias_rate)
         seen[rows, : log_probs.shape[1]] = log_probs
         found: dict[str, Any] = dict(metrics) | dict(stepped)
         for k, v in found.items():

@@ -57,6 +57,12 @@ class OptimConfig:
     adam_eps: Annotated[float, at_least(0)] = 1e-8  # Constant that AdamW adds to the denominator
     weight_decay: Annotated[float, at_least(0)] = 0.0  # Weight decay of matrices; norms have none
     grad_clip: Annotated[float, at_least(0)] = 1.0  # Largest global gradient norm; 0 = no clipping
+    # Weight of the auxiliary loss that spreads tokens evenly over experts; 0 = none, 1e-3 is usual.
+    # Raise it if expert_busiest_frac stays high
+    aux_loss_coef: Annotated[float, at_least(0)] = 0.0
+    # Step of the router's bias towards experts with little load, after each update; 0 = none, 1e-3
+    # is usual. Sigmoid routers alone
+    expert_bias_rate: Annotated[float, at_least(0)] = 0.0
     # Optimiser steps per batch. More than 1 trains off-policy after the first
     num_mini_batches: Annotated[int, at_least(1)] = 1
     # Padded tokens per forward pass. Changes speed and memory, never the result; lower it if memory

@@ -866,7 +866,6 @@ BAD = {
     ),
     'layer 0 is \\[0, 1\\]: a dense layer': lambda b: changed(b, (0, 2, 0), [0, 1]),
     'layer 2 is \\[0, 0\\]: as in all rows of this layer': lambda b: changed(b, (ALL, ALL, 2), 0),
-    'is the same for all .* tokens': lambda b: changed(b, (ALL, ALL, slice(1, 3)), [0, 1]),
     'last token of a sample': lambda b: replace(b, routes_valid=b.routes_valid.roll(1, 1)),
     'routes_valid: set a bool tensor': lambda b: replace(b, routes_valid=None),
     'whole numbers \\[12, .*, 3, 2\\]': lambda b: replace(
@@ -911,21 +910,12 @@ def test_a_sample_is_judged_too():
         validate_routes(replace(s, routed_experts=s.routed_experts[1:]), CONFIG)
 
 
-def test_few_tokens_may_take_one_way():
-    "Two tokens with the same experts are no padding, nor is a model whose every expert is used"
-    two = select(BATCH, [0])
-    T = two.token_ids.shape[1]
-    validate_routes(
-        changed(replace(two, token_ids=torch.full((1, T), 5)), (ALL, ALL, slice(1, 3)), [0, 1]),
-        CONFIG,
-    )
-    c = replace(CONFIG, num_experts=2)
-    validate_routes(changed(BATCH, (ALL, ALL, slice(1, 3)), [0, 1]), c)
+def test_all_tokens_may_take_one_way():
+    "A collapsed router is a bad policy, no fault of the record"
+    validate_routes(changed(BATCH, (ALL, ALL, slice(1, 3)), [0, 1]), CONFIG)
     single = replace(CONFIG, num_experts_per_tok=1)
     one = replace(BATCH, routed_experts=BATCH.routed_experts[..., :1])
-    validate_routes(one, single)
-    with pytest.raises(ValueError, match='recorded nothing'):
-        validate_routes(changed(one, (ALL, ALL, 1), 0), single)
+    validate_routes(changed(one, (ALL, ALL, 1), 0), single)
 
 
 @random

@@ -21,6 +21,7 @@ import compassrl.train.megatron.cpu  # noqa: F401  before Megatron-Core, which i
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from compassrl.model.layers import with_balance_loss
 from compassrl.records import Batch, micro_batches, select
 from compassrl.train.balance import balance
 
@@ -55,6 +56,7 @@ class Work:
     parts: list[MicroBatch]
     num_tokens: int  # response tokens of the mini-batch, on all ranks
     num_samples: int  # responses of the same
+    slopes: Tensor | None = None  # [L, E] see `balance_slopes`; None = no auxiliary loss
 
 
 # %% ../../../nbs/train/megatron/batch.ipynb #dda867d6
@@ -217,15 +219,22 @@ class Tap:
         self,
         layer: int,  # absolute number, from 0
         keep: bool,  # will activations be recomputed?
+        pre_softmax: bool = False,  # are scores probabilities already?
     ) -> None:
-        self.layer, self.keep = layer, keep
-        self.queue: list[Tensor] = []
+        self.layer, self.keep, self.pre_softmax = layer, keep, pre_softmax
+        self.slopes: Tensor | None = None  # [E] for an update that balances experts
+        # experts, and which tokens are real, of passes that will be recomputed
+        self.queue: list[tuple[Tensor, Tensor | None]] = []
         self.own: Any = None  # [n, K] the router's own choice in the last pass
         self.forward()
 
-    def forward(self, ids: Tensor | None = None, valid: Tensor | None = None) -> None:
-        "The next pass uses `ids` [n, K] where `valid` [n], and the router's own choice elsewhere"
+    def forward(
+        self, ids: Tensor | None = None, valid: Tensor | None = None, real: Tensor | None = None
+    ) -> None:
+        """The next pass uses `ids` [n, K] where `valid` [n], and the router's own choice elsewhere;
+        `real` [n] are the tokens that balance counts"""
         self.ids, self.valid, self.own, self.again = ids, valid, None, False
+        self.real = real
 
     def backward(self) -> None:
         "From now on until the next forward pass: repeat what was used, oldest first"
@@ -240,15 +249,21 @@ class Tap:
         default_compute_topk: Any = None,  # the router's own choice
     ) -> tuple[Tensor, Tensor]:
         if self.again:
-            ids = self.queue.pop(0).long()
+            ids, real = self.queue.pop(0)
+            ids = ids.long()
         else:
+            real = self.real
             ids = own = default_compute_topk(scores, topk, num_groups, group_topk)[1]
             self.own = own.to(torch.uint8 if scores.shape[1] <= 256 else torch.int16)
             if self.ids is not None and self.valid is not None:
                 ids = torch.where(self.valid[:, None], self.ids.long(), own)
             if self.keep:
-                self.queue.append(ids.to(self.own.dtype))
-        return scores.gather(1, ids), ids
+                self.queue.append((ids.to(self.own.dtype), real))
+        gates = scores.gather(1, ids)
+        if self.slopes is not None and real is not None and torch.is_grad_enabled():
+            probs = scores if self.pre_softmax else scores.softmax(-1)
+            gates = with_balance_loss(gates, probs, self.slopes, real)
+        return gates, ids
 
 
 def tap_routers(
@@ -264,6 +279,7 @@ def tap_routers(
     for layer in chunk.decoder.layers:
         router = getattr(layer.mlp, 'router', None)
         if router is not None:
-            router.router_replay = Tap(layer.layer_number - 1, keep)
+            pre = chunk.config.moe_router_pre_softmax
+            router.router_replay = Tap(layer.layer_number - 1, keep, pre)
             taps.append(router.router_replay)
     return taps

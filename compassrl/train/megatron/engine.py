@@ -25,8 +25,9 @@ from torch import Tensor
 
 from compassrl.model.policy import PolicyConfig
 from compassrl.phases import phase
-from compassrl.records import Batch, LossFn, Metrics, mini_batches
+from compassrl.records import Batch, LossFn, Metrics, mini_batches, select
 from compassrl.train.balance import train_flops
+from compassrl.train.expert_load import balance_slopes
 from compassrl.train.guards import check_start, or_nan, weights_finite
 from compassrl.train.megatron.batch import MicroBatch, Work, deal_rows
 from compassrl.train.megatron.parallel import ParallelConfig
@@ -149,6 +150,11 @@ def _deal(
     multiple = engine.parallel.pp if engine.parallel.vpp > 1 else 1
     cost, most = partial(train_flops, c=engine.policy), engine.config.micro_batch_tokens
     shares = [deal_rows(batch, r, engine.num_dp, most, multiple, cost) for r in mini]
+    if coef := engine.config.aux_loss_coef:
+        for works, rows in zip(shares, mini):
+            slopes = balance_slopes(select(batch, rows), engine.policy, coef)
+            for work in works:
+                work.slopes = slopes
     return [[works[d] for works in shares] for d in engine.dp_of]
 
 
@@ -250,6 +256,8 @@ def _gradients(
     sums: dict[str, float] = {}
     seen: list[tuple[Tensor, Tensor]] = []
     engine.zero_grad()
+    for t in (t for taps in engine.taps for t in taps):
+        t.slopes = None if work.slopes is None else work.slopes[t.layer].to(engine.device)
 
     def step(parts: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         out, part, b, packed = engine.forward(parts, model, engine.replay != 'off')

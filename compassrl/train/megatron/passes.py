@@ -189,8 +189,11 @@ class Passes:
         ids = valid = None
         if use_routes and batch.routed_experts is not None:
             ids, valid = self._routes(batch, packed)
+        # rows of a part that only keeps in step count nowhere
+        real = packed.put(batch.token_mask & bool(len(part.rows)), False)
+        real = real.chunk(self.parallel.tp)[self.tp_rank]
         for t in taps:
-            t.forward(None if ids is None else ids[:, t.layer], valid)
+            t.forward(None if ids is None else ids[:, t.layer], valid, real)
         tokens, positions = packed.put(batch.token_ids)[None], packed.positions[packed.local][None]
         out = model(tokens, positions, None, packed_seq_params=packed.params)
         for t in taps:

@@ -20,6 +20,7 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed, select
 from compassrl.rollout.torch_rollout import TorchRollout
+from compassrl.train.expert_load import balanced
 from compassrl.train.megatron.batch import Packed, Tap, deal_rows, share_rows, zigzag
 from compassrl.train.megatron.engine import MegatronTrain, _report
 from compassrl.train.megatron.parallel import ParallelConfig
@@ -156,7 +157,8 @@ def one_process(
     batch = replace(batch, **e.score(batch))
     loss = make_loss(batch)
     first = select(batch, torch.arange(len(batch)).tensor_split(optim.num_mini_batches)[0])
-    accumulate_grads(e.policy, first, loss, 10**6, temperature, replay != 'off')
+    with balanced(e.policy, first, optim.aux_loss_coef):
+        accumulate_grads(e.policy, first, loss, 10**6, temperature, replay != 'off')
     grads = {k: v.clone() for k, v in policy_weights(e.policy, grad=True)}
     metrics = []
     for _ in range(steps):
@@ -245,6 +247,18 @@ def test_losses(loss):
 )
 def test_recomputation_replays_what_was_used(layout, recompute):
     agrees((layout[0], layout[1] | dict(recompute=recompute)), holes(BATCH))
+
+
+@pytest.mark.parametrize('recompute', ['none', 'moe'])
+@pytest.mark.parametrize('layout', [TP_EP, PP], ids=name)
+def test_the_auxiliary_loss_counts_each_token_once(layout, recompute):
+    optim = replace(OPTIM, aux_loss_coef=0.3)
+    agrees((layout[0], layout[1] | dict(recompute=recompute)), BATCH, optim=optim)
+
+
+def test_the_auxiliary_loss_leaves_idle_ranks_out():
+    optim = replace(OPTIM, aux_loss_coef=0.3)
+    agrees(DP, select(SHORT_BATCH, [3, 5, 6]), optim=optim, config=SHORT)
 
 
 @pytest.mark.parametrize('rows', [[3], [0, 1], list(range(11))])
