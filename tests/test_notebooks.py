@@ -34,7 +34,7 @@ ENGINES = {
     r'megatron\b': 'megatron',
     r'compassrl\.train\.megatron\.(?!layout)': 'megatron',
 }
-WALLED = {'judges/isolated', 'judges/verifiers', 'judges/reward_pool'}  # they run programs
+WALLED = {'sandbox/isolated', 'judges/verifiers', 'judges/reward_pool'}  # they run programs
 
 
 def missing(path):

@@ -177,7 +177,10 @@ class Watchdog:
             return
         message = json.loads(text)
         if 'beat' in message:
-            self.beat, self.beat_at = message['beat'], time.monotonic()
+            now, before = time.monotonic(), self.beat['waits']
+            self.beat, self.beat_at = message['beat'], now
+            if self.beat['waits'] != before:  # it went on, and what it does now is what counts
+                self.process.worked_at = now
         elif 'bind' in message:
             self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             self.udp.bind((message['bind'], 0))
@@ -221,7 +224,9 @@ class Watchdog:
             return 'was killed or crashed'
         if now - process.ran_at > limit:
             return f'was stopped for {now - process.ran_at:.0f} s'
-        idle, waits = now - process.worked_at, '' if self.is_silent else beat['waits']
+        idle, waits = now - process.worked_at, beat['waits']
+        if waits and self.is_silent:  # it may have gone on since the last beat, not before
+            idle, waits = min(idle, now - self.beat_at), ''
         bound = OUTSIDE_S if waits == 'outside' or process.state == 'D' else 1.6 * limit
         if waits == 'ranks':
             if idle > bound and self.peers and all(self._waits_too(r, bound) for r in self.peers):

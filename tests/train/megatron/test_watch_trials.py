@@ -230,3 +230,27 @@ time.sleep(600)"""
             assert watchdog.helpers(os.getpid())[p.pid].cpu_s > 0
         finally:
             p.kill()
+
+
+def test_what_a_rank_does_after_a_long_wait_is_not_late_from_its_start():
+    "It waited for others longer than it may do nothing; then it goes on, and is between two tasks"
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with mine, theirs:
+        dog = watchdog.Watchdog(os.getpid(), 0, 10.0, 0.1, theirs)
+        dog.peers = {1: ('127.0.0.1', 1)}
+        beat = dict(dog.beat, where='x.py:1 f', bound_s=1e9)
+        for waits in ('ranks', ''):
+            mine.send(json.dumps(dict(beat=beat | dict(waits=waits))).encode())
+            dog._receive_message(theirs)
+            if waits:
+                dog.process.worked_at -= 90
+            now = time.monotonic()
+            assert dog.diagnosis(now) == ''
+        dog.process.ran_at = now + 17
+        assert 'did nothing' in dog.diagnosis(now + 17)
+        dog.beat_at -= 9  # no beat since, on a busy machine
+        dog.process.worked_at -= 90
+        dog.beat['waits'] = 'ranks'
+        assert dog.diagnosis(now) == ''
+        dog.process.ran_at = now + 17
+        assert 'did nothing' in dog.diagnosis(now + 17)
