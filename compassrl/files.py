@@ -116,13 +116,16 @@ def _alarm(seconds: float, late: list[bool]) -> Callable[[], None]:
         late.append(True)
         raise _TimeIsUp
 
+    outer, every = signal.getitimer(signal.ITIMER_REAL)
+    if 0 < outer <= seconds:
+        return lambda: None  # an alarm around this one rings earlier
     before = signal.signal(signal.SIGALRM, ring)
-    outer, every = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
 
     def off() -> None:
         left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        if outer:  # an alarm around this one goes on
+        if outer:  # the alarm around this one goes on
             signal.setitimer(signal.ITIMER_REAL, max(0.001, outer - max(0, seconds - left)), every)
 
     return off
