@@ -170,7 +170,8 @@ def last_word(text: str, word: str) -> bool:
 
 def _end_of_words(text: str) -> int:
     "Where its last letter or digit ends"
-    return next((i for i in range(len(text), 0, -1) if re.match(r'\w', text[i - 1])), 0)
+    last = re.search(r'\w', text[::-1])
+    return len(text) - last.start() if last else 0
 
 
 @instruction_check
