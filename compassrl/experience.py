@@ -33,6 +33,7 @@ from compassrl.records import (
     RolloutEngine,
     Sample,
     SamplingParams,
+    Verdict,
     derive_seed,
 )
 from compassrl.rollout.partial import PartialResponses, drawn_mask
@@ -310,4 +311,14 @@ def grade(
         time_reward_busy_s=sum(t['reward_end'] - t['reward_start'] for t in timings),
         truncated_frac=sum(s.finish_reason == 'length' for s in samples) / num,
         entropy=float(batch.entropy[batch.response_mask].mean()),
+        **_reward_by_function(verdicts),
     )
+
+
+def _reward_by_function(verdicts: list[Verdict]) -> Metrics:
+    "Mean of what each of several functions has paid, over the responses that it has judged"
+    said: dict[str, list[float]] = {}
+    for v in verdicts:
+        for name, reward in v.parts.items():
+            said.setdefault(f'reward/{name}', []).append(reward)
+    return {name: sum(values) / len(values) for name, values in said.items()}

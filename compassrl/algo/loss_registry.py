@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
 import compassrl
-from compassrl.files import own_function, own_module
+from compassrl.files import call_own, own_function, own_module
 from compassrl.settings import Registry
 
 # %% auto #0
@@ -107,7 +108,15 @@ def _read(spec: str) -> tuple[Loss, str]:
     loss = own_function(spec, setting, source)
     if not isinstance(loss, Loss):
         raise ValueError(f'{setting}={spec!r}: put @policy_loss() above it, from compassrl')
-    return loss, hashlib.sha256(source).hexdigest()
+
+    @wraps(loss.fn)
+    def guarded(*args: Any, **needs: Any) -> Any:
+        return call_own(loss.fn, _CALL_S, *args, **needs)
+
+    return replace(loss, fn=guarded), hashlib.sha256(source).hexdigest()
+
+
+_CALL_S = 600.0  # seconds for the loss of a micro-batch
 
 
 policy_losses: Losses = Losses()

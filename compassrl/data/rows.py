@@ -182,8 +182,9 @@ def _number(value: Any) -> Any:  # a number becomes text
     return str(value) if number and math.isfinite(value) else value
 
 
-def _answer(value: Any, name: str, verifier: str) -> str:
-    if isinstance(value, (list, dict)) and _takes_json(verifier):
+def _answer(value: Any, name: str, verifier: str, any_kind: bool) -> str:
+    plain = isinstance(value, (list, dict)) and _takes_json(verifier)
+    if plain or any_kind and isinstance(value, (list, dict, bool)):
         return _valid(json.dumps(value, ensure_ascii=False), name)
     if isinstance(value, (list, dict)):
         raise BadRow(
@@ -306,7 +307,7 @@ def _answer_and_solution(r: Reading, row: dict[str, Any], verifier: str) -> tupl
     if value is None and not r.keep_row:
         _absent(r, row, 'answer', name)
     solution = _optional(r, row, 'solution')
-    answer = '' if value is None else _answer(value, name, verifier)
+    answer = '' if value is None else _answer(value, name, verifier, r.keep_row)
     if not answer.strip() and not r.keep_row:
         raise BadRow(f'{name!r} is empty', f'empty {name}')
     short = worked_answer(answer)
@@ -340,4 +341,8 @@ def row_prompt(r: Reading, row: dict[str, Any]) -> Prompt:  # its id is '' unles
         _check_answer(verifier, answer)
     ids = encode(r.tokenizer, text)
     prompt = Prompt(id, domain or 'data', text, ids, answer, verifier, solution, messages)
-    return replace(prompt, columns=row) if r.keep_row else prompt
+    if not r.keep_row:
+        return prompt
+    _, raw = r.value(row, 'answer')  # a function sees the object or the number of the row itself
+    given = {} if raw is None or isinstance(raw, str) else dict(answer=raw, ground_truth=raw)
+    return replace(prompt, columns=given | row)

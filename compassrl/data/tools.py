@@ -17,7 +17,7 @@ from compassrl.data.data_settings import ToolConfig as ToolConfig
 from compassrl.data.registries import tool_functions as tool_functions
 from compassrl.data.tasks import Choices, Problem, one_line, task_family
 from compassrl.data.tokenizer import encode
-from compassrl.files import read_data
+from compassrl.files import call_own, read_data
 
 # %% auto #0
 __all__ = ['tool', 'calculator', 'lookup', 'ToolUser', 'calculation']
@@ -49,6 +49,9 @@ def lookup(call: str, table: dict[str, Any]) -> str:
 
 
 # %% ../../nbs/data/tools.ipynb #805b8499
+_CALL_S = 60.0  # seconds for one call of a tool
+
+
 class ToolUser:
     """A tool for a rollout engine. Raises ValueError for a mark that is not one token, and for a
     table that is none"""
@@ -79,7 +82,7 @@ class ToolUser:
         said = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         _, begun, call = said.removesuffix(self.cfg.end).rpartition(self.cfg.begin)
         try:
-            answer = str(self.tool(call if begun else ''))
+            answer = str(call_own(self.tool, _CALL_S, call if begun else ''))
         except Exception as e:
             answer = one_line(f'error: {type(e).__name__}: {e}')
         before, _, after = self.cfg.answer.partition('{}')

@@ -13,7 +13,15 @@ from decimal import Decimal
 from math import inf
 from typing import Any, NamedTuple
 
-from compassrl.data.tasks import as_verdict, find_verifier, judge, one_line, verifier, verifiers
+from compassrl.data.tasks import (
+    after_reasoning,
+    as_verdict,
+    find_verifier,
+    judge,
+    one_line,
+    verifier,
+    verifiers,
+)
 from compassrl.records import Verdict
 
 # %% auto #0
@@ -60,7 +68,7 @@ def unfenced(
     text: str,  # a response
 ) -> str:
     "What stands after any reasoning, without white space around it and without one code fence"
-    text = text.split('</think>')[-1].strip()
+    text = after_reasoning(text).strip()
     fence = re.fullmatch(r'```(?:\w+)?\n(.*?)\n?```', text, flags=re.S)
     return fence[1].strip() if fence else text
 
@@ -97,19 +105,15 @@ def read_number(
     return Number(**numbers, unit=unit)
 
 
-def _numbers_in(text: str) -> list[tuple[Decimal, str]]:  # each with what follows it
-    found = _number.finditer(text)
-    return [(Decimal(m[0].replace(',', '')), text[m.end() :].strip()) for m in found]
-
-
 @verifier(check_answer=read_number)
 def numeric(text: str, answer: str) -> Verdict:
     "The one number of the response, or of what follows its first `#`, is close enough"
-    want, text = read_number(answer), text.split('</think>')[-1]
-    found = _numbers_in(text.partition('#')[2] if '#' in text else text)
+    want, text = read_number(answer), after_reasoning(text)
+    text = text.partition('#')[2] if '#' in text else text
+    found = [*_number.finditer(text)]
     if len(found) != 1:
         return judge(False, f'{len(found)} numbers, one is due')
-    got, unit = found[0]
+    got, unit = Decimal(found[0][0].replace(',', '')), text[found[0].end() :].strip()
     if want.unit and unit.rstrip('.') != want.unit.rstrip('.'):
         return judge(False, f'{unit!r} is not the unit {want.unit!r}')
     room = max(want.within, want.relative * abs(want.value))

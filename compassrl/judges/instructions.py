@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from compassrl.data.tasks import judge, verifier
+from compassrl.data.tasks import after_reasoning, judge, verifier
 from compassrl.judges.gym import parse_json, unfenced
 from compassrl.records import Verdict
 
@@ -161,7 +161,17 @@ def first_word(text: str, word: str) -> bool:
 @instruction_check
 def last_word(text: str, word: str) -> bool:
     "In any case"
-    return re.search(rf'(?<!\w){re.escape(word)}\W*\Z', text, flags=re.I) is not None
+    end = _end_of_words(text)
+    size, pattern = _end_of_words(word), re.compile(rf'(?<!\w){re.escape(word)}', re.I)
+    if not size:  # a mark such as `!`
+        return pattern.search(text, end) is not None
+    return end >= size and pattern.match(text, end - size) is not None
+
+
+def _end_of_words(text: str) -> int:
+    "Where its last letter or digit ends"
+    last = re.search(r'\w', text[::-1])
+    return len(text) - last.start() if last else 0
 
 
 @instruction_check
@@ -270,7 +280,7 @@ def holds(
 @verifier(name='instructions', check_answer=read_checks)
 def instruction_following(text: str, answer: str) -> Verdict:
     "Share of the checks that hold, after any reasoning; `correct` is all of them"
-    wanted, text = read_checks(answer), text.split('</think>')[-1]
+    wanted, text = read_checks(answer), after_reasoning(text)
     missed = [c for c in wanted if not (text.strip() and holds(text, c))]
     kept = len(wanted) - len(missed)
     why = f'; not {json.dumps(missed[0], ensure_ascii=False)}' if missed else ''

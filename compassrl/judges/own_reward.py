@@ -11,16 +11,16 @@ import hashlib
 import inspect
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from compassrl.data.tasks import as_verdict, failure, one_line, verifiers
+from compassrl.data.tasks import GRACE, as_verdict, failure, one_line, verifiers
 from compassrl.data.tokenizer import response_text
-from compassrl.files import own_function, own_module
+from compassrl.files import call_own, no_exit, own_function, own_module
 from compassrl.judges.serial import Judge, RewardConfig, record_verdict
 from compassrl.judges.verifiers import check_isolation
 from compassrl.records import Prompt, Sample, Verdict
@@ -152,13 +152,34 @@ def batched_inputs(
 
 
 # %% ../../nbs/judges/own_reward.ipynb #0870ea30
-def _wait(coroutine: Coroutine[Any, Any, Any]) -> Any:  # also in a notebook, where a loop runs
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
+async def _one(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as e:
+        return e if isinstance(e, Exception) else no_exit(e).with_traceback(e.__traceback__)
 
 
-async def _gather(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*calls, return_exceptions=True)
+async def _gather(calls: Iterable[Awaitable[Any]], wall_s: float) -> list[Any]:
+    tasks = [asyncio.ensure_future(_one(c)) for c in calls]
+    ended, late = await asyncio.wait(tasks, timeout=wall_s)
+    for t in late:
+        t.cancel()
+    no_answer = TimeoutError(f'no answer after {wall_s:g} s')
+    return [t.result() if t in ended else no_answer for t in tasks]
+
+
+def _wait(calls: list[Awaitable[Any]], wall_s: float) -> list[Any]:  # an exception may be one
+    def run() -> list[Any]:
+        return call_own(asyncio.run, wall_s + GRACE, _gather(calls, wall_s))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1) as thread:  # in a notebook a loop runs
+        return thread.submit(run).result()
 
 
 class RewardFunction:
@@ -174,7 +195,6 @@ class RewardFunction:
         if odd := [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]:
             raise ValueError(f'rewards.function={name!r}: {odd} cannot be given by name')
         self.many = bool(self.takes & {*_many.values()})
-        self.is_async = inspect.iscoroutinefunction(fn)
 
     def check(self, columns: Iterable[str]) -> None:
         "Raises ValueError for a parameter that no row fills"
@@ -190,32 +210,43 @@ class RewardFunction:
                 f'{sorted(columns)}, and there are {sorted(_always)}'
             )
 
-    def verdicts(self, inputs: list[dict[str, Any]]) -> list[Verdict | None]:
+    def verdicts(
+        self,
+        inputs: list[dict[str, Any]],  # one for each response
+        wall_s: float = 60.0,  # seconds for each of them
+    ) -> list[Verdict | None]:
         "One for each response; a failure says where it happened"
         try:
-            values = self._values(inputs)
+            values = self._values(inputs, wall_s)
         except Exception as e:
             return [failure(e, self.fn)] * len(inputs)
         return [self._verdict(v) for v in values]
 
-    def _values(self, inputs: list[dict[str, Any]]) -> list[Any]:  # an exception may be one
-        if self.many:
-            values = self._call(batched_inputs(inputs))
-            values = _wait(values) if self.is_async else values
-            if not hasattr(values, '__len__') or len(values) != len(inputs):
-                got = f'{len(values)} values' if hasattr(values, '__len__') else repr(values)
-                raise ValueError(f'{self.name} returned {got} for {len(inputs)} responses')
-            return list(values)
-        if self.is_async:
-            return _wait(_gather([self._call(x) for x in inputs]))
-        return [self._try(x) for x in inputs]
+    def _values(
+        self, inputs: list[dict[str, Any]], wall_s: float
+    ) -> list[Any]:  # an exception may be one
+        if not self.many:
+            return self._results(inputs, wall_s, len(inputs))
+        [values] = self._results([batched_inputs(inputs)], wall_s * len(inputs), 1)
+        if isinstance(values, BaseException):
+            raise values
+        if not hasattr(values, '__len__') or len(values) != len(inputs):
+            got = f'{len(values)} values' if hasattr(values, '__len__') else repr(values)
+            raise ValueError(f'{self.name} returned {got} for {len(inputs)} responses')
+        return list(values)
 
-    def _call(self, known: dict[str, Any]) -> Any:
-        return self.fn(**{k: v for k, v in known.items() if self.takes_all or k in self.takes})
+    def _results(self, given: list[dict[str, Any]], wall_s: float, num: int) -> list[Any]:
+        "What the function returns, or raises; what is to be awaited is under way all at once"
+        values = [self._try(x, wall_s) for x in given]
+        calls = [v for v in values if inspect.isawaitable(v)]
+        found = iter(_wait(calls, wall_s * num) if calls else ())
+        return [next(found) if inspect.isawaitable(v) else v for v in values]
 
-    def _try(self, known: dict[str, Any]) -> Any:
+    def _try(self, known: dict[str, Any], wall_s: float) -> Any:
+        takes = {k: v for k, v in known.items() if self.takes_all or k in self.takes}
         try:
-            return self._call(known)
+            with verdict_budget(wall_s):
+                return call_own(self.fn, wall_s + GRACE / 2, **takes)
         except Exception as e:
             return e
 
@@ -251,6 +282,10 @@ class OwnReward:
         ]
         self.weights, self.columns = self.state[1], []
         self.name: str = ' + '.join(f.name for f in self.functions)
+        short = [f.name.rpartition(':')[2] for f in self.functions]
+        self.short_names = [
+            s if short.count(s) == 1 else f.name for s, f in zip(short, self.functions)
+        ]
 
     def __reduce__(self) -> tuple[Callable[..., OwnReward], tuple[object, ...]]:
         # the functions are loaded again, from the same text
@@ -262,10 +297,15 @@ class OwnReward:
         for f in self.functions:
             f.check(self.columns)
 
-    def judge_many(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
+    def judge_many(
+        self,
+        prompts: Sequence[Prompt],
+        texts: Sequence[str],
+        wall_s: float = 60.0,  # seconds for each response
+    ) -> list[Verdict]:
         "One verdict for each response; never raises"
         inputs = [inputs_of(p, t, self.columns) for p, t in zip(prompts, texts)]
-        return [self._sum(v) for v in zip(*(f.verdicts(inputs) for f in self.functions))]
+        return [self._sum(v) for v in zip(*(f.verdicts(inputs, wall_s) for f in self.functions))]
 
     def judge_one(self, prompt: Prompt, text: str) -> Verdict:
         "One verdict; a function of lists gets lists of one"
@@ -283,7 +323,8 @@ class OwnReward:
             return first
         evidence = ' + '.join(f'{w:g} x ({v.evidence or v.reward})' for w, v in parts)
         reward = sum(w * v.reward for w, v in parts)
-        return Verdict(reward, first.correct, first.status, one_line(evidence))
+        said = {n: v.reward for n, v in zip(self.short_names, verdicts) if v is not None}
+        return Verdict(reward, first.correct, first.status, one_line(evidence), said)
 
 
 def _restored(state: tuple[Any, Any, float], columns: list[str]) -> OwnReward:
@@ -332,7 +373,7 @@ class OwnJudge(Judge):
         read = time.perf_counter()
         prompts = [self.prompts[s.prompt_id] for s in due]
         with verdict_budget(self.cfg.wall_s * len(due), self.cfg.unsafe):
-            verdicts = self.own.judge_many(prompts, texts)
+            verdicts = self.own.judge_many(prompts, texts, self.cfg.wall_s)
         share = (time.perf_counter() - start) / len(due)  # nobody knows how long one took
         for i, (s, v) in enumerate(zip(due, verdicts)):
             at = start + i * share

@@ -60,7 +60,8 @@ class RewardConfig:
 
     # Processes that judge while responses are generated; 0 = the trainer judges after them
     workers: Annotated[int, at_least(0)] = 0
-    # Seconds of wall-clock time allowed for one verdict; then its worker is killed
+    # Seconds of wall-clock time allowed for one verdict; then its worker is killed. Without workers
+    # an exception stops the function; C code that never returns needs workers
     wall_s: Annotated[float, above(0)] = 10.0
     cpu_s: Annotated[float, above(0)] = 10.0  # Seconds of CPU time allowed for one verdict
     # Memory in MB that one verdict may add to its worker

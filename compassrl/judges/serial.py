@@ -69,7 +69,7 @@ def timed_verdict(
     text = response_text(tokenizer, ids, eos_id)
     read = time.perf_counter()
     with verdict_budget(cfg.wall_s, cfg.unsafe):
-        verdict = verify(prompt, text)
+        verdict = verify(prompt, text, cfg.wall_s)
     return verdict, dict(
         reward_start=start, detokenise=read - start, reward_end=time.perf_counter()
     )

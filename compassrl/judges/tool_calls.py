@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from compassrl.data.tasks import judge, verifier
+from compassrl.data.tasks import after_reasoning, judge, verifier
 from compassrl.judges.gym import parse_json, unfenced
 from compassrl.records import Verdict
 
@@ -68,12 +68,12 @@ def calls_of(
     text: str,  # a response
 ) -> list[dict[str, Any]]:  # name and arguments of each; empty: it calls nothing
     "The calls that a response makes. Raises ValueError for what cannot be read as calls"
-    text = text.split('</think>')[-1]
+    text = after_reasoning(text)
     if '<tool_call>' in text:
-        blocks = re.findall(r'<tool_call>(.*?)</tool_call>', text, flags=re.S)
-        if text.count('<tool_call>') != len(blocks):
+        blocks = [b.partition('</tool_call>') for b in text.split('<tool_call>')[1:]]
+        if not all(closed for _, closed, _ in blocks):
             raise ValueError('a <tool_call> is not closed')
-        calls = [parse_json(b) for b in blocks]
+        calls = [parse_json(inside) for inside, _, _ in blocks]
     else:
         found = parse_json(unfenced(text))
         calls = found if isinstance(found, list) else [found]

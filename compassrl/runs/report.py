@@ -57,6 +57,12 @@ def _gain(x: dict[str, Any]) -> str:
 
 
 # %% ../../nbs/runs/report.ipynb #5f59600f
+def _graded(h: dict[str, Any]) -> bool:
+    "Are there rewards that are not just right or wrong?"
+    means = h.get('reward_mean', {})
+    return any(abs(means[k] - h[k]) > 1e-9 for k in means)
+
+
 def _headline(f: dict[str, Any]) -> str:
     h, last, out = f['held_out'], f['last_eval'], []
     if h:
@@ -66,6 +72,9 @@ def _headline(f: dict[str, Any]) -> str:
             f'Held-out avg@{h["k"]}{on}: **{b} % → {a} %**, a gain of **{_gain(h)} points** '
             '(± one standard error).'
         )
+        if _graded(h):
+            b, a = h['reward_mean'].values()
+            out.append(f'Held-out mean reward: **{b:.4g} → {a:.4g}**.')
     elif f['eval_before'] is not None:
         now = f' → **{100 * last["avg"]:.1f} %** at step {last["step"]}' if last else ' before'
         out.append(f'Held-out average: **{100 * f["eval_before"]:.1f} %**{now}.')
@@ -101,6 +110,9 @@ def _before_after(h: dict[str, Any]) -> str:  # table of the evaluation, whole a
         failed_frac='without a verdict, %',
     )
     rows += [row(name, h[k]) for k, name in names.items() if k in h]
+    if _graded(h):
+        b, a = h['reward_mean'].values()
+        rows.insert(1, ['mean reward', f'{b:.4g}', f'{a:.4g}', f'{a - b:+.4g}'])
     if 'response_tokens_mean' in h:
         b, a = h['response_tokens_mean'].values()
         rows.append(['tokens per response', f'{b:.1f}', f'{a:.1f}', f'{a - b:+.1f}'])

@@ -182,7 +182,7 @@ def _held_out(before: dict[str, Any] | None, after: dict[str, Any] | None) -> di
         return None
     domains = [d for d in before.get('by_domain') or {} if d in (after.get('by_domain') or {})]
     both = {}
-    for k in ('pass_at_k', 'truncated_frac', 'failed_frac', 'response_tokens_mean'):
+    for k in ('pass_at_k', 'truncated_frac', 'failed_frac', 'response_tokens_mean', 'reward_mean'):
         if k in before and k in after:
             both[k] = dict(before=before[k], after=after[k])
     sets = {n: (s, after['sets'][n]) for n, s in (before.get('sets') or {}).items()}
@@ -268,6 +268,7 @@ def run_summary(
     before, after = _evaluations(run_dir, metrics)
     asked = [(x or {}).get('samples') or [] for x in (before, after)]
     samples, counts = pick_samples(asked[0], asked[1])
+    own = sorted({k for row in metrics for k in row if k.startswith('reward/')})
     return dict(
         run=run_dir.resolve().name,
         steps=metrics[-1]['step'] if metrics else 0,
@@ -281,7 +282,7 @@ def run_summary(
         cold_start=_cold_start(run_dir),
         phases=_phase_table(metrics),
         **_speed(metrics),
-        training={k: _first_last(column(metrics, k)[1]) for k in _averaged},
+        training={k: _first_last(column(metrics, k)[1]) for k in _averaged + own},
         samples=samples,
         sample_counts=counts,
         config=_settings(config or {}),

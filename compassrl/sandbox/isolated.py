@@ -53,9 +53,14 @@ _budget: ContextVar[Budget] = ContextVar('budget')
 
 
 @contextmanager
-def verdict_budget(wall_s: float, unsafe: bool) -> Iterator[None]:
+def verdict_budget(
+    wall_s: float,  # seconds; a context around this one may leave fewer
+    unsafe: bool | None = None,  # None: as around this one
+) -> Iterator[None]:
     "Verdicts that are made in this context end after so many seconds"
-    token = _budget.set(Budget(time.monotonic() + wall_s, unsafe))
+    outer = _budget.get(Budget())
+    until = min(outer.until, time.monotonic() + wall_s)
+    token = _budget.set(Budget(until, outer.unsafe if unsafe is None else unsafe))
     try:
         yield
     finally:

@@ -68,6 +68,15 @@ def test_its_value_is_that_of_the_formula(folder):
     assert metrics['mine_sum'] == 1 and loss.cfg.aggregation == 'token-mean'
 
 
+def test_a_loss_that_leaves_is_an_error(folder):
+    "Not the end of the run with exit code 0"
+    leaves = LOSS.format(factor=1).replace('    return -', '    raise SystemExit(0)\n    return -')
+    Path('loss.py').write_text(leaves)
+    loss = PolicyLoss(parse_train(['smoke-cpu', '--loss.name', 'loss.py:mine']).loss)
+    with pytest.raises(RuntimeError, match=r'ended the program by SystemExit\(0\)'):
+        loss(batch().old_log_probs, batch(), 11, 3)
+
+
 @pytest.mark.parametrize(
     'name, said',
     [

@@ -12,6 +12,7 @@ from compassrl.algo.losses import LossConfig, PolicyLoss
 from compassrl.algo.losses.espo import EspoConfig
 from compassrl.config import TrainConfig
 from compassrl.data.prompts import make_prompts
+from compassrl.data.registries import tool_functions
 from compassrl.data.tasks import verify
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
 from compassrl.data.tools import ToolConfig, ToolUser
@@ -443,3 +444,14 @@ def test_an_answer_that_does_not_fit_is_not_read(policy):
         if s.policy_mask is not None:
             assert s.policy_mask[-1], 'an answer that nobody read'
     assert encode(TOKENIZER, '=1;') == USER(encode(TOKENIZER, '<3-2>'))
+
+
+@pytest.mark.parametrize('body', ['import sys; sys.exit(0)', 'while True: pass'])
+def test_a_tool_that_leaves_or_loops_is_an_error_that_the_policy_reads(body, monkeypatch):
+    exec(f'def bad(call):\n    {body}\n', made := {})
+    monkeypatch.setitem(tool_functions.functions, 'bad', made['bad'])
+    monkeypatch.setattr('compassrl.data.tools._CALL_S', 0.1)
+    user = ToolUser(ToolConfig('bad'), TOKENIZER)
+    read = user([*encode(TOKENIZER, '<1'), user.stop_id])
+    said = TOKENIZER.decode(read, skip_special_tokens=False)
+    assert 'RuntimeError' in said or 'TimeoutError' in said, said

@@ -570,6 +570,25 @@ def test_a_strange_run_still_gets_a_report(tmp_path):
     )
 
 
+def test_float_rewards_are_shown_beside_the_share_that_is_right(run):
+    folder, _ = run
+    means = dict(before=-0.21, after=-0.19)
+    for when, mean in means.items():
+        path = folder / f'eval_{when}.json'
+        path.write_text(json.dumps(json.loads(path.read_text()) | dict(reward_mean=mean)))
+    rows = [row(i) | {'reward/a': i / 10, 'reward/b': 1.0} for i in range(1, 21)]
+    (folder / 'metrics.jsonl').write_text(lines(rows))
+    page = report_markdown(run_summary(folder))
+    assert 'Held-out mean reward: **-0.21 → -0.19**' in page
+    assert '| mean reward | -0.21 | -0.19 | +0.02 |' in page
+    assert '| reward/a | 1.05 | 0.3 | 1.8 |' in page and '| reward/b | 1 | 1 | 1 |' in page
+    for when in means:  # rewards of 0 and 1 say it already
+        path = folder / f'eval_{when}.json'
+        found = json.loads(path.read_text())
+        path.write_text(json.dumps(found | dict(reward_mean=found['avg'])))
+    assert 'mean reward |' not in report_markdown(run_summary(folder)).split('## Training')[0]
+
+
 def test_machine_of_the_run_wins(run):
     folder, _ = run
     (folder / 'machine.json').write_text(json.dumps(dict(cpu='a big one')))
