@@ -38,9 +38,7 @@ def _json(text: str) -> Row:  # an object, or the reason why there is none
 
 
 def _open(path: Path) -> IO[bytes]:
-    "The bytes of a file, unpacked. Raises ValueError for a pipe, which would wait for ever"
-    if not path.is_file():
-        raise ValueError(f'{path} is no regular file: give a file, or a folder of files')
+    "The bytes of a file, unpacked"
     return cast(IO[bytes], gzip.open(path)) if path.suffix == '.gz' else path.open('rb')
 
 
@@ -169,6 +167,8 @@ def rows_of(
 ) -> Iterator[tuple[str, Row]]:  # place; row, or the reason why there is none
     "The same for every kind of source. Raises ValueError where nothing can be read"
     for file in _files(source) or [source]:
+        if isinstance(file, Path) and not file.is_file():  # a pipe would wait for ever
+            raise ValueError(f'{file} is no regular file: give a file, or a folder of files')
         if isinstance(file, str) or _kind(file) not in readers:
             yield from ((f'{file}: row {i}', r) for i, r in enumerate(_dataset(str(file)), 1))
             continue

@@ -162,8 +162,8 @@ def policy_config(
     for k in needed:
         if k not in values:
             raise ValueError(f'has no {kind.names.get(k, k)!r}: is it complete?')
-    values['yarn'] = _read_yarn(rope, values['max_position_embeddings'])
     values = checked(PolicyConfig, values)
+    values['yarn'] = _read_yarn(rope, values['max_position_embeddings'])
     values.setdefault('num_key_value_heads', values['num_attention_heads'])
     values.setdefault('head_dim', values['hidden_size'] // values['num_attention_heads'])
     return PolicyConfig(**values)
@@ -219,6 +219,7 @@ def _read_yarn(rope: dict[str, Any], length: int) -> Yarn:
         raise ValueError(f"rope_type={kind!r}, only 'default', 'yarn' and 'llama3' are supported")
     if kind == 'default':
         return Yarn()
+    rope = {k: v for k, v in rope.items() if v is not None}
     rope = dict(original_max_position_embeddings=length) | rope | dict(rope_type=kind)
     if kind == 'llama3':
         rope = {k: v for k, v in rope.items() if not k.startswith('beta')}

@@ -27,6 +27,7 @@ from compassrl.judges.python_tool import check_tool
 from compassrl.judges.serial import RewardConfig
 from compassrl.judges.verifiers import asked_verifiers, check_isolation
 from compassrl.model.hf_config import config_dict, read_config
+from compassrl.model.hub import local_model
 from compassrl.model.policy import PolicyConfig
 from compassrl.records import Prompt, derive_seed
 from compassrl.rollout.torch_rollout import RolloutConfig
@@ -92,7 +93,8 @@ def resolve(cfg: TrainConfig) -> TrainConfig:
         cfg = replace(cfg, rollout=without_fp8(cfg.rollout))
     cfg.loss.resolve()  # raises where the loss needs a setting that is missing
     if cfg.init_from:
-        cfg = replace(cfg, policy=read_config(cfg.init_from))
+        model = local_model(cfg.init_from)
+        cfg = replace(cfg, init_from=model, policy=read_config(model))
         chat = None if cfg.data.template_date else ChatTemplate.of(cfg.init_from)
         if chat and chat.reads_clock:  # a run that goes on tomorrow asks the same
             today = date.today().isoformat()

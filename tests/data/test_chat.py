@@ -15,6 +15,7 @@ from compassrl.data.loading import load_prompts
 from compassrl.data.prompts import load_data
 from compassrl.data.rows import BadRow, Reading, row_prompt
 from compassrl.data.tokenizer import load_tokenizer, prompt_ids
+from tests.support.other_kinds import KINDS, changed, places
 
 MARKS = ['<s>', '</s>', '<unk>', '<|user|>', '<|bot|>']
 TURNS = """{%- for m in messages %}<|user|>{{ m.role }}: {{ m.content if m.content is string
@@ -25,7 +26,9 @@ CALLS = """{%- for m in messages %}<|user|>{{ m.role }}:{{ m.content or '' }}
 {%- endfor %}{{ eos_token }}{% endfor %}"""
 TOOLS = """{%- if tools is not none -%}You may call:{% for t in tools %}
 {{ t | tojson(indent=2) }}{% endfor %}{{ eos_token }}{% endif %}"""
-THINKS = "{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+THINKS = (
+    '{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}'
+)
 SYSTEM = """{%- if messages[0].role == 'system' %}{% set messages = messages[1:] %}
 {%- else %}You are a model.{% endif %}"""
 ADD = dict(
@@ -156,7 +159,9 @@ def test_nulls_of_a_table_are_no_arguments(tmp_path):
     ]  # fmt: skip
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / 'x.parquet')
     (tmp_path / 'x.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    one, two = (load_prompts(f'{tmp_path}/x.{k}', reading(tmp_path))[0] for k in ('jsonl', 'parquet'))
+    one, two = (
+        load_prompts(f'{tmp_path}/x.{k}', reading(tmp_path))[0] for k in ('jsonl', 'parquet')
+    )
     assert [p.text for p in one] == [p.text for p in two]
     assert '"arguments"' not in one[1].text and '{"a": 3, "b": 2}' in one[1].text
 
@@ -191,6 +196,36 @@ def test_a_row_that_would_be_asked_otherwise_is_refused(more, words):
     assert words in str(e.value)
 
 
+ROW = dict(
+    prompt=[dict(role='system', content='a'), *PARTS, CALL, dict(role='tool', content='4')],
+    answer='4',
+    tools=[ADD],
+    chat_template_kwargs=dict(enable_thinking=True),
+    system='a',
+    id='x',
+    domain='sums',
+    verifier='exact',
+    solution='so 4',
+    images=[],
+)
+
+
+@pytest.mark.parametrize('column', ROW)
+def test_a_value_of_another_kind_is_one_line(column):
+    "Each value of a row, replaced by each other kind of JSON"
+    r = Reading(spelled(False), chat=ChatTemplate(TOOLS + CALLS + END + THINKS))
+    assert row_prompt(r, ROW).messages
+    for at in places(ROW[column], (column,)):
+        for value in KINDS:
+            row = changed(ROW, at, value)
+            try:
+                r.unused(row, row_prompt(r, row))
+            except BadRow as e:
+                assert '\n' not in str(e) and len(str(e)) <= 400
+            except Exception as e:
+                raise AssertionError(f'{at} = {value!r}: {e!r}') from e
+
+
 def test_columns_that_are_not_used_are_named_once(tmp_path, capsys):
     r = Reading(spelled(False), chat=ChatTemplate(TURNS + END))
     rows = [CHAT | dict(level=3, system='Be brief.', extra_info=dict(a=1), note=None)] * 3
@@ -207,7 +242,10 @@ def test_columns_that_are_not_used_are_named_once(tmp_path, capsys):
 
 def test_settings_reach_every_chat_and_a_row_comes_first(tmp_path):
     template = ChatTemplate(TURNS + END + THINKS)
-    rows = [CHAT, CHAT | dict(prompt=[BRIEF, *ASK], chat_template_kwargs=dict(enable_thinking=True))]
+    rows = [
+        CHAT,
+        CHAT | dict(prompt=[BRIEF, *ASK], chat_template_kwargs=dict(enable_thinking=True)),
+    ]
     (tmp_path / 'x.jsonl').write_text('\n'.join(map(json.dumps, rows)))
     cfg = DataConfig(
         path=str(tmp_path / 'x.jsonl'),

@@ -24,6 +24,7 @@ from compassrl.model.pretrained import (
     shard_files,
 )
 from tests.support import families
+from tests.support.other_kinds import KINDS, changed, places
 
 
 @pytest.fixture(scope='module')
@@ -62,18 +63,6 @@ def test_llama_3_turns_as_in_transformers(more):
     assert torch.equal(ours[0], cos[0]) and torch.equal(ours[1], sin[0] * half)
     assert policy_config(config_dict(c)) == c
     assert config_dict(c)['rope_parameters'].items() >= rope.items()
-
-
-def test_llama_3_has_the_logits_of_transformers(tmp_path):
-    hf = AutoModelForCausalLM.from_config(
-        LlamaConfig(**families.SIZES | dict(rope_parameters=ROPE)), dtype=torch.float
-    )
-    families.lively(hf).save_pretrained(tmp_path)
-    ids = torch.randint(5, 300, (1, 100), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        ours = from_pretrained(tmp_path)(ids, torch.ones_like(ids, dtype=torch.bool))[0]
-        want = hf(ids).logits
-    torch.testing.assert_close(ours.view_as(want), want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +115,6 @@ def test_models_that_number_tokens_differently_are_not_merged(moe, tmp_path):
 
 # files of another kind
 
-KINDS = [None, True, 7, -1, 0.5, 'text', [], [1], ['a'], {}, {'a': 1}]
 FILES = [
     'config.json',
     'generation_config.json',
@@ -135,22 +123,6 @@ FILES = [
     'chat_template.json',
     'special_tokens_map.json',
 ]
-
-
-def places(d, at=()):
-    "Every place of nested data, but one of equal list items"
-    yield at
-    items = d.items() if isinstance(d, dict) else enumerate(d[:1]) if isinstance(d, list) else ()
-    for k, v in list(items)[:60]:
-        yield from places(v, (*at, k))
-
-
-def changed(d, at, value):
-    if not at:
-        return value
-    d = d.copy()
-    d[at[0]] = changed(d[at[0]], at[1:], value)
-    return d
 
 
 def read_all(folder):
