@@ -45,8 +45,14 @@ PARTS = [dict(role='user', content=[dict(type='text', text=t) for t in ('2+', '2
 GOES_ON = dict(continue_final_message=True, add_generation_prompt=False)
 SHAPES = dict(  # template, columns of the row
     turns=(TURNS + END, dict(prompt=[*ASK, BOT, *ASK])),
-    thinking_on=(TURNS + END + THINKS, dict(prompt=ASK, chat_template_kwargs=dict(enable_thinking=True))),
-    thinking_off=(TURNS + END + THINKS, dict(prompt=ASK, chat_template_kwargs='{"enable_thinking": false}')),
+    thinking_on=(
+        TURNS + END + THINKS,
+        dict(prompt=ASK, chat_template_kwargs=dict(enable_thinking=True)),
+    ),
+    thinking_off=(
+        TURNS + END + THINKS,
+        dict(prompt=ASK, chat_template_kwargs='{"enable_thinking": false}'),
+    ),
     tools=(TOOLS + TURNS + END, dict(prompt=ASK, tools=[ADD])),
     tools_as_text=(TOOLS + TURNS + END, dict(prompt=ASK, tools=json.dumps([ADD]))),
     no_tools=(TOOLS + TURNS + END, dict(prompt=ASK, tools=[])),
@@ -55,10 +61,16 @@ SHAPES = dict(  # template, columns of the row
     system_column=(SYSTEM + TURNS + END, dict(prompt=ASK, system='Be brief.')),
     parts=(TURNS + END, dict(prompt=PARTS)),
     continued=(TURNS + END, dict(prompt=[*ASK, BOT], chat_template_kwargs=GOES_ON)),
-    trimmed=(TURNS.replace('m.content if', 'm.content | trim if') + END, dict(prompt=[*ASK, BOT | dict(content='It ')], chat_template_kwargs=GOES_ON)),
+    trimmed=(
+        TURNS.replace('m.content if', 'm.content | trim if') + END,
+        dict(prompt=[*ASK, BOT | dict(content='It ')], chat_template_kwargs=GOES_ON),
+    ),
     date=("Today is {{ strftime_now('%Y') | length }}. " + TURNS + END, dict(prompt=ASK)),
-    no_generation_prompt=(TURNS + END, dict(prompt=ASK, chat_template_kwargs=dict(add_generation_prompt=False))),
-)  # fmt: skip
+    no_generation_prompt=(
+        TURNS + END,
+        dict(prompt=ASK, chat_template_kwargs=dict(add_generation_prompt=False)),
+    ),
+)
 
 
 def spelled(bos):
@@ -151,12 +163,16 @@ def test_nulls_of_a_table_are_no_arguments(tmp_path):
     calls = [('search', dict(query='x', limit=[1, None])), ('add', dict(a=3, b=2))]
     rows = [
         dict(
-            prompt=[*ASK, dict(role='assistant', tool_calls=[dict(function=dict(name=n, arguments=a))]), *ASK],
+            prompt=[
+                *ASK,
+                dict(role='assistant', tool_calls=[dict(function=dict(name=n, arguments=a))]),
+                *ASK,
+            ],
             tools=[dict(name=n, parameters=a)],
             answer='4',
         )
         for n, a in calls
-    ]  # fmt: skip
+    ]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / 'x.parquet')
     (tmp_path / 'x.jsonl').write_text('\n'.join(map(json.dumps, rows)))
     one, two = (

@@ -236,7 +236,7 @@ def test_a_key_that_comes_twice_is_refused(tmp_path, text, kind):
     (tmp_path / f'x.{kind}').write_text(text)
     with pytest.raises(ValueError, match="the key 'lr' comes twice"):
         read_data(tmp_path / f'x.{kind}')
-    (tmp_path / 'y.yaml').write_text('a: &x {lr: 1}\nb: [*x, {lr: 2}]\n')  # as often as objects
+    (tmp_path / 'y.yaml').write_text('a: &x {lr: 1}\nb: [*x, {lr: 2}]\n')
     assert read_data(tmp_path / 'y.yaml') == dict(a=dict(lr=1), b=[dict(lr=1), dict(lr=2)])
     with pytest.raises(ValueError, match='no regular file'):
         read_text('/dev/null')
