@@ -42,7 +42,9 @@ def _named(found: str | list[Any] | None, path: Path) -> dict[str, str]:  # name
         if not all(isinstance(x, str) for pair in named.items() for x in pair):
             raise TypeError
     except (TypeError, KeyError):
-        raise ValueError(f'{path}: chat_template is no text and no list of named ones: {_fix}')
+        raise ValueError(
+            f'{path}: chat_template is no text and no list of named ones: {_fix}'
+        ) from None
     return named
 
 
@@ -73,19 +75,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(('*', '**', '%'))  # the operators that make much of little
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        many = [x for x in (left, right) if isinstance(x, (str, list, tuple))]
-        numbers = [x for x in (left, right) if isinstance(x, int)]
-        if (
-            operator == '*'
-            and many
-            and numbers
-            and len(many[0]) * numbers[0] > MOST
-            or operator == '**'
-            and abs(right) > 1000
-            or operator == '%'
-            and isinstance(left, str)
-            and re.search(r'%[^a-z%]*(\d{4}|\*)', left)
-        ):
+        if operator == '*':
+            many = next((x for x in (left, right) if isinstance(x, (str, list, tuple))), ())
+            times = next((x for x in (left, right) if isinstance(x, int)), 1)
+            huge = len(many) * times > MOST
+        elif operator == '**':
+            huge = abs(right) > 1000
+        else:
+            huge = isinstance(left, str) and re.search(r'%[^a-z%]*(\d{4}|\*)', left)
+        if huge:
             raise TemplateError(f'{operator!r} would make more than {MOST} characters')
         return super().call_binop(context, operator, left, right)
 

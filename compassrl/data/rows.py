@@ -163,7 +163,7 @@ class Reading:
     chat: ChatTemplate | None = None  # the model's template; None: it cannot chat
     always_chat: bool = False  # is a prompt of text one message of a user?
     keep_row: bool = False  # do reward functions read it? Then nothing else needs an answer
-    # what the template gets with every chat, unless a row's own `chat_template_kwargs` say otherwise
+    # what the template gets with every chat; a row's own `chat_template_kwargs` come first
     options: dict[str, Any] = field(default_factory=dict)
     system: str = ''  # first message of a chat that has none of a system
     context: int = 0  # tokens of prompt and response together; 0 = no limit

@@ -139,5 +139,5 @@ def end_id(
 ) -> int | None:  # None = `tokenizer_config.json` names no end token
     "The token that ends a response, as the tokenizer's own files say"
     token = _config(Path(dir) / 'tokenizer_config.json').get('eos_token')
-    token = token.get('content') if isinstance(token, dict) else token  # older files have an object
+    token = token.get('content') if isinstance(token, dict) else token  # as in older files
     return tok.token_to_id(token) if isinstance(token, str) else None

@@ -266,7 +266,7 @@ _kinds = dict(model_type=str, rope_parameters=dict, rope_scaling=dict) | dict.fr
 
 def read_checkpoint_json(
     path: Path,
-    **kinds: type,  # as for `read_object`
+    **kinds: type,  # see `read_object`
 ) -> dict[str, Any]:
     "A file of a checkpoint. Raises ValueError that names it"
     if not path.exists():

@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import tyro
 
 from compassrl.config import RolloutEngineName, TrainConfig
-from compassrl.data.loading import repeats
 from compassrl.data.chat import ChatTemplate
+from compassrl.data.loading import repeats
 from compassrl.data.prompts import DataConfig, load_data
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import byte_tokenizer, response_text

@@ -255,8 +255,8 @@ def data_of(
     heldout = []
     if not sources:
         sources = cfg.data.eval_sets()
-        more = dict(context=(limit, room))
-        heldout = load_data(cfg.data, tokenizer, cfg.seed, chat, bool(own), **more)[1]
+        context = limit, room
+        heldout = load_data(cfg.data, tokenizer, cfg.seed, chat, bool(own), context=context)[1]
     reading = reading_of(cfg.data, tokenizer, chat, bool(own), (limit, room))
     skip = cfg.data.on_bad_row
     named = {n: load_eval_set(n, path, reading, skip) for n, path in sources.items()}
