@@ -66,7 +66,8 @@ class TrainConfig:
     device: Literal['cpu', 'cuda'] = 'cpu'  # Device of training ('cuda': not run on GPU)
     # Torch CPU threads. More are slower for small models
     num_threads: Annotated[int, between(1, 1024)] = 1
-    # Folder of a Hugging Face checkpoint to start from; empty = a new policy of shape `policy`
+    # Model to start from: a folder in the format of Hugging Face, or OWNER/NAME on its hub; empty =
+    # a new policy of shape `policy`
     init_from: str = ''
     run_dir: str = ''  # Folder for results; empty = runs/DATE-TIME
     # Services that show metrics while the run goes on; all but tensorboard need `pip install

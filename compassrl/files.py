@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +29,9 @@ from typing import Any
 __all__ = [
     'read_text',
     'from_yaml',
+    'from_json',
     'read_data',
+    'read_object',
     'time_limit',
     'call_own',
     'no_exit',
@@ -44,6 +47,8 @@ def read_text(
 ) -> str:
     "A text file. Raises ValueError that names it"
     try:
+        if not S_ISREG((found := os.stat(path)).st_mode) and not S_ISDIR(found.st_mode):
+            raise ValueError(f'{path} is no regular file (a pipe or a device): {fix}')
         return Path(path).read_bytes().decode('utf-8-sig')
     except UnicodeDecodeError as e:
         raise ValueError(f'{path}: byte {e.start} is no UTF-8 text: {fix}') from None
@@ -70,6 +75,15 @@ def from_yaml(text: str) -> Any:
     class Loader(yaml.SafeLoader):
         yaml_implicit_resolvers = {}
 
+    def mapping(loader: Loader, node: Any) -> dict[Any, Any]:
+        keys = [k.value for k, _ in node.value if isinstance(k.value, str)]
+        if len(set(keys)) < len(keys):
+            twice = next(k for k in keys if keys.count(k) > 1)
+            line = node.start_mark.line + 1
+            raise ValueError(f'the key {twice!r:.60} comes twice in the object of line {line}')
+        return loader.construct_mapping(node, deep=True)
+
+    Loader.add_constructor('tag:yaml.org,2002:map', mapping)
     for tag, (pattern, first) in _numbers.items():
         kind = re.compile(f'^(?:{pattern})$')
         Loader.add_implicit_resolver(f'tag:yaml.org,2002:{tag}', kind, list(first))
@@ -80,6 +94,20 @@ def from_yaml(text: str) -> Any:
         raise ValueError(f'{e.problem}: line {line}') from None
     except yaml.YAMLError as e:  # characters that no YAML may hold
         raise ValueError(' '.join(str(e).split())) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    "An object, unless a key comes twice: which of its values was meant?"
+    d = dict(pairs)
+    if len(d) < len(pairs):
+        keys = [k for k, _ in pairs]
+        raise ValueError(f'the key {next(k for k in keys if keys.count(k) > 1)!r:.60} comes twice')
+    return d
+
+
+def from_json(text: str) -> Any:
+    "Raises ValueError, for a key that comes twice too"
+    return json.loads(text, object_pairs_hook=_unique)
 
 
 _readers = {
@@ -94,14 +122,32 @@ def read_data(
     fix: str = 'write it again',  # advice at the end of the message
 ) -> Any:
     "The data in a file. Raises a one-line ValueError that names it"
-    kind, read = _readers.get(Path(path).suffix, ('JSON', json.loads))
+    kind, read = _readers.get(Path(path).suffix, ('JSON', from_json))
     text = read_text(path, fix)
     try:
         return read(text)
     except RecursionError:
         raise ValueError(f'{path} is not {kind} (nested too deeply): {fix}') from None
     except ValueError as e:
-        raise ValueError(f'{path} is not {kind} ({e}): {fix}') from None
+        raise ValueError(f'{path} is not {kind} ({e!s:.200}): {fix}') from None
+
+
+def read_object(
+    path: str | Path,
+    fix: str = 'write it again',  # advice at the end of the message
+    **kinds: type | tuple[type, ...],  # what a key holds, where it is there and not null
+) -> dict[str, Any]:
+    "An object in a file. Raises a one-line ValueError for data of another kind"
+    d = read_data(path, fix)
+    if not isinstance(d, dict):
+        raise ValueError(f'{path} holds {type(d).__name__}, not an object: {fix}')
+    for key, kind in kinds.items():
+        if d.get(key) is not None and not isinstance(d[key], kind):
+            wanted = kind if isinstance(kind, tuple) else (kind,)
+            names = ' or '.join(k.__name__ for k in wanted)
+            found = f'{type(d[key]).__name__} {d[key]!r:.60}'
+            raise ValueError(f'{path}: {key!r} is {found}, not {names}: {fix}')
+    return d
 
 
 # %% ../nbs/files.ipynb #e3493efa

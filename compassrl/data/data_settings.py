@@ -7,17 +7,22 @@ refused."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from compassrl.data.registries import task_families, tool_functions, verifiers
+from compassrl.files import from_json
 from compassrl.settings import above, at_least, between, check, one_of
 
 # %% auto #0
 __all__ = ['fields', 'SelectBy', 'check_reading', 'DataConfig', 'ToolConfig']
 
 # %% ../../nbs/data/data_settings.ipynb #d21ebc76
-fields: tuple[str, ...] = ('prompt', 'answer', 'solution', 'id', 'domain', 'verifier')
+fields: tuple[str, ...] = (
+    *('prompt', 'answer', 'solution', 'id', 'domain', 'verifier'),
+    *('tools', 'system', 'chat_template_kwargs'),
+)
 
 
 def check_reading(columns: dict[str, str], verifier: str) -> None:
@@ -52,18 +57,28 @@ class DataConfig:
     # Prompts for evaluation, never trained on. None = 128 generated ones, or `heldout_frac` of the
     # loaded data
     num_heldout: Annotated[int | None, at_least(1)] = None
-    # Training prompts: a .jsonl, .json, .csv or .parquet file, the folder of a saved dataset, or
-    # hf:NAME; empty = generate them
+    # Training prompts: a .jsonl, .json, .csv, .tsv or .parquet file (text may be .gz), several of
+    # them with commas, a folder of them or of a saved dataset, or hf:NAME; empty = generate them
     path: str = ''
     # Evaluation sets of their own, each NAME=PATH; then `path` is split only by `num_heldout`
     eval_path: tuple[str, ...] = ()
-    # Column of your data for each of our fields: prompt, answer, solution, id, domain, verifier
+    # Column of your data for each of our fields: prompt, answer, solution, id, domain, verifier,
+    # tools, system, chat_template_kwargs
     columns: dict[str, str] = field(default_factory=dict)
     # Verifier for rows that name none. Empty = 'maths' for the schemas of GSM8K and verl, else
     # 'exact'
     verifier: str = ''
     # Wrap plain-text prompts as one user message in the model's chat template
     apply_chat_template: bool = False
+    # System prompt, put before the first message of chats that have none; a column `system` comes
+    # first
+    system: str = ''
+    # Options of the model's chat template as a JSON object, such as '{"enable_thinking": false}'; a
+    # row's column of this name comes first
+    chat_template_kwargs: str = ''
+    # Date that the model's chat template writes, if it writes one: YYYY-MM-DD; empty = the day on
+    # which the run begins
+    template_date: str = ''
     # Effect of a row that cannot be used: 'raise' ends the run before it starts, 'skip' drops the
     # row and counts it
     on_bad_row: Literal['raise', 'skip'] = 'raise'
@@ -97,7 +112,19 @@ class DataConfig:
                 'domains, or none'
             )
         check_reading(self.columns, self.verifier)
+        self.template_options()
         self.eval_sets()
+
+    def template_options(self) -> dict[str, Any]:
+        "What the chat template reads besides messages and tools"
+        try:
+            datetime.fromisoformat(self.template_date or '2024-07-26')
+            options = from_json(self.chat_template_kwargs or '{}')
+        except ValueError as e:
+            raise ValueError(f'template_date, chat_template_kwargs: {e}') from None
+        if not isinstance(options, dict):
+            raise ValueError(f'chat_template_kwargs={self.chat_template_kwargs}: use an object')
+        return options
 
     def eval_sets(self) -> dict[str, str]:  # name -> path
         "The evaluation sets that have a source of their own; a bare path is named by its file"

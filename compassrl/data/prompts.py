@@ -13,12 +13,13 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
+from compassrl.data.chat import ChatTemplate
 from compassrl.data.data_settings import DataConfig as DataConfig
 from compassrl.data.data_settings import SelectBy as SelectBy
 from compassrl.data.loading import Loaded, load_prompts
-from compassrl.data.rows import ChatTemplate, Reading, prompt_id
+from compassrl.data.rows import Reading, prompt_id
 from compassrl.data.tasks import Problem, num_problems, problem, task_families
-from compassrl.data.tokenizer import encode
+from compassrl.data.tokenizer import prompt_ids
 from compassrl.records import Prompt, derive_seed
 
 # %% auto #0
@@ -61,7 +62,7 @@ def _problems(domain: str, level: int, seed: int, num: int) -> Iterator[Problem]
 
 
 def _prompt(domain: str, p: Problem, tokenizer: Tokenizer) -> Prompt:
-    ids = encode(tokenizer, p.text)
+    ids = prompt_ids(tokenizer, p.text)
     return Prompt(prompt_id(domain, p.text), domain, p.text, ids, p.answer, p.verifier, p.solution)
 
 
@@ -171,6 +172,7 @@ def load_data(
     chat: ChatTemplate | None = None,  # the model's, for prompts that are messages
     keep_row: bool = False,  # for reward functions; then a row needs no answer
     more: Callable[[Loaded], list[str]] = lambda loaded: [],  # further reasons against the data
+    context: tuple[int, int] = (0, 0),  # see `reading_of`
 ) -> tuple[list[Prompt], list[Prompt]]:  # train and held out: no text is in both
     "The prompts of a run, generated or loaded"
     if not cfg.path:
@@ -179,7 +181,7 @@ def load_data(
             _generate(cfg, tokenizer, seed, n, split) if n else [] for split, n in sizes.items()
         )
         return train, heldout
-    reading = reading_of(cfg, tokenizer, chat, keep_row)
+    reading = reading_of(cfg, tokenizer, chat, keep_row, context)
     return _split(cfg, load_prompts(cfg.path, reading, cfg.on_bad_row, more)[0])
 
 
@@ -188,10 +190,11 @@ def reading_of(
     tokenizer: Tokenizer,
     chat: ChatTemplate | None = None,  # see `load_data`
     keep_row: bool = False,  # see `load_data`
+    context: tuple[int, int] = (0, 0),  # tokens of the policy's context, of the longest response
 ) -> Reading:
     "How the rows of a config are read"
     c = cfg
-    more = c.apply_chat_template, keep_row
+    more = c.apply_chat_template, keep_row, c.template_options(), c.system, *context
     return Reading(tokenizer, c.columns, c.verifier, c.max_prompt_tokens, chat, *more)
 
 

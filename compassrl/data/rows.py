@@ -11,112 +11,23 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from compassrl.data.data_settings import check_reading
-from compassrl.data.tasks import find_verifier, verifiers
-from compassrl.data.tokenizer import encode
+from compassrl.data.chat import ChatTemplate
+from compassrl.data.data_settings import check_reading, fields
+from compassrl.data.tasks import find_verifier, one_line, verifiers
+from compassrl.data.tokenizer import encode, prompt_ids
+from compassrl.files import from_json
 from compassrl.records import Prompt, derive_seed
 
 # %% auto #0
-__all__ = ['ChatTemplate', 'BadRow', 'prompt_id', 'worked_answer', 'Reading', 'row_prompt']
-
-
-# %% ../../nbs/data/rows.ipynb #531e3dc6
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding='utf-8')) if path.is_file() else {}
-
-
-def _template_of(folder: Path, config: dict[str, Any]) -> str | None:
-    file = folder / 'chat_template.jinja'
-    if file.is_file():
-        return file.read_text(encoding='utf-8')
-    found = config.get('chat_template') or _read(folder / 'chat_template.json').get('chat_template')
-    if isinstance(found, list):  # several, by name
-        named = {t['name']: t['template'] for t in found}
-        found = named.get('default') or next(iter(named.values()), None)
-    return found
-
-
-def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:  # name -> text
-    both = _read(folder / 'special_tokens_map.json') | config
-    texts = {k: v.get('content') if isinstance(v, dict) else v for k, v in both.items()}
-    return {k: v for k, v in texts.items() if k.endswith('_token') and isinstance(v, str)}
-
-
-class _Generation(Extension):  # {% generation %} marks what trains; here it is only text
-    tags = {'generation'}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _refuse(message: str) -> NoReturn:  # what a template calls for a chat that it cannot write
-    raise TemplateError(message)
-
-
-def _to_json(x: object, ensure_ascii: bool = False, **kwargs: Any) -> str:
-    return json.dumps(x, ensure_ascii=ensure_ascii, **kwargs)
-
-
-# %% ../../nbs/data/rows.ipynb #76f3af21
-class ChatTemplate:
-    "How a model writes down a chat. Raises ValueError for a template that is not valid"
-
-    def __init__(
-        self,
-        template: str,  # Jinja
-        tokens: dict[str, str] | None = None,  # eos_token and its like, which the template may name
-    ) -> None:
-        env = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, 'jinja2.ext.loopcontrols'],
-        )
-        env.filters['tojson'] = _to_json
-        env.globals |= dict(
-            raise_exception=_refuse, strftime_now=lambda how: datetime.now().strftime(how)
-        )
-        try:
-            self.template: Template = env.from_string(template)
-        except TemplateError as e:
-            raise ValueError(f'the chat template is not valid ({e})') from e
-        self.tokens: dict[str, str] = tokens or {}
-
-    @classmethod
-    def of(cls, folder: str | Path) -> ChatTemplate | None:  # None if the folder has none
-        "The template of a checkpoint"
-        folder = Path(folder)
-        config = _read(folder / 'tokenizer_config.json')
-        template = _template_of(folder, config)
-        return cls(template, _special_tokens(folder, config)) if template else None
-
-    def render(
-        self,
-        messages: Sequence[dict[str, Any]],  # each with a role and a content
-    ) -> str:  # with the generation prompt
-        "The chat as text. Raises ValueError where the template refuses it"
-        try:
-            return self.template.render(
-                messages=messages, add_generation_prompt=True, tools=None, **self.tokens
-            )
-        except (TemplateError, TypeError) as e:
-            raise ValueError(f'the chat template refuses it ({e})') from e
-
+__all__ = ['BadRow', 'prompt_id', 'worked_answer', 'Reading', 'row_prompt']
 
 # %% ../../nbs/data/rows.ipynb #681ea93e
 _others = dict(  # where else a field is looked for, if `columns` does not say
-    prompt=('messages', 'question'),
+    prompt=('messages', 'question', 'problem'),
     answer=('reward_model.ground_truth', 'ground_truth'),
     domain=('data_source',),
 )
@@ -126,7 +37,7 @@ class BadRow(ValueError):
     "A row that cannot be used: why, and what helps if all rows are alike"
 
     def __init__(self, why: str, kind: str, fix: str = '') -> None:
-        super().__init__(why)
+        super().__init__(one_line(why, 400))
         self.kind: str = kind
         self.fix: str = fix
 
@@ -196,28 +107,48 @@ def _answer(value: Any, name: str, verifier: str, any_kind: bool) -> str:
     return _text(_number(value), name)
 
 
+# %% ../../nbs/data/rows.ipynb #d8227d49
+_media = 'image', 'images', 'video', 'videos', 'audio', 'audios'
+
+
+def _without_nulls(x: Any) -> Any:  # keys that a table of equal rows has added
+    if isinstance(x, dict):
+        return {k: _without_nulls(v) for k, v in x.items() if v is not None}
+    return [_without_nulls(v) for v in x] if isinstance(x, (list, tuple)) else x
+
+
+def _content(value: Any, name: str) -> Any:
+    "Text; parts of text are joined"
+    if isinstance(value, (list, tuple)):
+        kinds = [p.get('type') if isinstance(p, dict) else type(p).__name__ for p in value]
+        other = next((k for k in kinds if k != 'text'), None)
+        if other is None and all(isinstance(p.get('text'), str) for p in value):
+            return ''.join(p['text'] for p in value)
+        raise BadRow(f'{name!r} has a part of type {other!r}: the policy reads text', 'parts')
+    if not isinstance(value, str):
+        what = f'{type(value).__name__} {str(value)[:40]!r}'
+        raise BadRow(f'{name!r} has a content that is {what}, not text', 'content')
+    return value
+
+
 def _messages(value: Sequence[Any], name: str) -> list[dict[str, Any]]:
-    "A chat that the assistant continues"
-    value = [
-        {k: v for k, v in m.items() if v is not None or k == 'content'}
-        if isinstance(m, dict)
-        else m
-        for m in value
-    ]
+    "The messages of a chat, without nulls"
+    out = []
     for m in value:
-        if not (isinstance(m, dict) and isinstance(m.get('role'), str) and 'content' in m):
+        held = _without_nulls(m) if isinstance(m, dict) else {}
+        calls = held.keys() - {'role', 'content'}  # an assistant may say nothing but them
+        if not isinstance(held.get('role'), str) or not ('content' in held or calls):
             raise BadRow(
                 f'{name!r} holds {str(m)[:60]!r}, not {{"role": ..., "content": ...}}', 'messages'
             )
-    if not value:
+        if 'content' in held:
+            held['content'] = _content(held['content'], name)
+        elif 'content' in m:
+            held['content'] = None
+        out.append(held)
+    if not out:
         raise BadRow(f'{name!r} is empty', f'empty {name}')
-    if value[-1]['role'] == 'assistant':
-        raise BadRow(
-            f'{name!r} ends with a turn of the assistant: leave it out of the prompt',
-            'assistant last',
-            'rows that end with the turn of the user',
-        )
-    return value
+    return out
 
 
 # %% ../../nbs/data/rows.ipynb #fdf18de8
@@ -233,6 +164,11 @@ class Reading:
     chat: ChatTemplate | None = None  # the model's template; None: it cannot chat
     always_chat: bool = False  # is a prompt of text one message of a user?
     keep_row: bool = False  # do reward functions read it? Then nothing else needs an answer
+    # what the template gets with every chat; a row's own `chat_template_kwargs` come first
+    options: dict[str, Any] = field(default_factory=dict)
+    system: str = ''  # first message of a chat that has none of a system
+    context: int = 0  # tokens of prompt and response together; 0 = no limit
+    room: int = 0  # tokens of the longest response
 
     def __post_init__(self) -> None:
         check_reading(self.columns, self.verifier)
@@ -241,6 +177,18 @@ class Reading:
                 'apply_chat_template: the model has no chat template, leave it out or use another '
                 'model (--init-from)'
             )
+        if (self.options or self.system) and not self.chat:
+            raise ValueError(
+                'chat_template_kwargs, system: the model has no chat template that could read '
+                'them, leave them out or use another model (--init-from)'
+            )
+
+    def unused(self, row: dict[str, Any], prompt: Prompt) -> set[str]:
+        "Columns that say something and are not read, unless by a reward function"
+        chats = () if prompt.messages else ('tools', 'system', 'chat_template_kwargs')
+        names = [self.value(row, f)[0] for f in fields if f not in chats]
+        used = {n if n in row else n.partition('.')[0] for n in names}
+        return {k for k, v in row.items() if v not in (None, '', [], {})} - used
 
     def value(
         self, row: dict[str, Any], f: str
@@ -258,7 +206,7 @@ def _absent(r: Reading, row: dict[str, Any], f: str, name: str) -> None:
     if name in row or '.' in name and _get(row, name.rpartition('.')[0]):
         _text(_get(row, name), name)
         return
-    looked = [name] if f in r.columns else [f, *_others[f]]
+    looked = [name] if f in r.columns else [f, *_others.get(f, ())]
     raise BadRow(
         f'no column {" or ".join(map(repr, looked))}, only {sorted(row)}',
         f'no {f}',
@@ -266,16 +214,70 @@ def _absent(r: Reading, row: dict[str, Any], f: str, name: str) -> None:
     )
 
 
-def _prompt_text(r: Reading, row: dict[str, Any]) -> tuple[str, list[dict[str, Any]] | None]:
-    "The text, and the messages that it was made of"
+def _json_of(r: Reading, row: dict[str, Any], f: str, kind: type) -> Any:  # None: there is none
+    "A list or an object, as such or as JSON text"
+    name, value = r.value(row, f)
+    if value is None and f in r.columns and name not in row:
+        _absent(r, row, f, name)
+    try:
+        value = from_json(value) if isinstance(value, str) and value.strip() else value
+    except (ValueError, RecursionError) as e:
+        raise BadRow(f'{name!r} is no JSON ({e})', f'type of {f}') from None
+    if value is None or value in ('', [], {}):
+        return None
+    items = value if isinstance(value, (list, tuple)) else [{}]
+    if not isinstance(value, (kind, tuple)) or not all(isinstance(x, dict) for x in items):
+        what = 'a list of objects' if kind is list else 'an object'
+        raise BadRow(f'{name!r} is {str(value)[:60]!r}, not {what}', f'type of {f}')
+    return _without_nulls(value)
+
+
+def _chat(
+    r: Reading, row: dict[str, Any], messages: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    "All messages, and what the template gets besides"
+    system, first = _optional(r, row, 'system'), messages[0]
+    has_one = first['role'] in ('system', 'developer')
+    if has_one and system and system != first.get('content'):
+        raise BadRow(
+            "the chat has a system message, and the column 'system' another: keep one",
+            'two system prompts',
+        )
+    system = system or r.system
+    if system and not has_one:
+        messages = [dict(role='system', content=system), *messages]
+    given = {}
+    if tools := _json_of(r, row, 'tools', list):
+        given['tools'] = tools
+    options = r.options | (_json_of(r, row, 'chat_template_kwargs', dict) or {})
+    goes_on = options.get('continue_final_message')
+    if messages[-1]['role'] == 'assistant' and not goes_on:
+        raise BadRow(
+            'the chat ends with a turn of the assistant: leave it out of the prompt, or set '
+            'continue_final_message in chat_template_kwargs',
+            'assistant last',
+            'rows that end with the turn of the user',
+        )
+    return messages, given | (dict(chat_template_kwargs=options) if options else {})
+
+
+def _prompt_text(
+    r: Reading, row: dict[str, Any]
+) -> tuple[str, list[dict[str, Any]] | None, dict[str, Any]]:
+    "The text, the messages that it was made of, and what the template got besides"
     name, value = r.value(row, 'prompt')
     if value is None:
         _absent(r, row, 'prompt', name)
+    if seen := next((c for c in _media if row.get(c) not in (None, '', [])), None):
+        raise BadRow(f'column {seen!r}: the policy reads text alone, leave such rows out', 'media')
     if isinstance(value, str):
         if not _valid(value, name).strip():
             raise BadRow(f'{name!r} is empty', f'empty {name}')
         if not r.always_chat:
-            return value, None
+            if r.system:
+                why = f'{name!r} is text, which cannot have the system prompt of data.system'
+                raise BadRow(why, 'system', '--data.apply-chat-template')
+            return value, None, {}
         value = [dict(role='user', content=value)]
     if not isinstance(value, (list, tuple)):
         what = f'{type(value).__name__} {str(value)[:40]!r}'
@@ -287,10 +289,12 @@ def _prompt_text(r: Reading, row: dict[str, Any]) -> tuple[str, list[dict[str, A
             'no template',
             'a model that has one (--init-from), or prompts of text',
         )
+    messages, given = _chat(r, row, messages)
     try:
-        return _valid(r.chat.render(messages), name), messages
-    except ValueError as e:
+        text = r.chat.render(messages, given.get('tools'), **given.get('chat_template_kwargs', {}))
+    except (ValueError, TypeError) as e:
         raise BadRow(str(e), 'template') from None
+    return _valid(text, name), messages, given
 
 
 def _optional(r: Reading, row: dict[str, Any], f: str) -> str:  # '' if there is none
@@ -328,7 +332,7 @@ def _check_answer(verifier: str, answer: str) -> None:
 
 def row_prompt(r: Reading, row: dict[str, Any]) -> Prompt:  # its id is '' unless the row has one
     "The prompt of a row. Raises BadRow"
-    text, messages = _prompt_text(r, row)
+    text, messages, given = _prompt_text(r, row)
     verifier = _optional(r, row, 'verifier') or r.verifier
     answer, solution, usual = _answer_and_solution(r, row, verifier)
     verifier = verifier or usual
@@ -339,10 +343,11 @@ def row_prompt(r: Reading, row: dict[str, Any]) -> Prompt:  # its id is '' unles
         )
     if not r.keep_row:
         _check_answer(verifier, answer)
-    ids = encode(r.tokenizer, text)
+    ids = (prompt_ids if messages is None else encode)(r.tokenizer, text)
     prompt = Prompt(id, domain or 'data', text, ids, answer, verifier, solution, messages)
+    prompt = replace(prompt, chat_options=given)
     if not r.keep_row:
         return prompt
     _, raw = r.value(row, 'answer')  # a function sees the object or the number of the row itself
-    given = {} if raw is None or isinstance(raw, str) else dict(answer=raw, ground_truth=raw)
-    return replace(prompt, columns=given | row)
+    typed = {} if raw is None or isinstance(raw, str) else dict(answer=raw, ground_truth=raw)
+    return replace(prompt, columns=typed | row)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from compassrl.files import read_data
+from compassrl.files import read_object
 
 # %% auto #0
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     'UNK_ID',
     'build_tokenizer',
     'encode',
+    'prompt_ids',
     'byte_tokenizer',
     'response_text',
     'save_tokenizer',
@@ -50,6 +52,14 @@ def build_tokenizer() -> Tokenizer:  # 3 specials, the newline, 95 printable ASC
 def encode(tok: Tokenizer, text: str) -> list[int]:
     "Token ids of `text`, nothing added"
     return tok.encode(text, add_special_tokens=False).ids
+
+
+# %% ../../nbs/data/tokenizer.ipynb #702e6978
+def prompt_ids(tok: Tokenizer, text: str) -> list[int]:
+    "Token ids of a text that is asked, with what a model's texts begin with"
+    found = tok.encode(text)
+    num = (*found.special_tokens_mask, 0).index(0)  # added in front
+    return found.ids[num if found.ids[:num] == found.ids[num : 2 * num] else 0 :]
 
 
 # %% ../../nbs/data/tokenizer.ipynb #acb63b32
@@ -97,20 +107,30 @@ def save_tokenizer(
 def load_tokenizer(
     dir: str | Path,  # holds tokenizer.json and, if there is one, tokenizer_config.json
 ) -> Tokenizer:
-    "The tokenizer of a checkpoint, ours or another"
+    """The tokenizer of a checkpoint, ours or another, as transformers uses it: texts are neither cut
+    nor padded, whatever the file says. Raises ValueError"""
     file, config = Path(dir) / 'tokenizer.json', Path(dir) / 'tokenizer_config.json'
     if not file.is_file():
         raise ValueError(f'{file} does not exist: give a folder with a tokenizer.json')
     try:
         tok = Tokenizer.from_file(str(file))
-    except Exception as e:
-        raise ValueError(f'{file} is no tokenizer ({e}): write it again with save_tokenizer') from e
-    if config.is_file():
-        d = read_data(config, 'write it again with save_tokenizer')
-        if not isinstance(d, dict):
-            raise ValueError(f'{config} holds {type(d).__name__}, not an object')
+    except BaseException as e:  # a fault in the library's Rust is no Exception
+        if isinstance(e, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise ValueError(
+            f'{file} is no tokenizer ({e!s:.200}): write it again with save_tokenizer'
+        ) from e
+    tok.no_truncation()
+    tok.no_padding()
+    d = _config(config)
+    if config.exists():
         tok.encode_special_tokens = bool(d.get('split_special_tokens'))
     return tok
+
+
+def _config(path: Path) -> dict[str, Any]:  # empty if there is none
+    fix = 'write it again with save_tokenizer'
+    return read_object(path, fix, eos_token=(str, dict)) if path.exists() else {}
 
 
 def end_id(
@@ -118,7 +138,6 @@ def end_id(
     dir: str | Path,  # where it lies
 ) -> int | None:  # None = `tokenizer_config.json` names no end token
     "The token that ends a response, as the tokenizer's own files say"
-    config = Path(dir) / 'tokenizer_config.json'
-    token = json.loads(config.read_text()).get('eos_token') if config.is_file() else None
-    token = token.get('content') if isinstance(token, dict) else token  # older files have an object
-    return tok.token_to_id(token) if token else None
+    token = _config(Path(dir) / 'tokenizer_config.json').get('eos_token')
+    token = token.get('content') if isinstance(token, dict) else token  # as in older files
+    return tok.token_to_id(token) if isinstance(token, str) else None

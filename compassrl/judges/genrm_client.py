@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from compassrl.data.rows import ChatTemplate
-from compassrl.data.tokenizer import encode, end_id, load_tokenizer, response_text
+from compassrl.data.chat import ChatTemplate
+from compassrl.data.tokenizer import encode, end_id, load_tokenizer, prompt_ids, response_text
 from compassrl.judges.genrm import GenRMConfig, Question, Reply, judge_prompt
 from compassrl.model.hf_config import read_config
 from compassrl.model.pretrained import read_shards
@@ -197,8 +197,9 @@ class LocalGenRM:
 
     def _ids(self, q: Question) -> list[int]:
         text = self.prompt.format(prompt=q.prompt, first=q.first, second=q.second)
-        text = self.chat.render([dict(role='user', content=text)]) if self.chat else text
-        return encode(self.tokenizer, text)
+        if not self.chat:
+            return prompt_ids(self.tokenizer, text)
+        return encode(self.tokenizer, self.chat.render([dict(role='user', content=text)]))
 
     def _params(self, room: int) -> SamplingParams:
         most = min(self.cfg.max_tokens, room)

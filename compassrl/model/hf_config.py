@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from compassrl.files import read_data
+from compassrl.files import read_object
 from compassrl.model.shape import Family, PolicyConfig, Yarn
 from compassrl.settings import checked
 
@@ -162,8 +162,8 @@ def policy_config(
     for k in needed:
         if k not in values:
             raise ValueError(f'has no {kind.names.get(k, k)!r}: is it complete?')
-    values['yarn'] = _read_yarn(rope, values['max_position_embeddings'])
     values = checked(PolicyConfig, values)
+    values['yarn'] = _read_yarn(rope, values['max_position_embeddings'])
     values.setdefault('num_key_value_heads', values['num_attention_heads'])
     values.setdefault('head_dim', values['hidden_size'] // values['num_attention_heads'])
     return PolicyConfig(**values)
@@ -210,17 +210,30 @@ def _read_glm(d: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+_llama3 = dict(beta_fast='high_freq_factor', beta_slow='low_freq_factor')
+
+
 def _read_yarn(rope: dict[str, Any], length: int) -> Yarn:
     kind = rope.get('rope_type', rope.get('type', 'default'))
-    if kind not in ('default', 'yarn'):
-        raise ValueError(f"rope_type={kind!r}, only 'default' and 'yarn' are supported")
+    if kind not in ('default', 'yarn', 'llama3'):
+        raise ValueError(f"rope_type={kind!r}, only 'default', 'yarn' and 'llama3' are supported")
     if kind == 'default':
         return Yarn()
+    rope = {k: v for k, v in rope.items() if v is not None}
+    rope = dict(original_max_position_embeddings=length) | rope | dict(rope_type=kind)
+    if kind == 'llama3':
+        rope = {k: v for k, v in rope.items() if not k.startswith('beta')}
+        rope |= {ours: rope.get(theirs) for ours, theirs in _llama3.items()}
+        for k in ('factor', *_llama3):
+            if rope.get(k) is None:
+                raise ValueError(f"rope_type='llama3' has no {_llama3.get(k, k)!r}")
     given = {k: rope[k] for k in Yarn.__dataclass_fields__ if rope.get(k) is not None}
-    given.setdefault('original_max_position_embeddings', length)
-    given.setdefault('factor', length / given['original_max_position_embeddings'])
+    given = checked(Yarn, given, 'rope_parameters.')
+    given.setdefault('factor', length / max(1, given['original_max_position_embeddings']))
     yarn = Yarn(**given)
     m, all_dims = rope.get('mscale'), rope.get('mscale_all_dim')
+    if not all(isinstance(x, (int, float, type(None))) for x in (m, all_dims)):
+        raise ValueError(f'mscale={m!r}, mscale_all_dim={all_dims!r}: use numbers')
     if m and all_dims and yarn.attention_factor is None:  # DeepSeek's form
         slope = yarn.scale - 1
         yarn = replace(yarn, attention_factor=(m * slope + 1) / (all_dims * slope + 1))
@@ -233,26 +246,32 @@ def read_config(
 ) -> PolicyConfig:  # raises ValueError for what this policy does not compute
     "The shape of a Hugging Face checkpoint, with every token that ends a response"
     path = Path(folder) / 'config.json'
-    d, extra = read_checkpoint_json(path), path.with_name('generation_config.json')
+    d, extra = read_checkpoint_json(path, **_kinds), path.with_name('generation_config.json')
+    more = read_checkpoint_json(extra).get('eos_token_id') if extra.exists() else None
     try:
         c = policy_config(d)
+        path = extra
+        more = checked(PolicyConfig, dict(eos_token_id=[] if more is None else more))
     except ValueError as e:
         raise ValueError(f'{path}: {e}') from None
-    ids = list(c.eos_ids)
-    more = read_checkpoint_json(extra).get('eos_token_id') if extra.exists() else None
-    ids += more if isinstance(more, list) else [] if more is None else [more]
-    ids = tuple(dict.fromkeys(ids))
+    more = more['eos_token_id']
+    ids = tuple(dict.fromkeys([*c.eos_ids, *(more if isinstance(more, tuple) else (more,))]))
     return replace(c, eos_token_id=ids[0] if len(ids) == 1 else ids)
 
 
-def read_checkpoint_json(path: Path) -> dict[str, Any]:
+_kinds = dict(model_type=str, rope_parameters=dict, rope_scaling=dict) | dict.fromkeys(
+    ('num_hidden_layers', 'first_k_dense_replace', 'n_shared_experts', 'moe_intermediate_size'), int
+)
+
+
+def read_checkpoint_json(
+    path: Path,
+    **kinds: type,  # see `read_object`
+) -> dict[str, Any]:
     "A file of a checkpoint. Raises ValueError that names it"
     if not path.exists():
         raise ValueError(f'{path} does not exist: give a folder with a Hugging Face checkpoint')
-    d = read_data(path, 'the file is torn, copy it again')
-    if not isinstance(d, dict):
-        raise ValueError(f'{path} holds {type(d).__name__}, not an object')
-    return d
+    return read_object(path, 'the file is torn, copy it again', **kinds)
 
 
 # %% ../../nbs/model/hf_config.ipynb #899cbb02
@@ -264,7 +283,8 @@ def config_dict(
     name = kind_of(config)
     kind, rope = model_types[name], dict(rope_theta=config.rope_theta, rope_type='default')
     if config.yarn.factor > 1:
-        rope |= asdict(config.yarn) | dict(rope_type='yarn')
+        rope |= asdict(config.yarn)
+        rope |= {v: rope.pop(k) for k, v in _llama3.items() if rope['rope_type'] == 'llama3'}
     if config.family == 'glm4_moe':
         rope['partial_rotary_factor'] = config.partial_rotary_factor
     known = {k: getattr(config, k) for k in [*_sizes, *_assumed, 'num_key_value_heads', 'head_dim']}

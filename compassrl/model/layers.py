@@ -90,6 +90,8 @@ def rope_table(
 
 def _stretched(waves: Tensor, d: int, theta: float, yarn: Yarn) -> Tensor:
     "YaRN, section 3.2: slow pairs slower, fast ones as they are"
+    if yarn.rope_type == 'llama3':
+        return _by_turns(1 / waves, yarn)
 
     def pair(turns: float) -> float:  # the pair with so many turns over the pretraining's length
         length = yarn.original_max_position_embeddings
@@ -102,6 +104,16 @@ def _stretched(waves: Tensor, d: int, theta: float, yarn: Yarn) -> Tensor:
     high += 0.001 * (low == high)
     fast = 1 - ((torch.arange(d // 2).float() - low) / (high - low)).clamp(0, 1)
     return 1 / (yarn.factor * waves) * (1 - fast) + 1 / waves * fast
+
+
+def _by_turns(freqs: Tensor, yarn: Yarn) -> Tensor:
+    "The form of Llama 3.1; this order of rounding is that of transformers"
+    length, waves = yarn.original_max_position_embeddings, 2 * math.pi / freqs
+    slowest, fastest = length / yarn.beta_slow, length / yarn.beta_fast
+    slow = torch.where(waves > slowest, freqs / yarn.factor, freqs)
+    fast = (length / waves - yarn.beta_slow) / (yarn.beta_fast - yarn.beta_slow)
+    mixed = (1 - fast) * slow / yarn.factor + fast * slow
+    return torch.where((waves >= fastest) & (waves <= slowest), mixed, slow)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:

@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from compassrl.model.hf_config import read_config
 from compassrl.model.policy import PolicyConfig
-from compassrl.model.pretrained import hf_shapes, shard_files, write_pretrained
+from compassrl.model.pretrained import hf_shapes, shard_files, unfused, write_pretrained
 from compassrl.settings import above, at_least, check
 
 # %% auto #0
@@ -168,21 +169,22 @@ class Weights:
     "The weights of a checkpoint by name, each read when it is asked for. Raises ValueError"
 
     folder: Path
-    files: dict[str, safe_open]
+    parts: dict[str, Any]  # slices of files
 
     def __init__(self, folder: str | Path, stack: ExitStack) -> None:
-        self.folder, self.files = Path(folder), {}
+        self.folder, self.parts, policy = Path(folder), {}, read_config(folder)
         for path in shard_files(folder):
             try:
                 shard = stack.enter_context(safe_open(path, 'pt'))
             except (OSError, SafetensorError) as e:
                 raise ValueError(f'{path} cannot be read ({e}): copy it again') from None
-            self.files |= dict.fromkeys(shard.keys(), shard)
+            for name in shard.keys():
+                self.parts |= dict(unfused(name, shard.get_slice(name), policy))
 
     def __getitem__(self, name: str) -> Tensor:  # in the type of the file
-        if name not in self.files:
+        if name not in self.parts:
             raise ValueError(f'{self.folder} has no weight {name}: is it another architecture?')
-        t = self.files[name].get_tensor(name)
+        t = self.parts[name][:]
         if not t.isfinite().all():
             raise ValueError(f'{name} of {self.folder} is not finite: merge another checkpoint')
         return t
@@ -265,4 +267,24 @@ def _same_shape(folders: Sequence[str | Path]) -> PolicyConfig:
             raise ValueError(
                 f'{folder} and {folders[0]} are of different shapes: merge models of one base'
             )
+    _same_tokens(folders)
     return read_config(folders[0])
+
+
+def _same_tokens(folders: Sequence[str | Path]) -> None:
+    "A row of an embedding belongs to a token: raises ValueError where its number is another's"
+    first: dict[str, int] = {}
+    for file in (Path(f) / 'tokenizer.json' for f in folders):
+        if not file.is_file():
+            continue
+        try:
+            vocab = Tokenizer.from_file(str(file)).get_vocab()
+        except Exception as e:
+            raise ValueError(f'{file} is no tokenizer ({e!s:.200}): copy it again') from None
+        first = first or vocab
+        token = next((t for t in vocab if first.get(t, vocab[t]) != vocab[t]), None)
+        if token is not None:
+            raise ValueError(
+                f'{file}: token {token!r:.40} has the number {vocab[token]}, and {first[token]} in '
+                f'{folders[0]}: merge models of one base'
+            )

@@ -28,6 +28,7 @@ __all__ = [
     'hf_slices',
     'hf_weights',
     'hf_shapes',
+    'unfused',
     'checked_weights',
     'load_hf_weights',
     'companions',
@@ -134,6 +135,41 @@ def hf_shapes(policy: PolicyConfig) -> dict[str, tuple[int, ...]]:
 
 
 # %% ../../nbs/model/pretrained.ipynb #a97fff0e
+class _Part:
+    "Some rows of one expert in a file with all of them, read when they are asked for"
+
+    def __init__(self, whole: Any, expert: int, rows: slice) -> None:
+        self.whole, self.at = whole, (slice(expert, expert + 1), rows)
+
+    def get_shape(self) -> list[int]:
+        return [self.at[1].stop - self.at[1].start, self.whole.get_shape()[2]]
+
+    def __getitem__(self, where: Any) -> Tensor:
+        return self.whole[self.at][0][where]
+
+
+def unfused(
+    name: str,
+    t: Any,  # a tensor, or a slice of a file
+    policy: PolicyConfig,
+) -> Iterator[tuple[str, Any]]:
+    """The weights in it by their published names. transformers 5 may write all experts of a layer
+    into one: `experts.gate_up_proj` [E, 2I, D], `experts.down_proj` [E, D, I]"""
+    mixtral = policy.family == 'mixtral'
+    name = name.replace('.mlp.', '.block_sparse_moe.') if mixtral else name
+    before, _, last = name.partition('.experts.')
+    if last not in ('gate_up_proj', 'down_proj') or len(shape := _shape(t)) != 3:
+        yield name, t
+        return
+    gate, up, down = ('w1', 'w3', 'w2') if mixtral else _names
+    E, end, _ = shape
+    parts = {gate: slice(0, end // 2), up: slice(end // 2, end)}
+    for e in range(E):
+        for part, rows in (parts if last[0] == 'g' else {down: slice(0, end)}).items():
+            of_one = t[e, rows] if isinstance(t, Tensor) else _Part(t, e, rows)
+            yield f'{before}.experts.{e}.{part}.weight', of_one
+
+
 def checked_weights(
     weights: Iterable[tuple[str, Tensor]],  # or slices of a file, of which nothing is read yet
     policy: PolicyConfig,
@@ -142,7 +178,7 @@ def checked_weights(
     "Raises ValueError for a name or a shape that does not fit, and for a name that came twice"
     shapes = hf_shapes(policy)
     missing = dict.fromkeys(shapes)
-    for name, t in weights:
+    for name, t in (part for w in weights for part in unfused(*w, policy)):
         if name not in shapes and _unused(name, policy):
             continue
         if name not in shapes:
@@ -330,11 +366,14 @@ def shard_files(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     files = [folder / 'model.safetensors']  # first, as in transformers
     if not files[0].exists() and (folder / _index).exists():
-        names = set(read_checkpoint_json(folder / _index).get('weight_map', {}).values())
-        files = [folder / name for name in sorted(names)]
+        names = read_checkpoint_json(folder / _index, weight_map=dict).get('weight_map') or {}
+        if not all(isinstance(name, str) for name in names.values()):
+            raise ValueError(f'{folder / _index}: weight_map names no files: copy it again')
+        files = [folder / name for name in sorted(set(names.values()))]
     for path in files:
-        if not path.exists():
-            raise ValueError(f'{path} does not exist: the checkpoint is incomplete')
+        if not path.is_file():
+            why = 'is no regular file' if path.exists() else 'does not exist'
+            raise ValueError(f'{path} {why}: the checkpoint is incomplete')
     return files
 
 

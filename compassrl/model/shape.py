@@ -32,6 +32,9 @@ class Yarn:
     # Scale of queries and keys; None = 0.1 ln(factor) + 1
     attention_factor: Annotated[float | None, above(0)] = None
     truncate: bool = True  # Round both bounds to whole pairs
+    # Form of the passage between both bounds. 'yarn': along the pairs; 'llama3': along their turns,
+    # and no scale of queries and keys, as in Llama 3.1
+    rope_type: Literal['yarn', 'llama3'] = 'yarn'
 
     def __post_init__(self) -> None:
         check(self)
@@ -40,12 +43,18 @@ class Yarn:
                 f'factor={self.factor}: set original_max_position_embeddings, '
                 'the length that is stretched'
             )
+        if self.rope_type == 'llama3' and self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f'beta_fast={self.beta_fast}: use more than beta_slow={self.beta_slow} for llama3'
+            )
 
     @property
     def scale(self) -> float:
         "Factor of queries and keys"
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.rope_type == 'llama3':
+            return 1.0
         return 0.1 * log(self.factor) + 1
 
 

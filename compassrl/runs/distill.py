@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import tyro
 
 from compassrl.config import RolloutEngineName, TrainConfig
+from compassrl.data.chat import ChatTemplate
 from compassrl.data.loading import repeats
 from compassrl.data.prompts import DataConfig, load_data
-from compassrl.data.rows import ChatTemplate
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import byte_tokenizer, response_text
 from compassrl.files import read_data
@@ -146,7 +146,7 @@ def data_row(
     mine = dict(answer=prompt.answer, domain=prompt.domain)
     if not isinstance(verifiers[prompt.verifier], OwnReward):  # a flag of the run names it
         mine['verifier'] = prompt.verifier
-    mine = prompt.columns or dict(prompt=text) | mine
+    mine = prompt.columns or dict(prompt=text) | prompt.chat_options | mine
     return mine | dict(solution=row['text'], lineage=lineage)
 
 
@@ -171,10 +171,10 @@ def asked_of(
     "The training prompts. Raises ValueError for what does not fit the teacher"
     own = own_reward(cfg.rewards, kept if kept and kept.is_dir() else None)
     if cfg.init_from:
-        tokenizer, chat = load_tokenizer_and_chat(cfg.init_from, cfg.policy.vocab_size)
+        tokenizer, chat = load_tokenizer_and_chat(cfg)
         ends = end_ids(cfg.init_from, cfg.policy, tokenizer)
     else:
-        tokenizer, chat, ends = byte_tokenizer(), ChatTemplate(_chat), ()
+        tokenizer, chat, ends = byte_tokenizer(), ChatTemplate(_chat, strict=False), ()
     train, _ = load_data(cfg.data, tokenizer, cfg.seed, chat, bool(own))
     data = Data(tokenizer, ends, train, [], {}, own)
     judged_by(data, own)

@@ -250,17 +250,19 @@ def data_of(
 ) -> Data:
     "What is asked. Raises ValueError for what does not fit the model"
     own = own_reward(cfg.rewards, kept if kept and kept.is_dir() else None)
-    tokenizer, chat = load_tokenizer_and_chat(cfg.init_from, cfg.policy.vocab_size)
+    tokenizer, chat = load_tokenizer_and_chat(cfg)
+    room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings
     heldout = []
     if not sources:
         sources = cfg.data.eval_sets()
-        heldout = load_data(cfg.data, tokenizer, cfg.seed, chat, bool(own))[1]
-    reading, skip = reading_of(cfg.data, tokenizer, chat, bool(own)), cfg.data.on_bad_row
+        context = limit, room
+        heldout = load_data(cfg.data, tokenizer, cfg.seed, chat, bool(own), context=context)[1]
+    reading = reading_of(cfg.data, tokenizer, chat, bool(own), (limit, room))
+    skip = cfg.data.on_bad_row
     named = {n: load_eval_set(n, path, reading, skip) for n, path in sources.items()}
     ends, tool = end_ids(cfg.init_from, cfg.policy, tokenizer), tool_of(cfg.tools, tokenizer)
     data = Data(tokenizer, ends, [], heldout, named, own, tool)
     judged_by(data, own)
-    room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings
     check_prompts(data.prompts, room, limit, cfg.rewards)
     return data
 

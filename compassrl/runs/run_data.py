@@ -7,6 +7,7 @@ work begins."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 from tokenizers import Tokenizer
 
 from compassrl.config import TrainConfig, read_run_config
+from compassrl.data.chat import ChatTemplate
 from compassrl.data.loading import Loaded
 from compassrl.data.prompts import load_data, load_eval_set, reading_of
-from compassrl.data.rows import ChatTemplate
 from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import build_tokenizer, encode, end_id, load_tokenizer
 from compassrl.data.tools import ToolConfig, ToolUser
@@ -26,6 +27,7 @@ from compassrl.judges.python_tool import check_tool
 from compassrl.judges.serial import RewardConfig
 from compassrl.judges.verifiers import asked_verifiers, check_isolation
 from compassrl.model.hf_config import config_dict, read_config
+from compassrl.model.hub import local_model
 from compassrl.model.policy import PolicyConfig
 from compassrl.records import Prompt, derive_seed
 from compassrl.rollout.torch_rollout import RolloutConfig
@@ -91,7 +93,13 @@ def resolve(cfg: TrainConfig) -> TrainConfig:
         cfg = replace(cfg, rollout=without_fp8(cfg.rollout))
     cfg.loss.resolve()  # raises where the loss needs a setting that is missing
     if cfg.init_from:
-        return replace(cfg, policy=read_config(cfg.init_from))
+        model = local_model(cfg.init_from)
+        cfg = replace(cfg, init_from=model, policy=read_config(model))
+        chat = None if cfg.data.template_date else ChatTemplate.of(cfg.init_from)
+        if chat and chat.reads_clock:  # a run that goes on tomorrow asks the same
+            today = date.today().isoformat()
+            cfg = replace(cfg, data=replace(cfg.data, template_date=today))
+        return cfg
     config_dict(cfg.policy)  # refused here, not when the model is written
     return cfg
 
@@ -102,7 +110,7 @@ def load(
 ) -> Data:
     "Tokenizer and prompts. Raises ValueError for what does not fit together"
     own = own_reward(cfg.rewards, folder and folder / 'rewards')
-    tokenizer, chat = load_tokenizer_and_chat(cfg.init_from, cfg.policy.vocab_size)
+    tokenizer, chat = load_tokenizer_and_chat(cfg)
     room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings
 
     def advice(found: Loaded) -> list[str]:
@@ -110,10 +118,12 @@ def load(
         return out + (no_solutions(found, cfg.data.path, cfg.init_from) if teaches else [])
 
     teaches = cfg.cold_start.steps > 0
-    train, heldout = load_data(cfg.data, tokenizer, cfg.seed, chat, bool(own), advice)
+    more = advice, (limit, room)
+    train, heldout = load_data(cfg.data, tokenizer, cfg.seed, chat, bool(own), *more)
     if cfg.data.replay_from:
         train = with_replay(train, load(_replayed(cfg)).train, cfg.data.replay_frac)
-    reading, skip = reading_of(cfg.data, tokenizer, chat, bool(own)), cfg.data.on_bad_row
+    reading = reading_of(cfg.data, tokenizer, chat, bool(own), (limit, room))
+    skip = cfg.data.on_bad_row
     sets = cfg.data.eval_sets().items()
     named = {name: load_eval_set(name, path, reading, skip, train) for name, path in sets}
     if len(train) < cfg.prompts_per_step:
@@ -160,18 +170,19 @@ def _replayed(cfg: TrainConfig) -> TrainConfig:  # the earlier run, with the tok
     )
 
 
-def load_tokenizer_and_chat(
-    model: str,  # folder of a checkpoint; '' = a new policy
-    vocab_size: int,
-) -> tuple[Tokenizer, ChatTemplate | None]:
+def load_tokenizer_and_chat(cfg: TrainConfig) -> tuple[Tokenizer, ChatTemplate | None]:
     "Raises ValueError for a policy that is too small for the tokens"
+    model, size = cfg.init_from, cfg.policy.vocab_size
     tokenizer = load_tokenizer(model) if model else build_tokenizer()
-    num_tokens = tokenizer.get_vocab_size()
-    if num_tokens > vocab_size:
+    num = max(tokenizer.get_vocab().values(), default=0) + 1
+    if num > size:
         raise ValueError(
-            f'policy.vocab_size={vocab_size}: use at least the {num_tokens} tokens of the tokenizer'
+            f'{model}: its tokenizer has {num} tokens, and its embedding {size} rows: enlarge the '
+            f'model by resize_token_embeddings({num}) of transformers and save it again'
+            if model
+            else f'policy.vocab_size={size}: use at least the {num} tokens of the tokenizer'
         )
-    return tokenizer, ChatTemplate.of(model) if model else None
+    return tokenizer, ChatTemplate.of(model, cfg.data.template_date) if model else None
 
 
 def tool_of(tools: ToolConfig, tokenizer: Tokenizer) -> ToolUser | None:
@@ -263,10 +274,12 @@ def check_prompts(
 ) -> None:
     "Raises ValueError for a prompt that does not fit, or that nobody can judge"
     for p in prompts:
-        if len(p.token_ids) + room > limit:
+        num = len(p.token_ids)
+        if num + room > limit:
+            alone = 'alone ' if num >= limit else f'with rollout.max_tokens={room} '
+            fix = 'leave it out' if num >= limit else 'lower that'
             raise ValueError(
-                f'prompt {p.id} has {len(p.token_ids)} tokens; with rollout.max_tokens={room} '
-                f'it exceeds the context of {limit}: lower that'
+                f'prompt {p.id} has {num} tokens; {alone}it exceeds the context of {limit}: {fix}'
             )
     check_isolation(asked_verifiers(prompts) | {*rewards.function}, rewards.unsafe)
     asking = next((p.id for p in prompts if p.verifier == 'genrm'), None)

@@ -130,6 +130,8 @@ class Endpoint(GenRM):
     async def _told(self, client, gate, r, prompt):
         p = r.params
         messages = prompt.messages or [dict(role='user', content=prompt.text)]
+        given = dict(prompt.chat_options)
+        tools = dict(tools=t) if (t := given.pop('tools', None)) else {}
         async with gate:
             try:
                 async with asyncio.timeout(self.limit_s):
@@ -140,6 +142,8 @@ class Endpoint(GenRM):
                         temperature=p.temperature,
                         top_p=p.top_p,
                         seed=r.seed % 2**31,
+                        **tools,
+                        extra_body=given or None,
                     )
                     return self._read(r, completion)
             except Exception as e:  # it is counted, and asked again by the next call

@@ -1,11 +1,15 @@
 "Which rows repeat another one, against a comparison of all pairs"
 
+import gzip
+import json
+import os
 import random
 import re
 
 import pytest
 
 from compassrl.data.loading import repeats, shingles
+from compassrl.data.sources import rows_of
 
 WORDS = [f'w{i}' for i in range(40)]
 
@@ -80,3 +84,61 @@ def test_shingles():
 def test_a_threshold_that_cannot_be_searched_is_refused(threshold):
     with pytest.raises(ValueError, match=f'threshold={threshold}: use 0.6 to 1'):
         repeats([], threshold)
+
+
+# sources
+
+ROWS = [dict(problem=f'{i}+{i}=', answer=str(2 * i)) for i in range(6)]
+
+
+def lines(rows):
+    return '\n'.join(map(json.dumps, rows)).encode()
+
+
+def found(source):
+    return [row for _, row in rows_of(str(source))]
+
+
+def test_shards_follow_each_other(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    (tmp_path / 'data').mkdir()
+    (tmp_path / 'README.md').write_text('a card')
+    (tmp_path / '.cache').mkdir()
+    (tmp_path / '.cache' / 'x.json').write_text('[]')
+    for i in (1, 0, 2):
+        name = f'data/train-0000{i}-of-00003.parquet'
+        parquet.write_table(pa.Table.from_pylist(ROWS[2 * i : 2 * i + 2]), tmp_path / name)
+    assert found(tmp_path) == ROWS
+    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / 'data' / 'test-0.parquet')
+    with pytest.raises(ValueError, match='several splits or kinds.*test-0.parquet.*name the files'):
+        found(tmp_path)
+
+
+def test_packed_files_tables_and_several_of_them(tmp_path):
+    (tmp_path / 'a.jsonl.gz').write_bytes(gzip.compress(lines(ROWS[:2])))
+    (tmp_path / 'b.json.gz').write_bytes(gzip.compress(json.dumps(ROWS[2:3]).encode()))
+    (tmp_path / 'c.tsv').write_text('problem\tanswer\n3+3=\t6\n')
+    table = '\ufeffproblem,answer\n4+4=,8\n5+5=,10\n'
+    (tmp_path / 'd,e.csv.gz').write_bytes(gzip.compress(table.encode()))
+    names = ['a.jsonl.gz', 'b.json.gz', 'c.tsv']
+    assert found(', '.join(str(tmp_path / n) for n in names)) == ROWS[:4]
+    assert found(tmp_path / 'd,e.csv.gz') == ROWS[4:]
+    (tmp_path / 'torn.jsonl.gz').write_bytes(gzip.compress(lines(ROWS * 99))[:-40])
+    (tmp_path / 'none.jsonl.gz').write_bytes(lines(ROWS))
+    for name in ('torn', 'none'):
+        with pytest.raises(ValueError, match=f'{name}.jsonl.gz cannot be read'):
+            found(tmp_path / f'{name}.jsonl.gz')
+
+
+def test_a_pipe_is_no_source(tmp_path):
+    for kind in ('jsonl', 'json', 'csv', 'parquet'):
+        os.mkfifo(tmp_path / f'x.{kind}')
+        with pytest.raises(ValueError, match='no regular file'):
+            found(tmp_path / f'x.{kind}')
+
+
+def test_a_row_with_a_key_twice_is_bad(tmp_path):
+    (tmp_path / 'x.jsonl').write_text('{"prompt": "1", "prompt": "2"}')
+    assert found(tmp_path / 'x.jsonl') == ["invalid JSON (the key 'prompt' comes twice)"]

@@ -580,7 +580,8 @@ def test_without_datasets(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'datasets', None)
     assert len(load_prompts(path, by_columns)[0]) == 40  # JSON lines need nothing
     (tmp_path / 'x.parquet').write_text('')
-    for source in (str(tmp_path / 'x.parquet'), 'hf:some/name', str(tmp_path)):
+    (tmp_path / 'saved').mkdir()
+    for source in (str(tmp_path / 'x.parquet'), 'hf:some/name', str(tmp_path / 'saved')):
         with pytest.raises(ValueError, match=r'pip install compassrl\[data\]'):
             load_prompts(source, Reading(tok))
 

@@ -147,12 +147,12 @@ def test_type_and_other_files_are_those_of_the_first(home, tmp_path):
     for name in ('base', 'a', 'b'):
         policy = from_pretrained(home / name, torch.bfloat16)
         save_pretrained(policy, tmp_path / name)
-        (tmp_path / name / 'tokenizer.json').write_text(json.dumps({'of': name}))
+        (tmp_path / name / 'vocab.json').write_text(json.dumps({'of': name}))
     two = [tmp_path / 'a', tmp_path / 'b']
     merge_checkpoints(two, tmp_path / 'out', base=tmp_path / 'base')
     weights = load_file(tmp_path / 'out' / 'model.safetensors')
     assert {t.dtype for t in weights.values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / 'out' / 'tokenizer.json').read_text()) == {'of': 'a'}
+    assert json.loads((tmp_path / 'out' / 'vocab.json').read_text()) == {'of': 'a'}
     assert json.loads((tmp_path / 'out' / 'config.json').read_text())['dtype'] == 'bfloat16'
 
 

@@ -1,6 +1,7 @@
 "A model of one's own goes in, is trained, and comes out with everything that it brought"
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from compassrl.data.prompts import DataConfig
 from compassrl.data.tokenizer import response_text
 from compassrl.loop import Stop
 from compassrl.model.hf_config import read_config
+from compassrl.model.hub import push_to_hub
 from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.model.shape import PolicyConfig
 from compassrl.records import Request
@@ -103,6 +105,56 @@ def test_a_model_without_an_end_is_refused(own, tmp_path):
         (folder / name).write_text(json.dumps(d))
     with pytest.raises(ValueError, match='names no token that ends a response'):
         load(resolve(replace(SMALL, init_from=str(folder))))
+
+
+def test_a_template_that_writes_the_date_asks_the_same_tomorrow(own, tmp_path):
+    "The day is a setting of the run, so it comes back with its config"
+    folder = shutil.copytree(own, tmp_path / 'm')
+    template = "{{ strftime_now('%d %b %Y') }} " + families.TEMPLATE
+    (folder / 'chat_template.jinja').write_text(template)
+    data = replace(SMALL.data, template_date='2024-07-26', path=str(tmp_path / 'x.jsonl'))
+    rows = [dict(prompt=[dict(role='user', content=f'{i}+1=')], answer='1') for i in range(60)]
+    (tmp_path / 'x.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    cfg = replace(SMALL, init_from=str(folder), data=data)
+    assert load(resolve(cfg)).train[0].text.startswith('26 Jul 2024 ')
+    today = resolve(replace(cfg, data=replace(data, template_date=''))).data.template_date
+    assert re.fullmatch(r'\d{4}-\d\d-\d\d', today)
+    plain = replace(SMALL, init_from=str(own))
+    assert resolve(plain).data.template_date == ''  # nothing reads it
+
+
+def test_a_tokenizer_larger_than_the_embedding(own, tmp_path):
+    folder = shutil.copytree(own, tmp_path / 'm')
+    tok = AutoTokenizer.from_pretrained(folder)
+    tok.add_tokens([f'<{i}>' for i in range(40)])
+    tok.save_pretrained(folder)
+    num = max(tok.get_vocab().values()) + 1
+    with pytest.raises(ValueError, match=rf'embedding 320 rows.*resize_token_embeddings\({num}\)'):
+        load(resolve(replace(SMALL, init_from=str(folder))))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(num)
+    model.save_pretrained(folder)
+    load(resolve(replace(SMALL, init_from=str(folder))))
+
+
+def test_a_name_of_the_hub_is_its_folder_in_the_cache(own, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path))
+    with pytest.raises(ValueError, match='is no folder.*`hf download me/mine`'):
+        resolve(replace(SMALL, init_from='me/mine'))
+    repo = tmp_path / 'models--me--mine'
+    (repo / 'refs').mkdir(parents=True)
+    (repo / 'refs' / 'main').write_text('0' * 40)
+    snapshot = shutil.copytree(own, repo / 'snapshots' / ('0' * 40))
+    cfg = resolve(replace(SMALL, init_from='me/mine'))
+    assert cfg.init_from == str(snapshot) and cfg.policy == read_config(own)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(own, tmp_path / 'me' / 'mine')
+    assert resolve(replace(SMALL, init_from='me/mine')).init_from == 'me/mine'  # a folder wins
+    with pytest.raises(ValueError, match='is not uploaded as me/mine .*: log in by'):
+        push_to_hub(own, 'me/mine')
 
 
 def test_any_of_several_end_tokens_stops(own):

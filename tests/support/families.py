@@ -43,6 +43,14 @@ SIZES = dict(
 )
 MIXTURE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
 YARN = dict(rope_type='yarn', rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=32)
+LLAMA = dict(
+    rope_type='llama3',
+    rope_theta=10_000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
 GLM = dict(
     n_routed_experts=8,
     num_experts_per_tok=2,
@@ -72,6 +80,7 @@ FAMILIES = {  # name -> transformers' configuration: class, what is not in SIZES
     'OLMoE': ('OlmoeConfig', dict(num_experts=6, num_experts_per_tok=3)),
     'GLM-4-MoE': ('Glm4MoeConfig', GLM),
     'Llama': ('LlamaConfig', dict(tie_word_embeddings=True)),
+    'Llama 3.1': ('LlamaConfig', dict(rope_parameters=LLAMA)),
     'Mistral': ('MistralConfig', dict(sliding_window=None, head_dim=32)),
 }
 MIXTURES = [n for n in FAMILIES if 'MoE' in n or n == 'Mixtral']
