@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +28,7 @@ from compassrl.data.tokenizer import encode
 from compassrl.records import Prompt, derive_seed
 
 # %% auto #0
-__all__ = ['ChatTemplate', 'BadRow', 'prompt_id', 'worked_answer', 'Reading', 'row_prompt']
+__all__ = ['today', 'ChatTemplate', 'BadRow', 'prompt_id', 'worked_answer', 'Reading', 'row_prompt']
 
 
 # %% ../../nbs/data/rows.ipynb #531e3dc6
@@ -69,6 +70,10 @@ def _to_json(x: object, ensure_ascii: bool = False, **kwargs: Any) -> str:
     return json.dumps(x, ensure_ascii=ensure_ascii, **kwargs)
 
 
+# what a template is told; a run that goes on writes its prompts as on its first day
+today: ContextVar[datetime | None] = ContextVar('today', default=None)
+
+
 # %% ../../nbs/data/rows.ipynb #76f3af21
 class ChatTemplate:
     "How a model writes down a chat. Raises ValueError for a template that is not valid"
@@ -85,7 +90,8 @@ class ChatTemplate:
         )
         env.filters['tojson'] = _to_json
         env.globals |= dict(
-            raise_exception=_refuse, strftime_now=lambda how: datetime.now().strftime(how)
+            raise_exception=_refuse,
+            strftime_now=lambda how: (today.get() or datetime.now()).strftime(how),
         )
         try:
             self.template: Template = env.from_string(template)

@@ -58,7 +58,7 @@ Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _files = '.json', '.yaml', '.yml', '.toml'
 
 
-def _run(cfg: TrainConfig, level: Level, folder: str = '') -> None:
+def _run(cfg: TrainConfig, level: Level, folder: str = '', accept: bool = False) -> None:
     # a page of help needs none of these, and torch takes seconds to load
     from compassrl.procs import world
     from compassrl.runs.factory import follow
@@ -68,7 +68,7 @@ def _run(cfg: TrainConfig, level: Level, folder: str = '') -> None:
     if world()[0]:
         follow(cfg)
     else:
-        print(resume_run(folder, cfg) if folder else start_run(cfg))
+        print(resume_run(folder, cfg, accept) if folder else start_run(cfg))
 
 
 def _write(folder: str) -> None:
@@ -99,10 +99,11 @@ def _resume_from(cfg: TrainConfig) -> Callable[..., Any]:
         vllm: VllmConfig = cfg.vllm,
         quiet: Quiet = False,
         log_level: Level = 'info',
+        accept_changes: Quiet = False,
     ):
         "Resume from the newest checkpoint"
         new = replace(cfg, steps=steps, parallel=parallel, vllm=vllm)
-        return partial(_run, new, _level(quiet, log_level), run_dir)
+        return partial(_run, new, _level(quiet, log_level), run_dir, accept_changes)
 
     return resume
 
@@ -245,7 +246,7 @@ def _resume_call(args: list[str]) -> Any:
         raise ValueError('resume needs a run directory first: compassrl resume RUN_DIR')
     cfg = read_run_config(args[0])
     parts = settings_of(cfg.parallel, 'parallel.') | settings_of(cfg.vllm, 'vllm.')
-    flags = map(flag, ['steps', *parts])
+    flags = map(flag, ['steps', 'accept_changes', *parts])
     return _parse(_app('resume', run=cfg), ['resume', *_all(args)], 'compassrl resume', flags)
 
 
@@ -253,7 +254,7 @@ def parse_resume(
     args: list[str],  # what follows `compassrl resume`
 ) -> tuple[str, TrainConfig]:
     "The run directory, and its config with what may change: steps, the layout, the servers"
-    cfg, _, folder = _resume_call(args).args
+    cfg, _, folder, _ = _resume_call(args).args
     return folder, cfg
 
 

@@ -54,6 +54,11 @@ resume_usage: str = """compassrl resume RUN_DIR [--steps N ...]
   --parallel.*  layout of the ranks that train
   --vllm.*      rollout servers
 
+  A resume refuses data, code, a model or settings that are not those that the run
+  began with, and names them.
+
+  --accept-changes  go on with them; origin.json and the report say so
+
 every setting with the run's own value: compassrl resume RUN_DIR --help-all"""
 
 _main = """

@@ -81,6 +81,9 @@ def _headline(f: dict[str, Any]) -> str:
         )
     if f['resumed_from']:
         out.append(f'It was resumed from step {", ".join(map(str, f["resumed_from"]))}.')
+    if f.get('accepted'):
+        changes = '; '.join(map(_code, f['accepted']))
+        out.append(f'**It is not one run throughout.** Changes taken on purpose: {changes}.')
     return '\n\n'.join(out)
 
 

@@ -10,10 +10,13 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from contextvars import copy_context
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from compassrl.config import TrainConfig, read_run_config
+from compassrl.data.rows import today
 from compassrl.judges.genrm_judge import make_judge
 from compassrl.judges.own_reward import keep_reward_files
 from compassrl.judges.serial import Judge
@@ -26,19 +29,22 @@ from compassrl.runs.cold_start import screened, start_policy
 from compassrl.runs.curves import read_metrics
 from compassrl.runs.eval_sets import check_judged, eval_json, eval_lines, evaluate_sets
 from compassrl.runs.factory import Engines, open_engines, prepare
+from compassrl.runs.identity import may_change, with_whole_paths
 from compassrl.runs.log import Log, as_written, say, write_json
 from compassrl.runs.report import write_report
 from compassrl.runs.resume import (
     ExtraState,
     check_files,
     check_origin,
+    check_source,
     has_begun,
     new_folder,
     note_learned,
     note_origin,
-    origin_of,
+    note_written,
     read_result,
     recall_learned,
+    settle_origin,
 )
 from compassrl.runs.run_data import Data, load, resolve
 from compassrl.runs.run_process import disk_told, failure_noted, locked, stoppable
@@ -48,7 +54,7 @@ from compassrl.train.checkpoint_files import found_checkpoints
 from compassrl.train.guards import last_good
 
 # %% auto #0
-__all__ = ['may_change', 'Run', 'start_run', 'resume_run']
+__all__ = ['Run', 'start_run', 'resume_run']
 
 
 # %% ../../nbs/runs/run.ipynb #913468ab
@@ -89,6 +95,7 @@ class Run:
             self.save(step)
             m['time_checkpoint_s'] = time.perf_counter() - t
             self.log.row(m, at)
+            note_written(self.folder, step)
         self.trackers.log(grouped(as_written(m)), step)
         self.log.progress.step(
             f'reward {m["reward_mean"]:.2f}, zero variance {m["zero_variance_frac"]:.2f}, '
@@ -169,14 +176,21 @@ class Run:
 
 
 # %% ../../nbs/runs/run.ipynb #68bb232d
+def _load(cfg: TrainConfig, began: datetime, folder: Path | None = None) -> Data:
+    "`load` on the day when the run began: a chat template may name the day"
+    context = copy_context()
+    context.run(today.set, began)
+    return context.run(load, cfg, folder)
+
+
 def start_run(cfg: TrainConfig) -> Path:  # the run directory
     """Cold start, evaluation, RL, evaluation, report. Goes on where the same run was killed before
     its first checkpoint. Raises ValueError before anything is written"""
-    cfg = resolve(cfg)
+    cfg = with_whole_paths(resolve(cfg))
     if has_begun(cfg):
         return resume_run(cfg.run_dir)
-    watch = prepare(cfg)
-    run = Run(cfg, new_folder(cfg), load(cfg))
+    watch, began = prepare(cfg), datetime.now()
+    run = Run(cfg, new_folder(cfg), _load(cfg, began))
     folder, own = run.folder, run.data.own
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,16 +200,18 @@ def start_run(cfg: TrainConfig) -> Path:  # the run directory
         noted = keep_reward_files(own.files, folder / 'rewards') if own else {}
         rewards = dataclasses.replace(cfg.rewards, function_sha256=noted)
         run.cfg = dataclasses.replace(cfg, rewards=rewards)
+        note_origin(folder, run.cfg, run.data.prompts, began)
         write_json(folder / 'config.json', dataclasses.asdict(run.cfg))
         return _go_on(run, watch)
 
 
 def _go_on(run: Run, watch: Any) -> Path:  # from wherever the run is to its end
     c, folder = run.cfg, run.folder
-    note_origin(folder, origin_of(c))
+    note_written(folder)
     begins = not found_checkpoints(folder / 'checkpoints')
     if begins:
         start_policy(c, run.data, folder, run.stop, watch)
+        note_written(folder)
     engines = open_engines(c, run.source, folder, watch, run.data.tool)
     with run.judging(), engines as run.engines, disk_told(folder):
         _before_rl(run, begins)
@@ -203,12 +219,14 @@ def _go_on(run: Run, watch: Any) -> Path:  # from wherever the run is to its end
         if begins:
             run.save(0)
             run.engines.checkpoints.wait()  # a row of metrics always has a checkpoint before it
+            note_written(folder, 0)
             return _train(run, 0)
         step = run.load()
         if c.steps < step:
             raise ValueError(f'steps={c.steps}: the run has done {step}, use at least that many')
         if step < c.steps:
             (folder / 'eval_after.json').unlink(missing_ok=True)  # it speaks of other weights
+        note_written(folder, step)
         run.engines.rollout.load_weights(run.engines.train.weights(), step)
         write_json(folder / 'config.json', dataclasses.asdict(c))
         say(f'resuming {folder} after step {step}')
@@ -255,15 +273,14 @@ def _screened(run: Run) -> list[str]:
 
 
 # %% ../../nbs/runs/run.ipynb #46da9c56
-may_change: tuple[str, ...] = 'steps', 'parallel', 'vllm'  # settings of a run that goes on
-
-
 def resume_run(
     folder: str | Path,
     cfg: TrainConfig | None = None,  # another total of `steps`, layout or servers; None = as before
+    accept_changes: bool = False,  # go on with other data, code or settings, and note it
 ) -> Path:
     """Go on from the newest checkpoint that can be used, as if without a break; without one from
-    what there is of the cold start and the evaluation. Raises ValueError"""
+    what there is of the cold start and the evaluation. Raises ValueError, also for what is not
+    what the run began with"""
     folder = Path(folder)
     before = read_run_config(folder)
     cfg = cfg or before
@@ -273,16 +290,19 @@ def resume_run(
                 f'{f.name} is another than that of {folder}: '
                 f'a run goes on with other {may_change} alone'
             )
-    check_origin(folder, origin_of(cfg))
     check_files(folder)
+    origin = check_origin(folder, cfg, accept_changes)
     if read_metrics(folder) and not found_checkpoints(folder / 'checkpoints'):
         raise ValueError(
             f'{folder}: metrics.jsonl has steps, but {folder / "checkpoints"} has no checkpoint: '
             'put that folder back, or begin another run'
         )
+    cfg = with_whole_paths(cfg)
     watch = prepare(cfg)
     with disk_told(folder), locked(folder), failure_noted(folder):
-        run = Run(cfg, folder, load(cfg, folder))
+        data = _load(cfg, datetime.fromisoformat(origin['time']), folder)
+        settle_origin(folder, origin, data.prompts, accept_changes)
+        run = Run(cfg, folder, data)
         with run.stop:
             return _go_on(run, watch)
 
@@ -314,6 +334,7 @@ def _train(run: Run, start: int) -> Path:  # the loop and what comes after it
             after = run.evaluate() | dict(step=c.steps)
             run.trackers.log(eval_values(after), c.steps)
             write_json(folder / 'eval_after.json', after)
+    check_source(folder, c)
     write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()
     write_report(folder)

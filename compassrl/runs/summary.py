@@ -136,7 +136,12 @@ _folders = re.compile(r'(https?://\S+)|(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:  # dotted, without folders of this machine
-    return {k: _folders.sub(r'\1', v) if isinstance(v, str) else v for k, v in flat(config).items()}
+    def bare(v: Any) -> Any:
+        if isinstance(v, list):
+            return [bare(x) for x in v]
+        return _folders.sub(r'\1', v) if isinstance(v, str) else v
+
+    return {k: bare(v) for k, v in flat(config).items()}
 
 
 # %% ../../nbs/runs/summary.ipynb #aaa1ab1d
@@ -274,6 +279,7 @@ def run_summary(
         finished=after is not None,
         failed=(read_record(run_dir / 'failed.json') or {}).get('why'),
         resumed_from=[r['resumed_from'] for r in metrics if 'resumed_from' in r],
+        accepted=(read_record(run_dir / 'origin.json') or {}).get('accepted', []),
         held_out=_held_out(before, after),
         eval_before=before and before['avg'],
         last_eval=_last_eval(metrics),
