@@ -63,6 +63,8 @@ class TrainConfig:
     save_every: Annotated[int, at_least(0)] = 20
     # Newest checkpoints to keep; older ones are deleted
     keep_checkpoints: Annotated[int, at_least(1)] = 2
+    # Also keep the model of the best evaluation, in the folder `best` of the run
+    keep_best: bool = False
     device: Literal['cpu', 'cuda'] = 'cpu'  # Device of training ('cuda': not run on GPU)
     # Torch CPU threads. More are slower for small models
     num_threads: Annotated[int, between(1, 1024)] = 1

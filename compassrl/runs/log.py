@@ -130,7 +130,8 @@ def set_level(level: Level) -> None:
 def say(text: str, level: int = logging.INFO) -> None:
     "A line for who watches the run"
     if logger.isEnabledFor(level):
-        print(text, flush=True)
+        tqdm.write(text)  # a bar makes room for it
+        sys.stdout.flush()
 
 
 class Progress:

@@ -7,6 +7,8 @@ results."""
 from __future__ import annotations
 
 import dataclasses
+import math
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -15,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from compassrl.config import TrainConfig, read_run_config
+from compassrl.config import TrainConfig, flat, read_run_config
 from compassrl.data.rows import today
 from compassrl.judges.genrm_judge import make_judge
 from compassrl.judges.own_reward import keep_reward_files
@@ -26,8 +28,8 @@ from compassrl.phases import phase
 from compassrl.records import Batch, Metrics, Prompt, Sample
 from compassrl.rollout.partial import PartialResponses
 from compassrl.runs.cold_start import screened, start_policy
-from compassrl.runs.curves import read_metrics
-from compassrl.runs.eval_sets import check_judged, eval_json, eval_lines, evaluate_sets
+from compassrl.runs.curves import column, read_metrics
+from compassrl.runs.eval_sets import check_judged, eval_json, eval_line, eval_lines, evaluate_sets
 from compassrl.runs.factory import Engines, open_engines, prepare
 from compassrl.runs.identity import may_change, with_whole_paths
 from compassrl.runs.log import Log, as_written, say, write_json
@@ -48,9 +50,10 @@ from compassrl.runs.resume import (
 )
 from compassrl.runs.run_data import Data, load, resolve
 from compassrl.runs.run_process import disk_told, failure_noted, locked, stoppable
+from compassrl.runs.summary import hard_prompts
 from compassrl.runs.trace import trace_rows
 from compassrl.runs.trackers import Trackers, eval_values, grouped, history
-from compassrl.train.checkpoint_files import found_checkpoints
+from compassrl.train.checkpoint_files import found_checkpoints, publish
 from compassrl.train.guards import last_good
 
 # %% auto #0
@@ -68,6 +71,7 @@ class Run:
     judge: Judge
     prompts: list[Prompt]  # training prompts, without those that the screen leaves out
     extra_state: ExtraState
+    best: float  # best evaluation so far
 
     def __init__(self, cfg: TrainConfig, folder: Path, data: Data) -> None:
         self.cfg, self.folder, self.data = cfg, folder, data
@@ -83,7 +87,7 @@ class Run:
         m: dict[str, Any] = metrics
         m |= self.engines.rollout.measured() | self.judge.measured()
         if c.eval_every:
-            m |= self.evaluated(now=step % c.eval_every == 0 and not last)
+            m |= self.evaluated(step, now=step % c.eval_every == 0 and not last)
         if c.trace_every and (step % c.trace_every == 0 or step == 1):
             self.trace(step, m, samples, batch)
         m['time_checkpoint_s'] = 0.0
@@ -105,10 +109,13 @@ class Run:
             self.engines.checkpoints.wait()
             raise Stop
 
-    def evaluated(self, now: bool) -> Metrics:
+    def evaluated(self, step: int, now: bool) -> Metrics:
         "Metrics of the held-out prompts; None where they are not asked now"
         none: dict[str, Any] = dict.fromkeys(('avg', 'avg_stderr', 'pass_at_k'))
-        r = self.evaluate() if now else none
+        r = self.evaluate(f'step {step}') if now else none
+        if now:
+            self.trackers.show(r['samples'], step)
+            self.keep_best(r['avg'])
         _, *others = self.data.eval_sets
         m = {f'eval_{name}_avg': r['sets'][name]['avg'] if now else None for name in others}
         return m | dict(
@@ -164,15 +171,25 @@ class Run:
         finally:
             self.judge.close()
 
+    def keep_best(self, avg: float) -> None:
+        "The present weights in `best`, if no evaluation was better"
+        if self.cfg.keep_best and avg > self.best:
+            new = self.folder / '.best.tmp'
+            shutil.rmtree(new, ignore_errors=True)
+            write_pretrained(self.cfg.policy, self.engines.train.weights(), new, like=self.source)
+            publish(new, self.folder / 'best')
+            self.best = avg
+
     @phase('evaluation')
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self, when: str) -> dict[str, Any]:
         "All evaluation sets with the rollout engine's present weights. Raises RunFailed"
         d, c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)
         rollout = self.engines.rollout
         found = evaluate_sets(rollout, d, c.eval_k, params, c.seed, self.judge)
         check_judged(found, c.guards)
-        return eval_json(found)
+        say(eval_line(out := eval_json(found), when))
+        return out
 
 
 # %% ../../nbs/runs/run.ipynb #68bb232d
@@ -228,9 +245,22 @@ def _go_on(run: Run, watch: Any) -> Path:  # from wherever the run is to its end
             (folder / 'eval_after.json').unlink(missing_ok=True)  # it speaks of other weights
         note_written(folder, step)
         run.engines.rollout.load_weights(run.engines.train.weights(), step)
+        _say_rate(c, read_run_config(folder).steps, step)
         write_json(folder / 'config.json', dataclasses.asdict(c))
         say(f'resuming {folder} after step {step}')
         return _train(run, step)
+
+
+def _say_rate(c: TrainConfig, planned: int, step: int) -> None:  # the plan until now; steps done
+    was, now = (
+        c.optim.lr_at(step * c.optim.num_mini_batches, step / max(n, step + 1))
+        for n in (planned, c.steps)
+    )
+    if was != now:
+        say(
+            f'steps={c.steps} instead of {planned} stretches the learning rate: {now:.3g} at step '
+            f'{step + 1}, where the old plan had {was:.3g}'
+        )
 
 
 def _before_rl(run: Run, begins: bool) -> None:  # the train engine holds the starting weights
@@ -242,7 +272,7 @@ def _before_rl(run: Run, begins: bool) -> None:  # the train engine holds the st
     if evaluated is None:
         if not begins:
             say(f'{folder}/eval_before.json is missing: evaluating the starting weights again')
-        found = run.evaluate()
+        found = run.evaluate('before RL')
         run.note_learned('eval_before')
         write_json(folder / 'eval_before.json', found)
     elif begins:
@@ -311,7 +341,10 @@ def resume_run(
 def _train(run: Run, start: int) -> Path:  # the loop and what comes after it
     c, d, e, folder = run.cfg, run.data, run.engines, run.folder
     run.log = Log(folder, start, c.steps)
+    run.best = max(column(read_metrics(folder), 'eval_avg')[1], default=-math.inf)
     asked = dataclasses.asdict(c)
+    if why := hard_prompts(flat(asked)):
+        say(why)
     trackers = Trackers(c.trackers, folder, asked, start, history(folder))
     with trackers as run.trackers, last_good(folder / 'checkpoints', e.checkpoints.wait):
         with closing(run.log):
@@ -331,8 +364,10 @@ def _train(run: Run, start: int) -> Path:  # the loop and what comes after it
             )
         before, after = (read_result(folder, f'eval_{when}') for when in ('before', 'after'))
         if after is None or after.get('step') != c.steps:  # a kill came between it and the report
-            after = run.evaluate() | dict(step=c.steps)
+            after = run.evaluate(f'step {c.steps}') | dict(step=c.steps)
             run.trackers.log(eval_values(after), c.steps)
+            run.trackers.show(after['samples'], c.steps)
+            run.keep_best(after['avg'])
             write_json(folder / 'eval_after.json', after)
     check_source(folder, c)
     write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)

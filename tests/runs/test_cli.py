@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from compassrl.algo.loss_registry import policy_losses
+from compassrl.config import TrainConfig
 from compassrl.runs.cli import main, parse_resume, parse_train
-from compassrl.runs.help import settings_of
+from compassrl.runs.help import flag, settings_of
 from compassrl.runs.log import Progress, set_level
 from compassrl.runs.presets import presets, tiny_cpu
 
@@ -84,8 +85,8 @@ def test_short_help_has_the_defaults_of_its_preset(preset, capsys, monkeypatch):
     values = settings_of(presets[preset]())
     lines = {x.split()[0]: x for x in page.splitlines() if x.startswith('  --')}
     assert 15 < len(lines) < 30
-    for flag, line in lines.items():
-        value = values[flag[2:].replace('-', '_')]
+    for name, line in lines.items():
+        value = values[name[2:].replace('-', '_')]
         told = ' '.join(value) if isinstance(value, tuple) else str(value) or "''"
         assert line.endswith(f'default: {told})'), line
     assert f'{len(values) - len(lines)} more settings' in page
@@ -197,6 +198,45 @@ def lines(total, done=0, **kw):
             progress.step(f'reward {i}')
         progress.close()
     return file.getvalue().splitlines()
+
+
+THEIRS = {  # TRL, verl, OpenRLHF and slime
+    '--num-generations': '--group-size',
+    '--model': '--init-from',
+    '--model_name_or_path': '--init-from',
+    '--learning-rate': '--optim.lr',
+    '--per-device-train-batch-size': '--prompts-per-step',
+    '--max_completion_length': '--rollout.max-tokens',
+    '--beta': '--loss.kl-coef',
+    'data.train_files=x': '--data.path',
+    'data.max_prompt_length=9': '--data.max-prompt-tokens',
+    'actor_rollout_ref.rollout.n=8': '--group-size',
+    'actor_rollout_ref.model.path=x': '--init-from',
+    'actor_rollout_ref.actor.optim.lr=1e-6': '--optim.lr',
+    'trainer.test_freq=5': '--eval-every',
+    '--n_samples_per_prompt': '--group-size',
+    '--rollout-max-response-len': '--rollout.max-tokens',
+}
+
+
+@pytest.mark.parametrize('word, ours', THEIRS.items())
+def test_the_word_of_another_trainer_is_answered_with_ours(word, ours):
+    with pytest.raises(ValueError, match=f'did you mean {ours}[?]'):
+        parse_train(['smoke-cpu', word])
+
+
+def test_each_word_of_another_trainer_leads_to_a_setting():
+    from compassrl.runs.cli import _ours
+
+    assert {*_ours.values()} <= {*map(flag, settings_of(TrainConfig()))}
+
+
+def test_the_short_help_names_what_a_user_brings(capsys):
+    with pytest.raises(SystemExit):
+        main(['train', 'tiny-cpu', '--help'])
+    page = capsys.readouterr().out
+    for name in ('--rewards.function', '--data.eval-path', '--data.columns', '--data.path'):
+        assert f'  {name} ' in page
 
 
 def test_progress_in_a_file_is_plain_lines(monkeypatch):
