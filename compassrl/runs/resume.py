@@ -300,9 +300,9 @@ def new_folder(cfg: TrainConfig) -> Path:
             f'`{launch_command()} resume {folder}`, or choose another'
         )
     # a run that was killed before it wrote its config leaves these
-    begun = {'.lock', '.config.json.tmp', 'rewards', 'origin.json', 'machine.json'}
+    begun = {'.lock', '.config.json.tmp', 'rewards', 'origin.json', 'machine.json', 'given'}
     begun |= {'.origin.json.tmp', '.machine.json.tmp'}
-    if found and not ('.lock' in found and found <= begun):
+    if found - {'given'} and not ('.lock' in found and found <= begun):
         raise ValueError(f'run_dir={str(folder)!r} is not empty and holds no run: choose another')
     return folder
 

@@ -16,7 +16,7 @@ from compassrl.algo.loss_registry import policy_losses
 from compassrl.config import TrainConfig
 from compassrl.runs.cli import main, parse_resume, parse_train
 from compassrl.runs.help import flag, settings_of
-from compassrl.runs.log import Progress, set_level
+from compassrl.runs.log import Progress, progress_bar, set_level
 from compassrl.runs.presets import presets, tiny_cpu
 
 ROOT = Path(__file__).parents[2]
@@ -250,6 +250,15 @@ def test_progress_in_a_file_is_plain_lines(monkeypatch):
         assert lines(3) == []
     finally:
         set_level('info')
+
+
+def test_a_merge_draws_no_bar_into_a_file(monkeypatch):
+    monkeypatch.delenv('TQDM_DISABLE')
+    with redirect_stderr(io.StringIO()) as err:
+        tick = progress_bar(8)
+        for _ in range(8):
+            tick()
+    assert err.getvalue() == 'merge 2/8\nmerge 4/8\nmerge 6/8\nmerge 8/8\n'
 
 
 def test_progress_in_a_terminal_is_a_bar(monkeypatch):
