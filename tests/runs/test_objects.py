@@ -82,7 +82,6 @@ def test_what_cannot_be_is_refused_in_a_line(model, tmp_path, more, words):
 
 def test_a_loop_of_ones_own_needs_one_import(model):
     "Ask, sample, judge, compare, update, hand over: with names of the package alone"
-    # fmt: off
     from compassrl import (
         LossConfig,
         OptimConfig,
@@ -106,7 +105,8 @@ def test_a_loop_of_ones_own_needs_one_import(model):
         rollout.load_weights(engine.weights(), step)
         asked = [
             Request(p, tuple(tokenizer.encode(p).ids), i, seed=100 * step + i, params=params)
-            for p in prompts for i in range(4)
+            for p in prompts
+            for i in range(4)
         ]
         samples = sorted(rollout.generate(asked), key=lambda s: (s.prompt_id, s.index))
         for s in samples:
@@ -117,7 +117,6 @@ def test_a_loop_of_ones_own_needs_one_import(model):
         advantages = group_advantages(rewards, batch.group)[:, None] * batch.response_mask
         batch = replace(batch, advantages=advantages, **engine.score(batch))
         metrics, _ = engine.update(batch, loss)
-        # fmt: on
         assert metrics['grad_norm'] > 0
     assert len(samples) == 8
 
