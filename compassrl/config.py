@@ -63,6 +63,8 @@ class TrainConfig:
     save_every: Annotated[int, at_least(0)] = 20
     # Newest checkpoints to keep; older ones are deleted
     keep_checkpoints: Annotated[int, at_least(1)] = 2
+    # Also keep the model of the best evaluation, in the folder `best` of the run
+    keep_best: bool = False
     device: Literal['cpu', 'cuda'] = 'cpu'  # Device of training ('cuda': not run on GPU)
     # Torch CPU threads. More are slower for small models
     num_threads: Annotated[int, between(1, 1024)] = 1
@@ -142,15 +144,11 @@ def _check_partial(cfg: TrainConfig) -> None:
 
 
 def _check_experts(cfg: TrainConfig) -> None:
-    asked = {k: v for k in ('aux_loss_coef', 'expert_bias_rate') if (v := getattr(cfg.optim, k))}
-    for name, value in asked.items():
-        p, what = cfg.policy, f'optim.{name}={value}'
-        if not any(map(p.is_sparse, range(p.num_hidden_layers))):
-            raise ValueError(f'{what}: a dense policy has no experts, use 0')
-        if cfg.router_replay == 'off':
-            raise ValueError(f"{what} counts recorded routes: use router_replay='R2' or 'R3'")
-        if name == 'expert_bias_rate' and p.router_score != 'sigmoid':
-            raise ValueError(f'{what}: softmax routers have no bias, use optim.aux_loss_coef')
+    for name in ('aux_loss_coef', 'expert_bias_rate'):
+        if (value := getattr(cfg.optim, name)) and cfg.router_replay == 'off':
+            raise ValueError(
+                f"optim.{name}={value} counts recorded routes: use router_replay='R2' or 'R3'"
+            )
 
 
 def _check_tools(cfg: TrainConfig) -> None:

@@ -104,7 +104,8 @@ def weight_sync(
 
 run_files: dict[str, tuple[str, bool]] = {  # name -> what it is, is it needed to go on?
     'config.json': ('every setting', True),
-    'origin.json': ('data and model it began with', False),
+    'origin.json': ('what it is made of', False),
+    'written.json': ('hashes of what it wrote', False),
     'machine.json': ('where it ran', False),
     'start': ('the model before RL', True),
     'cold_start.jsonl': ('a row per step of the cold start', False),

@@ -57,8 +57,12 @@ def _widget(cfg: object, key: str, **look: Any) -> Any:  # for one setting
     value, may_be = getattr(part, name), range_of(part, name)
     if isinstance(may_be, OneOf):
         return w.Dropdown(options=list(may_be.names), value=value, description=key, **look)
-    kinds = {bool: w.Checkbox, int: w.IntText, float: w.FloatText, str: w.Text}
-    return kinds[type(value)](value=value, description=key, **look)
+    kinds = {bool: w.Checkbox, int: w.IntText, float: w.FloatText, str: w.Text, tuple: w.Text}
+    return kinds[type(value)](value=_shown(value), description=key, **look)
+
+
+def _shown(value: object) -> object:  # several words, as on the command line
+    return ' '.join(map(str, value)) if isinstance(value, tuple) else value
 
 
 class Form:
@@ -83,7 +87,7 @@ class Form:
     def _fill(self, _: object) -> None:  # from the preset; one change, however many fields
         self.is_filling = True
         for k, f in self.fields.items():
-            f.value = attrgetter(k)(presets[self.preset.value]())
+            f.value = _shown(attrgetter(k)(presets[self.preset.value]()))
         self.is_filling = False
         self.on_change()
 
@@ -95,7 +99,8 @@ class Form:
         "What the form says; raises ValueError"
         cfg = presets[self.preset.value]()
         for k, f in self.fields.items():
-            cfg = with_value(cfg, k, f.value)
+            many = isinstance(attrgetter(k)(cfg), tuple)
+            cfg = with_value(cfg, k, tuple(f.value.split()) if many else f.value)
         return cfg
 
 
@@ -179,6 +184,7 @@ class Panel:
         name = f'{time.strftime("%Y%m%d-%H%M%S")}-seed{cfg.seed}'
         self.runs.value = ''
         self._follow(launch(cfg, self.folder / name))
+        self.runs.options = ['', name, *self.runs.options[1:]]
 
     def stop(self) -> None:
         if self.run:
@@ -268,6 +274,8 @@ def panel(
         'loss.name',
         'init_from',
         'data.path',
+        'data.eval_path',
+        'rewards.function',
         'data.difficulty',
     ),
     preset: str = 'tiny-cpu',  # fills the form; `keys` say what it shows

@@ -22,8 +22,8 @@ from compassrl.model.layers import (
     sigmoid_choice,
     sigmoid_gates,
     softmax_gates,
-    with_balance_loss,
     stack_routes,
+    with_balance_loss,
 )
 from compassrl.model.prefix_tree import prefix_tree, tree_attention
 from compassrl.model.shape import PolicyConfig

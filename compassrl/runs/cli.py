@@ -7,6 +7,7 @@ wrong."""
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import time
@@ -58,7 +59,7 @@ Quiet = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _files = '.json', '.yaml', '.yml', '.toml'
 
 
-def _run(cfg: TrainConfig, level: Level, folder: str = '') -> None:
+def _run(cfg: TrainConfig, level: Level, folder: str = '', accept: bool = False) -> None:
     # a page of help needs none of these, and torch takes seconds to load
     from compassrl.procs import world
     from compassrl.runs.factory import follow
@@ -68,7 +69,7 @@ def _run(cfg: TrainConfig, level: Level, folder: str = '') -> None:
     if world()[0]:
         follow(cfg)
     else:
-        print(resume_run(folder, cfg) if folder else start_run(cfg))
+        print(resume_run(folder, cfg, accept) if folder else start_run(cfg))
 
 
 def _write(folder: str) -> None:
@@ -99,10 +100,11 @@ def _resume_from(cfg: TrainConfig) -> Callable[..., Any]:
         vllm: VllmConfig = cfg.vllm,
         quiet: Quiet = False,
         log_level: Level = 'info',
+        accept_changes: Quiet = False,
     ):
         "Resume from the newest checkpoint"
         new = replace(cfg, steps=steps, parallel=parallel, vllm=vllm)
-        return partial(_run, new, _level(quiet, log_level), run_dir)
+        return partial(_run, new, _level(quiet, log_level), run_dir, accept_changes)
 
     return resume
 
@@ -138,8 +140,38 @@ def _app(
 
 
 # %% ../../nbs/runs/cli.ipynb #75e4f864
+_theirs = dict(  # what other trainers call a setting, without the parts in front of its name
+    group_size='num_generations n_samples_per_prompt rollout_n',
+    init_from='model model_path model_name_or_path pretrain hf_checkpoint base_model',
+    prompts_per_step='per_device_train_batch_size train_batch_size rollout_batch_size',
+    steps='max_steps num_train_epochs total_epochs total_training_steps num_rollout',
+    run_dir='output_dir default_local_dir save_path save',
+    trackers='report_to logger use_wandb',
+    save_every='save_steps save_freq save_interval',
+    eval_every='eval_steps test_freq eval_interval',
+    optim__lr='learning_rate optim_lr',
+    optim__grad_clip='max_grad_norm clip_grad',
+    data__path='dataset dataset_name train_files train_file prompt_data',
+    data__eval_path='eval_dataset val_files eval_prompt_data',
+    data__max_prompt_tokens='max_prompt_length prompt_max_len rollout_max_prompt_len',
+    rollout__max_tokens='max_completion_length max_response_length generate_max_len '
+    'rollout_max_response_len max_new_tokens',
+    rewards__function='reward_funcs reward_function custom_rm_path custom_reward_function_path',
+    loss__kl_coef='beta kl_coef kl_loss_coef init_kl_coef',
+    loss__clip_eps_low='epsilon clip_ratio clip_ratio_low eps_clip',
+    loss__clip_eps_high='epsilon_high clip_ratio_high eps_clip_high',
+)
+_ours = {
+    name: flag(ours.replace('__', '.')) for ours, names in _theirs.items() for name in names.split()
+}
+
+
 def _meant(word: str, flags: Iterable[str]) -> list[str]:  # the flags that look most like a word
     flags = list(flags)
+    name = re.sub(r'[^a-z]+', '_', word.lstrip('-').partition('=')[0].lower()).strip('_')
+    for start in (0, *(m.end() for m in re.finditer('_', name))):
+        if (ours := _ours.get(name[start:])) in flags:
+            return [ours]
     ends = ['--' + name.lstrip('-').rpartition('.')[2] for name in flags]
     return get_close_matches(word, flags, 1, 0.8) or [
         flags[i] for i, end in enumerate(ends) if end in get_close_matches(word, ends, 1, 0.7)
@@ -245,7 +277,7 @@ def _resume_call(args: list[str]) -> Any:
         raise ValueError('resume needs a run directory first: compassrl resume RUN_DIR')
     cfg = read_run_config(args[0])
     parts = settings_of(cfg.parallel, 'parallel.') | settings_of(cfg.vllm, 'vllm.')
-    flags = map(flag, ['steps', *parts])
+    flags = map(flag, ['steps', 'accept_changes', *parts])
     return _parse(_app('resume', run=cfg), ['resume', *_all(args)], 'compassrl resume', flags)
 
 
@@ -253,7 +285,7 @@ def parse_resume(
     args: list[str],  # what follows `compassrl resume`
 ) -> tuple[str, TrainConfig]:
     "The run directory, and its config with what may change: steps, the layout, the servers"
-    cfg, _, folder = _resume_call(args).args
+    cfg, _, folder, _ = _resume_call(args).args
     return folder, cfg
 
 

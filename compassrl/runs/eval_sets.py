@@ -56,6 +56,7 @@ __all__ = [
     'set_line',
     'domain_intervals',
     'domain_lines',
+    'eval_line',
     'eval_lines',
     'EvalConfig',
     'defaults_of',
@@ -175,16 +176,28 @@ def _domains_before_after(before: dict[str, Any], after: dict[str, Any]) -> list
     return lines if len(names) > 1 else []
 
 
+def _sets_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:  # label -> one set
+    first = found.get('name', 'heldout')
+    return {'held-out' if first == 'heldout' else first: found} | found.get('sets', {})
+
+
+def eval_line(
+    found: dict[str, Any],  # from `eval_json`
+    when: str,  # 'step 40'
+) -> str:
+    "All sets of one evaluation in one line"
+    sets = (f'{n} avg@{x["k"]} {100 * x["avg"]:.1f} %' for n, x in _sets_of(found).items())
+    return f'{when}: {", ".join(sets)}'
+
+
 def eval_lines(
     before: dict[str, Any],  # from `eval_json`
     after: dict[str, Any],  # the same sets later
 ) -> list[str]:
     "Before and after RL, one line for each set, and for each domain of a mixed one"
-    out = []
-    first = before.get('name', 'heldout')
-    for name in [first, *before.get('sets', {})]:
-        b, a = (x if name == first else x['sets'][name] for x in (before, after))
-        label = 'held-out' if name == 'heldout' else name
+    out, later = [], _sets_of(after)
+    for label, b in _sets_of(before).items():
+        a = later[label]
         line = (
             f'{label} avg@{a["k"]}: {100 * b["avg"]:.1f} % before RL, {100 * a["avg"]:.1f} % after'
         )

@@ -54,11 +54,17 @@ resume_usage: str = """compassrl resume RUN_DIR [--steps N ...]
   --parallel.*  layout of the ranks that train
   --vllm.*      rollout servers
 
+  A resume refuses data, code, a model or settings that are not those that the run
+  began with, and names them.
+
+  --accept-changes  go on with them; origin.json and the report say so
+
 every setting with the run's own value: compassrl resume RUN_DIR --help-all"""
 
 _main = """
     steps seed run_dir trackers init_from device prompts_per_step group_size eval_every save_every
-    data.path data.domains data.difficulty data.verifier rollout.max_tokens rollout.temperature
+    data.path data.eval_path data.columns data.verifier rewards.function
+    data.domains data.difficulty rollout.max_tokens rollout.temperature
     rollout.num_slots rollout_engine train_engine loss.name optim.lr optim.micro_batch_tokens
 """.split()
 

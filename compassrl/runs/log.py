@@ -31,6 +31,7 @@ __all__ = [
     'json_text',
     'write_json',
     'check_rows',
+    'rows_until',
     'keep_until',
     'set_level',
     'say',
@@ -98,6 +99,11 @@ def check_rows(path: Path) -> None:
         pass
 
 
+def rows_until(path: Path, step: int) -> Iterator[bytes]:
+    "The whole lines of steps up to this one. Raises ValueError that names a damaged line"
+    return (line for line, at in (_rows(path) if path.exists() else ()) if at <= step)
+
+
 def keep_until(
     path: Path,  # made if it does not exist
     step: int,
@@ -106,7 +112,7 @@ def keep_until(
     Raises ValueError that names a damaged line"""
     new = path.with_name(f'.{path.name}.tmp')
     with open(new, 'wb') as f:
-        f.writelines(line for line, at in (_rows(path) if path.exists() else ()) if at <= step)
+        f.writelines(rows_until(path, step))
     os.replace(new, path)
 
 
@@ -124,7 +130,8 @@ def set_level(level: Level) -> None:
 def say(text: str, level: int = logging.INFO) -> None:
     "A line for who watches the run"
     if logger.isEnabledFor(level):
-        print(text, flush=True)
+        tqdm.write(text)  # a bar makes room for it
+        sys.stdout.flush()
 
 
 class Progress:
@@ -161,8 +168,8 @@ class Progress:
 
 # %% ../../nbs/runs/log.ipynb #2871619d
 def progress_bar(total: int) -> Callable[[], object]:
-    "A bar for a merge; what it returns is called after each weight"
-    return tqdm(total=total, desc='merge', unit='weight', mininterval=1).update
+    "The progress of a merge; what it returns is called after each weight"
+    return Progress(total, 'merge', lines=4).step
 
 
 # %% ../../nbs/runs/log.ipynb #2eb31277

@@ -15,7 +15,7 @@ from typing import Any
 from compassrl.runs.curves import curves_png
 from compassrl.runs.gantt import plot_gantt, spans_of
 from compassrl.runs.log import finite_only
-from compassrl.runs.summary import read_curves, read_record, run_summary
+from compassrl.runs.summary import hard_prompts, read_curves, read_record, run_summary
 
 # %% auto #0
 __all__ = ['markdown_table', 'report_markdown', 'write_report']
@@ -88,8 +88,15 @@ def _headline(f: dict[str, Any]) -> str:
             '**`rewards.unsafe`**: where the machine isolated no program, the programs of the '
             'policy ran with the rights of the trainer, and their rewards may not be earned.'
         )
+    if best := f.get('best_eval'):
+        out.append(
+            f'`best` is the model of step {best["step"]}: {100 * best["avg"]:.1f} % held-out.'
+        )
     if f['resumed_from']:
         out.append(f'It was resumed from step {", ".join(map(str, f["resumed_from"]))}.')
+    if f.get('accepted'):
+        changes = '; '.join(map(_code, f['accepted']))
+        out.append(f'**It is not one run throughout.** Changes taken on purpose: {changes}.')
     return '\n\n'.join(out)
 
 
@@ -145,6 +152,8 @@ def _training(f: dict[str, Any]) -> str:
             'A layer sends nearly all tokens through the same experts: its router has collapsed. '
             'A lower `optim.lr` or an `optim.aux_loss_coef` of 1e-3 or more helps.'
         )
+    if table and (why := hard_prompts(f['config'] or {})):
+        table.insert(0, why)
     cold, loss = f['cold_start'], f['cold_start']['loss']
     source = (f['config'] or {}).get('init_from')
     if not cold['steps']:

@@ -7,18 +7,28 @@ a resume goes on, it checks everything that it will read."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
 import time
+from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from compassrl.algo.losses import policy_losses
 from compassrl.config import TrainConfig, flat, read_run_config
 from compassrl.files import read_data
-from compassrl.records import RolloutEngine
+from compassrl.records import Prompt, RolloutEngine
 from compassrl.runs.curves import read_metrics
-from compassrl.runs.log import check_rows, write_json
+from compassrl.runs.identity import (
+    differences,
+    file_sha256,
+    origin_of,
+    prompts_sha256,
+    sources_of,
+    with_whole_paths,
+)
+from compassrl.runs.log import check_rows, rows_until, say, write_json
 from compassrl.runs.run_process import launch_command
 from compassrl.runs.summary import machine_info
 from compassrl.train.checkpoint import load_checkpoint, save_checkpoint
@@ -31,12 +41,15 @@ from compassrl.train.checkpoint_files import (
 
 # %% auto #0
 __all__ = [
-    'decides',
-    'origin_of',
-    'note_origin',
-    'check_origin',
     'read_result',
     'check_files',
+    'note_written',
+    'rewritten',
+    'check_start',
+    'note_origin',
+    'check_origin',
+    'settle_origin',
+    'check_source',
     'note_learned',
     'recall_learned',
     'Stateful',
@@ -44,51 +57,6 @@ __all__ = [
     'new_folder',
     'has_begun',
 ]
-
-# %% ../../nbs/runs/resume.ipynb #a0a8cf61
-decides: tuple[str, ...] = (  # settings that say what a run asks and where it starts
-    'seed',
-    'init_from',
-    'data',
-    'policy',
-    'cold_start',
-    'prompts_per_step',
-    'group_size',
-)
-
-
-def origin_of(cfg: TrainConfig) -> dict[str, Any]:
-    "Settings that must not change, in the form in which they come back from a file"
-    whole, name = dataclasses.asdict(cfg), cfg.loss.name
-    out = {k: whole[k] for k in decides}
-    if ':' in name:  # a file of the user's, which may have been edited
-        out[f'the SHA-256 of {name.rpartition(":")[0]}'] = policy_losses.sha256(name)
-    return json.loads(json.dumps(out))
-
-
-def note_origin(
-    folder: Path,
-    origin: dict[str, Any],  # settings, from `origin_of`
-) -> None:
-    "Writes the settings, and the machine that carries them out, unless they are there already"
-    for name, make in dict(origin=lambda: origin, machine=machine_info).items():
-        if not (path := folder / f'{name}.json').exists():
-            write_json(path, make())
-
-
-def check_origin(
-    folder: Path,
-    origin: dict[str, Any],  # settings, from `origin_of`
-) -> None:
-    "Raises ValueError that names a setting that has changed"
-    began, now = flat(read_result(folder, 'origin') or {}), flat(origin)
-    for k, v in began.items():
-        if k in now and now[k] != v:
-            raise ValueError(
-                f'{folder / "config.json"}: {k}={now[k]!r}, but the run began with {v!r}: '
-                'put that back, or begin another run'
-            )
-
 
 # %% ../../nbs/runs/resume.ipynb #5b4ecb4a
 _results = dict(  # type of the content, and keys that it must have
@@ -99,6 +67,7 @@ _results = dict(  # type of the content, and keys that it must have
     screen=(list, ()),
     rollout=(dict, ()),
     timings=(dict, ('step', 'metrics', 'samples')),
+    written=(dict, ('files', 'rows')),
 )
 
 
@@ -122,6 +91,133 @@ def check_files(folder: Path) -> None:
         read_result(folder, name)
     for name in ('cold_start', 'metrics', 'trace'):
         check_rows(folder / f'{name}.jsonl')
+
+
+# %% ../../nbs/runs/resume.ipynb #5d3f4671
+def _made(folder: Path) -> list[Path]:  # files that are not written again
+    found = [folder / f'{name}.json' for name in ('eval_before', 'screen')]
+    if (folder / 'start').is_dir():  # it appears after the last row of the cold start
+        found += [folder / 'cold_start.jsonl', *sorted((folder / 'start').rglob('*'))]
+    return [p for p in found if p.is_file()]
+
+
+def _rows_sha256(folder: Path, step: int) -> str:
+    return hashlib.sha256(b''.join(rows_until(folder / 'metrics.jsonl', step))).hexdigest()
+
+
+def note_written(
+    folder: Path,  # folder of a run
+    step: int | None = None,  # all rows up to this one are on file; those of later steps are not
+) -> None:
+    "Hashes of what the run has written, of new files alone; a file that is gone is forgotten"
+    notes = read_result(folder, 'written') or dict(files={}, rows={})
+    made = {str(p.relative_to(folder)): p for p in _made(folder)}
+    files = {name: notes['files'].get(name) or file_sha256(p) for name, p in made.items()}
+    rows = notes['rows']
+    if step is not None:
+        earlier = {k: v for k, v in rows.items() if int(k) < step}
+        rows = dict(list(earlier.items())[-8:]) | {str(step): _rows_sha256(folder, step)}
+    write_json(folder / 'written.json', dict(files=files, rows=rows))
+
+
+def rewritten(folder: Path) -> list[str]:
+    "What is not as the run wrote it. Raises ValueError for `start`, which becomes a model"
+    notes, out = read_result(folder, 'written') or dict(files={}, rows={}), []
+    check_start(folder)
+    for name, noted in notes['files'].items():
+        if not (path := folder / name).is_file():
+            out += [f'{name} is gone'] if name == 'cold_start.jsonl' else []  # others come again
+        elif file_sha256(path) != noted:
+            out.append(f'{name} is not as the run wrote it')
+    step = max(map(int, notes['rows']), default=None)
+    if step is not None and _rows_sha256(folder, step) != notes['rows'][str(step)]:
+        out.append(f'metrics.jsonl is not as the run wrote it, up to step {step}')
+    return out
+
+
+def check_start(folder: Path) -> None:
+    "Raises ValueError for a file of `start` that is damaged: the run's model would get it"
+    for name, noted in (read_result(folder, 'written') or dict(files={}))['files'].items():
+        path = folder / name
+        if name.startswith('start') and (not path.is_file() or file_sha256(path) != noted):
+            raise ValueError(
+                f'{path} is not as the run wrote it: put it back, or begin another run'
+            )
+
+
+# %% ../../nbs/runs/resume.ipynb #bfec6992
+def note_origin(folder: Path, cfg: TrainConfig, prompts: Iterable[Prompt], at: datetime) -> None:
+    "What a new run is made of, and the machine that carries it out"
+    found = dict(time=at.isoformat(), prompts=prompts_sha256(prompts), accepted=[])
+    write_json(folder / 'origin.json', found | origin_of(cfg, folder / 'rewards'))
+    write_json(folder / 'machine.json', machine_info())
+
+
+def _refuse(folder: Path, changes: list[str]) -> None:
+    more = f'; and {len(changes) - 8} more' if len(changes) > 8 else ''
+    raise ValueError(
+        f'{folder} is not made of what it began with: {"; ".join(changes[:8])}{more}: put that '
+        'back, begin another run, or take it on purpose by --accept-changes'
+    )
+
+
+def check_origin(
+    folder: Path,
+    cfg: TrainConfig,
+    accept: bool = False,  # take what differs
+) -> dict[str, Any]:  # the new content of origin.json
+    "Compares settings, sources and what the run wrote. Raises ValueError that names what differs"
+    began = read_result(folder, 'origin') or {}
+    now = origin_of(with_whole_paths(cfg), folder / 'rewards')
+    noted = 'sources' in began
+    if not noted:  # an earlier release wrote some settings
+        whole = json.loads(json.dumps(flat(dataclasses.asdict(cfg))))
+        old, new = (dict(settings=flat(s), sources={}) for s in (began, whole))
+        began = dict(time=datetime.now().isoformat())
+    else:
+        old, new = began, now
+    changes = differences(old, new) + rewritten(folder)
+    if changes and not accept:
+        _refuse(folder, changes)
+    return began | now | dict(accepted=[*began.get('accepted', []), *changes])
+
+
+def settle_origin(
+    folder: Path,
+    origin: dict[str, Any],  # from `check_origin`
+    prompts: Iterable[Prompt],
+    accept: bool = False,  # take what differs
+) -> None:
+    "Compares the prompts, says that all is the same or what is not, and notes it"
+    before, found = read_result(folder, 'origin') or {}, prompts_sha256(prompts)
+    changes = origin['accepted'][len(before.get('accepted', [])) :]
+    if not changes and origin.get('prompts', found) != found:
+        changes = ['the prompts are others, though their files are the same']
+        if not accept:
+            _refuse(folder, changes)
+    if 'sources' not in before:
+        say(
+            f'{folder / "origin.json"} does not say what the run began with, as an earlier release '
+            'wrote it: what is there now is noted'
+        )
+    elif changes:
+        say(f'taken on purpose: {"; ".join(changes)}')
+        (folder / 'written.json').unlink(missing_ok=True)
+    else:
+        say('same data, same code, same model')
+    accepted = [*before.get('accepted', []), *changes]
+    write_json(folder / 'origin.json', origin | dict(prompts=found, accepted=accepted))
+
+
+def check_source(folder: Path, cfg: TrainConfig) -> None:
+    "Raises ValueError if tokenizer or template of the policy before RL has changed meanwhile"
+    check_start(folder)
+    if (folder / 'start').is_dir():
+        return
+    noted = (read_result(folder, 'origin') or {}).get('sources', {})
+    for name, found in sources_of(cfg, keys=['init_from']).items():
+        if noted.get(name, found) != found:
+            raise ValueError(f'{name} has changed while the run went on: put it back, then resume')
 
 
 # %% ../../nbs/runs/resume.ipynb #709cc34e
@@ -204,8 +300,9 @@ def new_folder(cfg: TrainConfig) -> Path:
             f'`{launch_command()} resume {folder}`, or choose another'
         )
     # a run that was killed before it wrote its config leaves these
-    begun = {'.lock', '.config.json.tmp', 'rewards'}
-    if found and not ('.lock' in found and found <= begun):
+    begun = {'.lock', '.config.json.tmp', 'rewards', 'origin.json', 'machine.json', 'given'}
+    begun |= {'.origin.json.tmp', '.machine.json.tmp'}
+    if found - {'given'} and not ('.lock' in found and found <= begun):
         raise ValueError(f'run_dir={str(folder)!r} is not empty and holds no run: choose another')
     return folder
 
@@ -220,6 +317,6 @@ def has_begun(cfg: TrainConfig) -> bool:
         return False
     if found_checkpoints(folder / 'checkpoints') or read_metrics(folder):
         return False
-    before = read_run_config(folder)
+    before = with_whole_paths(read_run_config(folder))
     rewards = dataclasses.replace(before.rewards, function_sha256=cfg.rewards.function_sha256)
     return dataclasses.replace(before, rewards=rewards) == cfg

@@ -7,13 +7,16 @@ results."""
 from __future__ import annotations
 
 import dataclasses
+import math
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from compassrl.config import TrainConfig, read_run_config
+from compassrl.config import TrainConfig, flat, read_run_config
 from compassrl.judges.genrm_judge import make_judge
 from compassrl.judges.own_reward import keep_reward_files
 from compassrl.judges.serial import Judge
@@ -23,32 +26,36 @@ from compassrl.phases import phase
 from compassrl.records import Batch, Metrics, Prompt, Sample
 from compassrl.rollout.partial import PartialResponses
 from compassrl.runs.cold_start import screened, start_policy
-from compassrl.runs.curves import read_metrics
-from compassrl.runs.eval_sets import check_judged, eval_json, eval_lines, evaluate_sets
+from compassrl.runs.curves import column, read_metrics
+from compassrl.runs.eval_sets import check_judged, eval_json, eval_line, eval_lines, evaluate_sets
 from compassrl.runs.factory import Engines, open_engines, prepare
+from compassrl.runs.identity import may_change, with_whole_paths
 from compassrl.runs.log import Log, as_written, say, write_json
 from compassrl.runs.report import write_report
 from compassrl.runs.resume import (
     ExtraState,
     check_files,
     check_origin,
+    check_source,
     has_begun,
     new_folder,
     note_learned,
     note_origin,
-    origin_of,
+    note_written,
     read_result,
     recall_learned,
+    settle_origin,
 )
 from compassrl.runs.run_data import Data, load, resolve
 from compassrl.runs.run_process import disk_told, failure_noted, locked, stoppable
+from compassrl.runs.summary import hard_prompts
 from compassrl.runs.trace import trace_rows
 from compassrl.runs.trackers import Trackers, eval_values, grouped, history
-from compassrl.train.checkpoint_files import found_checkpoints
+from compassrl.train.checkpoint_files import found_checkpoints, publish
 from compassrl.train.guards import last_good
 
 # %% auto #0
-__all__ = ['may_change', 'Run', 'start_run', 'resume_run']
+__all__ = ['Run', 'start_run', 'resume_run']
 
 
 # %% ../../nbs/runs/run.ipynb #913468ab
@@ -62,6 +69,7 @@ class Run:
     judge: Judge
     prompts: list[Prompt]  # training prompts, without those that the screen leaves out
     extra_state: ExtraState
+    best: float  # best evaluation so far
 
     def __init__(self, cfg: TrainConfig, folder: Path, data: Data) -> None:
         self.cfg, self.folder, self.data = cfg, folder, data
@@ -77,7 +85,7 @@ class Run:
         m: dict[str, Any] = metrics
         m |= self.engines.rollout.measured() | self.judge.measured()
         if c.eval_every:
-            m |= self.evaluated(now=step % c.eval_every == 0 and not last)
+            m |= self.evaluated(step, now=step % c.eval_every == 0 and not last)
         if c.trace_every and (step % c.trace_every == 0 or step == 1):
             self.trace(step, m, samples, batch)
         m['time_checkpoint_s'] = 0.0
@@ -89,6 +97,7 @@ class Run:
             self.save(step)
             m['time_checkpoint_s'] = time.perf_counter() - t
             self.log.row(m, at)
+            note_written(self.folder, step)
         self.trackers.log(grouped(as_written(m)), step)
         self.log.progress.step(
             f'reward {m["reward_mean"]:.2f}, zero variance {m["zero_variance_frac"]:.2f}, '
@@ -98,10 +107,13 @@ class Run:
             self.engines.checkpoints.wait()
             raise Stop
 
-    def evaluated(self, now: bool) -> Metrics:
+    def evaluated(self, step: int, now: bool) -> Metrics:
         "Metrics of the held-out prompts; None where they are not asked now"
         none: dict[str, Any] = dict.fromkeys(('avg', 'avg_stderr', 'pass_at_k'))
-        r = self.evaluate() if now else none
+        r = self.evaluate(f'step {step}') if now else none
+        if now:
+            self.trackers.show(r['samples'], step)
+            self.keep_best(r['avg'])
         _, *others = self.data.eval_sets
         m = {f'eval_{name}_avg': r['sets'][name]['avg'] if now else None for name in others}
         return m | dict(
@@ -157,25 +169,35 @@ class Run:
         finally:
             self.judge.close()
 
+    def keep_best(self, avg: float) -> None:
+        "The present weights in `best`, if no evaluation was better"
+        if self.cfg.keep_best and avg > self.best:
+            new = self.folder / '.best.tmp'
+            shutil.rmtree(new, ignore_errors=True)
+            write_pretrained(self.cfg.policy, self.engines.train.weights(), new, like=self.source)
+            publish(new, self.folder / 'best')
+            self.best = avg
+
     @phase('evaluation')
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self, when: str) -> dict[str, Any]:
         "All evaluation sets with the rollout engine's present weights. Raises RunFailed"
         d, c = self.data, self.cfg
         params = c.rollout.params(d.eos_id)
         rollout = self.engines.rollout
         found = evaluate_sets(rollout, d, c.eval_k, params, c.seed, self.judge)
         check_judged(found, c.guards)
-        return eval_json(found)
+        say(eval_line(out := eval_json(found), when))
+        return out
 
 
 # %% ../../nbs/runs/run.ipynb #68bb232d
 def start_run(cfg: TrainConfig) -> Path:  # the run directory
     """Cold start, evaluation, RL, evaluation, report. Goes on where the same run was killed before
     its first checkpoint. Raises ValueError before anything is written"""
-    cfg = resolve(cfg)
+    cfg = with_whole_paths(resolve(cfg))
     if has_begun(cfg):
         return resume_run(cfg.run_dir)
-    watch = prepare(cfg)
+    watch, began = prepare(cfg), datetime.now()
     run = Run(cfg, new_folder(cfg), load(cfg))
     folder, own = run.folder, run.data.own
     try:
@@ -186,16 +208,18 @@ def start_run(cfg: TrainConfig) -> Path:  # the run directory
         noted = keep_reward_files(own.files, folder / 'rewards') if own else {}
         rewards = dataclasses.replace(cfg.rewards, function_sha256=noted)
         run.cfg = dataclasses.replace(cfg, rewards=rewards)
+        note_origin(folder, run.cfg, run.data.prompts, began)
         write_json(folder / 'config.json', dataclasses.asdict(run.cfg))
         return _go_on(run, watch)
 
 
 def _go_on(run: Run, watch: Any) -> Path:  # from wherever the run is to its end
     c, folder = run.cfg, run.folder
-    note_origin(folder, origin_of(c))
+    note_written(folder)
     begins = not found_checkpoints(folder / 'checkpoints')
     if begins:
         start_policy(c, run.data, folder, run.stop, watch)
+        note_written(folder)
     engines = open_engines(c, run.source, folder, watch, run.data.tool)
     with run.judging(), engines as run.engines, disk_told(folder):
         _before_rl(run, begins)
@@ -203,16 +227,31 @@ def _go_on(run: Run, watch: Any) -> Path:  # from wherever the run is to its end
         if begins:
             run.save(0)
             run.engines.checkpoints.wait()  # a row of metrics always has a checkpoint before it
+            note_written(folder, 0)
             return _train(run, 0)
         step = run.load()
         if c.steps < step:
             raise ValueError(f'steps={c.steps}: the run has done {step}, use at least that many')
         if step < c.steps:
             (folder / 'eval_after.json').unlink(missing_ok=True)  # it speaks of other weights
+        note_written(folder, step)
         run.engines.rollout.load_weights(run.engines.train.weights(), step)
+        _say_rate(c, read_run_config(folder).steps, step)
         write_json(folder / 'config.json', dataclasses.asdict(c))
         say(f'resuming {folder} after step {step}')
         return _train(run, step)
+
+
+def _say_rate(c: TrainConfig, planned: int, step: int) -> None:  # the plan until now; steps done
+    was, now = (
+        c.optim.lr_at(step * c.optim.num_mini_batches, step / max(n, step + 1))
+        for n in (planned, c.steps)
+    )
+    if was != now:
+        say(
+            f'steps={c.steps} instead of {planned} stretches the learning rate: {now:.3g} at step '
+            f'{step + 1}, where the old plan had {was:.3g}'
+        )
 
 
 def _before_rl(run: Run, begins: bool) -> None:  # the train engine holds the starting weights
@@ -224,7 +263,7 @@ def _before_rl(run: Run, begins: bool) -> None:  # the train engine holds the st
     if evaluated is None:
         if not begins:
             say(f'{folder}/eval_before.json is missing: evaluating the starting weights again')
-        found = run.evaluate()
+        found = run.evaluate('before RL')
         run.note_learned('eval_before')
         write_json(folder / 'eval_before.json', found)
     elif begins:
@@ -255,15 +294,14 @@ def _screened(run: Run) -> list[str]:
 
 
 # %% ../../nbs/runs/run.ipynb #46da9c56
-may_change: tuple[str, ...] = 'steps', 'parallel', 'vllm'  # settings of a run that goes on
-
-
 def resume_run(
     folder: str | Path,
     cfg: TrainConfig | None = None,  # another total of `steps`, layout or servers; None = as before
+    accept_changes: bool = False,  # go on with other data, code or settings, and note it
 ) -> Path:
     """Go on from the newest checkpoint that can be used, as if without a break; without one from
-    what there is of the cold start and the evaluation. Raises ValueError"""
+    what there is of the cold start and the evaluation. Raises ValueError, also for what is not
+    what the run began with"""
     folder = Path(folder)
     before = read_run_config(folder)
     cfg = cfg or before
@@ -273,16 +311,19 @@ def resume_run(
                 f'{f.name} is another than that of {folder}: '
                 f'a run goes on with other {may_change} alone'
             )
-    check_origin(folder, origin_of(cfg))
     check_files(folder)
+    origin = check_origin(folder, cfg, accept_changes)
     if read_metrics(folder) and not found_checkpoints(folder / 'checkpoints'):
         raise ValueError(
             f'{folder}: metrics.jsonl has steps, but {folder / "checkpoints"} has no checkpoint: '
             'put that folder back, or begin another run'
         )
+    cfg = with_whole_paths(cfg)
     watch = prepare(cfg)
     with disk_told(folder), locked(folder), failure_noted(folder):
-        run = Run(cfg, folder, load(cfg, folder))
+        data = load(cfg, folder)
+        settle_origin(folder, origin, data.prompts, accept_changes)
+        run = Run(cfg, folder, data)
         with run.stop:
             return _go_on(run, watch)
 
@@ -291,7 +332,10 @@ def resume_run(
 def _train(run: Run, start: int) -> Path:  # the loop and what comes after it
     c, d, e, folder = run.cfg, run.data, run.engines, run.folder
     run.log = Log(folder, start, c.steps)
+    run.best = max(column(read_metrics(folder), 'eval_avg')[1], default=-math.inf)
     asked = dataclasses.asdict(c)
+    if why := hard_prompts(flat(asked)):
+        say(why)
     trackers = Trackers(c.trackers, folder, asked, start, history(folder))
     with trackers as run.trackers, last_good(folder / 'checkpoints', e.checkpoints.wait):
         with closing(run.log):
@@ -311,9 +355,12 @@ def _train(run: Run, start: int) -> Path:  # the loop and what comes after it
             )
         before, after = (read_result(folder, f'eval_{when}') for when in ('before', 'after'))
         if after is None or after.get('step') != c.steps:  # a kill came between it and the report
-            after = run.evaluate() | dict(step=c.steps)
+            after = run.evaluate(f'step {c.steps}') | dict(step=c.steps)
             run.trackers.log(eval_values(after), c.steps)
+            run.trackers.show(after['samples'], c.steps)
+            run.keep_best(after['avg'])
             write_json(folder / 'eval_after.json', after)
+    check_source(folder, c)
     write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()
     write_report(folder)

@@ -27,7 +27,14 @@ from compassrl.runs.curves import (
 from compassrl.runs.evaluate import mean_stderr
 
 # %% auto #0
-__all__ = ['pick_samples', 'machine_info', 'read_record', 'read_curves', 'run_summary']
+__all__ = [
+    'pick_samples',
+    'machine_info',
+    'read_record',
+    'hard_prompts',
+    'read_curves',
+    'run_summary',
+]
 
 # %% ../../nbs/runs/summary.ipynb #13cacd5e
 _changes = {  # was it right before, is it right after
@@ -114,6 +121,24 @@ def _evaluations(
     return before, after if done >= planned else None
 
 
+def hard_prompts(
+    config: dict[str, Any],  # of a run, with dotted keys
+) -> str:  # one sentence; '' where all prompts count alike
+    "Why the reward of training may fall while a policy gets better"
+    ways = {
+        'data.select_by': config.get('data.select_by', 'turn') != 'turn',
+        'zero_variance.screen_samples': config.get('zero_variance.screen_samples'),
+        'zero_variance.sampling': config.get('zero_variance.sampling', 'uniform') != 'uniform',
+    }
+    if not any(ways.values()):
+        return ''
+    names = ', '.join(k for k, is_on in ways.items() if is_on)
+    return (
+        f'The reward of training is that of prompts that are still hard ({names}): it may fall '
+        'while held-out answers get better.'
+    )
+
+
 def read_curves(
     run_dir: str | Path,  # a run, finished or live
 ) -> list[dict[str, Any]]:  # for `plot_curves`
@@ -136,7 +161,12 @@ _folders = re.compile(r'(https?://\S+)|(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:  # dotted, without folders of this machine
-    return {k: _folders.sub(r'\1', v) if isinstance(v, str) else v for k, v in flat(config).items()}
+    def bare(v: Any) -> Any:
+        if isinstance(v, list):
+            return [bare(x) for x in v]
+        return _folders.sub(r'\1', v) if isinstance(v, str) else v
+
+    return {k: bare(v) for k, v in flat(config).items()}
 
 
 # %% ../../nbs/runs/summary.ipynb #aaa1ab1d
@@ -219,6 +249,20 @@ def _last_eval(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
     return dict(step=steps[-1], avg=averages[-1]) if steps else None
 
 
+def _best_eval(
+    run_dir: Path, metrics: list[dict[str, Any]], after: dict[str, Any] | None
+) -> dict[str, Any] | None:  # None: no model is kept for it
+    steps, averages = column(metrics, 'eval_avg')
+    found = [
+        *zip(averages, steps),
+        *([(after['avg'], metrics[-1]['step'])] if after and metrics else []),
+    ]
+    if not found or not (run_dir / 'best').is_dir():
+        return None
+    avg, step = max(found, key=lambda x: x[0])  # the earliest of equals
+    return dict(step=step, avg=avg)
+
+
 def _phase_table(metrics: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     "Phase -> seconds, seconds per step, share"
     total = sum(map(step_seconds, metrics))
@@ -276,9 +320,11 @@ def run_summary(
         finished=after is not None,
         failed=(read_record(run_dir / 'failed.json') or {}).get('why'),
         resumed_from=[r['resumed_from'] for r in metrics if 'resumed_from' in r],
+        accepted=(read_record(run_dir / 'origin.json') or {}).get('accepted', []),
         held_out=_held_out(before, after),
         eval_before=before and before['avg'],
         last_eval=_last_eval(metrics),
+        best_eval=_best_eval(run_dir, metrics, after),
         cold_start=_cold_start(run_dir),
         phases=_phase_table(metrics),
         **_speed(metrics),

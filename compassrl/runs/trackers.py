@@ -200,6 +200,7 @@ class Wandb:
     def __init__(self, folder: Path, config: Mapping[str, Any], start: int) -> None:
         import wandb
 
+        self.table: Any = wandb.Table
         run_id, self.is_new = _known(folder, 'wandb', lambda: secrets.token_hex(4))
         self.run: wandb.Run = wandb.init(
             project=os.environ.get('WANDB_PROJECT', 'compassrl'),
@@ -228,6 +229,7 @@ class Trackio:
     def __init__(self, folder: Path, config: Mapping[str, Any], start: int) -> None:
         import trackio
 
+        self.table: Any = trackio.Table
         name = f'{folder.resolve().name}-{secrets.token_hex(2)}'
         run_id, self.is_new = _known(folder, 'trackio', lambda: name)
         project = os.environ.get('TRACKIO_PROJECT', 'compassrl')
@@ -299,8 +301,10 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 # %% ../../nbs/runs/trackers.ipynb #c7ca81ef
-Point = tuple[Mapping[str, float], int]  # numbers and their step
+Point = tuple[Mapping[str, float] | list[dict[str, Any]], int]  # numbers or samples; their step
 _patience_s = 60.0
+_table_rows = 32  # of a table of samples
+_told = 'prompt', 'answer', 'response', 'correct', 'reward'  # its columns
 
 
 def history(
@@ -309,7 +313,9 @@ def history(
     "What a run has measured before its first step: the cold start and the first evaluation"
     rows = read_step_rows(folder / 'cold_start.jsonl')
     before = read_data(folder / 'eval_before.json')
-    return [*((grouped(r, 'cold_start'), r['step']) for r in rows), (eval_values(before), 0)]
+    cold = ((grouped(r, 'cold_start'), r['step']) for r in rows)
+    first = [s for s in before['samples'] if not s['index']][:_table_rows]
+    return [*cold, (eval_values(before), 0), *([(first, 0)] if first else [])]
 
 
 class Trackers:
@@ -339,6 +345,12 @@ class Trackers:
         for queue in self.threads.values():
             queue.put((dict(values), step))
 
+    def show(self, samples: Iterable[dict[str, Any]], step: int) -> None:
+        "The first response to each of some prompts, for trackers that have tables"
+        first = [s for s in samples if not s['index']][:_table_rows]
+        for queue in self.threads.values():
+            queue.put((first, step))
+
     def __enter__(self) -> Trackers:
         return self
 
@@ -356,6 +368,15 @@ def _warn(name: str, why: str) -> None:
     say(f'tracker {name}: {" ".join(why.split()):.300}', logging.WARNING)
 
 
+def _give(tracker: Tracker, what: Mapping[str, float] | list[dict[str, Any]], step: int) -> None:
+    if not isinstance(what, list):
+        tracker.log(what, step)
+    elif isinstance(tracker, (Wandb, Trackio)):
+        columns = [k for k in _told if k in what[0]]
+        table = tracker.table(columns=columns, data=[[s[k] for k in columns] for s in what])
+        tracker.log({'eval/samples': table}, step)
+
+
 def _send(
     name: str,
     queue: SimpleQueue[Point | bool],
@@ -366,10 +387,10 @@ def _send(
 ) -> None:
     try:
         tracker = tracker_types[name](folder, config, start)
-        for values, step in before if tracker.is_new else ():
-            tracker.log(values, step)
+        for item in before if tracker.is_new else ():
+            _give(tracker, *item)
         while not isinstance(item := queue.get(), bool):
-            tracker.log(*item)
+            _give(tracker, *item)
         tracker.close(item)
     except (Exception, SystemExit) as e:  # whatever it is, it is not worth a run
         _warn(name, f'{type(e).__name__}: {e}; the run goes on without it')

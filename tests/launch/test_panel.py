@@ -76,7 +76,10 @@ def test_a_setting_with_choices_is_a_list(tmp_path):
     assert p.form.fields['router_replay'].options == ('off', 'R2', 'R3')
     p.form.fields['loss.name'].value = 'gspo'
     assert p.form.config().loss.name == 'gspo' and 'ready' in p.status.value
-    assert {'loss.name', 'data.path', 'init_from'} <= set(panel(folder=tmp_path).form.fields)
+    form = panel(folder=tmp_path).form
+    assert {'loss.name', 'data.path', 'data.eval_path', 'rewards.function'} <= set(form.fields)
+    form.fields['rewards.function'].value = 'maths exact'
+    assert form.config().rewards.function == ('maths', 'exact')
 
 
 def test_two_panels_launch_follow_stop_and_resume_a_run(tmp_path):

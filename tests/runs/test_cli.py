@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from compassrl.algo.loss_registry import policy_losses
+from compassrl.config import TrainConfig
 from compassrl.runs.cli import main, parse_resume, parse_train
-from compassrl.runs.help import settings_of
-from compassrl.runs.log import Progress, set_level
+from compassrl.runs.help import flag, settings_of
+from compassrl.runs.log import Progress, progress_bar, set_level
 from compassrl.runs.presets import presets, tiny_cpu
 
 ROOT = Path(__file__).parents[2]
@@ -84,8 +85,8 @@ def test_short_help_has_the_defaults_of_its_preset(preset, capsys, monkeypatch):
     values = settings_of(presets[preset]())
     lines = {x.split()[0]: x for x in page.splitlines() if x.startswith('  --')}
     assert 15 < len(lines) < 30
-    for flag, line in lines.items():
-        value = values[flag[2:].replace('-', '_')]
+    for name, line in lines.items():
+        value = values[name[2:].replace('-', '_')]
         told = ' '.join(value) if isinstance(value, tuple) else str(value) or "''"
         assert line.endswith(f'default: {told})'), line
     assert f'{len(values) - len(lines)} more settings' in page
@@ -199,6 +200,45 @@ def lines(total, done=0, **kw):
     return file.getvalue().splitlines()
 
 
+THEIRS = {  # TRL, verl, OpenRLHF and slime
+    '--num-generations': '--group-size',
+    '--model': '--init-from',
+    '--model_name_or_path': '--init-from',
+    '--learning-rate': '--optim.lr',
+    '--per-device-train-batch-size': '--prompts-per-step',
+    '--max_completion_length': '--rollout.max-tokens',
+    '--beta': '--loss.kl-coef',
+    'data.train_files=x': '--data.path',
+    'data.max_prompt_length=9': '--data.max-prompt-tokens',
+    'actor_rollout_ref.rollout.n=8': '--group-size',
+    'actor_rollout_ref.model.path=x': '--init-from',
+    'actor_rollout_ref.actor.optim.lr=1e-6': '--optim.lr',
+    'trainer.test_freq=5': '--eval-every',
+    '--n_samples_per_prompt': '--group-size',
+    '--rollout-max-response-len': '--rollout.max-tokens',
+}
+
+
+@pytest.mark.parametrize('word, ours', THEIRS.items())
+def test_the_word_of_another_trainer_is_answered_with_ours(word, ours):
+    with pytest.raises(ValueError, match=f'did you mean {ours}[?]'):
+        parse_train(['smoke-cpu', word])
+
+
+def test_each_word_of_another_trainer_leads_to_a_setting():
+    from compassrl.runs.cli import _ours
+
+    assert {*_ours.values()} <= {*map(flag, settings_of(TrainConfig()))}
+
+
+def test_the_short_help_names_what_a_user_brings(capsys):
+    with pytest.raises(SystemExit):
+        main(['train', 'tiny-cpu', '--help'])
+    page = capsys.readouterr().out
+    for name in ('--rewards.function', '--data.eval-path', '--data.columns', '--data.path'):
+        assert f'  {name} ' in page
+
+
 def test_progress_in_a_file_is_plain_lines(monkeypatch):
     monkeypatch.delenv('TQDM_DISABLE')
     assert lines(3) == ['RL 1/3: reward 0', 'RL 2/3: reward 1', 'RL 3/3: reward 2']
@@ -210,6 +250,15 @@ def test_progress_in_a_file_is_plain_lines(monkeypatch):
         assert lines(3) == []
     finally:
         set_level('info')
+
+
+def test_a_merge_draws_no_bar_into_a_file(monkeypatch):
+    monkeypatch.delenv('TQDM_DISABLE')
+    with redirect_stderr(io.StringIO()) as err:
+        tick = progress_bar(8)
+        for _ in range(8):
+            tick()
+    assert err.getvalue() == 'merge 2/8\nmerge 4/8\nmerge 6/8\nmerge 8/8\n'
 
 
 def test_progress_in_a_terminal_is_a_bar(monkeypatch):

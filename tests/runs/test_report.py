@@ -17,7 +17,13 @@ from markdown_it import MarkdownIt
 from compassrl.runs.curves import column, plot_curves, read_metrics, running_mean, step_seconds
 from compassrl.runs.evaluate import EvalResult, EvalSample, gain, mean_stderr
 from compassrl.runs.report import _code, markdown_table, report_markdown, write_report
-from compassrl.runs.summary import machine_info, pick_samples, read_curves, run_summary
+from compassrl.runs.summary import (
+    hard_prompts,
+    machine_info,
+    pick_samples,
+    read_curves,
+    run_summary,
+)
 
 # ---- a made-up run, with evaluations that are real EvalResults
 
@@ -673,3 +679,18 @@ assert 'matplotlib.pyplot' not in sys.modules"""
     )
     r = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)
     assert r.returncode == 0, r.stderr
+
+
+@pytest.mark.parametrize(
+    'config, names',
+    [
+        ({}, ''),
+        ({'zero_variance.sampling': 'uniform', 'data.select_by': 'turn'}, ''),
+        ({'data.select_by': 'length'}, '(data.select_by)'),
+        ({'zero_variance.sampling': 'refill'}, '(zero_variance.sampling)'),
+        ({'zero_variance.screen_samples': 8}, '(zero_variance.screen_samples)'),
+    ],
+)
+def test_a_falling_reward_is_explained_where_prompts_are_selected(config, names):
+    said = hard_prompts(config)
+    assert bool(said) == bool(names) and names in said

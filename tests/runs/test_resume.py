@@ -199,7 +199,8 @@ BAD = [b'', b'{', b'\xff\xfe{}', b'[' * 5000, b'3', b'null', b'\0' * 40]
 
 
 @pytest.mark.parametrize(
-    'name', ['machine', 'origin', 'eval_before', 'eval_after', 'screen', 'timings', 'rollout']
+    'name',
+    ['machine', 'origin', 'written', 'eval_before', 'eval_after', 'screen', 'timings', 'rollout'],
 )
 def test_damaged_files_are_named_before_anything_starts(whole, tmp_path, name):
     folder = shutil.copytree(whole[0], tmp_path / 'run')

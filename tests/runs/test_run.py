@@ -11,14 +11,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from compassrl import loop
+from compassrl.config import TrainConfig
 from compassrl.runs.cli import main
 from compassrl.runs.report import write_report
+from compassrl.runs.run import _say_rate
+from compassrl.train.torch_train import OptimConfig
 from tests.support import fork_server as forked
 from tests.support.labs import expect_the_logged_losses
 
@@ -105,10 +109,37 @@ def test_a_run_leaves_everything(whole):
     assert any(m['grad_norm'] > 0 for m in metrics)
 
 
+def expect_the_best(folder):
+    "The earliest of the best evaluations; of steps 4 and 6, whichever it is"
+    average = json.loads((folder / 'eval_after.json').read_text())['avg']
+    middle = rows(folder, 'metrics.jsonl')[3]['eval_avg']
+    step = 6 if average > middle else 4
+    assert f'`best` is the model of step {step}: ' in (folder / 'report.md').read_text()
+    best = (folder / 'best/model.safetensors').read_bytes()
+    assert (best == (folder / 'model/model.safetensors').read_bytes()) == (step == 6)
+    assert (folder / 'best/tokenizer.json').exists() and not (folder / '.best.tmp').exists()
+
+
+def test_a_longer_plan_says_what_it_does_to_the_learning_rate(capsys):
+    "A rate that falls to a tenth is stretched; one that stays is not worth a word"
+    cfg = TrainConfig(steps=8, optim=OptimConfig(lr=1e-4, final_lr_frac=0.1))
+    _say_rate(cfg, 4, 4)
+    said = capsys.readouterr().out
+    assert '5.5e-05 at step 5' in said and 'the old plan had 2.8e-05' in said
+    _say_rate(cfg, 8, 4)
+    _say_rate(replace(cfg, optim=OptimConfig(lr=1e-4)), 4, 4)
+    assert capsys.readouterr().out == ''
+
+
 def test_every_row_has_the_same_keys(whole, tmp_path):
     "Whatever a step did: evaluated or not, saved or not; what was not measured is null"
     folder = tmp_path / 'evaluated'
-    assert cli('train', *SMOKE, '--run-dir', folder, '--eval-every', '4').returncode == 0
+    r = cli('train', *SMOKE, '--run-dir', folder, '--eval-every', '4', '--keep-best')
+    assert r.returncode == 0, r.stderr
+    said = [line.split(':')[0] for line in r.stdout.splitlines() if ': held-out avg@2 ' in line]
+    assert said == ['before RL', 'step 4', 'step 6'], 'an evaluation is said when it happens'
+    assert 'may fall while held-out answers get better' in r.stdout
+    expect_the_best(folder)
     for run in (whole, folder):
         kept = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
         assert len({frozenset(m) for m in kept}) == 1

@@ -272,7 +272,9 @@ def test_wandb(runs, tracked):
             names |= {*values}
             if 'policy/entropy' in values:
                 found[values['step']] = values['policy/entropy']
-    assert found == expected(at) and {'cold_start/loss', 'eval/avg', 'time/step_s'} <= names
+    told = {'cold_start/loss', 'eval/avg', 'time/step_s'}
+    assert found == expected(at) and told <= names
+    assert any(name.startswith('eval/samples') for name in names), 'a table of responses'
     assert same(at, runs[0])
 
 
@@ -310,6 +312,8 @@ def test_trackio(runs, tracked):
     points = [(step, json.loads(values)) for _, step, values in logged]
     assert {s: v['policy/entropy'] for s, v in points if 'policy/entropy' in v} == expected(at)
     assert any('cold_start/loss' in v for _, v in points) and same(at, runs[0])
+    told = [s for s, v in points if 'eval/samples' in v]
+    assert told == [0, 2, 4]
 
 
 def test_mlflow(runs, tracked):

@@ -1,5 +1,4 @@
-"""Load of experts: counted as a loop counts it, balanced as Megatron-Core balances it, and no reason
-for a run to end"""
+"Load of experts: counted as a loop does, balanced as Megatron-Core does; it ends no run"
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -8,10 +7,11 @@ import pytest
 import torch
 
 from compassrl.config import TrainConfig
-from compassrl.model.policy import Policy, PolicyConfig
+from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.torch_rollout import TorchRollout
+from compassrl.runs.factory import check_engines
 from compassrl.train.expert_load import (
     balance_slopes,
     balanced,
@@ -164,19 +164,16 @@ def test_routers_of_zeros_train_on(K, norm):
 
 
 @pytest.mark.parametrize(
-    'change, message',
+    'optim, policy, message',
     [
-        (dict(optim=OptimConfig(aux_loss_coef=0.1), router_replay='off'), 'counts recorded routes'),
-        (dict(optim=OptimConfig(expert_bias_rate=0.1)), 'softmax routers have no bias'),
-        (
-            dict(
-                optim=OptimConfig(aux_loss_coef=0.1),
-                policy=replace(TrainConfig().policy, mlp_only_layers=tuple(range(9))),
-            ),
-            'a dense policy has no experts',
-        ),
+        (dict(expert_bias_rate=0.1), {}, 'softmax routers have no bias'),
+        (dict(aux_loss_coef=0.1), dict(mlp_only_layers=tuple(range(9))), 'has no experts'),
     ],
 )
-def test_what_cannot_be_balanced_is_refused(change, message):
+def test_what_cannot_be_balanced_is_refused(optim, policy, message):
+    cfg = TrainConfig()
+    cfg = replace(cfg, optim=OptimConfig(**optim), policy=replace(cfg.policy, **policy))
     with pytest.raises(ValueError, match=message):
-        replace(TrainConfig(), **change)
+        check_engines(cfg, 1)
+    with pytest.raises(ValueError, match='counts recorded routes'):
+        replace(cfg, router_replay='off')
