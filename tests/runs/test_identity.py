@@ -4,14 +4,13 @@ import json
 import os
 import shutil
 from dataclasses import replace
-from datetime import datetime
 
 import pytest
 
 from compassrl.config import read_run_config
 from compassrl.runs import resume
 from compassrl.runs.identity import file_sha256, named_files, with_whole_paths
-from compassrl.runs.run import _load
+from compassrl.runs.run_data import load
 from tests.runs.test_own_data_and_reward import gsm8k, problem, save_model
 from tests.runs.test_run import cli, same_model
 
@@ -168,7 +167,7 @@ def test_other_prompts_from_the_same_files_are_noticed(here):
     folder = here / 'run'
     cfg = read_run_config(folder)
     origin = resume.check_origin(folder, cfg)
-    prompts = _load(cfg, datetime.now(), folder).prompts
+    prompts = load(cfg, folder).prompts
     resume.settle_origin(folder, origin, prompts)
     with pytest.raises(ValueError, match='the prompts are others, though their files are the same'):
         resume.settle_origin(folder, origin, [replace(prompts[0], answer='0'), *prompts[1:]])
@@ -271,7 +270,7 @@ def test_every_path_among_the_settings_is_known():
         owner = cfg
         for step in filter(None, part.split('.')):
             owner = getattr(owner, step)
-        if {'File', 'Folder', 'FILE.py:NAME'} & set(_about(owner, name).replace(',', '').split()):
+        if {'File', 'Folder', 'folder', 'FILE.py:NAME'} & set(_about(owner, name).replace(',', '').split()):
             named.add(key)
     assert named - {'run_dir', 'vllm.sync_dir'} <= set(_place)
     assert named >= {'init_from', 'tools.table', 'rewards.function', 'data.replay_from'}
