@@ -170,7 +170,7 @@ def _bwrap(binds: list[str], links: dict[str, str]) -> list[str]:
         out += ['--ro-bind', b, b]
     for path, to in links.items():
         out += ['--symlink', to, path]
-    for name in ('null', 'zero', 'full', 'random', 'urandom'):
+    for name in ('null', 'full', 'random', 'urandom'):
         out += ['--dev-bind', f'/dev/{name}', f'/dev/{name}']
     return out + '--proc /proc --dir /tmp --dir /dev/shm --remount-ro / --chdir / --'.split()
 

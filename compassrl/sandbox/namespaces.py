@@ -111,7 +111,7 @@ def isolate(
     continue_in_new_namespaces()
     call('sethostname', b'sandbox', 7)
     mount(None, '/', None, RECURSIVE | PRIVATE)
-    devices = [f'/dev/{n}' for n in ('null', 'zero', 'full', 'random', 'urandom')]
+    devices = [f'/dev/{n}' for n in ('null', 'full', 'random', 'urandom')]
     sources = {p: os.open(p, os.O_PATH) for p in [*binds, *devices]}
     root = '/tmp'  # open files in `sources` still reach what it hides
     mount('tmpfs', root, 'tmpfs', NO_SUID, 'size=1m,mode=755')
@@ -163,7 +163,7 @@ REFUSED_CALLS = dict(
     sched_setattr=(314, 274),
     ioprio_set=(251, 30),
 )
-CLONE3, SOCKET, SOCKETPAIR = 435, (41, 198)[ARM], (53, 199)[ARM]
+CLONE3, MMAP, SOCKET, SOCKETPAIR = 435, (9, 222)[ARM], (41, 198)[ARM], (53, 199)[ARM]
 PRLIMIT = (302, 261)[ARM]  # a program may limit itself (0), not its monitor
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others are not bound by a namespace
 
@@ -183,6 +183,9 @@ def refuse_calls() -> None:
         program += [(equal, 0, 1, numbers[ARM]), refuse]
     program += [(equal, 0, 1, CLONE3), (end, 0, 0, error | 38)]  # ENOSYS: then they use `clone`
     program += [(equal, 0, 3, SYS_CLONE), (load, 0, 0, 16), (any_of, 0, 1, NEW_ANY), refuse]
+    # memory that is shared and has no file: once touched it stays, and no process is charged for it
+    program += [(load, 0, 0, 0), (equal, 0, 4, MMAP), (load, 0, 0, 40)]
+    program += [(any_of, 0, 2, 0x20), (any_of, 0, 1, 1), refuse]  # MAP_ANONYMOUS, MAP_SHARED
     program += [(load, 0, 0, 0), (equal, 0, 3, PRLIMIT), (load, 0, 0, 16), (equal, 1, 0, 0), refuse]
     program += [(load, 0, 0, 0), (equal, 1, 0, SOCKET), (equal, 0, 2 + len(FAMILIES), SOCKETPAIR)]
     program += [(load, 0, 0, 16)]

@@ -29,6 +29,7 @@ from compassrl.sandbox.isolated import (
     run_python,
     verdict_budget,
 )
+from compassrl.sandbox.namespaces import ARM, REFUSED_CALLS
 from tests.support import ROOT
 from tests.support.faults import places
 
@@ -230,6 +231,53 @@ def sees(program, isolation, **kw):
     o = run_python(program, isolation=isolation, **kw)
     assert o.status == 'ok', o
     return o.stdout.strip()
+
+
+def test_nothing_below_proc_can_be_written(isolation):
+    "Who the kernel ends first, how nice a program is, its limits: none is the program's to change"
+    program = """import os
+for folder, folders, files in os.walk('/proc'):
+    folders[:] = [f for f in folders if f not in ('fd', 'fdinfo', 'map_files', 'task', 'net')]
+    for name in files:
+        try:
+            os.open(f'{folder}/{name}', os.O_WRONLY)
+        except OSError:
+            continue
+        print(folder, name)
+print(open('/proc/self/oom_score_adj').read().strip(), flush=True)
+with open('/dev/stdout', 'a') as f:
+    f.write('own streams stay open')"""
+    assert sees(program, isolation).split('\n') == ['1000', 'own streams stay open']
+
+
+def test_every_refused_call_is_refused(isolation):
+    "With arguments of 0, some would succeed and others complain about their arguments"
+    numbers = [n[ARM] for n in REFUSED_CALLS.values()]
+    program = f"""import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+for n in {numbers}:
+    zeros = [ctypes.c_long(0)] * 6
+    if libc.syscall(ctypes.c_long(n), *zeros) != -1 or ctypes.get_errno() != 1:
+        print(n, ctypes.get_errno())"""
+    assert sees(program, isolation) == ''
+
+
+def test_memory_that_no_process_is_charged_for_is_refused(isolation):
+    "Touched and given up, pages of a shared mapping stay, and no resident size shows them"
+    program = """import mmap, multiprocessing
+for flags in (mmap.MAP_SHARED, mmap.MAP_SHARED | 2):  # MAP_SHARED_VALIDATE
+    try:
+        mmap.mmap(-1, 4096, flags | mmap.MAP_ANONYMOUS)
+    except OSError as e:
+        print(e.strerror)
+try:
+    open('/dev/zero')
+except OSError as e:
+    print(e.strerror)
+print(len(mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
+print(multiprocessing.get_context('fork').Array('i', [3])[0])"""
+    lines = ['Operation not permitted'] * 2 + ['No such file or directory', '4096', '3']
+    assert sees(program, isolation).split('\n') == lines
 
 
 def test_what_is_not_there_cannot_be_reached(isolation, tmp_path):
