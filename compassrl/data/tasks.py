@@ -309,7 +309,8 @@ def as_verdict(
     name: str,  # its own, for the evidence
     correct_at: float = 1.0,  # a number of at least this is correct
 ) -> Verdict:
-    "What was meant. Raises TypeError for a value that is no reward, ValueError for NaN"
+    """What was meant. Raises TypeError for a value that is no reward, ValueError for NaN and for a
+    number whose square is none in float32"""
     value = value.item() if hasattr(value, 'item') else value  # a NumPy or torch scalar
     if isinstance(value, bool):
         return judge(value, f'{name}: {value}')
@@ -318,8 +319,8 @@ def as_verdict(
     if not isinstance(value, Verdict):
         what = one_line(repr(value), 60)
         raise TypeError(f'{name} returned {what}: use a number, True or False, or a Verdict')
-    if not math.isfinite(value.reward):
-        raise ValueError(f'{name} returned a reward of {value.reward}: use a finite number')
+    if not abs(value.reward) < 1e18:
+        raise ValueError(f'{name} returned a reward of {value.reward}: use a number below 1e18')
     return replace(value, reward=float(value.reward), correct=bool(value.correct))
 
 

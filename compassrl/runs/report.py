@@ -72,6 +72,11 @@ def _headline(f: dict[str, Any]) -> str:
             f'Held-out avg@{h["k"]}{on}: **{b} % → {a} %**, a gain of **{_gain(h)} points** '
             '(± one standard error).'
         )
+        if h['after'] < h['before'] - 2 * (h['stderr_before'] + h['stderr_after']):
+            out.append(
+                '**The policy is worse than at the start**: a lower `optim.lr` helps if the '
+                'updates were too large, see `approx_kl` and `grad_norm` in the curves.'
+            )
         if _graded(h):
             b, a = h['reward_mean'].values()
             out.append(f'Held-out mean reward: **{b:.4g} → {a:.4g}**.')

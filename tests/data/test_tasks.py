@@ -20,7 +20,7 @@ from compassrl.data import tasks as problems
 from compassrl.data.loading import load_prompts
 from compassrl.data.prompts import DataConfig, levels_of, load_data, make_prompts, split_of
 from compassrl.data.rows import Reading
-from compassrl.data.tasks import num_problems, problem, verifier, verifiers, verify
+from compassrl.data.tasks import as_verdict, num_problems, problem, verifier, verifiers, verify
 from compassrl.data.tokenizer import (
     EOS_ID,
     PAD_ID,
@@ -609,3 +609,10 @@ def test_import_needs_no_optional_package():
             ('import datasets', 'from datasets', 'import transformers', 'import pyarrow')
         )
     ]
+
+
+@pytest.mark.parametrize('reward', [1e300, -1e20, float('inf'), float('nan')])
+def test_rewards_that_no_step_can_compare_are_refused(reward):
+    with pytest.raises(ValueError, match='use a number below 1e18'):
+        as_verdict(reward, 'mine')
+    assert as_verdict(-1e17, 'mine').reward == -1e17

@@ -460,9 +460,21 @@ def test_loss_is_shown_as_such(run):
     folder, m = run
     (folder / 'eval_after.json').write_text(json.dumps(m.before.as_dict()))
     (folder / 'eval_before.json').write_text(json.dumps(m.after.as_dict()))
-    assert f'a gain of **-{100 * (m.after.avg - m.before.avg):.1f} ±' in report_markdown(
-        run_summary(folder)
-    )
+    facts = run_summary(folder)
+    page = report_markdown(facts)
+    assert f'a gain of **-{100 * (m.after.avg - m.before.avg):.1f} ±' in page
+    facts['held_out'] |= dict(before=0.6, after=0.5, stderr_before=0.01, stderr_after=0.01)
+    assert 'The policy is worse than at the start' in report_markdown(facts)
+    facts['held_out'] |= dict(after=0.57)
+    assert 'The policy is worse' not in report_markdown(facts)
+
+
+def test_a_collapsed_router_is_named(run):
+    facts = run_summary(run[0])
+    facts['training']['expert_busiest_frac'] = dict(mean=0.9, first=0.4, last=0.99)
+    assert 'its router has collapsed' in report_markdown(facts)
+    facts['training']['expert_busiest_frac']['last'] = 0.9
+    assert 'collapsed' not in report_markdown(facts)
 
 
 def test_same_files_same_report(run):
