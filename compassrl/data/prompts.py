@@ -176,6 +176,10 @@ def load_data(
 ) -> tuple[list[Prompt], list[Prompt]]:  # train and held out: no text is in both
     "The prompts of a run, generated or loaded"
     if not cfg.path:
+        if (cfg.system or cfg.chat_template_kwargs) and not cfg.eval_path:
+            raise ValueError(
+                'system, chat_template_kwargs: generated problems are no chats, set data.path'
+            )
         sizes = cfg.generated()
         train, heldout = (
             _generate(cfg, tokenizer, seed, n, split) if n else [] for split, n in sizes.items()

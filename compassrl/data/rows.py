@@ -274,8 +274,8 @@ def _prompt_text(
         if not _valid(value, name).strip():
             raise BadRow(f'{name!r} is empty', f'empty {name}')
         if not r.always_chat:
-            if r.system:
-                why = f'{name!r} is text, which cannot have the system prompt of data.system'
+            if r.system or r.options:
+                why = f'{name!r} is text: system and chat_template_kwargs of data are for chats'
                 raise BadRow(why, 'system', '--data.apply-chat-template')
             return value, None, {}
         value = [dict(role='user', content=value)]

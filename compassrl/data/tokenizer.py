@@ -107,8 +107,8 @@ def save_tokenizer(
 def load_tokenizer(
     dir: str | Path,  # holds tokenizer.json and, if there is one, tokenizer_config.json
 ) -> Tokenizer:
-    """The tokenizer of a checkpoint, ours or another, as transformers uses it: texts are neither cut
-    nor padded, whatever the file says. Raises ValueError"""
+    """The tokenizer of a checkpoint, ours or another. Texts are neither cut nor padded, whatever
+    the file says, as in transformers. Raises ValueError"""
     file, config = Path(dir) / 'tokenizer.json', Path(dir) / 'tokenizer_config.json'
     if not file.is_file():
         raise ValueError(f'{file} does not exist: give a folder with a tokenizer.json')
@@ -139,5 +139,5 @@ def end_id(
 ) -> int | None:  # None = `tokenizer_config.json` names no end token
     "The token that ends a response, as the tokenizer's own files say"
     token = _config(Path(dir) / 'tokenizer_config.json').get('eos_token')
-    token = token.get('content') if isinstance(token, dict) else token  # as in older files
+    token = token.get('content') if isinstance(token, dict) else token  # an object in older files
     return tok.token_to_id(token) if isinstance(token, str) else None

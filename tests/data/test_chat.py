@@ -100,11 +100,12 @@ def reading(folder, **more):
     return Reading(load_tokenizer(folder), chat=ChatTemplate.of(folder), **more)
 
 
-@pytest.mark.parametrize('bos', [False, True])
+@pytest.mark.parametrize('bos, post', [(False, False), (True, True), (False, True)])
 @pytest.mark.parametrize('shape', SHAPES)
-def test_a_chat_has_the_ids_that_transformers_gives_it(tmp_path, shape, bos):
+def test_a_chat_has_the_ids_that_transformers_gives_it(tmp_path, shape, bos, post):
+    "Who writes <s>: nobody, template and post-processor, or the latter alone, which no chat asks"
     template, row = SHAPES[shape]
-    hf = saved(tmp_path, bos, '{{ bos_token }}' * bos + template)
+    hf = saved(tmp_path, post, '{{ bos_token }}' * bos + template)
     p = row_prompt(reading(tmp_path), row | dict(answer='4'))
     system = [dict(role='system', content=row['system'])] if 'system' in row else []
     tools = json.loads(row['tools']) if isinstance(row.get('tools'), str) else row.get('tools')
@@ -135,6 +136,8 @@ def test_text_has_the_ids_that_transformers_gives_it(tmp_path, bos, config, text
     if want[:2] == [hf.bos_token_id] * 2:
         want = want[1:]  # a text that begins with it needs no second one
     assert prompt_ids(load_tokenizer(tmp_path), text) == want
+    if text:
+        assert row_prompt(reading(tmp_path), dict(prompt=text, answer='4')).token_ids == want
 
 
 @pytest.mark.parametrize('how', [dict(max_length=3), dict(length=64)])
@@ -276,6 +279,8 @@ def test_settings_reach_every_chat_and_a_row_comes_first(tmp_path):
     with pytest.raises(ValueError, match='--data.apply-chat-template'):
         (tmp_path / 'x.jsonl').write_text(json.dumps(CHAT | dict(prompt='2+2=')))
         load_data(cfg, spelled(False), 0, template)
+    with pytest.raises(ValueError, match='generated problems are no chats'):
+        load_data(DataConfig(system='Be kind.'), spelled(False), 0, template)
     for bad in ('[1]', '{', '{"a": 1, "a": 2}'):
         with pytest.raises(ValueError, match='chat_template_kwargs'):
             DataConfig(chat_template_kwargs=bad)
