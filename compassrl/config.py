@@ -33,8 +33,11 @@ __all__ = [
     'RolloutEngineName',
     'TrainEngineName',
     'TrackerName',
+    'programs',
+    'places',
     'TrainConfig',
     'config_from_dict',
+    'path_in',
     'read_run_config',
     'flat',
 ]
@@ -231,6 +234,47 @@ def config_from_dict(
 
 
 # %% ../nbs/config.ipynb #9f750453
+programs: tuple[str, ...] = 'rewards.function', 'loss.name', 'tools.name'  # FILE.py:NAME, or a name
+places: tuple[str, ...] = (  # settings that name files or folders
+    *programs,
+    *('init_from', 'rewards.genrm.model', 'rewards.genrm.prompt_file', 'tools.table'),
+    *('data.path', 'data.eval_path', 'data.replay_from'),
+)
+
+
+def path_in(
+    key: str,  # one of `places`
+    text: str,  # its value, or one of several
+) -> tuple[str, str, str]:  # 'NAME=' of an evaluation set, the path, ':NAME' of a function
+    "Where in a value the path is; it is '' in a name that is no place"
+    name, equal, place = text.rpartition('=') if key == 'data.eval_path' else ('', '', text)
+    path, colon, function = place.rpartition(':')
+    if key in programs and path.endswith('.py'):
+        return '', path, colon + function
+    return (text, '', '') if key in programs else (name + equal, place, '')
+
+
+def _lead_back(d: dict[str, Any], folder: str) -> None:
+    "Paths that lead nowhere from here, but somewhere from the folder, become whole"
+
+    def whole(key: str, v: Any) -> Any:
+        if isinstance(v, list):
+            return [whole(key, x) for x in v]
+        before, path, after = path_in(key, v) if isinstance(v, str) else ('', '', '')
+        there = Path(folder, path)
+        lost = path and there.exists() and not Path(path).exists()
+        return f'{before}{there}{after}' if lost else v
+
+    for key in places if folder else ():
+        *above, last = key.split('.')
+        part: Any = d
+        for name in above:
+            part = part.get(name) if isinstance(part, dict) else None
+        if isinstance(part, dict) and last in part:
+            part[last] = whole(key, part[last])
+
+
+# %% ../nbs/config.ipynb #994e2c70
 def read_run_config(
     path: str | Path,  # a .json, .yaml or .toml file, or a run directory with a config.json
 ) -> TrainConfig:
@@ -238,8 +282,14 @@ def read_run_config(
     path = Path(path) / 'config.json' if Path(path).is_dir() else Path(path)
     if not path.is_file():
         raise ValueError(f'{path} does not exist: give a run directory or a config file')
-    d = read_data(path)
+    d, origin = read_data(path), path.with_name('origin.json')
     try:
+        began = read_data(origin) if origin.exists() else {}
+    except ValueError:
+        began = {}  # a resume names it
+    try:
+        if isinstance(d, dict) and isinstance(began, dict):
+            _lead_back(d, str(began.get('folder', '')))
         return config_from_dict(TrainConfig, d)
     except ValueError as e:
         raise ValueError(f'{path}: {e}') from None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import re
 import traceback
 from collections import Counter

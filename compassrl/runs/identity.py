@@ -12,11 +12,10 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from compassrl.config import TrainConfig, config_from_dict, flat
+from compassrl.config import TrainConfig, flat, path_in, places, programs
 from compassrl.files import own_module
 from compassrl.judges.own_reward import read_reward_file
 from compassrl.model.pretrained import companions
@@ -27,7 +26,6 @@ __all__ = [
     'may_change',
     'file_sha256',
     'named_files',
-    'with_whole_paths',
     'sources_of',
     'prompts_sha256',
     'origin_of',
@@ -75,55 +73,25 @@ def named_files(
 
 
 # %% ../../nbs/runs/identity.ipynb #06c36fe1
-_program = 'rewards.function', 'loss.name', 'tools.name'
-_model = 'init_from', 'rewards.genrm.model'
-_place = *_program, *_model, 'data.path', 'data.eval_path', 'data.replay_from'
-_place += 'tools.table', 'rewards.genrm.prompt_file'
-
-
-def _parts(key: str, text: str) -> tuple[str, str, str]:
-    "A value in three: the name of a set, the place, and the name of a function"
-    name, equal, place = text.rpartition('=') if key == 'data.eval_path' else ('', '', text)
-    path, colon, function = place.rpartition(':')
-    if key in _program and path.endswith('.py'):
-        return name + equal, path, colon + function
-    return ('', '', text) if key in _program else (name + equal, place, '')
-
-
-def _whole_path(key: str, text: str) -> str:
-    before, path, after = _parts(key, text)
-    there = path and os.path.exists(path)
-    return before + os.path.abspath(path) + after if there else text
-
-
-def with_whole_paths(cfg: TrainConfig) -> TrainConfig:
-    "Settings that mean the same in every folder"
-    d = asdict(cfg)
-    for key in _place:
-        *above, last = key.split('.')
-        part: dict[str, Any] = reduce(dict.__getitem__, above, d)
-        v = part[last]
-        many = isinstance(v, (list, tuple))
-        part[last] = tuple(_whole_path(key, x) for x in v) if many else _whole_path(key, v)
-    return config_from_dict(TrainConfig, d)
-
-
-# %% ../../nbs/runs/identity.ipynb #a440ad6e
 may_change: tuple[str, ...] = 'steps', 'parallel', 'vllm'  # settings of a run that goes on
 
 
-def _settings(cfg: TrainConfig) -> dict[str, Any]:  # as they come back from a file
+def _settings(cfg: TrainConfig) -> dict[str, Any]:  # in the form that a file gives back
     def name(key: str, text: str) -> str:
-        before, path, after = _parts(key, text)
-        return before + os.path.basename(path) + after if os.path.isabs(path) else text
+        before, path, after = path_in(key, text)
+        there = path and os.path.exists(path)
+        return before + os.path.basename(path) + after if there else text
 
     out = {}
     for key, v in flat(asdict(cfg)).items():
-        if key in _place:
+        if key in places:
             v = [name(key, x) for x in v] if isinstance(v, (list, tuple)) else name(key, v)
         if key.split('.')[0] not in (*may_change, 'run_dir'):
             out[key] = v
     return json.loads(json.dumps(out))
+
+
+_model = 'init_from', 'rewards.genrm.model'
 
 
 def _files(key: str, place: Path) -> Iterator[tuple[str, Path]]:
@@ -155,15 +123,15 @@ def _program_files(key: str, spec: str, kept: Path | None) -> Iterator[tuple[str
 def sources_of(
     cfg: TrainConfig,
     kept: Path | None = None,  # folder of the run's copies of reward files
-    keys: Iterable[str] = _place,  # settings whose files are wanted
+    keys: Iterable[str] = places,  # settings whose files are wanted
 ) -> dict[str, str]:  # setting and file -> SHA-256
     "All files that a run reads"
     out, settings = {}, flat(asdict(cfg))
     for key in keys:
         values = settings[key] if isinstance(settings[key], (list, tuple)) else [settings[key]]
         for text in filter(None, values):
-            before, place, _ = _parts(key, text)
-            if key not in _program:
+            before, place, _ = path_in(key, text)
+            if key not in programs:
                 found = _files(key, Path(place))
             else:  # the name of a verifier, say, is no place
                 found = _program_files(key, text, kept) if ':' in text else ()
@@ -181,7 +149,7 @@ def prompts_sha256(prompts: Iterable[Prompt]) -> str:
 
 def origin_of(
     cfg: TrainConfig,
-    kept: Path | None = None,  # as for `sources_of`
+    kept: Path | None = None,  # folder of the run's copies of reward files
 ) -> dict[str, Any]:  # settings; sources
     "What decides a run besides its prompts"
     return dict(settings=_settings(cfg), sources=sources_of(cfg, kept))

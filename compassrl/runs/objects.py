@@ -87,16 +87,16 @@ def train_policy(
     prompts: _Rows,  # file, or rows: dicts, texts, a `datasets.Dataset`
     reward: Callable[..., Any] | str | None = None,  # None: the verifiers of the rows
     eval_prompts: _Rows | None = None,  # None: a part of `prompts`
-    tokenizer: Tokenizer | None = None,  # of a policy; None = one token per character
+    tokenizer: Tokenizer | None = None,  # tokenizer of a policy; None = one token per character
     preset: str = 'tiny-cpu',
-    **settings: Any,  # of `TrainConfig`; of its parts as dicts: optim=dict(lr=1e-5)
+    **settings: Any,  # fields of `TrainConfig`; a part as a dict: optim=dict(lr=1e-5)
 ) -> Trained:
     "A run with objects of this process. Raises ValueError as `start_run` does"
     if preset not in presets:
         raise ValueError(f'preset={preset!r}: use one of {", ".join(presets)}')
     begin: dict[str, Any] = dict(init_from='x', data=dict(max_prompt_tokens=1024))
     whole = changed(asdict(presets[preset]()), begin, settings)
-    whole['run_dir'] = str(folder := new_folder(config_from_dict(TrainConfig, whole)).absolute())
+    whole['run_dir'] = str(folder := new_folder(config_from_dict(TrainConfig, whole)))
     given = folder / 'given'
     with disk_told(folder, 'train'):
         if isinstance(model, Policy):

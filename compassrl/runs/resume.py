@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterable
@@ -20,14 +21,7 @@ from compassrl.config import TrainConfig, flat, read_run_config
 from compassrl.files import read_data
 from compassrl.records import Prompt, RolloutEngine
 from compassrl.runs.curves import read_metrics
-from compassrl.runs.identity import (
-    differences,
-    file_sha256,
-    origin_of,
-    prompts_sha256,
-    sources_of,
-    with_whole_paths,
-)
+from compassrl.runs.identity import differences, file_sha256, origin_of, prompts_sha256, sources_of
 from compassrl.runs.log import check_rows, rows_until, say, write_json
 from compassrl.runs.run_process import launch_command
 from compassrl.runs.summary import machine_info
@@ -148,7 +142,8 @@ def check_start(folder: Path) -> None:
 # %% ../../nbs/runs/resume.ipynb #bfec6992
 def note_origin(folder: Path, cfg: TrainConfig, prompts: Iterable[Prompt], at: datetime) -> None:
     "What a new run is made of, and the machine that carries it out"
-    found = dict(time=at.isoformat(), prompts=prompts_sha256(prompts), accepted=[])
+    found: dict[str, Any] = dict(time=at.isoformat(), folder=os.getcwd(), accepted=[])
+    found['prompts'] = prompts_sha256(prompts)
     write_json(folder / 'origin.json', found | origin_of(cfg, folder / 'rewards'))
     write_json(folder / 'machine.json', machine_info())
 
@@ -168,12 +163,12 @@ def check_origin(
 ) -> dict[str, Any]:  # the new content of origin.json
     "Compares settings, sources and what the run wrote. Raises ValueError that names what differs"
     began = read_result(folder, 'origin') or {}
-    now = origin_of(with_whole_paths(cfg), folder / 'rewards')
+    now = origin_of(cfg, folder / 'rewards')
     noted = 'sources' in began
     if not noted:  # an earlier release wrote some settings
         whole = json.loads(json.dumps(flat(dataclasses.asdict(cfg))))
         old, new = (dict(settings=flat(s), sources={}) for s in (began, whole))
-        began = dict(time=datetime.now().isoformat())
+        began = dict(time=datetime.now().isoformat(), folder=os.getcwd())
     else:
         old, new = began, now
     changes = differences(old, new) + rewritten(folder)
@@ -317,6 +312,6 @@ def has_begun(cfg: TrainConfig) -> bool:
         return False
     if found_checkpoints(folder / 'checkpoints') or read_metrics(folder):
         return False
-    before = with_whole_paths(read_run_config(folder))
+    before = read_run_config(folder)
     rewards = dataclasses.replace(before.rewards, function_sha256=cfg.rewards.function_sha256)
     return dataclasses.replace(before, rewards=rewards) == cfg

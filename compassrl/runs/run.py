@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from compassrl.config import TrainConfig, flat, read_run_config
+from compassrl.files import read_data
 from compassrl.judges.genrm_judge import make_judge
 from compassrl.judges.own_reward import keep_reward_files
 from compassrl.judges.serial import Judge
@@ -29,7 +30,7 @@ from compassrl.runs.cold_start import screened, start_policy
 from compassrl.runs.curves import column, read_metrics
 from compassrl.runs.eval_sets import check_judged, eval_json, eval_line, eval_lines, evaluate_sets
 from compassrl.runs.factory import Engines, open_engines, prepare
-from compassrl.runs.identity import may_change, with_whole_paths
+from compassrl.runs.identity import may_change
 from compassrl.runs.log import Log, as_written, say, write_json
 from compassrl.runs.report import write_report
 from compassrl.runs.resume import (
@@ -194,7 +195,7 @@ class Run:
 def start_run(cfg: TrainConfig) -> Path:  # the run directory
     """Cold start, evaluation, RL, evaluation, report. Goes on where the same run was killed before
     its first checkpoint. Raises ValueError before anything is written"""
-    cfg = with_whole_paths(resolve(cfg))
+    cfg = resolve(cfg)
     if has_begun(cfg):
         return resume_run(cfg.run_dir)
     watch, began = prepare(cfg), datetime.now()
@@ -237,7 +238,8 @@ def _go_on(run: Run, watch: Any) -> Path:  # from wherever the run is to its end
         note_written(folder, step)
         run.engines.rollout.load_weights(run.engines.train.weights(), step)
         _say_rate(c, read_run_config(folder).steps, step)
-        write_json(folder / 'config.json', dataclasses.asdict(c))
+        changes = {k: dataclasses.asdict(c)[k] for k in may_change}
+        write_json(folder / 'config.json', read_data(folder / 'config.json') | changes)
         say(f'resuming {folder} after step {step}')
         return _train(run, step)
 
@@ -318,7 +320,6 @@ def resume_run(
             f'{folder}: metrics.jsonl has steps, but {folder / "checkpoints"} has no checkpoint: '
             'put that folder back, or begin another run'
         )
-    cfg = with_whole_paths(cfg)
     watch = prepare(cfg)
     with disk_told(folder), locked(folder), failure_noted(folder):
         data = load(cfg, folder)
@@ -355,9 +356,10 @@ def _train(run: Run, start: int) -> Path:  # the loop and what comes after it
             )
         before, after = (read_result(folder, f'eval_{when}') for when in ('before', 'after'))
         if after is None or after.get('step') != c.steps:  # a kill came between it and the report
-            after = run.evaluate(f'step {c.steps}') | dict(step=c.steps)
+            found = run.evaluate(f'step {c.steps}')
+            after = found | dict(step=c.steps)
             run.trackers.log(eval_values(after), c.steps)
-            run.trackers.show(after['samples'], c.steps)
+            run.trackers.show(found['samples'], c.steps)
             run.keep_best(after['avg'])
             write_json(folder / 'eval_after.json', after)
     check_source(folder, c)

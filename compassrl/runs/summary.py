@@ -122,7 +122,7 @@ def _evaluations(
 
 
 def hard_prompts(
-    config: dict[str, Any],  # of a run, with dotted keys
+    config: dict[str, Any],  # a run's settings, with dotted keys
 ) -> str:  # one sentence; '' where all prompts count alike
     "Why the reward of training may fall while a policy gets better"
     ways = {
@@ -253,10 +253,9 @@ def _best_eval(
     run_dir: Path, metrics: list[dict[str, Any]], after: dict[str, Any] | None
 ) -> dict[str, Any] | None:  # None: no model is kept for it
     steps, averages = column(metrics, 'eval_avg')
-    found = [
-        *zip(averages, steps),
-        *([(after['avg'], metrics[-1]['step'])] if after and metrics else []),
-    ]
+    found = list(zip(averages, steps))
+    if after and metrics:
+        found.append((after['avg'], metrics[-1]['step']))
     if not found or not (run_dir / 'best').is_dir():
         return None
     avg, step = max(found, key=lambda x: x[0])  # the earliest of equals

@@ -303,7 +303,7 @@ def check_trackers(names: Iterable[str]) -> None:
 # %% ../../nbs/runs/trackers.ipynb #c7ca81ef
 Point = tuple[Mapping[str, float] | list[dict[str, Any]], int]  # numbers or samples; their step
 _patience_s = 60.0
-_table_rows = 32  # of a table of samples
+_table_rows = 32  # rows of a table of samples
 _told = 'prompt', 'answer', 'response', 'correct', 'reward'  # its columns
 
 

@@ -1,7 +1,6 @@
 "A run knows what it is made of: whatever else a resume finds, it names, refuses or notes"
 
 import json
-import os
 import shutil
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import pytest
 
 from compassrl.config import read_run_config
 from compassrl.runs import resume
-from compassrl.runs.identity import file_sha256, named_files, with_whole_paths
+from compassrl.runs.identity import file_sha256, named_files
 from compassrl.runs.run_data import load
 from tests.runs.test_own_data_and_reward import gsm8k, problem, save_model
 from tests.runs.test_run import cli, same_model
@@ -62,8 +61,7 @@ def made(tmp_path_factory):
 def here(made, tmp_path):
     "A copy of it, all of which may be changed"
     home = shutil.copytree(made, tmp_path / 'home')
-    config = home / 'run/config.json'
-    config.write_text(config.read_text().replace(str(made), str(home)))  # it has moved
+    change(home / 'run/origin.json', str(made), str(home))  # where it began
     return home
 
 
@@ -191,13 +189,13 @@ def test_unchanged_from_another_folder_and_then_taken_on_purpose(made, here, tmp
     resume.check_origin(again, read_run_config(again))  # from now on that is what it is made of
 
 
-def test_a_run_of_an_earlier_release_is_told_so_once(here, capsys):
-    folder = here / 'run'
-    cfg = read_run_config(folder)
-    keys = 'seed', 'init_from', 'prompts_per_step'
+def test_a_run_of_an_earlier_release_is_told_so_once(here, capsys, monkeypatch):
+    monkeypatch.chdir(here)
+    folder, keys = here / 'run', ('seed', 'init_from', 'prompts_per_step')
     old = {k: v for k, v in json.loads((folder / 'config.json').read_text()).items() if k in keys}
     (folder / 'origin.json').write_text(json.dumps(old))
     (folder / 'written.json').unlink()
+    cfg = read_run_config(folder)
     with pytest.raises(ValueError, match='seed=1, but the run began with 0'):
         resume.check_origin(folder, replace(cfg, seed=1))
     for lines in (1, 0):
@@ -243,26 +241,25 @@ def test_files_that_a_program_names(tmp_path):
     assert found == {'a.py', 'b.py', 'pkg/__init__.py', 'pkg/deep.py', 'pkg/near.py', 'data/t.json'}
 
 
-def test_names_that_are_no_places_stay_as_they_are(made, monkeypatch):
-    "A folder that is called like a loss, a verifier or an engine is none"
+def test_relative_paths_lead_back_to_where_the_run_began(made, tmp_path, monkeypatch):
+    "From the folder itself they stay as they are; a name is no path, whatever lies there"
+    for name in ('espo', 'lookup', 'maths'):
+        (made / name).mkdir()
     monkeypatch.chdir(made)
-    for name in ('espo', 'maths', 'torch'):
-        (made / name).mkdir(exist_ok=True)
-    cfg = read_run_config(made / 'run')
-    cfg = replace(cfg, loss=replace(cfg.loss, name='espo'))
-    cfg = replace(cfg, rewards=replace(cfg.rewards, function=('maths',), function_sha256={}))
-    assert with_whole_paths(cfg) == cfg
-    asked = replace(cfg, data=replace(cfg.data, path='train.jsonl', eval_path=('x=test.jsonl',)))
-    data = with_whole_paths(asked).data
-    assert data.path == f'{os.getcwd()}/train.jsonl'
-    assert data.eval_path == (f'x={os.getcwd()}/test.jsonl',)
+    here = read_run_config('run')
+    monkeypatch.chdir(tmp_path)
+    there = read_run_config(made / 'run')
+    assert here.data.path == 'train.jsonl' and there.data.path == f'{made}/train.jsonl'
+    assert there.data.eval_path == (f'easy={made}/test.jsonl',)
+    assert there.rewards.function == (f'{made}/reward.py:score',)
+    assert (there.loss.name, there.tools.name) == (f'{made}/loss.py:mine', 'lookup')
+    assert there.init_from == f'{made}/model' and there.tools.table == f'{made}/words.json'
 
 
 def test_every_path_among_the_settings_is_known():
     "A setting whose words say file or folder is compared by its content"
-    from compassrl.config import TrainConfig
+    from compassrl.config import TrainConfig, places
     from compassrl.runs.help import _about, settings_of
-    from compassrl.runs.identity import _place
 
     cfg, named = TrainConfig(), set()
     for key in settings_of(cfg):
@@ -272,6 +269,6 @@ def test_every_path_among_the_settings_is_known():
             owner = getattr(owner, step)
         if {'File', 'Folder', 'FILE.py:NAME'} & set(_about(owner, name).replace(',', '').split()):
             named.add(key)
-    assert named - {'run_dir', 'vllm.sync_dir'} <= set(_place)
+    assert named - {'run_dir', 'vllm.sync_dir'} <= set(places)
     assert named >= {'tools.table', 'rewards.function', 'data.replay_from'}
-    assert 'init_from' in _place  # a folder or a name
+    assert 'init_from' in places  # a folder or a name

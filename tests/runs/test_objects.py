@@ -53,7 +53,7 @@ def test_a_function_that_no_process_finds_is_named(model, tmp_path, monkeypatch)
     import sys
 
     place = _place_of(lambda text: 1.0)
-    monkeypatch.delitem(sys.modules, place.partition(':')[0])  # as in another process
+    monkeypatch.delitem(sys.modules, place.partition(':')[0])  # another process has none
     with pytest.raises(ValueError, match="No module named 'given_in_python'"):
         own_module(place, 'rewards.function')
 
