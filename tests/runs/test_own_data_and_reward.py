@@ -376,7 +376,7 @@ def test_what_a_function_may_be_and_return(home, names, more, text, reward, corr
     [
         ('broken', ['ValueError', "'seven'", line('int(text)')]),
         ('wrong_type', ['TypeError', "returned 'good'", line('def wrong_type')]),
-        ('endless', ['finite number', line('def endless')]),
+        ('endless', ['below 1e18', line('def endless')]),
         ('few', ['returned 1 values for 2 responses', line('def few')]),
         ('sometimes', ['returned None']),
     ],
