@@ -91,7 +91,7 @@ def from_yaml(text: str) -> Any:
 
 
 def unique_keys(
-    pairs: list[tuple[str, Any]],  # of a JSON object
+    pairs: list[tuple[str, Any]],  # key and value, in the order of the text
 ) -> dict[str, Any]:
     "The object. Raises ValueError if a key comes twice: which of its values was meant?"
     d = dict(pairs)

@@ -64,12 +64,8 @@ def _array(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         with _open(path) as f:
             text = f.read().decode('utf-8-sig')
-        at, last, line, decoder = (
-            text.index('[') + 1,
-            0,
-            1,
-            json.JSONDecoder(object_pairs_hook=unique_keys),
-        )
+        decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
+        at, last, line = text.index('[') + 1, 0, 1
         while (at := _after_blank(text, at)) < len(text) and text[at] != ']':
             row, end = decoder.raw_decode(text, at)
             line, last = line + text.count('\n', last, at), at
