@@ -29,6 +29,7 @@ from typing import Any
 __all__ = [
     'read_text',
     'from_yaml',
+    'unique_keys',
     'from_json',
     'read_data',
     'read_object',
@@ -96,8 +97,10 @@ def from_yaml(text: str) -> Any:
         raise ValueError(' '.join(str(e).split())) from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    "An object, unless a key comes twice: which of its values was meant?"
+def unique_keys(
+    pairs: list[tuple[str, Any]],  # key and value, in the order of the text
+) -> dict[str, Any]:
+    "The object. Raises ValueError if a key comes twice: which of its values was meant?"
     d = dict(pairs)
     if len(d) < len(pairs):
         keys = [k for k, _ in pairs]
@@ -107,7 +110,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def from_json(text: str) -> Any:
     "Raises ValueError, for a key that comes twice too"
-    return json.loads(text, object_pairs_hook=_unique)
+    return json.loads(text, object_pairs_hook=unique_keys)
 
 
 _readers = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from compassrl.data.tasks import one_line
-from compassrl.files import from_json
+from compassrl.files import from_json, unique_keys
 
 # %% auto #0
 __all__ = ['Row', 'readers', 'rows_of']
@@ -64,7 +64,8 @@ def _array(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         with _open(path) as f:
             text = f.read().decode('utf-8-sig')
-        at, last, line, decoder = text.index('[') + 1, 0, 1, json.JSONDecoder()
+        decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
+        at, last, line = text.index('[') + 1, 0, 1
         while (at := _after_blank(text, at)) < len(text) and text[at] != ']':
             row, end = decoder.raw_decode(text, at)
             line, last = line + text.count('\n', last, at), at

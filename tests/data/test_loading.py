@@ -142,3 +142,6 @@ def test_a_pipe_is_no_source(tmp_path):
 def test_a_row_with_a_key_twice_is_bad(tmp_path):
     (tmp_path / 'x.jsonl').write_text('{"prompt": "1", "prompt": "2"}')
     assert found(tmp_path / 'x.jsonl') == ["invalid JSON (the key 'prompt' comes twice)"]
+    (tmp_path / 'x.json').write_text('[{"prompt": "1", "prompt": "2"}]')
+    with pytest.raises(ValueError, match="the key 'prompt' comes twice"):
+        found(tmp_path / 'x.json')
