@@ -36,6 +36,7 @@ from compassrl.runs.run_data import resolve
 from compassrl.runs.run_process import meet_ranks, need, set_up
 from compassrl.runs.trackers import check_trackers
 from compassrl.train.checkpoint import Saver, ShardedState, WholeState
+from compassrl.train.expert_load import check_balance
 from compassrl.train.megatron.parallel import ParallelConfig, check_parallel
 from compassrl.train.routes import ReplayMode
 from compassrl.train.torch_train import OptimConfig, TorchTrain
@@ -304,25 +305,13 @@ train_engines: dict[str, TrainKind] = dict(
 
 
 # %% ../../nbs/runs/factory.ipynb #1a830ca4
-def _check_balance(cfg: TrainConfig) -> None:  # of the policy that the checkpoint has
-    p, o = cfg.policy, cfg.optim
-    dense = not any(map(p.is_sparse, range(p.num_hidden_layers)))
-    if dense and (o.aux_loss_coef or o.expert_bias_rate):
-        raise ValueError('optim.aux_loss_coef, expert_bias_rate: a dense policy has no experts')
-    if o.expert_bias_rate and p.router_score != 'sigmoid':
-        raise ValueError(
-            f'optim.expert_bias_rate={o.expert_bias_rate}: softmax routers have no bias, use '
-            'optim.aux_loss_coef'
-        )
-
-
 def check_engines(
     cfg: TrainConfig,
     num_ranks: int,
     here: bool = True,  # also what this machine has installed?
 ) -> None:
     "Raises ValueError for settings that an engine refuses; a run and its plan ask alike"
-    _check_balance(cfg)
+    check_balance(cfg.optim, cfg.policy)
     train_engines[cfg.train_engine].check(cfg, num_ranks, here)
     rollout_engines[cfg.rollout_engine].check(cfg, num_ranks, here)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compassrl.model.policy import MoE, Policy, PolicyConfig
 from compassrl.records import Batch, Metrics
+from compassrl.train.train_settings import OptimConfig
 
 # %% auto #0
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     'sparse_layers',
     'balanced',
     'move_expert_bias',
+    'check_balance',
 ]
 
 
@@ -104,3 +106,16 @@ def move_expert_bias(policy: Policy, batch: Batch, rate: float) -> None:
         if mlp.correction is None:
             raise ValueError('expert_bias_rate: this router has no bias, use aux_loss_coef')
         mlp.correction += rate * (counts[i].mean() - counts[i]).sign()
+
+
+# %% ../../nbs/train/expert_load.ipynb #aebb5abb
+def check_balance(optim: OptimConfig, policy: PolicyConfig) -> None:
+    "Raises ValueError for a balance that this policy cannot have"
+    dense = not any(map(policy.is_sparse, range(policy.num_hidden_layers)))
+    if dense and (optim.aux_loss_coef or optim.expert_bias_rate):
+        raise ValueError('optim.aux_loss_coef, expert_bias_rate: a dense policy has no experts')
+    if optim.expert_bias_rate and policy.router_score != 'sigmoid':
+        raise ValueError(
+            f'optim.expert_bias_rate={optim.expert_bias_rate}: softmax routers have no bias, use '
+            'optim.aux_loss_coef'
+        )

@@ -206,7 +206,7 @@ class TorchTrain:
         if mode != 'off':
             validate_routes(batch, c)
         parts = micro_batches(batch, self.config.micro_batch_tokens)
-        # the update needs the same pass, unless it balances experts, too
+        # the update needs the same pass, unless it also balances experts
         once = len(parts) == self.config.num_mini_batches == 1 and not self.config.aux_loss_coef
         for rows in parts:
             part = select(batch, rows).to(self.policy.embed.device)
@@ -269,11 +269,9 @@ def update(
     ]
     for rows in parts:
         mini = select(batch, rows)
-        most = c.micro_batch_tokens
+        how = c.micro_batch_tokens, self.temperature, replay, known
         with balanced(self.policy, mini, c.aux_loss_coef):
-            metrics, log_probs = accumulate_grads(
-                self.policy, mini, loss, most, self.temperature, replay, known
-            )
+            metrics, log_probs = accumulate_grads(self.policy, mini, loss, *how)
         step_lr = c.lr_at(self.num_steps) if lr is None else lr
         stepped = clip_and_step(self.policy, self.optimizer, step_lr, c.grad_clip)
         self.num_steps += 1
