@@ -155,7 +155,7 @@ def read_object(
 
 # %% ../nbs/files.ipynb #e3493efa
 class _TimeIsUp(BaseException):
-    "No `Exception`, so that a function that catches all of them is stopped, too"
+    "No `Exception`, so that it also stops a function that catches all of them"
 
 
 def _alarm(seconds: float, late: list[bool]) -> Callable[[], None]:

@@ -66,7 +66,8 @@ class Verdict:
     correct: bool  # raw correctness, before any shaping
     status: str = 'ok'  # 'ok', 'wrong', 'failed' (the verifier could not judge) or 'timeout'
     evidence: str = ''  # one line: what was compared with what
-    parts: dict[str, float] = field(default_factory=dict)  # reward of each of several functions
+    # reward of each of several functions
+    parts: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 # %% ../nbs/records.ipynb #2c0b4ff1

@@ -350,6 +350,6 @@ def verify(
     fn = None
     try:
         fn = find_verifier(prompt.verifier)
-        return call_own(fn.judge_one, wall_s + GRACE / 2, prompt, text)
+        return call_own(fn.judge_one, wall_s + 2 * GRACE, prompt, text)  # a worker is killed first
     except Exception as e:
         return failure(e, fn)

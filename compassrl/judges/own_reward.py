@@ -236,7 +236,7 @@ class RewardFunction:
         return list(values)
 
     def _results(self, given: list[dict[str, Any]], wall_s: float, num: int) -> list[Any]:
-        "What the function returns, or raises; what is to be awaited is under way all at once"
+        "What the function returns or raises; all that can be awaited is under way at once"
         values = [self._try(x, wall_s) for x in given]
         calls = [v for v in values if inspect.isawaitable(v)]
         found = iter(_wait(calls, wall_s * num) if calls else ())
@@ -309,7 +309,7 @@ class OwnReward:
 
     def judge_one(self, prompt: Prompt, text: str) -> Verdict:
         "One verdict; a function of lists gets lists of one"
-        return self.judge_many([prompt], [text])[0]
+        return self.judge_many([prompt], [text], 1e6)[0]  # `verify` has the clock
 
     def _sum(self, verdicts: Sequence[Verdict | None]) -> Verdict:
         parts = [(w, v) for w, v in zip(self.weights, verdicts) if v is not None]

@@ -143,7 +143,7 @@ def _check_test(test: str | dict[str, str], limits: Limits) -> None:
         if size > 1024 * limits.output_kb:
             raise ValueError(
                 f'a stdout of {size} bytes is more than output_kb={limits.output_kb} lets a '
-                f'program print: set "output_kb" to {size // 1024 + 1} beside "tests"'
+                f'program print: set "output_kb" to {size // 1024 + 1} next to "tests"'
             )
         return
     try:

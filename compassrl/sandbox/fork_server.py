@@ -313,7 +313,7 @@ def server_process(
     shown: dict[str, str],  # files and folders that stay readable -> '', or target of a link
 ) -> NoReturn:
     "All that a fork server does: a monitor for every request, until the caller is gone"
-    os.umask(0o022)  # the folders that it makes are for the foreign user, too
+    os.umask(0o022)  # the foreign user also reads the folders that it makes
     control, running = socket.socket(fileno=0), []
     poll = select.poll()
     for fd in (control.fileno(), *([caller] if caller else [])):

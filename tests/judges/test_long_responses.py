@@ -15,11 +15,54 @@ from tests.judges.test_hostile import ANSWERS, IN_SANDBOXES
 
 NAMES = [n for n in ANSWERS if n not in IN_SANDBOXES]
 MARKS = [
-    '<tool_call>', '</tool_call>', '<tool_call></tool_call>', '<tool_call>{}</tool_call>', '<think>',
-    '</think>', '#', '#1', '!', 'a', '1', '1,111', '1,111 ', '1e5 ', '.', '. ', '-', '- ', '* ', '\n',
-    ' ', '\n \n', ' \n', ',', ';', 'a,', '1. ', '\n1. ', '"', '."', '(', '(1', '[', '{', '{"a":',
-    '```', '```\n', '```python\n', '\\boxed{', '\\boxed{1} ', '$1', "a'", 'a-', 'A', '。', 'é', 'ü!',
-]  # fmt: skip
+    '<tool_call>',
+    '</tool_call>',
+    '<tool_call></tool_call>',
+    '<tool_call>{}</tool_call>',
+    '<think>',
+    '</think>',
+    '#',
+    '#1',
+    '!',
+    'a',
+    '1',
+    '1,111',
+    '1,111 ',
+    '1e5 ',
+    '.',
+    '. ',
+    '-',
+    '- ',
+    '* ',
+    '\n',
+    ' ',
+    '\n \n',
+    ' \n',
+    ',',
+    ';',
+    'a,',
+    '1. ',
+    '\n1. ',
+    '"',
+    '."',
+    '(',
+    '(1',
+    '[',
+    '{',
+    '{"a":',
+    '```',
+    '```\n',
+    '```python\n',
+    '\\boxed{',
+    '\\boxed{1} ',
+    '$1',
+    "a'",
+    'a-',
+    'A',
+    '。',
+    'é',
+    'ü!',
+]
 ANSWERS = ANSWERS | dict(
     words=json.dumps(
         [dict(check='last_word', word=w) for w in ('!', 'a', 'a!', 'end')]
@@ -59,8 +102,13 @@ def test_last_word_is_what_its_pattern_says():
 
 
 @pytest.mark.parametrize(
-    'text', ['<tool_call>{}', '<tool_call>1<tool_call>2</tool_call>', '<tool_call>1</tool_call><tool_call>']
-)  # fmt: skip
+    'text',
+    [
+        '<tool_call>{}',
+        '<tool_call>1<tool_call>2</tool_call>',
+        '<tool_call>1</tool_call><tool_call>',
+    ],
+)
 def test_a_call_that_is_not_closed(text):
     with pytest.raises(ValueError, match='not closed'):
         calls_of(text)

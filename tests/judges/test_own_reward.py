@@ -78,17 +78,18 @@ def test_it_may_import_its_neighbours(rewards, tmp_path):
 
 # ---- calls
 
+SWALLOWS = 'while True:\n        try:\n            while True: pass\n        except Exception: pass'
 BODIES = {
     'while True: pass': 'timeout',
     'import time; time.sleep(60)': 'timeout',
-    'while True:\n        try:\n            while True: pass\n        except Exception: pass': 'timeout',
+    SWALLOWS: 'timeout',
     'import sys; sys.exit()': 'failed',
     'import sys; sys.exit(0)': 'failed',
     'raise GeneratorExit': 'failed',
     'raise BaseException("x")': 'failed',
     '1 / 0': 'failed',
     'raise TimeoutError("the server was silent")': 'timeout',
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize('body', BODIES)
@@ -216,7 +217,7 @@ def test_all_that_can_be_awaited_is(fn):
     inputs = [inputs_of(PROMPT, t) for t in ('', 'ab')]
     assert [v.reward for v in f.verdicts(inputs)] == [0.0, 2.0]
 
-    async def in_a_loop():  # as in a notebook
+    async def in_a_loop():  # a notebook has one
         return f.verdicts(inputs)
 
     assert [v.reward for v in asyncio.run(in_a_loop())] == [0.0, 2.0]
@@ -224,9 +225,7 @@ def test_all_that_can_be_awaited_is(fn):
 
 # ---- what a function sees
 
-TRUTHS = [
-    {'target': 7, 'numbers': [3, 4]}, [1, 'a'], 11, 0, 1.5, True, 'text',
-]  # fmt: skip
+TRUTHS = [{'target': 7, 'numbers': [3, 4]}, [1, 'a'], 11, 0, 1.5, True, 'text']
 
 
 @pytest.mark.parametrize('truth', TRUTHS, ids=str)

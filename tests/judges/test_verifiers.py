@@ -248,11 +248,23 @@ PURE = 'def srt(xs): return sorted(xs)\ndef fill(xs): xs.append(3)\n'
         ('xs = [3, 1]\nassert srt(xs) == [1, 3]\nassert xs == [3, 1]', PURE, 1),
         ('xs = [3, 1]\nassert srt(xs) == [1, 3]\nassert xs == [3, 1]', IN_PLACE, 0),
         ('xs = [1]\nassert fill(xs) is None and xs == [1, 3]', PURE, 1),
-        ('xs = [1]\ntry:\n  assert fill(xs)\nexcept AssertionError: pass\nassert xs == [1, 3]', PURE, 1),
-        ('xs = [1]\ntry:\n  assert srt(0)\nexcept TypeError: pass\nfill(xs)\nassert xs == [1, 3]', PURE, 1),
-        ('xs = [3, 1]\nassert srt(xs) == sorted(xs)', 'def srt(xs):\n    xs.clear()\n    return []', 0),
+        (
+            'xs = [1]\ntry:\n  assert fill(xs)\nexcept AssertionError: pass\nassert xs == [1, 3]',
+            PURE,
+            1,
+        ),
+        (
+            'xs = [1]\ntry:\n  assert srt(0)\nexcept TypeError: 0\nfill(xs)\nassert xs == [1, 3]',
+            PURE,
+            1,
+        ),
+        (
+            'xs = [3, 1]\nassert srt(xs) == sorted(xs)',
+            'def srt(xs):\n    xs.clear()\n    return []',
+            0,
+        ),
     ],
-)  # fmt: skip
+)
 def test_changes_in_place_count_when_the_assert_ends(test, program, right):
     v = code(program, json.dumps([test]))
     assert v.reward == right, v
