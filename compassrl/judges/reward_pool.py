@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from compassrl.data.tasks import GRACE, verifiers
 from compassrl.judges.serial import Judge, RewardConfig, judge_sample, record_verdict, timed_verdict
 from compassrl.judges.verifiers import asked_verifiers, check_isolation, no_verdict, warm_up
+from compassrl.procs import process_stat
 from compassrl.records import Prompt, Sample
 from compassrl.sandbox.isolated import (
     Outcome,
@@ -38,7 +39,7 @@ from compassrl.sandbox.isolated import (
 )
 
 # %% auto #0
-__all__ = ['RewardPool', 'broker_process']
+__all__ = ['STOPPED_S', 'RewardPool', 'broker_process']
 
 
 # %% ../../nbs/judges/reward_pool.ipynb #bfe136cd
@@ -53,6 +54,9 @@ def _by_name(name: str, fn: Any) -> bytes:
             f'verifier={name!r}: workers cannot import it, use a function of a module, or workers=0'
         )
     return data
+
+
+STOPPED_S = 20.0  # a broker may be stopped for so long
 
 
 class RewardPool(Judge):
@@ -134,9 +138,18 @@ class RewardPool(Judge):
 
     def _recv(self) -> Any:
         patience = self.cfg.wall_s * (1 + self.cfg.retries) + 60
+        ran_at = start = time.monotonic()
         try:
-            if self.conn.poll(patience):
-                return self.conn.recv()
+            while (now := time.monotonic()) < start + patience:
+                if self.conn.poll(min(start + patience - now, STOPPED_S / 10)):
+                    return self.conn.recv()
+                seen = process_stat(self.broker.pid)
+                if not seen or seen.state not in 'Tt':
+                    ran_at = time.monotonic()
+                elif now - ran_at > STOPPED_S:
+                    raise RuntimeError(
+                        f'reward workers: their broker is stopped, {len(self.jobs)} verdicts are due'
+                    )
         except (EOFError, OSError):
             self._gone()
         raise RuntimeError(

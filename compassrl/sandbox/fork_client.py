@@ -151,14 +151,14 @@ def _foreign_user() -> int:
         return 0
     lines = Path('/proc/self/uid_map').read_text().splitlines()
     known = [(int(start), int(size)) for start, _, size in map(str.split, lines)]
-    wanted = 2**30 + os.getpid(), 65534  # an id that no one has, else `nobody`
+    here = 1000003 * os.stat('/proc/self/ns/pid').st_ino + os.getpid()  # containers share ids
+    wanted = 2**30 + here % 2**30, 65534  # an id that no one has, else `nobody`
     return next((u for u in wanted if any(s <= u < s + n for s, n in known)), 0)
 
 
 def _bwrap(binds: list[str], links: dict[str, str]) -> list[str]:
     "Start of a command line that runs the rest of it in bubblewrap"
-    program = shutil.which('bwrap')
-    if not program:
+    if not (program := shutil.which('bwrap')):
         raise OSError('bwrap: not installed')
     user = [] if os.getuid() == 0 else ['--unshare-user']
     unshare = '--unshare-pid --unshare-ipc --unshare-net --unshare-uts --unshare-cgroup-try'

@@ -316,6 +316,19 @@ def test_a_lost_broker_is_a_clear_error(prompts):
         judge.close()
 
 
+def test_a_stopped_broker_is_named(prompts, monkeypatch):
+    "It would be silent until all verdicts that are due might have timed out"
+    monkeypatch.setattr(pool_module, 'STOPPED_S', 1.0)
+    pool = RewardPool(prompts, BYTES, EOS, replace(CFG, wall_s=120.0))
+    try:
+        pool.broker.send_signal(signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match='their broker is stopped, 1 verdicts are due'):
+            pool.settle(moody('awake'))
+    finally:
+        pool.broker.kill()
+        pool.close()
+
+
 def test_a_killed_trainer_leaves_nothing():
     "With a verifier that hangs, and a sandbox under way"
     code = f"""
