@@ -6,6 +6,7 @@ and `--help` prints the range."""
 # %% ../nbs/settings.ipynb #234a3e15
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import dataclass, is_dataclass
@@ -27,6 +28,7 @@ __all__ = [
     'checked',
     'check',
     'Registry',
+    'check_address',
 ]
 
 
@@ -207,3 +209,20 @@ class Registry(MutableMapping[str, Callable[..., Any]]):
 
     def __len__(self) -> int:
         return len({*self.functions, *self.modules})
+
+
+# %% ../nbs/settings.ipynb #0b53bacf
+def check_address(
+    name: str,  # the setting
+    url: str,
+) -> None:
+    "Raises ValueError for an address that is none, or that holds a user or a password"
+    scheme, _, rest = url.partition('://')
+    place = re.split('[/?#]', rest)[0]
+    if '@' in place:
+        raise ValueError(
+            f'{name}: an address with a user or a password would be written into the report, '
+            'put a key into the environment'
+        )
+    if scheme not in ('http', 'https') or not place:
+        raise ValueError(f'{name}={url!r}: use an address such as http://localhost:8000/v1')

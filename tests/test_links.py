@@ -10,7 +10,8 @@ from tests.test_notebooks import notebooks
 sys.path.insert(0, str(ROOT / 'tools'))
 from links import broken  # noqa: E402
 
-TEXTS = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', *notebooks()]
+PAGES = 'README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'SECURITY.md'
+TEXTS = [*(ROOT / p for p in PAGES), *notebooks()]
 
 
 @pytest.mark.parametrize('path', TEXTS, ids=lambda p: p.relative_to(ROOT).as_posix())

@@ -323,7 +323,7 @@ def test_named_files_exist(text):
 
 
 TOP = """.ci .dockerignore .github .gitignore .pre-commit-config.yaml CHANGELOG.md CITATION.cff
-CONTRIBUTING.md LICENSE Makefile README.md _quarto.yml benchmarks compassrl constraints.txt course
+CONTRIBUTING.md LICENSE Makefile README.md SECURITY.md _quarto.yml benchmarks compassrl constraints.txt course
 docker docs nbs pyproject.toml readme_files settings.ini tests tools"""
 
 

@@ -147,8 +147,9 @@ class RewardPool(Judge):
                 if not seen or seen.state not in 'Tt':
                     ran_at = time.monotonic()
                 elif now - ran_at > STOPPED_S:
+                    due = len(self.jobs)
                     raise RuntimeError(
-                        f'reward workers: their broker is stopped, {len(self.jobs)} verdicts are due'
+                        f'reward workers: their broker is stopped, {due} verdicts are due'
                     )
         except (EOFError, OSError):
             self._gone()

@@ -5,12 +5,11 @@
 # %% ../../nbs/judges/reward_settings.ipynb #84119086
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from compassrl.data.registries import verifiers
-from compassrl.settings import above, at_least, between, check
+from compassrl.settings import above, at_least, between, check, check_address
 
 if TYPE_CHECKING:
     from compassrl.sandbox.isolated import Limits
@@ -47,10 +46,7 @@ class GenRMConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if not re.match('https?://.', self.base_url):
-            raise ValueError(
-                f'base_url={self.base_url!r}: use an address such as http://localhost:8000/v1'
-            )
+        check_address('base_url', self.base_url)
 
 
 # %% ../../nbs/judges/reward_settings.ipynb #97404d71

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from compassrl.settings import above, at_least, between, check
+from compassrl.settings import above, at_least, between, check, check_address
 
 if TYPE_CHECKING:
     from compassrl.records import SamplingParams
@@ -110,5 +110,4 @@ class VllmConfig:
     def __post_init__(self) -> None:
         check(self)
         for url in self.urls:
-            if not url.startswith(('http://', 'https://')):
-                raise ValueError(f'urls: {url!r} is no URL, use http://HOST:PORT')
+            check_address('urls', url)

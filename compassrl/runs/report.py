@@ -194,7 +194,7 @@ def report_markdown(
     facts: dict[str, Any],  # result of `run_summary`
 ) -> str:  # report.md
     "The report of a run as a page"
-    f, parts = facts, [f'# Run {facts["run"]}', _headline(facts)]
+    f, parts = facts, [f'# Run {_code(facts["run"])}', _headline(facts)]
     if f.get('curves'):
         parts.append('![curves](curves.png)')
     if f['held_out']:

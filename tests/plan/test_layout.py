@@ -322,7 +322,7 @@ def test_parallel_config(kw, match):
         (dict(tensor_parallel=0), 'tensor_par'),
         (dict(max_restarts=-1), 'max_restarts=-1'),
         (dict(timeout_s=0.0), 'timeout_s=0'),
-        (dict(urls=('host:80',)), 'no URL'),
+        (dict(urls=('host:80',)), 'an address such as'),
         (dict(gpu_memory_utilization=1.1), 'gpu_memory_utilization=1.1'),
         (dict(sync='pigeon'), 'sync'),
     ],
