@@ -6,15 +6,19 @@ it."""
 # %% ../nbs/files.ipynb #ef83b3d9
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import inspect
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import tomllib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -28,6 +32,9 @@ __all__ = [
     'from_json',
     'read_data',
     'read_object',
+    'time_limit',
+    'call_own',
+    'no_exit',
     'own_module',
     'own_function',
 ]
@@ -144,6 +151,112 @@ def read_object(
 
 
 # %% ../nbs/files.ipynb #e3493efa
+class _TimeIsUp(BaseException):
+    "No `Exception`, so that a function that catches all of them is stopped, too"
+
+
+def _alarm(seconds: float, late: list[bool]) -> Callable[[], None]:
+    "Rings in this thread, the main one, and again each second; returns what turns it off"
+
+    def ring(*_: object) -> None:
+        late.append(True)
+        raise _TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, ring)
+    outer, every = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+
+    def off() -> None:
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if outer:  # an alarm around this one goes on
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, outer - max(0, seconds - left)), every)
+
+    return off
+
+
+def _watch(seconds: float, late: list[bool]) -> Callable[[], None]:
+    "The same for a thread that gets no signals"
+    over, me = threading.Event(), ctypes.c_ulong(threading.get_ident())
+    throw = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+    def watch() -> None:
+        pause = seconds
+        while not over.wait(pause):
+            late.append(True)
+            throw(me, ctypes.py_object(_TimeIsUp))
+            pause = 1.0
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+
+    def off() -> None:
+        over.set()
+        watcher.join()
+        throw(me, None)
+
+    return off
+
+
+@contextmanager
+def time_limit(
+    seconds: float,  # by the clock
+) -> Iterator[None]:
+    "Raises TimeoutError in Python code that runs longer, also where it catches every exception"
+    late: list[bool] = []
+    main = threading.current_thread() is threading.main_thread() and hasattr(signal, 'setitimer')
+    off, trace = (_alarm if main else _watch)(min(seconds, 1e6), late), None
+    try:
+        try:
+            yield
+        finally:
+            off()
+    except _TimeIsUp as e:
+        off()  # it may have rung in the line above
+        if not late:
+            raise  # a limit around this one
+        trace = e.__traceback__
+    if late:
+        raise TimeoutError(f'still running after {seconds:g} s').with_traceback(trace)
+
+
+# %% ../nbs/files.ipynb #a204e5d1
+@contextmanager
+def _daemons() -> Iterator[None]:
+    "Threads that start in here end with the process"
+    me: Any = threading.current_thread()
+    before, me._daemonic = me._daemonic, True
+    try:
+        yield
+    finally:
+        me._daemonic = before
+
+
+def call_own(
+    fn: Callable[..., Any],
+    wall_s: float,  # seconds by the clock
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:  # what the function returns
+    "Raises what a user's function raises, TimeoutError, and RuntimeError if it ends the program"
+    with time_limit(wall_s), _daemons():
+        try:
+            return fn(*args, **kwargs)
+        except (Exception, KeyboardInterrupt, _TimeIsUp):
+            raise
+        except BaseException as e:
+            raise no_exit(e).with_traceback(e.__traceback__) from None
+
+
+def no_exit(
+    e: BaseException,  # SystemExit, for instance
+) -> RuntimeError:
+    "What a user's function should not have raised, in words"
+    what = f'{type(e).__name__}({e})'
+    return RuntimeError(f'it ended the program by {what}: return a value, or raise ValueError')
+
+
+# %% ../nbs/files.ipynb #30c03bac
 def own_module(
     spec: str,  # FILE.py:NAME or MODULE:NAME
     setting: str,  # name of the setting, for messages
@@ -155,18 +268,26 @@ def own_module(
         if not place.endswith('.py'):
             if '' not in sys.path and os.getcwd() not in sys.path:
                 sys.path.append(os.getcwd())
-            return import_module(place)
+            with time_limit(_IMPORT_S), _daemons():
+                return import_module(place)
         name = f'own_{hashlib.sha256(source).hexdigest()[:12]}'
         if name not in sys.modules:
             _run(source, place, ModuleType(name))
         return sys.modules[name]
-    except Exception as e:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:
         frames = traceback.extract_tb(e.__traceback__)
         at = next((f for f in reversed(frames) if f.filename == place), None)
         where = f' ({place}:{at.lineno})' if at else ''
+        fix = '' if isinstance(e, Exception) else _SCRIPT
         raise ValueError(
-            f'{setting}={spec!r} cannot be imported, {type(e).__name__}: {e}{where}'
+            f'{setting}={spec!r} cannot be imported, {type(e).__name__}: {e}{where}{fix}'
         ) from e
+
+
+_SCRIPT = ": it ends the program, so put what a script does below `if __name__ == '__main__':`"
+_IMPORT_S = 600.0  # it may load a model
 
 
 def _run(source: bytes, place: str, module: ModuleType) -> None:
@@ -177,7 +298,8 @@ def _run(source: bytes, place: str, module: ModuleType) -> None:
     code = compile(source, place, 'exec')
     sys.modules[module.__name__] = module
     try:
-        exec(code, module.__dict__)
+        with time_limit(_IMPORT_S), _daemons():
+            exec(code, module.__dict__)
     except BaseException:
         del sys.modules[module.__name__]
         raise

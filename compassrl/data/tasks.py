@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
 from compassrl.data.registries import task_families, verifiers
+from compassrl.files import call_own
 from compassrl.records import Prompt, Verdict
 
 _all_ = ['task_families', 'verifiers']
 
 # %% auto #0
 __all__ = [
+    'GRACE',
     'Problem',
     'Choices',
     'task_family',
@@ -35,6 +37,7 @@ __all__ = [
     'Verifier',
     'verifier',
     'find_verifier',
+    'after_reasoning',
     'one_line',
     'judge',
     'exact',
@@ -224,6 +227,13 @@ def find_verifier(name: str) -> Any:  # a `Verifier`, or what judges like one
     return Verifier(found) if inspect.isfunction(found) else found
 
 
+def after_reasoning(
+    text: str,  # a response
+) -> str:
+    "What it says after its reasoning; reasoning that never ends has said nothing"
+    return text.split('</think>')[-1].split('<think>')[0]
+
+
 def one_line(text: str, width: int = 160) -> str:
     "What can be printed of it, in one line that is not too long"
     text = ''.join(c if c.isprintable() else repr(c)[1:-1] for c in text[: width + 1])
@@ -324,16 +334,22 @@ def failure(
         lines = [f.lineno for f in frames if f[0] == code.co_filename]
         where = f' ({Path(code.co_filename).name}:{[code.co_firstlineno, *lines][-1]})'
     said = one_line(f'{type(e).__name__}: {e}', 160 - len(where))
-    return Verdict(0.0, False, 'failed', said + where)
+    status = 'timeout' if isinstance(e, TimeoutError) else 'failed'
+    return Verdict(0.0, False, status, said + where)
+
+
+GRACE = 2.0  # seconds: a verdict that ends itself in time need not be ended
 
 
 def verify(
-    prompt: Prompt, text: str
-) -> Verdict:  # status 'failed' and reward 0 where the verifier could not judge
+    prompt: Prompt,
+    text: str,  # a response
+    wall_s: float = 60.0,  # seconds by the clock
+) -> Verdict:  # status 'failed' or 'timeout', and reward 0, where the verifier could not judge
     "The verdict on one response; never raises"
     fn = None
     try:
         fn = find_verifier(prompt.verifier)
-        return fn.judge_one(prompt, text)
-    except (Exception, SystemExit, GeneratorExit) as e:
+        return call_own(fn.judge_one, wall_s + GRACE / 2, prompt, text)
+    except Exception as e:
         return failure(e, fn)

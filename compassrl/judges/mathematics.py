@@ -7,32 +7,85 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
+import unicodedata
+from decimal import Decimal
 from typing import Any
 
 from math_verify import parse, verify
 
 # %% auto #0
-__all__ = ['last_box', 'last_formula', 'same_maths']
+__all__ = ['readable', 'last_statement', 'last_formula', 'same_maths']
 
 # %% ../../nbs/judges/mathematics.ipynb #a80f9a03
 for _name in ('parser', 'grader'):
     logging.getLogger(f'math_verify.{_name}').setLevel(logging.ERROR)  # no alarm: known
 
 
-def last_box(text: str) -> str | None:
-    "What stands in the last box, or None"
-    start = text.rfind('\\boxed{')
-    depth = 0
-    for i in range(start + 6, len(text) if start >= 0 else 0):
-        depth += (text[i] == '{') - (text[i] == '}')
+_ascii = {0xFF01 + i: chr(0x21 + i) for i in range(94)}  # full-width letters and signs
+_ascii |= {ord('。'): '. ', ord('，'): ', ', ord('、'): ', ', ord('：'): ': ', 0x2212: '-'}
+_ascii |= {ord('∞'): '\\infty ', ord('∪'): '\\cup ', ord('∩'): '\\cap '}
+_emphasis = re.compile(
+    r"""(?<![^\s("'>:])(\*{1,3}|_{1,3}|`{1,3})(?=\S)([^*_`\n]{1,200}?)(?<=\S)\1"""
+    r"""(?![^\s.,;:!?)"'<])"""
+)
+_scientific = re.compile(r'(?<![\w.])\d{1,40}(?:\.\d{1,40})?[eE][-+]?\d{1,2}(?!\w)')
+_mixed = re.compile(
+    r'(?<![\w.,/^}])(?<!\d )(?P<whole>\d{1,9})'
+    r'(?:\s+(?P<a>\d{1,9})/(?P<b>\d{1,9})(?![\w/])'
+    r'|\s*\\[dtc]?frac\s*(?:\{(?P<c>\d{1,9})\}|(?P<d>\d))\s*(?:\{(?P<e>\d{1,9})\}|(?P<f>\d)))'
+)
+
+
+def _improper(m: re.Match[str]) -> str:
+    top, bottom = (int(x) for x in m.groups()[1:] if x)
+    if top >= bottom:
+        return m[0]  # `2 5/3` is no mixed number
+    top += int(m['whole']) * bottom
+    return f'{top}/{bottom}' if m['a'] else f'\\frac{{{top}}}{{{bottom}}}'
+
+
+def readable(text: str) -> str:
+    "The same text as `math-verify` reads it: no Markdown, no Chinese signs, 1e3 and 2 2/3 as one"
+    text = text.translate(_ascii).replace('答案', ' answer is ')
+    text = re.sub('[\u3040-\u30ff\u3400-\u9fff]+', r' \g<0> ', text)
+    for sign in {*re.findall('[¼-¾⅐-⅞]', text)}:
+        text = text.replace(sign, ' ' + unicodedata.normalize('NFKC', sign).replace('\u2044', '/'))
+    text = _emphasis.sub(r'\2', text)
+    text = _scientific.sub(lambda m: f'{Decimal(m[0]):f}', text)
+    return _mixed.sub(_improper, text)
+
+
+_opens = re.compile(r'\\(?:boxed|fbox)\s*(?:\{|\Z)|<answer>')
+_brace = re.compile(r'\\.|[{}]', re.DOTALL)
+_anchor = re.compile(r'(?i)answers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])')
+
+
+def last_statement(text: str) -> str | None:  # a box, or prose; None: it is cut off
+    "The last box or `<answer>`; without one, what follows the last *answer is*"
+    *_, mark = None, *_opens.finditer(text)
+    if mark is None:
+        tails = (text[m.start() :] for m in [*_anchor.finditer(text)][:-4:-1])
+        return next((t for t in tails if _read(t)), text)
+    if mark[0] == '<answer>':
+        inside, closed, _ = text[mark.end() :].partition('</answer>')
+        prose = re.search(r'\$|\\[(\[]|(?<![\\A-Za-z])[A-Za-z]{2,}', inside)
+        whole = inside if prose else f'\\boxed{{{inside.strip().rstrip(".")}}}'
+        return whole if closed else None
+    depth = 1
+    for m in _brace.finditer(text, mark.end()):
+        depth += (m[0] == '{') - (m[0] == '}')
         if not depth:
-            return text[start + 7 : i]
+            return f'\\boxed{{{text[mark.end() : m.start()]}}}'
     return None
 
 
+_formula = re.compile(r'\$+([^$]+)\$+|\\\(((?:[^\\]|\\[^()])+)\\\)|\\\[((?:[^\\]|\\[^\[\]])+)\\\]')
+
+
 def last_formula(text: str) -> str | None:
-    "What stands in the last `$...$`, or None"
-    return (re.findall(r'\$+([^$]+)\$+', text) or [None])[-1]
+    r"What stands in the last `$...$`, `\(...\)` or `\[...\]`, or None"
+    return (list(map(''.join, _formula.findall(text))) or [None])[-1]
 
 
 def _read(text: str) -> list[Any]:
@@ -66,27 +119,59 @@ def _hedged(said: str, answer: str, gold: list[Any]) -> bool:
     return not all(_equal(gold, _read(f'${s}$')) for s in numbers)
 
 
+_engine = 'math_verify', 'latex2sympy2_extended', 'sympy', 'mpmath', 'antlr4'
+
+
+class _Absent:
+    "Last in `sys.meta_path`, it notes the modules of the engine that nothing else has found"
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition('.')[0] in _engine:
+            self.names.append(name)
+
+
 def same_maths(text: str, answer: str) -> tuple[str, str]:
     "['ok' or 'wrong' or 'failed', evidence]"
-    gold = _read(answer if '$' in answer or '\\boxed' in answer else f'${answer}$')
-    if not gold:
-        return 'failed', f'answer={answer!r} is no mathematics: write it as LaTeX'
+    sys.meta_path.append(absent := _Absent())
+    answer = readable(answer)
     try:
-        text = text.split('</think>')[-1]
-        box = last_box(text)
-        said = last_formula(text) if box is None else box
-        if said is not None:
-            if _hedged(said, answer, gold):
-                return 'wrong', f'{said!r} says two things, wanted {answer!r}'
-            one = _without_percent(said, answer, gold)
-            text = text.replace(said, one) if box is None else f'\\boxed{{{one}}}'
-        got = _read(text)
-        if not got:
-            return 'wrong', f'no mathematical answer in the response, wanted {answer!r}'
-        right = _equal(gold, got)
-        return 'ok' if right else 'wrong', f'{str(got[-1])!r} against {answer!r}'
-    except (Exception, RecursionError) as e:  # the answer was read: it is the response's fault
-        return 'wrong', f'{type(e).__name__}: {e}'[:160]
+        gold = _read(answer if '$' in answer or '\\boxed' in answer else f'${answer}$')
+        found = 'failed', f'answer={answer!r} is no mathematics: write it as LaTeX'
+        if gold:
+            found = _compare(readable(text), answer, gold)
+    except (Exception, RecursionError) as e:  # the response is at fault: the answer can be read
+        found = 'wrong', f'{type(e).__name__}: {e}'[:160]
+    finally:
+        sys.meta_path.remove(absent)
+    if absent.names:  # math-verify swallows the error, and would call a right answer wrong
+        return 'failed', f'the module {absent.names[0]} is missing: install it, or make it readable'
+    return found
+
+
+_two_numbers = re.compile(r'\d\s+(?:and|or)\s+[-+]?\d[\d.,/]*\W*\Z')
+
+
+def _compare(text: str, answer: str, gold: list[Any]) -> tuple[str, str]:
+    stated = last_statement(text)
+    if stated is None:
+        return 'wrong', f'the last box is cut off, wanted {answer!r}'
+    box = stated[7:-1] if stated.startswith('\\boxed{') else None
+    said = last_formula(stated) if box is None else box
+    if said is None and _two_numbers.search(stated) and not re.search(',|and|or', answer):
+        return 'wrong', f'two numbers are given, wanted {answer!r}'
+    if said is not None:
+        if _hedged(said, answer, gold):
+            return 'wrong', f'{said!r} says two things, wanted {answer!r}'
+        one = _without_percent(said, answer, gold)
+        stated = stated.replace(said, one) if box is None else f'\\boxed{{{one}}}'
+    got = _read(stated)
+    if not got:
+        return 'wrong', f'no mathematical answer in the response, wanted {answer!r}'
+    right = _equal(gold, got)
+    return 'ok' if right else 'wrong', f'{str(got[-1])!r} against {answer!r}'
 
 
 same_maths('$1$', '1')  # what math-verify compiles, it compiles once

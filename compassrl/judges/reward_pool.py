@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from tokenizers import Tokenizer
 
-from compassrl.data.tasks import verifiers
+from compassrl.data.tasks import GRACE, verifiers
 from compassrl.judges.serial import Judge, RewardConfig, judge_sample, record_verdict, timed_verdict
 from compassrl.judges.verifiers import asked_verifiers, check_isolation, no_verdict, warm_up
 from compassrl.records import Prompt, Sample
@@ -38,7 +38,7 @@ from compassrl.sandbox.isolated import (
 )
 
 # %% auto #0
-__all__ = ['GRACE', 'RewardPool', 'broker_process']
+__all__ = ['RewardPool', 'broker_process']
 
 
 # %% ../../nbs/judges/reward_pool.ipynb #bfe136cd
@@ -182,9 +182,6 @@ class RewardPool(Judge):
 
 
 # %% ../../nbs/judges/reward_pool.ipynb #c94df704
-GRACE = 2.0  # seconds: a verdict that ends itself in time need not be ended
-
-
 class _Job(NamedTuple):
     "One response to judge"
 

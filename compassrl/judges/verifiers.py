@@ -5,8 +5,11 @@
 # %% ../../nbs/judges/verifiers.ipynb #bca67e21
 from __future__ import annotations
 
+import ast
+import builtins
 import json
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -15,7 +18,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from compassrl.data.tasks import find_verifier, judge, verifier, verifiers
+from compassrl.data.tasks import (
+    after_reasoning,
+    find_verifier,
+    judge,
+    one_line,
+    verifier,
+    verifiers,
+)
 from compassrl.records import Prompt, Verdict
 from compassrl.sandbox.isolated import (
     Limits,
@@ -82,8 +92,9 @@ def _mathematics() -> tuple[str, tuple[str, ...]]:
 def maths(text: str, answer: str) -> Verdict:
     "The answer in the text, mathematically equal to a LaTeX expression (math-verify)"
     source, paths = _mathematics()
+    text = after_reasoning(text)
     o = run_function(source, 'same_maths', text, answer, limits=_maths, paths=paths)
-    if o.status == 'lost' or starved(o):
+    if o.status == 'lost' or starved(o) or re.match(r'(Import|ModuleNotFound)Error', o.evidence):
         return no_verdict(o)
     if o.status != 'ok':  # it asks for more than any answer needs
         return judge(False, o.evidence)
@@ -98,7 +109,7 @@ def program_of(
     text: str,  # a response
 ) -> str:
     "The last fenced block after any reasoning, or all of it; without the mark of a UTF-8 file"
-    text = text.split('</think>')[-1]
+    text = after_reasoning(text)
     blocks = re.findall(r'```(?:[\w+-]*)\n(.*?)```', text, flags=re.S)
     return (blocks or [text])[-1].removeprefix('\ufeff')
 
@@ -114,13 +125,49 @@ def _suite(answer: str) -> tuple[list[Any], str, Limits]:  # tests, prefix, limi
         raise ValueError(
             f'tests={str(tests)[:60]}: use a list of assert lines or of {{"stdin", "stdout"}}'
         )
-    limits: dict[str, Any] = dict(wall_s=10.0, cpu_s=2.0, memory_mb=512) | spec
-    return tests, prefix, Limits(**limits)
+    limits = Limits(**dict[str, Any](wall_s=10.0, cpu_s=2.0, memory_mb=512) | spec)
+    for test in tests:
+        _check_test(test, limits)
+    return tests, prefix, limits
 
 
 def _is_test(test: Any) -> bool:
     pair = isinstance(test, dict) and test.keys() == {'stdin', 'stdout'}
-    return pair or isinstance(test, str)
+    return (pair and all(isinstance(v, str) for v in test.values())) or isinstance(test, str)
+
+
+def _check_test(test: str | dict[str, str], limits: Limits) -> None:
+    "Raises ValueError for a test that no program can pass, or that asks none"
+    if isinstance(test, dict):
+        size = len(test['stdout'].strip().encode(errors='replace'))
+        if size > 1024 * limits.output_kb:
+            raise ValueError(
+                f'a stdout of {size} bytes is more than output_kb={limits.output_kb} lets a '
+                f'program print: set "output_kb" to {size // 1024 + 1} beside "tests"'
+            )
+        return
+    try:
+        tree = ast.parse(test)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        raise ValueError(f'test {one_line(test, 60)!r} is no Python ({e})') from None
+    if not _asks_program(tree):
+        raise ValueError(
+            f'test {one_line(test, 60)!r} asks the program nothing: call its functions'
+        )
+
+
+_lookups = {'eval', 'exec', 'globals', 'locals', 'vars', '__import__'}
+
+
+def _asks_program(tree: ast.AST) -> bool:
+    "Does a test name anything that is neither its own nor Python's?"
+    nodes = [*ast.walk(tree)]
+    own = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    own |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    own |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    own |= {(n.asname or n.name).partition('.')[0] for n in nodes if isinstance(n, ast.alias)}
+    used = {n.id for n in nodes if isinstance(n, ast.Name)} - own - sys.stdlib_module_names
+    return any(name in _lookups or not hasattr(builtins, name) for name in used)
 
 
 def _lines(text: str) -> list[str]:
@@ -144,11 +191,20 @@ def run_test(
     return False, subject if subject.status != 'ok' else tester
 
 
+_future = re.compile(r'^from __future__ import (?:\([^)]*\)|[^\n]*)\n?', re.MULTILINE)
+
+
+def _joined(prefix: str, program: str) -> str:  # such imports must stay at the top
+    if not prefix:
+        return program
+    return ''.join(_future.findall(program)) + prefix + _future.sub('', program)
+
+
 @verifier(check_answer=_suite)
 def code(text: str, answer: str) -> Verdict:
     "Share of tests that a program passes; `correct` is all of them"
     tests, prefix, limits = _suite(answer)
-    program = prefix + program_of(text)
+    program = _joined(prefix, program_of(text))
     passed, first, wall, waited = 0, '', 0.0, 0.0
     for i, test in enumerate(tests):
         ok, o = run_test(program, test, limits)

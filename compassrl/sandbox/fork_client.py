@@ -220,7 +220,8 @@ class ForkServer:
         outer = _bwrap(binds, links) if isolation == 'bwrap' else []
         texts = {n: module_text(n) for n in ('namespaces', 'fork_server')} | dict(ours=source)
         own = binds if isolation == 'namespaces' else []
-        settings = dict(texts=texts, binds=own, links=links, paths=list(paths))
+        shown = dict.fromkeys(binds, '') | links
+        settings = dict(texts=texts, binds=own, links=links, shown=shown, paths=list(paths))
         self.control, theirs = socket.socketpair()
         with theirs:
             self._start(outer, settings, theirs, bare)
@@ -230,7 +231,7 @@ class ForkServer:
     ) -> None:
         caller = os.pidfd_open(os.getpid()) if hasattr(os, 'pidfd_open') else None
         isolated = self.isolation != 'none'
-        settings['server'] = isolated, isolated and _foreign_user(), caller
+        settings['server'] = isolated, isolated and _foreign_user(), caller, settings.pop('shown')
         python = [os.path.realpath(sys.executable), '-I', '-S', '-c', _bootstrap]
         with tempfile.TemporaryFile() as log:
             self.process = subprocess.Popen(

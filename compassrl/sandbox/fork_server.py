@@ -206,13 +206,21 @@ def monitor(pid: int, hold: int, limits: dict[str, float], isolated: bool) -> di
 
 
 # %% ../../nbs/sandbox/fork_server.ipynb #f6d5057b
-def writable_folders(limits: dict[str, float], isolated: bool) -> str:
+def writable_folders(limits: dict[str, float], isolated: bool, shown: dict[str, str]) -> str:
     "Makes the folders that the program may write to, and goes there; returns what to delete"
     if isolated:
+        # an environment may lie where the program gets an empty folder
+        shown = {p: to for p, to in shown.items() if p.startswith(('/tmp/', '/dev/shm/'))}
+        below = {p: os.open(p, os.O_PATH) for p, to in shown.items() if not to}
         size = f'size={limits["disk_mb"]}m,nr_inodes=4096,mode=1777'
         for place, kind in (('/proc', 'proc'), ('/tmp', 'tmpfs'), ('/dev/shm', 'tmpfs')):
             options = size if kind == 'tmpfs' else None
             ns.mount(kind, place, kind, ns.NO_SUID | ns.NO_DEVICES, options)
+        for path, fd in below.items():
+            ns.bind_at(fd, path, True)
+        for path in shown.keys() - below:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.symlink(shown[path], path)
         os.chdir('/tmp')
         return ''
     home = f'{os.environ["SANDBOX_FOLDER"]}/{os.getpid()}'
@@ -255,12 +263,13 @@ def monitor_process(
     limits: dict[str, float],
     isolated: bool,
     user: int,
+    shown: dict[str, str],
 ) -> NoReturn:
     "All that a monitor's process does; its child is the program's process"
     try:
         ns.die_with_parent()
         os.setsid()
-        home = writable_folders(limits, isolated)
+        home = writable_folders(limits, isolated, shown)
         ns.set_dumpable(False)  # the program cannot look into this process
         pid = os.fork()
     except BaseException as e:
@@ -298,8 +307,10 @@ def server_process(
     isolated: bool,
     user: int,  # runs the programs; 0 = the user who runs this process
     caller: int | None,  # pidfd of the process that sends requests on file 0
+    shown: dict[str, str],  # files and folders that stay readable -> '', or target of a link
 ) -> NoReturn:
     "All that a fork server does: a monitor for every request, until the caller is gone"
+    os.umask(0o022)  # the folders that it makes are for the foreign user, too
     control, running = socket.socket(fileno=0), []
     poll = select.poll()
     for fd in (control.fileno(), *([caller] if caller else [])):
@@ -322,7 +333,7 @@ def server_process(
             pid = fork_isolated(isolated)
             if not pid:
                 control.detach()
-                monitor_process(fds[0], fds[1:], limits, isolated, user)
+                monitor_process(fds[0], fds[1:], limits, isolated, user, shown)
             for fd in fds[1:]:
                 os.close(fd)
             until = time.monotonic() + limits['wall_s'] + 5

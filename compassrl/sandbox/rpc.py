@@ -269,7 +269,8 @@ class _Asker:
     "The test's end of the channel"
 
     def __init__(self, channel: socket.socket) -> None:
-        self.channel, self.count, self.in_assert = channel, 0, False
+        self.channel, self.count, self.asserts = channel, 0, 0  # asserts that have begun
+        self.later: list[tuple[Any, Any]] = []  # arguments, and what the program made of them
         self.fault: Gone | Denied | None = None
         self.functions: list[Callable[..., object]] = []
         self.errors: dict[str, Any] = {}  # exception classes, with their `_number`
@@ -325,13 +326,15 @@ class _Asker:
             if what == '__len__' and names[0] == 'AttributeError':
                 raise TypeError(text)  # `list` expects it where there is no length
             raise self.error_of(names)(text)
-        if not self.in_assert:
-            self.changed(args, got.get('after', ()))
+        self.later.append((args, got.get('after', ())))
+        self.in_assert(0)
         return unpack(got['value'], self.resolve)
 
-    def changed(self, args: tuple[Any, ...], after: Sequence[object]) -> None:
-        "Repeats here what the program has changed in its copies of the arguments"
-        for mine, theirs in zip(args, after):
+    def in_assert(self, more: int) -> None:  # one begins (1) or ends (-1): then arguments change
+        self.asserts += more
+        changes = [] if self.asserts else [pair for call in self.later for pair in zip(*call)]
+        self.later = self.later if self.asserts else []
+        for mine, theirs in changes:
             if type(mine) in (list, dict, set, bytearray):
                 new = unpack(theirs, self.resolve)
                 if type(new) is type(mine):
@@ -363,11 +366,13 @@ class _Names(dict[str, object]):
 
 
 class _Marked(ast.NodeTransformer):
-    "Says when an assert begins and ends"
+    "Says when an assert begins and ends; `assert a and b` is two"
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
-        marks = [ast.parse(f'__in_assert__({b})').body[0] for b in (True, False)]
-        return [ast.copy_location(marks[0], node), node, ast.copy_location(marks[1], node)]
+        begin, end = (ast.parse(f'__in_assert__({n})').body for n in (1, -1))
+        both = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
+        tests = node.test.values if both else [node.test]  # type: ignore[attr-defined]
+        return [ast.Try([*begin, ast.Assert(t, node.msg)], [], [], end) for t in tests]
 
 
 def _modules(tree: ast.AST) -> set[str]:
@@ -385,8 +390,8 @@ def examine(
     try:
         receive(asker.channel)  # the program has been read
         tree = _Marked().visit(ast.parse(test))
-        names.update({n: importlib.import_module(n) for n in _modules(tree)})
-        names['__in_assert__'] = lambda on: setattr(asker, 'in_assert', on)
+        modules = {n: importlib.import_module(n) for n in _modules(tree)}
+        names.update(modules, __in_assert__=asker.in_assert)
         exec(compile(ast.fix_missing_locations(tree), 'test', 'exec'), names)
         if asker.fault:
             raise asker.fault

@@ -234,3 +234,79 @@ def test_odd_responses():
     for text in ('', '\0', '\ud800', '```python\n', 'def', '("' * 500):
         v = verify(Prompt('p', 'c', '', [2], suite(ASSERTS[:1]), 'code'), text)
         assert v.reward == 0 and v.status in ('wrong', 'failed'), (text, v)
+
+
+# ---- tests as rewards: what is changed in place, and what no program could pass
+
+IN_PLACE = 'def srt(xs):\n    xs.sort()\n    return xs\ndef fill(xs): xs.append(3)\n'
+PURE = 'def srt(xs): return sorted(xs)\ndef fill(xs): xs.append(3)\n'
+
+
+@pytest.mark.parametrize(
+    'test, program, right',
+    [
+        ('xs = [3, 1]\nassert srt(xs) == [1, 3]\nassert xs == [3, 1]', PURE, 1),
+        ('xs = [3, 1]\nassert srt(xs) == [1, 3]\nassert xs == [3, 1]', IN_PLACE, 0),
+        ('xs = [1]\nassert fill(xs) is None and xs == [1, 3]', PURE, 1),
+        ('xs = [1]\ntry:\n  assert fill(xs)\nexcept AssertionError: pass\nassert xs == [1, 3]', PURE, 1),
+        ('xs = [1]\ntry:\n  assert srt(0)\nexcept TypeError: pass\nfill(xs)\nassert xs == [1, 3]', PURE, 1),
+        ('xs = [3, 1]\nassert srt(xs) == sorted(xs)', 'def srt(xs):\n    xs.clear()\n    return []', 0),
+    ],
+)  # fmt: skip
+def test_changes_in_place_count_when_the_assert_ends(test, program, right):
+    v = code(program, json.dumps([test]))
+    assert v.reward == right, v
+
+
+def test_future_imports_stay_above_the_prefix():
+    answer = json.dumps(dict(tests=['assert f(1) == 2'], prefix='import math\n'))
+    for names in ('annotations', '(\n    annotations,\n)'):
+        v = code(f'from __future__ import {names}\ndef f(x: math.foo): return 2 * x', answer)
+        assert v.reward == 1, v
+
+
+@pytest.mark.parametrize(
+    'test, why',
+    [
+        ('assert ((', 'is no Python'),
+        ('', 'asks the program nothing'),
+        ('# nothing', 'asks the program nothing'),
+        ('assert True', 'asks the program nothing'),
+        ('import math\nx = 2\nassert math.sqrt(4) == x', 'asks the program nothing'),
+        (dict(stdin='', stdout='x' * 300_000), 'set "output_kb" to 293'),
+        (dict(stdin='', stdout=1), 'use a list of'),
+        ('assert f(1)', ''),
+        ('assert globals()["f"](1)', ''),
+        (dict(stdin='', stdout='x' * 3_000), ''),
+    ],
+)
+def test_a_test_that_no_program_passes_is_refused_at_load(test, why):
+    check = code.check_answer
+    if not why:
+        check(json.dumps([test]))
+        return
+    with pytest.raises(ValueError, match=why):
+        check(json.dumps([test]))
+
+
+def test_a_long_output_is_welcome_where_the_row_says_so():
+    pair = dict(stdin='', stdout='x' * 300_000)
+    answer = json.dumps(dict(tests=[pair], output_kb=400))
+    code.check_answer(answer)
+    assert code('print("x" * 300_000)', answer).reward == 1
+
+
+def test_reasoning_that_never_ends_has_said_nothing():
+    block = '```python\ndef f(x): return 2 * x\n```'
+    tests = json.dumps(['assert f(1) == 2'])
+    assert code(block, tests).reward == 1 and code(f'<think>maybe {block}', tests).reward == 0
+    for name, answer, text in (
+        ('maths', '42', '\\boxed{42}'),
+        ('numeric', '42', '42'),
+        ('set_match', '["a"]', 'a'),
+        ('tool_call', '[{"name": "f", "arguments": {}}]', '{"name": "f", "arguments": {}}'),
+        ('instructions', '[{"check": "keyword", "word": "a", "at_least": 1}]', 'a'),
+    ):
+        q = Prompt('p', 'd', '', [2], answer, name)
+        assert verify(q, f'<think>b</think>{text}').correct, name
+        assert not verify(q, f'<think>{text}').correct, name

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -159,6 +160,35 @@ def test_the_interpreter_of_the_caller_starts(any_isolation):
     assert o.stdout == f'{sys.version_info[:2]}\n', o
 
 
+@pytest.fixture
+def below_tmp():
+    "A folder where every program gets an empty one"
+    with tempfile.TemporaryDirectory(dir='/tmp') as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+        close_fork_servers()
+
+
+def test_an_environment_below_tmp(below_tmp, monkeypatch, any_isolation):
+    "Its interpreter starts, what it imports late is there, and it cannot be changed"
+    (packages := below_tmp / 'packages').mkdir()
+    (packages / 'late_part.py').write_text('x = 42')
+    (python := below_tmp / 'python').symlink_to(os.path.realpath(sys.executable))
+    monkeypatch.setattr(sys, 'executable', str(python))
+    close_fork_servers()  # a new one knows this interpreter
+    o = run_program([str(python), '-I', '-c', 'print(7)'], isolation=any_isolation)
+    assert o.stdout == '7\n', o
+    late = 'def f():\n    import late_part\n    return late_part.x'
+    with warm_server(any_isolation, late, (str(packages),)) as server:
+        o = fork_client.Sandbox(server, dict(call='f', args=[]), SMALL).outcome()
+    assert o.stdout == '42', o
+    if any_isolation != 'none':
+        change = f'def f(): open({str(packages / "late_part.py")!r}, "w")'
+        with warm_server(any_isolation, change, (str(packages),)) as server:
+            o = fork_client.Sandbox(server, dict(call='f', args=[]), SMALL).outcome()
+        assert o.status == 'failed' and 'Errno' in o.evidence, o
+
+
 def test_environment_is_bare(monkeypatch, any_isolation):
     monkeypatch.setenv('SECRET_OF_THE_CALLER', 'x')
     close_fork_servers()
@@ -207,7 +237,9 @@ def test_what_is_not_there_cannot_be_reached(isolation, tmp_path):
     (tmp_path / 'answers').write_text('42')
     look = f'import os; print(os.path.exists({str(tmp_path / "answers")!r}))'
     assert sees(look, isolation) == 'False'
-    assert sees('import os; print(os.listdir("/tmp"))', isolation) == "['main.py']"
+    own = {Path(p).parts[2] for p in (sys.prefix, sys.base_prefix) if p.startswith('/tmp/')}
+    in_tmp = set(eval(sees('import os; print(os.listdir("/tmp"))', isolation)))
+    assert {'main.py'} <= in_tmp <= {'main.py', *own}
     pids = json.loads(sees('import os; print(sorted(map(int, filter(str.isdigit, '
                            'os.listdir("/proc")))))', isolation))  # fmt: skip
     assert pids == [1, 2]
