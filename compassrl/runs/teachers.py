@@ -131,7 +131,9 @@ class Endpoint(GenRM):
         p = r.params
         messages = prompt.messages or [dict(role='user', content=prompt.text)]
         given = dict(prompt.chat_options)
-        tools = dict(tools=t) if (t := given.pop('tools', None)) else {}
+        more = dict(tools=t) if (t := given.pop('tools', None)) else {}
+        more |= dict(stop=list(p.stop)) if p.stop else {}
+        given |= {k: v for k, v in dict(top_k=p.top_k, min_p=p.min_p).items() if v}
         async with gate:
             try:
                 async with asyncio.timeout(self.limit_s):
@@ -142,7 +144,7 @@ class Endpoint(GenRM):
                         temperature=p.temperature,
                         top_p=p.top_p,
                         seed=r.seed % 2**31,
-                        **tools,
+                        **more,
                         extra_body=given or None,
                     )
                     return self._read(r, completion)

@@ -399,8 +399,9 @@ def test_greedy_equals_embedded(fresh):
 class Said:
     "A rollout engine that is made to say the tokens of `samples`: its own log-probs for them"
 
-    def __init__(self, policy, temperature, top_p):
+    def __init__(self, policy, temperature, top_p, top_k, min_p):
         self.policy, self.temperature, self.top_p = policy, temperature, top_p
+        self.top_k, self.min_p = top_k, min_p
 
     @torch.no_grad()
     def __call__(self, s):
@@ -408,20 +409,38 @@ class Said:
         logits = self.policy.logits(self.policy(ids, torch.ones_like(ids, dtype=torch.bool))[0])
         p = (logits.double() / self.temperature).softmax(-1)
         ranked, order = p.sort(-1, descending=True)
-        out = ranked.cumsum(-1) - ranked >= self.top_p
+        out = ranked < self.min_p * ranked[..., :1]
+        out[..., self.top_k or ranked.shape[-1] :] = True
+        ranked = ranked.masked_fill(out, 0)
+        ranked = ranked / ranked.sum(-1, keepdim=True)
+        out |= ranked.cumsum(-1) - ranked >= self.top_p
         p = p.masked_fill(torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, out), 0)
         p = (p / p.sum(-1, keepdim=True))[len(s.prompt_ids) - 1 : -1]
         return p.gather(-1, ids[0, len(s.prompt_ids) :, None])[:, 0].log()
 
 
-@pytest.mark.parametrize('temperature,top_p', [(0.7, 1.0), (1.6, 1.0), (1.0, 0.6), (0.8, 0.9)])
-def test_log_probs_are_of_what_was_drawn(fresh, temperature, top_p):
+@pytest.mark.parametrize('kind', [VllmRollout, TorchRollout])
+@pytest.mark.parametrize(
+    'temperature,top_p,top_k,min_p',
+    [
+        (0.7, 1.0, 0, 0.0),
+        (1.6, 1.0, 0, 0.0),
+        (1.0, 0.6, 0, 0.0),
+        (0.8, 0.9, 0, 0.0),
+        (1.0, 1.0, 3, 0.0),
+        (1.3, 1.0, 0, 0.2),
+        (1.0, 0.8, 4, 0.1),
+    ],
+)
+def test_log_probs_are_of_what_was_drawn(fresh, kind, temperature, top_p, top_k, min_p):
     "After temperature and truncation, also in a batch in which others are greedy"
-    mixed = requests(temperature=temperature, top_p=top_p) + requests(seed=5, temperature=0.0)
-    samples = list(fresh.generate(mixed[::2] + mixed[1::2]))
+    cut = dict(top_p=top_p, top_k=top_k, min_p=min_p)
+    mixed = requests(temperature=temperature, **cut) + requests(seed=5, temperature=0.0)
+    engine = fresh if kind is VllmRollout else torch_rollout(lively())
+    samples = list(engine.generate(mixed[::2] + mixed[1::2]))
     drawn = [s for s in samples if s.rollout_log_probs.any()]
     assert len(drawn) == 12 and len(samples) == 24
-    said = Said(lively(), temperature, top_p)
+    said = Said(lively(), temperature, **cut)
     gap = torch.cat([(said(s) - s.rollout_log_probs).abs() for s in drawn])
     assert gap.mean() < CLOSE and gap.max() < 1e-4
 
