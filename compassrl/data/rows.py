@@ -231,6 +231,10 @@ def _json_of(r: Reading, row: dict[str, Any], f: str, kind: type) -> Any:  # Non
     return _without_nulls(value)
 
 
+def _names(tools: list[dict[str, Any]]) -> set[str]:
+    return {str(t.get('function', t).get('name')) for t in tools}
+
+
 def _chat(
     r: Reading, row: dict[str, Any], messages: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -246,7 +250,11 @@ def _chat(
     if system and not has_one:
         messages = [dict(role='system', content=system), *messages]
     given = {}
-    if tools := _json_of(r, row, 'tools', list):
+    tools, ours = _json_of(r, row, 'tools', list), r.chat.tools if r.chat else []
+    if other := ours and sorted(_names(tools or []) - _names(ours)):
+        why = f"column 'tools' offers {other}, and tools.name has {sorted(_names(ours))}"
+        raise BadRow(why, 'tools')
+    if tools := tools or ours:
         given['tools'] = tools
     options = r.options | (_json_of(r, row, 'chat_template_kwargs', dict) or {})
     goes_on = options.get('continue_final_message')
@@ -273,8 +281,9 @@ def _prompt_text(
         if not _valid(value, name).strip():
             raise BadRow(f'{name!r} is empty', f'empty {name}')
         if not r.always_chat:
-            if r.system:
-                why = f'{name!r} is text, which cannot have the system prompt of data.system'
+            if r.system or r.chat and r.chat.tools:
+                what = 'the system prompt of data.system' if r.system else 'the tools of tools.name'
+                why = f'{name!r} is text, which cannot have {what}'
                 raise BadRow(why, 'system', '--data.apply-chat-template')
             return value, None, {}
         value = [dict(role='user', content=value)]

@@ -211,9 +211,8 @@ class Slots:
         self.requests += requests
         self.started += [started] * len(requests)
         self.num_running = rows.stop
-        self.truncates = any(
-            p.top_p < 1 or p.top_k or p.min_p for p in (r.params for r in self.requests)
-        )
+        asked = [r.params for r in self.requests]
+        self.truncates = any(p.top_p < 1 or p.top_k or p.min_p for p in asked)
         self.changed()
         return rows
 

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from compassrl.config import TrainConfig
-from compassrl.data.tokenizer import byte_tokenizer, encode
+from compassrl.data.tokenizer import StopStrings, byte_tokenizer, encode, load_tokenizer
 from compassrl.judges.genrm import GenRMConfig
 from compassrl.judges.genrm_client import GenRM, to_its_end
 from compassrl.model.pretrained import from_pretrained, hf_weights, shard_files
 from compassrl.records import Prompt, Request, Sample
+from compassrl.rollout.episodes import Episodes
 from compassrl.runs.factory import rollout_engines, rollout_setup
 from compassrl.runs.run_process import set_up
 
@@ -86,6 +87,8 @@ class EngineTeacher:
         self.engine = kind.build(rollout_setup(cfg), Path(cfg.init_from), folder)
         self.stack.callback(self.engine.close)
         self.engine.load_weights(hf_weights(from_pretrained(cfg.init_from)), 0)
+        if cfg.rollout.stop:
+            self.engine = Episodes(self.engine, stops=StopStrings(load_tokenizer(cfg.init_from)))
 
     def draw(self, requests: list[Request], prompts: dict[str, Prompt]) -> Iterator[Told]:
         for s in self.engine.generate(requests):
