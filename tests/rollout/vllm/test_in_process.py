@@ -13,11 +13,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import LossConfig, PolicyLoss
 from compassrl.algo.ratios import tis_weights
+from compassrl.data.tokenizer import StopStrings
 from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import (
@@ -28,7 +30,7 @@ from compassrl.model.pretrained import (
     weight_parts,
 )
 from compassrl.records import Request, SamplingParams, collate, derive_seed
-from compassrl.rollout.episodes import Turns
+from compassrl.rollout.episodes import Episodes, Turns
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import TorchRollout
@@ -556,6 +558,25 @@ def test_yields_as_they_finish(fresh):
 
 def test_requests_that_grow(fresh):
     law_requests_that_grow(fresh, requests(24, 2))
+
+
+def test_a_text_ends_responses(fresh):
+    "The token that completes it is the last one; all before is what is drawn without it"
+    letters = {chr(48 + i): i for i in range(CONFIG.vocab_size)}
+    tok = Tokenizer(models.WordLevel(letters, unk_token='0'))
+    tok.pre_tokenizer, tok.decoder = pre_tokenizers.Split('', 'isolated'), decoders.Fuse()
+    plain = ordered(fresh.generate(requests(temperature=0.0, max_tokens=40)))
+    texts = tuple(tok.decode(s.response_ids[5:7]) for s in plain[::4])
+    asked = requests(temperature=0.0, max_tokens=40, stop=texts)
+    found = ordered(Episodes(fresh, stops=StopStrings(tok)).generate(asked))
+    ended = 0
+    for s, whole in zip(found, plain, strict=True):
+        ends = [n for n in range(41) if any(t in tok.decode(whole.response_ids[:n]) for t in texts)]
+        assert s.response_ids == whole.response_ids[: ends[0] if ends else 40]
+        assert s.finish_reason == ('stop' if ends else 'length')
+        assert len(s.routes_valid) == len(s.prompt_ids) + len(s.response_ids) - 1
+        ended += bool(ends)
+    assert ended > 2
 
 
 def test_prefix_cache(fresh):
