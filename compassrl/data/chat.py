@@ -234,12 +234,12 @@ class ChatTemplate:
             dict(role='assistant', content='', tool_calls=[call]),
             dict(role='tool', name='f', content=said),
         ]
-        asked, text = (self.render(m, self.tools, **options) for m in (chat[:2], chat))
-        before, found, after = text.rpartition(said)
+        before, found, after = self.render(chat, self.tools, **options).rpartition(said)
         called, mark, between = before.rpartition('</tool_call>')
-        if not (found and mark and asked.startswith(called + mark)):
+        is_json = called.rpartition('<tool_call>')[2].strip().startswith('{')
+        if not (found and mark and is_json):
             raise ValueError(
-                "the chat template writes no call as <tool_call>...</tool_call> with the tool's "
-                "answer in a turn of its own: use tools.format='marks'"
+                'the chat template writes no call as <tool_call>{JSON}</tool_call>, or no answer '
+                "of a tool after it: use tools.format='marks'"
             )
         return between, after

@@ -1,6 +1,11 @@
 "Tools: one's own by its place, an environment, and calls in the format of the model"
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ from compassrl.data.tokenizer import StopStrings, build_tokenizer, byte_tokenize
 from compassrl.data.tools import ToolUser, own_tools, tool_schema
 from compassrl.records import Prompt, derive_seed
 from compassrl.runs.run_data import tool_of
+from tests.support import ROOT
 
 TOK = build_tokenizer()
 TOOLS = b'''
@@ -178,18 +184,26 @@ def bytes_and(marks):
     return tok
 
 
+def published(name):
+    "The chat template of a family, as TRL has it"
+    folder = Path(find_spec('trl').origin).parent / 'chat_templates'
+    return (folder / f'{name}.jinja').read_text()
+
+
 @pytest.mark.parametrize('call_is_a_token', [True, False])
-def test_a_call_in_the_format_of_the_model(call_is_a_token):
+@pytest.mark.parametrize('family', ['', 'qwen2_5', 'qwen3'])
+def test_a_call_in_the_format_of_the_model(family, call_is_a_token):
     "The policy reads what transformers writes of the same chat, of the tools and of the answer"
     marks = [*MARKS, *(['<tool_call>', '</tool_call>'] if call_is_a_token else [])]
-    tok, chat = bytes_and(marks), ChatTemplate(TEMPLATE)
+    template = published(family) if family else TEMPLATE
+    tok, chat = bytes_and(marks), ChatTemplate(template)
     u = ToolUser(ToolConfig('t.py:add,shout', format='hermes'), tok, TOOLS, chat)
     functions = own_tools('t.py:add,shout', TOOLS)
     given = dict(a=3, b=4)
     calls = [dict(type='function', function=dict(name='add', arguments=given))]
     asked = [dict(role='user', content='3+4?')]
     said = [dict(role='assistant', content='', tool_calls=calls), dict(role='tool', content='7')]
-    hf = PreTrainedTokenizerFast(tokenizer_object=tok, chat_template=TEMPLATE)
+    hf = PreTrainedTokenizerFast(tokenizer_object=tok, chat_template=template)
     render = dict(tools=[*functions.values()], tokenize=False, add_generation_prompt=True)
     first, whole = (hf.apply_chat_template(m, **render) for m in (asked, asked + said))
     prompt = row_prompt(Reading(tok, chat=chat), dict(prompt=asked, answer='7'))
@@ -218,6 +232,12 @@ def test_calls_as_json(call, said):
     assert text.partition('<tool_response>\n')[2].startswith(said)
 
 
+@pytest.mark.parametrize('family', ['llama3_1', 'gemma', 'gptoss', 'deepseekv3', 'qwen3_5_think'])
+def test_families_with_another_format_are_refused(family):
+    with pytest.raises(ValueError, match='^the chat template (refuses it|writes no call)[^\n]*$'):
+        ChatTemplate(published(family)).around_answer()
+
+
 OTHERS = dict(
     marks=[('<tool_call>', '['), ('</tool_call>', ']')],
     quoted=[('m.content }}\n</', 'm.content | tojson }}\n</')],
@@ -231,7 +251,7 @@ def test_other_templates_are_refused(change):
     for old, new in change:
         assert old in text
         text = text.replace(old, new)
-    with pytest.raises(ValueError, match='the chat template writes no call as <tool_call>'):
+    with pytest.raises(ValueError, match='the chat template writes no call as <tool_call>{JSON}'):
         ToolUser(ToolConfig('t.py:add', format='hermes'), TOK, TOOLS, ChatTemplate(text))
 
 
@@ -280,3 +300,37 @@ def test_no_token_completes_a_text_unnoticed(text):
                 seen += 1
                 break
     assert seen > 140
+
+
+# ---- the recipe of CONTRIBUTING
+
+REVERSED = """
+
+@tool
+def reversed_text(call: str) -> str:
+    "The call, backwards"
+    return call[::-1]
+"""
+CALLED = """
+from compassrl.data.data_settings import ToolConfig
+from compassrl.data.tokenizer import build_tokenizer, encode
+from compassrl.data.tools import ToolUser
+tok = build_tokenizer()
+print(tok.decode(ToolUser(ToolConfig('reversed_text'), tok)(encode(tok, '<abc>'))))
+"""
+
+
+def test_a_tool_is_a_function_and_its_name(tmp_path):
+    "In a copy of the package, with nothing else changed"
+    copy = tmp_path / 'compassrl'
+    shutil.copytree(ROOT / 'compassrl', copy, ignore=shutil.ignore_patterns('__pycache__'))
+    names, known = copy / 'data/registries.py', "('calculator', 'lookup')"
+    assert names.read_text().count(known) == 1
+    names.write_text(names.read_text().replace(known, f"{known[:-1]}, 'reversed_text')"))
+    with open(copy / 'data/tools.py', 'a') as f:
+        f.write(REVERSED)
+    env = os.environ | dict(PYTHONPATH=str(tmp_path))
+    r = subprocess.run(
+        [sys.executable, '-c', CALLED], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert r.stdout == '=cba;\n', r.stderr
