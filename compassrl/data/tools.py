@@ -147,7 +147,7 @@ class ToolUser:
         self.stops, ids = StopStrings(tokenizer), encode(tokenizer, self.marks[1])
         # where a call ends: at its mark, or at any token that may complete the mark's text
         self.one_token: bool = len(ids) == 1
-        self.stop_ids: list[int] = ids if self.one_token else self.stops.ids([self.marks[1]])
+        self.stop_ids: Sequence[int] = ids if self.one_token else self.stops.ids([self.marks[1]])
 
     def _built_in(self) -> dict[str, Callable[..., Any]]:
         name, path = self.cfg.name, self.cfg.table

@@ -120,10 +120,8 @@ class Slots:
         self.first_column = zeros()  # where the prompt begins
         self.last_column = zeros()  # where the longest response that was asked for ends
         self.temperature = zeros(dtype=torch.float64)
-        self.top_p = zeros(dtype=torch.float64)
-        self.top_k = zeros()
-        self.min_p = zeros(dtype=torch.float64)
-        self.stop_ids = zeros(1)
+        self.top_p, self.min_p = zeros(dtype=torch.float64), zeros(dtype=torch.float64)
+        self.top_k, self.stop_ids = zeros(), zeros(1)
 
     def reserve(
         self,

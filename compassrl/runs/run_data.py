@@ -219,9 +219,7 @@ def tool_of(
         file = read_reward_file(tools.name, kept, 'tools.name')
         check_unchanged([file], cfg.rewards.function_sha256 if kept else {})
     if tools.format == 'hermes' and tools.name and not cfg.data.path:
-        raise ValueError(
-            "tools.format='hermes': tools are offered in chats, name some by data.path"
-        )
+        raise ValueError("tools.format='hermes': tools are offered in chats, name data.path")
     source, options = file.source if file else b'', cfg.data.template_options()
     user = ToolUser(tools, tokenizer, source, chat, options) if tools.name else None
     return user, file
