@@ -154,8 +154,8 @@ class ToolConfig:
     max_calls: Annotated[int, at_least(1)] = 4
     # Seconds for one call; after them the policy reads an error
     wall_s: Annotated[float, above(0)] = 30.0
-    # Format of calls. 'marks': text between `begin` and `end`; 'hermes': JSON with name and arguments
-    # between <tool_call> and </tool_call>, answered as the chat template writes it
+    # Format of calls. 'marks': text between `begin` and `end`; 'hermes': JSON with name and
+    # arguments between <tool_call> and </tool_call>, answered as the chat template writes it
     format: Literal['marks', 'hermes'] = 'marks'
     begin: str = '<'  # Text that begins a call, with format 'marks'
     end: str = '>'  # Text that ends a call, with format 'marks'
