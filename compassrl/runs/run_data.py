@@ -186,6 +186,7 @@ def _replayed(cfg: TrainConfig) -> TrainConfig:  # the earlier run, with the tok
         policy=cfg.policy,
         rollout=cfg.rollout,
         rewards=cfg.rewards,
+        tools=cfg.tools,
         data=replace(earlier.data, replay_from=''),
         cold_start=replace(earlier.cold_start, steps=0),
     )
