@@ -31,13 +31,16 @@ MOST = 64  # more than `slots.most_given`, to see where it should be
 class Answers:
     "A tool that says so many tokens, whatever it is asked"
 
-    stop_id, max_calls = 2, 4
+    stop_ids, max_calls = (2,), 4
 
     def __init__(self, num):
         self.ids = [3 + i % 13 for i in range(num)]
 
-    def __call__(self, ids):
-        return self.ids
+    def ends(self, ids):
+        return True
+
+    def begin(self, prompt_id, calls=()):
+        return lambda ids: (self.ids, False)
 
 
 def seconds(engine, tool, requests, longest):

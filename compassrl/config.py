@@ -155,11 +155,11 @@ def _check_experts(cfg: TrainConfig) -> None:
 
 
 def _check_tools(cfg: TrainConfig) -> None:
-    if cfg.tools.name and cfg.schedule.over_provision:
+    if (cfg.tools.name or cfg.rollout.stop) and cfg.schedule.over_provision:
         raise ValueError(
-            f'tools.name={cfg.tools.name!r} with '
-            f'schedule.over_provision={cfg.schedule.over_provision}: a response that waits for a '
-            'tool is not dropped, use 0'
+            f'tools.name={cfg.tools.name!r}, rollout.stop={cfg.rollout.stop} with '
+            f'schedule.over_provision={cfg.schedule.over_provision}: a response that waits for its '
+            'next turn is not dropped, use 0'
         )
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Protocol
 import torch
 from torch import Tensor
 
-from compassrl.settings import above, at_least, check
+from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
@@ -80,6 +80,10 @@ class SamplingParams:
     # draw among the likeliest tokens whose probabilities reach this sum; 1 = among all
     top_p: Annotated[float, above(0, up_to=1)] = 1.0
     stop_ids: tuple[int, ...] = ()  # a response ends with the first of these, which it keeps
+    stop: tuple[str, ...] = ()  # and where its text contains one of these, see `rollout.episodes`
+    top_k: Annotated[int, at_least(0)] = 0  # draw among so many of the likeliest tokens; 0 = all
+    # draw among tokens that are at least so likely, as a share of the likeliest one
+    min_p: Annotated[float, between(0, 1)] = 0.0
 
     def __post_init__(self) -> None:
         check(self)

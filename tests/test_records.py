@@ -315,6 +315,8 @@ def test_no_samples():
         dict(temperature=float('nan')),
         dict(top_p=0),
         dict(top_p=1.1),
+        dict(top_k=-1),
+        dict(min_p=-0.1),
     ],
 )
 def test_sampling_params(kw):

@@ -52,7 +52,7 @@ class Watcher(ToolUser):
             n = derive_seed('noise', question, made) % 4
         return found[:1] + encode(self.tokenizer, str(n)) + found[1:]
 
-    def play(self, solution):
+    def play(self, solution, prompt_id=''):
         "A written-out response as an episode of this view would have it"
         *calls, rest = re.split(f'(?<={CALLED})', solution)
         question = f'{len(calls)}{calls[0][1:-1]}{ASKED}' if calls else ''
@@ -75,12 +75,12 @@ class ViewedTurns(Turns):
         last = len(own) - own[::-1].index(True)  # where the observation begins
         return replace(new, prompt_ids=(*r.prompt_ids, *ids[last:]), begun=None)
 
-    def answer(self, r, s):
-        found = super().answer(r, s)
+    def answer(self, r, calls):
+        found = super().answer(r, calls)
         if found is None:
             return None
-        made = sum(i == self.tool.stop_id for i in s.response_ids)
-        return self.tool.written(self.tool.tokenizer.decode(list(r.prompt_ids)), made, found)
+        question = self.tool.tokenizer.decode(list(r.prompt_ids))
+        return self.tool.written(question, len(calls), found[0]), found[1]
 
     def take(self, s):
         "What went out of view belongs to the response all the same; a dense policy has no routes"

@@ -165,6 +165,8 @@ class ChatTemplate:
         self.tokens, self.strict = tokens or {}, strict
         # does it write the date?
         self.reads_clock: bool = 'strftime_now' in template + tool_use
+        # schemas of a run's own tools, for chats whose row has none
+        self.tools: list[dict[str, Any]] = []
         self.templates: list[tuple[Template, set[str]]] = []  # each with the names that it reads
         for text in [template, tool_use or template]:
             try:
@@ -219,3 +221,23 @@ class ChatTemplate:
                 return text[:at] if text.startswith(_mark, at) else text[:at].rstrip()
         except ValueError as e:
             raise ValueError(f'the chat template refuses it ({e})') from None
+
+    def around_answer(self, **options: Any) -> tuple[str, str]:
+        """What it writes between the end of a call, `</tool_call>`, and the tool's answer, and what
+        after that. Raises ValueError for a template that has another format"""
+        call = dict(type='function', function=dict(name='f', arguments={}))
+        said = 'an "answer"\nof two lines'
+        chat = [
+            dict(role='user', content='?'),
+            dict(role='assistant', content='', tool_calls=[call]),
+            dict(role='tool', name='f', content=said),
+        ]
+        before, found, after = self.render(chat, self.tools, **options).rpartition(said)
+        called, mark, between = before.rpartition('</tool_call>')
+        is_json = called.rpartition('<tool_call>')[2].strip().startswith('{')
+        if not (found and mark and is_json):
+            raise ValueError(
+                'the chat template writes no call as <tool_call>{JSON}</tool_call>, or no answer '
+                "of a tool after it: use tools.format='marks'"
+            )
+        return between, after

@@ -147,22 +147,31 @@ class DataConfig:
 class ToolConfig:
     "What a response may call. Raises ValueError"
 
-    # Tool that a response may call, or your own by `compassrl.data.tools.tool`; empty = none
+    # Tool that a response may call, or your own by FILE.py:NAME, a function of text or a class with
+    # `reset` and `step`; of functions also several, FILE.py:NAME,NAME; empty = none
     name: Annotated[str, one_of(tool_functions)] = ''
     # Tool answers per response; a further call ends the response
     max_calls: Annotated[int, at_least(1)] = 4
-    begin: str = '<'  # Text that begins a call
-    end: str = '>'  # Text that ends a call; must be one token
+    # Seconds for one call; after them the policy reads an error
+    wall_s: Annotated[float, above(0)] = 30.0
+    # Format of calls. 'marks': text between `begin` and `end`; 'hermes': JSON with name and
+    # arguments between <tool_call> and </tool_call>, answered as the chat template writes it
+    format: Literal['marks', 'hermes'] = 'marks'
+    begin: str = '<'  # Text that begins a call, with format 'marks'
+    end: str = '>'  # Text that ends a call, with format 'marks'
     # File (.json, .yaml, .toml) with an object: the answer of `lookup` for each word
     table: str = ''
-    # Text that the policy reads after a call, with the tool's answer in place of {}
+    # Text that the policy reads after a call, with the tool's answer in place of {}, with format
+    # 'marks'
     answer: str = '={};'
 
     def __post_init__(self) -> None:
         check(self)
-        if self.name and self.name not in tool_functions:
+        if self.name and ':' not in self.name and self.name not in tool_functions:
             known = ', '.join(tool_functions)
-            raise ValueError(f'name={self.name!r}: use one of {known}, or register it')
+            raise ValueError(f'name={self.name!r}: use one of {known}, or FILE.py:NAME')
+        if ',' in self.name and self.format == 'marks':
+            raise ValueError(f"name={self.name!r}: a call names its tool only in format='hermes'")
         if (self.name == 'lookup') != bool(self.table):
             raise ValueError(
                 f'table={self.table!r} with name={self.name!r}: a file is for lookup, it needs one'

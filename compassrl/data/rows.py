@@ -232,6 +232,10 @@ def _json_of(r: Reading, row: dict[str, Any], f: str, kind: type) -> Any:  # Non
     return _without_nulls(value)
 
 
+def _names(tools: list[dict[str, Any]]) -> set[str]:
+    return {str(t.get('function', t).get('name')) for t in tools}
+
+
 def _chat(
     r: Reading, row: dict[str, Any], messages: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -247,7 +251,11 @@ def _chat(
     if system and not has_one:
         messages = [dict(role='system', content=system), *messages]
     given = {}
-    if tools := _json_of(r, row, 'tools', list):
+    tools, ours = _json_of(r, row, 'tools', list), r.chat.tools if r.chat else []
+    if other := ours and sorted(_names(tools or []) - _names(ours)):
+        why = f"column 'tools' offers {other}, and tools.name has {sorted(_names(ours))}"
+        raise BadRow(why, 'tools')
+    if tools := tools or ours:
         given['tools'] = tools
     options = r.options | (_json_of(r, row, 'chat_template_kwargs', dict) or {})
     goes_on = options.get('continue_final_message')
@@ -274,8 +282,9 @@ def _prompt_text(
         if not _valid(value, name).strip():
             raise BadRow(f'{name!r} is empty', f'empty {name}')
         if not r.always_chat:
-            if r.system or r.options:
-                why = f'{name!r} is text: system and chat_template_kwargs of data are for chats'
+            if r.system or r.options or r.chat and r.chat.tools:
+                why = 'data.system, data.chat_template_kwargs and tools.name are for chats'
+                why = f'{name!r} is text: {why}'
                 raise BadRow(why, 'system', '--data.apply-chat-template')
             return value, None, {}
         value = [dict(role='user', content=value)]

@@ -7,6 +7,7 @@ library."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     'prompt_ids',
     'byte_tokenizer',
     'response_text',
+    'StopStrings',
     'save_tokenizer',
     'load_tokenizer',
     'end_id',
@@ -83,6 +85,41 @@ def response_text(
     Any other special stays visible and cannot hide a wrong answer."""
     ids, ends = list(ids), eos_id if isinstance(eos_id, tuple) else (eos_id,)
     return tok.decode(ids[:-1] if ids and ids[-1] in ends else ids, skip_special_tokens=False)
+
+
+# %% ../../nbs/data/tokenizer.ipynb #b393aa6e
+class StopStrings:
+    "Texts that end a response, for engines that know tokens alone"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.known: dict[str, list[int]] = {}
+
+    def ids(self, texts: Iterable[str]) -> list[int]:
+        "Tokens that begin with an end of a text, or contain it: no other token can complete it"
+        return list(dict.fromkeys(i for t in texts for i in self._ids(t)))
+
+    def ended(self, texts: Iterable[str], ids: list[int]) -> bool:
+        "Do these tokens contain one of the texts?"
+        said = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return any(t in said for t in texts)
+
+    def _ids(self, text: str) -> list[int]:
+        if text not in self.known:
+            first = encode(self.tokenizer, 'a')  # some decoders strip the front of a text
+            before = len(self.tokenizer.decode(first, skip_special_tokens=False))
+            numbers = sorted(self.tokenizer.get_vocab().values())
+            found = self.tokenizer.decode_batch(
+                [[*first, i] for i in numbers], skip_special_tokens=False
+            )
+            ends = tuple(text[k:] for k in range(len(text)))
+            self.known[text] = [
+                i
+                for i, t in zip(numbers, (t[before:] for t in found))
+                # the replacement character: a part of a letter
+                if t.startswith(ends) or text in t or '\ufffd' in t and not text.isascii()
+            ]
+        return self.known[text]
 
 
 # %% ../../nbs/data/tokenizer.ipynb #7d24e4b9

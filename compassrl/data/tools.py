@@ -6,21 +6,34 @@ the policy reads back."""
 # %% ../../nbs/data/tools.ipynb #9d08a322
 from __future__ import annotations
 
+import inspect
+import json
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, update_wrapper
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from tokenizers import Tokenizer
 
+from compassrl.data.chat import ChatTemplate
 from compassrl.data.data_settings import ToolConfig as ToolConfig
 from compassrl.data.registries import tool_functions as tool_functions
 from compassrl.data.tasks import Choices, Problem, one_line, task_family
-from compassrl.data.tokenizer import encode
-from compassrl.files import call_own, read_data
+from compassrl.data.tokenizer import StopStrings, encode
+from compassrl.files import call_own, own_function, read_data
+from compassrl.records import Prompt
 
 # %% auto #0
-__all__ = ['tool', 'calculator', 'lookup', 'ToolUser', 'calculation']
+__all__ = [
+    'tool',
+    'calculator',
+    'lookup',
+    'own_tools',
+    'environment_of',
+    'tool_schema',
+    'ToolUser',
+    'calculation',
+]
 
 # %% ../../nbs/data/tools.ipynb #39e1d2d6
 _F = TypeVar('_F', bound=Callable[..., Any])
@@ -49,59 +62,195 @@ def lookup(call: str, table: dict[str, Any]) -> str:
 
 
 # %% ../../nbs/data/tools.ipynb #805b8499
-_CALL_S = 60.0  # seconds for one call of a tool
+_setting = 'tools.name'
 
 
-class ToolUser:
-    """A tool for a rollout engine. Raises ValueError for a mark that is not one token, and for a
-    table that is none"""
-
-    def __init__(self, cfg: ToolConfig, tokenizer: Tokenizer) -> None:
-        self.cfg, self.tokenizer, self.tool = cfg, tokenizer, tool_functions[cfg.name]
-        if cfg.table:
-            table = read_data(cfg.table)
-            if not isinstance(table, dict):
-                raise ValueError(
-                    f'tools.table={cfg.table} holds no object: use {{"word": "answer"}}'
-                )
-            self.tool = partial(lookup, table=table)
-        self.max_calls: int = cfg.max_calls
-        ids = encode(tokenizer, cfg.end)
-        if len(ids) != 1:
+def own_tools(
+    spec: str,  # FILE.py:NAME, FILE.py:NAME,NAME or MODULE:NAME
+    source: bytes = b'',  # the text of FILE.py
+) -> dict[str, Callable[..., Any]]:  # by name
+    "Functions, or one environment. Raises ValueError for what cannot be used"
+    place, _, names = spec.rpartition(':')
+    found = {n: own_function(f'{place}:{n}', _setting, source) for n in names.split(',')}
+    for name, fn in found.items():
+        made = environment_of(fn)
+        if made and (len(found) > 1 or not callable(getattr(made, 'reset', None))):
             raise ValueError(
-                f'tools.end={cfg.end!r} is {len(ids)} tokens of this tokenizer: use a mark that is '
-                'one, a call ends with it'
+                f'{_setting}={spec!r}: {name} is an environment: it has `reset` and `step`, and '
+                'stands alone'
             )
-        self.stop_id: int = ids[0]  # the last token of a call
+    return found
+
+
+def environment_of(fn: Callable[..., Any]) -> type[Any] | None:  # None: it is a plain function
+    "The class of environments that a class is, or that a function makes"
+    made = fn if isinstance(fn, type) else get_type_hints(fn).get('return')
+    return made if callable(getattr(made, 'step', None)) else None
+
+
+_json_types = {str: 'string', int: 'integer', float: 'number', bool: 'boolean'}
+_json_types |= {list: 'array', tuple: 'array', dict: 'object'}
+
+
+def tool_schema(
+    name: str,  # the name by which a call asks for it
+    fn: Callable[..., Any],  # types in the signature; parameters below `Args:` in the docstring
+) -> dict[str, Any]:
+    "JSON schema of a function, for a chat template"
+    doc, hints = inspect.getdoc(fn) or '', get_type_hints(fn)
+    about = dict(re.findall(r'^\s+(\w+)(?: \(.*?\))?: *(.+)$', doc.partition('Args:')[2], re.M))
+    parameters, required = {}, []
+    for p in inspect.signature(fn).parameters.values():
+        if p.name in getattr(fn, 'keywords', {}):
+            continue  # it is given already
+        parameters[p.name] = _json_type(hints.get(p.name, str))
+        parameters[p.name] |= dict(description=about[p.name]) if p.name in about else {}
+        required += [p.name] if p.default is p.empty else []
+    said = ' '.join(doc.partition('Args:')[0].partition('Returns:')[0].split())
+    properties = dict(type='object', properties=parameters, required=required)
+    found = dict(name=name, description=said, parameters=properties)
+    found |= {'return': _json_type(hints['return'])} if 'return' in hints else {}
+    return dict(type='function', function=found)
+
+
+def _json_type(kind: Any) -> dict[str, str]:
+    return dict(type=_json_types.get(get_origin(kind) or kind, 'string'))
+
+
+# %% ../../nbs/data/tools.ipynb #bab74d58
+class ToolUser:
+    """Tools for a rollout engine. Raises ValueError for what cannot be used: a place, a table, or a
+    chat template with another format of calls"""
+
+    def __init__(
+        self,
+        cfg: ToolConfig,
+        tokenizer: Tokenizer,
+        source: bytes = b'',  # the text of an own FILE.py
+        chat: ChatTemplate | None = None,  # the model's, for format 'hermes'
+        options: dict[str, Any] | None = None,  # `chat_template_kwargs`
+    ) -> None:
+        self.cfg, self.tokenizer, self.prompts = cfg, tokenizer, {}
+        self.tools = own_tools(cfg.name, source) if ':' in cfg.name else self._built_in()
+        self.environment = environment_of(fn := next(iter(self.tools.values())))
+        self.schemas: list[dict[str, Any]] = []  # what the chat template offers
+        self.max_calls: int = cfg.max_calls
+        self.marks = cfg.begin, cfg.end
+        self.around = cfg.answer.partition('{}')[::2]
+        if cfg.format == 'hermes':
+            if chat is None:
+                raise ValueError("tools.format='hermes': the model has no chat template for it")
+            made = [tool_schema(*t) for t in self.tools.items()]
+            self.schemas = list(getattr(fn, 'tools', ())) if self.environment else made
+            chat.tools, self.marks = self.schemas, ('<tool_call>', '</tool_call>')
+            self.around = chat.around_answer(**options or {})
+        self.stops, ids = StopStrings(tokenizer), encode(tokenizer, self.marks[1])
+        # where a call ends: at its mark, or at any token that may complete the mark's text
+        self.one_token: bool = len(ids) == 1
+        self.stop_ids: Sequence[int] = ids if self.one_token else self.stops.ids([self.marks[1]])
+
+    def _built_in(self) -> dict[str, Callable[..., Any]]:
+        name, path = self.cfg.name, self.cfg.table
+        if not path:
+            return {name: tool_functions[name]}
+        table = read_data(path)
+        if not isinstance(table, dict):
+            raise ValueError(f'tools.table={path} holds no object: use {{"word": "answer"}}')
+        return {name: update_wrapper(partial(lookup, table=table), lookup)}
+
+    def ends(self, ids: Sequence[int]) -> bool:  # tokens drawn since the last call
+        "Is the last of them, one of `stop_ids`, the end of a call?"
+        return self.one_token or self.stops.ended(self.marks[1:], list(ids))
+
+    def begin(
+        self,
+        prompt_id: str = '',
+        calls: Sequence[Sequence[int]] = (),  # those that have been answered already
+    ) -> Callable[[Sequence[int]], tuple[list[int], bool]]:  # call -> answer; is that the end?
+        "What answers the calls of one response: with an environment, one of its own"
+        if not self.environment:
+            return partial(self._answer, self._call)
+        try:
+            env = call_own(self._reset, self.cfg.wall_s, self.prompts.get(prompt_id))
+            step = env.step
+        except Exception as e:
+            step = partial(_fail, e)
+        for call in calls:
+            self._answer(step, call)
+        return partial(self._answer, step)
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        "Takes the prompts that responses are for. Raises ValueError for a `reset` that cannot work"
+        self.prompts = {p.id: p for p in prompts}
+        if self.environment and self.prompts:
+            try:
+                call_own(self._reset, self.cfg.wall_s, next(iter(self.prompts.values())))
+            except Exception as e:
+                why = one_line(f'{type(e).__name__}: {e}')
+                raise ValueError(f'{_setting}={self.cfg.name!r}: `reset` fails, {why}') from e
+
+    def _reset(self, prompt: Prompt | None) -> Any:  # the environment
+        env, row = next(iter(self.tools.values()))(), {}
+        if prompt:
+            asked = prompt.messages or prompt.text
+            row = prompt.columns | dict(prompt=asked, answer=prompt.answer)
+        parameters = inspect.signature(env.reset).parameters
+        if all(p.kind != p.VAR_KEYWORD for p in parameters.values()):
+            row = {k: v for k, v in row.items() if k in parameters}
+        if (said := env.reset(**row)) is not None:
+            raise TypeError(f'it returned {said!r}: what is read first stands in the prompt')
+        return env
+
+    def _call(self, text: str) -> Any:
+        if self.cfg.format == 'marks':
+            return next(iter(self.tools.values()))(text)
+        call = json.loads(text)
+        name, given = call['name'], call.get('arguments') or {}
+        if name not in self.tools:
+            raise ValueError(f'no tool {name!r}, only {sorted(self.tools)}')
+        return self.tools[name](**(json.loads(given) if isinstance(given, str) else given))
+
+    def _answer(self, fn: Callable[[str], Any], ids: Sequence[int]) -> tuple[list[int], bool]:
+        said, (begin, end) = self.tokenizer.decode(list(ids), skip_special_tokens=False), self.marks
+        _, begun, call = said.rpartition(end)[0].rpartition(begin)
+        done = False
+        try:
+            answer = call_own(fn, self.cfg.wall_s, call if begun else '')
+            if isinstance(answer, tuple):
+                answer, done = answer
+            plain = isinstance(answer, str) or self.cfg.format == 'marks'
+            answer = str(answer) if plain else json.dumps(answer, ensure_ascii=False)
+        except Exception as e:
+            answer = one_line(f'error: {type(e).__name__}: {e}')
+        return encode(self.tokenizer, answer.join(self.around)), bool(done)
 
     def __call__(
         self,
-        ids: Sequence[int],  # policy tokens since the last answer; the last one is `stop_id`
+        ids: Sequence[int],  # policy tokens since the last answer; the last one ends a call
     ) -> list[int]:
-        "What the policy reads next"
-        said = self.tokenizer.decode(list(ids), skip_special_tokens=False)
-        _, begun, call = said.removesuffix(self.cfg.end).rpartition(self.cfg.begin)
-        try:
-            answer = str(call_own(self.tool, _CALL_S, call if begun else ''))
-        except Exception as e:
-            answer = one_line(f'error: {type(e).__name__}: {e}')
-        before, _, after = self.cfg.answer.partition('{}')
-        return encode(self.tokenizer, f'{before}{answer}{after}')
+        "What the policy reads after the first call of a response"
+        return self.begin()(ids)[0]
 
     def play(
         self,
         solution: str,  # what the policy is to say, without answers
+        prompt_id: str = '',
     ) -> tuple[list[int], list[bool]]:  # token ids with the answers; is it the policy's?
         "A written-out response as an episode would have it"
-        ids, mask = [], []
-        *calls, rest = solution.split(self.cfg.end)
+        ids, mask, answer = [], [], self.begin(prompt_id)
+        *calls, rest = solution.split(self.marks[1])
         for call in calls:
-            said = encode(self.tokenizer, call + self.cfg.end)
-            read = self(said)
+            said = encode(self.tokenizer, call + self.marks[1])
+            read, done = answer(said)
+            read = [] if done else read
             ids += said + read
             mask += [True] * len(said) + [False] * len(read)
         said = encode(self.tokenizer, rest)
         return ids + said, mask + [True] * len(said)
+
+
+def _fail(e: Exception, *_: str) -> str:
+    raise e
 
 
 # %% ../../nbs/data/tools.ipynb #647c5b58

@@ -47,6 +47,7 @@ class RewardFile(NamedTuple):
 
     spec: str  # FILE.py:NAME or MODULE:NAME, as given
     source: bytes  # text of the file, or of the module's own file
+    setting: str = 'rewards.function'  # which names it, for messages
 
     @property
     def place(self) -> str:  # FILE.py or MODULE
@@ -66,23 +67,24 @@ class RewardFile(NamedTuple):
 
     def load(self) -> Callable:
         "The function. Raises ValueError for what cannot be imported"
-        return own_function(self.spec, 'rewards.function', self.source)
+        return own_function(self.spec, self.setting, self.source)
 
 
 # %% ../../nbs/judges/own_reward.ipynb #8651529f
 def read_reward_file(
     spec: str,  # FILE.py:NAME or MODULE:NAME
     kept: Path | None = None,  # folder of a run's copies; None, or without one: the place itself
+    setting: str = 'rewards.function',  # which names it, for messages
 ) -> RewardFile:
     "Raises ValueError for a file that is not there, or a module that cannot be imported"
-    file = RewardFile(spec, b'')
+    file = RewardFile(spec, b'', setting)
     if not file.is_file:
-        source = getattr(own_module(spec, 'rewards.function'), '__file__', None)
+        source = getattr(own_module(spec, setting), '__file__', None)
         return file._replace(source=Path(source).read_bytes() if source else b'')
     copy = kept / file.key if kept else Path(file.place)
     path = copy if copy.is_file() else Path(file.place)
     if not path.is_file():
-        raise ValueError(f'rewards.function={spec!r}: {file.place} does not exist')
+        raise ValueError(f'{setting}={spec!r}: {file.place} does not exist')
     return file._replace(source=path.read_bytes())
 
 

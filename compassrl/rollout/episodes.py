@@ -6,7 +6,7 @@ token what the model read."""
 # %% ../../nbs/rollout/episodes.ipynb #00e91118
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -25,17 +25,35 @@ from compassrl.records import (
 from compassrl.rollout.partial import drawn_mask
 
 # %% auto #0
-__all__ = ['Tool', 'joined', 'answered', 'Turns', 'Episodes']
-
+__all__ = ['Answers', 'Tool', 'Stops', 'joined', 'answered', 'Turns', 'Episodes']
 
 # %% ../../nbs/rollout/episodes.ipynb #492488d7
+# a call's tokens -> the tokens of the answer; is that the end of the response?
+Answers = Callable[[Sequence[int]], tuple[list[int], bool]]
+
+
 class Tool(Protocol):
     "What stands between a rollout engine and a tool: token ids in, token ids out"
 
-    stop_id: int  # a turn that ends with it is a call
+    stop_ids: Sequence[int]  # a turn that ends with one of them may end with a call
     max_calls: int  # most calls that are answered in one response
 
-    def __call__(self, ids: Sequence[int]) -> list[int]:  # the answer to a call
+    def ends(self, ids: Sequence[int]) -> bool:  # tokens drawn since the last call
+        "Is the last of them, one of `stop_ids`, the end of a call?"
+        ...
+
+    def begin(self, prompt_id: str, calls: Sequence[Sequence[int]] = ()) -> Answers:
+        "What answers the calls of one response, of which these have been answered already"
+        ...
+
+
+class Stops(Protocol):
+    "Texts that end a response, for an engine that knows tokens alone"
+
+    def ids(self, texts: Iterable[str]) -> list[int]:  # a text may end with one of them
+        ...
+
+    def ended(self, texts: Iterable[str], ids: list[int]) -> bool:  # tokens drawn since a call
         ...
 
 
@@ -85,11 +103,17 @@ class Turns(Requests):
     An engine that polls whenever a slot is free mixes turns of all responses; one that reads all
     it can get works in waves."""
 
-    def __init__(self, requests: Iterable[Request], tool: Tool) -> None:
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        tool: Tool | None = None,
+        stops: Stops | None = None,  # for requests with stop strings
+    ) -> None:
         super().__init__()  # `ready` holds next turns
-        self.new, self.tool = as_requests(requests), tool
+        self.new, self.tool, self.stops = as_requests(requests), tool, stops
         self.asked: dict[tuple[str, int], Request] = {}  # responses that have not ended
-        self.drawn: dict[tuple[str, int], Sample] = {}  # what there is of them after a call
+        self.drawn: dict[tuple[str, int], Sample] = {}  # what there is of them after a turn
+        self.answers: dict[tuple[str, int], Answers] = {}  # what answers their calls
 
     @property
     def done(self) -> bool:
@@ -103,10 +127,9 @@ class Turns(Requests):
     def begin(self, r: Request) -> Request:
         "The first turn of a response"
         self.asked[r.prompt_id, r.index] = r
-        if self.tool.stop_id in r.params.stop_ids:
-            raise ValueError(
-                f'token {self.tool.stop_id} ends a response and a call: use another mark'
-            )
+        called = self.tool.stop_ids if self.tool else ()
+        if called and {*called} <= {*r.params.stop_ids}:
+            raise ValueError(f'token {called[0]} ends a response and a call: use another mark')
         return self.turn(r, (), ())
 
     def turn(
@@ -115,26 +138,63 @@ class Turns(Requests):
         ids: Sequence[int],  # tokens drawn and read since
         own: Sequence[bool],  # was it drawn? for each of them
     ) -> Request:
-        "One request to the engine: it also stops at a call"
-        budget = r.params.max_tokens - sum(own), (r.left or r.params.max_tokens) - len(ids)
-        stop_ids = (*r.params.stop_ids, self.tool.stop_id)
+        "One request to the engine: it also stops where a call or a text may end"
+        p = r.params
+        budget = p.max_tokens - sum(own), (r.left or p.max_tokens) - len(ids)
+        stop_ids = [*p.stop_ids, *(self.tool.stop_ids if self.tool else ())]
+        if p.stop and not self.stops:
+            raise ValueError(f'stop={p.stop}: Episodes needs a tokenizer for it, as StopStrings')
+        stop_ids += self.stops.ids(p.stop) if p.stop and self.stops else []
         return replace(
             r,
             prompt_ids=(*r.prompt_ids, *ids),
             seed=derive_seed(r.seed, 'turn', len(ids)) if ids else r.seed,
-            params=replace(r.params, max_tokens=min(budget), stop_ids=stop_ids),
+            params=replace(
+                p, max_tokens=min(budget), stop_ids=tuple(dict.fromkeys(stop_ids)), stop=()
+            ),
             begun=(*(r.begun or ()), *own),
         )
 
-    def answer(self, r: Request, s: Sample) -> list[int] | None:  # None: there were too many calls
-        "The answer to the call that the last token ended"
+    def calls(self, r: Request, s: Sample) -> list[list[int]]:
+        "What the policy drew, call by call; after the last call, what may become one"
         own = (*(r.begun or ()), *drawn_mask(s).tolist())
-        ids = (*r.prompt_ids, *s.response_ids)[-len(own) :]
-        drawn = [i for i, mine in zip(ids, own) if mine]
-        calls = [k for k, i in enumerate(drawn) if i == self.tool.stop_id]
+        out: list[list[int]] = [[]]
+        for i, mine in zip((*r.prompt_ids, *s.response_ids)[-len(own) :], own):
+            if mine:
+                out[-1].append(i)
+                if self.tool and i in self.tool.stop_ids and self.tool.ends(out[-1]):
+                    out.append([])
+        return out
+
+    def answer(
+        self, r: Request, calls: list[list[int]]
+    ) -> tuple[list[int], bool] | None:  # token ids; is that the end? None: too many calls
+        "The answer to the last of these calls"
+        assert self.tool
         if len(calls) > self.tool.max_calls:
             return None
-        return self.tool(drawn[calls[-2] + 1 if len(calls) > 1 else 0 :])
+        key = r.prompt_id, r.index
+        if key not in self.answers:
+            self.answers[key] = self.tool.begin(r.prompt_id, calls[:-1])
+        return self.answers[key](calls[-1])
+
+    def next_turn(
+        self, r: Request, s: Sample
+    ) -> tuple[str, list[int]]:  # why it ends, or ''; what is read before the next turn
+        "What becomes of a response after a turn"
+        left = (r.left or r.params.max_tokens) - len(s.response_ids)
+        if s.response_ids[-1] in r.params.stop_ids:
+            return 'stop', []
+        *calls, rest = self.calls(r, s)
+        if r.params.stop and self.stops and self.stops.ended(r.params.stop, rest or calls[-1]):
+            return 'stop', []
+        if rest:  # no call has just ended
+            return '' if left > 0 else 'length', []
+        ids, done = self.answer(r, calls) or ([], None)
+        if done:
+            return 'stop', []
+        # without an answer, or without room to go on after it
+        return ('call' if done is None or len(ids) >= left else ''), ids
 
     def take(self, s: Sample) -> Sample | None:  # what was asked for, if this was its last turn
         "What the engine drew; a call is answered, and its response goes on"
@@ -143,35 +203,36 @@ class Turns(Requests):
         read = [*r.prompt_ids, *(old.response_ids if old else ())]
         assert s.prompt_ids == read, f'{key}: a turn of something else'
         s = joined(old, s) if old else s
-        reason = 'stop' if s.response_ids[-1] in r.params.stop_ids else 'length'
-        if s.response_ids[-1] == self.tool.stop_id:
-            answer, left = self.answer(r, s), (r.left or r.params.max_tokens) - len(s.response_ids)
-            if answer is None or len(answer) >= left:  # no room to go on after the answer
-                reason = 'call'
-            else:
-                s = answered(s, answer)
-                own = drawn_mask(s).tolist()
-                if sum(own) < r.params.max_tokens:
-                    self.drawn[key] = s
-                    self.ready.append(self.turn(r, s.response_ids, own))
-                    return None
+        reason, ids = self.next_turn(r, s)
+        if not reason:
+            s = answered(s, ids)
+            own = drawn_mask(s).tolist()
+            if sum(own) < r.params.max_tokens:
+                self.drawn[key] = s
+                self.ready.append(self.turn(r, s.response_ids, own))
+                return None
+            reason = 'length'
         del self.asked[key]
-        return replace(s, finish_reason=reason)
+        self.answers.pop(key, None)
+        mask = None if drawn_mask(s).all() else s.policy_mask
+        return replace(s, finish_reason=reason, policy_mask=mask)
 
 
 # %% ../../nbs/rollout/episodes.ipynb #a4b88fd9
 class Episodes(RolloutEngine):
-    "Any rollout engine, for a policy that calls a tool"
+    "Any rollout engine, for a policy that calls a tool, or whose responses end with a text"
 
     queue: type[Turns] = Turns
 
-    def __init__(self, engine: RolloutEngine, tool: Tool) -> None:
-        self.engine, self.tool = engine, tool
+    def __init__(
+        self, engine: RolloutEngine, tool: Tool | None = None, stops: Stops | None = None
+    ) -> None:
+        self.engine, self.tool, self.stops = engine, tool, stops
 
     def generate(self, requests: Iterable[Request], whole_groups: bool = False) -> Iterator[Sample]:
         """Yields each response as it finishes; its `max_tokens` include the answers that it reads.
         Raises ValueError for a call that ends with a stop token"""
-        turns = self.queue(requests, self.tool)
+        turns = self.queue(requests, self.tool, self.stops)
         while True:
             for s in self.engine.generate(turns, whole_groups=True):
                 if whole := turns.take(s):

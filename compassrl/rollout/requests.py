@@ -27,6 +27,8 @@ def check_request(
     who = f'prompt {request.prompt_id!r}'
     if not prompt_tokens:
         raise ValueError(f'{who} is empty: give it at least one token')
+    if params.stop:
+        raise ValueError(f'{who}: stop={params.stop}: an engine reads no text, use Episodes')
     context = policy_config.max_position_embeddings
     if prompt_tokens + params.max_tokens > context:
         raise ValueError(

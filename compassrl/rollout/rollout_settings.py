@@ -27,6 +27,13 @@ class RolloutConfig:
     # Sample from the likeliest tokens that together reach this probability. Below 1, the train
     # engine does not follow the truncation
     top_p: Annotated[float, above(0, up_to=1)] = 1.0
+    # Number of likeliest tokens to sample from, 0 = all. The train engine does not follow it
+    top_k: Annotated[int, at_least(0)] = 0
+    # Smallest probability to sample, as a share of the likeliest token's, 0 = all. The train engine
+    # does not follow it
+    min_p: Annotated[float, between(0, 1)] = 0.0
+    # Texts that end a response where it contains one. Its tokens stay as they were drawn
+    stop: tuple[str, ...] = ()
     # Longest response in tokens, the stop token included
     max_tokens: Annotated[int, at_least(1)] = 64
     # Responses generated at the same time. Lower it if memory runs out
@@ -43,13 +50,16 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if '' in self.stop:
+            raise ValueError(f'stop={self.stop}: an empty text is in every response, leave it out')
 
     def params(self, *stop_ids: int | tuple[int, ...]) -> SamplingParams:
         "Any of these ends a response"
         from compassrl.records import SamplingParams  # with torch, which `--help` does not need
 
         ids = (i for s in stop_ids for i in (s if isinstance(s, tuple) else (s,)))
-        return SamplingParams(self.max_tokens, self.temperature, self.top_p, tuple(ids))
+        drawn = self.max_tokens, self.temperature, self.top_p, tuple(ids)
+        return SamplingParams(*drawn, self.stop, self.top_k, self.min_p)
 
 
 # %% ../../nbs/rollout/rollout_settings.ipynb #b64c598b

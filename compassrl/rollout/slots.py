@@ -42,9 +42,11 @@ def sample_tokens(
     u: Tensor,  # [B] fp64 in [0, 1)
     temperature: Tensor,  # [B] fp64; 0 = greedy
     top_p: Tensor | None = None,  # [B] fp64; None = no truncation anywhere
+    top_k: Tensor | None = None,  # [B] int64; 0 = all
+    min_p: Tensor | None = None,  # [B] fp64, share of the largest probability; 0 = all
 ) -> tuple[Tensor, Tensor]:  # tokens [B]; log-probs [B] fp32 of what was drawn from
-    """Inverse of the cumulative distribution at `u`, after temperature and nucleus truncation
-    (Holtzman et al., 2020)"""
+    """Inverse of the cumulative distribution at `u`, after temperature and truncation: by
+    `min_p`, then by `top_k`, then to the nucleus (Holtzman et al., 2020), as vLLM does"""
     greedy = temperature == 0
     some_greedy = bool(greedy.any())
     if some_greedy:
@@ -52,9 +54,16 @@ def sample_tokens(
     probs = (logits / temperature[:, None]).softmax(-1)  # fp64, as temperature is
     if top_p is not None:
         p, order = probs.sort(dim=-1, descending=True, stable=True)
+        cut = top_p < 1
+        if top_k is not None and min_p is not None:
+            cut = cut | (top_k > 0) | (min_p > 0)
+            most = top_k.masked_fill(top_k == 0, p.shape[-1])[:, None]
+            rank = torch.arange(p.shape[-1], device=p.device)
+            p = p.masked_fill((p < min_p[:, None] * p[:, :1]) | (rank >= most), 0)
+            p = p / p.sum(-1, keepdim=True)
         p = p.masked_fill(p.cumsum(-1) - p >= top_p[:, None], 0)
         kept = torch.zeros_like(probs).scatter_(-1, order, p)
-        probs = torch.where(top_p[:, None] < 1, kept / kept.sum(-1, keepdim=True), probs)
+        probs = torch.where(cut[:, None], kept / kept.sum(-1, keepdim=True), probs)
     cdf = probs.cumsum(-1)
     tokens = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True)
     tokens.clamp_(max=logits.shape[-1] - 1)
@@ -89,7 +98,7 @@ class Slots:
         self.capacity = 0  # tokens that one request may have
         self.requests: list[Request] = []  # one for each busy row
         self.started: list[float] = []  # seconds of a clock at which they entered
-        self.truncates = False  # may any request have top_p below 1?
+        self.truncates = False  # may any request have top_p, top_k or min_p?
 
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
@@ -111,8 +120,8 @@ class Slots:
         self.first_column = zeros()  # where the prompt begins
         self.last_column = zeros()  # where the longest response that was asked for ends
         self.temperature = zeros(dtype=torch.float64)
-        self.top_p = zeros(dtype=torch.float64)
-        self.stop_ids = zeros(1)
+        self.top_p, self.min_p = zeros(dtype=torch.float64), zeros(dtype=torch.float64)
+        self.top_k, self.stop_ids = zeros(), zeros(1)
 
     def reserve(
         self,
@@ -200,7 +209,8 @@ class Slots:
         self.requests += requests
         self.started += [started] * len(requests)
         self.num_running = rows.stop
-        self.truncates = any(r.params.top_p < 1 for r in self.requests)
+        asked = [r.params for r in self.requests]
+        self.truncates = any(p.top_p < 1 or p.top_k or p.min_p for p in asked)
         self.changed()
         return rows
 
@@ -215,6 +225,8 @@ class Slots:
         params = [r.params for r in requests]
         self.temperature[rows] = self.temperature.new_tensor([p.temperature for p in params])
         self.top_p[rows] = self.top_p.new_tensor([p.top_p for p in params])
+        self.top_k[rows] = self.top_k.new_tensor([p.top_k for p in params])
+        self.min_p[rows] = self.min_p.new_tensor([p.min_p for p in params])
         width = self.stop_ids.shape[1]
         stop_ids = [[*p.stop_ids] + [-1] * (width - len(p.stop_ids)) for p in params]
         self.stop_ids[rows] = self.stop_ids.new_tensor(stop_ids)
@@ -246,8 +258,9 @@ class Slots:
         "Append one token to each row"
         place = self.column - self.first_column[rows, None]
         u = self.uniforms[rows].gather(1, place)[:, 0]
-        top_p = self.top_p[rows] if self.truncates else None
-        tokens, log_probs = sample_tokens(logits, u, self.temperature[rows], top_p)
+        by_row = self.top_p, self.top_k, self.min_p
+        limits = [t[rows] for t in by_row] if self.truncates else []
+        tokens, log_probs = sample_tokens(logits, u, self.temperature[rows], *limits)
         stopped = (tokens[:, None] == self.stop_ids[rows]).any(-1)
         if self.column < self.reads_until:
             given = self.given[rows].gather(1, place)[:, 0]
@@ -275,6 +288,8 @@ class Slots:
                 self.last_column,
                 self.temperature,
                 self.top_p,
+                self.top_k,
+                self.min_p,
                 self.stop_ids,
             )
             for t in by_column + by_row:
@@ -297,7 +312,7 @@ class Slots:
         "The next turn of what this row holds: it reads what is new in its prompt, then draws"
         ids, params, first = request.prompt_ids, request.params, int(self.first_column[row])
         held, T = self.tokens[row, first : self.column + 1].tolist(), len(ids)
-        if list(ids[: len(held)]) != held or not 0 < T - len(held) <= most_given:
+        if list(ids[: len(held)]) != held or not 0 <= T - len(held) <= most_given:
             return False
         self.reserve(T + params.max_tokens, len(params.stop_ids))
         self.last_column[row] = first + T + params.max_tokens - 1

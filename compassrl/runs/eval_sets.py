@@ -26,7 +26,6 @@ from compassrl.judges.pairs import wilson
 from compassrl.judges.serial import Judge, RewardConfig
 from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.records import RolloutEngine, SamplingParams
-from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.runs.evaluate import EvalResult, evaluate
@@ -262,8 +261,10 @@ def data_of(
     kept: Path | None = None,  # folder of a run's reward functions
 ) -> Data:
     "What is asked. Raises ValueError for what does not fit the model"
-    own = own_reward(cfg.rewards, kept if kept and kept.is_dir() else None)
+    kept = kept if kept and kept.is_dir() else None
+    own = own_reward(cfg.rewards, kept)
     tokenizer, chat = load_tokenizer_and_chat(cfg)
+    tool = tool_of(cfg, tokenizer, chat, kept)
     room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings
     heldout = []
     if not sources:
@@ -273,8 +274,8 @@ def data_of(
     reading = reading_of(cfg.data, tokenizer, chat, bool(own), (limit, room))
     skip = cfg.data.on_bad_row
     named = {n: load_eval_set(n, path, reading, skip) for n, path in sources.items()}
-    ends, tool = end_ids(cfg.init_from, cfg.policy, tokenizer), tool_of(cfg.tools, tokenizer)
-    data = Data(tokenizer, ends, [], heldout, named, own, tool)
+    ends = end_ids(cfg.init_from, cfg.policy, tokenizer)
+    data = Data(tokenizer, ends, [], heldout, named, own, *tool, cfg.rollout.stop)
     judged_by(data, own)
     check_prompts(data.prompts, room, limit, cfg.rewards)
     return data
@@ -302,7 +303,7 @@ def evaluate_model(
     with ExitStack() as stack:
         rollout = kind.build(rollout_setup(cfg), Path(cfg.init_from), out.parent)
         stack.callback(rollout.close)
-        rollout = Episodes(rollout, data.tool) if data.tool else rollout
+        rollout = data.episodes(rollout)
         rollout.load_weights(hf_weights(from_pretrained(cfg.init_from)), 0)
         judge = make_judge(*ask)
         stack.callback(judge.close)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from compassrl.config import TrainConfig
-from compassrl.data.tools import ToolUser
 from compassrl.loop import Stop
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights, from_pretrained, read_shards
@@ -26,7 +25,6 @@ from compassrl.phases import phase
 from compassrl.plan.memory import check_memory
 from compassrl.procs import local_world, world
 from compassrl.records import RolloutEngine, TrainEngine
-from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.fp8 import Fp8Rollout
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.schedule import ScheduleConfig
@@ -382,14 +380,14 @@ def open_engines(
     source: Path,  # a Hugging Face checkpoint: the weights to start from
     folder: Path,  # folder of the run
     watch: RankMonitor | None = None,  # what `prepare` returned
-    tool: ToolUser | None = None,  # tool that responses call
+    episodes: Callable[[RolloutEngine], RolloutEngine] = lambda engine: engine,  # see `Data`
 ) -> Iterator[Engines]:
     "The engines that a config names; what they started ends with them"
     kind, setup = train_engines[cfg.train_engine], train_setup(cfg)
     with ExitStack() as stack:
         rollout = rollout_engines[cfg.rollout_engine].build(rollout_setup(cfg), source, folder)
         stack.callback(rollout.close)
-        rollout = Episodes(rollout, tool) if tool else rollout
+        rollout = episodes(rollout)
         train = stack.enter_context(kind.start(setup, source, watch))
         reference = None
         if cfg.loss.kl_coef:

@@ -114,7 +114,7 @@ def _program_files(key: str, spec: str, kept: Path | None) -> Iterator[tuple[str
     path = place if place.endswith('.py') else getattr(own_module(spec, key), '__file__', None)
     if path is None:
         return
-    program, is_kept = Path(path), key == 'rewards.function'
+    program, is_kept = Path(path), key in ('rewards.function', 'tools.name')
     text = read_reward_file(spec, kept).source if is_kept else program.read_bytes()
     for p in [*([] if is_kept else [program]), *named_files(program, text)]:
         yield str(p.relative_to(program.parent)), p

@@ -200,13 +200,13 @@ def start_run(cfg: TrainConfig) -> Path:  # the run directory
         return resume_run(cfg.run_dir)
     watch, began = prepare(cfg), datetime.now()
     run = Run(cfg, new_folder(cfg), load(cfg))
-    folder, own = run.folder, run.data.own
+    folder = run.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
     with disk_told(folder), locked(folder), failure_noted(folder), run.stop:
-        noted = keep_reward_files(own.files, folder / 'rewards') if own else {}
+        noted = keep_reward_files(run.data.files, folder / 'rewards')
         rewards = dataclasses.replace(cfg.rewards, function_sha256=noted)
         run.cfg = dataclasses.replace(cfg, rewards=rewards)
         note_origin(folder, run.cfg, run.data.prompts, began)
@@ -221,7 +221,7 @@ def _go_on(run: Run, watch: Any) -> Path:  # from wherever the run is to its end
     if begins:
         start_policy(c, run.data, folder, run.stop, watch)
         note_written(folder)
-    engines = open_engines(c, run.source, folder, watch, run.data.tool)
+    engines = open_engines(c, run.source, folder, watch, run.data.episodes)
     with run.judging(), engines as run.engines, disk_told(folder):
         _before_rl(run, begins)
         run.open_prompts()

@@ -19,17 +19,24 @@ from compassrl.data.chat import ChatTemplate
 from compassrl.data.loading import Loaded
 from compassrl.data.prompts import load_data, load_eval_set, reading_of
 from compassrl.data.tasks import verifiers
-from compassrl.data.tokenizer import build_tokenizer, encode, end_id, load_tokenizer
-from compassrl.data.tools import ToolConfig, ToolUser
+from compassrl.data.tokenizer import StopStrings, build_tokenizer, encode, end_id, load_tokenizer
+from compassrl.data.tools import ToolUser
 from compassrl.judges.genrm_client import check_genrm
-from compassrl.judges.own_reward import OwnReward, own_reward
+from compassrl.judges.own_reward import (
+    OwnReward,
+    RewardFile,
+    check_unchanged,
+    own_reward,
+    read_reward_file,
+)
 from compassrl.judges.python_tool import check_tool
 from compassrl.judges.serial import RewardConfig
 from compassrl.judges.verifiers import asked_verifiers, check_isolation
 from compassrl.model.hf_config import config_dict, read_config
 from compassrl.model.hub import local_model
 from compassrl.model.policy import PolicyConfig
-from compassrl.records import Prompt, derive_seed
+from compassrl.records import Prompt, RolloutEngine, derive_seed
+from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.runs.log import say
 
@@ -64,6 +71,8 @@ class Data:
     named: dict[str, list[Prompt]] = field(default_factory=dict)  # sets of `data.eval_path`
     own: OwnReward | None = None  # judges instead of the prompts' verifiers
     tool: ToolUser | None = None  # tool that responses may call
+    tool_file: RewardFile | None = None  # where it stands, if it is one's own
+    stop: tuple[str, ...] = ()  # texts that end a response
 
     @property
     def eval_sets(self) -> dict[str, list[Prompt]]:  # at least one
@@ -73,6 +82,17 @@ class Data:
     @property
     def prompts(self) -> list[Prompt]:
         return self.train + [p for prompts in self.eval_sets.values() for p in prompts]
+
+    @property
+    def files(self) -> list[RewardFile]:
+        "Programs of one's own that a run keeps"
+        return (self.own.files if self.own else []) + ([self.tool_file] if self.tool_file else [])
+
+    def episodes(self, engine: RolloutEngine) -> RolloutEngine:
+        "The engine, for a policy that calls the tool, and responses that end with a text"
+        if not (self.tool or self.stop):
+            return engine
+        return Episodes(engine, self.tool, StopStrings(self.tokenizer))
 
 
 # %% ../../nbs/runs/run_data.ipynb #5e1e2f4f
@@ -111,6 +131,7 @@ def load(
     "Tokenizer and prompts. Raises ValueError for what does not fit together"
     own = own_reward(cfg.rewards, folder and folder / 'rewards')
     tokenizer, chat = load_tokenizer_and_chat(cfg)
+    tool, tool_file = tool_of(cfg, tokenizer, chat, folder and folder / 'rewards')
     room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings
 
     def advice(found: Loaded) -> list[str]:
@@ -130,8 +151,8 @@ def load(
         raise ValueError(
             f'prompts_per_step={cfg.prompts_per_step}: there are only {len(train)} training prompts'
         )
-    ends, tool = end_ids(cfg.init_from, cfg.policy, tokenizer), tool_of(cfg.tools, tokenizer)
-    data = Data(tokenizer, ends, train, heldout, named, own, tool)
+    ends = end_ids(cfg.init_from, cfg.policy, tokenizer)
+    data = Data(tokenizer, ends, train, heldout, named, own, tool, tool_file, cfg.rollout.stop)
     judged_by(data, own)
     check_prompts(data.prompts, room, limit, cfg.rewards)
     if teaches:
@@ -165,6 +186,7 @@ def _replayed(cfg: TrainConfig) -> TrainConfig:  # the earlier run, with the tok
         policy=cfg.policy,
         rollout=cfg.rollout,
         rewards=cfg.rewards,
+        tools=cfg.tools,
         data=replace(earlier.data, replay_from=''),
         cold_start=replace(earlier.cold_start, steps=0),
     )
@@ -185,14 +207,30 @@ def load_tokenizer_and_chat(cfg: TrainConfig) -> tuple[Tokenizer, ChatTemplate |
     return tokenizer, ChatTemplate.of(model, cfg.data.template_date) if model else None
 
 
-def tool_of(tools: ToolConfig, tokenizer: Tokenizer) -> ToolUser | None:
-    "The tool that responses call. Raises ValueError for a mark of several tokens, or no sandbox"
+def tool_of(
+    cfg: TrainConfig,
+    tokenizer: Tokenizer,
+    chat: ChatTemplate | None,  # the model's; with format 'hermes' it gets the schemas
+    kept: Path | None = None,  # folder of a run's copies
+) -> tuple[ToolUser | None, RewardFile | None]:  # the second: where one's own stands
+    "The tool that responses call. Raises ValueError for what cannot be used, or no sandbox"
+    tools, file = cfg.tools, None
     check_tool(tools.name)
-    return ToolUser(tools, tokenizer) if tools.name else None
+    if ':' in tools.name:
+        file = read_reward_file(tools.name, kept, 'tools.name')
+        check_unchanged([file], cfg.rewards.function_sha256 if kept else {})
+    if tools.format == 'hermes' and tools.name and not cfg.data.path:
+        raise ValueError("tools.format='hermes': tools are offered in chats, name data.path")
+    source, options = file.source if file else b'', cfg.data.template_options()
+    user = ToolUser(tools, tokenizer, source, chat, options) if tools.name else None
+    return user, file
 
 
 def judged_by(data: Data, own: OwnReward | None) -> None:
-    "Own reward functions take the place of the prompts' verifiers. Raises ValueError"
+    """Own reward functions take the place of the prompts' verifiers; an own environment gets its
+    rows. Raises ValueError"""
+    if data.tool:
+        data.tool.check(data.prompts)
     if own is None:
         return
     own.check(data.prompts)

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from compassrl.config import TrainConfig
-from compassrl.data.tokenizer import byte_tokenizer, encode
+from compassrl.data.tokenizer import StopStrings, byte_tokenizer, encode, load_tokenizer
 from compassrl.judges.genrm import GenRMConfig
 from compassrl.judges.genrm_client import GenRM, to_its_end
 from compassrl.model.pretrained import from_pretrained, hf_weights, shard_files
 from compassrl.records import Prompt, Request, Sample
+from compassrl.rollout.episodes import Episodes
 from compassrl.runs.factory import rollout_engines, rollout_setup
 from compassrl.runs.run_process import set_up
 
@@ -86,6 +87,8 @@ class EngineTeacher:
         self.engine = kind.build(rollout_setup(cfg), Path(cfg.init_from), folder)
         self.stack.callback(self.engine.close)
         self.engine.load_weights(hf_weights(from_pretrained(cfg.init_from)), 0)
+        if cfg.rollout.stop:
+            self.engine = Episodes(self.engine, stops=StopStrings(load_tokenizer(cfg.init_from)))
 
     def draw(self, requests: list[Request], prompts: dict[str, Prompt]) -> Iterator[Told]:
         for s in self.engine.generate(requests):
@@ -131,7 +134,9 @@ class Endpoint(GenRM):
         p = r.params
         messages = prompt.messages or [dict(role='user', content=prompt.text)]
         given = dict(prompt.chat_options)
-        tools = dict(tools=t) if (t := given.pop('tools', None)) else {}
+        more = dict(tools=t) if (t := given.pop('tools', None)) else {}
+        more |= dict(stop=list(p.stop)) if p.stop else {}
+        given |= {k: v for k, v in dict(top_k=p.top_k, min_p=p.min_p).items() if v}
         async with gate:
             try:
                 async with asyncio.timeout(self.limit_s):
@@ -142,7 +147,7 @@ class Endpoint(GenRM):
                         temperature=p.temperature,
                         top_p=p.top_p,
                         seed=r.seed % 2**31,
-                        **tools,
+                        **more,
                         extra_body=given or None,
                     )
                     return self._read(r, completion)

@@ -53,7 +53,7 @@ def solution_batch(
                 f'prompt {p.id} has no solution: the cold start needs one written out; '
                 'set its steps to 0'
             )
-        ids, mask = tool.play(p.solution) if tool else (encode(tokenizer, p.solution), None)
+        ids, mask = tool.play(p.solution, p.id) if tool else (encode(tokenizer, p.solution), None)
         if mask is not None:
             mask = torch.tensor([*mask, True])
         row = p.id, 0, p.token_ids, ids + [eos_id], torch.zeros(len(ids) + 1)

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +15,19 @@ from compassrl.config import TrainConfig
 from compassrl.data.prompts import make_prompts
 from compassrl.data.registries import tool_functions
 from compassrl.data.tasks import verify
-from compassrl.data.tokenizer import EOS_ID, build_tokenizer, encode
+from compassrl.data.tokenizer import EOS_ID, StopStrings, build_tokenizer, encode
 from compassrl.data.tools import ToolConfig, ToolUser
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
-from compassrl.records import Request, RolloutEngine, Sample, SamplingParams, collate, derive_seed
+from compassrl.records import (
+    Prompt,
+    Request,
+    RolloutEngine,
+    Sample,
+    SamplingParams,
+    collate,
+    derive_seed,
+)
 from compassrl.rollout import slots
 from compassrl.rollout.episodes import Episodes, Turns
 from compassrl.rollout.partial import PartialResponses, drawn_mask
@@ -341,6 +350,95 @@ def test_how_a_response_is_cut_does_not_matter(tokens, limit, calls, seed):
         same(s, whole[s.index])
 
 
+MEMORY = b"""
+import hashlib
+
+class Memory:
+    "What it says depends on the row and on all calls so far"
+
+    def reset(self, answer):
+        self.seen = [answer]
+
+    def step(self, text):
+        self.seen.append(text)
+        n = hashlib.sha256(repr(self.seen).encode()).digest()[0]
+        if n % 7 == 0:
+            raise ValueError('away')
+        return str(n) * (n % 3), n % 5 == 0
+"""
+
+
+@pytest.mark.parametrize('end', ['#', '#"'], ids=['one token', 'two tokens'])
+@pytest.mark.parametrize('tokens', [1, 4, 9])
+def test_an_environment_is_rebuilt_by_its_calls(end, tokens):
+    "A response in parts, through checkpoints, reads what it would have read in one piece"
+    user = ToolUser(ToolConfig('m.py:Memory', begin='!', end=end, max_calls=3), TOKENIZER, MEMORY)
+    user.check([Prompt(f'e{k}', '', '?', [4], str(k), 'exact') for k in range(20)])
+    params = SamplingParams(100)
+    asked = [Request(f'e{k}', (3, 4, 5), i, 0, params) for k in range(20) for i in range(2)]
+    whole = {key(s): s for s in Episodes(Hashing(), user).generate(asked)}
+    found, _ = in_parts(Hashing(), user, asked, tokens)
+    for s in found:
+        same(s, whole[key(s)])
+    called = [TOKENIZER.decode(s.response_ids) for s in found if s.policy_mask is not None]
+    assert len(found) == 40 and len(called) > 20 and any('ValueError' in t for t in called)
+    ended = [s for s in found if s.finish_reason == 'stop']
+    assert ended and all(TOKENIZER.decode(s.response_ids).endswith(end) for s in ended)
+    last = {TOKENIZER.decode(s.response_ids).count(end) for s in found}
+    assert max(last) > 2, 'state of several calls'
+
+
+@pytest.mark.parametrize('texts', [('#',), ('!#',), ('%%', ' \n')], ids=str)
+@pytest.mark.parametrize('tokens', [0, 1, 5])
+def test_a_response_ends_with_a_text(texts, tokens):
+    "It is what an engine without stop strings draws, up to the first token that completes one"
+    params = SamplingParams(40, stop_ids=(STOP,), stop=texts)
+    asked = [replace(r, params=params) for r in requests(40)]
+    episodes = Episodes(Hashing(), stops=StopStrings(TOKENIZER))
+    if tokens:
+        parts = PartialResponses(tokens)
+        parts.begin(asked)
+        while parts.running:
+            for s in episodes.generate(parts.parts()):
+                parts.take(s)
+        found = parts.whole_groups()[1]
+    else:
+        found = list(episodes.generate(asked))
+    ended, text = 0, partial(TOKENIZER.decode, skip_special_tokens=False)
+    plain = {key(s): s.response_ids for s in Hashing().generate(requests(40))}
+    for s in found:
+        ids = plain[key(s)]
+        at = [n for n in range(1, len(ids)) if any(t in text(ids[:n]) for t in texts)]
+        assert s.response_ids == ids[: at[0] if at else 40] and s.policy_mask is None
+        assert s.finish_reason == ('stop' if at or ids[-1] == STOP else 'length')
+        ended += bool(at)
+    assert 2 < ended < 41
+
+
+def test_a_text_ends_responses_of_an_engine(policy, monkeypatch):
+    "In its slot, with nothing to read between two turns, as if each turn read all again"
+    asked = [replace(r, params=replace(r.params, stop=('!#', '$'))) for r in requests()]
+    both = []
+    for most in 32, -1:
+        monkeypatch.setattr(slots, 'most_given', most)
+        e, read = engine(policy), []
+        e.prefill = lambda prompts, e=e, read=read: (
+            read.extend(prompts),
+            TorchRollout.prefill(e, prompts),
+        )
+        found = Episodes(e, stops=StopStrings(TOKENIZER)).generate(asked)
+        both.append(({key(s): s for s in found}, len(read)))
+    (kept, few), (again, many) = both
+    assert few == 6 < many and len(kept) == 24
+    for k, s in kept.items():
+        same(s, again[k])
+        text = TOKENIZER.decode(s.response_ids[:-1])
+        assert '$' not in text and '!#' not in text
+    assert any(s.response_ids[-2:] == encode(TOKENIZER, '!#') for s in kept.values()) or any(
+        s.response_ids[-1:] == encode(TOKENIZER, '$') for s in kept.values()
+    )
+
+
 @pytest.mark.parametrize('tokens', [1, 3, 8])
 def test_parts_with_weights_that_stay(policy, tokens):
     "Answers behind calls, and the train engine agrees with what was drawn"
@@ -430,8 +528,11 @@ def test_what_is_refused(policy):
         TrainConfig(tools=tools, rollout_engine='pool', schedule=ScheduleConfig(over_provision=0.5))
     with pytest.raises(ValueError, match="name='abacus'"):
         ToolConfig('abacus')
-    with pytest.raises(ValueError, match="tools.end='/>' is 2 tokens"):
-        ToolUser(ToolConfig('calculator', end='/>'), TOKENIZER)
+    with pytest.raises(ValueError, match='Episodes needs a tokenizer'):
+        stop = replace(requests(1)[0], params=SamplingParams(9, stop=('a',)))
+        list(Episodes(engine(policy), Echo(CALL)).generate([stop]))
+    with pytest.raises(ValueError, match='an engine reads no text'):
+        list(engine(policy).generate([stop]))
     s = next(iter(Episodes(engine(policy), Echo(CALL)).generate(requests(1))))
     with pytest.raises(ValueError, match='policy_mask has 1 rows'):
         collate([replace(s, policy_mask=torch.ones(1, dtype=torch.bool))])

@@ -3,6 +3,7 @@ input, mutants"""
 
 import gc
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -228,6 +229,42 @@ def test_top_p_keeps_the_smallest_set_and_leaves_other_rows_alone():
     assert all((a[::2] == b[::2]).all() for a, b in zip(plain, mixed)), (
         'a neighbour with top_p changed a row without'
     )
+
+
+def truncated(p, top_p, top_k, min_p):
+    "By hand, with lists of numbers: what is left of a distribution"
+    ranked = sorted(range(len(p)), key=lambda i: -p[i])
+    ranked = [i for i in ranked if p[i] >= min_p * p[ranked[0]]][: top_k or len(p)]
+    total, kept, mass = sum(p[i] for i in ranked), [], 0.0
+    for i in ranked:
+        if mass >= top_p * total:
+            break
+        kept, mass = [*kept, i], mass + p[i]
+    return [p[i] / mass if i in kept else 0.0 for i in range(len(p))]
+
+
+@pytest.mark.parametrize(
+    'top_p, top_k, min_p',
+    [(1.0, 3, 0.0), (1.0, 0, 0.3), (0.8, 5, 0.0), (0.7, 0, 0.2), (0.75, 4, 0.25), (1.0, 99, 0.0)],
+)
+@pytest.mark.parametrize('temperature', [1.0, 0.6, 1.7])
+def test_what_is_left_after_truncation(temperature, top_p, top_k, min_p):
+    "Eight tokens, each drawn as often as enumeration says, with the log-prob of that share"
+    logits = torch.tensor([0.3, -1.2, 1.9, 0.8, -0.4, 1.1, -2.0, 0.1]).double()
+    want = torch.tensor(
+        truncated((logits / temperature).softmax(-1).tolist(), top_p, top_k, min_p)
+    ).double()
+    u = (torch.arange(4000).double() + 0.5) / 4000
+    row = torch.ones_like(u)
+    limits = row * top_p, (row * top_k).long(), row * min_p
+    tokens, lp = sample_tokens(logits.expand(4000, -1), u, row * temperature, *limits)
+    shares = tokens.bincount(minlength=8).double() / 4000
+    torch.testing.assert_close(shares, want, atol=5e-4, rtol=0)
+    torch.testing.assert_close(lp, want[tokens].log().float())
+    mixed = [torch.cat([t[:9], t[:9] * 0 + free]) for t, free in zip(limits, (1, 0, 0))]
+    both = sample_tokens(logits.expand(18, -1), u[-18:], row[:18] * temperature, *mixed)
+    plain = sample_tokens(logits.expand(9, -1), u[-9:], row[:9] * temperature)
+    assert all(a[9:].equal(b) for a, b in zip(both, plain)), 'rows that cut nothing'
 
 
 # ----------------------------------------------------------------------- laws, also used on mutants
@@ -761,13 +798,16 @@ def test_bad_requests(bad):
         ('temperature', float('nan')),
         ('top_p', 0.0),
         ('top_p', 1.5),
+        ('top_k', -1),
+        ('min_p', 1.5),
+        ('stop', ('',)),
         ('max_tokens', 0),
         ('quantization', 'int4'),
         ('kv_cache_dtype', 'fp4'),
     ],
 )
 def test_bad_config(name, value):
-    with pytest.raises(ValueError, match=f'{name}={value!r}'):
+    with pytest.raises(ValueError, match=re.escape(f'{name}={value!r}')):
         rollout.RolloutConfig(**{name: value})
 
 
@@ -787,7 +827,7 @@ MUTANTS = {
             'log_probs = logits.double().softmax(-1).gather',
         ),
         log_prob_before_top_p=(
-            'torch.where(top_p[:,None]<1, kept/kept.sum(-1, keepdim=True), probs)',
+            'torch.where(cut[:,None], kept/kept.sum(-1, keepdim=True), probs)',
             'kept',
         ),
         top_p_ignored=('.masked_fill(p.cumsum(-1)-p>=top_p[:,None], 0)', ''),

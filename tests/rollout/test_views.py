@@ -48,7 +48,7 @@ def differences(policy, samples, window):
     policy.window, batch = window, collate(samples)
     with torch.no_grad():
         log_probs, _ = response_log_probs(policy, batch)
-    stop, found = watcher('noise').stop_id, []
+    stop, found = watcher('noise').stop_ids[0], []
     for i, s in enumerate(samples):
         a = len(s.prompt_ids)
         new = log_probs[i, a : a + len(s.response_ids)]

@@ -34,11 +34,17 @@ POLICY = PolicyConfig(  # what vLLM computes on a CPU
 class Echo:
     "A tool of token ids, without a tokenizer: says the last two of them backwards"
 
-    def __init__(self, stop_id, max_calls=3, begin=9):
-        self.stop_id, self.max_calls, self.begin = stop_id, max_calls, begin
+    def __init__(self, stop_id, max_calls=3, first=9):
+        self.stop_ids, self.max_calls, self.first = (stop_id,), max_calls, first
+
+    def ends(self, ids):
+        return True
+
+    def begin(self, prompt_id, calls=()):
+        return lambda ids: (self(ids), False)
 
     def __call__(self, ids):
-        return [self.begin, *list(ids)[-3:-1][::-1]]
+        return [self.first, *list(ids)[-3:-1][::-1]]
 
 
 def calling(engine, plain):

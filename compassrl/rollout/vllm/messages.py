@@ -226,6 +226,8 @@ def sampling_args(
     return dict(
         temperature=p.temperature,
         top_p=p.top_p,
+        top_k=p.top_k,
+        min_p=p.min_p,
         max_tokens=p.max_tokens,
         seed=r.seed % (1 << 64),
         stop_token_ids=list(p.stop_ids),

@@ -13,11 +13,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import LossConfig, PolicyLoss
 from compassrl.algo.ratios import tis_weights
+from compassrl.data.tokenizer import StopStrings
 from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import (
@@ -28,7 +30,7 @@ from compassrl.model.pretrained import (
     weight_parts,
 )
 from compassrl.records import Request, SamplingParams, collate, derive_seed
-from compassrl.rollout.episodes import Turns
+from compassrl.rollout.episodes import Episodes, Turns
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import TorchRollout
@@ -399,8 +401,9 @@ def test_greedy_equals_embedded(fresh):
 class Said:
     "A rollout engine that is made to say the tokens of `samples`: its own log-probs for them"
 
-    def __init__(self, policy, temperature, top_p):
+    def __init__(self, policy, temperature, top_p, top_k, min_p):
         self.policy, self.temperature, self.top_p = policy, temperature, top_p
+        self.top_k, self.min_p = top_k, min_p
 
     @torch.no_grad()
     def __call__(self, s):
@@ -408,20 +411,38 @@ class Said:
         logits = self.policy.logits(self.policy(ids, torch.ones_like(ids, dtype=torch.bool))[0])
         p = (logits.double() / self.temperature).softmax(-1)
         ranked, order = p.sort(-1, descending=True)
-        out = ranked.cumsum(-1) - ranked >= self.top_p
+        out = ranked < self.min_p * ranked[..., :1]
+        out[..., self.top_k or ranked.shape[-1] :] = True
+        ranked = ranked.masked_fill(out, 0)
+        ranked = ranked / ranked.sum(-1, keepdim=True)
+        out |= ranked.cumsum(-1) - ranked >= self.top_p
         p = p.masked_fill(torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, out), 0)
         p = (p / p.sum(-1, keepdim=True))[len(s.prompt_ids) - 1 : -1]
         return p.gather(-1, ids[0, len(s.prompt_ids) :, None])[:, 0].log()
 
 
-@pytest.mark.parametrize('temperature,top_p', [(0.7, 1.0), (1.6, 1.0), (1.0, 0.6), (0.8, 0.9)])
-def test_log_probs_are_of_what_was_drawn(fresh, temperature, top_p):
+@pytest.mark.parametrize('kind', [VllmRollout, TorchRollout])
+@pytest.mark.parametrize(
+    'temperature,top_p,top_k,min_p',
+    [
+        (0.7, 1.0, 0, 0.0),
+        (1.6, 1.0, 0, 0.0),
+        (1.0, 0.6, 0, 0.0),
+        (0.8, 0.9, 0, 0.0),
+        (1.0, 1.0, 3, 0.0),
+        (1.3, 1.0, 0, 0.2),
+        (1.0, 0.8, 4, 0.1),
+    ],
+)
+def test_log_probs_are_of_what_was_drawn(fresh, kind, temperature, top_p, top_k, min_p):
     "After temperature and truncation, also in a batch in which others are greedy"
-    mixed = requests(temperature=temperature, top_p=top_p) + requests(seed=5, temperature=0.0)
-    samples = list(fresh.generate(mixed[::2] + mixed[1::2]))
+    cut = dict(top_p=top_p, top_k=top_k, min_p=min_p)
+    mixed = requests(temperature=temperature, **cut) + requests(seed=5, temperature=0.0)
+    engine = fresh if kind is VllmRollout else torch_rollout(lively())
+    samples = list(engine.generate(mixed[::2] + mixed[1::2]))
     drawn = [s for s in samples if s.rollout_log_probs.any()]
     assert len(drawn) == 12 and len(samples) == 24
-    said = Said(lively(), temperature, top_p)
+    said = Said(lively(), temperature, **cut)
     gap = torch.cat([(said(s) - s.rollout_log_probs).abs() for s in drawn])
     assert gap.mean() < CLOSE and gap.max() < 1e-4
 
@@ -537,6 +558,25 @@ def test_yields_as_they_finish(fresh):
 
 def test_requests_that_grow(fresh):
     law_requests_that_grow(fresh, requests(24, 2))
+
+
+def test_a_text_ends_responses(fresh):
+    "The token that completes it is the last one; all before is what is drawn without it"
+    letters = {chr(48 + i): i for i in range(CONFIG.vocab_size)}
+    tok = Tokenizer(models.WordLevel(letters, unk_token='0'))
+    tok.pre_tokenizer, tok.decoder = pre_tokenizers.Split('', 'isolated'), decoders.Fuse()
+    plain = ordered(fresh.generate(requests(temperature=0.0, max_tokens=40)))
+    texts = tuple(tok.decode(s.response_ids[5:7]) for s in plain[::4])
+    asked = requests(temperature=0.0, max_tokens=40, stop=texts)
+    found = ordered(Episodes(fresh, stops=StopStrings(tok)).generate(asked))
+    ended = 0
+    for s, whole in zip(found, plain, strict=True):
+        ends = [n for n in range(41) if any(t in tok.decode(whole.response_ids[:n]) for t in texts)]
+        assert s.response_ids == whole.response_ids[: ends[0] if ends else 40]
+        assert s.finish_reason == ('stop' if ends else 'length')
+        assert len(s.routes_valid) == len(s.prompt_ids) + len(s.response_ids) - 1
+        ended += bool(ends)
+    assert ended > 2
 
 
 def test_prefix_cache(fresh):
