@@ -52,12 +52,13 @@ def expert_load(batch: Batch, config: PolicyConfig) -> Metrics:  # {} for a batc
     shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     entropy = torch.special.entr(shares).sum(-1) / torch.tensor(config.num_experts).log()
     busiest = shares.amax(-1) * config.num_experts_per_tok
-    found = dict(
+    found: Metrics = dict(
         expert_entropy=float(entropy.mean()),
         expert_busiest_frac=float(busiest.max()),
         experts_idle_frac=float((counts == 0).float().mean()),
     )
-    return found | {f'expert_busiest_frac/{i}': float(x) for i, x in zip(layers, busiest)}
+    found |= {f'expert_busiest_frac/{i}': float(x) for i, x in zip(layers, busiest)}
+    return found
 
 
 # %% ../../nbs/train/expert_load.ipynb #07d0c2b8

@@ -264,7 +264,7 @@ def test_the_tools_of_a_row_and_those_of_a_run():
     other = dict(type='function', function=dict(name='div'))
     with pytest.raises(BadRow, match=r"offers \['div'\], and tools.name has \['add', 'shout'\]"):
         row_prompt(read, dict(prompt=asked, answer='7', tools=[other]))
-    with pytest.raises(BadRow, match='is text, which cannot have the tools of tools.name'):
+    with pytest.raises(BadRow, match='is text: .* tools.name are for chats'):
         row_prompt(read, dict(prompt='?', answer='7'))
     with pytest.raises(ValueError, match='no chat template'):
         ToolUser(u.cfg, TOK, TOOLS)

@@ -551,8 +551,7 @@ def test_an_answer_that_does_not_fit_is_not_read(policy):
 def test_a_tool_that_leaves_or_loops_is_an_error_that_the_policy_reads(body, monkeypatch):
     exec(f'def bad(call):\n    {body}\n', made := {})
     monkeypatch.setitem(tool_functions.functions, 'bad', made['bad'])
-    monkeypatch.setattr('compassrl.data.tools._CALL_S', 0.1)
-    user = ToolUser(ToolConfig('bad'), TOKENIZER)
-    read = user([*encode(TOKENIZER, '<1'), user.stop_id])
+    user = ToolUser(ToolConfig('bad', wall_s=0.1), TOKENIZER)
+    read = user(encode(TOKENIZER, '<1>'))
     said = TOKENIZER.decode(read, skip_special_tokens=False)
     assert 'RuntimeError' in said or 'TimeoutError' in said, said
