@@ -57,9 +57,9 @@ notebooks: .venv/.engines ## run every notebook and store its outputs
 sync: .venv/.dev ## all that is generated: modules, README, and what follows from nbs/course.yml
 	@$(BIN)/python tools/nb.py sync
 
-check: .venv/.dev ## lint, architecture, course, links; all that is generated is in sync (seconds)
-	@$(BIN)/python -m pytest -q -p no:cacheprovider -k 'not site' tests/test_repository.py tests/test_architecture.py \
-	    tests/test_toc.py tests/test_links.py
+check: .venv/.dev ## lint, types, architecture, course, links; all that is generated is in sync (a minute or two)
+	@TYPES=1 $(BIN)/python -m pytest -q -p no:cacheprovider -k 'not site' tests/test_repository.py \
+	    tests/test_architecture.py tests/test_toc.py tests/test_links.py tests/test_types.py
 
 lock: ## constraints.txt anew, the versions that the tests run with: make lock [ARGS=--upgrade]
 	@$(PYTHON) tools/setup_env.py --lock $(ARGS)

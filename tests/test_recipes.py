@@ -1,5 +1,7 @@
-"The recipe of CONTRIBUTING: in a copy of the repository, a loss is one notebook and one line"
+"""Recipes of CONTRIBUTING, in one copy of the repository: a loss is one notebook and one line of a
+test, a verifier is one function and one line of a test"""
 
+import json
 import os
 import shutil
 import subprocess
@@ -52,9 +54,30 @@ LINE = (
 )
 
 
+VERIFIER = """#| export
+@verifier
+def ends_with(text: str, answer: str) -> Verdict:
+    "The response ends with the answer"
+    return judge(text.endswith(answer), f'{text[-20:]!r} against {answer!r}')"""
+VERIFIERS, HOSTILE = 'nbs/judges/verifiers.ipynb', 'tests/judges/test_hostile.py'
+
+
+def add_verifier(new):
+    path, line = new / VERIFIERS, 'ANSWERS = dict('
+    nb = json.loads(path.read_text())
+    cells = [''.join(c['source']) for c in nb['cells']]
+    after = next(i for i, text in enumerate(cells) if 'def check_isolation' in text)
+    cell = dict(cell_type='code', id='0ecca5e0', metadata={}, outputs=[], execution_count=None)
+    nb['cells'].insert(after + 1, cell | dict(source=VERIFIER.splitlines(keepends=True)))
+    path.write_text(json.dumps(nb))
+    test = new / HOSTILE
+    assert test.read_text().count(line) == 1
+    test.write_text(test.read_text().replace(line, f"{line}ends_with='42', "))
+
+
 @pytest.fixture(scope='module')
 def copy(tmp_path_factory):
-    "The repository with a new loss, as CONTRIBUTING says"
+    "The repository with a new loss and a new verifier, as CONTRIBUTING says"
     new = tmp_path_factory.mktemp('copy') / 'p'
     for path in tracked():
         to = new / path.relative_to(ROOT)
@@ -70,6 +93,7 @@ def copy(tmp_path_factory):
     text = (new / file).read_text()
     assert text.count(old) == 1
     (new / file).write_text(text.replace(old, line))
+    add_verifier(new)
     python(new, 'tools/nb.py', 'sync')
     return new
 
@@ -86,11 +110,11 @@ def python(folder, *words):
     return run(folder, sys.executable, *words)
 
 
-def test_only_its_notebook_and_its_line_are_written_by_hand(copy):
+def test_only_notebooks_and_lines_are_written_by_hand(copy):
     "All else that differs is what `make sync` makes"
     changed = run(copy, 'git', 'diff', '--name-only').splitlines()
     changed += run(copy, 'git', 'ls-files', '--others', '--exclude-standard').splitlines()
-    changed = {*changed} - {NOTEBOOK, LINE[0]}
+    changed = {*changed} - {NOTEBOOK, LINE[0], VERIFIERS, HOSTILE}
     made = ('compassrl/', 'README.md', 'index_files/', 'nbs/sidebar.yml', 'nbs/nbdev.yml')
     rest = {name for name in changed if not name.startswith(made)}
     # seconds, the list of notebooks, and the neighbours that lead to it
@@ -120,3 +144,9 @@ def test_its_checks_and_laws_are_green(copy):
     options = '-q -p no:cacheprovider --no-header'.split()
     said = python(copy, '-m', 'pytest', *options, *FILES, '-k', words)
     assert ' passed' in said
+
+
+def test_a_new_verifier_is_under_the_laws_of_all(copy):
+    kinds = 'left_out or thousands_of_hostile_strings and ends_with'
+    options = '-q -p no:cacheprovider --no-header'.split()
+    assert '2 passed' in python(copy, '-m', 'pytest', *options, HOSTILE, '-k', kinds)
