@@ -314,4 +314,6 @@ def has_begun(cfg: TrainConfig) -> bool:
         return False
     before = read_run_config(folder)
     rewards = dataclasses.replace(before.rewards, function_sha256=cfg.rewards.function_sha256)
-    return dataclasses.replace(before, rewards=rewards) == cfg
+    # the day is that of the start; a run is the same on the next
+    data = dataclasses.replace(before.data, template_date=cfg.data.template_date)
+    return dataclasses.replace(before, rewards=rewards, data=data) == cfg

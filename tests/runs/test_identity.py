@@ -2,11 +2,11 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from compassrl.config import read_run_config
+from compassrl.config import TrainConfig, read_run_config
 from compassrl.runs import resume
 from compassrl.runs.identity import file_sha256, named_files
 from compassrl.runs.run_data import load
@@ -272,3 +272,14 @@ def test_every_path_among_the_settings_is_known():
     assert named - {'run_dir', 'vllm.sync_dir'} <= set(places)
     assert named >= {'tools.table', 'rewards.function', 'data.replay_from'}
     assert 'init_from' in places  # a folder or a name
+
+
+def test_a_run_without_a_checkpoint_is_the_same_on_the_next_day(tmp_path):
+    "Its template writes the date, which is that of the start"
+
+    def on(day, **kw):
+        cfg = TrainConfig(run_dir=str(tmp_path), **kw)
+        return replace(cfg, data=replace(cfg.data, template_date=f'2024-01-{day}'))
+
+    (tmp_path / 'config.json').write_text(json.dumps(asdict(on('01'))))
+    assert resume.has_begun(on('02')) and not resume.has_begun(on('02', seed=5))
