@@ -72,7 +72,8 @@ def _headline(f: dict[str, Any]) -> str:
             f'Held-out avg@{h["k"]}{on}: **{b} % → {a} %**, a gain of **{_gain(h)} points** '
             '(± one standard error).'
         )
-        if h['after'] < h['before'] - 2 * (h['stderr_before'] + h['stderr_after']):
+        errors = [h['stderr_before'], h['stderr_after']]
+        if None not in errors and h['after'] < h['before'] - 2 * sum(errors):
             out.append(
                 '**The policy is worse than at the start**: a lower `optim.lr` helps if the '
                 'updates were too large, see `approx_kl` and `grad_norm` in the curves.'

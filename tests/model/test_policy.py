@@ -585,7 +585,7 @@ def without(name):
         (edit(num_experts_per_tok=9), 'config.json: num_experts_per_tok=9 exceeds'),
         (
             edit(rope_parameters=dict(rope_type='longrope', factor=4.0, rope_theta=1e4)),
-            "rope_type='longrope', only 'default' and 'yarn'",
+            "rope_type='longrope', only 'default', 'yarn' and 'llama3'",
         ),
         (
             edit(rope_parameters=None, rope_scaling=dict(type='linear', factor=2.0)),

@@ -143,7 +143,7 @@ def fake_layer(number, sparse=True):
 
 def fake_chunk(fused=False):
     chunk, chunk.decoder, chunk.mtp = (c := nn.Module()), nn.Module(), nn.Module()
-    chunk.config = SimpleNamespace(moe_router_fusion=fused)
+    chunk.config = SimpleNamespace(moe_router_fusion=fused, moe_router_pre_softmax=False)
     chunk.decoder.layers = nn.ModuleList([fake_layer(3), fake_layer(4, False), fake_layer(5)])
     chunk.mtp.layers = nn.ModuleList([fake_layer(1)])
     return c
@@ -381,7 +381,7 @@ def test_bug_16_more_than_256_experts_travel_as_int16():
     tap.get_replay_topk(
         torch.randn(4, 264), 3, default_compute_topk=lambda s, k, *a: torch.topk(s, k)
     )
-    assert tap.own.dtype == tap.queue[0].dtype == torch.int16
+    assert tap.own.dtype == tap.queue[0][0].dtype == torch.int16
 
 
 def test_bug_17_tokens_without_a_route_are_counted_and_logged():
