@@ -1,5 +1,5 @@
-"""What a user writes type-checks in strict mode; the package in basic mode, where TYPES is set (`make
-check`): that takes a minute and 3 GB"""
+"""What a user writes type-checks in strict mode. The package does in basic mode, which is looked at
+where TYPES is set (`make check`): that takes a minute and 3 GB"""
 
 import json
 import os

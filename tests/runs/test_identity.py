@@ -1,6 +1,7 @@
 "A run knows what it is made of: whatever else a resume finds, it names, refuses or notes"
 
 import json
+import random
 import shutil
 from dataclasses import asdict, replace
 
@@ -105,6 +106,29 @@ def test_a_source_that_is_another_is_named(here, name, old, new, said):
     found = refusal(here)
     assert said in found and found.endswith('take it on purpose by --accept-changes'), found
     assert found.count(';') == 0, 'the others are the same'
+
+
+def test_any_byte_of_any_source(here):
+    "A hundred times another one, but of the reward's file, of which the run has a copy"
+    rng, folder = random.Random(0), here / 'run'
+    names = ['train.jsonl', 'test.jsonl', 'prices.py', 'tables/eggs.json', 'loss.py']
+    names += ['words.json', 'run/eval_before.json', 'run/metrics.jsonl', 'run/cold_start.jsonl']
+    names += [f'{f}/{n.name}' for f in ('model', 'run/start') for n in (here / f).iterdir()]
+    cfg, missed = read_run_config(folder), []
+    for _ in range(100):
+        path = here / rng.choice(names)
+        whole = path.read_bytes()
+        at = rng.randrange(len(whole))
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(7)]) + whole[at + 1 :])
+        try:
+            resume.check_files(folder)
+            resume.check_origin(folder, cfg)
+            missed.append((path, at))
+        except ValueError as e:
+            assert path.name in str(e), (path, e)
+        path.write_bytes(whole)
+    assert not missed
+    resume.check_origin(folder, cfg)
 
 
 def test_weights_that_are_others_are_named(here):
