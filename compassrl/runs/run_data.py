@@ -18,7 +18,7 @@ from compassrl.config import TrainConfig, read_run_config
 from compassrl.data.chat import ChatTemplate
 from compassrl.data.loading import Loaded
 from compassrl.data.prompts import load_data, load_eval_set, reading_of
-from compassrl.data.tasks import verifiers
+from compassrl.data.tasks import verifiers, verify
 from compassrl.data.tokenizer import StopStrings, build_tokenizer, encode, end_id, load_tokenizer
 from compassrl.data.tools import ToolUser
 from compassrl.judges.genrm_client import check_genrm
@@ -42,6 +42,7 @@ from compassrl.runs.log import say
 
 # %% auto #0
 __all__ = [
+    'MOST_SOLVED',
     'Data',
     'without_fp8',
     'resolve',
@@ -56,6 +57,8 @@ __all__ = [
     'no_solutions',
     'check_prompts',
     'check_solutions',
+    'unsolved',
+    'drop_unsolved',
 ]
 
 
@@ -155,6 +158,7 @@ def load(
     data = Data(tokenizer, ends, train, heldout, named, own, tool, tool_file, cfg.rollout.stop)
     judged_by(data, own)
     check_prompts(data.prompts, room, limit, cfg.rewards)
+    drop_unsolved(data, cfg.data.on_bad_row, cfg.prompts_per_step)
     if teaches:
         check_solutions(data, cfg.cold_start.num_solutions, limit, cfg.init_from)
     return data
@@ -351,3 +355,37 @@ def check_solutions(
                 f'prompt {p.id} and its solution have {length} tokens, which exceeds the context '
                 f'of {limit}: leave it out, or set cold_start.steps to 0'
             )
+
+
+# %% ../../nbs/runs/run_data.ipynb #24a7a35c
+MOST_SOLVED = 500  # rows whose solution is judged before a run begins
+
+
+def unsolved(
+    prompts: list[Prompt],
+) -> dict[str, str]:  # id of a prompt -> why its tests fail its own solution
+    "Rows of verifier `code` that bring a solution; the first `MOST_SOLVED` of them are judged"
+    asked = [p for p in prompts if p.verifier == 'code' and p.solution]
+    if len(asked) > MOST_SOLVED:
+        say(f"own solutions: {MOST_SOLVED} of {len(asked)} rows are tried on their rows' tests")
+    verdicts = {p.id: verify(p, p.solution) for p in asked[:MOST_SOLVED]}
+    return {id: v.evidence for id, v in verdicts.items() if v.status == 'wrong'}
+
+
+def drop_unsolved(data: Data, on_bad_row: str, least: int) -> None:
+    "Raises ValueError for rows that no program can solve; with 'skip' it names and drops them"
+    found = unsolved(data.prompts)
+    if not found:
+        return
+    first, why = next(iter(found.items()))
+    what = f'{len(found)} rows fail their own solution, the first is {first} ({why})'
+    left = [p for p in data.train if p.id not in found]
+    if on_bad_row == 'raise' or len(left) < least:
+        raise ValueError(
+            f'{what}: mend the tests, see "What tests cannot ask" in judges/verifiers, or leave '
+            'such rows out by --data.on-bad-row skip'
+        )
+    say(f'{what}: left out')
+    data.train[:] = left
+    for prompts in (data.heldout, *data.eval_sets.values()):
+        prompts[:] = [p for p in prompts if p.id not in found]

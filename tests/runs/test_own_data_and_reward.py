@@ -15,8 +15,8 @@ from compassrl.judges.own_reward import own_reward
 from compassrl.judges.serial import RewardConfig
 from compassrl.records import Prompt
 from compassrl.runs.cli import main, parse_train
-from compassrl.runs.run_data import load, resolve
-from compassrl.sandbox.isolated import verdict_budget
+from compassrl.runs.run_data import Data, drop_unsolved, load, resolve, unsolved
+from compassrl.sandbox.isolated import best_isolation, verdict_budget
 from tests.runs.test_run import cli, rows, same_model
 
 FRUIT = ('apples', 'pears', 'plums', 'figs')
@@ -626,3 +626,40 @@ def test_reading_is_checked_before_a_row_is_read():
     for bad in (dict(columns=dict(colour='c')), dict(verifier='vibes'), dict(always_chat=True)):
         with pytest.raises(ValueError):
             replace(Reading(build_tokenizer()), **bad)
+
+
+POINT = 'class P:\n    def __init__(s, x): s.x = x\n    def __eq__(s, o): return s.x == o.x\n'
+UNSOLVABLE = {  # a test that its own solution passes in plain Python, and cannot pass here
+    'assert P(1) == P(1)': POINT,
+    'assert sorted([P(2), P(1)])[0].x == 1': POINT + '    def __lt__(s, o): return s.x < o.x\n',
+    'assert C.A == C(1)': 'from enum import Enum\nclass C(Enum):\n    A = 1\n',
+    'assert (P(1) * 3).x == 3': POINT + '    def __mul__(s, k): return P(s.x * k)\n',
+    'assert P(0)[1:3] == (1, 3)': POINT + '    def __getitem__(s, k): return k.start, k.stop\n',
+    'assert type(P(1)) is P': POINT,
+}
+
+
+@pytest.mark.skipif(not best_isolation()[0], reason='this machine isolates no program')
+def test_rows_that_no_program_can_solve_are_named(capsys):
+    "By the solution that they bring; without one nobody can know"
+    for test, program in UNSOLVABLE.items():
+        exec(f'{program}\n{test}', {})
+
+    def row(id, test, program):
+        return Prompt(id, 'programs', '?', (2,), json.dumps([test]), 'code', program)
+
+    def data():
+        solved = row('good', 'assert f(2) == 4', 'def f(x): return 2 * x')
+        rows = [row(t, t, p) for t, p in UNSOLVABLE.items()]
+        unknown = row('unknown', 'assert P(1) == P(1)', '')
+        return Data(build_tokenizer(), (1,), [solved, unknown, *rows], [solved, rows[0]])
+
+    assert list(unsolved(data().prompts)) == list(UNSOLVABLE)
+    with pytest.raises(ValueError, match='6 rows fail their own solution, the first is assert P'):
+        drop_unsolved(data(), 'raise', 1)
+    left = data()
+    drop_unsolved(left, 'skip', 1)
+    assert [p.id for p in left.train] == ['good', 'unknown'] and len(left.heldout) == 1
+    assert 'left out' in capsys.readouterr().out
+    with pytest.raises(ValueError):
+        drop_unsolved(data(), 'skip', 3)
