@@ -1022,6 +1022,7 @@ SHOWN_BY = {  # the fault -> the curve in which it must be seen
     'wrong experts': 'routes_agree_frac',
     'off by one': 'approx_kl',
     'entropy': 'grad_norm',
+    'herd': 'expert_busiest_frac',
     'leak': 'heldout',
 }
 
@@ -1174,7 +1175,7 @@ def test_clinic_follows_mouse_and_keyboard(browser, tmp_path):
             assert page.evaluate('document.activeElement.textContent') == 'Next patient'
             page.keyboard.press('Enter')
     assert sorted(order) == sorted(diagnoses)
-    assert f'Points: {12 * 11}.' in opened.text('.score')
+    assert f'Points: {13 * 12}.' in opened.text('.score')
     opened.fits()
     press('New round')
     other = patient()

@@ -27,6 +27,8 @@ from compassrl.loop import fit
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Request, RolloutEngine, derive_seed
 from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
+from compassrl.train import torch_train
+from compassrl.train.expert_load import balanced
 from compassrl.train.guards import GuardConfig
 from compassrl.train.sft import SFTConfig, cold_start
 from compassrl.train.torch_train import OptimConfig, TorchTrain
@@ -62,6 +64,7 @@ CURVES = (
     'grad_norm',
     'rollout_train_gap',
     'routes_agree_frac',
+    'expert_busiest_frac',
 )
 
 
@@ -108,6 +111,17 @@ class WrongSign(TorchTrain):
     def update(self, batch, loss, lr=None):
         surprise = (-batch.old_log_probs - batch.entropy) * batch.response_mask
         return super().update(replace(batch, advantages=batch.advantages - 2 * surprise), loss, lr)
+
+
+class Herding(TorchTrain):
+    "A balancing loss with the wrong sign: experts with many tokens get more"
+
+    def update(self, batch, loss, lr=None):
+        def herds(policy, mini, coef):
+            return balanced(policy, mini, -0.5)
+
+        with patch.object(torch_train, 'balanced', herds):
+            return super().update(batch, loss, lr)
 
 
 def crashes(text, answer):
@@ -204,6 +218,7 @@ def patients(world):
         'wrong experts': dict(rollout=Shifted),
         'off by one': dict(engine=OffByOne),
         'entropy': dict(engine=WrongSign),
+        'herd': dict(engine=Herding),
         'leak': dict(start=world.cold(world.train + 10 * world.heldout)),
     }
 

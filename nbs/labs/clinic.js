@@ -20,6 +20,7 @@ export const CURVES = {
   grad_norm: ['norm of the gradient', 0.5],
   rollout_train_gap: ['gap of the engines', 1e-5],
   routes_agree_frac: ['same experts', 0.02],
+  expert_busiest_frac: ['busiest expert', 0.05],
 }
 const LIMIT = 3 // so many half widths of the healthy band from its middle is sick
 const WRONG = 3 // points of a wrong diagnosis
@@ -99,6 +100,8 @@ export const DIAGNOSES = {
     'train/torch_train.ipynb#token-t-is-predicted-from-token-t-1'],
   entropy: ['entropy bonus with the wrong sign', 'The entropy bonus is subtracted, so likely tokens become likelier',
     'loop.ipynb#a-real-run'],
+  herd: ['balance of experts with the wrong sign', 'The balancing loss is subtracted, so busy experts get busier',
+    'train/expert_load.ipynb#an-auxiliary-loss'],
   leak: ['held-out prompts have leaked', 'The cold start has read the solutions of the held-out prompts',
     'data/prompts.ipynb#the-split-and-names-that-last'],
 }
