@@ -1,10 +1,14 @@
 "Inputs of public reports of other projects, each named by its report: owner/name#number"
 
 import json
+import pickle
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
+from decimal import Decimal
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,28 +17,37 @@ from tokenizers import decoders
 from compassrl.config import TrainConfig, config_from_dict
 from compassrl.data.chat import ChatTemplate
 from compassrl.data.rows import BadRow, Reading, row_prompt, worked_answer
+from compassrl.data.selection import prompts_of_step
 from compassrl.data.sources import rows_of
 from compassrl.data.tokenizer import encode, response_text
 from compassrl.files import from_yaml, own_function, read_data
 from compassrl.judges.mathematics import same_maths
-from compassrl.judges.own_reward import RewardFunction, inputs_of
+from compassrl.judges.own_reward import OwnReward, RewardFile, RewardFunction, inputs_of
 from compassrl.judges.tool_calls import calls_of, tool_call
 from compassrl.judges.verifiers import run_test
 from compassrl.model.hf_config import read_config
 from compassrl.model.merge import Weights
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import from_pretrained, hf_weights, save_pretrained
+from compassrl.rollout.rollout_settings import VllmConfig
+from compassrl.rollout.vllm.messages import engine_args
 from compassrl.runs.cli import parse_train
 from compassrl.runs.log import json_text, keep_until
 from compassrl.train.sft import cosine_lr
 from compassrl.train.train_settings import OptimConfig, SFTConfig
 from tests.data.test_chat import ASK, BOT, CALLS, END, TOOLS, TURNS, spelled
+from tests.support import ROOT
 
 VERIFY, DATASETS = 'huggingface/Math-Verify', 'huggingface/datasets'
 
 MATHS = [  # report, response, answer, does it pay?
     (f'{VERIFY}#44', 'therefore\\boxed{840}.,but\n**Final Answer**\n\\boxed{840}', '840', True),
-    (f'{VERIFY}#44', '\\boxed{004}. 2,552,004 ends so: \\boxed{004} is right. \\boxed{004}', '4', 1),
+    (
+        f'{VERIFY}#44',
+        '\\boxed{004}. 2,552,004 ends so: \\boxed{004} is right. \\boxed{004}',
+        '4',
+        1,
+    ),
     (f'{VERIFY}#14', '$\\frac{1}{2006!}$', '\\frac{1}{2004!}', False),
     (f'{VERIFY}#14', '$\\frac{1}{2004!}$', '\\frac{1}{2004!}', True),
     (f'{VERIFY}#14', '\\boxed{\\frac{1}{2^{98}}}', '\\frac{1}{2^{99}}', False),
@@ -79,7 +92,11 @@ def test_maths(report, text, answer, right):
 
 WORKED = [
     ('google-deepmind/proeval#19', 'From 2 to -3.\n#### -3', '-3'),
-    ('EleutherAI/lm-evaluation-harness#1204', '=$<<200000-130000=70000>>70,000\n#### 70000', '70000'),
+    (
+        'EleutherAI/lm-evaluation-harness#1204',
+        '=$<<200000-130000=70000>>70,000\n#### 70000',
+        '70000',
+    ),
 ]
 
 
@@ -92,10 +109,22 @@ CALL = dict(name='w', arguments=dict(t='a </tool_call> b'))
 MARKED = '<tool_call>\n{}\n</tool_call>'.format
 TOOL_CALLS = [
     ('vllm-project/vllm#45167', MARKED(json.dumps(CALL)) * 2, [CALL, CALL]),
-    ('vllm-project/vllm#21544', MARKED('{"name": "w", "arguments": {"c": "t/{a,b"}}'), [{'c': 't/{a,b'}]),
-    ('NousResearch/hermes-agent#2335', MARKED('{"name": "w", "arguments": {"n": {"d": 1}}}'), [{'n': {'d': 1}}]),
-    ('Blaizzy/mlx-vlm#2064', '{"name": "w", "arguments": {"c": "say \\"x\\"", "l": [[1], {"a": []}]}}', [{'c': 'say "x"', 'l': [[1], {'a': []}]}]),
-]  # fmt: skip
+    (
+        'vllm-project/vllm#21544',
+        MARKED('{"name": "w", "arguments": {"c": "t/{a,b"}}'),
+        [{'c': 't/{a,b'}],
+    ),
+    (
+        'NousResearch/hermes-agent#2335',
+        MARKED('{"name": "w", "arguments": {"n": {"d": 1}}}'),
+        [{'n': {'d': 1}}],
+    ),
+    (
+        'Blaizzy/mlx-vlm#2064',
+        '{"name": "w", "arguments": {"c": "say \\"x\\"", "l": [[1], {"a": []}]}}',
+        [{'c': 'say "x"', 'l': [[1], {'a': []}]}],
+    ),
+]
 
 
 @pytest.mark.parametrize('report, text, calls', TOOL_CALLS)
@@ -130,15 +159,23 @@ def test_programs(report, program, stdin, stdout, passed):
 
 
 FILES = [  # report, texts of files, values of the rows in column `a`
-    (f'{DATASETS}#6460', ['{"a": [0, 4, "Protein"]}\n{"a": [["b"]]}'], [[0, 4, 'Protein'], [['b']]]),
+    (
+        f'{DATASETS}#6460',
+        ['{"a": [0, 4, "Protein"]}\n{"a": [["b"]]}'],
+        [[0, 4, 'Protein'], [['b']]],
+    ),
     (f'{DATASETS}#7222', ['{"a": null}\n{"a": "x"}'], [None, 'x']),
     (f'{DATASETS}#7322', ['{"a": {"b": 1}}\n{"a": [1]}'], [{'b': 1}, [1]]),
     (f'{DATASETS}#5531', ['{"a": [null, 1]}'], [[None, 1]]),
     (f'{DATASETS}#8241', ['\ufeff{"a": {"b": 1}}\n{"a": {"c": 2}}\n\n'], [{'b': 1}, {'c': 2}]),
     (f'{DATASETS}#7092', ['{"a": []}', '{"a": [{"id": 1}]}'], [[], [{'id': 1}]]),
-    (f'{DATASETS}#7664', ['{"a": "action: string, at: timestamp[s]", "b": 1}'], ['action: string, at: timestamp[s]']),
+    (
+        f'{DATASETS}#7664',
+        ['{"a": "action: string, at: timestamp[s]", "b": 1}'],
+        ['action: string, at: timestamp[s]'],
+    ),
     ('apache/arrow#40107', ['{"a": null}', '{"a": "x"}'], [None, 'x']),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize('report, texts, values', FILES)
@@ -169,10 +206,16 @@ def test_a_config_with_a_byte_order_mark(report, name, text, tmp_path):
 
 CONFIGS = [  # report, YAML, flags, name of the setting, value
     ('vllm-project/vllm#51401', 'vllm: {prefix_caching: false}', [], 'vllm.prefix_caching', False),
-    ('vllm-project/vllm#49057', 'vllm: {prefix_caching: false}', ['--steps', '2'], 'vllm.prefix_caching', False),
+    (
+        'vllm-project/vllm#49057',
+        'vllm: {prefix_caching: false}',
+        ['--steps', '2'],
+        'vllm.prefix_caching',
+        False,
+    ),
     ('bw2/ConfigArgParse#259', 'trackers: [wandb]\nsteps: 9', ['--steps', '4'], 'steps', 4),
     ('bw2/ConfigArgParse#259', 'trackers: []\nsteps: 9', ['--steps', '4'], 'trackers', ()),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize('report, text, flags, name, value', CONFIGS)
@@ -201,17 +244,41 @@ def test_settings_that_are_refused(report, settings, words):
 
 def called(arguments):
     call = dict(id='c1', type='function', function=dict(name='w', arguments=arguments))
-    return [*ASK, dict(role='assistant', content=None, tool_calls=[call]), dict(role='tool', content='4')]  # fmt: skip
+    return [
+        *ASK,
+        dict(role='assistant', content=None, tool_calls=[call]),
+        dict(role='tool', content='4'),
+    ]
 
 
 JOINS = CALLS.replace('arguments | tojson', "arguments + ''") + END  # only text has a plus
 CHATS = [  # report, template, chat, end of the prompt
-    ('ai-dynamo/dynamo#4161', CALLS + END, called('{"a": "b"}'), '[w {"a": "b"}]<|user|>tool:4<|bot|>'),
-    ('axolotl-ai-cloud/axolotl#3824', CALLS + END, called('not JSON'), '[w "not JSON"]<|user|>tool:4<|bot|>'),
+    (
+        'ai-dynamo/dynamo#4161',
+        CALLS + END,
+        called('{"a": "b"}'),
+        '[w {"a": "b"}]<|user|>tool:4<|bot|>',
+    ),
+    (
+        'axolotl-ai-cloud/axolotl#3824',
+        CALLS + END,
+        called('not JSON'),
+        '[w "not JSON"]<|user|>tool:4<|bot|>',
+    ),
     ('ggml-org/llama.cpp#19553', JOINS, called('{"a":1}'), '[w {"a":1}]<|user|>tool:4<|bot|>'),
-    ('mistralai/mistral-common#311', CALLS + END, called(dict(a="It's <&")), '[w {"a": "It\'s <&"}]<|user|>tool:4<|bot|>'),
-    ('ai-dynamo/dynamo#4168', TURNS + END, [*ASK, BOT, dict(role='tool', content='4')], 'tool: 4<|bot|>'),
-]  # fmt: skip
+    (
+        'mistralai/mistral-common#311',
+        CALLS + END,
+        called(dict(a="It's <&")),
+        '[w {"a": "It\'s <&"}]<|user|>tool:4<|bot|>',
+    ),
+    (
+        'ai-dynamo/dynamo#4168',
+        TURNS + END,
+        [*ASK, BOT, dict(role='tool', content='4')],
+        'tool: 4<|bot|>',
+    ),
+]
 
 
 @pytest.mark.parametrize('report, template, chat, end', CHATS)
@@ -221,16 +288,22 @@ def test_chats(report, template, chat, end):
 
 
 BAD_ROWS = [
-    ('axolotl-ai-cloud/axolotl#1649', dict(prompt=[{'from': 'human', 'value': 'hi'}]), 'not {"role"'),
+    (
+        'axolotl-ai-cloud/axolotl#1649',
+        dict(prompt=[{'from': 'human', 'value': 'hi'}]),
+        'not {"role"',
+    ),
     ('axolotl-ai-cloud/axolotl#1179', dict(conversations=[]), "no column 'prompt' or 'messages'"),
     ('decolua/9router#2129', dict(prompt=[*ASK, BOT]), 'ends with a turn of the assistant'),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize('report, row, words', BAD_ROWS)
 def test_rows_that_are_refused(report, row, words):
     with pytest.raises(BadRow) as e:
-        row_prompt(Reading(spelled(False), chat=ChatTemplate(TOOLS + TURNS + END)), row | dict(answer='4'))  # fmt: skip
+        row_prompt(
+            Reading(spelled(False), chat=ChatTemplate(TOOLS + TURNS + END)), row | dict(answer='4')
+        )
     assert words in str(e.value)
 
 
@@ -347,9 +420,13 @@ def without_head(folder):
 
 CHECKPOINTS = [
     ('QwenLM/Qwen3-VL-Embedding#89', without_head, 'weights are missing, first lm_head'),
-    ('GeeeekExplorer/nano-vllm#264', lambda f: [p.unlink() for p in f.glob('model*')], 'incomplete'),
+    (
+        'GeeeekExplorer/nano-vllm#264',
+        lambda f: [p.unlink() for p in f.glob('model*')],
+        'incomplete',
+    ),
     ('Neph0s/CoSER#3', lambda f: sorted(f.glob('*.safetensors'))[-1].unlink(), 'incomplete'),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize('report, fault, words', CHECKPOINTS)
@@ -397,6 +474,89 @@ def test_rope_in_its_old_and_its_new_place(report, shards, tmp_path):
         rewritten(folder, **values)
         found.append(read_config(folder))
     assert found[0] == found[1] and found[0].rope_theta == 5e5
+
+
+# ---- reports whose symptom was never seen here
+
+KINDS_OF_REWARDS = [
+    (np.float64(0.5), 0.5),
+    (np.array(0.5), 0.5),
+    (np.array([0.5]), 0.5),
+    (np.int64(2), 2.0),
+    (np.bool_(True), 1.0),
+    (torch.tensor(0.5), 0.5),
+    (torch.tensor([0.5]), 0.5),
+    (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+    (torch.tensor(0.5, requires_grad=True), 0.5),
+    (dict(score=0.5), 0.5),
+    ('good', 'failed'),
+    (Decimal('0.5'), 'failed'),
+    (float('inf'), 'failed'),
+    (10**400, 'failed'),
+    ((1.0, 2.0), 'failed'),
+]
+
+
+@pytest.mark.parametrize('value, reward', KINDS_OF_REWARDS, ids=str)
+def test_a_reward_is_a_number_of_any_library(value, reward):
+    "THUDM/slime#2121"
+    [v] = RewardFunction('f', lambda text: value, 1.0).verdicts([inputs_of(P, 'x')])
+    assert v and (v.reward if v.status != 'failed' else 'failed') == reward
+
+
+CALLABLES = """
+import functools
+same = lambda text: float(len(text))
+def two(text, more): return len(text) + more
+part = functools.partial(two, more=0)
+async def slow(text, more): return len(text) + more
+later = functools.partial(slow, more=0)
+class Length:
+    def __call__(self, text): return len(text)
+obj = Length()
+@functools.wraps(two)
+def wrapped(text): return two(text, 0)
+kept = functools.lru_cache(same)
+"""
+
+
+@pytest.mark.parametrize('name', ['same', 'part', 'later', 'obj', 'kept'])
+def test_a_function_of_any_kind_goes_to_another_process(name):
+    "verl-project/verl#3150 and #2239"
+    own = OwnReward([RewardFile(f'r.py:{name}', CALLABLES.encode())], (), 1.0)
+    assert pickle.loads(pickle.dumps(own)).judge_one(P, 'abc').reward == 3.0
+
+
+def test_the_step_after_an_epoch_has_prompts():
+    "verl-project/verl#5725 and #7401: a step's prompts follow from its number alone"
+    steps = [
+        [p.id for p in prompts_of_step([*map(question, range(18))], i, 6, 0)] for i in range(6)
+    ]
+    assert all(sorted(sum(steps[i : i + 3], [])) == sorted(map(str, range(18))) for i in (0, 3))
+    assert steps[:3] != steps[3:]
+
+
+def question(i):
+    return replace(P, id=str(i))
+
+
+def test_ids_beyond_the_tokenizer_say_nothing():
+    "vllm-project/vllm#340: the vocabulary of a model is padded"
+    tok = spelled(False)
+    assert response_text(tok, [*encode(tok, 'a'), 10_000, *encode(tok, 'b')]) == 'a b'
+
+
+def test_a_checkpoint_does_not_choose_how_is_sampled():
+    "NVIDIA-NeMo/RL#3497: its generation_config.json may hold a top_k"
+    shape = PolicyConfig(**SHAPE)
+    args = engine_args('m', shape, VllmConfig(), torch.float, 32, 2, False, 'cpu')
+    assert args['generation_config'] == 'vllm'
+
+
+def test_a_stranger_finds_the_commands_for_a_file_on_the_first_screen():
+    top = (ROOT / 'README.md').read_text().splitlines()[:40]
+    for words in ('pip install', '--data.path', '--init-from', '--rewards.function'):
+        assert any(words in line for line in top), words
 
 
 TABLES = [MATHS, WORKED, TOOL_CALLS, NO_CALLS, PROGRAMS, FILES, YAML, CONFIGS, REFUSED, CHATS]
