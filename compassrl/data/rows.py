@@ -131,9 +131,8 @@ def _decoded(call: Any) -> Any:  # arguments as JSON text, as servers send them:
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
     "The same message; arguments of its calls are objects"
     calls = message.get('tool_calls')
-    return (
-        message | dict(tool_calls=[*map(_decoded, calls)]) if isinstance(calls, list) else message
-    )
+    decoded = dict(tool_calls=[*map(_decoded, calls)]) if isinstance(calls, list) else {}
+    return message | decoded
 
 
 def _content(value: Any, name: str) -> Any:
