@@ -117,6 +117,24 @@ def _without_nulls(x: Any) -> Any:  # keys that a table of equal rows has added
     return [_without_nulls(v) for v in x] if isinstance(x, (list, tuple)) else x
 
 
+def _decoded(call: Any) -> Any:  # arguments as JSON text, as servers send them: vLLM reads them too
+    if not isinstance(call, dict):
+        return call
+    out = {k: _decoded(v) if k == 'function' else v for k, v in call.items()}
+    try:
+        value = from_json(call['arguments'])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return out
+    return out | dict(arguments=value) if isinstance(value, dict) else out
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    "The same message; arguments of its calls are objects"
+    calls = message.get('tool_calls')
+    decoded = dict(tool_calls=[*map(_decoded, calls)]) if isinstance(calls, list) else {}
+    return message | decoded
+
+
 def _content(value: Any, name: str) -> Any:
     "Text; parts of text are joined"
     if isinstance(value, (list, tuple)):
@@ -269,6 +287,19 @@ def _chat(
     return messages, given | (dict(chat_template_kwargs=options) if options else {})
 
 
+def _written(chat: ChatTemplate, messages: list[dict[str, Any]], given: dict[str, Any]) -> str:
+    "With arguments of calls as objects; as they stand where the template joins them as text"
+    why = ''
+    for form in ([*map(_with_objects, messages)], messages):
+        try:
+            return chat.render(form, given.get('tools'), **given.get('chat_template_kwargs', {}))
+        except (ValueError, TypeError) as e:
+            why = str(e)
+            if form == messages:
+                break
+    raise BadRow(why, 'template')
+
+
 def _prompt_text(
     r: Reading, row: dict[str, Any]
 ) -> tuple[str, list[dict[str, Any]] | None, dict[str, Any]]:
@@ -299,11 +330,7 @@ def _prompt_text(
             'a model that has one (--init-from), or prompts of text',
         )
     messages, given = _chat(r, row, messages)
-    try:
-        text = r.chat.render(messages, given.get('tools'), **given.get('chat_template_kwargs', {}))
-    except (ValueError, TypeError) as e:
-        raise BadRow(str(e), 'template') from None
-    return _valid(text, name), messages, given
+    return _valid(_written(r.chat, messages, given), name), messages, given
 
 
 def _optional(r: Reading, row: dict[str, Any], f: str) -> str:  # '' if there is none

@@ -6,7 +6,9 @@ several calls does not count."""
 # %% ../../nbs/judges/tool_calls.ipynb #8445720b
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from compassrl.data.tasks import after_reasoning, judge, verifier
@@ -64,16 +66,30 @@ def _is_call(call: Any) -> bool:
     )
 
 
+_opens = re.compile(r'<tool_call>\s*')
+
+
+def _blocks(text: str) -> Iterator[str]:  # what stands between marks; a string may hold a mark
+    at = 0
+    while opened := _opens.search(text, at):
+        try:
+            at = json.JSONDecoder().raw_decode(text, opened.end())[1]
+        except (ValueError, RecursionError):
+            at = opened.end()
+        end = text.find('</tool_call>', at)
+        if end < 0 or text.find('<tool_call>', at, end) >= 0:
+            raise ValueError('a <tool_call> is not closed')
+        yield text[opened.end() : end]
+        at = end
+
+
 def calls_of(
     text: str,  # a response
 ) -> list[dict[str, Any]]:  # name and arguments of each; empty: it calls nothing
     "The calls that a response makes. Raises ValueError for what cannot be read as calls"
     text = after_reasoning(text)
     if '<tool_call>' in text:
-        blocks = [b.partition('</tool_call>') for b in text.split('<tool_call>')[1:]]
-        if not all(closed for _, closed, _ in blocks):
-            raise ValueError('a <tool_call> is not closed')
-        calls = [parse_json(inside) for inside, _, _ in blocks]
+        calls = [parse_json(inside) for inside in _blocks(text)]
     else:
         found = parse_json(unfenced(text))
         calls = found if isinstance(found, list) else [found]

@@ -170,8 +170,12 @@ def _asks_program(tree: ast.AST) -> bool:
     return any(name in _lookups or not hasattr(builtins, name) for name in used)
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+_decimal = re.compile(r'(?<![\w.])\d+\.\d+(?![\w.])')
+
+
+def _lines(text: str) -> list[str]:  # 2.50 is 2.5, as for LiveCodeBench
+    text = _decimal.sub(lambda m: m[0].rstrip('0').rstrip('.'), text.strip())
+    return [line.rstrip() for line in text.splitlines()]
 
 
 def run_test(

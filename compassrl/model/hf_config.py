@@ -23,12 +23,14 @@ __all__ = [
     'model_types',
     'lacking',
     'everywhere',
+    'INDEX',
     'Kind',
     'kind_of',
     'architecture',
     'policy_config',
     'read_config',
     'read_checkpoint_json',
+    'weight_map',
     'config_dict',
     'write_config',
 ]
@@ -272,6 +274,20 @@ def read_checkpoint_json(
     if not path.exists():
         raise ValueError(f'{path} does not exist: give a folder with a Hugging Face checkpoint')
     return read_object(path, 'the file is torn, copy it again', **kinds)
+
+
+INDEX = 'model.safetensors.index.json'
+
+
+def weight_map(folder: str | Path) -> dict[str, str]:  # empty: one file holds them all
+    "File of each weight: what another file holds by the same name is older. Raises ValueError"
+    index = Path(folder) / INDEX
+    if index.with_name('model.safetensors').exists() or not index.exists():
+        return {}
+    names = read_checkpoint_json(index, weight_map=dict).get('weight_map') or {}
+    if not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f'{index}: weight_map names no files: copy it again')
+    return names
 
 
 # %% ../../nbs/model/hf_config.ipynb #899cbb02

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compassrl.model.hf_config import read_config
 from compassrl.model.policy import PolicyConfig
-from compassrl.model.pretrained import hf_shapes, shard_files, unfused, write_pretrained
+from compassrl.model.pretrained import hf_shapes, shard_files, unfused, weight_map, write_pretrained
 from compassrl.settings import above, at_least, check
 
 # %% auto #0
@@ -173,12 +173,13 @@ class Weights:
 
     def __init__(self, folder: str | Path, stack: ExitStack) -> None:
         self.folder, self.parts, policy = Path(folder), {}, read_config(folder)
+        where = weight_map(folder)
         for path in shard_files(folder):
             try:
                 shard = stack.enter_context(safe_open(path, 'pt'))
             except (OSError, SafetensorError) as e:
                 raise ValueError(f'{path} cannot be read ({e}): copy it again') from None
-            for name in shard.keys():
+            for name in (n for n in shard.keys() if where.get(n, path.name) == path.name):
                 self.parts |= dict(unfused(name, shard.get_slice(name), policy))
 
     def __getitem__(self, name: str) -> Tensor:  # in the type of the file

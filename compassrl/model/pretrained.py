@@ -19,7 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compassrl.model.hf_config import config_dict, read_checkpoint_json, read_config, write_config
+from compassrl.model.hf_config import (
+    INDEX,
+    config_dict,
+    read_checkpoint_json,
+    read_config,
+    weight_map,
+    write_config,
+)
 from compassrl.model.policy import Block, DenseMLP, MoE, Policy, PolicyConfig
 
 # %% auto #0
@@ -288,9 +295,6 @@ def weight_parts(
 
 
 # %% ../../nbs/model/pretrained.ipynb #6e9b3aa0
-_index = 'model.safetensors.index.json'
-
-
 def write_pretrained(
     config: PolicyConfig,
     weights: Iterable[tuple[str, Tensor]],  # by their Hugging Face names
@@ -320,7 +324,7 @@ def write_pretrained(
         (folder / f'.new-{i}').replace(folder / file)
     if len(files) > 1:
         _write_index(folder, files, shards)
-    _remove_others(folder, [*files, _index] if len(files) > 1 else files)
+    _remove_others(folder, [*files, INDEX] if len(files) > 1 else files)
     if like is None:
         write_config(config, folder, dtype)
     else:
@@ -349,13 +353,13 @@ def _write_index(folder: Path, files: list[str], shards: list[dict[str, int]]) -
     total = sum(sum(sizes.values()) for sizes in shards)
     where = {name: file for file, sizes in zip(files, shards) for name in sizes}
     index = dict(metadata=dict(total_size=total), weight_map=where)
-    (folder / _index).write_text(json.dumps(index, indent=2) + '\n')
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + '\n')
 
 
 def _remove_others(folder: Path, keep: Container[str]) -> None:
     "Weights of an older checkpoint"
     shards = folder.glob('model-*-of-*.safetensors')
-    for old in [folder / 'model.safetensors', folder / _index, *shards]:
+    for old in [folder / 'model.safetensors', folder / INDEX, *shards]:
         if old.name not in keep:
             old.unlink(missing_ok=True)
 
@@ -365,11 +369,8 @@ def shard_files(folder: str | Path) -> list[Path]:
     "Files with the weights of a checkpoint. Raises ValueError for one that is missing"
     folder = Path(folder)
     files = [folder / 'model.safetensors']  # first, as in transformers
-    if not files[0].exists() and (folder / _index).exists():
-        names = read_checkpoint_json(folder / _index, weight_map=dict).get('weight_map') or {}
-        if not all(isinstance(name, str) for name in names.values()):
-            raise ValueError(f'{folder / _index}: weight_map names no files: copy it again')
-        files = [folder / name for name in sorted(set(names.values()))]
+    if not files[0].exists() and (folder / INDEX).exists():
+        files = [folder / name for name in sorted({*weight_map(folder).values()})]
     for path in files:
         if not path.is_file():
             why = 'is no regular file' if path.exists() else 'does not exist'
@@ -382,10 +383,11 @@ def read_shards(
     whole: bool = True,  # tensors? (False: slices, of which a reader takes its part)
 ) -> Iterator[tuple[str, Tensor]]:
     "Weights of a checkpoint by name. Raises ValueError for a file that is missing or torn"
+    where = weight_map(folder)
     for path in shard_files(folder):
         try:
             with safe_open(path, 'pt') as shard:
-                for name in shard.keys():
+                for name in (n for n in shard.keys() if where.get(n, path.name) == path.name):
                     yield name, shard.get_tensor(name) if whole else shard.get_slice(name)
         except (OSError, SafetensorError) as e:
             raise ValueError(f'{path} cannot be read ({e}): the file is torn, copy it again') from e
