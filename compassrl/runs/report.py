@@ -63,6 +63,12 @@ def _graded(h: dict[str, Any]) -> bool:
     return any(abs(means[k] - h[k]) > 1e-9 for k in means)
 
 
+def _worse(h: dict[str, Any]) -> bool:
+    "By more than twice both standard errors"
+    errors = [h['stderr_before'], h['stderr_after']]
+    return None not in errors and h['after'] < h['before'] - 2 * sum(errors)
+
+
 def _headline(f: dict[str, Any]) -> str:
     h, last, out = f['held_out'], f['last_eval'], []
     if h:
@@ -72,8 +78,7 @@ def _headline(f: dict[str, Any]) -> str:
             f'Held-out avg@{h["k"]}{on}: **{b} % → {a} %**, a gain of **{_gain(h)} points** '
             '(± one standard error).'
         )
-        errors = [h['stderr_before'], h['stderr_after']]
-        if None not in errors and h['after'] < h['before'] - 2 * sum(errors):
+        if _worse(h):
             out.append(
                 '**The policy is worse than at the start**: a lower `optim.lr` helps if the '
                 'updates were too large, see `approx_kl` and `grad_norm` in the curves.'
