@@ -39,7 +39,7 @@ from compassrl.sandbox.isolated import (
 )
 
 # %% auto #0
-__all__ = ['STOPPED_S', 'RewardPool', 'broker_process']
+__all__ = ['RewardPool', 'broker_process']
 
 
 # %% ../../nbs/judges/reward_pool.ipynb #bfe136cd
@@ -56,7 +56,7 @@ def _by_name(name: str, fn: Any) -> bytes:
     return data
 
 
-STOPPED_S = 20.0  # a broker may be stopped for so long
+_stopped_s = 20.0  # a broker may be stopped for so long
 
 
 class RewardPool(Judge):
@@ -141,12 +141,12 @@ class RewardPool(Judge):
         ran_at = start = time.monotonic()
         try:
             while (now := time.monotonic()) < start + patience:
-                if self.conn.poll(min(start + patience - now, STOPPED_S / 10)):
+                if self.conn.poll(min(start + patience - now, _stopped_s / 10)):
                     return self.conn.recv()
                 seen = process_stat(self.broker.pid)
                 if not seen or seen.state not in 'Tt':
                     ran_at = time.monotonic()
-                elif now - ran_at > STOPPED_S:
+                elif now - ran_at > _stopped_s:
                     due = len(self.jobs)
                     raise RuntimeError(
                         f'reward workers: their broker is stopped, {due} verdicts are due'

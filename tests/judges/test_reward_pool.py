@@ -318,7 +318,7 @@ def test_a_lost_broker_is_a_clear_error(prompts):
 
 def test_a_stopped_broker_is_named(prompts, monkeypatch):
     "It would be silent until all verdicts that are due might have timed out"
-    monkeypatch.setattr(pool_module, 'STOPPED_S', 1.0)
+    monkeypatch.setattr(pool_module, '_stopped_s', 1.0)
     pool = RewardPool(prompts, BYTES, EOS, replace(CFG, wall_s=120.0))
     try:
         pool.broker.send_signal(signal.SIGSTOP)

@@ -401,7 +401,7 @@ def test_greedy_equals_embedded(fresh):
 class Said:
     "A rollout engine that is made to say the tokens of `samples`: its own log-probs for them"
 
-    def __init__(self, policy, temperature, top_p, top_k, min_p):
+    def __init__(self, policy, temperature, top_p, top_k=0, min_p=0.0):
         self.policy, self.temperature, self.top_p = policy, temperature, top_p
         self.top_k, self.min_p = top_k, min_p
 
