@@ -1182,7 +1182,7 @@ def test_clinic_follows_mouse_and_keyboard(browser, tmp_path):
     wrong = next(n for n in diagnoses if n != other)
     press(diagnoses[wrong][0])
     assert opened.text('.said').startswith('No (3 points). With')
-    assert 'Points: 15.' in opened.text('.score')
+    assert 'Points: 16.' in opened.text('.score')
     press(diagnoses[other][0])
     assert ', '.join(curves[k][0] for k in least[other]) in opened.text('.said')
     press('New round')

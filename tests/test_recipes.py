@@ -94,7 +94,7 @@ def copy(tmp_path_factory):
     assert text.count(old) == 1
     (new / file).write_text(text.replace(old, line))
     add_verifier(new)
-    python(new, '-m', 'ruff', 'format', '-q', HOSTILE)  # as before any commit
+    python(new, '-m', 'ruff', 'format', '-q', HOSTILE)  # a commit hook does it
     python(new, 'tools/nb.py', 'sync')
     return new
 
