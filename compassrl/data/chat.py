@@ -6,10 +6,8 @@ marks, as transformers writes it."""
 # %% ../../nbs/data/chat.ipynb #42c76167
 from __future__ import annotations
 
-import ctypes
 import json
 import re
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -22,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from compassrl.files import read_object, read_text
+from compassrl.files import read_object, read_text, time_limit
 
 # %% auto #0
 __all__ = ['MOST', 'SECONDS', 'ChatTemplate']
@@ -93,29 +91,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 @contextmanager
 def _bounded(seconds: float) -> Iterator[None]:
-    "Raises TimeoutError in this thread once the time is over; ValueError for all other faults"
-    me, over, lock = threading.get_ident(), False, threading.Lock()
-
-    def stop() -> None:
-        with lock:
-            if not over:
-                late = ctypes.py_object(TimeoutError)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(me), late)
-
-    timer = threading.Timer(seconds, stop)
-    timer.daemon = True
-    timer.start()
+    "Raises ValueError for whatever a stranger's program raises, and for one that goes on"
     try:
-        yield
-    except TimeoutError:
-        raise ValueError(f'it is not done after {seconds:g} s') from None
-    except Exception as e:  # whatever a stranger's program may raise
+        with time_limit(seconds):
+            yield
+    except Exception as e:
         said = str(e) if isinstance(e, TemplateError) else f'{type(e).__name__}: {e}'
         raise ValueError(' '.join(said.split())[:300]) from None
-    finally:
-        timer.cancel()
-        with lock:
-            over = True
 
 
 class _Generation(Extension):  # {% generation %} marks what trains; here it is only text

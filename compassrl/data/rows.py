@@ -232,6 +232,7 @@ def _absent(r: Reading, row: dict[str, Any], f: str, name: str) -> None:
     )
 
 
+# %% ../../nbs/data/rows.ipynb #67be4bff
 def _json_of(r: Reading, row: dict[str, Any], f: str, kind: type) -> Any:  # None: there is none
     "A list or an object, as such or as JSON text"
     name, value = r.value(row, f)
@@ -300,6 +301,7 @@ def _written(chat: ChatTemplate, messages: list[dict[str, Any]], given: dict[str
     raise BadRow(why, 'template')
 
 
+# %% ../../nbs/data/rows.ipynb #d9616522
 def _prompt_text(
     r: Reading, row: dict[str, Any]
 ) -> tuple[str, list[dict[str, Any]] | None, dict[str, Any]]:

@@ -58,6 +58,7 @@ def readable(text: str) -> str:
     return _mixed.sub(_improper, text)
 
 
+# %% ../../nbs/judges/mathematics.ipynb #45b9d5ae
 _opens = re.compile(r'\\(?:boxed|fbox)\s*(?:\{|\Z)|<answer>')
 _brace = re.compile(r'\\.|[{}]', re.DOTALL)
 _anchor = re.compile(r'(?i)answers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])')
@@ -82,6 +83,7 @@ def last_statement(text: str) -> str | None:  # a box, or prose; None: it is cut
     return None
 
 
+# %% ../../nbs/judges/mathematics.ipynb #35aa8035
 # two prices are no formula: `$3 - $2`
 _formula = re.compile(
     r'\$+([^$]+)\$+(?!\d)|\\\(((?:[^\\]|\\[^()])+)\\\)|\\\[((?:[^\\]|\\[^\[\]])+)\\\]'
@@ -93,6 +95,7 @@ def last_formula(text: str) -> str | None:
     return (list(map(''.join, _formula.findall(text))) or [None])[-1]
 
 
+# %% ../../nbs/judges/mathematics.ipynb #6ccb5f15
 def _read(text: str) -> list[Any]:
     return parse(text, parsing_timeout=None)  # type: ignore[arg-type] (None: no alarm)
 

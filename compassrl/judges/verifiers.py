@@ -136,6 +136,7 @@ def _is_test(test: Any) -> bool:
     return (pair and all(isinstance(v, str) for v in test.values())) or isinstance(test, str)
 
 
+# %% ../../nbs/judges/verifiers.ipynb #545e43a6
 def _check_test(test: str | dict[str, str], limits: Limits) -> None:
     "Raises ValueError for a test that no program can pass, or that asks none"
     if isinstance(test, dict):

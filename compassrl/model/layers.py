@@ -341,6 +341,7 @@ def sigmoid_gates(
     return chosen * scale
 
 
+# %% ../../nbs/model/layers.ipynb #bf636bbe
 class _WithLoss(torch.autograd.Function):
     "The backward pass gives the loss a gradient of 1, as if it were added to the total"
 

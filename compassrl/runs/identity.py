@@ -115,7 +115,7 @@ def _program_files(key: str, spec: str, kept: Path | None) -> Iterator[tuple[str
     if path is None:
         return
     program, is_kept = Path(path), key in ('rewards.function', 'tools.name')
-    text = read_reward_file(spec, kept).source if is_kept else program.read_bytes()
+    text = read_reward_file(spec, kept, key).source if is_kept else program.read_bytes()
     for p in [*([] if is_kept else [program]), *named_files(program, text)]:
         yield str(p.relative_to(program.parent)), p
 

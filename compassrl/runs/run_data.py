@@ -158,7 +158,8 @@ def load(
     data = Data(tokenizer, ends, train, heldout, named, own, tool, tool_file, cfg.rollout.stop)
     judged_by(data, own)
     check_prompts(data.prompts, room, limit, cfg.rewards)
-    drop_unsolved(data, cfg.data.on_bad_row, cfg.prompts_per_step)
+    if not folder or cfg.data.on_bad_row == 'skip':  # a run that goes on has been through it
+        drop_unsolved(data, cfg.data.on_bad_row, cfg.prompts_per_step)
     if teaches:
         check_solutions(data, cfg.cold_start.num_solutions, limit, cfg.init_from)
     return data

@@ -23,7 +23,7 @@ from compassrl.procs import ProcessStat, process_stat
 __all__ = [
     'OUTSIDE_S',
     'watchdog_command',
-    'helpers',
+    'helper_stats',
     'WatchedProcess',
     'torchrun_pid',
     'Watchdog',
@@ -32,7 +32,7 @@ __all__ = [
 
 
 # %% ../../../nbs/train/megatron/watchdog.ipynb #2f3d5100
-def helpers(pid: int) -> dict[int, ProcessStat]:
+def helper_stats(pid: int) -> dict[int, ProcessStat]:
     "The descendants in its session: writers of a checkpoint, say, but no servers"
     stats = {int(p): s for p in os.listdir('/proc') if p.isdigit() and (s := process_stat(int(p)))}
     family, found = {pid}, {pid}
@@ -81,8 +81,8 @@ class WatchedProcess:
             self.worked_at, self.cpu_s = now, cpu_s
 
     def _helpers_work(self, idle: float) -> bool:
-        "So does one that waits for a core or a disk at two looks"
-        before, self.helpers = self.helpers, helpers(self.pid)
+        "Do they compute, or does one of them wait for a core or a disk at two looks?"
+        before, self.helpers = self.helpers, helper_stats(self.pid)
         cpu_s = sum(s.cpu_s for s in self.helpers.values())
         if not before:
             self.helpers_s = cpu_s

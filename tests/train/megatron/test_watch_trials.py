@@ -227,7 +227,7 @@ time.sleep(600)"""
             p.stdout.readline()
             assert b'\xff' in Path(f'/proc/{p.pid}/stat').read_bytes()
             assert watchdog.process_stat(p.pid).parent == os.getpid()
-            assert watchdog.helpers(os.getpid())[p.pid].cpu_s > 0
+            assert watchdog.helper_stats(os.getpid())[p.pid].cpu_s > 0
         finally:
             p.kill()
 
