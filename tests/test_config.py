@@ -21,8 +21,9 @@ from compassrl.config import (
     config_from_dict,
     read_run_config,
 )
+from compassrl.judges.reward_settings import GenRMConfig
 from compassrl.model.shape import PolicyConfig
-from compassrl.rollout.rollout_settings import RolloutConfig
+from compassrl.rollout.rollout_settings import RolloutConfig, VllmConfig
 from compassrl.runs.cli import parse_train
 from compassrl.runs.presets import presets
 from compassrl.settings import Range, above, at_least, between
@@ -275,3 +276,15 @@ def test_a_setting_is_one_field(tmp_path):
     run = [sys.executable, '-c', NEW_SETTING]
     r = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert not r.returncode, r.stderr
+
+
+@pytest.mark.parametrize(
+    'make', [lambda u: VllmConfig(urls=(u,)), lambda u: GenRMConfig(base_url=u)]
+)
+def test_an_address_with_a_password_is_refused(make):
+    "Settings are written into reports; the message does not repeat it"
+    make('https://host:8000/v1?at=a@b')
+    for url in ('http://me:secret@host/v1', 'https://me@host'):
+        with pytest.raises(ValueError, match='put a key into the environment') as e:
+            make(url)
+        assert 'me' not in str(e.value).split(':')[0] and 'secret' not in str(e.value)

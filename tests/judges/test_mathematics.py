@@ -7,7 +7,7 @@ import pytest
 from math_verify import parse, verify
 
 from compassrl.judges import mathematics
-from compassrl.judges.mathematics import same_maths
+from compassrl.judges.mathematics import readable, same_maths
 
 VALUES = [('73', '74'), ('-5', '5'), ('1/2', '1/3'), ('0.25', '0.2'), ('1,234', '1,235')]
 
@@ -209,3 +209,7 @@ def test_a_missing_module_is_no_verdict(monkeypatch):
     status, why = same_maths('$x^2$', 'x^2')
     assert status == 'failed' and 'sympy.no_such_part' in why
     assert not any(type(f).__name__ == '_Absent' for f in sys.meta_path)
+
+
+def test_only_a_proper_fraction_makes_a_mixed_number():
+    assert readable('2 2/3') == '8/3' and readable('2 5/3') == '2 5/3'
