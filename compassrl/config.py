@@ -30,22 +30,14 @@ from compassrl.train.train_settings import (
 
 # %% auto #0
 __all__ = [
-    'RolloutEngineName',
-    'TrainEngineName',
-    'TrackerName',
-    'programs',
-    'places',
-    'TrainConfig',
-    'config_from_dict',
-    'path_in',
-    'read_run_config',
-    'flat',
-]
+    'RolloutEngineName', 'TrainEngineName', 'TrackerName', 'programs', 'places', 'TrainConfig',
+    'config_from_dict', 'path_in', 'read_run_config', 'flat',
+]  # fmt: skip
 
 # %% ../nbs/config.ipynb #6caa93f2
 RolloutEngineName = Literal['torch', 'vllm', 'pool']
 TrainEngineName = Literal['torch', 'megatron']
-TrackerName = Literal['tensorboard', 'wandb', 'trackio', 'mlflow']
+TrackerName = Literal['tensorboard', 'wandb']
 
 
 @dataclass(frozen=True)

@@ -41,18 +41,9 @@ from compassrl.rollout.requests import Waves, requests_of
 
 # %% auto #0
 __all__ = [
-    'tokens_left',
-    'next_wave',
-    'timed',
-    'timed_samples',
-    'collect_parts',
-    'StepWaves',
-    'collect_waves',
-    'collect',
-    'in_order',
-    'silent_groups',
-    'grade',
-]
+    'tokens_left', 'next_wave', 'timed', 'timed_samples', 'collect_parts', 'StepWaves',
+    'collect_waves', 'collect', 'in_order', 'silent_groups', 'grade',
+]  # fmt: skip
 
 
 # %% ../nbs/experience.ipynb #10f0e92a

@@ -35,16 +35,9 @@ from compassrl.train.guards import Guard
 
 # %% auto #0
 __all__ = [
-    'counted',
-    'loss_of',
-    'unmoved',
-    'train_step',
-    'Stop',
-    'RunHooks',
-    'selection_of',
-    'partial_of',
-    'fit',
-]
+    'counted', 'loss_of', 'unmoved', 'train_step', 'Stop', 'RunHooks', 'selection_of',
+    'partial_of', 'fit',
+]  # fmt: skip
 
 
 # %% ../nbs/loop.ipynb #3650f67c

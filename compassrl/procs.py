@@ -14,13 +14,8 @@ from typing import NamedTuple
 
 # %% auto #0
 __all__ = [
-    'ProcessStat',
-    'process_stat',
-    'end_with_parent',
-    'keep_freed_memory',
-    'world',
-    'local_world',
-]
+    'ProcessStat', 'process_stat', 'end_with_parent', 'keep_freed_memory', 'world', 'local_world',
+]  # fmt: skip
 
 
 # %% ../nbs/procs.ipynb #c7310ab3

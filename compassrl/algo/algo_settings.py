@@ -18,18 +18,9 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'Estimator',
-    'Sampling',
-    'KlEstimator',
-    'Tis',
-    'Groups',
-    'GroupRatio',
-    'AdvantageConfig',
-    'ZeroVarianceConfig',
-    'LossConfig',
-    'EspoConfig',
-    'EspoStep',
-]
+    'Estimator', 'Sampling', 'KlEstimator', 'Tis', 'Groups', 'GroupRatio', 'AdvantageConfig',
+    'ZeroVarianceConfig', 'LossConfig', 'EspoConfig', 'EspoStep',
+]  # fmt: skip
 
 # %% ../../nbs/algo/algo_settings.ipynb #149b95bd
 Estimator = Literal['grpo', 'dr_grpo', 'rloo']

@@ -20,23 +20,10 @@ from compassrl.records import Metrics, Prompt, Sample, Verdict, derive_seed
 
 # %% auto #0
 __all__ = [
-    'Label',
-    'label_rewards',
-    'Ask',
-    'judge_prompt',
-    'PairOrder',
-    'pair_order',
-    'parse_label',
-    'combine_labels',
-    'Question',
-    'Reply',
-    'Comparison',
-    'compare',
-    'reference_texts',
-    'genrm',
-    'to_verdict',
-    'judge_samples',
-]
+    'Label', 'label_rewards', 'Ask', 'judge_prompt', 'PairOrder', 'pair_order', 'parse_label',
+    'combine_labels', 'Question', 'Reply', 'Comparison', 'compare', 'reference_texts', 'genrm',
+    'to_verdict', 'judge_samples',
+]  # fmt: skip
 
 
 # %% ../../nbs/judges/genrm.ipynb #b32aa262

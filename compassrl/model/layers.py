@@ -19,23 +19,10 @@ from compassrl.model.shape import Yarn
 
 # %% auto #0
 __all__ = [
-    'Attend',
-    'rms_norm',
-    'rope_table',
-    'rotate',
-    'rotate_part',
-    'dispatch',
-    'combine_experts',
-    'gated_swiglu',
-    'grouped_linear',
-    'causal_attention',
-    'route_dtype',
-    'stack_routes',
-    'softmax_gates',
-    'sigmoid_choice',
-    'sigmoid_gates',
-    'with_balance_loss',
-]
+    'Attend', 'rms_norm', 'rope_table', 'rotate', 'rotate_part', 'dispatch', 'combine_experts',
+    'gated_swiglu', 'grouped_linear', 'causal_attention', 'route_dtype', 'stack_routes',
+    'softmax_gates', 'sigmoid_choice', 'sigmoid_gates', 'with_balance_loss',
+]  # fmt: skip
 
 
 # %% ../../nbs/model/layers.ipynb #f5e00c06

@@ -24,17 +24,9 @@ from compassrl.settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
-    'kth_largest',
-    'trim',
-    'elect',
-    'disjoint_mean',
-    'MergeConfig',
-    'is_router',
-    'merge_tensor',
-    'Weights',
-    'merged_weights',
-    'merge_checkpoints',
-]
+    'kth_largest', 'trim', 'elect', 'disjoint_mean', 'MergeConfig', 'is_router', 'merge_tensor',
+    'Weights', 'merged_weights', 'merge_checkpoints',
+]  # fmt: skip
 
 
 # %% ../../nbs/model/merge.ipynb #77b7aba1

@@ -16,19 +16,9 @@ from compassrl.rollout.torch_rollout import TorchRollout
 
 # %% auto #0
 __all__ = [
-    'e4m3',
-    'largest',
-    'weight_block',
-    'row_block',
-    'decode_e4m3',
-    'encode_e4m3',
-    'quantise',
-    'dequantise',
-    'takes_fp8',
-    'fp8_weights',
-    'scaled_mm',
-    'Fp8Rollout',
-]
+    'e4m3', 'largest', 'weight_block', 'row_block', 'decode_e4m3', 'encode_e4m3', 'quantise',
+    'dequantise', 'takes_fp8', 'fp8_weights', 'scaled_mm', 'Fp8Rollout',
+]  # fmt: skip
 
 # %% ../../nbs/rollout/fp8.ipynb #b44ffaa9
 e4m3: torch.dtype = torch.float8_e4m3fn  # the format of a code

@@ -45,21 +45,10 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'rollout_engines',
-    'train_engines',
-    'RolloutSetup',
-    'rollout_setup',
-    'TrainSetup',
-    'train_setup',
-    'RolloutKind',
-    'TrainKind',
-    'check_engines',
-    'find_problems',
-    'prepare',
-    'follow',
-    'Engines',
-    'open_engines',
-]
+    'rollout_engines', 'train_engines', 'RolloutSetup', 'rollout_setup', 'TrainSetup',
+    'train_setup', 'RolloutKind', 'TrainKind', 'check_engines', 'find_problems', 'prepare',
+    'follow', 'Engines', 'open_engines',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/factory.ipynb #367c7a51

@@ -19,17 +19,9 @@ from compassrl.train.train_settings import OptimConfig, ParallelConfig, SFTConfi
 
 # %% auto #0
 __all__ = [
-    'presets',
-    'tiny_cpu',
-    'smoke_cpu',
-    'tool_cpu',
-    'engines_cpu',
-    'one_gpu',
-    'one_node',
-    'multi_node',
-    'names_cold_start',
-    'for_checkpoint',
-]
+    'presets', 'tiny_cpu', 'smoke_cpu', 'tool_cpu', 'engines_cpu', 'one_gpu', 'one_node',
+    'multi_node', 'names_cold_start', 'for_checkpoint',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/presets.ipynb #8945035a

@@ -38,18 +38,9 @@ except ImportError:
 
 # %% auto #0
 __all__ = [
-    'launch_command',
-    'stoppable',
-    'locked',
-    'holder',
-    'failure_noted',
-    'disk_told',
-    'is_of_disk',
-    'error_line',
-    'need',
-    'set_up',
-    'meet_ranks',
-]
+    'launch_command', 'stoppable', 'locked', 'holder', 'failure_noted', 'disk_told', 'is_of_disk',
+    'error_line', 'need', 'set_up', 'meet_ranks',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/run_process.ipynb #e715a4d6

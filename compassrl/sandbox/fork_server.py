@@ -31,28 +31,11 @@ except ImportError:
 
 # %% auto #0
 __all__ = [
-    'TICK',
-    'MOST_STARTED',
-    'MOST_SOCKETS',
-    'MESSAGE',
-    'read_job',
-    'become_program',
-    'program_process',
-    'children_cpu_s',
-    'resource_usage',
-    'last_number',
-    'longest_wait',
-    'excess',
-    'monitor',
-    'writable_folders',
-    'end_children',
-    'end_with_report',
-    'monitor_process',
-    'fork_isolated',
-    'server_process',
-    'leave',
-    'has_ended',
-]
+    'TICK', 'MOST_STARTED', 'MOST_SOCKETS', 'MESSAGE', 'read_job', 'become_program',
+    'program_process', 'children_cpu_s', 'resource_usage', 'last_number', 'longest_wait', 'excess',
+    'monitor', 'writable_folders', 'end_children', 'end_with_report', 'monitor_process',
+    'fork_isolated', 'server_process', 'leave', 'has_ended',
+]  # fmt: skip
 
 
 # %% ../../nbs/sandbox/fork_server.ipynb #2e9a92e7

@@ -20,21 +20,10 @@ except ImportError:
 
 # %% auto #0
 __all__ = [
-    'call',
-    'mount',
-    'continue_in_new_namespaces',
-    'bind_at',
-    'isolate',
-    'refuse_calls',
-    'drop_rights',
-    'prctl',
-    'die_with_parent',
-    'adopt_orphans',
-    'set_dumpable',
-    'close_from',
-    'set_limit',
-    'limit_memory',
-]
+    'call', 'mount', 'continue_in_new_namespaces', 'bind_at', 'isolate', 'refuse_calls',
+    'drop_rights', 'prctl', 'die_with_parent', 'adopt_orphans', 'set_dumpable', 'close_from',
+    'set_limit', 'limit_memory',
+]  # fmt: skip
 
 # %% ../../nbs/sandbox/namespaces.ipynb #d28254df
 # linux/sched.h, linux/prctl.h, linux/mount.h

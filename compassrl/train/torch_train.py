@@ -29,15 +29,9 @@ from compassrl.train.train_settings import ReplayMode as ReplayMode
 
 # %% auto #0
 __all__ = [
-    'packed_states',
-    'score_response',
-    'response_log_probs',
-    'accumulate_grads',
-    'adamw',
-    'clip_and_step',
-    'PassInputs',
-    'TorchTrain',
-]
+    'packed_states', 'score_response', 'response_log_probs', 'accumulate_grads', 'adamw',
+    'clip_and_step', 'PassInputs', 'TorchTrain',
+]  # fmt: skip
 
 
 # %% ../../nbs/train/torch_train.ipynb #b0075760

@@ -13,14 +13,9 @@ from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
-    'ReplayMode',
-    'Recompute',
-    'Fp8Recipe',
-    'SFTConfig',
-    'OptimConfig',
-    'GuardConfig',
+    'ReplayMode', 'Recompute', 'Fp8Recipe', 'SFTConfig', 'OptimConfig', 'GuardConfig',
     'ParallelConfig',
-]
+]  # fmt: skip
 
 
 # %% ../../nbs/train/train_settings.ipynb #e5752d51

@@ -62,10 +62,7 @@ def command(args, hook):
 
 def rank_command(args, hook):
     "What `python -m compassrl` does on a rank, and what an interpreter does at its end"
-    from compassrl.train.megatron.heartbeat import Heartbeat
-
     try:
-        Heartbeat(int(os.environ['RANK']))
         command(args, hook)
     finally:
         atexit._run_exitfuncs()

@@ -27,16 +27,9 @@ from compassrl.records import Batch
 
 # %% auto #0
 __all__ = [
-    'clipped_surrogate',
-    'grpo',
-    'token_weights',
-    'aggregate',
-    'dr_grpo',
-    'dapo',
-    'gspo',
-    'cispo',
+    'clipped_surrogate', 'grpo', 'token_weights', 'aggregate', 'dr_grpo', 'dapo', 'gspo', 'cispo',
     'PolicyLoss',
-]
+]  # fmt: skip
 
 
 # %% ../../../nbs/algo/losses.ipynb #f42f6502

@@ -30,24 +30,10 @@ from compassrl.rollout.vllm.server import machine_prefix, sweep
 
 # %% auto #0
 __all__ = [
-    'head_sizes',
-    'backend',
-    'block',
-    'file_numbers',
-    'can_cache_fp8',
-    'check_vllm',
-    'check_cpu',
-    'weight_sync',
-    'transfer_config',
-    'cache_bytes',
-    'gpu_args',
-    'engine_args',
-    'sampling_args',
-    'read_routes',
-    'to_sample',
-    'shared_folder',
-    'file_parts',
-]
+    'head_sizes', 'backend', 'block', 'file_numbers', 'can_cache_fp8', 'check_vllm', 'check_cpu',
+    'weight_sync', 'transfer_config', 'cache_bytes', 'gpu_args', 'engine_args', 'sampling_args',
+    'read_routes', 'to_sample', 'shared_folder', 'file_parts',
+]  # fmt: skip
 
 # %% ../../../nbs/rollout/vllm/messages.ipynb #d5d9d5aa
 # sizes that attention on a CPU has kernels for

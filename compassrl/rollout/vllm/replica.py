@@ -21,17 +21,9 @@ from compassrl.rollout.vllm.server import ServerProcess
 
 # %% auto #0
 __all__ = [
-    'silence_s',
-    'slow_disk',
-    'window_s',
-    'max_answer_bytes',
-    'refusals',
-    'Lost',
-    'answer_field',
-    'read_at_most',
-    'Replica',
-    'on_all',
-]
+    'silence_s', 'slow_disk', 'window_s', 'max_answer_bytes', 'refusals', 'Lost', 'answer_field',
+    'read_at_most', 'Replica', 'on_all',
+]  # fmt: skip
 
 # %% ../../../nbs/rollout/vllm/replica.ipynb #41392d55
 _T = TypeVar('_T')

@@ -28,30 +28,11 @@ from compassrl.rollout.vllm.auth import secret_variable
 
 # %% auto #0
 __all__ = [
-    'shared_memory',
-    'memory_prefixes',
-    'memory_list',
-    'engine_ends',
-    'group_pids',
-    'mapped_memory',
-    'group_memory',
-    'machine_prefix',
-    'server_folder',
-    'list_memory',
-    'remove',
-    'sweep',
-    'supervise',
-    'private_env',
-    'supervise_command',
-    'start_supervisor',
-    'private_file',
-    'ServerProcess',
-    'server_env',
-    'flags',
-    'free_port',
-    'server_command',
-    'start_server',
-]
+    'shared_memory', 'memory_prefixes', 'memory_list', 'engine_ends', 'group_pids',
+    'mapped_memory', 'group_memory', 'machine_prefix', 'server_folder', 'list_memory', 'remove',
+    'sweep', 'supervise', 'private_env', 'supervise_command', 'start_supervisor', 'private_file',
+    'ServerProcess', 'server_env', 'flags', 'free_port', 'server_command', 'start_server',
+]  # fmt: skip
 
 # %% ../../../nbs/rollout/vllm/server.ipynb #a9e67b5a
 shared_memory: Path = Path('/dev/shm')

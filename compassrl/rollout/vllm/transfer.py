@@ -55,17 +55,9 @@ from compassrl.rollout.vllm.server import engine_ends, free_port
 
 # %% auto #0
 __all__ = [
-    'NoInit',
-    'WeightPart',
-    'part_weights',
-    'PartTransfer',
-    'transfer',
-    'register',
-    'AllServers',
-    'HfSource',
-    'NcclGroup',
-    'SharedGpu',
-]
+    'NoInit', 'WeightPart', 'part_weights', 'PartTransfer', 'transfer', 'register', 'AllServers',
+    'HfSource', 'NcclGroup', 'SharedGpu',
+]  # fmt: skip
 
 
 # %% ../../../nbs/rollout/vllm/transfer.ipynb #daedcb11
