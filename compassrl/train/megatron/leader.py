@@ -171,7 +171,8 @@ class RankMonitor(Thread):
                 time.sleep(2 * self.every_s)  # the store may end with this rank
                 raise
             until = time.monotonic() + 2 * self.timeout_s
-            while not self.cause and time.monotonic() < until:
+            while not self.cause and (now := time.monotonic()) < until:
+                self.since = now  # to wait for the cause is no hang
                 time.sleep(self.every_s / 10)
             self.stopped.set()
             raise LostRank(self.cause or f'rank {self.rank}: {e}') from e
