@@ -65,6 +65,7 @@ class Study:
     stages: dict[str, tuple[Mix, ...]] = field(default_factory=dict)
     look: Callable[[Batch], dict[str, float]] | None = None  # what is kept of every step
     ways: dict[str, Callable] = field(default_factory=dict)  # code for arms that `run` cannot do
+    device: str = 'cpu'  # of policy and rollout
     runs: Path = RUNS
 
     def __post_init__(self):
@@ -173,7 +174,7 @@ def cold_started(study, seed):
     if not path.exists():
         torch.set_num_threads(1)
         train = study.prompts(study.cold, 4096, seed, 'train')
-        policy = Policy(cfg.policy, seed)
+        policy = Policy(cfg.policy, seed).to(study.device)
         optim = replace(cfg.optim, lr=sft.lr, num_mini_batches=1)
         engine = TorchTrain(policy, optim, replay='off')
         for _ in cold_start(engine, train, sft, study.tokenizer, seed):
@@ -192,11 +193,11 @@ class Paced(TorchTrain):
         return super().update(batch, loss, self.config.lr_at(self.num_steps, self.done))
 
 
-def engines(cfg, weights):
-    policy = Policy(cfg.policy, cfg.seed)
+def engines(cfg, weights, device='cpu'):
+    policy = Policy(cfg.policy, cfg.seed).to(device)
     policy.load_state_dict(weights)
     engine = Paced(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
-    rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
+    rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots, device=device)
     rollout.load_weights(engine.weights(), 0)
     return engine, rollout
 
@@ -287,7 +288,7 @@ def trial(study, task, arm, seed, lr=None):
     cfg = study.config(arm, seed, lr)
     pools = [study.prompts(mix, 4096, seed, 'train') for mix in study.mixes(task, arm)]
     heldout = study.prompts(study.tasks[task], study.num_heldout, seed, 'heldout')
-    engine, rollout = engines(cfg, cold_started(study, seed))
+    engine, rollout = engines(cfg, cold_started(study, seed), study.device)
     curve = Curve(study, cfg, rollout, engine, heldout)
     begin(curve, task)
     curve.paused, began = 0.0, time.perf_counter()
