@@ -68,13 +68,15 @@ class Course:
     def listed(self):
         "The parts of course.yml; `folder/*` stands for its notebooks that are named nowhere else"
         steps = self.data.get('spine', [])
+        pages, last = [s['page'] for s in steps], self.num_steps
         about = 'from a reward to a run of your own, about 15 minutes each'
-        parts = [Part(SPINE, 'lesson', about, [s['page'] for s in steps])]
+        parts = [Part(SPINE, 'lesson', about, pages[: last + 1])]
         parts += [
-            Part(f'Deeper {i}', 'lesson', '', s['deeper'], i)
+            Part(f'Deeper {i}', 'lesson' if i <= last else 'how-to', '', s['deeper'], i)
             for i, s in enumerate(steps)
             if 'deeper' in s
         ]
+        parts += [Part('The end', 'how-to', 'a run of your own', pages[last + 1 :])]
         parts += [Part(**p) for p in self.data['parts']]
         named = {n for p in parts for n in p.notebooks}
         return [replace(p, notebooks=[*self.spelled_out(p.notebooks, named)]) for p in parts]
@@ -106,11 +108,11 @@ class Course:
     @cached_property
     def spine(self):
         "The start, the steps, the end, and what comes after it"
-        return self.parts[0].notebooks
+        return [s['page'] for s in self.data.get('spine', []) if s['page'] in self.paths]
 
     @property
     def num_steps(self):
-        return len(self.spine) - 3
+        return len(self.data.get('spine', [])) - 3
 
     def step(self, name):
         "The step that a notebook is, or hangs below; None elsewhere"
@@ -364,7 +366,8 @@ def tables(course, titles):
     return '\n\n'.join(
         f'<details><summary><b>{p.name}</b>: {p.about} ({len(p.notebooks)} pages)</summary>\n\n'
         f'{table(course, p, titles)}\n\n</details>'
-        for p in [below, *(p for p in course.parts[1:] if p.step is None)]
+        for p in [below, *(p for p in course.parts if p.step is None)]
+        if p.notebooks and p.notebooks[0] not in course.spine
     )
 
 
