@@ -77,7 +77,7 @@ def loop_shapes(
 
 
 def shared_reward(
-    probs: Sequence[float],  # of the tokens of a response, when they were sampled
+    probs: Sequence[float],  # probability of each token, when it was sampled
     reward: float,
     baseline: float,
 ) -> SVG:
@@ -102,9 +102,9 @@ def shared_reward(
 
 
 def three_log_probs(
-    probs: Sequence[float] = (0.5, 0.48, 0.6),  # of one token: rollout, before, now
+    probs: Sequence[float] = (0.5, 0.48, 0.6),  # probability of one token: rollout, before, now
 ) -> SVG:
-    "Who computes the three log-probabilities of a token, and what their differences are for"
+    "The three log-probabilities of a token, where they are computed, and their quotients"
     names = 'rollout engine\nwhile sampling', 'train engine\nbefore the update', 'train engine\nnow'
     fields = 'rollout_log_probs', 'old_log_probs', 'log_probs'
     sampled, old, new = probs

@@ -108,7 +108,8 @@ class Course:
     @cached_property
     def spine(self):
         "The start, the steps, the end, and what comes after it"
-        return [s['page'] for s in self.data.get('spine', []) if s['page'] in self.paths]
+        pages = [s['page'] for s in self.data.get('spine', [])]
+        return [n for n in pages if n in self.paths]
 
     @property
     def num_steps(self):
@@ -193,8 +194,9 @@ def promise(nb):
 # The line under a title
 
 OLD_BADGE = re.compile(r'^CPU time: (?P<seconds>[\d.]+) seconds?(?P<rest>.*)$', re.M)
+PLACES = r'\*\*(?:Lesson|Study|How-to|Reference|Start|Step|The end|After|Deeper)\b'
 BADGE = re.compile(
-    r'^\*\*(?:Lesson|Study|How-to|Reference|Start|Step|The end|After|Deeper)\b.*? · runs in [\d.]+ (?:seconds?|minutes?)'
+    rf'^{PLACES}.*? · runs in [\d.]+ (?:seconds?|minutes?)'
     r'(?P<rest>.*)$',
     re.M,
 )
@@ -202,7 +204,7 @@ BADGE = re.compile(
 
 # without seconds, or one more: typed by hand
 TYPED_BADGE = re.compile(
-    r'\n*^\*\*(?:Lesson|Study|How-to|Reference|Start|Step|The end|After|Deeper)\b(?:(?! · runs in ).)*?'
+    rf'\n*^{PLACES}(?:(?! · runs in ).)*?'
     r'(?P<rest> · (?:prerequisites|paper)\b[^\n]*)?$',
     re.M,
 )
@@ -273,12 +275,8 @@ def set_neighbours(course, name, nb, titles):
     nb['cells'] = [*cells, markdown('\n'.join(lines), name)]
 
 
-def numbered(course, name, text):
-    return f'{course.number(name)} {text}'.strip()
-
-
 def hanging(course, name, here, titles):
-    "Lines at the end of a step: what the reader writes, and what goes deeper; or the way back to it"
+    "At the end of a step: what the reader writes, and what goes deeper; or the way back to it"
 
     def to(n):
         return link(course.paths[n], here, titles[n][0])
