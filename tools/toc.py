@@ -265,10 +265,8 @@ def set_neighbours(course, name, nb, titles):
     lines = [MARK, *hanging(course, name, here, titles)]
     if after:
         text, what = titles[after]
-        lines += [
-            f'Next: {link(course.paths[after], here, numbered(course, after, text))}. {what}',
-            '',
-        ]
+        text = f'{course.number(after)} {text}'.strip()
+        lines += [f'Next: {link(course.paths[after], here, text)}. {what}', '']
     ends = [link(course.paths[before], here, titles[before][0])] if before else []
     ends += [link(Path('index.ipynb'), here, 'all notebooks')]
     lines += [('Previous: ' if before else 'Back to ') + ' · '.join(ends)]
