@@ -26,7 +26,15 @@ from .canvas import Role, arrow, box, dot, drawing, line, text, width
 if TYPE_CHECKING:
     from IPython.display import SVG
 
-__all__ = ['loop_shapes', 'group', 'clip_ranges', 'token_groups', 'router_tie']
+__all__ = [
+    'loop_shapes',
+    'shared_reward',
+    'three_log_probs',
+    'group',
+    'clip_ranges',
+    'token_groups',
+    'router_tie',
+]
 
 
 def _small_batch():  # two prompts, four responses each
@@ -66,6 +74,60 @@ def loop_shapes(
         'the loss. Its gradient moves the train engine, whose new weights go back to the rollout.'
     )
     return drawing('The loop and what its arrows carry', says, 340, *boxes, *arrows, *words)
+
+
+def shared_reward(
+    probs: Sequence[float],  # probability of each token, when it was sampled
+    reward: float,
+    baseline: float,
+) -> SVG:
+    "One reward, minus a baseline, goes to every token of a response"
+    a, n = reward - baseline, len(probs)
+    step = (width - 24) / n
+    parts, role = [], _sign(a)
+    for i, q in enumerate(probs):
+        x = 12 + step * i
+        parts += [
+            box(x, 14, step - 16, 48, f'token {i + 1}\nprob {q:g}'),
+            arrow((x + step / 2 - 8, 118), (x + step / 2 - 8, 66), role=role, thick=2),
+            text(x + step / 2, 100, f'{a:+.2f}', role),
+        ]
+    said = f'reward {reward:g} - baseline {baseline:g} = {a:+.2f}'
+    parts += [box(12, 120, width - 40, 36, said, role)]
+    says = (
+        f'A response of {n} tokens has the reward {reward:g}. Minus the baseline {baseline:g}, '
+        f'the same {a:+.2f} multiplies the log-probability of each token.'
+    )
+    return drawing('One reward for all tokens', says, 168, *parts)
+
+
+def three_log_probs(
+    probs: Sequence[float] = (0.5, 0.48, 0.6),  # probability of one token: rollout, before, now
+) -> SVG:
+    "The three log-probabilities of a token, where they are computed, and their quotients"
+    names = 'rollout engine\nwhile sampling', 'train engine\nbefore the update', 'train engine\nnow'
+    fields = 'rollout_log_probs', 'old_log_probs', 'log_probs'
+    sampled, old, new = probs
+    parts = []
+    for i, (name, field, q) in enumerate(zip(names, fields, probs)):
+        y = 12 + 84 * i
+        parts += [
+            box(12, y, 150, 48, name, 'good' if i == 2 else 'plain'),
+            text(174, y + 20, field, bold=True),
+            text(174, y + 40, f'probability {q:g}'),
+        ]
+    parts += [
+        arrow((87, 62), (87, 93)),
+        text(98, 83, f'old / rollout = {old / sampled:.2f}: TIS weight, a constant'),
+        arrow((87, 146), (87, 177), role='hot'),
+        text(98, 167, f'new / old = {new / old:.2f}: the ratio that is clipped', 'hot'),
+    ]
+    says = (
+        f'One token has three probabilities. The rollout engine sampled it with {sampled:g}, the '
+        f'train engine gave it {old:g} before the update and gives it {new:g} now. The quotient of '
+        'the first two is the importance weight, that of the last two is the ratio of the clip.'
+    )
+    return drawing('Three log-probabilities of one token', says, 240, *parts)
 
 
 def _sign(a):

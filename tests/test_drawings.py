@@ -37,7 +37,15 @@ CHECK = (ROOT / 'tests' / 'support' / 'drawing.js').read_text()
 STYLES = (ROOT / 'nbs' / 'styles.css').read_text()
 COURSE = toc.Course(ROOT)
 NAMES = dict(
-    algorithm=('loop_shapes', 'group', 'clip_ranges', 'token_groups', 'router_tie'),
+    algorithm=(
+        'loop_shapes',
+        'shared_reward',
+        'three_log_probs',
+        'group',
+        'clip_ranges',
+        'token_groups',
+        'router_tie',
+    ),
     rollout=('kv_cache', 'batching', 'timelines', 'fp8_blocks'),
     machines=('ranks', 'weight_sync', 'run_folder'),
 )

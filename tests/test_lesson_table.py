@@ -82,15 +82,22 @@ def test_a_lesson_keeps_its_limits(name):
     assert found['said'] == found['figures'] and found['dead'] == 0
 
 
+@pytest.mark.parametrize('name', COURSE.spine[:13])
+def test_a_step_is_about_a_quarter_of_an_hour(name):
+    found = LESSONS[name]
+    assert found['minutes'] <= 20 and found['lines'] <= 120 and found['seconds'] <= 45
+
+
 def test_nearly_all_names_are_shown():
     used, names = (sum(r[k] for r in LESSONS.values()) for k in ('used', 'names'))
     assert used >= 0.95 * names
 
 
 def test_the_table_counts_all_lessons():
-    *_, last = lesson_table(COURSE, NBS).splitlines()
+    table = lesson_table(COURSE, NBS)
+    last = next(line for line in table.splitlines() if line.startswith('| all lessons'))
     kinds = {'image/png', 'image/svg+xml'}
     outputs = [o for n in LESSONS for c in NBS[n]['cells'] for o in c.get('outputs', [])]
     num = sum(not kinds.isdisjoint(o.get('data', [])) for o in outputs)
-    assert f'| all | {len(LESSONS)} |' in last and f'| {num} of {num} |' in last
-    assert last in front_page()
+    assert f'| all lessons | {len(LESSONS)} |' in last and f'| {num} of {num} |' in last
+    assert table in front_page()

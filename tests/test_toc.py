@@ -23,10 +23,10 @@ def cells(name, *kinds):  # sources of cells; without kinds of all
     return [tool.source(c) for c in found if not kinds or c['cell_type'] in kinds]
 
 
-def imported(name):
-    "The notebooks whose modules a notebook imports"
+def imported(name, code):
+    "The notebooks whose modules these cells of a notebook import"
     found = set()
-    for text in cells(name, 'code'):
+    for text in code:
         try:
             nodes = list(ast.walk(ast.parse(text)))
         except SyntaxError:  # magics and shell lines
@@ -44,13 +44,57 @@ def test_every_notebook_has_one_place():
     assert list(COURSE.problems()) == []
 
 
-def test_a_lesson_imports_what_earlier_lessons_and_the_engine_room_export():
-    allowed = {n for n, part in COURSE.order.items() if part.kind == 'reference'}
+def above(name):
+    "What a page may need: earlier steps, and if it hangs below one, that step and all before it"
+    step, found = COURSE.step(name), set(COURSE.spine[: COURSE.step(name)])
+    if name in COURSE.spine:
+        return found
+    found.add(COURSE.spine[step])
+    deeper = [n for n in COURSE.order if n not in COURSE.spine and COURSE.step(n) is not None]
+    return found | set(deeper[: deeper.index(name)])
+
+
+def needed(name):
+    "The notebooks that the line under the title names as prerequisites"
+    m = re.search(r'prerequisites: (.*?)(?: · |$)', cells(name)[0], flags=re.M)
+    here = COURSE.nbs / COURSE.paths[name]
+    for to in re.findall(r'\]\(([^)#]+)', m[1] if m else ''):
+        yield tool.name_of((here.parent / to).resolve().relative_to(COURSE.nbs))
+
+
+def own_code(name):
+    "Cells whose imports a reader meets: library code and folded cells may call what comes later"
+    found = json.loads((COURSE.nbs / COURSE.paths[name]).read_text())['cells']
+    code = [tool.source(c) for c in found if c['cell_type'] == 'code']
+    return [c for c in code if not re.match(r'#\| (export|code-fold: true)', c)]
+
+
+PLACED = [n for n in COURSE.order if COURSE.step(n) is not None and n in LESSONS]
+
+
+def test_no_prerequisite_points_forward():
+    wrong = [f'{n} needs {m}' for n in PLACED for m in sorted({*needed(n)} - above(n))]
+    assert wrong == [], 'a lesson needs what stands above it; the engine room is never needed'
+
+
+def test_no_import_points_forward():
+    rooms = {n for n, part in COURSE.order.items() if part.kind == 'reference'}
     wrong = []
-    for name in LESSONS:
-        wrong += [f'{name} imports {n}' for n in sorted(imported(name) - allowed)]
-        allowed.add(name)
+    for n in PLACED:
+        step = COURSE.step(n)
+        known = {m for m in COURSE.order if COURSE.step(m) is not None and COURSE.step(m) <= step}
+        allowed = rooms | (known if n in COURSE.spine else above(n))
+        wrong += [f'{n} imports {m}' for m in sorted(imported(n, own_code(n)) - allowed)]
     assert wrong == [], 'mend the order in nbs/course.yml'
+
+
+def test_the_spine_has_twelve_steps_and_each_says_which_it_is():
+    assert COURSE.num_steps == 12 and len(COURSE.spine) == 15
+    for i, name in enumerate(COURSE.spine[1:13], 1):
+        assert f'**Step {i} of 12**' in cells(name)[0]
+        assert f'**Step {i} of 12.**' in cells(name)[-1]
+    writes = [s for s in COURSE.data['spine'] if 'writes' in s]
+    assert len(writes) >= 11  # the reader's own file grows
 
 
 def next_of(name):
@@ -70,14 +114,12 @@ def walk(first):
     return seen
 
 
-def test_next_leads_through_all_lessons_studies_and_how_tos_without_a_jump():
-    course = [n for n, part in COURSE.order.items() if part.kind != 'reference']
-    assert walk(LESSONS[0]) == course, 'run `make sync`'
-
-
-def test_next_leads_through_the_engine_room():
-    room = [n for n, part in COURSE.order.items() if part.kind == 'reference']
-    assert walk(room[0]) == room, 'run `make sync`'
+def test_next_leads_through_the_spine_the_rest_and_the_engine_room_without_a_jump():
+    assert walk('lesson') == COURSE.spine, 'run `make sync`'
+    aside = [n for n in COURSE.order if n not in COURSE.spine]
+    for kind in True, False:
+        rest = [n for n in aside if (COURSE.order[n].kind == 'reference') == kind]
+        assert walk(rest[0]) == rest, 'run `make sync`'
 
 
 @pytest.mark.parametrize('name', COURSE.paths)
@@ -85,10 +127,10 @@ def test_the_line_under_a_title(name):
     "Kind, place and measured seconds, once; the title is the first that a page shows"
     text = cells(name)[0]
     assert text.startswith('# ') and '\n' in text, 'the title is not the first cell'
-    part = COURSE.order[name]
-    assert len(re.findall(r'^\*\*(?:Lesson|Study|How-to|Reference)\b', text, re.M)) == 1
+    kinds = r'^\*\*(?:Study|How-to|Reference|Start|Step|The end|After|Deeper)\b'
+    assert len(re.findall(kinds, text, re.M)) == 1
     assert len(tool.BADGE.findall(text)) == 1 and not tool.OLD_BADGE.search(text), 'run `make sync`'
-    assert f'**{part.kind.capitalize()} {COURSE.number(name)}'.strip() in text
+    assert f'**{COURSE.place(name)}**' in text
     assert isinstance(COURSE.data['seconds'][name], int)
 
 
@@ -135,11 +177,13 @@ def test_a_badge_keeps_what_the_notebook_says_itself(stated, rest):
     name = next(n for n in LESSONS if COURSE.number(n))
     cell = dict(source=[OLD.format(stated)])
     once = tool.set_badge(COURSE, name, cell)
-    assert f'**Lesson {COURSE.number(name)}**' in once
+    assert f'**{COURSE.place(name)}**' in once
     assert once.endswith(f'{rest} · prerequisites: [a](b.ipynb) · paper: section 3')
     assert tool.set_badge(COURSE, name, dict(source=[once])) == once
     bare = tool.set_badge(COURSE, name, dict(source=['# T\n\n> promise\n\nMore.']))
-    assert bare.startswith('# T\n\n> promise\n\n**Lesson') and bare.endswith('\n\nMore.')
+    assert bare.startswith(f'# T\n\n> promise\n\n**{COURSE.place(name)}**') and bare.endswith(
+        '\n\nMore.'
+    )
 
 
 @pytest.mark.parametrize(

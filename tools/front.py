@@ -1,16 +1,11 @@
-"""The front door of the index: the paper's ideas, paths through the notebooks, the board in short.
+"""The front door of the index: the paper's ideas; and the board's claims for README.
 
-nbs/course.yml names ideas and paths; verdicts and numbers are those of the board's stored page,
-minutes are counted in the notebooks. `make sync` writes all of it into the index.
+nbs/course.yml names the ideas; verdicts are those of the board's stored page.
 """
 
 import re
-from collections import Counter
-
-from lesson_table import numbers
 
 BOARD = 'studies/scoreboard'
-HELD = 'holds here'
 
 
 def source(cell):
@@ -39,19 +34,6 @@ def board(nbs):
     return groups
 
 
-def board_table(nbs):
-    "Markdown: how many claims of each group have which verdict"
-    groups = board(nbs)
-    every = [row for rows in groups.values() for row in rows]
-    verdicts = list(dict.fromkeys(v for *_, v in every))
-    verdicts.sort(key=lambda v: -sum(v == x for *_, x in every))
-    lines = [['claims about', 'claims', *verdicts], ['---', *['---:'] * (1 + len(verdicts))]]
-    for name, rows in [*groups.items(), ('all groups', every)]:
-        found = Counter(v for *_, v in rows)
-        lines.append([name, len(rows), *(found[v] or '' for v in verdicts)])
-    return table(lines)
-
-
 def table(lines):
     return '\n'.join(f'| {" | ".join(map(str, cells))} |' for cells in lines)
 
@@ -59,22 +41,9 @@ def table(lines):
 # The paper's ideas
 
 
-def works(idea, rows):
-    "The first claim's verdict and number; how many of all hold"
-    found = [next(r for r in rows if r[0].startswith(c)) for c in idea['claims']]
-    _, measured, verdict = found[0]
-    number = re.sub(r' [(][^()]*[)]$', '', measured).rstrip('.')
-    said = f'**{verdict}**: {idea.get("number", "")} {number}'.replace('  ', ' ')
-    if len(found) > 1:
-        held = sum(v == HELD for *_, v in found)
-        said += f'. {held} of {len(found)} claims hold{"s" * (held == 1)} here'
-    return said
-
-
-def idea_table(course, nbs, titles):
+def idea_table(course, titles):
     "Markdown: a row for each idea"
-    rows = [row for group in board(nbs).values() for row in group]
-    lines = [['idea of the paper', 'lesson', 'code', 'does it work here?'], ['---'] * 4]
+    lines = [['idea of the paper', 'lesson', 'code'], ['---'] * 3]
     for i in course.data['ideas']:
         module, _, name = i['code'].rpartition('.')
         lines.append(
@@ -82,7 +51,6 @@ def idea_table(course, nbs, titles):
                 f'**{i["idea"]}.** {i["says"]}',
                 linked(course, i['lesson'], titles),
                 f'[`{name}`](../compassrl/{module.replace(".", "/")}.py)',
-                works(i, rows),
             ]
         )
     return table(lines)
@@ -92,7 +60,7 @@ def linked(course, name, titles):
     return f'[{titles[name][0]}]({course.paths[name]})'
 
 
-# Paths
+# Sections
 
 
 def pieces(nb):
@@ -120,27 +88,3 @@ def section(nb, anchor):
     if not level:
         raise ValueError(f'nbs/course.yml, paths: no heading #{anchor}')
     return words, {**nb, 'cells': inside}
-
-
-def step_of(course, nbs, titles, step):
-    "Markdown of one step, and its minutes"
-    name, anchors = next(iter(step.items())) if isinstance(step, dict) else (step, [])
-    parts = [section(nbs[name], a) for a in anchors]
-    minutes = sum(numbers(nb, 0)['minutes'] for _, nb in parts or [('', nbs[name])])
-    file, text = course.paths[name], linked(course, name, titles)
-    if parts:
-        text += ': ' + ', '.join(f'[{w}]({file}#{a})' for a, (w, _) in zip(anchors, parts))
-    return f'{text} ({max(1, round(minutes))})', minutes
-
-
-def path_list(course, nbs, titles):
-    "Markdown: each path folded, its minutes in sight"
-    found = []
-    for p in course.data['paths']:
-        steps, minutes = zip(*(step_of(course, nbs, titles, s) for s in p['steps']))
-        total = sum(minutes)
-        spent = f'{total:.0f} minutes' if total < 120 else f'{total / 60:.1f} hours'
-        summary = f'<summary><b>{p["name"]}</b>: {p["about"]} ({spent} to read)</summary>'
-        lines = '\n'.join(f'{i}. {s}' for i, s in enumerate(steps, 1))
-        found.append(f'<details{" open" * (not found)}>{summary}\n\n{lines}\n\n</details>')
-    return '\n\n'.join(found)

@@ -17,7 +17,7 @@ from links import broken
 
 WORDS_A_MINUTE, LINES_A_MINUTE = 200, 15  # words of prose, lines of code that is seen
 COLUMNS = (
-    'part',
+    'step',
     'lessons',
     'minutes to read, each (most)',
     'lines of code in sight, each (most)',
@@ -113,9 +113,16 @@ def numbers(nb, seconds, dead=0):
     )
 
 
+def title(nb):
+    text = next(''.join(c['source']) for c in nb['cells'] if c['cell_type'] == 'markdown')
+    return text.splitlines()[0].removeprefix('# ')
+
+
 def each(rows, key):
     "Median, and the most"
     values = [r[key] for r in rows]
+    if len(values) == 1:
+        return f'{values[0]:.0f}'
     return f'{statistics.median(values):.0f} ({max(values):.0f})'
 
 
@@ -144,11 +151,15 @@ def lessons(course, nbs):
 
 
 def lesson_table(course, nbs):
-    "Markdown: a row for each part of lessons, and one for all"
-    found = lessons(course, nbs)
+    "Markdown, folded: a row for each step, one for what hangs below them, and one for all"
+    spine, *below = lessons(course, nbs).values()
+    deeper = {n: r for found in below for n, r in found.items()}
     lines = ['| ' + ' | '.join(COLUMNS) + ' |', '|' + ' --- |' * len(COLUMNS)]
-    lines += [row(name, [*rows.values()]) for name, rows in found.items()]
-    return '\n'.join([*lines, row('all', [r for rows in found.values() for r in rows.values()])])
+    lines += [row(f'{course.number(n)} {title(nbs[n])}'.strip(), [r]) for n, r in spine.items()]
+    groups = {'all steps': spine, 'deeper': deeper, 'all lessons': spine | deeper}
+    lines += [row(name, [*found.values()]) for name, found in groups.items()]
+    summary = '<summary>The table</summary>'
+    return '\n'.join([f'<details>{summary}\n', *lines, '\n</details>'])
 
 
 def main():

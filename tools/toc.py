@@ -44,15 +44,10 @@ class Part:
     kind: str
     about: str
     notebooks: list = field(default_factory=list)
+    step: int | None = None  # what hangs below this step of the spine
 
-    @property
-    def numeral(self):
-        "I, II, ...; '' for a part without a number"
-        return m[0] if (m := re.match(r'[IVX]+(?= )', self.name)) else ''
 
-    @property
-    def title(self):
-        return self.name.removeprefix(self.numeral).strip()
+SPINE = 'Twelve steps'
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,17 @@ class Course:
     @cached_property
     def listed(self):
         "The parts of course.yml; `folder/*` stands for its notebooks that are named nowhere else"
-        parts = [Part(**p) for p in self.data['parts']]
+        steps = self.data.get('spine', [])
+        pages, last = [s['page'] for s in steps], self.num_steps
+        about = 'from a reward to a run of your own, about 15 minutes each'
+        parts = [Part(SPINE, 'lesson', about, pages[: last + 1])]
+        parts += [
+            Part(f'Deeper {i}', 'lesson' if i <= last else 'how-to', '', s['deeper'], i)
+            for i, s in enumerate(steps)
+            if 'deeper' in s
+        ]
+        parts += [Part('The end', 'how-to', 'a run of your own', pages[last + 1 :])]
+        parts += [Part(**p) for p in self.data['parts']]
         named = {n for p in parts for n in p.notebooks}
         return [replace(p, notebooks=[*self.spelled_out(p.notebooks, named)]) for p in parts]
 
@@ -100,17 +105,43 @@ class Course:
         "Every notebook of the course that exists: name -> its part"
         return {n: part for part in self.parts for n in part.notebooks}
 
+    @cached_property
+    def spine(self):
+        "The start, the steps, the end, and what comes after it"
+        pages = [s['page'] for s in self.data.get('spine', [])]
+        return [n for n in pages if n in self.paths]
+
+    @property
+    def num_steps(self):
+        return len(self.data.get('spine', [])) - 3
+
+    def step(self, name):
+        "The step that a notebook is, or hangs below; None elsewhere"
+        return self.spine.index(name) if name in self.spine else self.order[name].step
+
     def number(self, name):
-        "III.2; '' where the part has no number"
-        part = self.order[name]
-        if not part.numeral:
+        "4 for a step, 4.1 for what hangs below it; '' elsewhere"
+        part, step = self.order[name], self.step(name)
+        if step is None or step > self.num_steps:
             return ''
-        return f'{part.numeral}.{part.notebooks.index(name) + 1}'
+        return str(step) if name in self.spine else f'{step}.{part.notebooks.index(name) + 1}'
+
+    def place(self, name):
+        "Where a notebook stands, in words"
+        step, last = self.step(name), self.num_steps
+        if step is None:
+            return self.order[name].kind.capitalize()
+        ends = {0: 'Start', last + 1: 'The end', last + 2: 'After the end'}
+        at = ends.get(step, f'Step {step} of {last}')
+        return at if name in self.spine else f'Deeper: {at[0].lower()}{at[1:]}'
 
     def chain(self, name):
-        "The sequence that Previous and Next walk: the course, or the engine room next to it"
-        aside = self.order[name].kind == 'reference'
-        return [n for n, part in self.order.items() if (part.kind == 'reference') == aside]
+        "The sequence that Previous and Next walk: the spine, what is not on it, the engine room"
+
+        def walk(n):
+            return n in self.spine, self.order[n].kind == 'reference'
+
+        return [n for n in self.order if walk(n) == walk(name)]
 
     def neighbours(self, name):
         chain = [None, *self.chain(name), None]
@@ -163,8 +194,9 @@ def promise(nb):
 # The line under a title
 
 OLD_BADGE = re.compile(r'^CPU time: (?P<seconds>[\d.]+) seconds?(?P<rest>.*)$', re.M)
+PLACES = r'\*\*(?:Lesson|Study|How-to|Reference|Start|Step|The end|After|Deeper)\b'
 BADGE = re.compile(
-    r'^\*\*(?:Lesson|Study|How-to|Reference)\b.*? · runs in [\d.]+ (?:seconds?|minutes?)'
+    rf'^{PLACES}.*? · runs in [\d.]+ (?:seconds?|minutes?)'
     r'(?P<rest>.*)$',
     re.M,
 )
@@ -172,7 +204,7 @@ BADGE = re.compile(
 
 # without seconds, or one more: typed by hand
 TYPED_BADGE = re.compile(
-    r'\n*^\*\*(?:Lesson|Study|How-to|Reference)\b(?:(?! · runs in ).)*?'
+    rf'\n*^{PLACES}(?:(?! · runs in ).)*?'
     r'(?P<rest> · (?:prerequisites|paper)\b[^\n]*)?$',
     re.M,
 )
@@ -185,9 +217,11 @@ def spoken(seconds):
 
 
 def badge(course, name, rest):
-    "Kind, part and seconds; `rest` (prerequisites, paper) is the notebook's own"
-    part, number = course.order[name], course.number(name)
-    what = f'**{" ".join([part.kind.capitalize(), number]).strip()}** · {part.title}'
+    "Place and seconds; `rest` (prerequisites, paper) is the notebook's own"
+    part = course.order[name]
+    what = f'**{course.place(name)}**'
+    if course.step(name) is None:
+        what += f' · {part.name}'
     if part.kind == 'reference':
         what += ', not needed to understand the paper'
     return f'{what} · runs in {spoken(course.data["seconds"][name])}{rest}'
@@ -228,14 +262,40 @@ def set_neighbours(course, name, nb, titles):
             set_source(c, HAND_NEXT.sub('', source(c)))
     cells = [c for c in cells if c['cell_type'] != 'markdown' or source(c).strip()]
     before, after = course.neighbours(name)
-    lines = [MARK]
+    lines = [MARK, *hanging(course, name, here, titles)]
     if after:
         text, what = titles[after]
+        text = f'{course.number(after)} {text}'.strip()
         lines += [f'Next: {link(course.paths[after], here, text)}. {what}', '']
     ends = [link(course.paths[before], here, titles[before][0])] if before else []
     ends += [link(Path('index.ipynb'), here, 'all notebooks')]
     lines += [('Previous: ' if before else 'Back to ') + ' · '.join(ends)]
     nb['cells'] = [*cells, markdown('\n'.join(lines), name)]
+
+
+def hanging(course, name, here, titles):
+    "At the end of a step: what the reader writes, and what goes deeper; or the way back to it"
+
+    def to(n):
+        return link(course.paths[n], here, titles[n][0])
+
+    step = course.step(name)
+    if step is None:
+        return []
+    if name not in course.spine:
+        return [
+            f'Back to {course.place(course.spine[step]).lower()}: {to(course.spine[step])}.',
+            '',
+        ]
+    own = course.data['spine'][step]
+    lines = [f'**{course.place(name)}.**']
+    if at := own.get('writes'):
+        page, anchor = at.split('#')
+        file = '' if page == name else os.path.relpath(course.paths[page], here.parent)
+        lines += [f'[Write this step for your own file]({file}#{anchor}).']
+    if deeper := own.get('deeper'):
+        lines += [f'Deeper: {", ".join(map(to, deeper))}.']
+    return [' '.join(lines), '']
 
 
 def markdown(text, seed):
@@ -277,14 +337,17 @@ def set_links(course, here, nb):
 HEAD = '| | notebook | what it is about |\n| --- | --- | --- |\n'
 
 
+def rows(course, names, titles):
+    return HEAD + '\n'.join(
+        f'| {course.number(n)} | [{titles[n][0]}]({course.paths[n]}) | {titles[n][1]} |'
+        for n in names
+    )
+
+
 def table(course, part, titles):
     "One row per notebook, or for the engine room one line per folder"
     if part.kind != 'reference':
-        rows = [
-            f'| {course.number(n)} | [{titles[n][0]}]({course.paths[n]}) | {titles[n][1]} |'
-            for n in part.notebooks
-        ]
-        return HEAD + '\n'.join(rows)
+        return rows(course, part.notebooks, titles)
     folders = {}
     for n in part.notebooks:
         folder = n.rpartition('/')[0] or 'top'
@@ -293,11 +356,15 @@ def table(course, part, titles):
 
 
 def tables(course, titles):
-    parts = [
-        f'### {p.name}\n{KINDS[p.kind]}: {p.about}.\n\n{table(course, p, titles)}'
-        for p in course.parts
-    ]
-    return '\n\n'.join(parts)
+    "All that is not on the spine, folded"
+    deeper = [n for p in course.parts if p.step is not None for n in p.notebooks]
+    below = Part('Deeper', 'lesson', 'what hangs below each step', deeper)
+    return '\n\n'.join(
+        f'<details><summary><b>{p.name}</b>: {p.about} ({len(p.notebooks)} pages)</summary>\n\n'
+        f'{table(course, p, titles)}\n\n</details>'
+        for p in [below, *(p for p in course.parts if p.step is None)]
+        if p.notebooks and p.notebooks[0] not in course.spine
+    )
 
 
 def tree(course):
@@ -316,9 +383,8 @@ def set_index(course, nb, titles, nbs):
         tables=lambda: tables(course, titles),
         tree=lambda: tree(course),
         lessons=lambda: lesson_table(course, nbs),
-        ideas=lambda: front.idea_table(course, nbs, titles),
-        board=lambda: front.board_table(nbs),
-        paths=lambda: front.path_list(course, nbs, titles),
+        ideas=lambda: front.idea_table(course, titles),
+        spine=lambda: rows(course, course.spine, titles),
     )
     for c in nb['cells']:
         m = re.match(r'<!-- (\w+) from nbs/course\.yml[^>]*-->', source(c))
@@ -331,9 +397,9 @@ def set_index(course, nb, titles, nbs):
 
 def stages(course):
     "Source of course/stages.py, which holds the map"
-    rows, homes = [], []
+    boxes, homes = [], []
     for stage, box in course.data['map'].items():
-        rows.append(f'    {stage!r}: ({course.number(box["of"][0])!r}, {box["label"]!r}),')
+        boxes.append(f'    {stage!r}: ({course.number(box["of"][0])!r}, {box["label"]!r}),')
         homes += [f'    {of.replace("/", ".")!r}: {stage!r},' for of in box['of']]
     return '\n'.join(
         [
@@ -342,7 +408,7 @@ def stages(course):
             '# From nbs/course.yml, written by `make sync`',
             '# stage -> its place in the course, what its box says; six in a row',
             'stages: dict[str, tuple[str, str]] = {',
-            *rows,
+            *boxes,
             '}',
             'homes = {  # module or folder -> its stage',
             *homes,
@@ -370,6 +436,7 @@ def sidebar(course):
     sections = [
         dict(section=p.name, contents=[str(course.paths[n]) for n in p.notebooks])
         for p in course.parts
+        if p.notebooks
     ]
     site = dict(website=dict(sidebar=dict(contents=['index.ipynb', *sections])))
     return '# From nbs/course.yml by `make sync`\n' + yaml.safe_dump(site, sort_keys=False)
