@@ -209,13 +209,13 @@ class ProcessRollout(RolloutEngine):
         finally:
             if self.busy and self.child.poll() is None:
                 self._leave()
+            self.busy = False
 
     def _leave(self) -> None:
         "The caller has had enough: the child drops what runs"
         self._send(None)
         while self._recv()[0] == 'samples':
             pass
-        self.busy = False
 
     def close(self) -> None:
         self.child.kill()

@@ -48,7 +48,6 @@ class AheadSampler(Sampler):
         self.next: int | None = None  # the first step that nobody has asked for; None = the first
         # after so many steps there were new weights: what all versions mean, here and in samples
         self.versions = [0]
-        self.given: int | None = None  # newest version that the sampler got, or will get
 
     def _ask(self, until: int, engine: TrainEngine, metrics: Metrics) -> None:
         "Steps before `until` are asked for, by the newest weights"
@@ -59,11 +58,10 @@ class AheadSampler(Sampler):
             self.next += 1
 
     def _new(self, engine: TrainEngine, metrics: Metrics) -> tuple[list[tuple[str, Tensor]], int]:
-        "Weights and version for the work that comes next; [] = the sampler has them by then"
-        newest = self.versions[-1]
-        if self.given == newest:
-            return [], newest
-        self.given, weights = newest, counted(engine.weights(), metrics)
+        """Weights and version for the work that comes next; [] = the sampler has them by then
+
+        Every work gets them, new or not: what it finds in a cache must not depend on a resume."""
+        newest, weights = self.versions[-1], counted(engine.weights(), metrics)
         with timed(metrics, 'sync'):
             if any(not work.done() for work in self.queue):
                 return [(name, t.detach().clone()) for name, t in weights], newest
