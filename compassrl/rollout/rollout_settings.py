@@ -78,6 +78,9 @@ class ScheduleConfig:
     # Largest number of tokens drawn of one response per step; the rest follows in the next steps
     # with newer weights, see loss.tis (0 = no limit)
     partial_tokens: Annotated[int, at_least(0)] = 0
+    # Steps that are sampled before they train, by weights that are so many updates older, while
+    # the trainer works; 0 = sample, then train. 1 is enough where both take as long; see loss.tis
+    max_staleness: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
         check(self)

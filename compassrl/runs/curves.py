@@ -88,6 +88,7 @@ def running_mean(
 # time_<phase>_s, in order
 phase_names: list[str] = [
     'rollout',
+    'wait',
     'reward',
     'log_probs',
     'ref_log_probs',

@@ -10,10 +10,11 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -26,6 +27,7 @@ from compassrl.plan.memory import check_memory
 from compassrl.procs import local_world, world
 from compassrl.records import RolloutEngine, TrainEngine
 from compassrl.rollout.fp8 import Fp8Rollout
+from compassrl.rollout.own_process import ProcessRollout
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
@@ -149,13 +151,13 @@ class TrainKind:
 
 
 # %% ../../nbs/runs/factory.ipynb #0086ba58
-def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> TorchRollout:
-    r = s.rollout
+def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
+    r, kind = s.rollout, cast(Callable[..., TorchRollout], TorchRollout)
     common = s.policy, r.num_slots, s.dtype, s.device, s.return_routes
-    if not r.quantization and r.kv_cache_dtype == 'auto':
-        return TorchRollout(*common)
-    products, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
-    return Fp8Rollout(*common, weights=products, activations=products, kv_cache=cache)
+    if r.quantization or r.kv_cache_dtype != 'auto':
+        products, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
+        kind = partial(Fp8Rollout, weights=products, activations=products, kv_cache=cache)
+    return ProcessRollout(kind, *common) if s.schedule.max_staleness else kind(*common)
 
 
 def _vllm(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:

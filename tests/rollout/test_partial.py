@@ -16,9 +16,9 @@ from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig, load_data
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer
-from compassrl.experience import collect
+from compassrl.experience import Sampler, collect
 from compassrl.judges.serial import SerialJudge
-from compassrl.loop import fit
+from compassrl.loop import run_steps
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Request, Sample, SamplingParams, collate, derive_seed
 from compassrl.rollout.partial import PartialResponses
@@ -226,20 +226,11 @@ def run(policy, steps, cfg=CFG, start=0, state=None, partial_responses=None):
     engine = TorchTrain(deepcopy(policy), cfg.optim)
     if state:
         engine.load_state_dict(state)
-    rollout = TorchRollout(SHAPE, 32)
+    cfg, rollout, log = replace(cfg, steps=steps), TorchRollout(SHAPE, 32), Log()
     rollout.load_weights(engine.weights(), start)
-    log = Log()
-    fit(
-        replace(cfg, steps=steps),
-        PROMPTS,
-        rollout,
-        engine,
-        TOKENIZER,
-        log,
-        EOS_ID,
-        start,
-        partial_responses=partial_responses,
-    )
+    sampler = Sampler(cfg, PROMPTS, rollout, SerialJudge(PROMPTS, TOKENIZER, EOS_ID), EOS_ID)
+    sampler.partial_responses = partial_responses or sampler.partial_responses
+    run_steps(cfg, sampler, engine, log, start)
     return engine, log
 
 

@@ -31,7 +31,7 @@ from tests.support import fork_server as forked
 SMOKE = 'train smoke-cpu --steps 4 --eval-every 2 --cold-start.steps 8'.split()
 MORE = [  # settings that bring numbers of their own
     '--loss.kl-coef 0.01 --schedule.partial-tokens 8 --zero-variance.sampling uniform',
-    '--loss.name grpo --loss.tis off',
+    '--loss.name grpo --loss.tis off --schedule.max-staleness 1',
 ]
 RUN_BY_OTHER_TESTS = {'a judge model', 'rollout_engine pool'}  # they need a server
 
