@@ -136,7 +136,7 @@ def forward(
         if layer.shared_down is not None:
             x += shared_expert(y, layer, self.product)
     hidden = scaled_rms(x, self.small) * (self.policy.norm * c.hidden_size**0.5)
-    return hidden, stack_routes(routes, len(ids), K)
+    return hidden, stack_routes(routes, len(ids), K, hidden.device)
 
 
 # %% ../../nbs/rollout/torch_rollout.ipynb #242fe0c1
