@@ -32,7 +32,8 @@ WAITS = {
     aten.repeat_interleave.Tensor,
     aten._unique2.default,
 }
-FREE = {aten.detach.default, aten._local_scalar_dense.default, aten.is_same_size.default}
+FREE = {aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default}
+FREE |= {aten.detach.default, aten._local_scalar_dense.default, aten.is_same_size.default}
 
 
 class Gpu(torch.Tensor):
