@@ -100,9 +100,8 @@ class TrainSetup(NamedTuple):
 def train_setup(cfg: TrainConfig) -> TrainSetup:
     "The part of a config that its train engine reads"
     temperature = cfg.rollout.temperature
-    return TrainSetup(
-        cfg.policy, cfg.optim, cfg.parallel, temperature, cfg.router_replay, cfg.device
-    )
+    parallel = cfg.parallel.on(cfg.device)
+    return TrainSetup(cfg.policy, cfg.optim, parallel, temperature, cfg.router_replay, cfg.device)
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,8 @@ def _torch_train(s: TrainSetup, source: Path) -> TorchTrain:
             f'{source} holds a policy of another shape than the config: '
             'use the config it was made with'
         )
-    return TorchTrain(policy.to(s.device), s.optim, s.temperature, s.router_replay)
+    dtype, again = getattr(torch, s.parallel.dtype), s.parallel.recompute == 'full'
+    return TorchTrain(policy.to(s.device), s.optim, s.temperature, s.router_replay, dtype, again)
 
 
 @contextmanager
@@ -237,6 +237,8 @@ def _check_torch(s: TrainSetup, num_ranks: int, here: bool) -> None:
             f"{num_ranks} processes: train_engine='torch' is one, "
             "start it without torchrun, or use 'megatron'"
         )
+    if s.parallel.recompute == 'moe':
+        raise ValueError("parallel.recompute='moe': train_engine='torch' knows 'none' and 'full'")
 
 
 def _check_megatron(s: TrainSetup, num_ranks: int, here: bool) -> None:

@@ -219,12 +219,18 @@ class Replica:
         if found != str(version):
             raise Lost(f'{self.name} has weights {found!r} instead of {str(version)!r}')
 
-    async def sleep(self) -> None:
-        "Give the GPU to the trainer: weights go to the host's memory, caches go (not run on GPU)"
-        await self.post('/sleep?level=1')
+    async def sleep(
+        self,
+        level: int = 1,  # 1: weights move to the host's memory; 2: they go, new ones come first
+    ) -> None:
+        "Give the GPU to the trainer; caches go"
+        await self.post(f'/sleep?level={level}')
 
-    async def wake(self) -> None:
-        await self.post('/wake_up')
+    async def wake(
+        self,
+        tag: str = '',  # 'weights' or 'kv_cache'; empty = all
+    ) -> None:
+        await self.post('/wake_up' + f'?tags={tag}' * bool(tag))
 
     def count_loss(self, why: str) -> None:
         self.up, self.why = False, why

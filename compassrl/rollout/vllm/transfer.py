@@ -7,6 +7,7 @@ GPUs weights travel without files, by NCCL or CUDA IPC."""
 from __future__ import annotations
 
 import base64
+import math
 import multiprocessing
 import os
 import pickle
@@ -56,7 +57,7 @@ from compassrl.rollout.vllm.server import engine_ends, free_port
 # %% auto #0
 __all__ = [
     'NoInit', 'WeightPart', 'part_weights', 'PartTransfer', 'transfer', 'register', 'AllServers',
-    'HfSource', 'NcclGroup', 'SharedGpu',
+    'HfSource', 'NcclGroup', 'pack_bytes', 'SharedGpu',
 ]  # fmt: skip
 
 
@@ -260,13 +261,22 @@ class NcclGroup:
 
 
 # %% ../../../nbs/rollout/vllm/transfer.ipynb #e8949702
+def pack_bytes(
+    config: PolicyConfig,
+    dtype: torch.dtype,  # type of the servers' weights
+) -> int:
+    "Size of a packed message: vLLM refuses a tensor that does not fit into one"
+    return max(256 << 20, dtype.itemsize * max(map(math.prod, hf_shapes(config).values())))
+
+
 class SharedGpu:
-    "Servers on the GPU of this process read its memory (not run on GPU)"
+    "Servers on the GPU of this process read its memory"
 
     def __init__(self, clients: AllServers, config: PolicyConfig, dtype: torch.dtype) -> None:
         self.source = HfSource(config, dtype, 'cuda')
         client: Any = clients  # vLLM's type is a class of its own
-        info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=256 << 20)
+        packed = dict(packed=True, packed_buffer_size_bytes=pack_bytes(config, dtype))
+        info = IPCTrainerInitInfo(rank=0, **packed)
         self.engine = IPCTrainerWeightTransferEngine.trainer_init(
             info, client=client, source=self.source
         )
