@@ -23,27 +23,35 @@ __all__ = ['folded', 'scaled_rms', 'turn_heads', 'add_experts', 'swiglu', 'share
 # %% ../../nbs/rollout/cached_layers.ipynb #e6ab30ea
 def folded(
     block: Block,  # its weights change, what it computes does not
+    fold: bool = True,  # False: weights as they are, and norms as `attn_scale` and `mlp_scale`
 ) -> SimpleNamespace:  # weights for decoding, as views
     "Multiply each norm's weight, and the sqrt(D) of its mean, into the products that follow"
     D = block.attn_norm.shape[0]
     mlp = block.mlp
     sparse = isinstance(mlp, MoE)
+    scales = block.attn_norm * D**0.5, block.mlp_norm * D**0.5
+    router = mlp.router if sparse else None
+    if sparse and mlp.correction is not None:  # its logits are those of `MoE.route`
+        router = router.to(mlp.correction.dtype)
+        router = router * scales[1] if fold else router.clone()
     after_mlp_norm = [mlp.gate_up, mlp.router] if sparse else [mlp.gate_up]
     shared = mlp.shared if sparse else None
     if shared is not None:
         after_mlp_norm += [w for w in (shared.gate_up, shared.gate) if w is not None]
-    for norm, products in ((block.attn_norm, [block.qkv]), (block.mlp_norm, after_mlp_norm)):
+    norms = (block.attn_norm, [block.qkv]), (block.mlp_norm, after_mlp_norm)
+    for scale, (norm, products) in zip(scales, norms if fold else ()):
         for weight in products:
-            weight.mul_(norm * D**0.5)
+            weight.mul_(scale)
         norm.fill_(D**-0.5)
     layer = SimpleNamespace(qkv=block.qkv.mT, qkv_bias=block.qkv_bias, out=block.out.mT)
+    layer.attn_scale, layer.mlp_scale = (None, None) if fold else scales
     layer.sparse, layer.shared_gate_up, layer.shared_down = sparse, None, None
     layer.qk_norm, layer.heads = block.qk_norm, [block.H, block.KV]
     if block.qk_norm != 'none':
         _fold_qk(layer, block)
     if sparse:
         layer.gate_up, layer.down = mlp.gate_up, mlp.down
-        layer.router, layer.moe, layer.K = mlp.router.mT, mlp, mlp.K
+        layer.router, layer.moe, layer.K = router.mT, mlp, mlp.K
         layer.ids = torch.arange(len(mlp.router), device=mlp.router.device)
     else:
         layer.gate_up, layer.down = mlp.gate_up.mT, mlp.down.mT
@@ -68,11 +76,13 @@ def _fold_qk(layer: SimpleNamespace, block: Block) -> None:
 def scaled_rms(
     x: Tensor,  # [..., D]
     small: Tensor,  # sqrt(D eps) of the RMS norm
+    scale: Tensor | None = None,  # [D] weight times sqrt(D), where no product has it
 ) -> Tensor:  # x / sqrt(|x|^2 + D eps): the RMS norm but for its weight and sqrt(D)
     "Three small kernels where `F.rms_norm` takes six"
     if x.element_size() < 4:
-        return scaled_rms(x.float(), small).to(x.dtype)
-    return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), small)
+        return scaled_rms(x.float(), small, scale).to(x.dtype)
+    x = x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), small)
+    return x if scale is None else x * scale
 
 
 # %% ../../nbs/rollout/cached_layers.ipynb #007a702f
@@ -106,7 +116,7 @@ def add_experts(
     product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear,
 ) -> Tensor:  # expert ids [n, K]
     "`MoE.forward` without a way back: outputs are added where they belong"
-    logits = torch.mm(y, layer.router)
+    logits = torch.mm(y.to(layer.router.dtype), layer.router)
     if x.element_size() < 4:
         logits = logits.float()
     gates, idx = _routed(layer.moe, logits)

@@ -42,6 +42,8 @@ __all__ = ['TorchRollout']
 class TorchRollout(RolloutEngine):
     "The embedded rollout engine"
 
+    fold = True  # norms into the weights that follow them?
+
     if TYPE_CHECKING:  # methods with cells of their own
 
         def forward(
@@ -88,7 +90,7 @@ class TorchRollout(RolloutEngine):
         self.prefixes.clear()
         self.slots.kv.zero_()  # masked places count 0 times a number, which must be finite
         load_hf_weights(self.policy, weights)
-        self.layers = [folded(cast(Block, b)) for b in self.policy.blocks]
+        self.layers = [folded(cast(Block, b), self.fold) for b in self.policy.blocks]
         self.version = version
 
     # what another precision changes
@@ -121,13 +123,13 @@ def forward(
     heads, d, K = c.num_attention_heads + c.num_key_value_heads, c.head_dim, c.num_experts_per_tok
     owner = torch.arange(len(ids) * K, device=self.device) // K
     for i, layer in enumerate(self.layers):
-        qkv = self.product(scaled_rms(x, self.small), layer.qkv)
+        qkv = self.product(scaled_rms(x, self.small, layer.attn_scale), layer.qkv)
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
         qkv = qkv.view(len(ids), -1, d)
         turn_heads(qkv[:, :heads], cos, sin, layer)
         x += self.product(attend(i, qkv), layer.out)
-        y = scaled_rms(x, self.small)
+        y = scaled_rms(x, self.small, layer.mlp_scale)
         if not layer.sparse:
             x += swiglu(y, layer.gate_up, layer.down, self.product)
             routes.append(None)
