@@ -5,6 +5,7 @@
 # %% ../../nbs/model/policy.ipynb #c5e5bfe6
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,7 +69,11 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`[N, K]` gates, the ids that they are for (`replay` where `valid`) and the router's own;
         gates are always live"""
-        scores = F.linear(x, self.router).to(torch.promote_types(x.dtype, torch.float32))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.correction is None:
+            scores = F.linear(x, self.router).to(wide)
+        else:  # as in transformers, vLLM and Megatron-Core: small differences choose
+            scores = F.linear(x.to(wide), self.router.to(wide))
         own = self.choose(scores)
         idx = own
         if replay is not None:
@@ -78,6 +83,13 @@ class MoE(nn.Module):
         if self.slopes is not None and torch.is_grad_enabled():
             gates = with_balance_loss(gates, self.probs(scores), self.slopes, self.num_rows)
         return gates, idx, own
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        exact = self.correction
+        super()._apply(fn, recurse)
+        if exact is not None and self.correction.element_size() < 4:  # fp32, or wider
+            self.correction = exact.to(self.correction.device)
+        return self
 
     def probs(self, scores: Tensor) -> Tensor:  # [N, E] -> [N, E], of all experts
         if self.correction is None:

@@ -50,7 +50,9 @@ def folded(
         _fold_qk(layer, block, fold)
     if sparse:
         layer.gate_up, layer.down = mlp.gate_up, mlp.down
-        layer.router, layer.moe, layer.K = mlp.router.mT, mlp, mlp.K
+        exact = mlp.correction  # its logits are those of `MoE.route`, in fp32
+        router = mlp.router if exact is None else mlp.router.to(exact.dtype)
+        layer.router, layer.moe, layer.K = router.mT, mlp, mlp.K
         layer.ids = torch.arange(len(mlp.router), device=mlp.router.device)
     else:
         layer.gate_up, layer.down = mlp.gate_up.mT, mlp.down.mT
@@ -116,7 +118,10 @@ def add_experts(
     product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear,
 ) -> Tensor:  # expert ids [n, K]
     "`MoE.forward` without a way back: outputs are added where they belong"
-    gates, idx = _routed(layer.moe, torch.mm(y, layer.router))
+    logits = torch.mm(y.to(layer.router.dtype), layer.router)
+    if x.element_size() < 4:
+        logits = logits.float()
+    gates, idx = _routed(layer.moe, logits)
     experts, order = idx.view(-1).sort(stable=True)
     token = owner.index_select(0, order)
     ends = torch.searchsorted(experts, layer.ids, right=True, out_int32=True)
@@ -140,7 +145,7 @@ def add_all_experts(
 ) -> Tensor:  # expert ids [n, K]
     """`add_experts` for few rows on a GPU: every expert works on every row, because its weights are
     read anyway. Nothing is sorted, and each sum has one order"""
-    logits = torch.mm(y, layer.router)
+    logits = torch.mm(y.to(layer.router.dtype), layer.router)
     gates, idx = _routed(layer.moe, logits)
     of_all = torch.zeros_like(logits, dtype=gates.dtype).scatter_(1, idx, gates)  # [n, E]
     gate, up = torch.bmm(y.expand(len(layer.ids), -1, -1), layer.gate_up.mT).chunk(2, -1)

@@ -75,9 +75,6 @@ class TorchRollout(RolloutEngine):
         self.on_gpu = torch.device(device).type != 'cpu'
         self.fuses = self.on_gpu and self.plain
         self.policy = Policy(config).to(device, dtype).requires_grad_(False)
-        for b in self.policy.blocks:
-            if getattr(b.mlp, 'correction', None) is not None:
-                b.mlp.correction = b.mlp.correction.float()  # routers choose in fp32
         for p in self.policy.blocks.parameters():
             if p.dim() > 1:  # stored input by output: products of few rows read them faster so
                 p.data = p.mT.contiguous().mT

@@ -202,13 +202,16 @@ class HfSource(WeightSource):
         self.weights: Iterable[tuple[str, Tensor]] = ()  # weights of this sync
 
     def metadata(self) -> list[ParamMeta]:
-        return [
-            ParamMeta(name, self.dtype, shape) for name, shape in hf_shapes(self.config).items()
-        ]
+        shapes = hf_shapes(self.config).items()
+        return [ParamMeta(name, self.dtype_of(name), shape) for name, shape in shapes]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for n, t in checked_weights(self.weights, self.config):
-            yield n, t.to(self.device, self.dtype)
+            yield n, t.to(self.device, self.dtype_of(n))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        "A router's bias is fp32 in vLLM, whatever the precision"
+        return torch.float32 if name.endswith('.e_score_correction_bias') else self.dtype
 
 
 # %% ../../../nbs/rollout/vllm/transfer.ipynb #41a11601
