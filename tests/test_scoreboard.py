@@ -157,7 +157,9 @@ def test_the_page_shows_every_claim_with_stored_numbers_and_its_verdict():
         if isinstance(opens, tuple):
             words, x = re.fullmatch(r'.*\*\* \((\w+ ?\w*) ([\d.]+)%?\)', verdict).groups()
             share = 100 if '%' in verdict else 1
-            assert words == opens[0] and float(x) == pytest.approx(share * opens[1], abs=0.06 * share**0.5)
+            assert words == opens[0] and float(x) == pytest.approx(
+                share * opens[1], abs=0.06 * share**0.5
+            )
         else:
             assert verdict.endswith('**' if opens is None else f'** ({opens})')
         assert bool(could_fail) == (expected(row) in ('holds here', 'by construction'))
