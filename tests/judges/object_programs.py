@@ -1,8 +1,8 @@
-"""Programs whose tests use objects, as people write them; and what programs try against the memory,
-the scheduler and the values that cross
+"""Programs whose tests use objects, as people write them; and what programs try against the
+memory, the scheduler and the values that cross
 
-JUDGED: honest, plain Python passes, so does the verifier. GAPS: honest, and no program can pass; the
-table of the notebook says so, and a row with a solution is refused when it is loaded. LIARS: their
+JUDGED: honest, plain Python passes, so does the verifier. GAPS: honest, and no program can pass;
+the table of the notebook says so, and a row with a solution is refused when it is loaded. LIARS: their
 objects say yes. ATTEMPTS: each returns the right answer only if what it tried went through.
 """
 
@@ -22,7 +22,8 @@ JUDGED = {  # name -> tests (and a prefix), program
     ),
     'in place': (
         {'tests': ['a = V(1)\na += V(2)\nassert a.x == 3']},
-        'class V:\n  def __init__(s, x): s.x = x\n  def __iadd__(s, o):\n    s.x += o.x\n    return s',
+        'class V:\n  def __init__(s, x): s.x = x\n  def __iadd__(s, o):\n'
+        '    s.x += o.x\n    return s',
     ),
     'attributes of exceptions': (
         {'tests': ['try:\n  f()\n  assert False\nexcept Bad as e:\n  assert e.code == 7']},
@@ -98,11 +99,13 @@ JUDGED = {  # name -> tests (and a prefix), program
     ),
     'context': (
         {'tests': ['with P() as p:\n  assert p.open\nassert not p.open']},
-        'class P:\n  open = False\n  def __enter__(s):\n    s.open = True\n    return s\n  def __exit__(s, *a): s.open = False',
+        'class P:\n  open = False\n  def __enter__(s):\n    s.open = True\n'
+        '    return s\n  def __exit__(s, *a): s.open = False',
     ),
     'hash': (
         {'tests': ['assert hash(P(1)) == hash(P(1))']},
-        'class P:\n  def __init__(s, n): s.n = n\n  def __hash__(s): return s.n\n  def __eq__(s, o): return s.n == o.n',
+        'class P:\n  def __init__(s, n): s.n = n\n  def __hash__(s): return s.n\n'
+        '  def __eq__(s, o): return s.n == o.n',
     ),
     'iterator': (
         {'tests': ['assert list(P(3)) == [0, 1, 2]']},
@@ -117,23 +120,28 @@ JUDGED = {  # name -> tests (and a prefix), program
 GAPS = {
     'dataclasses compared': (
         {'tests': ['assert make(1, 2) == Point(1, 2)']},
-        'from dataclasses import dataclass\n@dataclass\nclass Point:\n  x: int\n  y: int\ndef make(a, b): return Point(a, b)',
+        'from dataclasses import dataclass\n@dataclass\nclass Point:\n  x: int\n'
+        '  y: int\ndef make(a, b): return Point(a, b)',
     ),
     'enumerations compared': (
         {'tests': ["assert paint('r') == Color.RED"]},
-        'from enum import Enum\nclass Color(Enum):\n  RED = 1\n  BLUE = 2\ndef paint(s): return Color.RED',
+        'from enum import Enum\nclass Color(Enum):\n  RED = 1\n  BLUE = 2\n'
+        'def paint(s): return Color.RED',
     ),
     'own operator with a number': (
         {'tests': ['assert (V(1, 2) * 3).x == 3']},
-        'class V:\n  def __init__(s, x, y): s.x, s.y = x, y\n  def __mul__(s, k): return V(s.x * k, s.y * k)',
+        'class V:\n  def __init__(s, x, y): s.x, s.y = x, y\n'
+        '  def __mul__(s, k): return V(s.x * k, s.y * k)',
     ),
     'own class Fraction': (
         {'tests': ["assert Fraction(1, 2).text() == '1/2'"]},
-        'class Fraction:\n  def __init__(s, a, b): s.a, s.b = a, b\n  def text(s): return f"{s.a}/{s.b}"',
+        'class Fraction:\n  def __init__(s, a, b): s.a, s.b = a, b\n'
+        '  def text(s): return f"{s.a}/{s.b}"',
     ),
     'own class Counter': (
         {'tests': ['c = Counter()\nc.hit()\nassert c.total() == 1']},
-        'class Counter:\n  def __init__(s): s.n = 0\n  def hit(s): s.n += 1\n  def total(s): return s.n',
+        'class Counter:\n  def __init__(s): s.n = 0\n  def hit(s): s.n += 1\n'
+        '  def total(s): return s.n',
     ),
     'own pow': (
         {'tests': ['assert pow(2, 3) == 8']},
@@ -154,7 +162,9 @@ GAPS = {
     'captured print': (
         {
             'tests': [
-                "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n  hello()\nassert out.getvalue() == 'hi\\n'"
+                'import io, contextlib\nout = io.StringIO()\n'
+                'with contextlib.redirect_stdout(out):\n  hello()\n'
+                "assert out.getvalue() == 'hi\\n'"
             ]
         },
         'def hello(): print("hi")',
@@ -178,8 +188,9 @@ GAPS = {
 }
 
 YES = (
-    'class Yes({}):\n  __eq__ = __ge__ = __le__ = __lt__ = __gt__ = __contains__ = lambda *a: True\n'
-    '  __ne__ = lambda *a: False\n  __hash__ = lambda s: hash(42)\n'
+    'class Yes({}):\n'
+    '  __eq__ = __ge__ = __le__ = __lt__ = __gt__ = __contains__ = lambda *a: True\n',
+    '  __ne__ = lambda *a: False\n  __hash__ = lambda s: hash(42)\n',
 )
 LIARS = {  # name -> the test, the program
     'hash': ('assert double(21) in {42}', YES.format('') + 'def double(x): return Yes()'),
@@ -247,7 +258,8 @@ LIARS = {  # name -> the test, the program
 def _tries(what):
     body = '\n'.join('    ' + line for line in what.splitlines())
     return (
-        f'import ctypes, mmap, os, sys, resource\nlibc = ctypes.CDLL(None)\ndef double(x):\n  try:\n'
+        'import ctypes, mmap, os, sys, resource\nlibc = ctypes.CDLL(None)\n'
+        'def double(x):\n  try:\n'
         f'{body}\n  except (OSError, AttributeError, ValueError): return None\n  return 2 * x\n'
     )
 
