@@ -189,8 +189,8 @@ GAPS = {
 
 YES = (
     'class Yes({}):\n'
-    '  __eq__ = __ge__ = __le__ = __lt__ = __gt__ = __contains__ = lambda *a: True\n',
-    '  __ne__ = lambda *a: False\n  __hash__ = lambda s: hash(42)\n',
+    '  __eq__ = __ge__ = __le__ = __lt__ = __gt__ = __contains__ = lambda *a: True\n'
+    '  __ne__ = lambda *a: False\n  __hash__ = lambda s: hash(42)\n'
 )
 LIARS = {  # name -> the test, the program
     'hash': ('assert double(21) in {42}', YES.format('') + 'def double(x): return Yes()'),
