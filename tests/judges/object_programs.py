@@ -2,8 +2,8 @@
 memory, the scheduler and the values that cross
 
 JUDGED: honest, plain Python passes, so does the verifier. GAPS: honest, and no program can pass;
-the table of the notebook says so, and a row with a solution is refused when it is loaded. LIARS: their
-objects say yes. ATTEMPTS: each returns the right answer only if what it tried went through.
+the table of the notebook says so, and a row with a solution is refused when it is loaded. LIARS:
+their objects say yes. ATTEMPTS: each returns the right answer only if what it tried went through.
 """
 
 JUDGED = {  # name -> tests (and a prefix), program
