@@ -1,10 +1,17 @@
 # The package and its report, without a GPU:
 #   docker build -f docker/cpu.Dockerfile -t compassrl .
 #   docker run -v "$PWD/runs:/runs" compassrl train tiny-cpu --run-dir /runs/first
+# It runs as an ordinary user, 1000 or yours (--user "$(id -u)"), who must own the folder of the runs.
+# Programs of verifier `code` get their sandbox where the container permits namespaces (not run here):
+#   docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined ...
 FROM python:3.11-slim-bookworm
-RUN apt-get update && apt-get install -y --no-install-recommends make && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends make bubblewrap \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /compassrl
 COPY . .
-RUN make .venv/.core
+RUN make .venv/.core && useradd --uid 1000 --create-home trainer \
+    && install -d -o trainer /runs
+USER trainer
+WORKDIR /runs
 ENTRYPOINT ["/compassrl/.venv/bin/compassrl"]
 CMD ["--help"]

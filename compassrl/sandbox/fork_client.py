@@ -175,7 +175,7 @@ sys.modules['inside'] = sys.modules['compassrl.sandbox'] = package
 for name, text in settings['texts'].items():
     module = types.ModuleType(f'inside.{name}')
     setattr(package, name, module)
-    sys.modules[module.__name__] = module
+    sys.modules[module.__name__] = sys.modules[f'compassrl.sandbox.{name}'] = module
     if name == 'ours':
         if settings['binds']:
             package.namespaces.isolate(settings['binds'], settings['links'])
@@ -183,6 +183,7 @@ for name, text in settings['texts'].items():
     exec(compile(text, f'{name}.py', 'exec', dont_inherit=True), vars(module))
 package.fork_server.server_process(*settings['server'])
 """
+_inside = 'namespaces', 'fork_server', 'plain_values'
 
 
 @cache
@@ -209,7 +210,7 @@ class ForkServer:
             self.folder = bare['SANDBOX_FOLDER'] = tempfile.mkdtemp(prefix='compassrl-sandbox-')
         binds, links = _readable(paths)
         outer = _bwrap(binds, links) if isolation == 'bwrap' else []
-        texts = {n: module_text(n) for n in ('namespaces', 'fork_server')} | dict(ours=source)
+        texts = {n: module_text(n) for n in _inside} | dict(ours=source)
         own = binds if isolation == 'namespaces' else []
         shown = dict.fromkeys(binds, '') | links
         settings = dict(texts=texts, binds=own, links=links, shown=shown, paths=list(paths))
@@ -328,13 +329,12 @@ class Sandbox:
         for f in self.files:
             f.close()
         r = json.loads(text or b'{"how": "lost"}')
-        isolation = self.server.isolation
         if r['how'] == 'lost':
             why = r.get('why', 'no report')
-            return Outcome('lost', f'its sandbox was lost: {why}', isolation=isolation)
+            return Outcome('lost', f'its sandbox was lost: {why}', isolation=self.server.isolation)
         status, evidence = meaning(r, self.limits, err)
         seconds = {k: r[k] for k in ('wall_s', 'cpu_s', 'waited_s')}
-        return Outcome(status, evidence, None, out, err, **seconds, isolation=isolation)
+        return Outcome(status, evidence, None, out, err, **seconds, isolation=self.server.isolation)
 
 
 # %% ../../nbs/sandbox/fork_client.ipynb #582a002d

@@ -14,13 +14,14 @@ import operator
 import socket
 import sys
 import types
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from compassrl.sandbox.plain_values import pack, unpack
+
 # %% auto #0
-__all__ = ['Gone', 'Denied', 'send', 'receive', 'pack', 'unpack', 'serve_program', 'Ref', 'examine']
+__all__ = ['Gone', 'Denied', 'send', 'receive', 'serve_program', 'Ref', 'examine']
 
 # %% ../../nbs/sandbox/rpc.ipynb #b964aebd
 _LONGEST = 2**24  # bytes of one message
@@ -57,83 +58,6 @@ def _read(channel: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-# %% ../../nbs/sandbox/rpc.ipynb #bfc3f5c0
-_PLAIN = bool, type(None), int, float, str  # JSON holds these as they are, except large integers
-
-# type -> how JSON holds it, and how it is made of that
-_FORMS: dict[type, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
-    tuple: (list, tuple),
-    set: (list, set),
-    frozenset: (list, frozenset),
-    dict: (lambda x: [list(pair) for pair in x.items()], dict),
-    Counter: (lambda x: [list(pair) for pair in x.items()], lambda x: Counter(dict(x))),
-    OrderedDict: (lambda x: [list(pair) for pair in x.items()], OrderedDict),
-    defaultdict: (lambda x: [list(pair) for pair in x.items()], dict),
-    bytes: (bytes.hex, bytes.fromhex),
-    bytearray: (bytearray.hex, bytearray.fromhex),
-    int: (hex, lambda x: int(x, 16)),
-    complex: (lambda x: [x.real, x.imag], lambda x: complex(*x)),
-    range: (lambda x: [x.start, x.stop, x.step], lambda x: range(*x)),
-    deque: (lambda x: [list(x), x.maxlen], lambda x: deque(*x)),
-}
-_READ = {kind.__name__: read for kind, (_, read) in _FORMS.items()}
-_CLASSES = {t.__name__: t for t in (*_PLAIN[2:], bool, complex, bytes, list, tuple, set, dict)}
-
-# types whose module is imported when such a value comes -> arguments that make it again
-_LATE: dict[str, Callable[[Any], list[object]]] = {
-    'fractions.Fraction': lambda x: [x.numerator, x.denominator],
-    'decimal.Decimal': lambda x: [str(x)],
-    'datetime.date': lambda x: [x.year, x.month, x.day],
-    'datetime.timedelta': lambda x: [x.days, x.seconds, x.microseconds],
-    'datetime.datetime': lambda x: [*x.timetuple()[:6], x.microsecond],
-    'datetime.time': lambda x: [x.hour, x.minute, x.second, x.microsecond],
-}
-
-
-# %% ../../nbs/sandbox/rpc.ipynb #d905fe27
-def pack(x: Any, refer: Callable[[object], object]) -> object:
-    "A value as JSON, with its type; `refer` names what is no plain value"
-    kind = type(x)
-    if kind in _PLAIN and not (kind is int and abs(x) >= 2**53):
-        return x
-    if kind is list:
-        return [pack(e, refer) for e in x]
-    if kind in _FORMS:
-        return {kind.__name__: pack(_FORMS[kind][0](x), refer)}
-    late = f'{kind.__module__}.{kind.__qualname__}'
-    if late in _LATE and getattr(x, 'tzinfo', None) is None:
-        return {'late': [late, _LATE[late](x)]}
-    if kind is type and _CLASSES.get(x.__name__) is x:
-        return {'type': x.__name__}
-    if isinstance(x, tuple) and isinstance(fields := getattr(x, '_fields', None), tuple):
-        return {'named': [kind.__name__, list(fields), pack(list(x), refer)]}
-    if isinstance(x, (int, float, str)) and not hasattr(kind, '__members__'):
-        return pack(json.loads(json.dumps(x)), refer)
-    return refer(x)
-
-
-def unpack(x: Any, resolve: Callable[[str, Any], object]) -> Any:
-    "The value that `pack` has packed"
-    if type(x) is list:
-        return [unpack(e, resolve) for e in x]
-    if type(x) is not dict:
-        return x
-    [(tag, content)] = x.items()
-    if tag in ('ref', 'fn', 'error'):
-        return resolve(tag, content)
-    if tag == 'type':
-        return _CLASSES[content]
-    if tag == 'late':
-        name, numbers = content
-        if name not in _LATE:
-            raise ValueError(f'{name!r} is no type that travels')
-        module, _, kind = name.partition('.')
-        return getattr(importlib.import_module(module), kind)(*numbers)
-    if tag == 'named':
-        return namedtuple(content[0], content[1])(*unpack(content[2], resolve))
-    return _READ[tag](unpack(content, resolve))
-
-
 # %% ../../nbs/sandbox/rpc.ipynb #b2fe5ef7
 def serve_program(program: str) -> None:
     "In the program's process: runs it as a module, then answers on file 3 until nobody asks"
@@ -141,7 +65,7 @@ def serve_program(program: str) -> None:
     module.__file__ = 'main.py'
     sys.modules['program'], sys.argv = module, ['main.py']
     exec(compile(program, 'main.py', 'exec', dont_inherit=True), vars(module))
-    channel, objects = socket.socket(fileno=3), []
+    channel, objects = socket.socket(fileno=3), {}
     send(channel, {'value': True})
     with suppress(Gone):
         while True:
@@ -153,19 +77,19 @@ def _ancestors(kind: type) -> list[str]:
 
 
 def _answer(
-    m: dict[str, Any], names: dict[str, Any], objects: list[Any], channel: socket.socket
+    m: dict[str, Any], names: dict[str, Any], objects: dict[int, Any], channel: socket.socket
 ) -> dict[str, object]:
     def refer(x: Any) -> dict[str, object]:
-        objects.append(x)
-        number, is_error = len(objects) - 1, isinstance(x, type) and issubclass(x, BaseException)
-        return {'error': [number, _ancestors(x)]} if is_error else {'ref': number}
+        objects[id(x)] = x  # which keeps it, and with it the number
+        is_error = isinstance(x, type) and issubclass(x, BaseException)
+        return {'error': [id(x), _ancestors(x)]} if is_error else {'ref': id(x)}
 
     def resolve(tag: str, n: Any) -> Any:
         if tag != 'fn':
             return objects[n if tag == 'ref' else n[0]]
 
-        def ask(*args: object) -> object:
-            send(channel, {'callback': n, 'args': pack(list(args), refer)})
+        def ask(*args: object, **kwargs: object) -> object:
+            send(channel, {'callback': n, 'args': pack([args, kwargs], refer)})
             got = receive(channel)
             while 'do' in got:  # the test's function has a question in turn
                 send(channel, _answer(got, names, objects, channel))
@@ -174,13 +98,15 @@ def _answer(
 
         return ask
 
+    args: list[Any] = []
     try:
         args, kwargs = unpack(m['args'], resolve), unpack(m.get('kwargs', {'dict': []}), resolve)
         out = {'value': pack(_do(m['do'], names, args, kwargs), refer)}
-        after = [pack(a, refer) if type(a) in (list, dict, set, bytearray) else 0 for a in args]
-        return out | {'after': after}
     except Exception as e:
-        return {'raised': [_ancestors(type(e)), str(e)[:200]]}
+        inside = pack([e.args, dict(vars(e))], refer)
+        out = {'raised': [_ancestors(type(e)), str(e)[:200], inside]}
+    after = [pack(a, refer) if type(a) in (list, dict, set, bytearray) else 0 for a in args]
+    return out | {'after': after}
 
 
 def _do(what: str, names: dict[str, Any], args: list[Any], kwargs: dict[str, Any]) -> object:
@@ -188,6 +114,9 @@ def _do(what: str, names: dict[str, Any], args: list[Any], kwargs: dict[str, Any
         return names[args[0]]
     if what == 'binary':
         return getattr(operator, args[0])(*args[1:])
+    if what == 'plain':  # the content of a list of its own class
+        kinds = list, tuple, dict, set, frozenset
+        return next((k(args[0]) for k in kinds if isinstance(args[0], k)), args[0])
     if what in ('bool', 'isinstance', 'iter', 'str', 'repr', 'getattr', 'setattr', 'next', 'dir'):
         return getattr(builtins, what)(*args)
     return getattr(args[0], what)(*args[1:], **kwargs)
@@ -207,6 +136,8 @@ def _comparison(name: str) -> Callable[..., bool]:
     def compare(self: Ref, other: object) -> bool:
         if other is None and name in ('__eq__', '__ne__'):
             return name == '__ne__'
+        if not isinstance(other, Ref) and type(mine := self._asker.ask('plain', self)) is not Ref:
+            return getattr(operator, name)(mine, other)
         why = "it compares an object of the program's own class, which nobody can trust"
         raise self._asker.forbid(why)
 
@@ -226,7 +157,6 @@ def _operator(name: str) -> Callable[..., object]:
 class Ref:
     "In the test's process: an object that stays in the program's"
 
-    __hash__ = None  # type: ignore[assignment]
     __getattr__, __setattr__ = _asked('getattr'), _asked('setattr')
     __next__, __str__, __repr__ = _asked('next'), _asked('str'), _asked('repr')
 
@@ -252,16 +182,21 @@ class Ref:
 
 # Python looks up special methods in the class alone, so each stands there
 _ASKED = 'len getitem setitem delitem int float index abs neg pos invert round enter exit'.split()
+_ASKED += 'hash', 'format'
 _COMPARISONS = 'eq ne lt le gt ge'.split()
 _OPERATORS = 'add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift'.split()
+_IN_PLACE = {f'i{name.strip("_")}' for name in _OPERATORS}  # `operator.iadd` for `__iadd__`
 
 for _name in _ASKED:
     setattr(Ref, f'__{_name}__', _asked(f'__{_name}__'))
+Ref.__doc__ = property(lambda x: x._asker.ask('getattr', x, '__doc__'))  # type: ignore
 for _name in _COMPARISONS:
     setattr(Ref, f'__{_name}__', _comparison(f'__{_name}__'))
 for _name in _OPERATORS:  # `and_` is its name in the module `operator`, `__and__` in a class
     setattr(Ref, f'__{_name.strip("_")}__', _operator(_name))
     setattr(Ref, f'__r{_name.strip("_")}__', _operator(_name))
+for _name in _IN_PLACE:
+    setattr(Ref, f'__{_name}__', _operator(_name))
 
 
 # %% ../../nbs/sandbox/rpc.ipynb #c94a0a32
@@ -274,6 +209,7 @@ class _Asker:
         self.fault: Gone | Denied | None = None
         self.functions: list[Callable[..., object]] = []
         self.errors: dict[str, Any] = {}  # exception classes, with their `_number`
+        self.refs: dict[int, Ref] = {}  # each object once: then `is` is right
 
     def forbid(self, why: str) -> Denied:
         self.fault = Denied(why)  # a bare `except:` of the test does not undo it
@@ -289,7 +225,7 @@ class _Asker:
 
     def resolve(self, tag: str, content: Any) -> object:
         if tag == 'ref':
-            return Ref(self, content)
+            return self.refs.setdefault(content, Ref(self, content))
         kind: Any = self.error_of(content[1])
         if kind in self.errors.values():
             kind._number = content[0]
@@ -304,7 +240,19 @@ class _Asker:
         if getattr(builtins, name, None) is base:
             return base
         own = next((self.errors[n] for n in names[1:] if n in self.errors), base)
-        return self.errors.setdefault(name, type(name, (own,), {}))
+        text = {'__str__': lambda e: vars(e).get('_text') or Exception.__str__(e)}
+        return self.errors.setdefault(name, type(name, (own,), text))
+
+    def error(self, names: list[str], text: str, inside: Any) -> Exception:
+        "What the program has raised, with its arguments and attributes"
+        args, known = unpack(inside, self.resolve)
+        kind = self.error_of(names)
+        try:
+            e = kind(*args)
+        except Exception:  # Python's class of that name wants other arguments
+            e = kind(text)
+        vars(e).update(known, _text=text)
+        return e
 
     def ask(self, what: str, *args: object, **kwargs: object) -> object:
         try:
@@ -319,15 +267,16 @@ class _Asker:
         send(self.channel, dict(do=what) | given)
         while 'callback' in (got := receive(self.channel)):
             fn = self.functions[got['callback']]
-            value = fn(*unpack(got['args'], self.resolve))
+            given, named = unpack(got['args'], self.resolve)
+            value = fn(*given, **named)
             send(self.channel, {'value': pack(value, self.refer)})
-        if 'raised' in got:
-            names, text = got['raised']
-            if what == '__len__' and names[0] == 'AttributeError':
-                raise TypeError(text)  # `list` expects it where there is no length
-            raise self.error_of(names)(text)
         self.later.append((args, got.get('after', ())))
         self.in_assert(0)
+        if 'raised' in got:
+            names, text, _ = got['raised']
+            if what == '__len__' and names[0] == 'AttributeError':
+                raise TypeError(text)  # `list` expects it where there is no length
+            raise self.error(*got['raised'])
         return unpack(got['value'], self.resolve)
 
     def in_assert(self, more: int) -> None:  # one begins (1) or ends (-1): then arguments change

@@ -16,10 +16,13 @@ import pytest
 from compassrl.data.tasks import verifiers, verify
 from compassrl.judges.verifiers import code
 from compassrl.records import Prompt
-from compassrl.sandbox.fork_client import close_fork_servers
+from compassrl.runs.run_data import unsolved
+from compassrl.sandbox import isolated as isolated_programs
+from compassrl.sandbox.fork_client import close_fork_servers, warm_server
 from compassrl.sandbox.isolated import best_isolation, run_python
 from tests.judges.honest_programs import KINDS, honest
 from tests.judges.hostile_programs import HOSTILE, REWARD
+from tests.judges.object_programs import ATTEMPTS, GAPS, JUDGED, LIARS
 from tests.support import chaos
 
 TESTS = [
@@ -127,6 +130,54 @@ def test_the_honest_tests_are_tests(kind, wrong):
     "Of a wrong program none of the kinds passes all"
     tests, _ = honest(kind)
     assert not code(wrong, json.dumps(dict(tests=tests, cpu_s=1.0))).correct, tests
+
+
+@pytest.fixture(params=['bwrap', 'namespaces'])
+def walls(request, monkeypatch):
+    "Each kind of isolation that this machine has"
+    try:
+        with warm_server(request.param):
+            pass
+    except OSError as e:
+        pytest.skip(str(e))
+    monkeypatch.setattr(isolated_programs, 'best_isolation', lambda: (request.param, ''))
+
+
+def judged(program, spec):
+    return code(program, json.dumps(dict(cpu_s=10.0, wall_s=60.0) | spec))
+
+
+def test_honest_programs_whose_tests_use_objects(walls):
+    "Plain Python passes each; what no program can pass is named when its row is loaded"
+    for name, (spec, program) in (JUDGED | GAPS).items():
+        future = 'from __future__ import annotations\n'
+        text = spec.get('prefix', '') + program.replace(future, '')
+        exec('\n'.join([text, *spec['tests']]), dict(__name__='plain'))
+        if name in JUDGED:
+            v = judged(program, spec)
+            assert v.reward == 1, (name, v)
+    rows = [
+        Prompt(name, 'd', '', [2], json.dumps(spec), 'code', f'```python\n{program}```')
+        for name, (spec, program) in GAPS.items()
+    ]
+    with pytest.raises(ValueError, match='asks the program nothing'):
+        code('', rows.pop([p.id for p in rows].index('own pow')).answer)
+    assert {*unsolved(rows)} == {p.id for p in rows}
+
+
+def test_objects_that_lie(walls):
+    for name, (test, program) in LIARS.items():
+        limits = dict(wall_s=5.0, cpu_s=1.0, memory_mb=128)
+        assert judged(program, dict(tests=[test]) | limits).reward == 0, name
+
+
+def test_attempts_on_memory_and_scheduler(walls):
+    "None goes through, and none is without a verdict"
+    assert len(ATTEMPTS) > 35
+    for name, program in ATTEMPTS.items():
+        v = judged(program, dict(tests=['assert double(21) == 42']))
+        assert (v.reward, v.status) == (0, 'wrong'), (name, v)
+        assert judged(program.replace('return None', 'return 2 * x'), dict(tests=TESTS[:1])).correct
 
 
 # ---- strings

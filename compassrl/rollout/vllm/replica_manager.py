@@ -26,9 +26,14 @@ from compassrl.rollout.vllm.replica import Lost, Replica
 from compassrl.rollout.vllm.server import machine_prefix, start_server, sweep
 
 # %% auto #0
-__all__ = ['Events', 'ReplicaManager']
+__all__ = ['Events', 'NoServer', 'ReplicaManager']
+
 
 # %% ../../../nbs/rollout/vllm/replica_manager.ipynb #e986c60c
+class NoServer(RuntimeError, ValueError):
+    "No server works. The command says so without a traceback"
+
+
 _T = TypeVar('_T')
 # the ticket of a request, or a replica's name for a sign of life; who answered; the answer.
 # None = look again: a replica is back, or the caller has more requests
@@ -115,7 +120,7 @@ class ReplicaManager:
             await asyncio.gather(*(r.ready(self.ready_limit_s(r)) for r in replicas))
         except Lost as e:
             print()
-            raise RuntimeError(str(e)) from None
+            raise NoServer(str(e)) from None
         for r in replicas:
             r.up = True
         print(f', ready after {time.perf_counter() - start:.0f} s')
@@ -202,7 +207,7 @@ class ReplicaManager:
         self.raise_errors()
 
     def raise_errors(self, suspect: str = '') -> None:
-        "Raises RuntimeError if no server works or will be back soon"
+        "Raises NoServer if none works or will be back soon"
         replicas = self.replicas.values()
         if not all(r.gone or r.waits for r in replicas):
             return
@@ -212,7 +217,7 @@ class ReplicaManager:
             else f'{r.name}: {r.why}'
             for r in replicas
         ]
-        raise RuntimeError('no vLLM server is left: ' + '; '.join(errors))
+        raise NoServer('no vLLM server is left: ' + '; '.join(errors))
 
     def too_often(self, r: Replica) -> str:
         times = f'{len(r.lost_at)} times within an hour, more than max_restarts'

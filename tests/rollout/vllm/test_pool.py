@@ -622,7 +622,7 @@ def test_refusals(model, tmp_path):
     with pytest.raises(ValueError, match='config.json does not exist'):
         VllmPool(tmp_path)
     with pytest.raises(
-        RuntimeError, match=r'127.0.0.1:9 was not ready after 1 s \(/health: ClientConnectorError'
+        ValueError, match=r'127.0.0.1:9 was not ready after 1 s \(/health: ClientConnectorError'
     ):
         VllmPool(model, VllmConfig(urls=('http://127.0.0.1:9',), timeout_s=1.0))
 
