@@ -520,7 +520,7 @@ def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
     page.get_by_role('button', name='Run 20').click()  # at once where motion is unwanted
     assert opened.text('.said').startswith('Step 23:')
     opened.named('advantage').fill('r -')
-    assert 'no formula' in opened.text('.said')
+    assert 'not a formula' in opened.text('.said')
     opened.fits()
 
 
