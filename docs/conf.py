@@ -18,7 +18,6 @@ from pathlib import Path
 
 from fastcore.docments import docments
 from sphinx.domains.python import PythonDomain
-from sphinx.search.en import SearchEnglish
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
@@ -151,14 +150,6 @@ class Python(PythonDomain):
         return super().find_obj(env, modname, classname, name, type, searchmode)
 
 
-class English(SearchEnglish):
-    "The stem of a word is found once for all pages"
-
-    def __init__(self, options):
-        super().__init__(options)
-        self.stem = functools.cache(self.stem)
-
-
 def list_of_pages(app, pagename, templatename, context, doctree):
     "The list of pages: the spine with what hangs below this step, all else folded"
     groups = json.loads((Path(app.srcdir) / 'pages.json').read_text())
@@ -180,6 +171,9 @@ def list_of_pages(app, pagename, templatename, context, doctree):
         is_open = ' open' * any(e['name'] == pagename for e in entries)
         return f'<details{is_open}><summary>{name}</summary>{inner}</details>'
 
+    if pagename == 'search':
+        script = (ROOT / 'docs' / '_static' / 'search.js').read_text()
+        context['search_script'] = script.replace('export ', '')
     context['notebooks'] = lambda: ''.join(group(**g) for g in groups)
 
 
@@ -189,7 +183,6 @@ def setup(app):
         inspect.getsourcelines
     )  # asked six times of a function
     app.add_domain(Python, override=True)
-    app.add_search_language(English)
     app.connect('html-page-context', list_of_pages, priority=1)
     app.connect('autodoc-process-docstring', docstring)
     app.connect('autodoc-process-signature', signature)

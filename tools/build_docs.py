@@ -22,7 +22,8 @@ from pathlib import Path
 import nbformat
 from alt import alt, directives
 from lesson_table import defined
-from toc import SPINE, Course, name_of
+from search_index import search_index
+from toc import SPINE, Course, name_of, read
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -302,6 +303,8 @@ def write_pages(course, names, work):
             continue
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(nb, work / f'{name}.ipynb')
+    nbs = {n: read(course.nbs / p) for n, p in paths.items()}
+    (work / 'search_data.js').write_text(search_index(course, nbs, titles, names))
     (work / 'pages.json').write_text(json.dumps(list_of_pages(course, titles)))
     every = [n for n in titles if n != 'index']
     every += ['api', 'genindex', *(Path(f).stem.lower() for f in TEXTS)]
@@ -326,8 +329,10 @@ def build(out):
     shutil.rmtree(out, ignore_errors=True)
     strict = '-q', '-W', '--keep-going'
     code = build_main([*strict, '-b', 'html', '-c', str(ROOT / 'docs'), str(work), str(out)])
+    shutil.move(work / 'search_data.js', out / '_static')
     shutil.rmtree(work)
     shutil.rmtree(out / '.doctrees')
+    (out / 'searchindex.js').unlink()
     print(f'{len(list(out.rglob("*.html")))} pages in {out}: open {out}/index.html')
     return code
 
