@@ -51,6 +51,7 @@ mathjax = Path(distribution('sphinx-mathjax-offline').locate_file(mathjax))
 mathjax_path = mathjax.name
 html_theme = 'pydata_sphinx_theme'
 html_static_path = ['_static', '../nbs/styles.css', str(mathjax)]
+html_additional_pages = {'search': 'search.html'}  # its index: tools/search_index.py
 html_css_files, html_favicon = ['styles.css'], '_static/favicon.svg'
 html_sidebars = {'**': ['notebooks.html']}
 html_show_sourcelink = html_copy_source = html_domain_indices = False
@@ -177,7 +178,13 @@ def list_of_pages(app, pagename, templatename, context, doctree):
     context['notebooks'] = lambda: ''.join(group(**g) for g in groups)
 
 
+def no_index(app):
+    "Sphinx's own index of all words is not made"
+    app.builder.search = False
+
+
 def setup(app):
+    app.connect('builder-inited', no_index)
     gc.disable()  # most of what is made, nodes of pages, stays
     inspect.getsourcelines = functools.cache(
         inspect.getsourcelines

@@ -32,8 +32,7 @@ from course.lesson import lab_source  # noqa: E402
 REPOSITORY = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']['Repository']
 VIEW = 'application/vnd.jupyter.widget-view+json'
 NO_KERNEL = (
-    '<div class="no-kernel">A widget stands here. It recomputes the real function, so it needs a '
-    'kernel: <code>make lab</code> opens this notebook in JupyterLab.</div>'
+    '<div class="no-kernel">This form needs a running notebook: <code>make lab</code>.</div>'
 )
 TAGS = {
     ('code-fold', 'true'): 'hide-input',
@@ -311,6 +310,8 @@ def write_pages(course, names, work):
     tree = ['```{toctree}', ':hidden:', '', *every, '```']
     front.cells.append(nbformat.v4.new_markdown_cell('\n'.join(tree)))
     nbformat.write(front, work / 'index.ipynb')
+    for picture in course.nbs.rglob('*.png'):
+        shutil.copy2(picture, work / picture.relative_to(course.nbs))
     for file in TEXTS:
         text = link_text((ROOT / file).read_text(), Path(file).stem.lower(), '..', names, pages)
         (work / file.lower()).write_text(text)
@@ -332,7 +333,6 @@ def build(out):
     shutil.move(work / 'search_data.js', out / '_static')
     shutil.rmtree(work)
     shutil.rmtree(out / '.doctrees')
-    (out / 'searchindex.js').unlink()
     print(f'{len(list(out.rglob("*.html")))} pages in {out}: open {out}/index.html')
     return code
 
