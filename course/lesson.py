@@ -104,7 +104,7 @@ def predict(
     answer: int,  # index of the right one, computed by the caller
     why: str = '',  # one sentence
 ) -> 'HTML':  # HTML without scripts
-    "A question whose options say on a click whether they are right. Raises ValueError if `answer` is no option"
+    "A question whose options answer a click. Raises ValueError if `answer` is no option"
     from IPython.display import HTML
 
     if not 0 <= answer < len(options):

@@ -1,4 +1,4 @@
-"""The reader's own trainer: one function from each step of the spine, read from the saved notebooks.
+"""The reader's own trainer: a function from each step of the spine, read from saved notebooks.
 
     python -m course.own_file [my_trainer.py]
 

@@ -17,6 +17,7 @@ import urllib.request
 from pathlib import Path
 
 import nbformat
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -74,6 +75,11 @@ def main():
                 picture(address, a.out)
             finally:
                 server.terminate()
+    whole = Image.open(a.out)  # form, buttons, curves, and the first tables of the report
+    few = whole.crop((0, 0, whole.width, 1195)).convert(
+        'P', palette=Image.Palette.ADAPTIVE, colors=64
+    )
+    few.save(a.out, optimize=True)
     print(f'{a.out}: {a.out.stat().st_size / 1000:.0f} kB')
 
 

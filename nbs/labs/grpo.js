@@ -75,8 +75,13 @@ const LOOKS = `
 .lab .frame { stroke: var(--line); stroke-width: 1; }
 .lab[data-plays] .pair { grid-template-columns: 1fr 1fr; }
 .lab[data-plays] .bars { height: 90px; }
-.lab[data-plays] .chips { height: 1.6rem; overflow: hidden; }
-.lab[data-plays] .said { min-height: 2.8em; }
+.lab[data-plays] .chips { height: 1.3rem; min-height: 0; overflow: hidden; }
+@media (max-width: 500px) {
+  .lab[data-plays] .chips { display: none; }
+  .lab[data-plays] .bars { height: 64px; }
+  .lab[data-plays] .knobs { gap: .25rem .4rem; }
+  .lab[data-plays] .knobs button { padding: .1rem .35rem; min-height: 1.6rem; }
+}
 .lab[data-plays] .bench > .knobs { margin: .4rem 0 0; }
 `
 
@@ -166,14 +171,15 @@ function render({ el }) {
   const lr = slider('learning rate', { min: 0.5, max: 20, step: 0.5, value: 2 }, x => { settings.lr = x })
   const presets = FORMULAS.map(text => button(text, () => { input.value = text; stop(); draw() }))
   reset()
+  const first = el.dataset.plays === 'once' // on the front page: what moves stands above the knobs
   const knobs = [h('div', { class: 'knobs' }, tasks.row),
     h('div', { class: 'knobs' }, h('label', {}, 'advantage =', input), ...presets),
     h('div', { class: 'knobs' }, size.box, lr.box),
     h('div', { class: 'knobs' }, button('Step', () => { stop(); once() }),
       button('Run 20', () => several()), button('Start again', reset))]
-  const views = [h('div', {}, 'The probability of each of the 64 responses, 000 to 333; right ones in colour'),
+  const views = [h('div', {}, first ? 'The 64 responses, right ones in colour'
+    : 'The probability of each of the 64 responses, 000 to 333; right ones in colour'),
     bars, chips, h('div', { class: 'pair' }, reward, loss), line]
-  const first = el.dataset.plays === 'once' // on the front page: what moves stands above the knobs
   show(el, 'GRPO, alive', h('style', {}, LOOKS), ...(first ? [...views, ...knobs.reverse()]
     : [...knobs, ...views]))
 
