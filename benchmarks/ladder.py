@@ -239,6 +239,9 @@ def main():
         table[r] = dict(
             cumulative=round(cumulative, 3),
             spread=[round(min(ratios), 3), round(max(ratios), 3)],
+            # contains the median of five or more rounds with 94 % or more
+            interval=[round(x, 3) for x in (cumulative, min(ratios), max(ratios))],
+            rounds=[round(m['time_step_s'], 4) for m in rows[r]],
             paper=PAPER.get(r),
             idle_frac=round(statistics.median(m['idle_frac'] for m in rows[r]), 3),
             seconds=middle,
@@ -254,6 +257,7 @@ def main():
         units='time of a serial step / with all rungs but FP8',
         rungs=table,
         rounds=a.rounds,
+        text_frac=table['serial']['seconds']['detokenise'] / table['serial']['seconds']['step'],
         settings=dict(
             servers=2,
             slots=a.slots,

@@ -1,10 +1,10 @@
 """Verdicts on trivial programs per second: the sandbox against a plain Python per program.
 
-Each verdict runs one program and one assert line, in two sandboxes of a fork server, by as many
-threads as there are cores. A plain Python (`python -I -c`, program and test in one source) keeps
-nothing in, and must be started for every program. Both take turns, so that a busy machine is busy
-for both. Last line: one JSON object; `ratio` is the sandbox's verdicts per second over plain
-Python's.
+Each verdict runs one program by as many threads as there are cores: with one assert line, in two
+sandboxes of a fork server, or with an input and an output, in one. A plain Python (`python -I -c`,
+program and test in one source) keeps nothing in, and must be started for every program. All three
+take turns, so that a busy machine is busy for all. Last line: one JSON object; `ratio` is the
+sandbox's verdicts per second with assert lines over plain Python's.
 usage: python benchmarks/sandbox.py [--verdicts 300] [--rounds 5] [--threads 2] [--quick]
 """
 
@@ -23,12 +23,18 @@ from compassrl.sandbox.fork_client import close_fork_servers
 from compassrl.sandbox.isolated import best_isolation, verdict_budget
 
 PROGRAM, TEST = 'def double(x): return 2 * x\n', 'assert double(2) == 4'
+PAIR = dict(stdin='2\n', stdout='4\n')
 PYTHON = os.path.realpath(sys.executable)
 
 
 def sandboxed(_):
     with verdict_budget(60.0, unsafe=True):  # where nothing isolates, the result says so
         assert code(PROGRAM, json.dumps([TEST])).correct
+
+
+def with_stdin(_):
+    with verdict_budget(60.0, unsafe=True):
+        assert code('print(2 * int(input()))', json.dumps([PAIR])).correct
 
 
 def plain(_):
@@ -52,20 +58,23 @@ def main():
     num = a.verdicts
     if a.quick:
         num, a.rounds = 6, 2
-    rates = {'sandboxed': [], 'plain': []}
+    kinds = sandboxed, with_stdin, plain
+    rates = {kind.__name__: [] for kind in kinds}
     per_second(sandboxed, 4 * a.threads, a.threads)  # fork servers start once per run
     for i in range(a.rounds):
-        for verdict in (sandboxed, plain):
+        for verdict in kinds:
             rates[verdict.__name__].append(per_second(verdict, num, a.threads))
         print(f'round {i + 1}: ' + ', '.join(f'{k} {v[-1]:.0f}/s' for k, v in rates.items()))
     close_fork_servers()
     median = {k: round(statistics.median(v), 1) for k, v in rates.items()}
-    ratios = [s / p for s, p in zip(rates['sandboxed'], rates['plain'])]
+    ratios = {k: [s / p for s, p in zip(rates[k], rates['plain'])] for k in rates}
     result = dict(
         name='sandbox',
-        ratio=round(statistics.median(ratios), 3),
+        ratio=round(statistics.median(ratios['sandboxed']), 3),
+        stdin_ratio=round(statistics.median(ratios['with_stdin']), 3),
         units='verdicts per second, sandboxed / one plain Python per program',
         verdicts_per_s=median['sandboxed'],
+        stdin_verdicts_per_s=median['with_stdin'],
         plain_per_s=median['plain'],
         best_verdicts_per_s=round(max(rates['sandboxed']), 1),
         walls=best_isolation()[0] or 'none',

@@ -94,11 +94,13 @@ from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.data.prompts import DataConfig
 from compassrl.data.selection import prompts_of_step
+from compassrl.experience import Sampler
 from compassrl.judges.genrm_judge import make_judge
-from compassrl.loop import Stop, fit, selection_of
+from compassrl.loop import Stop, run_steps
 from compassrl.model.pretrained import read_shards
 from compassrl.records import Request, derive_seed
 from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
+from compassrl.runs.ahead import AheadSampler
 from compassrl.runs.cold_start import start_policy
 from compassrl.runs.evaluate import evaluate
 from compassrl.runs.factory import open_engines
@@ -200,11 +202,12 @@ class Ours:
         self.cfg, self.data, self.done = cfg, d, 0
         self.rows = total_rows(cfg) // cfg.steps
         self.engines = stack.enter_context(open_engines(cfg, start.model, start.folder))
-        self.selection = selection_of(cfg, d.train)
         self.judge = make_judge(
             d.prompts, d.tokenizer, d.eos_id, cfg.rewards, cfg.seed, cfg.group_size
         )
         stack.callback(self.judge.close)
+        kind = AheadSampler if cfg.schedule.max_staleness else Sampler
+        self.sampler = kind(cfg, d.train, self.engines.rollout, self.judge, d.eos_id)
         self.engines.rollout.load_weights(self.engines.train.weights(), 0)
 
     def on_step(self, step, metrics, samples, batch):
@@ -213,11 +216,10 @@ class Ours:
 
     def step(self):
         "CPU seconds, seconds, response tokens"
-        d, e = self.data, self.engines
-        more = self.done, e.reference, self.judge, None, self.selection
+        e = self.engines
         start = time.process_time(), time.perf_counter()
         with suppress(Stop):
-            fit(self.cfg, d.train, e.rollout, e.train, d.tokenizer, self, d.eos_id, *more)
+            run_steps(self.cfg, self.sampler, e.train, self, self.done, e.reference)
         return time.process_time() - start[0], time.perf_counter() - start[1], self.tokens
 
     def weights(self):

@@ -1,15 +1,11 @@
 import os
-import sys
 
 
 def main() -> None:
-    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
-        from compassrl.train.megatron.heartbeat import Heartbeat
+    if 'TORCHELASTIC_RUN_ID' in os.environ:
+        from compassrl.procs import end_with_parent
 
-        try:
-            Heartbeat(int(os.environ['RANK']))  # watched from the first import on
-        except ValueError as e:
-            sys.exit(str(e))
+        end_with_parent()  # where torchrun is killed, nobody else would end its ranks
     from compassrl.runs.cli import main
 
     main()

@@ -30,22 +30,14 @@ from compassrl.train.train_settings import (
 
 # %% auto #0
 __all__ = [
-    'RolloutEngineName',
-    'TrainEngineName',
-    'TrackerName',
-    'programs',
-    'places',
-    'TrainConfig',
-    'config_from_dict',
-    'path_in',
-    'read_run_config',
-    'flat',
-]
+    'RolloutEngineName', 'TrainEngineName', 'TrackerName', 'programs', 'places', 'TrainConfig',
+    'config_from_dict', 'path_in', 'read_run_config', 'flat',
+]  # fmt: skip
 
 # %% ../nbs/config.ipynb #6caa93f2
 RolloutEngineName = Literal['torch', 'vllm', 'pool']
 TrainEngineName = Literal['torch', 'megatron']
-TrackerName = Literal['tensorboard', 'wandb', 'trackio', 'mlflow']
+TrackerName = Literal['tensorboard', 'wandb']
 
 
 @dataclass(frozen=True)
@@ -110,6 +102,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check(self)
         _check_rollout(self)
+        _check_staleness(self)
         _check_partial(self)
         _check_tools(self)
         _check_loss(self)
@@ -129,6 +122,20 @@ def _check_rollout(cfg: TrainConfig) -> None:
         raise ValueError(
             f'schedule.over_provision={cfg.schedule.over_provision}: only a pool can stop a '
             "running response, use rollout_engine='pool', or 0"
+        )
+
+
+def _check_staleness(cfg: TrainConfig) -> None:
+    k = cfg.schedule.max_staleness
+    if k and cfg.rollout_engine == 'vllm':
+        raise ValueError(
+            f"schedule.max_staleness={k}: rollout_engine='vllm' draws in the trainer's process, "
+            "use 'pool' or 'torch', or 0"
+        )
+    if k and cfg.vllm.colocated and cfg.rollout_engine == 'pool':
+        raise ValueError(
+            f'schedule.max_staleness={k}: with vllm.colocated the servers sleep while the trainer '
+            'works, use GPUs of their own, or 0'
         )
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from compassrl.algo.advantages import zero_variance
 from compassrl.algo.zero_variance import (
@@ -33,6 +34,7 @@ from compassrl.records import (
     RolloutEngine,
     Sample,
     SamplingParams,
+    TrainEngine,
     Verdict,
     derive_seed,
 )
@@ -41,18 +43,9 @@ from compassrl.rollout.requests import Waves, requests_of
 
 # %% auto #0
 __all__ = [
-    'tokens_left',
-    'next_wave',
-    'timed',
-    'timed_samples',
-    'collect_parts',
-    'StepWaves',
-    'collect_waves',
-    'collect',
-    'in_order',
-    'silent_groups',
-    'grade',
-]
+    'tokens_left', 'next_wave', 'timed', 'timed_samples', 'collect_parts', 'StepWaves',
+    'collect_waves', 'collect', 'in_order', 'silent_groups', 'counted', 'Sampler', 'grade',
+]  # fmt: skip
 
 
 # %% ../nbs/experience.ipynb #10f0e92a
@@ -280,6 +273,68 @@ def silent_groups(samples: list[Sample]) -> dict[str, bool]:  # prompt id -> is 
     "By verdicts, before penalties; groups in the order of their first samples"
     ids = list(dict.fromkeys(s.prompt_id for s in samples))
     return dict(zip(ids, zero_variance(*sample_columns(samples, ids)[:3]).tolist()))
+
+
+def counted(
+    weights: Iterable[tuple[str, Tensor]], metrics: Metrics
+) -> Iterator[tuple[str, Tensor]]:
+    "Passes weights on and adds their size to `sync_bytes`"
+    for name, t in weights:
+        metrics['sync_bytes'] = (metrics.get('sync_bytes') or 0.0) + t.nbytes
+        yield name, t
+
+
+class Sampler:
+    "Draws what a step trains on when the step begins, by the newest weights"
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        prompts: list[Prompt],  # all that there are
+        rollout: RolloutEngine,  # holds the weights of the train engine
+        judge: Judge,
+        eos_id: int | tuple[int, ...],
+    ) -> None:
+        self.cfg, self.prompts, self.rollout = cfg, prompts, rollout
+        self.judge, self.eos_id = judge, eos_id
+        by, parts = cfg.data.select_by, cfg.schedule.partial_tokens
+        # what it remembers from step to step; None: nothing
+        self.partial_responses = PartialResponses(parts) if parts else None
+        self.selection = (
+            None if by == 'turn' else PromptSelection(prompts, by, cfg.prompts_per_step, cfg.seed)
+        )
+
+    def draw(self, step: int) -> tuple[list[Sample], Metrics]:
+        "All that a step needs, in the order of its groups, with or without verdicts"
+        to, memory = (self.judge, self.eos_id), (self.partial_responses, self.selection)
+        found = collect(self.rollout, self.prompts, step, self.cfg, *to, *memory)
+        return in_order(*found[:2]), found[2]
+
+    def settle(self, samples: list[Sample]) -> None:
+        "Until all of a step are judged; the selection learns from the verdicts"
+        self.judge.settle(samples)
+        if self.selection and self.cfg.zero_variance.sampling != 'refill':  # `collect_waves` did it
+            self.selection.took(silent_groups(samples))
+
+    def take(self, step: int, engine: TrainEngine, metrics: Metrics) -> list[Sample]:
+        "Samples of this step; what there is to say about them comes into `metrics`"
+        samples, found = self.draw(step)
+        metrics |= found
+        return samples
+
+    def hand_over(self, step: int, engine: TrainEngine, metrics: Metrics) -> None:
+        "After `step` steps the train engine has new weights"
+        self.rollout.load_weights(counted(engine.weights(), metrics), step)
+
+    def measured(self) -> Metrics:
+        "What engine and judge have counted in this step"
+        return self.rollout.measured() | self.judge.measured()
+
+    def catch_up(self, engine: TrainEngine) -> None:
+        "The rollout engine gets the newest weights, if it does not hold them"
+
+    def close(self) -> None:
+        "End what was started for it"
 
 
 def grade(

@@ -27,18 +27,9 @@ from typing import Any
 
 # %% auto #0
 __all__ = [
-    'read_text',
-    'from_yaml',
-    'unique_keys',
-    'from_json',
-    'read_data',
-    'read_object',
-    'time_limit',
-    'call_own',
-    'no_exit',
-    'own_module',
-    'own_function',
-]
+    'read_text', 'from_yaml', 'unique_keys', 'from_json', 'read_data', 'read_object', 'time_limit',
+    'call_own', 'no_exit', 'own_module', 'own_function',
+]  # fmt: skip
 
 
 # %% ../nbs/files.ipynb #15a7ae0a

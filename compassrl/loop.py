@@ -6,7 +6,6 @@ over the new weights."""
 # %% ../nbs/loop.ipynb #a23959a8
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,8 +15,7 @@ from torch import Tensor
 from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import PolicyLoss
 from compassrl.config import TrainConfig
-from compassrl.data.selection import PromptSelection
-from compassrl.experience import collect, grade, in_order, silent_groups, timed
+from compassrl.experience import Sampler, grade, timed
 from compassrl.judges.serial import Judge, SerialJudge
 from compassrl.records import (
     Batch,
@@ -29,32 +27,11 @@ from compassrl.records import (
     TrainEngine,
     collate,
 )
-from compassrl.rollout.partial import PartialResponses
 from compassrl.train.expert_load import expert_load
 from compassrl.train.guards import Guard
 
 # %% auto #0
-__all__ = [
-    'counted',
-    'loss_of',
-    'unmoved',
-    'train_step',
-    'Stop',
-    'RunHooks',
-    'selection_of',
-    'partial_of',
-    'fit',
-]
-
-
-# %% ../nbs/loop.ipynb #3650f67c
-def counted(
-    weights: Iterable[tuple[str, Tensor]], metrics: Metrics
-) -> Iterator[tuple[str, Tensor]]:
-    "Passes weights on and adds their size to `sync_bytes`"
-    for name, t in weights:
-        metrics['sync_bytes'] = (metrics.get('sync_bytes') or 0.0) + t.nbytes
-        yield name, t
+__all__ = ['loss_of', 'unmoved', 'train_step', 'Stop', 'RunHooks', 'run_steps', 'fit']
 
 
 # %% ../nbs/loop.ipynb #3354a225
@@ -105,33 +82,23 @@ def _with_reference(
 def train_step(
     cfg: TrainConfig,
     step: int,  # 0-based
-    prompts: list[Prompt],
-    rollout: RolloutEngine,
+    sampler: Sampler,
     engine: TrainEngine,
-    judge: Judge,
-    eos_id: int | tuple[int, ...],
     guard: Guard,
     reference: TrainEngine | None = None,
-    partial_responses: PartialResponses | None = None,
-    selection: PromptSelection | None = None,
 ) -> tuple[Metrics, list[Sample], Batch]:  # samples in the order of the batch's rows
-    "Ask, sample, look again, judge and compare, update, hand over. Every step has the same metrics"
+    "Take samples, look again, judge and compare, update, hand over. All steps have equal metrics"
     metrics: Metrics = dict(step=step + 1, sync_bytes=0.0)
     with timed(metrics, 'step'):
-        requests, samples, found = collect(
-            rollout, prompts, step, cfg, judge, eos_id, partial_responses, selection
-        )
-        metrics |= found
-        batch = collate(samples := in_order(requests, samples))
+        samples = sampler.take(step, engine, metrics)
+        batch = collate(samples)
         guard.sampled(step + 1, batch)
         with timed(metrics, 'log_probs'):
             batch = replace(batch, **engine.score(batch))
         batch = _with_reference(cfg, batch, reference, metrics)
         with timed(metrics, 'reward'):
-            judge.settle(samples)  # not earlier: nothing so far needed a reward
+            sampler.settle(samples)  # not earlier: nothing so far needed a reward
         batch, graded = grade(batch, samples, cfg)
-        if selection and cfg.zero_variance.sampling != 'refill':  # `collect_waves` did it there
-            selection.took(silent_groups(samples))
         metrics |= graded | discrepancy(batch) | expert_load(batch, cfg.policy)
         metrics.setdefault('zero_variance_first_frac', metrics['zero_variance_raw_frac'])
         loss, learns = loss_of(cfg, batch), _learns(cfg, batch)
@@ -140,7 +107,7 @@ def train_step(
         with timed(metrics, 'sync'):
             if learns:
                 guard.updated(step + 1, learned)
-                rollout.load_weights(counted(engine.weights(), metrics), step + 1)
+                sampler.hand_over(step + 1, engine, metrics)
     return metrics | learned, samples, replace(batch, **seen)
 
 
@@ -157,16 +124,25 @@ class RunHooks(Protocol):
         ...
 
 
-def selection_of(cfg: TrainConfig, prompts: list[Prompt]) -> PromptSelection | None:
-    "The selection that the config asks for; None: all prompts in turn"
-    by = cfg.data.select_by
-    return None if by == 'turn' else PromptSelection(prompts, by, cfg.prompts_per_step, cfg.seed)
-
-
-def partial_of(cfg: TrainConfig) -> PartialResponses | None:
-    "What keeps responses from step to step; None: each is drawn in one step"
-    tokens = cfg.schedule.partial_tokens
-    return PartialResponses(tokens) if tokens else None
+def run_steps(
+    cfg: TrainConfig,
+    sampler: Sampler,  # with what earlier steps have left behind
+    engine: TrainEngine,
+    hooks: RunHooks,
+    start: int = 0,  # steps already done
+    reference: TrainEngine | None = None,  # holds the starting weights; needed if loss.kl_coef > 0
+) -> None:
+    """Group-relative policy optimisation. Raises ValueError for a KL penalty without a reference,
+    RunFailed (see `Guard`)"""
+    if cfg.loss.kl_coef and reference is None:
+        raise ValueError(
+            f'loss.kl_coef={cfg.loss.kl_coef}: use an engine of the starting weights as `reference`'
+        )
+    guard = Guard(cfg.guards, start=start)
+    for step in range(start, cfg.steps):
+        metrics, samples, batch = train_step(cfg, step, sampler, engine, guard, reference)
+        hooks.on_step(step + 1, metrics, samples, batch)
+        guard.ended(step + 1, samples, step + 1 == cfg.steps)
 
 
 def fit(
@@ -180,32 +156,12 @@ def fit(
     start: int = 0,  # steps already done
     reference: TrainEngine | None = None,  # holds the starting weights; needed if loss.kl_coef > 0
     judge: Judge | None = None,  # None: verdicts here, one after another
-    partial_responses: PartialResponses | None = None,  # begun by earlier steps
-    selection: PromptSelection | None = None,  # with what earlier steps have seen
 ) -> None:
-    """Group-relative policy optimisation. Raises ValueError for a KL penalty without a reference,
-    RunFailed (see `Guard`)"""
-    if cfg.loss.kl_coef and reference is None:
+    "`run_steps` with samples that are drawn when a step begins. Raises ValueError, RunFailed"
+    if k := cfg.schedule.max_staleness:
         raise ValueError(
-            f'loss.kl_coef={cfg.loss.kl_coef}: use an engine of the starting weights as `reference`'
+            f'schedule.max_staleness={k}: use `run_steps` with an `AheadSampler`, or use 0'
         )
     judge = judge or SerialJudge(prompts, tokenizer, eos_id)
-    partial_responses = partial_responses or partial_of(cfg)
-    selection = selection or selection_of(cfg, prompts)
-    guard = Guard(cfg.guards, start=start)
-    for step in range(start, cfg.steps):
-        metrics, samples, batch = train_step(
-            cfg,
-            step,
-            prompts,
-            rollout,
-            engine,
-            judge,
-            eos_id,
-            guard,
-            reference=reference,
-            partial_responses=partial_responses,
-            selection=selection,
-        )
-        hooks.on_step(step + 1, metrics, samples, batch)
-        guard.ended(step + 1, samples, step + 1 == cfg.steps)
+    sampler = Sampler(cfg, prompts, rollout, judge, eos_id)
+    run_steps(cfg, sampler, engine, hooks, start, reference)

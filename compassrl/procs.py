@@ -14,13 +14,9 @@ from typing import NamedTuple
 
 # %% auto #0
 __all__ = [
-    'ProcessStat',
-    'process_stat',
-    'end_with_parent',
-    'keep_freed_memory',
-    'world',
-    'local_world',
-]
+    'may_use_gpu', 'ProcessStat', 'process_stat', 'end_with_parent', 'keep_freed_memory', 'world',
+    'has_gpu', 'local_world',
+]  # fmt: skip
 
 
 # %% ../nbs/procs.ipynb #c7310ab3
@@ -74,6 +70,16 @@ def keep_freed_memory() -> None:
 def world() -> tuple[int, int]:
     "This process's rank and the number of ranks, as torchrun says"
     return int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+
+
+may_use_gpu: bool = True  # what the config of this process's run says
+
+
+def has_gpu() -> bool:
+    "Is there a GPU, and may this process use it?"
+    import torch  # which reading `/proc` does not need
+
+    return may_use_gpu and torch.cuda.is_available()
 
 
 def local_world() -> int:

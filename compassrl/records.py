@@ -19,24 +19,10 @@ from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
-    'Metrics',
-    'LossFn',
-    'Prompt',
-    'Verdict',
-    'SamplingParams',
-    'Request',
-    'derive_seed',
-    'Sample',
-    'Batch',
-    'collate',
-    'select',
-    'micro_batches',
-    'mini_batches',
-    'Requests',
-    'as_requests',
-    'RolloutEngine',
-    'TrainEngine',
-]
+    'Metrics', 'LossFn', 'Prompt', 'Verdict', 'SamplingParams', 'Request', 'derive_seed', 'Sample',
+    'Batch', 'collate', 'select', 'micro_batches', 'mini_batches', 'Requests', 'as_requests',
+    'RolloutEngine', 'TrainEngine',
+]  # fmt: skip
 
 
 # %% ../nbs/records.ipynb #837da68b

@@ -19,17 +19,9 @@ from tyro.conf import arg
 
 # %% auto #0
 __all__ = [
-    'Range',
-    'at_least',
-    'above',
-    'between',
-    'OneOf',
-    'one_of',
-    'checked',
-    'check',
-    'Registry',
+    'Range', 'at_least', 'above', 'between', 'OneOf', 'one_of', 'checked', 'check', 'Registry',
     'check_address',
-]
+]  # fmt: skip
 
 
 # %% ../nbs/settings.ipynb #09f9bff4

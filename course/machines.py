@@ -12,10 +12,11 @@ from torch import Tensor
 
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
-from compassrl.plan.layout import layout, span
+from compassrl.plan.layout import layout
 from compassrl.train.megatron.parallel import ParallelConfig
 
 from .canvas import arrow, box, drawing, text, width
+from .layouts import span
 
 if TYPE_CHECKING:
     from IPython.display import SVG

@@ -6,6 +6,8 @@ import json
 import math
 import re
 import statistics
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,15 +16,18 @@ import yaml
 from tests.support import ROOT, front_page
 from tests.test_toc import COURSE
 
-GROUPS = yaml.safe_load((ROOT / 'nbs' / 'scoreboard.yml').read_text())['groups']
+BOARD = yaml.safe_load((ROOT / 'nbs' / 'scoreboard.yml').read_text())
+GROUPS = BOARD['groups']
 ROWS = [row for g in GROUPS for row in g['rows']]
 MEASURED = [r for r in ROWS if 'effect' in r]
 KINDS = {'effect', 'cannot', 'missing'}
 KEYS = KINDS | set('claim theirs source lesson side than reach flip form measured scale'.split())
+KEYS |= set('size n built fails control'.split())
+STUDY_CODE = ROOT / 'benchmarks' / 'studies'
+LEDGER = yaml.safe_load((STUDY_CODE / 'seeds.yml').read_text())
 PAGE = ROOT / 'nbs' / 'studies' / 'scoreboard.ipynb'
 WORDS = {'holds here', 'not seen here', 'not reached here', 'the reverse here'}
-WORDS |= {'not testable on a CPU'}
-WORDS |= {'not measured yet'}
+WORDS |= {'not testable on a CPU', 'not measured yet', 'cannot tell', 'by construction'}
 
 
 def result(name):
@@ -30,9 +35,12 @@ def result(name):
 
 
 def value(name, where):
+    "None for what is not stored"
+    if not (ROOT / 'benchmarks' / 'results' / f'{name}.json').exists():
+        return None
     found = result(name)
     for key in where.split('.'):
-        found = found[key]
+        found = found.get(key) if isinstance(found, dict) else None
     return found
 
 
@@ -49,28 +57,59 @@ def limit(row):
 
 
 def expected(row):
-    "The verdict, by another road than the page's: which of the three regions holds the interval"
+    "The verdict, by another road than the page's: which of the regions of a line hold the interval"
     if 'cannot' in row:
         return 'not testable on a CPU'
-    if 'missing' in row:
+    if 'missing' in row or value(*row['effect']) is None:
         return 'not measured yet'
-    mean, low, high = signed(row)
-    regions = {
-        'above' if x > limit(row) else 'below' if x < limit(row) else '' for x in (low, high)
-    }
-    if regions == {row['side']}:
+    if 'control' in row and not value(*row['control'])[1] > 0:
+        return 'not measured yet'
+    if 'built' in row:
+        return 'by construction'
+    alone = not isinstance(value(*row['effect']), list)
+    _, low, high = signed(row)
+    ends = {'above' if x > limit(row) else 'below' if x < limit(row) else '' for x in (low, high)}
+    if alone:
+        behind = 'reach' in row and row['side'] not in ends
+        return 'not reached here' if behind else 'cannot tell'
+    if ends == {row['side']}:
         return 'holds here'
-    if 'reach' in row and '' not in regions and len(regions) == 1:
-        return 'not reached here'
-    if len(regions) == 1 and '' not in regions and low != high:
-        return 'the reverse here'
-    return 'not seen here'
+    if len(ends) == 1 and '' not in ends:
+        return 'not reached here' if 'reach' in row else 'the reverse here'
+    matters = row.get('size', BOARD['size'])
+    there = limit(row) + (matters if row['side'] == 'above' else -matters)
+    inside = low <= there <= high
+    return 'cannot tell' if inside or 'reach' in row else 'not seen here'
+
+
+def power(half, n):
+    "The effect that a t test of n pairs sees four times in five, from the quantile by integration"
+    return half * (1 + quantile(0.8, n - 1) / quantile(0.975, n - 1))
+
+
+def left_open(row):
+    "What a verdict leaves open, as the page has it"
+    word = expected(row)
+    if word not in ('not seen here', 'cannot tell'):
+        return None
+    if not isinstance(value(*row['effect']), list):
+        return 'no interval'
+    _, low, high = signed(row)
+    if word == 'not seen here':
+        x = high - limit(row) if row['side'] == 'above' else limit(row) - low
+        said = 'excludes'
+    else:
+        name, where = row['effect']
+        n = value(name, f'{where.rpartition(".")[0]}.n') or row.get('n')
+        x = power((high - low) / 2, n or len(result(name)['settings']['seeds']))
+        said = 'would see'
+    return said, x
 
 
 def said(row):
     "The sentence with its numbers"
-    if 'effect' not in row:
-        return row.get('cannot') or row['missing']
+    if 'effect' not in row or value(*row['effect']) is None:
+        return row.get('cannot') or row.get('missing') or 'The result is not stored yet.'
     shown = [format(x, row['form']) for x in signed(row)]
     text = shown[0] if len({*signed(row)}) == 1 else '{} [{}, {}]'.format(*shown)
     return row['measured'].format(effect=text, than=format(limit(row), row['form']))
@@ -87,6 +126,8 @@ def test_a_row_says_what_it_must(row):
     if 'effect' in row:
         assert {'side', 'form', 'measured', 'scale', 'lesson'} <= set(row)
         assert '{effect}' in row['measured']
+        assert 'built' in row or expected(row) != 'holds here' or row.get('fails'), 'could it fail?'
+        assert not ('built' in row and 'fails' in row)
         typed = re.findall(r'\d+\.\d+|\d+ ?%', re.sub(r'{\w+}', '', row['measured']))
         assert typed == [], 'numbers come from stored results'
 
@@ -108,13 +149,25 @@ def shown(cells):
 def test_the_page_shows_every_claim_with_stored_numbers_and_its_verdict():
     found = tables(shown(json.loads(PAGE.read_text())['cells']))
     for row in ROWS:
-        theirs, measured, verdict, where = found[row['claim']]
+        theirs, measured, verdict, could_fail, where = found[row['claim']]
         run = 'run `python tools/execute_nbs.py nbs/studies/scoreboard.ipynb`'
         assert measured.startswith(said(row)), f'{row["claim"]}: {run}'
-        assert verdict == f'**{expected(row)}**', row['claim']
+        assert verdict.split('**')[1] == expected(row), row['claim']
+        opens = left_open(row)
+        if isinstance(opens, tuple):
+            words, x = re.fullmatch(r'.*\*\* \((\w+ ?\w*) ([\d.]+)%?\)', verdict).groups()
+            share = 100 if '%' in verdict else 1
+            assert words == opens[0] and float(x) == pytest.approx(
+                share * opens[1], abs=0.06 * share**0.5
+            )
+        else:
+            assert verdict.endswith('**' if opens is None else f'** ({opens})')
+        assert bool(could_fail) == (expected(row) in ('holds here', 'by construction'))
+        if 'effect' in row and value(*row['effect']) is not None:
+            assert ('shaped a default' in measured) == (row['effect'][0] in LEDGER['shaped'])
         assert row.get('theirs', '') in theirs and row['source'] in theirs
         assert bool(where) == ('lesson' in row)
-    assert {v.strip('*') for r in ROWS for v in found[r['claim']][2:3]} <= WORDS
+    assert {found[r['claim']][2].split('**')[1] for r in ROWS} <= WORDS
 
 
 def test_each_idea_names_its_lesson_and_its_code():
@@ -131,15 +184,20 @@ def test_each_idea_names_its_lesson_and_its_code():
 # ---- the tables of the studies, from their runs
 
 
-def half_width(values):
-    "Of the 95 % interval of a mean, Student's t by integrating its density"
-    n = len(values) - 1
+@cache
+def quantile(p, n):
+    "Of Student's t with n degrees of freedom, by integrating its density"
     norm = math.gamma((n + 1) / 2) / math.sqrt(n * math.pi) / math.gamma(n / 2)
-    area, t, dt = 0.0, 0.0, 1e-4
-    while area < 0.475:
+    area, t, dt = 0.5, 0.0, 1e-4
+    while area < p:
         area += norm * (1 + (t + dt / 2) ** 2 / n) ** (-(n + 1) / 2) * dt
         t += dt
-    return t * statistics.stdev(values) / math.sqrt(n + 1)
+    return t
+
+
+def half_width(values):
+    "Of the 95 % interval of a mean"
+    return quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def mean_height(run, budget):
@@ -251,6 +309,9 @@ def test_tokens_until_the_rate_of_dapo_follow_from_the_runs():
                 there = at[np.interp(at * budget, marks, rates) >= ends[task, r['seed']]]
                 shares.append(there[0] if len(there) else 1)
             assert row['tokens_to_dapo'] == pytest.approx(statistics.fmean(shares), abs=1e-3)
+            mean, low, high = row['to_dapo']
+            want = statistics.fmean(shares), half_width(shares)
+            assert (mean, (high - low) / 2) == pytest.approx(want, abs=2e-3)
 
 
 def test_the_tokens_of_a_step_follow_from_the_runs():
@@ -427,10 +488,134 @@ def test_the_rule_is_that_of_the_page():
     judged = here['judged']
     assert judged((2, 1, 3), 'above') == judged((2, 1, 3), 'below', 4) == 'holds here'
     assert judged((2, 1, 3), 'below') == judged((2, 1, 3), 'above', 3.5) == 'the reverse here'
-    assert judged((2, 1, 3), 'above', 1.5) == judged((2, 1, 3), 'below', 1.5) == 'not seen here'
-    assert judged((2, None, None), 'above', 1) == 'holds here'
-    assert judged((2, None, None), 'below', 1) == 'not seen here'
+    for side in ('above', 'below'):  # 1.5 from the value to either end
+        assert judged((2, 0.5, 3.5), side, 2, size=1.4) == 'cannot tell'
+        assert judged((2, 0.5, 3.5), side, 2, size=1.6) == 'not seen here'
+        assert judged((2, 1, 3), side, 2, amount=True, size=9) == 'cannot tell'
+        assert judged((2, None, None), side, 1 if side == 'above' else 3) == 'cannot tell'
     for found in ((2, 1, 3), (2, None, None)):
         assert judged(found, 'above', 5, amount=True) == 'not reached here'
-        assert judged(found, 'below', 5, amount=True) == 'holds here'
-    assert judged((2, 1, 3), 'above', 2, amount=True) == 'not seen here'
+    assert judged((2, 1, 3), 'below', 5, amount=True) == 'holds here'
+    assert judged((2, None, None), 'below', 5, amount=True) == 'cannot tell'
+
+
+# ---- the rules that all studies share
+
+
+def seeds_of(text):
+    ends = [list(map(int, part.split('-'))) for part in str(text).split(',')]
+    return {i for x in ends for i in range(x[0], x[-1] + 1)}
+
+
+def test_seeds_that_shaped_a_default_do_not_judge_and_some_are_kept():
+    "The ledger has every study with seeds, as its stored result has them"
+    used = {}
+    for part, of in LEDGER.items():
+        for name, row in of.items():
+            keys = {'seeds', 'rates', 'again'} & set(row)
+            used[part, name] = set().union(*(seeds_of(row[k]) for k in keys))
+            stored = value(name, 'settings.seeds') or value(name, 'seeds')
+            if stored and not isinstance(stored[0], dict):
+                assert set(stored) <= seeds_of(row['seeds']), name
+    for path in (ROOT / 'benchmarks' / 'results').glob('*.json'):
+        stored = json.loads(path.read_text()).get('settings')
+        if isinstance(stored, dict) and 'seeds' in stored:
+            assert any(n == path.stem for _, n in used), f'{path.stem}: not in seeds.yml'
+    shaped = set().union(*(s for (part, _), s in used.items() if part == 'shaped'))
+    for (part, name), seeds in used.items():
+        assert not seeds & set(range(400, 500)), f'{name}: these judge from outside'
+        assert part != 'judged' or not seeds & shaped, name
+
+
+def test_a_study_refuses_kept_seeds_and_trials_of_another_library(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(STUDY_CODE))
+    evidence = importlib.import_module('_evidence')
+    runner = importlib.import_module('_runner')
+    with pytest.raises(ValueError, match='seed 401: 400 to 499 judge from outside'):
+        runner.Study('x', {}, {}, {}, (3, 401), 1)
+    study = runner.Study('x', dict(t=runner.SILENT), dict(a=lambda c: c), dict(a=1.0), (3,), 1)
+    study = replace(study, runs=tmp_path)
+    study.folder.mkdir()
+    name = runner.name_of(study, 't', 'a', 3)
+    (study.folder / f'{name}-0123abcd.json').write_text('{}')
+    with pytest.raises(SystemExit, match='trials of library 0123abcd, this is .* start over'):
+        runner.run_all(study, [('t', 'a', 3)], processes=0)
+    rows = [dict(library='a'), dict(library='b')]
+    with pytest.raises(SystemExit, match='2 versions of the library'):
+        evidence.version(dict(name='x', runs=rows))
+    assert evidence.version(dict(name='x', runs=rows[:1]))['library'] == 'a'
+
+
+def test_the_hash_of_the_library_sees_code_alone(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(STUDY_CODE))
+    library = importlib.import_module('_evidence').library
+    texts = ['x = 1', 'x = 1  # why', '"About"\nx = 1', 'x = 2']
+    found = []
+    for i, text in enumerate(texts):
+        path = tmp_path / str(i) / 'compassrl' / 'algo' / 'a.py'
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        found.append(library(tmp_path / str(i)))
+    assert found[0] == found[1] == found[2] != found[3]
+
+
+def test_quantiles_power_and_holm(monkeypatch):
+    "Tables of Student's t (Fisher and Yates), an oracle by integration, and Holm by hand"
+    monkeypatch.syspath_prepend(str(STUDY_CODE))
+    e = importlib.import_module('_evidence')
+    known = {1: 12.7062, 2: 4.3027, 5: 2.5706, 9: 2.2622, 23: 2.0687}
+    for n, t in known.items():
+        assert e.t_quantile(0.975, n) == pytest.approx(t, abs=1e-4)
+        assert e.p_value(t, n) == pytest.approx(0.05, abs=1e-4)
+        assert e.t_quantile(0.8, n) == pytest.approx(quantile(0.8, n), abs=1e-3)
+    n = e.seeds_needed(1.3, 0.6)
+    assert e.half_width(1.3, n) <= 0.6 < e.half_width(1.3, n - 1)
+    assert e.would_see(0.6, n) == pytest.approx(power(0.6, n), rel=1e-3)
+    assert e.holm([0.03, 0.001, 0.02, 0.5]) == {1}
+    assert e.holm([0.012, 0.001, 0.016, 0.5]) == {0, 1, 2}
+
+
+def test_every_result_says_of_what_it_is():
+    for path in (ROOT / 'benchmarks' / 'results').glob('*.json'):
+        if path.stem != 'families':
+            of = json.loads(path.read_text())['version']
+            assert set(of) == {'commit', 'date', 'library', 'config'} and all(of.values())
+
+
+@pytest.mark.skipif(value('judged', 'runs') is None, reason='not stored')
+def test_the_contrasts_that_decide_follow_from_their_runs():
+    found = result('judged')
+    end = {(r['task'], r['arm'], r['seed']): 100 * r['evals'][-1][1] for r in found['runs']}
+    for name, (task, arm, other) in found['settings']['contrasts'].items():
+        seeds = [s for t, a, s in end if (t, a) == (task, arm)]
+        if name not in found['contrasts']:
+            assert len(seeds) < 2
+            continue
+        row = found['contrasts'][name]
+        gaps = [end[task, arm, s] - end[task, other, s] for s in seeds]
+        want = statistics.fmean(gaps), half_width(gaps)
+        mean, low, high = row['points']
+        assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-3), name
+        assert row['n'] == len(seeds) and row['half'] == pytest.approx(want[1], rel=1e-2)
+        assert row['would_see'] == pytest.approx(power(row['half'], len(seeds)), rel=1e-2)
+    control = found['contrasts'][found['settings']['control']]['points']
+    assert control[1] > 0, 'the control: an effect that must be seen'
+
+
+def test_shares_and_ratios_of_trials_follow_from_the_runs():
+    "Of DAPO's tokens by the means that another test has, growth in percent, factors of replay"
+    found = result('parts')
+    for arm, row in found['table']['silent'].items():
+        means = [r['means'] for r in found['runs'] if r['arm'] == arm]
+        first, raw = ([m[f'zero_variance_{k}_frac'] for m in means] for k in ('first', 'raw'))
+        shares = [100 * (1 - b / a) for a, b in zip(first, raw)]
+        mean, low, high = row['silent_falls']['more_share']
+        want = statistics.fmean(shares), half_width(shares)
+        assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-3), arm
+    found = result('replay_gap')
+    for name, row in found['table'].items():
+        for key, (mean, low, high) in row['factors'].items():
+            logs = [math.log(r[name]['off'][key] / r[name]['R3'][key]) for r in found['runs']]
+            want = statistics.fmean(logs), half_width(logs)
+            got = math.log(mean), math.log(high / low) / 2
+            assert got == pytest.approx(want, rel=1e-2, abs=1e-3), (name, key)

@@ -30,7 +30,7 @@ def board(nbs):
         if re.fullmatch(r'\*\*.+\*\*', cells[0]) and not any(x.strip('| ') for x in cells[1:]):
             rows = groups[cells[0].strip('*')] = []
         elif len(cells) >= 4 and cells[3].startswith('**'):
-            rows.append((cells[0], cells[2], cells[3].strip('*')))
+            rows.append((cells[0], cells[2], cells[3].split('**')[1]))
     return groups
 
 

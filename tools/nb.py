@@ -11,6 +11,7 @@ tools/execute_nbs.py. `sync` writes modules, what follows from nbs/course.yml, a
 """
 
 import hashlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -63,12 +64,23 @@ def wrap_docstring(module):
         module.write_text('\n'.join(textwrap.wrap(first, 100)) + '\n' + ''.join(rest))
 
 
+def wrap_all(module):
+    "`__all__` as a paragraph: one name a line, as ruff writes it, makes a page of some modules"
+    text = module.read_text()
+    if found := re.search(r'^__all__ = \[(\n.*?),\n\]$', text, re.DOTALL | re.MULTILINE):
+        names = textwrap.fill(' '.join(found[1].split()), 95).replace('\n', '\n    ')
+        names = f'__all__ = [\n    {names},\n]  # fmt: skip'
+        module.write_text(text[: found.start()] + names + text[found.end() :])
+
+
 def export():
     "Modules, their index, and nbdev's settings of the site"
     nbdev_export.__wrapped__()
     for module in cfg.lib_path.rglob('[!_]*.py'):
         wrap_docstring(module)
     ruff('format', cfg.lib_path)
+    for module in cfg.lib_path.rglob('*.py'):
+        wrap_all(module)
     refresh_quarto_yml()
     site = NBS / 'nbdev.yml'  # the site has no address
     site.write_text(''.join(x for x in site.open() if 'site-url' not in x))

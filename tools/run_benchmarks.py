@@ -4,7 +4,8 @@
     python tools/run_benchmarks.py recipe         # or benchmarks/studies/NAME.py: an hour or two
 
 A benchmark ends with one JSON line on stdout and exits 0. The line becomes
-benchmarks/results/NAME.json. A study that was ended goes on with the runs that are missing.
+benchmarks/results/NAME.json, with the commit, the day, and hashes of library and settings. A study
+that was ended goes on with the runs that are missing.
 """
 
 import json
@@ -14,6 +15,8 @@ import time
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent / 'benchmarks'
+sys.path.insert(0, str(FOLDER / 'studies'))
+from _evidence import version  # noqa: E402
 
 
 def run(script):
@@ -51,6 +54,7 @@ def main(names):
         if result is None:
             failed.append(name)
             continue
+        result |= dict(version=version(result))
         (FOLDER / 'results' / f'{name}.json').write_text(json.dumps(result, indent=2) + '\n')
         print(f'== {name}: {time.time() - start:.0f} s, benchmarks/results/{name}.json', flush=True)
     if failed:

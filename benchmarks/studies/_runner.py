@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from _evidence import allowed, interval, library, one_version
 from tokenizers import Tokenizer, decoders, models, trainers
 from tqdm import tqdm
 
@@ -64,7 +65,11 @@ class Study:
     stages: dict[str, tuple[Mix, ...]] = field(default_factory=dict)
     look: Callable[[Batch], dict[str, float]] | None = None  # what is kept of every step
     ways: dict[str, Callable] = field(default_factory=dict)  # code for arms that `run` cannot do
+    device: str = 'cpu'  # of policy and rollout
     runs: Path = RUNS
+
+    def __post_init__(self):
+        allowed(self.seeds)
 
     @property
     def folder(self):
@@ -117,9 +122,10 @@ def common():
     return replace(base, prompts_per_step=16, group_size=8, optim=optim)
 
 
-def digest(*settings):
-    "Files of other settings have other names"
-    return hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
+def digest(*settings, of=None):
+    "Files of other settings, or of another library, have other names"
+    of = library() if of is None else of
+    return hashlib.sha256(f'{settings} {of}'.encode()).hexdigest()[:8]
 
 
 # ---- prompts and the cold start
@@ -168,7 +174,7 @@ def cold_started(study, seed):
     if not path.exists():
         torch.set_num_threads(1)
         train = study.prompts(study.cold, 4096, seed, 'train')
-        policy = Policy(cfg.policy, seed)
+        policy = Policy(cfg.policy, seed).to(study.device)
         optim = replace(cfg.optim, lr=sft.lr, num_mini_batches=1)
         engine = TorchTrain(policy, optim, replay='off')
         for _ in cold_start(engine, train, sft, study.tokenizer, seed):
@@ -187,11 +193,11 @@ class Paced(TorchTrain):
         return super().update(batch, loss, self.config.lr_at(self.num_steps, self.done))
 
 
-def engines(cfg, weights):
-    policy = Policy(cfg.policy, cfg.seed)
+def engines(cfg, weights, device='cpu'):
+    policy = Policy(cfg.policy, cfg.seed).to(device)
     policy.load_state_dict(weights)
     engine = Paced(policy, cfg.optim, cfg.rollout.temperature, cfg.router_replay)
-    rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
+    rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots, device=device)
     rollout.load_weights(engine.weights(), 0)
     return engine, rollout
 
@@ -217,6 +223,7 @@ class Curve:
         self.study, self.cfg, self.rollout, self.heldout = study, cfg, rollout, heldout
         self.engine = engine
         self.rows, self.evals, self.tokens, self.paused = [], [], 0, 0.0
+        self.by_length = {}
         self.until = study.budget  # response tokens
 
     def evaluate(self):
@@ -225,6 +232,10 @@ class Curve:
         tok, seed = self.study.tokenizer, self.cfg.seed
         found = evaluate(self.rollout, self.heldout, k, params, tok, seed)
         self.evals.append((self.tokens, found.avg))
+        right = {}  # length of the prompt, which tells how hard it is -> verdicts
+        for x in found.samples:
+            right.setdefault(len(x.prompt), []).append(x.correct)
+        self.by_length = {n: statistics.fmean(v) for n, v in sorted(right.items())}
         self.paused += time.perf_counter() - began
 
     def on_step(self, step, metrics, samples, batch):
@@ -277,7 +288,7 @@ def trial(study, task, arm, seed, lr=None):
     cfg = study.config(arm, seed, lr)
     pools = [study.prompts(mix, 4096, seed, 'train') for mix in study.mixes(task, arm)]
     heldout = study.prompts(study.tasks[task], study.num_heldout, seed, 'heldout')
-    engine, rollout = engines(cfg, cold_started(study, seed))
+    engine, rollout = engines(cfg, cold_started(study, seed), study.device)
     curve = Curve(study, cfg, rollout, engine, heldout)
     begin(curve, task)
     curve.paused, began = 0.0, time.perf_counter()
@@ -292,6 +303,8 @@ def trial(study, task, arm, seed, lr=None):
     found |= dict(groups=rounded(group_counts(rows)))
     if study.look:
         found |= dict(seen=rounded({k: [m['seen'][k] for m in rows] for k in rows[0]['seen']}))
+    if len(curve.by_length) <= 8:  # sums; other prompts have many lengths
+        found |= dict(by_length=rounded(curve.by_length))
     return found | dict(seconds=round(seconds, 1), evals=evals, means=rounded(means))
 
 
@@ -320,12 +333,16 @@ def rounded(x):
 # ---- all of them
 
 
+def name_of(study, task, arm, seed, lr=None):
+    "Of a trial's file, without the version of the library"
+    return f'{task}-{arm}-{seed}-{digest(*study.settings(task, arm, seed, lr), of="")}'
+
+
 def kept(study, task, arm, seed, lr=None):
     "A trial from its file, or made now"
-    whole = digest(*study.settings(task, arm, seed, lr))
-    path = study.folder / f'{task}-{arm}-{seed}-{whole}.json'
+    path = study.folder / f'{name_of(study, task, arm, seed, lr)}-{library()}.json'
     if not path.exists():
-        found = trial(study, task, arm, seed, lr)
+        found = trial(study, task, arm, seed, lr) | dict(library=library())
         write_json(path, found)
     return json.loads(path.read_text())
 
@@ -333,6 +350,7 @@ def kept(study, task, arm, seed, lr=None):
 def run_all(study, trials, processes=2):
     "Trials in order (task, arm, seed, learning rate); two at a time, each with one thread"
     torch.set_num_threads(1)
+    one_version(study.folder, {name_of(study, *t) for t in trials})
     seeds = list(dict.fromkeys(t[2] for t in trials))
     out = {}
     if not processes:
@@ -362,16 +380,6 @@ def area(evals, budget):
             m = budget
         total, n, v = total + (m - n) * (v + w) / 2, m, w
     return total / n
-
-
-T_975 = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 1))
-
-
-def interval(values):
-    "Mean and 95 % interval by Student's t, for 2 to 10 seeds: a bootstrap of so few is too narrow"
-    mean, n = statistics.fmean(values), len(values)
-    half = T_975[n - 1] * statistics.stdev(values) / n**0.5
-    return [mean, mean - half, mean + half]
 
 
 def against(trials, task, arm, other, measure):

@@ -67,11 +67,12 @@ def summary(trials, tasks, arms, *bases):
 
 
 def falls(trials):
-    "Points by which each stage lowers the rate of silent groups, and the rate that RL-ZVP meets"
+    "Points by which each stage lowers the rate of silent groups; growth also in percent of the rate"
     seen = [[100 * r['means'][SHOWN[k]] for k in SHOWN if k.startswith('silent')] for r in trials]
     stages = zip(('more', 'penalties', 'zvp'), range(3))
     found = {k: interval([row[i] - row[i + 1] for row in seen]) for k, i in stages}
-    return found | dict(left=interval([row[2] for row in seen]))
+    share = [100 * (row[0] - row[1]) / max(row[0], 1e-9) for row in seen]
+    return found | dict(left=interval([row[2] for row in seen]), more_share=interval(share))
 
 
 def totals(trials):

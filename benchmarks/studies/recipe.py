@@ -137,7 +137,8 @@ def summary(trials, tasks, arms):
                 for name, measure in dict(final=final, area=early).items():
                     row[f'{name}_against_{other}'] = against(trials, task, arm, other, measure)
             if dapo:
-                row['tokens_to_dapo'] = statistics.fmean(needed(r, dapo[r['seed']]) for r in mine)
+                row['to_dapo'] = interval([needed(r, dapo[r['seed']]) for r in mine])
+                row['tokens_to_dapo'] = row['to_dapo'][0]
             out.setdefault(task, {})[arm] = row
     return out
 

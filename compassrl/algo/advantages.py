@@ -17,14 +17,9 @@ from compassrl.algo.algo_settings import Estimator as Estimator
 
 # %% auto #0
 __all__ = [
-    'tolerance',
-    'std_eps',
-    'GroupStats',
-    'group_stats',
-    'group_advantages',
-    'zero_variance',
+    'tolerance', 'std_eps', 'GroupStats', 'group_stats', 'group_advantages', 'zero_variance',
     'per_token',
-]
+]  # fmt: skip
 
 # %% ../../nbs/algo/advantages.ipynb #7e8bd490
 # two rewards count as equal if they differ by at most tolerance * max(1, max |reward|)

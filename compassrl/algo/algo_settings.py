@@ -18,18 +18,9 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'Estimator',
-    'Sampling',
-    'KlEstimator',
-    'Tis',
-    'Groups',
-    'GroupRatio',
-    'AdvantageConfig',
-    'ZeroVarianceConfig',
-    'LossConfig',
-    'EspoConfig',
-    'EspoStep',
-]
+    'Estimator', 'Sampling', 'KlEstimator', 'Tis', 'Groups', 'GroupRatio', 'AdvantageConfig',
+    'ZeroVarianceConfig', 'LossConfig', 'EspoConfig', 'EspoStep',
+]  # fmt: skip
 
 # %% ../../nbs/algo/algo_settings.ipynb #149b95bd
 Estimator = Literal['grpo', 'dr_grpo', 'rloo']
@@ -119,8 +110,12 @@ class LossConfig:
     kl_coef: Annotated[float, at_least(0)] = 0.0
     # Estimator of that KL, by Schulman's names; 'k3' is never negative
     kl_estimator: KlEstimator = 'k3'
-    # Correction for tokens that another engine sampled (truncated importance sampling). 'truncate':
-    # cap the weight; 'mask': drop tokens with extreme weights; 'off': none
+    # Policy that ratio and clip start from. 'proximal': the trainer's when the step begins;
+    # loss.tis weighs by proximal/behaviour (AReaL's decoupled objective). 'behaviour': the one that
+    # drew each token, in its engine and version; needs loss.tis 'off'
+    ratio_to: Literal['proximal', 'behaviour'] = 'proximal'
+    # Correction for tokens that another engine or older weights sampled (truncated importance
+    # sampling). 'truncate': cap the weight; 'mask': drop tokens with extreme weights; 'off': none
     tis: Tis = 'truncate'
     # Largest weight for 'truncate'; 'mask' drops tokens above it
     tis_cap: Annotated[float, at_least(1, why='where engines agree the weight is 1')] = 2.0
@@ -132,6 +127,11 @@ class LossConfig:
         if self.name not in policy_losses:
             known = ', '.join(policy_losses)
             raise ValueError(f'name={self.name!r}: use one of {known}, or your own FILE.py:NAME')
+        if self.ratio_to == 'behaviour' and self.tis != 'off':
+            raise ValueError(
+                f"ratio_to='behaviour' with tis={self.tis!r}: the ratio holds that weight already, "
+                "use tis='off'"
+            )
 
     @property
     def clip(self) -> tuple[float, float]:  # clip_eps_low and clip_eps_high

@@ -32,7 +32,10 @@ def discrepancy(
         return float(x.double().mean()) if len(x) else 0.0
 
     gap, near = delta.abs(), delta.clamp(-max_nats, max_nats)  # only k3 has an exponential
+    weight = near.double().exp()
     out: Metrics = dict(
+        # effective sample size of the tokens: of equal weights 1
+        rollout_train_ess=mean(weight) ** 2 / mean(weight**2) if len(weight) else 0.0,
         rollout_train_gap=mean(gap),
         rollout_train_gap_max=float(gap.max()) if len(gap) else 0.0,
         rollout_train_k3=mean(torch.expm1(near.double()) - near),

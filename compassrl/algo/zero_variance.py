@@ -24,18 +24,9 @@ from compassrl.records import Batch, Metrics, Sample, Verdict
 
 # %% auto #0
 __all__ = [
-    'zero_variance_rate',
-    'growth',
-    'length_penalty',
-    'repetition_penalty',
-    'drawn_ids',
-    'shape_rewards',
-    'zvp_sign',
-    'rightness',
-    'zvp_advantages',
-    'token_advantages',
-    'screen',
-]
+    'zero_variance_rate', 'growth', 'length_penalty', 'repetition_penalty', 'drawn_ids',
+    'shape_rewards', 'zvp_sign', 'rightness', 'zvp_advantages', 'token_advantages', 'screen',
+]  # fmt: skip
 
 
 # %% ../../nbs/algo/zero_variance.ipynb #21d7617a

@@ -24,14 +24,8 @@ from compassrl.records import Prompt, derive_seed
 
 # %% auto #0
 __all__ = [
-    'split_of',
-    'levels_of',
-    'make_prompts',
-    'hold_out',
-    'load_data',
-    'reading_of',
-    'load_eval_set',
-]
+    'split_of', 'levels_of', 'make_prompts', 'hold_out', 'load_data', 'reading_of', 'load_eval_set',
+]  # fmt: skip
 
 
 # %% ../../nbs/data/prompts.ipynb #0b38807c

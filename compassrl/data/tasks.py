@@ -24,30 +24,11 @@ _all_ = ['task_families', 'verifiers']
 
 # %% auto #0
 __all__ = [
-    'GRACE',
-    'Problem',
-    'Choices',
-    'task_family',
-    'problem',
-    'num_problems',
-    'arithmetic',
-    'countdown',
-    'strings',
-    'Verifier',
-    'verifier',
-    'find_verifier',
-    'after_reasoning',
-    'one_line',
-    'judge',
-    'exact',
-    'final',
-    'countdown_expression',
-    'as_verdict',
-    'failure',
-    'verify',
-    'task_families',
-    'verifiers',
-]
+    'GRACE', 'Problem', 'Choices', 'task_family', 'problem', 'num_problems', 'arithmetic',
+    'countdown', 'strings', 'Verifier', 'verifier', 'find_verifier', 'after_reasoning', 'one_line',
+    'judge', 'exact', 'final', 'countdown_expression', 'as_verdict', 'failure', 'verify',
+    'task_families', 'verifiers',
+]  # fmt: skip
 
 
 # %% ../../nbs/data/tasks.ipynb #7368d907

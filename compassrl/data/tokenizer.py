@@ -17,19 +17,9 @@ from compassrl.files import read_object
 
 # %% auto #0
 __all__ = [
-    'PAD_ID',
-    'EOS_ID',
-    'UNK_ID',
-    'build_tokenizer',
-    'encode',
-    'prompt_ids',
-    'byte_tokenizer',
-    'response_text',
-    'StopStrings',
-    'save_tokenizer',
-    'load_tokenizer',
-    'end_id',
-]
+    'PAD_ID', 'EOS_ID', 'UNK_ID', 'build_tokenizer', 'encode', 'prompt_ids', 'byte_tokenizer',
+    'response_text', 'StopStrings', 'save_tokenizer', 'load_tokenizer', 'end_id',
+]  # fmt: skip
 
 # %% ../../nbs/data/tokenizer.ipynb #826f19ae
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2

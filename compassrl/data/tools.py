@@ -25,15 +25,9 @@ from compassrl.records import Prompt
 
 # %% auto #0
 __all__ = [
-    'tool',
-    'calculator',
-    'lookup',
-    'own_tools',
-    'environment_of',
-    'tool_schema',
-    'ToolUser',
+    'tool', 'calculator', 'lookup', 'own_tools', 'environment_of', 'tool_schema', 'ToolUser',
     'calculation',
-]
+]  # fmt: skip
 
 # %% ../../nbs/data/tools.ipynb #39e1d2d6
 _F = TypeVar('_F', bound=Callable[..., Any])

@@ -15,21 +15,9 @@ from compassrl.data.tasks import Choices, Problem, task_family
 
 # %% auto #0
 __all__ = [
-    'words',
-    'COLOURS',
-    'SIZES',
-    'KINDS',
-    'BRIEF',
-    'instructions',
-    'tools',
-    'programs',
-    'Item',
-    'shop',
-    'good_answer',
-    'read_question',
-    'shop_points',
-    'shop_quality',
-]
+    'words', 'COLOURS', 'SIZES', 'KINDS', 'BRIEF', 'instructions', 'tools', 'programs', 'Item',
+    'shop', 'good_answer', 'read_question', 'shop_points', 'shop_quality',
+]  # fmt: skip
 
 # %% ../../nbs/data/toys.ipynb #3a78292d
 words: tuple[str, ...] = tuple(

@@ -20,23 +20,10 @@ from compassrl.records import Metrics, Prompt, Sample, Verdict, derive_seed
 
 # %% auto #0
 __all__ = [
-    'Label',
-    'label_rewards',
-    'Ask',
-    'judge_prompt',
-    'PairOrder',
-    'pair_order',
-    'parse_label',
-    'combine_labels',
-    'Question',
-    'Reply',
-    'Comparison',
-    'compare',
-    'reference_texts',
-    'genrm',
-    'to_verdict',
-    'judge_samples',
-]
+    'Label', 'label_rewards', 'Ask', 'judge_prompt', 'PairOrder', 'pair_order', 'parse_label',
+    'combine_labels', 'Question', 'Reply', 'Comparison', 'compare', 'reference_texts', 'genrm',
+    'to_verdict', 'judge_samples',
+]  # fmt: skip
 
 
 # %% ../../nbs/judges/genrm.ipynb #b32aa262
@@ -76,9 +63,11 @@ def parse_label(
     text: str,  # what the judge wrote
 ) -> Label | None:  # None: no label, or not exactly one
     "The label on the last line, after any reasoning"
-    lines = text.split('</think>')[-1].strip().splitlines() or ['']
-    found = re.fullmatch(r'(?:.*\bverdict\b)?\W*(better|tie|worse)\W*', lines[-1], flags=re.I)
-    return _labels[found[1].lower()] if found else None
+    last = (text.split('</think>')[-1].strip().splitlines() or [''])[-1]
+    found = re.fullmatch(r'(?:(.*)\bverdict\b)?\W*(better|tie|worse)\W*', last, flags=re.I)
+    if not found or re.search(r'\bverdict\W+(better|tie|worse)\b', found[1] or '', flags=re.I):
+        return None
+    return _labels[found[2].lower()]
 
 
 def combine_labels(

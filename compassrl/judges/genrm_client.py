@@ -27,15 +27,9 @@ from compassrl.rollout.torch_rollout import TorchRollout
 
 # %% auto #0
 __all__ = [
-    'T',
-    'JUDGE_PROMPT',
-    'read_judge_prompt',
-    'to_its_end',
-    'GenRM',
-    'LocalGenRM',
-    'open_genrm',
+    'T', 'JUDGE_PROMPT', 'read_judge_prompt', 'to_its_end', 'GenRM', 'LocalGenRM', 'open_genrm',
     'check_genrm',
-]
+]  # fmt: skip
 
 # %% ../../nbs/judges/genrm_client.ipynb #c19c1b0c
 T = TypeVar('T')

@@ -26,17 +26,9 @@ from compassrl.records import Verdict
 
 # %% auto #0
 __all__ = [
-    'parse_json',
-    'unfenced',
-    'Number',
-    'read_number',
-    'numeric',
-    'read_items',
-    'set_match',
-    'VerifierPart',
-    'read_parts',
-    'composite',
-]
+    'parse_json', 'unfenced', 'Number', 'read_number', 'numeric', 'read_items', 'set_match',
+    'VerifierPart', 'read_parts', 'composite',
+]  # fmt: skip
 
 
 # %% ../../nbs/judges/gym.ipynb #973d4a31

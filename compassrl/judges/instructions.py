@@ -19,32 +19,11 @@ from compassrl.records import Verdict
 
 # %% auto #0
 __all__ = [
-    'checks',
-    'scripts',
-    'instruction_check',
-    'num_words',
-    'num_sentences',
-    'num_lines',
-    'num_paragraphs',
-    'num_bullets',
-    'num_characters',
-    'keyword',
-    'letter',
-    'contains',
-    'excludes',
-    'starts_with',
-    'ends_with',
-    'first_word',
-    'last_word',
-    'all_upper',
-    'all_lower',
-    'no_comma',
-    'json_format',
-    'script',
-    'read_checks',
-    'holds',
-    'instruction_following',
-]
+    'checks', 'scripts', 'instruction_check', 'num_words', 'num_sentences', 'num_lines',
+    'num_paragraphs', 'num_bullets', 'num_characters', 'keyword', 'letter', 'contains', 'excludes',
+    'starts_with', 'ends_with', 'first_word', 'last_word', 'all_upper', 'all_lower', 'no_comma',
+    'json_format', 'script', 'read_checks', 'holds', 'instruction_following',
+]  # fmt: skip
 
 # %% ../../nbs/judges/instructions.ipynb #e2b323a4
 _F = TypeVar('_F', bound=Callable[..., Any])

@@ -28,17 +28,9 @@ from compassrl.sandbox.isolated import verdict_budget
 
 # %% auto #0
 __all__ = [
-    'RewardFile',
-    'read_reward_file',
-    'check_unchanged',
-    'keep_reward_files',
-    'inputs_of',
-    'batched_inputs',
-    'RewardFunction',
-    'OwnReward',
-    'own_reward',
-    'OwnJudge',
-]
+    'RewardFile', 'read_reward_file', 'check_unchanged', 'keep_reward_files', 'inputs_of',
+    'batched_inputs', 'RewardFunction', 'OwnReward', 'own_reward', 'OwnJudge',
+]  # fmt: skip
 
 
 # %% ../../nbs/judges/own_reward.ipynb #68c128ae

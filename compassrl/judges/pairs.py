@@ -22,22 +22,10 @@ from compassrl.records import Prompt, derive_seed
 
 # %% auto #0
 __all__ = [
-    'TALK',
-    'JUDGE_TEXT',
-    'Answers',
-    'any_answer',
-    'label_of',
-    'true_label',
-    'shop_pairs',
-    'reading',
-    'verdict_text',
-    'pair_row',
-    'wilson',
-    'agreement',
-    'answer_groups',
-    'orders',
+    'TALK', 'JUDGE_TEXT', 'Answers', 'any_answer', 'label_of', 'true_label', 'shop_pairs',
+    'reading', 'verdict_text', 'pair_row', 'wilson', 'agreement', 'answer_groups', 'orders',
     'judge_rewards',
-]
+]  # fmt: skip
 
 # %% ../../nbs/judges/pairs.ipynb #4b5a2e2d
 TALK = ', trust me', ', a great buy', ' and it is so nice', ', best of all', '!', ' :)'

@@ -26,14 +26,9 @@ from compassrl.sandbox.isolated import verdict_budget
 
 # %% auto #0
 __all__ = [
-    'Judge',
-    'timed_verdict',
-    'record_verdict',
-    'judge_sample',
-    'SerialJudge',
-    'task_rewards',
+    'Judge', 'timed_verdict', 'record_verdict', 'judge_sample', 'SerialJudge', 'task_rewards',
     'sample_columns',
-]
+]  # fmt: skip
 
 
 # %% ../../nbs/judges/serial.ipynb #5510bab3

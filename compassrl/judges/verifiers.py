@@ -38,17 +38,9 @@ from compassrl.sandbox.isolated import (
 
 # %% auto #0
 __all__ = [
-    'no_verdict',
-    'starved',
-    'need_maths',
-    'maths',
-    'program_of',
-    'run_test',
-    'code',
-    'asked_verifiers',
-    'warm_up',
-    'check_isolation',
-]
+    'no_verdict', 'starved', 'need_maths', 'maths', 'program_of', 'run_test', 'code',
+    'asked_verifiers', 'warm_up', 'check_isolation',
+]  # fmt: skip
 
 
 # %% ../../nbs/judges/verifiers.ipynb #54c07000

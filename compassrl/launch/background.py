@@ -32,15 +32,9 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'Launched',
-    'launch',
-    'resume',
-    'status',
-    'follow_run',
-    'watch_run',
-    'report_parts',
+    'Launched', 'launch', 'resume', 'status', 'follow_run', 'watch_run', 'report_parts',
     'launch_on',
-]
+]  # fmt: skip
 
 # %% ../../nbs/launch/background.ipynb #c0a1ab52
 # torchrun waits for a step's end

@@ -11,7 +11,7 @@ from math import ceil
 
 from compassrl.config import TrainConfig
 from compassrl.model.hf_config import config_dict, read_config
-from compassrl.plan.layout import Layout, layout, plot_layout
+from compassrl.plan.layout import Layout, layout
 from compassrl.plan.memory import run_memory, workload
 from compassrl.plan.sizing import gpus
 from compassrl.plan.step_time import Estimate, check_fits, estimate
@@ -99,13 +99,7 @@ class Plan:
     estimate: Estimate
 
     def show(self) -> None:
-        "The picture, and the table of what it will take"
-        import matplotlib.pyplot as plt
-        from IPython.display import display
-
-        picture = plot_layout(self.layout).get_figure(root=True)
-        display(picture)  # now: what follows in the cell may take hours
-        plt.close(picture)
+        "Prints the table of what it will take"
         print(self.estimate.table())
 
 

@@ -35,12 +35,8 @@ from compassrl.runs.stages import (
 
 # %% auto #0
 __all__ = [
-    'serve_rollout',
-    'slurm_script',
-    'node_script',
-    'pipeline_scripts',
-    'write_pipeline_scripts',
-]
+    'serve_rollout', 'slurm_script', 'node_script', 'pipeline_scripts', 'write_pipeline_scripts',
+]  # fmt: skip
 
 
 # %% ../../nbs/launch/scripts.ipynb #abca7c36

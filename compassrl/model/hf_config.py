@@ -20,20 +20,10 @@ from compassrl.settings import checked
 
 # %% auto #0
 __all__ = [
-    'model_types',
-    'lacking',
-    'everywhere',
-    'INDEX',
-    'Kind',
-    'kind_of',
-    'architecture',
-    'policy_config',
-    'read_config',
-    'read_checkpoint_json',
-    'weight_map',
-    'config_dict',
+    'model_types', 'lacking', 'everywhere', 'INDEX', 'Kind', 'kind_of', 'architecture',
+    'policy_config', 'read_config', 'read_checkpoint_json', 'weight_map', 'config_dict',
     'write_config',
-]
+]  # fmt: skip
 
 
 # %% ../../nbs/model/hf_config.ipynb #6bb7aa42

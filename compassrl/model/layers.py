@@ -19,23 +19,10 @@ from compassrl.model.shape import Yarn
 
 # %% auto #0
 __all__ = [
-    'Attend',
-    'rms_norm',
-    'rope_table',
-    'rotate',
-    'rotate_part',
-    'dispatch',
-    'combine_experts',
-    'gated_swiglu',
-    'grouped_linear',
-    'causal_attention',
-    'route_dtype',
-    'stack_routes',
-    'softmax_gates',
-    'sigmoid_choice',
-    'sigmoid_gates',
-    'with_balance_loss',
-]
+    'Attend', 'rms_norm', 'rope_table', 'rotate', 'rotate_part', 'dispatch', 'combine_experts',
+    'gated_swiglu', 'grouped_linear', 'attend_causally', 'causal_attention', 'route_dtype',
+    'stack_routes', 'softmax_gates', 'sigmoid_choice', 'sigmoid_gates', 'with_balance_loss',
+]  # fmt: skip
 
 
 # %% ../../nbs/model/layers.ipynb #f5e00c06
@@ -254,6 +241,23 @@ def grouped_linear(
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+def attend_causally(
+    q: Tensor,  # [B, H, T, d]
+    k: Tensor,  # [B, KV, T, d]
+    v: Tensor,  # [B, KV, T, d]
+    scale: float | None = None,  # None = 1 / sqrt(d)
+) -> Tensor:  # [B, H, T, d]
+    "Causal attention that never holds scores [T, T]"
+    grouped = q.shape[1] // k.shape[1]
+    if grouped > 1 and q.device.type != 'cpu' and q.dtype == torch.float32:
+        # a GPU has kernels without scores for fp32, but not for grouped heads as well
+        k, v = (t.repeat_interleave(grouped, 1) for t in (k, v))
+        grouped = 1
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=grouped > 1, scale=scale
+    )
+
+
 def causal_attention(
     token_mask: Tensor,  # [B, T] bool, right-padded rows
 ) -> Attend:
@@ -271,10 +275,7 @@ def causal_attention(
         return t.new_zeros(B, T, *t.shape[1:]).index_put((rows, columns), t)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (pad(t).transpose(1, 2) for t in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        out = out.transpose(1, 2)
+        out = attend_causally(*(pad(t).transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
         return out.reshape(-1, *out.shape[2:]) if full else out[rows, columns]
 
     return attend
@@ -289,11 +290,12 @@ def stack_routes(
     routes: list[Tensor | None],  # per layer [N, K]; None for a dense layer
     N: int,
     K: int,
+    device: torch.device | str = 'cpu',
 ) -> Tensor:  # [N, L, K] int64; dense layers are 0
     "Routes of all layers side by side"
     some = next((r for r in routes if r is not None), None)
     if some is None:
-        return torch.zeros(N, len(routes), K, dtype=torch.long)
+        return torch.zeros(N, len(routes), K, dtype=torch.long, device=device)
     return torch.stack([torch.zeros_like(some) if r is None else r for r in routes], 1)
 
 

@@ -24,42 +24,36 @@ from compassrl.settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
-    'kth_largest',
-    'trim',
-    'elect',
-    'disjoint_mean',
-    'MergeConfig',
-    'is_router',
-    'merge_tensor',
-    'Weights',
-    'merged_weights',
-    'merge_checkpoints',
-]
+    'kth_largest', 'trim', 'elect', 'disjoint_mean', 'MergeConfig', 'is_router', 'merge_tensor',
+    'Weights', 'merged_weights', 'merge_checkpoints',
+]  # fmt: skip
 
 
 # %% ../../nbs/model/merge.ipynb #77b7aba1
 def kth_largest(
-    parts: Callable[[], Iterable[Tensor]],  # called twice; fp32 tensors of any shape
+    parts: Callable[[], Iterable[Tensor]],  # called in each pass; all fp32, or all fp64
     density: float,  # share to keep, in (0, 1]
 ) -> float:  # at least int(density * numbers) of them are this large; inf = none is kept
-    "The threshold of absolute values, exact, in two passes and 2 MB"
-    high = torch.zeros(2**16, dtype=torch.long)
-    for x in parts():
-        high += torch.bincount(_bits(x) >> 15, minlength=2**16)
-    keep = int(density * int(high.sum()))
-    if not keep:
-        return torch.inf
-    bin, above = _bin_of(high, keep)
-    low = torch.zeros(2**15, dtype=torch.long)
-    for x in parts():
-        bits = _bits(x)
-        low += torch.bincount(bits[bits >> 15 == bin] & 2**15 - 1, minlength=2**15)
-    rest, _ = _bin_of(low, keep - above)
-    return torch.tensor(bin << 15 | rest, dtype=torch.int32).view(torch.float32).item()
+    "The threshold of absolute values, exact, in two passes (of fp64 four) and 1 MB"
+    dtype, keep, known, above = next(iter(parts()), torch.empty(0)).dtype, 0, 0, 0
+    rest = whole = 8 * dtype.itemsize - 1  # bits of the threshold that are not known yet
+    while rest:
+        digit = min(rest, 16)
+        counts = torch.zeros(2**digit, dtype=torch.long)
+        for x in parts():
+            bits = x.abs().flatten().contiguous().view(_whole_numbers[dtype])
+            if rest < whole:
+                bits = bits[bits >> rest == known]
+            counts += torch.bincount(bits >> rest - digit & 2**digit - 1, minlength=2**digit)
+        keep = int(density * int(counts.sum())) if rest == whole else keep - above
+        if not keep:
+            return torch.inf
+        bin, above = _bin_of(counts, keep)
+        known, rest = known << digit | bin, rest - digit
+    return torch.tensor(known, dtype=_whole_numbers[dtype]).view(dtype).item()
 
 
-def _bits(x: Tensor) -> Tensor:  # bits of absolute values sort like the numbers
-    return x.abs().flatten().contiguous().view(torch.int32)
+_whole_numbers = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def _bin_of(counts: Tensor, k: int) -> tuple[int, int]:
@@ -134,7 +128,7 @@ class MergeConfig:
             )
         if self.router_from > num:
             raise ValueError(f'router_from={self.router_from}: there are {num} models')
-        return torch.tensor(weights)
+        return torch.tensor(weights, dtype=torch.float64)
 
 
 # %% ../../nbs/model/merge.ipynb #5874d7ed
@@ -152,7 +146,7 @@ def merge_tensor(
     thresholds: Sequence[float] | None = None,  # for 'ties', one per model; None = by this tensor
 ) -> Tensor:  # [...]
     "One weight of the merged model"
-    weights = cfg.weights_of(len(models))
+    weights = cfg.weights_of(len(models)).to(models.dtype)
     if base is None:
         return (_column(weights, models) * models).sum(0) / weights.sum()
     deltas = models - base
@@ -170,6 +164,7 @@ class Weights:
 
     folder: Path
     parts: dict[str, Any]  # slices of files
+    dtype: torch.dtype = torch.float32  # to compute with: fp64 if the checkpoint has any
 
     def __init__(self, folder: str | Path, stack: ExitStack) -> None:
         self.folder, self.parts, policy = Path(folder), {}, read_config(folder)
@@ -180,7 +175,9 @@ class Weights:
             except (OSError, SafetensorError) as e:
                 raise ValueError(f'{path} cannot be read ({e}): copy it again') from None
             for name in (n for n in shard.keys() if where.get(n, path.name) == path.name):
-                self.parts |= dict(unfused(name, shard.get_slice(name), policy))
+                part = shard.get_slice(name)
+                self.dtype = torch.float64 if part.get_dtype() == 'F64' else self.dtype
+                self.parts |= dict(unfused(name, part, policy))
 
     def __getitem__(self, name: str) -> Tensor:  # in the type of the file
         if name not in self.parts:
@@ -192,14 +189,14 @@ class Weights:
 
 
 # %% ../../nbs/model/merge.ipynb #f63ea5f1
-def _read(weights: Weights, name: str, shape: tuple[int, ...]) -> Tensor:
+def _read(weights: Weights, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     t = weights[name]
     if tuple(t.shape) != shape:
         raise ValueError(
             f'{name} of {weights.folder} has shape {list(t.shape)}, needed is {list(shape)}: '
             'merge models of one size'
         )
-    return t.float()
+    return t.to(dtype)
 
 
 def merged_weights(
@@ -211,11 +208,13 @@ def merged_weights(
 ) -> Iterator[tuple[str, Tensor]]:  # in the type of the first model
     "The merged model, weight by weight. Raises ValueError"
 
+    wide = _widest([*models, *([] if base is None else [base])])
+
     def changes(model: Weights) -> Iterator[Tensor]:
         assert base is not None, 'changes need a base'
         for name, shape in shapes.items():
             if not (cfg.router_from and is_router(name)):
-                yield _read(model, name, shape) - _read(base, name, shape)
+                yield _read(model, name, shape, wide) - _read(base, name, shape, wide)
             passed()
 
     thresholds = None
@@ -224,14 +223,18 @@ def merged_weights(
     for name, shape in shapes.items():
         dtype = models[0][name].dtype
         if cfg.router_from and is_router(name):
-            merged = _read(models[cfg.router_from - 1], name, shape)
+            merged = _read(models[cfg.router_from - 1], name, shape, wide)
         else:
-            root = None if base is None else _read(base, name, shape)
+            root = None if base is None else _read(base, name, shape, wide)
             merged = merge_tensor(
-                root, torch.stack([_read(m, name, shape) for m in models]), cfg, thresholds
+                root, torch.stack([_read(m, name, shape, wide) for m in models]), cfg, thresholds
             )
         yield name, merged.to(dtype)
         passed()
+
+
+def _widest(opened: list[Weights]) -> torch.dtype:
+    return torch.float64 if any(w.dtype == torch.float64 for w in opened) else torch.float32
 
 
 def merge_checkpoints(
@@ -252,11 +255,12 @@ def merge_checkpoints(
     if Path(out).exists():
         raise ValueError(f'{out} exists: choose another folder')
     shapes = hf_shapes(config)
-    passes = 1 + 2 * len(models) * (cfg.method == 'ties' and cfg.density_of == 'model')
     with ExitStack() as stack:
         opened = [Weights(f, stack) for f in models]
         root = None if base is None else Weights(base, stack)
-        passed = progress(passes * len(shapes))
+        searches = len(models) * (cfg.method == 'ties' and cfg.density_of == 'model')
+        each = 4 if _widest([*opened, *([root] if root else [])]) == torch.float64 else 2
+        passed = progress((1 + each * searches) * len(shapes))
         weights = merged_weights(root, opened, shapes, cfg, passed)
         write_pretrained(config, weights, out, like=models[0])
 

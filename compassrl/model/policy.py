@@ -5,9 +5,14 @@
 # %% ../../nbs/model/policy.ipynb #c5e5bfe6
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from compassrl.model.layers import (
     Attend,
@@ -64,7 +69,11 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`[N, K]` gates, the ids that they are for (`replay` where `valid`) and the router's own;
         gates are always live"""
-        scores = F.linear(x, self.router).to(torch.promote_types(x.dtype, torch.float32))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.correction is None:
+            scores = F.linear(x, self.router).to(wide)
+        else:  # as in transformers, vLLM and Megatron-Core: small differences choose
+            scores = F.linear(x.to(wide), self.router.to(wide))
         own = self.choose(scores)
         idx = own
         if replay is not None:
@@ -74,6 +83,13 @@ class MoE(nn.Module):
         if self.slopes is not None and torch.is_grad_enabled():
             gates = with_balance_loss(gates, self.probs(scores), self.slopes, self.num_rows)
         return gates, idx, own
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        exact = self.correction
+        super()._apply(fn, recurse)
+        if exact is not None and self.correction.element_size() < 4:  # fp32, or wider
+            self.correction = exact.to(self.correction.device)
+        return self
 
     def probs(self, scores: Tensor) -> Tensor:  # [N, E] -> [N, E], of all experts
         if self.correction is None:
@@ -97,11 +113,11 @@ class MoE(nn.Module):
         valid: Tensor | None = None,  # [N] bool: where to use them
     ) -> tuple[Tensor, Tensor]:  # [N, D], the router's own choice [N, K], replayed or not
         gates, idx, own = self.route(x, replay, valid)
-        flat = idx.flatten()
-        order = flat.argsort(stable=True)
+        experts, order = idx.flatten().sort(stable=True)
         rank = torch.arange(len(order), device=x.device)
         inverse = torch.empty_like(order).scatter_(0, order, rank)
-        offsets = flat.bincount(minlength=len(self.router)).cumsum(0).int()
+        ids = torch.arange(len(self.router), device=x.device)
+        offsets = torch.searchsorted(experts, ids, right=True, out_int32=True)
         h = grouped_linear(dispatch(x, order, inverse, self.K), self.gate_up, offsets)
         h = gated_swiglu(h, gates.flatten().index_select(0, order))
         y = combine_experts(grouped_linear(h, self.down, offsets), order, inverse, self.K)
@@ -197,6 +213,8 @@ class Policy(nn.Module):
     head: nn.Parameter
     cos: Tensor
     sin: Tensor
+    compute_dtype: torch.dtype | None = None  # of a pass; None = that of the weights
+    recompute: bool = False  # keep the input of each block alone for the backward pass?
 
     def __init__(self, config: PolicyConfig, seed: int = 0) -> None:
         super().__init__()
@@ -228,18 +246,31 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, list[Tensor | None]]:
         """All blocks and the last norm: hidden states `[N, D]`, and of each layer the router's own
         choices `[N, K]` (None if dense)"""
-        x = F.embedding(token_ids, self.embed)
+        x = F.embedding(token_ids, self.embed).to(self.compute_dtype or self.embed.dtype)
         cos = self.cos[positions][:, None].to(x.dtype)
         sin = self.sin[positions][:, None].to(x.dtype)
         routes = []
         for i, block in enumerate(self.blocks):
             replay = None if routed_experts is None else routed_experts[:, i]
-            x, own = block(x, cos, sin, attend, replay, routes_valid)
+            x, own = self.run_block(block, x, cos, sin, attend, replay, routes_valid)
             routes.append(own)
-        return rms_norm(x, self.norm, self.config.rms_norm_eps), routes
+        return rms_norm(x, self.norm.to(x.dtype), self.config.rms_norm_eps), routes
+
+    def run_block(self, block: nn.Module, x: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
+        "One block with its weights in the type of `x`; the gradient reaches the weights themselves"
+
+        def run(x: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
+            if x.dtype == self.embed.dtype:
+                return block(x, *args)
+            narrow = {name: p.to(x.dtype) for name, p in block.named_parameters()}
+            return functional_call(block, narrow, (x, *args))
+
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(run, x, *args, use_reentrant=False, preserve_rng_state=False)
+        return run(x, *args)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head)
+        return F.linear(hidden, self.head.to(hidden.dtype))
 
     def forward(
         self,
@@ -269,7 +300,7 @@ class Policy(nn.Module):
         hidden, routes = self.trunk(
             token_ids[at], at[1], attend, pick(routed_experts), pick(routes_valid)
         )
-        own = stack_routes(routes, len(hidden), self.config.num_experts_per_tok)
+        own = stack_routes(routes, len(hidden), self.config.num_experts_per_tok, hidden.device)
         return (hidden, own) if tree is None else (tree.spread(hidden), own[tree.node])
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compassrl.model.layers import Attend
+from compassrl.model.layers import Attend, attend_causally
 
 # %% auto #0
 __all__ = ['PrefixTree', 'prefix_tree', 'tree_attention']
@@ -82,11 +82,7 @@ def tree_attention(tree: PrefixTree) -> Attend:
         return F.embedding(tree.cells, x.flatten(1)).view(R, T, *x.shape[1:]).transpose(1, 2)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        queries, keys, values = (in_rows(x) for x in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, enable_gqa=grouped
-        )
+        out = attend_causally(*(in_rows(x) for x in (q, k, v)))
         return F.embedding(tree.place, out.transpose(1, 2).reshape(R * T, -1)).view_as(q)
 
     return attend

@@ -31,23 +31,10 @@ from compassrl.model.policy import Block, DenseMLP, MoE, Policy, PolicyConfig
 
 # %% auto #0
 __all__ = [
-    'patterns',
-    'hf_slices',
-    'hf_weights',
-    'hf_shapes',
-    'unfused',
-    'checked_weights',
-    'load_hf_weights',
-    'companions',
-    'config_like',
-    'copy_companions',
-    'weight_parts',
-    'write_pretrained',
-    'save_pretrained',
-    'shard_files',
-    'read_shards',
-    'from_pretrained',
-]
+    'patterns', 'hf_slices', 'hf_weights', 'hf_shapes', 'unfused', 'checked_weights',
+    'load_hf_weights', 'companions', 'config_like', 'copy_companions', 'weight_parts',
+    'write_pretrained', 'save_pretrained', 'shard_files', 'read_shards', 'from_pretrained',
+]  # fmt: skip
 
 
 # %% ../../nbs/model/pretrained.ipynb #46ace6c3

@@ -65,8 +65,9 @@ def run_memory(
     rank: int = 0,
 ) -> dict[str, float]:  # part -> bytes, at the worst moment
     "What one rank of a run holds on its device"
-    c, alone = cfg.policy, ParallelConfig()
-    p = alone if cfg.train_engine == 'torch' else cfg.parallel
+    c, p = cfg.policy, cfg.parallel.on(cfg.device)
+    alone = ParallelConfig(dtype=p.dtype, recompute=p.recompute)
+    p = alone if cfg.train_engine == 'torch' else p
     held = rank_memory(c, p, world_size, rank_place(p, c, world_size, rank), workload(cfg))
     if rank:
         return held

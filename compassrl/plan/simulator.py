@@ -21,16 +21,9 @@ from compassrl.rollout.schedule import Schedule
 
 # %% auto #0
 __all__ = [
-    'StepCost',
-    'Cluster',
-    'RoundRobin',
-    'makespan',
-    'idle_frac',
-    'lower_bound',
-    'work',
-    'fit_cost',
-    'rewards_done',
-]
+    'StepCost', 'Cluster', 'RoundRobin', 'makespan', 'idle_frac', 'lower_bound', 'work',
+    'fit_cost', 'rewards_done',
+]  # fmt: skip
 
 
 # %% ../../nbs/plan/simulator.ipynb #d3d4db2c

@@ -21,20 +21,9 @@ from compassrl.train.megatron.parallel import ParallelConfig
 
 # %% auto #0
 __all__ = [
-    'gpus',
-    'reserve',
-    'layer_params',
-    'place_params',
-    'num_params',
-    'whole_place',
-    'Gpu',
-    'Workload',
-    'kept_elements',
-    'rank_memory',
-    'weight_bytes',
-    'kv_bytes',
-    'server_memory',
-]
+    'gpus', 'reserve', 'layer_params', 'place_params', 'num_params', 'whole_place', 'Gpu',
+    'Workload', 'kept_elements', 'rank_memory', 'weight_bytes', 'kv_bytes', 'server_memory',
+]  # fmt: skip
 
 # %% ../../nbs/plan/sizing.ipynb #24960031
 _parts = dict(

@@ -28,17 +28,9 @@ from compassrl.train.megatron.parallel import ParallelConfig, check_parallel
 
 # %% auto #0
 __all__ = [
-    'Guess',
-    'token_flops',
-    'decode_s',
-    'rollout_s',
-    'train_s',
-    'sync_s',
-    'Estimate',
-    'estimate',
-    'fitting',
-    'check_fits',
-]
+    'Guess', 'token_flops', 'decode_s', 'rollout_s', 'train_s', 'sync_s', 'Estimate', 'estimate',
+    'fitting', 'check_fits',
+]  # fmt: skip
 
 
 # %% ../../nbs/plan/step_time.ipynb #34c626c4

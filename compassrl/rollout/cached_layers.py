@@ -17,14 +17,19 @@ from compassrl.model.layers import grouped_linear
 from compassrl.model.policy import Block, MoE
 
 # %% auto #0
-__all__ = ['folded', 'scaled_rms', 'turn_heads', 'add_experts', 'swiglu', 'shared_expert']
+__all__ = [
+    'folded', 'scaled_rms', 'turn_heads', 'add_experts', 'add_all_experts', 'swiglu',
+    'shared_expert',
+]  # fmt: skip
 
 
 # %% ../../nbs/rollout/cached_layers.ipynb #e6ab30ea
 def folded(
-    block: Block,  # its weights change, what it computes does not
+    block: Block,
+    fold: bool = True,  # in place? The weights change then, what they compute does not
 ) -> SimpleNamespace:  # weights for decoding, as views
-    "Multiply each norm's weight, and the sqrt(D) of its mean, into the products that follow"
+    """Multiply each norm's weight, and the sqrt(D) of its mean, into the products that follow. Not
+    where that would round weights twice, or where a kernel does it"""
     D = block.attn_norm.shape[0]
     mlp = block.mlp
     sparse = isinstance(mlp, MoE)
@@ -32,18 +37,22 @@ def folded(
     shared = mlp.shared if sparse else None
     if shared is not None:
         after_mlp_norm += [w for w in (shared.gate_up, shared.gate) if w is not None]
-    for norm, products in ((block.attn_norm, [block.qkv]), (block.mlp_norm, after_mlp_norm)):
+    norms = (block.attn_norm, [block.qkv]), (block.mlp_norm, after_mlp_norm)
+    for norm, products in norms if fold else ():
         for weight in products:
             weight.mul_(norm * D**0.5)
         norm.fill_(D**-0.5)
     layer = SimpleNamespace(qkv=block.qkv.mT, qkv_bias=block.qkv_bias, out=block.out.mT)
+    layer.attn_norm, layer.mlp_norm = (None if fold else norm for norm, _ in norms)
     layer.sparse, layer.shared_gate_up, layer.shared_down = sparse, None, None
     layer.qk_norm, layer.heads = block.qk_norm, [block.H, block.KV]
     if block.qk_norm != 'none':
-        _fold_qk(layer, block)
+        _fold_qk(layer, block, fold)
     if sparse:
         layer.gate_up, layer.down = mlp.gate_up, mlp.down
-        layer.router, layer.moe, layer.K = mlp.router.mT, mlp, mlp.K
+        exact = mlp.correction  # its logits are those of `MoE.route`, in fp32
+        router = mlp.router if exact is None else mlp.router.to(exact.dtype)
+        layer.router, layer.moe, layer.K = router.mT, mlp, mlp.K
         layer.ids = torch.arange(len(mlp.router), device=mlp.router.device)
     else:
         layer.gate_up, layer.down = mlp.gate_up.mT, mlp.down.mT
@@ -53,25 +62,28 @@ def folded(
     return layer
 
 
-def _fold_qk(layer: SimpleNamespace, block: Block) -> None:
+def _fold_qk(layer: SimpleNamespace, block: Block, fold: bool) -> None:
     "Weights of the norms of queries and keys, with the sqrt of their widths, and their `small`"
     H, KV, d = block.H, block.KV, block.d
     each = block.qk_norm == 'head'
     widths = (d, d) if each else (H * d, KV * d)
     pairs = zip((block.q_norm, block.k_norm), (H, KV), widths)
-    scales = [(w.repeat(n) if each else w) * width**0.5 for w, n, width in pairs]
+    scales = [(w.repeat(n) if each else w) * (width**0.5 if fold else 1) for w, n, width in pairs]
     layer.scale = torch.cat(scales).view(-1, d)
-    layer.small = [torch.tensor((width * block.eps) ** 0.5) for width in widths]
+    layer.small = [
+        torch.tensor((width * block.eps) ** 0.5) if fold else block.eps for width in widths
+    ]
 
 
 # %% ../../nbs/rollout/cached_layers.ipynb #57a76b98
 def scaled_rms(
     x: Tensor,  # [..., D]
-    small: Tensor,  # sqrt(D eps) of the RMS norm
+    small: Tensor | float,  # sqrt(D eps) of the RMS norm; a float is eps: all of the norm is asked
+    weight: Tensor | None = None,  # [D] of all of the norm
 ) -> Tensor:  # x / sqrt(|x|^2 + D eps): the RMS norm but for its weight and sqrt(D)
-    "Three small kernels where `F.rms_norm` takes six"
-    if x.element_size() < 4:
-        return scaled_rms(x.float(), small).to(x.dtype)
+    "Three small kernels where `F.rms_norm` takes six; on a GPU that is one kernel"
+    if isinstance(small, float):
+        return F.rms_norm(x, x.shape[-1:], weight, small)
     return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), small)
 
 
@@ -106,7 +118,7 @@ def add_experts(
     product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear,
 ) -> Tensor:  # expert ids [n, K]
     "`MoE.forward` without a way back: outputs are added where they belong"
-    logits = torch.mm(y, layer.router)
+    logits = torch.mm(y.to(layer.router.dtype), layer.router)
     if x.element_size() < 4:
         logits = logits.float()
     gates, idx = _routed(layer.moe, logits)
@@ -114,21 +126,48 @@ def add_experts(
     token = owner.index_select(0, order)
     ends = torch.searchsorted(experts, layer.ids, right=True, out_int32=True)
     gate, up = product(y.index_select(0, token), layer.gate_up, ends).chunk(2, -1)
-    h = F.silu(gate).mul_(up).mul_(gates.view(-1).index_select(0, order)[:, None])
-    x.index_add_(0, token, product(h, layer.down, ends))
+    gates = gates.view(-1).index_select(0, order)[:, None]
+    h = F.silu(gate).mul_(up).mul_(gates.to(x.dtype))
+    y = product(h, layer.down, ends)
+    if y.device.type == 'cpu':
+        x.index_add_(0, token, y)
+    else:  # there `index_add_` is in another order each time
+        rank = torch.arange(len(order), device=y.device)
+        inverse = torch.empty_like(order).scatter_(0, order, rank)
+        x.add_(y.index_select(0, inverse).view(len(x), -1, y.shape[-1]).sum(1))
+    return idx
+
+
+def add_all_experts(
+    x: Tensor,  # [n, D] residual stream: the experts' outputs are added in place
+    y: Tensor,  # [n, D] its norm
+    layer: SimpleNamespace,
+) -> Tensor:  # expert ids [n, K]
+    """`add_experts` for few rows on a GPU: every expert works on every row, because its weights are
+    read anyway. Nothing is sorted, and each sum has one order"""
+    logits = torch.mm(y.to(layer.router.dtype), layer.router)
+    gates, idx = _routed(layer.moe, logits)
+    of_all = torch.zeros_like(logits, dtype=gates.dtype).scatter_(1, idx, gates)  # [n, E]
+    gate, up = torch.bmm(y.expand(len(layer.ids), -1, -1), layer.gate_up.mT).chunk(2, -1)
+    h = F.silu(gate).mul_(up)  # [E, n, I]
+    flat = h.new_empty(len(x), len(h), h.shape[-1])
+    torch.mul(h.transpose(0, 1), of_all[..., None], out=flat)
+    x.addmm_(flat.flatten(1), layer.down.mT.flatten(0, 1))
     return idx
 
 
 def _routed(moe: MoE, logits: Tensor) -> tuple[Tensor, Tensor]:
     "`MoE.route`: gates and expert ids; a softmax over the top k needs only their logits"
+    wide = torch.promote_types(logits.dtype, torch.float32)
     if moe.correction is not None:
+        logits = logits.to(wide)
         idx = moe.choose(logits)
         return moe.gates(logits, idx), idx
     chosen, idx = logits.topk(moe.K, -1)
     if moe.norm:
-        gates = chosen.softmax(-1)
+        gates = chosen.softmax(-1, dtype=wide)
     else:
-        gates = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
+        gates = (chosen.to(wide) - logits.to(wide).logsumexp(-1, keepdim=True)).exp()
     return gates, idx
 
 

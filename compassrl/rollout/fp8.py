@@ -16,19 +16,9 @@ from compassrl.rollout.torch_rollout import TorchRollout
 
 # %% auto #0
 __all__ = [
-    'e4m3',
-    'largest',
-    'weight_block',
-    'row_block',
-    'decode_e4m3',
-    'encode_e4m3',
-    'quantise',
-    'dequantise',
-    'takes_fp8',
-    'fp8_weights',
-    'scaled_mm',
-    'Fp8Rollout',
-]
+    'e4m3', 'largest', 'weight_block', 'row_block', 'decode_e4m3', 'encode_e4m3', 'quantise',
+    'dequantise', 'takes_fp8', 'fp8_weights', 'scaled_mm', 'Fp8Rollout',
+]  # fmt: skip
 
 # %% ../../nbs/rollout/fp8.ipynb #b44ffaa9
 e4m3: torch.dtype = torch.float8_e4m3fn  # the format of a code
@@ -146,8 +136,10 @@ def scaled_mm(
 
 
 class Fp8Rollout(TorchRollout):
-    """`TorchRollout` with products in FP8: weights 128x128, activations 1x128. Raises ValueError
-    for weights not finite"""
+    """`TorchRollout` with the numbers of FP8: weights 128x128, activations 1x128. It checks numbers
+    and is no faster than bf16; vLLM is. Raises ValueError for weights not finite"""
+
+    plain = False
 
     def __init__(
         self,
@@ -162,6 +154,8 @@ class Fp8Rollout(TorchRollout):
     ) -> None:
         super().__init__(config, num_slots, dtype, device, return_routes)
         self.weights, self.activations, self.kv_cache = weights, activations, kv_cache
+        if weights or activations:  # as they are in the checkpoint
+            self.folds, self.small = False, config.rms_norm_eps
         on_gpu = torch.device(device).type == 'cuda'
         hopper = on_gpu and torch.cuda.get_device_capability(device) == (9, 0)
         self.has_kernel = weights and activations and hopper
@@ -174,19 +168,29 @@ class Fp8Rollout(TorchRollout):
         self.version = None  # until all are finite
         for i, layer in enumerate(self.layers if self.weights else []):
             for k in ('qkv', 'out', 'gate_up', 'down', 'shared_gate_up', 'shared_down'):
-                if getattr(layer, k) is not None:
-                    setattr(layer, k, self.keep(f'layer {i}: {k}', getattr(layer, k)))
+                if (w := getattr(layer, k)) is not None:
+                    setattr(layer, k, self.keep(f'layer {i}: {k}', w, self.parts(k, w)))
         self.version = version
 
-    def keep(self, name: str, w: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def parts(self, kind: str, w: Tensor) -> list[int]:
+        "Outputs of each matrix of the checkpoint in one of ours: each is quantised by itself"
+        out, d = w.shape[-2 if w.dim() == 3 else -1], self.config.head_dim
+        if kind == 'qkv':
+            keys = self.config.num_key_value_heads * d
+            return [out - 2 * keys, keys, keys]
+        return [out // 2] * 2 if 'gate_up' in kind else [out]
+
+    def keep(self, name: str, w: Tensor, parts: list[int]) -> Tensor | tuple[Tensor, Tensor]:
         "What `product` or `expert_product` gets: codes and scales, or what they stand for"
         out_in = w if w.dim() == 3 else w.mT
-        codes, scales = _finite(name, *quantise(out_in))
-        if self.has_kernel and not any(n % 128 for n in out_in.shape[-2:]):
+        found = [_finite(name, *quantise(m)) for m in out_in.split(parts, -2)]
+        if self.has_kernel and not any(n % 128 for n in (*parts, out_in.shape[-1])):
+            codes, scales = (torch.cat(t, -2) for t in zip(*found))
             return codes.contiguous(), scales
         w = w.to(self.wide)
         out_in = w if w.dim() == 3 else w.mT
-        out_in.copy_(dequantise(codes, scales))  # in place: its layout is the fast one
+        for m, coded in zip(out_in.split(parts, -2), found):
+            m.copy_(dequantise(*coded))  # in place: its layout is the fast one
         return w
 
     def rounded(self, x: Tensor, w: Tensor) -> Tensor:

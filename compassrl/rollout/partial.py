@@ -26,6 +26,16 @@ def drawn_mask(s: Sample) -> Tensor:  # [Tr] bool
     return own if s.policy_mask is None else s.policy_mask
 
 
+def _joined(old: Sample, new: Sample) -> tuple[Tensor | None, Tensor | None]:
+    "Routes of the earlier passes, then those that the last one adds, and where they are valid"
+    if old.routed_experts is None or new.routed_experts is None:
+        return new.routed_experts, new.routes_valid
+    assert old.routes_valid is not None and new.routes_valid is not None
+    n = len(old.routed_experts)
+    routes = torch.cat((old.routed_experts, new.routed_experts[n:]))
+    return routes, torch.cat((old.routes_valid, new.routes_valid[n:]))
+
+
 _tensors = ('rollout_log_probs', 'token_versions', 'policy_mask', 'routed_experts', 'routes_valid')
 _plain = ('prompt_id', 'index', 'prompt_ids', 'response_ids', 'finish_reason', 'weight_version')
 
@@ -71,17 +81,19 @@ class PartialResponses:
 
     def take(self, s: Sample) -> Sample | None:  # the whole response, if this was its last part
         """Adds a part to its response. Each token keeps the log-prob and the version of the weights
-        that drew it; routes are those of the last pass"""
+        that drew it, and its routes are those of that pass"""
         key = s.prompt_id, s.index
         r, old = self.groups[s.prompt_id][s.index], self.drawn.get(key)
         drawn_by = torch.full((len(s.response_ids),), s.weight_version)
         ids, log_probs, own = s.response_ids, s.rollout_log_probs, drawn_mask(s)
+        routes, valid = s.routed_experts, s.routes_valid
         if old is not None:
             assert old.token_versions is not None
             ids = old.response_ids + ids
             log_probs = torch.cat((old.rollout_log_probs, log_probs))
             drawn_by = torch.cat((old.token_versions, drawn_by))
             own = torch.cat((drawn_mask(old), own))
+            routes, valid = _joined(old, s)
         read = [*r.prompt_ids, *ids[: len(ids) - len(s.response_ids)]]
         assert s.prompt_ids == read, f'{key}: a part of something else'
         s = self.drawn[key] = replace(
@@ -91,6 +103,8 @@ class PartialResponses:
             rollout_log_probs=log_probs,
             token_versions=drawn_by,
             policy_mask=None if own.all() else own,
+            routed_experts=routes,
+            routes_valid=valid,
         )
         if s.finish_reason == 'length' and len(ids) < r.params.max_tokens:
             return None

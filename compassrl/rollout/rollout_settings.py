@@ -78,6 +78,9 @@ class ScheduleConfig:
     # Largest number of tokens drawn of one response per step; the rest follows in the next steps
     # with newer weights, see loss.tis (0 = no limit)
     partial_tokens: Annotated[int, at_least(0)] = 0
+    # Steps that are sampled before they train, by weights that are so many updates older, while
+    # the trainer works; 0 = sample, then train. 1 is enough where both take as long; see loss.tis
+    max_staleness: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
         check(self)
@@ -105,6 +108,11 @@ class VllmConfig:
     gpu_memory_utilization: Annotated[float, above(0, up_to=1)] = 0.85
     # Share the trainer's GPUs: vLLM sleeps while the trainer works (not run on GPU)
     colocated: bool = False
+    # Kernel of the experts on GPUs. 'auto': the fastest that vLLM finds; another if that one is
+    # refused or reports no routes (only 'triton' was run on a GPU)
+    moe_backend: Literal[
+        'auto', 'triton', 'deep_gemm', 'cutlass', 'flashinfer_cutlass', 'flashinfer_trtllm'
+    ] = 'auto'
     prefix_caching: bool = True  # Read the prompt of a group once and reuse its keys and values
     # Restarts of one server within an hour; then the pool goes on without it
     max_restarts: Annotated[int, at_least(0)] = 3

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,11 @@ from compassrl.model.pretrained import load_hf_weights
 from compassrl.phases import phase
 from compassrl.records import Request, RolloutEngine, Sample, as_requests
 from compassrl.rollout.cached_layers import (
+    add_all_experts,
     add_experts,
     folded,
     scaled_rms,
     shared_expert,
-    swiglu,
     turn_heads,
 )
 from compassrl.rollout.requests import check_request
@@ -35,12 +35,18 @@ from compassrl.rollout.rollout_settings import RolloutConfig as RolloutConfig
 from compassrl.rollout.slots import Slots
 
 # %% auto #0
-__all__ = ['TorchRollout']
-
+__all__ = ['look_every', 'TorchRollout']
 
 # %% ../../nbs/rollout/torch_rollout.ipynb #1e7d4e67
+look_every = 8  # steps of a GPU between two looks at which responses have ended
+
+
 class TorchRollout(RolloutEngine):
     "The embedded rollout engine"
+
+    plain: ClassVar[bool] = (
+        True  # are products torch's own, so that a GPU can fuse and capture them?
+    )
 
     if TYPE_CHECKING:  # methods with cells of their own
 
@@ -49,6 +55,8 @@ class TorchRollout(RolloutEngine):
         ) -> tuple[Tensor, Tensor]: ...
         def prefill(self, prompts: list[tuple[int, ...]]) -> None: ...
         def admit(self, requests: list[Request]) -> list[int]: ...
+        def decode(self, n: int, width: int) -> Tensor: ...
+        def captured(self, n: int, width: int) -> Tensor: ...
         def step(self) -> list[int]: ...
         def harvest(self, slot: int) -> Sample: ...
 
@@ -64,16 +72,23 @@ class TorchRollout(RolloutEngine):
         if num_slots < 1:
             raise ValueError(f'num_slots={num_slots}: use at least 1')
         self.config, self.return_routes, self.device = config, return_routes, device
+        self.on_gpu = torch.device(device).type != 'cpu'
+        self.fuses = self.on_gpu and self.plain
         self.policy = Policy(config).to(device, dtype).requires_grad_(False)
         for p in self.policy.blocks.parameters():
             if p.dim() > 1:  # stored input by output: products of few rows read them faster so
                 p.data = p.mT.contiguous().mT
         self.layers: list[SimpleNamespace] = []  # views on the weights, made by `load_weights`
-        self.slots = Slots(config, num_slots, dtype, device)
+        # a GPU works on while it is not asked which responses have ended
+        self.slots = Slots(config, num_slots, dtype, device, look_every if self.on_gpu else 1)
+        # captured steps by the columns that they read and the capacity of slots (not run on GPU)
+        self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.prefixes: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = OrderedDict()
         self.version: int | None = None  # None = there are no weights yet
+        self.folds = not self.on_gpu and dtype.itemsize >= 4  # see `folded`
         # the epsilon of `scaled_rms`
-        self.small = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
+        small = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
+        self.small = small if self.folds else config.rms_norm_eps
 
     @phase('weight transfer')
     @torch.inference_mode()
@@ -88,13 +103,18 @@ class TorchRollout(RolloutEngine):
         self.prefixes.clear()
         self.slots.kv.zero_()  # masked places count 0 times a number, which must be finite
         load_hf_weights(self.policy, weights)
-        self.layers = [folded(cast(Block, b)) for b in self.policy.blocks]
+        self.layers = [folded(cast(Block, b), self.folds) for b in self.policy.blocks]
+        self.graphs.clear()
         self.version = version
 
     # what another precision changes
     def product(self, x: Tensor, w: Tensor) -> Tensor:
         "Projection: `[n, in] @ [in, out]`"
         return torch.mm(x, w)
+
+    def add_product(self, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        "Add a projection in place"
+        return x.addmm_(y, w) if self.fuses else x.add_(self.product(y, w))
 
     def expert_product(self, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         "Products of all experts, like `grouped_linear`"
@@ -114,6 +134,7 @@ def forward(
     place: Tensor,  # [N] where each token stands in its own sequence
     # (layer, rotated queries and keys, values [N, H+2KV, d]) -> [N, H*d]
     attend: Callable[[int, Tensor], Tensor],
+    few: bool = False,  # are these the newest tokens alone?
 ) -> tuple[Tensor, Tensor]:  # hidden states [N, D], routes [N, L, K]
     "What `Policy.trunk` computes"
     c, x, routes = self.config, F.embedding(ids, self.policy.embed), []
@@ -121,22 +142,28 @@ def forward(
     heads, d, K = c.num_attention_heads + c.num_key_value_heads, c.head_dim, c.num_experts_per_tok
     owner = torch.arange(len(ids) * K, device=self.device) // K
     for i, layer in enumerate(self.layers):
-        qkv = self.product(scaled_rms(x, self.small), layer.qkv)
+        qkv = self.product(scaled_rms(x, self.small, layer.attn_norm), layer.qkv)
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
         qkv = qkv.view(len(ids), -1, d)
         turn_heads(qkv[:, :heads], cos, sin, layer)
-        x += self.product(attend(i, qkv), layer.out)
-        y = scaled_rms(x, self.small)
+        self.add_product(x, attend(i, qkv), layer.out)
+        y = scaled_rms(x, self.small, layer.mlp_norm)
         if not layer.sparse:
-            x += swiglu(y, layer.gate_up, layer.down, self.product)
+            gate, up = self.product(y, layer.gate_up).chunk(2, -1)
+            self.add_product(x, F.silu(gate).mul_(up), layer.down)
             routes.append(None)
             continue
-        routes.append(add_experts(x, y, layer, owner, self.expert_product))
+        if few and self.fuses:
+            routes.append(add_all_experts(x, y, layer))
+        else:
+            routes.append(add_experts(x, y, layer, owner, self.expert_product))
         if layer.shared_down is not None:
             x += shared_expert(y, layer, self.product)
-    hidden = scaled_rms(x, self.small) * (self.policy.norm * c.hidden_size**0.5)
-    return hidden, stack_routes(routes, len(ids), K)
+    norm = self.policy.norm * c.hidden_size**0.5 if self.folds else self.policy.norm
+    hidden = scaled_rms(x, self.small, norm)
+    hidden = hidden * norm if self.folds else hidden
+    return hidden, stack_routes(routes, len(ids), K, hidden.device)
 
 
 # %% ../../nbs/rollout/torch_rollout.ipynb #242fe0c1
@@ -147,6 +174,10 @@ def prefill(
     prompts: list[tuple[int, ...]],  # not in the cache yet
 ) -> None:
     "Keys, values and routes of all prompt tokens, and the logits of the first response token"
+    if self.on_gpu and len(prompts) > 1:  # one by one: what else is read changes no bit
+        for prompt in prompts:
+            self.prefill([prompt])
+        return
     H, KV = self.config.num_attention_heads, self.config.num_key_value_heads
     lengths = torch.tensor([len(p) for p in prompts], device=self.device)
     mask = torch.arange(int(lengths.max()), device=self.device) < lengths[:, None]
@@ -195,30 +226,75 @@ def admit(
 # %% ../../nbs/rollout/torch_rollout.ipynb #b43a23cc
 @patch
 @torch.inference_mode()
-def step(self: TorchRollout) -> list[int]:  # slots that finished
-    "Feed the newest token of every busy slot and draw the next"
-    slots = self.slots
-    slots.make_room()
-    n, column = slots.num_running, slots.column
-    H, KV, d = self.config.num_attention_heads, slots.num_kv_heads, self.config.head_dim
-    window = slice(slots.oldest, column + 1)
-    bias = slots.bias[:, :, window]
-    newest = slots.kv[:, :, :n, :, column].transpose(1, 2).unbind()
-    in_use = slots.kv[:, :, :n, :, window].flatten(2, 3)  # [L, 2, n*KV, T, d]
-    keys, values = (t.unbind() for t in in_use.unbind(1))
+def decode(
+    self: TorchRollout,
+    n: int,  # slots, the first ones
+    width: int,  # columns that they look at
+) -> Tensor:  # [n, V] logits of their next tokens
+    "Feed the newest token of each slot"
+    slots, c = self.slots, self.config
+    H, KV, d, T = c.num_attention_heads, slots.num_kv_heads, c.head_dim, slots.capacity
+    rows = torch.arange(n, device=self.device)
+    place = slots.length[:n] - 1
+    if self.on_gpu:  # there are idle slots, and slots that run on after their end
+        place.clamp_(0, min(T, c.max_position_embeddings) - 1)
+    slots.bias[:n].scatter_(2, place[:, None, None].expand(-1, KV, 1), 0)
+    bias = slots.bias[:n, :, :width]
+    in_use = slots.kv[:, :, :n, :, :width]
+    # rows of `kv[layer]` as a table of vectors: keys of all slots, then values
+    table = torch.arange(2 * KV, device=self.device)
+    table = (table // KV * slots.num_slots + rows[:, None]) * KV + table % KV
+    newest = table * T + place[:, None]  # [n, 2KV]
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
-        newest[layer].copy_(self.cached(qkv[:, H:]).view(n, 2, KV, d))
-        queries = qkv[:, :H].reshape(n * KV, -1, d)
-        scores = torch.baddbmm(bias, queries, keys[layer].mT, alpha=d**-0.5)
-        return torch.bmm(scores.softmax(-1), values[layer]).view(n, -1)
+        kept = slots.kv[layer].view(-1, d)
+        kept.index_put_((newest,), self.cached(qkv[:, H:]))
+        queries, (keys, values) = qkv[:, :H].reshape(n, KV, -1, d), in_use[layer]
+        if self.on_gpu:
+            mask = bias[:, :, None]
+            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+            return out.reshape(n, -1)
+        queries, keys, values = (t.flatten(0, 1) for t in (queries, keys, values))
+        scores = torch.baddbmm(bias.flatten(0, 1)[:, None], queries, keys.mT, alpha=d**-0.5)
+        return torch.bmm(scores.softmax(-1), values).view(n, -1)
 
-    place = column - slots.first_column[:n]
-    hidden, routes = self.forward(slots.tokens[:n, column], place, attend)
+    ids = slots.tokens[:n].gather(1, place[:, None])[:, 0]
+    hidden, routes = self.forward(ids, place, attend, few=True)
     if self.return_routes:
-        slots.routes[:n, column] = routes.to(slots.routes)
-    slots.column += 1
-    return slots.draw(slice(0, n), self.policy.logits(hidden))
+        slots.routes[rows, place] = routes.to(slots.routes)
+    return self.policy.logits(hidden)
+
+
+@patch
+@torch.inference_mode()
+def step(self: TorchRollout) -> list[int]:  # slots that finished
+    "Feed the newest token of every busy slot and draw the next"
+    slots, n = self.slots, self.slots.num_running
+    width = max(slots.lengths)
+    if not self.on_gpu:
+        return slots.draw(slice(0, n), self.decode(n, width))
+    # always all slots, in a few widths: the same kernels, so the same numbers, for one as for many
+    width = min(max(256, 1 << (width - 1).bit_length()), slots.capacity)
+    decode = self.captured if self.fuses and self.slots.kv.is_cuda else self.decode
+    return slots.draw(slice(0, n), decode(slots.num_slots, width)[:n])
+
+
+@patch
+@torch.inference_mode()
+def captured(self: TorchRollout, n: int, width: int) -> Tensor:
+    "`decode` as one CUDA graph, which costs the host one call (not run on GPU)"
+    key = width, self.slots.capacity
+    if key not in self.graphs:
+        # where slots have grown, tensors have moved
+        self.graphs = {k: graph for k, graph in self.graphs.items() if k[1] == key[1]}
+        self.decode(n, width)  # libraries choose their kernels; a second time changes nothing
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.decode(n, width)
+        self.graphs[key] = graph, logits
+    graph, logits = self.graphs[key]
+    graph.replay()
+    return logits
 
 
 # %% ../../nbs/rollout/torch_rollout.ipynb #eb1d4177
@@ -226,14 +302,13 @@ def step(self: TorchRollout) -> list[int]:  # slots that finished
 def harvest(self: TorchRollout, slot: int) -> Sample:
     "The sample that a finished slot holds"
     assert self.version is not None
-    slots, request = self.slots, self.slots.requests[slot]
-    first, column = int(slots.first_column[slot]), slots.column
-    response = slice(first + len(request.prompt_ids), column + 1)
+    slots, request, end = self.slots, self.slots.requests[slot], self.slots.lengths[slot]
+    response = slice(len(request.prompt_ids), end)
     ids = slots.tokens[slot, response].tolist()
     routes = valid = None
     if self.return_routes:
-        routes = slots.routes[slot, first:column].cpu().clone()
-        valid = torch.ones(column - first, dtype=torch.bool)
+        routes = slots.routes[slot, : end - 1].cpu().clone()
+        valid = torch.ones(end - 1, dtype=torch.bool)
     return Sample(
         request.prompt_id,
         request.index,

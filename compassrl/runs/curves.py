@@ -19,16 +19,9 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'phase_names',
-    'read_step_rows',
-    'read_metrics',
-    'column',
-    'running_mean',
-    'phase_seconds',
-    'step_seconds',
-    'plot_curves',
-    'curves_png',
-]
+    'phase_names', 'read_step_rows', 'read_metrics', 'column', 'running_mean', 'phase_seconds',
+    'step_seconds', 'plot_curves', 'curves_png',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/curves.ipynb #791a09b0
@@ -95,6 +88,7 @@ def running_mean(
 # time_<phase>_s, in order
 phase_names: list[str] = [
     'rollout',
+    'wait',
     'reward',
     'log_probs',
     'ref_log_probs',

@@ -49,17 +49,9 @@ from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
-    'DistillConfig',
-    'chosen',
-    'data_row',
-    'stats_line',
-    'asked_of',
-    'check_settings',
-    'known_samples',
-    'drawn',
-    'distill',
-    'distill_command',
-]
+    'DistillConfig', 'chosen', 'data_row', 'stats_line', 'asked_of', 'check_settings',
+    'known_samples', 'drawn', 'distill', 'distill_command',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/distill.ipynb #8a7615a7

@@ -46,25 +46,10 @@ from compassrl.train.guards import GuardConfig, RunFailed, why_unjudged
 
 # %% auto #0
 __all__ = [
-    'evaluate_sets',
-    'check_judged',
-    'set_json',
-    'eval_json',
-    'interval',
-    'mean_interval',
-    'set_line',
-    'domain_intervals',
-    'domain_lines',
-    'eval_line',
-    'eval_lines',
-    'EvalConfig',
-    'defaults_of',
-    'is_run',
-    'data_of',
-    'evaluate_model',
-    'model_first',
-    'eval_command',
-]
+    'evaluate_sets', 'check_judged', 'set_json', 'eval_json', 'interval', 'mean_interval',
+    'set_line', 'domain_intervals', 'domain_lines', 'eval_line', 'eval_lines', 'EvalConfig',
+    'defaults_of', 'is_run', 'data_of', 'evaluate_model', 'model_first', 'eval_command',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/eval_sets.ipynb #400ef0a2

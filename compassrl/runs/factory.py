@@ -10,10 +10,11 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -26,6 +27,7 @@ from compassrl.plan.memory import check_memory
 from compassrl.procs import local_world, world
 from compassrl.records import RolloutEngine, TrainEngine
 from compassrl.rollout.fp8 import Fp8Rollout
+from compassrl.rollout.own_process import ProcessRollout
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
@@ -45,21 +47,10 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'rollout_engines',
-    'train_engines',
-    'RolloutSetup',
-    'rollout_setup',
-    'TrainSetup',
-    'train_setup',
-    'RolloutKind',
-    'TrainKind',
-    'check_engines',
-    'find_problems',
-    'prepare',
-    'follow',
-    'Engines',
-    'open_engines',
-]
+    'rollout_engines', 'train_engines', 'RolloutSetup', 'rollout_setup', 'TrainSetup',
+    'train_setup', 'RolloutKind', 'TrainKind', 'check_engines', 'find_problems', 'prepare',
+    'follow', 'Engines', 'open_engines',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/factory.ipynb #367c7a51
@@ -89,9 +80,14 @@ class RolloutSetup(NamedTuple):
         )
 
 
+def _replay(cfg: TrainConfig) -> ReplayMode:  # a dense policy has no routes
+    sparse = any(map(cfg.policy.is_sparse, range(cfg.policy.num_hidden_layers)))
+    return cfg.router_replay if sparse else 'off'
+
+
 def rollout_setup(cfg: TrainConfig) -> RolloutSetup:
     "The part of a config that its rollout engine reads"
-    routes = cfg.router_replay == 'R3'
+    routes = _replay(cfg) == 'R3'
     return RolloutSetup(cfg.policy, cfg.rollout, cfg.vllm, cfg.schedule, cfg.device, routes)
 
 
@@ -109,9 +105,8 @@ class TrainSetup(NamedTuple):
 def train_setup(cfg: TrainConfig) -> TrainSetup:
     "The part of a config that its train engine reads"
     temperature = cfg.rollout.temperature
-    return TrainSetup(
-        cfg.policy, cfg.optim, cfg.parallel, temperature, cfg.router_replay, cfg.device
-    )
+    parallel = cfg.parallel.on(cfg.device)
+    return TrainSetup(cfg.policy, cfg.optim, parallel, temperature, _replay(cfg), cfg.device)
 
 
 @dataclass(frozen=True)
@@ -160,13 +155,13 @@ class TrainKind:
 
 
 # %% ../../nbs/runs/factory.ipynb #0086ba58
-def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> TorchRollout:
-    r = s.rollout
+def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
+    r, kind = s.rollout, cast(Callable[..., TorchRollout], TorchRollout)
     common = s.policy, r.num_slots, s.dtype, s.device, s.return_routes
-    if not r.quantization and r.kv_cache_dtype == 'auto':
-        return TorchRollout(*common)
-    products, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
-    return Fp8Rollout(*common, weights=products, activations=products, kv_cache=cache)
+    if r.quantization or r.kv_cache_dtype != 'auto':
+        products, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
+        kind = partial(Fp8Rollout, weights=products, activations=products, kv_cache=cache)
+    return ProcessRollout(kind, *common) if s.schedule.max_staleness else kind(*common)
 
 
 def _vllm(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
@@ -230,7 +225,8 @@ def _torch_train(s: TrainSetup, source: Path) -> TorchTrain:
             f'{source} holds a policy of another shape than the config: '
             'use the config it was made with'
         )
-    return TorchTrain(policy.to(s.device), s.optim, s.temperature, s.router_replay)
+    dtype, again = getattr(torch, s.parallel.dtype), s.parallel.recompute == 'full'
+    return TorchTrain(policy.to(s.device), s.optim, s.temperature, s.router_replay, dtype, again)
 
 
 @contextmanager
@@ -246,6 +242,8 @@ def _check_torch(s: TrainSetup, num_ranks: int, here: bool) -> None:
             f"{num_ranks} processes: train_engine='torch' is one, "
             "start it without torchrun, or use 'megatron'"
         )
+    if s.parallel.recompute == 'moe':
+        raise ValueError("parallel.recompute='moe': train_engine='torch' knows 'none' and 'full'")
 
 
 def _check_megatron(s: TrainSetup, num_ranks: int, here: bool) -> None:

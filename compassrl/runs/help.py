@@ -16,15 +16,9 @@ from compassrl.settings import OneOf
 
 # %% auto #0
 __all__ = [
-    'resume_usage',
-    'settings_of',
-    'flag',
-    'choices',
-    'range_of',
-    'short_help',
-    'settings_table',
+    'resume_usage', 'settings_of', 'flag', 'choices', 'range_of', 'short_help', 'settings_table',
     'settings_markdown',
-]
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/help.ipynb #384036b4

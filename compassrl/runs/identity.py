@@ -23,14 +23,9 @@ from compassrl.records import Prompt
 
 # %% auto #0
 __all__ = [
-    'may_change',
-    'file_sha256',
-    'named_files',
-    'sources_of',
-    'prompts_sha256',
-    'origin_of',
+    'may_change', 'file_sha256', 'named_files', 'sources_of', 'prompts_sha256', 'origin_of',
     'differences',
-]
+]  # fmt: skip
 
 # %% ../../nbs/runs/identity.ipynb #c4a54fe4
 _whole, _block, _blocks = 256 << 20, 1 << 20, 64

@@ -38,13 +38,9 @@ from compassrl.train.torch_train import OptimConfig
 
 # %% auto #0
 __all__ = [
-    'JUDGE_SHAPE',
-    'JudgeModelConfig',
-    'judge_run',
-    'open_judge',
-    'measure_judge',
+    'JUDGE_SHAPE', 'JudgeModelConfig', 'judge_run', 'open_judge', 'measure_judge',
     'make_judge_model',
-]
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/judge_model.ipynb #63a1e040

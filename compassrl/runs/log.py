@@ -23,23 +23,10 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'Level',
-    'logger',
-    'replace_text',
-    'finite_only',
-    'as_written',
-    'json_text',
-    'write_json',
-    'check_rows',
-    'rows_until',
-    'keep_until',
-    'set_level',
-    'say',
-    'Progress',
-    'progress_bar',
-    'left_out',
-    'Log',
-]
+    'Level', 'logger', 'replace_text', 'finite_only', 'as_written', 'json_text', 'write_json',
+    'check_rows', 'rows_until', 'keep_until', 'set_level', 'say', 'Progress', 'progress_bar',
+    'left_out', 'Log',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/log.ipynb #35284b47

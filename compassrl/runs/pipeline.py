@@ -60,16 +60,9 @@ from compassrl.train.guards import RunFailed
 
 # %% auto #0
 __all__ = [
-    'Score',
-    'scores',
-    'difference',
-    'domain_table',
-    'forgetting',
-    'write_table',
-    'write_card',
-    'run_pipeline',
-    'pipeline_command',
-]
+    'Score', 'scores', 'difference', 'domain_table', 'forgetting', 'write_table', 'write_card',
+    'run_pipeline', 'pipeline_command',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/pipeline.ipynb #00941439

@@ -14,22 +14,14 @@ from compassrl.data.data_settings import DataConfig, ToolConfig
 from compassrl.files import read_data
 from compassrl.judges.reward_settings import RewardConfig
 from compassrl.model.shape import PolicyConfig
-from compassrl.rollout.rollout_settings import RolloutConfig, VllmConfig
+from compassrl.rollout.rollout_settings import RolloutConfig, ScheduleConfig, VllmConfig
 from compassrl.train.train_settings import OptimConfig, ParallelConfig, SFTConfig
 
 # %% auto #0
 __all__ = [
-    'presets',
-    'tiny_cpu',
-    'smoke_cpu',
-    'tool_cpu',
-    'engines_cpu',
-    'one_gpu',
-    'one_node',
-    'multi_node',
-    'names_cold_start',
-    'for_checkpoint',
-]
+    'presets', 'tiny_cpu', 'paper_cpu', 'smoke_cpu', 'tool_cpu', 'engines_cpu', 'one_gpu',
+    'one_node', 'multi_node', 'names_cold_start', 'for_checkpoint',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/presets.ipynb #8945035a
@@ -63,6 +55,23 @@ def tiny_cpu() -> TrainConfig:
         # no growth, and prompts by their length: see the study of the recipe
         zero_variance=ZeroVarianceConfig('uniform'),
         data=replace(base.data, select_by='length'),
+    )
+
+
+def paper_cpu() -> TrainConfig:
+    "All of the paper at work at once, sampling ahead, on two CPU cores: its report says what each did"
+    base = _small_run()
+    return replace(
+        base,
+        steps=60,
+        eval_every=20,
+        save_every=30,
+        trace_every=20,
+        # what differs from training: number type, age, and weights that move within a step
+        rollout=replace(base.rollout, dtype='bfloat16'),
+        schedule=ScheduleConfig(max_staleness=1),
+        optim=replace(base.optim, lr=2e-4, num_mini_batches=4),
+        rewards=RewardConfig(workers=1),
     )
 
 
@@ -162,7 +171,7 @@ def multi_node() -> TrainConfig:
 
 presets: dict[str, Callable[[], TrainConfig]] = {
     f.__name__.replace('_', '-'): f
-    for f in (tiny_cpu, smoke_cpu, tool_cpu, engines_cpu, one_gpu, one_node, multi_node)
+    for f in (tiny_cpu, paper_cpu, smoke_cpu, tool_cpu, engines_cpu, one_gpu, one_node, multi_node)
 }
 
 

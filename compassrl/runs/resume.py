@@ -35,22 +35,10 @@ from compassrl.train.checkpoint_files import (
 
 # %% auto #0
 __all__ = [
-    'read_result',
-    'check_files',
-    'note_written',
-    'rewritten',
-    'check_start',
-    'note_origin',
-    'check_origin',
-    'settle_origin',
-    'check_source',
-    'note_learned',
-    'recall_learned',
-    'Stateful',
-    'ExtraState',
-    'new_folder',
-    'has_begun',
-]
+    'read_result', 'check_files', 'note_written', 'rewritten', 'check_start', 'note_origin',
+    'check_origin', 'settle_origin', 'check_source', 'note_learned', 'recall_learned', 'Stateful',
+    'ExtraState', 'new_folder', 'has_begun',
+]  # fmt: skip
 
 # %% ../../nbs/runs/resume.ipynb #5b4ecb4a
 _results = dict(  # type of the content, and keys that it must have

@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from compassrl.config import TrainConfig, flat, read_run_config
+from compassrl.experience import Sampler
 from compassrl.files import read_data
 from compassrl.judges.genrm_judge import make_judge
 from compassrl.judges.own_reward import keep_reward_files
 from compassrl.judges.serial import Judge
-from compassrl.loop import Stop, fit, selection_of
+from compassrl.loop import Stop, run_steps
 from compassrl.model.pretrained import write_pretrained
 from compassrl.phases import phase
 from compassrl.records import Batch, Metrics, Prompt, Sample
-from compassrl.rollout.partial import PartialResponses
+from compassrl.runs.ahead import AheadSampler
 from compassrl.runs.cold_start import screened, start_policy
 from compassrl.runs.curves import column, read_metrics
 from compassrl.runs.eval_sets import check_judged, eval_json, eval_line, eval_lines, evaluate_sets
@@ -68,6 +69,7 @@ class Run:
     log: Log
     trackers: Trackers
     judge: Judge
+    sampler: Sampler
     prompts: list[Prompt]  # training prompts, without those that the screen leaves out
     extra_state: ExtraState
     best: float  # best evaluation so far
@@ -84,7 +86,7 @@ class Run:
     def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch) -> None:
         c, last = self.cfg, step == self.cfg.steps
         m: dict[str, Any] = metrics
-        m |= self.engines.rollout.measured() | self.judge.measured()
+        m |= self.sampler.measured()
         if c.eval_every:
             m |= self.evaluated(step, now=step % c.eval_every == 0 and not last)
         if c.trace_every and (step % c.trace_every == 0 or step == 1):
@@ -111,6 +113,8 @@ class Run:
     def evaluated(self, step: int, now: bool) -> Metrics:
         "Metrics of the held-out prompts; None where they are not asked now"
         none: dict[str, Any] = dict.fromkeys(('avg', 'avg_stderr', 'pass_at_k'))
+        if now:
+            self.sampler.catch_up(self.engines.train)
         r = self.evaluate(f'step {step}') if now else none
         if now:
             self.trackers.show(r['samples'], step)
@@ -141,13 +145,16 @@ class Run:
         if c.zero_variance.screen_samples:
             kept = set(read_result(self.folder, 'screen'))
             self.prompts = [p for p in self.prompts if p.id in kept]
-        part = c.schedule.partial_tokens
-        self.partial_responses = PartialResponses(part) if part else None
-        self.selection = selection_of(c, self.prompts)
-        keep = c.keep_checkpoints + 2  # the newest two may never become whole
-        self.extra_state = ExtraState(
-            self.folder, keep, partial_responses=self.partial_responses, selection=self.selection
+        kind = AheadSampler if c.schedule.max_staleness else Sampler
+        self.sampler = kind(c, self.prompts, self.engines.rollout, self.judge, self.data.eos_id)
+        ahead = self.sampler if isinstance(self.sampler, AheadSampler) else None
+        parts = dict(
+            ahead=ahead,  # the first: it waits until nothing changes the others
+            partial_responses=self.sampler.partial_responses,
+            selection=self.sampler.selection,
         )
+        # the newest two may never become whole
+        self.extra_state = ExtraState(self.folder, c.keep_checkpoints + 2, **parts)
 
     def note_learned(self, when: str) -> None:
         "Notes what the rollout engine knows, for two checkpoints more than are kept"
@@ -339,21 +346,9 @@ def _train(run: Run, start: int) -> Path:  # the loop and what comes after it
         say(why)
     trackers = Trackers(c.trackers, folder, asked, start, history(folder))
     with trackers as run.trackers, last_good(folder / 'checkpoints', e.checkpoints.wait):
-        with closing(run.log):
-            fit(
-                c,
-                run.prompts,
-                e.rollout,
-                e.train,
-                d.tokenizer,
-                run,
-                d.eos_id,
-                start=start,
-                reference=e.reference,
-                judge=run.judge,
-                partial_responses=run.partial_responses,
-                selection=run.selection,
-            )
+        with closing(run.log), closing(run.sampler):
+            run_steps(c, run.sampler, e.train, run, start, e.reference)
+            run.sampler.catch_up(e.train)
         before, after = (read_result(folder, f'eval_{when}') for when in ('before', 'after'))
         if after is None or after.get('step') != c.steps:  # a kill came between it and the report
             found = run.evaluate(f'step {c.steps}')

@@ -42,24 +42,10 @@ from compassrl.runs.log import say
 
 # %% auto #0
 __all__ = [
-    'MOST_SOLVED',
-    'Data',
-    'without_fp8',
-    'resolve',
-    'load',
-    'with_replay',
-    'load_tokenizer_and_chat',
-    'tool_of',
-    'judged_by',
-    'end_ids',
-    'solution_end',
-    'too_long',
-    'no_solutions',
-    'check_prompts',
-    'check_solutions',
-    'unsolved',
-    'drop_unsolved',
-]
+    'MOST_SOLVED', 'Data', 'without_fp8', 'resolve', 'load', 'with_replay',
+    'load_tokenizer_and_chat', 'tool_of', 'judged_by', 'end_ids', 'solution_end', 'too_long',
+    'no_solutions', 'check_prompts', 'check_solutions', 'unsolved', 'drop_unsolved',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/run_data.ipynb #b7787046

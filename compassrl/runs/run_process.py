@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from compassrl import procs
 from compassrl.phases import phase
 from compassrl.procs import keep_freed_memory, local_world, world
 from compassrl.runs.log import write_json
@@ -38,18 +39,9 @@ except ImportError:
 
 # %% auto #0
 __all__ = [
-    'launch_command',
-    'stoppable',
-    'locked',
-    'holder',
-    'failure_noted',
-    'disk_told',
-    'is_of_disk',
-    'error_line',
-    'need',
-    'set_up',
-    'meet_ranks',
-]
+    'launch_command', 'stoppable', 'locked', 'holder', 'failure_noted', 'disk_told', 'is_of_disk',
+    'error_line', 'need', 'set_up', 'meet_ranks',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/run_process.ipynb #e715a4d6
@@ -200,6 +192,7 @@ def set_up(
     "Threads and memory of this process. Raises ValueError for a device that is not there"
     if device == 'cuda' and not torch.cuda.is_available():
         raise ValueError("device='cuda': no CUDA device was found, use 'cpu'")
+    procs.may_use_gpu = device != 'cpu'
     torch.set_num_threads(num_threads)
     if device == 'cpu':
         keep_freed_memory()

@@ -22,24 +22,10 @@ from compassrl.runs.presets import presets
 
 # %% auto #0
 __all__ = [
-    'Settings',
-    'Stage',
-    'Pipeline',
-    'references',
-    'check_complete',
-    'changed',
-    'placed',
-    'stage_folders',
-    'train_config',
-    'evaluation_config',
-    'merge_config',
-    'judge_config',
-    'pipeline_dict',
-    'pipeline_from_dict',
-    'read_pipeline',
-    'with_setting',
-    'pipeline_presets',
-]
+    'Settings', 'Stage', 'Pipeline', 'references', 'check_complete', 'changed', 'placed',
+    'stage_folders', 'train_config', 'evaluation_config', 'merge_config', 'judge_config',
+    'pipeline_dict', 'pipeline_from_dict', 'read_pipeline', 'with_setting', 'pipeline_presets',
+]  # fmt: skip
 
 # %% ../../nbs/runs/stages.ipynb #206c6cd1
 Settings = dict[str, Any]  # nested, as in a config file

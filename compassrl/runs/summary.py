@@ -28,13 +28,8 @@ from compassrl.runs.evaluate import mean_stderr
 
 # %% auto #0
 __all__ = [
-    'pick_samples',
-    'machine_info',
-    'read_record',
-    'hard_prompts',
-    'read_curves',
-    'run_summary',
-]
+    'pick_samples', 'machine_info', 'read_record', 'hard_prompts', 'read_curves', 'run_summary',
+]  # fmt: skip
 
 # %% ../../nbs/runs/summary.ipynb #13cacd5e
 _changes = {  # was it right before, is it right after

@@ -29,18 +29,9 @@ from compassrl.settings import above, at_least, check
 
 # %% auto #0
 __all__ = [
-    'Limits',
-    'Outcome',
-    'how_it_ended',
-    'outcome_of',
-    'meaning',
-    'module_text',
-    'ForkServer',
-    'Sandbox',
-    'close_fork_servers',
-    'warm_server',
-    'best_isolation',
-]
+    'Limits', 'Outcome', 'how_it_ended', 'outcome_of', 'meaning', 'module_text', 'ForkServer',
+    'Sandbox', 'close_fork_servers', 'warm_server', 'best_isolation',
+]  # fmt: skip
 
 
 # %% ../../nbs/sandbox/fork_client.ipynb #499f04e0

@@ -6,6 +6,7 @@ the program when it passes a limit."""
 # %% ../../nbs/sandbox/fork_server.ipynb #b86d0abb
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import glob
@@ -31,28 +32,11 @@ except ImportError:
 
 # %% auto #0
 __all__ = [
-    'TICK',
-    'MOST_STARTED',
-    'MOST_SOCKETS',
-    'MESSAGE',
-    'read_job',
-    'become_program',
-    'program_process',
-    'children_cpu_s',
-    'resource_usage',
-    'last_number',
-    'longest_wait',
-    'excess',
-    'monitor',
-    'writable_folders',
-    'end_children',
-    'end_with_report',
-    'monitor_process',
-    'fork_isolated',
-    'server_process',
-    'leave',
-    'has_ended',
-]
+    'TICK', 'MOST_STARTED', 'MOST_SOCKETS', 'MESSAGE', 'read_job', 'become_program',
+    'program_process', 'end_interpreter', 'children_cpu_s', 'resource_usage', 'last_number',
+    'longest_wait', 'excess', 'monitor', 'writable_folders', 'end_children', 'end_with_report',
+    'monitor_process', 'fork_isolated', 'server_process', 'leave', 'has_ended',
+]  # fmt: skip
 
 
 # %% ../../nbs/sandbox/fork_server.ipynb #2e9a92e7
@@ -124,7 +108,29 @@ def program_process(
     main.__file__, main.__builtins__ = 'main.py', __builtins__
     sys.modules['__main__'], sys.argv = main, ['main.py']
     exec(compile(job['program'], 'main.py', 'exec', dont_inherit=True), vars(main))
-    sys.exit()
+    end_interpreter(main)
+
+
+def end_interpreter(main: types.ModuleType) -> NoReturn:
+    "Does what Python does at its end, but for giving each module's memory back: half of the time"
+    if 'threading' in sys.modules:
+        sys.modules['threading']._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    code = _flushed(0)
+    sys.modules.pop('__main__', None)
+    vars(main).clear()  # what it holds ends here: open files are flushed
+    gc.collect()
+    os._exit(_flushed(code))
+
+
+def _flushed(code: int) -> int:
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except Exception:
+            code = 120  # as Python's
+    return code
 
 
 # %% ../../nbs/sandbox/fork_server.ipynb #9ddf4931
@@ -189,7 +195,7 @@ def monitor(pid: int, hold: int, limits: dict[str, float], isolated: bool) -> di
     poll.register(hold, select.POLLIN)
     if hasattr(os, 'pidfd_open'):
         poll.register(os.pidfd_open(pid), select.POLLIN)
-    pause, cpu, waited, wall = 2.0, 0.0, 0.0, 0.0
+    pause, cpu, waited, wall = 4.0, 0.0, 0.0, 0.0
     while not how:
         unwanted = any(fd == hold for fd, _ in poll.poll(pause))
         pause = min(20.0, 1.5 * pause)
@@ -318,6 +324,7 @@ def server_process(
     poll = select.poll()
     for fd in (control.fileno(), *([caller] if caller else [])):
         poll.register(fd, select.POLLIN)
+    ns.call_filter()  # made once, for all programs
     site.setquit()  # gives Python its `exit()`, which -S leaves out
     gc.freeze()
     control.send(b'ready')

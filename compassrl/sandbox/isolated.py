@@ -31,14 +31,9 @@ from compassrl.sandbox.namespaces import limit_memory as limit_memory
 
 # %% auto #0
 __all__ = [
-    'Budget',
-    'verdict_budget',
-    'isolation_for_programs',
-    'run_program',
-    'run_python',
-    'run_function',
-    'run_assert',
-]
+    'Budget', 'verdict_budget', 'isolation_for_programs', 'run_program', 'run_python',
+    'run_function', 'run_assert',
+]  # fmt: skip
 
 
 # %% ../../nbs/sandbox/isolated.ipynb #741968a1

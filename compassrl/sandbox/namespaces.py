@@ -11,6 +11,7 @@ import platform
 import signal
 import struct
 import sys
+from functools import cache
 from typing import Any
 
 try:
@@ -20,21 +21,10 @@ except ImportError:
 
 # %% auto #0
 __all__ = [
-    'call',
-    'mount',
-    'continue_in_new_namespaces',
-    'bind_at',
-    'isolate',
-    'refuse_calls',
-    'drop_rights',
-    'prctl',
-    'die_with_parent',
-    'adopt_orphans',
-    'set_dumpable',
-    'close_from',
-    'set_limit',
-    'limit_memory',
-]
+    'call', 'mount', 'continue_in_new_namespaces', 'bind_at', 'isolate', 'call_filter',
+    'refuse_calls', 'drop_rights', 'prctl', 'die_with_parent', 'adopt_orphans', 'set_dumpable',
+    'close_from', 'set_limit', 'limit_memory',
+]  # fmt: skip
 
 # %% ../../nbs/sandbox/namespaces.ipynb #d28254df
 # linux/sched.h, linux/prctl.h, linux/mount.h
@@ -169,11 +159,12 @@ FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others are not bound by a n
 
 
 # %% ../../nbs/sandbox/namespaces.ipynb #e5e9edc6
-def refuse_calls() -> None:
-    "A filter (seccomp) for this process and all that it starts"
+@cache
+def call_filter() -> tuple[bytes, int]:
+    "Program of the filter, and its number of lines; empty on a machine whose calls we do not know"
     machine = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}.get(platform.machine())
     if machine is None:
-        return
+        return b'', 0
     allow, error = 0x7FFF0000, 0x50000
     load, equal, at_least, any_of, end = 0x20, 0x15, 0x35, 0x45, 0x06
     refuse = (end, 0, 0, error | 1)  # EPERM
@@ -191,9 +182,16 @@ def refuse_calls() -> None:
     program += [(load, 0, 0, 16)]
     program += [(equal, len(FAMILIES) - i, 0, f) for i, f in enumerate(FAMILIES)]
     program += [refuse, (end, 0, 0, allow)]
-    code = b''.join(struct.pack('HBBI', *line) for line in program)
-    code = ctypes.create_string_buffer(code)
-    head = struct.pack('HxxxxxxQ', len(program), ctypes.addressof(code))
+    return b''.join(struct.pack('HBBI', *line) for line in program), len(program)
+
+
+def refuse_calls() -> None:
+    "A filter (seccomp) for this process and all that it starts"
+    text, lines = call_filter()
+    if not text:
+        return
+    code = ctypes.create_string_buffer(text)
+    head = struct.pack('HxxxxxxQ', lines, ctypes.addressof(code))
     call('prctl', 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     call('prctl', 22, 2, head, 0, 0)  # PR_SET_SECCOMP
 

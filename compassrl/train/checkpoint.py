@@ -43,17 +43,9 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'FORMAT',
-    'encode_state',
-    'decode_state',
-    'save_checkpoint',
-    'load_checkpoint',
-    'latest_checkpoint',
-    'check_shapes',
-    'Saver',
-    'WholeState',
-    'ShardedState',
-]
+    'FORMAT', 'encode_state', 'decode_state', 'save_checkpoint', 'load_checkpoint',
+    'latest_checkpoint', 'check_shapes', 'Saver', 'WholeState', 'ShardedState',
+]  # fmt: skip
 
 # %% ../../nbs/train/checkpoint.ipynb #b73c0402
 _names = (

@@ -22,25 +22,10 @@ import torch
 
 # %% auto #0
 __all__ = [
-    'CheckpointError',
-    'TornCheckpoint',
-    'seal',
-    'sync_path',
-    'write_file',
-    'file_entry',
-    'step_of',
-    'read_file',
-    'verify_files',
-    'makes_sense',
-    'read_manifest',
-    'found_checkpoints',
-    'first_usable',
-    'none_usable',
-    'discard',
-    'remove_leftovers',
-    'publish',
-    'later_ones',
-]
+    'CheckpointError', 'TornCheckpoint', 'seal', 'sync_path', 'write_file', 'file_entry',
+    'step_of', 'read_file', 'verify_files', 'makes_sense', 'read_manifest', 'found_checkpoints',
+    'first_usable', 'none_usable', 'discard', 'remove_leftovers', 'publish', 'later_ones',
+]  # fmt: skip
 
 
 # %% ../../nbs/train/checkpoint_files.ipynb #ebb47100

@@ -18,14 +18,9 @@ from compassrl.train.train_settings import OptimConfig
 
 # %% auto #0
 __all__ = [
-    'expert_counts',
-    'expert_load',
-    'balance_slopes',
-    'sparse_layers',
-    'balanced',
-    'move_expert_bias',
-    'check_balance',
-]
+    'expert_counts', 'expert_load', 'balance_slopes', 'sparse_layers', 'balanced',
+    'move_expert_bias', 'check_balance',
+]  # fmt: skip
 
 
 # %% ../../nbs/train/expert_load.ipynb #1883390b

@@ -20,14 +20,8 @@ from compassrl.train.train_settings import GuardConfig as GuardConfig
 
 # %% auto #0
 __all__ = [
-    'RunFailed',
-    'or_nan',
-    'weights_finite',
-    'check_start',
-    'why_unjudged',
-    'Guard',
-    'last_good',
-]
+    'RunFailed', 'or_nan', 'weights_finite', 'check_start', 'why_unjudged', 'Guard', 'last_good',
+]  # fmt: skip
 
 
 # %% ../../nbs/train/guards.ipynb #5efead3e

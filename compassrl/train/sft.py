@@ -29,13 +29,8 @@ from compassrl.train.train_settings import SFTConfig as SFTConfig
 
 # %% auto #0
 __all__ = [
-    'solution_batch',
-    'sft_loss',
-    'without_working',
-    'each_solution',
-    'cosine_lr',
-    'cold_start',
-]
+    'solution_batch', 'sft_loss', 'without_working', 'each_solution', 'cosine_lr', 'cold_start',
+]  # fmt: skip
 
 
 # %% ../../nbs/train/sft.ipynb #248cbd69

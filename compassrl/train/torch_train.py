@@ -29,15 +29,9 @@ from compassrl.train.train_settings import ReplayMode as ReplayMode
 
 # %% auto #0
 __all__ = [
-    'packed_states',
-    'score_response',
-    'response_log_probs',
-    'accumulate_grads',
-    'adamw',
-    'clip_and_step',
-    'PassInputs',
-    'TorchTrain',
-]
+    'packed_states', 'score_response', 'response_log_probs', 'accumulate_grads', 'adamw',
+    'clip_and_step', 'PassInputs', 'TorchTrain',
+]  # fmt: skip
 
 
 # %% ../../nbs/train/torch_train.ipynb #b0075760
@@ -63,7 +57,8 @@ def score_response(
     # packed places of response tokens; each is predicted one place before
     at = batch.response_mask[batch.token_mask].nonzero()[:, 0]
     targets = batch.token_ids[batch.response_mask]
-    values = token_log_probs(hidden.index_select(0, at - 1), policy.head, targets, temperature)
+    head = policy.head.to(hidden.dtype)
+    values = token_log_probs(hidden.index_select(0, at - 1), head, targets, temperature)
     shape = batch.token_ids.shape
     log_probs, entropies = (
         v.new_zeros(shape).masked_scatter(batch.response_mask, v) for v in values
@@ -183,6 +178,8 @@ class TorchTrain:
         config: OptimConfig,
         temperature: float = 1.0,  # sampling temperature of the rollout
         replay: ReplayMode = 'R3',  # where routes come from
+        dtype: torch.dtype | None = None,  # of the passes; None = that of the master weights
+        recompute: bool = False,  # compute each block again in the backward pass, to save memory?
     ) -> None:
         if not temperature > 0:
             raise ValueError(f'temperature={temperature}: use more than 0, greedy has no gradient')
@@ -192,6 +189,7 @@ class TorchTrain:
             bad = next(name for name, w in hf_weights(policy) if not weights_finite([w]))
             check_start(False, bad)
         self.policy, self.config = policy, config
+        policy.compute_dtype, policy.recompute = dtype, recompute
         self.temperature, self.replay = temperature, replay
         self.optimizer, self.num_steps = adamw(policy, config), 0
         # inputs and log-probs of the last `score`, with their graph, for an `update` with the same

@@ -6,21 +6,16 @@ ranks."""
 # %% ../../nbs/train/train_settings.ipynb #021b4a77
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
-    'ReplayMode',
-    'Recompute',
-    'Fp8Recipe',
-    'SFTConfig',
-    'OptimConfig',
-    'GuardConfig',
+    'ReplayMode', 'Recompute', 'Fp8Recipe', 'SFTConfig', 'OptimConfig', 'GuardConfig',
     'ParallelConfig',
-]
+]  # fmt: skip
 
 
 # %% ../../nbs/train/train_settings.ipynb #e5752d51
@@ -122,10 +117,11 @@ class ParallelConfig:
     # Pieces of the model per pipeline rank, interleaved; 1 = not interleaved
     vpp: Annotated[int, at_least(1)] = 1
     # Activations that the backward pass computes again to save memory. 'none': nothing; 'moe':
-    # experts; 'full': every layer
+    # experts (Megatron-Core alone); 'full': every layer
     recompute: Recompute = 'none'
-    # Number type of the forward and backward pass; master weights stay in float32
-    dtype: Literal['float32', 'bfloat16'] = 'float32'
+    # Number type of the forward and backward pass, of the embedded engine too; master weights stay
+    # in float32. 'auto': bfloat16 on GPUs, float32 on a CPU
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'
     # Transformer Engine's FP8 recipe for matrix products; '' = no FP8 (not run on GPU)
     fp8_recipe: Fp8Recipe = ''
 
@@ -136,6 +132,14 @@ class ParallelConfig:
                 f'vpp={self.vpp} with pp=1: pieces interleave over pipeline ranks, '
                 'use pp>1 or vpp=1'
             )
+
+    def on(
+        self,
+        device: str,  # 'cpu' or 'cuda'
+    ) -> ParallelConfig:
+        "With the number type that 'auto' means there"
+        meant = 'float32' if device == 'cpu' else 'bfloat16'
+        return replace(self, dtype=meant) if self.dtype == 'auto' else self
 
     @property
     def expert_tp(self) -> int:

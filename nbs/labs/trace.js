@@ -122,7 +122,9 @@ function weight(mode, row, tokens, samples, budget) {
 
 // Of each token that the policy drew the loss before it is averaged, and whether it is silent
 function tokenLosses(row, settings, least) {
-  const { loss } = settings, delta = row.log_probs.map((x, t) => moved(x, row.old_log_probs[t]))
+  const { loss } = settings
+  const start = loss.ratio_to === 'behaviour' ? row.rollout_log_probs : row.old_log_probs
+  const delta = row.log_probs.map((x, t) => moved(x, start[t]))
   return views(row, delta, settings, least).map((v, t) => {
     const A = row.advantages[t], clipped = bound(v.ratio, 1 - v.low, 1 + v.high)
     const silent = v.silent ?? (loss.name !== 'cispo'

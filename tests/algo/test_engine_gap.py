@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import LossConfig, PolicyLoss
+from compassrl.config import TrainConfig
 from compassrl.model.layers import route_dtype
 from compassrl.model.policy import MoE, Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
@@ -26,6 +27,7 @@ from compassrl.records import (
     select,
 )
 from compassrl.rollout.torch_rollout import TorchRollout
+from compassrl.runs.factory import rollout_setup, train_setup
 from compassrl.train.routes import routes_agreement, validate_routes
 from compassrl.train.torch_train import (
     OptimConfig,
@@ -651,6 +653,14 @@ def test_R2_needs_no_routes_of_the_rollout():
         b.routes_agree is None
         and discrepancy(replace(b, old_log_probs=b.rollout_log_probs))['routes_valid_frac'] == 1
     )
+
+
+def test_a_dense_policy_agrees_with_nobody():
+    "It has no routes, so none are recorded, replayed or said to agree"
+    for dense, mode in (((), 'R3'), ((0, 1), 'off')):
+        cfg = TrainConfig(policy=PolicyConfig(mlp_only_layers=dense), router_replay='R3')
+        assert train_setup(cfg).router_replay == mode
+        assert rollout_setup(cfg).return_routes == (mode == 'R3')
 
 
 def test_R3_without_routes_is_off():

@@ -87,10 +87,14 @@ def slowed(job, rng):
 
 
 a_rank_killed, a_judge_killed, a_server_killed = one(Job.own), one(Job.helpers), one(Job.servers)
+the_sampler_killed = one(Job.helpers)  # without it the run ends
 a_rank_of_torchrun_killed = one(Job.ranks)
 ALL = [killed, killed, interrupted, terminated, paused]
 STRIKES = {
     'one process': ALL,
+    'one process ahead': [*ALL, the_sampler_killed, the_sampler_killed],  # its sampler
+    'two ranks ahead': [*ALL, a_rank_killed],
+    'two servers ahead': [*ALL, a_server_killed],
     'judge workers': [a_judge_killed, a_judge_killed, killed],
     'two ranks': [*ALL, a_rank_killed, a_rank_killed, a_rank_killed],
     'two servers': [*ALL, a_server_killed, a_server_killed, slowed],
@@ -194,8 +198,9 @@ def cases(name, apart=True, **numbers):
             yield pytest.param(kind, n, marks=mark, id=f'{kind}-{n}'.replace(' ', '-'))
 
 
-RUNS = dict(one_process=(1, 18), judge_workers=(0, 8), two_ranks=(0, 8), two_servers=(0, 8))
-RUNS |= dict(torchrun=(0, 10))
+RUNS = dict(one_process=(0, 18), judge_workers=(0, 8), two_ranks=(0, 8), two_servers=(0, 8))
+RUNS |= dict(torchrun=(0, 10), one_process_ahead=(1, 12), two_ranks_ahead=(0, 12))
+RUNS |= dict(two_servers_ahead=(0, 12))
 
 
 @pytest.mark.parametrize('kind, number', list(cases('random kills', **RUNS)))

@@ -273,6 +273,10 @@ def test_some_law_kills_the_mutant(name):
         ('Verdict: Betterment', None),
         ('Untie', None),
         ('Verdict: Better, Worse', None),
+        ('Verdict: Better Verdict: Worse', None),
+        ('Verdict: **Tie**, no, verdict: tie', None),
+        ('My verdict, as a verdict must be short: Tie', None),
+        ('The verdict is better known: my Verdict: Tie', 'Tie'),
     ],
 )
 def test_parse_label(text, label):

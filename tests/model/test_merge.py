@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from compassrl.model.merge import (
     MergeConfig,
+    elect,
     is_router,
     kth_largest,
     merge_checkpoints,
@@ -125,6 +126,44 @@ def test_linear_and_task_arithmetic(home, tmp_path):
     torch.testing.assert_close(vector(tmp_path / 'sum'), want, rtol=0, atol=1e-6)
 
 
+def test_fp64_is_merged_in_fp64(home, tmp_path):
+    "Changes of 1e-12 are no changes in fp32"
+    gen = torch.Generator().manual_seed(0)
+    for name in 'xyz':
+        policy = from_pretrained(home / 'base', torch.float64)
+        with torch.no_grad():
+            for p in policy.parameters():
+                p += 1e-12 * torch.randn(p.shape, generator=gen, dtype=p.dtype)
+        save_pretrained(policy, tmp_path / name)
+    a, b, base = (dict(hf_weights(from_pretrained(tmp_path / n, torch.float64))) for n in 'xyz')
+    cfg, two = MergeConfig(density=0.3, weights=(0.7, 0.3)), [tmp_path / 'x', tmp_path / 'y']
+    merge_checkpoints(two, tmp_path / 'out', cfg, tmp_path / 'z')
+    got = dict(hf_weights(from_pretrained(tmp_path / 'out', torch.float64)))
+    changed, kept = 0, []
+    for m in (a, b):
+        size = torch.cat([(m[n] - base[n]).abs().flatten() for n in base]).sort(descending=True)
+        kept.append(size.values[int(0.3 * len(size.values)) - 1])
+    for n, root in base.items():
+        x, y = (torch.where((m[n] - root).abs() >= t, m[n] - root, 0) for m, t in zip((a, b), kept))
+        sign = torch.where(0.7 * x + 0.3 * y >= 0, 1, -1)
+        wx, wy = 0.7 * (x * sign > 0), 0.3 * (y * sign > 0)
+        want = root + (wx * x + wy * y) / (wx + wy).clamp(min=1e-9)
+        torch.testing.assert_close(got[n], want, rtol=0, atol=1e-15)
+        changed += int((got[n] != root).sum())
+    assert changed > 1000
+    values = [torch.rand(50, generator=gen, dtype=torch.float64) - 0.5 for _ in range(3)]
+    assert kth_largest(lambda: values, 0.5) == torch.cat(values).abs().sort().values[-75].item()
+
+
+def test_models_that_pull_with_equal_force_go_up():
+    "Plus wins, as in peft and mergekit"
+    pull = torch.tensor([[0.5, -0.25], [-0.5, 0.25]])
+    assert elect(pull, torch.ones(2)).tolist() == [1, 1]
+    merged = merge_tensor(torch.zeros(2), pull, MergeConfig(density=1.0))
+    assert merged.tolist() == [0.5, 0.25]
+    assert elect(pull, torch.tensor([1.0, 2.0])).tolist() == [-1, 1]
+
+
 def test_routers_of_one_model(home, tmp_path):
     two = [home / 'a', home / 'b']
     merge_checkpoints(two, tmp_path / 'all', MergeConfig(density=1.0), home / 'base')
@@ -141,6 +180,16 @@ def test_routers_of_one_model(home, tmp_path):
         same = second if name in routers else merged
         assert taken[name].equal(same[name])
     assert not any(merged[name].equal(second[name]) for name in routers)
+    cfg = MergeConfig(density=0.2, router_from=2)
+    merge_checkpoints(two, tmp_path / 'some', cfg, home / 'base')
+    base, first, some = (
+        dict(hf_weights(from_pretrained(f))) for f in (home / 'base', home / 'a', tmp_path / 'some')
+    )
+    rest = [name for name in base if name not in routers]  # they alone count for the threshold
+    x, y, z = (torch.cat([t[n].flatten() for n in rest]) for t in (base, first, second))
+    got = torch.cat([some[n].flatten() for n in rest]).double()
+    want = naive(x.double(), [y.double(), z.double()], (1, 1), 0.2)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
 def test_type_and_other_files_are_those_of_the_first(home, tmp_path):
@@ -148,7 +197,7 @@ def test_type_and_other_files_are_those_of_the_first(home, tmp_path):
         policy = from_pretrained(home / name, torch.bfloat16)
         save_pretrained(policy, tmp_path / name)
         (tmp_path / name / 'vocab.json').write_text(json.dumps({'of': name}))
-    two = [tmp_path / 'a', tmp_path / 'b']
+    two = [tmp_path / 'a', home / 'b']  # of two types
     merge_checkpoints(two, tmp_path / 'out', base=tmp_path / 'base')
     weights = load_file(tmp_path / 'out' / 'model.safetensors')
     assert {t.dtype for t in weights.values()} == {torch.bfloat16}

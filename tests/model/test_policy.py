@@ -33,6 +33,7 @@ from compassrl.model.pretrained import (
     save_pretrained,
 )
 from compassrl.records import Request, SamplingParams
+from compassrl.rollout.cached_layers import add_experts
 from compassrl.rollout.torch_rollout import TorchRollout
 
 transformers.utils.logging.disable_progress_bar()
@@ -202,6 +203,32 @@ def test_bf16_parity(tmp_path):
         return (t - exact).norm(dim=1).median()  # some tokens change experts
 
     assert median(ours) < 2 * median(theirs) + 1e-3
+
+
+def test_a_router_with_a_bias_chooses_in_bf16_as_in_fp64():
+    "transformers, vLLM and Megatron-Core keep the bias and these logits in fp32"
+    c = PolicyConfig(
+        num_experts=32, num_experts_per_tok=4, router_score='sigmoid', num_hidden_layers=1
+    )
+    gen, exact = torch.Generator().manual_seed(0), Policy(c, seed=0)
+    bias = 8 + 0.02 * torch.randn(32, generator=gen)
+    with torch.no_grad():
+        exact.blocks[0].mlp.correction.copy_(bias)
+    weights = [(n, w.detach().clone()) for n, w in hf_weights(exact)]
+    half, engine = exact.to(torch.bfloat16), TorchRollout(c, 4, torch.bfloat16)
+    engine.load_weights(weights, 0)
+    mlp, (layer,) = half.blocks[0].mlp, engine.layers
+    assert mlp.correction.equal(bias) and engine.policy.blocks[0].mlp.correction.equal(bias)
+    assert half.double().blocks[0].mlp.correction.dtype == torch.float64
+    mlp.bfloat16()
+    x = torch.randn(2000, c.hidden_size, generator=gen).bfloat16()
+    scores = (x.double() @ mlp.router.double().T).sigmoid() + bias.double()
+    want = scores.topk(4).indices.sort(-1).values
+    owner = torch.arange(8000) // 4
+    with torch.no_grad():
+        trained, drawn = mlp.route(x)[2], add_experts(x.clone(), x, layer, owner)
+    for chosen_, most in ((trained, 0.002), (drawn, 0.002)):
+        assert (chosen_.sort(-1).values != want).any(-1).double().mean() <= most
 
 
 @pytest.mark.parametrize('seed', [0, 3, 4])

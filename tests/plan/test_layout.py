@@ -13,13 +13,14 @@ from megatron.core.parallel_state import RankGenerator
 from compassrl.config import TrainConfig
 from compassrl.model.policy import PolicyConfig
 from compassrl.plan import layout as parallel
-from compassrl.plan.layout import layout, plot_layout, span
+from compassrl.plan.layout import layout
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.runs.factory import prepare
 from compassrl.train.megatron import parallel as settings
 from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.parallel import ParallelConfig, check_parallel, padded_vocab
 from compassrl.train.megatron.weights import cuts
+from course.layouts import plot_layout, span
 from course.ranks import run_ranks
 from tests.support.faults import noticed, planted
 

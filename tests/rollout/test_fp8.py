@@ -354,13 +354,7 @@ def plain_forward(policy, ids, weights=True, activations=True, kv_cache=True):
     def norm(x, w):
         return unit(x) * x.shape[-1] ** 0.5 * w
 
-    H, KV, d, T, root = (
-        c.num_attention_heads,
-        c.num_key_value_heads,
-        c.head_dim,
-        len(ids),
-        c.hidden_size**0.5,
-    )
+    H, KV, d, T = (c.num_attention_heads, c.num_key_value_heads, c.head_dim, len(ids))
 
     def rotate(x):
         return x * p.cos[:T, None] + x.roll(d // 2, -1) * p.sin[:T, None]
@@ -368,7 +362,10 @@ def plain_forward(policy, ids, weights=True, activations=True, kv_cache=True):
     x = p.embed[torch.tensor(ids)]
     for b in p.blocks:
         q, k, v = (
-            (xq(unit(x)) @ wq(b.qkv * b.attn_norm * root).T).view(T, -1, d).split([H, KV, KV], 1)
+            t.view(T, -1, d)
+            for t in (
+                xq(norm(x, b.attn_norm)) @ wq(w).T for w in b.qkv.split([H * d, KV * d, KV * d])
+            )
         )
         q, k = rotate(norm(q, b.q_norm)), kvq(rotate(norm(k, b.k_norm)))
         v, heads = kvq(v), []
@@ -379,23 +376,21 @@ def plain_forward(policy, ids, weights=True, activations=True, kv_cache=True):
                 @ v[:, h * KV // H]
             )
         x = x + xq(torch.cat(heads, -1)) @ wq(b.out).T
-        u, m = unit(x), b.mlp
+        u, m = norm(x, b.mlp_norm), b.mlp
 
         def mlp(rows, gate_up, down, scale=1.0):
-            g, up = (xq(rows) @ gate_up.T).chunk(2, -1)
+            g, up = (xq(rows) @ wq(w).T for w in gate_up.chunk(2))
             return xq(F.silu(g) * up * scale) @ down.T
 
         if not isinstance(m, MoE):
-            x = x + mlp(u, wq(m.gate_up * b.mlp_norm * root), wq(m.down))
+            x = x + mlp(u, m.gate_up, wq(m.down))
             routes.append(torch.zeros(T, c.num_experts_per_tok, dtype=torch.long))
             continue
-        chosen, ids_ = (u @ (m.router * b.mlp_norm * root).T).topk(c.num_experts_per_tok, -1)
+        chosen, ids_ = (u @ m.router.T).topk(c.num_experts_per_tok, -1)
         y = torch.zeros_like(x)
         for t in range(T):
             for gate, e in zip(chosen[t].softmax(-1), ids_[t]):
-                y[t] += mlp(
-                    u[t : t + 1], wq(m.gate_up[e] * b.mlp_norm * root), wq(m.down[e]), gate
-                )[0]
+                y[t] += mlp(u[t : t + 1], m.gate_up[e], wq(m.down[e]), gate)[0]
         x = x + y
         routes.append(ids_)
     return (norm(x, p.norm) @ p.head.T).log_softmax(-1), torch.stack(routes, 1)
@@ -423,6 +418,16 @@ def test_engine_against_a_plain_forward_pass(case):
         got = log_probs[at - 1, torch.tensor(s.response_ids)]
         torch.testing.assert_close(s.rollout_log_probs.double(), got, rtol=1e-5, atol=1e-6)
         assert (s.routed_experts.long().sort(-1)[0] == routes[:-1].sort(-1)[0]).all()
+
+
+def test_it_quantises_what_goes_to_vllm():
+    "On a CPU vLLM gets weights that went through `fp8_weights`, matrix by matrix"
+    got = sampled(loaded(Fp8Rollout(CONFIG, 8, torch.float64, activations=False)))
+    other = TorchRollout(CONFIG, 8, torch.float64)
+    other.load_weights(fp8_weights((n, w.double()) for n, w in hf_weights(lively())), 0)
+    for a, b in zip(got, sampled(other), strict=True):
+        assert a.response_ids == b.response_ids
+        torch.testing.assert_close(a.rollout_log_probs, b.rollout_log_probs, rtol=0, atol=1e-5)
 
 
 def test_switched_off_it_is_its_parent():
@@ -491,7 +496,7 @@ def test_weights_that_are_not_finite():
         ("('qkv', 'out', 'gate_up',", "('qkv', 'gate_up',"),
         ('x = dequantise(*quantise(x, row_block), row_block)', 'pass'),
         ('vector = (1, kv.shape[-1])', 'vector = kv.shape[-2:]'),
-        ('.copy_(dequantise(codes, scales))', '.copy_(dequantise(codes, scales*1.01))'),
+        ('.copy_(dequantise(*coded))', '.copy_(1.01 * dequantise(*coded))'),
     ],
 )
 def test_planted_in_the_engine(old, new):
@@ -571,7 +576,7 @@ def test_engine_with_the_kernel():
     """Where sizes are multiples of 128 the codes themselves are multiplied, elsewhere what they
     stand for"""
     config = replace(
-        CONFIG, hidden_size=128, head_dim=32, moe_intermediate_size=128, intermediate_size=96
+        CONFIG, hidden_size=128, head_dim=64, moe_intermediate_size=128, intermediate_size=96
     )
     calls = []
 

@@ -16,9 +16,9 @@ from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig, load_data
 from compassrl.data.tokenizer import EOS_ID, build_tokenizer
-from compassrl.experience import collect
+from compassrl.experience import Sampler, collect
 from compassrl.judges.serial import SerialJudge
-from compassrl.loop import fit
+from compassrl.loop import run_steps
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Request, Sample, SamplingParams, collate, derive_seed
 from compassrl.rollout.partial import PartialResponses
@@ -214,6 +214,26 @@ def test_log_probs_and_routes_of_a_joined_response(pupil):
     assert bool(batch.routes_valid[batch.fed_mask].all()) and batch.response_mask.sum(1).max() == 11
 
 
+def test_each_token_keeps_the_routes_of_the_pass_that_drew_it(pupil):
+    "Other weights read a part again and may send it elsewhere; the log-probs are those of before"
+    engines = []
+    for seed in (1, 2):
+        engines.append(TorchRollout(SHAPE, 4))
+        weights = TorchTrain(Policy(SHAPE, seed=seed), OptimConfig()).weights()
+        engines[-1].load_weights(weights, seed)
+    partial_responses = PartialResponses(3)
+    partial_responses.begin([Request('p', tuple(PROMPTS[0].token_ids), 0, 7, SamplingParams(9))])
+    passes = []
+    for engine in (engines[0], engines[1], engines[0]):
+        (s,) = engine.generate(partial_responses.parts())
+        passes.append(s.routed_experts)
+        partial_responses.take(s)
+    got, (n, m) = partial_responses.whole_groups()[1][0], map(len, passes[:2])
+    assert not passes[1][:n].equal(passes[0]), 'or nothing is tested'
+    assert got.routed_experts.equal(torch.cat((passes[0], passes[1][n:], passes[2][m:])))
+    assert got.routes_valid.all() and len(got.routes_valid) == len(passes[2])
+
+
 # ---- in the loop
 
 
@@ -226,20 +246,11 @@ def run(policy, steps, cfg=CFG, start=0, state=None, partial_responses=None):
     engine = TorchTrain(deepcopy(policy), cfg.optim)
     if state:
         engine.load_state_dict(state)
-    rollout = TorchRollout(SHAPE, 32)
+    cfg, rollout, log = replace(cfg, steps=steps), TorchRollout(SHAPE, 32), Log()
     rollout.load_weights(engine.weights(), start)
-    log = Log()
-    fit(
-        replace(cfg, steps=steps),
-        PROMPTS,
-        rollout,
-        engine,
-        TOKENIZER,
-        log,
-        EOS_ID,
-        start,
-        partial_responses=partial_responses,
-    )
+    sampler = Sampler(cfg, PROMPTS, rollout, SerialJudge(PROMPTS, TOKENIZER, EOS_ID), EOS_ID)
+    sampler.partial_responses = partial_responses or sampler.partial_responses
+    run_steps(cfg, sampler, engine, log, start)
     return engine, log
 
 

@@ -819,8 +819,11 @@ def test_bad_slots():
 # ------------------------------------------------------------------------------- tests of the tests
 MUTANTS = {
     log_probs_and_routes_hold: dict(
-        no_mask=('.masked_fill_(masked, -torch.inf)', ''),
-        mask_one_short=('columns < first_by_head', 'columns <= first_by_head'),
+        no_mask=('.masked_fill_(hidden, -torch.inf)', ''),
+        mask_one_short=(
+            'places >= prompt_tokens[:, None])',
+            'places >= prompt_tokens[:, None] - 1)',
+        ),
         wrong_position=('t.index_select(0, place)', 't.index_select(0, place.clamp(max=6))'),
         log_prob_before_temperature=(
             'log_probs = probs.gather',
@@ -832,19 +835,19 @@ MUTANTS = {
         ),
         top_p_ignored=('.masked_fill(p.cumsum(-1)-p>=top_p[:,None], 0)', ''),
         gates_unnormalised=(
-            'gates = chosen.softmax(-1)',
+            'gates = chosen.softmax(-1, dtype=wide)',
             'gates = logits.softmax(-1).gather(-1, idx)',
         ),
         keys_stay_when_slots_move=('self.kv[:,:,holes] = self.kv[:,:,movers]', 'pass'),
-        mask_stays_when_columns_slide=('self.first_column += by', 'pass'),
-        keys_stay_when_columns_slide=('for t, dim in ((self.kv, 4), ', 'for t, dim in ('),
-        requests_stay_when_slots_move=('self.requests[hole] = self.requests[mover]', 'pass'),
-        routes_one_late=('slots.routes[:n, column] =', 'slots.routes[:n, column + 1] ='),
-        stop_ids_ignored=('at_limit | stopped', 'at_limit'),
-        budget_one_long=(
-            'self.last_column[rows] <= self.column',
-            'self.last_column[rows] < self.column',
+        mask_stays_when_slots_move=("'log_probs', 'bias', ", "'log_probs', "),
+        newest_stays_hidden=('slots.bias[:n].scatter_', 'slots.bias[:n].clone().scatter_'),
+        requests_stay_when_slots_move=('row_of[hole] = row_of[mover]', 'pass'),
+        routes_one_late=('slots.routes[rows, place] =', 'slots.routes[rows, place + 1] ='),
+        stop_ids_ignored=(
+            '(self.limit[rows] <= place[:,0]) | stopped',
+            'self.limit[rows] <= place[:,0]',
         ),
+        budget_one_long=('self.limit[rows] <= place', 'self.limit[rows] < place'),
     ),
     folding_keeps_the_policy: dict(norm_folded_twice=('norm.fill_(D**-.5)', 'pass')),
     seeds_hold: dict(
@@ -857,8 +860,8 @@ MUTANTS = {
             '[r.seed + rows.start + i for i, r in enumerate(requests)]',
         ),
         step_of_the_engine=(
-            'self.column - self.first_column[rows, None]',
-            'self.column - self.first_column[rows, None] * 0 - self.oldest',
+            'self.uniforms[rows].gather(1, place)',
+            'self.uniforms[rows].gather(1, place * 0 + self.num_draws)',
         ),
     ),
     other_precision_holds: dict(
@@ -867,8 +870,8 @@ MUTANTS = {
             'causal(layer, qkv[:,:H], *qkv[:,H:].chunk(2, 1))',
         ),
         steps_cache_exact_ones=(
-            'newest[layer].copy_(self.cached(qkv[:,H:]).view(n, 2, KV, d))',
-            'newest[layer].copy_(qkv[:,H:].view(n, 2, KV, d))',
+            'kept.index_put_((newest,), self.cached(qkv[:,H:]))',
+            'kept.index_put_((newest,), qkv[:,H:])',
         ),
     ),
     weights_are_fresh: dict(stale_prefix=('self.prefixes.clear()', 'pass')),

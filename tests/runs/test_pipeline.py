@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,15 @@ import yaml
 
 from compassrl.config import read_run_config
 from compassrl.model.merge import MergeConfig, merge_checkpoints
+from compassrl.runs import pipeline
 from compassrl.runs.cli import main
 from compassrl.runs.pipeline import run_pipeline, scores
 from compassrl.runs.run_data import load, with_replay
+from compassrl.runs.run_process import locked
 from compassrl.runs.stages import (
+    Stage,
     check_complete,
+    judge_config,
     pipeline_dict,
     pipeline_from_dict,
     pipeline_presets,
@@ -23,6 +28,7 @@ from compassrl.runs.stages import (
     train_config,
     with_setting,
 )
+from compassrl.train.guards import RunFailed
 from tests.support import fork_server
 
 pytestmark = pytest.mark.xdist_group('pipeline')
@@ -130,6 +136,30 @@ def test_killed_after_its_verdicts_a_stage_still_gets_its_card(whole):
     card.write_text('of another model')  # a merge brings its first parent's
     main(['pipeline', str(whole)])
     assert card.read_text() == text and 'kind `merge`' in text
+
+
+def test_what_was_left_half_is_done_again(whole, tmp_path, monkeypatch):
+    "A model without its report; an evaluation that has failed; two commands; a judge's seed"
+    shutil.copytree(whole, again := tmp_path / 'again')
+    last = again / '6-domain-rl'
+    for name in ('report.md', 'evaluation.json'):
+        (last / name).unlink()
+
+    def fails(cfg, out, sets):
+        out.write_text('{}')
+        raise RunFailed('no verdicts', 0)
+
+    with monkeypatch.context() as m, pytest.raises(RunFailed, match='no verdicts'):
+        m.setattr(pipeline, 'evaluate_model', fails)
+        run_pipeline(short(), again)
+    assert (last / 'report.md').exists() and not (last / 'evaluation.json').exists()
+    with locked(again), pytest.raises(ValueError, match='another process'):
+        run_pipeline(short(), again)
+    run_pipeline(short(), again)
+    assert models(again) == models(whole)
+    judge = Stage('judge', 'judge')
+    for seed in (3, 4):
+        assert judge_config(replace(short(), settings=dict(seed=seed)), judge, {}).seed == seed
 
 
 def test_ranks_get_torchrun(tmp_path):

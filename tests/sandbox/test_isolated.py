@@ -595,3 +595,32 @@ def test_inside_needs_nothing_of_the_package():
         lines = fork_client.module_text(name).splitlines()
         ours = [x for x in lines if x.startswith(('from .', 'import compassrl', 'from compassrl'))]
         assert ours == ['from compassrl.sandbox import namespaces as ns'] * (name == 'fork_server')
+
+
+ENDINGS = {
+    'text without a line end': 'print("x", end="")',
+    'a function for the end': 'import atexit\natexit.register(print, "bye")\nprint("x")',
+    'a thread': 'import threading, time\ndef f():\n  time.sleep(0.05)\n  print("late")\n'
+    'threading.Thread(target=f).start()\nprint("x")',
+    'a file that nobody closes': 'f = open(1, "w", closefd=False)\nf.write("kept")',
+    'such a file in a cycle': 'class A: pass\na = A()\na.f = open(1, "w", closefd=False)\n'
+    'a.a = a\na.f.write("kept")\ndel a',
+    'an object that says goodbye': 'class A:\n  def __del__(self): print("gone")\na = A()',
+    'a generator that says goodbye': 'def f():\n  try: yield\n  finally: print("gone")\n'
+    'g = f()\nnext(g)',
+    'its own output': 'import sys\nsys.stdout = open(1, "w", closefd=False)\nprint("x")',
+    'a closed output': 'import sys\nprint("x")\nsys.stdout.close()',
+    'no output': 'import sys\nprint("x")\nsys.stdout = None',
+    'a full output': 'import sys\nsys.stdout = open("/dev/full", "w")\nprint("x")',
+    'an exit': 'import sys\nprint("x")\nsys.exit(3)',
+    'an exit with words': 'print("x")\nraise SystemExit("words")',
+    'an error': 'print("x")\n1 / 0',
+}
+
+
+@pytest.mark.parametrize('name', ENDINGS)
+def test_a_program_ends_as_in_plain_python(name):
+    plain = subprocess.run([sys.executable, '-I', '-c', ENDINGS[name]], capture_output=True)
+    o = run_python(ENDINGS[name])
+    assert o.stdout == plain.stdout.decode()
+    assert (o.status == 'ok') == (plain.returncode == 0), (o, plain)

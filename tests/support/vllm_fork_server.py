@@ -140,6 +140,9 @@ def read_at_import(env):
 class Supervisor:
     "In place of a `Popen`: the supervisor is no child of ours"
 
+    def poll(self):
+        return 0
+
     def wait(self, timeout=None):
         return 0
 

@@ -35,12 +35,15 @@ MORE = {
     'two servers': ['--rollout-engine', 'pool', '--vllm.num-replicas', '2'],
 }
 MORE['torchrun'] = MORE['two ranks']
+AHEAD = ['--schedule.max-staleness', '1', '--optim.num-mini-batches', '2', '--steps', '3']
 MORE['two servers'] += [
     '--policy.head-dim',
     '32',
     '--vllm.timeout-s',
     '20',
 ]  # vLLM wants such heads
+for kind in ('one process', 'two ranks', 'two servers'):
+    MORE[f'{kind} ahead'] = MORE[kind] + AHEAD
 BOUND_S = 60  # whatever was struck, all of it has ended after that
 
 _ranks = ForkServer()
@@ -62,10 +65,7 @@ def command(args, hook):
 
 def rank_command(args, hook):
     "What `python -m compassrl` does on a rank, and what an interpreter does at its end"
-    from compassrl.train.megatron.heartbeat import Heartbeat
-
     try:
-        Heartbeat(int(os.environ['RANK']))
         command(args, hook)
     finally:
         atexit._run_exitfuncs()
@@ -186,14 +186,14 @@ def start(kind, folder, home, hook=nothing, rank=None):
         words = ['train', *TINY, *MORE[kind], '--run-dir', str(folder)]
     home.mkdir(exist_ok=True)
     log = home / f'log-{time.monotonic_ns()}'
-    if kind == 'two servers':
+    if kind.startswith('two servers'):
         from tests.support import vllm_fork_server as vllm_forks
 
         p, forks = vllm_forks.start(log, command, words, hook, env=ENV)
         return Job([p], [log], forks)
     if kind == 'torchrun':
         return Job([torchrun(log, words)], [log])
-    if kind != 'two ranks':
+    if not kind.startswith('two ranks'):
         return Job([forked.start(log, command, words, hook, env=ENV)], [log])
     env = ENV | dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1')
     env |= dict(MASTER_PORT=str(free_port()), PYTHONWARNINGS='ignore')

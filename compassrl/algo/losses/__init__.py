@@ -27,16 +27,9 @@ from compassrl.records import Batch
 
 # %% auto #0
 __all__ = [
-    'clipped_surrogate',
-    'grpo',
-    'token_weights',
-    'aggregate',
-    'dr_grpo',
-    'dapo',
-    'gspo',
-    'cispo',
+    'clipped_surrogate', 'grpo', 'token_weights', 'aggregate', 'dr_grpo', 'dapo', 'gspo', 'cispo',
     'PolicyLoss',
-]
+]  # fmt: skip
 
 
 # %% ../../../nbs/algo/losses.ipynb #f42f6502
@@ -195,9 +188,8 @@ class PolicyLoss:
         assert cfg.aggregation and batch.old_log_probs is not None  # resolved, and checked
         counts = num_tokens, num_samples, cfg.max_response_tokens
 
-        values, sums = self.loss(
-            log_probs, batch.old_log_probs, batch.advantages, mask, cfg, *self.own, **extra
-        )
+        start = batch.rollout_log_probs if cfg.ratio_to == 'behaviour' else batch.old_log_probs
+        values, sums = self.loss(log_probs, start, batch.advantages, mask, cfg, *self.own, **extra)
         if cfg.tis != 'off':
             limits = cfg.tis, cfg.tis_cap, cfg.tis_low
             w, hit = tis_weights(batch.old_log_probs, batch.rollout_log_probs, mask, *limits)
@@ -217,7 +209,8 @@ class PolicyLoss:
 
     def _check(self, log_probs: Tensor, batch: Batch) -> dict[str, Tensor]:
         "The tensors that the loss needs beyond the usual. Raises ValueError"
-        used = dict(ref_log_probs=self.cfg.kl_coef, rollout_log_probs=self.cfg.tis != 'off')
+        drawn = self.cfg.tis != 'off' or self.cfg.ratio_to == 'behaviour'
+        used = dict(ref_log_probs=self.cfg.kl_coef, rollout_log_probs=drawn)
         keys = ['old_log_probs', 'advantages', *self.loss.needs, *(k for k, v in used.items() if v)]
         for k, v in [('log_probs', log_probs), *((k, getattr(batch, k)) for k in keys)]:
             if v is None:

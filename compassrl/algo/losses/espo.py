@@ -20,14 +20,9 @@ from compassrl.algo.ratios import log_ratio, max_nats, ratio_sums
 
 # %% auto #0
 __all__ = [
-    'entropy_groups',
-    'group_sums',
-    'group_mean',
-    'group_ratio',
-    'adaptive_clip',
-    'group_weights',
+    'entropy_groups', 'group_sums', 'group_mean', 'group_ratio', 'adaptive_clip', 'group_weights',
     'espo',
-]
+]  # fmt: skip
 
 
 # %% ../../../nbs/algo/losses/espo.ipynb #32eded08

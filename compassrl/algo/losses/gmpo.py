@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compassrl.algo.loss_registry import policy_loss
 from compassrl.algo.losses import LossConfig
-from compassrl.algo.ratios import at_least_fp32, log_ratio, ratio_sums
+from compassrl.algo.ratios import at_least_fp32, log_ratio, max_nats, ratio_sums
 
 # %% auto #0
 __all__ = ['gmpo']
@@ -27,13 +27,13 @@ def gmpo(
     """One ratio per response, the geometric mean of its tokens' clipped ratios (2507.20673)
 
     In the form of `gspo`, which gives each token a gradient of its own."""
-    delta = log_ratio(log_probs, old_log_probs, mask)
+    delta = log_ratio(log_probs, old_log_probs, mask, inf)  # bounded as a mean
     adv = at_least_fp32(advantages).detach().masked_fill(~mask, 0.0)
     eps_low, eps_high = cfg.clip
     low = log1p(-eps_low) if eps_low < 1 else -inf
     high = log1p(eps_high)
     kept = torch.where(adv > 0, delta.clamp(max=high), delta.clamp(min=low))
     mean = kept.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = (mean + (kept - kept.detach())).exp()
+    ratio = (mean + (kept - kept.detach())).clamp(-max_nats, max_nats).exp()
     stopped = (adv < 0) & (delta < low), (adv > 0) & (delta > high)
     return -ratio * adv, ratio_sums(delta.detach(), mask, *stopped)

@@ -14,17 +14,9 @@ from typing import Any
 
 # %% auto #0
 __all__ = [
-    'secret_variable',
-    'progress_path',
-    'Send',
-    'App',
-    'closed_routes',
-    'read_secret',
-    'bearer',
-    'AuthMiddleware',
-    'reply',
-    'progress',
-]
+    'secret_variable', 'progress_path', 'Send', 'App', 'closed_routes', 'read_secret', 'bearer',
+    'AuthMiddleware', 'reply', 'progress',
+]  # fmt: skip
 
 # %% ../../../nbs/rollout/vllm/auth.ipynb #f6322bc6
 secret_variable = 'COMPASSRL_SECRET'

@@ -116,9 +116,14 @@ class VllmRollout(RolloutEngine):
         self.running: dict[str, tuple[Request, float]] = {}
         args = engine_args(model, c, config, dtype, T, num_slots, return_routes, self.device, **fp8)
         self.start(args | dict(disable_log_stats=True, enable_sleep_mode=config.colocated))
+        if config.colocated:
+            self.sleep(level=2)  # the trainer, which is built next, needs the room
 
     def start(self, args: dict[str, Any]) -> None:
         "Build vLLM's engine and leave this process as it was"
+        from compassrl.rollout.vllm.transfer import register
+
+        register()  # the package may not be installed: then vLLM knows of no plugin
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -147,7 +152,7 @@ class VllmRollout(RolloutEngine):
                 'before loading weights'
             )
         self.version = None  # until all have arrived
-        self.wake()
+        self.wake('weights')
 
         def call(method: str, **kwargs: Any) -> None:
             self.engine.collective_rpc(method, kwargs=kwargs)
@@ -155,19 +160,28 @@ class VllmRollout(RolloutEngine):
         if self.emulates_fp8:
             weights = fp8_weights(weights)
         transfer(call, weights, self.config, self.as_files)
+        self.wake('kv_cache')
         if not self.engine.reset_prefix_cache():
             raise RuntimeError('vLLM did not drop its prefix cache')
         self.version = version
 
-    def sleep(self) -> None:
-        "Give the GPU to the trainer: weights go to the host's memory, caches go (not run on GPU)"
-        self.engine.sleep(level=1)
+    def sleep(
+        self,
+        level: int = 1,  # 1: weights move to the host's memory; 2: they go, new ones come first
+    ) -> None:
+        "Give the GPU to the trainer; caches go"
+        self.engine.sleep(level=level)
         self.is_asleep = True
 
-    def wake(self) -> None:
+    def wake(
+        self,
+        tag: str = '',  # 'weights' or 'kv_cache'; empty = all
+    ) -> None:
         if self.is_asleep:
-            self.engine.wake_up()
-            self.is_asleep = False
+            if self.device != 'cpu':
+                torch.cuda.empty_cache()  # what the trainer has freed
+            self.engine.wake_up([tag] if tag else None)
+            self.is_asleep = tag == 'weights'
 
     def close(self) -> None:
         "Free its memory; the last engine takes vLLM's process groups with it, but no others"

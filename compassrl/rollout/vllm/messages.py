@@ -30,24 +30,10 @@ from compassrl.rollout.vllm.server import machine_prefix, sweep
 
 # %% auto #0
 __all__ = [
-    'head_sizes',
-    'backend',
-    'block',
-    'file_numbers',
-    'can_cache_fp8',
-    'check_vllm',
-    'check_cpu',
-    'weight_sync',
-    'transfer_config',
-    'cache_bytes',
-    'gpu_args',
-    'engine_args',
-    'sampling_args',
-    'read_routes',
-    'to_sample',
-    'shared_folder',
-    'file_parts',
-]
+    'head_sizes', 'backend', 'block', 'file_numbers', 'can_cache_fp8', 'check_vllm', 'check_cpu',
+    'weight_sync', 'transfer_config', 'cache_bytes', 'gpu_args', 'engine_args', 'sampling_args',
+    'read_routes', 'to_sample', 'shared_folder', 'file_parts',
+]  # fmt: skip
 
 # %% ../../../nbs/rollout/vllm/messages.ipynb #d5d9d5aa
 # sizes that attention on a CPU has kernels for
@@ -162,12 +148,11 @@ def cache_bytes(c: PolicyConfig, num_slots: int, max_len: int, dtype: torch.dtyp
     return tokens * c.num_hidden_layers * 2 * c.num_key_value_heads * c.head_dim * dtype.itemsize
 
 
-def gpu_args(
-    config: VllmConfig, return_routes: bool, quantization: str
-) -> dict[str, Any]:  # not run on GPU
-    d: dict[str, Any] = dict(gpu_memory_utilization=config.gpu_memory_utilization)
-    if return_routes:
-        d['moe_backend'] = 'triton'  # fused kernels route inside and report zeros
+def gpu_args(config: VllmConfig, quantization: str) -> dict[str, Any]:
+    # of kernels that route inside, vLLM refuses those that report no routes
+    d: dict[str, Any] = dict(
+        gpu_memory_utilization=config.gpu_memory_utilization, moe_backend=config.moe_backend
+    )
     if quantization:  # 128x128 blocks; the routers stay as they are
         d |= dict(quantization='fp8_per_block', quantization_config=dict(ignore=['*.mlp.gate']))
     return d
@@ -206,7 +191,7 @@ def engine_args(
     if not any(map(policy.is_sparse, range(policy.num_hidden_layers))):
         d['hf_overrides'] = dict(architectures=[architecture(policy)])  # a mixture needs experts
     if device != 'cpu':
-        return d | gpu_args(config, return_routes, quantization)
+        return d | gpu_args(config, quantization)
     return d | dict(
         enforce_eager=True,
         enable_chunked_prefill=False,
@@ -251,7 +236,7 @@ def read_routes(
     if len(routes) and (not valid.any() or blank):
         raise ValueError(
             'vLLM reports expert 0 for everything: its kernel routes where nothing is recorded, '
-            "use moe_backend='triton'"
+            "use vllm.moe_backend='triton'"
         )
     return routes, valid
 

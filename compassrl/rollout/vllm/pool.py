@@ -21,6 +21,7 @@ from torch import Tensor
 from compassrl.model.hf_config import read_config
 from compassrl.model.pretrained import checked_weights
 from compassrl.phases import phase
+from compassrl.procs import has_gpu
 from compassrl.records import Metrics, Request, RolloutEngine, Sample, as_requests
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.pull_queue import Attempt
@@ -74,7 +75,7 @@ class VllmPool(RolloutEngine):
         self.job: Future[None] | None = None  # the dispatcher that runs
         # a group of GPUs, and the members for which it was made (not run on GPU)
         self.group: tuple[list[tuple[str, int]], NcclGroup | SharedGpu] | None = None
-        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+        device = 'cuda' if has_gpu() else 'cpu'
         self.quantization = quantization
         fp8 = dict(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
         check_vllm(c, config, dtype, device, return_routes, one_process=False, **fp8)
@@ -89,6 +90,8 @@ class VllmPool(RolloutEngine):
             config, options, device, sync, log_dir, start_timeout_s, first_gpu
         )
         self.replicas = self.servers.replicas
+        if config.colocated:  # the trainer, which is built next, needs the room
+            self.servers.submit(on_all(list(self.replicas.values()), Replica.sleep, 2)).result()
 
     def measured(self) -> Metrics:
         "Errors of predicted lengths in the last `generate`; servers that were lost so far"
@@ -133,12 +136,15 @@ class VllmPool(RolloutEngine):
 
         try:
             if servers.vllm.colocated:
-                step(Replica.wake).result()
+                torch.cuda.empty_cache()  # what the trainer has freed
+                step(Replica.wake, 'weights').result()
             step(Replica.begin).result()
             if servers.sync == 'file':
                 self.send_files(step, weights)
             else:
                 self.send_to_gpus(up, weights)
+            if servers.vllm.colocated:
+                step(Replica.wake, 'kv_cache').result()
             step(Replica.end, version).result()
             servers.version = version
         except BaseException:

@@ -21,17 +21,9 @@ from compassrl.rollout.vllm.server import ServerProcess
 
 # %% auto #0
 __all__ = [
-    'silence_s',
-    'slow_disk',
-    'window_s',
-    'max_answer_bytes',
-    'refusals',
-    'Lost',
-    'answer_field',
-    'read_at_most',
-    'Replica',
-    'on_all',
-]
+    'silence_s', 'slow_disk', 'window_s', 'max_answer_bytes', 'refusals', 'Lost', 'answer_field',
+    'read_at_most', 'Replica', 'on_all',
+]  # fmt: skip
 
 # %% ../../../nbs/rollout/vllm/replica.ipynb #41392d55
 _T = TypeVar('_T')
@@ -227,12 +219,18 @@ class Replica:
         if found != str(version):
             raise Lost(f'{self.name} has weights {found!r} instead of {str(version)!r}')
 
-    async def sleep(self) -> None:
-        "Give the GPU to the trainer: weights go to the host's memory, caches go (not run on GPU)"
-        await self.post('/sleep?level=1')
+    async def sleep(
+        self,
+        level: int = 1,  # 1: weights move to the host's memory; 2: they go, new ones come first
+    ) -> None:
+        "Give the GPU to the trainer; caches go"
+        await self.post(f'/sleep?level={level}')
 
-    async def wake(self) -> None:
-        await self.post('/wake_up')
+    async def wake(
+        self,
+        tag: str = '',  # 'weights' or 'kv_cache'; empty = all
+    ) -> None:
+        await self.post('/wake_up' + f'?tags={tag}' * bool(tag))
 
     def count_loss(self, why: str) -> None:
         self.up, self.why = False, why

@@ -28,30 +28,11 @@ from compassrl.rollout.vllm.auth import secret_variable
 
 # %% auto #0
 __all__ = [
-    'shared_memory',
-    'memory_prefixes',
-    'memory_list',
-    'engine_ends',
-    'group_pids',
-    'mapped_memory',
-    'group_memory',
-    'machine_prefix',
-    'server_folder',
-    'list_memory',
-    'remove',
-    'sweep',
-    'supervise',
-    'private_env',
-    'supervise_command',
-    'start_supervisor',
-    'private_file',
-    'ServerProcess',
-    'server_env',
-    'flags',
-    'free_port',
-    'server_command',
-    'start_server',
-]
+    'shared_memory', 'memory_prefixes', 'memory_list', 'engine_ends', 'group_pids',
+    'mapped_memory', 'group_memory', 'machine_prefix', 'server_folder', 'list_memory', 'remove',
+    'sweep', 'supervise', 'private_env', 'supervise_command', 'start_supervisor', 'private_file',
+    'ServerProcess', 'server_env', 'flags', 'free_port', 'server_command', 'start_server',
+]  # fmt: skip
 
 # %% ../../../nbs/rollout/vllm/server.ipynb #a9e67b5a
 shared_memory: Path = Path('/dev/shm')
@@ -171,6 +152,7 @@ def private_env(env: dict[str, str]) -> tuple[dict[str, str], Path]:
 
 def supervise_command() -> None:
     "Run the command in our arguments as a server; standard input is the connection to the owner"
+    end_with_parent(signal.SIGCONT)  # if it is stopped, it still notices
     env, folder = private_env(dict(os.environ))
     server = subprocess.Popen(
         sys.argv[1:],
@@ -249,7 +231,9 @@ class ServerProcess:
         self,
         grace_s: float = 0.0,  # time in which it may end by itself
     ) -> None:
-        if self.pid:
+        if self.supervisor.poll() is None:
+            self.supervisor.send_signal(signal.SIGCONT)  # it may be stopped
+        if pid := self.pid:
             if grace_s:
                 self.signal(signal.SIGTERM)
                 self.ended(grace_s)
@@ -261,7 +245,17 @@ class ServerProcess:
         with suppress(subprocess.TimeoutExpired):
             self.supervisor.wait(10)
         self.supervisor.kill()
-        self.supervisor.wait()
+        if self.supervisor.wait() and pid:
+            self._clean_up()
+
+    def _clean_up(self) -> None:
+        "What a supervisor would have done that was killed"
+        for process in map(int, filter(str.isdigit, os.listdir('/proc'))):
+            with suppress(OSError):  # it has just ended
+                if os.getsid(process) == self.supervisor.pid:
+                    os.kill(process, signal.SIGKILL)
+        for folder in {tempfile.gettempdir(), '/tmp'}:
+            sweep(Path(folder))
 
     def used_s(self) -> float:
         "CPU seconds of all its processes"

@@ -7,6 +7,7 @@ GPUs weights travel without files, by NCCL or CUDA IPC."""
 from __future__ import annotations
 
 import base64
+import math
 import multiprocessing
 import os
 import pickle
@@ -55,17 +56,9 @@ from compassrl.rollout.vllm.server import engine_ends, free_port
 
 # %% auto #0
 __all__ = [
-    'NoInit',
-    'WeightPart',
-    'part_weights',
-    'PartTransfer',
-    'transfer',
-    'register',
-    'AllServers',
-    'HfSource',
-    'NcclGroup',
-    'SharedGpu',
-]
+    'NoInit', 'WeightPart', 'part_weights', 'PartTransfer', 'transfer', 'register', 'AllServers',
+    'HfSource', 'NcclGroup', 'pack_bytes', 'SharedGpu',
+]  # fmt: skip
 
 
 # %% ../../../nbs/rollout/vllm/transfer.ipynb #daedcb11
@@ -209,13 +202,16 @@ class HfSource(WeightSource):
         self.weights: Iterable[tuple[str, Tensor]] = ()  # weights of this sync
 
     def metadata(self) -> list[ParamMeta]:
-        return [
-            ParamMeta(name, self.dtype, shape) for name, shape in hf_shapes(self.config).items()
-        ]
+        shapes = hf_shapes(self.config).items()
+        return [ParamMeta(name, self.dtype_of(name), shape) for name, shape in shapes]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for n, t in checked_weights(self.weights, self.config):
-            yield n, t.to(self.device, self.dtype)
+            yield n, t.to(self.device, self.dtype_of(n))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        "A router's bias is fp32 in vLLM, whatever the precision"
+        return torch.float32 if name.endswith('.e_score_correction_bias') else self.dtype
 
 
 # %% ../../../nbs/rollout/vllm/transfer.ipynb #41a11601
@@ -268,13 +264,22 @@ class NcclGroup:
 
 
 # %% ../../../nbs/rollout/vllm/transfer.ipynb #e8949702
+def pack_bytes(
+    config: PolicyConfig,
+    dtype: torch.dtype,  # type of the servers' weights
+) -> int:
+    "Size of a packed message: vLLM refuses a tensor that does not fit into one"
+    return max(256 << 20, dtype.itemsize * max(map(math.prod, hf_shapes(config).values())))
+
+
 class SharedGpu:
-    "Servers on the GPU of this process read its memory (not run on GPU)"
+    "Servers on the GPU of this process read its memory"
 
     def __init__(self, clients: AllServers, config: PolicyConfig, dtype: torch.dtype) -> None:
         self.source = HfSource(config, dtype, 'cuda')
         client: Any = clients  # vLLM's type is a class of its own
-        info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=256 << 20)
+        packed = dict(packed=True, packed_buffer_size_bytes=pack_bytes(config, dtype))
+        info = IPCTrainerInitInfo(rank=0, **packed)
         self.engine = IPCTrainerWeightTransferEngine.trainer_init(
             info, client=client, source=self.source
         )

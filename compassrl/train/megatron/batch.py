@@ -27,17 +27,9 @@ from compassrl.train.balance import balance
 
 # %% auto #0
 __all__ = [
-    'Cost',
-    'MicroBatch',
-    'Work',
-    'share_rows',
-    'deal_rows',
-    'zigzag',
-    'Packed',
-    'response_values',
-    'Tap',
-    'tap_routers',
-]
+    'Cost', 'MicroBatch', 'Work', 'share_rows', 'deal_rows', 'zigzag', 'Packed', 'response_values',
+    'Tap', 'tap_routers',
+]  # fmt: skip
 
 
 # %% ../../../nbs/train/megatron/batch.ipynb #b67602b2

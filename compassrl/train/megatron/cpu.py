@@ -16,9 +16,11 @@ from unittest.mock import patch
 import torch
 import torch._dynamo  # for `set_stance` and optimisers: once, before ranks are forked
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from compassrl.model.layers import attend_causally
+from compassrl.procs import has_gpu
 
 
 def _as_it_is(fn: Any = None, **settings: Any) -> Any:  # replaces `torch.compile`
@@ -30,7 +32,7 @@ def _lighter():
     """Without what takes most of the import's time: compilers, which no CPU uses here, and wandb,
     which only its inference engine does"""
     # the number of devices, since that leaves CUDA alone: this process may still fork
-    compiles = torch.compile if torch.cuda.device_count() else _as_it_is
+    compiles = torch.compile if has_gpu() else _as_it_is
     hides = 'wandb' not in sys.modules
     with patch.object(torch, 'compile', compiles), warnings.catch_warnings():
         warnings.simplefilter('ignore')  # Apex and Transformer Engine are missed aloud
@@ -186,7 +188,7 @@ def _communicate_shapes(
 # %% ../../../nbs/train/megatron/cpu.ipynb #3c4c1a7f
 def _repairs() -> Iterator[tuple[Any, str, Any]]:
     "What is replaced in Megatron-Core itself: where, which name, by what"
-    if not torch.cuda.is_available():
+    if not has_gpu():
         yield mappings, '_gather_along_first_dim', _gather_rows  # tensor_parallel/mappings.py:150
         yield mappings, '_reduce_scatter_along_first_dim', _scatter_rows  # the same file, line 196
         # forgets as_numpy for CPU tensors (moe_utils.py:1094)
@@ -203,7 +205,7 @@ def megatron_calls() -> Iterator[None]:
     with ExitStack() as stack:
         for where, name, value in _repairs():
             stack.enter_context(patch.object(where, name, value, create=True))
-        if not torch.cuda.is_available():
+        if not has_gpu():
             for where, names in _answers():
                 for name, value in names.items():
                     stack.enter_context(patch.object(where, name, value))
@@ -260,9 +262,7 @@ class PackedAttention(nn.Module):
 
     def attend(self, *qkv: Tensor) -> Tensor:  # each [T, B, heads, d]
         q, k, v = (t.permute(1, 2, 0, 3) for t in qkv)
-        o = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], scale=self.scale
-        )
+        o = attend_causally(q, k, v, self.scale)
         return o.permute(2, 0, 1, 3).flatten(2)
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:

@@ -9,28 +9,46 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from threading import Event, Thread, main_thread
+from traceback import walk_stack
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
-from compassrl.phases import phase
+from compassrl.phases import open_phases, phase
 from compassrl.records import Batch, LossFn, Metrics
 from compassrl.train.megatron.engine import Control, MegatronTrain, ScatterRefused
-from compassrl.train.megatron.heartbeat import Heartbeat, limit_from_env
 
 # %% auto #0
-__all__ = ['LostRank', 'cluster_address', 'RankMonitor', 'Leader', 'serve_leader']
+__all__ = [
+    'LIMIT_VARIABLE', 'HANG_S', 'LostRank', 'limit_from_env', 'cluster_address', 'stack',
+    'RankMonitor', 'Leader', 'serve_leader',
+]  # fmt: skip
 
 # %% ../../../nbs/train/megatron/leader.ipynb #004c961d
+LIMIT_VARIABLE = 'COMPASSRL_WATCH_S'
+HANG_S = 1800.0  # servers, judges and disks, for which a rank may wait, have shorter limits
 _T = TypeVar('_T')
 
 
 class LostRank(RuntimeError):
     "Another rank failed or died; the message names it"
+
+
+def limit_from_env() -> float:
+    "Seconds for which a rank may be silent. Raises ValueError"
+    text = os.environ.get(LIMIT_VARIABLE, '60')
+    with suppress(ValueError):
+        if 1 <= float(text) < 1e6:
+            return float(text)
+    raise ValueError(f'{LIMIT_VARIABLE}={text!r}: give seconds, 1 or more')
 
 
 def cluster_address() -> str:
@@ -52,32 +70,90 @@ def cluster_address() -> str:
     return host
 
 
-class RankMonitor:
-    """Every rank learns what happens to every other one. Where one is killed, stops, hangs or
-    reports an error, all ranks end"""
+def stack() -> list[tuple[str, str, int]]:
+    "File, function and line of every call of the main thread, the innermost first"
+    frame = sys._current_frames().get(main_thread().ident or 0)
+    calls = [] if frame is None else walk_stack(frame)
+    return [(f.f_code.co_filename, f.f_code.co_name, line) for f, line in calls]
+
+
+# %% ../../../nbs/train/megatron/leader.ipynb #790faea8
+class RankMonitor(Thread):
+    """Every rank learns what happens to every other one. Where one is silent, hangs or reports an
+    error, all ranks end"""
 
     def __init__(
         self,
         control: Control,
-        # a rank that is stopped for so many seconds is lost; None = as `limit_from_env` says
-        timeout_s: float | None = None,
+        timeout_s: float | None = None,  # a rank may be silent so long; None = `limit_from_env`
         every_s: float = 1.0,
+        hang_s: float = HANG_S,
     ) -> None:
+        super().__init__(daemon=True, name='heartbeat')
         self.control, self.rank, self.size = control, control.rank, control.size
-        self.timeout_s, self.every_s = timeout_s or limit_from_env(), every_s
-        self.heartbeat: Heartbeat | None = None
+        self.timeout_s, self.every_s, self.hang_s = timeout_s or limit_from_env(), every_s, hang_s
+        self.stopped, self.cause, self.number = Event(), '', 0
         if self.size == 1:
             return  # no other rank
-        self.heartbeat = Heartbeat.one or Heartbeat(self.rank, self.timeout_s, every_s)
-        host = cluster_address()
-        receives = control.gather((host, self.heartbeat.bind(host)))
-        key = secrets.token_hex(32)
-        addresses, key = control.scatter(lambda: [(receives, key)] * self.size)
-        self.heartbeat.send(meet=addresses, key=key)
+        # a connection of its own: the main thread may wait in the other one
+        self.store = _get_default_store().clone()
+        self.store.set_timeout(timedelta(seconds=self.timeout_s))
+        self.key = control.scatter(lambda: [secrets.token_hex(8)] * self.size)
+        self.calls, self.cpu_s, self.since = stack(), 0.0, time.monotonic()
+        self._beat()
+        control.gather(None)  # all have begun
+        others = range(1, self.size) if self.rank == 0 else [0]
+        self.heard = {r: (b'', self.since) for r in others}
+        self.start()
 
-    @property
-    def cause(self) -> str:  # why all end; '' = all is well
-        return self.heartbeat.cause if self.heartbeat else ''
+    def _beat(self) -> None:
+        self.number += 1
+        doing = ', '.join(dict.fromkeys(open_phases)) or 'preparation'
+        self.store.set(f'{self.key}/{self.rank}', f'{self.number} in: {doing}')
+
+    def run(self) -> None:
+        looked_at = time.monotonic()
+        while not self.stopped.wait(self.every_s) and not self.cause:
+            now = time.monotonic()
+            if (late := now - looked_at) > 5 + 2 * self.every_s:  # this process was stopped
+                self.since = min(self.since + late, now)
+                self.heard = {r: (x, min(t + late, now)) for r, (x, t) in self.heard.items()}
+            looked_at = now
+            try:
+                self._beat()
+                self.cause = self._failure() or self._diagnosis(now)
+            except RuntimeError as e:  # the store is in torchrun, or on rank 0
+                self.cause = f"torch's store is gone, and with it torchrun or rank 0: {e}"
+        # the main thread may hang in a call to a rank that does not answer
+        if self.cause and not self.stopped.wait(2 * self.every_s):
+            print(f'rank {self.rank} ends: {self.cause}', file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _failure(self) -> str:  # what a rank has told; '' = nothing
+        key = f'{self.key}/failed'
+        return self.store.get(key).decode() if self.store.check([key]) else ''
+
+    def tell(self, cause: str) -> str:
+        "Why all ranks end; what was told first stays"
+        if not self._failure():
+            self.store.set(f'{self.key}/failed', cause)
+        return self._failure()
+
+    def _diagnosis(self, now: float) -> str:  # '' = this rank and those that it hears are well
+        calls, cpu_s = stack(), time.process_time() - time.thread_time()
+        works = calls != self.calls or cpu_s - self.cpu_s > 0.02 + 0.03 * (now - self.since)
+        if works or 'torch/distributed/' in calls[0][0]:
+            self.calls, self.cpu_s, self.since = calls, cpu_s, now
+        if now - self.since > self.hang_s:
+            at = ', in '.join(f'{file}:{line} {name}' for file, name, line in calls[:2])
+            return self.tell(f'rank {self.rank} hangs: for {now - self.since:.0f} s at {at}')
+        for r, (text, heard_at) in self.heard.items():
+            if (new := self.store.get(f'{self.key}/{r}')) != text:
+                self.heard[r] = new, now
+            elif now - heard_at > self.timeout_s:
+                doing = text.decode().partition(' ')[2]
+                return self.tell(f'rank {r} is lost: silent for {now - heard_at:.0f} s, {doing}')
+        return ''
 
     @contextmanager
     def share_errors(self) -> Iterator[None]:
@@ -87,23 +163,26 @@ class RankMonitor:
         except (ScatterRefused, LostRank):
             raise
         except Exception as e:
-            if not self.heartbeat:
+            if self.size == 1:
                 raise
             if not _second_hand(e):
-                self.heartbeat.stopped.set()
-                self.heartbeat.send(failed=f'rank {self.rank}: {type(e).__name__}: {e}')
+                self.tell(f'rank {self.rank}: {type(e).__name__}: {e}')
+                self.stopped.set()
+                time.sleep(2 * self.every_s)  # the store may end with this rank
                 raise
             until = time.monotonic() + 2 * self.timeout_s
-            while not self.cause and time.monotonic() < until:
+            while not self.cause and (now := time.monotonic()) < until:
+                self.since = now  # to wait for the cause is no hang
                 time.sleep(self.every_s / 10)
-            self.heartbeat.stopped.set()
+            self.stopped.set()
             raise LostRank(self.cause or f'rank {self.rank}: {e}') from e
 
     def stop(self) -> None:
         "Monitoring ends; every rank calls this"
-        if self.heartbeat:
+        if self.size > 1:
             self.control.gather(None)  # all have come this far
-            self.heartbeat.leave('done')
+            self.stopped.set()
+            self.join()
 
 
 def _second_hand(error: Exception) -> bool:  # does it only say that another rank is gone?

@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from compassrl.model.policy import PolicyConfig
+from compassrl.procs import has_gpu
 from compassrl.train.megatron.parallel import ParallelConfig, check_parallel, padded_vocab
 
 # %% auto #0
@@ -56,10 +57,12 @@ def init_parallel(
     seed: int = 0,
 ) -> None:
     "This process's place in every group: under torchrun, or where a default group exists already"
-    gpu, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s)
+    gpu, timeout = has_gpu(), timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         alone = os.environ.get('LOCAL_WORLD_SIZE') == os.environ.get('WORLD_SIZE')
         if gpu:
+            if parallel.tp > 1:  # its overlap needs kernels in the order of their calls
+                os.environ.setdefault('CUDA_DEVICE_MAX_CONNECTIONS', '1')
             torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
         else:
             wait_for_a_core()
@@ -85,7 +88,7 @@ def init_parallel(
 @lru_cache
 def has_te() -> bool:
     "Is there a GPU, and Transformer Engine for it? (its import fails without one)"
-    if not torch.cuda.is_available():
+    if not has_gpu():
         return False
     try:
         import transformer_engine.pytorch  # noqa: F401  # type: ignore[import-not-found]
@@ -102,7 +105,7 @@ def transformer_config(
     "The same policy as a config of Megatron-Core. Raises ValueError for what it cannot compute"
     if parallel.fp8_recipe and not has_te():
         raise ValueError(f'fp8_recipe={parallel.fp8_recipe!r} needs a GPU and Transformer Engine')
-    dtype = getattr(torch, parallel.dtype)
+    dtype = getattr(torch, parallel.on('cuda' if has_gpu() else 'cpu').dtype)
     return TransformerConfig(
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -184,7 +187,7 @@ def _kernels() -> dict[str, Any]:  # which of them are fused, and where weights 
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=not has_gpu(),
     )
 
 
@@ -199,7 +202,7 @@ def _spread(p: ParallelConfig) -> dict[str, Any]:  # over ranks
         expert_tensor_parallel_size=p.expert_tp,
         variable_seq_lengths=p.pp > 1,
         moe_token_dispatcher_type='alltoall',
-        batch_p2p_comm=torch.cuda.is_available() and p.pp > 2,
+        batch_p2p_comm=has_gpu() and p.pp > 2,
     )
 
 
@@ -238,7 +241,7 @@ def build_model(
                 vp_stage=stage,
                 share_embeddings_and_output_weights=policy.tie_word_embeddings,
             )
-        if torch.cuda.is_available():
+        if has_gpu():
             model.cuda()
         pieces.append(model)
     for model in pieces:

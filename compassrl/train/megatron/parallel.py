@@ -78,6 +78,16 @@ def check_parallel(
     check_family(policy)
     check_world(p, world_size)
     check_shape(p, policy)
+    if device != 'cpu' and p.dtype == 'float32':
+        raise ValueError(
+            "parallel.dtype='float32' with Transformer Engine: its attention takes none, use 'auto'"
+        )
+    sparse = any(map(policy.is_sparse, range(policy.num_hidden_layers)))
+    if device != 'cpu' and p.vpp > 1 and sparse:
+        raise ValueError(
+            f'vpp={p.vpp} of a mixture on GPUs: idle parts may leave an expert without tokens, '
+            'which Transformer Engine 2.11 does not survive; use vpp=1'
+        )
     for k, off in (('cp', 1), ('fp8_recipe', '')):
         if device == 'cpu' and getattr(p, k) != off:
             raise ValueError(

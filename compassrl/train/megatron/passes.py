@@ -158,7 +158,7 @@ class Passes:
             init_parallel(parallel)
         self.chunks: list[GPTModel] = build_model(policy, parallel, router_replay=replay != 'off')
         load_hf(self.chunks, policy, weights)
-        dtype = getattr(torch, parallel.dtype)
+        dtype = self.chunks[0].config.params_dtype
         self.models, self.optimizer = wrap_and_optimise(self.chunks, config, dtype)
         self.chunks[0].config.variable_seq_lengths = parallel.vpp == 1  # parts differ in tokens
         again = parallel.recompute != 'none'

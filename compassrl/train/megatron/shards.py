@@ -46,21 +46,10 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'SHARDED_FORMAT',
-    'keep_garbage_in_forks',
-    'WriterResults',
-    'write_buckets',
-    'why_not_written',
-    'gather_all',
-    'all_or_none',
-    'attempt',
-    'sharded_manifest',
-    'verify_sharded',
-    'read_metadata',
-    'verify_shares',
-    'weights_only_loads',
-    'usable',
-]
+    'SHARDED_FORMAT', 'keep_garbage_in_forks', 'WriterResults', 'write_buckets', 'why_not_written',
+    'gather_all', 'all_or_none', 'attempt', 'sharded_manifest', 'verify_sharded', 'read_metadata',
+    'verify_shares', 'weights_only_loads', 'usable',
+]  # fmt: skip
 
 # %% ../../../nbs/train/megatron/shards.ipynb #e225a465
 _T = TypeVar('_T')

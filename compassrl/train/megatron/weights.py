@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights, hf_shapes, read_shards
+from compassrl.procs import has_gpu
 
 # %% auto #0
 __all__ = ['Cut', 'cuts', 'load_hf', 'gather_hf_weights']
@@ -196,7 +197,7 @@ def gather_hf_weights(
         v = c.view(of(c.param))
         here.setdefault(c.name, (c.dim, c.start, c.stop, v.dtype, v))
     rank, senders = dist.get_rank(), _senders(here)
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    device = 'cuda' if has_gpu() else 'cpu'
     for name, shape in hf_shapes(policy).items():
         dtype = senders[name][0][4]
         whole = torch.empty(shape if rank == 0 else (), dtype=dtype, device=device)

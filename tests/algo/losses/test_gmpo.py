@@ -99,7 +99,17 @@ def law_impossible(make):
     assert grad.isfinite().all() and grad[0, 1] == 0
 
 
-LAWS = [law_paper, law_impossible, law_naive, law_split, law_padding]
+def law_far(make):
+    "The mean of a response is bounded to 20 nats, not its tokens, as in GSPO and ESPO"
+    one, wanted = torch.ones(1, 2, dtype=torch.bool), fp64([[1.0, 1.0]])
+    for far, mean in ((-30.0, -15.0), (-60.0, -20.0)):
+        batch, new = as_batch(one, wanted, 0 * wanted), fp64([[far, 0.0]])
+        value, _, metrics = value_and_grad(make(LossConfig('gmpo', tis='off')), new, batch, 2, 1)
+        close(value, -fp64(mean).exp(), 1e-12)
+        assert all(m.isfinite() for m in metrics.values())
+
+
+LAWS = [law_far, law_paper, law_impossible, law_naive, law_split, law_padding]
 
 
 @pytest.mark.parametrize('law', LAWS, ids=lambda f: f.__name__)
@@ -126,7 +136,7 @@ MUTANTS = dict(
     ),
     other_side=('torch.where(adv>0, delta.clamp', 'torch.where(adv<0, delta.clamp'),
     mean_before_the_clip=('mean = kept.detach()', 'mean = delta.detach()'),
-    own_ratio=('(mean+(kept-kept.detach())).exp()', 'kept.exp()'),
+    own_ratio=('(mean+(kept-kept.detach())).clamp(', 'kept.clamp('),
     mean_over_padding=(f'{KEPT}/{ROWS}.clamp(min=1)', f'{KEPT}/mask.shape[-1]'),
     limits_in_nats=('high = log1p(eps_high)', 'high = eps_high'),
     counts_the_wanted=('(adv<0)&(delta<low)', '(adv>0)&(delta<low)'),

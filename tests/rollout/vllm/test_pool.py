@@ -668,9 +668,12 @@ def test_weights_come_as_announced():
     from compassrl.rollout.vllm.transfer import HfSource
 
     s = HfSource(CONFIG, torch.bfloat16, 'cpu')
-    s.weights = hf_weights(POLICIES[0])
+    s.weights = list(hf_weights(POLICIES[0]))
     want = [(n, tuple(w.shape)) for n, w in hf_weights(POLICIES[0])]
     assert [(m.name, m.shape) for m in s.metadata()] == want == [(n, tuple(t.shape)) for n, t in s]
+    assert {m.dtype for m in s.metadata()} == {t.dtype for _, t in s} == {torch.bfloat16}
+    bias = 'model.layers.0.mlp.gate.e_score_correction_bias'
+    assert s.dtype_of(bias) == torch.float32, "vLLM's own type of it"
     s.weights = list(hf_weights(POLICIES[0]))[1:]
     with pytest.raises(ValueError, match='1 weights are missing'):
         list(s)

@@ -85,22 +85,34 @@ def test_a_server_whose_owner_is_killed_leaves_nothing(tmp_path):
     assert soon(lambda: not memory.exists() and not folder.exists())
 
 
-def test_a_server_whose_supervisor_is_killed_ends(tmp_path):
-    "The kernel sees to it; the next run removes what it left"
+@pytest.mark.parametrize('how', ['killed', 'stopped', 'stopped, and the owner is killed'])
+def test_a_server_whose_supervisor_is_struck_leaves_nothing(how, tmp_path):
+    "Nor its own children, which hold memory and ports"
     log = tmp_path / 'log'
-    server = ServerProcess(
-        [sys.executable, '-c', SERVER.format(then='time.sleep(600)')], dict(os.environ), log
-    )
+    child = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+    code = SERVER.format(then=child)
+    if 'owner' in how:
+        owner = subprocess.Popen([sys.executable, '-c', OWNER.format(code=code, log=str(log))])
+        soon(lambda: psutil.Process(owner.pid).children())
+        supervisor = psutil.Process(owner.pid).children()[0]
+    else:
+        server = ServerProcess([sys.executable, '-c', code], dict(os.environ), log)
+        supervisor = psutil.Process(server.supervisor.pid)
     memory, folder = words(log)
-    process = psutil.Process(server.pid)
     assert soon((folder / vllm_server.memory_list).exists)
     assert sweep(Path(tempfile.gettempdir())) == [] or folder.exists()  # the supervisor lives
-    process.parent().kill()
-    assert soon(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
-    assert server.ended(60) and memory.exists()
-    server.kill()
-    sweep(folder.parent)
-    assert not memory.exists() and not folder.exists()
+    assert soon(lambda: len(supervisor.children(recursive=True)) == 2)
+    below = supervisor.children(recursive=True)
+    supervisor.kill() if how == 'killed' else supervisor.suspend()
+    if 'owner' in how:
+        owner.kill()
+        owner.wait()
+    else:
+        assert how == 'stopped' or server.ended(60)
+        server.kill()
+    assert soon(lambda: not memory.exists() and not folder.exists())
+    gone = psutil.STATUS_ZOMBIE
+    assert soon(lambda: not any(p.is_running() and p.status() != gone for p in below))
 
 
 def test_a_list_is_whole_or_not_there(tmp_path, monkeypatch):

@@ -2,17 +2,13 @@
 and say which one it was"""
 
 import gc
-import json
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -30,11 +26,10 @@ from compassrl.loop import fit
 from compassrl.model.pretrained import hf_weights
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs import factory
-from compassrl.train.megatron import heartbeat, leader
+from compassrl.train.megatron import leader
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.leader import Leader, RankMonitor, serve_leader
 from compassrl.train.megatron.parallel import ParallelConfig
-from compassrl.train.megatron.watchdog import watchdog_command
 from compassrl.train.torch_train import TorchTrain
 from tests.support.ranks import lively, name, run_ranks
 from tests.train.megatron.test_engine import BATCH, DP, LOSS, MIX, OPTIM, POLICY, PP, TP_EP, fresh
@@ -47,11 +42,12 @@ def job(
     config=POLICY,
     optim=OPTIM,
     temperature=1.0,
-    every_s=1.0,
+    every_s=0.2,
+    hang_s=1800.0,
 ):
     "`lead(leader)` on rank 0, `serve_leader` on the others"
     e = MegatronTrain(config, hf_weights(lively(config)), optim, parallel, temperature)
-    watch = RankMonitor(e.control, timeout_s, every_s)
+    watch = RankMonitor(e.control, timeout_s, every_s, hang_s)
     if dist.get_rank():
         return serve_leader(e, watch)
     with Leader(e, watch) as leader:
@@ -155,7 +151,7 @@ def survivors(n, fn, timeout_s=300):
                 gc.freeze()  # a checkpoint collects garbage: not among what was imported
                 code, sys.stdout = 1, open(folder / f'{r}', 'w', buffering=1)
                 sys.stderr = sys.stdout
-                os.dup2(sys.stdout.fileno(), 2)  # its watchdog is another process
+                os.dup2(sys.stdout.fileno(), 2)  # what a library writes
                 try:
                     torch.set_num_threads(1)
                     dist.init_process_group(
@@ -178,25 +174,15 @@ def survivors(n, fn, timeout_s=300):
                 pid, status = os.waitpid(pids[r], os.WNOHANG)
                 if pid:
                     ends[r] = status
+            last = set(range(n)) - ends.keys()
+            if len(last) == 1 and any(ends.values()):  # as torchrun ends what does not end itself
+                time.sleep(3)
+                os.kill(pids[last.pop()], signal.SIGKILL)
             time.sleep(0.02)
         for r in set(range(n)) - ends.keys():
             os.kill(pids[r], signal.SIGKILL)
             os.waitpid(pids[r], 0)
-        until = time.monotonic() + 20
-        while is_written(folder) and time.monotonic() < until:
-            time.sleep(0.05)  # a watchdog ends its rank first, and says why then
         return {r: (ends.get(r), (folder / f'{r}').read_text()) for r in range(n)}
-
-
-def is_written(folder):
-    "Has a process its standard error there?"
-    for fd in Path('/proc').glob('[0-9]*/fd/2'):
-        try:
-            if os.readlink(fd).startswith(f'{folder}/'):
-                return True
-        except OSError:
-            pass  # it has ended
-    return False
 
 
 def hang():
@@ -225,15 +211,14 @@ def stricken(rank, how):
         leader.update(scored(leader), LOSS)
         leader.everywhere(strike, rank, how)
 
-    return lambda: job(lead, timeout_s=3.0)
+    return lambda: job(lead, timeout_s=3.0, hang_s=3.0)
 
 
 SAID = {
-    # it may be gone before it is heard
-    explode: "rank {}: KeyError: 'the reason'|rank {} was killed or crashed",
-    hang: r'rank {} hangs: it did nothing for \d+ s at .*test_leader.py:\d+ hang',
-    signal.SIGKILL: 'rank {} was killed or crashed',
-    signal.SIGSTOP: r'rank {} was stopped for \d+ s',
+    explode: "rank {}: KeyError: 'the reason'",
+    hang: r'rank {} hangs: for \d+ s at .*test_leader.py:\d+ hang',
+    signal.SIGKILL: r'rank {} is lost: silent for \d+ s, ',
+    signal.SIGSTOP: r'rank {} is lost: silent for \d+ s, ',
 }
 
 
@@ -245,30 +230,12 @@ def test_a_rank_that_fails_is_named_and_all_end(rank, how):
     for r in range(3):
         assert ends[r][0] not in (None, 0), ends
         if r != rank:
-            assert re.search(SAID[how].format(rank, rank), ends[r][1]), ends[r]
+            assert re.search(SAID[how].format(rank), ends[r][1]), ends[r]
     assert how != explode or 'the reason' in ''.join(said for _, said in ends.values()), ends
 
 
-def all_wait():
-    "Each rank waits for a message that nobody sends"
-    dist.recv(torch.zeros(1), src=1 - dist.get_rank())
-
-
-def everybody_waits(engine):
-    all_wait()
-
-
-def test_ranks_that_wait_for_each_other_end():
-    def lead(leader):
-        leader.everywhere(everybody_waits)
-
-    ends = survivors(2, lambda: job(lead, timeout_s=3.0, every_s=0.2))
-    assert all(status not in (None, 0) for status, _ in ends.values()), ends
-    assert any('all others wait for each other' in said for _, said in ends.values()), ends
-
-
 def test_whoever_waits_for_a_rank_that_works_is_left_in_peace():
-    "Six seconds of work, where a rank that does nothing may do so for three"
+    "Six seconds of work, where a rank may be silent or stand still for two"
 
     def lead(leader):
         until = time.monotonic() + 6
@@ -276,34 +243,8 @@ def test_whoever_waits_for_a_rank_that_works_is_left_in_peace():
             some_work()
         leader.everywhere(rank_plus, 1)
 
-    ends = survivors(2, lambda: job(lead, timeout_s=2.0, every_s=0.2))
+    ends = survivors(2, lambda: job(lead, timeout_s=2.0, hang_s=2.0))
     assert [status for status, _ in ends.values()] == [0, 0], ends
-
-
-def test_a_rank_that_goes_round_in_circles_is_named():
-    "An update computes without end, and took a moment before"
-
-    def lead(leader):
-        b = scored(leader)
-        for _ in range(5):
-            leader.update(b, slow_loss)
-        leader.update(b, endless_loss)
-
-    ends = survivors(2, lambda: job(lead, timeout_s=5.0, every_s=0.2))
-    assert all(status not in (None, 0) for status, _ in ends.values()), ends
-    assert re.search(r'rank \d hangs: it computes for .* endless_loss', ends[0][1] + ends[1][1])
-
-
-def slow_loss(*args):
-    "Long enough to be seen"
-    time.sleep(0.1)
-    return LOSS(*args)
-
-
-def endless_loss(*args):
-    while True:  # the same as `some_work`
-        sum(range(100_000))
-        time.sleep(0.005)
 
 
 def bad_loss(log_probs, batch, num_tokens, num_samples):
@@ -333,7 +274,7 @@ def cold_start(how):
             patch.object(leader, 'RankMonitor', partial(RankMonitor, timeout_s=3.0, every_s=0.2)),
         ):
             watch = factory.prepare(TWO)
-        assert watch.heartbeat.is_alive()
+        assert watch.is_alive()
         assert gc.get_freeze_count(), 'checkpoints collect garbage among all imports'
         if rank:
             os.kill(os.getpid(), how)
@@ -350,51 +291,10 @@ def test_a_rank_that_is_gone_during_the_cold_start_is_named(how):
     assert re.search('rank 0 ends: ' + SAID[how].format(1), said), said
 
 
-def test_a_sentry_whose_rank_is_gone_says_nothing():
-    gone = subprocess.Popen(['true'])
-    gone.wait()
-    code = 'from compassrl.train.megatron.watchdog import watch_rank; watch_rank()'
-    words = [sys.executable, '-c', code, str(gone.pid), '0', '3', '1']
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        r = subprocess.run(words, stdin=theirs, capture_output=True, timeout=60)
-    assert (r.returncode, r.stderr) == (0, b'')
-
-
-ORPHANAGE = """import subprocess, time
-print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL).pid, flush=True)
-time.sleep(600)"""
-
-
-def test_a_rank_whose_torchrun_is_killed_ends():
-    "Nobody else would end it"
-    torchrun = subprocess.Popen([sys.executable, '-c', ORPHANAGE], stdout=subprocess.PIPE)
-    rank = int(torchrun.stdout.readline())
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    words = [*watchdog_command, str(rank), '0', '30', '0.1']
-    env = os.environ | dict(TORCHELASTIC_RUN_ID='a run')
-    try:
-        with ours, theirs, subprocess.Popen(words, stdin=theirs, env=env) as watchdog:
-            theirs.close()
-            ours.settimeout(60)
-            ours.send(json.dumps(dict(bind='127.0.0.1')).encode())
-            assert b'port' in ours.recv(1000)  # it knows who has started the rank
-            torchrun.kill()
-            torchrun.wait()
-            said = json.loads(ours.recv(1000))
-            assert said == dict(failed='rank 0 has lost the torchrun that started it, in: imports')
-            os.kill(rank, signal.SIGKILL)  # it ends, as a rank does that hears this
-            assert watchdog.wait(60) == 0
-    finally:
-        torchrun.kill()
-        with suppress(ProcessLookupError):
-            os.kill(rank, signal.SIGKILL)
-
-
 def test_one_process_is_not_watched():
     def alone():
         watch = factory.prepare(replace(TWO, parallel=ParallelConfig()))
-        assert watch.heartbeat is None and watch.cause == ''
+        assert not watch.is_alive() and watch.cause == ''
         with pytest.raises(KeyError), watch.share_errors():
             explode()
         watch.stop()
@@ -425,8 +325,3 @@ def test_ranks_on_other_machines_without_an_address_are_refused_in_one_line():
     with patch.dict(os.environ, own | ranks, clear=True):
         with pytest.raises(ValueError, match='WORLD_SIZE=4 without MASTER_ADDR: .*torchrun'):
             leader.cluster_address()
-
-
-@pytest.mark.parametrize('place', [p for p in heartbeat.WAITS_OUTSIDE if p[0] != '/'])
-def test_a_place_of_waits_is_a_folder_that_there_is(place):
-    assert (Path(heartbeat.__file__).parents[3] / place).is_dir()

@@ -1,0 +1,188 @@
+"""The contrasts that decide what the scoreboard says, on seeds that shaped nothing.
+
+`learned` compares losses as the study `losses` does (8 updates a step, 48,000 tokens):
+espo         ESPO with alpha 0.02
+gspo         GSPO with its paper's clip range
+espo_wide    ESPO with alpha 0.5, 25 times the paper's
+gspo_wide    GSPO with 50 times its paper's range: the same courtesy
+
+`silent` compares recipes as the study `recipe` does (32 prompts of 4, 250,000 tokens, mostly silent):
+grpo         plain GRPO: the control that the others are held against
+chosen       plain GRPO with prompts selected by length: the selection alone, which is ours
+turn         penalties, RL-ZVP and ESPO, all prompts in turn
+recipe       both: the default of `tiny-cpu`
+refill       the recipe with dynamic sampling in place of RL-ZVP
+paper        what the paper combines: growth, penalties, RL-ZVP, ESPO, all prompts in turn
+n2 n8 n16 n32   grpo, and that many responses of each prompt in a step of as many responses: the
+             paper's first stage, one larger N for all groups, at equal tokens
+
+Every arm has the learning rate 4e-4: in the tuning of `losses` (16 arms, 4 rates) and of `recipe`
+(7 arms, 3 rates) it is the best rate in the mean over all arms, inside the grid. No arm has more.
+The number of seeds comes from `needed`: the widest contrast known before had a standard deviation
+of 1.3 points, and an interval of 0.6 points to either side was wanted. Seeds run in order, whole
+ones alone; a study that is ended early says how many of the planned ones it has.
+
+The control must win: `chosen` over `grpo` on `silent` was found on two sets of other seeds.
+usage: make study NAME=judged, python benchmarks/studies/judged.py [--seeds 24] [--quick]
+"""
+
+import argparse
+import json
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import losses
+import recipe
+from _evidence import half_width, seeds_needed, would_see
+from _runner import against, run_all
+from _tables import MEASURES, few_prompts, show, summary
+
+from compassrl.runs.summary import machine_info
+
+PLANNED = tuple(range(1000, 1024))
+WANTED, KNOWN_SD = 0.6, 1.3  # points: half an interval, and the widest difference known before
+LR = 4e-4
+FIRST = 12  # seeds of the arms that cost much
+assert len(PLANNED) >= seeds_needed(KNOWN_SD, WANTED)
+
+
+def of_each(arm, num):
+    "An arm that asks each prompt so often, in a step of as many responses"
+
+    return partial(_of_each, arm=arm, num=num)
+
+
+def _of_each(cfg, arm, num):
+    cfg = arm(cfg)
+    step = cfg.prompts_per_step * cfg.group_size
+    return replace(cfg, group_size=num, prompts_per_step=step // num)
+
+
+GSPO = 50 * 3e-4, 50 * 4e-4
+LOSSES = dict(
+    espo=losses.arm('espo'),
+    gspo=losses.arm('gspo'),
+    espo_wide=losses.arm('espo', **losses.WIDE),
+    gspo_wide=losses.arm('gspo', *GSPO),
+)
+PAPER = partial(recipe.turn, sampling='adaptive')
+RECIPES = {m: recipe.ARMS[m] for m in ('grpo', 'chosen', 'turn', 'recipe', 'refill')}
+RECIPES |= dict(paper=partial(recipe.as_default, partial(recipe.falling, PAPER)))
+SIZES = {f'n{n}': of_each(recipe.ARMS['grpo'], n) for n in (2, 8, 16, 32)}
+LEARNED = replace(
+    losses.STUDY,
+    name='judged',
+    tasks=dict(learned=losses.STUDY.tasks['sums']),
+    arms=LOSSES,
+    learning_rates=dict.fromkeys(LOSSES, LR),
+    seeds=PLANNED,
+)
+ARMS = RECIPES | SIZES
+MIXED = replace(
+    recipe.STUDY,
+    name='judged',
+    tasks=dict(silent=recipe.TASKS['silent']),
+    arms=ARMS,
+    learning_rates=dict.fromkeys(ARMS, LR),
+    seeds=PLANNED,
+    marks=2,
+)
+CONTRASTS = dict(
+    espo_gspo=('learned', 'espo', 'gspo'),
+    wide_gspo_espo=('learned', 'gspo_wide', 'espo_wide'),
+    wide_espo_gspo=('learned', 'espo_wide', 'gspo'),
+    selection_grpo=('silent', 'chosen', 'grpo'),
+    recipe_grpo=('silent', 'recipe', 'grpo'),
+    recipe_selection=('silent', 'recipe', 'chosen'),
+    turn_grpo=('silent', 'turn', 'grpo'),
+    paper_grpo=('silent', 'paper', 'grpo'),
+    growth=('silent', 'paper', 'turn'),
+    refill_recipe=('silent', 'refill', 'recipe'),
+    refill_turn=('silent', 'refill', 'turn'),
+    **{f'{m}_grpo': ('silent', m, 'grpo') for m in SIZES},
+)
+CONTROL = 'selection_grpo'
+
+
+def contrasts(trials, of=CONTRASTS):
+    "Points at the end, with what each could have seen"
+    found = {}
+    for name, (task, arm, other) in of.items():
+        seeds = {r['seed'] for r in trials if (r['task'], r['arm']) == (task, arm)}
+        if len(seeds) < 2:
+            continue
+        mean, low, high = against(trials, task, arm, other, MEASURES['final'])
+        half = (high - low) / 2
+        row = dict(points=[mean, low, high], n=len(seeds), half=half)
+        found[name] = row | dict(would_see=would_see(half, len(seeds)))
+    return found
+
+
+def by_length(trials):
+    "Held-out rates by the length of the prompt, which tells how hard it is; means over seeds"
+    out = {}
+    for r in trials:
+        for n, rate in r['by_length'].items():
+            out.setdefault(r['task'], {}).setdefault(r['arm'], {}).setdefault(n, []).append(rate)
+    return {
+        t: {m: {n: sum(v) / len(v) for n, v in of.items()} for m, of in arms.items()}
+        for t, arms in out.items()
+    }
+
+
+def plan(seeds):
+    "Each seed whole, then the next; the sizes of groups on the first ones"
+    for seed in seeds:
+        yield from ((LEARNED, 'learned', m, seed) for m in LOSSES)
+        yield from ((MIXED, 'silent', m, seed) for m in RECIPES)
+    for seed in seeds[:FIRST]:
+        yield from ((MIXED, 'silent', m, seed) for m in SIZES)
+
+
+def small(folder):
+    fewer = dict(runs=Path(folder), budget=600, marks=1, num_heldout=8, cold_steps=4)
+    for study, arms in ((LEARNED, LOSSES), (MIXED, ARMS)):
+        yield replace(study, arms={m: few_prompts(a) for m, a in arms.items()}, **fewer)
+
+
+def main():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument('--seeds', type=int, default=len(PLANNED), help='how many of the planned ones')
+    p.add_argument('--processes', type=int, default=2, help='trials at a time; 0 = in this one')
+    p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
+    a = p.parse_args()
+    seeds = PLANNED[: 2 if a.quick else a.seeds]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = []
+        studies = tuple(small(folder)) if a.quick else (LEARNED, MIXED)
+        asked = list(plan(seeds))
+        for study, (like, arms) in zip(studies, ((LEARNED, LOSSES), (MIXED, RECIPES))):
+            mine = [t for s, *t in asked if s is like and (not a.quick or t[1] in arms)]
+            done = run_all(study, mine, 0 if a.quick else a.processes)
+            rows += [r | dict(budget=study.budget) for r in done]
+    tables = {}
+    for study, arms, base in ((LEARNED, LOSSES, 'gspo'), (MIXED, ARMS, 'grpo')):
+        there = [m for m in arms if any(r['arm'] == m for r in rows)]
+        table = summary(rows, study.tasks, there, base)
+        show(table, base)
+        tables |= table
+    found = contrasts(rows)
+    for name, row in found.items():
+        print(f'{name:18}', ' '.join(f'{x:+.2f}' for x in row['points']), f'n={row["n"]}')
+    settings = dict(seeds=seeds, planned=len(PLANNED), wanted_half=WANTED, known_sd=KNOWN_SD)
+    settings |= dict(needed=seeds_needed(KNOWN_SD, WANTED), lr=LR, quick=a.quick)
+    settings |= dict(expected_half=half_width(KNOWN_SD, len(PLANNED)), control=CONTROL)
+    settings |= dict(budget={s.name + t: s.budget for s in (LEARNED, MIXED) for t in s.tasks})
+    settings |= dict(contrasts=CONTRASTS, heldout=MIXED.num_heldout)
+    out = dict(name='judged', ratio=round(found[CONTROL]['points'][0], 3))
+    out |= dict(units='points that the selection alone has over plain GRPO: the control')
+    out |= dict(table=tables, contrasts=found, by_length=by_length(rows), runs=rows)
+    print(json.dumps(out | dict(settings=settings, machine=machine_info())))
+
+
+if __name__ == '__main__':
+    main()
