@@ -837,6 +837,7 @@ def test_trace_viewer_opens_the_files_of_a_run(browser, tmp_path):
     (tmp_path / 'trace.jsonl').write_text(trace + '{"half a line')
     (tmp_path / 'config.json').write_text(config)
     opened = Opened(browser, tmp_path, 'trace')
+    opened.says('equal within 1e-6.')  # the sample that is there first
     files = opened.named('files of a run')
     files.set_input_files(tmp_path / 'trace.jsonl')
     opened.says('Add config.json')
