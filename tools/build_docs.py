@@ -98,7 +98,7 @@ def page_link(target, here, folder):
     "The address on the site of a link in a notebook; None if it is no page"
     path, _, anchor = target.partition('#')
     anchor = f'#{anchor.lower()}' if anchor else ''
-    if not path or re.match(r'\w+:', path):
+    if not path or re.match(r'\w+:', path) or path.endswith('.png'):  # a picture goes along
         return None
     to = Path(os.path.normpath(Path(folder) / path))
     if to.suffix == '.ipynb':
