@@ -103,17 +103,21 @@ def predict(
     options: Sequence[str],  # what to choose from
     answer: int,  # index of the right one, computed by the caller
     why: str = '',  # one sentence
-) -> 'HTML':  # HTML with the answer folded away
-    "A question whose answer opens on a click. Raises ValueError if `answer` is no option"
+) -> 'HTML':  # HTML without scripts
+    "A question whose options answer a click. Raises ValueError if `answer` is no option"
     from IPython.display import HTML
 
     if not 0 <= answer < len(options):
         raise ValueError(f'answer={answer}: use the index of one of {len(options)} options')
-    items = ''.join(f'<li>{escape(o)}</li>' for o in options)
+    says = ['<b>No.</b> Try another.'] * len(options)
+    says[answer] = f'<b>Yes.</b> {escape(why)}'
+    items = ''.join(
+        f'<li><details><summary>{escape(o)}</summary>{said}</details></li>'
+        for o, said in zip(options, says)
+    )
     return HTML(
         '<div style="border-left:4px solid #c2410c;padding:.4em 1em"><b>Predict.</b> '
-        f'{escape(question)}<ol type="a">{items}</ol><details><summary>Answer</summary>'
-        f'<b>{"abcdefgh"[answer]}</b> {escape(options[answer])}. {escape(why)}</details></div>'
+        f'{escape(question)} <i>Click an answer.</i><ol type="a">{items}</ol></div>'
     )
 
 

@@ -5,7 +5,9 @@ SITE_URL, an address that ends in a slash, makes the cards of shared links absol
 
 import functools
 import gc
+import html
 import inspect
+import json
 import os
 import re
 import sys
@@ -16,8 +18,6 @@ from pathlib import Path
 
 from fastcore.docments import docments
 from sphinx.domains.python import PythonDomain
-from sphinx.environment.adapters.toctree import TocTree
-from sphinx.search.en import SearchEnglish
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
@@ -25,7 +25,8 @@ sys.path.insert(0, str(ROOT))
 # jsonschema would build a grammar, for a second, to check addresses that no schema here has
 sys.modules.setdefault('rfc3987_syntax', None)
 
-project = html_title = 'CompassRL'
+project = 'CompassRL'
+html_title = 'CompassRL: learn GRPO and build the trainer'
 author = copyright = PROJECT['authors'][0]['name']
 extensions = [
     'myst_nb',
@@ -50,6 +51,7 @@ mathjax = Path(distribution('sphinx-mathjax-offline').locate_file(mathjax))
 mathjax_path = mathjax.name
 html_theme = 'pydata_sphinx_theme'
 html_static_path = ['_static', '../nbs/styles.css', str(mathjax)]
+html_additional_pages = {'search': 'search.html'}  # its index: tools/search_index.py
 html_css_files, html_favicon = ['styles.css'], '_static/favicon.svg'
 html_sidebars = {'**': ['notebooks.html']}
 html_show_sourcelink = html_copy_source = html_domain_indices = False
@@ -61,7 +63,7 @@ html_theme_options = dict(
         text='CompassRL', image_light='_static/favicon.svg', image_dark='_static/favicon.svg'
     ),
     secondary_sidebar_items=['page-toc'],
-    show_toc_level=1,
+    show_toc_level=2,
     footer_start=['copyright'],
     footer_end=[],
     article_footer_items=[],
@@ -127,7 +129,7 @@ def docstring(app, what, name, obj, options, lines):
 
 def signature(app, what, name, obj, options, args, result):
     "Settings carry their ranges in their types, as an object of tyro: the type is enough"
-    found = r'Annotated\[(\w+(?:\[[^\]]*\])?), .*?NONPROP\)\]'
+    found = r'Annotated\[([\w .|]+(?:\[[^\]]*\])?(?: \| \w+)*), .*?NONPROP\)\]'
     return args and re.sub(found, r'\1', args), result
 
 
@@ -149,51 +151,46 @@ class Python(PythonDomain):
         return super().find_obj(env, modname, classname, name, type, searchmode)
 
 
-class English(SearchEnglish):
-    "The stem of a word is found once for all pages"
+def list_of_pages(app, pagename, templatename, context, doctree):
+    "The list of pages: the spine with what hangs below this step, all else folded"
+    groups = json.loads((Path(app.srcdir) / 'pages.json').read_text())
 
-    def __init__(self, options):
-        super().__init__(options)
-        self.stem = functools.cache(self.stem)
+    def item(entry):
+        name, text = entry['name'], html.escape(entry['text'])
+        here = name == pagename
+        below = entry.get('below', [])
+        inside = here or any(e['name'] == pagename for e in below)
+        more = f'<ul>{"".join(map(item, below))}</ul>' if inside and below else ''
+        to = '#' if here else app.builder.get_relative_uri(pagename, name)
+        mark = ' class="current"' * here
+        return f'<li{mark}><a href="{to}"{mark}>{text}</a>{more}</li>'
 
+    def group(name, entries, folded):
+        inner = f'<ul>{"".join(map(item, entries))}</ul>'
+        if not folded:
+            return f'<p class="caption">{name}</p>{inner}'
+        is_open = ' open' * any(e['name'] == pagename for e in entries)
+        return f'<details{is_open}><summary>{name}</summary>{inner}</details>'
 
-@functools.cache
-def list_of_pages(builder, folder, **options):
-    "The list of pages as a page in this folder sees it that is not in the list"
-    tree = TocTree(builder.env).get_toctree_for(f'{folder}-', builder, collapse=True, **options)
-    return builder.render_partial(tree)['fragment']
-
-
-def marked(builder, page, **options):
-    "A page's list of pages: that of its folder, with its own place marked"
-    folder = page[: page.rfind('/') + 1]
-    html = list_of_pages(builder, folder, **options)
-    for name in TocTree(builder.env).get_toctree_ancestors(page) or [page]:
-        to = builder.get_relative_uri(f'{folder}-', name)
-        link = f'<li class="toctree-l1"><a class="reference internal" href="{to}">'
-        above, found, below = html.partition(link)
-        if found:
-            before, _, beside = above.rpartition('<ul>')
-            own, at = ('current ', '#') if name == page else ('', to)
-            link = f'<li class="toctree-l1 current"><a class="{own}reference internal" href="{at}">'
-            html = f'{before}<ul class="current">{beside}{link}{below}'
-    return html
+    if pagename == 'search':
+        script = (ROOT / 'docs' / '_static' / 'search.js').read_text()
+        context['search_script'] = script.replace('export ', '')
+    context['notebooks'] = lambda: ''.join(group(**g) for g in groups)
 
 
-def one_list(app, pagename, templatename, context, doctree):
-    "Sphinx would lay out the list of all pages anew for each page, and the theme asks for it twice"
-    if 'toctree' in context:
-        context['toctree'] = functools.partial(marked, app.builder, pagename)
+def no_index(app):
+    "Sphinx's own index of all words is not made"
+    app.builder.search = False
 
 
 def setup(app):
+    app.connect('builder-inited', no_index)
     gc.disable()  # most of what is made, nodes of pages, stays
     inspect.getsourcelines = functools.cache(
         inspect.getsourcelines
     )  # asked six times of a function
     app.add_domain(Python, override=True)
-    app.add_search_language(English)
-    app.connect('html-page-context', one_list, priority=1)
+    app.connect('html-page-context', list_of_pages, priority=1)
     app.connect('autodoc-process-docstring', docstring)
     app.connect('autodoc-process-signature', signature)
     app.connect('autodoc-skip-member', skip)

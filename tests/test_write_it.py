@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from course.lesson import check
+from course.own_file import own_file
 from tests.algo.losses.test_espo import batches
 from tests.support import ROOT, loss_laws
 
@@ -194,3 +195,23 @@ def test_the_loss_of_the_solutions_obeys_the_laws_of_every_loss(pages):
 
     loss_laws.split(make, batches(), st.none())
     loss_laws.padding(make, batches(), st.none(), ('old_log_probs', 'advantages', 'entropy'))
+
+
+def test_each_step_gives_a_function_to_the_readers_own_file(tmp_path):
+    "Solutions where nothing is written yet, the reader's cell where it is"
+    text = own_file(ROOT)
+    steps = re.findall(r'^# Step (\d+), (\S+): (.*)$', text, flags=re.M)
+    assert [int(n) for n, *_ in steps] == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
+    space = {}
+    exec(text, space)
+    assert space['pass_at_k'](4, 1, 2) == 0.5
+    loss = space['my_reinforce'](torch.zeros(2, 3), torch.tensor([1.0, 0]), torch.ones(2, 3) > 0)
+    assert loss == 0 and not any(who == 'yours' for *_, who in steps)
+    (tmp_path / 'nbs').mkdir()
+    for name in {page for _, page, _ in steps}:
+        path = tmp_path / 'nbs' / f'{name}.ipynb'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mine = (ROOT / 'nbs' / f'{name}.ipynb').read_text()
+        path.write_text(mine.replace('return (log_probs * 0).sum()  # your turn', 'return 42'))
+    (tmp_path / 'nbs' / 'course.yml').write_text((ROOT / 'nbs' / 'course.yml').read_text())
+    assert '# Step 3, algo/policy_gradient: yours' in own_file(tmp_path)

@@ -10,6 +10,7 @@ get one. With Quarto installed `nbdev-docs` builds nbdev's own site.
 
 import argparse
 import ast
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,8 @@ from pathlib import Path
 import nbformat
 from alt import alt, directives
 from lesson_table import defined
-from toc import Course, name_of
+from search_index import search_index
+from toc import SPINE, Course, name_of, read
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -30,8 +32,7 @@ from course.lesson import lab_source  # noqa: E402
 REPOSITORY = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']['Repository']
 VIEW = 'application/vnd.jupyter.widget-view+json'
 NO_KERNEL = (
-    '<div class="no-kernel">A widget stands here. It recomputes the real function, so it needs a '
-    'kernel: <code>make lab</code> opens this notebook in JupyterLab.</div>'
+    '<div class="no-kernel">This form needs a running notebook: <code>make lab</code>.</div>'
 )
 TAGS = {
     ('code-fold', 'true'): 'hide-input',
@@ -97,7 +98,7 @@ def page_link(target, here, folder):
     "The address on the site of a link in a notebook; None if it is no page"
     path, _, anchor = target.partition('#')
     anchor = f'#{anchor.lower()}' if anchor else ''
-    if not path or re.match(r'\w+:', path):
+    if not path or re.match(r'\w+:', path) or path.endswith('.png'):  # a picture goes along
         return None
     to = Path(os.path.normpath(Path(folder) / path))
     if to.suffix == '.ipynb':
@@ -183,7 +184,7 @@ def pictured(cell):
 def prepare(nb, here, folder, names, pages):
     "A notebook as myst-nb shows it: directives become tags, exported names become link targets"
     nb.metadata.pop('widgets', None)
-    cells = []
+    cells, imports = [], []
     shows = [alt(nb.cells, i) if pictured(c) else '' for i, c in enumerate(nb.cells)]
     for i, c in enumerate(nb.cells):
         if c.cell_type == 'markdown':
@@ -195,8 +196,8 @@ def prepare(nb, here, folder, names, pages):
             tags = {tag for key, tag in TAGS.items() if opts.get(key[0]) == key[1]}
             prompt = opts.get('code-summary', '').strip('"\'') or 'Show the code'
             if all(re.match(r'(import|from) |\s|$|\)', line) for line in c.source.splitlines()):
-                tags.add('hide-input')
-                prompt = 'Imports'
+                imports.append(c.source)
+                continue
             look = dict(code_prompt_show=prompt, code_prompt_hide=prompt, image=dict(alt=shows[i]))
             c.metadata.update(tags=sorted(tags), mystnb=look)
             for o in c.outputs:
@@ -214,45 +215,103 @@ def prepare(nb, here, folder, names, pages):
             if 'export' in opts and (targets := anchors(c.source, here, names)):
                 cells.append(nbformat.v4.new_markdown_cell(''.join(targets)))
         cells.append(c)
+    if imports:
+        look = dict(code_prompt_show='Imports', code_prompt_hide='Imports')
+        last = nbformat.v4.new_code_cell('\n\n'.join(imports))
+        last.metadata.update(tags=['hide-input'], mystnb=look)
+        cells.insert(len(cells) - 1, last)
     nb.cells = cells
     return nb
 
 
-def toctrees(course, titles):
-    "One list of pages per part, for the sidebar"
+def copies(path):
+    "A line with links to the notebook of a page, and to where it can be run without installing"
+    owner = REPOSITORY.removeprefix('https://github.com/')
+    file = f'blob/main/nbs/{path.as_posix()}'
+    return (
+        f'[Notebook]({REPOSITORY}/{file}) · '
+        f'[open in Colab](https://colab.research.google.com/github/{owner}/{file}) '
+        '([first cell](%s), not run there yet)'
+    )
 
-    def tree(caption, entries):
-        lines = ['```{toctree}', ':hidden:', f':caption: {caption}', '', *entries, '```']
-        return '\n'.join(lines)
+
+def with_words(text, here, words):
+    "A term in italics leads to its row of the page of words"
+
+    def moved(m):
+        to = words.get(m[1].lower())
+        return f'[*{m[1]}*]({relative("words", here)}#{to})' if to else m[0]
+
+    return re.sub(r'(?<![*\w\[])\*([A-Za-z][\w -]+)\*(?![*\w\]])', moved, text)
+
+
+def hero(nb):
+    "The lab of the front page plays once by itself"
+    for o in (o for c in nb.cells for o in c.get('outputs', ())):
+        html = o.get('data', {}).get('text/html', '')
+        if 'data-lab="grpo"' in html:
+            o.data['text/html'] = html.replace('"grpo"><', '"grpo" data-plays="once"><', 1)
+
+
+def known_words(course):
+    "Each word of the page of words, and its plural, and its anchor"
+    page = (course.nbs / 'words.ipynb').read_text()
+    rows = re.findall(r'id=\\"(word-[^"\\]+)\\"><td><b>([^<]+)</b>', page)
+    return {form: anchor for anchor, word in rows for form in (word.lower(), f'{word.lower()}s')}
+
+
+def list_of_pages(course, titles):
+    "The sidebar: groups of pages; docs/conf.py marks the page that one is on"
 
     def entry(name):
-        text = f'{course.number(name)} {titles[name]}'.strip().replace('<', '')
-        return f'{text} <{name}>'
+        return dict(name=name, text=f'{course.number(name)} {titles[name]}'.strip())
 
-    trees = [tree(p.name, map(entry, p.notebooks)) for p in course.parts]
-    rest = [
-        'API <api>',
-        'Index of names <genindex>',
-        *(f'{Path(f).stem.title()} <{Path(f).stem.lower()}>' for f in TEXTS),
+    def hanging(name):
+        found = (p.notebooks for p in course.parts if p.step == course.step(name))
+        return [entry(n) for n in next(found, [])]
+
+    rest = dict(api='API', genindex='Index of names', contributing='Contributing')
+    more = [dict(name=n, text=t) for n, t in dict(rest, changelog='Changelog').items()]
+    spine = [entry(n) | dict(below=hanging(n)) for n in course.spine]
+    parts = [p for p in course.parts if p.step is None and not {*p.notebooks} & {*course.spine}]
+    return [
+        dict(name=SPINE, entries=spine, folded=False),
+        *(dict(name=p.name, entries=[*map(entry, p.notebooks)], folded=True) for p in parts),
+        dict(name='More', entries=more, folded=True),
     ]
-    return '\n\n'.join([*trees, tree('More', rest)])
 
 
 def write_pages(course, names, work):
     "Notebooks and texts as Sphinx reads them"
     paths = {**course.paths, 'index': Path('index.ipynb')}
-    pages, titles = set(paths), {}
+    pages, titles, words = set(paths), {}, known_words(course)
     for name, path in paths.items():
         nb = nbformat.read(course.nbs / path, 4)
         titles[name] = title(nb)
         nb = prepare(nb, name, path.parent, names, pages)
+        for c in nb.cells[1:]:
+            if c.cell_type == 'markdown' and name != 'words':
+                c.source = with_words(c.source, name, words)
+        if name == 'index':
+            hero(nb)
+        else:
+            start = relative('lesson', name) + '#in-a-browser-without-installing'
+            nb.cells[0].source += f'\n\n{copies(path) % start}'
         if name == 'index':
             front = nb
             continue
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(nb, work / f'{name}.ipynb')
-    front.cells.append(nbformat.v4.new_markdown_cell(toctrees(course, titles)))
+    nbs = {n: read(course.nbs / p) for n, p in paths.items()}
+    (work / 'search_data.js').write_text(search_index(course, nbs, titles, names))
+    (work / 'pages.json').write_text(json.dumps(list_of_pages(course, titles)))
+    every = [n for n in titles if n != 'index']
+    every += ['api', 'genindex', *(Path(f).stem.lower() for f in TEXTS)]
+    tree = ['```{toctree}', ':hidden:', '', *every, '```']
+    front.cells.append(nbformat.v4.new_markdown_cell('\n'.join(tree)))
     nbformat.write(front, work / 'index.ipynb')
+    for picture in course.nbs.rglob('*.png'):
+        shutil.copy2(picture, work / picture.relative_to(course.nbs))
     for file in TEXTS:
         text = link_text((ROOT / file).read_text(), Path(file).stem.lower(), '..', names, pages)
         (work / file.lower()).write_text(text)
@@ -271,6 +330,7 @@ def build(out):
     shutil.rmtree(out, ignore_errors=True)
     strict = '-q', '-W', '--keep-going'
     code = build_main([*strict, '-b', 'html', '-c', str(ROOT / 'docs'), str(work), str(out)])
+    shutil.move(work / 'search_data.js', out / '_static')
     shutil.rmtree(work)
     shutil.rmtree(out / '.doctrees')
     print(f'{len(list(out.rglob("*.html")))} pages in {out}: open {out}/index.html')

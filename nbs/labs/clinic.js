@@ -231,7 +231,8 @@ function render({ el }) {
     charts, h('div', { class: 'knobs', role: 'group', 'aria-label': 'diagnoses', style: 'margin-top:.6rem' },
       'Diagnosis', ...Object.values(guess)), line,
     h('div', { class: 'knobs', style: 'margin:.6rem 0 0' }, next, button('New round', start)),
-    h('p', { class: 'quiet' }, 'Orange is the patient, the band what five healthy runs span. Twenty steps of RL.'))
+    h('p', { class: 'quiet' }, 'Orange: the patient. Band: five healthy runs. All runs have 20 steps. A curve costs 1 point, a wrong diagnosis '
+      + `${WRONG}; few points are good.`))
 }
 
 export default { render }

@@ -167,7 +167,7 @@ function drawGroup(group, settings) {
 }
 
 function render({ el }) {
-  const settings = { estimator: 'grpo', stdFloor: 0.35, lengthWeight: 0.1, zvpAlpha: 0.1,
+  const settings = { estimator: 'grpo', stdFloor: 0.35, lengthWeight: 0, zvpAlpha: 0,
     overlongFrac: 0.5, maxTokens: MAX_TOKENS }
   const groups = NAMES.map((name, g) => {
     const state = h('span', { class: 'quiet' })
@@ -223,8 +223,8 @@ function render({ el }) {
   const by = choice('Divide by the std', { grpo: 'yes', dr_grpo: 'no', rloo: 'leave one out' }, 'grpo',
     set('estimator'))
   const floor = slider('std_floor', { min: 0, max: 0.5, step: 0.01, value: 0.35 }, set('stdFloor'))
-  const long = slider('length penalty', { min: 0, max: 0.35, step: 0.01, value: 0.1 }, set('lengthWeight'))
-  const alpha = slider('RL-ZVP alpha', { min: 0, max: 0.5, step: 0.01, value: 0.1 }, set('zvpAlpha'))
+  const long = slider('length penalty', { min: 0, max: 0.35, step: 0.01, value: 0 }, set('lengthWeight'))
+  const alpha = slider('RL-ZVP alpha', { min: 0, max: 0.5, step: 0.01, value: 0 }, set('zvpAlpha'))
   const budget = slider('budget of growth', { min: 0, max: 3, step: 0.25, value: times },
     x => { times = x; say('') })
   show(el, 'Group lab', h('style', {}, LOOKS),

@@ -73,6 +73,16 @@ const LOOKS = `
 .lab .wrong { fill: var(--quiet); }
 .lab .curve { fill: none; stroke: var(--hot); stroke-width: 2; }
 .lab .frame { stroke: var(--line); stroke-width: 1; }
+.lab[data-plays] .pair { grid-template-columns: 1fr 1fr; }
+.lab[data-plays] .bars { height: 90px; }
+.lab[data-plays] .chips { height: 1.3rem; min-height: 0; overflow: hidden; }
+@media (max-width: 500px) {
+  .lab[data-plays] .chips { display: none; }
+  .lab[data-plays] .bars { height: 64px; }
+  .lab[data-plays] .knobs { gap: .25rem .4rem; }
+  .lab[data-plays] .knobs button { padding: .1rem .35rem; min-height: 1.6rem; }
+}
+.lab[data-plays] .bench > .knobs { margin: .4rem 0 0; }
 `
 
 // A curve over steps, between two values
@@ -89,7 +99,8 @@ function curve(values, low, high) {
 // The 64 probabilities, in the order of the responses
 function distribution(theta, task) {
   const p = probabilities(theta), top = Math.max(...p, 0.05)
-  return drawn('svg', { viewBox: '0 0 320 74', 'aria-hidden': 'true' },
+  return drawn('svg', { viewBox: '0 0 320 74', class: 'bars', preserveAspectRatio: 'none',
+    'aria-hidden': 'true' },
     ...p.map((x, i) => drawn('rect', { x: 5 * i, width: 4, y: 70 - 68 * x / top, height: 68 * x / top,
       class: TASKS[task](RESPONSES[i]) ? 'right' : 'wrong' })))
 }
@@ -135,9 +146,8 @@ function render({ el }) {
     clearInterval(timer)
   }
 
-  function several() {
+  function several(left = 20) {
     stop()
-    let left = 20
     if (matchMedia('(prefers-reduced-motion: reduce)').matches) while (left--) once()
     else timer = setInterval(() => left-- > 1 ? once() : (stop(), once()), 120)
   }
@@ -150,7 +160,7 @@ function render({ el }) {
     }))
     reward.replaceChildren('expected reward', curve(run.rewards, 0, 1))
     loss.replaceChildren('loss', curve(run.losses, -1, 1))
-    line.textContent = !formula() ? 'The advantage is no formula of r, mean and std.'
+    line.textContent = !formula() ? 'This is not a formula in r, mean and std.'
       : `Step ${run.losses.length}: expected reward ${run.rewards.at(-1).toFixed(6)}`
         + (run.losses.length ? `, loss ${run.losses.at(-1).toFixed(6).replace(/^-(0\.0+)$/, '$1')}.` : '.')
   }
@@ -161,13 +171,27 @@ function render({ el }) {
   const lr = slider('learning rate', { min: 0.5, max: 20, step: 0.5, value: 2 }, x => { settings.lr = x })
   const presets = FORMULAS.map(text => button(text, () => { input.value = text; stop(); draw() }))
   reset()
-  show(el, 'GRPO, alive', h('style', {}, LOOKS), h('div', { class: 'knobs' }, tasks.row),
+  const first = el.dataset.plays === 'once' // on the front page: what moves stands above the knobs
+  const knobs = [h('div', { class: 'knobs' }, tasks.row),
     h('div', { class: 'knobs' }, h('label', {}, 'advantage =', input), ...presets),
     h('div', { class: 'knobs' }, size.box, lr.box),
-    h('div', { class: 'knobs' }, button('Step', () => { stop(); once() }), button('Run 20', several),
-      button('Start again', reset)),
-    'The probability of each of the 64 responses, 000 to 333; right ones in colour', bars,
-    chips, h('div', { class: 'pair' }, reward, loss), line)
+    h('div', { class: 'knobs' }, button('Step', () => { stop(); once() }),
+      button('Run 20', () => several()), button('Start again', reset))]
+  const views = [h('div', {}, first ? 'The 64 responses, right ones in colour'
+    : 'The probability of each of the 64 responses, 000 to 333; right ones in colour'),
+    bars, chips, h('div', { class: 'pair' }, reward, loss), line]
+  show(el, 'GRPO, alive', h('style', {}, LOOKS), ...(first ? [...views, ...knobs.reverse()]
+    : [...knobs, ...views]))
+
+  // There it plays once, when it is seen, until somebody touches it
+  if (!first || matchMedia('(prefers-reduced-motion: reduce)').matches) return
+  const seen = new IntersectionObserver(([entry]) => {
+    if (!entry.isIntersecting) return
+    seen.disconnect()
+    several(40)
+  })
+  seen.observe(el)
+  el.addEventListener('pointerdown', () => { seen.disconnect(); stop() }, { once: true, capture: true })
 }
 
 export default { render }

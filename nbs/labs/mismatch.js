@@ -150,7 +150,7 @@ function cloud(state, tells) {
 }
 
 function render({ el }) {
-  const settings = { ...SOUND }
+  const settings = { ...SOUND, format: 'bf16' } // two engines that disagree a little
   let hidden = null
   const facts = Object.fromEntries(Object.keys(WORDS).map(k => [k, h('td', { class: k })]))
   const picture = h('div'), line = h('p', { class: 'said', 'aria-live': 'polite' })
@@ -164,7 +164,7 @@ function render({ el }) {
 
   const set = key => x => { settings[key] = x; draw() }
   const format = choice('Rollout computes in', { fp32: 'FP32', bf16: 'BF16', e4m3: 'e4m3' },
-    'fp32', set('format'))
+    'bf16', set('format'))
   const heat = slider('temperature', { min: 0.5, max: 1.5, step: 0.05, value: 1 }, set('temperature'))
   const raw = toggle('reports without temperature', false, set('raw'))
   const stale = slider('steps behind', { min: 0, max: 8, step: 1, value: 0 }, set('stale'))

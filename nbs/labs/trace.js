@@ -1,5 +1,6 @@
 // Trace viewer: a run's trace.jsonl, token by token, and its loss computed once more
 import { h, show, shown } from './shared.js'
+import SAMPLE from './trace.json' with { type: 'json' }
 
 // ---- mathematics: compassrl.runs.trace.recompute_loss
 
@@ -214,13 +215,25 @@ function render({ el }) {
   const knobs = h('div', { class: 'knobs', hidden: '' }, h('label', {}, 'step', step), h('label', {}, 'group', group),
     h('label', {}, 'colour', color))
 
+  const named = vocabulary => Object.fromEntries(
+    Object.entries(vocabulary).map(([word, id]) => [id, word.replace('Ġ', '␣')]))
+
+  // Step 4 of a run of smoke-cpu, until files of another run are there
+  let sampled = true
+  function sample() {
+    steps = readTrace(SAMPLE.trace.map(row => JSON.stringify(row)).join('\n') + '\n')
+    config = settingsOf(SAMPLE.config)
+    words = named(SAMPLE.vocab)
+    look()
+  }
+
   async function take(files) {
+    if (sampled) [steps, config, words, sampled] = [null, null, {}, false]
     try {
       for (const file of files) {
         const text = await file.text()
         if (file.name.endsWith('.jsonl')) steps = readTrace(text)
-        else if (file.name === 'tokenizer.json') words = Object.fromEntries(
-          Object.entries(JSON.parse(text).model.vocab).map(([word, id]) => [id, word.replace('Ġ', '␣')]))
+        else if (file.name === 'tokenizer.json') words = named(JSON.parse(text).model.vocab)
         else config = settingsOf(JSON.parse(text))
       }
     } catch (e) {
@@ -228,6 +241,10 @@ function render({ el }) {
       return
     }
     if (!steps) return void (line.textContent = 'trace.jsonl is missing.')
+    look()
+  }
+
+  function look() {
     fill(step, steps.map((s, i) => [i, s.head.step]))
     const was = color.value, has = key => steps.some(s => s.rows[0][key])
     const there = Object.entries(COLORS).filter(([, { needs }]) => !needs || has(needs))
@@ -288,9 +305,10 @@ function render({ el }) {
     dragover: e => { e.preventDefault(); zone.classList.add('over') },
     dragleave: () => zone.classList.remove('over'),
     drop: e => { e.preventDefault(); zone.classList.remove('over'); take([...e.dataTransfer.files]) } },
-    h('p', { style: 'margin:0 0 .4rem' }, 'Drop trace.jsonl and config.json of a run here, and tokenizer.json of its model '
+    h('p', { style: 'margin:0 0 .4rem' }, 'This is a step of smoke-cpu. Drop trace.jsonl and config.json of your run here, and tokenizer.json of its model '
       + 'to see words. The files stay on this page; nothing is sent.'), input)
   show(el, 'Trace viewer', h('style', {}, LOOKS), zone, knobs, line, body)
+  sample()
 }
 
 export default { render }

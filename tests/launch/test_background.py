@@ -1,18 +1,19 @@
 "Runs launched from a notebook: real processes that are watched, stopped, resumed, and that fail"
 
+import json
 import os
 import re
 import signal
 import subprocess
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from compassrl.config import read_run_config
+from compassrl.config import flat, read_run_config
 from compassrl.launch import background as module
 from compassrl.launch.background import (
     follow_run,
@@ -24,9 +25,11 @@ from compassrl.launch.background import (
     watch_run,
 )
 from compassrl.rollout.rollout_settings import VllmConfig
-from compassrl.runs.presets import one_gpu, smoke_cpu
+from compassrl.runs import report
+from compassrl.runs.presets import one_gpu, presets, smoke_cpu
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.sft import SFTConfig
+from tests.support import ROOT
 from tests.support import fork_server as forked
 
 SMOKE = replace(
@@ -285,3 +288,34 @@ def test_who_was_asked_to_stop_did_not_fail(code, ranks, asked, stopped):
     run.process.wait()
     run.asked_to_stop = asked
     assert run.was_stopped() is stopped
+
+
+def settings_of(text):
+    "Section.name -> value, of a report's table of settings"
+    rows = re.findall(r'^\| (\w[\w.]*) \| (`.*) \|$', text, flags=re.M)
+    pairs = [
+        (section, *x.partition('=')[::2])
+        for section, cells in rows
+        for x in re.findall('`([^`]*)`', cells)
+    ]
+    return {f'{section}.{name}': value for section, name, value in pairs}
+
+
+@pytest.mark.parametrize(
+    'cell, preset',
+    [
+        ("go('tiny, on a CPU')", 'tiny-cpu'),
+        ("go('two ranks and two servers, on a CPU')", 'engines-cpu'),
+    ],
+)
+def test_the_stored_runs_of_the_notebook_are_those_of_todays_presets(cell, preset):
+    "Each setting of the stored report has the preset's value; runs of other settings are run again"
+    nb = json.loads((ROOT / 'nbs' / 'launch' / 'background.ipynb').read_text())
+    (run,) = [c for c in nb['cells'] if ''.join(c['source']).endswith(cell)]
+    said = '\n'.join(''.join(o.get('data', {}).get('text/markdown', '')) for o in run['outputs'])
+    config = json.loads(json.dumps(asdict(presets[preset]())))
+    want = settings_of(report._settings(flat(config)))
+    found = settings_of(said)
+    same = {k for k in found if k in want and not k.endswith('run_dir')}
+    assert len(same) > 100
+    assert {k: found[k] for k in same} == {k: want[k] for k in same}

@@ -1,0 +1,109 @@
+"The search of the site: what people ask, and the page that should come first"
+
+import json
+import subprocess
+import sys
+from shutil import which
+
+import pytest
+
+from tests.support import ROOT
+from tests.test_toc import COURSE
+
+sys.path.insert(0, str(ROOT / 'tools'))
+from build_docs import symbols  # noqa: E402
+from search_index import search_index, tokens  # noqa: E402
+from toc import read, title  # noqa: E402
+
+# the questions of learners, in their words
+ASKED = {
+    'GRPO loss is zero': 'algo/losses',
+    'reward_std 0 all rewards equal': 'algo/zero_variance',
+    'clip_ratio always 0': 'algo/losses',
+    'GSPO sequence or token ratio': 'algo/losses',
+    'KL estimator k1 k2 k3': 'algo/ratios',
+    'divide by std length bias': 'algo/advantages',
+    'why does my reward not rise': 'loop',
+    'entropy collapse': 'loop',
+    'vllm trainer log probs disagree': 'algo/engine_gap',
+    'log probs before or after temperature': 'rollout/torch_rollout',
+    'top-p or top-k': 'rollout/answers',
+    'recompute old log probs': 'train/torch_train',
+    'router replay R2 or R3': 'algo/engine_gap',
+    'does dynamic sampling pay': 'studies/recipe',
+    'out of memory': 'model/log_probs',
+    'LoRA': 'questions',
+    'reward hacking': 'data/tasks',
+    # ours
+    'policy gradient': 'algo/policy_gradient',
+    'REINFORCE': 'algo/policy_gradient',
+    'baseline variance': 'algo/policy_gradient',
+    'PPO critic': 'algo/losses',
+    'group advantage': 'algo/advantages',
+    'leave-one-out': 'algo/advantages',
+    'Dr.GRPO': 'algo/losses',
+    'clip higher DAPO': 'algo/losses',
+    'ESPO': 'algo/losses/espo',
+    'zero variance': 'algo/zero_variance',
+    'RL-ZVP': 'algo/zero_variance',
+    'truncated importance sampling': 'algo/ratios',
+    'FP8': 'rollout/fp8',
+    'KV cache': 'rollout/torch_rollout',
+    'continuous batching': 'rollout/torch_rollout',
+    'partial rollouts': 'rollout/partial',
+    'longest first scheduling': 'rollout/schedule',
+    'TIES merge': 'model/merge',
+    'cold start SFT': 'train/sft',
+    'pass@k': 'runs/evaluate',
+    'generative reward model': 'judges/genrm',
+    'judge tie labels': 'judges/genrm',
+    'verifier': 'data/tasks',
+    'sandbox code reward': 'judges/verifiers',
+    'my own reward function': 'how_to/own_reward',
+    'my own data': 'how_to/own_data',
+    'Qwen3': 'how_to/qwen3',
+    'resume a run': 'launch/background',
+    'troubleshooting error message': 'how_to/troubleshooting',
+    'tensor parallel expert parallel layout': 'plan/layout',
+    'tool calls over several turns': 'rollout/episodes',
+    'glossary verl TRL names': 'words',
+    'mixture of experts policy': 'model/policy',
+    'sick run clinic': 'loop',
+}
+
+
+@pytest.fixture(scope='module')
+def found(tmp_path_factory):
+    "Query -> the pages that the site's own script finds, in order"
+    if not which('node'):
+        pytest.skip('no node')
+    nbs = {n: read(COURSE.nbs / COURSE.paths[n]) for n in COURSE.order}
+    folder = tmp_path_factory.mktemp('search')
+    data = search_index(COURSE, nbs, {n: title(nb) for n, nb in nbs.items()}, symbols())
+    (folder / 'data.mjs').write_text(data)
+    (folder / 'search.mjs').write_text((ROOT / 'docs' / '_static' / 'search.js').read_text())
+    (folder / 'ask.mjs').write_text(
+        "import './data.mjs'\nimport { find } from './search.mjs'\n"
+        'const asked = JSON.parse(process.argv[2])\n'
+        'const seen = q => find(q).map(p => [p.url, p.sections[0].anchor])\n'
+        'console.log(JSON.stringify(asked.map(seen)))'
+    )
+    asked = [*ASKED, 'xyzzy', 'LossConfig']
+    command = ['node', folder / 'ask.mjs', json.dumps(asked)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return dict(zip(asked, json.loads(said)))
+
+
+@pytest.mark.parametrize('query', ASKED)
+def test_the_right_page_comes_first(found, query):
+    first = [url.removesuffix('.html') for url, _ in found[query]]
+    assert first[0] == ASKED[query], first[:4]
+
+
+def test_a_name_is_found_and_nonsense_is_not(found):
+    assert found['xyzzy'] == []
+    assert any(anchor.endswith('LossConfig') for _, anchor in found['LossConfig'])
+
+
+def test_a_name_with_lines_counts_whole_and_in_parts():
+    assert tokens('The rewards, `reward_std`') == ['reward', 'reward_std', 'reward', 'std']

@@ -1,0 +1,125 @@
+"""What the search page of the site knows: the words of each section, and how much each says.
+
+A word counts by where it stands: in a title, a heading, a promise or the text. The questions of
+nbs/questions.ipynb and the names that other frameworks use (nbs/words.yml) count for the section
+that answers them. docs/_static/search.js adds up the weights of the words of a query.
+"""
+
+import json
+import math
+import re
+from collections import Counter, defaultdict
+
+import yaml
+from front import pieces, slug, source
+
+# how much a page of each kind counts; a step of the spine first, what is not needed last
+BOOST = {'lesson': 1.0, 'how-to': 1.1, 'study': 0.75, 'reference': 0.6}
+STEP, NAMES = 1.25, 0.5
+PAGES = {'questions': 0.8, 'words': 0.5, 'paper_map': 0.4, 'what_next': 0.6}
+STOP = set(
+    'a an and are as at be by can do does for from has have how i in is it its my not of on or '
+    'that the their then there this to was what when where which who why will with you your'.split()
+)
+
+
+def stem(word):
+    "docs/_static/search.js has the same"
+    return re.sub(r'(ings?|ed|es|s|ly)$', '', word) if len(word) > 4 else word
+
+
+def tokens(text):
+    "Stems of the words of a text, and of the parts of `names_with_lines`"
+    found = re.findall(r'[a-z0-9_]+', text.lower().replace('-', ' '))
+    parts = [p for w in found if '_' in w for p in w.split('_')]
+    return [stem(w) for w in [*found, *parts] if w and w not in STOP]
+
+
+def plain(text):
+    text = re.sub(r'```.*?```|\$\$.*?\$\$|<[^>]*>|<!--.*?-->', ' ', text, flags=re.S)
+    return re.sub(r'\]\([^)]*\)', '] ', text)
+
+
+class Index:
+    "Sections, each with the weight of its words"
+
+    def __init__(self):
+        self.pages, self.sections, self.weights = [], [], []
+        self.at = {}
+
+    def page(self, url, title, place, boost):
+        self.pages.append([url, title, place, boost])
+        return len(self.pages) - 1
+
+    def section(self, page, anchor, heading):
+        self.at[self.pages[page][0], anchor] = len(self.sections)
+        self.sections.append([page, anchor, heading])
+        self.weights.append(Counter())
+        return self.weights[-1]
+
+    def postings(self):
+        "Stem -> sections and weights, one after another: what is rare counts more"
+        found, num = defaultdict(list), len(self.sections)
+        sizes = [sum(w.values()) for w in self.weights]
+        usual = sum(sizes) / max(1, num)
+        held = Counter(t for w in self.weights for t in w)
+        for i, (w, size) in enumerate(zip(self.weights, sizes)):
+            for t, n in w.items():
+                rare = math.log(1 + (num - held[t] + 0.5) / (held[t] + 0.5))
+                value = round(20 * rare * n * 2.2 / (n + 1.2 * (0.4 + 0.6 * size / usual)))
+                if value:
+                    found[t] += [i, value]
+        return found
+
+
+def add_page(index, name, nb, title, place, boost):
+    "A notebook, cut before each of its headings"
+    page = index.page(f'{name}.html', title, place, boost)
+    words = index.section(page, '', title)
+    for piece in pieces(nb):
+        if piece['cell_type'] != 'markdown' or 'nbs/course.yml' in source(piece):
+            continue
+        text = source(piece)
+        if m := re.match(r'(#{2,3}) (.+)', text):
+            words = index.section(page, slug(m[2]), m[2].replace('`', ''))
+            words.update({t: 5 for t in set(tokens(m[2]))})
+            words.update({t: 1.5 for t in set(tokens(title))})
+        elif text.startswith('# '):
+            words.update({t: 8 for t in set(tokens(title))})
+            promise = re.search(r'^> (.+)', text, flags=re.M)
+            words.update({t: 3 for t in set(tokens(plain(promise[1] if promise else '')))})
+        words.update(tokens(plain(text)))
+
+
+def credit(index, place, text, weight):
+    "Words that lead to a section of another page"
+    page, _, anchor = place.partition('#')
+    if (at := index.at.get((page, anchor), index.at.get((page, '')))) is not None:
+        index.weights[at].update({t: weight for t in set(tokens(text))})
+
+
+def search_index(course, nbs, titles, names):
+    "The script that the search page loads"
+    index = Index()
+    for n, part in course.order.items():
+        boost = PAGES.get(n, STEP if n in course.spine else BOOST[part.kind])
+        add_page(index, n, nbs[n], titles[n], course.place(n), boost)
+    for name, text in course.data.get('asked', {}).items():
+        credit(index, f'{name}.html', text, 25)
+    for piece in pieces(nbs['questions']):
+        m = re.match(r'## \d+\. (.+)', source(piece))
+        to = re.search(r'\]\(([^)]+?)\.ipynb(#[^)]*)?\)', source(piece))
+        if m and to:
+            credit(index, f'{to[1]}.html{to[2] or ""}', m[1], 6)
+    for group in yaml.safe_load((course.nbs / 'words.yml').read_text())['groups']:
+        for row in group['words']:
+            name, _, anchor = row['in'][0].partition('#')
+            other = ' '.join(str(x) for x in row.get('elsewhere', {}).values())
+            credit(index, f'{name}.html#{anchor}', f'{row["word"]} {other}', 4)
+    for page, own in names.items():
+        api = index.page(f'api/compassrl.{page.replace("/", ".")}.html', page, 'API', NAMES)
+        for name in own:
+            anchor = f'compassrl.{page.replace("/", ".")}.{name}'
+            index.section(api, anchor, name).update({t: 4 for t in set(tokens(name))})
+    data = dict(pages=index.pages, sections=index.sections, words=index.postings())
+    return f'globalThis.SITE = {json.dumps(data, separators=(",", ":"))}\n'
