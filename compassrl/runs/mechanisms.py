@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from compassrl.runs.curves import column
-
 # %% auto #0
 __all__ = ['Rows', 'mechanisms', 'Mechanism', 'what_each_did']
 
@@ -45,7 +43,7 @@ def _groups(share: Callable[..., float], *keys: str) -> Callable[[Rows], float]:
 
 
 def _largest(key: str) -> Callable[[Rows], float]:
-    return lambda rows: max(column(rows, key)[1], default=0.0)
+    return lambda rows: max((x for r in rows if (x := r.get(key))), default=0.0)
 
 
 mechanisms: list[Mechanism] = [

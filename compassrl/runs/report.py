@@ -178,12 +178,11 @@ def _training(f: dict[str, Any]) -> str:
 
 
 def _mechanisms(f: dict[str, Any]) -> str:
-    table = markdown_table(
-        ['', 'in this run'], [[m['name'], m['says']] for m in f['mechanisms']], 2
-    )
-    idle = sum(not m['gauge'] for m in f['mechanisms'])
-    where = f'{idle} of {len(f["mechanisms"])} were idle. In `compassrl train paper-cpu` all are at work.'
-    return f'{table}\n\n{where}' if idle > 2 else table
+    parts = f['mechanisms']
+    table = markdown_table(['', 'in this run'], [[m['name'], m['says']] for m in parts], 2)
+    idle = sum(not m['gauge'] for m in parts)
+    all_work = 'In `compassrl train paper-cpu` all are at work.'
+    return f'{table}\n\n{idle} of {len(parts)} were idle. {all_work}' if idle > 2 else table
 
 
 def _samples(f: dict[str, Any]) -> str:

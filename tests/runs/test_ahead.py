@@ -240,7 +240,7 @@ def test_it_computes_what_a_naive_loop_does(drawer, cfg, k):
     assert same(weights, naive_weights)
     assert not same(weights, run(cfg, TorchRollout(SHAPE, 32))[0]), 'older samples, other weights'
     stale = [m['staleness_max'] for m, _ in rows]
-    if cfg is not PARTS:  # of which a token may be older than its response's last part
+    if cfg is not PARTS:  # a token of it may be older than its response's last part
         # versions are counted one way: by weights handed over, not by optimiser steps
         assert stale == [min(t, k) for t in range(5)]
     assert cfg is not GROWS or any(m['waves'] > 1 for m, _ in rows)
