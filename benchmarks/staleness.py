@@ -2,7 +2,7 @@
 
 `tiny-cpu` from an untrained policy, and the same with ten times the parameters: pairs of short
 stretches, k = 0 and k = 1, take turns, so that a busy machine disturbs both alike. Reported: the
-median over the pairs of the ratio of seconds, and the bound of the idle machine: (s + t) / max(s, t)
+median over the pairs of the ratio of seconds, and the bound, (s + t) / max(s, t)
 for s seconds of sampling and t of all else at k = 0. Last line: one JSON object.
 usage: python benchmarks/staleness.py [--pairs 5] [--steps 6] [--quick]
 """

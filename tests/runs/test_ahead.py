@@ -194,7 +194,7 @@ def test_another_process_draws_the_same(drawer):
     want = drawn(here.generate(asked()))
     assert drawn(drawer.generate(asked())) == want
     assert drawn(growing(drawer)) == drawn(growing(here))
-    for queue in (asked(), Requests(asked())):  # who has had enough may ask again
+    for queue in (asked(), Requests(asked())):  # a caller that has had enough may ask again
         samples = drawer.generate(queue)
         next(samples)
         with pytest.raises(RuntimeError, match='one `generate` at a time'):
@@ -318,7 +318,7 @@ def test_what_cannot_be_is_refused_before_anything_starts():
 
 # ---- three policies: behaviour (drew), proximal (the trainer when the step begins), current
 
-COUNTS = torch.tensor([10, 4, 3, 2, 1])  # of 20 one-token responses: the behaviour, exactly
+COUNTS = torch.tensor([10, 4, 3, 2, 1])  # 20 one-token responses: the behaviour, exactly
 REWARD = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5]).double()
 
 
