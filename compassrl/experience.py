@@ -44,7 +44,7 @@ from compassrl.rollout.requests import Waves, requests_of
 # %% auto #0
 __all__ = [
     'tokens_left', 'next_wave', 'timed', 'timed_samples', 'collect_parts', 'StepWaves',
-    'collect_waves', 'collect', 'in_order', 'silent_groups', 'counted', 'Sampler', 'grade',
+    'collect_waves', 'collect', 'in_order', 'silent_groups', 'grade', 'counted', 'Sampler',
 ]  # fmt: skip
 
 
@@ -275,6 +275,49 @@ def silent_groups(samples: list[Sample]) -> dict[str, bool]:  # prompt id -> is 
     return dict(zip(ids, zero_variance(*sample_columns(samples, ids)[:3]).tolist()))
 
 
+def grade(
+    batch: Batch,  # these samples, with the entropy that the train engine saw
+    samples: list[Sample],  # judged, in the order of its rows; they get their shaped rewards
+    cfg: TrainConfig,
+) -> tuple[Batch, Metrics]:  # with rewards and advantages
+    "Verdicts to rewards (penalties are added, paper section 2.4.1) to advantages"
+    task, valid = task_rewards(samples)
+    rewards = shape_rewards(samples, cfg.rollout.max_tokens, cfg.zero_variance)
+    for s, r in zip(samples, rewards.tolist()):
+        s.reward = r
+    batch = replace(batch, rewards=rewards.float())
+    assert batch.rewards is not None and batch.entropy is not None
+    verdicts = [s.verdict for s in samples if s.verdict is not None]
+    right = torch.tensor([rightness(v) for v in verdicts])
+    advantages, spared = token_advantages(
+        batch, task, valid, cfg.advantages, cfg.zero_variance, right
+    )
+    num, timings = len(samples), [s.timings for s in samples]
+    return replace(batch, advantages=advantages), spared | dict(
+        reward_mean=float(task.mean()),
+        penalty_mean=float((task - batch.rewards).mean()),
+        correct_frac=sum(v.correct for v in verdicts) / num,
+        failed_frac=float((~valid).float().mean()),
+        samples=float(num),
+        group_size_mean=num / len({s.prompt_id for s in samples}),
+        response_tokens_mean=float(batch.response_mask.sum(1).float().mean()),
+        time_reward_busy_s=sum(t['reward_end'] - t['reward_start'] for t in timings),
+        truncated_frac=sum(s.finish_reason == 'length' for s in samples) / num,
+        entropy=float(batch.entropy[batch.response_mask].mean()),
+        **_reward_by_function(verdicts),
+    )
+
+
+def _reward_by_function(verdicts: list[Verdict]) -> Metrics:
+    "Mean of what each of several functions has paid, over the responses that it has judged"
+    said: dict[str, list[float]] = {}
+    for v in verdicts:
+        for name, reward in v.parts.items():
+            said.setdefault(f'reward/{name}', []).append(reward)
+    return {name: sum(values) / len(values) for name, values in said.items()}
+
+
+# %% ../nbs/experience.ipynb #9ffe3b02
 def counted(
     weights: Iterable[tuple[str, Tensor]], metrics: Metrics
 ) -> Iterator[tuple[str, Tensor]]:
@@ -335,45 +378,3 @@ class Sampler:
 
     def close(self) -> None:
         "End what was started for it"
-
-
-def grade(
-    batch: Batch,  # these samples, with the entropy that the train engine saw
-    samples: list[Sample],  # judged, in the order of its rows; they get their shaped rewards
-    cfg: TrainConfig,
-) -> tuple[Batch, Metrics]:  # with rewards and advantages
-    "Verdicts to rewards (penalties are added, paper section 2.4.1) to advantages"
-    task, valid = task_rewards(samples)
-    rewards = shape_rewards(samples, cfg.rollout.max_tokens, cfg.zero_variance)
-    for s, r in zip(samples, rewards.tolist()):
-        s.reward = r
-    batch = replace(batch, rewards=rewards.float())
-    assert batch.rewards is not None and batch.entropy is not None
-    verdicts = [s.verdict for s in samples if s.verdict is not None]
-    right = torch.tensor([rightness(v) for v in verdicts])
-    advantages, spared = token_advantages(
-        batch, task, valid, cfg.advantages, cfg.zero_variance, right
-    )
-    num, timings = len(samples), [s.timings for s in samples]
-    return replace(batch, advantages=advantages), spared | dict(
-        reward_mean=float(task.mean()),
-        penalty_mean=float((task - batch.rewards).mean()),
-        correct_frac=sum(v.correct for v in verdicts) / num,
-        failed_frac=float((~valid).float().mean()),
-        samples=float(num),
-        group_size_mean=num / len({s.prompt_id for s in samples}),
-        response_tokens_mean=float(batch.response_mask.sum(1).float().mean()),
-        time_reward_busy_s=sum(t['reward_end'] - t['reward_start'] for t in timings),
-        truncated_frac=sum(s.finish_reason == 'length' for s in samples) / num,
-        entropy=float(batch.entropy[batch.response_mask].mean()),
-        **_reward_by_function(verdicts),
-    )
-
-
-def _reward_by_function(verdicts: list[Verdict]) -> Metrics:
-    "Mean of what each of several functions has paid, over the responses that it has judged"
-    said: dict[str, list[float]] = {}
-    for v in verdicts:
-        for name, reward in v.parts.items():
-            said.setdefault(f'reward/{name}', []).append(reward)
-    return {name: sum(values) / len(values) for name, values in said.items()}

@@ -317,11 +317,17 @@ class RolloutEngine:
         `requests` is a list, or `Requests`, which grow with the samples. An engine polls
         `as_requests(requests)` when it has room, and returns when nothing runs and nothing is
         ready. An engine may also loop over `requests`: the caller calls it again for what became
-        ready meanwhile."""
+        ready meanwhile.
+
+        With `schedule.max_staleness` one thread calls this while the trainer computes: never
+        twice at a time, and `load_weights` only between two calls. To gain by it, an engine draws
+        in another process."""
         raise NotImplementedError
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        "Takes weights by their Hugging Face names and drops every cache of the old ones"
+        """Takes weights by their Hugging Face names and drops every cache of the old ones
+
+        `version` is the number of steps so far; samples name it, which tells their age"""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:  # plain JSON
@@ -353,5 +359,5 @@ class TrainEngine(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        "The present weights by their Hugging Face names"
+        "The present weights by their Hugging Face names; the caller copies what it keeps"
         ...

@@ -22,10 +22,10 @@ from compassrl.records import Metrics, Prompt, RolloutEngine, Sample, TrainEngin
 from compassrl.rollout.partial import drawn_mask
 
 # %% auto #0
-__all__ = ['Drawn', 'AheadSampler']
+__all__ = ['AheadSampler']
 
-# %% ../../nbs/runs/ahead.ipynb #90ef3884
-Drawn = tuple[list[Sample], Metrics]  # judged samples of one step, and what there is to say
+# %% ../../nbs/runs/ahead.ipynb #80cce7c3
+_Drawn = tuple[list[Sample], Metrics]  # judged samples of one step, and what there is to say
 
 
 class AheadSampler(Sampler):
@@ -44,7 +44,7 @@ class AheadSampler(Sampler):
     ) -> None:
         super().__init__(cfg, prompts, rollout, judge, eos_id)
         self.thread = ThreadPoolExecutor(1, 'sampler')
-        self.queue: deque[Future[Drawn]] = deque()  # steps that have not trained, in their order
+        self.queue: deque[Future[_Drawn]] = deque()  # steps that have not trained, in their order
         self.next: int | None = None  # the first step that nobody has asked for; None = the first
         # after so many steps there were new weights: what all versions mean, here and in samples
         self.versions = [0]
@@ -68,7 +68,7 @@ class AheadSampler(Sampler):
             self.rollout.load_weights(weights, newest)  # it is idle: no copy
             return [], newest
 
-    def _work(self, step: int, weights: list[tuple[str, Tensor]], version: int) -> Drawn:
+    def _work(self, step: int, weights: list[tuple[str, Tensor]], version: int) -> _Drawn:
         "What the thread does for one step"
         if weights:
             self.rollout.load_weights(weights, version)

@@ -14,7 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -156,12 +156,15 @@ class TrainKind:
 
 # %% ../../nbs/runs/factory.ipynb #0086ba58
 def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
-    r, kind = s.rollout, cast(Callable[..., TorchRollout], TorchRollout)
+    r, apart = s.rollout, s.schedule.max_staleness
     common = s.policy, r.num_slots, s.dtype, s.device, s.return_routes
-    if r.quantization or r.kv_cache_dtype != 'auto':
-        products, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
-        kind = partial(Fp8Rollout, weights=products, activations=products, kv_cache=cache)
-    return ProcessRollout(kind, *common) if s.schedule.max_staleness else kind(*common)
+    if not r.quantization and r.kv_cache_dtype == 'auto':
+        return ProcessRollout(TorchRollout, *common) if apart else TorchRollout(*common)
+    products, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
+    bits = dict(weights=products, activations=products, kv_cache=cache)
+    if apart:
+        return ProcessRollout(partial(Fp8Rollout, **bits), *common)
+    return Fp8Rollout(*common, **bits)
 
 
 def _vllm(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:

@@ -59,7 +59,7 @@ def tiny_cpu() -> TrainConfig:
 
 
 def paper_cpu() -> TrainConfig:
-    "All of the paper at work at once, sampling ahead, on two CPU cores: its report says what each did"
+    "All of the paper at work, one step ahead, on two CPU cores: the report says what each part did"
     base = _small_run()
     return replace(
         base,

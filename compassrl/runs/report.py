@@ -177,6 +177,14 @@ def _training(f: dict[str, Any]) -> str:
     return '\n\n'.join([*table, f'{note}.'])
 
 
+def _mechanisms(f: dict[str, Any]) -> str:
+    parts = f['mechanisms']
+    table = markdown_table(['', 'in this run'], [[m['name'], m['says']] for m in parts], 2)
+    idle = sum(not m['gauge'] for m in parts)
+    all_work = 'In `compassrl train paper-cpu` all are at work.'
+    return f'{table}\n\n{idle} of {len(parts)} were idle. {all_work}' if idle > 2 else table
+
+
 def _samples(f: dict[str, Any]) -> str:
     counts = ', '.join(f'{n} {k}' for k, n in f['sample_counts'].items())
     texts = ['prompt', 'answer', 'before', 'after']
@@ -211,6 +219,8 @@ def report_markdown(
         parts += [f'Step {f["gantt_step"]}, who did what and when:', '![Gantt chart](gantt.png)']
     if any(f['training'].values()) or f['cold_start']['steps']:
         parts += ['## Training', _training(f)]
+    if f.get('mechanisms') and f['steps']:
+        parts += ['## What each part did', _mechanisms(f)]
     if f['samples']:
         parts += ['## Samples', _samples(f)]
     if f['config']:

@@ -338,7 +338,7 @@ def resume_run(
 
 # %% ../../nbs/runs/run.ipynb #566690e0
 def _train(run: Run, start: int) -> Path:  # the loop and what comes after it
-    c, d, e, folder = run.cfg, run.data, run.engines, run.folder
+    c, e, folder = run.cfg, run.engines, run.folder
     run.log = Log(folder, start, c.steps)
     run.best = max(column(read_metrics(folder), 'eval_avg')[1], default=-math.inf)
     asked = dataclasses.asdict(c)

@@ -25,6 +25,7 @@ from compassrl.runs.curves import (
     step_seconds,
 )
 from compassrl.runs.evaluate import mean_stderr
+from compassrl.runs.mechanisms import what_each_did
 
 # %% auto #0
 __all__ = [
@@ -286,7 +287,8 @@ _averaged = """
     zero_variance_first_frac zero_variance_raw_frac zero_variance_frac zero_variance_residual_frac
     gradient_token_frac group_size_mean response_tokens_mean truncated_frac entropy
     grad_norm skipped_frac num_not_finite clip_frac approx_kl
-    rollout_train_gap rollout_train_k3 routes_agree_frac
+    rollout_train_gap rollout_train_k3 rollout_train_ess routes_agree_frac
+    staleness_mean
     expert_entropy expert_busiest_frac experts_idle_frac
     length_log_error length_spearman genrm_failed_frac genrm_tie_frac genrm_disagree_frac
 """.split()
@@ -323,6 +325,7 @@ def run_summary(
         phases=_phase_table(metrics),
         **_speed(metrics),
         training={k: _first_last(column(metrics, k)[1]) for k in _averaged + own},
+        mechanisms=what_each_did(metrics, _settings(config or {})),
         samples=samples,
         sample_counts=counts,
         config=_settings(config or {}),

@@ -194,7 +194,7 @@ def test_another_process_draws_the_same(drawer):
     want = drawn(here.generate(asked()))
     assert drawn(drawer.generate(asked())) == want
     assert drawn(growing(drawer)) == drawn(growing(here))
-    for queue in (asked(), Requests(asked())):  # who has had enough may ask again
+    for queue in (asked(), Requests(asked())):  # a caller that has had enough may ask again
         samples = drawer.generate(queue)
         next(samples)
         with pytest.raises(RuntimeError, match='one `generate` at a time'):
@@ -240,7 +240,7 @@ def test_it_computes_what_a_naive_loop_does(drawer, cfg, k):
     assert same(weights, naive_weights)
     assert not same(weights, run(cfg, TorchRollout(SHAPE, 32))[0]), 'older samples, other weights'
     stale = [m['staleness_max'] for m, _ in rows]
-    if cfg is not PARTS:  # of which a token may be older than its response's last part
+    if cfg is not PARTS:  # a token of it may be older than its response's last part
         # versions are counted one way: by weights handed over, not by optimiser steps
         assert stale == [min(t, k) for t in range(5)]
     assert cfg is not GROWS or any(m['waves'] > 1 for m, _ in rows)
@@ -318,7 +318,7 @@ def test_what_cannot_be_is_refused_before_anything_starts():
 
 # ---- three policies: behaviour (drew), proximal (the trainer when the step begins), current
 
-COUNTS = torch.tensor([10, 4, 3, 2, 1])  # of 20 one-token responses: the behaviour, exactly
+COUNTS = torch.tensor([10, 4, 3, 2, 1])  # 20 one-token responses: the behaviour, exactly
 REWARD = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5]).double()
 
 
