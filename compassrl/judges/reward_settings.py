@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['GenRMConfig', 'RewardConfig']
 
-
 # %% ../../nbs/judges/reward_settings.ipynb #fc132684
 @dataclass(frozen=True)
 class GenRMConfig:
@@ -47,7 +46,6 @@ class GenRMConfig:
     def __post_init__(self) -> None:
         check(self)
         check_address('base_url', self.base_url)
-
 
 # %% ../../nbs/judges/reward_settings.ipynb #97404d71
 @dataclass(frozen=True)

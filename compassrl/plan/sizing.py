@@ -20,10 +20,8 @@ from compassrl.settings import at_least, check
 from compassrl.train.megatron.parallel import ParallelConfig
 
 # %% auto #0
-__all__ = [
-    'gpus', 'reserve', 'layer_params', 'place_params', 'num_params', 'whole_place', 'Gpu',
-    'Workload', 'kept_elements', 'rank_memory', 'weight_bytes', 'kv_bytes', 'server_memory',
-]  # fmt: skip
+__all__ = ['gpus', 'reserve', 'layer_params', 'place_params', 'num_params', 'whole_place', 'Gpu', 'Workload', 'kept_elements',
+           'rank_memory', 'weight_bytes', 'kv_bytes', 'server_memory']
 
 # %% ../../nbs/plan/sizing.ipynb #24960031
 _parts = dict(
@@ -104,7 +102,6 @@ def whole_place(policy: PolicyConfig) -> Place:
     "The place of the only rank, which holds everything"
     return rank_place(ParallelConfig(), policy, 1, 0)
 
-
 # %% ../../nbs/plan/sizing.ipynb #b8249932
 @dataclass(frozen=True)
 class Gpu:
@@ -151,7 +148,6 @@ class Workload:
         mean, longest = self.response_tokens, self.max_tokens
         if mean > longest:
             raise ValueError(f'response_tokens={mean} exceeds max_tokens={longest}: lower it')
-
 
 # %% ../../nbs/plan/sizing.ipynb #d6e81d8b
 def kept_elements(
@@ -211,7 +207,6 @@ def rank_memory(
         activations=wide * tokens * kept,
         logits=min(tokens, workload.logit_tokens or tokens) * logits,
     )
-
 
 # %% ../../nbs/plan/sizing.ipynb #43609865
 def weight_bytes(
