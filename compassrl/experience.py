@@ -40,8 +40,11 @@ from compassrl.rollout.partial import PartialResponses, drawn_mask
 from compassrl.rollout.requests import Waves, requests_of
 
 # %% auto #0
-__all__ = ['tokens_left', 'next_wave', 'timed', 'timed_samples', 'collect_parts', 'StepWaves', 'collect_waves', 'collect',
-           'in_order', 'silent_groups', 'grade']
+__all__ = [
+    'tokens_left', 'next_wave', 'timed', 'timed_samples', 'collect_parts', 'StepWaves',
+    'collect_waves', 'collect', 'in_order', 'silent_groups', 'grade',
+]  # fmt: skip
+
 
 # %% ../nbs/experience.ipynb #10f0e92a
 def tokens_left(spent: Sequence[float], cfg: TrainConfig) -> float:
@@ -78,6 +81,7 @@ def next_wave(
     gen = torch.Generator().manual_seed(derive_seed(cfg.seed, 'refill', step, len(spent)))
     order = torch.randperm(len(fresh), generator=gen)[: max(0, cfg.prompts_per_step - awake)]
     return [(fresh[i], cfg.group_size) for i in order.tolist()]
+
 
 # %% ../nbs/experience.ipynb #05377102
 @contextmanager
@@ -134,6 +138,7 @@ def collect_parts(
     )
     return requests, samples, metrics
 
+
 # %% ../nbs/experience.ipynb #6b4ce170
 class StepWaves(Waves):
     "What one step asks: the waves that `next_wave` decides by the verdicts of `judge`"
@@ -183,6 +188,7 @@ class StepWaves(Waves):
         prompts = self.prompts.values()
         return next_wave(samples, groups, spent, prompts, self.step, self.cfg, unseen)
 
+
 # %% ../nbs/experience.ipynb #6d1b2c70
 def collect_waves(
     rollout: RolloutEngine,
@@ -218,6 +224,7 @@ def collect_waves(
             selection.took(dict(zip(waves.asked, waves.flat)))
     return requests, samples, metrics
 
+
 # %% ../nbs/experience.ipynb #c479526c
 def collect(
     rollout: RolloutEngine,
@@ -241,6 +248,7 @@ def collect(
         found = collect_waves(rollout, prompts, first, step, cfg, judge, params, selection)
     found[2]['prompts_skipped'] = float(selection.skipped if selection else 0)
     return found
+
 
 # %% ../nbs/experience.ipynb #77ae6067
 def in_order(

@@ -18,8 +18,12 @@ from torch import Tensor
 from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
-__all__ = ['Metrics', 'LossFn', 'Prompt', 'Verdict', 'SamplingParams', 'Request', 'derive_seed', 'Sample', 'Batch', 'collate',
-           'select', 'micro_batches', 'mini_batches', 'Requests', 'as_requests', 'RolloutEngine', 'TrainEngine']
+__all__ = [
+    'Metrics', 'LossFn', 'Prompt', 'Verdict', 'SamplingParams', 'Request', 'derive_seed', 'Sample',
+    'Batch', 'collate', 'select', 'micro_batches', 'mini_batches', 'Requests', 'as_requests',
+    'RolloutEngine', 'TrainEngine',
+]  # fmt: skip
+
 
 # %% ../nbs/records.ipynb #837da68b
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Verdict:
     evidence: str = ''  # one line: what was compared with what
     # reward of each of several functions
     parts: dict[str, float] = field(default_factory=dict, hash=False)
+
 
 # %% ../nbs/records.ipynb #2c0b4ff1
 @dataclass(frozen=True)
@@ -83,11 +88,13 @@ class Request:
     begun: tuple[bool, ...] | None = None
     left: int | None = None  # tokens that the response may still have; None = params.max_tokens
 
+
 # %% ../nbs/records.ipynb #adcb9fa9
 def derive_seed(*parts: object) -> int:  # 63 bits
     "Depends on `parts` alone (anything with a stable `str`), the same on every machine"
     digest = hashlib.sha256('/'.join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], 'little') >> 1
+
 
 # %% ../nbs/records.ipynb #51ded4ae
 @dataclass
@@ -108,6 +115,7 @@ class Sample:
     timings: dict[str, float] = field(default_factory=dict)  # seconds, by phase
     token_versions: Tensor | None = None  # [Tr] int64, if drawn in parts; None = `weight_version`
     policy_mask: Tensor | None = None  # [Tr] bool: False where a tool wrote; None = nowhere
+
 
 # %% ../nbs/records.ipynb #a0b8e108
 @dataclass(frozen=True)
@@ -147,6 +155,7 @@ class Batch:
 
     def to(self, device: str | torch.device) -> Batch:
         return self.map(lambda t: t.to(device))
+
 
 # %% ../nbs/records.ipynb #cfada60a
 def _check(s: Sample) -> None:
@@ -218,6 +227,7 @@ def collate(samples: list[Sample]) -> Batch:  # rows as given; groups by first a
         **_routes(samples, T),
     )
 
+
 # %% ../nbs/records.ipynb #99077c04
 def select(batch: Batch, rows: Tensor | list[int]) -> Batch:
     "Some rows, in the order given (or a bool mask [B]); padding that none of them needs is gone"
@@ -225,6 +235,7 @@ def select(batch: Batch, rows: Tensor | list[int]) -> Batch:
     rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
     T = int(batch.lengths[rows].max()) if len(rows) else 0
     return batch.map(lambda t: t[rows] if t.dim() == 1 else t[rows, :T])
+
 
 # %% ../nbs/records.ipynb #31e6f1f7
 def micro_batches(
@@ -243,6 +254,7 @@ def micro_batches(
         cur.append(i)
     return out + [torch.tensor(cur)] if cur else out
 
+
 # %% ../nbs/records.ipynb #37105267
 def mini_batches(
     num_rows: int,  # rows of the batch
@@ -250,6 +262,7 @@ def mini_batches(
 ) -> list[Tensor]:  # row indices of each, neighbours together; none is empty
     "The rows of each optimiser step"
     return [r for r in torch.arange(num_rows).tensor_split(num) if len(r)]
+
 
 # %% ../nbs/records.ipynb #72b88a0f
 class Requests(Iterable[Request]):
@@ -287,6 +300,7 @@ class Requests(Iterable[Request]):
 def as_requests(requests: Iterable[Request]) -> Requests:
     "`Requests` as they are; a list or an iterator is read no further than it is polled"
     return requests if isinstance(requests, Requests) else Requests(requests)
+
 
 # %% ../nbs/records.ipynb #a2d576eb
 Metrics = dict[str, float | None]  # None: not measured in this step

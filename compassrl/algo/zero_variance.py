@@ -23,8 +23,11 @@ from compassrl.algo.algo_settings import ZeroVarianceConfig as ZeroVarianceConfi
 from compassrl.records import Batch, Metrics, Sample, Verdict
 
 # %% auto #0
-__all__ = ['zero_variance_rate', 'growth', 'length_penalty', 'repetition_penalty', 'drawn_ids', 'shape_rewards', 'zvp_sign',
-           'rightness', 'zvp_advantages', 'token_advantages', 'screen']
+__all__ = [
+    'zero_variance_rate', 'growth', 'length_penalty', 'repetition_penalty', 'drawn_ids',
+    'shape_rewards', 'zvp_sign', 'rightness', 'zvp_advantages', 'token_advantages', 'screen',
+]  # fmt: skip
+
 
 # %% ../../nbs/algo/zero_variance.ipynb #21d7617a
 def zero_variance_rate(
@@ -35,6 +38,7 @@ def zero_variance_rate(
     if N < 1:
         raise ValueError(f'N={N}: a group has at least one response')
     return p**N + (1 - p) ** N
+
 
 # %% ../../nbs/algo/zero_variance.ipynb #67dfc159
 def growth(
@@ -73,6 +77,7 @@ def growth(
             budget -= float(cost[g])
     return more
 
+
 # %% ../../nbs/algo/zero_variance.ipynb #b4bba3d0
 def length_penalty(
     lengths: Tensor,  # [B] response tokens
@@ -83,6 +88,7 @@ def length_penalty(
     window = frac * max_tokens
     return ((max_tokens - window - lengths) / window).clamp(-1, 0).float()
 
+
 # %% ../../nbs/algo/zero_variance.ipynb #f1b5dbfa
 def repetition_penalty(
     ids: list[int],  # tokens of one response
@@ -91,6 +97,7 @@ def repetition_penalty(
     "Minus the share of n-grams that have been there before (ours: the paper gives no formula)"
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
 
 # %% ../../nbs/algo/zero_variance.ipynb #a4939ff5
 def drawn_ids(s: Sample) -> list[int]:  # all of the response, where no tool spoke
@@ -138,6 +145,7 @@ def _gaps(samples: list[Sample]) -> Tensor:
     }
     return torch.tensor([gaps.get(s.prompt_id, 1.0) for s in samples], dtype=torch.double)
 
+
 # %% ../../nbs/algo/zero_variance.ipynb #497a8218
 def zvp_sign(
     raw_rewards: Tensor,  # [B] task rewards, before any penalty
@@ -150,6 +158,7 @@ def zvp_sign(
     sign = sign.masked_fill(~s.flat | (s.num < 2), 0.0)[s.index]
     return sign if valid is None else sign.masked_fill(~valid, 0.0)
 
+
 # %% ../../nbs/algo/zero_variance.ipynb #d4307f7f
 def rightness(
     verdict: Verdict,
@@ -159,6 +168,7 @@ def rightness(
     if 0 < r < 1:
         return r
     return 1.0 if verdict.correct else 0.0 if r <= 0 else 0.5
+
 
 # %% ../../nbs/algo/zero_variance.ipynb #3d9cb05b
 def zvp_advantages(
@@ -172,6 +182,7 @@ def zvp_advantages(
     up, down = H, H - H.amax(1, keepdim=True)
     adv = (alpha * torch.where(sign[:, None] > 0, up, down)).clamp(-1, 1)
     return torch.where(response_mask & (sign[:, None] != 0), adv, 0.0)
+
 
 # %% ../../nbs/algo/zero_variance.ipynb #bd0b2ebe
 def token_advantages(
@@ -210,6 +221,7 @@ def token_advantages(
 
 def _frac(x: Tensor) -> float:  # share of True; 0 if x is empty
     return float(x.sum()) / max(x.numel(), 1)
+
 
 # %% ../../nbs/algo/zero_variance.ipynb #11f555ac
 def screen(

@@ -19,6 +19,7 @@ from compassrl.records import Prompt
 # %% auto #0
 __all__ = ['Loaded', 'read_source', 'load_prompts', 'shingles', 'likeness', 'Repeat', 'repeats']
 
+
 # %% ../../nbs/data/loading.ipynb #6af4ec51
 @dataclass
 class Loaded:
@@ -156,6 +157,7 @@ def read_source(
         out.prompts.append(prompt)
     return out
 
+
 # %% ../../nbs/data/loading.ipynb #ebb7dcd3
 def load_prompts(
     source: str,  # a file, a saved dataset's folder, hf:NAME, hf:NAME:SPLIT, hf:NAME:CONFIG:SPLIT
@@ -176,6 +178,7 @@ def load_prompts(
         print(line)
     return found.prompts, [f'{where}: {e}' for where, e in found.bad]
 
+
 # %% ../../nbs/data/loading.ipynb #06538158
 def shingles(
     text: str,
@@ -189,6 +192,7 @@ def shingles(
 def likeness(a: frozenset[str], b: frozenset[str]) -> float:  # 0 to 1
     "Jaccard's index: the share of shingles that both have"
     return len(a & b) / len(a | b)
+
 
 # %% ../../nbs/data/loading.ipynb #85a7fb04
 class Repeat(NamedTuple):

@@ -17,6 +17,7 @@ from compassrl.records import Prompt, derive_seed
 # %% auto #0
 __all__ = ['NUM_LENGTHS', 'KEPT', 'LEAST', 'prompts_of_step', 'kinds_of', 'PromptSelection']
 
+
 # %% ../../nbs/data/selection.ipynb #b790f76f
 def _order(num: int, epoch: int, seed: int) -> list[int]:
     gen = torch.Generator().manual_seed(derive_seed(seed, 'epoch', epoch))
@@ -38,6 +39,7 @@ def prompts_of_step(
         out.append(prompts[order[place]])
     return out
 
+
 # %% ../../nbs/data/selection.ipynb #5e1ec710
 NUM_LENGTHS = 16  # classes of length, at most
 KEPT = 0.9  # weight of the old estimate when one more group of a kind comes back
@@ -54,6 +56,7 @@ def kinds_of(
     lengths = sorted(len(p.token_ids) for p in prompts)
     classes = {n: bisect_left(lengths, n) * NUM_LENGTHS // len(lengths) for n in {*lengths}}
     return {p.id: f'length-{classes[len(p.token_ids)]:02}' for p in prompts}
+
 
 # %% ../../nbs/data/selection.ipynb #5e1ec713
 class PromptSelection:

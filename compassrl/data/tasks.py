@@ -23,9 +23,13 @@ from compassrl.records import Prompt, Verdict
 _all_ = ['task_families', 'verifiers']
 
 # %% auto #0
-__all__ = ['GRACE', 'Problem', 'Choices', 'task_family', 'problem', 'num_problems', 'arithmetic', 'countdown', 'strings',
-           'Verifier', 'verifier', 'find_verifier', 'after_reasoning', 'one_line', 'judge', 'exact', 'final',
-           'countdown_expression', 'as_verdict', 'failure', 'verify', 'task_families', 'verifiers']
+__all__ = [
+    'GRACE', 'Problem', 'Choices', 'task_family', 'problem', 'num_problems', 'arithmetic',
+    'countdown', 'strings', 'Verifier', 'verifier', 'find_verifier', 'after_reasoning', 'one_line',
+    'judge', 'exact', 'final', 'countdown_expression', 'as_verdict', 'failure', 'verify',
+    'task_families', 'verifiers',
+]  # fmt: skip
+
 
 # %% ../../nbs/data/tasks.ipynb #7368d907
 class Problem(NamedTuple):
@@ -60,6 +64,7 @@ def task_family(fn: _F) -> _F:
     task_families[fn.__name__] = fn
     return fn
 
+
 # %% ../../nbs/data/tasks.ipynb #a5939552
 def problem(
     domain: str,  # name in `task_families`
@@ -74,6 +79,7 @@ def num_problems(domain: str, level: int) -> int:  # some entries are None, some
     "How many combinations of choices there are"
     task_families[domain](level, choices := Choices(0))
     return choices.size
+
 
 # %% ../../nbs/data/tasks.ipynb #f58253a0
 @task_family
@@ -97,6 +103,7 @@ def arithmetic(
     answer = str(a + sign * b)
     return Problem(f'{a}{op}{b}=', answer, ' '.join(steps) + f' #{answer}', 'final')
 
+
 # %% ../../nbs/data/tasks.ipynb #a874e7fe
 @task_family
 def countdown(
@@ -119,6 +126,7 @@ def countdown(
         return None
     return Problem(question + ':', question, ' '.join(steps) + f' #{expr}', 'countdown_expression')
 
+
 # %% ../../nbs/data/tasks.ipynb #481e8f18
 @task_family
 def strings(
@@ -135,6 +143,7 @@ def strings(
         (f'keep {keep}', word[:keep]),
     ][choose(3)]
     return Problem(f'{name} {word}:', answer, answer, 'exact')
+
 
 # %% ../../nbs/data/tasks.ipynb #a3df7730
 @dataclass(frozen=True)
@@ -232,6 +241,7 @@ def final(text: str, answer: str) -> Verdict:
     why = f'{got!r} against {answer!r}' if mark else "no '#' in the response"
     return judge(bool(mark) and got == answer, why)
 
+
 # %% ../../nbs/data/tasks.ipynb #f0024957
 _ops: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
@@ -271,6 +281,7 @@ def countdown_expression(text: str, answer: str) -> Verdict:
     if more := sorted((used - given).elements()):
         return judge(False, f'{expr!r} uses {more}, not given that often')
     return judge(value == target, f'{expr}={value} against {target}')
+
 
 # %% ../../nbs/data/tasks.ipynb #88058097
 def as_verdict(

@@ -57,6 +57,7 @@ def readable(text: str) -> str:
     text = _scientific.sub(lambda m: f'{Decimal(m[0]):f}', text)
     return _mixed.sub(_improper, text)
 
+
 # %% ../../nbs/judges/mathematics.ipynb #45b9d5ae
 _opens = re.compile(r'\\(?:boxed|fbox)\s*(?:\{|\Z)|<answer>')
 _brace = re.compile(r'\\.|[{}]', re.DOTALL)
@@ -81,6 +82,7 @@ def last_statement(text: str) -> str | None:  # a box, or prose; None: it is cut
             return f'\\boxed{{{text[mark.end() : m.start()]}}}'
     return None
 
+
 # %% ../../nbs/judges/mathematics.ipynb #35aa8035
 # two prices are no formula: `$3 - $2`
 _formula = re.compile(
@@ -91,6 +93,7 @@ _formula = re.compile(
 def last_formula(text: str) -> str | None:
     r"What stands in the last `$...$`, `\(...\)` or `\[...\]`, or None"
     return (list(map(''.join, _formula.findall(text))) or [None])[-1]
+
 
 # %% ../../nbs/judges/mathematics.ipynb #6ccb5f15
 def _read(text: str) -> list[Any]:

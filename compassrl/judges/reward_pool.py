@@ -41,6 +41,7 @@ from compassrl.sandbox.isolated import (
 # %% auto #0
 __all__ = ['RewardPool', 'broker_process']
 
+
 # %% ../../nbs/judges/reward_pool.ipynb #bfe136cd
 def _by_name(name: str, fn: Any) -> bytes:
     "How another process finds a verifier"
@@ -192,6 +193,7 @@ class RewardPool(Judge):
         except subprocess.TimeoutExpired:
             self.broker.kill()
             self.broker.wait()
+
 
 # %% ../../nbs/judges/reward_pool.ipynb #c94df704
 class _Job(NamedTuple):

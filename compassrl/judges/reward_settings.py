@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['GenRMConfig', 'RewardConfig']
 
+
 # %% ../../nbs/judges/reward_settings.ipynb #fc132684
 @dataclass(frozen=True)
 class GenRMConfig:
@@ -46,6 +47,7 @@ class GenRMConfig:
     def __post_init__(self) -> None:
         check(self)
         check_address('base_url', self.base_url)
+
 
 # %% ../../nbs/judges/reward_settings.ipynb #97404d71
 @dataclass(frozen=True)

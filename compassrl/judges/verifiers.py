@@ -37,8 +37,11 @@ from compassrl.sandbox.isolated import (
 )
 
 # %% auto #0
-__all__ = ['no_verdict', 'starved', 'need_maths', 'maths', 'program_of', 'run_test', 'code', 'asked_verifiers', 'warm_up',
-           'check_isolation']
+__all__ = [
+    'no_verdict', 'starved', 'need_maths', 'maths', 'program_of', 'run_test', 'code',
+    'asked_verifiers', 'warm_up', 'check_isolation',
+]  # fmt: skip
+
 
 # %% ../../nbs/judges/verifiers.ipynb #54c07000
 def no_verdict(
@@ -55,6 +58,7 @@ def starved(
 ) -> bool:
     "Did it wait for a core for at least half of its time? If not, it took too long by itself"
     return o.status == 'timeout' and o.waited_s >= o.wall_s / 2
+
 
 # %% ../../nbs/judges/verifiers.ipynb #aa0f1c47
 _maths = Limits(wall_s=5, cpu_s=2, memory_mb=1024)
@@ -91,6 +95,7 @@ def maths(text: str, answer: str) -> Verdict:
         raise ValueError(evidence)
     return judge(status == 'ok', evidence)
 
+
 # %% ../../nbs/judges/verifiers.ipynb #be4422a6
 def program_of(
     text: str,  # a response
@@ -121,6 +126,7 @@ def _suite(answer: str) -> tuple[list[Any], str, Limits]:  # tests, prefix, limi
 def _is_test(test: Any) -> bool:
     pair = isinstance(test, dict) and test.keys() == {'stdin', 'stdout'}
     return (pair and all(isinstance(v, str) for v in test.values())) or isinstance(test, str)
+
 
 # %% ../../nbs/judges/verifiers.ipynb #545e43a6
 def _check_test(test: str | dict[str, str], limits: Limits) -> None:

@@ -103,6 +103,7 @@ class Form:
             cfg = with_value(cfg, k, tuple(f.value.split()) if many else f.value)
         return cfg
 
+
 # %% ../../nbs/launch/panel.ipynb #8392bce7
 class Attached(Launched):
     "A run that another notebook, a terminal or a queue has started. Raises ValueError"
@@ -140,6 +141,7 @@ def runs_in(folder: Path) -> list[str]:  # names of their folders, the newest fi
     "The runs of a folder"
     found = [p.parent for p in folder.glob('*/config.json')]
     return [p.name for p in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)]
+
 
 # %% ../../nbs/launch/panel.ipynb #a8c9dc51
 class Panel:
@@ -259,6 +261,7 @@ class Panel:
                 names.append('resume')
             if self.run is run:
                 self._enable(*names)
+
 
 # %% ../../nbs/launch/panel.ipynb #b678a961
 def panel(

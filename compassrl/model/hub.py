@@ -14,6 +14,7 @@ from compassrl.model.pretrained import patterns, shard_files
 # %% auto #0
 __all__ = ['local_model', 'push_to_hub']
 
+
 # %% ../../nbs/model/hub.ipynb #e600eee4
 def local_model(
     name: str,  # a folder, or OWNER/NAME as on the hub
@@ -30,6 +31,7 @@ def local_model(
             f'{name} is no folder, and the hub does not give it ({type(e).__name__}): run '
             f'`hf download {name}` where there is a network, and give the folder that it prints'
         ) from None
+
 
 # %% ../../nbs/model/hub.ipynb #9da3fe55
 def push_to_hub(

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 # %% auto #0
 __all__ = ['dense_log_probs', 'token_log_probs']
 
+
 # %% ../../nbs/model/log_probs.ipynb #79754d31
 def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
     "In fp32, or in fp64 if given that"
@@ -33,6 +34,7 @@ def dense_log_probs(
     with torch.no_grad():
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
     return all_log_probs.gather(1, targets[:, None])[:, 0], entropy
+
 
 # %% ../../nbs/model/log_probs.ipynb #e37e229e
 def _chunk(
@@ -85,6 +87,7 @@ class _Chunked(torch.autograd.Function):
         if to_head is not None:
             to_head = to_head.to(head.dtype)
         return to_hidden, to_head, None, None, None
+
 
 # %% ../../nbs/model/log_probs.ipynb #326a644a
 def token_log_probs(

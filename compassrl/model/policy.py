@@ -31,6 +31,7 @@ from compassrl.model.shape import PolicyConfig
 # %% auto #0
 __all__ = ['MoE', 'DenseMLP', 'SharedExpert', 'Block', 'Policy']
 
+
 # %% ../../nbs/model/policy.ipynb #00650a51
 class MoE(nn.Module):
     "Top-k mixture of SwiGLU experts"
@@ -106,6 +107,7 @@ class MoE(nn.Module):
         y = combine_experts(grouped_linear(h, self.down, offsets), order, inverse, self.K)
         return (y if self.shared is None else y + self.shared(x)), own
 
+
 # %% ../../nbs/model/policy.ipynb #ea2e6d7a
 class DenseMLP(nn.Module):
     "SwiGLU, for the layers that are not mixtures"
@@ -134,6 +136,7 @@ class SharedExpert(DenseMLP):
     def forward(self, x: Tensor) -> Tensor:
         y, _ = super().forward(x)
         return y if self.gate is None else F.linear(x, self.gate).sigmoid() * y
+
 
 # %% ../../nbs/model/policy.ipynb #992323c1
 class Block(nn.Module):
@@ -185,6 +188,7 @@ class Block(nn.Module):
         x = x + F.linear(attend(self.layer, q, k, v).flatten(1), self.out)
         y, own = self.mlp(rms_norm(x, self.mlp_norm, self.eps), replay, valid)
         return x + y, own
+
 
 # %% ../../nbs/model/policy.ipynb #256414de
 class Policy(nn.Module):

@@ -16,6 +16,7 @@ from compassrl.model.layers import Attend
 # %% auto #0
 __all__ = ['PrefixTree', 'prefix_tree', 'tree_attention']
 
+
 # %% ../../nbs/model/prefix_tree.ipynb #73ab4876
 @dataclass(frozen=True)
 class PrefixTree:
@@ -70,6 +71,7 @@ def prefix_tree(
     place.scatter_reduce_(0, cells.flatten()[there], there, 'amin')
     back = torch.empty_like(nodes).index_copy_(0, order, nodes)
     return PrefixTree(back[token_mask], order[row], column, cells, place)
+
 
 # %% ../../nbs/model/prefix_tree.ipynb #309d6b79
 def tree_attention(tree: PrefixTree) -> Attend:

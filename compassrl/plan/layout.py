@@ -14,6 +14,7 @@ from compassrl.train.megatron.parallel import ParallelConfig, check_shape, check
 # %% auto #0
 __all__ = ['Place', 'rank_place', 'ServerPlace', 'Layout', 'layout']
 
+
 # %% ../../nbs/plan/layout.ipynb #045d95f3
 @dataclass(frozen=True)
 class Place:
@@ -38,6 +39,7 @@ class Place:
     @property
     def num_layers(self) -> int:
         return sum(map(len, self.layers))
+
 
 # %% ../../nbs/plan/layout.ipynb #22fcf9b9
 def _axes(rank: int, **sizes: int) -> dict[str, int]:  # the first axis changes fastest
@@ -80,6 +82,7 @@ def rank_place(
         expert_rows=_share(c.moe_intermediate_size, p.expert_tp, at['etp']),
         vocab=rows,
     )
+
 
 # %% ../../nbs/plan/layout.ipynb #c6d4717d
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from compassrl.rollout.pull_queue import Attempt, PullQueue
 # %% auto #0
 __all__ = ['Fault', 'Simulation', 'simulate']
 
+
 # %% ../../nbs/plan/queue_simulation.ipynb #be628e68
 @dataclass(frozen=True)
 class Fault:
@@ -29,6 +30,7 @@ class Fault:
     back: float = inf  # seconds until it takes requests again; inf = never
     # None: it dies, and answers nothing more; else it hangs, and answers so much later
     late: float | None = None
+
 
 # %% ../../nbs/plan/queue_simulation.ipynb #c5622b2d
 class Simulation:

@@ -20,7 +20,11 @@ from compassrl.rollout.pull_queue import Attempt, PullQueue
 from compassrl.rollout.schedule import Schedule
 
 # %% auto #0
-__all__ = ['StepCost', 'Cluster', 'RoundRobin', 'makespan', 'idle_frac', 'lower_bound', 'work', 'fit_cost', 'rewards_done']
+__all__ = [
+    'StepCost', 'Cluster', 'RoundRobin', 'makespan', 'idle_frac', 'lower_bound', 'work',
+    'fit_cost', 'rewards_done',
+]  # fmt: skip
+
 
 # %% ../../nbs/plan/simulator.ipynb #d3d4db2c
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class StepCost:
         if a < 1e-9 * b:  # the cache costs nothing: all steps are equal
             return ceil(seconds / b - 1e-9)
         return ceil((sqrt(b * b + 4 * a * seconds) - b) / (2 * a) - 1e-9)
+
 
 # %% ../../nbs/plan/simulator.ipynb #2eeeb76e
 class _Replica:  # its batch at second t
@@ -184,6 +189,7 @@ class Cluster(Simulation):
         s.dropped.add(ticket)
         self.moved[s.name] = None
 
+
 # %% ../../nbs/plan/simulator.ipynb #d5f525df
 class RoundRobin(PullQueue):
     "Not a queue: every request was given to one replica before anything began"
@@ -213,6 +219,7 @@ class RoundRobin(PullQueue):
         self.group[i].waiting.remove(i)
         self._file(self.group[i])
         return replica, i
+
 
 # %% ../../nbs/plan/simulator.ipynb #b0f81ba7
 def makespan(spans: Iterable[Attempt]) -> float:  # seconds

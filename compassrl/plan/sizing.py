@@ -20,8 +20,10 @@ from compassrl.settings import at_least, check
 from compassrl.train.megatron.parallel import ParallelConfig
 
 # %% auto #0
-__all__ = ['gpus', 'reserve', 'layer_params', 'place_params', 'num_params', 'whole_place', 'Gpu', 'Workload', 'kept_elements',
-           'rank_memory', 'weight_bytes', 'kv_bytes', 'server_memory']
+__all__ = [
+    'gpus', 'reserve', 'layer_params', 'place_params', 'num_params', 'whole_place', 'Gpu',
+    'Workload', 'kept_elements', 'rank_memory', 'weight_bytes', 'kv_bytes', 'server_memory',
+]  # fmt: skip
 
 # %% ../../nbs/plan/sizing.ipynb #24960031
 _parts = dict(
@@ -102,6 +104,7 @@ def whole_place(policy: PolicyConfig) -> Place:
     "The place of the only rank, which holds everything"
     return rank_place(ParallelConfig(), policy, 1, 0)
 
+
 # %% ../../nbs/plan/sizing.ipynb #b8249932
 @dataclass(frozen=True)
 class Gpu:
@@ -148,6 +151,7 @@ class Workload:
         mean, longest = self.response_tokens, self.max_tokens
         if mean > longest:
             raise ValueError(f'response_tokens={mean} exceeds max_tokens={longest}: lower it')
+
 
 # %% ../../nbs/plan/sizing.ipynb #d6e81d8b
 def kept_elements(
@@ -207,6 +211,7 @@ def rank_memory(
         activations=wide * tokens * kept,
         logits=min(tokens, workload.logit_tokens or tokens) * logits,
     )
+
 
 # %% ../../nbs/plan/sizing.ipynb #43609865
 def weight_bytes(

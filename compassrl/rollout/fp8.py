@@ -15,8 +15,10 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.rollout.torch_rollout import TorchRollout
 
 # %% auto #0
-__all__ = ['e4m3', 'largest', 'weight_block', 'row_block', 'decode_e4m3', 'encode_e4m3', 'quantise', 'dequantise', 'takes_fp8',
-           'fp8_weights', 'scaled_mm', 'Fp8Rollout']
+__all__ = [
+    'e4m3', 'largest', 'weight_block', 'row_block', 'decode_e4m3', 'encode_e4m3', 'quantise',
+    'dequantise', 'takes_fp8', 'fp8_weights', 'scaled_mm', 'Fp8Rollout',
+]  # fmt: skip
 
 # %% ../../nbs/rollout/fp8.ipynb #b44ffaa9
 e4m3: torch.dtype = torch.float8_e4m3fn  # the format of a code
@@ -44,6 +46,7 @@ def encode_e4m3(
     exponent = size.clamp(min=2.0**-6).frexp().exponent - 1  # below 2^-6 the steps get no finer
     code = 8 * (exponent + 6) + torch.ldexp(size, 3 - exponent).round().int()
     return (code.masked_fill(x.isnan(), 127) + 128 * x.signbit()).to(torch.uint8)
+
 
 # %% ../../nbs/rollout/fp8.ipynb #2864cf8f
 # rows and columns that share a scale
@@ -86,6 +89,7 @@ def dequantise(
     "What the codes of `quantise` stand for"
     return _join(_cut(codes.float(), block) * scales[..., :, None, :, None], *codes.shape[-2:])
 
+
 # %% ../../nbs/rollout/fp8.ipynb #3e149014
 def takes_fp8(
     name: str,  # a Hugging Face name
@@ -113,6 +117,7 @@ def fp8_weights(
         if takes_fp8(name):
             w = dequantise(*_finite(name, *quantise(w))).to(w.dtype)
         yield name, w
+
 
 # %% ../../nbs/rollout/fp8.ipynb #8a960937
 def scaled_mm(

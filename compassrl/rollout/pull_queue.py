@@ -17,6 +17,7 @@ from compassrl.records import Request
 # %% auto #0
 __all__ = ['PullQueue', 'Attempt']
 
+
 # %% ../../nbs/rollout/pull_queue.ipynb #214a945c
 @dataclass(eq=False)
 class _Prompt:
@@ -209,6 +210,7 @@ class PullQueue:
         return [
             r for r, tickets in self.busy.items() if tickets and now - self.seen[r] >= timeout_s
         ]
+
 
 # %% ../../nbs/rollout/pull_queue.ipynb #b9fde482
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['RolloutConfig', 'ScheduleConfig', 'VllmConfig']
 
+
 # %% ../../nbs/rollout/rollout_settings.ipynb #c94a3dd3
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -60,6 +61,7 @@ class RolloutConfig:
         drawn = self.max_tokens, self.temperature, self.top_p, tuple(ids)
         return SamplingParams(*drawn, self.stop, self.top_k, self.min_p)
 
+
 # %% ../../nbs/rollout/rollout_settings.ipynb #b64c598b
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -85,6 +87,7 @@ class ScheduleConfig:
                 f'partial_tokens={self.partial_tokens} '
                 'would go on with: use one of them'
             )
+
 
 # %% ../../nbs/rollout/rollout_settings.ipynb #4aeec35c
 @dataclass(frozen=True)

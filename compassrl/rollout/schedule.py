@@ -21,6 +21,7 @@ from compassrl.rollout.rollout_settings import ScheduleConfig as ScheduleConfig
 # %% auto #0
 __all__ = ['LengthPredictor', 'prediction_error', 'Schedule']
 
+
 # %% ../../nbs/rollout/schedule.ipynb #91351e1b
 class LengthPredictor:
     """Predicts the tokens of a response from lengths that came before: of its prompt, else of
@@ -98,6 +99,7 @@ class LengthPredictor:
         self.recent = {k: deque(v, maxlen=self.num_recent) for k, v in state['recent'].items()}
         self.medians.clear()
 
+
 # %% ../../nbs/rollout/schedule.ipynb #ac372533
 def _ranks(x: Tensor) -> Tensor:
     "Equal values share their mean rank"
@@ -115,6 +117,7 @@ def prediction_error(predicted: Sequence[float], lengths: Sequence[int]) -> dict
         log_error=float((p / n).log().abs().median()),
         spearman=float(a @ b / scale) if scale else 0.0,
     )
+
 
 # %% ../../nbs/rollout/schedule.ipynb #540cc80b
 class Schedule:

@@ -37,6 +37,7 @@ from compassrl.rollout.slots import Slots
 # %% auto #0
 __all__ = ['TorchRollout']
 
+
 # %% ../../nbs/rollout/torch_rollout.ipynb #1e7d4e67
 class TorchRollout(RolloutEngine):
     "The embedded rollout engine"
@@ -103,6 +104,7 @@ class TorchRollout(RolloutEngine):
         "Keys, then values `[N, 2KV, d]` as the cache keeps them"
         return kv
 
+
 # %% ../../nbs/rollout/torch_rollout.ipynb #cd48956b
 @patch
 @torch.inference_mode()
@@ -136,6 +138,7 @@ def forward(
     hidden = scaled_rms(x, self.small) * (self.policy.norm * c.hidden_size**0.5)
     return hidden, stack_routes(routes, len(ids), K)
 
+
 # %% ../../nbs/rollout/torch_rollout.ipynb #242fe0c1
 @patch
 @torch.inference_mode()
@@ -160,6 +163,7 @@ def prefill(
     for p, end, logits in zip(prompts, ends.tolist(), self.policy.logits(hidden[ends - 1])):
         at = slice(end - len(p), end)
         self.prefixes[p] = kv[:, :, :, at].clone(), routes[at].clone(), logits
+
 
 # %% ../../nbs/rollout/torch_rollout.ipynb #5430ba74
 @patch
@@ -186,6 +190,7 @@ def admit(
     while len(self.prefixes) > slots.num_slots:
         self.prefixes.popitem(last=False)
     return slots.draw(rows, torch.cat(logits))
+
 
 # %% ../../nbs/rollout/torch_rollout.ipynb #b43a23cc
 @patch
@@ -214,6 +219,7 @@ def step(self: TorchRollout) -> list[int]:  # slots that finished
         slots.routes[:n, column] = routes.to(slots.routes)
     slots.column += 1
     return slots.draw(slice(0, n), self.policy.logits(hidden))
+
 
 # %% ../../nbs/rollout/torch_rollout.ipynb #eb1d4177
 @patch

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['phase_names', 'read_step_rows', 'read_metrics', 'column', 'running_mean', 'phase_seconds', 'step_seconds',
-           'plot_curves', 'curves_png']
+__all__ = [
+    'phase_names', 'read_step_rows', 'read_metrics', 'column', 'running_mean', 'phase_seconds',
+    'step_seconds', 'plot_curves', 'curves_png',
+]  # fmt: skip
+
 
 # %% ../../nbs/runs/curves.ipynb #791a09b0
 def read_step_rows(
@@ -56,6 +59,7 @@ def read_metrics(
         rows.append(row)
     return rows
 
+
 # %% ../../nbs/runs/curves.ipynb #d2a68cba
 def column(
     metrics: list[dict[str, Any]],  # rows
@@ -78,6 +82,7 @@ def running_mean(
     "Centred running mean, so that the smooth curve does not lag"
     h = window // 2
     return [statistics.fmean(values[max(0, i - h) : i + h + 1]) for i in range(len(values))]
+
 
 # %% ../../nbs/runs/curves.ipynb #d8a1dcdd
 # time_<phase>_s, in order
@@ -103,6 +108,7 @@ def step_seconds(row: dict[str, Any]) -> float:
     if step := phase_seconds(row, 'step'):
         return step + phase_seconds(row, 'checkpoint')
     return sum(phase_seconds(row, p) for p in phase_names)
+
 
 # %% ../../nbs/runs/curves.ipynb #03e1c894
 _panels = {  # title: metric -> label
@@ -193,6 +199,7 @@ def _panel(ax: Axes, metrics: list[dict[str, Any]], keys: dict[str, str], log: b
                 _line(ax, metrics, k, name, ink, dashed=any(_hides(drawn[k], v) for v in before))
             before.append(drawn[k])
 
+
 # %% ../../nbs/runs/curves.ipynb #942d3987
 def _times(ax: Axes, metrics: list[dict[str, Any]]) -> None:  # seconds of each step, phases stacked
     metrics = [r for r in metrics if step_seconds(r)]
@@ -211,6 +218,7 @@ def _times(ax: Axes, metrics: list[dict[str, Any]]) -> None:  # seconds of each 
     ax.stackplot(xs, *map(wide, seconds.values()), labels=seconds, colors=_ink, lw=0)
     ax.plot(xs, wide(whole), color='#1c1917', lw=0.9, label='whole step')
     ax.set_ylim(0, 1.5 * max(whole) or 1)
+
 
 # %% ../../nbs/runs/curves.ipynb #4e58f8fc
 def plot_curves(
@@ -249,6 +257,7 @@ def plot_curves(
     if title:
         fig.suptitle(title)
     return fig
+
 
 # %% ../../nbs/runs/curves.ipynb #e457b07b
 def curves_png(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['Span', 'spans_of', 'plot_gantt']
 
+
 # %% ../../nbs/runs/gantt.ipynb #f325447e
 class Span(NamedTuple):
     "Something that took time"
@@ -52,6 +53,7 @@ def spans_of(
         if k == f'time_{phase}_at' and phase not in ('step', 'rollout', 'reward'):
             out.append(Span('trainer', phase, at, at + known[f'time_{phase}_s']))
     return out
+
 
 # %% ../../nbs/runs/gantt.ipynb #28a58270
 _colors = dict(

@@ -15,7 +15,11 @@ from fastcore.docments import docments
 from compassrl.settings import OneOf
 
 # %% auto #0
-__all__ = ['resume_usage', 'settings_of', 'flag', 'choices', 'range_of', 'short_help', 'settings_table', 'settings_markdown']
+__all__ = [
+    'resume_usage', 'settings_of', 'flag', 'choices', 'range_of', 'short_help', 'settings_table',
+    'settings_markdown',
+]  # fmt: skip
+
 
 # %% ../../nbs/runs/help.ipynb #384036b4
 def settings_of(
@@ -106,6 +110,7 @@ def short_help(
     lines += [_line(cfg, key) for key in _main]
     num = len(settings_of(cfg)) - len(_main)
     return '\n'.join([*lines, '', f'{num} more settings: {command} --help-all'])
+
 
 # %% ../../nbs/runs/help.ipynb #9a0d6d55
 def _rows(part: Any, at: str) -> Iterator[str]:

@@ -18,8 +18,11 @@ from compassrl.rollout.rollout_settings import RolloutConfig, VllmConfig
 from compassrl.train.train_settings import OptimConfig, ParallelConfig, SFTConfig
 
 # %% auto #0
-__all__ = ['presets', 'tiny_cpu', 'smoke_cpu', 'tool_cpu', 'engines_cpu', 'one_gpu', 'one_node', 'multi_node', 'names_cold_start',
-           'for_checkpoint']
+__all__ = [
+    'presets', 'tiny_cpu', 'smoke_cpu', 'tool_cpu', 'engines_cpu', 'one_gpu', 'one_node',
+    'multi_node', 'names_cold_start', 'for_checkpoint',
+]  # fmt: skip
+
 
 # %% ../../nbs/runs/presets.ipynb #8945035a
 def _small_run():  # what the presets for a CPU share
@@ -153,6 +156,7 @@ presets: dict[str, Callable[[], TrainConfig]] = {
     f.__name__.replace('_', '-'): f
     for f in (tiny_cpu, smoke_cpu, tool_cpu, engines_cpu, one_gpu, one_node, multi_node)
 }
+
 
 # %% ../../nbs/runs/presets.ipynb #af21029d
 def names_cold_start(

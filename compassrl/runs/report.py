@@ -20,6 +20,7 @@ from compassrl.runs.summary import hard_prompts, read_curves, read_record, run_s
 # %% auto #0
 __all__ = ['markdown_table', 'report_markdown', 'write_report']
 
+
 # %% ../../nbs/runs/report.ipynb #300c015d
 def _code(text: object, longest: int = 300) -> str:
     "One table cell: a code span per line, whatever the text holds"
@@ -53,6 +54,7 @@ def _pm(x: float, err: float | None, scale: float = 100, sign: str = '') -> str:
 
 def _gain(x: dict[str, Any]) -> str:
     return _pm(x['gain_points'], x['gain_stderr_points'], 1, '+')
+
 
 # %% ../../nbs/runs/report.ipynb #5f59600f
 def _graded(h: dict[str, Any]) -> bool:
@@ -134,6 +136,7 @@ def _before_after(h: dict[str, Any]) -> str:  # table of the evaluation, whole a
         rows.append(['tokens per response', f'{b:.1f}', f'{a:.1f}', f'{a - b:+.1f}'])
     return markdown_table(['', 'before', 'after', 'gain'], rows)
 
+
 # %% ../../nbs/runs/report.ipynb #a3bc2930
 def _timing(f: dict[str, Any]) -> str:
     rows = []
@@ -190,6 +193,7 @@ def _settings(config: dict[str, Any]) -> str:  # one row per section
             sections.setdefault(section or 'run', []).append(f'{name}={v}')
     rows = [[k, ' '.join(map(_code, vs))] for k, vs in sections.items()]
     return markdown_table(['section', 'settings'], rows, right=2)
+
 
 # %% ../../nbs/runs/report.ipynb #084c7d1f
 def report_markdown(

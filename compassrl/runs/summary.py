@@ -27,7 +27,9 @@ from compassrl.runs.curves import (
 from compassrl.runs.evaluate import mean_stderr
 
 # %% auto #0
-__all__ = ['pick_samples', 'machine_info', 'read_record', 'hard_prompts', 'read_curves', 'run_summary']
+__all__ = [
+    'pick_samples', 'machine_info', 'read_record', 'hard_prompts', 'read_curves', 'run_summary',
+]  # fmt: skip
 
 # %% ../../nbs/runs/summary.ipynb #13cacd5e
 _changes = {  # was it right before, is it right after
@@ -68,6 +70,7 @@ def pick_samples(
         n = min(wanted, len(pairs))
         picked += [pairs[i * len(pairs) // n] for i in range(n)]
     return picked, {kind: len(pairs) for kind, pairs in found.items()}
+
 
 # %% ../../nbs/runs/summary.ipynb #66f3be0e
 def machine_info() -> dict[str, object]:
@@ -160,6 +163,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:  # dotted, without fold
 
     return {k: bare(v) for k, v in flat(config).items()}
 
+
 # %% ../../nbs/runs/summary.ipynb #aaa1ab1d
 def _rates(result: dict[str, Any], domain: str | None) -> dict[str, float]:
     "Prompt -> share of its responses that are right"
@@ -215,6 +219,7 @@ def _held_out(before: dict[str, Any] | None, after: dict[str, Any] | None) -> di
         by_set={n: _gain_of(*both) for n, both in sets.items()},
         **both,
     )
+
 
 # %% ../../nbs/runs/summary.ipynb #66b14c7f
 def _first_last(values: list[float]) -> dict[str, float]:
@@ -273,6 +278,7 @@ def _speed(metrics: list[dict[str, Any]]) -> dict[str, Any]:
 
     per_s = dict(rollout=rate(in_rollout), end_to_end=rate(seconds))
     return dict(seconds=seconds, tokens=tokens, tokens_per_s=per_s)
+
 
 # %% ../../nbs/runs/summary.ipynb #f66e038c
 _averaged = """

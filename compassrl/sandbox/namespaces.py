@@ -19,8 +19,11 @@ except ImportError:
     resource: Any = None  # Windows
 
 # %% auto #0
-__all__ = ['call', 'mount', 'continue_in_new_namespaces', 'bind_at', 'isolate', 'refuse_calls', 'drop_rights', 'prctl',
-           'die_with_parent', 'adopt_orphans', 'set_dumpable', 'close_from', 'set_limit', 'limit_memory']
+__all__ = [
+    'call', 'mount', 'continue_in_new_namespaces', 'bind_at', 'isolate', 'refuse_calls',
+    'drop_rights', 'prctl', 'die_with_parent', 'adopt_orphans', 'set_dumpable', 'close_from',
+    'set_limit', 'limit_memory',
+]  # fmt: skip
 
 # %% ../../nbs/sandbox/namespaces.ipynb #d28254df
 # linux/sched.h, linux/prctl.h, linux/mount.h
@@ -33,6 +36,7 @@ ARM = platform.machine() == 'aarch64'
 SYS_CLONE, SYS_PIVOT_ROOT = (220, 41) if ARM else (56, 155)
 SYS_MOUNT_SETATTR, SYS_CLOSE_RANGE = 442, 436
 LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == 'linux' else None
+
 
 # %% ../../nbs/sandbox/namespaces.ipynb #7dba22a8
 def call(name: str, *args: object) -> int:
@@ -52,6 +56,7 @@ def mount(
 ) -> None:
     texts = (t and os.fsencode(t) for t in (source, target, kind))
     call('mount', *texts, flags, options and options.encode())
+
 
 # %% ../../nbs/sandbox/namespaces.ipynb #f33b4c78
 def continue_in_new_namespaces() -> None:
@@ -113,6 +118,7 @@ def isolate(
     mount(None, '/', None, REMOUNT | BIND | READ_ONLY | NO_SUID)
     os.chdir('/')
 
+
 # %% ../../nbs/sandbox/namespaces.ipynb #033d287d
 # numbers (x86_64, aarch64) of system calls that no judged program needs
 REFUSED_CALLS = dict(
@@ -149,6 +155,7 @@ REFUSED_CALLS = dict(
 CLONE3, MMAP, SOCKET, SOCKETPAIR = 435, (9, 222)[ARM], (41, 198)[ARM], (53, 199)[ARM]
 PRLIMIT = (302, 261)[ARM]  # a program may limit itself (0), not its monitor
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others are not bound by a namespace
+
 
 # %% ../../nbs/sandbox/namespaces.ipynb #e5e9edc6
 def refuse_calls() -> None:
@@ -190,6 +197,7 @@ def drop_rights(user: int) -> None:
         os.setresuid(user, user, user)
     prctl(47, 4)  # PR_CAP_AMBIENT, clear all
     call('capset', struct.pack('II', 0x20080522, 0), bytes(24))
+
 
 # %% ../../nbs/sandbox/namespaces.ipynb #d9ed37d7
 def prctl(option: int, value: int) -> None:

@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     from compassrl.train.megatron.leader import Leader
 
 # %% auto #0
-__all__ = ['FORMAT', 'encode_state', 'decode_state', 'save_checkpoint', 'load_checkpoint', 'latest_checkpoint', 'check_shapes',
-           'Saver', 'WholeState', 'ShardedState']
+__all__ = [
+    'FORMAT', 'encode_state', 'decode_state', 'save_checkpoint', 'load_checkpoint',
+    'latest_checkpoint', 'check_shapes', 'Saver', 'WholeState', 'ShardedState',
+]  # fmt: skip
 
 # %% ../../nbs/train/checkpoint.ipynb #b73c0402
 _names = (
@@ -64,6 +66,7 @@ def _storable(x: Tensor, path: list[str]) -> Tensor:  # or raises the reason why
         f'{_at(path)} is a tensor of {x.dtype}, {x.layout}, on {x.device}: make it dense '
         f'and one of {", ".join(sorted(str(d)[6:] for d in _dtypes))}'
     )
+
 
 # %% ../../nbs/train/checkpoint.ipynb #6bd56118
 def encode_state(
@@ -104,6 +107,7 @@ def encode_state(
 
     return encode(state, []), tensors
 
+
 # %% ../../nbs/train/checkpoint.ipynb #d9f15866
 def decode_state(
     tree: object,  # JSON from `encode_state`
@@ -128,6 +132,7 @@ def decode_state(
         return int(v, 16) if tag == '$int' else struct.unpack('>d', bytes.fromhex(v))[0]
 
     return decode(tree)
+
 
 # %% ../../nbs/train/checkpoint.ipynb #c236bf65
 FORMAT = 'compassrl-checkpoint', 1  # its name and version
@@ -170,6 +175,7 @@ def _save(
 def _verify(path: Path) -> None:  # raises unless every file is what the manifest says
     verify_files(path, read_manifest(path, FORMAT)['files'])
 
+
 # %% ../../nbs/train/checkpoint.ipynb #04b5ee9d
 def save_checkpoint(
     root: str | Path,  # folder of a run's checkpoints; one process at a time saves here
@@ -203,6 +209,7 @@ def save_checkpoint(
             'free space or use another folder; what was saved before is still there'
         ) from e
 
+
 # %% ../../nbs/train/checkpoint.ipynb #a4f1567b
 def load_checkpoint(
     path: str | Path,  # one checkpoint, such as root/step-000123
@@ -228,6 +235,7 @@ def load_checkpoint(
             raise TypeError(f'the state is a {type(state).__name__}')
         return body['step'], state
 
+
 # %% ../../nbs/train/checkpoint.ipynb #5f856d48
 def latest_checkpoint(
     root: str | Path,  # folder of a run's checkpoints
@@ -239,6 +247,7 @@ def latest_checkpoint(
     if path is None and required:
         raise none_usable(root)
     return path
+
 
 # %% ../../nbs/train/checkpoint.ipynb #cd84755d
 def check_shapes(
@@ -262,6 +271,7 @@ def check_shapes(
         f'a checkpoint of another shape: {"; ".join(wrong[:show])}{more}: '
         'use the config it was saved with'
     )
+
 
 # %% ../../nbs/train/checkpoint.ipynb #129d14bf
 class Saver(Protocol):
@@ -288,6 +298,7 @@ def _newest(root: Path, use: Callable[[Path], int]) -> tuple[int, list[Path]]:
         raise none_usable(root)
     remove_leftovers(root)
     return step, skipped
+
 
 # %% ../../nbs/train/checkpoint.ipynb #f70024a2
 class WholeState:
@@ -334,6 +345,7 @@ def _check_state(engine: TorchTrain, state: dict[str, Any]) -> None:  # before a
         shapes = {k: params[i].shape for k in ('exp_avg', 'exp_avg_sq')}
         if {k: moments[k].shape for k in shapes} != shapes:
             raise ValueError(f'moments of parameter {i} have another shape')
+
 
 # %% ../../nbs/train/checkpoint.ipynb #781d5e93
 class ShardedState:

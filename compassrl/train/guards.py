@@ -19,7 +19,10 @@ from compassrl.train.checkpoint_files import found_checkpoints, step_of
 from compassrl.train.train_settings import GuardConfig as GuardConfig
 
 # %% auto #0
-__all__ = ['RunFailed', 'or_nan', 'weights_finite', 'check_start', 'why_unjudged', 'Guard', 'last_good']
+__all__ = [
+    'RunFailed', 'or_nan', 'weights_finite', 'check_start', 'why_unjudged', 'Guard', 'last_good',
+]  # fmt: skip
+
 
 # %% ../../nbs/train/guards.ipynb #5efead3e
 class RunFailed(ValueError):
@@ -32,6 +35,7 @@ class RunFailed(ValueError):
     ) -> None:
         super().__init__(message)
         self.good = good
+
 
 # %% ../../nbs/train/guards.ipynb #80de2ebd
 def or_nan(
@@ -60,6 +64,7 @@ def check_start(
             f'{where} is not finite, or too large to be squared: start from another checkpoint'
         )
 
+
 # %% ../../nbs/train/guards.ipynb #5b0e91d3
 def why_unjudged(
     verdicts: Sequence[tuple[str, Verdict | None]],  # prompt id and verdict of each response
@@ -75,6 +80,7 @@ def why_unjudged(
         f'(guards.max_failed_frac={cfg.max_failed_frac}), the first one, to prompt {id}: '
         f'{" ".join(v.evidence.split())}'
     )
+
 
 # %% ../../nbs/train/guards.ipynb #2710fe98
 class Guard:
@@ -137,6 +143,7 @@ class Guard:
 
     def _fail(self, step: int, why: str, good: float) -> NoReturn:
         raise RunFailed(f'{self.what} {step}: {why}', good)
+
 
 # %% ../../nbs/train/guards.ipynb #7d20b3f5
 @contextmanager

@@ -26,7 +26,11 @@ from compassrl.algo.ratios import (
 from compassrl.records import Batch
 
 # %% auto #0
-__all__ = ['clipped_surrogate', 'grpo', 'token_weights', 'aggregate', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'PolicyLoss']
+__all__ = [
+    'clipped_surrogate', 'grpo', 'token_weights', 'aggregate', 'dr_grpo', 'dapo', 'gspo', 'cispo',
+    'PolicyLoss',
+]  # fmt: skip
+
 
 # %% ../../../nbs/algo/losses.ipynb #f42f6502
 def clipped_surrogate(
@@ -58,6 +62,7 @@ def grpo(
     delta = log_ratio(log_probs, old_log_probs, mask)
     loss, *clipped = clipped_surrogate(delta.exp(), advantages, mask, *cfg.clip)
     return loss, ratio_sums(delta.detach(), mask, *clipped)
+
 
 # %% ../../../nbs/algo/losses.ipynb #f42ef9c1
 def token_weights(
@@ -100,6 +105,7 @@ def aggregate(
         values * token_weights(mask, mode, num_tokens, num_samples, max_tokens, values.dtype)
     ).sum()
 
+
 # %% ../../../nbs/algo/losses.ipynb #08f52b9a
 @policy_loss(aggregation='seq-mean-token-sum-norm')
 def dr_grpo(
@@ -118,6 +124,7 @@ def dapo(
     "GRPO's surrogate; all tokens alike, and more room above than below (DAPO, 2503.14476)"
     return grpo(log_probs, old_log_probs, advantages, mask, cfg)
 
+
 # %% ../../../nbs/algo/losses.ipynb #5f4e202c
 @policy_loss(clip=(3e-4, 4e-4))
 def gspo(
@@ -133,6 +140,7 @@ def gspo(
     loss, *clipped = clipped_surrogate(ratio, advantages, mask, *cfg.clip)
     return loss, ratio_sums(delta.detach(), mask, *clipped)
 
+
 # %% ../../../nbs/algo/losses.ipynb #ae339310
 @policy_loss(aggregation='token-mean', clip=(1.0, 4.0))
 def cispo(
@@ -144,6 +152,7 @@ def cispo(
     ratio, low, high = delta.exp(), 1 - eps_low, 1 + eps_high
     new, adv = (at_least_fp32(x).masked_fill(~mask, 0.0) for x in (log_probs, advantages.detach()))
     return -ratio.clamp(low, high) * adv * new, ratio_sums(delta, mask, ratio < low, ratio > high)
+
 
 # %% ../../../nbs/algo/losses.ipynb #ae0cb0d5
 class PolicyLoss:

@@ -19,7 +19,11 @@ from compassrl.algo.losses import LossConfig, clipped_surrogate
 from compassrl.algo.ratios import log_ratio, max_nats, ratio_sums
 
 # %% auto #0
-__all__ = ['entropy_groups', 'group_sums', 'group_mean', 'group_ratio', 'adaptive_clip', 'group_weights', 'espo']
+__all__ = [
+    'entropy_groups', 'group_sums', 'group_mean', 'group_ratio', 'adaptive_clip', 'group_weights',
+    'espo',
+]  # fmt: skip
+
 
 # %% ../../../nbs/algo/losses/espo.ipynb #32eded08
 def _share(n: Tensor, frac: float) -> Tensor:
@@ -50,6 +54,7 @@ def entropy_groups(
         group = (rank >= _share(n, cfg.top_frac)).long()
     return group.masked_fill(~mask, 0)
 
+
 # %% ../../../nbs/algo/losses/espo.ipynb #a55c981b
 def group_sums(
     values: Tensor,  # [B, T]
@@ -66,6 +71,7 @@ def group_mean(values: Tensor, groups: Tensor, mask: Tensor) -> Tensor:  # [B, T
     num = group_sums(mask.to(values), groups, mask).clamp(min=1)
     return (group_sums(values, groups, mask) / num).gather(1, groups).masked_fill(~mask, 0.0)
 
+
 # %% ../../../nbs/algo/losses/espo.ipynb #00046bb5
 def group_ratio(
     delta: Tensor,  # [B, T] log(new/old), 0 outside the mask
@@ -78,6 +84,7 @@ def group_ratio(
     own = delta if literal else delta - delta.detach()
     return (mean + own).clamp(-max_nats, max_nats).exp()
 
+
 # %% ../../../nbs/algo/losses/espo.ipynb #13db919c
 def adaptive_clip(
     entropy: Tensor,  # [...] nats, mean over a group
@@ -89,6 +96,7 @@ def adaptive_clip(
             f'vocab_size={cfg.vocab_size}: eq. 8 divides by its log; use `cfg.for_batch`'
         )
     return (cfg.alpha / log(cfg.vocab_size) * entropy).clamp(min=cfg.eps_min)
+
 
 # %% ../../../nbs/algo/losses/espo.ipynb #7ac65f80
 def group_weights(
@@ -105,6 +113,7 @@ def group_weights(
     share = say.sum(1, keepdim=True) * size
     weight = say / share.masked_fill(share == 0, 1.0)
     return weight.gather(1, groups).masked_fill(~mask, 0.0)
+
 
 # %% ../../../nbs/algo/losses/espo.ipynb #97a7ad09
 @policy_loss(

@@ -34,6 +34,7 @@ from compassrl.rollout.vllm.replica_manager import Events, ReplicaManager
 # %% auto #0
 __all__ = ['to_body', 'from_body', 'check_ids', 'read_array', 'InFlight', 'Dispatcher']
 
+
 # %% ../../../nbs/rollout/vllm/dispatcher.ipynb #4f9b7075
 def to_body(r: Request) -> dict[str, Any]:
     "JSON of `/inference/v1/generate`"
@@ -92,6 +93,7 @@ def read_array(
     if out.size and out.max() >= below:
         raise Lost(f'it answered with expert {out.max()} of {below}')
     return out
+
 
 # %% ../../../nbs/rollout/vllm/dispatcher.ipynb #9501eb3c
 @dataclass

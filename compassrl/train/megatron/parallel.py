@@ -15,6 +15,7 @@ from compassrl.train.train_settings import Recompute as Recompute
 # %% auto #0
 __all__ = ['check_world', 'check_shape', 'check_family', 'check_parallel', 'padded_vocab']
 
+
 # %% ../../../nbs/train/megatron/parallel.ipynb #af4fe15e
 def _divides(small: int, what: str, big: int, of: str) -> None:
     "Raises ValueError in one line, with the numbers that are possible"
