@@ -21,15 +21,18 @@ from compassrl.data.tokenizer import build_tokenizer
 from compassrl.data.toys import shop_quality
 from compassrl.judges.genrm import compare, label_rewards
 from compassrl.judges.genrm_client import JUDGE_PROMPT
-from compassrl.judges.pairs import (
+from compassrl.runs.judge_model import (
+    JUDGE_SHAPE,
+    JudgeModelConfig,
     agreement,
     answer_groups,
     judge_rewards,
     label_of,
+    make_judge_model,
+    open_judge,
     shop_pairs,
     true_label,
 )
-from compassrl.runs.judge_model import JUDGE_SHAPE, JudgeModelConfig, make_judge_model, open_judge
 from compassrl.runs.summary import machine_info
 from compassrl.train.sft import SFTConfig
 from course.reward_model import RewardModel, score_texts, train_reward_model

@@ -50,7 +50,7 @@ def pytest_runtest_setup(item):
 def own_rewards():
     "Functions of a user's file are registered for a whole process: they end with their test file"
     yield
-    if registries := sys.modules.get('compassrl.data.registries'):
+    if registries := sys.modules.get('compassrl.data.data_settings'):
         for name in [n for n in registries.verifiers if ':' in n]:
             del registries.verifiers[name]
 

@@ -9,12 +9,19 @@ import torch
 from compassrl.data.tokenizer import build_tokenizer, response_text
 from compassrl.data.toys import shop_quality
 from compassrl.judges.genrm import Question, compare, label_rewards
-from compassrl.judges.pairs import agreement, label_of, shop_pairs, true_label
 from compassrl.judges.serial import Judge, record_verdict
 from compassrl.model.pretrained import read_shards
 from compassrl.records import Verdict
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.runs.judge_model import JUDGE_SHAPE, make_judge_model, open_judge
+from compassrl.runs.judge_model import (
+    JUDGE_SHAPE,
+    agreement,
+    label_of,
+    make_judge_model,
+    open_judge,
+    shop_pairs,
+    true_label,
+)
 from compassrl.train.sft import SFTConfig
 from course.reward_model import RewardModel, score_texts, train_reward_model
 

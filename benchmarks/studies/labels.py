@@ -42,13 +42,12 @@ from compassrl.algo.losses import LossConfig
 from compassrl.data.tasks import Choices, Problem, task_family
 from compassrl.data.tokenizer import response_text
 from compassrl.data.toys import shop, shop_quality
-from compassrl.judges.pairs import any_answer
 from compassrl.loop import Stop, fit
 from compassrl.model.policy import Policy
 from compassrl.records import derive_seed
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.evaluate import evaluate
-from compassrl.runs.judge_model import JudgeModelConfig
+from compassrl.runs.judge_model import JudgeModelConfig, any_answer
 from compassrl.runs.log import write_json
 from compassrl.runs.summary import machine_info
 from compassrl.train.sft import SFTConfig, cold_start

@@ -11,12 +11,36 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from compassrl.data.registries import task_families, tool_functions, verifiers
 from compassrl.files import from_json
-from compassrl.settings import above, at_least, between, check, one_of
+from compassrl.settings import Registry, above, at_least, between, check, one_of
 
 # %% auto #0
-__all__ = ['fields', 'SelectBy', 'check_reading', 'DataConfig', 'ToolConfig']
+__all__ = [
+    'task_families', 'verifiers', 'tool_functions', 'fields', 'SelectBy', 'check_reading',
+    'DataConfig', 'ToolConfig',
+]  # fmt: skip
+
+# %% ../../nbs/data/data_settings.ipynb #7ca0afeb
+task_families: Registry = Registry(
+    **dict.fromkeys(('arithmetic', 'countdown', 'strings'), 'compassrl.data.tasks'),
+    calculation='compassrl.data.tools',
+    **dict.fromkeys(('instructions', 'tools', 'programs'), 'compassrl.data.toys'),
+    shop='compassrl.data.toys',
+)
+
+verifiers: Registry = Registry(
+    **dict.fromkeys(('exact', 'final', 'countdown_expression'), 'compassrl.data.tasks'),
+    **dict.fromkeys(('maths', 'code'), 'compassrl.judges.verifiers'),
+    genrm='compassrl.judges.genrm',
+    instructions='compassrl.judges.instructions',
+    tool_call='compassrl.judges.tool_calls',
+    **dict.fromkeys(('numeric', 'set_match', 'composite'), 'compassrl.judges.gym'),
+)
+
+tool_functions: Registry = Registry(
+    **dict.fromkeys(('calculator', 'lookup'), 'compassrl.data.tools'),
+    python='compassrl.judges.python_tool',
+)
 
 # %% ../../nbs/data/data_settings.ipynb #d21ebc76
 fields: tuple[str, ...] = (

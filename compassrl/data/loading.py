@@ -203,34 +203,19 @@ class Repeat(NamedTuple):
 
 
 def repeats(
-    rows: Sequence[tuple[str, ...]],  # prompt and response, say
-    threshold: float = 0.8,  # every part at least so much alike; 1 = the same shingles
+    rows: Sequence[tuple[str, str]],  # question and response
+    threshold: float = 0.8,  # responses at least so much alike; 1 = the same shingles
 ) -> list[Repeat | None]:  # for each row; None: it is the first of its kind
-    "Rows that repeat an earlier one which is kept. Raises ValueError"
-    if not 0.6 <= threshold <= 1:
-        raise ValueError(f'threshold={threshold}: use 0.6 to 1')
-    try:
-        from rensa import RMinHash, RMinHashLSH  # type: ignore[attr-defined]
-    except ImportError:
-        raise ValueError('near duplicates need `rensa`: pip install compassrl[data]') from None
-    index = RMinHashLSH(threshold=threshold, num_perm=128, num_bands=32)
-    plain = [tuple(' '.join(part.split()) for part in row) for row in rows]
-    first, out = {}, []
-    for i, row in enumerate(plain):
-        if row in first:
-            out.append(Repeat(first[row], True))
-            continue
-        mine = [shingles(part) for part in row]
-        mark = RMinHash(num_perm=128, seed=0)
-        mark.update([f'{n} {s}' for n, part in enumerate(mine) for s in sorted(part)])
-        near = (j for j in sorted(index.query(mark)) if _alike(mine, plain[j], threshold))
-        found = next(near, None)
+    "Rows that repeat an earlier one of the same question which is kept"
+    kept: dict[str, list[tuple[int, str, frozenset[str]]]] = {}
+    out: list[Repeat | None] = []
+    for i, (question, response) in enumerate(rows):
+        text, first = ' '.join(response.split()), kept.setdefault(' '.join(question.split()), [])
+        mine = shingles(text)
+        same = next((j for j, other, _ in first if other == text), None)
+        alike = (j for j, _, theirs in first if likeness(mine, theirs) >= threshold)
+        found = next(alike, None) if same is None else same
         if found is None:
-            index.insert(i, mark)
-            first[row] = i
-        out.append(None if found is None else Repeat(found, False))
+            first.append((i, text, mine))
+        out.append(None if found is None else Repeat(found, same is not None))
     return out
-
-
-def _alike(mine: list[frozenset[str]], row: tuple[str, ...], threshold: float) -> bool:
-    return all(likeness(a, shingles(b)) >= threshold for a, b in zip(mine, row))

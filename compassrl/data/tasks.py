@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
-from compassrl.data.registries import task_families, verifiers
+from compassrl.data.data_settings import task_families, verifiers
 from compassrl.files import call_own
 from compassrl.records import Prompt, Verdict
 

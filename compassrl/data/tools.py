@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from compassrl.data.chat import ChatTemplate
 from compassrl.data.data_settings import ToolConfig as ToolConfig
-from compassrl.data.registries import tool_functions as tool_functions
+from compassrl.data.data_settings import tool_functions as tool_functions
 from compassrl.data.tasks import Choices, Problem, one_line, task_family
 from compassrl.data.tokenizer import StopStrings, encode
 from compassrl.files import call_own, own_function, read_data

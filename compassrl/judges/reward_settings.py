@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-from compassrl.data.registries import verifiers
+from compassrl.data.data_settings import verifiers
 from compassrl.settings import above, at_least, between, check, check_address
 
 if TYPE_CHECKING:

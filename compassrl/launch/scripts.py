@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import stat
 import sys
 import tempfile
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +22,9 @@ from compassrl.rollout.vllm.auth import read_secret
 from compassrl.rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
 from compassrl.rollout.vllm.server import machine_prefix
 from compassrl.runs.factory import rollout_setup
-from compassrl.runs.log import replace_text, write_json
-from compassrl.runs.stages import (
-    Pipeline,
-    check_complete,
-    pipeline_dict,
-    stage_folders,
-    train_config,
-)
 
 # %% auto #0
-__all__ = [
-    'serve_rollout', 'slurm_script', 'node_script', 'pipeline_scripts', 'write_pipeline_scripts',
-]  # fmt: skip
+__all__ = ['serve_rollout', 'slurm_script', 'node_script']
 
 
 # %% ../../nbs/launch/scripts.ipynb #abca7c36
@@ -138,64 +126,3 @@ def node_script(
 # %% ../../nbs/launch/scripts.ipynb #2a981e5a
 if __name__ == '__main__':
     serve_rollout(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
-
-
-# %% ../../nbs/launch/scripts.ipynb #a97efff8
-def _shaped(p: Pipeline, folders: dict[str, Path]) -> dict[str, TrainConfig]:
-    "Configs of the training stages; later ones have the policy of the checkpoint at the start"
-    configs = {s.name: train_config(p, s, folders) for s in p.stages if s.kind == 'train'}
-    begun = [c.init_from for c in configs.values() if Path(c.init_from, 'config.json').is_file()]
-    if not begun:
-        raise ValueError('no stage begins with a checkpoint that is there: set its init_from')
-    policy = read_config(begun[0])
-    return {name: replace(c, policy=policy) for name, c in configs.items()}
-
-
-def pipeline_scripts(
-    p: Pipeline,
-    folder: str | Path,  # folder of the pipeline, which every node can read
-    nodes: int,
-    gpus_per_node: int = 8,
-) -> dict[str, str]:  # by the name of the file, in the order of the jobs; submit.sh is the last
-    "For Slurm: `bash FOLDER/jobs/submit.sh` sends all jobs, each after the one before it"
-    check_complete(p)
-    folders, out = stage_folders(p, folder), {}
-    for name, cfg in _shaped(p, folders).items():
-        number = folders[name].name
-        config = Path(folder, 'jobs', f'{number}.json')
-        known = replace(cfg, init_from='')  # what it starts from may not be there yet
-        out[f'{number}.sh'] = slurm_script(known, nodes, gpus_per_node, str(config))
-        last = _next_before_training(p, name)
-        after = _templates.get_template('after.sh.j2')
-        out[f'{number}-after.sh'] = after.render(folder=shlex.quote(str(folder)), stage=last)
-    submit = _templates.get_template('submit.sh.j2').render(jobs=list(out))
-    return out | {'submit.sh': submit}
-
-
-def _next_before_training(p: Pipeline, name: str) -> str:
-    "The last stage up to which no further training is needed"
-    names = [s.name for s in p.stages]
-    i = names.index(name)
-    while i + 1 < len(names) and p.stages[i + 1].kind != 'train':
-        i += 1
-    return names[i]
-
-
-def write_pipeline_scripts(
-    p: Pipeline,
-    folder: str | Path,  # folder of the pipeline, which every node can read
-    nodes: int,
-    gpus_per_node: int = 8,
-) -> Path:  # submit.sh
-    "Scripts and configs into `folder/jobs`; the pipeline itself into `folder/pipeline.json`"
-    folder, scripts = Path(folder), pipeline_scripts(p, folder, nodes, gpus_per_node)
-    jobs = folder / 'jobs'
-    jobs.mkdir(parents=True, exist_ok=True)
-    write_json(folder / 'pipeline.json', pipeline_dict(p))
-    folders = stage_folders(p, folder)
-    for name, cfg in _shaped(p, folders).items():
-        write_json(jobs / f'{folders[name].name}.json', asdict(cfg))
-    for name, text in scripts.items():
-        replace_text(jobs / name, text)
-        (jobs / name).chmod(stat.S_IRWXU)
-    return jobs / 'submit.sh'

@@ -129,7 +129,7 @@ def _app(
     app.command(_resume_from(run or TrainConfig()), name='resume')
     app.command(_report, name='report')
     if command in ('', 'merge'):
-        from compassrl.runs.merge_models import merge_models
+        from compassrl.runs.pipeline import merge_models
 
         app.command(merge_models, name='merge')
     if command in ('', 'pipeline'):

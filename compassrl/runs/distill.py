@@ -65,7 +65,7 @@ class DistillConfig:
     min_tokens: Annotated[int, at_least(0)] = 0
     # a longer response is left out; 0 = only those that rollout.max_tokens has cut off
     max_tokens: Annotated[int, at_least(0)] = 0
-    # prompt and response at least so much alike are a duplicate; 1 = word for word
+    # responses to a prompt at least so much alike are duplicates; 1 = word for word
     alike: Annotated[float, between(0.6, 1)] = 0.8
     seed: Annotated[int, at_least(0)] = 0
     model: str = ''  # name of the model, where TEACHER is an address
@@ -274,7 +274,6 @@ def distill(
         raise ValueError(f'out={c.out!r}: name a .jsonl file by --out')
     if out.exists():
         raise ValueError(f'{out} exists: remove it to choose again, or name another by --out')
-    repeats([], c.alike)  # refused now if its package is missing
     cfg = resolve(cfg) if cfg.init_from else cfg
     data = asked_of(cfg, kept)
     out.parent.mkdir(parents=True, exist_ok=True)

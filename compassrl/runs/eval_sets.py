@@ -22,13 +22,12 @@ from compassrl.data.prompts import DataConfig, load_data, load_eval_set, reading
 from compassrl.data.tools import ToolConfig
 from compassrl.judges.genrm_judge import make_judge
 from compassrl.judges.own_reward import own_reward
-from compassrl.judges.pairs import wilson
 from compassrl.judges.serial import Judge, RewardConfig
 from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.records import RolloutEngine, SamplingParams
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
-from compassrl.runs.evaluate import EvalResult, evaluate
+from compassrl.runs.evaluate import EvalResult, evaluate, wilson
 from compassrl.runs.factory import rollout_engines, rollout_setup
 from compassrl.runs.log import write_json
 from compassrl.runs.run_data import (

@@ -21,7 +21,7 @@ from compassrl.judges.serial import Judge
 from compassrl.records import Prompt, Request, RolloutEngine, Sample, SamplingParams, derive_seed
 
 # %% auto #0
-__all__ = ['pass_at_k', 'mean_stderr', 'EvalSample', 'EvalResult', 'evaluate', 'gain']
+__all__ = ['pass_at_k', 'wilson', 'mean_stderr', 'EvalSample', 'EvalResult', 'evaluate', 'gain']
 
 
 # %% ../../nbs/runs/evaluate.ipynb #7cc2d7c0
@@ -42,6 +42,20 @@ def pass_at_k(
 
 
 # %% ../../nbs/runs/evaluate.ipynb #231529b7
+def wilson(
+    p: float,  # a share, in [0, 1]
+    num: float,  # yes-or-no trials
+) -> tuple[float, float]:  # within [0, 1]
+    "Its 95 % interval (Wilson, 1927); of nothing it may be anything"
+    if not num:
+        return 0.0, 1.0
+    z = 1.96
+    middle, half = p + z**2 / (2 * num), z * (p * (1 - p) / num + z**2 / (4 * num**2)) ** 0.5
+    return max(0.0, (middle - half) / (1 + z**2 / num)), min(
+        1.0, (middle + half) / (1 + z**2 / num)
+    )
+
+
 def mean_stderr(
     values: Sequence[float],  # [P] one per prompt, in [0, 1] or differences of such
 ) -> tuple[float, float]:  # mean, standard error

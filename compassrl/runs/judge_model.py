@@ -6,30 +6,39 @@ The result is a folder with a generative judge and its accuracy."""
 # %% ../../nbs/runs/judge_model.ipynb #8018d6af
 from __future__ import annotations
 
+import random
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+from torch import Tensor
+
+from compassrl.algo.advantages import group_advantages
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
-from compassrl.data.prompts import DataConfig
+from compassrl.data.prompts import DataConfig, make_prompts
+from compassrl.data.tokenizer import build_tokenizer
+from compassrl.data.toys import read_question, shop_points, shop_quality
 from compassrl.files import read_data
-from compassrl.judges.genrm import GenRMConfig, Question, compare, parse_label
-from compassrl.judges.genrm_client import JUDGE_PROMPT, LocalGenRM
-from compassrl.judges.pairs import (
-    JUDGE_TEXT,
-    agreement,
-    answer_groups,
-    judge_rewards,
-    orders,
-    pair_row,
-    shop_pairs,
-    true_label,
+from compassrl.judges.genrm import (
+    Ask,
+    GenRMConfig,
+    Label,
+    Question,
+    compare,
+    label_rewards,
+    pair_order,
+    parse_label,
 )
+from compassrl.judges.genrm_client import JUDGE_PROMPT, LocalGenRM
 from compassrl.model.policy import PolicyConfig
+from compassrl.records import Prompt, derive_seed
 from compassrl.rollout.torch_rollout import RolloutConfig
+from compassrl.runs.evaluate import wilson
 from compassrl.runs.log import json_text, replace_text, write_json
 from compassrl.runs.run import resume_run, start_run
 from compassrl.settings import at_least, check
@@ -38,9 +47,148 @@ from compassrl.train.torch_train import OptimConfig
 
 # %% auto #0
 __all__ = [
-    'JUDGE_SHAPE', 'JudgeModelConfig', 'judge_run', 'open_judge', 'measure_judge',
+    'TALK', 'JUDGE_TEXT', 'Answers', 'JUDGE_SHAPE', 'any_answer', 'label_of', 'true_label',
+    'shop_pairs', 'reading', 'verdict_text', 'pair_row', 'agreement', 'answer_groups', 'orders',
+    'judge_rewards', 'JudgeModelConfig', 'judge_run', 'open_judge', 'measure_judge',
     'make_judge_model',
 ]  # fmt: skip
+
+# %% ../../nbs/runs/judge_model.ipynb #9f34414f
+TALK = ', trust me', ', a great buy', ' and it is so nice', ', best of all', '!', ' :)'
+
+
+def any_answer(text: str, rng: random.Random) -> str:  # to this question of the shop
+    "A good answer, spoiled or not"
+    item = rng.choice(list(read_question(text)[1].values()))
+    price = rng.choice([item.price, item.price, rng.randint(1, 9), None])
+    out = item.name + ('' if price is None else f' for {price}')
+    if rng.random() < 0.3:
+        out += rng.choice(TALK)
+    if rng.random() < 0.06:
+        i = rng.randrange(len(out))
+        out = out[:i] + rng.choice(['', 'x', ' ', '4', 'E']) + out[i + rng.randint(0, 1) :]
+    return out
+
+
+def label_of(
+    gap: float,  # quality of the first answer less that of the second
+    margin: float = 0.0,
+) -> Label:
+    "Of the first answer"
+    return 'Tie' if abs(gap) <= margin else 'Better' if gap > 0 else 'Worse'
+
+
+def true_label(q: Question, margin: float = 0.0) -> Label:
+    "What a perfect judge would say"
+    return label_of(shop_quality(q.prompt, q.first) - shop_quality(q.prompt, q.second), margin)
+
+
+def shop_pairs(
+    num: int,
+    split: str,  # 'train' or 'heldout' questions
+    seed: int = 0,
+    level: int = 0,  # difficulty of the questions
+    margin: float = 0.0,
+) -> list[Question]:
+    "Pairs of different answers; each label is about equally frequent"
+    prompts = make_prompts('shop', min(num, 4096), level, seed, split, build_tokenizer())
+    rng, out = random.Random(derive_seed('pairs', split, seed)), []
+    for i in range(num):
+        text, wanted = prompts[i % len(prompts)].text, rng.choice(['Better', 'Tie', 'Worse'])
+        for _ in range(12):
+            q = Question(text, any_answer(text, rng), any_answer(text, rng))
+            if q.first != q.second and true_label(q, margin) == wanted:
+                break
+        out.append(q)
+    return out
+
+
+# %% ../../nbs/runs/judge_model.ipynb #472bcdff
+JUDGE_TEXT = '1 {first}\n2 {second}\n{prompt}\n'  # the prompt of this judge
+
+
+def reading(
+    number: int,  # 1 or 2
+    text: str,  # the prompt
+    answer: str,
+) -> str:
+    "What a judge should write about one answer"
+    wanted, _ = read_question(text)
+    item, points = shop_points(text, answer)
+    marks = ['-+'[p] for p in points]
+    if item is None:
+        return f'{number} -- --- --- ---- - 0'
+    said = re.match(r'[A-Z] for (\d)(?!\w)', answer)
+    name = f'{item.name}{said[1] if said else "-"}'
+    colour = f'{item.colour[0]}{wanted.colour[0]}{marks[0]}'
+    size = f'{item.size}{wanted.size}{marks[1]}'
+    price = f'{item.price}{wanted.price}{marks[2]}{marks[3]}'
+    return f'{number} {name} {colour} {size} {price} {marks[4]} {sum(points)}'
+
+
+def verdict_text(q: Question, margin: float = 0.0) -> str:
+    "The reason and the label, after a mark by which a verifier finds it"
+    lines = (reading(n, q.prompt, a) for n, a in ((1, q.first), (2, q.second)))
+    return '\n'.join([*lines, f'#{true_label(q, margin)}'])
+
+
+def pair_row(q: Question, margin: float = 0.0) -> dict[str, str]:
+    "A row of training data: cold start on `solution`, then RL on `answer`"
+    text = JUDGE_TEXT.format(prompt=q.prompt, first=q.first, second=q.second)
+    solution = verdict_text(q, margin)
+    label = true_label(q, margin)
+    return dict(prompt=text, answer=label, solution=solution, verifier='final', domain='judge')
+
+
+# %% ../../nbs/runs/judge_model.ipynb #efd2d07e
+def agreement(
+    labels: Sequence[Label | None],  # a judge's; None counts as wrong
+    truth: Sequence[Label],
+) -> dict[str, tuple[float, float, float]]:  # share and interval, of all and of the true ties
+    "How often a judge is right"
+    right = [a == b for a, b in zip(labels, truth, strict=True)]
+    ties = [r for r, t in zip(right, truth) if t == 'Tie']
+    return dict(agreement=_share(right), tie_accuracy=_share(ties))
+
+
+def _share(hits: list[bool]) -> tuple[float, float, float]:  # and its interval
+    p = sum(hits) / max(1, len(hits))
+    return p, *wilson(p, len(hits))
+
+
+Answers = dict[str, tuple[Prompt, list[str]]]
+
+
+def answer_groups(num: int, size: int = 8, seed: int = 0, level: int = 0) -> Answers:
+    "Held-out questions by id, each with a group of answers"
+    prompts = make_prompts('shop', num, level, seed, 'heldout', build_tokenizer())
+    rng = random.Random(derive_seed('groups', seed))
+    return {p.id: (p, [any_answer(p.text, rng) for _ in range(size)]) for p in prompts}
+
+
+def orders(
+    rewards: Callable[[Prompt, list[str]], Tensor],  # [G] rewards of one group
+    groups: Answers,
+) -> dict[str, float]:  # shares of pairs of a group whose true quality differs; they sum to 1
+    "Right, tied and inverted pairs after group normalisation"
+    value, quality, group = [], [], []
+    for n, (p, answers) in enumerate(groups.values()):
+        value.append(rewards(p, answers).float())
+        quality += [shop_quality(p.text, a) for a in answers]
+        group += [n] * len(answers)
+    group = torch.tensor(group)
+    advantages = group_advantages(torch.cat(value), group)
+    return pair_order(advantages, torch.tensor(quality), group)._asdict()
+
+
+def judge_rewards(ask: Ask) -> Callable[[Prompt, list[str]], Tensor]:
+    "Labels against the reference answer, as rewards; without a label 0.5, as if tied"
+
+    def rewards(prompt: Prompt, answers: list[str]) -> Tensor:
+        done, _ = compare(ask, [Question(prompt.text, a, prompt.answer) for a in answers])
+        return torch.tensor([label_rewards[c.label] if c.label else 0.5 for c in done])
+
+    return rewards
 
 
 # %% ../../nbs/runs/judge_model.ipynb #63a1e040

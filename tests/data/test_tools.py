@@ -324,7 +324,7 @@ def test_a_tool_is_a_function_and_its_name(tmp_path):
     "In a copy of the package, with nothing else changed"
     copy = tmp_path / 'compassrl'
     shutil.copytree(ROOT / 'compassrl', copy, ignore=shutil.ignore_patterns('__pycache__'))
-    names, known = copy / 'data/registries.py', "('calculator', 'lookup')"
+    names, known = copy / 'data/data_settings.py', "('calculator', 'lookup')"
     assert names.read_text().count(known) == 1
     names.write_text(names.read_text().replace(known, f"{known[:-1]}, 'reversed_text')"))
     with open(copy / 'data/tools.py', 'a') as f:

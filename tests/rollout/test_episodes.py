@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from compassrl.algo.losses import LossConfig, PolicyLoss
 from compassrl.algo.losses.espo import EspoConfig
 from compassrl.config import TrainConfig
+from compassrl.data.data_settings import tool_functions
 from compassrl.data.prompts import make_prompts
-from compassrl.data.registries import tool_functions
 from compassrl.data.tasks import verify
 from compassrl.data.tokenizer import EOS_ID, StopStrings, build_tokenizer, encode
 from compassrl.data.tools import ToolConfig, ToolUser

@@ -211,23 +211,3 @@ def test_what_it_leaves(run):
         if str(run['folder'].parent) in ' '.join(c.info['cmdline'] or [])
     ]
     assert alive == []
-
-
-def test_refused_before_anything_starts(tmp_path):
-    log = tmp_path / 'log.txt'
-    p = start(
-        log,
-        'train',
-        'smoke-cpu',
-        '--train-engine',
-        'megatron',
-        '--parallel.tp',
-        4,
-        '--run-dir',
-        tmp_path / 'run',
-    )
-    assert p.wait(400) != 0
-    assert (
-        'compassrl: 2 ranks are not a multiple of tp x cp x pp = 4' in log.read_text()
-        and not (tmp_path / 'run').exists()
-    )

@@ -13,6 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compassrl.config import TrainConfig, read_run_config
+from compassrl.runs import factory
 from compassrl.runs import trackers as module
 from compassrl.runs.cli import main, parse_train
 from compassrl.runs.help import settings_of
@@ -173,7 +174,7 @@ def test_a_tracker_that_fails_costs_one_line_and_nothing_else(
     points, runs, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(module, 'find_spec', lambda name: True)
-    monkeypatch.setattr(module, 'check_trackers', lambda names: None)
+    monkeypatch.setattr(factory, 'check_trackers', lambda names: None)
     names = 'tensorboard', 'wandb'
     for name, point in zip(names, points):
         monkeypatch.setitem(

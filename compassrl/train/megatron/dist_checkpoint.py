@@ -14,7 +14,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -303,9 +301,9 @@ def load_sharded(
     def read() -> None:
         with usable(path):
             _check_policy(engine, path, body)
-            name = '_set_main_param_and_optimizer_states'
-            repair = patch.object(DistributedOptimizer, name, _set_states)
-            with megatron_calls(), repair, weights_only_loads():
+            for o in engine.optimizer.chained_optimizers:
+                o._set_main_param_and_optimizer_states = partial(_set_states, o)
+            with megatron_calls(), weights_only_loads():
                 _read(engine, path, optimizer)
 
     all_or_none(read)

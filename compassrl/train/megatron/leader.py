@@ -142,7 +142,7 @@ class RankMonitor(Thread):
     def _diagnosis(self, now: float) -> str:  # '' = this rank and those that it hears are well
         calls, cpu_s = stack(), time.process_time() - time.thread_time()
         works = calls != self.calls or cpu_s - self.cpu_s > 0.02 + 0.03 * (now - self.since)
-        if works or 'torch/distributed/' in calls[0][0]:
+        if works or 'torch/distributed/' in str(calls[:1]):
             self.calls, self.cpu_s, self.since = calls, cpu_s, now
         if now - self.since > self.hang_s:
             at = ', in '.join(f'{file}:{line} {name}' for file, name, line in calls[:2])
@@ -166,8 +166,9 @@ class RankMonitor(Thread):
             if self.size == 1:
                 raise
             if not _second_hand(e):
-                self.tell(f'rank {self.rank}: {type(e).__name__}: {e}')
                 self.stopped.set()
+                with suppress(RuntimeError):  # the store may be gone as well
+                    self.tell(f'rank {self.rank}: {type(e).__name__}: {e}')
                 time.sleep(2 * self.every_s)  # the store may end with this rank
                 raise
             until = time.monotonic() + 2 * self.timeout_s

@@ -168,16 +168,17 @@ def survivors(n, fn, timeout_s=300):
                 finally:
                     sys.stdout.flush()
                     os._exit(code)
-        ends, until = {}, time.monotonic() + timeout_s
+        ends, alone, until = {}, time.monotonic(), time.monotonic() + timeout_s
         while set(range(n)) - ends.keys() and time.monotonic() < until:
             for r in set(range(n)) - ends.keys():
                 pid, status = os.waitpid(pids[r], os.WNOHANG)
                 if pid:
                     ends[r] = status
             last = set(range(n)) - ends.keys()
-            if len(last) == 1 and any(ends.values()):  # as torchrun ends what does not end itself
-                time.sleep(3)
-                os.kill(pids[last.pop()], signal.SIGKILL)
+            if len(last) > 1 or not any(ends.values()):
+                alone = time.monotonic()
+            elif last and time.monotonic() > alone + 15:
+                os.kill(pids[last.pop()], signal.SIGKILL)  # as torchrun does in the end
             time.sleep(0.02)
         for r in set(range(n)) - ends.keys():
             os.kill(pids[r], signal.SIGKILL)

@@ -172,8 +172,9 @@ def test_a_job_of_torchrun_whose_first_rank_is_stopped(tmp_path):
 
 def test_the_ranks_end_with_their_torchrun(tmp_path):
     "Nobody else would end one that has not met the others"
-    code = 'import time, compassrl.runs.cli as c; c.main = lambda: print(1, flush=True) or time.sleep(600)'
-    code += '; from compassrl.__main__ import main; main()'
+    code = 'import time, compassrl.runs.cli as c\n'
+    code += 'c.main = lambda: print(1, flush=True) or time.sleep(600)\n'
+    code += 'from compassrl.__main__ import main; main()'
     agent = f"""import subprocess, sys
 p = subprocess.Popen([sys.executable, '-c', {code!r}])
 print(p.pid, flush=True); p.wait()"""

@@ -8,7 +8,7 @@ import torch
 
 from compassrl.data.prompts import split_of
 from compassrl.judges.genrm import Question, Reply, parse_label
-from compassrl.judges.pairs import (
+from compassrl.runs.judge_model import (
     agreement,
     answer_groups,
     any_answer,
