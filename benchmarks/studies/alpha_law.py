@@ -38,7 +38,7 @@ from compassrl.algo.losses import espo
 from compassrl.runs.summary import machine_info
 
 TRIED = 0.02, 0.2, 1.0
-SEEDS = 1100, 1101
+SEEDS = (1100,)
 KEYS = 'tokens', 'groups', 'delta', 'mean', 'eps', 'toward', 'clipped', 'formula', 'spread'
 
 

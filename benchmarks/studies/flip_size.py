@@ -206,9 +206,12 @@ def main():
     slopes |= dict(k3_over_k=slope(same, lambda c: c['top_k'], lambda c: c['k3'][0]))
     slopes |= dict(gap_over_k=slope(same, lambda c: c['top_k'], lambda c: c['gap'][0]))
     found = dict(name='flip_size', ratio=round(best['k3'][0], 3))
-    found |= dict(units='largest factor of k3 in a trained mixture', table=rounded(table))
+    found |= dict(units='largest factor of k3 in a trained mixture')
     settings = dict(grid=name, seeds=grid.seeds, width=grid.width, steps=grid.steps)
-    found |= dict(slopes=slopes, runs=rounded(rows), settings=settings)
+    by_shape = {
+        '{layers}x{experts}_{top_k}'.format(**c) + '_trained' * c['trained']: c for c in table
+    }
+    found |= dict(by_shape=rounded(by_shape), slopes=slopes, runs=rounded(rows), settings=settings)
     found |= dict(gpu='' if a.gpu else 'not run on GPU')
     print(json.dumps(found | dict(machine=machine_info())))
 
