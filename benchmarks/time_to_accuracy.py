@@ -386,7 +386,7 @@ def by_level(seeds, task):
 def factors(seeds, goal):
     """CPU seconds to a goal of each seed: of TRL over ours (`both`), of TRL over TRL's recipe here
     (`engine`), of that over the default (`recipe`); geometric means and 95 % intervals over seeds.
-    Who never gets there counts with all of its time, so such a factor is a lower bound"""
+    A contender that never gets there counts with all of its time: such a factor is a lower bound"""
     pairs = dict(both=('TRL', 'default'), engine=('TRL', SAME), recipe=(SAME, 'default'))
     spent = []
     for s in seeds:

@@ -645,3 +645,41 @@ def test_shares_and_ratios_of_trials_follow_from_the_runs():
             want = statistics.fmean(logs), half_width(logs)
             got = math.log(mean), math.log(high / low) / 2
             assert got == pytest.approx(want, rel=1e-2, abs=1e-3), (name, key)
+
+
+@pytest.mark.skipif(value('flip_size', 'runs') is None, reason='not stored')
+def test_factors_of_mixtures_follow_from_their_runs():
+    found, of = result('flip_size'), {}
+    for r in found['runs']:
+        name = f'{r["layers"]}x{r["experts"]}_{r["top_k"]}' + '_trained' * r['trained']
+        of.setdefault(name, []).append(r)
+        assert r['floor'] < 1e-5, 'two float32 engines differ by rounding alone'
+    assert of.keys() == found['by_shape'].keys()
+    for name, runs in of.items():
+        for key in ('gap', 'k3'):
+            logs = [math.log(r['float32_off'][key] / r['float32_R3'][key]) for r in runs]
+            mean, low, high = found['by_shape'][name][key]
+            got = math.log(mean), math.log(high / low) / 2
+            want = statistics.fmean(logs), half_width(logs)
+            assert got == pytest.approx(want, rel=2e-2, abs=1e-2), (name, key)
+
+
+@pytest.mark.skipif(value('alpha_law', 'runs') is None, reason='not stored')
+def test_how_well_the_law_of_alpha_fits_follows_from_its_runs():
+    "The measured shares from the sums that the spy kept, and the error of the formula"
+    found = result('alpha_law')
+    for g, group in enumerate(('uncertain', 'sure')):
+        misses, seen = [], {}
+        for r in found['runs']:
+            key = r['task'], f'{int(r["arm"][1:]) / 1000:g}'
+            seen.setdefault(key, []).append(r['total'][g])
+        for (task, alpha), rows in seen.items():
+            cell = found['clip'][task][group][alpha]
+            for k in ('clipped', 'formula'):
+                mean = statistics.fmean(x[k] for x in rows)
+                assert cell[k] == pytest.approx(mean, abs=1e-3), (task, alpha, k)
+            misses.append(abs(cell['formula'] - cell['clipped']))
+        fit = found['fit'][group]['formula']
+        assert fit['mean_error'] == pytest.approx(statistics.fmean(misses), abs=1e-3)
+        assert fit['worst'] == pytest.approx(max(misses), abs=1e-3)
+        assert len(found['clip']) >= 6

@@ -1,8 +1,8 @@
 """What sets the factor by which router replay divides the gap: depth, or the size of one flip?
 
 Mixtures of L layers, E experts, top-k. `untrained`: random weights times four, so experts differ
-much. `trained`: a cold start on sums and strings together, looked at on held-out ones. Weights are rounded to
-bfloat16 once, so rollout and trainer hold the same ones: a trainer with float32 masters would add
+much. `trained`: a cold start on sums and strings together, looked at on held-out ones. Weights are
+rounded to bfloat16 once, so rollout and trainer hold the same ones: a trainer with float32 masters would add
 the rounding of the weights, which no replay removes. The rollout runs in bfloat16 and records
 routes; trainers look again in float32 and in bfloat16, with their own routes and with those of the
 rollout. `floor` is a float32 rollout: what is left where no choice can flip.
@@ -53,7 +53,7 @@ class Grid:
     expert: int = 32
     prompts: int = 64
     tokens: int = 32
-    steps: int = 600  # of the cold start
+    steps: int = 600  # a cold start's
     seeds: tuple[int, ...] = (1200, 1201, 1202)
     device: str = 'cpu'
 

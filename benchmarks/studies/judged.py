@@ -6,7 +6,7 @@ gspo         GSPO with its paper's clip range
 espo_wide    ESPO with alpha 0.5, 25 times the paper's
 gspo_wide    GSPO with 50 times its paper's range: the same courtesy
 
-`silent` compares recipes as the study `recipe` does (32 prompts of 4, 250,000 tokens, mostly silent):
+`silent` compares recipes as the study `recipe` does (32 prompts of 4, 250,000 tokens):
 grpo         plain GRPO: the control that the others are held against
 chosen       plain GRPO with prompts selected by length: the selection alone, which is ours
 turn         penalties, RL-ZVP and ESPO, all prompts in turn
@@ -23,6 +23,7 @@ of 1.3 points, and an interval of 0.6 points to either side was wanted. Seeds ru
 ones alone; a study that is ended early says how many of the planned ones it has.
 
 The control must win: `chosen` over `grpo` on `silent` was found on two sets of other seeds.
+Half an hour on two idle cores, by the CPU seconds of its first seed.
 usage: make study NAME=judged, python benchmarks/studies/judged.py [--seeds 24] [--quick]
 """
 
