@@ -7,7 +7,8 @@ in an update. And if one x is best, then alpha = x sigma log V / (sqrt(n) H), H 
 
 Four settings of the study `alpha`, whose best alpha is known, and three more: a quarter and twice
 of the step size, and answers of four digits. Each runs with three alphas. A spy in the
-loss keeps, update by update, sigma, n, H and the spread of the means of both groups, of responses with an advantage.
+loss keeps, update by update, sigma, n, H and the spread of the means of
+both groups, of responses with an advantage.
 A group is clipped only if it moved the way of its advantage, so a share `toward` of them can be.
 
 `clip`   per setting, group and alpha: share of the tokens with an advantage that are clipped;
