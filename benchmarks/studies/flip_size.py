@@ -4,7 +4,8 @@ Mixtures of L layers, E experts, top-k. `untrained`: random weights times four, 
 much. `trained`: a cold start on sums and strings together, looked at on held-out ones. Weights are
 rounded to bfloat16 once, so rollout and trainer hold the same ones: a trainer with float32
 masters would add the rounding of the weights, which no replay removes.
-The rollout runs in bfloat16 and records routes; trainers look again in float32 and in bfloat16, with their own routes and with those of the
+The rollout runs in bfloat16 and records routes;
+trainers look again in float32 and in bfloat16, with their own routes and with those of the
 rollout. `floor` is a float32 rollout: what is left where no choice can flip.
 `swap` is what one flip weighs: mean |change of the log-prob| of a token where the last of its k
 experts of the middle layer is another one, by lot.
