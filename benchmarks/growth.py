@@ -16,12 +16,16 @@ usage: python benchmarks/growth.py [--seed 0] [--quick]
 import argparse
 import json
 import math
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
-from studies._runner import common
 from zero_variance import prepare as prepare_mix
+
+sys.path.insert(0, str(Path(__file__).parent / 'studies'))
+from _runner import common  # noqa: E402
 
 from compassrl.algo.zero_variance import ZeroVarianceConfig, repetition_penalty
 from compassrl.judges.serial import SerialJudge

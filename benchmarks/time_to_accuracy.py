@@ -80,6 +80,8 @@ those.
 
 import argparse
 import json
+import math
+import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
@@ -87,8 +89,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from _trl import Trl
-from studies._runner import SILENT, prompts_of
+sys.path.insert(0, str(Path(__file__).parent / 'studies'))
+from _evidence import interval  # noqa: E402
+from _runner import SILENT, prompts_of  # noqa: E402
+from _trl import Trl  # noqa: E402
 
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
@@ -125,6 +129,8 @@ TRL_BEST = dict(
     lr_scheduler_type='constant_with_warmup',
     warmup_steps=2,
 )
+FIXED = 0.05  # above the start: a goal that no contender sets
+SAME = "TRL's recipe here"
 UNITS = 'cpu_seconds', 'seconds', 'tokens'
 
 
@@ -379,6 +385,23 @@ def by_level(seeds, task):
     return out
 
 
+def factors(seeds, goal):
+    """CPU seconds to a goal of each seed: of TRL over ours (`both`), of TRL over TRL's recipe here
+    (`engine`), of that over the default (`recipe`); geometric means and 95 % intervals over seeds.
+    A contender that never gets there counts with all of its time: such a factor is a lower bound"""
+    pairs = dict(both=('TRL', 'default'), engine=('TRL', SAME), recipe=(SAME, 'default'))
+    spent = []
+    for s in seeds:
+        reached = {}
+        for name, rows in s['curves'].items():
+            there = (r for r in rows if r['avg'] > goal(s) - 1e-9)
+            reached[name] = next(there, rows[-1])['cpu_seconds']
+        spent.append(reached)
+    there = {k: ab for k, ab in pairs.items() if set(ab) <= set(spent[0])}
+    logs = {k: [math.log(x[a] / x[b]) for x in spent] for k, (a, b) in there.items()}
+    return {k: [math.exp(x) for x in interval(v)] for k, v in logs.items() if len(v) > 1}
+
+
 def summary(seeds, task):
     "Lines for seeds and contenders; what TRL needs over what the default does"
     level = task.levels[-1]
@@ -394,6 +417,8 @@ def summary(seeds, task):
     print(f'the default recipe: {ratio["cpu_seconds"]:.2f} times as fast (goal {PROMISED}),')
     print(f'TRL draws {ratio["tokens"]:.2f} times as many response tokens')
     found = dict(to=to, ratio=ratio['cpu_seconds'], seconds_ratio=ratio['seconds'])
+    found |= dict(factors=factors(seeds, lambda s: task.goal(s, level)))
+    found |= dict(fixed=factors(seeds, lambda s: s['before'] + FIXED))
     return found | dict(tokens_ratio=ratio['tokens'], levels=levels, seeds=seeds)
 
 

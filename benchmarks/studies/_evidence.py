@@ -1,5 +1,5 @@
-"""Rules that all studies share: which seeds may judge, how many are needed, what an interval is, and
-of which version of the library a trial is."""
+"""Rules that all studies share: which seeds may judge, how many are needed, what an interval is,
+and which version of the library made a trial."""
 
 import ast
 import hashlib

@@ -65,7 +65,7 @@ class Study:
     stages: dict[str, tuple[Mix, ...]] = field(default_factory=dict)
     look: Callable[[Batch], dict[str, float]] | None = None  # what is kept of every step
     ways: dict[str, Callable] = field(default_factory=dict)  # code for arms that `run` cannot do
-    device: str = 'cpu'  # of policy and rollout
+    device: str = 'cpu'  # where policy and rollout compute
     runs: Path = RUNS
 
     def __post_init__(self):

@@ -67,7 +67,7 @@ def summary(trials, tasks, arms, *bases):
 
 
 def falls(trials):
-    "Points by which each stage lowers the rate of silent groups; growth also in percent of the rate"
+    "Points by which each stage lowers the rate of silent groups; growth also in percent of it"
     seen = [[100 * r['means'][SHOWN[k]] for k in SHOWN if k.startswith('silent')] for r in trials]
     stages = zip(('more', 'penalties', 'zvp'), range(3))
     found = {k: interval([row[i] - row[i + 1] for row in seen]) for k, i in stages}

@@ -5,19 +5,22 @@ of a token. So what decides is x = eps / (sigma / sqrt(n)), the clip range in un
 If log-ratios are normal, a share erfc(x / sqrt(2)) of the groups that have an advantage is clipped
 in an update. And if one x is best, then alpha = x sigma log V / (sqrt(n) H), H the mean entropy.
 
-The settings of the study `alpha`, whose best alpha is known, and three more: another step size,
-twice, and answers of four digits. Each runs with three alphas. A spy in the loss keeps, update by
-update, sigma, n, H and the spread of the means of both groups, of responses with an advantage.
+Four settings of the study `alpha`, whose best alpha is known, and three more: a quarter and twice
+of the step size, and answers of four digits. Each runs with three alphas. A spy in the
+loss keeps, update by update, sigma, n, H and the spread of the means of
+both groups, of responses with an advantage.
 A group is clipped only if it moved the way of its advantage, so a share `toward` of them can be.
 
-`clip`   per setting and alpha: share of the tokens with an advantage that are clipped, measured;
+`clip`   per setting, group and alpha: share of the tokens with an advantage that are clipped;
          `formula`: toward erfc(x / sqrt(2)), x from sigma and n of the same update;
          `spread`: the same from the spread of the means (what is left is the shape alone);
          `ahead`: sigma, n and H of the first step with alpha 1, sigma in proportion to the
          learning rate from then on: what could be known before
-`best`   per setting of `alpha`: x at its best alpha, the alpha that the other five predict by a
+`best`   per setting of `alpha`: x at its best alpha, the alpha that the others predict by a
          common x, and how far behind the best it ends in the runs of `alpha`
-Last line: one JSON object; `ratio` is the correlation of predicted and measured shares, `formula`.
+About five minutes on two idle cores.
+Last line: one JSON object; `ratio` is the correlation of predicted and measured shares of the
+uncertain group, `formula`.
 usage: make study NAME=alpha_law, python benchmarks/studies/alpha_law.py [--processes 2] [--quick]
 """
 
@@ -38,7 +41,8 @@ from compassrl.algo.losses import espo
 from compassrl.runs.summary import machine_info
 
 TRIED = 0.02, 0.2, 1.0
-SEEDS = 1100, 1101
+SEEDS = (1100,)
+SETTINGS = 'two', 'three', 'slow', 'fast', 'letters', 'small', 'four'
 KEYS = 'tokens', 'groups', 'delta', 'mean', 'eps', 'toward', 'clipped', 'formula', 'spread'
 
 
@@ -108,6 +112,7 @@ def settings():
     rates |= dict(slow=rates['two'] / 4, fast=2 * rates['two'], four=rates['three'])
     found |= dict(slow=alpha.setting('slow'), fast=alpha.setting('fast'))
     found['four'] = alpha.setting('four', difficulty=3.0, cold=(('arithmetic', 3.0, 1.0),))
+    found = {k: found[k] for k in SETTINGS}
     own = dict(arms=arms, seeds=SEEDS, num_heldout=64, look=nothing)
     own |= dict(name='alpha_law', ways=dict.fromkeys(arms, Spied()))
     return {
@@ -137,36 +142,34 @@ def first_of(trial):
     return next((s for s in steps if s['lr'] and s['tokens0']), steps[0])
 
 
-def ahead(first, steps, alpha_of, alpha_seen):
-    "Share that is clipped, as the first step of another run foresees it"
-    start, parts, total = sums([first]), 0.0, 0.0
+def ahead(first, steps, g, alpha_of, alpha_seen):
+    "Share of a group that is clipped, as the first step of another run foresees it"
+    of, parts, total = sums([first])[g], 0.0, 0.0
     for row in steps:
-        for g, of in enumerate(start):
-            num = row[f'tokens{g}']
-            sigma = of['delta'] ** 0.5 * row['lr'] / (first['lr'] or 1.0)
-            eps = of['eps'] * alpha_of / alpha_seen
-            parts += num * of['toward'] * tail(eps, sigma * of['groups'] ** 0.5)
-            total += num
+        sigma = of['delta'] ** 0.5 * row['lr'] / (first['lr'] or 1.0)
+        eps = of['eps'] * alpha_of / alpha_seen
+        parts += row[f'tokens{g}'] * of['toward'] * tail(eps, sigma * of['groups'] ** 0.5)
+        total += row[f'tokens{g}']
     return parts / (total or 1.0)
 
 
+GROUPS = 'uncertain', 'sure'
+
+
 def shares(trials, study, name):
-    "Per alpha: clipped tokens among those with an advantage, measured and predicted"
+    "Per group of tokens and alpha: share clipped of those with an advantage, and its predictions"
     out = {}
-    for a in TRIED:
-        rows = []
-        for seed in study.seeds:
-            of = {r['arm']: r for r in trials if (r['task'], r['seed']) == (name, seed)}
-            steps = steps_of(of[alpha.name_of(a)])
-            first = first_of(of[alpha.name_of(TRIED[-1])])
-            groups = sums(steps)
-            num = sum(g['tokens'] for g in groups) or 1.0
-            row = {
-                k: sum(g['tokens'] * g[k] for g in groups) / num
-                for k in ('clipped', 'formula', 'spread')
-            }
-            rows.append(row | dict(ahead=ahead(first, steps, a, TRIED[-1])))
-        out[f'{a:g}'] = {k: statistics.fmean(r[k] for r in rows) for k in rows[0]}
+    for g, group in enumerate(GROUPS):
+        for a in TRIED:
+            rows = []
+            for seed in study.seeds:
+                of = {r['arm']: r for r in trials if (r['task'], r['seed']) == (name, seed)}
+                steps, widest = steps_of(of[alpha.name_of(a)]), of[alpha.name_of(TRIED[-1])]
+                row = {k: sums(steps)[g][k] for k in ('clipped', 'formula', 'spread')}
+                row['ahead'] = ahead(first_of(widest), steps, g, a, TRIED[-1])
+                rows.append(row)
+            means = {k: statistics.fmean(r[k] for r in rows) for k in rows[0]}
+            out.setdefault(group, {})[f'{a:g}'] = means
     return out
 
 
@@ -190,9 +193,11 @@ def best(scales):
         gains.setdefault(r['task'], {}).setdefault(int(r['arm'][1:]) / 1000, []).append(gain)
     means = {t: {a: statistics.fmean(v) for a, v in of.items()} for t, of in gains.items()}
     top = {t: max(of, key=of.get) for t, of in means.items()}
-    x = {t: math.log(a / scales[t]) for t, a in top.items()}
+    x = {t: math.log(a / scales[t]) for t, a in top.items() if t in scales}
     out = {}
     for t, of in gains.items():
+        if t not in scales:
+            continue
         wanted = scales[t] * math.exp(statistics.fmean(v for o, v in x.items() if o != t))
         got = min(of, key=lambda a: abs(math.log(a / wanted)))
         behind = [b - g for b, g in zip(of[top[t]], of[got])]
@@ -219,20 +224,22 @@ def main():
             runs += run_all(s, trials, 0 if a.quick else a.processes)
     table = {k: shares(runs, s, k) for k, s in studies.items()}
     scales = {k: scale(runs, s, k) for k, s in studies.items()}
-    cells = [c for of in table.values() for c in of.values()]
-    fit = {
-        k: dict(
-            correlation=correlation([(c[k], c['clipped']) for c in cells]),
-            mean_error=statistics.fmean(abs(c[k] - c['clipped']) for c in cells),
-            worst=max(abs(c[k] - c['clipped']) for c in cells),
-        )
-        for k in ('formula', 'spread', 'ahead')
-    }
+    fit = {}
+    for group in GROUPS:
+        cells = [c for of in table.values() for c in of[group].values()]
+        for k in ('formula', 'spread', 'ahead'):
+            misses = [abs(c[k] - c['clipped']) for c in cells]
+            pairs = [(c[k], c['clipped']) for c in cells]
+            row = dict(correlation=correlation(pairs), worst=max(misses))
+            fit.setdefault(group, {})[k] = row | dict(mean_error=statistics.fmean(misses))
     for k, of in table.items():
-        for al, c in of.items():
-            print(f'{k:8} {al:>5}', ' '.join(f'{n} {v:.3f}' for n, v in c.items()))
-    found = dict(name='alpha_law', ratio=round(fit['formula']['correlation'], 3))
-    found |= dict(units='correlation of predicted and measured shares of clipped tokens', fit=fit)
+        for group in GROUPS:
+            for al, c in of[group].items():
+                print(f'{k:8} {group:10} {al:>5}', ' '.join(f'{n} {v:.3f}' for n, v in c.items()))
+    found = dict(name='alpha_law', ratio=round(fit['uncertain']['formula']['correlation'], 3))
+    found |= dict(
+        units='correlation of predicted and measured clip share, uncertain group', fit=fit
+    )
     found |= dict(clip=table, scales=scales, best={} if a.quick else best(scales))
     print(json.dumps(fit), json.dumps(found['best']), sep='\n')
     kept = [

@@ -1,5 +1,5 @@
-"""ESPO where its clip range fits: long answers, small steps, and every range at one share of clipped
-tokens.
+"""ESPO where its clip range fits: long answers, small steps, and every range at one share of
+clipped tokens.
 
 A policy of 3 M learns sums of 10 to 14 digits with working (answers of 100 to 140 tokens), 64
 prompts x 8, 8 updates a step, silent groups off, 40 steps. Arms, each at two learning rates:

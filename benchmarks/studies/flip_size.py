@@ -1,10 +1,11 @@
 """What sets the factor by which router replay divides the gap: depth, or the size of one flip?
 
 Mixtures of L layers, E experts, top-k. `untrained`: random weights times four, so experts differ
-much. `trained`: a cold start on sums and strings together, looked at on held-out ones. Weights are rounded to
-bfloat16 once, so rollout and trainer hold the same ones: a trainer with float32 masters would add
-the rounding of the weights, which no replay removes. The rollout runs in bfloat16 and records
-routes; trainers look again in float32 and in bfloat16, with their own routes and with those of the
+much. `trained`: a cold start on sums and strings together, looked at on held-out ones. Weights are
+rounded to bfloat16 once, so rollout and trainer hold the same ones: a trainer with float32
+masters would add the rounding of the weights, which no replay removes.
+The rollout runs in bfloat16 and records routes;
+trainers look again in float32 and in bfloat16, with their own routes and with those of the
 rollout. `floor` is a float32 rollout: what is left where no choice can flip.
 `swap` is what one flip weighs: mean |change of the log-prob| of a token where the last of its k
 experts of the middle layer is another one, by lot.
@@ -53,7 +54,7 @@ class Grid:
     expert: int = 32
     prompts: int = 64
     tokens: int = 32
-    steps: int = 600  # of the cold start
+    steps: int = 600  # a cold start's
     seeds: tuple[int, ...] = (1200, 1201, 1202)
     device: str = 'cpu'
 
@@ -206,9 +207,12 @@ def main():
     slopes |= dict(k3_over_k=slope(same, lambda c: c['top_k'], lambda c: c['k3'][0]))
     slopes |= dict(gap_over_k=slope(same, lambda c: c['top_k'], lambda c: c['gap'][0]))
     found = dict(name='flip_size', ratio=round(best['k3'][0], 3))
-    found |= dict(units='largest factor of k3 in a trained mixture', table=rounded(table))
+    found |= dict(units='largest factor of k3 in a trained mixture')
     settings = dict(grid=name, seeds=grid.seeds, width=grid.width, steps=grid.steps)
-    found |= dict(slopes=slopes, runs=rounded(rows), settings=settings)
+    by_shape = {
+        '{layers}x{experts}_{top_k}'.format(**c) + '_trained' * c['trained']: c for c in table
+    }
+    found |= dict(by_shape=rounded(by_shape), slopes=slopes, runs=rounded(rows), settings=settings)
     found |= dict(gpu='' if a.gpu else 'not run on GPU')
     print(json.dumps(found | dict(machine=machine_info())))
 
