@@ -107,6 +107,12 @@ class TrainConfig:
     # vLLM, for rollout_engine 'vllm' and 'pool'
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
+    @property
+    def replay(self) -> ReplayMode:
+        "`router_replay`, but a dense policy has no routes"
+        c = self.policy
+        return self.router_replay if any(map(c.is_sparse, range(c.num_hidden_layers))) else 'off'
+
     def __post_init__(self) -> None:
         check(self)
         _check_rollout(self)

@@ -91,7 +91,7 @@ class RolloutSetup(NamedTuple):
 
 def rollout_setup(cfg: TrainConfig) -> RolloutSetup:
     "The part of a config that its rollout engine reads"
-    routes = cfg.router_replay == 'R3'
+    routes = cfg.replay == 'R3'
     return RolloutSetup(cfg.policy, cfg.rollout, cfg.vllm, cfg.schedule, cfg.device, routes)
 
 
@@ -110,7 +110,7 @@ def train_setup(cfg: TrainConfig) -> TrainSetup:
     "The part of a config that its train engine reads"
     temperature = cfg.rollout.temperature
     parallel = cfg.parallel.on(cfg.device)
-    return TrainSetup(cfg.policy, cfg.optim, parallel, temperature, cfg.router_replay, cfg.device)
+    return TrainSetup(cfg.policy, cfg.optim, parallel, temperature, cfg.replay, cfg.device)
 
 
 @dataclass(frozen=True)
