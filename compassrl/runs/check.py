@@ -113,13 +113,12 @@ def prepare_bench(bench: Bench) -> None:
     save_pretrained(policy, bench.folder)
 
 
-# %% ../../nbs/runs/check.ipynb #c6e278c0
+# %% ../../nbs/runs/check.ipynb #197a6baa
 def drawn(engine: RolloutEngine, requests: list[Request]) -> tuple[list[Sample], float]:
     "Samples in the order of their requests; tokens a second"
     start = time.perf_counter()
     samples = sorted(engine.generate(requests), key=lambda s: (s.prompt_id, s.index))
-    seconds = time.perf_counter() - start
-    return samples, sum(len(s.response_ids) for s in samples) / seconds
+    return samples, sum(len(s.response_ids) for s in samples) / (time.perf_counter() - start)
 
 
 def same_tokens(a: list[Sample], b: list[Sample]) -> float:
@@ -166,8 +165,7 @@ def check_gap(samples: list[Sample], policy: Policy, most: float) -> Iterator[Fi
         yield Finding(f'gap to the trainer, replay {replay}', gap, f'{most:g}', gap < most)
         if found.get('tokens_agree_frac') is not None:
             yield Finding('tokens whose routes all agree', found['tokens_agree_frac'])
-    valid = found['routes_valid_frac']
-    yield Finding('tokens with a route', valid, 'above 0.9', valid > 0.9)
+    yield Finding('tokens with a route', valid := found['routes_valid_frac'], '1', valid > 0.9)
 
 
 # %% ../../nbs/runs/check.ipynb #fb3f1ec8
