@@ -365,7 +365,7 @@ def check_command(
         bad = [r for r in rows if r['ok'] is False]
         Path(out).write_text(json.dumps(dict(device=where, tiny=bench.tiny, rows=rows), indent=1))
         gpu = '' if where == 'cuda' else '; on a GPU: not run'
-        print(f'\n{len(bad)} of {len(rows)} findings are wrong{gpu}; all are in {out}')
+        print(f'\n{len(bad)} of {len(rows)} findings are wrong{gpu}; all are in {Path(out).name}')
         if bad:
             raise SystemExit(1)
 
