@@ -60,7 +60,7 @@ class TrainConfig:
     keep_checkpoints: Annotated[int, at_least(1)] = 2
     # Also keep the model of the best evaluation, in the folder `best` of the run
     keep_best: bool = False
-    device: Literal['cpu', 'cuda'] = 'cpu'  # Device of training ('cuda': not run on GPU)
+    device: Literal['cpu', 'cuda'] = 'cpu'  # Device of training; see `compassrl check`
     # Torch CPU threads. More are slower for small models
     num_threads: Annotated[int, between(1, 1024)] = 1
     # Model to start from: a folder in the format of Hugging Face, or OWNER/NAME on its hub; empty =
@@ -98,6 +98,12 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     # vLLM, for rollout_engine 'vllm' and 'pool'
     vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    @property
+    def replay(self) -> ReplayMode:
+        "`router_replay`, but a dense policy has no routes"
+        c = self.policy
+        return self.router_replay if any(map(c.is_sparse, range(c.num_hidden_layers))) else 'off'
 
     def __post_init__(self) -> None:
         check(self)

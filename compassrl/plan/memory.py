@@ -49,6 +49,8 @@ def _rollout_bytes(cfg: TrainConfig) -> float:  # on the device of rank 0
     c, r, v = cfg.policy, cfg.rollout, cfg.vllm
     wide = getattr(torch, r.dtype).itemsize
     if cfg.rollout_engine != 'torch':
+        if cfg.device == 'cuda' and v.colocated:
+            return 0  # it sleeps while the trainer works, see `check_memory`
         in_process = cfg.rollout_engine == 'vllm'
         if not in_process and (cfg.device == 'cuda' or v.urls):
             return 0  # servers on other GPUs or machines, or asleep while the trainer works
@@ -56,7 +58,9 @@ def _rollout_bytes(cfg: TrainConfig) -> float:  # on the device of rank 0
         return servers * sum(weight_bytes(c, r.quantization, wide).values())
     longest = cfg.data.max_prompt_tokens + r.max_tokens
     cache = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * wide
-    return num_params(c)[0] * wide + r.num_slots * longest * cache
+    weights = num_params(c)[0] * (wide + (4 if r.quantization else 0))  # FP8: wide copies of them
+    # keys and values of the slots, and of the prompts that are kept for their groups
+    return weights + r.num_slots * (longest + cfg.data.max_prompt_tokens) * cache
 
 
 def run_memory(
@@ -148,7 +152,7 @@ def _smaller(cfg: Any, default: Any, at: str = '') -> Iterator[tuple[str, Any]]:
     "Settings that are larger than by default, each with the config that has the default instead"
     for f in fields(cfg):
         value, usual = getattr(cfg, f.name), getattr(default, f.name)
-        if is_dataclass(value):
+        if is_dataclass(value) and f.name != 'parallel':  # a layout is made as a whole
             for name, part in _smaller(value, usual, f'{at}{f.name}.'):
                 yield name, replace(cfg, **{f.name: part})
         elif type(value) is int and value > (usual or 0):
@@ -189,8 +193,17 @@ def check_memory(cfg: TrainConfig, world_size: int = 1, ranks_here: int = 1) -> 
     def on_device(c: TrainConfig) -> dict[str, float]:
         return memory_needed(c, world_size, ranks_here)[0]
 
+    def between(c: TrainConfig) -> dict[str, float]:  # held while vLLM is awake
+        kept = 'weights', 'gradients', 'optimizer', 'reference'
+        return {k: n for k, n in on_device(c).items() if k in kept}
+
     if cfg.device == 'cuda':
-        _compare(cfg, torch.cuda.mem_get_info()[0], 'on this GPU', on_device)
+        free, total = torch.cuda.mem_get_info()
+        _compare(cfg, free, 'on this GPU', on_device)
+        if cfg.rollout_engine != 'torch' and cfg.vllm.colocated:
+            share = cfg.vllm.gpu_memory_utilization
+            where = f'beside vllm.gpu_memory_utilization={share:g}'
+            _compare(cfg, free - share * total, where, between)
         _compare(cfg, free_memory(), 'here', _host_memory)
     else:
         _compare(cfg, free_memory(), 'here', lambda c: on_device(c) | _host_memory(c))

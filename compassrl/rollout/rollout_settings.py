@@ -42,7 +42,7 @@ class RolloutConfig:
     # batch
     dtype: Literal['float32', 'float64', 'bfloat16'] = 'float32'
     # Number format of products with weights: '' = none, 'fp8' = 8 bits, quantised again at every
-    # sync (emulated on a CPU; not run on GPU)
+    # sync. Faster with vLLM alone; the embedded engine has its numbers, not its speed
     quantization: Literal['', 'fp8'] = ''
     # Number format of cached keys and values: 'auto' = as `dtype`, 'fp8' = 8 bits (emulated on a
     # CPU; not run on GPU)
@@ -104,9 +104,8 @@ class VllmConfig:
     # Spread whole experts over the GPUs of a server, not rows of each (not run on GPU)
     expert_parallel: bool = False
     # Share of a GPU's memory for weights and KV cache together. Lower it if vLLM runs out of memory
-    # (not run on GPU)
     gpu_memory_utilization: Annotated[float, above(0, up_to=1)] = 0.85
-    # Share the trainer's GPUs: vLLM sleeps while the trainer works (not run on GPU)
+    # Share the trainer's GPUs: vLLM sleeps while the trainer works (run on one GPU)
     colocated: bool = False
     # Kernel of the experts on GPUs. 'auto': the fastest that vLLM finds; another if that one is
     # refused or reports no routes (only 'triton' was run on a GPU)
@@ -120,7 +119,7 @@ class VllmConfig:
     # request fails after 40 seconds without a sign of life
     timeout_s: Annotated[float, above(0)] = 120.0
     # Transfer of weights to the servers. 'auto': the fastest that works here; 'file': a file in
-    # memory or in `sync_dir`; 'nccl', 'ipc': from GPU to GPU (not run on GPU)
+    # memory or in `sync_dir`; 'ipc': within a GPU; 'nccl': between GPUs (not run)
     sync: Literal['auto', 'file', 'nccl', 'ipc'] = 'auto'
     # Folder for weight files, for servers on other machines; empty = shared memory of this machine
     sync_dir: str = ''

@@ -35,10 +35,10 @@ from compassrl.rollout.rollout_settings import RolloutConfig as RolloutConfig
 from compassrl.rollout.slots import Slots
 
 # %% auto #0
-__all__ = ['look_every', 'TorchRollout']
+__all__ = ['TorchRollout']
 
 # %% ../../nbs/rollout/torch_rollout.ipynb #1e7d4e67
-look_every = 8  # steps of a GPU between two looks at which responses have ended
+_look_every = 8  # steps of a GPU between two looks at which responses have ended
 
 
 class TorchRollout(RolloutEngine):
@@ -80,7 +80,7 @@ class TorchRollout(RolloutEngine):
                 p.data = p.mT.contiguous().mT
         self.layers: list[SimpleNamespace] = []  # views on the weights, made by `load_weights`
         # a GPU works on while it is not asked which responses have ended
-        self.slots = Slots(config, num_slots, dtype, device, look_every if self.on_gpu else 1)
+        self.slots = Slots(config, num_slots, dtype, device, _look_every if self.on_gpu else 1)
         # captured steps by the columns that they read and the capacity of slots (not run on GPU)
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.prefixes: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = OrderedDict()

@@ -44,6 +44,7 @@ overview: str = """compassrl: RL for mixture-of-experts language models
   compassrl merge MODEL MODEL --base BASE --out DIR  merge checkpoints into one (TIES)
   compassrl pipeline tiny-cpu [--out DIR]            cold start, merge, judge, RL in two phases
   compassrl report RUN_DIR                           rewrite curves.png, report.md, report.json
+  compassrl check [--tiny]                           engines on this machine: exact, fast, installed
   compassrl --version                                print the version
 
   `python -m compassrl` is the same command
@@ -132,6 +133,10 @@ def _app(
         from compassrl.runs.pipeline import merge_models
 
         app.command(merge_models, name='merge')
+    if command in ('', 'check'):
+        from compassrl.runs.check import check_command
+
+        app.command(check_command, name='check')
     if command in ('', 'pipeline'):
         from compassrl.runs.pipeline import pipeline_command
 
@@ -290,7 +295,14 @@ def parse_resume(
 
 
 # %% ../../nbs/runs/cli.ipynb #ccec4b58
-_commands = 'report', 'merge', 'pipeline', '--tyro-print-completion', '--tyro-write-completion'
+_commands = (
+    'report',
+    'merge',
+    'pipeline',
+    'check',
+    '--tyro-print-completion',
+    '--tyro-write-completion',
+)
 
 
 def _call(args: list[str]) -> Callable[..., Any]:  # what to do
@@ -307,7 +319,7 @@ def _call(args: list[str]) -> Callable[..., Any]:  # what to do
             return partial(print, overview)
         case ['--version' | '-V']:
             return partial(print, f'compassrl {__version__}')
-    known = 'train', 'resume', 'eval', 'distill', *_commands[:3]
+    known = 'train', 'resume', 'eval', 'distill', *_commands[:4]
     raise ValueError(f'unknown command {args[0]!r}: use one of {", ".join(known)}')
 
 

@@ -80,14 +80,9 @@ class RolloutSetup(NamedTuple):
         )
 
 
-def _replay(cfg: TrainConfig) -> ReplayMode:  # a dense policy has no routes
-    sparse = any(map(cfg.policy.is_sparse, range(cfg.policy.num_hidden_layers)))
-    return cfg.router_replay if sparse else 'off'
-
-
 def rollout_setup(cfg: TrainConfig) -> RolloutSetup:
     "The part of a config that its rollout engine reads"
-    routes = _replay(cfg) == 'R3'
+    routes = cfg.replay == 'R3'
     return RolloutSetup(cfg.policy, cfg.rollout, cfg.vllm, cfg.schedule, cfg.device, routes)
 
 
@@ -106,7 +101,7 @@ def train_setup(cfg: TrainConfig) -> TrainSetup:
     "The part of a config that its train engine reads"
     temperature = cfg.rollout.temperature
     parallel = cfg.parallel.on(cfg.device)
-    return TrainSetup(cfg.policy, cfg.optim, parallel, temperature, _replay(cfg), cfg.device)
+    return TrainSetup(cfg.policy, cfg.optim, parallel, temperature, cfg.replay, cfg.device)
 
 
 @dataclass(frozen=True)

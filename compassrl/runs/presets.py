@@ -127,7 +127,8 @@ def engines_cpu() -> TrainConfig:
 
 
 def one_gpu() -> TrainConfig:
-    "A Hugging Face Qwen3-MoE on one GPU: set --init-from and --data.path (not run on GPU)"
+    """Qwen3-0.6B on 24 GB, a mixture of 1.3 G parameters on 80 GB: trainer and vLLM take turns; set
+    --init-from and --data.path (not run on GPU)"""
     return TrainConfig(
         steps=200,
         prompts_per_step=128,
@@ -138,14 +139,17 @@ def one_gpu() -> TrainConfig:
         data=DataConfig(max_prompt_tokens=1024),
         cold_start=SFTConfig(steps=0),
         policy=PolicyConfig(max_position_embeddings=4096),
+        rollout_engine='vllm',
         rollout=RolloutConfig(max_tokens=3072, num_slots=256, dtype='bfloat16'),
+        vllm=VllmConfig(colocated=True, gpu_memory_utilization=0.4),
         rewards=RewardConfig(workers=8),
-        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=32_768),
+        parallel=ParallelConfig(recompute='full'),
+        optim=OptimConfig(lr=1e-6, warmup_steps=10, num_mini_batches=4, micro_batch_tokens=8192),
     )
 
 
 def one_node() -> TrainConfig:
-    "Eight GPUs: four train, two servers take two each; flags as of one-gpu (not run on GPU)"
+    "Eight GPUs of 80 GB, for 14 G parameters: four train, two servers (not run on GPU)"
     base = one_gpu()
     return replace(
         base,
@@ -159,7 +163,7 @@ def one_node() -> TrainConfig:
 
 
 def multi_node() -> TrainConfig:
-    "Four machines of eight GPUs: two train, two serve; see the launch panel (not run on GPU)"
+    "32 GPUs of 80 GB, for Qwen3-30B-A3B: two machines train, two serve (not run on GPU)"
     return replace(
         one_node(),
         prompts_per_step=256,

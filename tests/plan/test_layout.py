@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain, product
+from pathlib import Path
 
 import matplotlib
 import pytest
@@ -265,6 +266,33 @@ def test_refusals():
         parallel=P(fp8_recipe='blockwise'),
         device='cpu',
     )
+
+
+def test_what_transformer_engine_cannot_do():
+    P = ParallelConfig
+    refuse(
+        "parallel.dtype='float32' with Transformer Engine",
+        parallel=P(dtype='float32'),
+        device='cuda',
+    )
+    refuse('vpp=2 of a mixture on GPUs', parallel=P(pp=2, vpp=2), world_size=2, device='cuda')
+    assert P().on('cuda').dtype == 'bfloat16' and P().on('cpu').dtype == 'float32'
+
+
+def test_a_run_on_a_cpu_touches_no_gpu(monkeypatch):
+    "Whatever the machine has: its config decides, and one function is asked"
+    from compassrl import procs
+    from compassrl.runs.run_process import set_up
+
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(procs, 'may_use_gpu', True)
+    assert procs.has_gpu()
+    set_up('cpu', torch.get_num_threads())
+    assert not procs.has_gpu()
+    asked = 'cuda.is_available(', 'cuda.device_count() else'
+    for folder in ('rollout', 'train'):
+        for file in (Path(procs.__file__).parent / folder).rglob('*.py'):
+            assert not any(x in file.read_text() for x in asked), file
 
 
 @pytest.mark.skipif(bool(find_spec('transformer_engine')), reason='Transformer Engine is installed')

@@ -59,7 +59,9 @@ def test_what_a_rollout_holds(dtype):
     engine = TorchRollout(cfg.policy, 7, getattr(torch, dtype))
     engine.slots.reserve(cfg.data.max_prompt_tokens + cfg.rollout.max_tokens, 1)
     held = num_bytes(engine.policy.parameters()) + engine.slots.kv.nbytes
-    assert run_memory(cfg)['rollout'] == held
+    tokens = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
+    prompts = engine.slots.kv.nbytes * cfg.data.max_prompt_tokens // tokens  # one for each slot
+    assert run_memory(cfg)['rollout'] == held + prompts
 
 
 def test_where_vllm_holds_its_weights():
@@ -72,6 +74,7 @@ def test_where_vllm_holds_its_weights():
         return run_memory(cfg)['rollout'] / size
 
     assert rollout('vllm') == 2 == rollout('vllm', 'cuda') and rollout('vllm', dtype='float32') == 4
+    assert rollout('vllm', 'cuda', colocated=True) == 0  # it sleeps while the trainer works
     assert rollout('pool', num_replicas=3) == 6
     assert rollout('pool', 'cuda', num_replicas=3) == 0 == rollout('pool', urls=('http://a:1',))
 
@@ -118,6 +121,44 @@ def test_a_model_of_30_billion_on_four_gpus():
     "Weights and gradients are not shared by all ranks, as a sixteenth part of 16 bytes would be"
     cfg = replace(presets['one-node'](), policy=Q30)
     assert round(sum(memory_needed(cfg, 4)[0].values()) / 1e9) == 147
+
+
+Q06 = PolicyConfig(151936, 1024, 28, 16, 8, 128, 3072, max_position_embeddings=4096)
+Q06 = replace(Q06, mlp_only_layers=tuple(range(28)), tie_word_embeddings=True)
+# 1.3 G parameters, 0.4 G active
+SMALL_MOE = PolicyConfig(49152, 1024, 24, 16, 8, 64, 512, 512, 32, 8, max_position_embeddings=4096)
+FITS = [  # preset, policy, ranks that train, GB of a GPU, does it fit?
+    ('one-gpu', Q06, 1, 24, True),
+    ('one-gpu', Q06, 1, 80, True),
+    ('one-gpu', SMALL_MOE, 1, 80, True),
+    ('one-gpu', SMALL_MOE, 1, 24, False),
+    ('one-gpu', Q30, 1, 141, False),
+    ('one-node', SMALL_MOE, 4, 80, True),
+    ('one-node', Q30, 4, 80, False),  # 147 GB: four H200 do not hold it either
+    ('multi-node', Q30, 16, 80, True),
+]
+
+
+@pytest.mark.parametrize('name, policy, ranks, size, fits', FITS)
+def test_presets_fit_the_gpus_that_they_name(monkeypatch, name, policy, ranks, size, fits):
+    "Public shapes, with activations, logits and caches; 3 GB are CUDA's"
+    cfg = replace(presets[name](), policy=policy, init_from='m')
+    room = size * 1e9 - 3e9
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (room, size * 1e9))
+    monkeypatch.setattr(memory, 'free_memory', lambda: 1e12)
+    if fits:
+        return check_memory(cfg, ranks)
+    with pytest.raises(ValueError, match='needs .* GB of memory') as refusal:
+        check_memory(cfg, ranks)
+    assert '\n' not in str(refusal.value)
+
+
+def test_vllm_beside_the_trainer_needs_its_share(monkeypatch):
+    cfg = replace(presets['one-gpu'](), policy=Q06, init_from='m')
+    cfg = replace(cfg, vllm=replace(cfg.vllm, gpu_memory_utilization=0.8))
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (21e9, 24e9))
+    with pytest.raises(ValueError, match='beside vllm.gpu_memory_utilization=0.8'):
+        check_memory(cfg)
 
 
 def group(folder, limit, used, droppable):

@@ -70,13 +70,12 @@ class VllmPool(RolloutEngine):
         T = min(max_len or c.max_position_embeddings, c.max_position_embeddings)
         self.config = replace(c, max_position_embeddings=T)
         self.dtype, self.num_slots, self.schedule = dtype, num_slots, schedule
-        self.predictor = LengthPredictor()
+        self.predictor, self.quantization = LengthPredictor(), quantization
         self.spans: list[Attempt] = []  # attempts of the last `generate`, by `time.perf_counter`
         self.job: Future[None] | None = None  # the dispatcher that runs
         # a group of GPUs, and the members for which it was made (not run on GPU)
         self.group: tuple[list[tuple[str, int]], NcclGroup | SharedGpu] | None = None
         device = 'cuda' if has_gpu() else 'cpu'
-        self.quantization = quantization
         fp8 = dict(quantization=quantization, kv_cache_dtype=kv_cache_dtype)
         check_vllm(c, config, dtype, device, return_routes, one_process=False, **fp8)
         sync = weight_sync(config, device)
@@ -84,13 +83,12 @@ class VllmPool(RolloutEngine):
             check_gpus(first_gpu, config)
         options = engine_args(model, c, config, dtype, T, num_slots, return_routes, device, **fp8)
         options['weight_transfer_config'] = transfer_config(sync)
-        if config.colocated:
-            options['enable_sleep_mode'] = True
+        options |= dict(enable_sleep_mode=True) if config.colocated else {}
         self.servers = ReplicaManager(
             config, options, device, sync, log_dir, start_timeout_s, first_gpu
         )
         self.replicas = self.servers.replicas
-        if config.colocated:  # the trainer, which is built next, needs the room
+        if config.colocated:  # the trainer, built next, needs the room
             self.servers.submit(on_all(list(self.replicas.values()), Replica.sleep, 2)).result()
 
     def measured(self) -> Metrics:

@@ -704,7 +704,7 @@ def test_rows_without_routes_are_found():
     routes[9, 2] = 0
     ids, valid = read_routes(routes, CONFIG)
     assert valid.logical_not().nonzero()[:, 0].tolist() == [7, 9] and ids.dtype == torch.uint8
-    with pytest.raises(ValueError, match="moe_backend='triton'"):
+    with pytest.raises(ValueError, match="vllm.moe_backend='triton'"):
         read_routes(np.zeros_like(routes), CONFIG)
 
 
@@ -980,11 +980,8 @@ def test_gpu_arguments():
     def args(quantization='', **kw):
         return engine_args('m', CONFIG, VllmConfig(**kw), BF, 160, 16, True, 'cuda', quantization)
 
-    assert (
-        args()['moe_backend'] == 'triton'
-        and 'quantization' not in args()
-        and 'enforce_eager' not in args()
-    )
+    assert args()['moe_backend'] == 'auto' and args(moe_backend='triton')['moe_backend'] == 'triton'
+    assert 'quantization' not in args() and 'enforce_eager' not in args()
     fp8 = args(quantization='fp8', expert_parallel=True, tensor_parallel=4)
     assert fp8['quantization'] == 'fp8_per_block' and fp8['quantization_config'] == dict(
         ignore=['*.mlp.gate']
@@ -1016,7 +1013,7 @@ def test_a_colocated_engine_sleeps_when_it_has_nothing_to_do(fresh):
         patch.multiple(
             fresh.engine,
             sleep=lambda level: calls.append(f'sleep {level}'),
-            wake_up=lambda: calls.append('wake'),
+            wake_up=lambda tags: calls.append(f'wake {tags}'),
         ),
         patch.object(fresh, 'colocated', True),
     ):
@@ -1024,6 +1021,58 @@ def test_a_colocated_engine_sleeps_when_it_has_nothing_to_do(fresh):
         again = ordered(fresh.generate(requests()))
         fresh.load_weights(hf_weights(lively(1)), 1)
         assert not fresh.is_asleep
-    assert calls == ['sleep 1', 'wake', 'sleep 1', 'wake'] and [s.response_ids for s in one] == [
-        s.response_ids for s in again
-    ]
+    # the cache comes back after the weights, so that both versions never stand there together
+    after = ["wake ['weights']", "wake ['kv_cache']"]
+    assert calls == ['sleep 1', 'wake None', 'sleep 1', *after]
+    assert [s.response_ids for s in one] == [s.response_ids for s in again]
+
+
+def test_a_colocated_engine_leaves_the_gpu_to_the_trainer_at_once(tmp_path):
+    "Its first weights are worth nothing, so they are dropped; the plugin needs no installation"
+    write_config(CONFIG, tmp_path)
+    calls = []
+
+    class Recorded(VllmRollout):
+        def start(self, args):
+            assert args['enable_sleep_mode']
+            calls.append('start')
+
+        def sleep(self, level=1):
+            calls.append(f'sleep {level}')
+
+    with patch('compassrl.rollout.vllm.in_process.check_vllm', lambda *a, **k: None):
+        Recorded(tmp_path, VllmConfig(colocated=True))
+    assert calls == ['start', 'sleep 2']
+
+
+SHAPES = [  # vocabulary, width: Qwen3-0.6B, Qwen3-30B-A3B, DeepSeek-V3
+    (151936, 1024),
+    (151936, 2048),
+    (129280, 7168),
+]
+
+
+@pytest.mark.parametrize('vocab_size, width', SHAPES)
+def test_every_tensor_fits_into_a_message_of_cuda_ipc(vocab_size, width):
+    "vLLM's own sender, which refuses one that does not, on tensors without numbers"
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    from compassrl.model.pretrained import hf_shapes
+    from compassrl.rollout.vllm.transfer import pack_bytes
+
+    config, empty = replace(CONFIG, vocab_size=vocab_size, hidden_size=width), torch.empty
+    shapes = hf_shapes(config)
+    plain = [(n, empty(s, dtype=torch.bfloat16, device='meta')) for n, s in shapes.items()]
+
+    def send(size):
+        with (
+            patch.object(packed_tensor, 'reduce_tensor', lambda t: (None, ())),
+            patch('torch.empty', lambda n, dtype, device: empty(n, dtype=dtype, device='meta')),
+            patch('torch.cuda.current_stream'),
+        ):
+            parts = packed_tensor.packed_ipc_producer(iter(plain), 'gpu', lambda x: x[1], size)
+            return [n for part in parts for n in part.names]
+
+    assert send(pack_bytes(config, torch.bfloat16)) == list(shapes)
+    with pytest.raises(ValueError, match='exceeds buffer_size_bytes'):
+        send(256 << 20)

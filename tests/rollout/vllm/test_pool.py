@@ -460,8 +460,8 @@ def test_a_colocated_pool_sleeps_when_it_has_nothing_to_do(pool):
     calls = []
 
     def note(what):
-        async def step(r):
-            calls.append(what)
+        async def step(r, *how):
+            calls.append(' '.join([what, *how]))
 
         return step
 
@@ -473,7 +473,7 @@ def test_a_colocated_pool_sleeps_when_it_has_nothing_to_do(pool):
         assert len(list(pool.generate(requests(8)))) == 8
         assert calls == ['wake'] * 2 + ['sleep'] * 2
         pool.load_weights(hf_weights(POLICIES[0]), 0)
-    assert calls[4:] == ['wake'] * 2
+    assert calls[4:] == ['wake weights'] * 2 + ['wake kv_cache'] * 2
 
 
 # ---- replicas that fail; the order matters: what one test breaks, the next finds coming back
