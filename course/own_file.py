@@ -28,7 +28,7 @@ from torch import Tensor
 
 def exercise(
     path: Path,  # a notebook
-    anchor: str,  # of the exercise's heading
+    anchor: str,  # anchor of the exercise's heading
 ) -> tuple[str, str]:  # the reader's cell, and the solution's
     "The first cell of code below a heading, and the first one that is called a solution"
     cells = json.loads(path.read_text())['cells']
@@ -51,7 +51,7 @@ def plain(text):  # without directives, checks and the name of a solution
 
 
 def own_file(
-    root: Path,  # of the repository
+    root: Path,  # folder of the repository
 ) -> str:  # Python: imports, then the functions of each step
     "The reader's functions where they are written, solutions where they are not"
     parts = [HEAD]

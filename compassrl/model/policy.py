@@ -72,7 +72,7 @@ class MoE(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.correction is None:
             scores = F.linear(x, self.router).to(wide)
-        else:  # as in transformers, vLLM and Megatron-Core: small differences choose
+        else:  # small differences choose, so transformers and vLLM do it in fp32, too
             scores = F.linear(x.to(wide), self.router.to(wide))
         own = self.choose(scores)
         idx = own
@@ -213,7 +213,7 @@ class Policy(nn.Module):
     head: nn.Parameter
     cos: Tensor
     sin: Tensor
-    compute_dtype: torch.dtype | None = None  # of a pass; None = that of the weights
+    compute_dtype: torch.dtype | None = None  # number type of a pass; None = that of the weights
     recompute: bool = False  # keep the input of each block alone for the backward pass?
 
     def __init__(self, config: PolicyConfig, seed: int = 0) -> None:

@@ -202,7 +202,7 @@ def check_memory(cfg: TrainConfig, world_size: int = 1, ranks_here: int = 1) -> 
         _compare(cfg, free, 'on this GPU', on_device)
         if cfg.rollout_engine != 'torch' and cfg.vllm.colocated:
             share = cfg.vllm.gpu_memory_utilization
-            where = f'beside vllm.gpu_memory_utilization={share:g}'
+            where = f'next to vllm.gpu_memory_utilization={share:g}'
             _compare(cfg, free - share * total, where, between)
         _compare(cfg, free_memory(), 'here', _host_memory)
     else:

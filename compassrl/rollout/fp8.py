@@ -153,7 +153,7 @@ class Fp8Rollout(TorchRollout):
     ) -> None:
         super().__init__(config, num_slots, dtype, device, return_routes)
         self.weights, self.activations, self.kv_cache = weights, activations, kv_cache
-        if weights or activations:  # as they are in the checkpoint
+        if weights or activations:  # the checkpoint's own matrices are quantised
             self.folds, self.small = False, config.rms_norm_eps
         on_gpu = torch.device(device).type == 'cuda'
         hopper = on_gpu and torch.cuda.get_device_capability(device) == (9, 0)

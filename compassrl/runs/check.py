@@ -70,7 +70,7 @@ class Bench:
         return PolicyConfig(*sizes, max_position_embeddings=1024)
 
     @property
-    def dtype(self) -> torch.dtype:  # of rollouts
+    def dtype(self) -> torch.dtype:  # number type of rollouts
         return torch.float32 if self.device == 'cpu' else torch.bfloat16
 
     def policy(self) -> Policy:

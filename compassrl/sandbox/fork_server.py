@@ -129,7 +129,7 @@ def _flushed(code: int) -> int:
             if stream is not None and not stream.closed:
                 stream.flush()
         except Exception:
-            code = 120  # as Python's
+            code = 120  # Python's own
     return code
 
 

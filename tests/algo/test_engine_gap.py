@@ -712,6 +712,7 @@ def test_discrepancy_equals_the_loop(seed, size):
         rollout_train_gap_max=max(map(abs, d)),
         rollout_train_k3=sum(exp(x) - 1 - x for x in d) / len(d),
         rollout_train_f2=sum(abs(x) > log(2) for x in d) / len(d),
+        rollout_train_ess=sum(map(exp, d)) ** 2 / sum(exp(2 * x) for x in d) / len(d),
         routes_valid_frac=valid / fed,
         routes_agree_frac=sum(agree) / len(agree),
         tokens_agree_frac=agree.count(1.0) / len(agree),

@@ -211,7 +211,7 @@ def test_several_ranks_stop_and_go_on_and_one_dies(tmp_path):
     with pytest.raises(RuntimeError, match='two ended with exit code 1'):
         again.wait(300)
     log = again.log_tail(200)
-    assert all(w in log for w in ('rank 1', 'local_rank: 1', 'SIGKILL')), log
+    assert all(w in log for w in ('local_rank: 1', 'SIGKILL')), log
     assert status(again).startswith('failed')
     assert [m['step'] for m in again.metrics()] == [*range(1, len(again.metrics()) + 1)]
 
@@ -314,6 +314,7 @@ def test_the_stored_runs_of_the_notebook_are_those_of_todays_presets(cell, prese
     (run,) = [c for c in nb['cells'] if ''.join(c['source']).endswith(cell)]
     said = '\n'.join(''.join(o.get('data', {}).get('text/markdown', '')) for o in run['outputs'])
     config = json.loads(json.dumps(asdict(presets[preset]())))
+    assert config['parallel'].pop('dtype') == 'auto'  # float32 on a CPU, as stored
     want = settings_of(report._settings(flat(config)))
     found = settings_of(said)
     same = {k for k in found if k in want and not k.endswith('run_dir')}

@@ -197,7 +197,7 @@ def test_type_and_other_files_are_those_of_the_first(home, tmp_path):
         policy = from_pretrained(home / name, torch.bfloat16)
         save_pretrained(policy, tmp_path / name)
         (tmp_path / name / 'vocab.json').write_text(json.dumps({'of': name}))
-    two = [tmp_path / 'a', home / 'b']  # of two types
+    two = [tmp_path / 'a', home / 'b']  # two types
     merge_checkpoints(two, tmp_path / 'out', base=tmp_path / 'base')
     weights = load_file(tmp_path / 'out' / 'model.safetensors')
     assert {t.dtype for t in weights.values()} == {torch.bfloat16}

@@ -157,7 +157,7 @@ def test_vllm_beside_the_trainer_needs_its_share(monkeypatch):
     cfg = replace(presets['one-gpu'](), policy=Q06, init_from='m')
     cfg = replace(cfg, vllm=replace(cfg.vllm, gpu_memory_utilization=0.8))
     monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (21e9, 24e9))
-    with pytest.raises(ValueError, match='beside vllm.gpu_memory_utilization=0.8'):
+    with pytest.raises(ValueError, match='next to vllm.gpu_memory_utilization=0.8'):
         check_memory(cfg)
 
 

@@ -337,7 +337,7 @@ def measure(policy, p, num_rows):
     masters = [
         q for o in inner_optimizers(e.optimizer) for g in o.param_groups for q in g['params']
     ]
-    if p.dtype != 'float32':
+    if p.on('cpu').dtype != 'float32':
         state += masters
 
     def size(ts):

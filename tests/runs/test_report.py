@@ -444,7 +444,7 @@ def test_page(run):
         'Cold start from `start`: 8 steps',
     ):
         assert part in page
-    assert html.count('<table>') == 5 and 'not finished' not in page and 'resumed' not in page
+    assert html.count('<table>') == 6 and 'not finished' not in page and 'resumed' not in page
     saved = json.loads(
         (folder / 'report.json').read_text(),
         parse_constant=lambda x: pytest.fail(f'{x} is not JSON'),

@@ -149,7 +149,7 @@ def cache_bytes(c: PolicyConfig, num_slots: int, max_len: int, dtype: torch.dtyp
 
 
 def gpu_args(config: VllmConfig, quantization: str) -> dict[str, Any]:
-    # of kernels that route inside, vLLM refuses those that report no routes
+    # vLLM refuses kernels that route inside and report no routes
     d: dict[str, Any] = dict(
         gpu_memory_utilization=config.gpu_memory_utilization, moe_backend=config.moe_backend
     )

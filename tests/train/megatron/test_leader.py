@@ -178,7 +178,7 @@ def survivors(n, fn, timeout_s=300):
             if len(last) > 1 or not any(ends.values()):
                 alone = time.monotonic()
             elif last and time.monotonic() > alone + 15:
-                os.kill(pids[last.pop()], signal.SIGKILL)  # as torchrun does in the end
+                os.kill(pids[last.pop()], signal.SIGKILL)  # torchrun does so in the end
             time.sleep(0.02)
         for r in set(range(n)) - ends.keys():
             os.kill(pids[r], signal.SIGKILL)
