@@ -72,7 +72,7 @@ class MoE(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.correction is None:
             scores = F.linear(x, self.router).to(wide)
-        else:  # small differences choose, so transformers and vLLM do it in fp32, too
+        else:  # small differences choose; transformers and vLLM also use fp32
             scores = F.linear(x.to(wide), self.router.to(wide))
         own = self.choose(scores)
         idx = own

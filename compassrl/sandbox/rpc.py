@@ -189,7 +189,8 @@ _IN_PLACE = {f'i{name.strip("_")}' for name in _OPERATORS}  # `operator.iadd` fo
 
 for _name in _ASKED:
     setattr(Ref, f'__{_name}__', _asked(f'__{_name}__'))
-setattr(Ref, '__doc__', property(lambda x: x._asker.ask('getattr', x, '__doc__')))
+for _name in ('__doc__',):
+    setattr(Ref, _name, property(lambda x: x._asker.ask('getattr', x, '__doc__')))
 for _name in _COMPARISONS:
     setattr(Ref, f'__{_name}__', _comparison(f'__{_name}__'))
 for _name in _OPERATORS:  # `and_` is its name in the module `operator`, `__and__` in a class

@@ -120,7 +120,7 @@ def test_plan():
     assert workload(BIG).response_tokens == 1536
     assert workload(BIG, 1.0).response_tokens == 3072
     with pytest.raises(ValueError, match='of the 80 GB of a H100.*use parallel.tp='):
-        plan_run(replace(BIG, parallel=replace(BIG.parallel, dtype='float32')), 6, 8, 'H100')
+        plan_run(replace(BIG, parallel=replace(BIG.parallel, tp=1)), 6, 8, 'H100')
     with pytest.raises(ValueError, match=r"gpu='H1000': use one of \['A100"):
         plan_run(BIG, 6, 8, 'H1000')
     with pytest.raises(ValueError, match='ep=3 does not divide num_experts=8'):
