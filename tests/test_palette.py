@@ -21,7 +21,6 @@ GREYS = '1c1917 44403c 57534e 78716c a8a29e d6d3d1 e7e5e4 f5f5f4 fafaf9 ffffff'
 PALETTE = set(f'{TEALS} {ORANGES} {GREYS} black white k w none Greys GnBu'.split())
 OWN = {
     'train/megatron/batch 10d90168': 'one colour for each of twelve rows',
-    'plan/layout e0985048': 'one colour for each stage of a pipeline',
     'paper_map 9d23cf55': 'what is here, in part, absent: green, amber, red',
 }
 COURSE = Course(ROOT)
