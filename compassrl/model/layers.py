@@ -275,7 +275,8 @@ def causal_attention(
         return t.new_zeros(B, T, *t.shape[1:]).index_put((rows, columns), t)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend_causally(*(pad(t).transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+        q, k, v = (pad(t).transpose(1, 2) for t in (q, k, v))
+        out = attend_causally(q, k, v).transpose(1, 2)
         return out.reshape(-1, *out.shape[2:]) if full else out[rows, columns]
 
     return attend

@@ -87,8 +87,9 @@ class MoE(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         exact = self.correction
         super()._apply(fn, recurse)
-        if exact is not None and self.correction.element_size() < 4:  # fp32, or wider
-            self.correction = exact.to(self.correction.device)
+        now = self.correction
+        if exact is not None and now is not None and now.element_size() < 4:  # fp32, or wider
+            self.correction = exact.to(now.device)
         return self
 
     def probs(self, scores: Tensor) -> Tensor:  # [N, E] -> [N, E], of all experts

@@ -82,7 +82,7 @@ def tree_attention(tree: PrefixTree) -> Attend:
         return F.embedding(tree.cells, x.flatten(1)).view(R, T, *x.shape[1:]).transpose(1, 2)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend_causally(*(in_rows(x) for x in (q, k, v)))
+        out = attend_causally(in_rows(q), in_rows(k), in_rows(v))
         return F.embedding(tree.place, out.transpose(1, 2).reshape(R * T, -1)).view_as(q)
 
     return attend

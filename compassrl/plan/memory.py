@@ -152,12 +152,12 @@ def _smaller(cfg: Any, default: Any, at: str = '') -> Iterator[tuple[str, Any]]:
     "Settings that are larger than by default, each with the config that has the default instead"
     for f in fields(cfg):
         value, usual = getattr(cfg, f.name), getattr(default, f.name)
-        if is_dataclass(value) and f.name != 'parallel':  # a layout is made as a whole
-            for name, part in _smaller(value, usual, f'{at}{f.name}.'):
-                yield name, replace(cfg, **{f.name: part})
-        elif type(value) is int and value > (usual or 0):
+        if type(value) is int and value > (usual or 0):
             with suppress(ValueError):  # it does not fit the others
                 yield f'{at}{f.name}={value}', replace(cfg, **{f.name: usual})
+        elif is_dataclass(value) and f.name != 'parallel':  # a layout is made as a whole
+            for name, part in _smaller(value, usual, f'{at}{f.name}.'):
+                yield name, replace(cfg, **{f.name: part})
 
 
 def _advice(cfg: TrainConfig, need: Callable[[TrainConfig], float]) -> str:

@@ -82,7 +82,7 @@ def scaled_rms(
     weight: Tensor | None = None,  # [D] of all of the norm
 ) -> Tensor:  # x / sqrt(|x|^2 + D eps): the RMS norm but for its weight and sqrt(D)
     "Three small kernels where `F.rms_norm` takes six; on a GPU that is one kernel"
-    if isinstance(small, float):
+    if not isinstance(small, Tensor):
         return F.rms_norm(x, x.shape[-1:], weight, small)
     return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), small)
 

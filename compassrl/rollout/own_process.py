@@ -43,7 +43,8 @@ def _packed(s: Sample) -> dict[str, Any]:
 
 
 def _unpacked(d: dict[str, Any]) -> Sample:
-    return Sample(**d | {k: torch.from_numpy(d[k]) for k in _tensors if d[k] is not None})
+    tensors: dict[str, Any] = {k: torch.from_numpy(d[k]) for k in _tensors if d[k] is not None}
+    return Sample(**d | tensors)
 
 
 class _Stopped(Exception):
@@ -175,7 +176,7 @@ class ProcessRollout(RolloutEngine):
         for name, t in weights:
             t = t.detach().cpu().contiguous()
             layout.append((name, end, list(t.shape), t.dtype))
-            left = memoryview(t.reshape(-1).view(torch.uint8).numpy())
+            left = t.reshape(-1).view(torch.uint8).numpy().data
             while left:  # one call writes 2 GB at most
                 done = os.pwrite(file, left, end + t.nbytes - len(left))
                 left = left[done:]

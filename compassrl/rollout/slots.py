@@ -6,6 +6,8 @@ place in its sequence."""
 # %% ../../nbs/rollout/slots.ipynb #3dbf9aae
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -261,10 +263,10 @@ class Slots:
             for name in ('routes', *_by_place, *_by_row):
                 t = getattr(self, name)
                 t[holes] = t[movers]
-        for hole, mover in zip(holes, movers):
-            for row_of in (self.requests, self.started, self.lengths):
+        of_rows: list[list[Any]] = [self.requests, self.started, self.lengths]
+        for row_of in of_rows:
+            for hole, mover in zip(holes, movers):
                 row_of[hole] = row_of[mover]
-        for row_of in (self.requests, self.started, self.lengths):
             del row_of[num_left:]
         self.num_running = num_left
 

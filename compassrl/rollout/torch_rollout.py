@@ -51,7 +51,11 @@ class TorchRollout(RolloutEngine):
     if TYPE_CHECKING:  # methods with cells of their own
 
         def forward(
-            self, ids: Tensor, place: Tensor, attend: Callable[[int, Tensor], Tensor]
+            self,
+            ids: Tensor,
+            place: Tensor,
+            attend: Callable[[int, Tensor], Tensor],
+            few: bool = False,
         ) -> tuple[Tensor, Tensor]: ...
         def prefill(self, prompts: list[tuple[int, ...]]) -> None: ...
         def admit(self, requests: list[Request]) -> list[int]: ...

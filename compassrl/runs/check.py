@@ -145,11 +145,12 @@ def check_gap(samples: list[Sample], policy: Policy, most: float) -> Iterator[Fi
     for replay in ('off', 'R3'):
         train = TorchTrain(policy, OptimConfig(micro_batch_tokens=8192), 1.0, replay)
         found = discrepancy(replace(batch, **train.score(batch)))
-        gap = found['rollout_train_gap']
+        gap = found['rollout_train_gap'] or 0.0
         yield Finding(f'gap to the trainer, replay {replay}', gap, f'{most:g}', gap < most)
         if found.get('tokens_agree_frac') is not None:
             yield Finding('tokens whose routes all agree', found['tokens_agree_frac'])
-    yield Finding('tokens with a route', valid := found['routes_valid_frac'], '1', valid > 0.9)
+    valid = found['routes_valid_frac'] or 0.0
+    yield Finding('tokens with a route', valid, '0.9', valid > 0.9)
 
 
 # %% ../../nbs/runs/check.ipynb #fb3f1ec8
@@ -252,7 +253,7 @@ def check_transformers(bench: Bench) -> Iterator[Finding]:
     "The policy against the implementation that its checkpoints come from"
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(bench.folder, dtype=torch.float32)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(bench.folder, dtype=torch.float32)
     ids = torch.tensor([r.prompt_ids for r in bench.requests(8, 1)], device=bench.device)
     with torch.no_grad():
         ours = bench.policy()

@@ -101,7 +101,7 @@ def _answer(
     args: list[Any] = []
     try:
         args, kwargs = unpack(m['args'], resolve), unpack(m.get('kwargs', {'dict': []}), resolve)
-        out = {'value': pack(_do(m['do'], names, args, kwargs), refer)}
+        out: dict[str, object] = {'value': pack(_do(m['do'], names, args, kwargs), refer)}
     except Exception as e:
         inside = pack([e.args, dict(vars(e))], refer)
         out = {'raised': [_ancestors(type(e)), str(e)[:200], inside]}

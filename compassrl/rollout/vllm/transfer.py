@@ -278,7 +278,8 @@ class SharedGpu:
     def __init__(self, clients: AllServers, config: PolicyConfig, dtype: torch.dtype) -> None:
         self.source = HfSource(config, dtype, 'cuda')
         client: Any = clients  # vLLM's type is a class of its own
-        packed = dict(packed=True, packed_buffer_size_bytes=pack_bytes(config, dtype))
+        packed: dict[str, Any] = dict(packed=True)
+        packed['packed_buffer_size_bytes'] = pack_bytes(config, dtype)
         info = IPCTrainerInitInfo(rank=0, **packed)
         self.engine = IPCTrainerWeightTransferEngine.trainer_init(
             info, client=client, source=self.source

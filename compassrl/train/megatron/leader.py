@@ -96,7 +96,8 @@ class RankMonitor(Thread):
         if self.size == 1:
             return  # no other rank
         # a connection of its own: the main thread may wait in the other one
-        self.store = _get_default_store().clone()
+        shared: Any = _get_default_store()  # torch does not declare `clone`
+        self.store = shared.clone()
         self.store.set_timeout(timedelta(seconds=self.timeout_s))
         self.key = control.scatter(lambda: [secrets.token_hex(8)] * self.size)
         self.calls, self.cpu_s, self.since = stack(), 0.0, time.monotonic()
