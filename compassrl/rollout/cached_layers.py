@@ -118,10 +118,7 @@ def add_experts(
     product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear,
 ) -> Tensor:  # expert ids [n, K]
     "`MoE.forward` without a way back: outputs are added where they belong"
-    logits = torch.mm(y.to(layer.router.dtype), layer.router)
-    if x.element_size() < 4:
-        logits = logits.float()
-    gates, idx = _routed(layer.moe, logits)
+    gates, idx = _routed(layer, y)
     experts, order = idx.view(-1).sort(stable=True)
     token = owner.index_select(0, order)
     ends = torch.searchsorted(experts, layer.ids, right=True, out_int32=True)
@@ -145,9 +142,8 @@ def add_all_experts(
 ) -> Tensor:  # expert ids [n, K]
     """`add_experts` for few rows on a GPU: every expert works on every row, because its weights are
     read anyway. Nothing is sorted, and each sum has one order"""
-    logits = torch.mm(y.to(layer.router.dtype), layer.router)
-    gates, idx = _routed(layer.moe, logits)
-    of_all = torch.zeros_like(logits, dtype=gates.dtype).scatter_(1, idx, gates)  # [n, E]
+    gates, idx = _routed(layer, y)
+    of_all = gates.new_zeros(len(y), len(layer.ids)).scatter_(1, idx, gates)  # [n, E]
     gate, up = torch.bmm(y.expand(len(layer.ids), -1, -1), layer.gate_up.mT).chunk(2, -1)
     h = F.silu(gate).mul_(up)  # [E, n, I]
     flat = h.new_empty(len(x), len(h), h.shape[-1])
@@ -156,8 +152,9 @@ def add_all_experts(
     return idx
 
 
-def _routed(moe: MoE, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _routed(layer: SimpleNamespace, y: Tensor) -> tuple[Tensor, Tensor]:
     "`MoE.route`: gates and expert ids; a softmax over the top k needs only their logits"
+    moe, logits = layer.moe, torch.mm(y.to(layer.router.dtype), layer.router)
     wide = torch.promote_types(logits.dtype, torch.float32)
     if moe.correction is not None:
         logits = logits.to(wide)

@@ -197,15 +197,13 @@ class ProcessRollout(RolloutEngine):
             raise RuntimeError('requests are running: one `generate` at a time')
         waiting, grows = as_requests(requests), isinstance(requests, Requests)
         self._send(('generate', self._new(waiting), grows))
-        self.busy, more = True, None
+        self.busy = True
         try:
             while (word := self._recv())[0] == 'samples':
-                more = None
                 for d in word[1]:
                     yield _unpacked(d)
                 if grows:
-                    more = self._new(waiting)
-                    self._send(more)
+                    self._send(self._new(waiting))
             self.busy = False
         finally:
             if self.busy and self.child.poll() is None:

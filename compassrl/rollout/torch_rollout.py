@@ -44,9 +44,8 @@ _look_every = 8  # steps of a GPU between two looks at which responses have ende
 class TorchRollout(RolloutEngine):
     "The embedded rollout engine"
 
-    plain: ClassVar[bool] = (
-        True  # are products torch's own, so that a GPU can fuse and capture them?
-    )
+    # are products torch's own, so that a GPU can fuse and capture them?
+    plain: ClassVar[bool] = True
 
     if TYPE_CHECKING:  # methods with cells of their own
 

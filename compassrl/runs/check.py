@@ -30,6 +30,7 @@ from compassrl.model.pretrained import from_pretrained, hf_weights, save_pretrai
 from compassrl.records import Batch, Request, RolloutEngine, Sample, SamplingParams, collate
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import TorchRollout
+from compassrl.runs.run_process import meet_ranks, set_up
 from compassrl.runs.summary import machine_info
 from compassrl.train.torch_train import TorchTrain
 from compassrl.train.train_settings import OptimConfig, ParallelConfig
@@ -198,11 +199,9 @@ def check_trainer(bench: Bench) -> Iterator[Finding]:
 
 def check_megatron(bench: Bench) -> Iterator[Finding]:
     "Megatron-Core on one rank against the embedded trainer"
-    from compassrl.runs.run_process import meet_ranks, set_up
     from compassrl.train.megatron.engine import MegatronTrain
     from compassrl.train.megatron.model import has_te
 
-    set_up(bench.device, 1)
     kind = 'bfloat16' if has_te() else 'float32'
     parallel = ParallelConfig(dtype=kind)
     meet_ranks(parallel, bench.device)
@@ -379,6 +378,7 @@ def _table(bench: Bench, parts: tuple[str, ...], limit_s: float) -> list[dict[st
 
 
 if __name__ == '__main__' and sys.argv[0].endswith('check.py'):
+    set_up(sys.argv[3], 1)  # with 'cpu' nothing touches a GPU that is there
     for _found in check_parts[sys.argv[1]][0](
         Bench(Path(sys.argv[2]), sys.argv[3], len(sys.argv) > 4)
     ):

@@ -69,19 +69,19 @@ mechanisms: list[Mechanism] = [
         'clip of the loss',
         _tokens(lambda x: x, 'clip_frac'),
         'kept {:,.0f} tokens from moving too far',
-        'one update a step on fresh samples: every ratio is 1. More optim.num_mini_batches',
+        'no ratio left its range; all are 1 with one update a step on fresh samples',
     ),
     Mechanism(
         'router replay',
         _tokens(lambda x: 1 - x, 'tokens_agree_frac'),
         'repaired the experts of {:,.0f} tokens',
-        'both engines chose the same experts, as they do with equal weights and numbers',
+        'both engines chose the same experts, or nothing is replayed',
     ),
     Mechanism(
         'truncated importance sampling',
         _tokens(lambda x: x, 'tis_clip_frac'),
         'cut the weight of {:,.0f} tokens',
-        'no token was twice as likely for the trainer as for the sampler',
+        "no token was above loss.tis_cap, or loss.tis='off'",
     ),
     Mechanism(
         'sampling in fewer bits',

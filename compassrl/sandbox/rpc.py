@@ -159,6 +159,7 @@ class Ref:
 
     __getattr__, __setattr__ = _asked('getattr'), _asked('setattr')
     __next__, __str__, __repr__ = _asked('next'), _asked('str'), _asked('repr')
+    __doc__ = property(lambda x: x._asker.ask('getattr', x, '__doc__'))  # type: ignore
 
     def __init__(self, asker: _Asker, number: int) -> None:
         vars(self).update(_asker=asker, _number=number)
@@ -189,8 +190,6 @@ _IN_PLACE = {f'i{name.strip("_")}' for name in _OPERATORS}  # `operator.iadd` fo
 
 for _name in _ASKED:
     setattr(Ref, f'__{_name}__', _asked(f'__{_name}__'))
-for _name in ('__doc__',):
-    setattr(Ref, _name, property(lambda x: x._asker.ask('getattr', x, '__doc__')))
 for _name in _COMPARISONS:
     setattr(Ref, f'__{_name}__', _comparison(f'__{_name}__'))
 for _name in _OPERATORS:  # `and_` is its name in the module `operator`, `__and__` in a class

@@ -178,8 +178,7 @@ class TorchTrain:
         config: OptimConfig,
         temperature: float = 1.0,  # sampling temperature of the rollout
         replay: ReplayMode = 'R3',  # where routes come from
-        dtype: torch.dtype
-        | None = None,  # number type of the passes; None = that of the master weights
+        dtype: torch.dtype | None = None,  # number type of the passes; None = the weights'
         recompute: bool = False,  # compute each block again in the backward pass, to save memory?
     ) -> None:
         if not temperature > 0:
