@@ -58,14 +58,17 @@ class Stretch:
             raise Stop
 
     def run(self, num):
-        "Seconds of each of so many steps; those that sample, those that do not"
-        self.rows, self.num = [], num
+        """Seconds of each of so many steps; those that sample, those that do not. One step more
+        comes first, whose samples were drawn in another stretch; nothing is drawn after the end"""
+        self.rows, self.num = [], num + 1
         try:
             run_steps(self.cfg, self.sampler, self.engines.train, self, self.done)
         except Stop:
             pass
-        whole = sum(m['time_step_s'] for m in self.rows) / num
-        sampled = sum(m['time_rollout_s'] for m in self.rows) / num
+        if isinstance(self.sampler, AheadSampler):
+            self.sampler.catch_up(self.engines.train)
+        whole = sum(m['time_step_s'] for m in self.rows[1:]) / num
+        sampled = sum(m['time_rollout_s'] for m in self.rows[1:]) / num
         return whole, sampled
 
 

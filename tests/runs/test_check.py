@@ -66,7 +66,11 @@ def test_the_command_exits_with_1(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     good = dict(what='versions', value='1', want='', ok=None)
     bad = dict(what='gap', value=0.5, want='0.1', ok=False)
-    rows = {'machine': ([good], ''), 'embedded': ([bad], ''), 'megatron': ([good], 'exit code 3: x')}
+    rows = {
+        'machine': ([good], ''),
+        'embedded': ([bad], ''),
+        'megatron': ([good], 'exit code 3: x'),
+    }
     monkeypatch.setattr(check, 'run_part', lambda bench, name, limit_s: rows[name])
     with pytest.raises(SystemExit) as e:
         check.check_command(parts=tuple(rows))()
