@@ -79,6 +79,7 @@ def _with_reference(
         return replace(batch, ref_log_probs=reference.score(batch)['old_log_probs'])
 
 
+# %% ../nbs/loop.ipynb #e4f561a0
 def train_step(
     cfg: TrainConfig,
     step: int,  # 0-based
@@ -124,6 +125,7 @@ class RunHooks(Protocol):
         ...
 
 
+# %% ../nbs/loop.ipynb #0596534f
 def run_steps(
     cfg: TrainConfig,
     sampler: Sampler,  # with what earlier steps have left behind

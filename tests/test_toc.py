@@ -212,3 +212,22 @@ def test_links_follow_a_notebook_that_moves_to_another_folder(target, today):
     assert anchor == target.partition('#')[2]
     assert tool.followed(COURSE, here, now) == now
     assert tool.followed(COURSE, here, 'gone.ipynb') == 'gone.ipynb'
+
+
+def test_every_cell_has_an_id_of_its_own():
+    for path in tool.notebooks(COURSE.nbs):
+        ids = [c['id'] for c in tool.read(path)['cells']]
+        assert len(set(ids)) == len(ids), f'{path.name}: {[i for i in ids if ids.count(i) > 1]}'
+
+
+def test_a_cell_that_took_the_id_of_the_foot_gets_another_one_for_good():
+    foot = tool.markdown('the foot', 'a/b')
+    cells = [dict(tool.markdown(text, ''), id=foot['id']) for text in ('one', 'two', 'two')] + [
+        foot
+    ]
+    nb = dict(cells=[dict(c) for c in cells])
+    tool.set_ids(nb)
+    ids = [c['id'] for c in nb['cells']]
+    assert len(set(ids)) == 4 and ids[-1] == foot['id']
+    tool.set_ids(nb)
+    assert [c['id'] for c in nb['cells']] == ids

@@ -298,10 +298,23 @@ def hanging(course, name, here, titles):
     return [' '.join(lines), '']
 
 
+def hashed(seed):
+    return hashlib.sha256(seed.encode()).hexdigest()[:8]
+
+
 def markdown(text, seed):
     "A markdown cell whose id follows from `seed`"
-    cell = dict(cell_type='markdown', id=hashlib.sha256(seed.encode()).hexdigest()[:8])
+    cell = dict(cell_type='markdown', id=hashed(seed))
     return dict(**cell, metadata={}, source=text.splitlines(keepends=True))
+
+
+def set_ids(nb):
+    "No two cells share an id: jupytext hands ids on by place, also that of the foot. Later ones stay"
+    taken = set()
+    for c in reversed(nb['cells']):
+        while c['id'] in taken:
+            c['id'] = hashed(c['id'] + source(c))
+        taken.add(c['id'])
 
 
 def set_source(cell, text):
@@ -479,6 +492,7 @@ def sync_text(root=ROOT):
         set_source(cell, set_badge(course, n, cell))
         set_links(course, course.paths[n], nb)
         set_neighbours(course, n, nb, titles)
+        set_ids(nb)
         write(course.nbs / course.paths[n], nb, before)
     for name in FRONT:
         path = Path(f'{name}.ipynb')
@@ -486,6 +500,7 @@ def sync_text(root=ROOT):
         before = json.dumps(nb)
         set_index(course, nb, titles, nbs)
         set_links(course, path, nb)
+        set_ids(nb)
         write(course.nbs / path, nb, before)
     (course.nbs / 'sidebar.yml').write_text(sidebar(course))
     (root / 'course' / 'stages.py').write_text(stages(course))

@@ -305,6 +305,7 @@ class Policy(nn.Module):
         return (hidden, own) if tree is None else (tree.spread(hidden), own[tree.node])
 
 
+# %% ../../nbs/model/policy.ipynb #93207ce3
 def _check_rows(
     c: PolicyConfig, token_ids: Tensor, routed_experts: Tensor | None, routes_valid: Tensor | None
 ) -> None:

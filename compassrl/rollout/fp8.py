@@ -134,6 +134,7 @@ def scaled_mm(
     return mm(a, codes.t(), row, scales.t(), out_dtype=torch.bfloat16)[:n].to(x.dtype)
 
 
+# %% ../../nbs/rollout/fp8.ipynb #99f09877
 class Fp8Rollout(TorchRollout):
     """`TorchRollout` with the numbers of FP8: weights 128x128, activations 1x128. It checks numbers
     and is no faster than bf16; vLLM is. Raises ValueError for weights not finite"""

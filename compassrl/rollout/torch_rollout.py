@@ -268,6 +268,7 @@ def decode(
     return self.policy.logits(hidden)
 
 
+# %% ../../nbs/rollout/torch_rollout.ipynb #3766af47
 @patch
 @torch.inference_mode()
 def step(self: TorchRollout) -> list[int]:  # slots that finished
@@ -282,6 +283,7 @@ def step(self: TorchRollout) -> list[int]:  # slots that finished
     return slots.draw(slice(0, n), decode(slots.num_slots, width)[:n])
 
 
+# %% ../../nbs/rollout/torch_rollout.ipynb #cdec0f7e
 @patch
 @torch.inference_mode()
 def captured(self: TorchRollout, n: int, width: int) -> Tensor:
@@ -326,6 +328,7 @@ def harvest(self: TorchRollout, slot: int) -> Sample:
     )
 
 
+# %% ../../nbs/rollout/torch_rollout.ipynb #6a05e42e
 @patch
 def generate(
     self: TorchRollout,

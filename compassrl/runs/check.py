@@ -112,6 +112,7 @@ def same_tokens(a: list[Sample], b: list[Sample]) -> float:
     return sum(pairs) / len(pairs)
 
 
+# %% ../../nbs/runs/check.ipynb #d726204a
 def check_rollout(
     bench: Bench, engine: RolloutEngine, policy: Policy, most: float
 ) -> Iterator[Finding]:
@@ -151,7 +152,7 @@ def check_gap(samples: list[Sample], policy: Policy, most: float) -> Iterator[Fi
         if found.get('tokens_agree_frac') is not None:
             yield Finding('tokens whose routes all agree', found['tokens_agree_frac'])
     valid = found['routes_valid_frac'] or 0.0
-    yield Finding('tokens with a route', valid, '0.9', valid > 0.9)
+    yield Finding('tokens with a route', valid, 'above 0.9', valid > 0.9)
 
 
 # %% ../../nbs/runs/check.ipynb #fb3f1ec8
@@ -178,6 +179,7 @@ def one_step(train: Any, batch: Batch) -> tuple[Batch, dict[str, torch.Tensor], 
     return scored, weights, int(batch.token_mask.sum()) / (time.perf_counter() - start)
 
 
+# %% ../../nbs/runs/check.ipynb #bd08ac7e
 def check_trainer(bench: Bench) -> Iterator[Finding]:
     "The embedded trainer: bfloat16 against float32, and what it costs"
     batch, grads = batch_of(bench), {}
@@ -197,6 +199,7 @@ def check_trainer(bench: Bench) -> Iterator[Finding]:
     yield Finding('gradient in bfloat16, relative error', off, '0.03', off < 0.03)
 
 
+# %% ../../nbs/runs/check.ipynb #f03254ae
 def check_megatron(bench: Bench) -> Iterator[Finding]:
     "Megatron-Core on one rank against the embedded trainer"
     from compassrl.train.megatron.engine import MegatronTrain
@@ -261,6 +264,7 @@ def check_transformers(bench: Bench) -> Iterator[Finding]:
     yield Finding('logits in float32, largest difference', off, '0.01', off < 0.01)
 
 
+# %% ../../nbs/runs/check.ipynb #31fd1760
 def _vllm(bench: Bench, quantization: str) -> Iterator[Finding]:
     from compassrl.rollout.vllm.in_process import VllmRollout
 
@@ -320,6 +324,7 @@ def run_part(bench: Bench, name: str, limit_s: float) -> tuple[list[dict[str, An
     return rows, why
 
 
+# %% ../../nbs/runs/check.ipynb #1acb1b96
 def check_command(
     tiny: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     device: Literal['auto', 'cpu', 'cuda'] = 'auto',

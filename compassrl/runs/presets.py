@@ -126,6 +126,7 @@ def engines_cpu() -> TrainConfig:
     )
 
 
+# %% ../../nbs/runs/presets.ipynb #b3b041a9
 def one_gpu() -> TrainConfig:
     """Qwen3-0.6B on 24 GB, a mixture of 1.3 G parameters on 80 GB: trainer and vLLM take turns; set
     --init-from and --data.path (not run on GPU)"""
@@ -173,6 +174,7 @@ def multi_node() -> TrainConfig:
     )
 
 
+# %% ../../nbs/runs/presets.ipynb #4ece9932
 presets: dict[str, Callable[[], TrainConfig]] = {
     f.__name__.replace('_', '-'): f
     for f in (tiny_cpu, paper_cpu, smoke_cpu, tool_cpu, engines_cpu, one_gpu, one_node, multi_node)

@@ -161,6 +161,7 @@ def _inputs(engine: TorchTrain, batch: Batch) -> PassInputs:
     return PassInputs(tensors, (written, engine.temperature, engine.replay, engine.config))
 
 
+# %% ../../nbs/train/torch_train.ipynb #4c8b6fac
 class TorchTrain:
     """The embedded train engine (implements `TrainEngine`)
 
