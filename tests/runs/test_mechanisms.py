@@ -18,7 +18,8 @@ STEP = dict(
     staleness_max=1.0,
     time_reward_busy_s=0.5,
 )
-BY_HAND = {  # of two such steps: 16 responses in 4 groups, 160 tokens
+# Two such steps have 16 responses in 4 groups, and 160 tokens.
+BY_HAND = {
     'growth of silent groups': 2.0,
     'penalties': 4.0,
     'RL-ZVP': 2.0,
