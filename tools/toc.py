@@ -309,7 +309,7 @@ def markdown(text, seed):
 
 
 def set_ids(nb):
-    "No two cells share an id: jupytext hands ids on by place, the foot's, too. Later ones stay"
+    "No two cells share an id: jupytext hands ids on by place, the foot's as well. Later ones stay"
     taken = set()
     for c in reversed(nb['cells']):
         while c['id'] in taken:
