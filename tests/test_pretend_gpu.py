@@ -9,10 +9,12 @@ import torch
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate
+from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.fp8 import Fp8Rollout
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 from tests.support import pretend_gpu as gpu
+from tests.support.engine_samples import Echo
 
 MOE = PolicyConfig()
 SHAPES = dict(
@@ -66,6 +68,27 @@ def test_a_gpu_draws_what_a_cpu_draws_alone_and_among_others(name):
                 assert one.response_ids == many[3].response_ids
                 assert one.rollout_log_probs.equal(many[3].rollout_log_probs)
                 assert one.routed_experts.equal(many[3].routed_experts)
+
+
+def test_turns_and_full_slots_on_a_gpu_are_those_on_a_cpu():
+    "Rows draw on after their end: into what the next turn reads, and beyond the last column"
+    policy, call = lively(replace(MOE, vocab_size=10)), 2
+    params = SamplingParams(64 - 3, stop_ids=(1,))
+    asked = [Request(f'p{i}', (3 + i, 4, 5), 0, i, params) for i in range(6)]
+
+    def found(device):
+        engine = TorchRollout(policy.config, 3, torch.float32, device)
+        engine.load_weights(hf_weights(policy), 0)
+        turns = sorted(Episodes(engine, Echo(call)).generate(asked), key=lambda s: s.prompt_id)
+        endless = [replace(r, params=replace(params, stop_ids=())) for r in asked[:4]]
+        long = sorted(engine.generate(endless), key=lambda s: s.prompt_id)
+        assert engine.slots.capacity % 64 == 0 or device == 'cpu'
+        return turns + long
+
+    on_cpu = found('cpu')
+    assert sum(s.policy_mask is not None for s in on_cpu) >= 3  # some have read an answer
+    with gpu.pretend():
+        assert tokens(found(gpu.DEVICE)) == tokens(on_cpu)
 
 
 def test_fp8_finds_its_tensors_on_a_gpu():
