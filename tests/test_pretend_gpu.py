@@ -32,6 +32,8 @@ SHAPES = dict(
 LIMITS = SamplingParams(9, 1.0, stop_ids=tuple(range(8)))
 REQUESTS = [Request(f'p{i}', tuple(range(3, 6 + i)), 0, i, LIMITS) for i in range(5)]
 
+UNLIKE = [Request(f'p{i}', (5, 6, 7) * (1 + 7 * i), 0, i, LIMITS) for i in range(3)]
+
 
 def lively(shape):
     policy = Policy(shape)
@@ -63,24 +65,25 @@ def test_a_gpu_draws_what_a_cpu_draws_alone_and_among_others(name):
             assert len(s.routed_experts) == len(s.prompt_ids) + len(s.response_ids) - 1
         if name == 'moe':
             for dtype in (torch.float32, torch.bfloat16):
-                many = drawn(policy, gpu.DEVICE, dtype)
-                [one] = drawn(policy, gpu.DEVICE, dtype, REQUESTS[3:4])
-                assert one.response_ids == many[3].response_ids
-                assert one.rollout_log_probs.equal(many[3].rollout_log_probs)
-                assert one.routed_experts.equal(many[3].routed_experts)
+                many = drawn(policy, gpu.DEVICE, dtype, UNLIKE)
+                for i, r in enumerate(UNLIKE):
+                    [one] = drawn(policy, gpu.DEVICE, dtype, [r])
+                    assert one.response_ids == many[i].response_ids
+                    assert one.rollout_log_probs.equal(many[i].rollout_log_probs)
+                    assert one.routed_experts.equal(many[i].routed_experts)
 
 
 def test_turns_and_full_slots_on_a_gpu_are_those_on_a_cpu():
     "Rows draw on after their end: into what the next turn reads, and beyond the last column"
     policy, call = lively(replace(MOE, vocab_size=10)), 2
     params = SamplingParams(64 - 3, stop_ids=(1,))
-    asked = [Request(f'p{i}', (3 + i, 4, 5), 0, i, params) for i in range(6)]
+    asked = [Request(f'p{i}', (3 + i, 4, 5), 0, i, params) for i in range(5)]
 
     def found(device):
         engine = TorchRollout(policy.config, 3, torch.float32, device)
         engine.load_weights(hf_weights(policy), 0)
         turns = sorted(Episodes(engine, Echo(call)).generate(asked), key=lambda s: s.prompt_id)
-        endless = [replace(r, params=replace(params, stop_ids=())) for r in asked[:4]]
+        endless = [replace(r, params=replace(params, stop_ids=())) for r in asked[:3]]
         long = sorted(engine.generate(endless), key=lambda s: s.prompt_id)
         assert engine.slots.capacity % 64 == 0 or device == 'cpu'
         return turns + long
@@ -89,6 +92,15 @@ def test_turns_and_full_slots_on_a_gpu_are_those_on_a_cpu():
     assert sum(s.policy_mask is not None for s in on_cpu) >= 3  # some have read an answer
     with gpu.pretend():
         assert tokens(found(gpu.DEVICE)) == tokens(on_cpu)
+
+
+def test_new_weights_drop_captured_graphs():
+    "They read tensors that `load_weights` makes anew"
+    policy = lively(SHAPES['moe'])
+    engine = TorchRollout(policy.config, 1)
+    engine.graphs[64, 64] = None
+    engine.load_weights(hf_weights(policy), 0)
+    assert not engine.graphs
 
 
 def test_fp8_finds_its_tensors_on_a_gpu():

@@ -22,7 +22,7 @@ from compassrl.rollout.schedule import Schedule
 # %% auto #0
 __all__ = [
     'StepCost', 'Cluster', 'RoundRobin', 'makespan', 'idle_frac', 'lower_bound', 'work',
-    'fit_cost', 'rewards_done',
+    'fit_cost', 'rewards_done', 'steps_ahead',
 ]  # fmt: skip
 
 
@@ -297,3 +297,22 @@ def rewards_done(
     for s in sorted((s for s in spans if s.outcome == 'done'), key=lambda s: s.end):
         heapq.heapreplace(free, max(free[0], s.end if overlap else end) + seconds(s.index))
     return max(*free, end)
+
+
+# %% ../../nbs/plan/simulator.ipynb #f6f47c14
+def steps_ahead(
+    sampling: Sequence[float],  # seconds in which each step is drawn and judged
+    training: Sequence[float],  # seconds of all else in each step
+    k: int,  # `schedule.max_staleness`
+) -> list[tuple[float, float, float, float]]:  # seconds: drawn from, to; trained from, to
+    "When each step is drawn and trained, if both have machines of their own"
+    found: list[tuple[float, float, float, float]] = []
+    drawn = trained = 0.0
+    for t, (draw_s, train_s) in enumerate(zip(sampling, training, strict=True)):
+        asked = 0.0 if t < k else found[t - k][2] if k else trained
+        start = max(drawn, asked)
+        drawn = start + draw_s
+        begin = max(drawn, trained)
+        trained = begin + train_s
+        found.append((start, drawn, begin, trained))
+    return found

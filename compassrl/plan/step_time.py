@@ -142,6 +142,7 @@ class Estimate:
     stages: list[dict[str, float]]  # bytes by part of a rank, by pipeline stage
     server: dict[str, float]  # bytes on each GPU of a rollout server; empty = there is none
     times: dict[str, float]  # seconds by part of a step
+    apart: bool = False  # has the rollout GPUs of its own, so that it may sample ahead?
 
     @property
     def fullest(self) -> dict[str, float]:
@@ -150,6 +151,12 @@ class Estimate:
     @property
     def peak(self) -> float:
         return sum(self.fullest.values())
+
+    @property
+    def ahead_s(self) -> float:
+        "Seconds of a step with `schedule.max_staleness` of 1 or more, if all steps are alike"
+        drawn, sync = self.times['rollout_s'], self.times['sync_s']
+        return sync + max(drawn, sum(self.times.values()) - drawn - sync)
 
     def table(self) -> str:
         "Memory of the fullest rank and of a server, and the time of a step"
@@ -163,6 +170,8 @@ class Estimate:
         if self.times:
             all_of = 'step' if self.server else 'training'
             rows[f'{all_of}, one after the other'] = f'{sum(self.times.values()):,.1f} s'
+        if self.apart:
+            rows['step, sampling ahead'] = f'{self.ahead_s:,.1f} s'
         name = f'{len(self.layout.places)} x {self.gpu.name if self.gpu else "CPU"}'
         lines = [f'  {k:28} {v:>14}' for k, v in rows.items()]
         return '\n'.join([f'estimate for {name}, not measured', *lines])
@@ -191,7 +200,7 @@ def estimate(
         drawn = rollout_s(c, vllm, gpu, workload, guess, taken, rollout)
         sync = sync_s(c, vllm, gpu, layout.num_nodes, guess)
         times = dict(rollout_s=drawn, sync_s=sync) | times
-    return Estimate(layout, gpu, workload, stages, server, times)
+    return Estimate(layout, gpu, workload, stages, server, times, bool(vllm) and own)
 
 
 # %% ../../nbs/plan/step_time.ipynb #75f3464a
