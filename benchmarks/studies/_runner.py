@@ -279,6 +279,9 @@ KEPT = (  # means over the steps of a trial
     'entropy',
     'tokens',
     'gradient_noise',
+    'rollout_train_gap',
+    'rollout_train_ess',
+    'tis_clip_frac',
 )
 
 

@@ -2,6 +2,8 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,6 +246,22 @@ def test_it_computes_what_a_naive_loop_does(drawer, cfg, k):
         # versions are counted one way: by weights handed over, not by optimiser steps
         assert stale == [min(t, k) for t in range(5)]
     assert cfg is not GROWS or any(m['waves'] > 1 for m, _ in rows)
+
+
+@pytest.mark.parametrize('k', [0, 1, 3])
+def test_the_sampler_of_the_study_is_as_old(monkeypatch, k):
+    "`benchmarks/studies/stale.py` draws in its own process what the naive loop draws"
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / 'benchmarks' / 'studies'))
+    from stale import StaleSampler
+
+    cfg, rows = CFG, []
+    engine, rollout = train_engine(cfg), TorchRollout(SHAPE, 32)
+    judge = SerialJudge(PROMPTS, TOK, EOS_ID)
+    sampler = StaleSampler(k, engine, cfg, PROMPTS, rollout, judge, EOS_ID)
+    keep = SimpleNamespace(on_step=lambda step, metrics, samples, batch: rows.append(kept(samples)))
+    run_steps(cfg, sampler, engine, keep)
+    weights, want = naive(cfg, k)
+    assert same(dict(engine.weights()), weights) and rows == want
 
 
 @pytest.mark.parametrize('done', [1, 3])
