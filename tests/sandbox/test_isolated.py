@@ -13,12 +13,17 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
+from datetime import UTC, datetime, timedelta
+from datetime import time as clock_time
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from compassrl.judges.verifiers import maths
-from compassrl.sandbox import fork_client
+from compassrl.sandbox import fork_client, plain_values
 from compassrl.sandbox.fork_client import ForkServer, close_fork_servers, warm_server
 from compassrl.sandbox.isolated import (
     Limits,
@@ -599,6 +604,58 @@ def test_inside_needs_nothing_of_the_package():
         lines = fork_client.module_text(name).splitlines()
         ours = [x for x in lines if x.startswith(('from .', 'import compassrl', 'from compassrl'))]
         assert ours == [taken[n] for n in taken if n == name]
+
+
+LIES = [
+    {'late': ['os.system', ['touch FILE']]},
+    {'late': ['builtins.open', ['FILE', 'w']]},
+    {'late': ['pathlib.Path', ['FILE']]},
+    {'late': ['subprocess.Popen', [['touch', 'FILE']]]},
+    {'type': 'eval'},
+    {'system': ['touch FILE']},
+    {'named': ['x', ['__class__'], [1]]},
+    {'named': ['x=open("FILE","w")', ['a'], [1]]},
+    {'named': ['x', ['a=open("FILE","w")'], [1]]},
+    {'list': [1], 'tuple': [1]},
+    {},
+]
+
+
+@pytest.mark.parametrize('lie', LIES, ids=json.dumps)
+def test_only_types_of_the_table_come_out(lie, tmp_path):
+    "A program may write any message; the trainer's process makes no other object of it"
+    lie = json.loads(json.dumps(lie).replace('FILE', str(tmp_path / 'file')))
+    for message in (lie, [lie], {'tuple': [lie]}, {'dict': [['a', lie]]}):
+        with pytest.raises((ValueError, KeyError)):
+            plain_values.unpack(message, None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    'x',
+    [
+        2**53,
+        -(2**64),
+        datetime(2026, 1, 2, 3, 4, 5, 6),
+        timedelta(days=-1, seconds=2, microseconds=3),
+        Decimal('-1.50'),
+        Fraction(-3, 7),
+        {(1, 2): {3}, 'a': [None, True, 1.5, 'x', b'y']},
+        deque([1], 3),
+        int,
+    ],
+    ids=repr,
+)
+def test_plain_values_come_out_as_they_were(x):
+    packed = json.loads(json.dumps(plain_values.pack(x, None)))
+    out = plain_values.unpack(packed, None)
+    assert out == x and type(out) is type(x)
+
+
+def test_a_time_with_a_zone_stays_where_it_is():
+    "Without its zone it would be another moment"
+    for x in (datetime(2026, 1, 2, tzinfo=UTC), clock_time(1, tzinfo=UTC)):
+        assert plain_values.pack([x], lambda x: {'ref': 7}) == [{'ref': 7}]
 
 
 ENDINGS = {
