@@ -779,3 +779,29 @@ def test_bad_temperature(temperature):
 def test_a_response_without_a_prompt():
     with pytest.raises(ValueError, match='column 0'):
         response_log_probs(policy(), replace(BATCH, response_mask=BATCH.token_mask))
+
+
+def kept_bytes(p, batch):
+    "Of the tensors that one forward pass keeps for its backward pass, weights aside"
+    weights = {w.data_ptr() for w in p.parameters()}
+    kept = {}
+
+    def pack(t):
+        if t.data_ptr() not in weights:
+            kept[t.data_ptr()] = t.nbytes
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        log_probs, _ = response_log_probs(p, batch)
+    log_probs.sum().backward()
+    return sum(kept.values())
+
+
+def test_recomputing_blocks_keeps_less():
+    "The bits are equal (tests/test_pretend_gpu.py), and the memory is what it is for"
+    whole, batch = policy(), make([(3, 9), (2, 7), (4, 8), (1, 9)])
+    less = deepcopy(whole)
+    less.recompute = True
+    assert kept_bytes(less, batch) < kept_bytes(whole, batch) / 3
+    for a, b in zip(whole.parameters(), less.parameters()):
+        assert a.grad is b.grad is None or a.grad.equal(b.grad)
