@@ -18,14 +18,13 @@ from compassrl.config import read_run_config
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_shapes
 from compassrl.plan.layout import layout
-from compassrl.plan.queue_simulation import simulate
-from compassrl.plan.simulator import rewards_done
 from compassrl.records import Request
 from compassrl.rollout.fp8 import quantise
 from compassrl.runs.presets import smoke_cpu
 from compassrl.runs.run import resume_run, start_run
 from compassrl.train.megatron.parallel import ParallelConfig
 from course import algorithm, canvas, machines, rollout
+from course.simulator import rewards_done, simulate
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / 'tools'))
