@@ -10,12 +10,15 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
 from typing import NamedTuple
 
 # %% auto #0
 __all__ = [
-    'may_use_gpu', 'ProcessStat', 'process_stat', 'end_with_parent', 'keep_freed_memory', 'world',
-    'has_gpu', 'local_world',
+    'may_use_gpu', 'open_phases', 'ProcessStat', 'process_stat', 'end_with_parent',
+    'keep_freed_memory', 'world', 'has_gpu', 'local_world', 'phase',
 ]  # fmt: skip
 
 
@@ -85,3 +88,20 @@ def has_gpu() -> bool:
 def local_world() -> int:
     "Number of ranks on this machine, as torchrun says"
     return int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+
+
+# %% ../nbs/procs.ipynb #25500cf2
+open_phases: list[str] = []  # names, the outermost first
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    "Names what the main thread does inside; in any other thread it does nothing"
+    named = current_thread() is main_thread()
+    if named:
+        open_phases.append(name)
+    try:
+        yield
+    finally:
+        if named:
+            open_phases.remove(name)

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compassrl.phases import phase
-from compassrl.procs import end_with_parent, process_stat
+from compassrl.procs import end_with_parent, phase, process_stat
 from compassrl.records import Request, Requests, RolloutEngine, Sample, as_requests
 from compassrl.rollout.requests import check_request
 from compassrl.rollout.torch_rollout import TorchRollout

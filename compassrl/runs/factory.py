@@ -22,9 +22,8 @@ from compassrl.config import TrainConfig
 from compassrl.loop import Stop
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights, from_pretrained, read_shards
-from compassrl.phases import phase
 from compassrl.plan.memory import check_memory
-from compassrl.procs import local_world, world
+from compassrl.procs import local_world, phase, world
 from compassrl.records import RolloutEngine, TrainEngine
 from compassrl.rollout.fp8 import Fp8Rollout
 from compassrl.rollout.own_process import ProcessRollout

@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from compassrl.runs.curves import curves_png
-from compassrl.runs.gantt import plot_gantt, spans_of
+from compassrl.runs.curves import curves_png, plot_gantt, spans_of
 from compassrl.runs.log import finite_only
 from compassrl.runs.summary import hard_prompts, read_curves, read_record, run_summary
 
