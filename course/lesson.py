@@ -219,7 +219,7 @@ def show_settings(
     from IPython.display import Markdown
 
     from compassrl.config import TrainConfig
-    from compassrl.runs.help import settings_table
+    from course.pages import settings_table
 
     run = vars(TrainConfig())
     at = next((f'{name}.' for name, part in run.items() if type(part) is config), '')

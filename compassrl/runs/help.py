@@ -5,7 +5,6 @@
 # %% ../../nbs/runs/help.ipynb #a01e8cf0
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -16,8 +15,8 @@ from compassrl.settings import OneOf
 
 # %% auto #0
 __all__ = [
-    'resume_usage', 'settings_of', 'flag', 'choices', 'range_of', 'short_help', 'settings_table',
-    'settings_markdown',
+    'resume_usage', 'settings_of', 'flag', 'choices', 'range_of', 'about_setting', 'typed',
+    'short_help',
 ]  # fmt: skip
 
 
@@ -81,12 +80,12 @@ def range_of(
     return OneOf(names) if (names := choices(hint)) else None
 
 
-def _about(part: Any, name: str) -> str:
+def about_setting(part: Any, name: str) -> str:
     "The comment of a field, in one line"
     return (docments(type(part)).get(name) or '').replace('\n', ' ')
 
 
-def _typed(value: object) -> str:
+def typed(value: object) -> str:
     "A value as one types it on the command line"
     return ' '.join(map(str, value)) if isinstance(value, tuple) else str(value) or "''"
 
@@ -94,10 +93,10 @@ def _typed(value: object) -> str:
 def _line(cfg: Any, key: str) -> str:
     head, _, name = key.rpartition('.')
     part = attrgetter(head)(cfg) if head else cfg
-    default = _typed(getattr(part, name))
+    default = typed(getattr(part, name))
     allowed = range_of(part, name)
     end = allowed(default) if allowed else f'(default: {default})'
-    return f'  {flag(key):27} {_about(part, name)} {end}'
+    return f'  {flag(key):27} {about_setting(part, name)} {end}'
 
 
 def short_help(
@@ -110,34 +109,3 @@ def short_help(
     lines += [_line(cfg, key) for key in _main]
     num = len(settings_of(cfg)) - len(_main)
     return '\n'.join([*lines, '', f'{num} more settings: {command} --help-all'])
-
-
-# %% ../../nbs/runs/help.ipynb #9a0d6d55
-def _rows(part: Any, at: str) -> Iterator[str]:
-    for f in fields(part):
-        value = getattr(part, f.name)
-        if not is_dataclass(value):
-            allowed = range_of(part, f.name) or ''
-            cells = f'`{flag(at + f.name)}`', _typed(value), str(allowed), _about(part, f.name)
-            yield '| ' + ' | '.join(c.replace('|', '\\|') for c in cells) + ' |'
-
-
-def settings_table(
-    part: Any,  # a dataclass of settings; its values are shown as defaults
-    at: str = '',  # place in a larger config: 'optim.'
-) -> str:
-    "The settings of one part as a Markdown table"
-    head = ['| flag | default | allowed | meaning |', '| - | - | - | - |']
-    return '\n'.join([*head, *_rows(part, at)])
-
-
-def settings_markdown(
-    cfg: Any,  # a config; its values are shown as defaults
-    at: str = '',  # place in a larger config: 'optim.'
-    name: str = 'The run itself',
-) -> str:
-    "Every setting of a config: a table for each of its parts"
-    about = '' if not at else (type(cfg).__doc__ or '').partition('. ')[0].rstrip('.') + '.'
-    parts = [f.name for f in fields(cfg) if is_dataclass(getattr(cfg, f.name))]
-    more = [settings_markdown(getattr(cfg, p), f'{at}{p}.', f'`{at}{p}`') for p in parts]
-    return '\n'.join([f'## {name}', about, '', settings_table(cfg, at), '', *more])
