@@ -1,4 +1,4 @@
-"""Pages that are made from the code: settings and metrics as tables, and the tokens of a trace."""
+"""Pages that are made from the code: settings and metrics as tables, and what a trace holds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from dataclasses import fields, is_dataclass
 from html import escape
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
-from compassrl.runs.help import about_setting, flag, range_of, typed
+from compassrl.config import TrainConfig
+from compassrl.loop import loss_of
+from compassrl.records import Batch, mini_batches
+from compassrl.runs.presets import about_setting, flag, range_of, typed
 from compassrl.runs.trace import PER_TOKEN
 from compassrl.runs.trackers import FileKind, glossary
 
-__all__ = ['settings_table', 'settings_markdown', 'glossary_markdown', 'microscope']
+__all__ = ['settings_table', 'settings_markdown', 'glossary_markdown', 'microscope', 'recompute_loss']
 
 
 def _rows(part: Any, at: str) -> Iterator[str]:
@@ -92,3 +97,41 @@ def microscope(
 
     style = 'font-family:ui-monospace,monospace;line-height:1.7;background:#fff;padding:.3em .6em'
     return f'<div style="{style}">{"".join(map(line, rows))}</div>'
+
+
+def recompute_loss(
+    head: dict[str, Any],  # a step of `read_trace`
+    rows: list[dict[str, Any]],  # its samples
+    cfg: TrainConfig,  # settings of the run
+) -> float:  # mean over the step's mini-batches, as logged
+    "From the trace alone. Raises ValueError where the step was skipped or a tensor is missing"
+    if 'log_probs' not in rows[0]:
+        raise ValueError(f'step {head["step"]} has no log_probs: no update was made of it')
+    # entry t speaks of token t; column 0 stands for the prompt
+    T = max(len(r['response_ids']) for r in rows) + 1
+
+    def table(key: str) -> Tensor:
+        padded = [[0.0] + r[key] + [0.0] * (T - 1 - len(r[key])) for r in rows]
+        return torch.tensor(padded, dtype=torch.float64)
+
+    lengths = torch.tensor([len(r['response_ids']) for r in rows])
+    mask = (torch.arange(T) > 0) & (torch.arange(T) <= lengths[:, None])
+    for row, r in zip(mask, rows):
+        if 'policy_mask' in r:  # a tool spoke
+            row[1 : len(r['policy_mask']) + 1] = torch.tensor(r['policy_mask'])
+    batch = Batch(
+        token_ids=torch.zeros(len(rows), T, dtype=torch.long),
+        token_mask=mask,
+        response_mask=mask,
+        group=torch.tensor([r['group'] for r in rows]),
+        rewards=torch.tensor([r['reward'] for r in rows]),
+        **{k: table(k) for k in PER_TOKEN if k in rows[0] and k != 'log_probs'},
+    )
+    log_probs, loss, total = table('log_probs'), loss_of(cfg, batch), 0.0
+    parts = mini_batches(len(rows), head['num_mini_batches'])
+    parts = [p for p in parts if mask[p].any()]  # the others are no step of an engine either
+    for p in parts:
+        part = batch.map(lambda t: t[p])
+        value, _ = loss(log_probs[p], part, int(part.response_mask.sum()), len(p))
+        total += float(value) / len(parts)
+    return total

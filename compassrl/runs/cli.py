@@ -24,9 +24,16 @@ from tyro.extras import SubcommandApp
 from compassrl import __version__
 from compassrl.config import TrainConfig, read_run_config
 from compassrl.rollout.rollout_settings import VllmConfig
-from compassrl.runs.help import flag, resume_usage, settings_of, short_help
 from compassrl.runs.log import Level, left_out, set_level
-from compassrl.runs.presets import for_checkpoint, names_cold_start, presets
+from compassrl.runs.presets import (
+    flag,
+    for_checkpoint,
+    names_cold_start,
+    presets,
+    resume_usage,
+    settings_of,
+    short_help,
+)
 from compassrl.settings import at_least
 from compassrl.train.train_settings import ParallelConfig
 

@@ -35,9 +35,8 @@ from compassrl.runs.run_data import resolve
 from compassrl.runs.run_process import meet_ranks, need, set_up
 from compassrl.runs.trackers import check_trackers
 from compassrl.train.checkpoint import Saver, ShardedState, WholeState
-from compassrl.train.expert_load import check_balance
 from compassrl.train.megatron.parallel import ParallelConfig, check_parallel
-from compassrl.train.routes import ReplayMode
+from compassrl.train.routes import ReplayMode, check_balance
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 
 if TYPE_CHECKING:

@@ -11,15 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from compassrl.config import TrainConfig
-from compassrl.loop import loss_of
-from compassrl.records import Batch, Metrics, Sample, mini_batches
+from compassrl.records import Batch, Metrics, Sample
 
 # %% auto #0
-__all__ = ['TRACE_VERSION', 'PER_TOKEN', 'trace_rows', 'read_trace', 'recompute_loss']
+__all__ = ['TRACE_VERSION', 'PER_TOKEN', 'trace_rows', 'read_trace']
 
 # %% ../../nbs/runs/trace.ipynb #5615397e
 TRACE_VERSION = 1
@@ -132,42 +129,3 @@ def read_trace(
                 rows.append(row)
     if head and len(rows) == head['num_samples']:
         yield head, rows
-
-
-# %% ../../nbs/runs/trace.ipynb #fb02184c
-def recompute_loss(
-    head: dict[str, Any],  # a step of `read_trace`
-    rows: list[dict[str, Any]],  # its samples
-    cfg: TrainConfig,  # settings of the run
-) -> float:  # mean over the step's mini-batches, as logged
-    "From the trace alone. Raises ValueError where the step was skipped or a tensor is missing"
-    if 'log_probs' not in rows[0]:
-        raise ValueError(f'step {head["step"]} has no log_probs: no update was made of it')
-    # entry t speaks of token t; column 0 stands for the prompt
-    T = max(len(r['response_ids']) for r in rows) + 1
-
-    def table(key: str) -> Tensor:
-        padded = [[0.0] + r[key] + [0.0] * (T - 1 - len(r[key])) for r in rows]
-        return torch.tensor(padded, dtype=torch.float64)
-
-    lengths = torch.tensor([len(r['response_ids']) for r in rows])
-    mask = (torch.arange(T) > 0) & (torch.arange(T) <= lengths[:, None])
-    for row, r in zip(mask, rows):
-        if 'policy_mask' in r:  # a tool spoke
-            row[1 : len(r['policy_mask']) + 1] = torch.tensor(r['policy_mask'])
-    batch = Batch(
-        token_ids=torch.zeros(len(rows), T, dtype=torch.long),
-        token_mask=mask,
-        response_mask=mask,
-        group=torch.tensor([r['group'] for r in rows]),
-        rewards=torch.tensor([r['reward'] for r in rows]),
-        **{k: table(k) for k in PER_TOKEN if k in rows[0] and k != 'log_probs'},
-    )
-    log_probs, loss, total = table('log_probs'), loss_of(cfg, batch), 0.0
-    parts = mini_batches(len(rows), head['num_mini_batches'])
-    parts = [p for p in parts if mask[p].any()]  # the others are no step of an engine either
-    for p in parts:
-        part = batch.map(lambda t: t[p])
-        value, _ = loss(log_probs[p], part, int(part.response_mask.sum()), len(p))
-        total += float(value) / len(parts)
-    return total

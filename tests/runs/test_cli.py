@@ -15,9 +15,8 @@ import pytest
 from compassrl.algo.loss_registry import policy_losses
 from compassrl.config import TrainConfig
 from compassrl.runs.cli import main, parse_resume, parse_train
-from compassrl.runs.help import flag, settings_of
 from compassrl.runs.log import Progress, progress_bar, set_level
-from compassrl.runs.presets import presets, tiny_cpu
+from compassrl.runs.presets import flag, presets, settings_of, tiny_cpu
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'COLUMNS': '100'}

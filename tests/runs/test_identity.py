@@ -280,7 +280,7 @@ def test_relative_paths_lead_back_to_where_the_run_began(made, tmp_path, monkeyp
 def test_every_path_among_the_settings_is_known():
     "A setting whose words say file or folder is compared by its content"
     from compassrl.config import TrainConfig, places
-    from compassrl.runs.help import about_setting, settings_of
+    from compassrl.runs.presets import about_setting, settings_of
 
     cfg, named = TrainConfig(), set()
     for key in settings_of(cfg):
@@ -288,7 +288,9 @@ def test_every_path_among_the_settings_is_known():
         owner = cfg
         for step in filter(None, part.split('.')):
             owner = getattr(owner, step)
-        if {'File', 'Folder', 'FILE.py:NAME'} & set(about_setting(owner, name).replace(',', '').split()):
+        if {'File', 'Folder', 'FILE.py:NAME'} & set(
+            about_setting(owner, name).replace(',', '').split()
+        ):
             named.add(key)
     assert named - {'run_dir', 'vllm.sync_dir'} <= set(places)
     assert named >= {'tools.table', 'rewards.function', 'data.replay_from'}
