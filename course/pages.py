@@ -18,7 +18,13 @@ from compassrl.runs.presets import about_setting, flag, range_of, typed
 from compassrl.runs.trace import PER_TOKEN
 from compassrl.runs.trackers import FileKind, glossary
 
-__all__ = ['settings_table', 'settings_markdown', 'glossary_markdown', 'microscope', 'recompute_loss']
+__all__ = [
+    'settings_table',
+    'settings_markdown',
+    'glossary_markdown',
+    'microscope',
+    'recompute_loss',
+]
 
 
 def _rows(part: Any, at: str) -> Iterator[str]:

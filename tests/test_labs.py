@@ -28,8 +28,8 @@ from compassrl.model.layers import softmax_gates
 from compassrl.model.shape import PolicyConfig
 from compassrl.records import Request, Sample, Verdict, collate
 from compassrl.rollout.fp8 import decode_e4m3, dequantise, encode_e4m3, quantise
-from course.pages import recompute_loss
 from compassrl.train.routes import routes_agreement
+from course.pages import recompute_loss
 from course.simulator import simulate
 from tests.support import ROOT
 from tests.support.labs import in_page
