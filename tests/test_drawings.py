@@ -24,6 +24,7 @@ from compassrl.runs.presets import smoke_cpu
 from compassrl.runs.run import resume_run, start_run
 from compassrl.train.megatron.parallel import ParallelConfig
 from course import algorithm, canvas, machines, rollout
+from course.layouts import rank_groups
 from course.simulator import rewards_done, simulate
 from tests.support import ROOT
 
@@ -312,7 +313,7 @@ def test_ranks_hold_what_the_layout_says():
     by_stage = sorted(found.places, key=lambda p: (p.pp, p.dp, p.tp))
     assert drawn == [f'rank {p.rank}: heads {p.heads[0]}-{p.heads[-1]}' for p in by_stage]
     marked = [w for w, r in zip(words(svg), roles(svg, 'ink'), strict=True) if r == 'good']
-    same = next(g for g in found.groups('dp') if 5 in g)
+    same = next(g for g in rank_groups(found, 'dp') if 5 in g)
     assert [int(w.split(':')[0][5:]) for w in marked if w.startswith('rank ')] == same
 
 
