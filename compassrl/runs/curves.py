@@ -10,8 +10,11 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from compassrl.files import read_data
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,40 +117,6 @@ def step_seconds(row: dict[str, Any]) -> float:
 
 
 # %% ../../nbs/runs/curves.ipynb #03e1c894
-_panels = {  # title: metric -> label
-    'held-out answers, correct': dict(eval_avg='average', eval_pass='any of k'),
-    'training answers': dict(
-        reward_mean='mean reward',
-        correct_frac='correct',
-        penalty_mean='penalty',
-        failed_frac='no verdict',
-    ),
-    'groups with equal rewards': dict(
-        zero_variance_first_frac='first wave',
-        zero_variance_raw_frac='grown',
-        zero_variance_frac='after penalties',
-        zero_variance_residual_frac='no gradient at all',
-    ),
-    'gradient and truncation, shares': dict(
-        gradient_token_frac='tokens with a gradient', truncated_frac='responses truncated'
-    ),
-    'tokens per response': dict(response_tokens_mean='mean'),
-    'responses per group': dict(group_size_mean='mean', waves='waves'),
-    'entropy, nats per token': dict(entropy='mean'),
-    'gradient norm': dict(grad_norm='before clipping'),
-    'share of tokens clipped': dict(clip_frac='by the loss', tis_clip_frac='by TIS'),
-    'how far log-probs move': dict(
-        approx_kl='KL to the old policy',
-        rollout_train_gap='rollout / train gap',
-        rollout_train_k3='rollout / train k3',
-    ),
-    'experts: routes of both engines, load': dict(
-        routes_agree_frac='same in a layer',
-        tokens_agree_frac='same in all layers',
-        expert_entropy='load, 1 is even',
-        expert_busiest_frac='busiest expert',
-    ),
-}
 _may_be_log = {'gradient norm', 'how far log-probs move'}
 _ink = ['#c2410c', '#0f766e', '#4338ca', '#b45309', '#78716c', '#be185d', '#94a3b8']
 
@@ -236,7 +205,8 @@ def plot_curves(
     space = dict(left=0.04, right=0.985, top=0.92, bottom=0.055, wspace=0.2, hspace=0.2)
     axes = list(fig.subplots(3, 4, gridspec_kw=space).flat)
     head = dict(fontsize=11, y=1.0)  # where it is anyway: nobody measures the labels for it
-    for ax, (name, keys) in zip(axes, _panels.items()):
+    panels = read_data(str(files('compassrl.runs') / 'curves.yml'))
+    for ax, (name, keys) in zip(axes, panels.items()):
         ax.set_title(name, **head)
         _panel(ax, metrics, keys, name in _may_be_log)
     axes[-1].set_title('seconds per step', **head)

@@ -227,7 +227,7 @@ def test_the_word_of_another_trainer_is_answered_with_ours(word, ours):
 def test_each_word_of_another_trainer_leads_to_a_setting():
     from compassrl.runs.cli import _ours
 
-    assert {*_ours.values()} <= {*map(flag, settings_of(TrainConfig()))}
+    assert {*_ours().values()} <= {*map(flag, settings_of(TrainConfig()))}
 
 
 def test_the_short_help_names_what_a_user_brings(capsys):
