@@ -50,7 +50,6 @@ from compassrl.loop import fit
 from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
-from compassrl.plan.simulator import RoundRobin, idle_frac
 from compassrl.records import Prompt
 from compassrl.rollout.pull_queue import PullQueue
 from compassrl.rollout.rollout_settings import VllmConfig
@@ -60,6 +59,7 @@ from compassrl.rollout.vllm import dispatcher
 from compassrl.rollout.vllm.pool import VllmPool
 from compassrl.sandbox.isolated import Limits, run_program
 from compassrl.train.torch_train import OptimConfig, TorchTrain
+from course.simulator import RoundRobin, idle_frac
 
 LIMIT = 960
 # cumulative; FP8 before scheduling

@@ -43,13 +43,13 @@ import torch
 from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
-from compassrl.plan.simulator import Cluster, RoundRobin, fit_cost, idle_frac, makespan, work
 from compassrl.records import Request, SamplingParams, derive_seed
 from compassrl.rollout.pull_queue import PullQueue
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.schedule import LengthPredictor, Schedule, ScheduleConfig, prediction_error
 from compassrl.rollout.vllm import dispatcher
 from compassrl.rollout.vllm.pool import VllmPool
+from course.simulator import Cluster, RoundRobin, fit_cost, idle_frac, makespan, work
 
 LIMIT = 960
 

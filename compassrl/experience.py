@@ -25,7 +25,7 @@ from compassrl.algo.zero_variance import (
 from compassrl.config import TrainConfig
 from compassrl.data.selection import PromptSelection, prompts_of_step
 from compassrl.judges.serial import Judge, sample_columns, task_rewards
-from compassrl.phases import phase
+from compassrl.procs import phase
 from compassrl.records import (
     Batch,
     Metrics,

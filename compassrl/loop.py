@@ -27,8 +27,8 @@ from compassrl.records import (
     TrainEngine,
     collate,
 )
-from compassrl.train.expert_load import expert_load
 from compassrl.train.guards import Guard
+from compassrl.train.routes import expert_load
 
 # %% auto #0
 __all__ = ['loss_of', 'unmoved', 'train_step', 'Stop', 'RunHooks', 'run_steps', 'fit']

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
+import socket
+import subprocess
 import sys
-from typing import NamedTuple
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from multiprocessing.connection import Connection
+from threading import current_thread, main_thread
+from typing import Any, NamedTuple
 
 # %% auto #0
 __all__ = [
-    'may_use_gpu', 'ProcessStat', 'process_stat', 'end_with_parent', 'keep_freed_memory', 'world',
-    'has_gpu', 'local_world',
+    'may_use_gpu', 'open_phases', 'ProcessStat', 'process_stat', 'end_with_parent', 'start_child',
+    'hear', 'keep_freed_memory', 'world', 'has_gpu', 'local_world', 'phase',
 ]  # fmt: skip
 
 
@@ -58,6 +68,51 @@ def end_with_parent(
         os._exit(1)
 
 
+def start_child(
+    code: str,  # Python, in which `{fd}` is the file number of its end of the connection
+    work: object,  # pickled on its standard input
+    fds: Sequence[int] = (),  # other files that it shares
+    **env: str,
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    "A Python process in a session of its own, to which Ctrl-C does not come, and a way to it"
+    ours, theirs = socket.socketpair()
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    with theirs, tempfile.TemporaryFile() as stdin:
+        pickle.dump(work, stdin)
+        stdin.seek(0)
+        child = subprocess.Popen(
+            [sys.executable, '-c', code.format(fd=theirs.fileno())],
+            stdin=stdin,
+            pass_fds=[theirs.fileno(), *fds],
+            start_new_session=True,
+            env=os.environ | dict(PYTHONPATH=path) | env,
+        )
+    return child, Connection(ours.detach())
+
+
+def hear(
+    child: subprocess.Popen[bytes],
+    conn: Connection,
+    who: str,  # subject of an error
+    stopped_s: float,  # it may be stopped for so long
+    limit_s: float = inf,  # it may work for so long
+) -> Any:
+    "What a child sends next. Raises RuntimeError if it is gone, stopped or silent for too long"
+    ran_at = start = time.monotonic()
+    try:
+        while (now := time.monotonic()) < start + limit_s:
+            if conn.poll(min(start + limit_s - now, stopped_s / 10)):
+                return conn.recv()
+            seen = process_stat(child.pid)
+            if not seen or seen.state not in 'Tt':
+                ran_at = time.monotonic()
+            elif now - ran_at > stopped_s:
+                raise RuntimeError(f'{who} is stopped')
+    except (EOFError, OSError):
+        raise RuntimeError(f'{who} is gone (exit code {child.wait(5)})') from None
+    raise RuntimeError(f'{who} was silent for {limit_s:g} s')
+
+
 # %% ../nbs/procs.ipynb #26a94fb9
 def keep_freed_memory() -> None:
     "Without this, glibc gives freed blocks back to the kernel, which zeroes their pages again"
@@ -85,3 +140,20 @@ def has_gpu() -> bool:
 def local_world() -> int:
     "Number of ranks on this machine, as torchrun says"
     return int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+
+
+# %% ../nbs/procs.ipynb #25500cf2
+open_phases: list[str] = []  # names, the outermost first
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    "Names what the main thread does inside; in any other thread it does nothing"
+    named = current_thread() is main_thread()
+    if named:
+        open_phases.append(name)
+    try:
+        yield
+    finally:
+        if named:
+            open_phases.remove(name)

@@ -12,9 +12,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import Rectangle
 
-__all__ = ['span', 'plot_layout']
+__all__ = ['rank_groups', 'span', 'plot_layout']
 
 _stages = '#c2410c', '#0f766e', '#6d28d9', '#a16207', '#1d4ed8', '#be185d', '#4d7c0f', '#334155'
+
+
+def rank_groups(
+    layout: Layout,
+    *axes: str,  # some of tp, cp, dp, pp, or of etp, ep, edp, pp
+) -> list[list[int]]:  # the ranks that differ in these axes alone
+    "Ranks that talk to each other. Raises ValueError for axes of both kinds"
+    for kind in (('tp', 'cp', 'dp', 'pp'), ('etp', 'ep', 'edp', 'pp')):
+        if set(axes) <= set(kind):
+            break
+    else:
+        raise ValueError(f'axes={axes}: use some of tp, cp, dp, pp, or of etp, ep, edp, pp')
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for p in layout.places:
+        others = tuple(getattr(p, k) for k in kind if k not in axes)
+        found.setdefault(others, []).append(p.rank)
+    return list(found.values())
 
 
 def span(r: range) -> str:

@@ -10,8 +10,10 @@ __all__ = [
     'check',
     'expect',
     'show_settings',
+    'show_source',
 ]
 
+import inspect
 import re
 from base64 import b64encode
 from collections.abc import Callable, Sequence
@@ -217,8 +219,18 @@ def show_settings(
     from IPython.display import Markdown
 
     from compassrl.config import TrainConfig
-    from compassrl.runs.help import settings_table
+    from course.pages import settings_table
 
     run = vars(TrainConfig())
     at = next((f'{name}.' for name, part in run.items() if type(part) is config), '')
     return Markdown(settings_table(config(), at))
+
+
+def show_source(
+    *objects: type[Any] | Callable[..., Any],  # classes and functions
+) -> 'Markdown':
+    "The code that the next cells use"
+    from IPython.display import Markdown
+
+    code = '\n\n'.join(map(inspect.getsource, objects))
+    return Markdown(f'```python\n{code}```')

@@ -16,7 +16,7 @@ from compassrl.plan.layout import layout
 from compassrl.train.megatron.parallel import ParallelConfig
 
 from .canvas import arrow, box, drawing, text, width
-from .layouts import span
+from .layouts import rank_groups, span
 
 if TYPE_CHECKING:
     from IPython.display import SVG
@@ -42,7 +42,7 @@ def ranks(
     found = layout(parallel, policy, world_size)
     if world_size > 16 or not 0 <= rank < world_size:
         raise ValueError(f'{world_size=}, {rank=}: draw at most 16 ranks, and mark one of them')
-    same = next(g for g in found.groups('dp') if rank in g)
+    same = next(g for g in rank_groups(found, 'dp') if rank in g)
     stages: dict[int, dict[int, list]] = {}
     for p in found.places:
         stages.setdefault(p.pp, {}).setdefault(p.dp, []).append(p)

@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from compassrl.algo.bradley_terry import bt_loss
 from compassrl.data.tokenizer import encode
+from compassrl.judges.genrm import bt_loss
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Metrics, derive_seed
 from compassrl.train.sft import SFTConfig, cosine_lr

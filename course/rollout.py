@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from compassrl.plan.queue_simulation import simulate
 from compassrl.records import Request
 from compassrl.rollout.fp8 import dequantise, quantise
+from course.simulator import simulate
 
 from .canvas import Role, box, drawing, line, text
 

@@ -52,7 +52,6 @@ homes = {  # module or folder -> its stage
     'judges.reward_pool': 'overlap',
     'rollout.schedule': 'schedule',
     'rollout.pull_queue': 'schedule',
-    'plan.queue_simulation': 'schedule',
     'plan.simulator': 'schedule',
     'loop': 'trainer',
     'experience': 'trainer',

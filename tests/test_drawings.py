@@ -18,14 +18,14 @@ from compassrl.config import read_run_config
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_shapes
 from compassrl.plan.layout import layout
-from compassrl.plan.queue_simulation import simulate
-from compassrl.plan.simulator import rewards_done
 from compassrl.records import Request
 from compassrl.rollout.fp8 import quantise
 from compassrl.runs.presets import smoke_cpu
 from compassrl.runs.run import resume_run, start_run
 from compassrl.train.megatron.parallel import ParallelConfig
 from course import algorithm, canvas, machines, rollout
+from course.layouts import rank_groups
+from course.simulator import rewards_done, simulate
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / 'tools'))
@@ -313,7 +313,7 @@ def test_ranks_hold_what_the_layout_says():
     by_stage = sorted(found.places, key=lambda p: (p.pp, p.dp, p.tp))
     assert drawn == [f'rank {p.rank}: heads {p.heads[0]}-{p.heads[-1]}' for p in by_stage]
     marked = [w for w, r in zip(words(svg), roles(svg, 'ink'), strict=True) if r == 'good']
-    same = next(g for g in found.groups('dp') if 5 in g)
+    same = next(g for g in rank_groups(found, 'dp') if 5 in g)
     assert [int(w.split(':')[0][5:]) for w in marked if w.startswith('rank ')] == same
 
 

@@ -26,11 +26,11 @@ from compassrl.algo.zero_variance import ZeroVarianceConfig, growth, shape_rewar
 from compassrl.config import TrainConfig
 from compassrl.model.layers import softmax_gates
 from compassrl.model.shape import PolicyConfig
-from compassrl.plan.queue_simulation import simulate
 from compassrl.records import Request, Sample, Verdict, collate
 from compassrl.rollout.fp8 import decode_e4m3, dequantise, encode_e4m3, quantise
-from compassrl.runs.trace import recompute_loss
 from compassrl.train.routes import routes_agreement
+from course.pages import recompute_loss
+from course.simulator import simulate
 from tests.support import ROOT
 from tests.support.labs import in_page
 

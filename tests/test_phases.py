@@ -4,12 +4,12 @@ from threading import Thread
 
 import pytest
 
-from compassrl import phases
-from compassrl.phases import phase
+from compassrl import procs
+from compassrl.procs import phase
 
 
 def names():
-    return list(phases.open_phases)
+    return list(procs.open_phases)
 
 
 def test_phases_lie_inside_each_other_and_an_error_closes_them():

@@ -28,8 +28,8 @@ from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Request, RolloutEngine, derive_seed
 from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
 from compassrl.train import torch_train
-from compassrl.train.expert_load import balanced
 from compassrl.train.guards import GuardConfig
+from compassrl.train.routes import balanced
 from compassrl.train.sft import SFTConfig, cold_start
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 

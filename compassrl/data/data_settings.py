@@ -39,7 +39,7 @@ verifiers: Registry = Registry(
 
 tool_functions: Registry = Registry(
     **dict.fromkeys(('calculator', 'lookup'), 'compassrl.data.tools'),
-    python='compassrl.judges.python_tool',
+    python='compassrl.judges.verifiers',
 )
 
 # %% ../../nbs/data/data_settings.ipynb #d21ebc76

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compassrl.data.tasks import verifier
@@ -20,10 +21,20 @@ from compassrl.records import Metrics, Prompt, Sample, Verdict, derive_seed
 
 # %% auto #0
 __all__ = [
-    'Label', 'label_rewards', 'Ask', 'judge_prompt', 'PairOrder', 'pair_order', 'parse_label',
-    'combine_labels', 'Question', 'Reply', 'Comparison', 'compare', 'reference_texts', 'genrm',
-    'to_verdict', 'judge_samples',
+    'Label', 'label_rewards', 'Ask', 'judge_prompt', 'bt_loss', 'PairOrder', 'pair_order',
+    'parse_label', 'combine_labels', 'Question', 'Reply', 'Comparison', 'compare',
+    'reference_texts', 'genrm', 'to_verdict', 'judge_samples',
 ]  # fmt: skip
+
+
+# %% ../../nbs/judges/genrm.ipynb #919ee28e
+def bt_loss(
+    first: Tensor,  # [B] scores
+    second: Tensor,  # [B] of the answers that they are compared with
+    wins: Tensor,  # [B] 1 where the first is better, 0 where the second is, 0.5 for a tie
+) -> Tensor:
+    "Mean cross-entropy of comparisons, in nats (Bradley and Terry, 1952)"
+    return F.binary_cross_entropy_with_logits((first - second).float(), wins.float())
 
 
 # %% ../../nbs/judges/genrm.ipynb #b32aa262

@@ -9,10 +9,8 @@ import gc
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -27,7 +25,7 @@ from tokenizers import Tokenizer
 from compassrl.data.tasks import GRACE, verifiers
 from compassrl.judges.serial import Judge, RewardConfig, judge_sample, record_verdict, timed_verdict
 from compassrl.judges.verifiers import asked_verifiers, check_isolation, no_verdict, warm_up
-from compassrl.procs import process_stat
+from compassrl.procs import hear, start_child
 from compassrl.records import Prompt, Sample
 from compassrl.sandbox.isolated import (
     Outcome,
@@ -87,27 +85,12 @@ class RewardPool(Judge):
         self.count, self.ready = 0, False
         limits = {k: v for k, v in asdict(cfg).items() if k != 'genrm'}
         special = tokenizer.encode_special_tokens
-        self._start_broker((limits, tokenizer.to_str(), special, eos_id, fns))
-
-    def _start_broker(self, work: tuple[object, ...]) -> None:
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        ours, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as stdin:
-            pickle.dump(work, stdin)
-            stdin.seek(0)
-            # no garbage collection while it imports: that would take a third longer
-            run = (
-                'import gc; gc.disable(); from compassrl.judges.reward_pool import broker_process; '
-            )
-            run += f'broker_process({theirs.fileno()})'
-            self.broker = subprocess.Popen(
-                [sys.executable, '-c', run],
-                stdin=stdin,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env=os.environ | dict(PYTHONPATH=path, TOKENIZERS_PARALLELISM='false'),
-            )
-        self.conn = Connection(ours.detach())
+        # no garbage collection while it imports: that would take a third longer
+        code = 'import gc; gc.disable(); from compassrl.judges.reward_pool import broker_process; '
+        work = limits, tokenizer.to_str(), special, eos_id, fns
+        self.broker, self.conn = start_child(
+            code + 'broker_process({fd})', work, TOKENIZERS_PARALLELISM='false'
+        )
 
     def start(self, sample: Sample) -> None:
         prompt = self.prompts[sample.prompt_id]
@@ -134,33 +117,17 @@ class RewardPool(Judge):
             while self.backlog:
                 self.conn.send(self.backlog.popleft())
         except OSError:
-            self._gone()
+            while True:
+                self._recv()  # its last words, then why it is gone
 
     def _recv(self) -> Any:
         patience = self.cfg.wall_s * (1 + self.cfg.retries) + 60
-        ran_at = start = time.monotonic()
         try:
-            while (now := time.monotonic()) < start + patience:
-                if self.conn.poll(min(start + patience - now, _stopped_s / 10)):
-                    return self.conn.recv()
-                seen = process_stat(self.broker.pid)
-                if not seen or seen.state not in 'Tt':
-                    ran_at = time.monotonic()
-                elif now - ran_at > _stopped_s:
-                    due = len(self.jobs)
-                    raise RuntimeError(
-                        f'reward workers: their broker is stopped, {due} verdicts are due'
-                    )
-        except (EOFError, OSError):
-            self._gone()
-        raise RuntimeError(
-            f'reward workers: silent for {patience:g} s, and {len(self.jobs)} verdicts are due'
-        )
-
-    def _gone(self) -> NoReturn:
-        raise RuntimeError(
-            f'reward workers: their broker is gone (exit code {self.broker.wait(5)})'
-        )
+            return hear(
+                self.broker, self.conn, 'reward workers: their broker', _stopped_s, patience
+            )
+        except RuntimeError as e:
+            raise RuntimeError(f'{e}, {len(self.jobs)} verdicts are due') from None
 
     def settle(self, samples: Iterable[Sample]) -> None:
         due = {id(s): s for s in samples if s.verdict is None}

@@ -26,10 +26,12 @@ from compassrl.data.tasks import (
     verifier,
     verifiers,
 )
+from compassrl.data.tools import tool
 from compassrl.records import Prompt, Verdict
 from compassrl.sandbox.isolated import (
     Limits,
     Outcome,
+    best_isolation,
     isolation_for_programs,
     run_assert,
     run_function,
@@ -38,8 +40,8 @@ from compassrl.sandbox.isolated import (
 
 # %% auto #0
 __all__ = [
-    'no_verdict', 'starved', 'need_maths', 'maths', 'program_of', 'run_test', 'code',
-    'asked_verifiers', 'warm_up', 'check_isolation',
+    'tool_limits', 'most_characters', 'no_verdict', 'starved', 'need_maths', 'maths', 'program_of',
+    'run_test', 'code', 'asked_verifiers', 'warm_up', 'check_isolation', 'python', 'check_tool',
 ]  # fmt: skip
 
 
@@ -239,3 +241,25 @@ def check_isolation(names: set[str], unsafe: bool) -> None:
     "Raises ValueError where `code` would judge programs that nothing isolates"
     if 'code' in names and not unsafe:
         isolation_for_programs()
+
+
+# %% ../../nbs/judges/verifiers.ipynb #54a5a83a
+tool_limits = Limits(wall_s=5.0, cpu_s=2.0, memory_mb=256)  # for one call
+most_characters = 400  # longer answers are cut before the policy reads them
+
+
+@tool
+def python(call: str) -> str:
+    "What this program prints, or one line about why it failed"
+    o = run_python(call, limits=tool_limits)
+    return o.stdout.strip()[:most_characters] if o.status == 'ok' else one_line(o.evidence)
+
+
+def check_tool(name: str) -> None:
+    "Raises ValueError where a run's tool is `python` and nothing isolates programs"
+    isolation, why = best_isolation()
+    if name == 'python' and not isolation:
+        raise ValueError(
+            f"tools.name='python': this machine isolates no program ({why}): install bubblewrap, "
+            'permit user namespaces, or use another tool'
+        )

@@ -21,8 +21,7 @@ from compassrl.config import TrainConfig, read_run_config
 from compassrl.launch.background import Launched, follow_run, launch, report_parts, resume
 from compassrl.launch.machines import plan_run
 from compassrl.launch.scripts import node_script
-from compassrl.runs.help import range_of
-from compassrl.runs.presets import presets
+from compassrl.runs.presets import presets, range_of
 from compassrl.runs.resume import read_result
 from compassrl.runs.run_process import holder
 from compassrl.settings import OneOf

@@ -18,8 +18,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from compassrl.config import TrainConfig, read_run_config
 from compassrl.launch.machines import Plan, plan_run
 from compassrl.model.hf_config import read_config, write_config
-from compassrl.rollout.vllm.auth import read_secret
 from compassrl.rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
+from compassrl.rollout.vllm.replica import read_secret
 from compassrl.rollout.vllm.server import machine_prefix
 from compassrl.runs.factory import rollout_setup
 

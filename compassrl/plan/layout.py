@@ -109,22 +109,6 @@ class Layout:
         last = self.servers[-1].gpus[-1] if self.servers else len(self.places) - 1
         return last // self.ranks_per_node + 1
 
-    def groups(
-        self,
-        *axes: str,  # some of tp, cp, dp, pp, or of etp, ep, edp, pp
-    ) -> list[list[int]]:  # the ranks that differ in these axes alone
-        "Ranks that talk to each other. Raises ValueError for axes of both kinds"
-        for kind in (('tp', 'cp', 'dp', 'pp'), ('etp', 'ep', 'edp', 'pp')):
-            if set(axes) <= set(kind):
-                break
-        else:
-            raise ValueError(f'axes={axes}: use some of tp, cp, dp, pp, or of etp, ep, edp, pp')
-        found: dict = {}
-        for p in self.places:
-            others = tuple(getattr(p, k) for k in kind if k not in axes)
-            found.setdefault(others, []).append(p.rank)
-        return list(found.values())
-
 
 def layout(
     parallel: ParallelConfig,

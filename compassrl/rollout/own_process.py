@@ -9,11 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from multiprocessing.connection import Connection
@@ -23,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compassrl.phases import phase
-from compassrl.procs import end_with_parent, process_stat
+from compassrl.procs import end_with_parent, hear, phase, start_child
 from compassrl.records import Request, Requests, RolloutEngine, Sample, as_requests
 from compassrl.rollout.requests import check_request
 from compassrl.rollout.torch_rollout import TorchRollout
@@ -126,36 +122,18 @@ class ProcessRollout(RolloutEngine):
         self.config, self.busy = args[0], False
         shared = Path('/dev/shm')
         self.memory = tempfile.TemporaryFile(dir=shared if shared.is_dir() else None)
-        ours, theirs = socket.socketpair()
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        fds = theirs.fileno(), self.memory.fileno()
-        call = f'sampler_process({fds[0]}, {fds[1]}, {os.getpid()})'
-        with theirs, tempfile.TemporaryFile() as stdin:
-            pickle.dump((kind, args, torch.get_num_threads()), stdin)
-            stdin.seek(0)
-            self.child = subprocess.Popen(
-                [sys.executable, '-c', f'from {__name__} import sampler_process; {call}'],
-                stdin=stdin,
-                pass_fds=fds,
-                start_new_session=True,  # Ctrl-C is for the trainer
-                env=os.environ | dict(PYTHONPATH=path),
-            )
-        self.conn = Connection(ours.detach())
+        memory = self.memory.fileno()
+        call = f'sampler_process({{fd}}, {memory}, {os.getpid()})'
+        self.child, self.conn = start_child(
+            f'from {__name__} import sampler_process; {call}',
+            (kind, args, torch.get_num_threads()),
+            [memory],
+        )
 
     def _recv(self) -> tuple[str, Any]:
         "The child's next word. Raises RuntimeError if it is gone, or stopped for too long"
-        ran_at = time.monotonic()
-        try:
-            while not self.conn.poll(self.patience_s / 10):
-                seen = process_stat(self.child.pid)
-                if not seen or seen.state not in 'Tt':
-                    ran_at = time.monotonic()
-                elif time.monotonic() - ran_at > self.patience_s:
-                    raise RuntimeError('the process of the sampler is stopped')
-            word, value = self.conn.recv()
-        except (EOFError, OSError):
-            code = self.child.wait(5)
-            raise RuntimeError(f'the process of the sampler is gone (exit code {code})') from None
+        who = 'the process of the sampler'
+        word, value = hear(self.child, self.conn, who, self.patience_s)
         if word == 'failed':
             self.busy = False
             raise value

@@ -20,7 +20,7 @@ from torch import Tensor
 from compassrl.model.layers import causal_attention, grouped_linear, stack_routes
 from compassrl.model.policy import Block, Policy, PolicyConfig
 from compassrl.model.pretrained import load_hf_weights
-from compassrl.phases import phase
+from compassrl.procs import phase
 from compassrl.records import Request, RolloutEngine, Sample, as_requests
 from compassrl.rollout.cached_layers import (
     add_all_experts,

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files
 from typing import Annotated, Any
 
 import tyro
@@ -23,10 +24,18 @@ from tyro.extras import SubcommandApp
 
 from compassrl import __version__
 from compassrl.config import TrainConfig, read_run_config
+from compassrl.files import read_data
 from compassrl.rollout.rollout_settings import VllmConfig
-from compassrl.runs.help import flag, resume_usage, settings_of, short_help
 from compassrl.runs.log import Level, left_out, set_level
-from compassrl.runs.presets import for_checkpoint, names_cold_start, presets
+from compassrl.runs.presets import (
+    flag,
+    for_checkpoint,
+    names_cold_start,
+    presets,
+    resume_usage,
+    settings_of,
+    short_help,
+)
 from compassrl.settings import at_least
 from compassrl.train.train_settings import ParallelConfig
 
@@ -145,37 +154,17 @@ def _app(
 
 
 # %% ../../nbs/runs/cli.ipynb #75e4f864
-_theirs = dict(  # what other trainers call a setting, without the parts in front of its name
-    group_size='num_generations n_samples_per_prompt rollout_n',
-    init_from='model model_path model_name_or_path pretrain hf_checkpoint base_model',
-    prompts_per_step='per_device_train_batch_size train_batch_size rollout_batch_size',
-    steps='max_steps num_train_epochs total_epochs total_training_steps num_rollout',
-    run_dir='output_dir default_local_dir save_path save',
-    trackers='report_to logger use_wandb',
-    save_every='save_steps save_freq save_interval',
-    eval_every='eval_steps test_freq eval_interval',
-    optim__lr='learning_rate optim_lr',
-    optim__grad_clip='max_grad_norm clip_grad',
-    data__path='dataset dataset_name train_files train_file prompt_data',
-    data__eval_path='eval_dataset val_files eval_prompt_data',
-    data__max_prompt_tokens='max_prompt_length prompt_max_len rollout_max_prompt_len',
-    rollout__max_tokens='max_completion_length max_response_length generate_max_len '
-    'rollout_max_response_len max_new_tokens',
-    rewards__function='reward_funcs reward_function custom_rm_path custom_reward_function_path',
-    loss__kl_coef='beta kl_coef kl_loss_coef init_kl_coef',
-    loss__clip_eps_low='epsilon clip_ratio clip_ratio_low eps_clip',
-    loss__clip_eps_high='epsilon_high clip_ratio_high eps_clip_high',
-)
-_ours = {
-    name: flag(ours.replace('__', '.')) for ours, names in _theirs.items() for name in names.split()
-}
+@cache
+def _ours() -> dict[str, str]:  # what another trainer calls a setting -> our flag
+    known = read_data(str(files('compassrl.runs') / 'other_names.yml'))
+    return {name: flag(ours) for ours, names in known.items() for name in names.split()}
 
 
 def _meant(word: str, flags: Iterable[str]) -> list[str]:  # the flags that look most like a word
     flags = list(flags)
     name = re.sub(r'[^a-z]+', '_', word.lstrip('-').partition('=')[0].lower()).strip('_')
     for start in (0, *(m.end() for m in re.finditer('_', name))):
-        if (ours := _ours.get(name[start:])) in flags:
+        if (ours := _ours().get(name[start:])) in flags:
             return [ours]
     ends = ['--' + name.lstrip('-').rpartition('.')[2] for name in flags]
     return get_close_matches(word, flags, 1, 0.8) or [

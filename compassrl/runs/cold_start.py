@@ -26,7 +26,7 @@ from compassrl.judges.serial import Judge, sample_columns
 from compassrl.loop import Stop
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import from_pretrained, write_pretrained
-from compassrl.phases import phase
+from compassrl.procs import phase
 from compassrl.records import Prompt, RolloutEngine, Sample, SamplingParams, TrainEngine
 from compassrl.rollout.requests import requests_of
 from compassrl.runs.factory import TrainKind, TrainSetup, train_engines, train_setup

@@ -9,18 +9,23 @@ import io
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from compassrl.files import read_data
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from compassrl.records import Metrics
+
 # %% auto #0
 __all__ = [
     'phase_names', 'read_step_rows', 'read_metrics', 'column', 'running_mean', 'phase_seconds',
-    'step_seconds', 'plot_curves', 'curves_png',
+    'step_seconds', 'plot_curves', 'curves_png', 'Span', 'spans_of', 'plot_gantt',
 ]  # fmt: skip
 
 
@@ -112,40 +117,6 @@ def step_seconds(row: dict[str, Any]) -> float:
 
 
 # %% ../../nbs/runs/curves.ipynb #03e1c894
-_panels = {  # title: metric -> label
-    'held-out answers, correct': dict(eval_avg='average', eval_pass='any of k'),
-    'training answers': dict(
-        reward_mean='mean reward',
-        correct_frac='correct',
-        penalty_mean='penalty',
-        failed_frac='no verdict',
-    ),
-    'groups with equal rewards': dict(
-        zero_variance_first_frac='first wave',
-        zero_variance_raw_frac='grown',
-        zero_variance_frac='after penalties',
-        zero_variance_residual_frac='no gradient at all',
-    ),
-    'gradient and truncation, shares': dict(
-        gradient_token_frac='tokens with a gradient', truncated_frac='responses truncated'
-    ),
-    'tokens per response': dict(response_tokens_mean='mean'),
-    'responses per group': dict(group_size_mean='mean', waves='waves'),
-    'entropy, nats per token': dict(entropy='mean'),
-    'gradient norm': dict(grad_norm='before clipping'),
-    'share of tokens clipped': dict(clip_frac='by the loss', tis_clip_frac='by TIS'),
-    'how far log-probs move': dict(
-        approx_kl='KL to the old policy',
-        rollout_train_gap='rollout / train gap',
-        rollout_train_k3='rollout / train k3',
-    ),
-    'experts: routes of both engines, load': dict(
-        routes_agree_frac='same in a layer',
-        tokens_agree_frac='same in all layers',
-        expert_entropy='load, 1 is even',
-        expert_busiest_frac='busiest expert',
-    ),
-}
 _may_be_log = {'gradient norm', 'how far log-probs move'}
 _ink = ['#c2410c', '#0f766e', '#4338ca', '#b45309', '#78716c', '#be185d', '#94a3b8']
 
@@ -234,7 +205,8 @@ def plot_curves(
     space = dict(left=0.04, right=0.985, top=0.92, bottom=0.055, wspace=0.2, hspace=0.2)
     axes = list(fig.subplots(3, 4, gridspec_kw=space).flat)
     head = dict(fontsize=11, y=1.0)  # where it is anyway: nobody measures the labels for it
-    for ax, (name, keys) in zip(axes, _panels.items()):
+    panels = read_data(str(files('compassrl.runs') / 'curves.yml'))
+    for ax, (name, keys) in zip(axes, panels.items()):
         ax.set_title(name, **head)
         _panel(ax, metrics, keys, name in _may_be_log)
     axes[-1].set_title('seconds per step', **head)
@@ -273,3 +245,96 @@ def curves_png(
     fig.set_dpi(dpi)
     FigureCanvasAgg(fig).print_png(png)
     return png.getvalue()
+
+
+# %% ../../nbs/runs/curves.ipynb #f325447e
+class Span(NamedTuple):
+    "Something that took time"
+
+    row: str  # 'rollout' or 'replica 0', 'worker 1', 'genrm', 'trainer'
+    phase: str
+    start: float  # seconds
+    end: float
+
+
+def _judge(timing: dict[str, float]) -> str:  # the process that gave the verdict
+    if timing.get('worker'):
+        return f'worker {timing["worker"]:.0f}'
+    return 'genrm' if 'genrm' in timing else 'trainer'
+
+
+def spans_of(
+    timings: Iterable[dict[str, float]],  # timings of samples
+    metrics: Metrics | None = None,  # metrics of the step; phases are those with `time_{phase}_at`
+) -> list[Span]:
+    "Bars of each process in a step: its phases on one clock"
+    out = []
+    for t in timings:
+        if 'rollout_start' in t:
+            who = f'replica {t["replica"]:.0f}' if 'replica' in t else 'rollout'
+            out.append(Span(who, 'rollout', t['rollout_start'], t['rollout_end']))
+        if t.get('reward_end', 0) > t.get('reward_start', 0):
+            who, read = _judge(t), t['reward_start'] + t['detokenise']
+            out.append(Span(who, 'detokenise', t['reward_start'], read))
+            out.append(Span(who, 'reward', read, t['reward_end']))
+    known: dict[str, Any] = dict(metrics or {})
+    for k, at in known.items():
+        phase = k.removeprefix('time_').removesuffix('_at')
+        if k == f'time_{phase}_at' and phase not in ('step', 'rollout', 'reward'):
+            out.append(Span('trainer', phase, at, at + known[f'time_{phase}_s']))
+    return out
+
+
+# %% ../../nbs/runs/curves.ipynb #28a58270
+_colors = dict(
+    rollout='#0f766e',
+    reward='#c2410c',
+    detokenise='#facc15',
+    log_probs='#1d4ed8',
+    ref_log_probs='#60a5fa',
+    update='#7c3aed',
+    sync='#44403c',
+)
+
+
+def _row_names(spans):  # replicas, workers, genrm, trainer
+    def place(name):
+        return name == 'trainer', name == 'genrm', name.startswith('worker'), len(name), name
+
+    return sorted({s.row for s in spans}, key=place)
+
+
+def _in_lines(spans):  # [(span, its line of the row)]; how many lines each row needs
+    free = {s.row: [] for s in spans}  # when each line of a row is free again
+    placed = []
+    for s in sorted(spans, key=lambda s: s.start):
+        ends = free[s.row]
+        line = next((i for i, end in enumerate(ends) if end <= s.start), len(ends))
+        ends[line : line + 1] = [s.end]
+        placed.append((s, line))
+    return placed, {row: len(ends) for row, ends in free.items()}
+
+
+def plot_gantt(
+    spans: Sequence[Span],
+    ax: Axes | None = None,
+    begin: float | None = None,  # second 0 of the picture; None: the first start
+) -> Axes:
+    "A row per replica, per worker, and for the trainer; what overlaps in a row is side by side"
+    import matplotlib.pyplot as plt
+
+    ax = ax or plt.subplots(figsize=(9, 2.4))[1]
+    begin = min(s.start for s in spans) if begin is None else begin
+    names, (placed, num_lines) = _row_names(spans), _in_lines(spans)
+    look: dict[str, Any] = dict(edgecolor='white', lw=0.3 if max(num_lines.values()) < 50 else 0)
+    for phase in dict.fromkeys(s.phase for s, _ in placed):
+        bars = [(s, line) for s, line in placed if s.phase == phase]
+        height = [0.8 / num_lines[s.row] for s, _ in bars]
+        y = [names.index(s.row) - 0.4 + h * (line + 0.5) for (s, line), h in zip(bars, height)]
+        width, left = [s.end - s.start for s, _ in bars], [s.start - begin for s, _ in bars]
+        color = _colors.get(phase, '#a8a29e')
+        ax.barh(y, width, left=left, height=height, color=color, label=phase, **look)
+    rows = range(len(names))
+    ax.set(yticks=rows, yticklabels=names, ylim=(len(names) - 0.5, -0.5), xlabel='seconds')
+    ax.legend(fontsize=7, ncol=7, loc='upper center', bbox_to_anchor=(0.5, 1.22), frameon=False)
+    return ax

@@ -22,9 +22,8 @@ from compassrl.config import TrainConfig
 from compassrl.loop import Stop
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights, from_pretrained, read_shards
-from compassrl.phases import phase
 from compassrl.plan.memory import check_memory
-from compassrl.procs import local_world, world
+from compassrl.procs import local_world, phase, world
 from compassrl.records import RolloutEngine, TrainEngine
 from compassrl.rollout.fp8 import Fp8Rollout
 from compassrl.rollout.own_process import ProcessRollout
@@ -36,9 +35,8 @@ from compassrl.runs.run_data import resolve
 from compassrl.runs.run_process import meet_ranks, need, set_up
 from compassrl.runs.trackers import check_trackers
 from compassrl.train.checkpoint import Saver, ShardedState, WholeState
-from compassrl.train.expert_load import check_balance
 from compassrl.train.megatron.parallel import ParallelConfig, check_parallel
-from compassrl.train.routes import ReplayMode
+from compassrl.train.routes import ReplayMode, check_balance
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 
 if TYPE_CHECKING:

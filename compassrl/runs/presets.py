@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from operator import attrgetter
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from fastcore.docments import docments
 
 from compassrl.algo.algo_settings import ZeroVarianceConfig
 from compassrl.config import TrainConfig
@@ -15,12 +19,14 @@ from compassrl.files import read_data
 from compassrl.judges.reward_settings import RewardConfig
 from compassrl.model.shape import PolicyConfig
 from compassrl.rollout.rollout_settings import RolloutConfig, ScheduleConfig, VllmConfig
+from compassrl.settings import OneOf
 from compassrl.train.train_settings import OptimConfig, ParallelConfig, SFTConfig
 
 # %% auto #0
 __all__ = [
-    'presets', 'tiny_cpu', 'paper_cpu', 'smoke_cpu', 'tool_cpu', 'engines_cpu', 'one_gpu',
-    'one_node', 'multi_node', 'names_cold_start', 'for_checkpoint',
+    'presets', 'resume_usage', 'tiny_cpu', 'paper_cpu', 'smoke_cpu', 'tool_cpu', 'engines_cpu',
+    'one_gpu', 'one_node', 'multi_node', 'names_cold_start', 'for_checkpoint', 'settings_of',
+    'flag', 'choices', 'range_of', 'about_setting', 'typed', 'short_help',
 ]  # fmt: skip
 
 
@@ -197,3 +203,94 @@ def for_checkpoint(cfg: TrainConfig, named: bool) -> TrainConfig:
     if named or not cfg.init_from:
         return cfg
     return replace(cfg, cold_start=replace(cfg.cold_start, steps=0))
+
+
+# %% ../../nbs/runs/presets.ipynb #384036b4
+def settings_of(
+    cfg: Any,  # a dataclass of settings
+    at: str = '',  # place in a larger config: 'optim.'
+) -> dict[str, object]:
+    "A nested config as {'optim.lr': 1e-4, ...}"
+    out = {}
+    for f in fields(cfg):
+        value, name = getattr(cfg, f.name), at + f.name
+        out |= settings_of(value, name + '.') if is_dataclass(value) else {name: value}
+    return out
+
+
+def flag(name: str) -> str:
+    "'optim.adam_eps' -> '--optim.adam-eps'"
+    return '--' + name.replace('_', '-')
+
+
+resume_usage: str = """compassrl resume RUN_DIR [--steps N ...]
+
+  Resume from the newest checkpoint, as if there had been no break. Settings that you
+  leave out stay as in the run.
+
+  --steps       RL steps in all
+  --parallel.*  layout of the ranks that train
+  --vllm.*      rollout servers
+
+  A resume refuses data, code, a model or settings that are not those that the run
+  began with, and names them.
+
+  --accept-changes  go on with them; origin.json and the report say so
+
+every setting with the run's own value: compassrl resume RUN_DIR --help-all"""
+
+_main = """
+    steps seed run_dir trackers init_from device prompts_per_step group_size eval_every save_every
+    data.path data.eval_path data.columns data.verifier rewards.function
+    data.domains data.difficulty rollout.max_tokens rollout.temperature
+    rollout.num_slots rollout_engine train_engine loss.name optim.lr optim.micro_batch_tokens
+""".split()
+
+
+def choices(hint: Any) -> tuple[str, ...]:
+    "Names that a `Literal` lists, in a union or a tuple too"
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return next((found for h in get_args(hint) if (found := choices(h))), ())
+
+
+def range_of(
+    part: Any,  # a dataclass of settings
+    name: str,  # one of its fields
+) -> Any:  # a `Range`, a `OneOf`, or None
+    "Which values a setting may have"
+    hint = get_type_hints(type(part), include_extras=True)[name]
+    for note in getattr(hint, '__metadata__', ()):
+        return note.help_behavior_hint
+    return OneOf(names) if (names := choices(hint)) else None
+
+
+def about_setting(part: Any, name: str) -> str:
+    "The comment of a field, in one line"
+    return (docments(type(part)).get(name) or '').replace('\n', ' ')
+
+
+def typed(value: object) -> str:
+    "A value as one types it on the command line"
+    return ' '.join(map(str, value)) if isinstance(value, tuple) else str(value) or "''"
+
+
+def _line(cfg: Any, key: str) -> str:
+    head, _, name = key.rpartition('.')
+    part = attrgetter(head)(cfg) if head else cfg
+    default = typed(getattr(part, name))
+    allowed = range_of(part, name)
+    end = allowed(default) if allowed else f'(default: {default})'
+    return f'  {flag(key):27} {about_setting(part, name)} {end}'
+
+
+def short_help(
+    command: str,  # 'compassrl train tiny-cpu'
+    cfg: Any,  # the config that it starts from
+    about: str,  # one line on it
+) -> str:
+    "The settings that most people set"
+    lines = [f'{command} [--steps 20 --optim.lr 1e-3 ...]', '', f'  {about}', '']
+    lines += [_line(cfg, key) for key in _main]
+    num = len(settings_of(cfg)) - len(_main)
+    return '\n'.join([*lines, '', f'{num} more settings: {command} --help-all'])

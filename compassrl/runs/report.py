@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from compassrl.runs.curves import curves_png
-from compassrl.runs.gantt import plot_gantt, spans_of
+from compassrl.runs.curves import curves_png, plot_gantt, read_metrics, spans_of
 from compassrl.runs.log import finite_only
 from compassrl.runs.summary import hard_prompts, read_curves, read_record, run_summary
 
 # %% auto #0
-__all__ = ['markdown_table', 'report_markdown', 'write_report']
+__all__ = [
+    'Rows', 'mechanisms', 'markdown_table', 'Mechanism', 'what_each_did', 'report_markdown',
+    'write_report',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/report.ipynb #300c015d
@@ -137,6 +139,117 @@ def _before_after(h: dict[str, Any]) -> str:  # table of the evaluation, whole a
     return markdown_table(['', 'before', 'after', 'gain'], rows)
 
 
+# %% ../../nbs/runs/report.ipynb #a6a7e23f
+Rows = list[dict[str, Any]]  # metrics of a run, step by step
+
+
+class Mechanism(NamedTuple):
+    "One part of the paper"
+
+    name: str
+    gauge: Callable[[Rows], float]  # 0: it has changed nothing
+    did: str  # what it did; {} is the gauge
+    idle: str  # why its gauge may be 0, and what gives it work
+
+
+def _sum(rows: Rows, fn: Callable[..., float], *keys: str) -> float:
+    "Over the steps that have all of these numbers"
+    found = ([r.get(k) for k in keys] for r in rows)
+    return sum(fn(*values) for values in found if None not in values)
+
+
+def _tokens(share: Callable[..., float], *keys: str) -> Callable[[Rows], float]:
+    "A share of the tokens that train, as a number of them"
+    whole = 'samples', 'response_tokens_mean'
+    return lambda rows: _sum(rows, lambda n, t, *x: n * t * share(*x), *whole, *keys)
+
+
+def _groups(share: Callable[..., float], *keys: str) -> Callable[[Rows], float]:
+    whole = 'samples', 'group_size_mean'
+    return lambda rows: _sum(rows, lambda n, g, *x: n / g * max(0.0, share(*x)), *whole, *keys)
+
+
+def _largest(key: str) -> Callable[[Rows], float]:
+    return lambda rows: max((x for r in rows if (x := r.get(key))), default=0.0)
+
+
+mechanisms: list[Mechanism] = [
+    Mechanism(
+        'growth of silent groups',
+        _groups(lambda a, b: a - b, 'zero_variance_first_frac', 'zero_variance_raw_frac'),
+        'woke {:,.0f} silent groups by more responses',
+        "zero_variance.sampling is not 'adaptive', or nothing was silent",
+    ),
+    Mechanism(
+        'penalties',
+        lambda rows: _sum(rows, lambda p, n: p * n, 'penalty_mean', 'samples'),
+        'took {:,.2f} rewards away for length and repetition',
+        'no response was too long or repeated itself, or both weights are 0',
+    ),
+    Mechanism(
+        'RL-ZVP',
+        _groups(lambda a, b: a - b, 'zero_variance_frac', 'zero_variance_residual_frac'),
+        'gave {:,.0f} silent groups an advantage by entropy',
+        'no group stayed silent, or zero_variance.zvp_alpha=0',
+    ),
+    Mechanism(
+        'clip of the loss',
+        _tokens(lambda x: x, 'clip_frac'),
+        'kept {:,.0f} tokens from moving too far',
+        'no ratio left its range; all are 1 with one update a step on fresh samples',
+    ),
+    Mechanism(
+        'router replay',
+        _tokens(lambda x: 1 - x, 'tokens_agree_frac'),
+        'repaired the experts of {:,.0f} tokens',
+        'both engines chose the same experts, or nothing is replayed',
+    ),
+    Mechanism(
+        'truncated importance sampling',
+        _tokens(lambda x: x, 'tis_clip_frac'),
+        'cut the weight of {:,.0f} tokens',
+        "no token was above loss.tis_cap, or loss.tis='off'",
+    ),
+    Mechanism(
+        'sampling in fewer bits',
+        lambda rows: _largest('rollout_train_gap')(rows) * bool(rows and rows[0].get('few_bits')),
+        'left a gap of {:.4f} nats between the engines, with what age adds to it',
+        "the sampler computes as the trainer: rollout.dtype='bfloat16' or quantization='fp8'",
+    ),
+    Mechanism(
+        'sampling ahead',
+        _largest('staleness_max'),
+        'drew samples by weights up to {:.0f} updates old, while the trainer worked',
+        'schedule.max_staleness=0: sampler and trainer wait for each other',
+    ),
+    Mechanism(
+        'reward workers',
+        lambda rows: (
+            _sum(rows, lambda s: s, 'time_reward_busy_s') * bool(rows and rows[0].get('workers'))
+        ),
+        'judged for {:,.2f} s in processes of their own',
+        'rewards.workers=0: verdicts are made in the process of the trainer',
+    ),
+]
+
+
+# %% ../../nbs/runs/report.ipynb #4147d602
+def what_each_did(
+    rows: Rows,  # metrics of a run
+    config: dict[str, Any],  # its settings, with dotted keys
+) -> list[dict[str, Any]]:  # name, gauge, and a sentence
+    "Of every mechanism: what it did, or why it had nothing to do"
+    bits = [config.get(f'rollout.{k}') for k in ('dtype', 'quantization', 'kv_cache_dtype')]
+    known = dict(few_bits={'bfloat16', 'fp8'} & {*bits}, workers=config.get('rewards.workers'))
+    rows = [r | known for r in rows]
+    out = []
+    for m in mechanisms:
+        gauge = m.gauge(rows)
+        says = m.did.format(gauge) if gauge > 0 else f'idle: {m.idle}'
+        out.append(dict(name=m.name, gauge=gauge, says=says))
+    return out
+
+
 # %% ../../nbs/runs/report.ipynb #a3bc2930
 def _timing(f: dict[str, Any]) -> str:
     rows = []
@@ -252,6 +365,8 @@ def write_report(
     "Writes report.md and report.json and, with matplotlib, curves.png and gantt.png into a run"
     run_dir = Path(run_dir)
     facts = finite_only(run_summary(run_dir)) | dict(gantt_step=_gantt(run_dir))
+    did = what_each_did(read_metrics(run_dir), facts['config'])
+    facts['mechanisms'] = finite_only(did)
     facts['curves'] = bool(facts['steps'] and find_spec('matplotlib'))
     if facts['curves']:
         (run_dir / 'curves.png').write_bytes(curves_png(read_curves(run_dir), facts['run']))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -17,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from compassrl.config import TrainConfig, flat, read_run_config
+from compassrl.config import TrainConfig, read_run_config
 from compassrl.files import read_data
 from compassrl.records import Prompt, RolloutEngine
 from compassrl.runs.curves import read_metrics
@@ -42,7 +41,7 @@ __all__ = [
 
 # %% ../../nbs/runs/resume.ipynb #5b4ecb4a
 _results = dict(  # type of the content, and keys that it must have
-    origin=(dict, ()),
+    origin=(dict, ('settings', 'sources')),
     machine=(dict, ()),
     eval_before=(dict, ('avg', 'k', 'samples')),
     eval_after=(dict, ('avg', 'k', 'samples')),
@@ -152,16 +151,10 @@ def check_origin(
     "Compares settings, sources and what the run wrote. Raises ValueError that names what differs"
     began = read_result(folder, 'origin') or {}
     now = origin_of(cfg, folder / 'rewards')
-    noted = 'sources' in began
-    if not noted:  # an earlier release wrote some settings
-        whole = json.loads(json.dumps(flat(dataclasses.asdict(cfg))))
-        old, new = (dict(settings=flat(s), sources={}) for s in (began, whole))
-        began = dict(time=datetime.now().isoformat(), folder=os.getcwd())
-    else:
-        old, new = began, now
-    changes = differences(old, new) + rewritten(folder)
+    changes = (differences(began, now) if began else []) + rewritten(folder)
     if changes and not accept:
         _refuse(folder, changes)
+    began = began or dict(time=datetime.now().isoformat(), folder=os.getcwd())
     return began | now | dict(accepted=[*began.get('accepted', []), *changes])
 
 
@@ -178,11 +171,8 @@ def settle_origin(
         changes = ['the prompts are others, though their files are the same']
         if not accept:
             _refuse(folder, changes)
-    if 'sources' not in before:
-        say(
-            f'{folder / "origin.json"} does not say what the run began with, as an earlier release '
-            'wrote it: what is there now is noted'
-        )
+    if not before:
+        say(f'{folder / "origin.json"} is missing: what is there now is noted')
     elif changes:
         say(f'taken on purpose: {"; ".join(changes)}')
         (folder / 'written.json').unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from compassrl.judges.own_reward import keep_reward_files
 from compassrl.judges.serial import Judge
 from compassrl.loop import Stop, run_steps
 from compassrl.model.pretrained import write_pretrained
-from compassrl.phases import phase
+from compassrl.procs import phase
 from compassrl.records import Batch, Metrics, Prompt, Sample
 from compassrl.runs.ahead import AheadSampler
 from compassrl.runs.cold_start import screened, start_policy

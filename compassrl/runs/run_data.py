@@ -6,6 +6,7 @@ work begins."""
 # %% ../../nbs/runs/run_data.ipynb #1bf6abf7
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -29,12 +30,11 @@ from compassrl.judges.own_reward import (
     own_reward,
     read_reward_file,
 )
-from compassrl.judges.python_tool import check_tool
 from compassrl.judges.serial import RewardConfig
-from compassrl.judges.verifiers import asked_verifiers, check_isolation
+from compassrl.judges.verifiers import asked_verifiers, check_isolation, check_tool
 from compassrl.model.hf_config import config_dict, read_config
-from compassrl.model.hub import local_model
 from compassrl.model.policy import PolicyConfig
+from compassrl.model.pretrained import patterns
 from compassrl.records import Prompt, RolloutEngine, derive_seed
 from compassrl.rollout.episodes import Episodes
 from compassrl.rollout.torch_rollout import RolloutConfig
@@ -42,7 +42,7 @@ from compassrl.runs.log import say
 
 # %% auto #0
 __all__ = [
-    'MOST_SOLVED', 'Data', 'without_fp8', 'resolve', 'load', 'with_replay',
+    'MOST_SOLVED', 'Data', 'without_fp8', 'local_model', 'resolve', 'load', 'with_replay',
     'load_tokenizer_and_chat', 'tool_of', 'judged_by', 'end_ids', 'solution_end', 'too_long',
     'no_solutions', 'check_prompts', 'check_solutions', 'unsolved', 'drop_unsolved',
 ]  # fmt: skip
@@ -93,6 +93,24 @@ def without_fp8(rollout: RolloutConfig) -> RolloutConfig:
     name = torch.cuda.get_device_name()
     say(f'rollout without FP8: {name} computes none, which takes compute capability 8.9')
     return replace(rollout, quantization='', kv_cache_dtype='auto')
+
+
+# %% ../../nbs/runs/run_data.ipynb #e600eee4
+def local_model(
+    name: str,  # a folder, or OWNER/NAME as on the hub
+) -> str:  # a folder; any other text as it is
+    "Where a model lies, after a download if need be. Raises ValueError"
+    if Path(name).exists() or not re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', name):
+        return name
+    try:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(name, allow_patterns=[*patterns, '*.safetensors'])
+    except Exception as e:  # no network, no such model, no permission, no space
+        raise ValueError(
+            f'{name} is no folder, and the hub does not give it ({type(e).__name__}): run '
+            f'`hf download {name}` where there is a network, and give the folder that it prints'
+        ) from None
 
 
 # %% ../../nbs/runs/run_data.ipynb #2b848a8b

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from compassrl import procs
-from compassrl.phases import phase
-from compassrl.procs import keep_freed_memory, local_world, world
+from compassrl.procs import keep_freed_memory, local_world, phase, world
 from compassrl.runs.log import write_json
 from compassrl.train.guards import RunFailed
 from compassrl.train.megatron.parallel import ParallelConfig

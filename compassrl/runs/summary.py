@@ -25,7 +25,6 @@ from compassrl.runs.curves import (
     step_seconds,
 )
 from compassrl.runs.evaluate import mean_stderr
-from compassrl.runs.mechanisms import what_each_did
 
 # %% auto #0
 __all__ = [
@@ -325,7 +324,6 @@ def run_summary(
         phases=_phase_table(metrics),
         **_speed(metrics),
         training={k: _first_last(column(metrics, k)[1]) for k in _averaged + own},
-        mechanisms=what_each_did(metrics, _settings(config or {})),
         samples=samples,
         sample_counts=counts,
         config=_settings(config or {}),

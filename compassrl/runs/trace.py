@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from compassrl.config import TrainConfig
-from compassrl.loop import loss_of
-from compassrl.records import Batch, Metrics, Sample, mini_batches
+from compassrl.records import Batch, Metrics, Sample
 
 # %% auto #0
-__all__ = ['TRACE_VERSION', 'trace_rows', 'read_trace', 'recompute_loss', 'microscope']
+__all__ = ['TRACE_VERSION', 'PER_TOKEN', 'trace_rows', 'read_trace']
 
 # %% ../../nbs/runs/trace.ipynb #5615397e
 TRACE_VERSION = 1
-_per_token = (
+PER_TOKEN = (
     'rollout_log_probs',
     'old_log_probs',
     'log_probs',
@@ -34,7 +29,6 @@ _per_token = (
     'advantages',
     'routes_agree',  # 0 where `routes_valid` is 0, and at the last token, which was never fed
 )
-_on_hover = _per_token[:-1]  # the 0 of an unknown route would be read as one that differs
 
 
 def _sample_row(s: Sample, tokens: dict[str, Tensor]) -> dict[str, Any]:
@@ -78,7 +72,7 @@ def trace_rows(
     common = dict(version=TRACE_VERSION, step=step)
     counts = dict(num_samples=len(batch), num_mini_batches=num_mini_batches)
     yield common | dict(kind='step', metrics=metrics) | counts
-    there = {k: v for k in _per_token if (v := getattr(batch, k)) is not None}
+    there = {k: v for k in PER_TOKEN if (v := getattr(batch, k)) is not None}
     for i, s in enumerate(samples):
         tokens = {k: v[i] for k, v in there.items()}
         yield common | dict(kind='sample', group=int(batch.group[i])) | _sample_row(s, tokens)
@@ -135,71 +129,3 @@ def read_trace(
                 rows.append(row)
     if head and len(rows) == head['num_samples']:
         yield head, rows
-
-
-# %% ../../nbs/runs/trace.ipynb #fb02184c
-def recompute_loss(
-    head: dict[str, Any],  # a step of `read_trace`
-    rows: list[dict[str, Any]],  # its samples
-    cfg: TrainConfig,  # settings of the run
-) -> float:  # mean over the step's mini-batches, as logged
-    "From the trace alone. Raises ValueError where the step was skipped or a tensor is missing"
-    if 'log_probs' not in rows[0]:
-        raise ValueError(f'step {head["step"]} has no log_probs: no update was made of it')
-    # entry t speaks of token t; column 0 stands for the prompt
-    T = max(len(r['response_ids']) for r in rows) + 1
-
-    def table(key: str) -> Tensor:
-        padded = [[0.0] + r[key] + [0.0] * (T - 1 - len(r[key])) for r in rows]
-        return torch.tensor(padded, dtype=torch.float64)
-
-    lengths = torch.tensor([len(r['response_ids']) for r in rows])
-    mask = (torch.arange(T) > 0) & (torch.arange(T) <= lengths[:, None])
-    for row, r in zip(mask, rows):
-        if 'policy_mask' in r:  # a tool spoke
-            row[1 : len(r['policy_mask']) + 1] = torch.tensor(r['policy_mask'])
-    batch = Batch(
-        token_ids=torch.zeros(len(rows), T, dtype=torch.long),
-        token_mask=mask,
-        response_mask=mask,
-        group=torch.tensor([r['group'] for r in rows]),
-        rewards=torch.tensor([r['reward'] for r in rows]),
-        **{k: table(k) for k in _per_token if k in rows[0] and k != 'log_probs'},
-    )
-    log_probs, loss, total = table('log_probs'), loss_of(cfg, batch), 0.0
-    parts = mini_batches(len(rows), head['num_mini_batches'])
-    parts = [p for p in parts if mask[p].any()]  # the others are no step of an engine either
-    for p in parts:
-        part = batch.map(lambda t: t[p])
-        value, _ = loss(log_probs[p], part, int(part.response_mask.sum()), len(p))
-        total += float(value) / len(parts)
-    return total
-
-
-# %% ../../nbs/runs/trace.ipynb #5fa775b7
-def microscope(
-    rows: list[dict[str, Any]],  # samples of `read_trace`
-    tokenizer: Tokenizer,
-    color: str = 'entropy',  # or 'advantages', or any other list of the rows
-) -> str:  # HTML, no scripts
-    "Responses with coloured tokens, log-probs on hovering. Raises ValueError for an unknown colour"
-    if color not in rows[0]:
-        raise ValueError(f'color={color!r}: use one of {[k for k in _per_token if k in rows[0]]}')
-    top = max((abs(x) for r in rows for x in r[color]), default=0.0) or 1.0
-
-    def token(r: dict[str, Any], t: int) -> str:
-        x, text = r[color][t], tokenizer.decode([r['response_ids'][t]], skip_special_tokens=False)
-        text = escape(text) if text.strip() else repr(text)[1:-1] or '∅'
-        rgb = '15,118,110' if color == 'advantages' and x > 0 else '194,65,12'
-        title = '\n'.join(f'{k} {r[k][t]:+.4f}' for k in _on_hover if k in r)
-        style = f'background:rgba({rgb},{0.75 * abs(x) / top:.3f});color:#1c1917;'
-        style += 'border:1px solid #e7e5e4;padding:0 2px'
-        return f'<span title="{escape(title)}" style="{style}">{text}</span>'
-
-    def line(r: dict[str, Any]) -> str:
-        prompt = escape(tokenizer.decode(r['prompt_ids'], skip_special_tokens=False))
-        tokens = ''.join(token(r, t) for t in range(len(r['response_ids'])))
-        return f'<div><span style="color:#78716c">{r["reward"]:.0f} {prompt}</span> {tokens}</div>'
-
-    style = 'font-family:ui-monospace,monospace;line-height:1.7;background:#fff;padding:.3em .6em'
-    return f'<div style="{style}">{"".join(map(line, rows))}</div>'

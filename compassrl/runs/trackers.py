@@ -29,9 +29,8 @@ from compassrl.runs.log import replace_text, say
 
 # %% auto #0
 __all__ = [
-    'FileKind', 'tracker_types', 'Point', 'Entry', 'glossary', 'glossary_markdown', 'entry',
-    'grouped', 'eval_values', 'Tracker', 'TensorBoard', 'Wandb', 'check_trackers', 'history',
-    'Trackers',
+    'FileKind', 'tracker_types', 'Point', 'Entry', 'glossary', 'entry', 'grouped', 'eval_values',
+    'Tracker', 'TensorBoard', 'Wandb', 'check_trackers', 'history', 'Trackers',
 ]  # fmt: skip
 
 # %% ../../nbs/runs/trackers.ipynb #d260f48a
@@ -63,25 +62,6 @@ def glossary() -> dict[FileKind, tuple[Entry, ...]]:
     judge = [replace(m, name='') for m in found['metrics'] if m.key.startswith('genrm_')]
     found['evaluation'] += tuple(judge)
     return found
-
-
-def glossary_markdown() -> str:
-    "All entries as tables, one for each kind of file"
-    head = 'in the file', 'in a tracker', 'unit', 'range', 'what it is', 'healthy', 'module'
-    titles: dict[FileKind, str] = {
-        'metrics': 'metrics.jsonl, a row per RL step',
-        'evaluation': 'eval_before.json and eval_after.json',
-        'cold_start': 'cold_start.jsonl, a row per step of the cold start',
-    }
-    parts = []
-    for kind, title in titles.items():
-        rows = [head, ['---'] * len(head)]
-        for m in glossary()[kind]:
-            about = m.about + (f' (only with {m.when})' if m.when else '')
-            name = m.name and f'`{m.name}`'
-            rows.append([f'`{m.key}`', name, m.unit, m.range, about, m.healthy, f'`{m.where}`'])
-        parts.append('\n'.join([f'**{title}**', '', *(f'| {" | ".join(r)} |' for r in rows)]))
-    return '\n\n'.join(parts)
 
 
 # %% ../../nbs/runs/trackers.ipynb #da7765b2

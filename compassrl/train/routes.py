@@ -7,18 +7,23 @@ engines agree."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compassrl.model.layers import route_dtype
-from compassrl.model.policy import PolicyConfig
-from compassrl.records import Batch, Sample, collate
+from compassrl.model.policy import MoE, Policy, PolicyConfig
+from compassrl.records import Batch, Metrics, Sample, collate
+from compassrl.train.train_settings import OptimConfig
 from compassrl.train.train_settings import ReplayMode as ReplayMode
 
 # %% auto #0
-__all__ = ['validate_routes', 'routes_agreement', 'route_records']
+__all__ = [
+    'validate_routes', 'routes_agreement', 'route_records', 'expert_counts', 'expert_load',
+    'balance_slopes', 'sparse_layers', 'balanced', 'move_expert_bias', 'check_balance',
+]  # fmt: skip
 
 
 # %% ../../nbs/train/routes.ipynb #cb17e55f
@@ -109,3 +114,97 @@ def route_records(
             routes_valid=batch.fed_mask,
         )
     return out
+
+
+# %% ../../nbs/train/routes.ipynb #1883390b
+def expert_counts(
+    batch: Batch, config: PolicyConfig
+) -> Tensor:  # [L, E] fp32 tokens that went through each expert; 0 in a dense layer
+    "Load by the recorded routes. Raises ValueError for a batch without routes"
+    L, E = config.num_hidden_layers, config.num_experts
+    if batch.routed_experts is None or batch.routes_valid is None:
+        raise ValueError("no routes: record them, with router_replay='R2' or 'R3'")
+    ids = batch.routed_experts[batch.routes_valid].long()
+    ids += torch.arange(L, device=ids.device)[:, None] * E
+    counts = torch.bincount(ids.flatten(), minlength=L * E).view(L, E).float()
+    sparse = [config.is_sparse(i) for i in range(L)]
+    return counts * torch.tensor(sparse, device=ids.device)[:, None]
+
+
+def expert_load(batch: Batch, config: PolicyConfig) -> Metrics:  # {} for a batch without routes
+    "Entropy of the load, share of the busiest expert, idle experts"
+    layers = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
+    if batch.routed_experts is None or not layers:
+        return {}
+    counts = expert_counts(batch, config)[layers]
+    shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    entropy = torch.special.entr(shares).sum(-1) / torch.tensor(config.num_experts).log()
+    busiest = shares.amax(-1) * config.num_experts_per_tok
+    found: Metrics = dict(
+        expert_entropy=float(entropy.mean()),
+        expert_busiest_frac=float(busiest.max()),
+        experts_idle_frac=float((counts == 0).float().mean()),
+    )
+    found |= {f'expert_busiest_frac/{i}': float(x) for i, x in zip(layers, busiest)}
+    return found
+
+
+# %% ../../nbs/train/routes.ipynb #07d0c2b8
+def balance_slopes(
+    batch: Batch,  # one mini-batch
+    config: PolicyConfig,
+    coef: float,  # weight of the auxiliary loss
+) -> Tensor:  # [L, E] what one token adds to the loss, for each unit of an expert's probability
+    "`coef * E * f_i / T` (Qiu et al. 2025, equation 2)"
+    counts = expert_counts(batch, config)
+    shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    return coef * config.num_experts * shares / max(int(batch.token_mask.sum()), 1)
+
+
+def sparse_layers(policy: Policy) -> Iterator[tuple[int, MoE]]:
+    "Number and module of each mixture"
+    for i, block in enumerate(policy.blocks):
+        if isinstance(block.mlp, MoE):
+            yield i, block.mlp
+
+
+@contextmanager
+def balanced(
+    policy: Policy,
+    batch: Batch,  # one mini-batch
+    coef: float,  # 0 = no auxiliary loss
+) -> Iterator[None]:
+    "Inside, the backward pass of the mini-batch adds the gradient of the auxiliary loss"
+    if coef:
+        slopes = balance_slopes(batch, policy.config, coef).to(policy.embed.device)
+        for i, mlp in sparse_layers(policy):
+            mlp.slopes = slopes[i]
+    try:
+        yield
+    finally:
+        for _, mlp in sparse_layers(policy):
+            mlp.slopes = None
+
+
+# %% ../../nbs/train/routes.ipynb #dab7feeb
+@torch.no_grad()
+def move_expert_bias(policy: Policy, batch: Batch, rate: float) -> None:
+    "One step of the router's bias, after an update with `batch`. Raises ValueError without a bias"
+    counts = expert_counts(batch, policy.config).to(policy.embed.device)
+    for i, mlp in sparse_layers(policy):
+        if mlp.correction is None:
+            raise ValueError('expert_bias_rate: this router has no bias, use aux_loss_coef')
+        mlp.correction += rate * (counts[i].mean() - counts[i]).sign()
+
+
+# %% ../../nbs/train/routes.ipynb #aebb5abb
+def check_balance(optim: OptimConfig, policy: PolicyConfig) -> None:
+    "Raises ValueError for a balance that this policy cannot have"
+    dense = not any(map(policy.is_sparse, range(policy.num_hidden_layers)))
+    if dense and (optim.aux_loss_coef or optim.expert_bias_rate):
+        raise ValueError('optim.aux_loss_coef, expert_bias_rate: a dense policy has no experts')
+    if optim.expert_bias_rate and policy.router_score != 'sigmoid':
+        raise ValueError(
+            f'optim.expert_bias_rate={optim.expert_bias_rate}: softmax routers have no bias, use '
+            'optim.aux_loss_coef'
+        )

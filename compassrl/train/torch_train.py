@@ -19,11 +19,10 @@ from torch.optim import AdamW, Optimizer
 from compassrl.model.log_probs import token_log_probs
 from compassrl.model.policy import Policy
 from compassrl.model.pretrained import hf_weights, load_hf_weights
-from compassrl.phases import phase
+from compassrl.procs import phase
 from compassrl.records import Batch, LossFn, Metrics, micro_batches, mini_batches, select
-from compassrl.train.expert_load import balanced, move_expert_bias
 from compassrl.train.guards import check_start, or_nan, weights_finite
-from compassrl.train.routes import route_records, validate_routes
+from compassrl.train.routes import balanced, move_expert_bias, route_records, validate_routes
 from compassrl.train.train_settings import OptimConfig as OptimConfig
 from compassrl.train.train_settings import ReplayMode as ReplayMode
 

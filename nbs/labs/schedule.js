@@ -1,7 +1,7 @@
 // Scheduler lab: who is generated when, and what the slots do meanwhile
 import { button, choice, drawn, h, normals, show, shown, slider } from './shared.js'
 
-// ---- mathematics: compassrl.plan.queue_simulation with one replica
+// ---- mathematics: course.simulator with one replica
 
 // Places in the queue: as they come, or by predicted length; of equal ones the first comes first
 export const queue = (predicted, kind) => {

@@ -29,7 +29,7 @@ from compassrl.judges.genrm_judge import GenRMJudge, make_judge
 from compassrl.judges.reward_pool import GRACE, RewardPool
 from compassrl.judges.serial import RewardConfig, SerialJudge, judge_sample
 from compassrl.records import Prompt, Sample, Verdict
-from compassrl.runs.gantt import plot_gantt, spans_of
+from compassrl.runs.curves import plot_gantt, spans_of
 from compassrl.sandbox import isolated
 from tests.support import ROOT
 from tests.support import misbehaving_verifiers as odd_verifiers

@@ -21,7 +21,7 @@ from compassrl.train.megatron import parallel as settings
 from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.parallel import ParallelConfig, check_parallel, padded_vocab
 from compassrl.train.megatron.weights import cuts
-from course.layouts import plot_layout, span
+from course.layouts import plot_layout, rank_groups, span
 from course.ranks import run_ranks
 from tests.support.faults import noticed, planted
 
@@ -56,10 +56,13 @@ def same_groups(m):
         rest = RankGenerator(tp=p.tp, ep=1, dp=p.dp(n), pp=p.pp, cp=p.cp, order=ORDER)
         expert = RankGenerator(tp=p.expert_tp, ep=p.ep, dp=p.edp(n), pp=p.pp, cp=1, order=ORDER)
         for axes in ('tp', 'cp', 'dp', 'pp', 'tp-cp', 'dp-cp', 'tp-pp', 'tp-dp-cp', 'tp-cp-pp'):
-            assert sorted(got.groups(*axes.split('-'))) == sorted(rest.get_ranks(axes)), (p, axes)
+            assert sorted(rank_groups(got, *axes.split('-'))) == sorted(rest.get_ranks(axes)), (
+                p,
+                axes,
+            )
         for axes in ('tp', 'ep', 'dp', 'pp', 'tp-ep', 'tp-ep-pp', 'ep-dp'):
             names = [dict(tp='etp', dp='edp').get(a, a) for a in axes.split('-')]
-            assert sorted(got.groups(*names)) == sorted(expert.get_ranks(axes)), (p, axes)
+            assert sorted(rank_groups(got, *names)) == sorted(expert.get_ranks(axes)), (p, axes)
 
 
 def complete(m):
@@ -400,4 +403,4 @@ def test_span():
 
 def test_groups_of_both_kinds():
     with pytest.raises(ValueError, match=r"axes=\('tp', 'ep'\): use some of"):
-        layout(ParallelConfig(), TINY, 2).groups('tp', 'ep')
+        rank_groups(layout(ParallelConfig(), TINY, 2), 'tp', 'ep')

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compassrl.plan import simulator
-from compassrl.plan.queue_simulation import Fault
 from compassrl.records import Request, SamplingParams
 from compassrl.rollout.pull_queue import PullQueue
 from compassrl.rollout.schedule import LengthPredictor, Schedule, ScheduleConfig
+from course import simulator
+from course.simulator import Fault
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import random
 

@@ -15,9 +15,8 @@ import pytest
 from compassrl.algo.loss_registry import policy_losses
 from compassrl.config import TrainConfig
 from compassrl.runs.cli import main, parse_resume, parse_train
-from compassrl.runs.help import flag, settings_of
 from compassrl.runs.log import Progress, progress_bar, set_level
-from compassrl.runs.presets import presets, tiny_cpu
+from compassrl.runs.presets import flag, presets, settings_of, tiny_cpu
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'COLUMNS': '100'}
@@ -228,7 +227,7 @@ def test_the_word_of_another_trainer_is_answered_with_ours(word, ours):
 def test_each_word_of_another_trainer_leads_to_a_setting():
     from compassrl.runs.cli import _ours
 
-    assert {*_ours.values()} <= {*map(flag, settings_of(TrainConfig()))}
+    assert {*_ours().values()} <= {*map(flag, settings_of(TrainConfig()))}
 
 
 def test_the_short_help_names_what_a_user_brings(capsys):

@@ -1,6 +1,6 @@
 "Gauges of the mechanisms against sums by hand"
 
-from compassrl.runs.mechanisms import mechanisms, what_each_did
+from compassrl.runs.report import mechanisms, what_each_did
 
 STEP = dict(
     samples=8.0,

@@ -6,7 +6,8 @@ import socket
 import pytest
 
 from compassrl.data.chat import ChatTemplate
-from compassrl.rollout.vllm.auth import AuthMiddleware, secret_variable
+from compassrl.rollout.vllm.replica import AuthMiddleware
+from compassrl.rollout.vllm.server import secret_variable
 from compassrl.runs.log import replace_text
 from compassrl.runs.run_process import locked
 from compassrl.sandbox import rpc

@@ -16,16 +16,9 @@ from compassrl.config import TrainConfig, read_run_config
 from compassrl.runs import factory
 from compassrl.runs import trackers as module
 from compassrl.runs.cli import main, parse_train
-from compassrl.runs.help import settings_of
-from compassrl.runs.trackers import (
-    Trackers,
-    check_trackers,
-    entry,
-    eval_values,
-    glossary,
-    glossary_markdown,
-    grouped,
-)
+from compassrl.runs.presets import settings_of
+from compassrl.runs.trackers import Trackers, check_trackers, entry, eval_values, glossary, grouped
+from course.pages import glossary_markdown
 from tests.support import ROOT
 from tests.support import fork_server as forked
 

@@ -250,7 +250,8 @@ def test_the_version(words, capsys):
 def test_every_setting_stands_on_a_page():
     "With its default, its allowed values and a description"
     from compassrl import TrainConfig
-    from compassrl.runs.help import flag, settings_markdown, settings_of
+    from compassrl.runs.presets import flag, settings_of
+    from course.pages import settings_markdown
 
     rows = [x.split(' | ') for x in settings_markdown(TrainConfig()).splitlines() if '| `--' in x]
     values = settings_of(TrainConfig())

@@ -12,7 +12,7 @@ from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.factory import check_engines
-from compassrl.train.expert_load import (
+from compassrl.train.routes import (
     balance_slopes,
     balanced,
     expert_counts,

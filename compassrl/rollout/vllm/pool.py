@@ -20,8 +20,7 @@ from torch import Tensor
 
 from compassrl.model.hf_config import read_config
 from compassrl.model.pretrained import checked_weights
-from compassrl.phases import phase
-from compassrl.procs import has_gpu
+from compassrl.procs import has_gpu, phase
 from compassrl.records import Metrics, Request, RolloutEngine, Sample, as_requests
 from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.pull_queue import Attempt

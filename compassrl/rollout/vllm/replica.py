@@ -7,8 +7,11 @@ lost."""
 from __future__ import annotations
 
 import asyncio
+import hmac
+import json
+import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,14 +19,76 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from compassrl.rollout.vllm.auth import bearer, progress_path, secret_variable
-from compassrl.rollout.vllm.server import ServerProcess
+from compassrl.rollout.vllm.server import ServerProcess, secret_variable
 
 # %% auto #0
 __all__ = [
-    'silence_s', 'slow_disk', 'window_s', 'max_answer_bytes', 'refusals', 'Lost', 'answer_field',
-    'read_at_most', 'Replica', 'on_all',
+    'progress_path', 'Send', 'App', 'closed_routes', 'silence_s', 'slow_disk', 'window_s',
+    'max_answer_bytes', 'refusals', 'read_secret', 'bearer', 'AuthMiddleware', 'reply', 'progress',
+    'Lost', 'answer_field', 'read_at_most', 'Replica', 'on_all',
 ]  # fmt: skip
+
+# %% ../../../nbs/rollout/vllm/replica.ipynb #f6322bc6
+progress_path = '/compassrl/progress'
+Send = Callable[[dict[str, Any]], Awaitable[None]]  # ASGI: sends one message to the client
+App = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Send], Awaitable[None]]
+# this route calls any method of a worker, and some never return
+closed_routes: tuple[str, ...] = ('/collective_rpc',)
+
+
+def read_secret() -> str:
+    "The secret in our environment. Raises ValueError if there is none"
+    secret = os.environ.get(secret_variable, '')
+    if len(secret) < 16:
+        raise ValueError(
+            f'{secret_variable} has {len(secret)} characters: export the same long random text '
+            'for every server and for the run, for example that of `openssl rand -hex 32`'
+        )
+    return secret
+
+
+def bearer(secret: str) -> dict[str, str]:  # headers of a request
+    return {'Authorization': f'Bearer {secret}'} if secret else {}
+
+
+class AuthMiddleware:
+    "ASGI middleware: answers 401 without the secret and 404 for `closed_routes`"
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.expected = bearer(read_secret())['Authorization'].encode()
+
+    async def __call__(
+        self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send
+    ) -> None:
+        if scope['type'] == 'lifespan':  # the server itself
+            return await self.app(scope, receive, send)
+        shown = [v for k, v in scope['headers'] if k.lower() == b'authorization']
+        if len(shown) != 1 or not hmac.compare_digest(shown[0], self.expected):
+            if scope['type'] == 'websocket':
+                return await send(dict(type='websocket.close', code=1008))
+            return await reply(send, 401, dict(error=f'show the secret, see {secret_variable}'))
+        if scope['path'] in closed_routes:
+            return await reply(send, 404, dict(error='this route is closed'))
+        if scope['path'] == progress_path:
+            return await reply(send, 200, await progress(scope['app'].state.engine_client))
+        await self.app(scope, receive, send)
+
+
+async def reply(send: Send, status: int, body: dict[str, Any]) -> None:
+    kind = (b'content-type', b'application/json')
+    await send(dict(type='http.response.start', status=status, headers=[kind]))
+    await send(dict(type='http.response.body', body=json.dumps(body).encode()))
+
+
+async def progress(
+    engine: Any,  # vLLM's AsyncLLM
+) -> dict[str, Any]:
+    "How many tokens the running requests have; is the engine paused?"
+    states = list(engine.output_processor.request_states.values())
+    tokens = sum(s.detokenizer.num_output_tokens() for s in states if s.detokenizer)
+    return dict(tokens=tokens, requests=len(states), paused=await engine.is_paused())
+
 
 # %% ../../../nbs/rollout/vllm/replica.ipynb #41392d55
 _T = TypeVar('_T')

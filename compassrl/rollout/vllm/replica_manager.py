@@ -21,9 +21,8 @@ from typing import Any, TypeAlias, TypeVar
 import aiohttp
 
 from compassrl.rollout.rollout_settings import VllmConfig
-from compassrl.rollout.vllm.auth import secret_variable
 from compassrl.rollout.vllm.replica import Lost, Replica
-from compassrl.rollout.vllm.server import machine_prefix, start_server, sweep
+from compassrl.rollout.vllm.server import machine_prefix, secret_variable, start_server, sweep
 
 # %% auto #0
 __all__ = ['Events', 'NoServer', 'ReplicaManager']

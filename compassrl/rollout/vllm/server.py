@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from compassrl.procs import end_with_parent, process_stat
-from compassrl.rollout.vllm.auth import secret_variable
 
 # %% auto #0
 __all__ = [
-    'shared_memory', 'memory_prefixes', 'memory_list', 'engine_ends', 'group_pids',
-    'mapped_memory', 'group_memory', 'machine_prefix', 'server_folder', 'list_memory', 'remove',
-    'sweep', 'supervise', 'private_env', 'supervise_command', 'start_supervisor', 'private_file',
-    'ServerProcess', 'server_env', 'flags', 'free_port', 'server_command', 'start_server',
+    'shared_memory', 'memory_prefixes', 'memory_list', 'secret_variable', 'engine_ends',
+    'group_pids', 'mapped_memory', 'group_memory', 'machine_prefix', 'server_folder',
+    'list_memory', 'remove', 'sweep', 'supervise', 'private_env', 'supervise_command',
+    'start_supervisor', 'private_file', 'ServerProcess', 'server_env', 'flags', 'free_port',
+    'server_command', 'start_server',
 ]  # fmt: skip
 
 # %% ../../../nbs/rollout/vllm/server.ipynb #a9e67b5a
@@ -67,6 +67,7 @@ def group_memory(group: int) -> set[str]:
 
 # %% ../../../nbs/rollout/vllm/server.ipynb #cda9bcd2
 memory_list = 'shared-memory.json'
+secret_variable = 'COMPASSRL_SECRET'
 
 
 def machine_prefix() -> str:
@@ -354,7 +355,7 @@ def server_command(
         disable_log_stats=True,
         disable_uvicorn_access_log=True,
         weight_transfer_config=dict(backend='compassrl'),
-        middleware='compassrl.rollout.vllm.auth.AuthMiddleware',
+        middleware='compassrl.rollout.vllm.replica.AuthMiddleware',
     )
     chosen = usual | options
     if device == 'cpu' and chosen.get('tensor_parallel_size', 1) == 1:

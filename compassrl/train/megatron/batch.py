@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compassrl.model.layers import with_balance_loss
 from compassrl.records import Batch, micro_batches, select
-from compassrl.train.balance import balance
+from compassrl.train.megatron.parallel import balance
 
 # %% auto #0
 __all__ = [

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from compassrl.phases import phase
+from compassrl.procs import phase
 from compassrl.train.checkpoint_files import (
     CheckpointError,
     TornCheckpoint,

@@ -24,16 +24,14 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from compassrl.model.policy import PolicyConfig
-from compassrl.phases import phase
+from compassrl.procs import phase
 from compassrl.records import Batch, LossFn, Metrics, mini_batches, select
-from compassrl.train.balance import train_flops
-from compassrl.train.expert_load import balance_slopes
 from compassrl.train.guards import check_start, or_nan, weights_finite
 from compassrl.train.megatron.batch import MicroBatch, Work, deal_rows
-from compassrl.train.megatron.parallel import ParallelConfig
+from compassrl.train.megatron.parallel import ParallelConfig, train_flops
 from compassrl.train.megatron.passes import Passes
 from compassrl.train.megatron.weights import gather_hf_weights
-from compassrl.train.routes import ReplayMode, route_records, validate_routes
+from compassrl.train.routes import ReplayMode, balance_slopes, route_records, validate_routes
 from compassrl.train.torch_train import OptimConfig
 
 # %% auto #0

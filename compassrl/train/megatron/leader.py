@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from compassrl.phases import open_phases, phase
+from compassrl.procs import open_phases, phase
 from compassrl.records import Batch, LossFn, Metrics
 from compassrl.train.megatron.engine import Control, MegatronTrain, ScatterRefused
 

@@ -5,6 +5,8 @@
 # %% ../../../nbs/train/megatron/parallel.ipynb #e2adb89c
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from math import ceil
 
 from compassrl.model.policy import PolicyConfig
@@ -13,7 +15,10 @@ from compassrl.train.train_settings import ParallelConfig as ParallelConfig
 from compassrl.train.train_settings import Recompute as Recompute
 
 # %% auto #0
-__all__ = ['check_world', 'check_shape', 'check_family', 'check_parallel', 'padded_vocab']
+__all__ = [
+    'check_world', 'check_shape', 'check_family', 'check_parallel', 'padded_vocab', 'train_flops',
+    'longest_to_least', 'karmarkar_karp', 'balance',
+]  # fmt: skip
 
 
 # %% ../../../nbs/train/megatron/parallel.ipynb #af4fe15e
@@ -98,3 +103,65 @@ def check_parallel(
 def padded_vocab(vocab_size: int, tp: int) -> int:
     "Rows of embedding and head that tensor parallelism can cut evenly"
     return ceil(vocab_size / tp) * tp
+
+
+# %% ../../../nbs/train/megatron/parallel.ipynb #e254147d
+def train_flops(
+    lengths: Sequence[int], c: PolicyConfig
+) -> list[float]:  # FLOPs of each row, forwards and backwards
+    "Linear and quadratic: what a row costs a training rank"
+    heads, D = c.num_attention_heads * c.head_dim, c.hidden_size
+    total = D * c.vocab_size + c.num_hidden_layers * (
+        2 * D * heads + 2 * D * c.num_key_value_heads * c.head_dim
+    )
+    for layer in range(c.num_hidden_layers):
+        sparse = c.is_sparse(layer)
+        total += D * (
+            3 * c.num_experts_per_tok * c.moe_intermediate_size
+            + 3 * c.shared_expert_intermediate_size
+            + c.num_experts
+            if sparse
+            else 3 * c.intermediate_size
+        )
+    return [
+        3 * (2 * total * n + 2 * c.num_hidden_layers * heads * n * n) for n in map(int, lengths)
+    ]
+
+
+# %% ../../../nbs/train/megatron/parallel.ipynb #cd4e0916
+def longest_to_least(costs: Sequence[float], num: int) -> list[list[int]]:
+    "Greedy (Graham, 1969): the largest cost goes where the least is"
+    loads, out = [(0.0, k) for k in range(num)], [[] for _ in range(num)]
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, k = loads[0]
+        out[k].append(i)
+        heapq.heapreplace(loads, (load + costs[i], k))
+    return out
+
+
+def karmarkar_karp(costs: Sequence[float], num: int) -> list[list[int]]:
+    "Largest differencing (Karmarkar and Karp, 1982): join the two widest spread, large to small"
+    none = [(0.0, [])] * (num - 1)
+    heap = [(-c, i, [(c, [i])] + none) for i, c in enumerate(costs)]  # loads descending
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, i, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = sorted(
+            ((x + y, p + q) for (x, p), (y, q) in zip(a, reversed(b))), key=lambda s: -s[0]
+        )
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], i, joined))
+    return [rows for _, rows in heap[0][2]] if heap else [[] for _ in range(num)]
+
+
+def balance(
+    costs: Sequence[float],  # cost of each row
+    num: int,  # ranks
+) -> list[list[int]]:  # rows of each rank; every row once
+    "The better of two heuristics: the costliest rank costs less"
+    if num < 1:
+        raise ValueError(f'num={num}: use at least 1 rank')
+
+    def worst(parts: list[list[int]]) -> float:
+        return max(sum(costs[i] for i in p) for p in parts)
+
+    return min(karmarkar_karp(costs, num), longest_to_least(costs, num), key=worst)

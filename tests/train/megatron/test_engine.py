@@ -20,12 +20,12 @@ from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed, select
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.train.expert_load import balanced
 from compassrl.train.megatron.batch import Packed, Tap, deal_rows, share_rows, zigzag
 from compassrl.train.megatron.engine import MegatronTrain, _report
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.passes import vocab_log_probs
 from compassrl.train.megatron.weights import gather_hf_weights
+from compassrl.train.routes import balanced
 from compassrl.train.torch_train import OptimConfig, TorchTrain, accumulate_grads
 from tests.support.ranks import RankError, lively, name, run_ranks
 
