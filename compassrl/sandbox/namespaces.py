@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import platform
 import signal
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -23,7 +26,7 @@ except ImportError:
 __all__ = [
     'call', 'mount', 'continue_in_new_namespaces', 'bind_at', 'isolate', 'call_filter',
     'refuse_calls', 'drop_rights', 'prctl', 'die_with_parent', 'adopt_orphans', 'set_dumpable',
-    'close_from', 'set_limit', 'limit_memory',
+    'close_from', 'set_limit', 'limit_memory', 'memory_group', 'limit_group',
 ]  # fmt: skip
 
 # %% ../../nbs/sandbox/namespaces.ipynb #d28254df
@@ -254,3 +257,47 @@ def limit_memory(memory_mb: int, in_addition: bool = True) -> None:
         except OSError:
             pass  # the system does not say
     set_limit(resource.RLIMIT_AS, mapped + memory_mb * 2**20)
+
+
+# %% ../../nbs/sandbox/namespaces.ipynb #56b9e897
+def _group_folders() -> Iterator[str]:  # where this process may be able to make a memory cgroup
+    with open('/proc/self/cgroup') as f:
+        own = dict(line.rstrip('\n').split(':', 2)[1:] for line in f)
+    with open('/proc/self/mountinfo') as f:
+        mounts = [line.split() for line in f]
+    for root, point, kind, options in ((m[3], m[4], m[-3], m[-1].split(',')) for m in mounts):
+        if kind == 'cgroup' and 'memory' in options:
+            yield os.path.normpath(f'{point}/{os.path.relpath(own["memory"], root)}')
+        folder = f'{point}/{os.path.relpath(own[""], root)}' if kind == 'cgroup2' else ''
+        while folder.startswith(point):
+            with open(f'{folder}/cgroup.subtree_control') as f:
+                if 'memory' in f.read().split():
+                    yield folder
+            folder = os.path.dirname(os.path.normpath(folder))
+
+
+def memory_group(pids: list[int]) -> str:
+    "Moves these processes to a new memory cgroup; returns its folder, '' where none can be made"
+    with suppress(OSError, KeyError, ValueError):  # another system
+        for folder in _group_folders():
+            for old in glob.glob(f'{folder}/compassrl-*'):
+                with suppress(OSError):  # in use
+                    os.rmdir(old)
+            with suppress(OSError):  # not permitted
+                os.mkdir(group := f'{folder}/compassrl-{os.getpid()}-{pids[0]}')
+                for pid in pids:
+                    with open(f'{group}/cgroup.procs', 'w') as f:
+                        f.write(str(pid))
+                return group
+    return ''
+
+
+def limit_group(group: str, size: int) -> None:
+    "Bounds a memory cgroup, in bytes, and permits no swap"
+    for name, value in (
+        ('memory.max', size),
+        ('memory.swap.max', 0),
+        ('memory.limit_in_bytes', size),
+    ):
+        with suppress(OSError), open(f'{group}/{name}', 'r+') as f:  # each version has its own
+            f.write(str(value))

@@ -111,6 +111,21 @@ JUDGED = {  # name -> tests (and a prefix), program
         {'tests': ['assert list(P(3)) == [0, 1, 2]']},
         'class P:\n  def __init__(s, n): s.n = n\n  def __iter__(s): return iter(range(s.n))',
     ),
+    'methods of values': (
+        {
+            'tests': [
+                'assert f("ab").startswith("abab") and f([1]).count(1) == 2',
+                's = Stack()\ns.push(3)\nassert s.count(3) == 1 and s.index(3) == 0',
+                'assert Stack().find(1).startswith("1")',
+                'q = make()\nq.append(4)\nassert q.pop(0) == 4',
+            ]
+        },
+        'class L(list): pass\ndef f(x): return x + x if type(x) is str else L(x + x)\n'
+        'class Stack:\n  def __init__(s): s.x = []\n  def push(s, x): s.x.append(x)\n'
+        '  def count(s, x): return s.x.count(x)\n  def index(s, x): return s.x.index(x)\n'
+        '  def find(s, x): return str(x)\n  def pop(s, i): return s.x.pop(i)\n'
+        '  append = push\ndef make(): return Stack()',
+    ),
     'isinstance': (
         {'tests': ['assert isinstance(make(), Dog) and not isinstance(3, Dog)']},
         'class Dog: pass\ndef make(): return Dog()',
@@ -146,6 +161,10 @@ GAPS = {
     'own pow': (
         {'tests': ['assert pow(2, 3) == 8']},
         'def pow(a, b):\n  out = 1\n  for _ in range(b): out *= a\n  return out',
+    ),
+    'method of a returned object': (
+        {'tests': ['assert make().find(5) == 5']},
+        'class Finder:\n  def find(s, x): return x\ndef make(): return Finder()',
     ),
     'type is': (
         {'tests': ['assert type(make()) is Dog']},
@@ -192,6 +211,13 @@ YES = (
     '  __eq__ = __ge__ = __le__ = __lt__ = __gt__ = __contains__ = lambda *a: True\n'
     '  __ne__ = lambda *a: False\n  __hash__ = lambda s: hash(42)\n'
 )
+_METHODS = (
+    'Yes.startswith = Yes.endswith = Yes.issubset = lambda *a: True\n'
+    'Yes.count = Yes.index = Yes.difference = lambda s, *a: s\nYes.__len__ = lambda s: 0\n'
+    'def double(x): return Yes()\ndef twice(x): return [Yes()]\n'
+    'def itself(x): return itself\nitself.startswith = lambda *a: True\n'
+    'class Solution(Yes):\n  def double(s, x): return s\n'
+)
 LIARS = {  # name -> the test, the program
     'hash': ('assert double(21) in {42}', YES.format('') + 'def double(x): return Yes()'),
     'key': ('assert {42: 1}[double(21)] == 1', YES.format('') + 'def double(x): return Yes()'),
@@ -210,6 +236,22 @@ LIARS = {  # name -> the test, the program
         'assert double(1) == {2}',
         YES.format('frozenset') + 'def double(x): return Yes()',
     ),
+    'at least': ('assert double(1) >= 3', YES.format('') + 'def double(x): return Yes()'),
+    **{
+        f'method of a value: {test}': (test, YES.format('') + _METHODS)
+        for test in (
+            'assert double("ab").startswith("abab")',
+            'ok = double("ab").endswith("b")\nassert ok',
+            'assert double("ab").count("b") == 2',
+            'assert not len(double([1]).difference({1}))',
+            'assert getattr(double(1), "issubset")({2})',
+            'assert Solution().double(1).startswith("2")',
+            'assert Solution().double(1).index(2) == 0',
+            'assert all(x.startswith("a") for x in twice("a"))',
+            'assert itself(1).startswith("11")',
+        )
+    },
+    'ends the test': ('assert all(map(f, [1, 2]))', 'def f(x): raise StopIteration'),
     'less than': (
         'assert double(1) < 3 and double(1) > 1',
         YES.format('list') + 'def double(x): return Yes()',

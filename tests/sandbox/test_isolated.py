@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from compassrl.judges.verifiers import maths
-from compassrl.sandbox import fork_client
+from compassrl.sandbox import fork_client, namespaces
 from compassrl.sandbox.fork_client import ForkServer, close_fork_servers, warm_server
 from compassrl.sandbox.isolated import (
     Limits,
@@ -278,6 +278,34 @@ print(len(mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
 print(multiprocessing.get_context('fork').Array('i', [3])[0])"""
     lines = ['Operation not permitted'] * 2 + ['No such file or directory', '4096', '3']
     assert sees(program, isolation).split('\n') == lines
+
+
+def test_a_memory_cgroup_bounds_what_is_resident_in_no_process(isolation):
+    "Pipes, here. The kernel ends the program, not its neighbours"
+    fill = (
+        'import fcntl, os\nfor i in range(100):\n  r, w = os.pipe()\n  os.set_blocking(w, False)\n'
+        '  try: fcntl.fcntl(w, 1031, 2**20)\n  except OSError: pass\n'
+        '  try:\n    while True: os.write(w, bytes(2**16))\n  except BlockingIOError: pass'
+    )
+    tells = 'print(open("/proc/self/cgroup").read())'
+    server = ForkServer(isolation)
+    try:
+        if not server.group:
+            pytest.skip('this process may make no memory cgroup')
+
+        def run(program, **more):
+            limits = Limits(wall_s=30.0, **more)
+            return fork_client.Sandbox(server, dict(program=program), limits).outcome()
+
+        assert Path(server.group).name in run(tells, disk_mb=64).stdout
+        assert run(fill, disk_mb=64).status == 'ok'
+        namespaces.limit_group(server.group, 40 * 2**20)  # less than its files
+        assert run(fill, disk_mb=64).status == 'killed'
+        assert run('print(1)', disk_mb=64).stdout == '1\n'
+        assert run(fill, disk_mb=65).status == 'ok'  # each program has its own bound
+    finally:
+        server.close()
+    assert not server.group or not os.path.exists(server.group)
 
 
 def test_what_is_not_there_cannot_be_reached(isolation, tmp_path):
