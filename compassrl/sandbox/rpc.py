@@ -289,9 +289,10 @@ class _Asker:
             names, text, _ = got['raised']
             if what == '__len__' and names[0] == 'AttributeError':
                 raise TypeError(text)  # `list` expects it where there is no length
-            if what != 'next' and 'StopIteration' in names:
+            error = self.error(*got['raised'])
+            if what != 'next' and isinstance(error, StopIteration):
                 raise RuntimeError(text)  # or `all(map(f, xs))` would end early, and be true
-            raise self.error(*got['raised'])
+            raise error
         return self.named(what, args, got['value'])
 
     def named(self, what: str, args: tuple[Any, ...], value: object) -> object:

@@ -252,6 +252,13 @@ with open('/dev/stdout', 'a') as f:
 
 def test_every_refused_call_is_refused(isolation):
     "With arguments of 0, some would succeed and others complain about their arguments"
+    asked = (
+        'shmget msgget semget mq_open memfd_create memfd_secret io_uring_setup add_key '
+        'request_key keyctl bpf perf_event_open userfaultfd unshare setns mount open_tree '
+        'move_mount fsopen fsmount ptrace process_vm_readv process_vm_writev setpriority '
+        'sched_setparam sched_setscheduler sched_setaffinity sched_setattr ioprio_set'
+    )
+    assert {*REFUSED_CALLS} == {*asked.split()}, 'none may go without a word'
     numbers = [n[ARM] for n in REFUSED_CALLS.values()]
     program = f"""import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -387,6 +394,9 @@ time.sleep(60)
     assert (o.status, o.stdout) == ('timeout', ''), 'it is there, and ends what sleeps'
     o = run_python(program.replace('time.sleep(60)', ''), isolation=isolation)
     assert (o.status, o.stdout) == ('ok', 'no\n')
+    rights = 'import os; print(os.getgroups() if os.getuid() else "root")'
+    if not os.getuid():
+        assert run_python(rights, isolation=isolation).stdout == '[]\n'
 
 
 def test_limits_count_all_processes(isolation):
@@ -414,6 +424,14 @@ def test_what_no_process_is_charged_for_is_counted(isolation):
     )
     o = run_python(orphans, limits=Limits(wall_s=60), isolation=isolation)
     assert (o.status, o.evidence) == ('failed', 'too many processes'), o
+    relay = (  # each computes for less than the limit, and takes its time with it
+        'import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n'
+        'for _ in range(20):\n  if not (pid := os.fork()):\n'
+        '    while time.process_time() < 0.3: pass\n    os._exit(0)\n'
+        '  while os.path.exists(f"/proc/{pid}"): time.sleep(0.01)'
+    )
+    o = run_python(relay, limits=Limits(cpu_s=0.6, wall_s=60), isolation=isolation)
+    assert o.status == 'cpu', o
     sockets = 'import socket, time\nx = [socket.socketpair() for _ in range(60)]\ntime.sleep(60)'
     o = run_python(sockets, limits=Limits(wall_s=60), isolation=isolation)
     assert (o.status, o.evidence) == ('failed', 'too many sockets'), o
@@ -446,6 +464,7 @@ def test_a_stopped_or_lost_server_does_not_hang_the_caller(monkeypatch):
     r = ForkServer('none')
     os.kill(r.process.pid, signal.SIGSTOP)
     sandbox = fork_client.Sandbox(r, dict(program=''), Limits(wall_s=0.1))
+    assert sandbox.until < time.monotonic() + 30
     sandbox.until = time.monotonic() + 0.3
     o = sandbox.outcome()
     assert o.status == 'lost' and r.process.poll() is not None
@@ -483,18 +502,24 @@ def test_a_copy_of_the_caller_has_servers_of_its_own(any_isolation):
 def test_a_user_without_rights_has_isolation_too(who):
     "Neither root, nor any id but its own"
     code = """
+from compassrl.sandbox.fork_client import warm_server
 from compassrl.sandbox.isolated import best_isolation, run_python
 isolation, why = best_isolation()
 assert isolation, why
+for kind in ('bwrap', 'namespaces'):
+    try:
+        with warm_server(kind): pass
+    except OSError:
+        continue
+    for p in ('open("/x", "w")', 'open("/proc/1/mem", "rb")', 'import os; os.listdir("/var")',
+              'import resource; resource.prlimit(1, 7, (0, 0))'):
+        assert run_python(p, isolation=kind).status == 'failed', (kind, p)
 # it waits for its 1,024 children: what ends before the monitor looks has broken no rule
 bomb = 'import os, time\\nfor _ in range(1024): os.fork() or time.sleep(60)\\n'
 o = run_python(bomb + 'print("all of them", flush=True)\\ntime.sleep(60)')
 assert not o.stdout, o
 # a busy machine may not get a word out of so full a sandbox: its server is then closed, too
 assert o.status in ('failed', 'memory', 'timeout', 'lost'), o
-for p in ('open("/x", "w")', 'open("/proc/1/mem", "rb")', 'import os; os.listdir("/var")',
-          'import resource; resource.prlimit(1, 7, (0, 0))'):
-    assert run_python(p).status == 'failed', p
 print('isolation', isolation)
 """
     argv = ['unshare', '--user', *who.split(), sys.executable, '-c', code]
