@@ -158,7 +158,7 @@ REFUSED_CALLS = dict(
 )
 CLONE3, MMAP, SOCKET, SOCKETPAIR = 435, (9, 222)[ARM], (41, 198)[ARM], (53, 199)[ARM]
 PRCTL, PRLIMIT = (157, 167)[ARM], (302, 261)[ARM]  # a program may limit itself (0), not its monitor
-FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others are not bound by a namespace
+AF_UNIX = 1  # other sockets are not bound by a namespace, or outlast their program on a port
 
 
 # %% ../../nbs/sandbox/namespaces.ipynb #e5e9edc6
@@ -183,10 +183,8 @@ def call_filter() -> tuple[bytes, int]:
     program += [(load, 0, 0, 0), (equal, 0, 3, PRLIMIT), (load, 0, 0, 16), (equal, 1, 0, 0), refuse]
     # to share a core with nobody (PR_SCHED_CORE) stops others, and takes time from the program
     program += [(load, 0, 0, 0), (equal, 0, 3, PRCTL), (load, 0, 0, 16), (equal, 0, 1, 62), refuse]
-    program += [(load, 0, 0, 0), (equal, 1, 0, SOCKET), (equal, 0, 2 + len(FAMILIES), SOCKETPAIR)]
-    program += [(load, 0, 0, 16)]
-    program += [(equal, len(FAMILIES) - i, 0, f) for i, f in enumerate(FAMILIES)]
-    program += [refuse, (end, 0, 0, allow)]
+    program += [(load, 0, 0, 0), (equal, 1, 0, SOCKET), (equal, 0, 3, SOCKETPAIR)]
+    program += [(load, 0, 0, 16), (equal, 1, 0, AF_UNIX), refuse, (end, 0, 0, allow)]
     return b''.join(struct.pack('HBBI', *line) for line in program), len(program)
 
 
