@@ -60,6 +60,7 @@ def become_program(
     for target, fd in enumerate(fds[1:]):  # each has a higher number than its target
         os.dup2(fd, target)
     ns.close_from(len(fds) - 1)
+    ns.set_dumpable(True)  # what /proc shows of it, and its /dev/stdin, are then its own
     with open('/proc/self/oom_score_adj', 'w') if isolated else open(os.devnull, 'w') as f:
         f.write('1000')
     if isolated:  # a program changes neither this nor how fast it is
@@ -69,12 +70,11 @@ def become_program(
     ns.set_limit(resource.RLIMIT_NOFILE, 256)
     ns.set_limit(resource.RLIMIT_FSIZE, limits['output_kb'] * 1024)
     ns.set_limit(resource.RLIMIT_CPU, int(limits['cpu_s']) + 2)
-    ns.limit_memory(int(limits['memory_mb']), 'argv' not in job)
+    ns.limit_memory(int(limits['memory_mb']))
     if isolated:
         ns.set_limit(resource.RLIMIT_NPROC, limits['processes'])
         ns.drop_rights(user)
         ns.refuse_calls()
-    ns.set_dumpable(True)  # a program may open its own /dev/stdin
     for name, text in job.get('files', {}).items():
         with open(name, 'w') as f:
             f.write(text)
@@ -95,10 +95,6 @@ def program_process(
     except BaseException as e:
         os.write(2, f'{type(e).__name__}: {e}'.encode())
         os._exit(1)
-    if 'argv' in job:
-        for s in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(s, signal.SIG_DFL)
-        os.execvpe(job['argv'][0], job['argv'], os.environ)
     if 'call' in job:
         out, sys.stdout = sys.stdout, sys.stderr  # what it prints is not what it returns
         json.dump(getattr(sys.modules['inside.ours'], job['call'])(*job['args']), out)

@@ -247,15 +247,11 @@ def set_limit(kind: int, value: float) -> None:
     resource.setrlimit(kind, (value, value))
 
 
-def limit_memory(memory_mb: int, in_addition: bool = True) -> None:
-    "Bounds the address space; `in_addition`: to what this process has mapped already"
+def limit_memory(memory_mb: int) -> None:
+    "Bounds the address space, beyond what this process has mapped already"
     mapped = 0
-    if in_addition:
-        try:
-            with open('/proc/self/statm') as f:
-                mapped = int(f.read().split()[0]) * resource.getpagesize()
-        except OSError:
-            pass  # the system does not say
+    with suppress(OSError), open('/proc/self/statm') as f:  # not every system says
+        mapped = int(f.read().split()[0]) * resource.getpagesize()
     set_limit(resource.RLIMIT_AS, mapped + memory_mb * 2**20)
 
 

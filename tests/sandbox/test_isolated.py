@@ -25,7 +25,6 @@ from compassrl.sandbox.isolated import (
     Outcome,
     best_isolation,
     run_function,
-    run_program,
     run_python,
     verdict_budget,
 )
@@ -35,6 +34,11 @@ from tests.support.faults import places
 
 SMALL = Limits(wall_s=30.0, cpu_s=0.3, memory_mb=200, output_kb=16)
 PYTHON = [sys.executable, '-I', '-c']
+
+
+def run_program(argv, stdin='', isolation=''):
+    program = f'import os; os.execvp({argv[0]!r}, {list(argv)!r})'
+    return run_python(program, stdin, isolation=isolation)
 
 
 def permitted(isolation):
@@ -129,9 +133,9 @@ def test_no_grandchild_survives(hide, then, any_isolation):
 
 
 def test_streams_files_and_folder(any_isolation):
-    argv = ['sh', '-c', 'cat; cat given; echo oops >&2; pwd; ls']
-    o = run_program(argv, 'in\n', files=dict(given='file\n'), isolation=any_isolation)
-    assert o.stdout.startswith('in\nfile\n') and o.stdout.endswith('\ngiven\n'), o
+    argv = ['sh', '-c', 'cat; echo file > given; cat given; echo oops >&2; pwd; ls']
+    o = run_program(argv, 'in\n', isolation=any_isolation)
+    assert o.stdout.startswith('in\nfile\n') and o.stdout.endswith('\ngiven\nmain.py\n'), o
     assert o.stderr == 'oops\n' and o.status == 'ok'
     long = run_python('while True: print("x"*99)', limits=SMALL, isolation=any_isolation)
     assert len(long.stdout) <= 16 * 1024
@@ -207,7 +211,8 @@ def test_a_missing_program_and_bad_limits():
 
 def test_a_killed_caller_leaves_nothing(any_isolation, tmp_path):
     word = marker()
-    code = f'from compassrl.sandbox.isolated import run_program\nrun_program(["sleep", "{word}"], '
+    sleep = f'import os; os.execvp("sleep", ["sleep", "{word}"])'
+    code = f'from compassrl.sandbox.isolated import run_python\nrun_python({sleep!r}, '
     code += f'isolation={any_isolation!r})'
     env = os.environ | dict(PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
     caller = subprocess.Popen([sys.executable, '-c', code], env=env)
@@ -504,9 +509,26 @@ def test_a_copy_of_the_caller_has_servers_of_its_own(any_isolation):
     assert run_python('print(3)', isolation=any_isolation).stdout == '3\n'
 
 
-@pytest.mark.parametrize('who', ['--map-user=1000 --map-group=1000', '--map-root-user'])
+BECOME = """import os, sys
+from compassrl.sandbox import namespaces as ns
+ns.call('unshare', ns.NEW_MOUNTS)
+ns.mount(None, '/', None, ns.RECURSIVE | ns.PRIVATE)
+places = {p: os.open(p, os.O_PATH) for p in {sys.base_prefix, sys.prefix, ROOT}}
+if any(p.startswith('/root/') for p in places):  # which others may not enter
+    ns.mount('tmpfs', '/root', 'tmpfs', 0, 'mode=755')
+for p, fd in places.items():
+    if not os.path.exists(p):
+        ns.bind_at(fd, p, True)
+os.setgroups([])
+os.setresgid(54321, 54321, 54321)
+os.setresuid(54321, 54321, 54321)
+os.execv(sys.executable, [sys.executable, '-c', CODE])
+"""
+
+
+@pytest.mark.parametrize('who', ['--map-user=1000 --map-group=1000', '--map-root-user', ''])
 def test_a_user_without_rights_has_isolation_too(who):
-    "Neither root, nor any id but its own"
+    "Neither root, nor any id but its own; '' is an ordinary user"
     code = """
 from compassrl.sandbox.fork_client import warm_server
 from compassrl.sandbox.isolated import best_isolation, run_python
@@ -529,7 +551,11 @@ assert o.status in ('failed', 'memory', 'timeout', 'lost'), o
 print('isolation', isolation)
 """
     argv = ['unshare', '--user', *who.split(), sys.executable, '-c', code]
-    env = os.environ | dict(PYTHONPATH=str(ROOT))
+    env = os.environ | dict(PYTHONPATH=str(ROOT), PYTHONDONTWRITEBYTECODE='1')
+    if not who and os.getuid():
+        pytest.skip('the other tests are run by an ordinary user here')
+    if not who:
+        argv = [sys.executable, '-c', f'ROOT, CODE = {str(ROOT)!r}, {code!r}\n{BECOME}']
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env)
     if 'unshare' in done.stderr:
         pytest.skip(done.stderr.strip())
