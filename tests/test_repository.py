@@ -324,7 +324,7 @@ def test_named_files_exist(text):
 
 TOP = """.ci .dockerignore .github .gitignore .pre-commit-config.yaml CHANGELOG.md CITATION.cff
 CONTRIBUTING.md LICENSE Makefile README.md SECURITY.md _quarto.yml benchmarks compassrl
-constraints.txt course docker docs nbs pyproject.toml readme_files settings.ini tests
+constraints.lock constraints.txt course docker docs nbs pyproject.toml readme_files settings.ini tests
 tools"""
 
 
