@@ -33,7 +33,6 @@ import os
 import platform
 import random
 import statistics
-import sys
 import tempfile
 from unittest.mock import patch
 

@@ -119,7 +119,9 @@ def test_every_file_but_those_of_torch_has_a_hash():
     plain = (ROOT / 'constraints.txt').read_text()
     pins = re.sub(r'^#.*\n', '', (ROOT / 'constraints.lock').read_text(), flags=re.M)
     blocks = re.split(r'\n(?=\w)', pins.strip())
-    assert [b.split()[0] for b in blocks] == [x for x in plain.split('\n') if x[:1] not in ('#', '')]
+    assert [b.split()[0] for b in blocks] == [
+        x for x in plain.split('\n') if x[:1] not in ('#', '')
+    ]
     hashed = re.compile(r'\S+==\S+( \\\n    --hash=sha256:[0-9a-f]{64})+')
     assert [b.split('==')[0] for b in blocks if not hashed.fullmatch(b)] == ['torch']
 

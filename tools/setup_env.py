@@ -5,8 +5,9 @@
 
 Standard library only. uv does the installing, with constraints.lock: the versions of
 constraints.txt with the hashes of their files, so that no index can hand out another file. Both
-name versions and no addresses, so they serve every index. On Linux without a GPU the CPU build of torch is wanted, 0.2 GB instead of
-several: uv knows where it is, and pip looks where it is configured to.
+name versions and no addresses, so they serve every index. On Linux without a GPU the CPU build of
+torch is wanted, 0.2 GB instead of several: uv knows where it is, and pip looks where it is
+configured to.
 """
 
 import os

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from compassrl.runs.curves import curves_png
+from compassrl.runs.evaluate import is_worse
 from compassrl.runs.gantt import plot_gantt, spans_of
 from compassrl.runs.log import finite_only
-from compassrl.runs.evaluate import is_worse
 from compassrl.runs.summary import hard_prompts, read_curves, read_record, run_summary
 
 # %% auto #0
@@ -75,8 +75,9 @@ def _headline(f: dict[str, Any]) -> str:
         )
         if is_worse(h['before'], h['after'], (h['stderr_before'], h['stderr_after'])):
             out.append(
-                '**The policy is worse than at the start**, which is in `start`: a lower `optim.lr` '
-                'helps if updates were too large, see `approx_kl` and `grad_norm` in the curves.'
+                '**The policy is worse than at the start**, which is in `start`: a lower '
+                '`optim.lr` helps if the updates were too large, see `approx_kl` and `grad_norm` '
+                'in the curves.'
             )
         if _graded(h):
             b, a = h['reward_mean'].values()
