@@ -218,6 +218,42 @@ _METHODS = (
     'def itself(x): return itself\nitself.startswith = lambda *a: True\n'
     'class Solution(Yes):\n  def double(s, x): return s\n'
 )
+# speaks for itself on the channel: `answer` is run for each question but that for a name
+_FORGE = """import json, os, socket
+channel, calls = socket.socket(fileno=3), 0
+def say(m): channel.sendall(len(d := json.dumps(m).encode()).to_bytes(8, 'big') + d)
+def hear():
+    def read(n):
+        data = b''
+        while len(data) < n: data += channel.recv(n - len(data)) or os._exit(0)
+        return data
+    return json.loads(read(int.from_bytes(read(8), 'big')))
+say({{'value': True}})
+while True:
+    m = hear()
+    if m['do'] == 'name':
+        say({{'value': {{'ref': 7}}, 'after': []}})
+        continue
+    calls += m['do'] == '__call__'
+    {}
+"""
+_VALUE = "say({{'value': {}, 'after': []}})"
+_END = "{'error': [1, ['E', 'StopIteration']]}"
+_LATER = (
+    f"say({{'value': 0, 'after': [0, [{_END}]]}} if calls == 1 else "
+    "{'raised': [['E'], '', [[], {'dict': []}]], 'after': []})"
+)
+_TEXT = 'assert f(1).startswith("a")'
+FORGED = {
+    'a number of another object': (_TEXT, _VALUE.format("{'ref': 7}")),
+    'a field that is a method': (_TEXT, _VALUE.format("{'named': ['X', ['startswith'], [1]]}")),
+    'a function of the test': (
+        'assert f(lambda x: True).startswith("a")',
+        _VALUE.format("{'fn': 0}"),
+    ),
+    'no number': ('assert abs(f(1) - 42) < 1', _VALUE.format("float('nan')")),
+    'an error that was there before': ('xs = [1]\nf(xs)\nassert all(map(f, [1, 2]))', _LATER),
+}
 LIARS = {  # name -> the test, the program
     'hash': ('assert double(21) in {42}', YES.format('') + 'def double(x): return Yes()'),
     'key': ('assert {42: 1}[double(21)] == 1', YES.format('') + 'def double(x): return Yes()'),
@@ -251,6 +287,7 @@ LIARS = {  # name -> the test, the program
             'assert itself(1).startswith("11")',
         )
     },
+    **{f'forged: {k}': (test, _FORGE.format(answer)) for k, (test, answer) in FORGED.items()},
     'ends the test': ('assert all(map(f, [1, 2]))', 'def f(x): raise StopIteration'),
     'less than': (
         'assert double(1) < 3 and double(1) > 1',

@@ -33,6 +33,7 @@ from compassrl.train.checkpoint import (
 from compassrl.train.checkpoint_files import (
     CheckpointError,
     TornCheckpoint,
+    discard,
     found_checkpoints,
     makes_sense,
 )
@@ -428,6 +429,15 @@ def test_a_full_memory_makes_no_checkpoint_torn(error, tmp_path):
     "It would be skipped, and a later save would remove it"
     with pytest.raises(error), makes_sense(tmp_path):
         raise error
+
+
+def test_a_linked_checkpoint_goes_and_its_target_stays(tmp_path):
+    (target := tmp_path / 'elsewhere').mkdir()
+    (target / 'file').write_text('kept')
+    (link := tmp_path / 'root' / 'step-000001').parent.mkdir()
+    link.symlink_to(target)
+    discard(link)
+    assert (target / 'file').read_text() == 'kept' and not [*link.parent.iterdir()]
 
 
 def test_all_torn(tmp_path, capsys):
