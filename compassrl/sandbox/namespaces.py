@@ -125,37 +125,18 @@ def isolate(
 
 # %% ../../nbs/sandbox/namespaces.ipynb #033d287d
 # numbers (x86_64, aarch64) of system calls that no judged program needs
-REFUSED_CALLS = dict(
-    shmget=(29, 194),
-    msgget=(68, 186),
-    semget=(64, 190),
-    mq_open=(240, 180),
-    memfd_create=(319, 279),
-    memfd_secret=(447, 447),
-    io_uring_setup=(425, 425),
-    add_key=(248, 217),
-    request_key=(249, 218),
-    keyctl=(250, 219),
-    bpf=(321, 280),
-    perf_event_open=(298, 241),
-    userfaultfd=(323, 282),
-    unshare=(272, 97),
-    setns=(308, 268),
-    mount=(165, 40),
-    open_tree=(428, 428),
-    move_mount=(429, 429),
-    fsopen=(430, 430),
-    fsmount=(432, 432),
-    ptrace=(101, 117),
-    process_vm_readv=(310, 270),
-    process_vm_writev=(311, 271),
-    setpriority=(141, 140),
-    sched_setparam=(142, 118),
-    sched_setscheduler=(144, 119),
-    sched_setaffinity=(203, 122),
-    sched_setattr=(314, 274),
-    ioprio_set=(251, 30),
-)
+_refused = """
+shmget 29 194, msgget 68 186, semget 64 190, mq_open 240 180, memfd_create 319 279,
+memfd_secret 447 447, io_uring_setup 425 425, add_key 248 217, request_key 249 218,
+keyctl 250 219, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, unshare 272 97,
+setns 308 268, mount 165 40, open_tree 428 428, move_mount 429 429, fsopen 430 430,
+fsmount 432 432, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271,
+setpriority 141 140, sched_setparam 142 118, sched_setscheduler 144 119,
+sched_setaffinity 203 122, sched_setattr 314 274, ioprio_set 251 30
+"""
+REFUSED_CALLS = {
+    name: (int(x86), int(arm)) for name, x86, arm in map(str.split, _refused.split(','))
+}
 CLONE3, MMAP, SOCKET, SOCKETPAIR = 435, (9, 222)[ARM], (41, 198)[ARM], (53, 199)[ARM]
 PRCTL, PRLIMIT = (157, 167)[ARM], (302, 261)[ARM]  # a program may limit itself (0), not its monitor
 AF_UNIX = 1  # other sockets are not bound by a namespace, or outlast their program on a port
