@@ -15,7 +15,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # One environment; a stamp per extra says what is in it and goes stale when the dependencies change.
-.venv/.core: pyproject.toml constraints.txt tools/setup_env.py
+.venv/.core: pyproject.toml constraints.txt constraints.lock tools/setup_env.py
 	@$(PYTHON) tools/setup_env.py report && touch $@
 .venv/.dev: .venv/.core
 	@$(PYTHON) tools/setup_env.py dev && touch $@
@@ -61,7 +61,7 @@ check: .venv/.dev ## lint, types, architecture, course, links; all that is gener
 	@TYPES=1 $(BIN)/python -m pytest -q -p no:cacheprovider -k 'not site' tests/test_repository.py \
 	    tests/test_architecture.py tests/test_toc.py tests/test_links.py tests/test_types.py
 
-lock: ## constraints.txt anew, the versions that the tests run with: make lock [ARGS=--upgrade]
+lock: ## the versions that the tests run with anew, plain and with hashes: make lock [ARGS=--upgrade]
 	@$(PYTHON) tools/setup_env.py --lock $(ARGS)
 
 clean: ## what was built: site, caches, exported copies

@@ -33,7 +33,6 @@ import os
 import platform
 import random
 import statistics
-import sys
 import tempfile
 from unittest.mock import patch
 
@@ -57,7 +56,7 @@ from compassrl.rollout.schedule import ScheduleConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.rollout.vllm import dispatcher
 from compassrl.rollout.vllm.pool import VllmPool
-from compassrl.sandbox.isolated import Limits, run_program
+from compassrl.sandbox.isolated import Limits, run_python
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 from course.simulator import RoundRobin, idle_frac
 
@@ -72,11 +71,9 @@ WAIT = 'import time; time.sleep(.5); print(0)'
 def sandbox(text, answer):
     "A program in an isolated process; which one, the text decides"
     number = int(hashlib.sha256(text.encode()).hexdigest(), 16)
-    o = run_program(
-        [sys.executable, '-I', '-S', '-c', WAIT if number % 10 == 0 else COMPUTE],
-        '',
-        Limits(wall_s=10.0),
-    )
+    argv = ['python', '-I', '-S', '-c', WAIT if number % 10 == 0 else COMPUTE]
+    start = f'import os, sys; os.execv(sys.executable, {argv!r})'  # an interpreter of its own
+    o = run_python(start, limits=Limits(wall_s=10.0))
     assert o.status == 'ok', o
     return judge(number % 7 < 3, o.stdout.strip())
 

@@ -114,11 +114,23 @@ def test_the_tested_versions_are_versions_that_the_package_asks_for():
     assert stale == []
 
 
+def test_every_file_but_those_of_torch_has_a_hash():
+    "constraints.lock is constraints.txt with hashes; uv refuses any other file"
+    plain = (ROOT / 'constraints.txt').read_text()
+    pins = re.sub(r'^#.*\n', '', (ROOT / 'constraints.lock').read_text(), flags=re.M)
+    blocks = re.split(r'\n(?=\w)', pins.strip())
+    assert [b.split()[0] for b in blocks] == [
+        x for x in plain.split('\n') if x[:1] not in ('#', '')
+    ]
+    hashed = re.compile(r'\S+==\S+( \\\n    --hash=sha256:[0-9a-f]{64})+')
+    assert [b.split('==')[0] for b in blocks if not hashed.fullmatch(b)] == ['torch']
+
+
 def test_a_pull_request_runs_what_a_person_runs():
     jobs = yaml.safe_load((ROOT / '.github' / 'workflows' / 'ci.yml').read_text())['jobs']
     steps = {name: [s.get('run', '') for s in job['steps']] for name, job in jobs.items()}
-    assert '.ci/run' in steps['suite']
-    assert any('-c constraints.txt .' in run for run in steps['core'])
+    assert '${{ matrix.as }} .ci/run' in steps['suite']
+    assert any('-c constraints.lock .' in run for run in steps['core'])
 
 
 def test_the_citation_is_of_this_version():

@@ -324,8 +324,8 @@ def test_named_files_exist(text):
 
 TOP = """.ci .dockerignore .github .gitignore .pre-commit-config.yaml CHANGELOG.md CITATION.cff
 CONTRIBUTING.md LICENSE Makefile README.md SECURITY.md _quarto.yml benchmarks compassrl
-constraints.txt course docker docs nbs pyproject.toml readme_files settings.ini tests
-tools"""
+constraints.lock constraints.txt course docker docs nbs pyproject.toml readme_files settings.ini
+tests tools"""
 
 
 def test_nothing_else_lies_at_the_top():

@@ -1,11 +1,13 @@
 """Make or complete the project's environment, .venv, with the versions of constraints.txt.
 
     python tools/setup_env.py [extra ...]    # none = the package alone; e.g. dev engines-cpu
-    python tools/setup_env.py --lock [option ...]    # rewrites constraints.txt, by uv pip compile
+    python tools/setup_env.py --lock [option ...]    # rewrites both lists, by uv pip compile
 
-Standard library only. uv does the installing. constraints.txt names versions and no addresses, so
-it serves every index. On Linux without a GPU the CPU build of torch is wanted, 0.2 GB instead of
-several: uv knows where it is, and pip looks where it is configured to.
+Standard library only. uv does the installing, with constraints.lock: the versions of
+constraints.txt with the hashes of their files, so that no index can hand out another file. Both
+name versions and no addresses, so they serve every index. On Linux without a GPU the CPU build of
+torch is wanted, 0.2 GB instead of several: uv knows where it is, and pip looks where it is
+configured to.
 """
 
 import os
@@ -14,12 +16,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / '.venv'
 PYTHON = VENV / 'bin' / 'python'
-TESTED = ROOT / 'constraints.txt'
+TESTED = ROOT / 'constraints.txt'  # for pip, which takes no hashes beside names without version
+HASHED = ROOT / 'constraints.lock'  # for uv, which does
 WITHOUT_CUDA = '--override', ROOT / 'tools' / 'overrides-cpu.txt'
 LOCKED = (
     'dev',
@@ -29,6 +33,11 @@ LOCKED = (
 HEAD = """\
 # What the tests ran with, on Linux without a GPU: pip install -c constraints.txt compassrl
 # Written by `make lock`.
+"""
+HEAD_HASHED = """\
+# constraints.txt with the hashes of the files: uv pip install -c constraints.lock compassrl
+# Written by `make lock`. torch has none: its builds for a CPU have hashes of their own, on an index
+# of their own, for each Python and processor.
 """
 
 
@@ -70,7 +79,10 @@ def make_venv():
     if not python('sys.version_info >= (3, 11)'):
         sys.exit(f'{VENV} was made with an older Python: make clean-env, then again')
     if not has('uv'):
-        must(pip('uv'), 'pip install uv')
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / 'uv.txt'
+            file.write_text(re.search(r'^uv==(.*\\\n)+.*\n', HASHED.read_text(), re.M)[0])
+            must(pip('--require-hashes', '-r', file), 'pip install uv')
 
 
 def uv(*args, **kw):
@@ -79,12 +91,12 @@ def uv(*args, **kw):
 
 def install(*args, **kw):
     "Into the environment, no version but the tested one"
-    return uv('install', '--compile-bytecode', '-p', PYTHON, '-c', TESTED, *args, **kw)
+    return uv('install', '--compile-bytecode', '-p', PYTHON, '-c', HASHED, *args, **kw)
 
 
 def pip(*args):
     quiet = '--quiet', '--disable-pip-version-check'
-    return run(PYTHON, '-m', 'pip', 'install', *quiet, '-c', TESTED, *args)
+    return run(PYTHON, '-m', 'pip', 'install', *quiet, *args)
 
 
 def install_torch():
@@ -96,7 +108,7 @@ def install_torch():
         if install('--torch-backend', 'cpu', 'torch', quiet=True, **once):
             return
         say("uv cannot reach PyTorch's CPU builds; pip looks where it is configured to")
-    must(pip('torch'), 'pip install torch')
+    must(pip('-c', TESTED, 'torch'), 'pip install torch')
 
 
 def runs_engines():
@@ -126,10 +138,12 @@ def lock(options):
     look = [*options, *([] if '--find-links' in options else ['--torch-backend', 'cpu'])]
     extras = [f'--extra={e}' for e in LOCKED]
     plain = '--no-annotate', '--no-header', '--no-emit-index-url', '--no-emit-find-links'
-    what = 'pyproject.toml', *extras, *WITHOUT_CUDA, *plain, '--output-file', TESTED
-    must(uv('compile', *what, *look), 'uv pip compile')
-    pins = re.sub(r'\+\w+$', '', TESTED.read_text(), flags=re.M)  # torch==2.13.0+cpu
-    TESTED.write_text(HEAD + re.sub(r'^#.*\n', '', pins, flags=re.M))
+    what = 'pyproject.toml', *extras, *WITHOUT_CUDA, *plain, '--generate-hashes'
+    must(uv('compile', *what, '--output-file', HASHED, *look), 'uv pip compile')
+    pins = re.sub(r'^#.*\n', '', HASHED.read_text(), flags=re.M)
+    pins = re.sub(r'^torch==([^+ ]+).*\n( .*\n)*', r'torch==\1\n', pins, flags=re.M)  # 2.13.0+cpu
+    HASHED.write_text(HEAD_HASHED + pins)
+    TESTED.write_text(HEAD + re.sub(r'( \\)?\n( .*\n)*', '\n', pins))
 
 
 if __name__ == '__main__':

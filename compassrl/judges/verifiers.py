@@ -161,7 +161,9 @@ def _asks_program(tree: ast.AST) -> bool:
     own |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     own |= {n.arg for n in nodes if isinstance(n, ast.arg)}
     own |= {(n.asname or n.name).partition('.')[0] for n in nodes if isinstance(n, ast.alias)}
-    used = {n.id for n in nodes if isinstance(n, ast.Name)} - own - sys.stdlib_module_names
+    modules = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}  # `math` in math.pi
+    used = {n for n in nodes if isinstance(n, ast.Name)}
+    used = {n.id for n in used if not (id(n) in modules and n.id in sys.stdlib_module_names)} - own
     return any(name in _lookups or not hasattr(builtins, name) for name in used)
 
 

@@ -27,7 +27,7 @@ from compassrl.model.pretrained import from_pretrained, hf_weights
 from compassrl.records import RolloutEngine, SamplingParams
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
-from compassrl.runs.evaluate import EvalResult, evaluate, wilson
+from compassrl.runs.evaluate import EvalResult, evaluate, is_worse, wilson
 from compassrl.runs.factory import rollout_engines, rollout_setup
 from compassrl.runs.log import write_json
 from compassrl.runs.run_data import (
@@ -187,6 +187,8 @@ def eval_lines(
         graded = any(x.get('reward_mean', x['avg']) != x['avg'] for x in (b, a))
         if graded:  # rewards that are not 0 or 1 say more
             line += f' (mean reward {b["reward_mean"]:.4g}, then {a["reward_mean"]:.4g})'
+        if is_worse(b['avg'], a['avg'], (b.get('avg_stderr'), a.get('avg_stderr'))):
+            line += '; it is worse than before RL: that policy is in `start`, lower optim.lr'
         out += [line, *_domains_before_after(b, a)]
     return out
 

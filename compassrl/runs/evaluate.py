@@ -21,7 +21,10 @@ from compassrl.judges.serial import Judge
 from compassrl.records import Prompt, Request, RolloutEngine, Sample, SamplingParams, derive_seed
 
 # %% auto #0
-__all__ = ['pass_at_k', 'wilson', 'mean_stderr', 'EvalSample', 'EvalResult', 'evaluate', 'gain']
+__all__ = [
+    'pass_at_k', 'wilson', 'mean_stderr', 'EvalSample', 'EvalResult', 'evaluate', 'is_worse',
+    'gain',
+]  # fmt: skip
 
 
 # %% ../../nbs/runs/evaluate.ipynb #7cc2d7c0
@@ -224,6 +227,12 @@ def _draw(
 
 
 # %% ../../nbs/runs/evaluate.ipynb #1066a8a7
+def is_worse(before: float, after: float, errors: Sequence[float | None]) -> bool:
+    "By more than twice both standard errors, or is nothing left?"
+    known = [e for e in errors if e is not None]
+    return after == 0 < before or len(known) == len(errors) and after < before - 2 * sum(known)
+
+
 def gain(
     before: EvalResult,
     after: EvalResult,  # the same prompts

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compassrl.runs.curves import curves_png, plot_gantt, read_metrics, spans_of
+from compassrl.runs.evaluate import is_worse
 from compassrl.runs.log import finite_only
 from compassrl.runs.summary import hard_prompts, read_curves, read_record, run_summary
 
@@ -65,12 +66,6 @@ def _graded(h: dict[str, Any]) -> bool:
     return any(abs(means[k] - h[k]) > 1e-9 for k in means)
 
 
-def _worse(h: dict[str, Any]) -> bool:
-    "By more than twice both standard errors"
-    errors = [h['stderr_before'], h['stderr_after']]
-    return None not in errors and h['after'] < h['before'] - 2 * sum(errors)
-
-
 def _headline(f: dict[str, Any]) -> str:
     h, last, out = f['held_out'], f['last_eval'], []
     if h:
@@ -80,10 +75,11 @@ def _headline(f: dict[str, Any]) -> str:
             f'Held-out avg@{h["k"]}{on}: **{b} % → {a} %**, a gain of **{_gain(h)} points** '
             '(± one standard error).'
         )
-        if _worse(h):
+        if is_worse(h['before'], h['after'], (h['stderr_before'], h['stderr_after'])):
             out.append(
-                '**The policy is worse than at the start**: a lower `optim.lr` helps if the '
-                'updates were too large, see `approx_kl` and `grad_norm` in the curves.'
+                '**The policy is worse than at the start**, which is in `start`: a lower '
+                '`optim.lr` helps if the updates were too large, see `approx_kl` and `grad_norm` '
+                'in the curves.'
             )
         if _graded(h):
             b, a = h['reward_mean'].values()

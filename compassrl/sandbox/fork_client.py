@@ -25,6 +25,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import IO, Annotated, Any
 
+from compassrl.sandbox.namespaces import limit_group, memory_group
 from compassrl.settings import above, at_least, check
 
 # %% auto #0
@@ -203,7 +204,7 @@ class ForkServer:
         source: str = '',  # Python text with functions that its sandboxes may call
         paths: Sequence[str] = (),  # folders that `source` imports from
     ) -> None:
-        self.isolation, self.folder = isolation, ''
+        self.isolation, self.folder, self.group, self.size = isolation, '', '', 0
         path = os.environ.get('PATH', os.defpath)
         bare = dict(PATH=path, HOME='/tmp', TMPDIR='/tmp', LANG='C.UTF-8', OMP_NUM_THREADS='1')
         if isolation == 'none':
@@ -251,9 +252,14 @@ class ForkServer:
             log.seek(0)
             lines = log.read().decode(errors='replace').strip().splitlines()
             raise OSError(f'{self.isolation}: {lines[-1] if lines else "no answer"}')
+        self.group = memory_group([self.process.pid, *_children(self.process.pid)])
 
     def send(self, limits: Limits, fds: list[int]) -> None:
         "Asks for a sandbox. Raises OSError when the server is gone"
+        size = limits.memory_mb + 2 * limits.disk_mb + 64  # with /tmp and /dev/shm
+        if self.group and size != self.size:
+            limit_group(self.group, (2 * size + 64) * 2**20)  # program and test, and the server
+            self.size = size
         socket.send_fds(self.control, [json.dumps(asdict(limits)).encode().ljust(512)], fds)
 
     def close(self, kill: bool = False) -> None:
@@ -268,6 +274,8 @@ class ForkServer:
                     os.kill(pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
+        with suppress(OSError):
+            os.rmdir(self.group)
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 

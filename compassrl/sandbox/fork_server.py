@@ -60,6 +60,7 @@ def become_program(
     for target, fd in enumerate(fds[1:]):  # each has a higher number than its target
         os.dup2(fd, target)
     ns.close_from(len(fds) - 1)
+    ns.set_dumpable(True)  # what /proc shows of it, and its /dev/stdin, are then its own
     with open('/proc/self/oom_score_adj', 'w') if isolated else open(os.devnull, 'w') as f:
         f.write('1000')
     if isolated:  # a program changes neither this nor how fast it is
@@ -69,12 +70,11 @@ def become_program(
     ns.set_limit(resource.RLIMIT_NOFILE, 256)
     ns.set_limit(resource.RLIMIT_FSIZE, limits['output_kb'] * 1024)
     ns.set_limit(resource.RLIMIT_CPU, int(limits['cpu_s']) + 2)
-    ns.limit_memory(int(limits['memory_mb']), 'argv' not in job)
+    ns.limit_memory(int(limits['memory_mb']))
     if isolated:
         ns.set_limit(resource.RLIMIT_NPROC, limits['processes'])
         ns.drop_rights(user)
         ns.refuse_calls()
-    ns.set_dumpable(True)  # a program may open its own /dev/stdin
     for name, text in job.get('files', {}).items():
         with open(name, 'w') as f:
             f.write(text)
@@ -95,10 +95,6 @@ def program_process(
     except BaseException as e:
         os.write(2, f'{type(e).__name__}: {e}'.encode())
         os._exit(1)
-    if 'argv' in job:
-        for s in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(s, signal.SIG_DFL)
-        os.execvpe(job['argv'][0], job['argv'], os.environ)
     if 'call' in job:
         out, sys.stdout = sys.stdout, sys.stderr  # what it prints is not what it returns
         json.dump(getattr(sys.modules['inside.ours'], job['call'])(*job['args']), out)
@@ -145,17 +141,20 @@ def children_cpu_s() -> float:
     return own.ru_utime + own.ru_stime
 
 
-def resource_usage() -> tuple[float, int]:
-    "Seconds of computing and bytes of memory of all processes that /proc shows"
+def resource_usage(
+    seen: dict[str, float],  # seconds of each process so far; brought up to date
+) -> tuple[float, int]:
+    "Seconds of computing of all processes so far, and bytes of memory of those that /proc shows"
     cpu, size = children_cpu_s(), 0
     for pid in filter(str.isdigit, os.listdir('/proc')):
         if pid == '1':
             continue
         with suppress(OSError, IndexError), open(f'/proc/{pid}/stat', 'rb') as f:
             fields = f.read().rpartition(b')')[2].split()  # its name may hold any bytes
-            cpu += sum(map(int, fields[11:15])) / TICK
+            cpu += sum(map(int, fields[11:15])) / TICK  # with children that it has waited for
+            seen[pid] = sum(map(int, fields[11:13])) / TICK
             size += int(fields[21]) * resource.getpagesize()
-    return cpu, size
+    return max(cpu, sum(seen.values())), size  # neither counts anything twice
 
 
 def last_number(file: str) -> int:
@@ -176,9 +175,9 @@ def longest_wait() -> float:
     return max(waits)
 
 
-def excess(limits: dict[str, float]) -> tuple[str, float]:
+def excess(limits: dict[str, float], seen: dict[str, float]) -> tuple[str, float]:
     "What the program has too much of, '' if nothing; seconds of computing"
-    cpu, size = resource_usage()
+    cpu, size = resource_usage(seen)
     if cpu > limits['cpu_s']:
         return 'cpu', cpu
     if size > (limits['memory_mb'] + 64) * 2**20:
@@ -195,7 +194,7 @@ def monitor(pid: int, hold: int, limits: dict[str, float], isolated: bool) -> di
     poll.register(hold, select.POLLIN)
     if hasattr(os, 'pidfd_open'):
         poll.register(os.pidfd_open(pid), select.POLLIN)
-    pause, cpu, waited, wall = 4.0, 0.0, 0.0, 0.0
+    pause, cpu, waited, wall, seen = 4.0, 0.0, 0.0, 0.0, dict[str, float]()
     while not how:
         unwanted = any(fd == hold for fd, _ in poll.poll(pause))
         pause = min(20.0, 1.5 * pause)
@@ -205,7 +204,7 @@ def monitor(pid: int, hold: int, limits: dict[str, float], isolated: bool) -> di
                     how, raw = 'ended', found[1]
         wall = time.monotonic() - start
         if not how and isolated:
-            how, cpu = excess(limits)
+            how, cpu = excess(limits, seen)
         if not how and wall >= limits['wall_s']:
             how, waited = 'timeout', longest_wait() if isolated else 0.0
         if not how and unwanted:

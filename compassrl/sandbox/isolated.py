@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -31,8 +31,8 @@ from compassrl.sandbox.namespaces import limit_memory as limit_memory
 
 # %% auto #0
 __all__ = [
-    'Budget', 'verdict_budget', 'isolation_for_programs', 'run_program', 'run_python',
-    'run_function', 'run_assert',
+    'Budget', 'verdict_budget', 'isolation_for_programs', 'run_python', 'run_function',
+    'run_assert',
 ]  # fmt: skip
 
 
@@ -79,26 +79,13 @@ def _in_time(limits: Limits) -> Limits:  # with what is left of the time for thi
 
 
 # %% ../../nbs/sandbox/isolated.ipynb #3d08b431
-def run_program(
-    argv: Sequence[str],  # program and arguments; it finds its `files` in its working folder
-    stdin: str = '',
-    limits: Limits = Limits(),
-    files: dict[str, str] | None = None,  # name -> text
-    isolation: str = '',  # 'bwrap', 'namespaces', 'none'; '' = the best that there is
-) -> Outcome:
-    "Runs a program with a bare environment. Raises ValueError where nothing isolates it"
-    with warm_server(isolation or isolation_for_programs()) as server:
-        job: dict[str, object] = dict(argv=list(argv), files=files or {})
-        return Sandbox(server, job, _in_time(limits), stdin).outcome()
-
-
 def run_python(
     program: str,  # it is its own `main.py`; with the standard library, and no other
     stdin: str = '',
     limits: Limits = Limits(),
-    isolation: str = '',  # see `run_program`
+    isolation: str = '',  # 'bwrap', 'namespaces', 'none'; '' = the best that there is
 ) -> Outcome:
-    "Runs a Python program in a copy of a warm interpreter"
+    "Runs it in a copy of a warm interpreter. Raises ValueError where nothing isolates it"
     with warm_server(isolation or isolation_for_programs()) as server:
         job: dict[str, object] = dict(program=program, files={'main.py': program})
         return Sandbox(server, job, _in_time(limits), stdin).outcome()

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import platform
 import signal
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -23,7 +26,7 @@ except ImportError:
 __all__ = [
     'call', 'mount', 'continue_in_new_namespaces', 'bind_at', 'isolate', 'call_filter',
     'refuse_calls', 'drop_rights', 'prctl', 'die_with_parent', 'adopt_orphans', 'set_dumpable',
-    'close_from', 'set_limit', 'limit_memory',
+    'close_from', 'set_limit', 'limit_memory', 'memory_group', 'limit_group',
 ]  # fmt: skip
 
 # %% ../../nbs/sandbox/namespaces.ipynb #d28254df
@@ -122,40 +125,21 @@ def isolate(
 
 # %% ../../nbs/sandbox/namespaces.ipynb #033d287d
 # numbers (x86_64, aarch64) of system calls that no judged program needs
-REFUSED_CALLS = dict(
-    shmget=(29, 194),
-    msgget=(68, 186),
-    semget=(64, 190),
-    mq_open=(240, 180),
-    memfd_create=(319, 279),
-    memfd_secret=(447, 447),
-    io_uring_setup=(425, 425),
-    add_key=(248, 217),
-    request_key=(249, 218),
-    keyctl=(250, 219),
-    bpf=(321, 280),
-    perf_event_open=(298, 241),
-    userfaultfd=(323, 282),
-    unshare=(272, 97),
-    setns=(308, 268),
-    mount=(165, 40),
-    open_tree=(428, 428),
-    move_mount=(429, 429),
-    fsopen=(430, 430),
-    fsmount=(432, 432),
-    ptrace=(101, 117),
-    process_vm_readv=(310, 270),
-    process_vm_writev=(311, 271),
-    setpriority=(141, 140),
-    sched_setparam=(142, 118),
-    sched_setscheduler=(144, 119),
-    sched_setaffinity=(203, 122),
-    sched_setattr=(314, 274),
-    ioprio_set=(251, 30),
-)
+_refused = """
+shmget 29 194, msgget 68 186, semget 64 190, mq_open 240 180, memfd_create 319 279,
+memfd_secret 447 447, io_uring_setup 425 425, add_key 248 217, request_key 249 218,
+keyctl 250 219, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, unshare 272 97,
+setns 308 268, mount 165 40, open_tree 428 428, move_mount 429 429, fsopen 430 430,
+fsmount 432 432, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271,
+setpriority 141 140, sched_setparam 142 118, sched_setscheduler 144 119,
+sched_setaffinity 203 122, sched_setattr 314 274, ioprio_set 251 30
+"""
+REFUSED_CALLS = {
+    name: (int(x86), int(arm)) for name, x86, arm in map(str.split, _refused.split(','))
+}
 CLONE3, MMAP, SOCKET, SOCKETPAIR = 435, (9, 222)[ARM], (41, 198)[ARM], (53, 199)[ARM]
-PRLIMIT = (302, 261)[ARM]  # a program may limit itself (0), not its monitor
-FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others are not bound by a namespace
+PRCTL, PRLIMIT = (157, 167)[ARM], (302, 261)[ARM]  # a program may limit itself (0), not its monitor
+AF_UNIX = 1  # other sockets are not bound by a namespace, or outlast their program on a port
 
 
 # %% ../../nbs/sandbox/namespaces.ipynb #e5e9edc6
@@ -178,10 +162,10 @@ def call_filter() -> tuple[bytes, int]:
     program += [(load, 0, 0, 0), (equal, 0, 4, MMAP), (load, 0, 0, 40)]
     program += [(any_of, 0, 2, 0x20), (any_of, 0, 1, 1), refuse]  # MAP_ANONYMOUS, MAP_SHARED
     program += [(load, 0, 0, 0), (equal, 0, 3, PRLIMIT), (load, 0, 0, 16), (equal, 1, 0, 0), refuse]
-    program += [(load, 0, 0, 0), (equal, 1, 0, SOCKET), (equal, 0, 2 + len(FAMILIES), SOCKETPAIR)]
-    program += [(load, 0, 0, 16)]
-    program += [(equal, len(FAMILIES) - i, 0, f) for i, f in enumerate(FAMILIES)]
-    program += [refuse, (end, 0, 0, allow)]
+    # to share a core with nobody (PR_SCHED_CORE) stops others, and takes time from the program
+    program += [(load, 0, 0, 0), (equal, 0, 3, PRCTL), (load, 0, 0, 16), (equal, 0, 1, 62), refuse]
+    program += [(load, 0, 0, 0), (equal, 1, 0, SOCKET), (equal, 0, 3, SOCKETPAIR)]
+    program += [(load, 0, 0, 16), (equal, 1, 0, AF_UNIX), refuse, (end, 0, 0, allow)]
     return b''.join(struct.pack('HBBI', *line) for line in program), len(program)
 
 
@@ -244,13 +228,53 @@ def set_limit(kind: int, value: float) -> None:
     resource.setrlimit(kind, (value, value))
 
 
-def limit_memory(memory_mb: int, in_addition: bool = True) -> None:
-    "Bounds the address space; `in_addition`: to what this process has mapped already"
+def limit_memory(memory_mb: int) -> None:
+    "Bounds the address space, beyond what this process has mapped already"
     mapped = 0
-    if in_addition:
-        try:
-            with open('/proc/self/statm') as f:
-                mapped = int(f.read().split()[0]) * resource.getpagesize()
-        except OSError:
-            pass  # the system does not say
+    with suppress(OSError), open('/proc/self/statm') as f:  # not every system says
+        mapped = int(f.read().split()[0]) * resource.getpagesize()
     set_limit(resource.RLIMIT_AS, mapped + memory_mb * 2**20)
+
+
+# %% ../../nbs/sandbox/namespaces.ipynb #56b9e897
+def _group_folders() -> Iterator[str]:  # where this process may be able to make a memory cgroup
+    with open('/proc/self/cgroup') as f:
+        own = dict(line.rstrip('\n').split(':', 2)[1:] for line in f)
+    with open('/proc/self/mountinfo') as f:
+        mounts = [line.split() for line in f]
+    for root, point, kind, options in ((m[3], m[4], m[-3], m[-1].split(',')) for m in mounts):
+        if kind == 'cgroup' and 'memory' in options:
+            yield os.path.normpath(f'{point}/{os.path.relpath(own["memory"], root)}')
+        folder = f'{point}/{os.path.relpath(own[""], root)}' if kind == 'cgroup2' else ''
+        while folder.startswith(point):
+            with open(f'{folder}/cgroup.subtree_control') as f:
+                if 'memory' in f.read().split():
+                    yield folder
+            folder = os.path.dirname(os.path.normpath(folder))
+
+
+def memory_group(pids: list[int]) -> str:
+    "Moves these processes to a new memory cgroup; returns its folder, '' where none can be made"
+    with suppress(OSError, KeyError, ValueError):  # another system
+        for folder in _group_folders():
+            for old in glob.glob(f'{folder}/compassrl-*'):
+                with suppress(OSError):  # in use
+                    os.rmdir(old)
+            with suppress(OSError):  # not permitted
+                os.mkdir(group := f'{folder}/compassrl-{os.getpid()}-{pids[0]}')
+                for pid in pids:
+                    with open(f'{group}/cgroup.procs', 'w') as f:
+                        f.write(str(pid))
+                return group
+    return ''
+
+
+def limit_group(group: str, size: int) -> None:
+    "Bounds a memory cgroup, in bytes, and permits no swap"
+    for name, value in (
+        ('memory.max', size),
+        ('memory.swap.max', 0),
+        ('memory.limit_in_bytes', size),
+    ):
+        with suppress(OSError), open(f'{group}/{name}', 'r+') as f:  # each version has its own
+            f.write(str(value))

@@ -163,8 +163,16 @@ class Ref:
 
     def __init__(self, asker: _Asker, number: int) -> None:
         vars(self).update(_asker=asker, _number=number)
+        vars(self).update(_returned=False, _function=False, _method=(None, ''))
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        owner, name = vars(self)['_method']
+        given = [*args, *kwargs.values()]
+        if owner is not None and name in _OF_VALUES and not all(isinstance(x, Ref) for x in given):
+            if type(mine := self._asker.ask('plain', owner)) is not Ref:
+                return getattr(mine, name)(*args, **kwargs)
+            why = f'it hands a value to {name!r} of an object that a function returned'
+            raise self._asker.forbid(why)
         return self._asker.ask('__call__', self, *args, **kwargs)
 
     def __bool__(self) -> bool:
@@ -186,6 +194,8 @@ _ASKED = 'len getitem setitem delitem int float index abs neg pos invert round e
 _ASKED += 'hash', 'format'
 _COMPARISONS = 'eq ne lt le gt ge'.split()
 _OPERATORS = 'add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift'.split()
+# methods of Python's values: a test that calls one expects such a value, and may hand over its own
+_OF_VALUES = {n for kind in (str, bytes, int, float, tuple, frozenset) for n in dir(kind)}
 _IN_PLACE = {f'i{name.strip("_")}' for name in _OPERATORS}  # `operator.iadd` for `__iadd__`
 
 for _name in _ASKED:
@@ -210,6 +220,7 @@ class _Asker:
         self.functions: list[Callable[..., object]] = []
         self.errors: dict[str, Any] = {}  # exception classes, with their `_number`
         self.refs: dict[int, Ref] = {}  # each object once: then `is` is right
+        self.returns = True  # is what comes neither named by the test nor made by a named class?
 
     def forbid(self, why: str) -> Denied:
         self.fault = Denied(why)  # a bare `except:` of the test does not undo it
@@ -225,7 +236,9 @@ class _Asker:
 
     def resolve(self, tag: str, content: Any) -> object:
         if tag == 'ref':
-            return self.refs.setdefault(content, Ref(self, content))
+            ref = self.refs.setdefault(content, Ref(self, content))
+            vars(ref)['_returned'] |= self.returns
+            return ref
         kind: Any = self.error_of(content[1])
         if kind in self.errors.values():
             kind._number = content[0]
@@ -276,8 +289,24 @@ class _Asker:
             names, text, _ = got['raised']
             if what == '__len__' and names[0] == 'AttributeError':
                 raise TypeError(text)  # `list` expects it where there is no length
-            raise self.error(*got['raised'])
-        return unpack(got['value'], self.resolve)
+            error = self.error(*got['raised'])
+            if what != 'next' and isinstance(error, StopIteration):
+                raise RuntimeError(text)  # or `all(map(f, xs))` would end early, and be true
+            raise error
+        return self.named(what, args, got['value'])
+
+    def named(self, what: str, args: tuple[Any, ...], value: object) -> object:
+        "The value of an answer; of an object also how the test came to it"
+        asked, last = vars(args[0]) if args and isinstance(args[0], Ref) else {}, args[-1]
+        is_named = what in ('name', 'getattr')
+        is_class = is_named and last[:1].isupper()  # as the test spells it: a program may lie
+        made = what == '__call__' and not (asked['_returned'] or asked['_function'])
+        self.returns = not (what == 'name' or made or is_class)
+        out, self.returns = unpack(value, self.resolve), True
+        if isinstance(out, Ref) and is_named:
+            vars(out)['_function'] |= not is_class
+            vars(out)['_method'] = args if asked.get('_returned') else (None, '')
+        return out
 
     def in_assert(self, more: int) -> None:  # one begins (1) or ends (-1): then arguments change
         self.asserts += more

@@ -103,6 +103,15 @@ def reopened(s, prompts, num, seed):
     return other
 
 
+def test_a_state_from_before_a_kind_was_there():
+    "More steps on other data, say: what is new starts awake"
+    prompts = questions([5] * 12)
+    s = PromptSelection(prompts, 'domain', 2, 0)
+    kinds = dict(s.awake)
+    s.load_state_dict(dict(place=4, awake={'a': 0.5}))
+    assert s.awake == kinds | {'a': 0.5} and len(s.awake) > 1
+
+
 def test_it_goes_on_where_nobody_is_awake():
     "Thousands of silent groups: the shares are as small as numbers get, and all come in turn"
     prompts = questions([5] * 9)

@@ -111,6 +111,21 @@ JUDGED = {  # name -> tests (and a prefix), program
         {'tests': ['assert list(P(3)) == [0, 1, 2]']},
         'class P:\n  def __init__(s, n): s.n = n\n  def __iter__(s): return iter(range(s.n))',
     ),
+    'methods of values': (
+        {
+            'tests': [
+                'assert f("ab").startswith("abab") and f([1]).count(1) == 2',
+                's = Stack()\ns.push(3)\nassert s.count(3) == 1 and s.index(3) == 0',
+                'assert Stack().find(1).startswith("1")',
+                'q = make()\nq.append(4)\nassert q.pop(0) == 4',
+            ]
+        },
+        'class L(list): pass\ndef f(x): return x + x if type(x) is str else L(x + x)\n'
+        'class Stack:\n  def __init__(s): s.x = []\n  def push(s, x): s.x.append(x)\n'
+        '  def count(s, x): return s.x.count(x)\n  def index(s, x): return s.x.index(x)\n'
+        '  def find(s, x): return str(x)\n  def pop(s, i): return s.x.pop(i)\n'
+        '  append = push\ndef make(): return Stack()',
+    ),
     'isinstance': (
         {'tests': ['assert isinstance(make(), Dog) and not isinstance(3, Dog)']},
         'class Dog: pass\ndef make(): return Dog()',
@@ -146,6 +161,10 @@ GAPS = {
     'own pow': (
         {'tests': ['assert pow(2, 3) == 8']},
         'def pow(a, b):\n  out = 1\n  for _ in range(b): out *= a\n  return out',
+    ),
+    'method of a returned object': (
+        {'tests': ['assert make().find(5) == 5']},
+        'class Finder:\n  def find(s, x): return x\ndef make(): return Finder()',
     ),
     'type is': (
         {'tests': ['assert type(make()) is Dog']},
@@ -192,6 +211,49 @@ YES = (
     '  __eq__ = __ge__ = __le__ = __lt__ = __gt__ = __contains__ = lambda *a: True\n'
     '  __ne__ = lambda *a: False\n  __hash__ = lambda s: hash(42)\n'
 )
+_METHODS = (
+    'Yes.startswith = Yes.endswith = Yes.issubset = lambda *a: True\n'
+    'Yes.count = Yes.index = Yes.difference = lambda s, *a: s\nYes.__len__ = lambda s: 0\n'
+    'def double(x): return Yes()\ndef twice(x): return [Yes()]\n'
+    'def itself(x): return itself\nitself.startswith = lambda *a: True\n'
+    'class Solution(Yes):\n  def double(s, x): return s\n'
+)
+# speaks for itself on the channel: `answer` is run for each question but that for a name
+_FORGE = """import json, os, socket
+channel, calls = socket.socket(fileno=3), 0
+def say(m): channel.sendall(len(d := json.dumps(m).encode()).to_bytes(8, 'big') + d)
+def hear():
+    def read(n):
+        data = b''
+        while len(data) < n: data += channel.recv(n - len(data)) or os._exit(0)
+        return data
+    return json.loads(read(int.from_bytes(read(8), 'big')))
+say({{'value': True}})
+while True:
+    m = hear()
+    if m['do'] == 'name':
+        say({{'value': {{'ref': 7}}, 'after': []}})
+        continue
+    calls += m['do'] == '__call__'
+    {}
+"""
+_VALUE = "say({{'value': {}, 'after': []}})"
+_END = "{'error': [1, ['E', 'StopIteration']]}"
+_LATER = (
+    f"say({{'value': 0, 'after': [0, [{_END}]]}} if calls == 1 else "
+    "{'raised': [['E'], '', [[], {'dict': []}]], 'after': []})"
+)
+_TEXT = 'assert f(1).startswith("a")'
+FORGED = {
+    'a number of another object': (_TEXT, _VALUE.format("{'ref': 7}")),
+    'a field that is a method': (_TEXT, _VALUE.format("{'named': ['X', ['startswith'], [1]]}")),
+    'a function of the test': (
+        'assert f(lambda x: True).startswith("a")',
+        _VALUE.format("{'fn': 0}"),
+    ),
+    'no number': ('assert abs(f(1) - 42) < 1', _VALUE.format("float('nan')")),
+    'an error that was there before': ('xs = [1]\nf(xs)\nassert all(map(f, [1, 2]))', _LATER),
+}
 LIARS = {  # name -> the test, the program
     'hash': ('assert double(21) in {42}', YES.format('') + 'def double(x): return Yes()'),
     'key': ('assert {42: 1}[double(21)] == 1', YES.format('') + 'def double(x): return Yes()'),
@@ -210,6 +272,23 @@ LIARS = {  # name -> the test, the program
         'assert double(1) == {2}',
         YES.format('frozenset') + 'def double(x): return Yes()',
     ),
+    'at least': ('assert double(1) >= 3', YES.format('') + 'def double(x): return Yes()'),
+    **{
+        f'method of a value: {test}': (test, YES.format('') + _METHODS)
+        for test in (
+            'assert double("ab").startswith("abab")',
+            'ok = double("ab").endswith("b")\nassert ok',
+            'assert double("ab").count("b") == 2',
+            'assert not len(double([1]).difference({1}))',
+            'assert getattr(double(1), "issubset")({2})',
+            'assert Solution().double(1).startswith("2")',
+            'assert Solution().double(1).index(2) == 0',
+            'assert all(x.startswith("a") for x in twice("a"))',
+            'assert itself(1).startswith("11")',
+        )
+    },
+    **{f'forged: {k}': (test, _FORGE.format(answer)) for k, (test, answer) in FORGED.items()},
+    'ends the test': ('assert all(map(f, [1, 2]))', 'def f(x): raise StopIteration'),
     'less than': (
         'assert double(1) < 3 and double(1) > 1',
         YES.format('list') + 'def double(x): return Yes()',

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from compassrl.data.rows import Reading, row_prompt
 from compassrl.data.tasks import verifiers, verify
@@ -18,9 +19,16 @@ from compassrl.data.tokenizer import build_tokenizer
 from compassrl.experience import _reward_by_function
 from compassrl.files import call_own, own_function, time_limit
 from compassrl.judges import own_reward as module
-from compassrl.judges.own_reward import OwnReward, RewardFile, RewardFunction, inputs_of, own_reward
+from compassrl.judges.own_reward import (
+    OwnJudge,
+    OwnReward,
+    RewardFile,
+    RewardFunction,
+    inputs_of,
+    own_reward,
+)
 from compassrl.judges.reward_settings import RewardConfig
-from compassrl.records import Prompt
+from compassrl.records import Prompt, Sample
 from tests.support import ROOT
 
 PROMPT = Prompt('p', 'sums', '3+4=', [1], '7', 'own')
@@ -247,6 +255,27 @@ def test_the_answer_reaches_the_function_as_it_stands(truth, where, rewards):
     assert isinstance(prompt.answer, str)
     if isinstance(truth, (dict, list)):
         assert json.loads(prompt.answer) == truth
+
+
+def test_each_sample_has_the_whole_time(rewards):
+    "Four whose programs take a third of it each; a column that a row lacks is None"
+    own = rewards(
+        'from compassrl.sandbox.isolated import run_python\ndef f(text, level):\n'
+        '  o = run_python("import time; time.sleep(0.6)", isolation="none")\n'
+        '  return (level or 3) if o.status == "ok" else 0',
+        'f',
+    )
+    prompts = [replace(PROMPT, id='a', columns=dict(level=2)), replace(PROMPT, id='b')]
+    tokenizer = build_tokenizer()
+    own.check(prompts)
+    judge = OwnJudge(prompts, tokenizer, 1, own, RewardConfig(wall_s=2.0))
+    samples = [
+        Sample(p.id, i, [1], [5], torch.zeros(1), None, None, 'stop', 0)
+        for i in range(2)
+        for p in prompts
+    ]
+    judge.settle(samples)
+    assert [s.verdict.reward for s in samples] == [2.0, 3.0] * 2, samples[-1].verdict
 
 
 def test_each_of_several_functions_has_a_mean(rewards):

@@ -264,7 +264,10 @@ def test_a_crash_is_tried_again_and_a_timeout_is_not(pool, tmp_path):
     word = f'{random.SystemRandom().randrange(10**5, 10**6)}.25'
     s, *late = sample('once', BYTES.encode('first').ids), *moody(f'note {tmp_path}/tries')
     late += moody(f'spawn {word}')
-    pool.settle([s, *late])  # they hang at the same time
+    (dead,) = moody(f'die {tmp_path}/ends')
+    pool.settle([s, dead, *late])  # they hang at the same time
+    assert (tmp_path / 'ends').read_text() == 'tried ' * (1 + CFG.retries)
+    assert dead.verdict.status == 'failed'
     assert s.verdict == Verdict(1.0, True, 'ok', s.verdict.evidence)
     assert [t.verdict.status for t in late] == ['timeout'] * 2
     assert (tmp_path / 'tries').read_text() == 'tried '
@@ -318,6 +321,7 @@ def test_a_lost_broker_is_a_clear_error(prompts):
 
 def test_a_stopped_broker_is_named(prompts, monkeypatch):
     "It would be silent until all verdicts that are due might have timed out"
+    assert pool_module._stopped_s <= 60
     monkeypatch.setattr(pool_module, '_stopped_s', 1.0)
     pool = RewardPool(prompts, BYTES, EOS, replace(CFG, wall_s=120.0))
     try:

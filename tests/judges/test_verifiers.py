@@ -288,6 +288,7 @@ def test_future_imports_stay_above_the_prefix():
         (dict(stdin='', stdout='x' * 300_000), 'set "output_kb" to 293'),
         (dict(stdin='', stdout=1), 'use a list of'),
         ('assert f(1)', ''),
+        ('assert copy([1]) == [1]', ''),  # the program's, not the module
         ('assert globals()["f"](1)', ''),
         (dict(stdin='', stdout='x' * 3_000), ''),
     ],

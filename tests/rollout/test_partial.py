@@ -165,6 +165,9 @@ def test_each_part_has_random_numbers_of_its_own():
     engine = Script({('p', k): 9 for k in range(3)}, random.Random(0))
     while parts := partial_responses.parts():
         seeds += [p.seed for p in parts]
+        assert [p.begun for p in parts] == [
+            (True,) * (len(p.prompt_ids) - 1) or None for p in parts
+        ]
         for s in engine.generate(parts):
             partial_responses.take(s)
     assert len(set(seeds)) == len(seeds) == 15 and seeds[:3] == [derive_seed(k) for k in range(3)]

@@ -46,6 +46,7 @@ def test_pairs_are_new_balanced_and_of_their_split():
         pairs = shop_pairs(300, split)
         assert pairs == shop_pairs(300, split) != shop_pairs(300, split, seed=1)
         assert {split_of(q.prompt) for q in pairs} == {split}
+        assert all(q.first != q.second for q in pairs)
         labels = [true_label(q) for q in pairs]
         assert min(map(labels.count, ('Better', 'Tie', 'Worse'))) > 70
         for q, label in zip(pairs, labels):

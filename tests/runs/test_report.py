@@ -15,6 +15,7 @@ from hypothesis import strategies as hs
 from markdown_it import MarkdownIt
 
 from compassrl.runs.curves import column, plot_curves, read_metrics, running_mean, step_seconds
+from compassrl.runs.eval_sets import eval_lines
 from compassrl.runs.evaluate import EvalResult, EvalSample, gain, mean_stderr
 from compassrl.runs.report import _code, markdown_table, report_markdown, write_report
 from compassrl.runs.summary import (
@@ -467,6 +468,11 @@ def test_loss_is_shown_as_such(run):
     assert 'The policy is worse than at the start' in report_markdown(facts)
     facts['held_out'] |= dict(after=0.57)
     assert 'The policy is worse' not in report_markdown(facts)
+    facts['held_out'] |= dict(after=0.0, stderr_before=0.5)
+    assert 'The policy is worse' in report_markdown(facts), 'nothing is left of it'
+    good, bad = (dict(k=1, avg=avg, avg_stderr=0.01) for avg in (0.6, 0.5))
+    assert 'worse than before RL' in eval_lines(good, bad)[0]
+    assert 'worse' not in eval_lines(good, good)[0]
 
 
 def test_a_collapsed_router_is_named(run):

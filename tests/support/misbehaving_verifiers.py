@@ -24,6 +24,10 @@ def moody(text, answer):
         with open(what, 'a') as f:
             f.write('tried ')
         time.sleep(60)
+    if mood == 'die':  # at each try
+        with open(what, 'a') as f:
+            f.write('tried ')
+        os._exit(3)
     if mood == 'crash':
         os.kill(os.getpid(), signal.SIGSEGV)
     if mood == 'leave':

@@ -30,7 +30,13 @@ from compassrl.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from compassrl.train.checkpoint_files import CheckpointError, TornCheckpoint, found_checkpoints
+from compassrl.train.checkpoint_files import (
+    CheckpointError,
+    TornCheckpoint,
+    discard,
+    found_checkpoints,
+    makes_sense,
+)
 from tests.support.file_events import Killer
 
 torch.set_num_threads(1)
@@ -416,6 +422,22 @@ def test_files_of_another_checkpoint_do_not_pass(tmp_path):
         shutil.copy(tmp_path / 'step-000001' / name, path / name)
     with pytest.raises(TornCheckpoint):
         load_checkpoint(path)
+
+
+@pytest.mark.parametrize('error', [MemoryError, torch.OutOfMemoryError])
+def test_a_full_memory_makes_no_checkpoint_torn(error, tmp_path):
+    "It would be skipped, and a later save would remove it"
+    with pytest.raises(error), makes_sense(tmp_path):
+        raise error
+
+
+def test_a_linked_checkpoint_goes_and_its_target_stays(tmp_path):
+    (target := tmp_path / 'elsewhere').mkdir()
+    (target / 'file').write_text('kept')
+    (link := tmp_path / 'root' / 'step-000001').parent.mkdir()
+    link.symlink_to(target)
+    discard(link)
+    assert (target / 'file').read_text() == 'kept' and not [*link.parent.iterdir()]
 
 
 def test_all_torn(tmp_path, capsys):
