@@ -330,14 +330,20 @@ def _restored(state: tuple[Any, Any, float], columns: list[str]) -> OwnReward:
 def own_reward(
     cfg: RewardConfig,
     kept: Path | None = None,  # folder of a run's copies
+    verifier: str = '',  # `data.verifier`, which may be a place, too
 ) -> OwnReward | None:  # None: the verifiers of the prompts judge
     "The functions that a config names. Raises ValueError for what cannot be used"
+    at = cfg.correct_at
+    if ':' in verifier:  # for rows that name none
+        judge: Any = OwnReward([read_reward_file(verifier, None, 'data.verifier')], (), at)
+        judge.check([])  # it sees text and answer, not the row's columns
+        verifiers[verifier] = judge
     if not cfg.function:
         return None
     files = [read_reward_file(s, kept) if ':' in s else s for s in cfg.function]
     if kept:
         check_unchanged([f for f in files if not isinstance(f, str)], cfg.function_sha256)
-    return OwnReward(files, cfg.weights, cfg.correct_at)
+    return OwnReward(files, cfg.weights, at)
 
 
 # %% ../../nbs/judges/own_reward.ipynb #e6c4dc5a

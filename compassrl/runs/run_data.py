@@ -118,7 +118,7 @@ def load(
     folder: Path | None = None,  # folder of a run that goes on: it keeps its reward functions
 ) -> Data:
     "Tokenizer and prompts. Raises ValueError for what does not fit together"
-    own = own_reward(cfg.rewards, folder and folder / 'rewards')
+    own = own_reward(cfg.rewards, folder and folder / 'rewards', cfg.data.verifier)
     tokenizer, chat = load_tokenizer_and_chat(cfg)
     tool, tool_file = tool_of(cfg, tokenizer, chat, folder and folder / 'rewards')
     room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings
