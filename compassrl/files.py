@@ -258,7 +258,7 @@ def no_exit(
 def own_module(
     spec: str,  # FILE.py:NAME or MODULE:NAME
     setting: str,  # name of the setting, for messages
-    source: bytes = b'',  # the text of FILE.py
+    source: bytes | None = None,  # the text of FILE.py; None = read it
 ) -> ModuleType:
     "Module of this text, run once. Raises ValueError with the line that fails"
     place = spec.rpartition(':')[0]
@@ -268,6 +268,7 @@ def own_module(
                 sys.path.append(os.getcwd())
             with time_limit(_IMPORT_S), _daemons():
                 return import_module(place)
+        source = Path(place).read_bytes() if source is None else source
         name = f'own_{hashlib.sha256(source).hexdigest()[:12]}'
         if name not in sys.modules:
             _run(source, place, ModuleType(name))
@@ -306,7 +307,7 @@ def _run(source: bytes, place: str, module: ModuleType) -> None:
 def own_function(
     spec: str,  # FILE.py:NAME or MODULE:NAME
     setting: str,  # name of the setting, for messages
-    source: bytes = b'',  # the text of FILE.py
+    source: bytes | None = None,  # the text of FILE.py; None = read it
 ) -> Callable:
     "Raises ValueError if the module cannot be imported or has no such function"
     module, (place, _, name) = own_module(spec, setting, source), spec.rpartition(':')
@@ -352,9 +353,7 @@ class ByPlace(dict[str, _T]):
         self.setting, self.base, self.own = setting, base, own
 
     def __missing__(self, spec: str) -> _T:
-        place = spec.rpartition(':')[0]
-        source = read_text(place).encode() if place.endswith('.py') else b''
-        made = own_function(spec, self.setting, source)
+        made = own_function(spec, self.setting)
         if isinstance(made, type):
             self._checked(spec, made)
 

@@ -30,6 +30,7 @@ from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.runs.evaluate import EvalResult, evaluate, wilson
 from compassrl.runs.factory import rollout_engines, rollout_setup
 from compassrl.runs.log import write_json
+from compassrl.runs.resume import check_same
 from compassrl.runs.run_data import (
     Data,
     check_prompts,
@@ -246,6 +247,8 @@ def data_of(
 ) -> Data:
     "What is asked. Raises ValueError for what does not fit the model"
     kept = kept if kept and kept.is_dir() else None
+    if kept:
+        check_same(kept.parent, cfg, 'rewards.function', 'tools.name')
     own = own_reward(cfg.rewards, kept, cfg.data.verifier)
     tokenizer, chat = load_tokenizer_and_chat(cfg)
     tool = tool_of(cfg, tokenizer, chat, kept)

@@ -36,7 +36,7 @@ from compassrl.train.checkpoint_files import (
 # %% auto #0
 __all__ = [
     'read_result', 'check_files', 'note_written', 'write_noted', 'rewritten', 'check_start',
-    'note_origin', 'check_origin', 'settle_origin', 'check_source', 'note_learned',
+    'note_origin', 'check_origin', 'settle_origin', 'check_source', 'check_same', 'note_learned',
     'recall_learned', 'Stateful', 'ExtraState', 'new_folder', 'has_begun',
 ]  # fmt: skip
 
@@ -211,12 +211,16 @@ def settle_origin(
 def check_source(folder: Path, cfg: TrainConfig) -> None:
     "Raises ValueError if tokenizer or template of the policy before RL has changed meanwhile"
     check_start(folder)
-    if (folder / 'start').is_dir():
-        return
+    if not (folder / 'start').is_dir():
+        check_same(folder, cfg, 'init_from')
+
+
+def check_same(folder: Path, cfg: TrainConfig, *keys: str) -> None:
+    "Raises ValueError for a source of these settings that is not what a run began with"
     noted = (read_result(folder, 'origin') or {}).get('sources', {})
-    for name, found in sources_of(cfg, keys=['init_from']).items():
+    for name, found in sources_of(cfg, folder / 'rewards', keys).items():
         if noted.get(name, found) != found:
-            raise ValueError(f'{name} has changed while the run went on: put it back, then resume')
+            raise ValueError(f'{name} has changed since the run began: put it back')
 
 
 # %% ../../nbs/runs/resume.ipynb #709cc34e
@@ -317,7 +321,6 @@ def has_begun(cfg: TrainConfig) -> bool:
     if found_checkpoints(folder / 'checkpoints') or read_metrics(folder):
         return False
     before = read_run_config(folder)
-    rewards = dataclasses.replace(before.rewards, function_sha256=cfg.rewards.function_sha256)
     # the day is that of the start; a run is the same on the next
     data = dataclasses.replace(before.data, template_date=cfg.data.template_date)
-    return dataclasses.replace(before, rewards=rewards, data=data) == cfg
+    return dataclasses.replace(before, data=data) == cfg

@@ -214,11 +214,9 @@ def start_run(cfg: TrainConfig) -> Path:  # the run directory
     except OSError as e:
         raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
     with disk_told(folder), locked(folder), failure_noted(folder), run.stop:
-        noted = keep_reward_files(run.data.files, folder / 'rewards')
-        rewards = dataclasses.replace(cfg.rewards, function_sha256=noted)
-        run.cfg = dataclasses.replace(cfg, rewards=rewards)
-        note_origin(folder, run.cfg, run.data.prompts, began)
-        write_json(folder / 'config.json', dataclasses.asdict(run.cfg))
+        keep_reward_files(run.data.files, folder / 'rewards')
+        note_origin(folder, cfg, run.data.prompts, began)
+        write_json(folder / 'config.json', dataclasses.asdict(cfg))
         return _go_on(run, watch)
 
 

@@ -22,13 +22,7 @@ from compassrl.data.tasks import verifiers, verify
 from compassrl.data.tokenizer import StopStrings, build_tokenizer, encode, end_id, load_tokenizer
 from compassrl.data.tools import ToolUser
 from compassrl.judges.genrm_client import check_genrm
-from compassrl.judges.own_reward import (
-    OwnReward,
-    RewardFile,
-    check_unchanged,
-    own_reward,
-    read_reward_file,
-)
+from compassrl.judges.own_reward import OwnReward, RewardFile, own_reward, read_reward_file
 from compassrl.judges.python_tool import check_tool
 from compassrl.judges.serial import RewardConfig
 from compassrl.judges.verifiers import asked_verifiers, check_isolation
@@ -209,7 +203,6 @@ def tool_of(
     check_tool(tools.name)
     if ':' in tools.name:
         file = read_reward_file(tools.name, kept, 'tools.name')
-        check_unchanged([file], cfg.rewards.function_sha256 if kept else {})
     if tools.format == 'hermes' and tools.name and not cfg.data.path:
         raise ValueError("tools.format='hermes': tools are offered in chats, name data.path")
     source, options = file.source if file else b'', cfg.data.template_options()

@@ -515,8 +515,8 @@ def test_a_run_of_ones_own(own_run):
         assert f'{name} avg@2' in said
     report = (folder / 'report.md').read_text()
     assert 'test: avg@2' in report and 'again: avg@2' in report
-    config = json.loads((folder / 'config.json').read_text())['rewards']
-    assert list(config['function_sha256']) == ['mine.py']
+    sources = json.loads((folder / 'origin.json').read_text())['sources']
+    assert 'rewards.function mine.py' in sources
     assert (folder / 'rewards/mine.py').read_text() == MINE
 
 
@@ -533,7 +533,7 @@ def test_a_resume_uses_the_function_with_which_the_run_began(own_run, home, tmp_
     assert rows(half, 'metrics.jsonl')[-1] == rows(own_run[0], 'metrics.jsonl')[-1]
     (half / 'rewards/mine.py').write_text('changed')
     r = cli('resume', half, '--steps', 4, cwd=home)
-    assert r.returncode == 1 and 'mine.py is not the one with which the run began' in r.stderr
+    assert r.returncode == 1 and 'rewards.function mine.py has changed' in r.stderr
 
 
 def test_eval_of_a_run_and_of_a_model(own_run, home, capsys, monkeypatch):
