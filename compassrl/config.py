@@ -71,10 +71,11 @@ class TrainConfig:
     # compassrl[trackers]`
     trackers: tuple[TrackerName, ...] = ('tensorboard',)
     # Engine that generates responses. 'torch': embedded; 'vllm': vLLM in this process; 'pool': a
-    # pool of vLLM servers
-    rollout_engine: RolloutEngineName = 'torch'
-    # Engine that trains. 'torch': embedded, one process; 'megatron': Megatron-Core under torchrun
-    train_engine: TrainEngineName = 'torch'
+    # pool of vLLM servers; or your own by FILE.py:NAME
+    rollout_engine: RolloutEngineName | str = 'torch'
+    # Engine that trains. 'torch': embedded, one process; 'megatron': Megatron-Core under torchrun;
+    # or your own by FILE.py:NAME
+    train_engine: TrainEngineName | str = 'torch'
     # Experts that training uses. 'R3': those of the rollout (paper section 2.4.4); 'R2': those of
     # the trainer's own scoring pass; 'off': chosen again
     router_replay: ReplayMode = 'R3'
@@ -247,7 +248,10 @@ def config_from_dict(
 
 
 # %% ../nbs/config.ipynb #9f750453
-programs: tuple[str, ...] = 'rewards.function', 'loss.name', 'tools.name'  # FILE.py:NAME, or a name
+programs: tuple[str, ...] = (  # FILE.py:NAME, or a name
+    *('rewards.function', 'loss.name', 'tools.name', 'data.verifier'),
+    *('rollout_engine', 'train_engine'),
+)
 places: tuple[str, ...] = (  # settings that name files or folders
     *programs,
     *('init_from', 'rewards.genrm.model', 'rewards.genrm.prompt_file', 'tools.table'),

@@ -19,16 +19,17 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 # %% auto #0
 __all__ = [
     'read_text', 'from_yaml', 'unique_keys', 'from_json', 'read_data', 'read_object', 'time_limit',
-    'call_own', 'no_exit', 'own_module', 'own_function',
+    'call_own', 'no_exit', 'own_module', 'own_function', 'Guarded', 'ByPlace',
 ]  # fmt: skip
 
 
@@ -257,7 +258,7 @@ def no_exit(
 def own_module(
     spec: str,  # FILE.py:NAME or MODULE:NAME
     setting: str,  # name of the setting, for messages
-    source: bytes = b'',  # the text of FILE.py
+    source: bytes | None = None,  # the text of FILE.py; None = read it
 ) -> ModuleType:
     "Module of this text, run once. Raises ValueError with the line that fails"
     place = spec.rpartition(':')[0]
@@ -267,6 +268,7 @@ def own_module(
                 sys.path.append(os.getcwd())
             with time_limit(_IMPORT_S), _daemons():
                 return import_module(place)
+        source = Path(place).read_bytes() if source is None else source
         name = f'own_{hashlib.sha256(source).hexdigest()[:12]}'
         if name not in sys.modules:
             _run(source, place, ModuleType(name))
@@ -305,7 +307,7 @@ def _run(source: bytes, place: str, module: ModuleType) -> None:
 def own_function(
     spec: str,  # FILE.py:NAME or MODULE:NAME
     setting: str,  # name of the setting, for messages
-    source: bytes = b'',  # the text of FILE.py
+    source: bytes | None = None,  # the text of FILE.py; None = read it
 ) -> Callable:
     "Raises ValueError if the module cannot be imported or has no such function"
     module, (place, _, name) = own_module(spec, setting, source), spec.rpartition(':')
@@ -315,3 +317,54 @@ def own_function(
     mine = inspect.getmembers(module, lambda x: getattr(x, '__module__', 0) == module.__name__)
     names = [n for n, f in mine if callable(f) and not inspect.isclass(f)]
     raise ValueError(f'{setting}={spec!r}: {place} has no function {name!r}, only {names}')
+
+
+class Guarded:
+    "An object of a user's file: no call of its methods lasts for ever, or ends the program"
+
+    def __init__(self, made: Any, wall_s: float) -> None:  # seconds for a call, or for one item
+        self._made, self._wall_s = made, wall_s
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._made, name)
+        return partial(self._call, found) if inspect.isroutine(found) else found
+
+    def _call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = call_own(fn, self._wall_s, *args, **kwargs)
+        return self._each(out) if isinstance(out, Iterator) else out
+
+    def _each(self, items: Iterator[Any]) -> Iterator[Any]:
+        end = object()
+        while (x := call_own(next, self._wall_s, items, end)) is not end:
+            yield x
+
+
+_T = TypeVar('_T')
+_CALL_S = 3600.0  # seconds for a call of an engine, or for one sample
+
+
+class ByPlace(dict[str, _T]):
+    "Engines by name, and a user's own by FILE.py:NAME. Raises ValueError for what cannot be one"
+
+    def __init__(
+        self, setting: str, base: type, own: Callable[[Callable[..., Any]], _T], **kinds: _T
+    ) -> None:
+        super().__init__(kinds)
+        self.setting, self.base, self.own = setting, base, own
+
+    def __missing__(self, spec: str) -> _T:
+        made = own_function(spec, self.setting)
+        if isinstance(made, type):
+            self._checked(spec, made)
+
+        def build(*given: Any) -> Guarded:
+            return Guarded(self._checked(spec, call_own(made, _CALL_S, *given)), _CALL_S)
+
+        return self.own(build)
+
+    def _checked(self, spec: str, made: Any) -> Any:
+        wanted = (n for n, f in vars(self.base).items() if n[0] != '_' and callable(f))
+        if missing := [n for n in wanted if not hasattr(made, n)]:
+            base = self.base.__name__
+            raise ValueError(f'{self.setting}={spec!r} has no {missing}: derive it from {base}')
+        return made

@@ -121,6 +121,8 @@ def _fit(hint: Any, value: Any, name: str, numbers: Range = Range()) -> Any:
     if kind in (Union, types.UnionType):  # X | None, or X | tuple[X, ...]
         if value is None and type(None) in args:
             return None
+        if str in args and isinstance(value, str) and ':' in value:  # a name, or FILE.py:NAME
+            return value
         many = isinstance(value, (list, tuple))
         fits = [a for a in args if (get_origin(a) is tuple) == many]
         return _fit((fits or args)[0], value, name, numbers)

@@ -6,7 +6,6 @@
 # %% ../../nbs/algo/loss_registry.ipynb #03e9ec26
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import compassrl
-from compassrl.files import call_own, own_function, own_module
+from compassrl.files import call_own, own_function
 from compassrl.settings import Registry
 
 # %% auto #0
@@ -70,12 +69,12 @@ class Losses(Registry):
 
     def __init__(self) -> None:
         super().__init__(**_built_in())
-        self.own: dict[str, tuple[Loss, str]] = {}  # place -> loss, hash of its file
+        self.own: dict[str, Loss] = {}  # by place
 
     def __getitem__(self, name: str) -> Loss:
         "Raises ValueError for a place that holds no loss"
         if ':' in name:
-            return self._own(name)[0]
+            return self._own(name)
         loss = super().__getitem__(name)
         assert isinstance(loss, Loss)
         return loss
@@ -86,34 +85,22 @@ class Losses(Registry):
             return bool(self._own(name))
         return super().__contains__(name)
 
-    def sha256(self, name: str) -> str:
-        "Hash of the file behind FILE.py:NAME or MODULE:NAME"
-        return self._own(name)[1]
-
-    def _own(self, name: str) -> tuple[Loss, str]:
+    def _own(self, name: str) -> Loss:
         if name not in self.own:
             self.own[name] = _read(name)
         return self.own[name]
 
 
-def _read(spec: str) -> tuple[Loss, str]:
-    place, setting = spec.rpartition(':')[0], 'loss.name'
-    if place.endswith('.py'):
-        path = Path(place)
-        if not path.is_file():
-            raise ValueError(f'{setting}={spec!r}: {place} does not exist')
-    else:
-        path = Path(own_module(spec, setting).__file__ or '')
-    source = path.read_bytes()
-    loss = own_function(spec, setting, source)
+def _read(spec: str) -> Loss:
+    loss = own_function(spec, 'loss.name')
     if not isinstance(loss, Loss):
-        raise ValueError(f'{setting}={spec!r}: put @policy_loss() above it, from compassrl')
+        raise ValueError(f'loss.name={spec!r}: put @policy_loss() above it, from compassrl')
 
     @wraps(loss.fn)
     def guarded(*args: Any, **needs: Any) -> Any:
         return call_own(loss.fn, _CALL_S, *args, **needs)
 
-    return replace(loss, fn=guarded), hashlib.sha256(source).hexdigest()
+    return replace(loss, fn=guarded)
 
 
 _CALL_S = 600.0  # seconds for the loss of a micro-batch

@@ -122,6 +122,24 @@ _common = {'add_generation_prompt', 'continue_final_message', 'documents'}  # fo
 _mark = 'TheAssistantContinuesHere '  # its blank tells whether the template trims a message
 
 
+class _Seen(dict):  # a message that knows which of its fields a template reads
+    def __init__(self, message: dict[str, Any]) -> None:
+        super().__init__(message)
+        self._read = {k for k, v in message.items() if v in (None, '', [], {})}  # say nothing
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def items(self) -> Any:  # also for `tojson`
+        self._read |= set(self)
+        return super().items()
+
+
 class ChatTemplate:
     "How a model writes down a chat. Raises ValueError for a template that is not valid"
 
@@ -149,6 +167,8 @@ class ChatTemplate:
         self.reads_clock: bool = 'strftime_now' in template + tool_use
         # schemas of a run's own tools, for chats whose row has none
         self.tools: list[dict[str, Any]] = []
+        # fields of messages that the last chat had and the template did not read
+        self.unread: set[str] = set()
         self.templates: list[tuple[Template, set[str]]] = []  # each with the names that it reads
         for text in [template, tool_use or template]:
             try:
@@ -189,6 +209,7 @@ class ChatTemplate:
             *before, last = messages
             messages = [*before, last | dict(content=str(last.get('content') or '') + _mark)]
         given = dict(add_generation_prompt=not goes_on, tools=tools, documents=None)
+        messages = [*map(_Seen, messages)]
         try:
             with _bounded(SECONDS):
                 parts, size = [], 0
@@ -197,6 +218,7 @@ class ChatTemplate:
                     if (size := size + len(part)) > MOST:
                         raise TemplateError(f'more than {MOST} characters')
                 text = ''.join(parts)
+                self.unread = {k for m in messages for k in set(m) - m._read}
                 if not goes_on:
                     return text
                 at = text.rindex(_mark.strip())

@@ -54,11 +54,8 @@ def check_reading(columns: dict[str, str], verifier: str) -> None:
     for f in columns:
         if f not in fields:
             raise ValueError(f'columns: {f!r} is no field, use {list(fields)}')
-    if verifier and verifier not in verifiers:
-        raise ValueError(
-            f'verifier={verifier!r}: use one of {sorted(verifiers)}; '
-            'a function of your own is named by --rewards.function'
-        )
+    if verifier and ':' not in verifier and verifier not in verifiers:
+        raise ValueError(f'verifier={verifier!r}: use one of {sorted(verifiers)}, or FILE.py:NAME')
 
 
 # %% ../../nbs/data/data_settings.ipynb #21070bbd
@@ -89,8 +86,8 @@ class DataConfig:
     # Column of your data for each of our fields: prompt, answer, solution, id, domain, verifier,
     # tools, system, chat_template_kwargs
     columns: dict[str, str] = field(default_factory=dict)
-    # Verifier for rows that name none. Empty = 'maths' for the schemas of GSM8K and verl, else
-    # 'exact'
+    # Verifier for rows that name none, or your own function of text and answer by FILE.py:NAME.
+    # Empty = 'maths' for the schemas of GSM8K and verl, else 'exact'
     verifier: str = ''
     # Wrap plain-text prompts as one user message in the model's chat template
     apply_chat_template: bool = False

@@ -33,6 +33,8 @@ class Loaded:
     num_merged: int = 0  # rows that were another solution to a prompt before them
     num_unknown: int = 0  # prompts with text that the tokenizer does not know
     unknown: str = ''  # where the first of them is, and which text
+    num_marks: int = 0  # chats whose content spells a control token, which it becomes
+    marks: str = ''  # where the first of them is, and which token
     # columns that no field is read from
     unused: set[str] = field(default_factory=set)
     kept: bool = False  # do reward functions get those?
@@ -61,12 +63,17 @@ class Loaded:
         return self.bad[0][1].fix
 
     def notes(self) -> list[str]:  # lines
-        "What the tokenizer does not know, and columns that are not used"
+        "What the tokenizer does not know or takes for control tokens; what is not used"
         out = []
         if self.num_unknown:
             out.append(
                 f'{self.source}: {self.num_unknown} of {self.num_rows} prompts hold text that the '
                 f'tokenizer does not know, the first is {self.unknown}'
+            )
+        if self.num_marks:
+            out.append(
+                f'{self.source}: {self.num_marks} of {self.num_rows} prompts spell a control token '
+                f'in a message, and the policy reads it as one: the first is {self.marks}'
             )
         if self.unused:
             by = 'columns for the reward function alone' if self.kept else 'columns not used'
@@ -83,6 +90,12 @@ def _unknown(tokenizer: Tokenizer, text: str) -> str | None:
     found = tokenizer.encode(text, add_special_tokens=False)
     places = (span for i, span in zip(found.ids, found.offsets) if i == number)
     return next((text[a:b] for a, b in places), None)
+
+
+def _mark(controls: list[str], p: Prompt) -> str | None:
+    "The first control token that a message spells, as transformers and vLLM read it, too"
+    said = [str(m.get('content')) for m in p.messages or ()]
+    return next((t for t in controls if any(t in s for s in said)), None)
 
 
 def _question(p: Prompt) -> tuple[str, ...]:
@@ -128,6 +141,8 @@ def read_source(
 ) -> Loaded:
     "All rows of a source, read. Raises ValueError for a source that cannot be read at all"
     out, seen, taught = Loaded(str(source), [], [], [], kept=r.keep_row), {}, {}
+    added = [] if r.tokenizer.encode_special_tokens else r.tokenizer.get_added_tokens_decoder()
+    controls = [added[i].content for i in added if added[i].special]
     for where, row in rows_of(str(source)):
         try:
             if isinstance(row, str):
@@ -137,6 +152,9 @@ def read_source(
             if (at := taught.get(_question(prompt))) is not None and _add(out, at, prompt):
                 continue
             prompt = _named(prompt, seen)
+            if (mark := _mark(controls, prompt)) is not None:
+                out.num_marks += 1
+                out.marks = out.marks or f'{mark!r} in {where}'
             if (piece := _unknown(r.tokenizer, prompt.text)) is not None:
                 out.num_unknown += 1
                 out.unknown = out.unknown or f'{piece!r} in {where}'

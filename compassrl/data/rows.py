@@ -154,6 +154,8 @@ def _messages(value: Sequence[Any], name: str) -> list[dict[str, Any]]:
     out = []
     for m in value:
         held = _without_nulls(m) if isinstance(m, dict) else {}
+        if seen := next((k for k in _media if held.get(k)), None):
+            raise BadRow(f'{name!r} has a message with {seen!r}: the policy reads text', 'media')
         calls = held.keys() - {'role', 'content'}  # an assistant may say nothing but them
         if not isinstance(held.get('role'), str) or not ('content' in held or calls):
             raise BadRow(
@@ -202,11 +204,14 @@ class Reading:
             )
 
     def unused(self, row: dict[str, Any], prompt: Prompt) -> set[str]:
-        "Columns that say something and are not read, unless by a reward function"
+        "Columns, and fields of messages, that say something and are not read"
         chats = () if prompt.messages else ('tools', 'system', 'chat_template_kwargs')
         names = [self.value(row, f)[0] for f in fields if f not in chats]
         used = {n if n in row else n.partition('.')[0] for n in names}
-        return {k for k, v in row.items() if v not in (None, '', [], {})} - used
+        found = {k for k, v in row.items() if v not in (None, '', [], {})} - used
+        if prompt.messages and self.chat:
+            found |= {f'{self.value(row, "prompt")[0]}.{k}' for k in self.chat.unread}
+        return found
 
     def value(
         self, row: dict[str, Any], f: str
@@ -302,6 +307,9 @@ def _written(chat: ChatTemplate, messages: list[dict[str, Any]], given: dict[str
 
 
 # %% ../../nbs/data/rows.ipynb #d9616522
+_chat_as_text = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+
+
 def _prompt_text(
     r: Reading, row: dict[str, Any]
 ) -> tuple[str, list[dict[str, Any]] | None, dict[str, Any]]:
@@ -311,13 +319,14 @@ def _prompt_text(
         _absent(r, row, 'prompt', name)
     if seen := next((c for c in _media if row.get(c) not in (None, '', [])), None):
         raise BadRow(f'column {seen!r}: the policy reads text alone, leave such rows out', 'media')
+    if isinstance(value, str) and _chat_as_text.match(value):  # as CSV holds it
+        value = _json_of(r, row, 'prompt', list)
     if isinstance(value, str):
         if not _valid(value, name).strip():
             raise BadRow(f'{name!r} is empty', f'empty {name}')
         if not r.always_chat:
             if r.system or r.options or r.chat and r.chat.tools:
-                why = 'data.system, data.chat_template_kwargs and tools.name are for chats'
-                why = f'{name!r} is text: {why}'
+                why = f'{name!r} is text: system, chat_template_kwargs and tools are for chats'
                 raise BadRow(why, 'system', '--data.apply-chat-template')
             return value, None, {}
         value = [dict(role='user', content=value)]

@@ -165,10 +165,11 @@ def make_judge(
         ask = open_genrm(cfg.genrm)
         batches = 0 if isinstance(ask, LocalGenRM) else 4  # it computes where the rollout does
         model = GenRMJudge(asked, tokenizer, eos_id, ask, batches, seed, group_size)
-    own = next((f for p in verified if isinstance(f := verifiers.get(p.verifier), OwnReward)), None)
+    names = {p.verifier for p in verified}
+    own = verifiers.get(*names) if len(names) == 1 else None
     if cfg.workers:
         verifying = RewardPool(verified, tokenizer, eos_id, cfg)
-    elif own:
+    elif isinstance(own, OwnReward):
         verifying = OwnJudge(verified, tokenizer, eos_id, own, cfg)
     else:
         verifying = SerialJudge(verified, tokenizer, eos_id, cfg)

@@ -7,7 +7,6 @@ see."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import os
 import time
@@ -28,8 +27,8 @@ from compassrl.sandbox.isolated import verdict_budget
 
 # %% auto #0
 __all__ = [
-    'RewardFile', 'read_reward_file', 'check_unchanged', 'keep_reward_files', 'inputs_of',
-    'batched_inputs', 'RewardFunction', 'OwnReward', 'own_reward', 'OwnJudge',
+    'RewardFile', 'read_reward_file', 'keep_reward_files', 'inputs_of', 'batched_inputs',
+    'RewardFunction', 'OwnReward', 'own_reward', 'OwnJudge',
 ]  # fmt: skip
 
 
@@ -50,12 +49,8 @@ class RewardFile(NamedTuple):
         return self.place.endswith('.py')
 
     @property
-    def key(self) -> str:  # file name or module: how `function_sha256` and the copy are called
+    def key(self) -> str:  # file name or module: how the copy is called
         return os.path.basename(self.place) if self.is_file else self.place
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.source).hexdigest()
 
     def load(self) -> Callable:
         "The function. Raises ValueError for what cannot be imported"
@@ -80,25 +75,11 @@ def read_reward_file(
     return file._replace(source=path.read_bytes())
 
 
-def check_unchanged(
-    files: Sequence[RewardFile],
-    noted: dict[str, str],  # `function_sha256`
-) -> None:
-    "Raises ValueError for another text than the one with which the run began"
-    for file in files:
-        if file.sha256 != noted.get(file.key, file.sha256):
-            raise ValueError(
-                f'{file.key} is not the one with which the run began (its SHA-256 is '
-                f'{file.sha256[:12]}..., it was {noted[file.key][:12]}...): put it back, or start '
-                'a new run'
-            )
-
-
 def keep_reward_files(
     files: Sequence[RewardFile],
     folder: Path,  # receives the copies; made if there is something to keep
-) -> dict[str, str]:  # `function_sha256`
-    "Copies the files and notes their hashes. Raises ValueError for two files of one name"
+) -> None:
+    "Copies the files. Raises ValueError for two files of one name"
     texts = {}
     for file in files:
         if texts.setdefault(file.key, file.source) != file.source:
@@ -106,7 +87,6 @@ def keep_reward_files(
         if file.is_file:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / file.key).write_bytes(file.source)
-    return {file.key: file.sha256 for file in files}
 
 
 # %% ../../nbs/judges/own_reward.ipynb #fcfa7b6d
@@ -330,14 +310,18 @@ def _restored(state: tuple[Any, Any, float], columns: list[str]) -> OwnReward:
 def own_reward(
     cfg: RewardConfig,
     kept: Path | None = None,  # folder of a run's copies
+    verifier: str = '',  # `data.verifier`, which may be a place, too
 ) -> OwnReward | None:  # None: the verifiers of the prompts judge
     "The functions that a config names. Raises ValueError for what cannot be used"
+    at = cfg.correct_at
+    if ':' in verifier:  # for rows that name none
+        judge: Any = OwnReward([read_reward_file(verifier, None, 'data.verifier')], (), at)
+        judge.check([])  # it sees text and answer, not the row's columns
+        verifiers[verifier] = judge
     if not cfg.function:
         return None
     files = [read_reward_file(s, kept) if ':' in s else s for s in cfg.function]
-    if kept:
-        check_unchanged([f for f in files if not isinstance(f, str)], cfg.function_sha256)
-    return OwnReward(files, cfg.weights, cfg.correct_at)
+    return OwnReward(files, cfg.weights, at)
 
 
 # %% ../../nbs/judges/own_reward.ipynb #e6c4dc5a

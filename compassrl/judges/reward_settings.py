@@ -74,8 +74,6 @@ class RewardConfig:
     weights: Annotated[tuple[float, ...], between(-1e6, 1e6)] = ()
     # Smallest number that counts as correct. Of several functions, the first one decides
     correct_at: Annotated[float, between(-1e6, 1e6)] = 1.0
-    # SHA-256 of each function's file, written when a run begins; do not set it
-    function_sha256: dict[str, str] = field(default_factory=dict)
     # Generative reward model for prompts whose verifier is 'genrm'
     genrm: GenRMConfig = field(default_factory=GenRMConfig)
 

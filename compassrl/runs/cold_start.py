@@ -30,7 +30,9 @@ from compassrl.procs import phase
 from compassrl.records import Prompt, RolloutEngine, Sample, SamplingParams, TrainEngine
 from compassrl.rollout.requests import requests_of
 from compassrl.runs.factory import TrainKind, TrainSetup, train_engines, train_setup
-from compassrl.runs.log import Progress, json_text, keep_until, say
+from compassrl.runs.identity import file_sha256
+from compassrl.runs.log import Progress, json_text, keep_until, rows_hash, say
+from compassrl.runs.resume import note_written
 from compassrl.runs.run_data import Data, solution_end
 from compassrl.runs.run_process import stoppable
 from compassrl.train.checkpoint import Saver, WholeState
@@ -97,6 +99,8 @@ def _learn(
     file: Path,  # a row per step
 ) -> None:
     every, total = max(1, cfg.steps // 10), cfg.steps
+    found = rows_hash(file, start)
+    note_written(file.parent, rows={file.name: found}, step=start)
     keep_until(file, start)
     bar = Progress(total, 'cold start', start, lines=10)
     guard = Guard(guards, 'cold start step', start)
@@ -104,10 +108,12 @@ def _learn(
         for m in cold_start(engine, data.train, cfg, data.tokenizer, seed, start, end, data.tool):
             step = int(m['step'] or 0)
             guard.updated(step, m)
-            f.write(json_text(m) + '\n')
+            f.write(line := json_text(m) + '\n')
+            found.update(line.encode())
             guard.ended(step)
             bar.step(f'loss {m["loss"]:.3f}')
             if stop.asked or step % every == 0 and step < total:
+                note_written(file.parent, rows={file.name: found}, step=step)
                 saver.save(step)
             if stop.asked:
                 saver.wait()
@@ -128,6 +134,9 @@ def _publish(
         save_tokenizer(tokenizer, new)
     for p in (*new.rglob('*'), new):
         sync_path(p)
+    made = {f'start/{p.relative_to(new)}': p for p in new.rglob('*') if p.is_file()}
+    made |= {p.name: p for p in [start.with_name('cold_start.jsonl')]}
+    note_written(start.parent, {name: file_sha256(p) for name, p in made.items()})
     os.replace(new, start)
     sync_path(start.parent)
 

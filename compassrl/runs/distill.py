@@ -74,7 +74,7 @@ class DistillConfig:
     timeout_s: Annotated[float, above(0)] = 600.0  # seconds for one request to it
     device: str = 'cpu'  # 'cpu' or 'cuda'
     num_threads: Annotated[int, between(1, 1024)] = 1  # threads of torch on the CPU
-    rollout_engine: RolloutEngineName = 'torch'  # engine of the teacher, as for training
+    rollout_engine: RolloutEngineName | str = 'torch'  # engine of the teacher, as for training
     data: DataConfig = field(default_factory=DataConfig)  # its training prompts are asked
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
@@ -161,7 +161,8 @@ def asked_of(
     kept: Path | None = None,  # folder of a run's reward functions
 ) -> Data:
     "The training prompts. Raises ValueError for what does not fit the teacher"
-    own = own_reward(cfg.rewards, kept if kept and kept.is_dir() else None)
+    kept = kept if kept and kept.is_dir() else None
+    own = own_reward(cfg.rewards, kept, cfg.data.verifier)
     if cfg.init_from:
         tokenizer, chat = load_tokenizer_and_chat(cfg)
         ends = end_ids(cfg.init_from, cfg.policy, tokenizer)

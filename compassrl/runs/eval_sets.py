@@ -30,6 +30,7 @@ from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.runs.evaluate import EvalResult, evaluate, is_worse, wilson
 from compassrl.runs.factory import rollout_engines, rollout_setup
 from compassrl.runs.log import write_json
+from compassrl.runs.resume import check_same
 from compassrl.runs.run_data import (
     Data,
     check_prompts,
@@ -203,7 +204,7 @@ class EvalConfig:
     out: str = ''  # JSON file of the results; empty = eval-DATE-TIME.json, of a run in its folder
     device: str = 'cpu'  # 'cpu' or 'cuda'
     num_threads: Annotated[int, between(1, 1024)] = 1  # threads of torch on the CPU
-    rollout_engine: RolloutEngineName = 'torch'  # engine that samples, as for training
+    rollout_engine: RolloutEngineName | str = 'torch'  # engine that samples, as for training
     data: DataConfig = field(default_factory=DataConfig)  # all rows of `path` are asked
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
@@ -248,7 +249,9 @@ def data_of(
 ) -> Data:
     "What is asked. Raises ValueError for what does not fit the model"
     kept = kept if kept and kept.is_dir() else None
-    own = own_reward(cfg.rewards, kept)
+    if kept:
+        check_same(kept.parent, cfg, 'rewards.function', 'tools.name')
+    own = own_reward(cfg.rewards, kept, cfg.data.verifier)
     tokenizer, chat = load_tokenizer_and_chat(cfg)
     tool = tool_of(cfg, tokenizer, chat, kept)
     room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings

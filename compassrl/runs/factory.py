@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from compassrl.config import TrainConfig
+from compassrl.files import ByPlace
 from compassrl.loop import Stop
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights, from_pretrained, read_shards
@@ -119,8 +120,7 @@ class RolloutKind:
     def gpus(self, cfg: TrainConfig) -> int:
         "GPUs of the servers that a run starts itself"
         apart = not cfg.vllm.urls and not cfg.vllm.colocated and cfg.device == 'cuda'
-        own = self.serves and apart
-        return cfg.vllm.num_replicas * cfg.vllm.tensor_parallel if own else 0
+        return cfg.vllm.num_replicas * cfg.vllm.tensor_parallel if self.serves and apart else 0
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class TrainKind:
     saver: Callable[[Any, Path, int], Saver]  # engine, folder, number of checkpoints that stay
     # the ranks meet; returns the `RankMonitor` over them, if there are several
     meet: Callable[[ParallelConfig, str], Any] = lambda parallel, device: None
-    follow: Callable[[RankMonitor], None] | None = None  # what ranks other than 0 do
+    follow: Callable[[RankMonitor], None] = lambda watch: None  # what ranks other than 0 do
     spreads: bool = False  # do several ranks train, as `cfg.parallel` says?
 
     def check(self, cfg: TrainConfig, num_ranks: int, here: bool = True) -> None:
@@ -151,13 +151,10 @@ class TrainKind:
 def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
     r, apart = s.rollout, s.schedule.max_staleness
     common = s.policy, r.num_slots, s.dtype, s.device, s.return_routes
-    if not r.quantization and r.kv_cache_dtype == 'auto':
-        return ProcessRollout(TorchRollout, *common) if apart else TorchRollout(*common)
     products, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
     bits = dict(weights=products, activations=products, kv_cache=cache)
-    if apart:
-        return ProcessRollout(partial(Fp8Rollout, **bits), *common)
-    return Fp8Rollout(*common, **bits)
+    kind: Any = partial(Fp8Rollout, **bits) if products or cache else TorchRollout
+    return ProcessRollout(kind, *common) if apart else kind(*common)
 
 
 def _vllm(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
@@ -170,8 +167,7 @@ def _vllm(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
 def _pool(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
     from compassrl.rollout.vllm.pool import VllmPool
 
-    sync = weight_sync(s.vllm, s.device, world()[1])
-    s = s._replace(vllm=replace(s.vllm, sync=sync))
+    s = s._replace(vllm=replace(s.vllm, sync=weight_sync(s.vllm, s.device, world()[1])))
     return VllmPool(
         source,
         num_slots=s.rollout.num_slots,
@@ -206,7 +202,10 @@ def _check_pool(s: RolloutSetup, num_ranks: int, here: bool) -> None:
         weight_sync(s.vllm, s.device, num_ranks)
 
 
-rollout_engines: dict[str, RolloutKind] = dict(
+rollout_engines: ByPlace[RolloutKind] = ByPlace(
+    'rollout_engine',
+    RolloutEngine,
+    RolloutKind,
     torch=RolloutKind(_torch_rollout),
     vllm=RolloutKind(_vllm, _check_in_process, is_vllm=True),
     pool=RolloutKind(_pool, _check_pool, is_vllm=True, serves=True),
@@ -283,7 +282,15 @@ def _follow_megatron(watch: RankMonitor) -> None:
         more = serve_leader(engine, watch)
 
 
-train_engines: dict[str, TrainKind] = dict(
+def _own_train(build: Callable[..., TrainEngine]) -> TrainKind:  # of a setup and weights' folder
+    start = contextmanager(lambda s, source, *_, last=True: (build(*x) for x in [(s, source)]))
+    return TrainKind(start, _check_torch, WholeState)
+
+
+train_engines: ByPlace[TrainKind] = ByPlace(
+    'train_engine',
+    TrainEngine,
+    _own_train,
     torch=TrainKind(_start_torch, _check_torch, WholeState),
     megatron=TrainKind(
         _lead_megatron,
@@ -353,9 +360,8 @@ def follow(cfg: TrainConfig) -> None:
     watch = prepare(cfg)
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, signal.SIG_IGN)  # rank 0 ends the step first
-    lead = train_engines[cfg.train_engine].follow
-    assert lead and watch, 'several ranks passed the checks of an engine that spreads'
-    lead(watch)
+    assert watch, 'several ranks passed the checks of an engine that spreads'
+    train_engines[cfg.train_engine].follow(watch)
 
 
 @dataclass

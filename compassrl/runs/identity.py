@@ -17,7 +17,6 @@ from typing import Any
 
 from compassrl.config import TrainConfig, flat, path_in, places, programs
 from compassrl.files import own_module
-from compassrl.judges.own_reward import read_reward_file
 from compassrl.model.pretrained import companions
 from compassrl.records import Prompt
 
@@ -109,9 +108,11 @@ def _program_files(key: str, spec: str, kept: Path | None) -> Iterator[tuple[str
     path = place if place.endswith('.py') else getattr(own_module(spec, key), '__file__', None)
     if path is None:
         return
-    program, is_kept = Path(path), key in ('rewards.function', 'tools.name')
-    text = read_reward_file(spec, kept, key).source if is_kept else program.read_bytes()
-    for p in [*([] if is_kept else [program]), *named_files(program, text)]:
+    program = Path(path)
+    copy = kept / program.name if kept and key in ('rewards.function', 'tools.name') else program
+    there = copy if copy.is_file() else program
+    yield program.name, there
+    for p in named_files(program, there.read_bytes()):
         yield str(p.relative_to(program.parent)), p
 
 

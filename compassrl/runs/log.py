@@ -6,6 +6,7 @@ kill leaves no torn row."""
 # %% ../../nbs/runs/log.ipynb #d5722b5f
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = [
     'Level', 'logger', 'replace_text', 'finite_only', 'as_written', 'json_text', 'write_json',
-    'check_rows', 'rows_until', 'keep_until', 'set_level', 'say', 'Progress', 'progress_bar',
-    'left_out', 'Log',
+    'check_rows', 'rows_until', 'rows_hash', 'keep_until', 'set_level', 'say', 'Progress',
+    'progress_bar', 'left_out', 'Log',
 ]  # fmt: skip
 
 
@@ -89,6 +90,14 @@ def check_rows(path: Path) -> None:
 def rows_until(path: Path, step: int) -> Iterator[bytes]:
     "The whole lines of steps up to this one. Raises ValueError that names a damaged line"
     return (line for line, at in (_rows(path) if path.exists() else ()) if at <= step)
+
+
+def rows_hash(path: Path, step: int) -> Any:
+    "SHA-256 of the rows of steps up to this one, which can be continued. Raises as `rows_until`"
+    found = hashlib.sha256()
+    for line in rows_until(path, step):
+        found.update(line)
+    return found
 
 
 def keep_until(
@@ -179,41 +188,31 @@ class Log:
         start: int,  # steps already done; whatever the files hold beyond is dropped
         steps: int,
     ) -> None:
-        for name in ('metrics', 'trace'):
-            keep_until(folder / f'{name}.jsonl', start)
-        self.metrics: TextIO = open(folder / 'metrics.jsonl', 'r+')
-        self.trace: TextIO = open(folder / 'trace.jsonl', 'r+')
-        self.trace.seek(0, os.SEEK_END)
+        self.files: dict[str, TextIO] = {}
+        self.hashes: dict[str, Any] = {}  # of all rows
+        for name in ('metrics.jsonl', 'trace.jsonl'):
+            keep_until(path := folder / name, start)
+            self.files[name], self.hashes[name] = open(path, 'a'), rows_hash(path, start)
         if missing := left_out():
             say(missing)
         self.progress: Progress = Progress(steps, 'RL', start)
 
-    def row(
-        self,
-        metrics: Metrics,
-        over: int | None = None,  # where the row begins that is written again; None = a new one
-        room: int = 0,  # characters that it may become longer; a full disk must not cut it then
-    ) -> int:  # where it begins
+    def row(self, metrics: Metrics) -> None:
         "One step in metrics.jsonl; what is not finite is null, and counted"
-        metrics = as_written(metrics)
-        text, width = json.dumps(metrics), room
-        if over is not None:
-            self.metrics.seek(over)
-            width = len(self.metrics.readline()) - 1 - len(text)
-        at = self.metrics.seek(0, os.SEEK_END) if over is None else self.metrics.seek(over)
-        self.metrics.write(text + ' ' * width + '\n')
-        self.metrics.truncate()
-        self.metrics.flush()
-        if over is None:
-            say(json.dumps(metrics), logging.DEBUG)
-        return at
+        self._write('metrics.jsonl', [as_written(metrics)])
+        say(json.dumps(as_written(metrics)), logging.DEBUG)
 
     def batch(self, rows: Iterable[dict[str, Any]]) -> None:
         "A whole step, for trace.jsonl"
+        self._write('trace.jsonl', rows)
+
+    def _write(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
         for row in rows:
-            self.trace.write(json_text(row) + '\n')
-        self.trace.flush()
+            line = json_text(row) + '\n'
+            self.files[name].write(line)
+            self.hashes[name].update(line.encode())
+        self.files[name].flush()
 
     def close(self) -> None:
-        for f in (self.metrics, self.trace, self.progress):
+        for f in (*self.files.values(), self.progress):
             f.close()

@@ -21,7 +21,7 @@ from compassrl.files import read_data
 from compassrl.records import Prompt, RolloutEngine
 from compassrl.runs.curves import read_metrics
 from compassrl.runs.identity import differences, file_sha256, origin_of, prompts_sha256, sources_of
-from compassrl.runs.log import check_rows, rows_until, say, write_json
+from compassrl.runs.log import check_rows, json_text, replace_text, rows_hash, say, write_json
 from compassrl.runs.run_process import launch_command
 from compassrl.runs.summary import machine_info
 from compassrl.train.checkpoint import load_checkpoint, save_checkpoint
@@ -34,9 +34,9 @@ from compassrl.train.checkpoint_files import (
 
 # %% auto #0
 __all__ = [
-    'read_result', 'check_files', 'note_written', 'rewritten', 'check_start', 'note_origin',
-    'check_origin', 'settle_origin', 'check_source', 'note_learned', 'recall_learned', 'Stateful',
-    'ExtraState', 'new_folder', 'has_begun',
+    'read_result', 'check_files', 'note_written', 'write_noted', 'rewritten', 'check_start',
+    'note_origin', 'check_origin', 'settle_origin', 'check_source', 'check_same', 'note_learned',
+    'recall_learned', 'Stateful', 'ExtraState', 'new_folder', 'has_begun',
 ]  # fmt: skip
 
 # %% ../../nbs/runs/resume.ipynb #5b4ecb4a
@@ -82,43 +82,59 @@ def _made(folder: Path) -> list[Path]:  # files that are not written again
     return [p for p in found if p.is_file()]
 
 
-def _rows_sha256(folder: Path, step: int) -> str:
-    return hashlib.sha256(b''.join(rows_until(folder / 'metrics.jsonl', step))).hexdigest()
+def _noted(folder: Path) -> dict[str, Any]:
+    notes = read_result(folder, 'written') or dict(files={}, rows={})
+    kinds = [notes['files'], notes['rows'], *dict(notes['rows']).values()]
+    if not all(isinstance(d, dict) for d in kinds):
+        raise ValueError(f'{folder}/written.json: not as a run writes it: remove it')
+    return notes
 
 
 def note_written(
     folder: Path,  # folder of a run
-    step: int | None = None,  # all rows up to this one are on file; those of later steps are not
+    files: dict[str, str] | None = None,  # hashes of files that are about to appear, by name
+    rows: dict[str, Any] | None = None,  # by name, from `rows_hash` for this step
+    step: int = 0,  # rows up to this one are on file; what is noted of later ones is forgotten
 ) -> None:
     "Hashes of what the run has written, of new files alone; a file that is gone is forgotten"
-    notes = read_result(folder, 'written') or dict(files={}, rows={})
+    notes = _noted(folder)
     made = {str(p.relative_to(folder)): p for p in _made(folder)}
-    files = {name: notes['files'].get(name) or file_sha256(p) for name, p in made.items()}
-    rows = notes['rows']
-    if step is not None:
-        earlier = {k: v for k, v in rows.items() if int(k) < step}
-        rows = dict(list(earlier.items())[-8:]) | {str(step): _rows_sha256(folder, step)}
-    write_json(folder / 'written.json', dict(files=files, rows=rows))
+    known = {name: notes['files'].get(name) or file_sha256(p) for name, p in made.items()}
+    for name, found in (rows or {}).items():
+        earlier = {k: v for k, v in notes['rows'].get(name, {}).items() if int(k) < step}
+        last = dict(list(earlier.items())[-8:])
+        notes['rows'][name] = last | {str(step): found.hexdigest()}
+    write_json(folder / 'written.json', dict(files=known | (files or {}), rows=notes['rows']))
+
+
+def write_noted(folder: Path, name: str, found: object) -> None:
+    "A JSON file of the run, whose hash is noted before it is there"
+    text = json_text(found, indent=2) + '\n'
+    note_written(folder, {name: hashlib.sha256(text.encode()).hexdigest()})
+    replace_text(folder / name, text)
 
 
 def rewritten(folder: Path) -> list[str]:
     "What is not as the run wrote it. Raises ValueError for `start`, which becomes a model"
-    notes, out = read_result(folder, 'written') or dict(files={}, rows={}), []
+    notes, out = _noted(folder), []
     check_start(folder)
     for name, noted in notes['files'].items():
         if not (path := folder / name).is_file():
             out += [f'{name} is gone'] if name == 'cold_start.jsonl' else []  # others come again
         elif file_sha256(path) != noted:
             out.append(f'{name} is not as the run wrote it')
-    step = max(map(int, notes['rows']), default=None)
-    if step is not None and _rows_sha256(folder, step) != notes['rows'][str(step)]:
-        out.append(f'metrics.jsonl is not as the run wrote it, up to step {step}')
+    for name, noted in notes['rows'].items():
+        step = max(map(int, noted))
+        whole = name in notes['files']  # it grows no more
+        if not whole and rows_hash(folder / name, step).hexdigest() != noted[str(step)]:
+            out.append(f'{name} is not as the run wrote it, up to step {step}')
     return out
 
 
 def check_start(folder: Path) -> None:
     "Raises ValueError for a file of `start` that is damaged: the run's model would get it"
-    for name, noted in (read_result(folder, 'written') or dict(files={}))['files'].items():
+    there = (folder / 'start').is_dir() or found_checkpoints(folder / 'checkpoints')
+    for name, noted in _noted(folder)['files'].items() if there else ():
         path = folder / name
         if name.startswith('start') and (not path.is_file() or file_sha256(path) != noted):
             raise ValueError(
@@ -185,12 +201,16 @@ def settle_origin(
 def check_source(folder: Path, cfg: TrainConfig) -> None:
     "Raises ValueError if tokenizer or template of the policy before RL has changed meanwhile"
     check_start(folder)
-    if (folder / 'start').is_dir():
-        return
+    if not (folder / 'start').is_dir():
+        check_same(folder, cfg, 'init_from')
+
+
+def check_same(folder: Path, cfg: TrainConfig, *keys: str) -> None:
+    "Raises ValueError for a source of these settings that is not what a run began with"
     noted = (read_result(folder, 'origin') or {}).get('sources', {})
-    for name, found in sources_of(cfg, keys=['init_from']).items():
+    for name, found in sources_of(cfg, folder / 'rewards', keys).items():
         if noted.get(name, found) != found:
-            raise ValueError(f'{name} has changed while the run went on: put it back, then resume')
+            raise ValueError(f'{name} has changed since the run began: put it back')
 
 
 # %% ../../nbs/runs/resume.ipynb #709cc34e
@@ -291,7 +311,6 @@ def has_begun(cfg: TrainConfig) -> bool:
     if found_checkpoints(folder / 'checkpoints') or read_metrics(folder):
         return False
     before = read_run_config(folder)
-    rewards = dataclasses.replace(before.rewards, function_sha256=cfg.rewards.function_sha256)
     # the day is that of the start; a run is the same on the next
     data = dataclasses.replace(before.data, template_date=cfg.data.template_date)
-    return dataclasses.replace(before, rewards=rewards, data=data) == cfg
+    return dataclasses.replace(before, data=data) == cfg

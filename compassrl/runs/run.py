@@ -32,7 +32,7 @@ from compassrl.runs.curves import column, read_metrics
 from compassrl.runs.eval_sets import check_judged, eval_json, eval_line, eval_lines, evaluate_sets
 from compassrl.runs.factory import Engines, open_engines, prepare
 from compassrl.runs.identity import may_change
-from compassrl.runs.log import Log, as_written, say, write_json
+from compassrl.runs.log import Log, as_written, rows_hash, say, write_json
 from compassrl.runs.report import write_report
 from compassrl.runs.resume import (
     ExtraState,
@@ -47,6 +47,7 @@ from compassrl.runs.resume import (
     read_result,
     recall_learned,
     settle_origin,
+    write_noted,
 )
 from compassrl.runs.run_data import Data, load, resolve
 from compassrl.runs.run_process import disk_told, failure_noted, locked, stoppable
@@ -73,6 +74,7 @@ class Run:
     prompts: list[Prompt]  # training prompts, without those that the screen leaves out
     extra_state: ExtraState
     best: float  # best evaluation so far
+    saving_s: float = 0.0  # seconds of the checkpoint that no row has named yet
 
     def __init__(self, cfg: TrainConfig, folder: Path, data: Data) -> None:
         self.cfg, self.folder, self.data = cfg, folder, data
@@ -91,16 +93,13 @@ class Run:
             m |= self.evaluated(step, now=step % c.eval_every == 0 and not last)
         if c.trace_every and (step % c.trace_every == 0 or step == 1):
             self.trace(step, m, samples, batch)
-        m['time_checkpoint_s'] = 0.0
+        m['time_checkpoint_s'], self.saving_s = self.saving_s, 0.0
         stops = self.stop.asked  # read once: who asks from now on waits for the next step
         saves = last or stops or c.save_every and step % c.save_every == 0
-        at = self.log.row(m, room=24 if saves else 0)
+        self.log.row(m)
         if saves:
-            t = time.perf_counter()
+            note_written(self.folder, rows=self.log.hashes, step=step)
             self.save(step)
-            m['time_checkpoint_s'] = time.perf_counter() - t
-            self.log.row(m, at)
-            note_written(self.folder, step)
         self.trackers.log(grouped(as_written(m)), step)
         self.log.progress.step(
             f'reward {m["reward_mean"]:.2f}, zero variance {m["zero_variance_frac"]:.2f}, '
@@ -135,9 +134,11 @@ class Run:
     @phase('save')
     def save(self, step: int) -> None:
         "The extra state first: an engine's checkpoint without it could not be resumed"
+        began = time.perf_counter()
         self.extra_state.save(step)
         self.note_learned(f'step-{step:06}')
         self.engines.checkpoints.save(step)
+        self.saving_s = time.perf_counter() - began
 
     def open_prompts(self) -> None:
         "Chooses the prompts, and makes what the loop remembers from step to step"
@@ -213,11 +214,9 @@ def start_run(cfg: TrainConfig) -> Path:  # the run directory
     except OSError as e:
         raise ValueError(f'run_dir={str(folder)!r}: {e.strerror}, choose another') from e
     with disk_told(folder), locked(folder), failure_noted(folder), run.stop:
-        noted = keep_reward_files(run.data.files, folder / 'rewards')
-        rewards = dataclasses.replace(cfg.rewards, function_sha256=noted)
-        run.cfg = dataclasses.replace(cfg, rewards=rewards)
-        note_origin(folder, run.cfg, run.data.prompts, began)
-        write_json(folder / 'config.json', dataclasses.asdict(run.cfg))
+        keep_reward_files(run.data.files, folder / 'rewards')
+        note_origin(folder, cfg, run.data.prompts, began)
+        write_json(folder / 'config.json', dataclasses.asdict(cfg))
         return _go_on(run, watch)
 
 
@@ -227,7 +226,6 @@ def _go_on(run: Run, watch: Any) -> Path:  # from wherever the run is to its end
     begins = not found_checkpoints(folder / 'checkpoints')
     if begins:
         start_policy(c, run.data, folder, run.stop, watch)
-        note_written(folder)
     engines = open_engines(c, run.source, folder, watch, run.data.episodes)
     with run.judging(), engines as run.engines, disk_told(folder):
         _before_rl(run, begins)
@@ -235,14 +233,14 @@ def _go_on(run: Run, watch: Any) -> Path:  # from wherever the run is to its end
         if begins:
             run.save(0)
             run.engines.checkpoints.wait()  # a row of metrics always has a checkpoint before it
-            note_written(folder, 0)
             return _train(run, 0)
         step = run.load()
         if c.steps < step:
             raise ValueError(f'steps={c.steps}: the run has done {step}, use at least that many')
         if step < c.steps:
             (folder / 'eval_after.json').unlink(missing_ok=True)  # it speaks of other weights
-        note_written(folder, step)
+        rows = {name: rows_hash(folder / name, step) for name in ('metrics.jsonl', 'trace.jsonl')}
+        note_written(folder, rows=rows, step=step)
         run.engines.rollout.load_weights(run.engines.train.weights(), step)
         _say_rate(c, read_run_config(folder).steps, step)
         changes = {k: dataclasses.asdict(c)[k] for k in may_change}
@@ -274,13 +272,13 @@ def _before_rl(run: Run, begins: bool) -> None:  # the train engine holds the st
             say(f'{folder}/eval_before.json is missing: evaluating the starting weights again')
         found = run.evaluate('before RL')
         run.note_learned('eval_before')
-        write_json(folder / 'eval_before.json', found)
+        write_noted(folder, 'eval_before.json', found)
     elif begins:
         recall_learned(folder, e.rollout, 'eval_before')
     if screens:
         found = _screened(run)
         run.note_learned('screen')
-        write_json(folder / 'screen.json', found)
+        write_noted(folder, 'screen.json', found)
         # drops what the engine keeps of the prompts: a resume that reads the file has none of it
         e.rollout.load_weights(e.train.weights(), 0)
     elif begins:

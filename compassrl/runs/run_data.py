@@ -23,13 +23,7 @@ from compassrl.data.tasks import verifiers, verify
 from compassrl.data.tokenizer import StopStrings, build_tokenizer, encode, end_id, load_tokenizer
 from compassrl.data.tools import ToolUser
 from compassrl.judges.genrm_client import check_genrm
-from compassrl.judges.own_reward import (
-    OwnReward,
-    RewardFile,
-    check_unchanged,
-    own_reward,
-    read_reward_file,
-)
+from compassrl.judges.own_reward import OwnReward, RewardFile, own_reward, read_reward_file
 from compassrl.judges.serial import RewardConfig
 from compassrl.judges.verifiers import asked_verifiers, check_isolation, check_tool
 from compassrl.model.hf_config import config_dict, read_config
@@ -136,7 +130,7 @@ def load(
     folder: Path | None = None,  # folder of a run that goes on: it keeps its reward functions
 ) -> Data:
     "Tokenizer and prompts. Raises ValueError for what does not fit together"
-    own = own_reward(cfg.rewards, folder and folder / 'rewards')
+    own = own_reward(cfg.rewards, folder and folder / 'rewards', cfg.data.verifier)
     tokenizer, chat = load_tokenizer_and_chat(cfg)
     tool, tool_file = tool_of(cfg, tokenizer, chat, folder and folder / 'rewards')
     room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings
@@ -227,7 +221,6 @@ def tool_of(
     check_tool(tools.name)
     if ':' in tools.name:
         file = read_reward_file(tools.name, kept, 'tools.name')
-        check_unchanged([file], cfg.rewards.function_sha256 if kept else {})
     if tools.format == 'hermes' and tools.name and not cfg.data.path:
         raise ValueError("tools.format='hermes': tools are offered in chats, name data.path")
     source, options = file.source if file else b'', cfg.data.template_options()

@@ -80,7 +80,7 @@ def test_a_loss_that_leaves_is_an_error(folder):
 @pytest.mark.parametrize(
     'name, said',
     [
-        ('gone.py:mine', 'gone.py does not exist'),
+        ('gone.py:mine', "No such file or directory: 'gone.py'"),
         ('loss.py:yours', "loss.py has no function 'yours', only ['bare', 'mine']"),
         ('loss.py:bare', 'put @policy_loss() above it'),
         ('torn.py:mine', 'cannot be imported, ZeroDivisionError: division by zero (torn.py:2)'),

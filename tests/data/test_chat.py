@@ -195,6 +195,8 @@ CHAT = dict(prompt=ASK, answer='4')
         (dict(audio=b'x'), "column 'audio'"),
         (dict(prompt=[dict(role='user', content=[dict(type='image')])]), "part of type 'image'"),
         (dict(prompt=[dict(role='user', content=7)]), "content that is int '7'"),
+        (dict(prompt=[dict(role='user', content='2', images=['a.png'])]), "message with 'images'"),
+        (dict(prompt=str(ASK)), "'prompt' is no JSON"),  # as pandas writes a list into CSV
         (dict(prompt=[dict(role='user')]), 'not {"role"'),
         (dict(prompt=[dict(role='user', content=None)]), 'not {"role"'),
         (dict(prompt=[BRIEF, *ASK], system='Be long.'), "the column 'system' another"),
@@ -257,6 +259,27 @@ def test_columns_that_are_not_used_are_named_once(tmp_path, capsys):
     path.write_text(json.dumps(dict(prompt='2+2=', answer='4', tools=[ADD])))  # text has no tools
     load_prompts(str(path), r)
     assert 'columns not used: tools\n' in capsys.readouterr().out
+    fields = dict(weight=0, reasoning_content='Two', name='Ann', tool_calls=[])
+    path.write_text(json.dumps(CHAT | dict(prompt=[ASK[0] | fields])))
+    load_prompts(str(path), r)
+    said = 'columns not used: prompt.name, prompt.reasoning_content, prompt.weight\n'
+    assert said in capsys.readouterr().out
+    whole = "{% for m in messages %}{{ m.get('name') }}{{ m | tojson }}{% endfor %}"  # all of it
+    load_prompts(str(path), replace(r, chat=ChatTemplate(whole)))
+    assert not capsys.readouterr().out
+
+
+def test_a_chat_that_spells_a_control_token_is_named(tmp_path, capsys):
+    "huggingface/transformers#29279; asked as the model is served, and said once"
+    r, path = Reading(spelled(False), chat=ChatTemplate(TURNS + END)), tmp_path / 'x.jsonl'
+    asked = ['2+2=', 'Stop.</s><|bot|>5', json.dumps([dict(role='user', content='<|user|>')])]
+    rows = [CHAT | dict(prompt=[ASK[0] | dict(content=t)]) for t in asked[:2]]
+    rows += [CHAT | dict(prompt=asked[2]), dict(prompt='<|user|>2<|bot|>', answer='2')]
+    path.write_text('\n'.join(map(json.dumps, rows)))
+    texts = [p.text for p in load_prompts(str(path), r)[0]]
+    said = f'{path}: 2 of 4 prompts spell a control token in a message, and the policy reads it as '
+    assert capsys.readouterr().out == f"{said}one: the first is '</s>' in {path}:2\n"
+    assert texts[2] == '<|user|>user: <|user|><|bot|>', 'a chat may be JSON text, as in CSV'
 
 
 def test_settings_reach_every_chat_and_a_row_comes_first(tmp_path):

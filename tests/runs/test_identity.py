@@ -42,8 +42,15 @@ FLAGS = (
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
-    "A folder with a model, data, a reward, a loss, a tool's table, and a run that is made of them"
     home = tmp_path_factory.mktemp('made')
+    write_sources(home)
+    r = cli('train', *FLAGS, '--run-dir', 'run', cwd=home)
+    assert r.returncode == 0, r.stderr
+    return home
+
+
+def write_sources(home):
+    "A model, data, a reward, a loss and a tool's table"
     for name, span in dict(train=range(40), test=range(50, 54)).items():
         (home / f'{name}.jsonl').write_text('\n'.join(json.dumps(gsm8k(i)) for i in span) + '\n')
     (home / 'reward.py').write_text(REWARD)
@@ -53,9 +60,6 @@ def made(tmp_path_factory):
     (home / 'words.json').write_text('{"sun": "star"}')
     (home / 'loss.py').write_text(LOSS)
     save_model(home / 'model', [problem(i)[0] for i in range(40)])
-    r = cli('train', *FLAGS, '--run-dir', 'run', cwd=home)
-    assert r.returncode == 0, r.stderr
-    return home
 
 
 @pytest.fixture

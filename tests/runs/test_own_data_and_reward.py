@@ -3,18 +3,24 @@
 import json
 import os
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from compassrl.data.prompts import DataConfig
 from compassrl.data.rows import BadRow, Reading, row_prompt, worked_answer
 from compassrl.data.tasks import verifier, verifiers, verify
-from compassrl.data.tokenizer import build_tokenizer
+from compassrl.data.tokenizer import build_tokenizer, encode
+from compassrl.judges.genrm_judge import make_judge
 from compassrl.judges.own_reward import own_reward
 from compassrl.judges.serial import RewardConfig
-from compassrl.records import Prompt
+from compassrl.records import Prompt, Sample
 from compassrl.runs.cli import main, parse_train
+from compassrl.runs.factory import check_engines
+from compassrl.runs.presets import presets
 from compassrl.runs.run_data import Data, drop_unsolved, load, resolve, unsolved
 from compassrl.sandbox.isolated import best_isolation, verdict_budget
 from tests.runs.test_run import cli, rows, same_model
@@ -509,8 +515,8 @@ def test_a_run_of_ones_own(own_run):
         assert f'{name} avg@2' in said
     report = (folder / 'report.md').read_text()
     assert 'test: avg@2' in report and 'again: avg@2' in report
-    config = json.loads((folder / 'config.json').read_text())['rewards']
-    assert list(config['function_sha256']) == ['mine.py']
+    sources = json.loads((folder / 'origin.json').read_text())['sources']
+    assert 'rewards.function mine.py' in sources
     assert (folder / 'rewards/mine.py').read_text() == MINE
 
 
@@ -527,7 +533,7 @@ def test_a_resume_uses_the_function_with_which_the_run_began(own_run, home, tmp_
     assert rows(half, 'metrics.jsonl')[-1] == rows(own_run[0], 'metrics.jsonl')[-1]
     (half / 'rewards/mine.py').write_text('changed')
     r = cli('resume', half, '--steps', 4, cwd=home)
-    assert r.returncode == 1 and 'mine.py is not the one with which the run began' in r.stderr
+    assert r.returncode == 1 and 'rewards.function mine.py has changed' in r.stderr
 
 
 def test_eval_of_a_run_and_of_a_model(own_run, home, capsys, monkeypatch):
@@ -567,6 +573,106 @@ def test_eval_refuses_in_one_line(home, args, words, monkeypatch):
     with pytest.raises(SystemExit, match='^compassrl: ') as e:
         main(args)
     assert all(w in str(e.value) for w in words) and '\n' not in str(e.value)
+
+
+# ---- a verifier and engines by their places
+
+ENGINES = """import sys
+from compassrl import RolloutEngine, TorchRollout, TorchTrain, from_pretrained
+
+def samples(s, source, folder):
+    return TorchRollout(s.policy, s.rollout.num_slots, s.dtype, s.device, s.return_routes)
+
+def trains(s, source):
+    return TorchTrain(from_pretrained(source), s.optim, s.temperature, s.router_replay)
+
+class Leaves(TorchRollout):
+    def __init__(self, s, source, folder):
+        super().__init__(s.policy, s.rollout.num_slots)
+
+    def generate(self, requests, whole_groups=False):
+        sys.exit(0)
+        yield
+
+class Answers:
+    def __init__(self, *given):
+        pass
+
+def ends(text, answer):
+    return text[-1:] == answer[-1]
+"""
+
+
+def test_engines_by_their_place_make_the_same_run(home):
+    "Bit for bit; another text of the file is named by a resume, and an exit is an error"
+    (home / 'mine.py').write_text(ENGINES)
+    flags = '--steps 1 --cold-start.steps 2 --data.num-heldout 2 --group-size 2'.split()
+    own = '--rollout-engine mine.py:samples --train-engine mine.py:trains'.split()
+    for folder, more in dict(plain=[], own=own).items():
+        r = cli('train', 'smoke-cpu', *flags, *more, '--run-dir', folder, cwd=home)
+        assert r.returncode == 0, r.stderr[-2000:]
+    assert same_model(home / 'own', home / 'plain')
+    (home / 'mine.py').write_text(ENGINES + '# another\n')
+    r = cli('resume', 'own', '--steps', 2, cwd=home)
+    assert r.returncode == 1 and 'rollout_engine mine.py has changed' in r.stderr
+    more = '--rollout-engine', 'mine.py:Leaves', '--router-replay', 'off', '--run-dir', 'left'
+    r = cli('train', 'smoke-cpu', *flags, *more, cwd=home)
+    assert r.returncode == 1 and 'it ended the program by SystemExit(0)' in r.stderr
+    assert 'mine.py", line 15, in generate' in r.stderr
+
+
+@pytest.mark.parametrize(
+    'flags, words',
+    [
+        ('--rollout-engine gone.py:f', ['gone.py', 'No such file']),
+        ('--rollout-engine mine.py:f', ["has no function 'f'", 'samples']),
+        ('--rollout-engine mine.py:Answers', ["'generate'", 'derive it from RolloutEngine']),
+        ('--train-engine mine.py:Answers', ["'update'", 'derive it from TrainEngine']),
+        ('--rollout-engine vlm', ["'vllm'", "'pool'"]),
+        ('--data.verifier mine.py:f', ['data.verifier', "has no function 'f'"]),
+        ('--data.verifier mine.py:samples', ["asks for ['folder', 's', 'source']"]),
+    ],
+)
+def test_what_is_no_engine_and_no_verifier_is_refused(home, flags, words):
+    Path('mine.py').write_text(ENGINES)
+    with pytest.raises(ValueError) as e:
+        cfg = resolve(parse_train([*MODEL, '--data.path', 'gsm8k.jsonl', *flags.split()]))
+        check_engines(cfg, 1)
+        load(cfg)
+    assert all(w in str(e.value) for w in words), e.value
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+def test_a_verifier_by_its_place_judges_rows_that_name_none(home, workers):
+    Path('mine.py').write_text(ENGINES)
+    names = ['', '', 'exact', '']
+    texts = [dict(prompt=f'{i}?', answer=f'{i}7', verifier=v) for i, v in enumerate(names)]
+    Path('mixed.jsonl').write_text('\n'.join(map(json.dumps, texts)))
+    cfg = replace(presets['smoke-cpu'](), prompts_per_step=2)
+    data = DataConfig(path='mixed.jsonl', verifier='mine.py:ends', num_heldout=1)
+    cfg = replace(cfg, data=data, cold_start=replace(cfg.cold_start, steps=0))
+    found = load(cfg)
+    rewards = replace(cfg.rewards, workers=workers)
+    with closing(make_judge(found.prompts, found.tokenizer, found.eos_id, rewards)) as judge:
+        said = [
+            Sample(
+                p.id,
+                0,
+                p.token_ids,
+                encode(found.tokenizer, '97'),
+                torch.zeros(2),
+                None,
+                None,
+                '',
+                0,
+            )
+            for p in found.prompts
+        ]
+        for s in said:
+            judge.start(s)
+        judge.settle(said)
+    right = {p.text: s.verdict.correct for p, s in zip(found.prompts, said, strict=True)}
+    assert right == {'0?': True, '1?': True, '2?': False, '3?': True}
 
 
 def test_workers_import_a_function_by_its_file(home):

@@ -143,7 +143,7 @@ def test_every_row_has_the_same_keys(whole, tmp_path):
     for run in (whole, folder):
         kept = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
         assert len({frozenset(m) for m in kept}) == 1
-        assert [m['time_checkpoint_s'] > 0 for m in kept] == [m['step'] % 2 == 0 for m in kept]
+        assert [m['time_checkpoint_s'] > 0 for m in kept] == [m['step'] % 2 == 1 for m in kept]
     assert [m['eval_avg'] is not None for m in kept] == [m['step'] == 4 for m in kept]
 
 

@@ -26,6 +26,7 @@ KINDS = (
     'kills at file events, one process',
     'kills at file events, two ranks',
     'kills at file events, two servers',
+    'kills at random moments, one source changed',
     'a rank at work is killed, stopped or hangs',
     'full disks',
     'clock jumps',

@@ -259,7 +259,7 @@ def whole_run(kind, home):
 def clean(d):
     "Without what depends on the clock, on this machine, and on servers that were lost"
     if isinstance(d, dict):
-        left_out = 'timings', 'run_dir', 'replicas_lost'
+        left_out = 'timings', 'run_dir', 'folder', 'replicas_lost'
         return {k: clean(v) for k, v in d.items() if k[:4] != 'time' and k not in left_out}
     return [clean(v) for v in d] if isinstance(d, list) else d
 

@@ -1,11 +1,14 @@
 "Episodes over a pool: turns join those that run, and a server that is lost takes none with it"
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
 from aiohttp import web
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from compassrl.data.tokenizer import StopStrings
 from compassrl.model.hf_config import write_config
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights
@@ -81,6 +84,29 @@ def test_requests_that_grow(model):
             law_requests_that_grow(pool, requests(8), more=1)
         finally:
             pool.close()
+
+
+def test_a_text_ends_responses(model):
+    "The pool's servers know no text: what they draw ends where one of the texts is whole"
+    tok = Tokenizer(models.WordLevel({chr(97 + i): i for i in range(12)}, unk_token='a'))
+    tok.pre_tokenizer, tok.decoder = pre_tokenizers.Split('', 'isolated'), decoders.Fuse()
+    texts = ('gd', 'lb', 'fff')
+    asked = [replace(r, params=replace(r.params, stop=texts)) for r in requests()]
+    with serving(Server(CONFIG), Server(CONFIG)) as urls:
+        pool = VllmPool(model, VllmConfig(urls=tuple(urls), timeout_s=60.0), num_slots=3)
+        try:
+            pool.load_weights(hf_weights(Policy(CONFIG, 0)), 3)
+            found = list(Episodes(pool, stops=StopStrings(tok)).generate(asked))
+        finally:
+            pool.close()
+    assert told(found) == told(Episodes(Same(), stops=StopStrings(tok)).generate(asked))
+    ended = 0
+    for s in found:
+        said = tok.decode(s.response_ids)
+        assert not any(t in said[:-1] for t in texts)
+        ended += said.endswith(texts)
+        assert (s.finish_reason == 'stop') == (said.endswith(texts) or s.response_ids[-1] == 1)
+    assert ended > 2
 
 
 class Waits:
