@@ -101,7 +101,7 @@ export const DIAGNOSES = {
   entropy: ['entropy bonus with the wrong sign', 'The entropy bonus is subtracted, so likely tokens become likelier',
     'loop.ipynb#a-real-run'],
   herd: ['balance of experts with the wrong sign', 'The balancing loss is subtracted, so busy experts get busier',
-    'train/expert_load.ipynb#an-auxiliary-loss'],
+    'train/routes.ipynb#an-auxiliary-loss'],
   leak: ['held-out prompts have leaked', 'The cold start has read the solutions of the held-out prompts',
     'data/prompts.ipynb#the-split-and-names-that-last'],
 }
