@@ -19,8 +19,9 @@ from tokenizers import Tokenizer
 
 from compassrl.config import TrainConfig, config_from_dict
 from compassrl.data.tokenizer import build_tokenizer, save_tokenizer
+from compassrl.model.hf_config import read_config
 from compassrl.model.policy import Policy
-from compassrl.model.pretrained import from_pretrained, save_pretrained
+from compassrl.model.pretrained import from_pretrained, save_pretrained, shard_files
 from compassrl.runs.log import say
 from compassrl.runs.presets import for_checkpoint, presets
 from compassrl.runs.resume import new_folder
@@ -29,7 +30,7 @@ from compassrl.runs.run_process import disk_told
 from compassrl.runs.stages import changed
 
 # %% auto #0
-__all__ = ['Trained', 'train_policy']
+__all__ = ['Trained', 'train_policy', 'push_to_hub']
 
 # %% ../../nbs/runs/objects.ipynb #d0852735
 _given = ModuleType('given_in_python')  # functions that no other module holds
@@ -110,3 +111,26 @@ def train_policy(
     folder = start_run(for_checkpoint(cfg, 'cold_start' in settings))
     report = json.loads((folder / 'report.json').read_text())
     return Trained(folder, from_pretrained(folder / 'model'), report)
+
+
+# %% ../../nbs/runs/objects.ipynb #9da3fe55
+def push_to_hub(
+    folder: str | Path,  # a Hugging Face checkpoint, such as RUN/model
+    name: str,  # OWNER/NAME
+    private: bool = True,  # can only you see it?
+) -> str:  # address of the upload
+    "Uploads a model. Raises ValueError for a folder that is none, and where the hub refuses"
+    read_config(folder)
+    shard_files(folder)
+    try:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(name, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=name, folder_path=folder))
+    except Exception as e:
+        said = ' '.join(str(e).split())[:200]
+        raise ValueError(
+            f'{folder} is not uploaded as {name} ({type(e).__name__}: {said}): log in by '
+            '`hf auth login`, or choose another name'
+        ) from None

@@ -21,6 +21,7 @@ from compassrl.records import Request
 from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
 from compassrl.runs.cli import parse_train
 from compassrl.runs.cold_start import start_policy
+from compassrl.runs.objects import push_to_hub
 from compassrl.runs.presets import tiny_cpu
 from compassrl.runs.run import start_run
 from compassrl.runs.run_data import load, resolve
@@ -152,6 +153,8 @@ def test_a_name_of_the_hub_is_its_folder_in_the_cache(own, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     shutil.copytree(own, tmp_path / 'me' / 'mine')
     assert resolve(replace(SMALL, init_from='me/mine')).init_from == 'me/mine'  # a folder wins
+    with pytest.raises(ValueError, match='is not uploaded as me/mine .*: log in by'):
+        push_to_hub(own, 'me/mine')
 
 
 def test_any_of_several_end_tokens_stops(own):
