@@ -66,6 +66,12 @@ def _graded(h: dict[str, Any]) -> bool:
     return any(abs(means[k] - h[k]) > 1e-9 for k in means)
 
 
+_worse = (
+    '**The policy is worse than at the start**, which is in `start`: a lower `optim.lr` helps if '
+    'the updates were too large, see `approx_kl` and `grad_norm` in the curves.'
+)
+
+
 def _headline(f: dict[str, Any]) -> str:
     h, last, out = f['held_out'], f['last_eval'], []
     if h:
@@ -76,11 +82,7 @@ def _headline(f: dict[str, Any]) -> str:
             '(± one standard error).'
         )
         if is_worse(h['before'], h['after'], (h['stderr_before'], h['stderr_after'])):
-            out.append(
-                '**The policy is worse than at the start**, which is in `start`: a lower '
-                '`optim.lr` helps if the updates were too large, see `approx_kl` and `grad_norm` '
-                'in the curves.'
-            )
+            out.append(_worse)
         if _graded(h):
             b, a = h['reward_mean'].values()
             out.append(f'Held-out mean reward: **{b:.4g} → {a:.4g}**.')
