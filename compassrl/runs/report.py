@@ -75,9 +75,8 @@ def _headline(f: dict[str, Any]) -> str:
         )
         if is_worse(h['before'], h['after'], (h['stderr_before'], h['stderr_after'])):
             out.append(
-                '**The policy is worse than at the start**, which is in `start`: a lower '
-                '`optim.lr` helps if the updates were too large, see `approx_kl` and `grad_norm` '
-                'in the curves.'
+                '**The policy is worse than at the start** (in `start`): a lower `optim.lr` helps '
+                'if the updates were too large, see `approx_kl` and `grad_norm` in the curves.'
             )
         if _graded(h):
             b, a = h['reward_mean'].values()

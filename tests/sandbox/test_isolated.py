@@ -511,12 +511,15 @@ def test_a_copy_of_the_caller_has_servers_of_its_own(any_isolation):
 
 
 BECOME = """import os, sys
+from pathlib import Path
 from compassrl.sandbox import namespaces as ns
 ns.call('unshare', ns.NEW_MOUNTS)
 ns.mount(None, '/', None, ns.RECURSIVE | ns.PRIVATE)
 places = {p: os.open(p, os.O_PATH) for p in {sys.base_prefix, sys.prefix, ROOT}}
-if any(p.startswith('/root/') for p in places):  # which others may not enter
-    ns.mount('tmpfs', '/root', 'tmpfs', 0, 'mode=755')
+parents = {str(f) for p in places for f in Path(p).parents}
+for folder in sorted(f for f in parents if not os.stat(f).st_mode & 1):
+    if os.path.exists(folder):  # others may not enter it
+        ns.mount('tmpfs', folder, 'tmpfs', 0, 'mode=755')
 for p, fd in places.items():
     if not os.path.exists(p):
         ns.bind_at(fd, p, True)
