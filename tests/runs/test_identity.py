@@ -233,6 +233,8 @@ def test_large_files_are_known_by_parts_of_them(tmp_path):
     path = tmp_path / 'weights'
     path.write_bytes(bytes(4 << 20))
     before = file_sha256(path, 1 << 10)
+    (tmp_path / 'longer').write_bytes(bytes((4 << 20) + 1))
+    assert file_sha256(tmp_path / 'longer', 1 << 10) != before, 'equal parts of another size'
     for at in (0, 2 << 20, (4 << 20) - 1):
         with open(path, 'r+b') as f:
             f.seek(at)
