@@ -191,8 +191,10 @@ def test_other_prompts_from_the_same_files_are_noticed(here):
     origin = resume.check_origin(folder, cfg)
     prompts = load(cfg, folder).prompts
     resume.settle_origin(folder, origin, prompts)
-    with pytest.raises(ValueError, match='the prompts are others, though their files are the same'):
-        resume.settle_origin(folder, origin, [replace(prompts[0], answer='0'), *prompts[1:]])
+    for change in (dict(answer='0'), dict(solution='#0')):
+        others = [replace(prompts[0], **change), *prompts[1:]]
+        with pytest.raises(ValueError, match='the prompts are others, though their files are the'):
+            resume.settle_origin(folder, origin, others)
 
 
 def test_unchanged_from_another_folder_and_then_taken_on_purpose(made, here, tmp_path):

@@ -316,6 +316,12 @@ def test_a_rank_that_is_gone_during_the_cold_start_is_named(how):
     assert re.search('rank 0 ends: ' + SAID[how].format(1), said), said
 
 
+def test_what_was_told_first_stays():
+    monitor = RankMonitor.__new__(RankMonitor)
+    monitor.store, monitor.key = dist.HashStore(), 'key'
+    assert [monitor.tell(cause) for cause in ('first', 'second')] == ['first'] * 2
+
+
 def test_one_process_is_not_watched():
     def alone():
         watch = factory.prepare(replace(TWO, parallel=ParallelConfig()))
