@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / '.venv'
 PYTHON = VENV / 'bin' / 'python'
-TESTED = ROOT / 'constraints.txt'  # for pip, which takes no hashes beside names without version
+TESTED = ROOT / 'constraints.txt'  # for pip, which takes no hashes if a name has no version
 HASHED = ROOT / 'constraints.lock'  # for uv, which does
 WITHOUT_CUDA = '--override', ROOT / 'tools' / 'overrides-cpu.txt'
 LOCKED = (

@@ -67,7 +67,7 @@ def _graded(h: dict[str, Any]) -> bool:
 
 
 _worse = (
-    '**The policy is worse than at the start**, which is in `start`: a lower `optim.lr` helps if '
+    '**The policy is worse than at the start** (in `start`): a lower `optim.lr` helps if '
     'the updates were too large, see `approx_kl` and `grad_norm` in the curves.'
 )
 

@@ -252,7 +252,8 @@ class ForkServer:
             log.seek(0)
             lines = log.read().decode(errors='replace').strip().splitlines()
             raise OSError(f'{self.isolation}: {lines[-1] if lines else "no answer"}')
-        self.group = memory_group([self.process.pid, *_children(self.process.pid)])
+        if self.isolation != 'none':
+            self.group = memory_group([self.process.pid, *_children(self.process.pid)])
 
     def send(self, limits: Limits, fds: list[int]) -> None:
         "Asks for a sandbox. Raises OSError when the server is gone"

@@ -299,7 +299,7 @@ class _Asker:
         "The value of an answer; of an object also how the test came to it"
         asked, last = vars(args[0]) if args and isinstance(args[0], Ref) else {}, args[-1]
         is_named = what in ('name', 'getattr')
-        is_class = is_named and last[:1].isupper()  # as the test spells it: a program may lie
+        is_class = is_named and last[:1].isupper()  # the test spells it so; a program may lie
         made = what == '__call__' and not (asked['_returned'] or asked['_function'])
         self.returns = not (what == 'name' or made or is_class)
         out, self.returns = unpack(value, self.resolve), True

@@ -219,6 +219,7 @@ def test_a_process_that_dies_is_named_at_once():
         engine.load_weights(train_engine(CFG).weights(), 0)
         samples = engine.generate(asked())
         next(samples)
+        assert engine.patience_s <= 60, 'one that is stopped is named in a minute'
         engine.child.kill()
         with pytest.raises(RuntimeError, match=r'process of the sampler is gone \(exit code -9\)'):
             list(samples)

@@ -195,8 +195,10 @@ def test_other_prompts_from_the_same_files_are_noticed(here):
     origin = resume.check_origin(folder, cfg)
     prompts = load(cfg, folder).prompts
     resume.settle_origin(folder, origin, prompts)
-    with pytest.raises(ValueError, match='the prompts are others, though their files are the same'):
-        resume.settle_origin(folder, origin, [replace(prompts[0], answer='0'), *prompts[1:]])
+    for change in (dict(answer='0'), dict(solution='#0')):
+        others = [replace(prompts[0], **change), *prompts[1:]]
+        with pytest.raises(ValueError, match='the prompts are others, though their files are the'):
+            resume.settle_origin(folder, origin, others)
 
 
 def test_unchanged_from_another_folder_and_then_taken_on_purpose(made, here, tmp_path):
@@ -234,6 +236,8 @@ def test_large_files_are_known_by_parts_of_them(tmp_path):
     path = tmp_path / 'weights'
     path.write_bytes(bytes(4 << 20))
     before = file_sha256(path, 1 << 10)
+    (tmp_path / 'longer').write_bytes(bytes((4 << 20) + 1))
+    assert file_sha256(tmp_path / 'longer', 1 << 10) != before, 'equal parts of another size'
     for at in (0, 2 << 20, (4 << 20) - 1):
         with open(path, 'r+b') as f:
             f.seek(at)

@@ -248,6 +248,30 @@ def test_whoever_waits_for_a_rank_that_works_is_left_in_peace():
     assert [status for status, _ in ends.values()] == [0, 0], ends
 
 
+def pause(engine):
+    "All ranks are stopped at once for longer than one may be silent, as when a machine sleeps"
+    pids = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 0 and not os.fork():
+        for how, pause_s in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
+            for pid in pids[::-1] if how == signal.SIGSTOP else pids:
+                os.kill(pid, how)  # rank 0 has heard the other's last word, and wakes before it
+                time.sleep(0.6)
+            time.sleep(pause_s)
+        os._exit(0)
+    until = time.monotonic() + 9
+    while time.monotonic() < until:
+        some_work()
+    dist.barrier()
+
+
+def test_ranks_that_were_all_stopped_go_on():
+    ends = survivors(
+        2, lambda: job(lambda leader: leader.everywhere(pause), timeout_s=3.0, hang_s=3.0)
+    )
+    assert [status for status, _ in ends.values()] == [0, 0], ends
+
+
 def bad_loss(log_probs, batch, num_tokens, num_samples):
     raise ZeroDivisionError('of this loss')
 
@@ -290,6 +314,12 @@ def test_a_rank_that_is_gone_during_the_cold_start_is_named(how):
     status, said = survivors(2, cold_start(how))[0]
     assert status not in (None, 0), said
     assert re.search('rank 0 ends: ' + SAID[how].format(1), said), said
+
+
+def test_what_was_told_first_stays():
+    monitor = RankMonitor.__new__(RankMonitor)
+    monitor.store, monitor.key = dist.HashStore(), 'key'
+    assert [monitor.tell(cause) for cause in ('first', 'second')] == ['first'] * 2
 
 
 def test_one_process_is_not_watched():
