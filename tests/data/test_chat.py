@@ -196,7 +196,7 @@ CHAT = dict(prompt=ASK, answer='4')
         (dict(prompt=[dict(role='user', content=[dict(type='image')])]), "part of type 'image'"),
         (dict(prompt=[dict(role='user', content=7)]), "content that is int '7'"),
         (dict(prompt=[dict(role='user', content='2', images=['a.png'])]), "message with 'images'"),
-        (dict(prompt=str(ASK)), "'prompt' is no JSON"),  # as pandas writes a list into CSV
+        (dict(prompt=str(ASK)), "'prompt' is no JSON"),  # pandas writes a list so
         (dict(prompt=[dict(role='user')]), 'not {"role"'),
         (dict(prompt=[dict(role='user', content=None)]), 'not {"role"'),
         (dict(prompt=[BRIEF, *ASK], system='Be long.'), "the column 'system' another"),
@@ -277,7 +277,7 @@ def test_a_chat_that_spells_a_control_token_is_named(tmp_path, capsys):
     rows += [CHAT | dict(prompt=asked[2]), dict(prompt='<|user|>2<|bot|>', answer='2')]
     path.write_text('\n'.join(map(json.dumps, rows)))
     texts = [p.text for p in load_prompts(str(path), r)[0]]
-    said = f"{path}: 2 of 4 prompts spell a control token in a message, and the policy reads it as "
+    said = f'{path}: 2 of 4 prompts spell a control token in a message, and the policy reads it as '
     assert capsys.readouterr().out == f"{said}one: the first is '</s>' in {path}:2\n"
     assert texts[2] == '<|user|>user: <|user|><|bot|>', 'a chat may be JSON text, as in CSV'
 
