@@ -209,16 +209,16 @@ class ChatTemplate:
             *before, last = messages
             messages = [*before, last | dict(content=str(last.get('content') or '') + _mark)]
         given = dict(add_generation_prompt=not goes_on, tools=tools, documents=None)
-        messages = [*map(_Seen, messages)]
+        seen = [*map(_Seen, messages)]
         try:
             with _bounded(SECONDS):
                 parts, size = [], 0
-                for part in template.generate(messages=messages, **given | self.tokens | options):
+                for part in template.generate(messages=seen, **given | self.tokens | options):
                     parts.append(part)
                     if (size := size + len(part)) > MOST:
                         raise TemplateError(f'more than {MOST} characters')
                 text = ''.join(parts)
-                self.unread = {k for m in messages for k in set(m) - m._read}
+                self.unread = {k for m in seen for k in set(m) - m._read}
                 if not goes_on:
                     return text
                 at = text.rindex(_mark.strip())

@@ -93,7 +93,7 @@ def _unknown(tokenizer: Tokenizer, text: str) -> str | None:
 
 
 def _mark(controls: list[str], p: Prompt) -> str | None:
-    "The first control token that a message spells, as transformers and vLLM read it, too"
+    "The first control token that a message spells, where transformers and vLLM also see one"
     said = [str(m.get('content')) for m in p.messages or ()]
     return next((t for t in controls if any(t in s for s in said)), None)
 

@@ -319,14 +319,14 @@ def _prompt_text(
         _absent(r, row, 'prompt', name)
     if seen := next((c for c in _media if row.get(c) not in (None, '', [])), None):
         raise BadRow(f'column {seen!r}: the policy reads text alone, leave such rows out', 'media')
-    if isinstance(value, str) and _chat_as_text.match(value):  # as CSV holds it
+    if isinstance(value, str) and _chat_as_text.match(value):  # CSV holds it so
         value = _json_of(r, row, 'prompt', list)
     if isinstance(value, str):
         if not _valid(value, name).strip():
             raise BadRow(f'{name!r} is empty', f'empty {name}')
         if not r.always_chat:
             if r.system or r.options or r.chat and r.chat.tools:
-                why = f'{name!r} is text: system, chat_template_kwargs and tools are for chats'
+                why = f'{name!r} is text: system, chat_template_kwargs, tools.name are for chats'
                 raise BadRow(why, 'system', '--data.apply-chat-template')
             return value, None, {}
         value = [dict(role='user', content=value)]

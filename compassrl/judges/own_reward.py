@@ -310,7 +310,7 @@ def _restored(state: tuple[Any, Any, float], columns: list[str]) -> OwnReward:
 def own_reward(
     cfg: RewardConfig,
     kept: Path | None = None,  # folder of a run's copies
-    verifier: str = '',  # `data.verifier`, which may be a place, too
+    verifier: str = '',  # `data.verifier`, a name or a place
 ) -> OwnReward | None:  # None: the verifiers of the prompts judge
     "The functions that a config names. Raises ValueError for what cannot be used"
     at = cfg.correct_at

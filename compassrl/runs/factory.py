@@ -129,8 +129,7 @@ class TrainKind:
 
     # takes setup, weights, watch, and `last`: does no other engine follow?
     start: Callable[..., AbstractContextManager[TrainEngine]]
-    # (setup, ranks, here: also what this machine has installed?); raises ValueError
-    refuse: Callable[[TrainSetup, int, bool], None]
+    refuse: Callable[[TrainSetup, int, bool], None]  # see `RolloutKind`
     saver: Callable[[Any, Path, int], Saver]  # engine, folder, number of checkpoints that stay
     # the ranks meet; returns the `RankMonitor` over them, if there are several
     meet: Callable[[ParallelConfig, str], Any] = lambda parallel, device: None
@@ -153,6 +152,8 @@ def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine
     common = s.policy, r.num_slots, s.dtype, s.device, s.return_routes
     products, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
     bits = dict(weights=products, activations=products, kv_cache=cache)
+    if (products or cache) and not apart:
+        return Fp8Rollout(*common, **bits)
     kind: Any = partial(Fp8Rollout, **bits) if products or cache else TorchRollout
     return ProcessRollout(kind, *common) if apart else kind(*common)
 
@@ -282,7 +283,7 @@ def _follow_megatron(watch: RankMonitor) -> None:
         more = serve_leader(engine, watch)
 
 
-def _own_train(build: Callable[..., TrainEngine]) -> TrainKind:  # of a setup and weights' folder
+def _own_train(build: Callable[..., TrainEngine]) -> TrainKind:  # takes setup and weights' folder
     start = contextmanager(lambda s, source, *_, last=True: (build(*x) for x in [(s, source)]))
     return TrainKind(start, _check_torch, WholeState)
 
@@ -356,8 +357,7 @@ def prepare(
 
 def follow(cfg: TrainConfig) -> None:
     "What every rank but 0 runs, until rank 0 has done"
-    cfg = resolve(cfg)
-    watch = prepare(cfg)
+    watch = prepare(cfg := resolve(cfg))
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, signal.SIG_IGN)  # rank 0 ends the step first
     assert watch, 'several ranks passed the checks of an engine that spreads'

@@ -189,7 +189,7 @@ class Log:
         steps: int,
     ) -> None:
         self.files: dict[str, TextIO] = {}
-        self.hashes: dict[str, Any] = {}  # of all rows
+        self.hashes: dict[str, Any] = {}  # SHA-256 of all rows
         for name in ('metrics.jsonl', 'trace.jsonl'):
             keep_until(path := folder / name, start)
             self.files[name], self.hashes[name] = open(path, 'a'), rows_hash(path, start)

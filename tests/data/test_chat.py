@@ -196,7 +196,7 @@ CHAT = dict(prompt=ASK, answer='4')
         (dict(prompt=[dict(role='user', content=[dict(type='image')])]), "part of type 'image'"),
         (dict(prompt=[dict(role='user', content=7)]), "content that is int '7'"),
         (dict(prompt=[dict(role='user', content='2', images=['a.png'])]), "message with 'images'"),
-        (dict(prompt=str(ASK)), "'prompt' is no JSON"),  # as pandas writes a list into CSV
+        (dict(prompt=str(ASK)), "'prompt' is no JSON"),  # pandas writes a list so
         (dict(prompt=[dict(role='user')]), 'not {"role"'),
         (dict(prompt=[dict(role='user', content=None)]), 'not {"role"'),
         (dict(prompt=[BRIEF, *ASK], system='Be long.'), "the column 'system' another"),
