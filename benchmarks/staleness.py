@@ -1,9 +1,9 @@
 """Steps per second with the sampler one step ahead over the same loop without (embedded engines).
 
 `tiny-cpu` from an untrained policy that hardly moves, and the same with ten times the parameters:
-pairs of short stretches, k = 0 and k = 1, take turns, so that a busy machine disturbs both alike. Reported: the
-seconds of a step in the fastest stretch with k = 0 over those in the fastest with k = 1 (other
-programs only make a stretch slower; `median` is that of the pairs), and the bound,
+pairs of short stretches, k = 0 and k = 1, take turns, so that a busy machine disturbs both alike.
+Reported: the seconds of a step in the fastest stretch with k = 0 over those in the fastest with
+k = 1 (other programs only make a stretch slower; `median` is that of the pairs), and the bound,
 (s + t) / max(s, t) for s seconds of sampling and t of all else at k = 0.
 Last line: one JSON object.
 usage: python benchmarks/staleness.py [--pairs 9] [--steps 10] [--quick]

@@ -165,7 +165,9 @@ def test_a_reward_of_ones_own(typed, monkeypatch, flags, mean, correct):
     assert row['failed_frac'] == 0 and row['reward_mean'] == pytest.approx(mean)
     assert after['avg'] == correct and after['reward_mean'] == pytest.approx(mean)
     report = (run / 'report.md').read_text()
-    assert 'rewards.function' in report and 'http:/v1' not in report
+    names = flags.split(' --')[0].split()
+    assert 'function=' in report and all(n in report for n in names)
+    assert 'http:/v1' not in report
 
 
 def test_a_reward_that_always_fails_ends_the_run(typed):
@@ -199,7 +201,7 @@ def test_the_settings_of_a_run_start_another(typed, tmp_path):
 
 
 REFUSED = {
-    f'{TOY} --data.verifier mymodule:reward': ["'mymodule:reward'", '--rewards.function'],
+    f'{TOY} --data.verifier mymodule:reward': ["'mymodule:reward'", 'cannot be imported'],
     f'{MODEL} --data.path faults.jsonl': ['6 bad rows of 36', 'faults.jsonl:10', '--data.on-bad'],
     f'{MODEL} --data.path gsm8k.jsonl --data.num-heldout 48': ['num_heldout=48', '48'],
     f'{MODEL} --rewards.functions rewards.py:number': ['did you mean --rewards.function?'],
