@@ -427,7 +427,6 @@ def rewards_done(
     return max(*free, end)
 
 
-# %% ../../nbs/plan/simulator.ipynb #f6f47c14
 def steps_ahead(
     sampling: Sequence[float],  # seconds in which each step is drawn and judged
     training: Sequence[float],  # seconds of all else in each step

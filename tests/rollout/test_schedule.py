@@ -19,7 +19,7 @@ from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, Sample, SamplingParams, collate, select
 from compassrl.rollout import schedule as scheduling
 from compassrl.rollout.pull_queue import PullQueue
-from compassrl.train import balance as balancing
+from compassrl.train.megatron import parallel as balancing
 from compassrl.train.torch_train import response_log_probs
 from tests.support import scheduled
 from tests.support.faults import noticed, planted
