@@ -69,7 +69,7 @@ class Losses(Registry):
 
     def __init__(self) -> None:
         super().__init__(**_built_in())
-        self.own: dict[str, Loss] = {}  # by place
+        self.own: dict[tuple[str, Path, bytes], Loss] = {}  # by place and what it holds
 
     def __getitem__(self, name: str) -> Loss:
         "Raises ValueError for a place that holds no loss"
@@ -86,9 +86,11 @@ class Losses(Registry):
         return super().__contains__(name)
 
     def _own(self, name: str) -> Loss:
-        if name not in self.own:
-            self.own[name] = _read(name)
-        return self.own[name]
+        file = Path(name.rpartition(':')[0]).absolute()
+        key = name, file, file.read_bytes() if file.is_file() else b''
+        if key not in self.own:
+            self.own[key] = _read(name)
+        return self.own[key]
 
 
 def _read(spec: str) -> Loss:

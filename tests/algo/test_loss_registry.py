@@ -35,8 +35,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path('loss.py').write_text(LOSS.format(factor=1))
     yield tmp_path
-    for name in [n for n in policy_losses.own if n.startswith('loss.py')]:
-        del policy_losses.own[name]
+    policy_losses.own.clear()
     policy_losses.functions.pop('mine', None)
 
 
@@ -57,6 +56,22 @@ def batch():
     old, adv = -torch.rand(3, 5, generator=gen), torch.randn(3, 5, generator=gen) * mask
     ids = torch.zeros(3, 5).long()
     return Batch(ids, mask, mask, old, ids[:, 0], old[:, 0], adv, old, entropy=-old)
+
+
+def test_an_edited_file_is_read_again(folder):
+    "In a notebook, say: one process, a file that changes, and one of the same name elsewhere"
+    b = batch()
+
+    def value():
+        return float(PolicyLoss(LossConfig('loss.py:mine', tis='off'))(b.old_log_probs, b, 1, 3)[0])
+
+    once = value()
+    Path('loss.py').write_text(LOSS.format(factor=3))
+    assert value() == pytest.approx(3 * once)
+    (folder / 'other').mkdir()
+    os.chdir(folder / 'other')
+    Path('loss.py').write_text(LOSS.format(factor=5))
+    assert value() == pytest.approx(5 * once)
 
 
 def test_its_value_is_that_of_the_formula(folder):
