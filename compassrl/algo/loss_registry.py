@@ -6,6 +6,7 @@
 # %% ../../nbs/algo/loss_registry.ipynb #03e9ec26
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -69,7 +70,8 @@ class Losses(Registry):
 
     def __init__(self) -> None:
         super().__init__(**_built_in())
-        self.own: dict[tuple[str, Path, bytes], Loss] = {}  # by place and what it holds
+        # by place and folder; as it was when it was first asked for, until a run starts
+        self.own: dict[tuple[str, str], Loss] = {}
 
     def __getitem__(self, name: str) -> Loss:
         "Raises ValueError for a place that holds no loss"
@@ -86,9 +88,7 @@ class Losses(Registry):
         return super().__contains__(name)
 
     def _own(self, name: str) -> Loss:
-        file = Path(name.rpartition(':')[0]).absolute()
-        key = name, file, file.read_bytes() if file.is_file() else b''
-        if key not in self.own:
+        if (key := (name, os.getcwd())) not in self.own:
             self.own[key] = _read(name)
         return self.own[key]
 

@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from compassrl.algo.loss_registry import policy_losses
 from compassrl.config import TrainConfig, flat, read_run_config
 from compassrl.experience import Sampler
 from compassrl.files import read_data
@@ -203,6 +204,7 @@ class Run:
 def start_run(cfg: TrainConfig) -> Path:  # the run directory
     """Cold start, evaluation, RL, evaluation, report. Goes on where the same run was killed before
     its first checkpoint. Raises ValueError before anything is written"""
+    policy_losses.own.clear()  # a file may have been edited since it was read
     cfg = resolve(cfg)
     if has_begun(cfg):
         return resume_run(cfg.run_dir)

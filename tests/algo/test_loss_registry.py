@@ -15,6 +15,7 @@ from compassrl.algo.losses import LossConfig, PolicyLoss
 from compassrl.algo.losses.espo import EspoConfig
 from compassrl.records import Batch
 from compassrl.runs.cli import main, parse_train
+from compassrl.runs.run import start_run
 from tests.support import ROOT, fork_server
 
 LOSS = """
@@ -58,20 +59,23 @@ def batch():
     return Batch(ids, mask, mask, old, ids[:, 0], old[:, 0], adv, old, entropy=-old)
 
 
-def test_an_edited_file_is_read_again(folder):
-    "In a notebook, say: one process, a file that changes, and one of the same name elsewhere"
+def test_a_file_is_known_by_its_folder_and_read_again_by_a_run(folder):
+    "Several runs may start in one process, as in a notebook"
     b = batch()
 
     def value():
         return float(PolicyLoss(LossConfig('loss.py:mine', tis='off'))(b.old_log_probs, b, 1, 3)[0])
 
     once = value()
-    Path('loss.py').write_text(LOSS.format(factor=3))
-    assert value() == pytest.approx(3 * once)
     (folder / 'other').mkdir()
     os.chdir(folder / 'other')
     Path('loss.py').write_text(LOSS.format(factor=5))
     assert value() == pytest.approx(5 * once)
+    cfg = parse_train([*SMOKE[1:], '--loss.name', 'loss.py:mine'])
+    Path('loss.py').write_text('edited')
+    with pytest.raises(ValueError, match='loss.py:mine'):
+        start_run(cfg)
+    assert not Path('run').exists()
 
 
 def test_its_value_is_that_of_the_formula(folder):
