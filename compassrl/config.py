@@ -307,6 +307,8 @@ def read_run_config(
     try:
         if isinstance(d, dict) and isinstance(began, dict):
             _lead_back(d, str(began.get('folder', '')))
+        if isinstance(d, dict) and isinstance(rewards := d.get('rewards'), dict):
+            rewards.pop('function_sha256', None)  # earlier runs had it; origin.json has it now
         return config_from_dict(TrainConfig, d)
     except ValueError as e:
         raise ValueError(f'{path}: {e}') from None

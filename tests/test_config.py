@@ -288,3 +288,15 @@ def test_an_address_with_a_password_is_refused(make):
         with pytest.raises(ValueError, match='put a key into the environment') as e:
             make(url)
         assert 'me' not in str(e.value).split(':')[0] and 'secret' not in str(e.value)
+
+
+def test_a_run_of_earlier_code_can_be_read(tmp_path):
+    "It noted the hash of a reward file among the settings; any other unknown key is refused"
+    d = json.loads(json.dumps(dataclasses.asdict(presets['smoke-cpu']())))
+    d['rewards']['function_sha256'] = {'reward.py': '0' * 64}
+    (tmp_path / 'config.json').write_text(json.dumps(d))
+    assert read_run_config(tmp_path) == presets['smoke-cpu']()
+    d['rewards']['function_sha'] = {}
+    (tmp_path / 'config.json').write_text(json.dumps(d))
+    with pytest.raises(ValueError, match='rewards.function_sha'):
+        read_run_config(tmp_path)

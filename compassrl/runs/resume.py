@@ -86,7 +86,9 @@ def _noted(folder: Path) -> dict[str, Any]:
     notes = read_result(folder, 'written') or dict(files={}, rows={})
     kinds = [notes['files'], notes['rows'], *dict(notes['rows']).values()]
     if not all(isinstance(d, dict) for d in kinds):
-        raise ValueError(f'{folder}/written.json: not as a run writes it: remove it')
+        raise ValueError(
+            f'{folder}/written.json is not as this version writes it: remove it, and resume'
+        )
     return notes
 
 
