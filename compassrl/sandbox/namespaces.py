@@ -132,7 +132,8 @@ keyctl 250 219, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, unsha
 setns 308 268, mount 165 40, open_tree 428 428, move_mount 429 429, fsopen 430 430,
 fsmount 432 432, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271,
 setpriority 141 140, sched_setparam 142 118, sched_setscheduler 144 119,
-sched_setaffinity 203 122, sched_setattr 314 274, ioprio_set 251 30
+sched_setaffinity 203 122, sched_setattr 314 274, ioprio_set 251 30,
+landlock_create_ruleset 444 444
 """
 REFUSED_CALLS = {
     name: (int(x86), int(arm)) for name, x86, arm in map(str.split, _refused.split(','))

@@ -300,6 +300,39 @@ print(multiprocessing.get_context('fork').Array('i', [3])[0])"""
     assert sees(program, isolation).split('\n') == lines
 
 
+RECORDS = {
+    'mappings': """import ctypes, mmap, os, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+for _ in range(4): os.fork()
+base = libc.mmap(None, ctypes.c_size_t(COUNT * 400 * 4096), 0, 0x22, -1, 0)
+for k in range(0, COUNT * 400, 2): libc.mprotect(base + 4096 * k, 4096, 1)
+time.sleep(SECONDS)""",
+    'descriptors': """import os, select, time
+for _ in range(4): os.fork()
+polls = [select.epoll() for _ in range(COUNT)]
+ends = [end for _ in range(COUNT // 2) for end in os.pipe()]
+for p in polls:
+    for end in ends: p.register(end, 1)
+time.sleep(SECONDS)""",
+}
+
+
+@pytest.mark.parametrize('kind', RECORDS)
+def test_what_the_kernel_keeps_for_a_program_is_charged(kind, isolation, monkeypatch):
+    "No resident size shows it, and a memory cgroup may not be there"
+    monkeypatch.setattr(fork_client, 'memory_group', lambda pids: '')
+    server, limits = ForkServer(isolation), Limits(wall_s=30.0, cpu_s=20, memory_mb=200)
+    try:
+        for count, seconds, status in ((120, 60, 'memory'), (2, 0.5, 'ok')):
+            program = RECORDS[kind].replace('COUNT', str(count)).replace('SECONDS', str(seconds))
+            o = fork_client.Sandbox(server, dict(program=program), limits).outcome()
+            assert o.status == status, o
+    finally:
+        server.close()
+
+
 def test_a_memory_cgroup_bounds_a_program(isolation):
     "The kernel ends the program, not its server"
     fill = 'x = bytearray(100 * 2**20)'
