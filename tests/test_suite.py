@@ -161,3 +161,16 @@ def test_shaken_weights_are_off_by_a_millionth():
     assert one == again and one != two
     off = [abs(a / b - 1) for a, b in zip(one, plain) if b]
     assert 1e-7 < sum(off) / len(off) < 2e-6 and max(off) < 1e-5
+
+
+def test_a_skewed_clock_goes_forwards_and_back_and_others_do_not():
+    code = (
+        'import time\nfor _ in range(9): print(time.time() - m0, time.monotonic()); time.sleep(0.1)'
+    )
+    code = code.replace('for _', 'm0 = time.time_ns() / 1e9\nfor _')
+    env = os.environ | dict(PYTHONPATH=str(ROOT / 'tests/support/another_machine'), SKEW='0.2')
+    out = subprocess.check_output([sys.executable, '-c', code], env=env, text=True)
+    wall, steady = zip(*(map(float, line.split()) for line in out.splitlines()))
+    steps = [round((b - a) / 3600) for a, b in zip(wall, wall[1:])]
+    assert min(steps) < 0 < max(steps) and set(steps) <= {-20, 0, 10}
+    assert steady[0] < steady[-1] < steady[0] + 60
