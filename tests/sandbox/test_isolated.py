@@ -267,7 +267,8 @@ def test_every_refused_call_is_refused(isolation):
         'shmget msgget semget mq_open memfd_create memfd_secret io_uring_setup add_key '
         'request_key keyctl bpf perf_event_open userfaultfd unshare setns mount open_tree '
         'move_mount fsopen fsmount ptrace process_vm_readv process_vm_writev setpriority '
-        'sched_setparam sched_setscheduler sched_setaffinity sched_setattr ioprio_set'
+        'sched_setparam sched_setscheduler sched_setaffinity sched_setattr ioprio_set '
+        'landlock_create_ruleset'
     )
     assert {*REFUSED_CALLS} == {*asked.split()}, 'none may go without a word'
     numbers = [n[ARM] for n in REFUSED_CALLS.values()]
