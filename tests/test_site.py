@@ -477,6 +477,8 @@ def test_the_first_screen_shows_the_lab_whole_and_it_plays_once(address, browser
             page.wait_for_selector('.lab[data-plays] .bench')
             top, bottom, said = page.evaluate(HERO)
             assert 0 < top < bottom <= height, (width, top, bottom)
+            high = page.evaluate('document.documentElement.scrollHeight')
+            assert high <= (4 if width == 1280 else 7) * height, f'{width}: {high} px'
             if motion == 'reduce':
                 page.wait_for_timeout(300)
                 assert page.evaluate(HERO)[2].startswith('Step 0:')

@@ -196,7 +196,8 @@ def prepare(nb, here, folder, names, pages):
             tags = {tag for key, tag in TAGS.items() if opts.get(key[0]) == key[1]}
             prompt = opts.get('code-summary', '').strip('"\'') or 'Show the code'
             if all(re.match(r'(import|from) |\s|$|\)', line) for line in c.source.splitlines()):
-                imports.append(c.source)
+                if opts.get('echo') != 'false':
+                    imports.append(c.source)
                 continue
             look = dict(code_prompt_show=prompt, code_prompt_hide=prompt, image=dict(alt=shows[i]))
             c.metadata.update(tags=sorted(tags), mystnb=look)
