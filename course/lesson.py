@@ -9,6 +9,7 @@ __all__ = [
     'lab',
     'check',
     'expect',
+    'brief',
     'show_settings',
     'show_source',
 ]
@@ -17,6 +18,7 @@ import inspect
 import re
 from base64 import b64encode
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from html import escape
 from io import BytesIO
 from pathlib import Path
@@ -210,6 +212,25 @@ def expect(
     for at in wrong.nonzero().tolist()[:1]:
         place = f' at {at}' if at else ''
         raise AssertionError(f'{a[tuple(at)]:.6g}{place} instead of {b[tuple(at)]:.6g}')
+
+
+def brief(
+    value: Any,  # a number, a tensor, a record, or a list, tuple or dict of such
+    digits: int = 3,  # that matter
+) -> Any:
+    "The same to be read: numbers with few digits, tensors as lists, no zero with a sign"
+    if hasattr(value, 'tolist'):
+        value = value.tolist()
+    if isinstance(value, float):
+        return float(f'{value:.{digits}g}') + 0.0
+    if isinstance(value, dict):
+        return {k: brief(v, digits) for k, v in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        own = [f.name for f in fields(value)]
+        return replace(value, **{k: brief(getattr(value, k), digits) for k in own})
+    if isinstance(value, (list, tuple)):
+        return getattr(value, '_make', type(value))(brief(v, digits) for v in value)
+    return value
 
 
 def show_settings(

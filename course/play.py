@@ -72,6 +72,22 @@ def _says(figure):  # titles and axes
     return '; '.join(dict.fromkeys(' '.join(p.split()) for p in parts if p))
 
 
+def _fit(figure):  # a title that is wider than its figure is drawn smaller
+    figure.set_dpi(80)  # as it is saved
+    for _ in range(4):  # the axes move when a title shrinks
+        figure.canvas.draw()
+        fits = True
+        for title in filter(None, [figure._suptitle, *(ax.title for ax in figure.axes)]):
+            box = title.get_window_extent()
+            room = box.x0 + box.x1  # twice what is left of its middle, or right of it
+            room = min(room, 2 * figure.bbox.width - room)
+            if box.width > 0.98 * room:
+                title.set_fontsize(title.get_fontsize() * 0.97 * room / box.width)
+                fits = False
+        if fits:
+            return
+
+
 def frame(
     fn: Callable[..., Any],  # draws with matplotlib, prints, or returns what Jupyter shows
     **values: Any,
@@ -87,6 +103,7 @@ def frame(
         with redirect_stdout(text):
             result = fn(**values)
         for figure in map(plt.figure, plt.get_fignums()):
+            _fit(figure)
             figure.savefig(file := BytesIO(), dpi=80)
             pictures.append(Image.open(file).convert('RGB'))
             says.append(_says(figure))

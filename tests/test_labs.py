@@ -502,7 +502,7 @@ def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
         picks = [int(w, 4) for w in words]
         r = TASKS[task][picks]
         new, loss = grpo_step(theta, picks, formula(r).tolist(), lr)
-        said = f'expected reward {expected_reward(new, task):.6f}, loss {loss + 0.0:.6f}.'
+        said = f'expected reward {expected_reward(new, task):.4f}, loss {loss + 0.0:.6f}.'
         assert opened.text('.said').endswith(said.replace('-0.000000', '0.000000'))
         return new
 
@@ -1142,8 +1142,9 @@ def test_clinic_follows_mouse_and_keyboard(browser, tmp_path):
         [0],
         """(lab) => {
             const all = lab.examine(lab.DATA)
+            const least = Object.keys(all).map(n => [n, lab.fewest(all, n, lab.GIVEN)])
             return { curves: lab.CURVES, diagnoses: lab.DIAGNOSES,
-                least: Object.fromEntries(Object.keys(all).map(n => [n, lab.fewest(all, n)])) }
+                least: Object.fromEntries(least) }
         }""",
     )
     curves, diagnoses, least = facts['curves'], facts['diagnoses'], facts['least']
@@ -1176,23 +1177,23 @@ def test_clinic_follows_mouse_and_keyboard(browser, tmp_path):
             assert page.evaluate('document.activeElement.textContent') == 'Next patient'
             page.keyboard.press('Enter')
     assert sorted(order) == sorted(diagnoses)
-    assert f'Points: {13 * 12}.' in opened.text('.score')
+    assert f'Points: {(13 - 2) * 12}.' in opened.text('.score')
     opened.fits()
     press('New round')
     other = patient()
     wrong = next(n for n in diagnoses if n != other)
     press(diagnoses[wrong][0])
     assert opened.text('.said').startswith('No (3 points). With')
-    assert 'Points: 16.' in opened.text('.score')
+    assert 'Points: 14.' in opened.text('.score')
     press(diagnoses[other][0])
     assert ', '.join(curves[k][0] for k in least[other]) in opened.text('.said')
     press('New round')
-    assert 'Points: 0.' in opened.text('.score') and page.locator('.opened').count() == 0
-    first = page.get_by_role('button', name='mean reward', exact=True)
+    assert 'Points: 0.' in opened.text('.score') and page.locator('.opened').count() == 2
+    first = page.get_by_role('button', name='loss', exact=True)
     first.focus()
     page.keyboard.press('Space')
     page.keyboard.press('Enter')  # is open already
-    assert 'Points: 1.' in opened.text('.score') and page.locator('.opened').count() == 1
+    assert 'Points: 1.' in opened.text('.score') and page.locator('.opened').count() == 3
     opened.fits()
 
 

@@ -1,11 +1,13 @@
 "The map of the series: one highlighted box, text inside its box, a place for every module"
 
+import math
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from course.lesson import check, expect, pipeline, predict, stages
+from course.lesson import brief, check, expect, pipeline, predict, stages
 from tests.support import ROOT
 
 HOT = '#c2410c'
@@ -118,3 +120,19 @@ def test_where_two_tensors_part(got, says):
     with pytest.raises(AssertionError) as e:
         expect(got, want)
     assert str(e.value) == says
+
+
+class Pair(NamedTuple):
+    right: float
+    tied: torch.Tensor
+
+
+def test_numbers_are_made_brief():
+    "Nested ones too; what is no number stays"
+    found = {'a': 1 / 3, 'b': (0.15000000000000002, -0.0), 'n': 10**9, 'on': True, 's': '0.1234'}
+    assert (
+        str(brief(found))
+        == "{'a': 0.333, 'b': (0.15, 0.0), 'n': 1000000000, 'on': True, 's': '0.1234'}"
+    )
+    pair = brief(Pair(2 / 3, torch.tensor([0.1, 1e-7])))
+    assert type(pair) is Pair and pair == (0.667, [0.1, 1e-7]) and brief(math.inf) == math.inf

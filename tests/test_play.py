@@ -122,6 +122,20 @@ def test_a_figure_without_a_title_is_described_by_its_values():
     assert words == 'What is drawn for height 2, colour red'
 
 
+def edges(picture):
+    "The four sides of a picture, less the white"
+    sides = picture[0], picture[-1], picture[:, 0], picture[:, -1]
+    return [side for side in sides if (side < 200).any()]
+
+
+def test_a_title_that_is_too_long_is_drawn_smaller():
+    def named(words):  # a wide name of the axis moves its middle when the title shrinks
+        fig, ax = plt.subplots(figsize=(3, 2), layout='constrained')
+        ax.set(title='word ' * words, yticks=[0], yticklabels=['a wide label'])
+
+    assert [edges(np.asarray(frame(named, words=n)[0]).astype(int)) for n in (2, 12)] == [[], []]
+
+
 def test_with_a_kernel_it_is_interact(monkeypatch):
     calls = []
     monkeypatch.setattr('ipywidgets.interact', lambda *a, **k: calls.append((a, k)))
@@ -150,7 +164,8 @@ def on_canvas(page):
 
 
 def test_a_play_is_moved_by_keyboard_and_shows_what_python_draws(browser, tmp_path):
-    page, faults = page_with(browser, tmp_path, still_play(bars, **CONTROLS).data)
+    html = still_play(bars, **CONTROLS).data
+    page, faults = page_with(browser, tmp_path, html, reduced_motion='reduce')
     page.locator('canvas').wait_for()
     slider, colour = (
         page.get_by_label('height', exact=True),
@@ -175,6 +190,26 @@ def test_a_play_is_moved_by_keyboard_and_shows_what_python_draws(browser, tmp_pa
         page.evaluate('theme => document.documentElement.dataset.theme = theme', theme)
         seen = page.evaluate(f'() => ({contrast})(document.body)')
         assert seen['texts'] > 5 and seen['faint'] == [], theme
+
+
+MOVE = """el => {
+    const canvas = el.querySelector('canvas'), before = canvas.toDataURL()
+    const slider = el.querySelector('input')
+    slider.value = slider.max
+    slider.dispatchEvent(new Event('input'))
+    return canvas.toDataURL() === before
+}"""
+
+
+@pytest.mark.parametrize('motion', ['no-preference', 'reduce'])
+def test_a_play_fades_from_one_picture_to_the_next(browser, tmp_path, motion):
+    "At once where motion is unwanted"
+    html = still_play(bars, **CONTROLS).data
+    page, _ = page_with(browser, tmp_path, html, reduced_motion=motion)
+    page.locator('canvas').wait_for()
+    assert page.locator('.lab').evaluate(MOVE) == (motion == 'no-preference')
+    page.wait_for_timeout(600)
+    assert alike(on_canvas(page), drawn(height=8, colour='#c2410c'))
 
 
 def test_a_play_that_only_prints_is_moved_too(browser, tmp_path):
@@ -213,7 +248,10 @@ def test_a_stored_play_is_alive_and_small(path):
     boxes = [h for o in outputs(path) if 'data-lab="play"' in (h := o.get('text/html', ''))]
     assert bool(boxes) == ('playground(' in text)
     for html in boxes:
-        data, _ = opened(html)
+        data, strip = opened(html)
+        across = [] if strip is None else range(0, strip.shape[1], data['width'])
+        shown = [strip[:, at : at + data['width']] for at in across]
+        assert [i for i, p in enumerate(shown) if edges(p)] == [], 'something is cut'
         assert 1 < len(data['frames']) <= 18 and len(html) < 160_000
         assert len({json.dumps(f) for f in data['frames']}) > 1  # it does move
         said = [f['says'] for f in data['frames'] if f['picture'] >= 0]

@@ -146,6 +146,29 @@ def test_a_table_that_a_cell_has_made_is_a_table(pages):
     assert not [path for path in pages if re.search(r'<p>\| [^<]*\|', path.read_text())]
 
 
+CODE = re.compile(
+    r'<div class="highlight-i?python3? .*?</pre>|<script.*?</script>|<svg.*?</svg>', re.S
+)
+RAW = re.compile(r'(?<![\w.])-?(?!\d{4}\.\d{5}\b)\d+\.\d+')  # not the number of a preprint
+
+
+def raw_floats(html):
+    "Numbers of more than eight digits that matter, in what a page says or shows"
+    text = re.sub(r'<[^>]*>', ' ', CODE.sub('', html.partition('<main')[2]))
+    return [x for x in RAW.findall(text) if len(x.replace('.', '').lstrip('-0')) > 8]
+
+
+def test_no_page_shows_a_raw_float(pages):
+    found = {p.name: raw_floats(p.read_text()) for p in pages}
+    assert {name: x for name, x in found.items() if x} == {}, 'round it: course.lesson.brief'
+
+
+def test_a_raw_float_would_be_seen():
+    page = '<main><div class="highlight-ipython3"><pre>0.123456789</pre></div><td>{}</td>'
+    assert raw_floats(page.format('0.30000000000000004')) == ['0.30000000000000004']
+    assert raw_floats(page.format('0.00314159, v1.2.345678901, arXiv 2512.07710')) == []
+
+
 # ---- the API
 
 
@@ -477,6 +500,8 @@ def test_the_first_screen_shows_the_lab_whole_and_it_plays_once(address, browser
             page.wait_for_selector('.lab[data-plays] .bench')
             top, bottom, said = page.evaluate(HERO)
             assert 0 < top < bottom <= height, (width, top, bottom)
+            high = page.evaluate('document.documentElement.scrollHeight')
+            assert high <= (4 if width == 1280 else 7) * height, f'{width}: {high} px'
             if motion == 'reduce':
                 page.wait_for_timeout(300)
                 assert page.evaluate(HERO)[2].startswith('Step 0:')
@@ -537,7 +562,7 @@ SHOWN = """async el => {
 
 def test_a_play_moves_on_a_page_from_a_disk(site, browser):
     "By keyboard; what it shows is the frame that is stored for these values"
-    page = browser.new_page(viewport=dict(width=360, height=800))
+    page = browser.new_page(viewport=dict(width=360, height=800), reduced_motion='reduce')
     page.goto(f'file://{site}/algo/advantages.html')
     play = page.locator(PLAY)
     play.locator('canvas').wait_for()

@@ -38,6 +38,7 @@ TAGS = {
     ('code-fold', 'true'): 'hide-input',
     ('echo', 'false'): 'remove-input',
     ('output', 'false'): 'remove-output',
+    ('output-fold', 'true'): 'hide-output',
 }
 PLAYER = {
     'minus': '−',
@@ -181,6 +182,21 @@ def pictured(cell):
     return any(kind == 'text/html' or kind.startswith('image/') for kind in kinds)
 
 
+VERDICTS = {
+    'good': 'holds here',
+    'bad': 'the reverse here|not reached here',
+    'open': 'not seen here|cannot tell',
+    'none': 'by construction|not measured yet|not testable on a CPU',
+}
+
+
+def coloured(text):
+    "The verdicts of the scoreboard in their colours"
+    for look, words in VERDICTS.items():
+        text = re.sub(rf'\*\*({words})\*\*', rf'<b class="verdict {look}">\1</b>', text)
+    return text
+
+
 def prepare(nb, here, folder, names, pages):
     "A notebook as myst-nb shows it: directives become tags, exported names become link targets"
     nb.metadata.pop('widgets', None)
@@ -188,15 +204,19 @@ def prepare(nb, here, folder, names, pages):
     shows = [alt(nb.cells, i) if pictured(c) else '' for i, c in enumerate(nb.cells)]
     for i, c in enumerate(nb.cells):
         if c.cell_type == 'markdown':
-            c.source = link_text(c.source, here, folder, names, pages)
+            c.source = coloured(link_text(c.source, here, folder, names, pages))
         if c.cell_type == 'code':
             opts, c.source = directives(c.source)
             if not c.source or 'hide' in opts or opts.get('include') == 'false':
                 continue
             tags = {tag for key, tag in TAGS.items() if opts.get(key[0]) == key[1]}
             prompt = opts.get('code-summary', '').strip('"\'') or 'Show the code'
-            if all(re.match(r'(import|from) |\s|$|\)', line) for line in c.source.splitlines()):
-                imports.append(c.source)
+            if all(
+                re.match(r'(import|from) |sys\.path|\s|$|\)', line)
+                for line in c.source.splitlines()
+            ):
+                if opts.get('echo') != 'false':
+                    imports.append(c.source)
                 continue
             look = dict(code_prompt_show=prompt, code_prompt_hide=prompt, image=dict(alt=shows[i]))
             c.metadata.update(tags=sorted(tags), mystnb=look)
@@ -208,7 +228,8 @@ def prepare(nb, here, folder, names, pages):
                     o.data = {'text/html': svg}
                 if 'text/markdown' in o.get('data', {}):
                     text = o.data['text/markdown']
-                    o.data['text/markdown'] = link_text(text, here, folder, names, pages)
+                    text = link_text(text, here, folder, names, pages)
+                    o.data['text/markdown'] = coloured(text)
                 if 'text/html' in o.get('data', {}):
                     html = html_links(o.data['text/html'], here, folder, names)
                     o.data['text/html'] = alive(offline(html, shows[i]))

@@ -150,6 +150,16 @@ def lessons(course, nbs):
     return {p.name: {n: row(n) for n in p.notebooks} for p in found}
 
 
+COUNTED = (
+    'Counted in the notebooks. Reading is taken as 200 words a minute of prose and 15 lines a '
+    'minute of code; folded cells and imports do not count. A name is shown if one of the next '
+    'three code cells uses it. A figure has words of its own if its cell has a line `fig-alt`, if '
+    "the drawing describes itself, or if its title says something. A chart's title counts as a "
+    'conclusion if it has four words or more. A link is dead if it leads to no file or to no '
+    'heading of this repository.'
+)
+
+
 def lesson_table(course, nbs):
     "Markdown, folded: a row for each step, one for what hangs below them, and one for all"
     spine, *below = lessons(course, nbs).values()
@@ -158,8 +168,8 @@ def lesson_table(course, nbs):
     lines += [row(f'{course.number(n)} {title(nbs[n])}'.strip(), [r]) for n, r in spine.items()]
     groups = {'all steps': spine, 'deeper': deeper, 'all lessons': spine | deeper}
     lines += [row(name, [*found.values()]) for name, found in groups.items()]
-    summary = '<summary>The table</summary>'
-    return '\n'.join([f'<details>{summary}\n', *lines, '\n</details>'])
+    summary = '<summary><b>The lessons in numbers</b></summary>'
+    return '\n'.join([f'<details>{summary}\n', COUNTED, '', *lines, '\n</details>'])
 
 
 def main():

@@ -357,6 +357,20 @@ def rows(course, names, titles):
     )
 
 
+def folded(summary, inner):
+    return f'<details><summary>{summary}</summary>\n\n{inner}\n\n</details>'
+
+
+def steps(course, titles):
+    "The spine at a glance, three steps a row; what each is about is folded"
+    names = course.spine
+    cells = [f'{course.number(n)} [{titles[n][0]}]({course.paths[n]})'.strip() for n in names]
+    lines = ['| | | |', '| --- | --- | --- |']
+    lines += [f'| {" | ".join(cells[i : i + 3])} |' for i in range(0, len(cells), 3)]
+    about = folded('What each step is about', rows(course, names, titles))
+    return '\n'.join(lines) + f'\n\n{about}'
+
+
 def table(course, part, titles):
     "One row per notebook, or for the engine room one line per folder"
     if part.kind != 'reference':
@@ -373,8 +387,7 @@ def tables(course, titles):
     deeper = [n for p in course.parts if p.step is not None for n in p.notebooks]
     below = Part('Deeper', 'lesson', 'what hangs below each step', deeper)
     return '\n\n'.join(
-        f'<details><summary><b>{p.name}</b>: {p.about} ({len(p.notebooks)} pages)</summary>\n\n'
-        f'{table(course, p, titles)}\n\n</details>'
+        folded(f'<b>{p.name}</b>: {p.about} ({len(p.notebooks)} pages)', table(course, p, titles))
         for p in [below, *(p for p in course.parts if p.step is None)]
         if p.notebooks and p.notebooks[0] not in course.spine
     )
@@ -396,8 +409,8 @@ def set_index(course, nb, titles, nbs):
         tables=lambda: tables(course, titles),
         tree=lambda: tree(course),
         lessons=lambda: lesson_table(course, nbs),
-        ideas=lambda: front.idea_table(course, titles),
-        spine=lambda: rows(course, course.spine, titles),
+        ideas=lambda: folded('All ten, with lesson and code', front.idea_table(course, titles)),
+        spine=lambda: steps(course, titles),
     )
     for c in nb['cells']:
         m = re.match(r'<!-- (\w+) from nbs/course\.yml[^>]*-->', source(c))

@@ -24,6 +24,8 @@ export const CURVES = {
 }
 const LIMIT = 3 // so many half widths of the healthy band from its middle is sick
 const WRONG = 3 // points of a wrong diagnosis
+export const GIVEN = ['reward_mean', 'heldout'] // what everybody looks at: open from the start, free
+const FIRST = 9 // the round that begins with a patient whose reward rises while the exam falls
 
 const mean = x => x.reduce((a, b) => a + b, 0) / x.length
 
@@ -54,10 +56,11 @@ export const compatible = (all, name, opened) => Object.keys(all).filter(other =
 
 const furthest = two => Math.max(...two.map(end => Math.abs(end.away)))
 
-// The smallest set of curves that leaves one diagnosis, of several the one whose least clear curve
-// is the clearest; null if all curves leave several
-export function fewest(all, name) {
-  const keys = Object.keys(all[name]), others = Object.keys(all).filter(n => n !== name)
+// The smallest set of curves that leaves one diagnosis next to those that are given, of several the
+// one whose least clear curve is the clearest; null if all curves leave several
+export function fewest(all, name, given = []) {
+  const keys = Object.keys(all[name]).filter(k => !given.includes(k))
+  const others = compatible(all, name, given).filter(n => n !== name)
   let best = null
   for (let bits = 0; bits < 1 << keys.length; bits++) {
     const set = keys.filter((_, i) => bits >> i & 1)
@@ -153,16 +156,16 @@ function shuffled(names, seed) {
 
 function render({ el }) {
   const all = examine(DATA), names = Object.keys(all), keys = Object.keys(CURVES)
-  const par = Object.fromEntries(names.map(n => [n, fewest(all, n)]))
-  let round = 0, order, at, opened, wrong, spent, done
+  const par = Object.fromEntries(names.map(n => [n, fewest(all, n, GIVEN)]))
+  let round = FIRST, order, at, opened = [], wrong = 0, spent, done
   const head = h('p', { class: 'score', style: 'margin:0 0 .6rem' }), charts = h('div', { class: 'charts' })
   const line = h('p', { class: 'said', 'aria-live': 'polite' })
   const open = Object.fromEntries(keys.map(k => [k, h('button',
     { type: 'button', 'aria-pressed': 'false', click: () => look(k) }, CURVES[k][0])]))
   const guess = Object.fromEntries(names.map(n => [n, button(DIAGNOSES[n][0], () => answer(n))]))
-  const next = button('Next patient', () => { at++; admit(); open[keys[0]].focus() })
+  const next = button('Next patient', () => { at++; admit(); open[keys.find(k => !GIVEN.includes(k))].focus() })
 
-  const now = () => points({ opened: opened.length, wrong })
+  const now = () => points({ opened: opened.length - GIVEN.length, wrong })
 
   function score() {
     const least = order.slice(0, at + done).reduce((sum, n) => sum + par[n].length, 0)
@@ -171,24 +174,25 @@ function render({ el }) {
   }
 
   function start() {
-    order = shuffled(names, ++round)
+    order = shuffled(names, round++)
     at = spent = 0
     admit()
   }
 
   function admit() {
     opened = []
-    wrong = done = 0
+    done = 0
     next.hidden = true
     keys.forEach(k => open[k].setAttribute('aria-pressed', 'false'))
     names.forEach(n => { guess[n].disabled = false; guess[n].removeAttribute('aria-pressed') })
     charts.replaceChildren()
-    line.textContent = 'Open a curve (1 point), or say what is wrong.'
-    score()
+    GIVEN.forEach(look)
+    line.textContent = 'Two curves of a run, over what five healthy runs span. What is wrong? '
+      + 'Say it, or open another curve (1 point).'
   }
 
   function look(key) {
-    if (opened.includes(key)) return
+    if (open[key].getAttribute('aria-pressed') === 'true') return
     if (!done) opened.push(key) // afterwards it costs nothing
     open[key].setAttribute('aria-pressed', 'true')
     charts.append(chart(key, DATA.patients[order[at]][key], DATA.healthy[key], all[order[at]][key]))
@@ -215,10 +219,10 @@ function render({ el }) {
     line.replaceChildren(`Right. ${what}. ${tale.sick ? 'What gives it away' : 'Even the furthest curve is near'}: `
       + `${CURVES[tale.key][0]} is ${shown(tale.value)} ${FIRST_LAST[tale.i]}, healthy runs have ${range(tale)}. `
       + (also.length ? `By your curves it could also have been: ${also.join(', ')}. ` : '')
-      + `Enough would have been: ${named(par[is])}. `, h('a', { href: address(lesson, location.pathname) }, 'The lesson'), '.')
+      + (par[is].length ? `Enough would have been: ${named(par[is])}. ` : 'The two curves were enough. '), h('a', { href: address(lesson, location.pathname) }, 'The lesson'), '.')
     score()
     spent += now()
-    opened = []
+    opened = [...GIVEN]
     wrong = 0
     if (at + 1 === order.length) return line.append(' That was the last patient.')
     next.hidden = false
@@ -231,7 +235,7 @@ function render({ el }) {
     charts, h('div', { class: 'knobs', role: 'group', 'aria-label': 'diagnoses', style: 'margin-top:.6rem' },
       'Diagnosis', ...Object.values(guess)), line,
     h('div', { class: 'knobs', style: 'margin:.6rem 0 0' }, next, button('New round', start)),
-    h('p', { class: 'quiet' }, 'Orange: the patient. Band: five healthy runs. All runs have 20 steps. A curve costs 1 point, a wrong diagnosis '
+    h('p', { class: 'quiet' }, 'Orange: the patient. Band: five healthy runs. All runs have 20 steps. A further curve costs 1 point, a wrong diagnosis '
       + `${WRONG}; few points are good.`))
 }
 

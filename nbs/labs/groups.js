@@ -232,11 +232,11 @@ function render({ el }) {
     h('div', { class: 'knobs' }, budget.box, button('Grow silent groups', grow),
       button('Back to eight', back)),
     ...groups.map(g => g.box), line, grown,
-    h('p', { class: 'quiet' }, 'Click a verdict: ✓ right, ✗ wrong, ? none; beside it the '
+    h('p', { class: 'quiet' }, 'Click a verdict: ✓ right, ✗ wrong, ? none; next to it the '
       + 'response’s tokens. Bars: the advantage of every token, up or down; below, its mean over a response. The limit is 12 '
       + 'tokens; from 6 on the penalty grows. New verdicts are drawn with pass rates of 0.9 (easy), '
-      + '0.4 (mixed) and 0.1 (hard), the same for everybody. The budget is in first waves, of '
-      + `${FIRST_WAVE} tokens.`))
+      + '0.4 (mixed) and 0.1 (hard), the same for everybody. A budget of 1 allows as many '
+      + `extra tokens as the first wave used (${FIRST_WAVE}).`))
   back()
 }
 

@@ -161,7 +161,7 @@ function render({ el }) {
     reward.replaceChildren('expected reward', curve(run.rewards, 0, 1))
     loss.replaceChildren('loss', curve(run.losses, -1, 1))
     line.textContent = !formula() ? 'This is not a formula in r, mean and std.'
-      : `Step ${run.losses.length}: expected reward ${run.rewards.at(-1).toFixed(6)}`
+      : `Step ${run.losses.length}: expected reward ${run.rewards.at(-1).toFixed(4)}`
         + (run.losses.length ? `, loss ${run.losses.at(-1).toFixed(6).replace(/^-(0\.0+)$/, '$1')}.` : '.')
   }
 

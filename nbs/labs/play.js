@@ -7,6 +7,8 @@ export const place = (sizes, chosen) => sizes.reduce((at, size, i) => at * size 
 
 // ---- the box
 
+const FADE = 200 // ms from one picture to the next
+
 const LOOKS = `
 .lab[data-lab="play"] canvas { display: block; max-width: 100%; height: auto; background: #fff; }
 .lab[data-lab="play"] .bench pre { margin: .5rem 0 0; padding: 0; border: 0;
@@ -34,11 +36,32 @@ function render({ el }) {
   const strip = new Image(), canvas = h('canvas', { width, height, role: 'img' })
   const words = h('div', { class: 'said', 'aria-live': 'polite' })
 
+  const still = matchMedia('(prefers-reduced-motion: reduce)')
+  let shown = -1, motion = 0
+
+  // The picture of before makes way to the new one, at once where motion is unwanted
+  function fade(picture) {
+    const ink = canvas.getContext('2d'), begun = performance.now(), before = canvas.cloneNode()
+    before.getContext('2d').drawImage(canvas, 0, 0)
+    const first = shown < 0 || picture < 0 || still.matches
+    shown = picture
+    cancelAnimationFrame(motion)
+    const paint = now => {
+      const part = first ? 1 : Math.min(1, Math.max(0, (now - begun) / FADE))
+      ink.globalAlpha = 1
+      if (part < 1) ink.drawImage(before, 0, 0)
+      ink.globalAlpha = part
+      ink.drawImage(strip, -picture * width, 0)
+      if (part < 1) motion = requestAnimationFrame(paint)
+    }
+    paint(begun)
+  }
+
   function draw() {
     const { picture, says, html } = frames[place(sizes, chosen)]
     canvas.hidden = picture < 0
     canvas.setAttribute('aria-label', says)
-    canvas.getContext('2d').drawImage(strip, -picture * width, 0)
+    if (picture !== shown) fade(picture)
     words.innerHTML = html
   }
 

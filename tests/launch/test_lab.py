@@ -290,7 +290,7 @@ def test_a_lab_of_a_lesson_is_alive(lab, ran):
     page, found = ran(lesson(lab[1], 'algo/losses', last="lab('grpo'"))
     assert found['errors'] == [] and found['left'] == 0
     line = page.locator('.jp-OutputArea-output .said')
-    playwright.expect(line).to_have_text('Step 0: expected reward 0.312500.')  # 20 of 64
+    playwright.expect(line).to_have_text('Step 0: expected reward 0.3125.')  # 20 of 64
     page.get_by_role('button', name='Step', exact=True).press('Enter')
     playwright.expect(line).to_contain_text('Step 1: ')
     assert '0.312500' not in line.inner_text() and 'loss 0.000000' in line.inner_text()
