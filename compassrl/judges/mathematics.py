@@ -9,10 +9,9 @@ import logging
 import re
 import sys
 import unicodedata
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
-
-from math_verify import parse, verify
 
 # %% auto #0
 __all__ = ['readable', 'last_statement', 'last_formula', 'same_maths']
@@ -64,12 +63,16 @@ _brace = re.compile(r'\\.|[{}]', re.DOTALL)
 _anchor = re.compile(r'(?i)answers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])')
 
 
-def last_statement(text: str) -> str | None:  # a box, or prose; None: it is cut off
+def last_statement(
+    text: str,
+    reads: Callable[[str], Any] | None = None,  # is an answer said in it? None = `math-verify` says
+    anchor: re.Pattern[str] = _anchor,  # where prose begins to answer
+) -> str | None:  # a box, or prose; None: it is cut off
     "The last box or `<answer>`; without one, what follows the last *answer is*"
     *_, mark = None, *_opens.finditer(text)
     if mark is None:
-        tails = (text[m.start() :] for m in [*_anchor.finditer(text)][:-4:-1])
-        return next((t for t in tails if _read(t)), text)
+        tails = (text[m.start() :] for m in [*anchor.finditer(text)][:-4:-1])
+        return next((t for t in tails if (reads or _read)(t)), text)
     if mark[0] == '<answer>':
         inside, closed, _ = text[mark.end() :].partition('</answer>')
         prose = re.search(r'\$|\\[(\[]|(?<![\\A-Za-z])[A-Za-z]{2,}', inside)
@@ -97,10 +100,14 @@ def last_formula(text: str) -> str | None:
 
 # %% ../../nbs/judges/mathematics.ipynb #6ccb5f15
 def _read(text: str) -> list[Any]:
+    from math_verify import parse
+
     return parse(text, parsing_timeout=None)  # type: ignore[arg-type] (None: no alarm)
 
 
 def _equal(gold: list[Any], got: list[Any]) -> bool:
+    from math_verify import verify
+
     if not got or not verify(gold, got, timeout_seconds=None):
         return False
     a, b = gold[0], got[0]  # math-verify compares decimals: of small numbers it sees zeros
@@ -196,6 +203,3 @@ def _compare(text: str, answer: str, gold: list[Any]) -> tuple[str, str]:
         return 'wrong', f'no mathematical answer in the response, wanted {answer!r}'
     right = _equal(gold, got)
     return 'ok' if right else 'wrong', f'{str(got[-1])!r} against {answer!r}'
-
-
-same_maths('$1$', '1')  # what math-verify compiles, it compiles once

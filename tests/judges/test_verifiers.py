@@ -317,6 +317,7 @@ def test_reasoning_that_never_ends_has_said_nothing():
         ('maths', '42', '\\boxed{42}'),
         ('numeric', '42', '42'),
         ('set_match', '["a"]', 'a'),
+        ('choice', 'A', 'A'),
         ('tool_call', '[{"name": "f", "arguments": {}}]', '{"name": "f", "arguments": {}}'),
         ('instructions', '[{"check": "keyword", "word": "a", "at_least": 1}]', 'a'),
     ):
