@@ -34,7 +34,7 @@ verifiers: Registry = Registry(
     genrm='compassrl.judges.genrm',
     instructions='compassrl.judges.instructions',
     tool_call='compassrl.judges.tool_calls',
-    **dict.fromkeys(('numeric', 'set_match', 'composite'), 'compassrl.judges.gym'),
+    **dict.fromkeys(('numeric', 'set_match', 'choice', 'composite'), 'compassrl.judges.gym'),
 )
 
 tool_functions: Registry = Registry(

@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from compassrl.data.chat import ChatTemplate
+from compassrl.data.chat import ChatTemplate, with_texts
 from compassrl.data.data_settings import check_reading, fields
 from compassrl.data.tasks import find_verifier, one_line, verifiers
 from compassrl.data.tokenizer import encode, prompt_ids
@@ -136,12 +136,12 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(value: Any, name: str) -> Any:
-    "Text; parts of text are joined"
+    "Text, or parts of text"
     if isinstance(value, (list, tuple)):
         kinds = [p.get('type') if isinstance(p, dict) else type(p).__name__ for p in value]
         other = next((k for k in kinds if k != 'text'), None)
         if other is None and all(isinstance(p.get('text'), str) for p in value):
-            return ''.join(p['text'] for p in value)
+            return [*value]
         raise BadRow(f'{name!r} has a part of type {other!r}: the policy reads text', 'parts')
     if not isinstance(value, str):
         what = f'{type(value).__name__} {str(value)[:40]!r}'
@@ -264,7 +264,7 @@ def _chat(
     r: Reading, row: dict[str, Any], messages: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     "All messages, and what the template gets besides"
-    system, first = _optional(r, row, 'system'), messages[0]
+    system, first = _optional(r, row, 'system'), with_texts(messages)[0]
     has_one = first['role'] in ('system', 'developer')
     if has_one and system and system != first.get('content'):
         raise BadRow(
@@ -341,7 +341,7 @@ def _prompt_text(
             'a model that has one (--init-from), or prompts of text',
         )
     messages, given = _chat(r, row, messages)
-    return _valid(_written(r.chat, messages, given), name), messages, given
+    return _valid(_written(r.chat, messages, given), name), with_texts(messages), given
 
 
 def _optional(r: Reading, row: dict[str, Any], f: str) -> str:  # '' if there is none

@@ -22,12 +22,13 @@ from compassrl.data.tasks import (
     verifier,
     verifiers,
 )
+from compassrl.judges.mathematics import last_statement, readable
 from compassrl.records import Verdict
 
 # %% auto #0
 __all__ = [
     'parse_json', 'unfenced', 'Number', 'read_number', 'numeric', 'read_items', 'set_match',
-    'VerifierPart', 'read_parts', 'composite',
+    'read_choice', 'choice', 'VerifierPart', 'read_parts', 'composite',
 ]  # fmt: skip
 
 
@@ -138,6 +139,79 @@ def set_match(text: str, answer: str) -> Verdict:
     missing, more = sorted(want - got), sorted(got - want)
     v = judge(got == want, f'missing {missing}, not due {more}')
     return Verdict(len(want & got) / len(want | got), v.correct, v.status, v.evidence)
+
+
+# %% ../../nbs/judges/gym.ipynb #88151d78
+_right = r'\s(?:the\s)?(?:correct|right|best|answer)\b'
+_letter = (  # `A` and `I` are words, too, and small letters are variables
+    r"\(?([B-HJ](?![\w'’])|[A-Ja-j](?=[^\S\n]{0,3}(?:(?!\.[a-z])[^\w\s'’]|\d|\n|\Z)"
+    rf'|\s(?:because|since|as|or|and|is{_right})\b))(?!\s(?:is|are|was)\b(?!{_right}))'
+)
+_lead = re.compile(
+    r'(?i:\W|(?:it|this|that|s|is|be|must|should|would|the|option|choice|letter|answer|correct'
+    r'|so|then|thus|hence|therefore|\w{1,12}ly|text\w{0,2}|mathrm|mathbf|选项|選項|应该是|應該是|是|为|為)\b){0,80}+'
+)
+_named = re.compile(
+    rf'{_letter}(?:[\s).]{{0,4}}(?:[,/&]|\bor\b|\band\b)\s{{0,3}}(?:option\s)?{_letter})?[).:]*'
+)
+_cue = re.compile(
+    r'(?i)answers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])|\b(?:correct|right|best)\s(?:option|choice'
+    r'|letter|one)(?:\sis\b|:)|\b(?:choose|pick|select|think|believe|guess|go(?:ing)?\swith)\b'
+    rf'|[选選](?=\s)|(?<![\w(])(?=\(?[A-J]\)?\sis{_right})'
+)
+_back = re.compile(
+    r'(?i)(?:\A|[.!?,;:(\n-]|\bno\b)\W{0,3}(?:wait|hmm+|actually|sorry|correction|scratch'
+    r'|no(?=\W{0,3}[,.:!])|i\swas\swrong|on\ssecond\sthought)\b'
+)
+
+
+def _plain(text: str) -> str:  # what an option says
+    text = re.sub(r'\\(?:text\w{0,2}|mathrm)\s?\{([^{}]{0,200})\}', r'\1', readable(text))
+    return ' '.join(re.sub(r'[$*`]', '', text).casefold().split()).strip(' .,:;')
+
+
+def read_choice(
+    answer: str,  # a letter, or JSON: {"answer": "B", "choices": ["10 cm", "12 cm"]}
+) -> tuple[str, dict[str, str]]:  # the letter; text of an option -> its letter
+    "What is right. Raises ValueError"
+    found = parse_json(answer) if answer.lstrip().startswith('{') else dict(answer=answer)
+    letter, choices = found.get('answer'), found.get('choices', [])
+    texts = isinstance(choices, list) and all(isinstance(c, str) for c in choices)
+    options = {_plain(c): x for c, x in zip(choices, 'ABCDEFGHIJ')} if texts else {}
+    known, odd = [*options.values()] or [*'ABCDEFGHIJ'], {*found} - {'answer', 'choices'}
+    if odd or not texts or len(options) < len(choices) or letter not in known:
+        raise ValueError(f'{answer[:60]!r}: give a letter, A to J, and at most ten other "choices"')
+    return letter, options
+
+
+def _letters(said: str, options: dict[str, str]) -> set[str]:
+    "What a text names that begins with an answer"
+    at = re.match(_lead, said := said[:400]).end()  # type: ignore[union-attr] (or it is empty)
+    m = _named.match(said, at)
+    ends = [said[m.end() :]] if m else [said, said[at:]]
+    texts = (_plain(re.split(r'\.\s|\n', t.strip(), maxsplit=1)[0]) for t in ends)
+    named = next((options[t] for t in texts if t in options), None)
+    return {x.upper() for x in (*(m.groups() if m else ()), named) if x}
+
+
+@verifier(check_answer=read_choice)
+def choice(text: str, answer: str) -> Verdict:
+    "The one letter that the last statement names, or the text of its option"
+    letter, options = read_choice(answer)
+    text = re.sub(r'\\[()\[\]]|[*_`$"“”]', '', readable(after_reasoning(text)))
+
+    def answered(t: str) -> set[str]:
+        m = _cue.match(t)
+        return _letters(t[m.end() :], options) if m else set()
+
+    said = last_statement(_back.split(text)[-1], answered, _cue) or ''
+    named = _letters(said[7:-1], options) if said.startswith('\\boxed{') else answered(said)
+    lines = [] if named else [x[:400] for x in said.splitlines()[-200:] if x.strip()]
+    for x in lines:
+        if re.match(r'\(?[A-J](?:[).:]|\s-|\s*\Z)', re.sub(_lead, '', x, count=1)):
+            named |= _letters(x, options) | {*re.findall(r'\(([A-J])\)', x)}
+    named = named or {options[t] for t in map(_plain, lines[-1:]) if t in options}
+    return judge(named == {letter}, f'{sorted(named)} against {letter!r}')
 
 
 # %% ../../nbs/judges/gym.ipynb #16cef22d

@@ -79,7 +79,9 @@ def _mathematics() -> tuple[str, tuple[str, ...]]:
     packages = 'math_verify', 'latex2sympy2_extended', 'sympy', 'mpmath', 'antlr4'
     specs = [s for p in packages if (s := find_spec(p)) and s.origin]
     folders = {str(Path(s.origin).parents[1]) for s in specs if s.origin}
-    return files('compassrl.judges').joinpath('mathematics.py').read_text(), tuple(sorted(folders))
+    source = files('compassrl.judges').joinpath('mathematics.py').read_text()
+    # what math-verify compiles, it compiles once
+    return f"{source}\nsame_maths('$1$', '1')\n", tuple(sorted(folders))
 
 
 @verifier

@@ -368,7 +368,9 @@ def test_who_is_asked_within_a_composite_is_known_before_a_run():
     assert found == {'composite', 'code', 'exact', 'final'}
 
 
-@pytest.mark.parametrize('name', ['instructions', 'tool_call', 'numeric', 'set_match', 'composite'])
+@pytest.mark.parametrize(
+    'name', ['instructions', 'tool_call', 'numeric', 'set_match', 'choice', 'composite']
+)
 @settings(max_examples=40, deadline=None)
 @given(text=st.text(), data=st.data())
 def test_no_response_breaks_a_verifier(name, text, data):
@@ -377,6 +379,7 @@ def test_no_response_breaks_a_verifier(name, text, data):
         tool_call='{"f": {"a": [{"k": [1]}, [2], ""]}}',
         numeric='{"value": 1, "within": 1, "unit": "m"}',
         set_match='["a", "b"]',
+        choice='{"answer": "B", "choices": ["a", "0"]}',
         composite=json.dumps(PARTS),
     )
     given_ = data.draw(st.sampled_from([text, json.dumps(text), f'[{text}]', f'#{text}', '{}']))

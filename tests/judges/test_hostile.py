@@ -203,6 +203,7 @@ ANSWERS = dict(exact='42', final='42', countdown_expression='1 2 3 to 6', maths=
 ANSWERS['code'] = json.dumps(dict(tests=TESTS[:1], wall_s=5.0, cpu_s=1.0))
 ANSWERS['numeric'] = json.dumps(dict(value=42, within=1, unit='m'))
 ANSWERS['set_match'] = json.dumps(['a', '42'])
+ANSWERS['choice'] = json.dumps(dict(answer='B', choices=['10', '42']))
 ANSWERS['tool_call'] = json.dumps(dict(f=dict(a=[[1], {'k': ['x', '']}, ''])))
 ANSWERS['instructions'] = json.dumps(
     [dict(check='keyword', word='(', at_least=1), dict(check='json_format'), dict(check='no_comma')]

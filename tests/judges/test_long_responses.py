@@ -62,6 +62,16 @@ MARKS = [
     '。',
     'é',
     'ü!',
+    'B',
+    'A) ',
+    '(B) ',
+    'answer is ',
+    'the answer is B. ',
+    'Wait, no. ',
+    'I think ',
+    '\nB) 42',
+    '\\text{B',
+    '答案是',
 ]
 ANSWERS = ANSWERS | dict(
     words=json.dumps(

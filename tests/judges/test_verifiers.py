@@ -317,9 +317,20 @@ def test_reasoning_that_never_ends_has_said_nothing():
         ('maths', '42', '\\boxed{42}'),
         ('numeric', '42', '42'),
         ('set_match', '["a"]', 'a'),
+        ('choice', 'A', 'A'),
         ('tool_call', '[{"name": "f", "arguments": {}}]', '{"name": "f", "arguments": {}}'),
         ('instructions', '[{"check": "keyword", "word": "a", "at_least": 1}]', 'a'),
     ):
         q = Prompt('p', 'd', '', [2], answer, name)
         assert verify(q, f'<think>b</think>{text}').correct, name
         assert not verify(q, f'<think>{text}').correct, name
+
+
+@pytest.mark.parametrize(
+    'out, paid',
+    [('\\n1', True), ('\\n \\n1\\n\\n', True), ('1', True), ('\\n2', False), ('1\\n\\n1', False)],
+)
+def test_a_blank_first_line_is_ignored(out, paid):
+    "As LiveCodeBench and APPS do; a blank line between two others is not"
+    assert code(f'print("{out}")', '[{"stdin": "", "stdout": "1"}]').correct is paid
+    assert code('print("1")', json.dumps([dict(stdin='', stdout='\n1')])).correct

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter, deque
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 from urllib.parse import urlsplit
@@ -16,8 +17,10 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
 
+from compassrl.data.tokenizer import StopStrings
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_weights, load_hf_weights, save_pretrained
 from compassrl.records import Request, SamplingParams, collate, derive_seed
@@ -26,6 +29,7 @@ from compassrl.rollout.fp8 import fp8_weights
 from compassrl.rollout.partial import PartialResponses
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.schedule import LengthPredictor, ScheduleConfig, prediction_error
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.rollout.vllm import dispatcher, replica, replica_manager, server
 from compassrl.rollout.vllm import pool as vllm_pool
 from compassrl.rollout.vllm.dispatcher import from_body
@@ -238,6 +242,53 @@ def test_turns_of_episodes(pool):
         turns.take(s)
     assert all(len(set(w)) == 1 for w in where.values()) and max(map(len, where.values())) > 2
     assert {w[0] for w in where.values()} == {0, 1}
+
+
+def texts_of_four():
+    "Tokens of one to four letters: a text may lie within one, or across several"
+    words = [''.join(w) for n in range(1, 5) for w in product('abc', repeat=n)]
+    tok = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words[: CONFIG.vocab_size])}))
+    tok.decoder = decoders.Fuse()
+    return tok
+
+
+@pytest.fixture(scope='module')
+def greedy(pool):
+    "What an embedded engine draws, and servers as well; nothing ends it"
+    asked = [replace(r, params=SamplingParams(60, 0.0)) for r in requests(24)[::3]]
+    embedded = TorchRollout(CONFIG, 8)
+    embedded.load_weights(hf_weights(POLICIES[0]), 0)
+    whole = tokens(embedded.generate(asked))
+    assert tokens(pool.generate(asked)) == whole
+    return asked, embedded, whole
+
+
+@pytest.mark.parametrize('how', ['within a token', 'across tokens', 'several'])
+def test_a_text_ends_responses_where_the_embedded_engine_ends_them(pool, greedy, how):
+    asked, embedded, whole = greedy
+    tok, ended = texts_of_four(), 0
+    drawn = [[tok.decode([i]) for i in ids] for ids in whole.values()]
+    within = next(t[1:3] for t in drawn[0][20:] if len(t) == 4)
+    across = drawn[1][9][-1] + drawn[1][10] + drawn[1][11][0]
+    texts = {'within a token': (within,), 'across tokens': (across,)}.get(
+        how, (across, 'bbbb', within)
+    )
+    stopped = [replace(r, params=replace(r.params, stop=texts)) for r in asked]
+    mine, served = (
+        {key(s): s for s in Episodes(e, stops=StopStrings(tok)).generate(stopped)}
+        for e in (embedded, pool)
+    )
+    assert len(served) == len(asked) and agrees([*served.values()], POLICIES[0], 1e-6)
+    for k, s in served.items():
+        said = [tok.decode(whole[k][:n]) for n in range(61)]
+        end = next((n for n, t in enumerate(said) if any(x in t for x in texts)), None)
+        assert s.response_ids == whole[k][:end] == mine[k].response_ids
+        assert s.finish_reason == mine[k].finish_reason == ('stop' if end else 'length')
+        assert len(s.rollout_log_probs) == len(s.response_ids)
+        fed = len(s.prompt_ids) + len(s.response_ids) - 1
+        assert len(s.routed_experts) == len(s.routes_valid) == fed and s.routes_valid.all()
+        ended += bool(end)
+    assert ended >= 2
 
 
 def test_a_port_is_given_once(monkeypatch):
