@@ -35,7 +35,7 @@ def score(text, **others):
     with sqlite3.connect(FAR / ('d' + 'b')) as db:
         [[price]] = db.execute('select price from eggs')
     with sqlite3.connect(HERE / ('lo' + 'gs')) as db:
-        db.execute('insert into logs values (?)', [text])
+        db.execute('insert into seen values (?)', [text])
     import importlib
     other = importlib.import_module('l' + 'ate')
     seen = HERE / ''.join(['ca', 'che'])
@@ -98,7 +98,7 @@ def write_home(home):
         db.execute('create table eggs (price real)')
         db.execute('insert into eggs values (1.0)')
     with sqlite3.connect(home / 'logs') as db:
-        db.execute('create table logs (text text)')
+        db.execute('create table seen (text text)')
 
 
 @pytest.fixture(scope='module', params=['reward.py:score', 'workers'])
