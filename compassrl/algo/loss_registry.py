@@ -76,7 +76,7 @@ class Losses(Registry):
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        "Decorator of a run: it reads its own code anew, and keeps the loss that it began with"
+        "Decorator of a run: own code is read again, and the loss stays as it was at the beginning"
         forget_own()
         before, self.held = self.held, {}
         try:

@@ -165,7 +165,7 @@ def _theirs() -> tuple[dict[str, list[str]], dict[str, str]]:
     return found, known['none']
 
 
-def _plain(word: str) -> str:  # of a flag, without its value
+def _plain(word: str) -> str:  # a flag without its value
     return re.sub(r'[^a-z]+', '_', word.lstrip('-').partition('=')[0].lower()).strip('_')
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from compassrl.config import TrainConfig, read_run_config
-from compassrl.files import read_data
 from compassrl.own_code import file_sha256, most_reads, own_reads
 from compassrl.records import Prompt, RolloutEngine
 from compassrl.runs.curves import read_metrics
@@ -30,7 +29,15 @@ from compassrl.runs.identity import (
     read_again,
     sources_of,
 )
-from compassrl.runs.log import check_rows, json_text, replace_text, rows_hash, say, write_json
+from compassrl.runs.log import (
+    check_rows,
+    json_text,
+    read_record,
+    replace_text,
+    rows_hash,
+    say,
+    write_json,
+)
 from compassrl.runs.run_process import launch_command
 from compassrl.runs.summary import machine_info
 from compassrl.train.checkpoint import load_checkpoint, save_checkpoint
@@ -49,16 +56,7 @@ __all__ = [
 ]  # fmt: skip
 
 # %% ../../nbs/runs/resume.ipynb #5b4ecb4a
-_results = dict(  # type of the content, and keys that it must have
-    origin=(dict, ('settings', 'sources')),
-    machine=(dict, ()),
-    eval_before=(dict, ('avg', 'k', 'samples')),
-    eval_after=(dict, ('avg', 'k', 'samples')),
-    screen=(list, ()),
-    rollout=(dict, ()),
-    timings=(dict, ('step', 'metrics', 'samples')),
-    written=(dict, ('files', 'rows')),
-)
+_results = 'origin machine eval_before eval_after screen rollout timings written'.split()
 
 
 def read_result(
@@ -66,13 +64,7 @@ def read_result(
     name: str,  # name of a JSON file, without its ending
 ) -> Any:  # content; None if the file is not there
     "Raises ValueError that names a damaged file"
-    path, (kind, needed) = folder / f'{name}.json', _results[name]
-    if not path.exists():
-        return None
-    found = read_data(path, 'remove it, it is made again')
-    if type(found) is not kind or not all(k in found for k in needed):
-        raise ValueError(f'{path}: not as a run writes it: remove it, it is made again')
-    return found
+    return read_record(folder / f'{name}.json', 'remove it, it is made again')
 
 
 def check_files(folder: Path) -> None:
@@ -92,13 +84,7 @@ def _made(folder: Path) -> list[Path]:  # files that are not written again
 
 
 def _noted(folder: Path) -> dict[str, Any]:
-    notes = read_result(folder, 'written') or dict(files={}, rows={})
-    kinds = [notes['files'], notes['rows'], *dict(notes['rows']).values()]
-    if not all(isinstance(d, dict) for d in kinds):
-        raise ValueError(
-            f'{folder}/written.json is not as this version writes it: remove it, and resume'
-        )
-    return notes
+    return read_result(folder, 'written') or dict(files={}, rows={})
 
 
 def note_written(
@@ -217,7 +203,7 @@ class NotedReads:
     def __init__(self, folder: Path, cfg: TrainConfig) -> None:
         self.folder = folder
         self.names = {os.path.realpath(p): name for name, p in named_sources(cfg)}
-        self.seen: dict[str, str | None] = {}  # as it was when it was last asked
+        self.seen: dict[str, str | None] = {}  # result of the last call
 
     def note(self) -> None:
         reads, before = own_reads(), self.seen
@@ -275,7 +261,11 @@ def note_learned(
 def recall_learned(folder: Path, engine: RolloutEngine, when: str) -> None:
     "Gives an engine what it knew then; without a note it stays as it is"
     if state := (read_result(folder, 'rollout') or {}).get(when):
-        engine.load_state_dict(state)
+        try:
+            engine.load_state_dict(state)
+        except (TypeError, KeyError, ValueError, AttributeError) as e:
+            what = f'{folder / "rollout.json"}: {when!r} is of another engine, or damaged'
+            raise ValueError(f'{what} ({type(e).__name__}): remove it, it is made again') from e
 
 
 # %% ../../nbs/runs/resume.ipynb #5cc8b5d3
