@@ -27,7 +27,7 @@ FLOORS = [  # a module imports from its own room and from the floors below
 ]
 APART = {('train', 'rollout')}  # they do not know each other
 DOORS = {'sandbox': 'sandbox.isolated'}  # the one module of a room that other rooms import
-FREE = {'settings', 'files', 'phases', 'procs'}  # they import nothing of the package
+FREE = {'settings', 'files', 'own_code', 'phases', 'procs'}  # they import nothing of the package
 SHARED = FREE  # and every room may import these
 MODULE, FUNCTION, COLUMNS, ROOMS = 400, 40, 100, 18
 

@@ -20,7 +20,7 @@ from compassrl.data.rows import BadRow, Reading, row_prompt, worked_answer
 from compassrl.data.selection import prompts_of_step
 from compassrl.data.sources import rows_of
 from compassrl.data.tokenizer import encode, response_text
-from compassrl.files import from_yaml, own_function, read_data
+from compassrl.files import from_yaml, read_data
 from compassrl.judges.mathematics import same_maths
 from compassrl.judges.own_reward import OwnReward, RewardFile, RewardFunction, inputs_of
 from compassrl.judges.tool_calls import calls_of, tool_call
@@ -29,6 +29,7 @@ from compassrl.model.hf_config import read_config
 from compassrl.model.merge import Weights
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import from_pretrained, hf_weights, save_pretrained
+from compassrl.own_code import own_function
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.vllm.messages import engine_args
 from compassrl.runs.cli import parse_train

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
 import compassrl
-from compassrl.files import call_own, own_function
+from compassrl.own_code import call_own, forget_own, own_function
 from compassrl.settings import Registry
 
 # %% auto #0
@@ -70,8 +71,18 @@ class Losses(Registry):
 
     def __init__(self) -> None:
         super().__init__(**_built_in())
-        # by place and folder; as it was when it was first asked for, until a run starts
-        self.own: dict[tuple[str, str], Loss] = {}
+        # by place and folder; None: no run is under way, a file is read whenever it is asked for
+        self.held: dict[tuple[str, str], Loss] | None = None
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        "Decorator of a run: own code is read again, and the loss stays as it was at the beginning"
+        forget_own()
+        before, self.held = self.held, {}
+        try:
+            yield
+        finally:
+            self.held = before
 
     def __getitem__(self, name: str) -> Loss:
         "Raises ValueError for a place that holds no loss"
@@ -88,9 +99,11 @@ class Losses(Registry):
         return super().__contains__(name)
 
     def _own(self, name: str) -> Loss:
-        if (key := (name, os.getcwd())) not in self.own:
-            self.own[key] = _read(name)
-        return self.own[key]
+        if self.held is None:
+            return _read(name)
+        if (key := (name, os.getcwd())) not in self.held:
+            self.held[key] = _read(name)
+        return self.held[key]
 
 
 def _read(spec: str) -> Loss:

@@ -20,7 +20,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from compassrl.files import read_object, read_text, time_limit
+from compassrl.files import read_object, read_text
+from compassrl.own_code import time_limit
 
 # %% auto #0
 __all__ = ['MOST', 'SECONDS', 'with_texts', 'ChatTemplate']

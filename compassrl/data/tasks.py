@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
 from compassrl.data.data_settings import task_families, verifiers
-from compassrl.files import call_own
+from compassrl.own_code import call_own
 from compassrl.records import Prompt, Verdict
 
 _all_ = ['task_families', 'verifiers']

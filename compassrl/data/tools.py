@@ -20,7 +20,8 @@ from compassrl.data.data_settings import ToolConfig as ToolConfig
 from compassrl.data.data_settings import tool_functions as tool_functions
 from compassrl.data.tasks import Choices, Problem, one_line, task_family
 from compassrl.data.tokenizer import StopStrings, encode
-from compassrl.files import call_own, own_function, read_data
+from compassrl.files import read_data
+from compassrl.own_code import call_own, own_function
 from compassrl.records import Prompt
 
 # %% auto #0

@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 
 from compassrl.data.tasks import GRACE, as_verdict, failure, one_line, verifiers
 from compassrl.data.tokenizer import response_text
-from compassrl.files import call_own, no_exit, own_function, own_module
 from compassrl.judges.serial import Judge, RewardConfig, record_verdict
 from compassrl.judges.verifiers import check_isolation
+from compassrl.own_code import call_own, no_exit, own_function, own_module
 from compassrl.records import Prompt, Sample, Verdict
 from compassrl.sandbox.isolated import verdict_budget
 

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from compassrl.data.tasks import GRACE, verifiers
 from compassrl.judges.serial import Judge, RewardConfig, judge_sample, record_verdict, timed_verdict
 from compassrl.judges.verifiers import asked_verifiers, check_isolation, no_verdict, warm_up
+from compassrl.own_code import add_reads, own_reads
 from compassrl.procs import hear, start_child
 from compassrl.records import Prompt, Sample
 from compassrl.sandbox.isolated import (
@@ -141,7 +142,8 @@ class RewardPool(Judge):
         self.backlog.append(True)  # results, please
         self._send()
         while left and self.jobs:  # samples of later steps are judged on
-            number, verdict, timings = self._recv()
+            number, verdict, timings, reads = self._recv()
+            add_reads(reads)
             first, *equals = same = self.jobs.pop(number)
             del self.known[first.prompt_id, tuple(first.response_ids)]
             record_verdict(first, verdict, timings)
@@ -188,12 +190,15 @@ def _worker_process(
     limit_memory(cfg.memory_mb)
     try:
         conn.send(None)  # ready: from now on the clock runs
+        sent: dict[str, str | None] = {}
         while True:
             job = conn.recv()
             signal.setitimer(signal.ITIMER_PROF, cfg.cpu_s)  # the end of it kills
             verdict, timings = timed_verdict(job.prompt, job.response_ids, tokenizer, eos_id, cfg)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            conn.send((verdict, timings | dict(worker=number)))
+            new = {p: h for p, h in own_reads().items() if sent.get(p, '') != h}
+            sent |= new
+            conn.send((verdict, timings | dict(worker=number), new))
     finally:  # its broker is gone, or it is asked to leave
         os._exit(0)
 
@@ -315,7 +320,7 @@ class _Broker:
         timings = dict(
             reward_start=w.start, detokenise=0.0, reward_end=time.perf_counter(), worker=w.number
         )
-        self.done.append((job.number, no_verdict(Outcome(status, evidence)), timings))
+        self.done.append((job.number, no_verdict(Outcome(status, evidence)), timings, {}))
 
 
 def broker_process(

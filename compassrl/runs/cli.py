@@ -155,17 +155,31 @@ def _app(
 
 # %% ../../nbs/runs/cli.ipynb #75e4f864
 @cache
-def _ours() -> dict[str, str]:  # what another trainer calls a setting -> our flag
+def _theirs() -> tuple[dict[str, list[str]], dict[str, str]]:
+    "What another trainer calls a setting -> our flags, or why there is none"
     known = read_data(str(files('compassrl.runs') / 'other_names.yml'))
-    return {name: flag(ours) for ours, names in known.items() for name in names.split()}
+    found: dict[str, list[str]] = {}
+    for ours, names in known['ours'].items():
+        for name in names.split():
+            found.setdefault(name, []).append(flag(ours))
+    return found, known['none']
+
+
+def _plain(word: str) -> str:  # a flag without its value
+    return re.sub(r'[^a-z]+', '_', word.lstrip('-').partition('=')[0].lower()).strip('_')
+
+
+def _none(word: str) -> str:  # why no flag of ours does that; '' = one may
+    found = (why for name, why in _theirs()[1].items() if f'_{name}_' in f'_{_plain(word)}_')
+    return next(found, '')
 
 
 def _meant(word: str, flags: Iterable[str]) -> list[str]:  # the flags that look most like a word
-    flags = list(flags)
-    name = re.sub(r'[^a-z]+', '_', word.lstrip('-').partition('=')[0].lower()).strip('_')
+    flags, name = list(flags), _plain(word)
     for start in (0, *(m.end() for m in re.finditer('_', name))):
-        if (ours := _ours().get(name[start:])) in flags:
-            return [ours]
+        same = [f for f in flags if '.' in f and _plain(f) == name[start:]]
+        if ours := [f for f in _theirs()[0].get(name[start:], same) if f in flags]:
+            return ours
     ends = ['--' + name.lstrip('-').rpartition('.')[2] for name in flags]
     return get_close_matches(word, flags, 1, 0.8) or [
         flags[i] for i, end in enumerate(ends) if end in get_close_matches(word, ends, 1, 0.7)
@@ -181,8 +195,10 @@ def _why(
     match event:
         case _errors.UnrecognizedArgs(tokens=tokens):
             wrong = next((t for t in tokens if t.startswith('--')), tokens[0])
-            meant = ' or '.join(_meant(wrong, flags))
             what = f'Unrecognized options: {", ".join(tokens)}'
+            if none := _none(wrong):
+                return f'{what}: {none}'
+            meant = ' or '.join(_meant(wrong, flags))
             return f'{what}; did you mean {meant}?' if meant else what
         case _errors.InvalidChoice(value=value, choices=choices):
             return f'{name}={value!r}: use one of {", ".join(map(repr, choices))}'

@@ -26,11 +26,11 @@ from compassrl.judges.serial import Judge, sample_columns
 from compassrl.loop import Stop
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import from_pretrained, write_pretrained
+from compassrl.own_code import file_sha256
 from compassrl.procs import phase
 from compassrl.records import Prompt, RolloutEngine, Sample, SamplingParams, TrainEngine
 from compassrl.rollout.requests import requests_of
 from compassrl.runs.factory import TrainKind, TrainSetup, train_engines, train_setup
-from compassrl.runs.identity import file_sha256
 from compassrl.runs.log import Progress, json_text, keep_until, rows_hash, say
 from compassrl.runs.resume import note_written
 from compassrl.runs.run_data import Data, solution_end

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compassrl.files import read_data
+from compassrl.runs.log import misfit, record_kinds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,13 +35,16 @@ def read_step_rows(
     path: Path,  # JSONL with a `step` in each row, possibly still being written
 ) -> list[dict[str, Any]]:  # [] if there is no such file
     "Rows in order; a half-written last one is left out. Raises ValueError naming a damaged line"
-    rows, lines = [], path.read_bytes().rstrip().split(b'\n') if path.exists() else []
+    data = path.read_bytes() if path.exists() else b''
+    rows, lines = [], data.rstrip().split(b'\n') if data.strip() else []
     for i, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            rows.append(row | dict(step=int(row['step'])))
-        except (ValueError, TypeError, KeyError, RecursionError):
-            if i == len(lines):
+            if misfit(row, record_kinds.get(path.stem, dict(step=(int,)))):
+                raise ValueError
+            rows.append(row)
+        except (ValueError, RecursionError):
+            if i == len(lines) and data[-1:] != b'\n':
                 break  # half-written: the run is live, or was killed here
             raise ValueError(
                 f'{path.name} line {i}: {line[:40]!r} is not a row with a step: remove it'

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from compassrl.algo.loss_registry import policy_losses
 from compassrl.config import TrainConfig
-from compassrl.files import ByPlace
 from compassrl.loop import Stop
 from compassrl.model.policy import PolicyConfig
 from compassrl.model.pretrained import checked_weights, from_pretrained, read_shards
+from compassrl.own_code import ByPlace
 from compassrl.plan.memory import check_memory
 from compassrl.procs import local_world, phase, world
 from compassrl.records import RolloutEngine, TrainEngine
@@ -355,6 +356,7 @@ def prepare(
     return train_engines[cfg.train_engine].meet(cfg.parallel, cfg.device)
 
 
+@policy_losses.hold()
 def follow(cfg: TrainConfig) -> None:
     "What every rank but 0 runs, until rank 0 has done"
     watch = prepare(cfg := resolve(cfg))

@@ -16,33 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from compassrl.config import TrainConfig, flat, path_in, places, programs
-from compassrl.files import own_module
 from compassrl.model.pretrained import companions
+from compassrl.own_code import file_sha256, own_module
 from compassrl.records import Prompt
 
 # %% auto #0
 __all__ = [
-    'may_change', 'file_sha256', 'named_files', 'sources_of', 'prompts_sha256', 'origin_of',
-    'differences',
+    'may_change', 'READ', 'named_files', 'named_sources', 'sources_of', 'read_again',
+    'prompts_sha256', 'origin_of', 'differences',
 ]  # fmt: skip
-
-# %% ../../nbs/runs/identity.ipynb #c4a54fe4
-_whole, _block, _blocks = 256 << 20, 1 << 20, 64
-
-
-def file_sha256(
-    path: Path,
-    whole: int = _whole,  # bytes; of a larger file, parts are read
-) -> str:
-    "SHA-256 of a file; of a large one, of its size and of blocks that are evenly spread"
-    with open(path, 'rb') as f:
-        if (size := os.fstat(f.fileno()).st_size) <= whole:
-            return hashlib.file_digest(f, 'sha256').hexdigest()
-        found = hashlib.sha256(str(size).encode())
-        for i in range(_blocks):
-            f.seek(max(0, size - _block) * i // (_blocks - 1))
-            found.update(f.read(_block))
-        return found.hexdigest()
 
 
 # %% ../../nbs/runs/identity.ipynb #495ce223
@@ -116,13 +98,13 @@ def _program_files(key: str, spec: str, kept: Path | None) -> Iterator[tuple[str
         yield str(p.relative_to(program.parent)), p
 
 
-def sources_of(
+def named_sources(
     cfg: TrainConfig,
     kept: Path | None = None,  # folder of the run's copies of reward files
     keys: Iterable[str] = places,  # settings whose files are wanted
-) -> dict[str, str]:  # setting and file -> SHA-256
-    "All files that a run reads"
-    out, settings = {}, flat(asdict(cfg))
+) -> Iterator[tuple[str, Path]]:  # setting and file; where it lies
+    "All files that settings and programs name"
+    settings = flat(asdict(cfg))
     for key in keys:
         values = settings[key] if isinstance(settings[key], (list, tuple)) else [settings[key]]
         for text in filter(None, values):
@@ -131,8 +113,27 @@ def sources_of(
                 found = _files(key, Path(place))
             else:  # the name of a verifier, say, is no place
                 found = _program_files(key, text, kept) if ':' in text else ()
-            out |= {f'{key} {before}{name}': file_sha256(path) for name, path in found}
-    return out
+            yield from ((f'{key} {before}{name}', path) for name, path in found)
+
+
+def sources_of(
+    cfg: TrainConfig, kept: Path | None = None, keys: Iterable[str] = places
+) -> dict[str, str]:  # setting and file -> SHA-256
+    return {name: file_sha256(path) for name, path in named_sources(cfg, kept, keys)}
+
+
+READ: str = 'read by your code: '  # in front of a file that nothing names
+
+
+def read_again(
+    sources: dict[str, str | None],  # those of `origin.json`
+    base: str,  # folder where the run began
+) -> dict[str, str | None]:  # without what is gone; None: own code writes it
+    "What is in the files now that own code had opened"
+    names = (k for k, known in sources.items() if k.startswith(READ) and known)
+    found = {k: os.path.join(base, k.removeprefix(READ)) for k in names}
+    now = {k: file_sha256(path) for k, path in found.items() if os.path.isfile(path)}
+    return now | {k: None for k, known in sources.items() if known is None}
 
 
 def prompts_sha256(prompts: Iterable[Prompt]) -> str:

@@ -15,18 +15,21 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from tqdm import tqdm
+
+from compassrl.files import read_data
 
 if TYPE_CHECKING:
     from compassrl.records import Metrics
 
 # %% auto #0
 __all__ = [
-    'Level', 'logger', 'replace_text', 'finite_only', 'as_written', 'json_text', 'write_json',
-    'check_rows', 'rows_until', 'rows_hash', 'keep_until', 'set_level', 'say', 'Progress',
-    'progress_bar', 'left_out', 'Log',
+    'record_kinds', 'Level', 'logger', 'replace_text', 'finite_only', 'as_written', 'json_text',
+    'write_json', 'misfit', 'read_record', 'check_rows', 'rows_until', 'rows_hash', 'keep_until',
+    'set_level', 'say', 'Progress', 'progress_bar', 'left_out', 'Log',
 ]  # fmt: skip
 
 
@@ -66,19 +69,77 @@ def write_json(path: Path, d: object) -> None:
     replace_text(path, json_text(d, indent=2) + '\n')
 
 
+_text, _number = (str,), (int, float)
+_maybe = (*_number, NoneType)
+_row = {'step': (int,), '*': _maybe}
+_sample = dict(prompt_id=_text, prompt=_text, response=_text, correct=(bool,))
+_rates = {'avg': _number, 'avg_stderr?': _maybe}
+_shares = ('pass_at_k', 'truncated_frac', 'failed_frac', 'response_tokens_mean', 'reward_mean')
+_set = _rates | {f'{k}?': _maybe for k in (*_shares, 'num_prompts')}
+_set |= {'k': (int,), 'by_domain?': {'*': _rates}, 'samples': [_sample | {'domain?': _text}]}
+_eval = _set | {'sets?': {'*': _set}, 'step?': (int,)}
+_few_bits = {f'{k}?': (str, NoneType) for k in ('dtype', 'quantization', 'kv_cache_dtype')}
+record_kinds: dict[str, Any] = dict(  # what a run's files hold, by their names
+    origin={'settings': {}, 'sources': {'*': (str, NoneType)}, 'accepted?': [_text]}
+    | dict.fromkeys(['prompts?', 'time?', 'folder?'], _text),
+    written=dict(files={'*': _text}, rows={'*': {'*': _text}}),
+    eval_before=_eval,
+    eval_after=_eval,
+    screen=[_text],
+    rollout={'*': {}},
+    timings=dict(step=(int,), metrics={'*': _maybe}, samples=[{'*': _number}]),
+    failed=dict(why=_text),
+    config={'steps?': (int,), 'rollout?': _few_bits, 'rewards?': {'workers?': (int,)}},
+    machine={},
+    metrics=_row,
+    cold_start=_row,
+)
+
+
+def misfit(
+    found: object,
+    kinds: Any,  # types; [kinds] of a list; an object's by key, `*` for all, `?` if it may lack
+    at: str = '',  # where it stands, in front of the result
+) -> str:  # place of the first value of another kind; '' if there is none
+    "Compares data with what a program will take them for; true is no number"
+    if isinstance(kinds, dict) and isinstance(found, dict):
+        each = {k: v for k, v in kinds.items() if k.strip('?') in found or k[-1] not in '*?'}
+        bare = {k.strip('?'): v for k, v in each.items()}
+        parts = [(found.get(k, misfit), v, f'{at}.{k}') for k, v in bare.items()]
+        parts += [(x, kinds['*'], f'{at}.{k}') for k, x in found.items() if '*' in kinds]
+    elif isinstance(kinds, list) and isinstance(found, list):
+        parts = [(x, kinds[0], f'{at}[{i}]') for i, x in enumerate(found)]
+    else:
+        return '' if isinstance(kinds, tuple) and type(found) in kinds else at or 'all of it'
+    return next(filter(None, (misfit(*p) for p in parts)), '').lstrip('.')
+
+
+def read_record(
+    path: Path,
+    fix: str = 'write it again or remove it',  # advice at the end of the message
+) -> Any:  # None if it is not there
+    "One JSON file of a run. Raises ValueError for a damaged one"
+    if not path.exists():
+        return None
+    found = read_data(path, fix)
+    if at := misfit(found, record_kinds.get(path.stem, {})):
+        raise ValueError(f'{path}: {at} is not as a run writes it: {fix}')
+    return found
+
+
 def _rows(path: Path) -> Iterator[tuple[bytes, int]]:  # each whole line and its step
     with open(path, 'rb') as f:
         for n, line in enumerate(f, 1):
             if not line.endswith(b'\n'):
                 return
             try:
-                step = json.loads(line)['step']
-                if type(step) is not int:
-                    raise TypeError(step)
+                row = json.loads(line)
+                if at := misfit(row, record_kinds.get(path.stem, dict(step=(int,)))):
+                    raise TypeError(at)
             except (ValueError, TypeError, KeyError, RecursionError):
                 what = f'{path} line {n}: {line[:40]!r} is not a row with a step'
                 raise ValueError(f'{what}: the file is damaged, remove that line') from None
-            yield line, step
+            yield line, row['step']
 
 
 def check_rows(path: Path) -> None:

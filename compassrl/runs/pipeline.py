@@ -32,7 +32,7 @@ from compassrl.runs.eval_sets import evaluate_model, mean_interval
 from compassrl.runs.evaluate import mean_stderr
 from compassrl.runs.factory import train_engines
 from compassrl.runs.judge_model import make_judge_model
-from compassrl.runs.log import progress_bar, replace_text, say, write_json
+from compassrl.runs.log import progress_bar, read_record, replace_text, say, write_json
 from compassrl.runs.report import markdown_table
 from compassrl.runs.run import resume_run, start_run
 from compassrl.runs.run_process import disk_told, locked
@@ -51,7 +51,6 @@ from compassrl.runs.stages import (
     train_config,
     with_setting,
 )
-from compassrl.runs.summary import read_record
 from compassrl.train.checkpoint_files import found_checkpoints
 from compassrl.train.guards import RunFailed
 

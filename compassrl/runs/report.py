@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from compassrl.runs.curves import curves_png, plot_gantt, read_metrics, spans_of
 from compassrl.runs.evaluate import is_worse
-from compassrl.runs.log import finite_only
-from compassrl.runs.summary import hard_prompts, read_curves, read_record, run_summary
+from compassrl.runs.log import finite_only, read_record
+from compassrl.runs.summary import hard_prompts, read_curves, run_summary
 
 # %% auto #0
 __all__ = [

@@ -17,11 +17,27 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from compassrl.config import TrainConfig, read_run_config
-from compassrl.files import read_data
+from compassrl.own_code import file_sha256, most_reads, own_reads
 from compassrl.records import Prompt, RolloutEngine
 from compassrl.runs.curves import read_metrics
-from compassrl.runs.identity import differences, file_sha256, origin_of, prompts_sha256, sources_of
-from compassrl.runs.log import check_rows, json_text, replace_text, rows_hash, say, write_json
+from compassrl.runs.identity import (
+    READ,
+    differences,
+    named_sources,
+    origin_of,
+    prompts_sha256,
+    read_again,
+    sources_of,
+)
+from compassrl.runs.log import (
+    check_rows,
+    json_text,
+    read_record,
+    replace_text,
+    rows_hash,
+    say,
+    write_json,
+)
 from compassrl.runs.run_process import launch_command
 from compassrl.runs.summary import machine_info
 from compassrl.train.checkpoint import load_checkpoint, save_checkpoint
@@ -35,21 +51,12 @@ from compassrl.train.checkpoint_files import (
 # %% auto #0
 __all__ = [
     'read_result', 'check_files', 'note_written', 'write_noted', 'rewritten', 'check_start',
-    'note_origin', 'check_origin', 'settle_origin', 'check_source', 'check_same', 'note_learned',
-    'recall_learned', 'Stateful', 'ExtraState', 'new_folder', 'has_begun',
+    'note_origin', 'check_origin', 'settle_origin', 'NotedReads', 'check_source', 'check_same',
+    'note_learned', 'recall_learned', 'Stateful', 'ExtraState', 'new_folder', 'has_begun',
 ]  # fmt: skip
 
 # %% ../../nbs/runs/resume.ipynb #5b4ecb4a
-_results = dict(  # type of the content, and keys that it must have
-    origin=(dict, ('settings', 'sources')),
-    machine=(dict, ()),
-    eval_before=(dict, ('avg', 'k', 'samples')),
-    eval_after=(dict, ('avg', 'k', 'samples')),
-    screen=(list, ()),
-    rollout=(dict, ()),
-    timings=(dict, ('step', 'metrics', 'samples')),
-    written=(dict, ('files', 'rows')),
-)
+_results = 'origin machine eval_before eval_after screen rollout timings written'.split()
 
 
 def read_result(
@@ -57,13 +64,7 @@ def read_result(
     name: str,  # name of a JSON file, without its ending
 ) -> Any:  # content; None if the file is not there
     "Raises ValueError that names a damaged file"
-    path, (kind, needed) = folder / f'{name}.json', _results[name]
-    if not path.exists():
-        return None
-    found = read_data(path, 'remove it, it is made again')
-    if type(found) is not kind or not all(k in found for k in needed):
-        raise ValueError(f'{path}: not as a run writes it: remove it, it is made again')
-    return found
+    return read_record(folder / f'{name}.json', 'remove it, it is made again')
 
 
 def check_files(folder: Path) -> None:
@@ -83,13 +84,7 @@ def _made(folder: Path) -> list[Path]:  # files that are not written again
 
 
 def _noted(folder: Path) -> dict[str, Any]:
-    notes = read_result(folder, 'written') or dict(files={}, rows={})
-    kinds = [notes['files'], notes['rows'], *dict(notes['rows']).values()]
-    if not all(isinstance(d, dict) for d in kinds):
-        raise ValueError(
-            f'{folder}/written.json is not as this version writes it: remove it, and resume'
-        )
-    return notes
+    return read_result(folder, 'written') or dict(files={}, rows={})
 
 
 def note_written(
@@ -169,6 +164,8 @@ def check_origin(
     "Compares settings, sources and what the run wrote. Raises ValueError that names what differs"
     began = read_result(folder, 'origin') or {}
     now = origin_of(cfg, folder / 'rewards')
+    if began:
+        now['sources'] |= read_again(began['sources'], began.get('folder', ''))
     changes = (differences(began, now) if began else []) + rewritten(folder)
     if changes and not accept:
         _refuse(folder, changes)
@@ -200,6 +197,33 @@ def settle_origin(
     write_json(folder / 'origin.json', origin | dict(prompts=found, accepted=accepted))
 
 
+class NotedReads:
+    "Notes in `origin.json` what own code has read; to be asked before its verdicts are stored"
+
+    def __init__(self, folder: Path, cfg: TrainConfig) -> None:
+        self.folder = folder
+        self.names = {os.path.realpath(p): name for name, p in named_sources(cfg)}
+        self.seen: dict[str, str | None] = {}  # result of the last call
+
+    def note(self) -> None:
+        reads, before = own_reads(), self.seen
+        if reads == before:
+            return
+        if len(reads) >= most_reads > len(before):
+            say(f'your code opens {most_reads} files or more: a resume compares the first of them')
+        self.seen, origin = reads, read_result(self.folder, 'origin') or {}
+        was, new = origin.get('sources', {}), dict[str, str | None]()
+        top, own = (os.path.realpath(p) + '/' for p in (origin.get('folder', ''), self.folder))
+        for path, found in reads.items():
+            name = self.names.get(path) or READ + path.removeprefix(top)
+            if not path.startswith(own) and (name not in was if found else was.get(name)):
+                new[name] = found
+        if mine := [k for k, found in new.items() if not found]:
+            say(f'not compared by a resume, as your code writes there: {", ".join(mine)}')
+        if new:
+            write_json(self.folder / 'origin.json', origin | dict(sources=was | new))
+
+
 def check_source(folder: Path, cfg: TrainConfig) -> None:
     "Raises ValueError if tokenizer or template of the policy before RL has changed meanwhile"
     check_start(folder)
@@ -209,10 +233,14 @@ def check_source(folder: Path, cfg: TrainConfig) -> None:
 
 def check_same(folder: Path, cfg: TrainConfig, *keys: str) -> None:
     "Raises ValueError for a source of these settings that is not what a run began with"
-    noted = (read_result(folder, 'origin') or {}).get('sources', {})
+    origin = read_result(folder, 'origin') or {}
+    noted = origin.get('sources', {})
     for name, found in sources_of(cfg, folder / 'rewards', keys).items():
         if noted.get(name, found) != found:
             raise ValueError(f'{name} has changed since the run began: put it back')
+    for name, found in read_again(noted, origin.get('folder', '')).items():
+        if noted[name] != found:
+            say(f'{name} has changed since the run began')
 
 
 # %% ../../nbs/runs/resume.ipynb #709cc34e
@@ -233,7 +261,11 @@ def note_learned(
 def recall_learned(folder: Path, engine: RolloutEngine, when: str) -> None:
     "Gives an engine what it knew then; without a note it stays as it is"
     if state := (read_result(folder, 'rollout') or {}).get(when):
-        engine.load_state_dict(state)
+        try:
+            engine.load_state_dict(state)
+        except (TypeError, KeyError, ValueError, AttributeError) as e:
+            what = f'{folder / "rollout.json"}: {when!r} is of another engine, or damaged'
+            raise ValueError(f'{what} ({type(e).__name__}): remove it, it is made again') from e
 
 
 # %% ../../nbs/runs/resume.ipynb #5cc8b5d3

@@ -37,6 +37,7 @@ from compassrl.runs.log import Log, as_written, rows_hash, say, write_json
 from compassrl.runs.report import write_report
 from compassrl.runs.resume import (
     ExtraState,
+    NotedReads,
     check_files,
     check_origin,
     check_source,
@@ -79,7 +80,7 @@ class Run:
 
     def __init__(self, cfg: TrainConfig, folder: Path, data: Data) -> None:
         self.cfg, self.folder, self.data = cfg, folder, data
-        self.stop = stoppable(folder)
+        self.stop, self.reads = stoppable(folder), NotedReads(folder, cfg)
 
     @property
     def source(self) -> Path:
@@ -89,6 +90,7 @@ class Run:
     def on_step(self, step: int, metrics: Metrics, samples: list[Sample], batch: Batch) -> None:
         c, last = self.cfg, step == self.cfg.steps
         m: dict[str, Any] = metrics
+        self.reads.note()
         m |= self.sampler.measured()
         if c.eval_every:
             m |= self.evaluated(step, now=step % c.eval_every == 0 and not last)
@@ -137,6 +139,7 @@ class Run:
         "The extra state first: an engine's checkpoint without it could not be resumed"
         began = time.perf_counter()
         self.extra_state.save(step)
+        self.reads.note()  # verdicts of later steps may be in it
         self.note_learned(f'step-{step:06}')
         self.engines.checkpoints.save(step)
         self.saving_s = time.perf_counter() - began
@@ -196,15 +199,16 @@ class Run:
         rollout = self.engines.rollout
         found = evaluate_sets(rollout, d, c.eval_k, params, c.seed, self.judge)
         check_judged(found, c.guards)
+        self.reads.note()
         say(eval_line(out := eval_json(found), when))
         return out
 
 
 # %% ../../nbs/runs/run.ipynb #68bb232d
+@policy_losses.hold()
 def start_run(cfg: TrainConfig) -> Path:  # the run directory
     """Cold start, evaluation, RL, evaluation, report. Goes on where the same run was killed before
     its first checkpoint. Raises ValueError before anything is written"""
-    policy_losses.own.clear()  # a file may have been edited since it was read
     cfg = resolve(cfg)
     if has_begun(cfg):
         return resume_run(cfg.run_dir)
@@ -292,6 +296,7 @@ def _screened(run: Run) -> list[str]:
     c, d, num = run.cfg, run.data, run.cfg.zero_variance.screen_samples
     params = c.rollout.params(d.eos_id)
     kept = screened(d.train, run.engines.rollout, run.judge, params, num, c.seed)
+    run.reads.note()
     if len(kept) < c.prompts_per_step:
         raise ValueError(
             f'zero_variance.screen_samples={num} leaves {len(kept)} prompts for prompts_per_step='
@@ -303,6 +308,7 @@ def _screened(run: Run) -> list[str]:
 
 
 # %% ../../nbs/runs/run.ipynb #46da9c56
+@policy_losses.hold()
 def resume_run(
     folder: str | Path,
     cfg: TrainConfig | None = None,  # another total of `steps`, layout or servers; None = as before

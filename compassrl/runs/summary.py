@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from compassrl.config import flat
-from compassrl.files import read_data
 from compassrl.runs.curves import (
     column,
     phase_names,
@@ -25,11 +24,10 @@ from compassrl.runs.curves import (
     step_seconds,
 )
 from compassrl.runs.evaluate import mean_stderr
+from compassrl.runs.log import read_record
 
 # %% auto #0
-__all__ = [
-    'pick_samples', 'machine_info', 'read_record', 'hard_prompts', 'read_curves', 'run_summary',
-]  # fmt: skip
+__all__ = ['pick_samples', 'machine_info', 'hard_prompts', 'read_curves', 'run_summary']
 
 # %% ../../nbs/runs/summary.ipynb #13cacd5e
 _changes = {  # was it right before, is it right after
@@ -91,16 +89,6 @@ def machine_info() -> dict[str, object]:
     if torch.cuda.is_available():
         info |= dict(gpu=torch.cuda.get_device_name(0))
     return info
-
-
-def read_record(path: Path) -> dict[str, Any] | None:  # None if it is not there
-    "One JSON file of a run. Raises ValueError for a damaged one"
-    if not path.exists():
-        return None
-    try:
-        return read_data(path, 'write it again or remove it')
-    except ValueError as e:
-        raise ValueError(str(e).removeprefix(f'{path.parent}/')) from None
 
 
 def _evaluations(
@@ -208,9 +196,10 @@ def _held_out(before: dict[str, Any] | None, after: dict[str, Any] | None) -> di
     domains = [d for d in before.get('by_domain') or {} if d in (after.get('by_domain') or {})]
     both = {}
     for k in ('pass_at_k', 'truncated_frac', 'failed_frac', 'response_tokens_mean', 'reward_mean'):
-        if k in before and k in after:
+        if before.get(k) is not None and after.get(k) is not None:
             both[k] = dict(before=before[k], after=after[k])
-    sets = {n: (s, after['sets'][n]) for n, s in (before.get('sets') or {}).items()}
+    later = after.get('sets') or {}
+    sets = {n: (s, later[n]) for n, s in (before.get('sets') or {}).items() if n in later}
     return dict(
         k=after.get('k'),
         num_prompts=after.get('num_prompts'),

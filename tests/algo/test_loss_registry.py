@@ -36,7 +36,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path('loss.py').write_text(LOSS.format(factor=1))
     yield tmp_path
-    policy_losses.own.clear()
     policy_losses.functions.pop('mine', None)
 
 
@@ -76,6 +75,35 @@ def test_a_file_is_known_by_its_folder_and_read_again_by_a_run(folder):
     with pytest.raises(ValueError, match='loss.py:mine'):
         start_run(cfg)
     assert not Path('run').exists()
+
+
+def test_an_edited_file_is_read_again_but_not_by_a_run(folder):
+    "In a notebook: the file itself, a module that it imports, a table that it has read"
+    b = batch()
+    Path('loss.py').write_text(
+        LOSS.format(factor='scale() * int(TABLE)')
+        + """
+from pathlib import Path
+from scales import scale
+TABLE = Path(__file__).with_name('table').read_text()
+"""
+    )
+    Path('scales.py').write_text('def scale():\n    return 1\n')
+    Path('table').write_text('1')
+
+    def value():
+        return float(PolicyLoss(LossConfig('loss.py:mine', tis='off'))(b.old_log_probs, b, 1, 3)[0])
+
+    once = value()
+    Path('table').write_text('2')
+    assert value() == pytest.approx(2 * once)
+    Path('scales.py').write_text('def scale():  # edited\n    return 5\n')
+    assert value() == pytest.approx(10 * once)
+    with policy_losses.hold():
+        assert value() == pytest.approx(10 * once)
+        Path('loss.py').write_text(LOSS.format(factor=3))
+        assert value() == pytest.approx(10 * once)
+    assert value() == pytest.approx(3 * once)
 
 
 def test_its_value_is_that_of_the_formula(folder):

@@ -17,7 +17,6 @@ from compassrl.data.rows import Reading, row_prompt
 from compassrl.data.tasks import verifiers, verify
 from compassrl.data.tokenizer import build_tokenizer
 from compassrl.experience import _reward_by_function
-from compassrl.files import call_own, own_function, time_limit
 from compassrl.judges import own_reward as module
 from compassrl.judges.own_reward import (
     OwnJudge,
@@ -28,6 +27,7 @@ from compassrl.judges.own_reward import (
     own_reward,
 )
 from compassrl.judges.reward_settings import RewardConfig
+from compassrl.own_code import call_own, own_function, time_limit
 from compassrl.records import Prompt, Sample
 from tests.support import ROOT
 
@@ -166,7 +166,7 @@ def test_verify_has_a_clock(monkeypatch):
 def test_prints_and_threads_do_no_harm(tmp_path):
     "A thread that never ends does not keep the process"
     code = """
-from compassrl.files import call_own, own_function
+from compassrl.own_code import call_own, own_function
 text = b'''
 import threading, time
 def loop():

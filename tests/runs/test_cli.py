@@ -215,6 +215,26 @@ THEIRS = {  # TRL, verl, OpenRLHF and slime
     'trainer.test_freq=5': '--eval-every',
     '--n_samples_per_prompt': '--group-size',
     '--rollout-max-response-len': '--rollout.max-tokens',
+    '--algorithm.adv_estimator': '--advantages.estimator',
+    'algorithm.adv_estimator=grpo': '--advantages.estimator',
+    '--actor_rollout_ref.rollout.n': '--group-size',
+    '--data.train_batch_size': '--prompts-per-step',
+    '--algorithm.kl_ctrl.kl_coef': '--loss.kl-coef',
+    '--trainer.total_epochs': '--steps',
+    '--epsilon_high': '--loss.clip-eps-high',
+    '--loss_type': '--loss.name or --loss.aggregation',
+    '--actor_rollout_ref.actor.loss_agg_mode': '--loss.aggregation',
+    '--actor_rollout_ref.rollout.temperature': '--rollout.temperature',
+    '--actor_rollout_ref.rollout.name': '--rollout-engine',
+    '--rollout.tensor_model_parallel_size': '--parallel.tp or --vllm.tensor-parallel',
+    '--num_iterations': '--optim.num-mini-batches',
+    '--lr_scheduler_type': '--optim.final-lr-frac',
+}
+NONE = {  # what has no setting, and why
+    '--critic.optim.lr': 'there is no critic',
+    '--algorithm.use_kl_in_reward': 'a term of the loss, by --loss.kl-coef',
+    'actor_rollout_ref.actor.entropy_coeff=0': 'no bonus for entropy',
+    '--trainer.n_gpus_per_node': 'torchrun --nproc-per-node',
 }
 
 
@@ -224,10 +244,21 @@ def test_the_word_of_another_trainer_is_answered_with_ours(word, ours):
         parse_train(['smoke-cpu', word])
 
 
-def test_each_word_of_another_trainer_leads_to_a_setting():
-    from compassrl.runs.cli import _ours
+@pytest.mark.parametrize('word, why', NONE.items())
+def test_what_no_setting_does_is_said(word, why):
+    with pytest.raises(ValueError, match=why) as e:
+        parse_train(['smoke-cpu', word, '1'])
+    assert 'did you mean' not in str(e.value) and '\n' not in str(e.value)
 
-    assert {*_ours().values()} <= {*map(flag, settings_of(TrainConfig()))}
+
+def test_each_word_of_another_trainer_leads_to_a_setting():
+    from compassrl.runs.cli import _theirs
+
+    ours, none = _theirs()
+    known = {*map(flag, settings_of(TrainConfig()))}
+    assert {f for flags in ours.values() for f in flags} <= known and not {*ours} & {*none}
+    said = {w.rstrip(',;') for why in none.values() for w in why.split() if w.startswith('--')}
+    assert {w for w in said if w not in ('--nproc-per-node', '--nnodes')} <= known
 
 
 def test_the_short_help_names_what_a_user_brings(capsys):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compassrl.files import own_module
+from compassrl.own_code import own_module
 from compassrl.runs.cli import main
 from compassrl.runs.objects import Trained, _place_of
 from tests.runs.test_own_data_and_reward import gsm8k, problem, save_model

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from compassrl.files import own_module
 from compassrl.judges.own_reward import RewardFunction
+from compassrl.own_code import own_module
 from compassrl.runs.taskset import _trace, from_taskset
 from tests.runs.test_own_data_and_reward import problem, save_model
 
