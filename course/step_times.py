@@ -106,7 +106,7 @@ def sync_s(
 
 
 def step_times(
-    e: Estimate,  # of a layout on a kind of GPU
+    e: Estimate,  # one layout on one kind of GPU
     vllm: VllmConfig | None = None,  # None = nothing of the rollout is estimated
     guess: Guess = Guess(),
     rollout: RolloutConfig = RolloutConfig(),  # how its weights and cache are stored
