@@ -25,8 +25,6 @@ from compassrl.runs.judge_model import (
     JUDGE_SHAPE,
     JudgeModelConfig,
     agreement,
-    answer_groups,
-    judge_rewards,
     label_of,
     make_judge_model,
     open_judge,
@@ -35,10 +33,17 @@ from compassrl.runs.judge_model import (
 )
 from compassrl.runs.summary import machine_info
 from compassrl.train.sft import SFTConfig
-from course.reward_model import RewardModel, score_texts, train_reward_model
+from course.reward_model import (
+    RewardModel,
+    answer_groups,
+    judge_rewards,
+    score_texts,
+    train_reward_model,
+)
 
 TOK = build_tokenizer()
-QUICK = dict(num_pairs=16, num_heldout=6, num_groups=2, sft_steps=4, rl_steps=1)
+QUICK = dict(num_pairs=16, num_heldout=6, sft_steps=4, rl_steps=1)
+NUM_GROUPS = 128  # groups of eight answers in which inversions are counted
 
 
 def text_of(prompt, answer):
@@ -126,7 +131,7 @@ def main():
     pairs = shop_pairs(c.num_heldout, 'heldout', c.seed, c.level, c.margin)
     # Nobody is asked about equal answers, and once about equal pairs
     pairs = [q for q in dict.fromkeys(pairs) if q.first != q.second]
-    groups = answer_groups(c.num_groups, level=c.level)
+    groups = answer_groups(2 if a.quick else NUM_GROUPS, level=c.level)
     truth = [true_label(q, c.margin) for q in pairs]
     arms = {}
     for name, weights in dict(sft='run/start', rl='run/model').items():

@@ -1,63 +1,21 @@
 """RL for mixture-of-experts language models. What people import daily stands here, lazily: a name
 imports its module when it is first used, so `import compassrl` alone is quick."""
 
+import ast
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = '0.2.0'
 
-_modules = {  # name -> where it is
-    'AdvantageConfig': 'algo.algo_settings',
-    'Batch': 'records',
-    'DataConfig': 'data.data_settings',
-    'EspoConfig': 'algo.algo_settings',
-    'LossConfig': 'algo.algo_settings',
-    'OptimConfig': 'train.train_settings',
-    'Policy': 'model.policy',
-    'PolicyConfig': 'model.shape',
-    'PolicyLoss': 'algo.losses',
-    'Prompt': 'records',
-    'Request': 'records',
-    'RewardConfig': 'judges.reward_settings',
-    'RolloutConfig': 'rollout.rollout_settings',
-    'RolloutEngine': 'records',
-    'SFTConfig': 'train.train_settings',
-    'Sample': 'records',
-    'SamplingParams': 'records',
-    'SerialJudge': 'judges.serial',
-    'TorchRollout': 'rollout.torch_rollout',
-    'TorchTrain': 'train.torch_train',
-    'TrainConfig': 'config',
-    'TrainEngine': 'records',
-    'Verdict': 'records',
-    'build_tokenizer': 'data.tokenizer',
-    'collate': 'records',
-    'evaluate': 'runs.evaluate',
-    'fit': 'loop',
-    'from_pretrained': 'model.pretrained',
-    'group_advantages': 'algo.advantages',
-    'load_prompts': 'data.loading',
-    'load_tokenizer': 'data.tokenizer',
-    'make_prompts': 'data.prompts',
-    'policy_loss': 'algo.loss_registry',
-    'presets': 'runs.cli',
-    'read_run_config': 'config',
-    'requests_of': 'rollout.requests',
-    'resume_run': 'runs.run',
-    'save_pretrained': 'model.pretrained',
-    'start_run': 'runs.run',
-    'task_family': 'data.tasks',
-    'train_policy': 'runs.objects',
-    'verifier': 'data.tasks',
-    'verify': 'data.tasks',
-}
 _parts = (
     'algo config data experience judges launch loop model plan records rollout runs sandbox '
     'settings train'
 )
 _parts = frozenset(_parts.split())
 
-if TYPE_CHECKING:  # the same for type checkers
+if TYPE_CHECKING:  # the one list: type checkers read it, and `_modules` does
     from .algo.advantages import group_advantages as group_advantages
     from .algo.algo_settings import AdvantageConfig as AdvantageConfig
     from .algo.algo_settings import EspoConfig as EspoConfig
@@ -103,13 +61,21 @@ if TYPE_CHECKING:  # the same for type checkers
     from .train.train_settings import SFTConfig as SFTConfig
 
 
+@cache
+def _modules() -> dict[str, str]:
+    "Name -> where it is"
+    body = ast.parse(Path(__file__).read_text()).body
+    imports: Any = next(n for n in body if isinstance(n, ast.If)).body
+    return {a.name: n.module for n in imports for a in n.names}
+
+
 def __getattr__(name: str) -> Any:
-    if name in _modules:
-        return getattr(import_module(f'{__name__}.{_modules[name]}'), name)
+    if module := _modules().get(name):
+        return getattr(import_module(f'{__name__}.{module}'), name)
     if name in _parts:
         return import_module(f'{__name__}.{name}')
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_modules, *_parts})
+    return sorted({*globals(), *_modules(), *_parts})

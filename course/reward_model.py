@@ -1,18 +1,23 @@
 """A reward model is the trunk of a policy with one more vector, which gives each text a number. It
-is what a generative judge is compared with."""
+is what a generative judge is compared with, by how often either orders a pair wrongly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from compassrl.data.tokenizer import encode
-from compassrl.judges.genrm import bt_loss
+from compassrl.algo.advantages import group_advantages
+from compassrl.data.prompts import make_prompts
+from compassrl.data.tokenizer import build_tokenizer, encode
+from compassrl.data.toys import shop_quality
+from compassrl.judges.genrm import Ask, Question, bt_loss, compare, label_rewards, pair_order
 from compassrl.model.policy import Policy, PolicyConfig
-from compassrl.records import Metrics, derive_seed
+from compassrl.records import Metrics, Prompt, derive_seed
+from compassrl.runs.judge_model import any_answer
 from compassrl.train.sft import SFTConfig, cosine_lr
 from compassrl.train.torch_train import OptimConfig, adamw, clip_and_step
 
@@ -73,3 +78,38 @@ def train_reward_model(
             loss=loss.item(),
             **clip_and_step(model, optimizer, cosine_lr(step, cfg), 1.0),
         )
+
+
+Answers = dict[str, tuple[Prompt, list[str]]]
+
+
+def answer_groups(num: int, size: int = 8, seed: int = 0, level: int = 0) -> Answers:
+    "Held-out questions by id, each with a group of answers"
+    prompts = make_prompts('shop', num, level, seed, 'heldout', build_tokenizer())
+    rng = random.Random(derive_seed('groups', seed))
+    return {p.id: (p, [any_answer(p.text, rng) for _ in range(size)]) for p in prompts}
+
+
+def orders(
+    rewards: Callable[[Prompt, list[str]], Tensor],  # [G] rewards of one group
+    groups: Answers,
+) -> dict[str, float]:  # shares of pairs of a group whose true quality differs; they sum to 1
+    "Right, tied and inverted pairs after group normalisation"
+    value, quality, group = [], [], []
+    for n, (p, answers) in enumerate(groups.values()):
+        value.append(rewards(p, answers).float())
+        quality += [shop_quality(p.text, a) for a in answers]
+        group += [n] * len(answers)
+    group = torch.tensor(group)
+    advantages = group_advantages(torch.cat(value), group)
+    return pair_order(advantages, torch.tensor(quality), group)._asdict()
+
+
+def judge_rewards(ask: Ask) -> Callable[[Prompt, list[str]], Tensor]:
+    "Labels against the reference answer, as rewards; without a label 0.5, as if tied"
+
+    def rewards(prompt: Prompt, answers: list[str]) -> Tensor:
+        done, _ = compare(ask, [Question(prompt.text, a, prompt.answer) for a in answers])
+        return torch.tensor([label_rewards[c.label] if c.label else 0.5 for c in done])
+
+    return rewards

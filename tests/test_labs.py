@@ -27,8 +27,9 @@ from compassrl.config import TrainConfig
 from compassrl.model.layers import softmax_gates
 from compassrl.model.shape import PolicyConfig
 from compassrl.records import Request, Sample, Verdict, collate
-from compassrl.rollout.fp8 import decode_e4m3, dequantise, encode_e4m3, quantise
+from compassrl.rollout.fp8 import dequantise, quantise
 from compassrl.train.routes import routes_agreement
+from course.fp8_codes import decode_e4m3, encode_e4m3
 from course.pages import recompute_loss
 from course.simulator import simulate
 from tests.support import ROOT

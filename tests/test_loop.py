@@ -27,9 +27,10 @@ from compassrl.loop import fit
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Prompt, RolloutEngine, Sample, Verdict
 from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
-from compassrl.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from compassrl.train.checkpoint import load_checkpoint, save_checkpoint
 from compassrl.train.guards import GuardConfig, RunFailed
 from compassrl.train.torch_train import OptimConfig, TorchTrain
+from course.checkpoints import latest_checkpoint
 from tests.support import misbehaving_verifiers as odd_verifiers
 
 torch.set_num_threads(1)

@@ -56,7 +56,7 @@ from compassrl.train.torch_train import TorchTrain
 ARMS = 'bt', 'bt_labels', 'judge', 'oracle_labels', 'oracle'
 JUDGE_SEED = 1000
 PAIRS = JudgeModelConfig(
-    num_pairs=24_000, sft_steps=1500, rl_steps=1, num_heldout=256, num_groups=64, seed=JUDGE_SEED
+    num_pairs=24_000, sft_steps=1500, rl_steps=1, num_heldout=256, seed=JUDGE_SEED
 )
 
 
@@ -287,9 +287,7 @@ def main():
     study, arms, folder = Study(), ARMS, RUNS / 'labels'
     with tempfile.TemporaryDirectory() as tmp:
         if quick:
-            few = JudgeModelConfig(
-                num_pairs=48, sft_steps=3, rl_steps=1, num_heldout=8, num_groups=2
-            )
+            few = JudgeModelConfig(num_pairs=48, sft_steps=3, rl_steps=1, num_heldout=8)
             small = dict(seeds=(0, 1), tuning=(100,), rates=(4e-4,), budget=200, cold_steps=4)
             study = replace(study, **small, num_heldout=2, eval_k=1, judges=few)
             arms, folder = ('bt', 'judge'), Path(tmp)

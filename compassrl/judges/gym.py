@@ -22,6 +22,7 @@ from compassrl.data.tasks import (
     verifier,
     verifiers,
 )
+from compassrl.files import unique_keys
 from compassrl.judges.mathematics import last_statement, readable
 from compassrl.records import Verdict
 
@@ -37,20 +38,13 @@ def _no_constant(name: str) -> None:
     raise ValueError(f'{name} is no JSON')
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # an object's names, each once
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError('an object has one name twice')
-    return found
-
-
 def parse_json(
     text: str,
     **kw: Any,  # passed on to `json.loads`
 ) -> Any:
     "What a JSON text holds. Raises ValueError for anything else"
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once, **kw)
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=unique_keys, **kw)
     except json.JSONDecodeError as e:
         raise ValueError(f'{text[:40]!r} is no JSON ({e})') from None
     except RecursionError:

@@ -11,7 +11,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from compassrl.data.tasks import after_reasoning, judge, verifier
 from compassrl.judges.gym import parse_json, unfenced
@@ -19,28 +19,37 @@ from compassrl.records import Verdict
 
 # %% auto #0
 __all__ = [
-    'checks', 'scripts', 'instruction_check', 'num_words', 'num_sentences', 'num_lines',
-    'num_paragraphs', 'num_bullets', 'num_characters', 'keyword', 'letter', 'contains', 'excludes',
-    'starts_with', 'ends_with', 'first_word', 'last_word', 'all_upper', 'all_lower', 'no_comma',
-    'json_format', 'script', 'read_checks', 'holds', 'instruction_following',
+    'checks', 'scripts', 'Check', 'instruction_check', 'last_word', 'json_format', 'script',
+    'read_checks', 'holds', 'instruction_following',
 ]  # fmt: skip
 
+
 # %% ../../nbs/judges/instructions.ipynb #e2b323a4
+class Check(NamedTuple):
+    "A check, and how an answer asks for it"
+
+    fn: Callable[..., int | bool]  # (text, ...)
+    takes: dict[str, str]  # further arguments -> 'str' or 'list[str]'
+    counts: bool  # is what it returns a number, which is compared?
+
+
 _F = TypeVar('_F', bound=Callable[..., Any])
-checks: dict[str, Callable[..., int | bool]] = {}
+checks: dict[str, Check] = {}
 
 
 def instruction_check(fn: _F) -> _F:
     """Registers a check by its name: `fn(text, ...)` returns bool, or an int that is compared
 
     Its further parameters are annotated `str` or `list[str]`. Raises ValueError otherwise."""
-    kind, takes = inspect.signature(fn).return_annotation, _takes(fn)
+    _, *rest = inspect.signature(fn).parameters.values()
+    takes = {p.name: 'str' if p.annotation is str else str(p.annotation) for p in rest}
+    kind = inspect.signature(fn).return_annotation
     if kind not in ('int', int, 'bool', bool) or not {*takes.values()} <= {*_texts}:
         raise ValueError(
             f'check {fn.__name__}: annotate what it returns with int or bool, and its parameters '
             'after the text with str or list[str]'
         )
-    checks[fn.__name__] = fn
+    checks[fn.__name__] = Check(fn, takes, kind in ('int', int))
     return fn
 
 
@@ -50,91 +59,47 @@ _texts = {  # annotation -> may it be this value?
 }
 
 
-def _takes(fn: Any) -> dict[str, str]:  # argument -> annotation, without the text
-    _, *rest = inspect.signature(fn).parameters.values()
-    said = ((p.name, p.annotation) for p in rest)
-    return {name: 'str' if a is str else str(a) for name, a in said}
-
-
 # %% ../../nbs/judges/instructions.ipynb #0a402aae
-@instruction_check
-def num_words(text: str) -> int:
-    "Runs of letters and digits, with apostrophes and hyphens inside"
-    return len(re.findall(r"\w+(?:['’-]\w+)*", text))
+def _add(counts: bool, **fns: Any) -> None:  # by the names of their arguments
+    for name, fn in fns.items():
+        _, *more = inspect.signature(fn).parameters
+        takes = {k: 'list[str]' if k == 'words' else 'str' for k in more}
+        checks[name] = Check(fn, takes, counts)
 
 
-@instruction_check
-def num_sentences(text: str) -> int:
-    "What ends with . ! or ? before white space or the end; the last needs no such mark"
-    parts = re.split(r'(?<=[.!?])["\')\]]*(?:\s+|$)|[。！？]', text)
-    return sum(bool(re.search(r'\w', part)) for part in parts)
+def _whole(word: str) -> re.Pattern[str]:  # a word or a phrase as a whole, in any case
+    return re.compile(rf'(?<!\w){re.escape(word)}(?!\w)', re.I)
 
 
-@instruction_check
-def num_lines(text: str) -> int:
-    "Lines that are not empty"
-    return sum(bool(line.strip()) for line in text.splitlines())
+def _filled(parts: list[str], with_what: str = r'\S') -> int:
+    return sum(bool(re.search(with_what, part)) for part in parts)
 
 
-@instruction_check
-def num_paragraphs(text: str) -> int:
-    "What empty lines divide"
-    return sum(bool(part.strip()) for part in re.split(r'\n\s*\n', text))
-
-
-@instruction_check
-def num_bullets(text: str) -> int:
-    "Lines that begin with an asterisk or a dash, then a space"
-    return len(re.findall(r'^[ \t]*[*-][ \t]+\S', text, flags=re.M))
-
-
-@instruction_check
-def num_characters(text: str) -> int:
-    "Without white space around the text"
-    return len(text.strip())
-
-
-@instruction_check
-def keyword(text: str, word: str) -> int:
-    "How often a word or a phrase stands there as a whole, in any case"
-    return len(re.findall(rf'(?<!\w){re.escape(word)}(?!\w)', text, flags=re.I))
-
-
-@instruction_check
-def letter(text: str, letter: str) -> int:
-    "How often a letter stands there, in any case"
-    return text.lower().count(letter.lower())
-
+_mark = r'(?<=[.!?])["\')\]]*(?:\s+|$)|[。！？]'  # the last sentence needs none
+_add(
+    counts=True,
+    num_words=lambda text: len(re.findall(r"\w+(?:['’-]\w+)*", text)),
+    num_sentences=lambda text: _filled(re.split(_mark, text), r'\w'),
+    num_lines=lambda text: _filled(text.splitlines()),
+    num_paragraphs=lambda text: _filled(re.split(r'\n\s*\n', text)),
+    num_bullets=lambda text: len(re.findall(r'^[ \t]*[*-][ \t]+\S', text, flags=re.M)),
+    num_characters=lambda text: len(text.strip()),
+    keyword=lambda text, word: len(_whole(word).findall(text)),
+    letter=lambda text, letter: text.lower().count(letter.lower()),
+)
 
 # %% ../../nbs/judges/instructions.ipynb #296a3342
-@instruction_check
-def contains(text: str, words: list[str]) -> bool:
-    "Each of them, as a whole word or phrase, in any case"
-    return all(keyword(text, w) for w in words)
-
-
-@instruction_check
-def excludes(text: str, words: list[str]) -> bool:
-    "None of them, as a whole word or phrase, in any case"
-    return not any(keyword(text, w) for w in words)
-
-
-@instruction_check
-def starts_with(text: str, prefix: str) -> bool:
-    "But for white space, exactly so"
-    return text.strip().startswith(prefix.strip())
-
-
-@instruction_check
-def ends_with(text: str, suffix: str) -> bool:
-    "But for white space, exactly so"
-    return text.strip().endswith(suffix.strip())
-
-
-@instruction_check
-def first_word(text: str, word: str) -> bool:
-    "In any case"
-    return re.match(rf'\W*{re.escape(word)}(?!\w)', text, flags=re.I) is not None
+_add(
+    counts=False,
+    contains=lambda text, words: all(_whole(w).search(text) for w in words),
+    excludes=lambda text, words: not any(_whole(w).search(text) for w in words),
+    starts_with=lambda text, prefix: text.strip().startswith(prefix.strip()),
+    ends_with=lambda text, suffix: text.strip().endswith(suffix.strip()),
+    first_word=lambda text, word: bool(re.match(rf'\W*{re.escape(word)}(?!\w)', text, re.I)),
+    all_upper=str.isupper,
+    all_lower=str.islower,
+    no_comma=lambda text: not re.search('[,，、،]', text),
+)
 
 
 @instruction_check
@@ -151,24 +116,6 @@ def _end_of_words(text: str) -> int:
     "Where its last letter or digit ends"
     last = re.search(r'\w', text[::-1])
     return len(text) - last.start() if last else 0
-
-
-@instruction_check
-def all_upper(text: str) -> bool:
-    "There are letters, and none is a small one"
-    return text.isupper()
-
-
-@instruction_check
-def all_lower(text: str) -> bool:
-    "There are letters, and none is a capital"
-    return text.islower()
-
-
-@instruction_check
-def no_comma(text: str) -> bool:
-    "In any script"
-    return not re.search('[,，、،]', text)
 
 
 @instruction_check
@@ -211,7 +158,7 @@ def _check_bounds(name: str, bounds: dict[str, Any]) -> None:
 
 
 def _check_arguments(name: str, given: dict[str, Any]) -> None:
-    takes, counted = _takes(checks[name]), _counts(name)
+    _, takes, counted = checks[name]
     known = [*takes, *(_bounds if counted else ())]
     if odd := sorted({*given} - {*known}) + sorted({*takes} - {*given}):
         raise ValueError(f'{name}: look at {odd}: it takes {known or "no argument"}')
@@ -222,10 +169,6 @@ def _check_arguments(name: str, given: dict[str, Any]) -> None:
         _check_bounds(name, {k: v for k, v in given.items() if k in _bounds})
     if name == 'script' and given['name'] not in scripts:
         raise ValueError(f'script: name={given["name"]!r}: use one of {sorted(scripts)}')
-
-
-def _counts(name: str) -> bool:
-    return inspect.signature(checks[name]).return_annotation in ('int', int)
 
 
 def read_checks(
@@ -249,8 +192,9 @@ def holds(
 ) -> bool:
     "Does a text do as it was told?"
     given = {k: v for k, v in check.items() if k not in ('check', *_bounds)}
-    found = checks[check['check']](text, **given)
-    if not _counts(check['check']):
+    fn, _, counts = checks[check['check']]
+    found = fn(text, **given)
+    if not counts:
         return bool(found)
     low = check.get('exactly', check.get('at_least', 0))
     return low <= found <= check.get('exactly', check.get('at_most', float('inf')))

@@ -12,9 +12,8 @@ from math import ceil
 from compassrl.config import TrainConfig
 from compassrl.model.hf_config import config_dict, read_config
 from compassrl.plan.layout import Layout, layout
-from compassrl.plan.memory import run_memory, workload
+from compassrl.plan.memory import Estimate, check_fits, estimate, run_memory, workload
 from compassrl.plan.sizing import gpus
-from compassrl.plan.step_time import Estimate, check_fits, estimate
 from compassrl.runs.factory import check_engines, rollout_engines, train_engines
 from compassrl.train.megatron.parallel import ParallelConfig
 

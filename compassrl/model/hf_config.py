@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from compassrl.files import read_object
+from compassrl.files import read_data, read_object
 from compassrl.model.shape import Family, PolicyConfig, Yarn
 from compassrl.settings import checked
 
@@ -44,64 +45,11 @@ class Kind:
     assumed: dict[str, Any] = field(default_factory=dict)
 
 
-_plain = dict(qk_norm='none')
-_all_sparse = dict(decoder_sparse_step=1, mlp_only_layers=())
-_no_bias = dict(attention_bias=False)
-model_types: dict[str, Kind] = dict(
-    qwen3=Kind('Qwen3ForCausalLM', 'qwen3', dense=True, must=_no_bias),
-    qwen3_moe=Kind('Qwen3MoeForCausalLM', 'qwen3', must=_no_bias),
-    qwen2=Kind('Qwen2ForCausalLM', 'qwen2', dense=True, implied=_plain | dict(qkv_bias=True)),
-    qwen2_moe=Kind(
-        'Qwen2MoeForCausalLM',
-        'qwen2',
-        implied=_plain | dict(shared_expert_gate=True),
-        names=dict(shared_expert_intermediate_size='shared_expert_intermediate_size'),
-        assumed=dict(qkv_bias=True),
-    ),
-    mixtral=Kind(
-        'MixtralForCausalLM',
-        'mixtral',
-        implied=_plain | _all_sparse | dict(norm_topk_prob=True),
-        names=dict(num_experts='num_local_experts', moe_intermediate_size='intermediate_size'),
-        must=dict(sliding_window=None, router_jitter_noise=0.0),
-        assumed=dict(rms_norm_eps=1e-5, rope_theta=1e6),
-    ),
-    olmoe=Kind(
-        'OlmoeForCausalLM',
-        'olmoe',
-        implied=_all_sparse | dict(qk_norm='width'),
-        names=dict(moe_intermediate_size='intermediate_size'),
-        must=_no_bias | dict(clip_qkv=None),
-        assumed=dict(rms_norm_eps=1e-5),
-    ),
-    glm4_moe=Kind(
-        'Glm4MoeForCausalLM',
-        'glm4_moe',
-        implied=dict(router_score='sigmoid', decoder_sparse_step=1),
-        names=dict(num_experts='n_routed_experts', qkv_bias='attention_bias'),
-        assumed=dict(partial_rotary_factor=0.5, rms_norm_eps=1e-5, norm_topk_prob=True),
-    ),
-    llama=Kind(
-        'LlamaForCausalLM',
-        'llama',
-        dense=True,
-        implied=_plain,
-        must=_no_bias | dict(mlp_bias=False),
-    ),
-    mistral=Kind(
-        'MistralForCausalLM', 'mistral', dense=True, implied=_plain, must=dict(sliding_window=None)
-    ),
-)
-lacking: dict[str, str] = dict(  # what the policy would have to compute for them
-    deepseek_v2='multi-head latent attention',
-    deepseek_v3='multi-head latent attention',
-    gpt_oss='attention sinks and experts with biases',
-    llama4='attention in chunks and layers without positions',
-    qwen3_next='linear attention',
-)
-everywhere: dict[str, str | float | None] = dict(
-    hidden_act='silu', attention_dropout=0.0, use_sliding_window=False, quantization_config=None
-)
+_table = read_data(str(files('compassrl.model') / 'model_types.yml'))
+model_types: dict[str, Kind] = {name: Kind(**kind) for name, kind in _table['types'].items()}
+lacking: dict[str, str] = _table['lacking']  # what the policy would have to compute for them
+everywhere: dict[str, str | float | None] = _table['everywhere']
+_assumed: dict[str, Any] = _table['assumed']
 
 
 def kind_of(config: PolicyConfig) -> str:
@@ -117,19 +65,6 @@ def architecture(config: PolicyConfig) -> str:
 
 
 # %% ../../nbs/model/hf_config.ipynb #ac1bce0b
-_assumed: dict[str, Any] = dict(  # what a config.json may leave out; sizes must be there
-    norm_topk_prob=False,
-    decoder_sparse_step=1,
-    mlp_only_layers=(),
-    rms_norm_eps=1e-6,
-    rope_theta=10_000.0,
-    partial_rotary_factor=1.0,
-    tie_word_embeddings=False,
-    pad_token_id=0,
-    eos_token_id=(),
-    qkv_bias=False,
-    router_score='softmax',
-)
 _sizes = 'vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size'.split()
 _sizes += 'max_position_embeddings num_experts num_experts_per_tok moe_intermediate_size'.split()
 

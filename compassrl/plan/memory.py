@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,27 @@ from typing import Any
 import torch
 
 from compassrl.config import TrainConfig
-from compassrl.plan.layout import rank_place
-from compassrl.plan.sizing import Workload, num_params, rank_memory, weight_bytes, whole_place
-from compassrl.train.megatron.parallel import ParallelConfig
+from compassrl.model.policy import PolicyConfig
+from compassrl.plan.layout import Layout, rank_place
+from compassrl.plan.sizing import (
+    Gpu,
+    Workload,
+    num_params,
+    rank_memory,
+    reserve,
+    server_memory,
+    weight_bytes,
+    whole_place,
+)
+from compassrl.rollout.rollout_settings import VllmConfig
+from compassrl.rollout.torch_rollout import RolloutConfig
+from compassrl.train.megatron.parallel import ParallelConfig, check_parallel
 
 # %% auto #0
-__all__ = ['workload', 'run_memory', 'memory_needed', 'free_memory', 'check_memory']
+__all__ = [
+    'workload', 'run_memory', 'memory_needed', 'free_memory', 'check_memory', 'Estimate',
+    'estimate', 'fitting', 'check_fits',
+]  # fmt: skip
 
 
 # %% ../../nbs/plan/memory.ipynb #c4a27adb
@@ -207,3 +223,131 @@ def check_memory(cfg: TrainConfig, world_size: int = 1, ranks_here: int = 1) -> 
         _compare(cfg, free_memory(), 'here', _host_memory)
     else:
         _compare(cfg, free_memory(), 'here', lambda c: on_device(c) | _host_memory(c))
+
+
+# %% ../../nbs/plan/memory.ipynb #75e3af6f
+def _bytes(n: float) -> str:
+    return f'{n / 1e9:,.2f} GB' if n >= 1e7 else f'{n / 1e6:,.2f} MB'
+
+
+@dataclass(frozen=True)
+class Estimate:
+    "Memory of a layout on a kind of GPU; nothing was measured"
+
+    layout: Layout
+    gpu: Gpu | None  # None = a CPU: bytes alone
+    workload: Workload
+    stages: list[dict[str, float]]  # bytes by part of a rank, by pipeline stage
+    server: dict[str, float]  # bytes on each GPU of a rollout server; empty = there is none
+
+    @property
+    def fullest(self) -> dict[str, float]:
+        return max(self.stages, key=lambda s: sum(s.values()))
+
+    @property
+    def peak(self) -> float:
+        return sum(self.fullest.values())
+
+    def table(self) -> str:
+        "Memory of the fullest rank and of a server"
+        rows = {f'rank, {k}': _bytes(v) for k, v in self.fullest.items() if v}
+        rows['rank, all'] = _bytes(self.peak)
+        for k, v in self.server.items():
+            what = f'server GPU, {k.replace("_", " ")}'
+            rows[what] = f'{v:,.0f}' if k == 'cached_tokens' else _bytes(v)
+        name = f'{len(self.layout.places)} x {self.gpu.name if self.gpu else "CPU"}'
+        lines = [f'  {k:28} {v:>14}' for k, v in rows.items()]
+        return '\n'.join([f'estimate for {name}, not measured', *lines])
+
+
+def estimate(
+    layout: Layout,
+    workload: Workload = Workload(),
+    gpu: Gpu | None = None,  # None = a CPU: nothing of servers
+    vllm: VllmConfig | None = None,  # None = nothing of the rollout is estimated
+    rollout: RolloutConfig = RolloutConfig(),  # how its weights and cache are stored
+    stages: list[dict[str, float]] | None = None,  # one rank of each stage; None = training alone
+) -> Estimate:
+    "Memory per rank, and of a server"
+    p, c, n = layout.parallel, layout.policy, len(layout.places)
+    firsts = [layout.places[s * n // p.pp] for s in range(p.pp)]
+    stages = stages or [rank_memory(c, p, n, place, workload) for place in firsts]
+    if gpu is None or vllm is None:
+        return Estimate(layout, gpu, workload, stages, {})
+    own = bool(vllm.urls or layout.servers)  # has the rollout GPUs of its own?
+    taken = 0.0 if own else max(sum(s.values()) - s.get('rollout', 0) for s in stages)
+    return Estimate(layout, gpu, workload, stages, server_memory(c, vllm, gpu, taken, rollout))
+
+
+# %% ../../nbs/plan/memory.ipynb #6b922327
+_recompute = ('none', 'moe', 'full')  # from the least to the most
+
+
+def _room(gpu: Gpu) -> float:
+    return gpu.memory_gb * 1e9 - reserve
+
+
+def fitting(
+    policy: PolicyConfig,
+    world_size: int,
+    gpu: Gpu,
+    workload: Workload = Workload(),
+    parallel: ParallelConfig = ParallelConfig(dtype='bfloat16'),  # what is not searched
+    ranks_per_node: int = 8,
+) -> list[ParallelConfig]:  # the least recomputation and cutting first
+    "Layouts that fit on so many GPUs"
+
+    def fits(p: ParallelConfig) -> bool:
+        try:
+            check_parallel(p, policy, world_size, device='cuda')
+        except ValueError:
+            return False
+        first_ranks = [s * world_size // p.pp for s in range(p.pp)]  # one of each stage
+        for rank in first_ranks:
+            at = rank_place(p, policy, world_size, rank, ranks_per_node)
+            if sum(rank_memory(policy, p, world_size, at, workload).values()) > _room(gpu):
+                return False
+        return True
+
+    powers = [2**i for i in range(world_size.bit_length())]
+    within_a_node = [n for n in powers if n <= ranks_per_node]
+    found = []
+    for recompute, tp, pp, ep in product(_recompute, within_a_node, powers, powers):
+        p = replace(parallel, tp=tp, pp=pp, ep=ep, etp=1, vpp=1, recompute=recompute)
+        if fits(p):
+            found.append(p)
+    return sorted(found, key=lambda p: (_recompute.index(p.recompute), p.tp * p.pp, p.ep))
+
+
+def check_fits(
+    e: Estimate,
+    can_cut: bool = True,  # is another layout a way out? the embedded engine has one
+) -> None:
+    "Raises ValueError for a layout that does not fit the GPUs, with one that does"
+    gpu = e.gpu
+    if gpu is None:
+        return
+    if e.peak > _room(gpu):
+        most, use = max(e.fullest, key=lambda k: e.fullest[k]), _way_out(e, gpu, can_cut)
+        raise ValueError(
+            f'a rank needs {e.peak / 1e9:,.0f} GB of the {gpu.memory_gb:,} GB of a {gpu.name}, '
+            f'most for {most} (estimate): use {use}'
+        )
+    need = e.workload.prompt_tokens + e.workload.max_tokens
+    if e.server and e.server['cached_tokens'] < need:
+        raise ValueError(
+            f'a rollout server has room for {e.server["cached_tokens"]:,.0f} tokens, one response '
+            f'may need {need:,} (estimate): use a larger vllm.tensor_parallel, '
+            'rollout.quantization=fp8, or GPUs that do not train'
+        )
+
+
+def _way_out(e: Estimate, gpu: Gpu, can_cut: bool) -> str:
+    found, at = [], e.layout
+    if can_cut:
+        n = len(at.places)
+        found = fitting(at.policy, n, gpu, e.workload, at.parallel, at.ranks_per_node)
+    if not found:
+        return 'a smaller optim.micro_batch_tokens, or more GPUs'
+    f = found[0]
+    return f'parallel.tp={f.tp} pp={f.pp} ep={f.ep} etp={f.etp} recompute={f.recompute}'

@@ -22,7 +22,7 @@ from compassrl.records import (
     as_requests,
     derive_seed,
 )
-from compassrl.rollout.partial import drawn_mask
+from compassrl.rollout.partial import drawn_mask, joined_routes
 
 # %% auto #0
 __all__ = ['Answers', 'Tool', 'Stops', 'joined', 'answered', 'Turns', 'Episodes']
@@ -62,13 +62,8 @@ def joined(
     new: Sample,  # its request's prompt was all of that
 ) -> Sample:  # response to the prompt of `old`
     "A response and what the policy drew next; routes are those of the first pass that knew them"
-    routes, valid = new.routed_experts, new.routes_valid
+    routes, valid = joined_routes(old, new)
     assert old.policy_mask is not None
-    if old.routed_experts is not None and routes is not None:
-        assert old.routes_valid is not None and valid is not None
-        known = len(old.routed_experts)
-        routes = torch.cat((old.routed_experts, routes[known:]))
-        valid = torch.cat((old.routes_valid, valid[known:]))
     said = torch.ones(len(new.response_ids), dtype=torch.bool)
     return replace(
         new,

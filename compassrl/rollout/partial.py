@@ -16,7 +16,7 @@ from torch import Tensor
 from compassrl.records import Request, Sample, SamplingParams, derive_seed
 
 # %% auto #0
-__all__ = ['drawn_mask', 'PartialResponses']
+__all__ = ['drawn_mask', 'joined_routes', 'PartialResponses']
 
 
 # %% ../../nbs/rollout/partial.ipynb #e6336c86
@@ -26,7 +26,7 @@ def drawn_mask(s: Sample) -> Tensor:  # [Tr] bool
     return own if s.policy_mask is None else s.policy_mask
 
 
-def _joined(old: Sample, new: Sample) -> tuple[Tensor | None, Tensor | None]:
+def joined_routes(old: Sample, new: Sample) -> tuple[Tensor | None, Tensor | None]:
     "Routes of the earlier passes, then those that the last one adds, and where they are valid"
     if old.routed_experts is None or new.routed_experts is None:
         return new.routed_experts, new.routes_valid
@@ -93,7 +93,7 @@ class PartialResponses:
             log_probs = torch.cat((old.rollout_log_probs, log_probs))
             drawn_by = torch.cat((old.token_versions, drawn_by))
             own = torch.cat((drawn_mask(old), own))
-            routes, valid = _joined(old, s)
+            routes, valid = joined_routes(old, s)
         read = [*r.prompt_ids, *ids[: len(ids) - len(s.response_ids)]]
         assert s.prompt_ids == read, f'{key}: a part of something else'
         s = self.drawn[key] = replace(

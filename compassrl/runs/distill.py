@@ -20,37 +20,29 @@ from typing import Annotated, Any
 import tyro
 
 from compassrl.config import RolloutEngineName, TrainConfig
-from compassrl.data.chat import ChatTemplate
 from compassrl.data.loading import repeats
-from compassrl.data.prompts import DataConfig, load_data
+from compassrl.data.prompts import DataConfig
 from compassrl.data.tasks import verifiers
-from compassrl.data.tokenizer import byte_tokenizer, response_text
+from compassrl.data.tokenizer import response_text
 from compassrl.files import read_data
 from compassrl.judges.genrm import GenRMConfig
 from compassrl.judges.genrm_judge import make_judge
-from compassrl.judges.own_reward import OwnReward, own_reward
+from compassrl.judges.own_reward import OwnReward
 from compassrl.judges.serial import RewardConfig
 from compassrl.records import Prompt
 from compassrl.rollout.requests import requests_of
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
-from compassrl.runs.eval_sets import defaults_of, is_run, model_first
+from compassrl.runs.eval_sets import data_of, defaults_of, is_run, model_first
 from compassrl.runs.log import Progress, json_text, replace_text, say, write_json
-from compassrl.runs.run_data import (
-    Data,
-    check_prompts,
-    end_ids,
-    judged_by,
-    load_tokenizer_and_chat,
-    resolve,
-)
+from compassrl.runs.run_data import Data, resolve
 from compassrl.runs.teachers import Endpoint, EngineTeacher, Teacher, Told
 from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
 __all__ = [
-    'DistillConfig', 'chosen', 'data_row', 'stats_line', 'asked_of', 'check_settings',
-    'known_samples', 'drawn', 'distill', 'distill_command',
+    'DistillConfig', 'chosen', 'data_row', 'stats_line', 'check_settings', 'known_samples',
+    'drawn', 'distill', 'distill_command',
 ]  # fmt: skip
 
 
@@ -150,30 +142,6 @@ def stats_line(n: dict[str, int]) -> str:
         f'{n["too_short"]}, duplicates {n["duplicates"]} and nearly {n["near_duplicates"]}, kept '
         f'{n["kept"]} for {n["taught"]} of {n["prompts"]} prompts, {each:.1f} each'
     )
-
-
-# %% ../../nbs/runs/distill.ipynb #851758f0
-_chat = '{% for m in messages %}{{ m.content }}\n{% endfor %}'  # for the eyes, never sent
-
-
-def asked_of(
-    cfg: TrainConfig,  # `init_from` is the teacher; '' = it is behind a server
-    kept: Path | None = None,  # folder of a run's reward functions
-) -> Data:
-    "The training prompts. Raises ValueError for what does not fit the teacher"
-    kept = kept if kept and kept.is_dir() else None
-    own = own_reward(cfg.rewards, kept, cfg.data.verifier)
-    if cfg.init_from:
-        tokenizer, chat = load_tokenizer_and_chat(cfg)
-        ends = end_ids(cfg.init_from, cfg.policy, tokenizer)
-    else:
-        tokenizer, chat, ends = byte_tokenizer(), ChatTemplate(_chat, strict=False), ()
-    train, _ = load_data(cfg.data, tokenizer, cfg.seed, chat, bool(own))
-    data = Data(tokenizer, ends, train, [], {}, own)
-    judged_by(data, own)
-    room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings
-    check_prompts(data.train, room, limit, cfg.rewards)
-    return data
 
 
 # %% ../../nbs/runs/distill.ipynb #d93e6bbe
@@ -276,7 +244,7 @@ def distill(
     if out.exists():
         raise ValueError(f'{out} exists: remove it to choose again, or name another by --out')
     cfg = resolve(cfg) if cfg.init_from else cfg
-    data = asked_of(cfg, kept)
+    data = data_of(cfg, kept)
     out.parent.mkdir(parents=True, exist_ok=True)
     teacher = _open(cfg, c, endpoint, out.parent)
     with closing(teacher):

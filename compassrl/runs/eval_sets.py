@@ -18,7 +18,9 @@ import torch
 import tyro
 
 from compassrl.config import RolloutEngineName, TrainConfig, read_run_config
+from compassrl.data.chat import ChatTemplate
 from compassrl.data.prompts import DataConfig, load_data, load_eval_set, reading_of
+from compassrl.data.tokenizer import byte_tokenizer
 from compassrl.data.tools import ToolConfig
 from compassrl.judges.genrm_judge import make_judge
 from compassrl.judges.own_reward import own_reward
@@ -242,29 +244,37 @@ def is_run(folder: Path) -> bool:
 
 
 # %% ../../nbs/runs/eval_sets.ipynb #99e97def
+_chat = '{% for m in messages %}{{ m.content }}\n{% endfor %}'  # for the eyes, never sent
+
+
 def data_of(
-    cfg: TrainConfig,  # `init_from` is the model
-    sources: dict[str, str],  # name -> path; empty = what a run with this config holds out
+    cfg: TrainConfig,  # `init_from` is the model; '' = it is behind a server
     kept: Path | None = None,  # folder of a run's reward functions
+    # sets to ask, name -> path; empty = what a run with this config holds out; None = what it
+    # trains on
+    sources: dict[str, str] | None = None,
 ) -> Data:
-    "What is asked. Raises ValueError for what does not fit the model"
+    "What a finished model is asked. Raises ValueError for what does not fit it"
     kept = kept if kept and kept.is_dir() else None
-    if kept:
-        check_same(kept.parent, cfg, 'rewards.function', 'tools.name')
-    own = own_reward(cfg.rewards, kept, cfg.data.verifier)
-    tokenizer, chat = load_tokenizer_and_chat(cfg)
-    tool = tool_of(cfg, tokenizer, chat, kept)
+    own, trains = own_reward(cfg.rewards, kept, cfg.data.verifier), sources is None
+    tokenizer, chat, ends = byte_tokenizer(), ChatTemplate(_chat, strict=False), ()
+    tool: tuple[Any, ...] = ()
+    if cfg.init_from:
+        tokenizer, chat = load_tokenizer_and_chat(cfg)
+        ends = end_ids(cfg.init_from, cfg.policy, tokenizer)
+    if not trains:
+        tool = (*tool_of(cfg, tokenizer, chat, kept), cfg.rollout.stop)
     room, limit = cfg.rollout.max_tokens, cfg.policy.max_position_embeddings
-    heldout = []
+    train, heldout, named = [], [], {}
+    context, like = (0, 0) if trains else (limit, room), (chat, bool(own))
     if not sources:
-        sources = cfg.data.eval_sets()
-        context = limit, room
-        heldout = load_data(cfg.data, tokenizer, cfg.seed, chat, bool(own), context=context)[1]
-    reading = reading_of(cfg.data, tokenizer, chat, bool(own), (limit, room))
-    skip = cfg.data.on_bad_row
-    named = {n: load_eval_set(n, path, reading, skip) for n, path in sources.items()}
-    ends = end_ids(cfg.init_from, cfg.policy, tokenizer)
-    data = Data(tokenizer, ends, [], heldout, named, own, *tool, cfg.rollout.stop)
+        train, heldout = load_data(cfg.data, tokenizer, cfg.seed, *like, context=context)
+        sources = {} if trains else cfg.data.eval_sets()
+    reading = reading_of(cfg.data, tokenizer, *like, context)
+    for name, path in sources.items():
+        named[name] = load_eval_set(name, path, reading, cfg.data.on_bad_row)
+    asked = (train, []) if trains else ([], heldout)
+    data = Data(tokenizer, ends, *asked, named, own, *tool)
     judged_by(data, own)
     check_prompts(data.prompts, room, limit, cfg.rewards)
     return data
@@ -284,7 +294,9 @@ def evaluate_model(
     cfg, kind = resolve(cfg), rollout_engines[cfg.rollout_engine]
     set_up(cfg.device, cfg.num_threads)
     kind.check(cfg, 1)
-    data = data_of(cfg, sources, kept)
+    if kept and kept.is_dir():
+        check_same(kept.parent, cfg, 'rewards.function', 'tools.name')
+    data = data_of(cfg, kept, sources)
     params = cfg.rollout.params(data.eos_id)
     params = params if temperature is None else replace(params, temperature=temperature)
     out.parent.mkdir(parents=True, exist_ok=True)

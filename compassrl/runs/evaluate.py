@@ -21,10 +21,7 @@ from compassrl.judges.serial import Judge
 from compassrl.records import Prompt, Request, RolloutEngine, Sample, SamplingParams, derive_seed
 
 # %% auto #0
-__all__ = [
-    'pass_at_k', 'wilson', 'mean_stderr', 'EvalSample', 'EvalResult', 'evaluate', 'is_worse',
-    'gain',
-]  # fmt: skip
+__all__ = ['pass_at_k', 'wilson', 'mean_stderr', 'EvalSample', 'EvalResult', 'evaluate', 'is_worse']
 
 
 # %% ../../nbs/runs/evaluate.ipynb #7cc2d7c0
@@ -231,21 +228,3 @@ def is_worse(before: float, after: float, errors: Sequence[float | None]) -> boo
     "By more than twice both standard errors, or is nothing left?"
     known = [e for e in errors if e is not None]
     return after == 0 < before or len(known) == len(errors) and after < before - 2 * sum(known)
-
-
-def gain(
-    before: EvalResult,
-    after: EvalResult,  # the same prompts
-) -> tuple[float, float]:  # gain of avg@k and its standard error, paired by prompt
-    "How much better, and how sure; Raises: ValueError"
-
-    def rates(result: EvalResult) -> dict[str, float]:
-        out: dict[str, list[bool]] = {}
-        for s in result.samples:
-            out.setdefault(s.prompt_id, []).append(s.correct)
-        return {p: statistics.fmean(v) for p, v in out.items()}
-
-    b, a = rates(before), rates(after)
-    if alone := len(set(b) ^ set(a)):
-        raise ValueError(f'{alone} prompts are in one evaluation only: compare the same prompts')
-    return mean_stderr([a[p] - b[p] for p in b])

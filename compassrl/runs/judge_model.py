@@ -9,34 +9,21 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-from torch import Tensor
-
-from compassrl.algo.advantages import group_advantages
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.config import TrainConfig
 from compassrl.data.prompts import DataConfig, make_prompts
 from compassrl.data.tokenizer import build_tokenizer
 from compassrl.data.toys import read_question, shop_points, shop_quality
 from compassrl.files import read_data
-from compassrl.judges.genrm import (
-    Ask,
-    GenRMConfig,
-    Label,
-    Question,
-    compare,
-    label_rewards,
-    pair_order,
-    parse_label,
-)
+from compassrl.judges.genrm import GenRMConfig, Label, Question, compare, parse_label
 from compassrl.judges.genrm_client import JUDGE_PROMPT, LocalGenRM
 from compassrl.model.policy import PolicyConfig
-from compassrl.records import Prompt, derive_seed
+from compassrl.records import derive_seed
 from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.runs.evaluate import wilson
 from compassrl.runs.log import json_text, replace_text, write_json
@@ -47,10 +34,9 @@ from compassrl.train.torch_train import OptimConfig
 
 # %% auto #0
 __all__ = [
-    'TALK', 'JUDGE_TEXT', 'Answers', 'JUDGE_SHAPE', 'any_answer', 'label_of', 'true_label',
-    'shop_pairs', 'reading', 'verdict_text', 'pair_row', 'agreement', 'answer_groups', 'orders',
-    'judge_rewards', 'JudgeModelConfig', 'judge_run', 'open_judge', 'measure_judge',
-    'make_judge_model',
+    'TALK', 'JUDGE_TEXT', 'JUDGE_SHAPE', 'any_answer', 'label_of', 'true_label', 'shop_pairs',
+    'reading', 'verdict_text', 'pair_row', 'agreement', 'JudgeModelConfig', 'judge_run',
+    'open_judge', 'measure_judge', 'make_judge_model',
 ]  # fmt: skip
 
 # %% ../../nbs/runs/judge_model.ipynb #9f34414f
@@ -156,41 +142,6 @@ def _share(hits: list[bool]) -> tuple[float, float, float]:  # and its interval
     return p, *wilson(p, len(hits))
 
 
-Answers = dict[str, tuple[Prompt, list[str]]]
-
-
-def answer_groups(num: int, size: int = 8, seed: int = 0, level: int = 0) -> Answers:
-    "Held-out questions by id, each with a group of answers"
-    prompts = make_prompts('shop', num, level, seed, 'heldout', build_tokenizer())
-    rng = random.Random(derive_seed('groups', seed))
-    return {p.id: (p, [any_answer(p.text, rng) for _ in range(size)]) for p in prompts}
-
-
-def orders(
-    rewards: Callable[[Prompt, list[str]], Tensor],  # [G] rewards of one group
-    groups: Answers,
-) -> dict[str, float]:  # shares of pairs of a group whose true quality differs; they sum to 1
-    "Right, tied and inverted pairs after group normalisation"
-    value, quality, group = [], [], []
-    for n, (p, answers) in enumerate(groups.values()):
-        value.append(rewards(p, answers).float())
-        quality += [shop_quality(p.text, a) for a in answers]
-        group += [n] * len(answers)
-    group = torch.tensor(group)
-    advantages = group_advantages(torch.cat(value), group)
-    return pair_order(advantages, torch.tensor(quality), group)._asdict()
-
-
-def judge_rewards(ask: Ask) -> Callable[[Prompt, list[str]], Tensor]:
-    "Labels against the reference answer, as rewards; without a label 0.5, as if tied"
-
-    def rewards(prompt: Prompt, answers: list[str]) -> Tensor:
-        done, _ = compare(ask, [Question(prompt.text, a, prompt.answer) for a in answers])
-        return torch.tensor([label_rewards[c.label] if c.label else 0.5 for c in done])
-
-    return rewards
-
-
 # %% ../../nbs/runs/judge_model.ipynb #63a1e040
 @dataclass(frozen=True)
 class JudgeModelConfig:
@@ -198,8 +149,6 @@ class JudgeModelConfig:
 
     num_pairs: Annotated[int, at_least(1)] = 36_000  # Pairs of answers to learn from
     num_heldout: Annotated[int, at_least(1)] = 512  # Pairs of answers to measure the judge on
-    # Groups of eight answers in which inversions are counted
-    num_groups: Annotated[int, at_least(1)] = 128
     level: Annotated[int, at_least(0)] = 0  # Difficulty level of the questions
     # Largest difference in quality that counts as a tie
     margin: Annotated[float, at_least(0)] = 0.0
@@ -257,17 +206,16 @@ def open_judge(
 
 
 def measure_judge(
-    ask: LocalGenRM, pairs: Sequence[Question], num_groups: int, margin: float = 0.0, level: int = 0
+    ask: LocalGenRM, pairs: Sequence[Question], margin: float = 0.0
 ) -> dict[str, Any]:
-    "Agreement, tie accuracy and the order of advantages, each share with its interval"
+    "Agreement and tie accuracy, each share with its interval"
     # equal answers are not asked about, equal pairs once
     pairs = [q for q in dict.fromkeys(pairs) if q.first != q.second]
     truth: list[Any] = [true_label(q, margin) for q in pairs]
     done, replies = compare(ask, pairs)
     once = agreement([parse_label(r.text) for r in replies[::2]], truth)
     both = agreement([c.label for c in done], truth)
-    order = orders(judge_rewards(ask), answer_groups(num_groups, level=level))
-    return both | dict(one_order=once, orders=order, num_pairs=len(pairs), num_groups=num_groups)
+    return both | dict(one_order=once, num_pairs=len(pairs))
 
 
 # %% ../../nbs/runs/judge_model.ipynb #915965c6
@@ -296,7 +244,7 @@ def make_judge_model(
     measured = {}
     for name, weights in dict(sft=run / 'start', rl=run / 'model').items():
         ask = open_judge(weights, folder / JUDGE_PROMPT)
-        measured[name] = measure_judge(ask, heldout, c.num_groups, c.margin, c.level)
+        measured[name] = measure_judge(ask, heldout, c.margin)
     for file in (run / 'model').iterdir():
         shutil.copyfile(file, folder / file.name)
     write_json(folder / 'judge.json', measured)  # last: now it is whole

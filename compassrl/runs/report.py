@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compassrl.files import read_data
 from compassrl.runs.curves import curves_png, plot_gantt, read_metrics, spans_of
 from compassrl.runs.evaluate import is_worse
 from compassrl.runs.log import finite_only, read_record
@@ -150,88 +152,49 @@ class Mechanism(NamedTuple):
     idle: str  # why its gauge may be 0, and what gives it work
 
 
-def _sum(rows: Rows, fn: Callable[..., float], *keys: str) -> float:
+def _sum(fn: Callable[..., float], *keys: str) -> Callable[[Rows], float]:
     "Over the steps that have all of these numbers"
-    found = ([r.get(k) for k in keys] for r in rows)
-    return sum(fn(*values) for values in found if None not in values)
+
+    def gauge(rows: Rows) -> float:
+        found = ([r.get(k) for k in keys] for r in rows)
+        return sum(fn(*values) for values in found if None not in values)
+
+    return gauge
 
 
-def _tokens(share: Callable[..., float], *keys: str) -> Callable[[Rows], float]:
+def _tokens(share: Callable[..., float], key: str) -> Callable[[Rows], float]:
     "A share of the tokens that train, as a number of them"
-    whole = 'samples', 'response_tokens_mean'
-    return lambda rows: _sum(rows, lambda n, t, *x: n * t * share(*x), *whole, *keys)
+    return _sum(lambda n, t, x: n * t * share(x), 'samples', 'response_tokens_mean', key)
 
 
-def _groups(share: Callable[..., float], *keys: str) -> Callable[[Rows], float]:
-    whole = 'samples', 'group_size_mean'
-    return lambda rows: _sum(rows, lambda n, g, *x: n / g * max(0.0, share(*x)), *whole, *keys)
+def _silenced(before: str, after: str) -> Callable[[Rows], float]:  # groups, by two shares of them
+    keys = 'samples', 'group_size_mean', f'zero_variance_{before}', f'zero_variance_{after}'
+    return _sum(lambda n, g, a, b: n / g * max(0.0, a - b), *keys)
+
+
+def _if_any(known: str, gauge: Callable[[Rows], float]) -> Callable[[Rows], float]:
+    return lambda rows: gauge(rows) * bool(rows and rows[0].get(known))
 
 
 def _largest(key: str) -> Callable[[Rows], float]:
     return lambda rows: max((x for r in rows if (x := r.get(key))), default=0.0)
 
 
-mechanisms: list[Mechanism] = [
-    Mechanism(
-        'growth of silent groups',
-        _groups(lambda a, b: a - b, 'zero_variance_first_frac', 'zero_variance_raw_frac'),
-        'woke {:,.0f} silent groups by more responses',
-        "zero_variance.sampling is not 'adaptive', or nothing was silent",
-    ),
-    Mechanism(
-        'penalties',
-        lambda rows: _sum(rows, lambda p, n: p * n, 'penalty_mean', 'samples'),
-        'took {:,.2f} rewards away for length and repetition',
-        'no response was too long or repeated itself, or both weights are 0',
-    ),
-    Mechanism(
-        'RL-ZVP',
-        _groups(lambda a, b: a - b, 'zero_variance_frac', 'zero_variance_residual_frac'),
-        'gave {:,.0f} silent groups an advantage by entropy',
-        'no group stayed silent, or zero_variance.zvp_alpha=0',
-    ),
-    Mechanism(
-        'clip of the loss',
-        _tokens(lambda x: x, 'clip_frac'),
-        'kept {:,.0f} tokens from moving too far',
-        'no ratio left its range; all are 1 with one update a step on fresh samples',
-    ),
-    Mechanism(
-        'router replay',
-        _tokens(lambda x: 1 - x, 'tokens_agree_frac'),
-        'repaired the experts of {:,.0f} tokens',
-        'both engines chose the same experts, or nothing is replayed',
-    ),
-    Mechanism(
-        'truncated importance sampling',
-        _tokens(lambda x: x, 'tis_clip_frac'),
-        'cut the weight of {:,.0f} tokens',
-        "no token was above loss.tis_cap, or loss.tis='off'",
-    ),
-    Mechanism(
-        'sampling in fewer bits',
-        lambda rows: _largest('rollout_train_gap')(rows) * bool(rows and rows[0].get('few_bits')),
-        'left a gap of {:.4f} nats between the engines, with what age adds to it',
-        "the sampler computes as the trainer: rollout.dtype='bfloat16' or quantization='fp8'",
-    ),
-    Mechanism(
-        'sampling ahead',
-        _largest('staleness_max'),
-        'drew samples by weights up to {:.0f} updates old, while the trainer worked',
-        'schedule.max_staleness=0: sampler and trainer wait for each other',
-    ),
-    Mechanism(
-        'reward workers',
-        lambda rows: (
-            _sum(rows, lambda s: s, 'time_reward_busy_s') * bool(rows and rows[0].get('workers'))
-        ),
-        'judged for {:,.2f} s in processes of their own',
-        'rewards.workers=0: verdicts are made in the process of the trainer',
-    ),
-]
+_gauges: dict[str, Callable[[Rows], float]] = {
+    'growth of silent groups': _silenced('first_frac', 'raw_frac'),
+    'penalties': _sum(lambda p, n: p * n, 'penalty_mean', 'samples'),
+    'RL-ZVP': _silenced('frac', 'residual_frac'),
+    'clip of the loss': _tokens(lambda x: x, 'clip_frac'),
+    'router replay': _tokens(lambda x: 1 - x, 'tokens_agree_frac'),
+    'truncated importance sampling': _tokens(lambda x: x, 'tis_clip_frac'),
+    'sampling in fewer bits': _if_any('few_bits', _largest('rollout_train_gap')),
+    'sampling ahead': _largest('staleness_max'),
+    'reward workers': _if_any('workers', _sum(lambda s: s, 'time_reward_busy_s')),
+}
+_texts = read_data(str(files('compassrl.runs') / 'mechanisms.yml'))
+mechanisms: list[Mechanism] = [Mechanism(n, _gauges[n], **said) for n, said in _texts.items()]
 
 
-# %% ../../nbs/runs/report.ipynb #4147d602
 def what_each_did(
     rows: Rows,  # metrics of a run
     config: dict[str, Any],  # its settings, with dotted keys

@@ -278,14 +278,11 @@ def too_long(
 ) -> list[str]:
     "The flag that makes room for the longest prompt, if it needs any"
     longest = max(found.too_long, default=0) + room
-    return (
-        []
-        if longest <= limit
-        else [
-            f'The longest prompt and rollout.max_tokens={room} also need a longer context: '
-            f'--policy.max-position-embeddings {longest}'
-        ]
+    text = (
+        f'The longest prompt and rollout.max_tokens={room} also need a longer context: '
+        f'--policy.max-position-embeddings {longest}'
     )
+    return [text] if longest > limit else []
 
 
 def no_solutions(
@@ -294,15 +291,12 @@ def no_solutions(
     model: str,  # folder of a checkpoint; '' = a new policy
 ) -> list[str]:
     "The flags that help a cold start without any solution"
-    return (
-        []
-        if found.num_solutions or not found.num_rows
-        else [
-            f'No row of {path} has a solution, which the cold start needs: '
-            '--cold-start.steps 0, or a column by --data.columns solution NAME'
-            + ('' if model else ', or a model to start from, --init-from FOLDER')
-        ]
+    text = (
+        f'No row of {path} has a solution, which the cold start needs: '
+        '--cold-start.steps 0, or a column by --data.columns solution NAME'
     )
+    text += '' if model else ', or a model to start from, --init-from FOLDER'
+    return [text] if found.num_rows and not found.num_solutions else []
 
 
 # %% ../../nbs/runs/run_data.ipynb #d5866620

@@ -18,13 +18,13 @@ from compassrl.config import TrainConfig, config_from_dict, flat
 from compassrl.files import from_yaml, read_data
 from compassrl.model.merge import MergeConfig
 from compassrl.runs.judge_model import JudgeModelConfig
-from compassrl.runs.presets import presets
+from compassrl.runs.presets import changed, presets
 
 # %% auto #0
 __all__ = [
-    'Settings', 'Stage', 'Pipeline', 'references', 'check_complete', 'changed', 'placed',
-    'stage_folders', 'train_config', 'evaluation_config', 'merge_config', 'judge_config',
-    'pipeline_dict', 'pipeline_from_dict', 'read_pipeline', 'with_setting', 'pipeline_presets',
+    'Settings', 'Stage', 'Pipeline', 'references', 'check_complete', 'placed', 'stage_folders',
+    'train_config', 'evaluation_config', 'merge_config', 'judge_config', 'pipeline_dict',
+    'pipeline_from_dict', 'read_pipeline', 'with_setting', 'pipeline_presets',
 ]  # fmt: skip
 
 # %% ../../nbs/runs/stages.ipynb #206c6cd1
@@ -98,19 +98,6 @@ def check_complete(p: Pipeline) -> None:
                 raise ValueError(
                     f'{where}.{key} is missing: give {value[1:-1]} by --set {where}.{key}=...'
                 )
-
-
-def changed(
-    base: Settings,
-    *more: Settings,  # changes, applied one after another
-) -> Settings:
-    "Nested settings with changes; both stay as they were"
-    out = dict(base)
-    for change in more:
-        for k, v in change.items():
-            inner = isinstance(v, dict) and isinstance(out.get(k), dict)
-            out[k] = changed(out[k], v) if inner else v
-    return out
 
 
 def placed(

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'FORMAT', 'encode_state', 'decode_state', 'save_checkpoint', 'load_checkpoint',
-    'latest_checkpoint', 'check_shapes', 'Saver', 'WholeState', 'ShardedState',
+    'FORMAT', 'encode_state', 'decode_state', 'save_checkpoint', 'load_checkpoint', 'check_shapes',
+    'Saver', 'WholeState', 'ShardedState',
 ]  # fmt: skip
 
 # %% ../../nbs/train/checkpoint.ipynb #b73c0402
@@ -234,19 +234,6 @@ def load_checkpoint(
         if not isinstance(state, dict):
             raise TypeError(f'the state is a {type(state).__name__}')
         return body['step'], state
-
-
-# %% ../../nbs/train/checkpoint.ipynb #5f856d48
-def latest_checkpoint(
-    root: str | Path,  # folder of a run's checkpoints
-    required: bool = False,  # raise CheckpointError instead of returning None?
-) -> Path | None:  # the newest checkpoint that is whole
-    "Where to resume; a torn one is named in a printed line, and the one before is tried"
-    root = Path(root)
-    path = first_usable(root, _verify)[0]
-    if path is None and required:
-        raise none_usable(root)
-    return path
 
 
 # %% ../../nbs/train/checkpoint.ipynb #cd84755d

@@ -14,6 +14,7 @@ from compassrl.runs import factory
 from compassrl.runs.presets import one_gpu, smoke_cpu
 from compassrl.runs.run_data import resolve
 from compassrl.train.megatron.parallel import ParallelConfig
+from course.step_times import step_times
 from tests.support.families import FAMILIES, original
 from tests.support.faults import noticed, planted
 
@@ -115,7 +116,9 @@ def test_plan():
     p = plan_run(BIG, 6, 8, 'H200')
     assert len(p.layout.places) == 32 and p.layout.num_nodes == 6
     assert [s.node for s in p.layout.servers] == [4, 4, 5]
-    assert set(p.estimate.times) == {'rollout_s', 'sync_s', 'log_probs_s', 'update_s'}
+    assert p.estimate.server['cached_tokens'] > 1e5
+    times = step_times(p.estimate, BIG.vllm, rollout=BIG.rollout)
+    assert set(times) == {'rollout_s', 'sync_s', 'log_probs_s', 'update_s'}
     assert workload(BIG).responses == 1024
     assert workload(BIG).response_tokens == 1536
     assert workload(BIG, 1.0).response_tokens == 3072
@@ -131,7 +134,7 @@ def test_plan():
     small = plan_run(replace(pool, policy=replace(TWO.policy, head_dim=32)))
     assert len(small.layout.places) == len(small.layout.servers) == 2
     assert small.layout.num_nodes == 1
-    assert small.estimate.times == {} and 'CPU' in small.estimate.table()
+    assert small.estimate.server == {} and 'CPU' in small.estimate.table()
     with pytest.raises(ValueError, match='nowhere'):
         plan_run(replace(TWO, init_from='nowhere'))
 

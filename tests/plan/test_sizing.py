@@ -10,8 +10,9 @@ import torch
 
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.model.pretrained import hf_shapes, hf_weights
-from compassrl.plan import sizing, step_time
+from compassrl.plan import sizing
 from compassrl.plan.layout import Place, layout
+from compassrl.plan.memory import check_fits, estimate, fitting
 from compassrl.plan.sizing import (
     Workload,
     gpus,
@@ -23,7 +24,6 @@ from compassrl.plan.sizing import (
     server_memory,
     weight_bytes,
 )
-from compassrl.plan.step_time import Guess, check_fits, decode_s, estimate, fitting, token_flops
 from compassrl.records import Batch
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
@@ -31,7 +31,9 @@ from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.passes import inner_optimizers
 from compassrl.train.torch_train import OptimConfig, accumulate_grads
+from course import step_times
 from course.ranks import run_ranks
+from course.step_times import Guess, decode_s, times_table, token_flops
 from tests.support.faults import noticed, planted
 
 # Qwen3-30B-A3B and Qwen3-235B-A22B
@@ -545,7 +547,7 @@ TIMES = [experts_met, decoding, rollouts, training, syncing]
 
 @pytest.mark.parametrize('law', TIMES)
 def test_times(law):
-    law(step_time)
+    law(step_times)
 
 
 @pytest.mark.parametrize(
@@ -563,7 +565,7 @@ def test_times(law):
     ],
 )
 def test_wrong_times_are_noticed(old, new):
-    assert noticed(TIMES, planted(step_time, old, new))
+    assert noticed(TIMES, planted(step_times, old, new))
 
 
 # ---- all of it
@@ -628,7 +630,8 @@ def test_a_rollout_beside_training_has_less_room():
 
 
 def test_table_says_estimate():
-    text = estimate(layout(ParallelConfig(pp=2), SMALL, 2, 8, VLLM), WORK, H100, VLLM).table()
+    e = estimate(layout(ParallelConfig(pp=2), SMALL, 2, 8, VLLM), WORK, H100, VLLM)
+    text = f'{e.table()}\n{times_table(step_times.step_times(e, VLLM))}'
     assert text.startswith('estimate for 2 x H100, not measured')
     for word in (
         'weights',
@@ -641,7 +644,7 @@ def test_table_says_estimate():
     ):
         assert word in text
     cpu = estimate(layout(ParallelConfig(), SMALL, 1), WORK).table()
-    assert 'CPU' in cpu and 'update' not in cpu
+    assert 'CPU' in cpu and 'cached' not in cpu
 
 
 @pytest.mark.parametrize(

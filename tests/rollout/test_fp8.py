@@ -19,10 +19,8 @@ from compassrl.records import Request, SamplingParams, collate, derive_seed
 from compassrl.rollout import fp8
 from compassrl.rollout.fp8 import (
     Fp8Rollout,
-    decode_e4m3,
     dequantise,
     e4m3,
-    encode_e4m3,
     fp8_weights,
     quantise,
     row_block,
@@ -32,6 +30,8 @@ from compassrl.rollout.fp8 import (
 )
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.train.torch_train import OptimConfig, TorchTrain
+from course import fp8_codes
+from course.fp8_codes import decode_e4m3, encode_e4m3
 from tests.support.faults import noticed, planted
 from tests.support.loss_laws import random
 
@@ -130,7 +130,7 @@ RULER = [law_codes, law_million, law_bfloat16]
 
 @pytest.mark.parametrize('law', RULER)
 def test_ruler(law):
-    law(fp8)
+    law(fp8_codes)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_ruler(law):
     ],
 )
 def test_planted_in_the_ruler(old, new):
-    assert noticed(RULER, planted(fp8, old, new))
+    assert noticed(RULER, planted(fp8_codes, old, new))
 
 
 # ---- blocks

@@ -15,7 +15,7 @@ pytest.importorskip('vllm')
 pytest.importorskip('megatron.core')
 
 from compassrl.model.pretrained import from_pretrained  # noqa: E402
-from compassrl.train.megatron.dist_checkpoint import latest_sharded  # noqa: E402
+from course.checkpoints import latest_sharded  # noqa: E402
 from tests.support.labs import expect_the_logged_losses  # noqa: E402
 
 STEPS = 7

@@ -17,7 +17,8 @@ from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import EOS_ID, PAD_ID, build_tokenizer, encode
 from compassrl.records import RolloutEngine, Sample, SamplingParams, Verdict
 from compassrl.runs.eval_sets import domain_lines, eval_json, interval
-from compassrl.runs.evaluate import EvalResult, evaluate, gain, mean_stderr, pass_at_k
+from compassrl.runs.evaluate import EvalResult, evaluate, mean_stderr, pass_at_k
+from course.evaluation import gain
 
 tok = build_tokenizer()
 params = SamplingParams(max_tokens=32, stop_ids=(EOS_ID,))

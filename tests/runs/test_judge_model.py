@@ -11,7 +11,7 @@ from compassrl.judges.genrm_client import LocalGenRM
 from compassrl.model.pretrained import read_shards
 from compassrl.runs.judge_model import JudgeModelConfig, make_judge_model, open_judge
 
-SMALL = JudgeModelConfig(num_pairs=48, num_heldout=8, num_groups=2, sft_steps=3, rl_steps=1)
+SMALL = JudgeModelConfig(num_pairs=48, num_heldout=8, sft_steps=3, rl_steps=1)
 
 
 @pytest.fixture(scope='module')

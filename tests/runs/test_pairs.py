@@ -10,16 +10,14 @@ from compassrl.data.prompts import split_of
 from compassrl.judges.genrm import Question, Reply, parse_label
 from compassrl.runs.judge_model import (
     agreement,
-    answer_groups,
     any_answer,
-    judge_rewards,
-    orders,
     pair_row,
     shop_pairs,
     true_label,
     verdict_text,
     wilson,
 )
+from course.reward_model import answer_groups, judge_rewards, orders
 from tests.data.test_toys import by_words
 
 TEXT = 'red M cap to 5: A tan M 8, B red S 4, C red M 5?'

@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 
 from compassrl.runs.curves import column, plot_curves, read_metrics, running_mean, step_seconds
 from compassrl.runs.eval_sets import eval_lines
-from compassrl.runs.evaluate import EvalResult, EvalSample, gain, mean_stderr
+from compassrl.runs.evaluate import EvalResult, EvalSample, mean_stderr
 from compassrl.runs.report import _code, markdown_table, report_markdown, write_report
 from compassrl.runs.summary import (
     hard_prompts,
@@ -25,6 +25,7 @@ from compassrl.runs.summary import (
     read_curves,
     run_summary,
 )
+from course.evaluation import gain
 
 # ---- a made-up run, with evaluations that are real EvalResults
 

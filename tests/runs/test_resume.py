@@ -17,7 +17,7 @@ import pytest
 from compassrl.runs import resume
 from compassrl.runs.cli import main
 from compassrl.runs.log import Log
-from compassrl.train.checkpoint import latest_checkpoint
+from course.checkpoints import latest_checkpoint
 from tests.support import chaos
 from tests.support import fork_server as forked
 from tests.support.file_events import Killer, Refusing

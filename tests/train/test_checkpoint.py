@@ -26,7 +26,6 @@ from compassrl.train.checkpoint import (
     check_shapes,
     decode_state,
     encode_state,
-    latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
@@ -37,6 +36,7 @@ from compassrl.train.checkpoint_files import (
     found_checkpoints,
     makes_sense,
 )
+from course.checkpoints import latest_checkpoint
 from tests.support.file_events import Killer
 
 torch.set_num_threads(1)

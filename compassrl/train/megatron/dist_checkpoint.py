@@ -35,10 +35,8 @@ from compassrl.train.checkpoint_files import (
     TornCheckpoint,
     discard,
     file_entry,
-    first_usable,
     found_checkpoints,
     later_ones,
-    none_usable,
     publish,
     remove_leftovers,
     seal,
@@ -62,7 +60,7 @@ from compassrl.train.megatron.shards import (
 )
 
 # %% auto #0
-__all__ = ['latest_sharded', 'Save', 'save_sharded', 'finish_save', 'load_sharded']
+__all__ = ['Save', 'save_sharded', 'finish_save', 'load_sharded']
 
 # %% ../../../nbs/train/megatron/dist_checkpoint.ipynb #7cd0a502
 _metadata = dict(
@@ -112,18 +110,6 @@ def _seal_folder(
             raise CheckpointError(f'{p}: {found:,} bytes on the disk, {size:,} were written')
     write_file(tmp / 'manifest.json', seal(body | dict(files=files))[1])
     sync_path(tmp)
-
-
-# %% ../../../nbs/train/megatron/dist_checkpoint.ipynb #cd7f9a6a
-def latest_sharded(
-    root: str | Path,
-    required: bool = False,  # raise CheckpointError instead of returning None?
-) -> Path | None:  # the newest checkpoint that is whole
-    "Where to resume; a torn one is named in a printed line, and the one before is tried"
-    path = first_usable(Path(root), verify_sharded)[0]
-    if path is None and required:
-        raise none_usable(Path(root))
-    return path
 
 
 # %% ../../../nbs/train/megatron/dist_checkpoint.ipynb #2d1a8fa5

@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 import compassrl.train.megatron.shards as shards
 from compassrl.train.checkpoint import ShardedState
 from compassrl.train.checkpoint_files import CheckpointError, TornCheckpoint, first_usable
-from compassrl.train.megatron.dist_checkpoint import latest_sharded, load_sharded, save_sharded
+from compassrl.train.megatron.dist_checkpoint import load_sharded, save_sharded
 from compassrl.train.megatron.leader import Leader, RankMonitor, serve_leader
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.shards import verify_sharded
+from course.checkpoints import latest_sharded
 from tests.support import chaos
 from tests.support.damage import FLIPS, OF_A_FILE, OF_A_FOLDER, SENSELESS, flips, renewed, reseal
 from tests.support.ranks import run_ranks

@@ -17,18 +17,14 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from compassrl.model.pretrained import hf_weights as policy_weights
 from compassrl.records import Batch
 from compassrl.train.checkpoint_files import CheckpointError
-from compassrl.train.megatron.dist_checkpoint import (
-    finish_save,
-    latest_sharded,
-    load_sharded,
-    save_sharded,
-)
+from compassrl.train.megatron.dist_checkpoint import finish_save, load_sharded, save_sharded
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.leader import Leader, RankMonitor, serve_leader
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.passes import inner_optimizers
 from compassrl.train.megatron.shards import keep_garbage_in_forks, sharded_manifest
 from compassrl.train.torch_train import OptimConfig
+from course.checkpoints import latest_sharded
 from tests.support.ranks import MIXED, RankError, lively, name, run_ranks
 
 SMALL = replace(

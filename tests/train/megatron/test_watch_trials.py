@@ -22,16 +22,12 @@ import torch.distributed as dist
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.train.megatron.dist_checkpoint import (
-    finish_save,
-    latest_sharded,
-    load_sharded,
-    save_sharded,
-)
+from compassrl.train.megatron.dist_checkpoint import finish_save, load_sharded, save_sharded
 from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.leader import LIMIT_VARIABLE, Leader, RankMonitor, serve_leader
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.sft import SFTConfig
+from course.checkpoints import latest_sharded
 from tests.launch.test_machines import TWO
 from tests.support import chaos
 from tests.support.ranks import lively
