@@ -143,7 +143,8 @@ _letter = (  # `A` and `I` are words, too, and small letters are variables
 )
 _lead = re.compile(
     r'(?i:\W|(?:it|this|that|s|is|be|must|should|would|the|option|choice|letter|answer|correct'
-    r'|so|then|thus|hence|therefore|\w{1,12}ly|text\w{0,2}|mathrm|mathbf|选项|選項|应该是|應該是|是|为|為)\b){0,80}+'
+    r'|so|then|thus|hence|therefore|\w{1,12}ly|text\w{0,2}|mathrm|mathbf'
+    r'|选项|選項|应该是|應該是|是|为|為)\b){0,80}+'
 )
 _named = re.compile(
     rf'{_letter}(?:[\s).]{{0,4}}(?:[,/&]|\bor\b|\band\b)\s{{0,3}}(?:option\s)?{_letter})?[).:]*'
