@@ -216,7 +216,7 @@ def expect(
 
 def brief(
     value: Any,  # a number, a tensor, a record, or a list, tuple or dict of such
-    digits: int = 3,  # that matter
+    digits: int = 3,  # number of digits that matter
 ) -> Any:
     "The same to be read: numbers with few digits, tensors as lists, no zero with a sign"
     if hasattr(value, 'tolist'):

@@ -73,7 +73,7 @@ def _says(figure):  # titles and axes
 
 
 def _fit(figure):  # a title that is wider than its figure is drawn smaller
-    figure.set_dpi(80)  # as it is saved
+    figure.set_dpi(80)  # pictures are saved so
     for _ in range(4):  # the axes move when a title shrinks
         figure.canvas.draw()
         fits = True

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from tests.support import ROOT
-from tools.prose import Fault, comments, counts, english, faults, of_code, settings
+from tools.prose import Fault, comments, counts, english, faults, of_code, of_text, settings
 
 LEFT = yaml.safe_load((ROOT / 'tests/prose.yml').read_text()) or {}
 
@@ -90,3 +90,10 @@ def test_plain_english_is_no_fault(text):
 def test_faults_are_counted_by_rule_and_room():
     some = [Fault('algo', 'a', 'english', ''), Fault('algo', 'b', 'english', '')]
     assert counts(some) == {'english': {'algo': 2}}
+
+
+def test_the_text_of_a_notebook_is_read_sentence_by_sentence():
+    text = 'Who asks? A model. It holds here, too.\n```\nx, too.\n```\n- Who asks, waits.'
+    assert [f.text.partition('  ->')[0] for f in of_text('algo', 'a', text)] == [
+        'It holds here, too.'
+    ]

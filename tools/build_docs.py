@@ -210,6 +210,8 @@ def prepare(nb, here, folder, names, pages):
             if not c.source or 'hide' in opts or opts.get('include') == 'false':
                 continue
             tags = {tag for key, tag in TAGS.items() if opts.get(key[0]) == key[1]}
+            if tags >= (both := {'hide-input', 'hide-output'}):
+                tags = tags - both | {'hide-cell'}  # one fold, not two of one name
             prompt = opts.get('code-summary', '').strip('"\'') or 'Show the code'
             if all(
                 re.match(r'(import|from) |sys\.path|\s|$|\)', line)

@@ -2,9 +2,9 @@
 
     python tools/prose.py [ROOM ...]     # prints each fault of these rooms, then all counts
 
-It reads comments, docstrings and messages (code of notebooks, tests, tools, course, benchmarks),
-the YAML files in nbs/, README and CONTRIBUTING. Comment lines that follow one another are one
-comment.
+It reads the text of notebooks; comments, docstrings and messages (code of notebooks, tests, tools,
+course, benchmarks); the YAML files in nbs/, README and CONTRIBUTING. Comment lines that follow one
+another are one comment.
 """
 
 import ast
@@ -99,6 +99,13 @@ def of_code(room: str, where: str, code: str, texts: bool = True) -> Iterator[Fa
             yield Fault(room, f'{where}:{line}', 'english', f'{text.strip()[:200]}  -> {fix}')
 
 
+def of_text(room: str, where: str, text: str) -> Iterator[Fault]:
+    "Faults of the prose of a notebook, sentence by sentence; examples of code are left out"
+    for sentence in re.split(r'\n|(?<=[.!?]) +', re.sub(r'```.*?```', '', text, flags=re.S)):
+        if fix := english(sentence):
+            yield Fault(room, where, 'english', f'{sentence.strip()[:200]}  -> {fix}')
+
+
 def faults(root: Path = ROOT) -> Iterator[Fault]:
     "Every fault of the repository"
     for path in sorted((root / 'nbs').rglob('*.ipynb')):
@@ -107,8 +114,10 @@ def faults(root: Path = ROOT) -> Iterator[Fault]:
         name = path.relative_to(root / 'nbs')
         room = name.parts[0] if len(name.parts) > 1 else 'root'
         for cell in json.loads(path.read_text())['cells']:
+            where, code = f'nbs/{name} {cell["id"]}', ''.join(cell['source'])
+            if cell['cell_type'] == 'markdown':
+                yield from of_text(room, where, code)
             if cell['cell_type'] == 'code':
-                where, code = f'nbs/{name} {cell["id"]}', ''.join(cell['source'])
                 yield from of_code(room, where, code)
                 if '@dataclass' in code and 'Config' in code and '#| export' in code:
                     for _, text in settings(code):
