@@ -167,7 +167,7 @@ def _note(name: str | bytes | os.PathLike[Any], writes: bool) -> None:
     if writes:
         _written.add(path)
     elif path not in _reads and len(_reads) < most_reads and _is_source(path):
-        _reads[path] = ''  # its hash is read by way of the hook, too
+        _reads[path] = ''  # its hash is also read by way of the hook
         _reads[path] = _sha_of(path)
 
 
