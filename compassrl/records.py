@@ -40,6 +40,8 @@ class Prompt:
     messages: list[dict[str, Any]] | None = None  # the chat behind `text`; None: plain text
     columns: dict[str, Any] = field(default_factory=dict)  # the row it came from, for own rewards
     more_solutions: tuple[str, ...] = ()  # others that are as right
+    # an answer that nobody worked out, for the cold start; '' = that of `solution`
+    guess: str = ''
     # what the chat template got besides messages: tools, chat_template_kwargs
     chat_options: dict[str, Any] = field(default_factory=dict)
 

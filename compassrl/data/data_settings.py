@@ -26,6 +26,7 @@ task_families: Registry = Registry(
     calculation='compassrl.data.tools',
     **dict.fromkeys(('instructions', 'tools', 'programs'), 'compassrl.data.toys'),
     shop='compassrl.data.toys',
+    countdown_search='compassrl.data.toys',
 )
 
 verifiers: Registry = Registry(

@@ -57,7 +57,8 @@ def _problems(domain: str, level: int, seed: int, num: int) -> Iterator[Problem]
 
 def _prompt(domain: str, p: Problem, tokenizer: Tokenizer) -> Prompt:
     ids = prompt_ids(tokenizer, p.text)
-    return Prompt(prompt_id(domain, p.text), domain, p.text, ids, p.answer, p.verifier, p.solution)
+    row = domain, p.text, ids, p.answer, p.verifier, p.solution
+    return Prompt(prompt_id(domain, p.text), *row, guess=p.guess)
 
 
 def levels_of(

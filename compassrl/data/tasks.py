@@ -39,6 +39,7 @@ class Problem(NamedTuple):
     answer: str  # what the verifier compares with
     solution: str  # a correct response; `<eos>` follows
     verifier: str  # name in `verifiers`
+    guess: str = ''  # an answer that nobody worked out; '' = that of the solution
 
 
 class Choices:

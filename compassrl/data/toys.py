@@ -15,8 +15,9 @@ from compassrl.data.tasks import Choices, Problem, task_family
 
 # %% auto #0
 __all__ = [
-    'words', 'COLOURS', 'SIZES', 'KINDS', 'BRIEF', 'instructions', 'tools', 'programs', 'Item',
-    'shop', 'good_answer', 'read_question', 'shop_points', 'shop_quality',
+    'words', 'COLOURS', 'SIZES', 'KINDS', 'BRIEF', 'instructions', 'tools', 'programs',
+    'countdown_search', 'Item', 'shop', 'good_answer', 'read_question', 'shop_points',
+    'shop_quality',
 ]  # fmt: skip
 
 # %% ../../nbs/data/toys.ipynb #3a78292d
@@ -132,6 +133,48 @@ def programs(
         values = [v + n if op == 0 else v - n if op == 1 else v * n for v in values]
     test = 'assert ' + ' and '.join(f'f({x})=={v}' for x, v in zip([0, 1, 10], values))
     return Problem(text + ':', json.dumps([test]), f'def f(x): return {expr}', 'code')
+
+
+# %% ../../nbs/data/toys.ipynb #c0d0a1b3
+def _value(a: int, b: int, sign: str) -> tuple[str, int]:  # how it is written, and what it is
+    big, small = max(a, b), min(a, b)
+    value = big + small if sign == '+' else big - small if sign == '-' else big * small
+    return f'{big}{sign}{small}', value
+
+
+def _way(
+    numbers: list[int],  # three, largest first
+    n: int,  # one of 27: a pair, its sign, and the sign of the number that is left
+) -> tuple[str, int, str]:  # its line of the search, its value, its expression
+    "The line is '' where the pair makes more than 99: the search leaves it out"
+    rest = numbers[2 - n // 9]
+    x, y = (numbers[i] for i in range(3) if i != 2 - n // 9)
+    (pair, inner), sign = _value(x, y, '+-*'[n // 3 % 3]), '+-*'[n % 3]
+    _, value = _value(inner, rest, sign)
+    expr = f'({pair}){sign}{rest}' if inner >= rest else f'{rest}{sign}({pair})'
+    line = (f';{pair}={inner},{rest}:' if n % 3 == 0 else ' ') + (
+        str(value) if value < 100 else '.'
+    )
+    return line if inner < 100 else '', value, expr
+
+
+@task_family
+def countdown_search(
+    level: int,  # numbers of 1 to 10 * (level + 1)
+    choose: Choices,
+) -> Problem | None:  # None for a target beyond 1..99, one of the numbers, or reached earlier
+    "Reach the target with three numbers, + - * and a search that is written down"
+    numbers = sorted((1 + choose(10 * (level + 1)) for _ in range(3)), reverse=True)
+    goal, (_, _, guess) = choose(27), _way(numbers, choose(27))
+    line, target, expr = _way(numbers, goal)
+    if not line or not 0 < target < 100 or target in numbers:
+        return None
+    earlier = [_way(numbers, n) for n in range(goal)]
+    if any(line and value == target for line, value, _ in earlier):
+        return None
+    search = ''.join(line for line, _, _ in earlier) + line
+    question, solution = ' '.join(map(str, numbers)) + f' to {target}', f'{search[1:]}!#{expr}'
+    return Problem(question + ':', question, solution, 'countdown_expression', '#' + guess)
 
 
 # %% ../../nbs/data/toys.ipynb #adbdd731

@@ -71,9 +71,9 @@ def sft_loss(
 def without_working(
     prompt: Prompt,  # one with a solution `working #answer`; any other stays the same
 ) -> Prompt:
-    "The same prompt with the answer alone as its solution"
+    "The same prompt with its guess as its solution, or with the answer alone"
     _, mark, answer = prompt.solution.partition('#')
-    return replace(prompt, solution=mark + answer) if mark else prompt
+    return replace(prompt, solution=prompt.guess or mark + answer) if mark else prompt
 
 
 # %% ../../nbs/train/sft.ipynb #2276c406

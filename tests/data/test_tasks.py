@@ -616,3 +616,52 @@ def test_rewards_that_no_step_can_compare_are_refused(reward):
     with pytest.raises(ValueError, match='use a number below 1e18'):
         as_verdict(reward, 'mine')
     assert as_verdict(-1e17, 'mine').reward == -1e17
+
+
+# Countdown with a search
+
+
+def solved_by_brute_force(numbers, target):
+    "Expressions of all three numbers that give the target, in any order and with any brackets"
+    found = []
+    for a, b, c in itertools.permutations(numbers):
+        for x, y in itertools.product('+-*', repeat=2):
+            found += [f'({a}{x}{b}){y}{c}', f'{a}{x}({b}{y}{c})']
+    return [e for e in found if eval(e) == target]
+
+
+@pytest.mark.parametrize('level', [0, 2])
+def test_a_search_tells_the_truth_and_ends_at_the_first_way(level):
+    rng, size, made = random.Random(level), num_problems('countdown_search', level), []
+    while len(made) < 150:
+        made += [p] if (p := problem('countdown_search', level, rng.randrange(size))) else []
+    for p in made:
+        numbers, target = [*map(int, p.text.split(' to ')[0].split())], int(p.text[:-1].split()[-1])
+        assert max(numbers) <= 10 * (level + 1) and solved_by_brute_force(numbers, target)
+        search, _, expr = p.solution.partition('!#')
+        values = []
+        for line in search.split(';'):
+            pair, inner, rest, said = (
+                ast.literal_eval(repr(line)).replace('=', ',').replace(':', ',').split(',')
+            )
+            inner, rest, said = int(inner), int(rest), said.split()
+            assert eval(pair) == inner and sorted(
+                [
+                    *map(int, pair.replace('+', ' ').replace('-', ' ').replace('*', ' ').split()),
+                    rest,
+                ]
+            ) == sorted(numbers)
+            true = [inner + rest, abs(inner - rest), inner * rest][: len(said)]
+            assert said == [str(v) if v < 100 else '.' for v in true]
+            values += true
+        assert values[-1] == target == eval(expr) and target not in values[:-1]
+
+
+def test_a_guess_is_a_well_formed_answer_that_is_seldom_right():
+    rng, size, right, num = random.Random(3), num_problems('countdown_search', 2), 0, 0
+    while num < 400:
+        if p := problem('countdown_search', 2, rng.randrange(size)):
+            v = verify(prompt(p.answer, p.verifier), p.guess)
+            assert v.correct or '=' in v.evidence, 'its numbers are the given ones'
+            right, num = right + v.correct, num + 1
+    assert 0.02 < right / num < 0.2
