@@ -152,9 +152,8 @@ def _way(
     (pair, inner), sign = _value(x, y, '+-*'[n // 3 % 3]), '+-*'[n % 3]
     _, value = _value(inner, rest, sign)
     expr = f'({pair}){sign}{rest}' if inner >= rest else f'{rest}{sign}({pair})'
-    line = (f';{pair}={inner},{rest}:' if n % 3 == 0 else ' ') + (
-        str(value) if value < 100 else '.'
-    )
+    said = str(value) if value < 100 else '.'
+    line = (f';{pair}={inner},{rest}:' if n % 3 == 0 else ' ') + said
     return line if inner < 100 else '', value, expr
 
 
