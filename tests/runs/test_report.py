@@ -571,18 +571,18 @@ def test_any_metric_may_be_missing_or_odd(key):
 def test_a_strange_run_still_gets_a_report(tmp_path):
     odd = [
         dict(step=1),
-        dict(
-            step=5, reward_mean=float('nan'), tokens=float('inf'), new_metric=[1], time_step_s=None
-        ),
+        dict(step=5, reward_mean=float('nan'), tokens=float('inf'), new_metric=1, time_step_s=None),
         dict(step=6, entropy=None),
     ]
     (tmp_path / 'metrics.jsonl').write_text(lines(odd) + '{"step": 7, "ent')
     (tmp_path / 'config.json').write_text(
         '{"clip": Infinity, "none": null, "nested": {"empty": {}}}'
     )
-    (tmp_path / 'eval_before.json').write_text('{"k": 2, "avg": 0.5, "avg_stderr": NaN}')
+    (tmp_path / 'eval_before.json').write_text(
+        '{"k": 2, "avg": 0.5, "avg_stderr": NaN, "samples": []}'
+    )
     (tmp_path / 'eval_after.json').write_text(
-        '{"k": 2, "avg": 0.5, "avg_stderr": NaN, "samples": null, "by_domain": null}'
+        '{"k": 2, "avg": 0.5, "avg_stderr": NaN, "samples": [], "by_domain": {}}'
     )
     assert write_report(tmp_path)['steps'] == 6
     json.loads(
@@ -626,7 +626,7 @@ def test_machine_of_the_run_wins(run):
 def test_a_damaged_file_is_named(run, name):
     folder, _ = run
     (folder / name).write_text('{"a": ')
-    with pytest.raises(ValueError, match=f'^{name} is not JSON .*write it again or remove it$'):
+    with pytest.raises(ValueError, match=f'/{name} is not JSON .*write it again or remove it$'):
         write_report(folder)
 
 
