@@ -164,7 +164,7 @@ def test_no_page_shows_a_raw_float(pages):
 
 
 def test_a_raw_float_would_be_seen():
-    page = '<main><div class="highlight-ipython3"><pre>0.123456789</pre></div><td>{}</td>'
+    page = '<main><div class="highlight-ipython3 notranslate"><pre>0.123456789</pre></div>{}'
     assert raw_floats(page.format('0.30000000000000004')) == ['0.30000000000000004']
     assert raw_floats(page.format('0.00314159, v1.2.345678901, arXiv 2512.07710')) == []
 
