@@ -19,7 +19,7 @@ PROMISED_POINTS = 30
 
 
 def train(preset, seed, folder, *flags):
-    "One run in a process of its own: seconds, peak memory in MB"
+    "One run in a process of its own: seconds, peak memory in MB, seconds of computing"
     t = time.perf_counter()
     pid = os.posix_spawn(
         sys.executable,
@@ -40,7 +40,8 @@ def train(preset, seed, folder, *flags):
     _, status, usage = os.wait4(pid, 0)
     if status:
         sys.exit(f'seed {seed} failed: see the messages above')
-    return time.perf_counter() - t, usage.ru_maxrss / (1024 if sys.platform == 'linux' else 1024**2)
+    peak = usage.ru_maxrss / (1024 if sys.platform == 'linux' else 1024**2)
+    return time.perf_counter() - t, peak, usage.ru_utime + usage.ru_stime
 
 
 def curve(folder, before, after):
@@ -95,7 +96,7 @@ def main():
     with tempfile.TemporaryDirectory() as tmp:
         for seed in a.seeds:
             folder = Path(tmp) / f'seed{seed}'
-            seconds, peak = train(a.preset, seed, folder, *flags)
+            seconds, peak, cpu_s = train(a.preset, seed, folder, *flags)
             before, after = (
                 json.loads((folder / f'eval_{w}.json').read_text()) for w in ('before', 'after')
             )
@@ -108,8 +109,11 @@ def main():
                 stderr_after=after['avg_stderr'],
                 gain_points=100 * (after['avg'] - before['avg']),
                 minutes=seconds / 60,
+                cpu_minutes=cpu_s / 60,
                 peak_mb=peak,
                 curve=curve(folder, before, after),
+                tokens_before=before['response_tokens_mean'],
+                tokens_after=after['response_tokens_mean'],
                 samples=samples(before, after),
             )
             rows.append(row)
@@ -124,7 +128,7 @@ def main():
     print(
         json.dumps(
             dict(
-                name='train_seeds',
+                name='train_seeds' if a.preset == 'tiny-cpu' else a.preset.replace('-', '_'),
                 ratio=worst / PROMISED_POINTS,
                 units=f'smallest gain of held-out avg@8 over {PROMISED_POINTS} points',
                 seeds=rows,
