@@ -202,7 +202,8 @@ class NotedReads:
 
     def __init__(self, folder: Path, cfg: TrainConfig) -> None:
         self.folder = folder
-        self.names = {os.path.realpath(p): name for name, p in named_sources(cfg)}
+        named = named_sources(cfg, folder / 'rewards')
+        self.names = {os.path.realpath(p): name for name, p in named}
         self.seen: dict[str, str | None] = {}  # result of the last call
 
     def note(self) -> None:
