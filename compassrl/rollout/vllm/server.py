@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -264,8 +265,11 @@ class ServerProcess:
         return sum(p.cpu_s for p in found if p)
 
     def tail(self, lines: int = 12) -> str:
-        "Last lines of its log"
-        return '\n'.join(self.log.read_text(errors='replace').splitlines()[-lines:])
+        "Last lines of its log, or of what its engine said of its end"
+        log = self.log.read_text(errors='replace').splitlines()
+        died = re.compile(r'\((EngineCore|Worker)[^)]*\) ERROR|Fatal Python error')
+        cause = [x for x in log if died.match(x)]
+        return '\n'.join((cause or log)[-lines:])
 
 
 # %% ../../../nbs/rollout/vllm/server.ipynb #959b340e
@@ -294,6 +298,7 @@ def server_env(
         VLLM_DO_NOT_TRACK='1',
         HF_HUB_OFFLINE='1',
         PYTHONUNBUFFERED='1',
+        PYTHONFAULTHANDLER='1',  # an engine that a signal ends says so in the log
     )
     env.setdefault('VLLM_LOGGING_LEVEL', 'WARNING')
     if secret:

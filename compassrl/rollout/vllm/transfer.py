@@ -155,6 +155,7 @@ def register() -> None:
     parent = multiprocessing.parent_process()  # None = this is the server itself
     if parent and parent.pid and os.environ.get(engine_ends):
         end_with_parent(parent=parent.pid)
+    torch.cpu._init_amx()  # vLLM uses a CPU's tiles in bf16; a process that did not ask is killed
     if backend not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend, PartTransfer)
 

@@ -204,3 +204,38 @@ def test_names_of_sockets_fit(monkeypatch):
             s.bind(str(folder / ('x' * 37)))
         vllm_server.remove(folder)
         assert not folder.exists() and len(str(folder)) < 107 - 38
+
+
+@pytest.mark.parametrize(
+    'cause',
+    ['(EngineCore pid=7) ERROR [core.py:1] boom', 'Fatal Python error: Illegal instruction'],
+)
+def test_the_cause_of_an_engine_that_died_is_told(cause, tmp_path):
+    "vLLM's server says afterwards, in many lines, that its engine is gone"
+    code = f'print({cause!r}); print("(APIServer pid=1) ERROR its engine is gone\\n" * 99)'
+    server = ServerProcess([sys.executable, '-c', code], dict(os.environ), tmp_path / 'log')
+    assert server.ended(60)
+    assert server.tail() == cause
+
+
+TILES = """
+import ctypes
+from compassrl.rollout.vllm.transfer import register
+
+def permitted():
+    mask = ctypes.c_uint64()
+    ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(mask))  # ARCH_GET_XCOMP_PERM
+    return mask.value >> 18 & 1
+
+before = permitted()
+register()
+print('tiles', before, permitted())
+"""
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason='this CPU has no AMX')
+def test_an_engine_may_use_the_tiles_of_its_cpu():
+    "Linux gives them on request; vLLM's attention in bf16 uses them, and would be killed"
+    pytest.importorskip('vllm')
+    r = subprocess.run([sys.executable, '-c', TILES], capture_output=True, text=True, timeout=300)
+    assert 'tiles 0 1' in r.stdout, r.stderr[-3000:]
