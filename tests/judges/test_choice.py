@@ -156,7 +156,7 @@ BY_HAND = [
     ),
     *(
         ('', t)
-        for t in ('12 cm or 10 cm', 'A) 10 cm\nB) 12 cm\nC) cat', 'K', 'answer: i.e. the cat')
+        for t in ('12 cm or 10 cm', 'A) 10 cm\nB) 12 cm\nC) cat', 'K', 'answer: e.g. the cat')
     ),
 ]
 
