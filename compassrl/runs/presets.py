@@ -21,9 +21,9 @@ from compassrl.settings import OneOf
 # %% auto #0
 __all__ = [
     'presets', 'tiny_cpu', 'paper_cpu', 'countdown_cpu', 'smoke_cpu', 'tool_cpu', 'engines_cpu',
-    'one_gpu', 'one_node', 'multi_node', 'resume_usage', 'changed', 'names_cold_start',
-    'for_checkpoint', 'settings_of', 'flag', 'choices', 'range_of', 'about_setting', 'typed',
-    'short_help',
+    'one_gpu', 'one_node', 'multi_node', 'paper_base', 'resume_usage', 'changed',
+    'names_cold_start', 'for_checkpoint', 'settings_of', 'flag', 'choices', 'range_of',
+    'about_setting', 'typed', 'short_help',
 ]  # fmt: skip
 
 
@@ -61,7 +61,7 @@ presets: dict[str, Callable[[], TrainConfig]] = {
     name: _preset(name) for name, entry in _entries.items() if 'about' in entry
 }
 tiny_cpu, paper_cpu, countdown_cpu, smoke_cpu, *others = presets.values()
-tool_cpu, engines_cpu, one_gpu, one_node, multi_node = others
+tool_cpu, engines_cpu, one_gpu, one_node, multi_node, paper_base = others
 
 
 # %% ../../nbs/runs/presets.ipynb #af21029d

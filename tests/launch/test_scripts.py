@@ -35,11 +35,12 @@ SECRET = dict(COMPASSRL_SECRET='a secret for the tests')
 
 @pytest.mark.parametrize('name', presets)
 def test_every_preset_has_a_script(name):
-    "Presets for GPUs take the shape of Qwen3-30B-A3B, and fit the machines that they name"
+    "Those of one shape only take that of Qwen3-30B-A3B; all fit the machines that they name"
     on = {'one-node': (1, 8, 'B200'), 'multi-node': (4, 8, 'H100')}
+    on |= {'paper-base': (24, 8, 'H100')}
     nodes, per_node, gpu = on.get(name, (1, 0, ''))
     cfg = presets[name]()
-    if gpu:
+    if name in ('one-node', 'multi-node'):
         cfg = replace(cfg, policy=Q30)
     scripts = [node_script(cfg, nodes, per_node, gpu=gpu)]
     if nodes > 1:

@@ -100,14 +100,14 @@ def test_the_fullest_gpu_counts():
     assert sum(memory_needed(cfg, 8)[0].values()) == max(stages) > min(stages)
 
 
-MACHINES = {'one-node': (1, 8), 'multi-node': (4, 8)}
+MACHINES = {'one-node': (1, 8), 'multi-node': (4, 8), 'paper-base': (24, 8)}
 
 
 @pytest.mark.parametrize('name', presets)
 def test_panel_and_run_give_the_same_number(name):
     "The panel asks `plan_run`, the run `check_memory`: rank by rank the same parts"
     cfg = presets[name]()
-    if name in MACHINES:
+    if name in ('one-node', 'multi-node'):
         cfg = replace(cfg, policy=Q30)
     p = plan_run(cfg, *MACHINES.get(name, (1, 0)))
     n, found = p.machines.world_size, p.estimate
@@ -127,6 +127,7 @@ Q06 = PolicyConfig(151936, 1024, 28, 16, 8, 128, 3072, max_position_embeddings=4
 Q06 = replace(Q06, mlp_only_layers=tuple(range(28)), tie_word_embeddings=True)
 # 1.3 G parameters, 0.4 G active
 SMALL_MOE = PolicyConfig(49152, 1024, 24, 16, 8, 64, 512, 512, 32, 8, max_position_embeddings=4096)
+BASE = presets['paper-base']().policy
 FITS = [  # preset, policy, ranks that train, GB of a GPU, does it fit?
     ('one-gpu', Q06, 1, 24, True),
     ('one-gpu', Q06, 1, 80, True),
@@ -136,7 +137,16 @@ FITS = [  # preset, policy, ranks that train, GB of a GPU, does it fit?
     ('one-node', SMALL_MOE, 4, 80, True),
     ('one-node', Q30, 4, 80, False),  # 147 GB: four H200 do not hold it either
     ('multi-node', Q30, 16, 80, True),
+    ('paper-base', BASE, 128, 80, True),
+    ('paper-base', BASE, 64, 80, False),
 ]
+
+
+def test_the_base_of_the_paper_has_its_published_counts():
+    "245 G parameters, 71 G active, of which a quarter of the experts"
+    total, active = num_params(BASE)
+    assert total == pytest.approx(245e9, rel=0.005) and active == pytest.approx(71e9, rel=0.01)
+    assert (BASE.num_experts, BASE.num_experts_per_tok) == (16, 4)
 
 
 @pytest.mark.parametrize('name, policy, ranks, size, fits', FITS)
