@@ -19,6 +19,7 @@ HEAD = """\"My own trainer: one function from each step\"
 from __future__ import annotations
 
 import math
+import re
 from math import inf, log
 
 import torch

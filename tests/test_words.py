@@ -44,7 +44,7 @@ def text_of(cells):
 
 @cache
 def section(place):
-    "The prose of data/tasks#hook. Raises ValueError without such a heading"
+    "The prose of data/tasks#which-questions-teach. Raises ValueError without such a heading"
     name, _, anchor = place.partition('#')
     _, nb = front.section(read(COURSE.nbs / COURSE.paths[name]), anchor)
     return text_of(nb['cells'])
@@ -89,8 +89,8 @@ def test_a_word_that_is_not_there_is_noticed():
     with pytest.raises(ValueError, match='no heading #gone'):
         section('data/tasks#gone')
     assert says('two *slots*', 'slot') and not says('a slotted spoon, a pull-slot', 'slot')
-    assert says(section('data/tasks#hook'), 'verifier')
-    assert not says(section('data/tasks#hook'), 'ticket')
+    assert says(section('data/tasks#which-questions-teach'), 'verifier')
+    assert not says(section('data/tasks#which-questions-teach'), 'ticket')
 
 
 # ---- which words lessons define

@@ -205,6 +205,7 @@ def test_each_step_gives_a_function_to_the_readers_own_file(tmp_path):
     space = {}
     exec(text, space)
     assert space['pass_at_k'](4, 1, 2) == 0.5
+    assert space['same_number']('#+075', '75') and not space['same_number']('#7_5', '75')
     loss = space['my_reinforce'](torch.zeros(2, 3), torch.tensor([1.0, 0]), torch.ones(2, 3) > 0)
     assert loss == 0 and not any(who == 'yours' for *_, who in steps)
     (tmp_path / 'nbs').mkdir()

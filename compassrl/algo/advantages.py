@@ -32,6 +32,17 @@ def _check_estimator(name: str) -> None:
         raise ValueError(f'estimator={name!r}: use one of {get_args(Estimator)}')
 
 
+def _check_floor(floor: float | Tensor, std: Tensor) -> Tensor:  # [] or [P] fp64
+    floor = torch.as_tensor(floor, dtype=std.dtype, device=std.device)
+    if floor.dim() and floor.shape != std.shape:
+        raise ValueError(
+            f'std_floor {list(floor.shape)}: use one number, or one per group, {list(std.shape)}'
+        )
+    if not ((floor >= 0) & (floor < inf)).all():
+        raise ValueError(f'std_floor={floor.tolist()}: use 0 or more')
+    return floor
+
+
 # %% ../../nbs/algo/advantages.ipynb #0f02f804
 class GroupStats(NamedTuple):
     "Moments of the valid rewards of each group, groups in ascending order of their id"
@@ -115,17 +126,6 @@ def group_advantages(
     adv = (rewards.double() - s.mean[s.index]) * scale[s.index]
     skip = s.flat[s.index] if valid is None else s.flat[s.index] | ~valid
     return adv.masked_fill(skip, 0.0).to(torch.promote_types(rewards.dtype, torch.float))
-
-
-def _check_floor(floor: float | Tensor, std: Tensor) -> Tensor:  # [] or [P] fp64
-    floor = torch.as_tensor(floor, dtype=std.dtype, device=std.device)
-    if floor.dim() and floor.shape != std.shape:
-        raise ValueError(
-            f'std_floor {list(floor.shape)}: use one number, or one per group, {list(std.shape)}'
-        )
-    if not ((floor >= 0) & (floor < inf)).all():
-        raise ValueError(f'std_floor={floor.tolist()}: use 0 or more')
-    return floor
 
 
 # %% ../../nbs/algo/advantages.ipynb #2b2112c4
