@@ -71,9 +71,9 @@ def running_mean(
 
 # %% ../../nbs/runs/curves.ipynb #d8a1dcdd
 # time_<phase>_s, in order
-phase_names: list[str] = (
-    'rollout wait reward log_probs ref_log_probs update sync checkpoint'.split()
-)
+phase_names: list[str] = [
+    *'rollout wait reward log_probs ref_log_probs update sync checkpoint'.split()
+]
 
 
 def phase_seconds(row: dict[str, Any], phase: str) -> float:
