@@ -23,8 +23,8 @@ from compassrl.config import TrainConfig
 from compassrl.launch.machines import machines, num_gpus, plan_run
 from compassrl.launch.scripts import node_script, slurm_script
 from compassrl.runs.cli import parse_resume
-from compassrl.runs.curves import curves_png, read_metrics, read_step_rows
-from compassrl.runs.log import write_json
+from compassrl.runs.curves import curves_png, read_metrics
+from compassrl.runs.log import read_step_rows, write_json
 from compassrl.runs.resume import new_folder
 
 if TYPE_CHECKING:

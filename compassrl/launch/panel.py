@@ -263,20 +263,14 @@ class Panel:
 
 
 # %% ../../nbs/launch/panel.ipynb #b678a961
+_usual = """
+    seed steps group_size prompts_per_step optim.lr loss.name init_from
+    data.path data.eval_path rewards.function data.difficulty
+""".split()
+
+
 def panel(
-    keys: Sequence[str] = (
-        'seed',
-        'steps',
-        'group_size',
-        'prompts_per_step',
-        'optim.lr',
-        'loss.name',
-        'init_from',
-        'data.path',
-        'data.eval_path',
-        'rewards.function',
-        'data.difficulty',
-    ),
+    keys: Sequence[str] = _usual,
     preset: str = 'tiny-cpu',  # fills the form; `keys` say what it shows
     folder: str | Path = 'runs',  # where the runs go, each in a folder of its own
 ) -> Panel:

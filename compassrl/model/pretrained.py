@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from compassrl.model.hf_config import (
     INDEX,
@@ -107,18 +107,10 @@ def _swiglu(
 
 
 # %% ../../nbs/model/pretrained.ipynb #7835ee8d
-def hf_weights(
-    policy: Policy,
-    grad: bool = False,  # the gradients instead?
-) -> Iterator[tuple[str, Tensor]]:  # views, not copies
-    "Weights by their Hugging Face names. Raises ValueError for a gradient that does not exist"
+def hf_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:  # views, not copies
+    "Weights by their Hugging Face names"
     for name, p, at in hf_slices(policy):
-        if grad and not isinstance(p, nn.Parameter):
-            continue  # a router's correction has none
-        values = p.grad if grad else p.detach()
-        if values is None:
-            raise ValueError(f'{name} has no gradient: call backward first')
-        yield name, values[at]
+        yield name, p.detach()[at]
 
 
 @lru_cache

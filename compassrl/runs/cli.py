@@ -32,9 +32,9 @@ from compassrl.runs.presets import (
     for_checkpoint,
     names_cold_start,
     presets,
-    resume_usage,
     settings_of,
     short_help,
+    usage,
 )
 from compassrl.settings import at_least
 from compassrl.train.train_settings import ParallelConfig
@@ -43,25 +43,7 @@ from compassrl.train.train_settings import ParallelConfig
 __all__ = ['overview', 'Name', 'Quiet', 'parse_train', 'parse_resume', 'main']
 
 # %% ../../nbs/runs/cli.ipynb #4e46cb90
-overview: str = """compassrl: RL for mixture-of-experts language models
-
-  compassrl train PRESET [--steps 20 --seed 3 ...]   train; PRESET or a .yaml, .toml or .json file
-  compassrl train PRESET --help                      the main settings; --help-all: every setting
-  compassrl resume RUN_DIR [--steps N ...]           resume; --parallel.* and --vllm.* may change
-  compassrl eval MODEL_OR_RUN [--data.path FILE ...] pass@1, avg@k and their intervals
-  compassrl distill TEACHER --out FILE.jsonl [...]   a teacher's correct answers, for a cold start
-  compassrl merge MODEL MODEL --base BASE --out DIR  merge checkpoints into one (TIES)
-  compassrl pipeline tiny-cpu [--out DIR]            cold start, merge, judge, RL in two phases
-  compassrl report RUN_DIR                           rewrite curves.png, report.md, report.json
-  compassrl check [--tiny]                           engines on this machine: exact, fast, installed
-  compassrl --version                                print the version
-
-  `python -m compassrl` is the same command
-  train and resume: --quiet shows only warnings; --log-level debug, info, warning or error
-  completion: compassrl --tyro-print-completion bash > FILE (or zsh, tcsh), then `source FILE`
-
-presets:
-""" + '\n'.join(f'  {n:11} {f.__doc__}' for n, f in presets.items())
+overview: str = usage['overview'] + '\n'.join(f'  {n:11} {f.__doc__}' for n, f in presets.items())
 
 # %% ../../nbs/runs/cli.ipynb #c40e1c3d
 Name = Annotated[TrainConfig, tyro.conf.arg(name='')]  # flags without a prefix
@@ -281,7 +263,7 @@ def parse_train(
 
 def _resume_call(args: list[str]) -> Any:
     if {'-h', '--help'} & set(args):
-        print(resume_usage)
+        print(usage['resume'])
         raise SystemExit(0)
     if not args or args[0].startswith('-'):
         raise ValueError('resume needs a run directory first: compassrl resume RUN_DIR')

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compassrl.files import read_data
-from compassrl.runs.log import misfit, record_kinds
+from compassrl.runs.log import read_step_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,38 +24,15 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'phase_names', 'read_step_rows', 'read_metrics', 'column', 'running_mean', 'phase_seconds',
-    'step_seconds', 'plot_curves', 'curves_png', 'Span', 'spans_of', 'plot_gantt',
+    'phase_names', 'read_metrics', 'column', 'running_mean', 'phase_seconds', 'step_seconds',
+    'plot_curves', 'curves_png', 'Span', 'spans_of', 'plot_gantt',
 ]  # fmt: skip
 
 
 # %% ../../nbs/runs/curves.ipynb #791a09b0
-def read_step_rows(
-    path: Path,  # JSONL with a `step` in each row, possibly still being written
-) -> list[dict[str, Any]]:  # [] if there is no such file
-    "Rows in order; a half-written last one is left out. Raises ValueError naming a damaged line"
-    data = path.read_bytes() if path.exists() else b''
-    rows, lines = [], data.rstrip().split(b'\n') if data.strip() else []
-    for i, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if misfit(row, record_kinds.get(path.stem, dict(step=(int,)))):
-                raise ValueError
-            rows.append(row)
-        except (ValueError, RecursionError):
-            if i == len(lines) and data[-1:] != b'\n':
-                break  # half-written: the run is live, or was killed here
-            raise ValueError(
-                f'{path.name} line {i}: {line[:40]!r} is not a row with a step: remove it'
-            ) from None
-    return rows
-
-
 def read_metrics(
     run_dir: str | Path,  # holds metrics.jsonl, possibly still being written
-) -> list[
-    dict[str, Any]
-]:  # one row per step; `resumed_from` marks one that begins again after a kill
+) -> list[dict[str, Any]]:  # a row per step; `resumed_from` marks the first after a kill
     "The metrics of a run, finished or live. Raises ValueError for a damaged line, a missing folder"
     run_dir, rows = Path(run_dir), []
     if not run_dir.is_dir():
@@ -96,14 +72,7 @@ def running_mean(
 # %% ../../nbs/runs/curves.ipynb #d8a1dcdd
 # time_<phase>_s, in order
 phase_names: list[str] = [
-    'rollout',
-    'wait',
-    'reward',
-    'log_probs',
-    'ref_log_probs',
-    'update',
-    'sync',
-    'checkpoint',
+    *'rollout wait reward log_probs ref_log_probs update sync checkpoint'.split()
 ]
 
 

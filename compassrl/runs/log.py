@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = [
     'record_kinds', 'Level', 'logger', 'replace_text', 'finite_only', 'as_written', 'json_text',
-    'write_json', 'misfit', 'read_record', 'check_rows', 'rows_until', 'rows_hash', 'keep_until',
-    'set_level', 'say', 'Progress', 'progress_bar', 'left_out', 'Log',
+    'write_json', 'misfit', 'read_record', 'read_step_rows', 'check_rows', 'rows_until',
+    'rows_hash', 'keep_until', 'set_level', 'say', 'Progress', 'progress_bar', 'left_out', 'Log',
 ]  # fmt: skip
 
 
@@ -127,30 +127,43 @@ def read_record(
     return found
 
 
-def _rows(path: Path) -> Iterator[tuple[bytes, int]]:  # each whole line and its step
+def _rows(
+    path: Path,
+    name: str = '',  # in messages; empty = the path
+    fix: str = 'the file is damaged, remove that line',
+) -> Iterator[tuple[bytes, dict[str, Any]]]:  # each whole line and its row
+    if not path.exists():
+        return
     with open(path, 'rb') as f:
         for n, line in enumerate(f, 1):
             if not line.endswith(b'\n'):
-                return
+                return  # half-written: the run is live, or was killed here
             try:
                 row = json.loads(line)
                 if at := misfit(row, record_kinds.get(path.stem, dict(step=(int,)))):
                     raise TypeError(at)
             except (ValueError, TypeError, KeyError, RecursionError):
-                what = f'{path} line {n}: {line[:40]!r} is not a row with a step'
-                raise ValueError(f'{what}: the file is damaged, remove that line') from None
-            yield line, row['step']
+                what = f'{name or path} line {n}: {line[:40]!r} is not a row with a step'
+                raise ValueError(f'{what}: {fix}') from None
+            yield line, row
+
+
+def read_step_rows(
+    path: Path,  # JSONL with a `step` in each row, possibly still being written
+) -> list[dict[str, Any]]:  # [] if there is no such file
+    "Rows in order; a half-written last one is left out. Raises ValueError naming a damaged line"
+    return [row for _, row in _rows(path, path.name, 'remove it')]
 
 
 def check_rows(path: Path) -> None:
     "Raises ValueError that names a damaged line"
-    for _ in _rows(path) if path.exists() else ():
+    for _ in _rows(path):
         pass
 
 
 def rows_until(path: Path, step: int) -> Iterator[bytes]:
     "The whole lines of steps up to this one. Raises ValueError that names a damaged line"
-    return (line for line, at in (_rows(path) if path.exists() else ()) if at <= step)
+    return (line for line, row in _rows(path) if row['step'] <= step)
 
 
 def rows_hash(path: Path, step: int) -> Any:

@@ -21,9 +21,9 @@ from compassrl.settings import OneOf
 # %% auto #0
 __all__ = [
     'presets', 'tiny_cpu', 'paper_cpu', 'countdown_cpu', 'smoke_cpu', 'tool_cpu', 'engines_cpu',
-    'one_gpu', 'one_node', 'multi_node', 'paper_base', 'resume_usage', 'changed',
-    'names_cold_start', 'for_checkpoint', 'settings_of', 'flag', 'choices', 'range_of',
-    'about_setting', 'typed', 'short_help',
+    'one_gpu', 'one_node', 'multi_node', 'paper_base', 'usage', 'changed', 'names_cold_start',
+    'for_checkpoint', 'settings_of', 'flag', 'choices', 'range_of', 'about_setting', 'typed',
+    'short_help',
 ]  # fmt: skip
 
 
@@ -100,21 +100,8 @@ def flag(name: str) -> str:
     return '--' + name.replace('_', '-')
 
 
-resume_usage: str = """compassrl resume RUN_DIR [--steps N ...]
-
-  Resume from the newest checkpoint, as if there had been no break. Settings that you
-  leave out stay as in the run.
-
-  --steps       RL steps in all
-  --parallel.*  layout of the ranks that train
-  --vllm.*      rollout servers
-
-  A resume refuses data, code, a model or settings that are not those that the run
-  began with, and names them.
-
-  --accept-changes  go on with them; origin.json and the report say so
-
-every setting with the run's own value: compassrl resume RUN_DIR --help-all"""
+# what commands print about themselves
+usage: dict[str, str] = read_data(str(files('compassrl.runs') / 'usage.yml'))
 
 _main = """
     steps seed run_dir trackers init_from device prompts_per_step group_size eval_every save_every

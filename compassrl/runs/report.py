@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import Environment, PackageLoader
+
 from compassrl.files import read_data
 from compassrl.runs.curves import curves_png, plot_gantt, read_metrics, spans_of
 from compassrl.runs.evaluate import is_worse
@@ -58,85 +60,9 @@ def _pm(x: float, err: float | None, scale: float = 100, sign: str = '') -> str:
 
 
 def _gain(x: dict[str, Any]) -> str:
-    return _pm(x['gain_points'], x['gain_stderr_points'], 1, '+')
-
-
-# %% ../../nbs/runs/report.ipynb #5f59600f
-def _graded(h: dict[str, Any]) -> bool:
-    "Are there rewards that are not just right or wrong?"
-    means = h.get('reward_mean', {})
-    return any(abs(means[k] - h[k]) > 1e-9 for k in means)
-
-
-_worse = (
-    '**The policy is worse than at the start** (in `start`): a lower `optim.lr` helps if '
-    'the updates were too large, see `approx_kl` and `grad_norm` in the curves.'
-)
-
-
-def _headline(f: dict[str, Any]) -> str:
-    h, last, out = f['held_out'], f['last_eval'], []
-    if h:
-        b, a = _pm(h['before'], h['stderr_before']), _pm(h['after'], h['stderr_after'])
-        on = f' on {h["num_prompts"]} prompts' if h['num_prompts'] else ''
-        out.append(
-            f'Held-out avg@{h["k"]}{on}: **{b} % → {a} %**, a gain of **{_gain(h)} points** '
-            '(± one standard error).'
-        )
-        if is_worse(h['before'], h['after'], (h['stderr_before'], h['stderr_after'])):
-            out.append(_worse)
-        if _graded(h):
-            b, a = h['reward_mean'].values()
-            out.append(f'Held-out mean reward: **{b:.4g} → {a:.4g}**.')
-    elif f['eval_before'] is not None:
-        now = f' → **{100 * last["avg"]:.1f} %** at step {last["step"]}' if last else ' before'
-        out.append(f'Held-out average: **{100 * f["eval_before"]:.1f} %**{now}.')
-    of = '' if f['steps_planned'] is None else f' of {f["steps_planned"]}'
-    if not f['finished']:
-        out.append(f'**This run is not finished**: step {f["steps"]}{of}.')
-    if f['failed']:
-        out.append(f'It has ended by itself: {_code(f["failed"])}')
-    if (f['config'] or {}).get('rewards.unsafe'):
-        out.append(
-            '**`rewards.unsafe`**: where the machine isolated no program, the programs of the '
-            'policy ran with the rights of the trainer, and their rewards may not be earned.'
-        )
-    if best := f.get('best_eval'):
-        out.append(
-            f'`best` is the model of step {best["step"]}: {100 * best["avg"]:.1f} % held-out.'
-        )
-    if f['resumed_from']:
-        out.append(f'It was resumed from step {", ".join(map(str, f["resumed_from"]))}.')
-    if f.get('accepted'):
-        changes = '; '.join(map(_code, f['accepted']))
-        out.append(f'**It is not one run throughout.** Changes taken on purpose: {changes}.')
-    return '\n\n'.join(out)
-
-
-def _before_after(h: dict[str, Any]) -> str:  # table of the evaluation, whole and by domain
-    def row(name: str, x: dict[str, Any]) -> list[str]:
-        before = _pm(x['before'], x.get('stderr_before'))
-        after = _pm(x['after'], x.get('stderr_after'))
-        gain = _gain(x) if 'gain_points' in x else _pm(x['after'] - x['before'], None, sign='+')
-        return [name, before, after, gain]
-
-    rows = [row(f'avg@{h["k"]}, %', h)]
-    if len(h['by_domain']) > 1:
-        rows += [row(f'{d}, %', x) for d, x in h['by_domain'].items()]
-    rows += [row(f'{name}: avg@{h["k"]}, %', x) for name, x in h['by_set'].items()]
-    names = dict(
-        pass_at_k=f'pass@{h["k"]}, %',
-        truncated_frac='truncated, %',
-        failed_frac='without a verdict, %',
-    )
-    rows += [row(name, h[k]) for k, name in names.items() if k in h]
-    if _graded(h):
-        b, a = h['reward_mean'].values()
-        rows.insert(1, ['mean reward', f'{b:.4g}', f'{a:.4g}', f'{a - b:+.4g}'])
-    if 'response_tokens_mean' in h:
-        b, a = h['response_tokens_mean'].values()
-        rows.append(['tokens per response', f'{b:.1f}', f'{a:.1f}', f'{a - b:+.1f}'])
-    return markdown_table(['', 'before', 'after', 'gain'], rows)
+    if 'gain_points' in x:
+        return _pm(x['gain_points'], x['gain_stderr_points'], 1, '+')
+    return _pm(x['after'] - x['before'], None, sign='+')
 
 
 # %% ../../nbs/runs/report.ipynb #a6a7e23f
@@ -212,97 +138,49 @@ def what_each_did(
 
 
 # %% ../../nbs/runs/report.ipynb #a3bc2930
-def _timing(f: dict[str, Any]) -> str:
-    rows = []
-    for phase, x in f['phases'].items():
-        numbers = f'{x["seconds"]:.2f}', f'{x["per_step_s"]:.3f}', f'{100 * x["share"]:.1f} %'
-        rows.append([phase.replace('_', ' '), *numbers])
-    rollout, whole = ('unknown' if x is None else f'{x:,.0f}' for x in f['tokens_per_s'].values())
-    return (
-        markdown_table(['phase', 'seconds', 'per step', 'share'], rows)
-        + f'\n\n{f["tokens"]:,.0f} response tokens in {f["seconds"]:,.1f} s, '
-        f'evaluations not counted: {rollout} tokens/s in the rollout, {whole} end to end.'
-    )
+def _graded(h: dict[str, Any]) -> bool:
+    "Are there rewards that are not just right or wrong?"
+    means = h.get('reward_mean', {})
+    return any(abs(means[k] - h[k]) > 1e-9 for k in means)
 
 
-def _training(f: dict[str, Any]) -> str:
-    rows = []
-    for k, x in f['training'].items():
-        if x:
-            rows.append([k.replace('_', ' '), *(f'{v:.4g}' for v in x.values())])
-    table = rows and [markdown_table(['', 'mean', 'first quarter', 'last quarter'], rows)]
-    load = f['training'].get('expert_busiest_frac')
-    if load and load['last'] > 0.95:
-        table.append(
-            'A layer sends nearly all tokens through the same experts: its router has collapsed. '
-            'A lower `optim.lr` or an `optim.aux_loss_coef` of 1e-3 or more helps.'
-        )
-    if table and (why := hard_prompts(f['config'] or {})):
-        table.insert(0, why)
-    cold, loss = f['cold_start'], f['cold_start']['loss']
-    source = (f['config'] or {}).get('init_from')
-    if not cold['steps']:
-        none = f'No cold start: the policy began as `{source}`.'
-        return '\n\n'.join([*table, none] if source else table)
-    begun = f' from `{source}`' if source else ''
-    note = f'Cold start{begun}: {cold["steps"]} steps, {cold["tokens"]:,.0f} tokens'
-    if loss:
-        note += f', loss {loss["first"]:.3f} in the first quarter, {loss["last"]:.3f} in the last'
-    return '\n\n'.join([*table, f'{note}.'])
-
-
-def _mechanisms(f: dict[str, Any]) -> str:
-    parts = f['mechanisms']
-    table = markdown_table(['', 'in this run'], [[m['name'], m['says']] for m in parts], 2)
-    idle = sum(not m['gauge'] for m in parts)
-    all_work = 'In `compassrl train paper-cpu` all are at work.'
-    return f'{table}\n\n{idle} of {len(parts)} were idle. {all_work}' if idle > 2 else table
-
-
-def _samples(f: dict[str, Any]) -> str:
-    counts = ', '.join(f'{n} {k}' for k, n in f['sample_counts'].items())
-    texts = ['prompt', 'answer', 'before', 'after']
-    rows = [[s['kind'], *(_code(s[k]) for k in texts)] for s in f['samples']]
-    table = markdown_table(['', *texts], rows, right=5)
-    return f'The first response to each held-out prompt: {counts}.\n\n{table}'
-
-
-def _settings(config: dict[str, Any]) -> str:  # one row per section
+def _sections(config: dict[str, Any]) -> dict[str, list[str]]:
+    "Settings that say something, by the part that they belong to"
     sections: dict[str, list[str]] = {}
     for k, v in config.items():
         section, _, name = k.rpartition('.')
         if v not in (None, ''):
             sections.setdefault(section or 'run', []).append(f'{name}={v}')
-    rows = [[k, ' '.join(map(_code, vs))] for k, vs in sections.items()]
-    return markdown_table(['section', 'settings'], rows, right=2)
+    return sections
 
 
-# %% ../../nbs/runs/report.ipynb #084c7d1f
+def _thousands(x: float | None, digits: int = 0) -> str:
+    return 'unknown' if x is None else f'{x:,.{digits}f}'
+
+
+_pages = Environment(loader=PackageLoader('compassrl.runs'), trim_blocks=True)
+_pages.filters |= dict(code=_code, thousands=_thousands)
+
+
 def report_markdown(
     facts: dict[str, Any],  # result of `run_summary`
 ) -> str:  # report.md
-    "The report of a run as a page"
-    f, parts = facts, [f'# Run {_code(facts["run"])}', _headline(facts)]
-    if f.get('curves'):
-        parts.append('![curves](curves.png)')
-    if f['held_out']:
-        parts += ['## Before and after', _before_after(f['held_out'])]
-    if f['phases']:
-        parts += ['## Time', _timing(f)]
-    if f.get('gantt_step'):
-        parts += [f'Step {f["gantt_step"]}, who did what and when:', '![Gantt chart](gantt.png)']
-    if any(f['training'].values()) or f['cold_start']['steps']:
-        parts += ['## Training', _training(f)]
-    if f.get('mechanisms') and f['steps']:
-        parts += ['## What each part did', _mechanisms(f)]
-    if f['samples']:
-        parts += ['## Samples', _samples(f)]
-    if f['config']:
-        parts += ['## Settings', _settings(f['config'])]
-    machine = ', '.join(f'{k} {v}' for k, v in f['machine'].items())
-    command = '```\ncompassrl train config.json --run-dir again\n```'
-    parts += ['## Reproduce', "With this folder's `config.json`:", command, f'Machine: {machine}.']
-    return '\n\n'.join(p for p in parts if p) + '\n'
+    "The report of a run as a page, by the template `report.md.j2`"
+    h, config = facts['held_out'], facts['config'] or {}
+    errors = (h['stderr_before'], h['stderr_after']) if h else ()
+    page = _pages.get_template('report.md.j2').render(
+        f=facts,
+        h=h,
+        config=config,
+        sections=_sections(config),
+        trained={k: x for k, x in facts['training'].items() if x},
+        worse=h and is_worse(h['before'], h['after'], errors),
+        graded=h and _graded(h),
+        hard=hard_prompts(config),
+        pm=_pm,
+        gain=_gain,
+    )
+    return re.sub(r'\n{3,}', '\n\n', page).strip() + '\n'
 
 
 def _gantt(run_dir: Path) -> int | None:  # the step whose timings are there

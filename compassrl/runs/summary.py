@@ -15,26 +15,19 @@ from typing import Any
 import torch
 
 from compassrl.config import flat
-from compassrl.runs.curves import (
-    column,
-    phase_names,
-    phase_seconds,
-    read_metrics,
-    read_step_rows,
-    step_seconds,
-)
+from compassrl.runs.curves import column, phase_names, phase_seconds, read_metrics, step_seconds
 from compassrl.runs.evaluate import mean_stderr
-from compassrl.runs.log import read_record
+from compassrl.runs.log import read_record, read_step_rows
 
 # %% auto #0
 __all__ = ['pick_samples', 'machine_info', 'hard_prompts', 'read_curves', 'run_summary']
 
 # %% ../../nbs/runs/summary.ipynb #13cacd5e
-_changes = {  # was it right before, is it right after
-    (False, True): 'fixed',
-    (False, False): 'still wrong',
-    (True, False): 'broke',
-    (True, True): 'kept',
+_changes = {  # was it right before, is it right after: what it is called, how many are shown
+    (False, True): ('fixed', 3),
+    (False, False): ('still wrong', 2),
+    (True, False): ('broke', 2),
+    (True, True): ('kept', 1),
 }
 
 
@@ -46,26 +39,20 @@ def _first_responses(samples: list[dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 
 def pick_samples(
-    before: list[
-        dict[str, Any]
-    ],  # samples of an evaluation: prompt_id, prompt, response, answer, correct
+    before: list[dict[str, Any]],  # samples of an evaluation, as dicts
     after: list[dict[str, Any]],  # samples of a later evaluation
-    fixed: int = 3,
-    still_wrong: int = 2,
-    broke: int = 2,
-    kept: int = 1,  # how many of each to show
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:  # pairs, in order; number of prompts of each kind
     "The same prompts before and after: the first response to each, evenly spread over each kind"
-    found = {kind: [] for kind in _changes.values()}
+    found = {kind: [] for kind, _ in _changes.values()}
     later = _first_responses(after)
     for p, b in _first_responses(before).items():
         if a := later.get(p):
-            kind = _changes[bool(b['correct']), bool(a['correct'])]
+            kind, _ = _changes[bool(b['correct']), bool(a['correct'])]
             same = dict(kind=kind, prompt_id=p, prompt=b['prompt'], answer=b['answer'])
             found[kind].append(same | dict(before=b['response'], after=a['response']))
     picked = []
-    for pairs, wanted in zip(found.values(), (fixed, still_wrong, broke, kept)):
-        n = min(wanted, len(pairs))
+    for kind, most in _changes.values():
+        pairs, n = found[kind], min(most, len(found[kind]))
         picked += [pairs[i * len(pairs) // n] for i in range(n)]
     return picked, {kind: len(pairs) for kind, pairs in found.items()}
 
@@ -91,11 +78,11 @@ def machine_info() -> dict[str, object]:
     return info
 
 
-def _evaluations(
-    run_dir: Path, metrics: list[dict[str, Any]]
-) -> tuple[
-    dict[str, Any] | None, dict[str, Any] | None
-]:  # before, after; None where there is none yet
+_Found = dict[str, Any] | None  # an evaluation; None where there is none yet
+
+
+def _evaluations(run_dir: Path, metrics: list[dict[str, Any]]) -> tuple[_Found, _Found]:
+    "Before and after RL"
     before, after, config = (
         read_record(run_dir / f'{name}.json') for name in ('eval_before', 'eval_after', 'config')
     )
@@ -190,7 +177,7 @@ def _gain_of(
     )
 
 
-def _held_out(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
+def _held_out(before: _Found, after: _Found) -> dict[str, Any] | None:
     if not before or not after:
         return None
     domains = [d for d in before.get('by_domain') or {} if d in (after.get('by_domain') or {})]

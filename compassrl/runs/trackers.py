@@ -24,8 +24,7 @@ from typing import Any, Literal, Protocol
 
 from compassrl.config import flat
 from compassrl.files import read_data
-from compassrl.runs.curves import read_step_rows
-from compassrl.runs.log import replace_text, say
+from compassrl.runs.log import read_step_rows, replace_text, say
 
 # %% auto #0
 __all__ = [
@@ -119,16 +118,6 @@ class Tracker(Protocol):
 
 
 # %% ../../nbs/runs/trackers.ipynb #759406a8
-def _known(folder: Path, name: str, make: Callable[[], str]) -> tuple[str, bool]:
-    "What a tracker calls this run, and whether it was made just now"
-    file = folder / 'trackers' / name
-    if file.exists():
-        return file.read_text().strip(), False
-    file.parent.mkdir(exist_ok=True)
-    replace_text(file, (run_id := make()) + '\n')
-    return run_id, True
-
-
 class TensorBoard:
     "Event files in the run directory; the cold start has steps of its own, and is a second curve"
 
@@ -167,11 +156,15 @@ class Wandb:
         import wandb
 
         self.table: Any = wandb.Table
-        run_id, self.is_new = _known(folder, 'wandb', lambda: secrets.token_hex(4))
+        file = folder / 'trackers' / 'wandb'  # what wandb calls this run
+        self.is_new: bool = not file.exists()
+        if self.is_new:
+            file.parent.mkdir(exist_ok=True)
+            replace_text(file, secrets.token_hex(4) + '\n')
         self.run: wandb.Run = wandb.init(
             project=os.environ.get('WANDB_PROJECT', 'compassrl'),
             name=os.environ.get('WANDB_NAME', folder.resolve().name),
-            id=run_id,
+            id=file.read_text().strip(),
             dir=folder,
             resume='allow',
             config=dict(config),

@@ -35,6 +35,7 @@ from compassrl.model.pretrained import (
 from compassrl.records import Request, SamplingParams
 from compassrl.rollout.cached_layers import add_experts
 from compassrl.rollout.torch_rollout import TorchRollout
+from course.gradients import hf_gradients
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -151,7 +152,7 @@ def test_parity(seed, tmp_path):
     w = torch.randn(logits.shape, generator=gen)
     (logits * w).sum().backward()
     (theirs * w).sum().backward()
-    ours, want = dict(hf_weights(policy, grad=True)), their_gradients(model)
+    ours, want = dict(hf_gradients(policy)), their_gradients(model)
     assert ours.keys() == want.keys()
     worst = {
         n: relative(ours[n], want[n])
@@ -502,7 +503,7 @@ def test_weights_are_views():
     dict(hf_weights(policy))['model.layers.0.self_attn.q_proj.weight'].fill_(7)
     assert (policy.blocks[0].qkv == 7).any()
     with pytest.raises(ValueError, match='has no gradient: call backward first'):
-        list(hf_weights(policy, grad=True))
+        list(hf_gradients(policy))
 
 
 def test_load_refuses_what_does_not_fit():

@@ -41,6 +41,7 @@ from compassrl.train.torch_train import (
     accumulate_grads,
     response_log_probs,
 )
+from course.gradients import hf_gradients
 from tests.support.engine_samples import Echo
 from tests.support.growing import Growing, key, law_requests_that_grow
 
@@ -250,7 +251,7 @@ def test_log_probs_and_routes_are_those_of_the_train_engine(policy):
 
 def gradients(policy, batch, loss):
     metrics, seen = accumulate_grads(policy, batch, loss, 300)
-    return {k: v.clone() for k, v in hf_weights(policy, grad=True)}, metrics, seen
+    return {k: v.clone() for k, v in hf_gradients(policy)}, metrics, seen
 
 
 @pytest.mark.parametrize('name', ['grpo', 'gspo', 'cispo', 'espo'])

@@ -24,10 +24,10 @@ from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.runs.eval_sets import eval_command
 from compassrl.runs.presets import presets
 from compassrl.runs.run import resume_run, start_run
-from compassrl.runs.trace import read_trace
 from compassrl.train.checkpoint import load_checkpoint
 from compassrl.train.sft import SFTConfig
 from compassrl.train.torch_train import OptimConfig
+from course.trace import read_trace
 from tests.support.labs import expect_the_logged_losses
 
 CFG = TrainConfig(

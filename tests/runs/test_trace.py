@@ -20,9 +20,10 @@ from compassrl.loop import fit, loss_of
 from compassrl.model.policy import Policy, PolicyConfig
 from compassrl.records import Prompt, Verdict
 from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
-from compassrl.runs.trace import TRACE_VERSION, read_trace, trace_rows
+from compassrl.runs.trace import TRACE_VERSION, trace_rows
 from compassrl.train.torch_train import OptimConfig, TorchTrain
 from course.pages import microscope, recompute_loss
+from course.trace import read_trace
 
 torch.set_num_threads(1)
 TOKENIZER = build_tokenizer()

@@ -17,6 +17,7 @@ from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.train.megatron.parallel import ParallelConfig, check_parallel
 from compassrl.train.routes import routes_agreement
 from compassrl.train.torch_train import response_log_probs
+from course.gradients import hf_gradients
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -203,7 +204,7 @@ def gradients(model, policy, out):
     model.zero_grad()
     (model(ids, attention_mask=mask.long()).logits[mask] * w).sum().backward()
     want = their_gradients(model)
-    ours = dict(hf_weights(policy, grad=True))
+    ours = dict(hf_gradients(policy))
     if policy.config.family == 'mixtral':
         ours = {as_in_memory(n): g for n, g in ours.items()}
     assert ours.keys() == want.keys()

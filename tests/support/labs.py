@@ -5,9 +5,9 @@ import json
 import pytest
 
 from compassrl.config import read_run_config
-from compassrl.runs.trace import read_trace
 from course.lesson import lab_source
 from course.pages import recompute_loss
+from course.trace import read_trace
 from tests.support.browser import chromium
 
 MODULE = """async ({{ source, points }}) => {{
