@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable
@@ -197,13 +198,22 @@ def settle_origin(
     write_json(folder / 'origin.json', origin | dict(prompts=found, accepted=accepted))
 
 
+# Python's own `open` is seen, what these open is not
+_unseen = ('duckdb', 'from_pretrained', 'h5py', 'lmdb', 'multiprocessing', 'polars', 'pyarrow')
+_unseen += ('load_dataset', 'read_parquet', 'safetensors', 'subprocess', 'tokenizers')
+
+
 class NotedReads:
     "Notes in `origin.json` what own code has read; to be asked before its verdicts are stored"
 
     def __init__(self, folder: Path, cfg: TrainConfig) -> None:
         self.folder = folder
-        named = named_sources(cfg, folder / 'rewards')
+        named = [*named_sources(cfg, folder / 'rewards')]
         self.names = {os.path.realpath(p): name for name, p in named}
+        text = ''.join(p.read_text(errors='replace') for _, p in named if p.suffix == '.py')
+        if ways := [w for w in _unseen if re.search(rf'\b{w}\b', text)]:
+            by = ', '.join(ways)
+            say(f'a resume compares files that {by} opens only if your code names them')
         self.seen: dict[str, str | None] = {}  # result of the last call
 
     def note(self) -> None:

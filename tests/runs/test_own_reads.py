@@ -9,6 +9,7 @@ import pytest
 
 from compassrl import own_code
 from compassrl.config import TrainConfig, read_run_config
+from compassrl.judges.reward_settings import RewardConfig
 from compassrl.runs import resume
 from tests.runs.test_own_data_and_reward import gsm8k, problem, save_model
 from tests.runs.test_run import cli
@@ -200,3 +201,14 @@ def test_many_files_are_said_to_be_too_many(tmp_path, monkeypatch, capsys):
     said = 'your code opens 3 files or more: a resume compares the first of them\n'
     assert len(own_code.own_reads()) == 3 and capsys.readouterr().out == said
     own_code.forget_own()
+
+
+@pytest.mark.parametrize('opens, way', [('json', ''), ('pyarrow.parquet', 'pyarrow')])
+def test_what_cannot_be_seen_is_said(opens, way, tmp_path, capsys):
+    "A library that is not Python opens files on its own"
+    code = f'import {opens}\ndef reward(response, answer): return 1.0\n'
+    (tmp_path / 'reward.py').write_text(code)
+    cfg = TrainConfig(rewards=RewardConfig(function=(f'{tmp_path}/reward.py:reward',)))
+    resume.NotedReads(tmp_path / 'run', cfg)
+    said = f'a resume compares files that {way} opens only if your code names them\n'
+    assert capsys.readouterr().out == said * bool(way)
