@@ -1023,7 +1023,7 @@ def test_countdown_lab_writes_the_solutions_of_the_family(browser):
     points = [[int(x) for x in re.findall(r'\d+', p.text)] for p in found]
     for point in points:
         point[:3] = g.sample(point[:3], 3)  # the lab takes the numbers in any order
-    call = "(lab, [a, b, c, t]) => [lab.search([a, b, c], t), lab.ways([a, b, c]).map(w => w.expr)]"
+    call = '(lab, [a, b, c, t]) => [lab.search([a, b, c], t), lab.ways([a, b, c]).map(w => w.expr)]'
     for p, (got, ways) in zip(found, in_page(browser.new_page(), 'countdown', points, call)):
         assert got['text'] == p.solution and p.guess[1:] in ways
         asked = Prompt('p', 'countdown_search', p.text, [], p.answer, p.verifier)
