@@ -24,9 +24,10 @@ from compassrl.algo.losses.espo import EspoConfig, EspoStep
 from compassrl.algo.ratios import kl_estimate, log_ratio, tis_weights
 from compassrl.algo.zero_variance import ZeroVarianceConfig, growth, shape_rewards, token_advantages
 from compassrl.config import TrainConfig
+from compassrl.data.tasks import num_problems, problem, verify
 from compassrl.model.layers import softmax_gates
 from compassrl.model.shape import PolicyConfig
-from compassrl.records import Request, Sample, Verdict, collate
+from compassrl.records import Prompt, Request, Sample, Verdict, collate
 from compassrl.rollout.fp8 import dequantise, quantise
 from compassrl.train.routes import routes_agreement
 from course.fp8_codes import decode_e4m3, encode_e4m3
@@ -47,6 +48,7 @@ HOMES = dict(
     clip='algo/losses/espo',
     groups='algo/zero_variance',
     grpo='algo/losses',
+    countdown='how_to/countdown',
     clinic='loop',
 )
 CONTRAST = (ROOT / 'tests' / 'support' / 'contrast.js').read_text()
@@ -1008,6 +1010,47 @@ def test_scheduler_lab_follows_mouse_and_keyboard(browser, tmp_path):
     assert opened.text('.said').startswith('Second 0.0: 0 of 40 have ended.')
     opened.page.get_by_role('button', name='Play').click()  # at its end where motion is unwanted
     assert f'Second {end:.1f}: 40 of 40' in opened.text('.said')
+    opened.fits()
+
+
+# ---- countdown lab
+
+
+def test_countdown_lab_writes_the_solutions_of_the_family(browser):
+    g, size = random.Random(0), num_problems('countdown_search', 2)
+    drawn = (problem('countdown_search', 2, g.randrange(size)) for _ in range(6000))
+    found = [p for p in drawn if p]
+    points = [[int(x) for x in re.findall(r'\d+', p.text)] for p in found]
+    for point in points:
+        point[:3] = g.sample(point[:3], 3)  # the lab takes the numbers in any order
+    call = '(lab, [a, b, c, t]) => [lab.search([a, b, c], t), lab.ways([a, b, c]).map(w => w.expr)]'
+    for p, (got, ways) in zip(found, in_page(browser.new_page(), 'countdown', points, call)):
+        assert got['text'] == p.solution and p.guess[1:] in ways
+        asked = Prompt('p', 'countdown_search', p.text, [], p.answer, p.verifier)
+        right = sum(verify(asked, '#' + w).correct for w in ways)
+        assert got['guesses'] == right and len(ways) == 27
+    assert len(found) > 1000
+
+
+def test_countdown_lab_follows_mouse_and_keyboard(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'countdown', reduced_motion='reduce')
+    assert opened.text('.thinking') == '24+20=44,17:61 27!#(24+20)-17'
+    opened.named('target').press('ArrowRight')
+    assert 'None of the 27 ways makes 28.' in opened.text('.said')
+    opened.named('target').press('ArrowLeft')
+    opened.page.get_by_role('button', name='Write it').click()
+    assert 'Way 2 of 27 makes 27. The response has 30 tokens' in opened.text('.said')
+    assert opened.page.locator('.way.read').count() == 1 == opened.page.locator('.way.hit').count()
+    opened.fits()
+
+
+def test_countdown_lab_writes_letter_by_letter(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'countdown')
+    opened.named('target').press('ArrowLeft')
+    whole = opened.text('.thinking')
+    opened.page.get_by_role('button', name='Write it').click()
+    assert len(opened.text('.thinking')) < len(whole)
+    opened.page.locator('.thinking').filter(has_text=whole).wait_for()
     opened.fits()
 
 

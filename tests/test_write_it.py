@@ -201,7 +201,7 @@ def test_each_step_gives_a_function_to_the_readers_own_file(tmp_path):
     "Solutions where nothing is written yet, the reader's cell where it is"
     text = own_file(ROOT)
     steps = re.findall(r'^# Step (\d+), (\S+): (.*)$', text, flags=re.M)
-    assert [int(n) for n, *_ in steps] == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
+    assert [int(n) for n, *_ in steps] == [*range(1, 13)]
     space = {}
     exec(text, space)
     assert space['pass_at_k'](4, 1, 2) == 0.5

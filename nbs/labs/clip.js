@@ -54,7 +54,7 @@ const TEXT = ['3', '+', '4', '=', 'so', '7', '.', '∎']
 const NAMES = { grpo: 'GRPO', dapo: 'DAPO', gspo: 'GSPO', cispo: 'CISPO', espo: 'ESPO' }
 const ENTROPY = [0.2, 0.1, 0.6, 0.02, 2.6, 1.4, 0.3, 0.05]
 const PRESETS = {
-  'One wild token': [0, 0, 0, 0, 0.3, 0, 0, 0],
+  'One outlier token': [0, 0, 0, 0, 0.3, 0, 0, 0],
   'All a little': ENTROPY.map(() => 0.01),
   'The unsure move': ENTROPY.map(x => x > 1 ? 0.1 : 1e-4),
   'Rounding noise': [0.004, -0.002, 0.003, -0.004, 0.002, -0.003, 0.004, -0.001],
@@ -97,7 +97,7 @@ function column(label, changed, value, max, min) {
 }
 
 function render({ el }) {
-  const state = { ...START, entropy: [...ENTROPY], delta: [...PRESETS['One wild token']] }
+  const state = { ...START, entropy: [...ENTROPY], delta: [...PRESETS['One outlier token']] }
   let chosen = 'espo'
   const entropies = column('entropy', (i, x) => { state.entropy[i] = x; draw() }, ENTROPY, 4.6, 0)
   const ratios = column('log-ratio', (i, x) => { state.delta[i] = stretch(x); draw() },
