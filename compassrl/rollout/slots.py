@@ -93,7 +93,7 @@ class Slots:
         dtype: torch.dtype,  # keys and values
         device: str,
         look_every: int = 1,  # draws from one look at which rows have ended to the next
-        return_gates: bool = False,  # keep gates beside routes?
+        return_gates: bool = False,  # keep gates beside routes? They take memory
     ) -> None:
         self.num_slots, self.look_every, self.num_draws = num_slots, look_every, 0
         self.num_kv_heads = config.num_key_value_heads
@@ -103,8 +103,7 @@ class Slots:
         self.started: list[float] = []  # seconds of a clock at which they entered
         self.lengths: list[int] = []  # tokens that each busy row has, or had when it ended
         self.num_given = 0  # draws to come in which a row may read instead
-        self.truncates = False  # may any request have top_p, top_k or min_p?
-        self.some_greedy = False
+        self.truncates = self.some_greedy = False  # is any top_p, top_k or min_p in use?
 
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
@@ -116,8 +115,7 @@ class Slots:
         self.log_probs = zeros(0, dtype=torch.float32)
         experts, per_token = config.num_experts, config.num_experts_per_tok
         self.routes = zeros(0, L, per_token, dtype=route_dtype(experts))
-        # of no layer unless they are asked for, so that they take no memory
-        self.gates = zeros(0, L if return_gates else 0, per_token, dtype=torch.float32)
+        self.gates = zeros(0, L * return_gates, per_token, dtype=torch.float32)
         self.bias = zeros(KV, 0, dtype=dtype)  # 0 where there are keys, else -inf
         self.uniforms = zeros(0, dtype=torch.float64)  # random number that draws the token there
         self.given = zeros(0)  # token there if it is read, not drawn; else -1

@@ -154,8 +154,6 @@ def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine
     common = s.policy, r.num_slots, s.dtype, s.device, s.return_routes, s.return_gates
     products, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
     bits = dict(weights=products, activations=products, kv_cache=cache)
-    if (products or cache) and not apart:
-        return Fp8Rollout(*common, **bits)
     kind: Any = partial(Fp8Rollout, **bits) if products or cache else TorchRollout
     return ProcessRollout(kind, *common) if apart else kind(*common)
 
