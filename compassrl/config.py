@@ -76,8 +76,9 @@ class TrainConfig:
     # Engine that trains. 'torch': embedded, one process; 'megatron': Megatron-Core under torchrun;
     # or your own by FILE.py:NAME
     train_engine: TrainEngineName | str = 'torch'
-    # Experts that training uses. 'R3': those of the rollout (paper section 2.4.4); 'R2': those of
-    # the trainer's own scoring pass; 'off': chosen again
+    # Experts that training uses. 'R3': those of the rollout (paper section 2.4.4); 'R3-gates': its
+    # gates as well, for the embedded engines; 'R2': experts of the trainer's own scoring pass;
+    # 'off': chosen again
     router_replay: ReplayMode = 'R3'
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -114,6 +115,7 @@ class TrainConfig:
         _check_tools(self)
         _check_loss(self)
         _check_experts(self)
+        _check_gates(self)
         _check_lengths(self)
         _check_tokens(self)
         _check_batch(self)
@@ -165,6 +167,20 @@ def _check_experts(cfg: TrainConfig) -> None:
         if (value := getattr(cfg.optim, name)) and cfg.router_replay == 'off':
             raise ValueError(
                 f"optim.{name}={value} counts recorded routes: use router_replay='R2' or 'R3'"
+            )
+
+
+def _check_gates(cfg: TrainConfig) -> None:
+    why = {
+        'vllm': 'vLLM reports which experts a token used, not their gates',
+        'pool': 'vLLM reports which experts a token used, not their gates',
+        'megatron': "a router of Megatron-Core computes the gates of the experts it's given",
+    }
+    for k in ('rollout_engine', 'train_engine'):
+        if cfg.replay == 'R3-gates' and (name := getattr(cfg, k)) in why:
+            raise ValueError(
+                f"router_replay='R3-gates' with {k}={name!r}: {why[name]}; use {k}='torch' or "
+                "router_replay='R3'"
             )
 
 

@@ -117,6 +117,8 @@ class Sample:
     timings: dict[str, float] = field(default_factory=dict)  # seconds, by phase
     token_versions: Tensor | None = None  # [Tr] int64, if drawn in parts; None = `weight_version`
     policy_mask: Tensor | None = None  # [Tr] bool: False where a tool wrote; None = nowhere
+    # [Tp+Tr-1, L, K] fp32, what the sampler multiplied each of `routed_experts` by
+    routed_gates: Tensor | None = None
 
 
 # %% ../nbs/records.ipynb #a0b8e108
@@ -138,6 +140,7 @@ class Batch:
     routed_experts: Tensor | None = None  # [B, T, L, K] uint8
     routes_valid: Tensor | None = None  # [B, T] bool: False = use the live router
     routes_agree: Tensor | None = None  # [B, T] fp32: layers whose live router agrees, their share
+    routed_gates: Tensor | None = None  # [B, T, L, K] fp32 gates of `routed_experts`
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -166,7 +169,7 @@ def _check(s: Sample) -> None:
     if not Tp:
         raise ValueError(f'{name} has no prompt: nothing is there to predict its first token from')
     want = dict(rollout_log_probs=Tr, token_versions=Tr, policy_mask=Tr)
-    want |= dict(routed_experts=Tp + Tr - 1, routes_valid=Tp + Tr - 1)
+    want |= dict.fromkeys(('routed_experts', 'routes_valid', 'routed_gates'), Tp + Tr - 1)
     for key, num in want.items():
         v = getattr(s, key)
         if v is not None and len(v) != num:
@@ -201,7 +204,11 @@ def _routes(samples: list[Sample], T: int) -> dict[str, Tensor]:
     none = known[0][:0]
     routes = [none if s.routed_experts is None else s.routed_experts for s in samples]
     valid = [torch.zeros(0) if s.routes_valid is None else s.routes_valid for s in samples]
-    return dict(routed_experts=_pad(routes, T, none.dtype), routes_valid=_pad(valid, T, torch.bool))
+    out = dict(routed_experts=_pad(routes, T, none.dtype), routes_valid=_pad(valid, T, torch.bool))
+    if any(s.routed_gates is not None for s in samples):
+        gates = [none if s.routed_gates is None else s.routed_gates for s in samples]
+        out['routed_gates'] = _pad(gates, T, torch.float)
+    return out
 
 
 def _rewards(samples: list[Sample]) -> Tensor | None:

@@ -32,6 +32,9 @@ TAGS = (
 )  # fp32 [B, T] tensors that later stages add
 
 
+ROUTES = ('routed_experts', 'routes_valid', 'routed_gates')
+
+
 def sample(number, Tp, Tr, prompt='p', routes=True):
     "Token ids name sample and place (1000 * number + place + 1), and so does every other tensor"
     ids = [1000 * number + t + 1 for t in range(Tp + Tr)]
@@ -52,6 +55,7 @@ def sample(number, Tp, Tr, prompt='p', routes=True):
         'stop',
         0,
         reward=float(number),
+        routed_gates=experts / 2 if routes else None,
     )
 
 
@@ -103,6 +107,7 @@ def check_tags(b, tags=TAGS):
             )
         ).all()
         assert (b.routes_valid == (fed & has & (ids % 3 > 0))).all()
+        assert (b.routed_gates == b.routed_experts / 2).all()
     if len(b):
         assert (b.rewards.long()[:, None] == ids // 1000)[b.token_mask].all()
 
@@ -140,6 +145,7 @@ def test_dtypes():
         rewards=torch.float,
         routed_experts=torch.int16,
         routes_valid=torch.bool,
+        routed_gates=torch.float,
     )
 
 
@@ -256,10 +262,7 @@ def two():
     return full([sample(1, 2, 3), sample(2, 1, 7), sample(3, 3, 1)])
 
 
-@pytest.mark.parametrize(
-    'field',
-    ['rollout_log_probs', 'routed_experts', 'routes_valid', 'response_mask', 'rewards', *TAGS],
-)
+@pytest.mark.parametrize('field', ['rollout_log_probs', *ROUTES, 'response_mask', 'rewards', *TAGS])
 def test_the_tags_see_a_tensor_that_stays_behind(field):
     b = two()
     moved = replace(select(b, [2, 0, 1]), **{field: getattr(b, field)})
@@ -267,9 +270,7 @@ def test_the_tags_see_a_tensor_that_stays_behind(field):
         check_tags(moved)
 
 
-@pytest.mark.parametrize(
-    'field', ['rollout_log_probs', 'routed_experts', 'routes_valid', 'response_mask', *TAGS]
-)
+@pytest.mark.parametrize('field', ['rollout_log_probs', *ROUTES, 'response_mask', *TAGS])
 def test_the_tags_see_a_shift_by_one(field):
     b = two()
     with pytest.raises(AssertionError):

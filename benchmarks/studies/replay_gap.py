@@ -34,13 +34,13 @@ STUDY = Study('replay_gap', dict(default=MIX), dict(plain=lambda cfg: cfg), {}, 
 KEYS = dict(gap='rollout_train_gap', k3='rollout_train_k3', agree='routes_agree_frac')
 
 
-def rollouts(cfg):
+def rollouts(cfg, **more):
     "Precision -> engine"
     size, half = (cfg.policy, cfg.rollout.num_slots), torch.bfloat16
     return dict(
-        bfloat16=TorchRollout(*size, half),
-        fp8=Fp8Rollout(*size, activations=False),
-        both=Fp8Rollout(*size, half, activations=False),
+        bfloat16=TorchRollout(*size, half, **more),
+        fp8=Fp8Rollout(*size, activations=False, **more),
+        both=Fp8Rollout(*size, half, activations=False, **more),
     )
 
 

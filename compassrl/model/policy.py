@@ -112,8 +112,12 @@ class MoE(nn.Module):
         x: Tensor,  # [N, D]
         replay: Tensor | None = None,  # [N, K] expert ids to use instead of the router's own
         valid: Tensor | None = None,  # [N] bool: where to use them
+        given: Tensor | None = None,  # [N, K] values of their gates; the gradient is the router's
     ) -> tuple[Tensor, Tensor]:  # [N, D], the router's own choice [N, K], replayed or not
         gates, idx, own = self.route(x, replay, valid)
+        if given is not None and valid is not None:
+            straight = given.to(gates.dtype) + (gates - gates.detach())
+            gates = torch.where(valid[:, None], straight, gates)
         experts, order = idx.flatten().sort(stable=True)
         rank = torch.arange(len(order), device=x.device)
         inverse = torch.empty_like(order).scatter_(0, order, rank)
@@ -135,9 +139,7 @@ class DenseMLP(nn.Module):
         self.gate_up: nn.Parameter = nn.Parameter(torch.empty(2 * width, c.hidden_size))
         self.down: nn.Parameter = nn.Parameter(torch.empty(c.hidden_size, width))
 
-    def forward(
-        self, x: Tensor, replay: Tensor | None = None, valid: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, *routes: Tensor | None) -> tuple[Tensor, Tensor | None]:
         gate, up = F.linear(x, self.gate_up).chunk(2, -1)
         return F.linear(F.silu(gate) * up, self.down), None
 
@@ -196,14 +198,13 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         attend: Attend,
-        replay: Tensor | None = None,
-        valid: Tensor | None = None,
+        *routes: Tensor | None,  # as `MoE.forward` takes them
     ) -> tuple[Tensor, Tensor | None]:
         qkv = F.linear(rms_norm(x, self.attn_norm, self.eps), self.qkv, self.qkv_bias)
         qk, v = qkv.view(len(x), -1, self.d).split([self.H + self.KV, self.KV], 1)
         q, k = rotate_part(self.normed(qk), cos, sin).split([self.H, self.KV], 1)
         x = x + F.linear(attend(self.layer, q, k, v).flatten(1), self.out)
-        y, own = self.mlp(rms_norm(x, self.mlp_norm, self.eps), replay, valid)
+        y, own = self.mlp(rms_norm(x, self.mlp_norm, self.eps), *routes)
         return x + y, own
 
 
@@ -244,6 +245,7 @@ class Policy(nn.Module):
         attend: Attend,
         routed_experts: Tensor | None = None,  # [N, L, K] routes to replay
         routes_valid: Tensor | None = None,  # [N] bool
+        routed_gates: Tensor | None = None,  # [N, L, K] values of the gates of these routes
     ) -> tuple[Tensor, list[Tensor | None]]:
         """All blocks and the last norm: hidden states `[N, D]`, and of each layer the router's own
         choices `[N, K]` (None if dense)"""
@@ -252,8 +254,8 @@ class Policy(nn.Module):
         sin = self.sin[positions][:, None].to(x.dtype)
         routes = []
         for i, block in enumerate(self.blocks):
-            replay = None if routed_experts is None else routed_experts[:, i]
-            x, own = self.run_block(block, x, cos, sin, attend, replay, routes_valid)
+            ids, gates = (None if t is None else t[:, i] for t in (routed_experts, routed_gates))
+            x, own = self.run_block(block, x, cos, sin, attend, ids, routes_valid, gates)
             routes.append(own)
         return rms_norm(x, self.norm.to(x.dtype), self.config.rms_norm_eps), routes
 
@@ -280,14 +282,17 @@ class Policy(nn.Module):
         routed_experts: Tensor | None = None,  # [B, T, L, K]
         routes_valid: Tensor | None = None,  # [B, T] bool
         share: bool = False,  # compute what rows have in common once?
+        routed_gates: Tensor | None = None,  # [B, T, L, K] fp32 values of the gates of these routes
     ) -> tuple[Tensor, Tensor]:  # hidden states [N, D] and own routes [N, L, K] of the real tokens
         """Padded rows in, packed tokens out. Raises ValueError for rows that are too long and
         routes of another shape"""
-        _check_rows(self.config, token_ids, routed_experts, routes_valid)
+        _check_rows(self.config, token_ids, routed_experts, routes_valid, routed_gates)
         if token_mask is None:
             token_mask = torch.ones_like(token_ids, dtype=torch.bool)
-        rows = token_ids, token_mask, routed_experts, routes_valid
-        tree = prefix_tree(*rows) if share else None
+        routes = routed_experts
+        if routes is not None and routed_gates is not None:
+            routes = torch.cat((routes, routed_gates), -1)  # rows that differ in one share nothing
+        tree = prefix_tree(token_ids, token_mask, routes, routes_valid) if share else None
         at = token_mask.nonzero(as_tuple=True) if tree is None else (tree.row, tree.column)
         attend = causal_attention(token_mask) if tree is None else tree_attention(tree)
 
@@ -298,16 +303,19 @@ class Policy(nn.Module):
         def pick(t: Tensor | None) -> Tensor | None:
             return None if t is None else t[at]
 
-        hidden, routes = self.trunk(
-            token_ids[at], at[1], attend, pick(routed_experts), pick(routes_valid)
-        )
-        own = stack_routes(routes, len(hidden), self.config.num_experts_per_tok, hidden.device)
+        given = map(pick, (routed_experts, routes_valid, routed_gates))
+        hidden, chosen = self.trunk(token_ids[at], at[1], attend, *given)
+        own = stack_routes(chosen, len(hidden), self.config.num_experts_per_tok, hidden.device)
         return (hidden, own) if tree is None else (tree.spread(hidden), own[tree.node])
 
 
 # %% ../../nbs/model/policy.ipynb #93207ce3
 def _check_rows(
-    c: PolicyConfig, token_ids: Tensor, routed_experts: Tensor | None, routes_valid: Tensor | None
+    c: PolicyConfig,
+    token_ids: Tensor,
+    routed_experts: Tensor | None,
+    routes_valid: Tensor | None,
+    routed_gates: Tensor | None = None,
 ) -> None:
     "Shapes alone: reads no tensor"
     B, T = token_ids.shape
@@ -315,6 +323,10 @@ def _check_rows(
         raise ValueError(
             f'rows of {T} tokens exceed max_position_embeddings={c.max_position_embeddings}: '
             'shorten them'
+        )
+    if routed_gates is not None and getattr(routed_experts, 'shape', None) != routed_gates.shape:
+        raise ValueError(
+            f'routed_gates {list(routed_gates.shape)}: give one for each of routed_experts'
         )
     if routed_experts is None:
         return

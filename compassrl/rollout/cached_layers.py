@@ -116,15 +116,16 @@ def add_experts(
     layer: SimpleNamespace,
     owner: Tensor,  # [n*K] the row that each choice belongs to
     product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear,
-) -> Tensor:  # expert ids [n, K]
+) -> tuple[Tensor, Tensor]:  # expert ids and gates [n, K]
     "`MoE.forward` without a way back: outputs are added where they belong"
-    gates, idx = _routed(layer, y)
+    all_gates, idx = _routed(layer, y)
+    all_gates = all_gates.to(x.dtype)
     experts, order = idx.view(-1).sort(stable=True)
     token = owner.index_select(0, order)
     ends = torch.searchsorted(experts, layer.ids, right=True, out_int32=True)
     gate, up = product(y.index_select(0, token), layer.gate_up, ends).chunk(2, -1)
-    gates = gates.view(-1).index_select(0, order)[:, None]
-    h = F.silu(gate).mul_(up).mul_(gates.to(x.dtype))
+    gates = all_gates.view(-1).index_select(0, order)[:, None]
+    h = F.silu(gate).mul_(up).mul_(gates)
     y = product(h, layer.down, ends)
     if y.device.type == 'cpu':
         x.index_add_(0, token, y)
@@ -132,14 +133,14 @@ def add_experts(
         rank = torch.arange(len(order), device=y.device)
         inverse = torch.empty_like(order).scatter_(0, order, rank)
         x.add_(y.index_select(0, inverse).view(len(x), -1, y.shape[-1]).sum(1))
-    return idx
+    return idx, all_gates
 
 
 def add_all_experts(
     x: Tensor,  # [n, D] residual stream: the experts' outputs are added in place
     y: Tensor,  # [n, D] its norm
     layer: SimpleNamespace,
-) -> Tensor:  # expert ids [n, K]
+) -> tuple[Tensor, Tensor]:  # expert ids and gates [n, K]
     """`add_experts` for few rows on a GPU: every expert works on every row, because its weights are
     read anyway. Nothing is sorted, and each sum has one order"""
     gates, idx = _routed(layer, y)
@@ -149,7 +150,7 @@ def add_all_experts(
     flat = h.new_empty(len(x), len(h), h.shape[-1])
     torch.mul(h.transpose(0, 1), of_all[..., None], out=flat)
     x.addmm_(flat.flatten(1), layer.down.mT.flatten(0, 1))
-    return idx
+    return idx, gates
 
 
 def _routed(layer: SimpleNamespace, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,6 @@ def joined(
     new: Sample,  # its request's prompt was all of that
 ) -> Sample:  # response to the prompt of `old`
     "A response and what the policy drew next; routes are those of the first pass that knew them"
-    routes, valid = joined_routes(old, new)
     assert old.policy_mask is not None
     said = torch.ones(len(new.response_ids), dtype=torch.bool)
     return replace(
@@ -71,8 +70,7 @@ def joined(
         response_ids=old.response_ids + new.response_ids,
         rollout_log_probs=torch.cat((old.rollout_log_probs, new.rollout_log_probs)),
         policy_mask=torch.cat((old.policy_mask, said)),
-        routed_experts=routes,
-        routes_valid=valid,
+        **joined_routes(old, new),
         timings=old.timings | {k: v for k, v in new.timings.items() if k != 'rollout_start'},
     )
 

@@ -124,11 +124,12 @@ class Fp8Rollout(TorchRollout):
         dtype: torch.dtype = torch.float32,  # all that is not FP8
         device: str = 'cpu',
         return_routes: bool = True,  # record the experts of every token
+        return_gates: bool = False,  # record their gates too, for replay 'R3-gates'
         weights: bool = True,  # quantise projections and experts at every sync?
         activations: bool = True,  # quantise what they are multiplied with?
         kv_cache: bool = False,  # quantise keys and values?
     ) -> None:
-        super().__init__(config, num_slots, dtype, device, return_routes)
+        super().__init__(config, num_slots, dtype, device, return_routes, return_gates)
         self.weights, self.activations, self.kv_cache = weights, activations, kv_cache
         if weights or activations:  # the checkpoint's own matrices are quantised
             self.folds, self.small = False, config.rms_norm_eps

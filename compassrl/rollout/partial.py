@@ -26,17 +26,17 @@ def drawn_mask(s: Sample) -> Tensor:  # [Tr] bool
     return own if s.policy_mask is None else s.policy_mask
 
 
-def joined_routes(old: Sample, new: Sample) -> tuple[Tensor | None, Tensor | None]:
-    "Routes of the earlier passes, then those that the last one adds, and where they are valid"
-    if old.routed_experts is None or new.routed_experts is None:
-        return new.routed_experts, new.routes_valid
-    assert old.routes_valid is not None and new.routes_valid is not None
-    n = len(old.routed_experts)
-    routes = torch.cat((old.routed_experts, new.routed_experts[n:]))
-    return routes, torch.cat((old.routes_valid, new.routes_valid[n:]))
+def joined_routes(old: Sample, new: Sample) -> dict[str, Tensor | None]:  # fields of a sample
+    "Routes and gates of the earlier passes, then those that the last one adds"
+    out = {}
+    for k in _routes:
+        a, b = getattr(old, k), getattr(new, k)
+        out[k] = b if a is None or b is None else torch.cat((a, b[len(a) :]))
+    return out
 
 
-_tensors = ('rollout_log_probs', 'token_versions', 'policy_mask', 'routed_experts', 'routes_valid')
+_routes = ('routed_experts', 'routes_valid', 'routed_gates')
+_tensors = ('rollout_log_probs', 'token_versions', 'policy_mask', *_routes)
 _plain = ('prompt_id', 'index', 'prompt_ids', 'response_ids', 'finish_reason', 'weight_version')
 
 
@@ -86,14 +86,14 @@ class PartialResponses:
         r, old = self.groups[s.prompt_id][s.index], self.drawn.get(key)
         drawn_by = torch.full((len(s.response_ids),), s.weight_version)
         ids, log_probs, own = s.response_ids, s.rollout_log_probs, drawn_mask(s)
-        routes, valid = s.routed_experts, s.routes_valid
+        routes: dict[str, Any] = {}
         if old is not None:
             assert old.token_versions is not None
             ids = old.response_ids + ids
             log_probs = torch.cat((old.rollout_log_probs, log_probs))
             drawn_by = torch.cat((old.token_versions, drawn_by))
             own = torch.cat((drawn_mask(old), own))
-            routes, valid = joined_routes(old, s)
+            routes = joined_routes(old, s)
         read = [*r.prompt_ids, *ids[: len(ids) - len(s.response_ids)]]
         assert s.prompt_ids == read, f'{key}: a part of something else'
         s = self.drawn[key] = replace(
@@ -103,8 +103,7 @@ class PartialResponses:
             rollout_log_probs=log_probs,
             token_versions=drawn_by,
             policy_mask=None if own.all() else own,
-            routed_experts=routes,
-            routes_valid=valid,
+            **routes,
         )
         if s.finish_reason == 'length' and len(ids) < r.params.max_tokens:
             return None

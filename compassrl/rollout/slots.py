@@ -93,6 +93,7 @@ class Slots:
         dtype: torch.dtype,  # keys and values
         device: str,
         look_every: int = 1,  # draws from one look at which rows have ended to the next
+        return_gates: bool = False,  # keep gates beside routes? They take memory
     ) -> None:
         self.num_slots, self.look_every, self.num_draws = num_slots, look_every, 0
         self.num_kv_heads = config.num_key_value_heads
@@ -102,8 +103,7 @@ class Slots:
         self.started: list[float] = []  # seconds of a clock at which they entered
         self.lengths: list[int] = []  # tokens that each busy row has, or had when it ended
         self.num_given = 0  # draws to come in which a row may read instead
-        self.truncates = False  # may any request have top_p, top_k or min_p?
-        self.some_greedy = False
+        self.truncates = self.some_greedy = False  # is any top_p, top_k or min_p in use?
 
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
@@ -115,6 +115,7 @@ class Slots:
         self.log_probs = zeros(0, dtype=torch.float32)
         experts, per_token = config.num_experts, config.num_experts_per_tok
         self.routes = zeros(0, L, per_token, dtype=route_dtype(experts))
+        self.gates = zeros(0, L * return_gates, per_token, dtype=torch.float32)
         self.bias = zeros(KV, 0, dtype=dtype)  # 0 where there are keys, else -inf
         self.uniforms = zeros(0, dtype=torch.float64)  # random number that draws the token there
         self.given = zeros(0)  # token there if it is read, not drawn; else -1
@@ -142,7 +143,8 @@ class Slots:
         if self.look_every > 1:
             more += -more % 64  # whole blocks for the kernels of a GPU
         missing, self.capacity = more - self.capacity, more
-        for name, dims_after in (('kv', 1), ('routes', 2)) + tuple((k, 0) for k in _by_place):
+        flat = [(k, 0) for k in _by_place]
+        for name, dims_after in [('kv', 1), ('routes', 2), ('gates', 2), *flat]:
             fill = -torch.inf if name == 'bias' else 0
             grown = F.pad(getattr(self, name), [0, 0] * dims_after + [0, missing], value=fill)
             setattr(self, name, grown)
@@ -206,10 +208,13 @@ class Slots:
         ids: tuple[int, ...],  # T token ids
         kv: Tensor,  # [L, 2, KV, T, d]
         routes: Tensor,  # [T, L, K]
+        gates: Tensor | None = None,  # [T, L, K]
     ) -> None:
         "Into the first columns"
         self.kv[:, :, rows, :, : len(ids)] = kv[:, :, None]
         self.routes[rows, : len(ids)] = routes
+        if gates is not None:
+            self.gates[rows, : len(ids)] = gates
         self.tokens[rows, : len(ids)] = self.tokens.new_tensor(ids)
 
     @torch.inference_mode()
@@ -260,7 +265,7 @@ class Slots:
         movers = sorted(set(range(num_left, self.num_running)) - set(finished))
         if holes:
             self.kv[:, :, holes] = self.kv[:, :, movers]
-            for name in ('routes', *_by_place, *_by_row):
+            for name in ('routes', 'gates', *_by_place, *_by_row):
                 t = getattr(self, name)
                 t[holes] = t[movers]
         of_rows: list[list[Any]] = [self.requests, self.started, self.lengths]

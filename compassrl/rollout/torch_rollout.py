@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ class TorchRollout(RolloutEngine):
             place: Tensor,
             attend: Callable[[int, Tensor], Tensor],
             few: bool = False,
-        ) -> tuple[Tensor, Tensor]: ...
+        ) -> tuple[Tensor, Tensor, Tensor | None]: ...
         def prefill(self, prompts: list[tuple[int, ...]]) -> None: ...
         def admit(self, requests: list[Request]) -> list[int]: ...
         def decode(self, n: int, width: int) -> Tensor: ...
@@ -71,10 +71,12 @@ class TorchRollout(RolloutEngine):
         dtype: torch.dtype = torch.float32,
         device: str = 'cpu',
         return_routes: bool = True,  # record the experts of every token
+        return_gates: bool = False,  # record their gates too, for replay 'R3-gates'
     ) -> None:
         if num_slots < 1:
             raise ValueError(f'num_slots={num_slots}: use at least 1')
-        self.config, self.return_routes, self.device = config, return_routes, device
+        self.config, self.device = config, device
+        self.return_routes, self.return_gates = return_routes, return_routes and return_gates
         self.on_gpu = torch.device(device).type != 'cpu'
         self.fuses = self.on_gpu and self.plain
         self.policy = Policy(config).to(device, dtype).requires_grad_(False)
@@ -83,10 +85,12 @@ class TorchRollout(RolloutEngine):
                 p.data = p.mT.contiguous().mT
         self.layers: list[SimpleNamespace] = []  # views on the weights, made by `load_weights`
         # a GPU works on while it is not asked which responses have ended
-        self.slots = Slots(config, num_slots, dtype, device, _look_every if self.on_gpu else 1)
+        look_every = _look_every if self.on_gpu else 1
+        self.slots = Slots(config, num_slots, dtype, device, look_every, self.return_gates)
         # captured steps by the columns that they read and the capacity of slots (not run on GPU)
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.prefixes: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = OrderedDict()
+        # keys and values, routes, logits and gates of each prompt
+        self.prefixes: OrderedDict[tuple[int, ...], tuple[Any, ...]] = OrderedDict()
         self.version: int | None = None  # None = there are no weights yet
         self.folds = not self.on_gpu and dtype.itemsize >= 4  # see `folded`
         # the epsilon of `scaled_rms`
@@ -138,8 +142,8 @@ def forward(
     # (layer, rotated queries and keys, values [N, H+2KV, d]) -> [N, H*d]
     attend: Callable[[int, Tensor], Tensor],
     few: bool = False,  # are these the newest tokens alone?
-) -> tuple[Tensor, Tensor]:  # hidden states [N, D], routes [N, L, K]
-    "What `Policy.trunk` computes"
+) -> tuple[Tensor, Tensor, Tensor | None]:  # hidden states [N, D], routes and gates [N, L, K]
+    "What `Policy.trunk` computes; gates if they are asked for"
     c, x, routes = self.config, F.embedding(ids, self.policy.embed), []
     cos, sin = (t.index_select(0, place)[:, None] for t in (self.policy.cos, self.policy.sin))
     heads, d, K = c.num_attention_heads + c.num_key_value_heads, c.head_dim, c.num_experts_per_tok
@@ -155,7 +159,7 @@ def forward(
         if not layer.sparse:
             gate, up = self.product(y, layer.gate_up).chunk(2, -1)
             self.add_product(x, F.silu(gate).mul_(up), layer.down)
-            routes.append(None)
+            routes.append((None, None))
             continue
         if few and self.fuses:
             routes.append(add_all_experts(x, y, layer))
@@ -166,7 +170,9 @@ def forward(
     norm = self.policy.norm * c.hidden_size**0.5 if self.folds else self.policy.norm
     hidden = scaled_rms(x, self.small, norm)
     hidden = hidden * norm if self.folds else hidden
-    return hidden, stack_routes(routes, len(ids), K, hidden.device)
+    kept = [[*t] for t in zip(*routes)][: 1 + self.return_gates]
+    experts, *gates = (stack_routes(t, len(ids), K, hidden.device) for t in kept)
+    return hidden, experts, gates[0] if gates else None
 
 
 # %% ../../nbs/rollout/torch_rollout.ipynb #242fe0c1
@@ -176,7 +182,7 @@ def prefill(
     self: TorchRollout,
     prompts: list[tuple[int, ...]],  # not in the cache yet
 ) -> None:
-    "Keys, values and routes of all prompt tokens, and the logits of the first response token"
+    "Keys, values, routes and gates of all prompt tokens; logits of the first response token"
     if self.on_gpu and len(prompts) > 1:  # one by one: what else is read changes no bit
         for prompt in prompts:
             self.prefill([prompt])
@@ -191,12 +197,13 @@ def prefill(
         return causal(layer, qkv[:, :H], *kv.chunk(2, 1)).flatten(1)
 
     ids = torch.tensor([i for p in prompts for i in p], device=self.device)
-    hidden, routes = self.forward(ids, mask.cumsum(1)[mask] - 1, attend)
+    hidden, routes, gates = self.forward(ids, mask.cumsum(1)[mask] - 1, attend)
     kv = torch.stack(kept).unflatten(2, (2, KV)).movedim(1, 3)  # [L, 2, KV, N, d]
     ends = lengths.cumsum(0)
     for p, end, logits in zip(prompts, ends.tolist(), self.policy.logits(hidden[ends - 1])):
         at = slice(end - len(p), end)
-        self.prefixes[p] = kv[:, :, :, at].clone(), routes[at].clone(), logits
+        some = None if gates is None else gates[at].clone()
+        self.prefixes[p] = kv[:, :, :, at].clone(), routes[at].clone(), logits, some
 
 
 # %% ../../nbs/rollout/torch_rollout.ipynb #5430ba74
@@ -216,9 +223,9 @@ def admit(
     row, logits = rows.start, []
     for prompt, neighbours in groupby(prompts):  # they share one copy
         shared = slice(row, row + len(list(neighbours)))
-        kv, routes, first_logits = self.prefixes[prompt]
+        kv, routes, first_logits, gates = self.prefixes[prompt]
         self.prefixes.move_to_end(prompt)
-        slots.copy_prompt(shared, prompt, kv, routes)
+        slots.copy_prompt(shared, prompt, kv, routes, gates)
         logits.append(first_logits.expand(shared.stop - row, -1))
         row = shared.stop
     while len(self.prefixes) > slots.num_slots:
@@ -262,9 +269,11 @@ def decode(
         return torch.bmm(scores.softmax(-1), values).view(n, -1)
 
     ids = slots.tokens[:n].gather(1, place[:, None])[:, 0]
-    hidden, routes = self.forward(ids, place, attend, few=True)
+    hidden, routes, gates = self.forward(ids, place, attend, few=True)
     if self.return_routes:
         slots.routes[rows, place] = routes.to(slots.routes)
+    if gates is not None:
+        slots.gates[rows, place] = gates.to(slots.gates)
     return self.policy.logits(hidden)
 
 
@@ -310,7 +319,9 @@ def harvest(self: TorchRollout, slot: int) -> Sample:
     slots, request, end = self.slots, self.slots.requests[slot], self.slots.lengths[slot]
     response = slice(len(request.prompt_ids), end)
     ids = slots.tokens[slot, response].tolist()
-    routes = valid = None
+    routes = valid = gates = None
+    if self.return_gates:
+        gates = slots.gates[slot, : end - 1].cpu().clone()
     if self.return_routes:
         routes = slots.routes[slot, : end - 1].cpu().clone()
         valid = torch.ones(end - 1, dtype=torch.bool)
@@ -325,6 +336,7 @@ def harvest(self: TorchRollout, slot: int) -> Sample:
         finish_reason='stop' if ids[-1] in request.params.stop_ids else 'length',
         weight_version=self.version,
         timings=dict(rollout_start=slots.started[slot], rollout_end=time.perf_counter()),
+        routed_gates=gates,
     )
 
 

@@ -63,6 +63,7 @@ class RolloutSetup(NamedTuple):
     schedule: ScheduleConfig
     device: str  # 'cpu' or 'cuda'
     return_routes: bool  # report the experts of each token?
+    return_gates: bool = False  # report their gates?
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,8 +83,8 @@ class RolloutSetup(NamedTuple):
 
 def rollout_setup(cfg: TrainConfig) -> RolloutSetup:
     "The part of a config that its rollout engine reads"
-    routes = cfg.replay == 'R3'
-    return RolloutSetup(cfg.policy, cfg.rollout, cfg.vllm, cfg.schedule, cfg.device, routes)
+    routes, gates = cfg.replay.startswith('R3'), cfg.replay == 'R3-gates'
+    return RolloutSetup(cfg.policy, cfg.rollout, cfg.vllm, cfg.schedule, cfg.device, routes, gates)
 
 
 class TrainSetup(NamedTuple):
@@ -150,11 +151,9 @@ class TrainKind:
 # %% ../../nbs/runs/factory.ipynb #0086ba58
 def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
     r, apart = s.rollout, s.schedule.max_staleness
-    common = s.policy, r.num_slots, s.dtype, s.device, s.return_routes
+    common = s.policy, r.num_slots, s.dtype, s.device, s.return_routes, s.return_gates
     products, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
     bits = dict(weights=products, activations=products, kv_cache=cache)
-    if (products or cache) and not apart:
-        return Fp8Rollout(*common, **bits)
     kind: Any = partial(Fp8Rollout, **bits) if products or cache else TorchRollout
     return ProcessRollout(kind, *common) if apart else kind(*common)
 

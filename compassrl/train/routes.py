@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from compassrl.train.train_settings import ReplayMode as ReplayMode
 
 # %% auto #0
 __all__ = [
-    'validate_routes', 'routes_agreement', 'route_records', 'expert_counts', 'expert_load',
-    'balance_slopes', 'sparse_layers', 'balanced', 'move_expert_bias', 'check_balance',
+    'validate_routes', 'with_gates', 'routes_agreement', 'route_records', 'expert_counts',
+    'expert_load', 'balance_slopes', 'sparse_layers', 'balanced', 'move_expert_bias',
+    'check_balance',
 ]  # fmt: skip
 
 
@@ -44,6 +46,22 @@ def _check_format(batch: Any, config: PolicyConfig) -> None:  # shapes and place
             'routes_valid marks padding, or the last token of a sample, which was never fed: '
             'give Tp+Tr-1 routes per sample, the first for its first token'
         )
+    if batch.routed_gates is not None:
+        _check_gates(batch.routed_gates, valid, want, config)
+
+
+def _check_gates(gates: Tensor, valid: Tensor, want: list[int], c: PolicyConfig) -> None:
+    if list(gates.shape) != want or not gates.is_floating_point():
+        raise ValueError(f'routed_gates {list(gates.shape)} {gates.dtype}: use floats {want}')
+    rows = gates[valid][:, [i for i in range(c.num_hidden_layers) if c.is_sparse(i)]]
+    sums, total = rows.sum(-1), c.routed_scaling_factor if c.router_score == 'sigmoid' else 1.0
+    ok = (sums / total - 1).abs() < 0.02 if c.norm_topk_prob else sums.isfinite() & (sums > 0)
+    if not (bad := ~ok | (rows < 0).any(-1)).any():
+        return
+    raise ValueError(
+        f'routed_gates {rows[bad][0].tolist()} of a token: use what the sampler multiplied its '
+        f'experts by, at least 0 each, {f"{total:g}" if c.norm_topk_prob else "more than 0"} in sum'
+    )
 
 
 def _faults(
@@ -79,6 +97,16 @@ def validate_routes(batch: Batch | Sample, config: PolicyConfig) -> None:
         i, t = valid.nonzero()[row].tolist()
         where = f'row {i}, token {t}, layer {layer}'
         raise ValueError(f'routed_experts of {where} is {ids[i, t, layer].tolist()}: {why}')
+
+
+def with_gates(batch: Batch, mode: ReplayMode) -> Batch:
+    "Gates stay where the mode repeats them. Raises ValueError if there are none to repeat"
+    if mode == 'R3-gates' and batch.routed_gates is None:
+        raise ValueError(
+            "replay='R3-gates': the batch has no routed_gates, sample with return_gates=True or "
+            "use 'R3'"
+        )
+    return batch if mode == 'R3-gates' else replace(batch, routed_gates=None)
 
 
 # %% ../../nbs/train/routes.ipynb #fb900790

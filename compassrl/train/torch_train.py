@@ -22,7 +22,13 @@ from compassrl.model.pretrained import hf_weights, load_hf_weights
 from compassrl.procs import phase
 from compassrl.records import Batch, LossFn, Metrics, micro_batches, mini_batches, select
 from compassrl.train.guards import check_start, or_nan, weights_finite
-from compassrl.train.routes import balanced, move_expert_bias, route_records, validate_routes
+from compassrl.train.routes import (
+    balanced,
+    move_expert_bias,
+    route_records,
+    validate_routes,
+    with_gates,
+)
 from compassrl.train.train_settings import OptimConfig as OptimConfig
 from compassrl.train.train_settings import ReplayMode as ReplayMode
 
@@ -37,13 +43,14 @@ __all__ = [
 def packed_states(
     policy: Policy,
     batch: Batch,
-    replay: bool = True,  # use the batch's routes where they are valid?
+    replay: bool = True,  # use the batch's routes, and its gates if it has any, where valid?
 ) -> tuple[Tensor, Tensor]:  # [N, D] hidden states, [N, L, K] routers' choices; N real tokens
     "One forward pass. Raises ValueError for a response without a prompt"
     if batch.response_mask[:, :1].any():
         raise ValueError('a response starts in column 0: give every sample a prompt')
     routes = (batch.routed_experts, batch.routes_valid) if replay else ()
-    return policy(batch.token_ids, batch.token_mask, *routes, share=True)
+    gates = batch.routed_gates if replay else None
+    return policy(batch.token_ids, batch.token_mask, *routes, share=True, routed_gates=gates)
 
 
 def score_response(
@@ -154,7 +161,8 @@ class PassInputs:
 
 def _inputs(engine: TorchTrain, batch: Batch) -> PassInputs:
     tensors = [batch.token_ids, batch.token_mask, batch.response_mask]
-    tensors += [t for t in (batch.routed_experts, batch.routes_valid) if t is not None]
+    routes = batch.routed_experts, batch.routes_valid, batch.routed_gates
+    tensors += [t for t in routes if t is not None]
     tensors += [*engine.policy.parameters(), *engine.policy.buffers()]
     written = [(t._version, t.data_ptr(), t.dtype) for t in tensors]
     return PassInputs(tensors, (written, engine.temperature, engine.replay, engine.config))
@@ -198,6 +206,7 @@ class TorchTrain:
     @torch.no_grad()
     def score(self, batch: Batch) -> dict[str, Tensor]:  # fields of the batch
         "Log-probs and entropies of the present weights; unless 'off', what the routers chose"
+        batch = with_gates(batch, self.replay)
         c, mode, B, T = self.policy.config, self.replay, *batch.token_ids.shape
         self.last_pass = None
         whole = {k: torch.zeros_like(batch.rollout_log_probs) for k in ('old_log_probs', 'entropy')}
@@ -209,7 +218,7 @@ class TorchTrain:
         for rows in parts:
             part = select(batch, rows).to(self.policy.embed.device)
             with torch.set_grad_enabled(once):
-                hidden, own = packed_states(self.policy, part, mode == 'R3')
+                hidden, own = packed_states(self.policy, part, mode.startswith('R3'))
                 values = score_response(self.policy, hidden, part, self.temperature)
             new = dict(zip(('old_log_probs', 'entropy'), (v.detach() for v in values)))
             if mode != 'off':
@@ -256,7 +265,7 @@ def update(
         raise ValueError(
             "no routes: replay='R2' repeats those of `score(batch)`, put them into the batch first"
         )
-    replay = self.replay != 'off'
+    batch, replay = with_gates(batch, self.replay), self.replay != 'off'
     if replay:
         validate_routes(batch, self.policy.config)
     last, self.last_pass = self.last_pass, None

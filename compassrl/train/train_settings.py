@@ -94,7 +94,7 @@ class GuardConfig:
 
 
 # %% ../../nbs/train/train_settings.ipynb #2b124228
-ReplayMode = Literal['off', 'R2', 'R3']
+ReplayMode = Literal['off', 'R2', 'R3', 'R3-gates']
 Recompute = Literal['none', 'moe', 'full']
 # recipes of Transformer Engine; '' = no FP8
 Fp8Recipe = Literal['', 'blockwise', 'tensorwise', 'delayed']

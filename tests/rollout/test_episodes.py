@@ -232,9 +232,10 @@ def test_without_a_call_it_is_the_response_of_the_engine(policy, samples):
 
 
 def test_log_probs_and_routes_are_those_of_the_train_engine(policy):
-    found = list(Episodes(engine(policy, torch.float32), Echo(CALL)).generate(requests()))
+    sampler = engine(policy, torch.float32, return_gates=True)
+    found = list(Episodes(sampler, Echo(CALL)).generate(requests()))
     assert sum(s.policy_mask is not None for s in found) > 5
-    batch, train = collate(found), TorchTrain(policy, OptimConfig(), replay='R3')
+    batch, train = collate(found), TorchTrain(policy, OptimConfig(), replay='R3-gates')
     validate_routes(batch, SHAPE)
     assert batch.routes_valid.equal(batch.fed_mask)
     scored = train.score(batch)

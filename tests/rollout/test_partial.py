@@ -221,19 +221,23 @@ def test_each_token_keeps_the_routes_of_the_pass_that_drew_it(pupil):
     "Other weights read a part again and may send it elsewhere; the log-probs are those of before"
     engines = []
     for seed in (1, 2):
-        engines.append(TorchRollout(SHAPE, 4))
+        engines.append(TorchRollout(SHAPE, 4, return_gates=True))
         weights = TorchTrain(Policy(SHAPE, seed=seed), OptimConfig()).weights()
         engines[-1].load_weights(weights, seed)
     partial_responses = PartialResponses(3)
     partial_responses.begin([Request('p', tuple(PROMPTS[0].token_ids), 0, 7, SamplingParams(9))])
-    passes = []
+    passes, gates = [], []
     for engine in (engines[0], engines[1], engines[0]):
         (s,) = engine.generate(partial_responses.parts())
         passes.append(s.routed_experts)
+        gates.append(s.routed_gates)
         partial_responses.take(s)
+        partial_responses.load_state_dict(partial_responses.state_dict())  # as a checkpoint does
     got, (n, m) = partial_responses.whole_groups()[1][0], map(len, passes[:2])
     assert not passes[1][:n].equal(passes[0]), 'or nothing is tested'
     assert got.routed_experts.equal(torch.cat((passes[0], passes[1][n:], passes[2][m:])))
+    assert got.routed_gates.equal(torch.cat((gates[0], gates[1][n:], gates[2][m:])))
+    assert not gates[1][:n].equal(gates[0]), 'or nothing is tested'
     assert got.routes_valid.all() and len(got.routes_valid) == len(passes[2])
 
 

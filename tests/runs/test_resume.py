@@ -21,7 +21,15 @@ from course.checkpoints import latest_checkpoint
 from tests.support import chaos
 from tests.support import fork_server as forked
 from tests.support.file_events import Killer, Refusing
-from tests.support.whole_runs import ENV, TINY, command, expect_the_same, note_operations, nothing
+from tests.support.whole_runs import (
+    AHEAD,
+    ENV,
+    TINY,
+    command,
+    expect_the_same,
+    note_operations,
+    nothing,
+)
 
 
 def cli(*args, hook=nothing, timeout=120):
@@ -80,6 +88,27 @@ def test_killed_again_and_again(whole, tmp_path):
         kills += 1
     assert r.returncode == 0 and kills >= 3, 'the test lost its bite'
     expect_the_same(folder, whole[0])
+
+
+def test_replayed_gates_survive_a_kill(tmp_path):
+    "Of responses that are drawn ahead and in parts, which checkpoints hold"
+    words = [*TINY, '--router-replay', 'R3-gates', *AHEAD, '--schedule.partial-tokens', '3']
+    words += ['--zero-variance.sampling', 'uniform', '--rollout.dtype', 'bfloat16']
+    home, ends, num = tmp_path, [], 0
+    for name in ('whole', 'killed', 'experts'):
+        mode = ['--router-replay', 'R3'] if name == 'experts' else []
+        again = ['train', *words, *mode, '--run-dir', home / name]
+        for n in (num * 3 // 4, 20) if name == 'killed' else ():
+            r = cli(*again, hook=partial(Killer, n, under=home / name))
+            assert r.returncode == -signal.SIGKILL, r.stderr
+            assert list((home / name / 'checkpoints').glob('step-*')), 'the test lost its bite'
+            again = ['resume', home / name]
+        r = cli(*again, hook=partial(note_operations, home, home) if name == 'whole' else nothing)
+        assert r.returncode == 0, r.stderr
+        num = num or len((home / 'operations0').read_text().splitlines())
+        ends.append(json.loads((home / name / 'metrics.jsonl').read_text().splitlines()[-1]))
+    expect_the_same(home / 'killed', home / 'whole')
+    assert ends[0]['loss'] != ends[2]['loss'], 'gates were used'
 
 
 @chaos.kind('full disks')

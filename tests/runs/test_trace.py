@@ -54,19 +54,20 @@ class Keep(list):
         self.append(args)
 
 
-def run(cfg=CFG, routes=True, verifier='even', answer=''):
-    def engine():
-        return TorchTrain(Policy(SHAPE, seed=1), cfg.optim, replay='R3' if routes else 'off')
+def run(cfg=CFG, replay='R3', verifier='even', answer='', **kw):
+    def engine(mode='R3'):
+        return TorchTrain(Policy(SHAPE, seed=1), cfg.optim, replay=mode)
 
     prompts = [
         Prompt(f'p{i}', 'test', f'{i}+1=', encode(TOKENIZER, f'{i}+1='), answer, verifier)
         for i in range(6)
     ]
-    rollout, trainer, kept = TorchRollout(SHAPE, 32, return_routes=routes), engine(), Keep()
+    trainer, kept = engine(replay), Keep()
+    rollout = TorchRollout(SHAPE, 32, return_routes=replay != 'off', **kw)
     rollout.load_weights(trainer.weights(), 0)
     verifiers['even'] = even
     try:
-        fit(cfg, prompts, rollout, trainer, TOKENIZER, kept, EOS_ID, reference=engine())
+        fit(cfg, prompts, rollout, trainer, TOKENIZER, kept, EOS_ID, reference=engine('off'))
     finally:
         del verifiers['even']
     return kept
@@ -161,8 +162,20 @@ def test_the_loss_needs_what_the_update_saw(path):
     assert max(far) > 1e-4
 
 
+def test_with_replayed_gates(tmp_path):
+    "The loss follows from log-probs; gates, four bytes each, are not written"
+    kept = run(replay='R3-gates', return_gates=True, dtype=torch.bfloat16)
+    assert all(batch.routed_gates is not None for *_, batch in kept)
+    plain = run(dtype=torch.bfloat16)
+    assert not torch.equal(kept[0][3].old_log_probs, plain[0][3].old_log_probs), 'they were used'
+    for head, rows in read_trace(write(tmp_path / 't', kept)):
+        assert 'routed_experts' in rows[0] and 'routed_gates' not in rows[0]
+        assert recompute_loss(head, rows, CFG) == pytest.approx(head['metrics']['loss'], abs=1e-6)
+        assert microscope(rows, TOKENIZER)
+
+
 def test_without_routes(tmp_path):
-    for head, rows in read_trace(write(tmp_path / 't', run(routes=False))):
+    for head, rows in read_trace(write(tmp_path / 't', run(replay='off'))):
         assert not {'routed_experts', 'routes_agree'} & rows[0].keys()
         assert recompute_loss(head, rows, CFG) == pytest.approx(head['metrics']['loss'], abs=1e-6)
 
