@@ -198,7 +198,7 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         attend: Attend,
-        *routes: Tensor | None,  # as `MoE.forward` takes them
+        *routes: Tensor | None,  # `MoE.forward` takes them
     ) -> tuple[Tensor, Tensor | None]:
         qkv = F.linear(rms_norm(x, self.attn_norm, self.eps), self.qkv, self.qkv_bias)
         qk, v = qkv.view(len(x), -1, self.d).split([self.H + self.KV, self.KV], 1)

@@ -93,7 +93,7 @@ class Slots:
         dtype: torch.dtype,  # keys and values
         device: str,
         look_every: int = 1,  # draws from one look at which rows have ended to the next
-        return_gates: bool = False,  # keep gates beside routes? They take memory
+        return_gates: bool = False,  # keep gates with the routes? They take memory
     ) -> None:
         self.num_slots, self.look_every, self.num_draws = num_slots, look_every, 0
         self.num_kv_heads = config.num_key_value_heads

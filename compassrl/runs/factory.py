@@ -154,8 +154,10 @@ def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine
     common = s.policy, r.num_slots, s.dtype, s.device, s.return_routes, s.return_gates
     products, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
     bits = dict(weights=products, activations=products, kv_cache=cache)
-    kind: Any = partial(Fp8Rollout, **bits) if products or cache else TorchRollout
-    return ProcessRollout(kind, *common) if apart else kind(*common)
+    if apart:
+        kind: Any = partial(Fp8Rollout, **bits) if products or cache else TorchRollout
+        return ProcessRollout(kind, *common)
+    return Fp8Rollout(*common, **bits) if products or cache else TorchRollout(*common)
 
 
 def _vllm(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:

@@ -232,7 +232,7 @@ def test_each_token_keeps_the_routes_of_the_pass_that_drew_it(pupil):
         passes.append(s.routed_experts)
         gates.append(s.routed_gates)
         partial_responses.take(s)
-        partial_responses.load_state_dict(partial_responses.state_dict())  # as a checkpoint does
+        partial_responses.load_state_dict(partial_responses.state_dict())
     got, (n, m) = partial_responses.whole_groups()[1][0], map(len, passes[:2])
     assert not passes[1][:n].equal(passes[0]), 'or nothing is tested'
     assert got.routed_experts.equal(torch.cat((passes[0], passes[1][n:], passes[2][m:])))
