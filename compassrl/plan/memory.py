@@ -182,8 +182,6 @@ def _advice(cfg: TrainConfig, need: Callable[[TrainConfig], float]) -> str:
     ways |= dict(_smaller(cfg, TrainConfig()))
     saved = {}
     for name, c in ways.items():
-        if name.startswith('policy.') and cfg.init_from:
-            continue  # a checkpoint has its shape
         with suppress(ValueError):  # fewer layers than stages, for instance
             saved[name] = need(cfg) - need(c)
     most = max(saved, key=lambda name: saved[name])
