@@ -18,6 +18,7 @@ from compassrl.train.megatron.engine import MegatronTrain
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.weights import gather_hf_weights
 from compassrl.train.torch_train import OptimConfig, TorchTrain
+from course.gradients import hf_gradients
 from tests.support import vllm_fork_server as vllm_forks
 from tests.support.engine_samples import POLICY, sample, write_samples
 from tests.support.ranks import lively, name, run_ranks
@@ -115,7 +116,7 @@ def torch_steps(folder, batch):
     e, grads, clip = TorchTrain(from_pretrained(folder), OPTIM, 0.8, 'R3'), [], te.clip_and_step
 
     def stepping(policy, *args):
-        grads.append({k: v.clone() for k, v in policy_weights(policy, grad=True)})
+        grads.append({k: v.clone() for k, v in hf_gradients(policy)})
         return clip(policy, *args)
 
     te.clip_and_step = stepping
@@ -195,7 +196,7 @@ def torch_gradients(folder, batch):
     grads, clip = [], te.clip_and_step
 
     def stepping(policy, *args):
-        grads.insert(0, {k: v.clone() for k, v in policy_weights(policy, grad=True)})
+        grads.insert(0, {k: v.clone() for k, v in hf_gradients(policy)})
         return clip(policy, *args)
 
     def start():

@@ -26,6 +26,7 @@ from compassrl.train.megatron.cpu import megatron_calls
 from compassrl.train.megatron.model import build_model, init_parallel
 from compassrl.train.megatron.parallel import ParallelConfig
 from compassrl.train.megatron.weights import gather_hf_weights, load_hf
+from course.gradients import hf_gradients
 from course.ranks import RankError, run_ranks  # noqa: F401
 
 MIXED = PolicyConfig(
@@ -98,9 +99,7 @@ def one_process(policy, parts):
     logits = [policy.logits(policy(x[None])[0]) for x, _ in parts]
     losses = [F.cross_entropy(a, y, reduction='sum') for a, (_, y) in zip(logits, parts)]
     (sum(losses) / sum(len(x) for x, _ in parts)).backward()
-    return [a.detach() for a in logits], {
-        k: v.clone() for k, v in policy_weights(policy, grad=True)
-    }
+    return [a.detach() for a in logits], {k: v.clone() for k, v in hf_gradients(policy)}
 
 
 def run_schedule(models, config, tp, micro_batches, total):

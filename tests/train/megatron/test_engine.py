@@ -27,6 +27,7 @@ from compassrl.train.megatron.passes import vocab_log_probs
 from compassrl.train.megatron.weights import gather_hf_weights
 from compassrl.train.routes import balanced
 from compassrl.train.torch_train import OptimConfig, TorchTrain, accumulate_grads
+from course.gradients import hf_gradients
 from tests.support.ranks import RankError, lively, name, run_ranks
 
 random = settings(
@@ -159,7 +160,7 @@ def one_process(
     first = select(batch, torch.arange(len(batch)).tensor_split(optim.num_mini_batches)[0])
     with balanced(e.policy, first, optim.aux_loss_coef):
         accumulate_grads(e.policy, first, loss, 10**6, temperature, replay != 'off')
-    grads = {k: v.clone() for k, v in policy_weights(e.policy, grad=True)}
+    grads = {k: v.clone() for k, v in hf_gradients(e.policy)}
     metrics = []
     for _ in range(steps):
         m, seen = e.update(batch, loss)
