@@ -237,7 +237,7 @@ def keep_seconds(path, took):
 def run_one(path, flags, check):
     "True if the notebook ran; prints one line with its time"
     quiet, before = not busy(), sources(path)
-    start = time.time()
+    start = time.monotonic()
     try:
         try:
             nb = execute(path, flags)
@@ -247,12 +247,12 @@ def run_one(path, flags, check):
             print(f'{path}: no cell takes that long; once more, in a new kernel', flush=True)
             nb = execute(path, flags)
     except (CellExecutionError, CellTimeoutError) as e:
-        print(f'{path}: FAILED after {time.time() - start:.1f} s\n{e}', flush=True)
+        print(f'{path}: FAILED after {time.monotonic() - start:.1f} s\n{e}', flush=True)
         return False
     drop_bars(nb)
     drop_labs(nb)
     dropped = tidy_streams(nb)
-    took = time.time() - start
+    took = time.monotonic() - start
     figures = sum(
         'image/' in str(list(o.get('data', {}))) for c in nb.cells for o in c.get('outputs', [])
     )

@@ -50,13 +50,14 @@ def main(names):
     failed = []
     for name in names or benchmarks:
         print(f'== {name}', flush=True)
-        start, result = time.time(), run(known[name])
+        start, result = time.monotonic(), run(known[name])
         if result is None:
             failed.append(name)
             continue
         result |= dict(version=version(result))
         (FOLDER / 'results' / f'{name}.json').write_text(json.dumps(result, indent=2) + '\n')
-        print(f'== {name}: {time.time() - start:.0f} s, benchmarks/results/{name}.json', flush=True)
+        took = time.monotonic() - start
+        print(f'== {name}: {took:.0f} s, benchmarks/results/{name}.json', flush=True)
     if failed:
         sys.exit(f'failed: {", ".join(failed)}')
 

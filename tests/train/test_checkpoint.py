@@ -806,8 +806,8 @@ def test_killed_at_random_moments(spawn, tmp_path, capsys):
     for _ in range(40):
         done = len(returned(log))
         p = spawn(child_loop, root, log)
-        deadline = time.time() + 60
-        while len(returned(log)) == done and p.is_alive() and time.time() < deadline:
+        deadline = time.monotonic() + 60
+        while len(returned(log)) == done and p.is_alive() and time.monotonic() < deadline:
             time.sleep(0.002)
         time.sleep(rng.random() * 0.05)
         os.kill(p.pid, signal.SIGKILL)
