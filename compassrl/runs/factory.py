@@ -152,12 +152,11 @@ class TrainKind:
 def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
     r, apart = s.rollout, s.schedule.max_staleness
     common = s.policy, r.num_slots, s.dtype, s.device, s.return_routes, s.return_gates
-    products, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
-    bits = dict(weights=products, activations=products, kv_cache=cache)
+    quantised, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
+    some, bits = quantised or cache, dict(weights=quantised, activations=quantised, kv_cache=cache)
     if apart:
-        kind: Any = partial(Fp8Rollout, **bits) if products or cache else TorchRollout
-        return ProcessRollout(kind, *common)
-    return Fp8Rollout(*common, **bits) if products or cache else TorchRollout(*common)
+        return ProcessRollout(partial(Fp8Rollout, **bits) if some else TorchRollout, *common)
+    return Fp8Rollout(*common, **bits) if some else TorchRollout(*common)
 
 
 def _vllm(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:

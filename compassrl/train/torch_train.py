@@ -50,7 +50,8 @@ def packed_states(
         raise ValueError('a response starts in column 0: give every sample a prompt')
     routes = (batch.routed_experts, batch.routes_valid) if replay else ()
     gates = batch.routed_gates if replay else None
-    return policy(batch.token_ids, batch.token_mask, *routes, share=True, routed_gates=gates)
+    given = {} if gates is None else dict(routed_gates=gates)
+    return policy(batch.token_ids, batch.token_mask, *routes, share=True, **given)
 
 
 def score_response(
@@ -198,7 +199,8 @@ class TorchTrain:
             check_start(False, bad)
         self.policy, self.config = policy, config
         policy.compute_dtype, policy.recompute = dtype, recompute
-        self.temperature, self.replay = temperature, replay
+        self.temperature = temperature
+        self.replay: ReplayMode = replay
         self.optimizer, self.num_steps = adamw(policy, config), 0
         # inputs and log-probs of the last `score`, with their graph, for an `update` with the same
         self.last_pass: tuple[PassInputs, Tensor] | None = None
