@@ -336,9 +336,10 @@ def _write_index(folder: Path, files: list[str], shards: list[dict[str, int]]) -
 
 
 def _remove_others(folder: Path, keep: Container[str]) -> None:
-    "Weights of an older checkpoint"
-    shards = folder.glob('model-*-of-*.safetensors')
-    for old in [folder / 'model.safetensors', folder / INDEX, *shards]:
+    "Weights of an older checkpoint, and what a killed process was writing"
+    names = 'model-*-of-*.safetensors', '.new-*', '.tmp??????'  # the last are safetensors' own
+    found = (p for n in names for p in folder.glob(n) if p.is_file())
+    for old in [folder / 'model.safetensors', folder / INDEX, *found]:
         if old.name not in keep:
             old.unlink(missing_ok=True)
 

@@ -73,7 +73,7 @@ def test_a_setting_with_choices_is_a_list(tmp_path):
     kinds = {k: type(f).__name__ for k, f in p.form.fields.items()}
     assert kinds == dict(zip(keys, ['Dropdown', 'Dropdown', 'Text', 'Text', 'IntText']))
     assert p.form.fields['loss.name'].options == tuple(policy_losses)
-    assert p.form.fields['router_replay'].options == ('off', 'R2', 'R3')
+    assert p.form.fields['router_replay'].options == ('off', 'R2', 'R3', 'R3-gates')
     p.form.fields['loss.name'].value = 'gspo'
     assert p.form.config().loss.name == 'gspo' and 'ready' in p.status.value
     form = panel(folder=tmp_path).form

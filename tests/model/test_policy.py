@@ -653,6 +653,17 @@ def test_bad_config(kw, message):
         PolicyConfig(**kw)
 
 
+def test_what_a_killed_process_was_writing_goes(tmp_path):
+    "A file that is not whole has a name of ours, or of safetensors; a user's own file stays"
+    policy = Policy(PolicyConfig(), seed=0)
+    for name in ('.new-0', '.new-7', '.tmpX7kHsj', '.tmp', 'notes.txt'):
+        (tmp_path / name).write_text('half')
+    (tmp_path / '.tmpabcdef').mkdir()
+    save_pretrained(policy, tmp_path)
+    found = {p.name for p in tmp_path.iterdir()}
+    assert found == {'config.json', 'model.safetensors', '.tmp', '.tmpabcdef', 'notes.txt'}
+
+
 def test_bad_rows():
     policy = Policy(PolicyConfig(max_position_embeddings=8))
     ids, mask = torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.bool)
