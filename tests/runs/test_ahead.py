@@ -217,7 +217,8 @@ def test_a_process_that_dies_is_named_at_once():
     engine = ProcessRollout(TorchRollout, SHAPE, 32)
     try:
         engine.load_weights(train_engine(CFG).weights(), 0)
-        samples = engine.generate(asked())
+        many = [replace(r, index=i) for i, r in enumerate(asked() * 400)]  # seconds of work
+        samples = engine.generate(many)
         next(samples)
         assert engine.patience_s <= 60, 'one that is stopped is named in a minute'
         engine.child.kill()
