@@ -35,7 +35,7 @@ def serve_rollout(
 ) -> None:
     """Become one rollout server of a run, with the flags that its pool expects; never returns.
     Raises ValueError without the secret that both know"""
-    from compassrl.rollout.vllm.server import engine_ends, server_command, server_env
+    from compassrl.rollout.vllm.server import server_command, server_env
 
     read_secret()
     cfg = read_run_config(config)
@@ -52,8 +52,6 @@ def serve_rollout(
     options['weight_transfer_config'] = transfer_config(weight_sync(cfg.vllm, cfg.device))
     command = server_command(options, cfg.device, port, host)
     env = server_env(cfg.device, os.environ.get('CUDA_VISIBLE_DEVICES', ''))
-    if cfg.device == 'cpu':
-        env[engine_ends] = '1'  # vLLM's engine would outlive a server that is killed
     os.execve(command[0], command, env)
 
 

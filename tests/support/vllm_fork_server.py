@@ -100,6 +100,7 @@ def become_supervisor_and_server(link, log, request):
     env, own = private_env(env)
     os.environ.update(env)
     tempfile.tempdir = None  # it is read from the environment again
+    multiprocessing.process._parent_process = None  # a server's own command has none
     supervisor = os.getpid()
     if server := os.fork():
         os.setpgid(server, server)

@@ -309,6 +309,7 @@ def server_env(
         # each server would start a compiler for one comparison in its sampler
         env.setdefault('TORCH_COMPILE_DISABLE', '1')
         env |= dict(VLLM_CPU_OMP_THREADS_BIND='nobind', VLLM_ENABLE_V1_MULTIPROCESSING='0')
+        env[engine_ends] = '1'  # owner and supervisor may be killed at once
     elif gpus:
         env['CUDA_VISIBLE_DEVICES'] = gpus
     return env

@@ -830,6 +830,21 @@ def test_servers_of_the_tests_are_forks(tmp_path):
     assert gone(int((tmp_path / 'pid').read_text()))
 
 
+def test_an_engine_ends_though_nobody_is_left_to_end_it(model, monkeypatch):
+    "The supervisor and the server are killed, and the owner, which would clean up, is not asked"
+    # a fork has read its plugins already, a command has not
+    monkeypatch.setattr(server, 'start_supervisor', vllm_forks._by_command)
+    alone = VllmPool(model, VllmConfig(), num_slots=2)
+    (replica,) = alone.replicas.values()
+    pid = replica.server.pid
+    engines = [p.pid for p in psutil.Process(pid).children(recursive=True)]
+    assert engines
+    for p in parent(pid), pid:
+        os.kill(p, signal.SIGKILL)
+    assert all(map(gone, engines))
+    alone.close()
+
+
 def test_a_server_is_killed_before_it_is_there(tmp_path):
     start = time.monotonic()
     s = ServerProcess([sys.executable, '-c', CHILD], dict(os.environ), tmp_path / 'log')
