@@ -273,6 +273,7 @@ class ServerProcess:
 
 
 # %% ../../../nbs/rollout/vllm/server.ipynb #959b340e
+engine_ends = 'COMPASSRL_ENGINE_ENDS'  # variable: vLLM's engine ends with the server
 _torchrun = (
     'RANK',
     'WORLD_SIZE',
@@ -331,7 +332,6 @@ def flags(
 
 
 # %% ../../../nbs/rollout/vllm/server.ipynb #f87086fd
-engine_ends = 'COMPASSRL_ENGINE_ENDS'  # variable: vLLM's engine ends with the server
 _given = deque(maxlen=256)  # ports of servers that may still be loading and have not bound them
 
 
