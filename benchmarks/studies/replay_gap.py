@@ -44,39 +44,46 @@ def rollouts(cfg, **more):
     )
 
 
-def measured(study, seed, num):
-    "One policy: precision -> replay -> numbers"
+def measured(study, seed, num, modes=('off', 'R3'), also=lambda *_: {}, **more):
+    "One policy: precision -> replay -> numbers, and what `also` finds there"
     cfg = study.config('plain', seed, 4e-4)
     policy = Policy(cfg.policy, seed)
     policy.load_state_dict(cold_started(study, seed))
-    engines = {mode: TorchTrain(policy, cfg.optim, replay=mode) for mode in ('off', 'R3')}
+    engines = {mode: TorchTrain(policy, cfg.optim, replay=mode) for mode in modes}
     prompts = prompts_of(MIX, num, seed, 'heldout')
     params = cfg.rollout.params(cfg.policy.eos_ids)
     asked = requests_of(prompts, [8] * num, Counter(), params, seed)
     out = {}
-    for name, rollout in rollouts(cfg).items():
+    for name, rollout in rollouts(cfg, **more).items():
         rollout.load_weights(engines['off'].weights(), 0)
         batch = collate(sorted(rollout.generate(asked), key=lambda s: (s.prompt_id, s.index)))
         out[name] = {}
         for mode, engine in engines.items():
             found = discrepancy(replace(batch, **engine.score(batch)))
             out[name][mode] = {k: found[v] for k, v in KEYS.items() if v in found}
+        out[name] |= also(engines, batch, seed)
     return out
 
 
-def factor(runs, name, key):
-    "Off over R3: geometric mean over seeds and its 95 % interval"
-    logs = [math.log(r[name]['off'][key] / r[name]['R3'][key]) for r in runs]
+def policies(quick, *what, **more):
+    "What is measured of the policy of each seed"
+    with tempfile.TemporaryDirectory() as folder:
+        small = replace(STUDY, seeds=(0, 1), cold_steps=9, runs=Path(folder))
+        study = small if quick else replace(STUDY, runs=RUNS)
+        num = 4 if quick else 64
+        return [rounded(measured(study, s, num, *what, **more)) for s in study.seeds]
+
+
+def factor(runs, name, key, before='off', after='R3'):
+    "Before over after: geometric mean over seeds and its 95 % interval"
+    logs = [math.log(r[name][before][key] / r[name][after][key]) for r in runs]
     return [math.exp(x) for x in interval(logs)]
 
 
 def main():
     quick = flags(__doc__).quick
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        small = replace(STUDY, seeds=(0, 1), cold_steps=9, runs=Path(folder))
-        study = small if quick else replace(STUDY, runs=RUNS)
-        runs = [rounded(measured(study, s, 4 if quick else 64)) for s in study.seeds]
+    runs = policies(quick)
     table = {
         name: dict(factors={k: factor(runs, name, k) for k in ('gap', 'k3')})
         | {
@@ -93,7 +100,7 @@ def main():
     units = 'mean |gap| of log-probs in bfloat16 with own routes / with replayed ones'
     found = dict(name='replay_gap', ratio=round(table['bfloat16']['factors']['gap'][0], 3))
     found |= dict(units=units, table=rounded(table), runs=runs)
-    settings = dict(seeds=list(study.seeds), prompts=64, samples=8, task=MIX, quick=quick)
+    settings = dict(seeds=list(range(len(runs))), prompts=64, samples=8, task=MIX, quick=quick)
     print(json.dumps(found | dict(settings=settings, machine=machine_info())))
 
 

@@ -11,25 +11,18 @@ usage: make study NAME=replay_gates, python benchmarks/studies/replay_gates.py [
 """
 
 import json
-import math
-import tempfile
-from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from _runner import RUNS, cold_started, interval, prompts_of, rounded
+from _runner import interval, rounded
 from _tables import flags
-from replay_gap import KEYS, MIX, STUDY, rollouts
+from replay_gap import MIX, factor, policies
 
-from compassrl.algo.engine_gap import discrepancy
 from compassrl.algo.losses import LossConfig, PolicyLoss
-from compassrl.model.policy import MoE, Policy
-from compassrl.records import collate
-from compassrl.rollout.requests import requests_of
+from compassrl.model.policy import MoE
 from compassrl.runs.summary import machine_info
 from compassrl.train.routes import sparse_layers
-from compassrl.train.torch_train import TorchTrain, accumulate_grads
+from compassrl.train.torch_train import accumulate_grads
 
 MODES = 'off', 'R3', 'R3-gates'
 
@@ -49,8 +42,9 @@ def gradient(policy, batch, constant=False):
     return torch.cat(parts[True]), torch.cat(parts[False])
 
 
-def gradients(engine, batch, seed):
+def gradients(engines, batch, seed):
     "What replayed gates do to them"
+    engine = engines['R3-gates']
     draw = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(seed))
     batch = replace(batch, advantages=draw * batch.response_mask)
     batch = replace(batch, **engine.score(batch))
@@ -61,35 +55,7 @@ def gradients(engine, batch, seed):
         far = [float((a - b).norm() / b.norm()) for a, b in zip(got, want)]
         found |= {f'{how}_{part}': x for part, x in zip(('routers', 'others'), far)}
     assert found['constant_routers'] == 1, 'constants leave the routers no gradient'
-    return found
-
-
-def measured(study, seed, num):
-    "One policy: precision -> replay -> numbers"
-    cfg = study.config('plain', seed, 4e-4)
-    policy = Policy(cfg.policy, seed)
-    policy.load_state_dict(cold_started(study, seed))
-    engines = {mode: TorchTrain(policy, cfg.optim, replay=mode) for mode in MODES}
-    prompts = prompts_of(MIX, num, seed, 'heldout')
-    asked = requests_of(prompts, [8] * num, Counter(), cfg.rollout.params(cfg.policy.eos_ids), seed)
-    out = {}
-    for name, rollout in rollouts(cfg, return_gates=True).items():
-        rollout.load_weights(engines['off'].weights(), 0)
-        batch = collate(sorted(rollout.generate(asked), key=lambda s: (s.prompt_id, s.index)))
-        out[name] = {}
-        for mode, engine in engines.items():
-            found = discrepancy(replace(batch, **engine.score(batch)))
-            out[name][mode] = {k: found[v] for k, v in KEYS.items() if v in found}
-        out[name]['gradient'] = gradients(engines['R3-gates'], batch, seed)
-    return out
-
-
-def factor(runs, name, key, before, after):
-    "Geometric mean over seeds and its 95 % interval"
-    return [
-        math.exp(x)
-        for x in interval([math.log(r[name][before][key] / r[name][after][key]) for r in runs])
-    ]
+    return dict(gradient=found)
 
 
 def summed_up(runs, name):
@@ -106,10 +72,7 @@ def summed_up(runs, name):
 def main():
     quick = flags(__doc__).quick
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        small = replace(STUDY, seeds=(0, 1), cold_steps=9, runs=Path(folder))
-        study = small if quick else replace(STUDY, runs=RUNS)
-        runs = [rounded(measured(study, s, 4 if quick else 64)) for s in study.seeds]
+    runs = policies(quick, MODES, gradients, return_gates=True)
     table = {name: summed_up(runs, name) for name in runs[0]}
     for name, row in table.items():
         gap = '{:.3f} [{:.3f}, {:.3f}]'.format(*row['gates']['gap'])
@@ -117,7 +80,7 @@ def main():
     units = 'mean |gap| of log-probs in bfloat16 with replayed experts / with gates as well'
     found = dict(name='replay_gates', ratio=round(table['bfloat16']['gates']['gap'][0], 3))
     found |= dict(units=units, table=rounded(table), runs=runs)
-    settings = dict(seeds=list(study.seeds), prompts=64, samples=8, task=MIX, quick=quick)
+    settings = dict(seeds=list(range(len(runs))), prompts=64, samples=8, task=MIX, quick=quick)
     print(json.dumps(found | dict(settings=settings, machine=machine_info())))
 
 

@@ -213,7 +213,7 @@ class NotedReads:
         text = ''.join(p.read_text(errors='replace') for _, p in named if p.suffix == '.py')
         if ways := [w for w in _unseen if re.search(rf'\b{w}\b', text)]:
             by = ', '.join(ways)
-            say(f'a resume compares files that {by} opens only if your code names them')
+            say(f'not compared by a resume unless your code names them: files opened by {by}')
         self.seen: dict[str, str | None] = {}  # result of the last call
 
     def note(self) -> None:

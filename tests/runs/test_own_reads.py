@@ -210,5 +210,5 @@ def test_what_cannot_be_seen_is_said(opens, way, tmp_path, capsys):
     (tmp_path / 'reward.py').write_text(code)
     cfg = TrainConfig(rewards=RewardConfig(function=(f'{tmp_path}/reward.py:reward',)))
     resume.NotedReads(tmp_path / 'run', cfg)
-    said = f'a resume compares files that {way} opens only if your code names them\n'
+    said = f'not compared by a resume unless your code names them: files opened by {way}\n'
     assert capsys.readouterr().out == said * bool(way)

@@ -9,7 +9,7 @@ import torch
 
 from compassrl.algo.losses import LossConfig, PolicyLoss
 from compassrl.config import TrainConfig
-from compassrl.model.policy import MoE, Policy, PolicyConfig
+from compassrl.model.policy import MoE, PolicyConfig
 from compassrl.model.pretrained import hf_weights
 from compassrl.records import Request, SamplingParams, collate, derive_seed, select
 from compassrl.rollout.fp8 import Fp8Rollout
@@ -22,34 +22,14 @@ from compassrl.train.torch_train import (
     accumulate_grads,
     response_log_probs,
 )
+from tests.algo.test_engine_gap import CONFIG, lively
 
-CONFIG = PolicyConfig(
-    vocab_size=20,
-    hidden_size=16,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    intermediate_size=16,
-    moe_intermediate_size=8,
-    num_experts=6,
-    mlp_only_layers=(0,),
-    max_position_embeddings=64,
-)  # the first layer is dense
 SPARSE = [1, 2]
 LOSS = PolicyLoss(LossConfig('grpo', tis='off'))
 
 
 def close(a, b, tol=1e-10):
     torch.testing.assert_close(a, b, rtol=tol, atol=tol)
-
-
-def lively(config=CONFIG, seed=0, dtype=torch.double):
-    p = Policy(config, seed).to(dtype)
-    with torch.no_grad():
-        for w in p.parameters():
-            w.mul_(8 if w.dim() > 1 else 1)
-    return p
 
 
 def sampled(policy=None, engine=None, num=12, tokens=10):
