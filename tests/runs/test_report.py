@@ -458,6 +458,21 @@ def test_page(run):
         assert kept in page
 
 
+def test_names_of_domains_and_sets_keep_to_their_cell(run):
+    folder, _ = run
+    facts = run_summary(folder)
+    of_one = next(iter(facts['held_out']['by_domain'].values()))
+    names = ['a|b', '</td>![x](http://x)', '**big**', '# a\n\n# b']
+    facts['held_out'] |= dict(
+        by_domain={n: of_one for n in names}, by_set={n: of_one for n in names}
+    )
+    page = report_markdown(facts)
+    table = page[page.index('## Before and after') : page.index('## Time')]
+    cells = cell_text(table)
+    shown = cells[0::4]
+    assert shown[2:10] == [f'{n}, %' for n in names] + [f'{n}: avg@4, %' for n in names]
+
+
 def test_loss_is_shown_as_such(run):
     folder, m = run
     (folder / 'eval_after.json').write_text(json.dumps(m.before.as_dict()))
