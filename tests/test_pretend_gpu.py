@@ -44,8 +44,8 @@ def lively(shape):
     return policy
 
 
-def drawn(policy, device, dtype=torch.float32, requests=REQUESTS, kind=TorchRollout):
-    engine = kind(policy.config, 3, dtype, device)
+def drawn(policy, device, dtype=torch.float32, requests=REQUESTS, kind=TorchRollout, **how):
+    engine = kind(policy.config, 3, dtype, device, **how)
     engine.load_weights(hf_weights(policy), 0)
     return sorted(engine.generate(requests), key=lambda s: (s.prompt_id, s.index))
 
@@ -57,12 +57,14 @@ def tokens(samples):
 @pytest.mark.parametrize('name', SHAPES)
 def test_a_gpu_draws_what_a_cpu_draws_alone_and_among_others(name):
     policy = lively(SHAPES[name])
-    on_cpu = drawn(policy, 'cpu')
+    on_cpu = drawn(policy, 'cpu', return_gates=True)
     with gpu.pretend():
-        on_gpu = drawn(policy, gpu.DEVICE)
+        on_gpu = drawn(policy, gpu.DEVICE, return_gates=True)
         assert tokens(on_gpu) == tokens(on_cpu)
-        for s in on_gpu + on_cpu:
+        for s, same in zip(on_gpu, on_cpu):
             assert len(s.routed_experts) == len(s.prompt_ids) + len(s.response_ids) - 1
+            assert s.routed_experts.equal(same.routed_experts)
+            torch.testing.assert_close(s.routed_gates, same.routed_gates, rtol=1e-4, atol=1e-5)
         if name == 'moe':
             for dtype in (torch.float32, torch.bfloat16):
                 many = drawn(policy, gpu.DEVICE, dtype, UNLIKE)
@@ -121,7 +123,11 @@ def steps(shape, num_layers, dtype):
     return gpu.counts.copy()
 
 
-@pytest.mark.parametrize('name, most', [('moe', 22), ('dense', 15)])
+# Of the mixture's kernels three choose (top k, their scores among all, softmax) and three make
+# silu(gate) * up * gates; torch has no operation that does either at once. Weights of the norms of
+# queries and keys differ, so they are a kernel of their own before the rotation. Fewer than 17 need
+# kernels that are written for it.
+@pytest.mark.parametrize('name, most', [('moe', 17), ('dense', 13)])
 def test_kernels_and_waits_of_decoding(name, most):
     "Ceilings for one layer, and one wait in eight steps"
     with gpu.pretend():

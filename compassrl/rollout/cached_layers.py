@@ -18,7 +18,7 @@ from compassrl.model.policy import Block, MoE
 
 # %% auto #0
 __all__ = [
-    'folded', 'scaled_rms', 'turn_heads', 'add_experts', 'add_all_experts', 'swiglu',
+    'folded', 'scaled_rms', 'rotations', 'turn_heads', 'add_experts', 'add_all_experts', 'swiglu',
     'shared_expert',
 ]  # fmt: skip
 
@@ -27,6 +27,7 @@ __all__ = [
 def folded(
     block: Block,
     fold: bool = True,  # in place? The weights change then, what they compute does not
+    join: bool = False,  # for `add_all_experts`
 ) -> SimpleNamespace:  # weights for decoding, as views
     """Multiply each norm's weight, and the sqrt(D) of its mean, into the products that follow. Not
     where that would round weights twice, or where a kernel does it"""
@@ -54,12 +55,24 @@ def folded(
         router = mlp.router if exact is None else mlp.router.to(exact.dtype)
         layer.router, layer.moe, layer.K = router.mT, mlp, mlp.K
         layer.ids = torch.arange(len(mlp.router), device=mlp.router.device)
+        layer.both = _beside_router(mlp) if join else None
     else:
         layer.gate_up, layer.down = mlp.gate_up.mT, mlp.down.mT
     if shared is not None:
         layer.shared_gate_up, layer.shared_down = shared.gate_up.mT, shared.down.mT
         layer.shared_gate = None if shared.gate is None else shared.gate.mT
     return layer
+
+
+def _beside_router(mlp: MoE) -> Tensor:  # [E, 2I+8, D]
+    "Each expert's row of the router behind its own rows: one product for both. Weights move once"
+    if not hasattr(mlp, 'both'):
+        E, rows, D = mlp.gate_up.shape
+        mlp.both = both = mlp.gate_up.new_zeros(E, rows + 8, D)  # kernels want whole 16 bytes
+        both[:, :rows], both[:, rows] = mlp.gate_up, mlp.router
+        mlp.gate_up.data, mlp.router.data = both[:, :rows], both[:, rows]
+    assert isinstance(mlp.both, Tensor)
+    return mlp.both
 
 
 def _fold_qk(layer: SimpleNamespace, block: Block, fold: bool) -> None:
@@ -88,16 +101,29 @@ def scaled_rms(
 
 
 # %% ../../nbs/rollout/cached_layers.ipynb #007a702f
+def rotations(
+    cos: Tensor,  # [n, 1, r]
+    sin: Tensor,  # [n, 1, r] signed
+) -> Tensor:  # [n, r, r]
+    "`rotate` as a matrix for each row: one product in each layer where there were three kernels"
+    eye = torch.eye(cos.shape[-1], dtype=cos.dtype, device=cos.device)
+    return torch.addcmul(eye * cos, eye.roll(len(eye) // 2, 1), sin)
+
+
 def turn_heads(
-    qk: Tensor,  # [n, H+KV, d] changed in place
+    qkv: Tensor,  # [n, H+2KV, d] all but values are changed in place
     cos: Tensor,  # [n, 1, r]
     sin: Tensor,  # [n, 1, r] signed
     layer: SimpleNamespace,
+    turns: Tensor | None = None,  # `rotations`
 ) -> None:
     "`Block.normed`, then `rotate_part`"
-    t, r = qk, cos.shape[-1]
+    heads, r = sum(layer.heads), cos.shape[-1]
+    t = qk = qkv[:, :heads]
     if layer.qk_norm == 'head':
-        t = scaled_rms(qk, layer.small[0]).mul_(layer.scale)
+        # a fused norm copies a part before it reads it; values fill the gap
+        t = qk if turns is None else qkv
+        t = scaled_rms(t, layer.small[0])[:, :heads].mul_(layer.scale)
     elif layer.qk_norm == 'width':
         parts = zip(qk.split(layer.heads, 1), layer.small)
         t = torch.cat([scaled_rms(p.flatten(1), s).view_as(p) for p, s in parts], 1)
@@ -106,7 +132,12 @@ def turn_heads(
         if t is not qk:
             qk[..., r:] = t[..., r:]
         t, qk = t[..., :r], qk[..., :r]
-    torch.addcmul(t * cos, t.roll(r // 2, -1), sin, out=qk)  # `rotate`, in place
+    if turns is None:
+        torch.addcmul(t * cos, t.roll(r // 2, -1), sin, out=qk)  # `rotate`, in place
+    elif layer.qk_norm == 'none':
+        qk.copy_(torch.bmm(t, turns))
+    else:
+        torch.bmm(t, turns, out=qk)
 
 
 # %% ../../nbs/rollout/cached_layers.ipynb #9e1db826
@@ -118,7 +149,7 @@ def add_experts(
     product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear,
 ) -> tuple[Tensor, Tensor]:  # expert ids and gates [n, K]
     "`MoE.forward` without a way back: outputs are added where they belong"
-    all_gates, idx = _routed(layer, y)
+    all_gates, idx = _routed(layer, _logits(layer, y))
     all_gates = all_gates.to(x.dtype)
     experts, order = idx.view(-1).sort(stable=True)
     token = owner.index_select(0, order)
@@ -140,23 +171,33 @@ def add_all_experts(
     x: Tensor,  # [n, D] residual stream: the experts' outputs are added in place
     y: Tensor,  # [n, D] its norm
     layer: SimpleNamespace,
-) -> tuple[Tensor, Tensor]:  # expert ids and gates [n, K]
+    nobody: Tensor,  # [n, E] of -inf, overwritten
+) -> tuple[Tensor, Tensor]:  # expert ids [n, K], gates of all experts [n, E]
     """`add_experts` for few rows on a GPU: every expert works on every row, because its weights are
     read anyway. Nothing is sorted, and each sum has one order"""
-    gates, idx = _routed(layer, y)
-    of_all = gates.new_zeros(len(y), len(layer.ids)).scatter_(1, idx, gates)  # [n, E]
-    gate, up = torch.bmm(y.expand(len(layer.ids), -1, -1), layer.gate_up.mT).chunk(2, -1)
-    h = F.silu(gate).mul_(up)  # [E, n, I]
-    flat = h.new_empty(len(x), len(h), h.shape[-1])
-    torch.mul(h.transpose(0, 1), of_all[..., None], out=flat)
-    x.addmm_(flat.flatten(1), layer.down.mT.flatten(0, 1))
+    moe, width = layer.moe, layer.gate_up.shape[1] // 2
+    out = y.new_empty(len(y), *layer.both.shape[:2])
+    torch.bmm(y.expand(len(layer.ids), -1, -1), layer.both.mT, out=out.transpose(0, 1))
+    gate, up = out[..., :width], out[..., width : 2 * width]
+    logits = out[..., 2 * width] if moe.correction is None else _logits(layer, y)
+    if moe.correction is None and moe.norm:
+        chosen, idx = logits.topk(moe.K, -1)
+        gates = nobody.scatter_(1, idx, chosen).softmax(-1)
+    else:
+        own, idx = _routed(layer, logits)
+        gates = torch.zeros_like(nobody).scatter_(1, idx, own.to(nobody))
+    h = F.silu(gate).mul_(up).mul_(gates[..., None])  # [n, E, I]
+    x.addmm_(h.flatten(1), layer.down.mT.flatten(0, 1))
     return idx, gates
 
 
-def _routed(layer: SimpleNamespace, y: Tensor) -> tuple[Tensor, Tensor]:
+def _logits(layer: SimpleNamespace, y: Tensor) -> Tensor:
+    return torch.mm(y.to(layer.router.dtype), layer.router)
+
+
+def _routed(layer: SimpleNamespace, logits: Tensor) -> tuple[Tensor, Tensor]:
     "`MoE.route`: gates and expert ids; a softmax over the top k needs only their logits"
-    moe, logits = layer.moe, torch.mm(y.to(layer.router.dtype), layer.router)
-    wide = torch.promote_types(logits.dtype, torch.float32)
+    moe, wide = layer.moe, torch.promote_types(logits.dtype, torch.float32)
     if moe.correction is not None:
         logits = logits.to(wide)
         idx = moe.choose(logits)

@@ -26,6 +26,7 @@ from compassrl.rollout.cached_layers import (
     add_all_experts,
     add_experts,
     folded,
+    rotations,
     scaled_rms,
     shared_expert,
     turn_heads,
@@ -110,7 +111,7 @@ class TorchRollout(RolloutEngine):
         self.prefixes.clear()
         self.slots.kv.zero_()  # masked places count 0 times a number, which must be finite
         load_hf_weights(self.policy, weights)
-        self.layers = [folded(cast(Block, b), self.folds) for b in self.policy.blocks]
+        self.layers = [folded(cast(Block, b), self.folds, self.fuses) for b in self.policy.blocks]
         self.graphs.clear()
         self.version = version
 
@@ -143,33 +144,35 @@ def forward(
     attend: Callable[[int, Tensor], Tensor],
     few: bool = False,  # are these the newest tokens alone?
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # hidden states [N, D], routes and gates [N, L, K]
-    "What `Policy.trunk` computes; gates if they are asked for"
+    "What `Policy.trunk` computes; gates if they are asked for, [N, L, E] if all experts work"
     c, x, routes = self.config, F.embedding(ids, self.policy.embed), []
     cos, sin = (t.index_select(0, place)[:, None] for t in (self.policy.cos, self.policy.sin))
-    heads, d, K = c.num_attention_heads + c.num_key_value_heads, c.head_dim, c.num_experts_per_tok
+    K = c.num_experts_per_tok
     owner = torch.arange(len(ids) * K, device=self.device) // K
+    turns = nobody = None
+    if few and self.fuses:
+        nobody = x.new_full((len(self.layers), len(ids), c.num_experts), -torch.inf)
+        turns = rotations(cos, sin)
     for i, layer in enumerate(self.layers):
         qkv = self.product(scaled_rms(x, self.small, layer.attn_norm), layer.qkv)
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
-        qkv = qkv.view(len(ids), -1, d)
-        turn_heads(qkv[:, :heads], cos, sin, layer)
+        qkv = qkv.view(len(ids), -1, c.head_dim)
+        turn_heads(qkv, cos, sin, layer, turns)
         self.add_product(x, attend(i, qkv), layer.out)
         y = scaled_rms(x, self.small, layer.mlp_norm)
         if not layer.sparse:
             gate, up = self.product(y, layer.gate_up).chunk(2, -1)
             self.add_product(x, F.silu(gate).mul_(up), layer.down)
             routes.append((None, None))
-            continue
-        if few and self.fuses:
-            routes.append(add_all_experts(x, y, layer))
+        elif nobody is not None:
+            routes.append(add_all_experts(x, y, layer, nobody[i]))
         else:
             routes.append(add_experts(x, y, layer, owner, self.expert_product))
         if layer.shared_down is not None:
             x += shared_expert(y, layer, self.product)
-    norm = self.policy.norm * c.hidden_size**0.5 if self.folds else self.policy.norm
-    hidden = scaled_rms(x, self.small, norm)
-    hidden = hidden * norm if self.folds else hidden
+    hidden = scaled_rms(x, self.small, self.policy.norm)
+    hidden = hidden * (self.policy.norm * c.hidden_size**0.5) if self.folds else hidden
     kept = [[*t] for t in zip(*routes)][: 1 + self.return_gates]
     experts, *gates = (stack_routes(t, len(ids), K, hidden.device) for t in kept)
     return hidden, experts, gates[0] if gates else None
@@ -273,6 +276,7 @@ def decode(
     if self.return_routes:
         slots.routes[rows, place] = routes.to(slots.routes)
     if gates is not None:
+        gates = gates.gather(-1, routes) if self.fuses else gates
         slots.gates[rows, place] = gates.to(slots.gates)
     return self.policy.logits(hidden)
 

@@ -188,6 +188,7 @@ def rms_norm(x, shape, weight=None, eps=None, plain=F.rms_norm):
     if not isinstance(x, Gpu):
         return plain(x, shape, weight, eps)
     weights = [] if weight is None else [weight]
+    counts['kernel'] += not x.is_contiguous()  # a copy comes first
     return fused(lambda x, *w: plain(x, shape, *w, eps=eps), x, *weights)
 
 

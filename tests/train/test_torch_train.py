@@ -322,6 +322,19 @@ def test_own_routes_change_nothing():
     )
 
 
+def test_bf16_passes_over_fp32_masters_give_the_gradient_of_fp32():
+    "Routes are given: a router that is free may choose another expert"
+    found = []
+    for dtype in (torch.float, torch.bfloat16):
+        p = policy(dtype=torch.float, scale=3)
+        p.compute_dtype = dtype
+        accumulate_grads(p, own_routes(BATCH), LOSSES['grpo'], 10**6)
+        assert {w.dtype for w in p.parameters()} == {torch.float}
+        found.append(grads(p))
+    off = float((found[1] - found[0]).norm() / found[0].norm())
+    assert 1e-4 < off < 2e-2, off
+
+
 def test_other_routes_do_and_only_where_valid():
     p, b = policy(), own_routes(BATCH)
     other = replace(b, routed_experts=(b.routed_experts + 1) % 4)
