@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from math import inf
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple, NoReturn
@@ -174,35 +174,6 @@ class _Job(NamedTuple):
     attempt: int = 0
 
 
-def _worker_process(
-    conn: Any,  # connection to its broker
-    number: int,  # 1 to `workers`
-    cfg: RewardConfig,
-    tokenizer: Tokenizer,
-    eos_id: int | tuple[int, ...],
-    names: set[str],  # verifiers
-) -> NoReturn:
-    "All that a worker does: it reads ids, makes text of them, judges, answers, and begins again"
-    os.setsid()
-    die_with_parent()
-    with verdict_budget(60.0, cfg.unsafe):
-        warm_up(names)
-    limit_memory(cfg.memory_mb)
-    try:
-        conn.send(None)  # ready: from now on the clock runs
-        sent: dict[str, str | None] = {}
-        while True:
-            job = conn.recv()
-            signal.setitimer(signal.ITIMER_PROF, cfg.cpu_s)  # the end of it kills
-            verdict, timings = timed_verdict(job.prompt, job.response_ids, tokenizer, eos_id, cfg)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            new = {p: h for p, h in own_reads().items() if sent.get(p, '') != h}
-            sent |= new
-            conn.send((verdict, timings | dict(worker=number), new))
-    finally:  # its broker is gone, or it is asked to leave
-        os._exit(0)
-
-
 class _Worker:
     "A forked worker, as its broker sees it"
 
@@ -225,21 +196,17 @@ class _Worker:
         return os.waitpid(self.pid, 0)[1]
 
 
+@dataclass
 class _Broker:
-    def __init__(
-        self,
-        trainer: Connection,
-        cfg: RewardConfig,
-        tokenizer: Tokenizer,
-        eos_id: int | tuple[int, ...],
-        names: set[str],  # verifiers
-    ) -> None:
-        self.trainer, self.cfg = trainer, cfg
-        self.tokenizer, self.eos_id, self.names = tokenizer, eos_id, names
-        self.waiting: deque[_Job] = deque()
-        self.done: list[tuple[object, ...]] = []
-        self.asked = False  # does the trainer wait for results?
-        self.workers: dict[int, _Worker] = {}  # by number, 1 to `workers`
+    trainer: Connection
+    cfg: RewardConfig
+    tokenizer: Tokenizer
+    eos_id: int | tuple[int, ...]
+    names: set[str]  # verifiers
+    waiting: deque[_Job] = field(default_factory=deque)
+    done: list[tuple[object, ...]] = field(default_factory=list)
+    asked: bool = False  # does the trainer wait for results?
+    workers: dict[int, _Worker] = field(default_factory=dict)  # by number, 1 to `workers`
 
     def run(self) -> None:
         while True:
@@ -275,9 +242,31 @@ class _Broker:
         if not pid:
             for c in (ours, self.trainer, *(w.conn for w in self.workers.values())):
                 c.close()
-            _worker_process(theirs, number, self.cfg, self.tokenizer, self.eos_id, self.names)
+            self._work(theirs, number)
         theirs.close()
         return _Worker(number, pid, ours)
+
+    def _work(self, conn: Any, number: int) -> NoReturn:
+        "All that a worker does: text is made of ids, judged and answered, again and again"
+        os.setsid()
+        die_with_parent()
+        with verdict_budget(60.0, self.cfg.unsafe):
+            warm_up(self.names)
+        limit_memory(self.cfg.memory_mb)
+        given = self.tokenizer, self.eos_id, self.cfg
+        try:
+            conn.send(None)  # ready: from now on the clock runs
+            sent: dict[str, str | None] = {}
+            while True:
+                job = conn.recv()
+                signal.setitimer(signal.ITIMER_PROF, self.cfg.cpu_s)  # the end of it kills
+                verdict, timings = timed_verdict(job.prompt, job.response_ids, *given)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                new = {p: h for p, h in own_reads().items() if sent.get(p, '') != h}
+                sent |= new
+                conn.send((verdict, timings | dict(worker=number), new))
+        finally:  # its broker is gone, or it is asked to leave
+            os._exit(0)
 
     def _listen(self) -> bool:
         "A job, or whether results are wanted; False when the trainer is gone"

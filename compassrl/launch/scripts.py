@@ -21,7 +21,7 @@ from compassrl.model.hf_config import read_config, write_config
 from compassrl.rollout.vllm.messages import check_vllm, engine_args, transfer_config, weight_sync
 from compassrl.rollout.vllm.replica import read_secret
 from compassrl.rollout.vllm.server import machine_prefix
-from compassrl.runs.factory import rollout_setup
+from compassrl.runs.factory import vllm_arguments
 
 # %% auto #0
 __all__ = ['serve_rollout', 'slurm_script', 'node_script']
@@ -40,7 +40,7 @@ def serve_rollout(
     read_secret()
     cfg = read_run_config(config)
     policy = read_config(cfg.init_from) if cfg.init_from else cfg.policy
-    settings = rollout_setup(cfg).vllm_arguments
+    settings = vllm_arguments(cfg)
     model = cfg.init_from or tempfile.mkdtemp(prefix=f'{machine_prefix()}{os.getpid()}-')
     if not cfg.init_from:
         write_config(policy, model, settings['dtype'])

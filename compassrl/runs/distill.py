@@ -36,7 +36,7 @@ from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.runs.eval_sets import data_of, defaults_of, is_run, model_first
 from compassrl.runs.log import Progress, json_text, replace_text, say, write_json
 from compassrl.runs.run_data import Data, resolve
-from compassrl.runs.teachers import Endpoint, EngineTeacher, Teacher, Told
+from compassrl.runs.teachers import Endpoint, EngineTeacher, Told
 from compassrl.settings import above, at_least, between, check
 
 # %% auto #0
@@ -202,7 +202,7 @@ def _row(told: Told, data: Data) -> dict[str, Any]:  # one line of FILE.samples.
 
 
 def drawn(
-    teacher: Teacher,
+    teacher: EngineTeacher | Endpoint,
     data: Data,
     cfg: TrainConfig,
     k: int,  # responses to each prompt
@@ -246,7 +246,9 @@ def distill(
     cfg = resolve(cfg) if cfg.init_from else cfg
     data = data_of(cfg, kept)
     out.parent.mkdir(parents=True, exist_ok=True)
-    teacher = _open(cfg, c, endpoint, out.parent)
+    same: dict[str, Any] = dict(model=c.model, api_key_env=c.api_key_env, concurrency=c.concurrency)
+    ask = GenRMConfig(base_url=endpoint, timeout_s=c.timeout_s, **same) if endpoint else None
+    teacher = Endpoint(ask) if ask else EngineTeacher(cfg, out.parent)
     with closing(teacher):
         sampling = asdict(cfg.rollout.params(data.eos_id))
         origin = dict(teacher=teacher.origin(), sampling=sampling)
@@ -276,13 +278,6 @@ def _all_samples(out, teacher, data, cfg, k, part):  # known and new
             for r in new:
                 bar.step('right' if r['verdict']['correct'] else '')
     return rows
-
-
-def _open(cfg: TrainConfig, c: DistillConfig, endpoint: str, folder: Path) -> Teacher:
-    if not endpoint:
-        return EngineTeacher(cfg, folder)
-    same: dict[str, Any] = dict(model=c.model, api_key_env=c.api_key_env, concurrency=c.concurrency)
-    return Endpoint(GenRMConfig(base_url=endpoint, timeout_s=c.timeout_s, **same))
 
 
 # %% ../../nbs/runs/distill.ipynb #26187cea

@@ -30,7 +30,7 @@ from compassrl.records import RolloutEngine, SamplingParams
 from compassrl.rollout.rollout_settings import VllmConfig
 from compassrl.rollout.torch_rollout import RolloutConfig
 from compassrl.runs.evaluate import EvalResult, evaluate, is_worse, wilson
-from compassrl.runs.factory import rollout_engines, rollout_setup
+from compassrl.runs.factory import rollout_engines
 from compassrl.runs.log import write_json
 from compassrl.runs.resume import check_same
 from compassrl.runs.run_data import (
@@ -302,7 +302,7 @@ def evaluate_model(
     out.parent.mkdir(parents=True, exist_ok=True)
     ask = data.prompts, data.tokenizer, data.eos_id, cfg.rewards, cfg.seed, cfg.eval_k
     with ExitStack() as stack:
-        rollout = kind.build(rollout_setup(cfg), Path(cfg.init_from), out.parent)
+        rollout = kind.build(cfg, Path(cfg.init_from), out.parent)
         stack.callback(rollout.close)
         rollout = data.episodes(rollout)
         rollout.load_weights(hf_weights(from_pretrained(cfg.init_from)), 0)

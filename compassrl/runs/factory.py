@@ -29,9 +29,7 @@ from compassrl.procs import local_world, phase, world
 from compassrl.records import RolloutEngine, TrainEngine
 from compassrl.rollout.fp8 import Fp8Rollout
 from compassrl.rollout.own_process import ProcessRollout
-from compassrl.rollout.rollout_settings import VllmConfig
-from compassrl.rollout.schedule import ScheduleConfig
-from compassrl.rollout.torch_rollout import RolloutConfig, TorchRollout
+from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.rollout.vllm.messages import check_vllm, weight_sync
 from compassrl.runs.run_data import resolve
 from compassrl.runs.run_process import meet_ranks, need, set_up
@@ -47,44 +45,21 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'rollout_engines', 'train_engines', 'RolloutSetup', 'rollout_setup', 'TrainSetup',
-    'train_setup', 'RolloutKind', 'TrainKind', 'check_engines', 'find_problems', 'prepare',
-    'follow', 'Engines', 'open_engines',
+    'rollout_engines', 'train_engines', 'vllm_arguments', 'TrainSetup', 'train_setup',
+    'RolloutKind', 'TrainKind', 'check_engines', 'prepare', 'follow', 'Engines', 'open_engines',
 ]  # fmt: skip
 
 
 # %% ../../nbs/runs/factory.ipynb #367c7a51
-class RolloutSetup(NamedTuple):
-    "Settings that a rollout engine reads"
-
-    policy: PolicyConfig
-    rollout: RolloutConfig
-    vllm: VllmConfig
-    schedule: ScheduleConfig
-    device: str  # 'cpu' or 'cuda'
-    return_routes: bool  # report the experts of each token?
-    return_gates: bool = False  # report their gates?
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self.rollout.dtype)
-
-    @property
-    def vllm_arguments(self) -> dict[str, Any]:
-        "What vLLM is told, in this process, in a pool or in a server that a script starts"
-        return dict(
-            config=self.vllm,
-            dtype=self.dtype,
-            return_routes=self.return_routes,
-            quantization=self.rollout.quantization,
-            kv_cache_dtype=self.rollout.kv_cache_dtype,
-        )
-
-
-def rollout_setup(cfg: TrainConfig) -> RolloutSetup:
-    "The part of a config that its rollout engine reads"
-    routes, gates = cfg.replay.startswith('R3'), cfg.replay == 'R3-gates'
-    return RolloutSetup(cfg.policy, cfg.rollout, cfg.vllm, cfg.schedule, cfg.device, routes, gates)
+def vllm_arguments(cfg: TrainConfig) -> dict[str, Any]:
+    "What vLLM is told, in this process, in a pool or in a server that a script starts"
+    return dict(
+        config=cfg.vllm,
+        dtype=getattr(torch, cfg.rollout.dtype),
+        return_routes=cfg.replay.startswith('R3'),
+        quantization=cfg.rollout.quantization,
+        kv_cache_dtype=cfg.rollout.kv_cache_dtype,
+    )
 
 
 class TrainSetup(NamedTuple):
@@ -109,15 +84,11 @@ def train_setup(cfg: TrainConfig) -> TrainSetup:
 class RolloutKind:
     "One engine that samples"
 
-    build: Callable[[RolloutSetup, Path, Path], RolloutEngine]  # weights; folder of the run
-    # (setup, ranks, here: also what this machine has installed?); raises ValueError
-    refuse: Callable[[RolloutSetup, int, bool], None] = lambda setup, num_ranks, here: None
+    build: Callable[[TrainConfig, Path, Path], RolloutEngine]  # weights; folder of the run
+    # takes the number of ranks, and `here`: also what this machine has installed? Raises ValueError
+    check: Callable[..., None] = lambda cfg, num_ranks, here=True: None
     is_vllm: bool = False  # do the settings `vllm.*` count?
     serves: bool = False  # does it run in servers next to the ranks?
-
-    def check(self, cfg: TrainConfig, num_ranks: int, here: bool = True) -> None:
-        "Raises ValueError for what it cannot do; `here`: also for what is not installed"
-        self.refuse(rollout_setup(cfg), num_ranks, here)
 
     def gpus(self, cfg: TrainConfig) -> int:
         "GPUs of the servers that a run starts itself"
@@ -131,16 +102,12 @@ class TrainKind:
 
     # takes setup, weights, watch, and `last`: does no other engine follow?
     start: Callable[..., AbstractContextManager[TrainEngine]]
-    refuse: Callable[[TrainSetup, int, bool], None]  # see `RolloutKind`
+    check: Callable[..., None]  # see `RolloutKind`
     saver: Callable[[Any, Path, int], Saver]  # engine, folder, number of checkpoints that stay
     # the ranks meet; returns the `RankMonitor` over them, if there are several
     meet: Callable[[ParallelConfig, str], Any] = lambda parallel, device: None
     follow: Callable[[RankMonitor], None] = lambda watch: None  # what ranks other than 0 do
     spreads: bool = False  # do several ranks train, as `cfg.parallel` says?
-
-    def check(self, cfg: TrainConfig, num_ranks: int, here: bool = True) -> None:
-        "Raises ValueError for what it cannot do; `here`: also for what is not installed"
-        self.refuse(train_setup(cfg), num_ranks, here)
 
     def ranks(self, cfg: TrainConfig) -> int:
         "The fewest ranks that it trains on"
@@ -149,9 +116,10 @@ class TrainKind:
 
 
 # %% ../../nbs/runs/factory.ipynb #0086ba58
-def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
-    r, apart = s.rollout, s.schedule.max_staleness
-    common = s.policy, r.num_slots, s.dtype, s.device, s.return_routes, s.return_gates
+def _torch_rollout(cfg: TrainConfig, source: Path, folder: Path) -> RolloutEngine:
+    r, apart = cfg.rollout, cfg.schedule.max_staleness
+    routes = cfg.replay.startswith('R3'), cfg.replay == 'R3-gates'  # report them, and their gates?
+    common = cfg.policy, r.num_slots, getattr(torch, r.dtype), cfg.device, *routes
     quantised, cache = bool(r.quantization), r.kv_cache_dtype == 'fp8'
     some, bits = quantised or cache, dict(weights=quantised, activations=quantised, kv_cache=cache)
     if apart:
@@ -159,49 +127,50 @@ def _torch_rollout(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine
     return Fp8Rollout(*common, **bits) if some else TorchRollout(*common)
 
 
-def _vllm(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
+def _vllm(cfg: TrainConfig, source: Path, folder: Path) -> RolloutEngine:
     from compassrl.rollout.vllm.in_process import VllmRollout
 
-    return VllmRollout(source, num_slots=s.rollout.num_slots, **s.vllm_arguments)
+    return VllmRollout(source, num_slots=cfg.rollout.num_slots, **vllm_arguments(cfg))
 
 
 @phase('starting servers')
-def _pool(s: RolloutSetup, source: Path, folder: Path) -> RolloutEngine:
+def _pool(cfg: TrainConfig, source: Path, folder: Path) -> RolloutEngine:
     from compassrl.rollout.vllm.pool import VllmPool
 
-    s = s._replace(vllm=replace(s.vllm, sync=weight_sync(s.vllm, s.device, world()[1])))
+    sync = weight_sync(cfg.vllm, cfg.device, world()[1])
+    cfg = replace(cfg, vllm=replace(cfg.vllm, sync=sync))
     return VllmPool(
         source,
-        num_slots=s.rollout.num_slots,
-        schedule=s.schedule,
+        num_slots=cfg.rollout.num_slots,
+        schedule=cfg.schedule,
         log_dir=folder / 'servers',
-        first_gpu=0 if s.vllm.colocated else local_world(),
-        **s.vllm_arguments,
+        first_gpu=0 if cfg.vllm.colocated else local_world(),
+        **vllm_arguments(cfg),
     )
 
 
 # %% ../../nbs/runs/factory.ipynb #56c08f12
-def _check_vllm(s: RolloutSetup, engine: str, one_process: bool, here: bool) -> None:
+def _check_vllm(cfg: TrainConfig, engine: str, one_process: bool, here: bool) -> None:
     if here:
         need('vllm', 'vllm', f'rollout_engine={engine!r}')
     if world()[0]:
         return  # rank 0 talks to the servers
-    check_vllm(s.policy, device=s.device, one_process=one_process, **s.vllm_arguments)
+    check_vllm(cfg.policy, device=cfg.device, one_process=one_process, **vllm_arguments(cfg))
 
 
-def _check_in_process(s: RolloutSetup, num_ranks: int, here: bool) -> None:
+def _check_in_process(cfg: TrainConfig, num_ranks: int, here: bool = True) -> None:
     if num_ranks > 1:
         raise ValueError(
             f'{num_ranks} processes: vLLM does not start inside one of them, '
             "use rollout_engine='pool'"
         )
-    _check_vllm(s, 'vllm', True, here)
+    _check_vllm(cfg, 'vllm', True, here)
 
 
-def _check_pool(s: RolloutSetup, num_ranks: int, here: bool) -> None:
-    _check_vllm(s, 'pool', False, here)
+def _check_pool(cfg: TrainConfig, num_ranks: int, here: bool = True) -> None:
+    _check_vllm(cfg, 'pool', False, here)
     if not world()[0]:
-        weight_sync(s.vllm, s.device, num_ranks)
+        weight_sync(cfg.vllm, cfg.device, num_ranks)
 
 
 rollout_engines: ByPlace[RolloutKind] = ByPlace(
@@ -226,28 +195,21 @@ def _torch_train(s: TrainSetup, source: Path) -> TorchTrain:
     return TorchTrain(policy.to(s.device), s.optim, s.temperature, s.router_replay, dtype, again)
 
 
-@contextmanager
-def _start_torch(
-    s: TrainSetup, source: Path, watch: RankMonitor | None, last: bool = True
-) -> Iterator[TrainEngine]:
-    yield _torch_train(s, source)
-
-
-def _check_torch(s: TrainSetup, num_ranks: int, here: bool) -> None:
+def _check_torch(cfg: TrainConfig, num_ranks: int, here: bool = True) -> None:
     if num_ranks > 1:
         raise ValueError(
             f"{num_ranks} processes: train_engine='torch' is one, "
             "start it without torchrun, or use 'megatron'"
         )
-    if s.parallel.recompute == 'moe':
+    if cfg.parallel.recompute == 'moe':
         raise ValueError("parallel.recompute='moe': train_engine='torch' knows 'none' and 'full'")
 
 
-def _check_megatron(s: TrainSetup, num_ranks: int, here: bool) -> None:
+def _check_megatron(cfg: TrainConfig, num_ranks: int, here: bool = True) -> None:
     if here:
         need('megatron', 'megatron-core', "train_engine='megatron'")
-    device = s.device if not here or find_spec('transformer_engine') else 'cpu'
-    check_parallel(s.parallel, s.policy, num_ranks, device=device)
+    device = cfg.device if not here or find_spec('transformer_engine') else 'cpu'
+    check_parallel(cfg.parallel.on(cfg.device), cfg.policy, num_ranks, device=device)
 
 
 @phase('building the engine')
@@ -284,16 +246,19 @@ def _follow_megatron(watch: RankMonitor) -> None:
         more = serve_leader(engine, watch)
 
 
-def _own_train(build: Callable[..., TrainEngine]) -> TrainKind:  # takes setup and weights' folder
-    start = contextmanager(lambda s, source, *_, last=True: (build(*x) for x in [(s, source)]))
+def _in_process(build: Callable[..., TrainEngine]) -> TrainKind:  # takes setup and weights' folder
+    @contextmanager
+    def start(s: TrainSetup, source: Path, watch: Any, last: bool = True) -> Iterator[TrainEngine]:
+        yield build(s, source)
+
     return TrainKind(start, _check_torch, WholeState)
 
 
 train_engines: ByPlace[TrainKind] = ByPlace(
     'train_engine',
     TrainEngine,
-    _own_train,
-    torch=TrainKind(_start_torch, _check_torch, WholeState),
+    _in_process,
+    torch=_in_process(_torch_train),
     megatron=TrainKind(
         _lead_megatron,
         _check_megatron,
@@ -317,42 +282,18 @@ def check_engines(
     rollout_engines[cfg.rollout_engine].check(cfg, num_ranks, here)
 
 
-def find_problems(
-    cfg: TrainConfig,  # result of `resolve`
-    rank: int = 0,  # 0 reads files and talks to servers
-    num_ranks: int = 1,
-    local_ranks: int = 1,  # ranks on this machine
-) -> list[str]:  # one line each; [] = this machine can do it
-    "Problems that can be found before anything expensive begins"
-    stages: list[list[Callable[[], None]]] = [
-        [lambda: check_engines(cfg, num_ranks)],
-        [lambda: check_trackers(cfg.trackers), lambda: check_memory(cfg, num_ranks, local_ranks)],
-        [lambda: _check_shapes(cfg)],  # only of what fits
-    ]
-    found: list[str] = []
-    for stage in stages[:1] if rank else stages:
-        for raises in stage:
-            try:
-                raises()
-            except ValueError as e:
-                found.append(str(e))
-        if found:
-            break
-    return found
-
-
-def _check_shapes(cfg: TrainConfig) -> None:
-    if cfg.init_from:  # names and shapes; nothing is loaded
-        list(checked_weights(read_shards(cfg.init_from, whole=False), cfg.policy))
-
-
 def prepare(
-    cfg: TrainConfig,
+    cfg: TrainConfig,  # result of `resolve`
 ) -> RankMonitor | None:  # over all ranks; None for an engine of one process
     "This process, ready for its engines. Raises ValueError for what cannot be had here"
     set_up(cfg.device, cfg.num_threads)
-    for problem in find_problems(cfg, *world(), local_world()):
-        raise ValueError(problem)
+    rank, num_ranks = world()
+    check_engines(cfg, num_ranks)
+    if not rank:  # which reads files, and has the trackers
+        check_trackers(cfg.trackers)
+        check_memory(cfg, num_ranks, local_world())
+        if cfg.init_from:  # names and shapes; nothing is loaded
+            list(checked_weights(read_shards(cfg.init_from, whole=False), cfg.policy))
     return train_engines[cfg.train_engine].meet(cfg.parallel, cfg.device)
 
 
@@ -387,7 +328,7 @@ def open_engines(
     "The engines that a config names; what they started ends with them"
     kind, setup = train_engines[cfg.train_engine], train_setup(cfg)
     with ExitStack() as stack:
-        rollout = rollout_engines[cfg.rollout_engine].build(rollout_setup(cfg), source, folder)
+        rollout = rollout_engines[cfg.rollout_engine].build(cfg, source, folder)
         stack.callback(rollout.close)
         rollout = episodes(rollout)
         train = stack.enter_context(kind.start(setup, source, watch))

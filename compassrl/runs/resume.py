@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from compassrl.config import TrainConfig, read_run_config
 from compassrl.own_code import file_sha256, most_reads, own_reads
@@ -53,7 +53,7 @@ from compassrl.train.checkpoint_files import (
 __all__ = [
     'read_result', 'check_files', 'note_written', 'write_noted', 'rewritten', 'check_start',
     'note_origin', 'check_origin', 'settle_origin', 'NotedReads', 'check_source', 'check_same',
-    'note_learned', 'recall_learned', 'Stateful', 'ExtraState', 'new_folder', 'has_begun',
+    'note_learned', 'recall_learned', 'ExtraState', 'new_folder', 'has_begun',
 ]  # fmt: skip
 
 # %% ../../nbs/runs/resume.ipynb #5b4ecb4a
@@ -280,14 +280,6 @@ def recall_learned(folder: Path, engine: RolloutEngine, when: str) -> None:
 
 
 # %% ../../nbs/runs/resume.ipynb #5cc8b5d3
-class Stateful(Protocol):
-    "Part of a run that remembers something from step to step"
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class ExtraState:
     "Parts of a run that are saved with each checkpoint, each in a folder of its name"
 
@@ -295,7 +287,7 @@ class ExtraState:
         self,
         folder: Path,  # folder of the run
         keep: int,  # number of the newest ones that stay
-        **parts: Stateful | None,  # None: this run has no such part
+        **parts: Any,  # each has `state_dict` and `load_state_dict`; None: this run has it not
     ) -> None:
         self.folder, self.keep = folder, keep
         self.parts = {name: part for name, part in parts.items() if part is not None}

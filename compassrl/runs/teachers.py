@@ -10,9 +10,8 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,11 +22,11 @@ from compassrl.judges.genrm_client import GenRM, to_its_end
 from compassrl.model.pretrained import from_pretrained, hf_weights, shard_files
 from compassrl.records import Prompt, Request, Sample
 from compassrl.rollout.episodes import Episodes
-from compassrl.runs.factory import rollout_engines, rollout_setup
+from compassrl.runs.factory import rollout_engines
 from compassrl.runs.run_process import set_up
 
 # %% auto #0
-__all__ = ['Told', 'Teacher', 'weights_name', 'EngineTeacher', 'Endpoint']
+__all__ = ['Told', 'weights_name', 'EngineTeacher', 'Endpoint']
 
 
 # %% ../../nbs/runs/teachers.ipynb #c22170f5
@@ -36,25 +35,6 @@ class Told(NamedTuple):
 
     sample: Sample
     num_tokens: int  # tokens by the count of the teacher, the stop token included
-
-
-class Teacher(Protocol):
-    "Answers prompts"
-
-    failed: list[str]  # why requests of the last call got no answer
-
-    def draw(
-        self,
-        requests: list[Request],
-        prompts: dict[str, Prompt],  # by id
-    ) -> Iterator[Told]:  # in any order; what got no answer does not come
-        ...
-
-    def origin(self) -> dict[str, Any]:  # JSON
-        "The teacher's identity, and which weights it has"
-        ...
-
-    def close(self) -> None: ...
 
 
 # %% ../../nbs/runs/teachers.ipynb #fed552f9
@@ -83,9 +63,9 @@ class EngineTeacher:
         kind = rollout_engines[cfg.rollout_engine]
         set_up(cfg.device, cfg.num_threads)
         kind.check(cfg, 1)
-        self.cfg, self.stack, self.failed = cfg, ExitStack(), []
-        self.engine = kind.build(rollout_setup(cfg), Path(cfg.init_from), folder)
-        self.stack.callback(self.engine.close)
+        self.cfg, self.failed = cfg, list[str]()  # why requests of the last call got no answer
+        self.engine = kind.build(cfg, Path(cfg.init_from), folder)
+        self.close = self.engine.close
         self.engine.load_weights(hf_weights(from_pretrained(cfg.init_from)), 0)
         if cfg.rollout.stop:
             self.engine = Episodes(self.engine, stops=StopStrings(load_tokenizer(cfg.init_from)))
@@ -99,9 +79,6 @@ class EngineTeacher:
         made = dict(engine=c.rollout_engine, dtype=c.rollout.dtype)
         made |= dict(quantization=q) if (q := c.rollout.quantization) else {}
         return dict(model=Path(c.init_from).name, **weights_name(c.init_from), **made)
-
-    def close(self) -> None:
-        self.stack.close()
 
 
 # %% ../../nbs/runs/teachers.ipynb #32f888b2

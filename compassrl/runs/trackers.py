@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from compassrl.config import flat
 from compassrl.files import read_data
@@ -29,7 +29,7 @@ from compassrl.runs.log import read_step_rows, replace_text, say
 # %% auto #0
 __all__ = [
     'FileKind', 'tracker_types', 'Point', 'Entry', 'glossary', 'entry', 'grouped', 'eval_values',
-    'Tracker', 'TensorBoard', 'Wandb', 'check_trackers', 'history', 'Trackers',
+    'TensorBoard', 'Wandb', 'check_trackers', 'history', 'Trackers',
 ]  # fmt: skip
 
 # %% ../../nbs/runs/trackers.ipynb #d260f48a
@@ -102,21 +102,6 @@ def eval_values(
     return out
 
 
-# %% ../../nbs/runs/trackers.ipynb #2204c2e8
-class Tracker(Protocol):
-    "Where numbers are shown. Its methods may be slow, and may fail"
-
-    is_new: bool  # False: a run that goes on, which has what came before
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        "Numbers by name, of one step"
-        ...
-
-    def close(self, finished: bool) -> None:
-        "No more will come; was the run finished, or did it fail?"
-        ...
-
-
 # %% ../../nbs/runs/trackers.ipynb #759406a8
 class TensorBoard:
     "Event files in the run directory; the cold start has steps of its own, and is a second curve"
@@ -183,7 +168,7 @@ class Wandb:
 
 
 # %% ../../nbs/runs/trackers.ipynb #0a91fccc
-tracker_types: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = dict(
+tracker_types: dict[str, type[TensorBoard] | type[Wandb]] = dict(
     tensorboard=TensorBoard, wandb=Wandb
 )
 
@@ -273,7 +258,9 @@ def _warn(name: str, why: str) -> None:
     say(f'tracker {name}: {" ".join(why.split()):.300}', logging.WARNING)
 
 
-def _give(tracker: Tracker, what: Mapping[str, float] | list[dict[str, Any]], step: int) -> None:
+def _give(
+    tracker: TensorBoard | Wandb, what: Mapping[str, float] | list[dict[str, Any]], step: int
+) -> None:
     if not isinstance(what, list):
         tracker.log(what, step)
     elif isinstance(tracker, Wandb):

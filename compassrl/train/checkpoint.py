@@ -11,7 +11,7 @@ import shutil
 import struct
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch as st
 import torch
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = [
-    'FORMAT', 'encode_state', 'decode_state', 'save_checkpoint', 'load_checkpoint', 'check_shapes',
-    'Saver', 'WholeState', 'ShardedState',
+    'FORMAT', 'Saver', 'encode_state', 'decode_state', 'save_checkpoint', 'load_checkpoint',
+    'check_shapes', 'WholeState', 'ShardedState',
 ]  # fmt: skip
 
 # %% ../../nbs/train/checkpoint.ipynb #b73c0402
@@ -261,23 +261,6 @@ def check_shapes(
 
 
 # %% ../../nbs/train/checkpoint.ipynb #129d14bf
-class Saver(Protocol):
-    "Checkpoints of one train engine"
-
-    def save(self, step: int) -> None:
-        "Saves the state after so many steps"
-        ...
-
-    def load(self, beside: Callable[[int], object] = lambda step: None) -> int:
-        """Loads the newest checkpoint that can be used and returns its step. `beside(step)` loads
-        what belongs to it and may raise TornCheckpoint. Raises CheckpointError if none can be"""
-        ...
-
-    def wait(self) -> None:
-        "Returns when all is on the disk"
-        ...
-
-
 def _newest(root: Path, use: Callable[[Path], int]) -> tuple[int, list[Path]]:
     "Its step, and the checkpoints that were skipped"
     path, step, skipped = first_usable(root, use)
@@ -296,11 +279,15 @@ class WholeState:
         self.skipped: list[Path] = []  # checkpoints that the last `load` could not use
 
     def save(self, step: int) -> None:
+        "Saves the state after so many steps"
         state = self.engine.state_dict()
         save_checkpoint(self.root, step, state, self.keep, skipped=self.skipped)
         self.skipped = []
 
     def load(self, beside: Callable[[int], object] = lambda step: None) -> int:
+        """Loads the newest checkpoint that can be used and returns its step. `beside(step)` loads
+        what belongs to it and may raise TornCheckpoint. Raises CheckpointError if none can be"""
+
         def use(path: Path) -> int:
             step, state = load_checkpoint(path)
             beside(step)
@@ -372,3 +359,6 @@ class ShardedState:
         from compassrl.train.megatron.dist_checkpoint import finish_save
 
         self._everywhere(finish_save)
+
+
+Saver = WholeState | ShardedState  # checkpoints of one train engine

@@ -27,7 +27,7 @@ from compassrl.records import (
     select,
 )
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.runs.factory import rollout_setup, train_setup
+from compassrl.runs.factory import train_setup, vllm_arguments
 from compassrl.train.routes import routes_agreement, validate_routes
 from compassrl.train.torch_train import (
     OptimConfig,
@@ -660,7 +660,7 @@ def test_a_dense_policy_agrees_with_nobody():
     for dense, mode in (((), 'R3'), ((0, 1), 'off')):
         cfg = TrainConfig(policy=PolicyConfig(mlp_only_layers=dense), router_replay='R3')
         assert train_setup(cfg).router_replay == mode
-        assert rollout_setup(cfg).return_routes == (mode == 'R3')
+        assert vllm_arguments(cfg)['return_routes'] == (mode == 'R3')
 
 
 def test_R3_without_routes_is_off():

@@ -578,10 +578,12 @@ def test_eval_refuses_in_one_line(home, args, words, monkeypatch):
 # ---- a verifier and engines by their places
 
 ENGINES = """import sys
+import torch
 from compassrl import RolloutEngine, TorchRollout, TorchTrain, from_pretrained
 
 def samples(s, source, folder):
-    return TorchRollout(s.policy, s.rollout.num_slots, s.dtype, s.device, s.return_routes)
+    dtype, routes = getattr(torch, s.rollout.dtype), s.replay != 'off'
+    return TorchRollout(s.policy, s.rollout.num_slots, dtype, s.device, routes)
 
 def trains(s, source):
     return TorchTrain(from_pretrained(source), s.optim, s.temperature, s.router_replay)
@@ -618,7 +620,7 @@ def test_engines_by_their_place_make_the_same_run(home):
     more = '--rollout-engine', 'mine.py:Leaves', '--router-replay', 'off', '--run-dir', 'left'
     r = cli('train', 'smoke-cpu', *flags, *more, cwd=home)
     assert r.returncode == 1 and 'it ended the program by SystemExit(0)' in r.stderr
-    assert 'mine.py", line 15, in generate' in r.stderr
+    assert 'mine.py", line 17, in generate' in r.stderr
 
 
 @pytest.mark.parametrize(

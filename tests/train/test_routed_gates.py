@@ -15,7 +15,7 @@ from compassrl.records import Request, SamplingParams, collate, derive_seed, sel
 from compassrl.rollout.fp8 import Fp8Rollout
 from compassrl.rollout.own_process import ProcessRollout
 from compassrl.rollout.torch_rollout import TorchRollout
-from compassrl.runs.factory import rollout_setup
+from compassrl.runs.factory import rollout_engines
 from compassrl.train.torch_train import (
     OptimConfig,
     TorchTrain,
@@ -245,7 +245,8 @@ def test_no_memory_unless_they_are_asked_for():
         assert (engine.slots.gates.numel() > 0) == asked
         assert all((s.routed_gates is not None) == asked for s in samples)
         cfg = TrainConfig(router_replay='R3-gates' if asked else 'R3')
-        assert rollout_setup(cfg).return_gates == asked and rollout_setup(cfg).return_routes
+        built = rollout_engines['torch'].build(cfg, None, None)
+        assert built.return_gates == asked and built.return_routes
 
 
 def test_gates_come_out_of_another_process():
