@@ -174,10 +174,10 @@ def test_a_play_is_moved_by_keyboard_and_shows_what_python_draws(browser, tmp_pa
     red, green = '#c2410c', '#0f766e'
     assert alike(on_canvas(page), drawn(height=2, colour=red))
     slider.press('ArrowRight')
-    assert alike(on_canvas(page), drawn(height=8, colour=red))
-    assert slider.get_attribute('aria-valuetext') == '8'
+    assert alike(on_canvas(page), drawn(height=5, colour=red))
+    assert slider.get_attribute('aria-valuetext') == '5'
     colour.press('ArrowDown')
-    assert colour.input_value() == '1' and alike(on_canvas(page), drawn(height=8, colour=green))
+    assert colour.input_value() == '1' and alike(on_canvas(page), drawn(height=5, colour=green))
     slider.press('Home')
     page.get_by_label('power', exact=True).press('End')
     assert alike(on_canvas(page), drawn(height=0, colour=green))
