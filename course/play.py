@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 
 def grid_sizes(
     available: Sequence[int],  # how many values each control has
-    most: int = 18,  # points of the grid
+    most: int = 64,  # points of the grid, at four values of a control
+    more_until: int = 18,  # points beyond which no control gets a fifth value
 ) -> list[int]:  # how many values of each control the grid has
-    "How many values of each control a page shows"
+    "How many values of each control a page shows: four, and more where controls are few"
     sizes = [1] * len(available)
     for i, n in enumerate(available):
-        sizes[i] = max(1, min(3, n, most // prod(sizes)))
+        sizes[i] = max(1, min(4, n, most // prod(sizes)))
     while more := [
         i
         for i, n in enumerate(available)
-        if 1 < sizes[i] < n and prod(sizes) // sizes[i] * (sizes[i] + 1) <= most
+        if 1 < sizes[i] < n and prod(sizes) // sizes[i] * (sizes[i] + 1) <= more_until
     ]:
         sizes[min(more, key=lambda i: sizes[i])] += 1
     return sizes

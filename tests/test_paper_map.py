@@ -379,7 +379,10 @@ def test_what_is_there_after_all_is_noticed():
     old = dict(state='absent', claim='One.', missing='No command joins them.')
     with pytest.raises(AssertionError, match='name in looked_for'):
         words_looked_for(old)
-    for more in (dict(paper='Two phases of RL'), dict(paper='', lesson='judges/genrm#hook')):
+    for more in (
+        dict(paper='Two phases of RL'),
+        dict(paper='', lesson='judges/genrm#equal-answers-unequal-advantages'),
+    ):
         assert [i['code'] for i in ideas_of(old | more)]
     assert not list(ideas_of(old | dict(paper='Results', lesson='studies/growth#hook')))
 

@@ -44,9 +44,9 @@ CONTROLS = dict(
 @pytest.mark.parametrize('available', [[49], [49, 31], [9, 3, 2], [3] * 8, [1, 4], [2], [1, 1]])
 def test_a_grid_is_small_and_fair(available):
     sizes = grid_sizes(available)
-    assert np.prod(sizes) <= 18 and len(sizes) == len(available)
+    assert np.prod(sizes) <= 64 and len(sizes) == len(available)
     assert all(1 <= s <= n for s, n in zip(sizes, available, strict=True))
-    assert sizes[0] >= min(3, available[0])
+    assert all(s >= min(4, n) for s, n in zip(sizes[:3], available[:3], strict=True))
     assert np.prod(available) > 18 or sizes == available  # all of it where that fits
 
 
@@ -84,12 +84,12 @@ def alike(got, want):
 def test_a_box_holds_what_python_draws_for_each_choice():
     data, strip = opened(still_play(bars, **CONTROLS).data)
     heights, colours, powers = (c['labels'] for c in data['controls'])
-    assert (heights, colours) == (['0', '2', '8'], ['#c2410c', '#0f766e'])
+    assert (heights, colours) == (['0', '2', '5', '8'], ['#c2410c', '#0f766e'])
     assert powers == ['1', '30', '100']
     assert [c['start'] for c in data['controls']] == [1, 0, 1]
     points = [(h, c, p) for h in heights for c in colours for p in powers]
-    assert len(data['frames']) == len(points) == 18
-    assert strip.shape[1] == 6 * data['width']  # the third control changes no picture
+    assert len(data['frames']) == len(points) == 24
+    assert strip.shape[1] == 8 * data['width']  # the third control changes no picture
     for (h, c, p), found in zip(points, data['frames'], strict=True):
         assert found['says'] == f'height {h} (height {h}, colour {c}, power {p})'
         assert found['html'] == f'<pre>&lt;{h} {c} {p}&gt;</pre>'
@@ -174,10 +174,10 @@ def test_a_play_is_moved_by_keyboard_and_shows_what_python_draws(browser, tmp_pa
     red, green = '#c2410c', '#0f766e'
     assert alike(on_canvas(page), drawn(height=2, colour=red))
     slider.press('ArrowRight')
-    assert alike(on_canvas(page), drawn(height=8, colour=red))
-    assert slider.get_attribute('aria-valuetext') == '8'
+    assert alike(on_canvas(page), drawn(height=5, colour=red))
+    assert slider.get_attribute('aria-valuetext') == '5'
     colour.press('ArrowDown')
-    assert colour.input_value() == '1' and alike(on_canvas(page), drawn(height=8, colour=green))
+    assert colour.input_value() == '1' and alike(on_canvas(page), drawn(height=5, colour=green))
     slider.press('Home')
     page.get_by_label('power', exact=True).press('End')
     assert alike(on_canvas(page), drawn(height=0, colour=green))
@@ -252,7 +252,7 @@ def test_a_stored_play_is_alive_and_small(path):
         across = [] if strip is None else range(0, strip.shape[1], data['width'])
         shown = [strip[:, at : at + data['width']] for at in across]
         assert [i for i, p in enumerate(shown) if edges(p)] == [], 'something is cut'
-        assert 1 < len(data['frames']) <= 18 and len(html) < 160_000
+        assert 1 < len(data['frames']) <= 64 and len(html) < 320_000
         assert len({json.dumps(f) for f in data['frames']}) > 1  # it does move
         said = [f['says'] for f in data['frames'] if f['picture'] >= 0]
         assert len(set(said)) == len(said)  # each picture has words of its own

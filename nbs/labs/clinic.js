@@ -92,7 +92,7 @@ export const DIAGNOSES = {
   'cut off': ['responses are cut off', 'The longest answers do not fit into the tokens that a response may have',
     'loop.ipynb#why-does-my-reward-not-rise'],
   'too hard': ['prompts are too hard', 'Nearly no response is right, so nearly all groups are silent',
-    'algo/zero_variance.ipynb#hook'],
+    'algo/zero_variance.ipynb#groups-that-agree-teach-nothing'],
   'learning rate': ['learning rate too high', 'Twelve times the learning rate of the healthy runs',
     'loop.ipynb#a-learning-rate-from-the-cold-start'],
   'stale weights': ['stale weights', 'New weights never reach the engine that samples',
