@@ -14,7 +14,7 @@ refill     dynamic sampling
 `audit`: per arm and kind of prompt, the first step of fresh cold starts: groups silent at first,
 still silent before RL-ZVP, responses asked per prompt. `table`: held-out rate on sums alone after a
 budget. The control: growth never wakes a guaranteed group, and the sums gain with `grpo`.
-About ten minutes on two idle cores; no result is stored yet.
+About ten minutes on two idle cores.
 Last line: one JSON object; `ratio` is the responses that growth spends on guaranteed prompts over
 those it spends on sums.
 usage: make study NAME=guaranteed, python benchmarks/studies/guaranteed.py [--quick]
