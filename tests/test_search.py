@@ -20,7 +20,7 @@ ASKED = {
     'GRPO loss is zero': 'algo/losses',
     'reward_std 0 all rewards equal': 'algo/zero_variance',
     'clip_ratio always 0': 'algo/losses',
-    'GSPO sequence or token ratio': 'algo/losses',
+    'GSPO sequence or token ratio': 'algo/losses/gspo',
     'KL estimator k1 k2 k3': 'algo/ratios',
     'divide by std length bias': 'algo/advantages',
     'why does my reward not rise': 'loop',

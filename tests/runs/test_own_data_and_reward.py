@@ -514,7 +514,7 @@ def test_a_run_of_ones_own(own_run):
     for name in ('held-out', 'test', 'again'):
         assert f'{name} avg@2' in said
     report = (folder / 'report.md').read_text()
-    assert 'test: avg@2' in report and 'again: avg@2' in report
+    assert '`test`: avg@2' in report and '`again`: avg@2' in report
     sources = json.loads((folder / 'origin.json').read_text())['sources']
     assert 'rewards.function mine.py' in sources
     assert (folder / 'rewards/mine.py').read_text() == MINE
