@@ -33,14 +33,19 @@ def run(preset, dtype, seed, *flags):
         return [[step, 100 * avg] for step, avg in curve(Path(tmp), before, after)], config
 
 
+def deviation(values):
+    "Standard deviation; 0 of one value"
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-    p.add_argument('--quick', action='store_true', help='two short runs of two seeds of smoke-cpu')
+    p.add_argument('--quick', action='store_true', help='two short runs of one seed of smoke-cpu')
     a = p.parse_args()
     preset, seeds, flags = 'tiny-cpu', a.seeds, ()
     if a.quick:
-        preset, seeds, flags = 'smoke-cpu', [0, 1], QUICK.split()
+        preset, seeds, flags = 'smoke-cpu', [0], QUICK.split()
     rows = []
     for seed in seeds:
         row = dict(seed=seed)
@@ -50,10 +55,8 @@ def main():
         rows.append(row)
     gaps = [[b[1] - a[1] for a, b in zip(r['float32'], r['bfloat16'])] for r in rows]
     ends = [g[-1] for g in gaps]
-    difference, spread = (
-        statistics.fmean(ends),
-        statistics.stdev(r['float32'][-1][1] for r in rows),
-    )
+    difference = statistics.fmean(ends)
+    spread = deviation([r['float32'][-1][1] for r in rows])
     settings = {k: config[k] for k in ('steps', 'prompts_per_step', 'group_size', 'eval_k')}
     print(
         json.dumps(
@@ -62,7 +65,7 @@ def main():
                 ratio=abs(difference) / max(spread, 1e-9),
                 units='|held-out accuracy, bfloat16 minus float32| over the spread of the seeds',
                 difference_points=difference,
-                stderr_points=statistics.stdev(ends) / math.sqrt(len(ends)),
+                stderr_points=deviation(ends) / math.sqrt(len(ends)),
                 spread_points=spread,
                 on_the_way_points=max(map(abs, map(statistics.fmean, zip(*gaps)))),
                 seeds=rows,
