@@ -46,7 +46,8 @@ def lively(shape):
 
 def drawn(policy, device, dtype=torch.float32, requests=REQUESTS, kind=TorchRollout, **how):
     engine = kind(policy.config, 3, dtype, device, **how)
-    engine.load_weights(hf_weights(policy), 0)
+    engine.load_weights(hf_weights(Policy(policy.config, 1)), 0)  # nothing of them stays
+    engine.load_weights(hf_weights(policy), 1)
     return sorted(engine.generate(requests), key=lambda s: (s.prompt_id, s.index))
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from _runner import interval, rounded
 from _tables import flags
-from replay_gap import MIX, factor, policies
+from replay_gap import MIX, STUDY, factor, policies
 
 from compassrl.algo.losses import LossConfig, PolicyLoss
 from compassrl.model.policy import MoE
@@ -80,7 +80,8 @@ def main():
     units = 'mean |gap| of log-probs in bfloat16 with replayed experts / with gates as well'
     found = dict(name='replay_gates', ratio=round(table['bfloat16']['gates']['gap'][0], 3))
     found |= dict(units=units, table=rounded(table), runs=runs)
-    settings = dict(seeds=list(range(len(runs))), prompts=64, samples=8, task=MIX, quick=quick)
+    settings = dict(prompts=64, samples=8, task=MIX, quick=quick)
+    settings |= dict(seeds=list(STUDY.seeds[: len(runs)]))
     print(json.dumps(found | dict(settings=settings, machine=machine_info())))
 
 
