@@ -29,7 +29,7 @@ from compassrl.train.torch_train import OptimConfig, TorchTrain
 torch.set_num_threads(1)
 TOK = build_tokenizer()
 SHAPE = PolicyConfig(
-    hidden_size=32, head_dim=8, moe_intermediate_size=32, max_position_embeddings=32
+    hidden_size=32, head_dim=8, moe_intermediate_size=32, max_position_embeddings=64
 )
 PROMPTS = [Prompt(f'p{i}', 'test', f'{i}+1=', encode(TOK, f'{i}+1='), '', 'even') for i in range(9)]
 CFG = TrainConfig(
@@ -50,6 +50,12 @@ REFILLS = replace(
     data=replace(CFG.data, select_by='length'),
 )
 PARTS = replace(CFG, schedule=ScheduleConfig(partial_tokens=3))
+# several ids end a response, so that groups end in unlike rounds and tokens of several versions
+# meet in a step
+MIXED = replace(
+    PARTS, steps=10, rollout=RolloutConfig(max_tokens=24), schedule=ScheduleConfig(partial_tokens=4)
+)
+ENDS = (EOS_ID, *range(5, 9))
 
 
 def ahead(cfg, k):
@@ -100,11 +106,15 @@ class Rows(list):
             raise KeyboardInterrupt
 
 
+def ends(cfg):
+    return ENDS if cfg.steps == MIXED.steps else (EOS_ID,)
+
+
 def run(cfg, rollout, stop=None, state=None, start=0):
     "Weights and rows, and what a checkpoint would hold"
     engine, rows = train_engine(cfg), Rows(stop)
     kind = AheadSampler if cfg.schedule.max_staleness else Sampler
-    sampler = kind(cfg, PROMPTS, rollout, SerialJudge(PROMPTS, TOK, EOS_ID), EOS_ID)
+    sampler = kind(cfg, PROMPTS, rollout, SerialJudge(PROMPTS, TOK, ends(cfg)), ends(cfg))
     parts = dict(
         ahead=sampler if kind is AheadSampler else None,
         selection=sampler.selection,
@@ -128,7 +138,7 @@ def run(cfg, rollout, stop=None, state=None, start=0):
 def naive(cfg, k):
     "Step t is drawn, in this process, by the weights after max(0, t - k) updates; then it trains"
     engine, rollout, rows = train_engine(cfg), TorchRollout(SHAPE, 32), []
-    sampler = Sampler(cfg, PROMPTS, rollout, SerialJudge(PROMPTS, TOK, EOS_ID), EOS_ID)
+    sampler = Sampler(cfg, PROMPTS, rollout, SerialJudge(PROMPTS, TOK, ends(cfg)), ends(cfg))
     old = [deepcopy(dict(engine.weights()))]
 
     class OneStep(Sampler):
@@ -151,7 +161,7 @@ def naive(cfg, k):
             old.append(deepcopy(dict(engine.weights())))
             rows.append(kept(samples))
 
-    one = OneStep(cfg, PROMPTS, rollout, sampler.judge, EOS_ID)
+    one = OneStep(cfg, PROMPTS, rollout, sampler.judge, ends(cfg))
     run_steps(cfg, one, engine, Keep())
     return dict(engine.weights()), rows
 
@@ -235,7 +245,7 @@ def test_a_process_that_dies_is_named_at_once():
 
 @pytest.mark.parametrize('k', [1, 2, 7])
 @pytest.mark.parametrize(
-    'cfg', [CFG, GROWS, REFILLS, PARTS], ids=['plain', 'grow', 'refill', 'parts']
+    'cfg', [CFG, GROWS, REFILLS, PARTS, MIXED], ids=['plain', 'grow', 'refill', 'parts', 'mixed']
 )
 def test_it_computes_what_a_naive_loop_does(drawer, cfg, k):
     weights, rows, _ = run(ahead(cfg, k), drawer)
@@ -244,7 +254,9 @@ def test_it_computes_what_a_naive_loop_does(drawer, cfg, k):
     assert same(weights, naive_weights)
     assert not same(weights, run(cfg, TorchRollout(SHAPE, 32))[0]), 'older samples, other weights'
     stale = [m['staleness_max'] for m, _ in rows]
-    if cfg is not PARTS:  # a token of it may be older than its response's last part
+    if cfg is MIXED:  # a response takes six rounds at most
+        assert k < max(stale) <= k + 24 // 4 - 1
+    elif cfg is not PARTS:  # a token of it may be older than its response's last part
         # versions are counted one way: by weights handed over, not by optimiser steps
         assert stale == [min(t, k) for t in range(5)]
     assert cfg is not GROWS or any(m['waves'] > 1 for m, _ in rows)
@@ -267,7 +279,9 @@ def test_the_sampler_of_the_study_is_as_old(monkeypatch, k):
 
 
 @pytest.mark.parametrize('done', [1, 3])
-@pytest.mark.parametrize('cfg', [GROWS, REFILLS, PARTS], ids=['grow', 'refill', 'parts'])
+@pytest.mark.parametrize(
+    'cfg', [GROWS, REFILLS, PARTS, MIXED], ids=['grow', 'refill', 'parts', 'mixed']
+)
 def test_a_resume_goes_on_bit_for_bit(drawer, tmp_path, cfg, done):
     cfg = ahead(cfg, 2)
     weights, rows, _ = run(cfg, drawer)
