@@ -95,6 +95,8 @@ STRIKES = {
     'one process ahead': [*ALL, the_sampler_killed, the_sampler_killed],  # its sampler
     'two ranks ahead': [*ALL, a_rank_killed],
     'two servers ahead': [*ALL, a_server_killed],
+    'one process in rounds': [*ALL, the_sampler_killed],
+    'two servers in rounds': [*ALL, a_server_killed],
     'judge workers': [a_judge_killed, a_judge_killed, killed],
     'two ranks': [*ALL, a_rank_killed, a_rank_killed, a_rank_killed],
     'two servers': [*ALL, a_server_killed, a_server_killed, slowed],
@@ -200,7 +202,8 @@ def cases(name, apart=True, **numbers):
 
 RUNS = dict(one_process=(0, 18), judge_workers=(0, 8), two_ranks=(0, 8), two_servers=(0, 8))
 RUNS |= dict(torchrun=(0, 10), one_process_ahead=(1, 12), two_ranks_ahead=(0, 12))
-RUNS |= dict(two_servers_ahead=(0, 12))
+RUNS |= dict(two_servers_ahead=(0, 12), one_process_in_rounds=(0, 12))
+RUNS |= dict(two_servers_in_rounds=(0, 12))
 
 
 @pytest.mark.parametrize('kind, number', list(cases('random kills', **RUNS)))

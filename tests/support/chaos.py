@@ -23,6 +23,8 @@ KINDS = (
     'random kills, one process ahead',
     'random kills, two ranks ahead',
     'random kills, two servers ahead',
+    'random kills, one process in rounds',
+    'random kills, two servers in rounds',
     'kills at file events, one process',
     'kills at file events, two ranks',
     'kills at file events, two servers',

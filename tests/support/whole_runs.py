@@ -36,6 +36,7 @@ MORE = {
 }
 MORE['torchrun'] = MORE['two ranks']
 AHEAD = ['--schedule.max-staleness', '1', '--optim.num-mini-batches', '2', '--steps', '3']
+ROUNDS = ['--schedule.partial-tokens', '6', '--zero-variance.sampling', 'uniform']
 MORE['two servers'] += [
     '--policy.head-dim',
     '32',
@@ -44,6 +45,8 @@ MORE['two servers'] += [
 ]  # vLLM wants such heads
 for kind in ('one process', 'two ranks', 'two servers'):
     MORE[f'{kind} ahead'] = MORE[kind] + AHEAD
+    # a step trains on the groups that have ended, the others go on with newer weights
+    MORE[f'{kind} in rounds'] = MORE[f'{kind} ahead'] + ROUNDS
 BOUND_S = 60  # whatever was struck, all of it has ended after that
 
 _ranks = ForkServer()
