@@ -21,7 +21,8 @@ Every arm has the learning rate 4e-4: in the tuning of `losses` (16 arms, 4 rate
 The number of seeds is given: 24. An interval of 0.6 points to either side is wanted; `expected`
 says before the run which half-width that number gives each contrast that earlier trials have, by
 their standard deviation. For ESPO minus GSPO (2.8 points) that is 1.2: 24 seeds are too few there.
-Seeds run in order, whole ones alone; a study that is ended early says how many it has.
+The losses of all seeds come first, then the recipes. `--seeds 12` stores the first twelve from the
+trials that are there, and says how many were planned.
 
 The control must win: `chosen` over `grpo` on `silent` was found on two sets of other seeds.
 About 80 core-minutes, cold starts included: 40 minutes on two idle cores, more on busy ones.
