@@ -697,6 +697,25 @@ def test_the_tables_that_decide_follow_from_their_runs():
     assert compared >= 12
 
 
+def test_what_a_study_says_beforehand_of_its_intervals_follows_from_stored_trials(monkeypatch):
+    monkeypatch.syspath_prepend(str(STUDY_CODE))
+    told = importlib.import_module('judged').expected()
+    for name, (study, task, arm, other) in dict(
+        espo_gspo=('losses', 'sums', 'espo', 'gspo'), turn_grpo=('recipe', 'silent', 'turn', 'grpo')
+    ).items():
+        rows = [r for r in result(study)['runs'] if r['task'] == task]
+        ends = [
+            {r['seed']: 100 * r['evals'][-1][1] for r in rows if r['arm'] == m}
+            for m in (arm, other)
+        ]
+        sd = np.std([ends[0][s] - ends[1][s] for s in ends[0]], ddof=1)
+        half = quantile(0.975, 23) * sd / 24**0.5
+        assert told[name]['half'] == pytest.approx(half, rel=1e-3)
+        n = told[name]['needed']
+        halves = [quantile(0.975, k - 1) * sd / k**0.5 for k in (n - 1, n)]
+        assert halves[1] <= 0.6 < halves[0], name
+
+
 def test_shares_and_ratios_of_trials_follow_from_the_runs():
     "Of DAPO's tokens by the means that another test has, growth in percent, factors of replay"
     found = result('parts')
