@@ -12,9 +12,9 @@ espo_matched    ESPO, alpha found for that share
 one_matched     ESPO with one group per response, alpha found for that share: what grouping is worth
 
 Ranges are found by bisection in runs of three steps on a seed of their own, the same effort for
-each. Two comparisons would fail if the review's law were wrong: ESPO minus GSPO at their own ranges
-rises towards 0 as eps / (sigma / sqrt(n)) rises, over the two rates; and ESPO's own share is below
-GSPO's. The clean test of grouping is `espo_matched` - `one_matched`.
+each. Two comparisons would fail if the law of `alpha_law` were wrong: ESPO minus GSPO at their own
+ranges rises towards 0 as eps / (sigma / sqrt(n)) rises, over the two rates; and ESPO's own share is
+below GSPO's. The clean test of grouping is `espo_matched` - `one_matched`.
 Written for one H100, 8 processes at a time, about six minutes: not run on GPU.
 Last line: one JSON object; `ratio` is ESPO's gain over GSPO's, both matched, at the higher rate.
 usage: python benchmarks/studies/espo_range.py --gpu

@@ -18,17 +18,20 @@ n2 n8 n16 n32   grpo, and that many responses of each prompt in a step of as man
 
 Every arm has the learning rate 4e-4: in the tuning of `losses` (16 arms, 4 rates) and of `recipe`
 (7 arms, 3 rates) it is the best rate in the mean over all arms, inside the grid. No arm has more.
-The number of seeds comes from `needed`: the widest contrast known before had a standard deviation
-of 1.3 points, and an interval of 0.6 points to either side was wanted. Seeds run in order, whole
-ones alone; a study that is ended early says how many of the planned ones it has.
+The number of seeds is given: 24. An interval of 0.6 points to either side is wanted; `expected`
+says before the run which half-width that number gives each contrast that earlier trials have, by
+their standard deviation. For ESPO minus GSPO (2.8 points) that is 1.2: 24 seeds are too few there.
+The losses of all seeds come first, then the recipes. `--seeds 12` stores the first twelve from the
+trials that are there, and says how many were planned.
 
 The control must win: `chosen` over `grpo` on `silent` was found on two sets of other seeds.
-Half an hour on two idle cores, by the CPU seconds of its first seed.
+About 80 core-minutes, cold starts included: 40 minutes on two idle cores, more on busy ones.
 usage: make study NAME=judged, python benchmarks/studies/judged.py [--seeds 24] [--quick]
 """
 
 import argparse
 import json
+import statistics
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -36,18 +39,17 @@ from pathlib import Path
 
 import losses
 import recipe
-from _evidence import half_width, seeds_needed, would_see
+from _evidence import ROOT, half_width, seeds_needed, would_see
 from _runner import against, run_all
 from _tables import MEASURES, few_prompts, show, summary
 
 from compassrl.runs.summary import machine_info
 
 PLANNED = tuple(range(1000, 1024))
-WANTED, KNOWN_SD = 0.6, 1.3  # points: half an interval, and the widest difference known before
+WANTED = 0.6  # points: half an interval
 LR = 4e-4
 FIRST = 12  # seeds of the arms that cost much
 QUICK = 'espo', 'gspo', 'grpo', 'chosen'
-assert len(PLANNED) >= seeds_needed(KNOWN_SD, WANTED)
 
 
 def of_each(arm, num):
@@ -105,6 +107,28 @@ CONTRASTS = dict(
     **{f'{m}_grpo': ('silent', m, 'grpo') for m in SIZES},
 )
 CONTROL = 'selection_grpo'
+EARLIER = dict(  # the same contrasts in stored trials, on other seeds
+    espo_gspo=('losses', 'sums', 'espo', 'gspo'),
+    wide_espo_gspo=('losses', 'sums', 'wide', 'gspo'),
+    selection_grpo=('recipe', 'silent', 'chosen', 'grpo'),
+    recipe_grpo=('recipe', 'silent', 'recipe', 'grpo'),
+    recipe_selection=('recipe', 'silent', 'recipe', 'chosen'),
+    turn_grpo=('recipe', 'silent', 'turn', 'grpo'),
+    refill_recipe=('recipe', 'silent', 'refill', 'recipe'),
+    refill_turn=('recipe', 'silent', 'refill', 'turn'),
+)
+
+
+def expected(seeds=len(PLANNED)):
+    "Per contrast: sd of earlier trials in points, half-width with so many seeds, seeds for WANTED"
+    out = {}
+    for name, (study, task, *arms) in EARLIER.items():
+        runs = json.loads((ROOT / 'benchmarks/results' / f'{study}.json').read_text())['runs']
+        end = {(r['task'], r['arm'], r['seed']): 100 * r['evals'][-1][1] for r in runs}
+        of = [{s: v for (t, m, s), v in end.items() if (t, m) == (task, arm)} for arm in arms]
+        sd = statistics.stdev(v - of[1][s] for s, v in of[0].items())
+        out[name] = dict(sd=sd, half=half_width(sd, seeds), needed=seeds_needed(sd, WANTED))
+    return out
 
 
 def contrasts(trials, least=6, of=CONTRASTS):
@@ -176,9 +200,8 @@ def main():
     found = contrasts(rows, 2 if a.quick else 6)
     for name, row in found.items():
         print(f'{name:18}', ' '.join(f'{x:+.2f}' for x in row['points']), f'n={row["n"]}')
-    settings = dict(seeds=seeds, planned=len(PLANNED), wanted_half=WANTED, known_sd=KNOWN_SD)
-    settings |= dict(needed=seeds_needed(KNOWN_SD, WANTED), lr=LR, quick=a.quick)
-    settings |= dict(expected_half=half_width(KNOWN_SD, len(PLANNED)), control=CONTROL)
+    settings = dict(seeds=seeds, planned=len(PLANNED), wanted_half=WANTED, lr=LR)
+    settings |= dict(expected=expected(len(seeds)), control=CONTROL, quick=a.quick)
     settings |= dict(budget={s.name + t: s.budget for s in (LEARNED, MIXED) for t in s.tasks})
     settings |= dict(contrasts=CONTRASTS, heldout=MIXED.num_heldout)
     out = dict(name='judged', ratio=round(found[CONTROL]['points'][0], 3))
