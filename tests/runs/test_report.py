@@ -487,7 +487,7 @@ def test_loss_is_shown_as_such(run):
     facts['held_out'] |= dict(after=0.0, stderr_before=0.5)
     assert 'The policy is worse' in report_markdown(facts), 'nothing is left of it'
     good, bad = (dict(k=1, avg=avg, avg_stderr=0.01) for avg in (0.6, 0.5))
-    assert 'worse than before RL' in eval_lines(good, bad)[0]
+    assert 'worse than before RL: go back to `here`, lower' in eval_lines(good, bad, '`here`')[0]
     assert 'worse' not in eval_lines(good, good)[0]
 
 
