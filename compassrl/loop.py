@@ -93,7 +93,7 @@ def train_step(
     with timed(metrics, 'step'):
         samples = sampler.take(step, engine, metrics)
         batch = collate(samples)
-        guard.sampled(step + 1, batch)
+        guard.sampled(step + 1, samples)
         with timed(metrics, 'log_probs'):
             batch = replace(batch, **engine.score(batch))
         batch = _with_reference(cfg, batch, reference, metrics)

@@ -1,9 +1,12 @@
+# NOT BUILT HERE: written from what `make` does, never built or run.
 # The package and its report, without a GPU:
 #   docker build -f docker/cpu.Dockerfile -t compassrl .
 #   docker run -v "$PWD/runs:/runs" compassrl train tiny-cpu --run-dir /runs/first
 # It runs as an ordinary user, 1000 or yours (--user "$(id -u)"), who must own the folder of the runs.
-# Programs of verifier `code` get their sandbox where the container permits namespaces (not run here):
-#   docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined ...
+# Docker's profiles forbid namespaces and mounts, and hide a part of /proc, so the sandbox of verifier
+# `code` needs these flags (not run here):
+#   docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined \
+#     --security-opt systempaths=unconfined ...
 FROM python:3.11-slim-bookworm
 RUN apt-get update && apt-get install -y --no-install-recommends make bubblewrap \
     && rm -rf /var/lib/apt/lists/*

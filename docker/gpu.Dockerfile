@@ -1,10 +1,12 @@
-# NOT RUN ON GPU: written from the requirements of the engines, never built or run on a machine with a GPU.
+# NOT BUILT HERE, NOT RUN ON GPU: written from the requirements of the engines, never built or run on a machine with a GPU.
 # vLLM and Megatron-Core with Transformer Engine:
 #   docker build -f docker/gpu.Dockerfile -t compassrl-gpu .
 #   docker run --gpus all --ipc host -v "$PWD/runs:/runs" compassrl-gpu train one-gpu --run-dir /runs/first
 # It runs as an ordinary user, 1000 or yours (--user "$(id -u)"), who must own the folder of the runs.
-# Programs of verifier `code` get their sandbox where the container permits namespaces (not run here):
-#   docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined ...
+# Docker's profiles forbid namespaces and mounts, and hide a part of /proc, so the sandbox of verifier
+# `code` needs these flags (not run here):
+#   docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined \
+#     --security-opt systempaths=unconfined ...
 FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 ENV PYTHONUNBUFFERED=1 NVTE_FRAMEWORK=pytorch
 RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap git python3-dev \

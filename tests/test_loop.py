@@ -672,15 +672,43 @@ def test_weights_that_an_update_has_blown_up_go_nowhere():
     assert e.value.good == 0 and not rollout.versions and not log
 
 
-def test_a_policy_that_says_nothing_finite_ends_the_run_before_anything_is_learned():
+@pytest.mark.parametrize('bad', [math.nan, -math.inf])
+def test_one_token_that_was_impossible_ends_the_run_before_anything_is_learned(bad):
     class Mute(Reordered):
         def generate(self, requests, whole_groups=False):
-            for s in self.rollout.generate(requests):
-                yield replace(s, rollout_log_probs=s.rollout_log_probs * math.nan)
+            for i, s in enumerate(self.rollout.generate(requests)):
+                if i == 3:
+                    s.rollout_log_probs[-1] = bad
+                yield s
 
-    with pytest.raises(RunFailed, match='^step 1: no sampled token') as e:
-        run(wrap=lambda r: Mute(r, None))
-    assert e.value.good == -1
+    log = Log()
+    rollout, engine = engines()
+    with pytest.raises(RunFailed, match=r'^step 1: 1 of \d+ sampled tokens have no finite') as e:
+        fit(CFG, PROMPTS, Mute(rollout, None), engine, TOKENIZER, log, EOS_ID)
+    assert e.value.good == -1 and not log and same(engine, engines()[1])
+
+
+@pytest.mark.parametrize(
+    'scale, said',
+    [(1e10, r'all \d+ .* are equally likely'), (1e16, r'(\d+) of \1 .* no finite log-prob')],
+)
+def test_weights_that_are_finite_and_overflow_end_the_run(scale, said):
+    "Their squares are finite; what is computed from them is not, or is 0 behind a norm"
+    rollout, engine = engines()
+    update, log = engine.update, Log()
+
+    def blow_up(*args):
+        out = update(*args)
+        if len(log) == 1:  # in the second step
+            with torch.no_grad():
+                torch._foreach_mul_([*engine.policy.parameters()], scale)
+        return out
+
+    engine.update = blow_up
+    with pytest.raises(RunFailed, match=rf'^step 3: {said}.* overflowed: lower the') as e:
+        fit(CFG, PROMPTS, rollout, engine, TOKENIZER, log, EOS_ID)
+    assert all(t.square().isfinite().all() for _, t in engine.weights())
+    assert e.value.good == 1 and log.skipped_frac == [0.0, 0.0]
 
 
 def test_verdicts_that_mostly_fail_end_the_run_in_the_first_step():

@@ -130,9 +130,33 @@ def test_a_pull_request_runs_what_a_person_runs():
     jobs = yaml.safe_load((ROOT / '.github' / 'workflows' / 'ci.yml').read_text())['jobs']
     steps = {name: [s.get('run', '') for s in job['steps']] for name, job in jobs.items()}
     assert '${{ matrix.run }}' in steps['suite']
-    ways = jobs['suite']['strategy']['matrix']['run']
-    assert '.ci/run' in ways and all(w.endswith('.ci/run') for w in ways)
+    user, root, busy = jobs['suite']['strategy']['matrix']['run']
+    assert user == '.ci/run' and root.startswith('sudo ') and root.endswith(' .ci/run')
+    assert busy.startswith('cp -r . /tmp/') and busy.endswith('SKEW=5 BUSY=1 .ci/run')
+    (bwrap,) = (s for s in jobs['suite']['steps'] if 'install -y bubblewrap' in s.get('run', ''))
+    assert bwrap['if'] == "${{ !contains(matrix.run, '/tmp') }}", 'with it, and without'
+    assert jobs['suite']['steps'].index(bwrap) < steps['suite'].index('${{ matrix.run }}')
     assert any('-c constraints.lock .' in run for run in steps['core'])
+    assert any(re.match('pip-audit .*-r constraints.txt$', run) for run in steps['audit'])
+    assert not any(job.get('if') or job.get('continue-on-error') for job in jobs.values())
+
+
+def test_what_installs_without_hashes_is_named():
+    "In the sentence of SECURITY.md: all that neither is `make` nor names the lock file"
+    jobs = yaml.safe_load((ROOT / '.github' / 'workflows' / 'ci.yml').read_text())['jobs']
+    runs = {n: ' '.join(s.get('run', '') for s in job['steps']) for n, job in jobs.items()}
+    runs['suite'] += (ROOT / '.ci/run').read_text()
+    by_hash = {n for n, run in runs.items() if re.search(r'make \w|-c constraints.lock', run)}
+    said = (ROOT / 'SECURITY.md').read_text()
+    with_hashes, without = re.search(r'hashes of (.*?)Without hashes: (.*?)\n', said).groups()
+    jobs_of = re.compile(r'jobs? ((?:`\w+`(?:, | and )?)+)')
+    names = [
+        set(re.findall(r'\w+', x[1])) - {'and'} for x in map(jobs_of.search, (with_hashes, without))
+    ]
+    assert names == [by_hash, runs.keys() - by_hash]
+    for kind, named in (('cpu', with_hashes), ('gpu', without)):
+        text = (ROOT / f'docker/{kind}.Dockerfile').read_text()
+        assert ('RUN make ' in text) == (kind == 'cpu') and f'image for {kind.upper()}s' in named
 
 
 def test_the_citation_is_of_this_version():
@@ -153,3 +177,7 @@ def test_an_image_installs_extras_and_presets_that_exist(file):
     makefile = (ROOT / 'Makefile').read_text()
     assert all(f'\n{target}:' in makefile for target in targets)
     assert set(re.findall(r'train ([\w-]+)', text)) <= set(presets)
+    assert text.startswith('# NOT BUILT HERE')
+    flags = re.findall('--security-opt [a-z]+=unconfined', text)
+    page = (ROOT / 'nbs/how_to/troubleshooting.ipynb').read_text()
+    assert len(flags) == 3 and ' '.join(flags) in page

@@ -179,6 +179,7 @@ def eval_line(
 def eval_lines(
     before: dict[str, Any],  # from `eval_json`
     after: dict[str, Any],  # the same sets later
+    sound: str = 'the weights before RL',  # what to go back to where it got worse
 ) -> list[str]:
     "Before and after RL, one line for each set, and for each domain of a mixed one"
     out, later = [], _sets_of(after)
@@ -191,7 +192,7 @@ def eval_lines(
         if graded:  # rewards that are not 0 or 1 say more
             line += f' (mean reward {b["reward_mean"]:.4g}, then {a["reward_mean"]:.4g})'
         if is_worse(b['avg'], a['avg'], (b.get('avg_stderr'), a.get('avg_stderr'))):
-            line += '; it is worse than before RL: that policy is in `start`, lower optim.lr'
+            line += f'; it is worse than before RL: go back to {sound}, lower optim.lr'
         out += [line, *_domains_before_after(b, a)]
     return out
 

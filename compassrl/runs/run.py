@@ -53,7 +53,7 @@ from compassrl.runs.resume import (
 )
 from compassrl.runs.run_data import Data, load, resolve
 from compassrl.runs.run_process import disk_told, failure_noted, locked, stoppable
-from compassrl.runs.summary import hard_prompts
+from compassrl.runs.summary import hard_prompts, sound_weights
 from compassrl.runs.trace import trace_rows
 from compassrl.runs.trackers import Trackers, eval_values, grouped, history
 from compassrl.train.checkpoint_files import found_checkpoints, publish
@@ -367,5 +367,7 @@ def _train(run: Run, start: int) -> Path:  # the loop and what comes after it
     write_pretrained(c.policy, e.train.weights(), folder / 'model', like=run.source)
     e.checkpoints.wait()
     write_report(folder)
-    say('\n'.join(eval_lines(before, after)) + f'; see {folder / "report.md"}')
+    sound = sound_weights(folder, read_metrics(folder), before['avg'])
+    lines = eval_lines(before, after, str(folder / sound) if sound else c.init_from)
+    say('\n'.join(lines) + f'; see {folder / "report.md"}')
     return folder

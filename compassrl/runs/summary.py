@@ -18,9 +18,12 @@ from compassrl.config import flat
 from compassrl.runs.curves import column, phase_names, phase_seconds, read_metrics, step_seconds
 from compassrl.runs.evaluate import mean_stderr
 from compassrl.runs.log import read_record, read_step_rows
+from compassrl.train.checkpoint_files import found_checkpoints, step_of
 
 # %% auto #0
-__all__ = ['pick_samples', 'machine_info', 'hard_prompts', 'read_curves', 'run_summary']
+__all__ = [
+    'pick_samples', 'machine_info', 'hard_prompts', 'read_curves', 'sound_weights', 'run_summary',
+]  # fmt: skip
 
 # %% ../../nbs/runs/summary.ipynb #13cacd5e
 _changes = {  # was it right before, is it right after: what it is called, how many are shown
@@ -233,6 +236,21 @@ def _best_eval(
     return dict(step=step, avg=avg)
 
 
+def sound_weights(
+    run_dir: Path,
+    metrics: list[dict[str, Any]],
+    before: float,  # held-out average before RL
+) -> str:  # its folder in the run; '' = none, so they are those of `init_from`
+    "The newest weights on the disk that an evaluation found no worse than before RL, or the best"
+    held = {step for step, avg in zip(*column(metrics, 'eval_avg')) if avg >= before}
+    if held and (run_dir / 'best').is_dir():
+        return 'best'
+    kept = (p for p in found_checkpoints(run_dir / 'checkpoints') if step_of(p) in held)
+    if checkpoint := next(kept, None):
+        return f'checkpoints/{checkpoint.name}'
+    return 'start' if (run_dir / 'start').is_dir() else ''
+
+
 def _phase_table(metrics: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     "Phase -> seconds, seconds per step, share"
     total = sum(map(step_seconds, metrics))
@@ -296,6 +314,7 @@ def run_summary(
         eval_before=before and before['avg'],
         last_eval=_last_eval(metrics),
         best_eval=_best_eval(run_dir, metrics, after),
+        sound=before and sound_weights(run_dir, metrics, before['avg']),
         cold_start=_cold_start(run_dir),
         phases=_phase_table(metrics),
         **_speed(metrics),

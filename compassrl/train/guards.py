@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from compassrl.records import Batch, Metrics, Sample, Verdict
+from compassrl.records import Metrics, Sample, Verdict
 from compassrl.train.checkpoint_files import found_checkpoints, step_of
 from compassrl.train.train_settings import GuardConfig as GuardConfig
 
@@ -83,6 +83,18 @@ def why_unjudged(
 
 
 # %% ../../nbs/train/guards.ipynb #2710fe98
+def _drawn(samples: Sequence[Sample]) -> list[Tensor]:
+    "Ids, log-probs and versions of the weights, of all tokens that the policy drew"
+    rows = []
+    for s in samples:
+        own = s.policy_mask
+        own = torch.ones(len(s.response_ids), dtype=torch.bool) if own is None else own
+        versions = s.token_versions
+        versions = torch.full(own.shape, s.weight_version) if versions is None else versions
+        rows.append([x[own] for x in (torch.tensor(s.response_ids), s.rollout_log_probs, versions)])
+    return [torch.cat(x) for x in zip(*rows)]
+
+
 class Guard:
     "Watches one run. Raises RunFailed"
 
@@ -95,17 +107,21 @@ class Guard:
         self.cfg, self.what = cfg, what
         # steps in all, lost ones in a row; was the last update skipped?
         self.seen, self.lost, self.skipped = start, 0, False
+        self.varied = start > 0  # has the policy told tokens apart?
 
-    def sampled(self, step: int, batch: Batch) -> None:
+    def sampled(self, step: int, samples: Sequence[Sample]) -> None:
         "Before anything is computed from these tokens"
-        drawn = batch.rollout_log_probs[batch.response_mask]
-        if len(drawn) and not drawn.isfinite().any():
-            self._fail(
-                step,
-                'no sampled token has a finite log-probability, so the weights have overflowed: '
-                'lower the learning rate',
-                good=step - 2,
-            )
+        ids, log_probs, versions = _drawn(samples)
+        remedy = 'the weights that drew them have overflowed: lower the learning rate'
+        if (bad := ~log_probs.isfinite()).any():
+            why = f'{bad.sum()} of {len(bad)} sampled tokens have no finite log-probability, so '
+            self._fail(step, why + remedy, good=int(versions[bad].min()) - 1)
+        # near 0 equal log-probs are those of a policy that is sure
+        flat = len(ids.unique()) > 1 and bool(log_probs.min() == log_probs.max() < -0.1)
+        if flat and self.varied:
+            why = f'all {len(ids)} sampled tokens are equally likely, as in no step before, so '
+            self._fail(step, why + remedy, good=int(versions.min()) - 1)
+        self.varied |= not flat
 
     def updated(
         self,
@@ -159,4 +175,6 @@ def last_good(
         steps = ((step_of(p), p) for p in found_checkpoints(root))
         good = next((p for step, p in steps if (step or 0) <= failed.good), None)
         where = f'the last good checkpoint is {good}' if good else 'no checkpoint is good'
+        if not good and (start := root.parent / 'start').is_dir():
+            where += f', {start} holds the weights before RL'
         raise RunFailed(f'{failed}; {where}', failed.good) from failed

@@ -97,6 +97,15 @@ def test_requests_that_grow(policy):
     assert sorted(map(key, out)) == sorted(map(key, requests()))
 
 
+def test_a_turn_knows_who_drew_every_token_before_it():
+    "Those of earlier parts, too; what a tool wrote costs room, and no token that may be drawn"
+    r = Request('p', (5, 6, 7), 0, 3, SamplingParams(8), left=20, begun=(True, False))
+    first, later = (Turns([r]).turn(r, *x) for x in (((), ()), ((8, 9, 4), (True, False, True))))
+    assert (first.begun, first.seed) == (r.begun, r.seed) and later.seed != r.seed
+    assert later.begun == (True, False, True, False, True)
+    assert (later.prompt_ids, later.params.max_tokens) == ((5, 6, 7, 8, 9, 4), 6)
+
+
 def test_turns_are_done_when_every_response_has_ended(policy):
     queue, left = Turns(requests(4), Echo(CALL)), 4
     for s in engine(policy).generate(queue):

@@ -397,6 +397,19 @@ def cell_text(page):  # what a reader sees in the second cell of the first row
     return [''.join('\n' if c.type == 'html_inline' else c.content for c in cell) for cell in cells]
 
 
+@pytest.mark.parametrize(
+    'name', ['`x` <script>alert(1)<', '![x](x:y)', '**b** | # c', '``', '<!--', 'a\\`b']
+)
+def test_the_name_of_a_folder_is_no_markup_in_the_heading(tmp_path, name):
+    make_run(tmp_path / name)
+    write_report(tmp_path / name)
+    page = (tmp_path / name / 'report.md').read_text()
+    first, heading, *_ = MD.parse(page)
+    assert (first.type, first.tag) == ('heading_open', 'h1')
+    shown = [(t.type, t.content) for t in heading.children]
+    assert shown == [('text', 'Run '), ('code_inline', name)]
+
+
 @settings(max_examples=400, deadline=None)
 @given(
     hs.text(
@@ -487,7 +500,7 @@ def test_loss_is_shown_as_such(run):
     facts['held_out'] |= dict(after=0.0, stderr_before=0.5)
     assert 'The policy is worse' in report_markdown(facts), 'nothing is left of it'
     good, bad = (dict(k=1, avg=avg, avg_stderr=0.01) for avg in (0.6, 0.5))
-    assert 'worse than before RL' in eval_lines(good, bad)[0]
+    assert 'worse than before RL: go back to `here`, lower' in eval_lines(good, bad, '`here`')[0]
     assert 'worse' not in eval_lines(good, good)[0]
 
 

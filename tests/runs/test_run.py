@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from compassrl import loop
@@ -396,6 +397,70 @@ def test_a_run_that_breaks_later_names_the_checkpoint_before(tmp_path, monkeypat
     main(['resume', str(folder)])
     assert not (folder / 'failed.json').exists(), 'it went on'
     assert 'ended by itself' not in (folder / 'report.md').read_text()
+
+
+@pytest.mark.parametrize('keep, named', [(1, 'start'), (9, 'checkpoints/step-000002')])
+def test_weights_that_overflow_name_what_is_good_and_there(tmp_path, monkeypatch, keep, named):
+    "The third update makes them too large; its checkpoint is written, and may be the only one"
+    update = loop._update
+
+    def blow_up(cfg, step, engine, *args):
+        out = update(cfg, step, engine, *args)
+        if step == 2:
+            with torch.no_grad():
+                torch._foreach_mul_([*engine.policy.parameters()], 1e10)
+        return out
+
+    monkeypatch.setattr(loop, '_update', blow_up)
+    folder = tmp_path / 'run'
+    flags = '--run-dir', folder, '--save-every', '1', '--keep-checkpoints', keep
+    with pytest.raises(SystemExit) as e:
+        main(['train', *SMOKE, *map(str, flags)])
+    said = str(e.value)
+    assert said.startswith('compassrl: step 4: all ') and 'overflowed' in said and '\n' not in said
+    paths = [Path(w.strip(',')) for w in said.split() if w.startswith(str(folder))]
+    assert paths == [folder / named] and paths[0].is_dir()
+    assert said.endswith(write_report(folder)['failed'])
+
+
+@pytest.mark.parametrize(
+    'flags, named',
+    [
+        (('--keep-best', '--eval-every', '1'), 'best'),
+        (('--eval-every', '1', '--keep-checkpoints', '9'), 'checkpoints/step-000002'),
+        (('--eval-every', '1', '--keep-checkpoints', '1'), 'start'),
+        (('--eval-every', '0'), 'start'),
+    ],
+)
+def test_a_policy_that_is_destroyed_and_finite_names_what_to_go_back_to(
+    tmp_path, monkeypatch, capsys, flags, named
+):
+    "Three steps of hardly any learning, one that leaves every weight finite and the policy useless"
+    update = loop._update
+
+    def spoil(cfg, step, engine, *args):
+        out = update(cfg, step, engine, *args)
+        if step == 3:
+            with torch.no_grad():
+                torch._foreach_mul_([*engine.policy.parameters()], -3.0)
+        return out
+
+    monkeypatch.setattr(loop, '_update', spoil)
+
+    def train(*flags):
+        main(['train', *SMOKE, '--optim.lr', '1e-12', *map(str, flags)])
+        (said,) = (x for x in capsys.readouterr().out.splitlines() if 'worse than before RL' in x)
+        return said, (flags[1] / 'report.md').read_text()
+
+    folder, worse = tmp_path / 'run', '**The policy is worse than at the start**: go back to '
+    said, page = train('--run-dir', folder, '--cold-start.steps', '120', *flags)
+    assert f': go back to {folder / named}, lower optim.lr' in said and (folder / named).is_dir()
+    assert f'{worse}`{named}`.' in page
+    if '0' in flags:
+        begun = '--init-from', folder / 'start', '--cold-start.steps', '0', *flags
+        said, page = train('--run-dir', tmp_path / 'again', *begun)
+        assert f': go back to {folder}/start, lower' in said
+        assert f'{worse}the model of `init_from`.' in page
 
 
 def strict(text):

@@ -1,6 +1,7 @@
 "Promises of a line each that no other test would miss"
 
 import asyncio
+import json
 import socket
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from compassrl.data.chat import ChatTemplate
 from compassrl.rollout.vllm.replica import AuthMiddleware
 from compassrl.rollout.vllm.server import secret_variable
-from compassrl.runs.log import replace_text
+from compassrl.runs.log import keep_until, replace_text, rows_hash
+from compassrl.runs.resume import note_written
 from compassrl.runs.run_process import locked
 from compassrl.sandbox import rpc
 from compassrl.train.checkpoint_files import TornCheckpoint, _compare, file_entry
@@ -22,6 +24,15 @@ def test_a_reader_has_the_whole_old_text_or_the_whole_new_one(tmp_path):
     with pytest.raises(TypeError):
         replace_text(path, None)
     assert path.read_text() == 'new'
+
+
+def test_rows_of_steps_that_are_done_again_go_and_their_hashes_too(tmp_path):
+    (path := tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    for step in 3, 2:
+        note_written(tmp_path, rows={path.name: rows_hash(path, step)}, step=step)
+    assert [*json.loads((tmp_path / 'written.json').read_text())['rows'][path.name]] == ['2']
+    keep_until(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_a_run_has_one_process(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,6 +160,39 @@ def test_blown_weights_end_a_run_and_the_metric_stays_out_of_the_row():
     assert e.value.good == 6
 
 
+def told(log_probs, version=6, **fields):
+    ids = [*range(len(log_probs))]
+    said = torch.tensor(log_probs)
+    return Sample('p', 0, [1], ids, said, None, None, 'stop', version, **fields)
+
+
+def test_the_oldest_weights_that_drew_a_bad_token_are_named():
+    "Responses may be drawn in parts, by weights of several steps; what a tool wrote has no say"
+    guard, bad = Guard(GuardConfig()), (-0.5, math.nan, math.inf)
+    masked = dict(policy_mask=torch.tensor([True, False, False]))
+    guard.sampled(7, [told(bad, **masked), told((-1.0, -0.5, 0.0))])
+    parts = dict(token_versions=torch.tensor([2, 4, 5]))
+    with pytest.raises(RunFailed, match='^step 7: 3 of 9 sampled tokens ') as e:
+        guard.sampled(7, [told((-1.0,) * 3, 1), told(bad, **parts), told((-0.5, -1.0, -math.inf))])
+    assert e.value.good == 3
+
+
+@pytest.mark.parametrize('start', [0, 1])
+def test_a_policy_that_tells_no_token_apart_any_more_has_overflowed(start):
+    "A new one may never have told any apart, one that is sure has log-probs of about 0"
+    flat, even = [told((-4.6, -4.6)), told((-4.6,), 3)], [told((-4.6, -4.5))]
+    guard = Guard(GuardConfig(), start=start)
+    guard.sampled(7, [told((-1e-7, -1e-7))])
+    guard = Guard(GuardConfig(), start=start)
+    if not start:
+        guard.sampled(7, flat)
+        guard.sampled(7, even)
+    with pytest.raises(RunFailed, match='^step 8: all 3 sampled tokens are equally') as e:
+        guard.sampled(8, flat)
+    assert e.value.good == 2
+    guard.sampled(9, [replace(told((-4.6, -4.6)), response_ids=[5, 5])])
+
+
 @pytest.mark.parametrize('good', [-1, 0, 3, 4, 7, 9, math.inf])
 def test_the_last_good_checkpoint_is_named(tmp_path, good):
     "Against a search over all steps; the one that is still being written is waited for"
@@ -173,7 +207,11 @@ def test_the_last_good_checkpoint_is_named(tmp_path, good):
     named = [s for s in range(10) if f'is {root}/step-{s:06}' in str(e.value)]
     assert named == [s for s in steps if s <= good][-1:]
     assert str(e.value).startswith('step 9: why; ') and e.value.good == good
-    assert named or 'no checkpoint is good' in str(e.value)
+    assert named or str(e.value).endswith('no checkpoint is good')
+    (tmp_path / 'start').mkdir()
+    with pytest.raises(RunFailed) as e, last_good(root, lambda: None):
+        raise RunFailed('step 9: why', good)
+    assert (f'{tmp_path}/start holds the weights before RL' in str(e.value)) == (not named)
 
 
 # ---- what is not finite and is written down

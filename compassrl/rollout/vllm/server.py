@@ -302,6 +302,7 @@ def server_env(
         PYTHONFAULTHANDLER='1',  # an engine that a signal ends says so in the log
     )
     env.setdefault('VLLM_LOGGING_LEVEL', 'WARNING')
+    env[engine_ends] = '1'  # owner and supervisor may be killed at once
     if secret:
         env[secret_variable] = secret
     if device == 'cpu':
@@ -310,7 +311,6 @@ def server_env(
         # each server would start a compiler for one comparison in its sampler
         env.setdefault('TORCH_COMPILE_DISABLE', '1')
         env |= dict(VLLM_CPU_OMP_THREADS_BIND='nobind', VLLM_ENABLE_V1_MULTIPROCESSING='0')
-        env[engine_ends] = '1'  # owner and supervisor may be killed at once
     elif gpus:
         env['CUDA_VISIBLE_DEVICES'] = gpus
     return env

@@ -865,4 +865,5 @@ def test_flags():
     with patch.dict(os.environ, RANK='0', MASTER_ADDR='here', LOCAL_RANK='1', OTHER='1'):
         env = server_env('cpu')
     assert env['OTHER'] == '1' and not {'RANK', 'MASTER_ADDR', 'LOCAL_RANK'} & env.keys()
-    assert server_env('cuda', '2,3')['CUDA_VISIBLE_DEVICES'] == '2,3'
+    env = server_env('cuda', '2,3')
+    assert (env['CUDA_VISIBLE_DEVICES'], env[server.engine_ends]) == ('2,3', '1')

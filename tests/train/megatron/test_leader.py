@@ -2,17 +2,20 @@
 and say which one it was"""
 
 import gc
+import multiprocessing
 import os
 import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -320,6 +323,31 @@ def test_what_was_told_first_stays():
     monitor = RankMonitor.__new__(RankMonitor)
     monitor.store, monitor.key = dist.HashStore(), 'key'
     assert [monitor.tell(cause) for cause in ('first', 'second')] == ['first'] * 2
+
+
+def test_a_rank_that_waits_half_an_hour_for_its_stopped_writer_does_not_hang():
+    "With the usual limits: the main thread waits for a process that gets no core"
+    monitor = RankMonitor(SimpleNamespace(rank=0, size=1))
+    monitor.store, monitor.key, monitor.heard = dist.HashStore(), 'key', {}
+    writer = multiprocessing.get_context('fork').Process(target=signal.pause)
+    writer.start()
+    os.kill(writer.pid, signal.SIGSTOP)
+    said = {}
+
+    def look():
+        while 'popen_fork' not in str(leader.stack()[:1]):
+            time.sleep(0.05)
+        monitor.calls, monitor.cpu_s, monitor.since = leader.stack(), time.process_time(), 0.0
+        for minutes in 1, 10, 29, 31:
+            said[minutes] = monitor._diagnosis(60.0 * minutes)
+        writer.kill()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    writer.join()
+    thread.join()
+    assert [said[m] for m in (1, 10, 29)] == [''] * 3
+    assert re.match(r'rank 0 hangs: for 1860 s at .*popen_fork', said[31])
 
 
 def test_one_process_is_not_watched():
