@@ -391,6 +391,17 @@ ATTEMPTS = {
         'nice': 'os.setpriority(os.PRIO_PROCESS, 0, 19)',
         'idle class': 'os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))',
         'one core': 'os.sched_setaffinity(0, {0})',
+        'pages in a pipe': 'ends = os.pipe()\nif libc.vmsplice(ends[1], bytes(16), 1, 8) < 0:\n'
+        '  raise OSError',
+        'files in a pipe': 'os.splice(os.open("/bin/sh", 0), os.pipe()[1], 1)',
+        'twice in a pipe': 'a, b = os.pipe(), os.pipe()\nos.write(a[1], b"x")\n'
+        'if libc.tee(a[0], b[1], 1, 2) < 0: raise OSError',
+        'files in a socket': 'os.sendfile(os.pipe()[1], os.open("/bin/sh", 0), 0, 1)',
+        'memory on a disk': 'mmap.mmap(-1, 4096, flags=34).madvise(21)',
+        'large pages again': 'if libc.prctl(41, 0, 0, 0, 0): raise OSError',
+        'watches': 'if libc.inotify_add_watch(libc.inotify_init(), b"/tmp", 2) < 0: raise OSError',
+        'requests to disks': 'if libc.syscall(206, 1, ctypes.byref(ctypes.c_long())): raise OSError',
+        'own filter': 'if libc.prctl(22, 1, 0, 0, 0): raise OSError',
         'slow disk': 'if libc.syscall(251, 1, 0, 3 << 13): raise OSError',
     }.items()
 }
