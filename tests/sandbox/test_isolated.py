@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from datetime import time as clock_time
 from decimal import Decimal
@@ -22,8 +23,8 @@ from pathlib import Path
 
 import pytest
 
-from compassrl.judges.verifiers import maths
-from compassrl.sandbox import fork_client, namespaces, plain_values
+from compassrl.judges.verifiers import code, maths
+from compassrl.sandbox import fork_client, isolated, namespaces, plain_values
 from compassrl.sandbox.fork_client import ForkServer, close_fork_servers, warm_server
 from compassrl.sandbox.isolated import (
     Limits,
@@ -565,6 +566,91 @@ def test_a_stopped_or_lost_server_does_not_hang_the_caller(monkeypatch):
         fork_client.Sandbox(r, dict(program=''), Limits())
 
 
+def ends_the_monitor_of(word, times, found):
+    "Kills, so often, the parent of a process that has given itself this name"
+    while len(found) < times:
+        for p in Path('/proc').glob('[0-9]*/comm'):
+            with suppress(OSError):
+                if p.read_text().strip() == word:
+                    status = p.with_name('status').read_text()
+                    os.kill(int(status.partition('PPid:')[2].split()[0]), signal.SIGKILL)
+                    found.append(p.parent.name)
+                    time.sleep(0.2)
+
+
+@pytest.mark.parametrize('times, verdict', [(1, 'ok'), (2, 'wrong')])
+def test_a_lost_sandbox_is_tried_once_more(times, verdict, isolation, monkeypatch):
+    "Lost again, and another program's is not: then it was the program"
+    monkeypatch.setattr(isolated, 'best_isolation', lambda: (isolation, ''))
+    found, word = [], f'lost{marker()}'
+    killer = threading.Thread(target=ends_the_monitor_of, args=(word, times, found))
+    program = f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{word}', 0, 0, 0)\n"
+    killer.start()
+    v = code(program + 'time.sleep(0.5)\nprint(4)', '[{"stdin": "", "stdout": "4"}]')
+    assert len(found) == times and v.status == verdict, v
+    killer.join()
+
+
+def test_a_machine_that_loses_all_gives_no_verdict(isolation, monkeypatch):
+    "No honest program is wrong because of it"
+    monkeypatch.setattr(isolated, 'best_isolation', lambda: (isolation, ''))
+    plant(monkeypatch, 'fork_server', 'ns.set_dumpable(False)', 'raise OSError("no room")')
+    try:
+        v = code('print(4)', '[{"stdin": "", "stdout": "4"}]')
+    finally:
+        close_fork_servers()
+    assert v.status == 'failed' and 'no room' in v.evidence, v
+
+
+def test_two_containers_share_no_user(monkeypatch):
+    "Their processes have the same numbers; in each the programs are those of another user"
+    ask = 'import os\nfrom compassrl.sandbox.fork_client import _foreign_user\n'
+    ask += 'print(os.getpid(), _foreign_user(), flush=True)\ninput()'
+    argv = ['unshare', *([] if os.getuid() == 0 else ['--map-root-user']), '--pid', '--fork']
+    env, pipe = os.environ | dict(PYTHONPATH=str(ROOT)), subprocess.PIPE
+    both = [
+        subprocess.Popen([*argv, sys.executable, '-c', ask], env=env, stdin=pipe, stdout=pipe)
+        for _ in range(2)
+    ]
+    said = [p.stdout.readline().split() for p in both]
+    for p in both:
+        p.communicate(b'\n')
+    if not all(said) or os.getuid():
+        pytest.skip('this process makes no containers with users')
+    (pid, first), (same, second) = said
+    assert pid == same and first != second and int(first) > 2**15 < int(second)
+
+
+@pytest.mark.parametrize(
+    'ids, lowest, highest',
+    [
+        ('0 0 4294967295', 2**30, 2**31),
+        ('0 100000 65536', 32768, 65535),
+        ('0 1000 1\n1 100000 65536', 32769, 65536),
+        ('0 1000 1', 0, 0),
+    ],
+)
+def test_the_user_of_programs_is_one_of_the_map(ids, lowest, highest, monkeypatch):
+    "Also where it is short: another id for each process and each namespace, none of the low ones"
+    found, stat, read = [], os.stat, Path.read_text
+    for inode, pid in ((4026531836, 1), (4026531837, 1), (4026531836, 2)):
+
+        def told(p, *rest, inode=inode, **more):
+            here = stat(p, *rest, **more)
+            kept = [*here[:1], inode, *here[2:]]
+            return os.stat_result(kept) if p == '/proc/self/ns/pid' else here
+
+        monkeypatch.setattr(os, 'getuid', lambda: 0)
+        monkeypatch.setattr(os, 'getpid', lambda pid=pid: pid)
+        monkeypatch.setattr(os, 'stat', told)
+        map_of = lambda p, *a: ids if str(p) == '/proc/self/uid_map' else read(p, *a)  # noqa: E731
+        monkeypatch.setattr(Path, 'read_text', map_of)
+        found.append(fork_client._foreign_user())
+        monkeypatch.undo()
+    assert all(lowest <= u <= highest for u in found), found
+    assert len({*found}) == (3 if highest else 1), found
+
+
 def test_a_server_leaves_with_all_that_it_was(any_isolation):
     close_fork_servers()
     before = children()
@@ -615,6 +701,7 @@ os.execv(sys.executable, [sys.executable, '-c', CODE])
 def test_a_user_without_rights_has_isolation_too(who):
     "Neither root, nor any id but its own; '' is an ordinary user"
     code = """
+from compassrl.judges.verifiers import code
 from compassrl.sandbox.fork_client import warm_server
 from compassrl.sandbox.isolated import best_isolation, run_python
 isolation, why = best_isolation()
@@ -633,6 +720,8 @@ o = run_python(bomb + 'print("all of them", flush=True)\\ntime.sleep(60)')
 assert not o.stdout, o
 # a busy machine may not get a word out of so full a sandbox: its server is then closed, too
 assert o.status in ('failed', 'memory', 'timeout', 'lost'), o
+v = code(bomb, '[{"stdin": "", "stdout": "x"}]')
+assert v.status == 'wrong', v
 print('isolation', isolation)
 """
     argv = ['unshare', '--user', *who.split(), sys.executable, '-c', code]
