@@ -188,7 +188,7 @@ def main():
         studies = tuple(small(folder)) if a.quick else (LEARNED, MIXED)
         asked = list(plan(seeds))
         for study, like in zip(studies, (LEARNED, MIXED)):
-            mine = [t for s, *t in asked if s is like and (not a.quick or t[1] in QUICK)]
+            mine = [tuple(t) for s, *t in asked if s is like and (not a.quick or t[1] in QUICK)]
             done = run_all(study, mine, 0 if a.quick else a.processes)
             rows += [r | dict(budget=study.budget) for r in done]
     tables = {}

@@ -32,6 +32,7 @@ from compassrl.sandbox.isolated import (
     Limits,
     Outcome,
     best_isolation,
+    in_time,
     isolation_for_programs,
     run_assert,
     run_function,
@@ -58,8 +59,10 @@ def no_verdict(
 def starved(
     o: Outcome,  # outcome of a program that the clock has stopped
 ) -> bool:
-    "Did it wait for a core for at least half of its time? If not, it took too long by itself"
-    return o.status == 'timeout' and o.waited_s >= o.wall_s / 2
+    """Did it wait for a core for at least half of its time, and compute for less than half?
+
+    If not, it took too long by itself: its own processes also keep each other waiting."""
+    return o.status == 'timeout' and o.waited_s >= o.wall_s / 2 >= o.cpu_s
 
 
 # %% ../../nbs/judges/verifiers.ipynb #aa0f1c47
@@ -203,16 +206,28 @@ def _joined(prefix: str, program: str) -> str:  # such imports must stay at the 
     return ''.join(_future.findall(program)) + prefix + _future.sub('', program)
 
 
+def _tried(program: str, test: str | dict[str, str], limits: Limits) -> tuple[bool, Outcome]:
+    "Like `run_test`, once more where the sandbox is lost; then also asks who has lost it"
+    ok, o = run_test(program, test, limits)
+    if o.status != 'lost' or in_time(limits) != limits:  # too late for a fair second attempt
+        return ok, o
+    again = run_test(program, test, limits)
+    if again[1].status != 'lost' or not run_test('x = 1', 'assert x == 1', limits)[0]:
+        return again
+    why = 'its sandbox was lost twice, and not that of another program'
+    return False, replace(o, status='failed', evidence=why)
+
+
 @verifier(check_answer=_suite)
 def code(text: str, answer: str) -> Verdict:
     "Share of tests that a program passes; `correct` is all of them"
     tests, prefix, limits = _suite(answer)
     program = _joined(prefix, program_of(text))
-    passed, first, wall, waited = 0, '', 0.0, 0.0
+    passed, first, wall, waited, cpu = 0, '', 0.0, 0.0, 0.0
     for i, test in enumerate(tests):
-        ok, o = run_test(program, test, limits)
-        wall, waited = wall + o.wall_s, waited + o.waited_s
-        late = starved(replace(o, wall_s=wall, waited_s=waited))
+        ok, o = _tried(program, test, limits)
+        wall, waited, cpu = wall + o.wall_s, waited + o.waited_s, cpu + o.cpu_s
+        late = starved(replace(o, wall_s=wall, waited_s=waited, cpu_s=cpu))
         if o.status == 'lost' or (late and not first):
             return no_verdict(o)  # no sandbox, or the machine had no time for it
         passed += ok

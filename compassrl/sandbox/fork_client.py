@@ -144,8 +144,9 @@ def _foreign_user() -> int:
     lines = Path('/proc/self/uid_map').read_text().splitlines()
     known = [(int(start), int(size)) for start, _, size in map(str.split, lines)]
     here = 1000003 * os.stat('/proc/self/ns/pid').st_ino + os.getpid()  # containers share ids
-    wanted = 2**30 + here % 2**30, 65534  # an id that no one has, else `nobody`
-    return next((u for u in wanted if any(s <= u < s + n for s, n in known)), 0)
+    start, size = max(known, key=lambda r: r[1])
+    half = min(size, 2**31 - start) // 2  # the upper one: people and services have low numbers
+    return half and start + half + here % half
 
 
 def _bwrap(binds: list[str], links: dict[str, str]) -> list[str]:
@@ -324,14 +325,12 @@ class Sandbox:
     def outcome(self) -> Outcome:
         "Waits until the program has ended, with all that it started"
         text = b''
-        try:
+        with suppress(OSError):
             while True:
                 self.hold.settimeout(max(0.001, self.until - time.monotonic()))
                 if not (more := self.hold.recv(4096)):
                     break
                 text += more
-        except OSError:
-            self.server.close(kill=True)
         self.hold.close()
         size = self.limits.output_kb * 1024
         out, err = (os.pread(f.fileno(), size, 0).decode(errors='replace') for f in self.files[2:])
@@ -339,6 +338,7 @@ class Sandbox:
             f.close()
         r = json.loads(text or b'{"how": "lost"}')
         if r['how'] == 'lost':
+            self.server.close(kill=True)
             why = r.get('why', 'no report')
             return Outcome('lost', f'its sandbox was lost: {why}', isolation=self.server.isolation)
         status, evidence = meaning(r, self.limits, err)

@@ -72,6 +72,7 @@ def become_program(
     ns.set_limit(resource.RLIMIT_CPU, int(limits['cpu_s']) + 2)
     ns.limit_memory(int(limits['memory_mb']))
     if isolated:
+        ns.set_limit(resource.RLIMIT_SIGPENDING, 1024)  # and timers
         ns.set_limit(resource.RLIMIT_NPROC, limits['processes'])
         ns.drop_rights(user)
         ns.refuse_calls()

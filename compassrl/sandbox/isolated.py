@@ -31,7 +31,7 @@ from compassrl.sandbox.namespaces import limit_memory as limit_memory
 
 # %% auto #0
 __all__ = [
-    'Budget', 'verdict_budget', 'isolation_for_programs', 'run_python', 'run_function',
+    'Budget', 'verdict_budget', 'isolation_for_programs', 'in_time', 'run_python', 'run_function',
     'run_assert',
 ]  # fmt: skip
 
@@ -73,7 +73,8 @@ def isolation_for_programs() -> str:
     return isolation or 'none'
 
 
-def _in_time(limits: Limits) -> Limits:  # with what is left of the time for this verdict
+def in_time(limits: Limits) -> Limits:
+    "With no more than what is left of the time for this verdict"
     left = max(0.05, _budget.get(Budget()).until - time.monotonic())
     return replace(limits, wall_s=min(limits.wall_s, left))
 
@@ -88,7 +89,7 @@ def run_python(
     "Runs it in a copy of a warm interpreter. Raises ValueError where nothing isolates it"
     with warm_server(isolation or isolation_for_programs()) as server:
         job: dict[str, object] = dict(program=program, files={'main.py': program})
-        return Sandbox(server, job, _in_time(limits), stdin).outcome()
+        return Sandbox(server, job, in_time(limits), stdin).outcome()
 
 
 def run_function(
@@ -100,7 +101,7 @@ def run_function(
 ) -> Outcome:  # with what it returned (as JSON) as `value`
     "A function of ours on foreign data: it may hang or crash, but what it returns is believed"
     with warm_server(best_isolation()[0] or 'none', source, paths) as server:
-        return _returned(Sandbox(server, dict(call=name, args=args), _in_time(limits)).outcome())
+        return _returned(Sandbox(server, dict(call=name, args=args), in_time(limits)).outcome())
 
 
 def _returned(o: Outcome) -> Outcome:  # with the value that a function of ours left on its output
@@ -118,7 +119,7 @@ def run_assert(
     limits: Limits = Limits(),  # for each of the two processes
 ) -> tuple[Outcome, Outcome]:  # the program's; the test's, with 'passed' or a reason as `value`
     "Runs a test and its program in two sandboxes. Values are compared in the test's"
-    isolation, limits = isolation_for_programs(), _in_time(limits)
+    isolation, limits = isolation_for_programs(), in_time(limits)
     ours = socket.socketpair()
     with warm_server(isolation, module_text('rpc')) as server, ours[0], ours[1]:
         tester = Sandbox(server, dict(call='examine', args=[test]), limits, '', ours[1])

@@ -133,13 +133,18 @@ setns 308 268, mount 165 40, open_tree 428 428, move_mount 429 429, fsopen 430 4
 fsmount 432 432, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271,
 setpriority 141 140, sched_setparam 142 118, sched_setscheduler 144 119,
 sched_setaffinity 203 122, sched_setattr 314 274, ioprio_set 251 30,
-landlock_create_ruleset 444 444
+landlock_create_ruleset 444 444, vmsplice 278 75, splice 275 76, tee 276 77, sendfile 40 71,
+process_madvise 440 440, fanotify_init 300 262, inotify_add_watch 254 27, io_setup 206 0,
+seccomp 317 277
 """
 REFUSED_CALLS = {
     name: (int(x86), int(arm)) for name, x86, arm in map(str.split, _refused.split(','))
 }
 CLONE3, MMAP, SOCKET, SOCKETPAIR = 435, (9, 222)[ARM], (41, 198)[ARM], (53, 199)[ARM]
 PRCTL, PRLIMIT = (157, 167)[ARM], (302, 261)[ARM]  # a program may limit itself (0), not its monitor
+# filters of its own, large pages, to share a core with nobody: which takes time from the program
+REFUSED_OPTIONS = 22, 41, 62  # PR_SET_SECCOMP, PR_SET_THP_DISABLE, PR_SCHED_CORE
+MADVISE, PAGE_OUT = (28, 233)[ARM], 21  # memory on a disk is resident nowhere
 AF_UNIX = 1  # other sockets are not bound by a namespace, or outlast their program on a port
 
 
@@ -163,15 +168,17 @@ def call_filter() -> tuple[bytes, int]:
     program += [(load, 0, 0, 0), (equal, 0, 4, MMAP), (load, 0, 0, 40)]
     program += [(any_of, 0, 2, 0x20), (any_of, 0, 1, 1), refuse]  # MAP_ANONYMOUS, MAP_SHARED
     program += [(load, 0, 0, 0), (equal, 0, 3, PRLIMIT), (load, 0, 0, 16), (equal, 1, 0, 0), refuse]
-    # to share a core with nobody (PR_SCHED_CORE) stops others, and takes time from the program
-    program += [(load, 0, 0, 0), (equal, 0, 3, PRCTL), (load, 0, 0, 16), (equal, 0, 1, 62), refuse]
+    for number, at, values in ((PRCTL, 16, REFUSED_OPTIONS), (MADVISE, 32, (PAGE_OUT,))):
+        lines = [line for v in values for line in ((equal, 0, 1, v), refuse)]
+        program += [(load, 0, 0, 0), (equal, 0, len(lines) + 1, number), (load, 0, 0, at), *lines]
     program += [(load, 0, 0, 0), (equal, 1, 0, SOCKET), (equal, 0, 3, SOCKETPAIR)]
     program += [(load, 0, 0, 16), (equal, 1, 0, AF_UNIX), refuse, (end, 0, 0, allow)]
     return b''.join(struct.pack('HBBI', *line) for line in program), len(program)
 
 
 def refuse_calls() -> None:
-    "A filter (seccomp) for this process and all that it starts"
+    "A filter (seccomp), and pages of 4 kB alone, for this process and all that it starts"
+    prctl(41, 1)  # PR_SET_THP_DISABLE
     text, lines = call_filter()
     if not text:
         return

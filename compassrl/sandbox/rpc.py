@@ -173,6 +173,8 @@ class Ref:
                 return getattr(mine, name)(*args, **kwargs)
             why = f'it hands a value to {name!r} of an object that a function returned'
             raise self._asker.forbid(why)
+        if owner is not None and name in _WITH_DEFAULT and len(given) > 1:
+            return self._asker.default_kept(owner, name, *given)
         return self._asker.ask('__call__', self, *args, **kwargs)
 
     def __bool__(self) -> bool:
@@ -196,6 +198,7 @@ _COMPARISONS = 'eq ne lt le gt ge'.split()
 _OPERATORS = 'add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift'.split()
 # methods of Python's values: a test that calls one expects such a value, and may hand over its own
 _OF_VALUES = {n for kind in (str, bytes, int, float, tuple, frozenset) for n in dir(kind)}
+_WITH_DEFAULT = 'get', 'pop', 'setdefault'  # a dictionary's, with two arguments
 _IN_PLACE = {f'i{name.strip("_")}' for name in _OPERATORS}  # `operator.iadd` for `__iadd__`
 
 for _name in _ASKED:
@@ -266,6 +269,17 @@ class _Asker:
             e = kind(text)
         vars(e).update(known, _text=text)
         return e
+
+    def default_kept(self, owner: Ref, name: str, key: object, value: object, *_: object) -> object:
+        "What a method of a dictionary returns; the test's value does not go to the program"
+        mine = self.ask('plain', owner)
+        if not isinstance(mine, dict):
+            raise self.forbid(f'it hands a value to {name!r} of an object that a function returned')
+        if key in mine:
+            return self.ask(name, owner, key)
+        if name == 'setdefault':
+            self.ask('__setitem__', owner, key, value)
+        return value
 
     def ask(self, what: str, *args: object, **kwargs: object) -> object:
         try:

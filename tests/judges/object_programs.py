@@ -126,6 +126,19 @@ JUDGED = {  # name -> tests (and a prefix), program
         '  def find(s, x): return str(x)\n  def pop(s, i): return s.x.pop(i)\n'
         '  append = push\ndef make(): return Stack()',
     ),
+    'defaults': (
+        {
+            'tests': [
+                'd = f()\nassert d.get("a", 3) == 1 and d.get("b", 3) == 3',
+                'd = f()\nassert d.pop("b", 3) == 3 and d.pop("a", 3) == 1 and not len(d)',
+                'd = f()\nassert d.setdefault("b", 3) == 3 and d.setdefault("a", 3) == 1\n'
+                'assert d == {"a": 1, "b": 3}',
+                'assert Box().get("k", 3) == 3',
+            ]
+        },
+        'class D(dict): pass\ndef f(): return D(a=1)\n'
+        'class Box:\n  def get(s, k, other): return other',
+    ),
     'isinstance': (
         {'tests': ['assert isinstance(make(), Dog) and not isinstance(3, Dog)']},
         'class Dog: pass\ndef make(): return Dog()',
@@ -165,6 +178,10 @@ GAPS = {
     'method of a returned object': (
         {'tests': ['assert make().find(5) == 5']},
         'class Finder:\n  def find(s, x): return x\ndef make(): return Finder()',
+    ),
+    'default of a returned object': (
+        {'tests': ['assert make().get(5, 0) == 0']},
+        'class Box:\n  def get(s, k, other): return other\ndef make(): return Box()',
     ),
     'type is': (
         {'tests': ['assert type(make()) is Dog']},
@@ -206,6 +223,17 @@ GAPS = {
     ),
 }
 
+PAID = {  # plain Python fails each, and the verifier pays
+    'a copy that is none': (
+        ['xs = [1, 2]\nys = copy(xs)\nassert ys == xs and ys is not xs'],
+        'def copy(xs): return xs',
+    ),
+    'type of a subclass': (
+        ['assert type(f()) is str and f() == "x"', 'assert type(f()) in (str, list)'],
+        'class S(str): pass\ndef f(): return S("x")',
+    ),
+}
+
 YES = (
     'class Yes({}):\n'
     '  __eq__ = __ge__ = __le__ = __lt__ = __gt__ = __contains__ = lambda *a: True\n'
@@ -213,7 +241,8 @@ YES = (
 )
 _METHODS = (
     'Yes.startswith = Yes.endswith = Yes.issubset = lambda *a: True\n'
-    'Yes.count = Yes.index = Yes.difference = lambda s, *a: s\nYes.__len__ = lambda s: 0\n'
+    'Yes.count = Yes.index = Yes.difference = lambda s, *a: s\n'
+    'Yes.get = Yes.pop = Yes.setdefault = lambda s, *a: a[-1]\nYes.__len__ = lambda s: 0\n'
     'def double(x): return Yes()\ndef twice(x): return [Yes()]\n'
     'def itself(x): return itself\nitself.startswith = lambda *a: True\n'
     'class Solution(Yes):\n  def double(s, x): return s\n'
@@ -285,6 +314,9 @@ LIARS = {  # name -> the test, the program
             'assert Solution().double(1).index(2) == 0',
             'assert all(x.startswith("a") for x in twice("a"))',
             'assert itself(1).startswith("11")',
+            'assert double(1).get("k", 3) == 3',
+            'assert double(1).pop("k", 3) == 3',
+            'assert double(1).setdefault("k", 3) == 3',
         )
     },
     **{f'forged: {k}': (test, _FORGE.format(answer)) for k, (test, answer) in FORGED.items()},
@@ -391,6 +423,18 @@ ATTEMPTS = {
         'nice': 'os.setpriority(os.PRIO_PROCESS, 0, 19)',
         'idle class': 'os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))',
         'one core': 'os.sched_setaffinity(0, {0})',
+        'pages in a pipe': 'ends = os.pipe()\nif libc.vmsplice(ends[1], bytes(16), 1, 8) < 0:\n'
+        '  raise OSError',
+        'files in a pipe': 'os.splice(os.open("/bin/sh", 0), os.pipe()[1], 1)',
+        'twice in a pipe': 'a, b = os.pipe(), os.pipe()\nos.write(a[1], b"x")\n'
+        'if libc.tee(a[0], b[1], 1, 2) < 0: raise OSError',
+        'files in a socket': 'os.sendfile(os.pipe()[1], os.open("/bin/sh", 0), 0, 1)',
+        'memory on a disk': 'mmap.mmap(-1, 4096, flags=34).madvise(21)',
+        'large pages again': 'if libc.prctl(41, 0, 0, 0, 0): raise OSError',
+        'watches': 'if libc.inotify_add_watch(libc.inotify_init(), b"/tmp", 2) < 0: raise OSError',
+        'requests to disks': 'x = ctypes.c_long()\n'
+        'if libc.syscall(206, 1, ctypes.byref(x)): raise OSError',
+        'own filter': 'if libc.prctl(22, 1, 0, 0, 0): raise OSError',
         'slow disk': 'if libc.syscall(251, 1, 0, 3 << 13): raise OSError',
     }.items()
 }

@@ -22,7 +22,7 @@ from compassrl.sandbox.fork_client import close_fork_servers, warm_server
 from compassrl.sandbox.isolated import best_isolation, run_python
 from tests.judges.honest_programs import KINDS, honest
 from tests.judges.hostile_programs import HOSTILE, REWARD
-from tests.judges.object_programs import ATTEMPTS, GAPS, JUDGED, LIARS
+from tests.judges.object_programs import ATTEMPTS, GAPS, JUDGED, LIARS, PAID
 from tests.support import chaos
 
 TESTS = [
@@ -88,6 +88,7 @@ def test_hostile_programs(tmp_path, record_property, monkeypatch):
         for tests in (TESTS if quick else TESTS[:1], [PAIR]):
             v = code(program, json.dumps(dict(tests=tests, wall_s=0.6, cpu_s=0.15)))
             assert v.reward == 0 and not v.correct, (name, what, tests, v)
+            assert v.status != 'failed', (name, what, tests, v)  # it would get what costs nothing
         assert processes_inside() == inside, (name, what)
         now = left(folder)
         fewest = min(before['fds'], now['fds'])  # others may close a file in the middle
@@ -163,6 +164,14 @@ def test_honest_programs_whose_tests_use_objects(walls):
     with pytest.raises(ValueError, match='asks the program nothing'):
         code('', rows.pop([p.id for p in rows].index('own pow')).answer)
     assert {*unsolved(rows)} == {p.id for p in rows}
+
+
+def test_what_tests_ask_in_vain(walls):
+    "The table of the notebook: paid, though plain Python fails it"
+    for name, (tests, program) in PAID.items():
+        with pytest.raises(AssertionError):
+            exec('\n'.join([program, *tests]), dict(__name__='plain'))
+        assert judged(program, dict(tests=tests)).reward == 1, name
 
 
 def test_objects_that_lie(walls):

@@ -98,6 +98,7 @@ def test_standing_still_is_wrong_and_starving_is_no_verdict():
     "Of a program that the clock stopped: what did it do all the time?"
     late = Outcome('timeout', 'still running', wall_s=10.0, cpu_s=1.0, waited_s=1.0)
     assert not starved(late) and starved(replace(late, waited_s=6.0))
+    assert not starved(replace(late, waited_s=6.0, cpu_s=late.wall_s))  # it kept itself waiting
     assert not starved(replace(late, status='cpu', waited_s=9.0))
     for outcome, status in ((late, 'wrong'), (replace(late, waited_s=6.0), 'timeout')):
         with patch.object(rewards, 'run_function', lambda *a, **k: outcome):

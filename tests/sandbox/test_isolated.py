@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from datetime import time as clock_time
 from decimal import Decimal
@@ -22,8 +23,8 @@ from pathlib import Path
 
 import pytest
 
-from compassrl.judges.verifiers import maths
-from compassrl.sandbox import fork_client, namespaces, plain_values
+from compassrl.judges.verifiers import code, maths
+from compassrl.sandbox import fork_client, isolated, namespaces, plain_values
 from compassrl.sandbox.fork_client import ForkServer, close_fork_servers, warm_server
 from compassrl.sandbox.isolated import (
     Limits,
@@ -261,26 +262,72 @@ with open('/dev/stdout', 'a') as f:
     assert sees(program, isolation).split('\n') == ['1000', 'own streams stay open']
 
 
+# numbers of the kernel's own headers: asm/unistd_64.h, and asm-generic/unistd.h for arm64
+X86 = """sendfile 40, ptrace 101, setpriority 141, sched_setparam 142, sched_setscheduler 144,
+mount 165, sched_setaffinity 203, io_setup 206, mq_open 240, add_key 248, request_key 249,
+keyctl 250, ioprio_set 251, inotify_add_watch 254, unshare 272, splice 275, tee 276, vmsplice 278,
+perf_event_open 298, fanotify_init 300, setns 308, process_vm_readv 310, process_vm_writev 311,
+sched_setattr 314, seccomp 317, memfd_create 319, bpf 321, userfaultfd 323, io_uring_setup 425,
+open_tree 428, move_mount 429, fsopen 430, fsmount 432, process_madvise 440,
+landlock_create_ruleset 444, memfd_secret 447, shmget 29, semget 64, msgget 68"""
+ARM64 = """io_setup 0, inotify_add_watch 27, ioprio_set 30, mount 40, sendfile 71, vmsplice 75,
+splice 76, tee 77, unshare 97, ptrace 117, sched_setparam 118, sched_setscheduler 119,
+sched_setaffinity 122, setpriority 140, mq_open 180, msgget 186, semget 190, shmget 194,
+add_key 217, request_key 218, keyctl 219, perf_event_open 241, fanotify_init 262, setns 268,
+process_vm_readv 270, process_vm_writev 271, sched_setattr 274, seccomp 277, memfd_create 279,
+bpf 280, userfaultfd 282, io_uring_setup 425, open_tree 428, move_mount 429, fsopen 430,
+fsmount 432, process_madvise 440, landlock_create_ruleset 444, memfd_secret 447"""
+
+
+def test_the_table_has_the_numbers_of_the_kernel():
+    "A wrong one refuses another call, and its test would ask for that one"
+    for i, numbers in enumerate((X86, ARM64)):
+        known = {name: int(n) for name, n in map(str.split, numbers.split(','))}
+        assert known == {name: n[i] for name, n in REFUSED_CALLS.items()}
+
+
 def test_every_refused_call_is_refused(isolation):
     "With arguments of 0, some would succeed and others complain about their arguments"
-    asked = (
-        'shmget msgget semget mq_open memfd_create memfd_secret io_uring_setup add_key '
-        'request_key keyctl bpf perf_event_open userfaultfd unshare setns mount open_tree '
-        'move_mount fsopen fsmount ptrace process_vm_readv process_vm_writev setpriority '
-        'sched_setparam sched_setscheduler sched_setaffinity sched_setattr ioprio_set '
-        'landlock_create_ruleset'
-    )
-    assert {*REFUSED_CALLS} == {*asked.split()}, 'none may go without a word'
-    numbers = [n[ARM] for n in REFUSED_CALLS.values()]
+    numbers = [int(line.split()[1]) for line in (ARM64 if ARM else X86).split(',')]
     program = f"""import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 for n in {numbers}:
     zeros = [ctypes.c_long(0)] * 6
     if libc.syscall(ctypes.c_long(n), *zeros) != -1 or ctypes.get_errno() != 1:
         print(n, ctypes.get_errno())
-if libc.prctl(62, 1, 0, 0, 0) != -1 or ctypes.get_errno() != 1:
-    print('a core of its own', ctypes.get_errno())"""
-    assert sees(program, isolation) == ''
+for n in (22, 41, 62):  # a filter of its own, large pages again, a core of its own
+    if libc.prctl(n, 0, 0, 0, 0) != -1 or ctypes.get_errno() != 1:
+        print('prctl', n, ctypes.get_errno())
+for n in (21, 9999):  # to a disk; what no kernel knows
+    libc.madvise(None, 0, n)
+    print('madvise', ctypes.get_errno())"""
+    assert sees(program, isolation) == 'madvise 1\nmadvise 22'
+
+
+def test_copies_go_without_the_refused_calls(isolation):
+    "Python takes the slower way by itself"
+    program = """import shutil, socket
+open('a', 'w').write('x' * 10**5)
+shutil.copyfile('a', 'b')
+a, b = socket.socketpair()
+with open('b', 'rb') as f:
+    print(len(open('b').read()), a.sendfile(f, count=9000), len(b.recv(9000, socket.MSG_WAITALL)))
+"""
+    assert sees(program, isolation) == '100000 9000 9000'
+
+
+def test_a_page_that_is_kept_keeps_no_other(isolation):
+    "Of a large page the kernel keeps all; the resident size shows the part that is still mapped"
+    program = """import ctypes, mmap, re, resource
+size, libc = 2**21, ctypes.CDLL(None)
+area = mmap.mmap(-1, 8 * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+area.madvise(14)  # MADV_HUGEPAGE
+area.write(b'x' * 8 * size)
+print(re.findall(r'AnonHugePages: *(\\d+)', open('/proc/self/smaps_rollup').read()))
+timers = [ctypes.c_int() for _ in range(4000)]
+print(sum(libc.timer_create(1, None, ctypes.byref(t)) == 0 for t in timers))"""
+    pages, timers = sees(program, isolation).split('\n')
+    assert pages == "['0']" and int(timers) <= 1024
 
 
 def test_memory_that_no_process_is_charged_for_is_refused(isolation):
@@ -519,6 +566,91 @@ def test_a_stopped_or_lost_server_does_not_hang_the_caller(monkeypatch):
         fork_client.Sandbox(r, dict(program=''), Limits())
 
 
+def ends_the_monitor_of(word, times, found):
+    "Kills, so often, the parent of a process that has given itself this name"
+    while len(found) < times:
+        for p in Path('/proc').glob('[0-9]*/comm'):
+            with suppress(OSError):
+                if p.read_text().strip() == word:
+                    status = p.with_name('status').read_text()
+                    os.kill(int(status.partition('PPid:')[2].split()[0]), signal.SIGKILL)
+                    found.append(p.parent.name)
+                    time.sleep(0.2)
+
+
+@pytest.mark.parametrize('times, verdict', [(1, 'ok'), (2, 'wrong')])
+def test_a_lost_sandbox_is_tried_once_more(times, verdict, isolation, monkeypatch):
+    "Lost again, and another program's is not: then it was the program"
+    monkeypatch.setattr(isolated, 'best_isolation', lambda: (isolation, ''))
+    found, word = [], f'lost{marker()}'
+    killer = threading.Thread(target=ends_the_monitor_of, args=(word, times, found))
+    program = f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{word}', 0, 0, 0)\n"
+    killer.start()
+    v = code(program + 'time.sleep(0.5)\nprint(4)', '[{"stdin": "", "stdout": "4"}]')
+    assert len(found) == times and v.status == verdict, v
+    killer.join()
+
+
+def test_a_machine_that_loses_all_gives_no_verdict(isolation, monkeypatch):
+    "No honest program is wrong because of it"
+    monkeypatch.setattr(isolated, 'best_isolation', lambda: (isolation, ''))
+    plant(monkeypatch, 'fork_server', 'ns.set_dumpable(False)', 'raise OSError("no room")')
+    try:
+        v = code('print(4)', '[{"stdin": "", "stdout": "4"}]')
+    finally:
+        close_fork_servers()
+    assert v.status == 'failed' and 'no room' in v.evidence, v
+
+
+def test_two_containers_share_no_user(monkeypatch):
+    "Their processes have the same numbers; in each the programs are those of another user"
+    ask = 'import os\nfrom compassrl.sandbox.fork_client import _foreign_user\n'
+    ask += 'print(os.getpid(), _foreign_user(), flush=True)\ninput()'
+    argv = ['unshare', *([] if os.getuid() == 0 else ['--map-root-user']), '--pid', '--fork']
+    env, pipe = os.environ | dict(PYTHONPATH=str(ROOT)), subprocess.PIPE
+    both = [
+        subprocess.Popen([*argv, sys.executable, '-c', ask], env=env, stdin=pipe, stdout=pipe)
+        for _ in range(2)
+    ]
+    said = [p.stdout.readline().split() for p in both]
+    for p in both:
+        p.communicate(b'\n')
+    if not all(said) or os.getuid():
+        pytest.skip('this process makes no containers with users')
+    (pid, first), (same, second) = said
+    assert pid == same and first != second and int(first) > 2**15 < int(second)
+
+
+@pytest.mark.parametrize(
+    'ids, lowest, highest',
+    [
+        ('0 0 4294967295', 2**30, 2**31),
+        ('0 100000 65536', 32768, 65535),
+        ('0 1000 1\n1 100000 65536', 32769, 65536),
+        ('0 1000 1', 0, 0),
+    ],
+)
+def test_the_user_of_programs_is_one_of_the_map(ids, lowest, highest, monkeypatch):
+    "Also where it is short: another id for each process and each namespace, none of the low ones"
+    found, stat, read = [], os.stat, Path.read_text
+    for inode, pid in ((4026531836, 1), (4026531837, 1), (4026531836, 2)):
+
+        def told(p, *rest, inode=inode, **more):
+            here = stat(p, *rest, **more)
+            kept = [*here[:1], inode, *here[2:]]
+            return os.stat_result(kept) if p == '/proc/self/ns/pid' else here
+
+        monkeypatch.setattr(os, 'getuid', lambda: 0)
+        monkeypatch.setattr(os, 'getpid', lambda pid=pid: pid)
+        monkeypatch.setattr(os, 'stat', told)
+        map_of = lambda p, *a: ids if str(p) == '/proc/self/uid_map' else read(p, *a)  # noqa: E731
+        monkeypatch.setattr(Path, 'read_text', map_of)
+        found.append(fork_client._foreign_user())
+        monkeypatch.undo()
+    assert all(lowest <= u <= highest for u in found), found
+    assert len({*found}) == (3 if highest else 1), found
+
+
 def test_a_server_leaves_with_all_that_it_was(any_isolation):
     close_fork_servers()
     before = children()
@@ -569,6 +701,7 @@ os.execv(sys.executable, [sys.executable, '-c', CODE])
 def test_a_user_without_rights_has_isolation_too(who):
     "Neither root, nor any id but its own; '' is an ordinary user"
     code = """
+from compassrl.judges.verifiers import code
 from compassrl.sandbox.fork_client import warm_server
 from compassrl.sandbox.isolated import best_isolation, run_python
 isolation, why = best_isolation()
@@ -587,6 +720,8 @@ o = run_python(bomb + 'print("all of them", flush=True)\\ntime.sleep(60)')
 assert not o.stdout, o
 # a busy machine may not get a word out of so full a sandbox: its server is then closed, too
 assert o.status in ('failed', 'memory', 'timeout', 'lost'), o
+v = code(bomb, '[{"stdin": "", "stdout": "x"}]')
+assert v.status == 'wrong', v
 print('isolation', isolation)
 """
     argv = ['unshare', '--user', *who.split(), sys.executable, '-c', code]
