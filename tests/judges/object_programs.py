@@ -432,8 +432,8 @@ ATTEMPTS = {
         'memory on a disk': 'mmap.mmap(-1, 4096, flags=34).madvise(21)',
         'large pages again': 'if libc.prctl(41, 0, 0, 0, 0): raise OSError',
         'watches': 'if libc.inotify_add_watch(libc.inotify_init(), b"/tmp", 2) < 0: raise OSError',
-        'requests to disks': 'x = ctypes.c_long()\n'
-        'if libc.syscall(206, 1, ctypes.byref(x)): raise OSError',
+        'requests to disks': 'io = ctypes.c_long()\n'
+        'if libc.syscall(206, 1, ctypes.byref(io)): raise OSError',
         'own filter': 'if libc.prctl(22, 1, 0, 0, 0): raise OSError',
         'slow disk': 'if libc.syscall(251, 1, 0, 3 << 13): raise OSError',
     }.items()
