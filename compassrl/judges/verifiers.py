@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from compassrl.data.tasks import (
+    GRACE,
     after_reasoning,
     find_verifier,
     judge,
@@ -37,6 +38,7 @@ from compassrl.sandbox.isolated import (
     run_assert,
     run_function,
     run_python,
+    verdict_budget,
 )
 
 # %% auto #0
@@ -207,14 +209,17 @@ def _joined(prefix: str, program: str) -> str:  # such imports must stay at the 
 
 
 def _tried(program: str, test: str | dict[str, str], limits: Limits) -> tuple[bool, Outcome]:
-    "Like `run_test`, once more where the sandbox is lost; then also asks who has lost it"
+    "Like `run_test`, once more where the sandbox is lost and there is time; then asks who lost it"
     ok, o = run_test(program, test, limits)
-    if o.status != 'lost' or in_time(limits) != limits:  # too late for a fair second attempt
+    if o.status == 'lost' and in_time(limits) == limits:
+        ok, o = run_test(program, test, limits)
+    if o.status != 'lost':
         return ok, o
-    again = run_test(program, test, limits)
-    if again[1].status != 'lost' or not run_test('x = 1', 'assert x == 1', limits)[0]:
-        return again
-    why = 'its sandbox was lost twice, and not that of another program'
+    # a program must not end without a verdict whenever it likes: not late in its time, either
+    with verdict_budget(GRACE / 2, at_least=True):
+        if not run_test('x = 1', 'assert x == 1')[0]:
+            return ok, o
+    why = 'its sandbox was lost, and not that of another program'
     return False, replace(o, status='failed', evidence=why)
 
 

@@ -51,10 +51,11 @@ _budget: ContextVar[Budget] = ContextVar('budget')
 def verdict_budget(
     wall_s: float,  # seconds; a context around this one may leave fewer
     unsafe: bool | None = None,  # None: as around this one
+    at_least: bool = False,  # these seconds, also where the context around this one has fewer
 ) -> Iterator[None]:
     "Verdicts that are made in this context end after so many seconds"
     outer = _budget.get(Budget())
-    until = min(outer.until, time.monotonic() + wall_s)
+    until = (max if at_least else min)(outer.until, time.monotonic() + wall_s)
     token = _budget.set(Budget(until, outer.unsafe if unsafe is None else unsafe))
     try:
         yield
