@@ -399,19 +399,24 @@ def test_a_run_that_breaks_later_names_the_checkpoint_before(tmp_path, monkeypat
     assert 'ended by itself' not in (folder / 'report.md').read_text()
 
 
+def multiply_weights(monkeypatch, after, factor):
+    "When so many updates have been made and this one, too"
+    update = loop._update
+
+    def also_multiply(cfg, step, engine, *args):
+        out = update(cfg, step, engine, *args)
+        if step == after:
+            with torch.no_grad():
+                torch._foreach_mul_([*engine.policy.parameters()], factor)
+        return out
+
+    monkeypatch.setattr(loop, '_update', also_multiply)
+
+
 @pytest.mark.parametrize('keep, named', [(1, 'start'), (9, 'checkpoints/step-000002')])
 def test_weights_that_overflow_name_what_is_good_and_there(tmp_path, monkeypatch, keep, named):
     "The third update makes them too large; its checkpoint is written, and may be the only one"
-    update = loop._update
-
-    def blow_up(cfg, step, engine, *args):
-        out = update(cfg, step, engine, *args)
-        if step == 2:
-            with torch.no_grad():
-                torch._foreach_mul_([*engine.policy.parameters()], 1e10)
-        return out
-
-    monkeypatch.setattr(loop, '_update', blow_up)
+    multiply_weights(monkeypatch, 2, 1e10)
     folder = tmp_path / 'run'
     flags = '--run-dir', folder, '--save-every', '1', '--keep-checkpoints', keep
     with pytest.raises(SystemExit) as e:
@@ -436,16 +441,7 @@ def test_a_policy_that_is_destroyed_and_finite_names_what_to_go_back_to(
     tmp_path, monkeypatch, capsys, flags, named
 ):
     "Three steps of hardly any learning, one that leaves every weight finite and the policy useless"
-    update = loop._update
-
-    def spoil(cfg, step, engine, *args):
-        out = update(cfg, step, engine, *args)
-        if step == 3:
-            with torch.no_grad():
-                torch._foreach_mul_([*engine.policy.parameters()], -3.0)
-        return out
-
-    monkeypatch.setattr(loop, '_update', spoil)
+    multiply_weights(monkeypatch, 3, -3.0)
 
     def train(*flags):
         main(['train', *SMOKE, '--optim.lr', '1e-12', *map(str, flags)])
