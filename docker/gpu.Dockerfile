@@ -4,7 +4,7 @@
 #   docker run --gpus all --ipc host -v "$PWD/runs:/runs" compassrl-gpu train one-gpu --run-dir /runs/first
 # It runs as an ordinary user, 1000 or yours (--user "$(id -u)"), who must own the folder of the runs.
 # Docker's profiles forbid namespaces and mounts, and hide a part of /proc, so the sandbox of verifier
-# `code` needs these flags (not run here):
+# `code` needs these flags (run with the image for CPUs, not here):
 #   docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined \
 #     --security-opt systempaths=unconfined ...
 FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04

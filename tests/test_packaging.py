@@ -137,7 +137,8 @@ def test_a_pull_request_runs_what_a_person_runs():
     assert bwrap['if'] == "${{ !contains(matrix.run, '/tmp') }}", 'with it, and without'
     assert jobs['suite']['steps'].index(bwrap) < steps['suite'].index('${{ matrix.run }}')
     assert any('-c constraints.lock .' in run for run in steps['core'])
-    assert any(re.match('pip-audit .*-r constraints.txt$', run) for run in steps['audit'])
+    # without --strict a package that no list of holes knows is a warning, and the job passes
+    assert any(re.match('pip-audit --strict .*-r constraints.txt', r) for r in steps['audit'])
     assert not any(job.get('if') or job.get('continue-on-error') for job in jobs.values())
 
 
@@ -177,7 +178,7 @@ def test_an_image_installs_extras_and_presets_that_exist(file):
     makefile = (ROOT / 'Makefile').read_text()
     assert all(f'\n{target}:' in makefile for target in targets)
     assert set(re.findall(r'train ([\w-]+)', text)) <= set(presets)
-    assert text.startswith('# NOT BUILT HERE')
+    assert text.startswith(dict(cpu='# BUILT AND RUN ONCE', gpu='# NOT BUILT HERE')[file.stem])
     flags = re.findall('--security-opt [a-z]+=unconfined', text)
     page = (ROOT / 'nbs/how_to/troubleshooting.ipynb').read_text()
     assert len(flags) == 3 and ' '.join(flags) in page
