@@ -57,7 +57,7 @@ notebooks: .venv/.engines ## run every notebook and store its outputs
 sync: .venv/.dev ## all that is generated: modules, README, and what follows from nbs/course.yml
 	@$(BIN)/python tools/nb.py sync
 
-check: .venv/.dev ## lint, types, architecture, course, links; all that is generated is in sync (a minute or two)
+check: .venv/.engines ## lint, types, architecture, course, links; all that is generated is in sync (a minute or two)
 	@TYPES=1 $(BIN)/python -m pytest -q -p no:cacheprovider -k 'not site' tests/test_repository.py \
 	    tests/test_architecture.py tests/test_toc.py tests/test_links.py tests/test_types.py
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def room(file):
 
 @needs_pyright
 @pytest.mark.skipif(not WHOLE, reason='set TYPES=1, as `make check` does')
+@pytest.mark.skipif(not (find_spec('vllm') and find_spec('megatron')), reason='needs the engines')
 def test_the_package_is_typed(errors):
     "A room that is not in tests/types.yml has no error; a number there may only fall"
     found = [(room(f), f'{f}:{m}') for f in errors if f.endswith('.py') for m in errors[f]]
