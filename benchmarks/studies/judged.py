@@ -18,6 +18,7 @@ n2 n8 n16 n32   grpo, and that many responses of each prompt in a step of as man
 
 Every arm has the learning rate 4e-4: in the tuning of `losses` (16 arms, 4 rates) and of `recipe`
 (7 arms, 3 rates) it is the best rate in the mean over all arms, inside the grid. No arm has more.
+`rates` is the recipe's tuning of the arms that had none: what 4e-4 costs them.
 The number of seeds is given: 24. An interval of 0.6 points to either side is wanted; `expected`
 says before the run which half-width that number gives each contrast that earlier trials have, by
 their standard deviation. For ESPO minus GSPO (2.8 points) that is 1.2: 24 seeds are too few there.
@@ -159,6 +160,16 @@ def by_length(trials):
     }
 
 
+def tuning(arms, processes):
+    "Points per rate as the recipe's own tuning finds them: on its task, its seeds, its budget"
+    study = replace(recipe.TUNING, name='judged', arms=ARMS)
+    trials = [('default', m, s, lr) for s in study.seeds for m in arms for lr in recipe.RATES]
+    points = {}
+    for r in run_all(study, trials, processes):
+        points.setdefault((r['arm'], r['lr']), []).append(100 * MEASURES['final'](r))
+    return {m: {f'{lr:g}': statistics.fmean(points[m, lr]) for lr in recipe.RATES} for m in arms}
+
+
 def plan(seeds):
     "Each seed whole, then the next; the sizes of groups on the first ones"
     for seed in seeds:
@@ -207,6 +218,7 @@ def main():
     out = dict(name='judged', ratio=round(found[CONTROL]['points'][0], 3))
     out |= dict(units='points that the selection alone has over plain GRPO: the control')
     out |= dict(table=tables, contrasts=found, by_length=by_length(rows), runs=rows)
+    out |= dict(rates={} if a.quick else tuning(['paper', *SIZES], a.processes))
     print(json.dumps(out | dict(settings=settings, machine=machine_info())))
 
 
