@@ -140,6 +140,8 @@ def test_a_pull_request_runs_what_a_person_runs():
     # without --strict a package that no list of holes knows is a warning, and the job passes
     assert any(re.match('pip-audit --strict .*-r constraints.txt', r) for r in steps['audit'])
     assert not any(job.get('if') or job.get('continue-on-error') for job in jobs.values())
+    # types of the engines' calls are known where the engines are
+    assert '\ncheck: .venv/.engines ' in (ROOT / 'Makefile').read_text()
 
 
 def test_what_installs_without_hashes_is_named():
