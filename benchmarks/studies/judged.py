@@ -84,6 +84,7 @@ LEARNED = replace(
     seeds=PLANNED,
 )
 ARMS = RECIPES | SIZES
+TUNED = replace(recipe.TUNING, name='judged', arms=ARMS)
 MIXED = replace(
     recipe.STUDY,
     name='judged',
@@ -160,9 +161,8 @@ def by_length(trials):
     }
 
 
-def tuning(arms, processes):
+def tuning(study, arms, processes):
     "Points per rate as the recipe's own tuning finds them: on its task, its seeds, its budget"
-    study = replace(recipe.TUNING, name='judged', arms=ARMS)
     trials = [('default', m, s, lr) for s in study.seeds for m in arms for lr in recipe.RATES]
     points = {}
     for r in run_all(study, trials, processes):
@@ -181,7 +181,7 @@ def plan(seeds):
 
 def small(folder):
     fewer = dict(runs=Path(folder), budget=600, marks=1, num_heldout=8, cold_steps=4)
-    for study, arms in ((LEARNED, LOSSES), (MIXED, ARMS)):
+    for study, arms in ((LEARNED, LOSSES), (MIXED, ARMS), (TUNED, ARMS)):
         yield replace(study, arms={m: few_prompts(a) for m, a in arms.items()}, **fewer)
 
 
@@ -196,12 +196,14 @@ def main():
     seeds = PLANNED[: 2 if a.quick else a.seeds]
     with tempfile.TemporaryDirectory() as folder:
         rows = []
-        studies = tuple(small(folder)) if a.quick else (LEARNED, MIXED)
+        studies = tuple(small(folder)) if a.quick else (LEARNED, MIXED, TUNED)
         asked = list(plan(seeds))
         for study, like in zip(studies, (LEARNED, MIXED)):
             mine = [tuple(t) for s, *t in asked if s is like and (not a.quick or t[1] in QUICK)]
             done = run_all(study, mine, 0 if a.quick else a.processes)
             rows += [r | dict(budget=study.budget) for r in done]
+        of = ['paper'] if a.quick else ['paper', *SIZES]
+        rates = tuning(studies[-1], of, 0 if a.quick else a.processes)
     tables = {}
     for study, arms, base in ((LEARNED, LOSSES, 'gspo'), (MIXED, ARMS, 'grpo')):
         there = [m for m in arms if any(r['arm'] == m for r in rows)]
@@ -218,7 +220,7 @@ def main():
     out = dict(name='judged', ratio=round(found[CONTROL]['points'][0], 3))
     out |= dict(units='points that the selection alone has over plain GRPO: the control')
     out |= dict(table=tables, contrasts=found, by_length=by_length(rows), runs=rows)
-    out |= dict(rates={} if a.quick else tuning(['paper', *SIZES], a.processes))
+    out |= dict(rates=rates)
     print(json.dumps(out | dict(settings=settings, machine=machine_info())))
 
 
