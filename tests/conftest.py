@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import tests.support.light_imports  # noqa: F401
-from tests.support import busy, chaos, progress, selection
+from tests.support import busy, chaos, fork_server, progress, selection
 from tests.support.browser import chromium
 
 for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS'):
@@ -21,10 +21,16 @@ def pytest_configure(config):
     progress.register(config)
     busy.start(config)
     chaos.register(config)
+    fork_server.share(config)
 
 
 def pytest_unconfigure(config):
     busy.stop(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput['fork_servers'] = node.config.fork_servers.name
 
 
 def pytest_collection_finish():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support import ROOT, busy
+from tests.support import fork_server as forked
 from tests.support.progress import Progress, part
 from tests.support.scheduler import unit
 from tests.support.selection import ignore, may_match
@@ -65,6 +66,29 @@ def test_a_file_stays_with_one_worker_and_every_notebook_is_alone():
     other = NOTEBOOK.replace('fp8', 'partial')
     assert unit(LOSSES) == unit(LOSSES + '[espo]') != unit(LOSSES.replace('losses', 'espo'))
     assert unit(NOTEBOOK) != unit(other)
+
+
+def say_parent():
+    print(os.getppid())
+
+
+def test_workers_share_a_fork_server_that_ends_with_the_last(tmp_path, monkeypatch):
+    psutil = pytest.importorskip('psutil')
+    monkeypatch.setattr(forked.Shared, 'folder', str(tmp_path))
+    servers, parents = [forked.Shared('few') for _ in range(2)], set()
+    for server in servers:
+        monkeypatch.setattr(forked, '_server', server)
+        parents.add(int(forked.run(tmp_path / 'log', say_parent, timeout=60).stdout))
+    (pid,) = parents
+    server = psutil.Process(pid)
+    assert os.getpid() not in [p.pid for p in server.parents()[:1]]  # its trials see no other's
+    os.close(servers[0]._forkserver_alive_fd)
+    with pytest.raises(psutil.TimeoutExpired):
+        server.wait(1)
+    os.close(servers[1]._forkserver_alive_fd)
+    server.wait(60)
+    forked._server = forked.Shared('few')  # starts another one, though a file names the old one
+    assert forked.run(tmp_path / 'log', say_parent, timeout=60).stdout.strip() != str(pid)
 
 
 def test_workers_are_given_whole_files(tmp_path):

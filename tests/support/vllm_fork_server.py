@@ -1,5 +1,5 @@
-"""Processes and vLLM servers that are forked from one that has imported vLLM: each pytest process
-imports it once. A CPU server that is started by its command imports it twice, for 20 s"""
+"""Processes and vLLM servers that are forked from one that has imported vLLM: the workers of
+a run import it once. A CPU server that is started by its command imports it twice, for 20 s"""
 
 import atexit
 import gc
@@ -15,7 +15,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from multiprocessing.forkserver import ForkServer
 from unittest.mock import patch
 
 from compassrl.procs import end_with_parent
@@ -34,7 +33,7 @@ MODULES = (  # what a server on a CPU imports
     'vllm.model_executor.models.qwen3_moe',
     'compassrl.rollout.vllm.transfer',
 )
-_server, _env = ForkServer(), {}
+_server, _env = forked.Shared('vllm'), {}
 _by_command = vllm_server.start_supervisor  # the real one
 
 
