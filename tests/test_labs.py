@@ -109,6 +109,7 @@ def close(got, want):
 def test_every_lab_stands_in_a_lesson_and_no_dead_widget_is_stored():
     labs = {p.stem for p in (ROOT / 'nbs' / 'labs').glob('*.js')} - {'shared', 'play'}
     assert set(HOMES) == labs
+    assert len(labs) == 9 and '| Nine labs with' in (ROOT / 'nbs' / 'index.ipynb').read_text()
     for name, home in HOMES.items():
         text = (ROOT / 'nbs' / f'{home}.ipynb').read_text()
         assert 'anywidget' not in text  # a widget's state would hold its code

@@ -1,6 +1,7 @@
 "The lessons in numbers: counted by hand in a small notebook, and again in all of them"
 
 import json
+import re
 import sys
 
 import nbformat
@@ -86,6 +87,15 @@ def test_a_lesson_keeps_its_limits(name):
 def test_a_step_is_about_a_quarter_of_an_hour(name):
     found = LESSONS[name]
     assert found['minutes'] <= 20 and found['lines'] <= 120 and found['seconds'] <= 45
+
+
+@pytest.mark.parametrize('page', ['index', 'lesson'])
+def test_the_shortest_and_the_longest_step_are_those_of_the_front_page(page):
+    minutes = [round(LESSONS[n]['minutes']) for n in COURSE.spine[1:13]]
+    said = re.search(
+        r'[Tt]welve steps of (\d+) to (\d+) minutes', (COURSE.nbs / f'{page}.ipynb').read_text()
+    )
+    assert said and [int(n) for n in said.groups()] == [min(minutes), max(minutes)]
 
 
 def test_nearly_all_names_are_shown():
