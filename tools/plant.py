@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.faults import places  # noqa: E402
 
 TABLE = ROOT / 'tests/planted.yml'
-NEEDED = 'compassrl', 'tests', 'pyproject.toml', 'settings.ini'
+NEEDED = 'compassrl', 'course', 'tests', 'pyproject.toml', 'settings.ini'
 
 
 def read():
