@@ -235,8 +235,9 @@ def brief(
 
 def show_settings(
     config: type[Any],  # a dataclass of settings
+    *names: str,  # those that the lesson has explained so far; none = all
 ) -> 'Markdown':
-    "The settings of one part of a run, with their defaults and ranges"
+    "Settings of one part of a run, with their defaults and ranges"
     from IPython.display import Markdown
 
     from compassrl.config import TrainConfig
@@ -244,7 +245,7 @@ def show_settings(
 
     run = vars(TrainConfig())
     at = next((f'{name}.' for name, part in run.items() if type(part) is config), '')
-    return Markdown(settings_table(config(), at))
+    return Markdown(settings_table(config(), at, names))
 
 
 def show_source(

@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 
-def _rows(part: Any, at: str) -> Iterator[str]:
+def _rows(part: Any, at: str, only: tuple[str, ...]) -> Iterator[str]:
     for f in fields(part):
         value = getattr(part, f.name)
-        if not is_dataclass(value):
+        if not is_dataclass(value) and (not only or f.name in only):
             allowed = range_of(part, f.name) or ''
             about = about_setting(part, f.name)
             cells = f'`{flag(at + f.name)}`', typed(value), str(allowed), about
@@ -40,10 +40,13 @@ def _rows(part: Any, at: str) -> Iterator[str]:
 def settings_table(
     part: Any,  # a dataclass of settings; its values are shown as defaults
     at: str = '',  # place in a larger config: 'optim.'
+    only: tuple[str, ...] = (),  # names of fields; () = all
 ) -> str:
-    "The settings of one part as a Markdown table"
+    "The settings of one part as a Markdown table. Raises ValueError for a name it does not have"
+    if unknown := {*only} - {f.name for f in fields(part)}:
+        raise ValueError(f'{sorted(unknown)}: {type(part).__name__} has no such settings')
     head = ['| flag | default | allowed | meaning |', '| - | - | - | - |']
-    return '\n'.join([*head, *_rows(part, at)])
+    return '\n'.join([*head, *_rows(part, at, only)])
 
 
 def settings_markdown(

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from course.lesson import brief, check, expect, pipeline, predict, stages
+from compassrl.algo.algo_settings import EspoConfig
+from course.lesson import brief, check, expect, pipeline, predict, show_settings, stages
 from tests.support import ROOT
 
 HOT = '#c2410c'
@@ -136,3 +137,13 @@ def test_numbers_are_made_brief():
     )
     pair = brief(Pair(2 / 3, torch.tensor([0.1, 1e-7])))
     assert type(pair) is Pair and pair == (0.667, [0.1, 1e-7]) and brief(math.inf) == math.inf
+
+
+def test_a_table_of_settings_holds_those_that_were_asked_for():
+    def flags(*names):
+        return [row.split('`')[1] for row in show_settings(EspoConfig, *names).data.split('\n')[2:]]
+
+    assert flags('top_frac', 'alpha') == ['--espo.alpha', '--espo.top-frac']  # in their own order
+    assert len(flags()) == 7
+    with pytest.raises(ValueError, match='beta.*EspoConfig has no such settings'):
+        show_settings(EspoConfig, 'alpha', 'beta')

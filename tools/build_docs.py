@@ -109,8 +109,18 @@ def page_link(target, here, folder):
     return f'{REPOSITORY}/blob/main/{to.as_posix().removeprefix("../")}'
 
 
+def linked(text, folder):
+    "The pages of the notebooks that a text links to"
+    targets = re.findall(r'\]\(([^)\s:#]+\.ipynb)', text)
+    return {name_of(Path(os.path.normpath(Path(folder) / t))) for t in targets}
+
+
 def link_text(text, here, folder, names, pages):
-    "Links to notebooks lead to their pages, `names` in backticks to the code that defines them"
+    """Links to notebooks lead to their pages, `names` in backticks to the code that defines them
+
+    A bare lower-case word may be anything, an option or a folder: it is a name only where the text
+    also links to the page that defines it."""
+    said = linked(text, folder)
 
     def moved(m):
         to = page_link(m[1], here, folder)
@@ -119,6 +129,8 @@ def link_text(text, here, folder, names, pages):
     def code(m):
         to = home(m[1], here, names)
         if to not in pages or to == here:
+            return m[0]
+        if not re.search(r'[._A-Z]|\(\)$', m[1]) and to not in said:
             return m[0]
         last = m[1].removesuffix('()').split('.')[-1]
         return f'[{m[0]}]({relative(to, here)}#{last})'
