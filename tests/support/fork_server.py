@@ -33,7 +33,7 @@ class Shared(ForkServer):
     """A server of our own: to fork it takes longer than the one that others use. The workers of a
     run share it: the first who needs it starts it, and it ends when the last of them has ended"""
 
-    folder = None  # of the run that has workers
+    folder = None  # where the workers of a run find the addresses
 
     def __init__(self, name):
         super().__init__()
