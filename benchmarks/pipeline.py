@@ -41,7 +41,8 @@ def mean(row):
 
 def measure(a):
     p = pipeline_presets()['smoke-cpu' if a.quick else 'tiny-cpu']
-    p = replace(p, settings=p.settings | dict(seed=a.seed))
+    fewer = dict(cold_start=dict(steps=10)) if a.quick else {}
+    p = replace(p, settings=p.settings | dict(seed=a.seed) | fewer)
     run_pipeline(p, a.folder)
     folders = stage_folders(p, a.folder)
     by_stage = {n: found for n, f in folders.items() if (found := scores(f))}

@@ -187,10 +187,10 @@ def main():
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
     a = p.parse_args()
     a.prompts, a.cold_steps, a.train, a.heldout, a.marks = (
-        (8, 20, 400, 20, 2) if a.quick else (48, 700, 4096, 160, 6)
+        (8, 20, 80, 8, 2) if a.quick else (48, 700, 4096, 160, 6)
     )
     if a.quick:
-        a.seeds, a.budget = [0], 8_000
+        a.seeds, a.budget = [0], 4_000
     rows = []
     for seed in a.seeds:
         cfg, parts = prepare(a, seed)

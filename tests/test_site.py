@@ -18,7 +18,7 @@ import yaml
 from filelock import FileLock
 
 from tests.support import ROOT
-from tests.support.browser import CHROMIUM, FLAGS
+from tests.support.browser import CHROMIUM, FEW, FLAGS, STILL
 from tests.test_notebooks import notebooks
 
 sys.path.insert(0, str(ROOT / 'tools'))
@@ -321,11 +321,6 @@ ASK = """src => new Promise(done => {
     const image = new Image()
     Object.assign(image, { onload: () => done('came'), onerror: () => done('did not come'), src })
 })"""
-STILL = """{
-    const still = new CSSStyleSheet()
-    still.replaceSync('* { animation: none !important; transition: none !important }')
-    document.adoptedStyleSheets = [still]
-}"""
 # before anything is laid out: in a block of code the words of a class that another has there are
 # plain text, and the list of pages is not drawn
 PLAIN = """document.addEventListener('readystatechange', () => {
@@ -397,8 +392,7 @@ def still(browser):
 
     Its pictures never `decode()`: the other tests have the usual one."""
     few = (
-        '--in-process-gpu',
-        '--disable-threaded-compositing',
+        *FEW,
         '--js-flags=--no-opt --no-maglev',
         '--disable-features=RenderDocument',  # a page takes the frame of the page before
     )

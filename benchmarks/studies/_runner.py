@@ -55,6 +55,7 @@ class Study:
     seeds: tuple[int, ...]
     budget: int  # response tokens of a trial
     marks: int = 5  # evaluations on the way, the last one at the end
+    pool: int = 4096  # prompts of a trial, solutions of a cold start
     num_heldout: int = 512
     eval_k: int = 8
     cold_steps: int = 1200
@@ -173,7 +174,7 @@ def cold_started(study, seed):
     path = study.folder / f'cold-{seed}-{digest(*named)}.pt'
     if not path.exists():
         torch.set_num_threads(1)
-        train = study.prompts(study.cold, 4096, seed, 'train')
+        train = study.prompts(study.cold, study.pool, seed, 'train')
         policy = Policy(cfg.policy, seed).to(study.device)
         optim = replace(cfg.optim, lr=sft.lr, num_mini_batches=1)
         engine = TorchTrain(policy, optim, replay='off')
@@ -289,7 +290,7 @@ def trial(study, task, arm, seed, lr=None):
     "One run; what it cost and the curve of held-out avg@k over response tokens"
     torch.set_num_threads(1)
     cfg = study.config(arm, seed, lr)
-    pools = [study.prompts(mix, 4096, seed, 'train') for mix in study.mixes(task, arm)]
+    pools = [study.prompts(mix, study.pool, seed, 'train') for mix in study.mixes(task, arm)]
     heldout = study.prompts(study.tasks[task], study.num_heldout, seed, 'heldout')
     engine, rollout = engines(cfg, cold_started(study, seed), study.device)
     curve = Curve(study, cfg, rollout, engine, heldout)

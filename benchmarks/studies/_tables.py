@@ -117,13 +117,17 @@ def tuned(study, tuning, rates, processes, measure=early):
 
 
 def few_prompts(arm):
-    return lambda cfg: replace(arm(cfg), prompts_per_step=8)
+    def changed(cfg):
+        cfg = arm(cfg)
+        return replace(cfg, prompts_per_step=8, rollout=replace(cfg.rollout, max_tokens=16))
+
+    return changed
 
 
 def small(study, compared, folder):
     "Two arms, two seeds, a few small steps: does it run?"
     arms = {m: few_prompts(study.arms[m]) for m in compared}
-    fewer = dict(budget=600, marks=1, num_heldout=4, cold_steps=4)
+    fewer = dict(budget=200, marks=1, pool=64, num_heldout=4, cold_steps=4)
     fewer |= dict(seeds=(0, 1), learning_rates=dict.fromkeys(arms, 4e-4))
     return replace(study, runs=Path(folder), arms=arms, **fewer)
 

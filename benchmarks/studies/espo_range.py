@@ -120,7 +120,7 @@ def few(make):
 
 def _few(cfg, arm):
     cfg = arm(cfg)
-    rollout = replace(cfg.rollout, max_tokens=32)
+    rollout = replace(cfg.rollout, max_tokens=16)
     return replace(cfg, prompts_per_step=8, group_size=2, rollout=rollout)
 
 
@@ -153,8 +153,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         study, looks, own, ways = replace(STUDY, device='cuda'), 7, OWN, FOUND
         if a.tiny:
-            fewer = dict(shape=ROOM, cold=Study.cold, tasks=dict(long=Study.cold), budget=400)
-            fewer |= dict(seeds=STUDY.seeds[:2], cold_steps=4, num_heldout=4, marks=1)
+            fewer = dict(shape=ROOM, cold=Study.cold, tasks=dict(long=Study.cold), budget=200)
+            fewer |= dict(seeds=STUDY.seeds[:2], cold_steps=4, num_heldout=4, marks=1, pool=64)
             study, looks = replace(STUDY, runs=Path(folder), **fewer), 1
             own = {m: few(lambda _, arm=arm: arm)(None) for m, arm in OWN.items()}
             ways = {m: (few(how[0]), *how[1:]) for m, how in FOUND.items()}

@@ -98,7 +98,7 @@ STUDY = Guaranteed(
 def audit(study, arm, seed):
     "The first step of a run: kind of prompt -> groups, silent ones, responses"
     cfg = study.config(arm, seed)
-    prompts = study.prompts(SUMS, 512, seed, 'train')
+    prompts = study.prompts(SUMS, min(512, study.pool), seed, 'train')
     kind = {p.id: {v: k for k, v in KINDS.items()}.get(p.verifier, 'sums') for p in prompts}
     _, rollout = engines(cfg, cold_started(study, seed))
     judge = SerialJudge(prompts, study.tokenizer, cfg.policy.eos_ids)

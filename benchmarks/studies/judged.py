@@ -180,7 +180,7 @@ def plan(seeds):
 
 
 def small(folder):
-    fewer = dict(runs=Path(folder), budget=600, marks=1, num_heldout=8, cold_steps=4)
+    fewer = dict(runs=Path(folder), budget=200, marks=1, pool=64, num_heldout=8, cold_steps=4)
     for study, arms in ((LEARNED, LOSSES), (MIXED, ARMS), (TUNED, ARMS)):
         yield replace(study, arms={m: few_prompts(a) for m, a in arms.items()}, **fewer)
 

@@ -99,6 +99,8 @@ class Study:
     wide_cold_steps: int = 1000  # both policies begin with a held-out rate of about 71 %
     num_heldout: int = 512
     eval_k: int = 2
+    room: int = 48  # tokens of a response
+    pool: int = 4096  # prompts of a trial, solutions of a cold start
     arms: tuple[str, ...] = ARMS
 
 
@@ -117,7 +119,9 @@ def config(study, arm, seed):
     optim = replace(base.optim, lr=study.lr, final_lr_frac=1.0)
     optim = replace(optim, num_mini_batches=int(updates[0]) if updates else 4)
     more |= dict(optim=optim, router_replay=mode)
-    more |= dict(rollout=replace(base.rollout, dtype='bfloat16', num_slots=64))
+    more |= dict(
+        rollout=replace(base.rollout, dtype='bfloat16', num_slots=64, max_tokens=study.room)
+    )
     more |= dict(data=replace(base.data, select_by='turn'))
     more['rollout'] = replace(more['rollout'], quantization='fp8' if rollout == 'fp8' else '')
     more['rollout_engine'] = 'vllm' if rollout == 'vllm' else 'torch'
@@ -132,7 +136,7 @@ def cold_started(study, folder, arm='bfloat16-off-off'):
         policy = Policy(cfg.policy, 0)
         optim = replace(cfg.optim, lr=cfg.cold_start.lr, num_mini_batches=1)
         engine = TorchTrain(policy, optim, replay='off')
-        train = prompts_of(MIX, 4096, 0, 'train')
+        train = prompts_of(MIX, study.pool, 0, 'train')
         for _ in cold_start(engine, train, cfg.cold_start, build_tokenizer(), 0):
             pass
         torch.save(policy.state_dict(), path.with_suffix('.tmp'))
@@ -209,7 +213,8 @@ def trial(study, arm, seed, weights):
         return evaluate(plain, heldout, study.eval_k, params, tok, seed).avg
 
     evals, rows = [rate()], Rows()
-    fit(cfg, prompts_of(MIX, 4096, seed, 'train'), rollout, engine, tok, rows, cfg.policy.eos_ids)
+    train = prompts_of(MIX, study.pool, seed, 'train')
+    fit(cfg, train, rollout, engine, tok, rows, cfg.policy.eos_ids)
     evals.append(rate())
     rollout.close()
     blocks = range(0, len(rows), BLOCK)
@@ -324,7 +329,8 @@ def main():
     a = flags(__doc__)
     study = Study()
     with tempfile.TemporaryDirectory() as folder:
-        small = Study((0, 1), 2, cold_steps=4, wide_cold_steps=4, num_heldout=4, eval_k=1, arms=FEW)
+        small = dict(cold_steps=4, wide_cold_steps=4, num_heldout=4, eval_k=1, room=16, pool=64)
+        small = Study((0, 1), 2, **small, arms=FEW)
         path, study = (Path(folder), small) if a.quick else (RUNS / 'replay', study)
         runs = run_all(study, path, 0 if a.quick else a.processes)
     table, pairs = tables(runs, study.seeds)

@@ -68,7 +68,7 @@ def measured(study, seed, num, modes=('off', 'R3'), also=lambda *_: {}, **more):
 def policies(quick, *what, **more):
     "What is measured of the policy of each seed"
     with tempfile.TemporaryDirectory() as folder:
-        small = replace(STUDY, seeds=(0, 1), cold_steps=9, runs=Path(folder))
+        small = replace(STUDY, seeds=(0, 1), cold_steps=9, pool=64, runs=Path(folder))
         study = small if quick else replace(STUDY, runs=RUNS)
         num = 4 if quick else 64
         return [rounded(measured(study, s, num, *what, **more)) for s in study.seeds]

@@ -356,8 +356,8 @@ def main():
     with tempfile.TemporaryDirectory() as tmp:
         if quick:
             small = dict(seeds=(0, 1), budget=1, cold_steps=4, num_heldout=2, eval_k=1)
-            small |= dict(room=24)
-            folder, POOL = Path(tmp), 512
+            small |= dict(room=16)
+            folder, POOL = Path(tmp), 128
         arms = {k: ARMS[k] for k in ('mix', 'one_call')} if quick else ARMS
         found = made(replace(Study(), **small), arms, folder)
         seen = made(replace(Study(), views=SHOWN, **small), SEEN, folder)

@@ -14,7 +14,7 @@ import pytest
 
 from compassrl.rollout.vllm.server import free_port
 from tests.support import ROOT
-from tests.support.browser import CHROMIUM, FLAGS, MISSING
+from tests.support.browser import CHROMIUM, FLAGS, MISSING, STILL
 
 if not CHROMIUM:
     pytest.skip(MISSING, allow_module_level=True)
@@ -128,7 +128,7 @@ READY = """() => {
 
 def run_all(browser, address):
     "The notebook in a browser, its cells run"
-    page = browser.new_page(viewport=dict(width=1280, height=1100))
+    page = browser.new_page()
     page.set_default_timeout(90_000)
     page.goto(address, wait_until='domcontentloaded')
     page.wait_for_selector('.jp-Notebook .jp-Cell')
@@ -140,9 +140,12 @@ def run_all(browser, address):
 
 @pytest.fixture(scope='module')
 def browser():
+    "One context: its pages share what they have loaded and compiled; nothing moves by itself"
     with playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
-        yield browser
+        context = browser.new_context(viewport=dict(width=1280, height=1100))
+        context.add_init_script(STILL)
+        yield context
         browser.close()
 
 
@@ -150,7 +153,8 @@ def browser():
 def page(lab, browser):
     page = run_all(browser, lab[0])
     page.wait_for_selector('.jp-OutputArea-output .widget-button')
-    return page
+    yield page
+    page.close()
 
 
 def shot(page, name):
@@ -190,25 +194,25 @@ def test_panel(page, lab):
     shot(page, '2_refused')
     field(page, 'group_size').fill('4')
     field(page, 'group_size').press('Tab')
-    field(page, 'steps').fill('60')
+    field(page, 'steps').fill('40')
     field(page, 'steps').press('Tab')
     said(page, 'ready')
     page.locator('summary:text-is("As a script")').click()
     assert 'python -m compassrl ' in page.locator('details pre').last.inner_text()
     page.locator('summary:text-is("As a script")').click()
     button(page, 'launch').click()
-    said(page, r'step \d+ of 60')
+    said(page, r'step \d+ of 40')
     picture = page.locator('.jp-OutputArea-output img').first
     first = picture.get_attribute('src')
     shot(page, '3_live')
     button(page, 'stop').click()
-    done = int(re.search(r'stopped: step (\d+) of 60', said(page, r'stopped: step \d+ of 60'))[1])
-    assert done < 60
+    done = int(re.search(r'stopped: step (\d+) of 40', said(page, r'stopped: step \d+ of 40'))[1])
+    assert done < 40
     playwright.expect(picture).not_to_have_attribute('src', first)  # the curves are live
     shot(page, '4_stopped')
     playwright.expect(button(page, 'launch')).to_be_enabled()
     button(page, 'resume').click()
-    said(page, 'finished: step 60 of 60')
+    said(page, 'finished: step 40 of 40')
     page.wait_for_selector('.jp-OutputArea-output h2:has-text("Before and after")')
     page.locator(
         '.jp-OutputArea-output h2:has-text("Before and after")'
@@ -216,7 +220,7 @@ def test_panel(page, lab):
     shot(page, '5_report')
     (run,) = [p for p in (lab[1] / 'runs').iterdir() if p.is_dir()]
     steps = [json.loads(line)['step'] for line in (run / 'metrics.jsonl').read_text().splitlines()]
-    assert steps == list(range(1, 61)), 'stopped and resumed, each step once'
+    assert steps == list(range(1, 41)), 'stopped and resumed, each step once'
 
 
 # ---- lessons

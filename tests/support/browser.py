@@ -17,6 +17,12 @@ FLAGS = [
     '--disable-component-update',
     '--disable-sync',
 ]
+FEW = ['--in-process-gpu', '--disable-threaded-compositing']  # for pages that nothing moves
+STILL = """{
+    const still = new CSSStyleSheet()
+    still.replaceSync('* { animation: none !important; transition: none !important }')
+    document.adoptedStyleSheets = [still]
+}"""
 
 
 @contextmanager

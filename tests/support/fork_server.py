@@ -83,7 +83,7 @@ def share(config):
 
 
 _server = Shared('imports')
-_server.set_forkserver_preload(preloaded())
+_server.set_forkserver_preload(preloaded('tests.support.studies'))
 
 
 def _child(log, env, fn, args):
