@@ -642,9 +642,9 @@ def test_what_is_spent_on_guaranteed_prompts_follows_from_the_trials():
         assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-2), arm
 
 
-@pytest.mark.skipif(value('judged', 'runs') is None, reason='not stored')
-def test_the_contrasts_that_decide_follow_from_their_runs():
-    found = result('judged')
+@pytest.mark.parametrize('study', ['judged', 'matched'])
+def test_the_contrasts_that_decide_follow_from_their_runs(study):
+    found = result(study)
     end = {(r['task'], r['arm'], r['seed']): 100 * r['evals'][-1][1] for r in found['runs']}
     for name, (task, arm, other) in found['settings']['contrasts'].items():
         seeds = [s for t, a, s in end if (t, a) == (task, arm)]
@@ -662,7 +662,18 @@ def test_the_contrasts_that_decide_follow_from_their_runs():
         print(f'{name:18} half-width {want[1]:.2f} points, wanted {wanted}, {len(seeds)} seeds')
 
 
-@pytest.mark.skipif(value('judged', 'runs') is None, reason='not stored')
+def test_ranges_that_act_equally_often_were_found_before_and_clip_as_told():
+    found = result('matched')
+    for arm, tried in found['tried'].items():
+        nearest = min(tried, key=lambda x: abs(x[1] - 0.01))
+        assert found['factors'][arm] == nearest[0] and 0.009 <= nearest[1] <= 0.011
+    assert not {*found['settings']['tuning']} & {r['seed'] for r in found['runs']}
+    for arm, row in found['table']['matched'].items():
+        shares = [r['means']['clip_frac'] for r in found['runs'] if r['arm'] == arm]
+        assert row['clip_frac'] == pytest.approx(statistics.fmean(shares), rel=1e-3)
+        assert len(shares) == 24 and (not arm.endswith('_1') or 0.01 < row['clip_frac'] < 0.02)
+
+
 def test_the_tables_that_decide_follow_from_their_runs():
     "Differences of all measures, rates before and after, and rates by the length of the prompt"
     found = result('judged')

@@ -14,8 +14,6 @@ four for each of the five losses.
 The number of seeds is given: 24. `expected` says before the run which half-width that number gives
 each contrast that earlier trials have.
 The control must be seen: GRPO over GSPO, each with its paper's range, was found on other seeds.
-A token clip cannot act on many more: with a range of a hundred-thousandth of its paper's GRPO
-clips a tenth, since the others are pushed the other way, or are in silent groups.
 About 30 core-minutes.
 usage: make study NAME=matched, python benchmarks/studies/matched.py [--processes 2] [--quick]
 """
