@@ -75,7 +75,7 @@ const LOOKS = `
 .lab .frame { stroke: var(--line); stroke-width: 1; }
 .lab[data-plays] .pair { grid-template-columns: 1fr 1fr; }
 .lab[data-plays] .bars { height: 90px; }
-.lab[data-plays] .chips { height: 1.3rem; min-height: 0; overflow: hidden; }
+.lab[data-plays] .chips { height: 37px; min-height: 0; overflow: hidden; }
 @media (max-width: 500px) {
   .lab[data-plays] .chips { display: none; }
   .lab[data-plays] .bars { height: 64px; }
@@ -83,6 +83,7 @@ const LOOKS = `
   .lab[data-plays] .knobs button { padding: .1rem .35rem; min-height: 1.6rem; }
 }
 .lab[data-plays] .bench > .knobs { margin: .4rem 0 0; }
+.lab[data-plays] > .bench { margin-bottom: .6rem; }
 `
 
 // A curve over steps, between two values
