@@ -266,7 +266,7 @@ def copies(path):
     return (
         f'[Notebook]({REPOSITORY}/{file}) · '
         f'[open in Colab](https://colab.research.google.com/github/{owner}/{file}) '
-        '([first cell](%s), not run there yet)'
+        '([first cell](%s), untested there)'
     )
 
 
