@@ -2,6 +2,7 @@
 
 import sys
 
+import nbformat
 import pytest
 
 from tests.support import ROOT
@@ -49,3 +50,30 @@ def test_a_word_in_backticks_leads_to_a_name_only_where_it_is_meant(text, joined
     made = build_docs.link_text(text, 'config', '', NAMES, {*NAMES, 'config'})
     assert ('judges/oracle.html#' + joined in made) == bool(joined)
     assert ('.html#' in made.replace('oracle.html#a-heading', '')) == bool(joined)
+
+
+@pytest.mark.parametrize(
+    'source, kind, title',
+    [
+        ('# Solution\ndef mean(x):\n    return 1', '', 'Solution'),
+        ("predict('Which?', ['a'], 0, 'a')", 'text/html', 'The code of the question'),
+        ('def draw():\n    pass\n\ndraw()', 'image/png', 'The code of the figure'),
+        ('class Log(list):\n    pass\n\n\ndef same(a):\n    def no(): ...', '', 'Code: Log, same'),
+        (
+            'def a(): ...\ndef b(): ...\ndef c(): ...\ndef d(): ...\ndef e(): ...',
+            '',
+            'Code: a, b, c, d, …',
+        ),
+        (
+            'def law_first_step(m): ...\ndef law_clip(m): ...\nlaw_clip(1)',
+            '',
+            'Laws: first step, clip',
+        ),
+        ('def check_it(fn):\n    assert fn', '', 'The check'),
+        ('x = 1\ntest_eq(x, 1)', '', 'The check'),
+        ('def _hidden(): ...', '', 'Show the code'),
+    ],
+)
+def test_a_fold_says_what_it_holds(source, kind, title):
+    outputs = [nbformat.v4.new_output('display_data', {kind: ''})] if kind else []
+    assert build_docs.title_of(nbformat.v4.new_code_cell(source, outputs=outputs)) == title

@@ -209,6 +209,24 @@ def coloured(text):
     return text
 
 
+def title_of(cell):
+    "What stands on the fold of a cell that does not say it itself"
+    source = cell.source
+    if source.startswith('# Solution'):
+        return 'Solution'
+    if 'predict(' in source:
+        return 'The code of the question'
+    if any(k.startswith('image/') for o in cell.outputs for k in o.get('data', {})):
+        return 'The code of the figure'
+    names = re.findall(r'^(?:def|class) (?!_)(\w+)', source, re.M)
+    laws = [n.removeprefix('law_').replace('_', ' ') for n in names if n.startswith('law_')]
+    if laws:
+        return f'Laws: {", ".join(laws)}'
+    if names and not all(n.startswith('check_') for n in names):
+        return f'Code: {", ".join(names[:4])}{", …" * (len(names) > 4)}'
+    return 'The check' if re.search(r'^ *(assert|test_\w+\()', source, re.M) else 'Show the code'
+
+
 def prepare(nb, here, folder, names, pages):
     "A notebook as myst-nb shows it: directives become tags, exported names become link targets"
     nb.metadata.pop('widgets', None)
@@ -224,7 +242,7 @@ def prepare(nb, here, folder, names, pages):
             tags = {tag for key, tag in TAGS.items() if opts.get(key[0]) == key[1]}
             if tags >= (both := {'hide-input', 'hide-output'}):
                 tags = tags - both | {'hide-cell'}  # one fold, not two of one name
-            prompt = opts.get('code-summary', '').strip('"\'') or 'Show the code'
+            prompt = opts.get('code-summary', '').strip('"\'') or title_of(c)
             if all(
                 re.match(r'(import|from) |sys\.path|\s|$|\)', line)
                 for line in c.source.splitlines()
