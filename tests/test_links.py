@@ -77,3 +77,10 @@ def test_a_word_in_backticks_leads_to_a_name_only_where_it_is_meant(text, joined
 def test_a_fold_says_what_it_holds(source, kind, title):
     outputs = [nbformat.v4.new_output('display_data', {kind: ''})] if kind else []
     assert build_docs.title_of(nbformat.v4.new_code_cell(source, outputs=outputs)) == title
+
+
+def test_a_folded_output_says_that_it_is_one():
+    cell = nbformat.v4.new_code_cell('#| slow\n#| output-fold: true\ngo(1)')
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell('# A'), cell])
+    shown = build_docs.prepare(nb, 'a', '', {}, set()).cells[-1].metadata
+    assert shown.tags == ['hide-output'] and shown.mystnb.code_prompt_show == 'Show the output'

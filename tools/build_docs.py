@@ -242,7 +242,8 @@ def prepare(nb, here, folder, names, pages):
             tags = {tag for key, tag in TAGS.items() if opts.get(key[0]) == key[1]}
             if tags >= (both := {'hide-input', 'hide-output'}):
                 tags = tags - both | {'hide-cell'}  # one fold, not two of one name
-            prompt = opts.get('code-summary', '').strip('"\'') or title_of(c)
+            title = 'Show the output' if tags == {'hide-output'} else title_of(c)
+            prompt = opts.get('code-summary', '').strip('"\'') or title
             if all(
                 re.match(r'(import|from) |sys\.path|\s|$|\)', line)
                 for line in c.source.splitlines()
