@@ -71,6 +71,7 @@ def test_a_word_in_backticks_leads_to_a_name_only_where_it_is_meant(text, joined
         ),
         ('def check_it(fn):\n    assert fn', '', 'The check'),
         ('x = 1\ntest_eq(x, 1)', '', 'The check'),
+        ('x = 1\nassert x\nprint(x)', 'text/plain', 'The code of this output'),
         ('def _hidden(): ...', '', 'Show the code'),
     ],
 )

@@ -224,6 +224,8 @@ def title_of(cell):
         return f'Laws: {", ".join(laws)}'
     if names and not all(n.startswith('check_') for n in names):
         return f'Code: {", ".join(names[:4])}{", …" * (len(names) > 4)}'
+    if cell.outputs:
+        return 'The code of this output'
     return 'The check' if re.search(r'^ *(assert|test_\w+\()', source, re.M) else 'Show the code'
 
 
