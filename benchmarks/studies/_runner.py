@@ -108,8 +108,12 @@ class Study:
         "What a trial depends on"
         found = self.config(arm, seed, lr), self.tasks[task], self.budget, self.marks
         found += self.num_heldout, self.eval_k
-        own = self.stages.get(arm), self.shown, self.ways.get(arm), self.shape
+        own = self.stages.get(arm), self.shown, self.ways.get(arm), self.shape, self.fewer
         return found + tuple(x for x in own if x)
+
+    @property
+    def fewer(self):
+        return () if self.pool == Study.pool else (self.pool,)
 
     @property
     def shown(self):
@@ -170,7 +174,7 @@ def cold_started(study, seed):
     study.folder.mkdir(parents=True, exist_ok=True)
     cfg = study.preset(seed)
     sft = replace(cfg.cold_start, steps=study.cold_steps)
-    named = cfg.policy, cfg.data, sft, *study.shown
+    named = cfg.policy, cfg.data, sft, *study.shown, *study.fewer
     path = study.folder / f'cold-{seed}-{digest(*named)}.pt'
     if not path.exists():
         torch.set_num_threads(1)
