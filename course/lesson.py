@@ -29,36 +29,36 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-from course.stages import homes, stages
+from course.stages import columns, homes, stages
 
-_w, _h, _gx, _gy = 118, 34, 20, 46  # boxes and the gaps between them
+_w, _h, _gx, _gy = 118, 34, 20, 10  # boxes and the gaps between them
+_below = 36  # more below the stations, for the arrow back
 _hot, _grey = '#c2410c', '#78716c'
 
 
-def _place(i):  # the i-th box, six in a row; the arrow back needs room below the first row
-    row, col = divmod(i, 6)
-    return 8 + col * (_w + _gx), 8 + row * (_h + _gy) - max(0, row - 1) * _gy * 2 // 3
+def _place(col, row):
+    return 8 + col * (_w + _gx), 8 + row * (_h + _gy) + (_below if row else 0)
 
 
-def _box(i, stage, on):
-    x, y = _place(i)
+def _box(col, row, stage, on):
+    x, y = _place(col, row)
     number, label = stages[stage]
-    fill, ink, faint = ('#f5f5f4', '#44403c', _grey)
+    fill, ink, faint = ('#f5f5f4', '#44403c', '#57534e')
     if on:
-        fill, ink, faint = (_hot, '#ffffff', '#fed7aa')
+        fill, ink, faint = (_hot, '#ffffff', '#ffedd5')
     line = _hot if on else '#a8a29e'
     return (
         f'<rect x="{x}" y="{y}" width="{_w}" height="{_h}" rx="6" fill="{fill}" stroke="{line}"/>'
-        f'<text x="{x + 6}" y="{y + _h / 2 + 4}" fill="{faint}" font-size="9">{number}</text>'
+        f'<text x="{x + 6}" y="{y + _h / 2 + 4}" fill="{faint}" font-size="11">{number}</text>'
         f'<text x="{x + _w / 2 + 11}" y="{y + _h / 2 + 4.5}" text-anchor="middle" '
         f'fill="{ink}">{label}</text>'
     )
 
 
-def _arrows(color):  # along the first row, and from its last box back to the second
+def _arrows(color):  # along the stations, and from the last one back to the second
     middle, below = 8 + _h / 2, 8 + _h
-    along = [f'{_place(i)[0] + _w + 2} {middle}h{_gx - 5}' for i in range(5)]
-    first, last = _place(1)[0] + _w / 2, _place(5)[0] + _w / 2
+    along = [f'{_place(i, 0)[0] + _w + 2} {middle}h{_gx - 5}' for i in range(5)]
+    first, last = (_place(i, 0)[0] + _w / 2 for i in (1, 5))
     back = f'{last} {below + 2}v22H{first}v-19'
     name = f'arrow-{color[1:]}'
     paths = ''.join(f'<path d="M{p}" marker-end="url(#{name})"/>' for p in [*along, back])
@@ -70,6 +70,8 @@ def _arrows(color):  # along the first row, and from its last box back to the se
         f'<defs>{head}</defs><g stroke="{color}" fill="none">{paths}</g>'
         f'<text x="{(last + first) / 2}" y="{below + 18}" text-anchor="middle" fill="{color}" '
         'font-size="11">new weights</text>'
+        f'<text x="{8 + _w / 2}" y="{_place(0, 1)[1] - 8}" text-anchor="middle" fill="#57534e" '
+        'font-size="11">the whole run</text>'
     )
 
 
@@ -93,8 +95,10 @@ def pipeline(
 
     here = _stage(stage)
     width = 16 + 6 * _w + 5 * _gx
-    height = _place(len(stages) - 1)[1] + _h + 8
-    boxes = ''.join(_box(i, s, s == here) for i, s in enumerate(stages))
+    height = _place(0, max(map(len, columns)) - 1)[1] + _h + 8
+    boxes = ''.join(
+        _box(i, j, s, s == here) for i, column in enumerate(columns) for j, s in enumerate(column)
+    )
     return SVG(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         'style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="13">'

@@ -20,10 +20,22 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from math import inf, log
 
 import torch
 from torch import Tensor
+
+# what the functions ask the library for
+from compassrl.algo.advantages import per_token
+from compassrl.algo.losses import PolicyLoss
+from compassrl.data.tasks import verify
+from compassrl.data.tokenizer import EOS_ID, build_tokenizer, response_text
+from compassrl.judges.genrm import Question, parse_label
+from compassrl.records import Request, Verdict, collate, derive_seed
+from compassrl.rollout.rollout_settings import RolloutConfig
+
+tokenizer = build_tokenizer()
 """
 
 

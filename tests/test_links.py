@@ -80,6 +80,26 @@ def test_a_fold_says_what_it_holds(source, kind, title):
     assert build_docs.title_of(nbformat.v4.new_code_cell(source, outputs=outputs)) == title
 
 
+@pytest.mark.parametrize(
+    'last, play, dropped',
+    [
+        ('play()', 'playground(play, k=3)', True),
+        ('assert play()[-1] > 0.5', 'playground(\n    lambda k: play(k) and None, k=3)', True),
+        ('play(slow=4.0)', 'playground(play, slow=1.0)', False),
+        ('other()', 'playground(play, k=3)', False),
+        ('display()', 'playground(play, k=3)', False),
+    ],
+)
+def test_a_page_shows_a_figure_once(last, play, dropped):
+    picture = nbformat.v4.new_output('display_data', {'image/png': ''})
+    printed = nbformat.v4.new_output('stream', text='3')
+    drawn = nbformat.v4.new_code_cell(f'k = 3\n{last}', outputs=[picture, printed])
+    cells = [nbformat.v4.new_markdown_cell('# A'), drawn, nbformat.v4.new_code_cell(play)]
+    shown = build_docs.prepare(nbformat.v4.new_notebook(cells=cells), 'a', '', {}, set()).cells[1]
+    assert shown.outputs == ([printed] if dropped else [picture, printed])
+    assert shown.metadata.mystnb.code_prompt_show == 'The code of the figure'
+
+
 def test_a_folded_output_says_that_it_is_one():
     cell = nbformat.v4.new_code_cell('#| slow\n#| output-fold: true\ngo(1)')
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell('# A'), cell])

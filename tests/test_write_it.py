@@ -5,12 +5,19 @@ import ast
 import json
 import os
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
+from compassrl.algo.losses import LossConfig
+from compassrl.algo.zero_variance import ZeroVarianceConfig
+from compassrl.data.selection import prompts_of_step
+from compassrl.data.tokenizer import EOS_ID
+from compassrl.loop import fit
+from compassrl.rollout.torch_rollout import TorchRollout
 from course.lesson import check
 from course.own_file import own_file
 from tests.algo.losses.test_espo import batches
@@ -204,10 +211,11 @@ def test_each_step_gives_a_function_to_the_readers_own_file(tmp_path):
     assert [int(n) for n, *_ in steps] == [*range(1, 13)]
     space = {}
     exec(text, space)
-    assert space['pass_at_k'](4, 1, 2) == 0.5
     assert space['same_number']('#+075', '75') and not space['same_number']('#7_5', '75')
     loss = space['my_reinforce'](torch.zeros(2, 3), torch.tensor([1.0, 0]), torch.ones(2, 3) > 0)
     assert loss == 0 and not any(who == 'yours' for *_, who in steps)
+    always = [SimpleNamespace(text='Verdict: Better')] * 2  # the first place wins: a tie
+    assert space['verdict'](lambda questions: always, 'one', 'other').reward == 0.5
     (tmp_path / 'nbs').mkdir()
     for name in {page for _, page, _ in steps}:
         path = tmp_path / 'nbs' / f'{name}.ipynb'
@@ -216,3 +224,30 @@ def test_each_step_gives_a_function_to_the_readers_own_file(tmp_path):
         path.write_text(mine.replace('return (log_probs * 0).sum()  # your turn', 'return 42'))
     (tmp_path / 'nbs' / 'course.yml').write_text((ROOT / 'nbs' / 'course.yml').read_text())
     assert '# Step 3, algo/policy_gradient: yours' in own_file(tmp_path)
+
+
+@pytest.mark.parametrize('change, same', [('', True), ('0 * ', False)])
+def test_the_readers_own_loop_has_the_weights_of_the_library(pages, change, same):
+    "The loop of the own file, with the own file's advantages"
+    there, space = pages['loop'], {}
+    exec(own_file(ROOT).replace('adv = group', f'adv = {change}group'), space)
+    nothing = ZeroVarianceConfig('uniform', length_weight=0, repetition_weight=0, zvp_alpha=0)
+    cfg = replace(there['cfg'], steps=2, loss=LossConfig('grpo'), zero_variance=nothing)
+    theirs, mine = there['fresh_engine'](), there['fresh_engine']()
+    for engine, train in (
+        (theirs, lambda r: fit(cfg, there['train'], r, theirs, there['tokenizer'], Still, EOS_ID)),
+        (mine, lambda r: space['my_loop'](prompts, r, mine, cfg.group_size)),
+    ):
+        prompts = [prompts_of_step(there['train'], i, 8, cfg.seed) for i in range(2)]
+        rollout = TorchRollout(cfg.policy, num_slots=12, dtype=torch.double)
+        rollout.load_weights(engine.weights(), 0)
+        train(rollout)
+    assert theirs.num_steps == 4
+    assert there['equal_bits'](mine, list(theirs.policy.parameters())) == same
+
+
+class Still:
+    "Hooks that do nothing"
+
+    @staticmethod
+    def on_step(step, metrics, samples, batch): ...

@@ -10,6 +10,7 @@ get one. With Quarto installed `nbdev-docs` builds nbdev's own site.
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import re
@@ -229,9 +230,24 @@ def title_of(cell):
     return 'The check' if re.search(r'^ *(assert|test_\w+\()', source, re.M) else 'Show the code'
 
 
+def shown_again(cell, below):
+    "Whether the Play below begins with what the last line of a cell shows: a page needs it once"
+    if not cell.cell_type == below.cell_type == 'code':
+        return False
+    drawn = re.search(r'^playground\(\s*(?:lambda[^:]*: *)?(\w+)', below.source, re.M)
+    last = (cell.source.strip().splitlines() or [''])[-1]
+    return bool(drawn and re.search(rf'\b{drawn[1]}\(\)', last))
+
+
+def no_pictures(outputs):
+    return [o for o in outputs if not any(k.startswith('image/') for k in o.get('data', ()))]
+
+
 def prepare(nb, here, folder, names, pages):
     "A notebook as myst-nb shows it: directives become tags, exported names become link targets"
     nb.metadata.pop('widgets', None)
+    pairs = enumerate(itertools.pairwise(nb.cells))
+    twins = {i for i, (c, below) in pairs if shown_again(c, below)}
     cells, imports = [], []
     shows = [alt(nb.cells, i) if pictured(c) else '' for i, c in enumerate(nb.cells)]
     for i, c in enumerate(nb.cells):
@@ -253,6 +269,8 @@ def prepare(nb, here, folder, names, pages):
                 if opts.get('echo') != 'false':
                     imports.append(c.source)
                 continue
+            if i in twins:
+                c.outputs = no_pictures(c.outputs)
             look = dict(code_prompt_show=prompt, code_prompt_hide=prompt, image=dict(alt=shows[i]))
             c.metadata.update(tags=sorted(tags), mystnb=look)
             for o in c.outputs:

@@ -423,19 +423,25 @@ def set_index(course, nb, titles, nbs):
 
 def stages(course):
     "Source of course/stages.py, which holds the map"
-    boxes, homes = [], []
+    boxes, homes, columns = [], [], {}
     for stage, box in course.data['map'].items():
-        boxes.append(f'    {stage!r}: ({course.number(box["of"][0])!r}, {box["label"]!r}),')
+        number = course.number(box['of'][0])
+        boxes.append(f'    {stage!r}: ({number!r}, {box["label"]!r}),')
         homes += [f'    {of.replace("/", ".")!r}: {stage!r},' for of in box['of']]
+        columns.setdefault(box.get('under', stage), []).append(stage)
+    rows = [f'    ({", ".join(map(repr, c))},),' for c in columns.values()]
     return '\n'.join(
         [
             '"The map of the series: the number and the label of each box"',
             '',
             '# From nbs/course.yml, written by `make sync`',
-            '# stage -> its place in the course, what its box says; six in a row',
+            '# stage -> its place in the course, what its box says',
             'stages: dict[str, tuple[str, str]] = {',
             *boxes,
             '}',
+            'columns: list[tuple[str, ...]] = [  # a station, and what stands below it',
+            *rows,
+            ']',
             'homes = {  # module or folder -> its stage',
             *homes,
             '}',
