@@ -12,7 +12,7 @@ after which sums of three digits are right in about one response of fifty (on tw
 else is as in `judged`: 32 prompts of 4, the learning rate 4e-4 for every arm, falling, 24 seeds
 that shaped nothing. 120,000 response tokens a run.
 The control must be seen: plain GRPO ends far above its cold start, in sums of three digits as well.
-About 20 core-minutes.
+About 40 core-minutes.
 usage: make study NAME=learnable, python benchmarks/studies/learnable.py [--processes 2] [--quick]
 """
 
