@@ -53,27 +53,32 @@ def loop_shapes(
     batch = batch or _small_batch()
     (B, T), P = batch.token_ids.shape, len(batch.group.unique())
     names = 'prompts', 'rollout', 'verdicts', 'train engine', 'loss', 'advantages'
-    boxes = [box(8 + 244 * (i // 3), 10 + 122 * (i % 3), 140, 40, n) for i, n in enumerate(names)]
+    boxes = [box(8 + 244 * (i // 3), 10 + 140 * (i % 3), 140, 40, n) for i, n in enumerate(names)]
     arrows = [
-        *(arrow((28, y), (28, y + 76)) for y in (53, 175)),
-        arrow((151, 274), (249, 274)),
-        *(arrow((372, y + 76), (372, y)) for y in (53, 175)),
-        arrow((249, 30), (202, 30), (202, 152), (151, 152), role='good', thick=2),
+        *(arrow((28, y), (28, y + 94)) for y in (53, 193)),
+        arrow((151, 310), (249, 310)),
+        *(arrow((372, y + 94), (372, y)) for y in (53, 193)),
+        arrow((249, 24), (202, 24), (202, 162), (151, 162), role='good', thick=2),
+        arrow((151, 178), (226, 178), (226, 38), (249, 38)),
+        arrow((268, 53), (268, 147)),
     ]
     words = [
-        text(40, 87, f'{B} requests of\n{P} prompts'),
-        text(40, 209, f'tokens [{B}, {T}]\nlog-probs [{B}, {T}]'),
-        text(width / 2, 326, f'rewards [{B}], one per response', anchor='middle'),
-        text(360, 209, f'advantages [{B}, {T}]\nlog-probs [{B}, {T}]', anchor='end'),
-        text(360, 87, 'one number\nits gradient', anchor='end'),
-        text(209, 124, 'weights', 'good'),
+        text(40, 92, f'{B} requests of\n{P} prompts'),
+        text(40, 238, f'tokens [{B}, {T}]'),
+        text(width / 2, 364, f'rewards [{B}], one per response', anchor='middle'),
+        text(360, 238, f'advantages [{B}, {T}]', anchor='end'),
+        text(276, 72, f'old log-probs\n[{B}, {T}]'),
+        text(364, 118, 'one number,\nits gradient', anchor='end'),
+        text(196, 140, 'weights', 'good', anchor='end'),
+        text(200, 197, 'the same\ntokens', anchor='middle'),
     ]
     says = (
-        f'{P} prompts become {B} requests. The rollout answers with tokens and log-probs of shape '
-        f'{B} by {T}, the verdicts are {B} rewards, and with the advantages they make one number, '
-        'the loss. Its gradient moves the train engine, whose new weights go back to the rollout.'
+        f'{P} prompts become {B} requests. The rollout answers with tokens of shape {B} by {T}, '
+        f'and the verdicts are {B} rewards. The train engine looks again at the same tokens: its '
+        'old log-probs make with the advantages one number, the loss. Its gradient moves the '
+        'train engine, whose new weights go back to the rollout.'
     )
-    return drawing('The loop and what its arrows carry', says, 340, *boxes, *arrows, *words)
+    return drawing('The loop and what its arrows carry', says, 378, *boxes, *arrows, *words)
 
 
 def shared_reward(

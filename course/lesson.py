@@ -170,19 +170,23 @@ def lab(
     name: str,  # a file of the folder `labs`, without '.js'
     figure: 'Figure',  # matplotlib's, drawn by Python: what stands there without scripts
     says: str,  # what the figure shows, for whoever does not see it
+    **begin: float,  # where a slider begins; the lab names it: lr=6
 ) -> Lab:  # for the last line of a cell
     "A lab, alive where scripts run. Raises ValueError for an unknown lab"
     source, picture = lab_source(name), BytesIO()
     figure.savefig(picture, dpi=80, bbox_inches='tight')
     data = b64encode(picture.getvalue()).decode()
-    html = f'<div class="lab" data-lab="{name}">' + (
+    more = ''.join(f' data-{slider}="{value:g}"' for slider, value in begin.items())
+    html = f'<div class="lab" data-lab="{name}"{more}>' + (
         f'<img alt="{escape(says)}" src="data:image/png;base64,{data}"></div>'
     )
     try:
         from anywidget import AnyWidget
+        from traitlets import Dict
     except ImportError:  # the extra `notebook` has it
         return Lab(name, html, None)
-    return Lab(name, html, type('LabWidget', (AnyWidget,), dict(_esm=source))())
+    own = dict(_esm=source, begin=Dict(begin).tag(sync=True))
+    return Lab(name, html, type('LabWidget', (AnyWidget,), own)())
 
 
 def check(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def grid_sizes(
     available: Sequence[int],  # how many values each control has
     most: int = 64,  # points of the grid, at four values of a control
-    more_until: int = 18,  # points beyond which no control gets a fifth value
+    more_until: int = 40,  # points beyond which no control gets a fifth value
 ) -> list[int]:  # how many values of each control the grid has
     "How many values of each control a page shows: four, and more where controls are few"
     sizes = [1] * len(available)
@@ -188,7 +188,7 @@ def still_play(
             name=w.description,
             labels=[_label(x) for x in v],
             start=v.index(w.value),
-            slides=hasattr(w, 'step'),
+            slides=hasattr(w, 'step') or type(w).__name__ == 'SelectionSlider',
         )
         for w, v in zip(widgets, some, strict=True)
     ]

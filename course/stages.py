@@ -27,12 +27,12 @@ stages: dict[str, tuple[str, str]] = {
     'merge': ('11.2', 'merge'),
 }
 columns: list[tuple[str, ...]] = [  # a station, and what stands below it
-    ('tasks', 'trainer', 'evaluate', 'countdown', 'launch',),
-    ('rollout', 'policy', 'log_probs', 'fp8', 'schedule',),
-    ('rewards', 'genrm', 'overlap',),
-    ('advantages', 'policy_gradient', 'zero_variance',),
-    ('losses', 'espo',),
-    ('train_engine', 'sft', 'router_replay', 'merge',),
+    ('tasks', 'trainer', 'evaluate', 'countdown', 'launch'),
+    ('rollout', 'policy', 'log_probs', 'fp8', 'schedule'),
+    ('rewards', 'genrm', 'overlap'),
+    ('advantages', 'policy_gradient', 'zero_variance'),
+    ('losses', 'espo'),
+    ('train_engine', 'sft', 'router_replay', 'merge'),
 ]
 homes = {  # module or folder -> its stage
     'data.tasks': 'tasks',

@@ -25,12 +25,14 @@ from compassrl.algo.ratios import kl_estimate, log_ratio, tis_weights
 from compassrl.algo.zero_variance import ZeroVarianceConfig, growth, shape_rewards, token_advantages
 from compassrl.config import TrainConfig
 from compassrl.data.tasks import num_problems, problem, verify
+from compassrl.judges.genrm import Comparison, Question, Reply, compare, parse_label, to_verdict
 from compassrl.model.layers import softmax_gates
 from compassrl.model.shape import PolicyConfig
 from compassrl.records import Prompt, Request, Sample, Verdict, collate
 from compassrl.rollout.fp8 import dequantise, quantise
 from compassrl.train.routes import routes_agreement
 from course.fp8_codes import decode_e4m3, encode_e4m3
+from course.lesson import lab
 from course.pages import recompute_loss
 from course.simulator import simulate
 from tests.support import ROOT
@@ -49,6 +51,7 @@ HOMES = dict(
     groups='algo/zero_variance',
     grpo='algo/losses',
     countdown='how_to/countdown',
+    judge='judges/genrm',
     clinic='loop',
 )
 CONTRAST = (ROOT / 'tests' / 'support' / 'contrast.js').read_text()
@@ -109,7 +112,7 @@ def close(got, want):
 def test_every_lab_stands_in_a_lesson_and_no_dead_widget_is_stored():
     labs = {p.stem for p in (ROOT / 'nbs' / 'labs').glob('*.js')} - {'shared', 'play'}
     assert set(HOMES) == labs
-    assert len(labs) == 9 and '| Nine labs with' in (ROOT / 'nbs' / 'index.ipynb').read_text()
+    assert len(labs) == 10 and '| Ten labs with' in (ROOT / 'nbs' / 'index.ipynb').read_text()
     for name, home in HOMES.items():
         text = (ROOT / 'nbs' / f'{home}.ipynb').read_text()
         assert 'anywidget' not in text  # a widget's state would hold its code
@@ -357,6 +360,25 @@ def asked(page, name):
     )
 
 
+def nobody(names, groups, left, largest=32):
+    "What is said where no group may grow, by the verdicts and lengths that the page shows"
+    reasons = []
+    for name, p in zip(names, groups):
+        judged = [r for r, valid in zip(p['raw'], p['valid']) if valid]
+        if len(judged) < 2:
+            reasons.append(f'the {name} group has fewer than two verdicts')
+        elif len(set(judged)) > 1:
+            continue
+        elif 2 * len(p['raw']) > largest:
+            reasons.append(f'the {name} group has {len(p["raw"])} responses, the most allowed')
+        else:
+            assert sum(p['lengths']) > left
+            reasons.append(f'the {name} group needs {sum(p["lengths"])} tokens')
+    if not reasons:
+        return 'No group grows: none is silent.'
+    return f'No group grows: {"; ".join(reasons)}. {left:g} tokens are left.'
+
+
 def test_silent_groups_grow_by_keyboard_and_what_they_cost_is_shown(browser, tmp_path):
     opened = Opened(browser, tmp_path, 'groups')
     page, names = opened.page, ('easy', 'mixed', 'hard')
@@ -371,17 +393,19 @@ def test_silent_groups_grow_by_keyboard_and_what_they_cost_is_shown(browser, tmp
     def press(budget):
         "Python says who grows, from what the page showed before"
         was = look()
-        more = grown(was, (1 + budget) * first - cost(was), 32)
+        left = (1 + budget) * first - cost(was)
+        more = grown(was, left, 32)
         page.get_by_role('button', name='Grow silent groups').press('Enter')
         now = look()
         assert [len(p['raw']) for p in now] == [len(p['raw']) + n for p, n in zip(was, more)]
         who = [f'The {x} group has {n} more responses.' for x, n in zip(names, more) if n]
         spent = f' {cost(now) - first} of {budget * first:g} extra tokens are spent.'
-        assert opened.text('.grown') == (' '.join(who) or 'No group grows.') + spent
+        assert opened.text('.grown') == (' '.join(who) or nobody(names, was, left)) + spent
         return more
 
     first = cost(look())
     assert [press(0.5), press(0.5)] == [[0, 0, 8], [0, 0, 0]]  # the budget is used up
+    assert 'the easy group needs 54 tokens. 25.5 tokens are left.' in opened.text('.grown')
     opened.named('budget of growth').press('End')
     assert [press(3), press(3), press(3)] == [[8, 0, 0], [16, 0, 0], [0, 0, 0]]
     hard = look()[2]
@@ -399,6 +423,36 @@ def test_silent_groups_grow_by_keyboard_and_what_they_cost_is_shown(browser, tmp
     assert [len(p['raw']) for p in look()] == [8, 8, 8]
     assert [press(3), press(3), press(3)] == [[0, 0, 8], [8, 0, 0], [16, 0, 0]]
     assert look() == after  # the same verdicts again
+
+
+def test_a_reset_brings_verdicts_and_sliders_back(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'groups')
+    page, names = opened.page, ('easy', 'mixed', 'hard')
+    sliders = ['std_floor', 'length penalty', 'RL-ZVP alpha', 'budget of growth']
+
+    def look():
+        values = [opened.named(name).input_value() for name in sliders]
+        pressed = page.locator('[aria-pressed=true]').all_inner_texts()
+        return [asked(page, name) for name in names], values, pressed, opened.text('.said')
+
+    start = look()
+    for i in range(1, 9):  # without a verdict the group cannot grow
+        button = page.get_by_role('button', name=f'mixed {i}: ')
+        while '?' not in button.inner_text():
+            button.press('Space')
+    page.get_by_role('button', name='leave one out').click()
+    for name in sliders:
+        opened.named(name).press('End')
+    for _ in range(4):
+        page.get_by_role('button', name='Grow silent groups').click()
+    assert 'the mixed group has fewer than two verdicts' in opened.text('.grown')
+    assert all(a != b for a, b in zip(look(), start))
+    page.get_by_role('button', name='Reset').click()
+    assert look() == start and opened.text('.grown').startswith('Every group has eight responses.')
+    for name in ('easy', 'hard', 'hard'):  # right, wrong, no verdict, right: all groups speak
+        page.get_by_role('button', name=f'{name} 1: ').click()
+    page.get_by_role('button', name='Grow silent groups').click()
+    assert opened.text('.grown').startswith('No group grows: none is silent.')
 
 
 def test_group_lab_follows_mouse_and_keyboard(browser, tmp_path):
@@ -526,6 +580,54 @@ def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
     opened.named('advantage').fill('r -')
     assert 'not a formula' in opened.text('.said')
     opened.fits()
+
+
+def test_the_live_grpo_of_the_policy_gradient_shows_what_its_lesson_says(
+    browser, tmp_path, monkeypatch
+):
+    "Its learning rate is the lesson's; a judge that adds 10 lets one wrong response win"
+    monkeypatch.setitem(HOMES, 'grpo', 'algo/policy_gradient')
+    opened = Opened(browser, tmp_path, 'grpo', reduced_motion='reduce')
+    page, ends = opened.page, {}
+    assert opened.named('learning rate').input_value() == '6'
+    for formula in 'r', 'r - mean', 'r + 10':
+        page.get_by_role('button', name='Start again').click()
+        opened.named('advantage').fill(formula)
+        page.get_by_role('button', name='Run 20').click()
+        ends[formula] = float(re.search(r'reward ([\d.]+)', opened.text('.said'))[1])
+        name = page.locator('svg').last.locator('text').first.text_content()
+        assert name == ('−20' if formula == 'r + 10' else '−1')  # where the axis of the loss ends
+    assert ends['r + 10'] < 0.05 < 0.8 < min(ends['r'], ends['r - mean'])
+    bars = page.locator('.bars rect')
+    high = bars.evaluate_all('all => all.map(e => +e.getAttribute("height"))')
+    top = high.index(max(high))
+    assert high[top] > 50 * sorted(high)[-2] and TASKS['rising'][top] == 0
+    page.get_by_role('button', name='Start again').click()
+    page.get_by_role('button', name='always').click()
+    opened.named('advantage').fill('r - mean')
+    page.get_by_role('button', name='Run 20').click()
+    high = bars.evaluate_all('all => all.map(e => e.getAttribute("height"))')
+    assert len(set(high)) == 1  # no bar has moved
+    opened.fits()
+
+
+def test_a_lesson_says_where_a_slider_of_its_lab_begins():
+    import matplotlib.pyplot as plt
+
+    figure = plt.figure()
+    made, plain = (lab('grpo', figure, 'an empty figure', **more) for more in (dict(lr=6.0), {}))
+    plt.close(figure)
+    assert made.html.startswith('<div class="lab" data-lab="grpo" data-lr="6"><img ')
+    assert plain.html.startswith('<div class="lab" data-lab="grpo"><img ')
+    assert (made.widget.begin, plain.widget.begin) == ({'lr': 6.0}, {})
+
+
+def test_the_axis_of_a_loss_holds_all_of_it(browser):
+    points = [[], [0.2], [-1], [1.001], [-11], [33.3, -20.1], [-1000], [1001], [float('inf'), 3]]
+    points = [[str(x) for x in p] for p in points]
+    call = '(lab, p) => lab.reach(p.map(x => x === "inf" ? Infinity : +x))'
+    got = in_page(browser.new_page(), 'grpo', points, call)
+    assert got == [1, 1, 1, 2, 20, 50, 1000, 2000, 5]
 
 
 # ---- mismatch lab
@@ -658,6 +760,19 @@ def test_replay_takes_away_what_other_experts_add_and_nothing_else(browser):
             else:
                 assert gap == left
         assert 1 < sum(other for other, _ in live) < 12
+
+
+def test_tis_repairs_true_reports_and_harms_false_ones(browser):
+    "In the lab's own world: the answer that its lesson gives"
+    call = """(lab, p) => lab.measures({ ...lab.WORLD, format: 'fp32', temperature: 1, raw: false,
+        stale: 0, routes: 'replayed', cap: 2, ...p }).cosine"""
+    faults = dict(format='e4m3'), dict(format='bf16', routes='live'), dict(stale=4)
+    raw = dict(temperature=0.7, raw=True)
+    points = [f | dict(tis=tis) for f in (*faults, raw) for tis in ('off', 'truncate')]
+    cosines = in_page(browser.new_page(), 'mismatch', points, call)
+    *better, (before, after) = zip(cosines[::2], cosines[1::2])
+    assert all(old < new for old, new in better)
+    assert before == pytest.approx(1) and after < 0.995
 
 
 def test_mismatch_lab_follows_mouse_and_keyboard(browser, tmp_path):
@@ -1002,8 +1117,8 @@ def test_scheduler_lab_follows_mouse_and_keyboard(browser, tmp_path):
     opened = Opened(browser, tmp_path, 'schedule', reduced_motion='reduce')
     opened.page.get_by_role('button', name='longest first').click()
     opened.named('slots').press('ArrowLeft')
-    opened.named('tail').press('End')
-    (lengths,) = in_page(opened.page, 'schedule', [2], '(lab, tail) => lab.lengthsOf(tail)')
+    opened.named('spread').press('End')
+    (lengths,) = in_page(opened.page, 'schedule', [2], '(lab, x) => lab.lengthsOf(x)')
     end = max(e for *_, e in simulated(lengths, lengths, 5))
     assert f'The last ends at second {end:.2f};' in opened.text('.said')
     assert f'needs less than {max(sum(lengths) / 5, *lengths):.2f} s.' in opened.text('.said')
@@ -1037,7 +1152,8 @@ def test_countdown_lab_follows_mouse_and_keyboard(browser, tmp_path):
     opened = Opened(browser, tmp_path, 'countdown', reduced_motion='reduce')
     assert opened.text('.thinking') == '24+20=44,17:61 27!#(24+20)-17'
     opened.named('target').press('ArrowRight')
-    assert 'None of the 27 ways makes 28.' in opened.text('.said')
+    said = 'None of the 27 ways makes 28. The search wrote 18 of them, 118 characters,'
+    assert said in opened.text('.said')
     opened.named('target').press('ArrowLeft')
     opened.page.get_by_role('button', name='Write it').click()
     assert 'Way 2 of 27 makes 27. The response has 30 tokens' in opened.text('.said')
@@ -1056,6 +1172,135 @@ def test_countdown_lab_writes_letter_by_letter(browser, tmp_path):
     }"""
     assert button.evaluate(at_once) == ''
     opened.page.locator('.thinking').filter(has_text=whole).wait_for()
+    opened.fits()
+
+
+# ---- judge lab
+
+
+def judge_point(g):
+    n = g.randint(2, 9)
+    return dict(
+        gaps=[g.choice([0.0, 0.5, g.uniform(-1.5, 1.5)]) for _ in range(n)],
+        errors=[[g.gauss(0, 1), g.gauss(0, 1)] for _ in range(n)],
+        habit=g.choice([0.0, g.uniform(0, 1.5)]),
+        noise=g.choice([0.0, g.uniform(0, 1)]),
+        tie=g.choice([0.5, g.uniform(0.05, 1)]),
+        twice=g.random() < 0.5,
+    )
+
+
+def compared(p, habit):
+    "Labels and rewards by the library's `compare`; a text is the number of its answer"
+
+    def felt(q):
+        first = q.first != 'reference'
+        i = int(q.first if first else q.second)
+        gap = p['gaps'][i] if first else -p['gaps'][i]
+        return gap + habit + p['noise'] * p['errors'][i][0 if first else 1]
+
+    def ask(questions):
+        def label(x):
+            return 'Tie' if abs(x) < p['tie'] else 'Better' if x > 0 else 'Worse'
+
+        return [Reply(f'Verdict: {label(felt(q))}') for q in questions]
+
+    asked = [Question('', str(i), 'reference') for i in range(len(p['gaps']))]
+    done, replies = compare(ask, asked)
+    if not p['twice']:  # the first order alone
+        done = [Comparison(parse_label(r.text)) for r in replies[::2]]
+    return [c.label for c in done], [to_verdict(c).reward for c in done]
+
+
+def judged_by_the_library(p):
+    labels, rewards = compared(p, p['habit'])
+    unbiased, _ = compared(p, 0)
+    truth, _ = compared(p | dict(noise=0, twice=False), 0)
+    one = torch.zeros(len(labels), dtype=torch.long)
+    return dict(
+        labels=labels,
+        unbiased=unbiased,
+        truth=truth,
+        placed=sum(a != b for a, b in zip(labels, unbiased)),
+        right=sum(a == b for a, b in zip(labels, truth)),
+        advantages=group_advantages(torch.tensor(rewards, dtype=torch.double), one).tolist(),
+    )
+
+
+def test_judge_lab_says_what_the_library_says(browser):
+    g = random.Random(0)
+    points = [judge_point(g) for _ in range(1000)]
+    call = """(lab, p) => {
+        const found = lab.judged(p)
+        return { ...found, labels: found.said.map(s => s.label) }
+    }"""
+    met = set()
+    for p, ours in zip(points, in_page(browser.new_page(), 'judge', points, call), strict=True):
+        want = judged_by_the_library(p)
+        close(ours['advantages'], want.pop('advantages'))
+        assert {k: ours[k] for k in want} == want
+        met.add((p['twice'], want['placed'] > 0, len(set(want['labels'])) > 1))
+    assert len(met) == 8  # each way to ask, with and without changed labels, silent and not
+
+
+def test_a_habit_makes_no_label_better_where_both_orders_are_asked_without_noise(browser):
+    call = """(lab, [habit, twice]) => {
+        const p = { gaps: lab.GAPS, errors: lab.errorsOf(1), tie: lab.TIE, noise: 0, habit, twice }
+        const found = lab.judged(p)
+        return found.said.map((s, i) => [s.label, found.truth[i]])
+    }"""
+    points = [[k / 20, twice] for k in range(31) for twice in (False, True)]
+    for (habit, twice), labels in zip(points, in_page(browser.new_page(), 'judge', points, call)):
+        turned = [a for a, b in labels if a != b]
+        assert not (habit == 0 and turned)
+        if twice:
+            assert set(turned) <= {'Tie'}
+        else:
+            assert set(turned) <= {'Tie', 'Better'} and (habit < 0.4 or turned)
+
+
+def test_judge_lab_follows_mouse_and_keyboard(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'judge')
+    page, twice = opened.page, False
+    (world,) = in_page(
+        page, 'judge', [0], '(lab) => ({ gaps: lab.GAPS, tie: lab.TIE, errors: lab.errorsOf(1) })'
+    )
+
+    def follow():
+        "What stands under the lab is what Python finds for its sliders; the labels, with frames"
+        p = world | dict(twice=twice)
+        p['habit'] = float(opened.named('prefers the first place').input_value())
+        p['noise'] = float(opened.named('noise').input_value())
+        want, cells = judged_by_the_library(p), page.locator('.result')
+        assert cells.all_inner_texts() == want['labels']
+        assert page.locator('.result.placed').count() == want['placed']
+        said = opened.text('.said')
+        assert said.startswith(f'{16 if twice else 8} calls: ')
+        assert f'{want["right"]} of 8 labels ' in said
+        shown = page.locator('.eight').last.locator('span').all_inner_texts()
+        numbers = [float(x.replace('−', '-')) for x in shown]
+        assert numbers == pytest.approx(want['advantages'], abs=5.1e-3)
+        return want['placed'], want['right'], len(set(want['labels']))
+
+    assert follow() == (3, 5, 3)
+    assert "the place's doing: 1 from Worse to Tie, 2 from Tie to Better." in opened.text('.said')
+    page.get_by_role('button', name='in both orders').click()
+    twice = True
+    assert follow() == (2, 6, 2)
+    assert page.locator('.result.Tie').count() == 7
+    opened.named('prefers the first place').press('End')
+    assert follow()[2] == 1 and 'the group is silent' in opened.text('.said')
+    page.get_by_role('button', name='once').press('Enter')
+    twice = False
+    assert follow() == (7, 1, 1)
+    assert '1 of 8 labels is that of a perfect judge.' in opened.text('.said')
+    opened.named('prefers the first place').press('Home')
+    for _ in range(8):
+        opened.named('noise').press('ArrowRight')
+    assert follow()[0] == 0
+    page.get_by_role('button', name='New noise').press('Space')
+    (world['errors'],) = in_page(page, 'judge', [2], '(lab, seed) => lab.errorsOf(seed)')
+    follow()
     opened.fits()
 
 
@@ -1173,6 +1418,16 @@ def test_every_patient_of_the_clinic_has_a_fault_of_its_own(browser):
     assert all(last[exam][0] < last[exam][1] for exam in ('heldout', 'fresh'))
 
 
+def test_the_first_round_of_the_clinic_needs_no_experts(browser):
+    (rounds,) = in_page(browser.new_page(), 'clinic', [0], '(lab) => [lab.ROUNDS]')[0]
+    first, second = rounds['first'], rounds['second']
+    assert sorted(first['patients'] + second['patients']) == sorted(CLINIC['patients'])
+    assert first['diagnoses'] == first['patients'] and 'healthy' in first['patients']
+    assert set(second['diagnoses']) == set(CLINIC['patients'])
+    said = ' '.join([*first['diagnoses'], *first['curves']])
+    assert 'expert' not in said and 'route' not in said
+
+
 def test_the_lessons_of_the_clinic_are_there(browser):
     call = """(lab) => Object.values(lab.DIAGNOSES).map(d =>
         [d[2], lab.address(d[2], '/a/loop.html'), lab.address(d[2], '/nbs/loop.ipynb')])"""
@@ -1190,53 +1445,59 @@ def test_clinic_follows_mouse_and_keyboard(browser, tmp_path):
         'clinic',
         [0],
         """(lab) => {
-            const all = lab.examine(lab.DATA)
-            const least = Object.keys(all).map(n => [n, lab.fewest(all, n, lab.GIVEN)])
-            return { curves: lab.CURVES, diagnoses: lab.DIAGNOSES,
-                least: Object.fromEntries(least) }
+            const per = ({ patients, ...round }) => Object.fromEntries(
+                patients.map(n => [n, lab.fewest(lab.ward({ patients, ...round }), n, lab.GIVEN)]))
+            return { curves: lab.CURVES, diagnoses: lab.DIAGNOSES, rounds: lab.ROUNDS,
+                least: Object.values(lab.ROUNDS).map(per) }
         }""",
     )
-    curves, diagnoses, least = facts['curves'], facts['diagnoses'], facts['least']
+    curves, diagnoses, rounds = facts['curves'], facts['diagnoses'], facts['rounds']
     found = examined(CLINIC, curves)
 
     def press(name):
         page.get_by_role('button', name=name, exact=True).click()
 
-    def patient():
+    def patient(round):
         "Who it is, by the numbers that the page shows of all curves"
-        for text, _ in curves.values():
-            press(text)
+        keys = round['curves']
+        for key in keys:
+            press(curves[key][0])
         said = page.locator('.opened svg').evaluate_all(
             "all => all.map(e => e.getAttribute('aria-label'))"
         )
         values = [
             float(re.search('[:;] ([^ ]+) in its first step', x)[1].replace('−', '-')) for x in said
         ]
+        assert len(values) == len(keys)
         return next(
             n
-            for n in found
-            if all(v == pytest.approx(found[n][k][0][0], rel=6e-3) for k, v in zip(curves, values))
+            for n in round['patients']
+            if all(v == pytest.approx(found[n][k][0][0], rel=6e-3) for k, v in zip(keys, values))
         )
 
-    order = []
-    for i in range(len(diagnoses)):
-        order.append(patient())
-        press(diagnoses[order[-1]][0])
-        if i + 1 < len(diagnoses):
-            assert page.evaluate('document.activeElement.textContent') == 'Next patient'
-            page.keyboard.press('Enter')
-    assert sorted(order) == sorted(diagnoses)
-    assert f'Points: {(13 - 2) * 12}.' in opened.text('.score')
-    opened.fits()
-    press('New round')
-    other = patient()
-    wrong = next(n for n in diagnoses if n != other)
-    press(diagnoses[wrong][0])
-    assert opened.text('.said').startswith('No (3 points). With')
-    assert 'Points: 14.' in opened.text('.score')
-    press(diagnoses[other][0])
-    assert ', '.join(curves[k][0] for k in least[other]) in opened.text('.said')
-    press('New round')
+    for round, least in zip(rounds.values(), facts['least'], strict=True):
+        press(round['name'])
+        shown = page.locator('[aria-label="diagnosis"] button:visible').all_inner_texts()
+        assert sorted(shown) == sorted(diagnoses[n][0] for n in round['diagnoses'])
+        order = []
+        for i in range(len(round['patients'])):
+            order.append(patient(round))
+            press(diagnoses[order[-1]][0])
+            if i + 1 < len(round['patients']):
+                assert page.evaluate('document.activeElement.textContent') == 'Next patient'
+                page.keyboard.press('Enter')
+        assert sorted(order) == sorted(round['patients'])
+        assert f'Points: {(len(round["curves"]) - 2) * len(order)}.' in opened.text('.score')
+        opened.fits()
+        press('Start again')
+        other = patient(round)
+        wrong = next(n for n in round['diagnoses'] if n != other)
+        press(diagnoses[wrong][0])
+        assert opened.text('.said').startswith('No (3 points). With')
+        assert f'Points: {len(round["curves"]) - 2 + 3}.' in opened.text('.score')
+        press(diagnoses[other][0])
+        assert ', '.join(curves[k][0] for k in least[other]) in opened.text('.said')
+    press('Start again')
     assert 'Points: 0.' in opened.text('.score') and page.locator('.opened').count() == 2
     first = page.get_by_role('button', name='loss', exact=True)
     first.focus()
@@ -1244,6 +1505,27 @@ def test_clinic_follows_mouse_and_keyboard(browser, tmp_path):
     page.keyboard.press('Enter')  # is open already
     assert 'Points: 1.' in opened.text('.score') and page.locator('.opened').count() == 3
     opened.fits()
+
+
+def test_the_clinic_names_what_was_open(browser, tmp_path):
+    "The first patient is told by the two curves; where another is plainer, the text says so"
+    opened = Opened(browser, tmp_path, 'clinic', reduced_motion='reduce')
+    press = opened.page.get_by_role('button', name='the verifier can be fooled', exact=True).click
+    press()
+    assert 'What gives it away: mean reward is' in opened.text('.said')
+    assert 'The two curves from the start were enough' in opened.text('.said')
+    for _ in range(6):
+        opened.page.get_by_role('button', name='Next patient', exact=True).click()
+        for name in opened.page.locator('[aria-label="diagnosis"] button:visible').all():
+            if not opened.text('.said').startswith('Right.'):
+                name.click()
+        said = opened.text('.said')
+        told = re.search(
+            r'(On your curves|What gives it away): (mean reward|held-out exam) is', said
+        )
+        plainer = 'The surest sign was not open: ' in said or 'Even its furthest curve' in said
+        assert told or plainer, said
+    assert opened.text('.said').endswith('That was the last patient of this round.')
 
 
 def test_the_runs_of_the_clinic_can_be_made_again(tmp_path):

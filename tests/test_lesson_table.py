@@ -7,12 +7,12 @@ import sys
 import nbformat
 import pytest
 
-from tests.support import ROOT, front_page
+from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / 'tools'))
 from alt import titles_of  # noqa: E402
 from lesson_table import LABELS, concludes, lesson_table, lessons, numbers, pictures  # noqa: E402
-from toc import Course, read  # noqa: E402
+from toc import NUMBERS, Course, read, set_numbers  # noqa: E402
 
 COURSE = Course(ROOT)
 NBS = {n: read(COURSE.nbs / COURSE.paths[n]) for n in COURSE.order}
@@ -110,4 +110,15 @@ def test_the_table_counts_all_lessons():
     outputs = [o for n in LESSONS for c in NBS[n]['cells'] for o in c.get('outputs', [])]
     num = sum(not kinds.isdisjoint(o.get('data', [])) for o in outputs)
     assert f'| all lessons | {len(LESSONS)} |' in last and f'| {num} of {num} |' in last
-    assert table in front_page()
+    page = (ROOT / 'CONTRIBUTING.md').read_text()
+    assert page.endswith(f'{NUMBERS}\n{table}\n'), 'run `make sync`'
+
+
+def test_the_numbers_of_today_take_the_place_of_the_old_ones(tmp_path):
+    page = tmp_path / 'page.md'
+    page.write_text(f'# A page\n\n{NUMBERS}\nold\n')
+    set_numbers(COURSE, NBS, page)
+    assert page.read_text() == f'# A page\n\n{NUMBERS}\n{lesson_table(COURSE, NBS)}\n'
+    page.write_text('no mark\n')
+    set_numbers(COURSE, NBS, page)
+    assert page.read_text() == 'no mark\n'

@@ -69,7 +69,10 @@ def test_a_word_in_backticks_leads_to_a_name_only_where_it_is_meant(text, joined
             '',
             'Laws: first step, clip',
         ),
+        ('def go(a): ...\n\n\ndef go(a, b): ...', '', 'Code: go'),
         ('def check_it(fn):\n    assert fn', '', 'The check'),
+        ('x = 1\npredict(\n    "?", [], 0)', 'text/html', 'The code of the question'),
+        ('x = p.predict(1)\nprint(x)', 'text/plain', 'The code of this output'),
         ('x = 1\ntest_eq(x, 1)', '', 'The check'),
         ('x = 1\nassert x\nprint(x)', 'text/plain', 'The code of this output'),
         ('def _hidden(): ...', '', 'Show the code'),
@@ -98,6 +101,25 @@ def test_a_page_shows_a_figure_once(last, play, dropped):
     shown = build_docs.prepare(nbformat.v4.new_notebook(cells=cells), 'a', '', {}, set()).cells[1]
     assert shown.outputs == ([printed] if dropped else [picture, printed])
     assert shown.metadata.mystnb.code_prompt_show == 'The code of the figure'
+
+
+@pytest.mark.parametrize(
+    'source, removed',
+    [
+        ("pipeline('espo')", True),
+        ('#| code-fold: true\ndrawings.loop_shapes(batch)', True),
+        ('playground(\n    play,\n    k=3,\n)', True),
+        ('#| code-fold: true\nk = 3\nplayground(play, k=k)', False),
+        ('pipeline_of(3)', False),
+        ('print(3)', False),
+        ("%time pipeline('espo')", False),
+    ],
+)
+def test_a_cell_that_only_shows_stands_without_its_code(source, removed):
+    cells = [nbformat.v4.new_markdown_cell('# A'), nbformat.v4.new_code_cell(source)]
+    shown = build_docs.prepare(nbformat.v4.new_notebook(cells=cells), 'a', '', {}, set()).cells[1]
+    assert ('remove-input' in shown.metadata.tags) == removed
+    assert not removed or 'hide-input' not in shown.metadata.tags
 
 
 def test_a_folded_output_says_that_it_is_one():

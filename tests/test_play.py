@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
 import pytest
-from ipywidgets import Dropdown, FloatLogSlider, IntSlider
+from ipywidgets import Dropdown, FloatLogSlider, IntSlider, SelectionSlider
 from PIL import Image
 
 from course.play import frame, grid_sizes, playground, spread, still_play
@@ -47,7 +47,7 @@ def test_a_grid_is_small_and_fair(available):
     assert np.prod(sizes) <= 64 and len(sizes) == len(available)
     assert all(1 <= s <= n for s, n in zip(sizes, available, strict=True))
     assert all(s >= min(4, n) for s, n in zip(sizes[:3], available[:3], strict=True))
-    assert np.prod(available) > 18 or sizes == available  # all of it where that fits
+    assert np.prod(available) > 40 or sizes == available  # all of it where that fits
 
 
 @pytest.mark.parametrize('num', range(1, 12))
@@ -84,12 +84,12 @@ def alike(got, want):
 def test_a_box_holds_what_python_draws_for_each_choice():
     data, strip = opened(still_play(bars, **CONTROLS).data)
     heights, colours, powers = (c['labels'] for c in data['controls'])
-    assert (heights, colours) == (['0', '2', '5', '8'], ['#c2410c', '#0f766e'])
+    assert (heights, colours) == (['0', '2', '3', '5', '6', '8'], ['#c2410c', '#0f766e'])
     assert powers == ['1', '30', '100']
     assert [c['start'] for c in data['controls']] == [1, 0, 1]
     points = [(h, c, p) for h in heights for c in colours for p in powers]
-    assert len(data['frames']) == len(points) == 24
-    assert strip.shape[1] == 8 * data['width']  # the third control changes no picture
+    assert len(data['frames']) == len(points) == 36
+    assert strip.shape[1] == 12 * data['width']  # the third control changes no picture
     for (h, c, p), found in zip(points, data['frames'], strict=True):
         assert found['says'] == f'height {h} (height {h}, colour {c}, power {p})'
         assert found['html'] == f'<pre>&lt;{h} {c} {p}&gt;</pre>'
@@ -103,6 +103,18 @@ def test_a_function_that_only_prints_has_no_picture():
     data, _ = opened(html)
     assert [f['html'] for f in data['frames']] == [f'<pre>{n}</pre>' for n in (1, 2, 3)]
     assert {f['picture'] for f in data['frames']} == {-1} and '<img' not in html
+
+
+def test_chosen_stops_are_a_slider_and_a_list_of_names_is_none():
+    data, _ = opened(
+        still_play(
+            lambda n, who: print(n, who),
+            n=SelectionSlider(options=[0.2, 0.36, 1], value=0.36),
+            who=Dropdown(options=['a', 'b']),
+        ).data
+    )
+    assert [c['slides'] for c in data['controls']] == [True, False]
+    assert data['controls'][0]['labels'] == ['0.2', '0.36', '1']
 
 
 def test_only_a_text_that_repeats_is_told_apart():
@@ -174,10 +186,10 @@ def test_a_play_is_moved_by_keyboard_and_shows_what_python_draws(browser, tmp_pa
     red, green = '#c2410c', '#0f766e'
     assert alike(on_canvas(page), drawn(height=2, colour=red))
     slider.press('ArrowRight')
-    assert alike(on_canvas(page), drawn(height=5, colour=red))
-    assert slider.get_attribute('aria-valuetext') == '5'
+    assert alike(on_canvas(page), drawn(height=3, colour=red))
+    assert slider.get_attribute('aria-valuetext') == '3'
     colour.press('ArrowDown')
-    assert colour.input_value() == '1' and alike(on_canvas(page), drawn(height=5, colour=green))
+    assert colour.input_value() == '1' and alike(on_canvas(page), drawn(height=3, colour=green))
     slider.press('Home')
     page.get_by_label('power', exact=True).press('End')
     assert alike(on_canvas(page), drawn(height=0, colour=green))

@@ -215,11 +215,11 @@ def title_of(cell):
     source = cell.source
     if source.startswith('# Solution'):
         return 'Solution'
-    if 'predict(' in source:
+    if re.search(r'^predict\(', source, re.M):
         return 'The code of the question'
     if any(k.startswith('image/') for o in cell.outputs for k in o.get('data', {})):
         return 'The code of the figure'
-    names = re.findall(r'^(?:def|class) (?!_)(\w+)', source, re.M)
+    names = list(dict.fromkeys(re.findall(r'^(?:def|class) (?!_)(\w+)', source, re.M)))
     laws = [n.removeprefix('law_').replace('_', ' ') for n in names if n.startswith('law_')]
     if laws:
         return f'Laws: {", ".join(laws)}'
@@ -228,6 +228,19 @@ def title_of(cell):
     if cell.outputs:
         return 'The code of this output'
     return 'The check' if re.search(r'^ *(assert|test_\w+\()', source, re.M) else 'Show the code'
+
+
+DRAWS = re.compile(r'(pipeline|playground|lab|verdicts|show_settings|drawings\.\w+|machines\.\w+)$')
+
+
+def only_draws(source):
+    "Whether a cell does nothing but show: a map, a drawing, a Play, settings, verdicts"
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:  # a magic of IPython
+        return False
+    calls = [n.value for n in body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+    return len(calls) == len(body) > 0 and all(DRAWS.match(ast.unparse(c.func)) for c in calls)
 
 
 def shown_again(cell, below):
@@ -260,6 +273,8 @@ def prepare(nb, here, folder, names, pages):
             tags = {tag for key, tag in TAGS.items() if opts.get(key[0]) == key[1]}
             if tags >= (both := {'hide-input', 'hide-output'}):
                 tags = tags - both | {'hide-cell'}  # one fold, not two of one name
+            if only_draws(c.source):
+                tags = tags - {'hide-input'} | {'remove-input'}
             title = 'Show the output' if tags == {'hide-output'} else title_of(c)
             prompt = opts.get('code-summary', '').strip('"\'') or title
             if all(

@@ -2,7 +2,7 @@
 
     python tools/lesson_table.py     # one row per lesson
 
-`make sync` writes the table by parts into the index.
+`make sync` writes the table at the end of CONTRIBUTING.md.
 """
 
 import ast
@@ -168,7 +168,7 @@ def lesson_table(course, nbs):
     lines += [row(f'{course.number(n)} {title(nbs[n])}'.strip(), [r]) for n, r in spine.items()]
     groups = {'all steps': spine, 'deeper': deeper, 'all lessons': spine | deeper}
     lines += [row(name, [*found.values()]) for name, found in groups.items()]
-    summary = '<summary><b>The lessons in numbers</b></summary>'
+    summary = '<summary>How it is counted, and the table</summary>'
     return '\n'.join([f'<details>{summary}\n', COUNTED, '', *lines, '\n</details>'])
 
 

@@ -403,12 +403,11 @@ def tree(course):
     return '```\n' + '\n'.join(f'{a:{width}}{b}'.rstrip() for a, b in rows) + '\n```'
 
 
-def set_index(course, nb, titles, nbs):
+def set_index(course, nb, titles):
     "Cells of the index that name a block hold it"
     blocks = dict(
         tables=lambda: tables(course, titles),
         tree=lambda: tree(course),
-        lessons=lambda: lesson_table(course, nbs),
         ideas=lambda: folded('All ten, with lesson and code', front.idea_table(course, titles)),
         spine=lambda: steps(course, titles),
     )
@@ -416,6 +415,18 @@ def set_index(course, nb, titles, nbs):
         m = re.match(r'<!-- (\w+) from nbs/course\.yml[^>]*-->', source(c))
         if c['cell_type'] == 'markdown' and m:
             set_source(c, f'{m[0]}\n{blocks[m[1]]()}')
+
+
+# The lessons in numbers, for whoever writes them
+
+NUMBERS = '<!-- counted in the notebooks, written by `make sync` -->'
+
+
+def set_numbers(course, nbs, page):
+    "The table ends the page, below its mark"
+    head, mark, _ = page.read_text().partition(NUMBERS)
+    if mark:
+        page.write_text(f'{head}{mark}\n{lesson_table(course, nbs)}\n')
 
 
 # The map
@@ -429,7 +440,7 @@ def stages(course):
         boxes.append(f'    {stage!r}: ({number!r}, {box["label"]!r}),')
         homes += [f'    {of.replace("/", ".")!r}: {stage!r},' for of in box['of']]
         columns.setdefault(box.get('under', stage), []).append(stage)
-    rows = [f'    ({", ".join(map(repr, c))},),' for c in columns.values()]
+    rows = [f'    {tuple(c)},' for c in columns.values()]
     return '\n'.join(
         [
             '"The map of the series: the number and the label of each box"',
@@ -517,10 +528,12 @@ def sync_text(root=ROOT):
         path = Path(f'{name}.ipynb')
         nb = read(course.nbs / path)
         before = json.dumps(nb)
-        set_index(course, nb, titles, nbs)
+        set_index(course, nb, titles)
         set_links(course, path, nb)
         set_ids(nb)
         write(course.nbs / path, nb, before)
+    if (page := root / 'CONTRIBUTING.md').exists():
+        set_numbers(course, nbs, page)
     (course.nbs / 'sidebar.yml').write_text(sidebar(course))
     (root / 'course' / 'stages.py').write_text(stages(course))
     return list(course.problems())

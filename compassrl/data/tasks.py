@@ -24,9 +24,9 @@ _all_ = ['task_families', 'verifiers']
 
 # %% auto #0
 __all__ = [
-    'GRACE', 'Problem', 'Choices', 'task_family', 'problem', 'num_problems', 'arithmetic',
-    'countdown', 'strings', 'Verifier', 'verifier', 'find_verifier', 'after_reasoning', 'one_line',
-    'judge', 'exact', 'final', 'countdown_expression', 'as_verdict', 'failure', 'verify',
+    'GRACE', 'Problem', 'Choices', 'task_family', 'arithmetic', 'countdown', 'strings', 'Verifier',
+    'verifier', 'find_verifier', 'after_reasoning', 'one_line', 'judge', 'exact', 'final',
+    'countdown_expression', 'as_verdict', 'failure', 'verify', 'problem', 'num_problems',
     'task_families', 'verifiers',
 ]  # fmt: skip
 
@@ -64,22 +64,6 @@ def task_family(fn: _F) -> _F:
     It asks for the same sizes whatever was chosen, and may return None."""
     task_families[fn.__name__] = fn
     return fn
-
-
-# %% ../../nbs/data/tasks.ipynb #a5939552
-def problem(
-    domain: str,  # name in `task_families`
-    level: int,
-    number: int,  # 0 to `num_problems(domain, level)`-1
-) -> Problem | None:  # None where the combination makes no problem
-    "One entry of the numbered list that a family is"
-    return task_families[domain](level, Choices(number))
-
-
-def num_problems(domain: str, level: int) -> int:  # some entries are None, some are equal
-    "How many combinations of choices there are"
-    task_families[domain](level, choices := Choices(0))
-    return choices.size
 
 
 # %% ../../nbs/data/tasks.ipynb #f58253a0
@@ -335,3 +319,19 @@ def verify(
         return call_own(fn.judge_one, wall_s + 2 * GRACE, prompt, text)  # a worker is killed first
     except Exception as e:
         return failure(e, fn)
+
+
+# %% ../../nbs/data/tasks.ipynb #a5939552
+def problem(
+    domain: str,  # name in `task_families`
+    level: int,
+    number: int,  # 0 to `num_problems(domain, level)`-1
+) -> Problem | None:  # None where the combination makes no problem
+    "One entry of the numbered list that a family is"
+    return task_families[domain](level, Choices(number))
+
+
+def num_problems(domain: str, level: int) -> int:  # some entries are None, some are equal
+    "How many combinations of choices there are"
+    task_families[domain](level, choices := Choices(0))
+    return choices.size

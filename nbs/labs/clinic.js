@@ -1,5 +1,5 @@
 // Sick-run clinic: live runs with one planted fault each; find it from the fewest curves
-import { button, drawn, h, random, show, shown } from './shared.js'
+import { button, choice, drawn, h, random, show, shown } from './shared.js'
 import DATA from './clinic.json' with { type: 'json' }
 
 export { DATA }
@@ -22,10 +22,38 @@ export const CURVES = {
   routes_agree_frac: ['same experts', 0.02],
   expert_busiest_frac: ['busiest expert', 0.05],
 }
+// The same in a clause
+const MEANS = {
+  reward_mean: 'what the verifier paid per response',
+  heldout: 'right answers to prompts kept out of training',
+  fresh: 'the same for other prompts: a second exam',
+  zero_variance_frac: 'share of groups with equal rewards',
+  failed_frac: 'share of responses that nobody judged',
+  truncated_frac: 'share of responses that hit the token limit',
+  entropy: 'how undecided the policy is at a token',
+  loss: 'value of the loss',
+  approx_kl: 'how far a step moves the policy',
+  grad_norm: 'length of the gradient',
+  rollout_train_gap: 'how far their log-probs are apart',
+  routes_agree_frac: 'share of equal choices in both engines',
+  expert_busiest_frac: 'share of tokens in the fullest expert',
+}
 const LIMIT = 3 // so many half widths of the healthy band from its middle is sick
 const WRONG = 3 // points of a wrong diagnosis
 export const GIVEN = ['reward_mean', 'heldout'] // what everybody looks at: open from the start, free
-const FIRST = 9 // the round that begins with a patient whose reward rises while the exam falls
+const FIRST = 24 // begins with a patient whose reward rises while the exams fall
+
+// What the lesson of this lab explains, and what needs step 10. Round 2 offers all diagnoses
+const EXPERTS = ['routes_agree_frac', 'expert_busiest_frac']
+const EARLY = ['healthy', 'broken verifier', 'fooled verifier', 'cut off', 'too hard', 'learning rate',
+  'stale weights']
+const later = Object.keys(DATA.patients).filter(n => !EARLY.includes(n))
+export const ROUNDS = {
+  first: { name: '1: faults of this lesson', patients: EARLY, diagnoses: EARLY,
+    curves: Object.keys(CURVES).filter(k => !EXPERTS.includes(k)) },
+  second: { name: '2: more faults, after step 10', patients: later, diagnoses: [...EARLY, ...later],
+    curves: Object.keys(CURVES) },
+}
 
 const mean = x => x.reduce((a, b) => a + b, 0) / x.length
 
@@ -42,11 +70,17 @@ export function compare(curve, healthy, floor) {
   })
 }
 
+const some = (all, keys) => Object.fromEntries(keys.map(k => [k, all[k]]))
+
 // Patient -> curve -> its two ends
 export const examine = (data, curves = CURVES) =>
   Object.fromEntries(Object.entries(data.patients).map(([name, own]) => [name,
     Object.fromEntries(Object.entries(curves).map(([key, [, floor]]) =>
       [key, compare(own[key], data.healthy[key], floor)]))]))
+
+// The same for who may be met in a round
+export const ward = ({ diagnoses, curves }) =>
+  examine({ ...DATA, patients: some(DATA.patients, diagnoses) }, some(CURVES, curves))
 
 const alike = (a, b, key) => a[key].every((end, i) => end.sick === b[key][i].sick)
 
@@ -73,8 +107,8 @@ export function fewest(all, name, given = []) {
 }
 
 // The curve and the end that lie furthest from the healthy runs
-export function tellTale(patient) {
-  const all = Object.entries(patient).flatMap(([key, two]) => two.map((end, i) => ({ key, i, ...end })))
+export function tellTale(patient, keys = Object.keys(patient)) {
+  const all = Object.entries(some(patient, keys)).flatMap(([key, two]) => two.map((end, i) => ({ key, i, ...end })))
   return all.reduce((a, b) => Math.abs(b.away) > Math.abs(a.away) ? b : a)
 }
 
@@ -98,7 +132,7 @@ export const DIAGNOSES = {
   'stale weights': ['stale weights', 'New weights never reach the engine that samples',
     'loop.ipynb#stale-weights'],
   'wrong experts': ['wrong experts are replayed', 'Each token is trained with the experts of the next one',
-    'algo/engine_gap.ipynb#wrong-routes-are-worse-than-none'],
+    'algo/engine_gap.ipynb#break-it-routes-at-the-wrong-place'],
   'off by one': ['loss mask off by one', 'The mask of the loss begins and ends one token early',
     'train/torch_train.ipynb#token-t-is-predicted-from-token-t-1'],
   entropy: ['entropy bonus with the wrong sign', 'The entropy bonus is subtracted, so likely tokens become likelier',
@@ -114,7 +148,7 @@ export const address = (notebook, pathname) => pathname.endsWith('.html')
   ? notebook.replace(/(^|\/)\d+_/g, '$1').replace('.ipynb', '.html') : notebook
 
 const LOOKS = `
-.lab .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.2rem, 1fr)); gap: .6rem 1rem; }
+.lab .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(15rem, 100%), 1fr)); gap: .9rem 1.2rem; }
 .lab .bench figure { margin: 0; padding: 0; width: auto; }
 .lab .bench figcaption { font: 12px/1.4 system-ui, sans-serif; color: var(--ink); margin: 0; padding: 0; text-align: left; }
 .lab .bench figcaption b { display: block; }
@@ -130,9 +164,13 @@ const range = ({ low, high }) => low === high ? shown(low) : `${shown(low)} to $
 const span = ({ low, high }) => low === high ? shown(low, 2) : `${shown(low, 2)}…${shown(high, 2)}`
 const named = keys => keys.map(k => CURVES[k][0]).join(', ')
 
+// What a curve says at one of its ends
+const fact = ({ key, i, value, ...end }) =>
+  `${CURVES[key][0]} is ${shown(value)} ${FIRST_LAST[i]}, healthy runs have ${range(end)}`
+
 // The patient's curve over what the healthy runs span, with the numbers in words
 function chart(key, curve, healthy, two) {
-  const [w, tall] = [150, 64], steps = curve.map((_, i) => healthy.map(run => run[i]))
+  const [w, tall] = [230, 110], steps = curve.map((_, i) => healthy.map(run => run[i]))
   const all = [...curve, ...steps.flat()], middle = (Math.min(...all) + Math.max(...all)) / 2
   // noise below the floor stays flat
   const half = Math.max(Math.max(...all) - middle, 2 * CURVES[key][1])
@@ -140,13 +178,17 @@ function chart(key, curve, healthy, two) {
   const at = (v, i) => `${x(i).toFixed(1)},${y(v).toFixed(1)}`
   const edge = side => steps.map((s, i) => at(side(...s), i))
   const said = two.map((e, i) => `${shown(e.value)} ${FIRST_LAST[i]}, healthy runs ${range(e)}`)
+  const word = (x, y, text, anchor = 'start') => drawn('text', { x, y, 'text-anchor': anchor }, text)
   return h('figure', { class: 'opened' },
-    drawn('svg', { viewBox: `-2 -4 ${w + 4} ${tall + 8}`, role: 'img', 'aria-label': `${CURVES[key][0]}: ${said.join('; ')}` },
-      drawn('line', { x1: 0, x2: w, y1: tall + 2, y2: tall + 2, class: 'frame' }),
+    h('figcaption', { 'aria-hidden': 'true' }, h('b', {}, CURVES[key][0]), h('span', { class: 'quiet' }, MEANS[key])),
+    drawn('svg', { viewBox: `-2 -6 ${w + 50} ${tall + 24}`, role: 'img', 'aria-label': `${CURVES[key][0]}: ${said.join('; ')}` },
+      ...[0, tall].map(at => drawn('line', { x1: 0, x2: w, y1: at, y2: at, class: 'frame' })),
+      word(w + 5, 4, shown(middle + half, 2)), word(w + 5, tall + 4, shown(middle - half, 2)),
+      word(0, tall + 15, 'step 1'), word(w, tall + 15, curve.length, 'end'),
       drawn('polygon', { class: 'sound', points: [...edge(Math.max), ...edge(Math.min).reverse()].join(' ') }),
       drawn('polyline', { class: 'sick', points: curve.map(at).join(' ') })),
-    h('figcaption', { 'aria-hidden': 'true' }, h('b', {}, CURVES[key][0]),
-      `${shown(two[0].value)} → ${shown(two[1].value)}`, h('br'), `healthy ${span(two[0])} → ${span(two[1])}`))
+    h('figcaption', { 'aria-hidden': 'true' },
+      `patient ${shown(two[0].value)} → ${shown(two[1].value)}`, h('br'), `healthy ${span(two[0])} → ${span(two[1])}`))
 }
 
 function shuffled(names, seed) {
@@ -155,36 +197,43 @@ function shuffled(names, seed) {
 }
 
 function render({ el }) {
-  const all = examine(DATA), names = Object.keys(all), keys = Object.keys(CURVES)
-  const par = Object.fromEntries(names.map(n => [n, fewest(all, n, GIVEN)]))
-  let round = FIRST, order, at, opened = [], wrong = 0, spent, done
+  const wards = Object.fromEntries(Object.entries(ROUNDS).map(([key, r]) => [key, ward(r)]))
+  let round = 'first', turn = FIRST, order, at, opened = [], wrong = 0, spent, done
   const head = h('p', { class: 'score', style: 'margin:0 0 .6rem' }), charts = h('div', { class: 'charts' })
   const line = h('p', { class: 'said', 'aria-live': 'polite' })
-  const open = Object.fromEntries(keys.map(k => [k, h('button',
+  const open = Object.fromEntries(Object.keys(CURVES).map(k => [k, h('button',
     { type: 'button', 'aria-pressed': 'false', click: () => look(k) }, CURVES[k][0])]))
-  const guess = Object.fromEntries(names.map(n => [n, button(DIAGNOSES[n][0], () => answer(n))]))
-  const next = button('Next patient', () => { at++; admit(); open[keys.find(k => !GIVEN.includes(k))].focus() })
+  const guess = Object.fromEntries(Object.keys(DIAGNOSES).map(n =>
+    [n, button(DIAGNOSES[n][0], () => answer(n))]))
+  const next = button('Next patient', () => { at++; admit(); open[closed()[0]].focus() })
+  const rounds = choice('Round', Object.fromEntries(Object.entries(ROUNDS).map(([k, r]) => [k, r.name])),
+    round, key => { round = key; start() })
 
+  const closed = () => ROUNDS[round].curves.filter(k => !GIVEN.includes(k))
+  const least = name => fewest(wards[round], name, GIVEN)
   const now = () => points({ opened: opened.length - GIVEN.length, wrong })
 
   function score() {
-    const least = order.slice(0, at + done).reduce((sum, n) => sum + par[n].length, 0)
+    const best = order.slice(0, at + done).reduce((sum, n) => sum + least(n).length, 0)
     head.textContent = `Patient ${at + 1} of ${order.length}. Points: ${spent + now()}. `
-      + `Fewest possible so far: ${least}.`
+      + `Fewest possible so far: ${best}.`
   }
 
   function start() {
-    order = shuffled(names, round++)
+    const { patients, curves, diagnoses } = ROUNDS[round]
+    order = shuffled(patients, turn++)
     at = spent = 0
+    Object.keys(open).forEach(k => { open[k].hidden = !curves.includes(k) })
+    Object.keys(guess).forEach(n => { guess[n].hidden = !diagnoses.includes(n) })
     admit()
   }
 
   function admit() {
     opened = []
-    done = 0
+    wrong = done = 0
     next.hidden = true
-    keys.forEach(k => open[k].setAttribute('aria-pressed', 'false'))
-    names.forEach(n => { guess[n].disabled = false; guess[n].removeAttribute('aria-pressed') })
+    Object.values(open).forEach(b => b.setAttribute('aria-pressed', 'false'))
+    Object.values(guess).forEach(b => { b.disabled = false; b.removeAttribute('aria-pressed') })
     charts.replaceChildren()
     GIVEN.forEach(look)
     line.textContent = 'Two curves of a run, over what five healthy runs span. What is wrong? '
@@ -195,12 +244,12 @@ function render({ el }) {
     if (open[key].getAttribute('aria-pressed') === 'true') return
     if (!done) opened.push(key) // afterwards it costs nothing
     open[key].setAttribute('aria-pressed', 'true')
-    charts.append(chart(key, DATA.patients[order[at]][key], DATA.healthy[key], all[order[at]][key]))
+    charts.append(chart(key, DATA.patients[order[at]][key], DATA.healthy[key], wards[round][order[at]][key]))
     score()
   }
 
   function answer(name) {
-    const is = order[at], fits = compatible(all, is, opened)
+    const is = order[at], all = wards[round], fits = compatible(all, is, opened)
     if (name === is) return cured(is, fits)
     wrong++
     const against = opened.find(k => !alike(all[is], all[name], k))
@@ -210,31 +259,42 @@ function render({ el }) {
     score()
   }
 
+  // What showed it: on the curves that were open, and where it is plainest
+  function signs(is) {
+    const patient = wards[round][is], tale = tellTale(patient), seen = tellTale(patient, opened)
+    if (!tale.sick) return `Even its furthest curve is near: ${fact(tale)}. `
+    if (tale.key === seen.key) return `What gives it away: ${fact(tale)}. `
+    const plainest = `The surest sign was not open: ${fact(tale)}. `
+    return seen.sick ? `On your curves: ${fact(seen)}. ${plainest}` : plainest
+  }
+
   function cured(is, fits) {
-    const [, what, lesson] = DIAGNOSES[is], tale = tellTale(all[is])
-    done = 1
-    names.forEach(n => { guess[n].disabled = true })
-    guess[is].setAttribute('aria-pressed', 'true')
-    const also = fits.filter(n => n !== is).map(n => DIAGNOSES[n][0])
-    line.replaceChildren(`Right. ${what}. ${tale.sick ? 'What gives it away' : 'Even the furthest curve is near'}: `
-      + `${CURVES[tale.key][0]} is ${shown(tale.value)} ${FIRST_LAST[tale.i]}, healthy runs have ${range(tale)}. `
+    const [, what, lesson] = DIAGNOSES[is]
+    const also = fits.filter(n => n !== is).map(n => DIAGNOSES[n][0]), best = least(is)
+    const said = `Right. ${what}. ${signs(is)}`
       + (also.length ? `By your curves it could also have been: ${also.join(', ')}. ` : '')
-      + (par[is].length ? `Enough would have been: ${named(par[is])}. ` : 'The two curves were enough. '), h('a', { href: address(lesson, location.pathname) }, 'The lesson'), '.')
+      + (best.length ? `Enough would have been: ${named(best)}. `
+        : 'The two curves from the start were enough: no other fault changes both in this way. ')
+    done = 1
+    Object.values(guess).forEach(b => { b.disabled = true })
+    guess[is].setAttribute('aria-pressed', 'true')
+    line.replaceChildren(said, h('a', { href: address(lesson, location.pathname) }, 'The lesson'), '.')
     score()
     spent += now()
     opened = [...GIVEN]
     wrong = 0
-    if (at + 1 === order.length) return line.append(' That was the last patient.')
+    if (at + 1 === order.length) return line.append(' That was the last patient of this round.')
     next.hidden = false
     next.focus()
   }
 
   start()
-  show(el, 'Sick-run clinic', h('style', {}, LOOKS), head,
-    h('div', { class: 'knobs', role: 'group', 'aria-label': 'curves' }, 'Curves', ...Object.values(open)),
-    charts, h('div', { class: 'knobs', role: 'group', 'aria-label': 'diagnoses', style: 'margin-top:.6rem' },
-      'Diagnosis', ...Object.values(guess)), line,
-    h('div', { class: 'knobs', style: 'margin:.6rem 0 0' }, next, button('New round', start)),
+  const row = (name, buttons, style) =>
+    h('div', { class: 'knobs', role: 'group', 'aria-label': name.toLowerCase(), style }, name, ...buttons)
+  show(el, 'Sick-run clinic', h('style', {}, LOOKS), h('div', { class: 'knobs' }, rounds.row), head,
+    row('Curves', Object.values(open)), charts,
+    row('Diagnosis', Object.values(guess), 'margin-top:.9rem'), line,
+    h('div', { class: 'knobs', style: 'margin:.6rem 0 0' }, next, button('Start again', start)),
     h('p', { class: 'quiet' }, 'Orange: the patient. Band: five healthy runs. All runs have 20 steps. A further curve costs 1 point, a wrong diagnosis '
       + `${WRONG}; few points are good.`))
 }

@@ -72,11 +72,12 @@ function render({ el }) {
     const ended = written >= text.length
     // a value is read once the character after it is written
     const read = ended ? found.read : (text.slice(0, written).match(/(?<=[:\d.]) |;|!/g) ?? []).length
-    const skipped = ways(numbers).map((w, n) => w.made > 99 ? -1 : n).filter(n => n >= 0)
-    picture.replaceChildren(grid(ways(numbers), hit, ended ? found.read : (skipped[read] ?? 27)))
+    const kept = ways(numbers).map((w, n) => w.made > 99 ? -1 : n).filter(n => n >= 0)
+    picture.replaceChildren(grid(ways(numbers), hit, ended ? found.read : (kept[read] ?? 27)))
     paper.textContent = text.slice(0, written)
     if (!ended) return
-    line.textContent = (hit < 0 ? `None of the 27 ways makes ${target}. The search has ${text.length} characters and no answer.`
+    line.textContent = (hit < 0 ? `None of the 27 ways makes ${target}. The search wrote ${kept.length} of them, `
+      + `${text.length} characters, and has no answer.`
       : `Way ${found.read} of 27 makes ${target}. The response has ${text.length + 1} tokens with its end.`)
       + ` Of 27 guesses ${found.guesses} would be right.`
   }

@@ -77,9 +77,24 @@ export function growth(groups, budget, maxGroupSize) {
   return more
 }
 
+// Why no group grows: [group, reason] of each silent one
+export function refused(groups, budget, maxGroupSize) {
+  const found = []
+  groups.forEach(({ raw, valid, lengths }, g) => {
+    const s = groupStats(raw, valid), cost = sum(lengths)
+    if (!s.flat) return
+    if (s.num < 2) found.push([g, 'has fewer than two verdicts'])
+    else if (2 * raw.length > maxGroupSize) found.push([g, `has ${raw.length} responses, the most allowed`])
+    else if (cost > budget) found.push([g, `needs ${cost} tokens`])
+  })
+  return found
+}
+
 // ---- the lab
 
-const MAX_TOKENS = 12, MAX_GROUP_SIZE = 32, WAVE = 8
+const MAX_TOKENS = 12, MAX_GROUP_SIZE = 32, WAVE = 8, FIRST_BUDGET = 0.5
+const START = { estimator: 'grpo', stdFloor: 0.35, lengthWeight: 0, zvpAlpha: 0, overlongFrac: 0.5,
+  maxTokens: MAX_TOKENS }
 const NAMES = ['easy', 'mixed', 'hard']
 const VERDICTS = [[1, 1, 1, 1, 1, 1, 1, 1], [1, 0, 0, 1, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
 const LENGTHS = [[5, 6, 12, 7, 5, 6, 8, 5], [6, 9, 12, 7, 10, 8, 11, 6], [9, 8, 10, 7, 9, 12, 8, 9]]
@@ -167,8 +182,7 @@ function drawGroup(group, settings) {
 }
 
 function render({ el }) {
-  const settings = { estimator: 'grpo', stdFloor: 0.35, lengthWeight: 0, zvpAlpha: 0,
-    overlongFrac: 0.5, maxTokens: MAX_TOKENS }
+  const settings = { ...START }
   const groups = NAMES.map((name, g) => {
     const state = h('span', { class: 'quiet' })
     const group = { g, verdicts: [...VERDICTS[g]], lanes: [], state }
@@ -176,7 +190,7 @@ function render({ el }) {
       h('div', { class: 'head' }, h('b', {}, `${name} prompt`), group.state))
     return group
   })
-  let times = 0.5 // tokens for growth, times those of the first wave
+  let times = FIRST_BUDGET // tokens for growth, times those of the first wave
   const line = h('p', { class: 'said', 'aria-live': 'polite' })
   const grown = h('p', { class: 'grown', 'aria-live': 'polite' })
 
@@ -211,12 +225,32 @@ function render({ el }) {
       lanes(group)
     })
     const who = NAMES.map((name, g) => `The ${name} group has ${more[g]} more responses.`)
-    say(who.filter((_, g) => more[g]).join(' ') || 'No group grows.')
+    say(who.filter((_, g) => more[g]).join(' ') || nobody(left))
+  }
+
+  function nobody(left) {
+    const why = refused(groups.map(columns), left, MAX_GROUP_SIZE)
+    if (!why.length) return 'No group grows: none is silent.'
+    const each = why.map(([g, reason]) => `the ${NAMES[g]} group ${reason}`)
+    return `No group grows: ${each.join('; ')}. ${left} tokens are left.`
   }
 
   function back() {
     groups.forEach(group => { group.verdicts.splice(WAVE); lanes(group) })
     say('Every group has eight responses.')
+  }
+
+  // Everything as it was when the page was opened
+  function reset() {
+    Object.assign(settings, START)
+    times = FIRST_BUDGET
+    by.press(START.estimator)
+    floor.set(START.stdFloor)
+    long.set(START.lengthWeight)
+    alpha.set(START.zvpAlpha)
+    budget.set(FIRST_BUDGET)
+    groups.forEach((group, g) => { group.verdicts = [...VERDICTS[g]] })
+    back()
   }
 
   const set = key => x => { settings[key] = x; draw() }
@@ -230,7 +264,7 @@ function render({ el }) {
   show(el, 'Group lab', h('style', {}, LOOKS),
     h('div', { class: 'knobs' }, by.row), h('div', { class: 'knobs' }, floor.box, long.box, alpha.box),
     h('div', { class: 'knobs' }, budget.box, button('Grow silent groups', grow),
-      button('Back to eight', back)),
+      button('Back to eight', back), button('Reset', reset)),
     ...groups.map(g => g.box), line, grown,
     h('p', { class: 'quiet' }, 'Click a verdict: ✓ right, ✗ wrong, ? none; next to it the '
       + 'response’s tokens. Bars: the advantage of every token, up or down; below, its mean over a response. The limit is 12 '

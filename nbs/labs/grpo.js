@@ -86,6 +86,13 @@ const LOOKS = `
 .lab[data-plays] > .bench { margin-bottom: .6rem; }
 `
 
+// Where the axis of a curve ends: at 1, 2 or 5 times a power of ten, so that all values fit
+export function reach(values) {
+  const most = Math.max(1, ...values.map(Math.abs).filter(Number.isFinite))
+  const unit = 10 ** Math.floor(Math.log10(most))
+  return unit * [1, 2, 5, 10].find(n => n * unit >= most)
+}
+
 // A curve over steps, between two values
 function curve(values, low, high) {
   const [w, tall] = [260, 70], n = Math.max(values.length - 1, 20)
@@ -106,8 +113,9 @@ function distribution(theta, task) {
       class: TASKS[task](RESPONSES[i]) ? 'right' : 'wrong' })))
 }
 
-function render({ el }) {
-  const settings = { task: 'rising', size: 16, lr: 2 }
+function render({ el, model }) {
+  const begin = model?.get('begin') ?? el.dataset // where a lesson lets its lab begin
+  const settings = { task: 'rising', size: 16, lr: +(begin.lr ?? 2) }
   let run, timer = 0
   const input = h('input', { type: 'text', 'aria-label': 'advantage', spellcheck: 'false',
     input: () => { stop(); draw() } })
@@ -160,7 +168,8 @@ function render({ el }) {
       return h('span', { class: right ? 'right' : '' }, `${RESPONSES[i].join('')} ${shown(run.A[k], 2)}`)
     }))
     reward.replaceChildren('expected reward', curve(run.rewards, 0, 1))
-    loss.replaceChildren('loss', curve(run.losses, -1, 1))
+    const end = reach(run.losses)
+    loss.replaceChildren('loss', curve(run.losses, -end, end))
     line.textContent = !formula() ? 'This is not a formula in r, mean and std.'
       : `Step ${run.losses.length}: expected reward ${run.rewards.at(-1).toFixed(4)}`
         + (run.losses.length ? `, loss ${run.losses.at(-1).toFixed(6).replace(/^-(0\.0+)$/, '$1')}.` : '.')
@@ -169,7 +178,8 @@ function render({ el }) {
   const tasks = choice('Reward 1 if', { rising: 'digits never fall', three: 'there is a 3',
     constant: 'always' }, 'rising', key => { settings.task = key; reset() })
   const size = slider('group', { min: 2, max: 32, step: 1, value: 16 }, x => { settings.size = x })
-  const lr = slider('learning rate', { min: 0.5, max: 20, step: 0.5, value: 2 }, x => { settings.lr = x })
+  const lr = slider('learning rate', { min: 0.5, max: 20, step: 0.5, value: settings.lr },
+    x => { settings.lr = x })
   const presets = FORMULAS.map(text => button(text, () => { input.value = text; stop(); draw() }))
   reset()
   const first = el.dataset.plays === 'once' // on the front page: what moves stands above the knobs

@@ -29,9 +29,9 @@ export function facts(lengths, spans, slots) {
 
 const COUNT = 40, normal = normals(7)
 const SHAPE = Array.from({ length: COUNT }, normal), NOISE = Array.from({ length: COUNT }, normal)
-// Heavier tails from the same draws; the mean stays 10 seconds
-export function lengthsOf(tail) {
-  const raw = SHAPE.map(z => Math.exp(tail * z)), all = raw.reduce((a, b) => a + b, 0)
+// Wider spread from the same draws; the mean stays 10 seconds
+export function lengthsOf(spread) {
+  const raw = SHAPE.map(z => Math.exp(spread * z)), all = raw.reduce((a, b) => a + b, 0)
   return raw.map(x => 10 * COUNT * x / all)
 }
 export const guesses = (lengths, noise) => lengths.map((x, i) => x * Math.exp(noise * NOISE[i]))
@@ -57,12 +57,12 @@ function gantt(spans, slots, { end, bound }, now) {
 }
 
 function render({ el }) {
-  const settings = { kind: 'fifo', slots: 6, tail: 1, noise: 0 }
+  const settings = { kind: 'fifo', slots: 6, spread: 1, noise: 0 }
   let now = 1, timer = 0 // the share of the time that has passed
   const picture = h('div'), line = h('p', { class: 'said', 'aria-live': 'polite' })
 
   function draw() {
-    const lengths = lengthsOf(settings.tail), predicted = guesses(lengths, settings.noise)
+    const lengths = lengthsOf(settings.spread), predicted = guesses(lengths, settings.noise)
     const spans = schedule(lengths, queue(predicted, settings.kind), settings.slots)
     const found = facts(lengths, spans, settings.slots)
     picture.replaceChildren(gantt(spans, settings.slots, found, now * found.end))
@@ -93,14 +93,14 @@ function render({ el }) {
   const set = key => x => { settings[key] = x; draw() }
   const kind = choice('Order', { fifo: 'as they come', longest: 'longest first' }, 'fifo', set('kind'))
   const slots = slider('slots', { min: 2, max: 12, step: 1, value: 6 }, set('slots'))
-  const tail = slider('tail', { min: 0, max: 2, step: 0.1, value: 1 }, set('tail'))
+  const spread = slider('spread', { min: 0, max: 2, step: 0.1, value: 1 }, set('spread'))
   const noise = slider('noise of the prediction', { min: 0, max: 3, step: 0.1, value: 0 }, set('noise'))
   const percent = x => `${shown(100 * x)} %`
   const clock = slider('time', { min: 0, max: 1, step: 0.01, value: 1, say: percent },
     x => { stop(); now = x; draw() })
   draw()
   show(el, 'Scheduler lab', h('style', {}, LOOKS), h('div', { class: 'knobs' }, kind.row),
-    h('div', { class: 'knobs' }, slots.box, tail.box, noise.box),
+    h('div', { class: 'knobs' }, slots.box, spread.box, noise.box),
     h('div', { class: 'knobs' }, button('Play', play), clock.box), picture, line,
     h('p', { class: 'quiet' }, 'A row is a slot, a bar a response; the one that ends last is orange. Dashed: the least time.'))
 }

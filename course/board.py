@@ -1,0 +1,281 @@
+"""The scoreboard's rules: what a row of nbs/scoreboard.yml measured, and the verdict on its claim.
+
+A row holds no measured number. It names a stored result of benchmarks/results, the value that it
+is compared with, and the side of that value on which the claim wants it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from IPython.display import Markdown
+
+__all__ = [
+    'HOLDS',
+    'REVERSE',
+    'MISSED',
+    'UNSEEN',
+    'UNSURE',
+    'BUILT',
+    'NO',
+    'NEVER',
+    'SEEN',
+    'evidence',
+    'read_board',
+    'stored',
+    'effect',
+    'than',
+    'trials',
+    'judged',
+    'verdict',
+    'in_unit',
+    'said',
+    'result',
+    'measured',
+    'open_to',
+    'theirs',
+    'lesson',
+    'table',
+    'verdicts',
+]
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, STUDIES = ROOT / 'benchmarks' / 'results', ROOT / 'benchmarks' / 'studies'
+NBS, PAGE = ROOT / 'nbs', 'studies/scoreboard.ipynb'
+HOLDS, REVERSE, MISSED = 'holds here', 'the reverse here', 'not reached here'
+UNSEEN, UNSURE, BUILT = 'not seen here', 'cannot tell', 'by construction'
+NO, NEVER = 'not measured yet', 'not testable on a CPU'
+SEEN = '†'  # after a result whose seeds have shaped a default
+POINTS = 'accuracy', 'tokens', 'groups', 'pairs'  # percentage points of these
+LEVELS = dict(factor='a factor of {}', share='a share of {}', percent='{} %')
+LEARNS = 'accuracy', 'quality'  # units of what a policy has learned
+
+Row = dict[str, Any]  # a claim in nbs/scoreboard.yml
+Found = tuple[float, float | None, float | None]  # mean, low, high of the 95 % interval
+
+
+# ---- what is stored
+
+
+@cache
+def evidence() -> Any:  # the module benchmarks/studies/_evidence.py
+    "Rules that all studies share: Student's t, power, Holm's correction, the ledger of seeds"
+    spec = spec_from_file_location('_evidence', STUDIES / '_evidence.py')
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def _shaped() -> frozenset[str]:
+    return frozenset(evidence().ledger()['shaped'])
+
+
+@cache
+def _result(name: str) -> dict[str, Any]:
+    path = RESULTS / f'{name}.json'
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def stored(
+    name: str,  # a file in benchmarks/results, without '.json'
+    where: str,  # keys with dots between: 'contrasts.espo_gspo.points'
+) -> Any:
+    "One value of a benchmark's result; None where there is none yet"
+    found: Any = _result(name)
+    for key in where.split('.'):
+        if not isinstance(found, dict) or key not in found:
+            return None
+        found = found[key]
+    return found
+
+
+def read_board() -> list[dict[str, Any]]:  # groups, each with a `name` and its `rows`
+    "nbs/scoreboard.yml; what is not stored yet is replaced by what stands for it"
+    board = yaml.safe_load((NBS / 'scoreboard.yml').read_text())
+    for row in (row for group in board['groups'] for row in group['rows']):
+        if 'until' in row and stored(*row['effect']) is None:
+            row |= row['until']
+            row.pop('control', None)
+        if 'effect' in row:
+            row.setdefault('size', board['size'])
+            row.setdefault('unit', board['unit'])
+    return board['groups']
+
+
+# ---- the rule
+
+
+def effect(row: Row) -> Found | None:
+    "Mean, low and high; low and high are None for a result without an interval"
+    value = stored(*row['effect'])
+    if value is None:
+        return None
+    mean, low, high = value if isinstance(value, list) else (value, None, None)
+    if not row.get('flip'):
+        return mean, low, high
+    return -mean, None if high is None else -high, None if low is None else -low
+
+
+def than(row: Row) -> float:
+    "What a claim is compared with: a number, or another stored result"
+    value = row.get('reach', row.get('than', 0))
+    return stored(*value['key']) if isinstance(value, dict) else value
+
+
+def trials(row: Row) -> int:
+    "How many trials the interval is of"
+    name, where = row['effect']
+    own = stored(name, f'{where.rpartition(".")[0]}.n')
+    return own or row.get('n') or len(stored(name, 'settings.seeds'))
+
+
+def judged(
+    found: Found,
+    side: str,  # 'above' or 'below': where the claim wants it
+    than: float = 0,  # the value that it is compared with
+    amount: bool = False,  # is `than` the amount that is claimed?
+    size: float = 0,  # the smallest effect that would matter
+) -> str:
+    "A verdict in words, from mean, low and high alone"
+    sign = 1 if side == 'above' else -1
+    mean, *ends = (sign * (x - than) for x in found if x is not None)
+    if not ends:  # one number: it can stay behind, it cannot hold
+        return MISSED if amount and mean < 0 else UNSURE
+    if min(ends) > 0:
+        return HOLDS
+    if max(ends) < 0:
+        return MISSED if amount else REVERSE
+    return UNSEEN if not amount and max(ends) < size else UNSURE
+
+
+def verdict(row: Row) -> str:
+    "The verdict on a row's claim, one of eight"
+    if 'cannot' in row:
+        return NEVER
+    value = None if 'missing' in row else effect(row)
+    if value is None or 'control' in row and min(stored(*row['control'])) <= 0:
+        return NO
+    if 'built' in row:
+        return BUILT
+    return judged(value, row['side'], than(row), 'reach' in row, row['size'])
+
+
+# ---- the words
+
+
+def in_unit(
+    row: Row,
+    x: float,  # an effect: a distance from `than` to the claim's side
+) -> str:
+    "An effect with its unit; in units of LEVELS the value that it leads to"
+    unit = row['unit']
+    level = than(row) + (x if row['side'] == 'above' else -x)
+    value = format(level if unit in LEVELS else x, row['form'].replace('+', ''))
+    if unit in LEVELS:
+        return LEVELS[unit].format(value)
+    return f'{value} {"points" if unit in POINTS else f"of {unit}"}'
+
+
+def said(row: Row) -> str:
+    "The verdict in bold, and what it leaves open"
+    word = verdict(row)
+    value = effect(row) if word in (UNSEEN, UNSURE) else None
+    if value is None:
+        return f'**{word}**'
+    _, low, high = value
+    if low is None or high is None:
+        return f'**{word}** (no interval)'
+    if word == UNSEEN:
+        most = high - than(row) if row['side'] == 'above' else than(row) - low
+        return f'**{word}** (excludes {in_unit(row, most)})'
+    least = evidence().would_see((high - low) / 2, trials(row))
+    return f'**{word}** (would see {in_unit(row, least)})'
+
+
+def result(row: Row) -> str:
+    "What was found, with the numbers of the stored result"
+    value = effect(row) if 'effect' in row else None
+    if value is None:
+        return row.get('cannot') or row.get('missing') or 'The result is not stored yet.'
+    mean, low, high = (None if x is None else format(x, row['form']) for x in value)
+    value = mean if low is None else f'{mean} [{low}, {high}]'
+    text = row['measured'].format(effect=value, than=format(than(row), row['form']))
+    if 'control' in row and verdict(row) == NO:
+        control = [format(x, row['form']) for x in stored(*row['control'])]
+        text += '; but the control is at {} [{}, {}]'.format(*control)
+    return text
+
+
+def measured(row: Row) -> str:
+    "What was found and of what; marked where the seeds have shaped a default"
+    if 'effect' not in row or effect(row) is None:
+        return result(row)
+    mark = f' {SEEN}' * (row['effect'][0] in _shaped())
+    return f'{result(row)}{mark} ({row["scale"]})'
+
+
+def open_to(row: Row) -> str:
+    "What would have made a claim fail that holds, or why it could not"
+    word = verdict(row)
+    if word == BUILT:
+        return f'nothing: {row["built"]}'
+    return row['fails'] if word == HOLDS else ''
+
+
+def theirs(row: Row) -> str:
+    "The paper's number, if it gives one, and whether it is quoted"
+    return f'{row["theirs"]} ({row["source"]})' if 'theirs' in row else f'({row["source"]})'
+
+
+def _title(page: str) -> str:
+    cells = json.loads((NBS / page).read_text())['cells']
+    return ''.join(cells[0]['source']).splitlines()[0].removeprefix('# ')
+
+
+def lesson(
+    row: Row,
+    here: str = 'studies',  # folder in nbs of the page that shows it
+) -> str:
+    "A link to the notebook of a row; '' for a row without one"
+    if 'lesson' not in row:
+        return ''
+    page = f'{row["lesson"]}.ipynb'
+    return f'[{_title(page)}]({os.path.relpath(page, here or ".")})'
+
+
+def table(cells: Iterable[Iterable[str]]) -> str:
+    "Lines of cells as a Markdown table; the first line is its head"
+    head, *body = map(list, cells)
+    return '\n'.join(f'| {" | ".join(c)} |' for c in [head, ['---'] * len(head), *body])
+
+
+def verdicts(
+    step: str,  # a notebook as nbs/course.yml names it: 'algo/zero_variance'
+) -> Markdown:  # a small table and a link to the scoreboard, for the last line of a cell
+    "Whether an idea paid here: what was learned first. Raises ValueError for an unknown step"
+    from IPython.display import Markdown
+
+    rows = [row for group in read_board() for row in group['rows'] if 'step' in row]
+    mine = [row for row in rows if row['step'] == step]
+    if not mine:
+        known = sorted({row['step'] for row in rows})
+        raise ValueError(f'step={step!r}: no row of nbs/scoreboard.yml has it, use one of {known}')
+    mine.sort(key=lambda row: (row.get('unit') not in LEARNS, 'reach' in row))
+    cells = [(row['claim'], measured(row).replace(f' {SEEN}', ''), said(row)) for row in mine]
+    text = table([('claim', 'what we measured', 'verdict'), *cells])
+    board = os.path.relpath(PAGE, os.path.dirname(step) or '.')
+    return Markdown(
+        f'{text}\n\nThe brackets are 95 % intervals. The [scoreboard]({board}) has all claims '
+        'of the paper, and how a verdict is made.'
+    )
