@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -108,7 +108,7 @@ class Study:
         "What a trial depends on"
         found = self.config(arm, seed, lr), self.tasks[task], self.budget, self.marks
         found += self.num_heldout, self.eval_k
-        own = self.stages.get(arm), self.shown, self.ways.get(arm), self.shape, self.fewer
+        own = self.stages.get(arm), self.shown, code_of(self.ways.get(arm)), self.shape, self.fewer
         return found + tuple(x for x in own if x)
 
     @property
@@ -125,6 +125,13 @@ def common():
     base = tiny_cpu()
     optim = replace(base.optim, warmup_steps=10)
     return replace(base, prompts_per_step=16, group_size=8, optim=optim)
+
+
+def code_of(way):
+    "What an arm calls, by its name: its place in memory differs from process to process"
+    if isinstance(way, partial):
+        return code_of(way.func), way.args, way.keywords
+    return way and getattr(way, '__qualname__', type(way).__qualname__)
 
 
 def digest(*settings, of=None):

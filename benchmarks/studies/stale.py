@@ -3,6 +3,7 @@ whose weights are k updates of the trainer behind: k = 0, 1, 2, 4, 8.
 
 NAME_k          the loss alone: no replay, no weight for the distance of old and new policy
 NAME_k_mended   with router replay (R3) and truncated importance sampling
+NAME_8_tis, NAME_8_replay   with one of the two; added after a look at the other arms
 
 A step has 16 prompts of 8 responses and two updates, so a run of 96,000 tokens has about 32 steps.
 Sums of two and three digits, half and half, from the cold start of `tiny-cpu`. In no arm do silent
@@ -11,7 +12,8 @@ of losses. The sampler is the one of `schedule.max_staleness` without its proces
 by the weights after t - k steps, and the queue's bits are equal (a test). Each arm has the lowest
 of three rates that ends within a point of its best one, on seeds 1590 and 1591 (`rates`).
 
-`lost`   by arm: points at the end behind the same arm with k = 0, paired by seed
+`lost`   by arm: points at the end behind the same arm with k = 0 (one of the two: behind the loss
+         alone), paired by seed
 Last line: one JSON object; `ratio` is the gain of GRPO at k = 8 over that at k = 0.
 usage: make study NAME=stale, python benchmarks/studies/stale.py [--processes 2] [--quick]
 """
@@ -72,18 +74,25 @@ def run(cfg, pools, rollout, engine, curve, k):
         pass
 
 
-def changed(cfg, loss, mended):
+def changed(cfg, loss, how):
     optim = replace(cfg.optim, num_mini_batches=2, final_lr_frac=0.05)
     cfg = replace(cfg, zero_variance=OFF, optim=optim, espo=EspoConfig(alpha=0.5))
-    cfg = replace(cfg, router_replay='R3' if mended else 'off')
-    return replace(cfg, loss=LossConfig(loss, tis='truncate' if mended else 'off'))
+    cfg = replace(cfg, router_replay='R3' if how in ('mended', 'replay') else 'off')
+    tis = 'truncate' if how in ('mended', 'tis') else 'off'
+    return replace(cfg, loss=LossConfig(loss, tis=tis))
 
 
-NAMES = {f'{m}_{k}{s}': (m, k, s) for m in LOSSES for s in ('', '_mended') for k in DEPTHS}
+def named(loss, k, how):
+    return f'{loss}_{k}_{how}'.rstrip('_')
+
+
+ARMS = [(m, k, how) for m in LOSSES for how in ('', 'mended') for k in DEPTHS]
+ARMS += [(m, DEPTHS[-1], how) for how in ('tis', 'replay') for m in LOSSES]
+NAMES = {named(*arm): arm for arm in ARMS}
 STUDY = Study(
     'stale',
     dict(sums=(('arithmetic', 1.5, 1.0),)),
-    {name: partial(changed, loss=m, mended=bool(s)) for name, (m, _, s) in NAMES.items()},
+    {name: partial(changed, loss=m, how=how) for name, (m, _, how) in NAMES.items()},
     {},
     seeds=tuple(range(1500, 1506)),
     budget=96_000,
@@ -99,8 +108,9 @@ TUNING = replace(STUDY, name='stale_rates', seeds=(1590, 1591), marks=1)
 def lost(trials):
     "Points at the end, and what the samples were like, by arm"
     found = {}
-    for name, (loss, _, suffix) in NAMES.items():
-        base, mine = f'{loss}_0{suffix}', [r for r in trials if r['arm'] == name]
+    for name, (loss, _, how) in NAMES.items():
+        base = named(loss, 0, how if how == 'mended' else '')
+        mine = [r for r in trials if r['arm'] == name]
         if not mine:
             continue
         found[name] = dict(points=against(trials, 'sums', name, base, final))
