@@ -58,6 +58,10 @@ SEEN = '†'  # after a result whose seeds have shaped a default
 POINTS = 'accuracy', 'tokens', 'groups', 'pairs'  # percentage points of these
 LEVELS = dict(factor='a factor of {}', share='a share of {}', percent='{} %')
 LEARNS = 'accuracy', 'quality'  # units of what a policy has learned
+KEYS = {  # what stands below a small table, by the words of its verdicts
+    'excludes': '“Excludes x”: the interval rules out x and more.',
+    'would see': '“Would see x”: four of five such studies would see an effect of x.',
+}
 
 Row = dict[str, Any]  # a claim in nbs/scoreboard.yml
 Found = tuple[float, float | None, float | None]  # mean, low, high of the 95 % interval
@@ -275,7 +279,9 @@ def verdicts(
     cells = [(row['claim'], measured(row).replace(f' {SEEN}', ''), said(row)) for row in mine]
     text = table([('claim', 'what we measured', 'verdict'), *cells])
     board = os.path.relpath(PAGE, os.path.dirname(step) or '.')
+    key = [says for words, says in KEYS.items() if f'({words} ' in text]
+    below = ' '.join(['The brackets are 95 % intervals.', *key])
     return Markdown(
-        f'{text}\n\nThe brackets are 95 % intervals. The [scoreboard]({board}) has all claims '
-        'of the paper, and how a verdict is made.'
+        f'{text}\n\n{below} The [scoreboard]({board}) has all claims of the paper, and how a '
+        'verdict is made.'
     )

@@ -170,7 +170,7 @@ def lab(
     name: str,  # a file of the folder `labs`, without '.js'
     figure: 'Figure',  # matplotlib's, drawn by Python: what stands there without scripts
     says: str,  # what the figure shows, for whoever does not see it
-    **begin: float,  # where a slider begins; the lab names it: lr=6
+    **begin: float,  # where a slider begins, or 0 for what is left out: lr=6, loss=0
 ) -> Lab:  # for the last line of a cell
     "A lab, alive where scripts run. Raises ValueError for an unknown lab"
     source, picture = lab_source(name), BytesIO()

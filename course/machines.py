@@ -94,7 +94,7 @@ def weight_sync(
         text(middle, y, total, anchor='middle', bold=True),
         arrow((middle, y + 9), (middle, y + 34)),
         box(100, y + 37, 200, 34, f'rollout, version {version}'),
-        text(middle, y + 92, f'what version {version - 1} cached is dropped', 'hot', 'middle'),
+        text(middle, y + 92, f"version {version - 1}'s cached values are dropped", 'hot', 'middle'),
     ]
     says = (
         f'The train engine hands {total} to the rollout by their Hugging Face names, first '

@@ -176,3 +176,26 @@ def test_gradients_of_groups_add_up_to_the_trainers_step(monkeypatch):
             assert steps[0]['grad_norm'] == pytest.approx(steps[1]['grad_norm'], rel=1e-4)
             assert steps[1]['gradient_noise'] == pytest.approx(noise, rel=1e-3)
             rollout.load_weights(mine.weights(), 1)
+
+
+def studies_with_code():
+    "Each study of the folder that has code of its own for an arm"
+    sys.path.insert(0, str(ROOT / 'benchmarks' / 'studies'))
+    try:
+        for script in SCRIPTS:
+            if script.parent.name == 'studies' and 'ways=' in script.read_text():
+                found = vars(importlib.import_module(script.stem)).values()
+                yield from (x for x in found if getattr(x, 'ways', None))
+    finally:
+        del sys.path[0]
+
+
+def test_a_trial_has_the_same_name_in_every_process():
+    "Its file is found again, so a study that was ended goes on"
+    seen = 0
+    for study in studies_with_code():
+        for arm in study.ways:
+            said = str(study.settings(next(iter(study.tasks)), arm, study.seeds[0], 1e-4))
+            assert ' at 0x' not in said, f'{study.name}, {arm}: {said[-200:]}'
+            seen += 1
+    assert seen > 40

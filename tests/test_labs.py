@@ -196,10 +196,10 @@ def clip_agrees(opened):
     for row, gradients in zip(rows, want.values(), strict=True):
         for said, gradient in zip(row, gradients, strict=True):
             if gradient == 0:
-                assert said == 'silent'
+                assert said == 'no gradient'
             else:
                 assert float(said.removeprefix('gradient ')) == pytest.approx(gradient, rel=1e-3)
-    return [row.count('silent') for row in rows]
+    return [row.count('no gradient') for row in rows]
 
 
 def test_clip_lab_follows_mouse_and_keyboard(browser, tmp_path):
@@ -221,6 +221,12 @@ def test_clip_lab_follows_mouse_and_keyboard(browser, tmp_path):
     assert clip_agrees(opened)[0] == 0  # a bad token may become likelier for GRPO
     opened.page.get_by_role('button', name='GSPO').click()
     assert opened.text('.said').startswith('GSPO. One ratio for the whole response')
+    for label in ('ESPO: alpha', 'ESPO: top_frac', 'entropy of token 2, +'):
+        opened.named(label).press('End')
+    opened.page.get_by_role('button', name='One outlier token').click()  # sets all of them back
+    opened.page.get_by_role('button', name='good, A = +1').click()
+    assert clip_agrees(opened) == [1, 1, 8, 0, 2]
+    assert opened.text('.said').endswith('Without a gradient: 8 of 8 tokens.')
     opened.fits()
 
 
@@ -488,7 +494,7 @@ def test_group_lab_follows_mouse_and_keyboard(browser, tmp_path):
     opened.fits()
 
 
-# ---- GRPO, alive
+# ---- GRPO lab
 
 
 RESPONSES = torch.cartesian_prod(*[torch.arange(4)] * 3)
@@ -553,6 +559,7 @@ def test_the_live_grpo_steps_as_the_library(browser):
 def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
     opened = Opened(browser, tmp_path, 'grpo', reduced_motion='reduce')
     page, theta = opened.page, torch.zeros(21, 4).double()
+    assert page.locator('.named b').count() == 0  # no bar leads
 
     def follow(lr, formula, task='rising'):
         "Python takes the step that the page has taken, from the responses that the page shows"
@@ -577,6 +584,11 @@ def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
     theta = follow(2.5, lambda r: 3 * r)
     page.get_by_role('button', name='Run 20').click()  # at once where motion is unwanted
     assert opened.text('.said').startswith('Step 23:')
+    name = page.locator('svg').last.locator('text').first.text_content()
+    assert name == '−5'  # where the axis of the loss ends
+    high = page.locator('.bars rect').evaluate_all('all => all.map(e => +e.getAttribute("height"))')
+    leads = page.locator('.bars title').nth(high.index(max(high))).text_content()
+    assert leads.startswith(opened.text('.named b') + ': ')
     opened.named('advantage').fill('r -')
     assert 'not a formula' in opened.text('.said')
     opened.fits()
@@ -585,19 +597,21 @@ def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
 def test_the_live_grpo_of_the_policy_gradient_shows_what_its_lesson_says(
     browser, tmp_path, monkeypatch
 ):
-    "Its learning rate is the lesson's; a judge that adds 10 lets one wrong response win"
+    """Its learning rate is the lesson's, and it leaves out the loss of a later lesson
+
+    A judge that adds 10 lets one wrong response win."""
     monkeypatch.setitem(HOMES, 'grpo', 'algo/policy_gradient')
     opened = Opened(browser, tmp_path, 'grpo', reduced_motion='reduce')
     page, ends = opened.page, {}
     assert opened.named('learning rate').input_value() == '6'
-    for formula in 'r', 'r - mean', 'r + 10':
+    for formula in 'r', 'r - mean', 'r + 10 - (mean + 10)', 'r + 10':
         page.get_by_role('button', name='Start again').click()
         opened.named('advantage').fill(formula)
         page.get_by_role('button', name='Run 20').click()
-        ends[formula] = float(re.search(r'reward ([\d.]+)', opened.text('.said'))[1])
-        name = page.locator('svg').last.locator('text').first.text_content()
-        assert name == ('−20' if formula == 'r + 10' else '−1')  # where the axis of the loss ends
-    assert ends['r + 10'] < 0.05 < 0.8 < min(ends['r'], ends['r - mean'])
+        ends[formula] = float(re.search(r'reward (\d\.\d+)', opened.text('.said'))[1])
+        assert page.locator('.pair svg').count() == 1 and 'loss' not in opened.text('.bench')
+    assert ends['r + 10'] < 0.05 and page.locator('.named b').inner_text() == '211'
+    assert [round(e, 2) for e in list(ends.values())[:3]] == [0.95, 0.91, 0.91]
     bars = page.locator('.bars rect')
     high = bars.evaluate_all('all => all.map(e => +e.getAttribute("height"))')
     top = high.index(max(high))
@@ -1487,23 +1501,23 @@ def test_clinic_follows_mouse_and_keyboard(browser, tmp_path):
                 assert page.evaluate('document.activeElement.textContent') == 'Next patient'
                 page.keyboard.press('Enter')
         assert sorted(order) == sorted(round['patients'])
-        assert f'Points: {(len(round["curves"]) - 2) * len(order)}.' in opened.text('.score')
+        assert f'Cost: {(len(round["curves"]) - 2) * len(order)}.' in opened.text('.score')
         opened.fits()
         press('Start again')
         other = patient(round)
         wrong = next(n for n in round['diagnoses'] if n != other)
         press(diagnoses[wrong][0])
-        assert opened.text('.said').startswith('No (3 points). With')
-        assert f'Points: {len(round["curves"]) - 2 + 3}.' in opened.text('.score')
+        assert opened.text('.said').startswith('No (cost 3). With')
+        assert f'Cost: {len(round["curves"]) - 2 + 3}.' in opened.text('.score')
         press(diagnoses[other][0])
         assert ', '.join(curves[k][0] for k in least[other]) in opened.text('.said')
     press('Start again')
-    assert 'Points: 0.' in opened.text('.score') and page.locator('.opened').count() == 2
+    assert 'Cost: 0.' in opened.text('.score') and page.locator('.opened').count() == 2
     first = page.get_by_role('button', name='loss', exact=True)
     first.focus()
     page.keyboard.press('Space')
     page.keyboard.press('Enter')  # is open already
-    assert 'Points: 1.' in opened.text('.score') and page.locator('.opened').count() == 3
+    assert 'Cost: 1.' in opened.text('.score') and page.locator('.opened').count() == 3
     opened.fits()
 
 

@@ -242,6 +242,8 @@ def test_a_step_shows_its_claims_what_was_learned_first(step):
     for row in mine:
         measured, verdict = found[row['claim']]
         assert measured.startswith(said(row)) and verdict.startswith(f'**{expected(row)}**')
+    for says in ('excludes', 'would see'):  # what these words mean stands below the table
+        assert (f'“{says.capitalize()} x”' in text) == (f'({says} ' in text)
     learned = [r.get('unit', BOARD['unit']) in ('accuracy', 'quality') for r in mine]
     shown_first = [*found][2 : 2 + sum(learned)]
     assert {*shown_first} == {r['claim'] for r, learns in zip(mine, learned) if learns}
@@ -882,6 +884,7 @@ def test_the_filters_of_the_board_follow_the_keyboard(browser, tmp_path):
         (tmp_path / 'page.html').write_text(f'{code}<section id="the-board">{table}</section>')
         page.goto((tmp_path / 'page.html').as_uri())
         assert left() == ['A', 'a1', 'a2', 'B', 'b1']
+    assert page.locator('.verdict[data-sign="?"]').count() == 2
     page.get_by_role('button', name='cannot tell 2').press('Enter')
     assert left() == ['A', 'a2', 'B', 'b1']
     page.get_by_role('button', name='B 1').press('Space')

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import front
 import yaml
-from lesson_table import lesson_table
+from lesson_table import lesson_table, numbers
 
 ROOT = Path(__file__).resolve().parent.parent
 FRONT = 'index', 'readme'  # the front page of the site, and that of the repository
@@ -216,18 +216,20 @@ def spoken(seconds):
     return f'{seconds / 60:.2g} minutes'
 
 
-def badge(course, name, rest):
-    "Place and seconds; `rest` (prerequisites, paper) is the notebook's own"
+def badge(course, name, rest, minutes=None):
+    "Place, minutes to read and seconds to run; `rest` (prerequisites, paper) is the notebook's own"
     part = course.order[name]
     what = f'**{course.place(name)}**'
     if course.step(name) is None:
         what += f' · {part.name}'
     if part.kind == 'reference':
         what += ', not needed to understand the paper'
+    if minutes:
+        what += f' · {minutes:.0f} minutes to read'
     return f'{what} · runs in {spoken(course.data["seconds"][name])}{rest}'
 
 
-def set_badge(course, name, cell):
+def set_badge(course, name, cell, minutes=None):
     "The title's cell with its badge, below the promise if there was none"
     text, rest = source(cell), ''
     for typed in TYPED_BADGE.finditer(text):
@@ -236,10 +238,12 @@ def set_badge(course, name, cell):
     m = BADGE.search(text) or OLD_BADGE.search(text)
     if m:
         rest = m['rest'] or rest
-        return text[: m.start()] + badge(course, name, rest) + text[m.end() :]
+        return text[: m.start()] + badge(course, name, rest, minutes) + text[m.end() :]
     lines = text.splitlines()
     last = max(i for i, line in enumerate(lines) if i == 0 or line.startswith('>'))
-    return '\n'.join([*lines[: last + 1], '', badge(course, name, rest), *lines[last + 1 :]])
+    return '\n'.join(
+        [*lines[: last + 1], '', badge(course, name, rest, minutes), *lines[last + 1 :]]
+    )
 
 
 def typed_seconds(nb):
@@ -519,7 +523,8 @@ def sync_text(root=ROOT):
     for n, nb in nbs.items():
         before = json.dumps(nb)
         cell = first_cell(nb)
-        set_source(cell, set_badge(course, n, cell))
+        minutes = numbers(nb, 0)['minutes'] if n in course.spine[1:13] else None
+        set_source(cell, set_badge(course, n, cell, minutes))
         set_links(course, course.paths[n], nb)
         set_neighbours(course, n, nb, titles)
         set_ids(nb)

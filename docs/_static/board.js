@@ -1,4 +1,4 @@
-// The scoreboard's filters: buttons by verdict and by chapter. Without this script all claims show.
+// The scoreboard's filters, by verdict and by chapter, and the signs of open verdicts. Without it all claims show.
 
 // Rows of the board, each with its chapter; a row whose other cells are empty names a chapter
 function readRows(table) {
@@ -16,6 +16,14 @@ function readRows(table) {
 function count(rows, verdict, chapter) {
   const fits = r => !r.head && (!verdict || r.verdict === verdict) && (!chapter || r.chapter === chapter)
   return rows.filter(fits).length
+}
+
+// Two verdicts have the same look; the signs of the others are in styles.css
+const SIGNS = { 'not seen here': '≈', 'cannot tell': '?' }
+
+function sign(el) {
+  const found = SIGNS[el.textContent.trim()]
+  if (found) el.dataset.sign = found
 }
 
 function filters(table) {
@@ -72,6 +80,7 @@ if (typeof document !== 'undefined') {
   const start = () => {
     const table = document.querySelector('#the-board table')
     if (table) filters(table)
+    document.querySelectorAll('.verdict').forEach(sign)
   }
   document.addEventListener('DOMContentLoaded', start)
 }

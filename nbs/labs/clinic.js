@@ -38,8 +38,9 @@ const MEANS = {
   routes_agree_frac: 'share of equal choices in both engines',
   expert_busiest_frac: 'share of tokens in the fullest expert',
 }
+const SHARES = Object.keys(MEANS).filter(k => k.endsWith('_frac') || ['heldout', 'fresh'].includes(k))
 const LIMIT = 3 // so many half widths of the healthy band from its middle is sick
-const WRONG = 3 // points of a wrong diagnosis
+const WRONG = 3 // cost of a wrong diagnosis
 export const GIVEN = ['reward_mean', 'heldout'] // what everybody looks at: open from the start, free
 const FIRST = 24 // begins with a patient whose reward rises while the exams fall
 
@@ -112,7 +113,7 @@ export function tellTale(patient, keys = Object.keys(patient)) {
   return all.reduce((a, b) => Math.abs(b.away) > Math.abs(a.away) ? b : a)
 }
 
-export const points = ({ opened, wrong }) => opened + WRONG * wrong
+export const cost = ({ opened, wrong }) => opened + WRONG * wrong
 
 // ---- the lab
 
@@ -174,7 +175,9 @@ function chart(key, curve, healthy, two) {
   const all = [...curve, ...steps.flat()], middle = (Math.min(...all) + Math.max(...all)) / 2
   // noise below the floor stays flat
   const half = Math.max(Math.max(...all) - middle, 2 * CURVES[key][1])
-  const x = i => w * i / (curve.length - 1), y = v => tall * (middle + half - v) / (2 * half)
+  const low = all.every(v => v >= 0) ? Math.max(0, middle - half) : middle - half // no share is below 0
+  const high = SHARES.includes(key) ? Math.min(1, middle + half) : middle + half // or above 1
+  const x = i => w * i / (curve.length - 1), y = v => tall * (high - v) / (high - low)
   const at = (v, i) => `${x(i).toFixed(1)},${y(v).toFixed(1)}`
   const edge = side => steps.map((s, i) => at(side(...s), i))
   const said = two.map((e, i) => `${shown(e.value)} ${FIRST_LAST[i]}, healthy runs ${range(e)}`)
@@ -183,7 +186,7 @@ function chart(key, curve, healthy, two) {
     h('figcaption', { 'aria-hidden': 'true' }, h('b', {}, CURVES[key][0]), h('span', { class: 'quiet' }, MEANS[key])),
     drawn('svg', { viewBox: `-2 -6 ${w + 50} ${tall + 24}`, role: 'img', 'aria-label': `${CURVES[key][0]}: ${said.join('; ')}` },
       ...[0, tall].map(at => drawn('line', { x1: 0, x2: w, y1: at, y2: at, class: 'frame' })),
-      word(w + 5, 4, shown(middle + half, 2)), word(w + 5, tall + 4, shown(middle - half, 2)),
+      word(w + 5, 4, shown(high, 2)), word(w + 5, tall + 4, shown(low, 2)),
       word(0, tall + 15, 'step 1'), word(w, tall + 15, curve.length, 'end'),
       drawn('polygon', { class: 'sound', points: [...edge(Math.max), ...edge(Math.min).reverse()].join(' ') }),
       drawn('polyline', { class: 'sick', points: curve.map(at).join(' ') })),
@@ -211,12 +214,12 @@ function render({ el }) {
 
   const closed = () => ROUNDS[round].curves.filter(k => !GIVEN.includes(k))
   const least = name => fewest(wards[round], name, GIVEN)
-  const now = () => points({ opened: opened.length - GIVEN.length, wrong })
+  const now = () => cost({ opened: opened.length - GIVEN.length, wrong })
 
   function score() {
     const best = order.slice(0, at + done).reduce((sum, n) => sum + least(n).length, 0)
-    head.textContent = `Patient ${at + 1} of ${order.length}. Points: ${spent + now()}. `
-      + `Fewest possible so far: ${best}.`
+    head.textContent = `Patient ${at + 1} of ${order.length}. Cost: ${spent + now()}. `
+      + `Lowest possible so far: ${best}.`
   }
 
   function start() {
@@ -237,7 +240,7 @@ function render({ el }) {
     charts.replaceChildren()
     GIVEN.forEach(look)
     line.textContent = 'Two curves of a run, over what five healthy runs span. What is wrong? '
-      + 'Say it, or open another curve (1 point).'
+      + 'Say it, or open another curve (cost 1).'
   }
 
   function look(key) {
@@ -253,7 +256,7 @@ function render({ el }) {
     if (name === is) return cured(is, fits)
     wrong++
     const against = opened.find(k => !alike(all[is], all[name], k))
-    line.textContent = `No (${WRONG} points). ` + (against
+    line.textContent = `No (cost ${WRONG}). ` + (against
       ? `With “${DIAGNOSES[name][0]}” the curve “${CURVES[against][0]}” looks otherwise.`
       : 'It fits what you have opened, as others do: open another curve.')
     score()
@@ -295,8 +298,8 @@ function render({ el }) {
     row('Curves', Object.values(open)), charts,
     row('Diagnosis', Object.values(guess), 'margin-top:.9rem'), line,
     h('div', { class: 'knobs', style: 'margin:.6rem 0 0' }, next, button('Start again', start)),
-    h('p', { class: 'quiet' }, 'Orange: the patient. Band: five healthy runs. All runs have 20 steps. A further curve costs 1 point, a wrong diagnosis '
-      + `${WRONG}; few points are good.`))
+    h('p', { class: 'quiet' }, 'Orange: the patient. Band: five healthy runs. All runs have 20 steps. A further curve costs 1, a wrong diagnosis '
+      + `${WRONG}; a low cost is good.`))
 }
 
 export default { render }

@@ -33,7 +33,7 @@ function views(name, { delta, entropy, alpha, topFrac, vocab, epsMin }) {
   })
 }
 
-// ... and whether it is silent, and the loss's derivative by its log-probability
+// ... and whether it is silent (has no gradient), and the loss's derivative by its log-probability
 export function tokens(name, state) {
   const A = state.advantage
   return views(name, state).map(v => {
@@ -78,7 +78,7 @@ const START = { alpha: 0.02, topFrac: 0.25, vocab: 100, epsMin: 3e-4, advantage:
 function said(name, state) {
   const all = tokens(name, state), t = all[0]
   const range = v => `${shown(1 - v.low, 5)} to ${shown(1 + v.high, 5)}`
-  const quiet = all.filter(v => v.silent).length, end = `${quiet} of ${all.length} tokens are silent.`
+  const dead = all.filter(v => v.silent).length, end = `Without a gradient: ${dead} of ${all.length} tokens.`
   if (name === 'gspo') return `One ratio for the whole response, ${shown(t.ratio, 5)}, in a range of ${range(t)}. ${end}`
   if (name === 'cispo') return `A ratio per token is a weight, at most ${1 + t.high}. ${end}`
   if (name !== 'espo') return `A ratio per token, each in a range of ${range(t)}. ${end}`
@@ -122,23 +122,27 @@ function render({ el }) {
       tokens(name, state).forEach((v, i) => {
         cells[i].className = v.silent ? 'cell silent' : 'cell'
         cells[i].textContent = v.silent ? '×' : v.gradient < 0 ? '▲' : '▼'
-        cells[i].title = v.silent ? 'silent' : `gradient ${shown(v.gradient, 4)}`
+        cells[i].title = v.silent ? 'no gradient' : `gradient ${shown(v.gradient, 4)}`
         cells[i].setAttribute('aria-label', cells[i].title)
       })
     }
     line.textContent = `${NAMES[chosen]}. ${said(chosen, state)}`
   }
 
+  // All handles and sliders as at first, but for the log-ratios
   const presets = Object.entries(PRESETS).map(([name, delta]) => button(name, () => {
-    state.delta = [...delta]
+    Object.assign(state, { delta: [...delta], entropy: [...ENTROPY], alpha: START.alpha, topFrac: START.topFrac })
     ratios.forEach((input, i) => { input.value = place(delta[i]) })
+    entropies.forEach((input, i) => { input.value = ENTROPY[i] })
+    alpha.set(START.alpha)
+    top.set(START.topFrac)
     draw()
   }))
   const sign = choice('The response is', { 1: 'good, A = +1', '-1': 'bad, A = −1' }, '1',
     key => { state.advantage = +key; draw() })
-  const alpha = slider('ESPO: alpha', { min: 0, max: 0.4, step: 0.005, value: 0.02 },
+  const alpha = slider('ESPO: alpha', { min: 0, max: 0.4, step: 0.005, value: START.alpha },
     x => { state.alpha = x; draw() })
-  const top = slider('ESPO: top_frac', { min: 0.125, max: 1, step: 0.125, value: 0.25 },
+  const top = slider('ESPO: top_frac', { min: 0.125, max: 1, step: 0.125, value: START.topFrac },
     x => { state.topFrac = x; draw() })
   const head = text => h('span', { class: 'quiet' }, text)
   show(el, 'Clip lab', h('style', {}, LOOKS),
@@ -149,7 +153,7 @@ function render({ el }) {
       head('log-ratio'), ...ratios, head('moved'), ...moved,
       ...rows.flatMap(r => [r.label, ...r.cells])),
     line,
-    h('p', { class: 'quiet' }, '▲ raised, ▼ lowered, × silent: no gradient. A name says what its loss looks at.'),
+    h('p', { class: 'quiet' }, '▲ raised, ▼ lowered, × no gradient. A name says what its loss looks at.'),
     h('div', { class: 'knobs', style: 'margin:.6rem 0 0' }, alpha.box, top.box))
   draw()
 }

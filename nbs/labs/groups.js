@@ -171,9 +171,8 @@ function columns({ g, verdicts }) {
   return { lengths, entropy, valid, raw }
 }
 
-function drawGroup(group, settings) {
-  const found = tokenAdvantages(columns(group), settings), all = found.tokens.flat()
-  const most = Math.max(1, ...all.map(Math.abs)), moved = all.filter(a => a).length
+function drawGroup(group, found, most) {
+  const all = found.tokens.flat(), moved = all.filter(a => a).length
   group.lanes.forEach(l => drawLane(group, l, found.tokens, most))
   const why = !found.rawFlat ? 'verdicts differ' : !found.flat ? 'penalties differ'
     : found.sign && moved ? 'RL-ZVP' : 'silent'
@@ -204,7 +203,9 @@ function render({ el }) {
   }
 
   function draw() {
-    const counts = groups.map(group => drawGroup(group, settings))
+    const found = groups.map(group => tokenAdvantages(columns(group), settings))
+    const most = Math.max(1, ...found.flatMap(f => f.tokens.flat().map(Math.abs))) // one scale for all
+    const counts = groups.map((group, g) => drawGroup(group, found[g], most))
     const [moved, all] = [0, 1].map(k => sum(counts.map(c => c[k])))
     line.textContent = `${moved} of ${all} tokens have an advantage.`
     return all
@@ -267,8 +268,8 @@ function render({ el }) {
       button('Back to eight', back), button('Reset', reset)),
     ...groups.map(g => g.box), line, grown,
     h('p', { class: 'quiet' }, 'Click a verdict: ✓ right, ✗ wrong, ? none; next to it the '
-      + 'response’s tokens. Bars: the advantage of every token, up or down; below, its mean over a response. The limit is 12 '
-      + 'tokens; from 6 on the penalty grows. New verdicts are drawn with pass rates of 0.9 (easy), '
+      + 'response’s tokens. Bars: the advantage of every token, up or down, at one scale for the three '
+      + 'groups; below, its mean over a response. The limit is 12 tokens; from 6 on the penalty grows. New verdicts are drawn with pass rates of 0.9 (easy), '
       + '0.4 (mixed) and 0.1 (hard), the same for everybody. A budget of 1 allows as many '
       + `extra tokens as the first wave used (${FIRST_WAVE}).`))
   back()

@@ -63,6 +63,7 @@ export function sample(theta, n, draw) {
 const FORMULAS = ['(r - mean) / std', 'r - mean', 'r', '(mean - r) / std']
 const LOOKS = `
 .lab .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .6rem 1rem; }
+.lab .pair.one { max-width: 27rem; }
 .lab .chips { display: flex; flex-wrap: wrap; gap: 3px; margin: .5rem 0; min-height: 1.6rem; }
 .lab .chips span { font: 11px ui-monospace, monospace; padding: .1rem .3rem; border-radius: 4px;
   background: var(--off); color: var(--on-off); }
@@ -73,12 +74,15 @@ const LOOKS = `
 .lab .wrong { fill: var(--quiet); }
 .lab .curve { fill: none; stroke: var(--hot); stroke-width: 2; }
 .lab .frame { stroke: var(--line); stroke-width: 1; }
+.lab .even { stroke: var(--quiet); stroke-dasharray: 2 3; vector-effect: non-scaling-stroke; }
+.lab .named { position: relative; padding-top: 13px; }
+.lab .named b { position: absolute; top: -2px; transform: translateX(-50%); font: 11px ui-monospace, monospace; }
 .lab[data-plays] .pair { grid-template-columns: 1fr 1fr; }
-.lab[data-plays] .bars { height: 90px; }
+.lab[data-plays] .bars { height: 77px; }
 .lab[data-plays] .chips { height: 37px; min-height: 0; overflow: hidden; }
 @media (max-width: 500px) {
   .lab[data-plays] .chips { display: none; }
-  .lab[data-plays] .bars { height: 64px; }
+  .lab[data-plays] .bars { height: 51px; }
   .lab[data-plays] .knobs { gap: .25rem .4rem; }
   .lab[data-plays] .knobs button { padding: .1rem .35rem; min-height: 1.6rem; }
 }
@@ -104,18 +108,25 @@ function curve(values, low, high) {
     level(low), level(high), name(low), name(high), drawn('polyline', { points, class: 'curve' }))
 }
 
-// The 64 probabilities, in the order of the responses
+// The 64 probabilities, in the order of the responses, and above the tallest bar what it is
 function distribution(theta, task) {
-  const p = probabilities(theta), top = Math.max(...p, 0.05)
-  return drawn('svg', { viewBox: '0 0 320 74', class: 'bars', preserveAspectRatio: 'none',
+  const p = probabilities(theta), most = Math.max(...p), top = Math.max(most, 0.05), i = p.indexOf(most)
+  const name = i => RESPONSES[i].join(''), y = x => 70 - 68 * x / top
+  const bars = drawn('svg', { viewBox: '0 0 320 74', class: 'bars', preserveAspectRatio: 'none',
     'aria-hidden': 'true' },
-    ...p.map((x, i) => drawn('rect', { x: 5 * i, width: 4, y: 70 - 68 * x / top, height: 68 * x / top,
-      class: TASKS[task](RESPONSES[i]) ? 'right' : 'wrong' })))
+    ...p.map((x, i) => drawn('rect', { x: 5 * i, width: 4, y: y(x), height: 68 * x / top,
+      class: TASKS[task](RESPONSES[i]) ? 'right' : 'wrong' },
+      drawn('title', {}, `${name(i)}: ${shown(x)}`))),
+    drawn('line', { x1: 0, x2: 320, y1: y(1 / 64), y2: y(1 / 64), class: 'even' }))
+  const leads = most > Math.min(...p) * 1.001 // before the first step no bar is the tallest
+  const at = Math.min(Math.max((5 * i + 2) / 3.2, 3), 97)
+  return h('div', { class: 'named' }, ...(leads ? [h('b', { style: `left: ${at}%` }, name(i))] : []), bars)
 }
 
 function render({ el, model }) {
   const begin = model?.get('begin') ?? el.dataset // where a lesson lets its lab begin
   const settings = { task: 'rising', size: 16, lr: +(begin.lr ?? 2) }
+  const losing = +(begin.loss ?? 1) !== 0 // loss=0: a lesson before that of this loss leaves it out
   let run, timer = 0
   const input = h('input', { type: 'text', 'aria-label': 'advantage', spellcheck: 'false',
     input: () => { stop(); draw() } })
@@ -169,10 +180,11 @@ function render({ el, model }) {
     }))
     reward.replaceChildren('expected reward', curve(run.rewards, 0, 1))
     const end = reach(run.losses)
-    loss.replaceChildren('loss', curve(run.losses, -end, end))
+    if (losing) loss.replaceChildren('loss', curve(run.losses, -end, end))
     line.textContent = !formula() ? 'This is not a formula in r, mean and std.'
       : `Step ${run.losses.length}: expected reward ${run.rewards.at(-1).toFixed(4)}`
-        + (run.losses.length ? `, loss ${run.losses.at(-1).toFixed(6).replace(/^-(0\.0+)$/, '$1')}.` : '.')
+        + (losing && run.losses.length
+          ? `, loss ${run.losses.at(-1).toFixed(6).replace(/^-(0\.0+)$/, '$1')}.` : '.')
   }
 
   const tasks = choice('Reward 1 if', { rising: 'digits never fall', three: 'there is a 3',
@@ -189,9 +201,9 @@ function render({ el, model }) {
     h('div', { class: 'knobs' }, button('Step', () => { stop(); once() }),
       button('Run 20', () => several()), button('Start again', reset))]
   const views = [h('div', {}, first ? 'The 64 responses, right ones in colour'
-    : 'The probability of each of the 64 responses, 000 to 333; right ones in colour'),
-    bars, chips, h('div', { class: 'pair' }, reward, loss), line]
-  show(el, 'GRPO, alive', h('style', {}, LOOKS), ...(first ? [...views, ...knobs.reverse()]
+    : 'The probability of each of the 64 responses, 000 to 333; right ones in colour; dotted: 1/64'),
+    bars, chips, h('div', { class: losing ? 'pair' : 'pair one' }, reward, ...(losing ? [loss] : [])), line]
+  show(el, 'GRPO lab', h('style', {}, LOOKS), ...(first ? [...views, ...knobs.reverse()]
     : [...knobs, ...views]))
 
   // There it plays once, when it is seen, until somebody touches it

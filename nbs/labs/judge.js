@@ -65,11 +65,10 @@ const LOOKS = `
 .lab .judge .eight .placed { box-shadow: inset 0 0 0 2px var(--hot); }
 .lab .judge .sight { position: relative; font-size: 12px; }
 .lab .judge .sight span { position: absolute; }
-.lab .judge .up { fill: var(--cool); }
-.lab .judge .down { fill: var(--hot); }
+.lab .judge .bar { fill: var(--cool); }
 .lab .judge .zone { fill: var(--wash); }
 .lab .judge .true { fill: var(--paper); stroke: var(--ink); stroke-width: 1.5; }
-.lab .judge .seen { fill: var(--hot); }
+.lab .judge .seen { fill: var(--cool); }
 .lab .judge .way { stroke: var(--quiet); stroke-width: 1; }
 `
 
@@ -94,7 +93,7 @@ function sight(said, twice) {
 function bars(advantages) {
   const unit = HIGH / 2.5
   return drawn('svg', { viewBox: `0 0 ${8 * WIDE} ${2 * HIGH + 4}`, 'aria-hidden': 'true' },
-    ...advantages.map((a, i) => drawn('rect', { x: WIDE * i + 12, width: WIDE - 24, class: a > 0 ? 'up' : 'down',
+    ...advantages.map((a, i) => drawn('rect', { x: WIDE * i + 12, width: WIDE - 24, class: 'bar',
       y: HIGH + 2 - Math.max(a, 0) * unit, height: Math.abs(a) * unit })),
     drawn('line', { x1: 0, x2: 8 * WIDE, y1: HIGH + 2, y2: HIGH + 2, class: 'way' }))
 }

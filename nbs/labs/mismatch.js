@@ -146,7 +146,8 @@ function cloud(state, tells) {
     'aria-label': 'Each dot a token: reported log-probability across, that of training upwards' },
     drawn('line', { x1: 0, y1: 200, x2: 200, y2: 0, class: 'same' }), ...dots,
     drawn('text', { x: 100, y: 216, 'text-anchor': 'middle' }, 'log-prob reported by the rollout'),
-    drawn('text', { x: -100, y: -4, 'text-anchor': 'middle', transform: 'rotate(-90)' }, 'of training'))
+    drawn('text', { x: -100, y: -4, 'text-anchor': 'middle', transform: 'rotate(-90)' },
+      'log-prob in training'))
 }
 
 function render({ el }) {

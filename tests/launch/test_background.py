@@ -302,15 +302,15 @@ def settings_of(text):
 
 
 @pytest.mark.parametrize(
-    'cell, preset',
+    'page, cell, preset',
     [
-        ("go('tiny, on a CPU')", 'tiny-cpu'),
-        ("go('two ranks and two servers, on a CPU')", 'engines-cpu'),
+        ('background', "go('tiny, on a CPU')", 'tiny-cpu'),
+        ('scripts', "go('two ranks and two servers, on a CPU')", 'engines-cpu'),
     ],
 )
-def test_the_stored_runs_of_the_notebook_are_those_of_todays_presets(cell, preset):
+def test_the_stored_runs_of_the_notebooks_are_those_of_todays_presets(page, cell, preset):
     "Each setting of the stored report has the preset's value; runs of other settings are run again"
-    nb = json.loads((ROOT / 'nbs' / 'launch' / 'background.ipynb').read_text())
+    nb = json.loads((ROOT / 'nbs' / 'launch' / f'{page}.ipynb').read_text())
     (run,) = [c for c in nb['cells'] if ''.join(c['source']).endswith(cell)]
     said = '\n'.join(''.join(o.get('data', {}).get('text/markdown', '')) for o in run['outputs'])
     config = json.loads(json.dumps(asdict(presets[preset]())))
