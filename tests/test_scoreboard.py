@@ -316,7 +316,7 @@ MEASURES = dict(
 
 
 STUDIES = ['recipe', 'recipe_tried', 'parts', 'losses', 'alpha', 'forks', 'stages', 'phases']
-STUDIES += ['residual']
+STUDIES += ['residual', 'stale', 'learnable']
 
 
 @pytest.mark.parametrize('name', STUDIES)
@@ -325,7 +325,7 @@ def test_the_tables_of_a_study_follow_from_its_runs(name):
     assert follows(found, found['settings']) >= 4
 
 
-@pytest.mark.parametrize('name', ['parts', 'stages', 'phases', 'losses', 'labels'])
+@pytest.mark.parametrize('name', ['parts', 'stages', 'phases', 'losses', 'labels', 'stale'])
 def test_each_arm_has_the_lowest_learning_rate_that_is_near_its_best(name):
     found, near = result(name), 0.05 if name == 'labels' else 0.01
     table = found['table'] if name == 'labels' else next(iter(found['table'].values()))
@@ -334,6 +334,23 @@ def test_each_arm_has_the_lowest_learning_rate_that_is_near_its_best(name):
         by_rate = sorted((float(lr), value) for lr, value in of.items())
         best = max(value for _, value in by_rate)
         assert table[arm]['lr'] == next(lr for lr, value in by_rate if value > best - near), arm
+
+
+def test_what_age_costs_follows_from_the_runs():
+    found = result('stale')
+    end = {(r['arm'], r['seed']): 100 * r['evals'][-1][1] for r in found['runs']}
+    seeds = found['settings']['seeds']
+    assert len(found['lost']) == 48 and len(end) == 48 * len(seeds) == 288
+    for arm, row in found['lost'].items():
+        loss, age, *how = arm.split('_')
+        base = f'{loss}_0' + '_mended' * (how == ['mended'])
+        gaps = [end[arm, s] - end[base, s] for s in seeds]
+        mean, low, high = row['points']
+        want = statistics.fmean(gaps), half_width(gaps)
+        assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-3), arm
+        ess = [r['means']['rollout_train_ess'] for r in found['runs'] if r['arm'] == arm]
+        assert row['rollout_train_ess'] == pytest.approx(statistics.fmean(ess), abs=1e-4)
+        assert (row['rollout_train_gap'] < 1e-5) == (age == '0')
 
 
 def test_the_arm_that_ran_again_was_the_best_of_those_tried():
@@ -729,7 +746,7 @@ def test_what_is_spent_on_guaranteed_prompts_follows_from_the_trials():
         assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-2), arm
 
 
-@pytest.mark.parametrize('study', ['judged', 'matched'])
+@pytest.mark.parametrize('study', ['judged', 'matched', 'learnable'])
 def test_the_contrasts_that_decide_follow_from_their_runs(study):
     found = result(study)
     end = {(r['task'], r['arm'], r['seed']): 100 * r['evals'][-1][1] for r in found['runs']}
