@@ -316,7 +316,7 @@ MEASURES = dict(
 
 
 STUDIES = ['recipe', 'recipe_tried', 'parts', 'losses', 'alpha', 'forks', 'stages', 'phases']
-STUDIES += ['residual', 'stale', 'learnable']
+STUDIES += ['residual', 'stale', 'learnable', 'judged_default']
 
 
 @pytest.mark.parametrize('name', STUDIES)
@@ -746,7 +746,7 @@ def test_what_is_spent_on_guaranteed_prompts_follows_from_the_trials():
         assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-2), arm
 
 
-@pytest.mark.parametrize('study', ['judged', 'matched', 'learnable'])
+@pytest.mark.parametrize('study', ['judged', 'matched', 'learnable', 'judged_default'])
 def test_the_contrasts_that_decide_follow_from_their_runs(study):
     found = result(study)
     end = {(r['task'], r['arm'], r['seed']): 100 * r['evals'][-1][1] for r in found['runs']}
