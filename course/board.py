@@ -58,9 +58,10 @@ SEEN = '†'  # after a result whose seeds have shaped a default
 POINTS = 'accuracy', 'tokens', 'groups', 'pairs'  # percentage points of these
 LEVELS = dict(factor='a factor of {}', share='a share of {}', percent='{} %')
 LEARNS = 'accuracy', 'quality'  # units of what a policy has learned
-KEYS = {  # what stands below a small table, by the words of its verdicts
+KEYS = {  # what stands below a small table, by what its cells say
     'excludes': '“Excludes x”: the interval rules out x and more.',
     'would see': '“Would see x”: four of five such studies would see an effect of x.',
+    SEEN: f'{SEEN}: these seeds had been looked at before a setting was chosen, so trust it less.',
 }
 
 Row = dict[str, Any]  # a claim in nbs/scoreboard.yml
@@ -276,10 +277,10 @@ def verdicts(
         known = sorted({row['step'] for row in rows})
         raise ValueError(f'step={step!r}: no row of nbs/scoreboard.yml has it, use one of {known}')
     mine.sort(key=lambda row: (row.get('unit') not in LEARNS, 'reach' in row))
-    cells = [(row['claim'], measured(row).replace(f' {SEEN}', ''), said(row)) for row in mine]
+    cells = [(row['claim'], measured(row), said(row)) for row in mine]
     text = table([('claim', 'what we measured', 'verdict'), *cells])
     board = os.path.relpath(PAGE, os.path.dirname(step) or '.')
-    key = [says for words, says in KEYS.items() if f'({words} ' in text]
+    key = [says for mark, says in KEYS.items() if f'({mark} ' in text or f' {mark} (' in text]
     below = ' '.join(['The brackets are 95 % intervals.', *key])
     return Markdown(
         f'{text}\n\n{below} The [scoreboard]({board}) has all claims of the paper, and how a '

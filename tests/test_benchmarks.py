@@ -192,10 +192,13 @@ def studies_with_code():
 
 def test_a_trial_has_the_same_name_in_every_process():
     "Its file is found again, so a study that was ended goes on"
-    seen = 0
+    seen, runner = 0, None
     for study in studies_with_code():
+        runner = sys.modules['_runner']
         for arm in study.ways:
             said = str(study.settings(next(iter(study.tasks)), arm, study.seeds[0], 1e-4))
             assert ' at 0x' not in said, f'{study.name}, {arm}: {said[-200:]}'
             seen += 1
+        ways = {str(runner.code_of(way)) for way in study.ways.values()}
+        assert len(ways) == len({*map(repr, study.ways.values())}), 'two ways have one name'
     assert seen > 40

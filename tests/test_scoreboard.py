@@ -242,6 +242,8 @@ def test_a_step_shows_its_claims_what_was_learned_first(step):
     for row in mine:
         measured, verdict = found[row['claim']]
         assert measured.startswith(said(row)) and verdict.startswith(f'**{expected(row)}**')
+        assert ('†' in measured) == (row['effect'][0] in LEDGER['shaped'])
+    assert ('†:' in text) == any(r['effect'][0] in LEDGER['shaped'] for r in mine)
     for says in ('excludes', 'would see'):  # what these words mean stands below the table
         assert (f'“{says.capitalize()} x”' in text) == (f'({says} ' in text)
     learned = [r.get('unit', BOARD['unit']) in ('accuracy', 'quality') for r in mine]
@@ -334,6 +336,14 @@ def test_each_arm_has_the_lowest_learning_rate_that_is_near_its_best(name):
         by_rate = sorted((float(lr), value) for lr, value in of.items())
         best = max(value for _, value in by_rate)
         assert table[arm]['lr'] == next(lr for lr, value in by_rate if value > best - near), arm
+
+
+def test_rates_by_length_at_the_start_give_the_mean_that_all_runs_begin_with():
+    found = result('learnable')
+    shares = [share for *_, share in found['settings']['mix']]
+    begins = statistics.fmean(r['evals'][0][1] for r in found['runs'] if r['arm'] == 'grpo')
+    parts = zip(shares, found['start_by_length'].values(), strict=True)
+    assert sum(share * rate for share, rate in parts) == pytest.approx(begins, abs=1e-4)
 
 
 def test_what_age_costs_follows_from_the_runs():

@@ -128,10 +128,11 @@ def common():
 
 
 def code_of(way):
-    "What an arm calls, by its name: its place in memory differs from process to process"
+    """What an arm calls: a function by its name, since its place in memory differs from process to
+    process; an object as it says itself, with its settings"""
     if isinstance(way, partial):
         return code_of(way.func), way.args, way.keywords
-    return way and getattr(way, '__qualname__', type(way).__qualname__)
+    return getattr(way, '__qualname__', way)
 
 
 def digest(*settings, of=None):

@@ -42,7 +42,7 @@ import losses
 import recipe
 from _evidence import ROOT, half_width, seeds_needed, would_see
 from _runner import against, run_all
-from _tables import MEASURES, few_prompts, show, summary
+from _tables import MEASURES, few_prompts, flags, show, summary
 
 from compassrl.runs.summary import machine_info
 
@@ -179,10 +179,32 @@ def plan(seeds):
         yield from ((MIXED, 'silent', m, seed) for m in SIZES)
 
 
-def small(folder):
+def smaller(study, folder):
+    "A case of seconds, to see that it runs"
     fewer = dict(runs=Path(folder), budget=200, marks=1, pool=64, num_heldout=8, cold_steps=4)
-    for study, arms in ((LEARNED, LOSSES), (MIXED, ARMS), (TUNED, ARMS)):
-        yield replace(study, arms={m: few_prompts(a) for m, a in arms.items()}, **fewer)
+    return replace(study, arms={m: few_prompts(a) for m, a in study.arms.items()}, **fewer)
+
+
+def on_another_mix(study, contrasts_of, doc, more=lambda study: {}):
+    "Arms of this study on the one mix of another: the trials, and the line that is kept"
+    a, [task] = flags(doc), study.tasks
+    with tempfile.TemporaryDirectory() as folder:
+        if a.quick:
+            study = replace(smaller(study, folder), seeds=study.seeds[:2])
+        trials = [(task, m, s) for s in study.seeds for m in study.arms]
+        rows = run_all(study, trials, 0 if a.quick else a.processes)
+        extra = more(study)
+    rows = [r | dict(budget=study.budget) for r in rows]
+    show(table := summary(rows, study.tasks, study.arms, 'grpo'), 'grpo')
+    found = contrasts(rows, 2 if a.quick else 6, contrasts_of)
+    gain = table[task]['grpo']['after'][0] - table[task]['grpo']['before'][0]
+    settings = dict(seeds=study.seeds, lr=LR, budget=study.budget, quick=a.quick)
+    settings |= dict(mix=study.tasks[task], cold_steps=study.cold_steps, wanted_half=WANTED)
+    settings |= dict(contrasts=contrasts_of, heldout=study.num_heldout)
+    out = dict(name=study.name, ratio=round(gain, 3))
+    out |= dict(units='points that plain GRPO ends above its cold start: the control')
+    out |= dict(table=table, contrasts=found, by_length=by_length(rows), runs=rows) | extra
+    print(json.dumps(out | dict(settings=settings, machine=machine_info())))
 
 
 def main():
@@ -196,7 +218,9 @@ def main():
     seeds = PLANNED[: 2 if a.quick else a.seeds]
     with tempfile.TemporaryDirectory() as folder:
         rows = []
-        studies = tuple(small(folder)) if a.quick else (LEARNED, MIXED, TUNED)
+        studies = LEARNED, MIXED, TUNED
+        if a.quick:
+            studies = tuple(smaller(s, folder) for s in studies)
         asked = list(plan(seeds))
         for study, like in zip(studies, (LEARNED, MIXED)):
             mine = [tuple(t) for s, *t in asked if s is like and (not a.quick or t[1] in QUICK)]

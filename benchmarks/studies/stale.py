@@ -5,7 +5,7 @@ NAME_k          the loss alone: no replay, no weight for the distance of old and
 NAME_k_mended   with router replay (R3) and truncated importance sampling
 NAME_8_tis, NAME_8_replay   with one of the two; added after a look at the other arms
 
-A step has 16 prompts of 8 responses and two updates, so a run of 96,000 tokens has about 32 steps.
+A step has 16 prompts of 8 responses and two updates, so a run of 96,000 tokens has 30 to 45 steps.
 Sums of two and three digits, half and half, from the cold start of `tiny-cpu`. In no arm do silent
 groups add anything, nor grow, nor are there penalties. ESPO has the wide alpha 0.5, as in the study
 of losses. The sampler is the one of `schedule.max_staleness` without its process: step t is drawn
