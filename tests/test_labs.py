@@ -1442,6 +1442,14 @@ def test_the_first_round_of_the_clinic_needs_no_experts(browser):
     assert 'expert' not in said and 'route' not in said
 
 
+def test_who_may_be_met_in_a_round_is_told_apart_by_its_curves_alone(browser):
+    "A patient or a curve of the other round does not count where the fewest curves are counted"
+    call = '(lab, name) => [lab.ROUNDS[name], lab.ward(lab.ROUNDS[name])]'
+    for rules, ward in in_page(browser.new_page(), 'clinic', ['first', 'second'], call):
+        assert sorted(ward) == sorted(rules['diagnoses'])
+        assert all(sorted(curves) == sorted(rules['curves']) for curves in ward.values())
+
+
 def test_the_lessons_of_the_clinic_are_there(browser):
     call = """(lab) => Object.values(lab.DIAGNOSES).map(d =>
         [d[2], lab.address(d[2], '/a/loop.html'), lab.address(d[2], '/nbs/loop.ipynb')])"""
