@@ -3,6 +3,7 @@
 import time
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -19,9 +20,11 @@ from compassrl.runs.judge_model import (
     label_of,
     make_judge_model,
     open_judge,
+    pair_row,
     shop_pairs,
     true_label,
 )
+from compassrl.runs.log import json_text, replace_text
 from compassrl.train.sft import SFTConfig
 from course.reward_model import RewardModel, score_texts, train_reward_model
 
@@ -62,10 +65,26 @@ def reward_model(folder, c):
     return model, max(bands, key=lambda b: sum(label_of(g, b) == t for g, t in zip(gaps, truth)))
 
 
+def label_alone(folder, c):
+    "The pairs of the judge that writes no steps: the same, with the label as all there is to say"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, num, split in (
+        ('pairs', c.num_pairs, 'train'),
+        ('heldout', c.num_heldout, 'heldout'),
+    ):
+        rows = [pair_row(q, c.margin) for q in shop_pairs(num, split, c.seed, c.level, c.margin)]
+        lines = [json_text(r | dict(solution=f'#{r["answer"]}')) + '\n' for r in rows]
+        if not (path := folder / f'{name}.jsonl').exists():
+            replace_text(path, ''.join(lines))
+
+
 @cache
-def judge_of(folder, c):
+def judge_of(folder, c, name='judge'):
     "In single precision and large waves: twice as fast"
-    path = make_judge_model(Path(folder) / 'judge', c)
+    path = Path(folder) / name
+    if name == 'judge_direct' and not (path / 'judge.json').exists():
+        label_alone(path, c)  # files that are there already are what it learns from
+    path = make_judge_model(path, c)
     ask = open_judge(path)
     ask.rollout = TorchRollout(ask.rollout.config, 256, return_routes=False)
     ask.rollout.load_weights(read_shards(path), 0)
@@ -73,13 +92,14 @@ def judge_of(folder, c):
 
 
 def accuracy(folder, c):
-    "Agreement of both on the same held-out pairs"
+    "Agreement of all on the same held-out pairs"
     model, band = reward_model(folder, c)
     pairs = shop_pairs(c.num_heldout, 'heldout', c.seed, c.level, c.margin)
     pairs = [q for q in dict.fromkeys(pairs) if q.first != q.second]
     truth = [true_label(q) for q in pairs]
     labels = dict(bt=[label_of(g, band) for g in gaps_of(model, pairs)])
-    labels['judge'] = [x.label for x in compare(judge_of(folder, c), pairs)[0]]
+    for name in ('judge', 'judge_direct'):
+        labels[name] = [x.label for x in compare(judge_of(folder, c, name), pairs)[0]]
     return {k: agreement(v, truth) for k, v in labels.items()} | dict(band=band, pairs=len(pairs))
 
 
@@ -104,22 +124,40 @@ def rewards_of(arm, study, folder):
         gaps = gaps_of(model, [Question(p.text, t, p.answer) for p, t in asked])
         return [label_rewards[label_of(g, band)] for g in gaps]
 
-    def judge(asked):
+    def judge(asked, name='judge'):
         questions = [Question(p.text, t, p.answer) for p, t in asked]
-        done, _ = compare(judge_of(folder, study.judges), questions)
+        done, _ = compare(judge_of(folder, study.judges, name), questions)
         return [label_rewards.get(c.label, 0.5) for c in done]
 
-    return dict(
-        oracle=oracle, oracle_labels=oracle_labels, bt=bt, bt_labels=bt_labels, judge=judge
-    )[arm]
+    def judge_direct(asked):
+        return judge(asked, 'judge_direct')
+
+    # the band of `bt_band` joins the scores of a group later
+    found = dict(oracle=oracle, oracle_labels=oracle_labels, bt=bt, bt_band=bt)
+    return (found | dict(bt_labels=bt_labels, judge=judge, judge_direct=judge_direct))[arm]
+
+
+def with_ties(scores, band):
+    """Scores of a group, those near each other made equal
+
+    From the highest down: a score that is at most the band below the highest of its cluster
+    belongs to it. Each gets the mean of its cluster."""
+    clusters: list[list[int]] = []
+    for i in sorted(range(len(scores)), key=lambda i: -scores[i]):
+        if clusters and scores[clusters[-1][0]] - scores[i] <= band:
+            clusters[-1].append(i)
+        else:
+            clusters.append([i])
+    means = {i: fmean(scores[j] for j in c) for c in clusters for i in c}
+    return [means[i] for i in range(len(scores))]
 
 
 class ArmJudge(Judge):
-    "Each response to a prompt is judged once"
+    "Each response to a prompt is judged once; with a band, scores of a group become ties"
 
-    def __init__(self, prompts, rewards, ends):
+    def __init__(self, prompts, rewards, ends, band=None):
         self.prompts, self.rewards, self.ends = {p.id: p for p in prompts}, rewards, ends
-        self.known = {}
+        self.known, self.band = {}, band
 
     def settle(self, samples):
         samples = [s for s in samples if s.verdict is None]
@@ -130,5 +168,16 @@ class ArmJudge(Judge):
             asked = [(self.prompts[i], text) for i, text in new]
             self.known |= dict(zip(new, self.rewards(asked), strict=True))
         times = dict(reward_start=start, detokenise=0.0, reward_end=time.perf_counter())
-        for s, k in zip(samples, keys):
-            record_verdict(s, Verdict(self.known[k], False, 'ok', ''), times)
+        for s, reward in zip(samples, self.settled(keys)):
+            record_verdict(s, Verdict(reward, False, 'ok', ''), times)
+
+    def settled(self, keys):
+        "The reward of each response; a group is all responses to a prompt that come together"
+        out = [self.known[k] for k in keys]
+        if self.band is None:
+            return out
+        for prompt in {i for i, _ in keys}:
+            mine = [n for n, (i, _) in enumerate(keys) if i == prompt]
+            for n, reward in zip(mine, with_ties([out[n] for n in mine], self.band)):
+                out[n] = reward
+        return out

@@ -5,20 +5,36 @@ A shopper's question has answers of true quality 0 to 5, which no trained judge 
 imitates the mixed answers that judges were trained on. From it, with as many response tokens:
 
 bt             the score of a Bradley-Terry model
-bt_labels      the same scores, cut into Better, Tie, Worse against the reference answer by a band
-judge          the labels of a generative judge against the reference, both orders asked
+bt_band        the same scores; those of a group that differ by less than a band count as equal
+bt_labels      the same scores, cut into Better, Tie, Worse against the reference answer by the band
+judge_direct   the labels of a generative judge that writes its label alone, both orders asked
+judge          the labels of a generative judge that writes its steps first, both orders asked
 oracle_labels  the labels that the true quality gives against the reference
 oracle         the true quality
 
-One generative judge and one Bradley-Terry model serve all seeds: the same trunk, the same 24,000
-pairs of a seed of their own, 1500 steps of 16. The band fits 1000 further pairs best. All is plain
-GRPO: silent groups add nothing, no penalties. A dense policy as wide as that of `tiny-cpu`. Each
-arm has the lowest learning rate that ends within 0.05 of true quality of its best one, in runs as
-long on seeds 100 and 101, which are not compared. A first try took the best one: with the judge's
-labels that was 1e-3, and one run of six fell from 2.9 to 0. All runs begin with the weights of one
-cold start; a seed draws prompts and responses. A judge is asked once about a response to a prompt.
-Inverted: pairs of a group of which the better answer has the lower advantage. Split: pairs of equal
-quality whose advantages differ.
+Bradley-Terry model and both judges: the same trunk, the same 24,000 pairs of a seed of their own,
+1500 steps of 16. One of each serves all seeds. The band fits 1000 further pairs best. All is plain
+GRPO: silent groups add nothing, no penalties. A dense policy as wide as that of `tiny-cpu`. All
+runs begin with the weights of one cold start; a seed draws prompts and responses. A judge is asked
+once about a response to a prompt. Inverted: pairs of a group of which the better answer has the
+lower advantage. Split: pairs of equal quality whose advantages differ.
+
+Rates: each arm has the one that ends with the highest true quality in runs as long on the seeds
+3090 and 3091. Two rates are tried, then further ones by a factor of 2, until the best is inside.
+
+Positive control: `oracle` must end above `bt`, with its whole interval. The design before failed
+it: 200 steps of cold start, 24,000 tokens, seeds 0 to 5, `oracle` minus `bt` -0.05 [-0.08, -0.02].
+Its policy could not read: it said the right price in 9 % of its answers, and no arm got past what
+one and the same answer to all questions gets. `earlier` runs the old cold start again, for as many
+tokens as now. Now the cold start has 1000 steps: the policy copies prices, which it can choose to
+do, and may learn to choose the item.
+
+Power, from seeds 3100 to 3103 (not compared, rate 1e-3, 72,000 tokens): paired differences had a
+standard deviation of .14 (`oracle` minus `bt`) and .15 (`judge_direct` minus `bt`). With 8 seeds
+half an interval is about .12. There `oracle` minus `bt` was +.5 to +.8. `explored` keeps what seed
+3100 gave after 120,000 tokens: no rate was chosen by it, and nothing is compared. The trials have
+48,000 tokens, twice those of the design before, because the judge with steps costs most of the
+time. About 25 core-minutes, 6 of them for the judges and 1 for the cold start.
 Last line: one JSON object; `ratio` is the true quality gained with `judge` over that with `bt`.
 usage: make study NAME=labels, python benchmarks/studies/labels.py [--quick]
 """
@@ -29,19 +45,20 @@ import random
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
 import torch
+from _evidence import allowed
 from _runner import OFF, RUNS, common, digest, interval, prompts_of, rounded
-from _shop_judges import TOK, ArmJudge, accuracy, rewards_of
-from _tables import lowest
+from _shop_judges import TOK, ArmJudge, accuracy, reward_model, rewards_of
 from tqdm import tqdm
 
 from compassrl.algo.losses import LossConfig
 from compassrl.data.tasks import Choices, Problem, task_family
 from compassrl.data.tokenizer import response_text
-from compassrl.data.toys import shop, shop_quality
+from compassrl.data.toys import shop, shop_points, shop_quality
 from compassrl.loop import Stop, fit
 from compassrl.model.policy import Policy
 from compassrl.records import derive_seed
@@ -53,7 +70,7 @@ from compassrl.runs.summary import machine_info
 from compassrl.train.sft import SFTConfig, cold_start
 from compassrl.train.torch_train import TorchTrain
 
-ARMS = 'bt', 'bt_labels', 'judge', 'oracle_labels', 'oracle'
+ARMS = 'bt', 'bt_band', 'bt_labels', 'judge_direct', 'judge', 'oracle_labels', 'oracle'
 JUDGE_SEED = 1000
 PAIRS = JudgeModelConfig(
     num_pairs=24_000, sft_steps=1500, rl_steps=1, num_heldout=256, seed=JUDGE_SEED
@@ -72,15 +89,18 @@ def browse(level: int, choose: Choices) -> Problem | None:
 
 @dataclass(frozen=True)
 class Study:
-    seeds: tuple[int, ...] = tuple(range(6))
-    tuning: tuple[int, ...] = (100, 101)
-    rates: tuple[float, ...] = (2.5e-4, 5e-4, 1e-3, 2e-3)
-    budget: int = 24_000  # response tokens of a trial
-    marks: int = 4
-    cold_steps: int = 200
+    seeds: tuple[int, ...] = tuple(range(3000, 3008))
+    tuning: tuple[int, ...] = (3090, 3091)
+    rates: tuple[float, ...] = (5e-4, 1e-3)  # and more, until the best is inside
+    budget: int = 48_000  # response tokens of a trial
+    marks: int = 3
+    cold_steps: int = 1000
     num_heldout: int = 512
-    eval_k: int = 4
+    eval_k: int = 2
     judges: JudgeModelConfig = PAIRS
+
+    def __post_init__(self):
+        allowed(self.seeds)
 
 
 def config(study, seed, lr):
@@ -116,6 +136,9 @@ def order_of(batch, quality, group):
     return found | dict(equal=int(equal.sum()), split=int((sign != 0)[equal].sum()))
 
 
+STARTS = {}  # what this process has evaluated
+
+
 class Curve:
     "Counts tokens, evaluates true quality at marks, stops at the budget"
 
@@ -123,14 +146,20 @@ class Curve:
         self.study, self.cfg, self.rollout = study, cfg, rollout
         self.text = {p.id: p.text for p in prompts}
         self.heldout = prompts_of(MIX, study.num_heldout, cfg.seed, 'heldout')
-        self.steps, self.evals, self.tokens = [], [], 0
-        self.evaluate()
+        self.steps, self.evals, self.points, self.ends, self.tokens = [], [], [], [], 0
+        key = digest(replace(study, seeds=(), tuning=(), rates=()), cfg.seed, cfg.policy)
+        if key not in STARTS:  # arms and rates share their start
+            self.evaluate()
+            STARTS[key] = self.evals[0], self.points[0]
+        self.evals, self.points, self.ends = *([x] for x in STARTS[key]), [0]
 
     def evaluate(self):
         params = self.cfg.rollout.params(self.cfg.policy.eos_ids)
         found = evaluate(self.rollout, self.heldout, self.study.eval_k, params, TOK, self.cfg.seed)
-        value = fmean(shop_quality(s.prompt, s.response) for s in found.samples)
-        self.evals.append((self.tokens, value))
+        points = [shop_points(s.prompt, s.response)[1] for s in found.samples]
+        self.points.append([fmean(x) for x in zip(*points)])
+        self.evals.append((self.tokens, fmean(map(sum, points))))
+        self.ends.append(len(self.steps))
 
     def on_step(self, step, metrics, samples, batch):
         ends, ids = self.cfg.policy.eos_ids, {s.prompt_id: i for i, s in enumerate(samples)}
@@ -147,6 +176,15 @@ class Curve:
             self.evaluate()
         if over:
             raise Stop
+
+    def stretches(self):
+        "What is kept of the steps between two evaluations: pairs in sum, the rest as a mean"
+        parts = [self.steps[a:b] for a, b in pairwise(self.ends) if a < b]
+        how = {k: fmean if k in MEANS else sum for k in self.steps[0]}
+        return {k: [f(row[k] for row in part) for part in parts] for k, f in how.items()}
+
+
+MEANS = 'reward', 'quality', 'silent'
 
 
 def cold_started(study, folder):
@@ -176,15 +214,16 @@ def trial(study, arm, seed, lr, folder):
     rollout.load_weights(engine.weights(), 0)
     train = prompts_of(MIX, POOL, seed, 'train')
     curve, ends = Curve(study, cfg, rollout, train), cfg.policy.eos_ids
-    judge, began = ArmJudge(train, rewards_of(arm, study, folder), ends), time.perf_counter()
+    band = reward_model(folder, study.judges)[1] if arm == 'bt_band' else None
+    judge, began = ArmJudge(train, rewards_of(arm, study, folder), ends, band), time.process_time()
     try:
         fit(cfg, train, rollout, engine, TOK, curve, ends, judge=judge)
     except Stop:
         pass
-    steps = {k: [row[k] for row in curve.steps] for k in curve.steps[0]}
     found = dict(arm=arm, seed=seed, lr=lr, tokens=curve.tokens, judged=len(judge.known))
-    found |= dict(seconds=time.perf_counter() - began, evals=curve.evals, steps=steps)
-    return rounded(found)
+    found |= dict(seconds=time.process_time() - began, num_steps=len(curve.steps))
+    found |= dict(evals=curve.evals, points=[curve.points[0], curve.points[-1]])
+    return rounded(found | dict(steps=curve.stretches()))
 
 
 def kept(study, arm, seed, lr, folder):
@@ -209,14 +248,10 @@ DIFFER = 'right', 'tied', 'inverted'
 
 
 def fell(trial):
-    "Did the mean reward rise and true quality fall from the middle third of the steps to the last?"
+    "Did the mean reward rise and true quality fall from the middle of the run to its end?"
     s = trial['steps']
-    third = len(s['reward']) // 3
-
-    def change(k):
-        return fmean(s[k][-third:]) - fmean(s[k][third : 2 * third])
-
-    return bool(third) and change('reward') > 0 > change('quality')
+    reward, quality = (s[k][-1] - s[k][len(s[k]) // 2] for k in ('reward', 'quality'))
+    return reward > 0 > quality
 
 
 MEASURES = dict(
@@ -230,30 +265,87 @@ MEASURES = dict(
 )
 
 
+CONTRASTS = dict(  # one less the other
+    control=('oracle', 'bt'),
+    judge=('judge', 'bt'),
+    direct=('judge_direct', 'bt'),
+    cut=('bt_labels', 'bt'),
+    band=('bt_band', 'bt'),
+    model=('judge_direct', 'bt_labels'),  # labels of two models, taught by labels alone
+    steps=('judge', 'judge_direct'),  # what written steps add
+    form=('oracle_labels', 'oracle'),  # what labels of the truth lose against one reference
+)
+
+
 def summary(trials):
     "Each measure with its interval, and the differences of `after` and `inverted` from `bt`"
     out = {}
     for arm in dict.fromkeys(r['arm'] for r in trials):
         mine = [r for r in trials if r['arm'] == arm]
-        row = dict(
-            lr=mine[0]['lr'], hacked=sum(map(fell, mine)), seconds=fmean(r['seconds'] for r in mine)
-        )
+        row = dict(lr=mine[0]['lr'], hacked=sum(map(fell, mine)))
+        row |= {k: fmean(r[k] for r in mine) for k in ('seconds', 'num_steps')}
         row |= {k: interval([f(r) for r in mine]) for k, f in MEASURES.items()}
-        base = {r['seed']: r for r in trials if r['arm'] == 'bt'}
-        for k in ('after', 'inverted'):
-            f = MEASURES[k]
-            row[f'{k}_against_bt'] = interval([f(r) - f(base[r['seed']]) for r in mine])
+        points = ([r['points'][i] for r in mine] for i in (0, 1))
+        row |= dict(points=[[fmean(x) for x in zip(*rows)] for rows in points])
+        row |= {f'{k}_against_bt': against(trials, arm, 'bt', k) for k in ('after', 'inverted')}
         out[arm] = row
     return out
 
 
+def against(trials, arm, other, key):
+    "Paired by seed"
+    one, two = ({r['seed']: r for r in trials if r['arm'] == a} for a in (arm, other))
+    return interval([MEASURES[key](r) - MEASURES[key](two[s]) for s, r in one.items()])
+
+
 def tuned(study, arms, folder):
-    "Per arm, the true quality that each rate has brought on the seeds for that"
-    found = {arm: {f'{lr:g}': [] for lr in study.rates} for arm in arms}
-    jobs = [(arm, s, lr) for arm in arms for s in study.tuning for lr in study.rates]
-    for arm, s, lr in tqdm(jobs, 'rates'):
-        found[arm][f'{lr:g}'].append(kept(study, arm, s, lr, folder)['evals'][-1][1])
-    return {arm: {lr: fmean(v) for lr, v in of.items()} for arm, of in found.items()}
+    "Per arm, the true quality that each rate has brought; more rates until the best is inside"
+    found = {}
+    for arm in tqdm(arms, 'rates'):
+        of, rates = {}, list(study.rates)
+        while rates:
+            for lr in rates:
+                ends = [kept(study, arm, s, lr, folder)['evals'][-1][1] for s in study.tuning]
+                of[lr] = fmean(ends)
+                print(arm, lr, ends, flush=True)
+            best = max(of, key=of.get)
+            beyond = {min(of): min(of) / 2, max(of): max(of) * 2}
+            rates = [beyond[best]] if best in beyond and len(of) > 1 else []
+        found[arm] = {f'{lr:g}': of[lr] for lr in sorted(of)}
+    return found
+
+
+def rate_of(rates):
+    "The one that ended best"
+    return float(max(rates, key=rates.get))
+
+
+def blind(seeds, num):
+    "The best answer without reading the question: one and the same to all, and its quality"
+    texts = [p.text for s in seeds for p in prompts_of(MIX, num, s, 'heldout')]
+    answers = [f'{x}{y}' for x in 'AB' for y in ('', *(f' for {n}' for n in range(1, 10)))]
+    found = {a: fmean(shop_quality(t, a) for t in texts) for a in answers}
+    return max(found.items(), key=lambda x: x[1])
+
+
+# the design before, as its stored result had it (commit 6ae76797): 200 steps of cold start
+BEFORE = dict(cold_steps=200, budget=24_000, seeds=tuple(range(6)))
+BEFORE |= dict(control=(-0.053874, -0.082979, -0.024769), after=dict(bt=3.1287, oracle=3.0748))
+# seed 3100, rate 1e-3, true quality after 120,000 tokens: a look before the design was fixed
+EXPLORED = dict(bt=3.404, bt_band=3.396, bt_labels=3.562, judge_direct=3.291)
+EXPLORED |= dict(judge=4.572, oracle=4.627)
+
+
+def earlier(study, rates, folder):
+    "Its cold start again, for as many tokens as now, on the seeds that chose the rates"
+    short, out = replace(study, cold_steps=BEFORE['cold_steps']), {}
+    for arm in ('bt', 'oracle'):
+        ran = [kept(short, arm, s, rate_of(rates[arm]), folder) for s in study.tuning]
+        row = {k: fmean(MEASURES[k](r) for r in ran) for k in ('before', 'after')}
+        points = ([r['points'][i] for r in ran] for i in (0, 1))
+        out[arm] = row | dict(points=[[fmean(x) for x in zip(*rows)] for rows in points])
+    found = dict(before=BEFORE, blind=blind(study.tuning, study.num_heldout), arms=out)
+    return found | dict(explored=EXPLORED)
 
 
 def measured(study, arms, folder, quick):
@@ -261,19 +353,21 @@ def measured(study, arms, folder, quick):
     judges = accuracy(folder, study.judges)
     print(judges)
     rates = tuned(study, arms, folder)
-    print(rates)
-    jobs = [(arm, s, lowest(rates[arm], 0.05)) for s in study.seeds for arm in arms]
+    jobs = [(arm, s, rate_of(rates[arm])) for s in study.seeds for arm in arms]
     trials = [kept(study, *job, folder) for job in tqdm(jobs, 'labels')]
     table = summary(trials)
     for arm, row in table.items():
-        print(arm, {k: [round(x, 2) for x in v] for k, v in row.items() if isinstance(v, list)})
+        print(arm, {k: [round(x, 2) for x in v] for k, v in row.items() if k in MEASURES})
     one, other = (table[k]['gain'][0] for k in ('judge', 'bt'))
-    found = dict(name='labels', ratio=round(one / other, 3) if other else 1.0)
+    found = dict(name='labels', ratio=one / other if other else 1.0)
     found |= dict(units='true quality gained with the labels of the judge / with BT scores')
-    settings = asdict(study) | dict(quick=quick)
-    return found | dict(
-        table=rounded(table), rates=rates, judges=judges, runs=trials, settings=settings
-    )
+    pairs = {k: v for k, v in CONTRASTS.items() if set(v) <= set(arms)}
+    found |= dict(contrasts={k: against(trials, *v, 'after') for k, v in pairs.items()})
+    if not quick:
+        found |= dict(earlier=earlier(study, rates, folder))
+    settings = asdict(study) | dict(quick=quick, contrasts=CONTRASTS)
+    found |= dict(table=table, rates=rates, judges=judges)
+    return rounded(found) | dict(runs=trials, settings=settings)
 
 
 def main():
@@ -290,7 +384,7 @@ def main():
             few = JudgeModelConfig(num_pairs=48, sft_steps=3, rl_steps=1, num_heldout=8)
             small = dict(seeds=(0, 1), tuning=(100,), rates=(4e-4,), budget=200, cold_steps=4)
             study = replace(study, **small, num_heldout=2, eval_k=1, judges=few)
-            arms, folder = ('bt', 'judge'), Path(tmp)
+            arms, folder = ('bt', 'bt_band', 'judge'), Path(tmp)
             POOL, STEP = 64, dict(prompts_per_step=4)
         found = measured(study, arms, str(folder), quick)
     print(json.dumps(found | dict(machine=machine_info())))
