@@ -1,4 +1,5 @@
-"""What to do with groups that stay silent: RL-ZVP, skipping, a second wave, heat, finer rewards?
+"""What to do with groups that stay silent: RL-ZVP, skipping, a second wave, heat, finer rewards,
+an ensemble of rewards?
 
 A quarter of the prompts are sums of two digits, a quarter have three, half have four, as in the
 study of parts: more than half of the groups are silent. All arms have the penalties of the recipe,
@@ -13,24 +14,52 @@ wave     a silent group is asked for eight more responses, the hopeless first, a
 hot      the same, and the second eight are drawn at temperature 1.3; their log-probs, too, are
          those at 1.3
 graded   a response earns the share of the answer's digits that are right, from the last one on
+ensemble a silent group is paid what four learned reward models think of its responses (below)
+disagree a silent group is paid how far these four differ on a response
+schedule a prompt whose last z visits were all silent is asked at temperature 1 + 0.15 z, at most
+         1.45, and at 1 again after a visit with a signal; log-probs are those at its temperature
+
+The ensemble is our reading of the paper's words. A member is a reward model with the weights of the
+cold start. It learns from the verdicts of the run itself, from a bootstrap of its own, so no arm
+sees more responses or verdicts than another; only the compute is more. A member's opinion of a
+response is the tanh of how far its logit lies above the group's mean. `ensemble` adds the mean of
+the opinions, where members that disagree cancel out, `disagree` their standard deviation, as a
+bonus for what is not known. Only silent groups get it, and the most that two responses can differ
+by is 0.4: a wrong one stays below a right one, which earns 1. Settings of the members were chosen
+by how well they order the responses of one run of `none` on seed 3280, which is compared with none.
 
 `left`: share of groups that are silent after all this and the penalties, before RL-ZVP.
 `noise`: the gradient of a step is a sum over groups; its variance, times 100, from how much the
 gradients of the groups differ, before the norm is clipped.
+All arms have the learning rate 4e-4; two other seeds check it against half and twice as much, for
+`none`, `zvp` and `schedule` before the runs that are compared, for the others after them.
+Earlier, at 4e-4 for all and on seeds 0 to 5, paired differences had standard deviations of 0.8 to
+1.5 points (2.7 for `graded`): 12 seeds give half-widths of 0.5 to 1 point (1.7), and differences of
+1.3 points are seen with 80 % power. Seeds 3200 to 3211 were drawn by no earlier study.
+Controls: `none` ends far above its cold start; members order a right and a wrong response of one
+group, before they learn from them, better than by chance; `schedule` asks above 1.
+About 35 core-minutes.
 Last line: one JSON object; `ratio` is the gain with RL-ZVP over that with none.
 usage: make study NAME=residual, python benchmarks/studies/residual.py [--processes 2] [--quick]
 """
 
+import tempfile
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
+from unittest.mock import patch
 
 import torch
 from _choice import BySilence, InTurn
-from _runner import OFF, SILENT, Study, against, interval
+from _ensemble import Ensemble
+from _evidence import holm, p_value, t_quantile
+from _runner import OFF, SILENT, Study, against, interval, rounded
 from _tables import final as last
-from _tables import flags, report, run_quick
+from _tables import flags, rates_of, report, small
 
+from compassrl import experience
 from compassrl.algo.losses import LossConfig
 from compassrl.algo.zero_variance import ZeroVarianceConfig
 from compassrl.data.tasks import final, verifier
@@ -67,8 +96,38 @@ class Hotter(RolloutEngine):
         return self.engine.generate(map(drawn, requests), whole_groups)
 
 
+class Scheduled(RolloutEngine):
+    "Draws each prompt at the temperature that its history asks for"
+
+    def __init__(self, engine, history):
+        self.engine, self.history = engine, history
+
+    def load_weights(self, weights, version):
+        self.engine.load_weights(weights, version)
+
+    def generate(self, requests, whole_groups=False):
+        def drawn(r):
+            return replace(r, params=replace(r.params, temperature=self.history.heat(r.prompt_ids)))
+
+        return self.engine.generate(map(drawn, requests), whole_groups)
+
+
+class Heated(InTurn):
+    "A prompt is asked hotter by `warmer` for each of its last visits that were silent, up to `top`"
+
+    def __init__(self, *args, warmer=0.15, top=1.45):
+        super().__init__(*args)
+        self.warmer, self.top, self.silent = warmer, top, Counter()
+        self.ids = {tuple(p.token_ids): p.id for p in self.prompts}
+
+    def heat(self, prompt_ids):
+        return min(1 + self.warmer * self.silent[self.ids[tuple(prompt_ids)]], self.top)
+
+    took = BySilence.took
+
+
 class ByGroup(TorchTrain):
-    "Adds up the gradients of groups, and reports how much they differ; second waves may be hot"
+    "Adds up the gradients of groups, and reports how much they differ; some responses may be hot"
 
     def __init__(self, policy, config, first, hot):
         super().__init__(policy, config)
@@ -82,26 +141,28 @@ class ByGroup(TorchTrain):
             seen[g] += 1
         return torch.tensor(out)
 
+    def heat(self, batch):
+        "[B] temperature at which each response was drawn"
+        return torch.where(self.late(batch), self.hot, 1.0)
+
     def score(self, batch):
-        found = super().score(batch)
-        late = self.late(batch)
-        if self.hot != 1 and late.any():
-            self.temperature = self.hot
+        found, heat = super().score(batch), self.heat(batch)
+        for hot in heat[heat != 1].unique():
+            self.temperature = float(hot)
             for k, v in super().score(batch).items():
-                found[k][late] = v[late]
+                found[k][heat == hot] = v[heat == hot]
             self.temperature = 1.0
         return found
 
     def gradient(self, batch, rows, loss, counts):
         "Of some rows, as a part of the whole batch's; and their part of the clipped tokens"
-        late, total, clipped = self.late(batch), 0.0, 0.0
-        for at, heat in ((rows & ~late, 1.0), (rows & late, self.hot)):
-            if at.any():
-                part, size = select(batch, at), self.config.micro_batch_tokens
-                whole = partial(divided, loss, counts)
-                sums, _ = accumulate_grads(self.policy, part, whole, size, heat)
-                clipped += float(sums['clip_frac'])
-                total = total + torch.cat([grad(p).flatten() for p in self.policy.parameters()])
+        heat, total, clipped = self.heat(batch), 0.0, 0.0
+        for hot in heat[rows].unique():
+            part, size = select(batch, rows & (heat == hot)), self.config.micro_batch_tokens
+            whole = partial(divided, loss, counts)
+            sums, _ = accumulate_grads(self.policy, part, whole, size, float(hot))
+            clipped += float(sums['clip_frac'])
+            total = total + torch.cat([grad(p).flatten() for p in self.policy.parameters()])
         return total, clipped
 
     def update(self, batch, loss, lr=None):
@@ -122,12 +183,28 @@ class ByGroup(TorchTrain):
         return metrics | found, {}
 
 
+class ByPrompt(ByGroup):
+    "The same, for responses whose temperature their prompt's history has chosen"
+
+    def __init__(self, policy, config, history):
+        super().__init__(policy, config, 0, 1.0)
+        self.history = history
+
+    def heat(self, batch):
+        begins = batch.response_mask.long().argmax(1).tolist()
+        asked = [row[:n].tolist() for row, n in zip(batch.token_ids, begins)]
+        return torch.tensor([self.history.heat(ids) for ids in asked])
+
+
 def divided(loss, counts, log_probs, batch, *_):
     return loss(log_probs, batch, *counts)
 
 
 def grad(p):
     return torch.zeros_like(p) if p.grad is None else p.grad
+
+
+SEEN = {}  # measurements of an arm's own code in the step that has just ended
 
 
 @dataclass(frozen=True)
@@ -138,22 +215,58 @@ class Way:
     hot: float = 1.0  # temperature of a second wave
     graded: bool = False
     pool: int = 96  # prompts
+    ensemble: str = ''  # silent groups are paid its 'mean' or its 'spread'
+    schedule: bool = False  # temperatures by the history of silence?
 
     def __call__(self, cfg, pools, rollout, engine, curve):
         tok, ends, first = build_tokenizer(), cfg.policy.eos_ids, cfg.group_size
         prompts, step = pools[0][: self.pool], 0
         judged = [replace(p, verifier='digits') for p in prompts] if self.graded else prompts
         judge = SerialJudge(judged, tok, ends)
-        engine = ByGroup(engine.policy, cfg.optim, first, self.hot)
-        rollout = Hotter(rollout, first, self.hot)
-        history = (BySilence if self.skip else InTurn)(curve, prompts, cfg)
+        history = self.remembers(curve, prompts, cfg)
+        engine, rollout = self.engines(engine.policy, cfg, rollout, history, first)
+        members = Ensemble(engine.policy, self.ensemble, cfg.seed) if self.ensemble else None
+        pays = patch.object(experience, 'shape_rewards', members.rewards) if members else None
+        SEEN.clear()
         try:
-            while True:
-                chosen, cfg = history.next(), replace(cfg, steps=step + 1)
-                fit(cfg, chosen, rollout, engine, tok, history, ends, step, judge=judge)
-                step += 1
+            with pays or nullcontext():
+                while True:
+                    chosen, cfg = history.next(), replace(cfg, steps=step + 1)
+                    hooks = Beside(history, members, chosen)
+                    fit(cfg, chosen, rollout, engine, tok, hooks, ends, step, judge=judge)
+                    step += 1
         except Stop:
             pass
+
+    def remembers(self, *of):
+        return (Heated if self.schedule else BySilence if self.skip else InTurn)(*of)
+
+    def engines(self, policy, cfg, rollout, history, first):
+        if self.schedule:
+            return ByPrompt(policy, cfg.optim, history), Scheduled(rollout, history)
+        return ByGroup(policy, cfg.optim, first, self.hot), Hotter(rollout, first, self.hot)
+
+
+@dataclass
+class Beside:
+    "Keeps what the arm has measured, then lets members and history learn from the step"
+
+    history: InTurn
+    members: Ensemble | None
+    chosen: list
+
+    def on_step(self, step, metrics, samples, batch):
+        if self.members:
+            SEEN.update(self.members.seen)
+            self.members.learn(samples)
+        if isinstance(self.history, Heated):
+            heats = [self.history.heat(p.token_ids) for p in self.chosen]
+            SEEN.update(heat=fmean(heats))
+        self.history.on_step(step, metrics, samples, batch)
+
+
+def seen(batch):
+    return dict(SEEN)
 
 
 DEFAULT = ZeroVarianceConfig()
@@ -173,20 +286,30 @@ ARMS = dict(
     wave=partial(changed, changes=WAVE),
     hot=partial(changed, changes=WAVE),
     graded=partial(changed, changes={}),
+    ensemble=partial(changed, changes={}),
+    disagree=partial(changed, changes={}),
+    schedule=partial(changed, changes={}),
 )
 WAYS = dict.fromkeys(ARMS, Way()) | dict(
-    skip=Way(skip=True), hot=Way(hot=1.3), graded=Way(graded=True)
+    skip=Way(skip=True),
+    hot=Way(hot=1.3),
+    graded=Way(graded=True),
+    ensemble=Way(ensemble='mean'),
+    disagree=Way(ensemble='spread'),
+    schedule=Way(schedule=True),
 )
+RATES, CHECK = (2e-4, 4e-4, 8e-4), (3290, 3291)
 STUDY = Study(
     'residual',
     dict(silent=SILENT),
     ARMS,
     dict.fromkeys(ARMS, 4e-4),
-    seeds=tuple(range(6)),
+    seeds=tuple(range(3200, 3212)),
     budget=48_000,
     marks=1,
     eval_k=4,
     cold_seed=0,
+    look=seen,
     ways=WAYS,
 )
 
@@ -209,7 +332,9 @@ def more(trials):
             row[name] = interval([100 * of(r) for r in mine])
             if arm != 'none':
                 row[f'{name}_against_none'] = against(trials, 'silent', arm, 'none', of)
-    return dict(residual=out, against_zvp=rivals(trials))
+    found = dict(residual=out, against_zvp=rivals(trials), measured=measured(trials))
+    found |= dict(holm={base: told_apart(trials, base) for base in ('none', 'zvp')})
+    return found | dict(runs=[slim(r) for r in trials])
 
 
 def rivals(trials):
@@ -223,11 +348,58 @@ def rivals(trials):
     }
 
 
+def told_apart(trials, base):
+    "Arms whose final rate differs from that of `base` where all arms are tested together (Holm)"
+    arms = [a for a in dict.fromkeys(r['arm'] for r in trials) if a != base]
+    seeds = len({r['seed'] for r in trials})
+    ps = []
+    for arm in arms:
+        mean, low, high = against(trials, 'silent', arm, base, last)
+        error = (high - low) / 2 / t_quantile(0.975, seeds - 1)
+        ps.append(p_value(mean / max(error, 1e-9), seeds - 1))
+    kept = holm(ps)
+    return [arm for i, arm in enumerate(arms) if i in kept]
+
+
+def measured(trials):
+    """Of the arms with own code: pairs of a right and a wrong response that the members ordered
+    right before they learned from them, in percent; how far members differ in silent groups; mean
+    temperature"""
+    out = {}
+    for r in map(slim, trials):
+        row = {k: v for k, v in r['seen'].items() if k in ('spread', 'heat')}
+        if 'pairs' in r['seen']:
+            row |= dict(order=100 * r['seen']['ordered'] / max(r['seen']['pairs'], 1))
+        for k, v in row.items():
+            out.setdefault(r['arm'], {}).setdefault(k, []).append(v)
+    return {arm: {k: interval(v) for k, v in row.items()} for arm, row in out.items()}
+
+
+KEPT = 'zero_variance_first_frac zero_variance_raw_frac zero_variance_frac clip_frac steps '
+KEPT += 'zero_variance_residual_frac gradient_noise gradient_token_frac entropy rollout_train_gap '
+KEPT += 'response_tokens_mean'
+
+
+def slim(trial):
+    "What is kept of a trial; of the first step nothing, as its members know nothing yet"
+    seen = {}
+    for k, v in trial['seen'].items():
+        rest = v if k == 'heat' else v[1:]
+        rest = [x for x in rest if x == x]  # NaN where no group was silent
+        seen[k] = fmean(rest or [0.0]) if k in ('spread', 'heat') else sum(rest)
+    means = {k: trial['means'][k] for k in KEPT.split() if k in trial['means']}
+    rest = {k: v for k, v in trial.items() if k != 'groups'}  # the table has their means
+    return rest | dict(means=means, seen=rounded(seen))
+
+
 def main():
     a = flags(__doc__)
     if a.quick:
-        return run_quick(STUDY, 'none', ('hot', 'none'), more)
-    report(STUDY, 'none', ('zvp', 'none'), False, processes=a.processes, more=more)
+        with tempfile.TemporaryDirectory() as folder:
+            quick = small(STUDY, STUDY.arms, folder)
+            return report(quick, 'none', ('zvp', 'none'), True, processes=0, more=more)
+    rates = rates_of(replace(STUDY, seeds=CHECK), ARMS, RATES, a.processes, last)
+    report(STUDY, 'none', ('zvp', 'none'), False, rates, a.processes, more)
 
 
 if __name__ == '__main__':
