@@ -52,33 +52,46 @@ def loop_shapes(
     "The loop, and what its arrows carry"
     batch = batch or _small_batch()
     (B, T), P = batch.token_ids.shape, len(batch.group.unique())
-    names = 'prompts', 'rollout', 'verdicts', 'train engine', 'loss', 'advantages'
-    boxes = [box(8 + 244 * (i // 3), 10 + 140 * (i % 3), 140, 40, n) for i, n in enumerate(names)]
+    names = 'prompts', '', 'verdicts', 'train engine', 'loss', 'advantages'
+    tops = 10, 172, 322
+    boxes = [box(8 + 244 * (i // 3), tops[i % 3], 140, 44, n) for i, n in enumerate(names)]
     arrows = [
-        *(arrow((28, y), (28, y + 94)) for y in (53, 193)),
-        arrow((151, 310), (249, 310)),
-        *(arrow((372, y + 94), (372, y)) for y in (53, 193)),
-        arrow((249, 24), (202, 24), (202, 162), (151, 162), role='good', thick=2),
-        arrow((151, 178), (226, 178), (226, 38), (249, 38)),
-        arrow((268, 53), (268, 147)),
+        *(arrow((28, a), (28, b)) for a, b in ((57, 169), (219, 319))),
+        arrow((151, 344), (249, 344)),
+        *(arrow((372, b), (372, a)) for a, b in ((57, 169), (219, 319))),
+        arrow((249, 24), (202, 24), (202, 186), (151, 186), role='good', thick=2),
+        arrow((151, 202), (226, 202), (226, 40), (249, 40)),
+        arrow((268, 57), (268, 169)),
+    ]
+    stations = [
+        text(40, 80, '1 ask', bold=True),
+        text(78, 208, '2 sample', anchor='middle', bold=True),
+        text(40, 260, '3 judge', bold=True),
+        text(200, 334, '4 compare', anchor='middle', bold=True),
+        text(200, 224, '5 look again', anchor='middle', bold=True),
+        text(364, 124, '6 update', anchor='end', bold=True),
+        text(196, 144, '7 hand over', 'good', anchor='end', bold=True),
     ]
     words = [
-        text(40, 92, f'{B} requests of\n{P} prompts'),
-        text(40, 238, f'tokens [{B}, {T}]'),
-        text(width / 2, 364, f'rewards [{B}], one per response', anchor='middle'),
-        text(360, 238, f'advantages [{B}, {T}]', anchor='end'),
-        text(276, 72, f'old log-probs\n[{B}, {T}]'),
-        text(364, 118, 'one number,\nits gradient', anchor='end'),
-        text(196, 140, 'weights', 'good', anchor='end'),
-        text(200, 197, 'the same\ntokens', anchor='middle'),
+        text(40, 98, f'{B} requests of\n{P} prompts'),
+        text(78, 190, 'rollout', anchor='middle'),
+        text(40, 278, f'tokens [{B}, {T}]'),
+        text(200, 364, f'rewards [{B}],\none per response', anchor='middle'),
+        text(360, 278, f'advantages [{B}, {T}]', anchor='end'),
+        text(274, 78, f'old log-probs\n[{B}, {T}]'),
+        text(364, 142, 'one number,\nits gradient', anchor='end'),
+        text(196, 162, 'weights', 'good', anchor='end'),
+        text(200, 242, 'the same tokens', anchor='middle'),
     ]
     says = (
-        f'{P} prompts become {B} requests. The rollout answers with tokens of shape {B} by {T}, '
-        f'and the verdicts are {B} rewards. The train engine looks again at the same tokens: its '
-        'old log-probs make with the advantages one number, the loss. Its gradient moves the '
-        'train engine, whose new weights go back to the rollout.'
+        f'1, ask: {P} prompts become {B} requests. 2, sample: the rollout answers with tokens of '
+        f'shape {B} by {T}. 3, judge: the verdicts are {B} rewards. 4, compare: they become '
+        'advantages. 5, look again: the train engine gets the same tokens, and its old log-probs '
+        'make with the advantages one number, the loss. 6, update: its gradient moves the train '
+        'engine. 7, hand over: the new weights go back to the rollout.'
     )
-    return drawing('The loop and what its arrows carry', says, 378, *boxes, *arrows, *words)
+    parts = *boxes, *arrows, *stations, *words
+    return drawing('The loop and what its arrows carry', says, 396, *parts)
 
 
 def shared_reward(
@@ -199,6 +212,8 @@ def _panel(x, A, ratios, low, high):  # 180 wide; the curve from ratio 1 - reach
     for r, (u, v), c in zip(ratios, points[4:], clipped[4:], strict=True):
         role, side, up = 'hot' if c else 'good', 0 if c else 5, -9 if A < 0 else 20
         anchor = 'middle' if c else 'start'
+        if A < 0 and r == 1:  # below its line: the label of a dot to its left is above
+            side, up, anchor = -5, 18, 'end'
         parts += [dot(u, v, role), text(u + side, v + up, f'{r:g}', role, anchor)]
     return parts
 

@@ -112,7 +112,7 @@ run_files: dict[str, tuple[str, bool]] = {  # name -> what it is, is it needed t
     'cold_start.jsonl': ('a row per step of the cold start', False),
     'screen.json': ('prompts that are asked', False),
     'metrics.jsonl': ('a row per step', False),
-    'trace.jsonl': ('every token of every step', False),
+    'trace.jsonl': ('steps written in full, by token', False),
     'checkpoints': ('the newest steps', True),
     'eval_before.json': ('held-out answers before RL', False),
     'eval_after.json': ('the same after it', False),

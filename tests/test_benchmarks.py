@@ -1,6 +1,7 @@
 "Every benchmark runs, in a small case, and ends with one JSON line that `make bench` can keep"
 
 import importlib
+import itertools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import traceback
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,12 +22,15 @@ from compassrl.data.tasks import verifiers
 from compassrl.data.tokenizer import build_tokenizer
 from compassrl.experience import in_order
 from compassrl.loop import Stop, loss_of
+from compassrl.model.merge import MergeConfig, merge_checkpoints
 from compassrl.model.policy import Policy
-from compassrl.records import Sample, collate
+from compassrl.model.pretrained import from_pretrained, hf_weights, save_pretrained
+from compassrl.records import Sample, Verdict, collate
 from compassrl.rollout.requests import requests_of
 from compassrl.rollout.torch_rollout import TorchRollout
 from compassrl.runs.presets import smoke_cpu, tiny_cpu
-from compassrl.train.torch_train import TorchTrain, accumulate_grads
+from compassrl.train.sft import solution_batch
+from compassrl.train.torch_train import OptimConfig, TorchTrain, accumulate_grads
 from tests.support import ROOT
 from tests.support import fork_server as forked
 from tests.support import vllm_fork_server as vllm_forks
@@ -122,6 +127,35 @@ def test_a_race_goes_to_the_rate_that_trl_ends_with(monkeypatch, capsys):
     assert easy['55%']['needs']['TRL']['cpu_seconds'] == 14 + 2, 'the second begins below 55 %'
 
 
+def test_beta2_reaches_trl_and_what_its_optimiser_has_is_looked_at(monkeypatch, tmp_path):
+    "test_quick asks TRL itself. Here: what is sent, and what an optimiser with other betas gives"
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks'))
+    race = importlib.import_module('time_to_accuracy')
+    for task in race.TASKS.values():
+        found = {k: race.grpo_arguments(peer)[1] for k, peer in task.peers().items()}
+        betas = {k: arguments.pop('adam_beta2') for k, arguments in found.items()}
+        assert betas == {'TRL': 0.95, race.OTHER: 0.999}
+        assert found['TRL'] == found[race.OTHER], 'nothing else differs'
+        optim = race.same_recipe(tiny_cpu(), task.peers()['TRL']).optim
+        assert (optim.betas, optim.lr) == ((0.9, betas['TRL']), task.rate)
+    assert tiny_cpu().optim.betas[1] == 0.95, 'what the other one stands for'
+
+    sent = {}
+    monkeypatch.setattr(race.Trl, '__init__', lambda self, script, spec, *_: sent.update(spec))
+    data = SimpleNamespace(train=[], eos_id=(1,))
+    start = SimpleNamespace(cfg=tiny_cpu(), data=data, model='m', folder=tmp_path)
+    start.responses = lambda num: []
+    monkeypatch.setattr(race, 'prompts_of_step', lambda *_: [])
+    monkeypatch.setattr(race, 'read_shards', lambda path: 'the weights')
+    peer = race.Peer(start, task.peers()['TRL'])
+    assert sent['grpo_args']['adam_beta2'] == 0.95
+    monkeypatch.setattr(peer, 'ask', lambda _: dict(saved=True, betas=[[0.9, 0.95]]))
+    assert peer.weights() == 'the weights'
+    monkeypatch.setattr(peer, 'ask', lambda _: dict(saved=True, betas=[[0.9, 0.999]]))
+    with pytest.raises(AssertionError, match='0.999'):
+        peer.weights()
+
+
 def test_the_learning_rate_of_a_study_falls_with_its_tokens(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / 'benchmarks' / 'studies'))
     runner = importlib.import_module('_runner')
@@ -176,6 +210,138 @@ def test_gradients_of_groups_add_up_to_the_trainers_step(monkeypatch):
             assert steps[0]['grad_norm'] == pytest.approx(steps[1]['grad_norm'], rel=1e-4)
             assert steps[1]['gradient_noise'] == pytest.approx(noise, rel=1e-3)
             rollout.load_weights(mine.weights(), 1)
+
+
+def test_a_prompt_that_stays_silent_is_asked_hotter_and_scored_at_its_temperature(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks' / 'studies'))
+    residual = importlib.import_module('residual')
+    cfg, tok = smoke_cpu(), build_tokenizer()
+    prompts = make_prompts('arithmetic', 3, 0.0, 0, 'train', tok)
+    ids = [p.id for p in prompts]
+    history = residual.Heated(None, prompts, cfg)
+    assert {history.heat(p.token_ids) for p in prompts} == {1.0}
+    heats = []
+    for _ in range(4):
+        history.took({ids[0]: True, ids[1]: False})
+        heats.append([history.heat(p.token_ids) for p in prompts])
+    assert [h[0] for h in heats] == pytest.approx([1.15, 1.3, 1.45, 1.45])
+    assert {x for h in heats for x in h[1:]} == {1.0}
+    history.took({ids[2]: True})
+    policy = Policy(cfg.policy, 0)
+    rollout = TorchRollout(cfg.policy, 32)
+    engine = residual.ByPrompt(policy, replace(cfg.optim, num_mini_batches=1), history)
+    rollout.load_weights(engine.weights(), 0)
+    params = replace(cfg.rollout.params(cfg.policy.eos_ids), max_tokens=6)
+    asked = requests_of(prompts, [2, 2, 2], Counter(), params)
+    batch = collate(in_order(asked, list(residual.Scheduled(rollout, history).generate(asked))))
+    assert engine.heat(batch).tolist() == pytest.approx([1.45] * 2 + [1.0] * 2 + [1.15] * 2)
+
+    def gaps(found):
+        return (found['old_log_probs'] - batch.rollout_log_probs).abs().amax(1)
+
+    assert gaps(engine.score(batch)).max() < 1e-4
+    cold = gaps(TorchTrain(policy, engine.config).score(batch))
+    assert (cold > 1e-3).tolist() == [True] * 2 + [False] * 2 + [True] * 2
+    history.took({ids[0]: False})
+    assert history.heat(prompts[0].token_ids) == 1.0, 'a signal: back to 1'
+
+
+def test_an_ensemble_pays_silent_groups_alone_and_keeps_right_above_wrong(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks' / 'studies'))
+    ensemble = importlib.import_module('_ensemble')
+    policy, zero = Policy(smoke_cpu().policy, 0), tiny_cpu().zero_variance
+    right = [0, 0, 0, 1, 1, 1, 0, 1, 0]  # three groups: all wrong, all right, both
+    lot = torch.Generator().manual_seed(0)
+    samples = []
+    for i, r in enumerate(right):
+        ids = torch.randint(5, 60, (3 + i % 3,), generator=lot).tolist()
+        said = Sample(str(i // 3), i % 3, [7, 8 + i // 3], ids, torch.zeros(len(ids)), *[None] * 2,
+                      'stop', 0)  # fmt: skip
+        said.verdict = Verdict(float(r), bool(r))
+        samples.append(said)
+    plain = ensemble.shape_rewards(samples, 48, zero)
+    members = ensemble.Ensemble(policy, 'mean', 0)
+    assert torch.equal(members.rewards(samples, 48, zero), plain), 'who knows nothing pays nothing'
+    for _ in range(3):
+        members.learn(samples)
+    assert [len(m.shares) for m in members.members] == [27] * ensemble.MEMBERS
+    assert len({tuple(m.shares.tolist()) for m in members.members}) == ensemble.MEMBERS
+    for by in ('mean', 'spread'):
+        members.by = by
+        more = members.rewards(samples, 48, zero) - plain
+        assert more[:6].abs().min() > 0 and not more[6:].any(), 'the third group has a signal'
+        assert plain[3:6].min() + more[3:6].min() > plain[:3].max() + more[:3].max()
+    said = ensemble.opinions(torch.tensor([[2.0, 0.0], [0.0, 2.0]]) * 99, torch.tensor([0, 0]))
+    assert said.tolist() == [[1, -1], [-1, 1]] and not ensemble.paid(said, 'mean').any()
+    assert ensemble.paid(said, 'spread').tolist() == pytest.approx([0.4, 0.4])
+    assert ensemble.paid(said[:1], 'mean').tolist() == pytest.approx([0.2, -0.2])
+    told = torch.tensor([3.0, 1.0, 1.0, 9.0])
+    both = torch.tensor([True, False, True, False])
+    assert ensemble.in_order(told, both, torch.tensor([0, 0, 0, 1])) == (2, 1.5)
+
+
+def moved(policy, lot, size=0.05):
+    "A copy in fp64 whose weights differ by multiples of 2^-10: sums of such have no rounding"
+    out = Policy(policy.config).double()
+    with torch.no_grad():
+        for p, old in zip(out.parameters(), policy.parameters()):
+            change = size * torch.randn(old.shape, generator=lot, dtype=torch.float64)
+            p.copy_(((old + change) * 2**10).round() / 2**10)
+    return out
+
+
+@pytest.mark.parametrize('dense', [False, True])
+def test_learned_coefficients_of_a_merge_have_the_gradient_of_differences(dense, monkeypatch):
+    "Against central differences in fp64; (w, 1 - w) is the linear merge of files, bit for bit"
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks' / 'studies'))
+    study, code = map(importlib.import_module, ('merge', '_merge_weights'))
+    shape = replace(smoke_cpu().policy, max_position_embeddings=64)
+    lot, tok = torch.Generator().manual_seed(0), build_tokenizer()
+    base = moved(Policy(study.dense(shape) if dense else shape).double(), lot)
+    children = [moved(base, lot) for _ in range(2)]
+    blend = code.Blend(base, children)
+    batch = solution_batch(make_prompts('arithmetic', 3, 1, 0, 'train', tok), tok)
+    for what, shape in itertools.product(('loss', 'entropy'), ((2,), (2, len(blend.base)))):
+        c = 0.5 + 0.1 * torch.randn(shape, generator=lot, dtype=torch.float64)
+        c.requires_grad_()
+
+        def value(c):
+            return blend.measure(blend.weights(c), batch, what)
+
+        (grad,) = torch.autograd.grad(value(c), c)
+        for at in torch.randperm(c.numel(), generator=lot)[:6].tolist():
+            step = torch.zeros(c.numel(), dtype=torch.float64)
+            step[at] = 1e-5
+            step = step.view(shape)
+            with torch.no_grad():
+                slope = (value(c + step) - value(c - step)).item() / 2e-5
+            assert grad.flatten()[at].item() == pytest.approx(slope, rel=1e-6, abs=1e-9)
+    policy = blend.policy(blend.weights(c.detach()))
+    want = -TorchTrain(policy, OptimConfig()).score(batch)['old_log_probs'][batch.response_mask]
+    loss = blend.measure(blend.weights(c), batch, 'loss')
+    assert loss.item() == pytest.approx(want.mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize('weight', [0.0, 0.25, 1.0])
+def test_coefficients_that_sum_to_one_are_the_linear_merge_of_files(weight, monkeypatch, tmp_path):
+    "Bit for bit, as one pair for all tensors or repeated for each"
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks' / 'studies'))
+    code = importlib.import_module('_merge_weights')
+    lot = torch.Generator().manual_seed(1)
+    base = moved(Policy(smoke_cpu().policy).double(), lot)
+    children = [moved(base, lot) for _ in range(2)]
+    folders = [tmp_path / str(i) for i in range(2)]
+    for child, folder in zip(children, folders):
+        save_pretrained(child, folder)
+    cfg = MergeConfig(method='linear', weights=(weight, 1 - weight))
+    merge_checkpoints(folders, tmp_path / 'out', cfg)
+    wanted = dict(hf_weights(from_pretrained(tmp_path / 'out')))
+    blend = code.Blend(base, children)
+    c = code.FORMS['one weight'].coefficients(torch.tensor(weight).double())
+    for each in (c, c[:, None].expand(2, len(blend.base))):
+        found = dict(hf_weights(blend.policy(blend.weights(each))))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[n].double(), w.double()) for n, w in wanted.items())
 
 
 def studies_with_code():

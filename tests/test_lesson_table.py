@@ -90,12 +90,9 @@ def test_a_step_is_about_a_quarter_of_an_hour(name):
 
 
 @pytest.mark.parametrize('page', ['index', 'lesson'])
-def test_the_shortest_and_the_longest_step_are_those_of_the_front_page(page):
-    minutes = [round(LESSONS[n]['minutes']) for n in COURSE.spine[1:13]]
-    said = re.search(
-        r'[Tt]welve steps of (\d+) to (\d+) minutes', (COURSE.nbs / f'{page}.ipynb').read_text()
-    )
-    assert said and [int(n) for n in said.groups()] == [min(minutes), max(minutes)]
+def test_the_front_page_promises_what_a_step_may_take(page):
+    text = (COURSE.nbs / f'{page}.ipynb').read_text()
+    assert re.search(r'[Tt]welve steps of up to 20 minutes', text)
 
 
 def test_nearly_all_names_are_shown():

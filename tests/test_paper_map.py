@@ -117,7 +117,8 @@ def stored(name):
     if path.is_file():
         return json.loads(path.read_text())
     cells = json.loads((COURSE.nbs / COURSE.paths[name]).read_text())['cells']
-    texts = [o.get('text') or o.get('data', {}).get('text/plain', '') for o in outputs(cells)]
+    shown = ((o, o.get('data', {})) for o in outputs(cells))
+    texts = [o.get('text') or d.get('text/markdown') or d.get('text/plain', '') for o, d in shown]
     return '\n'.join(map(''.join, texts))
 
 

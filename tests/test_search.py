@@ -30,7 +30,7 @@ ASKED = {
     'top-p or top-k': 'rollout/answers',
     'recompute old log probs': 'train/torch_train',
     'router replay R2 or R3': 'algo/engine_gap',
-    'does dynamic sampling pay': 'studies/recipe',
+    'does dynamic sampling pay': 'algo/zero_variance',
     'out of memory': 'model/log_probs',
     'LoRA': 'questions',
     'reward hacking': 'data/tasks',

@@ -278,7 +278,7 @@ def prepare(nb, here, folder, names, pages):
             title = 'Show the output' if tags == {'hide-output'} else title_of(c)
             prompt = opts.get('code-summary', '').strip('"\'') or title
             if all(
-                re.match(r'(import|from) |sys\.path|\s|$|\)', line)
+                re.match(r'(import|from) |sys\.path|if TYPE_CHECKING:|\s|$|\)', line)
                 for line in c.source.splitlines()
             ):
                 if opts.get('echo') != 'false':

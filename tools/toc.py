@@ -131,7 +131,7 @@ class Course:
         step, last = self.step(name), self.num_steps
         if step is None:
             return self.order[name].kind.capitalize()
-        ends = {0: 'Start', last + 1: 'The end', last + 2: 'After the end'}
+        ends = {0: 'Step 0', last + 1: 'The end', last + 2: 'After the end'}
         at = ends.get(step, f'Step {step} of {last}')
         return at if name in self.spine else f'Deeper: {at[0].lower()}{at[1:]}'
 
@@ -277,6 +277,9 @@ def set_neighbours(course, name, nb, titles):
     nb['cells'] = [*cells, markdown('\n'.join(lines), name)]
 
 
+MANY = 5  # links in one line
+
+
 def hanging(course, name, here, titles):
     "At the end of a step: what the reader writes, and what goes deeper; or the way back to it"
 
@@ -297,7 +300,11 @@ def hanging(course, name, here, titles):
         page, anchor = at.split('#')
         file = '' if page == name else os.path.relpath(course.paths[page], here.parent)
         lines += [f'[Write this step for your own file]({file}#{anchor}).']
-    if deeper := own.get('deeper'):
+    deeper = own.get('deeper', [])
+    if len(deeper) > MANY:
+        rows = [f'- {to(n)}: {titles[n][1]}' for n in deeper]
+        return [' '.join(lines), '', folded(f'Deeper: {len(deeper)} pages', '\n'.join(rows)), '']
+    if deeper:
         lines += [f'Deeper: {", ".join(map(to, deeper))}.']
     return [' '.join(lines), '']
 
@@ -365,11 +372,29 @@ def folded(summary, inner):
     return f'<details><summary>{summary}</summary>\n\n{inner}\n\n</details>'
 
 
+def long(minutes):
+    "198 -> about 3 hours and 20 minutes"
+    hours, rest = divmod(int(round(minutes, -1)), 60)
+    return f'about {hours} hours' + (f' and {rest} minutes' if rest else '')
+
+
 def steps(course, titles):
-    "The spine at a glance, three steps a row; what each is about is folded"
-    names = course.spine
-    cells = [f'{course.number(n)} [{titles[n][0]}]({course.paths[n]})'.strip() for n in names]
-    lines = ['| | | |', '| --- | --- | --- |']
+    "The spine at a glance, three steps a row, with minutes; what each is about is folded"
+    names, last = course.spine, course.num_steps
+    lessons = names[: last + 1]
+    takes = {n: numbers(read(course.nbs / course.paths[n]), 0)['minutes'] for n in lessons}
+    cells = [
+        f'{course.number(n)} [{titles[n][0]}]({course.paths[n]})'.strip()
+        + (f' ({takes[n]:.0f} min)' if n in takes else '')
+        for n in names
+    ]
+    lines = [
+        f'Reading steps 0 to {last} takes {long(sum(takes.values()))}; labs and exercises come on '
+        'top. Each step needs only the steps before it.',
+        '',
+        '| | | |',
+        '| --- | --- | --- |',
+    ]
     lines += [f'| {" | ".join(cells[i : i + 3])} |' for i in range(0, len(cells), 3)]
     about = folded('What each step is about', rows(course, names, titles))
     return '\n'.join(lines) + f'\n\n{about}'
@@ -523,7 +548,7 @@ def sync_text(root=ROOT):
     for n, nb in nbs.items():
         before = json.dumps(nb)
         cell = first_cell(nb)
-        minutes = numbers(nb, 0)['minutes'] if n in course.spine[1:13] else None
+        minutes = numbers(nb, 0)['minutes'] if n in course.spine[: course.num_steps + 1] else None
         set_source(cell, set_badge(course, n, cell, minutes))
         set_links(course, course.paths[n], nb)
         set_neighbours(course, n, nb, titles)

@@ -109,6 +109,7 @@ CONTRASTS = dict(
     **{f'{m}_grpo': ('silent', m, 'grpo') for m in SIZES},
 )
 CONTROL = 'selection_grpo'
+UNIT = dict(grpo='plain GRPO', gspo='GSPO')
 EARLIER = dict(  # the same contrasts in stored trials, on other seeds
     espo_gspo=('losses', 'sums', 'espo', 'gspo'),
     wide_espo_gspo=('losses', 'sums', 'wide', 'gspo'),
@@ -185,7 +186,7 @@ def smaller(study, folder):
     return replace(study, arms={m: few_prompts(a) for m, a in study.arms.items()}, **fewer)
 
 
-def on_another_mix(study, contrasts_of, doc, more=lambda study: {}):
+def on_another_mix(study, contrasts_of, doc, more=lambda study, rows: {}, base='grpo'):
     "Arms of this study on the one mix of another: the trials, and the line that is kept"
     a, [task] = flags(doc), study.tasks
     with tempfile.TemporaryDirectory() as folder:
@@ -193,16 +194,16 @@ def on_another_mix(study, contrasts_of, doc, more=lambda study: {}):
             study = replace(smaller(study, folder), seeds=study.seeds[:2])
         trials = [(task, m, s) for s in study.seeds for m in study.arms]
         rows = run_all(study, trials, 0 if a.quick else a.processes)
-        extra = more(study)
+        extra = more(study, rows)
     rows = [r | dict(budget=study.budget) for r in rows]
-    show(table := summary(rows, study.tasks, study.arms, 'grpo'), 'grpo')
+    show(table := summary(rows, study.tasks, study.arms, base), base)
     found = contrasts(rows, 2 if a.quick else 6, contrasts_of)
-    gain = table[task]['grpo']['after'][0] - table[task]['grpo']['before'][0]
+    gain = table[task][base]['after'][0] - table[task][base]['before'][0]
     settings = dict(seeds=study.seeds, lr=LR, budget=study.budget, quick=a.quick)
     settings |= dict(mix=study.tasks[task], cold_steps=study.cold_steps, wanted_half=WANTED)
     settings |= dict(contrasts=contrasts_of, heldout=study.num_heldout)
     out = dict(name=study.name, ratio=round(gain, 3))
-    out |= dict(units='points that plain GRPO ends above its cold start: the control')
+    out |= dict(units=f'points that {UNIT[base]} ends above its cold start: the control')
     out |= dict(table=table, contrasts=found, by_length=by_length(rows), runs=rows) | extra
     print(json.dumps(out | dict(settings=settings, machine=machine_info())))
 

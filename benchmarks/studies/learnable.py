@@ -41,7 +41,7 @@ CONTRASTS = {
 }
 
 
-def start(study):
+def start(study, rows):
     "Held-out rates after the cold start by the length of the prompt, means over seeds"
     found = {}
     for seed in study.seeds:

@@ -108,7 +108,7 @@ def group_advantages(
     rewards: Tensor,  # [B]
     group: Tensor,  # [B] integers; samples with equal ids compete
     valid: Tensor | None = None,  # [B] bool: the verifier gave a verdict (None: all)
-    estimator: Estimator = 'grpo',  # see below
+    estimator: Estimator = 'grpo',  # see the docstring
     std_floor: float | Tensor = 0.0,  # the std counts as at least this; or [P], by ascending id
 ) -> Tensor:  # [B] zero mean per group; exactly 0 in a flat group and where not valid
     """Rewards relative to their group

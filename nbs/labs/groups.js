@@ -270,7 +270,7 @@ function render({ el }) {
     h('p', { class: 'quiet' }, 'Click a verdict: ✓ right, ✗ wrong, ? none; next to it the '
       + 'response’s tokens. Bars: the advantage of every token, up or down, at one scale for the three '
       + 'groups; below, its mean over a response. The limit is 12 tokens; from 6 on the penalty grows. New verdicts are drawn with pass rates of 0.9 (easy), '
-      + '0.4 (mixed) and 0.1 (hard), the same for everybody. A budget of 1 allows as many '
+      + '0.4 (mixed) and 0.1 (hard), from a fixed seed, so every reader sees the same. A budget of 1 allows as many '
       + `extra tokens as the first wave used (${FIRST_WAVE}).`))
   back()
 }
