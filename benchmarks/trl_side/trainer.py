@@ -1,7 +1,8 @@
 """What the TRL sides of all benchmarks share: a GRPOTrainer that is driven from outside.
 
 Every line `step` on stdin makes one RL step (a generation and the optimiser steps that use it) and
-prints one JSON line with its seconds and what it did. A line `save FOLDER` writes the weights.
+prints one JSON line with its seconds and what it did. A line `save FOLDER` writes the weights;
+the answer says which betas the optimiser has.
 """
 
 import json
@@ -27,12 +28,13 @@ class Commands(TrainerCallback):
     def __init__(self, updates):
         self.updates, self.work = updates, None
 
-    def on_step_begin(self, args, state, control, model, **_):
+    def on_step_begin(self, args, state, control, model, optimizer, **_):
         if state.global_step % self.updates:
             return
         while (line := sys.stdin.readline()).startswith('save'):
             model.save_pretrained(line.split(None, 1)[1].strip())
-            report(saved=True)
+            betas = {tuple(group['betas']) for group in optimizer.param_groups}
+            report(saved=True, betas=sorted(betas))
         if not line:
             sys.stdout.flush()
             os._exit(0)
