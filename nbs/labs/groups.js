@@ -122,13 +122,15 @@ const LOOKS = `
 .lab .zero { stroke: var(--quiet); stroke-width: 1; }
 `
 const HIGH = 26 // pixels of an advantage of 1, at most
+// An advantage of a millionth or less is rounding: a reward in fp32, minus the mean of equal ones
+const speaks = a => Math.abs(a) > 1e-6
 
 function bars(tokens, most) {
   const unit = HIGH / most, wide = WAVE * 40
   const picture = drawn('svg', { viewBox: `0 0 ${wide} ${2 * HIGH + 4}`, 'aria-hidden': 'true',
     preserveAspectRatio: 'none', style: 'height:56px' })
   tokens.forEach((row, i) => row.forEach((a, t) => {
-    const w = 36 / row.length, tall = Math.max(Math.abs(a) * unit, a ? 0.8 : 0)
+    const w = 36 / row.length, tall = speaks(a) ? Math.max(Math.abs(a) * unit, 0.8) : 0
     picture.append(drawn('rect', { x: 40 * i + 2 + t * w, y: HIGH + 2 - (a > 0 ? tall : 0), width: w * 0.85,
       height: tall, class: a > 0 ? 'up' : 'down' }))
   }))
@@ -172,7 +174,7 @@ function columns({ g, verdicts }) {
 }
 
 function drawGroup(group, found, most) {
-  const all = found.tokens.flat(), moved = all.filter(a => a).length
+  const all = found.tokens.flat(), moved = all.filter(speaks).length
   group.lanes.forEach(l => drawLane(group, l, found.tokens, most))
   const why = !found.rawFlat ? 'verdicts differ' : !found.flat ? 'penalties differ'
     : found.sign && moved ? 'RL-ZVP' : 'silent'
