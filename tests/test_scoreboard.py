@@ -911,7 +911,10 @@ def test_what_is_spent_on_guaranteed_prompts_follows_from_the_trials():
         assert (mean, (high - low) / 2) == pytest.approx(want, rel=1e-2, abs=1e-2), arm
 
 
-@pytest.mark.parametrize('study', ['judged', 'matched', 'learnable', 'judged_default'])
+FRESH = ['judged', 'matched', 'learnable', 'judged_default', 'espo_gspo']
+
+
+@pytest.mark.parametrize('study', FRESH)
 def test_the_contrasts_that_decide_follow_from_their_runs(study):
     found = result(study)
     end = {(r['task'], r['arm'], r['seed']): 100 * r['evals'][-1][1] for r in found['runs']}
@@ -964,6 +967,22 @@ def test_the_tables_that_decide_follow_from_their_runs():
                 rates = np.array([r['by_length'][n] for r in mine])
                 assert found['by_length'][task][arm][n] == pytest.approx(rates.mean(), abs=1e-4)
     assert follows(found, found['settings']) >= 12
+
+
+def test_espo_against_gspo_with_and_without_the_start_follows_from_the_runs():
+    found = result('espo_gspo')
+    of = {(r['arm'], r['seed']): [100 * r['evals'][i][1] for i in (0, -1)] for r in found['runs']}
+    seeds = sorted({s for _, s in of})
+    gaps = np.array([of['espo', s][1] - of['gspo', s][1] for s in seeds])
+    start = np.array([of['gspo', s][0] for s in seeds])
+    assert [of['espo', s][0] for s in seeds] == [*start] and len(seeds) == 100
+    rest = gaps - np.polyval(np.polyfit(start, gaps, 1), start)
+    half = quantile(0.975, 98) * ((rest**2).sum() / 98 / 100) ** 0.5
+    told = found['adjusted']['espo_gspo']
+    want = [gaps.mean(), gaps.mean() - half, gaps.mean() + half]
+    assert told['points'] == pytest.approx(want, rel=1e-4)
+    assert told['half'] == pytest.approx(half, rel=1e-4) and told['n'] == 100
+    assert found['contrasts']['espo_gspo']['points'][0] == pytest.approx(gaps.mean(), abs=1e-3)
 
 
 def test_a_line_through_the_start_leaves_the_mean_and_narrows_the_interval(monkeypatch):
