@@ -277,7 +277,7 @@ def test_an_ensemble_pays_silent_groups_alone_and_keeps_right_above_wrong(monkey
     assert ensemble.paid(said[:1], 'mean').tolist() == pytest.approx([0.2, -0.2])
     told = torch.tensor([3.0, 1.0, 1.0, 9.0])
     both = torch.tensor([True, False, True, False])
-    assert ensemble.in_order(told, both, torch.tensor([0, 0, 0, 1])) == (2, 1.5)
+    assert ensemble.ordered_pairs(told, both, torch.tensor([0, 0, 0, 1])) == (2, 1.5)
 
 
 def moved(policy, lot, size=0.05):

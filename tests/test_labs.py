@@ -491,6 +491,13 @@ def test_group_lab_follows_mouse_and_keyboard(browser, tmp_path):
     opened.named('length penalty').press('Home')
     all_tokens, mixed_and_hard = 54 + 69 + 72, 69 + 72
     assert opened.text('.said') == f'{mixed_and_hard} of {all_tokens} tokens have an advantage.'
+    page.reload()
+    penalty = opened.named('length penalty')
+    while float(penalty.input_value()) < 0.099:
+        penalty.press('ArrowRight')
+    as_long_as_the_mean = sum(n for n in lengths if n == sum(lengths) / len(lengths))
+    moved = all_tokens - as_long_as_the_mean  # 0 but for rounding, which does not count
+    assert opened.text('.said') == f'{moved} of {all_tokens} tokens have an advantage.'
     opened.fits()
 
 

@@ -985,6 +985,17 @@ def test_espo_against_gspo_with_and_without_the_start_follows_from_the_runs():
     assert found['contrasts']['espo_gspo']['points'][0] == pytest.approx(gaps.mean(), abs=1e-3)
 
 
+@pytest.mark.parametrize('n', [5, 12, 100])
+def test_the_chance_of_an_interval_is_one_in_twenty_where_it_ends_at_0(n, monkeypatch):
+    monkeypatch.syspath_prepend(str(STUDY_CODE))
+    chance = importlib.import_module('_evidence').chance
+    assert chance([1, 0, 2], n) == pytest.approx(0.05, rel=1e-3)
+    for mean in (0.5, 1.5, -2.0):  # in half-widths
+        p = chance([mean, mean - 1, mean + 1], n)
+        t = abs(mean) * quantile(0.975, n - 1)
+        assert quantile(1 - p / 2, n - 1) == pytest.approx(t, rel=1e-3)
+
+
 def test_a_line_through_the_start_leaves_the_mean_and_narrows_the_interval(monkeypatch):
     monkeypatch.syspath_prepend(str(STUDY_CODE))
     adjusted = importlib.import_module('_evidence').adjusted

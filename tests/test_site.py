@@ -510,6 +510,33 @@ def test_the_first_screen_shows_the_lab_whole_and_it_plays_once(address, browser
             page.close()
 
 
+def test_a_section_for_the_careful_opens_by_a_link_and_a_figure_stands_above_its_code(
+    address, browser
+):
+    page = browser.new_page()
+    page.goto(address + 'algo/zero_variance.html')
+    fold, inside = page.locator('details.careful'), page.locator('#four-laws-of-the-three-stages')
+    assert fold.count() == 1 and not inside.is_visible()
+    assert fold.locator('summary h2').inner_text().startswith('For the careful')
+    page.evaluate("location.hash = 'four-laws-of-the-three-stages'")
+    inside.wait_for()
+    assert inside.bounding_box()['y'] < page.viewport_size['height'], 'it is scrolled to'
+    page.goto('about:blank')
+    page.goto(address + 'algo/zero_variance.html')
+    page.evaluate("""() => {
+        history.replaceState(null, '', '#four-laws-of-the-three-stages')
+        dispatchEvent(new HashChangeEvent('hashchange'))
+    }""")  # a browser that opens no fold by itself
+    inside.wait_for()
+    below = """() => [...document.querySelectorAll('.cell')]
+        .filter(c => c.matches(':has(> details.above-input + .cell_output img)'))
+        .map(c => [...c.children].map(x => x.getBoundingClientRect().top))
+        .map(([code, figure]) => code > figure)"""
+    found = page.evaluate(below)
+    assert len(found) > 5 and all(found)
+    page.close()
+
+
 def test_the_workflow_that_publishes_the_site_builds_what_this_test_has_built():
     jobs = yaml.safe_load((ROOT / '.github' / 'workflows' / 'pages.yml').read_text())['jobs']
     steps = jobs['site']['steps']

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_the_line_under_a_title(name):
     "Kind, place and measured seconds, once; the title is the first that a page shows"
     text = cells(name)[0]
     assert text.startswith('# ') and '\n' in text, 'the title is not the first cell'
-    kinds = r'^\*\*(?:Study|How-to|Reference|Start|Step|The end|After|Deeper)\b'
+    kinds = r'^\*\*(?:Study|How-to|Reference|Step|The end|After|Deeper)\b'
     assert len(re.findall(kinds, text, re.M)) == 1
     assert len(tool.BADGE.findall(text)) == 1 and not tool.OLD_BADGE.search(text), 'run `make sync`'
     assert f'**{COURSE.place(name)}**' in text
@@ -233,3 +234,22 @@ def test_a_cell_that_took_the_id_of_the_foot_gets_another_one_for_good():
     assert len(set(ids)) == 4 and ids[-1] == foot['id']
     tool.set_ids(nb)
     assert [c['id'] for c in nb['cells']] == ids
+
+
+def test_the_foot_of_a_step_leads_to_each_page_below_it():
+    "In one line, or, where they are many, in a fold with a line each"
+    for step, own in enumerate(COURSE.data['spine']):
+        foot, deeper = cells(own['page'])[-1], own.get('deeper', [])
+        links = re.findall(r'\]\((?:\.\./)*([\w/]+)\.ipynb\)', foot.split('Deeper: ')[-1])
+        here = Path(own['page']).parent
+        wanted = [os.path.relpath(COURSE.paths[n], here).removeprefix('../') for n in deeper]
+        assert links[: len(deeper)] == [w.replace('../', '').removesuffix('.ipynb') for w in wanted]
+        assert (f'<summary>Deeper: {len(deeper)} pages' in foot) == (len(deeper) > tool.MANY), step
+
+
+def test_the_path_says_how_long_it_takes():
+    text = '\n'.join(tool.source(c) for c in tool.read(COURSE.nbs / 'index.ipynb')['cells'])
+    minutes = list(map(int, re.findall(r'\((\d+) min\)', text)))
+    assert len(minutes) == COURSE.num_steps + 1
+    hours, rest = re.search(r'takes about (\d) hours(?: and (\d+) minutes)?;', text).groups()
+    assert abs(60 * int(hours) + int(rest or 0) - sum(minutes)) <= 5 + len(minutes) / 2

@@ -194,7 +194,7 @@ def promise(nb):
 # The line under a title
 
 OLD_BADGE = re.compile(r'^CPU time: (?P<seconds>[\d.]+) seconds?(?P<rest>.*)$', re.M)
-PLACES = r'\*\*(?:Lesson|Study|How-to|Reference|Start|Step|The end|After|Deeper)\b'
+PLACES = r'\*\*(?:Lesson|Study|How-to|Reference|Step|The end|After|Deeper)\b'
 BADGE = re.compile(
     rf'^{PLACES}.*? · runs in [\d.]+ (?:seconds?|minutes?)'
     r'(?P<rest>.*)$',

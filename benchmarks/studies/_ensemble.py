@@ -16,7 +16,7 @@ MEMBERS, UPDATES, BATCH, LR = 4, 3, 64, 3e-3
 WEIGHT = 0.4  # most that members add to a reward; below half of what being right earns
 
 
-def texts(samples):
+def padded(samples):
     "Prompts and responses as token ids, and where they are real, both [B, T]"
     rows = [torch.tensor(s.prompt_ids + s.response_ids) for s in samples]
     mask = torch.arange(max(map(len, rows))) < torch.tensor([len(r) for r in rows])[:, None]
@@ -36,7 +36,7 @@ class Member:
     @torch.no_grad()
     def logits(self, samples):
         "[B] of the probability that a response is right"
-        return self.model(*texts(samples))
+        return self.model(*padded(samples))
 
     def learn(self, memory, num_new):
         new = torch.poisson(torch.ones(num_new), self.lot)
@@ -46,7 +46,7 @@ class Member:
             drawn = [memory[i] for i in rows.tolist()]
             right = torch.tensor([float(s.verdict.correct) for s in drawn])
             self.model.zero_grad(set_to_none=True)
-            F.binary_cross_entropy_with_logits(self.model(*texts(drawn)), right).backward()
+            F.binary_cross_entropy_with_logits(self.model(*padded(drawn)), right).backward()
             clip_and_step(self.model, self.optimizer, LR, 1.0)
 
 
@@ -68,7 +68,7 @@ def paid(found, by):  # opinions
     return WEIGHT * (found.mean(0) / 2 if by == 'mean' else found.std(0, correction=0))
 
 
-def in_order(found, right, group):
+def ordered_pairs(found, right, group):
     "Pairs of a right and a wrong response of one group, and those where the right one has more"
     pair = (group[:, None] == group) & right[:, None] & ~right
     gaps = (found[:, None] - found)[pair]
@@ -88,7 +88,7 @@ class Ensemble:
         found = opinions(torch.stack([m.logits(samples) for m in self.members]), group)
         silent = torch.tensor(list(silent_groups(samples).values()))[group]
         right = torch.tensor([s.verdict.correct for s in samples])
-        pairs, ordered = in_order(found.mean(0), right, group)
+        pairs, ordered = ordered_pairs(found.mean(0), right, group)
         self.seen |= dict(pairs=pairs, ordered=ordered)
         self.seen |= dict(spread=float(found[:, silent].std(0, correction=0).mean()))
         return base + paid(found, self.by) * silent

@@ -92,6 +92,13 @@ def interval(values):
     return [mean, mean - half, mean + half]
 
 
+def chance(found, n):
+    "Two-sided p of 0 for the mean of n values, from the mean and its 95 % interval"
+    mean, low, high = found
+    t = mean / ((high - low) / 2 or 1) * t_quantile(0.975, n - 1)
+    return p_value(t, n - 1)
+
+
 def adjusted(values, known):
     """Mean and 95 % interval of values once a line through what was known before is taken off: the
     same mean, a narrower interval where the line explains some of the spread; and its slope"""

@@ -31,9 +31,8 @@ do, and may learn to choose the item.
 
 Power, from seeds 3100 to 3103 (not compared, rate 1e-3, 72,000 tokens): paired differences had a
 standard deviation of .14 (`oracle` minus `bt`) and .15 (`judge_direct` minus `bt`). With 8 seeds
-half an interval is about .12. There `oracle` minus `bt` was +.5 to +.8. `explored` keeps what seed
-3100 gave after 120,000 tokens: no rate was chosen by it, and nothing is compared. The trials have
-48,000 tokens, twice those of the design before, because the judge with steps costs most of the
+half an interval is about .12. There `oracle` minus `bt` was +.5 to +.8. The trials have 48,000
+tokens, twice those of the design before, because the judge with steps costs most of the
 time. About 25 core-minutes, 6 of them for the judges and 1 for the cold start.
 Last line: one JSON object; `ratio` is the true quality gained with `judge` over that with `bt`.
 usage: make study NAME=labels, python benchmarks/studies/labels.py [--quick]
@@ -331,9 +330,6 @@ def blind(seeds, num):
 # the design before, as its stored result had it (commit 6ae76797): 200 steps of cold start
 BEFORE = dict(cold_steps=200, budget=24_000, seeds=tuple(range(6)))
 BEFORE |= dict(control=(-0.053874, -0.082979, -0.024769), after=dict(bt=3.1287, oracle=3.0748))
-# seed 3100, rate 1e-3, true quality after 120,000 tokens: a look before the design was fixed
-EXPLORED = dict(bt=3.404, bt_band=3.396, bt_labels=3.562, judge_direct=3.291)
-EXPLORED |= dict(judge=4.572, oracle=4.627)
 
 
 def earlier(study, rates, folder):
@@ -344,8 +340,7 @@ def earlier(study, rates, folder):
         row = {k: fmean(MEASURES[k](r) for r in ran) for k in ('before', 'after')}
         points = ([r['points'][i] for r in ran] for i in (0, 1))
         out[arm] = row | dict(points=[[fmean(x) for x in zip(*rows)] for rows in points])
-    found = dict(before=BEFORE, blind=blind(study.tuning, study.num_heldout), arms=out)
-    return found | dict(explored=EXPLORED)
+    return dict(before=BEFORE, blind=blind(study.tuning, study.num_heldout), arms=out)
 
 
 def measured(study, arms, folder, quick):

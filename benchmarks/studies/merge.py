@@ -56,7 +56,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from _evidence import allowed, holm, library, p_value, would_see
+from _evidence import allowed, chance, holm, library, would_see
 from _merge_weights import ARMS, FORMS, Blend, Effort, learn
 from _runner import RUNS, digest, prompts_of, rounded
 from _runner import interval as over
@@ -348,9 +348,7 @@ def row_of(gaps):
         return dict(mean=gaps * 3, sees=0.0, p=1.0)
     found = over(gaps)
     half = (found[2] - found[1]) / 2
-    error = statistics.stdev(gaps) / len(gaps) ** 0.5
-    p = p_value(found[0] / error, len(gaps) - 1) if error else 1.0
-    return rounded(dict(mean=found, sees=would_see(half, len(gaps)), p=p))
+    return rounded(dict(mean=found, sees=would_see(half, len(gaps)), p=chance(found, len(gaps))))
 
 
 def explored(works):

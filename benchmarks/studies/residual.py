@@ -54,7 +54,7 @@ from unittest.mock import patch
 import torch
 from _choice import BySilence, InTurn
 from _ensemble import Ensemble
-from _evidence import holm, p_value, t_quantile
+from _evidence import chance, holm
 from _runner import OFF, SILENT, Study, against, interval, rounded
 from _tables import final as last
 from _tables import flags, rates_of, report, small
@@ -354,9 +354,7 @@ def told_apart(trials, base):
     seeds = len({r['seed'] for r in trials})
     ps = []
     for arm in arms:
-        mean, low, high = against(trials, 'silent', arm, base, last)
-        error = (high - low) / 2 / t_quantile(0.975, seeds - 1)
-        ps.append(p_value(mean / max(error, 1e-9), seeds - 1))
+        ps.append(chance(against(trials, 'silent', arm, base, last), seeds))
     kept = holm(ps)
     return [arm for i, arm in enumerate(arms) if i in kept]
 

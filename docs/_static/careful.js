@@ -1,5 +1,6 @@
 /* Sections "For the careful: ..." of the lessons are folded until one opens them, or follows a link
-   into them. Without this script they stand open. */
+   into them. Without this script they stand open. Newer browsers open a fold by themselves for a
+   link on the same page, older ones do not. */
 for (const section of document.querySelectorAll('section[id^="for-the-careful"]')) {
   const fold = document.createElement('details');
   const heading = section.querySelector('h2');
