@@ -1,6 +1,6 @@
 """How long until the policy is right this often? Our default recipe against TRL's GRPOTrainer.
 
-    python benchmarks/time_to_accuracy.py [--seeds 0 1 2] [--tasks silent] [--quick]
+    python benchmarks/time_to_accuracy.py [--seeds 0 1 2] [--tasks silent] [--time 2.5] [--quick]
 
 One checkpoint for all, per seed: the policy of `tiny-cpu` after its cold start, as a run writes it.
 The same prompts, in the same order but for the default, which passes some over; responses of at
@@ -27,7 +27,9 @@ trains, its log-probs of 16 responses of the checkpoint have to be within 1e-4 n
 Two tasks. `default` is that of `tiny-cpu`; the target is 70 %. `silent` is the mix of the study of
 the recipe on which most groups are silent. Its seeds end at rates that lie far apart, so the target
 is what TRL itself gets to: the mean of its last five evaluations in 16 CPU seconds. Each contender
-has as many, and TRL, too, is counted to its first evaluation there.
+has as many, and TRL, too, is counted to its first evaluation there. Those 16 are 64 of its updates
+on the machine of the first race; `--time 2.5` gives all contenders 2.5 times as many seconds, for a
+machine that takes so much longer.
 
 TRL_BEST was found on seeds that are not compared. Step by step, on seed 3 and the default task:
 CPU seconds of a step of 512 responses in two updates: experts eager 1.3, grouped_mm 1.35,
@@ -288,7 +290,7 @@ def grpo_arguments(choice):
 class Peer(Trl):
     "GRPOTrainer on the same checkpoint and the same prompts in the same order"
 
-    def __init__(self, start, choice, name='trl'):
+    def __init__(self, start, choice, name='trl', threads=1):
         c, d = start.cfg, start.data
         steps = (prompts_of_step(d.train, n, c.prompts_per_step, c.seed) for n in range(EPOCH))
         model_args, grpo_args = grpo_arguments(choice)
@@ -300,7 +302,7 @@ class Peer(Trl):
             samples=choice['responses'],
             new_tokens=c.rollout.max_tokens,
             updates=choice['updates'],
-            threads=c.num_threads,
+            threads=threads,
             model_args=model_args,
             grpo_args=grpo_args,
         )
@@ -351,10 +353,10 @@ def same_recipe(cfg, choice):
     )
 
 
-def ended(rows, steps, task):
+def ended(rows, steps, task, by):
     "It has reached the goal, had its time, or taken its last step"
-    last = rows[-1] if rows else dict(avg=-1, cpu_seconds=0, steps=0)
-    over = last['cpu_seconds'] >= task.cap or last['steps'] >= steps
+    last = rows[-1] if rows else {'avg': -1, by: 0, 'steps': 0}
+    over = last[by] >= task.cap or last['steps'] >= steps
     there = not task.shares and last['avg'] >= task.levels[-1]
     return over or there
 
@@ -370,12 +372,12 @@ def enter(start, peers, stack):
     return ours | theirs
 
 
-def race(start, contenders, task, every):
+def race(start, contenders, task, every, by='cpu_seconds'):
     "All in turns, each until it has reached the goal or had its time; evaluations by name"
     curves = {name: [] for name in contenders}
     sums = {name: (0, 0.0, 0.0, 0) for name in contenders}
     steps = {k: total_rows(start.cfg) // x.rows for k, x in contenders.items()}
-    while running := [k for k in contenders if not ended(curves[k], steps[k], task)]:
+    while running := [k for k in contenders if not ended(curves[k], steps[k], task, by)]:
         for name in running:
             c = contenders[name]
             for _ in range(max(1, every // c.rows)):
@@ -412,33 +414,40 @@ def needed(seeds, task, level):
     return out
 
 
-def by_level(seeds, task):
-    "What is needed for each level, and the CPU seconds of TRL over those of the others"
+def by_level(seeds, task, by='cpu_seconds'):
+    "What is needed for each level, and the seconds of TRL over those of the others"
     out = {}
     for level in task.levels:
         needs = needed(seeds, task, level)
-        cpu = {k: v['cpu_seconds'] for k, v in needs.items()}
-        ratios = {k: cpu['TRL'] / v for k, v in cpu.items() if k != 'TRL'}
+        spent = {k: v[by] for k, v in needs.items()}
+        ratios = {k: spent['TRL'] / v for k, v in spent.items() if k != 'TRL'}
         out[task.said(level)] = dict(ratios=ratios, needs=needs)
         said = ', '.join(f'{k} {v:.2f}' for k, v in ratios.items())
         print(f'to {task.said(level)}, times as fast as TRL: {said}')
     return out
 
 
-def factors(seeds, goal):
-    """CPU seconds to a goal of each seed: of TRL over ours (`both`), of TRL over TRL's recipe here
+PAIRS = dict(
+    both=('TRL', 'default'),
+    engine=('TRL', SAME),
+    recipe=(SAME, 'default'),
+    beta2=(OTHER, 'TRL'),
+    other=(OTHER, 'default'),
+)
+
+
+def factors(seeds, goal, pairs=PAIRS, by='cpu_seconds'):
+    """Seconds to a goal of each seed: of TRL over ours (`both`), of TRL over TRL's recipe here
     (`engine`), of that over the default (`recipe`), of TRL with PyTorch's beta2 over TRL with
     ours (`beta2`), of the TRL that is not in `both` over ours (`other`); geometric means and 95 %
     intervals over seeds. A contender that never gets there counts with all of its time: as the
     slower one of a pair it makes the factor a lower bound, as the faster one an upper bound"""
-    pairs = dict(both=('TRL', 'default'), engine=('TRL', SAME), recipe=(SAME, 'default'))
-    pairs |= dict(beta2=(OTHER, 'TRL'), other=(OTHER, 'default'))
     spent = []
     for s in seeds:
         reached = {}
         for name, rows in s['curves'].items():
             there = (r for r in rows if r['avg'] > goal(s) - 1e-9)
-            reached[name] = next(there, rows[-1])['cpu_seconds']
+            reached[name] = next(there, rows[-1])[by]
         spent.append(reached)
     there = {k: ab for k, ab in pairs.items() if set(ab) <= set(spent[0])}
     logs = {k: [math.log(x[a] / x[b]) for x in spent] for k, (a, b) in there.items()}
@@ -481,13 +490,14 @@ def small(cfg):
     )
 
 
-def arguments():
+def arguments(text=__doc__):
     p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2, 4, 5, 6])
     p.add_argument('--tasks', nargs='+', default=list(TASKS), choices=TASKS)
     p.add_argument('--starts', help='folder that keeps cold starts; without it they are made again')
+    p.add_argument('--time', type=float, default=1.0, help='times the CPU seconds of each task')
     p.add_argument('--quick', action='store_true', help='a small case, to see that it runs')
     return p.parse_args()
 
@@ -513,6 +523,7 @@ def main():
         cfg, a.tasks, a.seeds = small(cfg), ['silent'], [0]
         tasks = dict(silent=replace(TASKS['silent'], cap=1e-3))  # one evaluation of each
         changed, every = dict(prompts=4, micro_batch=16), 1
+    tasks = {k: replace(t, cap=a.time * t.cap) for k, t in tasks.items()}
     set_up(cfg.device, cfg.num_threads)
     found = {}
     with ExitStack() as stack:
@@ -524,6 +535,7 @@ def main():
             found[name] = summary(seeds, tasks[name])
     settings = dict(every=every, eval_k=cfg.eval_k, heldout=cfg.data.num_heldout, quick=a.quick)
     settings |= {k: about[k] for k in ('largest_gap', 'versions')}
+    settings |= dict(caps={k: tasks[k].cap for k in a.tasks})
     settings |= dict(trl={k: tasks[k].peers(**changed) for k in a.tasks})
     units = 'CPU seconds to the target: of TRL over those of the default recipe'
     main_ratio = found[a.tasks[0]]['ratio']

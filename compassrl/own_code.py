@@ -6,11 +6,9 @@ is known."""
 # %% ../nbs/own_code.ipynb #bc25cb46
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import inspect
 import os
-import signal
 import site
 import sys
 import sysconfig
@@ -25,84 +23,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from compassrl.procs import TimeIsUp, time_limit
+
 # %% auto #0
 __all__ = [
-    'most_reads', 'time_limit', 'file_sha256', 'own_reads', 'add_reads', 'call_own', 'no_exit',
-    'own_module', 'forget_own', 'own_function', 'Guarded', 'ByPlace',
+    'most_reads', 'file_sha256', 'own_reads', 'add_reads', 'call_own', 'no_exit', 'own_module',
+    'forget_own', 'own_function', 'Guarded', 'ByPlace',
 ]  # fmt: skip
-
-
-# %% ../nbs/own_code.ipynb #9ee3e8ca
-class _TimeIsUp(BaseException):
-    "No `Exception`, so that it also stops a function that catches all of them"
-
-
-def _alarm(seconds: float, late: list[bool]) -> Callable[[], None]:
-    "Rings in this thread, the main one, and again each second; returns what turns it off"
-
-    def ring(*_: object) -> None:
-        late.append(True)
-        raise _TimeIsUp
-
-    outer, every = signal.getitimer(signal.ITIMER_REAL)
-    if 0 < outer <= seconds:
-        return lambda: None  # an alarm around this one rings earlier
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-
-    def off() -> None:
-        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if outer:  # the alarm around this one goes on
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, outer - max(0, seconds - left)), every)
-
-    return off
-
-
-def _watch(seconds: float, late: list[bool]) -> Callable[[], None]:
-    "The same for a thread that gets no signals"
-    over, me = threading.Event(), ctypes.c_ulong(threading.get_ident())
-    throw = ctypes.pythonapi.PyThreadState_SetAsyncExc
-
-    def watch() -> None:
-        pause = seconds
-        while not over.wait(pause):
-            late.append(True)
-            throw(me, ctypes.py_object(_TimeIsUp))
-            pause = 1.0
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-
-    def off() -> None:
-        over.set()
-        watcher.join()
-        throw(me, None)
-
-    return off
-
-
-@contextmanager
-def time_limit(
-    seconds: float,  # by the clock
-) -> Iterator[None]:
-    "Raises TimeoutError in Python code that runs longer, also where it catches every exception"
-    late: list[bool] = []
-    main = threading.current_thread() is threading.main_thread() and hasattr(signal, 'setitimer')
-    off, trace = (_alarm if main else _watch)(min(seconds, 1e6), late), None
-    try:
-        try:
-            yield
-        finally:
-            off()
-    except _TimeIsUp as e:
-        off()  # it may have rung in the line above
-        if not late:
-            raise  # a limit around this one
-        trace = e.__traceback__
-    if late:
-        raise TimeoutError(f'still running after {seconds:g} s').with_traceback(trace)
-
 
 # %% ../nbs/own_code.ipynb #da445826
 _whole, _block, _blocks = 256 << 20, 1 << 20, 64
@@ -241,7 +168,7 @@ def call_own(
     with time_limit(wall_s), _daemons():
         try:
             return fn(*args, **kwargs)
-        except (Exception, KeyboardInterrupt, _TimeIsUp):
+        except (Exception, KeyboardInterrupt, TimeIsUp):
             raise
         except BaseException as e:
             raise no_exit(e).with_traceback(e.__traceback__) from None

@@ -21,7 +21,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from compassrl.files import read_object, read_text
-from compassrl.own_code import time_limit
+from compassrl.procs import time_limit
 
 # %% auto #0
 __all__ = ['MOST', 'SECONDS', 'with_texts', 'ChatTemplate']

@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from multiprocessing.connection import Connection
@@ -48,17 +49,23 @@ class _Stopped(Exception):
 
 
 class _Asked(Requests):
-    "Requests that come through a connection; what has finished leaves whenever there is room"
+    "Requests that come through a connection; what has finished leaves soon"
+
+    pause_s = 0.02  # each message stops the trainer's Python for a moment
 
     def __init__(self, conn: Connection, first: list[Request], grows: bool) -> None:
         super().__init__(first)
-        self.conn, self.grows = conn, grows
+        self.conn, self.grows, self.sent_at = conn, grows, 0.0
         self.finished: list[Sample] = []
 
+    def send(self) -> None:
+        self.conn.send(('samples', [_packed(s) for s in self.finished]))
+        self.finished.clear()
+        self.sent_at = time.monotonic()
+
     def poll(self, num: int | None = None) -> list[Request]:
-        if self.finished:
-            self.conn.send(('samples', [_packed(s) for s in self.finished]))
-            self.finished.clear()
+        if self.finished and (self.grows or time.monotonic() > self.sent_at + self.pause_s):
+            self.send()
             if self.grows or self.conn.poll():
                 more = self.conn.recv()
                 if more is None:
@@ -101,6 +108,8 @@ def sampler_process(
                 asked = _Asked(conn, *work)
                 for s in engine.generate(asked):
                     asked.finished.append(s)
+                if asked.finished:
+                    asked.send()
             conn.send(('done', None))
         except _Stopped:
             conn.send(('done', None))

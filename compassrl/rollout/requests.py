@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from compassrl.model.policy import PolicyConfig
 from compassrl.records import Prompt, Request, Requests, Sample, SamplingParams, derive_seed
-from compassrl.rollout.partial import drawn_mask
 
 # %% auto #0
 __all__ = ['check_request', 'requests_of', 'Waves']
@@ -122,7 +121,8 @@ class Waves(Requests):
 
     def take(self, s: Sample) -> None:
         "A response has come: asks for more if it ends a group or a wave"
-        number, tokens = self._wave(s), int(drawn_mask(s).sum())
+        number, mask = self._wave(s), s.policy_mask
+        tokens = len(s.response_ids) if mask is None else int(mask.sum())
         self.samples.append(s)
         self.tokens[s.prompt_id] += tokens
         self.spent[number] += tokens

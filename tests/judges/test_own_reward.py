@@ -8,11 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
+from compassrl import procs
 from compassrl.data.rows import Reading, row_prompt
 from compassrl.data.tasks import verifiers, verify
 from compassrl.data.tokenizer import build_tokenizer
@@ -27,7 +30,8 @@ from compassrl.judges.own_reward import (
     own_reward,
 )
 from compassrl.judges.reward_settings import RewardConfig
-from compassrl.own_code import call_own, own_function, time_limit
+from compassrl.own_code import call_own, own_function
+from compassrl.procs import time_limit
 from compassrl.records import Prompt, Sample
 from tests.support import ROOT
 
@@ -150,6 +154,120 @@ def test_the_clock_of_another_thread():
     (thread := threading.Thread(target=work, daemon=True)).start()
     thread.join(60)
     assert found == ['still running after 0.05 s']
+
+
+def test_many_threads_share_one_watchdog():
+    "Each is stopped at its own time, at its own limit; none begins a thread for a verdict"
+
+    def loop():
+        while True:
+            pass
+
+    def spin(seconds):
+        with pytest.raises(TimeoutError):
+            call_own(loop, seconds)
+        return time.monotonic() - start
+
+    with ThreadPoolExecutor(8) as pool:
+        meet = threading.Barrier(8)  # all eight have begun
+        list(pool.map(lambda _: call_own(meet.wait, 60), range(8)))
+        begun, count = threading.Thread.start, []
+        with mock.patch.object(threading.Thread, 'start', lambda t: count.append(begun(t))):
+            assert list(pool.map(call_own, [str] * 400, [60] * 400, range(400))) == [
+                str(i) for i in range(400)
+            ]
+        assert not count, 'threads were begun'
+        start, limits = time.monotonic(), [0.1, 0.7, 0.3, 0.2, 0.4]  # shorter than those before
+        took = list(pool.map(spin, limits))
+    assert all(a <= b for a, b in zip(limits, took)) and max(took) < 30, took
+    assert took[0] < took[1], 'the shortest did not wait for the longest'
+
+
+@pytest.fixture
+def thrown(monkeypatch):
+    "Exceptions that limits raise in other threads; here they are noted only"
+    calls = []
+    monkeypatch.setattr(procs, '_throw', lambda me, what: calls.append((me.value, bool(what))))
+    return calls
+
+
+def test_a_limit_rings_each_second_until_it_has_ended(thrown):
+    late = []
+    limit = procs._Limit(7, 10.0, late)
+    for now in (9.9, 10.1, 10.9, 11.2):  # not due, due, too early, due again
+        limit.ring(now)
+    assert thrown == [(7, True)] * 2 and late == [True] * 2
+    limit.off()
+    limit.ring(1e9)
+    assert thrown == [(7, True), (7, True), (7, False)], 'what was pending is taken back, once'
+
+
+def test_a_limit_that_rings_has_rung_before_its_end(monkeypatch, thrown):
+    "Else its exception would arrive after it, in code that has no limit"
+    inside, go_on = threading.Event(), threading.Event()
+    limit = procs._Limit(7, 0.0, [])
+    note = procs._throw
+
+    def slow(me, what):
+        if what:
+            inside.set()
+            go_on.wait(60)
+        note(me, what)
+
+    monkeypatch.setattr(procs, '_throw', slow)
+    with ThreadPoolExecutor(2) as pool:
+        rings = pool.submit(limit.ring, 1.0)
+        inside.wait(60)
+        ends = pool.submit(limit.off)
+        time.sleep(0.05)
+        assert not ends.done()
+        go_on.set()
+        rings.result(60), ends.result(60)
+    assert thrown == [(7, True), (7, False)]
+
+
+def test_a_limit_that_comes_while_the_watchdog_looks_is_seen(thrown):
+    dog, late = procs._Watchdog(), []
+
+    class Limits(set):
+        looked = 0
+
+        def __iter__(self):
+            yield from list(super().__iter__())
+            self.looked += 1
+            if self.looked == 2:  # just too late to be looked at
+                dog.add(procs._Limit(7, time.monotonic(), late))
+
+    dog.looks, dog.limits = 0.0, Limits()  # as after a limit that was due
+    dog.news.put(None)
+    end = time.monotonic() + 30
+    while not late and time.monotonic() < end:
+        time.sleep(0.01)
+    assert late
+
+
+def test_a_forked_process_has_a_watchdog_of_its_own():
+    code = """
+import os, threading
+from compassrl.own_code import call_own
+def loop():
+    while True: pass
+def late(name):
+    try:
+        call_own(loop, 0.05)
+    except TimeoutError:
+        print(name, flush=True)
+def apart(name):
+    (t := threading.Thread(target=late, args=(name,), daemon=True)).start()
+    t.join(30)
+apart('parent')
+if not (pid := os.fork()):
+    apart('child')
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ['parent', 'child'], done.stderr
 
 
 def test_verify_has_a_clock(monkeypatch):
