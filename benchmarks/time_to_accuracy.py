@@ -209,7 +209,7 @@ class Start:
             )
         self.model = folder / 'start'
         self.params = cfg.rollout.params(self.data.eos_id)
-        self.rollout = TorchRollout(cfg.policy, cfg.rollout.num_slots)
+        self.rollout = TorchRollout(cfg.policy, cfg.data.num_heldout * cfg.eval_k)  # at once
         self.before = self.accuracy(read_shards(self.model))
 
     def accuracy(self, weights):
@@ -531,6 +531,8 @@ def main():
         for name in a.tasks:
             print(f'== {name}')
             peers = tasks[name].peers(**changed)
+            if a.quick:
+                peers.pop(OTHER)
             seeds, about = race_all(cfg, tasks[name], peers, home, a.seeds, every)
             found[name] = summary(seeds, tasks[name])
     settings = dict(every=every, eval_k=cfg.eval_k, heldout=cfg.data.num_heldout, quick=a.quick)

@@ -264,10 +264,11 @@ class Slots:
         holes = [i for i in finished if i < num_left]
         movers = sorted(set(range(num_left, self.num_running)) - set(finished))
         if holes:
-            self.kv[:, :, holes] = self.kv[:, :, movers]
+            to, source = self.length.new_tensor([holes, movers])
+            self.kv.index_copy_(2, to, self.kv.index_select(2, source))
             for name in ('routes', 'gates', *_by_place, *_by_row):
                 t = getattr(self, name)
-                t[holes] = t[movers]
+                t.index_copy_(0, to, t.index_select(0, source))
         of_rows: list[list[Any]] = [self.requests, self.started, self.lengths]
         for row_of in of_rows:
             for hole, mover in zip(holes, movers):

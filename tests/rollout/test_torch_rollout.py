@@ -838,7 +838,10 @@ MUTANTS = {
             'gates = chosen.softmax(-1, dtype=wide)',
             'gates = logits.softmax(-1).gather(-1, idx)',
         ),
-        keys_stay_when_slots_move=('self.kv[:,:,holes] = self.kv[:,:,movers]', 'pass'),
+        keys_stay_when_slots_move=(
+            'self.kv.index_copy_(2, to, self.kv.index_select(2, source))',
+            'pass',
+        ),
         mask_stays_when_slots_move=("'log_probs', 'bias', ", "'log_probs', "),
         newest_stays_hidden=('slots.bias[:n].scatter_', 'slots.bias[:n].clone().scatter_'),
         requests_stay_when_slots_move=('row_of[hole] = row_of[mover]', 'pass'),
