@@ -127,6 +127,36 @@ def test_a_race_goes_to_the_rate_that_trl_ends_with(monkeypatch, capsys):
     assert easy['55%']['needs']['TRL']['cpu_seconds'] == 14 + 2, 'the second begins below 55 %'
 
 
+def test_by_the_clock_the_faster_trl_counts(monkeypatch, capsys):
+    "By hand: two threads take 6 s to TRL's 8 s; ours, evaluated up to its goal, takes 2 s"
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks'))
+    clock = importlib.import_module('two_cores')
+
+    def curve(each, cores, *rates):
+        return [
+            dict(steps=i, cpu_seconds=cores * each * i, seconds=each * i, tokens=i, avg=r)
+            for i, r in enumerate(rates, 1)
+        ]
+
+    kept = [
+        ({k: v for k, v in row.items() if k != 'avg'}, row['avg'])
+        for row in curve(1, 1.5, 0.2, 0.31, 0.25, 0.4)
+    ]
+    ahead = clock.evaluated(SimpleNamespace(accuracy=float), kept, 0.31)
+    assert ahead == curve(1, 1.5, 0.2, 0.31), 'no evaluation after the goal'
+    trl = 0.1, 0.15, 0.29, 0.31, 0.31, 0.31, 0.33  # the last five: 31 %
+    curves = {'TRL': curve(2, 1, *trl), clock.THREADS: curve(1.5, 2, *trl), clock.AHEAD: ahead}
+    seeds = [
+        dict(seed=i, before=0.1, curves=curves | {'default': curve(each, 1, 0.2, 0.32)})
+        for i, each in enumerate((1.5, 2.5))
+    ]
+    found = clock.summary(seeds, clock.TASKS['silent'])
+    assert found['ratio'] == pytest.approx(6 / 2)
+    factors = {k: v[0] for k, v in found['factors'].items()}
+    assert factors == pytest.approx(dict(both=4, threads=3, one_core=math.sqrt(1.5 * 2.5)))
+    assert '3.00 times as fast by the clock (goal 5)' in capsys.readouterr().out
+
+
 def test_beta2_reaches_trl_and_what_its_optimiser_has_is_looked_at(monkeypatch, tmp_path):
     "test_quick asks TRL itself. Here: what is sent, and what an optimiser with other betas gives"
     monkeypatch.syspath_prepend(str(ROOT / 'benchmarks'))
