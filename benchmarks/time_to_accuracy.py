@@ -79,7 +79,7 @@ rounding makes other cold starts, and those go other ways.
     2e-4 and 0.999, alone           3.37 [2.66, 4.27]     a step 2.5 times as fast
     settings above, alone           3.20 [2.51, 4.07]     not noted
     settings above, both tasks      2.29 [1.84, 2.86]     2.3 (2.5 alone, by two_cores.py)
-    at once beside other work: this one is stored
+    at once, with other work: this one is stored
 
 All in fp32, without gradient checkpointing, logging, a KL penalty or a router loss. Not tried: a
 mask on truncated responses, several passes over a batch, two threads.

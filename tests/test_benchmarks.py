@@ -154,6 +154,7 @@ def test_by_the_clock_the_faster_trl_counts(monkeypatch, capsys):
     assert found['ratio'] == pytest.approx(6 / 2)
     factors = {k: v[0] for k, v in found['factors'].items()}
     assert factors == pytest.approx(dict(both=4, threads=3, one_core=math.sqrt(1.5 * 2.5)))
+    assert found['levels'][found['to']]['ratios'][clock.AHEAD] == pytest.approx(8 / 2)
     assert '3.00 times as fast by the clock (goal 5)' in capsys.readouterr().out
 
 

@@ -238,7 +238,7 @@ def test_a_limit_that_comes_while_the_watchdog_looks_is_seen(thrown):
             if self.looked == 2:  # just too late to be looked at
                 dog.add(procs._Limit(7, time.monotonic(), late))
 
-    dog.looks, dog.limits = 0.0, Limits()  # as after a limit that was due
+    dog.looks, dog.limits = 0.0, Limits()  # a limit was due just before
     dog.news.put(None)
     end = time.monotonic() + 30
     while not late and time.monotonic() < end:
