@@ -73,8 +73,8 @@ on the default task and 4e-4 on the silent mix, each with a worse rate on either
 raced with 2e-4 and 0.999 on both. The two beta2 hardly differ: in the seven pairs with the same
 rate and seed, 648 updates with 0.999 and 632 with 0.95. TRL_BEST has 0.95, and 0.999 races as well.
 
-How much hangs on the machine: default task to 70 %, TRL over the default, three machines. Another
-rounding makes other cold starts, and those go other ways.
+Default task to 70 %, TRL over the default, on three machines, with three versions of the library.
+A step hardly differs. The cold starts do, and with them the steps that each side needs.
 
     2e-4 and 0.999, alone           3.37 [2.66, 4.27]     a step 2.5 times as fast
     settings above, alone           3.20 [2.51, 4.07]     not noted

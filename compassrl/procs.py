@@ -177,7 +177,7 @@ _throw = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 class _Watchdog:
-    """One thread for the limits of all others: one for each limit took longer than most verdicts
+    """One thread for the limits of all others: to begin one for each takes longer than a verdict
 
     No locks: an exception may arrive in any line, also in one that holds a lock."""
 

@@ -180,7 +180,6 @@ def test_many_threads_share_one_watchdog():
         start, limits = time.monotonic(), [0.1, 0.7, 0.3, 0.2, 0.4]  # shorter than those before
         took = list(pool.map(spin, limits))
     assert all(a <= b for a, b in zip(limits, took)) and max(took) < 30, took
-    assert took[0] < took[1], 'the shortest did not wait for the longest'
 
 
 @pytest.fixture
@@ -243,6 +242,7 @@ def test_a_limit_that_comes_while_the_watchdog_looks_is_seen(thrown):
     end = time.monotonic() + 30
     while not late and time.monotonic() < end:
         time.sleep(0.01)
+    dog.limits.clear()  # its thread goes on
     assert late
 
 

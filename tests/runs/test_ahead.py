@@ -18,7 +18,8 @@ from compassrl.experience import Sampler
 from compassrl.judges.serial import SerialJudge
 from compassrl.loop import run_steps
 from compassrl.model.policy import Policy, PolicyConfig
-from compassrl.records import Batch, Prompt, Request, Requests, SamplingParams, Verdict
+from compassrl.records import Batch, Prompt, Request, Requests, Sample, SamplingParams, Verdict
+from compassrl.rollout import own_process
 from compassrl.rollout.own_process import ProcessRollout
 from compassrl.rollout.rollout_settings import RolloutConfig, ScheduleConfig, VllmConfig
 from compassrl.rollout.torch_rollout import TorchRollout
@@ -221,6 +222,23 @@ def test_another_process_draws_the_same(drawer):
         drawer.load_weights([('nobody.knows', torch.zeros(2))], 1)
     with pytest.raises(RuntimeError, match='no weights'):
         list(drawer.generate(asked()))
+
+
+@pytest.mark.parametrize('grows', [False, True])
+def test_finished_samples_travel_together_unless_they_decide_what_comes(grows, monkeypatch):
+    now, sent = [100.0], []
+    monkeypatch.setattr(own_process, 'time', SimpleNamespace(monotonic=lambda: now[0]))
+    conn = SimpleNamespace(
+        send=lambda m: sent.append(m[1]), poll=lambda: False, recv=lambda: [request]
+    )
+    request = Request('p', (5,), 0, 0, SamplingParams(1))
+    sample = Sample('p', 0, [5], [1], torch.zeros(1), None, None, 'stop', 0)
+    requests = own_process._Asked(conn, [], grows)
+    for seconds in (0.0, 0.01, 0.005, 0.02):
+        now[0] += seconds
+        requests.finished.append(sample)
+        assert requests.poll() == [request] * grows
+    assert [len(m) for m in sent] == ([1, 1, 1, 1] if grows else [1, 3])
 
 
 def test_a_process_that_dies_is_named_at_once():
