@@ -2,7 +2,7 @@
 PYTHON ?= python3
 # of two cores, two workers leave a sixth unused: many tests wait. Three take up to 8 GB
 JOBS ?= $(shell awk '/MemTotal/ {print ($$2 < 12000000 ? 2 : 3)}' /proc/meminfo 2>/dev/null || echo 2)
-# another machine: SHAKE=1 (weights off by a millionth), BUSY=1 (a core at work), SKEW=5 (the clock jumps), ATEN_CPU_CAPABILITY=avx2
+# another machine: SHAKE=1 (weights off by a millionth), BUSY=1 (a core at work), SKEW=5 (the clock jumps), ATEN_CPU_CAPABILITY=default
 SHAKEN := $(if $(SHAKE)$(SKEW),PYTHONPATH=$(CURDIR)/tests/support/another_machine)
 export SHAKE BUSY SKEW
 BIN := .venv/bin

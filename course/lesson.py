@@ -3,6 +3,7 @@
 __all__ = [
     'stages',
     'pipeline',
+    'answers',
     'predict',
     'lab_source',
     'Lab',
@@ -127,6 +128,16 @@ def predict(
         '<div style="border-left:4px solid #c2410c;padding:.4em 1em"><b>Predict.</b> '
         f'{escape(question)} <i>Click an answer.</i><ol type="a">{items}</ol></div>'
     )
+
+
+def answers(
+    *paragraphs: str,  # what holds for the sample that this machine drew, computed by the caller
+) -> 'HTML':  # HTML without scripts
+    "A fold with the answers to questions about a computed sample, which differs between machines"
+    from IPython.display import HTML
+
+    said = ''.join(f'<p>{escape(p)}</p>' for p in paragraphs)
+    return HTML(f'<details><summary>Answers</summary>{said}</details>')
 
 
 def lab_source(

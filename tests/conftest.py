@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import tests.support.light_imports  # noqa: F401
+import tests.support.no_pictures  # noqa: F401
 from tests.support import busy, chaos, fork_server, progress, selection
 from tests.support.browser import chromium
 

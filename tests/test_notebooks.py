@@ -84,7 +84,7 @@ def test_notebook_runs(path, tmp_path):
         pytest.skip(f'needs {missing(path)}: python tools/setup_env.py dev engines-cpu')
     if name(path) in WALLED and not best_isolation()[0]:
         pytest.skip('this machine isolates no program: install bubblewrap')
-    env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'}
+    env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'} | dict(PICTURES='1')
     run = (
         vllm_forks.run
         if re.search(r'(from|import) (vllm|trl)\b|start_server\(|VllmPool\(', path.read_text())

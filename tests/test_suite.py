@@ -7,12 +7,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.support import ROOT, busy
 from tests.support import fork_server as forked
 from tests.support.progress import Progress, part
 from tests.support.scheduler import unit
 from tests.support.selection import ignore, may_match
+from tools.same_numbers import kernels
 
 TEXT = 'algo/test_losses.py\ntest_gradient\nespo\ngrpo'
 
@@ -208,3 +210,15 @@ def test_waits_are_measured_by_a_clock_that_nobody_sets():
     files = [p for p in files if p.suffix in ('.py', '.ipynb') and p.name != 'hostile_programs.py']
     named = [str(p) for p in files if 'time.' + 'time()' in p.read_text()]
     assert [n for n in named if not n.endswith('tests/test_suite.py')] == []
+
+
+@pytest.mark.skipif(not kernels(), reason='this processor has no AVX2')
+def test_every_processor_computes_with_the_same_kernels():
+    "In a worker, and in a process that somebody starts there"
+    code = 'import torch; print(torch.backends.cpu.get_cpu_capability())'
+    asked = dict(env=os.environ, capture_output=True, text=True)
+    said = subprocess.run([sys.executable, '-c', code], **asked).stdout.strip()
+    assert [torch.backends.cpu.get_cpu_capability(), said] == 2 * [
+        os.environ['ATEN_CPU_CAPABILITY'].upper()
+    ]
+    assert {*kernels()} <= {*os.environ}

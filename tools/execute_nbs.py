@@ -29,20 +29,24 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbdev.clean import clean_nb
 from nbdev.config import get_config
 from nbdev.test import nb_test_cells
+from same_numbers import kernels
 
 TOOLS = Path(__file__).resolve().parent
-KERNEL_ENV = dict(
-    OMP_NUM_THREADS='1',
-    MKL_NUM_THREADS='1',
-    OPENBLAS_NUM_THREADS='1',
-    PYTHONHASHSEED='0',
-    TOKENIZERS_PARALLELISM='false',
-    TQDM_DISABLE='1',
-    HF_HUB_OFFLINE='1',
-    HF_DATASETS_DISABLE_PROGRESS_BARS='1',
-    MATPLOTLIBRC=str(TOOLS / 'matplotlibrc'),
-    MPLBACKEND='module://matplotlib_inline.backend_inline',
-    COMPASSRL_STILL='1',  # a Play is stored as its frames
+KERNEL_ENV = (
+    dict(
+        OMP_NUM_THREADS='1',
+        MKL_NUM_THREADS='1',
+        OPENBLAS_NUM_THREADS='1',
+        PYTHONHASHSEED='0',
+        TOKENIZERS_PARALLELISM='false',
+        TQDM_DISABLE='1',
+        HF_HUB_OFFLINE='1',
+        HF_DATASETS_DISABLE_PROGRESS_BARS='1',
+        MATPLOTLIBRC=str(TOOLS / 'matplotlibrc'),
+        MPLBACKEND='module://matplotlib_inline.backend_inline',
+        COMPASSRL_STILL='1',  # a Play is stored as its frames
+    )
+    | kernels()
 )
 VIEW, STATE = (
     'application/vnd.jupyter.widget-view+json',

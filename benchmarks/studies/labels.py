@@ -376,11 +376,11 @@ def main():
     study, arms, folder = Study(), ARMS, RUNS / 'labels'
     with tempfile.TemporaryDirectory() as tmp:
         if quick:
-            few = JudgeModelConfig(num_pairs=48, sft_steps=3, rl_steps=1, num_heldout=8)
-            small = dict(seeds=(0, 1), tuning=(100,), rates=(4e-4,), budget=200, cold_steps=4)
+            few = JudgeModelConfig(num_pairs=16, sft_steps=2, rl_steps=1, num_heldout=3)
+            small = dict(seeds=(0, 1), tuning=(100,), rates=(4e-4,), budget=50, cold_steps=2)
             study = replace(study, **small, num_heldout=2, eval_k=1, judges=few)
             arms, folder = ('bt', 'bt_band', 'judge'), Path(tmp)
-            POOL, STEP = 64, dict(prompts_per_step=4)
+            POOL, STEP = 16, dict(prompts_per_step=2)
         found = measured(study, arms, str(folder), quick)
     print(json.dumps(found | dict(machine=machine_info())))
 

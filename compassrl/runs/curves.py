@@ -172,7 +172,7 @@ def plot_curves(
 ) -> Figure:  # a matplotlib `Figure` of 3 x 4 panels; needs no display
     "The curves of a run: raw points light, running means on top, dotted lines where it was resumed"
     from matplotlib.figure import Figure  # costs two seconds: not before there is something to draw
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator, NullLocator
 
     fig = Figure(figsize=(15, 9.6), facecolor='white')
     space = dict(left=0.04, right=0.985, top=0.92, bottom=0.055, wspace=0.2, hspace=0.2)
@@ -196,7 +196,10 @@ def plot_curves(
             if 'resumed_from' in r:
                 ax.axvline(r['step'] - 0.5, color='#57534e', lw=1, ls=':')
         ax.set_xlim(metrics[0]['step'] - 0.5, metrics[-1]['step'] + 0.5)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))  # labels take most of the time
+        if ax.get_yscale() == 'linear':
+            ax.yaxis.set_major_locator(MaxNLocator(4))
+        ax.yaxis.set_minor_locator(NullLocator())
         ax.legend(fontsize=8.5, frameon=False, ncols=3 if ax is axes[-1] else 1, columnspacing=1.2)
     for ax in axes[8:]:
         ax.set_xlabel('step')

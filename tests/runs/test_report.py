@@ -434,7 +434,8 @@ def test_long_responses_are_cut():
     assert '700 more characters' in _code('x' * 1000) and len(_code('x' * 1000)) < 350
 
 
-def test_page(run):
+def test_page(run, monkeypatch):
+    monkeypatch.setenv('PICTURES', '1')
     folder, m = run
     write_report(folder)
     page = (folder / 'report.md').read_text()
@@ -512,7 +513,8 @@ def test_a_collapsed_router_is_named(run):
     assert 'collapsed' not in report_markdown(facts)
 
 
-def test_same_files_same_report(run):
+def test_same_files_same_report(run, monkeypatch):
+    monkeypatch.setenv('PICTURES', '1')
     folder, _ = run
 
     def read():

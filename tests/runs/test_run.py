@@ -13,6 +13,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -77,7 +78,8 @@ def same_model(a, b):
 def whole(tmp_path_factory):
     "One run that nobody disturbed"
     folder = tmp_path_factory.mktemp('runs') / 'whole'
-    r = cli('train', *SMOKE, '--run-dir', folder)
+    with patch.dict(ENV, PICTURES='1'):
+        r = cli('train', *SMOKE, '--run-dir', folder)
     assert r.returncode == 0, r.stderr
     assert r.stdout.splitlines()[-1] == str(folder)
     return folder

@@ -47,7 +47,6 @@ EVERY_RUN = {
     'eval_after.json',
     'report.md',
     'report.json',
-    'curves.png',
     'model',
     'checkpoints',
 }

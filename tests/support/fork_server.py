@@ -21,6 +21,7 @@ IMPORTS = (  # no engine: those have state
     'torch._dynamo',
     'transformers',
     'compassrl.runs.cli',
+    'tests.support.no_pictures',
 )
 
 
