@@ -73,8 +73,11 @@ def _says(figure):  # titles and axes
     return '; '.join(dict.fromkeys(' '.join(p.split()) for p in parts if p))
 
 
+_dpi = 105  # a usual figure is as wide as a line of text
+
+
 def _fit(figure):  # a title that is wider than its figure is drawn smaller
-    figure.set_dpi(80)  # pictures are saved so
+    figure.set_dpi(_dpi)  # pictures are saved so
     for _ in range(4):  # the axes move when a title shrinks
         figure.canvas.draw()
         fits = True
@@ -105,7 +108,7 @@ def frame(
             result = fn(**values)
         for figure in map(plt.figure, plt.get_fignums()):
             _fit(figure)
-            figure.savefig(file := BytesIO(), dpi=80)
+            figure.savefig(file := BytesIO(), dpi=_dpi)
             pictures.append(Image.open(file).convert('RGB'))
             says.append(_says(figure))
     finally:
@@ -135,8 +138,8 @@ def _address(picture):  # data address of an image in few colours
     return f'data:image/png;base64,{b64encode(file.getvalue()).decode()}'
 
 
-def _label(value):
-    return f'{value:.4g}' if isinstance(value, float) else str(value)
+def _label(value, digits=4):
+    return f'{value:.{digits}g}' if isinstance(value, float) else str(value)
 
 
 def _told_apart(says, controls):  # a text of several frames: with the values of its controls
@@ -186,7 +189,7 @@ def still_play(
     told = [
         dict(
             name=w.description,
-            labels=[_label(x) for x in v],
+            labels=[_label(x, 2 if hasattr(w, 'base') else 4) for x in v],  # a power: 0.32
             start=v.index(w.value),
             slides=hasattr(w, 'step') or type(w).__name__ == 'SelectionSlider',
         )

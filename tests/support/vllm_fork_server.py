@@ -49,8 +49,15 @@ def _ready():
 # ---- in the process that forks servers
 
 
+def inspect_models_here():
+    "vLLM starts an interpreter for each kind of model that it meets first, for the sake of GPUs"
+    registry = importlib.import_module('vllm.model_executor.models.registry')
+    registry._run_in_subprocess = lambda fn: fn()
+
+
 def fork_the_engine_too():
     "vLLM spawns its engine and workers, which would import everything again"
+    inspect_models_here()
     for name in 'vllm.v1.engine.utils', 'vllm.v1.executor.multiproc_executor':
         module = importlib.import_module(name)
         module.get_mp_context = lambda: multiprocessing.get_context('fork')
@@ -208,6 +215,7 @@ def adopt(log):
 
 
 def _adopting(owner, pid, env, fn, *args):
+    inspect_models_here()
     _adopt(owner, pid, env)
     fn(*args)
 
