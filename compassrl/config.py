@@ -7,7 +7,6 @@ file."""
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from compassrl.files import read_data
 from compassrl.judges.reward_settings import RewardConfig
 from compassrl.model.shape import PolicyConfig
 from compassrl.rollout.rollout_settings import RolloutConfig, ScheduleConfig, VllmConfig
-from compassrl.settings import at_least, between, check, checked
+from compassrl.settings import at_least, between, check, checked, hints_of
 from compassrl.train.train_settings import (
     GuardConfig,
     OptimConfig,
@@ -250,7 +249,7 @@ def config_from_dict(
     "A checked config. Raises ValueError with the name of an unknown key or a wrong value"
     if not isinstance(d, dict):
         raise ValueError(f'{at[:-1] or "config"}={d!r:.60}: use an object with keys')
-    kinds = typing.get_type_hints(cls)
+    kinds = hints_of(cls)
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     unknown = sorted(map(str, d.keys() - set(names)))
     if unknown:

@@ -223,9 +223,11 @@ _loaded: set[str] = set()
 
 def forget_own() -> None:
     "All that was loaded by its place, and what that has imported, is run again when it is needed"
-    for name, module in [*sys.modules.items()]:
+    for name in _loaded & sys.modules.keys():
+        del sys.modules[name]
+    for name, module in [*sys.modules.items()] if _reads else ():  # thousands of files to look up
         file = getattr(module, '__file__', None)
-        if name in _loaded or file and name != '__main__' and os.path.realpath(file) in _reads:
+        if file and name != '__main__' and os.path.realpath(file) in _reads:
             del sys.modules[name]
     for known in (_loaded, _reads, _written, _databases):
         known.clear()

@@ -19,8 +19,8 @@ from tyro.conf import arg
 
 # %% auto #0
 __all__ = [
-    'Range', 'at_least', 'above', 'between', 'OneOf', 'one_of', 'checked', 'check', 'Registry',
-    'check_address',
+    'Range', 'at_least', 'above', 'between', 'OneOf', 'one_of', 'hints_of', 'checked', 'check',
+    'Registry', 'check_address',
 ]  # fmt: skip
 
 
@@ -92,7 +92,10 @@ _kinds = {int: 'a whole number', float: 'a number', bool: 'True or False', str: 
 
 
 @cache
-def _hints(cls: Any) -> dict[str, Any]:  # hints name things of the module that wrote the class
+def hints_of(
+    cls: Any,  # a dataclass whose `__post_init__` calls `check`
+) -> dict[str, Any]:  # name -> type, with what `Annotated` says of it
+    "Types of all fields, by the names of the module that wrote the class; computed once"
     return get_type_hints(cls, cls.__post_init__.__globals__, include_extras=True)
 
 
@@ -102,7 +105,7 @@ def checked(
     at: str = '',  # place in a larger config, for messages: 'optim.'
 ) -> dict[str, Any]:
     "The values in the types of their hints. Raises ValueError with name, value and fix"
-    hints = _hints(cls)
+    hints = hints_of(cls)
     return {k: _fit(hints[k], v, at + k) for k, v in values.items()}
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from importlib.resources import files
 from operator import attrgetter
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from fastcore.docments import docments
 
 from compassrl.config import TrainConfig, config_from_dict
 from compassrl.files import read_data
-from compassrl.settings import OneOf
+from compassrl.settings import OneOf, hints_of
 
 # %% auto #0
 __all__ = [
@@ -123,15 +124,18 @@ def range_of(
     name: str,  # one of its fields
 ) -> Any:  # a `Range`, a `OneOf`, or None
     "Which values a setting may have"
-    hint = get_type_hints(type(part), include_extras=True)[name]
+    hint = hints_of(type(part))[name]
     for note in getattr(hint, '__metadata__', ()):
         return note.help_behavior_hint
     return OneOf(names) if (names := choices(hint)) else None
 
 
+_comments = cache(docments)  # of a class: they are read from its source
+
+
 def about_setting(part: Any, name: str) -> str:
     "The comment of a field, in one line"
-    return (docments(type(part)).get(name) or '').replace('\n', ' ')
+    return (_comments(type(part)).get(name) or '').replace('\n', ' ')
 
 
 def typed(value: object) -> str:
