@@ -6,7 +6,6 @@ import sys
 import pytest
 
 import tests.support.light_imports  # noqa: F401
-import tests.support.no_pictures  # noqa: F401
 from tests.support import busy, chaos, fork_server, progress, selection
 from tests.support.browser import chromium
 
@@ -35,6 +34,8 @@ def pytest_configure_node(node):
 
 
 def pytest_collection_finish():
+    if 'torch' in sys.modules:  # which a report needs
+        import tests.support.no_pictures  # noqa: F401
     import tests.support.gc_frozen  # noqa: F401
 
 

@@ -205,6 +205,20 @@ def test_many_files_are_said_to_be_too_many(tmp_path, monkeypatch, capsys):
     own_code.forget_own()
 
 
+def test_no_module_is_looked_up_unless_own_code_has_read_a_file(tmp_path, monkeypatch):
+    "A run begins so, and there are thousands of modules"
+    looked_up = []
+    monkeypatch.setattr(os.path, 'realpath', lambda file: looked_up.append(file) or file)
+    own_code.forget_own()
+    looked_up.clear()
+    own_code.forget_own()
+    assert not looked_up
+    (tmp_path / 'a.txt').touch()
+    own_code.call_own((tmp_path / 'a.txt').read_text, 5.0)
+    own_code.forget_own()
+    assert len(looked_up) > 100
+
+
 @pytest.mark.parametrize('opens, way', [('json', ''), ('pyarrow.parquet', 'pyarrow')])
 def test_what_cannot_be_seen_is_said(opens, way, tmp_path, capsys):
     "A library that is not Python opens files on its own"
