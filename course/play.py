@@ -139,7 +139,8 @@ def _address(picture):  # data address of an image in few colours
 
 
 def _label(value, digits=4):
-    return f'{value:.{digits}g}' if isinstance(value, float) else str(value)
+    rounded = isinstance(value, float) and float(f'{value:.{digits}g}')
+    return f'{rounded:.4g}' if isinstance(value, float) else str(value)
 
 
 def _told_apart(says, controls):  # a text of several frames: with the values of its controls

@@ -130,7 +130,7 @@ def range_of(
     return OneOf(names) if (names := choices(hint)) else None
 
 
-_comments = cache(docments)  # of a class: they are read from its source
+_comments = cache(docments)  # the comments of a class are read from its source
 
 
 def about_setting(part: Any, name: str) -> str:
