@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compassrl.algo.algo_settings import EspoConfig
-from course.lesson import brief, check, expect, pipeline, predict, show_settings, stages
+from course.lesson import answers, brief, check, expect, pipeline, predict, show_settings, stages
 from tests.support import ROOT
 
 HOT = '#c2410c'
@@ -68,6 +68,12 @@ def test_every_module_has_a_place(module):
 def test_unknown_stage(name):
     with pytest.raises(ValueError, match=f"stage='{name}'"):
         pipeline(name)
+
+
+def test_answers_are_folded_and_show_what_they_say_as_it_is():
+    html = answers('1 < 2', 'and <b>').data
+    assert html.startswith('<details><summary>') and html.count('<p>') == 2
+    assert '<p>1 &lt; 2</p><p>and &lt;b&gt;</p></details>' in html
 
 
 def test_predict():

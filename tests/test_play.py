@@ -81,6 +81,16 @@ def alike(got, want):
     return np.abs(got - want).mean() < 1.5
 
 
+def test_powers_have_two_digits_and_other_numbers_four():
+    controls = dict(lr=FloatLogSlider(1, min=-1, max=2, step=0.5), x=[0.12345])
+    play = still_play(lambda lr, x: None, **controls)
+    lr, x = opened(play.data)[0]['controls']
+    assert (lr['labels'], x['labels']) == (
+        ['0.1', '0.32', '1', '3.2', '10', '32', '100'],
+        ['0.1235'],
+    )
+
+
 def test_a_box_holds_what_python_draws_for_each_choice():
     data, strip = opened(still_play(bars, **CONTROLS).data)
     heights, colours, powers = (c['labels'] for c in data['controls'])
