@@ -272,11 +272,10 @@ def greedy(policy, prompt, num):
 
 def serves(folder, routes):
     "vLLM, in this process: a chat from the folder as it lies, then a rollout as in a run"
-    from compassrl.rollout.vllm.in_process import VllmRollout, set_environment, without_compiler
+    from compassrl.rollout.vllm.in_process import VllmRollout, set_environment
 
     set_environment()
-    with without_compiler('cpu'):
-        chats(folder)
+    chats(folder)
     policy = from_pretrained(folder)
     engine = VllmRollout(folder, num_slots=8, return_routes=routes, max_len=64)
     engine.load_weights(hf_weights(policy), 0)
