@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
@@ -61,6 +62,8 @@ LEARNS = 'accuracy', 'quality'  # units of what a policy has learned
 KEYS = {  # what stands below a small table, by what its cells say
     'excludes': '“Excludes x”: the interval rules out x and more.',
     'would see': '“Would see x”: four of five such studies would see an effect of x.',
+    'fresh seeds': 'Fresh seeds: nobody had looked at them before.',
+    'one learning rate': 'One learning rate: both sides had the same.',
     SEEN: f'{SEEN}: these seeds had been looked at before a setting was chosen, so trust it less.',
 }
 
@@ -280,7 +283,7 @@ def verdicts(
     cells = [(row['claim'], measured(row), said(row)) for row in mine]
     text = table([('claim', 'what we measured', 'verdict'), *cells])
     board = os.path.relpath(PAGE, os.path.dirname(step) or '.')
-    key = [says for mark, says in KEYS.items() if f'({mark} ' in text or f' {mark} (' in text]
+    key = [says for mark, says in KEYS.items() if re.search(rf'[( ]{re.escape(mark)}[ ),]', text)]
     below = ' '.join(['The brackets are 95 % intervals.', *key])
     return Markdown(
         f'{text}\n\n{below} The [scoreboard]({board}) has all claims of the paper, and how a '

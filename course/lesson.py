@@ -107,6 +107,10 @@ def pipeline(
     )
 
 
+def _marked(text):  # what stands in backticks is code
+    return re.sub('`([^`]+)`', r'<code>\1</code>', escape(text))
+
+
 def predict(
     question: str,  # one question
     options: Sequence[str],  # what to choose from
@@ -119,14 +123,14 @@ def predict(
     if not 0 <= answer < len(options):
         raise ValueError(f'answer={answer}: use the index of one of {len(options)} options')
     says = ['<b>No.</b> Try another.'] * len(options)
-    says[answer] = f'<b>Yes.</b> {escape(why)}'
+    says[answer] = f'<b>Yes.</b> {_marked(why)}'
     items = ''.join(
-        f'<li><details><summary>{escape(o)}</summary>{said}</details></li>'
+        f'<li><details><summary>{_marked(o)}</summary>{said}</details></li>'
         for o, said in zip(options, says)
     )
     return HTML(
         '<div style="border-left:4px solid #c2410c;padding:.4em 1em"><b>Predict.</b> '
-        f'{escape(question)} <i>Click an answer.</i><ol type="a">{items}</ol></div>'
+        f'{_marked(question)} <i>Click an answer.</i><ol type="a">{items}</ol></div>'
     )
 
 
@@ -181,13 +185,15 @@ def lab(
     name: str,  # a file of the folder `labs`, without '.js'
     figure: 'Figure',  # matplotlib's, drawn by Python: what stands there without scripts
     says: str,  # what the figure shows, for whoever does not see it
-    **begin: float,  # where a slider begins, or 0 for what is left out: lr=6, loss=0
+    # where a slider or a formula begins, or 0 for what is left out: lr=6, formula='r', loss=0
+    **begin: float | str,
 ) -> Lab:  # for the last line of a cell
     "A lab, alive where scripts run. Raises ValueError for an unknown lab"
     source, picture = lab_source(name), BytesIO()
     figure.savefig(picture, dpi=80, bbox_inches='tight')
     data = b64encode(picture.getvalue()).decode()
-    more = ''.join(f' data-{slider}="{value:g}"' for slider, value in begin.items())
+    values = {k: escape(v) if isinstance(v, str) else f'{v:g}' for k, v in begin.items()}
+    more = ''.join(f' data-{knob}="{value}"' for knob, value in values.items())
     html = f'<div class="lab" data-lab="{name}"{more}>' + (
         f'<img alt="{escape(says)}" src="data:image/png;base64,{data}"></div>'
     )

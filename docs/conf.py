@@ -63,7 +63,8 @@ html_theme_options = dict(
         text='CompassRL', image_light='_static/favicon.svg', image_dark='_static/favicon.svg'
     ),
     secondary_sidebar_items=['page-toc'],
-    show_toc_level=2,
+    show_toc_level=1,  # the section that one reads opens its own list
+    search_bar_text='Search the course',
     footer_start=['copyright'],
     footer_end=[],
     article_footer_items=[],

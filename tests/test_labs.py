@@ -597,7 +597,7 @@ def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
     leads = page.locator('.bars title').nth(high.index(max(high))).text_content()
     assert leads.startswith(opened.text('.named b') + ': ')
     opened.named('advantage').fill('r -')
-    assert 'not a formula' in opened.text('.said')
+    assert 'not a formula' in opened.text('.fault')
     opened.fits()
 
 
@@ -611,6 +611,9 @@ def test_the_live_grpo_of_the_policy_gradient_shows_what_its_lesson_says(
     opened = Opened(browser, tmp_path, 'grpo', reduced_motion='reduce')
     page, ends = opened.page, {}
     assert opened.named('learning rate').input_value() == '6'
+    assert opened.named('advantage').input_value() == 'r'
+    pressed = page.locator('button[aria-pressed="true"]').all_inner_texts()
+    assert pressed == ['digits never fall', 'r']
     for formula in 'r', 'r - mean', 'r + 10 - (mean + 10)', 'r + 10':
         page.get_by_role('button', name='Start again').click()
         opened.named('advantage').fill(formula)
@@ -636,11 +639,13 @@ def test_a_lesson_says_where_a_slider_of_its_lab_begins():
     import matplotlib.pyplot as plt
 
     figure = plt.figure()
-    made, plain = (lab('grpo', figure, 'an empty figure', **more) for more in (dict(lr=6.0), {}))
+    some = dict(lr=6.0, formula='r > 0')
+    made, plain = (lab('grpo', figure, 'an empty figure', **more) for more in (some, {}))
     plt.close(figure)
-    assert made.html.startswith('<div class="lab" data-lab="grpo" data-lr="6"><img ')
+    begins = '<div class="lab" data-lab="grpo" data-lr="6" data-formula="r &gt; 0"><img '
+    assert made.html.startswith(begins)
     assert plain.html.startswith('<div class="lab" data-lab="grpo"><img ')
-    assert (made.widget.begin, plain.widget.begin) == ({'lr': 6.0}, {})
+    assert (made.widget.begin, plain.widget.begin) == (some, {})
 
 
 def test_the_axis_of_a_loss_holds_all_of_it(browser):
@@ -817,8 +822,8 @@ def test_mismatch_lab_follows_mouse_and_keyboard(browser, tmp_path):
     assert hot.count() > 0
     page.get_by_role('button', name='Hide a fault').click()
     assert not page.get_by_label('temperature', exact=True).is_visible()
-    page.get_by_role('button', name='old weights').click()
-    assert re.match('Right: old weights|No: it was', opened.text('.said'))
+    page.get_by_role('button', name='steps behind').click()
+    assert re.match('Right: steps behind|No: it was', opened.text('.said'))
     assert float(opened.text('td.f2')) == hot.count() == 0  # all is sound again
     pressed = page.locator('[aria-pressed="true"]').all_inner_texts()
     assert pressed == ['FP32', 'live', 'truncate']
@@ -826,10 +831,10 @@ def test_mismatch_lab_follows_mouse_and_keyboard(browser, tmp_path):
 
 
 HIDDEN = {
-    'coarse numbers': dict(format='e4m3'),
-    'raw temperature': dict(temperature=0.7, raw=True),
-    'old weights': dict(stale=4),
-    'routes not replayed': dict(routes='live'),
+    'e4m3': dict(format='e4m3'),
+    'reports without temperature': dict(temperature=0.7, raw=True),
+    'steps behind': dict(stale=4),
+    'live routes': dict(routes='live'),
     'routes one late': dict(routes='late'),
     'no fault': {},
 }

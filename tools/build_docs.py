@@ -17,7 +17,8 @@ import re
 import shutil
 import sys
 import tomllib
-from html import escape
+from base64 import b64encode
+from html import escape, unescape
 from pathlib import Path
 
 import nbformat
@@ -252,6 +253,15 @@ def shown_again(cell, below):
     return bool(drawn and re.search(rf'\b{drawn[1]}\(\)', last))
 
 
+def the_map(svg, says):
+    "The map as an image that knows where its orange box is, from 0 at the left to 1 at the right"
+    here = re.search(r'<rect x="([\d.]+)"[^>]*fill="#c2410c"', svg)
+    width = re.search(r'viewBox="0 0 ([\d.]+)', svg)
+    at = f' data-at="{float(here[1]) / float(width[1]):.2f}"' if here and width else ''
+    data = b64encode(svg.encode()).decode()
+    return f'<img class="map" alt="{escape(says)}"{at} src="data:image/svg+xml;base64,{data}">'
+
+
 def no_pictures(outputs):
     return [o for o in outputs if not any(k.startswith('image/') for k in o.get('data', ()))]
 
@@ -292,6 +302,8 @@ def prepare(nb, here, folder, names, pages):
                 if VIEW in o.get('data', {}):
                     o.data = {'text/html': NO_KERNEL}
                 svg = o.get('data', {}).get('image/svg+xml', '')
+                if shows[i].startswith('Map of the series') and svg:
+                    o.data = {'text/html': the_map(svg, shows[i])}
                 if 'class="drawing"' in svg:  # in the page itself its style sheet reaches it
                     o.data = {'text/html': svg}
                 if 'text/markdown' in o.get('data', {}):
@@ -319,19 +331,24 @@ def copies(path):
     file = f'blob/main/nbs/{path.as_posix()}'
     return (
         f'[Notebook]({REPOSITORY}/{file}) · '
-        f'[open in Colab](https://colab.research.google.com/github/{owner}/{file}) '
-        '([first cell](%s), untested there)'
+        f'[Colab](https://colab.research.google.com/github/{owner}/{file}) '
+        '(not tried there; it needs [a first cell](%s))'
     )
 
 
 def with_words(text, here, words):
-    "A term in italics leads to its row of the page of words"
+    "A term in italics says what it means, and leads to its row of the page of words"
 
     def moved(m):
-        to = words.get(m[1].lower())
-        return f'[*{m[1]}*]({relative("words", here)}#{to})' if to else m[0]
+        to, means = words.get(m[1].lower(), ('', ''))
+        return f'[*{m[1]}*]({relative("words", here)}#{to} "{means}")' if to else m[0]
 
     return re.sub(r'(?<![*\w\[])\*([A-Za-z][\w -]+)\*(?![*\w\]])', moved, text)
+
+
+def next_card(text):
+    "The line that leads on, as a card"
+    return re.sub(r'^Next: .*$', r'<div class="next">\n\n\g<0>\n\n</div>', text, flags=re.M)
 
 
 def hero(nb):
@@ -343,10 +360,14 @@ def hero(nb):
 
 
 def known_words(course):
-    "Each word of the page of words, and its plural, and its anchor"
+    "Each word of the page of words, and its plural: its anchor, and what it means"
     page = (course.nbs / 'words.ipynb').read_text()
-    rows = re.findall(r'id=\\"(word-[^"\\]+)\\"><td><b>([^<]+)</b>', page)
-    return {form: anchor for anchor, word in rows for form in (word.lower(), f'{word.lower()}s')}
+    row = r'id=\\"(word-[^"\\]+)\\"><td><b>([^<]+)</b>.*?</td><td>(.*?)</td>'
+    found = {}
+    for anchor, word, means in re.findall(row, page):
+        plain = unescape(re.sub(r'<[^>]*>', '', means)).replace('"', "'").replace('\\', '')
+        found |= {form: (anchor, plain) for form in (word.lower(), f'{word.lower()}s')}
+    return found
 
 
 def list_of_pages(course, titles):
@@ -380,7 +401,7 @@ def write_pages(course, names, work):
         nb = prepare(nb, name, path.parent, names, pages)
         for c in nb.cells[1:]:
             if c.cell_type == 'markdown' and name != 'words':
-                c.source = with_words(c.source, name, words)
+                c.source = next_card(with_words(c.source, name, words))
         if name == 'index':
             hero(nb)
         else:

@@ -131,7 +131,7 @@ class Course:
         step, last = self.step(name), self.num_steps
         if step is None:
             return self.order[name].kind.capitalize()
-        ends = {0: 'Step 0', last + 1: 'The end', last + 2: 'After the end'}
+        ends = {0: 'Step 0', last + 1: f'After step {last}', last + 2: 'After Launch'}
         at = ends.get(step, f'Step {step} of {last}')
         return at if name in self.spine else f'Deeper: {at[0].lower()}{at[1:]}'
 
@@ -196,7 +196,7 @@ def promise(nb):
 OLD_BADGE = re.compile(r'^CPU time: (?P<seconds>[\d.]+) seconds?(?P<rest>.*)$', re.M)
 PLACES = r'\*\*(?:Lesson|Study|How-to|Reference|Step|The end|After|Deeper)\b'
 BADGE = re.compile(
-    rf'^{PLACES}.*? · runs in [\d.]+ (?:seconds?|minutes?)'
+    rf'^{PLACES}.*? · (?:its notebook )?runs in [\d.]+ (?:seconds?|minutes?)'
     r'(?P<rest>.*)$',
     re.M,
 )
@@ -204,7 +204,7 @@ BADGE = re.compile(
 
 # without seconds, or one more: typed by hand
 TYPED_BADGE = re.compile(
-    rf'\n*^{PLACES}(?:(?! · runs in ).)*?'
+    rf'\n*^{PLACES}(?:(?! (?:· |notebook )runs in ).)*?'
     r'(?P<rest> · (?:prerequisites|paper)\b[^\n]*)?$',
     re.M,
 )
@@ -226,7 +226,7 @@ def badge(course, name, rest, minutes=None):
         what += ', not needed to understand the paper'
     if minutes:
         what += f' · {minutes:.0f} minutes to read'
-    return f'{what} · runs in {spoken(course.data["seconds"][name])}{rest}'
+    return f'{what} · its notebook runs in {spoken(course.data["seconds"][name])}{rest}'
 
 
 def set_badge(course, name, cell, minutes=None):
@@ -280,6 +280,13 @@ def set_neighbours(course, name, nb, titles):
 MANY = 5  # links in one line
 
 
+def heading(course, page, anchor):
+    "The words of the heading with this anchor"
+    texts = (source(c) for c in read(course.nbs / course.paths[page])['cells'])
+    found = (h for text in texts for h in re.findall(r'^#+ (.+)$', text, flags=re.M))
+    return next(re.sub(r'^\d+\. ', '', h) for h in found if front.slug(h) == anchor)
+
+
 def hanging(course, name, here, titles):
     "At the end of a step: what the reader writes, and what goes deeper; or the way back to it"
 
@@ -299,7 +306,8 @@ def hanging(course, name, here, titles):
     if at := own.get('writes'):
         page, anchor = at.split('#')
         file = '' if page == name else os.path.relpath(course.paths[page], here.parent)
-        lines += [f'[Write this step for your own file]({file}#{anchor}).']
+        what = heading(course, page, anchor)
+        lines += [f'For your own file: [{what}]({file}#{anchor}).']
     deeper = own.get('deeper', [])
     if len(deeper) > MANY:
         rows = [f'- {to(n)}: {titles[n][1]}' for n in deeper]
@@ -382,14 +390,13 @@ def steps(course, titles):
     "The spine at a glance, three steps a row, with minutes; what each is about is folded"
     names, last = course.spine, course.num_steps
     lessons = names[: last + 1]
-    takes = {n: numbers(read(course.nbs / course.paths[n]), 0)['minutes'] for n in lessons}
+    takes = {n: numbers(read(course.nbs / course.paths[n]), 0)['minutes'] for n in names}
     cells = [
-        f'{course.number(n)} [{titles[n][0]}]({course.paths[n]})'.strip()
-        + (f' ({takes[n]:.0f} min)' if n in takes else '')
+        f'{course.number(n)} [{titles[n][0]}]({course.paths[n]}) ({takes[n]:.0f} min)'.strip()
         for n in names
     ]
     lines = [
-        f'Reading steps 0 to {last} takes {long(sum(takes.values()))}; labs and exercises come on '
+        f'Reading steps 0 to {last} takes {long(sum(takes[n] for n in lessons))}; labs and exercises come on '
         'top. Each step needs only the steps before it.',
         '',
         '| | | |',
@@ -548,7 +555,7 @@ def sync_text(root=ROOT):
     for n, nb in nbs.items():
         before = json.dumps(nb)
         cell = first_cell(nb)
-        minutes = numbers(nb, 0)['minutes'] if n in course.spine[: course.num_steps + 1] else None
+        minutes = numbers(nb, 0)['minutes'] if n in course.spine else None
         set_source(cell, set_badge(course, n, cell, minutes))
         set_links(course, course.paths[n], nb)
         set_neighbours(course, n, nb, titles)

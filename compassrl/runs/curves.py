@@ -131,9 +131,8 @@ def _hides(
 def _panel(ax: Axes, metrics: list[dict[str, Any]], keys: dict[str, str], log: bool) -> None:
     drawn = {k: v for k in keys if (v := column(metrics, k)[1])}
     values = [y for v in drawn.values() for y in v if y]
-    if log and values and min(values) > 0 and (ratio := max(values) / min(values)) > 50:
+    if log and values and min(values) > 0 and max(values) / min(values) > 50:
         ax.set_yscale('log')
-        ax.set_ylim(min(values) / 2, max(values) * ratio**0.5)  # room for the legend
     before = []
     for (k, label), ink in zip(keys.items(), _ink):
         if k in drawn:
@@ -162,7 +161,7 @@ def _times(ax: Axes, metrics: list[dict[str, Any]]) -> None:  # seconds of each 
     xs = [steps[0] - 0.5, steps[0] + 0.5] if len(metrics) == 1 else steps
     ax.stackplot(xs, *map(wide, seconds.values()), labels=seconds, colors=_ink, lw=0)
     ax.plot(xs, wide(whole), color='#1c1917', lw=0.9, label='whole step')
-    ax.set_ylim(0, 1.5 * max(whole) or 1)
+    ax.set_ylim(0, 1.05 * max(whole) or 1)
 
 
 # %% ../../nbs/runs/curves.ipynb #4e58f8fc
@@ -174,21 +173,22 @@ def plot_curves(
     from matplotlib.figure import Figure  # costs two seconds: not before there is something to draw
     from matplotlib.ticker import MaxNLocator, NullLocator
 
-    fig = Figure(figsize=(15, 9.6), facecolor='white')
-    space = dict(left=0.04, right=0.985, top=0.92, bottom=0.055, wspace=0.2, hspace=0.2)
+    fig = Figure(figsize=(15, 10.8), facecolor='white', layout='none')
+    space = dict(left=0.04, right=0.985, top=0.9, bottom=0.05, wspace=0.2, hspace=0.42)
     axes = list(fig.subplots(3, 4, gridspec_kw=space).flat)
     head = dict(fontsize=11, y=1.0)  # where it is anyway: nobody measures the labels for it
     panels = read_data(str(files('compassrl.runs') / 'curves.yml'))
     for ax, (name, keys) in zip(axes, panels.items()):
-        ax.set_title(name, **head)
         _panel(ax, metrics, keys, name in _may_be_log)
-    axes[-1].set_title('seconds per step', **head)
     _times(axes[-1], metrics)
-    for ax in axes:
+    for ax, name in zip(axes, [*panels, 'seconds per step']):
         ax.spines[['top', 'right']].set_visible(False)
         ax.grid(alpha=0.25)
         ax.tick_params(labelsize=8.5)
-        if not ax.get_legend_handles_labels()[1]:
+        columns = 3 if ax is axes[-1] else 2
+        lines = -(-len(ax.get_legend_handles_labels()[1]) // columns)
+        ax.set_title(name, **head, pad=5 + 13 * lines)  # above its legend, which hides no line
+        if not lines:
             ax.set(xticks=[], yticks=[])
             ax.text(0.5, 0.5, 'not logged', ha='center', color='#78716c', transform=ax.transAxes)
             continue
@@ -196,11 +196,12 @@ def plot_curves(
             if 'resumed_from' in r:
                 ax.axvline(r['step'] - 0.5, color='#57534e', lw=1, ls=':')
         ax.set_xlim(metrics[0]['step'] - 0.5, metrics[-1]['step'] + 0.5)
-        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))  # labels take most of the time
+        ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))  # labels take most of the time
         if ax.get_yscale() == 'linear':
             ax.yaxis.set_major_locator(MaxNLocator(4))
         ax.yaxis.set_minor_locator(NullLocator())
-        ax.legend(fontsize=8.5, frameon=False, ncols=3 if ax is axes[-1] else 1, columnspacing=1.2)
+        look = dict(fontsize=8.5, frameon=False, ncols=columns, columnspacing=1.2, borderpad=0.2)
+        ax.legend(loc='lower left', bbox_to_anchor=(-0.02, 1.0), borderaxespad=0, **look)
     for ax in axes[8:]:
         ax.set_xlabel('step')
     if title:

@@ -22,3 +22,31 @@ function openTarget() {
 
 addEventListener('hashchange', openTarget);
 openTarget();
+
+/* The list of a page's headings scrolls to the one that is being read. The theme marks it. */
+const list = document.querySelector('#pst-page-toc-nav');
+const side = list?.closest('.bd-sidebar-secondary');
+if (side) new MutationObserver(() => {
+  const here = list.querySelector('a[aria-current]')?.getBoundingClientRect();
+  const box = side.getBoundingClientRect();
+  if (here && (here.top < box.top + 20 || here.bottom > box.bottom - 20)) {
+    side.scrollTop += here.top - box.top - box.height / 3;
+  }
+}).observe(list, { subtree: true, attributeFilter: ['aria-current'] });
+
+/* On a phone wide figures keep letters that can be read, and scroll; so does the map, to its box. */
+function roomy(figure) {
+  if (figure.naturalWidth < 700) return;
+  figure.classList.add('wide');
+  figure.parentElement.tabIndex = 0;
+}
+if (matchMedia('(max-width: 600px)').matches) {
+  for (const map of document.querySelectorAll('img.map[data-at]')) {
+    const box = map.parentElement;
+    box.tabIndex = 0;
+    map.decode().then(() => { box.scrollLeft = map.dataset.at * map.width - box.clientWidth / 3; });
+  }
+  for (const figure of document.querySelectorAll('.bd-article .cell_output > img')) {
+    if (figure.complete) roomy(figure); else figure.addEventListener('load', () => roomy(figure));
+  }
+}

@@ -70,6 +70,7 @@ const LOOKS = `
 .lab .chips span.right { background: var(--pull); color: var(--ink); }
 .lab input[type="text"] { font: 13px ui-monospace, monospace; width: 12rem; padding: .2rem .4rem;
   color: var(--ink); background: var(--paper); border: 1px solid var(--quiet); border-radius: 6px; }
+.lab .fault { color: var(--hot); }
 .lab .right { fill: var(--cool); }
 .lab .wrong { fill: var(--quiet); }
 .lab .curve { fill: none; stroke: var(--hot); stroke-width: 2; }
@@ -130,7 +131,8 @@ function render({ el, model }) {
   let run, timer = 0
   const input = h('input', { type: 'text', 'aria-label': 'advantage', spellcheck: 'false',
     input: () => { stop(); draw() } })
-  input.value = FORMULAS[0]
+  input.value = begin.formula ?? FORMULAS[0]
+  const fault = h('span', { class: 'fault', role: 'status' })
   const [bars, reward, loss] = [0, 1, 2].map(() => h('div')), chips = h('div', { class: 'chips' })
   const line = h('p', { class: 'said', 'aria-live': 'polite' })
 
@@ -181,10 +183,11 @@ function render({ el, model }) {
     reward.replaceChildren('expected reward', curve(run.rewards, 0, 1))
     const end = reach(run.losses)
     if (losing) loss.replaceChildren('loss', curve(run.losses, -end, end))
-    line.textContent = !formula() ? 'This is not a formula in r, mean and std.'
-      : `Step ${run.losses.length}: expected reward ${run.rewards.at(-1).toFixed(4)}`
-        + (losing && run.losses.length
-          ? `, loss ${run.losses.at(-1).toFixed(6).replace(/^-(0\.0+)$/, '$1')}.` : '.')
+    fault.textContent = formula() ? '' : 'This is not a formula in r, mean and std.'
+    for (const b of presets) b.setAttribute('aria-pressed', String(b.textContent === input.value))
+    line.textContent = `Step ${run.losses.length}: expected reward ${run.rewards.at(-1).toFixed(4)}`
+      + (losing && run.losses.length
+        ? `, loss ${run.losses.at(-1).toFixed(6).replace(/^-(0\.0+)$/, '$1')}.` : '.')
   }
 
   const tasks = choice('Reward 1 if', { rising: 'digits never fall', three: 'there is a 3',
@@ -196,7 +199,7 @@ function render({ el, model }) {
   reset()
   const first = el.dataset.plays === 'once' // on the front page: what moves stands above the knobs
   const knobs = [h('div', { class: 'knobs' }, tasks.row),
-    h('div', { class: 'knobs' }, h('label', {}, 'advantage =', input), ...presets),
+    h('div', { class: 'knobs' }, h('label', {}, 'advantage =', input), ...presets, fault),
     h('div', { class: 'knobs' }, size.box, lr.box),
     h('div', { class: 'knobs' }, button('Step', () => { stop(); once() }),
       button('Run 20', () => several()), button('Start again', reset))]

@@ -111,10 +111,10 @@ const SOUND = { format: 'fp32', temperature: 1, raw: false, stale: 0, routes: 'l
 // a fault is hidden in a run as it often is: BF16 while sampling, and replayed routes
 const RUN = { format: 'bf16', routes: 'replayed' }
 export const FAULTS = {
-  'coarse numbers': { format: 'e4m3' },
-  'raw temperature': { temperature: 0.7, raw: true },
-  'old weights': { stale: 4 },
-  'routes not replayed': { routes: 'live' },
+  'e4m3': { format: 'e4m3' },
+  'reports without temperature': { temperature: 0.7, raw: true },
+  'steps behind': { stale: 4 },
+  'live routes': { routes: 'live' },
   'routes one late': { routes: 'late' },
   'no fault': {},
 }
@@ -142,11 +142,16 @@ function cloud(state, tells) {
   const looks = c => tells && other[c] ? 'dot other' : 'dot'
   const dots = train.flatMap((row, c) => row.map((y, v) => drawn('circle', { class: looks(c),
     cx: at(reported[c][v]), cy: 200 - at(y), r: 1 + 4 * Math.sqrt(Math.exp(sampled[c][v])) })))
-  return drawn('svg', { viewBox: '-14 -6 222 226', role: 'img',
+  return drawn('svg', { viewBox: '-28 -8 240 240', role: 'img',
     'aria-label': 'Each dot a token: reported log-probability across, that of training upwards' },
     drawn('line', { x1: 0, y1: 200, x2: 200, y2: 0, class: 'same' }), ...dots,
-    drawn('text', { x: 100, y: 216, 'text-anchor': 'middle' }, 'log-prob reported by the rollout'),
-    drawn('text', { x: -100, y: -4, 'text-anchor': 'middle', transform: 'rotate(-90)' },
+    ...[-8, -4, 0].flatMap(x => [
+      drawn('line', { x1: at(x), x2: at(x), y1: 200, y2: 203, class: 'same' }),
+      drawn('line', { x1: -3, x2: 0, y1: 200 - at(x), y2: 200 - at(x), class: 'same' }),
+      drawn('text', { x: at(x), y: 212, 'text-anchor': 'middle' }, shown(x)),
+      drawn('text', { x: -5, y: 204 - at(x), 'text-anchor': 'end' }, shown(x))]),
+    drawn('text', { x: 100, y: 228, 'text-anchor': 'middle' }, 'log-prob reported by the rollout'),
+    drawn('text', { x: -100, y: -18, 'text-anchor': 'middle', transform: 'rotate(-90)' },
       'log-prob in training'))
 }
 
@@ -209,7 +214,8 @@ function render({ el }) {
     h('div', { class: 'knobs', style: 'margin:.6rem 0 0' }, button('Hide a fault', challenge)),
     guesses, line,
     h('p', { class: 'quiet' }, 'A dot is a token of a context, larger if it is likelier. Orange: '
-      + 'training used other experts than the rollout. While a fault is hidden no dot is orange.'))
+      + 'training used other experts than the rollout. Dots below −8 are drawn on the border. '
+      + 'While a fault is hidden no dot is orange.'))
 }
 
 export default { render }
