@@ -23,11 +23,11 @@ from train_seeds import curve, train
 
 from compassrl.runs.summary import machine_info
 
-PLAIN = """--loss.name grpo --router-replay off --data.select-by turn --zero-variance.zvp-alpha 0
---zero-variance.length-weight 0 --zero-variance.repetition-weight 0"""
+PLAIN = """--loss.name grpo --router-replay off --data.select-by turn
+--zero-variance.zvp-alpha 0 --zero-variance.length-weight 0 --zero-variance.repetition-weight 0"""
 ARMS = {'the loop alone': PLAIN, 'guesses alone': '--cold-start.hasty-frac 1'}
-SMALL = """--steps 1 --eval-every 0 --cold-start.steps 10 --rollout.max-tokens 30 --prompts-per-step 4
---data.num-heldout 8 --data.num-train 100 --cold-start.num-solutions 100 --eval-k 1"""
+SMALL = """--steps 1 --eval-every 0 --eval-k 1 --cold-start.steps 10 --rollout.max-tokens 30
+--prompts-per-step 4 --data.num-heldout 8 --data.num-train 100 --cold-start.num-solutions 100"""
 
 
 def ended(seed, flags, folder):

@@ -385,7 +385,12 @@ def test_what_is_there_after_all_is_noticed():
         dict(paper='', lesson='judges/genrm#equal-answers-unequal-advantages'),
     ):
         assert [i['code'] for i in ideas_of(old | more)]
-    assert not list(ideas_of(old | dict(paper='Results', lesson='studies/growth#a-larger-n-or-growth-of-silent-groups')))
+    assert not list(
+        ideas_of(
+            old
+            | dict(paper='Results', lesson='studies/growth#a-larger-n-or-growth-of-silent-groups')
+        )
+    )
 
 
 def test_a_number_that_is_not_there_is_noticed():

@@ -43,7 +43,6 @@ ASKED = {
     'leave-one-out': 'algo/advantages',
     'Dr.GRPO': 'algo/losses',
     'clip higher DAPO': 'algo/losses',
-    'clip range': 'algo/losses',
     'ESPO': 'algo/losses/espo',
     'zero variance': 'algo/zero_variance',
     'RL-ZVP': 'algo/zero_variance',

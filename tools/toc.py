@@ -396,8 +396,8 @@ def steps(course, titles):
         for n in names
     ]
     lines = [
-        f'Reading steps 0 to {last} takes {long(sum(takes[n] for n in lessons))}; labs and exercises come on '
-        'top. Each step needs only the steps before it.',
+        f'Reading steps 0 to {last} takes {long(sum(takes[n] for n in lessons))}; labs and '
+        'exercises come on top. Each step needs only the steps before it.',
         '',
         '| | | |',
         '| --- | --- | --- |',

@@ -165,6 +165,18 @@ def _times(ax: Axes, metrics: list[dict[str, Any]]) -> None:  # seconds of each 
 
 
 # %% ../../nbs/runs/curves.ipynb #4e58f8fc
+def _named(ax: Axes, name: str) -> bool:  # has the panel any lines?
+    "The name of a panel above its legend, which hides no line"
+    num = len(ax.get_legend_handles_labels()[1])
+    columns = 3 if num > 4 else 2
+    # y is where it is anyway: nobody measures the labels for it
+    ax.set_title(name, fontsize=11, y=1.0, pad=5 + 13 * -(-num // columns))
+    if num:
+        look = dict(fontsize=8.5, frameon=False, ncols=columns, columnspacing=1.2, borderpad=0.2)
+        ax.legend(loc='lower left', bbox_to_anchor=(-0.02, 1.0), borderaxespad=0, **look)
+    return bool(num)
+
+
 def plot_curves(
     metrics: list[dict[str, Any]],  # rows of `read_metrics`; what is missing leaves its panel empty
     title: str = '',
@@ -176,7 +188,6 @@ def plot_curves(
     fig = Figure(figsize=(15, 10.8), facecolor='white', layout='none')
     space = dict(left=0.04, right=0.985, top=0.9, bottom=0.05, wspace=0.2, hspace=0.42)
     axes = list(fig.subplots(3, 4, gridspec_kw=space).flat)
-    head = dict(fontsize=11, y=1.0)  # where it is anyway: nobody measures the labels for it
     panels = read_data(str(files('compassrl.runs') / 'curves.yml'))
     for ax, (name, keys) in zip(axes, panels.items()):
         _panel(ax, metrics, keys, name in _may_be_log)
@@ -185,10 +196,7 @@ def plot_curves(
         ax.spines[['top', 'right']].set_visible(False)
         ax.grid(alpha=0.25)
         ax.tick_params(labelsize=8.5)
-        columns = 3 if ax is axes[-1] else 2
-        lines = -(-len(ax.get_legend_handles_labels()[1]) // columns)
-        ax.set_title(name, **head, pad=5 + 13 * lines)  # above its legend, which hides no line
-        if not lines:
+        if not _named(ax, name):
             ax.set(xticks=[], yticks=[])
             ax.text(0.5, 0.5, 'not logged', ha='center', color='#78716c', transform=ax.transAxes)
             continue
@@ -200,8 +208,6 @@ def plot_curves(
         if ax.get_yscale() == 'linear':
             ax.yaxis.set_major_locator(MaxNLocator(4))
         ax.yaxis.set_minor_locator(NullLocator())
-        look = dict(fontsize=8.5, frameon=False, ncols=columns, columnspacing=1.2, borderpad=0.2)
-        ax.legend(loc='lower left', bbox_to_anchor=(-0.02, 1.0), borderaxespad=0, **look)
     for ax in axes[8:]:
         ax.set_xlabel('step')
     if title:
