@@ -1,20 +1,21 @@
 """What made the policy of countdown-cpu search? The same run with one thing taken away.
 
-    python benchmarks/countdown_controls.py [--seeds 0 1] [--quick]
+    python benchmarks/countdown_controls.py [--seeds 0] [--quick]
 
 - the loop alone: GRPO's loss, no penalties, no RL-ZVP, no selection of prompts, no router replay,
   which is the loop of step 6 with the learning rate of the preset;
 - guesses alone: a cold start in which no solution searches.
 
-The run itself is stored by train_seeds.py. Last line: one JSON object; `ratio` is the share of
-right responses after RL of the run with guesses alone over that of the loop alone, mean of the
-seeds.
+Both run at once, a core each. The run itself is stored by train_seeds.py. Last line: one JSON
+object; `ratio` is the share of right responses after RL of the run with guesses alone over that of
+the loop alone, mean of the seeds.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
@@ -51,14 +52,18 @@ def ended(seed, flags, folder):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument('--seeds', type=int, nargs='+', default=[0, 1])
+    p.add_argument('--seeds', type=int, nargs='+', default=[0])
     p.add_argument('--quick', action='store_true', help='short runs of one seed')
     a = p.parse_args()
     arms, short = {name: [] for name in ARMS}, f' {SMALL}' if a.quick else ''
     for seed in a.seeds[: 1 if a.quick else None]:
-        for name, flags in ARMS.items():
-            with tempfile.TemporaryDirectory() as tmp:
-                row = ended(seed, flags + short, Path(tmp) / 'run')
+        with tempfile.TemporaryDirectory() as tmp, ThreadPoolExecutor() as threads:
+            going = {
+                name: threads.submit(ended, seed, flags + short, Path(tmp) / str(i))
+                for i, (name, flags) in enumerate(ARMS.items())
+            }
+            rows = {name: run.result() for name, run in going.items()}
+        for name, row in rows.items():
             arms[name].append(row)
             rates = f'{100 * row["before"]:.1f} % -> {100 * row["after"]:.1f} %'
             tokens = f'{row["tokens_before"]:.0f} -> {row["tokens_after"]:.0f} tokens'
