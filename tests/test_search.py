@@ -57,6 +57,7 @@ ASKED = {
     'pass@k': 'runs/evaluate',
     'generative reward model': 'judges/genrm',
     'judge tie labels': 'judges/genrm',
+    'position bias': 'judges/genrm',
     'verifier': 'data/tasks',
     'sandbox code reward': 'judges/verifiers',
     'my own reward function': 'how_to/own_reward',

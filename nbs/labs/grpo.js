@@ -73,7 +73,9 @@ const LOOKS = `
 .lab .fault { color: var(--hot); }
 .lab .right { fill: var(--cool); }
 .lab .wrong { fill: var(--quiet); }
-.lab .curve { fill: none; stroke: var(--hot); stroke-width: 2; }
+.lab .curve { fill: none; stroke-width: 2; }
+.lab .gain { stroke: var(--cool); }
+.lab .cost { stroke: var(--quiet); }
 .lab .frame { stroke: var(--line); stroke-width: 1; }
 .lab .even { stroke: var(--quiet); stroke-dasharray: 2 3; vector-effect: non-scaling-stroke; }
 .lab .named { position: relative; padding-top: 13px; }
@@ -98,15 +100,15 @@ export function reach(values) {
   return unit * [1, 2, 5, 10].find(n => n * unit >= most)
 }
 
-// A curve over steps, between two values
-function curve(values, low, high) {
-  const [w, tall] = [260, 70], n = Math.max(values.length - 1, 20)
+// A curve over steps, between two values; the loss begins one step late, as it has no step 0
+function curve(values, low, high, looks, from = 0) {
+  const [w, tall] = [260, 70], n = Math.max(values.length - 1 + from, 20)
   const y = v => tall - tall * (Math.min(Math.max(v, low), high) - low) / (high - low)
-  const points = values.map((v, i) => `${(w * i / n).toFixed(1)},${y(v).toFixed(1)}`).join(' ')
+  const points = values.map((v, i) => `${(w * (i + from) / n).toFixed(1)},${y(v).toFixed(1)}`).join(' ')
   const level = v => drawn('line', { x1: 0, x2: w, y1: y(v), y2: y(v), class: 'frame' })
   const name = v => drawn('text', { x: w + 4, y: y(v) + 4 }, shown(v))
   return drawn('svg', { viewBox: `0 -8 ${w + 28} ${tall + 16}`, 'aria-hidden': 'true' },
-    level(low), level(high), name(low), name(high), drawn('polyline', { points, class: 'curve' }))
+    level(low), level(high), name(low), name(high), drawn('polyline', { points, class: `curve ${looks}` }))
 }
 
 // The 64 probabilities, in the order of the responses, and above the tallest bar what it is
@@ -180,9 +182,9 @@ function render({ el, model }) {
       const right = TASKS[settings.task](RESPONSES[i])
       return h('span', { class: right ? 'right' : '' }, `${RESPONSES[i].join('')} ${shown(run.A[k], 2)}`)
     }))
-    reward.replaceChildren('expected reward', curve(run.rewards, 0, 1))
+    reward.replaceChildren('expected reward', curve(run.rewards, 0, 1, 'gain'))
     const end = reach(run.losses)
-    if (losing) loss.replaceChildren('loss', curve(run.losses, -end, end))
+    if (losing) loss.replaceChildren('loss', curve(run.losses, -end, end, 'cost', 1))
     fault.textContent = formula() ? '' : 'This is not a formula in r, mean and std.'
     for (const b of presets) b.setAttribute('aria-pressed', String(b.textContent === input.value))
     line.textContent = `Step ${run.losses.length}: expected reward ${run.rewards.at(-1).toFixed(4)}`

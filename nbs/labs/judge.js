@@ -126,7 +126,7 @@ function render({ el }) {
   const picture = h('div'), bottom = h('div'), again = h('div')
   const top = h('div', { class: 'sight' }, h('span', { style: 'left:2px;top:0' }, 'Better'),
     h('span', { style: 'left:2px;top:calc(50% - .7em)' }, 'Tie'),
-    h('span', { style: 'right:2px;bottom:0' }, 'Worse'), picture)
+    h('span', { style: 'left:2px;bottom:0' }, 'Worse'), picture)
   const line = h('p', { class: 'said', 'aria-live': 'polite' })
   const name = text => h('p', { class: 'quiet name' }, text)
 

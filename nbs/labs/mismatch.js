@@ -142,7 +142,7 @@ function cloud(state, tells) {
   const looks = c => tells && other[c] ? 'dot other' : 'dot'
   const dots = train.flatMap((row, c) => row.map((y, v) => drawn('circle', { class: looks(c),
     cx: at(reported[c][v]), cy: 200 - at(y), r: 1 + 4 * Math.sqrt(Math.exp(sampled[c][v])) })))
-  return drawn('svg', { viewBox: '-28 -8 240 240', role: 'img',
+  return drawn('svg', { viewBox: '-32 -8 244 240', role: 'img',
     'aria-label': 'Each dot a token: reported log-probability across, that of training upwards' },
     drawn('line', { x1: 0, y1: 200, x2: 200, y2: 0, class: 'same' }), ...dots,
     ...[-8, -4, 0].flatMap(x => [
@@ -151,7 +151,7 @@ function cloud(state, tells) {
       drawn('text', { x: at(x), y: 212, 'text-anchor': 'middle' }, shown(x)),
       drawn('text', { x: -5, y: 204 - at(x), 'text-anchor': 'end' }, shown(x))]),
     drawn('text', { x: 100, y: 228, 'text-anchor': 'middle' }, 'log-prob reported by the rollout'),
-    drawn('text', { x: -100, y: -18, 'text-anchor': 'middle', transform: 'rotate(-90)' },
+    drawn('text', { x: -100, y: -20, 'text-anchor': 'middle', transform: 'rotate(-90)' },
       'log-prob in training'))
 }
 
