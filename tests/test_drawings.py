@@ -121,7 +121,7 @@ def test_the_alternative_text_and_the_page_are_those_of_the_drawing():
     assert alt.alt(cells, i).startswith('A group, its baseline and its advantages: Rewards [1, 0,')
     nb = build_docs.prepare(nbformat.read(path, 4), '', path.parent, {}, set())
     html = [o.get('data', {}).get('text/html', '') for c in nb.cells for o in c.get('outputs', [])]
-    assert sum('class="drawing"' in h for h in html) == 2
+    assert sum('class="drawing"' in h for h in html) == 1
 
 
 @pytest.fixture(scope='module')
