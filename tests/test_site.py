@@ -23,6 +23,7 @@ from tests.test_notebooks import notebooks
 
 sys.path.insert(0, str(ROOT / 'tools'))
 import alt  # noqa: E402
+import build_docs  # noqa: E402
 
 PACKAGE = ROOT / 'compassrl'
 
@@ -535,6 +536,43 @@ def test_a_section_for_the_careful_opens_by_a_link_and_a_figure_stands_above_its
     found = page.evaluate(below)
     assert len(found) > 5 and all(found)
     page.close()
+
+
+def test_the_list_of_headings_follows_the_reader(address, browser):
+    "The heading that is read is marked, and its mark is in view; only its section lists its parts"
+    page = browser.new_page(viewport=dict(width=1280, height=800))
+    page.goto(f'{address}/algo/losses.html')
+    page.add_style_tag(content='.toc-entry a { padding: 2rem 0 !important }')  # more than a screen
+    parts = page.locator('#pst-page-toc-nav ul ul')
+    assert parts.count() > 3 and sum(e.is_visible() for e in parts.all()) <= 1
+    page.wait_for_function("""() => {
+        scrollTo(0, document.documentElement.scrollHeight)
+        const links = [...document.querySelectorAll('#pst-page-toc-nav a')]
+        const a = links.slice(links.length / 2).find(e => e.hasAttribute('aria-current'))
+        const box = a?.closest('.bd-sidebar-secondary').getBoundingClientRect()
+        const at = a?.getBoundingClientRect()
+        return at && at.top >= box.top && at.bottom <= box.bottom
+    }""")
+    page.close()
+
+
+def test_on_a_phone_the_map_shows_where_one_is_and_wide_figures_scroll(address, browser):
+    page = browser.new_page(viewport=dict(width=390, height=844))
+    page.goto(f'{address}/algo/losses.html')
+    page.wait_for_function('document.querySelector("img.map").parentElement.scrollLeft > 100')
+    wide = page.locator('.cell_output > img.wide')
+    assert wide.count() > 0 and wide.first.evaluate('e => e.width') == 620
+    assert page.evaluate('document.documentElement.scrollWidth') <= 390
+    page.close()
+
+
+def test_a_word_says_what_it_means_and_the_line_that_leads_on_is_a_card():
+    words = dict(slot=('word-slot', 'A place in a batch.'))
+    text = build_docs.with_words('a *slot*, a *stone*', 'loop', words)
+    assert text == 'a [*slot*](words.html#word-slot "A place in a batch."), a *stone*'
+    card = build_docs.next_card('One.\n\nNext: [a](b.html). What.\n\nPrevious: [c](d.html)')
+    line = '<div class="next">\n\nNext: [a](b.html). What.\n\n</div>'
+    assert card == f'One.\n\n{line}\n\nPrevious: [c](d.html)'
 
 
 def test_the_workflow_that_publishes_the_site_builds_what_this_test_has_built():
