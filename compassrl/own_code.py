@@ -89,6 +89,8 @@ _doors = 'own_module', 'call_own'
 def _note(name: str | bytes | os.PathLike[Any], writes: bool) -> None:
     path = os.path.realpath(os.fsdecode(name))
     if path.endswith('.pyc'):
+        if writes:
+            return  # Python caches what it has read
         with suppress(ValueError):
             path = source_from_cache(path)
     if writes:

@@ -3,6 +3,7 @@
 import json
 import os
 import sqlite3
+import sys
 
 import numpy as np
 import pytest
@@ -228,3 +229,22 @@ def test_what_cannot_be_seen_is_said(opens, way, tmp_path, capsys):
     resume.NotedReads(tmp_path / 'run', cfg)
     said = f'not compared by a resume unless your code names them: files opened by {way}\n'
     assert capsys.readouterr().out == said * bool(way)
+
+
+def test_a_module_is_a_source_where_python_caches_its_bytecode(tmp_path, monkeypatch):
+    "It writes a file for the module: that is not own code that writes, the first time or later"
+    monkeypatch.setattr(sys, 'dont_write_bytecode', False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / 'cached_prices.py').write_text('def of(text):\n    return 1.0\n')
+    reward = tmp_path / 'reward.py'
+    reward.write_text(
+        'import cached_prices\n\n\ndef score(text):\n    return cached_prices.of(text)\n'
+    )
+    known = own_code.file_sha256(tmp_path / 'cached_prices.py')
+    for _ in range(2):  # the second time Python reads what it has cached
+        own_code.forget_own()
+        sys.modules.pop('cached_prices', None)
+        own_code.own_function(f'{reward}:score', 'reward')
+        assert own_code.own_reads()[str(tmp_path / 'cached_prices.py')] == known
+    assert list((tmp_path / '__pycache__').iterdir())
+    own_code.forget_own()
