@@ -154,3 +154,9 @@ def test_a_table_of_settings_holds_those_that_were_asked_for():
     assert len(flags()) == 7
     with pytest.raises(ValueError, match='beta.*EspoConfig has no such settings'):
         show_settings(EspoConfig, 'alpha', 'beta')
+
+
+def test_what_stands_in_backticks_of_a_question_is_code():
+    html = predict('Is `a < b`?', ['`yes`', 'no'], 0, 'As `b` is 2.').data
+    assert 'Is <code>a &lt; b</code>?' in html and '`' not in html
+    assert '<summary><code>yes</code></summary>' in html and 'As <code>b</code> is 2.' in html

@@ -234,6 +234,7 @@ def test_what_cannot_be_seen_is_said(opens, way, tmp_path, capsys):
 def test_a_module_is_a_source_where_python_caches_its_bytecode(tmp_path, monkeypatch):
     "It writes a file for the module: that is not own code that writes, the first time or later"
     monkeypatch.setattr(sys, 'dont_write_bytecode', False)
+    monkeypatch.setattr(sys, 'pycache_prefix', None)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / 'cached_prices.py').write_text('def of(text):\n    return 1.0\n')
     reward = tmp_path / 'reward.py'
