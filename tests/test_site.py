@@ -595,6 +595,33 @@ def test_the_search_finds_a_word(address, browser):
     page.close()
 
 
+@pytest.mark.parametrize('width', [1280, 390])
+def test_every_page_searches_while_one_types(address, browser, width):
+    "The index is fetched when the field is opened; arrow keys and Enter lead to a section"
+    asked, at = [], f'{address}algo/losses/espo.html'
+    page = watched(browser, address, pytest.fail)
+    page.set_viewport_size(dict(width=width, height=800))
+    page.on('request', lambda r: asked.append(r.url))
+    page.goto(at)
+    assert not [url for url in asked if 'search_data' in url]
+    page.keyboard.press('Control+k')
+    page.keyboard.type('router rep')
+    first = page.locator('#pst-search-dialog ul.search > li').first
+    first.wait_for(timeout=60_000)
+    title, section, says = first.inner_text().splitlines()[:3]
+    assert title.startswith('Router replay') and len(says) > 30
+    page.keyboard.press('ArrowUp')  # it stays in the field
+    for key in ('ArrowDown', 'ArrowDown', 'ArrowDown', 'ArrowUp', 'Enter'):
+        page.keyboard.press(key)
+    page.wait_for_url(re.compile('engine_gap.html#'))
+    assert page.locator(':target').inner_text().startswith(section)
+    page.go_back()
+    page.keyboard.press('Control+k')
+    page.keyboard.type('xyzzy')
+    page.get_by_text('Nothing found').wait_for()
+    page.close()
+
+
 def test_code_can_be_copied(address, browser):
     "The button stands in every block of code, and gives the code alone"
     page = browser.new_page()

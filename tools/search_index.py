@@ -40,6 +40,14 @@ def plain(text):
     return re.sub(r'\]\([^)]*\)', '] ', text)
 
 
+def begins(text, most=150):
+    "How a section begins, as a line of a list of results: the words without their marks"
+    text = re.sub(r'^(#.*|\|.*|>.*|\s*- )', ' ', plain(text), flags=re.M)
+    text = ' '.join(re.sub(r'[`*\[\]]|\\(?=[^a-z])', '', text).split())
+    text = re.sub(r' (?=[).,;:])', '', text)
+    return text if len(text) <= most else text[:most].rpartition(' ')[0] + ' ...'
+
+
 class Index:
     "Sections, each with the weight of its words"
 
@@ -53,7 +61,7 @@ class Index:
 
     def section(self, page, anchor, heading):
         self.at[self.pages[page][0], anchor] = len(self.sections)
-        self.sections.append([page, anchor, heading])
+        self.sections.append([page, anchor, heading, ''])
         self.weights.append(Counter())
         return self.weights[-1]
 
@@ -88,7 +96,9 @@ def add_page(index, name, nb, title, place, boost):
             words.update({t: 8 for t in set(tokens(title))})
             promise = re.search(r'^> (.+)', text, flags=re.M)
             words.update({t: 3 for t in set(tokens(plain(promise[1] if promise else '')))})
+            index.sections[-1][3] = begins(promise[1] if promise else '')
         words.update(tokens(plain(text)))
+        index.sections[-1][3] = index.sections[-1][3] or begins(text)
 
 
 def credit(index, place, text, weight):

@@ -34,7 +34,8 @@ if (side) new MutationObserver(() => {
   }
 }).observe(list, { subtree: true, attributeFilter: ['aria-current'] });
 
-/* On a phone wide figures keep letters that can be read, and scroll; so does the map, to its box. */
+/* On a phone wide figures keep letters that can be read, and scroll; so does the map, to its box.
+   A printed line wraps. */
 function roomy(figure) {
   if (figure.naturalWidth < 700) return;
   figure.classList.add('wide');
@@ -45,6 +46,9 @@ if (matchMedia('(max-width: 600px)').matches) {
     const box = map.parentElement;
     box.tabIndex = 0;
     map.decode().then(() => { box.scrollLeft = map.dataset.at * map.width - box.clientWidth / 3; });
+  }
+  for (const text of document.querySelectorAll('.bd-article .cell_output pre')) {
+    if (!text.textContent.trim().includes('\n')) text.style.whiteSpace = 'pre-wrap'; // a line is no table
   }
   for (const figure of document.querySelectorAll('.bd-article .cell_output > img')) {
     if (figure.complete) roomy(figure); else figure.addEventListener('load', () => roomy(figure));

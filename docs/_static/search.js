@@ -1,4 +1,5 @@
-// The search page: adds up the weights of the words of a query, section by section
+/* The search: adds up the weights of the words of a query, section by section. What it knows,
+   search_data.js (tools/search_index.py), is loaded when somebody begins to type. */
 const stem = w => w.length > 4 ? w.replace(/(ings?|ed|es|s|ly)$/, '') : w
 
 function tokens(text) {
@@ -7,12 +8,25 @@ function tokens(text) {
   return [...new Set([...found, ...parts].filter(Boolean).map(stem))]
 }
 
+// A word that is still being typed: the sections of all words that begin so, each at its best
+function begun(text, site) {
+  const word = text.toLowerCase().match(/[a-z0-9_]+$/)?.[0] ?? '', best = new Map()
+  if (word.length < 2) return []
+  for (const t of Object.keys(site.words).filter(t => t.startsWith(stem(word)) || t.startsWith(word))) {
+    const list = site.words[t], sure = t === stem(word) ? 1 : 0.7
+    for (let i = 0; i < list.length; i += 2) best.set(list[i], Math.max(best.get(list[i]) ?? 0, sure * list[i + 1]))
+  }
+  return [...best].flat()
+}
+
 // Pages in order, each with its best sections
-export function find(query, site = globalThis.SITE) {
-  const asked = tokens(query).filter(t => Object.hasOwn(site.words, t))
+function find(query, site = globalThis.SITE, typing = false) {
+  const done = typing ? query.replace(/[A-Za-z0-9_]+$/, '') : query
+  const asked = tokens(done).filter(t => Object.hasOwn(site.words, t))
+  const lists = asked.map(t => site.words[t])
+  if (done !== query) lists.push(begun(query, site))
   const score = new Map(), met = new Map()
-  for (const t of asked) {
-    const list = site.words[t]
+  for (const list of lists) {
     for (let i = 0; i < list.length; i += 2) {
       score.set(list[i], (score.get(list[i]) ?? 0) + list[i + 1])
       met.set(list[i], (met.get(list[i]) ?? 0) + 1)
@@ -20,10 +34,10 @@ export function find(query, site = globalThis.SITE) {
   }
   const pages = new Map()
   for (const [section, sum] of score) {
-    const [page, anchor, heading] = site.sections[section], [url, title, place, boost] = site.pages[page]
-    const value = sum * (0.4 + 0.6 * met.get(section) / asked.length)
+    const [page, anchor, heading, says] = site.sections[section], [url, title, place, boost] = site.pages[page]
+    const value = sum * (0.4 + 0.6 * met.get(section) / lists.length)
     if (!pages.has(page)) pages.set(page, { url, title, place, boost, sections: [] })
-    pages.get(page).sections.push({ anchor, heading, value })
+    pages.get(page).sections.push({ anchor, heading, says, value })
   }
   for (const page of pages.values()) {
     page.sections.sort((a, b) => b.value - a.value)
@@ -35,16 +49,59 @@ export function find(query, site = globalThis.SITE) {
   return [...pages.values()].sort((a, b) => b.value - a.value).slice(0, 20)
 }
 
-// The list below the form
-export function show(query, list, root) {
+// The list below a form: each page with its best sections, and how the best one begins
+function show(query, list, root, { most = 20, each = 3, typing = false } = {}) {
   const line = (url, text) => Object.assign(document.createElement('a'), { href: root + url, textContent: text })
-  list.replaceChildren(...find(query).map(page => {
+  list.replaceChildren(...find(query, globalThis.SITE, typing).slice(0, most).map(page => {
     const item = document.createElement('li'), more = document.createElement('div')
-    for (const s of page.sections.slice(0, 3).filter(s => s.anchor)) {
-      more.append(line(`${page.url}#${s.anchor}`, s.heading), document.createElement('br'))
+    for (const s of page.sections.slice(0, each)) {
+      if (s.anchor) more.append(line(`${page.url}#${s.anchor}`, s.heading), document.createElement('br'))
+      if (s !== page.sections[0] || !s.says) continue
+      more.append(Object.assign(document.createElement('small'), { textContent: s.says }), document.createElement('br'))
     }
     item.append(line(page.url, page.title), ` (${page.place})`, more)
     return item
   }))
-  if (!list.children.length) list.textContent = 'Nothing found. Try other words, or the questions.'
+  if (!list.children.length && query.trim()) list.textContent = 'Nothing found. Try other words, or the questions.'
+}
+
+// Every field of the site answers while one types; the arrow keys go through what is found
+function live(input, list, root, data, options) {
+  let known = null
+  const load = () => known ??= new Promise((ready, failed) => {
+    if (globalThis.SITE) return ready()
+    document.head.append(Object.assign(document.createElement('script'), { src: data, onload: ready, onerror: failed }))
+  })
+  const answer = () => load().then(() => show(input.value, list, root, { ...options, typing: !input.value.endsWith(' ') }))
+  input.addEventListener('focus', load)
+  input.addEventListener('input', answer)
+  input.closest('form').parentElement.addEventListener('keydown', e => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[e.key]
+    if (!step) return
+    const stops = [input, ...list.querySelectorAll('a')], at = stops.indexOf(document.activeElement)
+    if (at < 0) return
+    stops[Math.min(Math.max(at + step, 0), stops.length - 1)].focus()
+    e.preventDefault()
+  })
+  return load
+}
+
+globalThis.siteSearch = { find, show, live }
+if (globalThis.document) {
+  const here = document.currentScript.src, data = new URL('search_data.js', here).href, root = new URL('..', here).href
+  const page = document.querySelector('main form[role="search"] input')
+  const asked = new URLSearchParams(location.search).get('q') ?? ''
+  if (page) {
+    const list = document.querySelector('ul.search'), load = live(page, list, root, data)
+    page.value = asked
+    if (asked) load().then(() => show(asked, list, root))
+  }
+  const field = document.querySelector('#pst-search-dialog input')
+  if (field) {
+    const list = document.createElement('ul')
+    list.className = 'search'
+    list.setAttribute('aria-live', 'polite')
+    field.closest('form').after(list)
+    live(field, list, root, data, { most: 7, each: 2 })
+  }
 }
