@@ -68,7 +68,7 @@ def loop_shapes(
         text(78, 208, '2 sample', anchor='middle', bold=True),
         text(40, 260, '3 judge', bold=True),
         text(200, 334, '4 compare', anchor='middle', bold=True),
-        text(200, 224, '5 look again', anchor='middle', bold=True),
+        text(200, 224, '5 recompute', anchor='middle', bold=True),
         text(364, 124, '6 update', anchor='end', bold=True),
         text(196, 144, '7 hand over', 'good', anchor='end', bold=True),
     ]
@@ -86,7 +86,7 @@ def loop_shapes(
     says = (
         f'1, ask: {P} prompts become {B} requests. 2, sample: the rollout answers with tokens of '
         f'shape {B} by {T}. 3, judge: the verdicts are {B} rewards. 4, compare: they become '
-        'advantages. 5, look again: the train engine gets the same tokens, and its old log-probs '
+        'advantages. 5, recompute: the train engine gets the same tokens, and its old log-probs '
         'make with the advantages one number, the loss. 6, update: its gradient moves the train '
         'engine. 7, hand over: the new weights go back to the rollout.'
     )

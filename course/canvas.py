@@ -123,7 +123,7 @@ def drawing(
         f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing" role="img" '
         f'viewBox="0 0 {width} {height:g}" width="{width * 6 // 5}" '
         'style="max-width:100%;height:auto" '
-        f'font-family="system-ui,sans-serif" font-size="{size}">'
+        f'font-family="Inter,system-ui,sans-serif" font-size="{size}">'
         f'<title>{escape(title)}</title><desc>{escape(says)}</desc>'
         f'<rect class="paper" width="{width}" height="{height:g}" rx="8" fill="{paper}"/>'
         f'{"".join(parts)}</svg>'

@@ -102,7 +102,8 @@ def pipeline(
     )
     return SVG(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        'style="max-width:100%;height:auto" font-family="system-ui,sans-serif" font-size="13">'
+        'style="max-width:100%;height:auto" font-family="Inter,system-ui,sans-serif" '
+        'font-size="13">'
         f'{_arrows(_hot if here == "records" else _grey)}{boxes}</svg>'
     )
 
@@ -116,13 +117,18 @@ def predict(
     options: Sequence[str],  # what to choose from
     answer: int,  # index of the right one, computed by the caller
     why: str = '',  # one sentence
+    wrong: Sequence[str] = (),  # why each option is wrong, one for each; '' says "Try another."
 ) -> 'HTML':  # HTML without scripts
-    "A question whose options answer a click. Raises ValueError if `answer` is no option"
+    """A question whose options answer a click.
+
+    Raises ValueError if `answer` is no option, or `wrong` has not one text for each option."""
     from IPython.display import HTML
 
     if not 0 <= answer < len(options):
         raise ValueError(f'answer={answer}: use the index of one of {len(options)} options')
-    says = ['<b>No.</b> Try another.'] * len(options)
+    if len(wrong := list(wrong) or [''] * len(options)) != len(options):
+        raise ValueError(f'{len(wrong)} texts for {len(options)} options')
+    says = [f'<b>No.</b> {_marked(text or "Try another.")}' for text in wrong]
     says[answer] = f'<b>Yes.</b> {_marked(why)}'
     items = ''.join(
         f'<li><details><summary>{_marked(o)}</summary>{said}</details></li>'

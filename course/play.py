@@ -134,7 +134,7 @@ def _values(control):  # all values of a widget: a list, a box to tick, a slider
 
 
 def _address(picture):  # data address of an image in few colours, rare ones among them
-    few = picture.quantize(24, method=1, kmeans=1, dither=0)  # 1: MAXCOVERAGE, a dot keeps its own
+    few = picture.quantize(64, method=1, kmeans=1, dither=0)  # 1: MAXCOVERAGE, a dot keeps its own
     few.save(file := BytesIO(), 'PNG', optimize=True)
     return f'data:image/png;base64,{b64encode(file.getvalue()).decode()}'
 

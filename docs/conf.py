@@ -52,7 +52,7 @@ mathjax_path = mathjax.name
 html_theme = 'pydata_sphinx_theme'
 html_static_path = ['_static', '../nbs/styles.css', str(mathjax)]
 html_additional_pages = {'search': 'search.html'}  # its index: tools/search_index.py
-html_css_files, html_favicon = ['styles.css'], '_static/favicon.svg'
+html_css_files, html_favicon = ['fonts.css', 'styles.css'], '_static/favicon.svg'
 html_sidebars = {'**': ['notebooks.html']}
 html_show_sourcelink = html_copy_source = html_domain_indices = False
 html_context = dict(default_mode='auto')
@@ -173,9 +173,6 @@ def list_of_pages(app, pagename, templatename, context, doctree):
         is_open = ' open' * any(e['name'] == pagename for e in entries)
         return f'<details{is_open}><summary>{name}</summary>{inner}</details>'
 
-    if pagename == 'search':
-        script = (ROOT / 'docs' / '_static' / 'search.js').read_text()
-        context['search_script'] = script.replace('export ', '')
     context['notebooks'] = lambda: ''.join(group(**g) for g in groups)
 
 

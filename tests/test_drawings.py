@@ -245,7 +245,7 @@ def test_the_loop_has_the_shapes_of_its_batch():
     B, T = batch.token_ids.shape
     assert f'tokens [{B}, {T}]' in said and f'rewards [{B}],' in said
     assert f'{B} requests of' in said and f'{len(batch.group.unique())} prompts' in said
-    stations = 'ask', 'sample', 'judge', 'compare', 'look again', 'update', 'hand over'
+    stations = 'ask', 'sample', 'judge', 'compare', 'recompute', 'update', 'hand over'
     assert {f'{i} {name}' for i, name in enumerate(stations, 1)} <= set(said)
 
 

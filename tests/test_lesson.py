@@ -10,6 +10,7 @@ import torch
 from compassrl.algo.algo_settings import EspoConfig
 from course.lesson import answers, brief, check, expect, pipeline, predict, show_settings, stages
 from tests.support import ROOT
+from tests.test_toc import COURSE, tool
 
 HOT = '#c2410c'
 PACKAGE = ROOT / 'compassrl'
@@ -83,6 +84,20 @@ def test_predict():
     assert '<summary>&lt;no&gt;</summary><b>Yes.</b> because 1 &gt; 0' in html
     with pytest.raises(ValueError, match='answer=2'):
         predict('?', ['x', 'y'], 2)
+    html = predict('?', ['x', 'y', 'z'], 1, wrong=['`x` is <0.', 'never shown', '']).data
+    assert '<summary>x</summary><b>No.</b> <code>x</code> is &lt;0.</details>' in html
+    assert 'never' not in html and '<summary>z</summary><b>No.</b> Try another.</details>' in html
+    with pytest.raises(ValueError, match='1 texts for 2 options'):
+        predict('?', ['x', 'y'], 0, wrong=['no'])
+
+
+@pytest.mark.parametrize('step', COURSE.spine)
+def test_a_wrong_answer_of_a_step_says_why(step):
+    cells = tool.read(COURSE.nbs / COURSE.paths[step])['cells']
+    outputs = [o.get('data', {}) for c in cells for o in c.get('outputs', [])]
+    shown = [''.join(data.get('text/html', '')) for data in outputs]
+    questions = [html for html in shown if '<b>Predict.</b>' in html]
+    assert questions and not [html for html in questions if 'Try another.' in html]
 
 
 def law_square(fn):

@@ -274,7 +274,7 @@ def test_a_stored_play_is_alive_and_small(path):
         across = [] if strip is None else range(0, strip.shape[1], data['width'])
         shown = [strip[:, at : at + data['width']] for at in across]
         assert [i for i, p in enumerate(shown) if edges(p)] == [], 'something is cut'
-        assert 1 < len(data['frames']) <= 64 and len(html) < 350_000
+        assert 1 < len(data['frames']) <= 64 and len(html) < 400_000
         assert len({json.dumps(f) for f in data['frames']}) > 1  # it does move
         said = [f['says'] for f in data['frames'] if f['picture'] >= 0]
         assert len(set(said)) == len(said)  # each picture has words of its own

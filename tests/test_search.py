@@ -80,6 +80,7 @@ TYPED = {
     'clip high|': 'algo/losses',
     'GRPO loss is zero|': 'algo/losses',
 }
+WORDS = 'silent group', 'k3', 'stale', 'RL-ZVP', 'pass@k'
 
 
 @pytest.fixture(scope='module')
@@ -99,7 +100,7 @@ def found(tmp_path_factory):
         'const answer = q => siteSearch.find(q.replace("|", ""), SITE, q.endsWith("|")).map(seen)\n'
         'console.log(JSON.stringify(asked.map(answer)))'
     )
-    asked = [*ASKED, *TYPED, 'xyzzy', 'LossConfig']
+    asked = [*ASKED, *TYPED, *WORDS, 'xyzzy', 'LossConfig']
     command = ['node', folder / 'ask.mjs', json.dumps(asked)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return dict(zip(asked, json.loads(said)))
@@ -117,6 +118,12 @@ def test_a_section_says_how_it_begins_without_marks(found):
     assert not [
         t for t in says if len(t) > 155 or any(mark in t for mark in ('`', '**', '](', '<', '$$'))
     ]
+
+
+@pytest.mark.parametrize('word', WORDS)
+def test_a_word_of_the_glossary_shows_what_it_means_among_the_first_two(found, word):
+    url, anchor, says = next(f for f in found[word][:2] if f[0] == 'words.html')
+    assert f'id=\\"{anchor}\\"' in (COURSE.nbs / 'words.ipynb').read_text() and len(says) > 20
 
 
 def test_a_name_is_found_and_nonsense_is_not(found):

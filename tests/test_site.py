@@ -559,10 +559,20 @@ def test_the_list_of_headings_follows_the_reader(address, browser):
 def test_on_a_phone_the_map_shows_where_one_is_and_wide_figures_scroll(address, browser):
     page = browser.new_page(viewport=dict(width=390, height=844))
     page.goto(f'{address}/algo/losses.html')
-    page.wait_for_function('document.querySelector("img.map").parentElement.scrollLeft > 100')
+    page.wait_for_function('document.querySelector("svg.map").parentElement.scrollLeft > 100')
     wide = page.locator('.cell_output > img.wide')
     assert wide.count() > 0 and wide.first.evaluate('e => e.width') == 620
     assert page.evaluate('document.documentElement.scrollWidth') <= 390
+    page.close()
+
+
+def test_a_box_of_the_map_leads_to_its_page(address, browser):
+    page = browser.new_page()
+    page.goto(f'{address}algo/losses/espo.html')
+    boxes = page.locator('svg.map a')
+    assert boxes.count() == len(build_docs.MAP) - 1  # all but its own
+    boxes.get_by_text('FP8', exact=True).click()
+    page.wait_for_url(re.compile('rollout/fp8.html'))
     page.close()
 
 

@@ -249,7 +249,7 @@ def test_the_foot_of_a_step_leads_to_each_page_below_it():
 
 def test_the_path_says_how_long_it_takes():
     text = '\n'.join(tool.source(c) for c in tool.read(COURSE.nbs / 'index.ipynb')['cells'])
-    minutes = list(map(int, re.findall(r'\((\d+) min\)', text)))
+    minutes = list(map(int, re.findall(r'\((\d+)\xa0min\)', text)))
     assert len(minutes) == len(COURSE.spine)
     lessons = minutes[: COURSE.num_steps + 1]
     hours, rest = re.search(r'takes about (\d) hours(?: and (\d+) minutes)?;', text).groups()

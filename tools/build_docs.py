@@ -17,11 +17,11 @@ import re
 import shutil
 import sys
 import tomllib
-from base64 import b64encode
 from html import escape, unescape
 from pathlib import Path
 
 import nbformat
+import yaml
 from alt import alt, directives
 from lesson_table import defined
 from search_index import search_index
@@ -30,6 +30,11 @@ from toc import SPINE, Course, name_of, read
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from course.lesson import lab_source  # noqa: E402
+
+MAP = {  # label of a box -> its page
+    stage['label']: stage['of'][0]
+    for stage in yaml.safe_load((ROOT / 'nbs' / 'course.yml').read_text())['map'].values()
+}
 
 REPOSITORY = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']['Repository']
 VIEW = 'application/vnd.jupyter.widget-view+json'
@@ -253,13 +258,24 @@ def shown_again(cell, below):
     return bool(drawn and re.search(rf'\b{drawn[1]}\(\)', last))
 
 
-def the_map(svg, says):
-    "The map as an image that knows where its orange box is, from 0 at the left to 1 at the right"
-    here = re.search(r'<rect x="([\d.]+)"[^>]*fill="#c2410c"', svg)
+def the_map(svg, says, here):
+    """The map in the page itself, each box a link to its page
+
+    It knows where its orange box is, from 0 at the left to 1 at the right."""
+    marked = re.search(r'<rect x="([\d.]+)"[^>]*fill="#c2410c"', svg)
     width = re.search(r'viewBox="0 0 ([\d.]+)', svg)
-    at = f' data-at="{float(here[1]) / float(width[1]):.2f}"' if here and width else ''
-    data = b64encode(svg.encode()).decode()
-    return f'<img class="map" alt="{escape(says)}"{at} src="data:image/svg+xml;base64,{data}">'
+    at = f' data-at="{float(marked[1]) / float(width[1]):.2f}"' if marked and width else ''
+
+    def linked_box(m):
+        to = MAP[unescape(m[2])]
+        return m[1] if to == here else f'<a href="{relative(to, here)}">{m[1]}</a>'
+
+    svg = re.sub(
+        r'(<rect [^>]*/><text [^>]*>[^<]*</text><text [^>]*>([^<]+)</text>)', linked_box, svg
+    )
+    return svg.replace(
+        '<svg ', f'<svg class="map" role="group" aria-label="{escape(says)}"{at} ', 1
+    )
 
 
 def no_pictures(outputs):
@@ -283,6 +299,8 @@ def prepare(nb, here, folder, names, pages):
             tags = {tag for key, tag in TAGS.items() if opts.get(key[0]) == key[1]}
             if tags >= (both := {'hide-input', 'hide-output'}):
                 tags = tags - both | {'hide-cell'}  # one fold, not two of one name
+            if tags == {'hide-input'} and c.source.startswith('# Solution'):
+                tags = {'hide-cell'}  # what it prints would tell
             if only_draws(c.source):
                 tags = tags - {'hide-input'} | {'remove-input'}
             title = 'Show the output' if tags == {'hide-output'} else title_of(c)
@@ -303,13 +321,16 @@ def prepare(nb, here, folder, names, pages):
                     o.data = {'text/html': NO_KERNEL}
                 svg = o.get('data', {}).get('image/svg+xml', '')
                 if shows[i].startswith('Map of the series') and svg:
-                    o.data = {'text/html': the_map(svg, shows[i])}
+                    o.data = {'text/html': the_map(svg, shows[i], here)}
                 if 'class="drawing"' in svg:  # in the page itself its style sheet reaches it
                     o.data = {'text/html': svg}
                 if 'text/markdown' in o.get('data', {}):
                     text = o.data['text/markdown']
                     text = link_text(text, here, folder, names, pages)
                     o.data['text/markdown'] = coloured(text)
+                said = o.get('data', {}).get('text/plain', '')
+                if re.match(r'^check_', c.source.splitlines()[-1]) and said[:1] in ('"', "'"):
+                    o.data['text/plain'] = ast.literal_eval(said)  # a sentence, not its repr
                 if 'text/html' in o.get('data', {}):
                     html = html_links(o.data['text/html'], here, folder, names)
                     o.data['text/html'] = alive(offline(html, shows[i]))

@@ -44,7 +44,8 @@ def begins(text, most=150):
     "How a section begins, as a line of a list of results: the words without their marks"
     text = re.sub(r'^(#.*|\|.*|>.*|\s*- )', ' ', plain(text), flags=re.M)
     text = ' '.join(re.sub(r'[`*\[\]]|\\(?=[^a-z])', '', text).split())
-    text = re.sub(r' (?=[).,;:])', '', text)
+    text = re.sub(r'\$([^$]+)\$', lambda m: re.sub(r'[\\{}]', '', m[1]), text)
+    text = re.sub(r' (?=[).,;:](\s|$))', '', text)
     return text if len(text) <= most else text[:most].rpartition(' ')[0] + ' ...'
 
 
@@ -121,11 +122,16 @@ def search_index(course, nbs, titles, names):
         to = re.search(r'\]\(([^)]+?)\.ipynb(#[^)]*)?\)', source(piece))
         if m and to:
             credit(index, f'{to[1]}.html{to[2] or ""}', m[1], 6)
+    words = [url for url, *_ in index.pages].index('words.html')
     for group in yaml.safe_load((course.nbs / 'words.yml').read_text())['groups']:
         for row in group['words']:
             name, _, anchor = row['in'][0].partition('#')
             other = ' '.join(str(x) for x in row.get('elsewhere', {}).values())
             credit(index, f'{name}.html#{anchor}', f'{row["word"]} {other}', 4)
+            anchor = f'word-{row["word"].lower().replace(" ", "-")}'  # as the page has it
+            entry = index.section(words, anchor, row['word'])
+            entry.update({t: 3 for t in set(tokens(row['word']))})
+            index.sections[-1][3] = begins(row['means'])
     for page, own in names.items():
         api = index.page(f'api/compassrl.{page.replace("/", ".")}.html', page, 'API', NAMES)
         for name in own:

@@ -220,7 +220,7 @@ def badge(course, name, rest, minutes=None):
     "Place, minutes to read and seconds to run; `rest` (prerequisites, paper) is the notebook's own"
     part = course.order[name]
     what = f'**{course.place(name)}**'
-    if course.step(name) is None:
+    if course.step(name) is None and part.name not in (course.place(name), KINDS[part.kind]):
         what += f' · {part.name}'
     if part.kind == 'reference':
         what += ', not needed to understand the paper'
@@ -392,7 +392,7 @@ def steps(course, titles):
     lessons = names[: last + 1]
     takes = {n: numbers(read(course.nbs / course.paths[n]), 0)['minutes'] for n in names}
     cells = [
-        f'{course.number(n)} [{titles[n][0]}]({course.paths[n]}) ({takes[n]:.0f} min)'.strip()
+        f'{course.number(n)} [{titles[n][0]}]({course.paths[n]}) ({takes[n]:.0f}\u00a0min)'.strip()
         for n in names
     ]
     lines = [

@@ -42,10 +42,10 @@ function roomy(figure) {
   figure.parentElement.tabIndex = 0;
 }
 if (matchMedia('(max-width: 600px)').matches) {
-  for (const map of document.querySelectorAll('img.map[data-at]')) {
+  for (const map of document.querySelectorAll('svg.map[data-at]')) {
     const box = map.parentElement;
     box.tabIndex = 0;
-    map.decode().then(() => { box.scrollLeft = map.dataset.at * map.width - box.clientWidth / 3; });
+    box.scrollLeft = map.dataset.at * map.getBoundingClientRect().width - box.clientWidth / 3;
   }
   for (const text of document.querySelectorAll('.bd-article .cell_output pre')) {
     if (!text.textContent.trim().includes('\n')) text.style.whiteSpace = 'pre-wrap'; // a line is no table

@@ -46,7 +46,13 @@ function find(query, site = globalThis.SITE, typing = false) {
     const whole = page.boost > 0.6 && named.length && named.every(t => asked.includes(t)) ? 1.5 : 1  // its title is asked for
     page.value = whole * page.boost * (best + 0.25 * (rest[0] ?? 0) + 0.1 * (rest[1] ?? 0))
   }
-  return [...pages.values()].sort((a, b) => b.value - a.value).slice(0, 20)
+  const found = [...pages.values()].sort((a, b) => b.value - a.value)
+  // a word of the glossary, asked for by itself: what it means stands second
+  const word = query.trim().toLowerCase(), means = s => s.anchor.startsWith('word-') && s.heading.toLowerCase() === word
+  const at = found.findIndex(page => page.sections.some(means))
+  if (at >= 0) found[at].sections.sort((a, b) => means(b) - means(a))
+  if (at > 1) found.splice(1, 0, ...found.splice(at, 1))
+  return found.slice(0, 20)
 }
 
 // The list below a form: each page with its best sections, and how the best one begins

@@ -151,7 +151,7 @@ export const address = (notebook, pathname) => pathname.endsWith('.html')
 const LOOKS = `
 .lab .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(15rem, 100%), 1fr)); gap: .9rem 1.2rem; }
 .lab .bench figure { margin: 0; padding: 0; width: auto; }
-.lab .bench figcaption { font: 12px/1.4 system-ui, sans-serif; color: var(--ink); margin: 0; padding: 0; text-align: left; }
+.lab .bench figcaption { font: 12px/1.4 Inter, system-ui, sans-serif; color: var(--ink); margin: 0; padding: 0; text-align: left; }
 .lab .bench figcaption b { display: block; }
 .lab .sound { fill: var(--cool); fill-opacity: .35; stroke: var(--cool); stroke-opacity: .5; }
 .lab .sick { fill: none; stroke: var(--hot); stroke-width: 2; }
@@ -245,7 +245,10 @@ function render({ el }) {
 
   function look(key) {
     if (open[key].getAttribute('aria-pressed') === 'true') return
-    if (!done) opened.push(key) // afterwards it costs nothing
+    if (!done) { // afterwards it costs nothing
+      opened.push(key)
+      line.textContent = `“${CURVES[key][0]}” is ${MEANS[key]}. What is wrong?`
+    }
     open[key].setAttribute('aria-pressed', 'true')
     charts.append(chart(key, DATA.patients[order[at]][key], DATA.healthy[key], wards[round][order[at]][key]))
     score()
@@ -257,7 +260,7 @@ function render({ el }) {
     wrong++
     const against = opened.find(k => !alike(all[is], all[name], k))
     line.textContent = `No (cost ${WRONG}). ` + (against
-      ? `With “${DIAGNOSES[name][0]}” the curve “${CURVES[against][0]}” looks otherwise.`
+      ? `With “${DIAGNOSES[name][0]}” the curve “${CURVES[against][0]}” looks different.`
       : 'It fits what you have opened, as others do: open another curve.')
     score()
   }

@@ -118,6 +118,15 @@ export const FAULTS = {
   'routes one late': { routes: 'late' },
   'no fault': {},
 }
+// By what one knows it
+const SIGNS = {
+  'e4m3': 'then all dots lie a little off the line, and none lies far off',
+  'reports without temperature': 'then the dots form a line of another slope',
+  'steps behind': 'then more contexts lie off the line than have other routes, and the cosine of the gradient falls',
+  'live routes': 'then the dots of the few contexts with other routes lie off the line, and no others',
+  'routes one late': 'then the router agrees with hardly any list, and the dots lie everywhere',
+  'no fault': 'then all dots lie on the line',
+}
 const LOOKS = `
 .lab .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .6rem 1rem; }
 .lab .two svg { max-width: 20rem; }
@@ -130,7 +139,7 @@ const LOOKS = `
 .lab .same { stroke: var(--quiet); stroke-width: 1; }
 `
 const WORDS = {
-  gap: 'mean |gap|, nats', k3: 'k3', f2: 'ratios beyond 2', agree: 'routes that agree',
+  gap: 'mean |gap|, nats', k3: 'k3', f2: 'ratios beyond 2', agree: 'own choice = replayed list',
   changed: 'weights cut by TIS',
   cosine: 'gradient: cosine', size: 'gradient: length',
 }
@@ -195,7 +204,11 @@ function render({ el }) {
   }
 
   function answer(name) {
-    line.textContent = name === hidden ? `Right: ${hidden}.` : `No: it was "${hidden}".`
+    if (name !== hidden) {
+      line.textContent = `Not "${name}": ${SIGNS[name]}. Try another.`
+      return
+    }
+    line.textContent = `Right, ${hidden}: ${SIGNS[hidden]}.`
     hidden = null
     knobs.hidden = false
     guesses.hidden = true
@@ -215,7 +228,8 @@ function render({ el }) {
     guesses, line,
     h('p', { class: 'quiet' }, 'A dot is a token of a context, larger if it is likelier. Orange: '
       + 'training used other experts than the rollout. Dots below −8 are drawn on the border. '
-      + 'While a fault is hidden no dot is orange.'))
+      + 'While a fault is hidden no dot is orange. "Own choice = replayed list": the share of contexts in which '
+      + 'the router of training would choose the recorded experts by itself; replay overrules it and does not change it.'))
 }
 
 export default { render }

@@ -70,7 +70,8 @@ function render({ el }) {
     return labels.length < 2 ? h('span', { class: 'quiet' }, `${name} = ${labels[0]}`)
       : (slides ? track : list)(name, labels, start, changed)
   })
-  const note = `Python computed ${frames.length} choices for this page; JupyterLab computes any.`
+  const note = `${frames.length} settings are computed here; JupyterLab computes any.`
+  if (width) el.style.maxWidth = `calc(${Math.max(width, 480)}px + 1.6rem)` // it ends where its pictures end
   const start = () => {
     show(el, 'Play', h('style', {}, LOOKS), h('div', { class: 'knobs' }, ...knobs), canvas, words,
       h('p', { class: 'quiet' }, note))

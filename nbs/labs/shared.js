@@ -9,7 +9,7 @@ html[data-theme="dark"] .lab, [data-jp-theme-light="false"] .lab, .quarto-dark .
   --hot: #fb923c; --cool: #5eead4; --off: #0c0a09; --on-off: #d6d3d1; --wash: #292524;
   --pull: #115e59; }
 .lab > .bench { background: var(--paper); color: var(--ink); border: 1px solid var(--line);
-  border-radius: 8px; padding: .75rem; font: 14px/1.4 system-ui, sans-serif;
+  border-radius: 8px; padding: .75rem; font: 14px/1.4 Inter, system-ui, sans-serif;
   container-type: inline-size; }
 .lab .bench * { box-sizing: border-box; }
 .lab .knobs { display: flex; flex-wrap: wrap; gap: .4rem 1rem; align-items: center; margin: 0 0 .6rem; }
@@ -28,7 +28,7 @@ html[data-theme="dark"] .lab, [data-jp-theme-light="false"] .lab, .quarto-dark .
   border-color: var(--hot); }
 .lab :focus-visible { outline: 3px solid var(--cool); outline-offset: 1px; }
 .lab svg { display: block; width: 100%; height: auto; overflow: visible; }
-.lab svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
+.lab svg text { fill: var(--ink); font: 11px Inter, system-ui, sans-serif; }
 @media (prefers-reduced-motion: no-preference) {
   .lab .cell, .lab svg rect { transition: background-color .15s, height .15s, y .15s; }
 }
