@@ -128,7 +128,7 @@ def search_index(course, nbs, titles, names):
             name, _, anchor = row['in'][0].partition('#')
             other = ' '.join(str(x) for x in row.get('elsewhere', {}).values())
             credit(index, f'{name}.html#{anchor}', f'{row["word"]} {other}', 4)
-            anchor = f'word-{row["word"].lower().replace(" ", "-")}'  # as the page has it
+            anchor = f'word-{row["word"].lower().replace(" ", "-")}'  # the page has the same
             entry = index.section(words, anchor, row['word'])
             entry.update({t: 3 for t in set(tokens(row['word']))})
             index.sections[-1][3] = begins(row['means'])
