@@ -12,6 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from tests.support import ROOT
@@ -159,6 +160,19 @@ def test_notebooks_are_clean_and_say_what_the_course_says(fresh):
     texts = {p.relative_to(ROOT): p.read_text() for p in notebooks()}
     stale = [str(p) for p, text in texts.items() if text != (fresh / p).read_text()]
     assert stale == [], 'run `make sync`'
+
+
+def test_no_output_is_the_noise_of_a_library():
+    "A font that is missing, a warning of a module, a number of a process"
+    noise = r'findfont: |\.py:\d+: \w*Warning: |^\[W\d{4} '
+    found = [
+        (p.stem, m[0])
+        for p in notebooks()
+        for c in nbformat.read(p, 4).cells
+        for o in c.get('outputs', [])
+        if (m := re.search(noise, o.get('text', ''), flags=re.M))
+    ]
+    assert found == []
 
 
 def shows(cell):
