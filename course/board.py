@@ -289,7 +289,9 @@ def verdicts(
     text = table([('claim', 'what we measured', 'verdict'), *cells])
     board = os.path.relpath(PAGE, os.path.dirname(step) or '.')
     key = [says for mark, says in KEYS.items() if re.search(rf'[(* ]{re.escape(mark)}[* ),]', text)]
-    below = ' '.join(['The brackets are 95 % intervals.', *key])
+    below = ' '.join(
+        ['The brackets are 95 % intervals: about 19 of 20 of them contain the true value.', *key]
+    )
     return Markdown(
         f'{text}\n\n{below} The [scoreboard]({board}) has all claims of the paper, and how a '
         'verdict is made.'

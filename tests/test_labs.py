@@ -591,7 +591,7 @@ def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
     theta = follow(2.5, lambda r: 3 * r)
     page.get_by_role('button', name='Run 20').click()  # at once where motion is unwanted
     assert opened.text('.said').startswith('Step 23:')
-    name = page.locator('svg').last.locator('text').first.text_content()
+    name = page.locator('.axis').last.locator('span').last.text_content()
     assert name == '−5'  # where the axis of the loss ends
     high = page.locator('.bars rect').evaluate_all('all => all.map(e => +e.getAttribute("height"))')
     leads = page.locator('.bars title').nth(high.index(max(high))).text_content()

@@ -127,3 +127,18 @@ def test_a_folded_output_says_that_it_is_one():
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell('# A'), cell])
     shown = build_docs.prepare(nb, 'a', '', {}, set()).cells[-1].metadata
     assert shown.tags == ['hide-output'] and shown.mystnb.code_prompt_show == 'Show the output'
+
+
+def test_a_solution_hides_what_it_prints_and_a_check_says_a_sentence():
+    new = nbformat.v4
+    said = [new.new_output('execute_result', data={'text/plain': '\'not yet: "x" is 0\''})]
+    check = new.new_code_cell('#| code-fold: true\nx = 1\ncheck_it(fn)', outputs=said)
+    cells = [
+        new.new_markdown_cell('# A'),
+        check,
+        new.new_code_cell('#| code-fold: true\n# Solution\nprint(3)'),
+    ]
+    shown = build_docs.prepare(new.new_notebook(cells=cells), 'a', '', {}, set()).cells
+    assert shown[1].outputs[0].data['text/plain'] == 'not yet: "x" is 0'
+    assert shown[2].metadata.tags == ['hide-cell']
+    assert shown[2].metadata.mystnb.code_prompt_show == 'Solution'

@@ -566,6 +566,35 @@ def test_on_a_phone_the_map_shows_where_one_is_and_wide_figures_scroll(address, 
     page.close()
 
 
+def test_an_answer_of_a_question_shows_whether_it_is_right(address, browser):
+    page = browser.new_page()
+    page.goto(f'{address}algo/advantages.html')
+    right, wrong = (page.locator(f'.bd-article details.{name}') for name in ('yes', 'no'))
+    assert right.count() == page.get_by_text('Predict.', exact=True).count() == 2
+    assert wrong.count() == 4
+    mark = 'e => getComputedStyle(e.querySelector("summary"), "::after").content'
+    for option, sign in ((right.first, '✓'), (wrong.first, '✗')):
+        assert sign not in option.evaluate(mark)
+        option.locator('summary').click()
+        assert sign in option.evaluate(mark)
+    page.close()
+
+
+def test_on_a_phone_a_printed_line_wraps_and_short_code_is_not_cut(address, browser):
+    page = browser.new_page(viewport=dict(width=390, height=844))
+    page.goto(f'{address}loop.html')
+    lines = page.locator('.cell_output pre').evaluate_all(
+        'all => all.map(e => [e.textContent.trim().includes("\\n"), e.style.whiteSpace])'
+    )
+    assert {wraps for many, wraps in lines if not many} == {'pre-wrap'}
+    assert {wraps for many, wraps in lines if many} == {''}
+    codes = page.locator('.bd-article p code').evaluate_all(
+        'all => all.map(e => [e.textContent.length < 25, e.style.whiteSpace])'
+    )
+    assert {short for short, wraps in codes if wraps == 'nowrap'} == {True}
+    page.close()
+
+
 def test_a_box_of_the_map_leads_to_its_page(address, browser):
     page = browser.new_page()
     page.goto(f'{address}algo/losses/espo.html')

@@ -58,6 +58,8 @@ PLAYER = {
     'fast-forward': '⏭',
     'plus': '+',
 }
+# an option of a Predict, and whether it is right
+ANSWER = r'<details>(<summary>(?:(?!</summary>).)*</summary><b>(Yes|No)\.</b>)'
 TEXTS = ('CONTRIBUTING.md', 'CHANGELOG.md')  # files next to the notebooks that become pages
 
 
@@ -271,7 +273,9 @@ def the_map(svg, says, here):
         return m[1] if to == here else f'<a href="{relative(to, here)}">{m[1]}</a>'
 
     svg = re.sub(
-        r'(<rect [^>]*/><text [^>]*>[^<]*</text><text [^>]*>([^<]+)</text>)', linked_box, svg
+        r'(<rect [^>]*/>(?:<text [^>]*/>|<text [^>]*>[^<]*</text>)<text [^>]*>([^<]+)</text>)',
+        linked_box,
+        svg,
     )
     return svg.replace(
         '<svg ', f'<svg class="map" role="group" aria-label="{escape(says)}"{at} ', 1
@@ -333,6 +337,7 @@ def prepare(nb, here, folder, names, pages):
                     o.data['text/plain'] = ast.literal_eval(said)  # a sentence, not its repr
                 if 'text/html' in o.get('data', {}):
                     html = html_links(o.data['text/html'], here, folder, names)
+                    html = re.sub(ANSWER, lambda m: f'<details class="{m[2].lower()}">{m[1]}', html)
                     o.data['text/html'] = alive(offline(html, shows[i]))
             if 'export' in opts and (targets := anchors(c.source, here, names)):
                 cells.append(nbformat.v4.new_markdown_cell(''.join(targets)))
@@ -394,8 +399,9 @@ def known_words(course):
 def list_of_pages(course, titles):
     "The sidebar: groups of pages; docs/conf.py marks the page that one is on"
 
-    def entry(name):
-        return dict(name=name, text=f'{course.number(name)} {titles[name]}'.strip())
+    def entry(name):  # a step by the first words of its title
+        title = titles[name].split(':')[0] if name in course.spine else titles[name]
+        return dict(name=name, text=f'{course.number(name)} {title}'.strip())
 
     def hanging(name):
         found = (p.notebooks for p in course.parts if p.step == course.step(name))

@@ -89,6 +89,8 @@ def add_page(index, name, nb, title, place, boost):
         if piece['cell_type'] != 'markdown' or 'nbs/course.yml' in source(piece):
             continue
         text = source(piece)
+        if text.startswith('## You are here'):
+            continue  # the map alone
         if m := re.match(r'(#{2,3}) (.+)', text):
             words = index.section(page, slug(m[2]), m[2].replace('`', ''))
             words.update({t: 5 for t in set(tokens(m[2]))})

@@ -270,7 +270,8 @@ def set_neighbours(course, name, nb, titles):
     if after:
         text, what = titles[after]
         text = f'{course.number(after)} {text}'.strip()
-        lines += [f'Next: {link(course.paths[after], here, text)}. {what}', '']
+        end = '' if text.endswith('?') else '.'
+        lines += [f'Next: {link(course.paths[after], here, text)}{end} {what}', '']
     ends = [link(course.paths[before], here, titles[before][0])] if before else []
     ends += [link(Path('index.ipynb'), here, 'all notebooks')]
     lines += [('Previous: ' if before else 'Back to ') + ' · '.join(ends)]

@@ -34,10 +34,15 @@ if (side) new MutationObserver(() => {
   }
 }).observe(list, { subtree: true, attributeFilter: ['aria-current'] });
 
+/* A short piece of code is not cut at the end of a line */
+for (const code of document.querySelectorAll('.bd-article :is(p, li, td) code')) {
+  if (code.textContent.length < 25) code.style.whiteSpace = 'nowrap';
+}
+
 /* On a phone wide figures keep letters that can be read, and scroll; so does the map, to its box.
    A printed line wraps. */
 function roomy(figure) {
-  if (figure.naturalWidth < 700) return;
+  if (figure.naturalWidth < 600) return;
   figure.classList.add('wide');
   figure.parentElement.tabIndex = 0;
 }

@@ -44,7 +44,8 @@ function find(query, site = globalThis.SITE, typing = false) {
     const [best, ...rest] = page.sections.map(s => s.value)
     const named = tokens(page.title).filter(t => Object.hasOwn(site.words, t))
     const whole = page.boost > 0.6 && named.length && named.every(t => asked.includes(t)) ? 1.5 : 1  // its title is asked for
-    page.value = whole * page.boost * (best + 0.25 * (rest[0] ?? 0) + 0.1 * (rest[1] ?? 0))
+    const asks = /^(why|how|what|which|should)\b/i.test(query) && page.url === 'questions.html' ? 1.3 : 1
+    page.value = asks * whole * page.boost * (best + 0.25 * (rest[0] ?? 0) + 0.1 * (rest[1] ?? 0))
   }
   const found = [...pages.values()].sort((a, b) => b.value - a.value)
   // a word of the glossary, asked for by itself: what it means stands second
@@ -83,7 +84,7 @@ function live(input, list, root, data, options) {
   input.addEventListener('input', answer)
   input.closest('form').parentElement.addEventListener('keydown', e => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[e.key]
-    if (!step) return
+    if (!step) return void (e.key.length === 1 && !e.ctrlKey && !e.metaKey && input.focus()) // typing goes on
     const stops = [input, ...list.querySelectorAll('a')], at = stops.indexOf(document.activeElement)
     if (at < 0) return
     stops[Math.min(Math.max(at + step, 0), stops.length - 1)].focus()

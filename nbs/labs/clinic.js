@@ -122,7 +122,7 @@ export const DIAGNOSES = {
   healthy: ['healthy', 'Nothing is wrong with this run', 'loop.ipynb#a-real-run'],
   'broken verifier': ['the verifier crashes', 'The verifier raises an error on some of the responses',
     'loop.ipynb#steps-without-a-signal'],
-  'fooled verifier': ['the verifier can be fooled', 'The verifier pays a letter twice in a row as if it were the answer',
+  'fooled verifier': ['the verifier can be fooled', 'The verifier also pays each response with a letter twice in a row, right or wrong',
     'judges/verifiers.ipynb#what-an-outcome-means'],
   'cut off': ['responses are cut off', 'The longest answers do not fit into the tokens that a response may have',
     'loop.ipynb#why-does-my-reward-not-rise'],
@@ -191,7 +191,7 @@ function chart(key, curve, healthy, two) {
       drawn('polygon', { class: 'sound', points: [...edge(Math.max), ...edge(Math.min).reverse()].join(' ') }),
       drawn('polyline', { class: 'sick', points: curve.map(at).join(' ') })),
     h('figcaption', { 'aria-hidden': 'true' },
-      `patient ${shown(two[0].value)} → ${shown(two[1].value)}`, h('br'), `healthy ${span(two[0])} → ${span(two[1])}`))
+      `first step ${shown(two[0].value)}, last five ${shown(two[1].value)}`, h('br'), `healthy ${span(two[0])}, ${span(two[1])}`))
 }
 
 function shuffled(names, seed) {
@@ -219,7 +219,7 @@ function render({ el }) {
   function score() {
     const best = order.slice(0, at + done).reduce((sum, n) => sum + least(n).length, 0)
     head.textContent = `Patient ${at + 1} of ${order.length}. Cost: ${spent + now()}. `
-      + `Lowest possible so far: ${best}.`
+      + `A perfect doctor so far: ${best}.`
   }
 
   function start() {

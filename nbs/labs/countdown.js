@@ -49,7 +49,7 @@ function grid(all, hit, read) {
   const cells = all.map((w, n) => {
     const x = 110 + wide * (n % 3), y = high * Math.floor(n / 3), on = n < read && n === hit
     const look = on ? 'way hit' : n < read && w.made < 100 ? 'way read' : 'way'
-    const says = w.made > 99 ? (n % 3 === 1 ? 'above 99' : '') // left out
+    const says = w.made > 99 ? (n % 3 === 1 ? 'pair above 99: left out' : '')
       : n < read ? (w.value < 100 ? w.value : '.') : ''
     return [drawn('rect', { x, y, width: wide - 3, height: high - 3, rx: 3, class: look }),
       drawn('text', { x: x + wide / 2 - 2, y: y + 13, 'text-anchor': 'middle', class: on ? 'on' : '' }, says)]

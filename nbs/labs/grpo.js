@@ -76,10 +76,16 @@ const LOOKS = `
 .lab .curve { fill: none; stroke-width: 2; }
 .lab .gain { stroke: var(--cool); }
 .lab .cost { stroke: var(--quiet); }
+.lab circle.gain { fill: var(--cool); }
+.lab circle.cost { fill: var(--quiet); }
+.lab .axis { position: relative; padding-right: 2.2rem; }
+.lab .axis span { position: absolute; right: 0; width: 2rem; font-size: 11px; line-height: 1; }
+.lab .axis span:first-child { top: 7%; }
+.lab .axis span:nth-child(2) { bottom: 7%; }
 .lab .frame { stroke: var(--line); stroke-width: 1; }
 .lab .even { stroke: var(--quiet); stroke-dasharray: 2 3; vector-effect: non-scaling-stroke; }
-.lab .named { position: relative; padding-top: 13px; }
-.lab .named b { position: absolute; top: -2px; transform: translateX(-50%); font: 11px ui-monospace, monospace; }
+.lab .named { position: relative; padding-top: 18px; }
+.lab .named b { position: absolute; top: 3px; transform: translateX(-50%); font: 11px ui-monospace, monospace; }
 .lab[data-plays] .pair { grid-template-columns: 1fr 1fr; }
 .lab[data-plays] .bars { height: 77px; }
 .lab[data-plays] .chips { height: 37px; min-height: 0; overflow: hidden; }
@@ -106,9 +112,11 @@ function curve(values, low, high, looks, from = 0) {
   const y = v => tall - tall * (Math.min(Math.max(v, low), high) - low) / (high - low)
   const points = values.map((v, i) => `${(w * (i + from) / n).toFixed(1)},${y(v).toFixed(1)}`).join(' ')
   const level = v => drawn('line', { x1: 0, x2: w, y1: y(v), y2: y(v), class: 'frame' })
-  const name = v => drawn('text', { x: w + 4, y: y(v) + 4 }, shown(v))
-  return drawn('svg', { viewBox: `0 -8 ${w + 28} ${tall + 16}`, 'aria-hidden': 'true' },
-    level(low), level(high), name(low), name(high), drawn('polyline', { points, class: `curve ${looks}` }))
+  const [x, at] = points.split(' ').at(-1).split(',')
+  const now = values.length ? [drawn('circle', { cx: x, cy: at, r: 3, class: looks })] : []
+  return h('div', { class: 'axis' }, h('span', {}, shown(high)), h('span', {}, shown(low)),
+    drawn('svg', { viewBox: `0 -8 ${w + 4} ${tall + 16}`, 'aria-hidden': 'true' },
+      level(low), level(high), drawn('polyline', { points, class: `curve ${looks}` }), ...now))
 }
 
 // The 64 probabilities, in the order of the responses, and above the tallest bar what it is

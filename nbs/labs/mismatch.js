@@ -139,7 +139,7 @@ const LOOKS = `
 .lab .same { stroke: var(--quiet); stroke-width: 1; }
 `
 const WORDS = {
-  gap: 'mean |gap|, nats', k3: 'k3', f2: 'ratios beyond 2', agree: 'own choice = replayed list',
+  gap: 'mean |gap|, nats', k3: 'k3', f2: 'ratios beyond 2', agree: 'router agrees with the list',
   changed: 'weights cut by TIS',
   cosine: 'gradient: cosine', size: 'gradient: length',
 }
@@ -228,7 +228,7 @@ function render({ el }) {
     guesses, line,
     h('p', { class: 'quiet' }, 'A dot is a token of a context, larger if it is likelier. Orange: '
       + 'training used other experts than the rollout. Dots below −8 are drawn on the border. '
-      + 'While a fault is hidden no dot is orange. "Own choice = replayed list": the share of contexts in which '
+      + 'While a fault is hidden no dot is orange. "Router agrees with the list": the share of contexts in which '
       + 'the router of training would choose the recorded experts by itself; replay overrules it and does not change it.'))
 }
 

@@ -71,7 +71,7 @@ function render({ el }) {
       : (slides ? track : list)(name, labels, start, changed)
   })
   const note = `${frames.length} settings are computed here; JupyterLab computes any.`
-  if (width) el.style.maxWidth = `calc(${Math.max(width, 480)}px + 1.6rem)` // it ends where its pictures end
+  if (width) el.style.maxWidth = `calc(${Math.max(width, 640)}px + 1.6rem)` // it ends where its pictures end
   const start = () => {
     show(el, 'Play', h('style', {}, LOOKS), h('div', { class: 'knobs' }, ...knobs), canvas, words,
       h('p', { class: 'quiet' }, note))
