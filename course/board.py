@@ -61,10 +61,10 @@ LEVELS = dict(factor='a factor of {}', share='a share of {}', percent='{} %')
 LEARNS = 'accuracy', 'quality'  # units of what a policy has learned
 KEYS = {  # what stands below a small table, by what its cells say
     HOLDS: 'Holds: the whole interval is on the side of the claim.',
-    REVERSE: 'The reverse: all of it is on the other side.',
-    UNSEEN: 'Not seen: it contains no effect, and rules out one that would matter.',
-    UNSURE: 'Cannot tell: it contains both.',
-    MISSED: 'Not reached: it lies below the amount that was claimed.',
+    REVERSE: 'The reverse: the whole interval is on the other side.',
+    UNSEEN: 'Not seen: the interval rules out an effect that would matter.',
+    UNSURE: 'Cannot tell: the interval contains no effect, and one that would matter as well.',
+    MISSED: 'Not reached: what was measured stays below the amount that is claimed.',
     'excludes': '“Excludes x”: the interval rules out x and more.',
     'would see': '“Would see x”: four of five such studies would see an effect of x.',
     'fresh seeds': 'Fresh seeds: nobody had looked at them before.',
@@ -289,9 +289,8 @@ def verdicts(
     text = table([('claim', 'what we measured', 'verdict'), *cells])
     board = os.path.relpath(PAGE, os.path.dirname(step) or '.')
     key = [says for mark, says in KEYS.items() if re.search(rf'[(* ]{re.escape(mark)}[* ),]', text)]
-    below = ' '.join(
-        ['The brackets are 95 % intervals: about 19 of 20 of them contain the true value.', *key]
-    )
+    first = 'The brackets are 95 % intervals: about 19 of 20 such intervals hold the true value.'
+    below = ' '.join([first, *key])
     return Markdown(
         f'{text}\n\n{below} The [scoreboard]({board}) has all claims of the paper, and how a '
         'verdict is made.'

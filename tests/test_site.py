@@ -650,6 +650,9 @@ def test_every_page_searches_while_one_types(address, browser, width):
     title, section, says = first.inner_text().splitlines()[:3]
     assert title.startswith('Router replay') and len(says) > 30
     page.keyboard.press('ArrowUp')  # it stays in the field
+    page.keyboard.press('ArrowDown')
+    page.keyboard.type('l')  # and typing comes back to it
+    assert page.locator('#pst-search-dialog input').input_value() == 'router repl'
     for key in ('ArrowDown', 'ArrowDown', 'ArrowDown', 'ArrowUp', 'Enter'):
         page.keyboard.press(key)
     page.wait_for_url(re.compile('engine_gap.html#'))

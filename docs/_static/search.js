@@ -84,7 +84,8 @@ function live(input, list, root, data, options) {
   input.addEventListener('input', answer)
   input.closest('form').parentElement.addEventListener('keydown', e => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[e.key]
-    if (!step) return void (e.key.length === 1 && !e.ctrlKey && !e.metaKey && input.focus()) // typing goes on
+    if (e.key.length === 1 && !e.ctrlKey && !e.metaKey && list.contains(document.activeElement)) input.focus() // typing goes on
+    if (!step) return
     const stops = [input, ...list.querySelectorAll('a')], at = stops.indexOf(document.activeElement)
     if (at < 0) return
     stops[Math.min(Math.max(at + step, 0), stops.length - 1)].focus()
