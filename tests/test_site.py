@@ -611,6 +611,8 @@ def test_a_word_says_what_it_means_and_the_line_that_leads_on_is_a_card():
     assert text == 'a [*slot*](words.html#word-slot "A place in a batch."), a *stone*'
     card = build_docs.next_card('One.\n\nNext: [a](b.html). What.\n\nPrevious: [c](d.html)')
     line = '<div class="next">\n\nNext: [a](b.html). What.\n\n</div>'
+    last = build_docs.next_card('The end.\n\n**Next:** [a](b.html). What.')
+    assert last.endswith('<div class="next">\n\n**Next:** [a](b.html). What.\n\n</div>')
     assert card == f'One.\n\n{line}\n\nPrevious: [c](d.html)'
 
 

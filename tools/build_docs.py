@@ -374,7 +374,9 @@ def with_words(text, here, words):
 
 def next_card(text):
     "The line that leads on, as a card"
-    return re.sub(r'^Next: .*$', r'<div class="next">\n\n\g<0>\n\n</div>', text, flags=re.M)
+    return re.sub(
+        r'^(?:Next:|\*\*Next:\*\*) .*$', r'<div class="next">\n\n\g<0>\n\n</div>', text, flags=re.M
+    )
 
 
 def hero(nb):
