@@ -39,6 +39,7 @@ faults: .venv/.dev ## plant faults in a copy, one after another; a test must not
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/plant.py $(ARGS)
 
 lab: .venv/.engines ## JupyterLab on the notebooks
+	@$(BIN)/python tools/fonts.py
 	@MATPLOTLIBRC=$(CURDIR)/tools/matplotlibrc $(BIN)/jupyter lab --notebook-dir=nbs $(ARGS)
 
 docs: .venv/.docs ## the site, into _site/

@@ -62,8 +62,8 @@ LEARNS = 'accuracy', 'quality'  # units of what a policy has learned
 KEYS = {  # what stands below a small table, by what its cells say
     HOLDS: 'Holds: the whole interval is on the side of the claim.',
     REVERSE: 'The reverse: the whole interval is on the other side.',
-    UNSEEN: 'Not seen: the interval rules out an effect that would matter.',
-    UNSURE: 'Cannot tell: the interval contains no effect, and one that would matter as well.',
+    UNSEEN: 'Not seen: there may be no effect, and the interval rules out one that would matter.',
+    UNSURE: 'Cannot tell: the interval leaves both open, no effect and one that would matter.',
     MISSED: 'Not reached: what was measured stays below the amount that is claimed.',
     'excludes': '“Excludes x”: the interval rules out x and more.',
     'would see': '“Would see x”: four of five such studies would see an effect of x.',

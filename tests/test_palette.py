@@ -4,7 +4,9 @@ A figure that tells more than three kinds apart may have colours of its own, nam
 """
 
 import ast
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / 'tools'))
+import fonts  # noqa: E402
 from alt import directives  # noqa: E402
 from toc import Course, read, source  # noqa: E402
 
@@ -68,3 +71,15 @@ def test_a_line_without_a_colour_takes_one_of_the_palette():
 )
 def test_colours_are_found(code, found):
     assert colours(code) == found
+
+
+def test_every_kernel_of_the_environment_knows_the_font_of_the_figures(tmp_path):
+    fonts.configure(tmp_path)
+    code = 'from matplotlib.font_manager import findfont as f; print(f("Inter"), f("Inter:bold"))'
+    words = '--no-banner', '--config', tmp_path / 'ipython_config.py', '-c', code
+    env = {**os.environ, 'IPYTHONDIR': str(tmp_path)}
+    run = [sys.executable, '-m', 'IPython', *words]
+    said = subprocess.run(run, capture_output=True, text=True, env=env, check=True).stdout
+    assert re.findall(r'Inter-\w+', said) == ['Inter-Regular', 'Inter-SemiBold']
+    lab = re.search(r'^lab:.*\n((?:\t.*\n)+)', (ROOT / 'Makefile').read_text(), re.M)[1]
+    assert lab.index('tools/fonts.py') < lab.index('jupyter lab')

@@ -20,6 +20,7 @@ import time
 import uuid
 from pathlib import Path
 
+import fonts
 import nbformat
 import toc
 from fastcore.nbio import read_nb, write_nb
@@ -48,13 +49,6 @@ KERNEL_ENV = (
     )
     | kernels()
 )
-# a kernel knows the font of the figures from its first cell on
-FONTS = TOOLS.parent / 'docs' / '_static' / 'fonts'
-START = f"""from matplotlib.font_manager import fontManager
-for path in {sorted(map(str, FONTS.glob('*.otf')))}:
-    fontManager.addfont(path)
-del fontManager, path
-"""
 VIEW, STATE = (
     'application/vnd.jupyter.widget-view+json',
     'application/vnd.jupyter.widget-state+json',
@@ -76,7 +70,7 @@ def execute(path, flags=()):
         c.metadata['tags'] = [*c.metadata.get('tags', []), 'skip-execution']
     with tempfile.TemporaryDirectory() as home:  # no start-up files of the user's own
         (start := Path(home) / 'profile_default' / 'startup').mkdir(parents=True)
-        (start / 'font.py').write_text(START)
+        (start / 'font.py').write_text(fonts.START)
         kernel = AsyncKernelManager(kernel_name='python3', transport='ipc', ip=f'{home}/kernel')
         client = NotebookClient(
             nb,
