@@ -70,7 +70,7 @@ html_theme_options = dict(
     article_footer_items=[],
     show_prev_next=False,
     pygments_light_style='a11y-high-contrast-light',
-    pygments_dark_style='a11y-high-contrast-dark',
+    pygments_dark_style='github-dark',
     icon_links=[dict(name='GitHub', url=PROJECT['urls']['Repository'], icon='fa-brands fa-github')],
 )
 copybutton_exclude = '.linenos, .gp, .go'

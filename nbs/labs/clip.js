@@ -63,7 +63,7 @@ const LOOKS = `
 .lab .strip { display: grid; grid-template-columns: 3.6rem repeat(8, minmax(0, 1fr)); gap: 2px;
   align-items: center; text-align: center; }
 .lab .strip > :nth-child(9n + 1) { text-align: left; }
-.lab .strip .mono { font-family: ui-monospace, monospace; }
+.lab .strip .mono { font-family: "JetBrains Mono", ui-monospace, monospace; }
 .lab .strip .number { font-size: 10.5px; white-space: nowrap; }
 .lab .strip input { writing-mode: vertical-lr; direction: rtl; height: 6.5rem; width: 1.5rem;
   justify-self: center; }

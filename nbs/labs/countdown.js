@@ -41,7 +41,7 @@ const LOOKS = `
 .lab .way.read { fill: var(--pull); }
 .lab .way.hit { fill: var(--hot); }
 .lab svg text.on { fill: var(--paper); }
-.lab .thinking { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; min-height: 6em; }
+.lab .thinking { font: 13px/1.5 "JetBrains Mono", ui-monospace, monospace; overflow-wrap: anywhere; min-height: 6em; }
 `
 
 function grid(all, hit, read) {

@@ -65,10 +65,10 @@ const LOOKS = `
 .lab .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .6rem 1rem; }
 .lab .pair.one { max-width: 27rem; }
 .lab .chips { display: flex; flex-wrap: wrap; gap: 3px; margin: .5rem 0; min-height: 1.6rem; }
-.lab .chips span { font: 11px ui-monospace, monospace; padding: .1rem .3rem; border-radius: 4px;
+.lab .chips span { font: 11px "JetBrains Mono", ui-monospace, monospace; padding: .1rem .3rem; border-radius: 4px;
   background: var(--off); color: var(--on-off); }
 .lab .chips span.right { background: var(--pull); color: var(--ink); }
-.lab input[type="text"] { font: 13px ui-monospace, monospace; width: 12rem; padding: .2rem .4rem;
+.lab input[type="text"] { font: 13px "JetBrains Mono", ui-monospace, monospace; width: 12rem; padding: .2rem .4rem;
   color: var(--ink); background: var(--paper); border: 1px solid var(--quiet); border-radius: 6px; }
 .lab .fault { color: var(--hot); }
 .lab .right { fill: var(--cool); }
@@ -85,7 +85,7 @@ const LOOKS = `
 .lab .frame { stroke: var(--line); stroke-width: 1; }
 .lab .even { stroke: var(--quiet); stroke-dasharray: 2 3; vector-effect: non-scaling-stroke; }
 .lab .named { position: relative; padding-top: 18px; }
-.lab .named b { position: absolute; top: 3px; transform: translateX(-50%); font: 11px ui-monospace, monospace; }
+.lab .named b { position: absolute; top: 3px; transform: translateX(-50%); font: 11px "JetBrains Mono", ui-monospace, monospace; }
 .lab[data-plays] .pair { grid-template-columns: 1fr 1fr; }
 .lab[data-plays] .bars { height: 77px; }
 .lab[data-plays] .chips { height: 37px; min-height: 0; overflow: hidden; }

@@ -12,7 +12,7 @@ const FADE = 200 // ms from one picture to the next
 const LOOKS = `
 .lab[data-lab="play"] canvas { display: block; max-width: 100%; height: auto; background: #fff; }
 .lab[data-lab="play"] .bench pre { margin: .5rem 0 0; padding: 0; border: 0;
-  color: var(--ink); background: none; font: 12px/1.4 ui-monospace, monospace; overflow-x: auto; }
+  color: var(--ink); background: none; font: 12px/1.4 "JetBrains Mono", ui-monospace, monospace; overflow-x: auto; }
 .lab[data-lab="play"] .knobs label { flex-wrap: wrap; max-width: 100%; }
 .lab[data-lab="play"] .knobs select { max-width: 100%; }
 `

@@ -2,12 +2,12 @@
 
 const COMMON_LOOKS = `
 .lab { --paper: #fafaf9; --ink: #1c1917; --quiet: #57534e; --line: #d6d3d1; --hot: #c2410c;
-  --cool: #0f766e; --off: #44403c; --on-off: #fafaf9; --wash: #e7e5e4;
-  --pull: #99f6e4; }
+  --cool: #0f766e; --off: #d6d3d1; --on-off: #292524; --wash: #e7e5e4;
+  --pull: #99f6e4; --key: #ffffff; --edge: #78716c; }
 html[data-theme="dark"] .lab, [data-jp-theme-light="false"] .lab, .quarto-dark .lab,
 .vscode-dark .lab { --paper: #1c1917; --ink: #fafaf9; --quiet: #d6d3d1; --line: #57534e;
-  --hot: #fb923c; --cool: #5eead4; --off: #0c0a09; --on-off: #d6d3d1; --wash: #292524;
-  --pull: #115e59; }
+  --hot: #fb923c; --cool: #5eead4; --off: #44403c; --on-off: #fafaf9; --wash: #292524;
+  --pull: #115e59; --key: #292524; --edge: #a8a29e; }
 .lab > .bench { background: var(--paper); color: var(--ink); border: 1px solid var(--line);
   border-radius: 8px; padding: .75rem; font: 14px/1.4 Inter, system-ui, sans-serif;
   container-type: inline-size; }
@@ -22,8 +22,9 @@ html[data-theme="dark"] .lab, [data-jp-theme-light="false"] .lab, .quarto-dark .
 .lab input[type="range"] { accent-color: var(--hot); margin: 0; padding: 0; }
 .lab label input[type="range"] { width: 8rem; min-width: 4rem; }
 .lab label output { min-width: 3.2rem; }
-.lab button, .lab select { font: inherit; color: var(--ink); background: var(--wash); cursor: pointer;
-  border: 1px solid var(--quiet); border-radius: 6px; padding: .2rem .6rem; min-height: 1.9rem; }
+.lab button, .lab select { font: inherit; color: var(--ink); background: var(--key); cursor: pointer;
+  border: 1px solid var(--edge); border-radius: 6px; padding: .2rem .7rem; min-height: 1.9rem; }
+.lab button:hover { border-color: var(--hot); }
 .lab button[aria-pressed="true"] { background: var(--hot); color: var(--paper);
   border-color: var(--hot); }
 .lab :focus-visible { outline: 3px solid var(--cool); outline-offset: 1px; }

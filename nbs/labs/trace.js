@@ -195,7 +195,7 @@ const LOOKS = `
 .lab .drop { border: 2px dashed var(--quiet); border-radius: 8px; padding: .8rem; margin: 0 0 .6rem; }
 .lab .drop.over { border-color: var(--hot); }
 .lab .drop input { color: var(--ink); max-width: 100%; }
-.lab .responses { font: 12px/1.9 ui-monospace, monospace; overflow-wrap: anywhere; max-height: 26rem;
+.lab .responses { font: 12px/1.9 "JetBrains Mono", ui-monospace, monospace; overflow-wrap: anywhere; max-height: 26rem;
   overflow-y: auto; }
 .lab .responses .token { display: inline-block; line-height: 1.4; padding: 1px 3px; border: 1px solid var(--line); border-radius: 3px;
   background: color-mix(in srgb, var(--hot) calc(var(--a) * 45%), var(--paper)); }
