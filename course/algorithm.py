@@ -187,26 +187,34 @@ def group(
     )
 
 
-def _panel(x, A, ratios, low, high):  # 180 wide; the curve from ratio 1 - reach to 1 + reach
+def _panel(x, A, ratios, low, high):  # 150 wide; the curve from ratio 1 - reach to 1 + reach
     reach = 1.15 * max(low, high, *(abs(r - 1) for r in ratios), 0.3)
     at = torch.tensor([[1 - reach, 1 - low, 1 + high, 1 + reach, *ratios]]).double()
     adv = torch.full_like(at, A)
     loss, *flat = clipped_surrogate(at, adv, adv != 0, low, high)
     values, clipped = (-loss[0]).tolist(), (flat[0] | flat[1])[0].tolist()
     top, span = max(values), max(values) - min(values)
+
+    def height(v):
+        return 50 + 100 * (top - v) / span
+
     points = [
-        (x + 90 * (1 + (r - 1) / reach), 50 + 100 * (top - v) / span)
+        (x + 75 * (1 + (r - 1) / reach), height(v))
         for r, v in zip(at[0].tolist(), values, strict=True)
     ]
     corners = points[:4]
     parts = [
         text(
-            x + 90, 24, 'wanted, A > 0' if A > 0 else 'unwanted, A < 0', anchor='middle', bold=True
+            x + 75, 24, 'wanted, A > 0' if A > 0 else 'unwanted, A < 0', anchor='middle', bold=True
         )
     ]
     for a, b, c in zip(corners, corners[1:], (clipped[0], False, clipped[3]), strict=False):
         parts.append(line(a, b, role='hot' if c else 'good', thick=3))
-    parts.append(line((x, 165), (x + 180, 165)))
+    parts.append(line((x, 50), (x, 165), (x + 150, 165)))
+    for v in (top, A, A * (1 - A / 2)):  # 0.5 or -1.5, where it is on the curve
+        if v >= min(values):
+            y = height(v)
+            parts += [line((x - 4, y), (x, y)), text(x - 7, y + 5, f'{v:.3g}', anchor='end')]
     for r, (u, _) in zip((1 - low, 1 + high), corners[1:3], strict=True):
         parts += [line((u, 160), (u, 170)), text(u, 186, f'{r:g}', anchor='middle')]
     for r, (u, v), c in zip(ratios, points[4:], clipped[4:], strict=True):
@@ -226,9 +234,11 @@ def clip_ranges(
     "What the clipped surrogate makes of a ratio, and which tokens keep their gradient"
     low, high = eps or policy_losses['grpo'].clip
     sides = [[r for r, A in tokens if A * sign > 0] for sign in (1, -1)]
-    parts = [*_panel(10, 1, sides[0], low, high), *_panel(210, -1, sides[1], low, high)]
+    parts = [*_panel(42, 1, sides[0], low, high), *_panel(246, -1, sides[1], low, high)]
     parts += [
-        text(width / 2, 206, 'ratio: probability now / before', anchor='middle'),
+        text(
+            width / 2, 206, 'across: ratio, now / before; up: ratio × A, clipped', anchor='middle'
+        ),
         line((10, 231), (40, 231), role='good', thick=3),
         text(48, 236, 'has a gradient', 'good'),
         line((190, 231), (220, 231), role='hot', thick=3),

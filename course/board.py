@@ -64,6 +64,8 @@ KEYS = {  # what stands below a small table, by what its cells say
     REVERSE: 'The reverse: the whole interval is on the other side.',
     UNSEEN: 'Not seen: there may be no effect, and the interval rules out one that would matter.',
     UNSURE: 'Cannot tell: the interval leaves both open, no effect and one that would matter.',
+    'no interval': 'No interval: there is one number, and it cannot confirm a claim.',
+    BUILT: 'By construction: a correct program could not have come out otherwise.',
     MISSED: 'Not reached: what was measured stays below the amount that is claimed.',
     'excludes': '“Excludes x”: the interval rules out x and more.',
     'would see': '“Would see x”: four of five such studies would see an effect of x.',
@@ -285,8 +287,8 @@ def verdicts(
         known = sorted({row['step'] for row in rows})
         raise ValueError(f'step={step!r}: no row of nbs/scoreboard.yml has it, use one of {known}')
     mine.sort(key=lambda row: (row.get('unit') not in LEARNS, 'reach' in row))
-    cells = [(row['claim'], measured(row), said(row)) for row in mine]
-    text = table([('claim', 'what we measured', 'verdict'), *cells])
+    cells = [(row['claim'], theirs(row), measured(row), said(row)) for row in mine]
+    text = table([('claim', "the paper's number", 'what we measured', 'verdict'), *cells])
     board = os.path.relpath(PAGE, os.path.dirname(step) or '.')
     key = [says for mark, says in KEYS.items() if re.search(rf'[(* ]{re.escape(mark)}[* ),]', text)]
     first = 'The brackets are 95 % intervals: about 19 of 20 such intervals hold the true value.'

@@ -109,7 +109,7 @@ def _chart(y, bars, lanes, end, scale, role: Role = 'plain', idle=True):
         for b in own:
             x, wide = 10 + scale * b.start, scale * (b.end - b.start)
             parts.append(
-                box(x, y + 26 * lane, wide, 22, f'{b.number + 1}' if wide > 22 else '', role)
+                box(x, y + 26 * lane, wide, 22, chr(ord('A') + b.number) if wide > 22 else '', role)
             )
     return parts
 

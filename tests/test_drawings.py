@@ -198,6 +198,8 @@ def test_clip_ranges():
         svg = algorithm.clip_ranges(tokens, eps).data
         assert roles(svg, 'head') == want
         assert {f'{1 - eps[0]:g}', f'{1 + eps[1]:g}'} <= set(words(svg))
+        heights = {f'{1 + eps[1]:g}', '1', '0.5', f'{eps[0] - 1:g}', '-1', '-1.5'}
+        assert heights <= set(words(svg))
 
 
 @pytest.mark.parametrize('A', [1.0, -1.0])

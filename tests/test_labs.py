@@ -227,6 +227,14 @@ def test_clip_lab_follows_mouse_and_keyboard(browser, tmp_path):
     opened.page.get_by_role('button', name='good, A = +1').click()
     assert clip_agrees(opened) == [1, 1, 8, 0, 2]
     assert opened.text('.said').endswith('Without a gradient: 8 of 8 tokens.')
+    opened.page.get_by_role('button', name='The unsure move').click()
+    assert clip_agrees(opened) == [0, 0, 8, 0, 2]
+    opened.page.get_by_role('button', name='Rounding noise').click()
+    assert clip_agrees(opened) == [0, 0, 0, 0, 0]
+    opened.page.get_by_role('button', name='ESPO', exact=True).click()
+    assert '2 unsure: ratio' in opened.text('.said') and '6 sure: ratio' in opened.text('.said')
+    opened.named('ESPO: top_frac').press('End')
+    assert 'A ratio per group. All 8: ratio' in opened.text('.said')
     opened.fits()
 
 
@@ -414,8 +422,23 @@ def test_silent_groups_grow_by_keyboard_and_what_they_cost_is_shown(browser, tmp
     assert 'the easy group needs 54 tokens. 25.5 tokens are left.' in opened.text('.grown')
     opened.named('budget of growth').press('End')
     assert [press(3), press(3), press(3)] == [[8, 0, 0], [16, 0, 0], [0, 0, 0]]
-    hard = look()[2]
+    easy, hard = look()[0], look()[2]
     assert sum(hard['raw']) == 1  # it speaks now
+    assert (len(easy['raw']), sum(easy['raw'])) == (32, 30)  # what the lesson's answer says
+
+    def shown_of_the_easy():
+        told = {}
+        for line in page.locator('.group').first.locator('.lane').all():
+            words = line.locator('button').evaluate_all('all => all.map(e => e.className)')
+            numbers = line.locator('.number').all_inner_texts()
+            for word, number in zip(words, numbers, strict=True):
+                told.setdefault(word, set()).add(number.replace('−', '-'))
+        return told
+
+    assert shown_of_the_easy() == dict(right={'0.25'}, wrong={'-3.81'})
+    page.get_by_role('button', name='no', exact=True).click()
+    assert shown_of_the_easy() == dict(right={'0.06'}, wrong={'-0.94'})
+    page.get_by_role('button', name='yes', exact=True).click()
     p = dict(estimator='grpo', stdFloor=0.35, lengthWeight=0.0, overlongFrac=0.5, zvpAlpha=0.0)
     p |= hard | dict(entropy=[[0.0] * n for n in hard['lengths']])
     html = page.locator('.group').last.inner_html()
@@ -565,7 +588,7 @@ def test_the_live_grpo_steps_as_the_library(browser):
 
 def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
     opened = Opened(browser, tmp_path, 'grpo', reduced_motion='reduce')
-    page, theta = opened.page, torch.zeros(21, 4).double()
+    page, theta, silent = opened.page, torch.zeros(21, 4).double(), []
     assert page.locator('.named b').count() == 0  # no bar leads
 
     def follow(lr, formula, task='rising'):
@@ -575,6 +598,8 @@ def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
         r = TASKS[task][picks]
         new, loss = grpo_step(theta, picks, formula(r).tolist(), lr)
         said = f'expected reward {expected_reward(new, task):.4f}, loss {loss + 0.0:.6f}.'
+        silent.append(len(set(r.tolist())) == 1)
+        said += f' Silent steps (all rewards equal): {sum(silent)} of {len(silent)}.'
         assert opened.text('.said').endswith(said.replace('-0.000000', '0.000000'))
         return new
 
@@ -598,6 +623,37 @@ def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
     assert leads.startswith(opened.text('.named b') + ': ')
     opened.named('advantage').fill('r -')
     assert 'not a formula' in opened.text('.fault')
+    opened.fits()
+
+
+def test_the_live_grpo_of_the_losses_shows_what_its_lesson_says(browser, tmp_path):
+    "Which bars have grown after 20 steps, and how many steps were silent by the size of the group"
+    opened = Opened(browser, tmp_path, 'grpo', reduced_motion='reduce')
+    page = opened.page
+    page.get_by_role('button', name='Run 20').click()
+    said = opened.text('.said')
+    assert said.startswith('Step 20:') and ', loss 0.000000.' in said
+    bars = page.locator('.bars title').all_text_contents()
+    chance = {b[:3]: float(b[5:].replace('−', '-')) for b in bars}
+    right = [name for name in chance if list(name) == sorted(name)]
+    assert len(chance) == 64 and len(right) == 20
+    assert {n for n in right if chance[n] > 1 / 64} == {n for n in right if n[0] == '0'}
+    assert sum(n[0] == '0' for n in right) == 10 and {'333', '222', '133'} <= set(right)
+    assert 1 / 64 < chance['010'] < min(sorted(chance.values())[-5:])
+    # By their first digit so many responses are right, and so likely are they now
+    first = {d: sum(p for n, p in chance.items() if n[0] == d) for d in '0123'}
+    assert [sum(n[0] == d for n in right) for d in '0123'] == [10, 6, 3, 1]
+    assert first['0'] > 0.25 > max(first[d] for d in '123')
+    for size, silent in ('2', 15), ('32', 0):
+        page.get_by_role('button', name='Start again').click()
+        assert opened.text('.said') == 'Step 0: expected reward 0.3125.'
+        opened.named('group').fill(size)
+        page.get_by_role('button', name='Run 20').click()
+        said = f' Silent steps (all rewards equal): {silent} of 20.'
+        assert opened.text('.said').endswith(said)
+    page.get_by_role('button', name='always').click()
+    page.get_by_role('button', name='Step', exact=True).click()
+    assert opened.text('.said').endswith(': 1 of 1.')
     opened.fits()
 
 
@@ -799,6 +855,35 @@ def test_tis_repairs_true_reports_and_harms_false_ones(browser):
     *better, (before, after) = zip(cosines[::2], cosines[1::2])
     assert all(old < new for old, new in better)
     assert before == pytest.approx(1) and after < 0.995
+
+
+def test_the_mismatch_lab_shows_the_numbers_of_its_answers(browser):
+    "In the lab's own world: gaps and cosines as the lesson says them, here by the library"
+    (world,) = in_page(browser.new_page(), 'mismatch', [0], '(lab) => lab.WORLD')
+    start = world | dict(format='fp32', temperature=1, raw=False, stale=0, routes='live')
+
+    def of(key, digits, **change):
+        found = by_enumeration(start | dict(tis='off', cap=2) | change)
+        return round(float(found[key]), digits)
+
+    def gap(digits=3, **change):
+        return of('gap', digits, **change)
+
+    def cosine(**change):
+        return of('cosine', 3, **change)
+
+    replayed, late = dict(routes='replayed'), dict(routes='late')
+    raw = dict(temperature=0.6, raw=True)
+    assert [gap(4, format='bf16'), gap(4, format='bf16', **replayed)] == [0.0465, 0.0017]
+    assert [gap(format='e4m3'), gap(format='e4m3', **replayed)] == [0.115, 0.029]
+    assert gap(format='bf16', **late) == 0.345 > 7 * gap(4, format='bf16')
+    assert gap(temperature=0.6) == 0
+    assert [gap(**raw), gap(**raw, **replayed), cosine(**raw)] == [0.193, 0.193, 1]
+    assert [gap(stale=4), gap(stale=4, **replayed), gap(stale=8)] == [0.041, 0.02, 0.036]
+    assert [cosine(stale=k) for k in (1, 4, 8)] == [0.999, 0.992, 0.986]
+    assert cosine(**raw, tis='truncate') == 0.981
+    for fault, off, masked in ((dict(format='e4m3'), 0.983, 0.944), (late, 0.904, 0.878)):
+        assert [cosine(**fault), cosine(**fault, tis='mask')] == [off, masked]
 
 
 def test_mismatch_lab_follows_mouse_and_keyboard(browser, tmp_path):
@@ -1154,8 +1239,16 @@ def test_scheduler_lab_follows_mouse_and_keyboard(browser, tmp_path):
     opened.named('spread').press('End')
     (lengths,) = in_page(opened.page, 'schedule', [2], '(lab, x) => lab.lengthsOf(x)')
     end = max(e for *_, e in simulated(lengths, lengths, 5))
-    assert f'The last ends at second {end:.2f};' in opened.text('.said')
-    assert f'needs less than {max(sum(lengths) / 5, *lengths):.2f} s.' in opened.text('.said')
+    said = opened.text('.said')
+    assert f'The last ends at second {end:.1f};' in said
+    assert f'can end before second {max(sum(lengths) / 5, *lengths):.1f}.' in said
+    other = max(e for *_, e in simulated(lengths, [0.0] * len(lengths), 5))
+    assert f'As they come it would be second {other:.1f}.' in said
+    assert opened.named('noise of the prediction').is_enabled()
+    opened.page.get_by_role('button', name='as they come').click()
+    assert f'Longest first it would be second {end:.1f}.' in opened.text('.said')
+    assert opened.named('noise of the prediction').is_disabled()  # a predicted order has noise
+    opened.page.get_by_role('button', name='longest first').click()
     opened.named('time').press('Home')
     assert opened.text('.said').startswith('Second 0.0: 0 of 40 have ended.')
     opened.page.get_by_role('button', name='Play').click()  # at its end where motion is unwanted
@@ -1192,6 +1285,16 @@ def test_countdown_lab_follows_mouse_and_keyboard(browser, tmp_path):
     opened.page.get_by_role('button', name='Write it').click()
     assert 'Way 2 of 27 makes 27. The response has 30 tokens' in opened.text('.said')
     assert opened.page.locator('.way.read').count() == 1 == opened.page.locator('.way.hit').count()
+    wide = opened.page.locator('.way').evaluate_all(
+        'all => all.filter(r => +r.getAttribute("width") > 100).length'
+    )
+    assert wide == 3 and opened.page.get_by_text('pair above 99: left out').count() == 3
+    assert 'number alone' not in opened.text('.said')
+    for _ in range(3):
+        opened.named('target').press('ArrowLeft')
+    assert opened.text('.said').endswith(
+        'would be right. (The number alone would do; no problem has such a target.)'
+    )
     opened.fits()
 
 
@@ -1202,10 +1305,12 @@ def test_countdown_lab_writes_letter_by_letter(browser, tmp_path):
     button = opened.page.get_by_role('button', name='Write it')
     at_once = """b => {
         b.click() // nothing else runs between this and the next line
-        return document.querySelector('.thinking').textContent
+        return ['.thinking', '.said'].map(s => document.querySelector(s).textContent)
     }"""
-    assert button.evaluate(at_once) == ''
+    result = opened.text('.said')
+    assert result and button.evaluate(at_once) == ['', '']  # the result comes at the end
     opened.page.locator('.thinking').filter(has_text=whole).wait_for()
+    opened.says(result)
     opened.fits()
 
 
@@ -1543,12 +1648,14 @@ def test_clinic_follows_mouse_and_keyboard(browser, tmp_path):
         press(diagnoses[other][0])
         assert ', '.join(curves[k][0] for k in least[other]) in opened.text('.said')
     press('Start again')
-    assert 'Cost: 0.' in opened.text('.score') and page.locator('.opened').count() == 2
+    assert 'Cost: 0. Lowest possible cost so far: 0.' in opened.text('.score')
+    assert page.locator('.opened').count() == 2
     first = page.get_by_role('button', name='loss', exact=True)
     first.focus()
     page.keyboard.press('Space')
     page.keyboard.press('Enter')  # is open already
     assert 'Cost: 1.' in opened.text('.score') and page.locator('.opened').count() == 3
+    assert opened.text('.said') == 'Opened: loss (value of the loss). What is wrong?'
     opened.fits()
 
 

@@ -239,9 +239,10 @@ def test_a_step_shows_its_claims_what_was_learned_first(step):
     text = board.verdicts(step).data
     found = tables(text)
     mine = [r for r in ROWS if r.get('step') == step]
-    assert len(found) == len(mine) + 2 and 1 <= len(mine) <= 4  # the head, and the line below it
+    assert len(found) == len(mine) + 2 and 1 <= len(mine) <= 5  # the head, and the line below it
     for row in mine:
-        measured, verdict = found[row['claim']]
+        paper, measured, verdict = found[row['claim']]
+        assert paper.endswith(f'({row["source"]})') and row.get('theirs', '') in paper
         assert measured.startswith(said(row)) and verdict.startswith(f'**{expected(row)}**')
         assert ('†' in measured) == (row['effect'][0] in LEDGER['shaped'])
     assert ('†:' in text) == any(r['effect'][0] in LEDGER['shaped'] for r in mine)

@@ -392,8 +392,9 @@ def steps(course, titles):
     names, last = course.spine, course.num_steps
     lessons = names[: last + 1]
     takes = {n: numbers(read(course.nbs / course.paths[n]), 0)['minutes'] for n in names}
+    short = {n: titles[n][0].split(':')[0] for n in names}
     cells = [
-        f'{course.number(n)} [{titles[n][0]}]({course.paths[n]}) ({takes[n]:.0f}\u00a0min)'.strip()
+        f'{course.number(n)} [{short[n]}]({course.paths[n]}) ({takes[n]:.0f}\u00a0min)'.strip()
         for n in names
     ]
     lines = [

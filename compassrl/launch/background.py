@@ -152,7 +152,7 @@ def status(run: Launched) -> str:
     if code == 0:
         return f'finished: {where}'
     ended = 'stopped' if run.was_stopped() else f'failed with exit code {code}'
-    return f'{ended}: {where}'
+    return f'{ended} before the first step' if where == 'starting' else f'{ended}: {where}'
 
 
 def _where(run: Launched) -> str:

@@ -45,6 +45,7 @@ function filters(table) {
       const n = count(rows, ...['verdict', 'chapter'].map(k => (k === kind ? name : chosen[k])))
       el.textContent = `${name || 'all'} ${n}`
       el.setAttribute('aria-pressed', chosen[kind] === name)
+      el.disabled = n === 0 && chosen[kind] !== name
     }
     says.textContent = `${count(rows, chosen.verdict, chosen.chapter)} of ${claims.length} claims shown`
   }

@@ -125,7 +125,7 @@ export const DIAGNOSES = {
   'fooled verifier': ['the verifier can be fooled', 'The verifier also pays each response with a letter twice in a row, right or wrong',
     'judges/verifiers.ipynb#what-an-outcome-means'],
   'cut off': ['responses are cut off', 'The longest answers do not fit into the tokens that a response may have',
-    'loop.ipynb#why-does-my-reward-not-rise'],
+    'loop.ipynb#why-isnt-my-reward-rising'],
   'too hard': ['prompts are too hard', 'Nearly no response is right, so nearly all groups are silent',
     'algo/zero_variance.ipynb#groups-that-agree-teach-nothing'],
   'learning rate': ['learning rate too high', 'Twelve times the learning rate of the healthy runs',
@@ -219,7 +219,7 @@ function render({ el }) {
   function score() {
     const best = order.slice(0, at + done).reduce((sum, n) => sum + least(n).length, 0)
     head.textContent = `Patient ${at + 1} of ${order.length}. Cost: ${spent + now()}. `
-      + `A perfect doctor so far: ${best}.`
+      + `Lowest possible cost so far: ${best}.`
   }
 
   function start() {
@@ -247,7 +247,7 @@ function render({ el }) {
     if (open[key].getAttribute('aria-pressed') === 'true') return
     if (!done) { // afterwards it costs nothing
       opened.push(key)
-      line.textContent = `“${CURVES[key][0]}” is ${MEANS[key]}. What is wrong?`
+      line.textContent = `Opened: ${CURVES[key][0]} (${MEANS[key]}). What is wrong?`
     }
     open[key].setAttribute('aria-pressed', 'true')
     charts.append(chart(key, DATA.patients[order[at]][key], DATA.healthy[key], wards[round][order[at]][key]))

@@ -82,8 +82,10 @@ function said(name, state) {
   if (name === 'gspo') return `One ratio for the whole response, ${shown(t.ratio, 5)}, in a range of ${range(t)}. ${end}`
   if (name === 'cispo') return `A ratio per token is a weight, at most ${1 + t.high}. ${end}`
   if (name !== 'espo') return `A ratio per token, each in a range of ${range(t)}. ${end}`
-  const parts = [0, 1].map(g => all.filter(v => v.group === g)).filter(x => x.length).map(x =>
-    `${x.length} ${x[0].group ? 'sure' : 'unsure'}: ratio ${shown(x[0].ratio, 5)}, range ${range(x[0])}`)
+  const groups = [0, 1].map(g => all.filter(v => v.group === g)).filter(x => x.length)
+  const many = x => groups.length < 2 ? `All ${x.length}` : `${x.length} ${x[0].group ? 'sure' : 'unsure'}`
+  const parts = groups.map(x =>
+    `${many(x)}: ratio ${shown(x[0].ratio, 5)}, range ${range(x[0])}`)
   return `A ratio per group. ${parts.join('; ')}. ${end}`
 }
 

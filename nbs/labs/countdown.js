@@ -42,18 +42,23 @@ const LOOKS = `
 .lab .way.hit { fill: var(--hot); }
 .lab svg text.on { fill: var(--paper); }
 .lab .thinking { font: 13px/1.5 "JetBrains Mono", ui-monospace, monospace; overflow-wrap: anywhere; min-height: 6em; }
+.lab .said { min-height: 2.8em; }
+.lab .numbers input[type="range"] { width: 5rem; }
+.lab .numbers output { min-width: 1.4rem; }
 `
 
 function grid(all, hit, read) {
   const high = 21, wide = 60
-  const cells = all.map((w, n) => {
-    const x = 110 + wide * (n % 3), y = high * Math.floor(n / 3), on = n < read && n === hit
-    const look = on ? 'way hit' : n < read && w.made < 100 ? 'way read' : 'way'
-    const says = w.made > 99 ? (n % 3 === 1 ? 'pair above 99: left out' : '')
-      : n < read ? (w.value < 100 ? w.value : '.') : ''
-    return [drawn('rect', { x, y, width: wide - 3, height: high - 3, rx: 3, class: look }),
-      drawn('text', { x: x + wide / 2 - 2, y: y + 13, 'text-anchor': 'middle', class: on ? 'on' : '' }, says)]
-  }).flat()
+  const cell = (n, columns, look, says) => {
+    const x = 110 + wide * (n % 3), y = high * Math.floor(n / 3), width = wide * columns - 3
+    return [drawn('rect', { x, y, width, height: high - 3, rx: 3, class: `way ${look}` }),
+      drawn('text', { x: x + width / 2, y: y + 13, 'text-anchor': 'middle', class: look === 'hit' ? 'on' : '' }, says)]
+  }
+  const cells = all.flatMap((w, n) => {
+    if (w.made > 99) return n % 3 ? [] : cell(n, 3, '', 'pair above 99: left out')
+    if (n >= read) return cell(n, 1, '', '')
+    return cell(n, 1, n === hit ? 'hit' : 'read', w.value < 100 ? w.value : '.')
+  })
   const names = [...Array(9)].map((_, i) => all[3 * i]).map((w, i) => drawn('text',
     { x: 0, y: high * i + 13 }, `${w.pair} = ${w.made}, ${w.left}`.replace('*', '×')))
   const heads = [...'+−×'].map((s, i) => drawn('text',
@@ -76,11 +81,11 @@ function render({ el }) {
     const kept = ways(numbers).map((w, n) => w.made > 99 ? -1 : n).filter(n => n >= 0)
     picture.replaceChildren(grid(ways(numbers), hit, ended ? found.read : (kept[read] ?? 27)))
     paper.textContent = text.slice(0, written)
-    if (!ended) return
-    line.textContent = (hit < 0 ? `None of the 27 ways makes ${target}. The search wrote ${kept.length} of them, `
+    line.textContent = !ended ? '' : (hit < 0 ? `None of the 27 ways makes ${target}. The search wrote ${kept.length} of them, `
       + `${text.length} characters, and has no answer.`
       : `Way ${found.read} of 27 makes ${target}. The response has ${text.length + 1} tokens with its end.`)
       + ` Of 27 guesses ${found.guesses} would be right.`
+      + (numbers.includes(target) ? ' (The number alone would do; no problem has such a target.)' : '')
   }
 
   function write() {
@@ -100,7 +105,7 @@ function render({ el }) {
     { min: 1, max: 30, step: 1, value: numbers[i] }, changed(x => { numbers[i] = x })))
   const goal = slider('target', { min: 1, max: 99, step: 1, value: target }, changed(x => { target = x }))
   draw()
-  show(el, 'Countdown lab', h('style', {}, LOOKS), h('div', { class: 'knobs' }, ...knobs.map(k => k.box)),
+  show(el, 'Countdown lab', h('style', {}, LOOKS), h('div', { class: 'knobs numbers' }, ...knobs.map(k => k.box)),
     h('div', { class: 'knobs' }, goal.box, button('Write it', write)), picture, paper, line,
     h('p', { class: 'quiet' }, 'A row is a pair and the number that is left, a column the second sign. '
       + 'Teal: tried. Orange: the target. A dot is a value above 99; a row whose pair is above 99 is left out.'))

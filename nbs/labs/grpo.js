@@ -138,6 +138,7 @@ function render({ el, model }) {
   const begin = model?.get('begin') ?? el.dataset // where a lesson lets its lab begin
   const settings = { task: 'rising', size: 16, lr: +(begin.lr ?? 2) }
   const losing = +(begin.loss ?? 1) !== 0 // loss=0: a lesson before that of this loss leaves it out
+  const first = el.dataset.plays === 'once' // on the front page: what moves stands above the knobs
   let run, timer = 0
   const input = h('input', { type: 'text', 'aria-label': 'advantage', spellcheck: 'false',
     input: () => { stop(); draw() } })
@@ -148,7 +149,7 @@ function render({ el, model }) {
 
   function reset() {
     stop()
-    run = { theta: START(), draw: random(0), picks: [], A: [], losses: [] }
+    run = { theta: START(), draw: random(0), picks: [], A: [], losses: [], silent: 0 }
     run.rewards = [expectedReward(run.theta, settings.task)]
     draw()
   }
@@ -167,7 +168,9 @@ function render({ el, model }) {
     const f = formula()
     if (!f) return stop()
     run.picks = sample(run.theta, settings.size, run.draw)
-    run.A = advantages(run.picks.map(i => TASKS[settings.task](RESPONSES[i])), f)
+    const r = run.picks.map(i => TASKS[settings.task](RESPONSES[i]))
+    run.A = advantages(r, f)
+    run.silent += r.every(x => x === r[0])
     const { theta, loss } = step(run.theta, run.picks, run.A, settings.lr)
     Object.assign(run, { theta, losses: [...run.losses, loss] })
     run.rewards.push(expectedReward(theta, settings.task))
@@ -198,6 +201,8 @@ function render({ el, model }) {
     line.textContent = `Step ${run.losses.length}: expected reward ${run.rewards.at(-1).toFixed(4)}`
       + (losing && run.losses.length
         ? `, loss ${run.losses.at(-1).toFixed(6).replace(/^-(0\.0+)$/, '$1')}.` : '.')
+      + (losing && !first && run.losses.length // the first screen is full
+        ? ` Silent steps (all rewards equal): ${run.silent} of ${run.losses.length}.` : '')
   }
 
   const tasks = choice('Reward 1 if', { rising: 'digits never fall', three: 'there is a 3',
@@ -207,7 +212,6 @@ function render({ el, model }) {
     x => { settings.lr = x })
   const presets = FORMULAS.map(text => button(text, () => { input.value = text; stop(); draw() }))
   reset()
-  const first = el.dataset.plays === 'once' // on the front page: what moves stands above the knobs
   const knobs = [h('div', { class: 'knobs' }, tasks.row),
     h('div', { class: 'knobs' }, h('label', {}, 'advantage =', input), ...presets, fault),
     h('div', { class: 'knobs' }, size.box, lr.box),

@@ -53,7 +53,6 @@ export function errorsOf(seed) {
 
 const WIDE = 46, HIGH = 26 // of a column; of the highest bar
 const LOOKS = `
-.lab .judge { max-width: 36rem; }
 .lab .judge .eight { display: grid; grid-template-columns: repeat(8, minmax(0, 1fr)); gap: 2px;
   margin: .1rem 0 .4rem; }
 .lab .judge .eight span { font-size: clamp(9px, 2.2cqi, 13px); text-align: center; border-radius: 4px;

@@ -41,19 +41,29 @@ const LOOKS = `
 .lab .span.last { fill: var(--hot); }
 .lab .now { stroke: var(--ink); stroke-width: 1.5; }
 .lab .least { stroke: var(--quiet); stroke-width: 1.5; stroke-dasharray: 4 3; }
+.lab .other { stroke: var(--edge); stroke-width: 1.5; }
+.lab .seconds { position: relative; height: 1.2rem; margin: 0 1rem 0 0; }
+.lab .seconds span { position: absolute; }
 .lab .idle { fill: var(--wash); }
 `
 
-function gantt(spans, slots, { end, bound }, now) {
-  const high = 150, unit = high / slots, at = t => 600 * t / end
+const ROUND = [1, 2, 5, 10, 20, 50, 100, 200, 500]
+
+// Both orders share the axis, so that the gain is seen: `longest` is the later end of the two
+function gantt(spans, slots, { end, bound }, now, other, longest) {
+  const high = 150, unit = high / slots, at = t => 600 * t / longest
+  const tick = ROUND.find(x => longest / x <= 8), ticks = []
+  for (let t = 0; t <= longest; t += tick) ticks.push(t)
   const bar = (s, to) => drawn('rect', { x: at(s.start), y: s.slot * unit + 1, width: Math.max(at(to) - at(s.start), 0),
     height: unit - 2, class: s.end === end ? 'span last' : 'span' })
-  return drawn('svg', { viewBox: `0 0 600 ${high + 4}`, 'aria-hidden': 'true', preserveAspectRatio: 'none',
+  const upright = (t, name) => drawn('line', { x1: at(t), x2: at(t), y1: 0, y2: high, class: name })
+  const picture = drawn('svg', { viewBox: `0 0 600 ${high + 4}`, 'aria-hidden': 'true', preserveAspectRatio: 'none',
     style: 'height:150px' },
-    drawn('rect', { x: 0, y: 0, width: at(now), height: high, class: 'idle' }),
+    drawn('rect', { x: 0, y: 0, width: at(Math.min(now, end)), height: high, class: 'idle' }),
     ...spans.filter(s => s.start < now).map(s => bar(s, Math.min(s.end, now))),
-    drawn('line', { x1: at(bound), x2: at(bound), y1: 0, y2: high, class: 'least' }),
-    drawn('line', { x1: at(now), x2: at(now), y1: 0, y2: high, class: 'now' }))
+    upright(other, 'other'), upright(bound, 'least'), upright(now, 'now'))
+  return [picture, h('div', { class: 'seconds quiet', 'aria-hidden': 'true' },
+    ...ticks.map(t => h('span', { style: `left:${100 * t / longest}%` }, t ? `${t}` : '0 s')))]
 }
 
 function render({ el }) {
@@ -64,30 +74,42 @@ function render({ el }) {
   function draw() {
     const lengths = lengthsOf(settings.spread), predicted = guesses(lengths, settings.noise)
     const spans = schedule(lengths, queue(predicted, settings.kind), settings.slots)
-    const found = facts(lengths, spans, settings.slots)
-    picture.replaceChildren(gantt(spans, settings.slots, found, now * found.end))
+    const found = facts(lengths, spans, settings.slots), fifo = settings.kind === 'fifo'
+    const rest = schedule(lengths, queue(predicted, fifo ? 'longest' : 'fifo'), settings.slots)
+    const other = facts(lengths, rest, settings.slots).end
+    noise.input.disabled = fifo
+    noise.box.title = fifo ? 'Only a predicted order has noise' : ''
+    picture.replaceChildren(...gantt(spans, settings.slots, found, now * found.end, other, Math.max(found.end, other)))
     const done = spans.filter(s => s.end <= now * found.end + 1e-9).length
     line.textContent = `Second ${(now * found.end).toFixed(1)}: ${done} of ${COUNT} have ended. The last ends at `
-      + `second ${found.end.toFixed(2)}; slots are idle ${(100 * found.idle).toFixed(1)} % of the time. `
-      + `No order needs less than ${found.bound.toFixed(2)} s.`
+      + `second ${found.end.toFixed(1)}; slots are idle ${(100 * found.idle).toFixed(1)} % of the time. `
+      + `${fifo ? 'Longest first' : 'As they come'} it would be second ${other.toFixed(1)}. `
+      + `No order can end before second ${found.bound.toFixed(1)}.`
   }
 
   function stop() {
     clearInterval(timer)
+    timer = 0
+    start.textContent = 'Play'
   }
 
   function play() {
-    stop()
-    now = 0
+    if (timer) return stop()
+    if (now === 1) now = 0
     if (matchMedia('(prefers-reduced-motion: reduce)').matches) now = 1
-    else timer = setInterval(() => {
-      now = Math.min(now + 0.02, 1)
-      clock.set(now)
-      draw()
-      if (now === 1) stop()
-    }, 60)
+    else {
+      start.textContent = 'Pause'
+      timer = setInterval(tick, 60)
+    }
     clock.set(now)
     draw()
+  }
+
+  function tick() {
+    now = Math.min(now + 0.02, 1)
+    clock.set(now)
+    draw()
+    if (now === 1) stop()
   }
 
   const set = key => x => { settings[key] = x; draw() }
@@ -96,13 +118,15 @@ function render({ el }) {
   const spread = slider('spread', { min: 0, max: 2, step: 0.1, value: 1 }, set('spread'))
   const noise = slider('noise of the prediction', { min: 0, max: 3, step: 0.1, value: 0 }, set('noise'))
   const percent = x => `${shown(100 * x)} %`
+  const start = button('Play', play)
   const clock = slider('time', { min: 0, max: 1, step: 0.01, value: 1, say: percent },
     x => { stop(); now = x; draw() })
   draw()
   show(el, 'Scheduler lab', h('style', {}, LOOKS), h('div', { class: 'knobs' }, kind.row),
     h('div', { class: 'knobs' }, slots.box, spread.box, noise.box),
-    h('div', { class: 'knobs' }, button('Play', play), clock.box), picture, line,
-    h('p', { class: 'quiet' }, 'A row is a slot, a bar a response; the one that ends last is orange. Dashed: the least time.'))
+    h('div', { class: 'knobs' }, start, clock.box), picture, line,
+    h('p', { class: 'quiet' }, 'A row is a slot, a bar a response; the one that ends last is orange. '
+      + 'Dashed: the even share or the longest response, whichever is later. Grey: where the other order ends.'))
 }
 
 export default { render }

@@ -142,7 +142,7 @@ def test_a_failure_shows_its_last_words(tmp_path):
         RuntimeError, match=r'lost ended with exit code 1:\n.*nowhere.*give a folder'
     ):
         run.wait(300)
-    assert status(run) == 'failed with exit code 1: starting'
+    assert status(run) == 'failed with exit code 1 before the first step'
     assert not run.was_stopped() and not run.run_dir.exists()
     with pytest.raises(RuntimeError, match='exit code 1'):
         watch_run(run)
