@@ -196,7 +196,7 @@ def _panel(x, A, ratios, low, high):  # 150 wide; the curve from ratio 1 - reach
     top, span = max(values), max(values) - min(values)
 
     def height(v):
-        return 50 + 100 * (top - v) / span
+        return 58 + 100 * (top - v) / span
 
     points = [
         (x + 75 * (1 + (r - 1) / reach), height(v))
@@ -205,21 +205,23 @@ def _panel(x, A, ratios, low, high):  # 150 wide; the curve from ratio 1 - reach
     corners = points[:4]
     parts = [
         text(
-            x + 75, 24, 'wanted, A > 0' if A > 0 else 'unwanted, A < 0', anchor='middle', bold=True
-        )
+            x + 75, 18, 'wanted, A > 0' if A > 0 else 'unwanted, A < 0', anchor='middle', bold=True
+        ),
+        text(x - 30, 40, 'ratio × A, clipped'),
+        text(x + 75, 214, 'ratio: now / before', anchor='middle'),
     ]
     for a, b, c in zip(corners, corners[1:], (clipped[0], False, clipped[3]), strict=False):
         parts.append(line(a, b, role='hot' if c else 'good', thick=3))
-    parts.append(line((x, 50), (x, 165), (x + 150, 165)))
+    parts.append(line((x, 50), (x, 173), (x + 150, 173)))
     for v in (top, A, A * (1 - A / 2)):  # 0.5 or -1.5, where it is on the curve
         if v >= min(values):
             y = height(v)
             parts += [line((x - 4, y), (x, y)), text(x - 7, y + 5, f'{v:.3g}', anchor='end')]
     for r, (u, _) in zip((1 - low, 1 + high), corners[1:3], strict=True):
-        parts += [line((u, 160), (u, 170)), text(u, 186, f'{r:g}', anchor='middle')]
+        parts += [line((u, 168), (u, 178)), text(u, 194, f'{r:g}', anchor='middle')]
     for r, (u, v), c in zip(ratios, points[4:], clipped[4:], strict=True):
-        role, side, up = 'hot' if c else 'good', 0 if c else 5, -9 if A < 0 else 20
-        anchor = 'middle' if c else 'start'
+        role, side, up = 'hot' if c else 'good', 0 if c else 5, -9 if A < 0 and not c else 20
+        anchor = 'middle' if c and A > 0 else 'start'
         if A < 0 and r == 1:  # below its line: the label of a dot to its left is above
             side, up, anchor = -5, 18, 'end'
         parts += [dot(u, v, role), text(u + side, v + up, f'{r:g}', role, anchor)]
@@ -236,23 +238,20 @@ def clip_ranges(
     sides = [[r for r, A in tokens if A * sign > 0] for sign in (1, -1)]
     parts = [*_panel(42, 1, sides[0], low, high), *_panel(246, -1, sides[1], low, high)]
     parts += [
-        text(
-            width / 2, 206, 'across: ratio, now / before; up: ratio × A, clipped', anchor='middle'
-        ),
-        line((10, 231), (40, 231), role='good', thick=3),
-        text(48, 236, 'has a gradient', 'good'),
-        line((190, 231), (220, 231), role='hot', thick=3),
-        text(228, 236, 'clipped, has none', 'hot'),
+        line((10, 239), (40, 239), role='good', thick=3),
+        text(48, 244, 'has a gradient', 'good'),
+        line((190, 239), (220, 239), role='hot', thick=3),
+        text(228, 244, 'clipped, has none', 'hot'),
     ]
     drawn = ', '.join(f'ratio {r:g} with A {A:+g}' for r, A in tokens)
     says = (
         f'A wanted token has no gradient once its ratio is above {1 + high:g}, an unwanted one '
         f'once it is below {1 - low:g}. Drawn: {drawn}.'
     )
-    return drawing('Ratio and clip', says, 250, *parts)
+    return drawing('Ratio and clip', says, 258, *parts)
 
 
-def _ratios(delta, entropy, A, vocab_size, cfg):  # loss -> groups, ratio and clipped? per token
+def _ratios(delta, entropy, A, vocab_size, cfg):  # loss -> groups, ratio, limit, clipped? per token
     mask = torch.ones_like(delta, dtype=torch.bool)
     own, step = torch.arange(delta.shape[1])[None], cfg.for_batch(None, vocab_size)
     groups = dict(GRPO=own, GSPO=0 * own, ESPO=entropy_groups(entropy, mask, step))
@@ -261,7 +260,8 @@ def _ratios(delta, entropy, A, vocab_size, cfg):  # loss -> groups, ratio and cl
     for name, g in groups.items():
         ratio = group_ratio(delta, g, mask)
         _, low, high = clipped_surrogate(ratio, torch.full_like(delta, A), mask, *eps[name])
-        yield name, g[0].tolist(), ratio[0].tolist(), (low | high)[0].tolist()
+        limit = (1 + eps[name][1] if A > 0 else 1 - eps[name][0]) * torch.ones_like(delta)
+        yield name, *(x[0].tolist() for x in (g, ratio, limit, low | high))
 
 
 def _shared(y, groups, ratios, clipped, step):  # a row per group, if there are few
@@ -276,6 +276,15 @@ def _shared(y, groups, ratios, clipped, step):  # a row per group, if there are 
         )
         for t in own:
             yield box(10 + step * t + 3, at, step - 6, 28, f'{ratios[t]:.3f}', role)
+
+
+def _limits(groups, limits):
+    "The limits in words, in the order of the groups"
+    own = dict.fromkeys(f'{x:.5g}' for _, x in sorted(zip(groups, limits, strict=True)))
+    shown = list(own)
+    if len(shown) > 2:
+        shown = [f'{shown[0]} to {shown[-1]}']
+    return f'limit{"s" * (len(own) > 1)} {", ".join(shown)}'
 
 
 def token_groups(
@@ -297,14 +306,15 @@ def token_groups(
             box(10 + step * (t + 0.5) - 9, 82 - tall, 18, tall),
             text(10 + step * (t + 0.5), 100, f'{h:g}', anchor='middle'),
         ]
-    about = dict(GRPO='its own ratio each', GSPO='one ratio for all', ESPO='one per entropy group')
+    about = dict(GRPO='its own ratio each', GSPO='one ratio for all', ESPO='one per group')
     said = []
-    for name, groups, ratios, clipped in _ratios(delta, H, advantage, vocab_size, cfg):
+    for name, groups, ratios, limits, clipped in _ratios(delta, H, advantage, vocab_size, cfg):
         parts += [text(10, y + 14, f'{name}: {about[name]}', bold=True)]
+        parts += [text(390, y + 14, limit := _limits(groups, limits), anchor='end')]
         parts += _shared(y + 22, groups, ratios, clipped, step)
         y += 62 + 34 * (len(set(groups)) == 2)
-        said.append(f'{name} clips {sum(clipped)} of {n} tokens')
-    parts.append(text(10, y + 12, 'orange: clipped, no gradient', 'hot'))
+        said.append(f'{name} ({limit}) clips {sum(clipped)} of {n} tokens')
+    parts.append(text(10, y + 12, 'orange: beyond the limit, clipped, no gradient', 'hot'))
     return drawing('Which tokens share a ratio', f'{"; ".join(said)}.', y + 26, *parts)
 
 

@@ -1,6 +1,7 @@
 "The schematics: well-formed, self-contained, readable in both themes, and drawn from real numbers"
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -228,6 +229,22 @@ def test_token_groups_clip_whom_the_loss_clips(name, A):
     if name == 'espo':  # the uncertain group first
         grad = grad[:, [1, 3, 0, 2, 4]]
     assert drawn == ['hot' if g == 0 else 'good' for g in grad[0].tolist()]
+    eps = [x / math.log(100) * 0.02 for x in (1.75, 0.35 / 3)]  # equation 8, by hand
+    bounds = dict(
+        grpo=[1 + 0.2 * A], gspo=[1.0004 if A > 0 else 0.9997], espo=[1 + A * x for x in eps]
+    )
+    said = f'limit{"s" * (name == "espo")} ' + ', '.join(f'{x:.5g}' for x in bounds[name])
+    assert (
+        said in words(svg)
+        and f'{name.upper()} ({said}) clips' in ElementTree.fromstring(svg)[1].text
+    )
+
+
+def test_many_limits_are_a_range():
+    cfg = EspoConfig(groups='bins', num_bins=5)
+    svg = algorithm.token_groups(cfg=cfg).data
+    first, last = (1 + max(0.02 * h / math.log(100), cfg.eps_min) for h in (2, 0.05))
+    assert f'limits {first:.5g} to {last:.5g}' in words(svg)
 
 
 def test_a_router_with_replay_has_the_experts_of_the_rollout_and_its_own_gates():

@@ -621,6 +621,15 @@ def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
     high = page.locator('.bars rect').evaluate_all('all => all.map(e => +e.getAttribute("height"))')
     leads = page.locator('.bars title').nth(high.index(max(high))).text_content()
     assert leads.startswith(opened.text('.named b') + ': ')
+    begins = page.locator('.named i').evaluate_all(
+        'all => all.map(e => [e.textContent, e.getBoundingClientRect().left])'
+    )
+    lefts = page.locator('.bars rect').evaluate_all(
+        'all => all.map(e => e.getBoundingClientRect().left)'
+    )
+    assert [name for name, _ in begins] == ['000', '100', '200', '300']
+    for i, (_, x) in enumerate(begins):  # each name stands where its bars begin
+        assert abs(x - lefts[16 * i]) < 1
     opened.named('advantage').fill('r -')
     assert 'not a formula' in opened.text('.fault')
     opened.fits()
@@ -654,6 +663,11 @@ def test_the_live_grpo_of_the_losses_shows_what_its_lesson_says(browser, tmp_pat
     page.get_by_role('button', name='always').click()
     page.get_by_role('button', name='Step', exact=True).click()
     assert opened.text('.said').endswith(': 1 of 1.')
+    page.get_by_role('button', name='Start again').click()
+    page.get_by_role('button', name='Run 20').click()
+    assert opened.text('.said').endswith(' Silent steps (all rewards equal): 20 of 20.')
+    bars = page.locator('.bars title').all_text_contents()
+    assert {b[3:] for b in bars} == {': 0.0156'}  # no bar has moved
     opened.fits()
 
 
@@ -882,8 +896,31 @@ def test_the_mismatch_lab_shows_the_numbers_of_its_answers(browser):
     assert [gap(stale=4), gap(stale=4, **replayed), gap(stale=8)] == [0.041, 0.02, 0.036]
     assert [cosine(stale=k) for k in (1, 4, 8)] == [0.999, 0.992, 0.986]
     assert cosine(**raw, tis='truncate') == 0.981
+    assert [of(k, 2, **raw, tis='truncate') for k in ('changed', 'size')] == [0, 0.7]
     for fault, off, masked in ((dict(format='e4m3'), 0.983, 0.944), (late, 0.904, 0.878)):
         assert [cosine(**fault), cosine(**fault, tis='mask')] == [off, masked]
+
+
+def test_a_report_without_temperature_is_harmed_by_weights_below_one(browser):
+    "In the lab's own world: no weight reaches the cap, and raising the low ones repairs most"
+    (world,) = in_page(browser.new_page(), 'mismatch', [0], '(lab) => lab.WORLD')
+    live, old, _, _ = by_two_engines(world | dict(format='fp32', stale=0, routes='live'))
+    x = (live / 0.6).requires_grad_()
+    train, sampled = x.log_softmax(-1), (old / 0.6).log_softmax(-1)
+    w = (train - old.log_softmax(-1)).exp().detach()
+    assert w.max() < 2
+    adv = torch.eye(6)[0].double() - train.exp()[:, :1].detach()
+    (exact,) = torch.autograd.grad(train.exp()[:, 0].mean(), x, retain_graph=True)
+
+    def gradient(w):  # its cosine and its length
+        (g,) = torch.autograd.grad(
+            (sampled.exp() / 24 * w * adv * train).sum(), x, retain_graph=True
+        )
+        return float((g * exact).sum() / g.norm() / exact.norm()), float(g.norm() / exact.norm())
+
+    both, low, high = (gradient(v) for v in (w, w.clamp(max=1), w.clamp(min=1)))
+    assert [round(v, 2) for v in both] == [0.98, 0.7]
+    assert 1 - low[0] > 10 * (1 - high[0]) and low[1] < 0.7 < 1 < high[1]
 
 
 def test_mismatch_lab_follows_mouse_and_keyboard(browser, tmp_path):
@@ -1296,6 +1333,29 @@ def test_countdown_lab_follows_mouse_and_keyboard(browser, tmp_path):
         'would be right. (The number alone would do; no problem has such a target.)'
     )
     opened.fits()
+
+
+def test_countdown_lab_shows_all_ways(browser, tmp_path):
+    "The ways that the search does not write: those that reach the target have a border"
+    opened = Opened(browser, tmp_path, 'countdown', reduced_motion='reduce')
+    spare, right = (opened.page.locator(f'.way.{look}') for look in ('spare', 'right'))
+    opened.page.get_by_role('button', name='Show all ways').press('Enter')
+    assert (spare.count(), right.count()) == (25, 2)  # 20+(24-17) and 24+(20-17)
+    assert opened.page.get_by_text('pair above 99').count() == 0
+    assert 'Of 27 guesses 3 would be right' in opened.text('.said')
+    for name, times in (('first number', 22), ('second number', 18), ('third number', 15)):
+        for _ in range(times):
+            opened.named(name).press('ArrowLeft')
+    for _ in range(19):
+        opened.named('target').press('ArrowLeft')
+    # 2, 2, 2 to 8: the third way, and five more
+    assert 'Of 27 guesses 6 would be right' in opened.text('.said')
+    assert (spare.count(), right.count()) == (24, 5)
+    edge = right.first.evaluate('e => getComputedStyle(e).stroke')
+    assert edge == opened.page.locator('.way.hit').evaluate('e => getComputedStyle(e).fill')
+    opened.fits()
+    opened.page.get_by_role('button', name='Show all ways').click()
+    assert spare.count() == 0 and opened.page.locator('.way').count() == 27
 
 
 def test_countdown_lab_writes_letter_by_letter(browser, tmp_path):

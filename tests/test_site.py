@@ -553,6 +553,15 @@ def test_the_list_of_headings_follows_the_reader(address, browser):
         const at = a?.getBoundingClientRect()
         return at && at.top >= box.top && at.bottom <= box.bottom
     }""")
+    far = page.evaluate("document.querySelector('#exercises').offsetTop") - 150
+    for at in (far, far // 2, far // 3, far):  # no heading passes the top of the window at a jump
+        page.evaluate(f'scrollTo(0, {at})')
+        page.wait_for_function("""() => {
+            const above = [...document.querySelectorAll('article :is(h2, h3)')].filter(h =>
+                h.offsetParent && h.getBoundingClientRect().top < 0.3 * innerHeight)
+            const marked = document.querySelector('#pst-page-toc-nav a[aria-current]')
+            return marked?.hash.slice(1) === above.at(-1).closest('section').id
+        }""")
     page.close()
 
 

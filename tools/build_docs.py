@@ -435,7 +435,9 @@ def write_pages(course, names, work):
             hero(nb)
         else:
             start = relative('lesson', name) + '#in-a-browser-without-installing'
-            nb.cells[0].source += f'\n\n{copies(path) % start}'
+            # Title, what it is about, what it needs, and then the links
+            *head, text = [*nb.cells[0].source.split('\n\n', 3), ''][:4]
+            nb.cells[0].source = '\n\n'.join([*head, copies(path) % start, text])
         if name == 'index':
             front = nb
             continue

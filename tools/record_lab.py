@@ -7,7 +7,9 @@ frame. It needs Chromium, and playwright and Pillow, which the extra `dev` has.
 """
 
 import argparse
+import base64
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -29,6 +31,17 @@ document.body.dataset.ready = 'yes'
 WIDTH, STEPS, SHOWN_MS, LAST_MS = 720, 40, 110, 2500
 
 
+def fonts():
+    "The style sheet of the site's fonts with the fonts in it"
+    folder = ROOT / 'docs' / '_static'
+
+    def inside(found):
+        data = base64.b64encode((folder / found[1]).read_bytes()).decode()
+        return f'url(data:font/ttf;base64,{data})'
+
+    return re.sub(r'url\((.+?)\)', inside, (folder / 'fonts.css').read_text())
+
+
 def frames(page):
     "One picture of the lab after each step"
     box = page.locator('.lab')
@@ -46,7 +59,9 @@ def main():
     with chromium() as browser:
         page = browser.new_page(viewport=dict(width=WIDTH, height=700))
         page.set_content(PAGE.format(name='grpo', width=WIDTH, source=lab_source('grpo')))
+        page.add_style_tag(content=fonts())
         page.wait_for_selector('[data-ready]', state='attached')
+        page.evaluate('document.fonts.ready')
         pictures = [Image.open(io.BytesIO(x)).convert('RGB') for x in frames(page)]
     size = max(x.width for x in pictures), max(x.height for x in pictures)
     whole = [Image.new('RGB', size, 'white') for _ in pictures]

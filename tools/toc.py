@@ -47,7 +47,7 @@ class Part:
     step: int | None = None  # what hangs below this step of the spine
 
 
-SPINE = 'Twelve steps'
+SPINE = 'The path'
 
 
 @dataclass(frozen=True)

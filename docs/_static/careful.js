@@ -34,6 +34,28 @@ if (side) new MutationObserver(() => {
   }
 }).observe(list, { subtree: true, attributeFilter: ['aria-current'] });
 
+/* The theme marks a heading as it passes the top of the window. After a jump none has passed, so the
+   last heading above the middle of the window is marked here. */
+const entries = [...list?.querySelectorAll('a[href^="#"]') ?? []].map(a => {
+  const section = document.getElementById(decodeURIComponent(a.getAttribute('href').slice(1)));
+  return { a, heading: section?.querySelector('h1, h2, h3, h4') ?? section };
+});
+let waits = 0;
+function markHeading() {
+  const seen = entries.filter(({ heading }) => heading?.offsetParent
+    && heading.getBoundingClientRect().top < 0.3 * innerHeight);
+  const here = seen.at(-1)?.a;
+  for (const { a } of entries) {
+    a.classList.toggle('active', a === here);
+    if (a === here) a.setAttribute('aria-current', 'true'); else a.removeAttribute('aria-current');
+  }
+  for (const item of list.querySelectorAll('li')) item.classList.toggle('active', item.contains(here ?? null));
+}
+if (entries.length) addEventListener('scroll', () => {
+  clearTimeout(waits);
+  waits = setTimeout(markHeading, 100); // after the theme
+}, { passive: true });
+
 /* A short piece of code is not cut at the end of a line */
 for (const code of document.querySelectorAll('.bd-article :is(p, li, td) code')) {
   if (code.textContent.length < 25) code.style.whiteSpace = 'nowrap';

@@ -153,6 +153,7 @@ const LOOKS = `
 .lab .bench figure { margin: 0; padding: 0; width: auto; }
 .lab .bench figcaption { font: 12px/1.4 Inter, system-ui, sans-serif; color: var(--ink); margin: 0; padding: 0; text-align: left; }
 .lab .bench figcaption b { display: block; }
+.lab .ends { display: grid; grid-template-columns: repeat(3, auto); justify-content: start; gap: 0 .8rem; }
 .lab .sound { fill: var(--cool); fill-opacity: .35; stroke: var(--cool); stroke-opacity: .5; }
 .lab .sick { fill: none; stroke: var(--hot); stroke-width: 2; }
 .lab .frame { stroke: var(--line); stroke-width: 1; }
@@ -162,7 +163,7 @@ const LOOKS = `
 `
 const FIRST_LAST = ['in its first step', 'in its last five steps']
 const range = ({ low, high }) => low === high ? shown(low) : `${shown(low)} to ${shown(high)}`
-const span = ({ low, high }) => low === high ? shown(low, 2) : `${shown(low, 2)}…${shown(high, 2)}`
+const span = ({ low, high }) => low === high ? shown(low, 2) : `${shown(low, 2)} to ${shown(high, 2)}`
 const named = keys => keys.map(k => CURVES[k][0]).join(', ')
 
 // What a curve says at one of its ends
@@ -190,8 +191,9 @@ function chart(key, curve, healthy, two) {
       word(0, tall + 15, 'step 1'), word(w, tall + 15, curve.length, 'end'),
       drawn('polygon', { class: 'sound', points: [...edge(Math.max), ...edge(Math.min).reverse()].join(' ') }),
       drawn('polyline', { class: 'sick', points: curve.map(at).join(' ') })),
-    h('figcaption', { 'aria-hidden': 'true' },
-      `first step ${shown(two[0].value)}, last five ${shown(two[1].value)}`, h('br'), `healthy ${span(two[0])}, ${span(two[1])}`))
+    h('figcaption', { 'aria-hidden': 'true', class: 'ends' },
+      ...['', 'first step', 'last five', 'patient', ...two.map(e => shown(e.value)), 'healthy', ...two.map(span)]
+        .map(text => h('span', {}, text))))
 }
 
 function shuffled(names, seed) {

@@ -1,5 +1,5 @@
 // Countdown lab: the search that a policy would write, for any three numbers and target
-import { button, drawn, h, show, slider } from './shared.js'
+import { button, drawn, h, show, slider, toggle } from './shared.js'
 
 // ---- mathematics: the family `countdown_search` of compassrl.data.toys
 
@@ -40,6 +40,7 @@ const LOOKS = `
 .lab .way { fill: var(--wash); }
 .lab .way.read { fill: var(--pull); }
 .lab .way.hit { fill: var(--hot); }
+.lab .way.right { stroke: var(--hot); stroke-width: 2; }
 .lab svg text.on { fill: var(--paper); }
 .lab .thinking { font: 13px/1.5 "JetBrains Mono", ui-monospace, monospace; overflow-wrap: anywhere; min-height: 6em; }
 .lab .said { min-height: 2.8em; }
@@ -47,7 +48,8 @@ const LOOKS = `
 .lab .numbers output { min-width: 1.4rem; }
 `
 
-function grid(all, hit, read) {
+// `open`: the ways that the search does not write have their values as well
+function grid(all, { hit, read, target, open }) {
   const high = 21, wide = 60
   const cell = (n, columns, look, says) => {
     const x = 110 + wide * (n % 3), y = high * Math.floor(n / 3), width = wide * columns - 3
@@ -55,9 +57,11 @@ function grid(all, hit, read) {
       drawn('text', { x: x + width / 2, y: y + 13, 'text-anchor': 'middle', class: look === 'hit' ? 'on' : '' }, says)]
   }
   const cells = all.flatMap((w, n) => {
+    const says = w.value < 100 ? w.value : '.'
+    if (n < read && w.made < 100) return cell(n, 1, n === hit ? 'hit' : 'read', says)
+    if (open) return cell(n, 1, w.value === target ? 'spare right' : 'spare', says)
     if (w.made > 99) return n % 3 ? [] : cell(n, 3, '', 'pair above 99: left out')
-    if (n >= read) return cell(n, 1, '', '')
-    return cell(n, 1, n === hit ? 'hit' : 'read', w.value < 100 ? w.value : '.')
+    return cell(n, 1, '', '')
   })
   const names = [...Array(9)].map((_, i) => all[3 * i]).map((w, i) => drawn('text',
     { x: 0, y: high * i + 13 }, `${w.pair} = ${w.made}, ${w.left}`.replace('*', '×')))
@@ -69,7 +73,7 @@ function grid(all, hit, read) {
 
 function render({ el }) {
   const numbers = [24, 20, 17]
-  let target = 27, written = Infinity, timer = 0 // characters that are written so far
+  let target = 27, open = false, written = Infinity, timer = 0 // characters that are written so far
   const picture = h('div'), paper = h('p', { class: 'thinking' })
   const line = h('p', { class: 'said', 'aria-live': 'polite' })
 
@@ -79,7 +83,8 @@ function render({ el }) {
     // a value is read once the character after it is written
     const read = ended ? found.read : (text.slice(0, written).match(/(?<=[:\d.]) |;|!/g) ?? []).length
     const kept = ways(numbers).map((w, n) => w.made > 99 ? -1 : n).filter(n => n >= 0)
-    picture.replaceChildren(grid(ways(numbers), hit, ended ? found.read : (kept[read] ?? 27)))
+    picture.replaceChildren(grid(ways(numbers),
+      { hit, read: ended ? found.read : (kept[read] ?? 27), target, open }))
     paper.textContent = text.slice(0, written)
     line.textContent = !ended ? '' : (hit < 0 ? `None of the 27 ways makes ${target}. The search wrote ${kept.length} of them, `
       + `${text.length} characters, and has no answer.`
@@ -106,9 +111,11 @@ function render({ el }) {
   const goal = slider('target', { min: 1, max: 99, step: 1, value: target }, changed(x => { target = x }))
   draw()
   show(el, 'Countdown lab', h('style', {}, LOOKS), h('div', { class: 'knobs numbers' }, ...knobs.map(k => k.box)),
-    h('div', { class: 'knobs' }, goal.box, button('Write it', write)), picture, paper, line,
+    h('div', { class: 'knobs' }, goal.box, button('Write it', write),
+      toggle('Show all ways', false, down => { open = down; draw() })), picture, paper, line,
     h('p', { class: 'quiet' }, 'A row is a pair and the number that is left, a column the second sign. '
-      + 'Teal: tried. Orange: the target. A dot is a value above 99; a row whose pair is above 99 is left out.'))
+      + 'Teal: tried. Orange: the target. A dot is a value above 99; a row whose pair is above 99 is left out. '
+      + '“Show all ways” adds, in grey, what the search does not write; an orange border marks further ways to the target.'))
 }
 
 export default { render }

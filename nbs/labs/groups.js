@@ -264,10 +264,12 @@ function render({ el }) {
   const alpha = slider('RL-ZVP alpha', { min: 0, max: 0.5, step: 0.01, value: 0 }, set('zvpAlpha'))
   const budget = slider('budget of growth', { min: 0, max: 3, step: 0.25, value: times },
     x => { times = x; say('') })
+  const eight = button('Back to eight', back)
+  eight.title = 'Every group keeps its first eight responses only. Verdicts and sliders stay.'
   show(el, 'Group lab', h('style', {}, LOOKS),
     h('div', { class: 'knobs' }, by.row), h('div', { class: 'knobs' }, floor.box, long.box, alpha.box),
     h('div', { class: 'knobs' }, budget.box, button('Grow silent groups', grow),
-      button('Back to eight', back), button('Reset', reset)),
+      eight, button('Reset', reset)),
     ...groups.map(g => g.box), line, grown,
     h('p', { class: 'quiet' }, 'Click a verdict: ✓ right, ✗ wrong, ? none; next to it the '
       + 'response’s tokens. Bars: the advantage of every token, up or down, at one scale for the three '

@@ -86,6 +86,11 @@ const LOOKS = `
 .lab .even { stroke: var(--quiet); stroke-dasharray: 2 3; vector-effect: non-scaling-stroke; }
 .lab .named { position: relative; padding-top: 18px; }
 .lab .named b { position: absolute; top: 3px; transform: translateX(-50%); font: 11px "JetBrains Mono", ui-monospace, monospace; }
+.lab .named { padding-bottom: 15px; }
+.lab .named i { position: absolute; bottom: 0; padding-left: 3px; border-left: 1px solid var(--quiet);
+  color: var(--quiet); font: 11px/1.2 "JetBrains Mono", ui-monospace, monospace; }
+.lab[data-plays] .named { padding-bottom: 0; }
+.lab[data-plays] .named i { display: none; }
 .lab[data-plays] .pair { grid-template-columns: 1fr 1fr; }
 .lab[data-plays] .bars { height: 77px; }
 .lab[data-plays] .chips { height: 37px; min-height: 0; overflow: hidden; }
@@ -131,7 +136,9 @@ function distribution(theta, task) {
     drawn('line', { x1: 0, x2: 320, y1: y(1 / 64), y2: y(1 / 64), class: 'even' }))
   const leads = most > Math.min(...p) * 1.001 // before the first step no bar is the tallest
   const at = Math.min(Math.max((5 * i + 2) / 3.2, 3), 97)
-  return h('div', { class: 'named' }, ...(leads ? [h('b', { style: `left: ${at}%` }, name(i))] : []), bars)
+  const begins = [0, 16, 32, 48].map(i => h('i', { style: `left: ${i / 0.64}%`, 'aria-hidden': 'true' }, name(i)))
+  return h('div', { class: 'named' }, ...(leads ? [h('b', { style: `left: ${at}%` }, name(i))] : []), bars,
+    ...begins)
 }
 
 function render({ el, model }) {
@@ -191,7 +198,7 @@ function render({ el, model }) {
     bars.replaceChildren(distribution(run.theta, settings.task))
     chips.replaceChildren(...run.picks.map((i, k) => {
       const right = TASKS[settings.task](RESPONSES[i])
-      return h('span', { class: right ? 'right' : '' }, `${RESPONSES[i].join('')} ${shown(run.A[k], 2)}`)
+      return h('span', { class: right ? 'right' : '' }, `${RESPONSES[i].join('')} ${run.A[k].toFixed(2).replace('-', '−')}`)
     }))
     reward.replaceChildren('expected reward', curve(run.rewards, 0, 1, 'gain'))
     const end = reach(run.losses)
@@ -219,7 +226,8 @@ function render({ el, model }) {
       button('Run 20', () => several()), button('Start again', reset))]
   const views = [h('div', {}, first ? 'The 64 responses, right ones in colour'
     : 'The probability of each of the 64 responses, 000 to 333; right ones in colour; dotted: 1/64'),
-    bars, chips, h('div', { class: losing ? 'pair' : 'pair one' }, reward, ...(losing ? [loss] : [])), line]
+    bars, ...(first ? [] : [h('p', { class: 'quiet' }, 'last group: response and its advantage')]), chips,
+    h('div', { class: losing ? 'pair' : 'pair one' }, reward, ...(losing ? [loss] : [])), line]
   show(el, 'GRPO lab', h('style', {}, LOOKS), ...(first ? [...views, ...knobs.reverse()]
     : [...knobs, ...views]))
 

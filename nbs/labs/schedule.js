@@ -78,7 +78,7 @@ function render({ el }) {
     const rest = schedule(lengths, queue(predicted, fifo ? 'longest' : 'fifo'), settings.slots)
     const other = facts(lengths, rest, settings.slots).end
     noise.input.disabled = fifo
-    noise.box.title = fifo ? 'Only a predicted order has noise' : ''
+    only.hidden = !fifo
     picture.replaceChildren(...gantt(spans, settings.slots, found, now * found.end, other, Math.max(found.end, other)))
     const done = spans.filter(s => s.end <= now * found.end + 1e-9).length
     line.textContent = `Second ${(now * found.end).toFixed(1)}: ${done} of ${COUNT} have ended. The last ends at `
@@ -117,15 +117,16 @@ function render({ el }) {
   const slots = slider('slots', { min: 2, max: 12, step: 1, value: 6 }, set('slots'))
   const spread = slider('spread', { min: 0, max: 2, step: 0.1, value: 1 }, set('spread'))
   const noise = slider('noise of the prediction', { min: 0, max: 3, step: 0.1, value: 0 }, set('noise'))
+  const only = h('span', { class: 'quiet' }, '(only for longest first)')
   const percent = x => `${shown(100 * x)} %`
   const start = button('Play', play)
   const clock = slider('time', { min: 0, max: 1, step: 0.01, value: 1, say: percent },
     x => { stop(); now = x; draw() })
   draw()
   show(el, 'Scheduler lab', h('style', {}, LOOKS), h('div', { class: 'knobs' }, kind.row),
-    h('div', { class: 'knobs' }, slots.box, spread.box, noise.box),
+    h('div', { class: 'knobs' }, slots.box, spread.box, noise.box, only),
     h('div', { class: 'knobs' }, start, clock.box), picture, line,
-    h('p', { class: 'quiet' }, 'A row is a slot, a bar a response; the one that ends last is orange. '
+    h('p', { class: 'quiet' }, 'A row is a slot, a bar a response; those that end last are orange. Black: now. '
       + 'Dashed: the even share or the longest response, whichever is later. Grey: where the other order ends.'))
 }
 
