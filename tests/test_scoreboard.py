@@ -1135,6 +1135,8 @@ def test_the_filters_of_the_board_follow_the_keyboard(browser, tmp_path):
     assert left() == ['B', 'b1'] and page.get_by_role('status').inner_text().startswith('1 of 3')
     pressed = page.locator('button[aria-pressed="true"]').all_inner_texts()
     assert pressed == ['cannot tell 1', 'B 1']
+    off = page.locator('button:disabled').all_inner_texts()
+    assert off == ['holds here 0'], 'nothing would be left'
     page.get_by_role('button', name='B 1').press('Enter')  # once more: all chapters
     assert left() == ['A', 'a2', 'B', 'b1']
     page.close()

@@ -35,7 +35,7 @@ if (side) new MutationObserver(() => {
 }).observe(list, { subtree: true, attributeFilter: ['aria-current'] });
 
 /* The theme marks a heading as it passes the top of the window. After a jump none has passed, so the
-   last heading above the middle of the window is marked here. */
+   last heading in the upper third of the window, or above it, is marked here. */
 const entries = [...list?.querySelectorAll('a[href^="#"]') ?? []].map(a => {
   const section = document.getElementById(decodeURIComponent(a.getAttribute('href').slice(1)));
   return { a, heading: section?.querySelector('h1, h2, h3, h4') ?? section };
