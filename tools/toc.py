@@ -48,6 +48,7 @@ class Part:
 
 
 SPINE = 'The path'
+BOARD = 'studies/scoreboard'  # The end of the path leads to it.
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ class Course:
     def neighbours(self, name):
         chain = [None, *self.chain(name), None]
         i = chain.index(name)
-        return chain[i - 1], chain[i + 1]
+        before = self.spine[-1] if name == BOARD else chain[i - 1]
+        return before, chain[i + 1]
 
     def problems(self):
         "What is wrong with course.yml, one line each"

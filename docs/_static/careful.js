@@ -74,6 +74,9 @@ if (matchMedia('(max-width: 600px)').matches) {
     box.tabIndex = 0;
     box.scrollLeft = map.dataset.at * map.getBoundingClientRect().width - box.clientWidth / 3;
   }
+  for (const box of document.querySelectorAll('.pst-scrollable-table-container')) {
+    if (box.scrollWidth > box.clientWidth + 4) box.classList.add('wide');
+  }
   for (const text of document.querySelectorAll('.bd-article .cell_output pre')) {
     if (!text.textContent.trim().includes('\n')) text.style.whiteSpace = 'pre-wrap'; // a line is no table
   }

@@ -12,7 +12,9 @@ const FADE = 200 // ms from one picture to the next
 const LOOKS = `
 .lab[data-lab="play"] canvas { display: block; max-width: 100%; height: auto; background: #fff; }
 .lab[data-lab="play"] .frame { overflow-x: auto; }
-@container (max-width: 480px) { .lab[data-lab="play"] canvas { max-width: none; } }
+@container (max-width: 480px) { .lab[data-lab="play"] canvas { max-width: none; }
+  .lab[data-lab="play"] .frame.wide::after { content: "swipe to see the rest →"; position: sticky; left: 0;
+    display: block; width: 12rem; font-size: .75rem; color: var(--quiet); } }
 .lab[data-lab="play"] .bench pre { margin: .5rem 0 0; padding: 0; border: 0;
   color: var(--ink); background: none; font: 12px/1.4 "JetBrains Mono", ui-monospace, monospace; overflow-x: auto; }
 .lab[data-lab="play"] .knobs label { flex-wrap: wrap; max-width: 100%; }
@@ -75,7 +77,7 @@ function render({ el }) {
   const note = `${frames.length} settings are computed here; JupyterLab computes any.`
   if (width) el.style.maxWidth = `calc(${Math.max(width, 640)}px + 1.6rem)` // it ends where its pictures end
   const start = () => {
-    show(el, 'Play', h('style', {}, LOOKS), h('div', { class: 'knobs' }, ...knobs), h('div', { class: 'frame' }, canvas), words,
+    show(el, 'Play', h('style', {}, LOOKS), h('div', { class: 'knobs' }, ...knobs), h('div', { class: width > 480 ? 'frame wide' : 'frame' }, canvas), words,
       h('p', { class: 'quiet' }, note))
     draw()
   }
