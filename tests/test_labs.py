@@ -653,6 +653,12 @@ def test_the_live_grpo_of_the_losses_shows_what_its_lesson_says(browser, tmp_pat
     first = {d: sum(p for n, p in chance.items() if n[0] == d) for d in '0123'}
     assert [sum(n[0] == d for n in right) for d in '0123'] == [10, 6, 3, 1]
     assert first['0'] > 0.25 > max(first[d] for d in '123')
+    page.get_by_role('button', name='Run 20').click()  # what step 0 says of step 40
+    assert opened.text('.said').endswith(' Silent steps (all rewards equal): 8 of 40.')
+    bars = page.locator('.bars title').all_text_contents()
+    chance = {b[:3]: float(b[5:].replace('−', '-')) for b in bars}
+    likeliest = max(chance, key=chance.get)
+    assert likeliest[0] == '0' and likeliest in right and chance['010'] < 1 / 64
     for size, silent in ('2', 15), ('32', 0):
         page.get_by_role('button', name='Start again').click()
         assert opened.text('.said') == 'Step 0: expected reward 0.3125.'
