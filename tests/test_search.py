@@ -12,7 +12,7 @@ from tests.test_toc import COURSE
 
 sys.path.insert(0, str(ROOT / 'tools'))
 from build_docs import symbols  # noqa: E402
-from search_index import search_index, tokens  # noqa: E402
+from search_index import begins, letters, search_index, tokens  # noqa: E402
 from toc import read, title  # noqa: E402
 
 # the questions of learners, in their words
@@ -70,6 +70,9 @@ ASKED = {
     'glossary verl TRL names': 'words',
     'mixture of experts policy': 'model/policy',
     'sick run clinic': 'loop',
+    'my reward does not go up': 'loop',
+    'OOM': 'model/log_probs',
+    'git clone': 'index',
 }
 
 # words that are still being typed
@@ -80,6 +83,19 @@ TYPED = {
     'clip high|': 'algo/losses',
     'GRPO loss is zero|': 'algo/losses',
 }
+# slips of the keyboard, and what is searched for instead; what is known stays
+SLIPS = {
+    'advantge': 'advantage',
+    'polcy gradient': 'policy gradient',
+    'rewrad hacking': 'reward hacking',
+    'zero varience': 'zero variance',
+    'schedulling': 'scheduling',
+    'generatve reward modle': 'generative reward model',
+    'importence sampling': 'importance sampling',
+    'what does it do with your rewards': 'what does it do with your rewards',
+    'humaneval': 'humaneval',
+}
+WHY = 'why is my loss zero', 'why is my loss 0|', 'should I divide by the std'
 WORDS = 'silent group', 'k3', 'stale', 'RL-ZVP', 'pass@k'
 
 
@@ -98,18 +114,26 @@ def found(tmp_path_factory):
         'const asked = JSON.parse(process.argv[2])\n'
         'const seen = p => [p.url, p.sections[0].anchor, p.sections[0].says]\n'
         'const answer = q => siteSearch.find(q.replace("|", ""), SITE, q.endsWith("|")).map(seen)\n'
-        'console.log(JSON.stringify(asked.map(answer)))'
+        'const mended = asked.map(q => siteSearch.mend(q))\n'
+        'console.log(JSON.stringify([asked.map(answer), mended]))'
     )
-    asked = [*ASKED, *TYPED, *WORDS, 'xyzzy', 'LossConfig']
+    asked = [*ASKED, *TYPED, *WORDS, *(f'what is a {w}?' for w in WORDS), 'xyzzy', 'LossConfig']
+    asked += [*SLIPS, *SLIPS.values(), *WHY]
     command = ['node', folder / 'ask.mjs', json.dumps(asked)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return dict(zip(asked, json.loads(said)))
+    pages, mended = json.loads(said)
+    return dict(zip(asked, pages)) | {'mended': dict(zip(asked, mended))}
 
 
 @pytest.mark.parametrize('query, page', [*ASKED.items(), *TYPED.items()])
 def test_the_right_page_comes_first(found, query, page):
     first = [url.removesuffix('.html') for url, _, _ in found[query]]
     assert first[0] == page, first[:4]
+
+
+@pytest.mark.parametrize('query', WHY)
+def test_a_question_in_words_has_its_answer_among_the_first_two(found, query):
+    assert 'questions.html' in [url for url, *_ in found[query][:2]]
 
 
 def test_a_section_says_how_it_begins_without_marks(found):
@@ -120,10 +144,22 @@ def test_a_section_says_how_it_begins_without_marks(found):
     ]
 
 
-@pytest.mark.parametrize('word', WORDS)
+def test_a_slip_of_the_keyboard_is_read_as_the_word_it_resembles(found):
+    assert {q: found['mended'][q] for q in SLIPS} == SLIPS
+    assert {q: found['mended'][q] for q in ASKED} == {q: q for q in ASKED}
+    assert found['advantage'][0][0] == 'algo/advantages.html'
+
+
+@pytest.mark.parametrize('word', [*WORDS, *(f'what is a {w}?' for w in WORDS)])
 def test_a_word_of_the_glossary_shows_what_it_means_among_the_first_two(found, word):
     url, anchor, says = next(f for f in found[word][:2] if f[0] == 'words.html')
     assert f'id=\\"{anchor}\\"' in (COURSE.nbs / 'words.ipynb').read_text() and len(says) > 20
+
+
+def test_a_formula_is_read_in_letters():
+    text = r'A $\mathbb{E}[r^2]$, $1+\varepsilon\cdot x$, `pip install "it[envs]"`, [a](b.c).'
+    assert begins(text) == 'A E[r²], 1+ε·x, pip install "it[envs]", a.'
+    assert letters(r'\frac{a}{b} \le \log p') == 'a/b ≤log p'
 
 
 def test_a_name_is_found_and_nonsense_is_not(found):

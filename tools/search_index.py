@@ -8,10 +8,12 @@ that answers them. docs/_static/search.js adds up the weights of the words of a 
 import json
 import math
 import re
+import unicodedata
 from collections import Counter, defaultdict
 
 import yaml
 from front import pieces, slug, source
+from toc import read
 
 # how much a page of each kind counts; a step of the spine first, what is not needed last
 BOOST = {'lesson': 1.0, 'how-to': 1.1, 'study': 0.75, 'reference': 0.6}
@@ -40,11 +42,34 @@ def plain(text):
     return re.sub(r'\]\([^)]*\)', '] ', text)
 
 
+SIGNS = {'cdot': '·', 'times': '×', 'le': '≤', 'leq': '≤', 'ge': '≥', 'geq': '≥', 'approx': '≈'}
+SIGNS |= {'sum': '∑', 'prod': '∏', 'ne': '≠', 'neq': '≠', 'in': '∈', 'to': '→', 'infty': '∞'}
+
+
+def letters(math):
+    "A formula of one line in letters and signs: its commands are signs, Greek letters or words"
+
+    def sign(m):
+        if m[1] in SIGNS:
+            return SIGNS[m[1]]
+        name = m[1].removeprefix('var')
+        try:
+            return unicodedata.lookup(f'GREEK SMALL LETTER {name.upper()}')
+        except KeyError:
+            return f'{m[1]} '
+
+    math = re.sub(r'\\frac\{([^{}]*)\}\{([^{}]*)\}', r'\1/\2', math)
+    math = re.sub(r'\\(?:math\w+|text|operatorname|left|right|[,;!])(?![a-z])', '', math)
+    text = re.sub(r'[\\{}]', '', re.sub(r'\\([a-zA-Z]+) ?', sign, math)).replace('^2', '²')
+    return re.sub(r' +(?=[(\[,.)]|$)', '', text)
+
+
 def begins(text, most=150):
     "How a section begins, as a line of a list of results: the words without their marks"
+    text = re.sub(r'\[([^\]]*)\]\([^)]*\)', r'\1', text)
     text = re.sub(r'^(#.*|\|.*|>.*|\s*- )', ' ', plain(text), flags=re.M)
-    text = ' '.join(re.sub(r'[`*\[\]]|\\(?=[^a-z])', '', text).split())
-    text = re.sub(r'\$([^$]+)\$', lambda m: re.sub(r'[\\{}]', '', m[1]), text)
+    text = re.sub(r'\$([^$]+)\$', lambda m: letters(m[1]), text)
+    text = ' '.join(re.sub(r'[`*]|\\(?=[^a-z])', '', text).split())
     text = re.sub(r' (?=[).,;:](\s|$))', '', text)
     return text if len(text) <= most else text[:most].rpartition(' ')[0] + ' ...'
 
@@ -114,11 +139,13 @@ def credit(index, place, text, weight):
 def search_index(course, nbs, titles, names):
     "The script that the search page loads"
     index = Index()
+    add_page(index, 'index', read(course.nbs / 'index.ipynb'), 'CompassRL', 'front page', 0.9)
     for n, part in course.order.items():
         boost = PAGES.get(n, STEP if n in course.spine else BOOST[part.kind])
         add_page(index, n, nbs[n], titles[n], course.place(n), boost)
-    for name, text in course.data.get('asked', {}).items():
-        credit(index, f'{name}.html', text, 25)
+    for place, text in course.data.get('asked', {}).items():
+        name, _, anchor = place.partition('#')
+        credit(index, f'{name}.html#{anchor}', text, 25)
     for piece in pieces(nbs['questions']):
         m = re.match(r'## \d+\. (.+)', source(piece))
         to = re.search(r'\]\(([^)]+?)\.ipynb(#[^)]*)?\)', source(piece))
@@ -140,4 +167,5 @@ def search_index(course, nbs, titles, names):
             anchor = f'compassrl.{page.replace("/", ".")}.{name}'
             index.section(api, anchor, name).update({t: 4 for t in set(tokens(name))})
     data = dict(pages=index.pages, sections=index.sections, words=index.postings())
+    data['stop'] = sorted(STOP)  # what is left out on purpose is no slip of the keyboard
     return f'globalThis.SITE = {json.dumps(data, separators=(",", ":"))}\n'

@@ -19,9 +19,42 @@ function begun(text, site) {
   return [...best].flat()
 }
 
+// Letters to change, leave out, put in or swap with their neighbour until one word is the other (optimal string
+// alignment); more than `most` count as `most + 1`
+function apart(a, b, most) {
+  if (Math.abs(a.length - b.length) > most) return most + 1
+  let before = [], row = [...Array(b.length + 1).keys()]
+  for (let i = 1; i <= a.length; i++) {
+    const next = [i]
+    for (let j = 1; j <= b.length; j++) {
+      next[j] = Math.min(row[j] + 1, next[j - 1] + 1, row[j - 1] + (a[i - 1] !== b[j - 1]))
+      if (i > 1 && j > 1 && a[i - 1] === b[j - 2] && a[i - 2] === b[j - 1]) next[j] = Math.min(next[j], before[j - 2] + 1)
+    }
+    if (Math.min(...next) > most) return most + 1
+    before = row
+    row = next
+  }
+  return row[b.length]
+}
+
+// The query with each unknown word as the known one that it resembles most, of equals the one in more sections
+function mend(query, site = globalThis.SITE) {
+  return query.replace(/[A-Za-z0-9]{4,}/g, typed => {
+    const word = typed.toLowerCase(), asked = stem(word), most = asked.length < 8 ? 1 : 2
+    const known = Object.keys(site.words)
+    if (site.stop.includes(word) || known.some(t => t === asked || t.startsWith(word))) return typed
+    let best = '', least = most + 1
+    for (const t of known.filter(t => /^[a-z]{4,}$/.test(t))) {
+      const far = apart(asked, t, most)
+      if (far < least || far === least && best && site.words[t].length > site.words[best].length) [best, least] = [t, far]
+    }
+    return best ? best + word.slice(asked.length) : typed
+  })
+}
+
 // Pages in order, each with its best sections
 function find(query, site = globalThis.SITE, typing = false) {
-  const done = typing ? query.replace(/[A-Za-z0-9_]+$/, '') : query
+  const done = typing ? query.replace(/[A-Za-z0-9_]{2,}$/, '') : query // one letter is no word that begins
   const asked = tokens(done).filter(t => Object.hasOwn(site.words, t))
   const lists = asked.map(t => site.words[t])
   if (done !== query) lists.push(begun(query, site))
@@ -44,12 +77,13 @@ function find(query, site = globalThis.SITE, typing = false) {
     const [best, ...rest] = page.sections.map(s => s.value)
     const named = tokens(page.title).filter(t => Object.hasOwn(site.words, t))
     const whole = page.boost > 0.6 && named.length && named.every(t => asked.includes(t)) ? 1.5 : 1  // its title is asked for
-    const asks = /^(why|how|what|which|should)\b/i.test(query) && page.url === 'questions.html' ? 1.3 : 1
+    const asks = /^(why|how|what|which|should)\b/i.test(query) && page.url === 'questions.html' ? 1.5 : 1
     page.value = asks * whole * page.boost * (best + 0.25 * (rest[0] ?? 0) + 0.1 * (rest[1] ?? 0))
   }
   const found = [...pages.values()].sort((a, b) => b.value - a.value)
   // a word of the glossary, asked for by itself: what it means stands second
-  const word = query.trim().toLowerCase(), means = s => s.anchor.startsWith('word-') && s.heading.toLowerCase() === word
+  const word = query.trim().toLowerCase().replace(/^(what (is|are|does)|define) (an? |the )?|( mean)?\??$/g, '')
+  const means = s => s.anchor.startsWith('word-') && s.heading.toLowerCase() === word
   const at = found.findIndex(page => page.sections.some(means))
   if (at >= 0) found[at].sections.sort((a, b) => means(b) - means(a))
   if (at > 1) found.splice(1, 0, ...found.splice(at, 1))
@@ -57,7 +91,8 @@ function find(query, site = globalThis.SITE, typing = false) {
 }
 
 // The list below a form: each page with its best sections, and how the best one begins
-function show(query, list, root, { most = 20, each = 3, typing = false } = {}) {
+function show(asked, list, root, { most = 20, each = 3, typing = false } = {}) {
+  const query = mend(asked)
   const line = (url, text) => Object.assign(document.createElement('a'), { href: root + url, textContent: text })
   list.replaceChildren(...find(query, globalThis.SITE, typing).slice(0, most).map(page => {
     const item = document.createElement('li'), more = document.createElement('div')
@@ -69,6 +104,8 @@ function show(query, list, root, { most = 20, each = 3, typing = false } = {}) {
     item.append(line(page.url, page.title), ` (${page.place})`, more)
     return item
   }))
+  if (list.children.length && query !== asked)
+    list.prepend(Object.assign(document.createElement('li'), { textContent: `Nothing here has the words “${asked.trim()}”. Found for “${query.trim()}”:` }))
   if (!list.children.length && query.trim()) list.textContent = 'Nothing found. Try other words, or the questions.'
 }
 
@@ -94,7 +131,7 @@ function live(input, list, root, data, options) {
   return load
 }
 
-globalThis.siteSearch = { find, show, live }
+globalThis.siteSearch = { find, mend, show, live }
 if (globalThis.document) {
   const here = document.currentScript.src, data = new URL('search_data.js', here).href, root = new URL('..', here).href
   const page = document.querySelector('main form[role="search"] input')
