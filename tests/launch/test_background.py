@@ -304,7 +304,7 @@ def settings_of(text):
 @pytest.mark.parametrize(
     'page, cell, preset',
     [
-        ('background', "go('tiny, on a CPU')", 'tiny-cpu'),
+        ('background', 'display(headline, *rest)', 'tiny-cpu'),
         ('scripts', "go('two ranks and two servers, on a CPU')", 'engines-cpu'),
     ],
 )
