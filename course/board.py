@@ -7,13 +7,14 @@ is compared with, and the side of that value on which the claim wants it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -30,6 +31,8 @@ __all__ = [
     'NO',
     'NEVER',
     'SEEN',
+    'SURE',
+    'LOOKS',
     'evidence',
     'read_board',
     'stored',
@@ -38,12 +41,17 @@ __all__ = [
     'trials',
     'judged',
     'verdict',
+    'chances',
+    'sure',
     'in_unit',
     'said',
     'result',
     'measured',
     'open_to',
     'theirs',
+    'Axis',
+    'axis',
+    'drawings',
     'lesson',
     'table',
     'verdicts',
@@ -56,14 +64,17 @@ HOLDS, REVERSE, MISSED = 'holds here', 'the reverse here', 'not reached here'
 UNSEEN, UNSURE, BUILT = 'not seen here', 'cannot tell', 'by construction'
 NO, NEVER = 'not measured yet', 'not testable on a CPU'
 SEEN = '†'  # after a result whose seeds have shaped a default
+SURE = '★'  # after a verdict that also stands after the correction for chance
+EDGE = 10  # points of accuracy; an arrow leads to what lies farther from zero
+LOOKS = {HOLDS: 'good', REVERSE: 'bad', MISSED: 'bad', UNSEEN: 'unseen', UNSURE: 'unsure'}
 POINTS = 'accuracy', 'tokens', 'groups', 'pairs'  # percentage points of these
 LEVELS = dict(factor='a factor of {}', share='a share of {}', percent='{} %')
 LEARNS = 'accuracy', 'quality'  # units of what a policy has learned
 KEYS = {  # what stands below a small table, by what its cells say
     HOLDS: 'Holds: the whole interval is on the side of the claim.',
     REVERSE: 'The reverse: the whole interval is on the other side.',
-    UNSEEN: 'Not seen: there may be no effect, and the interval rules out one that would matter.',
-    UNSURE: 'Cannot tell: the interval leaves both open, no effect and one that would matter.',
+    UNSEEN: 'Not seen: there may be no effect; a large one for the claim is ruled out.',
+    UNSURE: 'Cannot tell: there may be no effect, and there may be a large one for the claim.',
     'no interval': 'No interval: there is one number, and it cannot confirm a claim.',
     BUILT: 'By construction: a correct program could not have come out otherwise.',
     MISSED: 'Not reached: what was measured stays below the amount that is claimed.',
@@ -160,7 +171,7 @@ def judged(
     side: str,  # 'above' or 'below': where the claim wants it
     than: float = 0,  # the value that it is compared with
     amount: bool = False,  # is `than` the amount that is claimed?
-    size: float = 0,  # the smallest effect that would matter
+    size: float = 0,  # an effect is large from here on
 ) -> str:
     "A verdict in words, from mean, low and high alone"
     sign = 1 if side == 'above' else -1
@@ -184,6 +195,27 @@ def verdict(row: Row) -> str:
     if 'built' in row:
         return BUILT
     return judged(value, row['side'], than(row), 'reach' in row, row['size'])
+
+
+# ---- how sure a verdict is
+
+
+def chances(rows: Iterable[Row]) -> list[tuple[Row, float]]:
+    "The differences between seeds that could go either way; each with its two-sided p"
+    may_err = {HOLDS, REVERSE, UNSEEN, UNSURE}
+    found = []
+    for row in rows:
+        value = effect(row) if 'effect' in row and 'n' not in row else None
+        if value and value[1] is not None and verdict(row) in may_err:
+            away = [x - than(row) for x in value if x is not None]
+            found.append((row, evidence().chance(away, trials(row))))
+    return found
+
+
+def sure(rows: Iterable[Row]) -> list[Row]:
+    "The rows whose verdict also stands after Holm's correction for chance"
+    tested = chances(rows)
+    return [tested[i][0] for i in sorted(evidence().holm([p for _, p in tested]))]
 
 
 # ---- the words
@@ -214,6 +246,8 @@ def said(row: Row) -> str:
     if word == UNSEEN:
         most = high - than(row) if row['side'] == 'above' else than(row) - low
         return f'**{word}** (excludes {in_unit(row, most)})'
+    if 'reach' in row:
+        return f'**{word}** (whether it reaches {in_unit(row, 0)})'
     least = evidence().would_see((high - low) / 2, trials(row))
     return f'**{word}** (would see {in_unit(row, least)})'
 
@@ -241,16 +275,111 @@ def measured(row: Row) -> str:
 
 
 def open_to(row: Row) -> str:
-    "What would have made a claim fail that holds, or why it could not"
+    "What would have made a claim fail that holds; why nothing could; or why it cannot hold"
     word = verdict(row)
-    if word == BUILT:
-        return f'nothing: {row["built"]}'
-    return row['fails'] if word == HOLDS else ''
+    if word != BUILT:
+        return row['fails'] if word == HOLDS else ''
+    value = effect(row)
+    away = value[0] - than(row) if value else 0
+    against = away < 0 if row['side'] == 'above' else away > 0
+    return f'{"it cannot hold" if against else "nothing"}: {row["built"]}'
 
 
 def theirs(row: Row) -> str:
-    "The paper's number, if it gives one, and whether it is quoted"
-    return f'{row["theirs"]} ({row["source"]})' if 'theirs' in row else f'({row["source"]})'
+    "The paper's number and where it is from; for a claim without one whose words it is"
+    if 'theirs' in row:
+        return f'{row["theirs"]} ({row["source"]})'
+    return row['source'] if row['source'] == 'our reading' else f'no number ({row["source"]})'
+
+
+# ---- the drawings: a line with the result on it, the same line for all rows of a unit
+
+
+class Axis(NamedTuple):
+    low: float
+    high: float
+    log: bool
+
+    def at(self, x: float) -> float:
+        "Percent of the way from the left end"
+        low, high, x = map(math.log, (self.low, self.high, x)) if self.log else (*self[:2], x)
+        return 100 * (x - low) / (high - low)
+
+
+def axis(
+    rows: list[Row],  # all have one unit and a result
+) -> Axis:
+    "From a round number below to one above all results and what they are compared with"
+    values = [x for row in rows for x in (than(row), *(effect(row) or ())) if x is not None]
+    low, high = min(values), max(values)
+    if rows[0]['unit'] == 'factor':
+        round_ones = [m * 10.0**k for k in range(-3, 4) for m in (1, 1.5, 2, 3, 5, 7)]
+        ends = max(x for x in round_ones if x <= low), min(x for x in round_ones if x >= high)
+        return Axis(*ends, log=True)
+    if rows[0]['unit'] == 'accuracy':
+        low, high = max(low, -EDGE), min(high, EDGE)
+    width = (high - low) / 6
+    step = next(m * 10.0**k for k in range(-4, 4) for m in (1, 2, 5) if m * 10.0**k >= width)
+    return Axis(step * math.floor(low / step), step * math.ceil(high / step), log=False)
+
+
+def _mark(row: Row, x: float) -> str:
+    "A number on the axis of a row"
+    sign = '+' if '+' in row['form'] and x else ''
+    share = row['unit'] == 'share'
+    return f'{100 * x if share else x:{sign}.3g}' + '%' * (share or row['unit'] == 'percent')
+
+
+def _labels(row: Row, on: Axis) -> str:
+    "Both ends and the value that a result is compared with, which counts more"
+    middle = on.at(than(row))
+    ends = [(p, x) for p, x in ((0, on.low), (100, on.high)) if abs(p - middle) > 16]
+    return ''.join(
+        f'<i data-says="{_mark(row, x)}" style="--at:{p:.1f}%"></i>'
+        for p, x in [(middle, than(row)), *ends]
+    )
+
+
+def _drawing(row: Row, on: Axis) -> str:
+    "The result of a row on an axis; all its numbers stand next to it, so it holds no text"
+    value, (mean, *ends) = on.at(than(row)), (x for x in effect(row) or () if x is not None)
+    left, right = (value, 100) if row['side'] == 'above' else (0, value)
+    parts = [f'<rect class="side" x="{left:.1f}%" width="{right - left:.1f}%" height="100%"/>']
+    lines = [('axis', 0, 100, '50%', '50%'), ('value', value, value, '0', '100%')]
+    if ends:
+        low, high = (min(max(on.at(x), 0), 100) for x in ends)
+        lines.append(('range', low, high, '50%', '50%'))
+    parts += [
+        f'<line class="{name}" x1="{a:.1f}%" x2="{b:.1f}%" y1="{y}" y2="{z}"/>'
+        for name, a, b, y, z in lines
+    ]
+    if 0 <= on.at(mean) <= 100:
+        parts.append(f'<circle cx="{on.at(mean):.1f}%" cy="50%" r="3"/>')
+    for at, path, beyond in (
+        (0, 'M0 1L-7 8L0 15Z', min([mean, *ends]) < on.low),
+        (100, 'M0 1L7 8L0 15Z', max([mean, *ends]) > on.high),
+    ):
+        if beyond:
+            parts.append(
+                f'<svg class="more drawing" x="{at}%" overflow="visible"><path d="{path}"/></svg>'
+            )
+    return (
+        f'<span class="interval {LOOKS[verdict(row)]}" aria-hidden="true">'
+        f'<svg class="drawing">{"".join(parts)}</svg>{_labels(row, on)}</span>'
+    )
+
+
+def drawings(
+    rows: list[Row],  # a chapter
+) -> list[str]:  # HTML; '' where nothing was tested
+    "The result of each row; rows of one unit share an axis"
+    drawn = [row for row in rows if verdict(row) in LOOKS]
+    units = {row['unit'] for row in drawn}
+    axes = {unit: axis([row for row in drawn if row['unit'] == unit]) for unit in units}
+    return [_drawing(row, axes[row['unit']]) if row in drawn else '' for row in rows]
+
+
+# ---- tables
 
 
 def _title(page: str) -> str:
@@ -288,12 +417,13 @@ def verdicts(
         raise ValueError(f'step={step!r}: no row of nbs/scoreboard.yml has it, use one of {known}')
     mine.sort(key=lambda row: (row.get('unit') not in LEARNS, 'reach' in row))
     cells = [(row['claim'], theirs(row), measured(row), said(row)) for row in mine]
-    text = table([('claim', "the paper's number", 'what we measured', 'verdict'), *cells])
+    text = table([('claim', 'what the paper says', 'what we measured', 'verdict'), *cells])
     board = os.path.relpath(PAGE, os.path.dirname(step) or '.')
     key = [says for mark, says in KEYS.items() if re.search(rf'[(* ]{re.escape(mark)}[* ),]', text)]
     first = 'The brackets are 95 % intervals: about 19 of 20 such intervals hold the true value.'
-    below = ' '.join([first, *key])
+    means = '\n'.join(f'- {line}' for line in key)
     return Markdown(
-        f'{text}\n\n{below} The [scoreboard]({board}) has all claims of the paper, and how a '
-        'verdict is made.'
+        f'{text}\n\n{first} The [scoreboard]({board}) has all claims of the paper, and how a '
+        'verdict is made.\n\n<details><summary>What the verdicts mean</summary>\n\n'
+        f'{means}\n\n</details>'
     )

@@ -15,12 +15,12 @@ from tests.test_notebooks import notebooks
 from tests.test_toc import COURSE
 
 sys.path.insert(0, str(ROOT / 'tools'))
-from links import anchors, prose  # noqa: E402
+from links import anchors, prose, slug  # noqa: E402
 
 MAP = yaml.safe_load((ROOT / 'nbs' / 'paper_map.yml').read_text())
 ENTRIES = [e for g in MAP['groups'] for e in g['entries']]
 KEYS = set('paper claim source state missing looked_for lesson'.split())
-KEYS |= set('symbols called_by tests measured read'.split())
+KEYS |= set('symbols called_by tests measured more read idea'.split())
 SOURCES, STATES = {'quoted', 'second-hand', 'our reading', 'ours'}, ('here', 'in part', 'absent')
 PAGE = ROOT / 'nbs' / 'paper_map.ipynb'
 
@@ -139,8 +139,9 @@ def number(name, where, form=''):
 
 
 def measured(e):
+    "The sentences of an entry with their numbers, the short one and the folded one"
     values = {k: number(*v) for k, v in e.get('read', {}).items()}
-    return e.get('measured', '').format(**values)
+    return [e[k].format(**values) for k in ('measured', 'more') if k in e]
 
 
 # ---- entries
@@ -207,12 +208,14 @@ def test_the_tests_exist(e):
 
 @each_entry
 def test_the_numbers_are_stored_and_none_is_typed(e):
-    text = e.get('measured', '')
+    short, more = e.get('measured', ''), e.get('more', '')
+    text = f'{short} {more}'.strip()
     assert set(re.findall(r'{(\w+)}', text)) == set(e.get('read', {}))
-    assert bool(text) == bool(e.get('read'))
+    assert bool(short) == bool(e.get('read')) and (short or not more)
+    assert len(re.findall(r'{\w+}', short)) <= 5, 'the rest belongs in `more`'
     typed = re.findall(r'\d+\.\d+(?!-)|\d+ ?%', re.sub(r'{\w+}', '', text))
     assert typed == [], 'read numbers from a result'
-    assert '{' not in measured(e)
+    assert '{' not in ''.join(measured(e))
 
 
 def module_name(path):
@@ -327,7 +330,7 @@ def test_the_page_shows_every_entry_with_the_stored_numbers():
     html, text = page()
     run = 'run `python tools/execute_nbs.py nbs/paper_map.ipynb`'
     said = [e[k] for e in ENTRIES for k in ('paper', 'claim', 'missing') if k in e]
-    said += [measured(e) for e in ENTRIES]
+    said += [text for e in ENTRIES for text in measured(e)]
     assert [s for s in said if plain(s) not in text] == [], run
     assert html.count('<tr class="') == len(ENTRIES), run
 
@@ -342,10 +345,62 @@ def test_the_page_counts_its_states():
 def test_links_of_the_page_lead_to_headings():
     html, _ = page()
     links = re.findall(r'href="([^"]+)"', html)
-    assert len(links) == sum('lesson' in e for e in ENTRIES)
+    assert len(links) == sum('lesson' in e for e in ENTRIES) + len(COURSE.data['ideas'])
     for link in links:
         file, _, heading = link.partition('#')
-        assert heading in anchors(COURSE.nbs / file), link
+        assert (
+            (COURSE.nbs / file).exists() if not heading else heading in anchors(COURSE.nbs / file)
+        )
+
+
+def test_a_link_says_the_heading_it_leads_to():
+    html, _ = page()
+    found = re.findall(r'<a href="[^"#]+#([^"]+)">([^<]+)</a>', html)
+    assert len(found) >= 80
+    for heading, words in found:
+        assert slug(unescape(words)).endswith(heading), words
+
+
+def test_each_idea_stands_for_itself_by_one_entry():
+    "The table of ideas has its words, its lesson, and the state and the numbers of its entry"
+    html, _ = page()
+    table = html.split('</table>')[0]
+    rows = re.findall(r'<tr>(<td>.*?)</tr>', table)
+    assert [e['idea'] for e in ENTRIES if 'idea' in e] != [] and len(rows) == 10
+    for idea, line in zip(COURSE.data['ideas'], rows, strict=True):
+        (e,) = [e for e in ENTRIES if e.get('idea') == idea['idea']]
+        text = unescape(re.sub(r'<[^>]+>', ' ', line))
+        assert all(plain(s) in plain(text) for s in (idea['idea'], idea['says'], measured(e)[0]))
+        assert f'>{e["state"]}</span>' in line and f'href="{COURSE.paths[idea["lesson"]]}"' in line
+
+
+def test_chapters_are_folded_and_say_how_much_is_here():
+    html, _ = page()
+    folds = re.findall(r'<details class="paper-chapter"><summary>(.*?)</summary>', html)
+    assert len(folds) == len(MAP['groups'])
+    for said, group in zip(folds, MAP['groups']):
+        states = [e['state'] for e in group['entries']]
+        assert said == ', '.join(f'{states.count(s)} {s}' for s in STATES if s in states)
+
+
+def test_a_state_that_is_chosen_opens_the_chapters(browser, tmp_path):
+    html, _ = page()
+    script = (ROOT / 'docs' / '_static' / 'board.js').read_text()
+    (tmp_path / 'map.html').write_text(f'<script>{script}</script>{html}')
+    tab = browser.new_page()
+    tab.goto((tmp_path / 'map.html').as_uri())
+
+    def shown():
+        rows = tab.locator('.paper-chapter tbody tr')
+        return rows.evaluate_all('all => all.filter(tr => tr.checkVisibility()).length')
+
+    assert shown() == 0
+    for state in STATES:
+        tab.get_by_label(re.compile(f'^{state} ')).press('Space')
+        assert shown() == sum(e['state'] == state for e in ENTRIES)
+    tab.get_by_label(re.compile('^all ')).press('Space')
+    assert shown() == 0, 'folded again'
+    tab.close()
 
 
 def test_only_sections_that_are_known_are_cited():

@@ -1,4 +1,5 @@
-// The scoreboard's filters, by verdict and by chapter, and the signs of open verdicts. Without it all claims show.
+// The scoreboard's filters, by verdict, by chapter and by the star, and the signs of open verdicts; the chapters of
+// the map of the paper. Without it all claims show.
 
 // Rows of the board, each with its chapter; a row whose other cells are empty names a chapter
 function readRows(table) {
@@ -7,14 +8,19 @@ function readRows(table) {
     const cells = [...tr.cells].map(td => td.textContent.trim())
     const head = cells.slice(1).every(text => !text)
     if (head) chapter = cells[0]
-    const verdict = head ? '' : tr.querySelector('.verdict').textContent.trim()
-    return { tr, head, chapter, verdict }
+    const said = head ? null : tr.querySelector('.verdict')
+    const verdict = said?.textContent.trim() ?? ''
+    const star = said?.closest('td').textContent.includes('★') ? '★' : ''
+    return { tr, head, chapter, verdict, star }
   })
 }
 
-// How many claims a button would leave, given the other choice
-function count(rows, verdict, chapter) {
-  const fits = r => !r.head && (!verdict || r.verdict === verdict) && (!chapter || r.chapter === chapter)
+// What a row can be chosen by, and what is said of it
+const KINDS = { verdict: 'verdict', chapter: 'chapter', star: 'after the correction for chance' }
+
+// How many claims a choice leaves
+function count(rows, chosen) {
+  const fits = r => !r.head && Object.keys(KINDS).every(k => !chosen[k] || r[k] === chosen[k])
   return rows.filter(fits).length
 }
 
@@ -28,7 +34,7 @@ function sign(el) {
 
 function filters(table) {
   const rows = readRows(table), claims = rows.filter(r => !r.head)
-  const chosen = { verdict: '', chapter: '' }, buttons = []
+  const chosen = {}, buttons = []
   const box = document.createElement('div')
   box.className = 'board-filters'
   const says = document.createElement('p')
@@ -37,26 +43,28 @@ function filters(table) {
   function show() {
     const left = new Set()
     for (const r of claims) {
-      r.tr.hidden = count([r], chosen.verdict, chosen.chapter) === 0
+      r.tr.hidden = count([r], chosen) === 0
       if (!r.tr.hidden) left.add(r.chapter)
     }
     for (const r of rows) if (r.head) r.tr.hidden = !left.has(r.chapter)
     for (const { el, kind, name } of buttons) {
-      const n = count(rows, ...['verdict', 'chapter'].map(k => (k === kind ? name : chosen[k])))
+      const n = count(rows, { ...chosen, [kind]: name })
+      const on = (chosen[kind] ?? '') === name
       el.textContent = `${name || 'all'} ${n}`
-      el.setAttribute('aria-pressed', chosen[kind] === name)
-      el.disabled = n === 0 && chosen[kind] !== name
+      el.setAttribute('aria-pressed', on)
+      el.disabled = n === 0 && !on
     }
-    says.textContent = `${count(rows, chosen.verdict, chosen.chapter)} of ${claims.length} claims shown`
+    says.textContent = `${count(rows, chosen)} of ${claims.length} claims shown`
   }
 
-  for (const kind of ['verdict', 'chapter']) {
+  for (const [kind, words] of Object.entries(KINDS)) {
+    const names = [...new Set(claims.map(r => r[kind]))].filter(name => name)
+    if (!names.length) continue
+    if (kind === 'verdict') names.sort((a, b) => count(rows, { verdict: b }) - count(rows, { verdict: a }))
     const group = document.createElement('div')
     group.setAttribute('role', 'group')
     group.setAttribute('aria-label', `Claims by ${kind}`)
-    group.append(`${kind}: `)
-    const names = [...new Set(claims.map(r => r[kind]))]
-    if (kind === 'verdict') names.sort((a, b) => count(rows, b, '') - count(rows, a, ''))
+    group.append(`${words}: `)
     for (const name of ['', ...names]) {
       const el = document.createElement('button')
       el.type = 'button'
@@ -77,8 +85,17 @@ function filters(table) {
   output.before(box)
 }
 
+// The map of the paper: its chapters open where a state is chosen, and close with "all"
+function chapters(choice) {
+  choice.addEventListener('change', ({ target }) => {
+    document.querySelectorAll('.paper-chapter').forEach(el => (el.open = target.id !== 'paper-all'))
+  })
+}
+
 if (typeof document !== 'undefined') {
   const start = () => {
+    const choice = document.querySelector('.paper-choice')
+    if (choice) chapters(choice)
     const table = document.querySelector('#the-board table')
     if (table) filters(table)
     document.querySelectorAll('.verdict').forEach(sign)
