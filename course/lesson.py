@@ -56,7 +56,8 @@ def _box(col, row, stage, on):
     )
 
 
-def _arrows(color):  # along the stations, and from the last one back to the second
+# along the stations, and from the last one back to the second; `run`: boxes stand below the first
+def _arrows(color, run):
     middle, below = 8 + _h / 2, 8 + _h
     along = [f'{_place(i, 0)[0] + _w + 2} {middle}h{_gx - 5}' for i in range(5)]
     first, last = (_place(i, 0)[0] + _w / 2 for i in (1, 5))
@@ -67,12 +68,14 @@ def _arrows(color):  # along the stations, and from the last one back to the sec
         f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
         f'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{color}"/></marker>'
     )
+    of_run = (
+        f'<text x="{8 + _w / 2}" y="{_place(0, 1)[1] - 8}" text-anchor="middle" fill="#57534e" '
+        'font-size="11">the whole run</text>'
+    )
     return (
         f'<defs>{head}</defs><g stroke="{color}" fill="none">{paths}</g>'
         f'<text x="{(last + first) / 2}" y="{below + 18}" text-anchor="middle" fill="{color}" '
-        'font-size="11">new weights</text>'
-        f'<text x="{8 + _w / 2}" y="{_place(0, 1)[1] - 8}" text-anchor="middle" fill="#57534e" '
-        'font-size="11">the whole run</text>'
+        'font-size="11">new weights</text>' + (of_run if run else '')
     )
 
 
@@ -90,21 +93,25 @@ def _stage(name):  # a stage or a module -> the stage; a module's is its own or 
 def pipeline(
     # a key of `stages` or a module ('train.sft'); 'records' = the arrows; None = highlight nothing
     stage: str | None = None,
+    whole: bool = False,  # with all that stands below the stations
 ) -> 'SVG':  # an SVG that Jupyter and the site both show
-    "The map of the series with one stage highlighted. Raises ValueError for an unknown stage"
+    """The map of the series with one stage highlighted: the six stations, and below its station
+    the stage. Raises ValueError for an unknown stage"""
     from IPython.display import SVG
 
     here = _stage(stage)
+    shown = [[s for s in c if whole or s in (c[0], here)] for c in columns]
     width = 16 + 6 * _w + 5 * _gx
-    height = _place(0, max(map(len, columns)) - 1)[1] + _h + 8
+    rows = max(map(len, shown))
+    height = _place(0, rows - 1)[1] + _h + 8 if rows > 1 else _place(0, 1)[1] - 8
     boxes = ''.join(
-        _box(i, j, s, s == here) for i, column in enumerate(columns) for j, s in enumerate(column)
+        _box(i, j, s, s == here) for i, column in enumerate(shown) for j, s in enumerate(column)
     )
     return SVG(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         'style="max-width:100%;height:auto" font-family="Inter,system-ui,sans-serif" '
         'font-size="13">'
-        f'{_arrows(_hot if here == "records" else _grey)}{boxes}</svg>'
+        f'{_arrows(_hot if here == "records" else _grey, len(shown[0]) > 1)}{boxes}</svg>'
     )
 
 

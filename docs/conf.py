@@ -49,6 +49,7 @@ suppress_warnings = ['myst.header', 'mystnb.unknown_mime_type', 'ref.python']
 mathjax = 'sphinx-mathjax-offline/static/mathjax/tex-svg.js'
 mathjax = Path(distribution('sphinx-mathjax-offline').locate_file(mathjax))
 mathjax_path = mathjax.name
+mathjax3_config = {'svg': {'scale': 0.9}}  # as large as the letters around it
 html_theme = 'pydata_sphinx_theme'
 html_static_path = ['_static', '../nbs/styles.css', str(mathjax)]
 html_additional_pages = {'search': 'search.html'}  # its index: tools/search_index.py

@@ -30,6 +30,7 @@ from compassrl.model.layers import softmax_gates
 from compassrl.model.shape import PolicyConfig
 from compassrl.records import Prompt, Request, Sample, Verdict, collate
 from compassrl.rollout.fp8 import dequantise, quantise
+from compassrl.runs.presets import tiny_cpu
 from compassrl.train.routes import routes_agreement
 from course.fp8_codes import decode_e4m3, encode_e4m3
 from course.lesson import lab
@@ -51,6 +52,7 @@ HOMES = dict(
     groups='algo/zero_variance',
     grpo='algo/losses',
     countdown='how_to/countdown',
+    run='launch/background',
     judge='judges/genrm',
     clinic='loop',
 )
@@ -112,7 +114,7 @@ def close(got, want):
 def test_every_lab_stands_in_a_lesson_and_no_dead_widget_is_stored():
     labs = {p.stem for p in (ROOT / 'nbs' / 'labs').glob('*.js')} - {'shared', 'play'}
     assert set(HOMES) == labs
-    assert len(labs) == 10 and '| Ten labs with' in (ROOT / 'nbs' / 'index.ipynb').read_text()
+    assert len(labs) == 11 and '| Eleven labs with' in (ROOT / 'nbs' / 'index.ipynb').read_text()
     for name, home in HOMES.items():
         text = (ROOT / 'nbs' / f'{home}.ipynb').read_text()
         assert 'anywidget' not in text  # a widget's state would hold its code
@@ -224,9 +226,13 @@ def test_clip_lab_follows_mouse_and_keyboard(browser, tmp_path):
     for label in ('ESPO: alpha', 'ESPO: top_frac', 'entropy of token 2, +'):
         opened.named(label).press('End')
     opened.page.get_by_role('button', name='One outlier token').click()  # sets all of them back
-    opened.page.get_by_role('button', name='good, A = +1').click()
+    good, bad = (opened.page.get_by_role('button', name=f'{x}, A = ') for x in ('good', 'bad'))
+    assert good.get_attribute('aria-pressed') == 'true'
     assert clip_agrees(opened) == [1, 1, 8, 0, 2]
     assert opened.text('.said').endswith('Without a gradient: 8 of 8 tokens.')
+    bad.click()
+    handle.press('Home')  # down as far as it goes, as the lesson asks
+    assert clip_agrees(opened) == [1, 1, 8, 0, 2]
     opened.page.get_by_role('button', name='The unsure move').click()
     assert clip_agrees(opened) == [0, 0, 8, 0, 2]
     opened.page.get_by_role('button', name='Rounding noise').click()
@@ -436,9 +442,9 @@ def test_silent_groups_grow_by_keyboard_and_what_they_cost_is_shown(browser, tmp
         return told
 
     assert shown_of_the_easy() == dict(right={'0.25'}, wrong={'-3.81'})
-    page.get_by_role('button', name='no', exact=True).click()
+    page.get_by_role('button', name='mean', exact=True).click()
     assert shown_of_the_easy() == dict(right={'0.06'}, wrong={'-0.94'})
-    page.get_by_role('button', name='yes', exact=True).click()
+    page.get_by_role('button', name='mean, ÷ std', exact=True).click()
     p = dict(estimator='grpo', stdFloor=0.35, lengthWeight=0.0, overlongFrac=0.5, zvpAlpha=0.0)
     p |= hard | dict(entropy=[[0.0] * n for n in hard['lengths']])
     html = page.locator('.group').last.inner_html()
@@ -469,7 +475,7 @@ def test_a_reset_brings_verdicts_and_sliders_back(browser, tmp_path):
         button = page.get_by_role('button', name=f'mixed {i}: ')
         while '?' not in button.inner_text():
             button.press('Space')
-    page.get_by_role('button', name='leave one out').click()
+    page.get_by_role('button', name='mean of the others').click()
     for name in sliders:
         opened.named(name).press('End')
     for _ in range(4):
@@ -506,7 +512,7 @@ def test_group_lab_follows_mouse_and_keyboard(browser, tmp_path):
     page.keyboard.press('Space')
     page.keyboard.press('Enter')
     assert seen() == pytest.approx(hard([0.0, 1.0] + [0.0] * 6), rel=1e-6)
-    page.get_by_role('button', name='no', exact=True).click()
+    page.get_by_role('button', name='mean', exact=True).click()
     assert seen() == pytest.approx(hard([0.0, 1.0] + [0.0] * 6, 'dr_grpo'), rel=1e-6)
     slider = opened.named('RL-ZVP alpha')
     slider.press('Home')
@@ -620,7 +626,9 @@ def test_the_live_grpo_follows_mouse_and_keyboard(browser, tmp_path):
     assert name == '−5'  # where the axis of the loss ends
     high = page.locator('.bars rect').evaluate_all('all => all.map(e => +e.getAttribute("height"))')
     leads = page.locator('.bars title').nth(high.index(max(high))).text_content()
-    assert leads.startswith(opened.text('.named b') + ': ')
+    name, chance = leads.split(': ')
+    said = f'{float(chance):.2f}' if float(chance) < 0.995 else '> 0.99'
+    assert opened.text('.named b') == f'{name}: {said}'
     begins = page.locator('.named i').evaluate_all(
         'all => all.map(e => [e.textContent, e.getBoundingClientRect().left])'
     )
@@ -682,32 +690,26 @@ def test_the_live_grpo_of_the_policy_gradient_shows_what_its_lesson_says(
 ):
     """Its learning rate is the lesson's, and it leaves out the loss of a later lesson
 
-    A judge that adds 10 lets one wrong response win."""
+    A verifier that adds 10 lets one wrong response win."""
     monkeypatch.setitem(HOMES, 'grpo', 'algo/policy_gradient')
     opened = Opened(browser, tmp_path, 'grpo', reduced_motion='reduce')
     page, ends = opened.page, {}
     assert opened.named('learning rate').input_value() == '6'
-    assert opened.named('advantage').input_value() == 'r'
+    assert opened.named('advantage').input_value() == 'r + 10'
     pressed = page.locator('button[aria-pressed="true"]').all_inner_texts()
-    assert pressed == ['digits never fall', 'r']
+    assert pressed == ['digits never fall']
     for formula in 'r', 'r - mean', 'r + 10 - (mean + 10)', 'r + 10':
         page.get_by_role('button', name='Start again').click()
         opened.named('advantage').fill(formula)
         page.get_by_role('button', name='Run 20').click()
         ends[formula] = float(re.search(r'reward (\d\.\d+)', opened.text('.said'))[1])
         assert page.locator('.pair svg').count() == 1 and 'loss' not in opened.text('.bench')
-    assert ends['r + 10'] < 0.05 and page.locator('.named b').inner_text() == '211'
+    assert ends['r + 10'] < 0.05 and page.locator('.named b').inner_text() == '211: 0.99'
     assert [round(e, 2) for e in list(ends.values())[:3]] == [0.95, 0.91, 0.91]
     bars = page.locator('.bars rect')
     high = bars.evaluate_all('all => all.map(e => +e.getAttribute("height"))')
     top = high.index(max(high))
     assert high[top] > 50 * sorted(high)[-2] and TASKS['rising'][top] == 0
-    page.get_by_role('button', name='Start again').click()
-    page.get_by_role('button', name='always').click()
-    opened.named('advantage').fill('r - mean')
-    page.get_by_role('button', name='Run 20').click()
-    high = bars.evaluate_all('all => all.map(e => e.getAttribute("height"))')
-    assert len(set(high)) == 1  # no bar has moved
     opened.fits()
 
 
@@ -896,6 +898,9 @@ def test_the_mismatch_lab_shows_the_numbers_of_its_answers(browser):
     raw = dict(temperature=0.6, raw=True)
     assert [gap(4, format='bf16'), gap(4, format='bf16', **replayed)] == [0.0465, 0.0017]
     assert [gap(format='e4m3'), gap(format='e4m3', **replayed)] == [0.115, 0.029]
+    assert of('cosine', 4, format='bf16') == 0.9997
+    assert [cosine(format='e4m3'), cosine(format='e4m3', **replayed)] == [0.983, 0.999]
+    assert of('cosine', 4, format='e4m3', tis='truncate') == 0.9995
     assert gap(format='bf16', **late) == 0.345 > 7 * gap(4, format='bf16')
     assert gap(temperature=0.6) == 0
     assert [gap(**raw), gap(**raw, **replayed), cosine(**raw)] == [0.193, 0.193, 1]
@@ -1290,13 +1295,50 @@ def test_scheduler_lab_follows_mouse_and_keyboard(browser, tmp_path):
     assert opened.named('noise of the prediction').is_enabled()
     opened.page.get_by_role('button', name='as they come').click()
     assert f'Longest first it would be second {end:.1f}.' in opened.text('.said')
+    again = opened.page.get_by_role('button', name='New noise')
     assert opened.named('noise of the prediction').is_disabled()  # a predicted order has noise
+    assert again.is_disabled()
+    tall = 'document.documentElement.scrollHeight'
+    before = opened.page.evaluate(tall)
     opened.page.get_by_role('button', name='longest first').click()
+    assert opened.page.evaluate(tall) == before  # nothing jumps
+    opened.named('noise of the prediction').press('End')
+    again.click()
+    call = '(lab, draw) => lab.guesses(lab.lengthsOf(2), 3, draw)'
+    (guesses,) = in_page(opened.page, 'schedule', [2], call)
+    late = max(e for *_, e in simulated(lengths, guesses, 5))
+    assert f'The last ends at second {late:.1f};' in opened.text('.said')
+    opened.named('noise of the prediction').press('Home')
     opened.named('time').press('Home')
     assert opened.text('.said').startswith('Second 0.0: 0 of 40 have ended.')
     opened.page.get_by_role('button', name='Play').click()  # at its end where motion is unwanted
     assert f'Second {end:.1f}: 40 of 40' in opened.text('.said')
     opened.fits()
+
+
+def test_scheduler_lab_shows_the_numbers_of_its_answers(browser):
+    "Ends and idle time as the lesson says them, here by the simulation"
+    points = [(1, 0, 1), (2, 0, 1), (1, 3, 2), (1, 3, 4)]  # spread, noise, draw
+    call = """(lab, [spread, noise, draw]) => {
+        const lengths = lab.lengthsOf(spread)
+        return [lengths, lab.guesses(lengths, noise, draw)]
+    }"""
+    one, two, second, fourth = in_page(browser.new_page(), 'schedule', points, call)
+
+    def ends(lengths, guesses):  # first in order of arrival, then by the guesses
+        spans = [simulated(lengths, by, 6) for by in ([0.0] * 40, guesses)]
+        last = [max(e for *_, e in of) for of in spans]
+        idle = [1 - sum(lengths) / 6 / end for end in last]
+        starts = [spans[1][i][1] for i in sorted(range(40), key=lambda i: -lengths[i])[:2]]
+        return [round(x, 1) for x in last], [round(100 * x, 1) for x in idle], starts
+
+    assert ends(*one)[:2] == ([96.4, 67.2], [30.8, 0.7])
+    assert ends(*two)[0] == [126.8, 126.8] and round(max(two[0]), 1) == 126.8
+    end, _, starts = ends(*second)
+    assert end[1] == 69.3 and max(starts) < 3
+    end, _, starts = ends(*fourth)
+    assert end[1] == 82.4 and round(starts[0]) == 26
+    assert round(starts[0] + max(fourth[0]), 1) == 82.4
 
 
 # ---- countdown lab
@@ -1489,7 +1531,7 @@ def test_judge_lab_follows_mouse_and_keyboard(browser, tmp_path):
 
     assert follow() == (3, 5, 3)
     assert (
-        'The order changes 3 of 8 labels: 1 from Worse to Tie, 2 from Tie to Better.'
+        'The preference changes 3 of 8 labels: 1 from Worse to Tie, 2 from Tie to Better.'
         in opened.text('.said')
     )
     page.get_by_role('button', name='in both orders').click()
@@ -1510,6 +1552,26 @@ def test_judge_lab_follows_mouse_and_keyboard(browser, tmp_path):
     (world['errors'],) = in_page(page, 'judge', [2], '(lab, seed) => lab.errorsOf(seed)')
     follow()
     opened.fits()
+
+
+def test_judge_lab_shows_the_numbers_of_its_answers(browser):
+    "Right labels in five draws, and what a strong preference leaves"
+    call = '(lab, draw) => ({ gaps: lab.GAPS, tie: lab.TIE, errors: lab.errorsOf(draw) })'
+    draws = in_page(browser.new_page(), 'judge', [2, 3, 4, 5, 6], call)
+
+    def found(world, habit, noise, twice):
+        return judged_by_the_library(world | dict(habit=habit, noise=noise, twice=twice))
+
+    right = [[found(w, 0, 0.4, twice)['right'] for w in draws] for twice in (False, True)]
+    assert right == [[7, 6, 4, 7, 4], [7, 7, 7, 7, 6]]
+    strong = found(draws[0], 1.2, 0, False)
+    assert strong['labels'] == ['Tie'] + ['Better'] * 7
+    assert round(strong['advantages'][0], 2) == -2.47
+    assert set(found(draws[0], 1.5, 0, False)['labels']) == {'Better'}
+    once, both = (found(draws[0], 0.4, 0, twice) for twice in (False, True))
+    turned = [i for i, (a, b) in enumerate(zip(once['labels'], once['truth'])) if a != b]
+    wrong = [i for i, (a, b) in enumerate(zip(both['labels'], both['truth'])) if a != b]
+    assert turned == [1, 5, 6] and wrong == [1, 7]
 
 
 # ---- sick-run clinic
@@ -1714,7 +1776,7 @@ def test_clinic_follows_mouse_and_keyboard(browser, tmp_path):
         press(diagnoses[other][0])
         assert ', '.join(curves[k][0] for k in least[other]) in opened.text('.said')
     press('Start again')
-    assert 'Cost: 0. Lowest possible cost so far: 0.' in opened.text('.score')
+    assert 'Cost: 0. The least that was needed so far: 0.' in opened.text('.score')
     assert page.locator('.opened').count() == 2
     first = page.get_by_role('button', name='loss', exact=True)
     first.focus()
@@ -1756,3 +1818,122 @@ def test_the_runs_of_the_clinic_can_be_made_again(tmp_path):
     steps = {len(x) for own in made['patients'].values() for x in own.values()}
     assert steps == {2}
     assert (ROOT / 'nbs' / 'labs' / 'clinic.json').stat().st_size < 300_000
+
+
+# ---- run lab
+
+RUN = json.loads((ROOT / 'nbs' / 'labs' / 'run.json').read_text())
+# `struck` ends the process within a step, `asked` asks it to stop; both after so many steps
+STRUCK = """
+import os, sys
+from compassrl.runs.cli import main
+from compassrl.runs.run import Run
+kind, at, *words = sys.argv[1:]
+on_step = Run.on_step
+def struck(run, step, *rest):
+    print('step', step, flush=True)
+    if (kind, step) == ('kill', int(at) + 1):
+        os._exit(9)
+    run.stop.asked |= (kind, step) == ('stop', int(at))
+    on_step(run, step, *rest)
+Run.on_step = struck
+sys.exit(main(words))
+"""
+
+
+def lived(*words):
+    "The steps that a process of the library trains until it ends"
+    run = subprocess.run(
+        [sys.executable, '-c', STRUCK, *map(str, words)], capture_output=True, text=True
+    )
+    return [int(n) for n in re.findall(r'^step (\d+)$', run.stdout, flags=re.M)]
+
+
+def test_the_run_lab_loses_and_repeats_the_steps_that_a_run_does(browser, tmp_path):
+    small = ['--steps', '6', '--save-every', '2', '--eval-every', '0', '--cold-start.steps', '20']
+    small += ['--prompts-per-step', '4', '--data.num-heldout', '4', '--run-dir', tmp_path / 'run']
+    real = [lived('kill', 3, 'train', 'smoke-cpu', *small)[:-1]]  # it dies within the last one
+    real += [lived('stop', 5, 'resume', tmp_path / 'run'), lived('', 0, 'resume', tmp_path / 'run')]
+    assert [len(r) for r in real] == [3, 3, 1]
+    call = """(lab, events) => {
+        let state = lab.FRESH
+        return events.map(e => state = lab.after(state, e, { steps: 6, save_every: 2 }))
+    }"""
+    parts = ['start', *['step'] * 3, 'kill'], ['resume', *['step'] * 3, 'stop'], ['resume', 'step']
+    page = browser.new_page()
+    states = in_page(page, 'run', [[e for part in parts for e in part]], call)[0]
+    steps = [s['at'] for e, s in zip((e for part in parts for e in part), states) if e == 'step']
+    assert steps == [n for part in real for n in part]
+    assert states[-1] == dict(how='finished', at=6, saved=6, again=1)
+    # what cannot happen changes nothing
+    for events in (['step'], ['kill'], ['resume'], ['start', 'resume']):
+        last = in_page(page, 'run', [events], call)[0][-1]
+        assert last == dict(how='runs' if 'start' in events else 'ready', at=0, saved=0, again=0)
+
+
+def test_the_recorded_run_is_that_of_the_preset_and_its_marks_are_its_verdicts():
+    cfg = tiny_cpu()
+    assert [RUN[k] for k in ('steps', 'save_every', 'seed')] == [
+        cfg.steps,
+        cfg.save_every,
+        cfg.seed,
+    ]
+    assert [e['step'] for e in RUN['exams']] == list(range(0, cfg.steps + 1, 10))
+    assert len(RUN['correct']) == len(RUN['seconds']) == cfg.steps
+    for exam in RUN['exams']:
+        for p, (says, right) in zip(RUN['prompts'], exam['says'], strict=True):
+            a, sign, b = re.match(r'(\d+)(.)(\d+)=', p['prompt']).groups()
+            assert int(p['answer']) == (int(a) + int(b) if sign == '+' else int(a) - int(b))
+            number = re.search(r'#(-?\d+)$', says)
+            assert len(right) == cfg.eval_k
+            assert (number is not None and int(number[1]) == int(p['answer'])) == (right[0] == '1')
+    assert (ROOT / 'nbs' / 'labs' / 'run.json').stat().st_size < 20_000
+
+
+def test_the_run_can_be_recorded_again(tmp_path):
+    out = tmp_path / 'run.json'
+    tool = [sys.executable, ROOT / 'tools' / 'record_run.py', '--quick', '--out', out]
+    subprocess.run(tool, check=True, cwd=ROOT, capture_output=True, timeout=600)
+    made = json.loads(out.read_text())
+    assert made.keys() == RUN.keys() and [e['step'] for e in made['exams']] == [0, 2, 4]
+    assert made['exams'][0].keys() == RUN['exams'][0].keys()
+    assert len(made['prompts']) == len(RUN['prompts']) == len(made['exams'][0]['says'])
+
+
+def test_the_run_lab_follows_mouse_and_keyboard(browser, tmp_path):
+    opened = Opened(browser, tmp_path, 'run')
+    opened.page.clock.install()
+    press = lambda name: opened.page.get_by_role('button', name=name, exact=True).click()  # noqa: E731
+    upto = lambda n: opened.page.clock.run_for(1000 * sum(RUN['seconds'][:n]) + n)  # noqa: E731
+    percent = lambda step: f'{round(100 * RUN["exams"][step // 10]["right"])} %'  # noqa: E731
+    assert f'{percent(0)} of the held-out answers are right' in opened.text('.said')
+    press('Start')
+    upto(57)
+    press('Kill (power cut)')  # time goes on meanwhile
+    at = int(re.match(r'Killed at step (\d+)\.', opened.text('.said'))[1])
+    assert 50 <= at < 80
+    assert f'checkpoint is step 40: {at - 40} steps are lost' in opened.text('.said')
+    look = opened.named('look at step')
+    for _ in range(at - 9):
+        look.press('ArrowLeft')
+    assert f'the evaluation at step 0, {percent(0)} right' in opened.text('.said')
+    assert opened.page.locator('td.right').count() == sum(
+        s[1][0] == '1' for s in RUN['exams'][0]['says']
+    )
+    look.press('ArrowRight')
+    assert f'the evaluation at step 10, {percent(10)} right' in opened.text('.said')
+    press('Resume')
+    assert opened.text('.said').startswith('Step 40 of 200.')
+    opened.page.clock.run_for(1000)
+    press('Stop (Ctrl-C)')
+    stopped = int(re.match(r'Stopped: step (\d+) was', opened.text('.said'))[1])
+    assert stopped > 40 and opened.page.get_by_role('button', name='Kill').is_disabled()
+    press('Resume')
+    opened.page.clock.run_for(60_000)
+    assert f'Finished: {percent(200)} of the held-out answers' in opened.text('.said')
+    assert f'{at - 40} steps were done twice' in opened.text('.said')
+    marks = opened.page.locator('td.marks').all_inner_texts()
+    assert marks == [s[1].replace('1', '●').replace('0', '○') for s in RUN['exams'][-1]['says']]
+    press('Start over')
+    assert opened.text('.said').startswith('A policy after its cold start')
+    opened.fits()

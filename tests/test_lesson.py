@@ -9,10 +9,12 @@ import torch
 
 from compassrl.algo.algo_settings import EspoConfig
 from course.lesson import answers, brief, check, expect, pipeline, predict, show_settings, stages
+from course.stages import columns
 from tests.support import ROOT
 from tests.test_toc import COURSE, tool
 
 HOT = '#c2410c'
+LABELS = {label for _, label in stages.values()}
 PACKAGE = ROOT / 'compassrl'
 MODULES = [
     '.'.join(path.relative_to(PACKAGE).with_suffix('').parts)
@@ -20,8 +22,8 @@ MODULES = [
 ]
 
 
-def parts(stage):
-    return list(ElementTree.fromstring(pipeline(stage).data).iter())
+def parts(stage, whole=True):
+    return list(ElementTree.fromstring(pipeline(stage, whole).data).iter())
 
 
 def boxes(elements):
@@ -36,6 +38,17 @@ def test_one_box_is_highlighted(stage):
     assert sum(e.get('fill') == HOT for e in rects) == (stage in stages)
     arrows = [e for e in parts(stage) if e.tag.endswith('}g')]
     assert any(e.get('stroke') == HOT for e in arrows) == (stage == 'records')
+
+
+@pytest.mark.parametrize('stage', stages)
+def test_a_page_shows_the_stations_and_itself(stage):
+    elements, first = parts(stage, whole=False), [c[0] for c in columns]
+    texts = [e.text for e in elements if e.tag.endswith('text')]
+    assert {stages[s][1] for s in [*first, stage]} == {t for t in texts if t in LABELS}
+    assert ('the whole run' in texts) == (stage in columns[0][1:])
+    height = float(elements[0].get('viewBox').split()[3])
+    assert max(y + h for _, y, _, h in boxes(elements)) + 8 <= height
+    assert height < float(parts(stage)[0].get('viewBox').split()[3])
 
 
 def test_boxes_do_not_touch_and_the_picture_holds_them():

@@ -103,6 +103,27 @@ def test_a_page_shows_a_figure_once(last, play, dropped):
     assert shown.metadata.mystnb.code_prompt_show == 'The code of the figure'
 
 
+def test_the_code_of_a_play_stands_below_it():
+    picture = nbformat.v4.new_output('display_data', {'image/png': ''})
+    drawn = nbformat.v4.new_code_cell('def play(): ...\n\nplay()', outputs=[picture])
+    cells = [nbformat.v4.new_markdown_cell('# A'), drawn]
+    cells += [
+        nbformat.v4.new_code_cell('playground(play, k=3)'),
+        nbformat.v4.new_markdown_cell('b'),
+    ]
+    shown = build_docs.prepare(nbformat.v4.new_notebook(cells=cells), 'a', '', {}, set()).cells
+    assert [c.source[:8] for c in shown] == ['# A', 'playgrou', 'def play', 'b']
+
+
+@pytest.mark.parametrize('more, folded', [('home = 1', True), ('a = 1\n' * 4, False)])
+def test_a_cell_that_imports_and_does_little_more_is_folded(more, folded):
+    source = '\n'.join(f'import a{i}' for i in range(5)) + '\n\n' + more.strip()
+    cells = [nbformat.v4.new_markdown_cell('# A'), nbformat.v4.new_code_cell(source)]
+    shown = build_docs.prepare(nbformat.v4.new_notebook(cells=cells), 'a', '', {}, set()).cells[1]
+    assert (shown.metadata.tags == ['hide-input']) == folded
+    assert (shown.metadata.mystnb.code_prompt_show == 'Imports') == folded
+
+
 @pytest.mark.parametrize(
     'source, removed',
     [

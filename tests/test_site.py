@@ -565,6 +565,18 @@ def test_the_list_of_headings_follows_the_reader(address, browser):
     page.close()
 
 
+def test_the_list_of_all_pages_stands_where_the_page_is(address, browser):
+    page = browser.new_page(viewport=dict(width=1280, height=800))
+    for name in 'algo/losses', 'runs/presets', 'how_to/own_engine', 'runs/presets':
+        page.goto(f'{address}{name}.html')  # the theme would keep the place of the page before
+        page.wait_for_function("""() => {
+            const own = document.querySelector('.bd-sidebar-primary .current > a')
+            const at = own.getBoundingClientRect()
+            return at.top > 50 && at.bottom < innerHeight
+        }""")
+    page.close()
+
+
 def test_on_a_phone_the_map_shows_where_one_is_and_wide_figures_scroll(address, browser):
     page = browser.new_page(viewport=dict(width=390, height=844))
     page.goto(f'{address}/algo/losses.html')
@@ -606,11 +618,18 @@ def test_on_a_phone_a_printed_line_wraps_and_short_code_is_not_cut(address, brow
 
 def test_a_box_of_the_map_leads_to_its_page(address, browser):
     page = browser.new_page()
-    page.goto(f'{address}algo/losses/espo.html')
-    boxes = page.locator('svg.map a')
-    assert boxes.count() == len(build_docs.MAP) - 1  # all but its own
+    page.goto(f'{address}lesson.html')
+    whole = page.locator('svg.map').last
+    boxes = whole.locator('a')
+    assert boxes.count() == len(build_docs.MAP) and not whole.is_visible()
+    page.locator('summary', has_text='All boxes').click()
     boxes.get_by_text('FP8', exact=True).click()
     page.wait_for_url(re.compile('rollout/fp8.html'))
+    page.goto(f'{address}algo/losses/espo.html')
+    boxes = page.locator('svg.map a')
+    assert boxes.count() == 6  # the stations
+    boxes.get_by_text('rollout', exact=True).click()
+    page.wait_for_url(re.compile('rollout/answers.html'))
     page.close()
 
 
@@ -655,6 +674,12 @@ def test_every_page_searches_while_one_types(address, browser, width):
     page.goto(at)
     assert not [url for url in asked if 'search_data' in url]
     page.keyboard.press('Control+k')
+    page.keyboard.type('ruoter replay ')  # a slip, and what is said of it
+    note = page.locator('#pst-search-dialog ul.search > li').first
+    note.wait_for(timeout=60_000)
+    said = 'Nothing here has the words “ruoter replay”. Found for “router replay”:'
+    assert note.inner_text() == said
+    page.locator('#pst-search-dialog input').fill('')
     page.keyboard.type('router rep')
     first = page.locator('#pst-search-dialog ul.search > li').first
     first.wait_for(timeout=60_000)
@@ -673,6 +698,42 @@ def test_every_page_searches_while_one_types(address, browser, width):
     page.keyboard.type('xyzzy')
     page.get_by_text('Nothing found').wait_for()
     page.close()
+
+
+@pytest.mark.parametrize('width', [1280, 390])
+def test_a_word_is_found_while_one_types(address, browser, width):
+    "By its name here or elsewhere; a link to a word shows it; without the script all rows show"
+    page = watched(browser, address, pytest.fail)
+    page.set_viewport_size(dict(width=width, height=800))
+    page.goto(f'{address}words.html')
+    field, rows = page.get_by_label('Find a word'), page.locator('table.words tbody tr')
+    words, status = rows.count(), page.locator('.word-field [role="status"]')
+    assert words > 150 and status.inner_text().strip() == f'{words} words'
+    for _ in range(200):
+        page.keyboard.press('Tab')
+        if field.evaluate('el => el === document.activeElement'):
+            break
+    for asked, word in ('CLIP_ratio low', 'clip'), ('frac_reward_zero_std', 'silent group'):
+        page.keyboard.type(asked)
+        seen = [r for r in rows.all() if r.is_visible()]
+        assert [r.locator('b').inner_text() for r in seen] == [word]
+        assert status.inner_text().strip() == f'1 of {words} words'
+        assert page.locator('section h2:visible', has_text='Many machines').count() == 0
+        page.keyboard.press('Escape')
+        assert field.input_value() == '' and status.inner_text().strip() == f'{words} words'
+    page.keyboard.type('manifest')  # in a fold
+    assert page.locator('#word-manifest').is_visible()
+    page.keyboard.type(' xyzzy')
+    assert status.inner_text().strip() == f'0 of {words} words'
+    page.evaluate('location.hash = "word-broker"')
+    page.locator('#word-broker').wait_for()
+    assert field.input_value() == '' and page.locator('#word-manifest').is_visible()
+    page.close()
+    plain = browser.new_context(java_script_enabled=False).new_page()
+    plain.goto(f'{address}words.html')
+    assert plain.locator('table.words tbody tr').count() == words
+    assert plain.locator('#word-clip').is_visible() and plain.locator('.word-field').count() == 0
+    plain.context.close()
 
 
 def test_code_can_be_copied(address, browser):

@@ -117,10 +117,18 @@ def walk(first):
 
 def test_next_leads_through_the_spine_the_rest_and_the_engine_room_without_a_jump():
     assert walk('lesson') == COURSE.spine, 'run `make sync`'
-    aside = [n for n in COURSE.order if n not in COURSE.spine]
+    aside = [n for n in COURSE.order if COURSE.step(n) is None]
     for kind in True, False:
         rest = [n for n in aside if (COURSE.order[n].kind == 'reference') == kind]
         assert walk(rest[0]) == rest, 'run `make sync`'
+
+
+def test_next_of_what_hangs_below_a_step_leads_to_the_next_step():
+    below = [p.notebooks for p in COURSE.parts if p.name.startswith('Deeper')]
+    assert len(below) > 5
+    for names in below:
+        step = COURSE.step(names[0])
+        assert walk(names[0]) == [*names, *COURSE.spine[step + 1 :]], 'run `make sync`'
 
 
 @pytest.mark.parametrize('name', COURSE.paths)

@@ -15,7 +15,7 @@ from tests.test_toc import COURSE, LESSONS
 sys.path.insert(0, str(ROOT / 'tools'))
 import front  # noqa: E402
 from links import anchors, prose  # noqa: E402
-from toc import read  # noqa: E402
+from toc import read, title  # noqa: E402
 
 WORDS = yaml.safe_load((ROOT / 'nbs' / 'words.yml').read_text())
 ROWS = [w for g in WORDS['groups'] for w in g['words']]
@@ -64,6 +64,16 @@ def test_every_word_is_explained_where_its_links_lead():
         if not any(says(section(place), form) for form in forms(row))
     ]
     assert lost == []
+
+
+def test_a_lesson_of_the_path_comes_before_deeper_ones():
+    "Unless a deeper page is about the word alone"
+    late = []
+    for row in ROWS:
+        pages = [place.partition('#')[0] for place in row['in']]
+        if pages[0] not in COURSE.spine and any(p in COURSE.spine for p in pages):
+            late.append((row['word'], title(read(COURSE.nbs / COURSE.paths[pages[0]]))))
+    assert [word for word, page in late if word != page] == []
 
 
 def test_what_else_a_word_is_called_is_on_its_pages():
@@ -162,6 +172,13 @@ def test_links_of_the_page_lead_to_headings():
     for link in links:
         file, _, heading = link.partition('#')
         assert heading in anchors(COURSE.nbs / file), link
+
+
+def test_no_row_has_two_links_of_one_name():
+    html, _ = page()
+    for row in re.findall('<tr id=.*?</tr>', html, flags=re.S):
+        names = re.findall('<a href=[^>]*>(.*?)</a>', row)
+        assert len(set(names)) == len(names), row
 
 
 def test_who_begins_finds_the_page():

@@ -238,6 +238,17 @@ def title_of(cell):
     return 'The check' if re.search(r'^ *(assert|test_\w+\()', source, re.M) else 'Show the code'
 
 
+def others(source):
+    "The lines of a cell that import nothing"
+    imports = re.compile(r'(import|from) |sys\.path|if TYPE_CHECKING:|\s|$|\)')
+    return [line for line in source.splitlines() if not imports.match(line)]
+
+
+def sets_up(source):
+    "Whether a cell imports, and does little more"
+    return len(others(source)) <= 3 and len(re.findall(r'^(?:import|from) ', source, re.M)) > 4
+
+
 DRAWS = re.compile(r'(pipeline|playground|lab|verdicts|show_settings|drawings\.\w+|machines\.\w+)$')
 
 
@@ -291,7 +302,7 @@ def prepare(nb, here, folder, names, pages):
     nb.metadata.pop('widgets', None)
     pairs = enumerate(itertools.pairwise(nb.cells))
     twins = {i for i, (c, below) in pairs if shown_again(c, below)}
-    cells, imports = [], []
+    cells, imports, later = [], [], []  # later: the code of a Play, which stands below it
     shows = [alt(nb.cells, i) if pictured(c) else '' for i, c in enumerate(nb.cells)]
     for i, c in enumerate(nb.cells):
         if c.cell_type == 'markdown':
@@ -307,12 +318,11 @@ def prepare(nb, here, folder, names, pages):
                 tags = {'hide-cell'}  # what it prints would tell
             if only_draws(c.source):
                 tags = tags - {'hide-input'} | {'remove-input'}
+            if not tags and not c.outputs and sets_up(c.source):
+                tags, opts = {'hide-input'}, {'code-summary': 'Imports'} | opts
             title = 'Show the output' if tags == {'hide-output'} else title_of(c)
             prompt = opts.get('code-summary', '').strip('"\'') or title
-            if all(
-                re.match(r'(import|from) |sys\.path|if TYPE_CHECKING:|\s|$|\)', line)
-                for line in c.source.splitlines()
-            ):
+            if not others(c.source):
                 if opts.get('echo') != 'false':
                     imports.append(c.source)
                 continue
@@ -341,7 +351,11 @@ def prepare(nb, here, folder, names, pages):
                     o.data['text/html'] = alive(offline(html, shows[i]))
             if 'export' in opts and (targets := anchors(c.source, here, names)):
                 cells.append(nbformat.v4.new_markdown_cell(''.join(targets)))
-        cells.append(c)
+        if i in twins and not c.outputs:
+            later.append(c)
+            continue
+        cells += [c, *later]
+        later.clear()
     if imports:
         look = dict(code_prompt_show='Imports', code_prompt_hide='Imports')
         last = nbformat.v4.new_code_cell('\n\n'.join(imports))
@@ -357,8 +371,7 @@ def copies(path):
     file = f'blob/main/nbs/{path.as_posix()}'
     return (
         f'[Notebook]({REPOSITORY}/{file}) · '
-        f'[Colab](https://colab.research.google.com/github/{owner}/{file}) '
-        '(not tried there; it needs [a first cell](%s))'
+        f'[Colab](https://colab.research.google.com/github/{owner}/{file}) ([not tried yet](%s))'
     )
 
 

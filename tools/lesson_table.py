@@ -33,7 +33,6 @@ LABELS = {
     'as they are median error',
     'divided by max/448 median error',
     'Hatched: idle. Dashed: the lower bound',
-    'live choice: experts 0 and 1',
     'tokens… can be drawn, entropy',
     'Word … has log-prob …; the choice has … of at most … nats of uncertainty',
 }

@@ -137,12 +137,16 @@ class Course:
         return at if name in self.spine else f'Deeper: {at[0].lower()}{at[1:]}'
 
     def chain(self, name):
-        "The sequence that Previous and Next walk: the spine, what is not on it, the engine room"
-
-        def walk(n):
-            return n in self.spine, self.order[n].kind == 'reference'
-
-        return [n for n in self.order if walk(n) == walk(name)]
+        """The sequence that Previous and Next walk: the spine; what hangs below a step, from its
+        step to the next one; the other parts; the engine room"""
+        step = self.step(name)
+        if name in self.spine:
+            return self.spine
+        if step is not None:
+            return [self.spine[step], *self.order[name].notebooks, *self.spine[step + 1 :][:1]]
+        kind = self.order[name].kind == 'reference'
+        rest = (n for n in self.order if self.step(n) is None)
+        return [n for n in rest if (self.order[n].kind == 'reference') == kind]
 
     def neighbours(self, name):
         chain = [None, *self.chain(name), None]
@@ -275,7 +279,7 @@ def set_neighbours(course, name, nb, titles):
         end = '' if text.endswith('?') else '.'
         lines += [f'Next: {link(course.paths[after], here, text)}{end} {what}', '']
     ends = [link(course.paths[before], here, titles[before][0])] if before else []
-    ends += [link(Path('index.ipynb'), here, 'all notebooks')]
+    ends += [link(Path('index.ipynb'), here, 'front page')]
     lines += [('Previous: ' if before else 'Back to ') + ' · '.join(ends)]
     nb['cells'] = [*cells, markdown('\n'.join(lines), name)]
 
@@ -310,7 +314,9 @@ def hanging(course, name, here, titles):
         page, anchor = at.split('#')
         file = '' if page == name else os.path.relpath(course.paths[page], here.parent)
         what = heading(course, page, anchor)
-        lines += [f'For your own file: [{what}]({file}#{anchor}).']
+        what = re.sub(r'^Exercise \d+: ', '', what)  # this page has numbers of its own
+        there = f', in {titles[page][0]}' if file else ''
+        lines += [f'For your own file: [{what}]({file}#{anchor}){there}.']
     deeper = own.get('deeper', [])
     if len(deeper) > MANY:
         rows = [f'- {to(n)}: {titles[n][1]}' for n in deeper]
@@ -390,13 +396,15 @@ def long(minutes):
 
 
 def steps(course, titles):
-    "The spine at a glance, three steps a row, with minutes; what each is about is folded"
+    "The spine at a glance, three steps a row: what each is about, with its minutes"
     names, last = course.spine, course.num_steps
     lessons = names[: last + 1]
     takes = {n: numbers(read(course.nbs / course.paths[n]), 0)['minutes'] for n in names}
     short = {n: titles[n][0].split(':')[0] for n in names}
+    cards = {s['page']: s['card'] for s in course.data['spine']}
     cells = [
-        f'{course.number(n)} [{short[n]}]({course.paths[n]}) ({takes[n]:.0f}\u00a0min)'.strip()
+        f'{course.number(n)} [{short[n]}]({course.paths[n]}) {cards[n]} '
+        f'({takes[n]:.0f}\u00a0min)'.strip()
         for n in names
     ]
     lines = [
@@ -407,8 +415,7 @@ def steps(course, titles):
         '| --- | --- | --- |',
     ]
     lines += [f'| {" | ".join(cells[i : i + 3])} |' for i in range(0, len(cells), 3)]
-    about = folded('What each step is about', rows(course, names, titles))
-    return '\n'.join(lines) + f'\n\n{about}'
+    return '\n'.join(lines)
 
 
 def table(course, part, titles):

@@ -23,6 +23,19 @@ function openTarget() {
 addEventListener('hashchange', openTarget);
 openTarget();
 
+/* The list of all pages stands where the page is, unless it is in sight already. The theme puts it
+   where it stood on the page before, so this comes after the theme. */
+function showPage() {
+  const pages = document.querySelector('.bd-sidebar-primary');
+  const self = pages?.querySelector('.current > a, a.current');
+  if (!self) return;
+  const at = self.getBoundingClientRect(), box = pages.getBoundingClientRect();
+  if (at.top < box.top || at.bottom > Math.min(box.bottom, innerHeight)) {
+    pages.scrollTop += at.top - box.top - box.height / 3;
+  }
+}
+addEventListener('load', () => requestAnimationFrame(showPage));
+
 /* The list of a page's headings scrolls to the one that is being read. The theme marks it. */
 const list = document.querySelector('#pst-page-toc-nav');
 const side = list?.closest('.bd-sidebar-secondary');
@@ -64,7 +77,7 @@ for (const code of document.querySelectorAll('.bd-article :is(p, li, td) code'))
 /* On a phone wide figures keep letters that can be read, and scroll; so does the map, to its box.
    A printed line wraps. */
 function roomy(figure) {
-  if (figure.naturalWidth < 600) return;
+  if (figure.naturalWidth < 700) return; // one panel shrinks and can still be read
   figure.classList.add('wide');
   figure.parentElement.tabIndex = 0;
 }

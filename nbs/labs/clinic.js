@@ -221,7 +221,7 @@ function render({ el }) {
   function score() {
     const best = order.slice(0, at + done).reduce((sum, n) => sum + least(n).length, 0)
     head.textContent = `Patient ${at + 1} of ${order.length}. Cost: ${spent + now()}. `
-      + `Lowest possible cost so far: ${best}.`
+      + `The least that was needed so far: ${best}.`
   }
 
   function start() {
@@ -303,8 +303,7 @@ function render({ el }) {
     row('Curves', Object.values(open)), charts,
     row('Diagnosis', Object.values(guess), 'margin-top:.9rem'), line,
     h('div', { class: 'knobs', style: 'margin:.6rem 0 0' }, next, button('Start again', start)),
-    h('p', { class: 'quiet' }, 'Orange: the patient. Band: five healthy runs. All runs have 20 steps. A further curve costs 1, a wrong diagnosis '
-      + `${WRONG}; a low cost is good.`))
+    h('p', { class: 'quiet' }, 'Orange: the patient. Band: five healthy runs.'))
 }
 
 export default { render }

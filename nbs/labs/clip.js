@@ -131,9 +131,10 @@ function render({ el }) {
     line.textContent = `${NAMES[chosen]}. ${said(chosen, state)}`
   }
 
-  // All handles and sliders as at first, but for the log-ratios
+  // Everything as at first, but for the log-ratios
   const presets = Object.entries(PRESETS).map(([name, delta]) => button(name, () => {
-    Object.assign(state, { delta: [...delta], entropy: [...ENTROPY], alpha: START.alpha, topFrac: START.topFrac })
+    Object.assign(state, START, { delta: [...delta], entropy: [...ENTROPY] })
+    sign.press(String(START.advantage))
     ratios.forEach((input, i) => { input.value = place(delta[i]) })
     entropies.forEach((input, i) => { input.value = ENTROPY[i] })
     alpha.set(START.alpha)

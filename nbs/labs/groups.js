@@ -257,8 +257,8 @@ function render({ el }) {
   }
 
   const set = key => x => { settings[key] = x; draw() }
-  const by = choice('Divide by the std', { grpo: 'yes', dr_grpo: 'no', rloo: 'leave one out' }, 'grpo',
-    set('estimator'))
+  const by = choice('Advantage: reward minus', { grpo: 'mean, ÷ std', dr_grpo: 'mean',
+    rloo: 'mean of the others' }, 'grpo', set('estimator'))
   const floor = slider('std_floor', { min: 0, max: 0.5, step: 0.01, value: 0.35 }, set('stdFloor'))
   const long = slider('length penalty', { min: 0, max: 0.35, step: 0.01, value: 0 }, set('lengthWeight'))
   const alpha = slider('RL-ZVP alpha', { min: 0, max: 0.5, step: 0.01, value: 0 }, set('zvpAlpha'))
@@ -275,7 +275,7 @@ function render({ el }) {
       + 'response’s tokens. Bars: the advantage of every token, up or down, at one scale for the three '
       + 'groups; below, its mean over a response. The limit is 12 tokens; from 6 on the penalty grows. New verdicts are drawn with pass rates of 0.9 (easy), '
       + '0.4 (mixed) and 0.1 (hard), from a fixed seed, so every reader sees the same. A budget of 1 allows as many '
-      + `extra tokens as the first wave used (${FIRST_WAVE}).`))
+      + `extra tokens as there were at the start (${FIRST_WAVE}).`))
   back()
 }
 

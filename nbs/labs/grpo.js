@@ -61,12 +61,14 @@ export function sample(theta, n, draw) {
 // ---- the lab
 
 const FORMULAS = ['(r - mean) / std', 'r - mean', 'r', '(mean - r) / std']
+const GROUP = 'last group: response and its advantage'
 const LOOKS = `
 .lab .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .6rem 1rem; }
 .lab .pair.one { max-width: 27rem; }
 .lab .chips { display: flex; flex-wrap: wrap; gap: 3px; margin: .5rem 0; min-height: 1.6rem; }
 .lab .chips span { font: 11px "JetBrains Mono", ui-monospace, monospace; padding: .1rem .3rem; border-radius: 4px;
   background: var(--off); color: var(--on-off); }
+.lab .chips i { font-style: normal; margin-right: .4rem; }
 .lab .chips span.right { background: var(--pull); color: var(--ink); }
 .lab input[type="text"] { font: 13px "JetBrains Mono", ui-monospace, monospace; width: 12rem; padding: .2rem .4rem;
   color: var(--ink); background: var(--paper); border: 1px solid var(--quiet); border-radius: 6px; }
@@ -85,7 +87,8 @@ const LOOKS = `
 .lab .frame { stroke: var(--line); stroke-width: 1; }
 .lab .even { stroke: var(--quiet); stroke-dasharray: 2 3; vector-effect: non-scaling-stroke; }
 .lab .named { position: relative; padding-top: 18px; }
-.lab .named b { position: absolute; top: 3px; transform: translateX(-50%); font: 11px "JetBrains Mono", ui-monospace, monospace; }
+.lab .named b { position: absolute; top: 2px; transform: translateX(-50%); white-space: nowrap;
+  font: 12px/1.2 "JetBrains Mono", ui-monospace, monospace; }
 .lab .named { padding-bottom: 15px; }
 .lab .named i { position: absolute; bottom: 0; padding-left: 3px; border-left: 1px solid var(--quiet);
   color: var(--quiet); font: 11px/1.2 "JetBrains Mono", ui-monospace, monospace; }
@@ -124,7 +127,7 @@ function curve(values, low, high, looks, from = 0) {
       level(low), level(high), drawn('polyline', { points, class: `curve ${looks}` }), ...now))
 }
 
-// The 64 probabilities, in the order of the responses, and above the tallest bar what it is
+// The 64 probabilities, in the order of the responses, and above the tallest bar its response and its probability
 function distribution(theta, task) {
   const p = probabilities(theta), most = Math.max(...p), top = Math.max(most, 0.05), i = p.indexOf(most)
   const name = i => RESPONSES[i].join(''), y = x => 70 - 68 * x / top
@@ -135,9 +138,10 @@ function distribution(theta, task) {
       drawn('title', {}, `${name(i)}: ${shown(x)}`))),
     drawn('line', { x1: 0, x2: 320, y1: y(1 / 64), y2: y(1 / 64), class: 'even' }))
   const leads = most > Math.min(...p) * 1.001 // before the first step no bar is the tallest
-  const at = Math.min(Math.max((5 * i + 2) / 3.2, 3), 97)
+  const at = `left: clamp(2.3rem, ${(5 * i + 2) / 3.2}%, calc(100% - 2.3rem))` // within the picture
+  const said = most < 0.995 ? most.toFixed(2) : '> 0.99' // it is never 1
   const begins = [0, 16, 32, 48].map(i => h('i', { style: `left: ${i / 0.64}%`, 'aria-hidden': 'true' }, name(i)))
-  return h('div', { class: 'named' }, ...(leads ? [h('b', { style: `left: ${at}%` }, name(i))] : []), bars,
+  return h('div', { class: 'named' }, ...(leads ? [h('b', { style: at }, `${name(i)}: ${said}`)] : []), bars,
     ...begins)
 }
 
@@ -196,7 +200,8 @@ function render({ el, model }) {
 
   function draw() {
     bars.replaceChildren(distribution(run.theta, settings.task))
-    chips.replaceChildren(...run.picks.map((i, k) => {
+    const named = first && run.picks.length ? [h('i', { class: 'quiet' }, GROUP)] : []
+    chips.replaceChildren(...named, ...run.picks.map((i, k) => {
       const right = TASKS[settings.task](RESPONSES[i])
       return h('span', { class: right ? 'right' : '' }, `${RESPONSES[i].join('')} ${run.A[k].toFixed(2).replace('-', '−')}`)
     }))
@@ -226,7 +231,7 @@ function render({ el, model }) {
       button('Run 20', () => several()), button('Start again', reset))]
   const views = [h('div', {}, first ? 'The 64 responses, right ones in colour'
     : 'The probability of each of the 64 responses, 000 to 333; right ones in colour; dotted: 1/64'),
-    bars, ...(first ? [] : [h('p', { class: 'quiet' }, 'last group: response and its advantage')]), chips,
+    bars, ...(first ? [] : [h('p', { class: 'quiet' }, GROUP)]), chips,
     h('div', { class: losing ? 'pair' : 'pair one' }, reward, ...(losing ? [loss] : [])), line]
   show(el, 'GRPO lab', h('style', {}, LOOKS), ...(first ? [...views, ...knobs.reverse()]
     : [...knobs, ...views]))

@@ -110,7 +110,7 @@ function turns(from, to) {
 // What the line under the lab says
 export function told({ said, unbiased, placed, right }, twice) {
   const labels = said.map(s => s.label), count = name => labels.filter(l => l === name).length
-  const doing = placed === 0 ? 'The order changes no label.' : `The order changes ${placed} of 8 labels: `
+  const doing = placed === 0 ? 'The preference changes no label.' : `The preference changes ${placed} of 8 labels: `
     + `${turns(unbiased, labels)}.`
   const silent = new Set(labels).size > 1 ? '' : ' All labels are equal, so the group is silent.'
   return `${twice ? 16 : 8} calls: ${Object.keys(REWARDS).map(l => `${count(l)} ${l}`).join(', ')}. ${doing} `
@@ -159,7 +159,7 @@ function render({ el }) {
   show(el, 'Judge lab', h('style', {}, LOOKS), h('div', { class: 'knobs' }, orders.row),
     h('div', { class: 'knobs' }, habit.box, noise.box, button('New noise', () => { seed++; draw() })),
     h('div', { class: 'judge' }, top, name('first label: the answer is read first'), rows.first, again,
-      name('the result (orange frame: changed by the order)'), rows.label,
+      name('the result (orange frame: changed by the preference)'), rows.label,
       name('reward'), rows.reward, name('advantage'), bottom, rows.advantage),
     line,
     h('p', { class: 'quiet' }, 'A column is an answer, from worst to best. Circle: its true quality, seen from the '

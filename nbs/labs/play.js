@@ -5,6 +5,9 @@ import { h, show, slider } from './shared.js'
 
 export const place = (sizes, chosen) => sizes.reduce((at, size, i) => at * size + chosen[i], 0)
 
+// What a picture says, without its axes: "title; y against x"
+export const titles = says => says.split('; ').filter(part => part && !/ against /.test(part)).join('; ')
+
 // ---- the box
 
 const FADE = 200 // ms from one picture to the next
@@ -12,7 +15,9 @@ const FADE = 200 // ms from one picture to the next
 const LOOKS = `
 .lab[data-lab="play"] canvas { display: block; max-width: 100%; height: auto; background: #fff; }
 .lab[data-lab="play"] .frame { overflow-x: auto; }
+.lab[data-lab="play"] .title { display: none; font-weight: 600; margin: 0 0 .4rem; }
 @container (max-width: 480px) { .lab[data-lab="play"] canvas { max-width: none; }
+  .lab[data-lab="play"] .title { display: block; } /* the one in the picture is cut */
   .lab[data-lab="play"] .frame.wide::after { content: "swipe to see the rest →"; position: sticky; left: 0;
     display: block; width: 12rem; font-size: .75rem; color: var(--quiet); } }
 .lab[data-lab="play"] .bench pre { margin: .5rem 0 0; padding: 0; border: 0;
@@ -39,6 +44,7 @@ function render({ el }) {
   const sizes = controls.map(c => c.labels.length), chosen = controls.map(c => c.start)
   const strip = new Image(), canvas = h('canvas', { width, height, role: 'img' })
   const words = h('div', { class: 'said', 'aria-live': 'polite' })
+  const title = h('p', { class: 'title', 'aria-hidden': 'true' })
 
   const still = matchMedia('(prefers-reduced-motion: reduce)')
   let shown = -1, motion = 0
@@ -65,6 +71,7 @@ function render({ el }) {
     const { picture, says, html } = frames[place(sizes, chosen)]
     canvas.hidden = picture < 0
     canvas.setAttribute('aria-label', says)
+    title.textContent = titles(says)
     if (picture !== shown) fade(picture)
     words.innerHTML = html
   }
@@ -77,7 +84,8 @@ function render({ el }) {
   const note = `${frames.length} settings are computed here; JupyterLab computes any.`
   if (width) el.style.maxWidth = `calc(${Math.max(width, 640)}px + 1.6rem)` // it ends where its pictures end
   const start = () => {
-    show(el, 'Play', h('style', {}, LOOKS), h('div', { class: 'knobs' }, ...knobs), h('div', { class: width > 480 ? 'frame wide' : 'frame' }, canvas), words,
+    show(el, 'Play', h('style', {}, LOOKS), h('div', { class: 'knobs' }, ...knobs), 
+      width > 480 ? title : '', h('div', { class: width > 480 ? 'frame wide' : 'frame' }, canvas), words,
       h('p', { class: 'quiet' }, note))
     draw()
   }
