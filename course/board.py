@@ -69,6 +69,7 @@ EDGE = 10  # points of accuracy; an arrow leads to what lies farther from zero
 LOOKS = {HOLDS: 'good', REVERSE: 'bad', MISSED: 'bad', UNSEEN: 'unseen', UNSURE: 'unsure'}
 POINTS = 'accuracy', 'tokens', 'groups', 'pairs'  # percentage points of these
 LEVELS = dict(factor='a factor of {}', share='a share of {}', percent='{} %')
+OURS = 'our reading', 'our question'  # sources of claims that are not in the paper's words
 LEARNS = 'accuracy', 'quality'  # units of what a policy has learned
 KEYS = {  # what stands below a small table, by what its cells say
     HOLDS: 'Holds: the whole interval is on the side of the claim.',
@@ -82,7 +83,6 @@ KEYS = {  # what stands below a small table, by what its cells say
     'would see': '“Would see x”: four of five such studies would see an effect of x.',
     'fresh seeds': 'Fresh seeds: nobody had looked at them before.',
     'one learning rate': 'One learning rate: both sides had the same.',
-    SEEN: f'{SEEN}: these seeds had been looked at before a setting was chosen, so trust it less.',
 }
 
 Row = dict[str, Any]  # a claim in nbs/scoreboard.yml
@@ -289,7 +289,7 @@ def theirs(row: Row) -> str:
     "The paper's number and where it is from; for a claim without one whose words it is"
     if 'theirs' in row:
         return f'{row["theirs"]} ({row["source"]})'
-    return row['source'] if row['source'] == 'our reading' else f'no number ({row["source"]})'
+    return row['source'] if row['source'] in OURS else f'no number ({row["source"]})'
 
 
 # ---- the drawings: a line with the result on it, the same line for all rows of a unit
@@ -421,6 +421,8 @@ def verdicts(
     board = os.path.relpath(PAGE, os.path.dirname(step) or '.')
     key = [says for mark, says in KEYS.items() if re.search(rf'[(* ]{re.escape(mark)}[* ),]', text)]
     first = 'The brackets are 95 % intervals: about 19 of 20 such intervals hold the true value.'
+    if SEEN in text:
+        first += f' {SEEN}: seeds seen before a setting was chosen, so trust it less.'
     means = '\n'.join(f'- {line}' for line in key)
     return Markdown(
         f'{text}\n\n{first} The [scoreboard]({board}) has all claims of the paper, and how a '

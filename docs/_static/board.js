@@ -85,10 +85,28 @@ function filters(table) {
   output.before(box)
 }
 
-// The map of the paper: its chapters open where a state is chosen, and close with "all"
+// The map of the paper: where a state is chosen, the chapters that have it open and say how often, and the
+// others are hidden; with "all" every chapter is there and closed
 function chapters(choice) {
+  const folds = [...document.querySelectorAll('.paper-chapter')].map(el => ({ el, says: el.querySelector('summary') }))
+  for (const fold of folds) fold.whole = fold.says.textContent
   choice.addEventListener('change', ({ target }) => {
-    document.querySelectorAll('.paper-chapter').forEach(el => (el.open = target.id !== 'paper-all'))
+    const state = target.id.replace('paper-', ''), every = state === 'all'
+    for (const { el, says, whole } of folds) {
+      const left = el.querySelectorAll(`tbody tr.${state}`).length
+      el.open = !every && left > 0
+      says.textContent = every ? whole : `${left} ${state.replace('-', ' ')}`
+      const chapter = el.closest('section') ?? el
+      chapter.hidden = !every && !left
+    }
+  })
+  // A link to a chapter finds it, whatever is hidden
+  addEventListener('hashchange', () => {
+    const target = document.getElementById(decodeURIComponent(location.hash.slice(1)))
+    if (!target?.closest('[hidden]')) return
+    choice.querySelector('#paper-all').click()
+    for (const { el } of folds) el.open = target.contains(el)
+    target.scrollIntoView()
   })
 }
 

@@ -25,6 +25,7 @@ function wordField(tables) {
     for (const fold of folds) fold.open = Boolean(field.value)
     const left = rows.filter(({ tr }) => !tr.hidden).length
     says.textContent = field.value ? ` ${left} of ${rows.length} words` : ` ${rows.length} words`
+    if (!left) says.textContent += '. Try the search (Ctrl + K): it also forgives typing errors.'
   }
 
   // A link to a word finds it, whatever is hidden
